@@ -1,0 +1,509 @@
+//! The contract a backend implements. Small on purpose: four methods on the backend, five on a weight.
+use crate::{
+    Activations, Code, DType, Device, Error, HostEnv, Q4Schema, Q4Weight, Result, TensorView, TensorViewMut,
+    ThreadPool,
+};
+use serde::Serialize;
+use std::{borrow::Cow, fmt, sync::Arc};
+
+/// How a product is really computed: a fact, recorded on every prepared weight. Ordered best first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum ExecPath {
+    /// 4-bit operands reach the arithmetic units (block-scaled tensor cores).
+    NativeKernel,
+    /// Weights stay packed in memory and are decoded in registers inside the product.
+    FusedDequant,
+    /// A dense copy of the weight is made, then a dense product runs.
+    DequantMatmul,
+    /// The slow oracle. Never chosen unless named.
+    Reference,
+}
+
+impl ExecPath {
+    /// Stable spelling.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::NativeKernel => "native-kernel",
+            Self::FusedDequant => "fused-dequant",
+            Self::DequantMatmul => "dequant-matmul",
+            Self::Reference => "reference",
+        }
+    }
+}
+impl fmt::Display for ExecPath {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.as_str())
+    }
+}
+
+/// What the caller accepts: a policy.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ComputePath {
+    /// The best eligible path; a worse one than the best offered is counted and reported as a downgrade.
+    #[default]
+    Auto,
+    /// A kernel on packed weights, else an error.
+    KernelOnly,
+    /// A kernel, else the dense product: the user has agreed to the downgrade in advance, it is still reported.
+    KernelOrFallback,
+    /// The dense product only (bisecting, golden runs).
+    DequantMatmulOnly,
+}
+
+impl ComputePath {
+    /// Every policy.
+    pub const ALL: [Self; 4] =
+        [Self::Auto, Self::KernelOnly, Self::KernelOrFallback, Self::DequantMatmulOnly];
+    /// Paths this policy admits, best first.
+    pub const fn admits(self) -> &'static [ExecPath] {
+        use ExecPath::*;
+        match self {
+            Self::Auto | Self::KernelOrFallback => &[NativeKernel, FusedDequant, DequantMatmul],
+            Self::KernelOnly => &[NativeKernel, FusedDequant],
+            Self::DequantMatmulOnly => &[DequantMatmul],
+        }
+    }
+    /// Spelling of `--compute`.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::KernelOnly => "kernel-only",
+            Self::KernelOrFallback => "kernel-or-fallback",
+            Self::DequantMatmulOnly => "dequant-matmul-only",
+        }
+    }
+}
+impl fmt::Display for ComputePath {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.as_str())
+    }
+}
+
+/// Operations a caller needs from one prepared weight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(transparent)]
+pub struct OpSet(pub u8);
+
+impl OpSet {
+    /// `y = x W^T`.
+    pub const FORWARD: Self = Self(1);
+    /// `dx = dy W`.
+    pub const BACKWARD_INPUT: Self = Self(2);
+    /// The decoded matrix.
+    pub const DEQUANTIZE: Self = Self(4);
+    /// All of them.
+    pub const ALL: Self = Self(7);
+    /// `o` is a subset.
+    pub const fn contains(self, o: Self) -> bool {
+        self.0 & o.0 == o.0
+    }
+    /// The union.
+    pub const fn with(self, o: Self) -> Self {
+        Self(self.0 | o.0)
+    }
+}
+
+/// Name and out features of one row segment.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct SegmentSpec {
+    /// Layer name as in the checkpoint, e.g. `model.layers.0.self_attn.q_proj`.
+    pub name: String,
+    /// Out features.
+    pub rows: usize,
+}
+
+/// Everything selection may look at about one product. No pointers.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct LinearSpec {
+    /// The row segments, top to bottom.
+    pub segments: Vec<SegmentSpec>,
+    /// Encoding of all of them.
+    pub schema: Q4Schema,
+    /// In features.
+    pub k: usize,
+    /// Largest number of rows a call will have.
+    pub max_m: usize,
+    /// Element type of the input.
+    pub x: DType,
+    /// Element type of the output.
+    pub y: DType,
+    /// What happens to the input before the product.
+    pub activations: Activations,
+    /// Where it runs.
+    pub device: Device,
+    /// Operations needed.
+    pub ops: OpSet,
+}
+
+impl LinearSpec {
+    /// Out features of all segments.
+    pub fn n(&self) -> usize {
+        self.segments.iter().map(|s| s.rows).sum()
+    }
+    /// Name for reports: the segments' common prefix, then what differs: `model.layers.0.self_attn.{q,k,v}_proj`.
+    pub fn name(&self) -> String {
+        let names: Vec<&str> = self.segments.iter().map(|s| s.name.as_str()).collect();
+        let [first, rest @ ..] = names.as_slice() else { return String::new() };
+        if rest.is_empty() {
+            return (*first).to_owned();
+        }
+        let shared = |a: &str, b: &str| a.bytes().zip(b.bytes()).take_while(|(x, y)| x == y).count();
+        let head = rest.iter().map(|n| shared(first, n)).min().unwrap_or(0);
+        let reversed = |s: &str| s.bytes().rev().collect::<Vec<_>>();
+        let tail = rest
+            .iter()
+            .map(|n| reversed(first).iter().zip(&reversed(n)).take_while(|(x, y)| x == y).count())
+            .min()
+            .unwrap_or(0);
+        let tail = names.iter().map(|n| n.len() - head).min().unwrap_or(0).min(tail);
+        let middle: Vec<_> = names.iter().map(|n| &n[head..n.len() - tail]).collect();
+        format!("{}{{{}}}{}", &first[..head], middle.join(","), &first[first.len() - tail..])
+    }
+}
+
+/// Why a candidate was turned down. Codes are stable; texts are not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
+#[allow(missing_docs)] // the kebab-case spelling is the documentation
+pub enum RejectCode {
+    NotSelected,
+    PathNotAdmitted,
+    SchemaUnsupported,
+    PathUnsupported,
+    OpUnsupported,
+    ActivationsUnsupported,
+    DtypeUnsupported,
+    LayoutUnsupported,
+    ShapeUnsupported,
+    NotCompiledIn,
+    DeviceAbsent,
+    DeviceArch,
+    KernelImageMissing,
+    DriverTooOld,
+    LibraryMissing,
+    LibraryTooOld,
+    SymbolMissing,
+    AbiMismatch,
+    SelfCheckFailed,
+    ConformanceMissing,
+    DisabledByUser,
+    Panicked,
+    Internal,
+}
+
+impl RejectCode {
+    /// Stable kebab-case spelling.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::NotSelected => "not-selected",
+            Self::PathNotAdmitted => "path-not-admitted",
+            Self::SchemaUnsupported => "schema-unsupported",
+            Self::PathUnsupported => "path-unsupported",
+            Self::OpUnsupported => "op-unsupported",
+            Self::ActivationsUnsupported => "activations-unsupported",
+            Self::DtypeUnsupported => "dtype-unsupported",
+            Self::LayoutUnsupported => "layout-unsupported",
+            Self::ShapeUnsupported => "shape-unsupported",
+            Self::NotCompiledIn => "not-compiled-in",
+            Self::DeviceAbsent => "device-absent",
+            Self::DeviceArch => "device-arch",
+            Self::KernelImageMissing => "kernel-image-missing",
+            Self::DriverTooOld => "driver-too-old",
+            Self::LibraryMissing => "library-missing",
+            Self::LibraryTooOld => "library-too-old",
+            Self::SymbolMissing => "symbol-missing",
+            Self::AbiMismatch => "abi-mismatch",
+            Self::SelfCheckFailed => "self-check-failed",
+            Self::ConformanceMissing => "conformance-missing",
+            Self::DisabledByUser => "disabled-by-user",
+            Self::Panicked => "panicked",
+            Self::Internal => "internal",
+        }
+    }
+    /// The code with that spelling, for reasons that cross a C boundary.
+    pub fn parse(text: &str) -> Option<Self> {
+        use RejectCode::*;
+        const ALL: [RejectCode; 23] = [
+            NotSelected,
+            PathNotAdmitted,
+            SchemaUnsupported,
+            PathUnsupported,
+            OpUnsupported,
+            ActivationsUnsupported,
+            DtypeUnsupported,
+            LayoutUnsupported,
+            ShapeUnsupported,
+            NotCompiledIn,
+            DeviceAbsent,
+            DeviceArch,
+            KernelImageMissing,
+            DriverTooOld,
+            LibraryMissing,
+            LibraryTooOld,
+            SymbolMissing,
+            AbiMismatch,
+            SelfCheckFailed,
+            ConformanceMissing,
+            DisabledByUser,
+            Panicked,
+            Internal,
+        ];
+        ALL.into_iter().find(|c| c.as_str() == text)
+    }
+}
+
+/// One reason: a code, what was needed and what was found.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Reject {
+    /// Stable code.
+    pub code: RejectCode,
+    /// E.g. `k % 32 == 0`.
+    pub need: Cow<'static, str>,
+    /// E.g. `k = 4000`.
+    pub have: Cow<'static, str>,
+}
+
+impl Reject {
+    /// Shorthand.
+    pub fn new(
+        code: RejectCode,
+        need: impl Into<Cow<'static, str>>,
+        have: impl Into<Cow<'static, str>>,
+    ) -> Self {
+        Self { code, need: need.into(), have: have.into() }
+    }
+}
+impl fmt::Display for Reject {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:<20} need {}; have {}", self.code.as_str(), self.need, self.have)
+    }
+}
+
+/// `Ok(())`, or *every* reason (never an empty list).
+pub type Verdict = std::result::Result<(), Vec<Reject>>;
+
+/// Static facts about a backend, readable without touching a device.
+#[derive(Clone, Debug, Serialize)]
+pub struct BackendDescriptor {
+    /// Unique name, e.g. `nvfp4-kernel`.
+    pub name: Cow<'static, str>,
+    /// Version of the code that computes.
+    pub version: Cow<'static, str>,
+    /// Who made it.
+    pub vendor: Cow<'static, str>,
+    /// Tie-break between equal paths, larger wins. Equal priorities on one path are an error.
+    pub priority: i32,
+    /// `(schema name, path)` pairs it can ever serve.
+    pub offers: Vec<(Cow<'static, str>, ExecPath)>,
+}
+
+/// Outcome of one dynamic check.
+#[derive(Clone, Debug, Serialize)]
+pub struct ProbeItem {
+    /// Dotted id, e.g. `library.load`.
+    pub id: Cow<'static, str>,
+    /// Empty when it passed.
+    pub reasons: Vec<Reject>,
+    /// What was measured or found.
+    pub detail: String,
+}
+
+/// What a call may use besides its operands.
+pub struct ExecContext<'a> {
+    /// Device the work is issued to.
+    pub device: Device,
+    /// Raw queue handle (`cudaStream_t`), 0 for the device's default queue and for the CPU. Work is complete only
+    /// when the caller has synchronised the queue.
+    pub stream: usize,
+    /// Scratch of at least `PreparedWeight::workspace(m)` bytes, 64-byte aligned on the CPU, 256 on CUDA.
+    pub workspace: Option<TensorViewMut<'a>>,
+    /// Threads the caller lends. A backend starts none of its own.
+    pub threads: &'a ThreadPool,
+}
+
+impl<'a> ExecContext<'a> {
+    /// A CPU call without scratch.
+    pub fn cpu(threads: &'a ThreadPool) -> Self {
+        Self { device: Device::Cpu, stream: 0, workspace: None, threads }
+    }
+}
+
+/// A family of kernels for 4-bit linear layers.
+pub trait Q4Backend: Send + Sync + 'static {
+    /// Static facts. Touches no device.
+    fn descriptor(&self) -> &BackendDescriptor;
+
+    /// Dynamic checks for `diagnose`: what was loaded, from where, what it can do. May be slow.
+    fn probe(&self, env: &HostEnv) -> Vec<ProbeItem>;
+
+    /// Pure: the same arguments give the same answer. Rejects whatever `prepare` or a call could not serve, with
+    /// every reason.
+    fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict;
+
+    /// Repacks `w` for `path` and no other. `w` is in host memory unless `spec.device` says otherwise; it is not
+    /// kept. Fails rather than choose another path.
+    fn prepare(
+        &self,
+        w: &Q4Weight<'_>,
+        spec: &LinearSpec,
+        path: ExecPath,
+        cx: &mut ExecContext<'_>,
+    ) -> Result<Box<dyn PreparedWeight>>;
+}
+
+/// Facts a prepared weight states about itself.
+#[derive(Clone, Debug, Serialize)]
+pub struct PreparedInfo {
+    /// Backend that made it.
+    pub backend: Cow<'static, str>,
+    /// Path every call of it runs.
+    pub path: ExecPath,
+    /// Activation format every forward call of it uses.
+    pub activations: Activations,
+    /// Out features.
+    pub n: usize,
+    /// In features.
+    pub k: usize,
+    /// Bytes it keeps.
+    pub resident_bytes: u64,
+    /// Operations it has.
+    pub ops: OpSet,
+}
+
+/// A weight in the layout one path wants. The caller allocates every output; no call allocates.
+pub trait PreparedWeight: Send + Sync {
+    /// What was built.
+    fn info(&self) -> &PreparedInfo;
+    /// Scratch bytes for `m` rows, for any operation. Below one dense copy unless the path is `DequantMatmul`.
+    fn workspace(&self, m: usize) -> usize;
+    /// `y[m, n] = x[m, k] W^T`, types as in the spec, rows may be strided.
+    fn forward(&self, x: TensorView<'_>, y: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()>;
+    /// `dx[m, k] = dy[m, n] W` with the decoded weight; `dy` has the type of y, `dx` that of x.
+    fn backward_input(
+        &self,
+        dy: TensorView<'_>,
+        dx: TensorViewMut<'_>,
+        cx: &mut ExecContext<'_>,
+    ) -> Result<()>;
+    /// Decodes the whole matrix into `out[n, k]`, f32 (exact), f16 or bf16 (rounded once).
+    fn dequantize(&self, out: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()>;
+}
+
+/// A backend the process knows, usable or not.
+#[derive(Clone)]
+pub enum Candidate {
+    /// Linked in or loaded.
+    Live(Arc<dyn Q4Backend>),
+    /// Known by name but not usable: library missing, plugin refused, feature off.
+    Dead {
+        /// The name it would have.
+        name: Cow<'static, str>,
+        /// Why it is not usable; never empty.
+        reasons: Vec<Reject>,
+    },
+}
+
+impl Candidate {
+    /// Its name.
+    pub fn name(&self) -> &str {
+        match self {
+            Self::Live(b) => &b.descriptor().name,
+            Self::Dead { name, .. } => name,
+        }
+    }
+}
+
+/// Splits the scratch of a call into typed, aligned pieces without allocating.
+pub struct Scratch<'a> {
+    rest: &'a mut [u8],
+}
+
+impl<'a> Scratch<'a> {
+    /// Takes the workspace of `cx`; fails when it is smaller than `need` bytes or not on the CPU.
+    pub fn of(cx: &'a mut ExecContext<'_>, need: usize) -> Result<Self> {
+        let rest = match (&mut cx.workspace, need) {
+            (_, 0) => &mut [],
+            (Some(w), _) => w.as_mut_slice::<u8>()?,
+            (None, _) => &mut [],
+        };
+        if rest.len() < need {
+            return Err(Error::new(Code::ShapeMismatch, "workspace of a product")
+                .need(format!("{need} bytes"))
+                .have(format!("{} bytes", rest.len())));
+        }
+        Ok(Self { rest })
+    }
+    /// The next `len` elements, 64-byte aligned.
+    pub fn take<T: crate::Element>(&mut self, len: usize) -> Result<&'a mut [T]> {
+        let pad = self.rest.as_ptr().align_offset(64);
+        let bytes = len * size_of::<T>();
+        let have = self.rest.len();
+        if pad + bytes > have {
+            return Err(Error::new(Code::ShapeMismatch, "workspace of a product")
+                .need(format!("{} bytes", pad + bytes))
+                .have(format!("{have} bytes")));
+        }
+        let (now, rest) = std::mem::take(&mut self.rest)[pad..].split_at_mut(bytes);
+        self.rest = rest;
+        // SAFETY: the piece is unique, 64-byte aligned and `bytes` long; every bit pattern is an Element.
+        Ok(unsafe { std::slice::from_raw_parts_mut(now.as_mut_ptr().cast(), len) })
+    }
+    /// Bytes to reserve so that pieces of these sizes can be taken.
+    pub fn bytes(pieces: &[usize]) -> usize {
+        pieces.iter().map(|b| b.next_multiple_of(64)).sum::<usize>() + if pieces.is_empty() { 0 } else { 64 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Q4Schema;
+
+    #[test]
+    fn groups_have_short_names() {
+        let mut spec = LinearSpec {
+            segments: ["m.q_proj", "m.k_proj", "m.v_proj"]
+                .map(|n| SegmentSpec { name: n.into(), rows: 1 })
+                .into(),
+            schema: Q4Schema::Dense { dtype: DType::F32 },
+            k: 1,
+            max_m: 1,
+            x: DType::F32,
+            y: DType::F32,
+            activations: Activations::Native,
+            device: Device::Cpu,
+            ops: OpSet::FORWARD,
+        };
+        assert_eq!(spec.name(), "m.{q,k,v}_proj");
+        spec.segments.truncate(1);
+        assert_eq!(spec.name(), "m.q_proj");
+        spec.segments =
+            ["mlp.gate_proj", "mlp.up_proj"].map(|n| SegmentSpec { name: n.into(), rows: 1 }).into();
+        assert_eq!(spec.name(), "mlp.{gate,up}_proj");
+    }
+
+    #[test]
+    fn scratch_is_aligned_and_bounded() -> Result<()> {
+        let pool = ThreadPool::new(1);
+        let mut bytes = [0u8; 512];
+        let mut cx = ExecContext::cpu(&pool);
+        cx.workspace = Some(TensorViewMut::of(&mut bytes[1..], &[511])?);
+        let mut s = Scratch::of(&mut cx, Scratch::bytes(&[64, 40]))?;
+        let a = s.take::<f32>(16)?;
+        assert_eq!(a.as_ptr() as usize % 64, 0);
+        assert_eq!(s.take::<i8>(40)?.as_ptr() as usize % 64, 0);
+        assert!(s.take::<f32>(400).is_err());
+        Ok(())
+    }
+
+    #[test]
+    fn reject_codes_round_trip() {
+        for c in ["device-arch", "shape-unsupported", "internal", "library-too-old"] {
+            assert_eq!(RejectCode::parse(c).map(RejectCode::as_str), Some(c));
+        }
+    }
+}

@@ -1,0 +1,111 @@
+//! Facts about the machine, collected once and then frozen: selection looks at these and at nothing else.
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+/// One CUDA device.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct CudaDevice {
+    /// Ordinal of the CUDA runtime.
+    pub ordinal: u32,
+    /// Compute capability, e.g. `(9, 0)`. What code may be gated on.
+    pub capability: (u32, u32),
+    /// Marketing name, for display only.
+    pub name: String,
+    /// Bytes of device memory.
+    pub memory: u64,
+}
+
+impl CudaDevice {
+    /// `sm_90`.
+    pub fn arch(&self) -> String {
+        format!("sm_{}{}", self.capability.0, self.capability.1)
+    }
+}
+
+/// What a shared kernel library said about itself when it was loaded.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct LibraryFacts {
+    /// File it was loaded from.
+    pub path: String,
+    /// Its own version.
+    pub version: String,
+    /// Instruction sets it has CPU kernels for and this machine can run, best first.
+    pub cpu_isa: Vec<String>,
+    /// Compute capabilities it has CUDA kernels for.
+    pub cuda_images: Vec<(u32, u32)>,
+}
+
+/// The machine.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct HostEnv {
+    /// `x86_64`, `aarch64`.
+    pub arch: String,
+    /// CPU features kernels care about, sorted.
+    pub cpu_features: Vec<String>,
+    /// Processors this process may run on.
+    pub processors: usize,
+    /// CUDA devices, by ordinal.
+    pub cuda: Vec<CudaDevice>,
+    /// Version of the CUDA driver, e.g. 13000.
+    pub cuda_driver: Option<u32>,
+    /// Libraries the built-in backends loaded, by backend name.
+    pub libraries: BTreeMap<String, LibraryFacts>,
+}
+
+impl HostEnv {
+    /// Looks at this machine. Devices and libraries are added by whoever loads them.
+    pub fn collect() -> Self {
+        Self {
+            arch: std::env::consts::ARCH.into(),
+            cpu_features: cpu_features(),
+            processors: processors(),
+            ..Self::default()
+        }
+    }
+    /// The device with this ordinal.
+    pub fn cuda_device(&self, ordinal: u32) -> Option<&CudaDevice> {
+        self.cuda.iter().find(|d| d.ordinal == ordinal)
+    }
+    /// FNV-1a of all facts; reports quote it, certificates compare it.
+    pub fn fingerprint(&self) -> u64 {
+        format!("{self:?}")
+            .bytes()
+            .fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3))
+    }
+}
+
+/// Processors this process may use: the scheduler's affinity mask and the cgroup's quota, whichever is smaller.
+pub fn processors() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+#[cfg(target_arch = "x86_64")]
+fn cpu_features() -> Vec<String> {
+    macro_rules! probe {
+        ($($f:tt),*) => { [$(($f, std::arch::is_x86_feature_detected!($f))),*] };
+    }
+    let mut found: Vec<String> = probe!(
+        "avx2",
+        "fma",
+        "f16c",
+        "avxvnni",
+        "avx512f",
+        "avx512bw",
+        "avx512vl",
+        "avx512vbmi",
+        "avx512vnni",
+        "avx512bf16",
+        "avx512fp16"
+    )
+    .iter()
+    .filter(|(_, yes)| *yes)
+    .map(|(f, _)| (*f).to_owned())
+    .collect();
+    found.sort();
+    found
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn cpu_features() -> Vec<String> {
+    Vec::new()
+}

@@ -1,0 +1,42 @@
+//! What a 4-bit weight is and who may multiply by it: formats, views, backend traits, selection.
+//!
+//! No shared library is opened here, no CUDA and no torch are known. Everything above this crate agrees on these types:
+//!
+//! * [`formats`] turns codes into numbers, exactly; [`Q4Schema`] says which codes, [`Q4Weight`] borrows them;
+//! * [`Q4Backend`] and [`PreparedWeight`] are what a kernel author implements;
+//! * [`select`] decides once per layer, [`Dispatch`] checks and prepares, [`Q4Linear`] is the only caller of a backend;
+//! * [`oracle`] is the exact product, [`selfcheck`] the gate built on it.
+mod backend;
+pub mod detect;
+mod error;
+pub mod formats;
+mod host;
+mod linear;
+pub mod memory;
+pub mod oracle;
+mod registry;
+mod scale;
+mod schema;
+mod select;
+pub mod selfcheck;
+mod tensor;
+mod threads;
+mod weight;
+
+pub use backend::{
+    BackendDescriptor, Candidate, ComputePath, ExecContext, ExecPath, LinearSpec, OpSet, PreparedInfo,
+    PreparedWeight, ProbeItem, Q4Backend, Reject, RejectCode, Scratch, SegmentSpec, Verdict,
+};
+pub use error::{Code, Error, Result};
+pub use host::{CudaDevice, HostEnv, LibraryFacts, processors};
+pub use linear::{Dispatch, Executed, Q4Linear, Witness};
+pub use registry::{BUILTINS, Built, BuiltinOptions, Registration, Registry};
+pub use scale::{Convention, GlobalScale, Rule};
+pub use schema::{ActGlobal, ActQuant, Activations, NibbleOrder, Q4Schema, ScaleLayout, SchemaId};
+pub use select::{Overrides, Policy, Rejection, Selection, SelectionError, matches, select};
+pub use tensor::{DType, Device, Element, MAX_RANK, TensorView, TensorViewMut};
+pub use threads::ThreadPool;
+pub use weight::{Absmax, Q4Weight, RowDecoder, Segment, SegmentData, f32s, read_floats};
+
+#[doc(hidden)]
+pub use inventory;

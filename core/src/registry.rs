@@ -1,0 +1,103 @@
+//! The backends a process knows: built-ins through `inventory`, sorted and checked against a list of names; plugins later.
+use crate::{Candidate, Code, Error, HostEnv, LibraryFacts, Q4Backend, Reject, RejectCode, Result};
+use std::{collections::BTreeMap, path::PathBuf, sync::Arc};
+
+/// What a built-in backend may be told when it is constructed.
+#[derive(Clone, Debug, Default)]
+pub struct BuiltinOptions {
+    /// Library to load instead of searching, by backend name.
+    pub libraries: BTreeMap<String, PathBuf>,
+    /// Instruction set to use instead of the best one (`Q4_ISA`).
+    pub isa: Option<String>,
+}
+
+/// A constructed built-in and the library behind it.
+pub struct Built {
+    /// The backend.
+    pub backend: Arc<dyn Q4Backend>,
+    /// Facts of its library, for [`HostEnv::libraries`].
+    pub library: Option<LibraryFacts>,
+}
+
+/// How a built-in announces itself: `inventory::submit! { Registration { .. } }` in its `lib.rs`.
+pub struct Registration {
+    /// Its name.
+    pub name: &'static str,
+    /// Builds it, or says with every reason why it cannot live on this machine.
+    pub construct: fn(&BuiltinOptions) -> std::result::Result<Built, Vec<Reject>>,
+}
+inventory::collect!(Registration);
+
+/// Names every complete build has. A name that nobody registered stays in the list as a dead candidate.
+pub const BUILTINS: [&str; 4] = ["dequant-matmul", "nf4-kernel", "nvfp4-kernel", "reference"];
+
+/// All candidates of this process, sorted by name, names unique.
+pub struct Registry {
+    candidates: Vec<Candidate>,
+    env: HostEnv,
+}
+
+impl Registry {
+    /// Constructs every registered built-in on this machine.
+    pub fn builtin(options: &BuiltinOptions) -> Result<Self> {
+        let mut env = HostEnv::collect();
+        let mut found: BTreeMap<&'static str, Candidate> = BTreeMap::new();
+        for r in inventory::iter::<Registration> {
+            let candidate = match (r.construct)(options) {
+                Ok(built) => {
+                    env.libraries.extend(built.library.map(|facts| (r.name.to_owned(), facts)));
+                    Candidate::Live(built.backend)
+                }
+                Err(reasons) => Candidate::Dead { name: r.name.into(), reasons },
+            };
+            if candidate.name() != r.name || found.insert(r.name, candidate).is_some() {
+                return Err(Error::new(
+                    Code::Internal,
+                    format!("backend `{}` is registered twice or misnamed", r.name),
+                ));
+            }
+        }
+        for name in BUILTINS {
+            found.entry(name).or_insert_with(|| Candidate::Dead {
+                name: name.into(),
+                reasons: vec![Reject::new(
+                    RejectCode::NotCompiledIn,
+                    format!("a build with {name}"),
+                    "this one",
+                )],
+            });
+        }
+        Ok(Self { candidates: found.into_values().collect(), env })
+    }
+
+    /// Adds a loaded or refused third party; a name that exists already is an error.
+    pub fn add(&mut self, candidate: Candidate) -> Result<()> {
+        match self.candidates.binary_search_by(|c| c.name().cmp(candidate.name())) {
+            Ok(_) => Err(Error::new(
+                Code::LibraryRefused,
+                format!("a backend named `{}` exists already", candidate.name()),
+            )
+            .need("a unique name")),
+            Err(at) => {
+                self.candidates.insert(at, candidate);
+                Ok(())
+            }
+        }
+    }
+
+    /// Everybody, dead ones included, sorted by name.
+    pub fn candidates(&self) -> &[Candidate] {
+        &self.candidates
+    }
+    /// The machine selection decides for.
+    pub fn env(&self) -> &HostEnv {
+        &self.env
+    }
+    /// The live backend of that name.
+    pub fn live(&self, name: &str) -> Option<&Arc<dyn Q4Backend>> {
+        self.candidates.iter().find_map(|c| match c {
+            Candidate::Live(b) if c.name() == name => Some(b),
+            _ => None,
+        })
+    }
+}

@@ -1,0 +1,343 @@
+//! Choosing one (backend, path) per layer, once, and saying why: pure, complete, never retried.
+use crate::{
+    Candidate, Code, ComputePath, Error, ExecPath, HostEnv, LinearSpec, Q4Backend, Reject, RejectCode,
+};
+use serde::Serialize;
+use std::{collections::BTreeMap, fmt, sync::Arc};
+
+/// Named backends. They bind: a layer that one applies to is served by it or not at all.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Overrides {
+    /// `(layer glob, backend)`; the last match wins over earlier ones and over `all`. `*` matches any text.
+    pub layers: Vec<(String, String)>,
+    /// Backend of every 4-bit layer.
+    pub all: Option<String>,
+}
+
+impl Overrides {
+    /// The backend named for a layer, if any.
+    pub fn of(&self, layer: &str, is_4bit: bool, offers_dense: bool) -> Option<&str> {
+        let by_layer =
+            self.layers.iter().rev().find(|(glob, _)| matches(glob, layer)).map(|(_, b)| b.as_str());
+        // A backend named for the whole model is about its 4-bit layers; dense ones follow if it offers them.
+        by_layer.or_else(|| self.all.as_deref().filter(|_| is_4bit || offers_dense))
+    }
+}
+
+/// What the user asked for.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Policy {
+    /// Paths that are acceptable.
+    pub compute: ComputePath,
+    /// Turn a downgrade into an error (what measuring commands do).
+    pub deny_downgrade: bool,
+    /// Named backends.
+    pub overrides: Overrides,
+}
+
+/// One (backend, path) that lost, with every reason.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Rejection {
+    /// Name.
+    pub backend: String,
+    /// The path it was asked about; `None` when it never came to that.
+    pub path: Option<ExecPath>,
+    /// Never empty.
+    pub reasons: Vec<Reject>,
+}
+
+/// The decision for one layer.
+#[derive(Clone)]
+pub struct Selection {
+    /// Winner.
+    pub backend: Arc<dyn Q4Backend>,
+    /// Its path; `prepare` gets exactly this.
+    pub path: ExecPath,
+    /// Every candidate that lost.
+    pub rejected: Vec<Rejection>,
+    /// A better path exists for this schema, or would if a dead candidate lived, and this is not it. A backend or
+    /// policy the user named is a request, not a downgrade.
+    pub is_downgrade: bool,
+    /// Machine the decision was made for.
+    pub env_fingerprint: u64,
+}
+
+impl fmt::Debug for Selection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} via {} ({} rejected)", self.backend.descriptor().name, self.path, self.rejected.len())
+    }
+}
+
+/// No backend, or more than one equally good backend.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum SelectionError {
+    /// A named backend does not exist at all.
+    UnknownBackend {
+        /// The name given.
+        asked: String,
+        /// Names that exist, dead ones included.
+        known: Vec<String>,
+    },
+    /// Nobody can.
+    NoneEligible {
+        /// Layer.
+        layer: String,
+        /// Its encoding.
+        schema: String,
+        /// The policy in force.
+        policy: ComputePath,
+        /// The backend that was named.
+        forced: Option<String>,
+        /// Everybody, with reasons.
+        rejected: Vec<Rejection>,
+    },
+    /// Two are equally good.
+    Ambiguous {
+        /// Layer.
+        layer: String,
+        /// The path they share.
+        path: ExecPath,
+        /// Their names.
+        tied: Vec<String>,
+    },
+    /// Only a downgrade is possible and those are denied.
+    DowngradeDenied {
+        /// Layer.
+        layer: String,
+        /// The best path there is.
+        got: ExecPath,
+        /// Everybody better, with reasons.
+        rejected: Vec<Rejection>,
+    },
+    /// The segments of one product are bound to different backends.
+    SplitOverride {
+        /// Layer group.
+        layer: String,
+        /// The names.
+        asked: Vec<String>,
+    },
+}
+
+/// Decides once per layer. Pure apart from calling the (pure) `can_prepare`.
+pub fn select(
+    candidates: &[Candidate],
+    spec: &LinearSpec,
+    policy: &Policy,
+    env: &HostEnv,
+) -> Result<Selection, SelectionError> {
+    let schema = spec.schema.id().name;
+    let forced = forced(candidates, spec, policy)?;
+    let mut rejected = Vec::new();
+    let mut eligible: Vec<(ExecPath, i32, Arc<dyn Q4Backend>)> = Vec::new();
+    for candidate in candidates {
+        let name = candidate.name().to_owned();
+        let mut lose = |path, reasons| rejected.push(Rejection { backend: name.clone(), path, reasons });
+        if let Some(f) = forced.as_ref().filter(|f| **f != name) {
+            lose(
+                None,
+                vec![Reject::new(RejectCode::NotSelected, format!("`{f}`, as named"), format!("`{name}`"))],
+            );
+            continue;
+        }
+        let backend = match candidate {
+            Candidate::Live(b) => b,
+            Candidate::Dead { reasons, .. } => {
+                lose(None, reasons.clone());
+                continue;
+            }
+        };
+        let offers = &backend.descriptor().offers;
+        let mut paths: Vec<_> = offers.iter().filter(|(s, _)| s == schema).map(|(_, p)| *p).collect();
+        paths.sort_unstable();
+        if paths.is_empty() {
+            let mut known: Vec<_> = offers.iter().map(|(s, _)| s.as_ref()).collect();
+            known.sort_unstable();
+            known.dedup();
+            lose(None, vec![Reject::new(RejectCode::SchemaUnsupported, schema, known.join(", "))]);
+        }
+        for path in paths {
+            // The oracle is served to whoever names it, and to nobody else. A dense matrix is not a 4-bit product:
+            // kernel-only is about codes that would be expanded, and there are none.
+            let named_oracle = path == ExecPath::Reference && forced.is_some();
+            let dense = !spec.schema.is_4bit() && path == ExecPath::DequantMatmul;
+            if !policy.compute.admits().contains(&path) && !named_oracle && !dense {
+                lose(
+                    Some(path),
+                    vec![Reject::new(RejectCode::PathNotAdmitted, policy.compute.as_str(), path.as_str())],
+                );
+                continue;
+            }
+            match backend.can_prepare(spec, path, env) {
+                Ok(()) => eligible.push((path, backend.descriptor().priority, backend.clone())),
+                Err(reasons) => lose(Some(path), reasons),
+            }
+        }
+    }
+    eligible.sort_by_key(|(path, priority, _)| (*path, -priority));
+    let Some((path, priority, backend)) = eligible.first().cloned() else {
+        let (layer, schema) = (spec.name(), spec.schema.to_string());
+        return Err(SelectionError::NoneEligible { layer, schema, policy: policy.compute, forced, rejected });
+    };
+    let tied: Vec<_> = eligible
+        .iter()
+        .filter(|e| e.0 == path && e.1 == priority)
+        .map(|e| e.2.descriptor().name.to_string())
+        .collect();
+    if tied.len() > 1 {
+        return Err(SelectionError::Ambiguous { layer: spec.name(), path, tied });
+    }
+    for (p, other_priority, b) in eligible.iter().skip(1) {
+        let have = format!("{p}, priority {other_priority}");
+        rejected.push(Rejection {
+            backend: b.descriptor().name.to_string(),
+            path: Some(*p),
+            reasons: vec![Reject::new(
+                RejectCode::NotSelected,
+                format!("better than {path}, priority {priority}"),
+                have,
+            )],
+        });
+    }
+    let wanted_better = forced.is_none() && spec.schema.is_4bit() && policy.compute.admits()[0] < path;
+    let is_downgrade = wanted_better && rejected.iter().any(|r| lost_to_circumstance(r, path));
+    if policy.deny_downgrade && is_downgrade {
+        return Err(SelectionError::DowngradeDenied { layer: spec.name(), got: path, rejected });
+    }
+    Ok(Selection { backend, path, rejected, is_downgrade, env_fingerprint: env.fingerprint() })
+}
+
+/// A candidate that would have been better than `path`, or is dead and might have been.
+fn lost_to_circumstance(r: &Rejection, path: ExecPath) -> bool {
+    let chosen_against =
+        |x: &Reject| matches!(x.code, RejectCode::NotSelected | RejectCode::SchemaUnsupported);
+    path == ExecPath::DequantMatmul
+        && r.path.is_none_or(|p| p < ExecPath::DequantMatmul)
+        && !r.reasons.iter().any(chosen_against)
+}
+
+fn forced(
+    candidates: &[Candidate],
+    spec: &LinearSpec,
+    policy: &Policy,
+) -> Result<Option<String>, SelectionError> {
+    let offers_dense = policy.overrides.all.as_deref().is_some_and(|name| {
+        candidates.iter().any(|c| match c {
+            Candidate::Live(b) => c.name() == name && b.descriptor().offers.iter().any(|(s, _)| s == "dense"),
+            Candidate::Dead { .. } => false,
+        })
+    });
+    let mut asked: Vec<_> = spec
+        .segments
+        .iter()
+        .map(|s| policy.overrides.of(&s.name, spec.schema.is_4bit(), offers_dense).map(str::to_owned))
+        .collect();
+    asked.dedup();
+    if let Some(unknown) = asked.iter().flatten().find(|a| !candidates.iter().any(|c| c.name() == **a)) {
+        let known = candidates.iter().map(|c| c.name().to_owned()).collect();
+        return Err(SelectionError::UnknownBackend { asked: unknown.clone(), known });
+    }
+    match asked.as_slice() {
+        [one] => Ok(one.clone()),
+        several => {
+            let asked = several.iter().map(|a| a.clone().unwrap_or_else(|| "no backend".into())).collect();
+            Err(SelectionError::SplitOverride { layer: spec.name(), asked })
+        }
+    }
+}
+
+/// `*` stands for any text, everything else for itself; a pattern without `*` may also be the end of a name.
+pub fn matches(glob: &str, name: &str) -> bool {
+    let mut parts = glob.split('*');
+    let first = parts.next().unwrap_or("");
+    let Some(last) = parts.next_back() else {
+        return name == glob || name.strip_suffix(glob).is_some_and(|head| head.ends_with('.'));
+    };
+    let Some(mut rest) = name.strip_prefix(first) else { return false };
+    for part in parts {
+        match rest.find(part) {
+            Some(at) => rest = &rest[at + part.len()..],
+            None => return false,
+        }
+    }
+    rest.len() >= last.len() && rest.ends_with(last)
+}
+
+impl SelectionError {
+    /// Everybody who was refused.
+    pub fn rejected(&self) -> &[Rejection] {
+        match self {
+            Self::NoneEligible { rejected, .. } | Self::DowngradeDenied { rejected, .. } => rejected,
+            _ => &[],
+        }
+    }
+}
+
+impl fmt::Display for SelectionError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::UnknownBackend { asked, .. } => write!(f, "no backend is named `{asked}`"),
+            Self::Ambiguous { layer, path, tied } => {
+                write!(f, "{layer}: {} tie on {path}", tied.join(" and "))
+            }
+            Self::SplitOverride { layer, asked } => {
+                write!(f, "{layer}: one product, bound to {}", asked.join(" and "))
+            }
+            Self::NoneEligible { layer, schema, policy, forced, rejected } => {
+                write!(f, "{layer}: no backend can serve {schema} under {policy}")?;
+                if let Some(b) = forced {
+                    write!(f, " with `{b}` named")?;
+                }
+                list(f, rejected)
+            }
+            Self::DowngradeDenied { layer, got, rejected } => {
+                write!(f, "{layer}: the best path left is {got}, a downgrade, and those are denied")?;
+                list(f, rejected)
+            }
+        }
+    }
+}
+
+fn list(f: &mut fmt::Formatter<'_>, rejected: &[Rejection]) -> fmt::Result {
+    for r in rejected {
+        let path = r.path.map_or("-", ExecPath::as_str);
+        for reason in &r.reasons {
+            write!(f, "\n  {:<14} {path:<14} {reason}", r.backend)?;
+        }
+    }
+    Ok(())
+}
+
+impl std::error::Error for SelectionError {}
+
+impl From<SelectionError> for Error {
+    fn from(e: SelectionError) -> Self {
+        let text = e.to_string();
+        match e {
+            SelectionError::UnknownBackend { known, .. } => {
+                let mut names: BTreeMap<String, ()> = known.into_iter().map(|k| (k, ())).collect();
+                let known = std::mem::take(&mut names).into_keys().collect::<Vec<_>>().join(", ");
+                Error::new(Code::UnknownBackend, text).need(format!("one of {known}"))
+            }
+            SelectionError::NoneEligible { forced, .. } => {
+                let e = Error::new(Code::NoneEligible, text);
+                match forced {
+                    Some(_) => e.fix("name another backend, or leave the choice to q4 by dropping --backend"),
+                    None => e.fix(
+                        "`q4 explain MODEL` shows every layer; `--compute auto` also admits a dense product",
+                    ),
+                }
+            }
+            SelectionError::Ambiguous { .. } => {
+                Error::new(Code::Ambiguous, text).fix("name one with --backend")
+            }
+            SelectionError::SplitOverride { .. } => {
+                Error::new(Code::Ambiguous, text).fix("bind all layers of the group to one backend")
+            }
+            SelectionError::DowngradeDenied { .. } => {
+                Error::new(Code::DowngradeDenied, text).fix("--compute kernel-or-fallback accepts it")
+            }
+        }
+    }
+}

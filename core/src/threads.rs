@@ -1,0 +1,235 @@
+//! A small pool of threads that costs microseconds a call: kernels borrow it through [`crate::ExecContext`], nobody else
+//! starts threads, and results never depend on how many there are.
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread::JoinHandle;
+
+/// Runs numbered tasks on the calling thread and `threads - 1` helpers.
+pub struct ThreadPool {
+    shared: Arc<Shared>,
+    helpers: Vec<JoinHandle<()>>,
+    /// One call at a time; a second caller, or a task that calls back, runs its tasks by itself.
+    busy: AtomicBool,
+}
+
+type Body<'a> = &'a (dyn Fn(usize) + Sync);
+
+struct Shared {
+    /// Counts calls; a helper waits for it to change.
+    epoch: AtomicU64,
+    /// The call's task function, valid while `running` helpers are inside.
+    body: Mutex<Option<Body<'static>>>,
+    tasks: AtomicUsize,
+    next: AtomicUsize,
+    running: AtomicUsize,
+    panicked: AtomicBool,
+    stop: AtomicBool,
+    sleepers: Mutex<()>,
+    wake: Condvar,
+}
+
+/// Turns a helper spins before it sleeps: about 20 µs, the gap between two products of a decode step.
+const SPINS: u32 = 4_000;
+
+impl ThreadPool {
+    /// A pool of `threads` in all, the caller included; at least one.
+    pub fn new(threads: usize) -> Self {
+        let shared = Arc::new(Shared {
+            epoch: AtomicU64::new(0),
+            body: Mutex::new(None),
+            tasks: AtomicUsize::new(0),
+            next: AtomicUsize::new(0),
+            running: AtomicUsize::new(0),
+            panicked: AtomicBool::new(false),
+            stop: AtomicBool::new(false),
+            sleepers: Mutex::new(()),
+            wake: Condvar::new(),
+        });
+        let spawn = |i| {
+            let shared = shared.clone();
+            std::thread::Builder::new().name(format!("q4-{i}")).spawn(move || shared.help())
+        };
+        // A machine that refuses a thread still computes, on fewer.
+        let helpers = (1..threads).map_while(|i| spawn(i).ok()).collect();
+        Self { shared, helpers, busy: AtomicBool::new(false) }
+    }
+
+    /// Threads that work on a call, the caller included.
+    pub fn threads(&self) -> usize {
+        self.helpers.len() + 1
+    }
+
+    /// Runs `body(0)` to `body(tasks - 1)`, each once, in any order, and returns when all are done.
+    /// Panics when a task panicked. Allocates nothing.
+    pub fn run(&self, tasks: usize, body: Body<'_>) {
+        if tasks <= 1 || self.helpers.is_empty() || self.busy.swap(true, Ordering::Acquire) {
+            (0..tasks).for_each(body);
+            return;
+        }
+        let s = &*self.shared;
+        // SAFETY: only the lifetime changes; the reference is gone from `body` and no helper is inside it when
+        // this function returns, because it waits for `running` to reach zero.
+        let body: Body<'static> = unsafe { std::mem::transmute::<Body<'_>, Body<'static>>(body) };
+        s.tasks.store(tasks, Ordering::Relaxed);
+        s.next.store(0, Ordering::Relaxed);
+        s.running.store(self.helpers.len(), Ordering::Relaxed);
+        *s.body.lock().unwrap_or_else(|e| e.into_inner()) = Some(body);
+        s.epoch.fetch_add(1, Ordering::Release);
+        drop(s.sleepers.lock());
+        s.wake.notify_all();
+        let own = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| s.claim(body)));
+        while s.running.load(Ordering::Acquire) != 0 {
+            std::hint::spin_loop();
+        }
+        *s.body.lock().unwrap_or_else(|e| e.into_inner()) = None;
+        let helper_panicked = s.panicked.swap(false, Ordering::Relaxed);
+        self.busy.store(false, Ordering::Release);
+        if let Err(payload) = own {
+            std::panic::resume_unwind(payload);
+        }
+        assert!(!helper_panicked, "a task of the thread pool panicked");
+    }
+
+    /// Splits `0..len` into ranges of at least `least` items and runs `body(start, end)` on each.
+    pub fn split(&self, len: usize, least: usize, body: &(dyn Fn(usize, usize) + Sync)) {
+        let pieces = (len / least.max(1)).clamp(1, self.threads() * 4);
+        let size = len.div_ceil(pieces);
+        self.run(pieces, &|i| {
+            let (start, end) = (i * size, ((i + 1) * size).min(len));
+            if start < end {
+                body(start, end);
+            }
+        });
+    }
+}
+
+impl Shared {
+    fn claim(&self, body: Body<'_>) {
+        let tasks = self.tasks.load(Ordering::Relaxed);
+        loop {
+            let i = self.next.fetch_add(1, Ordering::Relaxed);
+            if i >= tasks {
+                return;
+            }
+            body(i);
+        }
+    }
+
+    fn help(&self) {
+        let mut seen = 0;
+        loop {
+            seen = self.await_call(seen);
+            if self.stop.load(Ordering::Relaxed) {
+                return;
+            }
+            let body = *self.body.lock().unwrap_or_else(|e| e.into_inner());
+            if let Some(body) = body
+                && std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.claim(body))).is_err()
+            {
+                self.panicked.store(true, Ordering::Relaxed);
+            }
+            self.running.fetch_sub(1, Ordering::Release);
+        }
+    }
+
+    fn await_call(&self, seen: u64) -> u64 {
+        for _ in 0..SPINS {
+            let now = self.epoch.load(Ordering::Acquire);
+            if now != seen {
+                return now;
+            }
+            std::hint::spin_loop();
+        }
+        let mut guard = self.sleepers.lock().unwrap_or_else(|e| e.into_inner());
+        loop {
+            let now = self.epoch.load(Ordering::Acquire);
+            if now != seen {
+                return now;
+            }
+            guard = self.wake.wait(guard).unwrap_or_else(|e| e.into_inner());
+        }
+    }
+}
+
+impl Drop for ThreadPool {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Relaxed);
+        self.shared.epoch.fetch_add(1, Ordering::Release);
+        drop(self.shared.sleepers.lock());
+        self.shared.wake.notify_all();
+        for h in self.helpers.drain(..) {
+            let _ = h.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicU32;
+
+    #[test]
+    fn every_task_runs_once() {
+        for threads in [1, 2, 5] {
+            let pool = ThreadPool::new(threads);
+            for tasks in [0, 1, 2, 3, 100] {
+                let hits: Vec<_> = (0..tasks).map(|_| AtomicU32::new(0)).collect();
+                for _ in 0..50 {
+                    pool.run(tasks, &|i| {
+                        hits[i].fetch_add(1, Ordering::Relaxed);
+                    });
+                }
+                assert!(
+                    hits.iter().all(|h| h.load(Ordering::Relaxed) == 50),
+                    "{threads} threads, {tasks} tasks"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn a_task_may_call_the_pool_again() {
+        let pool = ThreadPool::new(3);
+        let hits = AtomicU32::new(0);
+        pool.run(4, &|_| {
+            pool.run(5, &|_| {
+                hits.fetch_add(1, Ordering::Relaxed);
+            });
+        });
+        assert_eq!(hits.into_inner(), 20);
+    }
+
+    #[test]
+    fn a_panic_reaches_the_caller_and_leaves_the_pool_usable() {
+        let pool = ThreadPool::new(3);
+        for _ in 0..20 {
+            let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                pool.run(8, &|i| {
+                    if i == 5 {
+                        std::panic::resume_unwind(Box::new(()))
+                    }
+                });
+            }));
+            assert!(caught.is_err());
+        }
+        let hits = AtomicU32::new(0);
+        pool.run(8, &|_| {
+            hits.fetch_add(1, Ordering::Relaxed);
+        });
+        assert_eq!(hits.into_inner(), 8);
+    }
+
+    #[test]
+    fn ranges_cover_everything_once() {
+        let pool = ThreadPool::new(2);
+        for len in [0, 1, 7, 64, 1000] {
+            let hits: Vec<_> = (0..len).map(|_| AtomicU32::new(0)).collect();
+            pool.split(len, 8, &|a, b| {
+                for h in &hits[a..b] {
+                    h.fetch_add(1, Ordering::Relaxed);
+                }
+            });
+            assert!(hits.iter().all(|h| h.load(Ordering::Relaxed) == 1), "{len}");
+        }
+    }
+}
