@@ -1,0 +1,142 @@
+//! Recorded products: operands and exact results made with torchao and bitsandbytes, part of the executable.
+use crate::measure::Problem;
+use q4_core::formats::nf4;
+use q4_core::{
+    Absmax, ActGlobal, ActQuant, Activations, Code, Convention, DType, Error, GlobalScale, NibbleOrder, Q4Schema, Q4Weight,
+    Result, Rule, ScaleLayout, Segment, SegmentData, TensorView, read_floats,
+};
+use safetensors::{SafeTensors, tensor::TensorView as Stored};
+
+static SCALED_MM: &[u8] = include_bytes!("../golden/nvfp4_scaled_mm.safetensors");
+static NF4: &[u8] = include_bytes!("../golden/nf4.safetensors");
+
+/// Hands every recorded product to `visit`: NVFP4 with one- and two-level scales, row-major and swizzled, W4A16 and
+/// W4A4; NF4 with and without double quantisation.
+pub fn each(visit: &mut dyn FnMut(&Problem<'_>) -> Result<()>) -> Result<()> {
+    let file = open(SCALED_MM)?;
+    let mut cases: Vec<&str> = file.names().into_iter().filter_map(|n| n.strip_suffix(".x")).collect();
+    cases.sort_unstable();
+    for case in cases {
+        for scales in ["nogs", "gs"] {
+            for layout in [ScaleLayout::RowMajor, ScaleLayout::Swizzled128x4] {
+                nvfp4(&file, case, scales, layout, visit)?;
+            }
+        }
+    }
+    let file = open(NF4)?;
+    let mut cases: Vec<&str> = file.names().into_iter().filter_map(|n| n.strip_suffix(".w.packed")).collect();
+    cases.sort_unstable();
+    for case in cases {
+        nf4_linear(&file, case, visit)?;
+    }
+    Ok(())
+}
+
+fn nvfp4(
+    file: &SafeTensors<'_>,
+    case: &str,
+    scales: &str,
+    scale_layout: ScaleLayout,
+    visit: &mut dyn FnMut(&Problem<'_>) -> Result<()>,
+) -> Result<()> {
+    let get = |what: &str| tensor(file, &format!("{case}.{scales}.{what}"));
+    let x = tensor(file, &format!("{case}.x"))?;
+    let (m, k) = (x.shape()[0], x.shape()[1]);
+    let codes = get("b_codes")?;
+    let n = codes.shape()[0];
+    let stored = match scale_layout {
+        ScaleLayout::RowMajor => get("b_scale")?,
+        ScaleLayout::Swizzled128x4 => get("b_scale_blocked")?,
+    };
+    let global = |name: &str| get(name).ok().map(|t| GlobalScale::multiply(scalar(&t))).transpose();
+    let (a_global, b_global) = (global("a_global")?, global("b_global")?);
+    let segments = [Segment {
+        rows: n,
+        data: SegmentData::Nvfp4 {
+            codes: TensorView::of(codes.data(), &[n, k / 2])?,
+            scales: TensorView::of_bytes(stored.data(), DType::F8E4M3, &[stored.data().len()])?,
+            global: b_global,
+        },
+    }];
+    let schema = Q4Schema::Nvfp4 { scale_layout, global: b_global.map(|_| Convention::Multiply) };
+    let quantized = ActQuant { rule: Rule::TorchAo, global: a_global.map_or(ActGlobal::None, ActGlobal::Static) };
+    for (activations, result) in [(Activations::Native, "w4a16"), (Activations::Nvfp4(quantized), "w4a4")] {
+        let layout = if scale_layout == ScaleLayout::RowMajor { "row-major" } else { "swizzled" };
+        visit(&Problem {
+            name: format!("golden/nvfp4/{case}/{scales}/{layout}/{result}"),
+            weight: Q4Weight { schema, k, segments: &segments },
+            x: floats(&x)?,
+            m,
+            activations,
+            io: DType::F32,
+            recorded: Some(doubles(&get(result)?)),
+        })?;
+    }
+    Ok(())
+}
+
+fn nf4_linear(
+    file: &SafeTensors<'_>,
+    case: &str,
+    visit: &mut dyn FnMut(&Problem<'_>) -> Result<()>,
+) -> Result<()> {
+    let get = |what: &str| tensor(file, &format!("{case}.{what}"));
+    let x = get("x")?;
+    let dense = get("w_dequant")?;
+    let (m, n, k) = (x.shape()[0], dense.shape()[0], dense.shape()[1]);
+    let (codes, absmax) = (get("w.packed")?, get("w.absmax")?);
+    let nested_absmax = get("w.nested_absmax").ok().map(|t| floats(&t)).transpose()?;
+    let plain = if nested_absmax.is_some() { Vec::new() } else { floats(&absmax)? };
+    let absmax = match &nested_absmax {
+        None => Absmax::Plain(TensorView::of(&plain, &[plain.len()])?),
+        Some(nested) => Absmax::Nested {
+            codes: TensorView::of(absmax.data(), &[absmax.data().len()])?,
+            map: TensorView::of(nf4::dynamic_map().as_slice(), &[256])?,
+            absmax: TensorView::of(nested, &[nested.len()])?,
+            offset: scalar(&get("w.nested_offset")?),
+            block: 256,
+        },
+    };
+    let nested = nested_absmax.as_ref().map(|_| 256);
+    let data = SegmentData::Nf4 { codes: TensorView::of(codes.data(), &[codes.data().len()])?, absmax };
+    visit(&Problem {
+        name: format!("golden/nf4/{case}"),
+        weight: Q4Weight {
+            schema: Q4Schema::Nf4 { nibble_order: NibbleOrder::HighFirst, block: 64, nested },
+            k,
+            segments: &[Segment { rows: n, data }],
+        },
+        x: floats(&x)?,
+        m,
+        activations: Activations::Native,
+        io: DType::F32,
+        recorded: Some(doubles(&get("y")?)),
+    })
+}
+
+fn open(bytes: &[u8]) -> Result<SafeTensors<'_>> {
+    SafeTensors::deserialize(bytes).map_err(|e| Error::new(Code::Internal, format!("recorded products: {e}")))
+}
+
+fn tensor<'a>(file: &SafeTensors<'a>, name: &str) -> Result<Stored<'a>> {
+    file.tensor(name).map_err(|e| Error::new(Code::Internal, format!("recorded products: {name}: {e}")))
+}
+
+fn floats(t: &Stored<'_>) -> Result<Vec<f32>> {
+    let dtype = match t.dtype() {
+        safetensors::Dtype::F32 => DType::F32,
+        safetensors::Dtype::BF16 => DType::BF16,
+        other => return Err(Error::new(Code::Internal, "recorded products").need("f32 or bf16").have(format!("{other:?}"))),
+    };
+    let mut out = vec![0.0; t.data().len() / dtype.size()];
+    read_floats(t.data(), dtype, &mut out);
+    Ok(out)
+}
+
+fn doubles(t: &Stored<'_>) -> Vec<f64> {
+    t.data().as_chunks::<8>().0.iter().map(|b| f64::from_le_bytes(*b)).collect()
+}
+
+fn scalar(t: &Stored<'_>) -> f32 {
+    t.data().first_chunk::<4>().map_or(f32::NAN, |b| f32::from_le_bytes(*b))
+}
