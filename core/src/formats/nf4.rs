@@ -6,23 +6,23 @@
 use crate::{Code, Error, Result};
 use std::sync::LazyLock;
 
-/// Value of every code, times absmax.
+/// Value of every code, times absmax: the f32 that bitsandbytes writes as `quant_map`, in their shortest decimals.
 pub const CODEBOOK: [f32; 16] = [
     -1.0,
-    -0.6961928009986877,
-    -0.5250730514526367,
-    -0.39491748809814453,
-    -0.28444138169288635,
-    -0.18477343022823334,
-    -0.09105003625154495,
+    -0.6961928,
+    -0.52507305,
+    -0.3949175,
+    -0.28444138,
+    -0.18477343,
+    -0.091050036,
     0.0,
-    0.07958029955625534,
-    0.16093020141124725,
-    0.24611230194568634,
-    0.33791524171829224,
-    0.44070982933044434,
-    0.5626170039176941,
-    0.7229568362236023,
+    0.0795803,
+    0.1609302,
+    0.2461123,
+    0.33791524,
+    0.44070983,
+    0.562617,
+    0.72295684,
     1.0,
 ];
 
@@ -53,8 +53,8 @@ pub fn nibble(codes: &[u8], i: usize) -> u8 {
     codes[i / 2] >> (4 - 4 * (i % 2)) & 15
 }
 
-/// Quantises a flattened tensor: `codes` takes `ceil(x.len() / 2)` bytes, high nibble first (an odd last byte has a low
-/// nibble of zero), `absmax` one f32 per `block` elements.
+/// Quantises a flattened tensor: `codes` takes `ceil(x.len() / 2)` bytes, high nibble first (the low nibble of an odd
+/// last byte is the code of zero), `absmax` one f32 per `block` elements.
 ///
 /// In f32, as bitsandbytes on a CPU: `code = encode(x * (1 / absmax))` in full blocks and `encode(x / absmax)` in a short
 /// last one; an all-zero block has absmax 0 and code 7. An absmax below 2^-128 has no finite reciprocal and divides too.
@@ -64,22 +64,30 @@ pub fn nibble(codes: &[u8], i: usize) -> u8 {
 pub fn quantize(x: &[f32], block: usize, codes: &mut [u8], absmax: &mut [f32]) -> Result<()> {
     if block == 0 || codes.len() != x.len().div_ceil(2) || absmax.len() != x.len().div_ceil(block) {
         return Err(Error::new(Code::ShapeMismatch, "NF4 tensor")
-            .need(format!("for {} elements: half as many bytes of codes, one absmax per block of {block}", x.len()))
+            .need(format!(
+                "for {} elements: half as many bytes of codes, one absmax per block of {block}",
+                x.len()
+            ))
             .have(format!("{} bytes, {} absmax", codes.len(), absmax.len())));
     }
     if let Some(i) = x.iter().position(|v| !v.is_finite()) {
         return Err(super::nvfp4::not_finite(i, x[i]));
     }
     codes.fill(0);
+    if x.len() % 2 == 1 {
+        codes[x.len() / 2] = ZERO;
+    }
     for (b, (values, absmax)) in x.chunks(block).zip(absmax).enumerate() {
         *absmax = values.iter().fold(0f32, |a, v| a.max(v.abs()));
         let inverse = 1.0 / *absmax;
         let divide = values.len() < block || inverse.is_infinite();
         for (i, &v) in (b * block..).zip(values) {
-            let code = match () {
-                () if *absmax == 0.0 => ZERO,
-                () if divide => encode(v / *absmax),
-                () => encode(v * inverse),
+            let code = if *absmax == 0.0 {
+                ZERO
+            } else if divide {
+                encode(v / *absmax)
+            } else {
+                encode(v * inverse)
             };
             codes[i / 2] |= code << (4 - 4 * (i % 2));
         }
@@ -156,7 +164,11 @@ fn build_dynamic_map() -> [f32; 256] {
         let step = (1.0 - 0.1f32) / points as f32;
         // Divisions are counted from the nearer end, in one fused operation each: this fixes the last bit of every entry.
         let division = |i: usize| {
-            if i < points.div_ceil(2) { step.mul_add(i as f32, 0.1) } else { (-step).mul_add((points - i) as f32, 1.0) }
+            if i < points.div_ceil(2) {
+                step.mul_add(i as f32, 0.1)
+            } else {
+                (-step).mul_add((points - i) as f32, 1.0)
+            }
         };
         let unit = 10f64.powi(decade - 6) as f32;
         for i in 0..points {
@@ -192,25 +204,15 @@ mod tests {
     use crate::formats::oracle::{self, Tie};
 
     #[test]
-    fn thresholds_are_those_of_the_cuda_kernel() {
-        let literals: [f32; 15] = [
-            -0.8480964004993439,
-            -0.6106329262256622,
-            -0.4599952697753906,
-            -0.33967943489551544,
-            -0.23460740596055984,
-            -0.13791173323988914,
-            -0.045525018125772476,
-            0.03979014977812767,
-            0.1202552504837513,
-            0.2035212516784668,
-            0.2920137718319893,
-            0.3893125355243683,
-            0.5016634166240692,
-            0.6427869200706482,
-            0.8614784181118011,
+    fn thresholds_are_the_rounded_midpoints() {
+        let bits = [
+            0xbf591cd8, 0xbf1c5270, 0xbeeb8480, 0xbeadea76, 0xbe703cec, 0xbe0d38bc, 0xbd3a7871, 0x3d22faff,
+            0x3df64862, 0x3e5067e0, 0x3e9582d4, 0x3ec753f9, 0x3f006d04, 0x3f248daf, 0x3f5c89da,
         ];
-        assert_eq!(THRESHOLDS.map(f32::to_bits), literals.map(f32::to_bits));
+        assert_eq!(THRESHOLDS.map(f32::to_bits), bits);
+        for (t, pair) in THRESHOLDS.iter().zip(CODEBOOK.windows(2)) {
+            assert_eq!(*t, ((f64::from(pair[0]) + f64::from(pair[1])) / 2.0) as f32);
+        }
     }
 
     /// Nearest entry by exact distance, except where two entries have a midpoint that f32 cannot hold: between that midpoint
@@ -274,7 +276,7 @@ mod tests {
         let (mut codes, mut absmax) = (vec![0xff; 19], vec![0.0; 2]);
         quantize(&x, 32, &mut codes, &mut absmax).expect("finite");
         assert_eq!(absmax, [x[0].abs(), x[36]]);
-        assert_eq!((nibble(&codes, 0), nibble(&codes, 36), codes[18] & 15), (0, 15, 0));
+        assert_eq!((nibble(&codes, 0), nibble(&codes, 36), codes[18] & 15), (0, 15, ZERO));
         let mut out = vec![0.0; 37];
         dequantize(&codes, |b| absmax[b], 32, &mut out);
         for (i, (a, b)) in x.iter().zip(&out).enumerate() {
@@ -285,10 +287,9 @@ mod tests {
     #[test]
     fn a_short_block_divides_and_a_full_one_multiplies() {
         // Found by search: dividing by the absmax and multiplying by its reciprocal fall on two sides of a threshold.
-        let (v, absmax) = (1..4000u32)
-            .map(|i| (f32::from_bits(0x3f00_0000 + 7919 * i), 1.0 + i as f32 / 997.0))
-            .flat_map(|(t, a)| THRESHOLDS.map(|th| ((th * a).next_up(), a, t)))
-            .map(|(v, a, _)| (v, a))
+        let (v, absmax) = (1..4000)
+            .map(|i| 1.0 + i as f32 / 997.0)
+            .flat_map(|a| THRESHOLDS.map(|t| ((t * a).next_up(), a)))
             .find(|&(v, a)| encode(v / a) != encode(v * (1.0 / a)))
             .expect("some pair of f32 must differ");
         let quantise = |x: &[f32]| {
@@ -318,7 +319,8 @@ mod tests {
             assert_eq!(e.code(), Code::ValueInvalid);
         }
         for (n, block, c, a) in [(4, 0, 2, 1), (4, 4, 1, 1), (4, 2, 2, 1), (3, 4, 1, 1)] {
-            let e = quantize(&[1.0; 4][..n], block, &mut [0; 2][..c], &mut [0.0; 1][..a]).expect_err("lengths");
+            let e =
+                quantize(&[1.0; 4][..n], block, &mut [0; 2][..c], &mut [0.0; 1][..a]).expect_err("lengths");
             assert_eq!(e.code(), Code::ShapeMismatch);
         }
     }
@@ -329,7 +331,7 @@ mod tests {
         assert!(map.windows(2).all(|w| w[0] < w[1]));
         assert_eq!((map[127], map[255]), (0.0, 1.0));
         assert!((1..=127).all(|i| map[127 - i] == -map[127 + i]));
-        assert_eq!((map[128], map[254]), (5.500000384017767e-7, 0.992968738079071));
+        assert_eq!((map[128], map[254]), (5.5000004e-7, 0.99296874));
         for (i, &m) in map.iter().enumerate() {
             assert_eq!(usize::from(nearest(m)), i);
         }
@@ -341,7 +343,8 @@ mod tests {
         let absmax: Vec<f32> = (0..600u32).map(|i| 0.05 + (i * 7919 % 601) as f32 / 6010.0).collect();
         let (codes, scales, offset) = nest(&absmax);
         assert_eq!((codes.len(), scales.len()), (600, 3));
-        let nested = Nested { codes: &codes, map: dynamic_map(), absmax: &scales, offset, block: NESTED_BLOCK };
+        let nested =
+            Nested { codes: &codes, map: dynamic_map(), absmax: &scales, offset, block: NESTED_BLOCK };
         for (i, &want) in absmax.iter().enumerate() {
             // The widest gap of the map is that of its last decade, 0.9 / 64.
             assert!((nested.absmax_at(i) - want).abs() <= scales[i / 256] * 0.00704, "absmax {i}");

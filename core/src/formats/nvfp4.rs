@@ -69,7 +69,7 @@ impl Quantizer {
     /// As there.
     pub fn quantize_row_four_over_six(&self, x: &[f32], codes: &mut [u8], scales: &mut [u8]) -> Result<()> {
         self.each_block(x, codes, scales, |block, amax, codes| {
-            let (six, four) = (self.block_scale(amax), self.block_scale(1.5 * amax));
+            let (six, four) = (self.block_scale(amax), self.block_scale((1.5 * amax).min(f32::MAX)));
             let mut other = [0; BLOCK / 2];
             self.encode_block(block, six, codes);
             self.encode_block(block, four, &mut other);
@@ -91,13 +91,19 @@ impl Quantizer {
         let (blocks, rest) = x.as_chunks::<BLOCK>();
         if !rest.is_empty() || codes.len() != x.len() / 2 || scales.len() != blocks.len() {
             return Err(Error::new(Code::ShapeMismatch, "NVFP4 row")
-                .need(format!("k % {BLOCK} == 0, k/2 bytes of codes and k/{BLOCK} scales for k = {}", x.len()))
+                .need(format!(
+                    "k % {BLOCK} == 0, k/2 bytes of codes and k/{BLOCK} scales for k = {}",
+                    x.len()
+                ))
                 .have(format!("{} bytes of codes and {} scales", codes.len(), scales.len())));
         }
         if let Some(g) = self.global.filter(|g| g.convention() != self.rule.convention()) {
-            return Err(Error::new(Code::SchemaInvalid, format!("per-tensor scale of the {} rule", self.rule.as_str()))
-                .need(format!("{:?}", self.rule.convention()))
-                .have(format!("{:?}", g.convention())));
+            return Err(Error::new(
+                Code::SchemaInvalid,
+                format!("per-tensor scale of the {} rule", self.rule.as_str()),
+            )
+            .need(format!("{:?}", self.rule.convention()))
+            .have(format!("{:?}", g.convention())));
         }
         for (b, ((block, codes), scale)) in
             blocks.iter().zip(codes.as_chunks_mut::<{ BLOCK / 2 }>().0).zip(scales).enumerate()
@@ -147,7 +153,8 @@ impl Quantizer {
             (Rule::Runtime, g) => {
                 let step = (s + 1e-12) * g.unwrap_or(1.0);
                 for (byte, v) in codes.iter_mut().zip(x.as_chunks::<2>().0) {
-                    *byte = e2m1::pair(e2m1::encode_ties_away(v[0] / step), e2m1::encode_ties_away(v[1] / step));
+                    *byte =
+                        e2m1::pair(e2m1::encode_ties_away(v[0] / step), e2m1::encode_ties_away(v[1] / step));
                 }
             }
         }
@@ -193,7 +200,9 @@ pub fn global_from_amax(rule: Rule, amax: f32, source: DType) -> Result<GlobalSc
 
 /// Refusal of element `i` of a tensor.
 pub(super) fn not_finite(i: usize, v: f32) -> Error {
-    Error::new(Code::ValueInvalid, format!("element {i} cannot be quantised")).need("finite values").have(v.to_string())
+    Error::new(Code::ValueInvalid, format!("element {i} cannot be quantised"))
+        .need("finite values")
+        .have(v.to_string())
 }
 
 /// 0.125: what compressed-tensors stores where a scale underflows.

@@ -24,8 +24,13 @@ fn hand_computed_blocks_of_both_single_level_rules() {
 
     let mut ties = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0].repeat(2);
     ties[8..].iter_mut().for_each(|v| *v = -*v);
-    assert_eq!(block(RUNTIME, &ties), (0x38, [0x10, 0x32, 0x54, 0x76, 0x98, 0xba, 0xdc, 0xfe]));
     assert_eq!(block(PLAIN, &ties), (0x38, [0x20, 0x42, 0x64, 0x76, 0xa8, 0xca, 0xec, 0xfe]));
+    // 1 + 1e-12 is 1 in f32, so these are ties; any larger step (as f64 would have) puts them below their thresholds.
+    assert_eq!(block(RUNTIME, &ties), (0x38, [0x21, 0x43, 0x65, 0x77, 0xa9, 0xcb, 0xed, 0xff]));
+    for v in ties.iter_mut().filter(|v| v.abs() < 6.0) {
+        *v = if *v > 0.0 { v.next_down() } else { v.next_up() };
+    }
+    assert_eq!(block(RUNTIME, &ties), (0x38, [0x10, 0x32, 0x54, 0x76, 0x98, 0xba, 0xdc, 0xfe]));
 
     assert_eq!(block(RUNTIME, &ramp(0.01)), (0x07, [0xff, 0xee, 0xcd, 0x9b, 0x10, 0x43, 0x65, 0x76]));
     assert_eq!(block(PLAIN, &ramp(0.01)), (0x08, [0xef, 0xde, 0xcd, 0x9b, 0x10, 0x43, 0x55, 0x66]));
@@ -82,9 +87,7 @@ fn a_multiplying_scale_is_not_a_divisor() -> Result<()> {
 
 #[test]
 fn decoding_rounds_the_scale_first() -> Result<()> {
-    // Both operations round: 1.375 * g has 27 significant bits, and so has 3 times its rounding.
-    let g = f32::from_bits(0x3f80_0003);
-    let s = 1.375f32;
+    let (s, g) = (1.375f32, 0.1f32);
     assert_ne!((3.0 * s) * g, 3.0 * (s * g), "the two orders must differ here, or this test proves nothing");
     let mut out = [0.0; 16];
     dequantize_row(&[0x55; 8], &[e4m3::encode(s)], Some(GlobalScale::multiply(g)?), &mut out);
@@ -126,12 +129,35 @@ fn zero_blocks_get_the_scale_of_their_library() {
 }
 
 #[test]
+fn compressed_tensors_rounds_in_the_type_of_the_source() -> Result<()> {
+    // 6.37 / 6 is just below the tie at 1.0625; 1 / 6 in bf16 is 0.16699219, which puts the product above it.
+    let q = Quantizer {
+        rule: Rule::CompressedTensors,
+        global: Some(GlobalScale::divide(6.37)?),
+        source: DType::F32,
+    };
+    assert_eq!(block(q, &[1.0; 16]).0, 0x38);
+    assert_eq!(block(Quantizer { source: DType::BF16, ..q }, &[1.0; 16]).0, 0x39);
+    assert_eq!(block(Quantizer { source: DType::F16, ..q }, &[1.0; 16]).0, 0x38);
+    // 1 / 5 in bf16 is 0.20019531; 2688 times that is 538.125, whose nearest bf16 is 540. That of 537.6 would be 536.
+    // In f32 the reciprocal already costs one unit in the last place: the quotient itself rounds to 537.6.
+    let global = |source| global_from_amax(Rule::CompressedTensors, 5.0, source).map(GlobalScale::value);
+    assert_eq!((global(DType::F32)?, global(DType::BF16)?), (537.60004, 540.0));
+    assert_eq!(2688.0f32 / 5.0, 537.6);
+    Ok(())
+}
+
+#[test]
 fn no_finite_input_gives_a_nan_scale() -> Result<()> {
     let tiny = f32::from_bits(1);
     for rule in Rule::ALL {
         for amax in [tiny, 1e-40, f32::MIN_POSITIVE, 1e-30, 1.0, 1e30, f32::MAX] {
             for tensor in [amax, 1.0, f32::MAX] {
-                let q = Quantizer { rule, global: Some(global_from_amax(rule, tensor, DType::F32)?), source: DType::F32 };
+                let q = Quantizer {
+                    rule,
+                    global: Some(global_from_amax(rule, tensor, DType::F32)?),
+                    source: DType::F32,
+                };
                 let mut x = [0.0; 16];
                 (x[0], x[1]) = (amax, -amax / 3.0);
                 for x in [x, [amax; 16]] {
@@ -178,10 +204,15 @@ fn what_cannot_be_quantised_is_refused() -> Result<()> {
 
 #[test]
 fn four_over_six_never_has_a_larger_error_and_is_sometimes_smaller() -> Result<()> {
-    let x: Vec<f32> = (0..16 * 64u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 8) as f32 / 1e7 - 0.8).collect();
+    let x: Vec<f32> =
+        (0..16 * 64u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 8) as f32 / 1e7 - 0.8).collect();
     let amax = x.iter().fold(0f32, |a, v| a.max(v.abs()));
     for rule in Rule::ALL {
-        let q = Quantizer { rule, global: Some(global_from_amax(rule, 1.75 * amax, DType::F32)?), source: DType::F32 };
+        let q = Quantizer {
+            rule,
+            global: Some(global_from_amax(rule, 1.75 * amax, DType::F32)?),
+            source: DType::F32,
+        };
         let error = |four_over_six: bool| -> Result<Vec<f64>> {
             let (mut codes, mut scales, mut out) = (vec![0; 512], vec![0; 64], vec![0.0; 1024]);
             match four_over_six {
@@ -189,7 +220,8 @@ fn four_over_six_never_has_a_larger_error_and_is_sometimes_smaller() -> Result<(
                 false => q.quantize_row(&x, &mut codes, &mut scales)?,
             }
             dequantize_row(&codes, &scales, q.global, &mut out);
-            let error = |(x, o): (&[f32], &[f32])| x.iter().zip(o).map(|(a, b)| f64::from(a - b).powi(2)).sum();
+            let error =
+                |(x, o): (&[f32], &[f32])| x.iter().zip(o).map(|(a, b)| f64::from(a - b).powi(2)).sum();
             Ok(x.chunks(16).zip(out.chunks(16)).map(error).collect())
         };
         let (six, best) = (error(false)?, error(true)?);

@@ -1,0 +1,243 @@
+//! Checkpoints: files are mapped and indexed once, layers are bound to their bytes by name.
+//!
+//! Nothing that a file says is believed before it was compared with something else: sizes with the file, parts with
+//! each other, layouts with the configuration, values with the format. Damage is an error that names file or tensor.
+mod bytes;
+mod dat;
+mod declared;
+mod layer;
+pub mod names;
+mod safetensors;
+mod shards;
+mod source;
+mod store;
+mod unique;
+pub(crate) mod values;
+
+pub use bytes::Bytes;
+pub use declared::{Declaration, Method};
+pub use layer::Layer;
+pub use store::{Container, Entry, Stored, TensorStore};
+
+use crate::config::Qwen3Config;
+use q4_core::{
+    Code, DType, Error, Result,
+    detect::{Layout, TensorMeta},
+};
+use source::Source;
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+};
+
+/// Files that stand elsewhere than beside the weights.
+#[derive(Clone, Debug, Default)]
+pub struct OpenOptions {
+    /// `config.json`, or the directory that holds it.
+    pub config: Option<PathBuf>,
+    /// `tokenizer.json`, or the directory that holds it.
+    pub tokenizer: Option<PathBuf>,
+}
+
+/// A model on disk or in the executable.
+#[derive(Debug)]
+pub struct Checkpoint {
+    name: String,
+    store: TensorStore,
+    config: Qwen3Config,
+    declaration: Declaration,
+    side: BTreeMap<String, Bytes>,
+}
+
+/// What turns the last hidden state into logits, `[vocab, hidden]`.
+#[derive(Clone, Debug)]
+pub enum Head<'a> {
+    /// The embedding.
+    Tied,
+    /// A float matrix of its own.
+    Dense(Stored<'a>),
+    /// A 4-bit matrix of its own, which also takes precedence over a tied embedding.
+    Quantised(Box<Layer<'a>>),
+}
+
+impl Checkpoint {
+    /// Opens a model directory, a `.safetensors` file, an index of shards or a `.dat` file, with `config.json` beside it
+    /// or named in `options`. The weights are indexed, not read; all errors belong to the model's files.
+    pub fn open(path: &Path, options: &OpenOptions) -> Result<Self> {
+        Self::read(path.display().to_string(), Source::of_path(path)?, options)
+    }
+
+    /// The same from files in memory, under the names they would have in a directory.
+    pub fn from_files(name: &str, files: Vec<(String, Bytes)>) -> Result<Self> {
+        let mut map = BTreeMap::new();
+        for (file, bytes) in files {
+            if map.insert(file.clone(), bytes).is_some() {
+                return Err(Error::new(Code::Container, format!("{name}: the file {file} is there twice")));
+            }
+        }
+        Self::read(
+            name.to_owned(),
+            Source::Memory { name: name.to_owned(), files: map },
+            &OpenOptions::default(),
+        )
+    }
+
+    fn read(name: String, source: Source, options: &OpenOptions) -> Result<Self> {
+        let store = TensorStore::read(&source)?;
+        let side = source.side_files(options)?;
+        let config = side.get("config.json").ok_or_else(|| {
+            Error::new(Code::ModelMissing, format!("{}: no such file", source.label("config.json")))
+                .need("config.json beside the weights")
+                .fix("name it with --config PATH")
+        })?;
+        let config = Qwen3Config::parse(config)?;
+        // A `.dat` file says all there is about its layers; the configuration beside it is that of the original model.
+        let declaration = match store.container() {
+            Container::Dat => Declaration::none(),
+            Container::Safetensors => Declaration::read(
+                config.quantization.as_ref(),
+                side.get("hf_quant_config.json").map(|b| &b[..]),
+            )?,
+        };
+        for note in &declaration.notes {
+            tracing::warn!(model = %name, "{note}");
+        }
+        Ok(Self { name, store, config, declaration, side })
+    }
+
+    /// What the model was opened as.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Shapes and constants.
+    pub fn config(&self) -> &Qwen3Config {
+        &self.config
+    }
+
+    /// What the configuration says about the quantisation.
+    pub fn declaration(&self) -> &Declaration {
+        &self.declaration
+    }
+
+    /// The tensors without their meaning.
+    pub fn store(&self) -> &TensorStore {
+        &self.store
+    }
+
+    /// `config.json`, `generation_config.json`, `hf_quant_config.json`, `tokenizer.json`, `tokenizer_config.json` or
+    /// `chat_template.jinja`, if the model has it. Their sizes were bounded when the model was opened.
+    pub fn file(&self, name: &str) -> Option<Bytes> {
+        self.side.get(name).cloned()
+    }
+
+    /// Type and shape of every tensor.
+    pub fn table(&self) -> &BTreeMap<String, TensorMeta> {
+        self.store.table()
+    }
+
+    /// A tensor by its full name; [`Code::TensorMissing`] without it.
+    pub fn tensor(&self, name: &str) -> Result<Stored<'_>> {
+        self.store.tensor(name)
+    }
+
+    /// The linear layer of module `name`, which must be `[n, k]`. Every value that could make a product non-finite has
+    /// been read: scales are finite and not negative, codebooks are NF4's, dense weights are finite.
+    pub fn layer(&self, name: &str, n: usize, k: usize) -> Result<Layer<'_>> {
+        let layer = self.bind(name, n, k)?;
+        match values::problems(&self.store, &layer.detected)?.into_iter().next() {
+            Some(problem) => Err(problem.into()),
+            None => Ok(layer),
+        }
+    }
+
+    /// As [`layer`](Self::layer), but of the values only the per-tensor scales are read: for plans and listings.
+    pub fn bind(&self, name: &str, n: usize, k: usize) -> Result<Layer<'_>> {
+        layer::bind(self, name, n, k)
+    }
+
+    /// The embedding, `[vocab, hidden]` of finite f16, bf16 or f32.
+    pub fn embedding(&self) -> Result<Stored<'_>> {
+        let name = format!("{}.weight", names::EMBEDDING);
+        self.store.floats(&name, &[self.config.vocab_size, self.config.hidden_size])
+    }
+
+    /// Element type of the embedding; reads nothing of it.
+    pub fn embedding_type(&self) -> Result<DType> {
+        Ok(self.tensor(&format!("{}.weight", names::EMBEDDING))?.dtype)
+    }
+
+    /// A tensor of exactly `shape` in f16, bf16 or f32 with finite values only.
+    pub fn floats(&self, name: &str, shape: &[usize]) -> Result<Stored<'_>> {
+        self.store.floats(name, shape)
+    }
+
+    /// The `len` weights of the norm of module `name` (without `.weight`), finite.
+    pub fn norm(&self, name: &str, len: usize) -> Result<Vec<f32>> {
+        self.store.floats(&format!("{name}.weight"), &[len])?.to_f32()
+    }
+
+    /// The output projection. A 4-bit `lm_head` is used even where the configuration ties it to the embedding, as `.dat`
+    /// files have it; a dense one must then equal the embedding, or the model contradicts itself.
+    pub fn head(&self) -> Result<Head<'_>> {
+        let head = self.bind_head()?;
+        if let Head::Quantised(layer) = &head {
+            return Ok(Head::Quantised(Box::new(self.layer(
+                &layer.name,
+                layer.detected.n,
+                layer.detected.k,
+            )?)));
+        }
+        if let Head::Dense(stored) = &head {
+            let name = format!("{}.weight", names::HEAD);
+            self.store.floats(&name, stored.shape)?;
+            if self.config.tie_word_embeddings {
+                let embedding = self.embedding()?;
+                if (embedding.dtype, embedding.bytes) == (stored.dtype, stored.bytes) {
+                    return Ok(Head::Tied);
+                }
+                return Err(Error::new(
+                    Code::SchemaInvalid,
+                    format!("`{name}`: config.json ties it to the embedding"),
+                )
+                .need("the same values as model.embed_tokens.weight, or no such tensor")
+                .have("others")
+                .fix("set tie_word_embeddings to false if the model was trained so"));
+            }
+        }
+        Ok(head)
+    }
+
+    /// As [`head`](Self::head) without reading values; a dense one that is tied comes as [`Head::Dense`].
+    pub fn bind_head(&self) -> Result<Head<'_>> {
+        let (n, k) = (self.config.vocab_size, self.config.hidden_size);
+        if self.config.tie_word_embeddings && !self.has_module(names::HEAD) {
+            return Ok(Head::Tied);
+        }
+        let layer = self.bind(names::HEAD, n, k)?;
+        Ok(match layer.detected.layout {
+            Layout::Dense => Head::Dense(self.tensor(&layer.detected.keys.weight)?),
+            _ => Head::Quantised(Box::new(layer)),
+        })
+    }
+
+    /// Binds and checks every tensor the model needs; the first problem is the error.
+    pub fn bind_all(&self) -> Result<()> {
+        self.embedding()?;
+        for i in 0..self.config.num_hidden_layers {
+            for (name, len) in names::norms(&self.config, i) {
+                self.norm(&name, len)?;
+            }
+            for (name, n, k) in names::linears(&self.config, i) {
+                self.layer(&name, n, k)?;
+            }
+        }
+        self.norm(names::FINAL_NORM, self.config.hidden_size)?;
+        self.head().map(drop)
+    }
+
+    fn has_module(&self, module: &str) -> bool {
+        let prefix = format!("{module}.");
+        self.table().range(prefix.clone()..).next().is_some_and(|(name, _)| name.starts_with(&prefix))
+    }
+}

@@ -1,0 +1,242 @@
+//! The tensors of one or several weight files, indexed once and read in place.
+//!
+//! Nothing here knows what a tensor means; `inspect` and converters use it without a configuration.
+use super::{bytes::Bytes, dat, safetensors, shards, source::Source, values};
+use q4_core::{Code, DType, Error, Result, TensorView, detect::TensorMeta, read_floats};
+use serde::Serialize;
+use std::{collections::BTreeMap, ops::Range, path::Path};
+
+/// How weight files are written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Container {
+    /// `*.safetensors`, alone or in shards.
+    Safetensors,
+    /// `*.dat`.
+    Dat,
+}
+
+/// Every tensor of a checkpoint by name.
+#[derive(Debug)]
+pub struct TensorStore {
+    container: Container,
+    files: Vec<(String, Bytes)>,
+    places: BTreeMap<String, Place>,
+    table: BTreeMap<String, TensorMeta>,
+    metadata: BTreeMap<String, String>,
+}
+
+/// One line of a listing.
+#[derive(Clone, Debug, Serialize)]
+pub struct Entry<'a> {
+    /// Tensor name.
+    pub name: &'a str,
+    /// Element type as the file spells it.
+    pub stored_type: &'a str,
+    /// Extents.
+    pub shape: &'a [usize],
+    /// Size in bytes.
+    pub bytes: usize,
+    /// File that holds it.
+    pub file: &'a str,
+    /// First byte in that file.
+    pub offset: usize,
+}
+
+/// A tensor as it is stored, borrowed from the file and perhaps not aligned.
+#[derive(Clone, Copy, Debug)]
+pub struct Stored<'a> {
+    /// Little-endian elements, row-major.
+    pub bytes: &'a [u8],
+    /// Element type.
+    pub dtype: DType,
+    /// Extents.
+    pub shape: &'a [usize],
+}
+
+/// What a container's reader hands over.
+pub(super) struct Index {
+    pub tensors: Vec<(String, Placed)>,
+    pub metadata: BTreeMap<String, String>,
+}
+
+/// A tensor of one file; `range` lies inside it and has the size of `meta`.
+pub(super) struct Placed {
+    pub meta: TensorMeta,
+    pub stored_type: String,
+    pub range: Range<usize>,
+}
+
+#[derive(Debug)]
+struct Place {
+    file: usize,
+    range: Range<usize>,
+    stored_type: String,
+}
+
+impl TensorStore {
+    /// Indexes a directory, a `.safetensors` file (of which a shard is read alone), its `.index.json` or a `.dat` file.
+    pub fn open(path: &Path) -> Result<Self> {
+        Self::read(&Source::of_path(path)?)
+    }
+
+    pub(super) fn read(source: &Source) -> Result<Self> {
+        let weights = source.weights()?;
+        let map = weights.index.as_deref().map(|name| shards::weight_map(source, name)).transpose()?;
+        let names = map.as_ref().map_or(weights.files, shards::files);
+        let mut store = Self {
+            container: weights.container,
+            files: Vec::new(),
+            places: BTreeMap::new(),
+            table: BTreeMap::new(),
+            metadata: BTreeMap::new(),
+        };
+        for name in names {
+            let bytes = source.get(&name)?.ok_or_else(|| {
+                Error::new(Code::ModelMissing, format!("{}: no such file", source.label(&name)))
+                    .fix("copy or download the missing file")
+            })?;
+            store.add(name, source, bytes)?;
+        }
+        if let Some(map) = map {
+            store.check(&map)?;
+        }
+        Ok(store)
+    }
+
+    fn add(&mut self, name: String, source: &Source, bytes: Bytes) -> Result<()> {
+        let index = match self.container {
+            Container::Safetensors => safetensors::index(&source.label(&name), &bytes)?,
+            Container::Dat => dat::index(&source.label(&name), &bytes)?,
+        };
+        let file = self.files.len();
+        for (tensor, placed) in index.tensors {
+            let Placed { meta, stored_type, range } = placed;
+            if let Some(other) = self.places.insert(tensor.clone(), Place { file, range, stored_type }) {
+                return Err(Error::new(Code::Container, format!("tensor `{tensor}` is stored twice"))
+                    .need("one shard for each tensor")
+                    .have(format!("{} and {name}", self.files[other.file].0)));
+            }
+            self.table.insert(tensor, meta);
+        }
+        for (key, value) in index.metadata {
+            self.metadata.insert(key, value);
+        }
+        self.files.push((name, bytes));
+        Ok(())
+    }
+
+    /// Every tensor that the index lists is in the shard that it names.
+    fn check(&self, map: &BTreeMap<String, String>) -> Result<()> {
+        for (tensor, shard) in map {
+            let have = self.places.get(tensor).map(|p| self.files[p.file].0.as_str());
+            if have != Some(shard) {
+                return Err(Error::new(Code::Container, format!("weight_map: tensor `{tensor}`"))
+                    .need(format!("in {shard}"))
+                    .have(have.map_or("in none of the shards".to_owned(), |s| format!("in {s}"))));
+            }
+        }
+        Ok(())
+    }
+
+    /// How the files are written.
+    pub fn container(&self) -> Container {
+        self.container
+    }
+
+    /// Type and shape of every tensor.
+    pub fn table(&self) -> &BTreeMap<String, TensorMeta> {
+        &self.table
+    }
+
+    /// `__metadata__` of safetensors files, of all shards together; empty for `.dat`.
+    pub fn metadata(&self) -> &BTreeMap<String, String> {
+        &self.metadata
+    }
+
+    /// Names and sizes in bytes of the weight files.
+    pub fn files(&self) -> impl Iterator<Item = (&str, usize)> {
+        self.files.iter().map(|(name, bytes)| (name.as_str(), bytes.len()))
+    }
+
+    /// All tensors by name.
+    pub fn entries(&self) -> impl Iterator<Item = Entry<'_>> {
+        self.places.iter().zip(self.table.values()).map(|((name, place), meta)| Entry {
+            name,
+            stored_type: &place.stored_type,
+            shape: &meta.shape,
+            bytes: place.range.len(),
+            file: &self.files[place.file].0,
+            offset: place.range.start,
+        })
+    }
+
+    /// A tensor's bytes; [`Code::TensorMissing`] without it, [`Code::TensorType`] where no weight has its type.
+    pub fn tensor(&self, name: &str) -> Result<Stored<'_>> {
+        let (Some(place), Some(meta)) = (self.places.get(name), self.table.get(name)) else {
+            let files: Vec<_> = self.files.iter().take(3).map(|f| f.0.as_str()).collect();
+            return Err(Error::new(Code::TensorMissing, format!("`{name}`"))
+                .need("a tensor of that name")
+                .have(format!("{} others in {}", self.table.len(), files.join(", "))));
+        };
+        let dtype = meta.dtype.ok_or_else(|| {
+            Error::new(Code::TensorType, format!("`{name}`"))
+                .need("a type of weights")
+                .have(place.stored_type.clone())
+        })?;
+        Ok(Stored { bytes: &self.files[place.file].1[place.range.clone()], dtype, shape: &meta.shape })
+    }
+
+    /// The file that holds a tensor and where it lies in it, for owners that outlive the checkpoint.
+    pub fn place(&self, name: &str) -> Option<(Bytes, Range<usize>)> {
+        self.places.get(name).map(|p| (self.files[p.file].1.clone(), p.range.clone()))
+    }
+
+    /// A tensor of exactly `shape` in an io dtype with finite values only.
+    pub(super) fn floats(&self, name: &str, shape: &[usize]) -> Result<Stored<'_>> {
+        let stored = self.tensor(name)?;
+        if !stored.dtype.is_io() {
+            return Err(Error::new(Code::TensorType, format!("`{name}`"))
+                .need("float16, bfloat16 or float32")
+                .have(stored.dtype.as_str()));
+        }
+        if stored.shape != shape {
+            return Err(Error::new(Code::TensorShape, format!("`{name}`"))
+                .need(format!("{shape:?}"))
+                .have(format!("{:?}", stored.shape)));
+        }
+        match values::non_finite(name, &stored) {
+            Some(problem) => Err(problem.into()),
+            None => Ok(stored),
+        }
+    }
+}
+
+impl<'a> Stored<'a> {
+    /// The same as a view; more than four dimensions are [`Code::ShapeMismatch`].
+    pub fn view(&self) -> Result<TensorView<'a>> {
+        TensorView::of_bytes(self.bytes, self.dtype, self.shape)
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.bytes.len() / self.dtype.size()
+    }
+
+    /// Never: containers with empty tensors are refused.
+    pub fn is_empty(&self) -> bool {
+        self.bytes.is_empty()
+    }
+
+    /// The elements widened to f32, exactly; [`Code::TensorType`] unless they are f16, bf16 or f32.
+    pub fn to_f32(&self) -> Result<Vec<f32>> {
+        if !self.dtype.is_io() {
+            return Err(Error::new(Code::TensorType, "a tensor of floats")
+                .need("float16, bfloat16 or float32")
+                .have(self.dtype.as_str()));
+        }
+        let mut out = vec![0.0; self.len()];
+        read_floats(self.bytes, self.dtype, &mut out);
+        Ok(out)
+    }
+}

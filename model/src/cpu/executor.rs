@@ -1,0 +1,387 @@
+//! [`Executor`] on the CPU: dense operations here, every 4-bit product through [`Q4Linear`].
+use super::attention::{self, Scores};
+use super::{CpuTensor, KvCache, simd};
+use crate::checkpoint::Bytes;
+use crate::executor::{Executor, Logits, Shape, Slots};
+use half::{bf16, f16};
+use q4_core::{
+    Code, DType, Element, Error, ExecContext, Q4Linear, Result, TensorView, TensorViewMut, ThreadPool, read_floats,
+};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// A norm's weight and epsilon.
+pub struct CpuNorm {
+    /// `[width]`.
+    pub weight: Vec<f32>,
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
+/// Token embeddings or a dense head, `[rows, width]`, left where the checkpoint has them.
+#[derive(Clone)]
+pub struct CpuTable {
+    /// The file.
+    pub bytes: Bytes,
+    /// The stored elements in it, aligned for their type.
+    pub range: Range<usize>,
+    /// f32, f16 or bf16.
+    pub dtype: DType,
+    /// Rows.
+    pub rows: usize,
+    /// Elements of a row.
+    pub width: usize,
+    /// Layer name, for messages.
+    pub name: String,
+}
+
+impl CpuTable {
+    fn elements(&self) -> &[u8] {
+        &self.bytes[self.range.clone()]
+    }
+}
+
+/// One or more products that share their input and write side by side.
+pub struct CpuLinear {
+    /// The products and the column each starts at.
+    pub parts: Vec<(Q4Linear, usize)>,
+    /// Out features of all parts.
+    pub n: usize,
+}
+
+/// The head.
+pub enum CpuHead {
+    /// A dense matrix, tied to the embeddings or not.
+    Dense(CpuTable),
+    /// A 4-bit product.
+    Q4(CpuLinear),
+}
+
+/// Scratch and threads of one session.
+pub struct CpuExecutor {
+    shape: Shape,
+    threads: Arc<ThreadPool>,
+    /// Element type of products' outputs; f32 slots are rounded through it.
+    y: DType,
+    staging: Vec<u16>,
+    workspace: Vec<u8>,
+    scores: Scores,
+    /// `cos` and `sin` of every position, `[context, head_dim / 2]` each.
+    rope: (Vec<f32>, Vec<f32>),
+    watching: bool,
+}
+
+/// Slots for steps of up to `rows` rows; logits for `logit_rows` of them.
+pub fn slots(shape: &Shape, rows: usize, logit_rows: usize) -> Slots<CpuTensor> {
+    let slot = |width| CpuTensor::new(rows, width);
+    Slots {
+        hidden: slot(shape.hidden),
+        normed: slot(shape.hidden),
+        qkv: slot(shape.qkv()),
+        context: slot(shape.q()),
+        gate_up: slot(2 * shape.intermediate),
+        gated: slot(shape.intermediate),
+        product: slot(shape.hidden),
+        logits: CpuTensor::new(logit_rows, shape.vocab),
+    }
+}
+
+impl CpuExecutor {
+    /// Allocates everything a step of up to `rows` rows over `context` positions needs.
+    /// `workspace` is the largest need of any product at that many rows; `rope` the inverse frequencies and the
+    /// factor on cos and sin.
+    pub fn new(
+        shape: Shape,
+        threads: Arc<ThreadPool>,
+        y: DType,
+        rows: usize,
+        context: usize,
+        workspace: usize,
+        rope: (&[f32], f32),
+    ) -> Self {
+        let widest = shape.qkv().max(2 * shape.intermediate).max(shape.hidden).max(shape.vocab);
+        let lanes = attention::tasks(&shape, rows).min(4 * threads.threads());
+        let scores = Scores::new(lanes, context);
+        Self {
+            staging: if y == DType::F32 { Vec::new() } else { vec![0; rows * widest] },
+            workspace: vec![0; workspace + 64],
+            rope: rotations(rope.0, rope.1, context),
+            watching: false,
+            scores,
+            shape,
+            threads,
+            y,
+        }
+    }
+
+    /// Bytes `new` allocates, predicted.
+    pub fn bytes(shape: &Shape, threads: usize, y: DType, rows: usize, context: usize, workspace: usize) -> u64 {
+        let widest = shape.qkv().max(2 * shape.intermediate).max(shape.hidden).max(shape.vocab);
+        let staging = if y == DType::F32 { 0 } else { rows * widest * 2 };
+        let lanes = attention::tasks(shape, rows).min(4 * threads);
+        (staging + workspace + context * shape.head_dim * 4) as u64 + Scores::bytes(lanes, context)
+    }
+
+    /// Turns the hunt for the first non-finite value on or off.
+    pub fn set_watching(&mut self, on: bool) {
+        self.watching = on;
+    }
+
+    /// Threads of this session.
+    pub fn threads(&self) -> &ThreadPool {
+        &self.threads
+    }
+}
+
+impl Executor for CpuExecutor {
+    type Tensor = CpuTensor;
+    type Linear = CpuLinear;
+    type Norm = CpuNorm;
+    type Table = CpuTable;
+    type Head = CpuHead;
+    type Cache = KvCache;
+
+    fn embed(&mut self, table: &CpuTable, ids: &[u32], out: &mut CpuTensor) -> Result<()> {
+        out.set_rows(ids.len());
+        let (width, row_bytes) = (table.width, table.width * table.dtype.size());
+        for (id, row) in ids.iter().zip(out.data_mut().chunks_exact_mut(width)) {
+            let at = *id as usize * row_bytes;
+            let Some(bytes) = table.elements().get(at..at + row_bytes).filter(|_| (*id as usize) < table.rows) else {
+                return Err(Error::new(Code::ValueInvalid, "token id")
+                    .need(format!("below {}", table.rows))
+                    .have(id.to_string()));
+            };
+            read_floats(bytes, table.dtype, row);
+        }
+        Ok(())
+    }
+
+    fn norm(&mut self, x: &CpuTensor, weight: &CpuNorm, out: &mut CpuTensor) -> Result<()> {
+        out.set_rows(x.rows());
+        let width = x.width();
+        let chunk = width * 8.min(x.rows().max(1));
+        for (x, o) in x.data().chunks(chunk).zip(out.data_mut().chunks_mut(chunk)) {
+            for (x, o) in x.chunks_exact(width).zip(o.chunks_exact_mut(width)) {
+                rms_norm(x, weight, o);
+            }
+        }
+        Ok(())
+    }
+
+    fn linear(&mut self, x: &CpuTensor, weight: &CpuLinear, out: &mut CpuTensor) -> Result<()> {
+        let m = x.rows();
+        out.set_rows(m);
+        self.product(x.data(), m, x.width(), weight, out.data_mut())
+    }
+
+    fn add(&mut self, x: &CpuTensor, residual: &mut CpuTensor) -> Result<()> {
+        for (r, v) in residual.data_mut().iter_mut().zip(x.data()) {
+            *r += v;
+        }
+        Ok(())
+    }
+
+    fn silu_mul(&mut self, gate_up: &CpuTensor, out: &mut CpuTensor) -> Result<()> {
+        out.set_rows(gate_up.rows());
+        let half = out.width();
+        for (gu, o) in gate_up.data().chunks_exact(2 * half).zip(out.data_mut().chunks_exact_mut(half)) {
+            simd::silu_mul(&gu[..half], &gu[half..], o);
+        }
+        Ok(())
+    }
+
+    fn rope_append(
+        &mut self,
+        qkv: &mut CpuTensor,
+        q_norm: &CpuNorm,
+        k_norm: &CpuNorm,
+        cache: &mut KvCache,
+        layer: usize,
+    ) -> Result<()> {
+        cache.room_for(qkv.rows())?;
+        let (s, past, width) = (&self.shape, cache.len(), qkv.width());
+        let (d, half) = (s.head_dim, s.head_dim / 2);
+        for (r, row) in qkv.data_mut().chunks_exact_mut(width).enumerate() {
+            let position = past + r;
+            let (cos, sin) = (&self.rope.0[position * half..][..half], &self.rope.1[position * half..][..half]);
+            let (q, kv) = row.split_at_mut(s.q());
+            let (k, v) = kv.split_at_mut(s.kv());
+            for head in q.chunks_exact_mut(d) {
+                rms_norm_in_place(head, q_norm);
+                rotate(head, cos, sin);
+            }
+            for (h, head) in k.chunks_exact_mut(d).enumerate() {
+                rms_norm_in_place(head, k_norm);
+                rotate(head, cos, sin);
+                cache.write(layer, 0, h, position, head);
+            }
+            for (h, head) in v.chunks_exact(d).enumerate() {
+                cache.write(layer, 1, h, position, head);
+            }
+        }
+        Ok(())
+    }
+
+    fn attention(&mut self, qkv: &CpuTensor, cache: &KvCache, layer: usize, out: &mut CpuTensor) -> Result<()> {
+        out.set_rows(qkv.rows());
+        attention::run(&self.shape, qkv, cache, layer, &mut self.scores, out, &self.threads);
+        Ok(())
+    }
+
+    fn head(
+        &mut self,
+        x: &CpuTensor,
+        norm: &CpuNorm,
+        head: &CpuHead,
+        which: Logits,
+        scratch: &mut CpuTensor,
+        out: &mut CpuTensor,
+    ) -> Result<()> {
+        let first = if which == Logits::All { 0 } else { x.rows() - 1 };
+        let (m, width) = (x.rows() - first, x.width());
+        scratch.set_rows(m);
+        for (x, o) in x.data()[first * width..].chunks_exact(width).zip(scratch.data_mut().chunks_exact_mut(width)) {
+            rms_norm(x, norm, o);
+        }
+        out.set_rows(m);
+        match head {
+            CpuHead::Q4(linear) => self.product(scratch.data(), m, width, linear, out.data_mut()),
+            CpuHead::Dense(table) => dense_head(table, scratch.data(), out.data_mut(), &self.threads),
+        }
+    }
+
+    fn commit(&mut self, cache: &mut KvCache, rows: usize) -> Result<()> {
+        cache.advance(rows)
+    }
+
+    fn watch(&mut self, layer: Option<usize>, what: &'static str, slot: &CpuTensor) -> Result<()> {
+        if !self.watching {
+            return Ok(());
+        }
+        match slot.data().iter().position(|v| !v.is_finite()) {
+            None => Ok(()),
+            Some(at) => {
+                let layer = layer.map_or(what.to_owned(), |l| format!("model.layers.{l}.{what}"));
+                Err(Error::new(Code::NonFinite, format!("{layer}: a value is not finite"))
+                    .need("finite activations")
+                    .have(format!("{} in row {}, column {}", slot.data()[at], at / slot.width(), at % slot.width()))
+                    .fix("`q4 verify MODEL` checks the scales; --activations native rules the activation format out"))
+            }
+        }
+    }
+}
+
+impl CpuExecutor {
+    fn product(&mut self, x: &[f32], m: usize, k: usize, weight: &CpuLinear, out: &mut [f32]) -> Result<()> {
+        let pad = self.workspace.as_ptr().align_offset(64);
+        let len = self.workspace.len() - pad;
+        for (part, column) in &weight.parts {
+            let n = part.info().n;
+            let mut cx = ExecContext::cpu(&self.threads);
+            cx.workspace = Some(TensorViewMut::of(&mut self.workspace[pad..], &[len])?);
+            let x = TensorView::matrix(x, m, k, k)?;
+            match self.y {
+                DType::F16 => staged::<f16>(part, x, (m, n, weight.n, *column), &mut self.staging, out, &mut cx)?,
+                DType::BF16 => staged::<bf16>(part, x, (m, n, weight.n, *column), &mut self.staging, out, &mut cx)?,
+                _ => {
+                    let y = TensorViewMut::matrix(&mut out[*column..], m, n, weight.n)?;
+                    part.forward(x, y, &mut cx)?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A product whose output type is narrower than the slots': computed into `staging`, widened into `out`.
+fn staged<T: Element + simd::Widen + bytemuck::Pod>(
+    part: &Q4Linear,
+    x: TensorView<'_>,
+    (m, n, ld, column): (usize, usize, usize, usize),
+    staging: &mut [u16],
+    out: &mut [f32],
+    cx: &mut ExecContext<'_>,
+) -> Result<()> {
+    let y: &mut [T] = bytemuck::cast_slice_mut(&mut staging[..m * n]);
+    part.forward(x, TensorViewMut::matrix(y, m, n, n)?, cx)?;
+    for (r, row) in y.chunks_exact(n).enumerate() {
+        for (o, v) in out[r * ld + column..][..n].iter_mut().zip(row) {
+            *o = v.widen();
+        }
+    }
+    Ok(())
+}
+
+/// `y = w * (x * rsqrt(mean(x²) + eps))`, f32 (Qwen3RMSNorm).
+fn rms_norm(x: &[f32], norm: &CpuNorm, out: &mut [f32]) {
+    let scale = 1.0 / (simd::square_sum(x) / x.len() as f32 + norm.eps).sqrt();
+    for ((o, v), w) in out.iter_mut().zip(x).zip(&norm.weight) {
+        *o = w * (v * scale);
+    }
+}
+
+fn rms_norm_in_place(x: &mut [f32], norm: &CpuNorm) {
+    let scale = 1.0 / (simd::square_sum(x) / x.len() as f32 + norm.eps).sqrt();
+    for (v, w) in x.iter_mut().zip(&norm.weight) {
+        *v = w * (*v * scale);
+    }
+}
+
+/// NeoX halves: `(a, b) -> (a cos - b sin, b cos + a sin)`.
+fn rotate(head: &mut [f32], cos: &[f32], sin: &[f32]) {
+    let (a, b) = head.split_at_mut(cos.len());
+    for i in 0..cos.len() {
+        let (x, y) = (a[i], b[i]);
+        a[i] = x * cos[i] - y * sin[i];
+        b[i] = y * cos[i] + x * sin[i];
+    }
+}
+
+fn rotations(inv_freq: &[f32], factor: f32, context: usize) -> (Vec<f32>, Vec<f32>) {
+    let angles = (0..context).flat_map(|p| inv_freq.iter().map(move |f| p as f32 * f));
+    angles.map(|a| (a.cos() * factor, a.sin() * factor)).unzip()
+}
+
+/// `out[r, v] = x[r] · table[v]`, rows of the table in parallel, each read once for all rows of x.
+fn dense_head(table: &CpuTable, x: &[f32], out: &mut [f32], threads: &ThreadPool) -> Result<()> {
+    let bytes = table.elements();
+    match table.dtype {
+        DType::F32 => dense_rows::<f32>(bytes, table, x, out, threads),
+        DType::F16 => dense_rows::<f16>(bytes, table, x, out, threads),
+        DType::BF16 => dense_rows::<bf16>(bytes, table, x, out, threads),
+        other => Err(Error::new(Code::TensorType, table.name.clone()).need("f32, f16 or bf16").have(other.to_string())),
+    }
+}
+
+fn dense_rows<T: simd::Widen + bytemuck::Pod>(
+    bytes: &[u8],
+    table: &CpuTable,
+    x: &[f32],
+    out: &mut [f32],
+    threads: &ThreadPool,
+) -> Result<()> {
+    let (k, vocab) = (table.width, table.rows);
+    let weights: &[T] = bytemuck::try_cast_slice(bytes).map_err(|_| {
+        Error::new(Code::Container, format!("{}: elements are not aligned", table.name)).need(format!("{}-byte offsets", align_of::<T>()))
+    })?;
+    let out = Out(out.as_mut_ptr());
+    threads.split(vocab, 256, &|start, end| {
+        for (r, x) in x.chunks_exact(k).enumerate() {
+            // SAFETY: ranges of different tasks do not overlap, and `out` is [rows of x, vocab].
+            let line = unsafe { std::slice::from_raw_parts_mut(out.at(r * vocab + start), end - start) };
+            simd::dots(x, &weights[start * k..end * k], 1.0, line);
+        }
+    });
+    Ok(())
+}
+
+/// A pointer tasks write disjoint ranges through.
+struct Out(*mut f32);
+// SAFETY: every task writes its own range only.
+unsafe impl Sync for Out {}
+impl Out {
+    fn at(&self, offset: usize) -> *mut f32 {
+        // SAFETY: callers stay inside the buffer the pointer came from.
+        unsafe { self.0.add(offset) }
+    }
+}

@@ -1,0 +1,10 @@
+//! The CPU executor: f32 activations, a preallocated cache, products through the dispatch seam.
+mod attention;
+mod cache;
+mod executor;
+mod simd;
+mod tensor;
+
+pub use cache::{KvCache, KvType};
+pub use executor::{CpuExecutor, CpuHead, CpuLinear, CpuNorm, CpuTable, slots};
+pub use tensor::CpuTensor;

@@ -1,0 +1,261 @@
+//! Vector loops of the executor, compiled for each instruction set and chosen once.
+//!
+//! Every function keeps one order of additions whatever the set, so that a result does not depend on the machine's
+//! width beyond fused multiply-add.
+use half::{bf16, f16};
+use once_isa::isa;
+
+/// Lanes of the fixed summation order.
+const LANES: usize = 16;
+
+/// Types that widen to f32 exactly.
+pub trait Widen: Copy + Sync {
+    /// The value.
+    fn widen(self) -> f32;
+}
+impl Widen for f32 {
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        self
+    }
+}
+impl Widen for bf16 {
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        f32::from_bits(u32::from(self.to_bits()) << 16)
+    }
+}
+impl Widen for f16 {
+    /// Branch-free over finite values, infinities and NaN: shift the fields into place, then rescale by 2^112.
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        let h = u32::from(self.to_bits());
+        let magnitude = (h & 0x7fff) << 13;
+        let value = f32::from_bits(magnitude) * f32::from_bits(0x7780_0000);
+        let special = if h & 0x7c00 == 0x7c00 { 0x7f80_0000 } else { 0 };
+        f32::from_bits(value.to_bits() | special | (h & 0x8000) << 16)
+    }
+}
+
+mod once_isa {
+    use std::sync::OnceLock;
+
+    #[derive(Clone, Copy, PartialEq, Eq)]
+    pub enum Isa {
+        Portable,
+        #[cfg(target_arch = "x86_64")]
+        Avx2,
+        #[cfg(target_arch = "x86_64")]
+        Avx512,
+    }
+
+    pub fn isa() -> Isa {
+        static ISA: OnceLock<Isa> = OnceLock::new();
+        *ISA.get_or_init(|| {
+            #[cfg(target_arch = "x86_64")]
+            {
+                let wanted = std::env::var("Q4_ISA").unwrap_or_default();
+                if std::arch::is_x86_feature_detected!("avx512f") && matches!(wanted.as_str(), "" | "avx512" | "avx512vnni") {
+                    return Isa::Avx512;
+                }
+                let avx2 = std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma");
+                if avx2 && wanted != "portable" {
+                    return Isa::Avx2;
+                }
+            }
+            Isa::Portable
+        })
+    }
+}
+
+/// Defines `$name` as `$body` compiled for every instruction set.
+macro_rules! multiversion {
+    ($(#[$doc:meta])* pub fn $name:ident<$t:ident: Widen>($($arg:ident: $ty:ty),*) $(-> $ret:ty)? $body:block) => {
+        $(#[$doc])*
+        pub fn $name<$t: Widen>($($arg: $ty),*) $(-> $ret)? {
+            #[inline(always)]
+            fn generic<const FMA: bool, $t: Widen>($($arg: $ty),*) $(-> $ret)? $body
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma")]
+            fn avx2<$t: Widen>($($arg: $ty),*) $(-> $ret)? { generic::<true, $t>($($arg),*) }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512vl,avx512bw,avx512dq,fma")]
+            fn avx512<$t: Widen>($($arg: $ty),*) $(-> $ret)? { generic::<true, $t>($($arg),*) }
+            match isa() {
+                once_isa::Isa::Portable => generic::<{ cfg!(target_arch = "aarch64") }, $t>($($arg),*),
+                // SAFETY: `isa` found these features on this processor.
+                #[cfg(target_arch = "x86_64")]
+                once_isa::Isa::Avx2 => unsafe { avx2::<$t>($($arg),*) },
+                // SAFETY: as above.
+                #[cfg(target_arch = "x86_64")]
+                once_isa::Isa::Avx512 => unsafe { avx512::<$t>($($arg),*) },
+            }
+        }
+    };
+}
+
+multiversion! {
+    /// `out[p] = scale * Σ_j q[j] * rows[p, j]` for the rows of `rows` (`[out.len(), q.len()]`).
+    pub fn dots<T: Widen>(q: &[f32], rows: &[T], scale: f32, out: &mut [f32]) {
+        let d = q.len();
+        for (o, row) in out.iter_mut().zip(rows.chunks_exact(d)) {
+            let mut acc = [0f32; LANES];
+            let (qc, rc) = (q.chunks_exact(LANES), row.chunks_exact(LANES));
+            let tail: f32 = qc.remainder().iter().zip(rc.remainder()).map(|(a, b)| a * b.widen()).sum();
+            for (a, b) in qc.zip(rc) {
+                for l in 0..LANES {
+                    acc[l] = fma::<FMA>(a[l], b[l].widen(), acc[l]);
+                }
+            }
+            *o = scale * (sum(&acc) + tail);
+        }
+    }
+}
+
+multiversion! {
+    /// `out[j] += Σ_p weights[p] * rows[p, j]`, positions in order.
+    pub fn accumulate<T: Widen>(weights: &[f32], rows: &[T], out: &mut [f32]) {
+        let d = out.len();
+        for (w, row) in weights.iter().zip(rows.chunks_exact(d)) {
+            for (o, v) in out.iter_mut().zip(row) {
+                *o = fma::<FMA>(*w, v.widen(), *o);
+            }
+        }
+    }
+}
+
+multiversion! {
+    /// `x[i] = exp(x[i] - max)`; returns the sum. The generic parameter only names the instruction set's copy.
+    pub fn exp_sum<T: Widen>(x: &mut [f32], max: T) -> f32 {
+        let max = max.widen();
+        let mut acc = [0f32; LANES];
+        let mut chunks = x.chunks_exact_mut(LANES);
+        for c in &mut chunks {
+            for l in 0..LANES {
+                c[l] = exp(c[l] - max);
+                acc[l] += c[l];
+            }
+        }
+        let mut tail = 0.0;
+        for v in chunks.into_remainder() {
+            *v = exp(*v - max);
+            tail += *v;
+        }
+        sum(&acc) + tail
+    }
+}
+
+multiversion! {
+    /// `out[i] = silu(gate[i]) * up[i]`.
+    pub fn silu_mul<T: Widen>(gate: &[T], up: &[f32], out: &mut [f32]) {
+        for ((o, g), u) in out.iter_mut().zip(gate).zip(up) {
+            let g = g.widen();
+            *o = g / (1.0 + exp(-g)) * u;
+        }
+    }
+}
+
+multiversion! {
+    /// `Σ x²`.
+    pub fn square_sum<T: Widen>(x: &[T]) -> f32 {
+        let mut acc = [0f32; LANES];
+        let chunks = x.chunks_exact(LANES);
+        let tail: f32 = chunks.remainder().iter().map(|v| v.widen() * v.widen()).sum();
+        for c in chunks {
+            for l in 0..LANES {
+                acc[l] = fma::<FMA>(c[l].widen(), c[l].widen(), acc[l]);
+            }
+        }
+        sum(&acc) + tail
+    }
+}
+
+#[inline(always)]
+fn sum(acc: &[f32; LANES]) -> f32 {
+    let mut a = *acc;
+    let mut n = LANES / 2;
+    while n > 0 {
+        for l in 0..n {
+            a[l] += a[l + n];
+        }
+        n /= 2;
+    }
+    a[0]
+}
+
+/// Fused where the enclosing copy has the instruction: without it `mul_add` is a library call.
+#[inline(always)]
+fn fma<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
+    if FMA { a.mul_add(b, c) } else { a * b + c }
+}
+
+/// `e^x` within 2 units in the last place; 0 below -87, infinity above 88.7, NaN kept.
+/// Cody-Waite reduction by ln 2 in two parts, then a degree-6 Taylor polynomial on [-ln2/2, ln2/2].
+#[inline(always)]
+pub fn exp(x: f32) -> f32 {
+    let clamped = x.clamp(-87.3, 88.8);
+    let n = (clamped * std::f32::consts::LOG2_E + 12_582_912.0) - 12_582_912.0;
+    let r = (clamped - n * 0.693_359_4) + n * 2.121_944_4e-4;
+    let p = 1.0 / 5040.0;
+    let p = p * r + 1.0 / 720.0;
+    let p = p * r + 1.0 / 120.0;
+    let p = p * r + 1.0 / 24.0;
+    let p = p * r + 1.0 / 6.0;
+    let p = p * r + 0.5;
+    let p = p * r + 1.0;
+    let p = p * r + 1.0;
+    // 2^n in two factors, so that n = 128 does not overflow the exponent field.
+    let half = (n * 0.5) as i32;
+    let rest = n as i32 - half;
+    let power = |e: i32| f32::from_bits(((e + 127) as u32) << 23);
+    let value = p * power(half) * power(rest);
+    // NaN passes through the clamp and every product above.
+    if x < -87.3 { 0.0 } else { value }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exp_is_accurate_over_its_range() {
+        let mut worst = 0f64;
+        for i in -87_000..88_700 {
+            let x = i as f32 / 1000.0;
+            let exact = f64::from(x).exp();
+            worst = worst.max((f64::from(exp(x)) - exact).abs() / exact);
+        }
+        assert!(worst < 2.5 * f64::from(f32::EPSILON), "{worst:e}");
+        assert_eq!(exp(-200.0), 0.0);
+        assert!(exp(f32::NAN).is_nan());
+        assert_eq!(exp(0.0), 1.0);
+    }
+
+    #[test]
+    fn every_f16_widens_exactly() {
+        for bits in 0..=u16::MAX {
+            let h = f16::from_bits(bits);
+            let (got, want) = (h.widen(), h.to_f32());
+            assert!(got.to_bits() == want.to_bits() || (got.is_nan() && want.is_nan()), "{bits:04x}");
+        }
+        for bits in 0..=u16::MAX {
+            let b = bf16::from_bits(bits);
+            assert!(b.widen().to_bits() == b.to_f32().to_bits() || b.is_nan());
+        }
+    }
+
+    #[test]
+    fn dots_match_f64() {
+        let q: Vec<f32> = (0..37).map(|i| (i as f32 * 0.7).sin()).collect();
+        let rows: Vec<f32> = (0..37 * 3).map(|i| (i as f32 * 0.3).cos()).collect();
+        let mut out = [0.0; 3];
+        dots(&q, &rows, 0.5, &mut out);
+        for p in 0..3 {
+            let exact: f64 = (0..37).map(|j| f64::from(q[j]) * f64::from(rows[p * 37 + j])).sum::<f64>() * 0.5;
+            assert!((f64::from(out[p]) - exact).abs() < 1e-5);
+        }
+        let mut sum = [0.0; 37];
+        accumulate(&[1.0, 2.0, 3.0], &rows, &mut sum);
+        assert!((sum[4] - (rows[4] + 2.0 * rows[41] + 3.0 * rows[78])).abs() < 1e-5);
+    }
+}

@@ -1,0 +1,179 @@
+//! What a device must be able to do to run Qwen3: coarse operations on slots the caller owns.
+//!
+//! The graph in [`crate::graph`] is written once over this trait; inference on the CPU, inference on CUDA and training
+//! differ in nothing but the executor. A slot is `[rows, width]`; an executor never allocates one inside a step.
+use q4_core::Result;
+
+/// Widths and limits of every slot of a model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// Width of the residual stream.
+    pub hidden: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key/value heads; divides `heads`.
+    pub kv_heads: usize,
+    /// Elements of a head.
+    pub head_dim: usize,
+    /// Width of the MLP.
+    pub intermediate: usize,
+    /// Rows of the head.
+    pub vocab: usize,
+    /// Layers.
+    pub layers: usize,
+}
+
+impl Shape {
+    /// Width of all query heads.
+    pub fn q(&self) -> usize {
+        self.heads * self.head_dim
+    }
+    /// Width of all key (or value) heads.
+    pub fn kv(&self) -> usize {
+        self.kv_heads * self.head_dim
+    }
+    /// Width of the fused q/k/v product.
+    pub fn qkv(&self) -> usize {
+        self.q() + 2 * self.kv()
+    }
+}
+
+/// Activations of one step. The caller allocates them once; every operation overwrites what it produces.
+pub struct Slots<T> {
+    /// Residual stream, `[rows, hidden]`.
+    pub hidden: T,
+    /// Normalised input of a product, `[rows, hidden]`.
+    pub normed: T,
+    /// q, k and v side by side, `[rows, q + 2 kv]`.
+    pub qkv: T,
+    /// Attention output, `[rows, q]`.
+    pub context: T,
+    /// gate and up side by side, `[rows, 2 intermediate]`.
+    pub gate_up: T,
+    /// `silu(gate) * up`, `[rows, intermediate]`.
+    pub gated: T,
+    /// A product on its way into the residual stream, `[rows, hidden]`.
+    pub product: T,
+    /// `[rows or 1, vocab]`.
+    pub logits: T,
+}
+
+/// Which positions the head is computed for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Logits {
+    /// None: a chunk of a prompt that others follow.
+    Skip,
+    /// The last one: what sampling needs.
+    Last,
+    /// Every position: parity checks, perplexity.
+    All,
+}
+
+/// A device with kernels.
+pub trait Executor {
+    /// A slot.
+    type Tensor;
+    /// A product, possibly of several matrices that share their input.
+    type Linear;
+    /// Weight of a norm, `[width]`.
+    type Norm;
+    /// Token embeddings, `[vocab, hidden]`.
+    type Table;
+    /// The head: the table again, a dense matrix, or a product.
+    type Head;
+    /// Keys and values of every layer.
+    type Cache;
+
+    /// `out[i] = table[ids[i]]`; sets the rows of the step to `ids.len()`.
+    fn embed(&mut self, table: &Self::Table, ids: &[u32], out: &mut Self::Tensor) -> Result<()>;
+
+    /// `out = x / rms(x) * weight`, rows alone; f32 inside.
+    fn norm(&mut self, x: &Self::Tensor, weight: &Self::Norm, out: &mut Self::Tensor) -> Result<()>;
+
+    /// `out = x W^T`.
+    fn linear(&mut self, x: &Self::Tensor, weight: &Self::Linear, out: &mut Self::Tensor) -> Result<()>;
+
+    /// `residual += x`.
+    fn add(&mut self, x: &Self::Tensor, residual: &mut Self::Tensor) -> Result<()>;
+
+    /// `out = silu(gate) * up` of `gate_up`'s two halves.
+    fn silu_mul(&mut self, gate_up: &Self::Tensor, out: &mut Self::Tensor) -> Result<()>;
+
+    /// Normalises every q and k head, rotates both, and writes k and v into the cache behind what it holds.
+    fn rope_append(
+        &mut self,
+        qkv: &mut Self::Tensor,
+        q_norm: &Self::Norm,
+        k_norm: &Self::Norm,
+        cache: &mut Self::Cache,
+        layer: usize,
+    ) -> Result<()>;
+
+    /// Causal attention of the step's queries over the cache: row `i` sees the cache and rows `0..=i` of the step,
+    /// whether the cache was empty or not.
+    fn attention(
+        &mut self,
+        qkv: &Self::Tensor,
+        cache: &Self::Cache,
+        layer: usize,
+        out: &mut Self::Tensor,
+    ) -> Result<()>;
+
+    /// Final norm and head; `scratch` is a slot as wide as `x`.
+    fn head(
+        &mut self,
+        x: &Self::Tensor,
+        norm: &Self::Norm,
+        head: &Self::Head,
+        which: Logits,
+        scratch: &mut Self::Tensor,
+        out: &mut Self::Tensor,
+    ) -> Result<()>;
+
+    /// Accepts the step's rows into the cache.
+    fn commit(&mut self, cache: &mut Self::Cache, rows: usize) -> Result<()>;
+
+    /// Called between operations with the name of what was just written; an executor that hunts for the first
+    /// non-finite value looks here, all others do nothing.
+    fn watch(&mut self, _layer: Option<usize>, _what: &'static str, _slot: &Self::Tensor) -> Result<()> {
+        Ok(())
+    }
+
+    /// Norm, then a product. A device that fuses them overrides this.
+    fn norm_linear(
+        &mut self,
+        x: &Self::Tensor,
+        norm: &Self::Norm,
+        weight: &Self::Linear,
+        scratch: &mut Self::Tensor,
+        out: &mut Self::Tensor,
+    ) -> Result<()> {
+        self.norm(x, norm, scratch)?;
+        self.linear(scratch, weight, out)
+    }
+
+    /// A product added to the residual stream.
+    fn linear_add(
+        &mut self,
+        x: &Self::Tensor,
+        weight: &Self::Linear,
+        scratch: &mut Self::Tensor,
+        residual: &mut Self::Tensor,
+    ) -> Result<()> {
+        self.linear(x, weight, scratch)?;
+        self.add(scratch, residual)
+    }
+
+    /// `residual += down(silu(gate(norm(residual))) * up(norm(residual)))`.
+    fn gated_mlp(
+        &mut self,
+        norm: &Self::Norm,
+        gate_up: &Self::Linear,
+        down: &Self::Linear,
+        s: &mut Slots<Self::Tensor>,
+    ) -> Result<()> {
+        self.norm_linear(&s.hidden, norm, gate_up, &mut s.normed, &mut s.gate_up)?;
+        self.silu_mul(&s.gate_up, &mut s.gated)?;
+        self.linear_add(&s.gated, down, &mut s.product, &mut s.hidden)
+    }
+}

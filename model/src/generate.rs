@@ -1,0 +1,222 @@
+//! Generating text: prompt in, sampled tokens out, stopped by ids, strings or a limit.
+use crate::runner::Runner;
+use crate::sampling::{Sampler, SamplingParams};
+use crate::stop::StopMatcher;
+use crate::template::{ChatTemplate, Message};
+use crate::tokenizer::Tokenizer;
+use q4_core::{Code, Error, Result};
+use serde::Serialize;
+use serde_json::{Map, Value};
+use std::time::{Duration, Instant};
+
+/// When to stop.
+#[derive(Clone, Debug, Default)]
+pub struct Limits {
+    /// Tokens to generate at most.
+    pub max_tokens: usize,
+    /// Ids that end an answer; they are not part of it.
+    pub stop_ids: Vec<u32>,
+    /// Texts that end an answer; they are not part of it.
+    pub stop_strings: Vec<String>,
+}
+
+/// Why an answer ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum FinishReason {
+    /// A stop id was sampled.
+    Stop,
+    /// A stop string appeared.
+    StopString,
+    /// `max_tokens` were generated, or the context is full.
+    Length,
+}
+
+/// One answer.
+#[derive(Clone, Debug)]
+pub struct Answer {
+    /// The text, without stop string.
+    pub text: String,
+    /// The sampled ids, without stop id.
+    pub ids: Vec<u32>,
+    /// Tokens of the prompt that had to be computed.
+    pub prompt_tokens: usize,
+    /// Why it ended.
+    pub finish: FinishReason,
+    /// Computing the prompt.
+    pub prefill: Duration,
+    /// Computing the answer.
+    pub decode: Duration,
+}
+
+/// Continues `prompt` behind what `runner` holds. Every id of the answer is accepted into the runner; text is handed
+/// to `emit` as soon as it is complete.
+pub fn generate(
+    runner: &mut Runner,
+    tokenizer: &Tokenizer,
+    prompt: &[u32],
+    sampler: &mut Sampler,
+    limits: &Limits,
+    emit: &mut dyn FnMut(&str),
+) -> Result<Answer> {
+    if prompt.is_empty() {
+        return Err(Error::new(Code::Usage, "the prompt is empty").need("at least one token"));
+    }
+    let start = Instant::now();
+    runner.accept(prompt)?;
+    let prefill = start.elapsed();
+    let start = Instant::now();
+    let mut stream = tokenizer.stream(true);
+    let mut matcher = StopMatcher::new(&limits.stop_strings)?;
+    let mut answer = Answer {
+        text: String::new(),
+        ids: Vec::with_capacity(limits.max_tokens.min(runner.context())),
+        prompt_tokens: prompt.len(),
+        finish: FinishReason::Length,
+        prefill,
+        decode: Duration::ZERO,
+    };
+    let mut say = |text: &str, all: &mut String| {
+        all.push_str(text);
+        if !text.is_empty() {
+            emit(text);
+        }
+    };
+    let mut cut = false;
+    while answer.ids.len() < limits.max_tokens && runner.tokens().len() < runner.context() {
+        let (logits, history) = runner.logits_and_tokens();
+        let id = sampler.sample(logits, history)?;
+        if limits.stop_ids.contains(&id) {
+            answer.finish = FinishReason::Stop;
+            break;
+        }
+        answer.ids.push(id);
+        runner.decode(id)?;
+        if let Some(piece) = stream.push(id)? {
+            let matched = matcher.push(&piece);
+            say(&matched.emit, &mut answer.text);
+            if matched.stopped.is_some() {
+                answer.finish = FinishReason::StopString;
+                cut = true;
+                break;
+            }
+        }
+    }
+    if !cut {
+        let rest = stream.finish()?;
+        let matched = matcher.push(&rest);
+        say(&matched.emit, &mut answer.text);
+        if matched.stopped.is_some() {
+            answer.finish = FinishReason::StopString;
+        } else {
+            say(&matcher.finish(), &mut answer.text);
+        }
+    }
+    answer.decode = start.elapsed();
+    Ok(answer)
+}
+
+/// A conversation on one cache: each turn computes only what is new.
+pub struct Conversation<'a> {
+    runner: &'a mut Runner,
+    tokenizer: &'a Tokenizer,
+    template: &'a ChatTemplate,
+    variables: &'a Map<String, Value>,
+    messages: Vec<Message>,
+    /// The conversation as rendered so far.
+    text: String,
+    /// The runner's tokens are those of `text`; false after an answer that was cut inside a token.
+    exact: bool,
+}
+
+impl<'a> Conversation<'a> {
+    /// Starts with an optional system message; forgets whatever `runner` held. `variables` are what the template may
+    /// ask for besides the messages.
+    pub fn new(
+        runner: &'a mut Runner,
+        tokenizer: &'a Tokenizer,
+        template: &'a ChatTemplate,
+        variables: &'a Map<String, Value>,
+        system: Option<&str>,
+    ) -> Self {
+        runner.truncate(0);
+        let messages = system.map(|s| Message::new("system", s)).into_iter().collect();
+        Self { runner, tokenizer, template, variables, messages, text: String::new(), exact: true }
+    }
+
+    /// The messages so far.
+    pub fn messages(&self) -> &[Message] {
+        &self.messages
+    }
+    /// The context underneath.
+    pub fn runner(&self) -> &Runner {
+        self.runner
+    }
+
+    /// Says `user`, generates the answer, and closes the turn, so that the cache ends where the next turn begins.
+    /// When a turn fails, the conversation is as it was before it.
+    pub fn turn(
+        &mut self,
+        user: &str,
+        params: &SamplingParams,
+        sampler: &mut Sampler,
+        limits: &Limits,
+        emit: &mut dyn FnMut(&str),
+    ) -> Result<Answer> {
+        params.validate()?;
+        let (before, messages, text) = (self.runner.tokens().len(), self.messages.len(), self.text.len());
+        let result = self.try_turn(user, sampler, limits, emit);
+        if result.is_err() {
+            self.runner.truncate(before);
+            self.messages.truncate(messages);
+            self.text.truncate(text);
+            self.exact = false;
+        }
+        result
+    }
+
+    fn try_turn(
+        &mut self,
+        user: &str,
+        sampler: &mut Sampler,
+        limits: &Limits,
+        emit: &mut dyn FnMut(&str),
+    ) -> Result<Answer> {
+        self.messages.push(Message::new("user", user));
+        let prompt = self.extend_to(self.render(true)?)?;
+        let answer = generate(self.runner, self.tokenizer, &prompt, sampler, limits, emit)?;
+        self.messages.push(Message::new("assistant", &answer.text));
+        // The cache holds the sampled ids; when their text is what the template repeats, only the closing is new.
+        self.text.push_str(&answer.text);
+        self.exact = answer.finish != FinishReason::StopString && !answer.text.contains(char::REPLACEMENT_CHARACTER);
+        let closing = self.extend_to(self.render(false)?)?;
+        // A full context ends the conversation, not the answer it still had room for.
+        self.exact = self.runner.tokens().len() + closing.len() <= self.runner.context();
+        if self.exact && !closing.is_empty() {
+            self.runner.accept(&closing)?;
+        }
+        Ok(answer)
+    }
+
+    fn render(&self, add_generation_prompt: bool) -> Result<String> {
+        self.template.render(&self.messages, None, add_generation_prompt, self.variables)
+    }
+
+    /// Makes `rendered` the conversation's text and returns the ids to compute. When the template rewrote the past
+    /// (thoughts stripped, answer cut at a stop string), the cache goes back to the last token both agree on.
+    fn extend_to(&mut self, rendered: String) -> Result<Vec<u32>> {
+        let ids = match rendered.strip_prefix(self.text.as_str()) {
+            Some(new) if self.exact => self.tokenizer.encode(new, false)?,
+            _ => {
+                let all = self.tokenizer.encode(&rendered, false)?;
+                let held = self.runner.tokens();
+                // One token must be left to compute, or there would be no logits.
+                let same = all.iter().zip(held).take_while(|(a, b)| a == b).count().min(all.len().saturating_sub(1));
+                self.runner.truncate(same);
+                all[same..].to_vec()
+            }
+        };
+        self.text = rendered;
+        Ok(ids)
+    }
+}

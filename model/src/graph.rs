@@ -1,0 +1,68 @@
+//! The Qwen3 forward pass, once, for every executor.
+use crate::executor::{Executor, Logits, Shape, Slots};
+use q4_core::Result;
+
+/// Weights of one layer, in the executor's form.
+pub struct Block<E: Executor> {
+    /// Before attention.
+    pub input_norm: E::Norm,
+    /// q, k and v.
+    pub qkv: E::Linear,
+    /// Per query head.
+    pub q_norm: E::Norm,
+    /// Per key head.
+    pub k_norm: E::Norm,
+    /// Attention output.
+    pub o: E::Linear,
+    /// Before the MLP.
+    pub post_norm: E::Norm,
+    /// gate and up.
+    pub gate_up: E::Linear,
+    /// MLP output.
+    pub down: E::Linear,
+}
+
+/// A whole model, in the executor's form.
+pub struct Qwen3<E: Executor> {
+    /// Sizes.
+    pub shape: Shape,
+    /// Token embeddings.
+    pub table: E::Table,
+    /// Layers, first to last.
+    pub blocks: Vec<Block<E>>,
+    /// Before the head.
+    pub norm: E::Norm,
+    /// The head.
+    pub head: E::Head,
+}
+
+impl<E: Executor> Qwen3<E> {
+    /// Runs `ids` behind what `cache` holds and commits them to it. Logits are left in `s.logits`.
+    pub fn forward(
+        &self,
+        ex: &mut E,
+        ids: &[u32],
+        cache: &mut E::Cache,
+        s: &mut Slots<E::Tensor>,
+        logits: Logits,
+    ) -> Result<()> {
+        ex.embed(&self.table, ids, &mut s.hidden)?;
+        ex.watch(None, "embed_tokens", &s.hidden)?;
+        for (i, b) in self.blocks.iter().enumerate() {
+            ex.norm_linear(&s.hidden, &b.input_norm, &b.qkv, &mut s.normed, &mut s.qkv)?;
+            ex.watch(Some(i), "self_attn.{q,k,v}_proj", &s.qkv)?;
+            ex.rope_append(&mut s.qkv, &b.q_norm, &b.k_norm, cache, i)?;
+            ex.attention(&s.qkv, cache, i, &mut s.context)?;
+            ex.watch(Some(i), "self_attn", &s.context)?;
+            ex.linear_add(&s.context, &b.o, &mut s.product, &mut s.hidden)?;
+            ex.watch(Some(i), "self_attn.o_proj", &s.hidden)?;
+            ex.gated_mlp(&b.post_norm, &b.gate_up, &b.down, s)?;
+            ex.watch(Some(i), "mlp", &s.hidden)?;
+        }
+        if logits != Logits::Skip {
+            ex.head(&s.hidden, &self.norm, &self.head, logits, &mut s.normed, &mut s.logits)?;
+            ex.watch(None, "lm_head", &s.logits)?;
+        }
+        ex.commit(cache, ids.len())
+    }
+}

@@ -1,0 +1,225 @@
+//! From a checkpoint and a plan to a model that runs: one layer in flight at a time, every large allocation predicted.
+use crate::checkpoint::{Bytes, Checkpoint, names};
+use crate::cpu::{CpuExecutor, CpuHead, CpuLinear, CpuNorm, CpuTable, KvCache, KvType, slots};
+use crate::executor::Shape;
+use crate::graph::{Block, Qwen3};
+use crate::plan::{HeadPlan, Plan, PlanOptions, Product};
+use crate::quantize::{self, Quantized, Rows, Target};
+use crate::runner::Runner;
+use q4_core::memory::Budget;
+use q4_core::{Code, DType, Dispatch, Error, Q4Linear, Q4Weight, Result, Segment, ThreadPool};
+use std::sync::Arc;
+
+/// Sizes of a context.
+#[derive(Clone, Copy, Debug)]
+pub struct ContextOptions {
+    /// Positions of the cache.
+    pub context: usize,
+    /// Rows of the largest step; the plan's `max_rows`.
+    pub chunk: usize,
+    /// Keep logits of every row of a step, not of the last one only.
+    pub all_logits: bool,
+}
+
+/// A loaded model and what is needed to make contexts over it.
+pub struct Loaded {
+    /// The graph with its weights.
+    pub model: Arc<Qwen3<CpuExecutor>>,
+    /// Threads all contexts share.
+    pub threads: Arc<ThreadPool>,
+    dtype: DType,
+    rope: (Vec<f32>, f32),
+    workspace: usize,
+}
+
+/// Prepares every product of `plan` and maps the rest. `progress` is called with (done, all) products.
+pub fn load(
+    checkpoint: &Checkpoint,
+    plan: &Plan,
+    dispatch: &Dispatch,
+    options: &PlanOptions,
+    threads: Arc<ThreadPool>,
+    budget: &Budget,
+    progress: &mut dyn FnMut(usize, usize),
+) -> Result<Loaded> {
+    plan.require(dispatch)?;
+    let all = plan.products().count();
+    let mut loader = Loader { checkpoint, dispatch, options, threads: &threads, budget, workspace: 0, done: 0, all, progress };
+    let c = checkpoint.config();
+    let shape = shape(checkpoint);
+    let mut blocks = Vec::with_capacity(c.num_hidden_layers);
+    for (i, layer) in plan.layers.iter().enumerate() {
+        blocks.push(Block {
+            input_norm: loader.norm(&names::input_norm(i), c.hidden_size)?,
+            qkv: loader.linear(&layer.qkv)?,
+            q_norm: loader.norm(&names::q_norm(i), c.head_dim)?,
+            k_norm: loader.norm(&names::k_norm(i), c.head_dim)?,
+            o: loader.linear(&layer.o)?,
+            post_norm: loader.norm(&names::post_attention_norm(i), c.hidden_size)?,
+            gate_up: loader.linear(&layer.gate_up)?,
+            down: loader.linear(&layer.down)?,
+        });
+    }
+    let table = loader.table(names::EMBEDDING, c.vocab_size, c.hidden_size)?;
+    let head = match &plan.head {
+        HeadPlan::Dense { tied: true, .. } => CpuHead::Dense(table.clone()),
+        HeadPlan::Dense { tied: false, .. } => {
+            CpuHead::Dense(loader.table(names::HEAD, c.vocab_size, c.hidden_size)?)
+        }
+        HeadPlan::Product(p) => CpuHead::Q4(loader.linear(std::slice::from_ref(&**p))?),
+    };
+    let norm = loader.norm(names::FINAL_NORM, c.hidden_size)?;
+    let workspace = loader.workspace;
+    let model = Arc::new(Qwen3 { shape, table, blocks, norm, head });
+    Ok(Loaded { model, threads, dtype: options.dtype, rope: c.rope.inv_freq(c.head_dim), workspace })
+}
+
+/// Sizes of the graph of a checkpoint.
+pub fn shape(checkpoint: &Checkpoint) -> Shape {
+    let c = checkpoint.config();
+    Shape {
+        hidden: c.hidden_size,
+        heads: c.num_attention_heads,
+        kv_heads: c.num_key_value_heads,
+        head_dim: c.head_dim,
+        intermediate: c.intermediate_size,
+        vocab: c.vocab_size,
+        layers: c.num_hidden_layers,
+    }
+}
+
+impl Loaded {
+    /// From parts, for models that come from no file.
+    pub fn new(
+        model: Qwen3<CpuExecutor>,
+        threads: Arc<ThreadPool>,
+        dtype: DType,
+        rope: (Vec<f32>, f32),
+        workspace: usize,
+    ) -> Self {
+        Self { model: Arc::new(model), threads, dtype, rope, workspace }
+    }
+
+    /// A context of its own over this model, inside `budget`.
+    pub fn runner(&self, options: ContextOptions, budget: &Budget) -> Result<Runner> {
+        let s = &self.model.shape;
+        let (rows, context) = (options.chunk, options.context);
+        let logit_rows = if options.all_logits { rows } else { 1 };
+        let kind = KvType::of(self.dtype);
+        budget.reserve(KvCache::bytes(kind, s.layers, s.kv_heads, s.head_dim, context), "the KV cache")?;
+        let widths = 3 * s.hidden + s.qkv() + s.q() + 3 * s.intermediate;
+        budget.reserve(((rows * widths + logit_rows * s.vocab) * 4) as u64, "the activations")?;
+        let threads = self.threads.threads();
+        budget.reserve(CpuExecutor::bytes(s, threads, self.dtype, rows, context, self.workspace), "the workspace")?;
+        let rope = (self.rope.0.as_slice(), self.rope.1);
+        let executor =
+            CpuExecutor::new(s.clone(), self.threads.clone(), self.dtype, rows, context, self.workspace, rope);
+        let cache = KvCache::new(kind, s.layers, s.kv_heads, s.head_dim, context);
+        Ok(Runner::new(self.model.clone(), executor, cache, slots(s, rows, logit_rows), rows))
+    }
+}
+
+struct Loader<'a> {
+    checkpoint: &'a Checkpoint,
+    dispatch: &'a Dispatch,
+    options: &'a PlanOptions,
+    threads: &'a ThreadPool,
+    budget: &'a Budget,
+    workspace: usize,
+    done: usize,
+    all: usize,
+    progress: &'a mut dyn FnMut(usize, usize),
+}
+
+impl Loader<'_> {
+    fn norm(&self, name: &str, width: usize) -> Result<CpuNorm> {
+        Ok(CpuNorm { weight: self.checkpoint.norm(name, width)?, eps: self.checkpoint.config().rms_norm_eps })
+    }
+
+    fn table(&self, module: &str, rows: usize, width: usize) -> Result<CpuTable> {
+        let name = format!("{module}.weight");
+        let stored = self.checkpoint.floats(&name, &[rows, width])?;
+        let missing = || Error::new(Code::TensorMissing, format!("`{name}`"));
+        let (bytes, range) = self.checkpoint.store().place(&name).ok_or_else(missing)?;
+        // A table may lie at any offset of its file; loads of its elements may not.
+        let aligned = stored.bytes.as_ptr().align_offset(stored.dtype.size()) == 0;
+        let (bytes, range) = if aligned {
+            (bytes, range)
+        } else {
+            self.budget.reserve(range.len() as u64, &name)?;
+            (Bytes::from(stored.bytes.to_vec()), 0..range.len())
+        };
+        Ok(CpuTable { bytes, range, dtype: stored.dtype, rows, width, name })
+    }
+
+    fn linear(&mut self, products: &[Product]) -> Result<CpuLinear> {
+        let mut parts = Vec::with_capacity(products.len());
+        let mut n = 0;
+        for p in products {
+            parts.push((self.prepare(p)?, n));
+            n += p.spec.n();
+            self.done += 1;
+            (self.progress)(self.done, self.all);
+        }
+        Ok(CpuLinear { parts, n })
+    }
+
+    fn prepare(&mut self, p: &Product) -> Result<Q4Linear> {
+        let spec = &p.spec;
+        let name = spec.name();
+        let selection = p.choice.as_ref().map_err(|e| Error::from(e.clone()))?;
+        // Packed layouts keep the stored size up to padding; a dense copy has the size of its type.
+        let predicted = match selection.path {
+            q4_core::ExecPath::DequantMatmul => (spec.n() * spec.k * spec.y.size()) as u64,
+            _ => spec.schema.stored_bytes(spec.n().next_multiple_of(16), spec.k.next_multiple_of(64)),
+        };
+        self.budget.reserve(predicted, &name)?;
+        let linear = if p.quantized_on_load {
+            let owned = self.quantized(p)?;
+            let segments = owned.iter().map(Quantized::segment).collect::<Result<Vec<_>>>()?;
+            self.seam(&segments, p)?
+        } else {
+            let layers =
+                spec.segments.iter().map(|s| self.checkpoint.layer(&s.name, s.rows, spec.k)).collect::<Result<Vec<_>>>()?;
+            let segments: Vec<Segment<'_>> = layers.iter().map(|l| l.segment.clone()).collect();
+            self.seam(&segments, p)?
+        };
+        let actual = linear.info().resident_bytes;
+        if actual > predicted {
+            self.budget.reserve(actual - predicted, &name)?;
+        } else {
+            self.budget.release(predicted - actual);
+        }
+        self.workspace = self.workspace.max(linear.workspace(self.options.max_rows));
+        Ok(linear)
+    }
+
+    fn seam(&self, segments: &[Segment<'_>], p: &Product) -> Result<Q4Linear> {
+        let weight = Q4Weight { schema: p.spec.schema, k: p.spec.k, segments };
+        let selection = p.choice.as_ref().map_err(|e| Error::from(e.clone()))?;
+        self.dispatch.prepare(&weight, &p.spec, selection, self.threads)
+    }
+
+    fn quantized(&self, p: &Product) -> Result<Vec<Quantized>> {
+        let target = self.options.quantize.as_ref().ok_or_else(|| Error::new(Code::Internal, "no target to quantise to"))?;
+        let quantize = |s: &q4_core::SegmentSpec| {
+            let stored = self.checkpoint.floats(&format!("{}.weight", s.name), &[s.rows, p.spec.k])?;
+            let rows = Rows::new(&s.name, stored.bytes, stored.dtype, s.rows, p.spec.k)?;
+            quantize::quantize(&rows, target, None, self.threads)
+        };
+        p.spec.segments.iter().map(quantize).collect()
+    }
+}
+
+/// What `--quantize` makes of a dense projection.
+pub fn default_target(format: &str) -> Result<Target> {
+    match format {
+        "nvfp4" => Ok(Target::Nvfp4 {
+            rule: q4_core::Rule::ModelOpt,
+            scales: quantize::Scales::TwoLevel,
+            method: quantize::Method::Rtn,
+        }),
+        "nf4" => Ok(Target::Nf4 { block: 64, double: false }),
+        other => Err(Error::new(Code::Usage, format!("--quantize {other}")).need("nvfp4 or nf4")),
+    }
+}

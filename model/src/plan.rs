@@ -1,0 +1,246 @@
+//! The plan of a model: every product, its encoding, who computes it and who was refused. Reads no weight.
+use crate::checkpoint::{Checkpoint, Head, Layer, names};
+use crate::quantize::Target;
+use q4_core::{
+    Activations, ActGlobal, ActQuant, Code, Device, Dispatch, DType, Error, LinearSpec, OpSet, Q4Schema, Result, Rule,
+    SegmentSpec, Selection, SelectionError,
+};
+
+/// What `--activations` may ask for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ActivationRequest {
+    /// What the checkpoint declares.
+    #[default]
+    Auto,
+    /// Floats as they are.
+    Native,
+    /// int8 per 16.
+    Int8,
+    /// NVFP4, by the rule of the checkpoint's flavour.
+    Nvfp4,
+}
+
+/// Everything that decides a plan, the checkpoint and the policy aside.
+#[derive(Clone, Debug)]
+pub struct PlanOptions {
+    /// Activation format.
+    pub activations: ActivationRequest,
+    /// Output type of products.
+    pub dtype: DType,
+    /// Device of all products.
+    pub device: Device,
+    /// Quantise dense projections while loading.
+    pub quantize: Option<Target>,
+    /// Rows of the largest step.
+    pub max_rows: usize,
+    /// Operations the caller needs.
+    pub ops: OpSet,
+}
+
+/// One product of the plan.
+pub struct Product {
+    /// What is needed.
+    pub spec: LinearSpec,
+    /// The choice, or why there is none.
+    pub choice: Result<Selection, SelectionError>,
+    /// Arrangement in the file.
+    pub layout: &'static str,
+    /// Dense in the file, 4-bit after loading.
+    pub quantized_on_load: bool,
+}
+
+/// The products of one layer, each group in the order its outputs lie side by side.
+pub struct LayerPlan {
+    /// q, k and v: one product where they agree in everything, else three.
+    pub qkv: Vec<Product>,
+    /// Attention output.
+    pub o: Vec<Product>,
+    /// gate and up: one product or two.
+    pub gate_up: Vec<Product>,
+    /// MLP output.
+    pub down: Vec<Product>,
+}
+
+/// How the head is computed.
+pub enum HeadPlan {
+    /// Dense: the embeddings again, or a matrix of its own. No 4-bit product, so no backend.
+    Dense {
+        /// Stored type.
+        dtype: DType,
+        /// It is the embedding table.
+        tied: bool,
+    },
+    /// A 4-bit product.
+    Product(Box<Product>),
+}
+
+/// The plan of a whole model.
+pub struct Plan {
+    /// First to last.
+    pub layers: Vec<LayerPlan>,
+    /// The head.
+    pub head: HeadPlan,
+}
+
+impl Plan {
+    /// Plans every product of `checkpoint`. Layers nobody can serve are part of the plan; see [`Plan::require`].
+    pub fn new(checkpoint: &Checkpoint, dispatch: &Dispatch, options: &PlanOptions) -> Result<Self> {
+        let planner = Planner { checkpoint, dispatch, options };
+        let layers = (0..checkpoint.config().num_hidden_layers).map(|i| planner.layer(i)).collect::<Result<Vec<_>>>()?;
+        Ok(Self { layers, head: planner.head()? })
+    }
+
+    /// Every product, first layer first, the head last.
+    pub fn products(&self) -> impl Iterator<Item = &Product> {
+        let head = match &self.head {
+            HeadPlan::Product(p) => Some(&**p),
+            HeadPlan::Dense { .. } => None,
+        };
+        self.layers.iter().flat_map(|l| [&l.qkv, &l.o, &l.gate_up, &l.down]).flatten().chain(head)
+    }
+
+    /// Layers on a path worse than the best that exists for them.
+    pub fn downgraded(&self) -> usize {
+        self.products().filter(|p| p.choice.as_ref().is_ok_and(|c| c.is_downgrade)).count()
+    }
+
+    /// Fails with the first layer nobody can serve, and when what the user named would serve nothing.
+    pub fn require(&self, dispatch: &Dispatch) -> Result<()> {
+        let refused: Vec<_> = self.products().filter_map(|p| p.choice.as_ref().err().map(|e| (p, e))).collect();
+        if let Some((_, first)) = refused.first() {
+            let mut e = Error::from((*first).clone());
+            if refused.len() > 1 {
+                e = e.within(format!("{} of {} products cannot be served; the first", refused.len(), self.products().count()));
+            }
+            return Err(e);
+        }
+        let policy = dispatch.policy();
+        let four_bit = self.products().any(|p| p.spec.schema.is_4bit());
+        if policy.compute == q4_core::ComputePath::KernelOnly && !four_bit {
+            return Err(Error::new(Code::NoneEligible, "no layer of this model is 4-bit, so no kernel would run")
+                .need("4-bit layers under --compute kernel-only")
+                .have("a dense checkpoint")
+                .fix("add --quantize nvfp4, or write a 4-bit checkpoint with `q4 quantize`"));
+        }
+        let serves = |name: &str| {
+            self.products().any(|p| p.choice.as_ref().is_ok_and(|c| c.backend.descriptor().name == name))
+        };
+        for (glob, name) in policy.overrides.all.iter().map(|n| ("*", n)).chain(policy.overrides.layers.iter().map(|(g, n)| (g.as_str(), n))) {
+            if !serves(name) {
+                return Err(Error::new(Code::OverrideUnused, format!("backend `{name}` would serve no layer of this model"))
+                    .need(format!("at least one layer `{glob}` it can serve"))
+                    .have(format!("layers of {}", self.schemas().join(", ")))
+                    .fix(if four_bit { "see `q4 explain MODEL`" } else { "add --quantize nvfp4 or --quantize nf4" }));
+            }
+        }
+        Ok(())
+    }
+
+    fn schemas(&self) -> Vec<String> {
+        let mut names: Vec<_> = self.products().map(|p| p.spec.schema.to_string()).collect();
+        names.sort();
+        names.dedup();
+        names
+    }
+}
+
+struct Planner<'a> {
+    checkpoint: &'a Checkpoint,
+    dispatch: &'a Dispatch,
+    options: &'a PlanOptions,
+}
+
+struct Part {
+    name: String,
+    n: usize,
+    k: usize,
+    schema: Q4Schema,
+    activations: Activations,
+    layout: &'static str,
+    quantized_on_load: bool,
+}
+
+impl Planner<'_> {
+    fn layer(&self, i: usize) -> Result<LayerPlan> {
+        let linears = names::linears(self.checkpoint.config(), i);
+        Ok(LayerPlan {
+            qkv: self.group(&linears[..3])?,
+            o: self.group(&linears[3..4])?,
+            gate_up: self.group(&linears[4..6])?,
+            down: self.group(&linears[6..])?,
+        })
+    }
+
+    fn head(&self) -> Result<HeadPlan> {
+        Ok(match self.checkpoint.bind_head()? {
+            Head::Tied => HeadPlan::Dense { dtype: self.checkpoint.embedding_type()?, tied: true },
+            Head::Dense(stored) => {
+                HeadPlan::Dense { dtype: stored.dtype, tied: self.checkpoint.config().tie_word_embeddings }
+            }
+            Head::Quantised(layer) => HeadPlan::Product(Box::new(self.product(vec![self.part(&layer)]))),
+        })
+    }
+
+    /// One product where all parts agree, else one each.
+    fn group(&self, members: &[(String, usize, usize)]) -> Result<Vec<Product>> {
+        let bind = |(name, n, k): &(String, usize, usize)| Ok(self.part(&self.checkpoint.bind(name, *n, *k)?));
+        let parts = members.iter().map(bind).collect::<Result<Vec<_>>>()?;
+        let overrides = &self.dispatch.policy().overrides;
+        let bound = |p: &Part| overrides.of(&p.name, p.schema.is_4bit(), true).map(str::to_owned);
+        let first = &parts[0];
+        let alike = parts.iter().all(|p| {
+            p.schema == first.schema && p.activations == first.activations && p.layout == first.layout && bound(p) == bound(first)
+        });
+        Ok(match alike {
+            true => vec![self.product(parts)],
+            false => parts.into_iter().map(|p| self.product(vec![p])).collect(),
+        })
+    }
+
+    fn part(&self, d: &Layer<'_>) -> Part {
+        let stored = d.detected.schema;
+        let target = self.options.quantize.as_ref().filter(|_| !stored.is_4bit());
+        let schema = target.map_or(stored, Target::schema);
+        let activations = match self.options.activations {
+            ActivationRequest::Auto => d.declared,
+            ActivationRequest::Native => Activations::Native,
+            ActivationRequest::Int8 => Activations::Int8,
+            ActivationRequest::Nvfp4 if target.is_some() => {
+                Activations::Nvfp4(ActQuant { rule: Rule::ModelOpt, global: ActGlobal::None })
+            }
+            ActivationRequest::Nvfp4 => Activations::Nvfp4(d.nvfp4_activations()),
+        };
+        // An activation format is about 4-bit products; a dense matrix is multiplied as it is.
+        let activations = if schema.is_4bit() { activations } else { Activations::Native };
+        Part {
+            name: d.name.clone(),
+            n: d.detected.n,
+            k: d.detected.k,
+            schema,
+            activations,
+            layout: d.detected.layout.as_str(),
+            quantized_on_load: target.is_some(),
+        }
+    }
+
+    fn product(&self, parts: Vec<Part>) -> Product {
+        let first = &parts[0];
+        let spec = LinearSpec {
+            schema: first.schema,
+            k: first.k,
+            max_m: self.options.max_rows,
+            x: DType::F32,
+            y: self.options.dtype,
+            activations: first.activations,
+            device: self.options.device,
+            ops: self.options.ops,
+            segments: parts.iter().map(|p| SegmentSpec { name: p.name.clone(), rows: p.n }).collect(),
+        };
+        Product {
+            choice: self.dispatch.select(&spec),
+            layout: first.layout,
+            quantized_on_load: first.quantized_on_load,
+            spec,
+        }
+    }
+}

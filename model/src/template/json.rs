@@ -1,0 +1,197 @@
+//! `tojson` as transformers defines it: Python's `json.dumps` without ASCII escapes.
+//!
+//! Models were trained on `", "` and `": "`; a compact JSON is another prompt.
+use super::guard;
+use minijinja::{Error, ErrorKind, Value, value::ValueKind};
+use std::fmt::Write;
+
+/// Nesting of values that can be written.
+const DEPTH: usize = 64;
+
+/// `value` as JSON, in one line or indented by `indent` blanks a level.
+pub(super) fn dumps(value: &Value, indent: Option<usize>) -> Result<String, Error> {
+    let mut writer = Writer { text: String::new(), indent, charged: 0 };
+    writer.value(value, 0)?;
+    guard::charge(writer.text.len() - writer.charged)?;
+    Ok(writer.text)
+}
+
+struct Writer {
+    text: String,
+    indent: Option<usize>,
+    charged: usize,
+}
+
+impl Writer {
+    fn value(&mut self, value: &Value, depth: usize) -> Result<(), Error> {
+        if depth > DEPTH {
+            return Err(fail("a value is nested too deep for tojson"));
+        }
+        // Charged as the text grows: a shared value can be much longer as text than in memory.
+        guard::charge(self.text.len() - self.charged)?;
+        self.charged = self.text.len();
+        match value.kind() {
+            ValueKind::None => self.text += "null",
+            ValueKind::Bool => self.text += if value.is_true() { "true" } else { "false" },
+            ValueKind::Number => self.number(value)?,
+            ValueKind::String => self.string(value.as_str().unwrap_or_default()),
+            ValueKind::Seq | ValueKind::Iterable => {
+                let items = value.try_iter()?.map(|item| (None, item));
+                self.container(('[', ']'), items, depth)?;
+            }
+            ValueKind::Map => {
+                let pairs = value.try_iter()?.map(|key| {
+                    let item = value.get_item(&key)?;
+                    Ok((Some(key), item))
+                });
+                let pairs: Vec<_> = pairs.collect::<Result<_, Error>>()?;
+                self.container(('{', '}'), pairs.into_iter(), depth)?;
+            }
+            kind => return Err(fail(&format!("{kind} cannot be written as JSON"))),
+        }
+        Ok(())
+    }
+
+    fn container(
+        &mut self,
+        (open, close): (char, char),
+        items: impl Iterator<Item = (Option<Value>, Value)>,
+        depth: usize,
+    ) -> Result<(), Error> {
+        self.text.push(open);
+        let mut empty = true;
+        for (key, item) in items {
+            if !empty {
+                self.text.push(',');
+            }
+            match self.indent {
+                Some(_) => self.new_line(depth + 1),
+                None if !empty => self.text.push(' '),
+                None => {}
+            }
+            empty = false;
+            if let Some(key) = key {
+                self.key(&key)?;
+                self.text += ": ";
+            }
+            self.value(&item, depth + 1)?;
+        }
+        if self.indent.is_some() && !empty {
+            self.new_line(depth);
+        }
+        self.text.push(close);
+        Ok(())
+    }
+
+    fn new_line(&mut self, depth: usize) {
+        let width = self.indent.unwrap_or(0) * depth;
+        self.text.push('\n');
+        self.text.extend(std::iter::repeat_n(' ', width));
+    }
+
+    fn key(&mut self, key: &Value) -> Result<(), Error> {
+        match key.kind() {
+            ValueKind::String => self.string(key.as_str().unwrap_or_default()),
+            ValueKind::None | ValueKind::Bool | ValueKind::Number => {
+                self.text.push('"');
+                self.value(key, DEPTH)?;
+                self.text.push('"');
+            }
+            kind => return Err(fail(&format!("{kind} cannot be a key in JSON"))),
+        }
+        Ok(())
+    }
+
+    fn number(&mut self, value: &Value) -> Result<(), Error> {
+        if value.is_integer() {
+            return write!(self.text, "{value}").map_err(Error::from);
+        }
+        let number = f64::try_from(value.clone())?;
+        self.text += &float(number);
+        Ok(())
+    }
+
+    fn string(&mut self, text: &str) {
+        self.text.push('"');
+        for c in text.chars() {
+            match c {
+                '"' => self.text += "\\\"",
+                '\\' => self.text += "\\\\",
+                '\n' => self.text += "\\n",
+                '\r' => self.text += "\\r",
+                '\t' => self.text += "\\t",
+                '\u{8}' => self.text += "\\b",
+                '\u{c}' => self.text += "\\f",
+                c if c < ' ' => self.text += &format!("\\u{:04x}", c as u32),
+                c => self.text.push(c),
+            }
+        }
+        self.text.push('"');
+    }
+}
+
+/// A float as Python's `repr`: shortest digits, exponent form below 1e-4 and from 1e16 on.
+fn float(x: f64) -> String {
+    if !x.is_finite() {
+        return if x.is_nan() {
+            "NaN"
+        } else if x > 0.0 {
+            "Infinity"
+        } else {
+            "-Infinity"
+        }
+        .to_owned();
+    }
+    if x != 0.0 && !(1e-4..1e16).contains(&x.abs()) {
+        let text = format!("{x:e}");
+        let (digits, exponent) = text.split_once('e').unwrap_or((&text, "0"));
+        let (sign, size) = exponent.strip_prefix('-').map_or(('+', exponent), |size| ('-', size));
+        return format!("{digits}e{sign}{size:0>2}");
+    }
+    format!("{x:?}")
+}
+
+fn fail(what: &str) -> Error {
+    Error::new(ErrorKind::BadSerialization, what.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn text(json: &str, indent: Option<usize>) -> String {
+        guard::start();
+        let value: serde_json::Value = serde_json::from_str(json).expect("json");
+        dumps(&Value::from(minijinja::value::Serde(value)), indent).expect("written")
+    }
+
+    #[test]
+    fn python_separators_order_and_escapes() {
+        assert_eq!(
+            text(r#"{"b":[1,2.0,null,true],"a":{}}"#, None),
+            r#"{"b": [1, 2.0, null, true], "a": {}}"#
+        );
+        assert_eq!(text(r#""北京 — \"x\"\n\u0001/\\""#, None), "\"北京 — \\\"x\\\"\\n\\u0001/\\\\\"");
+        assert_eq!(
+            text(r#"{"a":[1,{"b":[]}]}"#, Some(2)),
+            "{\n  \"a\": [\n    1,\n    {\n      \"b\": []\n    }\n  ]\n}"
+        );
+    }
+
+    #[test]
+    fn floats_are_written_as_in_python() {
+        for (x, s) in [
+            (1.0, "1.0"),
+            (1e16, "1e+16"),
+            (1e15, "1000000000000000.0"),
+            (0.0001, "0.0001"),
+            (1.5e-5, "1.5e-05"),
+            (-2.5e300, "-2.5e+300"),
+            (0.1, "0.1"),
+            (-0.0, "-0.0"),
+        ] {
+            assert_eq!(float(x), s);
+        }
+        assert_eq!(text("18446744073709551615", None), "18446744073709551615");
+    }
+}

@@ -1,0 +1,68 @@
+//! A decode step allocates nothing: counted, on every kernel and activation format.
+mod support;
+
+use q4_core::{ComputePath, Result};
+use q4_model::plan::ActivationRequest;
+use q4_model::sampling::{Sampler, SamplingParams};
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use support::Setup;
+
+struct Counting;
+static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: forwards to the system allocator.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: forwarded.
+        unsafe { System.alloc(layout) }
+    }
+    unsafe fn dealloc(&self, p: *mut u8, layout: Layout) {
+        // SAFETY: forwarded.
+        unsafe { System.dealloc(p, layout) }
+    }
+    unsafe fn realloc(&self, p: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: forwarded.
+        unsafe { System.realloc(p, layout, size) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// One test, so that no other thread of this process allocates meanwhile.
+#[test]
+fn a_decode_step_allocates_nothing() -> Result<()> {
+    use ActivationRequest::{Auto, Int8, Native, Nvfp4};
+    let cases = [
+        ("qwen3_tiny_a/nvfp4_modelopt", Native),
+        ("qwen3_tiny_a/nvfp4_modelopt", Int8),
+        ("qwen3_tiny_a/nvfp4_ct", Auto),
+        ("qwen3_tiny_a/nvfp4_torchao_gs", Nvfp4),
+        ("qwen3_tiny_b/nf4_bnb_dq", Native),
+        ("qwen3_tiny_b/nf4_bnb", Int8),
+    ];
+    for (path, activations) in cases {
+        let setup = Setup { activations, compute: ComputePath::KernelOnly, ..Setup::default() };
+        let (_dispatch, mut runner) = setup.open(path)?;
+        runner.accept(&[1, 5, 9, 13])?;
+        let params = SamplingParams { temperature: 0.8, top_k: 20, top_p: 0.9, ..SamplingParams::default() };
+        let mut sampler = Sampler::new(params, runner.logits().len())?;
+        let mut step = |runner: &mut q4_model::runner::Runner| -> Result<()> {
+            let (logits, history) = runner.logits_and_tokens();
+            let id = sampler.sample(logits, history)?;
+            runner.decode(id)
+        };
+        step(&mut runner)?;
+        let before = ALLOCATIONS.load(Ordering::Relaxed);
+        for _ in 0..32 {
+            step(&mut runner)?;
+        }
+        let made = ALLOCATIONS.load(Ordering::Relaxed) - before;
+        assert_eq!(made, 0, "{path} with {activations:?}: allocations in 32 decode steps");
+        println!("{path} {activations:?}: 0 allocations in 32 steps");
+    }
+    Ok(())
+}

@@ -1,0 +1,84 @@
+//! The recorded models against their recorded logits and greedy tokens, in every flavour they were saved in.
+mod support;
+
+use q4_core::{ComputePath, Result};
+use q4_model::plan::ActivationRequest::{self, Native, Nvfp4};
+use safetensors::SafeTensors;
+use support::{Setup, golden, greedy};
+
+/// Variant of the record, checkpoint, activations, tolerance relative to the largest |logit| (absolute for dense).
+const VARIANTS: [(&str, &str, ActivationRequest, f32); 10] = [
+    ("dense", "", Native, 0.0),
+    ("torchao_nogs_w4a16", "nvfp4_torchao_nogs", Native, 1e-3),
+    ("torchao_gs_w4a16", "nvfp4_torchao_gs", Native, 1e-3),
+    ("torchao_nogs_w4a4", "nvfp4_torchao_nogs", Nvfp4, 1e-3),
+    ("torchao_gs_w4a4_dyn", "nvfp4_torchao_gs", Nvfp4, 1e-3),
+    ("ct_w4a16", "nvfp4_ct", Native, 1e-3),
+    ("ct_w4a4", "nvfp4_ct", ActivationRequest::Auto, 1e-3),
+    ("modelopt_w4a16", "nvfp4_modelopt", Native, 1e-3),
+    ("modelopt_w4a4", "nvfp4_modelopt", ActivationRequest::Auto, 1e-3),
+    ("nf4", "nf4_bnb", Native, 1e-3),
+];
+
+#[test]
+fn logits_and_greedy_tokens_are_those_of_the_libraries() -> Result<()> {
+    let mut compared = 0;
+    for model in ["qwen3_tiny_a", "qwen3_tiny_b"] {
+        let bytes = std::fs::read(golden(model).join("expected.safetensors")).expect("record");
+        let expected = SafeTensors::deserialize(&bytes).expect("record");
+        let dq = [("nf4_dq", "nf4_bnb_dq", Native, 1e-3), ("ct_w4a16", "nvfp4_ct_w4a16", ActivationRequest::Auto, 1e-3)];
+        for (variant, directory, activations, tolerance) in VARIANTS.into_iter().chain(dq) {
+            let backends: &[Option<&'static str>] = match directory {
+                "" => &[Some("dequant-matmul"), Some("reference")],
+                _ => &[None, Some("dequant-matmul"), Some("reference")],
+            };
+            for &backend in backends {
+                let path = format!("{model}/{directory}");
+                let setup = Setup { backend, activations, all_logits: true, chunk: 64, ..Setup::default() };
+                for length in [1, 7, 33] {
+                    let ids = integers(&expected, &format!("inputs.ids.len{length}"));
+                    let want = floats(&expected, &format!("{variant}.logits.len{length}"));
+                    let (_d, mut runner) = setup.open(&path)?;
+                    let mut got = Vec::new();
+                    runner.accept_all(&ids, &mut |rows| got.extend_from_slice(rows))?;
+                    assert_eq!(got.len(), want.len(), "{path} {variant}");
+                    let worst = got.iter().zip(&want).fold(0f32, |w, (a, b)| w.max((a - b).abs()));
+                    let largest = want.iter().fold(0f32, |w, v| w.max(v.abs()));
+                    let limit = if tolerance == 0.0 { 2e-4 } else { tolerance * largest };
+                    assert!(worst <= limit, "{path} {variant} len{length} {backend:?}: {worst:e} > {limit:e}");
+                    compared += got.len();
+                }
+                let (_d, mut runner) = setup.open(&path)?;
+                runner.accept(&integers(&expected, "inputs.ids.len7"))?;
+                let want = integers(&expected, &format!("{variant}.greedy_ids"));
+                assert_eq!(greedy(&mut runner, want.len())?, want, "{path} {variant} {backend:?}");
+            }
+        }
+    }
+    println!("{compared} logits compared");
+    assert!(compared > 500_000);
+    Ok(())
+}
+
+#[test]
+fn kernels_serve_every_quantised_flavour() -> Result<()> {
+    for (_, directory, activations, _) in VARIANTS.into_iter().filter(|v| !v.1.is_empty()) {
+        let setup = Setup { activations, compute: ComputePath::KernelOnly, ..Setup::default() };
+        let (dispatch, mut runner) = setup.open(&format!("qwen3_tiny_a/{directory}"))?;
+        runner.accept(&[1, 2, 3])?;
+        let executed = dispatch.witness().executed();
+        assert!(!executed.is_empty() && executed.iter().all(|e| e.backend.ends_with("-kernel")), "{executed:?}");
+        assert!(dispatch.witness().downgraded().is_empty());
+    }
+    Ok(())
+}
+
+fn floats(file: &SafeTensors<'_>, name: &str) -> Vec<f32> {
+    let t = file.tensor(name).unwrap_or_else(|e| panic!("{name}: {e}"));
+    t.data().as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
+}
+
+fn integers(file: &SafeTensors<'_>, name: &str) -> Vec<u32> {
+    let t = file.tensor(name).unwrap_or_else(|e| panic!("{name}: {e}"));
+    t.data().as_chunks::<8>().0.iter().map(|b| i64::from_le_bytes(*b) as u32).collect()
+}
