@@ -60,7 +60,14 @@ fn nvfp4(
     }];
     let schema = Q4Schema::Nvfp4 { scale_layout, global: b_global.map(|_| Convention::Multiply) };
     let quantized = ActQuant { rule: Rule::TorchAo, global: a_global.map_or(ActGlobal::None, ActGlobal::Static) };
-    for (activations, result) in [(Activations::Native, "w4a16"), (Activations::Nvfp4(quantized), "w4a4")] {
+    let recorded = |name: &str| get(name).map(|t| Some(doubles(&t)));
+    // No library defines W4A8 as we do: the oracle alone judges it.
+    let rows = [
+        (Activations::Native, "w4a16", recorded("w4a16")?),
+        (Activations::Nvfp4(quantized), "w4a4", recorded("w4a4")?),
+        (Activations::Int8, "w4a8", None),
+    ];
+    for (activations, result, recorded) in rows {
         let layout = if scale_layout == ScaleLayout::RowMajor { "row-major" } else { "swizzled" };
         visit(&Problem {
             name: format!("golden/nvfp4/{case}/{scales}/{layout}/{result}"),
@@ -69,7 +76,7 @@ fn nvfp4(
             m,
             activations,
             io: DType::F32,
-            recorded: Some(doubles(&get(result)?)),
+            recorded,
         })?;
     }
     Ok(())
@@ -99,19 +106,25 @@ fn nf4_linear(
     };
     let nested = nested_absmax.as_ref().map(|_| 256);
     let data = SegmentData::Nf4 { codes: TensorView::of(codes.data(), &[codes.data().len()])?, absmax };
-    visit(&Problem {
-        name: format!("golden/nf4/{case}"),
-        weight: Q4Weight {
-            schema: Q4Schema::Nf4 { nibble_order: NibbleOrder::HighFirst, block: 64, nested },
-            k,
-            segments: &[Segment { rows: n, data }],
-        },
-        x: floats(&x)?,
-        m,
-        activations: Activations::Native,
-        io: DType::F32,
-        recorded: Some(doubles(&get("y")?)),
-    })
+    let segments = [Segment { rows: n, data }];
+    let schema = Q4Schema::Nf4 { nibble_order: NibbleOrder::HighFirst, block: 64, nested };
+    let rows = [(Activations::Native, Some(doubles(&get("y")?))), (Activations::Int8, None)];
+    for (activations, recorded) in rows {
+        // int8 inputs have a scale per 16.
+        if activations == Activations::Int8 && k % 16 != 0 {
+            continue;
+        }
+        visit(&Problem {
+            name: format!("golden/nf4/{case}/{activations}"),
+            weight: Q4Weight { schema, k, segments: &segments },
+            x: floats(&x)?,
+            m,
+            activations,
+            io: DType::F32,
+            recorded,
+        })?;
+    }
+    Ok(())
 }
 
 fn open(bytes: &[u8]) -> Result<SafeTensors<'_>> {

@@ -154,6 +154,15 @@ mod tests {
     }
 
     #[test]
+    fn every_code_is_documented() {
+        let page = include_str!("../../docs/errors.md");
+        for c in Code::ALL {
+            let row = format!("| {} | {} | {} |", c.id(), c.exit(), c.title());
+            assert!(page.contains(&row), "docs/errors.md lacks {row}");
+        }
+    }
+
+    #[test]
     fn every_part_is_printed() {
         let e = Error::new(Code::TensorShape, "q_proj")
             .need("[4, 8]")

@@ -17,13 +17,16 @@ type Body<'a> = &'a (dyn Fn(usize) + Sync);
 struct Shared {
     /// Counts calls; a helper waits for it to change.
     epoch: AtomicU64,
-    /// The call's task function, valid while `running` helpers are inside.
+    /// The call's task function; `None` as soon as its last task is claimed.
     body: Mutex<Option<Body<'static>>>,
     tasks: AtomicUsize,
     next: AtomicUsize,
-    running: AtomicUsize,
+    /// Helpers between taking a body and letting go of it.
+    inside: AtomicUsize,
     panicked: AtomicBool,
     stop: AtomicBool,
+    /// Helpers that wait on `wake`: waking nobody is a system call too.
+    asleep: AtomicUsize,
     sleepers: Mutex<()>,
     wake: Condvar,
 }
@@ -39,9 +42,10 @@ impl ThreadPool {
             body: Mutex::new(None),
             tasks: AtomicUsize::new(0),
             next: AtomicUsize::new(0),
-            running: AtomicUsize::new(0),
+            inside: AtomicUsize::new(0),
             panicked: AtomicBool::new(false),
             stop: AtomicBool::new(false),
+            asleep: AtomicUsize::new(0),
             sleepers: Mutex::new(()),
             wake: Condvar::new(),
         });
@@ -67,21 +71,15 @@ impl ThreadPool {
             return;
         }
         let s = &*self.shared;
-        // SAFETY: only the lifetime changes; the reference is gone from `body` and no helper is inside it when
-        // this function returns, because it waits for `running` to reach zero.
+        // SAFETY: only the lifetime changes. `withdraw` below takes the reference back, and returns when no helper
+        // that took it is still inside.
         let body: Body<'static> = unsafe { std::mem::transmute::<Body<'_>, Body<'static>>(body) };
         s.tasks.store(tasks, Ordering::Relaxed);
         s.next.store(0, Ordering::Relaxed);
-        s.running.store(self.helpers.len(), Ordering::Relaxed);
         *s.body.lock().unwrap_or_else(|e| e.into_inner()) = Some(body);
-        s.epoch.fetch_add(1, Ordering::Release);
-        drop(s.sleepers.lock());
-        s.wake.notify_all();
+        s.announce();
         let own = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| s.claim(body)));
-        while s.running.load(Ordering::Acquire) != 0 {
-            std::hint::spin_loop();
-        }
-        *s.body.lock().unwrap_or_else(|e| e.into_inner()) = None;
+        s.withdraw();
         let helper_panicked = s.panicked.swap(false, Ordering::Relaxed);
         self.busy.store(false, Ordering::Release);
         if let Err(payload) = own {
@@ -104,6 +102,15 @@ impl ThreadPool {
 }
 
 impl Shared {
+    fn announce(&self) {
+        self.epoch.fetch_add(1, Ordering::SeqCst);
+        // A helper counts itself before it looks at the epoch for the last time: one of the two is seen.
+        if self.asleep.load(Ordering::SeqCst) != 0 {
+            drop(self.sleepers.lock());
+            self.wake.notify_all();
+        }
+    }
+
     fn claim(&self, body: Body<'_>) {
         let tasks = self.tasks.load(Ordering::Relaxed);
         loop {
@@ -122,13 +129,24 @@ impl Shared {
             if self.stop.load(Ordering::Relaxed) {
                 return;
             }
+            // Counted before the body is taken, so that `withdraw` either sees this helper or leaves it nothing to take.
+            self.inside.fetch_add(1, Ordering::SeqCst);
             let body = *self.body.lock().unwrap_or_else(|e| e.into_inner());
             if let Some(body) = body
                 && std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.claim(body))).is_err()
             {
                 self.panicked.store(true, Ordering::Relaxed);
             }
-            self.running.fetch_sub(1, Ordering::Release);
+            self.inside.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+
+    /// Ends a call whose tasks are all claimed: waits for helpers that work on one, not for those that came too late or
+    /// never woke, because on a busy machine they may not run for milliseconds.
+    fn withdraw(&self) {
+        *self.body.lock().unwrap_or_else(|e| e.into_inner()) = None;
+        while self.inside.load(Ordering::SeqCst) != 0 {
+            std::hint::spin_loop();
         }
     }
 
@@ -141,9 +159,11 @@ impl Shared {
             std::hint::spin_loop();
         }
         let mut guard = self.sleepers.lock().unwrap_or_else(|e| e.into_inner());
+        self.asleep.fetch_add(1, Ordering::SeqCst);
         loop {
-            let now = self.epoch.load(Ordering::Acquire);
+            let now = self.epoch.load(Ordering::SeqCst);
             if now != seen {
+                self.asleep.fetch_sub(1, Ordering::SeqCst);
                 return now;
             }
             guard = self.wake.wait(guard).unwrap_or_else(|e| e.into_inner());
@@ -154,9 +174,7 @@ impl Shared {
 impl Drop for ThreadPool {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Relaxed);
-        self.shared.epoch.fetch_add(1, Ordering::Release);
-        drop(self.shared.sleepers.lock());
-        self.shared.wake.notify_all();
+        self.shared.announce();
         for h in self.helpers.drain(..) {
             let _ = h.join();
         }

@@ -161,7 +161,7 @@ fn non_finite_values_name_the_layer_that_made_them() -> Result<()> {
     let header = u64::from_le_bytes(*weights.first_chunk().expect("length")) as usize;
     let text = String::from_utf8(weights[8..8 + header].to_vec()).expect("JSON");
     let table: serde_json::Value = serde_json::from_str(&text).expect("JSON");
-    let at = table["model.layers.1.input_layernorm.weight"]["data_offsets"][0].as_u64().expect("offset") as usize;
+    let at = table["model.layers.1.post_attention_layernorm.weight"]["data_offsets"][0].as_u64().expect("offset") as usize;
     weights[8 + header + at..][..4].copy_from_slice(&3e38f32.to_le_bytes());
     let files = vec![("model.safetensors".to_owned(), Bytes::from(weights)), ("config.json".to_owned(), Bytes::from(read("config.json")))];
     let checkpoint = Checkpoint::from_files("overflow", files)?;

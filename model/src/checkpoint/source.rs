@@ -12,13 +12,20 @@ const MODEL: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
 /// Files beside the weights with their largest sizes in bytes.
-const SIDE: [(&str, usize); 6] = [
+const SIDE: [(&str, usize); 13] = [
     ("config.json", 1 << 20),
     ("generation_config.json", 1 << 20),
     ("hf_quant_config.json", 4 << 20),
     ("tokenizer.json", 64 << 20),
     ("tokenizer_config.json", 4 << 20),
     ("chat_template.jinja", 1 << 20),
+    ("chat_template.json", 1 << 20),
+    ("special_tokens_map.json", 1 << 20),
+    ("added_tokens.json", 4 << 20),
+    ("vocab.json", 64 << 20),
+    ("merges.txt", 64 << 20),
+    ("LICENSE", 1 << 20),
+    ("NOTICE", 1 << 20),
 ];
 
 /// Files that a user may take for weights, and what to do instead.

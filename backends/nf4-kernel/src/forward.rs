@@ -1,0 +1,99 @@
+//! Operand checks, scratch and the split of work over the caller's threads.
+use crate::io::{Out, activation_bytes, activations, padded};
+use crate::kernel;
+use crate::prepare::{CODES, LANES, Packed};
+use q4_core::{
+    Code, DType, Error, ExecContext, PreparedInfo, PreparedWeight, Result, Scratch, TensorView, TensorViewMut,
+};
+
+/// Fewest blocks of 16 output rows a task takes: what one pass of the one-row kernel keeps in flight.
+const LEAST_BLOCKS: usize = 4;
+/// Fewest words of 8 input features a task of the backward product takes.
+const LEAST_WORDS: usize = 8;
+
+impl PreparedWeight for Packed {
+    fn info(&self) -> &PreparedInfo {
+        &self.info
+    }
+
+    /// The converted activations (nothing for native f32) or the widened dy, whichever is larger.
+    fn workspace(&self, m: usize) -> usize {
+        let forward = activation_bytes(self.x, &self.info.activations, m, self.info.k);
+        forward.max(Scratch::bytes(&[4 * m * self.blocks() * LANES]))
+    }
+
+    fn forward(&self, x: TensorView<'_>, y: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
+        let m = check((&x, self.x, self.info.k), (&y.as_view(), self.y, self.info.n))?;
+        let threads = cx.threads;
+        let need = activation_bytes(self.x, &self.info.activations, m, self.info.k);
+        let mut scratch = Scratch::of(cx, need)?;
+        let x = activations(x, &self.info.activations, &mut scratch, threads)?;
+        let y = Out::of(y)?;
+        threads.split(self.blocks(), LEAST_BLOCKS, &|start, end| {
+            // SAFETY: `check` compared the shapes, `split` hands every block out once.
+            unsafe { kernel::forward(self, &x, &y, start..end) }
+        });
+        Ok(())
+    }
+
+    fn backward_input(
+        &self,
+        dy: TensorView<'_>,
+        dx: TensorViewMut<'_>,
+        cx: &mut ExecContext<'_>,
+    ) -> Result<()> {
+        let m = check((&dy, self.y, self.info.n), (&dx.as_view(), self.x, self.info.k))?;
+        let threads = cx.threads;
+        let width = self.blocks() * LANES;
+        let mut scratch = Scratch::of(cx, Scratch::bytes(&[4 * m * width]))?;
+        let dy = padded(dy, width, &mut scratch, threads)?;
+        let dx = Out::of(dx)?;
+        let words = self.info.k / CODES;
+        threads.split(words, LEAST_WORDS, &|start, end| {
+            // SAFETY: as in `forward`; `padded` made whole blocks of dy.
+            unsafe { kernel::backward(self, &dy, &dx, start..end) }
+        });
+        Ok(())
+    }
+
+    /// `codebook[code] * absmax`, rounded to f32 as the schema says, then to the type of `out`.
+    fn dequantize(&self, out: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
+        let (n, k) = (self.info.n, self.info.k);
+        let dtype = out.as_view().dtype();
+        check((&out.as_view(), dtype, k), (&out.as_view(), dtype, k))?;
+        let out = Out::of(out)?;
+        if out.rows() != n {
+            return Err(Error::new(Code::ShapeMismatch, "output of dequantize")
+                .need(format!("{n} rows"))
+                .have(out.rows().to_string()));
+        }
+        let (words, groups) = (k / CODES, k / self.group);
+        cx.threads.split(self.blocks(), 1, &|start, end| {
+            for row in start * LANES..(end * LANES).min(n) {
+                let (block, lane) = (row / LANES, row % LANES);
+                for i in 0..words {
+                    let word = self.codes[block * words + i].0[lane];
+                    let scale = self.scales[block * groups + i * CODES / self.group].0[lane];
+                    let value = |j| self.table[(word >> (4 * j) & 15) as usize] * scale;
+                    let values: [f32; CODES] = std::array::from_fn(value);
+                    // SAFETY: a row belongs to one task.
+                    unsafe { out.put(row, i * CODES, &values) };
+                }
+            }
+        });
+        Ok(())
+    }
+}
+
+/// Rows of a call, after checking the shapes and types the kernels rely on.
+fn check(input: (&TensorView<'_>, DType, usize), output: (&TensorView<'_>, DType, usize)) -> Result<usize> {
+    let (m, cols_in, _) = input.0.as_matrix()?;
+    let (rows_out, cols_out, _) = output.0.as_matrix()?;
+    let is_typed = input.0.dtype() == input.1 && output.0.dtype() == output.1;
+    if m == rows_out && cols_in == input.2 && cols_out == output.2 && is_typed {
+        return Ok(m);
+    }
+    Err(Error::new(Code::ShapeMismatch, "operands of a product")
+        .need(format!("{}[m, {}] and {}[m, {}]", input.1, input.2, output.1, output.2))
+        .have(format!("{:?} and {:?}", input.0, output.0)))
+}

@@ -1,0 +1,368 @@
+//! The products. Written once over [`Lanes`], compiled once per instruction set, in one order of k whatever the shape.
+#[cfg(target_arch = "x86_64")]
+use crate::simd::{Avx2, Avx512};
+use crate::{
+    io::{Out, Rows},
+    prepare::{CHAIN, CODES, LANES, Line, Packed},
+    simd::{Isa, Lanes, Portable},
+};
+use std::ops::Range;
+
+/// Most rows that are multiplied straight from the registers a code is decoded to.
+const FEW: usize = 4;
+/// Blocks of 16 output rows that share a stretch of x while it is in the first-level cache.
+const STRIP: usize = 4;
+/// Input rows whose sums are kept while the weights pass by.
+const ROWS: usize = 32;
+/// Words ahead of the one in use: 4 KiB.
+const AHEAD: usize = 1024;
+
+macro_rules! on_every_isa {
+    ($(#[$doc:meta])* $name:ident, $body:ident) => {
+        $(#[$doc])*
+        ///
+        /// # Safety
+        /// The range is inside the weight, no other task has any of it, and the rows have the columns stated.
+        pub(crate) unsafe fn $name(w: &Packed, x: &Rows<'_>, y: &Out<'_>, range: Range<usize>) {
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f")]
+            unsafe fn avx512(w: &Packed, x: &Rows<'_>, y: &Out<'_>, range: Range<usize>) {
+                // SAFETY: this function enables the features.
+                unsafe { $body::<Avx512>(w, x, y, range) }
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma")]
+            unsafe fn avx2(w: &Packed, x: &Rows<'_>, y: &Out<'_>, range: Range<usize>) {
+                // SAFETY: this function enables the features.
+                unsafe { $body::<Avx2>(w, x, y, range) }
+            }
+            // SAFETY: `Isa::choose` found the features; the rest is the caller's promise.
+            unsafe {
+                match w.isa {
+                    #[cfg(target_arch = "x86_64")]
+                    Isa::Avx512 => avx512(w, x, y, range),
+                    #[cfg(target_arch = "x86_64")]
+                    Isa::Avx2 => avx2(w, x, y, range),
+                    _ => $body::<Portable>(w, x, y, range),
+                }
+            }
+        }
+    };
+}
+
+on_every_isa! {
+    /// `y[:, 16·range] = x W^T` for blocks of 16 output rows. `x` has k columns, `y` n.
+    forward, forward_on
+}
+on_every_isa! {
+    /// `dx[:, 8·range] = dy W` for words of 8 input features. `dy` has n columns rounded up to 16, `dx` k.
+    /// Each lane sums its rows of W in order, then the lanes are added as a tree.
+    backward, backward_on
+}
+
+#[inline(always)]
+unsafe fn forward_on<L: Lanes>(w: &Packed, x: &Rows<'_>, y: &Out<'_>, blocks: Range<usize>) {
+    // SAFETY: forwarded.
+    unsafe {
+        match x.m {
+            1 => few::<L, 1>(w, x, y, blocks),
+            2 => few::<L, 2>(w, x, y, blocks),
+            3 => few::<L, 3>(w, x, y, blocks),
+            FEW => few::<L, FEW>(w, x, y, blocks),
+            _ => many::<L>(w, x, y, blocks),
+        }
+    }
+}
+
+/// As many blocks in flight as the registers hold.
+#[inline(always)]
+unsafe fn few<L: Lanes, const M: usize>(w: &Packed, x: &Rows<'_>, y: &Out<'_>, blocks: Range<usize>) {
+    let width = L::ACCUMULATORS / (2 * M);
+    let mut b = blocks.start;
+    while b < blocks.end {
+        let left = blocks.end - b;
+        // SAFETY: blocks b to b + width are inside the range.
+        unsafe {
+            if width >= 4 && left >= 4 {
+                stream::<L, 4, M>(w, x, y, b);
+                b += 4;
+            } else if width >= 2 && left >= 2 {
+                stream::<L, 2, M>(w, x, y, b);
+                b += 2;
+            } else {
+                stream::<L, 1, M>(w, x, y, b);
+                b += 1;
+            }
+        }
+    }
+}
+
+/// `M` rows of x against `B` blocks, decoded in registers.
+#[inline(always)]
+unsafe fn stream<L: Lanes, const B: usize, const M: usize>(w: &Packed, x: &Rows<'_>, y: &Out<'_>, b0: usize) {
+    let shape = Shape::of(w);
+    // SAFETY: every index is below the length the layout has for n and k; x has k columns.
+    unsafe {
+        let table = L::table(&w.table);
+        let codes: [*const u32; B] = std::array::from_fn(|b| shape.codes(w, b0 + b));
+        let scales: [*const f32; B] = std::array::from_fn(|b| shape.scales(w, b0 + b));
+        let x: [*const f32; M] = std::array::from_fn(|r| x.row(r));
+        let mut total = [[L::splat(0.0); B]; M];
+        let mut word = 0;
+        for chain in 0..shape.chains {
+            let mut acc = [[[L::splat(0.0); 2]; B]; M];
+            for _ in 0..shape.words_per_chain {
+                for b in 0..B {
+                    let p = codes[b].add(word * LANES);
+                    L::prefetch(p.wrapping_add(AHEAD));
+                    let packed = L::words(p);
+                    for j in 0..CODES {
+                        let v = L::decode(table, packed, j as i32);
+                        for r in 0..M {
+                            let xv = L::splat(*x[r].add(word * CODES + j));
+                            acc[r][b][j & 1] = L::fma(v, xv, acc[r][b][j & 1]);
+                        }
+                    }
+                }
+                word += 1;
+            }
+            let group = chain / shape.chains_per_group;
+            for b in 0..B {
+                let scale = L::load(scales[b].add(group * LANES));
+                for r in 0..M {
+                    total[r][b] = L::fma(scale, L::add(acc[r][b][0], acc[r][b][1]), total[r][b]);
+                }
+            }
+        }
+        for r in 0..M {
+            for b in 0..B {
+                let mut lanes = [0.0; LANES];
+                L::store(total[r][b], lanes.as_mut_ptr());
+                shape.put(y, r, b0 + b, &lanes);
+            }
+        }
+    }
+}
+
+/// Any number of rows: a chain of 16 rows is decoded once to a tile and used by up to 32 rows of x.
+#[inline(always)]
+unsafe fn many<L: Lanes>(w: &Packed, x: &Rows<'_>, y: &Out<'_>, blocks: Range<usize>) {
+    let shape = Shape::of(w);
+    let mut tile = [Line([0f32; LANES]); CHAIN];
+    let mut totals = [[Line([0f32; LANES]); ROWS]; STRIP];
+    for b0 in blocks.clone().step_by(STRIP) {
+        let width = STRIP.min(blocks.end - b0);
+        for r0 in (0..x.m).step_by(ROWS) {
+            let rows = ROWS.min(x.m - r0);
+            totals.as_flattened_mut().fill(Line([0.0; LANES]));
+            for chain in 0..shape.chains {
+                for b in 0..width {
+                    // SAFETY: as in `stream`; the tile holds a chain, the totals hold `rows`.
+                    unsafe {
+                        decode_chain::<L>(w, &shape, b0 + b, chain, &mut tile);
+                        let scale = shape.scales(w, b0 + b).add(chain / shape.chains_per_group * LANES);
+                        against_rows::<L>(&tile, L::load(scale), x, &shape, chain, r0, rows, &mut totals[b]);
+                    }
+                }
+            }
+            for b in 0..width {
+                for r in 0..rows {
+                    // SAFETY: only this task has this block.
+                    unsafe { shape.put(y, r0 + r, b0 + b, &totals[b][r].0) };
+                }
+            }
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn decode_chain<L: Lanes>(
+    w: &Packed,
+    shape: &Shape,
+    b: usize,
+    chain: usize,
+    tile: &mut [Line<f32>; CHAIN],
+) {
+    // SAFETY: as in `stream`.
+    unsafe {
+        let table = L::table(&w.table);
+        let start = shape.codes(w, b).add(chain * shape.words_per_chain * LANES);
+        for i in 0..shape.words_per_chain {
+            let packed = L::words(start.add(i * LANES));
+            for j in 0..CODES {
+                L::store(L::decode(table, packed, j as i32), tile[i * CODES + j].0.as_mut_ptr());
+            }
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn against_rows<L: Lanes>(
+    tile: &[Line<f32>; CHAIN],
+    scale: L::F,
+    x: &Rows<'_>,
+    shape: &Shape,
+    chain: usize,
+    r0: usize,
+    rows: usize,
+    totals: &mut [Line<f32>; ROWS],
+) {
+    let width = L::ACCUMULATORS / 2;
+    let mut r = 0;
+    while r < rows {
+        let left = rows - r;
+        // SAFETY: rows r to r + step exist.
+        unsafe {
+            if width >= 8 && left >= 8 {
+                tile_rows::<L, 8>(tile, scale, x, shape, chain, r0, r, totals);
+                r += 8;
+            } else if width >= 4 && left >= 4 {
+                tile_rows::<L, 4>(tile, scale, x, shape, chain, r0, r, totals);
+                r += 4;
+            } else if left >= 2 {
+                tile_rows::<L, 2>(tile, scale, x, shape, chain, r0, r, totals);
+                r += 2;
+            } else {
+                tile_rows::<L, 1>(tile, scale, x, shape, chain, r0, r, totals);
+                r += 1;
+            }
+        }
+    }
+}
+
+/// One chain of `R` rows of x, in the order of `stream`.
+#[inline(always)]
+unsafe fn tile_rows<L: Lanes, const R: usize>(
+    tile: &[Line<f32>; CHAIN],
+    scale: L::F,
+    x: &Rows<'_>,
+    shape: &Shape,
+    chain: usize,
+    r0: usize,
+    at: usize,
+    totals: &mut [Line<f32>; ROWS],
+) {
+    let len = shape.words_per_chain * CODES;
+    // SAFETY: `at + R <= ROWS`, and x has k columns.
+    unsafe {
+        let x: [*const f32; R] = std::array::from_fn(|r| x.row(r0 + at + r).add(chain * len));
+        let tile = tile.as_ptr().cast::<f32>();
+        let mut acc = [[L::splat(0.0); 2]; R];
+        for i in (0..len).step_by(2) {
+            let (even, odd) = (L::load(tile.add(i * LANES)), L::load(tile.add((i + 1) * LANES)));
+            for r in 0..R {
+                acc[r][0] = L::fma(even, L::splat(*x[r].add(i)), acc[r][0]);
+                acc[r][1] = L::fma(odd, L::splat(*x[r].add(i + 1)), acc[r][1]);
+            }
+        }
+        for r in 0..R {
+            let total = totals[at + r].0.as_mut_ptr();
+            L::store(L::fma(scale, L::add(acc[r][0], acc[r][1]), L::load(total)), total);
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn backward_on<L: Lanes>(w: &Packed, dy: &Rows<'_>, dx: &Out<'_>, words: Range<usize>) {
+    for word in words {
+        let mut r = 0;
+        while r < dy.m {
+            // SAFETY: rows r to r + step exist.
+            unsafe {
+                match dy.m - r {
+                    1 => word_back::<L, 1>(w, dy, dx, word, r),
+                    2 => word_back::<L, 2>(w, dy, dx, word, r),
+                    _ => word_back::<L, 3>(w, dy, dx, word, r),
+                }
+            }
+            r += 3;
+        }
+    }
+}
+
+/// Eight columns of W against `M` rows of dy.
+#[inline(always)]
+unsafe fn word_back<L: Lanes, const M: usize>(
+    w: &Packed,
+    dy: &Rows<'_>,
+    dx: &Out<'_>,
+    word: usize,
+    r0: usize,
+) {
+    let shape = Shape::of(w);
+    // SAFETY: as in `stream`; dy has 16 columns a block.
+    unsafe {
+        let table = L::table(&w.table);
+        let dy: [*const f32; M] = std::array::from_fn(|r| dy.row(r0 + r));
+        let mut acc = [[L::splat(0.0); CODES]; M];
+        for b in 0..w.blocks() {
+            let packed = L::words(shape.codes(w, b).add(word * LANES));
+            let scale = L::load(shape.scales(w, b).add(word * CODES / w.group * LANES));
+            let mut scaled = [scale; M];
+            for r in 0..M {
+                scaled[r] = L::mul(L::load(dy[r].add(b * LANES)), scale);
+            }
+            for j in 0..CODES {
+                let v = L::decode(table, packed, j as i32);
+                for r in 0..M {
+                    acc[r][j] = L::fma(v, scaled[r], acc[r][j]);
+                }
+            }
+        }
+        for r in 0..M {
+            let mut out = [0.0; CODES];
+            for j in 0..CODES {
+                let mut lanes = [0.0; LANES];
+                L::store(acc[r][j], lanes.as_mut_ptr());
+                for half in [8, 4, 2, 1] {
+                    for i in 0..half {
+                        lanes[i] += lanes[i + half];
+                    }
+                }
+                out[j] = lanes[0];
+            }
+            dx.put(r0 + r, word * CODES, &out);
+        }
+    }
+}
+
+/// Loop bounds and offsets of one weight.
+struct Shape {
+    n: usize,
+    words: usize,
+    groups: usize,
+    chains: usize,
+    chains_per_group: usize,
+    words_per_chain: usize,
+}
+
+impl Shape {
+    #[inline(always)]
+    fn of(w: &Packed) -> Self {
+        let (k, chain) = (w.info.k, w.group.min(CHAIN));
+        Self {
+            n: w.info.n,
+            words: k / CODES,
+            groups: k / w.group,
+            chains: k / chain,
+            chains_per_group: w.group / chain,
+            words_per_chain: chain / CODES,
+        }
+    }
+    #[inline(always)]
+    fn codes(&self, w: &Packed, block: usize) -> *const u32 {
+        w.codes[block * self.words..].as_ptr().cast()
+    }
+    #[inline(always)]
+    fn scales(&self, w: &Packed, block: usize) -> *const f32 {
+        w.scales[block * self.groups..].as_ptr().cast()
+    }
+    /// # Safety
+    /// Only one task has this block.
+    #[inline(always)]
+    unsafe fn put(&self, y: &Out<'_>, r: usize, block: usize, lanes: &[f32; LANES]) {
+        let first = block * LANES;
+        // SAFETY: the caller's promise.
+        unsafe { y.put(r, first, &lanes[..LANES.min(self.n - first)]) }
+    }
+}

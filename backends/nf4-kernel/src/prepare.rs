@@ -1,0 +1,156 @@
+//! Interleaving sixteen output rows: what makes a lane an output row and a scale a vector.
+use crate::probe::{can_prepare, scale_group};
+use crate::simd::Isa;
+use q4_core::formats::nf4;
+use q4_core::{
+    Code, DType, Error, ExecPath, LinearSpec, NibbleOrder, OpSet, PreparedInfo, Q4Schema, Q4Weight, Result,
+    SegmentData, ThreadPool,
+};
+use std::borrow::Cow;
+use std::sync::Mutex;
+
+/// Output rows that are interleaved.
+pub(crate) const LANES: usize = 16;
+/// Codes of one row in a 32-bit word, the first in the lowest nibble.
+pub(crate) const CODES: usize = 8;
+/// Most of k that is summed before it is scaled. Bounds the rounding error whatever the block size is.
+pub(crate) const CHAIN: usize = 64;
+
+/// One cache line: a value of each of 16 rows.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+pub(crate) struct Line<T>(pub [T; LANES]);
+
+/// An NF4 weight as the kernels read it. Resident: n·k/2 bytes of codes and 4 bytes per `group` of k and row, n rounded
+/// up to 16; a double-quantised absmax is decoded once, here.
+pub(crate) struct Packed {
+    pub info: PreparedInfo,
+    pub isa: Isa,
+    pub x: DType,
+    pub y: DType,
+    /// Elements of k under one scale.
+    pub group: usize,
+    /// `[blocks, k / 8]`: 8 codes of each of 16 rows.
+    pub codes: Vec<Line<u32>>,
+    /// `[blocks, k / group]`: a scale of each of 16 rows. Rows past n have scale 0.
+    pub scales: Vec<Line<f32>>,
+    /// Values of the codes.
+    pub table: [f32; 16],
+}
+
+impl Packed {
+    /// Blocks of 16 output rows.
+    pub fn blocks(&self) -> usize {
+        self.info.n.div_ceil(LANES)
+    }
+}
+
+/// Repacks `w`. Fails on parts that contradict the schema, on a spec that `can_prepare` refuses and on scales that are
+/// not finite.
+pub(crate) fn prepare(
+    w: &Q4Weight<'_>,
+    spec: &LinearSpec,
+    path: ExecPath,
+    isa: Isa,
+    threads: &ThreadPool,
+) -> Result<Packed> {
+    can_prepare(spec, path).map_err(|reasons| {
+        let list: Vec<_> = reasons.iter().map(ToString::to_string).collect();
+        Error::new(Code::Unsupported, "weight cannot be prepared").have(list.join("; "))
+    })?;
+    w.validate()?;
+    let Q4Schema::Nf4 { nibble_order, block, .. } = w.schema else {
+        return Err(Error::new(Code::SchemaInvalid, "weight").need("nf4").have(w.schema.to_string()));
+    };
+    let (n, k) = (w.n(), w.k);
+    if (n, k) != (spec.n(), spec.k) || w.schema != spec.schema {
+        return Err(Error::new(Code::ShapeMismatch, "weight and spec differ")
+            .need(format!("{} [{}, {}]", spec.schema, spec.n(), spec.k))
+            .have(format!("{} [{n}, {k}]", w.schema)));
+    }
+    let rows = Stored::rows(w, nibble_order, block as usize)?;
+    let group = scale_group(k, block);
+    let blocks = n.div_ceil(LANES);
+    let (words, groups) = (k / CODES, k / group);
+    let mut codes = vec![Line([0; LANES]); blocks * words];
+    let mut scales = vec![Line([0.0; LANES]); blocks * groups];
+    let parts: Vec<_> = codes.chunks_mut(words).zip(scales.chunks_mut(groups)).map(Mutex::new).collect();
+    threads.run(blocks, &|b| {
+        let mut part = parts[b].lock().unwrap_or_else(|e| e.into_inner());
+        let (codes, scales) = &mut *part;
+        for lane in 0..LANES.min(n - b * LANES) {
+            let (stored, row) = locate(&rows, b * LANES + lane);
+            codes
+                .iter_mut()
+                .enumerate()
+                .for_each(|(i, line)| line.0[lane] = stored.word(row * k + i * CODES));
+            scales
+                .iter_mut()
+                .enumerate()
+                .for_each(|(i, line)| line.0[lane] = stored.scale(row * k + i * group));
+        }
+    });
+    drop(parts);
+    let info = PreparedInfo {
+        backend: crate::NAME.into(),
+        path,
+        activations: spec.activations,
+        n,
+        k,
+        resident_bytes: (size_of_val(&*codes) + size_of_val(&*scales)) as u64,
+        ops: OpSet::ALL,
+    };
+    Ok(Packed { info, isa, x: spec.x, y: spec.y, group, codes, scales, table: nf4::CODEBOOK })
+}
+
+/// One stored matrix, flat.
+struct Stored<'a> {
+    rows: usize,
+    codes: &'a [u8],
+    absmax: Cow<'a, [f32]>,
+    order: NibbleOrder,
+    block: usize,
+}
+
+impl<'a> Stored<'a> {
+    fn rows(w: &Q4Weight<'a>, order: NibbleOrder, block: usize) -> Result<Vec<Self>> {
+        let one = |(i, s): (usize, &q4_core::Segment<'a>)| {
+            let SegmentData::Nf4 { codes, absmax } = &s.data else {
+                return Err(Error::new(Code::SchemaInvalid, format!("segment {i}")).need("the parts of nf4"));
+            };
+            let absmax = absmax.to_f32()?;
+            if let Some(at) = absmax.iter().position(|a| !a.is_finite()) {
+                return Err(Error::new(Code::ScaleInvalid, format!("segment {i}: absmax of block {at}"))
+                    .need("a finite value")
+                    .have(absmax[at].to_string()));
+            }
+            Ok(Self { rows: s.rows, codes: codes.as_bytes()?, absmax, order, block })
+        };
+        w.segments.iter().enumerate().map(one).collect()
+    }
+
+    /// Codes of the elements `i` to `i + 7`, the first in the lowest nibble; `i` is even.
+    fn word(&self, i: usize) -> u32 {
+        let b = &self.codes[i / 2..][..4];
+        let word = u32::from_le_bytes([b[0], b[1], b[2], b[3]]);
+        match self.order {
+            NibbleOrder::LowFirst => word,
+            NibbleOrder::HighFirst => (word & 0x0f0f_0f0f) << 4 | word >> 4 & 0x0f0f_0f0f,
+        }
+    }
+
+    fn scale(&self, i: usize) -> f32 {
+        self.absmax[i / self.block]
+    }
+}
+
+fn locate<'s, 'a>(parts: &'s [Stored<'a>], row: usize) -> (&'s Stored<'a>, usize) {
+    let mut row = row;
+    for part in parts {
+        if row < part.rows {
+            return (part, row);
+        }
+        row -= part.rows;
+    }
+    unreachable!("row {row} past the last segment");
+}

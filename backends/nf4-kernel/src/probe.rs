@@ -1,0 +1,79 @@
+//! What the kernels can serve, decided from the spec alone and with every reason at once.
+use crate::simd::Isa;
+use q4_core::{Activations, Device, ExecPath, LinearSpec, ProbeItem, Q4Schema, Reject, RejectCode, Verdict};
+
+/// Shortest run of k under one absmax that the layout can hold.
+const LEAST_GROUP: usize = 16;
+
+/// The instruction set in use and what else this machine could run.
+pub(crate) fn probe(isa: Isa) -> Vec<ProbeItem> {
+    let could: Vec<_> = Isa::ALL.into_iter().filter(|i| i.is_available()).map(Isa::as_str).collect();
+    vec![ProbeItem {
+        id: "cpu.isa".into(),
+        reasons: Vec::new(),
+        detail: format!("{} of {}", isa.as_str(), could.join(", ")),
+    }]
+}
+
+/// `Ok` or every reason why `spec` cannot be served.
+pub(crate) fn can_prepare(spec: &LinearSpec, path: ExecPath) -> Verdict {
+    use RejectCode::*;
+    let mut reasons = Vec::new();
+    let mut reject = |code, need: &str, have: String| reasons.push(Reject::new(code, need.to_owned(), have));
+    if path != ExecPath::FusedDequant {
+        reject(PathUnsupported, "fused-dequant", path.to_string());
+    }
+    if spec.device != Device::Cpu {
+        reject(DeviceAbsent, "cpu", spec.device.to_string());
+    }
+    if matches!(spec.activations, Activations::Nvfp4(_)) {
+        reject(
+            ActivationsUnsupported,
+            "native or int8: NF4 codes have no exact product with NVFP4",
+            "nvfp4".into(),
+        );
+    }
+    for (name, dtype) in [("x", spec.x), ("y", spec.y)] {
+        if !dtype.is_io() {
+            reject(DtypeUnsupported, "float32, float16 or bfloat16", format!("{name} of {dtype}"));
+        }
+    }
+    if spec.k == 0 || spec.segments.is_empty() || spec.segments.iter().any(|s| s.rows == 0) {
+        reject(ShapeUnsupported, "at least one row and one column", format!("[{}, {}]", spec.n(), spec.k));
+    }
+    match spec.schema {
+        Q4Schema::Nf4 { block, .. } if spec.k > 0 && scale_group(spec.k, block) < LEAST_GROUP => {
+            let need = "gcd(k, block) >= 16, so that every 16 of k share an absmax";
+            reject(ShapeUnsupported, need, format!("k = {}, block = {block}", spec.k));
+        }
+        Q4Schema::Nf4 { .. } => {}
+        other => reject(SchemaUnsupported, "nf4 or nf4-dq", other.id().name.into()),
+    }
+    if reasons.is_empty() { Ok(()) } else { Err(reasons) }
+}
+
+/// Elements of k that surely share an absmax. Blocks are flat over the row-major matrix, so they start at multiples of
+/// `block` and rows at multiples of k: every run of `gcd(k, block)` lies inside one block.
+pub(crate) fn scale_group(k: usize, block: u32) -> usize {
+    let (mut a, mut b) = (k, block as usize);
+    while b != 0 {
+        (a, b) = (b, a % b);
+    }
+    a
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn groups_never_straddle_a_block() {
+        for (k, block) in [(64, 64), (80, 64), (96, 64), (256, 4096), (320, 128), (4096, 64), (17, 32)] {
+            let g = scale_group(k, block);
+            assert!(
+                (0..k * 9).step_by(g).all(|i| i / block as usize == (i + g - 1) / block as usize),
+                "{k} {block}"
+            );
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! Which instruction sets the kernels exist for and which of them this processor has: decided once per ctx, never per call.
+use crate::kernels::{Kernels, portable};
+
+/// An instruction set, best first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Isa {
+    /// AVX-512 with VNNI.
+    Avx512Vnni,
+    /// AVX-512 F, BW, DQ, VL.
+    Avx512,
+    /// AVX2 with FMA and F16C.
+    Avx2,
+    /// Plain Rust.
+    Portable,
+}
+
+impl Isa {
+    /// Every one, best first.
+    pub const ALL: [Isa; 4] = [Self::Avx512Vnni, Self::Avx512, Self::Avx2, Self::Portable];
+
+    /// Spelling in `nvfp4_ctx_desc.isa`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Avx512Vnni => "avx512vnni",
+            Self::Avx512 => "avx512",
+            Self::Avx2 => "avx2",
+            Self::Portable => "portable",
+        }
+    }
+
+    /// The one with that spelling.
+    pub fn parse(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|isa| isa.name() == name)
+    }
+
+    /// Those this processor has, best first; never empty.
+    pub fn available() -> impl Iterator<Item = Self> {
+        Self::ALL.into_iter().filter(|isa| isa.is_available())
+    }
+
+    /// The best one of this processor.
+    pub fn best() -> Self {
+        Self::available().next().unwrap_or(Self::Portable)
+    }
+
+    /// Processor features it needs.
+    pub const fn needs(self) -> &'static str {
+        match self {
+            Self::Avx512Vnni => "x86-64 with avx512f, avx512bw, avx512dq, avx512vl, avx512vnni, fma, f16c",
+            Self::Avx512 => "x86-64 with avx512f, avx512bw, avx512dq, avx512vl, fma, f16c",
+            Self::Avx2 => "x86-64 with avx2, fma, f16c",
+            Self::Portable => "any processor",
+        }
+    }
+
+    /// Whether this processor has it.
+    #[cfg(target_arch = "x86_64")]
+    pub fn is_available(self) -> bool {
+        let avx2 = is_x86_feature_detected!("avx2")
+            && is_x86_feature_detected!("fma")
+            && is_x86_feature_detected!("f16c");
+        let avx512 = is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vl");
+        match self {
+            Self::Avx512Vnni => avx2 && avx512 && is_x86_feature_detected!("avx512vnni"),
+            Self::Avx512 => avx2 && avx512,
+            Self::Avx2 => avx2,
+            Self::Portable => true,
+        }
+    }
+    /// Whether this processor has it.
+    #[cfg(not(target_arch = "x86_64"))]
+    pub fn is_available(self) -> bool {
+        self == Self::Portable
+    }
+
+    /// Its kernels. They may run only where [`is_available`](Self::is_available) says so.
+    pub fn kernels(self) -> &'static Kernels {
+        #[cfg(target_arch = "x86_64")]
+        use crate::kernels::{avx2, avx512};
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Vnni => &avx512::VNNI,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => &avx512::PLAIN,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => &avx2::KERNELS,
+            _ => &portable::KERNELS,
+        }
+    }
+}

@@ -1,0 +1,179 @@
+//! What an instruction set has to provide, and the packed layout all of them read: drivers stay free of intrinsics and
+//! every path sums an output in the same order.
+//!
+//! **Layout.** A lane is an output row. 16 rows make a row block, 64 of k a tile of 576 bytes: four groups of 16 k with 128
+//! bytes of codes each, then 4 x 16 E4M3 scales. In the two 64-byte halves of a group, lane `r` has four bytes; half `h`,
+//! byte `j` holds `k = 8h + j` in the low and `k = 8h + 4 + j` in the high nibble. So a 64-byte load feeds two integer dots of
+//! 4 k, and shifting 32-bit lanes by 4 walks through 8 k. Padding rows and columns have scale 0.
+//!
+//! **Order.** Float products: per group two chains, over `k mod 8 < 4` and over the rest, each ascending, then
+//! `acc += (chain0 + chain1) * scale`, groups ascending. Integer products: the exact dot of a group, then
+//! `acc += dot * (scale * activation scale)`. `scale` is `e4m3 * 2^-8`: E4M3 bits shifted by 7 are that f16.
+#[cfg(target_arch = "x86_64")]
+pub mod avx2;
+#[cfg(target_arch = "x86_64")]
+pub mod avx512;
+pub mod portable;
+
+/// Rows of a row block, and lanes of an accumulator.
+pub const LANES: usize = 16;
+/// Elements of k in a tile.
+pub const TILE_K: usize = 64;
+/// Groups (of one block scale) in a tile.
+pub const GROUPS: usize = 4;
+/// Bytes of a tile.
+pub const TILE_BYTES: usize = 576;
+/// Bytes of codes of a group.
+pub const GROUP_BYTES: usize = 128;
+/// Where the scales of a tile start.
+pub const SCALES_AT: usize = GROUPS * GROUP_BYTES;
+/// Row blocks a kernel works on at once: two streams hide memory latency, two columns share a broadcast.
+pub const PAIR: usize = 2;
+/// What is added to a doubled code to make it unsigned.
+pub const OFFSET: i32 = 12;
+/// 2^8: what is missing in the scales of the kernels.
+pub const SCALE_FACTOR: f64 = 256.0;
+
+/// Sums of one activation row with up to two row blocks.
+pub type Acc = [[f32; LANES]; PAIR];
+
+/// One or two adjacent row blocks in packed memory.
+#[derive(Clone, Copy)]
+pub struct Blocks {
+    /// First tile of the first one; 64-byte aligned.
+    pub tiles: *const u8,
+    /// Bytes from one row block to the next.
+    pub stride: usize,
+    /// 1 or 2.
+    pub count: usize,
+    /// k / 16.
+    pub groups: usize,
+}
+
+/// Activation rows in f32.
+#[derive(Clone, Copy)]
+pub struct FloatRows {
+    /// First element.
+    pub x: *const f32,
+    /// Elements from one row to the next.
+    pub ld: usize,
+    /// How many.
+    pub rows: usize,
+}
+
+/// Activation rows in int8 with a scale per 16.
+#[derive(Clone, Copy)]
+pub struct ByteRows {
+    /// Codes, `ld` apart.
+    pub q: *const i8,
+    /// Scales, `ld / 16` apart.
+    pub scales: *const f32,
+    /// `-OFFSET` times the sum of each group's codes, `ld / 16` apart.
+    pub bias: *const i32,
+    /// Elements of a row.
+    pub ld: usize,
+    /// How many.
+    pub rows: usize,
+}
+
+// SAFETY: addresses of rows that nobody writes while a product runs.
+unsafe impl Sync for FloatRows {}
+// SAFETY: as above.
+unsafe impl Sync for ByteRows {}
+
+/// Activation rows of which a part can be taken.
+pub trait Rows: Copy + Sync {
+    /// How many.
+    fn rows(&self) -> usize;
+    /// `rows` rows from `row` on, starting at group `group`.
+    ///
+    /// # Safety
+    /// They are inside.
+    unsafe fn window(self, row: usize, rows: usize, group: usize) -> Self;
+}
+
+impl Rows for FloatRows {
+    fn rows(&self) -> usize {
+        self.rows
+    }
+    unsafe fn window(self, row: usize, rows: usize, group: usize) -> Self {
+        // SAFETY: inside, by contract.
+        Self { x: unsafe { self.x.add(row * self.ld + group * 16) }, rows, ..self }
+    }
+}
+
+impl Rows for ByteRows {
+    fn rows(&self) -> usize {
+        self.rows
+    }
+    unsafe fn window(self, row: usize, rows: usize, group: usize) -> Self {
+        let (q, s) = (row * self.ld + group * 16, row * (self.ld / 16) + group);
+        // SAFETY: inside, by contract.
+        unsafe { Self { q: self.q.add(q), scales: self.scales.add(s), bias: self.bias.add(s), rows, ..self } }
+    }
+}
+
+/// A tile decoded to floats (unscaled), for products with many rows.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+pub struct FloatTile {
+    /// `[k][lane]`, values times a constant power of two that `scales` takes back.
+    pub values: [[f32; LANES]; TILE_K],
+    /// `[group][lane]`.
+    pub scales: [[f32; LANES]; GROUPS],
+}
+
+/// A tile decoded to unsigned bytes, for integer products with many rows.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+pub struct ByteTile {
+    /// `[k / 4][lane][k % 4]`, doubled value + [`OFFSET`].
+    pub codes: [[[u8; 4]; LANES]; TILE_K / 4],
+    /// `[group][lane]`.
+    pub scales: [[f32; LANES]; GROUPS],
+}
+
+/// A tile buffer whose content is overwritten before it is read.
+pub trait Tile: Copy {
+    /// Some content.
+    const BLANK: Self;
+}
+impl Tile for FloatTile {
+    const BLANK: Self = Self { values: [[0.0; LANES]; TILE_K], scales: [[0.0; LANES]; GROUPS] };
+}
+impl Tile for ByteTile {
+    const BLANK: Self = Self { codes: [[[0; 4]; LANES]; TILE_K / 4], scales: [[0.0; LANES]; GROUPS] };
+}
+
+/// Decodes `blocks` in registers and writes `rows` sums from `acc` on.
+pub type DirectFn<X> = unsafe fn(blocks: Blocks, x: X, acc: *mut Acc);
+/// Adds the products of `count` decoded tiles with `groups` groups to `rows` sums from `acc` on.
+pub type PanelFn<X, T> = unsafe fn(tiles: *const T, count: usize, groups: usize, x: X, acc: *mut Acc);
+
+/// `dx[r] += sum_j dy[r][j] * w[j]`, j ascending.
+pub type AxpyFn = unsafe fn(dy: &[[f32; LANES]], w: &[[f32; TILE_K]; LANES], dx: &mut [[f32; TILE_K]]);
+
+/// Kernels of one kind of activations.
+pub struct Product<X, T> {
+    /// For few rows, up to `direct_rows`.
+    pub direct: DirectFn<X>,
+    /// Largest number of rows `direct` takes; 0 where it is not worth having.
+    pub direct_rows: usize,
+    /// Decodes the tile at a 64-byte aligned address.
+    pub unpack: unsafe fn(tile: *const u8, out: *mut T),
+    /// For any number of rows.
+    pub panel: PanelFn<X, T>,
+}
+
+/// Everything one instruction set provides.
+///
+/// # Safety of its functions
+/// The processor has the instruction set, pointers address what the types say, and `groups <= 4` for a tile.
+pub struct Kernels {
+    /// f32 activations.
+    pub float: Product<FloatRows, FloatTile>,
+    /// int8 activations.
+    pub bytes: Product<ByteRows, ByteTile>,
+    /// For the gradient of the input.
+    pub axpy: AxpyFn,
+}

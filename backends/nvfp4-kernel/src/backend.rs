@@ -1,0 +1,208 @@
+//! The backend object: a loaded library with a context per device, or bare facts for questions about other machines.
+use crate::library::{self, Library};
+use crate::table::Ctx;
+use crate::{abi, prepare, probe};
+use q4_core::{
+    BackendDescriptor, Built, BuiltinOptions, Code, Device, Error, ExecContext, ExecPath, HostEnv,
+    LibraryFacts, LinearSpec, PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Reject, RejectCode, Result,
+    Verdict,
+};
+use std::collections::{BTreeMap, btree_map::Entry};
+use std::ffi::CString;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+
+/// NVFP4 products by libNVFP4.
+pub struct Nvfp4Kernel {
+    descriptor: BackendDescriptor,
+    facts: LibraryFacts,
+    engine: Option<Engine>,
+}
+
+/// What computes, as opposed to what is known.
+struct Engine {
+    library: &'static Library,
+    isa: Option<CString>,
+    /// One per device that was used; the interface wants one thread at a time in each.
+    contexts: Mutex<BTreeMap<Device, Ctx>>,
+    /// What happened while it was built, for `diagnose`.
+    notes: Vec<ProbeItem>,
+}
+
+/// CUDA ordinals that are asked for at most.
+const MAX_DEVICES: u32 = 64;
+
+/// Loads libNVFP4: the file of `options.libraries["nvfp4-kernel"]` alone when there is one, else the first usable one
+/// beside the executable, in `deps` or `../lib` beside it, or known to the system loader. `options.isa` is binding.
+///
+/// # Errors
+/// Every place that was tried, with its reason, and last the command that would help.
+pub fn construct(options: &BuiltinOptions) -> Result<Built, Vec<Reject>> {
+    let library = library::load(options.libraries.get(probe::NAME).map(PathBuf::as_path))?;
+    let (engine, facts) = Engine::new(library, options.isa.as_deref())?;
+    let backend = Nvfp4Kernel { descriptor: descriptor(&facts), facts: facts.clone(), engine: Some(engine) };
+    Ok(Built { backend: Arc::new(backend), library: Some(facts) })
+}
+
+impl Nvfp4Kernel {
+    /// A backend that answers `can_prepare` as one with such a library would, and refuses to `prepare`: for decision tables
+    /// about machines that are not here.
+    pub fn with_facts(facts: LibraryFacts) -> Arc<dyn Q4Backend> {
+        Arc::new(Self { descriptor: descriptor(&facts), facts, engine: None })
+    }
+}
+
+impl Q4Backend for Nvfp4Kernel {
+    fn descriptor(&self) -> &BackendDescriptor {
+        &self.descriptor
+    }
+
+    fn probe(&self, env: &HostEnv) -> Vec<ProbeItem> {
+        let notes = self.engine.as_ref().map_or(&[][..], |e| &e.notes);
+        notes.iter().cloned().chain(probe::items(&self.facts, env)).collect()
+    }
+
+    fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
+        probe::verdict(spec, path, env)
+    }
+
+    fn prepare(
+        &self,
+        w: &Q4Weight<'_>,
+        spec: &LinearSpec,
+        path: ExecPath,
+        cx: &mut ExecContext<'_>,
+    ) -> Result<Box<dyn PreparedWeight>> {
+        let Some(engine) = &self.engine else {
+            return Err(
+                Error::new(Code::LibraryRefused, "libNVFP4 is only imagined").need("a loaded library")
+            );
+        };
+        engine.with(spec.device, |ctx| prepare::prepare(&engine.library.table, ctx, w, spec, path, cx))
+    }
+}
+
+impl Engine {
+    /// Opens the CPU, and every GPU the library knows, to learn what it has kernels for.
+    fn new(library: &'static Library, isa: Option<&str>) -> Result<(Self, LibraryFacts), Vec<Reject>> {
+        let mut notes = vec![library.note()];
+        let mut facts = LibraryFacts {
+            path: library.path.clone(),
+            version: library.version.clone(),
+            ..LibraryFacts::default()
+        };
+        let Ok(isa) = isa.map(CString::new).transpose() else {
+            return Err(vec![Reject::new(
+                RejectCode::Internal,
+                "an instruction set without NUL",
+                "Q4_ISA with NUL",
+            )]);
+        };
+        let mut contexts = BTreeMap::new();
+        match library.table.ctx_create(Device::Cpu, isa.as_deref()) {
+            Ok(ctx) => {
+                let item = cpu(library, &ctx, &mut facts);
+                notes.push(item);
+                contexts.insert(Device::Cpu, ctx);
+            }
+            // An instruction set that was asked for and is not there must not turn into another one.
+            Err(reasons) if isa.is_some() => return Err(reasons),
+            Err(reasons) => {
+                notes.push(ProbeItem { id: "context.cpu".into(), reasons, detail: String::new() })
+            }
+        }
+        for device in (0..MAX_DEVICES).map(Device::Cuda) {
+            let id = format!("context.{device}").into();
+            match library.table.ctx_create(device, None) {
+                Ok(ctx) => {
+                    notes.push(ProbeItem { id, ..cuda(library, &ctx, &mut facts) });
+                    contexts.insert(device, ctx);
+                }
+                Err(reasons) => {
+                    let texts: Vec<_> = reasons.iter().map(ToString::to_string).collect();
+                    // A machine without a GPU is no finding; the text still says why there is none.
+                    notes.push(ProbeItem {
+                        id,
+                        reasons: Vec::new(),
+                        detail: format!("none: {}", texts.join("; ")),
+                    });
+                    break;
+                }
+            }
+        }
+        facts.cuda_images.sort_unstable();
+        facts.cuda_images.dedup();
+        tracing::debug!(path = %facts.path, version = %facts.version, cpu = ?facts.cpu_isa, cuda = ?facts.cuda_images, "libNVFP4");
+        Ok((Self { library, isa, contexts: Mutex::new(contexts), notes }, facts))
+    }
+
+    /// Runs `job` in the context of `device`, which is opened when it is new.
+    fn with<R>(&self, device: Device, job: impl FnOnce(&Ctx) -> Result<R>) -> Result<R> {
+        let mut contexts = self.contexts.lock().unwrap_or_else(|e| e.into_inner());
+        let ctx = match contexts.entry(device) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(new) => {
+                let isa = self.isa.as_deref().filter(|_| device == Device::Cpu);
+                new.insert(self.library.table.ctx_create(device, isa).map_err(|reasons| {
+                    let texts: Vec<_> = reasons.iter().map(ToString::to_string).collect();
+                    Error::new(Code::DeviceMissing, format!("libNVFP4 cannot use {device}"))
+                        .have(texts.join("\n"))
+                })?)
+            }
+        };
+        job(ctx)
+    }
+}
+
+/// Enters the CPU's instruction sets into `facts`, unless a path or an activation format of the contract is missing.
+fn cpu(library: &Library, ctx: &Ctx, facts: &mut LibraryFacts) -> ProbeItem {
+    const PATHS: u32 = 1 << abi::PATH_FUSED_DEQUANT;
+    const ACTIVATIONS: u32 = 1 << abi::ACT_NATIVE | 1 << abi::ACT_INT8 | 1 << abi::ACT_NVFP4;
+    let mut item = ProbeItem { id: "context.cpu".into(), reasons: Vec::new(), detail: String::new() };
+    match library.table.device_info(ctx) {
+        Err(e) => item.reasons.push(Reject::new(RejectCode::Internal, "device_info", e.to_string())),
+        Ok(info) if info.paths & PATHS != PATHS || info.activations & ACTIVATIONS != ACTIVATIONS => {
+            let have = format!("paths {:#b}, activations {:#b}", info.paths, info.activations);
+            let need = "fused-dequant with native, int8 and nvfp4 activations on the CPU";
+            item.reasons.push(Reject::new(RejectCode::KernelImageMissing, need, have));
+        }
+        Ok(info) => {
+            facts.cpu_isa = info
+                .isa_available
+                .split(',')
+                .map(|s| s.trim().to_owned())
+                .filter(|s| !s.is_empty())
+                .collect();
+            item.detail = format!("runs {} ({})", info.isa, info.build);
+        }
+    }
+    item
+}
+
+/// Enters the capability of a GPU into `facts` when the library has machine code for it.
+fn cuda(library: &Library, ctx: &Ctx, facts: &mut LibraryFacts) -> ProbeItem {
+    let mut item = ProbeItem { id: "".into(), reasons: Vec::new(), detail: String::new() };
+    match library.table.device_info(ctx) {
+        Err(e) => item.reasons.push(Reject::new(RejectCode::Internal, "device_info", e.to_string())),
+        Ok(info) => {
+            item.detail = format!("sm_{}{}, paths {:#b}", info.capability.0, info.capability.1, info.paths);
+            if info.has_native_image {
+                facts.cuda_images.push(info.capability);
+            } else {
+                let need = format!("sm_{}{} kernels in libNVFP4", info.capability.0, info.capability.1);
+                item.reasons.push(Reject::new(RejectCode::KernelImageMissing, need, info.build));
+            }
+        }
+    }
+    item
+}
+
+fn descriptor(facts: &LibraryFacts) -> BackendDescriptor {
+    BackendDescriptor {
+        name: probe::NAME.into(),
+        version: facts.version.clone().into(),
+        vendor: "q4".into(),
+        priority: 0,
+        offers: probe::paths(facts).into_iter().map(|path| ("nvfp4".into(), path)).collect(),
+    }
+}

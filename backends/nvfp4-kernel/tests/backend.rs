@@ -1,0 +1,379 @@
+//! The real libNVFP4 behind the real dispatch seam, against the exact product: every activation format and dtype, fused
+//! segments, stored layouts, and many threads on one weight.
+#![allow(clippy::unwrap_used)]
+use half::{bf16, f16};
+use q4_core::formats::swizzle;
+use q4_core::oracle::{Input, bound};
+use q4_core::selfcheck::IoBuffer;
+use q4_core::{
+    ActGlobal, ActQuant, Activations, BuiltinOptions, Code, Convention, DType, Device, Dispatch, ExecContext,
+    ExecPath, GlobalScale, HostEnv, LibraryFacts, LinearSpec, OpSet, Overrides, Policy, Q4Linear, Q4Schema,
+    Q4Weight, Registry, RowDecoder, Rule, ScaleLayout, Segment, SegmentData, SegmentSpec, TensorView,
+    TensorViewMut, ThreadPool,
+};
+use q4_nvfp4_kernel::{NAME, Nvfp4Kernel};
+
+const IO: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+
+#[test]
+fn every_activation_format_agrees_with_the_oracle() {
+    let dispatch = dispatch(BuiltinOptions::default());
+    let w4a4 = |rule, global| Activations::Nvfp4(ActQuant { rule, global });
+    let calibrated = ActGlobal::Static(GlobalScale::divide(640.0).unwrap());
+    let formats = [
+        Activations::Native,
+        Activations::Int8,
+        w4a4(Rule::ModelOpt, ActGlobal::None),
+        w4a4(Rule::Runtime, ActGlobal::None),
+        w4a4(Rule::ModelOpt, ActGlobal::PerCall),
+        w4a4(Rule::TorchAo, ActGlobal::PerCall),
+        w4a4(Rule::CompressedTensors, calibrated),
+        w4a4(Rule::TransformerEngine, ActGlobal::PerCall),
+    ];
+    for (i, activations) in formats.into_iter().enumerate() {
+        for (n, k, m) in [(1, 16, 1), (48, 64, 1), (33, 160, 3), (130, 256, 17)] {
+            let stored = Stored::new(&[n], k, Some(Convention::Multiply), ScaleLayout::RowMajor);
+            let io = IO[i % 3];
+            stored.check(&dispatch, m, io, io, activations);
+        }
+    }
+    let calls: u64 = dispatch.witness().executed().iter().map(|e| e.calls).sum();
+    assert_eq!(calls, 8 * 4);
+    assert!(
+        dispatch.witness().executed().iter().all(|e| e.backend == NAME && e.path == ExecPath::FusedDequant)
+    );
+    assert_eq!(dispatch.skipped_checks(), 0);
+}
+
+#[test]
+fn every_pair_of_dtypes_is_served() {
+    let dispatch = dispatch(BuiltinOptions::default());
+    let stored = Stored::new(&[40], 96, None, ScaleLayout::RowMajor);
+    for x in IO {
+        for y in IO {
+            for activations in [Activations::Native, Activations::Int8] {
+                stored.check(&dispatch, 5, x, y, activations);
+            }
+        }
+    }
+}
+
+#[test]
+fn segments_keep_their_own_scales_in_either_convention() {
+    let dispatch = dispatch(BuiltinOptions::default());
+    for convention in [Convention::Multiply, Convention::Divide] {
+        for layout in [ScaleLayout::RowMajor, ScaleLayout::Swizzled128x4] {
+            for activations in [Activations::Native, Activations::Int8] {
+                let stored = Stored::new(&[64, 17, 130], 112, Some(convention), layout);
+                stored.check(&dispatch, 2, DType::F32, DType::F32, activations);
+            }
+        }
+    }
+}
+
+#[test]
+fn decoding_is_exact_and_the_gradient_is_that_of_the_decoded_weight() {
+    let dispatch = dispatch(BuiltinOptions::default());
+    let (m, k) = (3, 96);
+    for convention in [None, Some(Convention::Multiply), Some(Convention::Divide)] {
+        let stored = Stored::new(&[20, 33], k, convention, ScaleLayout::Swizzled128x4);
+        let (linear, pool) =
+            (stored.prepare(&dispatch, m, DType::F32, DType::F32, Activations::Int8), ThreadPool::new(2));
+        let decoded = stored.decoded();
+        let n = decoded.len() / k;
+        for dtype in IO {
+            let mut got = IoBuffer::new(dtype, &vec![f32::NAN; n * k]);
+            with_scratch(&linear, m, &pool, |cx| linear.dequantize(got.view_mut(n, k).unwrap(), cx).unwrap());
+            let want = IoBuffer::new(dtype, &decoded).to_f32();
+            assert!(
+                got.to_f32().iter().zip(&want).all(|(g, w)| g.to_bits() == w.to_bits()),
+                "{convention:?} {dtype}"
+            );
+        }
+        let dy: Vec<f32> = (0..m * n).map(|i| noise(i as u64) - 0.5).collect();
+        let mut dx = vec![f32::NAN; m * k];
+        with_scratch(&linear, m, &pool, |cx| {
+            let view = TensorViewMut::of(&mut dx, &[m, k]).unwrap();
+            linear.backward_input(TensorView::of(&dy, &[m, n]).unwrap(), view, cx).unwrap();
+        });
+        for r in 0..m {
+            for c in 0..k {
+                let terms = (0..n).map(|o| f64::from(dy[r * n + o]) * f64::from(decoded[o * k + c]));
+                let (exact, abs) = terms.fold((0.0, 0.0), |(s, a), t| (s + t, a + t.abs()));
+                let limit = bound(ExecPath::FusedDequant, DType::F32, n, exact, abs);
+                assert!((f64::from(dx[r * k + c]) - exact).abs() <= limit, "dx[{r}, {c}]");
+            }
+        }
+    }
+}
+
+#[test]
+fn strided_rows_are_read_and_nothing_between_them_is_written() {
+    let dispatch = dispatch(BuiltinOptions::default());
+    let (m, n, k) = (3, 40, 64);
+    let stored = Stored::new(&[n], k, None, ScaleLayout::RowMajor);
+    let (linear, pool) =
+        (stored.prepare(&dispatch, m, DType::F32, DType::F32, Activations::Native), ThreadPool::new(2));
+    let x = input(DType::F32, m * k);
+    let mut dense = vec![0f32; m * n];
+    with_scratch(&linear, m, &pool, |cx| {
+        let y = TensorViewMut::of(&mut dense, &[m, n]).unwrap();
+        linear.forward(TensorView::of(&x, &[m, k]).unwrap(), y, cx).unwrap();
+    });
+    let (ldx, ldy) = (k + 5, n + 3);
+    let mut apart = vec![f32::NAN; m * ldx];
+    (0..m).for_each(|r| apart[r * ldx..][..k].copy_from_slice(&x[r * k..][..k]));
+    let mut y = vec![f32::MAX; m * ldy];
+    with_scratch(&linear, m, &pool, |cx| {
+        let x = TensorView::matrix(&apart, m, k, ldx).unwrap();
+        linear.forward(x, TensorViewMut::matrix(&mut y, m, n, ldy).unwrap(), cx).unwrap();
+    });
+    for r in 0..m {
+        assert_eq!(y[r * ldy..][..n], dense[r * n..][..n]);
+        assert!(y[r * ldy + n..(r + 1) * ldy].iter().all(|&v| v == f32::MAX));
+    }
+}
+
+#[test]
+fn one_weight_serves_many_threads() {
+    let dispatch = dispatch(BuiltinOptions::default());
+    let (m, n, k) = (4, 96, 128);
+    let stored = Stored::new(&[n], k, Some(Convention::Multiply), ScaleLayout::RowMajor);
+    let linear = stored.prepare(&dispatch, m, DType::F32, DType::F32, Activations::Int8);
+    let x = input(DType::F32, m * k);
+    let product = |pool: &ThreadPool| {
+        let mut y = vec![f32::NAN; m * n];
+        with_scratch(&linear, m, pool, |cx| {
+            let out = TensorViewMut::of(&mut y, &[m, n]).unwrap();
+            linear.forward(TensorView::of(&x, &[m, k]).unwrap(), out, cx).unwrap();
+        });
+        y
+    };
+    let want = product(&ThreadPool::new(1));
+    std::thread::scope(|scope| {
+        for t in 0..8 {
+            let (product, want) = (&product, &want);
+            scope.spawn(move || {
+                let pool = ThreadPool::new(1 + t % 2);
+                for _ in 0..20 {
+                    assert_eq!(product(&pool), *want, "results never depend on threads");
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn bad_values_become_errors_with_the_layers_name() {
+    let dispatch = dispatch(BuiltinOptions::default());
+    let k = 32;
+    let w4a4 = Activations::Nvfp4(ActQuant { rule: Rule::ModelOpt, global: ActGlobal::None });
+    let stored = Stored::new(&[16], k, None, ScaleLayout::RowMajor);
+    let (linear, pool) = (stored.prepare(&dispatch, 1, DType::F32, DType::F32, w4a4), ThreadPool::new(1));
+    let mut x = input(DType::F32, k);
+    x[5] = f32::NAN;
+    let mut y = vec![0f32; 16];
+    with_scratch(&linear, 1, &pool, |cx| {
+        let view = TensorViewMut::of(&mut y, &[1, 16]).unwrap();
+        let e = linear.forward(TensorView::of(&x, &[1, k]).unwrap(), view, cx).unwrap_err();
+        assert_eq!(e.code(), Code::NonFinite);
+        assert!(e.what().starts_with("layer.0 (nvfp4-kernel)") && e.to_string().contains("x[0, 5]"), "{e}");
+    });
+}
+
+#[test]
+fn a_call_without_its_workspace_is_refused() {
+    let dispatch = dispatch(BuiltinOptions::default());
+    let stored = Stored::new(&[16], 32, None, ScaleLayout::RowMajor);
+    let (linear, pool) =
+        (stored.prepare(&dispatch, 1, DType::F32, DType::F32, Activations::Int8), ThreadPool::new(1));
+    assert!(linear.workspace(1) > 0, "int8 activations are kept somewhere");
+    let (x, mut y) = (input(DType::F32, 32), vec![0f32; 16]);
+    let y = TensorViewMut::of(&mut y, &[1, 16]).unwrap();
+    let e =
+        linear.forward(TensorView::of(&x, &[1, 32]).unwrap(), y, &mut ExecContext::cpu(&pool)).unwrap_err();
+    assert!(e.to_string().contains("workspace"), "{e}");
+}
+
+#[test]
+fn an_imagined_library_answers_but_does_not_prepare() {
+    let facts =
+        LibraryFacts { cpu_isa: vec!["portable".into()], cuda_images: vec![(12, 0)], ..Default::default() };
+    let imagined = Nvfp4Kernel::with_facts(facts.clone());
+    let offers: Vec<_> = imagined.descriptor().offers.iter().map(|(s, p)| (s.as_ref(), *p)).collect();
+    assert_eq!(offers, [("nvfp4", ExecPath::NativeKernel), ("nvfp4", ExecPath::FusedDequant)]);
+    let stored = Stored::new(&[16], 32, None, ScaleLayout::RowMajor);
+    let (spec, pool) = (stored.spec(1, DType::F32, DType::F32, Activations::Int8), ThreadPool::new(1));
+    let env = HostEnv { libraries: [(NAME.to_owned(), facts)].into(), ..Default::default() };
+    assert_eq!(imagined.can_prepare(&spec, ExecPath::FusedDequant, &env), Ok(()));
+    let refused = stored
+        .with(|w| {
+            imagined.prepare(w, &spec, ExecPath::FusedDequant, &mut ExecContext::cpu(&pool)).map(|_| ())
+        })
+        .expect_err("nothing is loaded");
+    assert_eq!(refused.code(), Code::LibraryRefused);
+}
+
+#[test]
+fn scales_that_are_no_scales_are_refused_by_name() {
+    let dispatch = dispatch(BuiltinOptions::default());
+    for bad in [0x7f, 0x80, 0xff] {
+        let mut stored = Stored::new(&[16, 32], 32, None, ScaleLayout::RowMajor);
+        stored.parts[1].scales[3] = bad;
+        let spec = stored.spec(1, DType::F32, DType::F32, Activations::Int8);
+        let selection = dispatch.select(&spec).unwrap();
+        let e = stored
+            .with(|w| dispatch.prepare(w, &spec, &selection, &ThreadPool::new(1)).map(|_| ()))
+            .expect_err("a NaN or negative scale");
+        assert_eq!(e.code(), Code::ScaleInvalid, "{bad:#x}: {e}");
+        assert!(e.what().contains("segment 1: block scale 3"), "{e}");
+    }
+}
+
+/// A registry with the real library, where every 4-bit layer is bound to this backend.
+fn dispatch(options: BuiltinOptions) -> Dispatch {
+    let overrides = Overrides { all: Some(NAME.into()), ..Overrides::default() };
+    Dispatch::new(Registry::builtin(&options).unwrap(), Policy { overrides, ..Policy::default() })
+}
+
+/// Stored bytes of a weight of several segments.
+struct Stored {
+    k: usize,
+    schema: Q4Schema,
+    parts: Vec<Part>,
+}
+
+struct Part {
+    rows: usize,
+    codes: Vec<u8>,
+    scales: Vec<u8>,
+    global: Option<GlobalScale>,
+}
+
+impl Stored {
+    fn new(rows: &[usize], k: usize, convention: Option<Convention>, scale_layout: ScaleLayout) -> Self {
+        let part = |(i, &rows): (usize, &usize)| {
+            let word = |j: usize| mix((i as u64) << 40 | j as u64);
+            let codes = (0..rows * k / 2).map(|j| word(j) as u8).collect();
+            let linear: Vec<u8> = (0..rows * k / 16).map(|j| (word(j) >> 16) as u8 % 0x7f).collect();
+            let scales = match scale_layout {
+                ScaleLayout::RowMajor => linear,
+                ScaleLayout::Swizzled128x4 => swizzle::to_blocked(&linear, rows, k / 16),
+            };
+            let g = 0.003 * (i + 1) as f32;
+            let global = convention.map(|c| match c {
+                Convention::Multiply => GlobalScale::multiply(g).unwrap(),
+                Convention::Divide => GlobalScale::divide(1.0 / g).unwrap(),
+            });
+            Part { rows, codes, scales, global }
+        };
+        let schema = Q4Schema::Nvfp4 { scale_layout, global: convention };
+        Self { k, schema, parts: rows.iter().enumerate().map(part).collect() }
+    }
+
+    fn with<R>(&self, use_it: impl FnOnce(&Q4Weight<'_>) -> R) -> R {
+        let segments: Vec<_> = self
+            .parts
+            .iter()
+            .map(|Part { rows, codes, scales, global }| Segment {
+                rows: *rows,
+                data: SegmentData::Nvfp4 {
+                    codes: TensorView::of(codes, &[codes.len()]).unwrap(),
+                    scales: TensorView::of_bytes(scales, DType::F8E4M3, &[scales.len()]).unwrap(),
+                    global: *global,
+                },
+            })
+            .collect();
+        use_it(&Q4Weight { schema: self.schema, k: self.k, segments: &segments })
+    }
+
+    fn decoded(&self) -> Vec<f32> {
+        self.with(|w| {
+            let decoder = RowDecoder::new(w).unwrap();
+            let mut all = vec![0f32; decoder.n() * self.k];
+            all.chunks_exact_mut(self.k).enumerate().for_each(|(r, row)| decoder.row(r, row));
+            all
+        })
+    }
+
+    fn spec(&self, max_m: usize, x: DType, y: DType, activations: Activations) -> LinearSpec {
+        let segment = |(i, p): (usize, &Part)| SegmentSpec { name: format!("layer.{i}"), rows: p.rows };
+        LinearSpec {
+            segments: self.parts.iter().enumerate().map(segment).collect(),
+            schema: self.schema,
+            k: self.k,
+            max_m,
+            x,
+            y,
+            activations,
+            device: Device::Cpu,
+            ops: OpSet::ALL,
+        }
+    }
+
+    fn prepare(&self, dispatch: &Dispatch, max_m: usize, x: DType, y: DType, act: Activations) -> Q4Linear {
+        let spec = self.spec(max_m, x, y, act);
+        let selection = dispatch.select(&spec).unwrap();
+        self.with(|w| dispatch.prepare(w, &spec, &selection, &ThreadPool::new(2)).unwrap())
+    }
+
+    /// Every output of a random product is within the bound.
+    fn check(&self, dispatch: &Dispatch, m: usize, x: DType, y: DType, activations: Activations) {
+        let (linear, pool) = (self.prepare(dispatch, m, x, y, activations), ThreadPool::new(2));
+        let n = linear.info().n;
+        let values = input(x, m * self.k);
+        let (stored_x, mut out) = (IoBuffer::new(x, &values), IoBuffer::new(y, &vec![f32::NAN; m * n]));
+        with_scratch(&linear, m, &pool, |cx| {
+            let (x, y) = (stored_x.view(m, self.k).unwrap(), out.view_mut(m, n).unwrap());
+            linear.forward(x, y, cx).unwrap();
+        });
+        let out = out.to_f32();
+        let quantised = Input::new(&values, self.k, &activations).unwrap();
+        self.with(|w| {
+            let decoder = RowDecoder::new(w).unwrap();
+            let mut row = vec![0f32; self.k];
+            for o in 0..n {
+                decoder.row(o, &mut row);
+                for r in 0..m {
+                    let (exact, abs) = quantised.dot(r, &decoder, o, &row);
+                    let limit = bound(ExecPath::FusedDequant, y, self.k, exact, abs);
+                    let got = f64::from(out[r * n + o]);
+                    let what = format!("y[{r}, {o}] of {m}x{n}x{} {activations:?} {x}->{y}", self.k);
+                    assert!((got - exact).abs() <= limit, "{what}: {got} for {exact} within {limit}");
+                }
+            }
+        });
+    }
+}
+
+fn with_scratch(linear: &Q4Linear, m: usize, pool: &ThreadPool, call: impl FnOnce(&mut ExecContext<'_>)) {
+    let mut bytes = vec![0xffu8; linear.workspace(m) + 64];
+    let at = bytes.as_ptr().align_offset(64);
+    let len = bytes.len() - at;
+    let mut cx = ExecContext::cpu(pool);
+    cx.workspace = Some(TensorViewMut::of(&mut bytes[at..], &[len]).unwrap());
+    call(&mut cx);
+}
+
+/// Values of `dtype`, widened.
+fn input(dtype: DType, len: usize) -> Vec<f32> {
+    (0..len as u64)
+        .map(|i| (noise(i ^ 0xabcd) - 0.5) * 3.0)
+        .map(|v| match dtype {
+            DType::F16 => f16::from_f32(v).to_f32(),
+            DType::BF16 => bf16::from_f32(v).to_f32(),
+            _ => v,
+        })
+        .collect()
+}
+
+/// A value per index, independent of how many were drawn before.
+fn mix(i: u64) -> u64 {
+    let mut z = i.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z ^ z >> 31
+}
+
+fn noise(i: u64) -> f32 {
+    (mix(i) >> 40) as f32 / (1u32 << 24) as f32
+}

@@ -1,0 +1,158 @@
+//! The exact operations, one row of the weight at a time, with one rounding at the end.
+use crate::prepare::Stored;
+use half::{bf16, f16};
+use q4_core::oracle::Input;
+use q4_core::{
+    Code, DType, Error, ExecContext, PreparedInfo, PreparedWeight, Result, RowDecoder, TensorView,
+    TensorViewMut,
+};
+use std::sync::Mutex;
+
+impl PreparedWeight for Stored {
+    fn info(&self) -> &PreparedInfo {
+        &self.info
+    }
+
+    /// None: this backend allocates what it needs.
+    fn workspace(&self, _m: usize) -> usize {
+        0
+    }
+
+    fn forward(&self, x: TensorView<'_>, mut y: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
+        let (m, n, k) = (rows(&x), self.info.n, self.info.k);
+        check((&x, self.x, m, k), (&y.as_view(), self.y, m, n))?;
+        let input = Input::new(&widen(x)?, k, &self.info.activations)?;
+        let mut sums = vec![0.0; n * m];
+        self.with(|w| {
+            let decoder = RowDecoder::new(w)?;
+            let columns: Vec<_> = sums.chunks_mut(m.max(1)).map(Mutex::new).collect();
+            cx.threads.split(n, 8, &|start, end| {
+                let mut decoded = vec![0.0; k];
+                for row in start..end {
+                    decoder.row(row, &mut decoded);
+                    let mut column = columns[row].lock().unwrap_or_else(|e| e.into_inner());
+                    for (r, sum) in column.iter_mut().enumerate() {
+                        *sum = input.dot(r, &decoder, row, &decoded).0;
+                    }
+                }
+            });
+            Ok(())
+        })?;
+        (0..m).try_for_each(|r| store(&mut y, r, (0..n).map(|row| sums[row * m + r])))
+    }
+
+    /// `Σ_n dy·w` in f64, n in order.
+    fn backward_input(
+        &self,
+        dy: TensorView<'_>,
+        mut dx: TensorViewMut<'_>,
+        _cx: &mut ExecContext<'_>,
+    ) -> Result<()> {
+        let (m, n, k) = (rows(&dy), self.info.n, self.info.k);
+        check((&dy, self.y, m, n), (&dx.as_view(), self.x, m, k))?;
+        let dy = widen(dy)?;
+        let mut sums = vec![0.0; m * k];
+        self.with(|w| {
+            let decoder = RowDecoder::new(w)?;
+            let mut decoded = vec![0.0; k];
+            for row in 0..n {
+                decoder.row(row, &mut decoded);
+                for (r, sums) in sums.chunks_mut(k).enumerate() {
+                    let factor = f64::from(dy[r * n + row]);
+                    sums.iter_mut().zip(&decoded).for_each(|(s, w)| *s += factor * f64::from(*w));
+                }
+            }
+            Ok(())
+        })?;
+        (0..m).try_for_each(|r| store(&mut dx, r, sums[r * k..][..k].iter().copied()))
+    }
+
+    fn dequantize(&self, mut out: TensorViewMut<'_>, _cx: &mut ExecContext<'_>) -> Result<()> {
+        let (n, k, dtype) = (self.info.n, self.info.k, out.as_view().dtype());
+        check((&out.as_view(), dtype, n, k), (&out.as_view(), dtype, n, k))?;
+        self.with(|w| {
+            let decoder = RowDecoder::new(w)?;
+            let mut decoded = vec![0.0; k];
+            (0..n).try_for_each(|row| {
+                decoder.row(row, &mut decoded);
+                store(&mut out, row, decoded.iter().map(|v| f64::from(*v)))
+            })
+        })
+    }
+}
+
+type Operand<'a> = (&'a TensorView<'a>, DType, usize, usize);
+
+fn check(input: Operand<'_>, output: Operand<'_>) -> Result<()> {
+    for (view, dtype, rows, cols) in [input, output] {
+        let (have_rows, have_cols, _) = view.as_matrix()?;
+        if (have_rows, have_cols, view.dtype()) != (rows, cols, dtype) || !dtype.is_io() {
+            return Err(Error::new(Code::ShapeMismatch, "operand of a product")
+                .need(format!("{dtype}[{rows}, {cols}]"))
+                .have(format!("{view:?}")));
+        }
+    }
+    Ok(())
+}
+
+fn rows(view: &TensorView<'_>) -> usize {
+    view.shape().first().map_or(0, |m| *m as usize)
+}
+
+fn widen(x: TensorView<'_>) -> Result<Vec<f32>> {
+    let mut out = Vec::with_capacity(x.len());
+    for r in 0..rows(&x) {
+        match x.dtype() {
+            DType::F16 => out.extend(x.row::<f16>(r)?.iter().map(|v| v.to_f32())),
+            DType::BF16 => out.extend(x.row::<bf16>(r)?.iter().map(|v| v.to_f32())),
+            _ => out.extend_from_slice(x.row::<f32>(r)?),
+        }
+    }
+    Ok(out)
+}
+
+/// Rounds row `r` once.
+fn store(y: &mut TensorViewMut<'_>, r: usize, values: impl Iterator<Item = f64>) -> Result<()> {
+    match y.as_view().dtype() {
+        DType::F16 => {
+            y.row_mut::<f16>(r)?.iter_mut().zip(values).for_each(|(y, v)| *y = f16::from_f32(to_odd(v)))
+        }
+        DType::BF16 => {
+            y.row_mut::<bf16>(r)?.iter_mut().zip(values).for_each(|(y, v)| *y = bf16::from_f32(to_odd(v)))
+        }
+        _ => y.row_mut::<f32>(r)?.iter_mut().zip(values).for_each(|(y, v)| *y = v as f32),
+    }
+    Ok(())
+}
+
+/// Rounds to f32 with an odd last bit where that is not exact, so that a second rounding to half the bits is right
+/// (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
+fn to_odd(v: f64) -> f32 {
+    let near = v as f32;
+    if f64::from(near) == v || near.to_bits() & 1 == 1 || near.is_nan() {
+        near
+    } else if f64::from(near) < v {
+        near.next_up()
+    } else {
+        near.next_down()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_value_is_rounded_twice() {
+        // Just above a tie of f16 and of bf16: f32 drops the last term, and ties to even then go down.
+        for (tie, half) in [(1.0 + 2f64.powi(-11), 11), (1.0 + 2f64.powi(-8), 8)] {
+            let v = tie + 2f64.powi(-40);
+            let up = 1.0 + 2f32.powi(1 - half);
+            let (h, b) = (f16::from_f32(to_odd(v)).to_f32(), bf16::from_f32(to_odd(v)).to_f32());
+            assert_eq!(if half == 11 { h } else { b }, up);
+            assert_eq!(to_odd(tie), tie as f32, "exact values stay");
+        }
+        assert_eq!(f16::from_f32(to_odd(1e300)), f16::INFINITY);
+        assert!(to_odd(f64::NAN).is_nan());
+    }
+}

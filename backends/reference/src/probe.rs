@@ -1,0 +1,57 @@
+//! What the oracle can serve, decided from the spec alone and with every reason at once.
+use q4_core::{
+    ActGlobal, Activations, Device, ExecPath, LinearSpec, ProbeItem, Q4Schema, Reject, RejectCode, Verdict,
+};
+
+/// Every encoding there is.
+pub(crate) const SCHEMAS: [&str; 4] = ["nvfp4", "nf4", "nf4-dq", "dense"];
+
+/// Plain Rust: nothing to find, nothing to miss.
+pub(crate) fn probe() -> Vec<ProbeItem> {
+    vec![ProbeItem { id: "cpu.scalar".into(), reasons: Vec::new(), detail: "fixed point and f64".into() }]
+}
+
+/// `Ok` or every reason why `spec` cannot be served.
+pub(crate) fn can_prepare(spec: &LinearSpec, path: ExecPath) -> Verdict {
+    use RejectCode::*;
+    let mut reasons = Vec::new();
+    let mut reject = |code, need: &str, have: String| reasons.push(Reject::new(code, need.to_owned(), have));
+    if path != ExecPath::Reference {
+        reject(PathUnsupported, "reference", path.to_string());
+    }
+    if spec.device != Device::Cpu {
+        reject(DeviceAbsent, "cpu", spec.device.to_string());
+    }
+    if !SCHEMAS.contains(&spec.schema.id().name) {
+        reject(SchemaUnsupported, &SCHEMAS.join(", "), spec.schema.to_string());
+    }
+    if let Activations::Nvfp4(act) = spec.activations
+        && let ActGlobal::Static(g) = act.global
+        && g.convention() != act.rule.convention()
+    {
+        let need = format!("a per-tensor scale of the convention of {}", act.rule.as_str());
+        reject(ActivationsUnsupported, &need, format!("{:?}", g.convention()));
+    }
+    let stored = match spec.schema {
+        Q4Schema::Dense { dtype } => Some(("weight", dtype)),
+        _ => None,
+    };
+    for (name, dtype) in [("x", spec.x), ("y", spec.y)].into_iter().chain(stored) {
+        if !dtype.is_io() {
+            reject(DtypeUnsupported, "float32, float16 or bfloat16", format!("{name} of {dtype}"));
+        }
+    }
+    if spec.k == 0 || spec.segments.is_empty() || spec.segments.iter().any(|s| s.rows == 0) {
+        reject(ShapeUnsupported, "at least one row and one column", format!("[{}, {}]", spec.n(), spec.k));
+    }
+    if spec.k % 16 != 0 {
+        if matches!(spec.schema, Q4Schema::Nvfp4 { .. }) {
+            reject(ShapeUnsupported, "k % 16 == 0 for blocks of nvfp4", format!("k = {}", spec.k));
+        }
+        if spec.activations != Activations::Native {
+            let need = format!("k % 16 == 0 for {} activations", spec.activations);
+            reject(ShapeUnsupported, &need, format!("k = {}", spec.k));
+        }
+    }
+    if reasons.is_empty() { Ok(()) } else { Err(reasons) }
+}
