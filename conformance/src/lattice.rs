@@ -106,7 +106,9 @@ impl Stored {
         };
         match schema {
             Q4Schema::Nvfp4 { scale_layout, global } => {
-                let linear: Vec<u8> = (0..rows * k / 16).map(|i| (word(i) >> 16) as u8 % 0x7f).collect();
+                // Every scale that is not NaN; without a per-tensor scale only those whose sums fit f16.
+                let scales = if global.is_some() { 0x7f } else { 0x49 };
+                let linear: Vec<u8> = (0..rows * k / 16).map(|i| (word(i) >> 16) as u8 % scales).collect();
                 out.scales = match scale_layout {
                     ScaleLayout::RowMajor => linear,
                     ScaleLayout::Swizzled128x4 => swizzle::to_blocked(&linear, rows, k / 16),

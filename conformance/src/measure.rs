@@ -108,7 +108,7 @@ impl Run<'_> {
         let mut y = IoBuffer::new(p.io, &vec![f32::NAN; p.m * n]);
         self.call(|w, cx| w.forward(x.view(p.m, k)?, y.view_mut(p.m, n)?, cx))?;
         let y = y.to_f32();
-        let input = Input::new(&p.x, k, &p.activations)?;
+        let input = Input::new(&p.x, k, &p.activations, p.io)?;
         let mut row = vec![0.0; k];
         let mut worst = 0f64;
         for j in 0..n {

@@ -68,16 +68,17 @@ fn every_live_path_computes_the_recorded_products() -> Result<()> {
 
 #[test]
 fn there_are_recorded_products() -> Result<()> {
-    let mut names = Vec::new();
+    let (mut names, mut recorded) = (Vec::new(), 0);
     golden::each(&mut |p| {
-        let w4a8 = p.activations == q4_core::Activations::Int8;
-        assert_eq!(p.recorded.is_none(), w4a8, "{}", p.name);
+        recorded += usize::from(p.recorded.is_some());
         names.push(p.name.clone());
         Ok(())
     })?;
+    let all = names.len();
     names.sort();
     names.dedup();
-    assert!(names.len() >= 38, "{}", names.len());
+    assert_eq!(names.len(), all, "names are identities");
+    assert!(all >= 50 && recorded >= 32, "{recorded} of {all} recorded");
     Ok(())
 }
 

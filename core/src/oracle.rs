@@ -17,8 +17,8 @@ enum Form {
 }
 
 impl Input {
-    /// Quantises `x` (`[m, k]`, row-major) as `activations` says.
-    pub fn new(x: &[f32], k: usize, activations: &Activations) -> Result<Self> {
+    /// Quantises `x` (`[m, k]`, row-major, of an input of type `source`) as `activations` says.
+    pub fn new(x: &[f32], k: usize, activations: &Activations, source: DType) -> Result<Self> {
         let m = x.len() / k;
         let form = match activations {
             Activations::Native => Form::Native(x.to_vec()),
@@ -34,8 +34,8 @@ impl Input {
                 Form::Int8 { q, scales }
             }
             Activations::Nvfp4(act) => {
-                let global = act_global(act, x)?;
-                let quantizer = nvfp4::Quantizer { rule: act.rule, global, source: DType::F32 };
+                let global = act_global(act, x, source)?;
+                let quantizer = nvfp4::Quantizer { rule: act.rule, global, source };
                 let (mut codes, mut scales) = (vec![0; x.len() / 2], vec![0; x.len() / 16]);
                 for r in 0..m {
                     let (c, s) = (&mut codes[r * k / 2..][..k / 2], &mut scales[r * k / 16..][..k / 16]);
@@ -82,8 +82,8 @@ impl Input {
     }
 }
 
-/// Per-tensor scale of one call's activations.
-pub fn act_global(act: &ActQuant, x: &[f32]) -> Result<Option<GlobalScale>> {
+/// Per-tensor scale of one call's activations, whose type was `source` before they were widened.
+pub fn act_global(act: &ActQuant, x: &[f32], source: DType) -> Result<Option<GlobalScale>> {
     match act.global {
         ActGlobal::None => Ok(None),
         ActGlobal::Static(g) => Ok(Some(g)),
@@ -94,7 +94,7 @@ pub fn act_global(act: &ActQuant, x: &[f32]) -> Result<Option<GlobalScale>> {
                     .need("finite values")
                     .have(amax.to_string()));
             }
-            nvfp4::global_from_amax(act.rule, amax, DType::F32).map(Some)
+            nvfp4::global_from_amax(act.rule, amax, source).map(Some)
         }
     }
 }

@@ -119,7 +119,7 @@ pub enum Activations {
     Nvfp4(ActQuant),
 }
 
-/// The NVFP4 quantiser of activations.
+/// The NVFP4 quantiser of activations. The source type of its rule is the type of the product's input.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ActQuant {
     /// Rounding of scales and codes.

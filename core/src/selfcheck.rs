@@ -102,7 +102,7 @@ pub fn check(s: &Selection, spec: &LinearSpec, env: &HostEnv, threads: &ThreadPo
     cx.workspace = Some(TensorViewMut::of(&mut scratch[at..], &[scratch_len])?);
     prepared.forward(IoBuffer::new(spec.x, &x).view(M, K)?, y.view_mut(M, n)?, &mut cx)?;
     let y = y.to_f32();
-    let input = Input::new(&x, K, &spec.activations)?;
+    let input = Input::new(&x, K, &spec.activations, spec.x)?;
     let mut decoded = vec![0.0; K];
     let mut worst = 0f64;
     for row in 0..n {

@@ -23,6 +23,8 @@ struct Shared {
     next: AtomicUsize,
     /// Helpers between taking a body and letting go of it.
     inside: AtomicUsize,
+    /// Helpers that have started.
+    ready: AtomicUsize,
     panicked: AtomicBool,
     stop: AtomicBool,
     /// Helpers that wait on `wake`: waking nobody is a system call too.
@@ -43,6 +45,7 @@ impl ThreadPool {
             tasks: AtomicUsize::new(0),
             next: AtomicUsize::new(0),
             inside: AtomicUsize::new(0),
+            ready: AtomicUsize::new(0),
             panicked: AtomicBool::new(false),
             stop: AtomicBool::new(false),
             asleep: AtomicUsize::new(0),
@@ -54,7 +57,11 @@ impl ThreadPool {
             std::thread::Builder::new().name(format!("q4-{i}")).spawn(move || shared.help())
         };
         // A machine that refuses a thread still computes, on fewer.
-        let helpers = (1..threads).map_while(|i| spawn(i).ok()).collect();
+        let helpers: Vec<_> = (1..threads).map_while(|i| spawn(i).ok()).collect();
+        // A thread allocates while it starts; from here on none does.
+        while shared.ready.load(Ordering::Acquire) < helpers.len() {
+            std::thread::yield_now();
+        }
         Self { shared, helpers, busy: AtomicBool::new(false) }
     }
 
@@ -124,6 +131,7 @@ impl Shared {
 
     fn help(&self) {
         let mut seen = 0;
+        self.ready.fetch_add(1, Ordering::Release);
         loop {
             seen = self.await_call(seen);
             if self.stop.load(Ordering::Relaxed) {

@@ -145,8 +145,8 @@ pub(crate) fn activations<'s>(
             })?;
         }
         Activations::Nvfp4(act) => {
-            let global = oracle::act_global(act, wide)?;
-            let quantizer = nvfp4::Quantizer { rule: act.rule, global, source: DType::F32 };
+            let global = oracle::act_global(act, wide, x.dtype())?;
+            let quantizer = nvfp4::Quantizer { rule: act.rule, global, source: x.dtype() };
             let (codes, scales) = (scratch.take::<u8>(m * (k / 2))?, scratch.take::<u8>(m * (k / 16))?);
             let (wide, codes, scales) =
                 (Disjoint::of(wide, k), Disjoint::of(codes, k / 2), Disjoint::of(scales, k / 16));

@@ -39,13 +39,13 @@ fn products_are_those_of_the_oracle_on_every_isa() {
                 let x = IoBuffer::new(xt, &noise(M[0] * k, turn as u64)).to_f32();
                 let is_per_call =
                     matches!(activations, Activations::Nvfp4(a) if a.global == ActGlobal::PerCall);
-                let all = sums(&w, &x, &activations);
+                let all = sums(&w, &x, &activations, xt);
                 for (isa, backend) in &backends {
                     let p = prepare(&**backend, &w, &spec, &pool);
                     let mut whole = Vec::new();
                     for m in M {
                         let y = forward(&*p, &x[..m * k], (m, k, n), (xt, yt), &pool);
-                        let own = if is_per_call { &sums(&w, &x[..m * k], &activations) } else { &all };
+                        let own = if is_per_call { &sums(&w, &x[..m * k], &activations, xt) } else { &all };
                         for (i, y) in y.iter().enumerate() {
                             let (exact, abs) = own[i];
                             let limit = bound(ExecPath::DequantMatmul, yt, k, exact, abs);
@@ -255,7 +255,7 @@ fn a_half_precision_copy_keeps_rows_of_any_size() {
     for (isa, backend) in backends() {
         let p = prepare(&*backend, &w, &weight.spec(Activations::Native, DType::F32, DType::F16), &pool);
         let y = forward(&*p, &x, (1, k, 3), (DType::F32, DType::F16), &pool);
-        for (y, (exact, abs)) in y.iter().zip(sums(&w, &x, &Activations::Native)) {
+        for (y, (exact, abs)) in y.iter().zip(sums(&w, &x, &Activations::Native, DType::F32)) {
             let limit = bound(ExecPath::DequantMatmul, DType::F16, k, exact, abs);
             assert!((f64::from(*y) - exact).abs() <= limit, "{isa}: {y}, not {exact} within {limit}");
         }
@@ -548,9 +548,9 @@ fn backward(
 }
 
 /// `(Σ x·w, Σ |x·w|)` of every output, row-major.
-fn sums(w: &Q4Weight<'_>, x: &[f32], activations: &Activations) -> Vec<(f64, f64)> {
+fn sums(w: &Q4Weight<'_>, x: &[f32], activations: &Activations, source: DType) -> Vec<(f64, f64)> {
     let decoder = RowDecoder::new(w).unwrap();
-    let input = Input::new(x, w.k, activations).unwrap();
+    let input = Input::new(x, w.k, activations, source).unwrap();
     let (m, n) = (x.len() / w.k, w.n());
     let mut out = vec![(0.0, 0.0); m * n];
     let mut row = vec![0.0; w.k];

@@ -31,7 +31,7 @@ fn products_are_those_of_the_oracle_on_every_isa() {
                 let w = Q4Weight { schema, k, segments: &segments };
                 let spec = weight.spec(activations, xt, yt);
                 let x = IoBuffer::new(xt, &noise(M[0] * k, turn as u64)).to_f32();
-                let sums = sums(&w, &x, &activations);
+                let sums = sums(&w, &x, &activations, xt);
                 for (isa, backend) in &backends {
                     let p = prepare(&**backend, &w, &spec, &pool);
                     let mut whole = Vec::new();
@@ -432,9 +432,9 @@ fn backward(
 }
 
 /// `(Σ x·w, Σ |x·w|)` of every output, row-major.
-fn sums(w: &Q4Weight<'_>, x: &[f32], activations: &Activations) -> Vec<(f64, f64)> {
+fn sums(w: &Q4Weight<'_>, x: &[f32], activations: &Activations, source: DType) -> Vec<(f64, f64)> {
     let decoder = RowDecoder::new(w).unwrap();
-    let input = Input::new(x, w.k, activations).unwrap();
+    let input = Input::new(x, w.k, activations, source).unwrap();
     let (m, n) = (x.len() / w.k, w.n());
     let mut out = vec![(0.0, 0.0); m * n];
     let mut row = vec![0.0; w.k];

@@ -10,14 +10,15 @@ use std::{env, fs};
 pub enum Place {
     /// A file the user named. The only place there is then.
     Named(PathBuf),
-    /// A file near the executable.
-    Near(PathBuf),
+    /// A file near the executable, and how many folders above it others must not write to: a `lib` that anybody could
+    /// have made is not ours.
+    Near(PathBuf, usize),
     /// Whatever the system loader finds under the bare name.
     Loader,
 }
 
-/// Places in the order they are tried: `named` alone when given, else beside `executable`, in `deps` beside it, in
-/// `../lib` beside it, then the system loader.
+/// Places in the order they are tried: `named` alone when given, else in `deps` beside `executable` (cargo's build folder,
+/// where a copy beside the executable may be older), beside `executable`, in `../lib`, then the system loader.
 pub fn places(named: Option<&Path>, executable: Option<&Path>) -> Vec<Place> {
     if let Some(path) = named {
         return vec![Place::Named(path.to_owned())];
@@ -25,9 +26,11 @@ pub fn places(named: Option<&Path>, executable: Option<&Path>) -> Vec<Place> {
     let folder = executable.filter(|e| e.is_absolute()).and_then(Path::parent);
     let near = folder.into_iter().flat_map(|f| {
         let up = f.parent().unwrap_or(f);
-        [f.join(file_name()), f.join("deps").join(file_name()), up.join("lib").join(file_name())]
+        [(f.join("deps"), 2), (f.to_owned(), 1), (up.join("lib"), 2)]
     });
-    near.map(Place::Near).chain([Place::Loader]).collect()
+    near.map(|(folder, guarded)| Place::Near(folder.join(file_name()), guarded))
+        .chain([Place::Loader])
+        .collect()
 }
 
 /// `libNVFP4.so`, `libNVFP4.dylib` or `NVFP4.dll`.
@@ -40,8 +43,10 @@ impl Place {
     pub fn resolve(&self) -> Result<PathBuf, Reject> {
         match self {
             Self::Named(path) => regular(path).map_err(|have| self.reject(have)),
-            Self::Near(path) => regular(path)
-                .and_then(|real| guarded(path).and_then(|()| guarded(&real)).map(|()| real))
+            Self::Near(path, folders) => regular(path)
+                .and_then(|real| {
+                    guarded(path, *folders).and_then(|()| guarded(&real, *folders)).map(|()| real)
+                })
                 .map_err(|have| self.reject(have)),
             Self::Loader => {
                 loader(env::var_os("LD_LIBRARY_PATH").as_deref()).map_err(|have| self.reject(have))
@@ -53,7 +58,7 @@ impl Place {
     pub fn describe(&self) -> String {
         match self {
             Self::Named(path) => format!("{} (named by --nvfp4-lib or Q4_NVFP4_LIB)", path.display()),
-            Self::Near(path) => path.display().to_string(),
+            Self::Near(path, _) => path.display().to_string(),
             Self::Loader => format!("{} (system loader)", file_name().display()),
         }
     }
@@ -71,9 +76,9 @@ fn regular(path: &Path) -> Result<PathBuf, String> {
     if meta.is_file() { Ok(real) } else { Err("not a regular file".into()) }
 }
 
-/// Refuses files, and files in folders, that everybody may write.
-fn guarded(file: &Path) -> Result<(), String> {
-    for path in [Some(file), file.parent()].into_iter().flatten() {
+/// Refuses a file that everybody may write, or that lies in a folder, of so many, that everybody may write.
+fn guarded(file: &Path, folders: usize) -> Result<(), String> {
+    for path in file.ancestors().take(1 + folders) {
         if writable_by_all(path).map_err(|e| format!("{}: {e}", path.display()))? {
             return Err(format!("{} is writable by everybody; name the file if it is meant", path.display()));
         }
@@ -110,7 +115,7 @@ fn loader(search: Option<&OsStr>) -> Result<PathBuf, String> {
         }
         let file = folder.join(file_name());
         if file.exists() {
-            guarded(&file)?;
+            guarded(&file, 1)?;
         }
     }
     Ok(name)
@@ -134,10 +139,10 @@ mod tests {
     }
 
     #[test]
-    fn the_order_is_beside_deps_lib_loader() {
-        let at = |p: &str| Place::Near(Path::new("/opt/q4").join(p).join(file_name()));
+    fn the_order_is_deps_beside_lib_loader() {
+        let at = |p: &str, folders| Place::Near(Path::new("/opt/q4").join(p).join(file_name()), folders);
         let places = places(None, Some(Path::new("/opt/q4/bin/q4")));
-        assert_eq!(places, [at("bin"), at("bin/deps"), at("lib"), Place::Loader]);
+        assert_eq!(places, [at("bin/deps", 2), at("bin", 1), at("lib", 2), Place::Loader]);
     }
 
     #[test]
@@ -152,7 +157,7 @@ mod tests {
         let reject = Place::Named(dir.path().into()).resolve().unwrap_err();
         assert_eq!((reject.code, reject.have.as_ref()), (RejectCode::LibraryMissing, "not a regular file"));
         let absent = dir.path().join("absent.so");
-        let reject = Place::Near(absent.clone()).resolve().unwrap_err();
+        let reject = Place::Near(absent.clone(), 1).resolve().unwrap_err();
         assert!(reject.need.contains(absent.to_str().unwrap()), "{reject}");
     }
 
@@ -168,16 +173,22 @@ mod tests {
         }
         chmod(&open, 0o777);
         let refused = |place: Place| place.resolve().unwrap_err().have.into_owned();
-        assert!(refused(Place::Near(open.join(file_name()))).contains("writable by everybody"));
-        assert_eq!(Place::Near(shut.join(file_name())).resolve().unwrap(), shut.join(file_name()));
+        assert!(refused(Place::Near(open.join(file_name()), 1)).contains("writable by everybody"));
+        assert_eq!(Place::Near(shut.join(file_name()), 1).resolve().unwrap(), shut.join(file_name()));
         chmod(&shut.join(file_name()), 0o666);
-        assert!(refused(Place::Near(shut.join(file_name()))).contains("writable by everybody"));
+        assert!(refused(Place::Near(shut.join(file_name()), 1)).contains("writable by everybody"));
         // A link does not launder its target, and naming a file is consent.
         chmod(&shut.join(file_name()), 0o644);
         let link = shut.join("link.so");
         std::os::unix::fs::symlink(open.join(file_name()), &link).unwrap();
-        assert!(refused(Place::Near(link)).contains("writable by everybody"));
+        assert!(refused(Place::Near(link, 1)).contains("writable by everybody"));
         assert!(Place::Named(open.join(file_name())).resolve().is_ok());
+        // A `lib` in a folder of everybody's may be anybody's.
+        fs::create_dir(open.join("lib")).unwrap();
+        let file = open.join("lib").join(file_name());
+        fs::write(&file, b"x").unwrap();
+        assert!(Place::Near(file.clone(), 1).resolve().is_ok());
+        assert!(refused(Place::Near(file, 2)).contains("writable by everybody"));
     }
 
     #[cfg(target_os = "linux")]

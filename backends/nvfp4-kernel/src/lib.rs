@@ -2,7 +2,8 @@
 //! table, so that kernels can be replaced without rebuilding the program and a bad library is a refusal, not a crash.
 //!
 //! `find` decides which files may be loaded, `elf` and `library` load one and check its table, `probe` says what can
-//! be served from facts alone, `prepare` and `forward` translate. All `unsafe` is in `library`, `table` and `forward`.
+//! be served from facts alone, `prepare` and `forward` translate. Only these have `unsafe`: `library`,
+//! `table`, `prepare` and `forward`.
 #[path = "../native/src/abi.rs"]
 mod abi;
 mod backend;

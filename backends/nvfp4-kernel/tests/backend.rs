@@ -328,7 +328,7 @@ impl Stored {
             linear.forward(x, y, cx).unwrap();
         });
         let out = out.to_f32();
-        let quantised = Input::new(&values, self.k, &activations).unwrap();
+        let quantised = Input::new(&values, self.k, &activations, x).unwrap();
         self.with(|w| {
             let decoder = RowDecoder::new(w).unwrap();
             let mut row = vec![0f32; self.k];

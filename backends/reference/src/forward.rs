@@ -21,7 +21,7 @@ impl PreparedWeight for Stored {
     fn forward(&self, x: TensorView<'_>, mut y: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
         let (m, n, k) = (rows(&x), self.info.n, self.info.k);
         check((&x, self.x, m, k), (&y.as_view(), self.y, m, n))?;
-        let input = Input::new(&widen(x)?, k, &self.info.activations)?;
+        let input = Input::new(&widen(x)?, k, &self.info.activations, x.dtype())?;
         let mut sums = vec![0.0; n * m];
         self.with(|w| {
             let decoder = RowDecoder::new(w)?;

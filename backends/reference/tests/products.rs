@@ -34,7 +34,7 @@ fn every_operation_is_exact_but_for_one_rounding() {
                 let p = prepare(&*backend, &w, &weight.spec(activations, xt, yt));
                 let values = decoded(&w);
                 let x = IoBuffer::new(xt, &noise(m * k, turn as u64)).to_f32();
-                let seen = as_seen(&x, k, &activations);
+                let seen = as_seen(&x, k, &activations, xt);
                 let one = forward(&*p, &x, (m, k, n), (xt, yt), 1);
                 assert_eq!(one, forward(&*p, &x, (m, k, n), (xt, yt), 3), "threads");
                 for (at, y) in one.iter().enumerate() {
@@ -152,7 +152,7 @@ fn near(y: f32, terms: impl Iterator<Item = f64>, dtype: DType, what: &str) {
 }
 
 /// x as the product sees it, in f64.
-fn as_seen(x: &[f32], k: usize, activations: &Activations) -> Vec<f64> {
+fn as_seen(x: &[f32], k: usize, activations: &Activations, source: DType) -> Vec<f64> {
     let mut out = Vec::new();
     for row in x.chunks(k) {
         match activations {
@@ -163,8 +163,8 @@ fn as_seen(x: &[f32], k: usize, activations: &Activations) -> Vec<f64> {
                 out.extend(q.iter().enumerate().map(|(i, q)| f64::from(*q) * f64::from(s[i / 16])));
             }
             Activations::Nvfp4(act) => {
-                let global = act_global(act, x).unwrap();
-                let quantizer = nvfp4::Quantizer { rule: act.rule, global, source: DType::F32 };
+                let global = act_global(act, x, source).unwrap();
+                let quantizer = nvfp4::Quantizer { rule: act.rule, global, source };
                 let (mut codes, mut scales, mut values) = (vec![0; k / 2], vec![0; k / 16], vec![0.0; k]);
                 quantizer.quantize_row(row, &mut codes, &mut scales).unwrap();
                 nvfp4::dequantize_row(&codes, &scales, global, &mut values);
