@@ -158,9 +158,10 @@ pub fn select(
             lose(None, vec![Reject::new(RejectCode::SchemaUnsupported, schema, known.join(", "))]);
         }
         for path in paths {
-            // The oracle is served to whoever names it, and to nobody else. A dense matrix is not a 4-bit product:
-            // kernel-only is about codes that would be expanded, and there are none.
-            let named_oracle = path == ExecPath::Reference && forced.is_some();
+            // The oracle is served to whoever names it and asks for no other path. A dense matrix is not a 4-bit
+            // product: kernel-only is about codes that would be expanded, and there are none.
+            let open = matches!(policy.compute, ComputePath::Auto | ComputePath::KernelOrFallback);
+            let named_oracle = path == ExecPath::Reference && forced.is_some() && open;
             let dense = !spec.schema.is_4bit() && path == ExecPath::DequantMatmul;
             if !policy.compute.admits().contains(&path) && !named_oracle && !dense {
                 lose(
@@ -234,7 +235,9 @@ fn forced(
         .map(|s| policy.overrides.of(&s.name, spec.schema.is_4bit(), offers_dense).map(str::to_owned))
         .collect();
     asked.dedup();
-    if let Some(unknown) = asked.iter().flatten().find(|a| !candidates.iter().any(|c| c.name() == **a)) {
+    // A misspelt name is an error wherever it stands, also where this layer would not be bound by it.
+    let named = policy.overrides.all.iter().chain(policy.overrides.layers.iter().map(|(_, name)| name));
+    if let Some(unknown) = named.into_iter().find(|n| !candidates.iter().any(|c| c.name() == **n)) {
         let known = candidates.iter().map(|c| c.name().to_owned()).collect();
         return Err(SelectionError::UnknownBackend { asked: unknown.clone(), known });
     }

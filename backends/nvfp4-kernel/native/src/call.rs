@@ -152,6 +152,9 @@ pub fn quiet_panics() {
 }
 
 unsafe fn describe(error: *mut abi::Error, failure: Option<&Fail>) {
+    if error.is_null() {
+        return;
+    }
     // SAFETY: size-prefixed, by contract.
     let Ok(mut e) = (unsafe { read(error, "error") }) else { return };
     let text = failure.map_or("", |f| f.text.as_str());

@@ -191,7 +191,7 @@ fn wrong_descriptions_are_refused() {
     segment(abi::Segment { scale_layout: abi::SCALE_128X4, ..s }, "512 bytes of scales");
     segment(abi::Segment { scale_layout: 0, ..s }, "scale_layout");
     segment(abi::Segment { reserved: 1, ..s }, "reserved");
-    segment(abi::Segment { rows: 0, ..s }, "rows > 0");
+    refused(&[s, abi::Segment { rows: 0, ..s }], &|_| {}, "segment 1: rows > 0");
     segment(abi::Segment { rows: u64::MAX, ..s }, "address space");
     segment(abi::Segment { struct_size: 0, ..s }, "struct_size");
     segment(abi::Segment { global_convention: 3, ..s }, "convention 0, 1 or 2");
@@ -203,7 +203,7 @@ fn wrong_descriptions_are_refused() {
         );
     }
     let other = abi::Segment { struct_size: size_of::<abi::Segment>() - 4, ..s };
-    refused(&[s, other], &|_| {}, "struct_size = 72, as the first");
+    refused(&[s, other], &|_| {}, "struct_size = 64, as the first");
     let desc = |change: &dyn Fn(&mut abi::WeightDesc), part: &str| refused(&[s], change, part);
     desc(&|d| d.n = 0, "n > 0");
     desc(&|d| d.n = u64::MAX, "address space");

@@ -385,7 +385,8 @@ fn tiled_scales_are_the_same_weight() {
 #[test]
 fn dequantize_is_exact_for_every_code_under_every_scale() {
     let (n, k) = (19, 127 * 16);
-    let codes: Vec<u8> = (0..n * k / 2).map(|i| (2 * i % 16) as u8 | ((2 * i + 1) % 16) as u8 * 16).collect();
+    let codes: Vec<u8> =
+        (0..n * k / 2).map(|i| (2 * i % 16) as u8 | (((2 * i + 1) % 16) << 4) as u8).collect();
     // Row r starts at scale r, so that every scale meets several lanes and groups.
     let scales: Vec<u8> = (0..n * 127).map(|i| ((i % 127 + i / 127) % 127) as u8).collect();
     let extreme = [1e-38f32, 3.3e38, 0.1, 1.0 / 3.0, 2688.0];

@@ -69,14 +69,16 @@ unsafe fn unpack(tile: *const u8, out: *mut FloatTile) {
 
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn panel(tiles: *const FloatTile, count: usize, groups: usize, x: FloatRows, acc: *mut Acc) {
-    for r in (0..x.rows).step_by(2) {
+    for r in (0..x.rows).step_by(4) {
         for c in 0..count {
-            // SAFETY: same contract; rows r and r + 1 or the last one exist.
+            // SAFETY: same contract; rows r to r + 3 or the last one exist.
             unsafe {
                 let (tile, x0, acc) = (&*tiles.add(c), x.x.add(r * x.ld), acc.add(r));
                 match x.rows - r {
                     1 => panel_rows::<1>(tile, groups, x0, x.ld, acc, c),
-                    _ => panel_rows::<2>(tile, groups, x0, x.ld, acc, c),
+                    2 => panel_rows::<2>(tile, groups, x0, x.ld, acc, c),
+                    3 => panel_rows::<3>(tile, groups, x0, x.ld, acc, c),
+                    _ => panel_rows::<4>(tile, groups, x0, x.ld, acc, c),
                 }
             }
         }
@@ -95,30 +97,39 @@ unsafe fn panel_rows<const M: usize>(
     // SAFETY: by the contract of `Kernels`, M rows and sums exist.
     unsafe {
         for g in 0..groups {
-            let mut chains = [[[_mm256_setzero_ps(); 2]; 2]; M];
-            for j in 0..16 {
-                let k = 16 * g + j;
-                let value = get(&tile.values[k]);
-                for r in 0..M {
-                    let x = _mm256_set1_ps(*x.add(r * ld + k));
-                    for side in 0..2 {
-                        let s = &mut chains[r][side][j / 4 % 2];
-                        *s = _mm256_fmadd_ps(x, value[side], *s);
-                    }
-                }
-            }
+            let low = chain::<M>(tile, 16 * g, x, ld);
+            let high = chain::<M>(tile, 16 * g + 4, x, ld);
             let scale = get(&tile.scales[g]);
             for r in 0..M {
                 let lanes = &mut (*out.add(r))[c];
                 let mut acc = get(lanes);
                 for side in 0..2 {
-                    let [a, b] = chains[r][side];
-                    acc[side] = _mm256_fmadd_ps(_mm256_add_ps(a, b), scale[side], acc[side]);
+                    let sum = _mm256_add_ps(low[r][side], high[r][side]);
+                    acc[side] = _mm256_fmadd_ps(sum, scale[side], acc[side]);
                 }
                 put(acc, lanes);
             }
         }
     }
+}
+
+/// The sums over `k` to `k + 3` and `k + 8` to `k + 11`: one chain at a time keeps all of them in registers.
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn chain<const M: usize>(tile: &FloatTile, k: usize, x: *const f32, ld: usize) -> [[__m256; 2]; M] {
+    let mut sums = [[_mm256_setzero_ps(); 2]; M];
+    for j in 0..8 {
+        let k = k + j + (j & 4);
+        let value = get(&tile.values[k]);
+        for r in 0..M {
+            // SAFETY: M rows reach to the end of the group.
+            let x = _mm256_set1_ps(unsafe { *x.add(r * ld + k) });
+            for side in 0..2 {
+                sums[r][side] = _mm256_fmadd_ps(x, value[side], sums[r][side]);
+            }
+        }
+    }
+    sums
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]

@@ -131,34 +131,47 @@ unsafe fn panel_shape<const M: usize, const C: usize>(
 ) {
     // SAFETY: by the contract of `Kernels`, M rows and sums and C tiles with `groups` groups exist.
     unsafe {
-        let zero = _mm512_setzero_ps();
         let mut acc = get::<M, C>(out);
         for g in 0..groups {
-            let mut chains = [[[zero; 2]; C]; M];
-            for j in 0..16 {
-                let k = 16 * g + j;
-                let mut value = [zero; C];
-                for c in 0..C {
-                    value[c] = _mm512_load_ps((*tiles.add(c)).values[k].as_ptr());
-                }
-                for r in 0..M {
-                    let x = _mm512_set1_ps(*x.add(r * ld + k));
-                    for c in 0..C {
-                        let s = &mut chains[r][c][j / 4 % 2];
-                        *s = _mm512_fmadd_ps(x, value[c], *s);
-                    }
-                }
-            }
+            let low = chain::<M, C>(tiles, 16 * g, x, ld);
+            let high = chain::<M, C>(tiles, 16 * g + 4, x, ld);
             for c in 0..C {
                 let scale = _mm512_load_ps((*tiles.add(c)).scales[g].as_ptr());
                 for r in 0..M {
-                    let [a, b] = chains[r][c];
-                    acc[r][c] = _mm512_fmadd_ps(_mm512_add_ps(a, b), scale, acc[r][c]);
+                    acc[r][c] = _mm512_fmadd_ps(_mm512_add_ps(low[r][c], high[r][c]), scale, acc[r][c]);
                 }
             }
         }
         put(&acc, out);
     }
+}
+
+/// The sums over `k` to `k + 3` and `k + 8` to `k + 11`: one chain at a time keeps all of them in registers.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn chain<const M: usize, const C: usize>(
+    tiles: *const FloatTile,
+    k: usize,
+    x: *const f32,
+    ld: usize,
+) -> [[__m512; C]; M] {
+    let mut sums = [[_mm512_setzero_ps(); C]; M];
+    for j in 0..8 {
+        let k = k + j + (j & 4);
+        let mut value = [_mm512_setzero_ps(); C];
+        for c in 0..C {
+            // SAFETY: C tiles exist.
+            value[c] = unsafe { _mm512_load_ps((*tiles.add(c)).values[k].as_ptr()) };
+        }
+        for r in 0..M {
+            // SAFETY: M rows reach to the end of the group.
+            let x = _mm512_set1_ps(unsafe { *x.add(r * ld + k) });
+            for c in 0..C {
+                sums[r][c] = _mm512_fmadd_ps(x, value[c], sums[r][c]);
+            }
+        }
+    }
+    sums
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")]

@@ -1,0 +1,430 @@
+//! The command line: every verb and option, as the help shows it.
+//!
+//! Nothing here knows what a verb does, so help, completions and parsing never touch a model.
+pub use crate::choices::*;
+use clap::{ArgAction, Args, CommandFactory, Parser, Subcommand, ValueHint};
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+const EXAMPLES: &str = "\
+Examples:
+  q4 generate -p 'Who are you?'                       run the model inside the executable
+  q4 generate ./qwen3-4b-nvfp4 -p 'Hello' -n 64       run a model directory
+  q4 --compute kernel-only explain ./qwen3-4b-nvfp4   who computes which layer, and why
+  q4 quantize ./qwen3-4b ./qwen3-4b-nvfp4             write a 4-bit checkpoint
+  q4 verify ./qwen3-4b-nvfp4 --json                   look for damaged or implausible scales
+
+Exit status:
+  0 ok, 1 internal error, 2 usage, 3 findings, 4 bad model or data file, 5 conformance failed,
+  6 backend refused, 7 memory limit, 8 input or output, 130 interrupted";
+
+/// Runs 4-bit Qwen3 models and tells what computed them.
+#[derive(Parser, Debug)]
+#[command(name = "q4", version, max_term_width = 100, arg_required_else_help = true, after_long_help = EXAMPLES)]
+pub struct Cli {
+    /// Options of every verb.
+    #[command(flatten)]
+    pub global: GlobalArgs,
+    /// What to do.
+    #[command(subcommand)]
+    pub verb: Verb,
+}
+
+/// The verbs.
+#[derive(Subcommand, Debug)]
+pub enum Verb {
+    /// Answer one prompt, or one message a line with --turns.
+    Generate(GenerateArgs),
+    /// Talk in the terminal; the cache is kept between turns.
+    Chat(ChatArgs),
+    /// Show this machine, its backends, and whether each computes what it claims.
+    Diagnose(DiagnoseArgs),
+    /// Show who would compute each layer and why others were refused; reads no weights.
+    Explain(ExplainArgs),
+    /// List tensors, formats, layouts and sizes of a file or model.
+    Inspect(InspectArgs),
+    /// Check a model for damage: scales, shapes, ranges, tokenizer and configuration.
+    Verify(VerifyArgs),
+    /// Write a dense model as a 4-bit one.
+    Quantize(QuantizeArgs),
+    /// Write the logits of every position of a token sequence; needs no tokenizer.
+    Logits(LogitsArgs),
+    /// Measure prefill, decode and kernels.
+    Bench(BenchArgs),
+    /// Print a completion script.
+    Completions(CompletionsArgs),
+}
+
+/// Options that every verb takes, before or after its name.
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Global options")]
+pub struct GlobalArgs {
+    /// Use this backend for all 4-bit layers, or LAYER_GLOB=NAME for some; binding, may be repeated.
+    #[arg(long, global = true, value_name = "NAME|GLOB=NAME")]
+    pub backend: Vec<String>,
+    /// Which ways of computing a product are acceptable.
+    #[arg(long, global = true, value_enum, default_value_t)]
+    pub compute: Compute,
+    /// Format of the inputs of 4-bit layers; auto is what the checkpoint declares.
+    #[arg(long, global = true, value_enum, default_value_t)]
+    pub activations: ActivationFormat,
+    /// Where to compute: auto, cpu, cuda or cuda:N.
+    #[arg(long, global = true, value_parser = device, default_value = "auto")]
+    pub device: DeviceChoice,
+    /// Output type of products [default: float32 on the CPU, float16 on CUDA].
+    #[arg(long, global = true, value_enum)]
+    pub dtype: Option<Dtype>,
+    /// Memory that host and device share.
+    #[arg(long, global = true, value_enum, default_value_t)]
+    pub unified_memory: Unified,
+    /// Most memory to use, e.g. 24GiB [default: what is free, less 5 %].
+    #[arg(long, global = true, value_name = "BYTES", value_parser = bytes)]
+    pub memory_limit: Option<u64>,
+    /// Load a third-party backend.
+    #[arg(long, global = true, value_name = "PATH", value_hint = ValueHint::FilePath)]
+    pub plugin: Vec<PathBuf>,
+    /// Load every third-party backend in a directory; the current one is never searched.
+    #[arg(long, global = true, value_name = "DIR", value_hint = ValueHint::DirPath)]
+    pub plugin_dir: Vec<PathBuf>,
+    /// The libNVFP4 to load instead of searching for one.
+    #[arg(long, global = true, value_name = "PATH", env = "Q4_NVFP4_LIB", hide_env_values = true)]
+    pub nvfp4_lib: Option<PathBuf>,
+    /// Threads to compute with [default: the processors this process may use].
+    #[arg(long, global = true, value_name = "N", env = "Q4_THREADS", hide_env_values = true,
+          value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub threads: Option<u16>,
+    /// Trust backends without checking their first product; reports count what was skipped.
+    #[arg(long, global = true)]
+    pub no_self_check: bool,
+    /// Write one JSON document to stdout instead of text.
+    #[arg(long, global = true)]
+    pub json: bool,
+    /// Log more; twice for everything.
+    #[arg(short, long, global = true, action = ArgAction::Count, conflicts_with = "quiet")]
+    pub verbose: u8,
+    /// Log errors only.
+    #[arg(short, long, global = true)]
+    pub quiet: bool,
+    /// Colour on stderr.
+    #[arg(long, global = true, value_enum, default_value_t, value_name = "WHEN")]
+    pub color: ColorChoice,
+}
+
+/// Which model.
+#[derive(Args, Clone, Debug)]
+pub struct ModelArgs {
+    /// A model directory, a .safetensors or .dat file, or `demo`, the model inside the executable.
+    #[arg(default_value = "demo", value_hint = ValueHint::AnyPath)]
+    pub model: PathBuf,
+    /// config.json, where it is not beside the weights.
+    #[arg(long, value_name = "PATH", value_hint = ValueHint::AnyPath)]
+    pub config: Option<PathBuf>,
+    /// tokenizer.json, where it is not beside the weights.
+    #[arg(long, value_name = "PATH", value_hint = ValueHint::AnyPath)]
+    pub tokenizer: Option<PathBuf>,
+}
+
+/// How answers are sampled and when they end.
+#[derive(Args, Clone, Debug)]
+pub struct AnswerArgs {
+    /// System message.
+    #[arg(long, value_name = "TEXT")]
+    pub system: Option<String>,
+    /// Longest answer in tokens, as far as the context allows.
+    #[arg(short = 'n', long, value_name = "N", default_value_t = 256)]
+    pub max_tokens: usize,
+    /// Divides the logits; 0 is greedy. Sampling defaults come from generation_config.json, else greedy.
+    #[arg(long, value_name = "T", allow_negative_numbers = true)]
+    pub temperature: Option<f32>,
+    /// Keep the most probable tokens of this total probability.
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    pub top_p: Option<f32>,
+    /// Keep this many of the most probable tokens; 0 keeps all.
+    #[arg(long, value_name = "K")]
+    pub top_k: Option<usize>,
+    /// Keep tokens at least this probable relative to the best one.
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    pub min_p: Option<f32>,
+    /// Make tokens that occurred less likely; 1 changes nothing.
+    #[arg(long, value_name = "R", allow_negative_numbers = true)]
+    pub repetition_penalty: Option<f32>,
+    /// Seed of the sampler; reports state the one that was used.
+    #[arg(long, value_name = "N")]
+    pub seed: Option<u64>,
+    /// End the answer before this text; may be repeated.
+    #[arg(long, value_name = "TEXT")]
+    pub stop: Vec<String>,
+    /// Positions of the cache.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub context: Option<u32>,
+    /// Quantise dense layers while loading.
+    #[arg(long, value_enum, value_name = "FORMAT")]
+    pub quantize: Option<Format>,
+    /// Do not end the answer at the model's end tokens.
+    #[arg(long)]
+    pub ignore_eos: bool,
+}
+
+/// `q4 generate`.
+#[derive(Args, Debug)]
+#[command(after_long_help = "\
+Examples:
+  q4 generate -p 'Who are you?'
+  echo 'Tell me a story about a UFO.' | q4 generate --temperature 0.7 --seed 1
+  q4 generate ./model.dat --config ./original --tokenizer ./original -p 'Hello' --json
+  q4 generate ./model --turns questions.txt")]
+pub struct GenerateArgs {
+    /// Which model.
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// The prompt; standard input when absent.
+    #[arg(short, long, value_name = "TEXT", conflicts_with = "turns")]
+    pub prompt: Option<String>,
+    /// A file with one user message a line, answered in one conversation; `-` is standard input.
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub turns: Option<PathBuf>,
+    /// Continue the prompt as it is: no chat template, no special tokens.
+    #[arg(long, conflicts_with_all = ["turns", "system"])]
+    pub raw: bool,
+    /// Print the answer when it is complete.
+    #[arg(long)]
+    pub no_stream: bool,
+    /// How to answer.
+    #[command(flatten)]
+    pub answer: AnswerArgs,
+}
+
+/// `q4 chat`.
+#[derive(Args, Debug)]
+#[command(after_long_help = "\
+One message a line, from the terminal or a pipe. With --json every turn is one JSON object on one line.
+Commands: /help, /reset, /system TEXT, /exit; Ctrl-D ends.
+
+Examples:
+  q4 chat
+  printf 'Who are you?\\nWho am I?\\n' | q4 chat --json")]
+pub struct ChatArgs {
+    /// Which model.
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// How to answer.
+    #[command(flatten)]
+    pub answer: AnswerArgs,
+}
+
+/// `q4 diagnose`.
+#[derive(Args, Debug)]
+pub struct DiagnoseArgs {
+    /// Only the table of what each backend computes here, as Markdown.
+    #[arg(long)]
+    pub matrix: bool,
+}
+
+/// `q4 explain`.
+#[derive(Args, Debug)]
+#[command(after_long_help = "\
+The exit status is 6 when some layer has no backend; the plan is printed all the same.
+
+Examples:
+  q4 explain ./model
+  q4 explain ./model --backend '*.mlp.*=dequant-matmul' --json")]
+pub struct ExplainArgs {
+    /// Which model.
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Plan as if dense layers were quantised while loading.
+    #[arg(long, value_enum, value_name = "FORMAT")]
+    pub quantize: Option<Format>,
+}
+
+/// `q4 inspect`.
+#[derive(Args, Debug)]
+#[command(after_long_help = "\
+Examples:
+  q4 inspect ./model
+  q4 inspect ./model-00001-of-00002.safetensors --json")]
+pub struct InspectArgs {
+    /// A model directory, a .safetensors or .dat file, or `demo`. A configuration is not needed.
+    #[arg(default_value = "demo", value_name = "FILE|MODEL", value_hint = ValueHint::AnyPath)]
+    pub model: PathBuf,
+}
+
+/// `q4 verify`.
+#[derive(Args, Debug)]
+#[command(after_long_help = "\
+The exit status is 3 when a finding is an error, 4 when the model cannot be opened at all; warnings alone are 0.
+
+Examples:
+  q4 verify ./model
+  q4 verify ./model.dat --config ./original")]
+pub struct VerifyArgs {
+    /// Which model.
+    #[command(flatten)]
+    pub model: ModelArgs,
+}
+
+/// `q4 quantize`.
+#[derive(Args, Debug)]
+#[command(after_long_help = "\
+The output appears complete or not at all, and nothing is ever overwritten.
+
+Examples:
+  q4 quantize ./model ./model-nvfp4
+  q4 quantize ./model ./model.dat --layout dat
+  q4 quantize ./model ./model-nf4 --format nf4 --double-quant
+  q4 quantize ./model ./out --method four-over-six --exclude 'model.layers.0.*'")]
+pub struct QuantizeArgs {
+    /// A dense model directory or file.
+    #[arg(value_name = "IN", value_hint = ValueHint::AnyPath)]
+    pub input: PathBuf,
+    /// What to write: a directory, or a file for --layout dat. Must not exist.
+    #[arg(value_name = "OUT", value_hint = ValueHint::AnyPath)]
+    pub output: PathBuf,
+    /// config.json, where it is not beside the weights.
+    #[arg(long, value_name = "PATH", value_hint = ValueHint::AnyPath)]
+    pub config: Option<PathBuf>,
+    /// 4-bit format.
+    #[arg(long, value_enum, default_value_t)]
+    pub format: Format,
+    /// Arrangement of the tensors [default: modelopt for nvfp4, bitsandbytes for nf4].
+    #[arg(long, value_enum)]
+    pub layout: Option<OutputLayout>,
+    /// Scales of nvfp4 [default: single for dat, else two-level].
+    #[arg(long, value_enum)]
+    pub scales: Option<ScaleLevels>,
+    /// Choice of the block scales of nvfp4 [default: rtn].
+    #[arg(long, value_enum)]
+    pub method: Option<ScaleMethod>,
+    /// Quantise these layers too; a glob, may be repeated.
+    #[arg(long, value_name = "GLOB")]
+    pub include: Vec<String>,
+    /// Keep these layers dense; a glob, may be repeated, wins over --include.
+    #[arg(long, value_name = "GLOB")]
+    pub exclude: Vec<String>,
+    /// Elements per scale of nf4 [default: 64].
+    #[arg(long, value_name = "N")]
+    pub block_size: Option<u32>,
+    /// Quantise the scales of nf4 too.
+    #[arg(long)]
+    pub double_quant: bool,
+}
+
+/// `q4 logits`.
+#[derive(Args, Debug)]
+#[command(after_long_help = "\
+The file has one tensor `logits`, float32 [positions, vocab].
+
+Examples:
+  q4 logits ./model --ids 1,2,3 --out logits.safetensors
+  q4 logits ./model --ids 1,2,3 --out logits.safetensors --greedy 16 --json")]
+pub struct LogitsArgs {
+    /// Which model.
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Token ids, separated by commas.
+    #[arg(long, value_delimiter = ',', required = true, value_name = "ID,ID,...")]
+    pub ids: Vec<u32>,
+    /// File to write; must not exist.
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub out: PathBuf,
+    /// Continue greedily by N tokens, one at a time, and report their ids.
+    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
+    pub greedy: usize,
+    /// Rows of a step at most; more ids are computed in several steps [default: 512].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub chunk: Option<u32>,
+    /// Quantise dense layers while loading.
+    #[arg(long, value_enum, value_name = "FORMAT")]
+    pub quantize: Option<Format>,
+}
+
+/// `q4 bench`.
+#[derive(Args, Debug)]
+pub struct BenchArgs {
+    /// Which model.
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Prompt lengths to measure.
+    #[arg(long, value_delimiter = ',', value_name = "N,...", default_values_t = [128, 512])]
+    pub prefill: Vec<usize>,
+    /// Tokens to decode.
+    #[arg(long, value_name = "N", default_value_t = 32)]
+    pub decode: usize,
+    /// A model of this size with random weights instead of MODEL, e.g. qwen3-0.6b.
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["model", "config", "tokenizer"])]
+    pub shape: Option<String>,
+    /// Measure single products too.
+    #[arg(long)]
+    pub kernels: bool,
+    /// Measured repetitions after the warm-up.
+    #[arg(short, long, value_name = "N", default_value_t = 5)]
+    pub repetitions: usize,
+    /// Quantise dense layers while loading.
+    #[arg(long, value_enum, value_name = "FORMAT")]
+    pub quantize: Option<Format>,
+}
+
+/// `q4 completions`.
+#[derive(Args, Debug)]
+pub struct CompletionsArgs {
+    /// The shell.
+    #[arg(value_enum)]
+    pub shell: clap_complete::Shell,
+}
+
+/// Moves the verb in front of the options before it. clap takes global options on either side, but keeps only one side
+/// of an option that stands on both, and a binding request must not get lost.
+pub fn verb_first(line: Vec<OsString>) -> Vec<OsString> {
+    let command = Cli::command();
+    let takes_value = |flag: &str| {
+        let of = |a: &&clap::Arg| a.get_long().is_some_and(|long| flag.strip_prefix("--") == Some(long));
+        command.get_arguments().find(of).is_some_and(|a| a.get_action().takes_values())
+    };
+    let mut at = 1;
+    while let Some(token) = line.get(at).map(|t| t.to_string_lossy()) {
+        if token == "--" || matches!(&*token, "-h" | "--help" | "-V" | "--version") {
+            return line;
+        }
+        if !token.starts_with('-') {
+            let mut moved = line;
+            moved[1..=at].rotate_right(1);
+            return moved;
+        }
+        at += if takes_value(&token) { 2 } else { 1 };
+    }
+    line
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(line: &str) -> Cli {
+        let words = line.split(' ').map(OsString::from).collect();
+        Cli::try_parse_from(verb_first(words)).unwrap_or_else(|e| panic!("{line}: {e}"))
+    }
+
+    #[test]
+    fn the_definition_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn options_on_both_sides_of_the_verb_add_up() {
+        let cli = parse("q4 --backend a=x -v --json explain m --backend b=y --compute kernel-only");
+        assert_eq!(cli.global.backend, ["a=x", "b=y"]);
+        assert!(cli.global.json && cli.global.verbose == 1);
+        assert_eq!(cli.global.compute, Compute::KernelOnly);
+        let Verb::Explain(args) = cli.verb else { panic!("another verb") };
+        assert_eq!(args.model.model, PathBuf::from("m"));
+    }
+
+    #[test]
+    fn a_value_that_looks_like_a_verb_stays_a_value() {
+        let cli = parse("q4 --nvfp4-lib chat --memory-limit=1GiB generate -p verify");
+        assert_eq!(cli.global.nvfp4_lib, Some("chat".into()));
+        assert_eq!(cli.global.memory_limit, Some(1 << 30));
+        let Verb::Generate(args) = cli.verb else { panic!("another verb") };
+        assert_eq!((args.prompt.as_deref(), args.model.model.to_str()), (Some("verify"), Some("demo")));
+    }
+}

@@ -1,0 +1,146 @@
+//! The values that options choose from, with the words the help explains them in.
+use clap::ValueEnum;
+
+macro_rules! choices {
+    ($($(#[$doc:meta])* $name:ident { $($(#[$vdoc:meta])* $variant:ident),* $(,)? })*) => { $(
+        $(#[$doc])*
+        #[derive(ValueEnum, Clone, Copy, Debug, Default, PartialEq, Eq)]
+        pub enum $name { $($(#[$vdoc])* $variant),* }
+    )* };
+}
+
+choices! {
+    /// `--compute`.
+    Compute {
+        /// The best that works; a dense copy of a 4-bit layer is reported.
+        #[default]
+        Auto,
+        /// Packed weights or an error.
+        KernelOnly,
+        /// As auto, agreed to in advance.
+        KernelOrFallback,
+        /// A dense copy always.
+        DequantMatmulOnly,
+    }
+    /// `--activations`.
+    ActivationFormat {
+        /// What the checkpoint declares.
+        #[default]
+        Auto,
+        /// Floats as they are.
+        Native,
+        /// int8 with a scale per 16.
+        Int8,
+        /// NVFP4.
+        Nvfp4,
+    }
+    /// `--dtype`.
+    Dtype {
+        /// IEEE binary32.
+        #[default]
+        Float32,
+        /// IEEE binary16.
+        Float16,
+        /// Upper half of a float32.
+        Bfloat16,
+    }
+    /// `--unified-memory`.
+    Unified {
+        /// Never.
+        #[default]
+        Disabled,
+        /// Where possible.
+        Prefer,
+        /// Or stop.
+        Require,
+    }
+    /// `--color`.
+    ColorChoice {
+        /// On a terminal, unless NO_COLOR is set.
+        #[default]
+        Auto,
+        /// Always.
+        Always,
+        /// Never.
+        Never,
+    }
+    /// `--format` and `--quantize`.
+    Format {
+        /// E2M1 with an E4M3 scale per 16.
+        #[default]
+        Nvfp4,
+        /// Normal-float codebook with a float scale per block.
+        Nf4,
+    }
+    /// `--layout`.
+    OutputLayout {
+        /// NVIDIA ModelOpt.
+        #[default]
+        Modelopt,
+        /// llm-compressor, vLLM.
+        CompressedTensors,
+        /// bitsandbytes.
+        Bitsandbytes,
+        /// One .dat file.
+        Dat,
+    }
+    /// `--scales`.
+    ScaleLevels {
+        /// Block scales and one per tensor.
+        #[default]
+        TwoLevel,
+        /// Block scales only.
+        Single,
+    }
+    /// `--method`.
+    ScaleMethod {
+        /// Round to nearest: the largest value of a block maps to 6.
+        #[default]
+        Rtn,
+        /// 6 or 4, whichever has the smaller error.
+        FourOverSix,
+    }
+}
+
+/// `--device`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeviceChoice {
+    /// Whatever is there.
+    Auto,
+    /// The CPU.
+    Cpu,
+    /// A CUDA device; the first one without a number.
+    Cuda(u32),
+}
+
+/// Parses `--device`.
+pub fn device(text: &str) -> Result<DeviceChoice, String> {
+    match text {
+        "auto" => Ok(DeviceChoice::Auto),
+        "cpu" => Ok(DeviceChoice::Cpu),
+        "cuda" => Ok(DeviceChoice::Cuda(0)),
+        other => {
+            let ordinal = other.strip_prefix("cuda:").and_then(|n| n.parse().ok());
+            ordinal.map(DeviceChoice::Cuda).ok_or_else(|| "need auto, cpu, cuda or cuda:N".to_owned())
+        }
+    }
+}
+
+/// Parses an amount of memory.
+pub fn bytes(text: &str) -> Result<u64, String> {
+    q4_core::memory::parse_bytes(text).map_err(|_| "need a number and a unit, e.g. 24GiB or 512M".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_are_parsed() {
+        assert_eq!(device("cuda:3"), Ok(DeviceChoice::Cuda(3)));
+        assert_eq!(device("cuda"), Ok(DeviceChoice::Cuda(0)));
+        for bad in ["gpu", "cuda:", "cuda:-1", "cuda:x", ""] {
+            assert!(device(bad).is_err(), "{bad}");
+        }
+    }
+}

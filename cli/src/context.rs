@@ -1,0 +1,235 @@
+//! What the global options amount to: policy, backends, memory, threads, and the model they apply to.
+//!
+//! A request that this build cannot meet fails here, before any verb starts, and never turns into something else.
+use crate::args::{ActivationFormat, Compute, DeviceChoice, Dtype, Format, GlobalArgs, ModelArgs, Unified};
+use crate::demo;
+use crate::report::Report;
+use q4_core::memory::{Budget, ManagedSupport, Role, UnifiedMemory};
+use q4_core::{
+    BuiltinOptions, Candidate, Code, ComputePath, DType, Device, Dispatch, Error, OpSet, Overrides, Policy,
+    Registry, Result, ThreadPool,
+};
+use q4_model::checkpoint::{Checkpoint, OpenOptions};
+use q4_model::load;
+use q4_model::plan::{ActivationRequest, PlanOptions};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+/// The backend behind `--nvfp4-lib`.
+const NVFP4_KERNEL: &str = "nvfp4-kernel";
+
+/// The global options, checked.
+pub struct Context {
+    global: GlobalArgs,
+    report: Report,
+    overrides: Overrides,
+}
+
+impl Context {
+    /// Checks what can be checked without a model. [`Code::Usage`] for options that contradict each other,
+    /// [`Code::DeviceMissing`], [`Code::UnifiedMemory`] and [`Code::LibraryRefused`] for what this build does not have.
+    pub fn new(global: GlobalArgs) -> Result<Self> {
+        let cx = Self { report: Report::new(&global), overrides: overrides(&global.backend)?, global };
+        cx.check_plugins()?;
+        cx.device()?;
+        cx.check_unified_memory()?;
+        if cx.global.no_self_check {
+            cx.report.warn("--no-self-check: backends are trusted without a check of their first product");
+        }
+        Ok(cx)
+    }
+
+    /// Where results go.
+    pub fn report(&self) -> &Report {
+        &self.report
+    }
+
+    /// What selection must obey.
+    pub fn policy(&self) -> Policy {
+        let compute = match self.global.compute {
+            Compute::Auto => ComputePath::Auto,
+            Compute::KernelOnly => ComputePath::KernelOnly,
+            Compute::KernelOrFallback => ComputePath::KernelOrFallback,
+            Compute::DequantMatmulOnly => ComputePath::DequantMatmulOnly,
+        };
+        Policy { compute, deny_downgrade: false, overrides: self.overrides.clone() }
+    }
+
+    /// The backends of this build, constructed on this machine. Loads libraries.
+    pub fn registry(&self) -> Result<Registry> {
+        let named = self.global.nvfp4_lib.iter().map(|path| (NVFP4_KERNEL.to_owned(), path.clone()));
+        let isa = std::env::var("Q4_ISA").ok().filter(|isa| !isa.is_empty());
+        Registry::builtin(&BuiltinOptions { libraries: BTreeMap::from_iter(named), isa })
+    }
+
+    /// The seam of all products, under `policy`.
+    pub fn dispatch_with(&self, policy: Policy) -> Result<Dispatch> {
+        let dispatch = Dispatch::new(self.registry()?, policy);
+        Ok(if self.global.no_self_check { dispatch.without_self_checks() } else { dispatch })
+    }
+
+    /// The seam of all products, under the policy of the options.
+    pub fn dispatch(&self) -> Result<Dispatch> {
+        self.dispatch_with(self.policy())
+    }
+
+    /// Fails when a backend that was named cannot be used at all, with every reason and a command that works without it.
+    pub fn require_named(&self, dispatch: &Dispatch) -> Result<()> {
+        let names = self.overrides.all.iter().chain(self.overrides.layers.iter().map(|(_, name)| name));
+        for name in names {
+            let candidates = dispatch.registry().candidates();
+            let Some(candidate) = candidates.iter().find(|c| c.name() == name) else {
+                let known: Vec<_> = candidates.iter().map(Candidate::name).collect();
+                return Err(Error::new(Code::UnknownBackend, format!("no backend is named `{name}`"))
+                    .need(format!("one of {}", known.join(", ")))
+                    .fix("q4 diagnose"));
+            };
+            if let Candidate::Dead { reasons, .. } = candidate {
+                let reasons: Vec<_> = reasons
+                    .iter()
+                    .map(|r| format!("{}: need {}; have {}", r.code.as_str(), r.need, r.have))
+                    .collect();
+                let other = match name.as_str() {
+                    NVFP4_KERNEL => {
+                        "name a libNVFP4 that exists with --nvfp4-lib PATH, or compute on dense copies: "
+                    }
+                    _ => "compute on dense copies: ",
+                };
+                return Err(Error::new(
+                    Code::LibraryRefused,
+                    format!("backend `{name}` is named and cannot be used"),
+                )
+                .need(format!("`{name}`, as --backend says"))
+                .have(reasons.join("\n"))
+                .fix(format!("{other}q4 --backend dequant-matmul generate")));
+            }
+        }
+        Ok(())
+    }
+
+    /// What may be allocated.
+    pub fn budget(&self) -> Budget {
+        self.global.memory_limit.map_or_else(Budget::of_machine, Budget::new)
+    }
+
+    /// Threads of the whole process.
+    pub fn threads(&self) -> Arc<ThreadPool> {
+        Arc::new(ThreadPool::new(self.global.threads.map_or_else(q4_core::processors, usize::from)))
+    }
+
+    /// Where products run.
+    pub fn device(&self) -> Result<Device> {
+        match self.global.device {
+            DeviceChoice::Auto | DeviceChoice::Cpu => Ok(Device::Cpu),
+            DeviceChoice::Cuda(n) => Err(Error::new(Code::DeviceMissing, format!("--device cuda:{n}"))
+                .need("CUDA kernels in this build and a CUDA device")
+                .have("a build with CPU kernels only")
+                .fix("--device cpu, or leave the option out")),
+        }
+    }
+
+    /// How a model is planned; `max_rows` are the rows of its largest step.
+    pub fn plan_options(&self, quantize: Option<Format>, max_rows: usize) -> Result<PlanOptions> {
+        let activations = match self.global.activations {
+            ActivationFormat::Auto => ActivationRequest::Auto,
+            ActivationFormat::Native => ActivationRequest::Native,
+            ActivationFormat::Int8 => ActivationRequest::Int8,
+            ActivationFormat::Nvfp4 => ActivationRequest::Nvfp4,
+        };
+        let dtype = match self.global.dtype.unwrap_or_default() {
+            Dtype::Float32 => DType::F32,
+            Dtype::Float16 => DType::F16,
+            Dtype::Bfloat16 => DType::BF16,
+        };
+        let target = |format| load::default_target(if format == Format::Nf4 { "nf4" } else { "nvfp4" });
+        let quantize = quantize.map(target).transpose()?;
+        Ok(PlanOptions {
+            activations,
+            dtype,
+            device: self.device()?,
+            quantize,
+            max_rows,
+            ops: OpSet::FORWARD,
+        })
+    }
+
+    /// Opens the model the user named.
+    pub fn open(&self, model: &ModelArgs) -> Result<Checkpoint> {
+        if model.model == Path::new(demo::NAME) {
+            if model.config.is_some() || model.tokenizer.is_some() {
+                return Err(Error::new(Code::Usage, "--config and --tokenizer belong to a model in a file")
+                    .have("the model inside the executable")
+                    .fix("name the model; a directory called demo is ./demo"));
+            }
+            return demo::open();
+        }
+        let options = OpenOptions { config: model.config.clone(), tokenizer: model.tokenizer.clone() };
+        Checkpoint::open(&model.model, &options)
+    }
+
+    fn check_plugins(&self) -> Result<()> {
+        let Some(path) = self.global.plugin.first().or(self.global.plugin_dir.first()) else { return Ok(()) };
+        Err(Error::new(Code::LibraryRefused, format!("{}: this build has no plugin host", path.display()))
+            .need("a build that loads third-party backends")
+            .have("the built-in backends only")
+            .fix("leave --plugin and --plugin-dir out; `q4 diagnose` lists the backends there are"))
+    }
+
+    fn check_unified_memory(&self) -> Result<()> {
+        let request = match self.global.unified_memory {
+            Unified::Disabled => UnifiedMemory::Disabled,
+            Unified::Prefer => UnifiedMemory::Prefer,
+            Unified::Require => UnifiedMemory::Require,
+        };
+        let why = "a build with CPU kernels only, where host memory is all there is";
+        let placed = request.place(Role::Weight, false, &ManagedSupport::No(why.into()));
+        placed.map_err(|e| e.fix("--unified-memory prefer goes on without"))?;
+        if request == UnifiedMemory::Prefer {
+            self.report.warn(&format!("--unified-memory prefer: none to be had: {why}"));
+        }
+        Ok(())
+    }
+}
+
+fn overrides(given: &[String]) -> Result<Overrides> {
+    let mut overrides = Overrides::default();
+    for text in given {
+        let bad = || {
+            Error::new(Code::Usage, format!("--backend {text}"))
+                .need("the name of a backend, or LAYER_GLOB=NAME with both sides filled in")
+        };
+        match text.rsplit_once('=') {
+            Some((glob, name)) if !glob.is_empty() && !name.is_empty() => {
+                overrides.layers.push((glob.to_owned(), name.to_owned()));
+            }
+            None if !text.is_empty() => {
+                if let Some(other) = overrides.all.replace(text.clone()).filter(|other| other != text) {
+                    return Err(Error::new(Code::Usage, "--backend names two backends for all layers")
+                        .have(format!("{other} and {text}"))
+                        .fix(format!(
+                            "bind the layers apart, e.g. --backend {other} --backend '*.mlp.*={text}'"
+                        )));
+                }
+            }
+            _ => return Err(bad()),
+        }
+    }
+    Ok(overrides)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn backends_bind_layers_or_all() -> Result<()> {
+        let o = overrides(&["a".into(), "*.mlp.*=b".into(), "a".into()])?;
+        assert_eq!((o.all.as_deref(), o.layers), (Some("a"), vec![("*.mlp.*".to_owned(), "b".to_owned())]));
+        for bad in [vec!["a", "b"], vec![""], vec!["=a"], vec!["a="]] {
+            let given: Vec<_> = bad.iter().map(|s| (*s).to_owned()).collect();
+            assert_eq!(overrides(&given).expect_err("must be refused").code(), Code::Usage, "{bad:?}");
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,206 @@
+//! `q4 diagnose`: the machine, the backends, and what their kernels make of recorded products.
+//!
+//! Nothing here is inferred from a name or a file that exists: every live path computes, and the exit status says whether
+//! it computed rightly.
+use crate::args::DiagnoseArgs;
+use crate::context::Context;
+use crate::report::Outcome;
+use q4_conformance::{PathReport, Verdict, check_paths};
+use q4_core::memory::{available, human};
+use q4_core::{Candidate, Code, HostEnv, ProbeItem, Reject, Result};
+use serde::Serialize;
+use std::fmt::Write;
+
+#[derive(Serialize)]
+struct Body {
+    version: &'static str,
+    host: Host,
+    backends: Vec<Backend>,
+    findings: Vec<Finding>,
+}
+
+#[derive(Serialize)]
+struct Host {
+    #[serde(flatten)]
+    env: HostEnv,
+    fingerprint: String,
+    available_bytes: Option<u64>,
+    /// Environment variables that were read, and what they say.
+    environment: Vec<(String, String)>,
+}
+
+#[derive(Serialize)]
+struct Backend {
+    name: String,
+    state: &'static str,
+    version: String,
+    probes: Vec<ProbeItem>,
+    paths: Vec<PathReport>,
+    reasons: Vec<Reject>,
+}
+
+#[derive(Serialize)]
+struct Finding {
+    code: &'static str,
+    backend: String,
+    message: String,
+}
+
+/// Variables that change what this program does.
+const VARIABLES: [&str; 5] = ["Q4_ISA", "Q4_NVFP4_LIB", "Q4_THREADS", "RUST_LOG", "NO_COLOR"];
+
+/// Runs the verb. [`Code::Findings`] when a live path is wrong, a library is refused, or no kernel works.
+pub fn run(cx: &Context, args: &DiagnoseArgs) -> Result<Outcome> {
+    let registry = cx.registry()?;
+    let mut measured = check_paths(&registry, &cx.threads())?;
+    if args.matrix {
+        cx.report().text(&matrix(&measured))?;
+        return Ok(Outcome::Done);
+    }
+    let env = registry.env().clone();
+    let mut findings = Vec::new();
+    let mut backends = Vec::new();
+    for candidate in registry.candidates() {
+        let paths = measured.remove(candidate.name()).unwrap_or_default();
+        let row = match candidate {
+            Candidate::Live(b) => Backend {
+                name: candidate.name().to_owned(),
+                state: "live",
+                version: b.descriptor().version.to_string(),
+                probes: b.probe(&env),
+                paths,
+                reasons: Vec::new(),
+            },
+            Candidate::Dead { reasons, .. } => Backend {
+                name: candidate.name().to_owned(),
+                state: "dead",
+                version: String::new(),
+                probes: Vec::new(),
+                paths,
+                reasons: reasons.clone(),
+            },
+        };
+        findings.extend(problems(&row));
+        backends.push(row);
+    }
+    let kernel =
+        |b: &Backend| b.name.ends_with("-kernel") && b.paths.iter().any(|p| p.verdict == Verdict::Pass);
+    if !backends.iter().any(kernel) {
+        findings.push(Finding {
+            code: "no-kernel",
+            backend: String::new(),
+            message: "no kernel path works here".into(),
+        });
+    }
+    let read = |name: &&str| std::env::var(name).ok().map(|value| ((*name).to_owned(), value));
+    let body = Body {
+        version: env!("CARGO_PKG_VERSION"),
+        host: Host {
+            fingerprint: format!("{:016x}", env.fingerprint()),
+            env,
+            available_bytes: available(),
+            environment: VARIABLES.iter().filter_map(read).collect(),
+        },
+        backends,
+        findings,
+    };
+    if cx.report().is_json() {
+        cx.report().document("diagnose", &body)?;
+    } else {
+        cx.report().text(&text(&body))?;
+    }
+    Ok(if body.findings.is_empty() { Outcome::Done } else { Outcome::Found(Code::Findings) })
+}
+
+fn problems(b: &Backend) -> Vec<Finding> {
+    let mut found = Vec::new();
+    if b.state == "dead" {
+        let reasons: Vec<_> = b.reasons.iter().map(|r| format!("{}: {}", r.code.as_str(), r.have)).collect();
+        found.push(Finding { code: "backend-dead", backend: b.name.clone(), message: reasons.join("; ") });
+    }
+    for p in b.paths.iter().filter(|p| p.verdict == Verdict::Fail) {
+        let message =
+            format!("{} {} {}: {}", p.path, p.schema, p.activations, p.message.as_deref().unwrap_or("wrong"));
+        found.push(Finding { code: "wrong-result", backend: b.name.clone(), message });
+    }
+    for probe in b.probes.iter().filter(|p| !p.reasons.is_empty()) {
+        let reasons: Vec<_> = probe.reasons.iter().map(ToString::to_string).collect();
+        let message = format!("{}: {}", probe.id, reasons.join("; "));
+        found.push(Finding { code: "probe-failed", backend: b.name.clone(), message });
+    }
+    found
+}
+
+fn text(b: &Body) -> String {
+    let mut out = String::new();
+    let h = &b.host;
+    let _ = writeln!(out, "q4 {}", b.version);
+    let _ = writeln!(
+        out,
+        "host      {}, {} processors, {}",
+        h.env.arch,
+        h.env.processors,
+        h.env.cpu_features.join(" ")
+    );
+    let _ = writeln!(out, "memory    {} available", h.available_bytes.map_or("unknown".into(), human));
+    let devices: Vec<_> =
+        h.env.cuda.iter().map(|d| format!("{} ({}, {})", d.ordinal, d.name, d.arch())).collect();
+    let cuda = if devices.is_empty() {
+        "not used by this build: it has CPU kernels only".into()
+    } else {
+        devices.join(", ")
+    };
+    let _ = writeln!(out, "cuda      {cuda}");
+    for (name, value) in &h.environment {
+        let _ = writeln!(out, "variable  {name}={value}");
+    }
+    for backend in &b.backends {
+        let _ = writeln!(out, "\n{:<16}{} {}", backend.name, backend.state, backend.version);
+        for r in &backend.reasons {
+            let _ = writeln!(out, "  {r}");
+        }
+        for p in &backend.probes {
+            let mark = if p.reasons.is_empty() { "ok" } else { "no" };
+            let _ = writeln!(out, "  {mark}  {:<18} {}", p.id, p.detail);
+            for r in &p.reasons {
+                let _ = writeln!(out, "        {r}");
+            }
+        }
+        for p in &backend.paths {
+            let verdict = match p.verdict {
+                Verdict::Pass => {
+                    format!("pass, {} outputs, error {:.3} of its bound", p.outputs, p.error_over_bound)
+                }
+                Verdict::Fail => format!("WRONG: {}", p.message.as_deref().unwrap_or("")),
+                Verdict::Unsupported => format!("refused: {}", p.message.as_deref().unwrap_or("")),
+            };
+            let _ = writeln!(out, "  {:<14} {:<9} {:<7} {verdict}", p.path, p.schema, p.activations);
+        }
+    }
+    let _ = match b.findings.len() {
+        0 => writeln!(out, "\nno findings"),
+        n => writeln!(out, "\n{n} findings"),
+    };
+    for f in &b.findings {
+        let _ = writeln!(out, "  {:<14} {}: {}", f.code, f.backend, f.message);
+    }
+    out
+}
+
+/// The README's table, from what was computed here.
+fn matrix(measured: &std::collections::BTreeMap<String, Vec<PathReport>>) -> String {
+    let mut out = String::from("| backend | path | schema | activations |\n|---|---|---|---|\n");
+    for (name, rows) in measured {
+        let mut seen: Vec<(String, String, Vec<&str>)> = Vec::new();
+        for r in rows.iter().filter(|r| r.verdict == Verdict::Pass) {
+            match seen.iter_mut().find(|s| s.0 == r.path.as_str() && s.1 == r.schema) {
+                Some(s) => s.2.push(r.activations),
+                None => seen.push((r.path.to_string(), r.schema.clone(), vec![r.activations])),
+            }
+        }
+        for (path, schema, activations) in seen {
+            let _ = writeln!(out, "| `{name}` | {path} | {schema} | {} |", activations.join(", "));
+        }
+    }
+    out
+}

@@ -1,0 +1,208 @@
+//! `q4 generate`: one prompt or a list of turns in, text out, with an account of what computed it.
+use crate::args::GenerateArgs;
+use crate::context::Context;
+use crate::input;
+use crate::report::{self, Outcome};
+use crate::session::{CHUNK, Facts, Session, Timing};
+use crate::text::{Text, context_size};
+use q4_core::Result;
+use q4_model::checkpoint::Checkpoint;
+use q4_model::generate::{Answer, Conversation, FinishReason, generate};
+use q4_model::load::ContextOptions;
+use q4_model::sampling::Sampler;
+use q4_model::template::{ChatTemplate, Message};
+use serde::Serialize;
+use std::time::Instant;
+
+/// Tokens a template adds around a message, generously.
+const TURN_OVERHEAD: usize = 16;
+
+/// The document of `--json`.
+#[derive(Serialize)]
+struct Body<'a> {
+    model: &'a str,
+    text: String,
+    token_ids: Vec<u32>,
+    prompt_tokens: usize,
+    finish_reason: Option<FinishReason>,
+    timing: Timing,
+    seed: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    turns: Option<Vec<Turn<'a>>>,
+    #[serde(flatten)]
+    facts: Facts,
+}
+
+/// One turn, also a line of `q4 chat --json`.
+#[derive(Serialize)]
+pub struct Turn<'a> {
+    /// What was said.
+    pub user: &'a str,
+    /// What was answered.
+    pub text: &'a str,
+    /// The answer's tokens.
+    pub token_ids: &'a [u32],
+    /// Prompt tokens that had to be computed.
+    pub prompt_tokens: usize,
+    /// Why the answer ended.
+    pub finish_reason: FinishReason,
+    /// How long it took.
+    pub timing: Timing,
+}
+
+impl<'a> Turn<'a> {
+    /// The turn in which `user` got `answer`.
+    pub fn new(user: &'a str, answer: &'a Answer) -> Self {
+        Self {
+            user,
+            text: &answer.text,
+            token_ids: &answer.ids,
+            prompt_tokens: answer.prompt_tokens,
+            finish_reason: answer.finish,
+            timing: Timing::of(0.0, [answer]),
+        }
+    }
+}
+
+/// What is asked.
+enum Ask {
+    Once(Vec<u32>),
+    Turns(Vec<String>, ChatTemplate),
+}
+
+/// Runs the verb.
+pub fn run(cx: &Context, args: &GenerateArgs) -> Result<Outcome> {
+    let start = Instant::now();
+    let checkpoint = cx.open(&args.model)?;
+    let text = Text::of(&checkpoint)?;
+    let params = text.sampling(&args.answer, cx.report())?;
+    let limits = text.limits(&args.answer);
+    let ask = ask(args, &checkpoint, &text)?;
+    let context = context_size(args.answer.context, need(&ask, &text, args)?, &checkpoint)?;
+    let chunk = CHUNK.min(context);
+    let session = Session::load(cx, &checkpoint, args.answer.quantize, chunk)?;
+    let mut runner = session.runner(ContextOptions { context, chunk, all_logits: false })?;
+    let mut sampler = Sampler::new(params.clone(), checkpoint.config().vocab_size)?;
+    let load_s = start.elapsed().as_secs_f64();
+
+    let mut out = Emitter::new(!cx.report().is_json(), !args.no_stream);
+    let mut answers = Vec::new();
+    match &ask {
+        Ask::Once(prompt) => {
+            let mut emit = |piece: &str| out.piece(piece);
+            answers.push(generate(&mut runner, &text.tokenizer, prompt, &mut sampler, &limits, &mut emit)?);
+            out.end(&answers[0])?;
+        }
+        Ask::Turns(messages, template) => {
+            let system = args.answer.system.as_deref();
+            let mut talk = Conversation::new(&mut runner, &text.tokenizer, template, &text.variables, system);
+            for message in messages {
+                let mut emit = |piece: &str| out.piece(piece);
+                answers.push(talk.turn(message, &params, &mut sampler, &limits, &mut emit)?);
+                out.end(&answers[answers.len() - 1])?;
+            }
+        }
+    }
+    let timing = Timing::of(load_s, &answers);
+    let facts = session.facts();
+    if cx.report().is_json() {
+        let texts: Vec<_> = answers.iter().map(|a| a.text.as_str()).collect();
+        let turns = match &ask {
+            Ask::Once(_) => None,
+            Ask::Turns(messages, _) => {
+                Some(messages.iter().zip(&answers).map(|(m, a)| Turn::new(m, a)).collect())
+            }
+        };
+        cx.report().document(
+            "generate",
+            &Body {
+                model: checkpoint.name(),
+                text: texts.join("\n"),
+                token_ids: answers.iter().flat_map(|a| a.ids.iter().copied()).collect(),
+                prompt_tokens: answers.iter().map(|a| a.prompt_tokens).sum(),
+                finish_reason: answers.last().map(|a| a.finish),
+                timing,
+                seed: params.seed,
+                turns,
+                facts,
+            },
+        )?;
+    } else {
+        cx.report().detail(&stats(&timing, &answers));
+        for e in &facts.executed {
+            cx.report().detail(&format!("{} {} {}: {} products", e.backend, e.path, e.activations, e.calls));
+        }
+    }
+    Ok(Outcome::Done)
+}
+
+/// A line about the speed of `answers`.
+pub fn stats(timing: &Timing, answers: &[Answer]) -> String {
+    let prompt: usize = answers.iter().map(|a| a.prompt_tokens).sum();
+    let tokens: usize = answers.iter().map(|a| a.ids.len()).sum();
+    format!(
+        "prompt {prompt} tokens, {:.1} tok/s; answer {tokens} tokens, {:.1} tok/s; load {:.2} s",
+        timing.prefill_tok_s, timing.decode_tok_s, timing.load_s
+    )
+}
+
+/// Writes an answer to stdout while it is made, or at its end, or not at all.
+pub struct Emitter {
+    text: bool,
+    stream: bool,
+    failed: Option<q4_core::Error>,
+}
+
+impl Emitter {
+    /// `text`: results are text; `stream`: as they come.
+    pub fn new(text: bool, stream: bool) -> Self {
+        Self { text, stream, failed: None }
+    }
+
+    /// A piece of the answer. A failure is kept for [`end`](Self::end), for a generator cannot be told.
+    pub fn piece(&mut self, piece: &str) {
+        if self.text && self.stream && self.failed.is_none() {
+            self.failed = report::stdout(piece).err();
+        }
+    }
+
+    /// The end of an answer.
+    pub fn end(&mut self, answer: &Answer) -> Result<()> {
+        match self.failed.take() {
+            Some(e) => Err(e),
+            None if !self.text => Ok(()),
+            None if self.stream => report::stdout("\n"),
+            None => report::stdout(&format!("{}\n", answer.text)),
+        }
+    }
+}
+
+fn ask(args: &GenerateArgs, checkpoint: &Checkpoint, text: &Text) -> Result<Ask> {
+    if let Some(path) = &args.turns {
+        return Ok(Ask::Turns(input::turns(path)?, Text::template(checkpoint)?));
+    }
+    let prompt = input::prompt(args.prompt.as_deref())?;
+    if args.raw {
+        return Ok(Ask::Once(text.tokenizer.encode(&prompt, false)?));
+    }
+    let system = args.answer.system.as_deref().map(|s| Message::new("system", s));
+    let messages: Vec<_> = system.into_iter().chain([Message::new("user", prompt)]).collect();
+    let rendered = Text::template(checkpoint)?.render(&messages, None, true, &text.variables)?;
+    Ok(Ask::Once(text.tokenizer.encode(&rendered, false)?))
+}
+
+/// Positions that all prompts and answers take at most.
+fn need(ask: &Ask, text: &Text, args: &GenerateArgs) -> Result<usize> {
+    let most = args.answer.max_tokens;
+    match ask {
+        Ask::Once(prompt) => Ok(prompt.len().saturating_add(most)),
+        Ask::Turns(messages, _) => {
+            let mut all = 0usize;
+            for message in messages.iter().chain(args.answer.system.as_ref()) {
+                let tokens = text.tokenizer.encode(message, false)?.len() + TURN_OVERHEAD;
+                all = all.saturating_add(tokens).saturating_add(most);
+            }
+            Ok(all)
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! Where prompts come from: an option, a file, or standard input.
+use q4_core::{Code, Error, Result};
+use std::io::{self, BufRead, IsTerminal, Read};
+use std::path::Path;
+
+/// Bytes of text a prompt or a file of turns may have.
+const LIMIT: u64 = 16 << 20;
+
+/// The text of `-p`, else all of standard input without the newline that ends it. A terminal is refused, because
+/// waiting for a person who does not know it looks like a program that hangs.
+pub fn prompt(given: Option<&str>) -> Result<String> {
+    if let Some(text) = given {
+        return Ok(text.to_owned());
+    }
+    let stdin = io::stdin();
+    if stdin.is_terminal() {
+        return Err(Error::new(Code::Usage, "there is no prompt")
+            .need("-p TEXT, --turns FILE, or text on standard input")
+            .fix("q4 generate -p 'Who are you?'"));
+    }
+    let mut text = read("standard input", stdin.lock())?;
+    if text.ends_with('\n') {
+        text.truncate(text.len() - if text.ends_with("\r\n") { 2 } else { 1 });
+    }
+    if text.is_empty() {
+        return Err(Error::new(Code::Usage, "standard input: an empty prompt")
+            .need("text")
+            .fix("q4 generate -p TEXT"));
+    }
+    Ok(text)
+}
+
+/// The lines of `path`, empty ones left out; `-` is standard input.
+pub fn turns(path: &Path) -> Result<Vec<String>> {
+    let text = if path == Path::new("-") {
+        read("standard input", io::stdin().lock())?
+    } else {
+        read(&path.display().to_string(), std::fs::File::open(path).map_err(|e| unreadable(path, &e))?)?
+    };
+    let lines: Vec<_> = text.lines().filter(|l| !l.trim().is_empty()).map(str::to_owned).collect();
+    if lines.is_empty() {
+        return Err(
+            Error::new(Code::Usage, format!("{}: no turns", path.display())).need("one user message a line")
+        );
+    }
+    Ok(lines)
+}
+
+/// The next line without its end; `None` at the end of standard input.
+pub fn line() -> Result<Option<String>> {
+    let mut bytes = Vec::new();
+    let mut stdin = io::stdin().lock().take(LIMIT);
+    let read = stdin.read_until(b'\n', &mut bytes).map_err(|e| failed("standard input", &e))?;
+    if read == 0 {
+        return Ok(None);
+    }
+    let text = String::from_utf8(bytes).map_err(|_| not_text("standard input"))?;
+    Ok(Some(text.trim_end_matches(['\n', '\r']).to_owned()))
+}
+
+fn read(name: &str, source: impl Read) -> Result<String> {
+    let mut bytes = Vec::new();
+    source.take(LIMIT + 1).read_to_end(&mut bytes).map_err(|e| failed(name, &e))?;
+    if bytes.len() as u64 > LIMIT {
+        return Err(
+            Error::new(Code::Usage, format!("{name}: too long")).need(format!("at most {LIMIT} bytes"))
+        );
+    }
+    String::from_utf8(bytes).map_err(|_| not_text(name))
+}
+
+fn not_text(name: &str) -> Error {
+    Error::new(Code::Usage, format!("{name}: not UTF-8")).need("text")
+}
+
+fn failed(name: &str, e: &io::Error) -> Error {
+    Error::new(Code::Io, format!("{name}: {e}"))
+}
+
+fn unreadable(path: &Path, e: &io::Error) -> Error {
+    failed(&path.display().to_string(), e)
+}

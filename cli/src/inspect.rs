@@ -1,0 +1,210 @@
+//! `q4 inspect`: what is in a weight file, without a configuration and without reading a weight.
+use crate::args::InspectArgs;
+use crate::context::Context;
+use crate::demo;
+use crate::report::Outcome;
+use q4_core::detect::{Detected, QuantState, TensorMeta, detect};
+use q4_core::memory::human;
+use q4_core::{Code, Error, Result};
+use q4_model::checkpoint::{Entry, TensorStore};
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+#[derive(Serialize)]
+struct Body<'a> {
+    model: String,
+    format: String,
+    layout: String,
+    bytes: u64,
+    weights: u64,
+    bits_per_weight: f64,
+    kinds: &'a [Kind],
+    contradictions: &'a [String],
+    tensors: Vec<Entry<'a>>,
+}
+
+/// All matrices of one arrangement and encoding.
+#[derive(Serialize)]
+struct Kind {
+    layout: &'static str,
+    schema: String,
+    matrices: usize,
+    weights: u64,
+    bytes: u64,
+    bits_per_weight: f64,
+}
+
+/// Runs the verb.
+pub fn run(cx: &Context, args: &InspectArgs) -> Result<Outcome> {
+    match args.model == Path::new(demo::NAME) {
+        true => tell(cx, demo::NAME, demo::open()?.store()),
+        false => tell(cx, &args.model.display().to_string(), &TensorStore::open(&args.model)?),
+    }
+}
+
+fn tell(cx: &Context, name: &str, store: &TensorStore) -> Result<Outcome> {
+    let found = Found::of(store);
+    let bytes: u64 = store.entries().map(|e| e.bytes as u64).sum();
+    let bits_per_weight = bits(bytes, found.weights);
+    let format = serde_json::to_value(store.container()).ok().and_then(|v| v.as_str().map(str::to_owned));
+    let format = format.unwrap_or_default();
+    let mut layouts: Vec<_> = found.kinds.iter().map(|k| k.layout).filter(|l| *l != "dense").collect();
+    layouts.dedup();
+    let layout = if layouts.is_empty() { "dense".to_owned() } else { layouts.join("+") };
+    if cx.report().is_json() {
+        let body = Body {
+            model: name.to_owned(),
+            format,
+            layout,
+            bytes,
+            weights: found.weights,
+            bits_per_weight,
+            kinds: &found.kinds,
+            contradictions: &found.contradictions,
+            tensors: store.entries().collect(),
+        };
+        cx.report().document("inspect", &body)?;
+        return Ok(Outcome::Done);
+    }
+    let mut text = String::new();
+    let width = store.entries().map(|e| e.name.len()).max().unwrap_or(0);
+    for e in store.entries() {
+        let shape = format!("{:?}", e.shape);
+        text.push_str(&format!(
+            "{:<width$}  {:<9} {shape:<16} {:>10}  {}\n",
+            e.name,
+            e.stored_type,
+            human(e.bytes as u64),
+            e.file
+        ));
+    }
+    for line in &found.contradictions {
+        text.push_str(&format!("contradiction: {line}\n"));
+    }
+    for k in &found.kinds {
+        text.push_str(&format!(
+            "{} {}: {} matrices, {} weights, {}, {:.2} bits per weight\n",
+            k.layout,
+            k.schema,
+            k.matrices,
+            k.weights,
+            human(k.bytes),
+            k.bits_per_weight
+        ));
+    }
+    text.push_str(&format!(
+        "{name}: {format}, {} tensors, {} weights, {}, {bits_per_weight:.2} bits per weight\n",
+        store.table().len(),
+        found.weights,
+        human(bytes)
+    ));
+    cx.report().text(&text)?;
+    Ok(Outcome::Done)
+}
+
+struct Found {
+    kinds: Vec<Kind>,
+    weights: u64,
+    contradictions: Vec<String>,
+}
+
+impl Found {
+    fn of(store: &TensorStore) -> Self {
+        let table = store.table();
+        let mut kinds: BTreeMap<(&'static str, String), Kind> = BTreeMap::new();
+        let mut found = Self { kinds: Vec::new(), weights: 0, contradictions: Vec::new() };
+        let mut known = BTreeSet::new();
+        for module in modules(table) {
+            let state = |key: &str| quant_state(key, store);
+            match detect(&module, table, &state) {
+                Ok(Some(d)) => {
+                    let parts = parts(&d);
+                    let bytes: u64 =
+                        store.entries().filter(|e| parts.contains(&e.name)).map(|e| e.bytes as u64).sum();
+                    let weights = d.n as u64 * d.k as u64;
+                    let (layout, schema) = (d.layout.as_str(), d.schema.to_string());
+                    let kind = kinds.entry((layout, schema.clone())).or_insert(Kind {
+                        layout,
+                        schema,
+                        matrices: 0,
+                        weights: 0,
+                        bytes: 0,
+                        bits_per_weight: 0.0,
+                    });
+                    kind.matrices += 1;
+                    kind.weights += weights;
+                    kind.bytes += bytes;
+                    found.weights += weights;
+                    known.insert(module);
+                }
+                Ok(None) => {}
+                Err(e) => found.contradictions.push(e.what().to_owned()),
+            }
+        }
+        // What belongs to no matrix counts as it stands: norms, tables of another rank, tensors nobody knows.
+        for (name, meta) in table {
+            if !ancestors(name).any(|module| known.contains(module)) {
+                found.weights += meta.shape.iter().map(|&d| d as u64).product::<u64>();
+            }
+        }
+        found.kinds =
+            kinds.into_values().map(|k| Kind { bits_per_weight: bits(k.bytes, k.weights), ..k }).collect();
+        found
+    }
+}
+
+/// Modules that may be matrices: those whose codes or weights are stored. Vectors of floats are norms.
+fn modules(table: &BTreeMap<String, TensorMeta>) -> BTreeSet<String> {
+    const CODES: [&str; 5] = [".weight_packed", "._weight_qdata", ".weight.qdata", ".qdata", ".weight"];
+    let module = |(name, meta): (&String, &TensorMeta)| {
+        let suffix = CODES.iter().find(|s| name.ends_with(**s))?;
+        let norm = meta.shape.len() == 1 && meta.dtype.is_some_and(q4_core::DType::is_io);
+        (!norm).then(|| name[..name.len() - suffix.len()].to_owned())
+    };
+    table.iter().filter_map(module).collect()
+}
+
+/// Names of a matrix's own tensors.
+fn parts(d: &Detected) -> BTreeSet<&str> {
+    let k = &d.keys;
+    let optional =
+        [&k.scales, &k.global, &k.input_global, &k.absmax, &k.quant_map, &k.nested_map, &k.nested_absmax];
+    optional.into_iter().flatten().map(String::as_str).chain([k.weight.as_str()]).collect()
+}
+
+/// `a.b` and `a` of `a.b.c`.
+fn ancestors(name: &str) -> impl Iterator<Item = &str> {
+    name.rmatch_indices('.').map(|(at, _)| &name[..at])
+}
+
+fn bits(bytes: u64, weights: u64) -> f64 {
+    if weights == 0 { 0.0 } else { 8.0 * bytes as f64 / weights as f64 }
+}
+
+/// The fields a listing needs of the JSON that bitsandbytes stores beside a weight.
+fn quant_state(key: &str, store: &TensorStore) -> Result<QuantState> {
+    #[derive(Deserialize)]
+    struct Raw {
+        quant_type: String,
+        blocksize: u32,
+        shape: Vec<usize>,
+        nested_blocksize: Option<u32>,
+        nested_offset: Option<f32>,
+    }
+    let raw: Raw = serde_json::from_slice(store.tensor(key)?.bytes)
+        .map_err(|e| Error::new(Code::SchemaInvalid, format!("`{key}`: {e}")))?;
+    let nested = raw.nested_blocksize.zip(raw.nested_offset);
+    Ok(QuantState { quant_type: raw.quant_type, block: raw.blocksize, shape: raw.shape, nested })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ancestors_are_modules() {
+        assert_eq!(ancestors("a.b.weight.absmax").collect::<Vec<_>>(), ["a.b.weight", "a.b", "a"]);
+        assert_eq!(ancestors("a").count(), 0);
+    }
+}

@@ -1,0 +1,112 @@
+//! The `q4` command: parses, dispatches to a verb, and turns what happened into an exit status.
+//!
+//! Verbs return values; only this file decides how a process ends.
+mod args;
+mod backends;
+mod bench;
+mod chat;
+mod choices;
+mod completions;
+mod context;
+mod demo;
+mod diagnose;
+mod explain;
+mod generate;
+mod input;
+mod inspect;
+mod logits;
+mod quantize;
+mod report;
+mod roofline;
+mod session;
+mod signals;
+mod text;
+mod verify;
+
+use args::{Cli, GlobalArgs, Verb};
+use clap::Parser;
+use context::Context;
+use q4_core::{Code, Error, Result};
+use report::Outcome;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::process::ExitCode;
+use tracing_subscriber::EnvFilter;
+
+fn main() -> ExitCode {
+    signals::install();
+    let line: Vec<_> = std::env::args_os().collect();
+    let json = line.iter().any(|a| a == "--json");
+    let cli = match Cli::try_parse_from(args::verb_first(line)) {
+        Ok(cli) => cli,
+        Err(e) => return usage(&e, json),
+    };
+    log(&cli.global);
+    let result = catch_unwind(AssertUnwindSafe(|| run(cli.global, &cli.verb)));
+    let code = match result {
+        Ok(Ok(outcome)) => return ExitCode::from(outcome.exit()),
+        Ok(Err(_)) if signals::interrupted() => return ExitCode::from(signals::INTERRUPTED),
+        Ok(Err(e)) => {
+            report::error(&e, json);
+            e.code()
+        }
+        Err(_) => {
+            let e = Error::new(Code::Internal, "q4 stopped because of a bug; the message is above");
+            report::error(&e.fix("please report it with the command line and the message"), json);
+            Code::Internal
+        }
+    };
+    ExitCode::from(code.exit())
+}
+
+fn run(global: GlobalArgs, verb: &Verb) -> Result<Outcome> {
+    if let Verb::Completions(args) = verb {
+        return completions::run(args);
+    }
+    let cx = Context::new(global)?;
+    match verb {
+        Verb::Generate(args) => generate::run(&cx, args),
+        Verb::Chat(args) => chat::run(&cx, args),
+        Verb::Explain(args) => explain::run(&cx, args),
+        Verb::Inspect(args) => inspect::run(&cx, args),
+        Verb::Verify(args) => verify::run(&cx, args),
+        Verb::Quantize(args) => quantize::run(&cx, args),
+        Verb::Logits(args) => logits::run(&cx, args),
+        Verb::Bench(args) => bench::run(&cx, args),
+        Verb::Diagnose(args) => diagnose::run(&cx, args),
+        Verb::Completions(args) => completions::run(args),
+    }
+}
+
+/// Help and version are results; everything else clap says is an error of usage.
+fn usage(e: &clap::Error, json: bool) -> ExitCode {
+    // A closed pipe is the only way this fails, and there is nobody left to tell.
+    let _ = e.print();
+    if !e.use_stderr() {
+        return ExitCode::SUCCESS;
+    }
+    if json {
+        let text = e.to_string();
+        let what = text.lines().next().unwrap_or_default();
+        let error = Error::new(Code::Usage, what.strip_prefix("error: ").unwrap_or(what));
+        report::error_document(&error.fix("q4 --help"));
+    }
+    ExitCode::from(Code::Usage.exit())
+}
+
+/// Log lines go to stderr; `RUST_LOG` decides where it is set, else `-v` and `-q`.
+fn log(global: &GlobalArgs) {
+    let default = match (global.quiet, global.verbose) {
+        (true, _) => "error",
+        (_, 0) => "warn",
+        (_, 1) => "info",
+        _ => "debug",
+    };
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(default));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(report::color_stderr(global.color))
+        .with_target(false)
+        .without_time()
+        .init();
+}

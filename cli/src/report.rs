@@ -1,0 +1,176 @@
+//! How results, warnings and errors are written.
+//!
+//! Results go to stdout and nothing else does, so that a script can rely on every byte there.
+use crate::args::{ColorChoice, GlobalArgs};
+use indicatif::{ProgressBar, ProgressStyle};
+use q4_core::{Code, Error, Result};
+use serde::Serialize;
+use serde_json::{Map, Value};
+use std::io::{self, IsTerminal, Write};
+
+/// How a verb ended when its result was written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// Nothing to complain about.
+    Done,
+    /// The result itself says that something is wrong; the process ends with the status of this code.
+    Found(Code),
+}
+
+impl Outcome {
+    /// Exit status.
+    pub fn exit(self) -> u8 {
+        match self {
+            Self::Done => 0,
+            Self::Found(code) => code.exit(),
+        }
+    }
+}
+
+/// Writes in the form the user asked for.
+pub struct Report {
+    json: bool,
+    quiet: bool,
+    verbose: bool,
+    color: bool,
+}
+
+impl Report {
+    /// The form `--json`, `-q`, `-v` and `--color` ask for.
+    pub fn new(global: &GlobalArgs) -> Self {
+        Self {
+            json: global.json,
+            quiet: global.quiet,
+            verbose: global.verbose > 0,
+            color: color_stderr(global.color),
+        }
+    }
+
+    /// Results are JSON documents.
+    pub fn is_json(&self) -> bool {
+        self.json
+    }
+
+    /// Bars and prompts make sense: a person looks at stderr and did not ask for silence.
+    pub fn is_interactive(&self) -> bool {
+        !self.quiet && io::stderr().is_terminal()
+    }
+
+    /// One JSON document on one line of stdout, `"schema": "q4.<verb>/1"` first. `body` must be a struct or a map.
+    pub fn document(&self, verb: &str, body: &impl Serialize) -> Result<()> {
+        stdout(&document(verb, body)?)
+    }
+
+    /// Text on stdout as it is.
+    pub fn text(&self, text: &str) -> Result<()> {
+        stdout(text)
+    }
+
+    /// One line on stderr that the user should act on; `-q` hides it.
+    pub fn warn(&self, text: &str) {
+        if !self.quiet {
+            let (on, off) = if self.color { ("\x1b[33m", "\x1b[0m") } else { ("", "") };
+            stderr(&format!("{on}warning:{off} {text}\n"));
+        }
+    }
+
+    /// A progress bar on stderr, hidden unless a person looks. The caller sets length and position and clears it.
+    pub fn bar(&self, what: &'static str) -> ProgressBar {
+        if !self.is_interactive() {
+            return ProgressBar::hidden();
+        }
+        let style = ProgressStyle::with_template("{msg} {wide_bar} {pos}/{len} {eta}");
+        let bar = ProgressBar::new(0).with_message(what);
+        style.map_or(bar.clone(), |style| bar.with_style(style))
+    }
+
+    /// One line on stderr for those who asked with `-v`.
+    pub fn detail(&self, text: &str) {
+        if self.verbose && !self.quiet {
+            stderr(&format!("{text}\n"));
+        }
+    }
+}
+
+/// Writes to stdout at once. A closed pipe ends the process; any other failure is [`Code::Io`].
+pub fn stdout(text: &str) -> Result<()> {
+    let mut out = io::stdout().lock();
+    out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(|e| {
+        let error = Error::new(Code::Io, format!("standard output: {e}"));
+        if e.kind() == io::ErrorKind::StorageFull { error.fix("free some space") } else { error }
+    })
+}
+
+/// Writes to stderr; when even that fails there is nobody to tell.
+pub fn stderr(text: &str) {
+    let _ = io::stderr().lock().write_all(text.as_bytes());
+}
+
+/// An error as text on stderr and, with `json`, as a document on stdout.
+pub fn error(e: &Error, json: bool) {
+    stderr(&format!("{e}\n"));
+    if json {
+        error_document(e);
+    }
+}
+
+/// The document alone.
+pub fn error_document(e: &Error) {
+    if let Ok(text) = document("error", &error_fields(e)) {
+        // The exit status still tells when stdout cannot.
+        let _ = stdout(&text);
+    }
+}
+
+/// `code`, `exit`, `what`, `need`, `have` and `fix`; parts that are not set are null.
+pub fn error_fields(e: &Error) -> Map<String, Value> {
+    let mut fields = Map::new();
+    fields.insert("code".into(), e.code().id().into());
+    fields.insert("exit".into(), e.code().exit().into());
+    for name in ["what", "need", "have", "fix"] {
+        let part = e.parts().find(|(n, _)| *n == name);
+        fields.insert(name.into(), part.map_or(Value::Null, |(_, text)| text.into()));
+    }
+    fields
+}
+
+/// Whether stderr takes colours: as asked, else on a terminal unless `NO_COLOR` is set.
+pub fn color_stderr(choice: ColorChoice) -> bool {
+    match choice {
+        ColorChoice::Always => true,
+        ColorChoice::Never => false,
+        ColorChoice::Auto => {
+            let refused = std::env::var_os("NO_COLOR").is_some_and(|v| !v.is_empty());
+            io::stderr().is_terminal() && !refused
+        }
+    }
+}
+
+fn document(verb: &str, body: &impl Serialize) -> Result<String> {
+    #[derive(Serialize)]
+    struct Document<'a, T: Serialize> {
+        schema: String,
+        #[serde(flatten)]
+        body: &'a T,
+    }
+    let document = Document { schema: format!("q4.{verb}/1"), body };
+    let text = serde_json::to_string(&document)
+        .map_err(|e| Error::new(Code::Internal, format!("the report of q4 {verb}: {e}")))?;
+    Ok(text + "\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_schema_comes_first_and_every_part_of_an_error_is_there() {
+        let e = Error::new(Code::TensorShape, "w").need("[4]").fix("export again");
+        let text = document("error", &error_fields(&e)).expect("serialises");
+        assert_eq!(
+            text,
+            "{\"schema\":\"q4.error/1\",\"code\":\"Q4-E0204\",\"exit\":4,\"what\":\"w\",\"need\":\"[4]\",\
+             \"have\":null,\"fix\":\"export again\"}\n"
+        );
+    }
+}

@@ -1,0 +1,151 @@
+//! From a checkpoint to something that runs, and what a report must say about how it ran.
+use crate::args::Format;
+use crate::context::Context;
+use crate::report::Report;
+use q4_core::memory::{Budget, peak_resident};
+use q4_core::{Dispatch, ExecPath, Executed, RejectCode, Rejection, Result};
+use q4_model::checkpoint::Checkpoint;
+use q4_model::generate::Answer;
+use q4_model::load::{self, ContextOptions, Loaded};
+use q4_model::plan::{HeadPlan, Plan, Product};
+use q4_model::runner::Runner;
+use serde::Serialize;
+
+/// Rows of a step at most: enough to amortise the weights, few enough to keep activations small.
+pub const CHUNK: usize = 512;
+
+/// A loaded model with the seam that counts its products.
+pub struct Session {
+    dispatch: Dispatch,
+    loaded: Loaded,
+    budget: Budget,
+    downgraded: usize,
+    dense: Vec<String>,
+}
+
+/// What every report about a run says of how it was computed.
+#[derive(Serialize)]
+pub struct Facts {
+    /// Largest resident size of the process; null where the system does not say.
+    pub peak_bytes: Option<u64>,
+    /// Products by what really ran.
+    pub executed: Vec<Executed>,
+    /// Products on a path worse than the best there is for them.
+    pub downgraded: usize,
+    /// Layers that are not 4-bit.
+    pub dense: Vec<String>,
+    /// Self-checks that --no-self-check skipped.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub skipped_self_checks: u64,
+}
+
+/// How long an answer took.
+#[derive(Clone, Copy, Default, Serialize)]
+pub struct Timing {
+    /// Opening and preparing the model.
+    pub load_s: f64,
+    /// Computing the prompt.
+    pub prefill_s: f64,
+    /// Computing the answer.
+    pub decode_s: f64,
+    /// Prompt tokens a second.
+    pub prefill_tok_s: f64,
+    /// Answer tokens a second.
+    pub decode_tok_s: f64,
+}
+
+impl Session {
+    /// Plans and prepares `checkpoint` for steps of up to `max_rows` rows. A downgrade is announced on stderr.
+    pub fn load(
+        cx: &Context,
+        checkpoint: &Checkpoint,
+        quantize: Option<Format>,
+        max_rows: usize,
+    ) -> Result<Self> {
+        let dispatch = cx.dispatch()?;
+        cx.require_named(&dispatch)?;
+        let options = cx.plan_options(quantize, max_rows)?;
+        let plan = Plan::new(checkpoint, &dispatch, &options)?;
+        let budget = cx.budget();
+        let bar = cx.report().bar("loading");
+        let mut progress = |done: usize, all: usize| {
+            bar.set_length(all as u64);
+            bar.set_position(done as u64);
+        };
+        let loaded = load::load(checkpoint, &plan, &dispatch, &options, cx.threads(), &budget, &mut progress);
+        bar.finish_and_clear();
+        let loaded = loaded?;
+        warn_of_downgrades(&plan, cx.report());
+        let mut dense: Vec<_> =
+            plan.products().filter(|p| !p.spec.schema.is_4bit()).map(|p| p.spec.name()).collect();
+        if let HeadPlan::Dense { .. } = plan.head {
+            dense.push(q4_model::checkpoint::names::HEAD.to_owned());
+        }
+        Ok(Self { downgraded: plan.downgraded(), dispatch, loaded, budget, dense })
+    }
+
+    /// A context of its own.
+    pub fn runner(&self, options: ContextOptions) -> Result<Runner> {
+        self.loaded.runner(options, &self.budget)
+    }
+
+    /// What ran so far.
+    pub fn facts(&self) -> Facts {
+        Facts {
+            peak_bytes: peak_resident(),
+            executed: self.dispatch.witness().executed(),
+            downgraded: self.downgraded,
+            dense: self.dense.clone(),
+            skipped_self_checks: self.dispatch.skipped_checks(),
+        }
+    }
+}
+
+impl Timing {
+    /// Of answers that took `load_s` to prepare for; rates are over all of them.
+    pub fn of<'a>(load_s: f64, answers: impl IntoIterator<Item = &'a Answer>) -> Self {
+        let mut t = Self { load_s, ..Self::default() };
+        let (mut prompt, mut answer) = (0, 0);
+        for a in answers {
+            t.prefill_s += a.prefill.as_secs_f64();
+            t.decode_s += a.decode.as_secs_f64();
+            prompt += a.prompt_tokens;
+            answer += a.ids.len();
+        }
+        let rate = |tokens: usize, s: f64| if s > 0.0 { tokens as f64 / s } else { 0.0 };
+        t.prefill_tok_s = rate(prompt, t.prefill_s);
+        t.decode_tok_s = rate(answer, t.decode_s);
+        t
+    }
+}
+
+fn warn_of_downgrades(plan: &Plan, report: &Report) {
+    let downgraded: Vec<_> =
+        plan.products().filter(|p| p.choice.as_ref().is_ok_and(|c| c.is_downgrade)).collect();
+    let Some(first) = downgraded.first() else { return };
+    report.warn(&format!(
+        "{} of {} products run on dense copies of their 4-bit weights ({}); --compute kernel-only refuses that",
+        downgraded.len(),
+        plan.products().count(),
+        reason(first).unwrap_or_else(|| "see q4 explain".into())
+    ));
+}
+
+/// Why a better path could not be had: the first candidate that lost to circumstance, not to a choice.
+fn reason(product: &Product) -> Option<String> {
+    let choice = product.choice.as_ref().ok()?;
+    let circumstance = |r: &&Rejection| {
+        r.path.is_none_or(|p| p < ExecPath::DequantMatmul)
+            && !r
+                .reasons
+                .iter()
+                .any(|x| matches!(x.code, RejectCode::NotSelected | RejectCode::SchemaUnsupported))
+    };
+    let lost = choice.rejected.iter().find(circumstance)?;
+    let first = lost.reasons.first()?;
+    Some(format!("{}: {}: need {}; have {}", lost.backend, first.code.as_str(), first.need, first.have))
+}
+
+fn is_zero(n: &u64) -> bool {
+    *n == 0
+}

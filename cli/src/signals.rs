@@ -1,0 +1,56 @@
+//! What Ctrl-C and a closed pipe do.
+//!
+//! A closed pipe ends the process without a word, as with every other filter. Ctrl-C ends it at once, unless a verb is
+//! writing files that must be removed first; then it asks once and insists the second time.
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Exit status after Ctrl-C.
+pub const INTERRUPTED: u8 = 130;
+
+static CLEANUP: AtomicBool = AtomicBool::new(false);
+static ASKED: AtomicBool = AtomicBool::new(false);
+
+/// Ctrl-C was pressed while [`Cleanup`] was held.
+pub fn interrupted() -> bool {
+    ASKED.load(Ordering::Relaxed)
+}
+
+/// While it lives, the first Ctrl-C only sets [`interrupted`]; whoever holds it looks there and stops.
+pub struct Cleanup(());
+
+impl Cleanup {
+    /// Begins to hold Ctrl-C back.
+    pub fn begin() -> Self {
+        CLEANUP.store(true, Ordering::Relaxed);
+        Self(())
+    }
+}
+
+impl Drop for Cleanup {
+    fn drop(&mut self) {
+        CLEANUP.store(false, Ordering::Relaxed);
+    }
+}
+
+/// Sets both dispositions; called once, before anything else.
+#[cfg(unix)]
+pub fn install() {
+    // SAFETY: the dispositions are set before any thread starts, and the handler only touches atomics and `_exit`.
+    unsafe {
+        libc::signal(libc::SIGPIPE, libc::SIG_DFL);
+        libc::signal(libc::SIGINT, on_interrupt as *const () as libc::sighandler_t);
+    }
+}
+
+/// Elsewhere the system's own behaviour is kept.
+#[cfg(not(unix))]
+pub fn install() {}
+
+#[cfg(unix)]
+extern "C" fn on_interrupt(_signal: libc::c_int) {
+    if CLEANUP.load(Ordering::Relaxed) && !ASKED.swap(true, Ordering::Relaxed) {
+        return;
+    }
+    // SAFETY: `_exit` may be called from a signal handler.
+    unsafe { libc::_exit(i32::from(INTERRUPTED)) }
+}

@@ -1,0 +1,133 @@
+//! The text side of a model: tokenizer, chat template, sampling wishes, and what the options make of them.
+use crate::args::AnswerArgs;
+use crate::report::Report;
+use q4_core::{Code, Error, Result};
+use q4_model::checkpoint::Checkpoint;
+use q4_model::generate::Limits;
+use q4_model::generation::GenerationConfig;
+use q4_model::sampling::SamplingParams;
+use q4_model::template::ChatTemplate;
+use q4_model::tokenizer::Tokenizer;
+use serde_json::{Map, Value};
+use std::hash::{BuildHasher, Hasher, RandomState};
+
+/// Cache positions are allocated in steps of this many.
+const CONTEXT_STEP: usize = 64;
+
+/// Tokenizer and sampling wishes of a model.
+pub struct Text {
+    /// The tokenizer.
+    pub tokenizer: Tokenizer,
+    /// `bos_token` and `eos_token`, for templates that print them.
+    pub variables: Map<String, Value>,
+    generation: GenerationConfig,
+    stop_ids: Vec<u32>,
+}
+
+impl Text {
+    /// Reads the files beside the weights. [`Code::ModelMissing`] without a tokenizer.
+    pub fn of(checkpoint: &Checkpoint) -> Result<Self> {
+        let config = checkpoint.config();
+        let file = checkpoint.file("tokenizer.json").ok_or_else(|| {
+            Error::new(Code::ModelMissing, format!("{}: no tokenizer.json", checkpoint.name()))
+                .need("tokenizer.json beside the weights")
+                .fix("name it with --tokenizer PATH; `q4 logits` needs none")
+        })?;
+        let tokenizer = Tokenizer::from_bytes(&file)?;
+        let generation = match checkpoint.file("generation_config.json") {
+            Some(bytes) => GenerationConfig::parse(&bytes, config.vocab_size)?,
+            None => GenerationConfig::default(),
+        };
+        let mut stop_ids = generation.eos_token_ids.clone();
+        if stop_ids.is_empty() {
+            stop_ids = config.eos_token_ids.clone();
+        }
+        if stop_ids.is_empty() {
+            stop_ids.extend(["<|im_end|>", "<|endoftext|>"].iter().filter_map(|t| tokenizer.id_of(t)));
+        }
+        Ok(Self { tokenizer, variables: variables(checkpoint)?, generation, stop_ids })
+    }
+
+    /// The model's chat template, else that of Qwen3 instruct models.
+    pub fn template(checkpoint: &Checkpoint) -> Result<ChatTemplate> {
+        if let Some(bytes) = checkpoint.file("chat_template.jinja") {
+            let source = std::str::from_utf8(&bytes).map_err(|e| {
+                Error::new(Code::TemplateInvalid, "chat_template.jinja: not UTF-8").have(e.to_string())
+            })?;
+            return ChatTemplate::compile(source).map_err(|e| e.within("chat_template.jinja"));
+        }
+        let own = checkpoint.file("tokenizer_config.json").map(|b| ChatTemplate::from_tokenizer_config(&b));
+        match own.transpose()?.flatten() {
+            Some(template) => Ok(template),
+            None => {
+                tracing::info!(
+                    model = checkpoint.name(),
+                    "no chat template: that of Qwen3 instruct models is used"
+                );
+                Ok(ChatTemplate::qwen3())
+            }
+        }
+    }
+
+    /// The model's wishes with the options over them. An option that can have no effect is warned about.
+    pub fn sampling(&self, args: &AnswerArgs, report: &Report) -> Result<SamplingParams> {
+        let seed = args.seed.unwrap_or_else(|| RandomState::new().build_hasher().finish() >> 32);
+        let mut wishes = self.generation.clone();
+        if let Some(t) = args.temperature {
+            wishes.do_sample = Some(t != 0.0);
+        }
+        let mut params = wishes.sampling(seed);
+        params.temperature = args.temperature.unwrap_or(params.temperature);
+        params.top_p = args.top_p.unwrap_or(params.top_p);
+        params.top_k = args.top_k.unwrap_or(params.top_k);
+        params.min_p = args.min_p.unwrap_or(params.min_p);
+        params.repetition_penalty = args.repetition_penalty.unwrap_or(params.repetition_penalty);
+        let filtered = args.top_p.is_some() || args.top_k.is_some() || args.min_p.is_some();
+        if params.temperature == 0.0 && filtered {
+            report.warn(
+                "--top-p, --top-k and --min-p have no effect at temperature 0; --temperature 0.7 samples",
+            );
+        }
+        params.validate()?;
+        Ok(params)
+    }
+
+    /// When an answer ends.
+    pub fn limits(&self, args: &AnswerArgs) -> Limits {
+        Limits {
+            max_tokens: args.max_tokens,
+            stop_ids: if args.ignore_eos { Vec::new() } else { self.stop_ids.clone() },
+            stop_strings: args.stop.clone(),
+        }
+    }
+}
+
+/// Positions of the cache: as asked, else `need` rounded up, never more than the model has.
+pub fn context_size(asked: Option<u32>, need: usize, checkpoint: &Checkpoint) -> Result<usize> {
+    let most = checkpoint.config().max_position_embeddings;
+    let Some(asked) = asked else {
+        return Ok(need.saturating_add(CONTEXT_STEP - 1) / CONTEXT_STEP * CONTEXT_STEP)
+            .map(|n| n.clamp(1, most));
+    };
+    if asked as usize > most {
+        return Err(Error::new(Code::Usage, format!("--context {asked}"))
+            .need(format!("at most {most}, the model's max_position_embeddings")));
+    }
+    Ok(asked as usize)
+}
+
+fn variables(checkpoint: &Checkpoint) -> Result<Map<String, Value>> {
+    let mut variables = Map::new();
+    let Some(bytes) = checkpoint.file("tokenizer_config.json") else { return Ok(variables) };
+    let config: Value = serde_json::from_slice(&bytes).map_err(|e| {
+        Error::new(Code::TokenizerInvalid, "tokenizer_config.json").need("valid JSON").have(e.to_string())
+    })?;
+    for name in ["bos_token", "eos_token"] {
+        // Either the token's text, or an object that describes it.
+        let token = config.get(name).map(|t| t.get("content").unwrap_or(t));
+        if let Some(Value::String(text)) = token {
+            variables.insert(name.to_owned(), text.as_str().into());
+        }
+    }
+    Ok(variables)
+}

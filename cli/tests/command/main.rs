@@ -1,0 +1,64 @@
+//! Drives the real `q4`: what scripts rely on is its exit status, its stdout and its numbers, so that is what is tested.
+#![allow(clippy::unwrap_used)]
+mod demo;
+mod exit;
+mod output;
+mod quantize;
+mod signals;
+mod tiny;
+
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+/// The executable without the settings of whoever runs the tests.
+pub fn q4() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_q4"));
+    for name in ["RUST_LOG", "Q4_THREADS", "Q4_NVFP4_LIB", "Q4_ISA", "NO_COLOR", "CLICOLOR_FORCE", "COLUMNS"]
+    {
+        command.env_remove(name);
+    }
+    command.args(["--threads", "2"]);
+    command
+}
+
+/// Runs `q4` with arguments and nothing on standard input.
+pub fn run(args: &[&str]) -> Output {
+    q4().args(args).output().expect("q4 starts")
+}
+
+/// Runs it with `--json`, expects exit status 0, and returns the document.
+pub fn json(verb: &str, args: &[&str]) -> Value {
+    let output = run(&[&["--json", verb], args].concat());
+    assert!(output.status.success(), "{args:?}: {}", err(&output));
+    document(verb, &output)
+}
+
+/// The one document on stdout, whose first field names its schema.
+pub fn document(verb: &str, output: &Output) -> Value {
+    let text = out(output);
+    let start = format!("{{\"schema\":\"q4.{verb}/1\",");
+    assert!(text.starts_with(&start), "{verb}: {text}");
+    assert_eq!(text.lines().count(), 1, "{verb}: {text}");
+    serde_json::from_str(&text).expect("one JSON document")
+}
+
+/// Its stdout.
+pub fn out(output: &Output) -> String {
+    String::from_utf8(output.stdout.clone()).expect("UTF-8")
+}
+
+/// Its stderr.
+pub fn err(output: &Output) -> String {
+    String::from_utf8(output.stderr.clone()).expect("UTF-8")
+}
+
+/// A recorded model.
+pub fn golden(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../conformance/golden").join(path)
+}
+
+/// The same as an argument.
+pub fn golden_arg(path: &str) -> String {
+    golden(path).display().to_string()
+}
