@@ -188,7 +188,8 @@ impl<'a> Conversation<'a> {
         self.messages.push(Message::new("assistant", &answer.text));
         // The cache holds the sampled ids; when their text is what the template repeats, only the closing is new.
         self.text.push_str(&answer.text);
-        self.exact = answer.finish != FinishReason::StopString && !answer.text.contains(char::REPLACEMENT_CHARACTER);
+        self.exact =
+            answer.finish != FinishReason::StopString && !answer.text.contains(char::REPLACEMENT_CHARACTER);
         let closing = self.extend_to(self.render(false)?)?;
         // A full context ends the conversation, not the answer it still had room for.
         self.exact = self.runner.tokens().len() + closing.len() <= self.runner.context();
@@ -211,7 +212,8 @@ impl<'a> Conversation<'a> {
                 let all = self.tokenizer.encode(&rendered, false)?;
                 let held = self.runner.tokens();
                 // One token must be left to compute, or there would be no logits.
-                let same = all.iter().zip(held).take_while(|(a, b)| a == b).count().min(all.len().saturating_sub(1));
+                let same =
+                    all.iter().zip(held).take_while(|(a, b)| a == b).count().min(all.len().saturating_sub(1));
                 self.runner.truncate(same);
                 all[same..].to_vec()
             }

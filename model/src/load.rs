@@ -44,7 +44,17 @@ pub fn load(
 ) -> Result<Loaded> {
     plan.require(dispatch)?;
     let all = plan.products().count();
-    let mut loader = Loader { checkpoint, dispatch, options, threads: &threads, budget, workspace: 0, done: 0, all, progress };
+    let mut loader = Loader {
+        checkpoint,
+        dispatch,
+        options,
+        threads: &threads,
+        budget,
+        workspace: 0,
+        done: 0,
+        all,
+        progress,
+    };
     let c = checkpoint.config();
     let shape = shape(checkpoint);
     let mut blocks = Vec::with_capacity(c.num_hidden_layers);
@@ -110,10 +120,20 @@ impl Loaded {
         let widths = 3 * s.hidden + s.qkv() + s.q() + 3 * s.intermediate;
         budget.reserve(((rows * widths + logit_rows * s.vocab) * 4) as u64, "the activations")?;
         let threads = self.threads.threads();
-        budget.reserve(CpuExecutor::bytes(s, threads, self.dtype, rows, context, self.workspace), "the workspace")?;
+        budget.reserve(
+            CpuExecutor::bytes(s, threads, self.dtype, rows, context, self.workspace),
+            "the workspace",
+        )?;
         let rope = (self.rope.0.as_slice(), self.rope.1);
-        let executor =
-            CpuExecutor::new(s.clone(), self.threads.clone(), self.dtype, rows, context, self.workspace, rope);
+        let executor = CpuExecutor::new(
+            s.clone(),
+            self.threads.clone(),
+            self.dtype,
+            rows,
+            context,
+            self.workspace,
+            rope,
+        );
         let cache = KvCache::new(kind, s.layers, s.kv_heads, s.head_dim, context);
         Ok(Runner::new(self.model.clone(), executor, cache, slots(s, rows, logit_rows), rows))
     }
@@ -179,8 +199,11 @@ impl Loader<'_> {
             let segments = owned.iter().map(Quantized::segment).collect::<Result<Vec<_>>>()?;
             self.seam(&segments, p)?
         } else {
-            let layers =
-                spec.segments.iter().map(|s| self.checkpoint.layer(&s.name, s.rows, spec.k)).collect::<Result<Vec<_>>>()?;
+            let layers = spec
+                .segments
+                .iter()
+                .map(|s| self.checkpoint.layer(&s.name, s.rows, spec.k))
+                .collect::<Result<Vec<_>>>()?;
             let segments: Vec<Segment<'_>> = layers.iter().map(|l| l.segment.clone()).collect();
             self.seam(&segments, p)?
         };
@@ -201,7 +224,11 @@ impl Loader<'_> {
     }
 
     fn quantized(&self, p: &Product) -> Result<Vec<Quantized>> {
-        let target = self.options.quantize.as_ref().ok_or_else(|| Error::new(Code::Internal, "no target to quantise to"))?;
+        let target = self
+            .options
+            .quantize
+            .as_ref()
+            .ok_or_else(|| Error::new(Code::Internal, "no target to quantise to"))?;
         let quantize = |s: &q4_core::SegmentSpec| {
             let stored = self.checkpoint.floats(&format!("{}.weight", s.name), &[s.rows, p.spec.k])?;
             let rows = Rows::new(&s.name, stored.bytes, stored.dtype, s.rows, p.spec.k)?;

@@ -2,8 +2,8 @@
 use crate::checkpoint::{Checkpoint, Head, Layer, names};
 use crate::quantize::Target;
 use q4_core::{
-    Activations, ActGlobal, ActQuant, Code, Device, Dispatch, DType, Error, LinearSpec, OpSet, Q4Schema, Result, Rule,
-    SegmentSpec, Selection, SelectionError,
+    ActGlobal, ActQuant, Activations, Code, DType, Device, Dispatch, Error, LinearSpec, OpSet, Q4Schema,
+    Result, Rule, SegmentSpec, Selection, SelectionError,
 };
 
 /// What `--activations` may ask for.
@@ -86,7 +86,9 @@ impl Plan {
     /// Plans every product of `checkpoint`. Layers nobody can serve are part of the plan; see [`Plan::require`].
     pub fn new(checkpoint: &Checkpoint, dispatch: &Dispatch, options: &PlanOptions) -> Result<Self> {
         let planner = Planner { checkpoint, dispatch, options };
-        let layers = (0..checkpoint.config().num_hidden_layers).map(|i| planner.layer(i)).collect::<Result<Vec<_>>>()?;
+        let layers = (0..checkpoint.config().num_hidden_layers)
+            .map(|i| planner.layer(i))
+            .collect::<Result<Vec<_>>>()?;
         Ok(Self { layers, head: planner.head()? })
     }
 
@@ -106,31 +108,52 @@ impl Plan {
 
     /// Fails with the first layer nobody can serve, and when what the user named would serve nothing.
     pub fn require(&self, dispatch: &Dispatch) -> Result<()> {
-        let refused: Vec<_> = self.products().filter_map(|p| p.choice.as_ref().err().map(|e| (p, e))).collect();
+        let refused: Vec<_> =
+            self.products().filter_map(|p| p.choice.as_ref().err().map(|e| (p, e))).collect();
         if let Some((_, first)) = refused.first() {
             let mut e = Error::from((*first).clone());
             if refused.len() > 1 {
-                e = e.within(format!("{} of {} products cannot be served; the first", refused.len(), self.products().count()));
+                e = e.within(format!(
+                    "{} of {} products cannot be served; the first",
+                    refused.len(),
+                    self.products().count()
+                ));
             }
             return Err(e);
         }
         let policy = dispatch.policy();
         let four_bit = self.products().any(|p| p.spec.schema.is_4bit());
         if policy.compute == q4_core::ComputePath::KernelOnly && !four_bit {
-            return Err(Error::new(Code::NoneEligible, "no layer of this model is 4-bit, so no kernel would run")
-                .need("4-bit layers under --compute kernel-only")
-                .have("a dense checkpoint")
-                .fix("add --quantize nvfp4, or write a 4-bit checkpoint with `q4 quantize`"));
+            return Err(Error::new(
+                Code::NoneEligible,
+                "no layer of this model is 4-bit, so no kernel would run",
+            )
+            .need("4-bit layers under --compute kernel-only")
+            .have("a dense checkpoint")
+            .fix("add --quantize nvfp4, or write a 4-bit checkpoint with `q4 quantize`"));
         }
         let serves = |name: &str| {
             self.products().any(|p| p.choice.as_ref().is_ok_and(|c| c.backend.descriptor().name == name))
         };
-        for (glob, name) in policy.overrides.all.iter().map(|n| ("*", n)).chain(policy.overrides.layers.iter().map(|(g, n)| (g.as_str(), n))) {
+        for (glob, name) in policy
+            .overrides
+            .all
+            .iter()
+            .map(|n| ("*", n))
+            .chain(policy.overrides.layers.iter().map(|(g, n)| (g.as_str(), n)))
+        {
             if !serves(name) {
-                return Err(Error::new(Code::OverrideUnused, format!("backend `{name}` would serve no layer of this model"))
-                    .need(format!("at least one layer `{glob}` it can serve"))
-                    .have(format!("layers of {}", self.schemas().join(", ")))
-                    .fix(if four_bit { "see `q4 explain MODEL`" } else { "add --quantize nvfp4 or --quantize nf4" }));
+                return Err(Error::new(
+                    Code::OverrideUnused,
+                    format!("backend `{name}` would serve no layer of this model"),
+                )
+                .need(format!("at least one layer `{glob}` it can serve"))
+                .have(format!("layers of {}", self.schemas().join(", ")))
+                .fix(if four_bit {
+                    "see `q4 explain MODEL`"
+                } else {
+                    "add --quantize nvfp4 or --quantize nf4"
+                }));
             }
         }
         Ok(())
@@ -183,13 +206,17 @@ impl Planner<'_> {
 
     /// One product where all parts agree, else one each.
     fn group(&self, members: &[(String, usize, usize)]) -> Result<Vec<Product>> {
-        let bind = |(name, n, k): &(String, usize, usize)| Ok(self.part(&self.checkpoint.bind(name, *n, *k)?));
+        let bind =
+            |(name, n, k): &(String, usize, usize)| Ok(self.part(&self.checkpoint.bind(name, *n, *k)?));
         let parts = members.iter().map(bind).collect::<Result<Vec<_>>>()?;
         let overrides = &self.dispatch.policy().overrides;
         let bound = |p: &Part| overrides.of(&p.name, p.schema.is_4bit(), true).map(str::to_owned);
         let first = &parts[0];
         let alike = parts.iter().all(|p| {
-            p.schema == first.schema && p.activations == first.activations && p.layout == first.layout && bound(p) == bound(first)
+            p.schema == first.schema
+                && p.activations == first.activations
+                && p.layout == first.layout
+                && bound(p) == bound(first)
         });
         Ok(match alike {
             true => vec![self.product(parts)],

@@ -156,7 +156,7 @@ pub fn amax(rows: &Rows<'_>, threads: &ThreadPool) -> Result<f32> {
 
 /// Quantises the matrix. `global_amax` replaces the matrix's own amax in the per-tensor scale, for matrices that share
 /// one; it must not be below the own amax. Reads the matrix twice with two-level scales, else once; holds the packed
-/// result and [`PIECE`] f32 a thread, never an f32 copy.
+/// result and 16 Ki f32 a thread, never an f32 copy.
 ///
 /// [`Code::TensorShape`]: NVFP4 with `k % 16 != 0`. [`Code::NonFinite`]: a weight that is NaN or infinite.
 /// [`Code::Usage`]: a block size NF4 does not have.

@@ -111,8 +111,9 @@ impl Runner {
         self.executor.set_watching(false);
         self.cache.truncate(self.tokens.len());
         again.err().unwrap_or_else(|| {
-            Error::new(Code::NonFinite, "logits are not finite").need("finite logits").have("values that differ between two runs")
+            Error::new(Code::NonFinite, "logits are not finite")
+                .need("finite logits")
+                .have("values that differ between two runs")
         })
     }
 }
-

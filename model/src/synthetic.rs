@@ -7,8 +7,9 @@ use crate::graph::{Block, Qwen3};
 use crate::load::Loaded;
 use q4_core::memory::Budget;
 use q4_core::{
-    Absmax, Activations, Code, Convention, DType, Device, Dispatch, Error, GlobalScale, LinearSpec, NibbleOrder, OpSet,
-    Q4Schema, Q4Weight, Result, ScaleLayout, Segment, SegmentData, SegmentSpec, TensorView, ThreadPool,
+    Absmax, Activations, Code, Convention, DType, Device, Dispatch, Error, GlobalScale, LinearSpec,
+    NibbleOrder, OpSet, Q4Schema, Q4Weight, Result, ScaleLayout, Segment, SegmentData, SegmentSpec,
+    TensorView, ThreadPool,
 };
 use std::sync::Arc;
 
@@ -26,7 +27,8 @@ pub const SIZES: [(&str, usize, usize, usize, usize, usize, bool); 6] = [
 pub fn shape(name: &str) -> Result<Shape> {
     let known = SIZES.iter().find(|s| s.0 == name).ok_or_else(|| {
         let all: Vec<_> = SIZES.iter().map(|s| s.0).collect();
-        Error::new(Code::Usage, format!("no shape is named `{name}`")).need(format!("one of {}", all.join(", ")))
+        Error::new(Code::Usage, format!("no shape is named `{name}`"))
+            .need(format!("one of {}", all.join(", ")))
     })?;
     let &(_, layers, hidden, intermediate, heads, kv_heads, _) = known;
     Ok(Shape { hidden, heads, kv_heads, head_dim: 128, intermediate, vocab: 151_936, layers })
@@ -92,7 +94,8 @@ pub fn build(
             k_norm: ones(s.head_dim),
             o: b.linear(&[(names::o(i), s.hidden)], s.q())?,
             post_norm: ones(s.hidden),
-            gate_up: b.linear(&[(names::gate(i), s.intermediate), (names::up(i), s.intermediate)], s.hidden)?,
+            gate_up: b
+                .linear(&[(names::gate(i), s.intermediate), (names::up(i), s.intermediate)], s.hidden)?,
             down: b.linear(&[(names::down(i), s.hidden)], s.intermediate)?,
         });
     }
@@ -135,7 +138,10 @@ struct Builder<'a> {
 impl Builder<'_> {
     fn linear(&mut self, members: &[(String, usize)], k: usize) -> Result<CpuLinear> {
         let spec = LinearSpec {
-            segments: members.iter().map(|(name, rows)| SegmentSpec { name: name.clone(), rows: *rows }).collect(),
+            segments: members
+                .iter()
+                .map(|(name, rows)| SegmentSpec { name: name.clone(), rows: *rows })
+                .collect(),
             schema: self.recipe.schema,
             k,
             max_m: self.recipe.max_rows,
@@ -201,7 +207,10 @@ impl Part {
             let scales = TensorView::of_bytes(&self.scales, DType::F8E4M3, &[self.rows, k / 16])?;
             SegmentData::Nvfp4 { codes, scales, global: Some(GlobalScale::multiply(self.global)?) }
         } else {
-            SegmentData::Nf4 { codes, absmax: Absmax::Plain(TensorView::of(&self.absmax, &[self.absmax.len()])?) }
+            SegmentData::Nf4 {
+                codes,
+                absmax: Absmax::Plain(TensorView::of(&self.absmax, &[self.absmax.len()])?),
+            }
         };
         Ok(Segment { rows: self.rows, data })
     }

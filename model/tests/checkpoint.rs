@@ -12,6 +12,7 @@ use q4_model::{
 };
 use serde_json::json;
 
+#[allow(clippy::excessive_precision)] // the decimals of the format's definition
 const NF4: [f32; 16] = [
     -1.0,
     -0.6961928009986877,

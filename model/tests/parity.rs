@@ -26,7 +26,10 @@ fn logits_and_greedy_tokens_are_those_of_the_libraries() -> Result<()> {
     for model in ["qwen3_tiny_a", "qwen3_tiny_b"] {
         let bytes = std::fs::read(golden(model).join("expected.safetensors")).expect("record");
         let expected = SafeTensors::deserialize(&bytes).expect("record");
-        let dq = [("nf4_dq", "nf4_bnb_dq", Native, 1e-3), ("ct_w4a16", "nvfp4_ct_w4a16", ActivationRequest::Auto, 1e-3)];
+        let dq = [
+            ("nf4_dq", "nf4_bnb_dq", Native, 1e-3),
+            ("ct_w4a16", "nvfp4_ct_w4a16", ActivationRequest::Auto, 1e-3),
+        ];
         for (variant, directory, activations, tolerance) in VARIANTS.into_iter().chain(dq) {
             let backends: &[Option<&'static str>] = match directory {
                 "" => &[Some("dequant-matmul"), Some("reference")],
@@ -45,7 +48,10 @@ fn logits_and_greedy_tokens_are_those_of_the_libraries() -> Result<()> {
                     let worst = got.iter().zip(&want).fold(0f32, |w, (a, b)| w.max((a - b).abs()));
                     let largest = want.iter().fold(0f32, |w, v| w.max(v.abs()));
                     let limit = if tolerance == 0.0 { 2e-4 } else { tolerance * largest };
-                    assert!(worst <= limit, "{path} {variant} len{length} {backend:?}: {worst:e} > {limit:e}");
+                    assert!(
+                        worst <= limit,
+                        "{path} {variant} len{length} {backend:?}: {worst:e} > {limit:e}"
+                    );
                     compared += got.len();
                 }
                 let (_d, mut runner) = setup.open(&path)?;
@@ -67,7 +73,10 @@ fn kernels_serve_every_quantised_flavour() -> Result<()> {
         let (dispatch, mut runner) = setup.open(&format!("qwen3_tiny_a/{directory}"))?;
         runner.accept(&[1, 2, 3])?;
         let executed = dispatch.witness().executed();
-        assert!(!executed.is_empty() && executed.iter().all(|e| e.backend.ends_with("-kernel")), "{executed:?}");
+        assert!(
+            !executed.is_empty() && executed.iter().all(|e| e.backend.ends_with("-kernel")),
+            "{executed:?}"
+        );
         assert!(dispatch.witness().downgraded().is_empty());
     }
     Ok(())

@@ -21,7 +21,8 @@ fn a_prompt_gives_the_same_bits_however_it_is_cut() -> Result<()> {
         let ids: Vec<u32> = (0..41).map(|i| (i * 7 + 3) % 190).collect();
         let mut all: Vec<Vec<f32>> = Vec::new();
         for (chunk, threads, split) in [(64, 1, 41), (64, 2, 41), (8, 3, 41), (64, 2, 1), (64, 2, 13)] {
-            let setup = Setup { activations, chunk, threads, compute: ComputePath::KernelOnly, ..Setup::default() };
+            let setup =
+                Setup { activations, chunk, threads, compute: ComputePath::KernelOnly, ..Setup::default() };
             let (_d, mut runner) = setup.open(path)?;
             for part in ids.chunks(split) {
                 runner.accept(part)?;
@@ -31,7 +32,10 @@ fn a_prompt_gives_the_same_bits_however_it_is_cut() -> Result<()> {
         }
         for other in &all[1..] {
             let same = all[0].iter().zip(other).all(|(a, b)| a.to_bits() == b.to_bits());
-            assert!(same, "{path} {activations:?}: logits depend on how the prompt was cut or on the threads");
+            assert!(
+                same,
+                "{path} {activations:?}: logits depend on how the prompt was cut or on the threads"
+            );
         }
     }
     Ok(())
@@ -45,7 +49,8 @@ fn a_step_on_a_warm_cache_does_not_see_the_future() -> Result<()> {
     let (_d, mut warm) = setup.open("qwen3_tiny_a")?;
     warm.accept(&[1, 2, 3])?;
     warm.accept(&[4, 5, 6])?;
-    let worst = whole.logits().to_vec().iter().zip(warm.logits().iter()).fold(0f32, |w, (a, b)| w.max((a - b).abs()));
+    let worst =
+        whole.logits().to_vec().iter().zip(warm.logits().iter()).fold(0f32, |w, (a, b)| w.max((a - b).abs()));
     assert!(worst < 1e-4, "{worst}");
     Ok(())
 }
@@ -96,7 +101,8 @@ const TURNS: [&str; 8] = [
 #[test]
 fn eight_turns_equal_a_run_from_scratch_and_compute_only_what_is_new() -> Result<()> {
     let demo = demo()?;
-    let setup = Setup { context: 1024, chunk: 64, activations: ActivationRequest::Native, ..Setup::default() };
+    let setup =
+        Setup { context: 1024, chunk: 64, activations: ActivationRequest::Native, ..Setup::default() };
     let dispatch = setup.dispatch()?;
     let loaded = setup.load(&demo.checkpoint, &dispatch)?;
     let (mut warm, mut cold) = (setup.runner(&loaded)?, setup.runner(&loaded)?);
@@ -125,7 +131,11 @@ fn eight_turns_equal_a_run_from_scratch_and_compute_only_what_is_new() -> Result
         assert_eq!(answer.ids, fresh.ids, "turn {i}: {:?} against {:?}", answer.text, fresh.text);
         let closed = demo.template.render(talk.messages(), None, false, &variables)?;
         if answer.finish == FinishReason::Stop {
-            assert_eq!(talk.runner().tokens(), demo.tokenizer.encode(&closed, false)?, "turn {i} is not closed");
+            assert_eq!(
+                talk.runner().tokens(),
+                demo.tokenizer.encode(&closed, false)?,
+                "turn {i} is not closed"
+            );
         }
     }
     Ok(())
@@ -161,9 +171,14 @@ fn non_finite_values_name_the_layer_that_made_them() -> Result<()> {
     let header = u64::from_le_bytes(*weights.first_chunk().expect("length")) as usize;
     let text = String::from_utf8(weights[8..8 + header].to_vec()).expect("JSON");
     let table: serde_json::Value = serde_json::from_str(&text).expect("JSON");
-    let at = table["model.layers.1.post_attention_layernorm.weight"]["data_offsets"][0].as_u64().expect("offset") as usize;
+    let at = table["model.layers.1.post_attention_layernorm.weight"]["data_offsets"][0]
+        .as_u64()
+        .expect("offset") as usize;
     weights[8 + header + at..][..4].copy_from_slice(&3e38f32.to_le_bytes());
-    let files = vec![("model.safetensors".to_owned(), Bytes::from(weights)), ("config.json".to_owned(), Bytes::from(read("config.json")))];
+    let files = vec![
+        ("model.safetensors".to_owned(), Bytes::from(weights)),
+        ("config.json".to_owned(), Bytes::from(read("config.json"))),
+    ];
     let checkpoint = Checkpoint::from_files("overflow", files)?;
     let setup = Setup::default();
     let dispatch = setup.dispatch()?;

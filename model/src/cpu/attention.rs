@@ -1,7 +1,7 @@
 //! Causal attention over the cache, one task per key/value head and block of rows.
 use super::cache::{KvCache, Rows};
 use super::simd;
-use super::tensor::CpuTensor;
+use super::tensor::{CpuTensor, Disjoint};
 use crate::executor::Shape;
 use q4_core::ThreadPool;
 
@@ -49,15 +49,15 @@ pub(super) fn run(
     let past = cache.len();
     let stride = scores.stride;
     let lanes = scores.buffer.len() / stride;
-    let scores = Shared(scores.buffer.as_mut_ptr());
+    let scores = Disjoint::new(&mut scores.buffer);
     let width = out.width();
-    let out = Shared(out.data_mut().as_mut_ptr());
+    let out = Disjoint::new(out.data_mut());
     let row_blocks = rows.div_ceil(ROWS);
     let all = shape.kv_heads * row_blocks;
     // A lane owns one score slice and walks the tasks `lane, lane + lanes, ...`.
     threads.run(lanes.min(all), &|lane| {
         // SAFETY: a lane number is handed out once per run, and slices of different lanes do not overlap.
-        let line = unsafe { std::slice::from_raw_parts_mut(scores.at(lane * stride), stride) };
+        let line = unsafe { scores.slice(lane * stride, stride) };
         for task in (lane..all).step_by(lanes) {
             let (kv, block) = (task % shape.kv_heads, task / shape.kv_heads);
             for r in block * ROWS..((block + 1) * ROWS).min(rows) {
@@ -65,7 +65,7 @@ pub(super) fn run(
                 for h in kv * group..(kv + 1) * group {
                     let q = &qkv.row(r)[h * d..][..d];
                     // SAFETY: (row, head) belongs to exactly one task.
-                    let o = unsafe { std::slice::from_raw_parts_mut(out.at(r * width + h * d), d) };
+                    let o = unsafe { out.slice(r * width + h * d, d) };
                     let line = &mut line[..count];
                     match (cache.rows(layer, 0, kv, count), cache.rows(layer, 1, kv, count)) {
                         (Rows::F32(k), Rows::F32(v)) => head(q, k, v, scale, line, o),
@@ -82,19 +82,5 @@ fn head<T: simd::Widen>(q: &[f32], k: &[T], v: &[T], scale: f32, line: &mut [f32
     simd::dots(q, k, scale, line);
     let max = line.iter().fold(f32::NEG_INFINITY, |m, &s| if s > m || s.is_nan() { s } else { m });
     let total = simd::exp_sum(line, max);
-    out.fill(0.0);
-    simd::accumulate(line, v, out);
-    let inverse = 1.0 / total;
-    out.iter_mut().for_each(|o| *o *= inverse);
-}
-
-/// A pointer tasks write disjoint parts through.
-struct Shared(*mut f32);
-// SAFETY: every task writes its own part only, as each use states.
-unsafe impl Sync for Shared {}
-impl Shared {
-    fn at(&self, offset: usize) -> *mut f32 {
-        // SAFETY: callers stay inside the buffer the pointer came from.
-        unsafe { self.0.add(offset) }
-    }
+    simd::weighted_sum(line, v, 1.0 / total, out);
 }

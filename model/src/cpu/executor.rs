@@ -1,11 +1,13 @@
 //! [`Executor`] on the CPU: dense operations here, every 4-bit product through [`Q4Linear`].
 use super::attention::{self, Scores};
+use super::tensor::{Disjoint, each_row};
 use super::{CpuTensor, KvCache, simd};
 use crate::checkpoint::Bytes;
 use crate::executor::{Executor, Logits, Shape, Slots};
 use half::{bf16, f16};
 use q4_core::{
-    Code, DType, Element, Error, ExecContext, Q4Linear, Result, TensorView, TensorViewMut, ThreadPool, read_floats,
+    Code, DType, Element, Error, ExecContext, Q4Linear, Result, TensorView, TensorViewMut, ThreadPool,
+    read_floats,
 };
 use std::ops::Range;
 use std::sync::Arc;
@@ -115,7 +117,14 @@ impl CpuExecutor {
     }
 
     /// Bytes `new` allocates, predicted.
-    pub fn bytes(shape: &Shape, threads: usize, y: DType, rows: usize, context: usize, workspace: usize) -> u64 {
+    pub fn bytes(
+        shape: &Shape,
+        threads: usize,
+        y: DType,
+        rows: usize,
+        context: usize,
+        workspace: usize,
+    ) -> u64 {
         let widest = shape.qkv().max(2 * shape.intermediate).max(shape.hidden).max(shape.vocab);
         let staging = if y == DType::F32 { 0 } else { rows * widest * 2 };
         let lanes = attention::tasks(shape, rows).min(4 * threads);
@@ -146,7 +155,9 @@ impl Executor for CpuExecutor {
         let (width, row_bytes) = (table.width, table.width * table.dtype.size());
         for (id, row) in ids.iter().zip(out.data_mut().chunks_exact_mut(width)) {
             let at = *id as usize * row_bytes;
-            let Some(bytes) = table.elements().get(at..at + row_bytes).filter(|_| (*id as usize) < table.rows) else {
+            let Some(bytes) =
+                table.elements().get(at..at + row_bytes).filter(|_| (*id as usize) < table.rows)
+            else {
                 return Err(Error::new(Code::ValueInvalid, "token id")
                     .need(format!("below {}", table.rows))
                     .have(id.to_string()));
@@ -158,13 +169,7 @@ impl Executor for CpuExecutor {
 
     fn norm(&mut self, x: &CpuTensor, weight: &CpuNorm, out: &mut CpuTensor) -> Result<()> {
         out.set_rows(x.rows());
-        let width = x.width();
-        let chunk = width * 8.min(x.rows().max(1));
-        for (x, o) in x.data().chunks(chunk).zip(out.data_mut().chunks_mut(chunk)) {
-            for (x, o) in x.chunks_exact(width).zip(o.chunks_exact_mut(width)) {
-                rms_norm(x, weight, o);
-            }
-        }
+        each_row(out.data_mut(), x.width(), &self.threads, |r, row| rms_norm(x.row(r), weight, row));
         Ok(())
     }
 
@@ -175,18 +180,18 @@ impl Executor for CpuExecutor {
     }
 
     fn add(&mut self, x: &CpuTensor, residual: &mut CpuTensor) -> Result<()> {
-        for (r, v) in residual.data_mut().iter_mut().zip(x.data()) {
-            *r += v;
-        }
+        let width = x.width();
+        each_row(residual.data_mut(), width, &self.threads, |r, row| simd::add(x.row(r), row));
         Ok(())
     }
 
     fn silu_mul(&mut self, gate_up: &CpuTensor, out: &mut CpuTensor) -> Result<()> {
         out.set_rows(gate_up.rows());
         let half = out.width();
-        for (gu, o) in gate_up.data().chunks_exact(2 * half).zip(out.data_mut().chunks_exact_mut(half)) {
-            simd::silu_mul(&gu[..half], &gu[half..], o);
-        }
+        each_row(out.data_mut(), half, &self.threads, |r, row| {
+            let (gate, up) = gate_up.row(r).split_at(half);
+            simd::silu_mul(gate, up, row);
+        });
         Ok(())
     }
 
@@ -201,28 +206,37 @@ impl Executor for CpuExecutor {
         cache.room_for(qkv.rows())?;
         let (s, past, width) = (&self.shape, cache.len(), qkv.width());
         let (d, half) = (s.head_dim, s.head_dim / 2);
-        for (r, row) in qkv.data_mut().chunks_exact_mut(width).enumerate() {
-            let position = past + r;
-            let (cos, sin) = (&self.rope.0[position * half..][..half], &self.rope.1[position * half..][..half]);
+        let rope = &self.rope;
+        each_row(qkv.data_mut(), width, &self.threads, |r, row| {
+            let at = (past + r) * half;
+            let (cos, sin) = (&rope.0[at..at + half], &rope.1[at..at + half]);
             let (q, kv) = row.split_at_mut(s.q());
-            let (k, v) = kv.split_at_mut(s.kv());
             for head in q.chunks_exact_mut(d) {
                 rms_norm_in_place(head, q_norm);
                 rotate(head, cos, sin);
             }
-            for (h, head) in k.chunks_exact_mut(d).enumerate() {
+            for head in kv[..s.kv()].chunks_exact_mut(d) {
                 rms_norm_in_place(head, k_norm);
                 rotate(head, cos, sin);
-                cache.write(layer, 0, h, position, head);
             }
-            for (h, head) in v.chunks_exact(d).enumerate() {
-                cache.write(layer, 1, h, position, head);
+        });
+        for r in 0..qkv.rows() {
+            let (k, v) = qkv.row(r)[s.q()..].split_at(s.kv());
+            for h in 0..s.kv_heads {
+                cache.write(layer, 0, h, past + r, &k[h * d..][..d]);
+                cache.write(layer, 1, h, past + r, &v[h * d..][..d]);
             }
         }
         Ok(())
     }
 
-    fn attention(&mut self, qkv: &CpuTensor, cache: &KvCache, layer: usize, out: &mut CpuTensor) -> Result<()> {
+    fn attention(
+        &mut self,
+        qkv: &CpuTensor,
+        cache: &KvCache,
+        layer: usize,
+        out: &mut CpuTensor,
+    ) -> Result<()> {
         out.set_rows(qkv.rows());
         attention::run(&self.shape, qkv, cache, layer, &mut self.scores, out, &self.threads);
         Ok(())
@@ -240,7 +254,9 @@ impl Executor for CpuExecutor {
         let first = if which == Logits::All { 0 } else { x.rows() - 1 };
         let (m, width) = (x.rows() - first, x.width());
         scratch.set_rows(m);
-        for (x, o) in x.data()[first * width..].chunks_exact(width).zip(scratch.data_mut().chunks_exact_mut(width)) {
+        for (x, o) in
+            x.data()[first * width..].chunks_exact(width).zip(scratch.data_mut().chunks_exact_mut(width))
+        {
             rms_norm(x, norm, o);
         }
         out.set_rows(m);
@@ -281,8 +297,12 @@ impl CpuExecutor {
             cx.workspace = Some(TensorViewMut::of(&mut self.workspace[pad..], &[len])?);
             let x = TensorView::matrix(x, m, k, k)?;
             match self.y {
-                DType::F16 => staged::<f16>(part, x, (m, n, weight.n, *column), &mut self.staging, out, &mut cx)?,
-                DType::BF16 => staged::<bf16>(part, x, (m, n, weight.n, *column), &mut self.staging, out, &mut cx)?,
+                DType::F16 => {
+                    staged::<f16>(part, x, (m, n, weight.n, *column), &mut self.staging, out, &mut cx)?
+                }
+                DType::BF16 => {
+                    staged::<bf16>(part, x, (m, n, weight.n, *column), &mut self.staging, out, &mut cx)?
+                }
                 _ => {
                     let y = TensorViewMut::matrix(&mut out[*column..], m, n, weight.n)?;
                     part.forward(x, y, &mut cx)?;
@@ -314,17 +334,18 @@ fn staged<T: Element + simd::Widen + bytemuck::Pod>(
 
 /// `y = w * (x * rsqrt(mean(x²) + eps))`, f32 (Qwen3RMSNorm).
 fn rms_norm(x: &[f32], norm: &CpuNorm, out: &mut [f32]) {
-    let scale = 1.0 / (simd::square_sum(x) / x.len() as f32 + norm.eps).sqrt();
-    for ((o, v), w) in out.iter_mut().zip(x).zip(&norm.weight) {
-        *o = w * (v * scale);
-    }
+    simd::scale_by(x, &norm.weight, norm_factor(x, norm), out);
 }
 
 fn rms_norm_in_place(x: &mut [f32], norm: &CpuNorm) {
-    let scale = 1.0 / (simd::square_sum(x) / x.len() as f32 + norm.eps).sqrt();
+    let factor = norm_factor(x, norm);
     for (v, w) in x.iter_mut().zip(&norm.weight) {
-        *v = w * (*v * scale);
+        *v = w * (*v * factor);
     }
+}
+
+fn norm_factor(x: &[f32], norm: &CpuNorm) -> f32 {
+    1.0 / (simd::square_sum(x) / x.len() as f32 + norm.eps).sqrt()
 }
 
 /// NeoX halves: `(a, b) -> (a cos - b sin, b cos + a sin)`.
@@ -349,7 +370,9 @@ fn dense_head(table: &CpuTable, x: &[f32], out: &mut [f32], threads: &ThreadPool
         DType::F32 => dense_rows::<f32>(bytes, table, x, out, threads),
         DType::F16 => dense_rows::<f16>(bytes, table, x, out, threads),
         DType::BF16 => dense_rows::<bf16>(bytes, table, x, out, threads),
-        other => Err(Error::new(Code::TensorType, table.name.clone()).need("f32, f16 or bf16").have(other.to_string())),
+        other => Err(Error::new(Code::TensorType, table.name.clone())
+            .need("f32, f16 or bf16")
+            .have(other.to_string())),
     }
 }
 
@@ -362,26 +385,16 @@ fn dense_rows<T: simd::Widen + bytemuck::Pod>(
 ) -> Result<()> {
     let (k, vocab) = (table.width, table.rows);
     let weights: &[T] = bytemuck::try_cast_slice(bytes).map_err(|_| {
-        Error::new(Code::Container, format!("{}: elements are not aligned", table.name)).need(format!("{}-byte offsets", align_of::<T>()))
+        Error::new(Code::Container, format!("{}: elements are not aligned", table.name))
+            .need(format!("{}-byte offsets", align_of::<T>()))
     })?;
-    let out = Out(out.as_mut_ptr());
+    let out = Disjoint::new(out);
     threads.split(vocab, 256, &|start, end| {
         for (r, x) in x.chunks_exact(k).enumerate() {
             // SAFETY: ranges of different tasks do not overlap, and `out` is [rows of x, vocab].
-            let line = unsafe { std::slice::from_raw_parts_mut(out.at(r * vocab + start), end - start) };
+            let line = unsafe { out.slice(r * vocab + start, end - start) };
             simd::dots(x, &weights[start * k..end * k], 1.0, line);
         }
     });
     Ok(())
-}
-
-/// A pointer tasks write disjoint ranges through.
-struct Out(*mut f32);
-// SAFETY: every task writes its own range only.
-unsafe impl Sync for Out {}
-impl Out {
-    fn at(&self, offset: usize) -> *mut f32 {
-        // SAFETY: callers stay inside the buffer the pointer came from.
-        unsafe { self.0.add(offset) }
-    }
 }

@@ -55,10 +55,13 @@ mod once_isa {
             #[cfg(target_arch = "x86_64")]
             {
                 let wanted = std::env::var("Q4_ISA").unwrap_or_default();
-                if std::arch::is_x86_feature_detected!("avx512f") && matches!(wanted.as_str(), "" | "avx512" | "avx512vnni") {
+                if std::arch::is_x86_feature_detected!("avx512f")
+                    && matches!(wanted.as_str(), "" | "avx512" | "avx512vnni")
+                {
                     return Isa::Avx512;
                 }
-                let avx2 = std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma");
+                let avx2 =
+                    std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma");
                 if avx2 && wanted != "portable" {
                     return Isa::Avx2;
                 }
@@ -98,28 +101,88 @@ multiversion! {
     /// `out[p] = scale * Σ_j q[j] * rows[p, j]` for the rows of `rows` (`[out.len(), q.len()]`).
     pub fn dots<T: Widen>(q: &[f32], rows: &[T], scale: f32, out: &mut [f32]) {
         let d = q.len();
-        for (o, row) in out.iter_mut().zip(rows.chunks_exact(d)) {
+        let whole = d / LANES * LANES;
+        // Four rows at a time: one row's sum is a chain of dependent additions.
+        let mut groups = out.chunks_exact_mut(4);
+        let mut rest = rows;
+        for o in &mut groups {
+            let (now, later) = rest.split_at(4 * d);
+            rest = later;
+            let (r0, now) = now.split_at(d);
+            let (r1, now) = now.split_at(d);
+            let (r2, r3) = now.split_at(d);
+            let mut acc = [[0f32; LANES]; 4];
+            for j in (0..whole).step_by(LANES) {
+                let x = &q[j..j + LANES];
+                for (a, row) in acc.iter_mut().zip([r0, r1, r2, r3]) {
+                    let row = &row[j..j + LANES];
+                    for l in 0..LANES {
+                        a[l] = fma::<FMA>(x[l], row[l].widen(), a[l]);
+                    }
+                }
+            }
+            for (i, row) in [r0, r1, r2, r3].into_iter().enumerate() {
+                o[i] = scale * (sum(&acc[i]) + tail(&q[whole..], &row[whole..]));
+            }
+        }
+        for (o, row) in groups.into_remainder().iter_mut().zip(rest.chunks_exact(d)) {
             let mut acc = [0f32; LANES];
-            let (qc, rc) = (q.chunks_exact(LANES), row.chunks_exact(LANES));
-            let tail: f32 = qc.remainder().iter().zip(rc.remainder()).map(|(a, b)| a * b.widen()).sum();
-            for (a, b) in qc.zip(rc) {
+            for (a, b) in q.chunks_exact(LANES).zip(row.chunks_exact(LANES)) {
                 for l in 0..LANES {
                     acc[l] = fma::<FMA>(a[l], b[l].widen(), acc[l]);
                 }
             }
-            *o = scale * (sum(&acc) + tail);
+            *o = scale * (sum(&acc) + tail(&q[whole..], &row[whole..]));
         }
     }
 }
 
 multiversion! {
-    /// `out[j] += Σ_p weights[p] * rows[p, j]`, positions in order.
-    pub fn accumulate<T: Widen>(weights: &[f32], rows: &[T], out: &mut [f32]) {
+    /// `out[j] = scale * Σ_p weights[p] * rows[p, j]`, positions in order.
+    pub fn weighted_sum<T: Widen>(weights: &[f32], rows: &[T], scale: f32, out: &mut [f32]) {
+        const WIDE: usize = 4 * LANES;
         let d = out.len();
-        for (w, row) in weights.iter().zip(rows.chunks_exact(d)) {
-            for (o, v) in out.iter_mut().zip(row) {
-                *o = fma::<FMA>(*w, v.widen(), *o);
+        let mut column = 0;
+        // The accumulators of 64 columns stay in registers over all positions.
+        while column + WIDE <= d {
+            let mut acc = [[0f32; LANES]; 4];
+            for (w, row) in weights.iter().zip(rows.chunks_exact(d)) {
+                let row = &row[column..column + WIDE];
+                for (a, r) in acc.iter_mut().zip(row.chunks_exact(LANES)) {
+                    for l in 0..LANES {
+                        a[l] = fma::<FMA>(*w, r[l].widen(), a[l]);
+                    }
+                }
             }
+            for (o, a) in out[column..column + WIDE].iter_mut().zip(acc.as_flattened()) {
+                *o = a * scale;
+            }
+            column += WIDE;
+        }
+        for (j, o) in out.iter_mut().enumerate().skip(column) {
+            let mut acc = 0.0;
+            for (p, w) in weights.iter().enumerate() {
+                acc = fma::<FMA>(*w, rows[p * d + j].widen(), acc);
+            }
+            *o = acc * scale;
+        }
+    }
+}
+
+multiversion! {
+    /// `out[i] = weight[i] * (x[i] * factor)`.
+    pub fn scale_by<T: Widen>(x: &[T], weight: &[f32], factor: f32, out: &mut [f32]) {
+        for ((o, v), w) in out.iter_mut().zip(x).zip(weight) {
+            *o = w * (v.widen() * factor);
+        }
+    }
+}
+
+multiversion! {
+    /// `out[i] += x[i]`.
+    pub fn add<T: Widen>(x: &[T], out: &mut [f32]) {
+        for (o, v) in out.iter_mut().zip(x) {
+            *o += v.widen();
         }
     }
 }
@@ -168,6 +231,11 @@ multiversion! {
         }
         sum(&acc) + tail
     }
+}
+
+#[inline(always)]
+fn tail<T: Widen>(a: &[f32], b: &[T]) -> f32 {
+    a.iter().zip(b).map(|(a, b)| a * b.widen()).sum()
 }
 
 #[inline(always)]
@@ -245,17 +313,22 @@ mod tests {
     }
 
     #[test]
-    fn dots_match_f64() {
+    fn sums_match_f64() {
         let q: Vec<f32> = (0..37).map(|i| (i as f32 * 0.7).sin()).collect();
-        let rows: Vec<f32> = (0..37 * 3).map(|i| (i as f32 * 0.3).cos()).collect();
-        let mut out = [0.0; 3];
+        let rows: Vec<f32> = (0..37 * 7).map(|i| (i as f32 * 0.3).cos()).collect();
+        let mut out = [0.0; 7];
         dots(&q, &rows, 0.5, &mut out);
-        for p in 0..3 {
-            let exact: f64 = (0..37).map(|j| f64::from(q[j]) * f64::from(rows[p * 37 + j])).sum::<f64>() * 0.5;
+        for p in 0..7 {
+            let exact: f64 =
+                (0..37).map(|j| f64::from(q[j]) * f64::from(rows[p * 37 + j])).sum::<f64>() * 0.5;
             assert!((f64::from(out[p]) - exact).abs() < 1e-5);
         }
-        let mut sum = [0.0; 37];
-        accumulate(&[1.0, 2.0, 3.0], &rows, &mut sum);
-        assert!((sum[4] - (rows[4] + 2.0 * rows[41] + 3.0 * rows[78])).abs() < 1e-5);
+        let rows: Vec<f32> = (0..101 * 3).map(|i| (i as f32 * 0.3).cos()).collect();
+        let mut sum = [0.0; 101];
+        weighted_sum(&[1.0, 2.0, 3.0], &rows, 0.5, &mut sum);
+        for j in [0, 4, 63, 64, 100] {
+            let exact = 0.5 * (rows[j] + 2.0 * rows[101 + j] + 3.0 * rows[202 + j]);
+            assert!((sum[j] - exact).abs() < 1e-5, "{j}");
+        }
     }
 }

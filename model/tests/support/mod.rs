@@ -1,7 +1,10 @@
 //! Opening and running the recorded models, for tests.
 #![allow(dead_code)]
 use q4_core::memory::Budget;
-use q4_core::{BuiltinOptions, ComputePath, DType, Device, Dispatch, OpSet, Overrides, Policy, Registry, Result, ThreadPool};
+use q4_core::{
+    BuiltinOptions, ComputePath, DType, Device, Dispatch, OpSet, Overrides, Policy, Registry, Result,
+    ThreadPool,
+};
 use q4_model::checkpoint::{Checkpoint, OpenOptions};
 use q4_model::load::{ContextOptions, Loaded, load};
 use q4_model::plan::{ActivationRequest, Plan, PlanOptions};
@@ -62,7 +65,8 @@ impl Setup {
     }
 
     pub fn runner(&self, loaded: &Loaded) -> Result<Runner> {
-        let options = ContextOptions { context: self.context, chunk: self.chunk, all_logits: self.all_logits };
+        let options =
+            ContextOptions { context: self.context, chunk: self.chunk, all_logits: self.all_logits };
         loaded.runner(options, &Budget::of_machine())
     }
 
@@ -76,7 +80,8 @@ impl Setup {
 }
 
 pub fn argmax(logits: &[f32]) -> u32 {
-    let best = logits.iter().enumerate().fold((0, f32::NEG_INFINITY), |b, (i, &v)| if v > b.1 { (i, v) } else { b });
+    let best =
+        logits.iter().enumerate().fold((0, f32::NEG_INFINITY), |b, (i, &v)| if v > b.1 { (i, v) } else { b });
     best.0 as u32
 }
 
