@@ -78,7 +78,7 @@ pub(super) fn run(
     });
 }
 
-fn head<T: simd::Widen>(q: &[f32], k: &[T], v: &[T], scale: f32, line: &mut [f32], out: &mut [f32]) {
+fn head<T: simd::Lanes>(q: &[f32], k: &[T], v: &[T], scale: f32, line: &mut [f32], out: &mut [f32]) {
     simd::dots(q, k, scale, line);
     let max = line.iter().fold(f32::NEG_INFINITY, |m, &s| if s > m || s.is_nan() { s } else { m });
     let total = simd::exp_sum(line, max);

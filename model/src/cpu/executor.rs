@@ -376,7 +376,7 @@ fn dense_head(table: &CpuTable, x: &[f32], out: &mut [f32], threads: &ThreadPool
     }
 }
 
-fn dense_rows<T: simd::Widen + bytemuck::Pod>(
+fn dense_rows<T: simd::Lanes + bytemuck::Pod>(
     bytes: &[u8],
     table: &CpuTable,
     x: &[f32],

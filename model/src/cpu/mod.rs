@@ -4,6 +4,8 @@ mod cache;
 mod executor;
 mod simd;
 mod tensor;
+#[cfg(target_arch = "x86_64")]
+mod x86;
 
 pub use cache::{KvCache, KvType};
 pub use executor::{CpuExecutor, CpuHead, CpuLinear, CpuNorm, CpuTable, slots};

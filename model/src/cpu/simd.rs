@@ -3,7 +3,15 @@
 //! Every function keeps one order of additions whatever the set, so that a result does not depend on the machine's
 //! width beyond fused multiply-add.
 use half::{bf16, f16};
-use once_isa::isa;
+use once_isa::{Isa, isa};
+
+#[cfg(target_arch = "x86_64")]
+use super::x86;
+/// Element types the sums of attention are vectorised for.
+#[cfg(target_arch = "x86_64")]
+pub use super::x86::Load as Lanes;
+#[cfg(not(target_arch = "x86_64"))]
+pub use self::Widen as Lanes;
 
 /// Lanes of the fixed summation order.
 const LANES: usize = 16;
@@ -61,7 +69,8 @@ mod once_isa {
                     return Isa::Avx512;
                 }
                 let avx2 =
-                    std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma");
+                    std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma")
+                    && std::arch::is_x86_feature_detected!("f16c");
                 if avx2 && wanted != "portable" {
                     return Isa::Avx2;
                 }
@@ -85,88 +94,66 @@ macro_rules! multiversion {
             #[target_feature(enable = "avx512f,avx512vl,avx512bw,avx512dq,fma")]
             fn avx512<$t: Widen>($($arg: $ty),*) $(-> $ret)? { generic::<true, $t>($($arg),*) }
             match isa() {
-                once_isa::Isa::Portable => generic::<{ cfg!(target_arch = "aarch64") }, $t>($($arg),*),
+                Isa::Portable => generic::<{ cfg!(target_arch = "aarch64") }, $t>($($arg),*),
                 // SAFETY: `isa` found these features on this processor.
                 #[cfg(target_arch = "x86_64")]
-                once_isa::Isa::Avx2 => unsafe { avx2::<$t>($($arg),*) },
+                Isa::Avx2 => unsafe { avx2::<$t>($($arg),*) },
                 // SAFETY: as above.
                 #[cfg(target_arch = "x86_64")]
-                once_isa::Isa::Avx512 => unsafe { avx512::<$t>($($arg),*) },
+                Isa::Avx512 => unsafe { avx512::<$t>($($arg),*) },
             }
         }
     };
 }
 
-multiversion! {
-    /// `out[p] = scale * Σ_j q[j] * rows[p, j]` for the rows of `rows` (`[out.len(), q.len()]`).
-    pub fn dots<T: Widen>(q: &[f32], rows: &[T], scale: f32, out: &mut [f32]) {
-        let d = q.len();
-        let whole = d / LANES * LANES;
-        // Four rows at a time: one row's sum is a chain of dependent additions.
-        let mut groups = out.chunks_exact_mut(4);
-        let mut rest = rows;
-        for o in &mut groups {
-            let (now, later) = rest.split_at(4 * d);
-            rest = later;
-            let (r0, now) = now.split_at(d);
-            let (r1, now) = now.split_at(d);
-            let (r2, r3) = now.split_at(d);
-            let mut acc = [[0f32; LANES]; 4];
-            for j in (0..whole).step_by(LANES) {
-                let x = &q[j..j + LANES];
-                for (a, row) in acc.iter_mut().zip([r0, r1, r2, r3]) {
-                    let row = &row[j..j + LANES];
-                    for l in 0..LANES {
-                        a[l] = fma::<FMA>(x[l], row[l].widen(), a[l]);
-                    }
-                }
-            }
-            for (i, row) in [r0, r1, r2, r3].into_iter().enumerate() {
-                o[i] = scale * (sum(&acc[i]) + tail(&q[whole..], &row[whole..]));
+/// `out[p] = scale * Σ_j q[j] * rows[p, j]` for the rows of `rows` (`[out.len(), q.len()]`).
+pub fn dots<T: Lanes>(q: &[f32], rows: &[T], scale: f32, out: &mut [f32]) {
+    let d = q.len();
+    assert!(rows.len() >= d * out.len(), "{} rows of {d} in {}", out.len(), rows.len());
+    #[cfg(target_arch = "x86_64")]
+    if d % LANES == 0 {
+        match isa() {
+            // SAFETY: `isa` found the features, the line above the rows.
+            Isa::Avx512 => return unsafe { x86::dots_avx512(q, rows, scale, out) },
+            // SAFETY: as above.
+            Isa::Avx2 => return unsafe { x86::dots_avx2(q, rows, scale, out) },
+            Isa::Portable => {}
+        }
+    }
+    for (o, row) in out.iter_mut().zip(rows.chunks_exact(d)) {
+        let mut acc = [0f32; LANES];
+        let ((q, q_rest), (r, r_rest)) = (q.as_chunks::<LANES>(), row.as_chunks::<LANES>());
+        for (a, b) in q.iter().zip(r) {
+            for l in 0..LANES {
+                acc[l] += a[l] * b[l].widen();
             }
         }
-        for (o, row) in groups.into_remainder().iter_mut().zip(rest.chunks_exact(d)) {
-            let mut acc = [0f32; LANES];
-            for (a, b) in q.chunks_exact(LANES).zip(row.chunks_exact(LANES)) {
-                for l in 0..LANES {
-                    acc[l] = fma::<FMA>(a[l], b[l].widen(), acc[l]);
-                }
-            }
-            *o = scale * (sum(&acc) + tail(&q[whole..], &row[whole..]));
-        }
+        let tail: f32 = q_rest.iter().zip(r_rest).map(|(a, b)| a * b.widen()).sum();
+        *o = scale * (sum(&acc) + tail);
     }
 }
 
-multiversion! {
-    /// `out[j] = scale * Σ_p weights[p] * rows[p, j]`, positions in order.
-    pub fn weighted_sum<T: Widen>(weights: &[f32], rows: &[T], scale: f32, out: &mut [f32]) {
-        const WIDE: usize = 4 * LANES;
-        let d = out.len();
-        let mut column = 0;
-        // The accumulators of 64 columns stay in registers over all positions.
-        while column + WIDE <= d {
-            let mut acc = [[0f32; LANES]; 4];
-            for (w, row) in weights.iter().zip(rows.chunks_exact(d)) {
-                let row = &row[column..column + WIDE];
-                for (a, r) in acc.iter_mut().zip(row.chunks_exact(LANES)) {
-                    for l in 0..LANES {
-                        a[l] = fma::<FMA>(*w, r[l].widen(), a[l]);
-                    }
-                }
-            }
-            for (o, a) in out[column..column + WIDE].iter_mut().zip(acc.as_flattened()) {
-                *o = a * scale;
-            }
-            column += WIDE;
-        }
-        for (j, o) in out.iter_mut().enumerate().skip(column) {
-            let mut acc = 0.0;
-            for (p, w) in weights.iter().enumerate() {
-                acc = fma::<FMA>(*w, rows[p * d + j].widen(), acc);
-            }
-            *o = acc * scale;
+/// `out[j] = scale * Σ_p weights[p] * rows[p, j]`, positions in order.
+pub fn weighted_sum<T: Lanes>(weights: &[f32], rows: &[T], scale: f32, out: &mut [f32]) {
+    let d = out.len();
+    assert!(rows.len() >= d * weights.len(), "{} rows of {d} in {}", weights.len(), rows.len());
+    #[cfg(target_arch = "x86_64")]
+    if d % LANES == 0 {
+        match isa() {
+            // SAFETY: `isa` found the features, the line above the rows.
+            Isa::Avx512 => return unsafe { x86::weighted_sum_avx512(weights, rows, scale, out) },
+            // SAFETY: as above.
+            Isa::Avx2 => return unsafe { x86::weighted_sum_avx2(weights, rows, scale, out) },
+            Isa::Portable => {}
         }
     }
+    out.fill(0.0);
+    for (w, row) in weights.iter().zip(rows.chunks_exact(d)) {
+        for (o, v) in out.iter_mut().zip(row) {
+            *o += w * v.widen();
+        }
+    }
+    out.iter_mut().for_each(|o| *o *= scale);
 }
 
 multiversion! {
@@ -192,15 +179,15 @@ multiversion! {
     pub fn exp_sum<T: Widen>(x: &mut [f32], max: T) -> f32 {
         let max = max.widen();
         let mut acc = [0f32; LANES];
-        let mut chunks = x.chunks_exact_mut(LANES);
-        for c in &mut chunks {
+        let (chunks, rest) = x.as_chunks_mut::<LANES>();
+        for c in chunks {
             for l in 0..LANES {
                 c[l] = exp(c[l] - max);
                 acc[l] += c[l];
             }
         }
         let mut tail = 0.0;
-        for v in chunks.into_remainder() {
+        for v in rest {
             *v = exp(*v - max);
             tail += *v;
         }
@@ -222,8 +209,8 @@ multiversion! {
     /// `Σ x²`.
     pub fn square_sum<T: Widen>(x: &[T]) -> f32 {
         let mut acc = [0f32; LANES];
-        let chunks = x.chunks_exact(LANES);
-        let tail: f32 = chunks.remainder().iter().map(|v| v.widen() * v.widen()).sum();
+        let (chunks, rest) = x.as_chunks::<LANES>();
+        let tail: f32 = rest.iter().map(|v| v.widen() * v.widen()).sum();
         for c in chunks {
             for l in 0..LANES {
                 acc[l] = fma::<FMA>(c[l].widen(), c[l].widen(), acc[l]);
@@ -231,11 +218,6 @@ multiversion! {
         }
         sum(&acc) + tail
     }
-}
-
-#[inline(always)]
-fn tail<T: Widen>(a: &[f32], b: &[T]) -> f32 {
-    a.iter().zip(b).map(|(a, b)| a * b.widen()).sum()
 }
 
 #[inline(always)]
