@@ -52,6 +52,7 @@ enum Command<'a> {
 pub fn run(cx: &Context, args: &ChatArgs) -> Result<Outcome> {
     let start = Instant::now();
     let report = cx.report();
+    let dispatch = Session::dispatch(cx)?;
     let checkpoint = cx.open(&args.model)?;
     let text = Text::of(&checkpoint)?;
     let template = Text::template(&checkpoint)?;
@@ -59,7 +60,7 @@ pub fn run(cx: &Context, args: &ChatArgs) -> Result<Outcome> {
     let limits = text.limits(&args.answer);
     let context = context_size(args.answer.context, CONTEXT, &checkpoint)?;
     let chunk = CHUNK.min(context);
-    let session = Session::load(cx, &checkpoint, args.answer.quantize, chunk)?;
+    let session = Session::load(cx, dispatch, &checkpoint, args.answer.quantize, chunk)?;
     let mut runner = session.runner(ContextOptions { context, chunk, all_logits: false })?;
     let mut sampler = Sampler::new(params.clone(), checkpoint.config().vocab_size)?;
     let load_s = start.elapsed().as_secs_f64();

@@ -73,6 +73,7 @@ enum Ask {
 /// Runs the verb.
 pub fn run(cx: &Context, args: &GenerateArgs) -> Result<Outcome> {
     let start = Instant::now();
+    let dispatch = Session::dispatch(cx)?;
     let checkpoint = cx.open(&args.model)?;
     let text = Text::of(&checkpoint)?;
     let params = text.sampling(&args.answer, cx.report())?;
@@ -80,7 +81,7 @@ pub fn run(cx: &Context, args: &GenerateArgs) -> Result<Outcome> {
     let ask = ask(args, &checkpoint, &text)?;
     let context = context_size(args.answer.context, need(&ask, &text, args)?, &checkpoint)?;
     let chunk = CHUNK.min(context);
-    let session = Session::load(cx, &checkpoint, args.answer.quantize, chunk)?;
+    let session = Session::load(cx, dispatch, &checkpoint, args.answer.quantize, chunk)?;
     let mut runner = session.runner(ContextOptions { context, chunk, all_logits: false })?;
     let mut sampler = Sampler::new(params.clone(), checkpoint.config().vocab_size)?;
     let load_s = start.elapsed().as_secs_f64();

@@ -29,12 +29,13 @@ pub fn run(cx: &Context, args: &LogitsArgs) -> Result<Outcome> {
     if std::fs::symlink_metadata(&args.out).is_ok() {
         return Err(exists(&args.out));
     }
+    let dispatch = Session::dispatch(cx)?;
     let checkpoint = cx.open(&args.model)?;
     let vocab = checkpoint.config().vocab_size;
     let positions = args.ids.len();
     let context = context_size(None, positions.saturating_add(args.greedy), &checkpoint)?;
     let chunk = args.chunk.map_or(CHUNK, |c| c as usize).min(positions);
-    let session = Session::load(cx, &checkpoint, args.quantize, chunk)?;
+    let session = Session::load(cx, dispatch, &checkpoint, args.quantize, chunk)?;
     let mut runner = session.runner(ContextOptions { context, chunk, all_logits: true })?;
 
     let mut file = Tensor::create(&args.out, positions, vocab)?;

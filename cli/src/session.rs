@@ -55,15 +55,22 @@ pub struct Timing {
 }
 
 impl Session {
+    /// The backends of a run. First of all, so that a backend that was named and cannot be used stops the program before
+    /// it asks for a prompt or reads a model.
+    pub fn dispatch(cx: &Context) -> Result<Dispatch> {
+        let dispatch = cx.dispatch()?;
+        cx.require_named(&dispatch)?;
+        Ok(dispatch)
+    }
+
     /// Plans and prepares `checkpoint` for steps of up to `max_rows` rows. A downgrade is announced on stderr.
     pub fn load(
         cx: &Context,
+        dispatch: Dispatch,
         checkpoint: &Checkpoint,
         quantize: Option<Format>,
         max_rows: usize,
     ) -> Result<Self> {
-        let dispatch = cx.dispatch()?;
-        cx.require_named(&dispatch)?;
         let options = cx.plan_options(quantize, max_rows)?;
         let plan = Plan::new(checkpoint, &dispatch, &options)?;
         let budget = cx.budget();
