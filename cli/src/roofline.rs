@@ -87,7 +87,8 @@ fn sum(data: &[u64]) -> u64 {
 #[target_feature(enable = "avx512f")]
 fn sum_avx512(data: &[u64]) -> u64 {
     use std::arch::x86_64::{
-        _MM_HINT_T0, _mm_prefetch, _mm512_add_epi64, _mm512_loadu_si512, _mm512_reduce_add_epi64, _mm512_setzero_si512,
+        _MM_HINT_T0, _mm_prefetch, _mm512_add_epi64, _mm512_loadu_si512, _mm512_reduce_add_epi64,
+        _mm512_setzero_si512,
     };
     const AHEAD: usize = 4096 / 8;
     let quarter = data.len() / 4 / 8 * 8;

@@ -2,8 +2,8 @@
 use crate::measure::Problem;
 use q4_core::formats::nf4;
 use q4_core::{
-    Absmax, ActGlobal, ActQuant, Activations, Code, Convention, DType, Error, GlobalScale, NibbleOrder, Q4Schema, Q4Weight,
-    Result, Rule, ScaleLayout, Segment, SegmentData, TensorView, read_floats,
+    Absmax, ActGlobal, ActQuant, Activations, Code, Convention, DType, Error, GlobalScale, NibbleOrder,
+    Q4Schema, Q4Weight, Result, Rule, ScaleLayout, Segment, SegmentData, TensorView, read_floats,
 };
 use safetensors::{SafeTensors, tensor::TensorView as Stored};
 
@@ -61,7 +61,8 @@ fn nvfp4(
         },
     }];
     let schema = Q4Schema::Nvfp4 { scale_layout, global: b_global.map(|_| Convention::Multiply) };
-    let quantized = ActQuant { rule: Rule::TorchAo, global: a_global.map_or(ActGlobal::None, ActGlobal::Static) };
+    let quantized =
+        ActQuant { rule: Rule::TorchAo, global: a_global.map_or(ActGlobal::None, ActGlobal::Static) };
     // The largest case records one result only.
     let recorded = |name: &str| get(name).ok().map(|t| doubles(&t));
     // No library defines W4A8 as we do: the oracle alone judges it.
@@ -142,7 +143,11 @@ fn floats(t: &Stored<'_>) -> Result<Vec<f32>> {
     let dtype = match t.dtype() {
         safetensors::Dtype::F32 => DType::F32,
         safetensors::Dtype::BF16 => DType::BF16,
-        other => return Err(Error::new(Code::Internal, "recorded products").need("f32 or bf16").have(format!("{other:?}"))),
+        other => {
+            return Err(Error::new(Code::Internal, "recorded products")
+                .need("f32 or bf16")
+                .have(format!("{other:?}")));
+        }
     };
     let mut out = vec![0.0; t.data().len() / dtype.size()];
     read_floats(t.data(), dtype, &mut out);
@@ -152,7 +157,9 @@ fn floats(t: &Stored<'_>) -> Result<Vec<f32>> {
 /// Results are f64, those of the largest case f32.
 fn doubles(t: &Stored<'_>) -> Vec<f64> {
     match t.dtype() {
-        safetensors::Dtype::F32 => t.data().as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b).into()).collect(),
+        safetensors::Dtype::F32 => {
+            t.data().as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b).into()).collect()
+        }
         _ => t.data().as_chunks::<8>().0.iter().map(|b| f64::from_le_bytes(*b)).collect(),
     }
 }

@@ -3,8 +3,8 @@ use crate::measure::Problem;
 use q4_core::formats::{nf4, swizzle};
 use q4_core::selfcheck::IoBuffer;
 use q4_core::{
-    Absmax, ActGlobal, ActQuant, Activations, Convention, DType, GlobalScale, NibbleOrder, Q4Schema, Q4Weight, Result, Rule,
-    ScaleLayout, Segment, SegmentData, TensorView,
+    Absmax, ActGlobal, ActQuant, Activations, Convention, DType, GlobalScale, NibbleOrder, Q4Schema,
+    Q4Weight, Result, Rule, ScaleLayout, Segment, SegmentData, TensorView,
 };
 
 /// Out features of the segments, in features, rows.
@@ -58,7 +58,8 @@ pub fn activations(schema: &Q4Schema) -> Vec<Activations> {
 pub fn each(schema: Q4Schema, visit: &mut dyn FnMut(&Problem<'_>) -> Result<()>) -> Result<()> {
     for (at, (rows, k, m)) in SHAPES.iter().enumerate() {
         let seed = at as u64;
-        let stored: Vec<Stored> = rows.iter().enumerate().map(|(i, r)| Stored::new(schema, *r, *k, seed << 8 | i as u64)).collect();
+        let stored: Vec<Stored> =
+            rows.iter().enumerate().map(|(i, r)| Stored::new(schema, *r, *k, seed << 8 | i as u64)).collect();
         let segments = stored.iter().map(|s| s.segment(schema, *k)).collect::<Result<Vec<_>>>()?;
         for activations in activations(&schema) {
             for io in [DType::F32, DType::BF16, DType::F16] {

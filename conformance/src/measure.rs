@@ -2,8 +2,8 @@
 use q4_core::oracle::{Input, bound};
 use q4_core::selfcheck::IoBuffer;
 use q4_core::{
-    Activations, Code, DType, Device, Error, ExecContext, ExecPath, HostEnv, LinearSpec, OpSet, PreparedWeight, Q4Backend,
-    Q4Weight, Reject, Result, RowDecoder, SegmentSpec, TensorViewMut, ThreadPool,
+    Activations, Code, DType, Device, Error, ExecContext, ExecPath, HostEnv, LinearSpec, OpSet,
+    PreparedWeight, Q4Backend, Q4Weight, Reject, Result, RowDecoder, SegmentSpec, TensorViewMut, ThreadPool,
 };
 
 /// A product with its operands.
@@ -48,7 +48,11 @@ pub fn measure(
 ) -> Result<std::result::Result<Measured, Vec<Reject>>> {
     let w = &problem.weight;
     let mut spec = LinearSpec {
-        segments: w.segments.iter().map(|s| SegmentSpec { name: problem.name.clone(), rows: s.rows }).collect(),
+        segments: w
+            .segments
+            .iter()
+            .map(|s| SegmentSpec { name: problem.name.clone(), rows: s.rows })
+            .collect(),
         schema: w.schema,
         k: w.k,
         max_m: problem.m,
@@ -72,7 +76,14 @@ pub fn measure(
             .have(format!("{}, {}", prepared.info().path, prepared.info().activations)));
     }
     let decoder = RowDecoder::new(w)?;
-    let mut run = Run { prepared: &*prepared, path, problem, decoder, threads, scratch: vec![0; prepared.workspace(problem.m) + 64] };
+    let mut run = Run {
+        prepared: &*prepared,
+        path,
+        problem,
+        decoder,
+        threads,
+        scratch: vec![0; prepared.workspace(problem.m) + 64],
+    };
     let ops = prepared.info().ops;
     Ok(Ok(Measured {
         outputs: problem.m * run.decoder.n(),
@@ -92,7 +103,10 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    fn call(&mut self, f: impl FnOnce(&dyn PreparedWeight, &mut ExecContext<'_>) -> Result<()>) -> Result<()> {
+    fn call(
+        &mut self,
+        f: impl FnOnce(&dyn PreparedWeight, &mut ExecContext<'_>) -> Result<()>,
+    ) -> Result<()> {
         let at = self.scratch.as_ptr().align_offset(64);
         let len = self.scratch.len() - at;
         // Stale scratch must not show in a result.
@@ -118,9 +132,12 @@ impl Run<'_> {
                 if let Some(recorded) = p.recorded.as_ref().map(|y| y[r * n + j])
                     && (recorded - exact).abs() > abs * 1e-6 + 1e-30
                 {
-                    return Err(Error::new(Code::Internal, format!("{}: the exact product disagrees with the record", p.name))
-                        .need(format!("{recorded:e} at [{r}, {j}]"))
-                        .have(format!("{exact:e}")));
+                    return Err(Error::new(
+                        Code::Internal,
+                        format!("{}: the exact product disagrees with the record", p.name),
+                    )
+                    .need(format!("{recorded:e} at [{r}, {j}]"))
+                    .have(format!("{exact:e}")));
                 }
                 let limit = bound(self.path, p.io, k, exact, abs);
                 worst = worst.max(self.judge("y", (r, j), f64::from(y[r * n + j]), exact, limit)?);
@@ -165,9 +182,12 @@ impl Run<'_> {
             self.decoder.row(j, &mut row);
             for (i, (got, want)) in out[j * k..][..k].iter().zip(&row).enumerate() {
                 if got.to_bits() != want.to_bits() && !(*got == 0.0 && *want == 0.0) {
-                    return Err(Error::new(Code::ConformanceFailed, format!("{}: w[{j}, {i}]", self.problem.name))
-                        .need(format!("{want:e}, bit for bit"))
-                        .have(format!("{got:e}")));
+                    return Err(Error::new(
+                        Code::ConformanceFailed,
+                        format!("{}: w[{j}, {i}]", self.problem.name),
+                    )
+                    .need(format!("{want:e}, bit for bit"))
+                    .have(format!("{got:e}")));
                 }
             }
         }

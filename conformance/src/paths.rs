@@ -49,7 +49,8 @@ pub fn check_paths(registry: &Registry, threads: &ThreadPool) -> Result<BTreeMap
             for (_, path) in backend.descriptor().offers.iter().filter(|(s, _)| s == schema.name) {
                 let activations = problem.activations.as_str();
                 let schema = schema.to_string();
-                let same = |r: &PathReport| r.path == *path && r.schema == schema && r.activations == activations;
+                let same =
+                    |r: &PathReport| r.path == *path && r.schema == schema && r.activations == activations;
                 let at = rows.iter().position(same).unwrap_or_else(|| {
                     let fresh = PathReport {
                         path: *path,
@@ -87,7 +88,8 @@ impl PathReport {
             }
             Ok(Err(reasons)) => {
                 if self.cases == 0 && self.message.is_none() {
-                    self.message = Some(reasons.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "));
+                    self.message =
+                        Some(reasons.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "));
                 }
             }
             Err(e) => {

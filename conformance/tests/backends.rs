@@ -20,7 +20,8 @@ const CLAIMS: [(&str, ExecPath, &str); 10] = [
 #[test]
 fn every_claim_holds_over_the_lattice() -> Result<()> {
     for isa in isas() {
-        let registry = Registry::builtin(&BuiltinOptions { isa: isa.map(str::to_owned), ..BuiltinOptions::default() })?;
+        let registry =
+            Registry::builtin(&BuiltinOptions { isa: isa.map(str::to_owned), ..BuiltinOptions::default() })?;
         let threads = ThreadPool::new(3);
         for (name, path, schema) in CLAIMS {
             // Only kernels have instruction sets to choose from.
@@ -43,7 +44,10 @@ fn every_claim_holds_over_the_lattice() -> Result<()> {
                 })?;
             }
             assert!(cases > 0, "{name} {schema}: nothing ran");
-            println!("{name:<15} {path:<14} {schema:<7} {:<10} {cases:>4} cases {outputs:>8} outputs, error/bound {worst:.3}", isa.unwrap_or("best"));
+            println!(
+                "{name:<15} {path:<14} {schema:<7} {:<10} {cases:>4} cases {outputs:>8} outputs, error/bound {worst:.3}",
+                isa.unwrap_or("best")
+            );
         }
     }
     Ok(())
@@ -57,7 +61,17 @@ fn every_live_path_computes_the_recorded_products() -> Result<()> {
     let mut passed = 0;
     for (backend, rows) in &reports {
         for r in rows {
-            println!("{backend:<15} {:<14} {:<8} {:<7} {:?} {} cases, {} outputs, error/bound {:.3} {}", r.path, r.schema, r.activations, r.verdict, r.cases, r.outputs, r.error_over_bound, r.message.as_deref().unwrap_or(""));
+            println!(
+                "{backend:<15} {:<14} {:<8} {:<7} {:?} {} cases, {} outputs, error/bound {:.3} {}",
+                r.path,
+                r.schema,
+                r.activations,
+                r.verdict,
+                r.cases,
+                r.outputs,
+                r.error_over_bound,
+                r.message.as_deref().unwrap_or("")
+            );
             assert_ne!(r.verdict, Verdict::Fail, "{backend}");
             passed += usize::from(r.verdict == Verdict::Pass);
         }
@@ -86,7 +100,8 @@ fn isas() -> Vec<Option<&'static str>> {
     #[cfg(target_arch = "x86_64")]
     {
         let avx2 = std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma");
-        let avx512 = std::arch::is_x86_feature_detected!("avx512bw") && std::arch::is_x86_feature_detected!("avx512vbmi");
+        let avx512 = std::arch::is_x86_feature_detected!("avx512bw")
+            && std::arch::is_x86_feature_detected!("avx512vbmi");
         let all = [(true, None), (true, Some("portable")), (avx2, Some("avx2")), (avx512, Some("avx512"))];
         all.into_iter().filter(|a| a.0).map(|a| a.1).collect()
     }

@@ -374,7 +374,8 @@ pub struct PreparedInfo {
     pub ops: OpSet,
 }
 
-/// A weight in the layout one path wants. The caller allocates every output; no call allocates.
+/// A weight in the layout one path wants. The caller allocates every output; no call allocates, except on the dense path,
+/// whose GEMM packs its operands, and in the reference.
 pub trait PreparedWeight: Send + Sync {
     /// What was built.
     fn info(&self) -> &PreparedInfo;

@@ -5,7 +5,7 @@
 //! * [`formats`] turns codes into numbers, exactly; [`Q4Schema`] says which codes, [`Q4Weight`] borrows them;
 //! * [`Q4Backend`] and [`PreparedWeight`] are what a kernel author implements;
 //! * [`select`] decides once per layer, [`Dispatch`] checks and prepares, [`Q4Linear`] is the only caller of a backend;
-//! * [`oracle`] is the exact product, [`selfcheck`] the gate built on it.
+//! * [`oracle`] is the exact product, [`selfcheck`] the gate built on it; [`rows`] are operands in f32.
 mod backend;
 pub mod detect;
 mod error;
@@ -15,6 +15,7 @@ mod linear;
 pub mod memory;
 pub mod oracle;
 mod registry;
+pub mod rows;
 mod scale;
 mod schema;
 mod select;

@@ -127,13 +127,17 @@ fn sums(x: impl Iterator<Item = f64>, w: &[f32]) -> (f64, f64) {
     })
 }
 
-/// Largest error a backend may make on one output: `(k/16 + 32) · 2^-24 · Σ|x·w|` for f32 accumulation in any order with
-/// partial sums no longer than a lane's share, the rounding of a dense copy to the compute dtype, and the final rounding.
+/// Largest error a backend may make on one output, for f32 accumulation and the final rounding. A kernel adds partial sums
+/// no longer than a lane's share: `(k/16 + 32) · 2^-24 · Σ|x·w|`. The GEMM behind a dense copy is free to add all of k in
+/// one chain, which costs a rounding each: `(k + 32) · 2^-24 · Σ|x·w|`; the copy itself is rounded to the type of y. Inputs
+/// are widened to f32, exactly.
 pub fn bound(path: ExecPath, y: DType, k: usize, exact: f64, abs_sum: f64) -> f64 {
-    let accumulate = (k as f64 / 16.0 + 32.0) * 0.5f64.powi(24);
-    let copy = if path == ExecPath::DequantMatmul { roundoff(y) } else { 0.0 };
-    let input = if path == ExecPath::DequantMatmul { roundoff(y) } else { 0.0 };
-    abs_sum * (accumulate + copy + input) + exact.abs() * roundoff(y) + smallest(y)
+    let (chain, copy) = match path {
+        ExecPath::DequantMatmul => (k as f64, roundoff(y)),
+        _ => (k as f64 / 16.0, 0.0),
+    };
+    let accumulate = (chain + 32.0) * 0.5f64.powi(24);
+    abs_sum * (accumulate + copy) + exact.abs() * roundoff(y) + smallest(y)
 }
 
 /// Half a unit in the last place of 1.0.

@@ -1,41 +1,41 @@
-//! Operand checks, scratch and the split of work over the caller's threads.
-use crate::io::{Out, activation_bytes, activations, padded};
-use crate::kernel;
-use crate::prepare::{Dense, LANES};
-use half::{bf16, f16};
+//! Operand checks, scratch, and the cut of a product into tiles that one thread hands to the GEMM.
+use crate::prepare::Dense;
+use gemm::{Parallelism, gemm};
+use q4_core::rows::{Rows, RowsMut, activation_bytes, check_matrix, check_product};
 use q4_core::{
-    Code, DType, Error, ExecContext, OpSet, PreparedInfo, PreparedWeight, Result, Scratch, TensorView,
-    TensorViewMut,
+    Activations, Code, DType, Error, ExecContext, OpSet, PreparedInfo, PreparedWeight, Result, Scratch,
+    TensorView, TensorViewMut, ThreadPool,
 };
+use std::ops::Range;
+use std::sync::Mutex;
 
-/// Fewest blocks of 16 output rows a task takes: what one pass of the one-row kernel keeps in flight.
-const LEAST_BLOCKS: usize = 4;
-/// Fewest groups of columns a task of the backward product takes.
-const LEAST_GROUPS: usize = 8;
+/// Outputs of a tile: a multiple of the heights of the GEMM's register tiles.
+const WIDTH: usize = 96;
+/// Rows of a tile.
+const HEIGHT: usize = 256;
+/// Terms of a sum that are widened together, where the copy is not f32.
+const DEPTH: usize = 512;
+/// Most tiles at a time: each has scratch of its own.
+const SLOTS: usize = 32;
 
 impl PreparedWeight for Dense {
     fn info(&self) -> &PreparedInfo {
         &self.info
     }
 
-    /// The converted activations (nothing for native f32) or the widened dy, whichever is larger.
+    /// The converted activations (nothing for native f32) and the tiles, for the direction that needs more.
     fn workspace(&self, m: usize) -> usize {
-        let forward = activation_bytes(self.x, &self.info.activations, m, self.info.k);
-        forward.max(Scratch::bytes(&[4 * m * self.blocks() * LANES]))
+        let (n, k) = (self.info.n, self.info.k);
+        let forward = activation_bytes(self.x, &self.info.activations, m, k) + self.tile_bytes(m, n);
+        forward.max(activation_bytes(self.y, &Activations::Native, m, n) + self.tile_bytes(m, k))
     }
 
     fn forward(&self, x: TensorView<'_>, y: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
-        let m = check((&x, self.x, self.info.k), (&y.as_view(), self.y, self.info.n))?;
+        let m = check_product((&x, self.x, self.info.k), (&y.as_view(), self.y, self.info.n))?;
         let threads = cx.threads;
-        let need = activation_bytes(self.x, &self.info.activations, m, self.info.k);
-        let mut scratch = Scratch::of(cx, need)?;
-        let x = activations(x, &self.info.activations, &mut scratch, threads)?;
-        let y = Out::of(y)?;
-        threads.split(self.blocks(), LEAST_BLOCKS, &|start, end| {
-            // SAFETY: `check` compared the shapes, `split` hands every block out once.
-            unsafe { kernel::forward(self, &x, &y, start..end) }
-        });
-        Ok(())
+        let mut scratch = Scratch::of(cx, self.workspace(m))?;
+        let x = Rows::activations(x, &self.info.activations, &mut scratch, threads)?;
+        self.product(Direction::Forward, &x, &RowsMut::of(y)?, &mut scratch, threads)
     }
 
     fn backward_input(
@@ -44,19 +44,11 @@ impl PreparedWeight for Dense {
         dx: TensorViewMut<'_>,
         cx: &mut ExecContext<'_>,
     ) -> Result<()> {
-        let m = check((&dy, self.y, self.info.n), (&dx.as_view(), self.x, self.info.k))?;
+        let m = check_product((&dy, self.y, self.info.n), (&dx.as_view(), self.x, self.info.k))?;
         let threads = cx.threads;
-        let width = self.blocks() * LANES;
-        let mut scratch = Scratch::of(cx, Scratch::bytes(&[4 * m * width]))?;
-        let dy = padded(dy, &self.scales, &mut scratch, threads)?;
-        let dx = Out::of(dx)?;
-        let k = self.info.k;
-        threads.split(k.div_ceil(kernel::COLUMNS), LEAST_GROUPS, &|start, end| {
-            let columns = start * kernel::COLUMNS..k.min(end * kernel::COLUMNS);
-            // SAFETY: as in `forward`; `padded` made whole blocks of dy.
-            unsafe { kernel::backward(self, &dy, &dx, columns) }
-        });
-        Ok(())
+        let mut scratch = Scratch::of(cx, self.workspace(m))?;
+        let dy = Rows::activations(dy, &Activations::Native, &mut scratch, threads)?;
+        self.product(Direction::Backward, &dy, &RowsMut::of(dx)?, &mut scratch, threads)
     }
 
     /// Refused where the copy was rounded: its values are not those of the schema.
@@ -67,39 +59,17 @@ impl PreparedWeight for Dense {
                 .have(format!("a copy in {}", self.y))
                 .fix("prepare the weight with y of float32"));
         }
-        match self.y {
-            DType::F16 => self.copy_out::<f16>(out, cx, f16::to_f32),
-            DType::BF16 => self.copy_out::<bf16>(out, cx, bf16::to_f32),
-            _ => self.copy_out::<f32>(out, cx, |v| v),
-        }
-    }
-}
-
-impl Dense {
-    fn copy_out<T: bytemuck::Pod>(
-        &self,
-        out: TensorViewMut<'_>,
-        cx: &ExecContext<'_>,
-        widen: impl Fn(T) -> f32 + Sync,
-    ) -> Result<()> {
         let (n, k) = (self.info.n, self.info.k);
-        let (rows, cols, _) = out.as_view().as_matrix()?;
-        if (rows, cols) != (n, k) {
-            return Err(Error::new(Code::ShapeMismatch, "output of dequantize")
-                .need(format!("[{n}, {k}]"))
-                .have(format!("[{rows}, {cols}]")));
-        }
-        let out = Out::of(out)?;
-        cx.threads.split(self.blocks(), 1, &|start, end| {
-            for row in start * LANES..(end * LANES).min(n) {
-                let scale = self.scales[row];
-                let lane = &self.block::<T>(row / LANES)[row % LANES..];
-                for c in (0..k).step_by(LANES) {
-                    let len = LANES.min(k - c);
-                    let mut values = [0.0; LANES];
-                    (0..len).for_each(|j| values[j] = widen(lane[(c + j) * LANES]) * scale);
+        check_matrix(&out.as_view(), out.as_view().dtype(), n, k)?;
+        let out = RowsMut::of(out)?;
+        cx.threads.split(n, 16, &|start, end| {
+            let mut values = [0.0; DEPTH];
+            for row in start..end {
+                for c in (0..k).step_by(DEPTH) {
+                    let values = &mut values[..DEPTH.min(k - c)];
+                    self.widen(row, c..c + values.len(), values);
                     // SAFETY: a row belongs to one task.
-                    unsafe { out.put(row, c, &values[..len]) };
+                    unsafe { out.put(row, c, values) };
                 }
             }
         });
@@ -107,15 +77,121 @@ impl Dense {
     }
 }
 
-/// Rows of a call, after checking the shapes and types the kernels rely on.
-fn check(input: (&TensorView<'_>, DType, usize), output: (&TensorView<'_>, DType, usize)) -> Result<usize> {
-    let (m, cols_in, _) = input.0.as_matrix()?;
-    let (rows_out, cols_out, _) = output.0.as_matrix()?;
-    let is_typed = input.0.dtype() == input.1 && output.0.dtype() == output.1;
-    if m == rows_out && cols_in == input.2 && cols_out == output.2 && is_typed {
-        return Ok(m);
+/// Which dimension of the copy is summed over.
+#[derive(Clone, Copy)]
+enum Direction {
+    /// Columns: `y = x W^T`.
+    Forward,
+    /// Rows: `dx = dy W`.
+    Backward,
+}
+
+impl Dense {
+    /// Every tile of `y`. Its bounds depend on the shapes alone, and so does, with one thread to a tile, every bit.
+    fn product(
+        &self,
+        direction: Direction,
+        x: &Rows<'_>,
+        y: &RowsMut<'_>,
+        scratch: &mut Scratch<'_>,
+        threads: &ThreadPool,
+    ) -> Result<()> {
+        if x.m() == 0 {
+            return Ok(());
+        }
+        let (terms, outputs) = match direction {
+            Direction::Forward => (self.info.k, self.info.n),
+            Direction::Backward => (self.info.n, self.info.k),
+        };
+        let (tiles, slots) = tiles(x.m(), outputs);
+        let (columns, size) = (outputs.div_ceil(WIDTH), self.slot(x.m()));
+        let scratch = scratch.take::<f32>(slots * size)?;
+        let slots: Vec<_> = scratch.chunks_mut(size).map(Mutex::new).collect();
+        let depth = if self.y == DType::F32 { terms } else { DEPTH };
+        threads.run(slots.len(), &|slot| {
+            let mut scratch = slots[slot].lock().unwrap_or_else(|e| e.into_inner());
+            let (sums, panel) = scratch.split_at_mut(x.m().min(HEIGHT) * WIDTH);
+            for tile in (slot..tiles).step_by(slots.len()) {
+                let (r, c) = (tile / columns * HEIGHT, tile % columns * WIDTH);
+                let (rows, wide) = (r..x.m().min(r + HEIGHT), c..outputs.min(c + WIDTH));
+                for t in (0..terms).step_by(depth) {
+                    let deep = t..terms.min(t + depth);
+                    let (w, strides) = match direction {
+                        Direction::Forward => {
+                            let (w, ld) = self.part(wide.clone(), deep.clone(), panel);
+                            (w, (1, ld))
+                        }
+                        Direction::Backward => {
+                            let (w, ld) = self.part(deep.clone(), wide.clone(), panel);
+                            (w, (ld, 1))
+                        }
+                    };
+                    multiply(x, rows.clone(), deep, w, strides, wide.len(), sums);
+                }
+                for (r, sums) in rows.zip(sums.chunks(WIDTH)) {
+                    // SAFETY: a tile belongs to one task.
+                    unsafe { y.put(r, c, &sums[..wide.len()]) };
+                }
+            }
+        });
+        Ok(())
     }
-    Err(Error::new(Code::ShapeMismatch, "operands of a product")
-        .need(format!("{}[m, {}] and {}[m, {}]", input.1, input.2, output.1, output.2))
-        .have(format!("{:?} and {:?}", input.0, output.0)))
+
+    fn tile_bytes(&self, m: usize, outputs: usize) -> usize {
+        Scratch::bytes(&[4 * tiles(m, outputs).1 * self.slot(m)])
+    }
+
+    /// f32 elements of scratch a tile of `m` rows needs: its sums, and a panel of widened weights.
+    fn slot(&self, m: usize) -> usize {
+        let panel = if self.y == DType::F32 { 0 } else { WIDTH * DEPTH };
+        m.min(HEIGHT) * WIDTH + panel
+    }
+}
+
+/// Tiles of an output, and how many of them are computed at a time.
+fn tiles(m: usize, outputs: usize) -> (usize, usize) {
+    let tiles = m.div_ceil(HEIGHT) * outputs.div_ceil(WIDTH);
+    (tiles, tiles.min(SLOTS))
+}
+
+/// `sums[rows, outputs] (+)= x[rows, terms] w`, where element (term, output) of `w` is at `term · strides.0 + output ·
+/// strides.1`; the first terms overwrite what `sums` held. Rows of `sums` are `WIDTH` apart.
+fn multiply(
+    x: &Rows<'_>,
+    rows: Range<usize>,
+    terms: Range<usize>,
+    w: &[f32],
+    strides: (usize, usize),
+    outputs: usize,
+    sums: &mut [f32],
+) {
+    let (m, k) = (rows.len(), terms.len());
+    assert!(terms.end <= x.row(rows.end - 1).len() && outputs <= WIDTH && m * WIDTH <= sums.len());
+    assert!((k - 1) * strides.0 + (outputs - 1) * strides.1 < w.len());
+    let first = x.row(rows.start)[terms.start..].as_ptr();
+    // SAFETY: the assertions prove that every element of x, w and sums which these extents and strides name exists; sums is
+    // borrowed uniquely, and `read_dst` is false where it may hold anything.
+    unsafe {
+        gemm(
+            m,
+            outputs,
+            k,
+            sums.as_mut_ptr(),
+            1,
+            WIDTH as isize,
+            terms.start > 0,
+            first,
+            1,
+            x.ld() as isize,
+            w.as_ptr(),
+            strides.1 as isize,
+            strides.0 as isize,
+            1.0,
+            1.0,
+            false,
+            false,
+            false,
+            Parallelism::None,
+        );
+    }
 }

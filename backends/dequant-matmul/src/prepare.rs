@@ -1,48 +1,29 @@
-//! The dense copy: decoded by the exact decoder, rounded once, sixteen output rows interleaved so that a lane is a row.
+//! The dense copy: decoded by the exact decoder, each value rounded once to the type of y.
 use crate::probe::{can_prepare, is_exact};
-use crate::simd::Isa;
+use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use q4_core::{
     Code, DType, Error, ExecPath, LinearSpec, OpSet, PreparedInfo, Q4Weight, Result, RowDecoder, ThreadPool,
 };
+use std::ops::Range;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Output rows that are interleaved.
-pub(crate) const LANES: usize = 16;
-
-/// One cache line.
-#[derive(Clone, Copy, bytemuck::Zeroable, bytemuck::Pod)]
-#[repr(C, align(64))]
-pub(crate) struct Line([u8; 64]);
-
-/// A dense copy as the kernels read it.
+/// A dense copy as the products read it.
 pub(crate) struct Dense {
     pub info: PreparedInfo,
-    pub isa: Isa,
     pub x: DType,
     pub y: DType,
-    /// `[blocks, k, 16]` elements of y's type, every block starting on a line. Rows past n are zero.
-    lines: Vec<Line>,
-    /// `[blocks * 16]`: what a row of the copy is multiplied by, a power of two. 1 unless the copy is f16, whose range is
-    /// small: its rows are stored with their largest element near 2^14.
-    pub scales: Vec<f32>,
+    values: Values,
 }
 
-impl Dense {
-    /// Blocks of 16 output rows.
-    pub fn blocks(&self) -> usize {
-        self.info.n.div_ceil(LANES)
-    }
-    /// The elements `[k, 16]` of one block; `T` is the type of y.
-    #[inline(always)]
-    pub fn block<T: bytemuck::Pod>(&self, b: usize) -> &[T] {
-        let lines = lines_per_block(self.info.k, self.y);
-        bytemuck::cast_slice(&self.lines[b * lines..][..lines])
-    }
-}
-
-fn lines_per_block(k: usize, y: DType) -> usize {
-    (k * LANES * y.size()).div_ceil(size_of::<Line>())
+/// `[n, k]`, row-major, in the type of y.
+enum Values {
+    F32(Vec<f32>),
+    BF16(Vec<bf16>),
+    /// The range of f16 is small: a row is stored with its largest element near 2^14 and multiplied by its scale, a power of
+    /// two, when it is widened.
+    F16(Vec<f16>, Vec<f32>),
 }
 
 /// Decodes `w`. Fails on parts that contradict the schema, on a spec that `can_prepare` refuses and on a value that the
@@ -51,7 +32,6 @@ pub(crate) fn prepare(
     w: &Q4Weight<'_>,
     spec: &LinearSpec,
     path: ExecPath,
-    isa: Isa,
     threads: &ThreadPool,
 ) -> Result<Dense> {
     can_prepare(spec, path).map_err(|reasons| {
@@ -65,34 +45,12 @@ pub(crate) fn prepare(
             .need(format!("{} [{}, {}]", spec.schema, spec.n(), spec.k))
             .have(format!("{} [{n}, {k}]", w.schema)));
     }
-    let blocks = n.div_ceil(LANES);
-    let mut lines = vec![Line([0; 64]); blocks * lines_per_block(k, spec.y)];
-    let mut scales = vec![1.0; blocks * LANES];
-    let parts: Vec<_> =
-        lines.chunks_mut(lines_per_block(k, spec.y)).zip(scales.chunks_mut(LANES)).map(Mutex::new).collect();
-    let first_bad = Mutex::new(None::<usize>);
-    threads.run(blocks, &|b| {
-        let mut part = parts[b].lock().unwrap_or_else(|e| e.into_inner());
-        let (lines, scales) = &mut *part;
-        let mut values = vec![0.0; k];
-        for row in b * LANES..n.min((b + 1) * LANES) {
-            decoder.row(row, &mut values);
-            if spec.y == DType::F16 {
-                scales[row % LANES] = normalise(&mut values);
-            }
-            if !interleave(&values, row % LANES, spec.y, lines) {
-                let mut bad = first_bad.lock().unwrap_or_else(|e| e.into_inner());
-                *bad = Some(bad.map_or(row, |b| b.min(row)));
-            }
-        }
-    });
-    drop(parts);
-    if let Some(row) = first_bad.into_inner().unwrap_or_else(|e| e.into_inner()) {
-        return Err(Error::new(Code::ValueInvalid, format!("row {row} of the weight"))
+    let values = Values::of(&decoder, spec.y, threads).map_err(|row| {
+        Error::new(Code::ValueInvalid, format!("row {row} of the weight"))
             .need(format!("values that {} can hold", spec.y))
             .have("infinity or NaN")
-            .fix("compute in float32, or check the scales of the checkpoint"));
-    }
+            .fix("compute in float32, or check the scales of the checkpoint")
+    })?;
     let some = OpSet::FORWARD.with(OpSet::BACKWARD_INPUT);
     let info = PreparedInfo {
         backend: crate::NAME.into(),
@@ -100,10 +58,111 @@ pub(crate) fn prepare(
         activations: spec.activations,
         n,
         k,
-        resident_bytes: (size_of_val(&*lines) + size_of_val(&*scales)) as u64,
+        resident_bytes: values.bytes() as u64,
         ops: if is_exact(&spec.schema, spec.y) { OpSet::ALL } else { some },
     };
-    Ok(Dense { info, isa, x: spec.x, y: spec.y, lines, scales })
+    Ok(Dense { info, x: spec.x, y: spec.y, values })
+}
+
+impl Dense {
+    /// The part `[rows, columns]` of the copy in f32, row-major, and its leading stride: borrowed where the copy is f32, else
+    /// widened to `panel`.
+    pub fn part<'a>(
+        &'a self,
+        rows: Range<usize>,
+        columns: Range<usize>,
+        panel: &'a mut [f32],
+    ) -> (&'a [f32], usize) {
+        let (k, width) = (self.info.k, columns.len());
+        if let Values::F32(values) = &self.values {
+            return (&values[rows.start * k + columns.start..(rows.end - 1) * k + columns.end], k);
+        }
+        let panel = &mut panel[..rows.len() * width];
+        for (row, out) in rows.zip(panel.chunks_mut(width)) {
+            self.widen(row, columns.clone(), out);
+        }
+        (panel, width)
+    }
+
+    /// Part of one row in f32, exactly.
+    pub fn widen(&self, row: usize, columns: Range<usize>, out: &mut [f32]) {
+        let at = row * self.info.k + columns.start..row * self.info.k + columns.end;
+        match &self.values {
+            Values::F32(values) => out.copy_from_slice(&values[at]),
+            Values::BF16(values) => values[at].convert_to_f32_slice(out),
+            Values::F16(values, scales) => {
+                values[at].convert_to_f32_slice(out);
+                out.iter_mut().for_each(|v| *v *= scales[row]);
+            }
+        }
+    }
+}
+
+impl Values {
+    /// Decodes every row; fails with the first that holds a value which `y` cannot.
+    fn of(decoder: &RowDecoder<'_>, y: DType, threads: &ThreadPool) -> Result<Self, usize> {
+        Ok(match y {
+            DType::F16 => {
+                let (values, scales) = decoded(decoder, threads, &|row: &mut [f32], out: &mut [f16]| {
+                    let scale = normalise(row);
+                    out.convert_from_f32_slice(row);
+                    out.iter().all(|v| v.is_finite()).then_some(scale)
+                })?;
+                Self::F16(values, scales)
+            }
+            DType::BF16 => Self::BF16(
+                decoded(decoder, threads, &|row: &mut [f32], out: &mut [bf16]| {
+                    out.convert_from_f32_slice(row);
+                    out.iter().all(|v| v.is_finite()).then_some(1.0)
+                })?
+                .0,
+            ),
+            _ => Self::F32(
+                decoded(decoder, threads, &|row: &mut [f32], out: &mut [f32]| {
+                    out.copy_from_slice(row);
+                    out.iter().all(|v| v.is_finite()).then_some(1.0)
+                })?
+                .0,
+            ),
+        })
+    }
+
+    fn bytes(&self) -> usize {
+        match self {
+            Self::F32(values) => size_of_val(&**values),
+            Self::BF16(values) => size_of_val(&**values),
+            Self::F16(values, scales) => size_of_val(&**values) + size_of_val(&**scales),
+        }
+    }
+}
+
+/// Rounds one decoded row and returns its scale; `None` when a value does not fit.
+type Round<'a, T> = &'a (dyn Fn(&mut [f32], &mut [T]) -> Option<f32> + Sync);
+
+fn decoded<T: Clone + Default + Send>(
+    decoder: &RowDecoder<'_>,
+    threads: &ThreadPool,
+    round: Round<'_, T>,
+) -> Result<(Vec<T>, Vec<f32>), usize> {
+    let (n, k) = (decoder.n(), decoder.k());
+    let (mut values, mut scales) = (vec![T::default(); n * k], vec![1.0; n]);
+    let rows: Vec<_> = values.chunks_mut(k).zip(&mut scales).map(Mutex::new).collect();
+    let first_bad = AtomicUsize::new(n);
+    threads.split(n, 16, &|start, end| {
+        let mut wide = vec![0.0; k];
+        for r in start..end {
+            decoder.row(r, &mut wide);
+            let mut row = rows[r].lock().unwrap_or_else(|e| e.into_inner());
+            let (values, scale) = &mut *row;
+            match round(&mut wide, values) {
+                Some(s) => **scale = s,
+                None => drop(first_bad.fetch_min(r, Ordering::Relaxed)),
+            }
+        }
+    });
+    drop(rows);
+    let bad = first_bad.into_inner();
+    if bad < n { Err(bad) } else { Ok((values, scales)) }
 }
 
 /// Multiplies a row by the power of two that brings its largest element to [2^14, 2^15) and returns the inverse. A row
@@ -118,28 +177,4 @@ fn normalise(values: &mut [f32]) -> f32 {
     let power = |e: i32| f32::from_bits(((e + 127) as u32) << 23);
     values.iter_mut().for_each(|v| *v *= power(shift));
     power(-shift)
-}
-
-/// Writes one row into its lane; false when a value is not finite.
-fn interleave(values: &[f32], lane: usize, dtype: DType, lines: &mut [Line]) -> bool {
-    fn fill<T: bytemuck::Pod>(
-        values: &[f32],
-        lane: usize,
-        lines: &mut [Line],
-        round: impl Fn(f32) -> (T, bool),
-    ) -> bool {
-        let elements: &mut [T] = bytemuck::cast_slice_mut(lines);
-        let mut is_finite = true;
-        for (to, &v) in elements[lane..].iter_mut().step_by(LANES).zip(values) {
-            let (rounded, fits) = round(v);
-            *to = rounded;
-            is_finite &= fits;
-        }
-        is_finite
-    }
-    match dtype {
-        DType::F16 => fill(values, lane, lines, |v| (f16::from_f32(v), f16::from_f32(v).is_finite())),
-        DType::BF16 => fill(values, lane, lines, |v| (bf16::from_f32(v), bf16::from_f32(v).is_finite())),
-        _ => fill(values, lane, lines, |v| (v, v.is_finite())),
-    }
 }

@@ -1,5 +1,5 @@
 //! What a dense copy can serve, decided from the spec alone and with every reason at once.
-use crate::simd::Isa;
+use q4_core::rows::reject_operands;
 use q4_core::{
     ActGlobal, Activations, DType, Device, ExecPath, LinearSpec, OpSet, ProbeItem, Q4Schema, Reject,
     RejectCode, Verdict,
@@ -8,14 +8,35 @@ use q4_core::{
 /// Every encoding there is.
 pub(crate) const SCHEMAS: [&str; 4] = ["nvfp4", "nf4", "nf4-dq", "dense"];
 
-/// The instruction set in use and what else this machine could run.
-pub(crate) fn probe(isa: Isa) -> Vec<ProbeItem> {
-    let could: Vec<_> = Isa::ALL.into_iter().filter(|i| i.is_available()).map(Isa::as_str).collect();
-    vec![ProbeItem {
-        id: "cpu.isa".into(),
-        reasons: Vec::new(),
-        detail: format!("{} of {}", isa.as_str(), could.join(", ")),
-    }]
+/// The instruction set `gemm` finds by itself, and what else this machine could run.
+pub(crate) fn probe() -> Vec<ProbeItem> {
+    let could: Vec<_> = isas().into_iter().filter(|i| i.1).map(|i| i.0).collect();
+    let detail = format!("{} of {}, chosen by gemm", could[0], could.join(", "));
+    vec![ProbeItem { id: "cpu.isa".into(), reasons: Vec::new(), detail }]
+}
+
+/// Refuses an instruction set that does not exist or that this machine lacks (`avx512vnni` means `avx512` here).
+pub(crate) fn check_isa(name: Option<&str>) -> Result<(), Reject> {
+    let Some(name) = name else { return Ok(()) };
+    let plain = if name == "avx512vnni" { "avx512" } else { name };
+    let (need, have) = match isas().into_iter().find(|i| i.0 == plain) {
+        Some((_, true)) => return Ok(()),
+        Some(_) => (format!("a processor with {plain}"), std::env::consts::ARCH.to_owned()),
+        None => ("isa portable, avx2, avx512 or avx512vnni".to_owned(), name.to_owned()),
+    };
+    Err(Reject::new(RejectCode::DeviceArch, need, have))
+}
+
+/// Best first, and whether this machine has it.
+fn isas() -> [(&'static str, bool); 3] {
+    #[cfg(target_arch = "x86_64")]
+    let (avx512, avx2) = (
+        std::arch::is_x86_feature_detected!("avx512f"),
+        std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma"),
+    );
+    #[cfg(not(target_arch = "x86_64"))]
+    let (avx512, avx2) = (false, false);
+    [("avx512", avx512), ("avx2", avx2), ("portable", true)]
 }
 
 /// `Ok` or every reason why `spec` cannot be served.
@@ -43,27 +64,7 @@ pub(crate) fn can_prepare(spec: &LinearSpec, path: ExecPath) -> Verdict {
         let need = "y of float32: a copy in the type of y must hold the decoded values exactly";
         reject(OpUnsupported, need, format!("dequantize with y of {}", spec.y));
     }
-    let stored = match spec.schema {
-        Q4Schema::Dense { dtype } => Some(("weight", dtype)),
-        _ => None,
-    };
-    for (name, dtype) in [("x", spec.x), ("y", spec.y)].into_iter().chain(stored) {
-        if !dtype.is_io() {
-            reject(DtypeUnsupported, "float32, float16 or bfloat16", format!("{name} of {dtype}"));
-        }
-    }
-    if spec.k == 0 || spec.segments.is_empty() || spec.segments.iter().any(|s| s.rows == 0) {
-        reject(ShapeUnsupported, "at least one row and one column", format!("[{}, {}]", spec.n(), spec.k));
-    }
-    if spec.k % 16 != 0 {
-        if matches!(spec.schema, Q4Schema::Nvfp4 { .. }) {
-            reject(ShapeUnsupported, "k % 16 == 0 for blocks of nvfp4", format!("k = {}", spec.k));
-        }
-        if spec.activations != Activations::Native {
-            let need = format!("k % 16 == 0 for {} activations", spec.activations);
-            reject(ShapeUnsupported, &need, format!("k = {}", spec.k));
-        }
-    }
+    reject_operands(spec, &mut reasons);
     if reasons.is_empty() { Ok(()) } else { Err(reasons) }
 }
 

@@ -1,233 +1,124 @@
-//! Products, their reverse and the decoded matrix of the registered backend, against the exact oracle.
+//! What the dense path promises besides the lattice of the conformance suite.
 #![allow(clippy::unwrap_used)]
-use q4_core::formats::{nf4, swizzle};
-use q4_core::oracle::{Input, bound, roundoff};
+#[path = "../../reference/tests/contract/mod.rs"]
+mod contract;
+
+use contract::{IO, Subject, backward, both, built, forward, subjects};
+use q4_conformance::Problem;
+use q4_core::oracle::bound;
 use q4_core::selfcheck::IoBuffer;
 use q4_core::{
-    Absmax, ActGlobal, ActQuant, Activations, BuiltinOptions, Code, Convention, DType, Device, Dispatch,
-    ExecContext, ExecPath, GlobalScale, HostEnv, LinearSpec, NibbleOrder, OpSet, Overrides, Policy,
-    PreparedWeight, Q4Backend, Q4Schema, Q4Weight, Registry, RejectCode, RowDecoder, Rule, ScaleLayout,
-    Segment, SegmentData, SegmentSpec, TensorView, TensorViewMut, ThreadPool,
+    ActGlobal, ActQuant, Activations, Code, Convention, DType, ExecContext, ExecPath, GlobalScale,
+    NibbleOrder, OpSet, Q4Schema, Q4Weight, RejectCode, Result, Rule, ScaleLayout, Segment, SegmentData,
+    TensorView, TensorViewMut, ThreadPool,
 };
 use q4_dequant_matmul as _;
-use std::sync::Arc;
 
-const IO: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
-const N: [usize; 6] = [1, 15, 16, 17, 48, 130];
-const K: [usize; 8] = [16, 32, 64, 80, 96, 256, 320, 83];
-const M: [usize; 8] = [33, 17, 8, 5, 4, 3, 2, 1];
+const NVFP4: Q4Schema =
+    Q4Schema::Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: Some(Convention::Multiply) };
 
 #[test]
-fn products_are_those_of_the_oracle_on_every_isa() {
-    let pool = ThreadPool::new(2);
-    let backends = backends();
-    let mut turn = 0;
-    for schema in schemas() {
-        for (&n, &k) in N.iter().flat_map(|n| K.iter().map(move |k| (n, k))) {
-            for activations in activations() {
-                if k % 16 != 0
-                    && (activations != Activations::Native || matches!(schema, Q4Schema::Nvfp4 { .. }))
-                {
-                    continue;
-                }
-                turn += 1;
-                let (xt, yt) = (IO[turn % 3], IO[turn / 3 % 3]);
-                let weight = Weight::new(schema, k, &split(n, turn));
-                let segments = weight.segments();
-                let w = Q4Weight { schema, k, segments: &segments };
-                let spec = weight.spec(activations, xt, yt);
-                let x = IoBuffer::new(xt, &noise(M[0] * k, turn as u64)).to_f32();
-                let is_per_call =
-                    matches!(activations, Activations::Nvfp4(a) if a.global == ActGlobal::PerCall);
-                let all = sums(&w, &x, &activations, xt);
-                for (isa, backend) in &backends {
-                    let p = prepare(&**backend, &w, &spec, &pool);
-                    let mut whole = Vec::new();
-                    for m in M {
-                        let y = forward(&*p, &x[..m * k], (m, k, n), (xt, yt), &pool);
-                        let own = if is_per_call { &sums(&w, &x[..m * k], &activations, xt) } else { &all };
-                        for (i, y) in y.iter().enumerate() {
-                            let (exact, abs) = own[i];
-                            let limit = bound(ExecPath::DequantMatmul, yt, k, exact, abs);
-                            let error = (f64::from(*y) - exact).abs();
-                            assert!(
-                                error <= limit,
-                                "{isa} {schema:?} {activations} {xt}->{yt} n {n} k {k} m {m} y[{}, {}] = {y}, not {exact} within {limit}",
-                                i / n,
-                                i % n
-                            );
-                        }
-                        if m == M[0] {
-                            whole = y;
-                        } else if !is_per_call {
-                            assert_eq!(
-                                bits(&y),
-                                bits(&whole[..m * n]),
-                                "{isa}: rows depend on m = {m} at n {n} k {k}"
-                            );
-                        }
-                    }
-                }
-            }
-        }
+fn every_encoding_is_decoded_rightly() -> Result<()> {
+    let subject = dense_path();
+    for global in [None, Some(Convention::Divide)] {
+        subject.is_right_for(Q4Schema::Nvfp4 { scale_layout: ScaleLayout::Swizzled128x4, global })?;
     }
+    let nibble_order = NibbleOrder::LowFirst;
+    subject.is_right_for(Q4Schema::Nf4 { nibble_order, block: 4096, nested: Some(256) })?;
+    subject.is_right_for(Q4Schema::Dense { dtype: DType::F16 })?;
+    subject.rounds_the_decoded_matrix_once(NVFP4)?;
+    subject.takes_any_type_of_x(NVFP4)
 }
 
 #[test]
-fn threads_do_not_change_a_bit() {
-    let weight = Weight::new(schemas()[1], 320, &[130, 301]);
-    let segments = weight.segments();
-    let w = Q4Weight { schema: weight.schema, k: 320, segments: &segments };
-    for (isa, backend) in backends() {
-        let p = prepare(
-            &*backend,
-            &w,
-            &weight.spec(Activations::Int8, DType::BF16, DType::F32),
-            &ThreadPool::new(1),
+fn tiles_meet_without_a_seam() -> Result<()> {
+    let subject = dense_path();
+    // Across the edges of tiles in rows, outputs and terms, in both directions; k that no block divides; short sums.
+    for (m, n, k) in [(257, 97, 513), (2, 1100, 98), (3, 5, 83), (4, 7, 2), (1, 1, 1), (300, 3, 16)] {
+        for dtype in IO {
+            let stored = IoBuffer::new(dtype, &noise(n * k, 1));
+            let measured = subject.is_right(&dense(&stored, (m, n, k), noise(m * k, 2), dtype))?;
+            assert_eq!(
+                (measured.outputs, measured.backward.is_some(), measured.decoded),
+                (m * n, true, Some(n * k))
+            );
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn threads_do_not_change_a_bit() -> Result<()> {
+    let (subject, pools) = (dense_path(), [1, 2, 3, 7].map(ThreadPool::new));
+    subject.ignores_threads(NVFP4)?;
+    let (m, n, k) = (260, 200, 600);
+    for io in IO {
+        let stored = IoBuffer::new(DType::F32, &noise(n * k, 1));
+        let p = dense(&stored, (m, n, k), noise(m * k, 2), io);
+        let w = subject.prepare(&p, (io, io), &pools[0])?;
+        let run = |pool| both(&*w, &p.x, &p.x[..m * n], (io, io), pool);
+        let one = run(&pools[0])?;
+        for pool in &pools[1..] {
+            assert!(run(pool)? == one, "{io} on {} threads", pool.threads());
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn strides_are_followed_and_gaps_left_alone() -> Result<()> {
+    dense_path().follows_strides(NVFP4)
+}
+
+#[test]
+fn a_rounded_copy_is_not_passed_off_as_the_decoded_matrix() -> Result<()> {
+    let (subject, pool) = (dense_path(), ThreadPool::new(1));
+    let stored = IoBuffer::new(DType::F32, &noise(5 * 16, 1));
+    let p = dense(&stored, (1, 5, 16), noise(16, 2), DType::F32);
+    for y in [DType::F16, DType::BF16] {
+        let w = subject.prepare(&p, (DType::F32, y), &pool)?;
+        assert!(!w.info().ops.contains(OpSet::DEQUANTIZE));
+        let mut out = [0f32; 5 * 16];
+        let e = w.dequantize(TensorViewMut::of(&mut out, &[5, 16])?, &mut ExecContext::cpu(&pool));
+        assert_eq!(e.unwrap_err().code(), Code::Unsupported);
+    }
+    Ok(())
+}
+
+#[test]
+fn a_half_precision_copy_keeps_rows_of_any_size() -> Result<()> {
+    let (subject, pool, k, types) = (dense_path(), ThreadPool::new(1), 64, (DType::F32, DType::F16));
+    let sizes = [1e-9, 1.0, 1e7];
+    let values: Vec<f32> = noise(3 * k, 1).iter().enumerate().map(|(i, v)| v * sizes[i / k]).collect();
+    let x: Vec<f32> = noise(k, 2).iter().map(|v| v * 1e-4).collect();
+    let stored = IoBuffer::F32(values.clone());
+    let p = dense(&stored, (1, 3, k), x, DType::F32);
+    let w = subject.prepare(&p, types, &pool)?;
+    assert_eq!(w.info().resident_bytes, 3 * 64 * 2 + 3 * 4);
+    for (y, row) in forward(&*w, &p.x, types, &pool)?.iter().zip(values.chunks(k)) {
+        let terms = p.x.iter().zip(row).map(|(x, w)| f64::from(*x) * f64::from(*w));
+        let (exact, abs) = terms.fold((0.0, 0.0), |(s, a), t| (s + t, a + t.abs()));
+        let limit = bound(ExecPath::DequantMatmul, DType::F16, k, exact, abs);
+        assert!((f64::from(*y) - exact).abs() <= limit, "{y}, not {exact} within {limit}");
+    }
+    for (r, size) in sizes.iter().enumerate() {
+        let mut dy = [0.0; 3];
+        dy[r] = 0.5;
+        let dx = backward(&*w, &dy, types, &pool)?;
+        let limit = |w: &f32| w.abs().max(size * 1e-7) * 0.5f32.powi(12);
+        assert!(
+            dx.iter().zip(&values[r * k..]).all(|(dx, w)| (dx - w * 0.5).abs() <= limit(w)),
+            "row of {size}"
         );
-        for m in [1, 4, 33] {
-            let (x, dy) = (noise(m * 320, 1), noise(m * 431, 2));
-            let run = |threads| {
-                let pool = ThreadPool::new(threads);
-                let y = forward(&*p, &x, (m, 320, 431), (DType::BF16, DType::F32), &pool);
-                (bits(&y), bits(&backward(&*p, &dy, (m, 320, 431), (DType::BF16, DType::F32), &pool)))
-            };
-            let one = run(1);
-            assert!([2, 3, 7].into_iter().all(|t| run(t) == one), "{isa}, m = {m}");
-        }
     }
-}
-
-#[test]
-fn strides_are_followed_and_gaps_left_alone() {
-    let (n, k, pool) = (17, 80, ThreadPool::new(2));
-    let weight = Weight::new(schemas()[1], k, &[n]);
-    let segments = weight.segments();
-    let w = Q4Weight { schema: weight.schema, k, segments: &segments };
-    for (_, backend) in backends() {
-        for (m, activations) in [(3, Activations::Native), (9, Activations::Int8)] {
-            let p = prepare(&*backend, &w, &weight.spec(activations, DType::F32, DType::F32), &pool);
-            let dense = noise(m * k, 5);
-            let expect = forward(&*p, &dense, (m, k, n), (DType::F32, DType::F32), &pool);
-            let (ldx, ldy) = (k + 5, n + 3);
-            let mut x = vec![f32::NAN; m * ldx];
-            dense.chunks(k).enumerate().for_each(|(r, row)| x[r * ldx..][..k].copy_from_slice(row));
-            let mut y = vec![-7.25; m * ldy];
-            let mut scratch = Aligned::new(p.workspace(m));
-            let mut cx = ExecContext { workspace: scratch.view(), ..ExecContext::cpu(&pool) };
-            let xv = TensorView::matrix(&x, m, k, ldx).unwrap();
-            p.forward(xv, TensorViewMut::matrix(&mut y, m, n, ldy).unwrap(), &mut cx).unwrap();
-            let expect_dx = backward(&*p, &expect, (m, k, n), (DType::F32, DType::F32), &pool);
-            let yv = TensorView::matrix(&y, m, n, ldy).unwrap();
-            let mut dx = vec![-7.25; m * ldx];
-            p.backward_input(yv, TensorViewMut::matrix(&mut dx, m, k, ldx).unwrap(), &mut cx).unwrap();
-            for r in 0..m {
-                assert_eq!(bits(&y[r * ldy..][..n]), bits(&expect[r * n..][..n]));
-                assert_eq!(bits(&dx[r * ldx..][..k]), bits(&expect_dx[r * k..][..k]));
-                assert!(
-                    y[r * ldy + n..(r + 1) * ldy]
-                        .iter()
-                        .chain(&dx[r * ldx + k..(r + 1) * ldx])
-                        .all(|v| *v == -7.25)
-                );
-            }
-        }
-    }
-}
-
-#[test]
-fn the_decoded_matrix_is_exact_or_refused() {
-    let (pool, env) = (ThreadPool::new(2), HostEnv::default());
-    for (i, schema) in schemas().into_iter().enumerate() {
-        let k = K[i % 7];
-        let weight = Weight::new(schema, k, &[5, 29, 1]);
-        let (segments, n) = (weight.segments(), 35);
-        let w = Q4Weight { schema, k, segments: &segments };
-        let values = decoded(&w);
-        for (isa, backend) in backends() {
-            for y in IO {
-                let spec = LinearSpec { ops: OpSet::ALL, ..weight.spec(Activations::Native, DType::F32, y) };
-                if y != DType::F32 && schema != (Q4Schema::Dense { dtype: y }) {
-                    let reasons = backend.can_prepare(&spec, ExecPath::DequantMatmul, &env).unwrap_err();
-                    assert_eq!(
-                        reasons.iter().map(|r| r.code).collect::<Vec<_>>(),
-                        [RejectCode::OpUnsupported]
-                    );
-                    let p = prepare(&*backend, &w, &weight.spec(Activations::Native, DType::F32, y), &pool);
-                    assert!(!p.info().ops.contains(OpSet::DEQUANTIZE));
-                    let mut out = vec![0f32; n * k];
-                    let e = p.dequantize(
-                        TensorViewMut::of(&mut out, &[n, k]).unwrap(),
-                        &mut ExecContext::cpu(&pool),
-                    );
-                    assert_eq!(e.unwrap_err().code(), Code::Unsupported);
-                    continue;
-                }
-                let p = prepare(&*backend, &w, &spec, &pool);
-                for dtype in IO {
-                    let mut out = IoBuffer::new(dtype, &vec![f32::NAN; n * k]);
-                    p.dequantize(out.view_mut(n, k).unwrap(), &mut ExecContext::cpu(&pool)).unwrap();
-                    let expect = IoBuffer::new(dtype, &values).to_f32();
-                    assert_eq!(bits(&out.to_f32()), bits(&expect), "{isa} {schema:?} {dtype}");
-                }
-            }
-        }
-    }
-}
-
-#[test]
-fn the_reverse_product_is_that_of_the_decoded_matrix() {
-    let pool = ThreadPool::new(2);
-    for (i, schema) in schemas().into_iter().enumerate() {
-        for (n, k) in [(1, 16), (17, 80), (48, 256), (130, 96)] {
-            let (xt, yt) = (IO[i % 3], IO[i / 3 % 3]);
-            let weight = Weight::new(schema, k, &split(n, i));
-            let segments = weight.segments();
-            let w = Q4Weight { schema, k, segments: &segments };
-            let values = decoded(&w);
-            for (isa, backend) in backends() {
-                let p = prepare(&*backend, &w, &weight.spec(Activations::Native, xt, yt), &pool);
-                for m in [1, 2, 3, 7] {
-                    let dy = IoBuffer::new(yt, &noise(m * n, 9)).to_f32();
-                    let dx = backward(&*p, &dy, (m, k, n), (xt, yt), &pool);
-                    for (at, got) in dx.iter().enumerate() {
-                        let (r, c) = (at / k, at % k);
-                        let terms = (0..n).map(|o| f64::from(dy[r * n + o]) * f64::from(values[o * k + c]));
-                        let (exact, abs) = terms.fold((0.0, 0.0), |(s, a), t| (s + t, a + t.abs()));
-                        // The copy is rounded to the type of y, dx to that of x.
-                        let limit = bound(ExecPath::FusedDequant, xt, n, exact, abs) + abs * roundoff(yt);
-                        assert!(
-                            (f64::from(*got) - exact).abs() <= limit,
-                            "{isa} {schema:?} n {n} k {k} m {m} dx[{r}, {c}]"
-                        );
-                    }
-                }
-            }
-        }
-    }
+    Ok(())
 }
 
 #[test]
 fn every_reason_is_given_at_once() {
-    let env = HostEnv::default();
-    let (_, backend) = backends().remove(0);
-    for schema in schemas() {
-        for a in activations() {
-            let good = Weight::new(schema, 64, &[16]).spec(a, DType::F16, DType::BF16);
-            assert_eq!(backend.can_prepare(&good, ExecPath::DequantMatmul, &env), Ok(()));
-        }
-    }
-    let good = Weight::new(schemas()[0], 64, &[16]).spec(Activations::Native, DType::F32, DType::F32);
-    let mut bad = good.clone();
-    bad.k = 24;
-    bad.x = DType::I32;
-    bad.y = DType::F64;
-    bad.device = Device::Cuda(0);
-    let global = ActGlobal::Static(GlobalScale::divide(2.0).unwrap());
-    bad.activations = Activations::Nvfp4(ActQuant { rule: Rule::ModelOpt, global });
-    let reasons = backend.can_prepare(&bad, ExecPath::NativeKernel, &env).unwrap_err();
-    let codes: Vec<_> = reasons.iter().map(|r| r.code).collect();
     use RejectCode::*;
+    let global = ActGlobal::Static(GlobalScale::divide(2.0).unwrap());
+    let other_convention = Activations::Nvfp4(ActQuant { rule: Rule::ModelOpt, global });
     let expect = [
         PathUnsupported,
         DeviceAbsent,
@@ -238,361 +129,65 @@ fn every_reason_is_given_at_once() {
         ShapeUnsupported,
         ShapeUnsupported,
     ];
-    assert_eq!(codes, expect);
+    assert_eq!(dense_path().reasons(NVFP4, other_convention), expect);
 }
 
 #[test]
-fn a_half_precision_copy_keeps_rows_of_any_size() {
-    let (k, pool) = (64, ThreadPool::new(1));
-    let schema = Q4Schema::Dense { dtype: DType::F32 };
-    let mut weight = Weight::new(schema, k, &[3]);
-    let sizes = [1e-9, 1.0, 1e7];
-    let values: Vec<f32> = noise(3 * k, 1).iter().enumerate().map(|(i, v)| v * sizes[i / k]).collect();
-    weight.parts[0].dense = IoBuffer::F32(values);
-    let segments = weight.segments();
-    let w = Q4Weight { schema, k, segments: &segments };
-    let x: Vec<f32> = noise(k, 2).iter().map(|v| v * 1e-4).collect();
-    for (isa, backend) in backends() {
-        let p = prepare(&*backend, &w, &weight.spec(Activations::Native, DType::F32, DType::F16), &pool);
-        let y = forward(&*p, &x, (1, k, 3), (DType::F32, DType::F16), &pool);
-        for (y, (exact, abs)) in y.iter().zip(sums(&w, &x, &Activations::Native, DType::F32)) {
-            let limit = bound(ExecPath::DequantMatmul, DType::F16, k, exact, abs);
-            assert!((f64::from(*y) - exact).abs() <= limit, "{isa}: {y}, not {exact} within {limit}");
-        }
-        let dy = [0.0, 0.5, 0.0];
-        let dx = backward(&*p, &dy, (1, k, 3), (DType::F32, DType::F16), &pool);
-        let row = &decoded(&w)[k..2 * k];
-        assert!(dx.iter().zip(row).all(|(dx, w)| (dx - w * 0.5).abs() <= w.abs() * 0.5f32.powi(11)), "{isa}");
-    }
-}
-
-#[test]
-fn an_isa_is_honoured_or_the_backend_does_not_live() {
+fn an_isa_that_is_not_there_is_refused() {
     for isa in ["avx1024", "neon"] {
-        let options = BuiltinOptions { isa: Some(isa.into()), ..Default::default() };
-        let registry = Registry::builtin(&options).unwrap();
-        assert!(registry.live("dequant-matmul").is_none(), "{isa}");
+        assert!(built(Some(isa)).live("dequant-matmul").is_none(), "{isa}");
     }
-    for (isa, backend) in backends() {
-        let detail = &backend.probe(&HostEnv::default())[0].detail;
-        assert!(detail.starts_with(isa.trim_end_matches("vnni")), "{isa}: {detail}");
-    }
+    assert!(!subjects("dequant-matmul", ExecPath::DequantMatmul).is_empty());
 }
 
 #[test]
-fn damage_is_refused() {
-    let pool = ThreadPool::new(1);
-    let (_, backend) = backends().remove(0);
-    let mut weight = Weight::new(schemas()[0], 64, &[16]);
-    let spec = weight.spec(Activations::Int8, DType::F32, DType::F32);
-    let mut x = noise(64, 3);
-    x[7] = f32::NAN;
-    {
-        let segments = weight.segments();
-        let w = Q4Weight { schema: weight.schema, k: 64, segments: &segments };
-        let p = prepare(&*backend, &w, &spec, &pool);
-        let mut y = [0.0; 16];
-        let mut cx = ExecContext::cpu(&pool);
-        let e = p.forward(
-            TensorView::of(&x, &[1, 64]).unwrap(),
-            TensorViewMut::of(&mut y, &[1, 16]).unwrap(),
-            &mut cx,
-        );
-        assert_eq!(e.unwrap_err().code(), Code::ShapeMismatch, "no workspace");
-        let mut scratch = Aligned::new(p.workspace(1));
-        cx.workspace = scratch.view();
-        let e = p.forward(
-            TensorView::of(&x, &[1, 64]).unwrap(),
-            TensorViewMut::of(&mut y, &[1, 16]).unwrap(),
-            &mut cx,
-        );
-        assert!(e.is_err(), "a NaN has no int8 code");
-        let e = p.forward(
-            TensorView::of(&x, &[2, 32]).unwrap(),
-            TensorViewMut::of(&mut y, &[1, 16]).unwrap(),
-            &mut cx,
-        );
-        assert_eq!(e.unwrap_err().code(), Code::ShapeMismatch);
-        let wrong = backend.prepare(&w, &spec, ExecPath::FusedDequant, &mut cx);
-        assert_eq!(wrong.err().map(|e| e.code()), Some(Code::Unsupported));
-        assert_eq!(p.info().resident_bytes, 16 * 64 * 4 + 16 * 4);
-    }
-    weight.parts[0].scales[3] = 0x7f;
-    let segments = weight.segments();
-    let w = Q4Weight { schema: weight.schema, k: 64, segments: &segments };
-    let e = backend.prepare(&w, &spec, ExecPath::DequantMatmul, &mut ExecContext::cpu(&pool)).err().unwrap();
+fn damage_is_refused() -> Result<()> {
+    let (subject, pool) = (dense_path(), ThreadPool::new(1));
+    subject.refuses_damage(NVFP4)?;
+    let codes = [0x35u8; 32];
+    let scales = [0x38, 0x38, 0x38, 0x7f];
+    let data = SegmentData::Nvfp4 {
+        codes: TensorView::of(&codes, &[32])?,
+        scales: TensorView::of_bytes(&scales, DType::F8E4M3, &[4])?,
+        global: Some(GlobalScale::multiply(1.0)?),
+    };
+    let weight = Q4Weight { schema: NVFP4, k: 16, segments: &[Segment { rows: 4, data }] };
+    let p = Problem { weight, ..dense(&IoBuffer::F32(vec![0.0; 64]), (1, 4, 16), Vec::new(), DType::F32) };
+    let e = subject.prepare(&p, (DType::F32, DType::F32), &pool).err().unwrap();
     assert_eq!(e.code(), Code::ValueInvalid, "a NaN scale");
+    assert!(e.to_string().contains("row 3"), "{e}");
+    Ok(())
 }
 
 #[test]
-fn dispatch_checks_it_and_counts_its_calls() {
-    let pool = ThreadPool::new(2);
-    for schema in schemas() {
-        let overrides = Overrides { all: Some("dequant-matmul".into()), ..Default::default() };
-        let policy = Policy { overrides, ..Default::default() };
-        let dispatch = Dispatch::new(Registry::builtin(&BuiltinOptions::default()).unwrap(), policy);
-        let weight = Weight::new(schema, 256, &[48, 17]);
-        let segments = weight.segments();
-        let w = Q4Weight { schema, k: 256, segments: &segments };
-        for (activations, io) in activations()[..3].iter().zip(IO) {
-            let spec = weight.spec(*activations, io, io);
-            let selection = dispatch.select(&spec).unwrap();
-            let linear = dispatch.prepare(&w, &spec, &selection, &pool).unwrap();
-            let x = IoBuffer::new(io, &noise(512, 4));
-            let mut y = IoBuffer::new(io, &[0.0; 130]);
-            let mut scratch = Aligned::new(linear.workspace(2));
-            let mut cx = ExecContext { workspace: scratch.view(), ..ExecContext::cpu(&pool) };
-            for _ in 0..3 {
-                linear.forward(x.view(2, 256).unwrap(), y.view_mut(2, 65).unwrap(), &mut cx).unwrap();
-            }
-        }
-        let ran = dispatch.witness().executed();
-        assert_eq!(ran.len(), 3);
-        assert!(
-            ran.iter()
-                .all(|e| e.calls == 3 && e.path == ExecPath::DequantMatmul && e.backend == "dequant-matmul")
-        );
-        assert_eq!(dispatch.skipped_checks(), 0);
+fn dispatch_checks_it_and_counts_its_calls() -> Result<()> {
+    let nf4 = Q4Schema::Nf4 { nibble_order: NibbleOrder::HighFirst, block: 64, nested: Some(256) };
+    let schemas = [NVFP4, nf4, Q4Schema::Dense { dtype: DType::BF16 }];
+    schemas.into_iter().try_for_each(|schema| dense_path().is_dispatched_and_counted(schema))
+}
+
+fn dense_path() -> Subject {
+    subjects("dequant-matmul", ExecPath::DequantMatmul).remove(0)
+}
+
+/// `x[m, k]` rounded to `io` against a dense weight.
+fn dense(stored: &IoBuffer, (m, n, k): (usize, usize, usize), x: Vec<f32>, io: DType) -> Problem<'_> {
+    let view = stored.view(n, k).unwrap();
+    let segments = Box::leak(Box::new([Segment { rows: n, data: SegmentData::Dense { weight: view } }]));
+    Problem {
+        name: format!("dense/{io}/n{n}.k{k}.m{m}"),
+        weight: Q4Weight { schema: Q4Schema::Dense { dtype: view.dtype() }, k, segments },
+        x: IoBuffer::new(io, &x).to_f32(),
+        m,
+        activations: Activations::Native,
+        io,
+        recorded: None,
     }
 }
 
-/// The backend on every instruction set of this machine.
-fn backends() -> Vec<(&'static str, Arc<dyn Q4Backend>)> {
-    let one = |isa: &'static str| {
-        let options = BuiltinOptions { isa: Some(isa.into()), ..Default::default() };
-        Some((isa, Registry::builtin(&options).unwrap().live("dequant-matmul")?.clone()))
-    };
-    let found: Vec<_> = ["portable", "avx2", "avx512vnni"].into_iter().filter_map(one).collect();
-    assert_eq!(found[0].0, "portable");
-    found
-}
-
-fn schemas() -> Vec<Q4Schema> {
-    let mut all = Vec::new();
-    for scale_layout in [ScaleLayout::RowMajor, ScaleLayout::Swizzled128x4] {
-        let globals = [None, Some(Convention::Multiply), Some(Convention::Divide)];
-        all.extend(globals.map(|global| Q4Schema::Nvfp4 { scale_layout, global }));
-    }
-    for (block, nibble_order) in [(64, NibbleOrder::HighFirst), (4096, NibbleOrder::LowFirst)] {
-        all.extend([None, Some(256)].map(|nested| Q4Schema::Nf4 { nibble_order, block, nested }));
-    }
-    all.extend(IO.map(|dtype| Q4Schema::Dense { dtype }));
-    all
-}
-
-/// One, two or three segments of `n` rows in all.
-fn split(n: usize, turn: usize) -> Vec<usize> {
-    match (turn % 3, n) {
-        (1, 2..) => vec![n / 3 + 1, n - n / 3 - 1],
-        (2, 3..) => vec![1, n / 2, n - n / 2 - 1],
-        _ => vec![n],
-    }
-}
-
-struct Weight {
-    schema: Q4Schema,
-    k: usize,
-    parts: Vec<Part>,
-}
-
-struct Part {
-    rows: usize,
-    codes: Vec<u8>,
-    scales: Vec<u8>,
-    global: Option<GlobalScale>,
-    absmax: Vec<f32>,
-    nested: (Vec<u8>, Vec<f32>, f32),
-    dense: IoBuffer,
-}
-
-impl Weight {
-    fn new(schema: Q4Schema, k: usize, rows: &[usize]) -> Self {
-        let part = |(i, &rows)| Part::new(schema, k, rows, i as u64);
-        Self { schema, k, parts: rows.iter().enumerate().map(part).collect() }
-    }
-
-    fn segments(&self) -> Vec<Segment<'_>> {
-        self.parts.iter().map(|p| Segment { rows: p.rows, data: p.data(self.schema, self.k) }).collect()
-    }
-
-    /// Every operation the backend has for this weight and type of y.
-    fn spec(&self, activations: Activations, x: DType, y: DType) -> LinearSpec {
-        let name = |(i, p): (usize, &Part)| SegmentSpec { name: format!("layer.{i}_proj"), rows: p.rows };
-        LinearSpec {
-            segments: self.parts.iter().enumerate().map(name).collect(),
-            schema: self.schema,
-            k: self.k,
-            max_m: 64,
-            x,
-            y,
-            activations,
-            device: Device::Cpu,
-            ops: if y == DType::F32 { OpSet::ALL } else { OpSet::FORWARD.with(OpSet::BACKWARD_INPUT) },
-        }
-    }
-}
-
-impl Part {
-    fn new(schema: Q4Schema, k: usize, rows: usize, seed: u64) -> Self {
-        let bytes =
-            |len, seed| noise(len, seed).iter().map(|v| (v.to_bits() >> 5) as u8).collect::<Vec<u8>>();
-        let mut out = Self {
-            rows,
-            codes: bytes((rows * k).div_ceil(2), seed),
-            scales: Vec::new(),
-            global: None,
-            absmax: Vec::new(),
-            nested: Default::default(),
-            dense: IoBuffer::F32(Vec::new()),
-        };
-        match schema {
-            Q4Schema::Nvfp4 { scale_layout, global } => {
-                // Without a per-tensor scale, small enough for sums in f16.
-                let top = if global.is_some() { 0x7f } else { 0x48 };
-                out.scales = bytes(rows * k / 16, seed + 50).iter().map(|b| b % top).collect();
-                if scale_layout == ScaleLayout::Swizzled128x4 {
-                    out.scales = swizzle::to_blocked(&out.scales, rows, k / 16);
-                }
-                let value = 0.013 * (seed + 1) as f32;
-                out.global = global.map(|c| match c {
-                    Convention::Multiply => GlobalScale::multiply(value).unwrap(),
-                    Convention::Divide => GlobalScale::divide(1.0 / value).unwrap(),
-                });
-            }
-            Q4Schema::Nf4 { block, .. } => {
-                let blocks = (rows * k).div_ceil(block as usize);
-                out.absmax = noise(blocks, 77 + seed).iter().map(|v| 0.01 + v.abs()).collect();
-                out.nested = nf4::nest(&out.absmax);
-            }
-            Q4Schema::Dense { dtype } => out.dense = IoBuffer::new(dtype, &noise(rows * k, 60 + seed)),
-            other => panic!("{other} is not offered"),
-        }
-        out
-    }
-
-    fn data(&self, schema: Q4Schema, k: usize) -> SegmentData<'_> {
-        let codes = TensorView::of(&self.codes, &[self.codes.len()]).unwrap();
-        match schema {
-            Q4Schema::Nvfp4 { .. } => {
-                let scales = TensorView::of_bytes(&self.scales, DType::F8E4M3, &[self.scales.len()]).unwrap();
-                SegmentData::Nvfp4 { codes, scales, global: self.global }
-            }
-            Q4Schema::Nf4 { nested: None, .. } => {
-                let absmax = Absmax::Plain(TensorView::of(&self.absmax, &[self.absmax.len()]).unwrap());
-                SegmentData::Nf4 { codes, absmax }
-            }
-            Q4Schema::Nf4 { nested: Some(block), .. } => {
-                let (nested, absmax, offset) = &self.nested;
-                let absmax = Absmax::Nested {
-                    codes: TensorView::of(nested, &[nested.len()]).unwrap(),
-                    map: TensorView::of(nf4::dynamic_map(), &[256]).unwrap(),
-                    absmax: TensorView::of(absmax, &[absmax.len()]).unwrap(),
-                    offset: *offset,
-                    block: block as usize,
-                };
-                SegmentData::Nf4 { codes, absmax }
-            }
-            _ => SegmentData::Dense { weight: self.dense.view(self.rows, k).unwrap() },
-        }
-    }
-}
-
-/// Every activation format; of NVFP4 several rules and sources of the per-tensor scale.
-fn activations() -> [Activations; 5] {
-    let nvfp4 = |rule, global| Activations::Nvfp4(ActQuant { rule, global });
-    let g = GlobalScale::divide(900.0).unwrap();
-    [
-        Activations::Native,
-        Activations::Int8,
-        nvfp4(Rule::ModelOpt, ActGlobal::None),
-        nvfp4(Rule::CompressedTensors, ActGlobal::Static(g)),
-        nvfp4(Rule::TorchAo, ActGlobal::PerCall),
-    ]
-}
-
-fn prepare(
-    backend: &dyn Q4Backend,
-    w: &Q4Weight<'_>,
-    spec: &LinearSpec,
-    pool: &ThreadPool,
-) -> Box<dyn PreparedWeight> {
-    backend.prepare(w, spec, ExecPath::DequantMatmul, &mut ExecContext::cpu(pool)).unwrap()
-}
-
-fn forward(
-    p: &dyn PreparedWeight,
-    x: &[f32],
-    (m, k, n): (usize, usize, usize),
-    (xt, yt): (DType, DType),
-    pool: &ThreadPool,
-) -> Vec<f32> {
-    let (x, mut y) = (IoBuffer::new(xt, x), IoBuffer::new(yt, &vec![f32::NAN; m * n]));
-    let mut scratch = Aligned::new(p.workspace(m));
-    let mut cx = ExecContext { workspace: scratch.view(), ..ExecContext::cpu(pool) };
-    p.forward(x.view(m, k).unwrap(), y.view_mut(m, n).unwrap(), &mut cx).unwrap();
-    y.to_f32()
-}
-
-fn backward(
-    p: &dyn PreparedWeight,
-    dy: &[f32],
-    (m, k, n): (usize, usize, usize),
-    (xt, yt): (DType, DType),
-    pool: &ThreadPool,
-) -> Vec<f32> {
-    let (dy, mut dx) = (IoBuffer::new(yt, dy), IoBuffer::new(xt, &vec![f32::NAN; m * k]));
-    let mut scratch = Aligned::new(p.workspace(m));
-    let mut cx = ExecContext { workspace: scratch.view(), ..ExecContext::cpu(pool) };
-    p.backward_input(dy.view(m, n).unwrap(), dx.view_mut(m, k).unwrap(), &mut cx).unwrap();
-    dx.to_f32()
-}
-
-/// `(Σ x·w, Σ |x·w|)` of every output, row-major.
-fn sums(w: &Q4Weight<'_>, x: &[f32], activations: &Activations, source: DType) -> Vec<(f64, f64)> {
-    let decoder = RowDecoder::new(w).unwrap();
-    let input = Input::new(x, w.k, activations, source).unwrap();
-    let (m, n) = (x.len() / w.k, w.n());
-    let mut out = vec![(0.0, 0.0); m * n];
-    let mut row = vec![0.0; w.k];
-    for o in 0..n {
-        decoder.row(o, &mut row);
-        (0..m).for_each(|r| out[r * n + o] = input.dot(r, &decoder, o, &row));
-    }
-    out
-}
-
-fn decoded(w: &Q4Weight<'_>) -> Vec<f32> {
-    let decoder = RowDecoder::new(w).unwrap();
-    let mut out = vec![0.0; w.n() * w.k];
-    out.chunks_mut(w.k).enumerate().for_each(|(r, row)| decoder.row(r, row));
-    out
-}
-
-fn bits(v: &[f32]) -> Vec<u32> {
-    v.iter().map(|v| v.to_bits()).collect()
-}
-
-/// Scratch of exactly the stated size, 64-byte aligned, filled with NaN.
-struct Aligned(Vec<u8>, usize);
-
-impl Aligned {
-    fn new(bytes: usize) -> Self {
-        Self(vec![0xff; bytes + 64], bytes)
-    }
-    fn view(&mut self) -> Option<TensorViewMut<'_>> {
-        let at = self.0.as_ptr().align_offset(64);
-        Some(TensorViewMut::of(&mut self.0[at..][..self.1], &[self.1]).unwrap())
-    }
-}
-
-/// Uniform in [-2, 2), the same in every run.
+/// Uniform in [-1, 1), the same in every run.
 fn noise(len: usize, seed: u64) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 40) as f32 / (1u32 << 22) as f32 - 2.0
-    };
-    (0..len + 8).map(|_| next()).skip(8).collect()
+    let word = |i: u64| (i ^ seed << 32).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let mix = |i: u64| (word(i) ^ word(i) >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    (1..=len as u64).map(|i| (mix(i) >> 40) as f32 / (1u32 << 23) as f32 - 1.0).collect()
 }

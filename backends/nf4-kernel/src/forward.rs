@@ -1,10 +1,8 @@
 //! Operand checks, scratch and the split of work over the caller's threads.
-use crate::io::{Out, activation_bytes, activations, padded};
 use crate::kernel;
 use crate::prepare::{CODES, LANES, Packed};
-use q4_core::{
-    Code, DType, Error, ExecContext, PreparedInfo, PreparedWeight, Result, Scratch, TensorView, TensorViewMut,
-};
+use q4_core::rows::{Rows, RowsMut, activation_bytes, check_matrix, check_product};
+use q4_core::{ExecContext, PreparedInfo, PreparedWeight, Result, Scratch, TensorView, TensorViewMut};
 
 /// Fewest blocks of 16 output rows a task takes: what one pass of the one-row kernel keeps in flight.
 const LEAST_BLOCKS: usize = 4;
@@ -23,14 +21,14 @@ impl PreparedWeight for Packed {
     }
 
     fn forward(&self, x: TensorView<'_>, y: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
-        let m = check((&x, self.x, self.info.k), (&y.as_view(), self.y, self.info.n))?;
+        let m = check_product((&x, self.x, self.info.k), (&y.as_view(), self.y, self.info.n))?;
         let threads = cx.threads;
         let need = activation_bytes(self.x, &self.info.activations, m, self.info.k);
         let mut scratch = Scratch::of(cx, need)?;
-        let x = activations(x, &self.info.activations, &mut scratch, threads)?;
-        let y = Out::of(y)?;
+        let x = Rows::activations(x, &self.info.activations, &mut scratch, threads)?;
+        let y = RowsMut::of(y)?;
         threads.split(self.blocks(), LEAST_BLOCKS, &|start, end| {
-            // SAFETY: `check` compared the shapes, `split` hands every block out once.
+            // SAFETY: `check_product` compared the shapes, `split` hands every block out once.
             unsafe { kernel::forward(self, &x, &y, start..end) }
         });
         Ok(())
@@ -42,12 +40,12 @@ impl PreparedWeight for Packed {
         dx: TensorViewMut<'_>,
         cx: &mut ExecContext<'_>,
     ) -> Result<()> {
-        let m = check((&dy, self.y, self.info.n), (&dx.as_view(), self.x, self.info.k))?;
+        let m = check_product((&dy, self.y, self.info.n), (&dx.as_view(), self.x, self.info.k))?;
         let threads = cx.threads;
         let width = self.blocks() * LANES;
         let mut scratch = Scratch::of(cx, Scratch::bytes(&[4 * m * width]))?;
-        let dy = padded(dy, width, &mut scratch, threads)?;
-        let dx = Out::of(dx)?;
+        let dy = Rows::padded(dy, width, &mut scratch, threads)?;
+        let dx = RowsMut::of(dx)?;
         let words = self.info.k / CODES;
         threads.split(words, LEAST_WORDS, &|start, end| {
             // SAFETY: as in `forward`; `padded` made whole blocks of dy.
@@ -59,14 +57,8 @@ impl PreparedWeight for Packed {
     /// `codebook[code] * absmax`, rounded to f32 as the schema says, then to the type of `out`.
     fn dequantize(&self, out: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
         let (n, k) = (self.info.n, self.info.k);
-        let dtype = out.as_view().dtype();
-        check((&out.as_view(), dtype, k), (&out.as_view(), dtype, k))?;
-        let out = Out::of(out)?;
-        if out.rows() != n {
-            return Err(Error::new(Code::ShapeMismatch, "output of dequantize")
-                .need(format!("{n} rows"))
-                .have(out.rows().to_string()));
-        }
+        check_matrix(&out.as_view(), out.as_view().dtype(), n, k)?;
+        let out = RowsMut::of(out)?;
         let (words, groups) = (k / CODES, k / self.group);
         cx.threads.split(self.blocks(), 1, &|start, end| {
             for row in start * LANES..(end * LANES).min(n) {
@@ -83,17 +75,4 @@ impl PreparedWeight for Packed {
         });
         Ok(())
     }
-}
-
-/// Rows of a call, after checking the shapes and types the kernels rely on.
-fn check(input: (&TensorView<'_>, DType, usize), output: (&TensorView<'_>, DType, usize)) -> Result<usize> {
-    let (m, cols_in, _) = input.0.as_matrix()?;
-    let (rows_out, cols_out, _) = output.0.as_matrix()?;
-    let is_typed = input.0.dtype() == input.1 && output.0.dtype() == output.1;
-    if m == rows_out && cols_in == input.2 && cols_out == output.2 && is_typed {
-        return Ok(m);
-    }
-    Err(Error::new(Code::ShapeMismatch, "operands of a product")
-        .need(format!("{}[m, {}] and {}[m, {}]", input.1, input.2, output.1, output.2))
-        .have(format!("{:?} and {:?}", input.0, output.0)))
 }

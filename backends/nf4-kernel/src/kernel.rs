@@ -2,10 +2,10 @@
 #[cfg(target_arch = "x86_64")]
 use crate::simd::{Avx2, Avx512};
 use crate::{
-    io::{Out, Rows},
     prepare::{CHAIN, CODES, LANES, Line, Packed},
     simd::{Isa, Lanes, Portable},
 };
+use q4_core::rows::{Rows, RowsMut};
 use std::ops::Range;
 
 /// Most rows that are multiplied straight from the registers a code is decoded to.
@@ -23,16 +23,16 @@ macro_rules! on_every_isa {
         ///
         /// # Safety
         /// The range is inside the weight, no other task has any of it, and the rows have the columns stated.
-        pub(crate) unsafe fn $name(w: &Packed, x: &Rows<'_>, y: &Out<'_>, range: Range<usize>) {
+        pub(crate) unsafe fn $name(w: &Packed, x: &Rows<'_>, y: &RowsMut<'_>, range: Range<usize>) {
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx512f")]
-            unsafe fn avx512(w: &Packed, x: &Rows<'_>, y: &Out<'_>, range: Range<usize>) {
+            unsafe fn avx512(w: &Packed, x: &Rows<'_>, y: &RowsMut<'_>, range: Range<usize>) {
                 // SAFETY: this function enables the features.
                 unsafe { $body::<Avx512>(w, x, y, range) }
             }
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma")]
-            unsafe fn avx2(w: &Packed, x: &Rows<'_>, y: &Out<'_>, range: Range<usize>) {
+            unsafe fn avx2(w: &Packed, x: &Rows<'_>, y: &RowsMut<'_>, range: Range<usize>) {
                 // SAFETY: this function enables the features.
                 unsafe { $body::<Avx2>(w, x, y, range) }
             }
@@ -61,10 +61,10 @@ on_every_isa! {
 }
 
 #[inline(always)]
-unsafe fn forward_on<L: Lanes>(w: &Packed, x: &Rows<'_>, y: &Out<'_>, blocks: Range<usize>) {
+unsafe fn forward_on<L: Lanes>(w: &Packed, x: &Rows<'_>, y: &RowsMut<'_>, blocks: Range<usize>) {
     // SAFETY: forwarded.
     unsafe {
-        match x.m {
+        match x.m() {
             1 => few::<L, 1>(w, x, y, blocks),
             2 => few::<L, 2>(w, x, y, blocks),
             3 => few::<L, 3>(w, x, y, blocks),
@@ -76,7 +76,7 @@ unsafe fn forward_on<L: Lanes>(w: &Packed, x: &Rows<'_>, y: &Out<'_>, blocks: Ra
 
 /// As many blocks in flight as the registers hold.
 #[inline(always)]
-unsafe fn few<L: Lanes, const M: usize>(w: &Packed, x: &Rows<'_>, y: &Out<'_>, blocks: Range<usize>) {
+unsafe fn few<L: Lanes, const M: usize>(w: &Packed, x: &Rows<'_>, y: &RowsMut<'_>, blocks: Range<usize>) {
     let width = L::ACCUMULATORS / (2 * M);
     let mut b = blocks.start;
     while b < blocks.end {
@@ -99,14 +99,19 @@ unsafe fn few<L: Lanes, const M: usize>(w: &Packed, x: &Rows<'_>, y: &Out<'_>, b
 
 /// `M` rows of x against `B` blocks, decoded in registers.
 #[inline(always)]
-unsafe fn stream<L: Lanes, const B: usize, const M: usize>(w: &Packed, x: &Rows<'_>, y: &Out<'_>, b0: usize) {
+unsafe fn stream<L: Lanes, const B: usize, const M: usize>(
+    w: &Packed,
+    x: &Rows<'_>,
+    y: &RowsMut<'_>,
+    b0: usize,
+) {
     let shape = Shape::of(w);
     // SAFETY: every index is below the length the layout has for n and k; x has k columns.
     unsafe {
         let table = L::table(&w.table);
         let codes: [*const u32; B] = std::array::from_fn(|b| shape.codes(w, b0 + b));
         let scales: [*const f32; B] = std::array::from_fn(|b| shape.scales(w, b0 + b));
-        let x: [*const f32; M] = std::array::from_fn(|r| x.row(r));
+        let x: [*const f32; M] = std::array::from_fn(|r| x.row(r).as_ptr());
         let mut total = [[L::splat(0.0); B]; M];
         let mut word = 0;
         for chain in 0..shape.chains {
@@ -146,14 +151,14 @@ unsafe fn stream<L: Lanes, const B: usize, const M: usize>(w: &Packed, x: &Rows<
 
 /// Any number of rows: a chain of 16 rows is decoded once to a tile and used by up to 32 rows of x.
 #[inline(always)]
-unsafe fn many<L: Lanes>(w: &Packed, x: &Rows<'_>, y: &Out<'_>, blocks: Range<usize>) {
+unsafe fn many<L: Lanes>(w: &Packed, x: &Rows<'_>, y: &RowsMut<'_>, blocks: Range<usize>) {
     let shape = Shape::of(w);
     let mut tile = [Line([0f32; LANES]); CHAIN];
     let mut totals = [[Line([0f32; LANES]); ROWS]; STRIP];
     for b0 in blocks.clone().step_by(STRIP) {
         let width = STRIP.min(blocks.end - b0);
-        for r0 in (0..x.m).step_by(ROWS) {
-            let rows = ROWS.min(x.m - r0);
+        for r0 in (0..x.m()).step_by(ROWS) {
+            let rows = ROWS.min(x.m() - r0);
             totals.as_flattened_mut().fill(Line([0.0; LANES]));
             for chain in 0..shape.chains {
                 for b in 0..width {
@@ -245,7 +250,7 @@ unsafe fn tile_rows<L: Lanes, const R: usize>(
     let len = shape.words_per_chain * CODES;
     // SAFETY: `at + R <= ROWS`, and x has k columns.
     unsafe {
-        let x: [*const f32; R] = std::array::from_fn(|r| x.row(r0 + at + r).add(chain * len));
+        let x: [*const f32; R] = std::array::from_fn(|r| x.row(r0 + at + r).as_ptr().add(chain * len));
         let tile = tile.as_ptr().cast::<f32>();
         let mut acc = [[L::splat(0.0); 2]; R];
         for i in (0..len).step_by(2) {
@@ -263,13 +268,13 @@ unsafe fn tile_rows<L: Lanes, const R: usize>(
 }
 
 #[inline(always)]
-unsafe fn backward_on<L: Lanes>(w: &Packed, dy: &Rows<'_>, dx: &Out<'_>, words: Range<usize>) {
+unsafe fn backward_on<L: Lanes>(w: &Packed, dy: &Rows<'_>, dx: &RowsMut<'_>, words: Range<usize>) {
     for word in words {
         let mut r = 0;
-        while r < dy.m {
+        while r < dy.m() {
             // SAFETY: rows r to r + step exist.
             unsafe {
-                match dy.m - r {
+                match dy.m() - r {
                     1 => word_back::<L, 1>(w, dy, dx, word, r),
                     2 => word_back::<L, 2>(w, dy, dx, word, r),
                     _ => word_back::<L, 3>(w, dy, dx, word, r),
@@ -285,7 +290,7 @@ unsafe fn backward_on<L: Lanes>(w: &Packed, dy: &Rows<'_>, dx: &Out<'_>, words: 
 unsafe fn word_back<L: Lanes, const M: usize>(
     w: &Packed,
     dy: &Rows<'_>,
-    dx: &Out<'_>,
+    dx: &RowsMut<'_>,
     word: usize,
     r0: usize,
 ) {
@@ -293,7 +298,7 @@ unsafe fn word_back<L: Lanes, const M: usize>(
     // SAFETY: as in `stream`; dy has 16 columns a block.
     unsafe {
         let table = L::table(&w.table);
-        let dy: [*const f32; M] = std::array::from_fn(|r| dy.row(r0 + r));
+        let dy: [*const f32; M] = std::array::from_fn(|r| dy.row(r0 + r).as_ptr());
         let mut acc = [[L::splat(0.0); CODES]; M];
         for b in 0..w.blocks() {
             let packed = L::words(shape.codes(w, b).add(word * LANES));
@@ -360,7 +365,7 @@ impl Shape {
     /// # Safety
     /// Only one task has this block.
     #[inline(always)]
-    unsafe fn put(&self, y: &Out<'_>, r: usize, block: usize, lanes: &[f32; LANES]) {
+    unsafe fn put(&self, y: &RowsMut<'_>, r: usize, block: usize, lanes: &[f32; LANES]) {
         let first = block * LANES;
         // SAFETY: the caller's promise.
         unsafe { y.put(r, first, &lanes[..LANES.min(self.n - first)]) }

@@ -7,7 +7,6 @@
 //! `int8` activations are rounded to int8 with an f32 scale per 16, and `q · scale`, rounded to f32, takes the
 //! place of x.
 mod forward;
-mod io;
 mod kernel;
 mod prepare;
 mod probe;

@@ -1,9 +1,10 @@
 //! No product allocates: counted by an allocator of its own, hence a file of its own.
 #![allow(clippy::unwrap_used)]
+use q4_conformance::lattice;
+use q4_core::selfcheck::IoBuffer;
 use q4_core::{
-    Absmax, Activations, BuiltinOptions, DType, Device, ExecContext, ExecPath, LinearSpec, NibbleOrder,
-    OpSet, Q4Schema, Q4Weight, Registry, Segment, SegmentData, SegmentSpec, TensorView, TensorViewMut,
-    ThreadPool,
+    BuiltinOptions, DType, Device, ExecContext, ExecPath, LinearSpec, NibbleOrder, OpSet, Q4Schema, Registry,
+    Result, SegmentSpec, TensorViewMut, ThreadPool,
 };
 use q4_nf4_kernel as _;
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -29,43 +30,47 @@ unsafe impl GlobalAlloc for Counting {
 static ALLOCATOR: Counting = Counting;
 
 #[test]
-fn no_call_allocates() {
-    let (n, k, pool) = (130, 256, ThreadPool::new(2));
+fn no_call_allocates() -> Result<()> {
+    let (pool, io) = (ThreadPool::new(2), DType::BF16);
     let schema = Q4Schema::Nf4 { nibble_order: NibbleOrder::HighFirst, block: 64, nested: None };
-    let (codes, absmax) = (vec![0x5au8; n * k / 2], vec![0.5f32; n * k / 64]);
-    let absmax = Absmax::Plain(TensorView::of(&absmax, &[absmax.len()]).unwrap());
-    let data = SegmentData::Nf4 { codes: TensorView::of(&codes, &[codes.len()]).unwrap(), absmax };
-    let w = Q4Weight { schema, k, segments: &[Segment { rows: n, data }] };
-    let registry = Registry::builtin(&BuiltinOptions::default()).unwrap();
-    for activations in [Activations::Native, Activations::Int8] {
+    let registry = Registry::builtin(&BuiltinOptions::default())?;
+    let backend = registry.live("nf4-kernel").unwrap();
+    let mut calls = 0;
+    lattice::each(schema, &mut |p| {
+        if p.io != io {
+            return Ok(());
+        }
+        let (m, n, k) = (p.m, p.weight.n(), p.weight.k);
         let spec = LinearSpec {
-            segments: vec![SegmentSpec { name: "layer".into(), rows: n }],
+            segments: p
+                .weight
+                .segments
+                .iter()
+                .map(|s| SegmentSpec { name: "layer".into(), rows: s.rows })
+                .collect(),
             schema,
             k,
-            max_m: 40,
-            x: DType::BF16,
-            y: DType::BF16,
-            activations,
+            max_m: m,
+            x: io,
+            y: io,
+            activations: p.activations,
             device: Device::Cpu,
             ops: OpSet::ALL,
         };
-        let backend = registry.live("nf4-kernel").unwrap();
-        let p = backend.prepare(&w, &spec, ExecPath::FusedDequant, &mut ExecContext::cpu(&pool)).unwrap();
-        for m in [1, 4, 40] {
-            let x = vec![half::bf16::ONE; m * k];
-            let mut y = vec![half::bf16::ZERO; m * n];
-            let mut dx = vec![half::bf16::ZERO; m * k];
-            let mut scratch = vec![0u8; p.workspace(m) + 64];
-            let bytes = [scratch.len()];
-            let workspace = TensorViewMut::of(&mut scratch, &bytes).unwrap();
-            let mut cx = ExecContext { workspace: Some(workspace), ..ExecContext::cpu(&pool) };
-            let before = ALLOCATIONS.load(Ordering::Relaxed);
-            let xv = TensorView::of(&x, &[m, k]).unwrap();
-            p.forward(xv, TensorViewMut::of(&mut y, &[m, n]).unwrap(), &mut cx).unwrap();
-            let dy = TensorView::of(&y, &[m, n]).unwrap();
-            p.backward_input(dy, TensorViewMut::of(&mut dx, &[m, k]).unwrap(), &mut cx).unwrap();
-            assert_eq!(ALLOCATIONS.load(Ordering::Relaxed), before, "{activations}, m = {m}");
-            assert!(y.iter().chain(&dx).any(|v| *v != half::bf16::ZERO));
-        }
-    }
+        let w = backend.prepare(&p.weight, &spec, ExecPath::FusedDequant, &mut ExecContext::cpu(&pool))?;
+        let x = IoBuffer::new(io, &p.x);
+        let (mut y, mut dx) = (IoBuffer::new(io, &vec![0.0; m * n]), IoBuffer::new(io, &vec![0.0; m * k]));
+        let mut scratch = vec![0u8; w.workspace(m) + 64];
+        let bytes = [scratch.len()];
+        let workspace = Some(TensorViewMut::of(&mut scratch, &bytes)?);
+        let mut cx = ExecContext { workspace, ..ExecContext::cpu(&pool) };
+        let before = ALLOCATIONS.load(Ordering::Relaxed);
+        w.forward(x.view(m, k)?, y.view_mut(m, n)?, &mut cx)?;
+        w.backward_input(y.view(m, n)?, dx.view_mut(m, k)?, &mut cx)?;
+        assert_eq!(ALLOCATIONS.load(Ordering::Relaxed), before, "{}", p.name);
+        calls += 2;
+        Ok(())
+    })?;
+    assert!(calls >= 8, "{calls} calls");
+    Ok(())
 }

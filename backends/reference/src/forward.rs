@@ -2,9 +2,9 @@
 use crate::prepare::Stored;
 use half::{bf16, f16};
 use q4_core::oracle::Input;
+use q4_core::rows::{check_matrix, check_product, widen_row};
 use q4_core::{
-    Code, DType, Error, ExecContext, PreparedInfo, PreparedWeight, Result, RowDecoder, TensorView,
-    TensorViewMut,
+    DType, ExecContext, PreparedInfo, PreparedWeight, Result, RowDecoder, TensorView, TensorViewMut,
 };
 use std::sync::Mutex;
 
@@ -19,9 +19,9 @@ impl PreparedWeight for Stored {
     }
 
     fn forward(&self, x: TensorView<'_>, mut y: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
-        let (m, n, k) = (rows(&x), self.info.n, self.info.k);
-        check((&x, self.x, m, k), (&y.as_view(), self.y, m, n))?;
-        let input = Input::new(&widen(x)?, k, &self.info.activations, x.dtype())?;
+        let (n, k) = (self.info.n, self.info.k);
+        let m = check_product((&x, self.x, k), (&y.as_view(), self.y, n))?;
+        let input = Input::new(&widen(&x)?, k, &self.info.activations, x.dtype())?;
         let mut sums = vec![0.0; n * m];
         self.with(|w| {
             let decoder = RowDecoder::new(w)?;
@@ -48,9 +48,9 @@ impl PreparedWeight for Stored {
         mut dx: TensorViewMut<'_>,
         _cx: &mut ExecContext<'_>,
     ) -> Result<()> {
-        let (m, n, k) = (rows(&dy), self.info.n, self.info.k);
-        check((&dy, self.y, m, n), (&dx.as_view(), self.x, m, k))?;
-        let dy = widen(dy)?;
+        let (n, k) = (self.info.n, self.info.k);
+        let m = check_product((&dy, self.y, n), (&dx.as_view(), self.x, k))?;
+        let dy = widen(&dy)?;
         let mut sums = vec![0.0; m * k];
         self.with(|w| {
             let decoder = RowDecoder::new(w)?;
@@ -68,8 +68,8 @@ impl PreparedWeight for Stored {
     }
 
     fn dequantize(&self, mut out: TensorViewMut<'_>, _cx: &mut ExecContext<'_>) -> Result<()> {
-        let (n, k, dtype) = (self.info.n, self.info.k, out.as_view().dtype());
-        check((&out.as_view(), dtype, n, k), (&out.as_view(), dtype, n, k))?;
+        let (n, k) = (self.info.n, self.info.k);
+        check_matrix(&out.as_view(), out.as_view().dtype(), n, k)?;
         self.with(|w| {
             let decoder = RowDecoder::new(w)?;
             let mut decoded = vec![0.0; k];
@@ -81,33 +81,10 @@ impl PreparedWeight for Stored {
     }
 }
 
-type Operand<'a> = (&'a TensorView<'a>, DType, usize, usize);
-
-fn check(input: Operand<'_>, output: Operand<'_>) -> Result<()> {
-    for (view, dtype, rows, cols) in [input, output] {
-        let (have_rows, have_cols, _) = view.as_matrix()?;
-        if (have_rows, have_cols, view.dtype()) != (rows, cols, dtype) || !dtype.is_io() {
-            return Err(Error::new(Code::ShapeMismatch, "operand of a product")
-                .need(format!("{dtype}[{rows}, {cols}]"))
-                .have(format!("{view:?}")));
-        }
-    }
-    Ok(())
-}
-
-fn rows(view: &TensorView<'_>) -> usize {
-    view.shape().first().map_or(0, |m| *m as usize)
-}
-
-fn widen(x: TensorView<'_>) -> Result<Vec<f32>> {
-    let mut out = Vec::with_capacity(x.len());
-    for r in 0..rows(&x) {
-        match x.dtype() {
-            DType::F16 => out.extend(x.row::<f16>(r)?.iter().map(|v| v.to_f32())),
-            DType::BF16 => out.extend(x.row::<bf16>(r)?.iter().map(|v| v.to_f32())),
-            _ => out.extend_from_slice(x.row::<f32>(r)?),
-        }
-    }
+fn widen(x: &TensorView<'_>) -> Result<Vec<f32>> {
+    let (m, k, _) = x.as_matrix()?;
+    let mut out = vec![0.0; m * k];
+    out.chunks_mut(k).enumerate().try_for_each(|(r, row)| widen_row(x, r, row))?;
     Ok(out)
 }
 

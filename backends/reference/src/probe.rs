@@ -1,7 +1,6 @@
 //! What the oracle can serve, decided from the spec alone and with every reason at once.
-use q4_core::{
-    ActGlobal, Activations, Device, ExecPath, LinearSpec, ProbeItem, Q4Schema, Reject, RejectCode, Verdict,
-};
+use q4_core::rows::reject_operands;
+use q4_core::{ActGlobal, Activations, Device, ExecPath, LinearSpec, ProbeItem, Reject, RejectCode, Verdict};
 
 /// Every encoding there is.
 pub(crate) const SCHEMAS: [&str; 4] = ["nvfp4", "nf4", "nf4-dq", "dense"];
@@ -32,26 +31,6 @@ pub(crate) fn can_prepare(spec: &LinearSpec, path: ExecPath) -> Verdict {
         let need = format!("a per-tensor scale of the convention of {}", act.rule.as_str());
         reject(ActivationsUnsupported, &need, format!("{:?}", g.convention()));
     }
-    let stored = match spec.schema {
-        Q4Schema::Dense { dtype } => Some(("weight", dtype)),
-        _ => None,
-    };
-    for (name, dtype) in [("x", spec.x), ("y", spec.y)].into_iter().chain(stored) {
-        if !dtype.is_io() {
-            reject(DtypeUnsupported, "float32, float16 or bfloat16", format!("{name} of {dtype}"));
-        }
-    }
-    if spec.k == 0 || spec.segments.is_empty() || spec.segments.iter().any(|s| s.rows == 0) {
-        reject(ShapeUnsupported, "at least one row and one column", format!("[{}, {}]", spec.n(), spec.k));
-    }
-    if spec.k % 16 != 0 {
-        if matches!(spec.schema, Q4Schema::Nvfp4 { .. }) {
-            reject(ShapeUnsupported, "k % 16 == 0 for blocks of nvfp4", format!("k = {}", spec.k));
-        }
-        if spec.activations != Activations::Native {
-            let need = format!("k % 16 == 0 for {} activations", spec.activations);
-            reject(ShapeUnsupported, &need, format!("k = {}", spec.k));
-        }
-    }
+    reject_operands(spec, &mut reasons);
     if reasons.is_empty() { Ok(()) } else { Err(reasons) }
 }

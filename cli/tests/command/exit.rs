@@ -100,8 +100,7 @@ fn what_this_build_does_not_have_is_6() {
 
 #[test]
 fn a_library_that_is_not_there_is_named_with_what_works_instead() {
-    let missing =
-        ["--nvfp4-lib", "/nonexistent", "--backend", "nvfp4-kernel", "generate"];
+    let missing = ["--nvfp4-lib", "/nonexistent", "--backend", "nvfp4-kernel", "generate"];
     let text = fails(6, &missing);
     for part in ["nvfp4-kernel", "libNVFP4", "/nonexistent", "q4 --backend dequant-matmul generate"] {
         assert!(text.contains(part), "{part} is missing in\n{text}");

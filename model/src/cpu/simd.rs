@@ -5,13 +5,13 @@
 use half::{bf16, f16};
 use once_isa::{Isa, isa};
 
+#[cfg(not(target_arch = "x86_64"))]
+pub use self::Widen as Lanes;
 #[cfg(target_arch = "x86_64")]
 use super::x86;
 /// Element types the sums of attention are vectorised for.
 #[cfg(target_arch = "x86_64")]
 pub use super::x86::Load as Lanes;
-#[cfg(not(target_arch = "x86_64"))]
-pub use self::Widen as Lanes;
 
 /// Lanes of the fixed summation order.
 const LANES: usize = 16;
@@ -68,8 +68,8 @@ mod once_isa {
                 {
                     return Isa::Avx512;
                 }
-                let avx2 =
-                    std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma")
+                let avx2 = std::arch::is_x86_feature_detected!("avx2")
+                    && std::arch::is_x86_feature_detected!("fma")
                     && std::arch::is_x86_feature_detected!("f16c");
                 if avx2 && wanted != "portable" {
                     return Isa::Avx2;

@@ -44,7 +44,12 @@ impl CpuTensor {
 const WORTH_A_TASK: usize = 8 * 1024;
 
 /// Runs `f(r, row r)` for every row of `data`, in parallel where that pays.
-pub(super) fn each_row(data: &mut [f32], width: usize, threads: &ThreadPool, f: impl Fn(usize, &mut [f32]) + Sync) {
+pub(super) fn each_row(
+    data: &mut [f32],
+    width: usize,
+    threads: &ThreadPool,
+    f: impl Fn(usize, &mut [f32]) + Sync,
+) {
     let rows = data.len() / width.max(1);
     let data = Disjoint::new(data);
     threads.split(rows, WORTH_A_TASK.div_ceil(width.max(1)), &|start, end| {

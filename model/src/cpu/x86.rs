@@ -45,12 +45,16 @@ impl Load for half::bf16 {
     #[inline(always)]
     unsafe fn load16(p: *const Self) -> __m512 {
         // SAFETY: the caller's.
-        unsafe { _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast())), 16)) }
+        unsafe {
+            _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast())), 16))
+        }
     }
     #[inline(always)]
     unsafe fn load8(p: *const Self) -> __m256 {
         // SAFETY: the caller's.
-        unsafe { _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast())), 16)) }
+        unsafe {
+            _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast())), 16))
+        }
     }
 }
 
@@ -230,7 +234,8 @@ mod tests {
                     assert!((f64::from(a[p]) - exact).abs() < 1e-5, "d = {d}, row {p} of {count}");
                 }
                 for j in 0..d {
-                    let exact: f64 = (0..count).map(|p| f64::from(weights[p]) * value(p, j)).sum::<f64>() * 0.5;
+                    let exact: f64 =
+                        (0..count).map(|p| f64::from(weights[p]) * value(p, j)).sum::<f64>() * 0.5;
                     assert!((f64::from(u[j]) - exact).abs() < 1e-5, "d = {d}, column {j}");
                 }
             }
@@ -239,7 +244,8 @@ mod tests {
 
     #[test]
     fn both_sets_give_the_same_bits_and_the_right_sums() {
-        let has = std::arch::is_x86_feature_detected!("avx512f") && std::arch::is_x86_feature_detected!("f16c");
+        let has =
+            std::arch::is_x86_feature_detected!("avx512f") && std::arch::is_x86_feature_detected!("f16c");
         if !has {
             println!("skipped: no AVX-512 here");
             return;
