@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)]
 mod demo;
 mod exit;
+mod measure;
 mod output;
 mod quantize;
 mod signals;

@@ -1,0 +1,63 @@
+//! `diagnose` and `bench`: what they report is what ran.
+use super::{document, json, out, run};
+
+#[test]
+fn diagnose_computes_on_every_live_path() {
+    let report = json("diagnose", &[]);
+    let backends = report["backends"].as_array().unwrap();
+    let names: Vec<_> = backends.iter().map(|b| b["name"].as_str().unwrap()).collect();
+    assert_eq!(names, q4_core::BUILTINS);
+    for b in backends {
+        assert_eq!(b["state"], "live", "{b}");
+        let paths = b["paths"].as_array().unwrap();
+        assert!(!paths.is_empty(), "{b}");
+        for p in paths {
+            assert_eq!(p["verdict"], "pass", "{p}");
+            assert!(
+                p["outputs"].as_u64().unwrap() > 0 && p["error_over_bound"].as_f64().unwrap() <= 1.0,
+                "{p}"
+            );
+        }
+    }
+    assert!(report["findings"].as_array().unwrap().is_empty());
+}
+
+#[test]
+fn a_library_that_is_refused_is_a_finding() {
+    let output = run(&["--json", "--nvfp4-lib", "/nonexistent", "diagnose"]);
+    assert_eq!(output.status.code(), Some(3));
+    let report = document("diagnose", &output);
+    assert_eq!(report["findings"][0]["code"], "backend-dead");
+    assert_eq!(report["findings"][0]["backend"], "nvfp4-kernel");
+}
+
+#[test]
+fn the_support_matrix_of_the_readme_is_what_diagnose_prints() {
+    let readme = include_str!("../../../README.md");
+    let (_, rest) = readme.split_once("<!-- matrix -->\n").unwrap();
+    let (matrix, _) = rest.split_once("<!-- /matrix -->").unwrap();
+    assert_eq!(matrix, out(&run(&["diagnose", "--matrix"])));
+}
+
+#[test]
+fn bench_reports_a_roofline_beside_every_figure() {
+    let report =
+        json("bench", &["--prefill", "8,16", "--decode", "4", "-r", "2", "--backend", "nvfp4-kernel"]);
+    let rows = report["results"].as_array().unwrap();
+    let names: Vec<_> = rows.iter().map(|r| r["what"].as_str().unwrap()).collect();
+    assert_eq!(names, ["pp8", "pp16", "tg4"]);
+    for r in rows {
+        for field in ["median", "min", "max", "roofline", "fraction"] {
+            assert!(r[field].as_f64().is_some_and(|v| v > 0.0), "{field} of {r}");
+        }
+    }
+    assert_eq!(report["executed"][0]["backend"], "nvfp4-kernel");
+    assert_eq!(report["executed"].as_array().unwrap().len(), 1);
+    assert!(report["memory"]["peak_bytes"].as_u64().unwrap() > 0);
+}
+
+#[test]
+fn bench_denies_a_downgrade() {
+    let output = run(&["--nvfp4-lib", "/nonexistent", "bench", "--prefill", "8", "--decode", "1", "-r", "1"]);
+    assert_eq!(output.status.code(), Some(6));
+}
