@@ -1,8 +1,11 @@
 //! The command line: every verb and option, as the help shows it.
 //!
 //! Nothing here knows what a verb does, so help, completions and parsing never touch a model.
+mod conformance;
+
 pub use crate::choices::*;
 use clap::{ArgAction, Args, CommandFactory, Parser, Subcommand, ValueHint};
+pub use conformance::ConformanceArgs;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
@@ -51,6 +54,8 @@ pub enum Verb {
     Logits(LogitsArgs),
     /// Measure prefill, decode and kernels.
     Bench(BenchArgs),
+    /// Judge a backend against exact references and write a certificate.
+    Conformance(ConformanceArgs),
     /// Print a completion script.
     Completions(CompletionsArgs),
 }

@@ -3,6 +3,7 @@
 //! A request that this build cannot meet fails here, before any verb starts, and never turns into something else.
 use crate::args::{ActivationFormat, Compute, DeviceChoice, Dtype, Format, GlobalArgs, ModelArgs, Unified};
 use crate::demo;
+use crate::plugins;
 use crate::report::Report;
 use q4_core::memory::{Budget, ManagedSupport, Role, UnifiedMemory};
 use q4_core::{
@@ -24,20 +25,31 @@ pub struct Context {
     global: GlobalArgs,
     report: Report,
     overrides: Overrides,
+    gated: bool,
 }
 
 impl Context {
     /// Checks what can be checked without a model. [`Code::Usage`] for options that contradict each other,
     /// [`Code::DeviceMissing`], [`Code::UnifiedMemory`] and [`Code::LibraryRefused`] for what this build does not have.
     pub fn new(global: GlobalArgs) -> Result<Self> {
-        let cx = Self { report: Report::new(&global), overrides: overrides(&global.backend)?, global };
-        cx.check_plugins()?;
+        let cx = Self {
+            report: Report::new(&global),
+            overrides: overrides(&global.backend)?,
+            gated: true,
+            global,
+        };
         cx.device()?;
         cx.check_unified_memory()?;
         if cx.global.no_self_check {
             cx.report.warn("--no-self-check: backends are trusted without a check of their first product");
         }
         Ok(cx)
+    }
+
+    /// Whether third-party backends need a certificate; the suite that writes one is the exception.
+    pub fn gated(mut self, yes: bool) -> Self {
+        self.gated = yes;
+        self
     }
 
     /// Where results go.
@@ -60,7 +72,9 @@ impl Context {
     pub fn registry(&self) -> Result<Registry> {
         let named = self.global.nvfp4_lib.iter().map(|path| (NVFP4_KERNEL.to_owned(), path.clone()));
         let isa = std::env::var("Q4_ISA").ok().filter(|isa| !isa.is_empty());
-        Registry::builtin(&BuiltinOptions { libraries: BTreeMap::from_iter(named), isa })
+        let mut registry = Registry::builtin(&BuiltinOptions { libraries: BTreeMap::from_iter(named), isa })?;
+        plugins::add(&mut registry, &self.global.plugin, &self.global.plugin_dir, self.gated)?;
+        Ok(registry)
     }
 
     /// The seam of all products, under `policy`.
@@ -166,14 +180,6 @@ impl Context {
         }
         let options = OpenOptions { config: model.config.clone(), tokenizer: model.tokenizer.clone() };
         Checkpoint::open(&model.model, &options)
-    }
-
-    fn check_plugins(&self) -> Result<()> {
-        let Some(path) = self.global.plugin.first().or(self.global.plugin_dir.first()) else { return Ok(()) };
-        Err(Error::new(Code::LibraryRefused, format!("{}: this build has no plugin host", path.display()))
-            .need("a build that loads third-party backends")
-            .have("the built-in backends only")
-            .fix("leave --plugin and --plugin-dir out; `q4 diagnose` lists the backends there are"))
     }
 
     fn check_unified_memory(&self) -> Result<()> {

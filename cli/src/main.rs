@@ -7,6 +7,7 @@ mod bench;
 mod chat;
 mod choices;
 mod completions;
+mod conformance;
 mod context;
 mod demo;
 mod diagnose;
@@ -15,6 +16,7 @@ mod generate;
 mod input;
 mod inspect;
 mod logits;
+mod plugins;
 mod quantize;
 mod report;
 mod roofline;
@@ -32,9 +34,15 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 use tracing_subscriber::EnvFilter;
 
+/// First argument of the child process a plugin is loaded in before this one trusts it.
+pub const PROBE: &str = "plugin-probe";
+
 fn main() -> ExitCode {
-    signals::install();
     let line: Vec<_> = std::env::args_os().collect();
+    if line.get(1).is_some_and(|a| a == PROBE) {
+        return q4_plugin_host::probe_main(line.into_iter().skip(2));
+    }
+    signals::install();
     let json = line.iter().any(|a| a == "--json");
     let cli = match Cli::try_parse_from(args::verb_first(line)) {
         Ok(cli) => cli,
@@ -62,7 +70,7 @@ fn run(global: GlobalArgs, verb: &Verb) -> Result<Outcome> {
     if let Verb::Completions(args) = verb {
         return completions::run(args);
     }
-    let cx = Context::new(global)?;
+    let cx = Context::new(global)?.gated(!matches!(verb, Verb::Conformance(_)));
     match verb {
         Verb::Generate(args) => generate::run(&cx, args),
         Verb::Chat(args) => chat::run(&cx, args),
@@ -72,6 +80,7 @@ fn run(global: GlobalArgs, verb: &Verb) -> Result<Outcome> {
         Verb::Quantize(args) => quantize::run(&cx, args),
         Verb::Logits(args) => logits::run(&cx, args),
         Verb::Bench(args) => bench::run(&cx, args),
+        Verb::Conformance(args) => conformance::run(&cx, args),
         Verb::Diagnose(args) => diagnose::run(&cx, args),
         Verb::Completions(args) => completions::run(args),
     }

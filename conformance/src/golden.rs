@@ -32,6 +32,31 @@ pub fn each(visit: &mut dyn FnMut(&Problem<'_>) -> Result<()>) -> Result<()> {
     Ok(())
 }
 
+/// Names of the recorded products of one encoding and kind of activations.
+pub(crate) fn names(schema: &str, activations: &str) -> Vec<String> {
+    let mut names = Vec::new();
+    // The records are part of the executable: they are readable, or every case of them fails and says so.
+    let _ = each(&mut |p| {
+        if p.weight.schema.id().name == schema && p.activations.as_str() == activations {
+            names.push(p.name.clone());
+        }
+        Ok(())
+    });
+    names
+}
+
+/// Hands the recorded product of that name to `body`.
+pub(crate) fn one<R>(name: &str, body: impl Fn(&Problem<'_>) -> Result<R>) -> Result<R> {
+    let mut found = None;
+    each(&mut |p| {
+        if p.name == name {
+            found = Some(body(p));
+        }
+        Ok(())
+    })?;
+    found.unwrap_or_else(|| Err(Error::new(Code::Internal, format!("no recorded product is called {name}"))))
+}
+
 fn nvfp4(
     file: &SafeTensors<'_>,
     case: &str,

@@ -1,12 +1,37 @@
-//! Cases, exact references and bounds every backend must meet.
+//! Cases, exact references and bounds every backend must meet, and the proof that nobody slips past them.
 //!
+//! [`run`] is the suite: it asks a backend what it claims, enumerates the cases of levels L0 to L5, runs each and reports.
 //! [`golden`] holds operands and results recorded from the libraries that define the formats, [`lattice`] makes seeded
-//! problems over the shapes where kernels break, and [`measure()`] runs either through a backend and compares every single
-//! output with the exact product. A backend's word is never taken for its result.
+//! problems over the shapes where kernels break, and every single output is compared with the exact product. A backend's
+//! word is never taken for its result. [`liars`] are backends with one fault each; the suite is as good as those it catches.
+mod case;
+pub mod certificate;
+mod claim;
 pub mod golden;
+mod guarded;
 pub mod lattice;
+mod levels;
+pub mod liars;
 mod measure;
+pub mod memory;
 mod paths;
+mod product;
+mod report;
+mod run;
+mod runner;
+mod stored;
+mod tolerance;
+mod waiver;
 
+pub use case::{AbiProbe, Bench, Case, CaseResult, Outcome, Seen};
+pub use certificate::{Certificate, Library, gate};
+pub use claim::{Claim, Level, Profile, claims};
+pub use levels::cases;
 pub use measure::{Measured, Problem, measure};
 pub use paths::{PathReport, Verdict, check_paths};
+pub use report::{BackendReport, ClaimReport, Errors, Failure, HISTOGRAM, LevelReport, Report};
+pub use run::{Options, SUITE_VERSION, run, run_with};
+pub use runner::{ChildProcesses, InProcess, Runner, serve};
+pub use stored::Stored;
+pub use tolerance::{AGGREGATE, AGGREGATE_FROM, Exact, Terms, backward_terms, bound};
+pub use waiver::{Date, Waiver, Waivers};

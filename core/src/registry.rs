@@ -85,6 +85,11 @@ impl Registry {
         }
     }
 
+    /// Records the library behind a candidate, for reports and for whoever checks its file.
+    pub fn loaded(&mut self, name: &str, facts: LibraryFacts) {
+        self.env.libraries.insert(name.to_owned(), facts);
+    }
+
     /// Everybody, dead ones included, sorted by name.
     pub fn candidates(&self) -> &[Candidate] {
         &self.candidates

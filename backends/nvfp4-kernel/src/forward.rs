@@ -33,6 +33,8 @@ impl PreparedWeight for Prepared {
     }
 
     fn forward(&self, x: TensorView<'_>, mut y: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
+        placed(&x, cx)?;
+        placed(&y.as_view(), cx)?;
         let (xm, ym) = (matrix(&x)?, matrix_mut(&mut y)?);
         // SAFETY: the matrices and the workspace are views, good for their bytes; `y` and the workspace are unique.
         unsafe { self.weight.forward(&xm, &ym, &exec(cx)) }.map_err(|e| {
@@ -47,6 +49,8 @@ impl PreparedWeight for Prepared {
         mut dx: TensorViewMut<'_>,
         cx: &mut ExecContext<'_>,
     ) -> Result<()> {
+        placed(&dy, cx)?;
+        placed(&dx.as_view(), cx)?;
         let (dym, dxm) = (matrix(&dy)?, matrix_mut(&mut dx)?);
         // SAFETY: as in `forward`.
         unsafe { self.weight.backward_input(&dym, &dxm, &exec(cx)) }
@@ -54,10 +58,21 @@ impl PreparedWeight for Prepared {
     }
 
     fn dequantize(&self, mut out: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
+        placed(&out.as_view(), cx)?;
         let out = matrix_mut(&mut out)?;
         // SAFETY: as in `forward`.
         unsafe { self.weight.dequantize(&out, &exec(cx)) }
     }
+}
+
+/// The library sees addresses only: that they are those of the call's device is checked here.
+fn placed(view: &TensorView<'_>, cx: &ExecContext<'_>) -> Result<()> {
+    if view.device() == cx.device {
+        return Ok(());
+    }
+    Err(Error::new(Code::ShapeMismatch, "operand on another device")
+        .need(cx.device.to_string())
+        .have(view.device().to_string()))
 }
 
 /// Replaces a failure by a missing workspace, if that is the cause.

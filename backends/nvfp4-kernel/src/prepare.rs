@@ -20,6 +20,11 @@ pub fn prepare(
     cx: &mut ExecContext<'_>,
 ) -> Result<Box<dyn PreparedWeight>> {
     w.validate()?;
+    if (w.n(), w.k, w.schema) != (spec.n(), spec.k, spec.schema) {
+        return Err(Error::new(Code::ShapeMismatch, "weight of another spec")
+            .need(format!("{} [{}, {}]", spec.schema, spec.n(), spec.k))
+            .have(format!("{} [{}, {}]", w.schema, w.n(), w.k)));
+    }
     let segments = segments(w)?;
     let desc = describe(&segments, w, spec, path)?;
     // SAFETY: codes, scales and workspace are views, good for their stated bytes while `w` and `cx` are borrowed.

@@ -91,7 +91,7 @@ fn findings_are_3() {
 fn what_this_build_does_not_have_is_6() {
     assert_snapshot!("cuda", fails(6, &["generate", "-p", "x", "--device", "cuda:1"]));
     assert_snapshot!("plugin", fails(6, &["--plugin", "./x.so", "generate", "-p", "x"]));
-    assert_snapshot!("plugin-dir", fails(6, &["diagnose", "--plugin-dir", "/opt/plugins"]));
+    assert_snapshot!("plugin-dir", fails(8, &["diagnose", "--plugin-dir", "/nonexistent/plugins"]));
     assert_snapshot!("unified-memory", fails(6, &["--unified-memory", "require", "generate", "-p", "x"]));
     assert_snapshot!("unknown-backend", fails(6, &["--backend", "nvfp5-kernel", "generate", "-p", "x"]));
     let preferred = run(&["--unified-memory", "prefer", "generate", "-p", "Who are you?", "-n", "1"]);

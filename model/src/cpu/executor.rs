@@ -59,7 +59,7 @@ pub enum CpuHead {
     Q4(CpuLinear),
 }
 
-/// Scratch and threads of one session.
+/// Scratch and threads of one context.
 pub struct CpuExecutor {
     shape: Shape,
     threads: Arc<ThreadPool>,
@@ -136,7 +136,7 @@ impl CpuExecutor {
         self.watching = on;
     }
 
-    /// Threads of this session.
+    /// Threads the products run on.
     pub fn threads(&self) -> &ThreadPool {
         &self.threads
     }

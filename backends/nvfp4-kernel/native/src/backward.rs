@@ -26,8 +26,6 @@ pub unsafe fn backward_input(w: &Weight, dy: Mat, dx: Mat, exec: &Exec) -> Outco
                 for block in 0..w.row_blocks() {
                     width = w.decode(block, k, &mut tile);
                     let lanes = LANES.min(w.n - block * LANES);
-                    // A smaller last block: what is left of the one before is multiplied by nothing.
-                    tile[lanes..].fill([0.0; TILE_K]);
                     for (r, input) in input[..m].iter_mut().enumerate() {
                         input[lanes..].fill(0.0);
                         // SAFETY: inside dy.

@@ -412,7 +412,7 @@ impl Exec {
 
     /// How many tasks to make of `items`: a few per thread, so that a late thread costs little.
     pub fn tasks(&self, items: usize) -> usize {
-        if self.threads == 1 { items.min(1) } else { items.min(self.threads.saturating_mul(6)) }
+        if self.threads == 1 { items.min(1) } else { items.min(self.threads.saturating_mul(4)) }
     }
 
     /// Runs `body(0)` to `body(tasks - 1)`, each once. Allocates nothing.

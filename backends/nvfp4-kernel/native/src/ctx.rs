@@ -1,12 +1,14 @@
 //! A context: the device and the instruction set, chosen once so that nothing later depends on the environment.
 use crate::call::{Fail, Finding, Outcome, Sink, fixed, read, write};
-use crate::{abi, isa::Isa};
+use crate::{abi, isa::Isa, memory::Arena};
 use std::ffi::CStr;
 
 /// What `nvfp4_ctx` points to.
 pub struct Context {
     /// What its kernels run.
     pub isa: Isa,
+    /// Where its weights are.
+    pub arena: Arena,
 }
 
 /// Makes a context.
@@ -46,7 +48,7 @@ pub unsafe fn create(desc: *const abi::CtxDesc, sink: &Sink) -> Outcome<Context>
             }
         }
     };
-    if all.is_empty() { Ok(Context { isa }) } else { Err(sink.report(all)) }
+    if all.is_empty() { Ok(Context { isa, arena: Arena::default() }) } else { Err(sink.report(all)) }
 }
 
 /// Fills in what the context can do.

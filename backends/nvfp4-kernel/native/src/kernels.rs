@@ -8,12 +8,16 @@
 //!
 //! **Order.** Float products: per group two chains, over `k mod 8 < 4` and over the rest, each ascending, then
 //! `acc += (chain0 + chain1) * scale`, groups ascending. Integer products: the exact dot of a group, then
-//! `acc += dot * (scale * activation scale)`. `scale` is `e4m3 * 2^-8`: E4M3 bits shifted by 7 are that f16.
+//! `acc += dot * (scale * activation scale)`, also for the groups of padding, which are zero. `scale` is `e4m3 * 2^-8`: E4M3
+//! bits shifted by 7 are that f16.
 #[cfg(target_arch = "x86_64")]
 pub mod avx2;
 #[cfg(target_arch = "x86_64")]
 pub mod avx512;
 pub mod portable;
+pub mod rounding;
+
+use rounding::Rounding;
 
 /// Rows of a row block, and lanes of an accumulator.
 pub const LANES: usize = 16;
@@ -27,7 +31,7 @@ pub const TILE_BYTES: usize = 576;
 pub const GROUP_BYTES: usize = 128;
 /// Where the scales of a tile start.
 pub const SCALES_AT: usize = GROUPS * GROUP_BYTES;
-/// Row blocks a kernel works on at once: two streams hide memory latency, two columns share a broadcast.
+/// Row blocks that share a broadcast in products with many rows.
 pub const PAIR: usize = 2;
 /// What is added to a doubled code to make it unsigned.
 pub const OFFSET: i32 = 12;
@@ -38,6 +42,7 @@ pub const SCALE_FACTOR: f64 = 256.0;
 pub type Acc = [[f32; LANES]; PAIR];
 
 /// One or two adjacent row blocks in packed memory.
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // no direct kernel there
 #[derive(Clone, Copy)]
 pub struct Blocks {
     /// First tile of the first one; 64-byte aligned.
@@ -61,18 +66,27 @@ pub struct FloatRows {
     pub rows: usize,
 }
 
-/// Activation rows in int8 with a scale per 16.
+/// What an activation row has for one tile: one stream for the kernels, and no 4-byte load crosses a cache line. All of it is
+/// zero beyond k.
+#[derive(Clone, Copy)]
+#[repr(C, align(32))]
+pub struct ByteBlock {
+    /// Codes.
+    pub q: [i8; TILE_K],
+    /// Scale of each group.
+    pub scales: [f32; GROUPS],
+    /// `-OFFSET` times the sum of each group's codes.
+    pub bias: [i32; GROUPS],
+}
+
+/// Activation rows in int8 with a scale per 16, tile by tile: `[tile][row]`.
 #[derive(Clone, Copy)]
 pub struct ByteRows {
-    /// Codes, `ld` apart.
-    pub q: *const i8,
-    /// Scales, `ld / 16` apart.
-    pub scales: *const f32,
-    /// `-OFFSET` times the sum of each group's codes, `ld / 16` apart.
-    pub bias: *const i32,
-    /// Elements of a row.
+    /// Of the first tile, first row.
+    pub blocks: *const ByteBlock,
+    /// Blocks from one tile to the next.
     pub ld: usize,
-    /// How many.
+    /// How many rows.
     pub rows: usize,
 }
 
@@ -85,20 +99,20 @@ unsafe impl Sync for ByteRows {}
 pub trait Rows: Copy + Sync {
     /// How many.
     fn rows(&self) -> usize;
-    /// `rows` rows from `row` on, starting at group `group`.
+    /// `rows` rows from `row` on, starting at tile `tile`.
     ///
     /// # Safety
     /// They are inside.
-    unsafe fn window(self, row: usize, rows: usize, group: usize) -> Self;
+    unsafe fn window(self, row: usize, rows: usize, tile: usize) -> Self;
 }
 
 impl Rows for FloatRows {
     fn rows(&self) -> usize {
         self.rows
     }
-    unsafe fn window(self, row: usize, rows: usize, group: usize) -> Self {
+    unsafe fn window(self, row: usize, rows: usize, tile: usize) -> Self {
         // SAFETY: inside, by contract.
-        Self { x: unsafe { self.x.add(row * self.ld + group * 16) }, rows, ..self }
+        Self { x: unsafe { self.x.add(row * self.ld + tile * TILE_K) }, rows, ..self }
     }
 }
 
@@ -106,10 +120,9 @@ impl Rows for ByteRows {
     fn rows(&self) -> usize {
         self.rows
     }
-    unsafe fn window(self, row: usize, rows: usize, group: usize) -> Self {
-        let (q, s) = (row * self.ld + group * 16, row * (self.ld / 16) + group);
+    unsafe fn window(self, row: usize, rows: usize, tile: usize) -> Self {
         // SAFETY: inside, by contract.
-        unsafe { Self { q: self.q.add(q), scales: self.scales.add(s), bias: self.bias.add(s), rows, ..self } }
+        Self { blocks: unsafe { self.blocks.add(tile * self.ld + row) }, rows, ..self }
     }
 }
 
@@ -147,8 +160,27 @@ impl Tile for ByteTile {
 
 /// Decodes `blocks` in registers and writes `rows` sums from `acc` on.
 pub type DirectFn<X> = unsafe fn(blocks: Blocks, x: X, acc: *mut Acc);
-/// Adds the products of `count` decoded tiles with `groups` groups to `rows` sums from `acc` on.
+/// Adds the products of `count` decoded tiles to `rows` sums from `acc` on. x has `groups` groups: floats are not padded.
 pub type PanelFn<X, T> = unsafe fn(tiles: *const T, count: usize, groups: usize, x: X, acc: *mut Acc);
+
+/// Quantises `groups` groups from `x` on to int8 as `q4_core::formats::int8` does, and pads them to whole blocks, which are
+/// `ld` apart. False if an element is NaN or infinite; then the blocks mean nothing.
+pub type Int8Fn = unsafe fn(x: *const f32, groups: usize, out: *mut ByteBlock, ld: usize) -> bool;
+/// The same to NVFP4 as a [`Rounding`] says; codes are doubled values.
+pub type Nvfp4Fn =
+    unsafe fn(rounding: &Rounding, x: *const f32, groups: usize, out: *mut ByteBlock, ld: usize) -> bool;
+/// Bits of the largest magnitude, which order as magnitudes do, infinity and NaN last.
+pub type AmaxFn = unsafe fn(x: &[f32]) -> u32;
+
+/// Sums times factors in f64, each rounded once to f32, to rows that are `ld` apart.
+pub type FinishFn = unsafe fn(sums: &[Acc], factors: &[f64; PAIR * LANES], out: *mut f32, ld: usize);
+
+/// Decodes a tile to `out[lane][k]`: the value of a code times the step of its group, rounded once.
+pub type DecodeFn =
+    unsafe fn(tile: *const u8, steps: &[[f32; GROUPS]; LANES], out: &mut [[f32; TILE_K]; LANES]);
+
+/// Where in a lane's 32 bits the code of `k mod 8` starts.
+pub const SHIFTS: [u32; 8] = [0, 8, 16, 24, 4, 12, 20, 28];
 
 /// `dx[r] += sum_j dy[r][j] * w[j]`, j ascending.
 pub type AxpyFn = unsafe fn(dy: &[[f32; LANES]], w: &[[f32; TILE_K]; LANES], dx: &mut [[f32; TILE_K]]);
@@ -174,6 +206,16 @@ pub struct Kernels {
     pub float: Product<FloatRows, FloatTile>,
     /// int8 activations.
     pub bytes: Product<ByteRows, ByteTile>,
+    /// x to int8.
+    pub int8: Int8Fn,
+    /// x to NVFP4.
+    pub nvfp4: Nvfp4Fn,
+    /// For per-tensor scales made per call.
+    pub amax: AmaxFn,
+    /// Sums to outputs.
+    pub finish: FinishFn,
+    /// Weights as numbers.
+    pub decode: DecodeFn,
     /// For the gradient of the input.
     pub axpy: AxpyFn,
 }

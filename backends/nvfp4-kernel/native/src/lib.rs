@@ -2,6 +2,7 @@
 //! This file is the table and nothing else: convert, call, convert back.
 #![allow(non_snake_case)] // the library is called NVFP4
 pub mod abi;
+mod activations;
 mod backward;
 mod call;
 mod ctx;
@@ -9,6 +10,7 @@ mod forward;
 mod isa;
 mod kernels;
 mod managed;
+mod memory;
 mod prepare;
 mod quantize;
 mod weight;
@@ -124,8 +126,7 @@ entries! {
         c: *mut abi::Ctx, x: *const abi::Matrix, quantizer: *const abi::Quantizer, out: *mut abi::Quantized,
         exec: *const abi::Exec
     ) {
-        ctx::of(c)?;
-        quantize::quantize(x, quantizer, out, exec)
+        quantize::quantize(ctx::of(c)?, x, quantizer, out, exec)
     }
     fn scaled_mm(
         c: *mut abi::Ctx, a: *const abi::Segment, b: *const abi::Segment, k: u64, y: *const abi::Matrix,

@@ -3,11 +3,13 @@
 use crate::abi;
 use crate::call::{Exec, Fail, Finding, Outcome, dtype, part, read};
 use crate::ctx::Context;
-use crate::kernels::{GROUP_BYTES, GROUPS, LANES, SCALES_AT, TILE_BYTES};
-use crate::weight::{Packed, Span, Weight, spread_nibbles};
+use crate::kernels::{GROUPS, LANES, SCALES_AT, TILE_BYTES};
+use crate::weight::{Span, Weight, spread_nibbles};
 use q4_core::formats::swizzle;
 use q4_core::{ActGlobal, ActQuant, Activations, Convention, DType, GlobalScale, Rule};
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::{array, slice};
 
 /// A description that was understood.
 pub struct Plan {
@@ -98,7 +100,7 @@ impl Plan {
         });
         let spans = spans.collect();
         let (blocks, tiles) = (self.n.div_ceil(LANES), self.k.div_ceil(GROUPS * 16));
-        let packed = Packed::new(blocks * tiles * TILE_BYTES)?;
+        let packed = ctx.arena.take(blocks * tiles * TILE_BYTES)?;
         let w = Weight {
             packed,
             n: self.n,
@@ -174,6 +176,12 @@ impl Part {
         unsafe { (self.codes.add((row * self.groups + g) * 8).cast::<[u8; 8]>().read(), self.scale(row, g)) }
     }
 
+    /// Row-major scales.
+    unsafe fn scales_of(&self, rows: &Range<usize>) -> &[u8] {
+        // SAFETY: inside, by contract.
+        unsafe { slice::from_raw_parts(self.scales.add(rows.start * self.groups), rows.len() * self.groups) }
+    }
+
     unsafe fn scale(&self, row: usize, g: usize) -> u8 {
         let at = if self.is_tiled { swizzle::offset(row, g, self.groups) } else { row * self.groups + g };
         // SAFETY: inside, by contract.
@@ -190,7 +198,12 @@ pub unsafe fn check_scales(parts: &[Part], exec: &Exec) -> Outcome {
         let first = AtomicUsize::new(usize::MAX);
         let tasks = exec.tasks(p.rows);
         exec.run(tasks, |t| {
-            for row in part(p.rows, tasks, t) {
+            let rows = part(p.rows, tasks, t);
+            // SAFETY: row-major scales of all rows are readable.
+            if !p.is_tiled && unsafe { p.scales_of(&rows) }.iter().fold(0, |m, &s| m.max(s)) < 0x7f {
+                return;
+            }
+            for row in rows {
                 // SAFETY: row and group are inside the part.
                 if let Some(g) = (0..p.groups).find(|&g| unsafe { p.scale(row, g) } >= 0x7f) {
                     first.fetch_min(row * p.groups + g, Ordering::Relaxed);
@@ -374,33 +387,35 @@ fn global(convention: u32, value: f32, name: &str, all: &mut Vec<Finding>) -> Op
 
 /// Writes row block `block`, every byte of it.
 unsafe fn interleave(parts: &[Part], w: &Weight, block: usize) {
+    let rows: [Option<(&Part, usize)>; LANES] = array::from_fn(|lane| {
+        let mut row = block * LANES + lane;
+        parts.iter().find_map(|p| {
+            let inside = (row < p.rows).then_some((p, row));
+            row = row.wrapping_sub(p.rows);
+            inside
+        })
+    });
     let b = w.blocks(block, 1);
-    // SAFETY: a row block is `stride` bytes and this task's alone; zero is a code of value 0 and a scale of 0.
-    unsafe { b.tiles.cast_mut().write_bytes(0, b.stride) };
-    let mut first = 0;
-    for p in parts {
-        let (from, to) = (first.max(block * LANES), (first + p.rows).min((block + 1) * LANES));
-        for row in from..to {
-            let lane = row - block * LANES;
-            for g in 0..p.groups {
-                // SAFETY: row and group are inside the part, lane and tile inside the row block.
-                unsafe {
-                    let (codes, scale) = p.group(row - first, g);
-                    let tile = b.tiles.cast_mut().add(g / GROUPS * TILE_BYTES);
-                    for half in 0..2 {
-                        let word = u32::from_le_bytes([
-                            codes[4 * half],
-                            codes[4 * half + 1],
-                            codes[4 * half + 2],
-                            codes[4 * half + 3],
-                        ]);
-                        let to = tile.add(g % GROUPS * GROUP_BYTES + half * 64 + lane * 4);
-                        to.cast::<[u8; 4]>().write(spread_nibbles(word).to_le_bytes());
-                    }
-                    *tile.add(SCALES_AT + g % GROUPS * LANES + lane) = scale;
-                }
+    for t in 0..w.tiles() {
+        let groups = t * GROUPS..((t + 1) * GROUPS).min(b.groups);
+        // Zero is a code of value 0 and a scale of 0.
+        let (mut codes, mut scales) = ([[0u32; LANES]; 2 * GROUPS], [[0u8; LANES]; GROUPS]);
+        for (lane, row) in rows.iter().enumerate() {
+            let Some((p, row)) = *row else { continue };
+            for (i, g) in groups.clone().enumerate() {
+                // SAFETY: row and group are inside the part.
+                let (bytes, scale) = unsafe { p.group(row, g) };
+                let word = u64::from_le_bytes(bytes);
+                (codes[2 * i][lane], codes[2 * i + 1][lane]) = (word as u32, (word >> 32) as u32);
+                scales[i][lane] = scale;
             }
         }
-        first += p.rows;
+        let codes = codes.map(|half| half.map(|word| spread_nibbles(word).to_le_bytes()));
+        // SAFETY: tile `t` is inside the row block, which is this task's alone.
+        unsafe {
+            let tile = b.tiles.cast_mut().add(t * TILE_BYTES);
+            tile.cast::<[u8; SCALES_AT]>().write_unaligned(*codes.as_ptr().cast());
+            tile.add(SCALES_AT).cast::<[[u8; LANES]; GROUPS]>().write(scales);
+        }
     }
 }

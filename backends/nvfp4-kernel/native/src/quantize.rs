@@ -1,10 +1,12 @@
 //! The raw calls, without a prepared weight: quantising a matrix, and the product of two quantised matrices.
 use crate::abi;
+use crate::activations::{self, Quantised};
 use crate::call::{Exec, Fail, Finding, Mat, Outcome, dtype, part, read, write};
 use crate::ctx::Context;
-use crate::forward::{self, Quantised};
+use crate::forward;
+use crate::kernels::GROUPS;
+use crate::memory::Packed;
 use crate::prepare::{Part, Plan, act_global, check_scales, rule};
-use crate::weight::Packed;
 use q4_core::formats::nvfp4;
 use q4_core::{ActGlobal, Convention};
 use std::slice;
@@ -18,6 +20,7 @@ const CHUNK: usize = 1024;
 /// # Safety
 /// Size-prefixed structs or NULL; x is readable, the outputs writable.
 pub unsafe fn quantize(
+    ctx: &Context,
     x: *const abi::Matrix,
     quantizer: *const abi::Quantizer,
     out: *mut abi::Quantized,
@@ -62,7 +65,7 @@ pub unsafe fn quantize(
         ActGlobal::Static(g) => Some(g),
         ActGlobal::PerCall => {
             // SAFETY: x is readable.
-            let amax = unsafe { forward::amax(&x, &exec)? };
+            let amax = unsafe { activations::amax(&x, ctx.isa.kernels(), &exec)? };
             Some(nvfp4::global_from_amax(rule, amax, source)?)
         }
     };
@@ -159,24 +162,20 @@ pub unsafe fn scaled_mm(
     let w = unsafe {
         plan.build(ctx, &exec).map_err(|f| Fail { text: f.text.replacen("segment 0", "b", 1), ..f })?
     };
-    let elements =
-        (a.rows as u64).checked_mul(k).and_then(|e| Some((e, Quantised::sizes(e)?.iter().sum::<u64>())));
-    let Some((elements, bytes)) = elements else { return Err(Fail::no_memory(usize::MAX)) };
-    let scratch = Packed::new(usize::try_from(bytes).unwrap_or(usize::MAX))?;
-    let q = Quantised::new(scratch.as_ptr(), elements, w.k);
+    let bytes = Quantised::bytes(a.rows as u64, w.k).and_then(|b| usize::try_from(b).ok());
+    let scratch = Packed::alone(bytes.unwrap_or(usize::MAX))?;
+    let q = Quantised::new(scratch.as_ptr(), a.rows);
     let tasks = exec.tasks(a.rows);
     exec.run(tasks, |t| {
         for row in part(a.rows, tasks, t) {
-            for g in 0..a.groups {
-                // SAFETY: row and group are inside a and the scratch, the rows this task's.
-                unsafe {
-                    let (codes, scale) = a.group(row, g);
-                    q.expand(row, 16 * g, &codes, &[scale]);
-                }
+            for tile in 0..w.tiles() {
+                let groups = tile * GROUPS..((tile + 1) * GROUPS).min(a.groups);
+                // SAFETY: row and groups are inside a, row and tile inside the scratch, the rows this task's.
+                unsafe { q.expand(row, tile, groups.map(|g| a.group(row, g))) };
             }
         }
     })?;
-    forward::multiply(&w, &w.kernels().bytes, q.rows(a.rows), y, forward::nvfp4_factor(a.global), &exec)
+    forward::multiply(&w, &w.kernels().bytes, q.rows(), y, forward::nvfp4_factor(a.global), &exec)
 }
 
 /// Output bytes that tasks write disjoint parts of.

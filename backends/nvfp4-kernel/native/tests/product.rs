@@ -394,23 +394,23 @@ fn dequantize_is_exact_for_every_code_under_every_scale() {
         .iter()
         .flat_map(|&v| [GlobalScale::multiply(v).ok(), GlobalScale::divide(v).ok()])
         .chain([None]);
-    let ctx = Ctx::new("portable");
+    let contexts = Ctx::all();
     for global in globals {
         let source = Source { rows: n, k, codes: codes.clone(), scales: scales.clone(), layout: 1, global };
         let segments = [source.segment()];
-        let w = Weight::new(&ctx, &weight_desc(&segments, k)).unwrap();
-        for dtype in IO {
-            for threads in [1, 3] {
+        let want: Vec<f32> = (0..n * k)
+            .map(|i| {
+                let s = q4_core::formats::e4m3::TABLE[usize::from(scales[i / 16])];
+                q4_core::formats::e2m1::VALUES[i % 16] * global.map_or(s, |g| g.effective(s))
+            })
+            .collect();
+        for (isa, ctx) in &contexts {
+            let w = Weight::new(ctx, &weight_desc(&segments, k)).unwrap();
+            for (dtype, threads) in IO.into_iter().flat_map(|d| [(d, 1), (d, 3)]) {
                 let mut out = Matrix::blank(n, k, k + 3, dtype);
                 w.dequantize(&mut out, &Lent::threads(threads)).unwrap();
                 assert!(out.gaps_are_untouched());
-                let want: Vec<f32> = (0..n * k)
-                    .map(|i| {
-                        let s = q4_core::formats::e4m3::TABLE[usize::from(scales[i / 16])];
-                        q4_core::formats::e2m1::VALUES[i % 16] * global.map_or(s, |g| g.effective(s))
-                    })
-                    .collect();
-                assert!(out.bytes == Matrix::of(&want, n, k + 3, dtype).bytes, "{global:?} {dtype}");
+                assert!(out.bytes == Matrix::of(&want, n, k + 3, dtype).bytes, "{isa} {global:?} {dtype}");
             }
         }
     }

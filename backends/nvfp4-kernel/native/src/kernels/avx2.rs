@@ -1,46 +1,79 @@
 //! The kernels in AVX2 with FMA and F16C: two registers are one row block. Float sums are those of the AVX-512 kernels, bit
 //! for bit, because chains and fused roundings are the same.
+mod activations;
+
 use super::{
-    Acc, Blocks, ByteRows, ByteTile, FloatRows, FloatTile, GROUP_BYTES, GROUPS, Kernels, LANES, OFFSET,
-    Product, SCALES_AT, TILE_BYTES, TILE_K, portable,
+    Acc, Blocks, ByteBlock, ByteRows, ByteTile, FloatRows, FloatTile, GROUP_BYTES, GROUPS, Kernels, LANES,
+    OFFSET, PAIR, Product, SCALES_AT, SHIFTS, TILE_BYTES, TILE_K, portable,
 };
 use q4_core::formats::e2m1;
 use std::arch::x86_64::*;
 
 /// AVX2 with FMA and F16C.
 pub static KERNELS: Kernels = Kernels {
-    float: Product { direct, direct_rows: 1, unpack, panel },
-    bytes: Product { direct: direct_bytes, direct_rows: 1, unpack: unpack_bytes, panel: panel_bytes },
+    float: Product { direct, direct_rows: 4, unpack, panel },
+    bytes: Product { direct: direct_bytes, direct_rows: 4, unpack: unpack_bytes, panel: panel_bytes },
+    int8: activations::int8,
+    nvfp4: activations::nvfp4,
+    amax,
+    finish,
+    decode: decode_tile,
     axpy,
 };
 
 /// Rows of a register, and registers of a row block.
 const HALF: usize = 8;
+/// Bytes that packed weights are fetched ahead of the arithmetic.
+const AHEAD: usize = 16 * TILE_BYTES;
 
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn direct(w: Blocks, x: FloatRows, out: *mut Acc) {
+    // SAFETY: same contract.
+    unsafe {
+        match x.rows {
+            1 => direct_rows::<1>(w, x, out),
+            2 => direct_rows::<2>(w, x, out),
+            3 => direct_rows::<3>(w, x, out),
+            _ => direct_rows::<4>(w, x, out),
+        }
+    }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn direct_rows<const M: usize>(w: Blocks, x: FloatRows, out: *mut Acc) {
     for c in 0..w.count {
-        // SAFETY: by the contract of `Kernels`, a row of 16 * groups floats and `count` row blocks exist.
+        // SAFETY: by the contract of `Kernels`, M rows of 16 * groups floats and `count` row blocks exist.
         unsafe {
             let table = doubled();
-            let mut acc = [_mm256_setzero_ps(); 2];
+            let mut acc = [[_mm256_setzero_ps(); 2]; M];
             for g in 0..w.groups {
                 let tile = w.tiles.add(c * w.stride + g / GROUPS * TILE_BYTES);
-                let x = x.x.add(16 * g);
+                if g % GROUPS == 0 {
+                    prefetch(tile);
+                }
+                let x0 = x.x.add(16 * g);
                 let scale = half_scales(tile, g % GROUPS);
                 for side in 0..2 {
-                    let mut chains = [_mm256_setzero_ps(); 2];
+                    let mut chains = [[_mm256_setzero_ps(); 2]; M];
                     let codes = decode(tile.add(g % GROUPS * GROUP_BYTES + side * 4 * HALF), table);
                     for (j, &four) in codes.iter().enumerate() {
-                        let chain = &mut chains[j % 2];
                         for (i, value) in floats(four).into_iter().enumerate() {
-                            *chain = _mm256_fmadd_ps(_mm256_set1_ps(*x.add(4 * j + i)), value, *chain);
+                            for r in 0..M {
+                                let chain = &mut chains[r][j % 2];
+                                let x = _mm256_set1_ps(*x0.add(r * x.ld + 4 * j + i));
+                                *chain = _mm256_fmadd_ps(x, value, *chain);
+                            }
                         }
                     }
-                    acc[side] = _mm256_fmadd_ps(_mm256_add_ps(chains[0], chains[1]), scale[side], acc[side]);
+                    for r in 0..M {
+                        let sum = _mm256_add_ps(chains[r][0], chains[r][1]);
+                        acc[r][side] = _mm256_fmadd_ps(sum, scale[side], acc[r][side]);
+                    }
                 }
             }
-            put(acc, &mut (*out)[c]);
+            for r in 0..M {
+                put(acc[r], &mut (*out.add(r))[c]);
+            }
         }
     }
 }
@@ -97,57 +130,67 @@ unsafe fn panel_rows<const M: usize>(
     // SAFETY: by the contract of `Kernels`, M rows and sums exist.
     unsafe {
         for g in 0..groups {
-            let low = chain::<M>(tile, 16 * g, x, ld);
-            let high = chain::<M>(tile, 16 * g + 4, x, ld);
             let scale = get(&tile.scales[g]);
-            for r in 0..M {
-                let lanes = &mut (*out.add(r))[c];
-                let mut acc = get(lanes);
-                for side in 0..2 {
-                    let sum = _mm256_add_ps(low[r][side], high[r][side]);
-                    acc[side] = _mm256_fmadd_ps(sum, scale[side], acc[side]);
-                }
-                put(acc, lanes);
-            }
-        }
-    }
-}
-
-/// The sums over `k` to `k + 3` and `k + 8` to `k + 11`: one chain at a time keeps all of them in registers.
-#[inline]
-#[target_feature(enable = "avx2,fma")]
-unsafe fn chain<const M: usize>(tile: &FloatTile, k: usize, x: *const f32, ld: usize) -> [[__m256; 2]; M] {
-    let mut sums = [[_mm256_setzero_ps(); 2]; M];
-    for j in 0..8 {
-        let k = k + j + (j & 4);
-        let value = get(&tile.values[k]);
-        for r in 0..M {
-            // SAFETY: M rows reach to the end of the group.
-            let x = _mm256_set1_ps(unsafe { *x.add(r * ld + k) });
             for side in 0..2 {
-                sums[r][side] = _mm256_fmadd_ps(x, value[side], sums[r][side]);
+                // Both chains of four rows are the eight sums that hide the latency of a multiply-add.
+                let (mut low, mut high) = ([_mm256_setzero_ps(); M], [_mm256_setzero_ps(); M]);
+                for j in 0..8 {
+                    let k = 16 * g + j + (j & 4);
+                    let a = _mm256_load_ps(tile.values[k].as_ptr().add(side * HALF));
+                    let b = _mm256_load_ps(tile.values[k + 4].as_ptr().add(side * HALF));
+                    for r in 0..M {
+                        let x = x.add(r * ld + k);
+                        low[r] = _mm256_fmadd_ps(_mm256_set1_ps(*x), a, low[r]);
+                        high[r] = _mm256_fmadd_ps(_mm256_set1_ps(*x.add(4)), b, high[r]);
+                    }
+                }
+                for r in 0..M {
+                    let lanes = (*out.add(r))[c].as_mut_ptr().add(side * HALF);
+                    let sum = _mm256_add_ps(low[r], high[r]);
+                    _mm256_storeu_ps(lanes, _mm256_fmadd_ps(sum, scale[side], _mm256_loadu_ps(lanes)));
+                }
             }
         }
     }
-    sums
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn direct_bytes(w: Blocks, x: ByteRows, out: *mut Acc) {
+    // SAFETY: same contract.
+    unsafe {
+        match x.rows {
+            1 => direct_bytes_rows::<1>(w, x, out),
+            2 => direct_bytes_rows::<2>(w, x, out),
+            3 => direct_bytes_rows::<3>(w, x, out),
+            _ => direct_bytes_rows::<4>(w, x, out),
+        }
+    }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn direct_bytes_rows<const M: usize>(w: Blocks, x: ByteRows, out: *mut Acc) {
     for c in 0..w.count {
-        // SAFETY: by the contract of `Kernels`, a row of `groups` groups and `count` row blocks exist.
+        // SAFETY: by the contract of `Kernels`, M rows of `groups` groups and `count` row blocks exist.
         unsafe {
             let table = unsigned();
-            let mut acc = [_mm256_setzero_ps(); 2];
-            for g in 0..w.groups {
-                let tile = w.tiles.add(c * w.stride + g / GROUPS * TILE_BYTES);
-                let scale = scales(tile, g % GROUPS);
-                for side in 0..2 {
-                    let codes = decode(tile.add(g % GROUPS * GROUP_BYTES + side * 4 * HALF), table);
-                    acc[side] = add(acc[side], codes, scale[side], x, 0, g);
+            let mut acc = [[_mm256_setzero_ps(); 2]; M];
+            for t in 0..w.groups.div_ceil(GROUPS) {
+                let tile = w.tiles.add(c * w.stride + t * TILE_BYTES);
+                prefetch(tile);
+                for g in 0..GROUPS {
+                    let scale = scales(tile, g);
+                    for side in 0..2 {
+                        let codes = decode(tile.add(g * GROUP_BYTES + side * 4 * HALF), table);
+                        for r in 0..M {
+                            let row = x.blocks.add(t * x.ld + r);
+                            acc[r][side] = add(acc[r][side], codes, scale[side], row, g);
+                        }
+                    }
                 }
             }
-            put(acc, &mut (*out)[c]);
+            for r in 0..M {
+                put(acc[r], &mut (*out.add(r))[c]);
+            }
         }
     }
 }
@@ -171,9 +214,9 @@ unsafe fn unpack_bytes(tile: *const u8, out: *mut ByteTile) {
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn panel_bytes(tiles: *const ByteTile, count: usize, groups: usize, x: ByteRows, acc: *mut Acc) {
+unsafe fn panel_bytes(tiles: *const ByteTile, count: usize, _: usize, x: ByteRows, acc: *mut Acc) {
     for c in 0..count {
-        for g in 0..groups {
+        for g in 0..GROUPS {
             // SAFETY: by the contract of `Kernels`, `count` tiles and `rows` rows and sums exist.
             unsafe {
                 let tile = &*tiles.add(c);
@@ -185,9 +228,44 @@ unsafe fn panel_bytes(tiles: *const ByteTile, count: usize, groups: usize, x: By
                     }
                     for r in 0..x.rows {
                         let lanes = (*acc.add(r))[c].as_mut_ptr().add(side * HALF);
-                        _mm256_storeu_ps(lanes, add(_mm256_loadu_ps(lanes), codes, scale[side], x, r, g));
+                        _mm256_storeu_ps(
+                            lanes,
+                            add(_mm256_loadu_ps(lanes), codes, scale[side], x.blocks.add(r), g),
+                        );
                     }
                 }
+            }
+        }
+    }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn amax(x: &[f32]) -> u32 {
+    portable::amax_body(x)
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn finish(sums: &[Acc], factors: &[f64; PAIR * LANES], out: *mut f32, ld: usize) {
+    // SAFETY: same contract.
+    unsafe { portable::finish_body(sums, factors, out, ld) };
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn decode_tile(tile: *const u8, steps: &[[f32; GROUPS]; LANES], out: &mut [[f32; TILE_K]; LANES]) {
+    // SAFETY: a tile has eight halves of 16 words, by the contract of `Kernels`; tables and rows have what is read.
+    unsafe {
+        let shifts = _mm256_loadu_si256(SHIFTS.as_ptr().cast());
+        let magnitudes = _mm256_loadu_ps(e2m1::VALUES.as_ptr());
+        for (lane, out) in out.iter_mut().enumerate() {
+            for half in 0..2 * GROUPS {
+                let word = _mm256_set1_epi32(*tile.cast::<i32>().add(half * LANES + lane));
+                let codes = _mm256_srlv_epi32(word, shifts);
+                // The permutation looks at three bits of a lane; the fourth is the sign.
+                let sign = _mm256_and_si256(_mm256_slli_epi32::<28>(codes), _mm256_set1_epi32(i32::MIN));
+                let values = _mm256_permutevar8x32_ps(magnitudes, codes);
+                let values = _mm256_xor_ps(values, _mm256_castsi256_ps(sign));
+                let step = _mm256_set1_ps(steps[lane][half / 2]);
+                _mm256_storeu_ps(out.as_mut_ptr().add(8 * half), _mm256_mul_ps(values, step));
             }
         }
     }
@@ -198,23 +276,29 @@ unsafe fn axpy(dy: &[[f32; LANES]], w: &[[f32; TILE_K]; LANES], dx: &mut [[f32; 
     portable::axpy_body(dy, w, dx, f32::mul_add);
 }
 
-/// `acc + dot * (scale * activation scale)` for group `g` of row `r`. Eight products of at most 24 * 127 fit 16 bits, so the
-/// sums of pairs do not saturate.
+/// `acc + dot * (scale * activation scale)` for group `g` of an activation row. Eight products of at most 24 * 127 fit 16
+/// bits, so the sums of pairs do not saturate.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn add(acc: __m256, codes: [__m256i; 4], scale: __m256, x: ByteRows, r: usize, g: usize) -> __m256 {
-    let s = r * (x.ld / 16) + g;
-    // SAFETY: row and group exist, by the contract of `Kernels`.
+unsafe fn add(acc: __m256, codes: [__m256i; 4], scale: __m256, row: *const ByteBlock, g: usize) -> __m256 {
+    // SAFETY: the block exists, by the contract of `Kernels`; a group has 16 codes.
     unsafe {
-        let q = x.q.add(r * x.ld + 16 * g).cast::<i32>();
+        let q = (*row).q.as_ptr().add(16 * g).cast::<i32>();
         let mut pairs = _mm256_setzero_si256();
         for j in 0..4 {
-            let word = _mm256_set1_epi32(q.add(j).read_unaligned());
-            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(codes[j], word));
+            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(codes[j], _mm256_set1_epi32(*q.add(j))));
         }
         let dot = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-        let dot = _mm256_cvtepi32_ps(_mm256_add_epi32(dot, _mm256_set1_epi32(*x.bias.add(s))));
-        _mm256_fmadd_ps(dot, _mm256_mul_ps(scale, _mm256_set1_ps(*x.scales.add(s))), acc)
+        let dot = _mm256_cvtepi32_ps(_mm256_add_epi32(dot, _mm256_set1_epi32((*row).bias[g])));
+        _mm256_fmadd_ps(dot, _mm256_mul_ps(scale, _mm256_set1_ps((*row).scales[g])), acc)
+    }
+}
+
+#[inline]
+#[target_feature(enable = "avx2")]
+unsafe fn prefetch(tile: *const u8) {
+    for line in 0..TILE_BYTES / 64 {
+        _mm_prefetch::<_MM_HINT_T0>(tile.wrapping_add(AHEAD + 64 * line).cast());
     }
 }
 

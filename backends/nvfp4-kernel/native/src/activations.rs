@@ -1,0 +1,176 @@
+//! Activations in the form the kernels read: widened or quantised once per call into the caller's scratch, by several
+//! threads where that pays.
+use crate::call::{Exec, Fail, Mat, Outcome, part};
+use crate::kernels::rounding::{Rounding, bias};
+use crate::kernels::{ByteBlock, ByteRows, FloatRows, GROUPS, Kernels, TILE_K};
+use q4_core::DType;
+use q4_core::formats::{e2m1, e4m3};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::{array, slice};
+
+/// Elements of k that are worked on at once: small enough for the stack, large enough for a task.
+const CHUNK: usize = 1024;
+/// Elements that one thread is done with before another has woken.
+const SERIAL: usize = 16 * CHUNK;
+
+/// Quantised activations in scratch memory.
+#[derive(Clone, Copy)]
+pub struct Quantised {
+    blocks: *mut ByteBlock,
+    rows: usize,
+}
+
+// SAFETY: an address; tasks write disjoint blocks, and read only after all have written.
+unsafe impl Send for Quantised {}
+// SAFETY: as above.
+unsafe impl Sync for Quantised {}
+
+impl Quantised {
+    /// Scratch bytes for `rows` rows of `k`; `None` when that overflows.
+    pub fn bytes(rows: u64, k: usize) -> Option<u64> {
+        rows.checked_mul(k.div_ceil(TILE_K) as u64)?.checked_mul(size_of::<ByteBlock>() as u64)
+    }
+
+    /// In `scratch`, 64-byte aligned and of [`bytes`](Self::bytes).
+    pub fn new(scratch: *mut u8, rows: usize) -> Self {
+        Self { blocks: scratch.cast(), rows }
+    }
+
+    /// As the kernels see them.
+    pub fn rows(&self) -> ByteRows {
+        ByteRows { blocks: self.blocks, ld: self.rows, rows: self.rows }
+    }
+
+    /// The block of tile `tile` of `row`.
+    fn at(&self, row: usize, tile: usize) -> *mut ByteBlock {
+        self.blocks.wrapping_add(tile * self.rows + row)
+    }
+
+    /// Quantises x to int8.
+    ///
+    /// # Safety
+    /// x is readable and has the rows of this scratch, which nobody else uses.
+    pub unsafe fn int8(&self, x: &Mat, kernels: &Kernels, exec: &Exec) -> Outcome {
+        // SAFETY: forwarded; every chunk is blocks of its own.
+        unsafe {
+            each_chunk(x, exec, |row, tile, values| {
+                (kernels.int8)(values.as_ptr(), values.len() / 16, self.at(row, tile), self.rows)
+            })
+        }
+    }
+
+    /// Quantises x to NVFP4.
+    ///
+    /// # Safety
+    /// As there.
+    pub unsafe fn nvfp4(&self, x: &Mat, rounding: &Rounding, kernels: &Kernels, exec: &Exec) -> Outcome {
+        // SAFETY: forwarded; every chunk is blocks of its own.
+        unsafe {
+            each_chunk(x, exec, |row, tile, values| {
+                (kernels.nvfp4)(rounding, values.as_ptr(), values.len() / 16, self.at(row, tile), self.rows)
+            })
+        }
+    }
+
+    /// Expands tile `tile` of a row from packed NVFP4: the groups it has, each codes of 8 bytes and a scale.
+    ///
+    /// # Safety
+    /// Row and tile are inside this scratch, and the row is the caller's alone.
+    pub unsafe fn expand(&self, row: usize, tile: usize, groups: impl Iterator<Item = ([u8; 8], u8)>) {
+        let mut block = ByteBlock { q: [0; TILE_K], scales: [0.0; GROUPS], bias: [0; GROUPS] };
+        for (g, (codes, scale)) in groups.enumerate().take(GROUPS) {
+            let q: [i8; 16] =
+                array::from_fn(|i| e2m1::DOUBLED[usize::from(codes[i / 2] >> (i % 2 * 4) & 15)]);
+            block.q[16 * g..][..16].copy_from_slice(&q);
+            (block.scales[g], block.bias[g]) = (e4m3::decode(scale), bias(&q));
+        }
+        // SAFETY: inside, by contract.
+        unsafe { self.at(row, tile).write(block) };
+    }
+}
+
+/// Widens x to f32.
+///
+/// # Safety
+/// x is readable, `to` has room for it and is nobody else's.
+pub unsafe fn widen(x: &Mat, to: *mut f32, exec: &Exec) -> Outcome<FloatRows> {
+    let out = Shared(to);
+    let (items, per_row) = chunks(x);
+    let tasks = tasks(x, exec, items);
+    exec.run(tasks, |t| {
+        for i in part(items, tasks, t) {
+            let (row, col) = (i / per_row, i % per_row * CHUNK);
+            let len = CHUNK.min(x.cols - col);
+            // SAFETY: inside x, and every chunk is its own part of the m * k floats.
+            unsafe { x.load(row, col, slice::from_raw_parts_mut(out.get().add(row * x.cols + col), len)) };
+        }
+    })?;
+    Ok(FloatRows { x: to, ld: x.cols, rows: x.rows })
+}
+
+/// Largest magnitude of x.
+///
+/// # Safety
+/// x is readable.
+pub unsafe fn amax(x: &Mat, kernels: &Kernels, exec: &Exec) -> Outcome<f32> {
+    let bits = AtomicU32::new(0);
+    // SAFETY: forwarded; the kernels run on this processor.
+    unsafe {
+        each_chunk(x, exec, |_, _, values| {
+            let amax = (kernels.amax)(values);
+            bits.fetch_max(amax, Ordering::Relaxed);
+            amax < f32::INFINITY.to_bits()
+        })?;
+    }
+    Ok(f32::from_bits(bits.into_inner()))
+}
+
+/// Calls `body(row, tile, values)` for every chunk of x, values in f32; fails with the first row that it refuses.
+unsafe fn each_chunk(x: &Mat, exec: &Exec, body: impl Fn(usize, usize, &[f32]) -> bool + Sync) -> Outcome {
+    let refused = AtomicUsize::new(usize::MAX);
+    let (items, per_row) = chunks(x);
+    let tasks = tasks(x, exec, items);
+    exec.run(tasks, |t| {
+        let mut buffer = [0.0; CHUNK];
+        for i in part(items, tasks, t) {
+            let (row, col) = (i / per_row, i % per_row * CHUNK);
+            let len = CHUNK.min(x.cols - col);
+            // SAFETY: inside x, which is readable.
+            let values = unsafe {
+                if x.dtype == DType::F32 {
+                    slice::from_raw_parts(x.floats().add(row * x.ld + col), len)
+                } else {
+                    x.load(row, col, &mut buffer[..len]);
+                    &buffer[..len]
+                }
+            };
+            if !body(row, col / TILE_K, values) {
+                refused.fetch_min(row, Ordering::Relaxed);
+            }
+        }
+    })?;
+    match refused.into_inner() {
+        usize::MAX => Ok(()),
+        row => Err(Fail::invalid(format!("x: row {row}"), "finite values to quantise", "NaN or infinity")),
+    }
+}
+
+/// Chunks of x, and of one of its rows.
+fn chunks(x: &Mat) -> (usize, usize) {
+    let per_row = x.cols.div_ceil(CHUNK);
+    (x.rows * per_row, per_row)
+}
+
+fn tasks(x: &Mat, exec: &Exec, items: usize) -> usize {
+    if x.rows * x.cols <= SERIAL { 1 } else { exec.tasks(items) }
+}
+
+/// An address that tasks write disjoint parts of.
+struct Shared(*mut f32);
+// SAFETY: as said.
+unsafe impl Sync for Shared {}
+impl Shared {
+    fn get(&self) -> *mut f32 {
+        self.0
+    }
+}

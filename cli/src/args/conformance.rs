@@ -1,0 +1,71 @@
+//! The options of `q4 conformance`.
+use clap::{Args, ValueHint};
+use std::ops::Range;
+use std::path::PathBuf;
+
+/// `q4 conformance`.
+#[derive(Args, Debug)]
+#[command(after_long_help = "\
+Judges the backend that --backend names, else those that --plugin brought, else every built-in. Every case runs in a child
+process; a case is named so that --replay finds it again. The exit status is 5 when anything is wrong or nothing ran.
+
+Examples:
+  q4 conformance --backend nvfp4-kernel --report-html report.html
+  q4 conformance --plugin ./libmine.so --level L1
+  q4 conformance --backend nf4-kernel --replay 'CASE'")]
+pub struct ConformanceArgs {
+    /// What the backend must be fit for: inference, or training, which adds the backward product.
+    #[arg(long, value_name = "PROFILE", default_value = "inference")]
+    pub profile: String,
+    /// Only these levels: L0 to L5, or abi, decode, forward, backward, negative, honesty.
+    #[arg(long, value_name = "LEVEL", value_delimiter = ',')]
+    pub level: Vec<String>,
+    /// Only claims that match, e.g. nvfp4@1 or '*int8*'.
+    #[arg(long, value_name = "GLOB")]
+    pub claim: Vec<String>,
+    /// Seed of the generated cases.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub seed: u64,
+    /// Only this case.
+    #[arg(long, value_name = "CASE")]
+    pub replay: Option<String>,
+    /// Print the names of the cases and run none.
+    #[arg(long)]
+    pub list: bool,
+    /// Known failures, each with a reason, a device and an expiry date.
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub waivers: Option<PathBuf>,
+    /// Seconds a group of cases may take.
+    #[arg(long, value_name = "S", default_value_t = 120)]
+    pub time_limit: u64,
+    /// Memory a group of cases may take, e.g. 4GiB.
+    #[arg(long, value_name = "SIZE", value_parser = super::bytes, default_value = "4GiB")]
+    pub case_memory: u64,
+    /// Write the report as JSON.
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub report_json: Option<PathBuf>,
+    /// Write the report as JUnit XML.
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub report_junit: Option<PathBuf>,
+    /// Write the report as one HTML page.
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub report_html: Option<PathBuf>,
+    /// Where certificates are kept [default: $XDG_DATA_HOME/q4/certificates].
+    #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
+    pub certificates: Option<PathBuf>,
+    /// Write no certificate.
+    #[arg(long)]
+    pub no_certificate: bool,
+    /// Serve cases of one backend to the parent process.
+    #[arg(long, hide = true, value_parser = child)]
+    pub child: Option<(String, Range<usize>)>,
+}
+
+fn child(text: &str) -> Result<(String, Range<usize>), String> {
+    let parse = || {
+        let (name, range) = text.rsplit_once(':')?;
+        let (start, end) = range.split_once("..")?;
+        Some((name.to_owned(), start.parse().ok()?..end.parse().ok()?))
+    };
+    parse().ok_or_else(|| "need NAME:START..END".to_owned())
+}

@@ -1,0 +1,143 @@
+//! L0: what a backend says about itself is well formed and does not change; the C table where a host reports one.
+use crate::Level;
+use crate::case::{AbiProbe, Bench, Case, Seen};
+use crate::claim::{SCHEMAS, plain_spec};
+use crate::lattice;
+use crate::product::failed;
+use q4_core::{ExecPath, LinearSpec, ProbeItem, Q4Schema, Result, Verdict};
+use std::collections::BTreeSet;
+
+/// Every path there is.
+pub(super) const PATHS: [ExecPath; 4] =
+    [ExecPath::NativeKernel, ExecPath::FusedDequant, ExecPath::DequantMatmul, ExecPath::Reference];
+
+pub(super) fn cases(abi: Option<&dyn AbiProbe>, all: &mut Vec<Case>) {
+    let mut add =
+        |name: &str, body: fn(&Bench<'_>) -> Result<Seen>| all.push(Case::new(Level::L0, None, name, body));
+    add("descriptor", descriptor);
+    add("probe", probe);
+    add("verdicts-repeat", verdicts_repeat);
+    add("verdicts-on-threads", verdicts_on_threads);
+    for name in abi.map(AbiProbe::cases).unwrap_or_default() {
+        all.push(Case::new(Level::L0, None, format!("table/{name}"), move |bench| {
+            bench.abi.map_or(Ok(()), |abi| abi.run(&name))?;
+            Ok(Seen::exactly(1))
+        }));
+    }
+}
+
+fn descriptor(bench: &Bench<'_>) -> Result<Seen> {
+    let d = bench.backend.descriptor();
+    let is_name = |s: &str| {
+        s.starts_with(|c: char| c.is_ascii_lowercase())
+            && s.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-')
+    };
+    if !is_name(&d.name) {
+        return Err(failed("descriptor: name")
+            .need("lower-case letters, digits and `-`")
+            .have(d.name.to_string()));
+    }
+    if d.version.is_empty() || d.vendor.is_empty() {
+        return Err(failed("descriptor").need("a version and a vendor").have(format!("{d:?}")));
+    }
+    let unique: BTreeSet<_> = d.offers.iter().collect();
+    if d.offers.is_empty() || unique.len() != d.offers.len() {
+        return Err(failed("descriptor: offers")
+            .need("at least one, each once")
+            .have(format!("{:?}", d.offers)));
+    }
+    if let Some((unknown, _)) = d.offers.iter().find(|(s, _)| !SCHEMAS.contains(&s.as_ref())) {
+        return Err(failed("descriptor: offers").need(SCHEMAS.join(", ")).have(unknown.to_string()));
+    }
+    let first = format!("{d:?}");
+    for _ in 0..3 {
+        let again = format!("{:?}", bench.backend.descriptor());
+        if again != first {
+            return Err(failed("descriptor changed between calls").need(first).have(again));
+        }
+    }
+    Ok(Seen::exactly(4))
+}
+
+fn probe(bench: &Bench<'_>) -> Result<Seen> {
+    // Details may carry timings; what was probed and what it says may not change.
+    let facts = |items: Vec<ProbeItem>| -> Vec<(String, Vec<q4_core::Reject>)> {
+        items.into_iter().map(|i| (i.id.into_owned(), i.reasons)).collect()
+    };
+    let first = facts(bench.backend.probe(bench.env));
+    if first.iter().any(|(id, _)| id.is_empty()) {
+        return Err(failed("probe: an item without an id"));
+    }
+    let again = facts(bench.backend.probe(bench.env));
+    if first != again {
+        return Err(failed("probe changed between calls")
+            .need(format!("{first:?}"))
+            .have(format!("{again:?}")));
+    }
+    Ok(Seen::exactly(first.len()))
+}
+
+fn verdicts_repeat(bench: &Bench<'_>) -> Result<Seen> {
+    let questions = questions();
+    let ask = |(spec, path): &(LinearSpec, ExecPath)| bench.backend.can_prepare(spec, *path, bench.env);
+    let first: Vec<Verdict> = questions.iter().map(ask).collect();
+    for (verdict, (spec, path)) in first.iter().zip(&questions) {
+        let Err(reasons) = verdict else { continue };
+        if reasons.is_empty() || reasons.iter().any(|r| r.need.is_empty() || r.have.is_empty()) {
+            return Err(failed(&format!("refusing {} via {path}", lattice::label(&spec.schema)))
+                .need("at least one reason, each with need and have")
+                .have(format!("{reasons:?}")));
+        }
+    }
+    // In the other order: an answer must not depend on the question before.
+    for (verdict, question) in first.iter().zip(&questions).rev() {
+        let again = ask(question);
+        if again != *verdict {
+            let (spec, path) = question;
+            return Err(failed(&format!("verdict on {} via {path} changed", lattice::label(&spec.schema)))
+                .need(format!("{verdict:?}"))
+                .have(format!("{again:?}")));
+        }
+    }
+    Ok(Seen::exactly(2 * questions.len()))
+}
+
+fn verdicts_on_threads(bench: &Bench<'_>) -> Result<Seen> {
+    let questions = questions();
+    let (backend, env) = (bench.backend, bench.env);
+    let ask = || -> Vec<Verdict> { questions.iter().map(|(s, p)| backend.can_prepare(s, *p, env)).collect() };
+    let want = ask();
+    let answers = std::thread::scope(|scope| {
+        let all: Vec<_> = (0..4).map(|_| scope.spawn(ask)).collect();
+        all.into_iter().map(|t| t.join()).collect::<Vec<_>>()
+    });
+    for answer in answers {
+        match answer {
+            Ok(answer) if answer == want => {}
+            Ok(_) => return Err(failed("verdicts differ between threads")),
+            Err(_) => return Err(failed("can_prepare panicked on another thread")),
+        }
+    }
+    Ok(Seen::exactly(4 * questions.len()))
+}
+
+/// Specs that some backends serve and others do not, on every path.
+fn questions() -> Vec<(LinearSpec, ExecPath)> {
+    let mut all = Vec::new();
+    let kinds = ["native", "int8", "nvfp4"].map(|kind| lattice::quantizers(kind)[0]);
+    for schema in lattice::SCHEMAS {
+        for activations in kinds {
+            for path in PATHS {
+                let plain = plain_spec(schema, activations);
+                let mut odd = plain.clone();
+                (odd.k, odd.segments[0].rows) = (ragged(&schema), 3);
+                all.extend([(plain, path), (odd, path)]);
+            }
+        }
+    }
+    all
+}
+
+fn ragged(schema: &Q4Schema) -> usize {
+    if matches!(schema, Q4Schema::Nvfp4 { .. }) { 48 } else { 33 }
+}

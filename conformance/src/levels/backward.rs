@@ -1,0 +1,88 @@
+//! L3: `dx = dy W` against the exact sums, and as the transpose of `forward`.
+use crate::case::{Bench, Case, Seen};
+use crate::guarded::Layout;
+use crate::lattice::{self, Sketch};
+use crate::measure::Problem;
+use crate::product::{self, failed};
+use crate::tolerance::bound;
+use crate::{Claim, Level};
+use q4_core::{DType, ExecPath, OpSet, Result};
+
+pub(super) fn cases(claim: &Claim, seed: u64, all: &mut Vec<Case>) {
+    let path = claim.path;
+    let activations = lattice::quantizers(claim.activations)[0];
+    for schema in lattice::encodings(claim.schema) {
+        for sketch in lattice::sketches(schema, activations, 20, seed) {
+            let name = format!("lattice/{}", sketch.name());
+            all.push(Case::new(Level::L3, Some(claim), name, move |bench| {
+                sketch.with(|problem| check(bench, path, problem))
+            }));
+        }
+        if claim.activations == "native" {
+            for shape in [[48, 64, 5], [64, 256, 17], [129, 144, 2], [16, 1040, 1]] {
+                let sketch = Sketch::plain(schema, activations, DType::F32, shape, seed);
+                let name = format!("transpose/{}", sketch.name());
+                all.push(Case::new(Level::L3, Some(claim), name, move |bench| {
+                    sketch.with(|problem| transpose(bench, path, problem))
+                }));
+            }
+        }
+    }
+}
+
+const OPS: OpSet = OpSet::FORWARD.with(OpSet::BACKWARD_INPUT);
+
+fn check(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<Seen> {
+    let prepared = match product::prepare(bench, path, &problem.weight, &product::spec(problem, OPS))? {
+        Ok(prepared) => prepared,
+        Err(reasons) => return Ok(Seen::Refused(reasons)),
+    };
+    let dy = gradients(problem);
+    let exact = product::exact_backward(problem, &dy)?;
+    let terms = product::backward_bound(path, problem);
+    let mut worst = 0f64;
+    for layout in [Layout::PLAIN, Layout::HOSTILE] {
+        let dx = product::backward(&*prepared, problem, &dy, layout, bench.threads)?;
+        worst = worst.max(exact.compare("dx", &dx.values(), terms)?);
+    }
+    Ok(Seen::within(2 * exact.values.len(), worst))
+}
+
+/// `Σ dy·(x W^T) = Σ (dy W)·x`, within what both sides may be off.
+fn transpose(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<Seen> {
+    let prepared = match product::prepare(bench, path, &problem.weight, &product::spec(problem, OPS))? {
+        Ok(prepared) => prepared,
+        Err(reasons) => return Ok(Seen::Refused(reasons)),
+    };
+    let dy = gradients(problem);
+    let y = product::forward(&*prepared, problem, Layout::PLAIN, product::STALE, bench.threads)?.values();
+    let dx = product::backward(&*prepared, problem, &dy, Layout::PLAIN, bench.threads)?.values();
+    let (exact_y, exact_dx) = (product::exact_forward(problem)?, product::exact_backward(problem, &dy)?);
+    let side =
+        |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>();
+    let slack = |values: &[(f64, f64)], by: &[f32], terms| -> f64 {
+        values.iter().zip(by).map(|(v, b)| bound(terms, v.0, v.1) * f64::from(b.abs())).sum()
+    };
+    let (left, right) = (side(&dy, &y), side(&dx, &problem.x));
+    let limit = slack(&exact_y.values, &dy, product::forward_bound(path, problem))
+        + slack(&exact_dx.values, &problem.x, product::backward_bound(path, problem));
+    let ratio = (left - right).abs() / limit;
+    if ratio <= 1.0 {
+        return Ok(Seen::within(1, ratio));
+    }
+    Err(failed("backward is not the transpose of forward")
+        .need(format!("Σ dy·y = {left:e} within {limit:e}"))
+        .have(format!("Σ dx·x = {right:e}")))
+}
+
+/// Heavy-tailed gradients, rounded to the type of y, with a row of zeros.
+fn gradients(problem: &Problem<'_>) -> Vec<f32> {
+    let n = problem.weight.n();
+    let plain = crate::measure::gradient(problem);
+    let scaled = plain.iter().enumerate().map(|(i, v)| match (i / n, i % 19) {
+        (1, _) => 0.0,
+        (_, 7) => v * 64.0,
+        _ => *v,
+    });
+    q4_core::selfcheck::IoBuffer::new(problem.io, &scaled.collect::<Vec<_>>()).to_f32()
+}

@@ -1,0 +1,112 @@
+//! L2: `y = x W^T` over recorded products and the lattice, with poisoned surroundings, and what becomes of NaN.
+use crate::case::{Bench, Case, Seen};
+use crate::guarded::Layout;
+use crate::lattice::{self, Sketch};
+use crate::measure::Problem;
+use crate::product::{self, failed};
+use crate::{Claim, Level, golden};
+use q4_core::{Activations, DType, ExecPath, OpSet, Result};
+
+/// Products for each type of input and output of one encoding and activation format.
+const NATIVE: usize = 48;
+const INT8: usize = 40;
+const NVFP4: usize = 11;
+
+pub(super) fn cases(claim: &Claim, seed: u64, all: &mut Vec<Case>) {
+    let path = claim.path;
+    for name in golden::names(claim.schema, claim.activations) {
+        all.push(Case::new(Level::L2, Some(claim), name.clone(), move |bench| {
+            golden::one(&name, |problem| check(bench, path, problem))
+        }));
+    }
+    let count = match claim.activations {
+        "native" => NATIVE,
+        "int8" => INT8,
+        _ => NVFP4,
+    };
+    for schema in lattice::encodings(claim.schema) {
+        for activations in lattice::quantizers(claim.activations) {
+            for sketch in lattice::sketches(schema, activations, count, seed) {
+                let name = format!("lattice/{}", sketch.name());
+                all.push(Case::new(Level::L2, Some(claim), name, move |bench| {
+                    sketch.with(|problem| check(bench, path, problem))
+                }));
+            }
+            for (what, value) in [("nan", f32::NAN), ("inf", f32::INFINITY)] {
+                for (io, [n, k, m]) in [
+                    (DType::F32, [33, 80, 5]),
+                    (DType::BF16, [64, 256, 1]),
+                    (DType::F16, [17, 272, 17]),
+                    (DType::F32, [130, 128, 65]),
+                ] {
+                    let sketch = Sketch::plain(schema, activations, io, [n, k, m], seed);
+                    let name = format!("{what}/{}", sketch.name());
+                    all.push(Case::new(Level::L2, Some(claim), name, move |bench| {
+                        sketch.with(|problem| not_finite(bench, path, problem, value))
+                    }));
+                }
+            }
+        }
+    }
+}
+
+fn check(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<Seen> {
+    let spec = product::spec(problem, OpSet::FORWARD);
+    let prepared = match product::prepare(bench, path, &problem.weight, &spec)? {
+        Ok(prepared) => prepared,
+        Err(reasons) => return Ok(Seen::Refused(reasons)),
+    };
+    let exact = product::exact_forward(problem)?;
+    let terms = product::forward_bound(path, problem);
+    let mut worst = 0f64;
+    // Stale scratch that reads as NaN, and stale scratch that reads as a huge number.
+    for (layout, fill) in [(Layout::PLAIN, 0xff), (Layout::HOSTILE, product::STALE)] {
+        let y = product::forward(&*prepared, problem, layout, fill, bench.threads)?;
+        worst = worst.max(exact.compare("y", &y.values(), terms)?);
+    }
+    Ok(Seen::within(2 * exact.values.len(), worst))
+}
+
+/// One element of one row is not finite: that row is not finite either, or the call fails; other rows do not notice.
+fn not_finite(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>, value: f32) -> Result<Seen> {
+    let spec = product::spec(problem, OpSet::FORWARD);
+    let prepared = match product::prepare(bench, path, &problem.weight, &spec)? {
+        Ok(prepared) => prepared,
+        Err(reasons) => return Ok(Seen::Refused(reasons)),
+    };
+    let (m, k, n) = (problem.m, problem.weight.k, problem.weight.n());
+    let clean = product::forward(&*prepared, problem, Layout::PLAIN, product::STALE, bench.threads)?.values();
+    let (row, column) = (m / 2, k - 1 - k / 3);
+    let mut x = problem.x.clone();
+    x[row * k + column] = value;
+    let spoilt = Problem { name: String::new(), weight: problem.weight, x, recorded: None, ..*problem };
+    let y = match product::forward(&*prepared, &spoilt, Layout::PLAIN, product::STALE, bench.threads) {
+        Ok(y) => y.values(),
+        Err(e) if e.code() == q4_core::Code::ConformanceFailed => return Err(e),
+        Err(_) => return Ok(Seen::exactly(m * n)),
+    };
+    if problem.activations != Activations::Native {
+        return Err(failed("an input that cannot be quantised gave a result")
+            .need("an error")
+            .have(format!("{value}")));
+    }
+    for (i, (&got, &before)) in y.iter().zip(&clean).enumerate() {
+        let (r, c) = (i / n, i % n);
+        let is_right = match r == row {
+            true if value.is_nan() => got.is_nan(),
+            true => !got.is_finite(),
+            false => got.to_bits() == before.to_bits(),
+        };
+        if !is_right {
+            let need = match r == row {
+                true if value.is_nan() => "NaN".to_owned(),
+                true => "infinity or NaN".to_owned(),
+                false => format!("{before:e}, as without it"),
+            };
+            return Err(failed(&format!("y[{r}, {c}] with x[{row}, {column}] = {value}"))
+                .need(need)
+                .have(format!("{got:e}")));
+        }
+    }
+    Ok(Seen::exactly(m * n))
+}

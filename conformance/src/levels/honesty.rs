@@ -1,0 +1,152 @@
+//! L5, evidence: which activation format really ran, and that what is kept is the weight and not the caller's bytes.
+use crate::case::{Bench, Case, Seen};
+use crate::guarded::Layout;
+use crate::lattice::{self, Sketch};
+use crate::measure::Problem;
+use crate::product::{self, failed};
+use crate::{Claim, Level};
+use q4_core::{DType, ExecContext, ExecPath, OpSet, Result};
+
+pub(super) fn cases(claim: &Claim, seed: u64, all: &mut Vec<Case>) {
+    let path = claim.path;
+    let activations = lattice::quantizers(claim.activations)[0];
+    for schema in lattice::encodings(claim.schema) {
+        for io in [DType::F32, DType::F16] {
+            let sketch = Sketch::plain(schema, activations, io, [64, 256, 3], seed);
+            let name = format!("format/{}", sketch.name());
+            // A half output of a dense copy is looser than the difference between the formats.
+            let is_told_apart = io == DType::F32 || path != ExecPath::DequantMatmul;
+            if is_told_apart {
+                let sketch = sketch.clone();
+                all.push(Case::new(Level::L5, Some(claim), name, move |bench| {
+                    sketch.with(|problem| format_that_ran(bench, path, problem))
+                }));
+            }
+            let name = format!("source-destroyed/{}", sketch.name());
+            all.push(Case::new(Level::L5, Some(claim), name, move |bench| {
+                source_destroyed(bench, path, &sketch)
+            }));
+        }
+        let name = format!("info/{}/s{seed}", lattice::label(&schema));
+        all.push(Case::new(Level::L5, Some(claim), name, move |bench| {
+            let mut seen = 0;
+            for shape in [[64, 128, 1], [17, 48, 4], [130, 256, 129]] {
+                let sketch = Sketch::plain(schema, activations, DType::F32, shape, seed);
+                seen += sketch.with(|problem| info(bench, path, problem))?;
+            }
+            Ok(Seen::exactly(seen))
+        }));
+    }
+}
+
+/// On inputs that every format rounds to something else, the result is that of the format that was asked for.
+fn format_that_ran(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<Seen> {
+    // One large element a block: int8 and E2M1 lose the small ones, each in its own way.
+    let x: Vec<f32> = (0..problem.x.len())
+        .map(|i| match i % 16 {
+            0 => 100.0 + (i / 16 % 5) as f32,
+            j => 0.25 + j as f32 / 8.0,
+        })
+        .collect();
+    let x = q4_core::selfcheck::IoBuffer::new(problem.io, &x).to_f32();
+    let problem = Problem { name: problem.name.clone(), x, recorded: None, ..*problem };
+    let w = match product::prepare(bench, path, &problem.weight, &product::spec(&problem, OpSet::FORWARD))? {
+        Ok(prepared) => prepared,
+        Err(reasons) => return Ok(Seen::Refused(reasons)),
+    };
+    let y = product::forward(&*w, &problem, Layout::PLAIN, product::STALE, bench.threads)?.values();
+    let terms = product::forward_bound(path, &problem);
+    let own = product::exact_forward(&problem)?;
+    let verdict = own.compare("y", &y, terms);
+    for kind in crate::claim::ACTIVATIONS {
+        if kind == problem.activations.as_str() {
+            continue;
+        }
+        let other = product::exact_forward_as(&problem, &lattice::quantizers(kind)[0])?;
+        // The crafted input must tell the formats apart, or this case proves nothing.
+        let exact: Vec<f32> = own.values.iter().map(|v| v.0 as f32).collect();
+        if other.compare("y", &exact, terms).is_ok() {
+            return Err(q4_core::Error::new(
+                q4_core::Code::Internal,
+                format!("{kind} cannot be told apart here"),
+            ));
+        }
+        if verdict.is_err() && other.compare("y", &y, terms).is_ok() {
+            return Err(failed("another activation format ran")
+                .need(problem.activations.as_str())
+                .have(kind));
+        }
+    }
+    Ok(Seen::within(y.len(), verdict?))
+}
+
+/// The caller's bytes are gone after `prepare`; the product is not.
+fn source_destroyed(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch) -> Result<Seen> {
+    let mut stored = sketch.weight();
+    let intact = stored.clone();
+    let prepared = stored.lend(|w| {
+        let problem = Problem {
+            name: String::new(),
+            weight: *w,
+            x: Vec::new(),
+            m: sketch.m,
+            activations: sketch.activations,
+            io: sketch.io,
+            recorded: None,
+        };
+        product::prepare(bench, path, w, &product::spec(&problem, OpSet::FORWARD))
+    })?;
+    let w = match prepared {
+        Ok(w) => w,
+        Err(reasons) => return Ok(Seen::Refused(reasons)),
+    };
+    stored.destroy();
+    intact.lend(|weight| {
+        let problem = Problem {
+            name: String::new(),
+            weight: *weight,
+            x: sketch.input(),
+            m: sketch.m,
+            activations: sketch.activations,
+            io: sketch.io,
+            recorded: None,
+        };
+        let y = product::forward(&*w, &problem, Layout::PLAIN, product::STALE, bench.threads)?.values();
+        let ratio =
+            product::exact_forward(&problem)?.compare("y", &y, product::forward_bound(path, &problem))?;
+        Ok(Seen::within(y.len(), ratio))
+    })
+}
+
+/// `info()` is the plan, before and after calls, and does not understate what is kept.
+fn info(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<usize> {
+    let spec = product::spec(problem, OpSet::FORWARD);
+    let Ok(w) = product::prepare(bench, path, &problem.weight, &spec)? else { return Ok(0) };
+    let before = format!("{:?}", w.info());
+    product::forward(&*w, problem, Layout::PLAIN, product::STALE, bench.threads)?;
+    product::check_info(bench, path, &spec, &*w)?;
+    let after = format!("{:?}", w.info());
+    if before != after {
+        return Err(failed("info() changed after a call").need(before).have(after));
+    }
+    // Codes alone are the least a 4-bit weight can be kept in, a half of each element the least of a dense one.
+    let n = spec.n() as u64;
+    let least = n * spec.k as u64 * if spec.schema.is_4bit() { 1 } else { 4 } / 2;
+    let have = w.info().resident_bytes;
+    if have < least {
+        return Err(failed("info(): resident_bytes")
+            .need(format!("at least {least}"))
+            .have(have.to_string()));
+    }
+    // Asked again on the same terms, the same plan.
+    let mut cx = ExecContext::cpu(bench.threads);
+    let again = bench.backend.prepare(&problem.weight, &spec, path, &mut cx)?;
+    if format!("{:?}", again.info()) != before {
+        return Err(failed("two weights prepared alike differ in info()"));
+    }
+    let larger = w.workspace(problem.m);
+    if w.workspace(problem.m) != larger || w.workspace(1) > larger {
+        return Err(failed("workspace(m) is not a fixed, growing number of bytes"));
+    }
+    Ok(3)
+}

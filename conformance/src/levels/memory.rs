@@ -1,0 +1,115 @@
+//! L5, memory: no path but the dense one may have a dense copy, and nothing that is released stays.
+use crate::case::{Bench, Case, Seen};
+use crate::guarded::Layout;
+use crate::lattice::{self, Sketch};
+use crate::measure::Problem;
+use crate::memory::{resident, watch};
+use crate::product::{self, failed};
+use crate::{Claim, Level};
+use q4_core::{DType, ExecContext, ExecPath, OpSet, Result};
+
+/// Large enough that a dense copy in 16 bits stands out from everything else a process does.
+const SHAPE: [usize; 3] = [2048, 3072, 2];
+/// Allocators keep and return pages as they see fit; what a backend takes, it takes every time.
+const ATTEMPTS: usize = 4;
+/// Prepared and released this often.
+const ROUNDS: usize = 1000;
+/// Growth of the process that allocators cause by themselves.
+const SLACK: u64 = 3 << 20;
+
+pub(super) fn cases(claim: &Claim, seed: u64, all: &mut Vec<Case>) {
+    let path = claim.path;
+    let activations = lattice::quantizers(claim.activations)[0];
+    let Some(schema) = lattice::encodings(claim.schema).into_iter().next() else { return };
+    if path != ExecPath::DequantMatmul && schema.is_4bit() {
+        let sketch = Sketch::plain(schema, activations, DType::BF16, SHAPE, seed);
+        all.push(Case::new(
+            Level::L5,
+            Some(claim),
+            format!("no-dense-copy/{}", sketch.name()),
+            move |bench| sketch.with(|problem| no_dense_copy(bench, path, problem)),
+        ));
+    }
+    let sketch = Sketch::plain(schema, activations, DType::F32, [64, 256, 2], seed);
+    all.push(Case::new(Level::L5, Some(claim), format!("released/{}", sketch.name()), move |bench| {
+        sketch.with(|problem| every_time(|| released(bench, path, problem)))
+    }));
+}
+
+/// Fails when every attempt does.
+fn every_time(attempt: impl Fn() -> Result<Seen>) -> Result<Seen> {
+    let mut last = attempt();
+    for _ in 1..ATTEMPTS {
+        if last.is_ok() {
+            break;
+        }
+        last = attempt();
+    }
+    last
+}
+
+/// What is kept, what is asked for and what is really taken, from before `prepare` to the end of a call: together less
+/// than the smallest dense copy.
+fn no_dense_copy(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<Seen> {
+    let (m, n, k) = (problem.m, problem.weight.n(), problem.weight.k);
+    let dense = (n * k * 2) as u64;
+    let spec = product::spec(problem, OpSet::FORWARD);
+    let mut prepared = None;
+    let kept = watch(|| prepared = Some(product::prepare(bench, path, &problem.weight, &spec)));
+    let w = match prepared.transpose()?.ok_or_else(|| failed("nothing was prepared"))? {
+        Ok(w) => w,
+        Err(reasons) => return Ok(Seen::Refused(reasons)),
+    };
+    let claimed = w.info().resident_bytes + w.workspace(m) as u64;
+    let over = |what: &str, bytes: u64| {
+        failed(what).need(format!("less than a dense copy, {dense} bytes")).have(format!("{bytes} bytes"))
+    };
+    if claimed >= dense {
+        return Err(over("resident_bytes and workspace", claimed));
+    }
+    // Buffers of the suite exist before the call is watched.
+    let mut y = None;
+    let during =
+        watch(|| y = Some(product::forward(&*w, problem, Layout::PLAIN, product::STALE, bench.threads)));
+    y.transpose()?;
+    let own = (w.workspace(m) + 64 * (m * (n + k))) as u64;
+    for (signal, kept, during) in [
+        ("memory allocated", kept.allocated_left, during.allocated_peak),
+        ("memory resident", kept.resident_left, during.resident_peak),
+    ] {
+        let Some((kept, during)) = kept.zip(during) else { continue };
+        let taken = kept + during.saturating_sub(own);
+        if taken >= dense {
+            return Err(over(signal, taken));
+        }
+    }
+    Ok(Seen::exactly(3))
+}
+
+/// A thousand weights, one after the other, leave nothing behind.
+fn released(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<Seen> {
+    let spec = product::spec(problem, OpSet::FORWARD);
+    if let Err(reasons) = bench.backend.can_prepare(&spec, path, bench.env) {
+        return Ok(Seen::Refused(reasons));
+    }
+    let round = || -> Result<()> {
+        let mut cx = ExecContext::cpu(bench.threads);
+        drop(bench.backend.prepare(&problem.weight, &spec, path, &mut cx)?);
+        Ok(())
+    };
+    (0..ROUNDS / 10).try_for_each(|_| round())?;
+    let before = resident();
+    let mut result = Ok(());
+    let watched = watch(|| result = (0..ROUNDS).try_for_each(|_| round()));
+    result?;
+    let grown = resident().zip(before).map(|(now, before)| now.saturating_sub(before));
+    // A thread or a table that is made once is not a leak; a byte a round is.
+    let allocated = watched.allocated_left.filter(|left| *left >= ROUNDS as u64);
+    let resident = grown.filter(|grown| *grown > SLACK);
+    if let Some(bytes) = allocated.or(resident) {
+        return Err(failed(&format!("{ROUNDS} weights were prepared and released"))
+            .need("no growth")
+            .have(format!("{bytes} bytes more than before")));
+    }
+    Ok(Seen::exactly(ROUNDS))
+}

@@ -1,0 +1,294 @@
+//! L4, before a weight exists: what is not offered, not possible or contradictory is refused, by `can_prepare` and by
+//! `prepare` alike.
+use super::abi::PATHS;
+use crate::case::{Bench, Case, Seen};
+use crate::claim::{ACTIVATIONS, SCHEMAS};
+use crate::lattice::{self, Sketch};
+use crate::measure::Problem;
+use crate::product::{self, failed};
+use crate::stored::Stored;
+use crate::{Claim, Level};
+use q4_core::{
+    ActGlobal, ActQuant, Activations, DType, Device, ExecContext, ExecPath, GlobalScale, LinearSpec, OpSet,
+    Q4Schema, Q4Weight, Result, Rule,
+};
+
+/// Everything that the descriptor does not offer.
+pub(super) fn backend_cases(all: &mut Vec<Case>) {
+    for schema in SCHEMAS {
+        for path in PATHS {
+            for kind in ACTIVATIONS {
+                let sketch = Sketch::plain(
+                    lattice::encodings(schema)[0],
+                    lattice::quantizers(kind)[0],
+                    DType::F32,
+                    [128, 256, 4],
+                    0,
+                );
+                all.push(Case::new(
+                    Level::L4,
+                    None,
+                    format!("offers/{schema}@1/{kind}/{path}"),
+                    move |bench| {
+                        let offers = &bench.backend.descriptor().offers;
+                        let is_offered = offers.iter().any(|(s, p)| s == schema && *p == path);
+                        sketch.with(|problem| {
+                            let spec = product::spec(problem, OpSet::FORWARD);
+                            if is_offered {
+                                agree(bench, path, &problem.weight, &spec)
+                            } else {
+                                refuse(bench, path, &problem.weight, &spec)
+                            }
+                        })
+                    },
+                ));
+            }
+        }
+    }
+}
+
+type Spoil = fn(&mut LinearSpec);
+
+/// Specs that nobody can serve, each one edit away from a claimed one.
+const IMPOSSIBLE: [(&str, Spoil); 9] = [
+    ("input-of-bytes", |s| s.x = DType::U8),
+    ("input-of-doubles", |s| s.x = DType::F64),
+    ("output-of-integers", |s| s.y = DType::I32),
+    ("output-of-e4m3", |s| s.y = DType::F8E4M3),
+    ("no-segments", |s| s.segments.clear()),
+    ("a-segment-without-rows", |s| s.segments[0].rows = 0),
+    ("no-columns", |s| s.k = 0),
+    ("a-device-that-is-not-there", |s| s.device = Device::Cuda(63)),
+    ("half-a-block-of-activations", |s| s.k += 8),
+];
+
+pub(super) fn cases(claim: &Claim, seed: u64, all: &mut Vec<Case>) {
+    let path = claim.path;
+    let schema = lattice::encodings(claim.schema)[0];
+    let activations = lattice::quantizers(claim.activations)[0];
+    let sketch = Sketch::plain(schema, activations, DType::F32, [64, 256, 4], seed);
+    for (name, spoil) in IMPOSSIBLE {
+        // Native products of encodings without blocks along k may have any k.
+        let may_be_ragged = claim.activations == "native" && claim.schema != "nvfp4";
+        if name == "half-a-block-of-activations" && may_be_ragged {
+            continue;
+        }
+        let sketch = sketch.clone();
+        all.push(Case::new(Level::L4, Some(claim), format!("spec/{name}"), move |bench| {
+            sketch.with(|problem| {
+                let mut spec = product::spec(problem, OpSet::FORWARD);
+                spoil(&mut spec);
+                refuse(bench, path, &problem.weight, &spec)
+            })
+        }));
+    }
+    if claim.activations == "nvfp4" {
+        let sketch = sketch.clone();
+        all.push(Case::new(Level::L4, Some(claim), "spec/scale-of-the-other-convention", move |bench| {
+            sketch.with(|problem| {
+                let mut spec = product::spec(problem, OpSet::FORWARD);
+                let global = ActGlobal::Static(GlobalScale::divide(2.0)?);
+                spec.activations = Activations::Nvfp4(ActQuant { rule: Rule::ModelOpt, global });
+                refuse(bench, path, &problem.weight, &spec)
+            })
+        }));
+    }
+    for (name, damage) in damages(claim.schema) {
+        let sketch = sketch.clone();
+        all.push(Case::new(Level::L4, Some(claim), format!("weight/{name}"), move |bench| {
+            damaged(bench, path, &sketch, damage)
+        }));
+    }
+    if claim.schema != "dense" && claim.activations == "native" {
+        let sketch = sketch.clone();
+        all.push(Case::new(Level::L4, Some(claim), "weight/nan-scale", move |bench| {
+            nan_scale(bench, path, &sketch)
+        }));
+    }
+    all.push(Case::new(Level::L4, Some(claim), format!("verdicts-bind/s{seed}"), move |bench| {
+        verdicts_bind(bench, path, schema, activations, seed)
+    }));
+}
+
+/// `can_prepare` says no, and `prepare` does too.
+fn refuse(bench: &Bench<'_>, path: ExecPath, w: &Q4Weight<'_>, spec: &LinearSpec) -> Result<Seen> {
+    if bench.backend.can_prepare(spec, path, bench.env).is_ok() {
+        return Err(failed("can_prepare agrees to what cannot be served").have(describe(spec, path)));
+    }
+    agree(bench, path, w, spec)
+}
+
+/// `prepare` does what `can_prepare` says.
+fn agree(bench: &Bench<'_>, path: ExecPath, w: &Q4Weight<'_>, spec: &LinearSpec) -> Result<Seen> {
+    let verdict = bench.backend.can_prepare(spec, path, bench.env);
+    let mut cx = ExecContext { device: spec.device, ..ExecContext::cpu(bench.threads) };
+    let prepared = bench.backend.prepare(w, spec, path, &mut cx);
+    match (&verdict, &prepared) {
+        (Ok(()), Err(e)) => Err(failed("can_prepare agreed and prepare refused")
+            .need(describe(spec, path))
+            .have(e.to_string())),
+        // What was built shows that it is not what the spec says, and the dispatch seam refuses it for that.
+        (Err(_), Ok(built)) if (built.info().n, built.info().k) != (spec.n(), spec.k) => Ok(Seen::exactly(2)),
+        (Err(_), Ok(_)) => Err(failed("prepare served what can_prepare refuses").have(describe(spec, path))),
+        _ => Ok(Seen::exactly(2)),
+    }
+}
+
+fn describe(spec: &LinearSpec, path: ExecPath) -> String {
+    format!(
+        "{} via {path} with {} activations, {} -> {}, [{}, {}] in {} segments on {}",
+        lattice::label(&spec.schema),
+        spec.activations,
+        spec.x,
+        spec.y,
+        spec.n(),
+        spec.k,
+        spec.segments.len(),
+        spec.device
+    )
+}
+
+/// Over the whole lattice of shapes: a verdict is what then happens.
+fn verdicts_bind(
+    bench: &Bench<'_>,
+    path: ExecPath,
+    schema: Q4Schema,
+    activations: Activations,
+    seed: u64,
+) -> Result<Seen> {
+    let mut seen = 0;
+    for (i, n) in lattice::N.into_iter().enumerate() {
+        for k in lattice::K.into_iter().take(9).chain(lattice::RAGGED_K) {
+            if k % 16 != 0 && matches!(schema, Q4Schema::Nvfp4 { .. }) {
+                continue;
+            }
+            let io = [DType::F32, DType::BF16, DType::F16][i % 3];
+            let sketch = Sketch::plain(schema, activations, io, [n, k, 1], seed);
+            sketch.weight().lend(|w| {
+                let problem = Problem {
+                    name: String::new(),
+                    weight: *w,
+                    x: Vec::new(),
+                    m: 1,
+                    activations,
+                    io,
+                    recorded: None,
+                };
+                agree(bench, path, w, &product::spec(&problem, OpSet::FORWARD))
+            })?;
+            seen += 1;
+        }
+    }
+    Ok(Seen::exactly(seen))
+}
+
+/// How a stored weight contradicts its schema.
+#[derive(Clone, Copy)]
+enum Damage {
+    ShortCodes,
+    ShortScales,
+    ForeignParts,
+    MissingGlobal,
+    OddBlock,
+}
+
+fn damages(schema: &str) -> Vec<(&'static str, Damage)> {
+    let mut all = vec![("foreign-parts", Damage::ForeignParts)];
+    if schema != "dense" {
+        all.extend([("short-codes", Damage::ShortCodes), ("short-scales", Damage::ShortScales)]);
+    }
+    match schema {
+        "nvfp4" => all.push(("missing-global", Damage::MissingGlobal)),
+        "nf4" => all.push(("block-of-48", Damage::OddBlock)),
+        _ => {}
+    }
+    all
+}
+
+fn damaged(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch, damage: Damage) -> Result<Seen> {
+    let mut stored = sketch.weight();
+    let part = &mut stored.parts[0];
+    match damage {
+        Damage::ShortCodes => part.codes.truncate(part.codes.len() - 8),
+        Damage::ShortScales => {
+            part.scales.pop();
+            part.absmax.pop();
+            if let Some(n) = &mut part.nested {
+                n.codes.pop();
+            }
+        }
+        Damage::MissingGlobal => {
+            stored.schema = lattice::SCHEMAS[1];
+            part.global = None;
+        }
+        Damage::OddBlock => {
+            if let Q4Schema::Nf4 { block, .. } = &mut stored.schema {
+                *block = 48;
+            }
+        }
+        Damage::ForeignParts => {}
+    }
+    stored.lend(|w| {
+        let foreign = match w.schema {
+            Q4Schema::Dense { .. } => Stored::random(lattice::SCHEMAS[0], &[64], 256, false, 0),
+            _ => Stored::random(lattice::SCHEMAS[8], &[64], 256, false, 0),
+        };
+        foreign.lend(|other| {
+            let is_foreign = matches!(damage, Damage::ForeignParts);
+            let weight = Q4Weight { segments: if is_foreign { other.segments } else { w.segments }, ..*w };
+            let problem = Problem {
+                name: String::new(),
+                weight,
+                x: Vec::new(),
+                m: 1,
+                activations: sketch.activations,
+                io: sketch.io,
+                recorded: None,
+            };
+            let spec = product::spec(&problem, OpSet::FORWARD);
+            let mut cx = ExecContext::cpu(bench.threads);
+            match bench.backend.prepare(&weight, &spec, path, &mut cx) {
+                Err(_) => Ok(Seen::exactly(1)),
+                Ok(_) => Err(failed("prepare accepted a weight that contradicts its schema")),
+            }
+        })
+    })
+}
+
+/// A scale that is NaN: refused, or NaN in its row, never a number.
+fn nan_scale(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch) -> Result<Seen> {
+    let mut stored = sketch.weight();
+    let (n, k) = (stored.n(), stored.k);
+    let row = n / 2;
+    let part = &mut stored.parts[0];
+    match (stored.schema, &mut part.nested) {
+        (Q4Schema::Nf4 { block, .. }, None) => part.absmax[row * k / block as usize] = f32::NAN,
+        (_, Some(nested)) => nested.absmax[0] = f32::NAN,
+        _ => part.scales[row * k / 16] = 0x7f,
+    }
+    stored.lend(|w| {
+        let x = vec![1.0; k];
+        let problem = Problem {
+            name: String::new(),
+            weight: *w,
+            x,
+            m: 1,
+            activations: sketch.activations,
+            io: sketch.io,
+            recorded: None,
+        };
+        let spec = product::spec(&problem, OpSet::FORWARD);
+        let mut cx = ExecContext::cpu(bench.threads);
+        let Ok(prepared) = bench.backend.prepare(w, &spec, path, &mut cx) else {
+            return Ok(Seen::exactly(1));
+        };
+        let layout = crate::guarded::Layout::PLAIN;
+        match product::forward(&*prepared, &problem, layout, product::STALE, bench.threads) {
+            Err(_) => Ok(Seen::exactly(1)),
+            Ok(y) if y.values()[row].is_nan() => Ok(Seen::exactly(1)),
+            Ok(y) => Err(failed(&format!("y[0, {row}] of a weight with a NaN scale there"))
+                .need("an error, or NaN")
+                .have(format!("{:e}", y.values()[row]))),
+        }
+    })
+}

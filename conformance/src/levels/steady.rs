@@ -1,0 +1,201 @@
+//! L5, steadiness: the bits of a result depend on the operands and on nothing else.
+use crate::case::{Bench, Case, Seen};
+use crate::guarded::{Guarded, Layout};
+use crate::lattice::{self, Sketch};
+use crate::measure::Problem;
+use crate::product::{self, failed};
+use crate::{Claim, Level};
+use q4_core::{DType, ExecPath, OpSet, PreparedWeight, Result, ThreadPool};
+use std::sync::Barrier;
+
+type Check = fn(&Bench<'_>, ExecPath, &Problem<'_>, &dyn PreparedWeight, &[u8]) -> Result<usize>;
+
+const CHECKS: [(&str, Check); 7] = [
+    ("threads", threads),
+    ("alignment", alignment),
+    ("stride", stride),
+    ("stale-workspace", stale_workspace),
+    ("previous-call", previous_call),
+    ("verdicts", verdicts),
+    ("concurrent", concurrent),
+];
+
+pub(super) fn cases(claim: &Claim, seed: u64, all: &mut Vec<Case>) {
+    let path = claim.path;
+    let activations = lattice::quantizers(claim.activations)[0];
+    for schema in lattice::encodings(claim.schema) {
+        for (name, check) in CHECKS {
+            for (io, shape) in
+                [(DType::F32, [130, 272, 5]), (DType::F32, [64, 256, 1]), (DType::BF16, [97, 144, 33])]
+            {
+                let sketch = Sketch::plain(schema, activations, io, shape, seed);
+                let id = format!("{name}/{}", sketch.name());
+                all.push(Case::new(Level::L5, Some(claim), id, move |bench| {
+                    sketch.with(|problem| {
+                        let spec = product::spec(problem, OpSet::FORWARD);
+                        let w = match product::prepare(bench, path, &problem.weight, &spec)? {
+                            Ok(w) => w,
+                            Err(reasons) => return Ok(Seen::Refused(reasons)),
+                        };
+                        let want =
+                            product::forward(&*w, problem, Layout::PLAIN, product::STALE, bench.threads)?
+                                .bits();
+                        check(bench, path, problem, &*w, &want).map(Seen::exactly)
+                    })
+                }));
+            }
+        }
+    }
+}
+
+fn same(what: &str, problem: &Problem<'_>, got: &Guarded, want: &[u8]) -> Result<usize> {
+    let (bits, n, size) = (got.bits(), problem.weight.n(), problem.io.size());
+    match bits.iter().zip(want).position(|(a, b)| a != b) {
+        None => Ok(bits.len() / size),
+        Some(at) => {
+            let (r, c) = (at / size / n, at / size % n);
+            Err(failed(&format!("the bits of y depend on {what}")).have(format!("y[{r}, {c}] differs")))
+        }
+    }
+}
+
+fn threads(
+    _: &Bench<'_>,
+    _: ExecPath,
+    problem: &Problem<'_>,
+    w: &dyn PreparedWeight,
+    want: &[u8],
+) -> Result<usize> {
+    let mut seen = 0;
+    for count in [1, 2, 3, 5] {
+        let y = product::forward(w, problem, Layout::PLAIN, product::STALE, &ThreadPool::new(count))?;
+        seen += same(&format!("the number of threads, here {count}"), problem, &y, want)?;
+    }
+    Ok(seen)
+}
+
+fn alignment(
+    bench: &Bench<'_>,
+    _: ExecPath,
+    problem: &Problem<'_>,
+    w: &dyn PreparedWeight,
+    want: &[u8],
+) -> Result<usize> {
+    let mut seen = 0;
+    for offset in [1, 2, 4, 8, 15] {
+        let y = product::forward(w, problem, Layout { gap: 0, offset }, product::STALE, bench.threads)?;
+        seen += same(&format!("alignment, here {offset} elements off"), problem, &y, want)?;
+    }
+    Ok(seen)
+}
+
+fn stride(
+    bench: &Bench<'_>,
+    _: ExecPath,
+    problem: &Problem<'_>,
+    w: &dyn PreparedWeight,
+    want: &[u8],
+) -> Result<usize> {
+    let mut seen = 0;
+    for gap in [1, 7, 16, 64] {
+        let y = product::forward(w, problem, Layout { gap, offset: 0 }, product::STALE, bench.threads)?;
+        seen += same(&format!("the stride, here {gap} elements of gap"), problem, &y, want)?;
+    }
+    Ok(seen)
+}
+
+fn stale_workspace(
+    bench: &Bench<'_>,
+    _: ExecPath,
+    problem: &Problem<'_>,
+    w: &dyn PreparedWeight,
+    want: &[u8],
+) -> Result<usize> {
+    let mut seen = 0;
+    for fill in [0x00, 0x01, 0x3f, 0xa5, 0xff] {
+        let y = product::forward(w, problem, Layout::PLAIN, fill, bench.threads)?;
+        seen += same(&format!("what the workspace held, here {fill:#04x}"), problem, &y, want)?;
+    }
+    Ok(seen)
+}
+
+fn previous_call(
+    bench: &Bench<'_>,
+    _: ExecPath,
+    problem: &Problem<'_>,
+    w: &dyn PreparedWeight,
+    want: &[u8],
+) -> Result<usize> {
+    let mut seen = 0;
+    for (scale, m) in [(1000.0, problem.m), (-1.0, 1), (0.0, problem.m), (1e-6, problem.m)] {
+        let x: Vec<f32> = problem.x[..m * problem.weight.k].iter().rev().map(|v| v * scale).collect();
+        let x = q4_core::selfcheck::IoBuffer::new(problem.io, &x).to_f32();
+        let other = Problem { name: String::new(), x, m, recorded: None, ..*problem };
+        product::forward(w, &other, Layout::PLAIN, product::STALE, bench.threads)?;
+        let y = product::forward(w, problem, Layout::PLAIN, product::STALE, bench.threads)?;
+        seen += same("the call before", problem, &y, want)?;
+    }
+    Ok(seen)
+}
+
+/// `can_prepare` says after the calls what it said before them, again and again.
+fn verdicts(
+    bench: &Bench<'_>,
+    path: ExecPath,
+    problem: &Problem<'_>,
+    w: &dyn PreparedWeight,
+    want: &[u8],
+) -> Result<usize> {
+    let spec = product::spec(problem, OpSet::FORWARD);
+    for i in 0..8 {
+        if let Err(reasons) = bench.backend.can_prepare(&spec, path, bench.env) {
+            return Err(failed("the verdict on a prepared product changed")
+                .need("Ok, as before")
+                .have(format!("{reasons:?} at call {i}")));
+        }
+    }
+    let y = product::forward(w, problem, Layout::PLAIN, product::STALE, bench.threads)?;
+    same("the questions asked", problem, &y, want)
+}
+
+/// Eight callers share a weight, each with its own buffers and its own order of two inputs.
+fn concurrent(
+    bench: &Bench<'_>,
+    path: ExecPath,
+    problem: &Problem<'_>,
+    w: &dyn PreparedWeight,
+    want: &[u8],
+) -> Result<usize> {
+    const CALLERS: usize = 8;
+    let x: Vec<f32> = problem.x.iter().map(|v| -2.0 * v).collect();
+    let other = Problem { name: String::new(), x, recorded: None, ..*problem };
+    let want_other = product::forward(w, &other, Layout::PLAIN, product::STALE, bench.threads)?.bits();
+    let spec = product::spec(problem, OpSet::FORWARD);
+    let start = Barrier::new(CALLERS);
+    let caller = |i: usize| -> Result<usize> {
+        let own = ThreadPool::new(1);
+        start.wait();
+        let mut seen = 0;
+        for call in 0..6 {
+            let (problem, want) =
+                if (i + call) % 2 == 0 { (problem, want) } else { (&other, &want_other[..]) };
+            let y = product::forward(w, problem, Layout::PLAIN, product::STALE, &own)?;
+            seen += same("other calls at the same time", problem, &y, want)?;
+        }
+        if i % 4 == 0 {
+            // Preparing while others compute.
+            product::prepare(bench, path, &problem.weight, &spec)?
+                .map_err(|_| failed("the verdict changed"))?;
+        }
+        Ok(seen)
+    };
+    let results = std::thread::scope(|scope| {
+        let all: Vec<_> = (0..CALLERS).map(|i| scope.spawn(move || caller(i))).collect();
+        all.into_iter().map(|t| t.join()).collect::<Vec<_>>()
+    });
+    let mut seen = 0;
+    for result in results {
+        seen += result.map_err(|_| failed("a concurrent call panicked"))??;
+    }
+    Ok(seen)
+}

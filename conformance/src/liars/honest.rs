@@ -1,0 +1,487 @@
+//! A correct backend, small enough to read, made of exchangeable parts.
+//!
+//! It keeps the stored bytes, decodes a row at a time, sums in f64 and rounds once. Every step that a saboteur could get
+//! wrong is a function of [`Parts`].
+use half::{bf16, f16};
+use q4_core::formats::{e2m1, e4m3, int8, nf4, nvfp4, swizzle};
+use q4_core::oracle::act_global;
+use q4_core::{
+    Absmax, ActGlobal, Activations, BackendDescriptor, Code, DType, Device, Error, ExecContext, ExecPath,
+    GlobalScale, HostEnv, LinearSpec, NibbleOrder, OpSet, PreparedInfo, PreparedWeight, ProbeItem, Q4Backend,
+    Q4Schema, Q4Weight, Reject, RejectCode, Result, ScaleLayout, Scratch, SegmentData, TensorView,
+    TensorViewMut, Verdict, f32s,
+};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+/// The correct backend.
+pub fn honest() -> Arc<dyn Q4Backend> {
+    with(HONEST)
+}
+
+/// The backend with these parts.
+pub(super) fn with(parts: Parts) -> Arc<dyn Q4Backend> {
+    let mut descriptor = BackendDescriptor {
+        name: "honest".into(),
+        version: "1.0.0".into(),
+        vendor: "q4".into(),
+        priority: -200,
+        offers: ["nvfp4", "nf4", "nf4-dq"].map(|s| (s.into(), ExecPath::FusedDequant)).into(),
+    };
+    (parts.descriptor)(&mut descriptor);
+    Arc::new(Honest { descriptor, parts, asked: AtomicU64::new(0) })
+}
+
+/// Every step that can be exchanged.
+#[derive(Clone, Copy)]
+pub struct Parts {
+    /// Edits what is said before anything is asked.
+    pub(super) descriptor: fn(&mut BackendDescriptor),
+    /// The answer, from the right one and the number of questions so far.
+    pub(super) verdict: fn(&LinearSpec, ExecPath, Verdict, u64) -> Verdict,
+    /// `prepare` refuses what `can_prepare` refuses.
+    pub(super) obeys: bool,
+    /// Edits a weight that was just prepared.
+    pub(super) prepared: fn(&mut Kept) -> Result<()>,
+    /// Code of flat element `i`; the flag is low nibble first.
+    pub(super) nibble: fn(&[u8], usize, bool) -> u8,
+    /// Value of an NVFP4 code.
+    pub(super) e2m1: fn(u8) -> f32,
+    /// Value of an NF4 code.
+    pub(super) nf4: fn(u8) -> f32,
+    /// Where the scale of a block is.
+    pub(super) scale_at: fn(Block) -> usize,
+    /// Value of a scale byte.
+    pub(super) e4m3: fn(u8) -> f32,
+    /// Value of an element from code, block scale and per-tensor scale.
+    pub(super) value: fn(f32, f32, Option<GlobalScale>) -> f32,
+    /// Whose per-tensor scale a segment uses.
+    pub(super) global_of: fn(usize) -> usize,
+    /// Block of flat element `i`, of so many, of a matrix with so many columns.
+    pub(super) absmax_at: fn(usize, usize, usize) -> usize,
+    /// Absmax from map entry and code, second scale and offset.
+    pub(super) absmax: fn(f32, u8, f32, f32) -> f32,
+    /// Edits a decoded row.
+    pub(super) row: fn(&mut [f32], RowAt),
+    /// Edits a decoded row of the backward product.
+    pub(super) backward_row: fn(&mut [f32], RowAt),
+    /// Reads and widens row `r` of an input.
+    pub(super) read: fn(&TensorView<'_>, usize, &mut [f32]) -> Result<()>,
+    /// Format that really runs.
+    pub(super) activations: fn(Activations) -> Activations,
+    /// `[m, k]` as the product sees it.
+    pub(super) quantise: Quantise,
+    /// The input between being quantised and being used.
+    pub(super) stage: fn(&Kept, Vec<f64>) -> Vec<f64>,
+    /// A sum of products.
+    pub(super) sum: fn(&[f64], &[f32]) -> f64,
+    /// Sums backwards and in f32, as the circumstances of a call suggest.
+    pub(super) unsteady: fn(&Kept, &Call<'_>) -> bool,
+    /// Rows and columns that are computed; the rest is zero.
+    pub(super) extent: fn(usize, usize) -> (usize, usize),
+    /// A result before it is rounded to the type of y.
+    pub(super) round: fn(f64, DType) -> f32,
+    /// Checks operands of a call: (input, output) with what they must be.
+    pub(super) check: fn(Operand<'_>, Operand<'_>) -> Result<()>,
+    /// Before anything else of a call.
+    pub(super) before: fn(&Kept, &mut TensorViewMut<'_>) -> Result<()>,
+    /// After the result was written.
+    pub(super) after: fn(&Kept, &TensorView<'_>, &mut TensorViewMut<'_>),
+}
+
+/// `[m, k]` of f32, k, the format and the type the values had, to what the product multiplies.
+pub(super) type Quantise = fn(&[f32], usize, &Activations, DType) -> Result<Vec<f64>>;
+
+/// Nothing exchanged.
+pub(super) const HONEST: Parts = Parts {
+    descriptor: |_| {},
+    verdict: |_, _, verdict, _| verdict,
+    obeys: true,
+    prepared: |_| Ok(()),
+    nibble: |codes, i, low_first| codes[i / 2] >> (4 * ((i % 2 == 1) == low_first) as u8) & 15,
+    e2m1: e2m1::decode,
+    nf4: nf4::decode,
+    scale_at: right_scale,
+    e4m3: e4m3::decode,
+    value: |code, scale, global| code * global.map_or(scale, |g| g.effective(scale)),
+    global_of: |segment| segment,
+    absmax_at: |i, block, _| i / block,
+    absmax: |map, _, absmax, offset| map * absmax + offset,
+    row: |_, _| {},
+    backward_row: |_, _| {},
+    read: widen,
+    activations: |a| a,
+    quantise,
+    stage: |_, x| x,
+    sum: |x, w| x.iter().zip(w).map(|(x, w)| x * f64::from(*w)).sum(),
+    unsteady: |_, _| false,
+    extent: |m, n| (m, n),
+    round: |v, _| v as f32,
+    check,
+    before: |_, _| Ok(()),
+    after: |_, _, _| {},
+};
+
+/// A scale's place.
+#[derive(Clone, Copy)]
+pub(super) struct Block {
+    pub row: usize,
+    pub block: usize,
+    pub rows: usize,
+    pub blocks: usize,
+    pub is_tiled: bool,
+}
+
+/// A decoded row's place.
+#[derive(Clone, Copy)]
+pub(super) struct RowAt {
+    pub row: usize,
+    pub n: usize,
+    pub global: Option<GlobalScale>,
+}
+
+/// Circumstances of a call that must not matter.
+pub(super) struct Call<'a> {
+    pub x: &'a TensorView<'a>,
+    pub y: &'a TensorView<'a>,
+    pub threads: usize,
+    pub scratch: u8,
+}
+
+/// An operand, and its type, rows and columns as they must be.
+pub(super) type Operand<'a> = (&'a TensorView<'a>, DType, usize, usize);
+
+pub(super) fn right_scale(b: Block) -> usize {
+    if b.is_tiled { swizzle::offset(b.row, b.block, b.blocks) } else { b.row * b.blocks + b.block }
+}
+
+struct Honest {
+    descriptor: BackendDescriptor,
+    parts: Parts,
+    asked: AtomicU64,
+}
+
+impl Q4Backend for Honest {
+    fn descriptor(&self) -> &BackendDescriptor {
+        &self.descriptor
+    }
+    fn probe(&self, _: &HostEnv) -> Vec<ProbeItem> {
+        vec![ProbeItem { id: "cpu.scalar".into(), reasons: Vec::new(), detail: String::new() }]
+    }
+    fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, _: &HostEnv) -> Verdict {
+        let asked = self.asked.fetch_add(1, Ordering::Relaxed);
+        (self.parts.verdict)(spec, path, verdict(spec, path), asked)
+    }
+    fn prepare(
+        &self,
+        w: &Q4Weight<'_>,
+        spec: &LinearSpec,
+        path: ExecPath,
+        _: &mut ExecContext<'_>,
+    ) -> Result<Box<dyn PreparedWeight>> {
+        if self.parts.obeys {
+            verdict(spec, path).map_err(|r| {
+                Error::new(Code::Unsupported, "weight cannot be prepared").have(format!("{r:?}"))
+            })?;
+        }
+        w.validate()?;
+        if self.parts.obeys && (w.n(), w.k) != (spec.n(), spec.k) {
+            return Err(Error::new(Code::ShapeMismatch, "weight and spec differ"));
+        }
+        let segments = w
+            .segments
+            .iter()
+            .map(|s| Segment::of(s.rows, &s.data, self.parts))
+            .collect::<Result<Vec<_>>>()?;
+        let mut kept = Kept {
+            info: PreparedInfo {
+                backend: self.descriptor.name.clone(),
+                path,
+                activations: spec.activations,
+                n: w.n(),
+                k: w.k,
+                resident_bytes: segments
+                    .iter()
+                    .map(|s| (s.codes.len() + s.scales.len() + 4 * s.absmax.len()) as u64)
+                    .sum(),
+                ops: OpSet::ALL,
+            },
+            x: spec.x,
+            y: spec.y,
+            schema: w.schema,
+            segments,
+            parts: self.parts,
+            hoard: Vec::new(),
+            last: AtomicU64::new(0),
+            shared: Mutex::new(Vec::new()),
+        };
+        (self.parts.prepared)(&mut kept)?;
+        Ok(Box::new(kept))
+    }
+}
+
+fn verdict(spec: &LinearSpec, path: ExecPath) -> Verdict {
+    use RejectCode::*;
+    let mut reasons = Vec::new();
+    let mut no = |code, need: &str, have: String| reasons.push(Reject::new(code, need.to_owned(), have));
+    if path != ExecPath::FusedDequant {
+        no(PathUnsupported, "fused-dequant", path.to_string());
+    }
+    if spec.device != Device::Cpu {
+        no(DeviceAbsent, "cpu", spec.device.to_string());
+    }
+    if !spec.schema.is_4bit() {
+        no(SchemaUnsupported, "nvfp4, nf4 or nf4-dq", spec.schema.to_string());
+    }
+    for dtype in [spec.x, spec.y].into_iter().filter(|d| !d.is_io()) {
+        no(DtypeUnsupported, "float32, float16 or bfloat16", dtype.to_string());
+    }
+    if spec.k == 0 || spec.segments.is_empty() || spec.segments.iter().any(|s| s.rows == 0) {
+        no(ShapeUnsupported, "at least one row and one column", format!("[{}, {}]", spec.n(), spec.k));
+    }
+    let is_blocked = matches!(spec.schema, Q4Schema::Nvfp4 { .. }) || spec.activations != Activations::Native;
+    if is_blocked && spec.k % 16 != 0 {
+        no(ShapeUnsupported, "k % 16 == 0", format!("k = {}", spec.k));
+    }
+    if let Activations::Nvfp4(q) = spec.activations
+        && let ActGlobal::Static(g) = q.global
+        && g.convention() != q.rule.convention()
+    {
+        no(ActivationsUnsupported, "a scale of the rule's convention", format!("{:?}", g.convention()));
+    }
+    if reasons.is_empty() { Ok(()) } else { Err(reasons) }
+}
+
+/// A prepared weight.
+pub(super) struct Kept {
+    pub info: PreparedInfo,
+    pub x: DType,
+    pub y: DType,
+    pub schema: Q4Schema,
+    segments: Vec<Segment>,
+    parts: Parts,
+    /// Memory that is not accounted for.
+    pub hoard: Vec<f32>,
+    /// Something of the call before.
+    pub last: AtomicU64,
+    /// A buffer that calls share.
+    pub shared: Mutex<Vec<f64>>,
+}
+
+struct Segment {
+    rows: usize,
+    codes: Vec<u8>,
+    scales: Vec<u8>,
+    absmax: Vec<f32>,
+    global: Option<GlobalScale>,
+}
+
+impl Segment {
+    fn of(rows: usize, data: &SegmentData<'_>, parts: Parts) -> Result<Self> {
+        let mut out = Self { rows, codes: Vec::new(), scales: Vec::new(), absmax: Vec::new(), global: None };
+        match data {
+            SegmentData::Nvfp4 { codes, scales, global } => {
+                (out.codes, out.scales) = (codes.as_bytes()?.to_vec(), scales.as_bytes()?.to_vec());
+                out.global = *global;
+            }
+            SegmentData::Nf4 { codes, absmax } => {
+                out.codes = codes.as_bytes()?.to_vec();
+                out.absmax = match absmax {
+                    Absmax::Plain(a) => f32s(a)?.into_owned(),
+                    Absmax::Nested { codes, map, absmax, offset, block } => {
+                        let (map, absmax, codes) = (f32s(map)?, f32s(absmax)?, codes.as_bytes()?);
+                        let of = |(i, &c): (usize, &u8)| {
+                            (parts.absmax)(map[usize::from(c)], c, absmax[i / block], *offset)
+                        };
+                        codes.iter().enumerate().map(of).collect()
+                    }
+                };
+            }
+            _ => return Err(Error::new(Code::SchemaInvalid, "segment").need("4-bit parts")),
+        }
+        Ok(out)
+    }
+}
+
+impl Kept {
+    /// A dense copy.
+    pub fn dense(&self) -> Vec<f32> {
+        let (n, k) = (self.info.n, self.info.k);
+        let mut copy = vec![0.0; n * k];
+        for (row, out) in copy.chunks_mut(k).enumerate() {
+            self.decode(row, out);
+        }
+        copy
+    }
+
+    /// Row `row` of all segments.
+    pub fn decode(&self, row: usize, out: &mut [f32]) -> RowAt {
+        let (mut at, mut segment) = (row, 0);
+        while at >= self.segments[segment].rows {
+            at -= self.segments[segment].rows;
+            segment += 1;
+        }
+        let (s, k, p) = (&self.segments[segment], self.info.k, &self.parts);
+        let global = self.segments[(p.global_of)(segment)].global;
+        for (i, out) in out.iter_mut().enumerate() {
+            let flat = at * k + i;
+            *out = match self.schema {
+                Q4Schema::Nf4 { nibble_order, block, .. } => {
+                    let code = (p.nibble)(&s.codes, flat, nibble_order == NibbleOrder::LowFirst);
+                    let block = (p.absmax_at)(flat, block as usize, k).min(s.absmax.len() - 1);
+                    (p.nf4)(code) * s.absmax[block]
+                }
+                _ => {
+                    let is_tiled = matches!(
+                        self.schema,
+                        Q4Schema::Nvfp4 { scale_layout: ScaleLayout::Swizzled128x4, .. }
+                    );
+                    let b = Block { row: at, block: i / 16, rows: s.rows, blocks: k / 16, is_tiled };
+                    let scale = s.scales[(p.scale_at)(b).min(s.scales.len() - 1)];
+                    (p.value)((p.e2m1)((p.nibble)(&s.codes, flat, true)), (p.e4m3)(scale), global)
+                }
+            };
+        }
+        let place = RowAt { row, n: self.info.n, global: s.global };
+        (p.row)(out, place);
+        place
+    }
+}
+
+impl PreparedWeight for Kept {
+    fn info(&self) -> &PreparedInfo {
+        &self.info
+    }
+    fn workspace(&self, m: usize) -> usize {
+        Scratch::bytes(&[4 * m * self.info.k])
+    }
+
+    fn forward(&self, x: TensorView<'_>, mut y: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
+        let (n, k, p) = (self.info.n, self.info.k, &self.parts);
+        let m = x.shape().first().map_or(0, |m| *m as usize);
+        (p.before)(self, &mut y)?;
+        (p.check)((&x, self.x, m, k), (&y.as_view(), self.y, m, n))?;
+        let threads = cx.threads.threads();
+        let mut scratch = Scratch::of(cx, self.workspace(m))?;
+        let wide = scratch.take::<f32>(m * k)?;
+        let call = Call { x: &x, y: &y.as_view(), threads, scratch: wide[0].to_bits() as u8 };
+        let is_unsteady = (p.unsteady)(self, &call);
+        for (r, wide) in wide.chunks_mut(k).enumerate() {
+            (p.read)(&x, r, wide)?;
+        }
+        let input =
+            (p.stage)(self, (p.quantise)(wide, k, &(p.activations)(self.info.activations), x.dtype())?);
+        let mut out = vec![0f64; m * n];
+        let mut row = vec![0.0; k];
+        let (rows, columns) = (p.extent)(m, n);
+        for j in 0..columns.min(n) {
+            self.decode(j, &mut row);
+            for r in 0..rows.min(m) {
+                let x = &input[r * k..][..k];
+                out[r * n + j] = if is_unsteady { backwards(x, &row) } else { (p.sum)(x, &row) };
+            }
+        }
+        for (r, out) in out.chunks(n).enumerate() {
+            store(&mut y, r, out.iter().map(|v| (p.round)(*v, self.y)))?;
+        }
+        (p.after)(self, &x, &mut y);
+        Ok(())
+    }
+
+    fn backward_input(
+        &self,
+        dy: TensorView<'_>,
+        mut dx: TensorViewMut<'_>,
+        _: &mut ExecContext<'_>,
+    ) -> Result<()> {
+        let (n, k, p) = (self.info.n, self.info.k, &self.parts);
+        let m = dy.shape().first().map_or(0, |m| *m as usize);
+        (p.check)((&dy, self.y, m, n), (&dx.as_view(), self.x, m, k))?;
+        let mut wide = vec![0f32; m * n];
+        for (r, wide) in wide.chunks_mut(n).enumerate() {
+            widen(&dy, r, wide)?;
+        }
+        let mut sums = vec![0f64; m * k];
+        let mut row = vec![0.0; k];
+        for j in 0..n {
+            let at = self.decode(j, &mut row);
+            (p.backward_row)(&mut row, at);
+            for (r, sums) in sums.chunks_mut(k).enumerate() {
+                let factor = f64::from(wide[r * n + j]);
+                sums.iter_mut().zip(&row).for_each(|(s, w)| *s += factor * f64::from(*w));
+            }
+        }
+        sums.chunks(k).enumerate().try_for_each(|(r, sums)| store(&mut dx, r, sums.iter().map(|v| *v as f32)))
+    }
+
+    fn dequantize(&self, mut out: TensorViewMut<'_>, _: &mut ExecContext<'_>) -> Result<()> {
+        let (n, k, dtype) = (self.info.n, self.info.k, out.as_view().dtype());
+        (self.parts.check)((&out.as_view(), dtype, n, k), (&out.as_view(), dtype, n, k))?;
+        let mut row = vec![0.0; k];
+        (0..n).try_for_each(|j| {
+            self.decode(j, &mut row);
+            store(&mut out, j, row.iter().copied())
+        })
+    }
+}
+
+/// The input in the format of the product.
+pub(super) fn quantise(x: &[f32], k: usize, activations: &Activations, source: DType) -> Result<Vec<f64>> {
+    let mut out = Vec::with_capacity(x.len());
+    match activations {
+        Activations::Native => out.extend(x.iter().map(|v| f64::from(*v))),
+        Activations::Int8 => {
+            let (mut q, mut scales) = (vec![0; k], vec![0.0; k / 16]);
+            for row in x.chunks(k) {
+                int8::quantize_row(row, &mut q, &mut scales)?;
+                out.extend(q.iter().enumerate().map(|(i, q)| f64::from(*q) * f64::from(scales[i / 16])));
+            }
+        }
+        Activations::Nvfp4(act) => {
+            let global = act_global(act, x, source)?;
+            let quantizer = nvfp4::Quantizer { rule: act.rule, global, source };
+            let (mut codes, mut scales) = (vec![0; k / 2], vec![0; k / 16]);
+            let g = global.map_or(1.0, GlobalScale::multiplier);
+            for row in x.chunks(k) {
+                quantizer.quantize_row(row, &mut codes, &mut scales)?;
+                let value = |i: usize| f64::from(e2m1::decode(codes[i / 2] >> (4 * (i % 2))));
+                out.extend((0..k).map(|i| value(i) * f64::from(e4m3::decode(scales[i / 16])) * g));
+            }
+        }
+    }
+    Ok(out)
+}
+
+fn backwards(x: &[f64], w: &[f32]) -> f64 {
+    f64::from(x.iter().zip(w).rev().fold(0f32, |sum, (x, w)| sum + *x as f32 * w))
+}
+
+pub(super) fn check(input: Operand<'_>, output: Operand<'_>) -> Result<()> {
+    for (view, dtype, rows, cols) in [input, output] {
+        let (have_rows, have_cols, _) = view.as_matrix()?;
+        if (have_rows, have_cols, view.dtype()) != (rows, cols, dtype) || !dtype.is_io() {
+            return Err(Error::new(Code::ShapeMismatch, "operand of a product")
+                .need(format!("{dtype}[{rows}, {cols}]"))
+                .have(format!("{view:?}")));
+        }
+    }
+    Ok(())
+}
+
+fn widen(x: &TensorView<'_>, r: usize, out: &mut [f32]) -> Result<()> {
+    match x.dtype() {
+        DType::F16 => x.row::<f16>(r)?.iter().zip(out).for_each(|(x, o)| *o = x.to_f32()),
+        DType::BF16 => x.row::<bf16>(r)?.iter().zip(out).for_each(|(x, o)| *o = x.to_f32()),
+        _ => out.copy_from_slice(x.row::<f32>(r)?),
+    }
+    Ok(())
+}
+
+fn store(y: &mut TensorViewMut<'_>, r: usize, values: impl Iterator<Item = f32>) -> Result<()> {
+    match y.as_view().dtype() {
+        DType::F16 => y.row_mut::<f16>(r)?.iter_mut().zip(values).for_each(|(y, v)| *y = f16::from_f32(v)),
+        DType::BF16 => y.row_mut::<bf16>(r)?.iter_mut().zip(values).for_each(|(y, v)| *y = bf16::from_f32(v)),
+        _ => y.row_mut::<f32>(r)?.iter_mut().zip(values).for_each(|(y, v)| *y = v),
+    }
+    Ok(())
+}

@@ -1,0 +1,282 @@
+//! One product through one backend: prepared once, called with guarded operands, compared with the exact result.
+use crate::case::Bench;
+use crate::guarded::{Guarded, Layout, Workspace};
+use crate::measure::Problem;
+use crate::tolerance::{Exact, Terms, backward_terms};
+use q4_core::oracle::Input;
+use q4_core::{
+    Code, DType, Device, Error, ExecContext, ExecPath, LinearSpec, OpSet, PreparedWeight, Q4Weight, Reject,
+    Result, RowDecoder, SegmentSpec, ThreadPool,
+};
+
+/// Stale scratch of calls that do not vary it; as f32 a huge number.
+pub(crate) const STALE: u8 = 0x7e;
+
+/// The spec of a problem.
+pub(crate) fn spec(problem: &Problem<'_>, ops: OpSet) -> LinearSpec {
+    let w = &problem.weight;
+    LinearSpec {
+        segments: w
+            .segments
+            .iter()
+            .map(|s| SegmentSpec { name: "conformance".into(), rows: s.rows })
+            .collect(),
+        schema: w.schema,
+        k: w.k,
+        max_m: problem.m,
+        x: problem.io,
+        y: problem.io,
+        activations: problem.activations,
+        device: Device::Cpu,
+        ops,
+    }
+}
+
+/// A prepared weight, or every reason why not. A shape that is claimed and then refused is an error, and so is a shape
+/// that every backend must have.
+pub(crate) fn prepare(
+    bench: &Bench<'_>,
+    path: ExecPath,
+    w: &Q4Weight<'_>,
+    spec: &LinearSpec,
+) -> Result<std::result::Result<Box<dyn PreparedWeight>, Vec<Reject>>> {
+    if let Err(reasons) = bench.backend.can_prepare(spec, path, bench.env) {
+        if is_plain(spec) {
+            let list: Vec<_> = reasons.iter().map(ToString::to_string).collect();
+            return Err(failed("a shape that every backend of this kind of product must have is refused")
+                .need("n % 64 == 0, k % 128 == 0 to be served")
+                .have(list.join("; ")));
+        }
+        return Ok(Err(reasons));
+    }
+    let mut cx = ExecContext::cpu(bench.threads);
+    let prepared = bench.backend.prepare(w, spec, path, &mut cx).map_err(|e| {
+        failed("can_prepare agreed and prepare refused").need("both to say the same").have(e.to_string())
+    })?;
+    check_info(bench, path, spec, &*prepared)?;
+    Ok(Ok(prepared))
+}
+
+/// Shapes of real models on a kind of product that is claimed.
+fn is_plain(spec: &LinearSpec) -> bool {
+    spec.segments.len() == 1 && spec.n() % 64 == 0 && spec.k % 128 == 0 && spec.ops == OpSet::FORWARD
+}
+
+/// What was built is what was asked for.
+pub(crate) fn check_info(
+    bench: &Bench<'_>,
+    path: ExecPath,
+    spec: &LinearSpec,
+    w: &dyn PreparedWeight,
+) -> Result<()> {
+    let i = w.info();
+    let name = &bench.backend.descriptor().name;
+    if i.backend == *name
+        && i.path == path
+        && i.activations == spec.activations
+        && (i.n, i.k) == (spec.n(), spec.k)
+        && i.ops.contains(spec.ops)
+    {
+        return Ok(());
+    }
+    Err(Error::new(Code::ConformanceFailed, "info() is not the plan")
+        .need(format!(
+            "{name}, {path}, {}, [{}, {}], ops {:#b}",
+            spec.activations,
+            spec.n(),
+            spec.k,
+            spec.ops.0
+        ))
+        .have(format!(
+            "{}, {}, {}, [{}, {}], ops {:#b}",
+            i.backend, i.path, i.activations, i.n, i.k, i.ops.0
+        )))
+}
+
+/// One call; fails when it touched what is not its own.
+pub(crate) fn call(
+    w: &dyn PreparedWeight,
+    op: OpSet,
+    (name_in, input): (&str, &Guarded),
+    (name_out, output): (&str, &mut Guarded),
+    scratch: &mut Workspace,
+    threads: &ThreadPool,
+) -> Result<()> {
+    let before = input.snapshot();
+    let mut cx = ExecContext::cpu(threads);
+    cx.workspace = scratch.view()?;
+    let (x, y) = (input.view()?, output.view_mut()?);
+    if op == OpSet::BACKWARD_INPUT { w.backward_input(x, y, &mut cx) } else { w.forward(x, y, &mut cx) }?;
+    input.check_unchanged(name_in, &before)?;
+    output.check_guards(name_out)?;
+    scratch.check_guards()
+}
+
+/// `y` of a forward call on fresh buffers.
+pub(crate) fn forward(
+    w: &dyn PreparedWeight,
+    problem: &Problem<'_>,
+    layout: Layout,
+    fill: u8,
+    threads: &ThreadPool,
+) -> Result<Guarded> {
+    let (m, k, n) = (problem.m, problem.weight.k, problem.weight.n());
+    let x = Guarded::input(problem.io, &problem.x, m, k, layout);
+    let mut y = Guarded::output(problem.io, m, n, layout);
+    let mut scratch = Workspace::new(w.workspace(m), fill);
+    call(w, OpSet::FORWARD, ("x", &x), ("y", &mut y), &mut scratch, threads)?;
+    Ok(y)
+}
+
+/// `dx` of a backward call on fresh buffers.
+pub(crate) fn backward(
+    w: &dyn PreparedWeight,
+    problem: &Problem<'_>,
+    dy: &[f32],
+    layout: Layout,
+    threads: &ThreadPool,
+) -> Result<Guarded> {
+    let (m, k, n) = (problem.m, problem.weight.k, problem.weight.n());
+    let dy = Guarded::input(problem.io, dy, m, n, layout);
+    let mut dx = Guarded::output(problem.io, m, k, layout);
+    let mut scratch = Workspace::new(w.workspace(m), STALE);
+    call(w, OpSet::BACKWARD_INPUT, ("dy", &dy), ("dx", &mut dx), &mut scratch, threads)?;
+    Ok(dx)
+}
+
+/// The exact `y`, checked against the record where the problem has one.
+pub(crate) fn exact_forward(problem: &Problem<'_>) -> Result<Exact> {
+    exact_forward_as(problem, &problem.activations)
+}
+
+/// The exact `y` with another activation format.
+pub(crate) fn exact_forward_as(problem: &Problem<'_>, activations: &q4_core::Activations) -> Result<Exact> {
+    let (m, k) = (problem.m, problem.weight.k);
+    let decoder = RowDecoder::new(&problem.weight)?;
+    let n = decoder.n();
+    let input = Input::new(&problem.x, k, activations, problem.io)?;
+    let mut values = vec![(0.0, 0.0); m * n];
+    let mut row = vec![0.0; k];
+    for j in 0..n {
+        decoder.row(j, &mut row);
+        for r in 0..m {
+            let (exact, abs) = input.dot(r, &decoder, j, &row);
+            if let Some(recorded) = problem.recorded.as_ref().map(|y| y[r * n + j])
+                && (recorded - exact).abs() > abs * 1e-6 + 1e-30
+            {
+                let what = format!("{}: the exact product disagrees with the record", problem.name);
+                return Err(Error::new(Code::Internal, what)
+                    .need(format!("{recorded:e} at [{r}, {j}]"))
+                    .have(format!("{exact:e}")));
+            }
+            values[r * n + j] = (exact, abs);
+        }
+    }
+    Ok(Exact { m, n, values })
+}
+
+/// The exact `dx[m, k] = dy[m, n] W`, an f64 sum of exact products.
+pub(crate) fn exact_backward(problem: &Problem<'_>, dy: &[f32]) -> Result<Exact> {
+    let (m, k) = (problem.m, problem.weight.k);
+    let decoder = RowDecoder::new(&problem.weight)?;
+    let n = decoder.n();
+    let mut values = vec![(0f64, 0f64); m * k];
+    let mut row = vec![0.0; k];
+    for j in 0..n {
+        decoder.row(j, &mut row);
+        for r in 0..m {
+            let factor = f64::from(dy[r * n + j]);
+            for (sums, w) in values[r * k..][..k].iter_mut().zip(&row) {
+                let product = factor * f64::from(*w);
+                sums.0 += product;
+                sums.1 += product.abs();
+            }
+        }
+    }
+    Ok(Exact { m, n: k, values })
+}
+
+/// What the bound of a forward result depends on.
+pub(crate) fn forward_bound(path: ExecPath, problem: &Problem<'_>) -> Terms {
+    Terms { path, out: problem.io, k: problem.weight.k }
+}
+
+/// What the bound of a gradient depends on.
+pub(crate) fn backward_bound(path: ExecPath, problem: &Problem<'_>) -> Terms {
+    Terms { path, out: problem.io, k: backward_terms(problem.weight.n()) }
+}
+
+/// Decodes into `out` type with `layout` and compares bit for bit; the sign of zero is not judged.
+pub(crate) fn check_decode(
+    w: &dyn PreparedWeight,
+    weight: &Q4Weight<'_>,
+    out: DType,
+    layout: Layout,
+    threads: &ThreadPool,
+) -> Result<usize> {
+    let decoder = RowDecoder::new(weight)?;
+    let (n, k) = (decoder.n(), decoder.k());
+    let mut y = Guarded::output(out, n, k, layout);
+    let mut scratch = Workspace::new(w.workspace(1), STALE);
+    let mut cx = ExecContext::cpu(threads);
+    cx.workspace = scratch.view()?;
+    w.dequantize(y.view_mut()?, &mut cx)?;
+    y.check_guards("decoded weight")?;
+    scratch.check_guards()?;
+    let got = y.values();
+    let mut row = vec![0.0; k];
+    for j in 0..n {
+        decoder.row(j, &mut row);
+        for (i, (got, exact)) in got[j * k..][..k].iter().zip(&row).enumerate() {
+            let want = match out {
+                DType::F16 => half::f16::from_f32(*exact).to_f32(),
+                DType::BF16 => half::bf16::from_f32(*exact).to_f32(),
+                _ => *exact,
+            };
+            if got.to_bits() != want.to_bits() && !(*got == 0.0 && want == 0.0) {
+                return Err(failed(&format!("decoded w[{j}, {i}] in {out}"))
+                    .need(format!("{want:e} ({:#010x}), bit for bit", want.to_bits()))
+                    .have(format!("{got:e} ({:#010x})", got.to_bits())));
+            }
+        }
+    }
+    Ok(n * k)
+}
+
+/// A failure of the backend.
+pub(crate) fn failed(what: &str) -> Error {
+    Error::new(Code::ConformanceFailed, what)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::lattice::{self, Sketch};
+    use sha2::{Digest, Sha256};
+    use std::fmt::Write;
+
+    /// The oracle itself: first and last value as bits, and a digest of all, for each kind of product. A change here changes
+    /// what conformance means.
+    #[test]
+    fn exact_products_are_pinned() -> Result<()> {
+        let mut text = String::new();
+        for schema in lattice::SCHEMAS {
+            for kind in ["native", "int8", "nvfp4"] {
+                for activations in lattice::quantizers(kind) {
+                    let sketch = Sketch::plain(schema, activations, DType::BF16, [17, 48, 5], 3);
+                    let exact = sketch.with(exact_forward)?;
+                    let bits = |v: &(f64, f64)| v.0.to_bits();
+                    let mut digest = Sha256::new();
+                    exact.values.iter().for_each(|v| digest.update(bits(v).to_le_bytes()));
+                    let first = exact.values.first().map_or(0, bits);
+                    let last = exact.values.last().map_or(0, bits);
+                    let hash = digest.finalize();
+                    let hash: String = hash[..12].iter().map(|b| format!("{b:02x}")).collect();
+                    let _ = writeln!(text, "{:<72} {first:016x} {last:016x} {hash}", sketch.name());
+                }
+            }
+        }
+        insta::assert_snapshot!("exact", text);
+        Ok(())
+    }
+}

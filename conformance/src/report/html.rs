@@ -1,0 +1,226 @@
+//! The report as one page: no scripts, no fonts, no other file, readable in the dark and on paper.
+use super::junit::escape;
+use super::{ClaimReport, LevelReport, Report, plot};
+use crate::Level;
+use crate::case::Outcome;
+use std::fmt::Write;
+
+const STYLE: &str = include_str!("page.css");
+/// Failures that are listed.
+const SHOWN: usize = 200;
+
+pub(super) fn render(r: &Report) -> String {
+    let mut out = String::with_capacity(1 << 16);
+    let names: Vec<_> = r.backends.iter().map(|b| escape(&b.name)).collect();
+    let title = names.join(", ");
+    let (class, verdict) = match (r.conformant, r.complete) {
+        (true, true) => ("good", "conformant"),
+        (true, false) => ("partial", "nothing wrong in the part that ran"),
+        (false, _) => ("bad", "not conformant"),
+    };
+    let _ = write!(
+        out,
+        "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n<meta name=\"color-scheme\" content=\"light dark\">\n<title>{title}: {verdict}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n<main>\n"
+    );
+    let _ = writeln!(
+        out,
+        "<header><div><p class=\"eyebrow\">q4 conformance {} · profile {} · seed {}</p><h1>{title}</h1></div><p class=\"verdict {class}\">{}{verdict}</p></header>",
+        escape(&r.suite),
+        r.profile.as_str(),
+        r.seed,
+        mark(r.conformant)
+    );
+    numbers(&mut out, r);
+    matrix(&mut out, r);
+    plots(&mut out, r);
+    failures(&mut out, r);
+    footer(&mut out, r);
+    out.push_str("</main>\n</body>\n</html>\n");
+    out
+}
+
+fn numbers(out: &mut String, r: &Report) {
+    let claims = r.claims.iter().filter(|c| c.claim != "backend").count();
+    let cells = [
+        (thousands(r.passed as u64), "cases passed"),
+        (thousands(r.failed as u64), "failed"),
+        (thousands(r.values), "values compared"),
+        (thousands(claims as u64), "claims"),
+        (
+            format!("{:.3}", r.claims.iter().fold(0f64, |a, c| a.max(c.float32.max))),
+            "largest f32 error / bound",
+        ),
+    ];
+    out.push_str("<section class=\"numbers\">");
+    for (i, (value, name)) in cells.iter().enumerate() {
+        let class = if i == 1 && r.failed > 0 { " class=\"bad\"" } else { "" };
+        let _ = write!(out, "<div{class}><b>{value}</b><span>{name}</span></div>");
+    }
+    out.push_str("</section>\n");
+}
+
+fn matrix(out: &mut String, r: &Report) {
+    let levels: Vec<Level> =
+        Level::ALL.into_iter().filter(|l| r.claims.iter().any(|c| c.levels.contains_key(l))).collect();
+    out.push_str("<section><h2>What was claimed, and what was found</h2><div class=\"scroll\"><table class=\"matrix\"><thead><tr><th>encoding</th><th>activations</th><th>path</th>");
+    for l in &levels {
+        let _ = write!(out, "<th class=\"level\"><b>{l}</b> {}</th>", l.title());
+    }
+    out.push_str("<th class=\"level\">error / bound</th></tr></thead>");
+    for b in &r.backends {
+        let _ = write!(
+            out,
+            "<tbody><tr class=\"backend\"><th colspan=\"{}\">{}<b>{}</b> {} <span>{}</span></th></tr>",
+            levels.len() + 4,
+            mark(b.conformant),
+            escape(&b.name),
+            escape(&b.version),
+            escape(&b.vendor)
+        );
+        for c in r.claims.iter().filter(|c| c.backend == b.name) {
+            let parts: Vec<&str> = c.claim.split('/').collect();
+            match parts.as_slice() {
+                [schema, activations, device, path] => {
+                    let _ = write!(
+                        out,
+                        "<tr><td>{}</td><td>{}</td><td>{} <span>{}</span></td>",
+                        escape(schema),
+                        escape(activations),
+                        escape(path),
+                        escape(device)
+                    );
+                }
+                _ => out.push_str("<tr><td colspan=\"3\">descriptor, probe, verdicts</td>"),
+            }
+            for l in &levels {
+                out.push_str(&cell(c.levels.get(l)));
+            }
+            let ratio = if c.float32.cases() > 0 { c.float32.max } else { c.half.max };
+            if has_ratios(c) {
+                let _ = write!(out, "<td class=\"ratio\">{ratio:.3}</td></tr>");
+            } else {
+                out.push_str("<td class=\"none\">–</td></tr>");
+            }
+        }
+        out.push_str("</tbody>");
+    }
+    out.push_str("</table></div></section>\n");
+}
+
+fn cell(level: Option<&LevelReport>) -> String {
+    match level {
+        None => "<td class=\"none\">–</td>".into(),
+        Some(l) if l.failed > 0 => {
+            format!(
+                "<td class=\"bad\">{}<small>{} of {} wrong</small></td>",
+                mark(false),
+                l.failed,
+                l.executed()
+            )
+        }
+        Some(l) if l.executed() == 0 => "<td class=\"bad\">nothing ran</td>".into(),
+        Some(l) => {
+            let waived = if l.waived > 0 { format!(", {} waived", l.waived) } else { String::new() };
+            let refused =
+                if l.unsupported > 0 { format!(", {} refused", l.unsupported) } else { String::new() };
+            format!(
+                "<td class=\"good\">{}<small>{}{waived}{refused}</small></td>",
+                mark(true),
+                thousands(l.passed as u64)
+            )
+        }
+    }
+}
+
+fn plots(out: &mut String, r: &Report) {
+    let shown: Vec<&ClaimReport> = r.claims.iter().filter(|c| has_ratios(c)).collect();
+    if shown.is_empty() {
+        return;
+    }
+    out.push_str("<section><h2>How far from the bound</h2><p class=\"lead\">Every output is compared with the exact product. The bound of each is derived from the terms of its sum; a bar counts the cases whose largest error takes that share of it, and everything must lie left of the line at the end. <span class=\"key f32\">f32 results</span> show the arithmetic; in <span class=\"key half\">16-bit results</span> the last rounding alone may take the whole bound.</p><div class=\"plots\">");
+    for c in shown {
+        let name =
+            if r.backends.len() > 1 { format!("{} · {}", c.backend, c.claim) } else { c.claim.clone() };
+        let _ = write!(
+            out,
+            "<figure><figcaption><span>{}</span><b>{:.3}</b></figcaption>{}</figure>",
+            escape(&name),
+            if c.float32.cases() > 0 { c.float32.max } else { c.half.max },
+            plot::histogram(c)
+        );
+    }
+    out.push_str("</div></section>\n");
+}
+
+fn failures(out: &mut String, r: &Report) {
+    if r.failures.is_empty() && r.notes.is_empty() {
+        return;
+    }
+    out.push_str("<section><h2>What is not right</h2>");
+    for note in &r.notes {
+        let _ = write!(out, "<p class=\"note\">{}</p>", escape(note));
+    }
+    for f in r.failures.iter().take(SHOWN) {
+        let class = if f.outcome == Outcome::Waived { "waived" } else { "bad" };
+        let text = f.waiver.as_deref().map(|w| format!("waived: {w}\n")).unwrap_or_default()
+            + f.message.as_deref().unwrap_or("");
+        let _ = write!(
+            out,
+            "<details class=\"{class}\"><summary><b>{}</b> <code>{}</code></summary><pre>{}</pre><pre class=\"again\">{}</pre></details>",
+            f.outcome.as_str(),
+            escape(&f.id),
+            escape(&text).replace("&#10;", "\n"),
+            escape(&f.replay)
+        );
+    }
+    if r.failures.len() > SHOWN {
+        let _ =
+            write!(out, "<p class=\"note\">{} more are in the JSON report.</p>", r.failures.len() - SHOWN);
+    }
+    out.push_str("</section>\n");
+}
+
+fn footer(out: &mut String, r: &Report) {
+    out.push_str("<footer><dl>");
+    for b in &r.backends {
+        if let Some(library) = &b.library {
+            let (name, path, sha) = (escape(&b.name), escape(&library.path), escape(&library.sha256));
+            let _ = write!(out, "<dt>{name}</dt><dd>{path}<br><code>sha256 {sha}</code></dd>");
+        }
+    }
+    let _ = writeln!(
+        out,
+        "<dt>machine</dt><dd>{}<br><code>{}</code></dd><dt>run</dt><dd>{:.1} s, {} cases refused beforehand, {} waived</dd></dl></footer>",
+        escape(&r.host),
+        escape(&r.machine),
+        r.seconds,
+        thousands(r.skipped as u64),
+        r.waived
+    );
+}
+
+fn has_ratios(c: &ClaimReport) -> bool {
+    c.float32.cases() + c.half.cases() > 0
+}
+
+fn mark(good: bool) -> &'static str {
+    if good {
+        "<svg class=\"mark\" viewBox=\"0 0 16 16\" aria-hidden=\"true\"><path d=\"M3 8.5l3.2 3.2L13 4.8\"/></svg>"
+    } else {
+        "<svg class=\"mark\" viewBox=\"0 0 16 16\" aria-hidden=\"true\"><path d=\"M4 4l8 8M12 4l-8 8\"/></svg>"
+    }
+}
+
+/// `12 345`, with thin spaces.
+fn thousands(n: u64) -> String {
+    let digits = n.to_string();
+    let head = digits.len() % 3;
+    let mut out = String::new();
+    for (i, c) in digits.chars().enumerate() {
+        if i > 0 && i % 3 == head % 3 {
+            out.push('\u{2009}');
+        }
+        out.push(c);
+    }
+    out
+}

@@ -1,0 +1,276 @@
+//! Weights the suite makes for itself: seeded ones, and ones that hold every code under every scale.
+//!
+//! They are owned, so that a case can destroy the bytes once a backend has prepared them.
+use q4_core::formats::{nf4, swizzle};
+use q4_core::selfcheck::IoBuffer;
+use q4_core::{
+    Absmax, Convention, DType, GlobalScale, NibbleOrder, Q4Schema, Q4Weight, Result, ScaleLayout, Segment,
+    SegmentData, TensorView,
+};
+
+/// A weight of one or more segments.
+#[derive(Clone)]
+pub struct Stored {
+    /// Encoding.
+    pub schema: Q4Schema,
+    /// In features.
+    pub k: usize,
+    pub(crate) parts: Vec<Part>,
+}
+
+#[derive(Clone)]
+pub(crate) struct Part {
+    pub rows: usize,
+    pub codes: Vec<u8>,
+    pub scales: Vec<u8>,
+    pub absmax: Vec<f32>,
+    pub nested: Option<Nested>,
+    pub global: Option<GlobalScale>,
+    pub dense: Vec<u8>,
+}
+
+#[derive(Clone)]
+pub(crate) struct Nested {
+    pub codes: Vec<u8>,
+    pub absmax: Vec<f32>,
+    pub offset: f32,
+}
+
+impl Stored {
+    /// Random codes and scales, segment by segment. NVFP4 scales are every byte that is neither NaN nor negative; with
+    /// `tame`, and where no per-tensor scale makes them small, only those whose sums fit f16.
+    pub fn random(schema: Q4Schema, rows: &[usize], k: usize, tame: bool, seed: u64) -> Self {
+        let parts = rows.iter().enumerate();
+        let parts =
+            parts.map(|(i, &rows)| Part::random(schema, rows, k, tame, seed << 8 | i as u64)).collect();
+        Self { schema, k, parts }
+    }
+
+    /// Every NVFP4 code under each of the bytes `scales` at every place of a block: `[scales.len(), 256]`.
+    pub fn every_nvfp4(layout: ScaleLayout, global: Option<GlobalScale>, scales: &[u8]) -> Self {
+        let (rows, blocks) = (scales.len(), 16);
+        let code = |block: usize, at: usize| ((at + block) % 16) as u8;
+        let mut codes = Vec::with_capacity(rows * blocks * 8);
+        let mut linear = Vec::with_capacity(rows * blocks);
+        for r in 0..rows {
+            for b in 0..blocks {
+                // The blocks of a row have different scales, and each scale meets each rotation of the codes.
+                linear.push(scales[(r + 11 * b) % rows]);
+                codes.extend((0..8).map(|j| code(b, 2 * j) | code(b, 2 * j + 1) << 4));
+            }
+        }
+        let stored = match layout {
+            ScaleLayout::RowMajor => linear,
+            ScaleLayout::Swizzled128x4 => swizzle::to_blocked(&linear, rows, blocks),
+        };
+        let schema = Q4Schema::Nvfp4 { scale_layout: layout, global: global.map(GlobalScale::convention) };
+        Self {
+            schema,
+            k: 16 * blocks,
+            parts: vec![Part { codes, scales: stored, global, ..Part::empty(rows) }],
+        }
+    }
+
+    /// Every NF4 code, both nibbles, under absmax from subnormal to huge; `[rows, k]`, one row for each of several
+    /// rotations of the codes.
+    pub fn every_nf4(order: NibbleOrder, block: u32, nested: bool, rows: usize, k: usize) -> Self {
+        const EDGES: [f32; 10] =
+            [0.0, 1e-45, 1e-40, f32::MIN_POSITIVE, 1e-20, 0.1, 1.0, 1.0 + f32::EPSILON, 3.3e20, f32::MAX];
+        let elements = rows * k;
+        let codes = (0..elements.div_ceil(2))
+            .map(|i| (i as u8).wrapping_mul(0x11).wrapping_add((i / 16) as u8))
+            .collect();
+        let blocks = elements.div_ceil(block as usize);
+        let mut part = Part { codes, ..Part::empty(rows) };
+        if nested {
+            // Every 8-bit code of the map occurs, each under several second scales.
+            let count = blocks.div_ceil(256);
+            part.nested = Some(Nested {
+                codes: (0..blocks).map(|i| (i * 7 + 3) as u8).collect(),
+                absmax: (0..count).map(|i| 0.013 * (i + 1) as f32).collect(),
+                offset: 0.37,
+            });
+        } else {
+            part.absmax = (0..blocks).map(|i| EDGES[i % EDGES.len()]).collect();
+        }
+        let schema = Q4Schema::Nf4 { nibble_order: order, block, nested: nested.then_some(256) };
+        Self { schema, k, parts: vec![part] }
+    }
+
+    /// Out features of the segments.
+    pub fn rows(&self) -> Vec<usize> {
+        self.parts.iter().map(|p| p.rows).collect()
+    }
+    /// Out features in all.
+    pub fn n(&self) -> usize {
+        self.parts.iter().map(|p| p.rows).sum()
+    }
+
+    /// Lends the weight to `body`.
+    pub fn lend<R>(&self, body: impl FnOnce(&Q4Weight<'_>) -> Result<R>) -> Result<R> {
+        let segments =
+            self.parts.iter().map(|p| p.segment(self.schema, self.k)).collect::<Result<Vec<_>>>()?;
+        body(&Q4Weight { schema: self.schema, k: self.k, segments: &segments })
+    }
+
+    /// Overwrites every byte: what was prepared before must not care.
+    pub fn destroy(&mut self) {
+        for p in &mut self.parts {
+            p.codes.fill(0x55);
+            p.scales.fill(0x01);
+            p.absmax.fill(1e30);
+            p.dense.fill(0x3c);
+            if let Some(n) = &mut p.nested {
+                n.codes.fill(1);
+                n.absmax.fill(1e30);
+            }
+        }
+    }
+}
+
+impl Part {
+    fn empty(rows: usize) -> Self {
+        Self {
+            rows,
+            codes: Vec::new(),
+            scales: Vec::new(),
+            absmax: Vec::new(),
+            nested: None,
+            global: None,
+            dense: Vec::new(),
+        }
+    }
+
+    fn random(schema: Q4Schema, rows: usize, k: usize, tame: bool, seed: u64) -> Self {
+        let word = |i: usize| mix(seed.wrapping_mul(0x1_0000_01b3) ^ (i as u64) << 20);
+        let mut out = Self::empty(rows);
+        match schema {
+            Q4Schema::Nvfp4 { scale_layout, global } => {
+                let range = if tame && global.is_none() { 0x49 } else { 0x7f };
+                let linear: Vec<u8> = (0..rows * k / 16).map(|i| (word(i) >> 16) as u8 % range).collect();
+                out.scales = match scale_layout {
+                    ScaleLayout::RowMajor => linear,
+                    ScaleLayout::Swizzled128x4 => swizzle::to_blocked(&linear, rows, k / 16),
+                };
+                // Far apart between segments: taking the neighbour's must show.
+                let value = (0.002 + uniform(word(0)) / 100.0) * (1.0 + (seed & 3) as f32);
+                out.global = global.and_then(|c| match c {
+                    Convention::Multiply => GlobalScale::multiply(value).ok(),
+                    Convention::Divide => GlobalScale::divide(1.0 / value).ok(),
+                });
+            }
+            Q4Schema::Nf4 { block, nested, .. } => {
+                let blocks = (rows * k).div_ceil(block as usize);
+                out.absmax = (0..blocks).map(|i| 0.01 + uniform(word(i))).collect();
+                out.nested = nested.map(|_| {
+                    let (codes, absmax, offset) = nf4::nest(&out.absmax);
+                    Nested { codes, absmax, offset }
+                });
+            }
+            Q4Schema::Dense { dtype } => {
+                let values: Vec<f32> = (0..rows * k).map(|i| uniform(word(i)) - 0.5).collect();
+                out.dense = bytes_of(&IoBuffer::new(dtype, &values));
+                return out;
+            }
+            _ => {}
+        }
+        out.codes = (0..(rows * k).div_ceil(2)).map(|i| word(i) as u8).collect();
+        out
+    }
+
+    fn segment(&self, schema: Q4Schema, k: usize) -> Result<Segment<'_>> {
+        let codes = TensorView::of(&self.codes, &[self.codes.len()])?;
+        let data = match schema {
+            Q4Schema::Nvfp4 { .. } => SegmentData::Nvfp4 {
+                codes,
+                scales: TensorView::of_bytes(&self.scales, DType::F8E4M3, &[self.scales.len()])?,
+                global: self.global,
+            },
+            Q4Schema::Nf4 { .. } => SegmentData::Nf4 {
+                codes,
+                absmax: match &self.nested {
+                    None => Absmax::Plain(TensorView::of(&self.absmax, &[self.absmax.len()])?),
+                    Some(n) => Absmax::Nested {
+                        codes: TensorView::of(&n.codes, &[n.codes.len()])?,
+                        map: TensorView::of(nf4::dynamic_map().as_slice(), &[256])?,
+                        absmax: TensorView::of(&n.absmax, &[n.absmax.len()])?,
+                        offset: n.offset,
+                        block: 256,
+                    },
+                },
+            },
+            Q4Schema::Dense { dtype } => {
+                SegmentData::Dense { weight: TensorView::of_bytes(&self.dense, dtype, &[self.rows, k])? }
+            }
+            _ => {
+                SegmentData::Dense { weight: TensorView::of_bytes(&self.dense, DType::F32, &[self.rows, k])? }
+            }
+        };
+        Ok(Segment { rows: self.rows, data })
+    }
+}
+
+/// Little-endian bytes.
+pub(crate) fn bytes_of(values: &IoBuffer) -> Vec<u8> {
+    match values {
+        IoBuffer::F32(v) => v.iter().flat_map(|v| v.to_le_bytes()).collect(),
+        IoBuffer::F16(v) => v.iter().flat_map(|v| v.to_le_bytes()).collect(),
+        IoBuffer::BF16(v) => v.iter().flat_map(|v| v.to_le_bytes()).collect(),
+    }
+}
+
+/// Counter-based: the value of an index never depends on how many were drawn before.
+pub(crate) fn mix(i: u64) -> u64 {
+    let mut z = i.wrapping_add(0x9e37_79b9_7f4a_7c15).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ z >> 31
+}
+
+/// `[0, 1)` from the upper bits.
+pub(crate) fn uniform(word: u64) -> f32 {
+    (word >> 40) as f32 / (1u32 << 24) as f32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn every_code_meets_every_scale_at_every_place() -> Result<()> {
+        let scales: Vec<u8> = (0..0x7f).collect();
+        let w = Stored::every_nvfp4(ScaleLayout::RowMajor, None, &scales);
+        let part = &w.parts[0];
+        let seen: BTreeSet<(u8, u8, usize)> = (0..part.rows * w.k)
+            .map(|i| (part.codes[i / 2] >> (4 * (i % 2)) & 15, part.scales[i / 16], i % 16))
+            .collect();
+        assert_eq!(seen.len(), 16 * 127 * 16);
+        w.lend(|w| w.validate())
+    }
+
+    #[test]
+    fn every_nf4_code_occurs_in_both_nibbles() -> Result<()> {
+        for (order, block, nested) in [
+            (NibbleOrder::HighFirst, 32, false),
+            (NibbleOrder::LowFirst, 4096, true),
+            (NibbleOrder::HighFirst, 64, true),
+        ] {
+            let w = Stored::every_nf4(order, block, nested, 17, 512);
+            let low: BTreeSet<u8> = w.parts[0].codes.iter().map(|b| b & 15).collect();
+            let high: BTreeSet<u8> = w.parts[0].codes.iter().map(|b| b >> 4).collect();
+            assert_eq!((low.len(), high.len()), (16, 16));
+            w.lend(|w| w.validate())?;
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn a_seed_is_all_that_makes_a_weight() {
+        let schema =
+            Q4Schema::Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: Some(Convention::Multiply) };
+        let make = |seed| Stored::random(schema, &[3, 5], 64, false, seed);
+        assert_eq!(make(1).parts[1].codes, make(1).parts[1].codes);
+        assert_ne!(make(1).parts[1].codes, make(2).parts[1].codes);
+        assert_ne!(make(1).parts[0].global, make(1).parts[1].global);
+    }
+}

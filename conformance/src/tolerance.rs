@@ -1,0 +1,157 @@
+//! How far a result may be from the exact one: the only place of the suite that knows.
+//!
+//! The elementwise bound is that of the core, which states its derivation. Rows and columns are held to a share of it: one
+//! error may use its bound up, dozens of independent ones never all do. The rounding of a result is evenly spread over at
+//! most its bound, a mean square of 1/3 with a deviation of 0.3 per element; over 32 elements the share below is more
+//! than four deviations away from the worst case of that, so a row that exceeds it is biased.
+use q4_core::{Code, DType, Error, ExecPath, Result, oracle};
+
+/// Root mean square of error over bound that a row or a column may have.
+pub const AGGREGATE: f64 = 0.75;
+/// Fewest elements a row or a column needs to be judged as a whole.
+pub const AGGREGATE_FROM: usize = 32;
+
+/// A matrix of exact results with the sums of magnitudes that bounds are made of.
+pub struct Exact {
+    /// Rows.
+    pub m: usize,
+    /// Columns.
+    pub n: usize,
+    /// `(value, Σ|terms|)`, row-major.
+    pub values: Vec<(f64, f64)>,
+}
+
+/// What the bound depends on besides the exact values.
+#[derive(Clone, Copy, Debug)]
+pub struct Terms {
+    /// Path that computed.
+    pub path: ExecPath,
+    /// Type of the results.
+    pub out: DType,
+    /// Terms of each sum.
+    pub k: usize,
+}
+
+impl Exact {
+    /// Largest error of one result over its bound.
+    ///
+    /// # Errors
+    /// `ConformanceFailed` with the element, when a result is outside its bound, is not exactly zero where every term is,
+    /// or when the errors of a row or column together are too large.
+    pub fn compare(&self, what: &str, got: &[f32], terms: Terms) -> Result<f64> {
+        let (m, n) = (self.m, self.n);
+        let mut worst = 0f64;
+        let (mut rows, mut columns) = (vec![0f64; m], vec![0f64; n]);
+        for (i, (&(exact, abs), &got)) in self.values.iter().zip(got).enumerate() {
+            let (r, c) = (i / n, i % n);
+            let got = f64::from(got);
+            let limit = self::bound(terms, exact, abs);
+            let error = (got - exact).abs();
+            if abs == 0.0 && got != 0.0 {
+                return Err(wrong(what, r, c).need("0, for every term is zero").have(format!("{got:e}")));
+            }
+            if saturates(terms.out, exact, limit) {
+                // Past the range of the type, infinity is the right answer.
+                if got.is_infinite() && got.signum() == exact.signum() || error <= limit {
+                    continue;
+                }
+            }
+            let ratio = error / limit;
+            if ratio.is_nan() || ratio > 1.0 {
+                return Err(wrong(what, r, c)
+                    .need(format!("{exact:e} within {limit:e}"))
+                    .have(format!("{got:e}, {ratio:.3} of the bound away")));
+            }
+            worst = worst.max(ratio);
+            rows[r] += ratio * ratio;
+            columns[c] += ratio * ratio;
+        }
+        for (name, sums, count) in [("row", rows, n), ("column", columns, m)] {
+            for (i, squares) in sums.into_iter().enumerate() {
+                let share = (squares / count as f64).sqrt();
+                if count >= AGGREGATE_FROM && share > AGGREGATE {
+                    return Err(Error::new(Code::ConformanceFailed, format!("{what}: {name} {i}"))
+                        .need(format!(
+                            "errors of at most {AGGREGATE} of their bounds in the root mean square"
+                        ))
+                        .have(format!("{share:.3}")));
+                }
+            }
+        }
+        Ok(worst)
+    }
+}
+
+/// The elementwise bound.
+pub fn bound(t: Terms, exact: f64, abs_sum: f64) -> f64 {
+    oracle::bound(t.path, t.out, t.k, exact, abs_sum)
+}
+
+/// Terms of a gradient's sums: n of them, in tiles that are padded.
+pub fn backward_terms(n: usize) -> usize {
+    n.next_multiple_of(16) + 16
+}
+
+fn saturates(out: DType, exact: f64, limit: f64) -> bool {
+    let largest = match out {
+        DType::F16 => 65504.0,
+        _ => f64::from(f32::MAX) * 0.996,
+    };
+    exact.abs() + limit >= largest
+}
+
+fn wrong(what: &str, r: usize, c: usize) -> Error {
+    Error::new(Code::ConformanceFailed, format!("{what}[{r}, {c}]"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TERMS: Terms = Terms { path: ExecPath::FusedDequant, out: DType::F32, k: 64 };
+
+    fn exact(n: usize) -> Exact {
+        Exact { m: 1, n, values: (0..n).map(|i| (1.0 + i as f64, 40.0)).collect() }
+    }
+
+    #[test]
+    fn one_dead_column_of_many_is_seen() {
+        let e = exact(512);
+        let mut y: Vec<f32> = e.values.iter().map(|v| v.0 as f32).collect();
+        assert!(e.compare("y", &y, TERMS).is_ok_and(|r| r == 0.0));
+        y[300] = 0.0;
+        let error = e.compare("y", &y, TERMS).expect_err("dead column");
+        assert!(error.to_string().contains("y[0, 300]"), "{error}");
+    }
+
+    #[test]
+    fn errors_that_all_use_their_bound_up_are_a_bias() {
+        let e = exact(64);
+        let shifted = |share: f64| -> Vec<f32> {
+            e.values.iter().map(|v| (v.0 + share * bound(TERMS, v.0, v.1)) as f32).collect()
+        };
+        assert!(e.compare("y", &shifted(0.5), TERMS).is_ok());
+        let error = e.compare("y", &shifted(0.9), TERMS).expect_err("biased");
+        assert!(error.to_string().contains("row 0"), "{error}");
+    }
+
+    #[test]
+    fn nan_and_noise_instead_of_zero_are_wrong() {
+        let e = Exact { m: 1, n: 2, values: vec![(0.0, 0.0), (1.0, 1.0)] };
+        assert!(e.compare("y", &[0.0, 1.0], TERMS).is_ok());
+        assert!(e.compare("y", &[-0.0, 1.0], TERMS).is_ok());
+        assert!(e.compare("y", &[1e-39, 1.0], TERMS).is_err());
+        assert!(e.compare("y", &[0.0, f32::NAN], TERMS).is_err());
+        assert!(e.compare("y", &[f32::NAN, 1.0], TERMS).is_err());
+    }
+
+    #[test]
+    fn infinity_is_right_where_the_type_ends() {
+        let e = Exact { m: 1, n: 1, values: vec![(-1e6, 1e6)] };
+        let half = Terms { out: DType::F16, ..TERMS };
+        assert!(e.compare("y", &[f32::NEG_INFINITY], half).is_ok());
+        assert!(e.compare("y", &[f32::INFINITY], half).is_err());
+        assert!(e.compare("y", &[f32::NEG_INFINITY], TERMS).is_err());
+        assert!(e.compare("y", &[65504.0], half).is_err());
+    }
+}

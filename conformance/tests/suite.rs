@@ -1,0 +1,156 @@
+//! The suite about itself: what it enumerates, replays, refuses to call a pass, and how it reports.
+use q4_conformance::liars::{honest, liars};
+use q4_conformance::{
+    AbiProbe, InProcess, Level, Options, Outcome, Profile, Report, Waivers, cases, claims, run, run_with,
+};
+use q4_core::{Code, Error, HostEnv, Q4Backend, Result, ThreadPool};
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+fn liar(name: &str) -> Arc<dyn Q4Backend> {
+    liars().find(|l| l.name == name).unwrap_or_else(|| panic!("no liar {name}")).backend()
+}
+
+fn judge(backend: &dyn Q4Backend, options: &Options) -> Report {
+    run(backend, options, &HostEnv::default(), &ThreadPool::new(2))
+}
+
+fn decode() -> Options {
+    Options { levels: vec![Level::L1], ..Options::of(Profile::Inference) }
+}
+
+#[test]
+fn ids_are_identities_and_do_not_depend_on_what_else_runs() {
+    let (backend, env) = (honest(), HostEnv::default());
+    let all = cases(&*backend, &env, None, &Options::of(Profile::Training));
+    let ids: BTreeSet<_> = all.iter().map(|c| c.id.clone()).collect();
+    assert_eq!(ids.len(), all.len());
+    assert!(all.len() > 3000, "{}", all.len());
+    for level in Level::ALL {
+        let alone = Options { levels: vec![level], ..Options::of(Profile::Training) };
+        assert!(cases(&*backend, &env, None, &alone).iter().all(|c| ids.contains(&c.id) && c.level == level));
+    }
+    let inference = cases(&*backend, &env, None, &Options::of(Profile::Inference));
+    assert!(inference.iter().all(|c| c.level != Level::L3) && inference.len() < all.len());
+}
+
+#[test]
+fn a_failure_can_be_run_again_from_its_id_alone() {
+    let backend = liar("accumulates-in-half");
+    let options =
+        Options { levels: vec![Level::L2], seed: 41, sample: Some(4), ..Options::of(Profile::Training) };
+    let report = judge(&*backend, &options);
+    let lattice = report.failures.iter().find(|f| f.id.contains("/lattice/")).expect("a seeded failure");
+    assert!(lattice.id.ends_with("/s41"), "{}", lattice.id);
+    let again = judge(&*backend, &Options::of(Profile::Training).replaying(&lattice.id));
+    assert_eq!(again.failures, std::slice::from_ref(lattice));
+    assert!(lattice.replay.ends_with(&format!("--replay '{}'", lattice.id)));
+    assert_eq!((again.failed, again.passed), (1, 0));
+    let honest = judge(&*honest(), &Options::of(Profile::Training).replaying(&lattice.id));
+    assert!(honest.conformant && !honest.complete && honest.passed == 1, "{}", honest.text());
+}
+
+#[test]
+fn nothing_executed_is_a_failure() {
+    for options in [
+        Options { claims: vec!["nvfp5@1".into()], ..decode() },
+        Options::of(Profile::Inference).replaying("L2/nvfp4@1/native/cpu/fused-dequant/no-such-case/s0"),
+    ] {
+        let report = judge(&*honest(), &options);
+        assert!(!report.conformant && report.passed == 0, "{}", report.text());
+        assert!(report.notes.iter().any(|n| n.starts_with("nothing executed")), "{:?}", report.notes);
+    }
+}
+
+#[test]
+fn claims_are_what_can_be_prepared() {
+    let found: Vec<_> = claims(&*honest(), &HostEnv::default()).iter().map(ToString::to_string).collect();
+    assert_eq!(found.len(), 9);
+    assert_eq!(found[0], "nvfp4@1/native/cpu/fused-dequant");
+    let admits = |pattern: &str| {
+        let options = Options { claims: vec![pattern.into()], ..Options::default() };
+        claims(&*honest(), &HostEnv::default()).iter().filter(|c| options.admits(c)).count()
+    };
+    let counts =
+        ["nvfp4@1", "nvfp4@1/int8", "*/native/*", "nf4", "nf4@1/nvfp4/cpu/fused-dequant"].map(admits);
+    assert_eq!(counts, [3, 1, 3, 0, 1]);
+}
+
+#[test]
+fn a_waiver_excuses_and_never_certifies() -> Result<()> {
+    let file = "[[waiver]]\ncase = \"L1/nf4@1/*\"\nbackend = \"honest\"\ndevice = \"cpu\"\nreason = \"known\"\nexpires = \"2999-01-01\"\n";
+    let options = Options { waivers: Waivers::parse(file)?, ..decode() };
+    let backend = liar("nf4-entry-off");
+    let plain = judge(&*backend, &decode());
+    assert!(!plain.conformant && plain.failed > 0);
+    let waived = judge(&*backend, &options);
+    assert!(waived.waived > 0);
+    // nf4-dq has the same fault and no waiver.
+    assert!(
+        !waived.conformant
+            && waived.failures.iter().any(|f| f.outcome == Outcome::Fail && f.id.contains("nf4-dq@1"))
+    );
+    let right = judge(&*honest(), &options);
+    assert!(
+        right.conformant && right.notes.iter().any(|n| n.starts_with("unexpected pass")),
+        "{:?}",
+        right.notes
+    );
+    Ok(())
+}
+
+#[test]
+fn a_host_of_libraries_adds_its_own_checks() {
+    struct Table;
+    impl AbiProbe for Table {
+        fn cases(&self) -> Vec<String> {
+            vec!["negotiation".into(), "null-outputs".into()]
+        }
+        fn run(&self, case: &str) -> Result<()> {
+            match case {
+                "negotiation" => Ok(()),
+                _ => Err(Error::new(Code::ConformanceFailed, "destroy was called twice")),
+            }
+        }
+    }
+    let options = Options { levels: vec![Level::L0], ..Options::of(Profile::Inference) };
+    let report =
+        run_with(&InProcess, &*honest(), Some(&Table), &options, &HostEnv::default(), &ThreadPool::new(1));
+    assert_eq!((report.passed, report.failed), (5, 1), "{}", report.text());
+    assert_eq!(report.failures[0].id, "L0/backend/table/null-outputs");
+}
+
+#[test]
+fn a_panic_is_a_crash_and_the_rest_still_runs() {
+    let options = Options {
+        levels: vec![Level::L2],
+        claims: vec!["nf4@1/native".into()],
+        ..Options::of(Profile::Inference)
+    };
+    let report = judge(&*liar("panics"), &options);
+    assert!(
+        report.failures.iter().all(|f| f.outcome == Outcome::Crash && f.id.contains(".m17/")),
+        "{}",
+        report.text()
+    );
+    assert!(!report.failures.is_empty() && report.passed > 100);
+}
+
+/// The defects of the program this one replaces, each by its name.
+#[test]
+fn old_defects_do_not_come_back() {
+    for name in
+        ["scales-tiled", "scales-as-integers", "nibble-order-ignored", "nibbles-swapped", "top-row-nan"]
+    {
+        assert!(judge(&*liar(name), &decode()).failed > 0, "{name}");
+    }
+}
+
+#[test]
+fn the_correct_backend_passes_with_any_seed() {
+    for seed in 0..4 {
+        let options = Options { seed, sample: Some(6), ..Options::of(Profile::Training) };
+        let report = judge(&*honest(), &options);
+        assert!(report.conformant, "seed {seed}:\n{}", report.text());
+    }
+}

@@ -1,0 +1,309 @@
+/* q4 plugin interface 1.1: 4-bit linear layers in a shared library.  C11, C++17.
+ *
+ * A library exports two symbols and nothing else is looked at:
+ *   q4_plugin_descriptor  constant data, see Q4_PLUGIN_DESCRIPTOR.  It is read from the file before the file is loaded.
+ *   q4_plugin_query()     hands out a table of functions, q4_backend_v1.
+ *
+ * Rules of the interface
+ *   Structs    that may grow start with struct_size = sizeof(the struct as the writer knows it).  The reader ignores bytes
+ *              past its own size and treats missing ones as zero; nothing is written past struct_size.  Tables are copied
+ *              when the library is loaded: later changes have no effect.
+ *   Numbers    not listed here are Q4_E_INVALID.  Fields named reserved are 0 and may get a meaning later.
+ *   Bytes      beside every pointer is the number of bytes that may be touched.  Weight bytes may have any alignment.
+ *   Errors     every call that can fail returns a status and describes the failure in a caller-owned q4_error.
+ *   Nothing    prints, exits, throws, unwinds, starts threads, or changes the process (signals, locale, environment,
+ *              current CUDA device).
+ *   Threads    create, destroy, can_prepare, prepare and probe of one backend are called by one thread at a time, any
+ *              thread.  A prepared weight is immutable: any number of threads may call it at once.  It may outlive no
+ *              backend: destroy comes after the last release.
+ *   Memory     forward, backward_input and dequantize allocate nothing; scratch is what workspace() asked for.
+ *   Numerics   a result depends on the operands and the machine and on nothing else: not on the number of threads, on
+ *              strides, or on earlier calls; and row i of a call not on its other rows (Q4_GLOBAL_PER_CALL excepted).
+ *   Honesty    the path, the activations and the rule asked for are computed, or the request is refused.  Nothing is
+ *              replaced by something similar.
+ *   Libraries  are never unloaded. */
+#ifndef Q4_PLUGIN_H
+#define Q4_PLUGIN_H
+#include <stddef.h>
+#include <stdint.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
+#if defined(_WIN32)
+#  define Q4_EXPORT __declspec(dllexport)
+#else
+#  define Q4_EXPORT __attribute__((visibility("default")))
+#endif
+
+#define Q4_ABI_MAJOR 1u /* layout or meaning of something that exists changed */
+/* Fields or numbers were appended.  Define it as 0 before including this file to build against the first version. */
+#ifndef Q4_ABI_MINOR
+#  define Q4_ABI_MINOR 1u
+#endif
+#define Q4_INTERFACE_BACKEND 1u
+
+typedef int32_t q4_status;
+enum {
+    Q4_OK              = 0,
+    Q4_E_UNSUPPORTED   = -1, /* valid, but this library, device or shape cannot do it */
+    Q4_E_INVALID       = -2, /* operands that do not fit together, or a number that is not in this file */
+    Q4_E_NOMEM         = -3,
+    Q4_E_DEVICE        = -4, /* native_code holds the number of the device's runtime */
+    Q4_E_ABI           = -5, /* no table of that major, or a structure shorter than its first version */
+    Q4_E_INTERNAL      = -6,
+    Q4_E_NON_FINITE    = -7, /* NaN or infinity where the product quantises its input */
+    Q4_E_SCALE_INVALID = -8, /* a stored scale that is NaN, infinite or negative */
+    Q4_E_PANICKED      = -99 /* caught a panic or an exception; the backend must not be used any more */
+};
+
+enum { Q4_SCHEMA_NVFP4 = 1, Q4_SCHEMA_NF4 = 2, Q4_SCHEMA_NF4_DQ = 3, Q4_SCHEMA_DENSE = 4 };
+enum { Q4_F32 = 1, Q4_F16 = 2, Q4_BF16 = 3 };
+enum {
+    Q4_PATH_NATIVE_KERNEL  = 1, /* 4-bit operands reach the arithmetic units */
+    Q4_PATH_FUSED_DEQUANT  = 2, /* packed in memory, decoded in registers */
+    Q4_PATH_DEQUANT_MATMUL = 3, /* a dense copy is made, then a dense product runs */
+    Q4_PATH_REFERENCE      = 4  /* a slow oracle */
+};
+enum { Q4_OP_FORWARD = 1, Q4_OP_BACKWARD_INPUT = 2, Q4_OP_DEQUANTIZE = 4 };
+enum {
+    Q4_ACT_NATIVE = 1, /* W4A16: as they are, f32 accumulation */
+    Q4_ACT_INT8   = 2, /* W4A8: per 16 of k, in f32: scale = amax/127, q = round_half_even(x * (127/amax));
+                        * exact integer block products */
+    Q4_ACT_NVFP4  = 3  /* W4A4: quantised by act_rule, exact integer block products */
+};
+enum {
+    Q4_RULE_TORCHAO            = 1,
+    Q4_RULE_MODELOPT           = 2,
+    Q4_RULE_COMPRESSED_TENSORS = 3,
+    Q4_RULE_TRANSFORMER_ENGINE = 4,
+    Q4_RULE_RUNTIME            = 5
+};
+enum { Q4_GLOBAL_NONE = 0, Q4_GLOBAL_STATIC = 1, Q4_GLOBAL_PER_CALL = 2 };
+enum { Q4_CONVENTION_NONE = 0, Q4_CONVENTION_MULTIPLY = 1 /* scale * g */, Q4_CONVENTION_DIVIDE = 2 /* scale / g */ };
+enum { Q4_SCALE_NONE = 0, Q4_SCALE_ROW_MAJOR = 1, Q4_SCALE_128X4 = 2 };
+enum { Q4_NIBBLE_NONE = 0, Q4_NIBBLE_LOW_FIRST = 1, Q4_NIBBLE_HIGH_FIRST = 2 };
+enum { Q4_DEVICE_CPU = 1, Q4_DEVICE_CUDA = 2 };
+
+/* Borrowed UTF-8 without a terminator. */
+typedef struct q4_str {
+    const char *ptr;
+    size_t      len;
+} q4_str;
+
+/* Caller-owned text of a failure.  At most cap bytes of UTF-8 are written to ptr (nothing when ptr is NULL), without a
+ * terminator; len becomes the length of the whole text, 0 after a success. */
+typedef struct q4_error {
+    size_t  struct_size;
+    char   *ptr;
+    size_t  cap;
+    size_t  len;
+    int64_t native_code;
+} q4_error;
+
+/* Constant data.  Texts are filled up with NUL. */
+typedef struct q4_descriptor {
+    char     magic[8]; /* "q4plugin", no terminator */
+    uint32_t descriptor_size;
+    uint32_t abi_major, abi_minor;
+    uint32_t flags;    /* 0 */
+    char     name[64]; /* 1 to 63 of a-z, 0-9 and -, a letter first */
+    char     version[32];
+    char     vendor[64];
+} q4_descriptor;
+
+typedef struct q4_offer {
+    uint32_t schema, revision, path, reserved;
+} q4_offer;
+
+/* One product.  No weight bytes. */
+typedef struct q4_linear_spec {
+    size_t          struct_size;
+    uint32_t        schema;            /* Q4_SCHEMA_* */
+    uint32_t        schema_revision;   /* 1 */
+    uint32_t        scale_layout;      /* Q4_SCALE_*, of each NVFP4 segment by itself */
+    uint32_t        global_convention; /* Q4_CONVENTION_*, of every segment's per-tensor scale */
+    uint32_t        nibble_order;      /* Q4_NIBBLE_* */
+    uint32_t        block;             /* elements per scale: 16 for NVFP4, 32 to 4096 for NF4, 0 for dense */
+    uint32_t        nested_block;      /* NF4_DQ: absmax codes per nested absmax, else 0 */
+    uint32_t        dense_dtype;       /* Q4_F32..Q4_BF16 of a dense weight, else 0 */
+    uint64_t        n_segments;        /* row segments, top to bottom; at least one */
+    const uint64_t *segment_rows;
+    const q4_str   *segment_names;     /* for messages */
+    uint64_t        n, k;              /* out features of all segments; in features */
+    uint64_t        max_m;             /* rows of the largest call */
+    uint32_t        x_dtype, y_dtype;  /* x and dx; y and dy */
+    uint32_t        path;              /* Q4_PATH_*: exactly this one */
+    uint32_t        ops;               /* Q4_OP_* bits the caller needs */
+    uint32_t        activations;       /* Q4_ACT_* */
+    uint32_t        act_rule;          /* Q4_RULE_* with Q4_ACT_NVFP4, else 0; so the three below */
+    uint32_t        act_global_kind;   /* Q4_GLOBAL_* */
+    uint32_t        act_global_convention;
+    float           act_global;        /* with Q4_GLOBAL_STATIC */
+    uint32_t        device_type;       /* Q4_DEVICE_* */
+    uint32_t        device_id;
+    uint32_t        reserved;
+} q4_linear_spec;
+
+/* Some rows of a stored matrix.  In an array, elements are segments[0].struct_size bytes apart and all have that size.
+ *   NVFP4   codes [rows][k/2], low nibble = even element; scales E4M3, one per 16 of k.
+ *           value = fl32(e2m1(code) * fl32(e4m3(scale) op global))
+ *   NF4     codes ceil(rows*k/2) bytes; scales f32, one per block of the flattened segment (blocks cross rows).
+ *           value = fl32(codebook[code] * absmax)
+ *   NF4_DQ  scales are 8-bit codes of the absmax: absmax[i] = map[scales[i]] * nested_absmax[i / nested_block] + offset,
+ *           each operation rounded to f32
+ *   DENSE   codes are the elements [rows][k] */
+typedef struct q4_segment {
+    size_t      struct_size;
+    uint64_t    rows;
+    const void *codes;
+    uint64_t    codes_bytes;
+    const void *scales;
+    uint64_t    scales_bytes;
+    const void *nested_map;        /* 256 f32 */
+    uint64_t    nested_map_bytes;
+    const void *nested_absmax;     /* f32 */
+    uint64_t    nested_absmax_bytes;
+    float       nested_offset;
+    float       global_scale;      /* finite and above 0, or 0 with Q4_CONVENTION_NONE */
+    uint32_t    global_convention; /* that of the spec */
+    uint32_t    reserved;
+} q4_segment;
+
+typedef struct q4_weight {
+    size_t            struct_size;
+    uint64_t          n_segments;
+    const q4_segment *segments;
+} q4_weight;
+
+typedef struct q4_cuda_device {
+    size_t   struct_size;
+    uint32_t ordinal;
+    uint32_t cc_major, cc_minor;
+    uint32_t reserved;
+    uint64_t memory;
+    q4_str   name;
+} q4_cuda_device;
+
+/* The machine a verdict is asked for: facts, which may be another machine's. */
+typedef struct q4_env {
+    size_t                struct_size;
+    q4_str                arch;         /* "x86_64", "aarch64" */
+    q4_str                cpu_features; /* sorted, separated by spaces: "avx2 f16c fma" */
+    uint32_t              processors;
+    uint32_t              cuda_driver;  /* e.g. 13000; 0 without one */
+    uint64_t              n_cuda;
+    const q4_cuda_device *cuda;         /* cuda[0].struct_size bytes apart */
+} q4_env;
+
+typedef struct q4_matrix { /* row-major; data aligned for its element */
+    size_t   struct_size;
+    void    *data;
+    uint64_t bytes;          /* readable (inputs) or writable (outputs) from data */
+    uint64_t rows, cols, ld; /* ld in elements, at least cols; elements between cols and ld are never touched */
+    uint32_t dtype;
+    uint32_t device_type;
+    uint32_t device_id;
+    uint32_t reserved;
+} q4_matrix;
+
+typedef void (*q4_task_fn)(void *arg, size_t task);
+/* Runs body(arg, 0) ... body(arg, tasks - 1), each once, in any order, on any threads; returns when all are done. */
+typedef void (*q4_parallel_fn)(void *user, size_t tasks, q4_task_fn body, void *arg);
+
+typedef struct q4_exec {
+    size_t         struct_size;
+    void          *stream;    /* cudaStream_t; NULL is the legacy default stream; not looked at on the CPU */
+    void          *workspace; /* 64-byte aligned on the CPU, 256 on CUDA */
+    uint64_t       workspace_bytes;
+    q4_parallel_fn parallel;  /* NULL: the calling thread runs the tasks */
+    void          *parallel_user;
+    uint32_t       threads;   /* how many parallel has; results do not depend on it */
+    uint32_t       device_type;
+    uint32_t       device_id;
+    uint32_t       reserved;
+} q4_exec;
+
+typedef struct q4_prepared_info {
+    size_t   struct_size;
+    uint64_t n, k;
+    uint64_t resident_bytes; /* memory it keeps */
+    uint32_t path;           /* what every call of it runs */
+    uint32_t activations;    /* what every forward of it does */
+    uint32_t ops;            /* what this weight really has */
+    uint32_t reserved;
+} q4_prepared_info;
+
+/* Takes one reason; the texts live until it returns.  Stable codes: "schema-unsupported", "path-unsupported",
+ * "op-unsupported", "activations-unsupported", "dtype-unsupported", "layout-unsupported", "shape-unsupported",
+ * "device-absent", "device-arch", "kernel-image-missing", "driver-too-old", "library-missing", "internal".
+ * need and have are short: "k % 32 == 0", "k = 4000". */
+typedef void (*q4_reject_fn)(void *user, q4_str code, q4_str need, q4_str have);
+/* Takes the outcome of one check; with failed not 0, detail says why. */
+typedef void (*q4_probe_fn)(void *user, q4_str id, uint32_t failed, q4_str detail);
+
+typedef struct q4_backend q4_backend;   /* yours */
+typedef struct q4_prepared q4_prepared; /* yours */
+
+typedef struct q4_backend_v1 {
+    size_t          struct_size;
+    uint32_t        abi_major, abi_minor;
+    q4_str          name, version, vendor; /* those of the descriptor */
+    int32_t         priority;              /* tie-break between equal paths, larger wins */
+    uint32_t        reserved;
+    uint64_t        n_offers;              /* (schema, revision, path) it can ever serve */
+    const q4_offer *offers;
+
+    q4_status (*create)(q4_backend **out, q4_error *);
+    void      (*destroy)(q4_backend *);
+
+    /* Q4_OK exactly when prepare would take the product, the contents of the weight apart.  Else Q4_E_UNSUPPORTED, and
+     * the sink received every reason.  Pure: the same arguments give the same answer. */
+    q4_status (*can_prepare)(const q4_backend *, const q4_linear_spec *, const q4_env *, q4_reject_fn sink, void *user,
+                             q4_error *);
+    /* Repacks; the caller's bytes are not kept.  Serves spec->path or fails.  Refuses block scales that are NaN or
+     * negative. */
+    q4_status (*prepare)(const q4_backend *, const q4_linear_spec *, const q4_weight *, const q4_exec *,
+                         q4_prepared **out, q4_error *);
+    void      (*release)(q4_prepared *);
+    q4_status (*info)(const q4_prepared *, q4_prepared_info *out, q4_error *);
+    /* Bytes any call on m rows needs; UINT64_MAX: overflow.  Below one dense copy unless the path is
+     * Q4_PATH_DEQUANT_MATMUL. */
+    uint64_t  (*workspace)(const q4_prepared *, uint64_t m);
+    /* y[m, n] = x[m, k] W^T.  Operands do not overlap.  y is undefined after an error. */
+    q4_status (*forward)(const q4_prepared *, const q4_matrix *x, const q4_matrix *y, const q4_exec *, q4_error *);
+    /* out[n, k]: exact in f32, rounded once to f16 or bf16. */
+    q4_status (*dequantize)(const q4_prepared *, const q4_matrix *out, const q4_exec *, q4_error *);
+    /* dx[m, k] = dy[m, n] W with the decoded W, accumulated in f32 and rounded once.  NULL: inference only. */
+    q4_status (*backward_input)(const q4_prepared *, const q4_matrix *dy, const q4_matrix *dx, const q4_exec *,
+                                q4_error *);
+#if Q4_ABI_MINOR >= 1
+    /* Checks for diagnostics; may be slow.  NULL: none. */
+    q4_status (*probe)(const q4_backend *, const q4_env *, q4_probe_fn sink, void *user, q4_error *);
+#endif
+} q4_backend_v1;
+
+typedef struct q4_interface {
+    size_t      struct_size;
+    uint32_t    abi_minor; /* in: the program's; out: the table's */
+    uint32_t    reserved;
+    const void *table;     /* out: lives as long as the library */
+} q4_interface;
+
+extern Q4_EXPORT const q4_descriptor q4_plugin_descriptor;
+/* Fills *out with the table of that major and id; Q4_E_ABI when there is none.  May be called more than once. */
+typedef q4_status (*q4_plugin_query_fn)(uint32_t abi_major, uint32_t id, q4_interface *out);
+Q4_EXPORT q4_status q4_plugin_query(uint32_t abi_major, uint32_t id, q4_interface *out);
+
+/* Q4_PLUGIN_DESCRIPTOR("acme-c", "1.0.0", "ACME"); at file scope. */
+#define Q4_PLUGIN_DESCRIPTOR(name_, version_, vendor_)                                                       \
+    Q4_EXPORT const q4_descriptor q4_plugin_descriptor = {                                                   \
+        {'q', '4', 'p', 'l', 'u', 'g', 'i', 'n'}, (uint32_t)sizeof(q4_descriptor), Q4_ABI_MAJOR,             \
+        Q4_ABI_MINOR, 0u, name_, version_, vendor_}
+/* A q4_str of a literal. */
+#define Q4_STR(literal) {literal, sizeof(literal) - 1}
+/* Whether *p, which may come from an older writer, has a field. */
+#define Q4_HAS(p, field) ((p)->struct_size >= (size_t)((const char *)(&(p)->field + 1) - (const char *)(p)))
+#ifdef __cplusplus
+}
+#endif
+#endif

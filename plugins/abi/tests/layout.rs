@@ -1,0 +1,222 @@
+//! The header says what the crate says: sizes and offsets of every field as a C and a C++ compiler see them, constants
+//! included, and a snapshot so that neither can change unnoticed.
+#![allow(clippy::unwrap_used)]
+use q4_plugin_abi as abi;
+use q4_plugin_abi::*;
+use std::fmt::Write;
+use std::mem::{align_of, offset_of, size_of};
+use std::path::Path;
+use std::process::Command;
+
+/// `(C name, size, alignment, fields)`.
+type Struct = (&'static str, usize, usize, Vec<(&'static str, usize, usize)>);
+
+fn size_at<T, F>(_: fn(&T) -> &F) -> usize {
+    size_of::<F>()
+}
+
+macro_rules! structs {
+    ($($rust:ty = $c:literal { $($field:ident),* };)*) => {
+        vec![$(($c, size_of::<$rust>(), align_of::<$rust>(),
+            vec![$((stringify!($field), offset_of!($rust, $field), size_at(|s: &$rust| &s.$field))),*])),*]
+    };
+}
+
+fn structs() -> Vec<Struct> {
+    structs! {
+        Q4Str = "q4_str" { ptr, len };
+        Q4Error = "q4_error" { struct_size, ptr, cap, len, native_code };
+        Q4Descriptor = "q4_descriptor" {
+            magic, descriptor_size, abi_major, abi_minor, flags, name, version, vendor
+        };
+        Q4Offer = "q4_offer" { schema, revision, path, reserved };
+        Q4LinearSpec = "q4_linear_spec" {
+            struct_size, schema, schema_revision, scale_layout, global_convention, nibble_order, block, nested_block,
+            dense_dtype, n_segments, segment_rows, segment_names, n, k, max_m, x_dtype, y_dtype, path, ops, activations,
+            act_rule, act_global_kind, act_global_convention, act_global, device_type, device_id, reserved
+        };
+        Q4Segment = "q4_segment" {
+            struct_size, rows, codes, codes_bytes, scales, scales_bytes, nested_map, nested_map_bytes, nested_absmax,
+            nested_absmax_bytes, nested_offset, global_scale, global_convention, reserved
+        };
+        Q4Weight = "q4_weight" { struct_size, n_segments, segments };
+        Q4CudaDevice = "q4_cuda_device" { struct_size, ordinal, cc_major, cc_minor, reserved, memory, name };
+        Q4Env = "q4_env" { struct_size, arch, cpu_features, processors, cuda_driver, n_cuda, cuda };
+        Q4Matrix = "q4_matrix" {
+            struct_size, data, bytes, rows, cols, ld, dtype, device_type, device_id, reserved
+        };
+        Q4Exec = "q4_exec" {
+            struct_size, stream, workspace, workspace_bytes, parallel, parallel_user, threads, device_type, device_id,
+            reserved
+        };
+        Q4PreparedInfo = "q4_prepared_info" {
+            struct_size, n, k, resident_bytes, path, activations, ops, reserved
+        };
+        Q4BackendV1 = "q4_backend_v1" {
+            struct_size, abi_major, abi_minor, name, version, vendor, priority, reserved, n_offers, offers, create,
+            destroy, can_prepare, prepare, release, info, workspace, forward, dequantize, backward_input, probe
+        };
+        Q4Interface = "q4_interface" { struct_size, abi_minor, reserved, table };
+    }
+}
+
+macro_rules! constants {
+    ($($c:literal = $rust:expr;)*) => { vec![$(($c, i64::from($rust))),*] };
+}
+
+fn constants() -> Vec<(&'static str, i64)> {
+    constants! {
+        "Q4_ABI_MAJOR" = ABI_MAJOR; "Q4_ABI_MINOR" = ABI_MINOR; "Q4_INTERFACE_BACKEND" = INTERFACE_BACKEND;
+        "Q4_OK" = status::OK; "Q4_E_UNSUPPORTED" = status::UNSUPPORTED; "Q4_E_INVALID" = status::INVALID_ARGUMENT;
+        "Q4_E_NOMEM" = status::OUT_OF_MEMORY; "Q4_E_DEVICE" = status::DEVICE; "Q4_E_ABI" = status::ABI;
+        "Q4_E_INTERNAL" = status::INTERNAL; "Q4_E_NON_FINITE" = status::NON_FINITE;
+        "Q4_E_SCALE_INVALID" = status::SCALE_INVALID; "Q4_E_PANICKED" = status::PANICKED;
+        "Q4_SCHEMA_NVFP4" = schema::NVFP4; "Q4_SCHEMA_NF4" = schema::NF4; "Q4_SCHEMA_NF4_DQ" = schema::NF4_DQ;
+        "Q4_SCHEMA_DENSE" = schema::DENSE;
+        "Q4_F32" = dtype::F32; "Q4_F16" = dtype::F16; "Q4_BF16" = dtype::BF16;
+        "Q4_PATH_NATIVE_KERNEL" = abi::path::NATIVE_KERNEL; "Q4_PATH_FUSED_DEQUANT" = abi::path::FUSED_DEQUANT;
+        "Q4_PATH_DEQUANT_MATMUL" = abi::path::DEQUANT_MATMUL; "Q4_PATH_REFERENCE" = abi::path::REFERENCE;
+        "Q4_OP_FORWARD" = op::FORWARD; "Q4_OP_BACKWARD_INPUT" = op::BACKWARD_INPUT; "Q4_OP_DEQUANTIZE" = op::DEQUANTIZE;
+        "Q4_ACT_NATIVE" = activations::NATIVE; "Q4_ACT_INT8" = activations::INT8; "Q4_ACT_NVFP4" = activations::NVFP4;
+        "Q4_RULE_TORCHAO" = rule::TORCHAO; "Q4_RULE_MODELOPT" = rule::MODELOPT;
+        "Q4_RULE_COMPRESSED_TENSORS" = rule::COMPRESSED_TENSORS;
+        "Q4_RULE_TRANSFORMER_ENGINE" = rule::TRANSFORMER_ENGINE; "Q4_RULE_RUNTIME" = rule::RUNTIME;
+        "Q4_GLOBAL_NONE" = global_kind::NONE; "Q4_GLOBAL_STATIC" = global_kind::STATIC;
+        "Q4_GLOBAL_PER_CALL" = global_kind::PER_CALL;
+        "Q4_CONVENTION_NONE" = convention::NONE; "Q4_CONVENTION_MULTIPLY" = convention::MULTIPLY;
+        "Q4_CONVENTION_DIVIDE" = convention::DIVIDE;
+        "Q4_SCALE_NONE" = scale_layout::NONE; "Q4_SCALE_ROW_MAJOR" = scale_layout::ROW_MAJOR;
+        "Q4_SCALE_128X4" = scale_layout::TILES_128X4;
+        "Q4_NIBBLE_NONE" = nibble_order::NONE; "Q4_NIBBLE_LOW_FIRST" = nibble_order::LOW_FIRST;
+        "Q4_NIBBLE_HIGH_FIRST" = nibble_order::HIGH_FIRST;
+        "Q4_DEVICE_CPU" = DEVICE_CPU; "Q4_DEVICE_CUDA" = DEVICE_CUDA;
+    }
+}
+
+/// What the crate says, in the form the C program prints.
+fn of_the_crate() -> String {
+    let mut out = String::new();
+    for (c, size, align, fields) in structs() {
+        writeln!(out, "{c} {size} align {align}").unwrap();
+        for (field, offset, size) in fields {
+            writeln!(out, "  {field} {offset} {size}").unwrap();
+        }
+    }
+    for (c, value) in constants() {
+        writeln!(out, "{c} {value}").unwrap();
+    }
+    out
+}
+
+fn program() -> String {
+    let mut c = String::from(
+        "#include \"q4_plugin.h\"\n#include <stdio.h>\n#ifdef __cplusplus\n#define ALIGN alignof\n#else\n#define ALIGN _Alignof\n#endif\nint main(void) {\n",
+    );
+    for (name, _, _, fields) in structs() {
+        writeln!(
+            c,
+            "{{ {name} s; (void)s; printf(\"{name} %zu align %zu\\n\", sizeof s, (size_t)ALIGN({name}));"
+        )
+        .unwrap();
+        for (field, _, _) in fields {
+            writeln!(c, "printf(\"  {field} %zu %zu\\n\", offsetof({name}, {field}), sizeof s.{field});")
+                .unwrap();
+        }
+        c += "}\n";
+    }
+    for (name, _) in constants() {
+        writeln!(c, "printf(\"{name} %lld\\n\", (long long){name});").unwrap();
+    }
+    c + "return 0; }\n"
+}
+
+/// Compiles and runs `source`; `extra` goes before it.
+fn output(compiler: &str, extension: &str, extra: &[&str], source: &str) -> String {
+    let dir = tempfile::tempdir().unwrap();
+    let (file, exe) = (dir.path().join(format!("layout.{extension}")), dir.path().join("layout"));
+    std::fs::write(&file, source).unwrap();
+    let include = Path::new(env!("CARGO_MANIFEST_DIR")).join("include");
+    let compiled = Command::new(compiler)
+        .args(["-Wall", "-Wextra", "-pedantic", "-Werror"])
+        .args(extra)
+        .arg("-I")
+        .args([&include, &file])
+        .arg("-o")
+        .arg(&exe)
+        .output()
+        .unwrap();
+    assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
+    String::from_utf8(Command::new(exe).output().unwrap().stdout).unwrap()
+}
+
+#[test]
+fn c_sees_what_rust_sees() {
+    assert_eq!(output("cc", "c", &["-std=c11"], &program()), of_the_crate());
+}
+
+#[test]
+fn cxx_sees_what_rust_sees() {
+    assert_eq!(output("c++", "cpp", &["-std=c++17"], &program()), of_the_crate());
+}
+
+#[test]
+fn the_first_minor_is_a_prefix() {
+    let source = "#include \"q4_plugin.h\"\n#include <stdio.h>\nint main(void) { printf(\"%zu\", sizeof(q4_backend_v1)); return 0; }";
+    let size = output("cc", "c", &["-std=c11", "-DQ4_ABI_MINOR=0u"], source);
+    assert_eq!(size, <Q4BackendV1 as Prefixed>::MIN.to_string());
+}
+
+/// Fields that the lists above forgot would leave a hole, and holes are not allowed: every byte has a name.
+#[test]
+fn every_byte_of_a_structure_has_a_name() {
+    for (c, size, align, fields) in structs() {
+        let mut end = 0;
+        for (field, offset, bytes) in fields {
+            assert_eq!(offset, end, "{c}.{field} begins where the field before it ends");
+            end = offset + bytes;
+        }
+        assert_eq!(end, size, "{c} ends with its last field (alignment {align})");
+    }
+}
+
+#[test]
+fn the_layout_is_what_it_was() {
+    if cfg!(target_pointer_width = "64") {
+        insta::assert_snapshot!(of_the_crate());
+    }
+}
+
+#[test]
+fn readers_and_writers_of_any_age_understand_each_other() {
+    #[repr(C)]
+    #[derive(Clone, Copy)]
+    struct Newer {
+        now: Q4Interface,
+        later: u64,
+    }
+    let mut newer = Newer {
+        now: Q4Interface {
+            struct_size: size_of::<Newer>(),
+            abi_minor: 9,
+            reserved: 0,
+            table: std::ptr::null(),
+        },
+        later: 0xdead,
+    };
+    // SAFETY: a live structure that is as long as it says.
+    let read = |from: &Newer| unsafe { abi::read((&raw const *from).cast::<Q4Interface>()) };
+    assert_eq!(
+        read(&newer).map(|i| i.abi_minor),
+        Some(9),
+        "a longer structure is read as far as it is known"
+    );
+    newer.now.struct_size = <Q4Interface as Prefixed>::MIN;
+    assert!(read(&newer).is_some());
+    newer.now.struct_size -= 1;
+    assert!(read(&newer).is_none(), "shorter than the first version");
+    // SAFETY: NULL is allowed.
+    assert!(unsafe { abi::read::<Q4Interface>(std::ptr::null()) }.is_none());
+    let crooked = (&raw const newer).cast::<u8>().wrapping_add(1).cast::<Q4Interface>();
+    // SAFETY: a misaligned pointer is not followed.
+    assert!(unsafe { abi::read(crooked) }.is_none());
+}

@@ -1,0 +1,568 @@
+/* acme-c: NVFP4 and NF4 products on the CPU with the input as it is (W4A16), in one C11 file without dependencies.
+ *
+ * All encodings become one layout: 16-element groups along k, codes packed low nibble first, one f32 scale per group and a
+ * table of 16 values.  A group never crosses an absmax block, because k and every block size are multiples of 16.  Weights
+ * stay packed; a group is decoded into registers where it is used. */
+#include "q4_plugin.h"
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define NAME    "acme-c"
+#define VERSION "1.0.0"
+#define VENDOR  "ACME"
+#define GROUP   16u
+#define TILE    8u /* rows of the input that share one decoded group */
+
+Q4_PLUGIN_DESCRIPTOR(NAME, VERSION, VENDOR);
+
+struct q4_backend {
+    int unused; /* there is no state; an object makes create and destroy mean something */
+};
+
+struct q4_prepared {
+    uint64_t n, k, max_m;
+    uint32_t ops, x_dtype, y_dtype;
+    float    table[16];
+    uint8_t *codes;  /* [n][k/2] */
+    float   *scales; /* [n][k/16] */
+};
+
+/* ---- errors ------------------------------------------------------------------------------------------------------- */
+
+static q4_status fail(q4_error *err, q4_status status, const char *text)
+{
+    size_t len = strlen(text);
+    if (err && err->struct_size >= sizeof *err) {
+        if (err->ptr)
+            memcpy(err->ptr, text, len < err->cap ? len : err->cap);
+        err->len = len;
+        err->native_code = 0;
+    }
+    return status;
+}
+
+static q4_status done(q4_error *err)
+{
+    return fail(err, Q4_OK, "");
+}
+
+/* ---- numbers ------------------------------------------------------------------------------------------------------ */
+
+static const float E2M1[16] = {0.f, .5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f, -0.f, -.5f, -1.f, -1.5f, -2.f, -3.f, -4.f, -6.f};
+static const float NF4[16] = {-1.0f,       -0.6961928f, -0.52507305f, -0.3949175f, -0.28444138f, -0.18477343f,
+                              -0.091050036f, 0.0f,        0.0795803f,   0.1609302f,  0.2461123f,   0.33791524f,
+                              0.44070983f, 0.562617f,   0.72295684f,  1.0f};
+
+/* E4M3 without sign; 0x7f and everything above is refused before. */
+static float e4m3(uint8_t b)
+{
+    int exponent = b >> 3, mantissa = b & 7;
+    return exponent ? ldexpf((float)(8 + mantissa), exponent - 10) : ldexpf((float)mantissa, -9);
+}
+
+static uint32_t bits(float v)
+{
+    uint32_t u;
+    memcpy(&u, &v, 4);
+    return u;
+}
+
+static float from_bits(uint32_t u)
+{
+    float v;
+    memcpy(&v, &u, 4);
+    return v;
+}
+
+static float from_f16(uint16_t h)
+{
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, e = h >> 10 & 31, m = h & 1023;
+    if (e == 31)
+        return from_bits(sign | 0x7f800000u | m << 13);
+    if (e == 0) {
+        float v = (float)m * 0x1p-24f;
+        return sign ? -v : v;
+    }
+    return from_bits(sign | (e + 112) << 23 | m << 13);
+}
+
+/* Ties to even. */
+static uint16_t to_f16(float v)
+{
+    uint32_t u = bits(v), sign = u >> 16 & 0x8000, a = u & 0x7fffffff;
+    if (a > 0x7f800000u)
+        return (uint16_t)(sign | 0x7e00);
+    if (a >= 0x477ff000u) /* 65520 and above round to infinity */
+        return (uint16_t)(sign | 0x7c00);
+    if (a < 0x38800000u) { /* below 2^-14: multiples of 2^-24, rounded by an addition */
+        float sum = from_bits(a) + 0.5f;
+        return (uint16_t)(sign | (bits(sum) - bits(0.5f)));
+    }
+    a += 0xfff + (a >> 13 & 1);
+    return (uint16_t)(sign | ((a >> 13) - (112u << 10)));
+}
+
+static uint16_t to_bf16(float v)
+{
+    uint32_t u = bits(v);
+    if ((u & 0x7fffffff) > 0x7f800000u)
+        return (uint16_t)(u >> 16 | 0x40);
+    return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
+}
+
+static size_t size_of(uint32_t dtype)
+{
+    return dtype == Q4_F32 ? 4 : 2;
+}
+
+static void load_row(float *out, const void *row, uint32_t dtype, uint64_t count)
+{
+    uint64_t i;
+    if (dtype == Q4_F32) {
+        memcpy(out, row, count * 4);
+    } else if (dtype == Q4_F16) {
+        for (i = 0; i < count; i++)
+            out[i] = from_f16(((const uint16_t *)row)[i]);
+    } else {
+        for (i = 0; i < count; i++)
+            out[i] = from_bits((uint32_t)((const uint16_t *)row)[i] << 16);
+    }
+}
+
+static void store(void *row, uint32_t dtype, uint64_t i, float v)
+{
+    if (dtype == Q4_F32)
+        ((float *)row)[i] = v;
+    else
+        ((uint16_t *)row)[i] = dtype == Q4_F16 ? to_f16(v) : to_bf16(v);
+}
+
+static void decode(const q4_prepared *p, uint64_t row, uint64_t group, float out[GROUP])
+{
+    const uint8_t *c = p->codes + row * (p->k / 2) + group * (GROUP / 2);
+    float          s = p->scales[row * (p->k / GROUP) + group];
+    for (unsigned i = 0; i < GROUP / 2; i++) {
+        out[2 * i] = p->table[c[i] & 15] * s;
+        out[2 * i + 1] = p->table[c[i] >> 4] * s;
+    }
+}
+
+/* ---- can_prepare -------------------------------------------------------------------------------------------------- */
+
+struct verdict {
+    q4_reject_fn sink;
+    void        *user;
+    int          refused;
+};
+
+static void refuse(struct verdict *v, const char *code, const char *need, const char *have)
+{
+    q4_str c = {code, strlen(code)}, n = {need, strlen(need)}, h = {have, strlen(have)};
+    v->sink(v->user, c, n, h);
+    v->refused = 1;
+}
+
+static int is_io(uint32_t dtype)
+{
+    return dtype == Q4_F32 || dtype == Q4_F16 || dtype == Q4_BF16;
+}
+
+static void check(const q4_linear_spec *s, struct verdict *v)
+{
+    char     have[32];
+    uint64_t rows = UINT64_MAX;
+    if (s->schema_revision != 1 || (s->schema != Q4_SCHEMA_NVFP4 && s->schema != Q4_SCHEMA_NF4 && s->schema != Q4_SCHEMA_NF4_DQ))
+        refuse(v, "schema-unsupported", "nvfp4@1, nf4@1 or nf4-dq@1", "another schema");
+    if (s->path != Q4_PATH_FUSED_DEQUANT)
+        refuse(v, "path-unsupported", "fused-dequant", "another path");
+    if (s->activations != Q4_ACT_NATIVE)
+        refuse(v, "activations-unsupported", "native", "quantised activations");
+    if (!is_io(s->x_dtype) || !is_io(s->y_dtype))
+        refuse(v, "dtype-unsupported", "float32, float16 or bfloat16", "another type");
+    if (s->device_type != Q4_DEVICE_CPU)
+        refuse(v, "device-absent", "cpu", "another device");
+    if (s->k % GROUP != 0 || s->k == 0) {
+        snprintf(have, sizeof have, "k = %llu", (unsigned long long)s->k);
+        refuse(v, "shape-unsupported", "k % 16 == 0", have);
+    }
+    for (uint64_t i = 0; i < s->n_segments; i++)
+        rows = s->segment_rows[i] < rows ? s->segment_rows[i] : rows;
+    if (s->n_segments == 0 || rows == 0 || s->max_m == 0)
+        refuse(v, "shape-unsupported", "at least one segment, one row in each, one row in a call", "none");
+    if (s->ops & ~(uint32_t)(Q4_OP_FORWARD | Q4_OP_BACKWARD_INPUT | Q4_OP_DEQUANTIZE))
+        refuse(v, "op-unsupported", "forward, backward_input, dequantize", "another operation");
+    if (s->schema == Q4_SCHEMA_NVFP4 ? s->block != GROUP : s->block == 0 || s->block % GROUP != 0)
+        refuse(v, "layout-unsupported", "blocks of 16 (nvfp4) or a multiple of it (nf4)", "another block size");
+}
+
+static q4_status can_prepare(const q4_backend *b, const q4_linear_spec *spec, const q4_env *env, q4_reject_fn sink,
+                             void *user, q4_error *err)
+{
+    struct verdict v = {sink, user, 0};
+    (void)b, (void)env;
+    if (spec->struct_size < sizeof *spec)
+        return fail(err, Q4_E_ABI, "spec of an unknown version");
+    check(spec, &v);
+    return v.refused ? fail(err, Q4_E_UNSUPPORTED, "see the reasons") : done(err);
+}
+
+/* ---- prepare ------------------------------------------------------------------------------------------------------ */
+
+static float f32_at(const void *p, uint64_t i)
+{
+    float v; /* weight bytes may have any alignment */
+    memcpy(&v, (const char *)p + 4 * i, 4);
+    return v;
+}
+
+/* Byte of a scale in tiles of 128 rows by 4 scales. */
+static uint64_t tiled(uint64_t row, uint64_t col, uint64_t cols)
+{
+    uint64_t tile = row / 128 * ((cols + 3) / 4) + col / 4;
+    return tile * 512 + row % 32 * 16 + row % 128 / 32 * 4 + col % 4;
+}
+
+static q4_status take_nvfp4(q4_prepared *p, const q4_linear_spec *spec, const q4_segment *s, uint64_t first, q4_error *err)
+{
+    uint64_t groups = p->k / GROUP;
+    int      is_tiled = spec->scale_layout == Q4_SCALE_128X4;
+    uint64_t stored = is_tiled ? (s->rows + 127) / 128 * 128 * ((groups + 3) / 4 * 4) : s->rows * groups;
+    if (s->codes_bytes < s->rows * (p->k / 2) || s->scales_bytes < stored)
+        return fail(err, Q4_E_INVALID, "fewer bytes than rows and k say");
+    memcpy(p->codes + first * (p->k / 2), s->codes, s->rows * (p->k / 2));
+    for (uint64_t r = 0; r < s->rows; r++)
+        for (uint64_t g = 0; g < groups; g++) {
+            uint8_t byte = ((const uint8_t *)s->scales)[is_tiled ? tiled(r, g, groups) : r * groups + g];
+            float   scale;
+            if (byte >= 0x7f)
+                return fail(err, Q4_E_SCALE_INVALID, "a block scale is NaN or negative");
+            scale = e4m3(byte);
+            if (s->global_convention == Q4_CONVENTION_MULTIPLY)
+                scale *= s->global_scale;
+            else if (s->global_convention == Q4_CONVENTION_DIVIDE)
+                scale /= s->global_scale;
+            p->scales[(first + r) * groups + g] = scale;
+        }
+    return Q4_OK;
+}
+
+static q4_status take_nf4(q4_prepared *p, const q4_linear_spec *spec, const q4_segment *s, uint64_t first, q4_error *err)
+{
+    uint64_t       elements = s->rows * p->k, blocks = (elements + spec->block - 1) / spec->block;
+    int            nested = spec->schema == Q4_SCHEMA_NF4_DQ;
+    const uint8_t *from = s->codes;
+    uint8_t       *to = p->codes + first * (p->k / 2);
+    if (s->codes_bytes < elements / 2 || s->scales_bytes < blocks * (nested ? 1 : 4) ||
+        (nested && (spec->nested_block == 0 || s->nested_map_bytes < 1024 ||
+                    s->nested_absmax_bytes < 4 * ((blocks + spec->nested_block - 1) / spec->nested_block))))
+        return fail(err, Q4_E_INVALID, "fewer bytes than rows and k say");
+    for (uint64_t i = 0; i < elements / 2; i++)
+        to[i] = spec->nibble_order == Q4_NIBBLE_HIGH_FIRST ? (uint8_t)(from[i] << 4 | from[i] >> 4) : from[i];
+    for (uint64_t g = 0; g < elements / GROUP; g++) {
+        uint64_t block = g * GROUP / spec->block;
+        float    absmax;
+        if (nested) {
+            uint8_t code = ((const uint8_t *)s->scales)[block];
+            float   product = f32_at(s->nested_map, code) * f32_at(s->nested_absmax, block / spec->nested_block);
+            absmax = product + s->nested_offset;
+        } else {
+            absmax = f32_at(s->scales, block);
+        }
+        p->scales[first * (p->k / GROUP) + g] = absmax;
+    }
+    return Q4_OK;
+}
+
+static void release(q4_prepared *p)
+{
+    if (p) {
+        free(p->codes);
+        free(p->scales);
+        free(p);
+    }
+}
+
+static void ignore(void *user, q4_str code, q4_str need, q4_str have)
+{
+    (void)user, (void)code, (void)need, (void)have;
+}
+
+static q4_status prepare(const q4_backend *b, const q4_linear_spec *spec, const q4_weight *w, const q4_exec *exec,
+                         q4_prepared **out, q4_error *err)
+{
+    struct verdict v = {ignore, NULL, 0};
+    q4_prepared   *p;
+    q4_status      status = Q4_OK;
+    uint64_t       first = 0;
+    (void)b, (void)exec;
+    if (spec->struct_size < sizeof *spec || w->struct_size < sizeof *w)
+        return fail(err, Q4_E_ABI, "spec or weight of an unknown version");
+    check(spec, &v);
+    if (v.refused)
+        return fail(err, Q4_E_UNSUPPORTED, "can_prepare refuses this product");
+    if (spec->n == 0 || spec->n > SIZE_MAX / 4 / spec->k || w->n_segments != spec->n_segments)
+        return fail(err, Q4_E_INVALID, "shape");
+    p = calloc(1, sizeof *p);
+    if (!p)
+        return fail(err, Q4_E_NOMEM, "weight");
+    p->n = spec->n, p->k = spec->k, p->max_m = spec->max_m;
+    p->ops = Q4_OP_FORWARD | Q4_OP_BACKWARD_INPUT | Q4_OP_DEQUANTIZE;
+    p->x_dtype = spec->x_dtype, p->y_dtype = spec->y_dtype;
+    memcpy(p->table, spec->schema == Q4_SCHEMA_NVFP4 ? E2M1 : NF4, sizeof p->table);
+    p->codes = malloc((size_t)(p->n * (p->k / 2)));
+    p->scales = malloc((size_t)(p->n * (p->k / GROUP) * 4));
+    if (!p->codes || !p->scales)
+        status = fail(err, Q4_E_NOMEM, "weight");
+    for (uint64_t i = 0; status == Q4_OK && i < w->n_segments; i++) {
+        const q4_segment *s = (const q4_segment *)((const char *)w->segments + i * w->segments[0].struct_size);
+        if (s->rows > p->n - first)
+            status = fail(err, Q4_E_INVALID, "more rows than n");
+        else if (spec->schema == Q4_SCHEMA_NVFP4)
+            status = take_nvfp4(p, spec, s, first, err);
+        else
+            status = take_nf4(p, spec, s, first, err);
+        first += s->rows;
+    }
+    if (status == Q4_OK && first != p->n)
+        status = fail(err, Q4_E_INVALID, "fewer rows than n");
+    if (status != Q4_OK) {
+        release(p);
+        return status;
+    }
+    *out = p;
+    return done(err);
+}
+
+static q4_status info(const q4_prepared *p, q4_prepared_info *out, q4_error *err)
+{
+    if (out->struct_size < sizeof *out)
+        return fail(err, Q4_E_ABI, "info of an unknown version");
+    out->n = p->n, out->k = p->k;
+    out->resident_bytes = sizeof *p + p->n * (p->k / 2) + p->n * (p->k / GROUP) * 4;
+    out->path = Q4_PATH_FUSED_DEQUANT;
+    out->activations = Q4_ACT_NATIVE;
+    out->ops = p->ops;
+    out->reserved = 0;
+    return done(err);
+}
+
+/* Inputs of 16 bits are widened, a tile at a time. */
+static uint64_t workspace(const q4_prepared *p, uint64_t m)
+{
+    uint64_t columns = p->k > p->n ? p->k : p->n;
+    if (p->x_dtype == Q4_F32 && p->y_dtype == Q4_F32)
+        return 0;
+    return 4 * columns * (m < TILE ? m : TILE);
+}
+
+/* ---- products ----------------------------------------------------------------------------------------------------- */
+
+struct job {
+    const q4_prepared *p;
+    const float       *in; /* rows of f32, in_ld apart */
+    uint64_t           in_ld, rows;
+    char              *out; /* first row of the tile */
+    uint64_t           out_ld, piece, pieces;
+    uint32_t           out_dtype;
+};
+
+static void forward_task(void *arg, size_t task)
+{
+    const struct job  *j = arg;
+    const q4_prepared *p = j->p;
+    uint64_t           end = (task + 1) * j->piece < p->n ? (task + 1) * j->piece : p->n;
+    for (uint64_t row = task * j->piece; row < end; row++) {
+        float acc[TILE][GROUP] = {{0}}, w[GROUP];
+        for (uint64_t g = 0; g < p->k / GROUP; g++) {
+            decode(p, row, g, w);
+            for (uint64_t r = 0; r < j->rows; r++) {
+                const float *x = j->in + r * j->in_ld + g * GROUP;
+                for (unsigned i = 0; i < GROUP; i++)
+                    acc[r][i] += x[i] * w[i];
+            }
+        }
+        for (uint64_t r = 0; r < j->rows; r++) {
+            for (unsigned half = GROUP / 2; half; half /= 2)
+                for (unsigned i = 0; i < half; i++)
+                    acc[r][i] += acc[r][i + half];
+            store(j->out + r * j->out_ld * size_of(j->out_dtype), j->out_dtype, row, acc[r][0]);
+        }
+    }
+}
+
+static void backward_task(void *arg, size_t task)
+{
+    const struct job  *j = arg;
+    const q4_prepared *p = j->p;
+    uint64_t           groups = p->k / GROUP, end = (task + 1) * j->piece < groups ? (task + 1) * j->piece : groups;
+    for (uint64_t g = task * j->piece; g < end; g++) {
+        float acc[TILE][GROUP] = {{0}}, w[GROUP];
+        for (uint64_t row = 0; row < p->n; row += GROUP) { /* short chains keep the rounding error small */
+            float    part[TILE][GROUP] = {{0}};
+            uint64_t last = row + GROUP < p->n ? row + GROUP : p->n;
+            for (uint64_t o = row; o < last; o++) {
+                decode(p, o, g, w);
+                for (uint64_t r = 0; r < j->rows; r++)
+                    for (unsigned i = 0; i < GROUP; i++)
+                        part[r][i] += j->in[r * j->in_ld + o] * w[i];
+            }
+            for (uint64_t r = 0; r < j->rows; r++)
+                for (unsigned i = 0; i < GROUP; i++)
+                    acc[r][i] += part[r][i];
+        }
+        for (uint64_t r = 0; r < j->rows; r++)
+            for (unsigned i = 0; i < GROUP; i++)
+                store(j->out + r * j->out_ld * size_of(j->out_dtype), j->out_dtype, g * GROUP + i, acc[r][i]);
+    }
+}
+
+static void dequantize_task(void *arg, size_t task)
+{
+    const struct job  *j = arg;
+    const q4_prepared *p = j->p;
+    uint64_t           end = (task + 1) * j->piece < p->n ? (task + 1) * j->piece : p->n;
+    float              w[GROUP];
+    for (uint64_t row = task * j->piece; row < end; row++)
+        for (uint64_t g = 0; g < p->k / GROUP; g++) {
+            decode(p, row, g, w);
+            for (unsigned i = 0; i < GROUP; i++)
+                store(j->out + row * j->out_ld * size_of(j->out_dtype), j->out_dtype, g * GROUP + i, w[i]);
+        }
+}
+
+/* Splits `items` over the caller's threads; the split changes no result. */
+static void run(const q4_exec *exec, struct job *j, uint64_t items, q4_task_fn task)
+{
+    uint64_t pieces = exec && exec->threads ? 4 * (uint64_t)exec->threads : 1;
+    if (pieces > items)
+        pieces = items;
+    j->piece = (items + pieces - 1) / pieces;
+    j->pieces = (items + j->piece - 1) / j->piece;
+    if (exec && exec->parallel && j->pieces > 1) {
+        exec->parallel(exec->parallel_user, (size_t)j->pieces, task, j);
+        return;
+    }
+    for (uint64_t i = 0; i < j->pieces; i++)
+        task(j, (size_t)i);
+}
+
+static int fits(const q4_matrix *m, uint64_t rows, uint64_t cols)
+{
+    uint64_t last;
+    if (m->struct_size < sizeof *m || m->rows != rows || m->cols != cols || m->ld < cols || !is_io(m->dtype) ||
+        m->device_type != Q4_DEVICE_CPU || rows == 0)
+        return 0;
+    last = (rows - 1) * m->ld + cols;
+    return last <= m->bytes / size_of(m->dtype);
+}
+
+static q4_status product(const q4_prepared *p, const q4_matrix *in, const q4_matrix *out, uint64_t in_cols,
+                         uint64_t out_cols, uint64_t items, q4_task_fn task, const q4_exec *exec, q4_error *err)
+{
+    uint32_t in_dtype = task == forward_task ? p->x_dtype : p->y_dtype;
+    uint32_t out_dtype = task == forward_task ? p->y_dtype : p->x_dtype;
+    uint64_t m = in->rows;
+    if (!fits(in, m, in_cols) || !fits(out, m, out_cols) || m > p->max_m || in->dtype != in_dtype || out->dtype != out_dtype)
+        return fail(err, Q4_E_INVALID, "operands do not fit the weight");
+    if (in->dtype != Q4_F32 && (!exec || exec->workspace_bytes < 4 * in_cols * (m < TILE ? m : TILE)))
+        return fail(err, Q4_E_INVALID, "workspace is too small");
+    for (uint64_t first = 0; first < m; first += TILE) {
+        const char *rows = (const char *)in->data + first * in->ld * size_of(in->dtype);
+        struct job  j = {p, (const float *)(const void *)rows, in->ld, m - first < TILE ? m - first : TILE, NULL, out->ld,
+                         0, 0, out->dtype};
+        j.out = (char *)out->data + first * out->ld * size_of(out->dtype);
+        if (in->dtype != Q4_F32) {
+            float *wide = exec->workspace;
+            for (uint64_t r = 0; r < j.rows; r++)
+                load_row(wide + r * in_cols, rows + r * in->ld * 2, in->dtype, in_cols);
+            j.in = wide, j.in_ld = in_cols;
+        }
+        run(exec, &j, items, task);
+    }
+    return done(err);
+}
+
+static q4_status forward(const q4_prepared *p, const q4_matrix *x, const q4_matrix *y, const q4_exec *exec, q4_error *err)
+{
+    return product(p, x, y, p->k, p->n, p->n, forward_task, exec, err);
+}
+
+static q4_status backward_input(const q4_prepared *p, const q4_matrix *dy, const q4_matrix *dx, const q4_exec *exec,
+                                q4_error *err)
+{
+    return product(p, dy, dx, p->n, p->k, p->k / GROUP, backward_task, exec, err);
+}
+
+static q4_status dequantize(const q4_prepared *p, const q4_matrix *out, const q4_exec *exec, q4_error *err)
+{
+    struct job j = {p, NULL, 0, 0, out->data, out->ld, 0, 0, out->dtype};
+    if (!fits(out, p->n, p->k))
+        return fail(err, Q4_E_INVALID, "output does not fit the weight");
+    run(exec, &j, p->n, dequantize_task);
+    return done(err);
+}
+
+/* ---- the table ---------------------------------------------------------------------------------------------------- */
+
+static q4_status create(q4_backend **out, q4_error *err)
+{
+    *out = calloc(1, sizeof **out);
+    return *out ? done(err) : fail(err, Q4_E_NOMEM, "backend");
+}
+
+static void destroy(q4_backend *b)
+{
+    free(b);
+}
+
+#if Q4_ABI_MINOR >= 1
+static q4_status probe(const q4_backend *b, const q4_env *env, q4_probe_fn sink, void *user, q4_error *err)
+{
+    q4_str id = Q4_STR("acme.isa"), detail = Q4_STR("whatever the compiler was told");
+    (void)b, (void)env;
+    sink(user, id, 0, detail);
+    return done(err);
+}
+#endif
+
+static const q4_offer OFFERS[] = {
+    {Q4_SCHEMA_NVFP4, 1, Q4_PATH_FUSED_DEQUANT, 0},
+    {Q4_SCHEMA_NF4, 1, Q4_PATH_FUSED_DEQUANT, 0},
+    {Q4_SCHEMA_NF4_DQ, 1, Q4_PATH_FUSED_DEQUANT, 0},
+};
+
+static const q4_backend_v1 TABLE = {
+    .struct_size = sizeof(q4_backend_v1),
+    .abi_major = Q4_ABI_MAJOR,
+    .abi_minor = Q4_ABI_MINOR,
+    .name = Q4_STR(NAME),
+    .version = Q4_STR(VERSION),
+    .vendor = Q4_STR(VENDOR),
+    .priority = -20, /* below the kernels q4 comes with: used when it is named, or when those cannot */
+    .n_offers = sizeof OFFERS / sizeof *OFFERS,
+    .offers = OFFERS,
+    .create = create,
+    .destroy = destroy,
+    .can_prepare = can_prepare,
+    .prepare = prepare,
+    .release = release,
+    .info = info,
+    .workspace = workspace,
+    .forward = forward,
+    .dequantize = dequantize,
+    .backward_input = backward_input,
+#if Q4_ABI_MINOR >= 1
+    .probe = probe,
+#endif
+};
+
+q4_status q4_plugin_query(uint32_t abi_major, uint32_t id, q4_interface *out)
+{
+    if (abi_major != Q4_ABI_MAJOR || id != Q4_INTERFACE_BACKEND || out->struct_size < sizeof *out)
+        return Q4_E_ABI;
+    out->abi_minor = Q4_ABI_MINOR;
+    out->table = &TABLE;
+    return Q4_OK;
+}

@@ -1,0 +1,404 @@
+//! The table as a [`Q4Backend`]: every call is translated, its status checked, its answer compared with the request.
+use crate::library::Mapped;
+use crate::table::{Table, checked};
+use q4_core::{
+    BackendDescriptor, Code, Error, ExecContext, ExecPath, HostEnv, LinearSpec, OpSet, PreparedInfo,
+    PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Reject, RejectCode, Result, TensorView, TensorViewMut,
+    Verdict,
+};
+use q4_plugin_abi as abi;
+use q4_plugin_abi::{Q4PreparedInfo, Q4Str, status};
+use q4_plugin_sdk::lend::{self, LentEnv, LentSpec, LentWeight};
+use q4_plugin_sdk::{codes, message};
+use std::ffi::c_void;
+use std::mem::size_of;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+/// Longest text, and most reasons, that are taken from a library.
+const MAX_TEXT: usize = 1024;
+const MAX_REASONS: usize = 64;
+
+/// A loaded backend.
+pub struct Plugin {
+    descriptor: BackendDescriptor,
+    origin: String,
+    instance: Arc<Instance>,
+}
+
+/// The library's object. Weights hold it, so it is destroyed after the last of them.
+struct Instance {
+    name: String,
+    table: Table,
+    raw: *mut abi::Q4Backend,
+    /// The contract promises one thread at a time.
+    turn: Mutex<()>,
+    poisoned: AtomicBool,
+}
+
+// SAFETY: the contract ties a backend to one thread at a time, not to one thread; `turn` keeps that.
+unsafe impl Send for Instance {}
+// SAFETY: as above; what weights use of it is the immutable table.
+unsafe impl Sync for Instance {}
+
+impl Plugin {
+    /// Creates the library's backend.
+    pub fn new(mapped: &Mapped) -> Result<Self, Vec<Reject>> {
+        let d = &mapped.descriptor;
+        let (table, mut raw) = (mapped.table.clone(), ptr::null_mut());
+        let refuse = |code, have: String| vec![Reject::new(code, format!("a backend `{}`", d.name), have)];
+        let Some(create) = table.api.create else {
+            return Err(refuse(RejectCode::AbiMismatch, "no `create`".into()));
+        };
+        // SAFETY: a place for a pointer and a message buffer, both alive.
+        checked("create", |err| unsafe { create(&mut raw, err) }).map_err(|(status, e)| {
+            let code = if status == status::PANICKED { RejectCode::Panicked } else { RejectCode::Internal };
+            refuse(code, message::line(&e))
+        })?;
+        if raw.is_null() {
+            return Err(refuse(RejectCode::Internal, "NULL and success".into()));
+        }
+        let descriptor = BackendDescriptor {
+            name: d.name.clone().into(),
+            version: d.version.clone().into(),
+            vendor: d.vendor.clone().into(),
+            priority: table.api.priority,
+            offers: table.offers.clone(),
+        };
+        let origin = format!(
+            "{} {} by {} from {} (sha256 {}, interface {}.{}, door {})",
+            d.name,
+            d.version,
+            if d.vendor.is_empty() { "nobody" } else { &d.vendor },
+            mapped.path.display(),
+            mapped.sha256,
+            table.api.abi_major,
+            table.api.abi_minor,
+            mapped.door
+        );
+        let instance = Instance {
+            name: d.name.clone(),
+            table,
+            raw,
+            turn: Mutex::new(()),
+            poisoned: AtomicBool::new(false),
+        };
+        Ok(Self { descriptor, origin, instance: Arc::new(instance) })
+    }
+}
+
+impl Q4Backend for Plugin {
+    fn descriptor(&self) -> &BackendDescriptor {
+        &self.descriptor
+    }
+
+    fn probe(&self, env: &HostEnv) -> Vec<ProbeItem> {
+        let mut items =
+            vec![ProbeItem { id: "plugin.load".into(), reasons: Vec::new(), detail: self.origin.clone() }];
+        if let Some(probe) = self.instance.table.api.probe {
+            let (env, user, _turn) = (LentEnv::new(env), (&raw mut items).cast(), self.instance.turn());
+            // SAFETY: a live backend, facts and buffers that outlive the call, and the sink that fits `user`.
+            let done = self
+                .instance
+                .call("probe", |err| unsafe { probe(self.instance.raw, env.raw(), on_item, user, err) });
+            if let Err(e) = done {
+                let reasons = vec![Reject::new(RejectCode::Internal, "a probe that ends", message::line(&e))];
+                items.push(ProbeItem { id: "plugin.probe".into(), reasons, detail: String::new() });
+            }
+        }
+        items
+    }
+
+    fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
+        self.instance.verdict(spec, path, env)
+    }
+
+    fn prepare(
+        &self,
+        w: &Q4Weight<'_>,
+        spec: &LinearSpec,
+        path: ExecPath,
+        cx: &mut ExecContext<'_>,
+    ) -> Result<Box<dyn PreparedWeight>> {
+        let (lent, weight, exec) = (LentSpec::new(spec, path)?, LentWeight::new(w)?, lend::exec(cx)?);
+        let i = &self.instance;
+        let Some(prepare) = i.table.api.prepare else { return Err(i.lacks("prepare")) };
+        let mut raw = ptr::null_mut();
+        {
+            let _turn = i.turn();
+            // SAFETY: a live backend; spec, weight bytes, scratch and buffers outlive the call.
+            i.call("prepare", |err| unsafe {
+                prepare(i.raw, lent.raw(), weight.raw(), &exec, &mut raw, err)
+            })?;
+        }
+        if raw.is_null() {
+            return Err(Error::new(Code::BackendFailed, format!("{}: prepare", i.name))
+                .need("a weight")
+                .have("NULL and success"));
+        }
+        let held = Held { instance: i.clone(), raw };
+        let facts = held.facts()?;
+        let info = agreed(&facts, spec, path, w, i)?;
+        Ok(Box::new(Prepared { held, info }))
+    }
+}
+
+/// What the library says it made, if that is what was asked for.
+fn agreed(
+    facts: &Q4PreparedInfo,
+    spec: &LinearSpec,
+    path: ExecPath,
+    w: &Q4Weight<'_>,
+    i: &Instance,
+) -> Result<PreparedInfo> {
+    let ops =
+        u8::try_from(facts.ops).map(OpSet).ok().filter(|o| OpSet::ALL.contains(*o) && o.contains(spec.ops));
+    let backward = ops.is_some_and(|o| o.contains(OpSet::BACKWARD_INPUT));
+    let asked = (codes::path_to(path), lend::activation_kind(&spec.activations), w.n() as u64, w.k as u64);
+    let made = (codes::path_from(facts.path).and(Some(facts.path)), facts.activations, facts.n, facts.k);
+    let Some(ops) = ops.filter(|_| asked == made && (!backward || i.table.api.backward_input.is_some()))
+    else {
+        let (n, k) = (w.n(), w.k);
+        return Err(Error::new(Code::PathBroken, format!("{}: prepare", i.name))
+            .need(format!(
+                "{path} with {} activations, [{n}, {k}], operations {:#05b}",
+                spec.activations, spec.ops.0
+            ))
+            .have(format!(
+                "{} with activations {}, [{}, {}], operations {:#05b}",
+                codes::path_from(facts.path)
+                    .map_or_else(|| format!("path {}", facts.path), |p| p.to_string()),
+                facts.activations,
+                facts.n,
+                facts.k,
+                facts.ops
+            )));
+    };
+    Ok(PreparedInfo {
+        backend: i.name.clone().into(),
+        path,
+        activations: spec.activations,
+        n: w.n(),
+        k: w.k,
+        resident_bytes: facts.resident_bytes,
+        ops,
+    })
+}
+
+impl Instance {
+    fn turn(&self) -> MutexGuard<'_, ()> {
+        self.turn.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn lacks(&self, what: &str) -> Error {
+        Error::new(Code::Unsupported, format!("{}: {what}", self.name))
+            .need(what)
+            .have("a library without it")
+    }
+
+    /// A call that can fail, of a backend that has not panicked yet.
+    fn call(&self, what: &str, call: impl FnOnce(*mut abi::Q4Error) -> abi::Q4Status) -> Result<()> {
+        if self.poisoned.load(Ordering::Relaxed) {
+            return Err(Error::new(Code::BackendFailed, format!("{}: {what}", self.name))
+                .need("a backend that never panicked")
+                .have("an earlier call of it panicked"));
+        }
+        checked(what, call).map_err(|(status, e)| {
+            if status == status::PANICKED {
+                self.poisoned.store(true, Ordering::Relaxed);
+            }
+            e.within(&self.name)
+        })
+    }
+
+    fn verdict(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
+        let internal = |have: String| {
+            let code = if self.poisoned.load(Ordering::Relaxed) {
+                RejectCode::Panicked
+            } else {
+                RejectCode::Internal
+            };
+            Reject::new(code, "a verdict", have)
+        };
+        let lent = LentSpec::new(spec, path).map_err(|e| {
+            vec![Reject::new(
+                RejectCode::SchemaUnsupported,
+                "a product the interface can express",
+                message::line(&e),
+            )]
+        })?;
+        let Some(can_prepare) = self.table.api.can_prepare else {
+            return Err(vec![internal("no `can_prepare`".into())]);
+        };
+        let (env, mut reasons) = (LentEnv::new(env), Vec::<Reject>::new());
+        let user = (&raw mut reasons).cast();
+        let mut refused = false;
+        let done = {
+            let _turn = self.turn();
+            self.call("can_prepare", |err| {
+                // SAFETY: a live backend, a spec and facts that outlive the call, and the sink that fits `user`.
+                let status = unsafe { can_prepare(self.raw, lent.raw(), env.raw(), on_reason, user, err) };
+                refused = status == status::UNSUPPORTED;
+                if refused { status::OK } else { status }
+            })
+        };
+        match done {
+            Err(e) => reasons.push(internal(message::line(&e))),
+            Ok(()) if refused == reasons.is_empty() => {
+                let have =
+                    if refused { "a refusal without a reason" } else { "consent with reasons against it" };
+                reasons.push(internal(have.into()));
+            }
+            Ok(()) => {}
+        }
+        if reasons.is_empty() { Ok(()) } else { Err(reasons) }
+    }
+}
+
+impl Drop for Instance {
+    fn drop(&mut self) {
+        if let Some(destroy) = self.table.api.destroy {
+            // SAFETY: created by the same table, destroyed once, after the last weight.
+            unsafe { destroy(self.raw) }
+        }
+    }
+}
+
+/// A weight of the library and the backend it came from.
+struct Held {
+    instance: Arc<Instance>,
+    raw: *mut abi::Q4Prepared,
+}
+
+// SAFETY: the contract allows any thread to call a weight and to release it.
+unsafe impl Send for Held {}
+// SAFETY: the contract allows many threads at once.
+unsafe impl Sync for Held {}
+
+impl Held {
+    fn facts(&self) -> Result<Q4PreparedInfo> {
+        let Some(info) = self.instance.table.api.info else { return Err(self.instance.lacks("info")) };
+        let mut facts = Q4PreparedInfo {
+            struct_size: size_of::<Q4PreparedInfo>(),
+            n: 0,
+            k: 0,
+            resident_bytes: 0,
+            path: 0,
+            activations: 0,
+            ops: 0,
+            reserved: 0,
+        };
+        // SAFETY: a live weight, and a structure that states its size.
+        self.instance.call("info", |err| unsafe { info(self.raw, &mut facts, err) })?;
+        Ok(facts)
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        if let Some(release) = self.instance.table.api.release {
+            // SAFETY: prepared by the same table, released once; `&mut self` proves that no call on it is running.
+            unsafe { release(self.raw) }
+        }
+    }
+}
+
+struct Prepared {
+    held: Held,
+    info: PreparedInfo,
+}
+
+impl PreparedWeight for Prepared {
+    fn info(&self) -> &PreparedInfo {
+        &self.info
+    }
+
+    fn workspace(&self, m: usize) -> usize {
+        // SAFETY: a live weight.
+        let bytes =
+            self.held.instance.table.api.workspace.map_or(0, |f| unsafe { f(self.held.raw, m as u64) });
+        usize::try_from(bytes).unwrap_or(usize::MAX)
+    }
+
+    fn forward(&self, x: TensorView<'_>, mut y: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
+        let i = &self.held.instance;
+        let Some(forward) = i.table.api.forward else { return Err(i.lacks("forward")) };
+        let (xm, ym) = (lend::matrix(&x)?, lend::matrix_mut(&mut y)?);
+        self.scratch(xm.rows, cx)?;
+        let exec = lend::exec(cx)?;
+        // SAFETY: a live weight; operands and scratch are views, good for their bytes; those written are unique.
+        i.call("forward", |err| unsafe { forward(self.held.raw, &xm, &ym, &exec, err) })
+    }
+
+    fn backward_input(
+        &self,
+        dy: TensorView<'_>,
+        mut dx: TensorViewMut<'_>,
+        cx: &mut ExecContext<'_>,
+    ) -> Result<()> {
+        let i = &self.held.instance;
+        let Some(backward) = i.table.api.backward_input else { return Err(i.lacks("backward_input")) };
+        let (dym, dxm) = (lend::matrix(&dy)?, lend::matrix_mut(&mut dx)?);
+        self.scratch(dym.rows, cx)?;
+        let exec = lend::exec(cx)?;
+        // SAFETY: as in `forward`.
+        i.call("backward_input", |err| unsafe { backward(self.held.raw, &dym, &dxm, &exec, err) })
+    }
+
+    fn dequantize(&self, mut out: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
+        let i = &self.held.instance;
+        let Some(dequantize) = i.table.api.dequantize else { return Err(i.lacks("dequantize")) };
+        let (out, exec) = (lend::matrix_mut(&mut out)?, lend::exec(cx)?);
+        // SAFETY: as in `forward`.
+        i.call("dequantize", |err| unsafe { dequantize(self.held.raw, &out, &exec, err) })
+    }
+}
+
+impl Prepared {
+    /// A library may rely on the scratch it asked for.
+    fn scratch(&self, m: u64, cx: &ExecContext<'_>) -> Result<()> {
+        let need = self.workspace(m as usize);
+        let have = cx.workspace.as_ref().map_or(0, |w| w.as_view().nbytes());
+        if have >= need {
+            return Ok(());
+        }
+        Err(Error::new(Code::ShapeMismatch, "workspace of a product")
+            .need(format!("{need} bytes"))
+            .have(format!("{have} bytes")))
+    }
+}
+
+/// Takes one reason; `user` is a `Vec<Reject>`.
+unsafe extern "C" fn on_reason(user: *mut c_void, code: Q4Str, need: Q4Str, have: Q4Str) {
+    // Nothing may unwind into the library.
+    let _ = catch_unwind(AssertUnwindSafe(|| {
+        // SAFETY: `user` is what `verdict` passed, and the library calls on its thread before it returns.
+        let reasons = unsafe { &mut *user.cast::<Vec<Reject>>() };
+        // SAFETY: texts that live until this function returns.
+        let [code, need, have] =
+            [code, need, have].map(|t| unsafe { message::text(t, MAX_TEXT) }.into_owned());
+        if reasons.len() < MAX_REASONS {
+            reasons.push(match codes::reason_from(&code) {
+                Some(code) => Reject::new(code, need, have),
+                None => Reject::new(RejectCode::Internal, need, format!("{have} (`{code}`)")),
+            });
+        }
+    }));
+}
+
+/// Takes the outcome of one check; `user` is a `Vec<ProbeItem>`.
+unsafe extern "C" fn on_item(user: *mut c_void, id: Q4Str, failed: u32, detail: Q4Str) {
+    let _ = catch_unwind(AssertUnwindSafe(|| {
+        // SAFETY: as in `on_reason`.
+        let items = unsafe { &mut *user.cast::<Vec<ProbeItem>>() };
+        // SAFETY: as in `on_reason`.
+        let [id, detail] = [id, detail].map(|t| unsafe { message::text(t, MAX_TEXT) }.into_owned());
+        if items.len() < MAX_REASONS {
+            let reason = || Reject::new(RejectCode::Internal, "a check that passes", detail.clone());
+            let reasons = if failed != 0 { vec![reason()] } else { Vec::new() };
+            items.push(ProbeItem { id: id.into(), reasons, detail });
+        }
+    }));
+}

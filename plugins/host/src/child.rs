@@ -1,0 +1,158 @@
+//! Loading in a child process first: a constructor that kills, exits or hangs ends a child, and is told as a reason.
+use crate::{Loader, one};
+use q4_core::{Reject, RejectCode};
+use serde_json::{Value, json};
+use std::ffi::OsString;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+/// Starts the line a child answers with; what a library prints is everything else.
+const MARK: &str = "q4-plugin-probe ";
+/// Exit status of a child whose library was refused.
+const REFUSED: u8 = 6;
+
+/// What the child does: loads the library named by the first argument, says what came of it on one line, and ends as a
+/// process ends, destructors included. Exit status 0 or 6.
+pub fn probe_main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
+    let Some(path) = args.into_iter().next() else {
+        println!(
+            "{MARK}{}",
+            json!({"loaded": false, "reasons": [{"code": "library-missing", "need": "a path", "have": "none"}]})
+        );
+        return ExitCode::from(REFUSED);
+    };
+    let result = Loader::default().load(Path::new(&path));
+    let answer = match &result {
+        Ok(l) => json!({"loaded": true, "name": l.descriptor.name, "sha256": l.sha256}),
+        Err(r) => json!({"loaded": false, "name": r.name, "reasons": r.reasons}),
+    };
+    println!("\n{MARK}{answer}");
+    if result.is_ok() { ExitCode::SUCCESS } else { ExitCode::from(REFUSED) }
+}
+
+/// How to start that child.
+#[derive(Clone, Debug)]
+pub struct Prober {
+    /// The executable.
+    pub program: PathBuf,
+    /// Arguments before the path.
+    pub args: Vec<OsString>,
+    /// How long it may take.
+    pub limit: Duration,
+}
+
+/// What became of a child.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ChildVerdict {
+    /// The library loads there, under this name.
+    Loads(String),
+    /// It is refused.
+    Refused(Vec<Reject>),
+    /// The library ended the process with a signal.
+    Killed(i32),
+    /// The library ended the process itself, with this status.
+    Exited(i32),
+    /// The library did not come back in time.
+    TimedOut(Duration),
+    /// The child could not be started or observed.
+    NotRun(String),
+}
+
+impl Prober {
+    /// A child `program args... PATH` that calls [`probe_main`], with ten seconds.
+    pub fn new(program: impl Into<PathBuf>, args: impl IntoIterator<Item = impl Into<OsString>>) -> Self {
+        let args = args.into_iter().map(Into::into).collect();
+        Self { program: program.into(), args, limit: Duration::from_secs(10) }
+    }
+
+    /// Loads `path` in a child.
+    pub fn probe(&self, path: &Path) -> ChildVerdict {
+        let mut command = Command::new(&self.program);
+        command.args(&self.args).arg(path).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+        let mut child = match command.spawn() {
+            Ok(child) => child,
+            Err(e) => return ChildVerdict::NotRun(format!("{}: {e}", self.program.display())),
+        };
+        let output = listen(&mut child);
+        let Some(status) = wait(&mut child, self.limit) else {
+            // It may have ended just now; either way it is gone afterwards.
+            let _ = child.kill();
+            let _ = child.wait();
+            return ChildVerdict::TimedOut(self.limit);
+        };
+        // A grandchild may keep the pipe open for ever.
+        let text = output.recv_timeout(Duration::from_secs(1)).unwrap_or_default();
+        judge(status, &text)
+    }
+}
+
+impl ChildVerdict {
+    /// Why the library must not be loaded here; `None` when it may.
+    pub fn reasons(&self) -> Option<Vec<Reject>> {
+        let need = "a library that can be loaded, tried in a child process";
+        let died = |have: String| Some(one(RejectCode::Panicked, need, have));
+        match self {
+            Self::Loads(_) => None,
+            // The child's texts name the path already; so will ours.
+            Self::Refused(reasons) => Some(reasons.clone()),
+            Self::Killed(signal) => died(format!("killed by signal {signal}")),
+            Self::Exited(status) => died(format!("the process exited with status {status}")),
+            Self::TimedOut(limit) => died(format!("no return within {limit:?}")),
+            Self::NotRun(why) => Some(one(RejectCode::Internal, need, why.clone())),
+        }
+    }
+}
+
+fn listen(child: &mut Child) -> mpsc::Receiver<String> {
+    let (send, receive) = mpsc::channel();
+    if let Some(mut pipe) = child.stdout.take() {
+        std::thread::spawn(move || {
+            let mut bytes = Vec::new();
+            // What was read before a failure is still an answer.
+            let _ = pipe.read_to_end(&mut bytes);
+            let _ = send.send(String::from_utf8_lossy(&bytes).into_owned());
+        });
+    }
+    receive
+}
+
+fn wait(child: &mut Child, limit: Duration) -> Option<ExitStatus> {
+    let (start, mut pause) = (Instant::now(), Duration::from_millis(1));
+    loop {
+        if let Ok(Some(status)) = child.try_wait() {
+            return Some(status);
+        }
+        if start.elapsed() >= limit {
+            return None;
+        }
+        std::thread::sleep(pause);
+        pause = (pause * 2).min(Duration::from_millis(20));
+    }
+}
+
+fn judge(status: ExitStatus, text: &str) -> ChildVerdict {
+    #[cfg(unix)]
+    if let Some(signal) = std::os::unix::process::ExitStatusExt::signal(&status) {
+        return ChildVerdict::Killed(signal);
+    }
+    let code = status.code().unwrap_or(-1);
+    let line = text.lines().rev().find_map(|l| l.strip_prefix(MARK));
+    let Some(answer) = line.and_then(|l| serde_json::from_str::<Value>(l).ok()) else {
+        return ChildVerdict::Exited(code);
+    };
+    let word = |v: &Value, key: &str| v[key].as_str().unwrap_or_default().to_owned();
+    match (code, answer["loaded"].as_bool()) {
+        (0, Some(true)) => ChildVerdict::Loads(word(&answer, "name")),
+        (c, Some(false)) if c == i32::from(REFUSED) => {
+            let reason = |r: &Value| {
+                let code = RejectCode::parse(&word(r, "code")).unwrap_or(RejectCode::Internal);
+                Reject::new(code, word(r, "need"), word(r, "have"))
+            };
+            ChildVerdict::Refused(answer["reasons"].as_array().into_iter().flatten().map(reason).collect())
+        }
+        _ => ChildVerdict::Exited(code),
+    }
+}

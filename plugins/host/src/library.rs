@@ -1,0 +1,238 @@
+//! From an opened file to a checked table: descriptor, the system's loader, a door.
+use crate::descriptor::Descriptor;
+use crate::file::Opened;
+use crate::maps::Maps;
+use crate::one;
+use crate::table::{Speaks, Table};
+use q4_core::{Reject, RejectCode};
+use q4_plugin_abi::{
+    ABI_MAJOR, DESCRIPTOR_SYMBOL, INTERFACE_BACKEND, Q4Interface, Q4PluginQuery, Q4Status, QUERY_SYMBOL,
+    status,
+};
+use std::fmt;
+use std::mem::size_of;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// The way to a library's table. Both lead to the same one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Door {
+    /// The C symbol, or else the typed door.
+    #[default]
+    Any,
+    /// The symbol `q4_plugin_query`.
+    C,
+    /// The root module of `abi_stable`.
+    AbiStable,
+}
+
+impl fmt::Display for Door {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Any => "any",
+            Self::C => "c",
+            Self::AbiStable => "abi-stable",
+        })
+    }
+}
+
+/// A library in memory, for ever.
+pub struct Mapped {
+    pub descriptor: Descriptor,
+    pub sha256: String,
+    pub path: PathBuf,
+    pub door: Door,
+    pub table: Table,
+    pub query: Query,
+}
+
+/// The descriptor in the file, before anything of it is mapped; `None` where files of this system cannot be read so. `name`
+/// becomes that of the library as soon as it is known.
+pub fn describe(opened: &Opened, door: Door, name: &mut String) -> Result<Option<Descriptor>, Vec<Reject>> {
+    #[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
+    {
+        let elf = crate::elf::Elf::open(&opened.file, opened.len).map_err(|r| vec![r])?;
+        let Some(symbol) = elf.symbol(DESCRIPTOR_SYMBOL) else {
+            return Err(one(RejectCode::SymbolMissing, DESCRIPTOR_SYMBOL, "a library without it"));
+        };
+        let bytes = elf.bytes(&symbol, Descriptor::BYTES).and_then(|b| b.try_into().ok());
+        let Some(bytes) = bytes else {
+            let need = format!("{} bytes of constant data at {DESCRIPTOR_SYMBOL}", Descriptor::BYTES);
+            return Err(one(RejectCode::AbiMismatch, need, "fewer, or none in the file"));
+        };
+        let descriptor = Descriptor::parse(&bytes).map_err(|r| vec![r])?;
+        name.clone_from(&descriptor.name);
+        let doors = [(Door::C, QUERY_SYMBOL), (Door::AbiStable, typed::SYMBOL)];
+        let wanted: Vec<_> = doors.iter().filter(|d| door == Door::Any || door == d.0).map(|d| d.1).collect();
+        if !wanted.iter().any(|name| elf.symbol(name).is_some()) {
+            return Err(one(RejectCode::SymbolMissing, wanted.join(" or "), "a library without it"));
+        }
+        Ok(Some(descriptor))
+    }
+    #[cfg(not(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64"))))]
+    {
+        let _ = (opened, door, name);
+        Ok(None)
+    }
+}
+
+/// Maps the file that was hashed, and gets and checks its table.
+pub fn map(
+    opened: Opened,
+    described: Option<Descriptor>,
+    door: Door,
+    speaks: Speaks,
+) -> Result<Mapped, Vec<Reject>> {
+    let Opened { path, file, sha256, .. } = opened;
+    let name = loadable(file, &path);
+    let handle =
+        dlopen(&name).map_err(|e| one(RejectCode::LibraryMissing, "a library the system can load", e))?;
+    let in_memory = descriptor(&handle, &Maps::now())?;
+    if let Some(in_file) = described.filter(|d| *d != in_memory) {
+        let need = format!("the descriptor in the file: {} {}", in_file.name, in_file.version);
+        return Err(one(
+            RejectCode::AbiMismatch,
+            need,
+            format!("{} {} in memory", in_memory.name, in_memory.version),
+        ));
+    }
+    let (door, query) = self::query(&handle, &name, door)?;
+    let raw = ask(&query, speaks)?;
+    // SAFETY: an answer of the library; `adopt` follows no pointer before it has looked it up.
+    let table = unsafe { Table::adopt(raw, speaks, &in_memory, &Maps::now()) }?;
+    Ok(Mapped { descriptor: in_memory, sha256, path, door, table, query })
+}
+
+/// What to hand to the system's loader: on Linux the open file itself, so that what was hashed is what is mapped. The handle is
+/// never closed, because the loader takes two libraries of one name for one, and a closed number would be given out again.
+/// A library that looks for others beside itself does not find them that way; it has to name their folder.
+#[cfg(target_os = "linux")]
+fn loadable(file: std::fs::File, _: &std::path::Path) -> PathBuf {
+    use std::os::fd::IntoRawFd;
+    format!("/proc/self/fd/{}", file.into_raw_fd()).into()
+}
+
+#[cfg(not(target_os = "linux"))]
+fn loadable(_: std::fs::File, path: &std::path::Path) -> PathBuf {
+    path.to_owned()
+}
+
+#[cfg(unix)]
+type Handle = std::mem::ManuallyDrop<libloading::os::unix::Library>;
+#[cfg(windows)]
+type Handle = std::mem::ManuallyDrop<libloading::os::windows::Library>;
+
+#[cfg(unix)]
+fn dlopen(path: &std::path::Path) -> Result<Handle, String> {
+    use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+    // SAFETY: running the initialisers of a file that the user named is what loading is.
+    unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.map(Handle::new).map_err(reason)
+}
+
+#[cfg(windows)]
+fn dlopen(path: &std::path::Path) -> Result<Handle, String> {
+    use libloading::os::windows::{
+        LOAD_LIBRARY_SEARCH_DEFAULT_DIRS, LOAD_LIBRARY_SEARCH_DLL_LOAD_DIR, Library,
+    };
+    // SAFETY: as on Unix; these flags leave the current directory out.
+    unsafe {
+        Library::load_with_flags(path, LOAD_LIBRARY_SEARCH_DEFAULT_DIRS | LOAD_LIBRARY_SEARCH_DLL_LOAD_DIR)
+    }
+    .map(Handle::new)
+    .map_err(reason)
+}
+
+fn reason(e: libloading::Error) -> String {
+    std::error::Error::source(&e).map_or_else(|| e.to_string(), ToString::to_string)
+}
+
+fn descriptor(handle: &Handle, maps: &Maps) -> Result<Descriptor, Vec<Reject>> {
+    // SAFETY: only the address is taken.
+    let Ok(at) = (unsafe { handle.get::<*const [u8; Descriptor::BYTES]>(DESCRIPTOR_SYMBOL) }) else {
+        return Err(one(RejectCode::SymbolMissing, DESCRIPTOR_SYMBOL, "a library without it"));
+    };
+    if !maps.readable(*at as usize, Descriptor::BYTES) {
+        return Err(one(
+            RejectCode::AbiMismatch,
+            "a descriptor in memory that can be read",
+            format!("{:p}", *at),
+        ));
+    }
+    // SAFETY: those bytes are mapped for reading, in a library that is never unloaded.
+    Descriptor::parse(unsafe { &**at }).map_err(|r| vec![r])
+}
+
+/// `q4_plugin_query`, through either door.
+pub type Query = Arc<dyn Fn(u32, u32, &mut Q4Interface) -> Q4Status + Send + Sync>;
+
+fn query(handle: &Handle, name: &std::path::Path, door: Door) -> Result<(Door, Query), Vec<Reject>> {
+    if door != Door::AbiStable {
+        // SAFETY: the header gives the symbol this type; the library is never unloaded.
+        if let Ok(found) = unsafe { handle.get::<Q4PluginQuery>(QUERY_SYMBOL) } {
+            let call = *found;
+            // SAFETY: a live structure that states its size.
+            return Ok((Door::C, Arc::new(move |major, id, out| unsafe { call(major, id, out) })));
+        }
+        if door == Door::C {
+            return Err(one(RejectCode::SymbolMissing, QUERY_SYMBOL, "a library without it"));
+        }
+    }
+    typed::open(name).map(|query| (Door::AbiStable, query))
+}
+
+fn ask(query: &Query, speaks: Speaks) -> Result<*const q4_plugin_abi::Q4BackendV1, Vec<Reject>> {
+    let mut out = Q4Interface {
+        struct_size: size_of::<Q4Interface>(),
+        abi_minor: speaks.minor,
+        reserved: 0,
+        table: std::ptr::null(),
+    };
+    let need = format!("the table of interface {ABI_MAJOR}.{}", speaks.minor);
+    match query(ABI_MAJOR, INTERFACE_BACKEND, &mut out) {
+        status::OK if out.table.is_null() => Err(one(RejectCode::AbiMismatch, need, "NULL and success")),
+        status::OK => Ok(out.table.cast()),
+        status::PANICKED => Err(one(RejectCode::Panicked, need, "a library that panicked when it was asked")),
+        status::ABI => Err(one(RejectCode::AbiMismatch, need, "a library that does not have it")),
+        other => Err(one(RejectCode::Internal, need, format!("status {other}"))),
+    }
+}
+
+#[cfg(feature = "abi-stable")]
+mod typed {
+    //! The door of `abi_stable`.
+    use super::{Query, Reject, RejectCode, one};
+    use std::path::Path;
+    use std::sync::Arc;
+
+    pub const SYMBOL: &str = q4_plugin_root::SYMBOL;
+
+    pub fn open(path: &Path) -> Result<Query, Vec<Reject>> {
+        let root = q4_plugin_root::open(path).map_err(|e| {
+            let text = e.to_string();
+            // Its texts are pages long and end with what matters.
+            let tail: Vec<&str> = text.lines().map(str::trim).filter(|l| !l.is_empty()).collect();
+            let tail = tail[tail.len().saturating_sub(4)..].join(" ");
+            one(
+                RejectCode::AbiMismatch,
+                format!("the root module of q4-plugin-root {}", q4_plugin_root::VERSION),
+                tail,
+            )
+        })?;
+        let query = root.query();
+        // SAFETY: a live structure that states its size.
+        Ok(Arc::new(move |major, id, out| unsafe { query(major, id, (&raw mut *out).cast()) }))
+    }
+}
+
+#[cfg(not(feature = "abi-stable"))]
+mod typed {
+    //! Without that feature there is no such door.
+    use super::{Query, Reject, RejectCode, one};
+    use std::path::Path;
+
+    pub const SYMBOL: &str = super::QUERY_SYMBOL;
+
+    pub fn open(_: &Path) -> Result<Query, Vec<Reject>> {
+        Err(one(RejectCode::NotCompiledIn, "a build with the feature abi-stable", "this one"))
+    }
+}

@@ -1,0 +1,81 @@
+//! Libraries for the tests: the examples, built once as their authors would build them, and C sources compiled with `cc`.
+#![allow(dead_code, clippy::unwrap_used)] // every test file uses a part of it
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::LazyLock;
+
+/// `plugins/`.
+pub fn plugins() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_owned()
+}
+
+/// Folder with both examples. Cargo keeps concurrent test processes from building at the same time; the copy that follows
+/// is written under another name and renamed, so nobody maps half a file.
+static EXAMPLES: LazyLock<PathBuf> = LazyLock::new(|| {
+    let target = plugins().parent().unwrap().join("target/plugin-examples");
+    let out = target.join(format!("out-{}", std::process::id()));
+    let built = Command::new("sh")
+        .arg(plugins().join("examples/build.sh"))
+        .arg(&out)
+        .env("CARGO_TARGET_DIR", &target)
+        .env_remove("RUSTFLAGS")
+        .output()
+        .unwrap();
+    assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
+    let done = target.join("out");
+    std::fs::create_dir_all(&done).unwrap();
+    for name in ["libacme_c.so", "libacme_nvfp4.so"] {
+        std::fs::rename(out.join(name), done.join(name)).unwrap();
+    }
+    std::fs::remove_dir(&out).unwrap();
+    done
+});
+
+/// The C example.
+pub fn acme_c() -> PathBuf {
+    EXAMPLES.join("libacme_c.so")
+}
+
+/// The Rust example.
+pub fn acme_nvfp4() -> PathBuf {
+    EXAMPLES.join("libacme_nvfp4.so")
+}
+
+/// Compiles C `source` against the header into `dir/name.so`.
+pub fn compile(dir: &Path, name: &str, flags: &[&str], source: &str) -> PathBuf {
+    let (file, so) = (dir.join(format!("{name}.c")), dir.join(format!("{name}.so")));
+    std::fs::write(&file, source).unwrap();
+    let built = Command::new("cc")
+        .args(["-std=c11", "-w", "-O1", "-fPIC", "-shared"])
+        .args(flags)
+        .arg("-I")
+        .arg(plugins().join("abi/include"))
+        .arg(&file)
+        .arg("-o")
+        .arg(&so)
+        .arg("-lm")
+        .output()
+        .unwrap();
+    assert!(built.status.success(), "{name}: {}", String::from_utf8_lossy(&built.stderr));
+    so
+}
+
+/// A plugin that does everything right and computes nothing, with `edits` made to its source: each `(from, to)` must be there.
+pub fn stub(dir: &Path, name: &str, edits: &[(&str, &str)]) -> PathBuf {
+    edited(dir, name, include_str!("stub.c"), &[], edits)
+}
+
+/// The C example, edited, with the flags of a compiler.
+pub fn example(dir: &Path, name: &str, flags: &[&str], edits: &[(&str, &str)]) -> PathBuf {
+    let source = std::fs::read_to_string(plugins().join("examples/c/acme_c.c")).unwrap();
+    edited(dir, name, &source, flags, edits)
+}
+
+fn edited(dir: &Path, name: &str, source: &str, flags: &[&str], edits: &[(&str, &str)]) -> PathBuf {
+    let mut source = source.to_owned();
+    for (from, to) in edits {
+        assert!(source.contains(from), "{name}: `{from}` is not in the source any more");
+        source = source.replace(from, to);
+    }
+    compile(dir, name, flags, &source)
+}

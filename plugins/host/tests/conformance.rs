@@ -1,0 +1,82 @@
+//! Both examples pass every level of the suite, the checks of their tables included; a table that forgets a rule does not.
+#![allow(clippy::unwrap_used)]
+mod built;
+
+use q4_conformance::{AbiProbe, InProcess, Options, Profile, Report, run_with};
+use q4_core::{Candidate, HostEnv, Result, ThreadPool};
+use q4_plugin_host::{Loaded, TableCases};
+use std::path::Path;
+
+struct Abi(TableCases);
+
+impl AbiProbe for Abi {
+    fn cases(&self) -> Vec<String> {
+        self.0.cases()
+    }
+    fn run(&self, case: &str) -> Result<()> {
+        self.0.run(case)
+    }
+}
+
+fn suite(path: &Path) -> Report {
+    let Loaded { candidate, table, .. } = q4_plugin_host::load(path).unwrap();
+    let Candidate::Live(backend) = candidate else { unreachable!("loaded libraries live") };
+    let options = Options::of(Profile::Training);
+    run_with(&InProcess, &*backend, Some(&Abi(table)), &options, &HostEnv::collect(), &ThreadPool::new(2))
+}
+
+#[test]
+fn the_rust_example_is_conformant() {
+    let report = suite(&built::acme_nvfp4());
+    assert!(report.conformant && report.complete, "{}", report.text());
+}
+
+#[test]
+fn the_c_example_is_conformant() {
+    let report = suite(&built::acme_c());
+    assert!(report.conformant && report.complete, "{}", report.text());
+}
+
+#[test]
+fn tables_that_break_a_rule_are_caught_by_its_check() {
+    let dir = tempfile::tempdir().unwrap();
+    for (case, from, to) in [
+        ("query-of-an-unknown-major", "abi_major != Q4_ABI_MAJOR || ", ""),
+        ("query-of-an-unknown-interface", " || id != Q4_INTERFACE_BACKEND", ""),
+        (
+            "longer-spec",
+            "spec->struct_size < sizeof *spec)\n        return fail(err, Q4_E_ABI, \"spec of",
+            "spec->struct_size != sizeof *spec)\n        return fail(err, Q4_E_ABI, \"spec of",
+        ),
+        (
+            "shorter-spec",
+            "spec->struct_size < sizeof *spec)\n        return fail(err, Q4_E_ABI, \"spec of",
+            "0)\n        return fail(err, Q4_E_ABI, \"spec of",
+        ),
+        (
+            "unknown-numbers",
+            "if (s->activations != Q4_ACT_NATIVE)",
+            "if (s->activations == Q4_ACT_INT8 || s->activations == Q4_ACT_NVFP4)",
+        ),
+        ("error-buffers", "len < err->cap ? len : err->cap", "len"),
+        ("error-buffers", "err->len = len;", "err->len = len < err->cap ? len : err->cap;"),
+        ("longer-segments", "i * w->segments[0].struct_size", "i * sizeof *w->segments"),
+        (
+            "longer-info",
+            "out->reserved = 0;",
+            "memset((char *)out + sizeof *out, 0, out->struct_size - sizeof *out);",
+        ),
+        ("longer-operands", "m->struct_size < sizeof *m", "m->struct_size != sizeof *m"),
+        (
+            "no-threads",
+            "if (exec && exec->parallel && j->pieces > 1) {",
+            "if (exec->threads == 0) return; else {",
+        ),
+    ] {
+        let name = format!("{case}-{}", to.len());
+        let path = built::example(dir.path(), &name, &[], &[(from, to)]);
+        let table = q4_plugin_host::load(&path).unwrap().table;
+        let failed: Vec<String> = table.cases().into_iter().filter(|c| table.run(c).is_err()).collect();
+        assert!(failed.contains(&case.to_owned()), "{case}: {failed:?}");
+    }
+}

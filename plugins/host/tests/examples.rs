@@ -1,0 +1,107 @@
+//! Both example plugins, built outside of the workspace, through every door: they load, say who they are, and compute the
+//! recorded products and the lattice right.
+#![allow(clippy::unwrap_used)]
+mod built;
+
+use q4_conformance::{golden, lattice, measure};
+use q4_core::{Candidate, DType, ExecPath, HostEnv, Q4Backend, RejectCode, Result, ThreadPool};
+use q4_plugin_host::{Door, Loader};
+use std::path::Path;
+use std::sync::Arc;
+
+fn load(path: &Path, door: Door) -> Arc<dyn Q4Backend> {
+    let loaded = Loader { door, ..Loader::default() }.load(path).unwrap();
+    assert_eq!(loaded.door, door);
+    assert_eq!(loaded.sha256.len(), 64);
+    match loaded.candidate {
+        Candidate::Live(backend) => backend,
+        Candidate::Dead { name, .. } => panic!("{name} is dead"),
+    }
+}
+
+/// Outputs that were compared, decoded values that were compared.
+fn products(backend: &dyn Q4Backend, schema: &str) -> Result<(usize, usize)> {
+    let (env, mut count) = (HostEnv::collect(), (0, 0));
+    for threads in [1, 3] {
+        let pool = ThreadPool::new(threads);
+        let mut visit = |problem: &q4_conformance::Problem<'_>| {
+            // Every encoding and kind of activation, in the type that costs least time: f16 and bf16 on few.
+            if problem.weight.schema.id().name != schema || (threads == 3 && problem.io != DType::F32) {
+                return Ok(());
+            }
+            match measure(backend, ExecPath::FusedDequant, problem, &env, &pool)? {
+                Ok(m) => {
+                    count.0 += m.outputs;
+                    count.1 += m.decoded.unwrap();
+                    assert!(m.backward.is_some(), "{}", problem.name);
+                }
+                Err(reasons) => {
+                    let native = problem.activations == q4_core::Activations::Native;
+                    let served = native && problem.weight.k % 16 == 0;
+                    assert!(!served, "{}: {reasons:?}", problem.name);
+                }
+            }
+            Ok(())
+        };
+        golden::each(&mut visit)?;
+        for encoding in lattice::SCHEMAS.into_iter().filter(|s| s.id().name == schema) {
+            lattice::each(encoding, &mut visit)?;
+        }
+    }
+    Ok(count)
+}
+
+#[test]
+fn the_rust_example_computes_nvfp4_through_both_doors() -> Result<()> {
+    for door in [Door::C, Door::AbiStable] {
+        let backend = load(&built::acme_nvfp4(), door);
+        assert_eq!((&*backend.descriptor().name, &*backend.descriptor().vendor), ("acme-nvfp4", "ACME"));
+        let (outputs, decoded) = products(&*backend, "nvfp4")?;
+        assert!(outputs > 100_000 && decoded > 100_000, "{outputs} {decoded}");
+    }
+    Ok(())
+}
+
+#[test]
+fn the_c_example_computes_nvfp4_and_nf4() -> Result<()> {
+    let backend = load(&built::acme_c(), Door::C);
+    for schema in ["nvfp4", "nf4", "nf4-dq"] {
+        let (outputs, decoded) = products(&*backend, schema)?;
+        assert!(outputs > 10_000 && decoded > 10_000, "{schema}: {outputs} {decoded}");
+    }
+    let refusal = Loader { door: Door::AbiStable, ..Loader::default() }.load(&built::acme_c()).err().unwrap();
+    assert_eq!((refusal.reasons[0].code, &*refusal.name), (RejectCode::SymbolMissing, "acme-c"));
+    Ok(())
+}
+
+#[test]
+fn two_plugins_are_two_plugins() {
+    let names: Vec<String> = [built::acme_c(), built::acme_nvfp4(), built::acme_c()]
+        .iter()
+        .map(|path| load(path, Door::C).descriptor().name.to_string())
+        .collect();
+    assert_eq!(names, ["acme-c", "acme-nvfp4", "acme-c"]);
+    for path in [built::acme_nvfp4(), built::acme_nvfp4()] {
+        assert_eq!(load(&path, Door::AbiStable).descriptor().name, "acme-nvfp4");
+    }
+}
+
+#[test]
+fn a_folder_is_loaded_in_order() {
+    let folder = built::acme_c().parent().unwrap().to_owned();
+    let names: Vec<String> = q4_plugin_host::load_dir(&folder)
+        .unwrap()
+        .into_iter()
+        .map(|r| r.map(|l| l.candidate.name().to_owned()).unwrap())
+        .collect();
+    assert_eq!(names, ["acme-c", "acme-nvfp4"]);
+}
+
+#[test]
+fn a_probe_says_what_was_loaded_from_where() {
+    for (path, check) in [(built::acme_c(), "acme.isa"), (built::acme_nvfp4(), "acme.isa")] {
+        let items = load(&path, Door::C).probe(&HostEnv::collect());
+        assert!(items[0].detail.contains("sha256") && items[0].detail.contains(&*path.to_string_lossy()));
+        assert!(items.iter().any(|i| i.id == check && i.reasons.is_empty()), "{items:?}");
+    }
+}

@@ -1,0 +1,295 @@
+//! From the contract to core: what a program lent, checked and as the types a backend is written against.
+use crate::{codes, message};
+use q4_core::{
+    Absmax, ActGlobal, ActQuant, Activations, Code, CudaDevice, DType, Device, Error, ExecPath, GlobalScale,
+    HostEnv, LinearSpec, OpSet, Q4Schema, Result, Segment, SegmentData, SegmentSpec, TensorView,
+    TensorViewMut,
+};
+use q4_plugin_abi as abi;
+use q4_plugin_abi::{Prefixed, Q4CudaDevice, Q4Env, Q4Exec, Q4LinearSpec, Q4Matrix, Q4Segment, Q4Weight};
+use std::ffi::c_void;
+use std::ptr::NonNull;
+
+/// Most row segments a product has; more is a damaged spec.
+const MAX_SEGMENTS: u64 = 4096;
+/// Longest text that is taken over.
+const MAX_TEXT: usize = 4096;
+
+/// A size-prefixed structure, or an error that names it.
+///
+/// # Safety
+/// As [`abi::read`].
+pub unsafe fn read<T: Prefixed>(from: *const T, what: &str) -> Result<T> {
+    // SAFETY: forwarded to the caller.
+    unsafe { abi::read(from) }.ok_or_else(|| {
+        Error::new(Code::LibraryRefused, what)
+            .need(format!("an aligned structure of at least {} bytes", T::MIN))
+            .have(if from.is_null() { "NULL" } else { "a shorter or misaligned one" })
+    })
+}
+
+/// The product and the path that are asked for.
+///
+/// # Safety
+/// `raw` and what it points to are as `q4_linear_spec` says.
+pub unsafe fn spec(raw: *const Q4LinearSpec) -> Result<(LinearSpec, ExecPath)> {
+    // SAFETY: forwarded to the caller.
+    let raw = unsafe { read(raw, "spec of a product") }?;
+    if raw.n_segments == 0 || raw.n_segments > MAX_SEGMENTS || raw.segment_rows.is_null() {
+        return Err(invalid("row segments", raw.n_segments));
+    }
+    let count = raw.n_segments as usize;
+    // SAFETY: the contract gives both arrays `n_segments` elements.
+    let rows = unsafe { std::slice::from_raw_parts(raw.segment_rows, count) };
+    let mut segments = Vec::with_capacity(count);
+    for (i, &rows) in rows.iter().enumerate() {
+        // SAFETY: as above; NULL stands for no names.
+        let name = (!raw.segment_names.is_null()).then(|| unsafe { *raw.segment_names.add(i) });
+        // SAFETY: a text of the caller.
+        let name = name.map_or_else(String::new, |n| unsafe { message::text(n, MAX_TEXT) }.into_owned());
+        segments.push(SegmentSpec { name, rows: size(rows, "rows")? });
+    }
+    let spec = LinearSpec {
+        segments,
+        schema: schema(&raw)?,
+        k: size(raw.k, "in features")?,
+        max_m: size(raw.max_m, "rows of a call")?,
+        x: known(codes::dtype_from(raw.x_dtype), "input type", raw.x_dtype)?,
+        y: known(codes::dtype_from(raw.y_dtype), "output type", raw.y_dtype)?,
+        activations: activations(&raw)?,
+        device: known(codes::device_from(raw.device_type, raw.device_id), "device", raw.device_type)?,
+        ops: OpSet(
+            u8::try_from(raw.ops)
+                .ok()
+                .filter(|o| *o <= OpSet::ALL.0)
+                .ok_or_else(|| invalid("ops", raw.ops))?,
+        ),
+    };
+    if spec.n() as u64 != raw.n {
+        return Err(invalid("out features other than the sum of the segments", raw.n));
+    }
+    Ok((spec, known(codes::path_from(raw.path), "path", raw.path)?))
+}
+
+fn schema(raw: &Q4LinearSpec) -> Result<Q4Schema> {
+    let name = known(codes::schema_from(raw.schema, raw.schema_revision), "schema", raw.schema)?;
+    let order = || known(codes::order_from(raw.nibble_order), "nibble order", raw.nibble_order);
+    Ok(match name {
+        "nvfp4" => Q4Schema::Nvfp4 {
+            scale_layout: known(codes::layout_from(raw.scale_layout), "scale layout", raw.scale_layout)?,
+            global: optional(raw.global_convention)?,
+        },
+        "nf4" => Q4Schema::Nf4 { nibble_order: order()?, block: raw.block, nested: None },
+        "nf4-dq" => {
+            Q4Schema::Nf4 { nibble_order: order()?, block: raw.block, nested: Some(raw.nested_block) }
+        }
+        _ => Q4Schema::Dense {
+            dtype: known(codes::dtype_from(raw.dense_dtype), "dense type", raw.dense_dtype)?,
+        },
+    })
+}
+
+fn activations(raw: &Q4LinearSpec) -> Result<Activations> {
+    match raw.activations {
+        abi::activations::NATIVE => Ok(Activations::Native),
+        abi::activations::INT8 => Ok(Activations::Int8),
+        abi::activations::NVFP4 => {
+            let rule = known(codes::rule_from(raw.act_rule), "rule", raw.act_rule)?;
+            let global = match raw.act_global_kind {
+                abi::global_kind::NONE => ActGlobal::None,
+                abi::global_kind::PER_CALL => ActGlobal::PerCall,
+                abi::global_kind::STATIC => ActGlobal::Static(GlobalScale::new(
+                    known(
+                        codes::convention_from(raw.act_global_convention),
+                        "convention",
+                        raw.act_global_convention,
+                    )?,
+                    raw.act_global,
+                )?),
+                other => return Err(invalid("source of a per-tensor scale", other)),
+            };
+            Ok(Activations::Nvfp4(ActQuant { rule, global }))
+        }
+        other => Err(invalid("activations", other)),
+    }
+}
+
+fn optional(convention: u32) -> Result<Option<q4_core::Convention>> {
+    match convention {
+        abi::convention::NONE => Ok(None),
+        other => known(codes::convention_from(other), "convention", other).map(Some),
+    }
+}
+
+/// The segments of a weight of `spec`, with views of the lent bytes.
+///
+/// # Safety
+/// `raw` and what it points to are as `q4_weight` says and live for `'a`.
+pub unsafe fn segments<'a>(raw: *const Q4Weight, spec: &LinearSpec) -> Result<Vec<Segment<'a>>> {
+    // SAFETY: forwarded to the caller.
+    let raw = unsafe { read(raw, "weight") }?;
+    if raw.n_segments != spec.segments.len() as u64 || raw.segments.is_null() || !raw.segments.is_aligned() {
+        return Err(invalid("segments of a weight", raw.n_segments));
+    }
+    // SAFETY: at least one segment, which begins with the stride of all.
+    let stride = unsafe { raw.segments.cast::<usize>().read() };
+    let at = |i: usize| raw.segments.cast::<u8>().wrapping_add(i * stride).cast::<Q4Segment>();
+    (0..spec.segments.len())
+        .map(|i| {
+            // SAFETY: the contract puts a segment there.
+            let s = unsafe { read(at(i), "segment of a weight") }?;
+            // SAFETY: forwarded to the caller.
+            unsafe { segment(&s, spec) }
+        })
+        .collect()
+}
+
+unsafe fn segment<'a>(s: &Q4Segment, spec: &LinearSpec) -> Result<Segment<'a>> {
+    // SAFETY: every pointer of a segment is good for the bytes beside it.
+    let part =
+        |ptr: *const c_void, bytes: u64, dtype: DType| unsafe { bytes_view(ptr, bytes, dtype, spec.device) };
+    let data = match spec.schema {
+        Q4Schema::Nvfp4 { .. } => SegmentData::Nvfp4 {
+            codes: part(s.codes, s.codes_bytes, DType::U8)?,
+            scales: part(s.scales, s.scales_bytes, DType::F8E4M3)?,
+            global: optional(s.global_convention)?
+                .map(|c| GlobalScale::new(c, s.global_scale))
+                .transpose()?,
+        },
+        Q4Schema::Nf4 { nested: None, .. } => SegmentData::Nf4 {
+            codes: part(s.codes, s.codes_bytes, DType::U8)?,
+            absmax: Absmax::Plain(part(s.scales, s.scales_bytes, DType::F32)?),
+        },
+        Q4Schema::Nf4 { nested: Some(block), .. } => SegmentData::Nf4 {
+            codes: part(s.codes, s.codes_bytes, DType::U8)?,
+            absmax: Absmax::Nested {
+                codes: part(s.scales, s.scales_bytes, DType::U8)?,
+                map: part(s.nested_map, s.nested_map_bytes, DType::F32)?,
+                absmax: part(s.nested_absmax, s.nested_absmax_bytes, DType::F32)?,
+                offset: s.nested_offset,
+                block: block as usize,
+            },
+        },
+        Q4Schema::Dense { dtype } => SegmentData::Dense { weight: part(s.codes, s.codes_bytes, dtype)? },
+        _ => return Err(invalid("schema", 0u32)),
+    };
+    Ok(Segment { rows: size(s.rows, "rows")?, data })
+}
+
+unsafe fn bytes_view<'a>(
+    ptr: *const c_void,
+    bytes: u64,
+    dtype: DType,
+    device: Device,
+) -> Result<TensorView<'a>> {
+    let bytes = size(bytes, "bytes of a weight")?;
+    let Some(data) = NonNull::new(ptr.cast_mut()) else {
+        return Err(invalid("part of a weight at NULL", bytes));
+    };
+    let len = (bytes / dtype.size()) as i64;
+    // SAFETY: forwarded to the caller.
+    unsafe { TensorView::from_raw(data, bytes, device, dtype, &[len], &[1]) }
+}
+
+/// Facts about a machine.
+///
+/// # Safety
+/// `raw` and what it points to are as `q4_env` says.
+pub unsafe fn env(raw: *const Q4Env) -> Result<HostEnv> {
+    // SAFETY: forwarded to the caller.
+    let raw = unsafe { read(raw, "facts about the machine") }?;
+    // SAFETY: texts of the caller.
+    let text = |t| unsafe { message::text(t, MAX_TEXT) };
+    let mut cuda = Vec::new();
+    if raw.n_cuda > 0 && !raw.cuda.is_null() && raw.cuda.is_aligned() {
+        // SAFETY: at least one device, which begins with the stride of all.
+        let stride = unsafe { raw.cuda.cast::<usize>().read() };
+        for i in 0..raw.n_cuda.min(MAX_SEGMENTS) as usize {
+            let at = raw.cuda.cast::<u8>().wrapping_add(i * stride).cast::<Q4CudaDevice>();
+            // SAFETY: the contract puts a device there.
+            let d = unsafe { read(at, "CUDA device") }?;
+            cuda.push(CudaDevice {
+                ordinal: d.ordinal,
+                capability: (d.cc_major, d.cc_minor),
+                name: text(d.name).into_owned(),
+                memory: d.memory,
+            });
+        }
+    }
+    Ok(HostEnv {
+        arch: text(raw.arch).into_owned(),
+        cpu_features: text(raw.cpu_features).split_whitespace().map(str::to_owned).collect(),
+        processors: raw.processors as usize,
+        cuda,
+        cuda_driver: Some(raw.cuda_driver).filter(|v| *v != 0),
+        ..HostEnv::default()
+    })
+}
+
+/// An operand to read.
+///
+/// # Safety
+/// `raw` and what it points to are as `q4_matrix` says and live for `'a`.
+pub unsafe fn view<'a>(raw: *const Q4Matrix) -> Result<TensorView<'a>> {
+    // SAFETY: forwarded to the caller.
+    let m = unsafe { read(raw, "operand") }?;
+    let (data, shape, strides, dtype, device) = operand(&m)?;
+    // SAFETY: forwarded to the caller; bounds are checked there.
+    unsafe { TensorView::from_raw(data, size(m.bytes, "bytes")?, device, dtype, &shape, &strides) }
+}
+
+/// An operand to write.
+///
+/// # Safety
+/// As [`view`], and nobody else uses those bytes for `'a`.
+pub unsafe fn view_mut<'a>(raw: *const Q4Matrix) -> Result<TensorViewMut<'a>> {
+    // SAFETY: forwarded to the caller.
+    let m = unsafe { read(raw, "operand") }?;
+    let (data, shape, strides, dtype, device) = operand(&m)?;
+    // SAFETY: forwarded to the caller; bounds are checked there.
+    unsafe { TensorViewMut::from_raw(data, size(m.bytes, "bytes")?, device, dtype, &shape, &strides) }
+}
+
+type Operand = (NonNull<c_void>, [i64; 2], [i64; 2], DType, Device);
+
+fn operand(m: &Q4Matrix) -> Result<Operand> {
+    let data = NonNull::new(m.data).ok_or_else(|| invalid("operand at NULL", m.bytes))?;
+    let extent = |v: u64| i64::try_from(v).map_err(|_| invalid("extent", v));
+    if m.ld < m.cols {
+        return Err(invalid("leading stride", m.ld));
+    }
+    Ok((
+        data,
+        [extent(m.rows)?, extent(m.cols)?],
+        [extent(m.ld)?, 1],
+        known(codes::dtype_from(m.dtype), "operand type", m.dtype)?,
+        known(codes::device_from(m.device_type, m.device_id), "device", m.device_type)?,
+    ))
+}
+
+/// Scratch of a call and the device it runs on.
+///
+/// # Safety
+/// `exec` is as `q4_exec` says and its workspace lives for `'a`.
+pub unsafe fn workspace<'a>(exec: &Q4Exec) -> Result<(Device, Option<TensorViewMut<'a>>)> {
+    let device = known(codes::device_from(exec.device_type, exec.device_id), "device", exec.device_type)?;
+    let Some(data) = NonNull::new(exec.workspace) else { return Ok((device, None)) };
+    let bytes = size(exec.workspace_bytes, "workspace")?;
+    // SAFETY: forwarded to the caller.
+    let view = unsafe { TensorViewMut::from_raw(data, bytes, device, DType::U8, &[bytes as i64], &[1]) }?;
+    Ok((device, Some(view)))
+}
+
+fn size(value: u64, what: &str) -> Result<usize> {
+    usize::try_from(value).ok().filter(|v| *v <= isize::MAX as usize).ok_or_else(|| invalid(what, value))
+}
+
+fn known<T>(value: Option<T>, what: &str, number: u32) -> Result<T> {
+    value.ok_or_else(|| invalid(what, number))
+}
+
+fn invalid(what: &str, have: impl std::fmt::Display) -> Error {
+    Error::new(Code::ShapeMismatch, format!("plugin call: {what}"))
+        .need(format!("a value of interface {}.{}", abi::ABI_MAJOR, abi::ABI_MINOR))
+        .have(have.to_string())
+}

@@ -1,0 +1,307 @@
+//! From core to the contract: a program lends its specs, weights, operands and threads to a library for one call.
+use crate::codes;
+use q4_core::{
+    Absmax, ActGlobal, Activations, Code, Error, ExecContext, ExecPath, HostEnv, LinearSpec, NibbleOrder,
+    Q4Schema, Q4Weight, Result, SegmentData, TensorView, TensorViewMut, ThreadPool,
+};
+use q4_plugin_abi as abi;
+use q4_plugin_abi::{
+    Q4CudaDevice, Q4Env, Q4Exec, Q4LinearSpec, Q4Matrix, Q4Segment, Q4Str, Q4TaskFn, Q4Weight as RawWeight,
+};
+use std::ffi::c_void;
+use std::marker::PhantomData;
+use std::mem::size_of;
+use std::ptr;
+
+/// A spec and a path as numbers.
+pub struct LentSpec<'a> {
+    raw: Q4LinearSpec,
+    _rows: Vec<u64>,
+    _names: Vec<Q4Str>,
+    _spec: PhantomData<&'a LinearSpec>,
+}
+
+impl<'a> LentSpec<'a> {
+    /// Fails for what the contract has no number for.
+    pub fn new(spec: &'a LinearSpec, path: ExecPath) -> Result<Self> {
+        let rows: Vec<u64> = spec.segments.iter().map(|s| s.rows as u64).collect();
+        let names: Vec<Q4Str> = spec.segments.iter().map(|s| Q4Str::new(&s.name)).collect();
+        let id = spec.schema.id();
+        let (schema, schema_revision) = number(codes::schema_to(id.name), "schema", &id)?;
+        let (device_type, device_id) = number(codes::device_to(spec.device), "device", &spec.device)?;
+        let mut raw = Q4LinearSpec {
+            struct_size: size_of::<Q4LinearSpec>(),
+            schema,
+            schema_revision,
+            scale_layout: 0,
+            global_convention: 0,
+            nibble_order: 0,
+            block: 0,
+            nested_block: 0,
+            dense_dtype: 0,
+            n_segments: rows.len() as u64,
+            segment_rows: rows.as_ptr(),
+            segment_names: names.as_ptr(),
+            n: spec.n() as u64,
+            k: spec.k as u64,
+            max_m: spec.max_m as u64,
+            x_dtype: number(codes::dtype_to(spec.x), "input type", &spec.x)?,
+            y_dtype: number(codes::dtype_to(spec.y), "output type", &spec.y)?,
+            path: number(codes::path_to(path), "path", &path)?,
+            ops: u32::from(spec.ops.0),
+            activations: abi::activations::NATIVE,
+            act_rule: 0,
+            act_global_kind: abi::global_kind::NONE,
+            act_global_convention: 0,
+            act_global: 0.0,
+            device_type,
+            device_id,
+            reserved: 0,
+        };
+        encoding(&mut raw, &spec.schema)?;
+        activations(&mut raw, &spec.activations)?;
+        Ok(Self { raw, _rows: rows, _names: names, _spec: PhantomData })
+    }
+    /// For a call.
+    pub fn raw(&self) -> &Q4LinearSpec {
+        &self.raw
+    }
+}
+
+fn encoding(raw: &mut Q4LinearSpec, schema: &Q4Schema) -> Result<()> {
+    match *schema {
+        Q4Schema::Nvfp4 { scale_layout, global } => {
+            raw.scale_layout = number(codes::layout_to(scale_layout), "scale layout", &schema)?;
+            raw.global_convention = match global {
+                Some(c) => number(codes::convention_to(c), "convention", &schema)?,
+                None => abi::convention::NONE,
+            };
+            raw.nibble_order = number(codes::order_to(NibbleOrder::LowFirst), "nibble order", &schema)?;
+            raw.block = q4_core::formats::nvfp4::BLOCK as u32;
+        }
+        Q4Schema::Nf4 { nibble_order, block, nested } => {
+            raw.nibble_order = number(codes::order_to(nibble_order), "nibble order", &schema)?;
+            raw.block = block;
+            raw.nested_block = nested.unwrap_or(0);
+        }
+        Q4Schema::Dense { dtype } => raw.dense_dtype = number(codes::dtype_to(dtype), "dense type", &dtype)?,
+        _ => return Err(unknown("schema", schema)),
+    }
+    Ok(())
+}
+
+fn activations(raw: &mut Q4LinearSpec, wanted: &Activations) -> Result<()> {
+    raw.activations = activation_kind(wanted);
+    if let Activations::Nvfp4(act) = wanted {
+        raw.act_rule = number(codes::rule_to(act.rule), "rule", &act.rule.as_str())?;
+        match act.global {
+            ActGlobal::None => {}
+            ActGlobal::PerCall => raw.act_global_kind = abi::global_kind::PER_CALL,
+            ActGlobal::Static(g) => {
+                raw.act_global_kind = abi::global_kind::STATIC;
+                raw.act_global = g.value();
+                raw.act_global_convention =
+                    number(codes::convention_to(g.convention()), "convention", &wanted)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Number of an activation format, its quantiser aside.
+pub fn activation_kind(activations: &Activations) -> u32 {
+    match activations {
+        Activations::Native => abi::activations::NATIVE,
+        Activations::Int8 => abi::activations::INT8,
+        Activations::Nvfp4(_) => abi::activations::NVFP4,
+    }
+}
+
+/// A stored weight as pointers.
+pub struct LentWeight<'a> {
+    raw: RawWeight,
+    _segments: Vec<Q4Segment>,
+    _weight: PhantomData<&'a [u8]>,
+}
+
+impl<'a> LentWeight<'a> {
+    /// Validates `w` first: a library is never handed parts that contradict their schema.
+    pub fn new(w: &Q4Weight<'a>) -> Result<Self> {
+        w.validate()?;
+        let segments = w.segments.iter().map(segment).collect::<Result<Vec<_>>>()?;
+        let raw = RawWeight {
+            struct_size: size_of::<RawWeight>(),
+            n_segments: segments.len() as u64,
+            segments: segments.as_ptr(),
+        };
+        Ok(Self { raw, _segments: segments, _weight: PhantomData })
+    }
+    /// For a call.
+    pub fn raw(&self) -> &RawWeight {
+        &self.raw
+    }
+}
+
+fn segment(s: &q4_core::Segment<'_>) -> Result<Q4Segment> {
+    let mut out = Q4Segment {
+        struct_size: size_of::<Q4Segment>(),
+        rows: s.rows as u64,
+        codes: ptr::null(),
+        codes_bytes: 0,
+        scales: ptr::null(),
+        scales_bytes: 0,
+        nested_map: ptr::null(),
+        nested_map_bytes: 0,
+        nested_absmax: ptr::null(),
+        nested_absmax_bytes: 0,
+        nested_offset: 0.0,
+        global_scale: 0.0,
+        global_convention: abi::convention::NONE,
+        reserved: 0,
+    };
+    match &s.data {
+        SegmentData::Nvfp4 { codes, scales, global } => {
+            (out.codes, out.codes_bytes) = bytes(codes)?;
+            (out.scales, out.scales_bytes) = bytes(scales)?;
+            if let Some(g) = global {
+                out.global_scale = g.value();
+                let convention = g.convention();
+                out.global_convention = number(codes::convention_to(convention), "convention", &convention)?;
+            }
+        }
+        SegmentData::Nf4 { codes, absmax: Absmax::Plain(absmax) } => {
+            (out.codes, out.codes_bytes) = bytes(codes)?;
+            (out.scales, out.scales_bytes) = bytes(absmax)?;
+        }
+        SegmentData::Nf4 { codes, absmax: Absmax::Nested { codes: scales, map, absmax, offset, .. } } => {
+            (out.codes, out.codes_bytes) = bytes(codes)?;
+            (out.scales, out.scales_bytes) = bytes(scales)?;
+            (out.nested_map, out.nested_map_bytes) = bytes(map)?;
+            (out.nested_absmax, out.nested_absmax_bytes) = bytes(absmax)?;
+            out.nested_offset = *offset;
+        }
+        SegmentData::Dense { weight } => (out.codes, out.codes_bytes) = bytes(weight)?,
+        other => return Err(unknown("segment", &other)),
+    }
+    Ok(out)
+}
+
+fn bytes(view: &TensorView<'_>) -> Result<(*const c_void, u64)> {
+    if !view.is_contiguous() {
+        return Err(Error::new(Code::ShapeMismatch, "part of a weight")
+            .need("contiguous")
+            .have(format!("{view:?}")));
+    }
+    Ok((view.as_ptr(), (view.len() * view.dtype().size()) as u64))
+}
+
+/// Facts about a machine as C data.
+pub struct LentEnv<'a> {
+    raw: Q4Env,
+    _features: String,
+    _cuda: Vec<Q4CudaDevice>,
+    _env: PhantomData<&'a HostEnv>,
+}
+
+impl<'a> LentEnv<'a> {
+    /// `env` for one call.
+    pub fn new(env: &'a HostEnv) -> Self {
+        let features = env.cpu_features.join(" ");
+        let device = |d: &q4_core::CudaDevice| Q4CudaDevice {
+            struct_size: size_of::<Q4CudaDevice>(),
+            ordinal: d.ordinal,
+            cc_major: d.capability.0,
+            cc_minor: d.capability.1,
+            reserved: 0,
+            memory: d.memory,
+            name: Q4Str::new(&d.name),
+        };
+        let cuda: Vec<_> = env.cuda.iter().map(device).collect();
+        let raw = Q4Env {
+            struct_size: size_of::<Q4Env>(),
+            arch: Q4Str::new(&env.arch),
+            cpu_features: Q4Str::new(&features),
+            processors: u32::try_from(env.processors).unwrap_or(u32::MAX),
+            cuda_driver: env.cuda_driver.unwrap_or(0),
+            n_cuda: cuda.len() as u64,
+            cuda: cuda.as_ptr(),
+        };
+        Self { raw, _features: features, _cuda: cuda, _env: PhantomData }
+    }
+    /// For a call.
+    pub fn raw(&self) -> &Q4Env {
+        &self.raw
+    }
+}
+
+/// An operand to read. Good while the view's bytes are borrowed.
+pub fn matrix(view: &TensorView<'_>) -> Result<Q4Matrix> {
+    let (rows, cols, ld) = view.as_matrix()?;
+    let (device_type, device_id) = number(codes::device_to(view.device()), "device", view)?;
+    Ok(Q4Matrix {
+        struct_size: size_of::<Q4Matrix>(),
+        data: view.as_ptr().cast_mut(),
+        bytes: view.nbytes() as u64,
+        rows: rows as u64,
+        cols: cols as u64,
+        // The stride of a single row means nothing and may be anything.
+        ld: if rows > 1 { ld } else { cols } as u64,
+        dtype: number(codes::dtype_to(view.dtype()), "operand type", view)?,
+        device_type,
+        device_id,
+        reserved: 0,
+    })
+}
+
+/// An operand to write.
+pub fn matrix_mut(view: &mut TensorViewMut<'_>) -> Result<Q4Matrix> {
+    Ok(Q4Matrix { data: view.as_mut_ptr(), ..matrix(&view.as_view())? })
+}
+
+/// What a call may use. Good while `cx` is borrowed.
+pub fn exec(cx: &mut ExecContext<'_>) -> Result<Q4Exec> {
+    let (device_type, device_id) = number(codes::device_to(cx.device), "device", &cx.device)?;
+    let (workspace, workspace_bytes) = match &mut cx.workspace {
+        Some(w) => (w.as_mut_ptr(), w.as_view().nbytes() as u64),
+        None => (ptr::null_mut(), 0),
+    };
+    Ok(Q4Exec {
+        struct_size: size_of::<Q4Exec>(),
+        stream: cx.stream as *mut c_void,
+        workspace,
+        workspace_bytes,
+        parallel: Some(parallel),
+        parallel_user: ptr::from_ref(cx.threads).cast_mut().cast(),
+        threads: u32::try_from(cx.threads.threads()).unwrap_or(u32::MAX),
+        device_type,
+        device_id,
+        reserved: 0,
+    })
+}
+
+/// Runs a library's tasks on a [`ThreadPool`]; `user` is one.
+unsafe extern "C" fn parallel(user: *mut c_void, tasks: usize, body: Q4TaskFn, arg: *mut c_void) {
+    struct Argument(*mut c_void);
+    // SAFETY: the contract says that tasks run on any threads, so the library shares what `arg` points to.
+    unsafe impl Sync for Argument {}
+    impl Argument {
+        fn get(&self) -> *mut c_void {
+            self.0
+        }
+    }
+    // SAFETY: `exec` put a pool there that is borrowed for the whole call.
+    let pool = unsafe { &*user.cast::<ThreadPool>() };
+    let arg = Argument(arg);
+    // SAFETY: the library's own function with the library's own argument.
+    pool.run(tasks, &|task| unsafe { body(arg.get(), task) });
+}
+
+fn number<T>(known: Option<T>, what: &str, value: &dyn std::fmt::Debug) -> Result<T> {
+    known.ok_or_else(|| unknown(what, value))
+}
+
+fn unknown(what: &str, value: &dyn std::fmt::Debug) -> Error {
+    Error::new(Code::Unsupported, format!("{what} of a plugin call"))
+        .need(format!("one that interface {}.{} has a number for", abi::ABI_MAJOR, abi::ABI_MINOR))
+        .have(format!("{value:?}"))
+}

@@ -1,0 +1,118 @@
+//! Everything a Rust author needs to ship a backend as a shared library: implement [`q4_core::Q4Backend`], say
+//! [`export_backend!`], build a `cdylib`.
+//!
+//! The macro exports both doors of the contract, catches every panic, writes errors into the caller's buffers and translates
+//! both ways, so that no C type appears in a backend. [`lend`], [`borrow`], [`codes`] and [`message`] are that translation;
+//! the program's side uses them too, so each number is written down once.
+//!
+//! A library has its own copy of q4-core. [`q4_core::ThreadPool`] cannot reach the program's threads from there: use
+//! [`parallel`], which runs tasks on the threads the program lent.
+pub mod borrow;
+pub mod codes;
+mod export;
+pub mod lend;
+pub mod message;
+mod threads;
+
+pub use export::Export;
+pub use threads::{parallel, threads};
+
+pub use q4_core;
+#[doc(hidden)]
+pub use q4_plugin_abi as abi;
+#[cfg(feature = "abi-stable")]
+#[doc(hidden)]
+pub use q4_plugin_root as root;
+
+/// Exports the two symbols of a plugin, and with the feature `abi-stable` the typed door as well.
+///
+/// `export_backend!(expression)` takes anything that implements [`q4_core::Q4Backend`]. It is evaluated once, when the
+/// library is first asked for its table; a panic there refuses the library. Name, version and vendor are those of the
+/// package unless they are given, and must be those of the backend's descriptor.
+///
+/// ```no_run
+/// # struct Acme;
+/// # use q4_plugin_sdk::q4_core::*;
+/// # impl Q4Backend for Acme {
+/// #     fn descriptor(&self) -> &BackendDescriptor { unreachable!() }
+/// #     fn probe(&self, _: &HostEnv) -> Vec<ProbeItem> { vec![] }
+/// #     fn can_prepare(&self, _: &LinearSpec, _: ExecPath, _: &HostEnv) -> Verdict { Ok(()) }
+/// #     fn prepare(&self, _: &Q4Weight<'_>, _: &LinearSpec, _: ExecPath, _: &mut ExecContext<'_>)
+/// #         -> Result<Box<dyn PreparedWeight>> { unreachable!() }
+/// # }
+/// # impl Acme { fn new() -> Self { Self } }
+/// q4_plugin_sdk::export_backend!(Acme::new(), name = "acme-nvfp4", version = "1.2.0", vendor = "ACME");
+/// # fn main() {}
+/// ```
+#[macro_export]
+macro_rules! export_backend {
+    ($backend:expr $(,)?) => {
+        $crate::export_backend!(
+            $backend,
+            name = env!("CARGO_PKG_NAME"),
+            version = env!("CARGO_PKG_VERSION"),
+            vendor = env!("CARGO_PKG_AUTHORS")
+        );
+    };
+    ($backend:expr, name = $name:expr, version = $version:expr, vendor = $vendor:expr $(,)?) => {
+        #[doc(hidden)]
+        #[unsafe(export_name = "q4_plugin_descriptor")]
+        pub static Q4_PLUGIN_DESCRIPTOR: $crate::abi::Q4Descriptor =
+            $crate::abi::Q4Descriptor::new($name, $version, $vendor);
+
+        #[doc(hidden)]
+        static Q4_PLUGIN_EXPORT: $crate::Export =
+            $crate::Export::new(|| ::std::sync::Arc::new($backend), __q4_plugin_create);
+
+        #[doc(hidden)]
+        unsafe extern "C" fn __q4_plugin_create(
+            out: *mut *mut $crate::abi::Q4Backend,
+            err: *mut $crate::abi::Q4Error,
+        ) -> $crate::abi::Q4Status {
+            // SAFETY: the caller's pointers, as the contract says.
+            unsafe { Q4_PLUGIN_EXPORT.create(out, err) }
+        }
+
+        #[doc(hidden)]
+        #[unsafe(export_name = "q4_plugin_query")]
+        pub unsafe extern "C" fn __q4_plugin_query(
+            abi_major: u32,
+            id: u32,
+            out: *mut $crate::abi::Q4Interface,
+        ) -> $crate::abi::Q4Status {
+            // SAFETY: the caller's pointer, as the contract says.
+            unsafe { Q4_PLUGIN_EXPORT.query(abi_major, id, out) }
+        }
+
+        $crate::__export_root!(__q4_plugin_query, $vendor);
+    };
+}
+
+#[cfg(feature = "abi-stable")]
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __export_root {
+    ($query:path, $vendor:expr) => {
+        #[doc(hidden)]
+        extern "C" fn __q4_plugin_vendor() -> $crate::root::abi_stable::std_types::RStr<'static> {
+            $crate::root::abi_stable::std_types::RStr::from_str($vendor)
+        }
+        #[doc(hidden)]
+        unsafe extern "C" fn __q4_plugin_root_query(
+            abi_major: u32,
+            id: u32,
+            out: *mut ::std::ffi::c_void,
+        ) -> $crate::abi::Q4Status {
+            // SAFETY: both doors take the same structure.
+            unsafe { $query(abi_major, id, out.cast()) }
+        }
+        $crate::root::export_root!(__q4_plugin_vendor, __q4_plugin_root_query);
+    };
+}
+
+#[cfg(not(feature = "abi-stable"))]
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __export_root {
+    ($query:path, $vendor:expr) => {};
+}

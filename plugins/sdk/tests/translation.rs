@@ -1,0 +1,178 @@
+//! What a program lends is what a library borrows: every spec, weight and machine survives the way across the boundary.
+#![allow(clippy::unwrap_used)]
+use q4_core::{
+    Absmax, ActGlobal, ActQuant, Activations, Convention, CudaDevice, DType, Device, ExecPath, GlobalScale,
+    HostEnv, LinearSpec, NibbleOrder, OpSet, Q4Schema, Q4Weight, Rule, ScaleLayout, Segment, SegmentData,
+    SegmentSpec, TensorView,
+};
+use q4_plugin_sdk::lend::{LentEnv, LentSpec, LentWeight};
+use q4_plugin_sdk::{abi, borrow};
+
+fn schemas() -> Vec<Q4Schema> {
+    let mut out = Vec::new();
+    for scale_layout in [ScaleLayout::RowMajor, ScaleLayout::Swizzled128x4] {
+        for global in [None, Some(Convention::Multiply), Some(Convention::Divide)] {
+            out.push(Q4Schema::Nvfp4 { scale_layout, global });
+        }
+    }
+    for nibble_order in [NibbleOrder::LowFirst, NibbleOrder::HighFirst] {
+        for nested in [None, Some(256)] {
+            out.push(Q4Schema::Nf4 { nibble_order, block: 64, nested });
+        }
+    }
+    out.extend([DType::F32, DType::F16, DType::BF16].map(|dtype| Q4Schema::Dense { dtype }));
+    out
+}
+
+fn activations() -> Vec<Activations> {
+    let mut out = vec![Activations::Native, Activations::Int8];
+    for rule in Rule::ALL {
+        let fixed = GlobalScale::new(rule.convention(), 0.37).unwrap();
+        for global in [ActGlobal::None, ActGlobal::PerCall, ActGlobal::Static(fixed)] {
+            out.push(Activations::Nvfp4(ActQuant { rule, global }));
+        }
+    }
+    out
+}
+
+fn spec(schema: Q4Schema, activations: Activations) -> LinearSpec {
+    let segment = |name: &str, rows| SegmentSpec { name: name.into(), rows };
+    LinearSpec {
+        segments: vec![segment("model.layers.0.self_attn.q_proj", 3), segment("größer", 2)],
+        schema,
+        k: 64,
+        max_m: 7,
+        x: DType::BF16,
+        y: DType::F16,
+        activations,
+        device: Device::Cuda(2),
+        ops: OpSet::FORWARD.with(OpSet::DEQUANTIZE),
+    }
+}
+
+#[test]
+fn every_spec_survives() {
+    for schema in schemas() {
+        for activations in activations() {
+            for path in
+                [ExecPath::NativeKernel, ExecPath::FusedDequant, ExecPath::DequantMatmul, ExecPath::Reference]
+            {
+                let spec = spec(schema, activations);
+                let lent = LentSpec::new(&spec, path).unwrap();
+                // SAFETY: a live spec of this program.
+                let back = unsafe { borrow::spec(lent.raw()) }.unwrap();
+                assert_eq!(back, (spec, path));
+            }
+        }
+    }
+}
+
+#[test]
+fn numbers_that_are_not_in_the_contract_are_refused() {
+    let spec = spec(schemas()[0], Activations::Native);
+    let lent = LentSpec::new(&spec, ExecPath::FusedDequant).unwrap();
+    let edits: [fn(&mut abi::Q4LinearSpec); 14] = [
+        |s| s.struct_size -= 8,
+        |s| s.schema = 9,
+        |s| s.schema_revision = 2,
+        |s| s.scale_layout = 0,
+        |s| s.global_convention = 3,
+        |s| s.n_segments = 0,
+        |s| s.n_segments = u64::MAX,
+        |s| s.segment_rows = std::ptr::null(),
+        |s| s.n += 1,
+        |s| s.k = u64::MAX,
+        |s| s.x_dtype = 0,
+        |s| s.path = 0,
+        |s| s.ops = 8,
+        |s| s.activations = 4,
+    ];
+    for (i, edit) in edits.iter().enumerate() {
+        let mut raw = *lent.raw();
+        edit(&mut raw);
+        // SAFETY: the arrays are live and at least as long as they are read.
+        assert!(unsafe { borrow::spec(&raw) }.is_err(), "edit {i}");
+    }
+}
+
+#[test]
+fn every_part_of_a_weight_survives() {
+    let (bytes, floats) = ([7u8; 5 * 64 * 4], [0.5f32; 256]);
+    for schema in schemas() {
+        let view = |n: usize| TensorView::of(&bytes[..n], &[n]).unwrap();
+        let f32s = |n: usize| TensorView::of(&floats[..n], &[n]).unwrap();
+        let data = |rows: usize| match schema {
+            Q4Schema::Nvfp4 { scale_layout, global } => SegmentData::Nvfp4 {
+                codes: view(rows * 32),
+                scales: view(if scale_layout == ScaleLayout::RowMajor { rows * 4 } else { 512 }),
+                global: global.map(|c| GlobalScale::new(c, rows as f32).unwrap()),
+            },
+            Q4Schema::Nf4 { nested: None, .. } => {
+                SegmentData::Nf4 { codes: view(rows * 32), absmax: Absmax::Plain(f32s(rows)) }
+            }
+            Q4Schema::Nf4 { .. } => SegmentData::Nf4 {
+                codes: view(rows * 32),
+                absmax: Absmax::Nested {
+                    codes: view(rows),
+                    map: f32s(256),
+                    absmax: f32s(1),
+                    offset: 0.25,
+                    block: 256,
+                },
+            },
+            Q4Schema::Dense { dtype } => SegmentData::Dense {
+                weight: TensorView::of_bytes(&bytes[..rows * 64 * dtype.size()], dtype, &[rows, 64]).unwrap(),
+            },
+            _ => unreachable!("all schemas are above"),
+        };
+        let segments = [3, 2].map(|rows| Segment { rows, data: data(rows) });
+        let w = Q4Weight { schema, k: 64, segments: &segments };
+        let lent = LentWeight::new(&w).unwrap();
+        let mut spec = spec(schema, Activations::Native);
+        spec.device = Device::Cpu;
+        // SAFETY: a live weight of this program.
+        let back = unsafe { borrow::segments(lent.raw(), &spec) }.unwrap();
+        let again = Q4Weight { schema, k: 64, segments: &back };
+        again.validate().unwrap();
+        let places = |w: &Q4Weight<'_>| {
+            let one = |s: &Segment<'_>| match &s.data {
+                SegmentData::Nvfp4 { codes, scales, global } => {
+                    (codes.as_ptr(), scales.as_ptr(), codes.len(), scales.len(), global.map(|g| g.value()))
+                }
+                SegmentData::Nf4 { codes, absmax: Absmax::Plain(a) } => {
+                    (codes.as_ptr(), a.as_ptr(), codes.len(), a.len(), None)
+                }
+                SegmentData::Nf4 {
+                    codes,
+                    absmax: Absmax::Nested { codes: c, map, absmax, offset, block },
+                } => (codes.as_ptr(), c.as_ptr(), map.len() + absmax.len(), *block, Some(*offset)),
+                SegmentData::Dense { weight } => (weight.as_ptr(), weight.as_ptr(), weight.len(), 0, None),
+                _ => unreachable!("all parts are above"),
+            };
+            w.segments.iter().map(one).collect::<Vec<_>>()
+        };
+        assert_eq!(places(&again), places(&w), "{schema:?}");
+    }
+}
+
+#[test]
+fn a_machine_survives() {
+    let device = |ordinal| CudaDevice {
+        ordinal,
+        capability: (12, 0),
+        name: format!("GPU {ordinal}"),
+        memory: 1 << 35,
+    };
+    let env = HostEnv {
+        arch: "x86_64".into(),
+        cpu_features: vec!["avx2".into(), "fma".into()],
+        processors: 3,
+        cuda: vec![device(0), device(1)],
+        cuda_driver: Some(13000),
+        ..HostEnv::default()
+    };
+    for env in [env, HostEnv::default()] {
+        // SAFETY: live facts of this program.
+        assert_eq!(unsafe { borrow::env(LentEnv::new(&env).raw()) }.unwrap(), env);
+    }
+}
