@@ -100,7 +100,11 @@ pub fn act_global(act: &ActQuant, x: &[f32], source: DType) -> Result<Option<Glo
 }
 
 /// Both sums in units of 2^-20: a doubled-code product is at most 144, a scale is a multiple of 2^-9 below 2^9.
+/// A NaN scale has no place on that grid: the sums are NaN, as they are for every other input format.
 fn fixed_point(a: &[u8], sa: &[u8], b: &[u8], sb: &[u8]) -> (f64, f64) {
+    if sa.iter().chain(sb).any(|s| e4m3::is_nan(*s)) {
+        return (f64::NAN, f64::NAN);
+    }
     let (mut total, mut abs) = (0i128, 0i128);
     for block in 0..sa.len() {
         let (mut dot, mut mag) = (0i64, 0i64);
@@ -153,5 +157,18 @@ fn smallest(d: DType) -> f64 {
     match d {
         DType::F16 => 0.5f64.powi(25),
         _ => f64::from(f32::MIN_POSITIVE),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_nan_scale_is_not_a_zero() {
+        let (codes, one, nan) = ([0x22; 8], [0x38], [0x7f]);
+        assert_eq!(fixed_point(&codes, &one, &codes, &one), (16.0, 16.0));
+        assert!(fixed_point(&codes, &one, &codes, &nan).0.is_nan());
+        assert!(fixed_point(&codes, &nan, &codes, &one).0.is_nan());
     }
 }
