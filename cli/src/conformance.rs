@@ -3,13 +3,14 @@
 //! A child is this very command line with one hidden option more, so that parent and child enumerate the same cases.
 use crate::args::ConformanceArgs;
 use crate::context::Context;
+use crate::plugins::Tables;
 use crate::report::Outcome;
 use q4_conformance::certificate::default_dir;
 use q4_conformance::{
-    Bench, Certificate, ChildProcesses, Level, Library, Options, Profile, Report, Waivers, cases, run_with,
+    AbiProbe, Bench, Certificate, ChildProcesses, Level, Library, Options, Profile, Report, Waivers, cases, run_with,
     serve,
 };
-use q4_core::{BUILTINS, Candidate, Code, Error, Q4Backend, Registry, Result, ThreadPool};
+use q4_core::{BUILTINS, Candidate, Code, Dispatch, Error, Q4Backend, Registry, Result, ThreadPool};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -21,21 +22,27 @@ type Render = fn(&Report) -> String;
 
 /// Runs the verb. [`Code::ConformanceFailed`] when anything is wrong or nothing ran.
 pub fn run(cx: &Context, args: &ConformanceArgs) -> Result<Outcome> {
-    let dispatch = cx.dispatch()?;
+    let (registry, tables) = cx.backends()?;
+    let dispatch = Dispatch::new(registry, cx.policy());
     cx.require_named(&dispatch)?;
     let registry = dispatch.registry();
     let options = options(args)?;
     let threads = cx.threads();
     let chosen = chosen(cx, args, registry)?;
     if let Some((name, range)) = &args.child {
-        return child(&chosen, name, range.clone(), registry, &options, &threads);
+        let backend =
+            chosen.first().ok_or_else(|| Error::new(Code::Internal, format!("a child without {name}")))?;
+        let bench =
+            Bench { backend: &**backend, env: registry.env(), threads: &threads, abi: tables.of(name) };
+        return child(&bench, range.clone(), &options);
     }
     if args.list {
-        return list(cx, &chosen, registry, &options);
+        return list(cx, &chosen, registry, &tables, &options);
     }
     let mut whole: Option<Report> = None;
     for backend in &chosen {
-        let report = judge(backend, args, registry, &options, &threads)?;
+        let abi = tables.of(&backend.descriptor().name);
+        let report = judge(backend, abi, args, registry, &options, &threads)?;
         whole = Some(match whole {
             Some(before) => before.merge(report),
             None => report,
@@ -120,6 +127,7 @@ fn is_plugin(backend: &dyn Q4Backend) -> bool {
 
 fn judge(
     backend: &Arc<dyn Q4Backend>,
+    abi: Option<&dyn AbiProbe>,
     args: &ConformanceArgs,
     registry: &Registry,
     options: &Options,
@@ -134,7 +142,7 @@ fn judge(
         time_limit: Duration::from_secs(args.time_limit),
         memory_limit: args.case_memory,
     };
-    let report = run_with(&runner, &**backend, None, options, registry.env(), threads);
+    let report = run_with(&runner, &**backend, abi, options, registry.env(), threads);
     let file = registry.env().libraries.get(&name).map(|facts| PathBuf::from(&facts.path));
     let file = match file {
         Some(file) => Some(file),
@@ -156,19 +164,9 @@ fn own_command(name: &str, range: Range<usize>) -> Command {
     command
 }
 
-fn child(
-    chosen: &[Arc<dyn Q4Backend>],
-    name: &str,
-    range: Range<usize>,
-    registry: &Registry,
-    options: &Options,
-    threads: &ThreadPool,
-) -> Result<Outcome> {
-    let backend =
-        chosen.first().ok_or_else(|| Error::new(Code::Internal, format!("a child without {name}")))?;
-    let cases = cases(&**backend, registry.env(), None, options);
-    let bench = Bench { backend: &**backend, env: registry.env(), threads, abi: None };
-    serve(&cases, range, &bench, &mut std::io::stdout())?;
+fn child(bench: &Bench<'_>, range: Range<usize>, options: &Options) -> Result<Outcome> {
+    let cases = cases(bench.backend, bench.env, bench.abi, options);
+    serve(&cases, range, bench, &mut std::io::stdout())?;
     Ok(Outcome::Done)
 }
 
@@ -176,12 +174,13 @@ fn list(
     cx: &Context,
     chosen: &[Arc<dyn Q4Backend>],
     registry: &Registry,
+    tables: &Tables,
     options: &Options,
 ) -> Result<Outcome> {
     for backend in chosen {
-        let ids: String =
-            cases(&**backend, registry.env(), None, options).iter().map(|c| format!("{}\n", c.id)).collect();
-        cx.report().text(&ids)?;
+        let abi = tables.of(&backend.descriptor().name);
+        let all = cases(&**backend, registry.env(), abi, options);
+        cx.report().text(&all.iter().map(|c| format!("{}\n", c.id)).collect::<String>())?;
     }
     Ok(Outcome::Done)
 }

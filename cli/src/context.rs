@@ -3,12 +3,13 @@
 //! A request that this build cannot meet fails here, before any verb starts, and never turns into something else.
 use crate::args::{ActivationFormat, Compute, DeviceChoice, Dtype, Format, GlobalArgs, ModelArgs, Unified};
 use crate::demo;
-use crate::plugins;
+use crate::plugins::{self, Tables};
 use crate::report::Report;
+use q4_conformance::{StoredPasses, certificate};
 use q4_core::memory::{Budget, ManagedSupport, Role, UnifiedMemory};
 use q4_core::{
     BuiltinOptions, Candidate, Code, ComputePath, DType, Device, Dispatch, Error, OpSet, Overrides, Policy,
-    Registry, Result, ThreadPool,
+    Registry, RejectCode, Result, ThreadPool,
 };
 use q4_model::checkpoint::{Checkpoint, OpenOptions};
 use q4_model::load;
@@ -68,19 +69,34 @@ impl Context {
         Policy { compute, deny_downgrade: false, overrides: self.overrides.clone() }
     }
 
-    /// The backends of this build, constructed on this machine. Loads libraries.
-    pub fn registry(&self) -> Result<Registry> {
+    /// The backends of this build, constructed on this machine, and the tables of those that plugins brought. Loads libraries.
+    pub fn backends(&self) -> Result<(Registry, Tables)> {
         let named = self.global.nvfp4_lib.iter().map(|path| (NVFP4_KERNEL.to_owned(), path.clone()));
-        let isa = std::env::var("Q4_ISA").ok().filter(|isa| !isa.is_empty());
-        let mut registry = Registry::builtin(&BuiltinOptions { libraries: BTreeMap::from_iter(named), isa })?;
-        plugins::add(&mut registry, &self.global.plugin, &self.global.plugin_dir, self.gated)?;
-        Ok(registry)
+        let options = BuiltinOptions { libraries: BTreeMap::from_iter(named), isa: isa() };
+        let mut registry = Registry::builtin(&options)?;
+        let tables = plugins::add(&mut registry, &self.global.plugin, &self.global.plugin_dir, self.gated)?;
+        Ok((registry, tables))
+    }
+
+    /// The backends alone.
+    pub fn registry(&self) -> Result<Registry> {
+        self.backends().map(|(registry, _)| registry)
     }
 
     /// The seam of all products, under `policy`.
     pub fn dispatch_with(&self, policy: Policy) -> Result<Dispatch> {
         let dispatch = Dispatch::new(self.registry()?, policy);
-        Ok(if self.global.no_self_check { dispatch.without_self_checks() } else { dispatch })
+        if self.global.no_self_check {
+            return Ok(dispatch.without_self_checks());
+        }
+        let passes = certificate::data_dir().zip(std::env::current_exe().ok()).map(|(data, program)| {
+            let env = dispatch.registry().env();
+            Box::new(StoredPasses::new(&data.join("self-checks"), program, env, isa().as_deref()))
+        });
+        Ok(match passes {
+            Some(passes) => dispatch.remembering(passes),
+            None => dispatch,
+        })
     }
 
     /// The seam of all products, under the policy of the options.
@@ -100,23 +116,27 @@ impl Context {
                     .fix("q4 diagnose"));
             };
             if let Candidate::Dead { reasons, .. } = candidate {
-                let reasons: Vec<_> = reasons
+                let is_judged = !reasons.iter().any(|r| r.code == RejectCode::ConformanceMissing);
+                let texts: Vec<_> = reasons
                     .iter()
                     .map(|r| format!("{}: need {}; have {}", r.code.as_str(), r.need, r.have))
                     .collect();
-                let other = match name.as_str() {
-                    NVFP4_KERNEL => {
-                        "name a libNVFP4 that exists with --nvfp4-lib PATH, or compute on dense copies: "
+                let library = dispatch.registry().env().libraries.get(name).filter(|_| !is_judged);
+                let dense = "compute on dense copies: q4 --backend dequant-matmul generate";
+                let fix = match library {
+                    Some(library) => format!("q4 conformance --plugin {}", library.path),
+                    None if name == NVFP4_KERNEL => {
+                        format!("name a libNVFP4 that exists with --nvfp4-lib PATH, or {dense}")
                     }
-                    _ => "compute on dense copies: ",
+                    None => dense.to_owned(),
                 };
                 return Err(Error::new(
                     Code::LibraryRefused,
                     format!("backend `{name}` is named and cannot be used"),
                 )
                 .need(format!("`{name}`, as --backend says"))
-                .have(reasons.join("\n"))
-                .fix(format!("{other}q4 --backend dequant-matmul generate")));
+                .have(texts.join("\n"))
+                .fix(fix));
             }
         }
         Ok(())
@@ -196,6 +216,11 @@ impl Context {
         }
         Ok(())
     }
+}
+
+/// Instruction set that kernels are told to use.
+fn isa() -> Option<String> {
+    std::env::var("Q4_ISA").ok().filter(|isa| !isa.is_empty())
 }
 
 fn overrides(given: &[String]) -> Result<Overrides> {

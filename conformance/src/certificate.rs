@@ -98,15 +98,10 @@ impl Certificate {
     /// # Errors
     /// `Io`.
     pub fn write(&self, dir: &Path) -> Result<PathBuf> {
-        let io = |path: &Path, e: &std::io::Error| Error::new(Code::Io, format!("{}: {e}", path.display()));
-        fs::create_dir_all(dir).map_err(|e| io(dir, &e))?;
         let path = dir.join(self.file_name());
         let text = serde_json::to_string_pretty(self)
             .map_err(|e| Error::new(Code::Internal, format!("a certificate: {e}")))?;
-        // Complete or absent: a reader never sees half a certificate.
-        let partial = dir.join(format!(".{}.{}", self.file_name(), std::process::id()));
-        fs::write(&partial, text + "\n").map_err(|e| io(&partial, &e))?;
-        fs::rename(&partial, &path).map_err(|e| io(&path, &e))?;
+        write_whole(&path, &(text + "\n"))?;
         Ok(path)
     }
 
@@ -149,12 +144,32 @@ impl Certificate {
     }
 }
 
+/// Writes a file that is complete or absent: no reader ever sees half of it. Its folder is made if need be.
+pub(crate) fn write_whole(path: &Path, text: &str) -> Result<()> {
+    let io = |path: &Path, e: std::io::Error| Error::new(Code::Io, format!("{}: {e}", path.display()));
+    let dir = path.parent().unwrap_or(Path::new("."));
+    fs::create_dir_all(dir).map_err(|e| io(dir, e))?;
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let partial = dir.join(format!(".{name}.{}", std::process::id()));
+    fs::write(&partial, text).map_err(|e| io(&partial, e))?;
+    fs::rename(&partial, path).map_err(|e| {
+        // What is left of it would only be in the way.
+        let _ = fs::remove_file(&partial);
+        io(path, e)
+    })
+}
+
 /// Where certificates lie unless said otherwise: `$XDG_DATA_HOME/q4/certificates`, else under `~/.local/share`. `None` when
 /// the environment names no home.
 pub fn default_dir() -> Option<PathBuf> {
+    data_dir().map(|dir| dir.join("certificates"))
+}
+
+/// Where everything lies that q4 keeps for a user.
+pub fn data_dir() -> Option<PathBuf> {
     let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|p| p.is_absolute());
     let data = absolute("XDG_DATA_HOME").or_else(|| absolute("HOME").map(|h| h.join(".local/share")))?;
-    Some(data.join("q4").join("certificates"))
+    Some(data.join("q4"))
 }
 
 /// Fingerprint of what decides how kernels compute: architecture, CPU features, devices and driver. Lower-case hex.
@@ -214,7 +229,7 @@ fn certificates(dir: &Path) -> Vec<Certificate> {
     paths.iter().filter_map(read).collect()
 }
 
-fn hex(bytes: &[u8]) -> String {
+pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 

@@ -61,7 +61,7 @@ impl Waivers {
     /// The entries that concern `backend`, on a day.
     pub(crate) fn judge(&self, backend: &str, today: Date) -> Judge<'_> {
         let own = self.0.iter().filter(|w| w.backend == backend);
-        Judge { today, entries: own.map(|w| Entry { waiver: w, executed: 0, excused: 0 }).collect() }
+        Judge { today, entries: own.map(|w| Entry { waiver: w, covered: 0, executed: 0, excused: 0 }).collect() }
     }
 }
 
@@ -105,6 +105,7 @@ pub(crate) struct Judge<'a> {
 
 struct Entry<'a> {
     waiver: &'a Waiver,
+    covered: usize,
     executed: usize,
     excused: usize,
 }
@@ -116,6 +117,7 @@ impl Judge<'_> {
             if !entry.waiver.covers(result) {
                 continue;
             }
+            entry.covered += 1;
             entry.executed += usize::from(result.outcome != Outcome::Unsupported);
             if result.outcome.is_bad() {
                 entry.excused += 1;
@@ -127,10 +129,10 @@ impl Judge<'_> {
         }
     }
 
-    /// What is wrong with the list itself.
-    pub fn notes(&self) -> Vec<String> {
+    /// What is wrong with the list itself, after a run that was `complete` or a part of one.
+    pub fn notes(&self, complete: bool) -> Vec<String> {
         let mut notes = Vec::new();
-        for Entry { waiver: w, executed, excused } in &self.entries {
+        for Entry { waiver: w, covered, executed, excused } in &self.entries {
             if self.today > w.expires {
                 notes.push(format!("waiver expired on {}: {} ({})", w.expires, w.case, w.reason));
             } else if *executed > 0 && *excused == 0 {
@@ -138,6 +140,8 @@ impl Judge<'_> {
                     "unexpected pass: {} of {executed} cases is no longer needed ({})",
                     w.case, w.reason
                 ));
+            } else if *covered == 0 && complete {
+                notes.push(format!("waiver of no case there is: {} ({})", w.case, w.reason));
             }
         }
         notes
@@ -230,7 +234,7 @@ expires = "2030-01-31"
             let mut judge = waivers.judge(backend, today);
             let mut r = result(id, outcome);
             judge.apply(&mut r);
-            (r.outcome, judge.notes())
+            (r.outcome, judge.notes(false))
         };
         let in_time = day("2030-01-31");
         assert_eq!(judged("acme", in_time, id, Outcome::Fail), (Outcome::Waived, vec![]));
@@ -242,6 +246,8 @@ expires = "2030-01-31"
         let (outcome, notes) = judged("acme", day("2030-02-01"), id, Outcome::Fail);
         assert_eq!(outcome, Outcome::Fail);
         assert!(notes[0].starts_with("waiver expired on 2030-01-31"), "{notes:?}");
+        let unused = waivers.judge("acme", in_time).notes(true);
+        assert!(unused[0].starts_with("waiver of no case there is: L2/*/nvfp4/*"), "{unused:?}");
         Ok(())
     }
 

@@ -3,7 +3,10 @@ use q4_conformance::liars::{honest, liars};
 use q4_conformance::{
     AbiProbe, InProcess, Level, Options, Outcome, Profile, Report, Waivers, cases, claims, run, run_with,
 };
-use q4_core::{Code, Error, HostEnv, Q4Backend, Result, ThreadPool};
+use q4_core::{
+    BackendDescriptor, Code, Error, ExecContext, ExecPath, HostEnv, LinearSpec, PreparedWeight, ProbeItem,
+    Q4Backend, Q4Weight, Reject, RejectCode, Result, ThreadPool, Verdict,
+};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -60,6 +63,43 @@ fn nothing_executed_is_a_failure() {
         assert!(!report.conformant && report.passed == 0, "{}", report.text());
         assert!(report.notes.iter().any(|n| n.starts_with("nothing executed")), "{:?}", report.notes);
     }
+}
+
+/// Says everything right and computes nothing.
+struct Idle(Arc<dyn Q4Backend>);
+
+impl Q4Backend for Idle {
+    fn descriptor(&self) -> &BackendDescriptor {
+        self.0.descriptor()
+    }
+    fn probe(&self, env: &HostEnv) -> Vec<ProbeItem> {
+        self.0.probe(env)
+    }
+    fn can_prepare(&self, _: &LinearSpec, path: ExecPath, _: &HostEnv) -> Verdict {
+        Err(vec![Reject::new(RejectCode::PathUnsupported, "another path", path.as_str())])
+    }
+    fn prepare(
+        &self,
+        _: &Q4Weight<'_>,
+        _: &LinearSpec,
+        _: ExecPath,
+        _: &mut ExecContext<'_>,
+    ) -> Result<Box<dyn PreparedWeight>> {
+        Err(Error::new(Code::Unsupported, "idle"))
+    }
+}
+
+#[test]
+fn a_backend_that_claims_nothing_does_not_conform() {
+    let backend = Idle(honest());
+    for options in [Options::of(Profile::Inference), decode()] {
+        let report = judge(&backend, &options);
+        assert!(!report.conformant && report.failed == 0, "{}", report.text());
+        assert!(report.notes.iter().any(|n| n.starts_with("nothing executed")), "{:?}", report.notes);
+    }
+    let levels = vec![Level::L0];
+    let described = judge(&backend, &Options { levels, ..Options::of(Profile::Inference) });
+    assert!(described.conformant && !described.complete, "{}", described.text());
 }
 
 #[test]

@@ -164,95 +164,60 @@ impl LinearSpec {
     }
 }
 
-/// Why a candidate was turned down. Codes are stable; texts are not.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
-#[serde(rename_all = "kebab-case")]
-#[non_exhaustive]
-#[allow(missing_docs)] // the kebab-case spelling is the documentation
-pub enum RejectCode {
-    NotSelected,
-    PathNotAdmitted,
-    SchemaUnsupported,
-    PathUnsupported,
-    OpUnsupported,
-    ActivationsUnsupported,
-    DtypeUnsupported,
-    LayoutUnsupported,
-    ShapeUnsupported,
-    NotCompiledIn,
-    DeviceAbsent,
-    DeviceArch,
-    KernelImageMissing,
-    DriverTooOld,
-    LibraryMissing,
-    LibraryTooOld,
-    SymbolMissing,
-    AbiMismatch,
-    SelfCheckFailed,
-    ConformanceMissing,
-    DisabledByUser,
-    Panicked,
-    Internal,
+macro_rules! reject_codes {
+    ($($name:ident = $spelling:literal, $title:literal;)*) => {
+        /// Why a candidate was turned down. Codes are stable; texts are not.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
+        #[serde(rename_all = "kebab-case")]
+        #[non_exhaustive]
+        pub enum RejectCode { $(#[doc = $title] $name,)* }
+
+        impl RejectCode {
+            /// Every code.
+            pub const ALL: &'static [RejectCode] = &[$(RejectCode::$name,)*];
+            /// Stable kebab-case spelling.
+            pub const fn as_str(self) -> &'static str { match self { $(Self::$name => $spelling,)* } }
+            /// What the code stands for, in a few words.
+            pub const fn title(self) -> &'static str { match self { $(Self::$name => $title,)* } }
+        }
+    };
+}
+
+reject_codes! {
+    NotSelected            = "not-selected", "another backend was named, or is better";
+    PathNotAdmitted        = "path-not-admitted", "the policy excludes this path";
+    SchemaUnsupported      = "schema-unsupported", "another encoding of the weight is needed";
+    PathUnsupported        = "path-unsupported", "the backend does not have this path";
+    OpUnsupported          = "op-unsupported", "an operation is asked for that it does not have";
+    ActivationsUnsupported = "activations-unsupported", "another activation format is needed";
+    DtypeUnsupported       = "dtype-unsupported", "another element type is needed";
+    LayoutUnsupported      = "layout-unsupported", "another layout of scales or codes is needed";
+    ShapeUnsupported       = "shape-unsupported", "the shape does not fit the kernel";
+    NotCompiledIn          = "not-compiled-in", "this build does not contain it";
+    DeviceAbsent           = "device-absent", "the device does not exist";
+    DeviceArch             = "device-arch", "the device is of another architecture";
+    KernelImageMissing     = "kernel-image-missing", "the library has no kernel for this device";
+    DriverTooOld           = "driver-too-old", "the driver is older than needed";
+    LibraryMissing         = "library-missing", "no such file, or no whole library";
+    LibraryTooOld          = "library-too-old", "the library speaks an older interface";
+    LibraryUntrusted       = "library-untrusted", "everybody may write the file or a folder above it";
+    SymbolMissing          = "symbol-missing", "the library does not export what it must";
+    AbiMismatch            = "abi-mismatch", "the library is for another machine or breaks the interface";
+    NameTaken              = "name-taken", "another backend has this name already";
+    SelfCheckFailed        = "self-check-failed", "it computes something else than it says";
+    ConformanceMissing     = "conformance-missing", "no valid certificate for this file on this machine";
+    DisabledByUser         = "disabled-by-user", "the user switched it off";
+    InvalidArgument        = "invalid-argument", "the backend did not understand the question";
+    DiedInProbe            = "died-in-probe", "the child process that loaded it first was ended by it";
+    TimedOut               = "timed-out", "the child process that loaded it first did not come back";
+    Panicked               = "panicked", "it panicked, and is not called again";
+    Internal               = "internal", "it failed in a way that has no other code";
 }
 
 impl RejectCode {
-    /// Stable kebab-case spelling.
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::NotSelected => "not-selected",
-            Self::PathNotAdmitted => "path-not-admitted",
-            Self::SchemaUnsupported => "schema-unsupported",
-            Self::PathUnsupported => "path-unsupported",
-            Self::OpUnsupported => "op-unsupported",
-            Self::ActivationsUnsupported => "activations-unsupported",
-            Self::DtypeUnsupported => "dtype-unsupported",
-            Self::LayoutUnsupported => "layout-unsupported",
-            Self::ShapeUnsupported => "shape-unsupported",
-            Self::NotCompiledIn => "not-compiled-in",
-            Self::DeviceAbsent => "device-absent",
-            Self::DeviceArch => "device-arch",
-            Self::KernelImageMissing => "kernel-image-missing",
-            Self::DriverTooOld => "driver-too-old",
-            Self::LibraryMissing => "library-missing",
-            Self::LibraryTooOld => "library-too-old",
-            Self::SymbolMissing => "symbol-missing",
-            Self::AbiMismatch => "abi-mismatch",
-            Self::SelfCheckFailed => "self-check-failed",
-            Self::ConformanceMissing => "conformance-missing",
-            Self::DisabledByUser => "disabled-by-user",
-            Self::Panicked => "panicked",
-            Self::Internal => "internal",
-        }
-    }
     /// The code with that spelling, for reasons that cross a C boundary.
     pub fn parse(text: &str) -> Option<Self> {
-        use RejectCode::*;
-        const ALL: [RejectCode; 23] = [
-            NotSelected,
-            PathNotAdmitted,
-            SchemaUnsupported,
-            PathUnsupported,
-            OpUnsupported,
-            ActivationsUnsupported,
-            DtypeUnsupported,
-            LayoutUnsupported,
-            ShapeUnsupported,
-            NotCompiledIn,
-            DeviceAbsent,
-            DeviceArch,
-            KernelImageMissing,
-            DriverTooOld,
-            LibraryMissing,
-            LibraryTooOld,
-            SymbolMissing,
-            AbiMismatch,
-            SelfCheckFailed,
-            ConformanceMissing,
-            DisabledByUser,
-            Panicked,
-            Internal,
-        ];
-        ALL.into_iter().find(|c| c.as_str() == text)
+        Self::ALL.iter().copied().find(|c| c.as_str() == text)
     }
 }
 
@@ -463,6 +428,19 @@ impl<'a> Scratch<'a> {
 mod tests {
     use super::*;
     use crate::Q4Schema;
+
+    #[test]
+    fn every_reason_has_one_spelling_and_is_documented() {
+        let page = include_str!("../../docs/errors.md");
+        for (i, c) in RejectCode::ALL.iter().enumerate() {
+            assert_eq!(RejectCode::parse(c.as_str()), Some(*c));
+            assert_eq!(serde_json::to_value(c).ok(), Some(c.as_str().into()));
+            assert!(RejectCode::ALL[..i].iter().all(|other| other.title() != c.title()), "{c:?}");
+            let row = format!("| `{}` | {} |", c.as_str(), c.title());
+            assert!(page.contains(&row), "docs/errors.md lacks {row}");
+        }
+        assert_eq!(RejectCode::parse("Internal"), None);
+    }
 
     #[test]
     fn groups_have_short_names() {

@@ -1,5 +1,5 @@
 //! The one dispatch seam: every 4-bit product of the program goes through a [`Q4Linear`].
-use crate::selfcheck::SelfChecks;
+use crate::selfcheck::{Passes, SelfChecks};
 use crate::{
     Activations, Code, DType, Error, ExecContext, ExecPath, LinearSpec, OpSet, Policy, PreparedInfo,
     PreparedWeight, Q4Weight, Registry, Result, Selection, TensorView, TensorViewMut, ThreadPool, select,
@@ -24,6 +24,11 @@ impl Dispatch {
     /// Trusts backends without checking them first. Loud on purpose: reports carry the number of skipped checks.
     pub fn without_self_checks(mut self) -> Self {
         self.checks = SelfChecks::skipped();
+        self
+    }
+    /// Checks only what `passes` does not vouch for, and tells it what passed.
+    pub fn remembering(mut self, passes: Box<dyn Passes>) -> Self {
+        self.checks = SelfChecks::remembering(passes);
         self
     }
     /// The backends.

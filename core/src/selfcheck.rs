@@ -2,7 +2,7 @@
 use crate::formats::{nf4, nvfp4};
 use crate::oracle::{Input, bound};
 use crate::{
-    Absmax, Activations, Code, Convention, DType, Device, Error, ExecContext, GlobalScale, HostEnv,
+    Absmax, ActGlobal, ActQuant, Activations, Code, Convention, DType, Device, Error, ExecContext, GlobalScale, HostEnv,
     LinearSpec, Q4Schema, Q4Weight, Result, RowDecoder, ScaleLayout, Segment, SegmentData, SegmentSpec,
     Selection, TensorView, TensorViewMut, ThreadPool,
 };
@@ -10,23 +10,31 @@ use half::{bf16, f16};
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
 
-/// Verdicts of this process, one per kind of product.
-pub(crate) struct SelfChecks {
-    verdicts: Mutex<BTreeMap<String, Result<f64>>>,
-    skip: bool,
-    skips: AtomicU64,
+/// Passes that earlier processes of this build saw on this machine. A kind it does not vouch for is checked.
+pub trait Passes: Send + Sync {
+    /// Whether `backend` passed on this kind of product.
+    fn recall(&self, backend: &str, kind: &str) -> bool;
+    /// It passed just now.
+    fn remember(&self, backend: &str, kind: &str);
 }
 
-impl Default for SelfChecks {
-    fn default() -> Self {
-        Self { verdicts: Mutex::default(), skip: false, skips: AtomicU64::new(0) }
-    }
+/// Verdicts of this process, one per kind of product.
+#[derive(Default)]
+pub(crate) struct SelfChecks {
+    verdicts: Mutex<BTreeMap<String, Result<()>>>,
+    earlier: Option<Box<dyn Passes>>,
+    skip: bool,
+    skips: AtomicU64,
 }
 
 impl SelfChecks {
     pub(crate) fn skipped() -> Self {
         Self { skip: true, ..Self::default() }
+    }
+    pub(crate) fn remembering(passes: Box<dyn Passes>) -> Self {
+        Self { earlier: Some(passes), ..Self::default() }
     }
     pub(crate) fn skips(&self) -> u64 {
         self.skips.load(Ordering::Relaxed)
@@ -44,28 +52,51 @@ impl SelfChecks {
             self.skips.fetch_add(1, Ordering::Relaxed);
             return Ok(());
         }
-        let kind = format!(
-            "{} {} {:?} {:?} {} {} {} {}",
-            s.backend.descriptor().name,
-            s.path,
-            spec.schema,
-            spec.activations,
-            spec.x,
-            spec.y,
-            spec.device,
-            spec.segments.len().min(2)
-        );
         let mut verdicts = self.verdicts.lock().unwrap_or_else(|e| e.into_inner());
-        let verdict = verdicts.entry(kind).or_insert_with(|| {
+        let kind = kind(s, spec);
+        let verdict = verdicts.entry(kind).or_insert_with_key(|kind| {
+            let backend = &*s.backend.descriptor().name;
+            if self.earlier.as_ref().is_some_and(|e| e.recall(backend, kind)) {
+                tracing::debug!(%kind, "self-check remembered");
+                return Ok(());
+            }
+            let start = Instant::now();
             let ratio = check(s, spec, env, threads);
-            tracing::debug!(backend = %s.backend.descriptor().name, path = %s.path, ?ratio, "self-check");
-            ratio
+            tracing::debug!(%kind, ?ratio, took = ?start.elapsed(), "self-check");
+            if let (Some(earlier), Ok(_)) = (&self.earlier, &ratio) {
+                earlier.remember(backend, kind);
+            }
+            ratio.map(|_| ())
         });
-        match verdict {
-            Ok(_) => Ok(()),
-            Err(e) => Err(e.clone()),
-        }
+        verdict.clone()
     }
+}
+
+/// What one check stands for: everything that chooses code, and no shape or calibrated number.
+fn kind(s: &Selection, spec: &LinearSpec) -> String {
+    let d = s.backend.descriptor();
+    let activations = match spec.activations {
+        Activations::Nvfp4(ActQuant { rule, global }) => {
+            let global = match global {
+                ActGlobal::None => "none".into(),
+                ActGlobal::PerCall => "per-call".into(),
+                ActGlobal::Static(g) => format!("static {:?}", g.convention()),
+            };
+            format!("nvfp4 ({}, {global})", rule.as_str())
+        }
+        other => other.as_str().to_owned(),
+    };
+    format!(
+        "{} {} {} {:?} {activations} {} {} {} {}",
+        d.name,
+        d.version,
+        s.path,
+        spec.schema,
+        spec.x,
+        spec.y,
+        spec.device,
+        spec.segments.len().min(2)
+    )
 }
 
 const K: usize = 256;
@@ -293,7 +324,7 @@ fn noise(i: u64) -> f32 {
 
 /// Activation formats a self-check can be asked for without a checkpoint.
 pub fn plain_activations() -> [Activations; 3] {
-    use crate::{ActGlobal, ActQuant, Rule};
+    use crate::Rule;
     [
         Activations::Native,
         Activations::Int8,

@@ -10,6 +10,14 @@ pub struct ThreadPool {
     helpers: Vec<JoinHandle<()>>,
     /// One call at a time; a second caller, or a task that calls back, runs its tasks by itself.
     busy: AtomicBool,
+    /// Somebody else's threads instead of helpers.
+    lent: Option<Lent>,
+}
+
+/// Where the threads of [`ThreadPool::lent`] come from.
+struct Lent {
+    threads: fn() -> usize,
+    run: fn(usize, Body<'_>),
 }
 
 type Body<'a> = &'a (dyn Fn(usize) + Sync);
@@ -62,17 +70,28 @@ impl ThreadPool {
         while shared.ready.load(Ordering::Acquire) < helpers.len() {
             std::thread::yield_now();
         }
-        Self { shared, helpers, busy: AtomicBool::new(false) }
+        Self { shared, helpers, busy: AtomicBool::new(false), lent: None }
+    }
+
+    /// A pool without threads of its own: `threads` says how many there are at the moment, the caller included, and `run`
+    /// does what [`Self::run`] says. For a library that is lent the threads of the program it was loaded into.
+    pub fn lent(threads: fn() -> usize, run: fn(usize, &(dyn Fn(usize) + Sync))) -> Self {
+        let mut pool = Self::new(1);
+        pool.lent = Some(Lent { threads, run });
+        pool
     }
 
     /// Threads that work on a call, the caller included.
     pub fn threads(&self) -> usize {
-        self.helpers.len() + 1
+        self.lent.as_ref().map_or(self.helpers.len() + 1, |lent| (lent.threads)().max(1))
     }
 
     /// Runs `body(0)` to `body(tasks - 1)`, each once, in any order, and returns when all are done.
     /// Panics when a task panicked. Allocates nothing.
     pub fn run(&self, tasks: usize, body: Body<'_>) {
+        if let Some(lent) = self.lent.as_ref().filter(|_| tasks > 1) {
+            return (lent.run)(tasks, body);
+        }
         if tasks <= 1 || self.helpers.is_empty() || self.busy.swap(true, Ordering::Acquire) {
             (0..tasks).for_each(body);
             return;
@@ -243,6 +262,23 @@ mod tests {
             hits.fetch_add(1, Ordering::Relaxed);
         });
         assert_eq!(hits.into_inner(), 8);
+    }
+
+    #[test]
+    fn lent_threads_are_asked_for_and_used() {
+        static CALLS: AtomicU32 = AtomicU32::new(0);
+        let pool = ThreadPool::lent(
+            || 7,
+            |tasks, body| {
+                CALLS.fetch_add(1, Ordering::Relaxed);
+                (0..tasks).rev().for_each(body);
+            },
+        );
+        let order = Mutex::new(Vec::new());
+        pool.run(3, &|i| order.lock().expect("no task panics").push(i));
+        pool.run(1, &|i| order.lock().expect("no task panics").push(i));
+        assert_eq!((pool.threads(), order.into_inner().expect("as above")), (7, vec![2, 1, 0, 0]));
+        assert_eq!(CALLS.load(Ordering::Relaxed), 1, "one task needs nobody else");
     }
 
     #[test]

@@ -35,10 +35,10 @@ pub struct ConformanceArgs {
     /// Known failures, each with a reason, a device and an expiry date.
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub waivers: Option<PathBuf>,
-    /// Seconds a group of cases may take.
+    /// Seconds one case may take.
     #[arg(long, value_name = "S", default_value_t = 120)]
     pub time_limit: u64,
-    /// Memory a group of cases may take, e.g. 4GiB.
+    /// Memory a child process may take, e.g. 4GiB.
     #[arg(long, value_name = "SIZE", value_parser = super::bytes, default_value = "4GiB")]
     pub case_memory: u64,
     /// Write the report as JSON.

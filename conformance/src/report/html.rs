@@ -1,6 +1,6 @@
 //! The report as one page: no scripts, no fonts, no other file, readable in the dark and on paper.
 use super::junit::escape;
-use super::{ClaimReport, LevelReport, Report, plot};
+use super::{BackendReport, ClaimReport, LevelReport, Report, plot};
 use crate::Level;
 use crate::case::Outcome;
 use std::fmt::Write;
@@ -11,26 +11,20 @@ const SHOWN: usize = 200;
 
 pub(super) fn render(r: &Report) -> String {
     let mut out = String::with_capacity(1 << 16);
-    let names: Vec<_> = r.backends.iter().map(|b| escape(&b.name)).collect();
-    let title = names.join(", ");
     let (class, verdict) = match (r.conformant, r.complete) {
-        (true, true) => ("good", "conformant"),
-        (true, false) => ("partial", "nothing wrong in the part that ran"),
-        (false, _) => ("bad", "not conformant"),
+        (true, true) => ("good", "Conformant"),
+        (true, false) => ("partial", "Nothing wrong in the part that ran"),
+        (false, _) => ("bad", "Not conformant"),
     };
+    let names: Vec<_> = r.backends.iter().map(|b| escape(&b.name)).collect();
     let _ = write!(
         out,
-        "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n<meta name=\"color-scheme\" content=\"light dark\">\n<title>{title}: {verdict}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n<main>\n"
+        "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n<meta name=\"color-scheme\" content=\"light dark\">\n<title>{}: {verdict}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n<main>\n",
+        names.join(", ")
     );
-    let _ = writeln!(
-        out,
-        "<header><div><p class=\"eyebrow\">q4 conformance {} · profile {} · seed {}</p><h1>{title}</h1></div><p class=\"verdict {class}\">{}{verdict}</p></header>",
-        escape(&r.suite),
-        r.profile.as_str(),
-        r.seed,
-        mark(r.conformant)
-    );
-    numbers(&mut out, r);
+    hero(&mut out, r, class, verdict);
+    facts(&mut out, r);
+    levels(&mut out, r);
     matrix(&mut out, r);
     plots(&mut out, r);
     failures(&mut out, r);
@@ -39,22 +33,89 @@ pub(super) fn render(r: &Report) -> String {
     out
 }
 
-fn numbers(out: &mut String, r: &Report) {
-    let claims = r.claims.iter().filter(|c| c.claim != "backend").count();
-    let cells = [
-        (thousands(r.passed as u64), "cases passed"),
-        (thousands(r.failed as u64), "failed"),
-        (thousands(r.values), "values compared"),
-        (thousands(claims as u64), "claims"),
-        (
-            format!("{:.3}", r.claims.iter().fold(0f64, |a, c| a.max(c.float32.max))),
-            "largest f32 error / bound",
+/// Who, and the verdict.
+fn hero(out: &mut String, r: &Report, class: &str, verdict: &str) {
+    let (title, by) = match r.backends.as_slice() {
+        [b] => (
+            format!("{} <small>{}</small>", escape(&b.name), escape(&b.version)),
+            format!("by {}", escape(&b.vendor)),
         ),
-    ];
-    out.push_str("<section class=\"numbers\">");
-    for (i, (value, name)) in cells.iter().enumerate() {
-        let class = if i == 1 && r.failed > 0 { " class=\"bad\"" } else { "" };
-        let _ = write!(out, "<div{class}><b>{value}</b><span>{name}</span></div>");
+        all => {
+            (format!("{} backends", all.len()), all.iter().map(|b| escape(&b.name)).collect::<Vec<_>>().join(" · "))
+        }
+    };
+    let failed = match r.failed {
+        0 => "none failed".to_owned(),
+        n => format!("{} failed", thousands(n as u64)),
+    };
+    let _ = writeln!(
+        out,
+        "<header><div><p class=\"eyebrow\">q4 conformance {}</p><h1>{title}</h1><p class=\"by\">{by}</p></div><div class=\"verdict {class}\">{}<div><b>{verdict}</b><span>{} cases, {failed}</span></div></div></header>",
+        escape(&r.suite),
+        seal(r.conformant),
+        thousands((r.passed + r.failed + r.waived) as u64),
+    );
+}
+
+/// What the verdict is about: device, bytes, profile, and how much was compared.
+fn facts(out: &mut String, r: &Report) {
+    let mut cells = vec![("device", escape(&r.device), escape(&r.host))];
+    if let [BackendReport { library: Some(library), .. }] = r.backends.as_slice() {
+        let name = library.path.rsplit('/').next().unwrap_or(&library.path);
+        cells.push(("library", escape(name), format!("<code>sha256 {}</code>", escape(&library.sha256))));
+    }
+    let claims = r.claims.iter().filter(|c| c.claim != "backend").count();
+    cells.push((
+        "profile",
+        r.profile.as_str().to_owned(),
+        format!("{claims} claims, {} values compared, seed {}", thousands(r.values), r.seed),
+    ));
+    let worst = r.claims.iter().fold(0f64, |a, c| a.max(c.float32.max));
+    cells.push((
+        "accuracy",
+        format!("{worst:.3} of the bound"),
+        "largest error of any f32 result, elementwise".into(),
+    ));
+    out.push_str("<dl class=\"facts\">");
+    for (name, value, detail) in cells {
+        let _ = write!(out, "<div><dt>{name}</dt><dd><b>{value}</b><span>{detail}</span></dd></div>");
+    }
+    out.push_str("</dl>\n");
+}
+
+const fn meaning(level: Level) -> &'static str {
+    match level {
+        Level::L0 => "It says who it is, in a table that holds, and gives the same answer twice.",
+        Level::L1 => "Every code and every scale decodes to the right number, bit for bit.",
+        Level::L2 => "Forward products lie within the bound of each single element.",
+        Level::L3 => "So do gradients, by the same bound.",
+        Level::L4 => "What it cannot do it refuses, with reasons, and leaves no trace.",
+        Level::L5 => "The path, the format and the memory it claims are what was seen.",
+    }
+}
+
+/// One tile a level: what it means and what came of it.
+fn levels(out: &mut String, r: &Report) {
+    out.push_str("<section class=\"levels\">");
+    for level in Level::ALL {
+        let counts = r.claims.iter().filter_map(|c| c.levels.get(&level));
+        let (mut passed, mut failed, mut asked) = (0, 0, false);
+        for l in counts {
+            passed += l.passed;
+            failed += l.failed + usize::from(l.executed() == 0);
+            asked = true;
+        }
+        let (class, mark, text) = match (asked, failed) {
+            (false, _) => ("none", "", "not asked".to_owned()),
+            (true, 0) => ("good", mark(true), format!("{} passed", thousands(passed as u64))),
+            (true, n) => ("bad", mark(false), format!("{} wrong", thousands(n as u64))),
+        };
+        let _ = write!(
+            out,
+            "<div class=\"{class}\"><h3><b>{level}</b> {}{mark}</h3><p>{}</p><span>{text}</span></div>",
+            level.title(),
+            meaning(level)
+        );
     }
     out.push_str("</section>\n");
 }
@@ -66,7 +127,7 @@ fn matrix(out: &mut String, r: &Report) {
     for l in &levels {
         let _ = write!(out, "<th class=\"level\"><b>{l}</b> {}</th>", l.title());
     }
-    out.push_str("<th class=\"level\">error / bound</th></tr></thead>");
+    out.push_str("<th class=\"ratio\">error / bound</th></tr></thead>");
     for b in &r.backends {
         let _ = write!(
             out,
@@ -97,7 +158,7 @@ fn matrix(out: &mut String, r: &Report) {
             }
             let ratio = if c.float32.cases() > 0 { c.float32.max } else { c.half.max };
             if has_ratios(c) {
-                let _ = write!(out, "<td class=\"ratio\">{ratio:.3}</td></tr>");
+                let _ = write!(out, "<td class=\"ratio\">{}<b>{ratio:.3}</b></td></tr>", plot::bar(ratio));
             } else {
                 out.push_str("<td class=\"none\">–</td></tr>");
             }
@@ -201,6 +262,14 @@ fn footer(out: &mut String, r: &Report) {
 
 fn has_ratios(c: &ClaimReport) -> bool {
     c.float32.cases() + c.half.cases() > 0
+}
+
+fn seal(good: bool) -> &'static str {
+    if good {
+        "<svg class=\"seal\" viewBox=\"0 0 48 48\" aria-hidden=\"true\"><circle cx=\"24\" cy=\"24\" r=\"22\"/><path d=\"M14 25l7 7 13-15\"/></svg>"
+    } else {
+        "<svg class=\"seal\" viewBox=\"0 0 48 48\" aria-hidden=\"true\"><circle cx=\"24\" cy=\"24\" r=\"22\"/><path d=\"M16 16l16 16M32 16L16 32\"/></svg>"
+    }
 }
 
 fn mark(good: bool) -> &'static str {

@@ -5,6 +5,14 @@ use std::fmt::Write;
 const WIDTH: f64 = 460.0;
 const HEIGHT: f64 = 64.0;
 
+/// How much of its bound the largest error of a claim takes.
+pub(super) fn bar(ratio: f64) -> String {
+    let width = 64.0 * ratio.clamp(0.0, 1.0);
+    format!(
+        "<svg class=\"bar\" viewBox=\"0 0 64 8\" aria-hidden=\"true\"><rect class=\"track\" width=\"64\" height=\"8\" rx=\"4\"/><rect class=\"f32\" width=\"{width:.1}\" height=\"8\" rx=\"4\"/></svg>"
+    )
+}
+
 /// Cases by error over bound, from 0 to 1: bars on a square-root scale, f32 above the axis and 16-bit results below it, the
 /// bound at the end.
 pub(super) fn histogram(c: &ClaimReport) -> String {

@@ -10,6 +10,8 @@
  *              when the library is loaded: later changes have no effect.
  *   Numbers    not listed here are Q4_E_INVALID.  Fields named reserved are 0 and may get a meaning later.
  *   Bytes      beside every pointer is the number of bytes that may be touched.  Weight bytes may have any alignment.
+ *   Overlap    no operand shares a byte, from its first element to its last, with another one or with the workspace: else
+ *              Q4_E_INVALID, before anything is written.
  *   Errors     every call that can fail returns a status and describes the failure in a caller-owned q4_error.
  *   Nothing    prints, exits, throws, unwinds, starts threads, or changes the process (signals, locale, environment,
  *              current CUDA device).
@@ -269,7 +271,7 @@ typedef struct q4_backend_v1 {
     /* Bytes any call on m rows needs; UINT64_MAX: overflow.  Below one dense copy unless the path is
      * Q4_PATH_DEQUANT_MATMUL. */
     uint64_t  (*workspace)(const q4_prepared *, uint64_t m);
-    /* y[m, n] = x[m, k] W^T.  Operands do not overlap.  y is undefined after an error. */
+    /* y[m, n] = x[m, k] W^T.  y is undefined after an error. */
     q4_status (*forward)(const q4_prepared *, const q4_matrix *x, const q4_matrix *y, const q4_exec *, q4_error *);
     /* out[n, k]: exact in f32, rounded once to f16 or bf16. */
     q4_status (*dequantize)(const q4_prepared *, const q4_matrix *out, const q4_exec *, q4_error *);

@@ -458,6 +458,26 @@ static int fits(const q4_matrix *m, uint64_t rows, uint64_t cols)
     return last <= m->bytes / size_of(m->dtype);
 }
 
+static int overlap(const void *a, uint64_t a_bytes, const void *b, uint64_t b_bytes)
+{
+    uintptr_t x = (uintptr_t)a, y = (uintptr_t)b;
+    return x < y + b_bytes && y < x + a_bytes;
+}
+
+static uint64_t reach(const q4_matrix *m)
+{
+    return ((m->rows - 1) * m->ld + m->cols) * size_of(m->dtype);
+}
+
+/* Whether two operands, or one and the workspace, share a byte. */
+static int share(const q4_matrix *a, const q4_matrix *b, const q4_exec *exec)
+{
+    const void *work = exec ? exec->workspace : NULL;
+    return overlap(a->data, reach(a), b->data, reach(b)) ||
+           (work && (overlap(work, exec->workspace_bytes, a->data, reach(a)) ||
+                     overlap(work, exec->workspace_bytes, b->data, reach(b))));
+}
+
 static q4_status product(const q4_prepared *p, const q4_matrix *in, const q4_matrix *out, uint64_t in_cols,
                          uint64_t out_cols, uint64_t items, q4_task_fn task, const q4_exec *exec, q4_error *err)
 {
@@ -466,6 +486,8 @@ static q4_status product(const q4_prepared *p, const q4_matrix *in, const q4_mat
     uint64_t m = in->rows;
     if (!fits(in, m, in_cols) || !fits(out, m, out_cols) || m > p->max_m || in->dtype != in_dtype || out->dtype != out_dtype)
         return fail(err, Q4_E_INVALID, "operands do not fit the weight");
+    if (share(in, out, exec))
+        return fail(err, Q4_E_INVALID, "operands overlap");
     if (in->dtype != Q4_F32 && (!exec || exec->workspace_bytes < 4 * in_cols * (m < TILE ? m : TILE)))
         return fail(err, Q4_E_INVALID, "workspace is too small");
     for (uint64_t first = 0; first < m; first += TILE) {
@@ -500,6 +522,8 @@ static q4_status dequantize(const q4_prepared *p, const q4_matrix *out, const q4
     struct job j = {p, NULL, 0, 0, out->data, out->ld, 0, 0, out->dtype};
     if (!fits(out, p->n, p->k))
         return fail(err, Q4_E_INVALID, "output does not fit the weight");
+    if (exec && exec->workspace && overlap(exec->workspace, exec->workspace_bytes, out->data, reach(out)))
+        return fail(err, Q4_E_INVALID, "operands overlap");
     run(exec, &j, p->n, dequantize_task);
     return done(err);
 }

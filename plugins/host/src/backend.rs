@@ -214,11 +214,11 @@ impl Instance {
     }
 
     fn verdict(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
-        let internal = |have: String| {
-            let code = if self.poisoned.load(Ordering::Relaxed) {
-                RejectCode::Panicked
-            } else {
-                RejectCode::Internal
+        let no_verdict = |code: Code, have: String| {
+            let code = match code {
+                _ if self.poisoned.load(Ordering::Relaxed) => RejectCode::Panicked,
+                Code::ShapeMismatch => RejectCode::InvalidArgument,
+                _ => RejectCode::Internal,
             };
             Reject::new(code, "a verdict", have)
         };
@@ -230,7 +230,7 @@ impl Instance {
             )]
         })?;
         let Some(can_prepare) = self.table.api.can_prepare else {
-            return Err(vec![internal("no `can_prepare`".into())]);
+            return Err(vec![no_verdict(Code::Internal, "no `can_prepare`".into())]);
         };
         let (env, mut reasons) = (LentEnv::new(env), Vec::<Reject>::new());
         let user = (&raw mut reasons).cast();
@@ -245,11 +245,11 @@ impl Instance {
             })
         };
         match done {
-            Err(e) => reasons.push(internal(message::line(&e))),
+            Err(e) => reasons.push(no_verdict(e.code(), message::line(&e))),
             Ok(()) if refused == reasons.is_empty() => {
                 let have =
                     if refused { "a refusal without a reason" } else { "consent with reasons against it" };
-                reasons.push(internal(have.into()));
+                reasons.push(no_verdict(Code::Internal, have.into()));
             }
             Ok(()) => {}
         }

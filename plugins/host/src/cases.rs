@@ -27,7 +27,7 @@ pub struct TableCases {
 type Check = fn(&TableCases) -> Result<()>;
 type Edit = fn(&mut Q4LinearSpec);
 
-const CASES: [(&str, Check); 12] = [
+const CASES: [(&str, Check); 13] = [
     ("query-of-an-unknown-major", |t| t.no_interface(ABI_MAJOR + 1, INTERFACE_BACKEND)),
     ("query-of-an-unknown-interface", |t| t.no_interface(ABI_MAJOR, u32::MAX)),
     ("query-repeats", TableCases::query_repeats),
@@ -39,6 +39,7 @@ const CASES: [(&str, Check); 12] = [
     ("longer-segments", TableCases::longer_segments),
     ("longer-info", TableCases::longer_info),
     ("longer-operands", TableCases::longer_operands),
+    ("overlapping-operands", TableCases::overlapping_operands),
     ("no-threads", TableCases::no_threads),
 ];
 
@@ -232,6 +233,31 @@ impl TableCases {
         same("a product of longer structures", &exact, &session.y.borrow())
     }
 
+    /// Operands that share bytes are refused; those that only touch are not.
+    fn overlapping_operands(&self) -> Result<()> {
+        let session = self.session()?;
+        let exec = session.exec_of(Some(1));
+        let exact = session.forward(&exec)?;
+        let (x, y) = session.operands();
+        let mut both = [session.x.as_slice(), &[f32::NAN; M * N]].concat();
+        let first = both.as_mut_ptr();
+        let at = |m: Q4Matrix, element: usize| Q4Matrix { data: first.wrapping_add(element).cast(), ..m };
+        let code = session.call(&at(x, 0), &at(y, M * K), &exec, ptr::null_mut())?;
+        expect("a product of operands that touch", code == status::OK, "success", || format!("status {code}"))?;
+        same("a product of operands that touch", &exact, &both[M * K..])?;
+        let inside = Q4Matrix { data: exec.workspace, ..y };
+        for (what, x, y) in [
+            ("the same memory", at(x, 0), at(y, 0)),
+            ("one element in common", at(x, 0), at(y, M * K - 1)),
+            ("one element in common, the output first", at(x, M * N - 1), at(y, 0)),
+            ("an output in the workspace", x, inside),
+        ] {
+            let code = session.call(&x, &y, &exec, ptr::null_mut())?;
+            expect(&format!("a product with {what}"), code != status::OK, "an error", || "success".into())?;
+        }
+        Ok(())
+    }
+
     fn no_threads(&self) -> Result<()> {
         let session = self.session()?;
         let (lent, none) =
@@ -323,7 +349,8 @@ impl<'t> Session<'t> {
             backend,
             x: (0..M * K).map(|i| ((i * 37 % 101) as f32 - 50.0) / 32.0).collect(),
             y: vec![f32::NAN; M * N].into(),
-            scratch: vec![0u64; if fits { bytes as usize / 8 + 16 } else { 0 }].into(),
+            // An output fits in.
+            scratch: vec![0u64; if fits { bytes as usize / 8 + 16 + M * N } else { 0 }].into(),
             pool: ThreadPool::new(3),
         };
         expect("workspace", fits, "less than 1 GiB for a small product", || format!("{bytes} bytes"))

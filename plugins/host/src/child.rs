@@ -93,14 +93,16 @@ impl ChildVerdict {
     /// Why the library must not be loaded here; `None` when it may.
     pub fn reasons(&self) -> Option<Vec<Reject>> {
         let need = "a library that can be loaded, tried in a child process";
-        let died = |have: String| Some(one(RejectCode::Panicked, need, have));
+        let died = |have: String| Some(one(RejectCode::DiedInProbe, need, have));
         match self {
             Self::Loads(_) => None,
             // The child's texts name the path already; so will ours.
             Self::Refused(reasons) => Some(reasons.clone()),
             Self::Killed(signal) => died(format!("killed by signal {signal}")),
             Self::Exited(status) => died(format!("the process exited with status {status}")),
-            Self::TimedOut(limit) => died(format!("no return within {limit:?}")),
+            Self::TimedOut(limit) => {
+                Some(one(RejectCode::TimedOut, need, format!("no return within {limit:?}")))
+            }
             Self::NotRun(why) => Some(one(RejectCode::Internal, need, why.clone())),
         }
     }

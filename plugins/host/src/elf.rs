@@ -17,6 +17,7 @@ const MACHINE: u16 = 183;
 
 const PT_LOAD: u32 = 1;
 const PT_DYNAMIC: u32 = 2;
+const SHT_NOBITS: u32 = 8;
 const DT_HASH: u64 = 4;
 const DT_STRTAB: u64 = 5;
 const DT_SYMTAB: u64 = 6;
@@ -77,7 +78,7 @@ impl<'f> Elf<'f> {
         let Some(end) = end.filter(|&e| size >= 56 && count > 0 && e <= head.len() as u64) else {
             return Err(damaged(format!("no program headers within {len} bytes")));
         };
-        let (mut loads, mut dynamic) = (Vec::new(), None);
+        let (mut loads, mut dynamic, mut described) = (Vec::new(), None, end);
         for h in head[at as usize..end as usize].chunks_exact(size as usize) {
             let s = Segment { offset: u64_at(h, 8), address: u64_at(h, 16), bytes: u64_at(h, 32) };
             if s.offset.checked_add(s.bytes).is_none_or(|end| end > len)
@@ -88,6 +89,7 @@ impl<'f> Elf<'f> {
                     s.offset, s.bytes
                 )));
             }
+            described = described.max(s.offset + s.bytes);
             match u32_at(h, 0) {
                 PT_LOAD => loads.push(s),
                 PT_DYNAMIC => dynamic = Some(s),
@@ -95,10 +97,19 @@ impl<'f> Elf<'f> {
             }
         }
         // Linkers put the section headers last: a file that was cut off lost them first.
-        let sections =
-            u64_at(&head, 40).checked_add(u64::from(u16_at(&head, 58)) * u64::from(u16_at(&head, 60)));
-        if sections.is_none_or(|end| end > len) {
+        let (at, size, count) =
+            (u64_at(&head, 40), u64::from(u16_at(&head, 58)), u64::from(u16_at(&head, 60)));
+        let Some(end) = at.checked_add(size * count).filter(|end| *end <= len) else {
             return Err(damaged(format!("section headers outside of {len} bytes")));
+        };
+        described = described.max(end);
+        if size >= 64 {
+            let sections = read(file, at, (size * count) as usize).map_err(damaged)?;
+            let ends = sections.chunks_exact(size as usize).filter(|h| u32_at(h, 4) != SHT_NOBITS);
+            described = ends.map(|h| u64_at(h, 24).saturating_add(u64_at(h, 32))).fold(described, u64::max);
+        }
+        if described < len {
+            return Err(damaged(format!("{} bytes behind its end", len - described)));
         }
         let Some(dynamic) = dynamic.filter(|d| d.bytes <= 1 << 20) else {
             return Err(damaged("no dynamic section".into()));
@@ -266,11 +277,15 @@ mod tests {
     }
 
     #[test]
-    fn every_cut_is_refused() {
-        let bytes = libc();
+    fn every_cut_and_every_tail_is_refused() {
+        let mut bytes = libc();
         for cut in (0..1024).chain((0..8).map(|i| bytes.len() / 8 * i)) {
             let (file, len) = damaged(&bytes[..cut]);
             assert!(Elf::open(file.as_file(), len).is_err(), "{cut}");
         }
+        bytes.push(0);
+        let (file, len) = damaged(&bytes);
+        let refused = Elf::open(file.as_file(), len).err().unwrap();
+        assert!(refused.have.contains("1 bytes behind its end"), "{refused}");
     }
 }

@@ -111,7 +111,7 @@ fn mode(path: &Path) -> Result<(u32, u32), Reject> {
 #[cfg(unix)]
 fn untrusted(path: &Path) -> Reject {
     Reject::new(
-        RejectCode::LibraryMissing,
+        RejectCode::LibraryUntrusted,
         "a file and folders that not everybody may write",
         format!("{} is writable by everybody", path.display()),
     )

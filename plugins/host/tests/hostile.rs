@@ -99,7 +99,7 @@ fn files(r: &mut Refused) {
     let link = r.path("open/link.so");
     symlink(&linked, &link).unwrap();
     for path in [open_file, open_folder, deep, sticky, link] {
-        r.file(&path, Missing, "writable by everybody");
+        r.file(&path, RejectCode::LibraryUntrusted, "writable by everybody");
     }
     assert!(q4_plugin_host::load(&linked).is_ok(), "the same file by its own name");
 }
@@ -116,7 +116,8 @@ fn headers(r: &mut Refused) {
     part("text.so", b"#!/bin/sh\necho pwned\n", "no ELF header");
     part("header.so", &good[..100], "program headers");
     part("half.so", &good[..good.len() / 2], "a file of");
-    part("tail.so", &good[..good.len() - 64], "section headers");
+    part("cut.so", &good[..good.len() - 64], "section headers");
+    part("tail.so", &[&good[..], b"and more"].concat(), "8 bytes behind its end");
     r.patched(&good, 18, &[8, 0], AbiMismatch, "machine 8");
     r.patched(&good, 4, &[1], AbiMismatch, "class 1");
     r.patched(&good, 5, &[2], AbiMismatch, "encoding 2");

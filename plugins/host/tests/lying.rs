@@ -105,13 +105,17 @@ fn verdicts_must_be_consistent() {
     };
     let reason = "q4_str c = Q4_STR(\"shape-unsupported\"), t = Q4_STR(\"k\"); sink(user, c, t, t);";
     let codes = |r: Vec<Reject>| r.into_iter().map(|r| r.code).collect::<Vec<_>>();
-    use RejectCode::{Internal, ShapeUnsupported};
+    use RejectCode::{Internal, InvalidArgument, ShapeUnsupported};
     assert_eq!(codes(says(&format!("{reason} return Q4_E_UNSUPPORTED;"))), [ShapeUnsupported]);
     assert_eq!(codes(says(&format!("{reason} return Q4_OK;"))), [ShapeUnsupported, Internal]);
     assert_eq!(codes(says("return Q4_E_UNSUPPORTED;")), [Internal]);
     assert_eq!(codes(says("return -4711;")), [Internal]);
-    let own = reason.replace("shape-unsupported", "not-selected");
-    assert_eq!(codes(says(&format!("{own} return Q4_E_UNSUPPORTED;"))), [Internal], "not a library's to say");
+    assert_eq!(codes(says("return say(err, Q4_E_INVALID, \"spec\");")), [InvalidArgument]);
+    for own in ["not-selected", "self-check-failed", "conformance-missing", "library-untrusted"] {
+        let own = reason.replace("shape-unsupported", own);
+        let codes = codes(says(&format!("{own} return Q4_E_UNSUPPORTED;")));
+        assert_eq!(codes, [Internal], "not a library's to say");
+    }
     let wild = "q4_str c = {0, 99}, t = {\"\\xff\\xfe\", 2}; for (int i = 0; i < 100000; i++) sink(user, c, t, t); return Q4_E_UNSUPPORTED;";
     assert_eq!(says(wild).len(), 64, "a flood is cut off");
 }

@@ -8,6 +8,7 @@ use q4_core::{
 use q4_plugin_abi as abi;
 use q4_plugin_abi::{Prefixed, Q4CudaDevice, Q4Env, Q4Exec, Q4LinearSpec, Q4Matrix, Q4Segment, Q4Weight};
 use std::ffi::c_void;
+use std::ops::Range;
 use std::ptr::NonNull;
 
 /// Most row segments a product has; more is a damaged spec.
@@ -265,6 +266,32 @@ fn operand(m: &Q4Matrix) -> Result<Operand> {
         known(codes::dtype_from(m.dtype), "operand type", m.dtype)?,
         known(codes::device_from(m.device_type, m.device_id), "device", m.device_type)?,
     ))
+}
+
+/// Fails unless operands and scratch share no byte, from the first element of each to its last.
+pub fn apart(operands: &[TensorView<'_>], scratch: Option<TensorView<'_>>) -> Result<()> {
+    let all = || operands.iter().copied().chain(scratch);
+    for (i, a) in all().enumerate() {
+        for b in all().skip(i + 1) {
+            let (a, b) = (reach(&a)?, reach(&b)?);
+            if a.start < b.end && b.start < a.end {
+                return Err(Error::new(Code::ShapeMismatch, "operands of a plugin call")
+                    .need("operands and scratch that share no byte")
+                    .have(format!("{a:#x?} and {b:#x?}")));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Addresses from the first element to the end of the last.
+fn reach(view: &TensorView<'_>) -> Result<Range<usize>> {
+    let start = view.as_ptr() as usize;
+    if view.is_empty() {
+        return Ok(start..start);
+    }
+    let last: i64 = view.shape().iter().zip(view.strides()).map(|(extent, stride)| (extent - 1) * stride).sum();
+    Ok(start..start + (size(last as u64, "extent")? + 1) * view.dtype().size())
 }
 
 /// Scratch of a call and the device it runs on.

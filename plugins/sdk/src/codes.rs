@@ -140,7 +140,17 @@ pub fn status_from(status: abi::Q4Status) -> Code {
 
 /// The reason a backend may give by that spelling. Those that only q4 itself can know are not its to give.
 pub fn reason_from(text: &str) -> Option<RejectCode> {
-    RejectCode::parse(text).filter(|c| {
-        !matches!(c, RejectCode::NotSelected | RejectCode::PathNotAdmitted | RejectCode::DisabledByUser)
-    })
+    use RejectCode::*;
+    const OWN: [RejectCode; 9] = [
+        NotSelected,
+        PathNotAdmitted,
+        NameTaken,
+        ConformanceMissing,
+        DisabledByUser,
+        SelfCheckFailed,
+        LibraryUntrusted,
+        DiedInProbe,
+        TimedOut,
+    ];
+    RejectCode::parse(text).filter(|c| !OWN.contains(c))
 }

@@ -1,6 +1,6 @@
 //! A backend behind the C table: every entry translates, calls and translates back, and no panic leaves it.
-use crate::{borrow, codes, lend, message, threads};
-use q4_core::{Code, Error, ExecContext, PreparedWeight, Q4Backend as Backend, Q4Weight, Result, ThreadPool};
+use crate::{borrow, codes, lend, message, threads, threads::POOL};
+use q4_core::{Code, Error, ExecContext, PreparedWeight, Q4Backend as Backend, Q4Weight, Result, TensorView, TensorViewMut};
 use q4_plugin_abi as abi;
 use q4_plugin_abi::{
     Q4Backend, Q4BackendV1, Q4Env, Q4Error, Q4Exec, Q4Interface, Q4LinearSpec, Q4Matrix, Q4Offer, Q4Prepared,
@@ -12,7 +12,7 @@ use std::ffi::c_void;
 use std::mem::size_of;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, LazyLock, OnceLock};
+use std::sync::{Arc, OnceLock};
 
 type Create = unsafe extern "C" fn(out: *mut *mut Q4Backend, err: *mut Q4Error) -> Q4Status;
 
@@ -261,7 +261,10 @@ unsafe extern "C" fn forward(
     unsafe {
         guarded(&w.poisoned, err, || {
             let (x, y) = (borrow::view(x)?, borrow::view_mut(y)?);
-            with(exec, |cx| w.weight.forward(x, y, cx))
+            with(exec, |cx| {
+                borrow::apart(&[x, y.as_view()], scratch(cx))?;
+                w.weight.forward(x, y, cx)
+            })
         })
     }
 }
@@ -279,7 +282,10 @@ unsafe extern "C" fn backward_input(
     unsafe {
         guarded(&w.poisoned, err, || {
             let (dy, dx) = (borrow::view(dy)?, borrow::view_mut(dx)?);
-            with(exec, |cx| w.weight.backward_input(dy, dx, cx))
+            with(exec, |cx| {
+                borrow::apart(&[dy, dx.as_view()], scratch(cx))?;
+                w.weight.backward_input(dy, dx, cx)
+            })
         })
     }
 }
@@ -296,7 +302,10 @@ unsafe extern "C" fn dequantize(
     unsafe {
         guarded(&w.poisoned, err, || {
             let out = borrow::view_mut(out)?;
-            with(exec, |cx| w.weight.dequantize(out, cx))
+            with(exec, |cx| {
+                borrow::apart(&[out.as_view()], scratch(cx))?;
+                w.weight.dequantize(out, cx)
+            })
         })
     }
 }
@@ -328,15 +337,17 @@ unsafe extern "C" fn probe(
     unsafe { guarded(&instance.poisoned, err, body) }
 }
 
+fn scratch<'a>(cx: &'a ExecContext<'_>) -> Option<TensorView<'a>> {
+    cx.workspace.as_ref().map(TensorViewMut::as_view)
+}
+
 /// Runs `body` with the scratch and the threads of `exec`; NULL is this thread alone.
 ///
 /// # Safety
 /// `exec` is as the contract says.
 unsafe fn with<R>(exec: *const Q4Exec, body: impl FnOnce(&mut ExecContext<'_>) -> Result<R>) -> Result<R> {
-    /// Has no helpers: it runs what a backend hands to `cx.threads` on the calling thread.
-    static ALONE: LazyLock<ThreadPool> = LazyLock::new(|| ThreadPool::new(1));
     if exec.is_null() {
-        return body(&mut ExecContext::cpu(&ALONE));
+        return body(&mut ExecContext::cpu(&POOL));
     }
     // SAFETY: forwarded to the caller.
     let (exec, device, workspace) = unsafe {
@@ -344,7 +355,7 @@ unsafe fn with<R>(exec: *const Q4Exec, body: impl FnOnce(&mut ExecContext<'_>) -
         let (device, workspace) = borrow::workspace(&exec)?;
         (exec, device, workspace)
     };
-    let mut cx = ExecContext { device, stream: exec.stream as usize, workspace, threads: &ALONE };
+    let mut cx = ExecContext { device, stream: exec.stream as usize, workspace, threads: &POOL };
     threads::during(&exec, || body(&mut cx))
 }
 

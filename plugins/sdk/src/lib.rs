@@ -5,8 +5,8 @@
 //! both ways, so that no C type appears in a backend. [`lend`], [`borrow`], [`codes`] and [`message`] are that translation;
 //! the program's side uses them too, so each number is written down once.
 //!
-//! A library has its own copy of q4-core. [`q4_core::ThreadPool`] cannot reach the program's threads from there: use
-//! [`parallel`], which runs tasks on the threads the program lent.
+//! A library has its own copy of q4-core. The [`q4_core::ThreadPool`] in the context of a call runs tasks on the threads the
+//! program lent to that call.
 pub mod borrow;
 pub mod codes;
 mod export;
@@ -15,7 +15,6 @@ pub mod message;
 mod threads;
 
 pub use export::Export;
-pub use threads::{parallel, threads};
 
 pub use q4_core;
 #[doc(hidden)]

@@ -1,11 +1,11 @@
-//! The program's threads, as seen from inside a library: a callback of the current call instead of a pool of our own.
+//! The program's threads, as seen from inside a library: a pool that runs its tasks through the callback of the current call.
 use q4_core::ThreadPool;
 use q4_plugin_abi::{Q4Exec, Q4Parallel};
 use std::any::Any;
 use std::cell::Cell;
 use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::Mutex;
+use std::sync::{LazyLock, Mutex};
 
 /// What the current call on this thread was lent.
 #[derive(Clone, Copy)]
@@ -19,14 +19,16 @@ thread_local! {
     static LENT: Cell<Option<Lent>> = const { Cell::new(None) };
 }
 
-/// Runs `body(0)` to `body(tasks - 1)`, each once, in any order, on the threads the program lent to the call that is
-/// running, else on those of `pool`,
-/// the one in the call's context. Returns when all are done. Allocates nothing.
-///
-/// # Panics
-/// When a task panicked.
-pub fn parallel(pool: &ThreadPool, tasks: usize, body: &(dyn Fn(usize) + Sync)) {
-    let Some(lent) = LENT.get() else { return pool.run(tasks, body) };
+/// The pool a backend finds in its context: the threads that the program lent to the call that is running on this thread, or
+/// this thread alone.
+pub(crate) static POOL: LazyLock<ThreadPool> = LazyLock::new(|| ThreadPool::lent(count, run));
+
+fn count() -> usize {
+    LENT.get().map_or(1, |lent| lent.threads as usize)
+}
+
+fn run(tasks: usize, body: &(dyn Fn(usize) + Sync)) {
+    let Some(lent) = LENT.get() else { return (0..tasks).for_each(body) };
     let job = Job { body, panic: Mutex::new(None) };
     // SAFETY: `run` and `user` belong to the call that is running; `job` outlives it, because `run` returns after the last
     // task.
@@ -34,11 +36,6 @@ pub fn parallel(pool: &ThreadPool, tasks: usize, body: &(dyn Fn(usize) + Sync)) 
     if let Some(payload) = job.panic.into_inner().unwrap_or_else(|e| e.into_inner()) {
         resume_unwind(payload);
     }
-}
-
-/// Threads [`parallel`] would use. Results must not depend on it.
-pub fn threads(pool: &ThreadPool) -> usize {
-    LENT.get().map_or(pool.threads(), |l| l.threads.max(1) as usize)
 }
 
 /// Lends the threads of `exec` to everything `body` calls on this thread.
@@ -61,7 +58,7 @@ struct Job<'a> {
 
 /// One task on a thread of the program: nothing may unwind into it.
 unsafe extern "C" fn task(job: *mut c_void, index: usize) {
-    // SAFETY: `parallel` passed its job, which is alive until all tasks are done and is shared as `Sync` allows.
+    // SAFETY: `run` passed its job, which is alive until all tasks are done and is shared as `Sync` allows.
     let job = unsafe { &*job.cast::<Job<'_>>() };
     if let Err(payload) = catch_unwind(AssertUnwindSafe(|| (job.body)(index))) {
         *job.panic.lock().unwrap_or_else(|e| e.into_inner()) = Some(payload);

@@ -8,7 +8,7 @@ use q4_core::{
 };
 use q4_plugin_sdk::abi::{self, Q4BackendV1, Q4Interface, Q4Matrix, Q4Str, Q4TaskFn, status};
 use q4_plugin_sdk::lend::{self, LentEnv, LentSpec, LentWeight};
-use q4_plugin_sdk::{message, parallel};
+use q4_plugin_sdk::message;
 use std::ffi::c_void;
 use std::ptr;
 use std::sync::LazyLock;
@@ -78,14 +78,15 @@ impl PreparedWeight for Weight {
     fn forward(&self, x: TensorView<'_>, mut y: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
         match x.row::<f32>(0)?[0] {
             1.0 => panic!("row {} of {}", 5, 4),
-            2.0 => parallel(cx.threads, 8, &|i| assert!(i != 6, "task {i}")),
+            2.0 => cx.threads.run(8, &|i| assert!(i != 6, "task {i}")),
             3.0 => return Err(Error::new(Code::NonFinite, "x").need("finite").have("nan")),
             _ => {
                 let done = AtomicUsize::new(0);
-                parallel(cx.threads, 5, &|i| {
+                cx.threads.run(5, &|i| {
                     done.fetch_add(1 << (8 * i), Ordering::Relaxed);
                 });
-                y.row_mut::<f32>(0)?[0] = if done.into_inner() == 0x01_0101_0101 { 1.0 } else { -1.0 };
+                let all = done.into_inner() == 0x01_0101_0101;
+                y.row_mut::<f32>(0)?[0] = if all { cx.threads.threads() as f32 } else { -1.0 };
             }
         }
         Ok(())
@@ -274,9 +275,11 @@ fn tasks_run_on_the_lent_threads() {
     let mut cx = ExecContext::cpu(&pool);
     let mut exec = lend::exec(&mut cx).unwrap();
     exec.parallel = Some(backwards);
+    exec.threads = 3;
     let forward = table().forward.unwrap();
     // SAFETY: live structures of this test; no message is wanted.
     unsafe { assert_eq!(forward(session.weight, &xm, &ym, &exec, ptr::null_mut()), status::OK) };
+    assert_eq!((RAN.load(Ordering::Relaxed), y[0]), (5, 3.0));
     // SAFETY: as above; without a context the tasks run here.
     unsafe { assert_eq!(forward(session.weight, &xm, &ym, ptr::null(), ptr::null_mut()), status::OK) };
     assert_eq!((RAN.load(Ordering::Relaxed), y[0]), (5, 1.0));

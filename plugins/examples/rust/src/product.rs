@@ -8,7 +8,6 @@ use q4_plugin_sdk::q4_core::{
     ActGlobal, Activations, Code, DType, Error, ExecContext, GlobalScale, PreparedInfo, PreparedWeight,
     Result, TensorView, TensorViewMut, ThreadPool,
 };
-use q4_plugin_sdk::{parallel, threads};
 
 /// Rows of the input that are prepared at a time: bounds the scratch.
 const TILE: usize = 32;
@@ -118,7 +117,7 @@ impl PreparedWeight for Weight {
                 widen_row(&dy, r, &mut wide[i * p.n..][..p.n])?;
             }
             let wide = &*wide;
-            split(pool, p.groups(), &|from, to| {
+            pool.split(p.groups(), 1, &|from, to| {
                 for g in from..to {
                     let mut sums = [[0f32; GROUP]; TILE];
                     for chain in (0..p.n).step_by(CHAIN) {
@@ -152,7 +151,7 @@ impl PreparedWeight for Weight {
         let p = &self.packed;
         check_matrix(&out.as_view(), out.as_view().dtype(), p.n, p.k)?;
         let out = RowsMut::of(out)?;
-        split(cx.threads, p.n, &|from, to| {
+        cx.threads.split(p.n, 1, &|from, to| {
             for (row, g) in (from..to).flat_map(|row| (0..p.groups()).map(move |g| (row, g))) {
                 // SAFETY: these rows are this task's.
                 unsafe { out.put(row, g * GROUP, &p.decode(row, g)) };
@@ -176,7 +175,7 @@ impl Weight {
         one: fn(Isa, &[crate::pack::Block], [&R; 1]) -> Sums<1>,
     ) {
         let p = &self.packed;
-        split(pool, p.panels(), &|from, to| {
+        pool.split(p.panels(), 1, &|from, to| {
             for panel in from..to {
                 let (blocks, first) = (p.panel(panel), panel * LANES);
                 let factors = p.factors(panel).map(|f| (f64::from(f) * unit) as f32);
@@ -295,16 +294,4 @@ fn group(q: [i8; GROUP], scale: f32) -> Quantized {
 /// The first `len` floats of the scratch.
 fn f32s<'s>(cx: &'s mut ExecContext<'_>, len: usize) -> Result<&'s mut [f32]> {
     q4_plugin_sdk::q4_core::Scratch::of(cx, 4 * len + 64)?.take(len)
-}
-
-/// Splits `0..len` into ranges, a few per thread, and runs `body(from, to)` on each.
-fn split(pool: &ThreadPool, len: usize, body: &(dyn Fn(usize, usize) + Sync)) {
-    let pieces = (4 * threads(pool)).clamp(1, len.max(1));
-    let size = len.div_ceil(pieces);
-    parallel(pool, pieces, &|i| {
-        let (from, to) = (i * size, ((i + 1) * size).min(len));
-        if from < to {
-            body(from, to);
-        }
-    });
 }

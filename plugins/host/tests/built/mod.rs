@@ -4,15 +4,16 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::LazyLock;
 
-/// `plugins/`.
+/// `plugins/`, from any package of the workspace.
 pub fn plugins() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_owned()
+    let above = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors();
+    above.map(|a| a.join("plugins")).find(|p| p.join("abi/include").is_dir()).unwrap()
 }
 
 /// Folder with both examples. Cargo keeps concurrent test processes from building at the same time; the copy that follows
 /// is written under another name and renamed, so nobody maps half a file.
 static EXAMPLES: LazyLock<PathBuf> = LazyLock::new(|| {
-    let target = plugins().parent().unwrap().join("target/plugin-examples");
+    let target = plugins().join("../target/plugin-examples");
     let out = target.join(format!("out-{}", std::process::id()));
     let built = Command::new("sh")
         .arg(plugins().join("examples/build.sh"))

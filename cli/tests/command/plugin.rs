@@ -1,0 +1,317 @@
+//! Third-party libraries through the real `q4`: good ones are judged, certified and used, hostile ones are refused, and nobody
+//! is believed.
+#[path = "../../../plugins/host/tests/built/mod.rs"]
+mod built;
+
+use crate::{document, err, out, q4};
+use serde_json::Value;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use tempfile::TempDir;
+
+/// A user with a folder for data of their own.
+struct User(TempDir);
+
+impl User {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn q4(&self, plugin: &Path) -> Command {
+        let mut command = q4();
+        command.env("XDG_DATA_HOME", self.0.path()).arg("--plugin").arg(plugin);
+        command
+    }
+
+    /// Asks the demo model, greedily.
+    fn generate(&self, plugin: &Path, backend: &str) -> Output {
+        let mut command = self.q4(plugin);
+        command.args(["--backend", backend, "--json", "generate", "demo", "-p", "Who are you?"]);
+        command.args(["--temperature", "0"]).output().unwrap()
+    }
+
+    /// The one error of such an attempt: exit status 6 and a code.
+    fn refused(&self, plugin: &Path, backend: &str) -> Value {
+        let output = self.generate(plugin, backend);
+        let name = plugin.display();
+        assert_eq!(output.status.code(), Some(6), "{name}: {}{}", out(&output), err(&output));
+        let error = document("error", &output);
+        assert!(error["code"].as_str().unwrap().starts_with("Q4-E03"), "{name}: {error}");
+        assert!(err(&output).contains(error["code"].as_str().unwrap()), "{name}");
+        error
+    }
+
+    fn certificates(&self) -> Vec<PathBuf> {
+        let folder = fs::read_dir(self.0.path().join("q4/certificates"));
+        folder.into_iter().flatten().map(|file| file.unwrap().path()).collect()
+    }
+}
+
+/// Everything from an author's build to a user's answer.
+fn is_certified_and_answers(plugin: &Path, backend: &str) {
+    let user = User::new();
+    // Nobody is used without having been judged.
+    let error = user.refused(plugin, backend);
+    assert!(error["have"].as_str().unwrap().contains("conformance-missing"), "{error}");
+    let command = format!("q4 conformance --plugin {}", plugin.display());
+    assert_eq!(error["fix"], command.as_str(), "{error}");
+    let judged = user.q4(plugin).args(["--json", "conformance", "--profile", "training"]).output().unwrap();
+    assert!(judged.status.success(), "{}{}", out(&judged), err(&judged));
+    let report = document("conformance", &judged);
+    assert_eq!((&report["conformant"], &report["complete"]), (&true.into(), &true.into()));
+    let levels: Vec<_> = report["claims"].as_array().unwrap().iter().map(|c| &c["levels"]).collect();
+    assert!(levels.len() > 1, "{report}");
+    for (levels, claim) in levels.iter().zip(report["claims"].as_array().unwrap()) {
+        let whole = claim["claim"] == "backend";
+        for level in if whole { &["L0", "L4"][..] } else { &["L1", "L2", "L3", "L4", "L5"] } {
+            assert!(levels[level]["passed"].as_u64() > Some(0), "{level} of {claim}");
+        }
+    }
+    assert_eq!(user.certificates().len(), 1);
+    // The checks of its table were among the cases.
+    let listed = user.q4(plugin).args(["conformance", "--list", "--level", "L0"]).output().unwrap();
+    assert!(out(&listed).contains("L0/backend/table/overlapping-operands\n"), "{}", out(&listed));
+
+    let answer = user.generate(plugin, backend);
+    assert!(answer.status.success(), "{}", err(&answer));
+    let report = document("generate", &answer);
+    assert_eq!(report["text"], "I am the q4 demo model, made of four-bit numbers.");
+    let executed = report["executed"].as_array().unwrap();
+    assert_eq!((executed.len(), &executed[0]["backend"]), (1, &backend.into()), "{report}");
+    assert_eq!((&report["downgraded"], &executed[0]["path"]), (&0.into(), &"fused-dequant".into()));
+
+    // One byte voids the certificate.
+    let changed = user.0.path().join("changed.so");
+    let mut bytes = fs::read(plugin).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    fs::write(&changed, bytes).unwrap();
+    let error = user.refused(&changed, backend);
+    assert!(error["have"].as_str().unwrap().contains("void: library bytes"), "{error}");
+}
+
+#[test]
+fn the_c_example_is_certified_and_answers() {
+    is_certified_and_answers(&built::acme_c(), "acme-c");
+}
+
+#[test]
+fn the_rust_example_is_certified_and_answers() {
+    is_certified_and_answers(&built::acme_nvfp4(), "acme-nvfp4");
+}
+
+/// What replaces what in the stub, and the reason it is refused for.
+type Hostile = (&'static str, &'static [(&'static str, &'static str)], &'static str);
+
+const DESCRIPTOR: &str = "Q4_PLUGIN_DESCRIPTOR(NAME, \"1.0\", \"nobody\");";
+const CREATE: &str = "*out = &BACKEND; return say(err, Q4_OK, \"\");";
+const ANSWER: &str = "out->table = &TABLE;\n    return Q4_OK;";
+const QUERY: &str = "q4_status q4_plugin_query(uint32_t major";
+const SIZE: &str = ".struct_size = sizeof(q4_backend_v1)";
+macro_rules! early {
+    ($body:literal) => {
+        &[("/*EARLY*/", concat!("__attribute__((constructor)) static void early(void) { ", $body, " }"))]
+    };
+}
+macro_rules! descriptor {
+    ($size:literal, $major:literal, $name:literal) => {
+        &[(
+            DESCRIPTOR,
+            concat!(
+                "Q4_EXPORT const q4_descriptor q4_plugin_descriptor = {{'q','4','p','l','u','g','i','n'}, ",
+                $size,
+                ", ",
+                $major,
+                ", 1u, 0u, ",
+                $name,
+                ", \"1.0\", \"nobody\"};"
+            ),
+        )]
+    };
+}
+
+const HOSTILE: [Hostile; 23] = [
+    ("no-symbol", &[(DESCRIPTOR, "")], "symbol-missing"),
+    ("no-query", &[(QUERY, "static q4_status ask(uint32_t major")], "symbol-missing"),
+    ("newer-major", descriptor!("sizeof(q4_descriptor)", "2u", "NAME"), "abi-mismatch"),
+    ("older-major", descriptor!("sizeof(q4_descriptor)", "0u", "NAME"), "library-too-old"),
+    ("short-descriptor", descriptor!("24u", "1u", "NAME"), "abi-mismatch"),
+    ("name-with-a-path", descriptor!("sizeof(q4_descriptor)", "1u", "\"../stub\""), "abi-mismatch"),
+    ("older-minor-with-too-little", &[(SIZE, ".struct_size = offsetof(q4_backend_v1, probe) - 1")], "abi-mismatch"),
+    ("wrong-struct-size", &[(SIZE, ".struct_size = 8")], "abi-mismatch"),
+    ("table-of-another-major", &[(".abi_major = Q4_ABI_MAJOR", ".abi_major = 2")], "abi-mismatch"),
+    ("null-function", &[(".forward = forward", ".forward = NULL")], "abi-mismatch"),
+    ("data-as-code", &[(".forward = forward", ".forward = (void *)OFFERS")], "abi-mismatch"),
+    ("wild-table", &[(ANSWER, "out->table = (void *)16; return Q4_OK;")], "abi-mismatch"),
+    ("no-table", &[(ANSWER, "out->table = 0; return Q4_OK;")], "abi-mismatch"),
+    ("name-of-a-builtin", &[(".name = Q4_STR(NAME)", ".name = Q4_STR(\"nvfp4-kernel\")")], "abi-mismatch"),
+    ("a-billion-offers", &[(".n_offers = 1", ".n_offers = 1000000000")], "abi-mismatch"),
+    ("panicking-query", &[(ANSWER, "return Q4_E_PANICKED;")], "panicked"),
+    ("panicking-create", &[(CREATE, "return say(err, Q4_E_PANICKED, \"index out of bounds\");")], "panicked"),
+    ("create-without-a-backend", &[(CREATE, "return say(err, Q4_OK, \"\");")], "internal"),
+    ("constructor-aborts", early!("abort();"), "died-in-probe"),
+    ("constructor-faults", early!("*(volatile int *)8 = 1;"), "died-in-probe"),
+    ("constructor-exits", early!("_exit(0);"), "died-in-probe"),
+    ("constructor-kills-its-parent-s-child", early!("raise(9);"), "died-in-probe"),
+    // Good as long as it is only looked at.
+    (
+        "table-that-changes",
+        &[(
+            ANSWER,
+            "FILE *f = fopen(\"/proc/self/cmdline\", \"r\"); char line[4096] = {0}; size_t n = fread(line, 1, 4095, f);\n    fclose(f); for (size_t i = 0; i < n; i++) if (!line[i]) line[i] = ' ';\n    if (!strstr(line, \"plugin-probe\")) TABLE.forward = NULL;\n    out->table = &TABLE;\n    return Q4_OK;",
+        )],
+        "abi-mismatch",
+    ),
+];
+
+/// Builds each of them into `dir`.
+fn hostile(dir: &Path) -> Vec<(PathBuf, &'static str)> {
+    let include = ("#include <unistd.h>", "#include <unistd.h>\n#include <signal.h>\n#include <stdio.h>");
+    let build = |(name, edits, reason): &Hostile| {
+        (built::stub(dir, name, &[&[include], *edits].concat()), *reason)
+    };
+    let mut all: Vec<_> = HOSTILE.iter().map(build).collect();
+    let good = fs::read(built::stub(dir, "good", &[])).unwrap();
+    fs::remove_file(dir.join("good.so")).unwrap();
+    let mut file = |name: &str, bytes: &[u8], reason| {
+        let path = dir.join(name);
+        fs::write(&path, bytes).unwrap();
+        all.push((path, reason));
+    };
+    let patched = |at: usize, byte: u8| {
+        let mut bytes = good.clone();
+        bytes[at] = byte;
+        bytes
+    };
+    file("empty.so", b"", "library-missing");
+    file("not-elf.so", b"#!/bin/sh\nrm -rf /\n", "library-missing");
+    file("truncated.so", &good[..good.len() / 2], "library-missing");
+    file("garbage-tail.so", &[&good[..], b"garbage"].concat(), "library-missing");
+    file("wrong-architecture.so", &patched(18, 8), "abi-mismatch");
+    file("32-bit.so", &patched(4, 1), "abi-mismatch");
+    all
+}
+
+#[test]
+#[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
+fn every_hostile_library_is_refused_with_6_and_a_code() {
+    let (user, dir) = (User::new(), tempfile::tempdir().unwrap());
+    let mut all = hostile(dir.path());
+    // All of them in one process, which lives to tell of each.
+    let mut command = q4();
+    command.env("XDG_DATA_HOME", user.0.path()).args(["--json", "diagnose", "--plugin-dir"]);
+    let output = command.arg(dir.path()).output().unwrap();
+    assert_eq!(output.status.code(), Some(3), "{}", err(&output));
+    let report = document("diagnose", &output).to_string();
+    for (path, reason) in &all {
+        let name = path.display().to_string();
+        assert!(report.contains(&name), "{name} is not in {report}");
+        let told = format!("\"code\":\"{reason}\",");
+        assert!(report.contains(&told), "{name}: no {reason}");
+    }
+    assert!(report.contains("name-taken"), "they share a name");
+
+    // What only a path of its own can be.
+    all.extend(by_path(dir.path()));
+    assert!(all.len() >= 35, "{}", all.len());
+    for (path, reason) in &all {
+        let error = user.refused(path, "stub");
+        assert_eq!(error["code"], "Q4-E0306", "{}", path.display());
+        let what = error["what"].as_str().unwrap();
+        assert!(what.ends_with(&format!("is refused: {reason}")), "{}: {error}", path.display());
+    }
+}
+
+/// A constructor that never comes back costs the ten seconds a library may take.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_library_that_hangs_is_given_up() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = built::stub(dir.path(), "hangs", early!("for (;;) pause();"));
+    let error = User::new().refused(&path, "stub");
+    assert!(error["what"].as_str().unwrap().ends_with("is refused: timed-out"), "{error}");
+}
+
+#[cfg(unix)]
+fn by_path(dir: &Path) -> Vec<(PathBuf, &'static str)> {
+    use std::os::unix::fs::{PermissionsExt, symlink};
+    let writable = |path: &Path| fs::set_permissions(path, fs::Permissions::from_mode(0o777)).unwrap();
+    let good = built::stub(dir, "good", &[]);
+    let copy = |name: &str| {
+        let to = dir.join(name);
+        fs::create_dir_all(to.parent().unwrap()).unwrap();
+        fs::copy(&good, &to).unwrap();
+        to
+    };
+    let (file, folder, deep) = (copy("open.so"), copy("open/p.so"), copy("above/below/p.so"));
+    writable(&file);
+    writable(folder.parent().unwrap());
+    writable(deep.parent().unwrap().parent().unwrap());
+    symlink(dir.join("loop-b.so"), dir.join("loop-a.so")).unwrap();
+    symlink(dir.join("loop-a.so"), dir.join("loop-b.so")).unwrap();
+    let pipe = dir.join("pipe.so");
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let mut all = vec![
+        (file, "library-untrusted"),
+        (folder, "library-untrusted"),
+        (deep, "library-untrusted"),
+        (dir.join("loop-a.so"), "library-missing"),
+        (pipe, "library-missing"),
+        (dir.join("absent.so"), "library-missing"),
+        (dir.to_owned(), "library-missing"),
+        // No folder is searched, the current one least of all.
+        (PathBuf::from("good.so"), "library-missing"),
+    ];
+    if Path::new("/proc/self/mem").exists() {
+        // Unreadable for everybody, root included.
+        all.push((PathBuf::from("/proc/self/mem"), "library-missing"));
+    }
+    all
+}
+
+/// A library with a certificate that somebody forged, and what becomes of it.
+fn certified(user: &User, name: &str, edits: &[(&str, &str)]) -> PathBuf {
+    let dir = user.0.path();
+    let plugin = built::stub(dir, name, edits);
+    let mut judge = user.q4(&plugin);
+    let judged = judge.args(["--json", "conformance", "--level", "L0", "--no-certificate"]).output().unwrap();
+    let report = document("conformance", &judged);
+    let certificate = serde_json::json!({
+        "schema": "q4.certificate/1",
+        "backend": "stub",
+        "version": "1.0",
+        "sha256": report["backends"][0]["library"]["sha256"],
+        "suite": report["suite"],
+        "profile": "inference",
+        "claims": ["nvfp4@1/native/cpu/fused-dequant"],
+        "machine": report["machine"],
+    });
+    let folder = dir.join("q4/certificates");
+    fs::create_dir_all(&folder).unwrap();
+    fs::write(folder.join(format!("{name}.json")), certificate.to_string()).unwrap();
+    plugin
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_forged_certificate_is_not_enough() {
+    let user = User::new();
+    let call = "const q4_env *e, q4_reject_fn sink, void *user, q4_error *err)\n{\n    return say(err, Q4_OK, \"\");";
+    let says = |text: &str| call.replace("return say(err, Q4_OK, \"\");", text);
+    let (silent, nonsense) = (says("return Q4_E_UNSUPPORTED;"), says("return -4711;"));
+    let made = "o->path = p->path";
+    for (name, edits, code, word) in [
+        ("verdict-without-a-reason", &[(call, &*silent)][..], "Q4-E0301", "a refusal without a reason"),
+        ("verdict-of-nonsense", &[(call, &*nonsense)], "Q4-E0301", "status -4711"),
+        ("another-path", &[(made, "o->path = Q4_PATH_DEQUANT_MATMUL")], "Q4-E0310", "dequant-matmul"),
+        ("fewer-rows", &[("o->n = p->n", "o->n = p->n - 1")], "Q4-E0310", "[79,"),
+        ("success-without-a-weight", &[("*out = p;\n", "")], "Q4-E0313", "NULL and success"),
+        ("computes-nothing", &[], "Q4-E0307", "self-check"),
+    ] {
+        let plugin = certified(&user, name, edits);
+        let error = user.refused(&plugin, "stub");
+        let text = error.to_string();
+        assert!(error["code"] == code && (text.contains(word) || code == "Q4-E0307"), "{name}: {error}");
+    }
+}
