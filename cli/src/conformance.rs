@@ -7,8 +7,8 @@ use crate::plugins::Tables;
 use crate::report::Outcome;
 use q4_conformance::certificate::default_dir;
 use q4_conformance::{
-    AbiProbe, Bench, Certificate, ChildProcesses, Level, Library, Options, Profile, Report, Waivers, cases, run_with,
-    serve,
+    AbiProbe, Bench, Certificate, ChildProcesses, Level, Library, Options, Profile, Report, Waivers, cases,
+    run_with, serve,
 };
 use q4_core::{BUILTINS, Candidate, Code, Dispatch, Error, Q4Backend, Registry, Result, ThreadPool};
 use std::ops::Range;
@@ -143,6 +143,10 @@ fn judge(
         memory_limit: args.case_memory,
     };
     let report = run_with(&runner, &**backend, abi, options, registry.env(), threads);
+    let report = match processor() {
+        Some(name) => report.on_processor(&name),
+        None => report,
+    };
     let file = registry.env().libraries.get(&name).map(|facts| PathBuf::from(&facts.path));
     let file = match file {
         Some(file) => Some(file),
@@ -154,6 +158,13 @@ fn judge(
         Some(file) => report.loaded_from(Library::of(&file)?, is_plugin(&**backend)),
         None => report,
     })
+}
+
+/// What the system calls the processor.
+fn processor() -> Option<String> {
+    let facts = std::fs::read_to_string("/proc/cpuinfo").ok()?;
+    let line = facts.lines().find(|line| line.starts_with("model name"))?;
+    line.split_once(':').map(|(_, name)| name.trim().to_owned()).filter(|name| !name.is_empty())
 }
 
 /// This command line again, as a child.

@@ -31,12 +31,7 @@ impl AbiProbe for Table {
 
 /// Adds the libraries of `paths` and `folders`. One that was named and is refused is an error; one that was found in a
 /// folder stays in the list with its reasons, and so does one without a valid certificate while `gated`.
-pub fn add(
-    registry: &mut Registry,
-    paths: &[PathBuf],
-    folders: &[PathBuf],
-    gated: bool,
-) -> Result<Tables> {
+pub fn add(registry: &mut Registry, paths: &[PathBuf], folders: &[PathBuf], gated: bool) -> Result<Tables> {
     let mut tables = Tables::default();
     if paths.is_empty() && folders.is_empty() {
         return Ok(tables);

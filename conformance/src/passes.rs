@@ -116,8 +116,7 @@ impl StoredPasses {
         let (schema, machine, isa) = (SCHEMA.to_owned(), self.machine.clone(), self.isa.clone());
         let mut now = Stored { schema, machine, isa, program, passed: BTreeSet::new(), digests };
         let is_ours = |w: &&Stored| {
-            (&w.schema, &w.machine, &w.isa, &w.program)
-                == (&now.schema, &now.machine, &now.isa, &now.program)
+            (&w.schema, &w.machine, &w.isa, &w.program) == (&now.schema, &now.machine, &now.isa, &now.program)
         };
         now.passed = written.as_ref().filter(is_ours).map(|w| w.passed.clone()).unwrap_or_default();
         Some(Opened { now, written })

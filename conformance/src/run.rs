@@ -93,5 +93,12 @@ pub fn run_with(
         results.push(result);
         goes_on
     });
-    Report::of(backend.descriptor(), env, options, results, waivers.notes(options.is_complete()), start.elapsed())
+    Report::of(
+        backend.descriptor(),
+        env,
+        options,
+        results,
+        waivers.notes(options.is_complete()),
+        start.elapsed(),
+    )
 }

@@ -61,7 +61,10 @@ impl Waivers {
     /// The entries that concern `backend`, on a day.
     pub(crate) fn judge(&self, backend: &str, today: Date) -> Judge<'_> {
         let own = self.0.iter().filter(|w| w.backend == backend);
-        Judge { today, entries: own.map(|w| Entry { waiver: w, covered: 0, executed: 0, excused: 0 }).collect() }
+        Judge {
+            today,
+            entries: own.map(|w| Entry { waiver: w, covered: 0, executed: 0, excused: 0 }).collect(),
+        }
     }
 }
 

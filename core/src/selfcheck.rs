@@ -2,9 +2,9 @@
 use crate::formats::{nf4, nvfp4};
 use crate::oracle::{Input, bound};
 use crate::{
-    Absmax, ActGlobal, ActQuant, Activations, Code, Convention, DType, Device, Error, ExecContext, GlobalScale, HostEnv,
-    LinearSpec, Q4Schema, Q4Weight, Result, RowDecoder, ScaleLayout, Segment, SegmentData, SegmentSpec,
-    Selection, TensorView, TensorViewMut, ThreadPool,
+    Absmax, ActGlobal, ActQuant, Activations, Code, Convention, DType, Device, Error, ExecContext,
+    GlobalScale, HostEnv, LinearSpec, Q4Schema, Q4Weight, Result, RowDecoder, ScaleLayout, Segment,
+    SegmentData, SegmentSpec, Selection, TensorView, TensorViewMut, ThreadPool,
 };
 use half::{bf16, f16};
 use std::collections::BTreeMap;

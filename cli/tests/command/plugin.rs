@@ -50,7 +50,7 @@ impl User {
 
 /// Everything from an author's build to a user's answer.
 fn is_certified_and_answers(plugin: &Path, backend: &str) {
-    let user = User::new();
+    let (user, plugin) = (User::new(), &fs::canonicalize(plugin).unwrap());
     // Nobody is used without having been judged.
     let error = user.refused(plugin, backend);
     assert!(error["have"].as_str().unwrap().contains("conformance-missing"), "{error}");
@@ -138,7 +138,11 @@ const HOSTILE: [Hostile; 23] = [
     ("older-major", descriptor!("sizeof(q4_descriptor)", "0u", "NAME"), "library-too-old"),
     ("short-descriptor", descriptor!("24u", "1u", "NAME"), "abi-mismatch"),
     ("name-with-a-path", descriptor!("sizeof(q4_descriptor)", "1u", "\"../stub\""), "abi-mismatch"),
-    ("older-minor-with-too-little", &[(SIZE, ".struct_size = offsetof(q4_backend_v1, probe) - 1")], "abi-mismatch"),
+    (
+        "older-minor-with-too-little",
+        &[(SIZE, ".struct_size = offsetof(q4_backend_v1, probe) - 1")],
+        "abi-mismatch",
+    ),
     ("wrong-struct-size", &[(SIZE, ".struct_size = 8")], "abi-mismatch"),
     ("table-of-another-major", &[(".abi_major = Q4_ABI_MAJOR", ".abi_major = 2")], "abi-mismatch"),
     ("null-function", &[(".forward = forward", ".forward = NULL")], "abi-mismatch"),
@@ -169,7 +173,7 @@ const HOSTILE: [Hostile; 23] = [
 fn hostile(dir: &Path) -> Vec<(PathBuf, &'static str)> {
     let include = ("#include <unistd.h>", "#include <unistd.h>\n#include <signal.h>\n#include <stdio.h>");
     let build = |(name, edits, reason): &Hostile| {
-        (built::stub(dir, name, &[&[include], *edits].concat()), *reason)
+        (built::stub(dir, name, &[&[include][..], *edits].concat()), *reason)
     };
     let mut all: Vec<_> = HOSTILE.iter().map(build).collect();
     let good = fs::read(built::stub(dir, "good", &[])).unwrap();

@@ -1,5 +1,6 @@
 //! Self-checks run once for a build on a machine, and whenever what is remembered of them is not certain.
 use crate::{err, out, q4};
+use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -23,6 +24,11 @@ fn file(data: &Path) -> PathBuf {
     files[0].clone()
 }
 
+fn passed(data: &Path) -> Value {
+    let text = fs::read_to_string(file(data)).unwrap();
+    serde_json::from_str::<Value>(&text).unwrap()["stored"]["passed"].clone()
+}
+
 #[test]
 fn a_build_is_checked_once_on_a_machine() {
     let data = tempfile::tempdir().unwrap();
@@ -31,7 +37,8 @@ fn a_build_is_checked_once_on_a_machine() {
     assert!(ran > 0 && remembered == 0, "{ran} {remembered}");
     assert_eq!(checks(data, None), (0, ran));
     let path = file(data);
-    let whole = fs::read_to_string(&path).unwrap();
+    let (whole, before) = (fs::read_to_string(&path).unwrap(), passed(data));
+    assert_eq!(before.as_array().unwrap().len(), ran);
     let name = whole.find("nvfp4-kernel").unwrap();
     for damaged in [
         String::new(),
@@ -42,11 +49,12 @@ fn a_build_is_checked_once_on_a_machine() {
     ] {
         fs::write(&path, damaged).unwrap();
         assert_eq!(checks(data, None), (ran, 0));
-        assert_eq!(fs::read_to_string(file(data)).unwrap(), whole, "it is whole again");
+        assert_eq!(passed(data), before, "it is whole again");
     }
     // Other kernels are other kernels.
     assert_eq!(checks(data, Some("portable")), (ran, 0));
     assert_eq!(checks(data, Some("portable")), (0, ran));
+    assert_eq!(fs::read_dir(data.join("q4/self-checks")).unwrap().count(), 2);
     assert_eq!(checks(data, None), (0, ran));
 }
 

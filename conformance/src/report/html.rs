@@ -26,8 +26,8 @@ pub(super) fn render(r: &Report) -> String {
     facts(&mut out, r);
     levels(&mut out, r);
     matrix(&mut out, r);
-    plots(&mut out, r);
     failures(&mut out, r);
+    plots(&mut out, r);
     footer(&mut out, r);
     out.push_str("</main>\n</body>\n</html>\n");
     out
@@ -40,9 +40,10 @@ fn hero(out: &mut String, r: &Report, class: &str, verdict: &str) {
             format!("{} <small>{}</small>", escape(&b.name), escape(&b.version)),
             format!("by {}", escape(&b.vendor)),
         ),
-        all => {
-            (format!("{} backends", all.len()), all.iter().map(|b| escape(&b.name)).collect::<Vec<_>>().join(" · "))
-        }
+        all => (
+            format!("{} backends", all.len()),
+            all.iter().map(|b| escape(&b.name)).collect::<Vec<_>>().join(" · "),
+        ),
     };
     let failed = match r.failed {
         0 => "none failed".to_owned(),
@@ -74,7 +75,10 @@ fn facts(out: &mut String, r: &Report) {
     cells.push((
         "accuracy",
         format!("{worst:.3} of the bound"),
-        "largest error of any f32 result, elementwise".into(),
+        match r.failed {
+            0 => "largest error of any f32 result, elementwise".into(),
+            _ => "largest error of the f32 cases that passed".into(),
+        },
     ));
     out.push_str("<dl class=\"facts\">");
     for (name, value, detail) in cells {
@@ -144,7 +148,7 @@ fn matrix(out: &mut String, r: &Report) {
                 [schema, activations, device, path] => {
                     let _ = write!(
                         out,
-                        "<tr><td>{}</td><td>{}</td><td>{} <span>{}</span></td>",
+                        "<tr><td class=\"schema\">{}</td><td>{}</td><td class=\"path\">{} <span>{}</span></td>",
                         escape(schema),
                         escape(activations),
                         escape(path),
@@ -154,7 +158,7 @@ fn matrix(out: &mut String, r: &Report) {
                 _ => out.push_str("<tr><td colspan=\"3\">descriptor, probe, verdicts</td>"),
             }
             for l in &levels {
-                out.push_str(&cell(c.levels.get(l)));
+                out.push_str(&cell(*l, c.levels.get(l)));
             }
             let ratio = if c.float32.cases() > 0 { c.float32.max } else { c.half.max };
             if has_ratios(c) {
@@ -168,29 +172,24 @@ fn matrix(out: &mut String, r: &Report) {
     out.push_str("</table></div></section>\n");
 }
 
-fn cell(level: Option<&LevelReport>) -> String {
-    match level {
-        None => "<td class=\"none\">–</td>".into(),
-        Some(l) if l.failed > 0 => {
-            format!(
-                "<td class=\"bad\">{}<small>{} of {} wrong</small></td>",
-                mark(false),
-                l.failed,
-                l.executed()
-            )
+fn cell(level: Level, counts: Option<&LevelReport>) -> String {
+    let Some(l) = counts else { return "<td class=\"none\">–</td>".into() };
+    let (class, text) = match l {
+        l if l.failed > 0 => {
+            ("bad", format!("{}<small>{} of {} wrong</small>", mark(false), l.failed, l.executed()))
         }
-        Some(l) if l.executed() == 0 => "<td class=\"bad\">nothing ran</td>".into(),
-        Some(l) => {
-            let waived = if l.waived > 0 { format!(", {} waived", l.waived) } else { String::new() };
-            let refused =
-                if l.unsupported > 0 { format!(", {} refused", l.unsupported) } else { String::new() };
-            format!(
-                "<td class=\"good\">{}<small>{}{waived}{refused}</small></td>",
-                mark(true),
-                thousands(l.passed as u64)
-            )
+        l if l.executed() == 0 => ("bad", "nothing ran".to_owned()),
+        l => {
+            let mut text = format!("{}<small>{}</small>", mark(true), thousands(l.passed as u64));
+            for (n, what) in [(l.waived, "waived"), (l.unsupported, "refused")] {
+                if n > 0 {
+                    let _ = write!(text, "<small class=\"more\">{n} {what}</small>");
+                }
+            }
+            ("good", text)
         }
-    }
+    };
+    format!("<td class=\"{class}\" data-level=\"{level}\">{text}</td>")
 }
 
 fn plots(out: &mut String, r: &Report) {
@@ -200,12 +199,21 @@ fn plots(out: &mut String, r: &Report) {
     }
     out.push_str("<section><h2>How far from the bound</h2><p class=\"lead\">Every output is compared with the exact product. The bound of each is derived from the terms of its sum; a bar counts the cases whose largest error takes that share of it, and everything must lie left of the line at the end. <span class=\"key f32\">f32 results</span> show the arithmetic; in <span class=\"key half\">16-bit results</span> the last rounding alone may take the whole bound.</p><div class=\"plots\">");
     for c in shown {
-        let name =
-            if r.backends.len() > 1 { format!("{} · {}", c.backend, c.claim) } else { c.claim.clone() };
+        let backend =
+            if r.backends.len() > 1 { format!("<em>{}</em><br>", escape(&c.backend)) } else { String::new() };
+        let name = match c.claim.split('/').collect::<Vec<_>>().as_slice() {
+            [schema, activations, device, path] => format!(
+                "{} {} <small>{}, {}</small>",
+                escape(schema),
+                escape(activations),
+                escape(path),
+                escape(device)
+            ),
+            _ => escape(&c.claim),
+        };
         let _ = write!(
             out,
-            "<figure><figcaption><span>{}</span><b>{:.3}</b></figcaption>{}</figure>",
-            escape(&name),
+            "<figure><figcaption><span>{backend}{name}</span><b>{:.3}</b></figcaption>{}</figure>",
             if c.float32.cases() > 0 { c.float32.max } else { c.half.max },
             plot::histogram(c)
         );
@@ -221,13 +229,14 @@ fn failures(out: &mut String, r: &Report) {
     for note in &r.notes {
         let _ = write!(out, "<p class=\"note\">{}</p>", escape(note));
     }
-    for f in r.failures.iter().take(SHOWN) {
+    for (i, f) in r.failures.iter().take(SHOWN).enumerate() {
+        let open = if i == 0 { " open" } else { "" };
         let class = if f.outcome == Outcome::Waived { "waived" } else { "bad" };
         let text = f.waiver.as_deref().map(|w| format!("waived: {w}\n")).unwrap_or_default()
             + f.message.as_deref().unwrap_or("");
         let _ = write!(
             out,
-            "<details class=\"{class}\"><summary><b>{}</b> <code>{}</code></summary><pre>{}</pre><pre class=\"again\">{}</pre></details>",
+            "<details class=\"{class}\"{open}><summary><b>{}</b> <code>{}</code></summary><pre>{}</pre><pre class=\"again\">{}</pre></details>",
             f.outcome.as_str(),
             escape(&f.id),
             escape(&text).replace("&#10;", "\n"),

@@ -2,8 +2,8 @@
 use super::{ClaimReport, Errors, HISTOGRAM};
 use std::fmt::Write;
 
-const WIDTH: f64 = 460.0;
-const HEIGHT: f64 = 64.0;
+const WIDTH: f64 = 360.0;
+const HEIGHT: f64 = 112.0;
 
 /// How much of its bound the largest error of a claim takes.
 pub(super) fn bar(ratio: f64) -> String {
@@ -16,12 +16,13 @@ pub(super) fn bar(ratio: f64) -> String {
 /// Cases by error over bound, from 0 to 1: bars on a square-root scale, f32 above the axis and 16-bit results below it, the
 /// bound at the end.
 pub(super) fn histogram(c: &ClaimReport) -> String {
-    let below = if c.half.cases() > 0 { HEIGHT * 0.55 } else { 0.0 };
-    let above = HEIGHT - HEIGHT * 0.45 * f64::from(c.half.cases() > 0);
+    let both = c.float32.cases() > 0 && c.half.cases() > 0;
+    let above = if both { HEIGHT * 0.58 } else { HEIGHT * f64::from(c.half.cases() == 0) };
+    let below = HEIGHT - above;
     let mut out = format!(
         "<svg viewBox=\"0 -4 {:.0} {:.0}\" role=\"img\" aria-label=\"error over bound: f32 at most {:.3}, 16-bit at most {:.3}\">",
-        WIDTH + 8.0,
-        above + below + 24.0,
+        WIDTH + 2.0,
+        HEIGHT + 26.0,
         c.float32.max,
         c.half.max
     );
@@ -35,9 +36,15 @@ pub(super) fn histogram(c: &ClaimReport) -> String {
     let _ = write!(out, "<line class=\"axis\" x1=\"0\" x2=\"{WIDTH}\" y1=\"{above:.1}\" y2=\"{above:.1}\"/>");
     let end = above + below;
     let _ = write!(out, "<line class=\"limit\" x1=\"{WIDTH}\" x2=\"{WIDTH}\" y1=\"-2\" y2=\"{end:.1}\"/>");
-    for (at, label, anchor) in [(0.0, "0", "start"), (0.5, "½", "middle"), (1.0, "bound", "end")] {
-        let (x, y) = (at * WIDTH, end + 15.0);
-        let _ = write!(out, "<text x=\"{x}\" y=\"{y:.1}\" text-anchor=\"{anchor}\">{label}</text>");
+    for (at, label, anchor, class) in [
+        (0.0, "0", "start", ""),
+        (0.25, "¼", "middle", ""),
+        (0.5, "½", "middle", ""),
+        (0.75, "¾", "middle", ""),
+        (1.0, "bound", "end", " class=\"end\""),
+    ] {
+        let (x, y) = (at * WIDTH, end + 17.0);
+        let _ = write!(out, "<text{class} x=\"{x}\" y=\"{y:.1}\" text-anchor=\"{anchor}\">{label}</text>");
     }
     out.push_str("</svg>");
     out

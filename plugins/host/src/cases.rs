@@ -243,7 +243,9 @@ impl TableCases {
         let first = both.as_mut_ptr();
         let at = |m: Q4Matrix, element: usize| Q4Matrix { data: first.wrapping_add(element).cast(), ..m };
         let code = session.call(&at(x, 0), &at(y, M * K), &exec, ptr::null_mut())?;
-        expect("a product of operands that touch", code == status::OK, "success", || format!("status {code}"))?;
+        expect("a product of operands that touch", code == status::OK, "success", || {
+            format!("status {code}")
+        })?;
         same("a product of operands that touch", &exact, &both[M * K..])?;
         let inside = Q4Matrix { data: exec.workspace, ..y };
         for (what, x, y) in [

@@ -68,8 +68,16 @@ fn tables_that_break_a_rule_are_caught_by_its_check() {
         ),
         ("longer-operands", "m->struct_size < sizeof *m", "m->struct_size != sizeof *m"),
         ("overlapping-operands", "    if (share(in, out, exec))", "    if (0)"),
-        ("overlapping-operands", "x < y + b_bytes && y < x + a_bytes", "x <= y + b_bytes && y <= x + a_bytes"),
-        ("overlapping-operands", "const void *work = exec ? exec->workspace : NULL;", "const void *work = NULL;"),
+        (
+            "overlapping-operands",
+            "x < y + b_bytes && y < x + a_bytes",
+            "x <= y + b_bytes && y <= x + a_bytes",
+        ),
+        (
+            "overlapping-operands",
+            "const void *work = exec ? exec->workspace : NULL;",
+            "const void *work = NULL;",
+        ),
         (
             "no-threads",
             "if (exec && exec->parallel && j->pieces > 1) {",

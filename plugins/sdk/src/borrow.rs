@@ -290,7 +290,8 @@ fn reach(view: &TensorView<'_>) -> Result<Range<usize>> {
     if view.is_empty() {
         return Ok(start..start);
     }
-    let last: i64 = view.shape().iter().zip(view.strides()).map(|(extent, stride)| (extent - 1) * stride).sum();
+    let last: i64 =
+        view.shape().iter().zip(view.strides()).map(|(extent, stride)| (extent - 1) * stride).sum();
     Ok(start..start + (size(last as u64, "extent")? + 1) * view.dtype().size())
 }
 

@@ -1,6 +1,9 @@
 //! A backend behind the C table: every entry translates, calls and translates back, and no panic leaves it.
 use crate::{borrow, codes, lend, message, threads, threads::POOL};
-use q4_core::{Code, Error, ExecContext, PreparedWeight, Q4Backend as Backend, Q4Weight, Result, TensorView, TensorViewMut};
+use q4_core::{
+    Code, Error, ExecContext, PreparedWeight, Q4Backend as Backend, Q4Weight, Result, TensorView,
+    TensorViewMut,
+};
 use q4_plugin_abi as abi;
 use q4_plugin_abi::{
     Q4Backend, Q4BackendV1, Q4Env, Q4Error, Q4Exec, Q4Interface, Q4LinearSpec, Q4Matrix, Q4Offer, Q4Prepared,
