@@ -7,7 +7,7 @@ use crate::plugins;
 use crate::report::Report;
 use q4_core::memory::{Budget, ManagedSupport, Role, UnifiedMemory};
 use q4_core::{
-    BuiltinOptions, Candidate, Code, ComputePath, DType, Device, Dispatch, Error, OpSet, Overrides, Policy,
+    BuiltinOptions, Candidate, Code, ComputePath, DType, Device, Dispatch, Error, HostEnv, OpSet, Overrides, Policy,
     Registry, Result, ThreadPool,
 };
 use q4_model::checkpoint::{Checkpoint, OpenOptions};
@@ -72,7 +72,17 @@ impl Context {
     pub fn registry(&self) -> Result<Registry> {
         let named = self.global.nvfp4_lib.iter().map(|path| (NVFP4_KERNEL.to_owned(), path.clone()));
         let isa = std::env::var("Q4_ISA").ok().filter(|isa| !isa.is_empty());
-        let mut registry = Registry::builtin(&BuiltinOptions { libraries: BTreeMap::from_iter(named), isa })?;
+        let cuda = match self.device()? {
+            Device::Cuda(ordinal) => Some(ordinal),
+            _ => None,
+        };
+        let options = BuiltinOptions {
+            libraries: BTreeMap::from_iter(named),
+            isa,
+            cuda,
+            unified_memory: self.unified_memory(),
+        };
+        let mut registry = Registry::builtin(&options)?;
         plugins::add(&mut registry, &self.global.plugin, &self.global.plugin_dir, self.gated)?;
         Ok(registry)
     }
@@ -136,10 +146,17 @@ impl Context {
     pub fn device(&self) -> Result<Device> {
         match self.global.device {
             DeviceChoice::Auto | DeviceChoice::Cpu => Ok(Device::Cpu),
-            DeviceChoice::Cuda(n) => Err(Error::new(Code::DeviceMissing, format!("--device cuda:{n}"))
-                .need("CUDA kernels in this build and a CUDA device")
-                .have("a build with CPU kernels only")
-                .fix("--device cpu, or leave the option out")),
+            DeviceChoice::Cuda(n) => {
+                let mut env = HostEnv::default();
+                env.find_cuda();
+                match env.cuda_device(n) {
+                    Some(_) => Ok(Device::Cuda(n)),
+                    None => Err(Error::new(Code::DeviceMissing, format!("--device cuda:{n}"))
+                        .need("a CUDA device and its driver")
+                        .have(env.no_cuda(n))
+                        .fix("--device cpu, or leave the option out")),
+                }
+            }
         }
     }
 
@@ -182,13 +199,20 @@ impl Context {
         Checkpoint::open(&model.model, &options)
     }
 
-    fn check_unified_memory(&self) -> Result<()> {
-        let request = match self.global.unified_memory {
+    fn unified_memory(&self) -> UnifiedMemory {
+        match self.global.unified_memory {
             Unified::Disabled => UnifiedMemory::Disabled,
             Unified::Prefer => UnifiedMemory::Prefer,
             Unified::Require => UnifiedMemory::Require,
-        };
-        let why = "a build with CPU kernels only, where host memory is all there is";
+        }
+    }
+
+    fn check_unified_memory(&self) -> Result<()> {
+        let request = self.unified_memory();
+        if self.device()? != Device::Cpu {
+            return Ok(()); // the backend says when it opens the device
+        }
+        let why = "--device cpu, where host memory is all there is";
         let placed = request.place(Role::Weight, false, &ManagedSupport::No(why.into()));
         placed.map_err(|e| e.fix("--unified-memory prefer goes on without"))?;
         if request == UnifiedMemory::Prefer {

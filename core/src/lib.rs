@@ -20,6 +20,7 @@ mod scale;
 mod schema;
 mod select;
 pub mod selfcheck;
+pub mod stage;
 mod tensor;
 mod threads;
 mod weight;

@@ -10,6 +10,7 @@ mod gpu;
 mod graph;
 mod kernel;
 mod libraries;
+mod stage;
 mod stream;
 
 pub use buffer::{Buffer, Pinned, view, view_mut};
@@ -25,13 +26,24 @@ pub use stream::{Event, Stream};
 
 use driver::CUresult;
 use q4_core::{Code, Error, Result};
+use std::cell::Cell;
 use std::ffi::CStr;
+
+thread_local! {
+    static LAST: Cell<i64> = const { Cell::new(0) };
+}
+
+/// The driver's number for the last failure that [`check`] saw on this thread, 0 before the first.
+pub fn last_status() -> i64 {
+    LAST.get()
+}
 
 /// Turns a status into an error that names it; out-of-memory has its own code.
 pub fn check(status: CUresult, doing: &str) -> Result<()> {
     if status == CUresult::CUDA_SUCCESS {
         return Ok(());
     }
+    LAST.set(status as i64);
     let code = match status {
         CUresult::CUDA_ERROR_OUT_OF_MEMORY => Code::OutOfMemory,
         CUresult::CUDA_ERROR_NO_DEVICE | CUresult::CUDA_ERROR_INVALID_DEVICE => Code::DeviceMissing,
@@ -69,5 +81,5 @@ fn text(status: CUresult, what: Text) -> String {
 /// The arguments of a launch: pointers to the values named, which live as long as the statement.
 #[macro_export]
 macro_rules! args {
-    ($($e:expr),* $(,)?) => { &mut [$( (&raw const $e).cast::<::std::ffi::c_void>().cast_mut() ),*] };
+    ($($e:expr),* $(,)?) => { &mut [$( ::std::ptr::from_ref(&$e).cast::<::std::ffi::c_void>().cast_mut() ),*] };
 }

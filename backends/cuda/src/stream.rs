@@ -87,6 +87,12 @@ impl Event {
             Ok(event)
         }
     }
+    /// Waits until the queue has reached it.
+    pub fn wait(&self) -> Result<()> {
+        self.gpu.bind()?;
+        // SAFETY: the event is alive and recorded.
+        self.gpu.blame(check(unsafe { driver::cuEventSynchronize(self.raw) }, "cuEventSynchronize"))
+    }
     /// Seconds from `self` to `later`; waits for both.
     pub fn seconds_until(&self, later: &Self) -> Result<f64> {
         self.gpu.bind()?;

@@ -123,7 +123,7 @@ fn real() -> PathBuf {
 }
 
 fn named(path: &Path) -> BuiltinOptions {
-    BuiltinOptions { libraries: [(NAME.to_owned(), path.to_owned())].into(), isa: None }
+    BuiltinOptions { libraries: [(NAME.to_owned(), path.to_owned())].into(), ..Default::default() }
 }
 
 fn dead(options: &BuiltinOptions) -> Vec<Reject> {
