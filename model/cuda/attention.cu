@@ -70,7 +70,7 @@ ATTENTION(f16, f16)
 #ifdef HEAD_DIM
 // decode_X_T(qkv X[sequences, (heads + 2 kv_heads) HEAD_DIM], q_weight f32, k_weight f32, eps,
 //            cosine f32[context, HEAD_DIM/2], sine, position u32[sequences], keys T, values T, head_stride,
-//            sequence_stride, partial f32[sequences * kv_heads * groups * splits * 8 * (HEAD_DIM + 2)],
+//            sequence_stride, partial f32[sequences * kv_heads * groups * splits * 8 * (HEAD_DIM + 4)], 16-byte aligned,
 //            counters u32[sequences * kv_heads * groups], out T[sequences, heads HEAD_DIM], heads, kv_heads, scale)
 //   grid (splits, kv_heads * groups, sequences), groups = ceil(heads / kv_heads / 8), block 256;
 //   splits: about (multiprocessors / (kv_heads * groups * sequences)), at most 32, at least 1.
@@ -81,6 +81,8 @@ constexpr int D = HEAD_DIM;
 constexpr int WARPS = 8;
 // Positions a block takes at once, 16 a warp.
 constexpr int STEP = 16 * WARPS;
+// Splits at most, and one's share of sums: per head D sums, their peak and their total.
+constexpr int MOST = 32, SLOT = 8 * (D + 4);
 constexpr int FULL_V = D / 64, REST_V = D % 64;
 
 template <class T> struct Tile {
@@ -276,8 +278,8 @@ DEVICE void decode(
 
     u64 pair = (u64)blockIdx.z * gridDim.y + blockIdx.y;
     T *to = out + ((u64)blockIdx.z * heads + kv * group + first_head) * D;
-    float *slots = partial + pair * gridDim.x * 8 * (D + 2);
-    float *slot = slots + (u64)blockIdx.x * 8 * (D + 2);
+    float *slots = partial + pair * gridDim.x * SLOT;
+    float *slot = slots + (u64)blockIdx.x * SLOT;
     for (int e = threadIdx.x; e < mine * D; e += WARPS * 32) {
         int h = e / D, i = e % D;
         float peak = best[0][h];
@@ -293,33 +295,59 @@ DEVICE void decode(
         if (active == 1) {
             to[e] = As<T>::from(sum / all);
         } else {
-            slot[h * (D + 2) + i] = sum;
-            if (i == 0) slot[h * (D + 2) + D] = peak, slot[h * (D + 2) + D + 1] = all;
+            __stcg(slot + h * (D + 4) + i, sum);
+            if (i == 0) __stcg((float2 *)(slot + h * (D + 4) + D), make_float2(peak, all));
         }
     }
     if (active == 1) return;
-    __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) last = atomicAdd(counters + pair, 1) == active - 1;
+    if (threadIdx.x == 0) {
+        u32 before;
+        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counters + pair) : "memory");
+        last = before == active - 1;
+        if (last) counters[pair] = 0;
+    }
     __syncthreads();
     if (!last) return;
-    __threadfence();
-    for (int e = threadIdx.x; e < mine * D; e += WARPS * 32) {
-        int h = e / D, i = e % D;
-        const float *from = slots + h * (D + 2);
-        float peak = MINUS_INFINITY, sum = 0.f, all = 0.f;
-#pragma unroll 8
-        for (u32 w = 0; w < active; w++) peak = fmaxf(peak, __ldcg(from + (u64)w * 8 * (D + 2) + D));
-#pragma unroll 8
-        for (u32 w = 0; w < active; w++) {
-            const float *part = from + (u64)w * 8 * (D + 2);
-            float f = two_to(__ldcg(part + D) - peak);
-            sum += __ldcg(part + i) * f;
-            all += __ldcg(part + D + 1) * f;
+    // Four values a thread, the even splits in one half of the block, the odd ones in the other, all loads in flight at once.
+    struct Share { float4 sum; float peak, all; };
+    Share *shares = (Share *)sums;
+    int items = mine * (D / 4), half = threadIdx.x >> 7;
+    for (int first = 0; first < items; first += 128) {
+        int item = first + (threadIdx.x & 127), h = item / (D / 4), i = item % (D / 4) * 4;
+        float4 part[MOST / 2];
+        float2 head[MOST / 2];
+        float peak = MINUS_INFINITY;
+#pragma unroll
+        for (int w = 0; w < MOST / 2; w++) {
+            bool real = 2 * w + half < active && item < items;
+            const float *from = slots + (u64)(2 * w + half) * SLOT + h * (D + 4);
+            part[w] = real ? __ldcg((const float4 *)(from + i)) : make_float4(0.f, 0.f, 0.f, 0.f);
+            head[w] = real ? __ldcg((const float2 *)(from + D)) : make_float2(MINUS_INFINITY, 0.f);
         }
-        to[e] = As<T>::from(sum / all);
+#pragma unroll
+        for (int w = 0; w < MOST / 2; w++) peak = fmaxf(peak, head[w].x);
+        Share mine_share = {make_float4(0.f, 0.f, 0.f, 0.f), peak, 0.f};
+#pragma unroll
+        for (int w = 0; w < MOST / 2; w++) {
+            float f = head[w].x == MINUS_INFINITY ? 0.f : two_to(head[w].x - peak);
+            mine_share.sum.x += part[w].x * f, mine_share.sum.y += part[w].y * f;
+            mine_share.sum.z += part[w].z * f, mine_share.sum.w += part[w].w * f;
+            mine_share.all += head[w].y * f;
+        }
+        if (half) shares[threadIdx.x & 127] = mine_share;
+        __syncthreads();
+        if (!half && item < items) {
+            Share odd = shares[threadIdx.x];
+            float top = fmaxf(peak, odd.peak), f = two_to(peak - top), e = two_to(odd.peak - top);
+            float r = 1.f / (mine_share.all * f + odd.all * e);
+            f *= r, e *= r;
+            u32 *place = (u32 *)(to + h * D + i);
+            place[0] = As<T>::pair(mine_share.sum.x * f + odd.sum.x * e, mine_share.sum.y * f + odd.sum.y * e);
+            place[1] = As<T>::pair(mine_share.sum.z * f + odd.sum.z * e, mine_share.sum.w * f + odd.sum.w * e);
+        }
+        __syncthreads();
     }
-    if (threadIdx.x == 0) counters[pair] = 0;
 }
 
 #define DECODE(X, N, T, M) \

@@ -59,6 +59,20 @@ template <> struct As<f16> {
     }
 };
 
+// Four neighbours, aligned to their size.
+DEVICE void load4(const float *p, float (&x)[4]) {
+    float4 v = *(const float4 *)p;
+    x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+}
+template <class T> DEVICE void load4(const T *p, float (&x)[4]) {
+    ushort4 v = *(const ushort4 *)p;
+    x[0] = widen(T{v.x}), x[1] = widen(T{v.y}), x[2] = widen(T{v.z}), x[3] = widen(T{v.w});
+}
+DEVICE void store4(float *p, const float (&x)[4]) { *(float4 *)p = make_float4(x[0], x[1], x[2], x[3]); }
+template <class T> DEVICE void store4(T *p, const float (&x)[4]) {
+    *(uint2 *)p = make_uint2(As<T>::pair(x[0], x[1]), As<T>::pair(x[2], x[3]));
+}
+
 // The next kernel of the stream may start; it still waits for this one's end before it reads.
 DEVICE void let_next_start() {
 #if __CUDA_ARCH__ >= 900

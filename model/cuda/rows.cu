@@ -20,6 +20,28 @@ template <class T> DEVICE void norm(const float *x, const float *weight, float e
     wait_for_previous();
     const float *row = x + (u64)blockIdx.x * width;
     T *to = out + (u64)blockIdx.x * width;
+    if (width % 4 == 0 && width <= 8192 && (((u64)x | (u64)out | (u64)weight) & 15) == 0) {
+        float v[8][4], total = 0.f;
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            int i = 4 * threadIdx.x + j * 1024;
+            if (i < width) {
+                load4(row + i, v[j]);
+                for (int n = 0; n < 4; n++) total += v[j][n] * v[j][n];
+            }
+        }
+        float scale = rsqrtf(block_sum(total, room) / (float)width + eps);
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            int i = 4 * threadIdx.x + j * 1024;
+            if (i < width) {
+                float4 w = *(const float4 *)(weight + i);
+                v[j][0] *= scale * w.x, v[j][1] *= scale * w.y, v[j][2] *= scale * w.z, v[j][3] *= scale * w.w;
+                store4(to + i, v[j]);
+            }
+        }
+        return;
+    }
     // The first 16 values of a thread stay in registers: one pass over rows up to 4096 wide.
     float kept[16];
     float sum = 0.f;
@@ -61,12 +83,37 @@ DEVICE void rotate_append(
     u64 place = (batch ? row * sequence_stride : 0) + (u64)at * dim;
     if (head >= heads + kv_heads) {
         C *to = values + place + (u64)(head - heads - kv_heads) * head_stride;
-        for (int i = lane; i < dim; i += 32) to[i] = As<C>::from(widen(from[i]));
+        if (dim % 4 == 0 && ((u64)qkv & 15) == 0) {
+            float x[4];
+            for (int i = 4 * lane; i < dim; i += 128) load4(from + i, x), store4(to + i, x);
+        } else {
+            for (int i = lane; i < dim; i += 32) to[i] = As<C>::from(widen(from[i]));
+        }
         return;
     }
     bool key = head >= heads;
     C *to = key ? keys + place + (u64)(head - heads) * head_stride : q + ((u64)row * heads + head) * dim;
     const float *weight = key ? k_weight : q_weight;
+    // Four values a lane: the pairs of the first half lie dim / 8 lanes further on.
+    if (dim % 8 == 0 && dim <= 128 && ((u64)qkv & 15) == 0) {
+        int quarter = dim / 8, at4 = lane * 4;
+        bool mine = lane < 2 * quarter, low = lane < quarter;
+        float x[4] = {}, y[4], sum = 0.f;
+        if (mine) load4(from + at4, x);
+        for (int i = 0; i < 4; i++) sum += x[i] * x[i];
+        float factor = rsqrtf(warp_sum(sum) / (float)dim + eps);
+        float4 w = mine ? *(const float4 *)(weight + at4) : make_float4(0.f, 0.f, 0.f, 0.f);
+        x[0] *= factor * w.x, x[1] *= factor * w.y, x[2] *= factor * w.z, x[3] *= factor * w.w;
+        for (int i = 0; i < 4; i++) y[i] = __shfl_sync(~0u, x[i], low ? lane + quarter : max(lane - quarter, 0));
+        if (!mine) return;
+        u64 angle = (u64)at * half + (low ? at4 : at4 - half);
+        float4 c = *(const float4 *)(cosine + angle), s = *(const float4 *)(sine + angle);
+        float sign = low ? -1.f : 1.f;
+        x[0] = x[0] * c.x + sign * y[0] * s.x, x[1] = x[1] * c.y + sign * y[1] * s.y;
+        x[2] = x[2] * c.z + sign * y[2] * s.z, x[3] = x[3] * c.w + sign * y[3] * s.w;
+        store4(to + at4, x);
+        return;
+    }
     float sum = 0.f;
     for (int i = lane; i < dim; i += 32) {
         float x = widen(from[i]);
@@ -88,13 +135,19 @@ template <class T, class U> DEVICE void silu_mul(const T *gate_up, U *out, int w
     wait_for_previous();
     const T *gate = gate_up + (u64)blockIdx.y * 2 * width, *up = gate + width;
     U *to = out + (u64)blockIdx.y * width;
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        int i = blockIdx.x * 1024 + j * 256 + threadIdx.x;
-        if (i < width) {
-            float g = widen(gate[i]);
-            to[i] = As<U>::from(g / (1.f + __expf(-g)) * widen(up[i]));
-        }
+    if (width % 4 == 0 && (((u64)gate_up | (u64)out) & 15) == 0) {
+        int i = blockIdx.x * 1024 + 4 * threadIdx.x;
+        if (i >= width) return;
+        float g[4], u[4];
+        load4(gate + i, g);
+        load4(up + i, u);
+        for (int j = 0; j < 4; j++) g[j] = g[j] / (1.f + __expf(-g[j])) * u[j];
+        store4(to + i, g);
+        return;
+    }
+    for (int i = blockIdx.x * 1024 + threadIdx.x; i < min(width, (int)(blockIdx.x + 1) * 1024); i += 256) {
+        float g = widen(gate[i]);
+        to[i] = As<U>::from(g / (1.f + __expf(-g)) * widen(up[i]));
     }
 }
 

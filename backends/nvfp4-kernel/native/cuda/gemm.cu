@@ -340,7 +340,7 @@ DEVICE void gemm(
     Work work;
     u32 slab = 0;
     if (warp >= 8) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x != 256) return;
         wait_for_previous();
         while (plan.take(work)) {
@@ -357,7 +357,7 @@ DEVICE void gemm(
         }
         return;
     }
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     int half = warp >> 2, w = warp & 3, g = lane >> 2, t = lane & 3;
     Target target = {y, ldy, groups, tokens, group_count, out, aligned};
     float d[MB][SUMS];
@@ -427,6 +427,7 @@ DEVICE void gemm(
         if (work.to < all) {
             u64 total = (u64)all * split_tiles;
             for (u32 c = blockIdx.x + 1; c < gridDim.x && total * c / gridDim.x < (u64)all * (work.tile + 1); c++) {
+                if (total * c / gridDim.x == total * (c + 1) / gridDim.x) continue;
                 if (me == 0) {
                     u32 ready = 0;
                     while (!ready) asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(ready) : "l"(flags + c) : "memory");
