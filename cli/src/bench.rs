@@ -11,7 +11,7 @@ use q4_core::{
     ThreadPool,
 };
 use q4_model::executor::Shape;
-use q4_model::load::{ContextOptions, Loaded, load, shape};
+use q4_model::load::{ContextOptions, Loaded, Model, load, shape};
 use q4_model::plan::{ActivationRequest, Plan, PlanOptions};
 use q4_model::runner::Runner;
 use q4_model::synthetic::{self, Recipe};
@@ -83,7 +83,7 @@ pub fn run(cx: &Context, args: &BenchArgs) -> Result<Outcome> {
     let dispatch = cx.dispatch_with(Policy { deny_downgrade: true, ..cx.policy() })?;
     cx.require_named(&dispatch)?;
     let longest = args.prefill.iter().copied().max().unwrap_or(PROMPT).max(PROMPT);
-    let chunk = longest.min(512);
+    let chunk = longest.min(crate::session::chunk(cx.device()?));
     let options = cx.plan_options(args.quantize, chunk)?;
     let budget = cx.budget();
     let subject = match &args.shape {
@@ -168,7 +168,13 @@ fn synthetic_subject(
         }),
         ActivationRequest::Auto | ActivationRequest::Native => Activations::Native,
     };
-    let recipe = Recipe { schema, activations, dtype: options.dtype, max_rows: options.max_rows };
+    let recipe = Recipe {
+        schema,
+        activations,
+        dtype: options.dtype,
+        max_rows: options.max_rows,
+        device: options.device,
+    };
     let loaded = synthetic::build(&shape, &recipe, dispatch, threads.clone(), budget)?;
     let (token_bytes, embedding_bytes) = synthetic::bytes(&shape, &schema);
     Ok(Subject {
@@ -210,8 +216,9 @@ fn decode(runner: &mut Runner, shape: &Shape, steps: usize) -> Result<f64> {
     runner.truncate(0);
     runner.accept(&prompt(PROMPT, shape))?;
     timed(|| {
-        for step in 0..steps {
-            runner.decode((step * 7919 % shape.vocab) as u32)?;
+        for _ in 0..steps {
+            let id = runner.greedy()?;
+            runner.decode(id)?;
         }
         Ok(())
     })
@@ -262,8 +269,11 @@ fn kernels(
     threads: &ThreadPool,
     results: &mut Vec<Row>,
 ) -> Result<()> {
-    let Some(block) = subject.loaded.model.blocks.first() else { return Ok(()) };
-    let head = match &subject.loaded.model.head {
+    let Model::Cpu(model) = &subject.loaded.model else {
+        return Err(Error::new(Code::Usage, "--kernels").need("--device cpu").have("a CUDA device"));
+    };
+    let Some(block) = model.blocks.first() else { return Ok(()) };
+    let head = match &model.head {
         q4_model::cpu::CpuHead::Q4(linear) => Some(linear),
         q4_model::cpu::CpuHead::Dense(_) => None,
     };

@@ -7,7 +7,7 @@ use crate::plugins;
 use crate::report::Report;
 use q4_core::memory::{Budget, ManagedSupport, Role, UnifiedMemory};
 use q4_core::{
-    BuiltinOptions, Candidate, Code, ComputePath, DType, Device, Dispatch, Error, HostEnv, OpSet, Overrides, Policy,
+    BuiltinOptions, Candidate, Code, ComputePath, DType, Device, Dispatch, Error, OpSet, Overrides, Policy,
     Registry, Result, ThreadPool,
 };
 use q4_model::checkpoint::{Checkpoint, OpenOptions};
@@ -142,21 +142,16 @@ impl Context {
         Arc::new(ThreadPool::new(self.global.threads.map_or_else(q4_core::processors, usize::from)))
     }
 
-    /// Where products run.
+    /// Where products run. `auto` is the first CUDA device kernels can be compiled for, else the CPU; a device that was
+    /// named is used or is an error that says what is missing.
     pub fn device(&self) -> Result<Device> {
         match self.global.device {
-            DeviceChoice::Auto | DeviceChoice::Cpu => Ok(Device::Cpu),
-            DeviceChoice::Cuda(n) => {
-                let mut env = HostEnv::default();
-                env.find_cuda();
-                match env.cuda_device(n) {
-                    Some(_) => Ok(Device::Cuda(n)),
-                    None => Err(Error::new(Code::DeviceMissing, format!("--device cuda:{n}"))
-                        .need("a CUDA device and its driver")
-                        .have(env.no_cuda(n))
-                        .fix("--device cpu, or leave the option out")),
-                }
-            }
+            DeviceChoice::Cpu => Ok(Device::Cpu),
+            DeviceChoice::Auto if self.overrides.all.as_deref() == Some("reference") => Ok(Device::Cpu),
+            DeviceChoice::Auto => Ok(if usable(0).is_ok() { Device::Cuda(0) } else { Device::Cpu }),
+            DeviceChoice::Cuda(n) => usable(n).map(|()| Device::Cuda(n)).map_err(|e| {
+                e.within(format!("--device cuda:{n}")).fix("--device cpu, or leave the option out")
+            }),
         }
     }
 
@@ -168,21 +163,18 @@ impl Context {
             ActivationFormat::Int8 => ActivationRequest::Int8,
             ActivationFormat::Nvfp4 => ActivationRequest::Nvfp4,
         };
-        let dtype = match self.global.dtype.unwrap_or_default() {
-            Dtype::Float32 => DType::F32,
-            Dtype::Float16 => DType::F16,
-            Dtype::Bfloat16 => DType::BF16,
+        let device = self.device()?;
+        let dtype = match self.global.dtype {
+            Some(Dtype::Float32) => DType::F32,
+            Some(Dtype::Float16) => DType::F16,
+            Some(Dtype::Bfloat16) => DType::BF16,
+            // Checkpoints are trained in bf16: its range is what their activations have.
+            None if device != Device::Cpu => DType::BF16,
+            None => DType::F32,
         };
         let target = |format| load::default_target(if format == Format::Nf4 { "nf4" } else { "nvfp4" });
         let quantize = quantize.map(target).transpose()?;
-        Ok(PlanOptions {
-            activations,
-            dtype,
-            device: self.device()?,
-            quantize,
-            max_rows,
-            ops: OpSet::FORWARD,
-        })
+        Ok(PlanOptions { activations, dtype, device, quantize, max_rows, ops: OpSet::FORWARD })
     }
 
     /// Opens the model the user named.
@@ -220,6 +212,30 @@ impl Context {
         }
         Ok(())
     }
+}
+
+/// Whether CUDA device `n` is there and can be given kernels; else what is missing.
+fn usable(n: u32) -> Result<()> {
+    let devices = q4_cuda::devices()?;
+    let Some(device) = devices.iter().find(|d| d.ordinal == n) else {
+        let names: Vec<_> = devices.iter().map(|d| format!("cuda:{} ({})", d.ordinal, d.name)).collect();
+        return Err(Error::new(Code::DeviceMissing, "no such CUDA device")
+            .need(format!("cuda:{n}"))
+            .have(if names.is_empty() { "none".to_owned() } else { names.join(", ") }));
+    };
+    if device.capability < (8, 0) {
+        return Err(Error::new(Code::DeviceMissing, device.name.clone())
+            .need("compute capability 8.0 or later")
+            .have(format!("{}.{}", device.capability.0, device.capability.1)));
+    }
+    if let q4_cuda::Found::No(why) = &q4_cuda::libraries().nvrtc {
+        if q4_cuda::Cache::of_user().is_empty() {
+            return Err(Error::new(Code::DeviceMissing, "kernels for CUDA")
+                .need("CUDA's run-time compiler, or prebuilt images")
+                .have(why.clone()));
+        }
+    }
+    Ok(())
 }
 
 fn overrides(given: &[String]) -> Result<Overrides> {

@@ -84,7 +84,7 @@ pub fn generate(
     };
     let mut cut = false;
     while answer.ids.len() < limits.max_tokens && runner.tokens().len() < runner.context() {
-        let (logits, history) = runner.logits_and_tokens();
+        let (logits, history) = runner.logits_and_tokens()?;
         let id = sampler.sample(logits, history)?;
         if limits.stop_ids.contains(&id) {
             answer.finish = FinishReason::Stop;

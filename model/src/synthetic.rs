@@ -5,6 +5,7 @@ use crate::cpu::{CpuExecutor, CpuHead, CpuLinear, CpuNorm, CpuTable};
 use crate::executor::Shape;
 use crate::graph::{Block, Qwen3};
 use crate::load::Loaded;
+use crate::plan::{head_type, input_type};
 use q4_core::memory::Budget;
 use q4_core::{
     Absmax, Activations, Code, Convention, DType, Device, Dispatch, Error, GlobalScale, LinearSpec,
@@ -45,6 +46,8 @@ pub struct Recipe {
     pub dtype: DType,
     /// Rows of the largest step.
     pub max_rows: usize,
+    /// Where it computes.
+    pub device: Device,
 }
 
 impl Recipe {
@@ -119,7 +122,7 @@ pub fn build(
     let workspace = b.workspace;
     let model = Qwen3 { shape: s.clone(), table, blocks, norm: ones(s.hidden), head: CpuHead::Q4(head) };
     let rope = Rope { theta: 1e6, scaling: RopeScaling::None }.inv_freq(s.head_dim);
-    Ok(Loaded::new(model, threads, recipe.dtype, rope, workspace))
+    Loaded::new(model, recipe.device, threads, recipe.dtype, rope, workspace)
 }
 
 fn ones(width: usize) -> CpuNorm {
@@ -137,6 +140,7 @@ struct Builder<'a> {
 
 impl Builder<'_> {
     fn linear(&mut self, members: &[(String, usize)], k: usize) -> Result<CpuLinear> {
+        let head = members[0].0 == names::HEAD;
         let spec = LinearSpec {
             segments: members
                 .iter()
@@ -145,10 +149,10 @@ impl Builder<'_> {
             schema: self.recipe.schema,
             k,
             max_m: self.recipe.max_rows,
-            x: DType::F32,
-            y: self.recipe.dtype,
+            x: input_type(self.recipe.device, self.recipe.dtype),
+            y: if head { head_type(self.recipe.device, self.recipe.dtype) } else { self.recipe.dtype },
             activations: self.recipe.activations,
-            device: Device::Cpu,
+            device: self.recipe.device,
             ops: OpSet::FORWARD,
         };
         let selection = self.dispatch.select(&spec)?;

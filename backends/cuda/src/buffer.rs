@@ -1,6 +1,7 @@
 //! Device memory that is freed when it is dropped, and views of it.
 use crate::{Gpu, check, driver};
-use q4_core::{Code, DType, Element, Error, Result, TensorView, TensorViewMut};
+use bytemuck::Pod;
+use q4_core::{Code, DType, Error, Result, TensorView, TensorViewMut};
 use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -31,7 +32,7 @@ impl Buffer {
         Ok(b)
     }
     /// A copy of host elements.
-    pub fn of<T: Element>(gpu: &Arc<Gpu>, data: &[T]) -> Result<Self> {
+    pub fn of<T: Pod>(gpu: &Arc<Gpu>, data: &[T]) -> Result<Self> {
         let b = Self::new(gpu, size_of_val(data))?;
         b.upload(0, data)?;
         Ok(b)
@@ -64,7 +65,7 @@ impl Buffer {
         }
     }
     /// Copies host elements to byte `at`; waits.
-    pub fn upload<T: Element>(&self, at: usize, data: &[T]) -> Result<()> {
+    pub fn upload<T: Pod>(&self, at: usize, data: &[T]) -> Result<()> {
         self.inside(at, size_of_val(data))?;
         self.gpu.bind()?;
         // SAFETY: both ranges are valid; a copy from pageable memory has left it when the call returns.
@@ -77,7 +78,7 @@ impl Buffer {
         }
     }
     /// Copies bytes from `at` into host elements. Work on other streams than the default one must be complete.
-    pub fn download<T: Element>(&self, at: usize, out: &mut [T]) -> Result<()> {
+    pub fn download<T: Pod>(&self, at: usize, out: &mut [T]) -> Result<()> {
         self.inside(at, size_of_val(out))?;
         self.gpu.bind()?;
         let bytes = size_of_val(out);
@@ -162,12 +163,12 @@ impl Pinned {
         self.ptr.as_ptr().cast()
     }
     /// The bytes as elements. No copy into them may be under way.
-    pub fn as_slice<T: Element>(&self) -> &[T] {
-        // SAFETY: page-aligned, initialised, every bit pattern is an Element.
+    pub fn as_slice<T: Pod>(&self) -> &[T] {
+        // SAFETY: page-aligned, initialised, every bit pattern is a value (Pod).
         unsafe { std::slice::from_raw_parts(self.ptr.as_ptr().cast(), self.len / size_of::<T>()) }
     }
     /// The same, writable. No copy from or into them may be under way.
-    pub fn as_mut_slice<T: Element>(&mut self) -> &mut [T] {
+    pub fn as_mut_slice<T: Pod>(&mut self) -> &mut [T] {
         // SAFETY: as above, and unique.
         unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr().cast(), self.len / size_of::<T>()) }
     }

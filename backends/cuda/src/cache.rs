@@ -83,6 +83,14 @@ impl Cache {
         all
     }
 
+    /// No image at all, neither made here nor prebuilt.
+    pub fn is_empty(&self) -> bool {
+        self.prebuilt.iter().chain(&self.own).all(|dir| {
+            let mut files = std::fs::read_dir(dir).into_iter().flatten().flatten();
+            !files.any(|e| e.path().extension().is_some_and(|x| x == "cubin"))
+        })
+    }
+
     pub(crate) fn read(&self, key: &Key, nvrtc: u32) -> Option<(Vec<u8>, PathBuf)> {
         let path = self.path(key, nvrtc)?;
         Some((checked(std::fs::read(&path).ok()?)?, path))

@@ -18,7 +18,13 @@ pub struct Gpu {
     /// Bytes of second-level cache.
     pub l2: u32,
     /// What was launched last: the kernel that a fault found later most likely belongs to.
-    last: Mutex<Option<(Arc<str>, [u32; 3], [u32; 3])>>,
+    last: Mutex<Option<Launched>>,
+}
+
+struct Launched {
+    name: Arc<str>,
+    grid: [u32; 3],
+    block: [u32; 3],
 }
 
 // SAFETY: a context handle may be used from any thread; every use makes it current first.
@@ -101,7 +107,7 @@ impl Gpu {
     /// Adds to a failure which kernel was launched last.
     pub fn blame(&self, outcome: Result<()>) -> Result<()> {
         outcome.map_err(|e| match &*self.last.lock().unwrap_or_else(|e| e.into_inner()) {
-            Some((name, grid, block)) => e.within(format!(
+            Some(Launched { name, grid, block }) => e.within(format!(
                 "cuda:{}, last kernel `{name}` of {grid:?} blocks of {block:?} threads",
                 self.ordinal
             )),
@@ -110,6 +116,7 @@ impl Gpu {
     }
 
     pub(crate) fn launched(&self, name: &Arc<str>, grid: [u32; 3], block: [u32; 3]) {
-        *self.last.lock().unwrap_or_else(|e| e.into_inner()) = Some((name.clone(), grid, block));
+        *self.last.lock().unwrap_or_else(|e| e.into_inner()) =
+            Some(Launched { name: name.clone(), grid, block });
     }
 }

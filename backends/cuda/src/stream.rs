@@ -41,18 +41,26 @@ impl Stream {
     /// Records what `body` enqueues on this stream as a graph; none of it runs. Nothing in `body` may allocate device
     /// memory or wait.
     pub fn capture(&self, body: impl FnOnce() -> Result<()>) -> Result<Graph> {
-        self.gpu.bind()?;
-        let mode = driver::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        // SAFETY: the stream is alive; the matching end follows in every case.
-        check(unsafe { driver::cuStreamBeginCapture_v2(self.raw, mode) }, "cuStreamBeginCapture")?;
+        self.begin_capture()?;
         let outcome = body();
-        let mut graph = std::ptr::null_mut();
-        // SAFETY: capture of this stream is open.
-        let ended = check(unsafe { driver::cuStreamEndCapture(self.raw, &mut graph) }, "cuStreamEndCapture");
-        // A graph that came of a failed body is not wanted, and is freed by being dropped.
-        let graph = ended.and_then(|()| Graph::instantiate(self.gpu.clone(), graph));
+        let graph = self.end_capture(); // in every case; the graph of a failed body is dropped
         outcome?;
         graph
+    }
+    /// Starts recording; [`Stream::end_capture`] follows in every case.
+    pub fn begin_capture(&self) -> Result<()> {
+        self.gpu.bind()?;
+        let mode = driver::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: the stream is alive.
+        check(unsafe { driver::cuStreamBeginCapture_v2(self.raw, mode) }, "cuStreamBeginCapture")
+    }
+    /// Ends recording.
+    pub fn end_capture(&self) -> Result<Graph> {
+        self.gpu.bind()?;
+        let mut graph = std::ptr::null_mut();
+        // SAFETY: the stream is alive; the out pointer is valid.
+        check(unsafe { driver::cuStreamEndCapture(self.raw, &mut graph) }, "cuStreamEndCapture")?;
+        Graph::instantiate(self.gpu.clone(), graph)
     }
 }
 
