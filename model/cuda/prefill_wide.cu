@@ -2,7 +2,7 @@
 //
 // prefill_wide_T(q T[rows, heads HEAD_DIM], keys T, values T, head_stride, position u32[1], out T[rows, heads HEAD_DIM],
 //                rows, heads, kv_heads, scale): the arguments of prefill_T.
-//   grid (heads, ceil(rows / 128)), block 384, dynamic shared memory 1024 + 5 * 256 * HEAD_DIM + 128 bytes.
+//   grid (heads, ceil(rows / 128)), block 384, dynamic shared memory 1024 + 5 * 256 * HEAD_DIM + 1152 bytes.
 //   Two warpgroups own 64 rows each, the third brings keys and values, 128 positions at a time, through a ring of four tiles
 //   in the order K0 K1 V0 K2 V1 ... The product with the next keys and the one with the last values run under the softmax.
 constexpr int D = HEAD_DIM;
@@ -87,10 +87,11 @@ DEVICE void barrier_wait(u32 at, u32 phase) {
 DEVICE void copy16(u32 to, const void *from, bool real) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
 }
-template <int N> DEVICE void copies_done() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
+// Arrives when the copies this thread has started are there.
+DEVICE void barrier_arrive_copied(u32 at) { asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(at) : "memory"); }
+DEVICE void for_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void meet(int id) { asm volatile("bar.sync %0, 256;" ::"r"(id) : "memory"); }
+DEVICE void announce(int id) { asm volatile("bar.arrive %0, 256;" ::"r"(id) : "memory"); }
 
 // 128 positions (or rows) of D values from `from`, `stride` values apart, those from `real` on zero, by 128 threads.
 template <class T> DEVICE void bring(u32 to, const T *from, u64 stride, int real, int me) {
@@ -99,7 +100,6 @@ template <class T> DEVICE void bring(u32 to, const T *from, u64 stride, int real
         int p = e / (D / 8), i = e % (D / 8);
         copy16(to + (i >> 3) * 16384 + p * 128 + ((i ^ p) & 7) * 16, from + (u64)min(p, real - 1) * stride + i * 8, p < real);
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
 template <class T>
@@ -126,6 +126,7 @@ DEVICE void prefill(
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         int me = threadIdx.x - 256;
         bring(q_tile, q + ((u64)first * heads + head) * D, (u64)heads * D, min(rows - first, 128), me);
+        barrier_arrive_copied(q_full);
         int items = 2 * blocks;
         for (int i = 0; i < items; i++) {
             if (i >= 4) barrier_wait(empty + 8 * (i & 3), (i / 4 - 1) & 1);
@@ -133,19 +134,14 @@ DEVICE void prefill(
             int block = key ? (i + 1) / 2 : i == items - 1 ? blocks - 1 : i / 2 - 1;
             const T *from = (key ? keys : values) + base + (u64)block * 128 * D;
             bring(ring + (i & 3) * TILE, from, D, min(count - block * 128, 128), me);
-            copies_done<2>();
-            if (i == 1) barrier_arrive(q_full);
-            if (i >= 2) barrier_arrive(full + 8 * ((i - 2) & 3));
+            barrier_arrive_copied(full + 8 * (i & 3));
         }
-        copies_done<1>();
-        barrier_arrive(full + 8 * ((items - 2) & 3));
-        copies_done<0>();
-        barrier_arrive(full + 8 * ((items - 1) & 3));
+        asm volatile("cp.async.wait_all;" ::: "memory");
         return;
     }
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     int half = warp >> 2, w = warp & 3, g = lane >> 2, t = lane & 3;
-    int seen = past + first + half * 64, mine = min(blocks, (seen + 64 + 127) / 128);
+    int seen = past + first + half * 64;
     constexpr u64 KEYS = (u64)1 << 62 | (u64)64 << 32 | (u64)1 << 16;
     constexpr u64 VALUES = (u64)1 << 62 | (u64)64 << 32 | (u64)1024 << 16;
     float s[64], o[D / 2], m[2] = {MINUS_INFINITY, MINUS_INFINITY}, l[2] = {}, keep[2];
@@ -155,7 +151,10 @@ DEVICE void prefill(
     float scale2 = scale * 1.44269504f;
     u64 q_at = ((q_tile + half * 8192) >> 4) | KEYS;
 
-    auto wait_item = [&](int i) { barrier_wait(full + 8 * (i & 3), (i / 4) & 1); };
+    auto wait_item = [&](int i) {
+        barrier_wait(full + 8 * (i & 3), (i / 4) & 1);
+        for_products();
+    };
     auto free_item = [&](int i) {
         if (lane == 0) barrier_arrive(empty + 8 * (i & 3));
     };
@@ -211,32 +210,41 @@ DEVICE void prefill(
         }
     };
 
+    // The warpgroups take turns: one's products run under the other's softmax.
+    int turn = 1 + half, next = 2 - half;
+    if (half == 1) announce(next);
     barrier_wait(q_full, 0);
     wait_item(0);
+    meet(turn);
     open_products();
     issue_scores(0);
+    announce(next);
     wait_products<0>();
     free_item(0);
     soften(0);
     narrow();
-    for (int block = 1; block < mine; block++) {
+    for (int block = 1; block < blocks; block++) {
         int k = key_item(block), v = value_item(block - 1);
         wait_item(k);
+        meet(turn);
         open_products();
         issue_scores(k);
         wait_item(v);
-        open_products();
         issue_values(v);
+        announce(next);
         wait_products<1>();
         free_item(k);
         soften(block);
+        // Keeps the compiler from waiting before the softmax.
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(q_full + 8 + threadIdx.x * 4), "f"(l[0] + l[1]) : "memory");
         wait_products<0>();
         free_item(v);
 #pragma unroll
         for (int i = 0; i < D / 2; i++) o[i] *= keep[i >> 1 & 1];
         narrow();
     }
-    int v = value_item(mine - 1);
+    if (half == 0) meet(turn);
+    int v = value_item(blocks - 1);
     wait_item(v);
     open_products();
     issue_values(v);
