@@ -24,7 +24,7 @@ pub fn run(cx: &Context, args: &ConformanceArgs) -> Result<Outcome> {
     let dispatch = cx.dispatch()?;
     cx.require_named(&dispatch)?;
     let registry = dispatch.registry();
-    let options = options(args)?;
+    let options = Options { device: cx.device()?, ..options(args)? };
     let threads = cx.threads();
     let chosen = chosen(cx, args, registry)?;
     if let Some((name, range)) = &args.child {
@@ -167,7 +167,8 @@ fn child(
     let backend =
         chosen.first().ok_or_else(|| Error::new(Code::Internal, format!("a child without {name}")))?;
     let cases = cases(&**backend, registry.env(), None, options);
-    let bench = Bench { backend: &**backend, env: registry.env(), threads, abi: None };
+    let bench =
+        Bench { backend: &**backend, env: registry.env(), device: options.device, threads, abi: None };
     serve(&cases, range, &bench, &mut std::io::stdout())?;
     Ok(Outcome::Done)
 }

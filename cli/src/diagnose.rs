@@ -52,7 +52,7 @@ const VARIABLES: [&str; 5] = ["Q4_ISA", "Q4_NVFP4_LIB", "Q4_THREADS", "RUST_LOG"
 /// Runs the verb. [`Code::Findings`] when a live path is wrong, a library is refused, or no kernel works.
 pub fn run(cx: &Context, args: &DiagnoseArgs) -> Result<Outcome> {
     let registry = cx.registry()?;
-    let mut measured = check_paths(&registry, &cx.threads())?;
+    let mut measured = check_paths(&registry, cx.device()?, &cx.threads())?;
     if args.matrix {
         cx.report().text(&matrix(&measured))?;
         return Ok(Outcome::Done);
@@ -145,10 +145,10 @@ fn text(b: &Body) -> String {
     let _ = writeln!(out, "memory    {} available", h.available_bytes.map_or("unknown".into(), human));
     let devices: Vec<_> =
         h.env.cuda.iter().map(|d| format!("{} ({}, {})", d.ordinal, d.name, d.arch())).collect();
-    let cuda = if devices.is_empty() {
-        "not used by this build: it has CPU kernels only".into()
-    } else {
-        devices.join(", ")
+    let cuda = match (&h.env.cuda_missing, devices.is_empty()) {
+        (Some(why), _) => why.clone(),
+        (None, true) => "not looked for: --device cpu".into(),
+        (None, false) => devices.join(", "),
     };
     let _ = writeln!(out, "cuda      {cuda}");
     for (name, value) in &h.environment {

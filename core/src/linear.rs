@@ -171,6 +171,14 @@ impl Q4Linear {
     pub fn info(&self) -> &PreparedInfo {
         self.weight.info()
     }
+    /// Element types of input and output.
+    pub fn types(&self) -> (DType, DType) {
+        (self.x, self.y)
+    }
+    /// Rows of the largest call.
+    pub fn max_m(&self) -> usize {
+        self.max_m
+    }
     /// Counts one more call: a recorded one that a device repeats without coming through here.
     pub fn replayed(&self) {
         self.counter.calls.fetch_add(1, Ordering::Relaxed);

@@ -6,18 +6,21 @@
 // Needs layout.cu before it. Definitions: TN, tokens of a tile (128 or 256); MB, blocks of 64 rows a warpgroup owns (1 or 2).
 //
 // gemm_T(units, groups u64[group_count], x, y, ldy, tokens, group_count, row_units, parts, split_tiles, row_tiles,
-//        token_tiles, partial, flags, out, aligned), T bf16 or f16; also gemm_gate_T
+//        token_tiles, partial, flags, out, aligned, global, convention), T bf16 or f16; also gemm_gate_T
 //   units: packed weights, `row_units` units of 1152 bytes (16 rows x 128 k) a row group. groups: {f32 multiplier,
 //   u32 first_row * 32 + rows}. x: as `order_*` wrote it, `parts` summands side by side in k. y: element type by
 //   out: 0 f32, 1 f32 to be added to, 2 bf16, 3 f16; ldy in elements. aligned: rows of y and its start are multiples of 16
 //   bytes and all groups but the last are full.
 //   row_tiles = ceil(group_count / (8 MB)), with gates ceil(group_count / 2 / (4 MB)); token_tiles = ceil(tokens / TN).
+//   global: the per-tensor scale of x that multiplies (convention 1) or divides (2) the sums; convention 0: none.
 //   Tiles below split_tiles are cut into gridDim equal shares of k (stream-K), the others are dealt whole.
-//   partial: f32[gridDim][128 MB * TN]; flags: u32[gridDim], zero before the first launch and after every launch.
+//   partial: f32[gridDim][128 MB * TN]; flags: u32[gridDim], zero before (`order_*` clears them) and after every launch.
 //   grid min(multiprocessors, work), every block resident; block 384 (two consuming warpgroups, one that copies);
 //   dynamic shared memory SHARED bytes.
 //
-// order_T_U(x T[rows, k], ld, rows, k, row_units, out U, weight f32[k] or null, eps), also order_parts (f32, three bf16)
+// order_T_U(x T[rows, k], ld, k, row_units, out U, weight f32[k] or null, eps, flags, flag_count); order_f32_parts: three bf16
+// order_codes, order_codes_parts (q i8[rows, k], steps f32[rows, k / 16], k, row_units, out, factor, flags, flag_count):
+//   q * (step * factor), rounded to bf16 (exact for 4-bit codes) or as three bf16
 //   grid rows, block 256. Optional norm: x/rms(x)*weight rounded to U. out: blocks of 128 tokens x 64 k, 16384 bytes each,
 //   index (token / 128) * (2 row_units * parts) + slab; 128-byte lines of a token, 16-byte pieces in the order
 //   piece ^ (token % 8); slot 16 j + 8 h + 2 t + b of a line is k = 16 t + 4 j + 2 h + b.
@@ -325,7 +328,8 @@ template <int COUNT> DEVICE void put32(const float *d, int first, u32 buffer, in
 template <class T, bool GATE>
 DEVICE void gemm(
     const u8 *units, const u64 *groups, const u8 *x, u64 y, u64 ldy, int tokens, int group_count, int row_units, int parts,
-    int split_tiles, int row_tiles, int token_tiles, float *partial, u32 *flags, int out, int aligned) {
+    int split_tiles, int row_tiles, int token_tiles, float *partial, u32 *flags, int out, int aligned, const float *global,
+    int convention) {
     extern __shared__ u8 room[];
     u32 ring = (shared_address(room) + 1023) & ~1023u, buffer = ring + STAGES * STAGE, full = buffer + STORE, empty = full + 8 * STAGES;
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -444,10 +448,11 @@ DEVICE void gemm(
                     }
             }
         }
+        float of_x = convention == 0 ? 1.f : convention == 1 ? *global : 1.f / *global;
 #pragma unroll
         for (int m = 0; m < MB; m++)
 #pragma unroll
-            for (int i = 0; i < SUMS; i++) d[m][i] *= multiplier[m];
+            for (int i = 0; i < SUMS; i++) d[m][i] *= multiplier[m] * of_x;
 
         if (GATE) {
             if (half == 0) buffer_free();
@@ -503,15 +508,17 @@ DEVICE void gemm(
 #define GEMM(T, M) \
     extern "C" __global__ void __launch_bounds__(384, 1) gemm_##M( \
         const u8 *units, const u64 *groups, const u8 *x, u64 y, u64 ldy, int tokens, int group_count, int row_units, \
-        int parts, int split_tiles, int row_tiles, int token_tiles, float *partial, u32 *flags, int out, int aligned) { \
+        int parts, int split_tiles, int row_tiles, int token_tiles, float *partial, u32 *flags, int out, int aligned, \
+        const float *global, int convention) { \
         gemm<T, false>(units, groups, x, y, ldy, tokens, group_count, row_units, parts, split_tiles, row_tiles, token_tiles, \
-                       partial, flags, out, aligned); \
+                       partial, flags, out, aligned, global, convention); \
     } \
     extern "C" __global__ void __launch_bounds__(384, 1) gemm_gate_##M( \
         const u8 *units, const u64 *groups, const u8 *x, u64 y, u64 ldy, int tokens, int group_count, int row_units, \
-        int parts, int split_tiles, int row_tiles, int token_tiles, float *partial, u32 *flags, int out, int aligned) { \
+        int parts, int split_tiles, int row_tiles, int token_tiles, float *partial, u32 *flags, int out, int aligned, \
+        const float *global, int convention) { \
         gemm<T, true>(units, groups, x, y, ldy, tokens, group_count, row_units, parts, split_tiles, row_tiles, token_tiles, \
-                      partial, flags, out, aligned); \
+                      partial, flags, out, aligned, global, convention); \
     }
 GEMM(bf16, bf16)
 GEMM(f16, f16)
@@ -520,12 +527,32 @@ DEVICE float as_float(float x) { return x; }
 DEVICE float as_float(bf16 x) { return Codes<bf16>::widen(x.bits); }
 DEVICE float as_float(f16 x) { return Codes<f16>::widen(x.bits); }
 
-// PARTS 1: rounded to U (exact where T is U). PARTS 3: f32 cut into three bf16 that add up to it exactly.
+// PARTS 1: rounded to U (exact where it was one). PARTS 3: f32 cut into three bf16 that add up to it exactly.
+template <class U, int PARTS> DEVICE void cut_pair(float low, float high, u32 (&cut)[PARTS]) {
+    if constexpr (PARTS == 1) {
+        cut[0] = Codes<U>::pack(low, high);
+    } else {
+#pragma unroll
+        for (int p = 0; p < PARTS; p++) {
+            u32 l = __float_as_uint(low) & 0xffff0000, h = __float_as_uint(high) & 0xffff0000;
+            // A NaN whose payload is cut off stays one.
+            if (low != low) l = 0x7fc00000;
+            if (high != high) h = 0x7fc00000;
+            cut[p] = l >> 16 | h;
+            low = (l & 0x7f800000) == 0x7f800000 ? 0.f : low - __uint_as_float(l);
+            high = (h & 0x7f800000) == 0x7f800000 ? 0.f : high - __uint_as_float(h);
+        }
+    }
+}
+
 template <class T, class U, int PARTS>
-DEVICE void order(const T *x, u64 ld, int k, int row_units, u8 *out, const float *weight, float eps) {
+DEVICE void order(
+    const T *x, u64 ld, int k, int row_units, u8 *out, const float *weight, float eps, u32 *flags, int flag_count) {
     __shared__ float room[8];
     let_next_start();
     wait_for_previous();
+    if (blockIdx.x == 0)
+        for (int i = threadIdx.x; i < flag_count; i += 256) flags[i] = 0;
     int token = blockIdx.x, slabs = 2 * row_units;
     const T *row = x + (u64)token * ld;
     float factor = 1.f;
@@ -564,18 +591,45 @@ DEVICE void order(const T *x, u64 ld, int k, int row_units, u8 *out, const float
             }
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                if (PARTS == 1) {
-                    v[0][h][t] = Codes<U>::pack(f[2 * h], f[2 * h + 1]);
-                } else {
+                u32 cut[PARTS];
+                cut_pair<U, PARTS>(f[2 * h], f[2 * h + 1], cut);
 #pragma unroll
-                    for (int p = 0; p < PARTS; p++) {
-                        u32 low = __float_as_uint(f[2 * h]) & 0xffff0000, high = __float_as_uint(f[2 * h + 1]) & 0xffff0000;
-                        v[p][h][t] = low >> 16 | high;
-                        bool fl = (low & 0x7f800000) != 0x7f800000, fh = (high & 0x7f800000) != 0x7f800000;
-                        f[2 * h] = fl ? f[2 * h] - __uint_as_float(low) : 0.f;
-                        f[2 * h + 1] = fh ? f[2 * h + 1] - __uint_as_float(high) : 0.f;
-                    }
-                }
+                for (int p = 0; p < PARTS; p++) v[p][h][t] = cut[p];
+            }
+        }
+#pragma unroll
+        for (int p = 0; p < PARTS; p++)
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+                *(uint4 *)(base + (u64)(p * slabs + slab) * 16384 + ((2 * j + h) ^ (token & 7)) * 16) =
+                    make_uint4(v[p][h][0], v[p][h][1], v[p][h][2], v[p][h][3]);
+    }
+}
+
+template <int PARTS>
+DEVICE void order_quantised(const i8 *q, const float *steps, int k, int row_units, u8 *out, float factor, u32 *flags, int flag_count) {
+    let_next_start();
+    wait_for_previous();
+    if (blockIdx.x == 0)
+        for (int i = threadIdx.x; i < flag_count; i += 256) flags[i] = 0;
+    int token = blockIdx.x, slabs = 2 * row_units;
+    u8 *base = out + (u64)(token / 128) * slabs * PARTS * 16384 + token % 128 * 128;
+    for (int e = threadIdx.x; e < slabs * 4; e += 256) {
+        int slab = e >> 2, j = e & 3;
+        u32 v[PARTS][2][4];
+#pragma unroll
+        for (int t = 0; t < 4; t++) {
+            int at = slab * 64 + 16 * t + 4 * j;
+            float step = at < k ? steps[(u64)token * (k / 16) + at / 16] * factor : 0.f;
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                float f[2];
+#pragma unroll
+                for (int b = 0; b < 2; b++) f[b] = at < k ? (float)q[(u64)token * k + at + 2 * h + b] * step : 0.f;
+                u32 cut[PARTS];
+                cut_pair<bf16, PARTS>(f[0], f[1], cut);
+#pragma unroll
+                for (int p = 0; p < PARTS; p++) v[p][h][t] = cut[p];
             }
         }
 #pragma unroll
@@ -589,11 +643,19 @@ DEVICE void order(const T *x, u64 ld, int k, int row_units, u8 *out, const float
 
 #define ORDER(NAME, T, U, PARTS) \
     extern "C" __global__ void __launch_bounds__(256) NAME( \
-        const T *x, u64 ld, int k, int row_units, u8 *out, const float *weight, float eps) { \
-        order<T, U, PARTS>(x, ld, k, row_units, out, weight, eps); \
+        const T *x, u64 ld, int k, int row_units, u8 *out, const float *weight, float eps, u32 *flags, int flag_count) { \
+        order<T, U, PARTS>(x, ld, k, row_units, out, weight, eps, flags, flag_count); \
     }
 ORDER(order_bf16, bf16, bf16, 1)
 ORDER(order_f16, f16, f16, 1)
 ORDER(order_f32_bf16, float, bf16, 1)
 ORDER(order_f32_f16, float, f16, 1)
 ORDER(order_f32_parts, float, bf16, 3)
+
+#define ORDER_CODES(NAME, PARTS) \
+    extern "C" __global__ void __launch_bounds__(256) NAME( \
+        const i8 *q, const float *steps, int k, int row_units, u8 *out, float factor, u32 *flags, int flag_count) { \
+        order_quantised<PARTS>(q, steps, k, row_units, out, factor, flags, flag_count); \
+    }
+ORDER_CODES(order_codes, 1)
+ORDER_CODES(order_codes_parts, 3)

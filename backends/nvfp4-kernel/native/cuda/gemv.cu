@@ -15,6 +15,9 @@ enum { F32 = 1, F16 = 2, BF16 = 3 };
 enum { NATIVE = 1, INT8 = 2, NVFP4 = 3 };
 enum { UNIT = 1152, THREADS = 512, WARPS = THREADS / 32 };
 
+#ifndef MARK
+#define MARK(i)
+#endif
 struct Gemv {
     const u8 *w;
     const u64 *groups;        // per row group: f32 multiplier, then first row of y * 32 + rows
@@ -23,17 +26,21 @@ struct Gemv {
     const float *norm;        // [k] or null
     const float *act_global;  // per-tensor scale of nvfp4 activations on the device, or null
     u64 ldx, ldy;             // elements
-    u32 m, k, units, work;    // units of a row group; row groups, or pairs of them with gate
+    u32 m, k, units;          // units of a row group
+    u32 each, extra;          // row groups (pairs of them with gate) of a block, and how many blocks have one more
     u32 gate_at;              // row group of the first up row, 0 without gate
     u32 x_dtype, y_dtype, accumulate;
-    u32 act, rule, convention, stages; // convention of the scale of x: 0 none, 1 multiply, 2 divide
+    u32 act, rule, convention; // convention of the scale of x: 0 none, 1 multiply, 2 divide
     float eps, global;
-    u32 ahead, trigger;       // units a warp asks into L2 beyond its ring; 1: let the next kernel start late
+    u32 late;                 // 1: the next kernel may start when x is staged, not at once
 };
 
 __device__ __forceinline__ u32 shared_at(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ void copy16(u32 to, const void *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
+}
+__device__ __forceinline__ void copy8(u32 to, const void *from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from));
 }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
 template <int N> __device__ __forceinline__ void await() { asm volatile("cp.async.wait_group %0;" ::"n"(N)); }
@@ -47,18 +54,8 @@ __device__ __forceinline__ void wait_for_previous() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-__device__ __forceinline__ void into_l2(const void *p, u32 bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes));
-#endif
-}
 __device__ __forceinline__ void lds4(u32 (&v)[4], u32 at) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(at));
-}
-// Keeps what v holds where the predicate is false.
-__device__ __forceinline__ void lds4_if(u32 *v, u32 at, u32 yes) {
-    asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];}"
-                 : "+r"(v[0]), "+r"(v[1]), "+r"(v[2]), "+r"(v[3]) : "r"(at), "r"(yes));
 }
 __device__ __forceinline__ u32 lds1(u32 at) {
     u32 v;
@@ -114,28 +111,15 @@ __device__ __forceinline__ float rounded(u32 dtype, float v) {
 }
 __device__ __forceinline__ float silu(float g) { return __fdividef(g, 1.0f + __expf(-g)); }
 
-// Eight elements from `at` on; element by element where the address allows no more.
-__device__ __forceinline__ void load8(const void *x, u32 dtype, u64 at, bool aligned, float (&v)[8]) {
-    if (dtype == F32) {
-        const float *p = (const float *)x + at;
-        if (aligned) {
-            float4 a = *(const float4 *)p, b = *(const float4 *)(p + 4);
-            v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
-        } else {
-#pragma unroll
-            for (int i = 0; i < 8; i++) v[i] = p[i];
-        }
-        return;
-    }
-    const u16 *p = (const u16 *)x + at;
-    u32 h[4];
-    if (aligned) {
-        uint4 a = *(const uint4 *)p;
-        h[0] = a.x, h[1] = a.y, h[2] = a.z, h[3] = a.w;
-    } else {
-#pragma unroll
-        for (int i = 0; i < 4; i++) h[i] = p[2 * i] | (u32)p[2 * i + 1] << 16;
-    }
+// Eight elements; 16-byte aligned.
+__device__ __forceinline__ void load8(const float *p, float (&v)[8]) {
+    float4 a = *(const float4 *)p, b = *(const float4 *)(p + 4);
+    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+}
+__device__ __forceinline__ void load8(const void *x, u32 dtype, u64 at, float (&v)[8]) {
+    if (dtype == F32) return load8((const float *)x + at, v);
+    uint4 a = *(const uint4 *)((const u16 *)x + at);
+    u32 h[4] = {a.x, a.y, a.z, a.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         v[2 * i] = dtype == BF16 ? from_bf16(h[i] & 0xffff) : from_f16(h[i] & 0xffff);
@@ -239,35 +223,34 @@ __device__ __forceinline__ void quantised(const Gemv &p, float global, bool apar
     }
 }
 
-// x of every row to shared memory, in as many bf16 parts as it takes, times 2^64 where `up`: [part][row][stride].
-// `team` threads to a row. Norm, rounding to the type of x, and quantisation on the way.
-template <int PARTS, bool APART>
+// x of every row to shared memory, in as many bf16 parts as it takes, times `up`: [part][row][stride]; a team of threads
+// to a row. Norm, rounding to the type of x, and quantisation on the way. x and norm are 16-byte aligned, row by row.
+template <bool QUANTISE, int PARTS, bool APART>
 __device__ __forceinline__ void stage(const Gemv &p, u16 *xs, float *xscale, float *sums, u32 stride, float up) {
-    u32 rows = p.m <= 1 ? 1 : p.m <= 2 ? 2 : p.m <= 4 ? 4 : 8;
-    u32 team = THREADS / rows, row = threadIdx.x / team, at = threadIdx.x % team * 8, step = team * 8;
-    u32 padded = p.units * 128;
-    u32 dtype = p.norm ? (u32)F32 : p.x_dtype;
-    bool here = row < p.m;
+    u32 shift = p.m <= 1 ? 0 : p.m <= 2 ? 1 : p.m <= 4 ? 2 : 3, rows = 1 << shift, team = THREADS >> shift;
+    u32 row = threadIdx.x / 32 >> (4 - shift), at = (threadIdx.x & (team - 1)) * 8, step = team * 8;
+    u32 padded = stride - 8;
+    bool here = row < p.m, mine = here && at < p.k;
     u64 first = (u64)row * p.ldx;
-    u32 wide = dtype == F32 ? 4 : 2;
-    bool aligned = (((u64)p.x | p.ldx * wide) & 15) == 0;
-    float v[8], weight[8];
-    bool mine = here && at < p.k;
-    if (p.norm && mine) load8(p.norm, F32, at, ((u64)p.norm & 15) == 0, weight);
+    const float *x32 = (const float *)p.x + first;
+    float v[8], weight[8], inverse = 1.0f;
+    if (p.norm && mine) load8(p.norm + at, weight);
+    MARK(2);
     wait_for_previous();
-    float global = p.act_global ? *p.act_global : p.global;
-    if (mine) load8(p.x, dtype, first + at, aligned, v);
-    float inverse = 1.0f;
+    MARK(3);
+    float global = QUANTISE ? p.act_global ? *p.act_global : p.global : 1.0f;
     if (p.norm) {
         float sum = 0;
         if (mine) {
+            load8(x32 + at, v);
 #pragma unroll
             for (int i = 0; i < 8; i++) sum = fmaf(v[i], v[i], sum);
         }
         if (here) {
+#pragma unroll 1
             for (u32 k = at + step; k < p.k; k += step) {
                 float u[8];
-                load8(p.x, dtype, first + k, aligned, u);
+                load8(x32 + k, u);
 #pragma unroll
                 for (int i = 0; i < 8; i++) sum = fmaf(u[i], u[i], sum);
             }
@@ -276,31 +259,41 @@ __device__ __forceinline__ void stage(const Gemv &p, u16 *xs, float *xscale, flo
         for (int d = 16; d; d >>= 1) sum += __shfl_xor_sync(~0u, sum, d);
         if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
         __syncthreads();
-        u32 w0 = row * (team / 32);
+        const float *mates = sums + row * (team / 32);
         sum = 0;
-        for (u32 i = 0; i < team / 32; i++) sum += sums[w0 + i];
-        inverse = rsqrtf(sum / (float)p.k + p.eps);
+#pragma unroll
+        for (u32 i = 0; i < WARPS; i += 2) {
+            if (i < team / 32) sum += mates[i] + mates[i + 1];
+        }
+        MARK(4);
+        inverse = rsqrtf(__fdividef(sum, (float)p.k) + p.eps);
     }
+#pragma unroll 1
     for (u32 k0 = 0; k0 < padded; k0 += step) {
         u32 k = k0 + at;
         bool in = here && k < p.k;
-        if (k0 && in) {
-            load8(p.x, dtype, first + k, aligned, v);
-            if (p.norm) load8(p.norm, F32, k, ((u64)p.norm & 15) == 0, weight);
-        }
-        if (!in) {
+        if (in && p.norm) {
+            if (k0) load8(x32 + k, v), load8(p.norm + k, weight);
+#pragma unroll
+            for (int i = 0; i < 8; i++) v[i] = v[i] * inverse * weight[i];
+            if (p.x_dtype == BF16) {
+#pragma unroll
+                for (int i = 0; i < 8; i++) v[i] = from_bf16(to_bf16(v[i]));
+            } else if (p.x_dtype == F16) {
+#pragma unroll
+                for (int i = 0; i < 8; i++) v[i] = from_f16(to_f16(v[i]));
+            }
+        } else if (in) {
+            load8(p.x, p.x_dtype, first + k, v);
+        } else {
 #pragma unroll
             for (int i = 0; i < 8; i++) v[i] = 0;
-        } else if (p.norm) {
-#pragma unroll
-            for (int i = 0; i < 8; i++) v[i] = rounded(p.x_dtype, v[i] * inverse * weight[i]);
         }
-        if (p.act != NATIVE) {
+        if (QUANTISE) {
             float scale = 0;
             quantised(p, global, APART, v, scale);
-            if (APART && in && !(k & 8)) xscale[k / 16] = scale;
+            if (APART && k < padded && !(k & 8)) xscale[k / 16] = in ? scale : 0.0f;
         }
-        if (APART && !in && k < padded && !(k & 8)) xscale[k / 16] = 0;
         if (k < padded && here) {
 #pragma unroll
             for (int i = 0; i < 8; i++) v[i] *= up;
@@ -313,163 +306,199 @@ __device__ __forceinline__ void stage(const Gemv &p, u16 *xs, float *xscale, flo
                     v[2 * i] -= from_bf16(h[i] & 0xffff);
                     v[2 * i + 1] -= from_bf16(h[i] >> 16);
                 }
-                *(uint4 *)(xs + ((u64)part * rows + row) * stride + k) = make_uint4(h[0], h[1], h[2], h[3]);
+                *(uint4 *)(xs + (part * rows + row) * stride + k) = make_uint4(h[0], h[1], h[2], h[3]);
             }
         }
     }
-    __syncthreads();
 }
 
-__device__ __forceinline__ void put(const Gemv &p, u64 at, float v) {
-    if (p.y_dtype == F32) {
-        float *y = (float *)p.y + at;
-        *y = p.accumulate ? *y + v : v;
-    } else {
-        ((u16 *)p.y)[at] = p.y_dtype == BF16 ? to_bf16(v) : to_f16(v);
+// What a warp streams: units [from, to) of the block's, `each` of them the most a warp has. The block's groups are
+// [first, first + count) and, with gate, as many from gate_at + first on; `split` is the first unit of those.
+struct Run {
+    u32 first, count, per, from, to, split;
+    float inverse; // of per
+    const u8 *next; // this lane's first bytes of the next unit to fetch
+    u32 fetched;
+    long long jump;
+};
+// a / b for a * b < 2^20: the quotient is never near enough to an integer for the rounding to matter.
+__device__ __forceinline__ u32 divided(u32 a, float inverse_of_b) { return (u32)(((float)a + 0.5f) * inverse_of_b); }
+__device__ __forceinline__ Run run_of(const Gemv &p, u32 warp, u32 lane) {
+    Run r;
+    u32 b = blockIdx.x;
+    r.first = b * p.each + min(b, p.extra);
+    r.count = p.each + (b < p.extra);
+    r.split = r.count * p.units;
+    u32 total = p.gate_at ? 2 * r.split : r.split;
+    r.per = (total + WARPS - 1) / WARPS;
+    r.inverse = __frcp_rn((float)r.per);
+    r.from = min(warp * r.per, total);
+    r.to = min(r.from + r.per, total);
+    r.jump = (long long)(p.gate_at - r.count) * p.units * UNIT;
+    r.fetched = r.from;
+    r.next = p.w + ((u64)r.first * p.units + r.from) * UNIT + lane * 16;
+    if (r.from > r.split) r.next += r.jump;
+    return r;
+}
+// The next unit to the slot at `to`, by 24 lanes; nothing behind the end.
+__device__ __forceinline__ void fetch(Run &r, u32 to, u32 lane) {
+    if (r.fetched == r.split) r.next += r.jump;
+    if (r.fetched < r.to && lane < 24) {
+        copy16(to + lane * 16, r.next);
+        copy16(to + lane * 16 + 384, r.next + 384);
+        copy16(to + lane * 16 + 768, r.next + 768);
+    }
+    r.fetched++;
+    r.next += UNIT;
+    commit();
+}
+
+// The table entries of the block's groups, part of the first group of copies.
+__device__ __forceinline__ void fetch_places(const Gemv &p, const Run &r, u64 *places) {
+    for (u32 i = threadIdx.x; i < r.count; i += THREADS) {
+        copy8(shared_at(places + i), p.groups + r.first + i);
+        if (p.gate_at) copy8(shared_at(places + r.count + i), p.groups + p.gate_at + r.first + i);
     }
 }
 
-// What a warp streams: units [from, to) of the block's, the block's groups being [first, first + count) and, with gate, as
-// many from gate_at + first on.
-struct Run {
-    u32 first, count, total, from, to, split;
-};
-__device__ __forceinline__ Run run_of(const Gemv &p, u32 warp) {
-    Run r;
-    r.first = (u32)((u64)p.work * blockIdx.x / gridDim.x);
-    r.count = (u32)((u64)p.work * (blockIdx.x + 1) / gridDim.x) - r.first;
-    r.split = r.count * p.units;
-    r.total = p.gate_at ? 2 * r.split : r.split;
-    r.from = r.total * warp / WARPS;
-    r.to = r.total * (warp + 1) / WARPS;
-    return r;
-}
-__device__ __forceinline__ const u8 *unit_at(const Gemv &p, const Run &r, u32 u) {
-    u64 at = (u64)r.first * p.units + u;
-    if (u >= r.split) at += (u64)(p.gate_at - r.count) * p.units;
-    return p.w + at * UNIT;
-}
-__device__ __forceinline__ void fetch(const u8 *from, u32 to, u32 lane) {
-    copy16(to + lane * 16, from + lane * 16);
-    copy16(to + 512 + lane * 16, from + 512 + lane * 16);
-    if (lane < 8) copy16(to + 1024 + lane * 16, from + 1024 + lane * 16);
-}
-
-// Sums of `parts` floats for (group v of the block, row i, column c) over the warps that had a share.
+// Element e of group v of the block, over the warps that had a share of the group.
 template <int COLS> __device__ __forceinline__ float summed(const Gemv &p, const Run &r, const float *part, u32 v, u32 e) {
-    u32 wa = ((v * p.units + 1) * WARPS - 1) / r.total, wb = ((v + 1) * p.units * WARPS - 1) / r.total;
+    u32 wa = divided(v * p.units, r.inverse), wb = divided((v + 1) * p.units - 1, r.inverse);
     float sum = 0;
+#pragma unroll 1
     for (u32 w = wa; w <= wb; w++) sum += part[(v + w) * (16 * COLS) + e];
     return sum;
 }
-template <int COLS> __device__ __forceinline__ void finish(const Gemv &p, const Run &r, const float *part, float factor) {
-    for (u32 i = threadIdx.x; i < r.count * 16 * COLS; i += THREADS) {
-        // Rows vary fastest, as they do in y.
-        u32 row = i % 16, col = i / 16 % COLS, v = i / (16 * COLS), e = row * COLS + col;
-        if (col >= p.m) continue;
-        u64 g = p.groups[r.first + v];
+// The element of y that is thread's i-th of the block, `left` of its group's rows; rows vary fastest, as they do in y.
+template <int COLS> struct Element {
+    u32 row, col, v;
+    bool there;
+    u64 at;
+    float multiplier;
+    __device__ __forceinline__ Element(const Gemv &p, const Run &r, const u64 *places, u32 i) {
+        row = i % 16, col = i / 16 % COLS, v = i / (16 * COLS);
+        u64 g = places[min(v, r.count - 1)];
         u32 place = (u32)(g >> 32);
-        if (row >= (place & 31)) continue;
-        float sum = summed<COLS>(p, r, part, v, e) * (__uint_as_float((u32)g) * factor);
+        there = v < r.count && col < p.m && row < (place & 31);
+        at = col * p.ldy + (place >> 5) + row;
+        multiplier = __uint_as_float((u32)g);
+    }
+};
+template <int COLS>
+__device__ __forceinline__ void finish(const Gemv &p, const Run &r, const float *part, const u64 *places, float factor, float old) {
+#pragma unroll 1
+    for (u32 i = threadIdx.x; i < r.count * 16 * COLS; i += THREADS) {
+        Element<COLS> y(p, r, places, i);
+        if (!y.there) continue;
+        u32 e = y.row * COLS + y.col;
+        float sum = summed<COLS>(p, r, part, y.v, e) * (y.multiplier * factor);
         if (p.gate_at) {
-            u64 h = p.groups[p.gate_at + r.first + v];
-            float up = summed<COLS>(p, r, part, v + r.count, e) * (__uint_as_float((u32)h) * factor);
+            float up = summed<COLS>(p, r, part, y.v + r.count, e) * (__uint_as_float((u32)places[r.count + y.v]) * factor);
             sum = silu(sum) * up;
         }
-        put(p, col * p.ldy + (place >> 5) + row, sum);
+        if (p.y_dtype == F32) {
+            float *to = (float *)p.y + y.at;
+            *to = p.accumulate ? (i < THREADS ? old : *to) + sum : sum;
+        } else {
+            ((u16 *)p.y)[y.at] = p.y_dtype == BF16 ? to_bf16(sum) : to_f16(sum);
+        }
     }
 }
+// What y holds where this thread will add first.
+template <int COLS> __device__ __forceinline__ float old_y(const Gemv &p, const Run &r, const u64 *places) {
+    if (!p.accumulate) return 0.0f;
+    Element<COLS> y(p, r, places, threadIdx.x);
+    return y.there ? ((const float *)p.y)[y.at] : 0.0f;
+}
 // The factor of the activations' per-tensor scale.
-__device__ __forceinline__ float act_factor(const Gemv &p) {
-    if (p.act != NVFP4 || p.convention == 0) return 1.0f;
+template <bool QUANTISE> __device__ __forceinline__ float act_factor(const Gemv &p) {
+    if (!QUANTISE || p.act != NVFP4 || p.convention == 0) return 1.0f;
     float g = p.act_global ? *p.act_global : p.global;
     return p.convention == 1 ? g : 1.0f / g;
 }
 
 // Shared memory: rings, then x, then the scales of x (APART), then partial sums.
-template <int PARTS, bool APART, int STAGES> __device__ __forceinline__ void one_row(const Gemv &p) {
+template <bool QUANTISE, int PARTS, bool APART, int STAGES> __device__ __forceinline__ void one_row(const Gemv &p) {
     extern __shared__ __align__(128) u8 memory[];
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     u32 stride = p.units * 128 + 8;
     u16 *xs = (u16 *)(memory + WARPS * STAGES * UNIT);
     float *xscale = (float *)(xs + PARTS * stride);
     float *sums = xscale + (APART ? p.units * 8 : 0);
-    float *part = sums + WARPS;
+    u64 *places = (u64 *)(sums + WARPS);
 
-    if (!p.trigger) next_may_start();
-    Run r = run_of(p, warp);
-    u32 ring = shared_at(memory) + warp * (STAGES * UNIT);
-#pragma unroll
-    for (u32 i = 0; i < STAGES; i++) {
-        if (r.from + i < r.to) fetch(unit_at(p, r, r.from + i), ring + i * UNIT, lane);
-        commit();
-    }
-    if (p.ahead && lane == 0) {
-        u32 a = r.from + STAGES, b = min(r.to, a + p.ahead);
-        if (a < b && (b <= r.split || a >= r.split)) into_l2(unit_at(p, r, a), (b - a) * UNIT);
-        else if (a < b) {
-            into_l2(unit_at(p, r, a), (r.split - a) * UNIT);
-            into_l2(unit_at(p, r, r.split), (b - r.split) * UNIT);
-        }
-    }
-    stage<PARTS, APART>(p, xs, xscale, sums, stride, 18446744073709551616.0f);
-    if (p.trigger) next_may_start();
+    MARK(0);
+    if (!(p.late & 1)) next_may_start();
+    Run r = run_of(p, warp, lane);
+    float *part = (float *)(places + (p.gate_at ? 2 * r.count : r.count));
+    u32 ring = shared_at(memory) + warp * (STAGES * UNIT), slot = ring;
+    fetch_places(p, r, places);
+    MARK(1);
+#pragma unroll 1
+    for (u32 i = 0; i < STAGES; i++) fetch(r, ring + i * UNIT, lane);
+    stage<QUANTISE, PARTS, APART>(p, xs, xscale, sums, stride, 18446744073709551616.0f);
+    MARK(5);
+    if (p.late & 1) next_may_start();
+    await<STAGES - 1>();
+    __syncthreads(); // x and places are there
+    float old = old_y<1>(p, r, places);
 
+    // Column 2 t of B is x of block t, the other columns are zero.
     u32 t = lane % 4, n = lane / 4;
-    u32 even = n == 2 * t, odd = n == 2 * t + 1;
-    u32 xat = shared_at(xs) + t * 32, scale_at = shared_at(xscale) + t * 4;
+    u32 v = divided(r.from, __frcp_rn((float)p.units)), at = r.from - v * p.units;
+    u32 xat = shared_at(xs) + t * 32 + at * 256, xend = shared_at(xs) + t * 32 + p.units * 256;
+    u32 to_scale = shared_at(xscale) + t * 4;
     u32 b[16];
 #pragma unroll
     for (int i = 0; i < 16; i++) b[i] = 0;
     float low = 0, high = 0; // rows n and n + 8
-    u32 v = r.from / p.units, at = r.from % p.units, slot = 0;
     for (u32 u = r.from; u < r.to; u++) {
         await<STAGES - 1>();
         __syncwarp();
-        u32 base = ring + slot * UNIT;
         u32 c0[4], c1[4];
-        lds4(c0, base + lane * 16);
-        lds4(c1, base + 512 + lane * 16);
-        u32 scales = lds1(base + 1024 + lane * 4);
-        float acc[4] = {0, 0, 0, 0};
-        u32 a0[2][4], a1[2][4];
+        lds4(c0, slot + lane * 16);
+        lds4(c1, slot + 512 + lane * 16);
+        u32 scales = lds1(slot + 1024 + lane * 4);
+        float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
 #pragma unroll
         for (int q = 0; q < PARTS; q++) {
-            u32 from = xat + q * stride * 2 + at * 256;
-            lds4_if(b, from, even);
-            lds4_if(b + 4, from + 16, even);
-            lds4_if(b + 8, from + 128, odd);
-            lds4_if(b + 12, from + 144, odd);
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                decode(c0[h], a0[h]);
-                decode(c0[2 + h], a1[h]);
-                mma(acc, a0[h][0], a1[h][0], a0[h][1], a1[h][1], b[4 * h], b[4 * h + 1]);
-                mma(acc, a0[h][2], a1[h][2], a0[h][3], a1[h][3], b[4 * h + 2], b[4 * h + 3]);
+            if (n == 2 * t) {
+                u32 from = xat + q * stride * 2;
+                lds4((u32(&)[4])b[0], from);
+                lds4((u32(&)[4])b[4], from + 16);
+                lds4((u32(&)[4])b[8], from + 128);
+                lds4((u32(&)[4])b[12], from + 144);
             }
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                decode(c1[h], a0[h]);
-                decode(c1[2 + h], a1[h]);
-                mma(acc, a0[h][0], a1[h][0], a0[h][1], a1[h][1], b[8 + 4 * h], b[8 + 4 * h + 1]);
-                mma(acc, a0[h][2], a1[h][2], a0[h][3], a1[h][3], b[8 + 4 * h + 2], b[8 + 4 * h + 3]);
+                u32 a0[4], a1[4];
+                decode(c0[h], a0);
+                decode(c0[2 + h], a1);
+                mma(even, a0[0], a1[0], a0[1], a1[1], b[4 * h], b[4 * h + 1]);
+                mma(even, a0[2], a1[2], a0[3], a1[3], b[4 * h + 2], b[4 * h + 3]);
+                decode(c1[h], a0);
+                decode(c1[2 + h], a1);
+                mma(odd, a0[0], a1[0], a0[1], a1[1], b[8 + 4 * h], b[8 + 4 * h + 1]);
+                mma(odd, a0[2], a1[2], a0[3], a1[3], b[8 + 4 * h + 2], b[8 + 4 * h + 3]);
             }
         }
         __syncwarp(); // every lane has read the slot
-        if (u + STAGES < r.to) fetch(unit_at(p, r, u + STAGES), base, lane);
-        commit();
-        slot = slot + 1 == STAGES ? 0 : slot + 1;
+        fetch(r, slot, lane);
+        slot = slot + UNIT == ring + STAGES * UNIT ? ring : slot + UNIT;
         u32 s = __byte_perm(scales, 0, 0x1404) >> 1, s2 = __byte_perm(scales, 0, 0x3424) >> 1;
         float f0 = from_f16(s & 0xffff), f1 = from_f16(s >> 16), f2 = from_f16(s2 & 0xffff), f3 = from_f16(s2 >> 16);
         if (APART) {
-            float sx0 = __uint_as_float(lds1(scale_at + at * 32)), sx1 = __uint_as_float(lds1(scale_at + at * 32 + 16));
+            u32 from = to_scale + at * 32;
+            float sx0 = __uint_as_float(lds1(from)), sx1 = __uint_as_float(lds1(from + 16));
             f0 *= sx0, f1 *= sx0, f2 *= sx1, f3 *= sx1;
+            at++;
         }
-        low = fmaf(acc[0], f0, low);
-        high = fmaf(acc[2], f1, high);
-        low = fmaf(acc[1], f2, low);
-        high = fmaf(acc[3], f3, high);
-        if (++at == p.units || u + 1 == r.to) {
+        low = fmaf(even[0], f0, low);
+        high = fmaf(even[2], f1, high);
+        low = fmaf(odd[0], f2, low);
+        high = fmaf(odd[2], f3, high);
+        xat += 256;
+        if (xat == xend || u + 1 == r.to) {
             low += __shfl_xor_sync(~0u, low, 1);
             high += __shfl_xor_sync(~0u, high, 1);
             low += __shfl_xor_sync(~0u, low, 2);
@@ -479,59 +508,59 @@ template <int PARTS, bool APART, int STAGES> __device__ __forceinline__ void one
                 part[(v + warp) * 16 + n + 8] = high;
             }
             low = high = 0;
-            at = 0, v++;
+            xat -= p.units * 256;
+            if (APART) at = 0;
+            v++;
         }
     }
+    MARK(6);
     __syncthreads();
-    finish<1>(p, r, part, 4611686018427387904.0f * act_factor(p)); // 2^(126 - 64)
+    MARK(7);
+    finish<1>(p, r, part, places, 4611686018427387904.0f * act_factor<QUANTISE>(p), old); // 2^(126 - 64)
+    MARK(8);
 }
 
 // Two to eight rows.
-template <int PARTS, int STAGES> __device__ __forceinline__ void few_rows(const Gemv &p) {
+template <bool QUANTISE, int PARTS, int STAGES> __device__ __forceinline__ void few_rows(const Gemv &p) {
     extern __shared__ __align__(128) u8 memory[];
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     u32 stride = p.units * 128 + 8;
     u32 rows = p.m <= 1 ? 1 : p.m <= 2 ? 2 : p.m <= 4 ? 4 : 8;
     u16 *xs = (u16 *)(memory + WARPS * STAGES * UNIT);
     float *sums = (float *)(xs + PARTS * rows * stride);
-    float *part = sums + WARPS;
+    u64 *places = (u64 *)(sums + WARPS);
 
-    if (!p.trigger) next_may_start();
-    Run r = run_of(p, warp);
-    u32 ring = shared_at(memory) + warp * (STAGES * UNIT);
-#pragma unroll
-    for (u32 i = 0; i < STAGES; i++) {
-        if (r.from + i < r.to) fetch(unit_at(p, r, r.from + i), ring + i * UNIT, lane);
-        commit();
-    }
-    if (p.ahead && lane == 0) {
-        u32 a = r.from + STAGES, b = min(r.to, a + p.ahead);
-        if (a < b && (b <= r.split || a >= r.split)) into_l2(unit_at(p, r, a), (b - a) * UNIT);
-        else if (a < b) {
-            into_l2(unit_at(p, r, a), (r.split - a) * UNIT);
-            into_l2(unit_at(p, r, r.split), (b - r.split) * UNIT);
-        }
-    }
-    stage<PARTS, false>(p, xs, nullptr, sums, stride, 1.0f);
-    if (p.trigger) next_may_start();
+    MARK(0);
+    if (!(p.late & 1)) next_may_start();
+    Run r = run_of(p, warp, lane);
+    float *part = (float *)(places + (p.gate_at ? 2 * r.count : r.count));
+    u32 ring = shared_at(memory) + warp * (STAGES * UNIT), slot = ring;
+    fetch_places(p, r, places);
+    MARK(1);
+#pragma unroll 1
+    for (u32 i = 0; i < STAGES; i++) fetch(r, ring + i * UNIT, lane);
+    stage<QUANTISE, PARTS, false>(p, xs, nullptr, sums, stride, 1.0f);
+    MARK(5);
+    if (p.late & 1) next_may_start();
+    await<STAGES - 1>();
+    __syncthreads(); // x and places are there
+    float old = old_y<8>(p, r, places);
 
-    u32 t = lane % 4, n = lane / 4;
     // Columns without a row of x repeat the last one that has; they are never stored.
-    u32 xat = shared_at(xs) + (n < rows ? n : rows - 1) * stride * 2 + t * 32;
+    u32 t = lane % 4, n = lane / 4;
+    u32 v = divided(r.from, __frcp_rn((float)p.units)), at = r.from - v * p.units;
+    u32 xat = shared_at(xs) + min(n, rows - 1) * stride * 2 + t * 32 + at * 256, xend = xat + (p.units - at) * 256;
     float acc[4] = {0, 0, 0, 0};
-    u32 v = r.from / p.units, at = r.from % p.units, slot = 0;
     for (u32 u = r.from; u < r.to; u++) {
         await<STAGES - 1>();
         __syncwarp();
-        u32 base = ring + slot * UNIT;
-        u32 scales = lds1(base + 1024 + lane * 4);
+        u32 scales = lds1(slot + 1024 + lane * 4);
         u32 c[2][4];
-        lds4(c[0], base + lane * 16);
-        lds4(c[1], base + 512 + lane * 16);
+        lds4(c[0], slot + lane * 16);
+        lds4(c[1], slot + 512 + lane * 16);
         __syncwarp(); // every lane has read the slot
-        if (u + STAGES < r.to) fetch(unit_at(p, r, u + STAGES), base, lane);
-        commit();
-        slot = slot + 1 == STAGES ? 0 : slot + 1;
+        fetch(r, slot, lane);
+        slot = slot + UNIT == ring + STAGES * UNIT ? ring : slot + UNIT;
 #pragma unroll
         for (int s = 0; s < 2; s++) {
             u32 f0 = __byte_perm(scales, 0, s ? 0x4242 : 0x4040) * 16u + 0x73007300u;
@@ -539,7 +568,7 @@ template <int PARTS, int STAGES> __device__ __forceinline__ void few_rows(const 
             u32 b[PARTS][2][4];
 #pragma unroll
             for (int q = 0; q < PARTS; q++) {
-                u32 from = xat + q * rows * stride * 2 + at * 256 + s * 128;
+                u32 from = xat + q * rows * stride * 2 + s * 128;
                 lds4(b[q][0], from);
                 lds4(b[q][1], from + 16);
             }
@@ -557,30 +586,37 @@ template <int PARTS, int STAGES> __device__ __forceinline__ void few_rows(const 
                 }
             }
         }
-        if (++at == p.units || u + 1 == r.to) {
+        xat += 256;
+        if (xat == xend || u + 1 == r.to) {
             float *to = part + (v + warp) * 128;
             to[n * 8 + 2 * t] = acc[0], to[n * 8 + 2 * t + 1] = acc[1];
             to[(n + 8) * 8 + 2 * t] = acc[2], to[(n + 8) * 8 + 2 * t + 1] = acc[3];
 #pragma unroll
             for (int i = 0; i < 4; i++) acc[i] = 0;
-            at = 0, v++;
+            xat -= p.units * 256;
+            v++;
         }
     }
+    MARK(6);
     __syncthreads();
-    finish<8>(p, r, part, 256.0f * act_factor(p)); // 2^(126 - 118)
+    MARK(7);
+    finish<8>(p, r, part, places, 256.0f * act_factor<QUANTISE>(p), old); // 2^(126 - 118)
 }
 
 #ifndef Q4_STAGES
 #define Q4_STAGES 5
 #endif
-#define ONE(name, parts, apart, stages) \
-    extern "C" __global__ void __launch_bounds__(THREADS, 2) name(const __grid_constant__ Gemv p) { one_row<parts, apart, stages>(p); }
-#define FEW(name, parts, stages) \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1) name(const __grid_constant__ Gemv p) { few_rows<parts, stages>(p); }
-ONE(q4_gemv_one, 1, false, Q4_STAGES)
-ONE(q4_gemv_one_int8, 1, true, Q4_STAGES)
-ONE(q4_gemv_one_f16, 2, false, Q4_STAGES)
-ONE(q4_gemv_one_f32, 3, false, Q4_STAGES)
-FEW(q4_gemv_few, 1, 4)
-FEW(q4_gemv_few_f16, 2, 4)
-FEW(q4_gemv_few_f32, 3, 4)
+#define ONE(name, ...) \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2) name(const __grid_constant__ Gemv p) { one_row<__VA_ARGS__, Q4_STAGES>(p); }
+#define FEW(name, ...) \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) name(const __grid_constant__ Gemv p) { few_rows<__VA_ARGS__, 4>(p); }
+ONE(q4_gemv_one, false, 1, false)
+ONE(q4_gemv_one_nvfp4, true, 1, false)
+ONE(q4_gemv_one_int8, true, 1, true)
+ONE(q4_gemv_one_f16, false, 2, false)
+ONE(q4_gemv_one_f32, false, 3, false)
+FEW(q4_gemv_few, false, 1)
+FEW(q4_gemv_few_nvfp4, true, 1)
+FEW(q4_gemv_few_int8, true, 3)
+FEW(q4_gemv_few_f16, false, 2)
+FEW(q4_gemv_few_f32, false, 3)

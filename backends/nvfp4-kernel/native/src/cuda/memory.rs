@@ -160,7 +160,7 @@ impl Staging {
             })
             .map_err(|f| Error::new(Code::Internal, f.text))?;
             // SAFETY: `to` is writable; the half is left alone until its event.
-            unsafe { pinned.send(to + at as u64, bytes, 0)? };
+            unsafe { pinned.send(0, to + at as u64, bytes, 0)? };
             *busy = Some(Event::record(&self.gpu, 0)?);
         }
         Ok(())

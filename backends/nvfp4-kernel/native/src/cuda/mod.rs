@@ -4,6 +4,7 @@ mod backward;
 mod forward;
 mod managed;
 mod memory;
+mod prefill;
 mod prepare;
 mod quantize;
 mod simple;
@@ -63,7 +64,12 @@ impl Engine {
         if is_managed {
             managed::supported(&gpu).map_err(|why| one("device-arch", "managed memory", why))?;
         }
-        Ok(Arc::new(Self { gpu, simple, fast: Vec::new(), is_managed, staging: Mutex::new(None) }))
+        let mut fast: Vec<Box<dyn Fast>> = Vec::new();
+        let missing = |e: q4_core::Error| one("kernel-image-missing", &format!("kernels of libNVFP4 for {}", gpu.arch()), parts(&e));
+        if let Some(k) = prefill::Kernels::load(&gpu).map_err(missing)? {
+            fast.push(Box::new(k));
+        }
+        Ok(Arc::new(Self { gpu, simple, fast, is_managed, staging: Mutex::new(None) }))
     }
 
     /// Fills in what the context can do.

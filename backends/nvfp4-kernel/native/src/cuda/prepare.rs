@@ -11,7 +11,9 @@ use std::sync::Arc;
 /// Rows a segment is padded to.
 const ROWS: usize = 16;
 /// Columns k is padded to.
-const SLAB: usize = 64;
+const COLUMNS: usize = 128;
+/// Bytes of so many rows and columns: codes and scales.
+const UNIT: usize = 1152;
 
 /// Builds the weight; waits until it is complete.
 ///
@@ -37,22 +39,26 @@ pub unsafe fn prepare(engine: &Arc<Engine>, plan: Plan, exec: &Exec) -> Outcome<
 /// The weight, and the first scale that no weight may have.
 unsafe fn build(engine: &Arc<Engine>, plan: &Plan, exec: &Exec) -> Result<(Weight, Option<(usize, usize)>)> {
     let gpu = &engine.gpu;
-    let slabs = plan.k.div_ceil(SLAB);
+    let units = plan.k.div_ceil(COLUMNS);
     let padded: usize = plan.parts.iter().map(|p| p.rows.next_multiple_of(ROWS)).sum();
-    let (codes, scales) = (padded / ROWS * slabs * 512, padded / ROWS * slabs * 64);
+    let units_end = padded / ROWS * units * UNIT;
     let spans = plan.spans();
-    let (mut skip, mut table, mut globals) = (0, Vec::new(), Vec::with_capacity(padded / ROWS));
+    let (mut skip, mut row, mut table, mut groups) = (0, 0, Vec::new(), Vec::with_capacity(padded / ROWS));
     for (p, s) in plan.parts.iter().zip(&spans) {
         table.push(DeviceSpan::new(s.end, skip, p.global));
         let factor = p.global.map_or(1.0, GlobalScale::multiplier) as f32;
-        globals.resize(globals.len() + p.rows.div_ceil(ROWS), factor);
+        for first in (0..p.rows).step_by(ROWS) {
+            let place = (row + first) * 32 + ROWS.min(p.rows - first);
+            groups.push(u64::from(factor.to_bits()) | (place as u64) << 32);
+        }
+        row += p.rows;
         skip += p.rows.next_multiple_of(ROWS) - p.rows;
     }
-    let globals_at = (codes + scales).next_multiple_of(256);
-    let spans_at = (globals_at + 4 * globals.len()).next_multiple_of(256);
+    let groups_at = units_end.next_multiple_of(256);
+    let spans_at = (groups_at + 8 * groups.len()).next_multiple_of(256);
     let memory = Memory::new(gpu, spans_at + size_of_val(&table[..]), engine.is_managed)?;
     let base = memory.ptr();
-    memory.upload(gpu, globals_at, &globals.iter().flat_map(|g| g.to_ne_bytes()).collect::<Vec<_>>())?;
+    memory.upload(gpu, groups_at, &groups.iter().flat_map(|g| g.to_ne_bytes()).collect::<Vec<_>>())?;
     memory.upload(gpu, spans_at, DeviceSpan::bytes(&table))?;
 
     let mut staging = engine.staging.lock().unwrap_or_else(|e| e.into_inner());
@@ -75,7 +81,7 @@ unsafe fn build(engine: &Arc<Engine>, plan: &Plan, exec: &Exec) -> Result<(Weigh
             staging.copy(p.scales, scale_bytes, scales_at, exec)?;
             let source =
                 Raw { codes: codes_at, scales: scales_at, is_tiled: p.is_tiled, rows: p.rows, groups: p.groups, bad: raw };
-            engine.simple.pack(&source, first, slabs, base, base + codes as u64)?;
+            engine.simple.pack(&source, first, 2 * units, base, base)?;
             // Waits: the raw bytes are used again by the next segment.
             let bad = engine.simple.get_u64(raw)?;
             if bad != u64::MAX {
@@ -89,12 +95,12 @@ unsafe fn build(engine: &Arc<Engine>, plan: &Plan, exec: &Exec) -> Result<(Weigh
         engine: engine.clone(),
         memory,
         codes: base,
-        scales: base + codes as u64,
-        globals: base + globals_at as u64,
+        scales: base,
+        groups: base + groups_at as u64,
         spans_at: base + spans_at as u64,
         n: plan.n,
         k: plan.k,
-        slabs,
+        slabs: 2 * units,
         padded,
         spans,
         activations: plan.activations,

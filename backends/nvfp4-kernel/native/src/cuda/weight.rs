@@ -11,19 +11,20 @@ pub struct Weight {
     pub engine: Arc<Engine>,
     /// All of its bytes.
     pub(super) memory: Memory,
-    /// Device address of the codes.
+    /// Device address of the units: codes.
     pub codes: u64,
-    /// Device address of the block scales.
+    /// The same, for what counts scales from there.
     pub scales: u64,
-    /// Device address of one f32 per 16 padded rows: what sums of their products are multiplied with.
-    pub globals: u64,
+    /// Device address of one u64 per 16 padded rows: the f32 that sums of their products are multiplied with in the low half,
+    /// `first row * 32 + rows` in the high one.
+    pub groups: u64,
     /// Device address of the segments, for the plain kernels.
     pub(super) spans_at: u64,
     /// Out features.
     pub n: usize,
     /// In features.
     pub k: usize,
-    /// Padded k / 64.
+    /// Padded k / 64, even.
     pub slabs: usize,
     /// Padded rows: each segment starts at a multiple of 16.
     pub padded: usize,
