@@ -1,14 +1,16 @@
 //! `q4 bench`: tokens a second beside what the machine's bandwidth and arithmetic would allow.
 //!
 //! The roofline is measured in the same run, on the same threads, so that a noisy machine moves both.
+mod cuda;
+
 use crate::args::{BenchArgs, Format};
 use crate::context::Context;
 use crate::report::Outcome;
 use crate::roofline::Roofline;
 use q4_core::memory::{human, peak_resident};
 use q4_core::{
-    Activations, Code, Dispatch, Error, ExecContext, Policy, Q4Linear, Result, TensorView, TensorViewMut,
-    ThreadPool,
+    Activations, Code, Device, Dispatch, Error, ExecContext, Policy, Q4Linear, Result, TensorView,
+    TensorViewMut, ThreadPool,
 };
 use q4_model::executor::Shape;
 use q4_model::load::{ContextOptions, Loaded, Model, load, shape};
@@ -78,6 +80,9 @@ pub fn run(cx: &Context, args: &BenchArgs) -> Result<Outcome> {
         );
     }
     let threads = cx.threads();
+    if let Device::Cuda(ordinal) = cx.device()? {
+        return on_cuda(cx, args, ordinal, &threads);
+    }
     let roofline = Roofline::measure(&threads);
     // A figure for one path must not come from another.
     let dispatch = cx.dispatch_with(Policy { deny_downgrade: true, ..cx.policy() })?;
@@ -148,6 +153,25 @@ pub fn run(cx: &Context, args: &BenchArgs) -> Result<Outcome> {
         cx.report().text(&text(&body))?;
     }
     Ok(Outcome::Done)
+}
+
+fn on_cuda(
+    cx: &Context,
+    args: &BenchArgs,
+    ordinal: u32,
+    threads: &std::sync::Arc<ThreadPool>,
+) -> Result<Outcome> {
+    let gpu = q4_cuda::Gpu::open(ordinal)?;
+    let dispatch = cx.dispatch_with(Policy { deny_downgrade: true, ..cx.policy() })?;
+    cx.require_named(&dispatch)?;
+    let longest = args.prefill.iter().copied().max().unwrap_or(PROMPT).max(PROMPT);
+    let rows = if args.kernels { 4096 } else { longest.min(crate::session::chunk(gpu.device())) };
+    let options = cx.plan_options(args.quantize, rows)?;
+    let budget = cx.budget();
+    cuda::run(cx, args, &gpu, &dispatch, options.dtype, || match &args.shape {
+        Some(name) => synthetic_subject(name, args, &options, &dispatch, threads, &budget),
+        None => file_subject(cx, args, &options, &dispatch, threads, &budget),
+    })
 }
 
 fn synthetic_subject(

@@ -1,7 +1,7 @@
 //! From a checkpoint and a plan to a model that runs: one layer in flight at a time, every large allocation predicted.
 use crate::checkpoint::{Bytes, Checkpoint, names};
 use crate::cpu::{CpuEngine, CpuExecutor, CpuHead, CpuLinear, CpuNorm, CpuTable, KvCache, KvType, slots};
-use crate::cuda::{CudaEngine, CudaModel, Sizes};
+use crate::cuda::{CudaBatch, CudaEngine, CudaModel, Sizes};
 use crate::executor::Shape;
 use crate::graph::{Block, Qwen3};
 use crate::plan::{HeadPlan, Plan, PlanOptions, Product};
@@ -62,6 +62,8 @@ pub fn load(
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<Loaded> {
     plan.require(dispatch)?;
+    let device = device_budget(options.device)?;
+    let budget = device.as_ref().unwrap_or(budget);
     let all = plan.products().count();
     let mut loader = Loader {
         checkpoint,
@@ -101,6 +103,13 @@ pub fn load(
     let workspace = loader.workspace;
     let model = Qwen3 { shape, table, blocks, norm, head };
     Loaded::new(model, options.device, threads, options.dtype, c.rope.inv_freq(c.head_dim), workspace)
+}
+
+/// What may be allocated on a CUDA device: what is free there, less 5 %. `None`: weights stay in host memory.
+pub(crate) fn device_budget(device: Device) -> Result<Option<Budget>> {
+    let Device::Cuda(ordinal) = device else { return Ok(None) };
+    let (free, _) = q4_cuda::Gpu::open(ordinal)?.memory()?;
+    Ok(Some(Budget::new(free - free / 20)))
 }
 
 /// Sizes of the graph of a checkpoint.
@@ -170,6 +179,20 @@ impl Loaded {
         let slots = slots(s, rows, logit_rows);
         let engine = CpuEngine { model: model.clone(), executor, cache, slots };
         Ok(Runner::new(Box::new(engine), rows))
+    }
+}
+
+impl Loaded {
+    /// `sequences` contexts of `context` positions that decode together, on a CUDA device.
+    pub fn batch(&self, sequences: usize, context: usize, chunk: usize) -> Result<CudaBatch> {
+        let Model::Cuda(model) = &self.model else {
+            return Err(Error::new(Code::Unsupported, "several sequences at once")
+                .need("a CUDA device")
+                .have("the CPU"));
+        };
+        let sizes = Sizes { rows: chunk, sequences, context, workspace: self.workspace };
+        let rope = (self.rope.0.as_slice(), self.rope.1);
+        CudaBatch::new(model.clone(), self.threads.clone(), sizes, rope)
     }
 }
 

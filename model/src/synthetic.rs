@@ -4,7 +4,7 @@ use crate::config::{Rope, RopeScaling};
 use crate::cpu::{CpuExecutor, CpuHead, CpuLinear, CpuNorm, CpuTable};
 use crate::executor::Shape;
 use crate::graph::{Block, Qwen3};
-use crate::load::Loaded;
+use crate::load::{Loaded, device_budget};
 use crate::plan::{head_type, input_type};
 use q4_core::memory::Budget;
 use q4_core::{
@@ -84,6 +84,8 @@ pub fn build(
     threads: Arc<ThreadPool>,
     budget: &Budget,
 ) -> Result<Loaded> {
+    let device = device_budget(recipe.device)?;
+    let budget = device.as_ref().unwrap_or(budget);
     let mut b = Builder { recipe, dispatch, threads: &threads, budget, workspace: 0, seed: 1 };
     let s = shape;
     let head = b.linear(&[(names::HEAD.into(), s.vocab)], s.hidden)?;

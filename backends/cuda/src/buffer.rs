@@ -172,16 +172,18 @@ impl Pinned {
         // SAFETY: as above, and unique.
         unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr().cast(), self.len / size_of::<T>()) }
     }
-    /// Enqueues a copy of `bytes` from its start to the device address `to`.
+    /// Enqueues a copy of `bytes` from byte `at` to the device address `to`.
     ///
     /// # Safety
     /// `to` addresses `bytes` bytes of device memory; the bytes here stay as they are until the copy is done.
-    pub unsafe fn send(&self, to: u64, bytes: usize, stream: usize) -> Result<()> {
-        assert!(bytes <= self.len);
+    pub unsafe fn send(&self, at: usize, to: u64, bytes: usize, stream: usize) -> Result<()> {
+        assert!(at + bytes <= self.len);
         self.gpu.bind()?;
-        // SAFETY: by contract.
+        // SAFETY: by contract; inside by the line above.
         check(
-            unsafe { driver::cuMemcpyHtoDAsync_v2(to, self.ptr(), bytes, stream as driver::CUstream) },
+            unsafe {
+                driver::cuMemcpyHtoDAsync_v2(to, self.ptr().byte_add(at), bytes, stream as driver::CUstream)
+            },
             "cuMemcpyHtoDAsync",
         )
     }

@@ -10,6 +10,7 @@ mod gpu;
 mod graph;
 mod kernel;
 mod libraries;
+mod rows;
 mod stage;
 mod stream;
 
@@ -22,6 +23,7 @@ pub use gpu::Gpu;
 pub use graph::Graph;
 pub use kernel::{Kernel, Kernels, Launch};
 pub use libraries::{Found, Libraries, devices, libraries};
+pub use rows::{Matrix, ROWS, RowKernels, Stored, convention, number};
 pub use stream::{Event, Stream};
 
 use driver::CUresult;

@@ -1,5 +1,5 @@
 //! CUDA's side of a [`Runner`](crate::runner::Runner): prompts run directly, decode steps replay a graph.
-use super::executor::{Sizes, bytes, slots};
+use super::executor::{Sizes, Step, bytes, slots};
 use super::{CudaCache, CudaExecutor, CudaModel, CudaTensor};
 use crate::executor::{Logits, Slots};
 use crate::runner::Engine;
@@ -129,9 +129,10 @@ impl Engine for CudaEngine {
         let one = ids.len() == 1 && which == Logits::Last && !self.watching;
         // A decoded token that is the one the device chose is there already, and so is its position.
         if !(one && self.fed_back && self.token() == ids[0]) {
-            self.executor.place(ids, self.cache.len())?;
+            self.executor.place(ids, &[self.cache.len() as u32])?;
         }
         self.fed_back = false;
+        self.executor.step = if one { Step::Decode } else { Step::Prompt { sequence: 0 } };
         if one && self.warm {
             self.replay(ids)?;
         } else {

@@ -53,8 +53,10 @@ pub struct CudaExecutor {
     kernels: Arc<ModelKernels>,
     dtype: DType,
     threads: Arc<ThreadPool>,
-    /// Sequences that decode together; steps of more rows belong to sequence 0.
+    /// Sequences that decode together.
     sequences: usize,
+    /// What the rows of the next step are.
+    pub(super) step: Step,
     workspace: Buffer,
     rope: Buffer,
     rope_half: u64,
@@ -65,6 +67,15 @@ pub struct CudaExecutor {
     state: State,
     ids: Pinned,
     watching: bool,
+}
+
+/// What the rows of a step are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Step {
+    /// Consecutive tokens of one sequence.
+    Prompt { sequence: usize },
+    /// One token of each sequence.
+    Decode,
 }
 
 /// Small arrays of u32 on the device, side by side: what a replayed step reads and leaves.
@@ -185,12 +196,13 @@ impl CudaExecutor {
             partial: Buffer::new(gpu, partial)?,
             counters: Buffer::zeroed(gpu, counters)?,
             state: State::new(gpu, sequences, rows.max(sequences), context)?,
-            ids: Pinned::new(gpu, rows.max(sequences) * 4 + 64)?,
+            ids: Pinned::new(gpu, (rows.max(sequences) + sequences) * 4)?,
             gpu: gpu.clone(),
             kernels,
             dtype,
             threads,
             sequences,
+            step: Step::Prompt { sequence: 0 },
             watching: false,
         })
     }
@@ -209,39 +221,40 @@ impl CudaExecutor {
         self.stream.end_capture()
     }
 
-    /// Puts the ids of the next step and the positions it stands at on the device. `ids` are below the table's rows.
-    pub(super) fn place(&mut self, ids: &[u32], position: usize) -> Result<()> {
+    /// Puts the ids of the next step on the device, and where every sequence stands. `ids` are below the table's rows.
+    pub(super) fn place(&mut self, ids: &[u32], positions: &[u32]) -> Result<()> {
         self.stream.synchronize()?; // the staging memory may still be read
-        self.ids.as_mut_slice::<u32>()[..ids.len()].copy_from_slice(ids);
-        let (token, s) = (self.state.ids(), self.stream.raw());
-        // SAFETY: `ids` fit by the engine's chunk; the state has as many words; nobody writes the staging memory before the
-        // next synchronisation above.
+        let staged = self.ids.as_mut_slice::<u32>();
+        staged[..positions.len()].copy_from_slice(positions);
+        staged[positions.len()..][..ids.len()].copy_from_slice(ids);
+        let (at, s) = (positions.len() * 4, self.stream.raw());
+        // SAFETY: both fit by the engine's chunk, the staging memory and the state have room for them, and nobody writes
+        // the staging memory before the next wait above.
         unsafe {
-            self.ids.send(token, ids.len() * 4, s)?;
-            let status = driver::cuMemsetD32Async(
-                self.state.position(),
-                position as u32,
-                self.sequences,
-                s as driver::CUstream,
-            );
-            q4_cuda::check(status, "setting a position")
+            self.ids.send(0, self.state.position(), at, s)?;
+            self.ids.send(at, self.state.ids(), ids.len() * 4, s)
         }
     }
 
-    /// Chooses the next token of every sequence on the device, steps the positions, and brings tokens and flags into
-    /// `out` (`[2, sequences]` u32) when the stream gets there.
+    /// Chooses the next token of the rows whose logits are there, steps their positions, and brings tokens and flags of
+    /// all sequences into `out` (`[2, sequences]` u32) when the stream gets there.
     pub(super) fn choose(&mut self, logits: &CudaTensor, out: &Pinned) -> Result<()> {
-        let (st, s) = (&self.state, self.stream.raw());
+        let (first, count) = match self.step {
+            Step::Prompt { sequence } => (sequence, 1),
+            Step::Decode => (0, self.sequences),
+        };
+        let (st, s, at) = (&self.state, self.stream.raw(), 4 * first as u64);
+        let history = st.history() + at * st.context as u64;
         // SAFETY: sizes as `State` and the slots have them.
         unsafe {
-            let status = driver::cuMemsetD32Async(st.flags(), 0, self.sequences, s as driver::CUstream);
+            let status = driver::cuMemsetD32Async(st.flags() + at, 0, count, s as driver::CUstream);
             q4_cuda::check(status, "clearing flags")?;
             self.kernels.argmax(
                 logits.ptr(),
-                (st.best(), st.counters()),
-                (st.token(), st.position(), st.flags()),
-                (st.history(), st.context),
-                self.sequences,
+                (st.best() + 2 * at, st.counters() + at),
+                (st.token() + at, st.position() + at, st.flags() + at),
+                (history, st.context),
+                count,
                 s,
             )?;
             out.receive(st.token(), 8 * self.sequences, s)
@@ -257,13 +270,29 @@ impl CudaExecutor {
         q4_cuda::check(status, "feeding tokens back")
     }
 
-    fn position(&self, rows: usize, cache: &CudaCache) -> Place {
+    fn position(&self, cache: &CudaCache) -> Place {
+        let sequence = match self.step {
+            Step::Prompt { sequence } => sequence,
+            Step::Decode => 0,
+        };
         Place {
             rope: (self.rope.ptr(), self.rope.ptr() + self.rope_half),
-            position: self.state.position(),
-            batch: self.sequences > 1 && rows == self.sequences,
+            position: self.state.position() + 4 * sequence as u64,
+            batch: self.step == Step::Decode && self.sequences > 1,
             strides: (cache.head_stride(), cache.sequence_stride()),
         }
+    }
+
+    /// Keys and values of the sequence a step writes to, or of the first.
+    fn layer(&self, cache: &CudaCache, layer: usize) -> (u64, u64) {
+        let (keys, values) = cache.layer(layer);
+        let skip = match self.step {
+            Step::Prompt { sequence } => {
+                sequence as u64 * cache.sequence_stride() * cache.dtype().size() as u64
+            }
+            Step::Decode => 0,
+        };
+        (keys + skip, values + skip)
     }
 
     fn products(
@@ -339,7 +368,7 @@ impl Executor for CudaExecutor {
         layer: usize,
     ) -> Result<()> {
         let norms = (q_norm.weight.ptr(), k_norm.weight.ptr(), q_norm.eps);
-        let (place, rows) = (self.position(qkv.rows(), cache), qkv.rows());
+        let (place, rows) = (self.position(cache), qkv.rows());
         let s = self.stream.raw();
         // SAFETY: the engine left room in the cache; slots and queries hold `rows` rows.
         unsafe {
@@ -347,7 +376,7 @@ impl Executor for CudaExecutor {
                 qkv.ptr(),
                 norms,
                 place,
-                cache.layer(layer),
+                self.layer(cache, layer),
                 self.queries.ptr(),
                 rows,
                 s,
@@ -363,10 +392,10 @@ impl Executor for CudaExecutor {
         out: &mut CudaTensor,
     ) -> Result<()> {
         out.set_rows(qkv.rows());
-        let place = self.position(qkv.rows(), cache);
+        let place = self.position(cache);
         let (queries, rows, s) = (self.queries.ptr(), qkv.rows(), self.stream.raw());
         // SAFETY: as above.
-        unsafe { self.kernels.attend(queries, place, cache.layer(layer), out.ptr(), rows, s) }
+        unsafe { self.kernels.attend(queries, place, self.layer(cache, layer), out.ptr(), rows, s) }
     }
 
     fn rope_attention(
@@ -377,18 +406,27 @@ impl Executor for CudaExecutor {
         layer: usize,
         out: &mut CudaTensor,
     ) -> Result<()> {
-        if qkv.rows() != self.sequences || !self.kernels.attends_one() {
+        if self.step != Step::Decode || !self.kernels.attends_one() {
             self.rope_append(qkv, q_norm, k_norm, cache, layer)?;
             return self.attention(qkv, cache, layer, out);
         }
         out.set_rows(qkv.rows());
         let norms = (q_norm.weight.ptr(), k_norm.weight.ptr(), q_norm.eps);
-        let place = self.position(qkv.rows(), cache);
+        let place = self.position(cache);
         let scratch = (self.partial.ptr(), self.counters.ptr());
         let (n, s) = (self.sequences, self.stream.raw());
         // SAFETY: the scratch has the sizes the kernels asked for; the rest as above.
         unsafe {
-            self.kernels.attend_one(qkv.ptr(), norms, place, cache.layer(layer), scratch, out.ptr(), n, s)
+            self.kernels.attend_one(
+                qkv.ptr(),
+                norms,
+                place,
+                self.layer(cache, layer),
+                scratch,
+                out.ptr(),
+                n,
+                s,
+            )
         }
     }
 
@@ -401,8 +439,8 @@ impl Executor for CudaExecutor {
         scratch: &mut CudaTensor,
         out: &mut CudaTensor,
     ) -> Result<()> {
-        let last = self.sequences.min(x.rows());
-        let first = if which == Logits::All { 0 } else { x.rows() - last };
+        let every = which == Logits::All || self.step == Step::Decode;
+        let first = if every { 0 } else { x.rows() - 1 };
         let rows = x.rows() - first;
         scratch.set_rows(rows);
         out.set_rows(rows);
@@ -438,7 +476,10 @@ impl Executor for CudaExecutor {
     }
 
     fn commit(&mut self, cache: &mut CudaCache, rows: usize) -> Result<()> {
-        cache.advance(rows / self.sequences.min(rows));
+        // Sequences that share a cache have lengths of their own, which their engine keeps.
+        if self.sequences == 1 {
+            cache.advance(rows);
+        }
         Ok(())
     }
 
