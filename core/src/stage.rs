@@ -87,7 +87,7 @@ impl Staged {
         let memory = &*self.memory;
         let x = input.map(|x| Copy::of(memory, x)).transpose()?;
         let y = Copy::of(memory, &output.as_view())?;
-        let scratch = cx.workspace.as_ref().map(|w| Copy::of(memory, &w.as_view())).transpose()?;
+        let scratch = cx.workspace.as_ref().map(|w| Copy::at(memory, &w.as_view(), 0)).transpose()?;
         let elsewhere = |device| if device == Device::Cpu { self.device } else { device };
         let mut inner = ExecContext::on(self.device, memory.stream(), cx.threads);
         if let (Some(copy), Some(view)) = (&scratch, &cx.workspace) {
@@ -181,8 +181,13 @@ struct Copy {
 
 impl Copy {
     fn of(memory: &dyn DeviceMemory, view: &TensorView<'_>) -> Result<Self> {
+        Self::at(memory, view, view.as_ptr().addr() % GUARD)
+    }
+
+    /// The same, `offset` bytes behind a boundary: 0 for scratch, which devices want aligned further than hosts.
+    fn at(memory: &dyn DeviceMemory, view: &TensorView<'_>, offset: usize) -> Result<Self> {
         let len = view.nbytes();
-        let at = GUARD + view.as_ptr().addr() % GUARD;
+        let at = GUARD + offset;
         let bytes = memory.alloc(at + len + GUARD)?;
         let mut host = vec![MARK; at + len + GUARD];
         host[at..at + len].copy_from_slice(raw(view));

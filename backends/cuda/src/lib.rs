@@ -23,7 +23,7 @@ pub use gpu::Gpu;
 pub use graph::Graph;
 pub use kernel::{Kernel, Kernels, Launch};
 pub use libraries::{Found, Libraries, devices, libraries};
-pub use rows::{Matrix, ROWS, RowKernels, Stored, convention, number};
+pub use rows::{Matrix, ROWS, RowKernels, Stored, convention, number, rule};
 pub use stream::{Event, Stream};
 
 use driver::CUresult;

@@ -1,12 +1,12 @@
 //! The raw calls on a device: quantising a matrix, and the product of two quantised matrices.
 use super::memory::Staging;
 use super::prepare::{self, scale_bytes};
-use super::simple::{Quantised, Raw, Stored};
+use super::simple::{Quantised, Raw};
 use super::Engine;
 use crate::call::{Exec, Fail, Mat, Outcome};
 use crate::prepare::{Part, Plan};
 use q4_core::{ActGlobal, Convention, GlobalScale, Rule};
-use q4_cuda::Buffer;
+use q4_cuda::{Buffer, Stored};
 use std::sync::Arc;
 
 /// x to codes and row-major scales at device addresses. Returns the per-tensor scale that was used. Waits.

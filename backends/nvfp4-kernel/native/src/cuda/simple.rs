@@ -1,14 +1,18 @@
 //! Launchers of `cuda/simple.cu`: every shape, type and activation format, without hurry.
 use super::Weight;
-use crate::abi;
 use crate::call::Mat;
 use q4_core::{DType, GlobalScale, Result, Rule};
-use q4_cuda::{Gpu, Kernel, Launch, Source, args, check, driver};
+pub use q4_cuda::{Stored, convention, number as dtype, rule};
+use q4_cuda::{Gpu, Kernel, Launch, Matrix, RowKernels, Source, args, check, driver};
 use std::sync::Arc;
 
 const SOURCE: Source = Source {
     name: "nvfp4-simple",
-    text: concat!(include_str!("../../cuda/layout.cu"), include_str!("../../cuda/simple.cu")),
+    text: concat!(
+        include_str!("../../cuda/layout.cu"),
+        include_str!("../../../../cuda/cuda/rows.cu"),
+        include_str!("../../cuda/simple.cu")
+    ),
 };
 
 /// The functions of `simple.cu`.
@@ -19,10 +23,7 @@ pub struct Kernels {
     backward: Kernel,
     forward_float: Kernel,
     forward_int: Kernel,
-    amax: Kernel,
-    global: Kernel,
-    int8: Kernel,
-    nvfp4: Kernel,
+    rows: RowKernels,
     expand: Kernel,
 }
 
@@ -61,29 +62,9 @@ struct Packed {
     unused: u32,
 }
 
-/// `Matrix` of `simple.cu`.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Matrix {
-    data: u64,
-    ld: u64,
-    rows: u32,
-    cols: u32,
-    dtype: u32,
-    unused: u32,
-}
-
-impl Matrix {
-    fn new(m: &Mat) -> Self {
-        Self {
-            data: m.address(),
-            ld: m.ld as u64,
-            rows: m.rows as u32,
-            cols: m.cols as u32,
-            dtype: dtype(m.dtype),
-            unused: 0,
-        }
-    }
+/// A checked matrix as kernels take it.
+pub fn matrix(m: &Mat) -> Matrix {
+    Matrix::new(m.address(), m.dtype, m.rows, m.cols, m.ld)
 }
 
 /// Stored bytes of one segment on the device.
@@ -117,33 +98,6 @@ pub struct Quantised {
     pub factor: f64,
 }
 
-fn dtype(d: DType) -> u32 {
-    match d {
-        DType::F16 => abi::F16,
-        DType::BF16 => abi::BF16,
-        _ => abi::F32,
-    }
-}
-
-/// The number of a rule in `simple.cu`, which is that of the header.
-pub fn rule(r: Rule) -> u32 {
-    match r {
-        Rule::TorchAo => abi::RULE_TORCHAO,
-        Rule::ModelOpt => abi::RULE_MODELOPT,
-        Rule::CompressedTensors => abi::RULE_COMPRESSED_TENSORS,
-        Rule::TransformerEngine => abi::RULE_TRANSFORMER_ENGINE,
-        _ => abi::RULE_RUNTIME,
-    }
-}
-
-/// The number of a convention.
-pub fn convention(r: Rule) -> u32 {
-    match r.convention() {
-        q4_core::Convention::Multiply => abi::CONVENTION_MULTIPLY,
-        q4_core::Convention::Divide => abi::CONVENTION_DIVIDE,
-    }
-}
-
 fn packed(w: &Weight) -> Packed {
     Packed {
         codes: w.codes,
@@ -171,10 +125,7 @@ impl Kernels {
             backward: all.get("q4_backward")?,
             forward_float: all.get("q4_forward_float")?,
             forward_int: all.get("q4_forward_int")?,
-            amax: all.get("q4_amax")?,
-            global: all.get("q4_global")?,
-            int8: all.get("q4_int8")?,
-            nvfp4: all.get("q4_nvfp4")?,
+            rows: RowKernels::load(gpu)?,
             expand: all.get("q4_expand")?,
         })
     }
@@ -228,7 +179,7 @@ impl Kernels {
         let mut how = grid(w.k.div_ceil(256), w.n.min(32768), [256, 1, 1], stream);
         how.grid[2] = w.n.div_ceil(32768) as u32;
         // SAFETY: by contract; the arguments are those of `q4_dequantize`.
-        unsafe { self.dequantize.launch(how, args![packed(w), Matrix::new(out)]) }
+        unsafe { self.dequantize.launch(how, args![packed(w), matrix(out)]) }
     }
 
     /// `dx = dy W`.
@@ -239,7 +190,7 @@ impl Kernels {
         each_rows(dy, dx, MAX_ROWS, |dy, dx| {
             let how = grid(w.k.div_ceil(32), dy.rows, [32, 16, 1], stream);
             // SAFETY: by contract; the arguments are those of `q4_backward`.
-            unsafe { self.backward.launch(how, args![packed(w), Matrix::new(dy), Matrix::new(dx)]) }
+            unsafe { self.backward.launch(how, args![packed(w), matrix(dy), matrix(dx)]) }
         })
     }
 
@@ -251,7 +202,7 @@ impl Kernels {
         each_rows(x, y, MAX_ROWS, |x, y| {
             let how = grid(w.n.div_ceil(8), y.rows.div_ceil(4), [32, 8, 1], stream);
             // SAFETY: by contract; the arguments are those of `q4_forward_float`.
-            unsafe { self.forward_float.launch(how, args![packed(w), Matrix::new(x), Matrix::new(y)]) }
+            unsafe { self.forward_float.launch(how, args![packed(w), matrix(x), matrix(y)]) }
         })
     }
 
@@ -268,7 +219,7 @@ impl Kernels {
             unsafe {
                 self.forward_int.launch(
                     how,
-                    args![packed(w), codes, steps, q.global, q.convention, q.factor, Matrix::new(&y)],
+                    args![packed(w), codes, steps, q.global, q.convention, q.factor, matrix(&y)],
                 )?;
             }
         }
@@ -280,14 +231,8 @@ impl Kernels {
     /// # Safety
     /// x and `out` are device memory.
     pub unsafe fn global_of(&self, x: &Mat, r: Rule, source: DType, out: u64, stream: usize) -> Result<()> {
-        self.gpu.bind()?;
-        let (number, source) = (rule(r), dtype(source));
-        // SAFETY: by contract; the arguments are those of `q4_amax` and `q4_global`.
-        unsafe {
-            check(driver::cuMemsetD32Async(out, 0, 1, stream as driver::CUstream), "cuMemsetD32Async")?;
-            self.amax.launch(grid(x.rows, 1, [256, 1, 1], stream), args![Matrix::new(x), out])?;
-            self.global.launch(grid(1, 1, [1, 1, 1], stream), args![out, number, source])
-        }
+        // SAFETY: forwarded.
+        unsafe { self.rows.global_of(matrix(x), r, source, out, stream) }
     }
 
     /// A per-tensor scale to the f32 at `out`.
@@ -295,10 +240,8 @@ impl Kernels {
     /// # Safety
     /// `out` is device memory.
     pub unsafe fn set_global(&self, g: GlobalScale, out: u64, stream: usize) -> Result<()> {
-        self.gpu.bind()?;
-        let bits = g.value().to_bits();
-        // SAFETY: by contract.
-        check(unsafe { driver::cuMemsetD32Async(out, bits, 1, stream as driver::CUstream) }, "cuMemsetD32Async")
+        // SAFETY: forwarded.
+        unsafe { self.rows.set_global(g, out, stream) }
     }
 
     /// Rows to int8.
@@ -306,38 +249,17 @@ impl Kernels {
     /// # Safety
     /// x is device memory, `q` and `steps` have room for its rows.
     pub unsafe fn int8(&self, x: &Mat, q: u64, steps: u64, stream: usize) -> Result<()> {
-        for first in (0..x.rows).step_by(MAX_ROWS) {
-            let part = x.rows_from(first, MAX_ROWS.min(x.rows - first));
-            let how = grid((x.cols / 16).div_ceil(128), part.rows, [128, 1, 1], stream);
-            let (q, steps) = (q + (first * x.cols) as u64, steps + (first * (x.cols / 16) * 4) as u64);
-            // SAFETY: by contract; the arguments are those of `q4_int8`.
-            unsafe { self.int8.launch(how, args![Matrix::new(&part), q, steps])? };
-        }
-        Ok(())
+        // SAFETY: forwarded.
+        unsafe { self.rows.int8(matrix(x), q, steps, stream) }
     }
 
-    /// Rows to NVFP4; outputs at 0 are left out. Fails for more rows than a grid has.
+    /// Rows to NVFP4; outputs at 0 are left out.
     ///
     /// # Safety
     /// x is device memory, the outputs have room for its rows.
     pub unsafe fn nvfp4(&self, x: &Mat, r: Rule, source: DType, global: u64, to: &Stored, stream: usize) -> Result<()> {
-        let (number, source) = (rule(r), dtype(source));
-        let groups = x.cols / 16;
-        for first in (0..x.rows).step_by(MAX_ROWS) {
-            let part = x.rows_from(first, MAX_ROWS.min(x.rows - first));
-            let how = grid(groups.div_ceil(128), part.rows, [128, 1, 1], stream);
-            let at = |base: u64, bytes: usize| if base == 0 { 0 } else { base + (first * bytes) as u64 };
-            let (q, steps) = (at(to.q, x.cols), at(to.steps, groups * 4));
-            let (codes, bytes) = (at(to.codes, x.cols / 2), at(to.scales, groups));
-            // SAFETY: by contract; the arguments are those of `q4_nvfp4`.
-            unsafe {
-                self.nvfp4.launch(
-                    how,
-                    args![Matrix::new(&part), number, source, global, q, steps, codes, bytes, to.bad],
-                )?;
-            }
-        }
-        Ok(())
+        // SAFETY: forwarded.
+        unsafe { self.rows.nvfp4(matrix(x), r, source, global, to, stream) }
     }
 
     /// Stored rows to what a product needs.
@@ -350,21 +272,6 @@ impl Kernels {
         // SAFETY: by contract; the arguments are those of `q4_expand`.
         unsafe { self.expand.launch(how, args![raw.codes, raw.scales, tiled, groups, q, steps, raw.bad]) }
     }
-}
-
-/// Where `nvfp4` writes; 0: nowhere.
-#[derive(Clone, Copy, Default)]
-pub struct Stored {
-    /// Doubled values, int8.
-    pub q: u64,
-    /// Block scales, f32.
-    pub steps: u64,
-    /// Packed codes.
-    pub codes: u64,
-    /// E4M3 block scales.
-    pub scales: u64,
-    /// A u32 that gets the first row that cannot be quantised.
-    pub bad: u64,
 }
 
 /// Rows of one launch: what the second dimension of a grid holds.
