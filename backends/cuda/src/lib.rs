@@ -3,9 +3,12 @@
 //! A [`Gpu`] is a device's primary context. [`Kernels`] come from header-free CUDA C++ that NVRTC compiles to machine code
 //! at first use and that stays on disk; where there is no NVRTC, prebuilt images stand in. A missing library is an error
 //! value that says what was looked for. Nothing else in the workspace calls the driver.
+mod access;
 mod buffer;
 mod cache;
+mod call;
 mod compile;
+mod dense;
 mod gpu;
 mod graph;
 mod kernel;
@@ -14,11 +17,14 @@ mod rows;
 mod stage;
 mod stream;
 
+pub use access::Access;
 pub use buffer::{Buffer, Pinned, view, view_mut};
 pub use cache::{Cache, CachedImage};
+pub use call::{check_call, check_place, scratch};
 pub use compile::Source;
 pub use cudarc::cublaslt::sys as cublaslt;
 pub use cudarc::driver::sys as driver;
+pub use dense::{Blas, DenseProduct};
 pub use gpu::Gpu;
 pub use graph::Graph;
 pub use kernel::{Kernel, Kernels, Launch};
