@@ -101,6 +101,9 @@ __device__ __forceinline__ float from_f16(u32 h) {
     asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"((u16)h));
     return f;
 }
+__device__ __forceinline__ void from_f16_pair(u32 h, float &lo, float &hi) {
+    asm("{.reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(lo), "=f"(hi) : "r"(h));
+}
 __device__ __forceinline__ u32 to_f16(float f) {
     u16 h;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
@@ -232,17 +235,15 @@ __device__ __forceinline__ void stage(const Gemv &p, u16 *xs, float *xscale, flo
     u32 padded = stride - 8;
     bool here = row < p.m, mine = here && at < p.k;
     u64 first = (u64)row * p.ldx;
-    const float *x32 = (const float *)p.x + first;
     float v[8], weight[8], inverse = 1.0f;
     if (p.norm && mine) load8(p.norm + at, weight);
-    MARK(2);
     wait_for_previous();
     MARK(3);
     float global = QUANTISE ? p.act_global ? *p.act_global : p.global : 1.0f;
     if (p.norm) {
         float sum = 0;
         if (mine) {
-            load8(x32 + at, v);
+            load8((const float *)p.x + first + at, v);
 #pragma unroll
             for (int i = 0; i < 8; i++) sum = fmaf(v[i], v[i], sum);
         }
@@ -250,7 +251,7 @@ __device__ __forceinline__ void stage(const Gemv &p, u16 *xs, float *xscale, flo
 #pragma unroll 1
             for (u32 k = at + step; k < p.k; k += step) {
                 float u[8];
-                load8(x32 + k, u);
+                load8((const float *)p.x + first + k, u);
 #pragma unroll
                 for (int i = 0; i < 8; i++) sum = fmaf(u[i], u[i], sum);
             }
@@ -273,7 +274,7 @@ __device__ __forceinline__ void stage(const Gemv &p, u16 *xs, float *xscale, flo
         u32 k = k0 + at;
         bool in = here && k < p.k;
         if (in && p.norm) {
-            if (k0) load8(x32 + k, v), load8(p.norm + k, weight);
+            if (k0) load8((const float *)p.x + first + k, v), load8(p.norm + k, weight);
 #pragma unroll
             for (int i = 0; i < 8; i++) v[i] = v[i] * inverse * weight[i];
             if (p.x_dtype == BF16) {
@@ -303,8 +304,10 @@ __device__ __forceinline__ void stage(const Gemv &p, u16 *xs, float *xscale, flo
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     h[i] = to_bf16_pair(v[2 * i], v[2 * i + 1]);
-                    v[2 * i] -= from_bf16(h[i] & 0xffff);
-                    v[2 * i + 1] -= from_bf16(h[i] >> 16);
+                    if (part + 1 < PARTS) {
+                        v[2 * i] -= from_bf16(h[i] & 0xffff);
+                        v[2 * i + 1] -= from_bf16(h[i] >> 16);
+                    }
                 }
                 *(uint4 *)(xs + (part * rows + row) * stride + k) = make_uint4(h[0], h[1], h[2], h[3]);
             }
@@ -312,44 +315,50 @@ __device__ __forceinline__ void stage(const Gemv &p, u16 *xs, float *xscale, flo
     }
 }
 
-// What a warp streams: units [from, to) of the block's, `each` of them the most a warp has. The block's groups are
-// [first, first + count) and, with gate, as many from gate_at + first on; `split` is the first unit of those.
+// What a warp streams: units [from, to) of the block's, `per` of them at most. The block's groups are [first, first + count)
+// and, with gate, as many from gate_at + first on.
 struct Run {
-    u32 first, count, per, from, to, split;
-    float inverse; // of per
-    const u8 *next; // this lane's first bytes of the next unit to fetch
-    u32 fetched;
-    long long jump;
+    u32 first, count, per, from, to;
 };
 // a / b for a * b < 2^20: the quotient is never near enough to an integer for the rounding to matter.
 __device__ __forceinline__ u32 divided(u32 a, float inverse_of_b) { return (u32)(((float)a + 0.5f) * inverse_of_b); }
-__device__ __forceinline__ Run run_of(const Gemv &p, u32 warp, u32 lane) {
+__device__ __forceinline__ Run run_of(const Gemv &p, u32 warp) {
     Run r;
     u32 b = blockIdx.x;
     r.first = b * p.each + min(b, p.extra);
     r.count = p.each + (b < p.extra);
-    r.split = r.count * p.units;
-    u32 total = p.gate_at ? 2 * r.split : r.split;
+    u32 total = (p.gate_at ? 2 : 1) * r.count * p.units;
     r.per = (total + WARPS - 1) / WARPS;
-    r.inverse = __frcp_rn((float)r.per);
     r.from = min(warp * r.per, total);
     r.to = min(r.from + r.per, total);
-    r.jump = (long long)(p.gate_at - r.count) * p.units * UNIT;
-    r.fetched = r.from;
-    r.next = p.w + ((u64)r.first * p.units + r.from) * UNIT + lane * 16;
-    if (r.from > r.split) r.next += r.jump;
     return r;
 }
+// The source of a warp's ring: the next unit for this lane, how many are left, how many before the up rows begin.
+struct Feed {
+    const u8 *next;
+    u32 left, straight, jump;
+};
+__device__ __forceinline__ Feed feed_of(const Gemv &p, const Run &r, u32 lane) {
+    Feed f;
+    u32 split = r.count * p.units;
+    f.jump = (p.gate_at - r.count) * p.units;
+    f.left = r.to - r.from;
+    f.straight = r.from < split ? split - r.from : ~0u;
+    u64 at = (u64)r.first * p.units + r.from;
+    if (r.from >= split) at += f.jump;
+    f.next = p.w + at * UNIT + lane * 16;
+    return f;
+}
 // The next unit to the slot at `to`, by 24 lanes; nothing behind the end.
-__device__ __forceinline__ void fetch(Run &r, u32 to, u32 lane) {
-    if (r.fetched == r.split) r.next += r.jump;
-    if (r.fetched < r.to && lane < 24) {
-        copy16(to + lane * 16, r.next);
-        copy16(to + lane * 16 + 384, r.next + 384);
-        copy16(to + lane * 16 + 768, r.next + 768);
+__device__ __forceinline__ void fetch(Feed &f, u32 to, u32 lane) {
+    if (f.left && lane < 24) {
+        copy16(to, f.next);
+        copy16(to + 384, f.next + 384);
+        copy16(to + 768, f.next + 768);
     }
-    r.fetched++;
-    r.next += UNIT;
+    if (f.left) f.left--;
+    f.next += UNIT;
+    if (--f.straight == 0) f.next += (u64)f.jump * UNIT;
     commit();
 }
 
@@ -361,53 +370,58 @@ __device__ __forceinline__ void fetch_places(const Gemv &p, const Run &r, u64 *p
     }
 }
 
-// Element e of group v of the block, over the warps that had a share of the group.
-template <int COLS> __device__ __forceinline__ float summed(const Gemv &p, const Run &r, const float *part, u32 v, u32 e) {
-    u32 wa = divided(v * p.units, r.inverse), wb = divided((v + 1) * p.units - 1, r.inverse);
-    float sum = 0;
-#pragma unroll 1
-    for (u32 w = wa; w <= wb; w++) sum += part[(v + w) * (16 * COLS) + e];
-    return sum;
-}
-// The element of y that is thread's i-th of the block, `left` of its group's rows; rows vary fastest, as they do in y.
+// The i-th element of y of the block; rows vary fastest, as they do in y.
 template <int COLS> struct Element {
     u32 row, col, v;
     bool there;
     u64 at;
     float multiplier;
     __device__ __forceinline__ Element(const Gemv &p, const Run &r, const u64 *places, u32 i) {
-        row = i % 16, col = i / 16 % COLS, v = i / (16 * COLS);
-        u64 g = places[min(v, r.count - 1)];
+        row = i % 16, col = i / 16 % COLS, v = min(i / (16 * COLS), r.count - 1);
+        u64 g = places[v];
         u32 place = (u32)(g >> 32);
-        there = v < r.count && col < p.m && row < (place & 31);
+        there = i < r.count * (16 * COLS) && col < p.m && row < (place & 31);
         at = col * p.ldy + (place >> 5) + row;
         multiplier = __uint_as_float((u32)g);
     }
 };
-template <int COLS>
-__device__ __forceinline__ void finish(const Gemv &p, const Run &r, const float *part, const u64 *places, float factor, float old) {
+// MATES threads sum an element over the warps that had a share of its group.
+template <int COLS, int MATES>
+__device__ __forceinline__ float summed(const Gemv &p, const Run &r, const float *part, u32 v, u32 e) {
+    float inverse = __frcp_rn((float)r.per);
+    u32 wa = divided(v * p.units, inverse), wb = divided((v + 1) * p.units - 1, inverse);
+    float sum = 0;
 #pragma unroll 1
-    for (u32 i = threadIdx.x; i < r.count * 16 * COLS; i += THREADS) {
-        Element<COLS> y(p, r, places, i);
-        if (!y.there) continue;
+    for (u32 w = wa + threadIdx.x % MATES; w <= wb; w += MATES) sum += part[(v + w) * (16 * COLS) + e];
+#pragma unroll
+    for (int d = 1; d < MATES; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+    return sum;
+}
+template <int COLS, int MATES>
+__device__ __forceinline__ void finish(const Gemv &p, const Run &r, const float *part, const u64 *places, float factor, float old) {
+    u32 all = r.count * 16 * COLS;
+#pragma unroll 1
+    for (u32 first = 0; first < all; first += THREADS / MATES) {
+        Element<COLS> y(p, r, places, first + threadIdx.x / MATES);
         u32 e = y.row * COLS + y.col;
-        float sum = summed<COLS>(p, r, part, y.v, e) * (y.multiplier * factor);
+        float sum = summed<COLS, MATES>(p, r, part, y.v, e) * (y.multiplier * factor);
         if (p.gate_at) {
-            float up = summed<COLS>(p, r, part, y.v + r.count, e) * (__uint_as_float((u32)places[r.count + y.v]) * factor);
-            sum = silu(sum) * up;
+            float up = summed<COLS, MATES>(p, r, part, y.v + r.count, e);
+            sum = silu(sum) * (up * (__uint_as_float((u32)places[r.count + y.v]) * factor));
         }
+        if (!y.there || threadIdx.x % MATES) continue;
         if (p.y_dtype == F32) {
             float *to = (float *)p.y + y.at;
-            *to = p.accumulate ? (i < THREADS ? old : *to) + sum : sum;
+            *to = p.accumulate ? (first ? *to : old) + sum : sum;
         } else {
             ((u16 *)p.y)[y.at] = p.y_dtype == BF16 ? to_bf16(sum) : to_f16(sum);
         }
     }
 }
 // What y holds where this thread will add first.
-template <int COLS> __device__ __forceinline__ float old_y(const Gemv &p, const Run &r, const u64 *places) {
+template <int COLS, int MATES> __device__ __forceinline__ float old_y(const Gemv &p, const Run &r, const u64 *places) {
     if (!p.accumulate) return 0.0f;
-    Element<COLS> y(p, r, places, threadIdx.x);
+    Element<COLS> y(p, r, places, threadIdx.x / MATES);
     return y.there ? ((const float *)p.y)[y.at] : 0.0f;
 }
 // The factor of the activations' per-tensor scale.
@@ -417,7 +431,50 @@ template <bool QUANTISE> __device__ __forceinline__ float act_factor(const Gemv 
     return p.convention == 1 ? g : 1.0f / g;
 }
 
-// Shared memory: rings, then x, then the scales of x (APART), then partial sums.
+// One unit of a warp's run against one row of x: the scaled sums of rows n and n + 8 over the lane's block.
+template <int PARTS, bool APART>
+__device__ __forceinline__ void one_unit(u32 slot, u32 lane, u32 xat, u32 part, u32 sat, u32 (&b)[16], float &low, float &high) {
+    u32 c0[4], c1[4];
+    lds4(c0, slot);
+    lds4(c1, slot + 512);
+    u32 scales = lds1(slot + 1024 - lane * 12);
+    float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int q = 0; q < PARTS; q++) {
+        if (lane / 4 == 2 * (lane % 4)) {
+            u32 from = xat + q * part;
+            lds4((u32(&)[4])b[0], from);
+            lds4((u32(&)[4])b[4], from + 16);
+            lds4((u32(&)[4])b[8], from + 128);
+            lds4((u32(&)[4])b[12], from + 144);
+        }
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            u32 a0[4], a1[4];
+            decode(c0[h], a0);
+            decode(c0[2 + h], a1);
+            mma(even, a0[0], a1[0], a0[1], a1[1], b[4 * h], b[4 * h + 1]);
+            mma(even, a0[2], a1[2], a0[3], a1[3], b[4 * h + 2], b[4 * h + 3]);
+            decode(c1[h], a0);
+            decode(c1[2 + h], a1);
+            mma(odd, a0[0], a1[0], a0[1], a1[1], b[8 + 4 * h], b[8 + 4 * h + 1]);
+            mma(odd, a0[2], a1[2], a0[3], a1[3], b[8 + 4 * h + 2], b[8 + 4 * h + 3]);
+        }
+    }
+    float f0, f1, f2, f3;
+    from_f16_pair(__byte_perm(scales, 0, 0x1404) >> 1, f0, f1);
+    from_f16_pair(__byte_perm(scales, 0, 0x3424) >> 1, f2, f3);
+    if (APART) {
+        float x0 = __uint_as_float(lds1(sat)), x1 = __uint_as_float(lds1(sat + 16));
+        f0 *= x0, f1 *= x0, f2 *= x1, f3 *= x1;
+    }
+    low = fmaf(even[0], f0, low);
+    high = fmaf(even[2], f1, high);
+    low = fmaf(odd[0], f2, low);
+    high = fmaf(odd[2], f3, high);
+}
+
+// Shared memory: rings, then x, then the scales of x (APART), sums of the norm, table entries, partial sums.
 template <bool QUANTISE, int PARTS, bool APART, int STAGES> __device__ __forceinline__ void one_row(const Gemv &p) {
     extern __shared__ __align__(128) u8 memory[];
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -429,94 +486,57 @@ template <bool QUANTISE, int PARTS, bool APART, int STAGES> __device__ __forcein
 
     MARK(0);
     if (!(p.late & 1)) next_may_start();
-    Run r = run_of(p, warp, lane);
+    Run r = run_of(p, warp);
     float *part = (float *)(places + (p.gate_at ? 2 * r.count : r.count));
-    u32 ring = shared_at(memory) + warp * (STAGES * UNIT), slot = ring;
     fetch_places(p, r, places);
-    MARK(1);
+    Feed f = feed_of(p, r, lane);
+    u32 ring = shared_at(memory) + warp * (STAGES * UNIT) + lane * 16, slot = ring;
 #pragma unroll 1
-    for (u32 i = 0; i < STAGES; i++) fetch(r, ring + i * UNIT, lane);
+    for (u32 i = 0; i < STAGES; i++) fetch(f, ring + i * UNIT, lane);
+    MARK(1);
+    u32 b[16]; // column 2 t of B is x of block t, the other columns stay zero
+#pragma unroll
+    for (int i = 0; i < 16; i++) b[i] = 0;
+    u32 t = lane % 4, n = lane / 4;
+
+    MARK(2);
     stage<QUANTISE, PARTS, APART>(p, xs, xscale, sums, stride, 18446744073709551616.0f);
     MARK(5);
     if (p.late & 1) next_may_start();
     await<STAGES - 1>();
     __syncthreads(); // x and places are there
-    float old = old_y<1>(p, r, places);
+    float old = old_y<1, 4>(p, r, places);
 
-    // Column 2 t of B is x of block t, the other columns are zero.
-    u32 t = lane % 4, n = lane / 4;
-    u32 v = divided(r.from, __frcp_rn((float)p.units)), at = r.from - v * p.units;
-    u32 xat = shared_at(xs) + t * 32 + at * 256, xend = shared_at(xs) + t * 32 + p.units * 256;
-    u32 to_scale = shared_at(xscale) + t * 4;
-    u32 b[16];
-#pragma unroll
-    for (int i = 0; i < 16; i++) b[i] = 0;
-    float low = 0, high = 0; // rows n and n + 8
-    for (u32 u = r.from; u < r.to; u++) {
-        await<STAGES - 1>();
-        __syncwarp();
-        u32 c0[4], c1[4];
-        lds4(c0, slot + lane * 16);
-        lds4(c1, slot + 512 + lane * 16);
-        u32 scales = lds1(slot + 1024 + lane * 4);
-        float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
-#pragma unroll
-        for (int q = 0; q < PARTS; q++) {
-            if (n == 2 * t) {
-                u32 from = xat + q * stride * 2;
-                lds4((u32(&)[4])b[0], from);
-                lds4((u32(&)[4])b[4], from + 16);
-                lds4((u32(&)[4])b[8], from + 128);
-                lds4((u32(&)[4])b[12], from + 144);
-            }
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                u32 a0[4], a1[4];
-                decode(c0[h], a0);
-                decode(c0[2 + h], a1);
-                mma(even, a0[0], a1[0], a0[1], a1[1], b[4 * h], b[4 * h + 1]);
-                mma(even, a0[2], a1[2], a0[3], a1[3], b[4 * h + 2], b[4 * h + 3]);
-                decode(c1[h], a0);
-                decode(c1[2 + h], a1);
-                mma(odd, a0[0], a1[0], a0[1], a1[1], b[8 + 4 * h], b[8 + 4 * h + 1]);
-                mma(odd, a0[2], a1[2], a0[3], a1[3], b[8 + 4 * h + 2], b[8 + 4 * h + 3]);
-            }
-        }
-        __syncwarp(); // every lane has read the slot
-        fetch(r, slot, lane);
-        slot = slot + UNIT == ring + STAGES * UNIT ? ring : slot + UNIT;
-        u32 s = __byte_perm(scales, 0, 0x1404) >> 1, s2 = __byte_perm(scales, 0, 0x3424) >> 1;
-        float f0 = from_f16(s & 0xffff), f1 = from_f16(s >> 16), f2 = from_f16(s2 & 0xffff), f3 = from_f16(s2 >> 16);
-        if (APART) {
-            u32 from = to_scale + at * 32;
-            float sx0 = __uint_as_float(lds1(from)), sx1 = __uint_as_float(lds1(from + 16));
-            f0 *= sx0, f1 *= sx0, f2 *= sx1, f3 *= sx1;
-            at++;
-        }
-        low = fmaf(even[0], f0, low);
-        high = fmaf(even[2], f1, high);
-        low = fmaf(odd[0], f2, low);
-        high = fmaf(odd[2], f3, high);
-        xat += 256;
-        if (xat == xend || u + 1 == r.to) {
-            low += __shfl_xor_sync(~0u, low, 1);
-            high += __shfl_xor_sync(~0u, high, 1);
-            low += __shfl_xor_sync(~0u, low, 2);
-            high += __shfl_xor_sync(~0u, high, 2);
-            if (t == 0) {
-                part[(v + warp) * 16 + n] = low;
-                part[(v + warp) * 16 + n + 8] = high;
-            }
-            low = high = 0;
-            xat -= p.units * 256;
-            if (APART) at = 0;
-            v++;
-        }
+    u32 v = divided(r.from, __frcp_rn((float)p.units)), at = r.from - v * p.units, left = r.to - r.from;
+    float *to = part + (v + warp) * 16 + n;
+    while (left) {
+        u32 run = min(left, p.units - at);
+        u32 xat = shared_at(xs) + t * 32 + at * 256, sat = shared_at(xscale) + t * 4 + at * 32;
+        left -= run;
+        at = 0;
+        float low = 0, high = 0;
+#pragma unroll 1
+        do {
+            await<STAGES - 1>();
+            __syncwarp();
+            one_unit<PARTS, APART>(slot, lane, xat, stride * 2, sat, b, low, high);
+            xat += 256;
+            sat += 32;
+            __syncwarp(); // every lane has read the slot
+            fetch(f, slot, lane);
+            slot = slot + UNIT == ring + STAGES * UNIT ? ring : slot + UNIT;
+        } while (--run);
+        low += __shfl_xor_sync(~0u, low, 1);
+        high += __shfl_xor_sync(~0u, high, 1);
+        low += __shfl_xor_sync(~0u, low, 2);
+        high += __shfl_xor_sync(~0u, high, 2);
+        if (t == 0) to[0] = low, to[8] = high;
+        to += 16;
     }
     MARK(6);
     __syncthreads();
     MARK(7);
-    finish<1>(p, r, part, places, 4611686018427387904.0f * act_factor<QUANTISE>(p), old); // 2^(126 - 64)
+    finish<1, 4>(p, r, part, places, 4611686018427387904.0f * act_factor<QUANTISE>(p), old); // 2^(126 - 64)
     MARK(8);
 }
 
@@ -532,84 +552,91 @@ template <bool QUANTISE, int PARTS, int STAGES> __device__ __forceinline__ void 
 
     MARK(0);
     if (!(p.late & 1)) next_may_start();
-    Run r = run_of(p, warp, lane);
+    Run r = run_of(p, warp);
     float *part = (float *)(places + (p.gate_at ? 2 * r.count : r.count));
-    u32 ring = shared_at(memory) + warp * (STAGES * UNIT), slot = ring;
     fetch_places(p, r, places);
-    MARK(1);
+    Feed f = feed_of(p, r, lane);
+    u32 ring = shared_at(memory) + warp * (STAGES * UNIT) + lane * 16, slot = ring;
 #pragma unroll 1
-    for (u32 i = 0; i < STAGES; i++) fetch(r, ring + i * UNIT, lane);
+    for (u32 i = 0; i < STAGES; i++) fetch(f, ring + i * UNIT, lane);
+    MARK(1);
+    u32 t = lane % 4, n = lane / 4;
+
+    MARK(2);
     stage<QUANTISE, PARTS, false>(p, xs, nullptr, sums, stride, 1.0f);
     MARK(5);
     if (p.late & 1) next_may_start();
     await<STAGES - 1>();
     __syncthreads(); // x and places are there
-    float old = old_y<8>(p, r, places);
+    float old = old_y<8, 1>(p, r, places);
 
-    // Columns without a row of x repeat the last one that has; they are never stored.
-    u32 t = lane % 4, n = lane / 4;
-    u32 v = divided(r.from, __frcp_rn((float)p.units)), at = r.from - v * p.units;
-    u32 xat = shared_at(xs) + min(n, rows - 1) * stride * 2 + t * 32 + at * 256, xend = xat + (p.units - at) * 256;
-    float acc[4] = {0, 0, 0, 0};
-    for (u32 u = r.from; u < r.to; u++) {
-        await<STAGES - 1>();
-        __syncwarp();
-        u32 scales = lds1(slot + 1024 + lane * 4);
-        u32 c[2][4];
-        lds4(c[0], slot + lane * 16);
-        lds4(c[1], slot + 512 + lane * 16);
-        __syncwarp(); // every lane has read the slot
-        fetch(r, slot, lane);
-        slot = slot + UNIT == ring + STAGES * UNIT ? ring : slot + UNIT;
+    u32 v = divided(r.from, __frcp_rn((float)p.units)), at = r.from - v * p.units, left = r.to - r.from;
+    float *to = part + (v + warp) * 128 + n * 8 + 2 * t;
+    while (left) {
+        u32 run = min(left, p.units - at);
+        // Columns without a row of x repeat the last one that has; they are never stored.
+        u32 xat = shared_at(xs) + min(n, rows - 1) * stride * 2 + t * 32 + at * 256;
+        left -= run;
+        at = 0;
+        float acc[4] = {0, 0, 0, 0};
+#pragma unroll 1
+        do {
+            await<STAGES - 1>();
+            __syncwarp();
+            u32 scales = lds1(slot + 1024 - lane * 12);
+            u32 c[2][4];
+            lds4(c[0], slot);
+            lds4(c[1], slot + 512);
+            __syncwarp(); // every lane has read the slot
+            fetch(f, slot, lane);
+            slot = slot + UNIT == ring + STAGES * UNIT ? ring : slot + UNIT;
 #pragma unroll
-        for (int s = 0; s < 2; s++) {
-            u32 f0 = __byte_perm(scales, 0, s ? 0x4242 : 0x4040) * 16u + 0x73007300u;
-            u32 f1 = __byte_perm(scales, 0, s ? 0x4343 : 0x4141) * 16u + 0x73007300u;
-            u32 b[PARTS][2][4];
-#pragma unroll
-            for (int q = 0; q < PARTS; q++) {
-                u32 from = xat + q * rows * stride * 2 + s * 128;
-                lds4(b[q][0], from);
-                lds4(b[q][1], from + 16);
-            }
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                u32 a0[4], a1[4];
-                decode(c[s][h], a0);
-                decode(c[s][2 + h], a1);
-#pragma unroll
-                for (int i = 0; i < 4; i++) a0[i] = times(a0[i], f0), a1[i] = times(a1[i], f1);
+            for (int s = 0; s < 2; s++) {
+                u32 f0 = __byte_perm(scales, 0, s ? 0x4242 : 0x4040) * 16u + 0x73007300u;
+                u32 f1 = __byte_perm(scales, 0, s ? 0x4343 : 0x4141) * 16u + 0x73007300u;
+                u32 b[PARTS][2][4];
 #pragma unroll
                 for (int q = 0; q < PARTS; q++) {
-                    mma(acc, a0[0], a1[0], a0[1], a1[1], b[q][h][0], b[q][h][1]);
-                    mma(acc, a0[2], a1[2], a0[3], a1[3], b[q][h][2], b[q][h][3]);
+                    u32 from = xat + q * rows * stride * 2 + s * 128;
+                    lds4(b[q][0], from);
+                    lds4(b[q][1], from + 16);
+                }
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    u32 a0[4], a1[4];
+                    decode(c[s][h], a0);
+                    decode(c[s][2 + h], a1);
+#pragma unroll
+                    for (int i = 0; i < 4; i++) a0[i] = times(a0[i], f0), a1[i] = times(a1[i], f1);
+#pragma unroll
+                    for (int q = 0; q < PARTS; q++) {
+                        mma(acc, a0[0], a1[0], a0[1], a1[1], b[q][h][0], b[q][h][1]);
+                        mma(acc, a0[2], a1[2], a0[3], a1[3], b[q][h][2], b[q][h][3]);
+                    }
                 }
             }
-        }
-        xat += 256;
-        if (xat == xend || u + 1 == r.to) {
-            float *to = part + (v + warp) * 128;
-            to[n * 8 + 2 * t] = acc[0], to[n * 8 + 2 * t + 1] = acc[1];
-            to[(n + 8) * 8 + 2 * t] = acc[2], to[(n + 8) * 8 + 2 * t + 1] = acc[3];
-#pragma unroll
-            for (int i = 0; i < 4; i++) acc[i] = 0;
-            xat -= p.units * 256;
-            v++;
-        }
+            xat += 256;
+        } while (--run);
+        to[0] = acc[0], to[1] = acc[1], to[64] = acc[2], to[65] = acc[3];
+        to += 128;
     }
     MARK(6);
     __syncthreads();
     MARK(7);
-    finish<8>(p, r, part, places, 256.0f * act_factor<QUANTISE>(p), old); // 2^(126 - 118)
+    finish<8, 1>(p, r, part, places, 256.0f * act_factor<QUANTISE>(p), old); // 2^(126 - 118)
+    MARK(8);
 }
 
 #ifndef Q4_STAGES
-#define Q4_STAGES 5
+#define Q4_STAGES 3
 #endif
 #define ONE(name, ...) \
     extern "C" __global__ void __launch_bounds__(THREADS, 2) name(const __grid_constant__ Gemv p) { one_row<__VA_ARGS__, Q4_STAGES>(p); }
+#ifndef Q4_STAGES_FEW
+#define Q4_STAGES_FEW 4
+#endif
 #define FEW(name, ...) \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1) name(const __grid_constant__ Gemv p) { few_rows<__VA_ARGS__, 4>(p); }
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) name(const __grid_constant__ Gemv p) { few_rows<__VA_ARGS__, Q4_STAGES_FEW>(p); }
 ONE(q4_gemv_one, false, 1, false)
 ONE(q4_gemv_one_nvfp4, true, 1, false)
 ONE(q4_gemv_one_int8, true, 1, true)
@@ -620,3 +647,14 @@ FEW(q4_gemv_few_nvfp4, true, 1)
 FEW(q4_gemv_few_int8, true, 3)
 FEW(q4_gemv_few_f16, false, 2)
 FEW(q4_gemv_few_f32, false, 3)
+
+// Rows of elements of `size` bytes, `ld` apart, to rows that lie close together.
+extern "C" __global__ void q4_gemv_align(const u8 *from, u64 ld, u32 k, u32 size, u8 *to) {
+    u32 i = blockIdx.x * blockDim.x + threadIdx.x;
+    u64 at = blockIdx.y * ld + i, out = (u64)blockIdx.y * k + i;
+    next_may_start();
+    wait_for_previous();
+    if (i >= k) return;
+    if (size == 4) ((u32 *)to)[out] = ((const u32 *)from)[at];
+    else ((u16 *)to)[out] = ((const u16 *)from)[at];
+}

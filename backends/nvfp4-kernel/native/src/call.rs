@@ -326,6 +326,11 @@ impl Mat {
         self.data.addr() as u64
     }
 
+    /// The same elements at another address, rows `ld` apart.
+    pub fn moved(&self, to: u64, ld: usize) -> Self {
+        Self { data: std::ptr::without_provenance_mut(to as usize), ld, ..*self }
+    }
+
     /// `count` of its rows from `first` on.
     pub fn rows_from(&self, first: usize, count: usize) -> Self {
         debug_assert!(first + count <= self.rows);

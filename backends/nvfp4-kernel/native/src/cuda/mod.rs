@@ -1,7 +1,10 @@
 //! libNVFP4 on a CUDA device: the same table, other memory. A context opens the device and its kernels; a call enqueues work
 //! on the caller's stream and allocates nothing.
 mod backward;
+mod decode;
 mod forward;
+#[cfg(test)]
+mod layout;
 mod managed;
 mod memory;
 mod prefill;
@@ -66,6 +69,7 @@ impl Engine {
         }
         let mut fast: Vec<Box<dyn Fast>> = Vec::new();
         let missing = |e: q4_core::Error| one("kernel-image-missing", &format!("kernels of libNVFP4 for {}", gpu.arch()), parts(&e));
+        fast.push(Box::new(decode::Kernels::load(&gpu).map_err(missing)?));
         if let Some(k) = prefill::Kernels::load(&gpu).map_err(missing)? {
             fast.push(Box::new(k));
         }
