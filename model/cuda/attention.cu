@@ -148,32 +148,63 @@ template <class T> struct Tile {
     }
 };
 
-// One head: norm and rotation by a warp, `from` X[D] to `to` T[D].
-template <class X, class T>
-DEVICE void norm_rotate(const X *from, const float *weight, float eps, const float *cosine, const float *sine, T *to) {
-    int lane = threadIdx.x & 31;
-    constexpr int HALF = D / 2, N = (HALF + 31) / 32;
-    float a[N], b[N], sum = 0.f;
+// One head in a warp: values i and i + D/2 of i = lane + 32 j.
+template <class X> struct Head {
+    static constexpr int HALF = D / 2, N = (HALF + 31) / 32;
+    float a[N], b[N];
+    DEVICE void load(Head &h, const X *from) {
+        int lane = threadIdx.x & 31;
 #pragma unroll
-    for (int j = 0; j < N; j++) {
-        int i = lane + 32 * j;
-        a[j] = i < HALF ? widen(from[i]) : 0.f;
-        b[j] = i < HALF ? widen(from[i + HALF]) : 0.f;
-        sum += a[j] * a[j] + b[j] * b[j];
-    }
-    float factor = rsqrtf(warp_sum(sum) / (float)D + eps);
-#pragma unroll
-    for (int j = 0; j < N; j++) {
-        int i = lane + 32 * j;
-        if (i < HALF) {
-            float p = a[j] * factor * weight[i], q = b[j] * factor * weight[i + HALF], c = cosine[i], s = sine[i];
-            to[i] = As<T>::from(p * c - q * s);
-            to[i + HALF] = As<T>::from(q * c + p * s);
+        for (int j = 0; j < N; j++) {
+            int i = lane + 32 * j;
+            h.a[j] = i < HALF ? widen(from[i]) : 0.f;
+            h.b[j] = i < HALF ? widen(from[i + HALF]) : 0.f;
         }
     }
+    template <class T> DEVICE void store(const Head &h, T *to) {
+        int lane = threadIdx.x & 31;
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            int i = lane + 32 * j;
+            if (i < HALF) to[i] = As<T>::from(h.a[j]), to[i + HALF] = As<T>::from(h.b[j]);
+        }
+    }
+    DEVICE void norm_rotate(Head &h, const Head<float> &weight, const float *cosine, const float *sine, float eps) {
+        int lane = threadIdx.x & 31;
+        float sum = 0.f, c[N], s[N];
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            int i = min(lane + 32 * j, HALF - 1);
+            c[j] = cosine[i], s[j] = sine[i];
+            sum += h.a[j] * h.a[j] + h.b[j] * h.b[j];
+        }
+        float factor = rsqrtf(warp_sum(sum) / (float)D + eps);
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            float p = h.a[j] * factor * weight.a[j], q = h.b[j] * factor * weight.b[j];
+            h.a[j] = p * c[j] - q * s[j];
+            h.b[j] = q * c[j] + p * s[j];
+        }
+    }
+};
+
+// A value of the block `rank` of this cluster at the same place of its shared memory.
+DEVICE float of_neighbour(const float *at, u32 rank) {
+    float x = 0.f;
+#if __CUDA_ARCH__ >= 900
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"((u32)__cvta_generic_to_shared(at)), "r"(rank));
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(there) : "memory");
+#endif
+    return x;
+}
+DEVICE void meet_cluster() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
 }
 
-template <class X, class T>
+template <class X, class T, bool CLUSTER>
 DEVICE void decode(
     const X *qkv, const float *q_weight, const float *k_weight, float eps, const float *cosine, const float *sine,
     const u32 *position, T *keys, T *values, u64 head_stride, u64 sequence_stride, float *partial, u32 *counters, T *out,
@@ -186,29 +217,44 @@ DEVICE void decode(
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     int group = heads / kv_heads, groups = (group + 7) / 8, kv = blockIdx.y / groups, first_head = (blockIdx.y % groups) * 8;
     int mine = min(8, group - first_head);
+    const X *row = qkv + (u64)blockIdx.z * (heads + 2 * kv_heads) * D;
+    bool query = warp < mine, key = warp == WARPS - 1, value = warp == WARPS - 2;
+    Head<float> weight;
+    Head<X> head, other;
     let_next_start();
+    Head<float>::load(weight, key && !query ? k_weight : q_weight);
     wait_for_previous();
     u32 at = position[blockIdx.z];
+    if (query) Head<X>::load(head, row + (kv * group + first_head + warp) * D);
+    if (key || value) Head<X>::load(other, row + (heads + (value ? kv_heads : 0) + kv) * D);
     u32 steps = (at + STEP) / STEP, share = (steps + gridDim.x - 1) / gridDim.x;
     u32 active = (steps + share - 1) / share;
-    if (blockIdx.x >= active) return;
+    bool idle = blockIdx.x >= active;
+    if (idle && CLUSTER) {
+        meet_cluster();
+        meet_cluster();
+    }
+    if (idle) return;
     u32 begin = blockIdx.x * share * STEP + warp * 16, end = min(at + 1, (blockIdx.x + 1) * share * STEP);
     keys += blockIdx.z * sequence_stride + kv * head_stride;
     values += blockIdx.z * sequence_stride + kv * head_stride;
     Tile<T> x;
     Tile<T>::load(x, keys, values, begin, min(end, at), g, t);
 
-    const X *row = qkv + (u64)blockIdx.z * (heads + 2 * kv_heads) * D;
     const float *c = cosine + (u64)at * (D / 2), *s = sine + (u64)at * (D / 2);
     bool owner = blockIdx.x == active - 1;
-    if (warp < mine) {
-        norm_rotate(row + (kv * group + first_head + warp) * D, q_weight, eps, c, s, q[warp]);
+    if (query) {
+        Head<X>::norm_rotate(head, weight, c, s, eps);
+        Head<X>::store(head, q[warp]);
     } else {
         for (int i = lane; i < D; i += 32) q[warp][i] = As<T>::from(0.f);
     }
-    if (owner && warp == WARPS - 1) norm_rotate(row + (heads + kv) * D, k_weight, eps, c, s, fresh[0]);
-    if (owner && warp == WARPS - 2)
-        for (int i = lane; i < D; i += 32) fresh[1][i] = As<T>::from(widen(row[(heads + kv_heads + kv) * D + i]));
+    if (owner && key) {
+        if (query) Head<float>::load(weight, k_weight);
+        Head<X>::norm_rotate(other, weight, c, s, eps);
+        Head<X>::store(other, fresh[0]);
+    }
+    if (owner && value) Head<X>::store(other, fresh[1]);
     __syncthreads();
     if (owner && threadIdx.x < D) {
         keys[(u64)at * D + threadIdx.x] = fresh[0][threadIdx.x];
@@ -276,8 +322,52 @@ DEVICE void decode(
         }
     __syncthreads();
 
-    u64 pair = (u64)blockIdx.z * gridDim.y + blockIdx.y;
     T *to = out + ((u64)blockIdx.z * heads + kv * group + first_head) * D;
+    if constexpr (CLUSTER) {
+        // This block's sums and, behind them, peaks and totals; a block then finishes every eighth of the values.
+        __shared__ float mine_sums[8][D], ends[2][8];
+        for (int e = threadIdx.x; e < mine * D; e += WARPS * 32) {
+            int h = e / D, i = e % D;
+            float peak = best[0][h], sum = 0.f, all = 0.f;
+#pragma unroll
+            for (int w = 1; w < WARPS; w++) peak = fmaxf(peak, best[w][h]);
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) {
+                float f = two_to(best[w][h] - peak);
+                sum += sums[w][h][i] * f;
+                all += total[w][h] * f;
+            }
+            mine_sums[h][i] = sum;
+            if (i == 0) ends[0][h] = peak, ends[1][h] = all;
+        }
+        meet_cluster();
+        // Four lanes a value, two blocks a lane.
+        for (int first = 0; first * (int)active < mine * D; first += WARPS * 8) {
+            int e = (first + (threadIdx.x >> 2)) * active + blockIdx.x;
+            bool real = e < mine * D;
+            int h = real ? e / D : 0, i = real ? e % D : 0;
+            float peak[2], all[2], sum[2];
+#pragma unroll
+            for (int n = 0; n < 2; n++) {
+                u32 rank = t + 4 * n;
+                bool there = rank < active;
+                peak[n] = there ? of_neighbour(&ends[0][h], rank) : MINUS_INFINITY;
+                all[n] = there ? of_neighbour(&ends[1][h], rank) : 0.f;
+                sum[n] = there ? of_neighbour(&mine_sums[h][i], rank) : 0.f;
+            }
+            float top = fmaxf(peak[0], peak[1]);
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+            float f0 = two_to(peak[0] - top), f1 = two_to(peak[1] - top);
+            float total_sum = sum[0] * f0 + sum[1] * f1, total_all = all[0] * f0 + all[1] * f1;
+            total_sum += __shfl_xor_sync(~0u, total_sum, 1), total_all += __shfl_xor_sync(~0u, total_all, 1);
+            total_sum += __shfl_xor_sync(~0u, total_sum, 2), total_all += __shfl_xor_sync(~0u, total_all, 2);
+            if (real && t == 0) to[e] = As<T>::from(total_sum / total_all);
+        }
+        meet_cluster();
+        return;
+    }
+    u64 pair = (u64)blockIdx.z * gridDim.y + blockIdx.y;
     float *slots = partial + pair * gridDim.x * SLOT;
     float *slot = slots + (u64)blockIdx.x * SLOT;
     for (int e = threadIdx.x; e < mine * D; e += WARPS * 32) {
@@ -350,16 +440,24 @@ DEVICE void decode(
     }
 }
 
-#define DECODE(X, N, T, M) \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_##N##_##M( \
+// decode_cluster_X_T (sm_90): the same with splits = 8, the blocks of a head in one cluster that adds through shared memory;
+//   `partial` and `counters` are not used.
+#define DECODE(NAME, X, T, CLUSTER) \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32) NAME( \
         const X *qkv, const float *q_weight, const float *k_weight, float eps, const float *cosine, const float *sine, \
         const u32 *position, T *keys, T *values, u64 head_stride, u64 sequence_stride, float *partial, u32 *counters, T *out, \
         int heads, int kv_heads, float scale) { \
-        decode<X, T>(qkv, q_weight, k_weight, eps, cosine, sine, position, keys, values, head_stride, sequence_stride, \
-                     partial, counters, out, heads, kv_heads, scale); \
+        decode<X, T, CLUSTER>(qkv, q_weight, k_weight, eps, cosine, sine, position, keys, values, head_stride, \
+                              sequence_stride, partial, counters, out, heads, kv_heads, scale); \
     }
-DECODE(float, f32, bf16, bf16)
-DECODE(bf16, bf16, bf16, bf16)
-DECODE(float, f32, f16, f16)
-DECODE(f16, f16, f16, f16)
+DECODE(decode_f32_bf16, float, bf16, false)
+DECODE(decode_bf16_bf16, bf16, bf16, false)
+DECODE(decode_f32_f16, float, f16, false)
+DECODE(decode_f16_f16, f16, f16, false)
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+DECODE(__cluster_dims__(8, 1, 1) decode_cluster_f32_bf16, float, bf16, true)
+DECODE(__cluster_dims__(8, 1, 1) decode_cluster_bf16_bf16, bf16, bf16, true)
+DECODE(__cluster_dims__(8, 1, 1) decode_cluster_f32_f16, float, f16, true)
+DECODE(__cluster_dims__(8, 1, 1) decode_cluster_f16_f16, f16, f16, true)
+#endif
 #endif

@@ -93,12 +93,19 @@ DEVICE void for_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "
 DEVICE void meet(int id) { asm volatile("bar.sync %0, 256;" ::"r"(id) : "memory"); }
 DEVICE void announce(int id) { asm volatile("bar.arrive %0, 256;" ::"r"(id) : "memory"); }
 
-// 128 positions (or rows) of D values from `from`, `stride` values apart, those from `real` on zero, by 128 threads.
+// 128 positions (or rows) of D values from `from`, `stride` values apart, those from `real` on zero, by 128 threads. A thread
+// has one piece of every `STEP`th line, so that all but one address are constants away.
 template <class T> DEVICE void bring(u32 to, const T *from, u64 stride, int real, int me) {
-#pragma unroll 8
-    for (int e = me; e < 128 * (D / 8); e += 128) {
-        int p = e / (D / 8), i = e % (D / 8);
-        copy16(to + (i >> 3) * 16384 + p * 128 + ((i ^ p) & 7) * 16, from + (u64)min(p, real - 1) * stride + i * 8, p < real);
+    constexpr int PIECES = D / 8, STEP = 128 / PIECES;
+    int piece = me % PIECES, line = me / PIECES;
+    to += (piece >> 3) * 16384 + line * 128 + ((piece ^ line) & 7) * 16;
+    from += line * stride + piece * 8;
+    if (real >= 128) {
+#pragma unroll
+        for (int i = 0; i < PIECES; i++) copy16(to + i * STEP * 128, from + i * STEP * stride, true);
+    } else {
+#pragma unroll
+        for (int i = 0; i < PIECES; i++) copy16(to + i * STEP * 128, from + i * STEP * stride, line + i * STEP < real);
     }
 }
 

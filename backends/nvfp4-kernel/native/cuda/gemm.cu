@@ -230,21 +230,14 @@ struct Fragment {
     }
 };
 
-// The registers of the four m64k16 of a slab.
-template <class T> DEVICE void dequantise(const uint4 &c, u32 low, u32 high, u32 (&a)[4][4]) {
-    u32 p[4];
-    Codes<T>::pairs(c.x, p);
-    a[0][0] = Codes<T>::times(p[0], low), a[0][2] = Codes<T>::times(p[1], low);
-    a[1][0] = Codes<T>::times(p[2], low), a[1][2] = Codes<T>::times(p[3], low);
-    Codes<T>::pairs(c.y, p);
-    a[2][0] = Codes<T>::times(p[0], low), a[2][2] = Codes<T>::times(p[1], low);
-    a[3][0] = Codes<T>::times(p[2], low), a[3][2] = Codes<T>::times(p[3], low);
-    Codes<T>::pairs(c.z, p);
-    a[0][1] = Codes<T>::times(p[0], high), a[0][3] = Codes<T>::times(p[1], high);
-    a[1][1] = Codes<T>::times(p[2], high), a[1][3] = Codes<T>::times(p[3], high);
-    Codes<T>::pairs(c.w, p);
-    a[2][1] = Codes<T>::times(p[0], high), a[2][3] = Codes<T>::times(p[1], high);
-    a[3][1] = Codes<T>::times(p[2], high), a[3][3] = Codes<T>::times(p[3], high);
+// The registers of the `J`th m64k16 of a slab.
+template <class T, int J> DEVICE void dequantise(const uint4 &c, u32 low, u32 high, u32 (&a)[4]) {
+    u32 p[4], q[4];
+    Codes<T>::pairs(J < 2 ? c.x : c.y, p);
+    Codes<T>::pairs(J < 2 ? c.z : c.w, q);
+    constexpr int FIRST = 2 * (J % 2);
+    a[0] = Codes<T>::times(p[FIRST], low), a[2] = Codes<T>::times(p[FIRST + 1], low);
+    a[1] = Codes<T>::times(q[FIRST], high), a[3] = Codes<T>::times(q[FIRST + 1], high);
 }
 
 enum { OUT_F32, OUT_ADD, OUT_BF16, OUT_F16 };
@@ -383,34 +376,48 @@ DEVICE void gemm(
         for (int m = 0; m < MB; m++) Fragment::load(next[m], from[m] + (u64)unit * UNIT, lane);
         if (!waited) wait_for_previous(), waited = true;
         int add = 0;
+        // Registers of the present group of four products and of the one after it, which is dequantised between them: an
+        // issued product holds its warp until the one before it has started, so work goes between, not behind.
         u32 a[2][4][4];
+#pragma unroll
+        for (int m = 0; m < MB; m++) now[m] = next[m];
+        dequantise<T, 0>(now[0].codes[0], Codes<T>::scale(now[0].scales, 0), Codes<T>::scale(now[0].scales, 1), a[0][0]);
+        dequantise<T, 1>(now[0].codes[0], Codes<T>::scale(now[0].scales, 0), Codes<T>::scale(now[0].scales, 1), a[0][1]);
+        dequantise<T, 2>(now[0].codes[0], Codes<T>::scale(now[0].scales, 0), Codes<T>::scale(now[0].scales, 1), a[0][2]);
+        dequantise<T, 3>(now[0].codes[0], Codes<T>::scale(now[0].scales, 0), Codes<T>::scale(now[0].scales, 1), a[0][3]);
         for (int u = work.from; u < work.to; u++) {
             unit = unit + 1 == row_units ? 0 : unit + 1;
 #pragma unroll
-            for (int m = 0; m < MB; m++) {
-                now[m] = next[m];
-                Fragment::load(next[m], from[m] + (u64)unit * UNIT, lane);
-            }
+            for (int m = 0; m < MB; m++) Fragment::load(next[m], from[m] + (u64)unit * UNIT, lane);
 #pragma unroll
-            for (int s = 0; s < 2; s++) {
+            for (int i = 0; i < 2 * MB; i++) {
+                const int m = i % MB, which = i & 1;
                 u32 stage = slab % STAGES;
-#pragma unroll
-                for (int m = 0; m < MB; m++) {
-                    constexpr u32 base = 1;
-                    int which = (s * MB + m) & 1;
-                    dequantise<T>(now[m].codes[s], Codes<T>::scale(now[m].scales, 2 * s), Codes<T>::scale(now[m].scales, 2 * s + 1), a[which]);
-                    if (m == 0) barrier_wait(full + 8 * stage, (slab / STAGES) & 1);
-                    u64 b = (u64)((ring + stage * STAGE) >> 4) | (u64)base << 16 | (u64)64 << 32 | (u64)1 << 62;
-                    open_products();
-#pragma unroll
-                    for (int j = 0; j < 4; j++) Wide<T, TN>::product(d[m], a[which][j], b + 2 * j, j ? 1 : add);
-                    close_products();
-                    wait_products<1>();
-                    if (m == 0 && add && lane == 0) barrier_arrive(empty + 8 * ((slab - 1) % STAGES));
-                    if (m == MB - 1) add = 1;
-                }
-                slab++;
+                const Fragment &then = i + 1 < 2 * MB ? now[(i + 1) % MB] : next[0];
+                const int then_s = (i + 1) / MB % 2;
+                u32 low = Codes<T>::scale(then.scales, 2 * then_s), high = Codes<T>::scale(then.scales, 2 * then_s + 1);
+                if (m == 0) barrier_wait(full + 8 * stage, (slab / STAGES) & 1);
+                u64 b = (u64)((ring + stage * STAGE) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
+                open_products();
+                Wide<T, TN>::product(d[m], a[which][0], b, add);
+                close_products();
+                wait_products<1>();
+                if (m == 0 && add && lane == 0) barrier_arrive(empty + 8 * ((slab - 1) % STAGES));
+                dequantise<T, 0>(then.codes[then_s], low, high, a[which ^ 1][0]);
+                open_products();
+                Wide<T, TN>::product(d[m], a[which][1], b + 2, 1);
+                dequantise<T, 1>(then.codes[then_s], low, high, a[which ^ 1][1]);
+                open_products();
+                Wide<T, TN>::product(d[m], a[which][2], b + 4, 1);
+                dequantise<T, 2>(then.codes[then_s], low, high, a[which ^ 1][2]);
+                open_products();
+                Wide<T, TN>::product(d[m], a[which][3], b + 6, 1);
+                close_products();
+                dequantise<T, 3>(then.codes[then_s], low, high, a[which ^ 1][3]);
+                if (m == MB - 1) add = 1, slab++;
             }
+#pragma unroll
+            for (int m = 0; m < MB; m++) now[m] = next[m];
         }
         wait_products<0>();
         if (lane == 0) barrier_arrive(empty + 8 * ((slab - 1) % STAGES));
