@@ -188,23 +188,7 @@ template <class X> struct Head {
     }
 };
 
-// A value of the block `rank` of this cluster at the same place of its shared memory.
-DEVICE float of_neighbour(const float *at, u32 rank) {
-    float x = 0.f;
-#if __CUDA_ARCH__ >= 900
-    u32 there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"((u32)__cvta_generic_to_shared(at)), "r"(rank));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(there) : "memory");
-#endif
-    return x;
-}
-DEVICE void meet_cluster() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-
-template <class X, class T, bool CLUSTER>
+template <class X, class T>
 DEVICE void decode(
     const X *qkv, const float *q_weight, const float *k_weight, float eps, const float *cosine, const float *sine,
     const u32 *position, T *keys, T *values, u64 head_stride, u64 sequence_stride, float *partial, u32 *counters, T *out,
@@ -229,12 +213,7 @@ DEVICE void decode(
     if (key || value) Head<X>::load(other, row + (heads + (value ? kv_heads : 0) + kv) * D);
     u32 steps = (at + STEP) / STEP, share = (steps + gridDim.x - 1) / gridDim.x;
     u32 active = (steps + share - 1) / share;
-    bool idle = blockIdx.x >= active;
-    if (idle && CLUSTER) {
-        meet_cluster();
-        meet_cluster();
-    }
-    if (idle) return;
+    if (blockIdx.x >= active) return;
     u32 begin = blockIdx.x * share * STEP + warp * 16, end = min(at + 1, (blockIdx.x + 1) * share * STEP);
     keys += blockIdx.z * sequence_stride + kv * head_stride;
     values += blockIdx.z * sequence_stride + kv * head_stride;
@@ -323,50 +302,6 @@ DEVICE void decode(
     __syncthreads();
 
     T *to = out + ((u64)blockIdx.z * heads + kv * group + first_head) * D;
-    if constexpr (CLUSTER) {
-        // This block's sums and, behind them, peaks and totals; a block then finishes every eighth of the values.
-        __shared__ float mine_sums[8][D], ends[2][8];
-        for (int e = threadIdx.x; e < mine * D; e += WARPS * 32) {
-            int h = e / D, i = e % D;
-            float peak = best[0][h], sum = 0.f, all = 0.f;
-#pragma unroll
-            for (int w = 1; w < WARPS; w++) peak = fmaxf(peak, best[w][h]);
-#pragma unroll
-            for (int w = 0; w < WARPS; w++) {
-                float f = two_to(best[w][h] - peak);
-                sum += sums[w][h][i] * f;
-                all += total[w][h] * f;
-            }
-            mine_sums[h][i] = sum;
-            if (i == 0) ends[0][h] = peak, ends[1][h] = all;
-        }
-        meet_cluster();
-        // Four lanes a value, two blocks a lane.
-        for (int first = 0; first * (int)active < mine * D; first += WARPS * 8) {
-            int e = (first + (threadIdx.x >> 2)) * active + blockIdx.x;
-            bool real = e < mine * D;
-            int h = real ? e / D : 0, i = real ? e % D : 0;
-            float peak[2], all[2], sum[2];
-#pragma unroll
-            for (int n = 0; n < 2; n++) {
-                u32 rank = t + 4 * n;
-                bool there = rank < active;
-                peak[n] = there ? of_neighbour(&ends[0][h], rank) : MINUS_INFINITY;
-                all[n] = there ? of_neighbour(&ends[1][h], rank) : 0.f;
-                sum[n] = there ? of_neighbour(&mine_sums[h][i], rank) : 0.f;
-            }
-            float top = fmaxf(peak[0], peak[1]);
-            top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-            top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-            float f0 = two_to(peak[0] - top), f1 = two_to(peak[1] - top);
-            float total_sum = sum[0] * f0 + sum[1] * f1, total_all = all[0] * f0 + all[1] * f1;
-            total_sum += __shfl_xor_sync(~0u, total_sum, 1), total_all += __shfl_xor_sync(~0u, total_all, 1);
-            total_sum += __shfl_xor_sync(~0u, total_sum, 2), total_all += __shfl_xor_sync(~0u, total_all, 2);
-            if (real && t == 0) to[e] = As<T>::from(total_sum / total_all);
-        }
-        meet_cluster();
-        return;
-    }
     u64 pair = (u64)blockIdx.z * gridDim.y + blockIdx.y;
     float *slots = partial + pair * gridDim.x * SLOT;
     float *slot = slots + (u64)blockIdx.x * SLOT;
@@ -440,24 +375,16 @@ DEVICE void decode(
     }
 }
 
-// decode_cluster_X_T (sm_90): the same with splits = 8, the blocks of a head in one cluster that adds through shared memory;
-//   `partial` and `counters` are not used.
-#define DECODE(NAME, X, T, CLUSTER) \
+#define DECODE(NAME, X, T) \
     extern "C" __global__ void __launch_bounds__(WARPS * 32) NAME( \
         const X *qkv, const float *q_weight, const float *k_weight, float eps, const float *cosine, const float *sine, \
         const u32 *position, T *keys, T *values, u64 head_stride, u64 sequence_stride, float *partial, u32 *counters, T *out, \
         int heads, int kv_heads, float scale) { \
-        decode<X, T, CLUSTER>(qkv, q_weight, k_weight, eps, cosine, sine, position, keys, values, head_stride, \
-                              sequence_stride, partial, counters, out, heads, kv_heads, scale); \
+        decode<X, T>(qkv, q_weight, k_weight, eps, cosine, sine, position, keys, values, head_stride, sequence_stride, \
+                     partial, counters, out, heads, kv_heads, scale); \
     }
-DECODE(decode_f32_bf16, float, bf16, false)
-DECODE(decode_bf16_bf16, bf16, bf16, false)
-DECODE(decode_f32_f16, float, f16, false)
-DECODE(decode_f16_f16, f16, f16, false)
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-DECODE(__cluster_dims__(8, 1, 1) decode_cluster_f32_bf16, float, bf16, true)
-DECODE(__cluster_dims__(8, 1, 1) decode_cluster_bf16_bf16, bf16, bf16, true)
-DECODE(__cluster_dims__(8, 1, 1) decode_cluster_f32_f16, float, f16, true)
-DECODE(__cluster_dims__(8, 1, 1) decode_cluster_f16_f16, f16, f16, true)
-#endif
+DECODE(decode_f32_bf16, float, bf16)
+DECODE(decode_bf16_bf16, bf16, bf16)
+DECODE(decode_f32_f16, float, f16)
+DECODE(decode_f16_f16, f16, f16)
 #endif

@@ -2,11 +2,12 @@
 //
 // wgmma with the weights as the first operand: each lane's bytes of the layout are its registers of m64k16, dequantised
 // there, once per tile of tokens, while the product of the slab before runs. x comes through shared memory in the order of k
-// that the weights' layout asks for, written by a staging kernel (`order_*`) in tiles that one bulk copy brings in.
-// Needs layout.cu before it. Definitions: TN, tokens of a tile (128 or 256); MB, blocks of 64 rows a warpgroup owns (1 or 2).
+// that the weights' layout asks for, written by a staging kernel (order.cu) in tiles that one bulk copy brings in.
+// Needs layout.cu and elements.cu before it. Definitions: TN, tokens of a tile (32, 64, 128 or 256); MB, blocks of 64 rows a
+// warpgroup owns (1 or 2); ELEMENT, bf16 or f16.
 //
-// gemm_T(units, groups u64[group_count], x, y, ldy, tokens, group_count, row_units, parts, split_tiles, row_tiles,
-//        token_tiles, partial, flags, out, aligned, global, convention), T bf16 or f16; also gemm_gate_T
+// gemm(units, groups u64[group_count], x, y, ldy, tokens, group_count, row_units, parts, split_tiles, row_tiles,
+//        token_tiles, partial, flags, out, aligned, global, convention); also gemm_gate
 //   units: packed weights, `row_units` units of 1152 bytes (16 rows x 128 k) a row group. groups: {f32 multiplier,
 //   u32 first_row * 32 + rows}. x: as `order_*` wrote it, `parts` summands side by side in k. y: element type by
 //   out: 0 f32, 1 f32 to be added to, 2 bf16, 3 f16; ldy in elements. aligned: rows of y and its start are multiples of 16
@@ -17,146 +18,56 @@
 //   partial: f32[gridDim][128 MB * TN]; flags: u32[gridDim], zero before (`order_*` clears them) and after every launch.
 //   grid min(multiprocessors, work), every block resident; block 384 (two consuming warpgroups, one that copies);
 //   dynamic shared memory SHARED bytes.
-//
-// order_T_U(x T[rows, k], ld, k, row_units, out U, weight f32[k] or null, eps, flags, flag_count); order_f32_parts: three bf16
-// order_codes, order_codes_parts (q i8[rows, k], steps f32[rows, k / 16], k, row_units, out, factor, flags, flag_count):
-//   q * (step * factor), rounded to bf16 (exact for 4-bit codes) or as three bf16
-//   grid rows, block 256. Optional norm: x/rms(x)*weight rounded to U. out: blocks of 128 tokens x 64 k, 16384 bytes each,
-//   index (token / 128) * (2 row_units * parts) + slab; 128-byte lines of a token, 16-byte pieces in the order
-//   piece ^ (token % 8); slot 16 j + 8 h + 2 t + b of a line is k = 16 t + 4 j + 2 h + b.
-
-#define DEVICE static __device__ __forceinline__
-struct bf16 { u16 bits; };
-struct f16 { u16 bits; };
-
-DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
-
-template <class T> struct Codes;
-template <> struct Codes<bf16> {
-    static constexpr float UNDO = 256.f; // pair * scale is the weight times 2^-8
-    DEVICE u32 pack(float low, float high) {
-        u32 y;
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-        return y;
-    }
-    DEVICE u16 narrow(float x) {
-        u16 y;
-        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
-        return y;
-    }
-    DEVICE float widen(u16 x) { return __uint_as_float((u32)x << 16); }
-    DEVICE u32 times(u32 a, u32 b) {
-        u32 y;
-        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-        return y;
-    }
-    // Values of a word of eight codes times 2^-126, in the order of k.
-    DEVICE void pairs(u32 w, u32 (&p)[4]) {
-        constexpr u32 M = 0x81C081C0;
-        p[0] = w & M;
-        p[1] = w << 3 & M;
-        p[2] = (w & 0x20072007) * 68 & M;
-        p[3] = (w >> 3 & 0x01C001C0) | (w << 1 & 0x80008000);
-    }
-    // A scale byte, the `i`th of a word, times 2^118, twice.
-    DEVICE u32 scale(u32 word, int i) { return __byte_perm(word, 0, 0x4040 + i * 0x101) * 16 + 0x73007300; }
-};
-template <> struct Codes<f16> {
-    static constexpr float UNDO = 128.f;
-    DEVICE u32 pack(float low, float high) {
-        u32 y;
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-        return y;
-    }
-    DEVICE u16 narrow(float x) {
-        u16 y;
-        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
-        return y;
-    }
-    DEVICE float widen(u16 x) {
-        float y;
-        asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
-        return y;
-    }
-    DEVICE u32 times(u32 a, u32 b) {
-        u32 y;
-        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-        return y;
-    }
-    // Values times 2^-14.
-    DEVICE void pairs(u32 w, u32 (&p)[4]) {
-        constexpr u32 S = 0x80008000, M = 0x0E000E00;
-        p[0] = (w << 3 & M) | (w & S);
-        p[1] = (w << 6 & M) | (w << 3 & S);
-        p[2] = (w & 0x20072007) * 516 & 0x8E008E00;
-        p[3] = (w & M) | (w << 1 & S);
-    }
-    // Times 2^7.
-    DEVICE u32 scale(u32 word, int i) { return __byte_perm(word, 0, 0x4040 + i * 0x101) * 128 + 0x1C001C00; }
-};
 
 #define ALL4(b) "+f"(d[b]), "+f"(d[b + 1]), "+f"(d[b + 2]), "+f"(d[b + 3])
 #define ALL16(b) ALL4(b), ALL4(b + 4), ALL4(b + 8), ALL4(b + 12)
-// d += a b, 64 x N x 16; `a` in registers, `b` a descriptor of shared memory. add = 0: d = a b.
-template <class T, int N> struct Wide;
-template <> struct Wide<bf16, 256> {
-    DEVICE void product(float (&d)[128], const u32 (&a)[4], u64 b, int add) {
-        asm volatile("{.reg .pred p; setp.ne.b32 p, %133, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-            "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-            "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
-            "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
-            "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,"
-            "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,"
-            "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,"
-            "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,"
-            "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-            "}, {%128,%129,%130,%131}, %132, p, 1, 1, 0;}"
-            : ALL16(0), ALL16(16), ALL16(32), ALL16(48), ALL16(64), ALL16(80), ALL16(96), ALL16(112)
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-    }
-};
-template <> struct Wide<bf16, 128> {
-    DEVICE void product(float (&d)[64], const u32 (&a)[4], u64 b, int add) {
-        asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-            "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-            "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
-            "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
-            "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-            "}, {%64,%65,%66,%67}, %68, p, 1, 1, 0;}"
-            : ALL16(0), ALL16(16), ALL16(32), ALL16(48)
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-    }
-};
-template <> struct Wide<f16, 256> {
-    DEVICE void product(float (&d)[128], const u32 (&a)[4], u64 b, int add) {
-        asm volatile("{.reg .pred p; setp.ne.b32 p, %133, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {"
-            "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-            "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
-            "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
-            "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,"
-            "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,"
-            "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,"
-            "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,"
-            "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-            "}, {%128,%129,%130,%131}, %132, p, 1, 1, 0;}"
-            : ALL16(0), ALL16(16), ALL16(32), ALL16(48), ALL16(64), ALL16(80), ALL16(96), ALL16(112)
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-    }
-};
-template <> struct Wide<f16, 128> {
-    DEVICE void product(float (&d)[64], const u32 (&a)[4], u64 b, int add) {
-        asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
-            "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-            "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
-            "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
-            "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-            "}, {%64,%65,%66,%67}, %68, p, 1, 1, 0;}"
-            : ALL16(0), ALL16(16), ALL16(32), ALL16(48)
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-    }
-};
+// d += a b, 64 x TN x 16; `a` in registers, `b` a descriptor of shared memory. add = 0: d = a b.
+#if TN == 32
+#define PRODUCT(TYPE) \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE " {" \
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" \
+        "}, {%16,%17,%18,%19}, %20, p, 1, 1, 0;}" \
+        : ALL16(0) \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
+#endif
+#if TN == 64
+#define PRODUCT(TYPE) \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" \
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
+        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31" \
+        "}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;}" \
+        : ALL16(0), ALL16(16) \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
+#endif
+#if TN == 128
+#define PRODUCT(TYPE) \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" \
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
+        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31," \
+        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
+        "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63" \
+        "}, {%64,%65,%66,%67}, %68, p, 1, 1, 0;}" \
+        : ALL16(0), ALL16(16), ALL16(32), ALL16(48) \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
+#endif
+#if TN == 256
+#define PRODUCT(TYPE) \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %133, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE " {" \
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
+        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31," \
+        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
+        "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63," \
+        "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79," \
+        "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95," \
+        "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111," \
+        "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127" \
+        "}, {%128,%129,%130,%131}, %132, p, 1, 1, 0;}" \
+        : ALL16(0), ALL16(16), ALL16(32), ALL16(48), ALL16(64), ALL16(80), ALL16(96), ALL16(112) \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
+#endif
+DEVICE void product(bf16, float (&d)[TN / 2], const u32 (&a)[4], u64 b, int add) { PRODUCT("bf16"); }
+DEVICE void product(f16, float (&d)[TN / 2], const u32 (&a)[4], u64 b, int add) { PRODUCT("f16"); }
+
 DEVICE void open_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void close_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> DEVICE void wait_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
@@ -319,7 +230,7 @@ template <int COUNT> DEVICE void put32(const float *d, int first, u32 buffer, in
 }
 
 template <class T, bool GATE>
-DEVICE void gemm(
+DEVICE void multiply(
     const u8 *units, const u64 *groups, const u8 *x, u64 y, u64 ldy, int tokens, int group_count, int row_units, int parts,
     int split_tiles, int row_tiles, int token_tiles, float *partial, u32 *flags, int out, int aligned, const float *global,
     int convention) {
@@ -338,18 +249,28 @@ DEVICE void gemm(
     u32 slab = 0;
     if (warp >= 8) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        // One warp starts the weights of the first tiles on their way to the second cache, before x is there.
+        if (warp == 9 && lane < 8 * MB) {
+            for (int i = 0; i < 3 && plan.take(work); i++) {
+                int row_tile = work.tile / token_tiles, unit = work.from % row_units, count = min(work.to - work.from, row_units - unit);
+                int group = GATE ? lane / (4 * MB) * (group_count / 2) + row_tile * 4 * MB + lane % (4 * MB) : row_tile * 8 * MB + lane;
+                if (group < group_count)
+                    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(units + ((u64)group * row_units + unit) * UNIT), "r"(count * UNIT) : "memory");
+            }
+        }
         if (threadIdx.x != 256) return;
         wait_for_previous();
         while (plan.take(work)) {
             int token = work.tile % token_tiles * TN;
-            int blocks = min(TN, tokens - token + 127) / 128;
-            const u8 *from = x + (u64)(token / 128) * (2 * all) * 16384;
+            constexpr int BYTES = (TN < 128 ? TN : 128) * 128;
+            int blocks = TN > 128 ? min(TN, tokens - token + 127) / 128 : 1;
+            const u8 *from = x + (u64)(token / 128) * (2 * all) * 16384 + token % 128 * 128;
             for (int s = 2 * work.from; s < 2 * work.to; s++, slab++) {
                 u32 stage = slab % STAGES;
                 if (slab >= STAGES) barrier_wait(empty + 8 * stage, (slab / STAGES - 1) & 1);
-                barrier_expect(full + 8 * stage, blocks * 16384);
+                barrier_expect(full + 8 * stage, blocks * BYTES);
                 for (int b = 0; b < blocks; b++)
-                    copy_in(ring + stage * STAGE + b * 16384, from + ((u64)b * (2 * all) + s) * 16384, 16384, full + 8 * stage);
+                    copy_in(ring + stage * STAGE + b * BYTES, from + ((u64)b * (2 * all) + s) * 16384, BYTES, full + 8 * stage);
             }
         }
         return;
@@ -399,19 +320,19 @@ DEVICE void gemm(
                 if (m == 0) barrier_wait(full + 8 * stage, (slab / STAGES) & 1);
                 u64 b = (u64)((ring + stage * STAGE) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
                 open_products();
-                Wide<T, TN>::product(d[m], a[which][0], b, add);
+                product(T{}, d[m], a[which][0], b, add);
                 close_products();
                 wait_products<1>();
                 if (m == 0 && add && lane == 0) barrier_arrive(empty + 8 * ((slab - 1) % STAGES));
                 dequantise<T, 0>(then.codes[then_s], low, high, a[which ^ 1][0]);
                 open_products();
-                Wide<T, TN>::product(d[m], a[which][1], b + 2, 1);
+                product(T{}, d[m], a[which][1], b + 2, 1);
                 dequantise<T, 1>(then.codes[then_s], low, high, a[which ^ 1][1]);
                 open_products();
-                Wide<T, TN>::product(d[m], a[which][2], b + 4, 1);
+                product(T{}, d[m], a[which][2], b + 4, 1);
                 dequantise<T, 2>(then.codes[then_s], low, high, a[which ^ 1][2]);
                 open_products();
-                Wide<T, TN>::product(d[m], a[which][3], b + 6, 1);
+                product(T{}, d[m], a[which][3], b + 6, 1);
                 close_products();
                 dequantise<T, 3>(then.codes[then_s], low, high, a[which ^ 1][3]);
                 if (m == MB - 1) add = 1, slab++;
@@ -430,7 +351,6 @@ DEVICE void gemm(
 #pragma unroll
                 for (int i = 0; i < SUMS / 4; i++)
                     __stcg(slot + (m * SUMS / 4 + i) * 256, make_float4(d[m][4 * i], d[m][4 * i + 1], d[m][4 * i + 2], d[m][4 * i + 3]));
-            __threadfence();
             meet(1, 256);
             if (me == 0) asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(flags + blockIdx.x) : "memory");
             continue;
@@ -512,157 +432,13 @@ DEVICE void gemm(
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-#define GEMM(T, M) \
-    extern "C" __global__ void __launch_bounds__(384, 1) gemm_##M( \
+#define GEMM(NAME, GATE) \
+    extern "C" __global__ void __launch_bounds__(384, 1) NAME( \
         const u8 *units, const u64 *groups, const u8 *x, u64 y, u64 ldy, int tokens, int group_count, int row_units, \
         int parts, int split_tiles, int row_tiles, int token_tiles, float *partial, u32 *flags, int out, int aligned, \
         const float *global, int convention) { \
-        gemm<T, false>(units, groups, x, y, ldy, tokens, group_count, row_units, parts, split_tiles, row_tiles, token_tiles, \
-                       partial, flags, out, aligned, global, convention); \
-    } \
-    extern "C" __global__ void __launch_bounds__(384, 1) gemm_gate_##M( \
-        const u8 *units, const u64 *groups, const u8 *x, u64 y, u64 ldy, int tokens, int group_count, int row_units, \
-        int parts, int split_tiles, int row_tiles, int token_tiles, float *partial, u32 *flags, int out, int aligned, \
-        const float *global, int convention) { \
-        gemm<T, true>(units, groups, x, y, ldy, tokens, group_count, row_units, parts, split_tiles, row_tiles, token_tiles, \
-                      partial, flags, out, aligned, global, convention); \
+        multiply<ELEMENT, GATE>(units, groups, x, y, ldy, tokens, group_count, row_units, parts, split_tiles, row_tiles, \
+                                token_tiles, partial, flags, out, aligned, global, convention); \
     }
-GEMM(bf16, bf16)
-GEMM(f16, f16)
-
-DEVICE float as_float(float x) { return x; }
-DEVICE float as_float(bf16 x) { return Codes<bf16>::widen(x.bits); }
-DEVICE float as_float(f16 x) { return Codes<f16>::widen(x.bits); }
-
-// PARTS 1: rounded to U (exact where it was one). PARTS 3: f32 cut into three bf16 that add up to it exactly.
-template <class U, int PARTS> DEVICE void cut_pair(float low, float high, u32 (&cut)[PARTS]) {
-    if constexpr (PARTS == 1) {
-        cut[0] = Codes<U>::pack(low, high);
-    } else {
-#pragma unroll
-        for (int p = 0; p < PARTS; p++) {
-            u32 l = __float_as_uint(low) & 0xffff0000, h = __float_as_uint(high) & 0xffff0000;
-            // A NaN whose payload is cut off stays one.
-            if (low != low) l = 0x7fc00000;
-            if (high != high) h = 0x7fc00000;
-            cut[p] = l >> 16 | h;
-            low = (l & 0x7f800000) == 0x7f800000 ? 0.f : low - __uint_as_float(l);
-            high = (h & 0x7f800000) == 0x7f800000 ? 0.f : high - __uint_as_float(h);
-        }
-    }
-}
-
-template <class T, class U, int PARTS>
-DEVICE void order(
-    const T *x, u64 ld, int k, int row_units, u8 *out, const float *weight, float eps, u32 *flags, int flag_count) {
-    __shared__ float room[8];
-    let_next_start();
-    wait_for_previous();
-    if (blockIdx.x == 0)
-        for (int i = threadIdx.x; i < flag_count; i += 256) flags[i] = 0;
-    int token = blockIdx.x, slabs = 2 * row_units;
-    const T *row = x + (u64)token * ld;
-    float factor = 1.f;
-    if (weight) {
-        float sum = 0.f;
-        for (int i = threadIdx.x; i < k; i += 256) sum += as_float(row[i]) * as_float(row[i]);
-        for (int s = 16; s; s >>= 1) sum += __shfl_xor_sync(~0u, sum, s);
-        if ((threadIdx.x & 31) == 0) room[threadIdx.x >> 5] = sum;
-        __syncthreads();
-        sum = 0.f;
-        for (int i = 0; i < 8; i++) sum += room[i];
-        factor = rsqrtf(sum / (float)k + eps);
-    }
-    u8 *base = out + (u64)(token / 128) * slabs * PARTS * 16384 + token % 128 * 128;
-    bool vector = ((u64)row & (4 * sizeof(T) - 1)) == 0;
-    for (int e = threadIdx.x; e < slabs * 4; e += 256) {
-        int slab = e >> 2, j = e & 3;
-        u32 v[PARTS][2][4];
-#pragma unroll
-        for (int t = 0; t < 4; t++) {
-            int at = slab * 64 + 16 * t + 4 * j;
-            T raw[4];
-            float f[4];
-            if (vector && at + 4 <= k) {
-                if (sizeof(T) == 4) *(uint4 *)raw = *(const uint4 *)(row + at);
-                else *(uint2 *)raw = *(const uint2 *)(row + at);
-#pragma unroll
-                for (int i = 0; i < 4; i++) f[i] = as_float(raw[i]);
-            } else {
-#pragma unroll
-                for (int i = 0; i < 4; i++) f[i] = at + i < k ? as_float(row[at + i]) : 0.f;
-            }
-            if (weight) {
-#pragma unroll
-                for (int i = 0; i < 4; i++) f[i] = at + i < k ? f[i] * factor * weight[at + i] : 0.f;
-            }
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                u32 cut[PARTS];
-                cut_pair<U, PARTS>(f[2 * h], f[2 * h + 1], cut);
-#pragma unroll
-                for (int p = 0; p < PARTS; p++) v[p][h][t] = cut[p];
-            }
-        }
-#pragma unroll
-        for (int p = 0; p < PARTS; p++)
-#pragma unroll
-            for (int h = 0; h < 2; h++)
-                *(uint4 *)(base + (u64)(p * slabs + slab) * 16384 + ((2 * j + h) ^ (token & 7)) * 16) =
-                    make_uint4(v[p][h][0], v[p][h][1], v[p][h][2], v[p][h][3]);
-    }
-}
-
-template <int PARTS>
-DEVICE void order_quantised(const i8 *q, const float *steps, int k, int row_units, u8 *out, float factor, u32 *flags, int flag_count) {
-    let_next_start();
-    wait_for_previous();
-    if (blockIdx.x == 0)
-        for (int i = threadIdx.x; i < flag_count; i += 256) flags[i] = 0;
-    int token = blockIdx.x, slabs = 2 * row_units;
-    u8 *base = out + (u64)(token / 128) * slabs * PARTS * 16384 + token % 128 * 128;
-    for (int e = threadIdx.x; e < slabs * 4; e += 256) {
-        int slab = e >> 2, j = e & 3;
-        u32 v[PARTS][2][4];
-#pragma unroll
-        for (int t = 0; t < 4; t++) {
-            int at = slab * 64 + 16 * t + 4 * j;
-            float step = at < k ? steps[(u64)token * (k / 16) + at / 16] * factor : 0.f;
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                float f[2];
-#pragma unroll
-                for (int b = 0; b < 2; b++) f[b] = at < k ? (float)q[(u64)token * k + at + 2 * h + b] * step : 0.f;
-                u32 cut[PARTS];
-                cut_pair<bf16, PARTS>(f[0], f[1], cut);
-#pragma unroll
-                for (int p = 0; p < PARTS; p++) v[p][h][t] = cut[p];
-            }
-        }
-#pragma unroll
-        for (int p = 0; p < PARTS; p++)
-#pragma unroll
-            for (int h = 0; h < 2; h++)
-                *(uint4 *)(base + (u64)(p * slabs + slab) * 16384 + ((2 * j + h) ^ (token & 7)) * 16) =
-                    make_uint4(v[p][h][0], v[p][h][1], v[p][h][2], v[p][h][3]);
-    }
-}
-
-#define ORDER(NAME, T, U, PARTS) \
-    extern "C" __global__ void __launch_bounds__(256) NAME( \
-        const T *x, u64 ld, int k, int row_units, u8 *out, const float *weight, float eps, u32 *flags, int flag_count) { \
-        order<T, U, PARTS>(x, ld, k, row_units, out, weight, eps, flags, flag_count); \
-    }
-ORDER(order_bf16, bf16, bf16, 1)
-ORDER(order_f16, f16, f16, 1)
-ORDER(order_f32_bf16, float, bf16, 1)
-ORDER(order_f32_f16, float, f16, 1)
-ORDER(order_f32_parts, float, bf16, 3)
-
-#define ORDER_CODES(NAME, PARTS) \
-    extern "C" __global__ void __launch_bounds__(256) NAME( \
-        const i8 *q, const float *steps, int k, int row_units, u8 *out, float factor, u32 *flags, int flag_count) { \
-        order_quantised<PARTS>(q, steps, k, row_units, out, factor, flags, flag_count); \
-    }
-ORDER_CODES(order_codes, 1)
-ORDER_CODES(order_codes_parts, 3)
+GEMM(gemm, false)
+GEMM(gemm_gate, true)

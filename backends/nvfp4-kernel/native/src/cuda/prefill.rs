@@ -5,52 +5,54 @@ use super::simple::{self, Stored};
 use crate::call::Mat;
 use q4_core::{ActGlobal, Activations, Code, DType, Error, FuseSet, Result};
 use q4_cuda::{Gpu, Kernel, Launch, Source, args};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
-const SOURCE: Source = Source {
-    name: "nvfp4-gemm",
-    text: concat!(include_str!("../../cuda/layout.cu"), include_str!("../../cuda/gemm.cu")),
-};
+macro_rules! source {
+    ($name:literal, $file:literal) => {
+        Source {
+            name: $name,
+            text: concat!(
+                include_str!("../../cuda/layout.cu"),
+                include_str!("../../cuda/elements.cu"),
+                include_str!(concat!("../../cuda/", $file))
+            ),
+        }
+    };
+}
+const GEMM: Source = source!("nvfp4-gemm", "gemm.cu");
+const ORDER: Source = source!("nvfp4-order", "order.cu");
 /// Calls of fewer rows are for others.
-const LEAST: usize = 65;
+const LEAST: usize = 17;
 /// Bytes of 128 tokens by 64 of k.
 const BLOCK: usize = 16384;
+/// What a choice of sizes compiles to: tokens and blocks of 64 rows of a warpgroup.
+const SIZES: [(usize, usize); 4] = [(32, 1), (64, 1), (128, 1), (256, 1)];
 
-/// Tiles of `tokens` by `128 * blocks` rows of the weight.
-struct Tiles {
-    tokens: usize,
-    blocks: usize,
-    plain: [Kernel; 2],
-    gate: [Kernel; 2],
+/// The two functions of gemm.cu.
+struct Pair {
+    plain: Kernel,
+    gate: Kernel,
 }
 
-impl Tiles {
-    fn load(gpu: &Arc<Gpu>, tokens: usize, blocks: usize) -> Result<(Self, q4_cuda::Kernels)> {
-        let sizes = [format!("-DTN={tokens}"), format!("-DMB={blocks}")];
-        let all = q4_cuda::Kernels::load(gpu, &SOURCE, &[&sizes[0], &sizes[1]])?;
-        let get = |name: &str| {
-            let kernel = all.get(name)?;
-            kernel.allow_shared(Self::shared_of(tokens))?;
-            Ok::<_, Error>(kernel)
-        };
-        let plain = [get("gemm_bf16")?, get("gemm_f16")?];
-        let gate = [get("gemm_gate_bf16")?, get("gemm_gate_f16")?];
-        Ok((Self { tokens, blocks, plain, gate }, all))
-    }
-    /// `SHARED` of gemm.cu.
-    fn shared_of(tokens: usize) -> u32 {
-        let stages = 131_072 / (tokens * 128);
-        (1024 + 131_072 + 69_632 + 16 * stages) as u32
-    }
-}
-
-/// Kernels for calls of many rows.
+/// Kernels for calls of many rows. A size is compiled when a call first needs it.
 pub struct Kernels {
     gpu: Arc<Gpu>,
     quantise: simple::Kernels,
-    tiles: Tiles,
+    /// By size, then bf16 and f16.
+    pairs: [[OnceLock<Pair>; 2]; SIZES.len()],
     order: [Kernel; 5],
     order_codes: [Kernel; 2],
+}
+
+/// Index into [`SIZES`] of a call of `m` rows.
+fn size_of(m: usize) -> usize {
+    SIZES.iter().position(|s| m <= s.0).unwrap_or(SIZES.len() - 1)
+}
+
+/// `SHARED` of gemm.cu.
+fn shared_of(tokens: usize) -> u32 {
+    let stages = 131_072 / (tokens * 128);
+    (1024 + 131_072 + 69_632 + 16 * stages) as u32
 }
 
 /// Where the parts of the workspace lie, in bytes.
@@ -70,7 +72,7 @@ impl Kernels {
         if gpu.capability != (9, 0) {
             return Ok(None);
         }
-        let (tiles, all) = Tiles::load(gpu, 128, 2)?;
+        let all = q4_cuda::Kernels::load(gpu, &ORDER, &[])?;
         let names = ["order_bf16", "order_f16", "order_f32_bf16", "order_f32_f16", "order_f32_parts"];
         let mut order = Vec::new();
         for name in names {
@@ -79,7 +81,25 @@ impl Kernels {
         let order = order.try_into().map_err(|_| Error::new(Code::Internal, "kernels that order x"))?;
         let order_codes = [all.get("order_codes")?, all.get("order_codes_parts")?];
         let quantise = simple::Kernels::load(gpu)?;
-        Ok(Some(Self { gpu: gpu.clone(), quantise, tiles, order, order_codes }))
+        Ok(Some(Self { gpu: gpu.clone(), quantise, pairs: Default::default(), order, order_codes }))
+    }
+
+    fn pair(&self, size: usize, half: bool) -> Result<&Pair> {
+        let place = &self.pairs[size][usize::from(half)];
+        if let Some(pair) = place.get() {
+            return Ok(pair);
+        }
+        let (tokens, blocks) = SIZES[size];
+        let element = if half { "-DELEMENT=f16" } else { "-DELEMENT=bf16" };
+        let options = [format!("-DTN={tokens}"), format!("-DMB={blocks}")];
+        let all = q4_cuda::Kernels::load(&self.gpu, &GEMM, &[&options[0], &options[1], element])?;
+        let get = |name: &str| {
+            let kernel = all.get(name)?;
+            kernel.allow_shared(shared_of(tokens))?;
+            Ok::<_, Error>(kernel)
+        };
+        let pair = Pair { plain: get("gemm")?, gate: get("gemm_gate")? };
+        Ok(place.get_or_init(|| pair))
     }
 
     fn room(&self, w: &Weight, m: usize) -> Room {
@@ -87,7 +107,8 @@ impl Kernels {
         let ordered = 0;
         let partial = next(ordered, m.div_ceil(128) * w.slabs * parts(w) * BLOCK);
         let blocks = self.gpu.processors as usize;
-        let flags = next(partial, blocks * 128 * self.tiles.blocks * self.tiles.tokens * 4);
+        let (tokens, rows) = SIZES[size_of(m)];
+        let flags = next(partial, blocks * 128 * rows * tokens * 4);
         let q = next(flags, blocks * 4);
         let quantised = if w.activations == Activations::Native { 0 } else { m * w.k };
         let steps = next(q, quantised);
@@ -97,7 +118,13 @@ impl Kernels {
 
     /// x to tiles in the order of the layout. Returns the address and convention of its per-tensor scale.
     unsafe fn stage(&self, w: &Weight, c: &Call, room: &Room, flag_count: u32) -> Result<(u64, u32)> {
-        let how = |grid: usize| Launch { grid: [grid as u32, 1, 1], block: [256, 1, 1], shared: 0, stream: c.stream, overlap: true };
+        let how = |grid: usize| Launch {
+            grid: [grid as u32, 1, 1],
+            block: [256, 1, 1],
+            shared: 0,
+            stream: c.stream,
+            overlap: true,
+        };
         let (m, k, units) = (c.x.rows, w.k as u32, (w.slabs / 2) as u32);
         let (out, flags) = (c.workspace + room.ordered as u64, c.workspace + room.flags as u64);
         let (q, steps, global) =
@@ -172,7 +199,9 @@ fn has_gate(w: &Weight) -> bool {
 impl Fast for Kernels {
     fn takes(&self, w: &Weight, m: usize, set: FuseSet) -> bool {
         let fuse = |part: FuseSet| set.0 & part.0 != 0;
-        m >= LEAST && (!fuse(FuseSet::GATE) || has_gate(w)) && (!fuse(FuseSet::NORM) || w.activations == Activations::Native)
+        m >= LEAST
+            && (!fuse(FuseSet::GATE) || has_gate(w))
+            && (!fuse(FuseSet::NORM) || w.activations == Activations::Native)
     }
 
     fn workspace(&self, w: &Weight, m: usize) -> usize {
@@ -182,14 +211,13 @@ impl Fast for Kernels {
     unsafe fn forward(&self, w: &Weight, c: &Call) -> Result<()> {
         let room = self.room(w, c.x.rows);
         let processors = self.gpu.processors as usize;
-        let (m, t) = (c.x.rows, &self.tiles);
+        let m = c.x.rows;
+        let (tokens, blocks) = SIZES[size_of(m)];
         let Fuse { gate, accumulate, .. } = c.fuse;
         let (groups, units, parts) = (w.padded / 16, w.slabs / 2, parts(w));
-        let row_tiles = if gate { (groups / 2).div_ceil(4 * t.blocks) } else { groups.div_ceil(8 * t.blocks) };
-        let token_tiles = m.div_ceil(t.tokens);
-        let tiles = row_tiles * token_tiles;
-        let grid = processors.min(tiles * units * parts);
-        let split = split_tiles(tiles, grid);
+        let row_tiles = if gate { (groups / 2).div_ceil(4 * blocks) } else { groups.div_ceil(8 * blocks) };
+        let token_tiles = m.div_ceil(tokens);
+        let (grid, split) = deal(row_tiles * token_tiles, units * parts, processors);
         // SAFETY: forwarded.
         let (global, convention) = unsafe { self.stage(w, c, &room, processors as u32)? };
         let out: u32 = match (accumulate, c.y.dtype) {
@@ -198,17 +226,20 @@ impl Fast for Kernels {
             (_, DType::F16) => 3,
             _ => 0,
         };
-        let half = usize::from(w.activations == Activations::Native && w.x == DType::F16);
-        let kernel = if gate { &t.gate[half] } else { &t.plain[half] };
+        let pair = self.pair(size_of(m), w.activations == Activations::Native && w.x == DType::F16)?;
+        let kernel = if gate { &pair.gate } else { &pair.plain };
         let how = Launch {
             grid: [grid as u32, 1, 1],
             block: [384, 1, 1],
-            shared: Tiles::shared_of(t.tokens),
+            shared: shared_of(tokens),
             stream: c.stream,
             overlap: true,
         };
-        let (x, partial, flags) =
-            (c.workspace + room.ordered as u64, c.workspace + room.partial as u64, c.workspace + room.flags as u64);
+        let (x, partial, flags) = (
+            c.workspace + room.ordered as u64,
+            c.workspace + room.partial as u64,
+            c.workspace + room.flags as u64,
+        );
         let (y, ldy, aligned) = (c.y.address(), c.y.ld as u64, u32::from(aligned(w, &c.y, gate)));
         let [m, groups, units, parts, split, row_tiles, token_tiles] =
             [m, groups, units, parts, split, row_tiles, token_tiles].map(|v| v as u32);
@@ -217,16 +248,49 @@ impl Fast for Kernels {
             kernel.launch(
                 how,
                 args![
-                    w.codes, w.groups, x, y, ldy, m, groups, units, parts, split, row_tiles, token_tiles, partial, flags, out,
-                    aligned, global, convention
+                    w.codes,
+                    w.groups,
+                    x,
+                    y,
+                    ldy,
+                    m,
+                    groups,
+                    units,
+                    parts,
+                    split,
+                    row_tiles,
+                    token_tiles,
+                    partial,
+                    flags,
+                    out,
+                    aligned,
+                    global,
+                    convention
                 ],
             )
         }
     }
 }
 
-/// Tiles whose k is shared out among all blocks: those that would not fill a last round of whole tiles.
-fn split_tiles(tiles: usize, grid: usize) -> usize {
-    let rest = tiles % grid;
-    if rest * 100 > grid * 92 { 0 } else { rest }
+/// Blocks, and the tiles whose k is shared out among all of them: those that would not fill a last round of whole tiles.
+fn deal(tiles: usize, units: usize, processors: usize) -> (usize, usize) {
+    if tiles < processors {
+        // As many blocks a tile as there is room for: each then has one piece of one tile.
+        return (tiles * (processors / tiles).min(units), if processors / tiles > 1 { tiles } else { 0 });
+    }
+    let rest = tiles % processors;
+    (processors, if rest * 100 > processors * 92 { 0 } else { rest })
+}
+
+#[test]
+fn every_block_has_work() {
+    for tiles in 1..400 {
+        for units in [1, 2, 20, 76] {
+            let (grid, split) = deal(tiles, units, 132);
+            assert!(
+                grid <= 132 && split <= tiles && split * units + (tiles - split) >= grid,
+                "{tiles} {units}"
+            );
+        }
+    }
 }
