@@ -355,6 +355,12 @@ pub struct BenchArgs {
     /// Tokens to decode.
     #[arg(long, value_name = "N", default_value_t = 32)]
     pub decode: usize,
+    /// Measure decoding behind this many tokens too (CUDA).
+    #[arg(long, value_delimiter = ',', value_name = "N,...")]
+    pub depth: Vec<usize>,
+    /// Sequences that decode together, to measure too (CUDA).
+    #[arg(long, value_delimiter = ',', value_name = "N,...")]
+    pub batch: Vec<usize>,
     /// A model of this size with random weights instead of MODEL, e.g. qwen3-0.6b.
     #[arg(long, value_name = "NAME", conflicts_with_all = ["model", "config", "tokenizer"])]
     pub shape: Option<String>,

@@ -1,17 +1,19 @@
 //! `q4 bench`: tokens a second beside what the machine's bandwidth and arithmetic would allow.
 //!
 //! The roofline is measured in the same run, on the same threads, so that a noisy machine moves both.
+mod cuda;
+
 use crate::args::{BenchArgs, Format};
 use crate::context::Context;
 use crate::report::Outcome;
 use crate::roofline::Roofline;
 use q4_core::memory::{human, peak_resident};
 use q4_core::{
-    Activations, Code, Dispatch, Error, ExecContext, Policy, Q4Linear, Result, TensorView, TensorViewMut,
-    ThreadPool,
+    Activations, Code, Device, Dispatch, Error, ExecContext, Policy, Q4Linear, Result, TensorView,
+    TensorViewMut, ThreadPool,
 };
 use q4_model::executor::Shape;
-use q4_model::load::{ContextOptions, Loaded, load, shape};
+use q4_model::load::{ContextOptions, Loaded, Model, load, shape};
 use q4_model::plan::{ActivationRequest, Plan, PlanOptions};
 use q4_model::runner::Runner;
 use q4_model::synthetic::{self, Recipe};
@@ -78,12 +80,15 @@ pub fn run(cx: &Context, args: &BenchArgs) -> Result<Outcome> {
         );
     }
     let threads = cx.threads();
+    if let Device::Cuda(ordinal) = cx.device()? {
+        return on_cuda(cx, args, ordinal, &threads);
+    }
     let roofline = Roofline::measure(&threads);
     // A figure for one path must not come from another.
     let dispatch = cx.dispatch_with(Policy { deny_downgrade: true, ..cx.policy() })?;
     cx.require_named(&dispatch)?;
     let longest = args.prefill.iter().copied().max().unwrap_or(PROMPT).max(PROMPT);
-    let chunk = longest.min(512);
+    let chunk = longest.min(crate::session::chunk(cx.device()?));
     let options = cx.plan_options(args.quantize, chunk)?;
     let budget = cx.budget();
     let subject = match &args.shape {
@@ -150,6 +155,25 @@ pub fn run(cx: &Context, args: &BenchArgs) -> Result<Outcome> {
     Ok(Outcome::Done)
 }
 
+fn on_cuda(
+    cx: &Context,
+    args: &BenchArgs,
+    ordinal: u32,
+    threads: &std::sync::Arc<ThreadPool>,
+) -> Result<Outcome> {
+    let gpu = q4_cuda::Gpu::open(ordinal)?;
+    let dispatch = cx.dispatch_with(Policy { deny_downgrade: true, ..cx.policy() })?;
+    cx.require_named(&dispatch)?;
+    let longest = args.prefill.iter().copied().max().unwrap_or(PROMPT).max(PROMPT);
+    let rows = if args.kernels { 4096 } else { longest.min(crate::session::chunk(gpu.device())) };
+    let options = cx.plan_options(args.quantize, rows)?;
+    let budget = cx.budget();
+    cuda::run(cx, args, &gpu, &dispatch, options.dtype, || match &args.shape {
+        Some(name) => synthetic_subject(name, args, &options, &dispatch, threads, &budget),
+        None => file_subject(cx, args, &options, &dispatch, threads, &budget),
+    })
+}
+
 fn synthetic_subject(
     name: &str,
     args: &BenchArgs,
@@ -168,7 +192,13 @@ fn synthetic_subject(
         }),
         ActivationRequest::Auto | ActivationRequest::Native => Activations::Native,
     };
-    let recipe = Recipe { schema, activations, dtype: options.dtype, max_rows: options.max_rows };
+    let recipe = Recipe {
+        schema,
+        activations,
+        dtype: options.dtype,
+        max_rows: options.max_rows,
+        device: options.device,
+    };
     let loaded = synthetic::build(&shape, &recipe, dispatch, threads.clone(), budget)?;
     let (token_bytes, embedding_bytes) = synthetic::bytes(&shape, &schema);
     Ok(Subject {
@@ -210,8 +240,9 @@ fn decode(runner: &mut Runner, shape: &Shape, steps: usize) -> Result<f64> {
     runner.truncate(0);
     runner.accept(&prompt(PROMPT, shape))?;
     timed(|| {
-        for step in 0..steps {
-            runner.decode((step * 7919 % shape.vocab) as u32)?;
+        for _ in 0..steps {
+            let id = runner.greedy()?;
+            runner.decode(id)?;
         }
         Ok(())
     })
@@ -262,8 +293,11 @@ fn kernels(
     threads: &ThreadPool,
     results: &mut Vec<Row>,
 ) -> Result<()> {
-    let Some(block) = subject.loaded.model.blocks.first() else { return Ok(()) };
-    let head = match &subject.loaded.model.head {
+    let Model::Cpu(model) = &subject.loaded.model else {
+        return Err(Error::new(Code::Usage, "--kernels").need("--device cpu").have("a CUDA device"));
+    };
+    let Some(block) = model.blocks.first() else { return Ok(()) };
+    let head = match &model.head {
         q4_model::cpu::CpuHead::Q4(linear) => Some(linear),
         q4_model::cpu::CpuHead::Dense(_) => None,
     };

@@ -4,7 +4,7 @@ use crate::context::Context;
 use crate::generate::{Emitter, Turn, stats};
 use crate::input;
 use crate::report::{Outcome, error, stderr};
-use crate::session::{CHUNK, Facts, Session, Timing};
+use crate::session::{Facts, Session, Timing, chunk};
 use crate::text::{Text, context_size};
 use q4_core::{Code, Error, Result};
 use q4_model::generate::Conversation;
@@ -59,7 +59,7 @@ pub fn run(cx: &Context, args: &ChatArgs) -> Result<Outcome> {
     let params = text.sampling(&args.answer, report)?;
     let limits = text.limits(&args.answer);
     let context = context_size(args.answer.context, CONTEXT, &checkpoint)?;
-    let chunk = CHUNK.min(context);
+    let chunk = chunk(cx.device()?).min(context);
     let session = Session::load(cx, dispatch, &checkpoint, args.answer.quantize, chunk)?;
     let mut runner = session.runner(ContextOptions { context, chunk, all_logits: false })?;
     let mut sampler = Sampler::new(params.clone(), checkpoint.config().vocab_size)?;

@@ -26,14 +26,19 @@ pub fn run(cx: &Context, args: &ConformanceArgs) -> Result<Outcome> {
     let dispatch = Dispatch::new(registry, cx.policy());
     cx.require_named(&dispatch)?;
     let registry = dispatch.registry();
-    let options = options(args)?;
+    let options = Options { device: cx.device()?, ..options(args)? };
     let threads = cx.threads();
     let chosen = chosen(cx, args, registry)?;
     if let Some((name, range)) = &args.child {
         let backend =
             chosen.first().ok_or_else(|| Error::new(Code::Internal, format!("a child without {name}")))?;
-        let bench =
-            Bench { backend: &**backend, env: registry.env(), threads: &threads, abi: tables.of(name) };
+        let bench = Bench {
+            backend: &**backend,
+            env: registry.env(),
+            device: options.device,
+            threads: &threads,
+            abi: tables.of(name),
+        };
         return child(&bench, range.clone(), &options);
     }
     if args.list {

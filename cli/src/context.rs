@@ -72,7 +72,16 @@ impl Context {
     /// The backends of this build, constructed on this machine, and the tables of those that plugins brought. Loads libraries.
     pub fn backends(&self) -> Result<(Registry, Tables)> {
         let named = self.global.nvfp4_lib.iter().map(|path| (NVFP4_KERNEL.to_owned(), path.clone()));
-        let options = BuiltinOptions { libraries: BTreeMap::from_iter(named), isa: isa() };
+        let cuda = match self.device()? {
+            Device::Cuda(ordinal) => Some(ordinal),
+            _ => None,
+        };
+        let options = BuiltinOptions {
+            libraries: BTreeMap::from_iter(named),
+            isa: isa(),
+            cuda,
+            unified_memory: self.unified_memory(),
+        };
         let mut registry = Registry::builtin(&options)?;
         let tables = plugins::add(&mut registry, &self.global.plugin, &self.global.plugin_dir, self.gated)?;
         Ok((registry, tables))
@@ -152,14 +161,16 @@ impl Context {
         Arc::new(ThreadPool::new(self.global.threads.map_or_else(q4_core::processors, usize::from)))
     }
 
-    /// Where products run.
+    /// Where products run. `auto` is the first CUDA device kernels can be compiled for, else the CPU; a device that was
+    /// named is used or is an error that says what is missing.
     pub fn device(&self) -> Result<Device> {
         match self.global.device {
-            DeviceChoice::Auto | DeviceChoice::Cpu => Ok(Device::Cpu),
-            DeviceChoice::Cuda(n) => Err(Error::new(Code::DeviceMissing, format!("--device cuda:{n}"))
-                .need("CUDA kernels in this build and a CUDA device")
-                .have("a build with CPU kernels only")
-                .fix("--device cpu, or leave the option out")),
+            DeviceChoice::Cpu => Ok(Device::Cpu),
+            DeviceChoice::Auto if self.overrides.all.as_deref() == Some("reference") => Ok(Device::Cpu),
+            DeviceChoice::Auto => Ok(if usable(0).is_ok() { Device::Cuda(0) } else { Device::Cpu }),
+            DeviceChoice::Cuda(n) => usable(n).map(|()| Device::Cuda(n)).map_err(|e| {
+                e.within(format!("--device cuda:{n}")).fix("--device cpu, or leave the option out")
+            }),
         }
     }
 
@@ -171,21 +182,18 @@ impl Context {
             ActivationFormat::Int8 => ActivationRequest::Int8,
             ActivationFormat::Nvfp4 => ActivationRequest::Nvfp4,
         };
-        let dtype = match self.global.dtype.unwrap_or_default() {
-            Dtype::Float32 => DType::F32,
-            Dtype::Float16 => DType::F16,
-            Dtype::Bfloat16 => DType::BF16,
+        let device = self.device()?;
+        let dtype = match self.global.dtype {
+            Some(Dtype::Float32) => DType::F32,
+            Some(Dtype::Float16) => DType::F16,
+            Some(Dtype::Bfloat16) => DType::BF16,
+            // Checkpoints are trained in bf16: its range is what their activations have.
+            None if device != Device::Cpu => DType::BF16,
+            None => DType::F32,
         };
         let target = |format| load::default_target(if format == Format::Nf4 { "nf4" } else { "nvfp4" });
         let quantize = quantize.map(target).transpose()?;
-        Ok(PlanOptions {
-            activations,
-            dtype,
-            device: self.device()?,
-            quantize,
-            max_rows,
-            ops: OpSet::FORWARD,
-        })
+        Ok(PlanOptions { activations, dtype, device, quantize, max_rows, ops: OpSet::FORWARD })
     }
 
     /// Opens the model the user named.
@@ -202,13 +210,20 @@ impl Context {
         Checkpoint::open(&model.model, &options)
     }
 
-    fn check_unified_memory(&self) -> Result<()> {
-        let request = match self.global.unified_memory {
+    fn unified_memory(&self) -> UnifiedMemory {
+        match self.global.unified_memory {
             Unified::Disabled => UnifiedMemory::Disabled,
             Unified::Prefer => UnifiedMemory::Prefer,
             Unified::Require => UnifiedMemory::Require,
-        };
-        let why = "a build with CPU kernels only, where host memory is all there is";
+        }
+    }
+
+    fn check_unified_memory(&self) -> Result<()> {
+        let request = self.unified_memory();
+        if self.device()? != Device::Cpu {
+            return Ok(()); // the backend says when it opens the device
+        }
+        let why = "--device cpu, where host memory is all there is";
         let placed = request.place(Role::Weight, false, &ManagedSupport::No(why.into()));
         placed.map_err(|e| e.fix("--unified-memory prefer goes on without"))?;
         if request == UnifiedMemory::Prefer {
@@ -221,6 +236,30 @@ impl Context {
 /// Instruction set that kernels are told to use.
 fn isa() -> Option<String> {
     std::env::var("Q4_ISA").ok().filter(|isa| !isa.is_empty())
+}
+
+/// Whether CUDA device `n` is there and can be given kernels; else what is missing.
+fn usable(n: u32) -> Result<()> {
+    let devices = q4_cuda::devices()?;
+    let Some(device) = devices.iter().find(|d| d.ordinal == n) else {
+        let names: Vec<_> = devices.iter().map(|d| format!("cuda:{} ({})", d.ordinal, d.name)).collect();
+        return Err(Error::new(Code::DeviceMissing, "no such CUDA device")
+            .need(format!("cuda:{n}"))
+            .have(if names.is_empty() { "none".to_owned() } else { names.join(", ") }));
+    };
+    if device.capability < (8, 0) {
+        return Err(Error::new(Code::DeviceMissing, device.name.clone())
+            .need("compute capability 8.0 or later")
+            .have(format!("{}.{}", device.capability.0, device.capability.1)));
+    }
+    if let q4_cuda::Found::No(why) = &q4_cuda::libraries().nvrtc {
+        if q4_cuda::Cache::of_user().is_empty() {
+            return Err(Error::new(Code::DeviceMissing, "kernels for CUDA")
+                .need("CUDA's run-time compiler, or prebuilt images")
+                .have(why.clone()));
+        }
+    }
+    Ok(())
 }
 
 fn overrides(given: &[String]) -> Result<Overrides> {

@@ -7,7 +7,9 @@ use crate::context::Context;
 use crate::report::Outcome;
 use q4_conformance::{PathReport, Verdict, check_paths};
 use q4_core::memory::{available, human};
-use q4_core::{Candidate, Code, HostEnv, ProbeItem, Reject, Result};
+use q4_core::{Candidate, Code, Device, HostEnv, ProbeItem, Reject, Result};
+use q4_cuda::{Cache, CachedImage, Found};
+use q4_nvfp4_kernel::BLACKWELL;
 use serde::Serialize;
 use std::fmt::Write;
 
@@ -25,8 +27,44 @@ struct Host {
     env: HostEnv,
     fingerprint: String,
     available_bytes: Option<u64>,
+    cuda_libraries: CudaLibraries,
     /// Environment variables that were read, and what they say.
     environment: Vec<(String, String)>,
+}
+
+/// What can be opened of CUDA, and the machine code kept of it.
+#[derive(Serialize)]
+struct CudaLibraries {
+    driver: String,
+    nvrtc: String,
+    cublaslt: String,
+    cubin_cache: Option<String>,
+    cubins: Vec<String>,
+}
+
+impl CudaLibraries {
+    fn look() -> Self {
+        let all = q4_cuda::libraries();
+        let version = |f: &Found| match f {
+            Found::Yes(v) => format!("{}.{}", v / 1000, v % 1000 / 10),
+            Found::No(why) => format!("none: {why}"),
+        };
+        let cache = Cache::of_user();
+        let image = |i: &CachedImage| {
+            let name = i.path.file_name().map_or_else(String::new, |n| n.to_string_lossy().into_owned());
+            format!("{name} ({})", human(i.bytes))
+        };
+        Self {
+            driver: version(&all.driver),
+            nvrtc: version(&all.nvrtc),
+            cublaslt: match &all.cublaslt {
+                Found::Yes(v) => v.to_string(),
+                Found::No(why) => format!("none: {why}"),
+            },
+            cubin_cache: cache.folder().map(|f| f.display().to_string()),
+            cubins: cache.images().iter().map(image).collect(),
+        }
+    }
 }
 
 #[derive(Serialize)]
@@ -47,17 +85,30 @@ struct Finding {
 }
 
 /// Variables that change what this program does.
-const VARIABLES: [&str; 5] = ["Q4_ISA", "Q4_NVFP4_LIB", "Q4_THREADS", "RUST_LOG", "NO_COLOR"];
+const VARIABLES: [&str; 8] = [
+    "Q4_ISA",
+    "Q4_NVFP4_LIB",
+    "Q4_THREADS",
+    "Q4_CUDA_LIBS",
+    "Q4_CUBIN_CACHE",
+    "Q4_CUBINS",
+    "RUST_LOG",
+    "NO_COLOR",
+];
 
 /// Runs the verb. [`Code::Findings`] when a live path is wrong, a library is refused, or no kernel works.
 pub fn run(cx: &Context, args: &DiagnoseArgs) -> Result<Outcome> {
     let registry = cx.registry()?;
-    let mut measured = check_paths(&registry, &cx.threads())?;
+    let mut measured = check_paths(&registry, cx.device()?, &cx.threads())?;
     if args.matrix {
         cx.report().text(&matrix(&measured))?;
         return Ok(Outcome::Done);
     }
-    let env = registry.env().clone();
+    let mut env = registry.env().clone();
+    let fingerprint = format!("{:016x}", env.fingerprint());
+    if cx.device()? == Device::Cpu {
+        env.find_cuda(); // to be shown; nothing runs there
+    }
     let mut findings = Vec::new();
     let mut backends = Vec::new();
     for candidate in registry.candidates() {
@@ -67,7 +118,7 @@ pub fn run(cx: &Context, args: &DiagnoseArgs) -> Result<Outcome> {
                 name: candidate.name().to_owned(),
                 state: "live",
                 version: b.descriptor().version.to_string(),
-                probes: b.probe(&env),
+                probes: b.probe(registry.env()),
                 paths,
                 reasons: Vec::new(),
             },
@@ -96,8 +147,9 @@ pub fn run(cx: &Context, args: &DiagnoseArgs) -> Result<Outcome> {
     let body = Body {
         version: env!("CARGO_PKG_VERSION"),
         host: Host {
-            fingerprint: format!("{:016x}", env.fingerprint()),
+            fingerprint,
             env,
+            cuda_libraries: CudaLibraries::look(),
             available_bytes: available(),
             environment: VARIABLES.iter().filter_map(read).collect(),
         },
@@ -145,12 +197,22 @@ fn text(b: &Body) -> String {
     let _ = writeln!(out, "memory    {} available", h.available_bytes.map_or("unknown".into(), human));
     let devices: Vec<_> =
         h.env.cuda.iter().map(|d| format!("{} ({}, {})", d.ordinal, d.name, d.arch())).collect();
-    let cuda = if devices.is_empty() {
-        "not used by this build: it has CPU kernels only".into()
-    } else {
-        devices.join(", ")
-    };
+    let cuda = h.env.cuda_missing.clone().unwrap_or_else(|| devices.join(", "));
     let _ = writeln!(out, "cuda      {cuda}");
+    let c = &h.cuda_libraries;
+    if !devices.is_empty() {
+        let _ = writeln!(out, "          driver {}, NVRTC {}, cuBLASLt {}", c.driver, c.nvrtc, c.cublaslt);
+        let place = c.cubin_cache.as_deref().unwrap_or("nowhere");
+        let _ = writeln!(out, "          cubins in {place}: {}", c.cubins.len());
+        c.cubins.iter().for_each(|i| drop(writeln!(out, "            {i}")));
+        let is_blackwell = |d: &q4_core::CudaDevice| BLACKWELL.contains(&d.capability);
+        if h.env.cuda.iter().any(is_blackwell) {
+            let _ = writeln!(
+                out,
+                "          FP4 tensor cores: not used; the fused kernels here were not run on hardware"
+            );
+        }
+    }
     for (name, value) in &h.environment {
         let _ = writeln!(out, "variable  {name}={value}");
     }

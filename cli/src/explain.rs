@@ -2,7 +2,7 @@
 use crate::args::ExplainArgs;
 use crate::context::Context;
 use crate::report::{Outcome, error_fields, stderr};
-use crate::session::CHUNK;
+use crate::session::chunk;
 use q4_core::{Activations, Error, ExecPath, Rejection, Result};
 use q4_model::checkpoint::Checkpoint;
 use q4_model::checkpoint::names;
@@ -56,7 +56,7 @@ enum Head {
 pub fn run(cx: &Context, args: &ExplainArgs) -> Result<Outcome> {
     let checkpoint = cx.open(&args.model)?;
     let dispatch = cx.dispatch()?;
-    let plan = Plan::new(&checkpoint, &dispatch, &cx.plan_options(args.quantize, CHUNK)?)?;
+    let plan = Plan::new(&checkpoint, &dispatch, &cx.plan_options(args.quantize, chunk(cx.device()?))?)?;
     let refused = cx.require_named(&dispatch).and_then(|()| plan.require(&dispatch)).err();
     if cx.report().is_json() {
         let body = Body {

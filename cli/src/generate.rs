@@ -3,7 +3,7 @@ use crate::args::GenerateArgs;
 use crate::context::Context;
 use crate::input;
 use crate::report::{self, Outcome};
-use crate::session::{CHUNK, Facts, Session, Timing};
+use crate::session::{Facts, Session, Timing, chunk};
 use crate::text::{Text, context_size};
 use q4_core::Result;
 use q4_model::checkpoint::Checkpoint;
@@ -80,7 +80,7 @@ pub fn run(cx: &Context, args: &GenerateArgs) -> Result<Outcome> {
     let limits = text.limits(&args.answer);
     let ask = ask(args, &checkpoint, &text)?;
     let context = context_size(args.answer.context, need(&ask, &text, args)?, &checkpoint)?;
-    let chunk = CHUNK.min(context);
+    let chunk = chunk(cx.device()?).min(context);
     let session = Session::load(cx, dispatch, &checkpoint, args.answer.quantize, chunk)?;
     let mut runner = session.runner(ContextOptions { context, chunk, all_logits: false })?;
     let mut sampler = Sampler::new(params.clone(), checkpoint.config().vocab_size)?;

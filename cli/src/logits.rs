@@ -2,7 +2,7 @@
 use crate::args::LogitsArgs;
 use crate::context::Context;
 use crate::report::Outcome;
-use crate::session::{CHUNK, Facts, Session};
+use crate::session::{Facts, Session, chunk};
 use crate::text::context_size;
 use q4_core::{Code, Error, Result};
 use q4_model::load::ContextOptions;
@@ -34,7 +34,7 @@ pub fn run(cx: &Context, args: &LogitsArgs) -> Result<Outcome> {
     let vocab = checkpoint.config().vocab_size;
     let positions = args.ids.len();
     let context = context_size(None, positions.saturating_add(args.greedy), &checkpoint)?;
-    let chunk = args.chunk.map_or(CHUNK, |c| c as usize).min(positions);
+    let chunk = args.chunk.map_or(chunk(cx.device()?), |c| c as usize).min(positions);
     let session = Session::load(cx, dispatch, &checkpoint, args.quantize, chunk)?;
     let mut runner = session.runner(ContextOptions { context, chunk, all_logits: true })?;
 
@@ -52,7 +52,7 @@ pub fn run(cx: &Context, args: &LogitsArgs) -> Result<Outcome> {
 
     let mut greedy = Vec::with_capacity(args.greedy);
     while greedy.len() < args.greedy {
-        let logits = runner.logits();
+        let logits = runner.logits()?;
         let id = first_maximum(&logits[logits.len() - vocab..]);
         greedy.push(id);
         if greedy.len() < args.greedy {

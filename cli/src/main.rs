@@ -10,6 +10,7 @@ mod completions;
 mod conformance;
 mod context;
 mod demo;
+mod device_roofline;
 mod diagnose;
 mod explain;
 mod generate;

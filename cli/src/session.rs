@@ -3,7 +3,7 @@ use crate::args::Format;
 use crate::context::Context;
 use crate::report::Report;
 use q4_core::memory::{Budget, peak_resident};
-use q4_core::{Dispatch, ExecPath, Executed, RejectCode, Rejection, Result};
+use q4_core::{Device, Dispatch, ExecPath, Executed, RejectCode, Rejection, Result};
 use q4_model::checkpoint::Checkpoint;
 use q4_model::generate::Answer;
 use q4_model::load::{self, ContextOptions, Loaded};
@@ -12,7 +12,9 @@ use q4_model::runner::Runner;
 use serde::Serialize;
 
 /// Rows of a step at most: enough to amortise the weights, few enough to keep activations small.
-pub const CHUNK: usize = 512;
+pub fn chunk(device: Device) -> usize {
+    if device == Device::Cpu { 512 } else { 2048 }
+}
 
 /// A loaded model with the seam that counts its products.
 pub struct Session {

@@ -2,7 +2,7 @@
 //!
 //! An id holds all that makes the case, its seed included, so that a line of a report can be run again.
 use crate::{Claim, Level};
-use q4_core::{HostEnv, Q4Backend, Reject, Result, ThreadPool};
+use q4_core::{Device, HostEnv, Q4Backend, Reject, Result, ThreadPool};
 use serde::{Deserialize, Serialize};
 
 /// What a case runs with.
@@ -12,6 +12,8 @@ pub struct Bench<'a> {
     pub backend: &'a dyn Q4Backend,
     /// The machine.
     pub env: &'a HostEnv,
+    /// Where products run. Operands are made in host memory; elsewhere they are copied there and back around each call.
+    pub device: Device,
     /// Threads lent to calls; cases that vary the number make their own.
     pub threads: &'a ThreadPool,
     /// What only a host of shared libraries can check.

@@ -102,9 +102,9 @@ pub(crate) const SCHEMAS: [&str; 4] = ["nvfp4", "nf4", "nf4-dq", "dense"];
 /// Activation formats that have claims.
 pub(crate) const ACTIVATIONS: [&str; 3] = ["native", "int8", "nvfp4"];
 
-/// Every kind of product that `backend` agrees to compute on the CPU: one encoding and one activation format of the
+/// Every kind of product that `backend` agrees to compute on `device`: one encoding and one activation format of the
 /// kind suffice, everything else is then measured or refused case by case.
-pub fn claims(backend: &dyn Q4Backend, env: &HostEnv) -> Vec<Claim> {
+pub fn claims(backend: &dyn Q4Backend, env: &HostEnv, device: Device) -> Vec<Claim> {
     let mut offers: Vec<_> = backend.descriptor().offers.clone();
     offers.sort();
     offers.dedup();
@@ -115,10 +115,10 @@ pub fn claims(backend: &dyn Q4Backend, env: &HostEnv) -> Vec<Claim> {
                 let agrees = lattice::encodings(schema).iter().any(|encoding| {
                     lattice::quantizers(activations)
                         .iter()
-                        .any(|a| backend.can_prepare(&plain_spec(*encoding, *a), *path, env).is_ok())
+                        .any(|a| backend.can_prepare(&plain_spec(*encoding, *a, device), *path, env).is_ok())
                 });
                 if agrees {
-                    found.push(Claim { schema, activations, device: Device::Cpu, path: *path });
+                    found.push(Claim { schema, activations, device, path: *path });
                 }
             }
         }
@@ -127,7 +127,7 @@ pub fn claims(backend: &dyn Q4Backend, env: &HostEnv) -> Vec<Claim> {
 }
 
 /// A shape that every backend has: the smallest that any tile divides.
-pub(crate) fn plain_spec(schema: Q4Schema, activations: q4_core::Activations) -> LinearSpec {
+pub(crate) fn plain_spec(schema: Q4Schema, activations: q4_core::Activations, device: Device) -> LinearSpec {
     LinearSpec {
         segments: vec![SegmentSpec { name: "conformance".into(), rows: 128 }],
         schema,
@@ -136,7 +136,7 @@ pub(crate) fn plain_spec(schema: Q4Schema, activations: q4_core::Activations) ->
         x: q4_core::DType::F32,
         y: q4_core::DType::F32,
         activations,
-        device: Device::Cpu,
+        device,
         ops: OpSet::FORWARD,
     }
 }

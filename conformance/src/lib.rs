@@ -28,7 +28,7 @@ pub use case::{AbiProbe, Bench, Case, CaseResult, Outcome, Seen};
 pub use certificate::{Certificate, Library, gate};
 pub use claim::{Claim, Level, Profile, claims};
 pub use levels::cases;
-pub use measure::{Measured, Problem, measure};
+pub use measure::{Measured, Problem, measure, measure_on};
 pub use passes::StoredPasses;
 pub use paths::{PathReport, Verdict, check_paths};
 pub use report::{BackendReport, ClaimReport, Errors, Failure, HISTOGRAM, LevelReport, Report};

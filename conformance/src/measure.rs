@@ -4,7 +4,7 @@ use crate::case::Bench;
 use crate::guarded::Layout;
 use crate::product;
 use q4_core::{
-    Activations, DType, ExecPath, HostEnv, OpSet, Q4Backend, Q4Weight, Reject, Result, ThreadPool,
+    Activations, DType, Device, ExecPath, HostEnv, OpSet, Q4Backend, Q4Weight, Reject, Result, ThreadPool,
 };
 
 /// A product with its operands.
@@ -47,8 +47,21 @@ pub fn measure(
     env: &HostEnv,
     threads: &ThreadPool,
 ) -> Result<std::result::Result<Measured, Vec<Reject>>> {
-    let bench = Bench { backend, env, threads, abi: None };
-    let mut spec = product::spec(problem, OpSet::ALL);
+    measure_on(Device::Cpu, backend, path, problem, env, threads)
+}
+
+/// The same on `device`.
+pub fn measure_on(
+    device: Device,
+    backend: &dyn Q4Backend,
+    path: ExecPath,
+    problem: &Problem<'_>,
+    env: &HostEnv,
+    threads: &ThreadPool,
+) -> Result<std::result::Result<Measured, Vec<Reject>>> {
+    let bench = Bench { backend, env, device, threads, abi: None };
+    let bench = &bench;
+    let mut spec = product::spec(bench, problem, OpSet::ALL);
     if backend.can_prepare(&spec, path, env).is_err() {
         spec.ops = OpSet::FORWARD;
     }
@@ -56,7 +69,7 @@ pub fn measure(
         return Ok(Err(reasons));
     }
     let run = || -> Result<std::result::Result<Measured, Vec<Reject>>> {
-        let prepared = match product::prepare(&bench, path, &problem.weight, &spec)? {
+        let prepared = match product::prepare(bench, path, &problem.weight, &spec)? {
             Ok(prepared) => prepared,
             Err(reasons) => return Ok(Err(reasons)),
         };

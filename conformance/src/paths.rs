@@ -1,6 +1,6 @@
 //! Every live path of every backend on the recorded products: what `diagnose` shows, because availability probes lie.
-use crate::{golden, measure::measure};
-use q4_core::{Candidate, ExecPath, Registry, Reject, Result, ThreadPool};
+use crate::{golden, measure::measure_on};
+use q4_core::{Candidate, Device, ExecPath, Registry, Reject, Result, ThreadPool};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -38,8 +38,12 @@ pub struct PathReport {
     pub message: Option<String>,
 }
 
-/// Runs the recorded products through every live backend; by backend name.
-pub fn check_paths(registry: &Registry, threads: &ThreadPool) -> Result<BTreeMap<String, Vec<PathReport>>> {
+/// Runs the recorded products through every live backend on `device`; by backend name.
+pub fn check_paths(
+    registry: &Registry,
+    device: Device,
+    threads: &ThreadPool,
+) -> Result<BTreeMap<String, Vec<PathReport>>> {
     let mut all = BTreeMap::new();
     for candidate in registry.candidates() {
         let Candidate::Live(backend) = candidate else { continue };
@@ -65,7 +69,7 @@ pub fn check_paths(registry: &Registry, threads: &ThreadPool) -> Result<BTreeMap
                     rows.push(fresh);
                     rows.len() - 1
                 });
-                rows[at].add(measure(&**backend, *path, problem, registry.env(), threads));
+                rows[at].add(measure_on(device, &**backend, *path, problem, registry.env(), threads));
             }
             Ok(())
         })?;

@@ -4,6 +4,7 @@ use crate::guarded::{Guarded, Layout, Workspace};
 use crate::measure::Problem;
 use crate::tolerance::{Exact, Terms, backward_terms};
 use q4_core::oracle::Input;
+use q4_core::stage::Staged;
 use q4_core::{
     Code, DType, Device, Error, ExecContext, ExecPath, LinearSpec, OpSet, PreparedWeight, Q4Weight, Reject,
     Result, RowDecoder, SegmentSpec, ThreadPool,
@@ -13,7 +14,7 @@ use q4_core::{
 pub(crate) const STALE: u8 = 0x7e;
 
 /// The spec of a problem.
-pub(crate) fn spec(problem: &Problem<'_>, ops: OpSet) -> LinearSpec {
+pub(crate) fn spec(bench: &Bench<'_>, problem: &Problem<'_>, ops: OpSet) -> LinearSpec {
     let w = &problem.weight;
     LinearSpec {
         segments: w
@@ -27,7 +28,7 @@ pub(crate) fn spec(problem: &Problem<'_>, ops: OpSet) -> LinearSpec {
         x: problem.io,
         y: problem.io,
         activations: problem.activations,
-        device: Device::Cpu,
+        device: bench.device,
         ops,
     }
 }
@@ -49,12 +50,26 @@ pub(crate) fn prepare(
         }
         return Ok(Err(reasons));
     }
-    let mut cx = ExecContext::cpu(bench.threads);
-    let prepared = bench.backend.prepare(w, spec, path, &mut cx).map_err(|e| {
+    let prepared = build(bench, path, w, spec).map_err(|e| {
         failed("can_prepare agreed and prepare refused").need("both to say the same").have(e.to_string())
     })?;
     check_info(bench, path, spec, &*prepared)?;
     Ok(Ok(prepared))
+}
+
+/// A weight that is called with operands in host memory, wherever it lives.
+pub(crate) fn build(
+    bench: &Bench<'_>,
+    path: ExecPath,
+    w: &Q4Weight<'_>,
+    spec: &LinearSpec,
+) -> Result<Box<dyn PreparedWeight>> {
+    let mut cx = ExecContext::on(spec.device, 0, bench.threads);
+    let prepared = bench.backend.prepare(w, spec, path, &mut cx)?;
+    Ok(match spec.device {
+        Device::Cpu => prepared,
+        device => Box::new(Staged::new(prepared, device)?),
+    })
 }
 
 /// Shapes of real models on a kind of product that is claimed.

@@ -3,7 +3,7 @@ use crate::report::Report;
 use crate::runner::{InProcess, Runner};
 use crate::waiver::{Date, Waivers};
 use crate::{AbiProbe, Bench, Claim, Level, Profile, cases};
-use q4_core::{HostEnv, Q4Backend, ThreadPool, matches};
+use q4_core::{Device, HostEnv, Q4Backend, ThreadPool, matches};
 use std::time::Instant;
 
 /// Version of the suite. A minor adds cases or tightens a bound, a major changes what conformance means and voids every
@@ -19,6 +19,8 @@ pub struct Options {
     pub levels: Vec<Level>,
     /// Only claims that match one of these, each the beginning of a claim or a glob over it: `nvfp4@1/int8`, `*/native/*`.
     pub claims: Vec<String>,
+    /// Where products run.
+    pub device: Device,
     /// Seed of every value that is drawn.
     pub seed: u64,
     /// Only the case with this id; its seed replaces `seed`.
@@ -82,7 +84,7 @@ pub fn run_with(
     threads: &ThreadPool,
 ) -> Report {
     let start = Instant::now();
-    let bench = Bench { backend, env, threads, abi };
+    let bench = Bench { backend, env, device: options.device, threads, abi };
     let cases = cases(backend, env, abi, options);
     let name = backend.descriptor().name.to_string();
     let mut results = Vec::with_capacity(cases.len());

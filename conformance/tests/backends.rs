@@ -55,7 +55,7 @@ fn problems_of_the_lattice_can_be_measured_one_by_one() -> Result<()> {
 fn every_live_path_computes_the_recorded_products() -> Result<()> {
     let registry = Registry::builtin(&BuiltinOptions::default())?;
     assert!(registry.candidates().iter().all(|c| matches!(c, Candidate::Live(_))), "a built-in is dead");
-    let reports = check_paths(&registry, &ThreadPool::new(2))?;
+    let reports = check_paths(&registry, q4_core::Device::Cpu, &ThreadPool::new(2))?;
     let mut passed = 0;
     for (backend, rows) in &reports {
         for r in rows {

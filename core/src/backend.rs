@@ -291,6 +291,10 @@ pub struct ExecContext<'a> {
 }
 
 impl<'a> ExecContext<'a> {
+    /// A call on `device` whose work goes to `stream`, without scratch.
+    pub fn on(device: Device, stream: usize, threads: &'a ThreadPool) -> Self {
+        Self { device, stream, workspace: None, threads }
+    }
     /// A CPU call without scratch.
     pub fn cpu(threads: &'a ThreadPool) -> Self {
         Self { device: Device::Cpu, stream: 0, workspace: None, threads }
@@ -339,6 +343,60 @@ pub struct PreparedInfo {
     pub ops: OpSet,
 }
 
+/// What one call does besides the product, in the same pass over the weights. Empty: a plain `forward`.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Fusion<'a> {
+    /// x is the f32 residual `[m, k]`; its norm, rounded to the spec's x type, is what is quantised or multiplied.
+    pub norm: Option<RmsNorm<'a>>,
+    /// The rows of the weight are gate rows, then as many up rows: `y[m, n/2] = silu(gate) * up`.
+    pub gate: bool,
+    /// `y += product`; y is f32 whatever the spec says.
+    pub accumulate: bool,
+}
+
+/// `x / sqrt(mean(x^2) + eps) * weight`, in f32.
+#[derive(Clone, Copy, Debug)]
+pub struct RmsNorm<'a> {
+    /// f32 `[k]`, on the device of the call.
+    pub weight: TensorView<'a>,
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
+/// Which parts of a [`Fusion`] are there.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
+#[serde(transparent)]
+pub struct FuseSet(pub u8);
+
+impl FuseSet {
+    /// Nothing but the product.
+    pub const NONE: Self = Self(0);
+    /// [`Fusion::norm`].
+    pub const NORM: Self = Self(1);
+    /// [`Fusion::gate`].
+    pub const GATE: Self = Self(2);
+    /// [`Fusion::accumulate`].
+    pub const ACCUMULATE: Self = Self(4);
+    /// `o` is a subset.
+    pub const fn contains(self, o: Self) -> bool {
+        self.0 & o.0 == o.0
+    }
+    /// The union.
+    pub const fn with(self, o: Self) -> Self {
+        Self(self.0 | o.0)
+    }
+}
+
+impl Fusion<'_> {
+    /// The parts that are there.
+    pub fn set(&self) -> FuseSet {
+        let part = |there: bool, s: FuseSet| if there { s } else { FuseSet::NONE };
+        part(self.norm.is_some(), FuseSet::NORM)
+            .with(part(self.gate, FuseSet::GATE))
+            .with(part(self.accumulate, FuseSet::ACCUMULATE))
+    }
+}
+
 /// A weight in the layout one path wants. The caller allocates every output; no call allocates, except on the dense path,
 /// whose GEMM packs its operands, and in the reference.
 pub trait PreparedWeight: Send + Sync {
@@ -348,6 +406,27 @@ pub trait PreparedWeight: Send + Sync {
     fn workspace(&self, m: usize) -> usize;
     /// `y[m, n] = x[m, k] W^T`, types as in the spec, rows may be strided.
     fn forward(&self, x: TensorView<'_>, y: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()>;
+    /// Whether `forward_fused` takes exactly this combination for `m` rows. Where it does not, the caller composes.
+    fn fuses(&self, m: usize, set: FuseSet) -> bool {
+        let _ = m;
+        set == FuseSet::NONE
+    }
+    /// `forward` with what `fusion` adds. x is f32 with a norm, y is `[m, n/2]` with a gate and f32 when it accumulates; else
+    /// types and shapes are those of `forward`. [`Code::Unsupported`] for a combination that [`fuses`](Self::fuses) denies.
+    fn forward_fused(
+        &self,
+        x: TensorView<'_>,
+        fusion: &Fusion<'_>,
+        y: TensorViewMut<'_>,
+        cx: &mut ExecContext<'_>,
+    ) -> Result<()> {
+        if fusion.set() == FuseSet::NONE {
+            return self.forward(x, y, cx);
+        }
+        Err(Error::new(Code::Unsupported, "a fused product")
+            .need("a combination that this weight says it fuses")
+            .have(format!("{:?}", fusion.set())))
+    }
     /// `dx[m, k] = dy[m, n] W` with the decoded weight; `dy` has the type of y, `dx` that of x.
     fn backward_input(
         &self,

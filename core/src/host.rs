@@ -33,6 +33,10 @@ pub struct LibraryFacts {
     pub cpu_isa: Vec<String>,
     /// Compute capabilities it has CUDA kernels for.
     pub cuda_images: Vec<(u32, u32)>,
+    /// Those whose FP4 tensor cores it uses.
+    pub cuda_native: Vec<(u32, u32)>,
+    /// Why it cannot use a device that is there.
+    pub cuda_refused: Option<String>,
 }
 
 /// The machine.
@@ -48,6 +52,8 @@ pub struct HostEnv {
     pub cuda: Vec<CudaDevice>,
     /// Version of the CUDA driver, e.g. 13000.
     pub cuda_driver: Option<u32>,
+    /// What is missing where devices were looked for and none can be used.
+    pub cuda_missing: Option<String>,
     /// Libraries the built-in backends loaded, by backend name.
     pub libraries: BTreeMap<String, LibraryFacts>,
 }
@@ -60,6 +66,32 @@ impl HostEnv {
             cpu_features: cpu_features(),
             processors: processors(),
             ..Self::default()
+        }
+    }
+    /// Enters the CUDA devices, or what is missing to reach one.
+    pub fn find_cuda(&mut self) {
+        match crate::stage::devices() {
+            Ok((devices, driver)) => {
+                if devices.is_empty() {
+                    self.cuda_missing = Some("a driver without a device".into());
+                }
+                (self.cuda, self.cuda_driver) = (devices, Some(driver));
+            }
+            Err(e) => {
+                let parts = e.parts().filter(|(name, _)| *name == "have").map(|p| p.1.to_owned());
+                self.cuda_missing = Some(parts.last().unwrap_or_else(|| e.what().to_owned()));
+            }
+        }
+    }
+    /// Why there is no such device, for the `have` of a reason.
+    pub fn no_cuda(&self, ordinal: u32) -> String {
+        match (&self.cuda_missing, self.cuda.as_slice()) {
+            (Some(why), _) => why.clone(),
+            (None, []) => format!("no cuda:{ordinal}"),
+            (None, all) => {
+                let names: Vec<_> = all.iter().map(|d| format!("cuda:{} {}", d.ordinal, d.name)).collect();
+                format!("no cuda:{ordinal}, only {}", names.join(", "))
+            }
         }
     }
     /// The device with this ordinal.

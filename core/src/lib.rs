@@ -20,13 +20,15 @@ mod scale;
 mod schema;
 mod select;
 pub mod selfcheck;
+pub mod stage;
 mod tensor;
 mod threads;
 mod weight;
 
 pub use backend::{
-    BackendDescriptor, Candidate, ComputePath, ExecContext, ExecPath, LinearSpec, OpSet, PreparedInfo,
-    PreparedWeight, ProbeItem, Q4Backend, Reject, RejectCode, Scratch, SegmentSpec, Verdict,
+    BackendDescriptor, Candidate, ComputePath, ExecContext, ExecPath, FuseSet, Fusion, LinearSpec, OpSet,
+    PreparedInfo, PreparedWeight, ProbeItem, Q4Backend, Reject, RejectCode, RmsNorm, Scratch, SegmentSpec,
+    Verdict,
 };
 pub use error::{Code, Error, Result};
 pub use host::{CudaDevice, HostEnv, LibraryFacts, processors};

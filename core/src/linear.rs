@@ -1,7 +1,7 @@
 //! The one dispatch seam: every 4-bit product of the program goes through a [`Q4Linear`].
 use crate::selfcheck::{Passes, SelfChecks};
 use crate::{
-    Activations, Code, DType, Error, ExecContext, ExecPath, LinearSpec, OpSet, Policy, PreparedInfo,
+    Activations, Code, DType, Error, ExecContext, ExecPath, FuseSet, Fusion, LinearSpec, OpSet, Policy, PreparedInfo,
     PreparedWeight, Q4Weight, Registry, Result, Selection, TensorView, TensorViewMut, ThreadPool, select,
 };
 use serde::Serialize;
@@ -176,6 +176,18 @@ impl Q4Linear {
     pub fn info(&self) -> &PreparedInfo {
         self.weight.info()
     }
+    /// Element types of input and output.
+    pub fn types(&self) -> (DType, DType) {
+        (self.x, self.y)
+    }
+    /// Rows of the largest call.
+    pub fn max_m(&self) -> usize {
+        self.max_m
+    }
+    /// Counts one more call: a recorded one that a device repeats without coming through here.
+    pub fn replayed(&self) {
+        self.counter.calls.fetch_add(1, Ordering::Relaxed);
+    }
     /// Layer name for messages.
     pub fn name(&self) -> &str {
         &self.counter.layer
@@ -191,6 +203,43 @@ impl Q4Linear {
         self.check(OpSet::FORWARD, (&x, info.k, self.x), (&y.as_view(), info.n, self.y), cx)?;
         self.counter.calls.fetch_add(1, Ordering::Relaxed);
         self.weight.forward(x, y, cx).map_err(|e| self.blame(e))
+    }
+
+    /// Whether [`forward_fused`](Self::forward_fused) takes this combination for `m` rows.
+    pub fn fuses(&self, m: usize, set: FuseSet) -> bool {
+        self.weight.fuses(m, set)
+    }
+
+    /// `forward` with a norm before it, a gate behind it, or added to y; see [`Fusion`]. One product in the count.
+    pub fn forward_fused(
+        &self,
+        x: TensorView<'_>,
+        fusion: &Fusion<'_>,
+        y: TensorViewMut<'_>,
+        cx: &mut ExecContext<'_>,
+    ) -> Result<()> {
+        let info = self.weight.info();
+        let x_type = if fusion.norm.is_some() { DType::F32 } else { self.x };
+        let y_type = if fusion.accumulate { DType::F32 } else { self.y };
+        let columns = if fusion.gate { info.n / 2 } else { info.n };
+        self.check(OpSet::FORWARD, (&x, info.k, x_type), (&y.as_view(), columns, y_type), cx)?;
+        if fusion.gate && info.n % 2 != 0 {
+            return Err(self.blame(
+                Error::new(Code::ShapeMismatch, "a gated product").need("n % 2 == 0").have(info.n.to_string()),
+            ));
+        }
+        if let Some(norm) = &fusion.norm {
+            let w = &norm.weight;
+            if w.dtype() != DType::F32 || w.shape() != [info.k as i64] || w.device() != cx.device {
+                return Err(self.blame(
+                    Error::new(Code::ShapeMismatch, "weight of a norm")
+                        .need(format!("float32[{}] on {}", info.k, cx.device))
+                        .have(format!("{w:?}")),
+                ));
+            }
+        }
+        self.counter.calls.fetch_add(1, Ordering::Relaxed);
+        self.weight.forward_fused(x, fusion, y, cx).map_err(|e| self.blame(e))
     }
 
     /// `dx[m, k] = dy[m, n] W`.

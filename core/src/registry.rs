@@ -1,4 +1,5 @@
 //! The backends a process knows: built-ins through `inventory`, sorted and checked against a list of names; plugins later.
+use crate::memory::UnifiedMemory;
 use crate::{Candidate, Code, Error, HostEnv, LibraryFacts, Q4Backend, Reject, RejectCode, Result};
 use std::{collections::BTreeMap, path::PathBuf, sync::Arc};
 
@@ -9,6 +10,10 @@ pub struct BuiltinOptions {
     pub libraries: BTreeMap<String, PathBuf>,
     /// Instruction set to use instead of the best one (`Q4_ISA`).
     pub isa: Option<String>,
+    /// Look for CUDA devices and open this one; a program that stays on the CPU need not pay for that.
+    pub cuda: Option<u32>,
+    /// What is done with memory that host and device share.
+    pub unified_memory: UnifiedMemory,
 }
 
 /// A constructed built-in and the library behind it.
@@ -41,6 +46,9 @@ impl Registry {
     /// Constructs every registered built-in on this machine.
     pub fn builtin(options: &BuiltinOptions) -> Result<Self> {
         let mut env = HostEnv::collect();
+        if options.cuda.is_some() {
+            env.find_cuda();
+        }
         let mut found: BTreeMap<&'static str, Candidate> = BTreeMap::new();
         for r in inventory::iter::<Registration> {
             let candidate = match (r.construct)(options) {

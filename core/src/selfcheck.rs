@@ -119,10 +119,12 @@ pub fn check(s: &Selection, spec: &LinearSpec, env: &HostEnv, threads: &ThreadPo
     let segments = sample.segments()?;
     let weight = Q4Weight { schema: spec.schema, k: K, segments: &segments };
     let mut cx = ExecContext { device: spec.device, stream: 0, workspace: None, threads };
+    let mut prepared = s.backend.prepare(&weight, &small, s.path, &mut cx)?;
     if spec.device != Device::Cpu {
-        return Err(fail("only the CPU can be checked by this build".into()));
+        // From here on the call is one from the host, and the product runs where it will run.
+        prepared = Box::new(crate::stage::Staged::new(prepared, spec.device)?);
+        cx = ExecContext::cpu(threads);
     }
-    let prepared = s.backend.prepare(&weight, &small, s.path, &mut cx)?;
     let decoder = RowDecoder::new(&weight)?;
     let n = decoder.n();
     let mut scratch = vec![0u8; prepared.workspace(M) + 64];

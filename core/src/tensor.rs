@@ -4,10 +4,11 @@ use half::{bf16, f16};
 use std::{ffi::c_void, fmt, marker::PhantomData, ptr::NonNull};
 
 /// Where bytes live. Ordinals are those of the vendor's runtime.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Device {
     /// Host memory.
+    #[default]
     Cpu,
     /// CUDA device with this ordinal.
     Cuda(u32),

@@ -119,6 +119,19 @@ pub trait Executor {
         out: &mut Self::Tensor,
     ) -> Result<()>;
 
+    /// `rope_append`, then `attention`. A device that fuses them overrides this.
+    fn rope_attention(
+        &mut self,
+        qkv: &mut Self::Tensor,
+        (q_norm, k_norm): (&Self::Norm, &Self::Norm),
+        cache: &mut Self::Cache,
+        layer: usize,
+        out: &mut Self::Tensor,
+    ) -> Result<()> {
+        self.rope_append(qkv, q_norm, k_norm, cache, layer)?;
+        self.attention(qkv, cache, layer, out)
+    }
+
     /// Final norm and head; `scratch` is a slot as wide as `x`.
     fn head(
         &mut self,

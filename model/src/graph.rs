@@ -51,8 +51,7 @@ impl<E: Executor> Qwen3<E> {
         for (i, b) in self.blocks.iter().enumerate() {
             ex.norm_linear(&s.hidden, &b.input_norm, &b.qkv, &mut s.normed, &mut s.qkv)?;
             ex.watch(Some(i), "self_attn.{q,k,v}_proj", &s.qkv)?;
-            ex.rope_append(&mut s.qkv, &b.q_norm, &b.k_norm, cache, i)?;
-            ex.attention(&s.qkv, cache, i, &mut s.context)?;
+            ex.rope_attention(&mut s.qkv, (&b.q_norm, &b.k_norm), cache, i, &mut s.context)?;
             ex.watch(Some(i), "self_attn", &s.context)?;
             ex.linear_add(&s.context, &b.o, &mut s.product, &mut s.hidden)?;
             ex.watch(Some(i), "self_attn.o_proj", &s.hidden)?;

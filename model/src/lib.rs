@@ -4,6 +4,7 @@
 pub mod checkpoint;
 pub mod config;
 pub mod cpu;
+pub mod cuda;
 pub mod executor;
 pub mod export;
 mod fields;

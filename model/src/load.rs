@@ -1,13 +1,14 @@
 //! From a checkpoint and a plan to a model that runs: one layer in flight at a time, every large allocation predicted.
 use crate::checkpoint::{Bytes, Checkpoint, names};
-use crate::cpu::{CpuExecutor, CpuHead, CpuLinear, CpuNorm, CpuTable, KvCache, KvType, slots};
+use crate::cpu::{CpuEngine, CpuExecutor, CpuHead, CpuLinear, CpuNorm, CpuTable, KvCache, KvType, slots};
+use crate::cuda::{CudaBatch, CudaEngine, CudaModel, Sizes};
 use crate::executor::Shape;
 use crate::graph::{Block, Qwen3};
 use crate::plan::{HeadPlan, Plan, PlanOptions, Product};
 use crate::quantize::{self, Quantized, Rows, Target};
 use crate::runner::Runner;
 use q4_core::memory::Budget;
-use q4_core::{Code, DType, Dispatch, Error, Q4Linear, Q4Weight, Result, Segment, ThreadPool};
+use q4_core::{Code, DType, Device, Dispatch, Error, Q4Linear, Q4Weight, Result, Segment, ThreadPool};
 use std::sync::Arc;
 
 /// Sizes of a context.
@@ -24,12 +25,30 @@ pub struct ContextOptions {
 /// A loaded model and what is needed to make contexts over it.
 pub struct Loaded {
     /// The graph with its weights.
-    pub model: Arc<Qwen3<CpuExecutor>>,
+    pub model: Model,
     /// Threads all contexts share.
     pub threads: Arc<ThreadPool>,
     dtype: DType,
     rope: (Vec<f32>, f32),
     workspace: usize,
+}
+
+/// The graph with its weights, where it computes.
+pub enum Model {
+    /// On the CPU.
+    Cpu(Arc<Qwen3<CpuExecutor>>),
+    /// On a CUDA device.
+    Cuda(Arc<CudaModel>),
+}
+
+impl Model {
+    /// Sizes of the graph.
+    pub fn shape(&self) -> &Shape {
+        match self {
+            Self::Cpu(m) => &m.shape,
+            Self::Cuda(m) => &m.graph.shape,
+        }
+    }
 }
 
 /// Prepares every product of `plan` and maps the rest. `progress` is called with (done, all) products.
@@ -43,6 +62,8 @@ pub fn load(
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<Loaded> {
     plan.require(dispatch)?;
+    let device = device_budget(options.device)?;
+    let budget = device.as_ref().unwrap_or(budget);
     let all = plan.products().count();
     let mut loader = Loader {
         checkpoint,
@@ -80,8 +101,15 @@ pub fn load(
     };
     let norm = loader.norm(names::FINAL_NORM, c.hidden_size)?;
     let workspace = loader.workspace;
-    let model = Arc::new(Qwen3 { shape, table, blocks, norm, head });
-    Ok(Loaded { model, threads, dtype: options.dtype, rope: c.rope.inv_freq(c.head_dim), workspace })
+    let model = Qwen3 { shape, table, blocks, norm, head };
+    Loaded::new(model, options.device, threads, options.dtype, c.rope.inv_freq(c.head_dim), workspace)
+}
+
+/// What may be allocated on a CUDA device: what is free there, less 5 %. `None`: weights stay in host memory.
+pub(crate) fn device_budget(device: Device) -> Result<Option<Budget>> {
+    let Device::Cuda(ordinal) = device else { return Ok(None) };
+    let (free, _) = q4_cuda::Gpu::open(ordinal)?.memory()?;
+    Ok(Some(Budget::new(free - free / 20)))
 }
 
 /// Sizes of the graph of a checkpoint.
@@ -99,22 +127,36 @@ pub fn shape(checkpoint: &Checkpoint) -> Shape {
 }
 
 impl Loaded {
-    /// From parts, for models that come from no file.
+    /// From parts, whose products were prepared on `device`; the rest moves there.
     pub fn new(
         model: Qwen3<CpuExecutor>,
+        device: Device,
         threads: Arc<ThreadPool>,
         dtype: DType,
         rope: (Vec<f32>, f32),
         workspace: usize,
-    ) -> Self {
-        Self { model: Arc::new(model), threads, dtype, rope, workspace }
+    ) -> Result<Self> {
+        let model = match device {
+            Device::Cuda(ordinal) => Model::Cuda(Arc::new(CudaModel::upload(model, ordinal, dtype)?)),
+            _ => Model::Cpu(Arc::new(model)),
+        };
+        Ok(Self { model, threads, dtype, rope, workspace })
     }
 
     /// A context of its own over this model, inside `budget`.
     pub fn runner(&self, options: ContextOptions, budget: &Budget) -> Result<Runner> {
-        let s = &self.model.shape;
         let (rows, context) = (options.chunk, options.context);
         let logit_rows = if options.all_logits { rows } else { 1 };
+        let rope = (self.rope.0.as_slice(), self.rope.1);
+        let model = match &self.model {
+            Model::Cpu(model) => model,
+            Model::Cuda(model) => {
+                let sizes = Sizes { rows, sequences: 1, context, workspace: self.workspace };
+                let engine = CudaEngine::new(model.clone(), self.threads.clone(), sizes, logit_rows, rope)?;
+                return Ok(Runner::new(Box::new(engine), rows));
+            }
+        };
+        let s = &model.shape;
         let kind = KvType::of(self.dtype);
         budget.reserve(KvCache::bytes(kind, s.layers, s.kv_heads, s.head_dim, context), "the KV cache")?;
         let widths = 3 * s.hidden + s.qkv() + s.q() + 3 * s.intermediate;
@@ -124,7 +166,6 @@ impl Loaded {
             CpuExecutor::bytes(s, threads, self.dtype, rows, context, self.workspace),
             "the workspace",
         )?;
-        let rope = (self.rope.0.as_slice(), self.rope.1);
         let executor = CpuExecutor::new(
             s.clone(),
             self.threads.clone(),
@@ -135,7 +176,23 @@ impl Loaded {
             rope,
         );
         let cache = KvCache::new(kind, s.layers, s.kv_heads, s.head_dim, context);
-        Ok(Runner::new(self.model.clone(), executor, cache, slots(s, rows, logit_rows), rows))
+        let slots = slots(s, rows, logit_rows);
+        let engine = CpuEngine { model: model.clone(), executor, cache, slots };
+        Ok(Runner::new(Box::new(engine), rows))
+    }
+}
+
+impl Loaded {
+    /// `sequences` contexts of `context` positions that decode together, on a CUDA device.
+    pub fn batch(&self, sequences: usize, context: usize, chunk: usize) -> Result<CudaBatch> {
+        let Model::Cuda(model) = &self.model else {
+            return Err(Error::new(Code::Unsupported, "several sequences at once")
+                .need("a CUDA device")
+                .have("the CPU"));
+        };
+        let sizes = Sizes { rows: chunk, sequences, context, workspace: self.workspace };
+        let rope = (self.rope.0.as_slice(), self.rope.1);
+        CudaBatch::new(model.clone(), self.threads.clone(), sizes, rope)
     }
 }
 

@@ -167,6 +167,16 @@ impl Plan {
     }
 }
 
+/// Element type of products' inputs: the CPU keeps f32, a GPU multiplies what its outputs have.
+pub fn input_type(device: Device, dtype: DType) -> DType {
+    if device == Device::Cpu { DType::F32 } else { dtype }
+}
+
+/// Element type of logits. Sixteen bits would make ties of near ones; on the CPU they are what `--dtype` says, as ever.
+pub fn head_type(device: Device, dtype: DType) -> DType {
+    if device == Device::Cpu { dtype } else { DType::F32 }
+}
+
 struct Planner<'a> {
     checkpoint: &'a Checkpoint,
     dispatch: &'a Dispatch,
@@ -256,8 +266,12 @@ impl Planner<'_> {
             schema: first.schema,
             k: first.k,
             max_m: self.options.max_rows,
-            x: DType::F32,
-            y: self.options.dtype,
+            x: input_type(self.options.device, self.options.dtype),
+            y: if first.name == names::HEAD {
+                head_type(self.options.device, self.options.dtype)
+            } else {
+                self.options.dtype
+            },
             activations: first.activations,
             device: self.options.device,
             ops: self.options.ops,

@@ -1,16 +1,43 @@
 //! A model with its cache: tokens in, logits out. The cache's length is always the number of accepted tokens.
-use crate::cpu::{CpuExecutor, CpuTensor, KvCache};
-use crate::executor::{Logits, Slots};
-use crate::graph::Qwen3;
+use crate::executor::Logits;
 use q4_core::{Code, Error, Result};
-use std::sync::Arc;
+
+/// A graph, an executor, a cache and slots of one device: what a [`Runner`] drives.
+pub trait Engine: Send {
+    /// Runs `ids` behind what the cache holds and commits them to it.
+    fn step(&mut self, ids: &[u32], which: Logits) -> Result<()>;
+    /// The logits of the last step, `[rows, vocab]`, in host memory; waits for them.
+    fn logits(&mut self) -> Result<&mut [f32]>;
+    /// Whether every logit of the last step is finite; waits for it.
+    fn is_finite(&mut self) -> Result<bool>;
+    /// Positions the cache holds.
+    fn len(&self) -> usize;
+    /// Nothing accepted yet.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+    /// Positions it has room for.
+    fn capacity(&self) -> usize;
+    /// Forgets everything behind the first `len` positions.
+    fn truncate(&mut self, len: usize);
+    /// Turns the hunt for the first non-finite value on or off.
+    fn set_watching(&mut self, on: bool);
+    /// The id with the largest logit of the last step, the lowest of several; waits for it.
+    fn greedy(&mut self) -> Result<u32> {
+        let logits = self.logits()?;
+        let mut best = 0;
+        for (i, v) in logits.iter().enumerate() {
+            if *v > logits[best] {
+                best = i;
+            }
+        }
+        Ok(best as u32)
+    }
+}
 
 /// One context over a (shared) model.
 pub struct Runner {
-    model: Arc<Qwen3<CpuExecutor>>,
-    executor: CpuExecutor,
-    cache: KvCache,
-    slots: Slots<CpuTensor>,
+    engine: Box<dyn Engine>,
     tokens: Vec<u32>,
     /// Rows of the largest step.
     chunk: usize,
@@ -18,26 +45,20 @@ pub struct Runner {
 }
 
 impl Runner {
-    /// `slots` hold steps of up to `chunk` rows, and one row of logits at least.
-    pub fn new(
-        model: Arc<Qwen3<CpuExecutor>>,
-        executor: CpuExecutor,
-        cache: KvCache,
-        slots: Slots<CpuTensor>,
-        chunk: usize,
-    ) -> Self {
-        let tokens = Vec::with_capacity(cache.capacity());
-        Self { model, executor, cache, slots, tokens, chunk, prefilled: 0 }
+    /// `engine` takes steps of up to `chunk` rows.
+    pub fn new(engine: Box<dyn Engine>, chunk: usize) -> Self {
+        let tokens = Vec::with_capacity(engine.capacity());
+        Self { engine, tokens, chunk, prefilled: 0 }
     }
 
     /// Tokens accepted so far; as many as the cache holds positions.
     pub fn tokens(&self) -> &[u32] {
-        debug_assert_eq!(self.tokens.len(), self.cache.len());
+        debug_assert_eq!(self.tokens.len(), self.engine.len());
         &self.tokens
     }
     /// Positions there is room for.
     pub fn context(&self) -> usize {
-        self.cache.capacity()
+        self.engine.capacity()
     }
     /// Tokens that went through [`Runner::accept`] in all: what a conversation really computed of its prompts.
     pub fn prefilled(&self) -> usize {
@@ -47,7 +68,7 @@ impl Runner {
     /// Runs `ids` behind the accepted tokens, in steps of `chunk`; leaves the logits of the last one.
     /// On an error nothing of `ids` is accepted.
     pub fn accept(&mut self, ids: &[u32]) -> Result<()> {
-        self.cache.room_for(ids.len())?;
+        self.room_for(ids.len())?;
         self.prefilled += ids.len();
         let before = self.tokens.len();
         let steps = ids.len().div_ceil(self.chunk);
@@ -67,22 +88,27 @@ impl Runner {
     }
 
     /// Logits of the last accepted token, `[vocab]`; sampling may change them in place.
-    pub fn logits(&mut self) -> &mut [f32] {
-        self.slots.logits.data_mut()
+    pub fn logits(&mut self) -> Result<&mut [f32]> {
+        self.engine.logits()
     }
 
     /// Logits and history at once, for a sampler.
-    pub fn logits_and_tokens(&mut self) -> (&mut [f32], &[u32]) {
-        (self.slots.logits.data_mut(), &self.tokens)
+    pub fn logits_and_tokens(&mut self) -> Result<(&mut [f32], &[u32])> {
+        Ok((self.engine.logits()?, &self.tokens))
     }
 
-    /// Runs `ids` and hands the logits of every position to `sink`, `[rows, vocab]` a step. The slots must have been
+    /// The most likely next token; the lowest id of several. On a device nothing but the id leaves it.
+    pub fn greedy(&mut self) -> Result<u32> {
+        self.engine.greedy()
+    }
+
+    /// Runs `ids` and hands the logits of every position to `sink`, `[rows, vocab]` a step. The engine must have been
     /// made with as many logit rows as steps have rows.
     pub fn accept_all(&mut self, ids: &[u32], sink: &mut dyn FnMut(&[f32])) -> Result<()> {
-        self.cache.room_for(ids.len())?;
+        self.room_for(ids.len())?;
         for step in ids.chunks(self.chunk) {
             self.step(step, Logits::All)?;
-            sink(self.slots.logits.data());
+            sink(self.engine.logits()?);
         }
         Ok(())
     }
@@ -90,13 +116,24 @@ impl Runner {
     /// Forgets everything behind the first `len` tokens.
     pub fn truncate(&mut self, len: usize) {
         self.tokens.truncate(len);
-        self.cache.truncate(len);
+        self.engine.truncate(len);
+    }
+
+    fn room_for(&self, rows: usize) -> Result<()> {
+        let (len, capacity) = (self.engine.len(), self.engine.capacity());
+        if len + rows > capacity {
+            return Err(Error::new(Code::ContextFull, "the context is full")
+                .need(format!("{} positions", len + rows))
+                .have(format!("{capacity} positions"))
+                .fix("raise --context, or start a new conversation"));
+        }
+        Ok(())
     }
 
     fn step(&mut self, ids: &[u32], which: Logits) -> Result<()> {
-        self.cache.room_for(ids.len())?;
-        self.model.forward(&mut self.executor, ids, &mut self.cache, &mut self.slots, which)?;
-        if which != Logits::Skip && !self.slots.logits.data().iter().all(|v| v.is_finite()) {
+        self.room_for(ids.len())?;
+        self.engine.step(ids, which)?;
+        if which != Logits::Skip && !self.engine.is_finite()? {
             return Err(self.find_non_finite(ids, which));
         }
         self.tokens.extend_from_slice(ids);
@@ -105,11 +142,11 @@ impl Runner {
 
     /// Repeats the step and names the first layer whose output is not finite.
     fn find_non_finite(&mut self, ids: &[u32], which: Logits) -> Error {
-        self.cache.truncate(self.tokens.len());
-        self.executor.set_watching(true);
-        let again = self.model.forward(&mut self.executor, ids, &mut self.cache, &mut self.slots, which);
-        self.executor.set_watching(false);
-        self.cache.truncate(self.tokens.len());
+        self.engine.truncate(self.tokens.len());
+        self.engine.set_watching(true);
+        let again = self.engine.step(ids, which);
+        self.engine.set_watching(false);
+        self.engine.truncate(self.tokens.len());
         again.err().unwrap_or_else(|| {
             Error::new(Code::NonFinite, "logits are not finite")
                 .need("finite logits")

@@ -95,6 +95,11 @@ impl Sampler {
         &self.params
     }
 
+    /// Whether the next token is the most likely one, whatever came before.
+    pub fn is_greedy(&self) -> bool {
+        self.params.temperature == 0.0 && self.params.repetition_penalty == 1.0
+    }
+
     /// Next token. `logits` `[vocab_size]` are changed by the penalty; `recent` are the tokens it applies to.
     ///
     /// Errors: NaN or +inf among the logits, or all of them -inf, [`Code::NonFinite`]; another length,

@@ -4,7 +4,8 @@ use crate::config::{Rope, RopeScaling};
 use crate::cpu::{CpuExecutor, CpuHead, CpuLinear, CpuNorm, CpuTable};
 use crate::executor::Shape;
 use crate::graph::{Block, Qwen3};
-use crate::load::Loaded;
+use crate::load::{Loaded, device_budget};
+use crate::plan::{head_type, input_type};
 use q4_core::memory::Budget;
 use q4_core::{
     Absmax, Activations, Code, Convention, DType, Device, Dispatch, Error, GlobalScale, LinearSpec,
@@ -45,6 +46,8 @@ pub struct Recipe {
     pub dtype: DType,
     /// Rows of the largest step.
     pub max_rows: usize,
+    /// Where it computes.
+    pub device: Device,
 }
 
 impl Recipe {
@@ -81,6 +84,8 @@ pub fn build(
     threads: Arc<ThreadPool>,
     budget: &Budget,
 ) -> Result<Loaded> {
+    let device = device_budget(recipe.device)?;
+    let budget = device.as_ref().unwrap_or(budget);
     let mut b = Builder { recipe, dispatch, threads: &threads, budget, workspace: 0, seed: 1 };
     let s = shape;
     let head = b.linear(&[(names::HEAD.into(), s.vocab)], s.hidden)?;
@@ -119,7 +124,7 @@ pub fn build(
     let workspace = b.workspace;
     let model = Qwen3 { shape: s.clone(), table, blocks, norm: ones(s.hidden), head: CpuHead::Q4(head) };
     let rope = Rope { theta: 1e6, scaling: RopeScaling::None }.inv_freq(s.head_dim);
-    Ok(Loaded::new(model, threads, recipe.dtype, rope, workspace))
+    Loaded::new(model, recipe.device, threads, recipe.dtype, rope, workspace)
 }
 
 fn ones(width: usize) -> CpuNorm {
@@ -137,6 +142,7 @@ struct Builder<'a> {
 
 impl Builder<'_> {
     fn linear(&mut self, members: &[(String, usize)], k: usize) -> Result<CpuLinear> {
+        let head = members[0].0 == names::HEAD;
         let spec = LinearSpec {
             segments: members
                 .iter()
@@ -145,10 +151,10 @@ impl Builder<'_> {
             schema: self.recipe.schema,
             k,
             max_m: self.recipe.max_rows,
-            x: DType::F32,
-            y: self.recipe.dtype,
+            x: input_type(self.recipe.device, self.recipe.dtype),
+            y: if head { head_type(self.recipe.device, self.recipe.dtype) } else { self.recipe.dtype },
             activations: self.recipe.activations,
-            device: Device::Cpu,
+            device: self.recipe.device,
             ops: OpSet::FORWARD,
         };
         let selection = self.dispatch.select(&spec)?;

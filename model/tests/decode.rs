@@ -47,9 +47,9 @@ fn main() -> Result<()> {
         let (_dispatch, mut runner) = setup.open(path)?;
         runner.accept(&[1, 5, 9, 13])?;
         let params = SamplingParams { temperature: 0.8, top_k: 20, top_p: 0.9, ..SamplingParams::default() };
-        let mut sampler = Sampler::new(params, runner.logits().len())?;
+        let mut sampler = Sampler::new(params, runner.logits()?.len())?;
         let mut step = |runner: &mut q4_model::runner::Runner| -> Result<()> {
-            let (logits, history) = runner.logits_and_tokens();
+            let (logits, history) = runner.logits_and_tokens()?;
             let id = sampler.sample(logits, history)?;
             runner.decode(id)
         };

@@ -8,14 +8,17 @@
 //! Every thread of the caller computes tiles whose bounds depend on the shapes alone, so the number of threads changes no
 //! bit. The number of rows in a call may: `gemm` picks its order of summation by it. `gemm` also allocates what it packs
 //! operands into, below 1 MiB a call, and once per thread a buffer of the size of the second-level cache.
+mod cuda;
 mod forward;
 mod prepare;
 mod probe;
 
+use cuda::Engine;
 use q4_core::{
-    BackendDescriptor, Built, BuiltinOptions, ExecContext, ExecPath, HostEnv, LinearSpec, PreparedWeight,
+    BackendDescriptor, Built, BuiltinOptions, Code, Device, Error, ExecContext, ExecPath, HostEnv, LinearSpec, PreparedWeight,
     ProbeItem, Q4Backend, Q4Weight, Registration, Reject, Result, Verdict, inventory,
 };
+use q4_cuda::Access;
 use std::sync::Arc;
 
 inventory::submit! {
@@ -28,16 +31,17 @@ const NAME: &str = "dequant-matmul";
 /// machine lacks is a reason not to live, as it is for them.
 fn construct(options: &BuiltinOptions) -> std::result::Result<Built, Vec<Reject>> {
     probe::check_isa(options.isa.as_deref()).map_err(|reason| vec![reason])?;
-    Ok(Built { backend: Arc::new(DequantMatmul::new()), library: None })
+    Ok(Built { backend: Arc::new(DequantMatmul::new(options.cuda)), library: None })
 }
 
-/// The backend: nothing but its descriptor.
+/// The backend: its descriptor, and cuBLASLt where a device is used.
 struct DequantMatmul {
     descriptor: BackendDescriptor,
+    cuda: Access<Engine>,
 }
 
 impl DequantMatmul {
-    fn new() -> Self {
+    fn new(device: Option<u32>) -> Self {
         let descriptor = BackendDescriptor {
             name: NAME.into(),
             version: env!("CARGO_PKG_VERSION").into(),
@@ -45,7 +49,25 @@ impl DequantMatmul {
             priority: 0,
             offers: probe::SCHEMAS.map(|schema| (schema.into(), ExecPath::DequantMatmul)).into(),
         };
-        Self { descriptor }
+        Self { descriptor, cuda: Access::open(device, Engine::new) }
+    }
+}
+
+impl DequantMatmul {
+    /// What `can_prepare` would refuse is not prepared either.
+    fn agree(&self, spec: &LinearSpec, path: ExecPath, cx: &ExecContext<'_>) -> Result<()> {
+        // The device of a spec that got here was found when the registry was made.
+        let env = HostEnv { cuda: self.cuda.devices(), ..HostEnv::default() };
+        probe::can_prepare(spec, path, &self.cuda, &env).map_err(|reasons| {
+            let list: Vec<_> = reasons.iter().map(ToString::to_string).collect();
+            Error::new(Code::Unsupported, "weight cannot be prepared").have(list.join("; "))
+        })?;
+        if spec.device == cx.device {
+            return Ok(());
+        }
+        Err(Error::new(Code::ShapeMismatch, "context of another device")
+            .need(spec.device.to_string())
+            .have(cx.device.to_string()))
     }
 }
 
@@ -54,10 +76,10 @@ impl Q4Backend for DequantMatmul {
         &self.descriptor
     }
     fn probe(&self, _env: &HostEnv) -> Vec<ProbeItem> {
-        probe::probe()
+        probe::probe().into_iter().chain(self.cuda.item()).collect()
     }
-    fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, _env: &HostEnv) -> Verdict {
-        probe::can_prepare(spec, path)
+    fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
+        probe::can_prepare(spec, path, &self.cuda, env)
     }
     fn prepare(
         &self,
@@ -66,6 +88,10 @@ impl Q4Backend for DequantMatmul {
         path: ExecPath,
         cx: &mut ExecContext<'_>,
     ) -> Result<Box<dyn PreparedWeight>> {
-        Ok(Box::new(prepare::prepare(w, spec, path, cx.threads)?))
+        self.agree(spec, path, cx)?;
+        match spec.device {
+            Device::Cpu => Ok(Box::new(prepare::decode(w, spec, path, cx.threads)?)),
+            _ => Ok(Box::new(cuda::prepare(self.cuda.engine()?, w, spec, path, cx)?)),
+        }
     }
 }

@@ -1,5 +1,5 @@
 //! The dense copy: decoded by the exact decoder, each value rounded once to the type of y.
-use crate::probe::{can_prepare, is_exact};
+use crate::probe::is_exact;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use q4_core::{
@@ -26,18 +26,14 @@ enum Values {
     F16(Vec<f16>, Vec<f32>),
 }
 
-/// Decodes `w`. Fails on parts that contradict the schema, on a spec that `can_prepare` refuses and on a value that the
-/// type of y cannot hold, so no infinity is ever made here.
-pub(crate) fn prepare(
+/// Decodes `w`. Fails on parts that contradict the schema or the spec and on a value that the type of y cannot hold, so no
+/// infinity is ever made here.
+pub(crate) fn decode(
     w: &Q4Weight<'_>,
     spec: &LinearSpec,
     path: ExecPath,
     threads: &ThreadPool,
 ) -> Result<Dense> {
-    can_prepare(spec, path).map_err(|reasons| {
-        let list: Vec<_> = reasons.iter().map(ToString::to_string).collect();
-        Error::new(Code::Unsupported, "weight cannot be prepared").have(list.join("; "))
-    })?;
     let decoder = RowDecoder::new(w)?;
     let (n, k) = (decoder.n(), decoder.k());
     if (n, k) != (spec.n(), spec.k) || w.schema != spec.schema {
@@ -65,6 +61,23 @@ pub(crate) fn prepare(
 }
 
 impl Dense {
+    /// The copy as bytes, row-major.
+    pub fn bytes(&self) -> &[u8] {
+        match &self.values {
+            Values::F32(v) => bytemuck::cast_slice(v),
+            Values::BF16(v) => bytemuck::cast_slice(v),
+            Values::F16(v, _) => bytemuck::cast_slice(v),
+        }
+    }
+
+    /// What rows are multiplied with, where they are.
+    pub fn scales(&self) -> &[f32] {
+        match &self.values {
+            Values::F16(_, scales) => scales,
+            _ => &[],
+        }
+    }
+
     /// The part `[rows, columns]` of the copy in f32, row-major, and its leading stride: borrowed where the copy is f32, else
     /// widened to `panel`.
     pub fn part<'a>(

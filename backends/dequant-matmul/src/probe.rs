@@ -1,9 +1,11 @@
 //! What a dense copy can serve, decided from the spec alone and with every reason at once.
+use crate::cuda::Engine;
 use q4_core::rows::reject_operands;
 use q4_core::{
-    ActGlobal, Activations, DType, Device, ExecPath, LinearSpec, OpSet, ProbeItem, Q4Schema, Reject,
+    ActGlobal, Activations, DType, ExecPath, HostEnv, LinearSpec, OpSet, ProbeItem, Q4Schema, Reject,
     RejectCode, Verdict,
 };
+use q4_cuda::Access;
 
 /// Every encoding there is.
 pub(crate) const SCHEMAS: [&str; 4] = ["nvfp4", "nf4", "nf4-dq", "dense"];
@@ -40,15 +42,12 @@ fn isas() -> [(&'static str, bool); 3] {
 }
 
 /// `Ok` or every reason why `spec` cannot be served.
-pub(crate) fn can_prepare(spec: &LinearSpec, path: ExecPath) -> Verdict {
+pub(crate) fn can_prepare(spec: &LinearSpec, path: ExecPath, cuda: &Access<Engine>, env: &HostEnv) -> Verdict {
     use RejectCode::*;
     let mut reasons = Vec::new();
     let mut reject = |code, need: &str, have: String| reasons.push(Reject::new(code, need.to_owned(), have));
     if path != ExecPath::DequantMatmul {
         reject(PathUnsupported, "dequant-matmul", path.to_string());
-    }
-    if spec.device != Device::Cpu {
-        reject(DeviceAbsent, "cpu", spec.device.to_string());
     }
     if !SCHEMAS.contains(&spec.schema.id().name) {
         reject(SchemaUnsupported, &SCHEMAS.join(", "), spec.schema.to_string());
@@ -65,6 +64,7 @@ pub(crate) fn can_prepare(spec: &LinearSpec, path: ExecPath) -> Verdict {
         reject(OpUnsupported, need, format!("dequantize with y of {}", spec.y));
     }
     reject_operands(spec, &mut reasons);
+    reasons.extend(cuda.verdict(spec.device, env).err().into_iter().flatten());
     if reasons.is_empty() { Ok(()) } else { Err(reasons) }
 }
 

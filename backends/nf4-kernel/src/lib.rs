@@ -6,17 +6,20 @@
 //! k alone, so neither the number of rows in a call nor the number of threads changes a bit. NF4 has no integer form:
 //! `int8` activations are rounded to int8 with an f32 scale per 16, and `q · scale`, rounded to f32, takes the
 //! place of x.
+mod cuda;
 mod forward;
 mod kernel;
 mod prepare;
 mod probe;
 mod simd;
 
+use cuda::Engine;
 use q4_core::{
-    BackendDescriptor, Built, BuiltinOptions, ExecContext, ExecPath, HostEnv, LinearSpec, PreparedWeight,
+    BackendDescriptor, Built, BuiltinOptions, Code, Device, Error, ExecContext, ExecPath, HostEnv, LinearSpec, PreparedWeight,
     ProbeItem, Q4Backend, Q4Weight, Registration, Reject, Result, Verdict, inventory,
 };
 use simd::Isa;
+use q4_cuda::Access;
 use std::sync::Arc;
 
 inventory::submit! {
@@ -29,17 +32,18 @@ const NAME: &str = "nf4-kernel";
 /// (`avx512vnni` means `avx512` here). A name that is unknown or that this machine lacks is a reason not to live.
 fn construct(options: &BuiltinOptions) -> std::result::Result<Built, Vec<Reject>> {
     let isa = Isa::choose(options.isa.as_deref()).map_err(|reason| vec![reason])?;
-    Ok(Built { backend: Arc::new(Nf4Kernel::new(isa)), library: None })
+    Ok(Built { backend: Arc::new(Nf4Kernel::new(isa, options.cuda)), library: None })
 }
 
-/// The backend: a descriptor and the instruction set its kernels use.
+/// The backend: a descriptor, the instruction set its kernels use, and those of a device.
 struct Nf4Kernel {
     isa: Isa,
     descriptor: BackendDescriptor,
+    cuda: Access<Engine>,
 }
 
 impl Nf4Kernel {
-    fn new(isa: Isa) -> Self {
+    fn new(isa: Isa, device: Option<u32>) -> Self {
         let descriptor = BackendDescriptor {
             name: NAME.into(),
             version: env!("CARGO_PKG_VERSION").into(),
@@ -47,7 +51,25 @@ impl Nf4Kernel {
             priority: 0,
             offers: ["nf4", "nf4-dq"].map(|schema| (schema.into(), ExecPath::FusedDequant)).into(),
         };
-        Self { isa, descriptor }
+        Self { isa, descriptor, cuda: Access::open(device, Engine::new) }
+    }
+}
+
+impl Nf4Kernel {
+    /// What `can_prepare` would refuse is not prepared either.
+    fn agree(&self, spec: &LinearSpec, path: ExecPath, cx: &ExecContext<'_>) -> Result<()> {
+        // The device of a spec that got here was found when the registry was made.
+        let env = HostEnv { cuda: self.cuda.devices(), ..HostEnv::default() };
+        probe::can_prepare(spec, path, &self.cuda, &env).map_err(|reasons| {
+            let list: Vec<_> = reasons.iter().map(ToString::to_string).collect();
+            Error::new(Code::Unsupported, "weight cannot be prepared").have(list.join("; "))
+        })?;
+        if spec.device == cx.device {
+            return Ok(());
+        }
+        Err(Error::new(Code::ShapeMismatch, "context of another device")
+            .need(spec.device.to_string())
+            .have(cx.device.to_string()))
     }
 }
 
@@ -56,10 +78,10 @@ impl Q4Backend for Nf4Kernel {
         &self.descriptor
     }
     fn probe(&self, _env: &HostEnv) -> Vec<ProbeItem> {
-        probe::probe(self.isa)
+        probe::probe(self.isa).into_iter().chain(self.cuda.item()).collect()
     }
-    fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, _env: &HostEnv) -> Verdict {
-        probe::can_prepare(spec, path)
+    fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
+        probe::can_prepare(spec, path, &self.cuda, env)
     }
     fn prepare(
         &self,
@@ -68,6 +90,10 @@ impl Q4Backend for Nf4Kernel {
         path: ExecPath,
         cx: &mut ExecContext<'_>,
     ) -> Result<Box<dyn PreparedWeight>> {
-        Ok(Box::new(prepare::prepare(w, spec, path, self.isa, cx.threads)?))
+        self.agree(spec, path, cx)?;
+        match spec.device {
+            Device::Cpu => Ok(Box::new(prepare::prepare(w, spec, path, self.isa, cx.threads)?)),
+            _ => Ok(Box::new(cuda::prepare(self.cuda.engine()?, w, spec, path)?)),
+        }
     }
 }

@@ -1,9 +1,9 @@
 //! Interleaving sixteen output rows: what makes a lane an output row and a scale a vector.
-use crate::probe::{can_prepare, scale_group};
+use crate::probe::scale_group;
 use crate::simd::Isa;
 use q4_core::formats::nf4;
 use q4_core::{
-    Code, DType, Error, ExecPath, LinearSpec, NibbleOrder, OpSet, PreparedInfo, Q4Schema, Q4Weight, Result,
+    Absmax, Code, DType, Error, ExecPath, LinearSpec, NibbleOrder, OpSet, PreparedInfo, Q4Schema, Q4Weight, Result,
     SegmentData, ThreadPool,
 };
 use std::borrow::Cow;
@@ -45,8 +45,7 @@ impl Packed {
     }
 }
 
-/// Repacks `w`. Fails on parts that contradict the schema, on a spec that `can_prepare` refuses and on scales that are
-/// not finite.
+/// Repacks `w`. Fails on parts that contradict the schema or the spec and on scales that are not finite.
 pub(crate) fn prepare(
     w: &Q4Weight<'_>,
     spec: &LinearSpec,
@@ -54,20 +53,11 @@ pub(crate) fn prepare(
     isa: Isa,
     threads: &ThreadPool,
 ) -> Result<Packed> {
-    can_prepare(spec, path).map_err(|reasons| {
-        let list: Vec<_> = reasons.iter().map(ToString::to_string).collect();
-        Error::new(Code::Unsupported, "weight cannot be prepared").have(list.join("; "))
-    })?;
-    w.validate()?;
+    check(w, spec)?;
     let Q4Schema::Nf4 { nibble_order, block, .. } = w.schema else {
         return Err(Error::new(Code::SchemaInvalid, "weight").need("nf4").have(w.schema.to_string()));
     };
     let (n, k) = (w.n(), w.k);
-    if (n, k) != (spec.n(), spec.k) || w.schema != spec.schema {
-        return Err(Error::new(Code::ShapeMismatch, "weight and spec differ")
-            .need(format!("{} [{}, {}]", spec.schema, spec.n(), spec.k))
-            .have(format!("{} [{n}, {k}]", w.schema)));
-    }
     let rows = Stored::rows(w, nibble_order, block as usize)?;
     let group = scale_group(k, block);
     let blocks = n.div_ceil(LANES);
@@ -103,6 +93,28 @@ pub(crate) fn prepare(
     Ok(Packed { info, isa, x: spec.x, y: spec.y, group, codes, scales, table: nf4::CODEBOOK })
 }
 
+/// Fails unless the parts of `w` fit together and are those of `spec`.
+pub(crate) fn check(w: &Q4Weight<'_>, spec: &LinearSpec) -> Result<()> {
+    w.validate()?;
+    if (w.n(), w.k) != (spec.n(), spec.k) || w.schema != spec.schema {
+        return Err(Error::new(Code::ShapeMismatch, "weight and spec differ")
+            .need(format!("{} [{}, {}]", spec.schema, spec.n(), spec.k))
+            .have(format!("{} [{}, {}]", w.schema, w.n(), w.k)));
+    }
+    Ok(())
+}
+
+/// Scales of segment `i`, decoded; none is NaN or infinite.
+pub(crate) fn finite_absmax<'a>(i: usize, absmax: &Absmax<'a>) -> Result<Cow<'a, [f32]>> {
+    let absmax = absmax.to_f32()?;
+    match absmax.iter().position(|a| !a.is_finite()) {
+        None => Ok(absmax),
+        Some(at) => Err(Error::new(Code::ScaleInvalid, format!("segment {i}: absmax of block {at}"))
+            .need("a finite value")
+            .have(absmax[at].to_string())),
+    }
+}
+
 /// One stored matrix, flat.
 struct Stored<'a> {
     rows: usize,
@@ -118,12 +130,7 @@ impl<'a> Stored<'a> {
             let SegmentData::Nf4 { codes, absmax } = &s.data else {
                 return Err(Error::new(Code::SchemaInvalid, format!("segment {i}")).need("the parts of nf4"));
             };
-            let absmax = absmax.to_f32()?;
-            if let Some(at) = absmax.iter().position(|a| !a.is_finite()) {
-                return Err(Error::new(Code::ScaleInvalid, format!("segment {i}: absmax of block {at}"))
-                    .need("a finite value")
-                    .have(absmax[at].to_string()));
-            }
+            let absmax = finite_absmax(i, absmax)?;
             Ok(Self { rows: s.rows, codes: codes.as_bytes()?, absmax, order, block })
         };
         w.segments.iter().enumerate().map(one).collect()

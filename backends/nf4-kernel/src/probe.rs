@@ -1,6 +1,8 @@
 //! What the kernels can serve, decided from the spec alone and with every reason at once.
+use crate::cuda::Engine;
 use crate::simd::Isa;
-use q4_core::{Activations, Device, ExecPath, LinearSpec, ProbeItem, Q4Schema, Reject, RejectCode, Verdict};
+use q4_core::{Activations, ExecPath, HostEnv, LinearSpec, ProbeItem, Q4Schema, Reject, RejectCode, Verdict};
+use q4_cuda::Access;
 
 /// Shortest run of k under one absmax that the layout can hold.
 const LEAST_GROUP: usize = 16;
@@ -16,15 +18,12 @@ pub(crate) fn probe(isa: Isa) -> Vec<ProbeItem> {
 }
 
 /// `Ok` or every reason why `spec` cannot be served.
-pub(crate) fn can_prepare(spec: &LinearSpec, path: ExecPath) -> Verdict {
+pub(crate) fn can_prepare(spec: &LinearSpec, path: ExecPath, cuda: &Access<Engine>, env: &HostEnv) -> Verdict {
     use RejectCode::*;
     let mut reasons = Vec::new();
     let mut reject = |code, need: &str, have: String| reasons.push(Reject::new(code, need.to_owned(), have));
     if path != ExecPath::FusedDequant {
         reject(PathUnsupported, "fused-dequant", path.to_string());
-    }
-    if spec.device != Device::Cpu {
-        reject(DeviceAbsent, "cpu", spec.device.to_string());
     }
     if matches!(spec.activations, Activations::Nvfp4(_)) {
         reject(
@@ -49,6 +48,7 @@ pub(crate) fn can_prepare(spec: &LinearSpec, path: ExecPath) -> Verdict {
         Q4Schema::Nf4 { .. } => {}
         other => reject(SchemaUnsupported, "nf4 or nf4-dq", other.id().name.into()),
     }
+    reasons.extend(cuda.verdict(spec.device, env).err().into_iter().flatten());
     if reasons.is_empty() { Ok(()) } else { Err(reasons) }
 }
 

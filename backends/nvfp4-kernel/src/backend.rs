@@ -2,6 +2,7 @@
 use crate::library::{self, Library};
 use crate::table::Ctx;
 use crate::{abi, prepare, probe};
+use q4_core::memory::UnifiedMemory;
 use q4_core::{
     BackendDescriptor, Built, BuiltinOptions, Code, Device, Error, ExecContext, ExecPath, HostEnv,
     LibraryFacts, LinearSpec, PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Reject, RejectCode, Result,
@@ -23,14 +24,12 @@ pub struct Nvfp4Kernel {
 struct Engine {
     library: &'static Library,
     isa: Option<CString>,
+    is_managed: bool,
     /// One per device that was used; the interface wants one thread at a time in each.
     contexts: Mutex<BTreeMap<Device, Ctx>>,
     /// What happened while it was built, for `diagnose`.
     notes: Vec<ProbeItem>,
 }
-
-/// CUDA ordinals that are asked for at most.
-const MAX_DEVICES: u32 = 64;
 
 /// Loads libNVFP4: the file of `options.libraries["nvfp4-kernel"]` alone when there is one, else the first usable one
 /// beside the executable, in `deps` or `../lib` beside it, or known to the system loader. `options.isa` is binding.
@@ -39,7 +38,7 @@ const MAX_DEVICES: u32 = 64;
 /// Every place that was tried, with its reason, and last the command that would help.
 pub fn construct(options: &BuiltinOptions) -> Result<Built, Vec<Reject>> {
     let library = library::load(options.libraries.get(probe::NAME).map(PathBuf::as_path))?;
-    let (engine, facts) = Engine::new(library, options.isa.as_deref())?;
+    let (engine, facts) = Engine::new(library, options)?;
     let backend = Nvfp4Kernel { descriptor: descriptor(&facts), facts: facts.clone(), engine: Some(engine) };
     Ok(Built { backend: Arc::new(backend), library: Some(facts) })
 }
@@ -83,8 +82,12 @@ impl Q4Backend for Nvfp4Kernel {
 }
 
 impl Engine {
-    /// Opens the CPU, and every GPU the library knows, to learn what it has kernels for.
-    fn new(library: &'static Library, isa: Option<&str>) -> Result<(Self, LibraryFacts), Vec<Reject>> {
+    /// Opens the CPU, and the GPU that is to be used, to learn what the library has kernels for.
+    fn new(
+        library: &'static Library,
+        options: &BuiltinOptions,
+    ) -> Result<(Self, LibraryFacts), Vec<Reject>> {
+        let isa = options.isa.as_deref();
         let mut notes = vec![library.note()];
         let mut facts = LibraryFacts {
             path: library.path.clone(),
@@ -99,7 +102,7 @@ impl Engine {
             )]);
         };
         let mut contexts = BTreeMap::new();
-        match library.table.ctx_create(Device::Cpu, isa.as_deref()) {
+        match library.table.ctx_create(Device::Cpu, isa.as_deref(), false) {
             Ok(ctx) => {
                 let item = cpu(library, &ctx, &mut facts);
                 notes.push(item);
@@ -111,29 +114,28 @@ impl Engine {
                 notes.push(ProbeItem { id: "context.cpu".into(), reasons, detail: String::new() })
             }
         }
-        for device in (0..MAX_DEVICES).map(Device::Cuda) {
+        let is_managed = options.unified_memory != UnifiedMemory::Disabled;
+        if let Some(device) = options.cuda.map(Device::Cuda) {
             let id = format!("context.{device}").into();
-            match library.table.ctx_create(device, None) {
+            match library.table.ctx_create(device, None, is_managed) {
                 Ok(ctx) => {
                     notes.push(ProbeItem { id, ..cuda(library, &ctx, &mut facts) });
                     contexts.insert(device, ctx);
                 }
                 Err(reasons) => {
-                    let texts: Vec<_> = reasons.iter().map(ToString::to_string).collect();
+                    let texts: Vec<_> = reasons.iter().map(|r| format!("{} (need {})", r.have, r.need)).collect();
+                    facts.cuda_refused = Some(texts.join("; "));
                     // A machine without a GPU is no finding; the text still says why there is none.
-                    notes.push(ProbeItem {
-                        id,
-                        reasons: Vec::new(),
-                        detail: format!("none: {}", texts.join("; ")),
-                    });
-                    break;
+                    let is_finding = reasons.iter().any(|r| r.code != RejectCode::DeviceAbsent);
+                    let detail = format!("none: {}", texts.join("; "));
+                    notes.push(ProbeItem { id, reasons: if is_finding { reasons } else { Vec::new() }, detail });
                 }
             }
         }
         facts.cuda_images.sort_unstable();
         facts.cuda_images.dedup();
         tracing::debug!(path = %facts.path, version = %facts.version, cpu = ?facts.cpu_isa, cuda = ?facts.cuda_images, "libNVFP4");
-        Ok((Self { library, isa, contexts: Mutex::new(contexts), notes }, facts))
+        Ok((Self { library, isa, is_managed, contexts: Mutex::new(contexts), notes }, facts))
     }
 
     /// Runs `job` in the context of `device`, which is opened when it is new.
@@ -143,7 +145,7 @@ impl Engine {
             Entry::Occupied(known) => known.into_mut(),
             Entry::Vacant(new) => {
                 let isa = self.isa.as_deref().filter(|_| device == Device::Cpu);
-                new.insert(self.library.table.ctx_create(device, isa).map_err(|reasons| {
+                new.insert(self.library.table.ctx_create(device, isa, self.is_managed).map_err(|reasons| {
                     let texts: Vec<_> = reasons.iter().map(ToString::to_string).collect();
                     Error::new(Code::DeviceMissing, format!("libNVFP4 cannot use {device}"))
                         .have(texts.join("\n"))
@@ -185,9 +187,12 @@ fn cuda(library: &Library, ctx: &Ctx, facts: &mut LibraryFacts) -> ProbeItem {
     match library.table.device_info(ctx) {
         Err(e) => item.reasons.push(Reject::new(RejectCode::Internal, "device_info", e.to_string())),
         Ok(info) => {
-            item.detail = format!("sm_{}{}, paths {:#b}", info.capability.0, info.capability.1, info.paths);
+            item.detail = format!("runs {} ({}), paths {:#b}", info.isa, info.build, info.paths);
             if info.has_native_image {
                 facts.cuda_images.push(info.capability);
+                if info.paths & 1 << abi::PATH_NATIVE != 0 {
+                    facts.cuda_native.push(info.capability);
+                }
             } else {
                 let need = format!("sm_{}{} kernels in libNVFP4", info.capability.0, info.capability.1);
                 item.reasons.push(Reject::new(RejectCode::KernelImageMissing, need, info.build));

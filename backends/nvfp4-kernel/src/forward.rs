@@ -3,7 +3,7 @@
 use crate::abi;
 use crate::table::Weight;
 use q4_core::{
-    Activations, Code, DType, Device, Error, ExecContext, PreparedInfo, PreparedWeight, Result, TensorView,
+    Activations, Code, DType, Device, Error, ExecContext, FuseSet, Fusion, PreparedInfo, PreparedWeight, Result, TensorView,
     TensorViewMut, ThreadPool,
 };
 use std::ffi::c_void;
@@ -41,6 +41,42 @@ impl PreparedWeight for Prepared {
             let e = if self.info.activations == Activations::Native { e } else { unless_not_finite(e, &x) };
             unless_short(e, self.workspace(xm.rows as usize), cx)
         })
+    }
+
+    fn fuses(&self, m: usize, set: FuseSet) -> bool {
+        set == FuseSet::NONE || self.weight.fuses(m, u32::from(set.0))
+    }
+
+    fn forward_fused(
+        &self,
+        x: TensorView<'_>,
+        fusion: &Fusion<'_>,
+        mut y: TensorViewMut<'_>,
+        cx: &mut ExecContext<'_>,
+    ) -> Result<()> {
+        if fusion.set() == FuseSet::NONE {
+            return self.forward(x, y, cx);
+        }
+        placed(&x, cx)?;
+        placed(&y.as_view(), cx)?;
+        if let Some(norm) = &fusion.norm {
+            placed(&norm.weight, cx)?;
+            if norm.weight.dtype() != DType::F32 || norm.weight.len() != self.info.k || !norm.weight.is_contiguous() {
+                return Err(Error::new(Code::ShapeMismatch, "weight of a norm")
+                    .need(format!("float32[{}]", self.info.k))
+                    .have(format!("{:?}", norm.weight)));
+            }
+        }
+        let fusion = abi::Fusion {
+            struct_size: size_of::<abi::Fusion>(),
+            parts: u32::from(fusion.set().0),
+            norm_eps: fusion.norm.map_or(0.0, |n| n.eps),
+            norm_weight: fusion.norm.map_or(ptr::null(), |n| n.weight.as_ptr()),
+        };
+        let (xm, ym) = (matrix(&x)?, matrix_mut(&mut y)?);
+        // SAFETY: as in `forward`; the norm's weight is a view of k floats.
+        unsafe { self.weight.forward_fused(&xm, &fusion, &ym, &exec(cx)) }
+            .map_err(|e| unless_short(e, self.workspace(xm.rows as usize), cx))
     }
 
     fn backward_input(

@@ -16,7 +16,7 @@ const FUSED_SINCE: (u32, u32) = (8, 0);
 
 /// Paths a library with these facts is offered for.
 pub fn paths(facts: &LibraryFacts) -> Vec<ExecPath> {
-    let native = facts.cuda_images.iter().any(|c| BLACKWELL.contains(c));
+    let native = facts.cuda_native.iter().any(|c| BLACKWELL.contains(c));
     native.then_some(ExecPath::NativeKernel).into_iter().chain([ExecPath::FusedDequant]).collect()
 }
 
@@ -93,7 +93,7 @@ fn place(device: Device, path: ExecPath, env: &HostEnv, no: &mut impl FnMut(Reje
             }
         }
         Device::Cuda(ordinal) => match env.cuda_device(ordinal) {
-            None => no(RejectCode::DeviceAbsent, "a CUDA device", format!("no {device}")),
+            None => no(RejectCode::DeviceAbsent, "a CUDA device", env.no_cuda(ordinal)),
             Some(gpu) => {
                 if path == ExecPath::NativeKernel && !BLACKWELL.contains(&gpu.capability) {
                     no(
@@ -105,7 +105,11 @@ fn place(device: Device, path: ExecPath, env: &HostEnv, no: &mut impl FnMut(Reje
                 if path == ExecPath::FusedDequant && gpu.capability < FUSED_SINCE {
                     no(RejectCode::DeviceArch, "sm_80 or newer", gpu.arch());
                 }
-                if let Some(have) = facts.and_then(|f| missing_image(f, gpu)) {
+                let is_native = facts.is_some_and(|f| f.cuda_native.contains(&gpu.capability));
+                if path == ExecPath::NativeKernel && BLACKWELL.contains(&gpu.capability) && !is_native {
+                    let need = format!("FP4 tensor core products for {} in libNVFP4", gpu.arch());
+                    no(RejectCode::KernelImageMissing, &need, "none".into());
+                } else if let Some(have) = facts.and_then(|f| missing_image(f, gpu)) {
                     no(RejectCode::KernelImageMissing, &format!("{} kernels in libNVFP4", gpu.arch()), have);
                 }
             }
@@ -115,8 +119,10 @@ fn place(device: Device, path: ExecPath, env: &HostEnv, no: &mut impl FnMut(Reje
 }
 
 fn missing_image(facts: &LibraryFacts, gpu: &CudaDevice) -> Option<String> {
-    (!facts.cuda_images.contains(&gpu.capability))
-        .then(|| format!("kernels for {}", list(&facts.cuda_images)))
+    (!facts.cuda_images.contains(&gpu.capability)).then(|| match &facts.cuda_refused {
+        Some(why) => why.clone(),
+        None => format!("kernels for {}", list(&facts.cuda_images)),
+    })
 }
 
 fn list(capabilities: &[(u32, u32)]) -> String {
@@ -184,6 +190,7 @@ mod tests {
         let facts = LibraryFacts {
             cpu_isa: vec!["scalar".into()],
             cuda_images: images.to_vec(),
+            cuda_native: images.iter().copied().filter(|c| BLACKWELL.contains(c)).collect(),
             ..Default::default()
         };
         let gpu = gpu.map(|capability| CudaDevice {
@@ -289,11 +296,31 @@ mod tests {
 
     #[test]
     fn native_is_offered_only_by_a_library_that_has_it() {
-        let facts =
-            |images: &[(u32, u32)]| LibraryFacts { cuda_images: images.to_vec(), ..Default::default() };
+        let facts = |images: &[(u32, u32)]| machine(None, images).libraries[NAME].clone();
         assert_eq!(paths(&facts(&[])), [ExecPath::FusedDequant]);
         assert_eq!(paths(&facts(&[(8, 0), (9, 0)])), [ExecPath::FusedDequant]);
         assert_eq!(paths(&facts(&[(9, 0), (12, 1)])), BOTH);
+        let without = LibraryFacts { cuda_native: Vec::new(), ..facts(&[(12, 1)]) };
+        assert_eq!(paths(&without), [ExecPath::FusedDequant]);
+    }
+
+    #[test]
+    fn what_is_missing_is_named() {
+        let mut env = machine(None, &[]);
+        env.cuda_missing = Some("libcuda.so.1 not found".into());
+        let all = verdict(&spec(Device::Cuda(0), W4A4), ExecPath::FusedDequant, &env).expect_err("no driver");
+        assert_eq!((all[0].code, all[0].have.as_ref()), (RejectCode::DeviceAbsent, "libcuda.so.1 not found"));
+        let mut env = machine(Some((9, 0)), &[]);
+        let facts = env.libraries.get_mut(NAME).expect("facts");
+        facts.cuda_refused = Some("no NVRTC and no prebuilt image".into());
+        let all = verdict(&spec(Device::Cuda(0), W4A4), ExecPath::FusedDequant, &env).expect_err("no image");
+        let found = (all[0].code, all[0].have.as_ref());
+        assert_eq!(found, (RejectCode::KernelImageMissing, "no NVRTC and no prebuilt image"));
+        let mut env = machine(Some((12, 0)), &[(12, 0)]);
+        env.libraries.get_mut(NAME).expect("facts").cuda_native.clear();
+        let s = spec(Device::Cuda(0), W4A4);
+        assert_eq!(codes(verdict(&s, ExecPath::NativeKernel, &env)), [RejectCode::KernelImageMissing]);
+        assert_eq!(verdict(&s, ExecPath::FusedDequant, &env), Ok(()));
     }
 
     #[test]

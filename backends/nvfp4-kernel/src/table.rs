@@ -91,8 +91,14 @@ impl Table {
         self.api.abi_minor
     }
 
-    /// A context for `device`, running `isa` when it is given. Err: every reason of the library.
-    pub fn ctx_create(&'static self, device: Device, isa: Option<&CStr>) -> Result<Ctx, Vec<Reject>> {
+    /// A context for `device`, running `isa` when it is given, with weights in managed memory of a GPU when that is asked
+    /// for. Err: every reason of the library.
+    pub fn ctx_create(
+        &'static self,
+        device: Device,
+        isa: Option<&CStr>,
+        is_managed: bool,
+    ) -> Result<Ctx, Vec<Reject>> {
         let (device_type, ordinal) = match device {
             Device::Cpu => (abi::DEVICE_CPU, 0),
             Device::Cuda(i) => (abi::DEVICE_CUDA, i32::try_from(i).unwrap_or(i32::MAX)),
@@ -104,7 +110,7 @@ impl Table {
             struct_size: size_of::<abi::CtxDesc>(),
             device_type,
             device: ordinal,
-            flags: 0,
+            flags: if is_managed && device != Device::Cpu { abi::CTX_MANAGED } else { 0 },
             reserved: 0,
             isa: isa.map_or(ptr::null(), CStr::as_ptr),
         };
@@ -248,6 +254,30 @@ impl Weight {
         checked("forward", |error| unsafe { call(weight, x, y, exec, error) })
     }
 
+    /// Whether a call of `m` rows may fuse exactly `parts`; a library of ABI 1.0 fuses nothing.
+    pub fn fuses(&self, m: usize, parts: u32) -> bool {
+        let api = &self.table.api;
+        // SAFETY: a live weight.
+        api.forward_fused.is_some() && api.fuses.is_some_and(|f| unsafe { f(self.weight, m as u64, parts) } == 1)
+    }
+
+    /// `forward` with what `fusion` adds.
+    ///
+    /// # Safety
+    /// As for [`forward`](Self::forward).
+    pub unsafe fn forward_fused(
+        &self,
+        x: &abi::Matrix,
+        fusion: &abi::Fusion,
+        y: &abi::Matrix,
+        exec: &abi::Exec,
+    ) -> Result<()> {
+        let (table, weight) = (self.table, self.weight);
+        let call = entry!(table.forward_fused)?;
+        // SAFETY: forwarded to the caller.
+        checked("forward_fused", |error| unsafe { call(weight, x, fusion, y, exec, error) })
+    }
+
     /// `dx = dy W`.
     ///
     /// # Safety
@@ -287,7 +317,7 @@ fn checked(what: &str, call: impl FnOnce(*mut abi::Error) -> abi::Status) -> Res
     };
     let mut have = format!("status {status}: {}", message.text(&error));
     if status == abi::E_CUDA {
-        have += &format!(" (cudaError {})", error.native_code);
+        have += &format!(" (CUresult {})", error.native_code);
     }
     Err(Error::new(code, format!("libNVFP4 {what}")).have(have))
 }

@@ -1,7 +1,11 @@
 //! Libraries that are missing, damaged, old or not ours: each becomes a dead candidate that says why, and the host lives.
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used)]
-use q4_core::{BuiltinOptions, Candidate, Registry, Reject, RejectCode};
+use q4_core::{
+    Activations, BuiltinOptions, Candidate, DType, Device, ExecContext, ExecPath, FuseSet, Fusion, LinearSpec, OpSet,
+    Q4Schema, Q4Weight, Registry, Reject, RejectCode, ScaleLayout, Segment, SegmentData, SegmentSpec, TensorView,
+    TensorViewMut, ThreadPool,
+};
 use q4_nvfp4_kernel::NAME;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -102,6 +106,78 @@ fn a_table_we_cannot_call_is_a_mismatch() {
     }
 }
 
+/// A library made before fusions existed: its table ends where they begin.
+#[test]
+fn a_library_of_abi_1_0_still_computes_and_fuses_nothing() {
+    let source = format!(
+        r#"#include "{}/native/include/nvfp4.h"
+        #include <string.h>
+        static char one;
+        static nvfp4_status create(const nvfp4_ctx_desc *d, nvfp4_ctx **out, nvfp4_reason_fn f, void *u, nvfp4_error *e) {{
+            *out = (nvfp4_ctx *)&one;
+            return d->device_type == NVFP4_DEVICE_CPU ? NVFP4_OK : NVFP4_E_UNSUPPORTED;
+        }}
+        static void destroy(nvfp4_ctx *c) {{}}
+        static nvfp4_status info(nvfp4_ctx *c, nvfp4_device_info *i, nvfp4_error *e) {{
+            i->paths = 1u << NVFP4_PATH_FUSED_DEQUANT;
+            i->activations = 14;
+            strcpy(i->isa, "old");
+            strcpy(i->isa_available, "old");
+            return NVFP4_OK;
+        }}
+        static nvfp4_status prepare(nvfp4_ctx *c, const nvfp4_weight_desc *d, const nvfp4_exec *x, nvfp4_weight **out,
+                                    nvfp4_error *e) {{ *out = (nvfp4_weight *)&one; return NVFP4_OK; }}
+        static void release(nvfp4_weight *w) {{}}
+        static uint64_t bytes(const nvfp4_weight *w) {{ return 1; }}
+        static uint64_t workspace(const nvfp4_weight *w, uint64_t m) {{ return 0; }}
+        static nvfp4_status product(const nvfp4_weight *w, const nvfp4_matrix *x, const nvfp4_matrix *y, const nvfp4_exec *c,
+                                    nvfp4_error *e) {{ ((float *)y->data)[0] = 5; return NVFP4_OK; }}
+        static nvfp4_status decode(const nvfp4_weight *w, const nvfp4_matrix *o, const nvfp4_exec *c, nvfp4_error *e) {{
+            return NVFP4_OK; }}
+        static const nvfp4_api t = {{ .struct_size = offsetof(nvfp4_api, fuses), .abi_major = 1, .abi_minor = 0,
+            .version = "0.9", .ctx_create = create, .ctx_destroy = destroy, .device_info = info, .prepare = prepare,
+            .release = release, .weight_bytes = bytes, .workspace = workspace, .forward = product,
+            .backward_input = product, .dequantize = decode }};
+        const nvfp4_api *nvfp4_get_api(uint32_t a, uint32_t *b) {{ if (b) *b = 0; return a == 1 ? &t : 0; }}"#,
+        env!("CARGO_MANIFEST_DIR")
+    );
+    let (_dir, path) = compile(&source);
+    let registry = Registry::builtin(&named(&path)).unwrap();
+    let backend = registry.live(NAME).expect("an old library is a library");
+    let (codes, scales) = (vec![0x22u8; 8 * 16], vec![0x38u8; 16]);
+    let data = SegmentData::Nvfp4 {
+        codes: TensorView::of(&codes, &[codes.len()]).unwrap(),
+        scales: TensorView::of(&scales, &[scales.len()]).unwrap(),
+        global: None,
+    };
+    let schema = Q4Schema::Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: None };
+    let segments = [Segment { rows: 16, data }];
+    let weight = Q4Weight { schema, k: 16, segments: &segments };
+    let spec = LinearSpec {
+        segments: vec![SegmentSpec { name: "old".into(), rows: 16 }],
+        schema,
+        k: 16,
+        max_m: 1,
+        x: DType::F32,
+        y: DType::F32,
+        activations: Activations::Native,
+        device: Device::Cpu,
+        ops: OpSet::FORWARD,
+    };
+    let pool = ThreadPool::new(1);
+    let mut cx = ExecContext::cpu(&pool);
+    let w = backend.prepare(&weight, &spec, ExecPath::FusedDequant, &mut cx).unwrap();
+    assert!(w.fuses(1, FuseSet::NONE) && !w.fuses(1, FuseSet::GATE));
+    let (x, mut y) = ([1f32; 16], [0f32; 16]);
+    let fused = |fusion: &Fusion<'_>, y: &mut [f32], cx: &mut ExecContext<'_>| {
+        let y = TensorViewMut::of(y, &[1, 16]).unwrap();
+        w.forward_fused(TensorView::of(&x, &[1, 16]).unwrap(), fusion, y, cx)
+    };
+    fused(&Fusion::default(), &mut y, &mut cx).unwrap();
+    assert_eq!(y[0], 5.0);
+    assert!(fused(&Fusion { accumulate: true, ..Fusion::default() }, &mut y, &mut cx).is_err());
+}
+
 #[test]
 fn a_damaged_file_is_refused_before_it_is_mapped() {
     let bytes = fs::read(real()).unwrap();
@@ -123,7 +199,7 @@ fn real() -> PathBuf {
 }
 
 fn named(path: &Path) -> BuiltinOptions {
-    BuiltinOptions { libraries: [(NAME.to_owned(), path.to_owned())].into(), isa: None }
+    BuiltinOptions { libraries: [(NAME.to_owned(), path.to_owned())].into(), ..Default::default() }
 }
 
 fn dead(options: &BuiltinOptions) -> Vec<Reject> {

@@ -92,7 +92,7 @@ fn options(level: Level) -> Options {
 fn catch(liar: &Liar, env: &HostEnv, threads: &ThreadPool) -> Option<CaseResult> {
     let backend = liar.backend();
     let cases = cases(&*backend, env, None, &options(liar.level));
-    let bench = Bench { backend: &*backend, env, threads, abi: None };
+    let bench = Bench { backend: &*backend, env, device: q4_core::Device::Cpu, threads, abi: None };
     let name = liar.name;
     let children = ChildProcesses {
         command: Box::new(move |range| {
@@ -120,7 +120,7 @@ fn child(name: &str, range: std::ops::Range<usize>, env: &HostEnv, threads: &Thr
         .ok_or_else(|| Error::new(Code::Usage, format!("no liar `{name}`")))?;
     let backend = liar.backend();
     let cases = cases(&*backend, env, None, &options(liar.level));
-    serve(&cases, range, &Bench { backend: &*backend, env, threads, abi: None }, &mut std::io::stdout())
+    serve(&cases, range, &Bench { backend: &*backend, env, device: q4_core::Device::Cpu, threads, abi: None }, &mut std::io::stdout())
 }
 
 /// Bad outcomes of correct backends: the whole suite once, then a sample of it for every seed.

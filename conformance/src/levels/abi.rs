@@ -4,7 +4,7 @@ use crate::case::{AbiProbe, Bench, Case, Seen};
 use crate::claim::{SCHEMAS, plain_spec};
 use crate::lattice;
 use crate::product::failed;
-use q4_core::{ExecPath, LinearSpec, ProbeItem, Q4Schema, Result, Verdict};
+use q4_core::{Device, ExecPath, LinearSpec, ProbeItem, Q4Schema, Result, Verdict};
 use std::collections::BTreeSet;
 
 /// Every path there is.
@@ -78,7 +78,7 @@ fn probe(bench: &Bench<'_>) -> Result<Seen> {
 }
 
 fn verdicts_repeat(bench: &Bench<'_>) -> Result<Seen> {
-    let questions = questions();
+    let questions = questions(bench.device);
     let ask = |(spec, path): &(LinearSpec, ExecPath)| bench.backend.can_prepare(spec, *path, bench.env);
     let first: Vec<Verdict> = questions.iter().map(ask).collect();
     for (verdict, (spec, path)) in first.iter().zip(&questions) {
@@ -103,7 +103,7 @@ fn verdicts_repeat(bench: &Bench<'_>) -> Result<Seen> {
 }
 
 fn verdicts_on_threads(bench: &Bench<'_>) -> Result<Seen> {
-    let questions = questions();
+    let questions = questions(bench.device);
     let (backend, env) = (bench.backend, bench.env);
     let ask = || -> Vec<Verdict> { questions.iter().map(|(s, p)| backend.can_prepare(s, *p, env)).collect() };
     let want = ask();
@@ -122,13 +122,13 @@ fn verdicts_on_threads(bench: &Bench<'_>) -> Result<Seen> {
 }
 
 /// Specs that some backends serve and others do not, on every path.
-fn questions() -> Vec<(LinearSpec, ExecPath)> {
+fn questions(device: Device) -> Vec<(LinearSpec, ExecPath)> {
     let mut all = Vec::new();
     let kinds = ["native", "int8", "nvfp4"].map(|kind| lattice::quantizers(kind)[0]);
     for schema in lattice::SCHEMAS {
         for activations in kinds {
             for path in PATHS {
-                let plain = plain_spec(schema, activations);
+                let plain = plain_spec(schema, activations, device);
                 let mut odd = plain.clone();
                 (odd.k, odd.segments[0].rows) = (ragged(&schema), 3);
                 all.extend([(plain, path), (odd, path)]);

@@ -99,7 +99,7 @@ fn run(
             io: DType::F32,
             recorded: None,
         };
-        let spec = product::spec(&problem, OpSet::FORWARD.with(OpSet::DEQUANTIZE));
+        let spec = product::spec(bench, &problem, OpSet::FORWARD.with(OpSet::DEQUANTIZE));
         let prepared = match product::prepare(bench, path, w, &spec) {
             Ok(Ok(prepared)) => prepared,
             Ok(Err(reasons)) => return Ok(Seen::Refused(reasons)),

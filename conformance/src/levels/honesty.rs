@@ -5,7 +5,7 @@ use crate::lattice::{self, Sketch};
 use crate::measure::Problem;
 use crate::product::{self, failed};
 use crate::{Claim, Level};
-use q4_core::{DType, ExecContext, ExecPath, OpSet, Result};
+use q4_core::{DType, ExecPath, OpSet, Result};
 
 pub(super) fn cases(claim: &Claim, seed: u64, all: &mut Vec<Case>) {
     let path = claim.path;
@@ -50,7 +50,7 @@ fn format_that_ran(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> 
         .collect();
     let x = q4_core::selfcheck::IoBuffer::new(problem.io, &x).to_f32();
     let problem = Problem { name: problem.name.clone(), x, recorded: None, ..*problem };
-    let w = match product::prepare(bench, path, &problem.weight, &product::spec(&problem, OpSet::FORWARD))? {
+    let w = match product::prepare(bench, path, &problem.weight, &product::spec(bench, &problem, OpSet::FORWARD))? {
         Ok(prepared) => prepared,
         Err(reasons) => return Ok(Seen::Refused(reasons)),
     };
@@ -94,7 +94,7 @@ fn source_destroyed(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch) -> Resul
             io: sketch.io,
             recorded: None,
         };
-        product::prepare(bench, path, w, &product::spec(&problem, OpSet::FORWARD))
+        product::prepare(bench, path, w, &product::spec(bench, &problem, OpSet::FORWARD))
     })?;
     let w = match prepared {
         Ok(w) => w,
@@ -120,7 +120,7 @@ fn source_destroyed(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch) -> Resul
 
 /// `info()` is the plan, before and after calls, and does not understate what is kept.
 fn info(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<usize> {
-    let spec = product::spec(problem, OpSet::FORWARD);
+    let spec = product::spec(bench, problem, OpSet::FORWARD);
     let Ok(w) = product::prepare(bench, path, &problem.weight, &spec)? else { return Ok(0) };
     let before = format!("{:?}", w.info());
     product::forward(&*w, problem, Layout::PLAIN, product::STALE, bench.threads)?;
@@ -139,8 +139,7 @@ fn info(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<usiz
             .have(have.to_string()));
     }
     // Asked again on the same terms, the same plan.
-    let mut cx = ExecContext::cpu(bench.threads);
-    let again = bench.backend.prepare(&problem.weight, &spec, path, &mut cx)?;
+    let again = product::build(bench, path, &problem.weight, &spec)?;
     if format!("{:?}", again.info()) != before {
         return Err(failed("two weights prepared alike differ in info()"));
     }

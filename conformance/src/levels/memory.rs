@@ -6,7 +6,9 @@ use crate::measure::Problem;
 use crate::memory::{resident, watch};
 use crate::product::{self, failed};
 use crate::{Claim, Level};
-use q4_core::{DType, ExecContext, ExecPath, OpSet, Result};
+use q4_core::stage::{DeviceMemory, memory_of};
+use q4_core::{DType, Device, ExecContext, ExecPath, OpSet, Result};
+use std::sync::Arc;
 
 /// Large enough that a dense copy in 16 bits stands out from everything else a process does.
 const SHAPE: [usize; 3] = [2048, 3072, 2];
@@ -27,13 +29,31 @@ pub(super) fn cases(claim: &Claim, seed: u64, all: &mut Vec<Case>) {
             Level::L5,
             Some(claim),
             format!("no-dense-copy/{}", sketch.name()),
-            move |bench| sketch.with(|problem| no_dense_copy(bench, path, problem)),
+            move |bench| sketch.with(|problem| every_time(|| no_dense_copy(bench, path, problem))),
         ));
     }
     let sketch = Sketch::plain(schema, activations, DType::F32, [64, 256, 2], seed);
     all.push(Case::new(Level::L5, Some(claim), format!("released/{}", sketch.name()), move |bench| {
         sketch.with(|problem| every_time(|| released(bench, path, problem)))
     }));
+}
+
+/// Free memory of the device at some time; nothing on the CPU, whose memory is watched otherwise.
+struct Free(Option<(Arc<dyn DeviceMemory>, u64)>);
+
+impl Free {
+    fn of(bench: &Bench<'_>) -> Result<Self> {
+        if bench.device == Device::Cpu {
+            return Ok(Self(None));
+        }
+        let memory = memory_of(bench.device)?;
+        let free = memory.free()?;
+        Ok(Self(Some((memory, free))))
+    }
+    /// Bytes that were free then and are not now.
+    fn taken(&self) -> Result<Option<u64>> {
+        self.0.as_ref().map(|(memory, before)| Ok(before.saturating_sub(memory.free()?))).transpose()
+    }
 }
 
 /// Fails when every attempt does.
@@ -53,7 +73,8 @@ fn every_time(attempt: impl Fn() -> Result<Seen>) -> Result<Seen> {
 fn no_dense_copy(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<Seen> {
     let (m, n, k) = (problem.m, problem.weight.n(), problem.weight.k);
     let dense = (n * k * 2) as u64;
-    let spec = product::spec(problem, OpSet::FORWARD);
+    let spec = product::spec(bench, problem, OpSet::FORWARD);
+    let device = Free::of(bench)?;
     let mut prepared = None;
     let kept = watch(|| prepared = Some(product::prepare(bench, path, &problem.weight, &spec)));
     let w = match prepared.transpose()?.ok_or_else(|| failed("nothing was prepared"))? {
@@ -72,6 +93,9 @@ fn no_dense_copy(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Re
     let during =
         watch(|| y = Some(product::forward(&*w, problem, Layout::PLAIN, product::STALE, bench.threads)));
     y.transpose()?;
+    if let Some(taken) = device.taken()?.filter(|taken| *taken >= dense) {
+        return Err(over("device memory", taken));
+    }
     let own = (w.workspace(m) + 64 * (m * (n + k))) as u64;
     for (signal, kept, during) in [
         ("memory allocated", kept.allocated_left, during.allocated_peak),
@@ -88,16 +112,17 @@ fn no_dense_copy(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Re
 
 /// A thousand weights, one after the other, leave nothing behind.
 fn released(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<Seen> {
-    let spec = product::spec(problem, OpSet::FORWARD);
+    let spec = product::spec(bench, problem, OpSet::FORWARD);
     if let Err(reasons) = bench.backend.can_prepare(&spec, path, bench.env) {
         return Ok(Seen::Refused(reasons));
     }
     let round = || -> Result<()> {
-        let mut cx = ExecContext::cpu(bench.threads);
+        let mut cx = ExecContext::on(spec.device, 0, bench.threads);
         drop(bench.backend.prepare(&problem.weight, &spec, path, &mut cx)?);
         Ok(())
     };
     (0..ROUNDS / 10).try_for_each(|_| round())?;
+    let device = Free::of(bench)?;
     let before = resident();
     let mut result = Ok(());
     let watched = watch(|| result = (0..ROUNDS).try_for_each(|_| round()));
@@ -106,7 +131,8 @@ fn released(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<
     // A thread or a table that is made once is not a leak; a byte a round is.
     let allocated = watched.allocated_left.filter(|left| *left >= ROUNDS as u64);
     let resident = grown.filter(|grown| *grown > SLACK);
-    if let Some(bytes) = allocated.or(resident) {
+    let on_device = device.taken()?.filter(|taken| *taken > SLACK);
+    if let Some(bytes) = allocated.or(resident).or(on_device) {
         return Err(failed(&format!("{ROUNDS} weights were prepared and released"))
             .need("no growth")
             .have(format!("{bytes} bytes more than before")));

@@ -22,7 +22,7 @@ pub fn cases(
     abi: Option<&dyn crate::AbiProbe>,
     options: &Options,
 ) -> Vec<Case> {
-    let claims: Vec<Claim> = claims(backend, env).into_iter().filter(|c| options.admits(c)).collect();
+    let claims: Vec<Claim> = claims(backend, env, options.device).into_iter().filter(|c| options.admits(c)).collect();
     let mut all = Vec::new();
     for level in options.levels() {
         if options.claims.is_empty() {

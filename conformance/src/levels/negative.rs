@@ -33,7 +33,7 @@ pub(super) fn backend_cases(all: &mut Vec<Case>) {
                         let offers = &bench.backend.descriptor().offers;
                         let is_offered = offers.iter().any(|(s, p)| s == schema && *p == path);
                         sketch.with(|problem| {
-                            let spec = product::spec(problem, OpSet::FORWARD);
+                            let spec = product::spec(bench, problem, OpSet::FORWARD);
                             if is_offered {
                                 agree(bench, path, &problem.weight, &spec)
                             } else {
@@ -76,7 +76,7 @@ pub(super) fn cases(claim: &Claim, seed: u64, all: &mut Vec<Case>) {
         let sketch = sketch.clone();
         all.push(Case::new(Level::L4, Some(claim), format!("spec/{name}"), move |bench| {
             sketch.with(|problem| {
-                let mut spec = product::spec(problem, OpSet::FORWARD);
+                let mut spec = product::spec(bench, problem, OpSet::FORWARD);
                 spoil(&mut spec);
                 refuse(bench, path, &problem.weight, &spec)
             })
@@ -86,7 +86,7 @@ pub(super) fn cases(claim: &Claim, seed: u64, all: &mut Vec<Case>) {
         let sketch = sketch.clone();
         all.push(Case::new(Level::L4, Some(claim), "spec/scale-of-the-other-convention", move |bench| {
             sketch.with(|problem| {
-                let mut spec = product::spec(problem, OpSet::FORWARD);
+                let mut spec = product::spec(bench, problem, OpSet::FORWARD);
                 let global = ActGlobal::Static(GlobalScale::divide(2.0)?);
                 spec.activations = Activations::Nvfp4(ActQuant { rule: Rule::ModelOpt, global });
                 refuse(bench, path, &problem.weight, &spec)
@@ -174,7 +174,7 @@ fn verdicts_bind(
                     io,
                     recorded: None,
                 };
-                agree(bench, path, w, &product::spec(&problem, OpSet::FORWARD))
+                agree(bench, path, w, &product::spec(bench, &problem, OpSet::FORWARD))
             })?;
             seen += 1;
         }
@@ -245,9 +245,8 @@ fn damaged(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch, damage: Damage) -
                 io: sketch.io,
                 recorded: None,
             };
-            let spec = product::spec(&problem, OpSet::FORWARD);
-            let mut cx = ExecContext::cpu(bench.threads);
-            match bench.backend.prepare(&weight, &spec, path, &mut cx) {
+            let spec = product::spec(bench, &problem, OpSet::FORWARD);
+            match product::build(bench, path, &weight, &spec) {
                 Err(_) => Ok(Seen::exactly(1)),
                 Ok(_) => Err(failed("prepare accepted a weight that contradicts its schema")),
             }
@@ -277,9 +276,8 @@ fn nan_scale(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch) -> Result<Seen>
             io: sketch.io,
             recorded: None,
         };
-        let spec = product::spec(&problem, OpSet::FORWARD);
-        let mut cx = ExecContext::cpu(bench.threads);
-        let Ok(prepared) = bench.backend.prepare(w, &spec, path, &mut cx) else {
+        let spec = product::spec(bench, &problem, OpSet::FORWARD);
+        let Ok(prepared) = product::build(bench, path, w, &spec) else {
             return Ok(Seen::exactly(1));
         };
         let layout = crate::guarded::Layout::PLAIN;

@@ -112,7 +112,7 @@ const WRONG: [Wrong; 10] = [
 ];
 
 fn refused(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>, op: Op, wrong: &Wrong) -> Result<Seen> {
-    let spec = product::spec(problem, OpSet::FORWARD.with(op.set()));
+    let spec = product::spec(bench, problem, OpSet::FORWARD.with(op.set()));
     let w = match product::prepare(bench, path, &problem.weight, &spec)? {
         Ok(prepared) => prepared,
         Err(reasons) => return Ok(Seen::Refused(reasons)),
@@ -170,7 +170,7 @@ fn run(
 
 /// Less scratch than asked for: refused without a trace, or not needed after all and the result is right.
 fn short_workspace(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<Seen> {
-    let w = match product::prepare(bench, path, &problem.weight, &product::spec(problem, OpSet::FORWARD))? {
+    let w = match product::prepare(bench, path, &problem.weight, &product::spec(bench, problem, OpSet::FORWARD))? {
         Ok(prepared) => prepared,
         Err(reasons) => return Ok(Seen::Refused(reasons)),
     };

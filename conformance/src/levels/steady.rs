@@ -32,7 +32,7 @@ pub(super) fn cases(claim: &Claim, seed: u64, all: &mut Vec<Case>) {
                 let id = format!("{name}/{}", sketch.name());
                 all.push(Case::new(Level::L5, Some(claim), id, move |bench| {
                     sketch.with(|problem| {
-                        let spec = product::spec(problem, OpSet::FORWARD);
+                        let spec = product::spec(bench, problem, OpSet::FORWARD);
                         let w = match product::prepare(bench, path, &problem.weight, &spec)? {
                             Ok(w) => w,
                             Err(reasons) => return Ok(Seen::Refused(reasons)),
@@ -146,7 +146,7 @@ fn verdicts(
     w: &dyn PreparedWeight,
     want: &[u8],
 ) -> Result<usize> {
-    let spec = product::spec(problem, OpSet::FORWARD);
+    let spec = product::spec(bench, problem, OpSet::FORWARD);
     for i in 0..8 {
         if let Err(reasons) = bench.backend.can_prepare(&spec, path, bench.env) {
             return Err(failed("the verdict on a prepared product changed")
@@ -170,7 +170,7 @@ fn concurrent(
     let x: Vec<f32> = problem.x.iter().map(|v| -2.0 * v).collect();
     let other = Problem { name: String::new(), x, recorded: None, ..*problem };
     let want_other = product::forward(w, &other, Layout::PLAIN, product::STALE, bench.threads)?.bits();
-    let spec = product::spec(problem, OpSet::FORWARD);
+    let spec = product::spec(bench, problem, OpSet::FORWARD);
     let start = Barrier::new(CALLERS);
     let caller = |i: usize| -> Result<usize> {
         let own = ThreadPool::new(1);

@@ -38,7 +38,8 @@ pub struct CpuTable {
 }
 
 impl CpuTable {
-    fn elements(&self) -> &[u8] {
+    /// Their bytes.
+    pub fn elements(&self) -> &[u8] {
         &self.bytes[self.range.clone()]
     }
 }
@@ -358,7 +359,8 @@ fn rotate(head: &mut [f32], cos: &[f32], sin: &[f32]) {
     }
 }
 
-fn rotations(inv_freq: &[f32], factor: f32, context: usize) -> (Vec<f32>, Vec<f32>) {
+/// `cos` and `sin` of every position, `[context, frequencies]` each.
+pub(crate) fn rotations(inv_freq: &[f32], factor: f32, context: usize) -> (Vec<f32>, Vec<f32>) {
     let angles = (0..context).flat_map(|p| inv_freq.iter().map(move |f| p as f32 * f));
     angles.map(|a| (a.cos() * factor, a.sin() * factor)).unzip()
 }

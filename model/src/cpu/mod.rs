@@ -1,6 +1,7 @@
 //! The CPU executor: f32 activations, a preallocated cache, products through the dispatch seam.
 mod attention;
 mod cache;
+mod engine;
 mod executor;
 mod simd;
 mod tensor;
@@ -8,5 +9,7 @@ mod tensor;
 mod x86;
 
 pub use cache::{KvCache, KvType};
+pub use engine::CpuEngine;
+pub(crate) use executor::rotations;
 pub use executor::{CpuExecutor, CpuHead, CpuLinear, CpuNorm, CpuTable, slots};
 pub use tensor::CpuTensor;

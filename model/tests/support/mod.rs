@@ -88,7 +88,7 @@ pub fn argmax(logits: &[f32]) -> u32 {
 pub fn greedy(runner: &mut Runner, steps: usize) -> Result<Vec<u32>> {
     let mut out = Vec::new();
     for _ in 0..steps {
-        let id = argmax(runner.logits());
+        let id = argmax(runner.logits()?);
         out.push(id);
         runner.decode(id)?;
     }

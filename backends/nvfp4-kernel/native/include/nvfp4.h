@@ -16,7 +16,12 @@
  *              a time.  A weight keeps what it needs and may outlive its ctx.
  *   Numerics   value = e2m1(code) * fl32(e4m3(scale) op global).  A result depends on the operands, the ctx's isa and
  *              nothing else: not on the number of threads, not on strides, and row i of a call does not depend on the
- *              other rows (NVFP4_GLOBAL_PER_CALL excepted, whose scale is an amax over all rows). */
+ *              other rows (NVFP4_GLOBAL_PER_CALL excepted, whose scale is an amax over all rows).
+ *   CUDA       matrices and workspaces are in memory of the ctx's device, reached through its primary context; codes and
+ *              scales may be in host or device memory.  Calls on a weight, and quantize, are enqueued on exec's stream and
+ *              return before they are done; a fault shows when the stream is waited for.  prepare, scaled_mm and quantize
+ *              with a per-call scale wait.  A row that cannot be quantised (NaN, infinity) is NaN in y, since a call that
+ *              does not wait cannot refuse it. */
 #ifndef NVFP4_H
 #define NVFP4_H
 #include <stddef.h>
@@ -31,7 +36,7 @@ extern "C" {
 #endif
 
 #define NVFP4_ABI_MAJOR 1u /* layout or meaning of an existing field changed */
-#define NVFP4_ABI_MINOR 0u /* fields or codes were appended */
+#define NVFP4_ABI_MINOR 1u /* fields or codes were appended; 1: fuses, forward_fused, NVFP4_CTX_MANAGED, CUDA */
 
 typedef int32_t nvfp4_status;
 enum {
@@ -39,7 +44,7 @@ enum {
     NVFP4_E_INVALID     = -1, /* bad argument; nothing was computed */
     NVFP4_E_UNSUPPORTED = -2, /* valid, but this build, device or shape cannot do it */
     NVFP4_E_NOMEM       = -3,
-    NVFP4_E_CUDA        = -4, /* native_code holds the cudaError_t */
+    NVFP4_E_CUDA        = -4, /* native_code holds the CUresult; the text names the kernel and the shape */
     NVFP4_E_ABI         = -5,
     NVFP4_E_INTERNAL    = -6
 };
@@ -88,20 +93,23 @@ typedef struct nvfp4_error {
     char   *ptr;
     size_t  cap;
     size_t  len;
-    int64_t native_code; /* cudaError_t of NVFP4_E_CUDA, else 0 */
+    int64_t native_code; /* CUresult of NVFP4_E_CUDA, and of NVFP4_E_NOMEM on CUDA, else 0 */
 } nvfp4_error;
 
 /* Receives one reason; the texts live until it returns.  Stable codes: "invalid-argument", "shape-unsupported",
- * "path-unsupported", "activations-unsupported", "device-absent", "device-arch", "kernel-image-missing". */
+ * "path-unsupported", "activations-unsupported", "device-absent", "device-arch", "driver-too-old",
+ * "kernel-image-missing". */
 typedef void (*nvfp4_reason_fn)(void *user, const char *code, const char *need, const char *have);
+
+enum { NVFP4_CTX_MANAGED = 1 }; /* CUDA: weights in managed memory, prefetched to the device (since 1.1) */
 
 typedef struct nvfp4_ctx_desc {
     size_t      struct_size;
     int32_t     device_type; /* nvfp4_device_type */
     int32_t     device;      /* ordinal; 0 for the CPU */
-    uint32_t    flags;       /* 0 */
+    uint32_t    flags;       /* 0 or NVFP4_CTX_MANAGED */
     uint32_t    reserved;
-    const char *isa;         /* NULL: the best there is; else "portable", "avx2", "avx512" or "avx512vnni" */
+    const char *isa;         /* NULL: the best there is; on the CPU "portable", "avx2", "avx512" or "avx512vnni" */
 } nvfp4_ctx_desc;
 
 /* Some rows of a quantised matrix with a per-tensor scale of their own.  In an array, elements are segments[0].struct_size
@@ -157,6 +165,17 @@ typedef struct nvfp4_exec {
     uint32_t threads;         /* how many threads parallel has; work is split for it, results do not depend on it */
     uint32_t reserved;
 } nvfp4_exec;
+
+/* What a call does besides the product, in the same pass (since 1.1). */
+enum { NVFP4_FUSE_NORM = 1, NVFP4_FUSE_GATE = 2, NVFP4_FUSE_ACCUMULATE = 4 };
+typedef struct nvfp4_fusion {
+    size_t      struct_size;
+    uint32_t    parts;       /* NVFP4_FUSE_* */
+    float       norm_eps;    /* NORM: x is f32; x / sqrt(mean(x^2) + eps) * weight, rounded to x_dtype, takes its place */
+    const void *norm_weight; /* f32 [k], where the matrices are; NULL without NORM */
+    /* GATE: the rows of the weight are gate rows, then as many up rows: y[m, n/2] = silu(gate) * up.
+     * ACCUMULATE: y is f32 and the product is added to it. */
+} nvfp4_fusion;
 
 typedef struct nvfp4_device_info {
     size_t   struct_size;
@@ -236,6 +255,12 @@ typedef struct nvfp4_api {
                                      nvfp4_error *);
     /* Gives cached device memory back; nothing to do on the CPU. */
     nvfp4_status (*empty_cache)(nvfp4_ctx *, nvfp4_error *);
+
+    /* Since 1.1.  Whether forward_fused takes exactly these parts for m rows (1 or 0); no parts: always. */
+    int32_t      (*fuses)(const nvfp4_weight *, uint64_t m, uint32_t parts);
+    /* forward with a fusion; NVFP4_E_UNSUPPORTED where fuses answers 0. */
+    nvfp4_status (*forward_fused)(const nvfp4_weight *, const nvfp4_matrix *x, const nvfp4_fusion *, const nvfp4_matrix *y,
+                                  const nvfp4_exec *, nvfp4_error *);
 } nvfp4_api;
 
 /* NULL if this library has no table of that major.  *minor_out (NULL is allowed) gets its minor. */

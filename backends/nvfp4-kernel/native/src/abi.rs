@@ -4,7 +4,7 @@
 use std::ffi::{c_char, c_void};
 
 pub const ABI_MAJOR: u32 = 1;
-pub const ABI_MINOR: u32 = 0;
+pub const ABI_MINOR: u32 = 1;
 
 pub type Status = i32;
 pub const OK: Status = 0;
@@ -46,6 +46,12 @@ pub const CONVENTION_DIVIDE: u32 = 2;
 
 pub const SCALE_ROW_MAJOR: u32 = 1;
 pub const SCALE_128X4: u32 = 2;
+
+pub const CTX_MANAGED: u32 = 1;
+
+pub const FUSE_NORM: u32 = 1;
+pub const FUSE_GATE: u32 = 2;
+pub const FUSE_ACCUMULATE: u32 = 4;
 
 /// `nvfp4_ctx`, opaque.
 #[repr(C)]
@@ -186,6 +192,15 @@ pub struct Quantized {
     pub global_convention: u32,
 }
 
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Fusion {
+    pub struct_size: usize,
+    pub parts: u32,
+    pub norm_eps: f32,
+    pub norm_weight: *const c_void,
+}
+
 type Sink = Option<ReasonFn>;
 
 #[repr(C)]
@@ -249,6 +264,17 @@ pub struct Api {
     pub managed_prefetch:
         Option<unsafe extern "C" fn(*mut Ctx, *const c_void, u64, i32, *mut c_void, *mut Error) -> Status>,
     pub empty_cache: Option<unsafe extern "C" fn(*mut Ctx, *mut Error) -> Status>,
+    pub fuses: Option<unsafe extern "C" fn(*const Weight, u64, u32) -> i32>,
+    pub forward_fused: Option<
+        unsafe extern "C" fn(
+            *const Weight,
+            *const Matrix,
+            *const Fusion,
+            *const Matrix,
+            *const Exec,
+            *mut Error,
+        ) -> Status,
+    >,
 }
 
 /// `nvfp4_get_api`.

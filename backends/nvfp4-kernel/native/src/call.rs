@@ -18,6 +18,8 @@ pub struct Fail {
     pub status: abi::Status,
     /// What, need, have.
     pub text: String,
+    /// The driver's status with `E_CUDA`, else 0.
+    pub native: i64,
 }
 
 /// Result of everything behind the table.
@@ -26,15 +28,18 @@ pub type Outcome<T = ()> = Result<T, Fail>;
 impl Fail {
     /// A bad argument.
     pub fn invalid(what: impl Display, need: impl Display, have: impl Display) -> Self {
-        Self { status: abi::E_INVALID, text: format!("{what}: need {need}; have {have}") }
+        Self::of(abi::E_INVALID, format!("{what}: need {need}; have {have}"))
     }
     /// A bug or a broken promise of the caller's threads.
     pub fn internal(text: impl Into<String>) -> Self {
-        Self { status: abi::E_INTERNAL, text: text.into() }
+        Self::of(abi::E_INTERNAL, text.into())
     }
     /// Memory that cannot be had.
     pub fn no_memory(bytes: usize) -> Self {
-        Self { status: abi::E_NOMEM, text: format!("memory: need {bytes} bytes; have fewer") }
+        Self::of(abi::E_NOMEM, format!("memory: need {bytes} bytes; have fewer"))
+    }
+    fn of(status: abi::Status, text: String) -> Self {
+        Self { status, text, native: 0 }
     }
 }
 
@@ -43,6 +48,8 @@ impl From<q4_core::Error> for Fail {
         let status = match e.code() {
             Code::OutOfMemory => abi::E_NOMEM,
             Code::Internal => abi::E_INTERNAL,
+            Code::BackendFailed | Code::DeviceMissing => abi::E_CUDA,
+            Code::Unsupported => abi::E_UNSUPPORTED,
             _ => abi::E_INVALID,
         };
         let mut text = String::new();
@@ -52,7 +59,8 @@ impl From<q4_core::Error> for Fail {
                 _ => text.push_str(&format!("; {name} {part}")),
             }
         }
-        Self { status, text }
+        let native = if matches!(status, abi::E_CUDA | abi::E_NOMEM) { q4_cuda::last_status() } else { 0 };
+        Self { status, text, native }
     }
 }
 
@@ -85,7 +93,7 @@ impl From<Vec<Finding>> for Fail {
         let status = if all.iter().any(|f| f.is_mistake) { abi::E_INVALID } else { abi::E_UNSUPPORTED };
         let lines: Vec<_> =
             all.iter().map(|f| format!("{}: need {}; have {}", f.code, f.need, f.have)).collect();
-        Self { status, text: lines.join("\n") }
+        Self::of(status, lines.join("\n"))
     }
 }
 
@@ -169,7 +177,7 @@ unsafe fn describe(error: *mut abi::Error, failure: Option<&Fail>) {
             *e.ptr.add(end) = 0;
         }
     }
-    (e.len, e.native_code) = (text.len(), 0);
+    (e.len, e.native_code) = (text.len(), failure.map_or(0, |f| f.native));
     // SAFETY: as above.
     unsafe { write(error, &e) };
 }
@@ -185,7 +193,7 @@ macro_rules! prefixed {
         unsafe impl Prefixed for abi::$t {}
     )* };
 }
-prefixed!(Error CtxDesc Segment WeightDesc Matrix Exec DeviceInfo Quantizer Quantized);
+prefixed!(Error CtxDesc Segment WeightDesc Matrix Exec DeviceInfo Quantizer Quantized Fusion);
 
 /// The struct at `p` as this library knows it; fields the caller does not have are zero.
 ///
@@ -313,6 +321,23 @@ impl Mat {
         Ok(Self { data: m.data.cast(), rows, cols, ld, dtype })
     }
 
+    /// Address of the first element.
+    pub fn address(&self) -> u64 {
+        self.data.addr() as u64
+    }
+
+    /// The same elements at another address, rows `ld` apart.
+    pub fn moved(&self, to: u64, ld: usize) -> Self {
+        Self { data: std::ptr::without_provenance_mut(to as usize), ld, ..*self }
+    }
+
+    /// `count` of its rows from `first` on.
+    pub fn rows_from(&self, first: usize, count: usize) -> Self {
+        debug_assert!(first + count <= self.rows);
+        // The address may be a device's: it is only computed with.
+        Self { data: self.data.wrapping_add(first * self.ld * self.dtype.size()), rows: count, ..*self }
+    }
+
     /// First element of f32 data.
     pub fn floats(&self) -> *const f32 {
         debug_assert_eq!(self.dtype, DType::F32);
@@ -362,6 +387,7 @@ pub struct Exec {
     parallel: Option<abi::ParallelFn>,
     user: *mut c_void,
     threads: usize,
+    stream: usize,
     workspace: *mut u8,
     workspace_bytes: u64,
 }
@@ -377,6 +403,7 @@ impl Exec {
                 parallel: None,
                 user: ptr::null_mut(),
                 threads: 1,
+                stream: 0,
                 workspace: ptr::null_mut(),
                 workspace_bytes: 0,
             });
@@ -390,13 +417,24 @@ impl Exec {
             parallel: e.parallel,
             user: e.parallel_user,
             threads: if e.parallel.is_some() { e.threads.max(1) as usize } else { 1 },
+            stream: e.stream.addr(),
             workspace: e.workspace.cast(),
             workspace_bytes: e.workspace_bytes,
         })
     }
 
+    /// The caller's queue, for CUDA.
+    pub fn stream(&self) -> usize {
+        self.stream
+    }
+
     /// Scratch of at least `need` bytes, 64-byte aligned.
     pub fn scratch(&self, need: u64) -> Outcome<*mut u8> {
+        self.scratch_aligned(need, 64)
+    }
+
+    /// The same on `align` bytes: the device's address where the call runs there.
+    pub fn scratch_aligned(&self, need: u64, align: usize) -> Outcome<*mut u8> {
         if need == 0 {
             return Ok(ptr::null_mut());
         }
@@ -404,8 +442,9 @@ impl Exec {
             let have = if self.workspace.is_null() { 0 } else { self.workspace_bytes };
             return Err(Fail::invalid("workspace", format!("{need} bytes"), format!("{have} bytes")));
         }
-        if self.workspace.addr() % 64 != 0 {
-            return Err(Fail::invalid("workspace", "64-byte alignment", format!("{:p}", self.workspace)));
+        if self.workspace.addr() % align != 0 {
+            let need = format!("{align}-byte alignment");
+            return Err(Fail::invalid("workspace", need, format!("{:p}", self.workspace)));
         }
         Ok(self.workspace)
     }

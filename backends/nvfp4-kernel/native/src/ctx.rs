@@ -1,9 +1,9 @@
 //! A context: the device and the instruction set, chosen once so that nothing later depends on the environment.
-use crate::call::{Fail, Finding, Outcome, Sink, fixed, read, write};
+use crate::call::{Finding, Outcome, Sink, fixed, read, write};
 use crate::{abi, isa::Isa, memory::Arena};
 use std::ffi::CStr;
 
-/// What `nvfp4_ctx` points to.
+/// What `nvfp4_ctx` points to on the CPU.
 pub struct Context {
     /// What its kernels run.
     pub isa: Isa,
@@ -22,9 +22,6 @@ pub unsafe fn create(desc: *const abi::CtxDesc, sink: &Sink) -> Outcome<Context>
     match desc.device_type {
         abi::DEVICE_CPU if desc.device == 0 => {}
         abi::DEVICE_CPU => all.push(Finding::limit("device-absent", "CPU 0", format!("CPU {}", desc.device))),
-        abi::DEVICE_CUDA => {
-            all.push(Finding::limit("kernel-image-missing", "CUDA kernels in this build", "CPU kernels only"))
-        }
         other => all.push(Finding::mistake("device_type 1 (CPU) or 2 (CUDA)", other.to_string())),
     }
     if desc.flags != 0 || desc.reserved != 0 {
@@ -73,15 +70,6 @@ pub unsafe fn device_info(ctx: &Context, out: *mut abi::DeviceInfo) -> Outcome {
     // SAFETY: forwarded.
     unsafe { write(out, &info) };
     Ok(())
-}
-
-/// The context behind a handle.
-///
-/// # Safety
-/// `ctx` is NULL or came from `ctx_create` and was not destroyed.
-pub unsafe fn of<'a>(ctx: *mut abi::Ctx) -> Outcome<&'a Context> {
-    // SAFETY: by contract.
-    unsafe { ctx.cast::<Context>().as_ref() }.ok_or_else(|| Fail::invalid("ctx", "a pointer", "NULL"))
 }
 
 fn names() -> String {

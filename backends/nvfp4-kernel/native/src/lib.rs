@@ -6,7 +6,9 @@ mod activations;
 mod backward;
 mod call;
 mod ctx;
+mod cuda;
 mod forward;
+mod handle;
 mod isa;
 mod kernels;
 mod managed;
@@ -16,6 +18,7 @@ mod quantize;
 mod weight;
 
 use call::{Exec, Fail, Mat, Sink, entry, guarded};
+use handle::{Context, Weight};
 use std::ffi::c_void;
 use std::ptr;
 
@@ -65,6 +68,8 @@ static API: Table = Table(abi::Api {
     managed_is: Some(managed_is),
     managed_prefetch: Some(managed_prefetch),
     empty_cache: Some(empty_cache),
+    fuses: Some(fuses),
+    forward_fused: Some(forward_fused),
 });
 
 /// Defines an entry: the body may fail, panic and use unchecked arguments, whose validity is the header's contract.
@@ -80,104 +85,127 @@ macro_rules! entries {
 entries! {
     fn ctx_create(desc: *const abi::CtxDesc, out: *mut *mut abi::Ctx, sink: Option<abi::ReasonFn>, user: *mut c_void) {
         let out = output(out)?;
-        *out = Box::into_raw(Box::new(ctx::create(desc, &Sink(sink, user))?)).cast();
+        *out = Box::into_raw(Box::new(Context::open(desc, &Sink(sink, user))?)).cast();
         Ok(())
     }
     fn device_info(c: *mut abi::Ctx, out: *mut abi::DeviceInfo) {
-        ctx::device_info(ctx::of(c)?, out)
+        match Context::of(c)? {
+            Context::Cpu(c) => ctx::device_info(c, out),
+            Context::Cuda(e) => e.device_info(out),
+        }
     }
     fn can_prepare(c: *mut abi::Ctx, desc: *const abi::WeightDesc, sink: Option<abi::ReasonFn>, user: *mut c_void) {
-        ctx::of(c)?;
-        prepare::Plan::read(desc).map(drop).map_err(|all| Sink(sink, user).report(all))
+        let device = Context::of(c)?.name();
+        prepare::Plan::read(desc, &device).map(drop).map_err(|all| Sink(sink, user).report(all))
     }
     fn prepare_weight(
         c: *mut abi::Ctx, desc: *const abi::WeightDesc, exec: *const abi::Exec, out: *mut *mut abi::Weight
     ) {
-        let (c, out) = (ctx::of(c)?, output(out)?);
-        let w = prepare::Plan::read(desc)?.build(c, &Exec::read(exec)?)?;
+        let (c, out) = (Context::of(c)?, output(out)?);
+        let w = c.prepare(prepare::Plan::read(desc, &c.name())?, &Exec::read(exec)?)?;
         *out = Box::into_raw(Box::new(w)).cast();
         Ok(())
     }
     fn forward_rows(
         w: *const abi::Weight, x: *const abi::Matrix, y: *const abi::Matrix, exec: *const abi::Exec
     ) {
-        let w = weight::of(w)?;
-        let x = Mat::read(x, "x", Some(w.k), Some(w.x))?;
-        let y = Mat::read(y, "y", Some(w.n), Some(w.y))?;
-        forward::forward(w, x, y, &Exec::read(exec)?)
+        let w = Weight::of(w)?;
+        let (n, k, x_type, y_type) = w.shape();
+        let x = Mat::read(x, "x", Some(k), Some(x_type))?;
+        let y = Mat::read(y, "y", Some(n), Some(y_type))?;
+        w.forward(x, y, &Exec::read(exec)?)
+    }
+    fn forward_fused(
+        w: *const abi::Weight, x: *const abi::Matrix, fusion: *const abi::Fusion, y: *const abi::Matrix,
+        exec: *const abi::Exec
+    ) {
+        Weight::of(w)?.forward_fused(x, fusion, y, &Exec::read(exec)?)
     }
     fn backward_input(
         w: *const abi::Weight, dy: *const abi::Matrix, dx: *const abi::Matrix, exec: *const abi::Exec
     ) {
-        let w = weight::of(w)?;
-        let dy = Mat::read(dy, "dy", Some(w.n), Some(w.y))?;
-        let dx = Mat::read(dx, "dx", Some(w.k), Some(w.x))?;
-        backward::backward_input(w, dy, dx, &Exec::read(exec)?)
+        let w = Weight::of(w)?;
+        let (n, k, x_type, y_type) = w.shape();
+        let dy = Mat::read(dy, "dy", Some(n), Some(y_type))?;
+        let dx = Mat::read(dx, "dx", Some(k), Some(x_type))?;
+        w.backward_input(dy, dx, &Exec::read(exec)?)
     }
     fn dequantize(w: *const abi::Weight, out: *const abi::Matrix, exec: *const abi::Exec) {
-        let w = weight::of(w)?;
-        let out = Mat::read(out, "out", Some(w.k), None)?;
-        if out.rows != w.n {
-            return Err(Fail::invalid("out", format!("{} rows", w.n), out.rows));
+        let w = Weight::of(w)?;
+        let (n, k, ..) = w.shape();
+        let out = Mat::read(out, "out", Some(k), None)?;
+        if out.rows != n {
+            return Err(Fail::invalid("out", format!("{n} rows"), out.rows));
         }
-        backward::dequantize(w, out, &Exec::read(exec)?)
+        w.dequantize(out, &Exec::read(exec)?)
     }
     fn quantize_rows(
         c: *mut abi::Ctx, x: *const abi::Matrix, quantizer: *const abi::Quantizer, out: *mut abi::Quantized,
         exec: *const abi::Exec
     ) {
-        quantize::quantize(ctx::of(c)?, x, quantizer, out, exec)
+        quantize::quantize(Context::of(c)?, x, quantizer, out, exec)
     }
     fn scaled_mm(
         c: *mut abi::Ctx, a: *const abi::Segment, b: *const abi::Segment, k: u64, y: *const abi::Matrix,
         exec: *const abi::Exec
     ) {
-        quantize::scaled_mm(ctx::of(c)?, a, b, k, y, exec)
+        quantize::scaled_mm(Context::of(c)?, a, b, k, y, exec)
     }
     fn managed_supported(c: *mut abi::Ctx, sink: Option<abi::ReasonFn>, user: *mut c_void) {
-        managed::supported(ctx::of(c)?, &Sink(sink, user))
+        managed::supported(Context::of(c)?, &Sink(sink, user))
     }
-    fn managed_alloc(c: *mut abi::Ctx, _bytes: u64, out: *mut *mut c_void) {
-        output(out)?;
-        managed::refuse(ctx::of(c)?)
+    fn managed_alloc(c: *mut abi::Ctx, bytes: u64, out: *mut *mut c_void) {
+        let out = output(out)?;
+        *out = managed::alloc(Context::of(c)?, bytes)?;
+        Ok(())
     }
     fn managed_free(c: *mut abi::Ctx, p: *mut c_void) {
-        managed::free(ctx::of(c)?, p)
+        managed::free(Context::of(c)?, p)
     }
-    fn managed_prefetch(c: *mut abi::Ctx, _p: *const c_void, _bytes: u64, _device: i32, _stream: *mut c_void) {
-        managed::refuse(ctx::of(c)?)
+    fn managed_prefetch(c: *mut abi::Ctx, p: *const c_void, bytes: u64, device: i32, stream: *mut c_void) {
+        managed::prefetch(Context::of(c)?, p, bytes, device, stream)
     }
     fn empty_cache(c: *mut abi::Ctx) {
-        ctx::of(c).map(drop)
+        if let Context::Cuda(e) = Context::of(c)? {
+            e.empty_cache();
+        }
+        Ok(())
     }
 }
 
 unsafe extern "C" fn ctx_destroy(c: *mut abi::Ctx) {
     if !c.is_null() {
         // SAFETY: came from `ctx_create` and is not used again, by the header.
-        let _ = guarded(|| drop(unsafe { Box::from_raw(c.cast::<ctx::Context>()) }));
+        let _ = guarded(|| drop(unsafe { Box::from_raw(c.cast::<Context>()) }));
     }
 }
 
 unsafe extern "C" fn release(w: *mut abi::Weight) {
     if !w.is_null() {
         // SAFETY: came from `prepare` and is not used again, by the header.
-        let _ = guarded(|| drop(unsafe { Box::from_raw(w.cast::<weight::Weight>()) }));
+        let _ = guarded(|| drop(unsafe { Box::from_raw(w.cast::<Weight>()) }));
     }
 }
 
 unsafe extern "C" fn weight_bytes(w: *const abi::Weight) -> u64 {
     // SAFETY: by the header.
-    unsafe { weight::of(w) }.map_or(0, weight::Weight::bytes)
+    unsafe { Weight::of(w) }.map_or(0, Weight::bytes)
 }
 
 unsafe extern "C" fn workspace(w: *const abi::Weight, m: u64) -> u64 {
     // SAFETY: by the header.
-    unsafe { weight::of(w) }.map_or(0, |w| forward::workspace(w, m).unwrap_or(u64::MAX))
+    unsafe { Weight::of(w) }.map_or(0, |w| w.workspace(m))
 }
 
-unsafe extern "C" fn managed_is(_: *mut abi::Ctx, _: *const c_void) -> i32 {
-    0
+unsafe extern "C" fn fuses(w: *const abi::Weight, m: u64, parts: u32) -> i32 {
+    // SAFETY: by the header.
+    unsafe { Weight::of(w) }.map_or(0, |w| i32::from(w.fuses(m, parts)))
+}
+
+unsafe extern "C" fn managed_is(c: *mut abi::Ctx, p: *const c_void) -> i32 {
+    // SAFETY: by the header.
+    let c = unsafe { Context::of(c) };
+    guarded(|| c.map_or(0, |c| i32::from(managed::is_managed(c, p)))).unwrap_or(0)
 }
 
 /// Where a handle goes; NULL until there is one.

@@ -13,13 +13,20 @@ use std::{array, slice};
 
 /// A description that was understood.
 pub struct Plan {
-    n: usize,
-    k: usize,
-    parts: Vec<Part>,
-    activations: Activations,
-    x: DType,
-    y: DType,
-    max_m: usize,
+    /// Out features.
+    pub n: usize,
+    /// In features.
+    pub k: usize,
+    /// Row segments.
+    pub parts: Vec<Part>,
+    /// What happens to x.
+    pub activations: Activations,
+    /// Type of x.
+    pub x: DType,
+    /// Type of y.
+    pub y: DType,
+    /// Rows of the largest call.
+    pub max_m: usize,
 }
 
 /// One checked row segment, borrowed from the caller.
@@ -31,9 +38,12 @@ pub struct Part {
     pub groups: usize,
     /// Per-tensor scale.
     pub global: Option<GlobalScale>,
-    codes: *const u8,
-    scales: *const u8,
-    is_tiled: bool,
+    /// First byte of the codes.
+    pub codes: *const u8,
+    /// First byte of the scales.
+    pub scales: *const u8,
+    /// Scales in tiles of 128 rows by 4.
+    pub is_tiled: bool,
 }
 
 // SAFETY: read-only addresses of the caller's bytes, used while the call that got them runs.
@@ -42,11 +52,11 @@ unsafe impl Send for Part {}
 unsafe impl Sync for Part {}
 
 impl Plan {
-    /// Everything that is wrong with `desc`, or the plan.
+    /// Everything that is wrong with `desc` for a device called `device`, or the plan.
     ///
     /// # Safety
     /// `desc` and its segments are NULL or size-prefixed structs; `n_segments` of them exist.
-    pub unsafe fn read(desc: *const abi::WeightDesc) -> Result<Self, Vec<Finding>> {
+    pub unsafe fn read(desc: *const abi::WeightDesc, device: &str) -> Result<Self, Vec<Finding>> {
         // SAFETY: forwarded.
         let d = unsafe { read(desc, "weight_desc") }
             .map_err(|f| vec![Finding::mistake("a weight_desc", f.text)])?;
@@ -57,7 +67,7 @@ impl Plan {
         match d.path {
             abi::PATH_FUSED_DEQUANT => {}
             abi::PATH_NATIVE => {
-                all.push(Finding::limit("device-arch", "FP4 tensor cores for the native path", "cpu"));
+                all.push(Finding::limit("device-arch", "FP4 tensor cores for the native path", device));
             }
             abi::PATH_DEQUANT_MATMUL => {
                 all.push(Finding::limit("path-unsupported", "path 2 (fused dequant)", "3 (dequant matmul)"));
@@ -81,24 +91,33 @@ impl Plan {
         Ok(Self { n, k, parts, activations, x, y, max_m: d.max_m as usize })
     }
 
+    /// Fails unless every segment has codes and scales.
+    pub fn require_bytes(&self) -> Outcome {
+        match self.parts.iter().position(|p| !p.has_bytes()) {
+            None => Ok(()),
+            Some(i) => Err(Fail::invalid(format!("segment {i}"), "codes and scales", "NULL")),
+        }
+    }
+
+    /// Row segments with their per-tensor scales.
+    pub fn spans(&self) -> Vec<Span> {
+        let mut end = 0;
+        let one = |p: &Part| {
+            end += p.rows;
+            Span { end, global: p.global }
+        };
+        self.parts.iter().map(one).collect()
+    }
+
     /// Builds the weight.
     ///
     /// # Safety
     /// The segments' bytes are readable.
     pub unsafe fn build(self, ctx: &Context, exec: &Exec) -> Outcome<Weight> {
-        for (i, p) in self.parts.iter().enumerate() {
-            if p.codes.is_null() || p.scales.is_null() {
-                return Err(Fail::invalid(format!("segment {i}"), "codes and scales", "NULL"));
-            }
-        }
+        self.require_bytes()?;
         // SAFETY: forwarded.
         unsafe { check_scales(&self.parts, exec)? };
-        let mut end = 0;
-        let spans = self.parts.iter().map(|p| {
-            end += p.rows;
-            Span { end, global: p.global }
-        });
-        let spans = spans.collect();
+        let spans = self.spans();
         let (blocks, tiles) = (self.n.div_ceil(LANES), self.k.div_ceil(GROUPS * 16));
         let packed = ctx.arena.take(blocks * tiles * TILE_BYTES)?;
         let w = Weight {
@@ -215,16 +234,16 @@ pub unsafe fn check_scales(parts: &[Part], exec: &Exec) -> Outcome {
         if at != usize::MAX {
             let (row, g) = (at / p.groups, at % p.groups);
             // SAFETY: row and group are inside the part.
-            let byte = unsafe { p.scale(row, g) };
-            let what = format!("segment {i}: scale of row {row}, block {g}");
-            return Err(Fail::invalid(
-                what,
-                "e4m3 without sign and NaN (0x00 to 0x7e)",
-                format!("{byte:#04x}"),
-            ));
+            return Err(bad_scale(i, row, g, unsafe { p.scale(row, g) }));
         }
     }
     Ok(())
+}
+
+/// A block scale that is NaN or negative.
+pub fn bad_scale(segment: usize, row: usize, group: usize, byte: u8) -> Fail {
+    let what = format!("segment {segment}: scale of row {row}, block {group}");
+    Fail::invalid(what, "e4m3 without sign and NaN (0x00 to 0x7e)", format!("{byte:#04x}"))
 }
 
 fn shape(d: &abi::WeightDesc, all: &mut Vec<Finding>) -> (usize, usize) {

@@ -2,13 +2,13 @@
 use crate::abi;
 use crate::activations::{self, Quantised};
 use crate::call::{Exec, Fail, Finding, Mat, Outcome, dtype, part, read, write};
-use crate::ctx::Context;
-use crate::forward;
+use crate::handle::Context;
+use crate::{ctx, cuda, forward};
 use crate::kernels::GROUPS;
 use crate::memory::Packed;
 use crate::prepare::{Part, Plan, act_global, check_scales, rule};
 use q4_core::formats::nvfp4;
-use q4_core::{ActGlobal, Convention};
+use q4_core::{ActGlobal, Convention, DType, GlobalScale, Rule};
 use std::slice;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -60,12 +60,42 @@ pub unsafe fn quantize(
         return Err(all.into());
     }
     let source = source.unwrap_or(x.dtype);
+    let global = match ctx {
+        // SAFETY: forwarded.
+        Context::Cuda(e) => unsafe {
+            let at = (to.codes.addr() as u64, to.scales.addr() as u64);
+            cuda::quantize(e, &x, rule, global, source, at, &exec)?
+        },
+        // SAFETY: forwarded.
+        Context::Cpu(c) => unsafe { on_cpu(c, &x, rule, global, source, &to, &exec)? },
+    };
+    to.global_scale = global.map_or(0.0, |g| g.value());
+    to.global_convention = match global.map(|g| g.convention()) {
+        None => abi::CONVENTION_NONE,
+        Some(Convention::Multiply) => abi::CONVENTION_MULTIPLY,
+        Some(Convention::Divide) => abi::CONVENTION_DIVIDE,
+    };
+    // SAFETY: forwarded.
+    unsafe { write(out, &to) };
+    Ok(())
+}
+
+/// The same in host memory; returns the per-tensor scale that was used.
+unsafe fn on_cpu(
+    ctx: &ctx::Context,
+    x: &Mat,
+    rule: Rule,
+    global: ActGlobal,
+    source: DType,
+    to: &abi::Quantized,
+    exec: &Exec,
+) -> Outcome<Option<GlobalScale>> {
     let global = match global {
         ActGlobal::None => None,
         ActGlobal::Static(g) => Some(g),
         ActGlobal::PerCall => {
             // SAFETY: x is readable.
-            let amax = unsafe { activations::amax(&x, ctx.isa.kernels(), &exec)? };
+            let amax = unsafe { activations::amax(x, ctx.isa.kernels(), exec)? };
             Some(nvfp4::global_from_amax(rule, amax, source)?)
         }
     };
@@ -97,15 +127,7 @@ pub unsafe fn quantize(
     if let row @ 0..usize::MAX = refused.into_inner() {
         return Err(Fail::invalid(format!("x: row {row}"), "finite values to quantise", "NaN or infinity"));
     }
-    to.global_scale = global.map_or(0.0, |g| g.value());
-    to.global_convention = match global.map(|g| g.convention()) {
-        None => abi::CONVENTION_NONE,
-        Some(Convention::Multiply) => abi::CONVENTION_MULTIPLY,
-        Some(Convention::Divide) => abi::CONVENTION_DIVIDE,
-    };
-    // SAFETY: forwarded.
-    unsafe { write(out, &to) };
-    Ok(())
+    Ok(global)
 }
 
 /// `y = A B^T`.
@@ -141,7 +163,7 @@ pub unsafe fn scaled_mm(
         reserved: 0,
     };
     // SAFETY: forwarded; one segment exists.
-    let plan = unsafe { Plan::read(&desc) }?;
+    let plan = unsafe { Plan::read(&desc, &ctx.name()) }?;
     let mut all = Vec::new();
     let a = Part::new(&a_raw, "a", k as usize, &mut all);
     if !a.has_bytes() {
@@ -154,6 +176,11 @@ pub unsafe fn scaled_mm(
     if !all.is_empty() {
         return Err(all.into());
     }
+    let ctx = match ctx {
+        // SAFETY: forwarded.
+        Context::Cuda(e) => return unsafe { cuda::scaled_mm(e, &a, plan, &y, &exec) },
+        Context::Cpu(c) => c,
+    };
     // SAFETY: forwarded.
     unsafe {
         check_scales(&[a], &exec).map_err(|f| Fail { text: f.text.replacen("segment 0", "a", 1), ..f })?

@@ -3,11 +3,11 @@
 use crate::call::{Fail, Mat, Outcome};
 use crate::kernels::{Blocks, GROUPS, Kernels, LANES, SCALES_AT, TILE_BYTES, TILE_K};
 use crate::memory::Packed;
-use crate::{abi, isa::Isa};
+use crate::isa::Isa;
 use q4_core::formats::e4m3;
 use q4_core::{Activations, DType, GlobalScale};
 
-/// What `nvfp4_weight` points to.
+/// What `nvfp4_weight` points to on the CPU.
 pub struct Weight {
     /// Tiles, row block by row block.
     pub packed: Packed,
@@ -99,20 +99,16 @@ pub fn spread_nibbles(word: u32) -> u32 {
 
 /// `dtype`-independent check of an operand's row count.
 pub fn check_rows(w: &Weight, x: &Mat, y: &Mat, names: [&str; 2]) -> Outcome {
-    if x.rows != y.rows || x.rows > w.max_m {
-        let need = format!("the same number of rows, at most max_m = {}", w.max_m);
-        return Err(Fail::invalid(names.join(" and "), need, format!("{} and {}", x.rows, y.rows)));
-    }
-    Ok(())
+    check_shape([w.max_m, x.rows, y.rows], names)
 }
 
-/// The weight behind a handle.
-///
-/// # Safety
-/// `w` is NULL or came from `prepare` and was not released.
-pub unsafe fn of<'a>(w: *const abi::Weight) -> Outcome<&'a Weight> {
-    // SAFETY: by contract.
-    unsafe { w.cast::<Weight>().as_ref() }.ok_or_else(|| Fail::invalid("weight", "a pointer", "NULL"))
+/// The same from `[max_m, rows of x, rows of y]`.
+pub fn check_shape([max_m, x, y]: [usize; 3], names: [&str; 2]) -> Outcome {
+    if x != y || x > max_m {
+        let need = format!("the same number of rows, at most max_m = {max_m}");
+        return Err(Fail::invalid(names.join(" and "), need, format!("{x} and {y}")));
+    }
+    Ok(())
 }
 
 #[cfg(test)]

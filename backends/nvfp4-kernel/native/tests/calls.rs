@@ -26,7 +26,11 @@ fn create(desc: *const abi::CtxDesc) -> (Result<(), Failure>, Reasons) {
 fn contexts_that_cannot_be_had_say_why() {
     let base = ctx_desc();
     let cases = [
-        (abi::CtxDesc { device_type: abi::DEVICE_CUDA, ..base }, abi::E_UNSUPPORTED, "kernel-image-missing"),
+        (
+            abi::CtxDesc { device_type: abi::DEVICE_CUDA, device: 63, ..base },
+            abi::E_UNSUPPORTED,
+            "device-absent",
+        ),
         (abi::CtxDesc { device: 1, ..base }, abi::E_UNSUPPORTED, "device-absent"),
         (abi::CtxDesc { isa: c"sse9".as_ptr(), ..base }, abi::E_UNSUPPORTED, "kernel-image-missing"),
         (abi::CtxDesc { device_type: 3, ..base }, abi::E_INVALID, "invalid-argument"),
@@ -50,6 +54,47 @@ fn contexts_that_cannot_be_had_say_why() {
     let no_out =
         call(|e| unsafe { api().ctx_create.unwrap()(&base, ptr::null_mut(), None, ptr::null_mut(), e) });
     assert_eq!(no_out.unwrap_err().text, "out: need a pointer; have NULL");
+}
+
+#[test]
+fn the_cpu_fuses_nothing_and_says_so() {
+    let ctx = Ctx::new("portable");
+    let source = Source::random(16, 64, None, &mut Rng(1));
+    let segments = [source.segment()];
+    let w = Weight::new(&ctx, &weight_desc(&segments, 64)).unwrap();
+    let x = Matrix::of(&Rng(2).floats(2 * 64), 2, 64, DType::F32);
+    let mut plain = Matrix::blank(2, 16, 16, DType::F32);
+    w.forward(&x, &mut plain, &Lent::serial()).unwrap();
+    let norm = [1f32; 64];
+    // (parts, is a norm's weight given, status)
+    for (parts, has_norm, status) in [
+        (0, false, abi::OK),
+        (0, true, abi::E_INVALID),
+        (abi::FUSE_NORM, false, abi::E_INVALID),
+        (abi::FUSE_NORM, true, abi::E_UNSUPPORTED),
+        (abi::FUSE_GATE | abi::FUSE_ACCUMULATE, false, abi::E_UNSUPPORTED),
+        (8, false, abi::E_INVALID),
+    ] {
+        let fusion = abi::Fusion {
+            struct_size: size_of::<abi::Fusion>(),
+            parts,
+            norm_eps: 1e-6,
+            norm_weight: if has_norm { norm.as_ptr().cast() } else { ptr::null() },
+        };
+        let y = Matrix::blank(2, 16, 16, DType::F32);
+        let (raw_x, raw_y, exec) = (x.raw(), y.raw(), Lent::serial().exec(&mut []));
+        // SAFETY: live operands of the stated sizes.
+        let outcome = call(|e| unsafe {
+            api().forward_fused.unwrap()(w.0, &raw_x, &fusion, &raw_y, &exec, e)
+        });
+        assert_eq!(outcome.map_or_else(|f| f.status, |()| abi::OK), status, "{parts} {has_norm}");
+        if status == abi::OK {
+            assert_eq!(y.bytes, plain.bytes);
+        }
+        // SAFETY: a live weight.
+        let fuses = unsafe { api().fuses.unwrap()(w.0, 2, parts) };
+        assert_eq!(fuses, i32::from(parts == 0), "{parts}");
+    }
 }
 
 #[test]

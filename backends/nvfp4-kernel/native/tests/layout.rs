@@ -62,17 +62,20 @@ fn the_header_is_strict_c_and_has_the_layout_of_abi_rs() {
         Quantized = "nvfp4_quantized" {
             struct_size, codes, codes_bytes, scales, scales_bytes, global_scale, global_convention
         }
+        Fusion = "nvfp4_fusion" { struct_size, parts, norm_eps, norm_weight }
         Api = "nvfp4_api" {
             struct_size, abi_major, abi_minor, version, ctx_create, ctx_destroy, device_info, can_prepare, prepare,
             release, weight_bytes, workspace, forward, backward_input, dequantize, quantize, scaled_mm,
-            managed_supported, managed_alloc, managed_free, managed_is, managed_prefetch, empty_cache
+            managed_supported, managed_alloc, managed_free, managed_is, managed_prefetch, empty_cache, fuses,
+            forward_fused
         }
     }
     constants! { c, want;
         ABI_MAJOR ABI_MINOR OK E_INVALID E_UNSUPPORTED E_NOMEM E_CUDA E_ABI E_INTERNAL DEVICE_CPU DEVICE_CUDA F32 F16 BF16
         PATH_NATIVE PATH_FUSED_DEQUANT PATH_DEQUANT_MATMUL ACT_NATIVE ACT_INT8 ACT_NVFP4 RULE_TORCHAO RULE_MODELOPT
         RULE_COMPRESSED_TENSORS RULE_TRANSFORMER_ENGINE RULE_RUNTIME GLOBAL_NONE GLOBAL_STATIC GLOBAL_PER_CALL
-        CONVENTION_NONE CONVENTION_MULTIPLY CONVENTION_DIVIDE SCALE_ROW_MAJOR SCALE_128X4
+        CONVENTION_NONE CONVENTION_MULTIPLY CONVENTION_DIVIDE SCALE_ROW_MAJOR SCALE_128X4 CTX_MANAGED
+        FUSE_NORM FUSE_GATE FUSE_ACCUMULATE
     }
     c.push_str("    return 0;\n}\n");
     let have = compile_and_run("layout", &c, &[]);
@@ -96,13 +99,13 @@ fn a_c_program_finds_the_table_in_the_shared_library() {
             *(void **)&get = dlsym(lib, "nvfp4_get_api");
             const nvfp4_api *api = get(NVFP4_ABI_MAJOR, &minor);
             if (!api || get(NVFP4_ABI_MAJOR + 1, NULL)) return 2;
-            if (!NVFP4_HAS(api, empty_cache) || api->struct_size != sizeof *api) return 3;
+            if (!NVFP4_HAS(api, forward_fused) || api->struct_size != sizeof *api) return 3;
             char text[64];
             nvfp4_error e = {sizeof e, text, sizeof text, 0, 0};
-            nvfp4_ctx_desc desc = {sizeof desc, NVFP4_DEVICE_CUDA, 0, 0, 0, NULL};
+            nvfp4_ctx_desc desc = {sizeof desc, NVFP4_DEVICE_CUDA, 63, 0, 0, NULL};
             nvfp4_ctx *ctx = NULL;
             if (api->ctx_create(&desc, &ctx, NULL, NULL, &e) != NVFP4_E_UNSUPPORTED || ctx) return 4;
-            if (!strstr(text, "kernel-image-missing") || strlen(text) != 63 || e.len < 64) return 5;
+            if (!strstr(text, "device-absent") || strlen(text) != 63 || e.len < 64) return 5;
             desc.device_type = NVFP4_DEVICE_CPU;
             if (api->ctx_create(&desc, &ctx, NULL, NULL, &e) != NVFP4_OK || !ctx || e.len) return 6;
             nvfp4_device_info info = {.struct_size = sizeof info};
@@ -113,7 +116,7 @@ fn a_c_program_finds_the_table_in_the_shared_library() {
         }"#;
     let library = library();
     let have = compile_and_run("client", program, &[library.to_str().unwrap()]);
-    assert_eq!(have, "1.0\n");
+    assert_eq!(have, "1.1\n");
     let symbols = Command::new("nm").args(["-D", "--defined-only"]).arg(&library).output();
     if let Ok(symbols) = symbols.map(|o| String::from_utf8(o.stdout).unwrap()) {
         let names: Vec<_> = symbols.lines().filter_map(|l| l.split_whitespace().last()).collect();

@@ -1,0 +1,91 @@
+//! From CUDA C++ to machine code: the cache, then NVRTC, then prebuilt images.
+use crate::cache::{Cache, Key};
+use crate::{Found, libraries};
+use cudarc::nvrtc::sys as nvrtc;
+use q4_core::{Code, Error, Result};
+use std::ffi::CString;
+use std::path::PathBuf;
+
+/// Header-free CUDA C++.
+#[derive(Clone, Copy, Debug)]
+pub struct Source {
+    /// Short name: of the file in the cache and in messages.
+    pub name: &'static str,
+    /// The text, usually `include_str!`.
+    pub text: &'static str,
+}
+
+/// Machine code of a source.
+pub(crate) struct Image {
+    pub bytes: Vec<u8>,
+    pub from_cache: bool,
+    pub path: Option<PathBuf>,
+}
+
+/// The machine code of `source` for `arch` (e.g. `sm_90a`).
+pub(crate) fn image(source: &Source, arch: &str, options: &[&str], cache: &Cache) -> Result<Image> {
+    let key = Key::new(source, arch, options);
+    let version = match &libraries().nvrtc {
+        Found::Yes(v) => *v,
+        Found::No(why) => return prebuilt(&key, cache, why),
+    };
+    if let Some((bytes, path)) = cache.read(&key, version) {
+        return Ok(Image { bytes, from_cache: true, path: Some(path) });
+    }
+    let bytes = compile(source, arch, options)?;
+    // A cache that cannot be written costs the next start a second, nothing else.
+    let path = cache.write(&key, version, &bytes).ok();
+    Ok(Image { bytes, from_cache: false, path })
+}
+
+fn prebuilt(key: &Key, cache: &Cache, why: &str) -> Result<Image> {
+    match cache.any(key) {
+        Some((bytes, path)) => Ok(Image { bytes, from_cache: false, path: Some(path) }),
+        None => Err(Error::new(Code::BackendFailed, format!("kernels `{}` for {}", key.name, key.arch))
+            .need(format!("NVRTC, or a prebuilt image `{}`", key.prefix()))
+            .have(format!("{why}; no such image in {}", cache.places()))
+            .fix("install CUDA's run-time compiler, or name its folder in Q4_CUDA_LIBS")),
+    }
+}
+
+fn compile(source: &Source, arch: &str, options: &[&str]) -> Result<Vec<u8>> {
+    let c = |s: &str| CString::new(s).map_err(|_| Error::new(Code::Internal, "a NUL in kernel source"));
+    let (text, name) = (c(source.text)?, c(&format!("{}.cu", source.name))?);
+    let mut all = vec![c(&format!("--gpu-architecture={arch}"))?, c("--std=c++17")?];
+    for o in options {
+        all.push(c(o)?);
+    }
+    let pointers: Vec<_> = all.iter().map(|o| o.as_ptr()).collect();
+    let mut program = std::ptr::null_mut();
+    // SAFETY: NVRTC is present; all texts are NUL-terminated and outlive the calls; out pointers are valid and buffers
+    // have the size NVRTC asked for.
+    unsafe {
+        let none = std::ptr::null();
+        ok(nvrtc::nvrtcCreateProgram(&mut program, text.as_ptr(), name.as_ptr(), 0, none, none), "create")?;
+        let status = nvrtc::nvrtcCompileProgram(program, pointers.len() as i32, pointers.as_ptr());
+        let outcome = if status == nvrtc::nvrtcResult::NVRTC_SUCCESS {
+            let mut size = 0;
+            ok(nvrtc::nvrtcGetCUBINSize(program, &mut size), "size of the image").and_then(|()| {
+                let mut cubin = vec![0u8; size];
+                ok(nvrtc::nvrtcGetCUBIN(program, cubin.as_mut_ptr().cast()), "image").map(|()| cubin)
+            })
+        } else {
+            let mut size = 0;
+            nvrtc::nvrtcGetProgramLogSize(program, &mut size);
+            let mut log = vec![0u8; size.max(1)];
+            nvrtc::nvrtcGetProgramLog(program, log.as_mut_ptr().cast());
+            let log = String::from_utf8_lossy(&log).trim_end_matches('\0').trim().to_owned();
+            Err(Error::new(Code::BackendFailed, format!("compiling kernels `{}` for {arch}", source.name))
+                .have(format!("{status:?}: {log}")))
+        };
+        nvrtc::nvrtcDestroyProgram(&mut program);
+        outcome
+    }
+}
+
+fn ok(status: nvrtc::nvrtcResult, doing: &str) -> Result<()> {
+    if status == nvrtc::nvrtcResult::NVRTC_SUCCESS {
+        return Ok(());
+    }
+    Err(Error::new(Code::BackendFailed, format!("NVRTC: {doing}")).have(format!("{status:?}")))
+}

@@ -1,0 +1,122 @@
+//! A device: its primary context and the facts kernels are chosen by.
+use crate::libraries::{attribute, capability, handle};
+use crate::{Found, check, driver, libraries};
+use q4_core::{Code, Device, Error, Result};
+use std::sync::{Arc, Mutex};
+
+/// One device's primary context, the one every CUDA library of a process shares.
+pub struct Gpu {
+    ordinal: u32,
+    context: driver::CUcontext,
+    handle: driver::CUdevice,
+    /// Compute capability, e.g. `(9, 0)`.
+    pub capability: (u32, u32),
+    /// Multiprocessors.
+    pub processors: u32,
+    /// Bytes of shared memory a block may ask for.
+    pub shared: u32,
+    /// Bytes of second-level cache.
+    pub l2: u32,
+    /// What was launched last: the kernel that a fault found later most likely belongs to.
+    last: Mutex<Option<Launched>>,
+}
+
+struct Launched {
+    name: Arc<str>,
+    grid: [u32; 3],
+    block: [u32; 3],
+}
+
+// SAFETY: a context handle may be used from any thread; every use makes it current first.
+unsafe impl Send for Gpu {}
+// SAFETY: as above; the rest is plain data behind a lock.
+unsafe impl Sync for Gpu {}
+
+impl Gpu {
+    /// Device `ordinal`. One per device and process; the context lives until the process ends.
+    pub fn open(ordinal: u32) -> Result<Arc<Self>> {
+        static OPEN: Mutex<Vec<Arc<Gpu>>> = Mutex::new(Vec::new());
+        let mut open = OPEN.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(gpu) = open.iter().find(|g| g.ordinal == ordinal) {
+            return Ok(gpu.clone());
+        }
+        let gpu = Arc::new(Self::retain(ordinal)?);
+        open.push(gpu.clone());
+        Ok(gpu)
+    }
+
+    fn retain(ordinal: u32) -> Result<Self> {
+        use driver::CUdevice_attribute_enum as A;
+        if let Found::No(why) = &libraries().driver {
+            return Err(Error::new(Code::DeviceMissing, format!("cuda:{ordinal}"))
+                .need("a CUDA driver")
+                .have(why.clone()));
+        }
+        let handle = handle(ordinal as i32).map_err(|e| e.within(format!("cuda:{ordinal}")))?;
+        let mut context = std::ptr::null_mut();
+        // SAFETY: the driver is initialised; the out pointer is valid.
+        check(unsafe { driver::cuDevicePrimaryCtxRetain(&mut context, handle) }, "cuDevicePrimaryCtxRetain")?;
+        Ok(Self {
+            ordinal,
+            context,
+            handle,
+            capability: capability(handle)?,
+            processors: attribute(handle, A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+            shared: attribute(handle, A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
+            l2: attribute(handle, A::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?,
+            last: Mutex::new(None),
+        })
+    }
+
+    /// Which device this is.
+    pub fn device(&self) -> Device {
+        Device::Cuda(self.ordinal)
+    }
+    /// Its handle, for calls this crate does not wrap.
+    pub fn handle(&self) -> driver::CUdevice {
+        self.handle
+    }
+    /// The name of the machine code it runs best: `sm_90a` where the architecture has instructions of its own.
+    pub fn arch(&self) -> String {
+        let (major, minor) = self.capability;
+        format!("sm_{major}{minor}{}", if major >= 9 { "a" } else { "" })
+    }
+
+    /// Makes it current on this thread; cheap, and done by every method that needs it.
+    pub fn bind(&self) -> Result<()> {
+        // SAFETY: the context was retained and is never released.
+        check(unsafe { driver::cuCtxSetCurrent(self.context) }, "cuCtxSetCurrent")
+    }
+
+    /// Free and total bytes of device memory.
+    pub fn memory(&self) -> Result<(u64, u64)> {
+        self.bind()?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: a context is current; the out pointers are valid.
+        check(unsafe { driver::cuMemGetInfo_v2(&mut free, &mut total) }, "cuMemGetInfo")?;
+        Ok((free as u64, total as u64))
+    }
+
+    /// Waits for everything issued to the device; reports a fault with the kernel launched last.
+    pub fn synchronize(&self) -> Result<()> {
+        self.bind()?;
+        // SAFETY: a context is current.
+        self.blame(check(unsafe { driver::cuCtxSynchronize() }, "cuCtxSynchronize"))
+    }
+
+    /// Adds to a failure which kernel was launched last.
+    pub fn blame(&self, outcome: Result<()>) -> Result<()> {
+        outcome.map_err(|e| match &*self.last.lock().unwrap_or_else(|e| e.into_inner()) {
+            Some(Launched { name, grid, block }) => e.within(format!(
+                "cuda:{}, last kernel `{name}` of {grid:?} blocks of {block:?} threads",
+                self.ordinal
+            )),
+            None => e.within(format!("cuda:{}", self.ordinal)),
+        })
+    }
+
+    pub(crate) fn launched(&self, name: &Arc<str>, grid: [u32; 3], block: [u32; 3]) {
+        *self.last.lock().unwrap_or_else(|e| e.into_inner()) =
+            Some(Launched { name: name.clone(), grid, block });
+    }
+}

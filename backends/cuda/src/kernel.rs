@@ -1,0 +1,174 @@
+//! Machine code on a device, and launching it.
+use crate::cache::Cache;
+use crate::compile::{self, Source};
+use crate::{Gpu, check, driver};
+use q4_core::{Code, Error, Result};
+use std::ffi::{CString, c_void};
+use std::sync::Arc;
+
+/// The functions of one source, loaded on one device.
+#[derive(Clone)]
+pub struct Kernels(Arc<Module>);
+
+struct Module {
+    gpu: Arc<Gpu>,
+    name: &'static str,
+    raw: driver::CUmodule,
+}
+
+// SAFETY: module handles may be used from any thread.
+unsafe impl Send for Module {}
+// SAFETY: as above; loading and unloading happen once.
+unsafe impl Sync for Module {}
+
+impl Kernels {
+    /// The machine code of `source` for `gpu`: from the cache on disk, else compiled now, else a prebuilt image.
+    /// `options` go to the compiler, e.g. `-DQ4_X=1`, and are part of the image's identity.
+    pub fn load(gpu: &Arc<Gpu>, source: &Source, options: &[&str]) -> Result<Self> {
+        let cache = Cache::of_user();
+        let image = compile::image(source, &gpu.arch(), options, &cache)?;
+        match Self::of_image(gpu, source.name, &image.bytes) {
+            // What is on disk may be damaged: compile it again, once.
+            Err(_) if image.from_cache => {
+                cache.forget(&image);
+                let image = compile::image(source, &gpu.arch(), options, &cache)?;
+                Self::of_image(gpu, source.name, &image.bytes)
+            }
+            other => other,
+        }
+    }
+
+    fn of_image(gpu: &Arc<Gpu>, name: &'static str, image: &[u8]) -> Result<Self> {
+        gpu.bind()?;
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: a cubin states its own size; the driver checks what it reads and keeps nothing of ours.
+        let status = unsafe { driver::cuModuleLoadData(&mut raw, image.as_ptr().cast()) };
+        check(status, &format!("loading kernels `{name}` for {}", gpu.arch()))?;
+        Ok(Self(Arc::new(Module { gpu: gpu.clone(), name, raw })))
+    }
+
+    /// The device they are loaded on.
+    pub fn gpu(&self) -> &Arc<Gpu> {
+        &self.0.gpu
+    }
+
+    /// The function `name` (`extern "C" __global__` in the source).
+    pub fn get(&self, name: &str) -> Result<Kernel> {
+        self.0.gpu.bind()?;
+        let text =
+            CString::new(name).map_err(|_| Error::new(Code::Internal, "a kernel's name with a NUL in it"))?;
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: the module is loaded; the name is NUL-terminated; the out pointer is valid.
+        let status = unsafe { driver::cuModuleGetFunction(&mut raw, self.0.raw, text.as_ptr()) };
+        check(status, &format!("kernel `{name}` of `{}`", self.0.name))?;
+        Ok(Kernel { module: self.0.clone(), raw, name: name.into() })
+    }
+}
+
+impl Drop for Module {
+    fn drop(&mut self) {
+        if self.gpu.bind().is_ok() {
+            // SAFETY: loaded once, unloaded once; kernels of it keep it alive.
+            unsafe { driver::cuModuleUnload(self.raw) };
+        }
+    }
+}
+
+/// One function on a device.
+#[derive(Clone)]
+pub struct Kernel {
+    module: Arc<Module>,
+    raw: driver::CUfunction,
+    name: Arc<str>,
+}
+
+// SAFETY: function handles may be used from any thread.
+unsafe impl Send for Kernel {}
+// SAFETY: as above.
+unsafe impl Sync for Kernel {}
+
+/// How a kernel is launched.
+#[derive(Clone, Copy, Debug)]
+pub struct Launch {
+    /// Blocks.
+    pub grid: [u32; 3],
+    /// Threads of a block.
+    pub block: [u32; 3],
+    /// Bytes of dynamic shared memory; above 48 KiB after [`Kernel::allow_shared`].
+    pub shared: u32,
+    /// The queue; 0 is the default one.
+    pub stream: usize,
+    /// The kernel may start while the one before it in the stream drains: it executes `griddepcontrol.wait` before it
+    /// touches anything the one before writes or reads. Without effect below compute capability 9.0.
+    pub overlap: bool,
+}
+
+impl Kernel {
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Raises the limit on dynamic shared memory; once, when the kernel is prepared.
+    pub fn allow_shared(&self, bytes: u32) -> Result<()> {
+        use driver::CUfunction_attribute_enum as A;
+        self.module.gpu.bind()?;
+        let which = A::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        // SAFETY: the function is alive.
+        let status = unsafe { driver::cuFuncSetAttribute(self.raw, which, bytes as i32) };
+        check(status, &format!("{bytes} bytes of shared memory for kernel `{}`", self.name))
+    }
+
+    /// Blocks of `threads` threads and `shared` bytes that one multiprocessor runs at a time.
+    pub fn occupancy(&self, threads: u32, shared: u32) -> Result<u32> {
+        self.module.gpu.bind()?;
+        let mut blocks = 0;
+        // SAFETY: the function is alive; the out pointer is valid.
+        let status = unsafe {
+            driver::cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                &mut blocks,
+                self.raw,
+                threads as i32,
+                shared as usize,
+            )
+        };
+        check(status, &format!("occupancy of kernel `{}`", self.name))?;
+        Ok(blocks as u32)
+    }
+
+    /// Enqueues it. A fault of the kernel surfaces when its stream is waited for.
+    ///
+    /// # Safety
+    /// `args` points to one value of the right type per parameter; what they address is valid on the device until the
+    /// work is done, and large enough for this launch.
+    pub unsafe fn launch(&self, how: Launch, args: &mut [*mut c_void]) -> Result<()> {
+        use driver::CUlaunchAttributeID_enum as Id;
+        self.module.gpu.bind()?;
+        let mut attribute = driver::CUlaunchAttribute {
+            id: Id::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: driver::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let overlap = how.overlap && self.module.gpu.capability.0 >= 9;
+        let config = driver::CUlaunchConfig {
+            gridDimX: how.grid[0],
+            gridDimY: how.grid[1],
+            gridDimZ: how.grid[2],
+            blockDimX: how.block[0],
+            blockDimY: how.block[1],
+            blockDimZ: how.block[2],
+            sharedMemBytes: how.shared,
+            hStream: how.stream as driver::CUstream,
+            attrs: &raw mut attribute,
+            numAttrs: u32::from(overlap),
+        };
+        self.module.gpu.launched(&self.name, how.grid, how.block);
+        // SAFETY: by contract; the configuration outlives the call.
+        let status =
+            unsafe { driver::cuLaunchKernelEx(&config, self.raw, args.as_mut_ptr(), std::ptr::null_mut()) };
+        if status == driver::CUresult::CUDA_SUCCESS {
+            return Ok(());
+        }
+        check(status, &format!("launching kernel `{}`: {how:?}", self.name))
+    }
+}

@@ -1,0 +1,256 @@
+//! Launchers of `cuda/rows.cu`: activations of every float type, quantised by every rule, on the device.
+use crate::{Gpu, Kernel, Kernels, Launch, Source, args, check, driver};
+use q4_core::{ActGlobal, Activations, Convention, DType, GlobalScale, Result, Rule, TensorView};
+use std::sync::Arc;
+
+/// The text, for kernels that use its functions.
+pub const ROWS: Source = Source { name: "rows", text: include_str!("../cuda/rows.cu") };
+
+/// `Matrix` of `rows.cu`: row-major, `ld` elements from row to row.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Matrix {
+    /// Device address.
+    pub data: u64,
+    /// Leading stride.
+    pub ld: u64,
+    /// Rows.
+    pub rows: u32,
+    /// Columns.
+    pub cols: u32,
+    /// 1 (f32), 2 (f16) or 3 (bf16).
+    pub dtype: u32,
+    unused: u32,
+}
+
+impl Matrix {
+    /// `rows` by `cols` at `data`.
+    pub fn new(data: u64, dtype: DType, rows: usize, cols: usize, ld: usize) -> Self {
+        let dtype = number(dtype);
+        Self { data, ld: ld as u64, rows: rows as u32, cols: cols as u32, dtype, unused: 0 }
+    }
+    /// A view of device memory.
+    pub fn of(view: &TensorView<'_>) -> Result<Self> {
+        let (rows, cols, ld) = view.as_matrix()?;
+        Ok(Self::new(view.as_ptr().addr() as u64, view.dtype(), rows, cols, ld))
+    }
+    /// `count` of its rows from `first` on.
+    pub fn rows_from(&self, first: usize, count: usize) -> Self {
+        let size = if self.dtype == 1 { 4 } else { 2 };
+        Self { data: self.data + first as u64 * self.ld * size, rows: count as u32, ..*self }
+    }
+    /// Parts that fit the second dimension of a grid, with their first rows.
+    pub fn parts(self) -> impl Iterator<Item = (usize, Self)> {
+        let rows = self.rows as usize;
+        (0..rows).step_by(MAX_ROWS).map(move |first| (first, self.rows_from(first, MAX_ROWS.min(rows - first))))
+    }
+}
+
+/// Rows of one launch.
+const MAX_ROWS: usize = 32768;
+
+/// A type's number in kernels.
+pub fn number(d: DType) -> u32 {
+    match d {
+        DType::F16 => 2,
+        DType::BF16 => 3,
+        _ => 1,
+    }
+}
+
+/// A rule's number in kernels.
+pub fn rule(r: Rule) -> u32 {
+    match r {
+        Rule::TorchAo => 1,
+        Rule::ModelOpt => 2,
+        Rule::CompressedTensors => 3,
+        Rule::TransformerEngine => 4,
+        _ => 5,
+    }
+}
+
+/// A convention's number in kernels.
+pub fn convention(r: Rule) -> u32 {
+    if r.convention() == Convention::Multiply { 1 } else { 2 }
+}
+
+/// Where [`RowKernels::nvfp4`] writes; 0: nowhere.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Stored {
+    /// Doubled values, int8 `[m, k]`.
+    pub q: u64,
+    /// Block scales, f32 `[m, k / 16]`.
+    pub steps: u64,
+    /// Packed codes.
+    pub codes: u64,
+    /// E4M3 block scales.
+    pub scales: u64,
+    /// A u32 that gets the first row that cannot be quantised.
+    pub bad: u64,
+}
+
+/// The functions of `rows.cu` on one device.
+pub struct RowKernels {
+    gpu: Arc<Gpu>,
+    amax: Kernel,
+    global: Kernel,
+    int8: Kernel,
+    nvfp4: Kernel,
+    values: Kernel,
+}
+
+fn grid(x: usize, y: usize, threads: u32, stream: usize) -> Launch {
+    Launch { grid: [x as u32, y as u32, 1], block: [threads, 1, 1], shared: 0, stream, overlap: false }
+}
+
+impl RowKernels {
+    /// Compiles or finds them.
+    pub fn load(gpu: &Arc<Gpu>) -> Result<Self> {
+        let all = Kernels::load(gpu, &ROWS, &[])?;
+        Ok(Self {
+            gpu: gpu.clone(),
+            amax: all.get("q4_amax")?,
+            global: all.get("q4_global")?,
+            int8: all.get("q4_int8")?,
+            nvfp4: all.get("q4_nvfp4")?,
+            values: all.get("q4_values")?,
+        })
+    }
+
+    /// The per-tensor scale of all rows of x, to the f32 at `out`; NaN where a row has none.
+    ///
+    /// # Safety
+    /// x and `out` are device memory.
+    pub unsafe fn global_of(&self, x: Matrix, r: Rule, source: DType, out: u64, stream: usize) -> Result<()> {
+        self.gpu.bind()?;
+        let (number, source) = (rule(r), number(source));
+        // SAFETY: by contract; the arguments are those of `q4_amax` and `q4_global`.
+        unsafe {
+            check(driver::cuMemsetD32Async(out, 0, 1, stream as driver::CUstream), "cuMemsetD32Async")?;
+            self.amax.launch(grid(x.rows as usize, 1, 256, stream), args![x, out])?;
+            self.global.launch(grid(1, 1, 1, stream), args![out, number, source])
+        }
+    }
+
+    /// A per-tensor scale to the f32 at `out`.
+    ///
+    /// # Safety
+    /// `out` is device memory.
+    pub unsafe fn set_global(&self, g: GlobalScale, out: u64, stream: usize) -> Result<()> {
+        self.gpu.bind()?;
+        let bits = g.value().to_bits();
+        // SAFETY: by contract.
+        check(unsafe { driver::cuMemsetD32Async(out, bits, 1, stream as driver::CUstream) }, "cuMemsetD32Async")
+    }
+
+    /// Rows to int8 with a step per 16.
+    ///
+    /// # Safety
+    /// x is device memory, `q` and `steps` have room for its rows.
+    pub unsafe fn int8(&self, x: Matrix, q: u64, steps: u64, stream: usize) -> Result<()> {
+        let groups = x.cols as usize / 16;
+        for (first, part) in x.parts() {
+            let how = grid(groups.div_ceil(128), part.rows as usize, 128, stream);
+            let (q, steps) = (q + (first * x.cols as usize) as u64, steps + (first * groups * 4) as u64);
+            // SAFETY: by contract; the arguments are those of `q4_int8`.
+            unsafe { self.int8.launch(how, args![part, q, steps])? };
+        }
+        Ok(())
+    }
+
+    /// Rows to NVFP4.
+    ///
+    /// # Safety
+    /// x is device memory, the outputs have room for its rows.
+    pub unsafe fn nvfp4(
+        &self,
+        x: Matrix,
+        r: Rule,
+        source: DType,
+        global: u64,
+        to: &Stored,
+        stream: usize,
+    ) -> Result<()> {
+        let (number, source, k) = (rule(r), number(source), x.cols as usize);
+        for (first, part) in x.parts() {
+            let how = grid((k / 16).div_ceil(128), part.rows as usize, 128, stream);
+            let at = |base: u64, bytes: usize| if base == 0 { 0 } else { base + (first * bytes) as u64 };
+            let (q, steps) = (at(to.q, k), at(to.steps, k / 16 * 4));
+            let (codes, bytes) = (at(to.codes, k / 2), at(to.scales, k / 16));
+            // SAFETY: by contract; the arguments are those of `q4_nvfp4`.
+            unsafe {
+                self.nvfp4.launch(how, args![part, number, source, global, q, steps, codes, bytes, to.bad])?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Scratch bytes of [`rounded`](Self::rounded).
+    pub fn rounded_bytes(activations: &Activations, m: usize, k: usize) -> usize {
+        match activations {
+            Activations::Native => 0,
+            _ => values_at(m, k) + (m * k * 4).next_multiple_of(256),
+        }
+    }
+
+    /// x as a product uses it: itself with native activations, else its quantised values in f32, in `scratch`.
+    ///
+    /// # Safety
+    /// x is device memory, `scratch` has [`rounded_bytes`](Self::rounded_bytes), aligned to 256.
+    pub unsafe fn rounded(
+        &self,
+        x: Matrix,
+        activations: &Activations,
+        source: DType,
+        scratch: u64,
+        stream: usize,
+    ) -> Result<Matrix> {
+        let (m, k) = (x.rows as usize, x.cols as usize);
+        let (q, steps) = (scratch + 256, scratch + steps_at(m, k) as u64);
+        let out = scratch + values_at(m, k) as u64;
+        // SAFETY: by contract; the parts of the scratch do not overlap.
+        let (global, kind, factor) = unsafe {
+            match activations {
+                Activations::Native => return Ok(x),
+                Activations::Int8 => {
+                    self.int8(x, q, steps, stream)?;
+                    (0, 0, 1.0)
+                }
+                Activations::Nvfp4(act) => {
+                    let global = match act.global {
+                        ActGlobal::None => 0,
+                        ActGlobal::Static(g) => {
+                            self.set_global(g, scratch, stream)?;
+                            scratch
+                        }
+                        ActGlobal::PerCall => {
+                            self.global_of(x, act.rule, source, scratch, stream)?;
+                            scratch
+                        }
+                    };
+                    let to = Stored { q, steps, ..Stored::default() };
+                    self.nvfp4(x, act.rule, source, global, &to, stream)?;
+                    (global, convention(act.rule), 0.5)
+                }
+            }
+        };
+        let values = Matrix::new(out, DType::F32, m, k, k);
+        for (first, part) in values.parts() {
+            let how = grid(k.div_ceil(256), part.rows as usize, 256, stream);
+            let (q, steps) = (q + (first * k) as u64, steps + (first * (k / 16) * 4) as u64);
+            // SAFETY: as above; the arguments are those of `q4_values`.
+            unsafe {
+                self.values.launch(how, args![q, steps, global, kind, factor, part.rows, part.cols, part.data])?;
+            }
+        }
+        Ok(values)
+    }
+}
+
+fn steps_at(m: usize, k: usize) -> usize {
+    256 + (m * k).next_multiple_of(256)
+}
+
+fn values_at(m: usize, k: usize) -> usize {
+    steps_at(m, k) + (m * (k / 16) * 4).next_multiple_of(256)
+}

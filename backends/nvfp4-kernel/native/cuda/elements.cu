@@ -1,0 +1,73 @@
+// Element types of x and of decoded weights, for the product of many rows.
+
+#define DEVICE static __device__ __forceinline__
+struct bf16 { u16 bits; };
+struct f16 { u16 bits; };
+
+DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
+
+template <class T> struct Codes;
+template <> struct Codes<bf16> {
+    static constexpr float UNDO = 256.f; // pair * scale is the weight times 2^-8
+    DEVICE u32 pack(float low, float high) {
+        u32 y;
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+        return y;
+    }
+    DEVICE u16 narrow(float x) {
+        u16 y;
+        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
+        return y;
+    }
+    DEVICE float widen(u16 x) { return __uint_as_float((u32)x << 16); }
+    DEVICE u32 times(u32 a, u32 b) {
+        u32 y;
+        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+        return y;
+    }
+    // Values of a word of eight codes times 2^-126, in the order of k.
+    DEVICE void pairs(u32 w, u32 (&p)[4]) {
+        constexpr u32 M = 0x81C081C0;
+        p[0] = w & M;
+        p[1] = w << 3 & M;
+        p[2] = (w & 0x20072007) * 68 & M;
+        p[3] = (w >> 3 & 0x01C001C0) | (w << 1 & 0x80008000);
+    }
+    // A scale byte, the `i`th of a word, times 2^118, twice.
+    DEVICE u32 scale(u32 word, int i) { return __byte_perm(word, 0, 0x4040 + i * 0x101) * 16 + 0x73007300; }
+};
+template <> struct Codes<f16> {
+    static constexpr float UNDO = 128.f;
+    DEVICE u32 pack(float low, float high) {
+        u32 y;
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+        return y;
+    }
+    DEVICE u16 narrow(float x) {
+        u16 y;
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+        return y;
+    }
+    DEVICE float widen(u16 x) {
+        float y;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+        return y;
+    }
+    DEVICE u32 times(u32 a, u32 b) {
+        u32 y;
+        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+        return y;
+    }
+    // Values times 2^-14.
+    DEVICE void pairs(u32 w, u32 (&p)[4]) {
+        constexpr u32 S = 0x80008000, M = 0x0E000E00;
+        p[0] = (w << 3 & M) | (w & S);
+        p[1] = (w << 6 & M) | (w << 3 & S);
+        p[2] = (w & 0x20072007) * 516 & 0x8E008E00;
+        p[3] = (w & M) | (w << 1 & S);
+    }
+    // Times 2^7.
+    DEVICE u32 scale(u32 word, int i) { return __byte_perm(word, 0, 0x4040 + i * 0x101) * 128 + 0x1C001C00; }
+};

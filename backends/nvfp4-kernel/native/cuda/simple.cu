@@ -1,0 +1,165 @@
+// Plain kernels for every shape, type and activation format: what the fast ones do not take, and preparation. One warp sums
+// an output over blocks of 16, so that neither the number of rows nor their addresses can change a bit.
+
+// Row segments: where the rows of each lie, and its per-tensor scale.
+struct Span {
+    u32 end;   // first row behind it
+    u32 skip;  // padding rows before it
+    u32 convention;
+    float global;
+};
+struct Weight {
+    const u8 *codes, *scales;
+    const Span *spans;
+    u32 n, k, slabs, unused;
+};
+__device__ __forceinline__ Span span_of(const Weight &w, u32 row) {
+    u32 i = 0;
+    while (row >= w.spans[i].end) i++;
+    return w.spans[i];
+}
+__device__ __forceinline__ float effective(const Span &s, float scale) {
+    return s.convention == MULTIPLY ? __fmul_rn(scale, s.global)
+         : s.convention == DIVIDE   ? __fdiv_rn(scale, s.global)
+                                    : scale;
+}
+// An element of the decoded matrix, by the definition of the format.
+__device__ __forceinline__ float decoded(u32 code, u8 scale, float step) {
+    float v = scale == 0x08 ? 0.0f : __fmul_rn(0.5f * (float)q4_doubled(code & 7), step);
+    return __uint_as_float(__float_as_uint(v) | (code & 8) << 28);
+}
+// Raw codes and scales of one segment to the packed layout, padding included. A thread per block of 16; `bad` gets the
+// first block whose scale is NaN or negative, counted over the segment.
+extern "C" __global__ void q4_pack(const u8 *codes, const u8 *scales, u32 is_tiled, u32 rows, u32 groups, u32 first,
+                                   u32 slabs, u8 *out_codes, u8 *out_scales, u64 *bad) {
+    u32 block = blockIdx.x * 32 + threadIdx.x, row = blockIdx.y * 8 + threadIdx.y;
+    if (block >= slabs * 4) return;
+    u32 lo = 0, hi = 0;
+    u8 scale = 0;
+    if (row < rows && block < groups) {
+        const u16 *c = (const u16 *)(codes + ((u64)row * groups + block) * 8);
+        lo = c[0] | (u32)c[1] << 16;
+        hi = c[2] | (u32)c[3] << 16;
+        u64 at = (u64)row * groups + block;
+        if (is_tiled) {
+            u64 tile = (u64)(row >> 7) * ((groups + 3) / 4) + (block >> 2);
+            at = tile * 512 + (row & 31) * 16 + ((row >> 5) & 3) * 4 + (block & 3);
+        }
+        scale = scales[at];
+        if (scale >= 0x7f) atomicMin(bad, (u64)row * groups + block);
+    }
+    u32 keep = scale ? 0xffffffffu : 0x88888888u; // a zero scale keeps the signs of its zeros
+    u64 to = q4_codes_at(first + row, block, slabs);
+    *(u32 *)(out_codes + to) = q4_word_of(lo & keep);
+    *(u32 *)(out_codes + to + 4) = q4_word_of(hi & keep);
+    out_scales[q4_scale_at(first + row, block, slabs)] = q4_scale_of_e4m3(scale);
+}
+
+// The whole decoded matrix: a thread per element.
+extern "C" __global__ void q4_dequantize(Weight w, Matrix out) {
+    u32 k = blockIdx.x * 256 + threadIdx.x, row = blockIdx.y + blockIdx.z * 32768;
+    if (k >= w.k || row >= w.n) return;
+    Span s = span_of(w, row);
+    u32 at = row + s.skip, block = k / 16;
+    u32 word = *(const u32 *)(w.codes + q4_codes_at(at, block, w.slabs) + (k / 8 & 1) * 4);
+    u8 scale = w.scales[q4_scale_at(at, block, w.slabs)];
+    store(out, row * out.ld + k, decoded(q4_code(word, k & 7), scale, effective(s, q4_scale(scale))));
+}
+
+// dx = dy W with the decoded weight: 32 columns a block, 16 partial sums over n each, added in order.
+extern "C" __global__ void q4_backward(Weight w, Matrix dy, Matrix dx) {
+    __shared__ float sums[16][33];
+    u32 k = blockIdx.x * 32 + threadIdx.x, m = blockIdx.y, block = k / 16;
+    float sum = 0;
+    if (k < w.k) {
+        for (u32 row = threadIdx.y; row < w.n; row += 16) {
+            Span s = span_of(w, row);
+            u32 at = row + s.skip;
+            u32 word = *(const u32 *)(w.codes + q4_codes_at(at, block, w.slabs) + (k / 8 & 1) * 4);
+            u8 scale = w.scales[q4_scale_at(at, block, w.slabs)];
+            sum = fmaf(load(dy, m * dy.ld + row), decoded(q4_code(word, k & 7), scale, effective(s, q4_scale(scale))), sum);
+        }
+    }
+    sums[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y == 0 && k < w.k) {
+        for (u32 i = 1; i < 16; i++) sum += sums[i][threadIdx.x];
+        store(dx, m * dx.ld + k, sum);
+    }
+}
+
+// y = x W^T with x as it is: a warp per column of y and four of its rows.
+extern "C" __global__ void q4_forward_float(Weight w, Matrix x, Matrix y) {
+    u32 row = blockIdx.x * 8 + threadIdx.y, lane = threadIdx.x, m = blockIdx.y * 4;
+    if (row >= w.n) return;
+    Span s = span_of(w, row);
+    u32 at = row + s.skip, count = min(4, y.rows - m);
+    float sum[4] = {0, 0, 0, 0};
+    for (u32 block = lane; block < w.k / 16; block += 32) {
+        u64 from = q4_codes_at(at, block, w.slabs);
+        float scale = q4_scale(w.scales[q4_scale_at(at, block, w.slabs)]) * 0.5f;
+        for (u32 half = 0; half < 2; half++) {
+            u32 word = *(const u32 *)(w.codes + from + 4 * half);
+            for (u32 i = 0; i < 8; i++) {
+                u32 code = q4_code(word, i);
+                float v = (float)q4_doubled(code) * scale;
+                if (code == 8) v = -0.0f;
+                for (u32 r = 0; r < 4; r++)
+                    if (r < count) sum[r] = fmaf(load(x, (m + r) * x.ld + block * 16 + half * 8 + i), v, sum[r]);
+            }
+        }
+    }
+    double factor = multiplier(s.convention, s.global);
+    for (u32 r = 0; r < count; r++) {
+        float total = warp_sum(sum[r]);
+        if (lane == 0) store(y, (m + r) * y.ld + row, (float)((double)total * factor));
+    }
+}
+
+// y = q W^T with quantised rows: `q` [m][k] integers, `steps` [m][k / 16], NaN where a row cannot be quantised.
+// `act_global` is NULL or the per-tensor scale of the rows.
+extern "C" __global__ void q4_forward_int(Weight w, const i8 *q, const float *steps, const float *act_global,
+                                          u32 act_convention, double factor, Matrix y) {
+    u32 row = blockIdx.x * 8 + threadIdx.y, lane = threadIdx.x, m = blockIdx.y * 4;
+    if (row >= w.n) return;
+    Span s = span_of(w, row);
+    u32 at = row + s.skip, count = min(4, y.rows - m), groups = w.k / 16;
+    float sum[4] = {0, 0, 0, 0};
+    for (u32 block = lane; block < groups; block += 32) {
+        u64 from = q4_codes_at(at, block, w.slabs);
+        float scale = q4_scale(w.scales[q4_scale_at(at, block, w.slabs)]);
+        u32 words[2] = {*(const u32 *)(w.codes + from), *(const u32 *)(w.codes + from + 4)};
+        for (u32 r = 0; r < count; r++) {
+            const i8 *x = q + (u64)(m + r) * w.k + block * 16;
+            int dot = 0;
+            for (u32 i = 0; i < 16; i++) dot += q4_doubled(q4_code(words[i / 8], i & 7)) * x[i];
+            sum[r] = fmaf((float)dot * scale, steps[(u64)(m + r) * groups + block], sum[r]);
+        }
+    }
+    factor *= multiplier(s.convention, s.global);
+    if (act_global) factor *= multiplier(act_convention, *act_global);
+    for (u32 r = 0; r < count; r++) {
+        float total = warp_sum(sum[r]);
+        if (lane == 0) store(y, (m + r) * y.ld + row, (float)((double)total * factor));
+    }
+}
+
+// Stored NVFP4 rows to what a product needs.
+extern "C" __global__ void q4_expand(const u8 *codes, const u8 *scales, u32 is_tiled, u32 groups, i8 *q, float *steps,
+                                     u64 *bad) {
+    u32 block = blockIdx.x * 128 + threadIdx.x, row = blockIdx.y;
+    if (block >= groups) return;
+    u64 at = (u64)row * groups + block, from = at;
+    if (is_tiled) {
+        u64 tile = (u64)(row >> 7) * ((groups + 3) / 4) + (block >> 2);
+        from = tile * 512 + (row & 31) * 16 + ((row >> 5) & 3) * 4 + (block & 3);
+    }
+    u8 scale = scales[from];
+    if (scale >= 0x7f) atomicMin(bad, at);
+    steps[at] = e4m3_value(scale);
+    for (u32 i = 0; i < 8; i++) {
+        u8 c = codes[at * 8 + i];
+        q[at * 16 + 2 * i] = (i8)q4_doubled(c & 15);
+        q[at * 16 + 2 * i + 1] = (i8)q4_doubled(c >> 4);
+    }
+}

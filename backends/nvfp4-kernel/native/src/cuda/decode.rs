@@ -1,0 +1,248 @@
+//! Launchers of `cuda/gemv.cu`: products of a few rows, with any fusion, as one kernel.
+use super::Weight;
+use super::forward::{Call, Fast};
+use super::simple;
+use crate::abi;
+use crate::call::Mat;
+use q4_core::{ActGlobal, Activations, DType, Error, FuseSet, Result};
+use q4_cuda::{Gpu, Kernel, Launch, Source, args};
+use std::sync::Arc;
+
+const SOURCE: Source = Source { name: "nvfp4-gemv", text: include_str!("../../cuda/gemv.cu") };
+/// Rows of the largest call.
+const MOST: usize = 16;
+/// Rows of one launch.
+const ROWS: usize = 8;
+/// Bytes of 16 rows by 128 k of a weight.
+const UNIT: usize = 1152;
+const THREADS: usize = 512;
+const WARPS: usize = THREADS / 32;
+/// Units a warp has in flight: one row of x, several.
+const STAGES: [usize; 2] = [3, 4];
+
+/// `Gemv` of gemv.cu.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Gemv {
+    w: u64,
+    groups: u64,
+    x: u64,
+    y: u64,
+    norm: u64,
+    act_global: u64,
+    ldx: u64,
+    ldy: u64,
+    m: u32,
+    k: u32,
+    units: u32,
+    each: u32,
+    extra: u32,
+    gate_at: u32,
+    x_dtype: u32,
+    y_dtype: u32,
+    accumulate: u32,
+    act: u32,
+    rule: u32,
+    convention: u32,
+    eps: f32,
+    global: f32,
+
+    late: u32,
+}
+
+/// A kernel for one row and its sibling for several.
+struct Pair {
+    kernels: [Kernel; 2],
+    /// Parts of bf16 an element of x becomes.
+    parts: [usize; 2],
+    /// The kernel for one row keeps the scales of x apart.
+    apart: bool,
+}
+
+/// Kernels for calls of a few rows.
+pub struct Kernels {
+    gpu: Arc<Gpu>,
+    /// Native bf16, f16, f32; int8; nvfp4.
+    pairs: [Pair; 5],
+    align: Kernel,
+    simple: simple::Kernels,
+}
+
+/// How many row groups a block takes and what a launch of `rows` rows needs of shared memory.
+#[derive(Clone, Copy)]
+struct Plan {
+    blocks: usize,
+    work: usize,
+    shared: usize,
+}
+
+impl Kernels {
+    /// Compiles or finds them.
+    pub fn load(gpu: &Arc<Gpu>) -> Result<Self> {
+        let stages = [format!("-DQ4_STAGES={}", STAGES[0]), format!("-DQ4_STAGES_FEW={}", STAGES[1])];
+        let all = q4_cuda::Kernels::load(gpu, &SOURCE, &[&stages[0], &stages[1]])?;
+        let pair = |name: &str, parts, apart| {
+            let kernels = [all.get(&format!("q4_gemv_one{name}"))?, all.get(&format!("q4_gemv_few{name}"))?];
+            for k in &kernels {
+                k.allow_shared(gpu.shared)?;
+            }
+            Ok::<_, Error>(Pair { kernels, parts, apart })
+        };
+        Ok(Self {
+            gpu: gpu.clone(),
+            pairs: [
+                pair("", [1, 1], false)?,
+                pair("_f16", [2, 2], false)?,
+                pair("_f32", [3, 3], false)?,
+                pair("_int8", [1, 3], true)?,
+                pair("_nvfp4", [1, 1], false)?,
+            ],
+            align: all.get("q4_gemv_align")?,
+            simple: simple::Kernels::load(gpu)?,
+        })
+    }
+
+    fn pair(&self, w: &Weight) -> &Pair {
+        &self.pairs[match (w.activations, w.x) {
+            (Activations::Nvfp4(_), _) => 4,
+            (Activations::Int8, _) => 3,
+            (_, DType::BF16) => 0,
+            (_, DType::F16) => 1,
+            _ => 2,
+        }]
+    }
+
+    /// As `Gemv` needs it; `None` if no number of blocks makes it fit.
+    fn plan(&self, w: &Weight, rows: usize, gate: bool) -> Option<Plan> {
+        let (pair, few) = (self.pair(w), usize::from(rows > 1));
+        let units = w.slabs / 2;
+        let both = if gate { 2 } else { 1 };
+        let work = w.padded / 16 / both;
+        let x = pair.parts[few] * rows.next_power_of_two() * (units * 128 + 8) * 2;
+        let fixed = WARPS * STAGES[few] * UNIT + x + if pair.apart { units * 32 } else { 0 } + WARPS * 4;
+        let sums = 64 * if few == 1 { ROWS } else { 1 };
+        let mut blocks = work.min(self.gpu.processors as usize);
+        loop {
+            let groups = work.div_ceil(blocks) * both;
+            let shared = fixed + groups * 8 + (groups + 1 + WARPS) * sums;
+            // Quotients of units are taken in f32.
+            if shared <= self.gpu.shared as usize && groups * units < 1 << 17 {
+                return Some(Plan { blocks, work, shared });
+            }
+            if blocks == work {
+                return None;
+            }
+            blocks = work.min(2 * blocks);
+        }
+    }
+
+    /// Most rows of a launch.
+    fn rows(&self, w: &Weight, m: usize, gate: bool) -> Option<usize> {
+        [ROWS, 4, 2, 1].into_iter().filter(|r| *r <= m.next_power_of_two()).find(|r| self.plan(w, *r, gate).is_some())
+    }
+}
+
+/// Whether rows of `x` can be read 16 bytes at a time.
+fn is_aligned(x: &Mat) -> bool {
+    x.address() % 16 == 0 && (x.rows == 1 || x.ld * x.dtype.size() % 16 == 0)
+}
+
+impl Fast for Kernels {
+    fn takes(&self, w: &Weight, m: usize, set: FuseSet) -> bool {
+        let gate = set.contains(FuseSet::GATE);
+        let per_call = matches!(w.activations, Activations::Nvfp4(a) if a.global == ActGlobal::PerCall);
+        m <= MOST
+            && !(gate && !(w.is_plain() && w.n % 32 == 0))
+            // That scale is of the rows after the norm.
+            && !(per_call && set.contains(FuseSet::NORM))
+            && self.rows(w, m, gate).is_some()
+    }
+
+    /// The per-tensor scale of x, then room for aligned copies of the norm's weight and of x.
+    fn workspace(&self, w: &Weight, m: usize) -> usize {
+        if m <= MOST { 256 + (m + 1) * w.k * 4 } else { 0 }
+    }
+
+    unsafe fn forward(&self, w: &Weight, call: &Call) -> Result<()> {
+        let gate = call.fuse.gate;
+        let mut x = call.x;
+        let (mut norm, eps) = call.fuse.norm.unwrap_or((0, 0.0));
+        let (mut act, mut rule, mut convention, mut global, mut act_global) = (abi::ACT_NATIVE, 0, 0, 1.0f32, 0);
+        // SAFETY: forwarded; the workspace has the size that was asked for.
+        unsafe {
+            match w.activations {
+                Activations::Native => {}
+                Activations::Int8 => act = abi::ACT_INT8,
+                Activations::Nvfp4(a) => {
+                    (act, rule) = (abi::ACT_NVFP4, simple::rule(a.rule));
+                    match a.global {
+                        ActGlobal::None => {}
+                        ActGlobal::Static(g) => (convention, global) = (simple::convention(a.rule), g.value()),
+                        ActGlobal::PerCall => {
+                            self.simple.global_of(&x, a.rule, w.x, call.workspace, call.stream)?;
+                            (convention, act_global) = (simple::convention(a.rule), call.workspace);
+                        }
+                    }
+                }
+            }
+            let copy = |from: u64, rows: usize, ld: usize, size: usize, to: u64| {
+                let grid = [(w.k as u32).div_ceil(256), rows as u32, 1];
+                let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: call.stream, overlap: true };
+                self.align.launch(how, args![from, ld as u64, w.k as u32, size as u32, to])
+            };
+            if norm % 16 != 0 {
+                let to = call.workspace + 256;
+                copy(norm, 1, w.k, 4, to)?;
+                norm = to;
+            }
+            if !is_aligned(&x) {
+                let to = call.workspace + 256 + 4 * w.k as u64;
+                copy(x.address(), x.rows, x.ld, x.dtype.size(), to)?;
+                x = x.moved(to, w.k);
+            }
+        }
+        let pair = self.pair(w);
+        let most = self.rows(w, x.rows, gate).unwrap_or(1);
+        for first in (0..x.rows).step_by(most) {
+            let rows = most.min(x.rows - first);
+            let (xs, ys) = (x.rows_from(first, rows), call.y.rows_from(first, rows));
+            let Some(plan) = self.plan(w, rows, gate) else { continue };
+            let gemv = Gemv {
+                w: w.codes,
+                groups: w.groups,
+                x: xs.address(),
+                y: ys.address(),
+                norm,
+                act_global,
+                ldx: xs.ld as u64,
+                ldy: ys.ld as u64,
+                m: rows as u32,
+                k: w.k as u32,
+                units: (w.slabs / 2) as u32,
+                each: (plan.work / plan.blocks) as u32,
+                extra: (plan.work % plan.blocks) as u32,
+                gate_at: if gate { plan.work as u32 } else { 0 },
+                x_dtype: simple::dtype(w.x),
+                y_dtype: simple::dtype(ys.dtype),
+                accumulate: call.fuse.accumulate.into(),
+                act,
+                rule,
+                convention,
+                eps,
+                global,
+
+                late: 0,
+            };
+            let how = Launch {
+                grid: [plan.blocks as u32, 1, 1],
+                block: [THREADS as u32, 1, 1],
+                shared: plan.shared as u32,
+                stream: call.stream,
+                overlap: true,
+            };
+            // SAFETY: forwarded; the argument is the kernel's.
+            unsafe { pair.kernels[usize::from(rows > 1)].launch(how, args![gemv])? };
+        }
+        Ok(())
+    }
+}

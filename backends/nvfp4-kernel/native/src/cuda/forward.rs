@@ -1,0 +1,157 @@
+//! The product on a device: the fast kernels that take a call, in order, then the plain ones, which take all without a fusion.
+use super::simple::{self, Quantised, Stored};
+use super::{Weight, shaped};
+use crate::call::{Exec, Fail, Mat, Outcome};
+use crate::weight::check_shape;
+use q4_core::{ActGlobal, Activations, Code, DType, Error, FuseSet, Result};
+
+/// What a call does besides the product; addresses of the device.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Fuse {
+    /// Weight (f32 `[k]`) and epsilon of the norm of x, which is f32 then.
+    pub norm: Option<(u64, f32)>,
+    /// `y[m, n/2] = silu(gate) * up`.
+    pub gate: bool,
+    /// `y += product`, f32.
+    pub accumulate: bool,
+}
+
+impl Fuse {
+    /// The parts that are there.
+    pub fn set(&self) -> FuseSet {
+        let part = |there: bool, s: FuseSet| if there { s } else { FuseSet::NONE };
+        part(self.norm.is_some(), FuseSet::NORM)
+            .with(part(self.gate, FuseSet::GATE))
+            .with(part(self.accumulate, FuseSet::ACCUMULATE))
+    }
+}
+
+/// One checked call.
+#[derive(Clone, Copy)]
+pub struct Call {
+    /// Input.
+    pub x: Mat,
+    /// Output.
+    pub y: Mat,
+    /// What else.
+    pub fuse: Fuse,
+    /// Queue.
+    pub stream: usize,
+    /// Address of as many bytes as `workspace` says, 256-byte aligned.
+    pub workspace: u64,
+}
+
+/// Kernels for some of the calls.
+pub trait Fast: Send + Sync {
+    /// Whether they take such a call. May not depend on addresses or strides.
+    fn takes(&self, w: &Weight, m: usize, set: FuseSet) -> bool;
+    /// Scratch bytes of calls they take.
+    fn workspace(&self, w: &Weight, m: usize) -> usize;
+    /// Enqueues the product.
+    ///
+    /// # Safety
+    /// The matrices are device memory that fits the weight, and do not overlap.
+    unsafe fn forward(&self, w: &Weight, call: &Call) -> Result<()>;
+}
+
+fn fast(w: &Weight, m: usize, set: FuseSet) -> Option<&dyn Fast> {
+    w.engine.fast.iter().map(|f| &**f).find(|f| f.takes(w, m, set))
+}
+
+/// Whether a call of `m` rows may fuse exactly `set`.
+pub fn fuses(w: &Weight, m: usize, set: FuseSet) -> bool {
+    m > 0 && m <= w.max_m && (set == FuseSet::NONE || fast(w, m, set).is_some())
+}
+
+/// Scratch bytes of any call of `m` rows; `None` when that overflows.
+pub fn workspace(w: &Weight, m: u64) -> Option<u64> {
+    let rows = usize::try_from(m).ok()?;
+    let own = match w.activations {
+        Activations::Native => 0,
+        _ => Scratch::of(rows, w.k)?.bytes,
+    };
+    let fast = w.engine.fast.iter().map(|f| f.workspace(w, rows) as u64).max().unwrap_or(0);
+    Some(own.max(fast))
+}
+
+/// Where quantised rows lie in the workspace.
+struct Scratch {
+    q: u64,
+    steps: u64,
+    bytes: u64,
+}
+
+impl Scratch {
+    fn of(m: usize, k: usize) -> Option<Self> {
+        let q = 256u64;
+        let steps = (q.checked_add((m as u64).checked_mul(k as u64)?)?).checked_next_multiple_of(256)?;
+        let bytes = steps.checked_add((m as u64).checked_mul(k as u64 / 16 * 4)?)?.checked_next_multiple_of(256)?;
+        Some(Self { q, steps, bytes })
+    }
+}
+
+/// `y = x W^T`, with what `fuse` adds.
+///
+/// # Safety
+/// The matrices are device memory and do not overlap; `exec` is the caller's.
+pub unsafe fn forward(w: &Weight, x: Mat, fuse: Fuse, y: Mat, exec: &Exec) -> Outcome {
+    check_shape([w.max_m, x.rows, y.rows], ["x", "y"])?;
+    let (m, set) = (x.rows, fuse.set());
+    let need = workspace(w, m as u64)
+        .ok_or_else(|| Fail::invalid("x", "a workspace that fits the address space", x.rows))?;
+    let workspace = exec.scratch_aligned(need, 256)?.addr() as u64;
+    let call = Call { x, y, fuse, stream: exec.stream(), workspace };
+    // SAFETY: forwarded.
+    let outcome = match fast(w, m, set) {
+        Some(f) => unsafe { f.forward(w, &call) },
+        None if set == FuseSet::NONE => unsafe { plain(w, &call) },
+        None => Err(Error::new(Code::Unsupported, "a fused product")
+            .need("a combination that fuses() agrees to")
+            .have(format!("parts {:#05b}", set.0))),
+    };
+    outcome.map_err(|e| shaped(e, "product", m, w))
+}
+
+/// The plain kernels.
+unsafe fn plain(w: &Weight, c: &Call) -> Result<()> {
+    let k = &w.engine.simple;
+    let too_large = || Error::new(Code::ShapeMismatch, "workspace").need("a size that fits the address space");
+    // SAFETY: forwarded; the workspace has the size that was asked for.
+    unsafe {
+        match w.activations {
+            Activations::Native => k.forward_float(w, &c.x, &c.y, c.stream),
+            Activations::Int8 => {
+                let s = Scratch::of(c.x.rows, w.k).ok_or_else(too_large)?;
+                let (q, steps) = (c.workspace + s.q, c.workspace + s.steps);
+                k.int8(&c.x, q, steps, c.stream)?;
+                k.forward_int(w, Quantised { q, steps, global: 0, convention: 0, factor: 0.5 }, &c.y, c.stream)
+            }
+            Activations::Nvfp4(act) => {
+                let s = Scratch::of(c.x.rows, w.k).ok_or_else(too_large)?;
+                let (q, steps) = (c.workspace + s.q, c.workspace + s.steps);
+                let global = match act.global {
+                    ActGlobal::None => 0,
+                    ActGlobal::Static(g) => {
+                        k.set_global(g, c.workspace, c.stream)?;
+                        c.workspace
+                    }
+                    ActGlobal::PerCall => {
+                        k.global_of(&c.x, act.rule, w.x, c.workspace, c.stream)?;
+                        c.workspace
+                    }
+                };
+                let to = Stored { q, steps, ..Stored::default() };
+                k.nvfp4(&c.x, act.rule, w.x, global, &to, c.stream)?;
+                let convention = simple::convention(act.rule);
+                k.forward_int(w, Quantised { q, steps, global, convention, factor: 0.25 }, &c.y, c.stream)
+            }
+        }
+    }
+}
+
+/// What x and y of a fused call are.
+pub fn types(w: &Weight, fuse: &Fuse) -> (DType, usize, DType) {
+    let x = if fuse.norm.is_some() { DType::F32 } else { w.x };
+    let y = if fuse.accumulate { DType::F32 } else { w.y };
+    (x, if fuse.gate { w.n / 2 } else { w.n }, y)
+}

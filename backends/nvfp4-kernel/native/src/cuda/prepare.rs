@@ -1,0 +1,139 @@
+//! A described weight to the device: raw bytes through pinned memory, packed by a kernel.
+use super::memory::{Memory, Staging};
+use super::simple::{Raw, Span as DeviceSpan};
+use super::{Engine, Weight};
+use crate::call::{Exec, Fail, Outcome};
+use crate::prepare::{self, Part, Plan};
+use q4_core::formats::swizzle;
+use q4_core::{Convention, GlobalScale, Result};
+use std::sync::Arc;
+
+/// Rows a segment is padded to.
+const ROWS: usize = 16;
+/// Columns k is padded to.
+const COLUMNS: usize = 128;
+/// Bytes of so many rows and columns: codes and scales.
+const UNIT: usize = 1152;
+
+/// Builds the weight; waits until it is complete.
+///
+/// # Safety
+/// The segments' bytes are readable.
+pub unsafe fn prepare(engine: &Arc<Engine>, plan: Plan, exec: &Exec) -> Outcome<Weight> {
+    plan.require_bytes()?;
+    let what = format!("prepare of [{}, {}]", plan.n, plan.k);
+    // SAFETY: forwarded.
+    let built = unsafe { build(engine, &plan, exec) };
+    let (weight, bad) = built.map_err(|e| Fail::from(e.within(format!("{what} on {}", engine.gpu.device()))))?;
+    match bad {
+        None => Ok(weight),
+        Some((segment, at)) => {
+            let p = &plan.parts[segment];
+            let (row, group) = (at / p.groups, at % p.groups);
+            // SAFETY: inside the segment; host memory, or what the device can tell of it.
+            Err(prepare::bad_scale(segment, row, group, unsafe { scale_byte(p, row, group) }))
+        }
+    }
+}
+
+/// The weight, and the first scale that no weight may have.
+unsafe fn build(engine: &Arc<Engine>, plan: &Plan, exec: &Exec) -> Result<(Weight, Option<(usize, usize)>)> {
+    let gpu = &engine.gpu;
+    let units = plan.k.div_ceil(COLUMNS);
+    let padded: usize = plan.parts.iter().map(|p| p.rows.next_multiple_of(ROWS)).sum();
+    let units_end = padded / ROWS * units * UNIT;
+    let spans = plan.spans();
+    let (mut skip, mut row, mut table, mut groups) = (0, 0, Vec::new(), Vec::with_capacity(padded / ROWS));
+    for (p, s) in plan.parts.iter().zip(&spans) {
+        table.push(DeviceSpan::new(s.end, skip, p.global));
+        let factor = p.global.map_or(1.0, GlobalScale::multiplier) as f32;
+        for first in (0..p.rows).step_by(ROWS) {
+            let place = (row + first) * 32 + ROWS.min(p.rows - first);
+            groups.push(u64::from(factor.to_bits()) | (place as u64) << 32);
+        }
+        row += p.rows;
+        skip += p.rows.next_multiple_of(ROWS) - p.rows;
+    }
+    let groups_at = units_end.next_multiple_of(256);
+    let spans_at = (groups_at + 8 * groups.len()).next_multiple_of(256);
+    let memory = Memory::new(gpu, spans_at + size_of_val(&table[..]), engine.is_managed)?;
+    let base = memory.ptr();
+    memory.upload(gpu, groups_at, &groups.iter().flat_map(|g| g.to_ne_bytes()).collect::<Vec<_>>())?;
+    memory.upload(gpu, spans_at, DeviceSpan::bytes(&table))?;
+
+    let mut staging = engine.staging.lock().unwrap_or_else(|e| e.into_inner());
+    let staging = match &mut *staging {
+        Some(s) => s,
+        none => none.insert(Staging::new(gpu)?),
+    };
+    let parts = &plan.parts;
+    let bad_at = 256;
+    let largest = parts.iter().map(|p| p.rows * p.groups * 8 + scale_bytes(p) + 512).max().unwrap_or(0);
+    let raw = staging.raw(bad_at + largest)?;
+    let (mut first, mut bad_scale) = (0, None);
+    for (i, p) in parts.iter().enumerate() {
+        let (code_bytes, scale_bytes) = (p.rows * p.groups * 8, scale_bytes(p));
+        let (codes_at, scales_at) = (raw + bad_at as u64, raw + (bad_at + code_bytes.next_multiple_of(256)) as u64);
+        // SAFETY: the caller's bytes are readable, and the device's large enough.
+        unsafe {
+            engine.simple.set_u64(raw, u64::MAX)?;
+            staging.copy(p.codes, code_bytes, codes_at, exec)?;
+            staging.copy(p.scales, scale_bytes, scales_at, exec)?;
+            let source =
+                Raw { codes: codes_at, scales: scales_at, is_tiled: p.is_tiled, rows: p.rows, groups: p.groups, bad: raw };
+            engine.simple.pack(&source, first, 2 * units, base, base)?;
+            // Waits: the raw bytes are used again by the next segment.
+            let bad = engine.simple.get_u64(raw)?;
+            if bad != u64::MAX {
+                bad_scale = Some((i, bad as usize));
+                break;
+            }
+        }
+        first += p.rows.next_multiple_of(ROWS);
+    }
+    let weight = Weight {
+        engine: engine.clone(),
+        memory,
+        codes: base,
+        scales: base,
+        groups: base + groups_at as u64,
+        spans_at: base + spans_at as u64,
+        n: plan.n,
+        k: plan.k,
+        slabs: 2 * units,
+        padded,
+        spans,
+        activations: plan.activations,
+        x: plan.x,
+        y: plan.y,
+        max_m: plan.max_m,
+    };
+    Ok((weight, bad_scale))
+}
+
+/// Bytes of a segment's scales.
+pub(super) fn scale_bytes(p: &Part) -> usize {
+    if p.is_tiled { swizzle::blocked_len(p.rows, p.groups) } else { p.rows * p.groups }
+}
+
+/// One scale, wherever it is.
+unsafe fn scale_byte(p: &Part, row: usize, group: usize) -> u8 {
+    let at = if p.is_tiled { swizzle::offset(row, group, p.groups) } else { row * p.groups + group };
+    let mut byte = 0u8;
+    // SAFETY: inside, by contract; the driver copies from host and device memory alike.
+    let status = unsafe {
+        q4_cuda::driver::cuMemcpy((&raw mut byte).addr() as u64, p.scales.add(at).addr() as u64, 1)
+    };
+    if status == q4_cuda::driver::CUresult::CUDA_SUCCESS { byte } else { 0x7f }
+}
+
+impl DeviceSpan {
+    fn new(end: usize, skip: usize, global: Option<GlobalScale>) -> Self {
+        let convention = match global.map(GlobalScale::convention) {
+            None => 0,
+            Some(Convention::Multiply) => 1,
+            Some(Convention::Divide) => 2,
+        };
+        Self { end: end as u32, skip: skip as u32, convention, global: global.map_or(0.0, GlobalScale::value) }
+    }
+}

@@ -1,0 +1,286 @@
+//! Launchers of `cuda/simple.cu`: every shape, type and activation format, without hurry.
+use super::Weight;
+use crate::call::Mat;
+use q4_core::{DType, GlobalScale, Result, Rule};
+pub use q4_cuda::{Stored, convention, number as dtype, rule};
+use q4_cuda::{Gpu, Kernel, Launch, Matrix, RowKernels, Source, args, check, driver};
+use std::sync::Arc;
+
+const SOURCE: Source = Source {
+    name: "nvfp4-simple",
+    text: concat!(
+        include_str!("../../cuda/layout.cu"),
+        include_str!("../../../../cuda/cuda/rows.cu"),
+        include_str!("../../cuda/simple.cu")
+    ),
+};
+
+/// The functions of `simple.cu`.
+pub struct Kernels {
+    gpu: Arc<Gpu>,
+    pack: Kernel,
+    dequantize: Kernel,
+    backward: Kernel,
+    forward_float: Kernel,
+    forward_int: Kernel,
+    rows: RowKernels,
+    expand: Kernel,
+}
+
+/// `Span` of `simple.cu`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Span {
+    /// First row behind it.
+    pub end: u32,
+    /// Padding rows before it.
+    pub skip: u32,
+    /// 0, 1 (multiply) or 2 (divide).
+    pub convention: u32,
+    /// Per-tensor scale.
+    pub global: f32,
+}
+
+impl Span {
+    /// As the device reads them.
+    pub fn bytes(all: &[Self]) -> &[u8] {
+        // SAFETY: plain old data without padding.
+        unsafe { std::slice::from_raw_parts(all.as_ptr().cast(), size_of_val(all)) }
+    }
+}
+
+/// `Weight` of `simple.cu`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Packed {
+    codes: u64,
+    scales: u64,
+    spans: u64,
+    n: u32,
+    k: u32,
+    slabs: u32,
+    unused: u32,
+}
+
+/// A checked matrix as kernels take it.
+pub fn matrix(m: &Mat) -> Matrix {
+    Matrix::new(m.address(), m.dtype, m.rows, m.cols, m.ld)
+}
+
+/// Stored bytes of one segment on the device.
+pub struct Raw {
+    /// Codes.
+    pub codes: u64,
+    /// Scales.
+    pub scales: u64,
+    /// Scales in tiles.
+    pub is_tiled: bool,
+    /// Rows.
+    pub rows: usize,
+    /// k / 16.
+    pub groups: usize,
+    /// Where the first bad scale is counted: a u64, all ones beforehand.
+    pub bad: u64,
+}
+
+/// Quantised rows on the device.
+#[derive(Clone, Copy)]
+pub struct Quantised {
+    /// int8 `[m, k]`.
+    pub q: u64,
+    /// f32 `[m, k / 16]`.
+    pub steps: u64,
+    /// Address of a per-tensor scale, or 0.
+    pub global: u64,
+    /// Its convention, 1 or 2.
+    pub convention: u32,
+    /// What sums are multiplied with beside the per-tensor scales.
+    pub factor: f64,
+}
+
+fn packed(w: &Weight) -> Packed {
+    Packed {
+        codes: w.codes,
+        scales: w.scales,
+        spans: w.spans_at,
+        n: w.n as u32,
+        k: w.k as u32,
+        slabs: w.slabs as u32,
+        unused: 0,
+    }
+}
+
+fn grid(x: usize, y: usize, block: [u32; 3], stream: usize) -> Launch {
+    Launch { grid: [x as u32, y as u32, 1], block, shared: 0, stream, overlap: false }
+}
+
+impl Kernels {
+    /// Compiles or finds them for `gpu`.
+    pub fn load(gpu: &Arc<Gpu>) -> Result<Self> {
+        let all = q4_cuda::Kernels::load(gpu, &SOURCE, &[])?;
+        Ok(Self {
+            gpu: gpu.clone(),
+            pack: all.get("q4_pack")?,
+            dequantize: all.get("q4_dequantize")?,
+            backward: all.get("q4_backward")?,
+            forward_float: all.get("q4_forward_float")?,
+            forward_int: all.get("q4_forward_int")?,
+            rows: RowKernels::load(gpu)?,
+            expand: all.get("q4_expand")?,
+        })
+    }
+
+    /// Writes one u64; waits.
+    ///
+    /// # Safety
+    /// `at` is device memory of ours.
+    pub unsafe fn set_u64(&self, at: u64, value: u64) -> Result<()> {
+        self.gpu.bind()?;
+        // SAFETY: by contract; the value has left host memory when the call returns.
+        check(unsafe { driver::cuMemcpyHtoD_v2(at, (&raw const value).cast(), 8) }, "cuMemcpyHtoD")
+    }
+
+    /// Reads one u64 after all work of the default stream.
+    ///
+    /// # Safety
+    /// As above.
+    pub unsafe fn get_u64(&self, at: u64) -> Result<u64> {
+        let mut value = 0u64;
+        self.gpu.bind()?;
+        // SAFETY: by contract.
+        let status = unsafe { driver::cuMemcpyDtoH_v2((&raw mut value).cast(), at, 8) };
+        self.gpu.blame(check(status, "cuMemcpyDtoH"))?;
+        Ok(value)
+    }
+
+    /// Packs a segment whose first padded row is `first`, on the default stream.
+    ///
+    /// # Safety
+    /// All addresses are of device memory of the sizes the layout says.
+    pub unsafe fn pack(&self, raw: &Raw, first: usize, slabs: usize, codes: u64, scales: u64) -> Result<()> {
+        let padded = raw.rows.next_multiple_of(16);
+        let how = grid((slabs * 4).div_ceil(32), padded / 8, [32, 8, 1], 0);
+        let (tiled, rows, groups) = (u32::from(raw.is_tiled), raw.rows as u32, raw.groups as u32);
+        let (first, slabs) = (first as u32, slabs as u32);
+        // SAFETY: by contract; the arguments are those of `q4_pack`.
+        unsafe {
+            self.pack.launch(
+                how,
+                args![raw.codes, raw.scales, tiled, rows, groups, first, slabs, codes, scales, raw.bad],
+            )
+        }
+    }
+
+    /// The decoded matrix.
+    ///
+    /// # Safety
+    /// `out` is device memory.
+    pub unsafe fn dequantize(&self, w: &Weight, out: &Mat, stream: usize) -> Result<()> {
+        let mut how = grid(w.k.div_ceil(256), w.n.min(32768), [256, 1, 1], stream);
+        how.grid[2] = w.n.div_ceil(32768) as u32;
+        // SAFETY: by contract; the arguments are those of `q4_dequantize`.
+        unsafe { self.dequantize.launch(how, args![packed(w), matrix(out)]) }
+    }
+
+    /// `dx = dy W`.
+    ///
+    /// # Safety
+    /// Both are device memory.
+    pub unsafe fn backward(&self, w: &Weight, dy: &Mat, dx: &Mat, stream: usize) -> Result<()> {
+        each_rows(dy, dx, MAX_ROWS, |dy, dx| {
+            let how = grid(w.k.div_ceil(32), dy.rows, [32, 16, 1], stream);
+            // SAFETY: by contract; the arguments are those of `q4_backward`.
+            unsafe { self.backward.launch(how, args![packed(w), matrix(dy), matrix(dx)]) }
+        })
+    }
+
+    /// `y = x W^T` with x as it is.
+    ///
+    /// # Safety
+    /// Both are device memory.
+    pub unsafe fn forward_float(&self, w: &Weight, x: &Mat, y: &Mat, stream: usize) -> Result<()> {
+        each_rows(x, y, MAX_ROWS, |x, y| {
+            let how = grid(w.n.div_ceil(8), y.rows.div_ceil(4), [32, 8, 1], stream);
+            // SAFETY: by contract; the arguments are those of `q4_forward_float`.
+            unsafe { self.forward_float.launch(how, args![packed(w), matrix(x), matrix(y)]) }
+        })
+    }
+
+    /// `y = q W^T`.
+    ///
+    /// # Safety
+    /// `q` has the rows of y.
+    pub unsafe fn forward_int(&self, w: &Weight, q: Quantised, y: &Mat, stream: usize) -> Result<()> {
+        for first in (0..y.rows).step_by(MAX_ROWS) {
+            let y = y.rows_from(first, MAX_ROWS.min(y.rows - first));
+            let how = grid(w.n.div_ceil(8), y.rows.div_ceil(4), [32, 8, 1], stream);
+            let (codes, steps) = (q.q + (first * w.k) as u64, q.steps + (first * (w.k / 16) * 4) as u64);
+            // SAFETY: by contract; the arguments are those of `q4_forward_int`.
+            unsafe {
+                self.forward_int.launch(
+                    how,
+                    args![packed(w), codes, steps, q.global, q.convention, q.factor, matrix(&y)],
+                )?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The per-tensor scale of all rows of x, to the f32 at `out`.
+    ///
+    /// # Safety
+    /// x and `out` are device memory.
+    pub unsafe fn global_of(&self, x: &Mat, r: Rule, source: DType, out: u64, stream: usize) -> Result<()> {
+        // SAFETY: forwarded.
+        unsafe { self.rows.global_of(matrix(x), r, source, out, stream) }
+    }
+
+    /// A per-tensor scale to the f32 at `out`.
+    ///
+    /// # Safety
+    /// `out` is device memory.
+    pub unsafe fn set_global(&self, g: GlobalScale, out: u64, stream: usize) -> Result<()> {
+        // SAFETY: forwarded.
+        unsafe { self.rows.set_global(g, out, stream) }
+    }
+
+    /// Rows to int8.
+    ///
+    /// # Safety
+    /// x is device memory, `q` and `steps` have room for its rows.
+    pub unsafe fn int8(&self, x: &Mat, q: u64, steps: u64, stream: usize) -> Result<()> {
+        // SAFETY: forwarded.
+        unsafe { self.rows.int8(matrix(x), q, steps, stream) }
+    }
+
+    /// Rows to NVFP4; outputs at 0 are left out.
+    ///
+    /// # Safety
+    /// x is device memory, the outputs have room for its rows.
+    pub unsafe fn nvfp4(&self, x: &Mat, r: Rule, source: DType, global: u64, to: &Stored, stream: usize) -> Result<()> {
+        // SAFETY: forwarded.
+        unsafe { self.rows.nvfp4(matrix(x), r, source, global, to, stream) }
+    }
+
+    /// Stored rows to what a product needs.
+    ///
+    /// # Safety
+    /// All addresses are of device memory of the sizes that follow from rows and groups.
+    pub unsafe fn expand(&self, raw: &Raw, q: u64, steps: u64) -> Result<()> {
+        let how = grid(raw.groups.div_ceil(128), raw.rows, [128, 1, 1], 0);
+        let (tiled, groups) = (u32::from(raw.is_tiled), raw.groups as u32);
+        // SAFETY: by contract; the arguments are those of `q4_expand`.
+        unsafe { self.expand.launch(how, args![raw.codes, raw.scales, tiled, groups, q, steps, raw.bad]) }
+    }
+}
+
+/// Rows of one launch: what the second dimension of a grid holds.
+const MAX_ROWS: usize = 32768;
+
+fn each_rows(a: &Mat, b: &Mat, step: usize, mut run: impl FnMut(&Mat, &Mat) -> Result<()>) -> Result<()> {
+    for first in (0..a.rows).step_by(step) {
+        let rows = step.min(a.rows - first);
+        run(&a.rows_from(first, rows), &b.rows_from(first, rows))?;
+    }
+    Ok(())
+}

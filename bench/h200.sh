@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Everything measured on a Hopper card: conformance, agreement with the CPU, decode, prefill, batches, single products,
+# first token, memory, and what happens when something is missing. Writes bench/results/h200.json.
+#
+#   bench/h200.sh [OUT.json]      Q4=path of q4 (default target/release/q4); PYTHON with torch for cuBLAS beside us
+#
+# Needs no network and no Rust: build with `cargo build --release` where there is one, and bring target/release.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export Q4="${Q4:-$PWD/target/release/q4}"
+out="${1:-bench/results/h200.json}"
+mkdir -p "$(dirname "$out")"
+exec "${PYTHON:-python3}" bench/h200.py "$out"

@@ -1,0 +1,253 @@
+//! Memory of devices that are not the CPU, as far as checks need it: operands go up, a product runs, results come back. Core
+//! opens no library; whoever can reach a device registers here.
+use crate::{
+    Code, CudaDevice, Device, Error, ExecContext, FuseSet, Fusion, PreparedInfo, PreparedWeight, Result,
+    TensorView, TensorViewMut,
+};
+use std::ffi::c_void;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+/// How a process reaches devices: `inventory::submit! { DeviceSupport { .. } }`.
+pub struct DeviceSupport {
+    /// The devices and the version of their driver, or what is missing.
+    pub probe: fn() -> Result<(Vec<CudaDevice>, u32)>,
+    /// The memory of one of them.
+    pub memory: fn(u32) -> Result<Arc<dyn DeviceMemory>>,
+}
+inventory::collect!(DeviceSupport);
+
+/// Memory of one device and the queue of work on it.
+pub trait DeviceMemory: Send + Sync {
+    /// `len` bytes of unspecified content, aligned to 256.
+    fn alloc(&self, len: usize) -> Result<Box<dyn DeviceBytes>>;
+    /// The queue products are issued to.
+    fn stream(&self) -> usize;
+    /// Waits for all work in the queue; reports faults.
+    fn synchronize(&self) -> Result<()>;
+    /// Bytes of it that are free.
+    fn free(&self) -> Result<u64>;
+}
+
+/// Bytes on a device.
+pub trait DeviceBytes: Send + Sync {
+    /// Address on the device.
+    fn address(&self) -> u64;
+    /// Copies host bytes to byte `at`; waits.
+    fn upload(&self, at: usize, data: &[u8]) -> Result<()>;
+    /// Copies bytes from `at` on; waits for the copy only.
+    fn download(&self, at: usize, out: &mut [u8]) -> Result<()>;
+}
+
+/// The devices this process can reach, or what is missing to reach one.
+pub fn devices() -> Result<(Vec<CudaDevice>, u32)> {
+    match inventory::iter::<DeviceSupport>.into_iter().next() {
+        Some(s) => (s.probe)(),
+        None => Err(Error::new(Code::DeviceMissing, "CUDA").need("a build with CUDA support").have("this one")),
+    }
+}
+
+/// The memory of `device`.
+pub fn memory_of(device: Device) -> Result<Arc<dyn DeviceMemory>> {
+    match (device, inventory::iter::<DeviceSupport>.into_iter().next()) {
+        (Device::Cuda(ordinal), Some(s)) => (s.memory)(ordinal),
+        _ => Err(Error::new(Code::DeviceMissing, format!("memory of {device}"))
+            .need("a build that can reach the device")
+            .have("this one")),
+    }
+}
+
+/// A weight on a device that is called with operands in host memory: they are copied there, guarded on both sides, and
+/// what was written comes back, gaps between rows included. For checks; a product of a program stays on its device.
+pub struct Staged {
+    inner: Box<dyn PreparedWeight>,
+    device: Device,
+    memory: Arc<dyn DeviceMemory>,
+}
+
+/// Bytes before and behind every operand on the device.
+const GUARD: usize = 256;
+/// What they hold.
+const MARK: u8 = 0x5a;
+
+impl Staged {
+    /// `inner` was prepared for `device`.
+    pub fn new(inner: Box<dyn PreparedWeight>, device: Device) -> Result<Self> {
+        Ok(Self { inner, device, memory: memory_of(device)? })
+    }
+
+    /// Runs `call` with operands of the device in place of host ones; waits.
+    fn run(
+        &self,
+        input: Option<&TensorView<'_>>,
+        mut output: TensorViewMut<'_>,
+        cx: &mut ExecContext<'_>,
+        call: impl FnOnce(Option<TensorView<'_>>, TensorViewMut<'_>, &mut ExecContext<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let memory = &*self.memory;
+        let x = input.map(|x| Copy::of(memory, x)).transpose()?;
+        let y = Copy::of(memory, &output.as_view())?;
+        let scratch = cx.workspace.as_ref().map(|w| Copy::at(memory, &w.as_view(), 0)).transpose()?;
+        let elsewhere = |device| if device == Device::Cpu { self.device } else { device };
+        let mut inner = ExecContext::on(self.device, memory.stream(), cx.threads);
+        if let (Some(copy), Some(view)) = (&scratch, &cx.workspace) {
+            inner.workspace = Some(copy.view_mut(&view.as_view(), self.device)?);
+        }
+        let outcome = {
+            let x = match (&x, input) {
+                (Some(copy), Some(v)) => Some(copy.view(v, elsewhere(v.device()))?),
+                _ => None,
+            };
+            let v = output.as_view();
+            let y = y.view_mut(&v, elsewhere(v.device()))?;
+            call(x, y, &mut inner)
+        };
+        memory.synchronize()?;
+        if let Err(e) = outcome {
+            // What a refused call wrote is for the caller to see.
+            y.back(&mut output)?;
+            return Err(e);
+        }
+        for (copy, what) in [(&x, "input"), (&scratch, "workspace")] {
+            if let Some(copy) = copy {
+                copy.check_guards(what)?;
+            }
+        }
+        if let (Some(copy), Some(v)) = (&x, input) {
+            copy.check_same(v)?;
+        }
+        y.check_guards("output")?;
+        y.back(&mut output)
+    }
+}
+
+impl PreparedWeight for Staged {
+    fn info(&self) -> &PreparedInfo {
+        self.inner.info()
+    }
+    fn workspace(&self, m: usize) -> usize {
+        self.inner.workspace(m)
+    }
+    fn forward(&self, x: TensorView<'_>, y: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
+        self.run(Some(&x), y, cx, |x, y, cx| match x {
+            Some(x) => self.inner.forward(x, y, cx),
+            None => Ok(()),
+        })
+    }
+    fn fuses(&self, m: usize, set: FuseSet) -> bool {
+        self.inner.fuses(m, set)
+    }
+    fn forward_fused(
+        &self,
+        x: TensorView<'_>,
+        fusion: &Fusion<'_>,
+        y: TensorViewMut<'_>,
+        cx: &mut ExecContext<'_>,
+    ) -> Result<()> {
+        let weight = fusion.norm.as_ref().map(|n| Copy::of(&*self.memory, &n.weight)).transpose()?;
+        self.run(Some(&x), y, cx, |x, y, cx| {
+            let mut fusion = *fusion;
+            if let (Some(norm), Some(copy)) = (&mut fusion.norm, &weight) {
+                norm.weight = copy.view(&norm.weight, self.device)?;
+            }
+            match x {
+                Some(x) => self.inner.forward_fused(x, &fusion, y, cx),
+                None => Ok(()),
+            }
+        })
+    }
+    fn backward_input(
+        &self,
+        dy: TensorView<'_>,
+        dx: TensorViewMut<'_>,
+        cx: &mut ExecContext<'_>,
+    ) -> Result<()> {
+        self.run(Some(&dy), dx, cx, |dy, dx, cx| match dy {
+            Some(dy) => self.inner.backward_input(dy, dx, cx),
+            None => Ok(()),
+        })
+    }
+    fn dequantize(&self, out: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
+        self.run(None, out, cx, |_, out, cx| self.inner.dequantize(out, cx))
+    }
+}
+
+/// The bytes of a host view on the device, on the same offset from a 256-byte boundary, between guards.
+struct Copy {
+    bytes: Box<dyn DeviceBytes>,
+    at: usize,
+    len: usize,
+}
+
+impl Copy {
+    fn of(memory: &dyn DeviceMemory, view: &TensorView<'_>) -> Result<Self> {
+        Self::at(memory, view, view.as_ptr().addr() % GUARD)
+    }
+
+    /// The same, `offset` bytes behind a boundary: 0 for scratch, which devices want aligned further than hosts.
+    fn at(memory: &dyn DeviceMemory, view: &TensorView<'_>, offset: usize) -> Result<Self> {
+        let len = view.nbytes();
+        let at = GUARD + offset;
+        let bytes = memory.alloc(at + len + GUARD)?;
+        let mut host = vec![MARK; at + len + GUARD];
+        host[at..at + len].copy_from_slice(raw(view));
+        bytes.upload(0, &host)?;
+        Ok(Self { bytes, at, len })
+    }
+
+    fn view<'a>(&'a self, like: &TensorView<'_>, device: Device) -> Result<TensorView<'a>> {
+        // SAFETY: `len` bytes from here are ours while we are borrowed; the host reads them nowhere.
+        unsafe {
+            TensorView::from_raw(self.place()?, self.len, device, like.dtype(), like.shape(), like.strides())
+        }
+    }
+
+    fn view_mut<'a>(&'a self, like: &TensorView<'_>, device: Device) -> Result<TensorViewMut<'a>> {
+        // SAFETY: as above, and made once per call.
+        unsafe {
+            TensorViewMut::from_raw(self.place()?, self.len, device, like.dtype(), like.shape(), like.strides())
+        }
+    }
+
+    fn place(&self) -> Result<NonNull<c_void>> {
+        NonNull::new((self.bytes.address() as usize + self.at) as *mut c_void)
+            .ok_or_else(|| Error::new(Code::Internal, "device memory at address 0"))
+    }
+
+    fn all(&self) -> Result<Vec<u8>> {
+        let mut host = vec![0; self.at + self.len + GUARD];
+        self.bytes.download(0, &mut host)?;
+        Ok(host)
+    }
+
+    fn check_guards(&self, what: &str) -> Result<()> {
+        let host = self.all()?;
+        let is_marked = |b: &[u8]| b.iter().all(|b| *b == MARK);
+        if is_marked(&host[..self.at]) && is_marked(&host[self.at + self.len..]) {
+            return Ok(());
+        }
+        Err(Error::new(Code::ConformanceFailed, format!("a byte of the device outside the {what} was written"))
+            .need(format!("writes inside its {} bytes", self.len)))
+    }
+
+    fn check_same(&self, view: &TensorView<'_>) -> Result<()> {
+        if self.all()?[self.at..self.at + self.len] == *raw(view) {
+            return Ok(());
+        }
+        Err(Error::new(Code::ConformanceFailed, "the input on the device was modified"))
+    }
+
+    fn back(&self, view: &mut TensorViewMut<'_>) -> Result<()> {
+        let len = view.as_view().nbytes().min(self.len);
+        // SAFETY: a unique host view of `nbytes` bytes.
+        let out = unsafe { std::slice::from_raw_parts_mut(view.as_mut_ptr().cast::<u8>(), len) };
+        self.bytes.download(self.at, out)
+    }
+}
+
+/// Every byte a host view reaches, gaps included. A view that says it is elsewhere is still one of the host's here: cases
+/// lie about the device to be refused.
+fn raw<'a>(view: &TensorView<'a>) -> &'a [u8] {
+    // SAFETY: `nbytes` bytes are readable for the life of the borrow.
+    unsafe { std::slice::from_raw_parts(view.as_ptr().cast(), view.nbytes()) }
+}

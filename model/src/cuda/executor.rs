@@ -1,0 +1,567 @@
+//! [`Executor`] on CUDA: everything between products in kernels of its own, every product through [`Q4Linear`].
+use super::kernels::{ModelKernels, Place};
+use super::{CudaCache, CudaTensor};
+use crate::cpu::CpuLinear;
+use crate::executor::{Executor, Logits, Shape, Slots};
+use q4_core::{
+    Code, DType, Error, ExecContext, FuseSet, Fusion, Q4Linear, Result, RmsNorm, TensorView, ThreadPool,
+};
+use q4_cuda::{Buffer, Gpu, Graph, Pinned, Stream, driver, view, view_mut};
+use std::sync::Arc;
+
+/// A norm's weight on the device.
+pub struct CudaNorm {
+    /// f32 `[width]`.
+    pub weight: Buffer,
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
+impl CudaNorm {
+    fn pair(&self) -> (u64, f32) {
+        (self.weight.ptr(), self.eps)
+    }
+    fn fused(&self) -> Result<RmsNorm<'_>> {
+        Ok(RmsNorm { weight: view(&self.weight, 0, DType::F32, &[self.weight.len() / 4])?, eps: self.eps })
+    }
+}
+
+/// Token embeddings or a dense head, `[rows, width]`, on the device in the stored type.
+#[derive(Clone)]
+pub struct CudaTable {
+    /// The elements.
+    pub buffer: Arc<Buffer>,
+    /// f32, f16 or bf16.
+    pub dtype: DType,
+    /// Rows.
+    pub rows: usize,
+}
+
+/// The head.
+pub enum CudaHead {
+    /// A dense matrix, tied to the embeddings or not.
+    Dense(CudaTable),
+    /// A 4-bit product with f32 output.
+    Q4(CpuLinear),
+}
+
+/// Stream, scratch and small state of one context.
+pub struct CudaExecutor {
+    gpu: Arc<Gpu>,
+    /// Everything of a context is issued here.
+    pub stream: Stream,
+    kernels: Arc<ModelKernels>,
+    dtype: DType,
+    threads: Arc<ThreadPool>,
+    /// Sequences that decode together.
+    sequences: usize,
+    /// What the rows of the next step are.
+    pub(super) step: Step,
+    workspace: Buffer,
+    rope: Buffer,
+    rope_half: u64,
+    /// Rotated queries of a step, `[rows, q]`, where attention is a kernel of its own.
+    queries: Buffer,
+    partial: Buffer,
+    counters: Buffer,
+    state: State,
+    ids: Pinned,
+    watching: bool,
+}
+
+/// What the rows of a step are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Step {
+    /// Consecutive tokens of one sequence.
+    Prompt { sequence: usize },
+    /// One token of each sequence.
+    Decode,
+}
+
+/// Small arrays of u32 on the device, side by side: what a replayed step reads and leaves.
+struct State {
+    buffer: Buffer,
+    sequences: usize,
+    rows: usize,
+    context: usize,
+}
+
+impl State {
+    fn new(gpu: &Arc<Gpu>, sequences: usize, rows: usize, context: usize) -> Result<Self> {
+        let words = 6 * sequences + rows + 1 + sequences * (context + 1);
+        Ok(Self { buffer: Buffer::zeroed(gpu, words * 4 + 8)?, sequences, rows, context })
+    }
+    fn word(&self, at: usize) -> u64 {
+        self.buffer.ptr() + 4 * at as u64
+    }
+    /// u64 per sequence.
+    fn best(&self) -> u64 {
+        self.word(0)
+    }
+    fn counters(&self) -> u64 {
+        self.word(2 * self.sequences)
+    }
+    fn position(&self) -> u64 {
+        self.word(3 * self.sequences)
+    }
+    /// The sampled tokens and their flags: what leaves the device.
+    fn token(&self) -> u64 {
+        self.word(4 * self.sequences)
+    }
+    fn flags(&self) -> u64 {
+        self.word(5 * self.sequences)
+    }
+    /// Ids of a step that come from the host.
+    fn ids(&self) -> u64 {
+        self.word(6 * self.sequences)
+    }
+    fn non_finite(&self) -> u64 {
+        self.word(6 * self.sequences + self.rows)
+    }
+    fn history(&self) -> u64 {
+        self.word(6 * self.sequences + self.rows + 1)
+    }
+}
+
+/// Slots for steps of up to `rows` rows; logits for `logit_rows` of them.
+pub fn slots(
+    gpu: &Arc<Gpu>,
+    s: &Shape,
+    dtype: DType,
+    rows: usize,
+    logit_rows: usize,
+) -> Result<Slots<CudaTensor>> {
+    let slot = |width, dtype| CudaTensor::new(gpu, rows, width, dtype);
+    Ok(Slots {
+        hidden: slot(s.hidden, DType::F32)?,
+        normed: slot(s.hidden, dtype)?,
+        qkv: slot(s.qkv(), dtype)?,
+        context: slot(s.q(), dtype)?,
+        gate_up: slot(2 * s.intermediate, dtype)?,
+        gated: slot(s.intermediate, dtype)?,
+        product: slot(s.hidden, dtype)?,
+        logits: CudaTensor::new(gpu, logit_rows, s.vocab, DType::F32)?,
+    })
+}
+
+/// Bytes [`slots`] and the executor allocate, predicted.
+pub fn bytes(
+    s: &Shape,
+    dtype: DType,
+    rows: usize,
+    logit_rows: usize,
+    context: usize,
+    workspace: usize,
+) -> u64 {
+    let wide = 2 * s.hidden + s.qkv() + 2 * s.q() + 3 * s.intermediate;
+    let slots = rows * (wide * dtype.size() + s.hidden * 4) + logit_rows * s.vocab * 4;
+    (slots + workspace + context * s.head_dim * 4 + (8 << 20)) as u64
+}
+
+/// Sizes of a context.
+pub struct Sizes {
+    /// Rows of the largest step.
+    pub rows: usize,
+    /// Sequences that decode together.
+    pub sequences: usize,
+    /// Positions of the cache.
+    pub context: usize,
+    /// Largest need of any product at that many rows.
+    pub workspace: usize,
+}
+
+impl CudaExecutor {
+    /// Allocates everything a step needs. `rope`: inverse frequencies and the factor on cos and sin.
+    pub fn new(
+        gpu: &Arc<Gpu>,
+        kernels: Arc<ModelKernels>,
+        shape: &Shape,
+        dtype: DType,
+        threads: Arc<ThreadPool>,
+        sizes: Sizes,
+        rope: (&[f32], f32),
+    ) -> Result<Self> {
+        let Sizes { rows, sequences, context, workspace } = sizes;
+        let (cos, sin) = crate::cpu::rotations(rope.0, rope.1, context);
+        let table = Buffer::new(gpu, (cos.len() + sin.len()) * 4)?;
+        table.upload(0, &cos)?;
+        table.upload(cos.len() * 4, &sin)?;
+        let (partial, counters) = kernels.attention_scratch(sequences);
+        Ok(Self {
+            stream: Stream::new(gpu)?,
+            workspace: Buffer::new(gpu, workspace + 256)?,
+            rope_half: (cos.len() * 4) as u64,
+            rope: table,
+            queries: Buffer::new(gpu, rows * shape.q() * dtype.size())?,
+            partial: Buffer::new(gpu, partial)?,
+            counters: Buffer::zeroed(gpu, counters)?,
+            state: State::new(gpu, sequences, rows.max(sequences), context)?,
+            ids: Pinned::new(gpu, (rows.max(sequences) + sequences) * 4)?,
+            gpu: gpu.clone(),
+            kernels,
+            dtype,
+            threads,
+            sequences,
+            step: Step::Prompt { sequence: 0 },
+            watching: false,
+        })
+    }
+
+    /// Turns the hunt for the first non-finite value on or off.
+    pub fn set_watching(&mut self, on: bool) {
+        self.watching = on;
+    }
+
+    /// Starts recording what is issued next.
+    pub(super) fn begin_recording(&self) -> Result<()> {
+        self.stream.begin_capture()
+    }
+    /// What was issued since.
+    pub(super) fn end_recording(&self) -> Result<Graph> {
+        self.stream.end_capture()
+    }
+
+    /// Puts the ids of the next step on the device, and where every sequence stands. `ids` are below the table's rows.
+    pub(super) fn place(&mut self, ids: &[u32], positions: &[u32]) -> Result<()> {
+        self.stream.synchronize()?; // the staging memory may still be read
+        let staged = self.ids.as_mut_slice::<u32>();
+        staged[..positions.len()].copy_from_slice(positions);
+        staged[positions.len()..][..ids.len()].copy_from_slice(ids);
+        let (at, s) = (positions.len() * 4, self.stream.raw());
+        // SAFETY: both fit by the engine's chunk, the staging memory and the state have room for them, and nobody writes
+        // the staging memory before the next wait above.
+        unsafe {
+            self.ids.send(0, self.state.position(), at, s)?;
+            self.ids.send(at, self.state.ids(), ids.len() * 4, s)
+        }
+    }
+
+    /// Chooses the next token of the rows whose logits are there, steps their positions, and brings tokens and flags of
+    /// all sequences into `out` (`[2, sequences]` u32) when the stream gets there.
+    pub(super) fn choose(&mut self, logits: &CudaTensor, out: &Pinned) -> Result<()> {
+        let (first, count) = match self.step {
+            Step::Prompt { sequence } => (sequence, 1),
+            Step::Decode => (0, self.sequences),
+        };
+        let (st, s, at) = (&self.state, self.stream.raw(), 4 * first as u64);
+        let history = st.history() + at * st.context as u64;
+        // SAFETY: sizes as `State` and the slots have them.
+        unsafe {
+            let status = driver::cuMemsetD32Async(st.flags() + at, 0, count, s as driver::CUstream);
+            q4_cuda::check(status, "clearing flags")?;
+            self.kernels.argmax(
+                logits.ptr(),
+                (st.best() + 2 * at, st.counters() + at),
+                (st.token() + at, st.position() + at, st.flags() + at),
+                (history, st.context),
+                count,
+                s,
+            )?;
+            out.receive(st.token(), 8 * self.sequences, s)
+        }
+    }
+
+    /// Makes the tokens chosen last the ids of the next step.
+    pub(super) fn feed_back(&mut self) -> Result<()> {
+        let (from, to, s) = (self.state.token(), self.state.ids(), self.stream.raw());
+        // SAFETY: both ranges are of the state and do not overlap.
+        let status =
+            unsafe { driver::cuMemcpyDtoDAsync_v2(to, from, 4 * self.sequences, s as driver::CUstream) };
+        q4_cuda::check(status, "feeding tokens back")
+    }
+
+    fn position(&self, cache: &CudaCache) -> Place {
+        let sequence = match self.step {
+            Step::Prompt { sequence } => sequence,
+            Step::Decode => 0,
+        };
+        Place {
+            rope: (self.rope.ptr(), self.rope.ptr() + self.rope_half),
+            position: self.state.position() + 4 * sequence as u64,
+            batch: self.step == Step::Decode && self.sequences > 1,
+            strides: (cache.head_stride(), cache.sequence_stride()),
+        }
+    }
+
+    /// Keys and values of the sequence a step writes to, or of the first.
+    fn layer(&self, cache: &CudaCache, layer: usize) -> (u64, u64) {
+        let (keys, values) = cache.layer(layer);
+        let skip = match self.step {
+            Step::Prompt { sequence } => {
+                sequence as u64 * cache.sequence_stride() * cache.dtype().size() as u64
+            }
+            Step::Decode => 0,
+        };
+        (keys + skip, values + skip)
+    }
+
+    fn products(
+        &mut self,
+        x: TensorView<'_>,
+        weight: &CpuLinear,
+        fusion: &Fusion<'_>,
+        out: &mut CudaTensor,
+    ) -> Result<()> {
+        for (part, column) in &weight.parts {
+            let n = part.info().n / if fusion.gate { 2 } else { 1 };
+            let mut cx = ExecContext::on(self.gpu.device(), self.stream.raw(), &self.threads);
+            cx.workspace = Some(view_mut(&self.workspace, 0, DType::U8, &[self.workspace.len()])?);
+            let y = out.view_mut(*column, n)?;
+            match fusion.set() {
+                FuseSet::NONE => part.forward(x, y, &mut cx)?,
+                _ => part.forward_fused(x, fusion, y, &mut cx)?,
+            }
+        }
+        Ok(())
+    }
+}
+
+fn fuses(weight: &CpuLinear, m: usize, set: FuseSet) -> bool {
+    weight.parts.iter().all(|(p, _): &(Q4Linear, usize)| p.fuses(m, set))
+}
+
+impl Executor for CudaExecutor {
+    type Tensor = CudaTensor;
+    type Linear = CpuLinear;
+    type Norm = CudaNorm;
+    type Table = CudaTable;
+    type Head = CudaHead;
+    type Cache = CudaCache;
+
+    fn embed(&mut self, table: &CudaTable, ids: &[u32], out: &mut CudaTensor) -> Result<()> {
+        out.set_rows(ids.len());
+        let (from, s) = (self.state.ids(), self.stream.raw());
+        // SAFETY: the ids on the device are `ids`, or tokens chosen among the vocabulary; slots have the sizes asked for.
+        unsafe { self.kernels.embed((table.buffer.ptr(), table.dtype), from, out.ptr(), ids.len(), s) }
+    }
+
+    fn norm(&mut self, x: &CudaTensor, weight: &CudaNorm, out: &mut CudaTensor) -> Result<()> {
+        out.set_rows(x.rows());
+        let to = (out.ptr(), out.dtype());
+        // SAFETY: both slots are `[rows, width]` and the weight `[width]`.
+        unsafe { self.kernels.norm(x.ptr(), weight.pair(), to, (x.rows(), x.width()), self.stream.raw()) }
+    }
+
+    fn linear(&mut self, x: &CudaTensor, weight: &CpuLinear, out: &mut CudaTensor) -> Result<()> {
+        out.set_rows(x.rows());
+        self.products(x.view(0)?, weight, &Fusion::default(), out)
+    }
+
+    fn add(&mut self, x: &CudaTensor, residual: &mut CudaTensor) -> Result<()> {
+        // SAFETY: both slots have the same rows and width.
+        unsafe { self.kernels.add(x.ptr(), residual.ptr(), x.rows() * x.width(), self.stream.raw()) }
+    }
+
+    fn silu_mul(&mut self, gate_up: &CudaTensor, out: &mut CudaTensor) -> Result<()> {
+        out.set_rows(gate_up.rows());
+        let (rows, width) = (out.rows(), out.width());
+        // SAFETY: gate_up is `[rows, 2 width]`.
+        unsafe { self.kernels.silu_mul(gate_up.ptr(), out.ptr(), rows, width, self.stream.raw()) }
+    }
+
+    fn rope_append(
+        &mut self,
+        qkv: &mut CudaTensor,
+        q_norm: &CudaNorm,
+        k_norm: &CudaNorm,
+        cache: &mut CudaCache,
+        layer: usize,
+    ) -> Result<()> {
+        let norms = (q_norm.weight.ptr(), k_norm.weight.ptr(), q_norm.eps);
+        let (place, rows) = (self.position(cache), qkv.rows());
+        let s = self.stream.raw();
+        // SAFETY: the engine left room in the cache; slots and queries hold `rows` rows.
+        unsafe {
+            self.kernels.rotate_append(
+                qkv.ptr(),
+                norms,
+                place,
+                self.layer(cache, layer),
+                self.queries.ptr(),
+                rows,
+                s,
+            )
+        }
+    }
+
+    fn attention(
+        &mut self,
+        qkv: &CudaTensor,
+        cache: &CudaCache,
+        layer: usize,
+        out: &mut CudaTensor,
+    ) -> Result<()> {
+        out.set_rows(qkv.rows());
+        let place = self.position(cache);
+        let (queries, rows, s) = (self.queries.ptr(), qkv.rows(), self.stream.raw());
+        // SAFETY: as above.
+        unsafe { self.kernels.attend(queries, place, self.layer(cache, layer), out.ptr(), rows, s) }
+    }
+
+    fn rope_attention(
+        &mut self,
+        qkv: &mut CudaTensor,
+        (q_norm, k_norm): (&CudaNorm, &CudaNorm),
+        cache: &mut CudaCache,
+        layer: usize,
+        out: &mut CudaTensor,
+    ) -> Result<()> {
+        if self.step != Step::Decode || !self.kernels.attends_one() {
+            self.rope_append(qkv, q_norm, k_norm, cache, layer)?;
+            return self.attention(qkv, cache, layer, out);
+        }
+        out.set_rows(qkv.rows());
+        let norms = (q_norm.weight.ptr(), k_norm.weight.ptr(), q_norm.eps);
+        let place = self.position(cache);
+        let scratch = (self.partial.ptr(), self.counters.ptr());
+        let (n, s) = (self.sequences, self.stream.raw());
+        // SAFETY: the scratch has the sizes the kernels asked for; the rest as above.
+        unsafe {
+            self.kernels.attend_one(
+                qkv.ptr(),
+                norms,
+                place,
+                self.layer(cache, layer),
+                scratch,
+                out.ptr(),
+                n,
+                s,
+            )
+        }
+    }
+
+    fn head(
+        &mut self,
+        x: &CudaTensor,
+        norm: &CudaNorm,
+        head: &CudaHead,
+        which: Logits,
+        scratch: &mut CudaTensor,
+        out: &mut CudaTensor,
+    ) -> Result<()> {
+        let every = which == Logits::All || self.step == Step::Decode;
+        let first = if every { 0 } else { x.rows() - 1 };
+        let rows = x.rows() - first;
+        scratch.set_rows(rows);
+        out.set_rows(rows);
+        let s = self.stream.raw();
+        match head {
+            CudaHead::Q4(linear) => {
+                let fused = Fusion { norm: Some(norm.fused()?), ..Fusion::default() };
+                if fuses(linear, rows, fused.set()) {
+                    return self.products(x.view(first)?, linear, &fused, out);
+                }
+                let to = (scratch.ptr(), scratch.dtype());
+                // SAFETY: rows `first..` of x, and as many of scratch.
+                unsafe { self.kernels.norm(x.row(first), norm.pair(), to, (rows, x.width()), s)? };
+                self.products(scratch.view(0)?, linear, &Fusion::default(), out)
+            }
+            CudaHead::Dense(table) => {
+                // Tensor cores multiply two values of one type, so x takes the table's, unless f32 was asked for.
+                let exact = self.dtype == DType::F32 || table.dtype == DType::F32;
+                let x_type = if exact { DType::F32 } else { table.dtype };
+                if x_type.size() > scratch.dtype().size() {
+                    return Err(Error::new(Code::Unsupported, "a float32 head below 16-bit activations")
+                        .need("--dtype float32")
+                        .have(self.dtype.as_str()));
+                }
+                // SAFETY: as above; the table is `[vocab, hidden]`.
+                unsafe {
+                    let to = (scratch.ptr(), x_type);
+                    self.kernels.norm(x.row(first), norm.pair(), to, (rows, x.width()), s)?;
+                    self.kernels.head((table.buffer.ptr(), table.dtype), to, out.ptr(), rows, s)
+                }
+            }
+        }
+    }
+
+    fn commit(&mut self, cache: &mut CudaCache, rows: usize) -> Result<()> {
+        // Sequences that share a cache have lengths of their own, which their engine keeps.
+        if self.sequences == 1 {
+            cache.advance(rows);
+        }
+        Ok(())
+    }
+
+    fn watch(&mut self, layer: Option<usize>, what: &'static str, slot: &CudaTensor) -> Result<()> {
+        if !self.watching {
+            return Ok(());
+        }
+        let mut flag = [0u32];
+        let at = (self.state.non_finite() - self.state.buffer.ptr()) as usize;
+        self.state.buffer.upload(at, &flag)?;
+        let count = slot.rows() * slot.width();
+        // SAFETY: the slot holds `count` elements.
+        unsafe {
+            let x = (slot.ptr(), slot.dtype());
+            self.kernels.finite(x, count, self.state.non_finite(), self.stream.raw())?;
+        }
+        self.stream.synchronize()?;
+        self.state.buffer.download(at, &mut flag)?;
+        if flag == [0] {
+            return Ok(());
+        }
+        let layer = layer.map_or(what.to_owned(), |l| format!("model.layers.{l}.{what}"));
+        Err(Error::new(Code::NonFinite, format!("{layer}: a value is not finite"))
+            .need("finite activations")
+            .have(format!("NaN or infinity among {count} values of {}", slot.dtype()))
+            .fix("`q4 verify MODEL` checks the scales; --dtype bfloat16 has the range of float32"))
+    }
+
+    fn norm_linear(
+        &mut self,
+        x: &CudaTensor,
+        norm: &CudaNorm,
+        weight: &CpuLinear,
+        scratch: &mut CudaTensor,
+        out: &mut CudaTensor,
+    ) -> Result<()> {
+        if fuses(weight, x.rows(), FuseSet::NORM) {
+            out.set_rows(x.rows());
+            let fusion = Fusion { norm: Some(norm.fused()?), ..Fusion::default() };
+            return self.products(x.view(0)?, weight, &fusion, out);
+        }
+        self.norm(x, norm, scratch)?;
+        self.linear(scratch, weight, out)
+    }
+
+    fn linear_add(
+        &mut self,
+        x: &CudaTensor,
+        weight: &CpuLinear,
+        scratch: &mut CudaTensor,
+        residual: &mut CudaTensor,
+    ) -> Result<()> {
+        if fuses(weight, x.rows(), FuseSet::ACCUMULATE) {
+            let fusion = Fusion { accumulate: true, ..Fusion::default() };
+            return self.products(x.view(0)?, weight, &fusion, residual);
+        }
+        self.linear(x, weight, scratch)?;
+        self.add(scratch, residual)
+    }
+
+    fn gated_mlp(
+        &mut self,
+        norm: &CudaNorm,
+        gate_up: &CpuLinear,
+        down: &CpuLinear,
+        s: &mut Slots<CudaTensor>,
+    ) -> Result<()> {
+        let rows = s.hidden.rows();
+        let whole = gate_up.parts.len() == 1; // gate and up in one weight, or there is nothing to fuse
+        if whole && fuses(gate_up, rows, FuseSet::NORM.with(FuseSet::GATE)) {
+            s.gated.set_rows(rows);
+            let fusion = Fusion { norm: Some(norm.fused()?), gate: true, accumulate: false };
+            self.products(s.hidden.view(0)?, gate_up, &fusion, &mut s.gated)?;
+        } else if whole && fuses(gate_up, rows, FuseSet::GATE) {
+            self.norm(&s.hidden, norm, &mut s.normed)?;
+            s.gated.set_rows(rows);
+            let fusion = Fusion { gate: true, ..Fusion::default() };
+            self.products(s.normed.view(0)?, gate_up, &fusion, &mut s.gated)?;
+        } else {
+            self.norm_linear(&s.hidden, norm, gate_up, &mut s.normed, &mut s.gate_up)?;
+            self.silu_mul(&s.gate_up, &mut s.gated)?;
+        }
+        self.linear_add(&s.gated, down, &mut s.product, &mut s.hidden)
+    }
+}

@@ -1,0 +1,415 @@
+//! Launching the model's own kernels: everything between two products. `cuda/*.cu` document their arguments.
+use crate::executor::Shape;
+use q4_core::{Code, DType, Error, Result};
+use q4_cuda::{Gpu, Kernel, Kernels, Launch, Source, args};
+use std::sync::Arc;
+
+macro_rules! source {
+    ($name:literal, $($file:literal),*) => {
+        Source { name: $name, text: concat!($(include_str!(concat!("../../cuda/", $file)), "\n"),*) }
+    };
+}
+
+const ROWS: Source = source!("rows", "elements.cu", "rows.cu");
+const ATTENTION: Source = source!("attention", "elements.cu", "attention.cu");
+const PREFILL: Source = source!("prefill", "elements.cu", "prefill.cu");
+const HEAD: Source = source!("head", "elements.cu", "head.cu");
+const SAMPLE: Source = source!("sample", "elements.cu", "sample.cu");
+
+/// Where a head's rotation and cache are; the same for every layer of a step.
+#[derive(Clone, Copy)]
+pub struct Place {
+    /// `cos` and `sin`, f32 `[context, head_dim / 2]` each.
+    pub rope: (u64, u64),
+    /// u32 per sequence: positions its cache holds.
+    pub position: u64,
+    /// Every row is a sequence of its own.
+    pub batch: bool,
+    /// Elements between heads, and between sequences.
+    pub strides: (u64, u64),
+}
+
+/// The kernels of one model, for one element type.
+pub struct ModelKernels {
+    gpu: Arc<Gpu>,
+    shape: Shape,
+    embed: [Kernel; 3],
+    norm: [Kernel; 3],
+    finite: [Kernel; 3],
+    add: Kernel,
+    silu_mul: Kernel,
+    rotate_append: Kernel,
+    attention: Kernel,
+    /// Tensor-core attention: one token of each sequence, and many rows of one.
+    fast: Option<(Kernel, Kernel)>,
+    head: [Kernel; 4],
+    head_f16: [Kernel; 4],
+    head_exact: [Kernel; 3],
+    argmax: Kernel,
+}
+
+const TYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
+
+fn name(dtype: DType) -> Result<&'static str> {
+    match dtype {
+        DType::F32 => Ok("f32"),
+        DType::BF16 => Ok("bf16"),
+        DType::F16 => Ok("f16"),
+        other => {
+            Err(Error::new(Code::TensorType, "activations").need("f32, f16 or bf16").have(other.as_str()))
+        }
+    }
+}
+
+fn index(dtype: DType) -> usize {
+    TYPES.iter().position(|t| *t == dtype).unwrap_or(0)
+}
+
+impl ModelKernels {
+    /// Compiles or loads them. `dtype` is the element type of what products read and write.
+    pub fn load(gpu: &Arc<Gpu>, shape: &Shape, dtype: DType) -> Result<Self> {
+        let t = name(dtype)?;
+        let dim = format!("-DHEAD_DIM={}", shape.head_dim);
+        let tensor_cores = matches!(shape.head_dim, 64 | 80 | 96 | 128) && dtype != DType::F32;
+        let rows = Kernels::load(gpu, &ROWS, &[])?;
+        let options = [dim.as_str()];
+        let attention = Kernels::load(gpu, &ATTENTION, &options[..usize::from(tensor_cores)])?;
+        let head = Kernels::load(gpu, &HEAD, &[])?;
+        let fast = if tensor_cores {
+            let prefill = Kernels::load(gpu, &PREFILL, &[&dim])?.get(&format!("prefill_{t}"))?;
+            prefill.allow_shared(prefill_shared(shape))?;
+            Some((attention.get(&format!("decode_{t}_{t}"))?, prefill))
+        } else {
+            None
+        };
+        let of = |k: &Kernels, stem: &str| -> Result<[Kernel; 3]> {
+            Ok([
+                k.get(&format!("{stem}_f32"))?,
+                k.get(&format!("{stem}_bf16"))?,
+                k.get(&format!("{stem}_f16"))?,
+            ])
+        };
+        let heads = |t: &str| -> Result<[Kernel; 4]> {
+            let one = |n: u32| head.get(&format!("head_{t}_{n}"));
+            Ok([one(1)?, one(2)?, one(4)?, one(8)?])
+        };
+        Ok(Self {
+            gpu: gpu.clone(),
+            shape: shape.clone(),
+            embed: of(&rows, "embed")?,
+            norm: of(&rows, "norm")?,
+            finite: of(&rows, "finite")?,
+            add: rows.get(&format!("add_{t}"))?,
+            silu_mul: rows.get(&format!("silu_mul_{t}_{t}"))?,
+            rotate_append: rows.get(&format!("rotate_append_{t}_{t}"))?,
+            attention: attention.get(&format!("attention_{t}"))?,
+            fast,
+            head: heads("bf16")?,
+            head_f16: heads("f16")?,
+            head_exact: of(&head, "head_exact")?,
+            argmax: Kernels::load(gpu, &SAMPLE, &[])?.get("argmax")?,
+        })
+    }
+
+    /// Query heads of one key/value head that a block of `decode` takes, at most 8, make a group.
+    fn groups(&self) -> usize {
+        (self.shape.heads / self.shape.kv_heads).div_ceil(8)
+    }
+
+    /// Pieces a sequence's positions are cut into, so that a step fills the device.
+    fn splits(&self, sequences: usize) -> usize {
+        (self.gpu.processors as usize / (self.shape.kv_heads * self.groups() * sequences)).clamp(1, 32)
+    }
+
+    /// Bytes of partial results and of counters that [`ModelKernels::attend_one`] needs; the counters start at zero.
+    pub fn attention_scratch(&self, sequences: usize) -> (usize, usize) {
+        let heads = sequences * self.shape.kv_heads * self.groups();
+        (heads * self.splits(sequences) * 8 * (self.shape.head_dim + 2) * 4, heads * 4)
+    }
+
+    /// Whether [`ModelKernels::attend_one`] can be used.
+    pub fn attends_one(&self) -> bool {
+        self.fast.is_some()
+    }
+
+    /// `out[r] = table[ids[r]]`; ids below the table's rows were checked by the host.
+    ///
+    /// # Safety
+    /// Addresses are of device memory of the sizes `embed_T` documents; so below.
+    pub unsafe fn embed(&self, table: (u64, DType), ids: u64, out: u64, rows: usize, s: usize) -> Result<()> {
+        let width = self.shape.hidden as i32;
+        let how =
+            Launch { grid: [rows as u32, 1, 1], block: [128, 1, 1], shared: 0, stream: s, overlap: true };
+        // SAFETY: by contract.
+        unsafe { self.embed[index(table.1)].launch(how, args![table.0, ids, out, width]) }
+    }
+
+    /// `out = T(x / rms(x) * weight)`, `[rows, width]`.
+    ///
+    /// # Safety
+    /// As above.
+    pub unsafe fn norm(
+        &self,
+        x: u64,
+        (weight, eps): (u64, f32),
+        (out, dtype): (u64, DType),
+        (rows, width): (usize, usize),
+        s: usize,
+    ) -> Result<()> {
+        let how =
+            Launch { grid: [rows as u32, 1, 1], block: [256, 1, 1], shared: 0, stream: s, overlap: true };
+        let width = width as i32;
+        // SAFETY: by contract.
+        unsafe { self.norm[index(dtype)].launch(how, args![x, weight, eps, out, width]) }
+    }
+
+    /// `residual += x`, `count` elements.
+    ///
+    /// # Safety
+    /// As above.
+    pub unsafe fn add(&self, x: u64, residual: u64, count: usize, s: usize) -> Result<()> {
+        let grid = [count.div_ceil(1024) as u32, 1, 1];
+        let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: s, overlap: true };
+        let count = count as u64;
+        // SAFETY: by contract.
+        unsafe { self.add.launch(how, args![x, residual, count]) }
+    }
+
+    /// `out[rows, width] = silu(gate) * up`.
+    ///
+    /// # Safety
+    /// As above.
+    pub unsafe fn silu_mul(&self, gate_up: u64, out: u64, rows: usize, width: usize, s: usize) -> Result<()> {
+        let grid = [width.div_ceil(1024) as u32, rows as u32, 1];
+        let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: s, overlap: true };
+        let width = width as i32;
+        // SAFETY: by contract.
+        unsafe { self.silu_mul.launch(how, args![gate_up, out, width]) }
+    }
+
+    /// Norms and rotates q and k, writes q to `q`, appends k and v.
+    ///
+    /// # Safety
+    /// As above.
+    pub unsafe fn rotate_append(
+        &self,
+        qkv: u64,
+        (q_norm, k_norm, eps): (u64, u64, f32),
+        p: Place,
+        (keys, values): (u64, u64),
+        q: u64,
+        rows: usize,
+        s: usize,
+    ) -> Result<()> {
+        let (heads, kv, dim) =
+            (self.shape.heads as i32, self.shape.kv_heads as i32, self.shape.head_dim as i32);
+        let grid = [rows as u32, ((heads + 2 * kv) as u32).div_ceil(8), 1];
+        let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: s, overlap: true };
+        let batch = i32::from(p.batch);
+        // SAFETY: by contract.
+        unsafe {
+            self.rotate_append.launch(
+                how,
+                args![
+                    qkv,
+                    q_norm,
+                    k_norm,
+                    eps,
+                    p.rope.0,
+                    p.rope.1,
+                    p.position,
+                    batch,
+                    keys,
+                    values,
+                    p.strides.0,
+                    p.strides.1,
+                    q,
+                    heads,
+                    kv,
+                    dim
+                ],
+            )
+        }
+    }
+
+    /// Attention of `rows` queries whose keys and values were appended.
+    ///
+    /// # Safety
+    /// As above.
+    pub unsafe fn attend(
+        &self,
+        q: u64,
+        p: Place,
+        (keys, values): (u64, u64),
+        out: u64,
+        rows: usize,
+        s: usize,
+    ) -> Result<()> {
+        let (heads, kv, dim) =
+            (self.shape.heads as i32, self.shape.kv_heads as i32, self.shape.head_dim as i32);
+        let scale = 1.0 / (self.shape.head_dim as f32).sqrt();
+        if let (Some((_, prefill)), false) = (&self.fast, p.batch) {
+            let grid = [heads as u32, rows.div_ceil(128) as u32, 1];
+            let shared = prefill_shared(&self.shape);
+            let how = Launch { grid, block: [256, 1, 1], shared, stream: s, overlap: true };
+            let count = rows as i32;
+            // SAFETY: by contract.
+            return unsafe {
+                prefill.launch(
+                    how,
+                    args![q, keys, values, p.strides.0, p.position, out, count, heads, kv, scale],
+                )
+            };
+        }
+        let how = Launch {
+            grid: [heads as u32, rows as u32, 1],
+            block: [256, 1, 1],
+            shared: 0,
+            stream: s,
+            overlap: true,
+        };
+        let batch = i32::from(p.batch);
+        // SAFETY: by contract.
+        unsafe {
+            self.attention.launch(
+                how,
+                args![
+                    q,
+                    keys,
+                    values,
+                    p.strides.0,
+                    p.strides.1,
+                    p.position,
+                    batch,
+                    out,
+                    heads,
+                    kv,
+                    dim,
+                    scale
+                ],
+            )
+        }
+    }
+
+    /// One token of each of `sequences` sequences: norms, rotation, append and attention in one kernel.
+    ///
+    /// # Safety
+    /// As above; `scratch` has the sizes of [`ModelKernels::attention_scratch`].
+    pub unsafe fn attend_one(
+        &self,
+        qkv: u64,
+        (q_norm, k_norm, eps): (u64, u64, f32),
+        p: Place,
+        (keys, values): (u64, u64),
+        (partial, counters): (u64, u64),
+        out: u64,
+        sequences: usize,
+        s: usize,
+    ) -> Result<()> {
+        let Some((decode, _)) = &self.fast else {
+            return Err(Error::new(
+                Code::Internal,
+                "attention in one kernel for a head size it does not have",
+            ));
+        };
+        let (heads, kv) = (self.shape.heads as i32, self.shape.kv_heads as i32);
+        let scale = 1.0 / (self.shape.head_dim as f32).sqrt();
+        let grid =
+            [self.splits(sequences) as u32, (self.shape.kv_heads * self.groups()) as u32, sequences as u32];
+        let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: s, overlap: true };
+        // SAFETY: by contract.
+        unsafe {
+            decode.launch(
+                how,
+                args![
+                    qkv,
+                    q_norm,
+                    k_norm,
+                    eps,
+                    p.rope.0,
+                    p.rope.1,
+                    p.position,
+                    keys,
+                    values,
+                    p.strides.0,
+                    p.strides.1,
+                    partial,
+                    counters,
+                    out,
+                    heads,
+                    kv,
+                    scale
+                ],
+            )
+        }
+    }
+
+    /// `out = x table^T` with 16-bit `x` of the table's type, or f32 `x`.
+    ///
+    /// # Safety
+    /// As above.
+    pub unsafe fn head(
+        &self,
+        (table, dtype): (u64, DType),
+        (x, x_type): (u64, DType),
+        out: u64,
+        rows: usize,
+        s: usize,
+    ) -> Result<()> {
+        let (vocab, width) = (self.shape.vocab as i32, self.shape.hidden as i32);
+        if x_type == DType::F32 {
+            let grid = [(vocab as u32).div_ceil(8), rows as u32, 1];
+            let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: s, overlap: true };
+            // SAFETY: by contract.
+            return unsafe { self.head_exact[index(dtype)].launch(how, args![table, x, out, vocab, width]) };
+        }
+        let which = [1usize, 2, 4, 8].iter().position(|n| 8 * n >= rows).unwrap_or(3);
+        let kernel = if dtype == DType::F16 { &self.head_f16[which] } else { &self.head[which] };
+        let per_block = 8usize << which;
+        let grid = [(vocab as u32).div_ceil(128), rows.div_ceil(per_block) as u32, 1];
+        let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: s, overlap: true };
+        let count = rows as i32;
+        // SAFETY: by contract.
+        unsafe { kernel.launch(how, args![table, x, out, vocab, width, count]) }
+    }
+
+    /// The largest logit of every sequence: writes `token`, steps `position`, sets `flags`.
+    ///
+    /// # Safety
+    /// As above; see `argmax` for the sizes.
+    pub unsafe fn argmax(
+        &self,
+        logits: u64,
+        (best, counters): (u64, u64),
+        (token, position, flags): (u64, u64, u64),
+        (history, capacity): (u64, usize),
+        sequences: usize,
+        s: usize,
+    ) -> Result<()> {
+        let vocab = self.shape.vocab as i32;
+        let grid = [(128 / sequences).max(1) as u32, sequences as u32, 1];
+        let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: s, overlap: true };
+        let capacity = capacity as i32;
+        // SAFETY: by contract.
+        unsafe {
+            self.argmax
+                .launch(how, args![logits, vocab, best, counters, token, position, history, capacity, flags])
+        }
+    }
+
+    /// Sets `flag` to 1 when one of `count` elements is not finite.
+    ///
+    /// # Safety
+    /// As above.
+    pub unsafe fn finite(&self, (x, dtype): (u64, DType), count: usize, flag: u64, s: usize) -> Result<()> {
+        let grid = [count.div_ceil(1024).clamp(1, 1024) as u32, 1, 1];
+        let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: s, overlap: true };
+        let count = count as u64;
+        // SAFETY: by contract.
+        unsafe { self.finite[index(dtype)].launch(how, args![x, count, flag]) }
+    }
+}
+
+fn prefill_shared(shape: &Shape) -> u32 {
+    (4 * 64 * (2 * shape.head_dim + 16)) as u32
+}

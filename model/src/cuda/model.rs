@@ -1,0 +1,65 @@
+//! A loaded model's tables and norms, moved to the device its products were prepared on.
+use super::executor::{CudaExecutor, CudaHead, CudaNorm, CudaTable};
+use super::kernels::ModelKernels;
+use crate::cpu::{CpuExecutor, CpuHead, CpuLinear, CpuNorm, CpuTable};
+use crate::graph::{Block, Qwen3};
+use q4_core::{DType, Q4Linear, Result};
+use q4_cuda::{Buffer, Gpu};
+use std::sync::Arc;
+
+/// The graph with its weights on one device, and the kernels between its products.
+pub struct CudaModel {
+    /// The graph.
+    pub graph: Qwen3<CudaExecutor>,
+    pub(super) gpu: Arc<Gpu>,
+    pub(super) kernels: Arc<ModelKernels>,
+    pub(super) dtype: DType,
+}
+
+impl CudaModel {
+    /// Uploads everything of `model` but its products, which are on device `ordinal` already. `dtype`: what products read
+    /// and write.
+    pub fn upload(model: Qwen3<CpuExecutor>, ordinal: u32, dtype: DType) -> Result<Self> {
+        let gpu = Gpu::open(ordinal)?;
+        let kernels = Arc::new(ModelKernels::load(&gpu, &model.shape, dtype)?);
+        let table = upload_table(&gpu, &model.table)?;
+        let head = match model.head {
+            CpuHead::Q4(linear) => CudaHead::Q4(linear),
+            CpuHead::Dense(t) if t.name == model.table.name => CudaHead::Dense(table.clone()),
+            CpuHead::Dense(t) => CudaHead::Dense(upload_table(&gpu, &t)?),
+        };
+        let norm = |n: CpuNorm| -> Result<CudaNorm> {
+            Ok(CudaNorm { weight: Buffer::of(&gpu, &n.weight)?, eps: n.eps })
+        };
+        let block = |b: Block<CpuExecutor>| -> Result<Block<CudaExecutor>> {
+            Ok(Block {
+                input_norm: norm(b.input_norm)?,
+                qkv: b.qkv,
+                q_norm: norm(b.q_norm)?,
+                k_norm: norm(b.k_norm)?,
+                o: b.o,
+                post_norm: norm(b.post_norm)?,
+                gate_up: b.gate_up,
+                down: b.down,
+            })
+        };
+        let blocks = model.blocks.into_iter().map(block).collect::<Result<_>>()?;
+        let graph = Qwen3 { shape: model.shape, table, blocks, norm: norm(model.norm)?, head };
+        Ok(Self { graph, gpu, kernels, dtype })
+    }
+
+    /// Every product, first layer first, the head last.
+    pub fn products(&self) -> impl Iterator<Item = &Q4Linear> {
+        let head = match &self.graph.head {
+            CudaHead::Q4(linear) => Some(linear),
+            CudaHead::Dense(_) => None,
+        };
+        let layers = self.graph.blocks.iter().flat_map(|b| [&b.qkv, &b.o, &b.gate_up, &b.down]);
+        layers.chain(head).flat_map(|l: &CpuLinear| l.parts.iter().map(|(p, _)| p))
+    }
+}
+
+fn upload_table(gpu: &Arc<Gpu>, table: &CpuTable) -> Result<CudaTable> {
+    let buffer = Buffer::of(gpu, table.elements())?;
+    Ok(CudaTable { buffer: Arc::new(buffer), dtype: table.dtype, rows: table.rows })
+}
