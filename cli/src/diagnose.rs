@@ -207,7 +207,10 @@ fn text(b: &Body) -> String {
         c.cubins.iter().for_each(|i| drop(writeln!(out, "            {i}")));
         let is_blackwell = |d: &q4_core::CudaDevice| BLACKWELL.contains(&d.capability);
         if h.env.cuda.iter().any(is_blackwell) {
-            let _ = writeln!(out, "          FP4 tensor cores: not used; the fused kernels here were not run on hardware");
+            let _ = writeln!(
+                out,
+                "          FP4 tensor cores: not used; the fused kernels here were not run on hardware"
+            );
         }
     }
     for (name, value) in &h.environment {
