@@ -79,7 +79,7 @@ DEVICE void barrier_expect(u32 at, u32 bytes) {
 }
 DEVICE void barrier_wait(u32 at, u32 phase) {
     asm volatile(
-        "{.reg .pred p; L: mbarrier.try_wait.parity.shared.b64 p, [%0], %1; @p bra D; bra L; D: }" ::"r"(at), "r"(phase)
+        "{.reg .pred p; AGAIN: mbarrier.try_wait.parity.shared.b64 p, [%0], %1; @p bra PASSED; bra AGAIN; PASSED: }" ::"r"(at), "r"(phase)
         : "memory");
 }
 DEVICE void copy_in(u32 to, const void *from, u32 bytes, u32 barrier) {
