@@ -8,9 +8,11 @@ use crate::report::Outcome;
 use q4_conformance::certificate::default_dir;
 use q4_conformance::{
     AbiProbe, Bench, Certificate, ChildProcesses, Level, Library, Options, Profile, Report, Waivers, cases,
-    run_with, serve,
+    claims, run_with, serve,
 };
-use q4_core::{BUILTINS, Candidate, Code, Dispatch, Error, Q4Backend, Registry, Result, ThreadPool};
+use q4_core::{
+    BUILTINS, Candidate, Code, Device, Dispatch, Error, Q4Backend, Registry, Result, ThreadPool,
+};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -123,7 +125,11 @@ fn chosen(cx: &Context, args: &ConformanceArgs, registry: &Registry) -> Result<V
                 .have(reasons.join("\n")));
         }
     }
-    Ok(if plugins.is_empty() { live } else { plugins })
+    let device = cx.device()?;
+    // On a device, those that offer something there.
+    let serves =
+        |b: &Arc<dyn Q4Backend>| device == Device::Cpu || !claims(&**b, registry.env(), device).is_empty();
+    Ok(if plugins.is_empty() { live.into_iter().filter(serves).collect() } else { plugins })
 }
 
 fn is_plugin(backend: &dyn Q4Backend) -> bool {

@@ -43,7 +43,9 @@ pub trait DeviceBytes: Send + Sync {
 pub fn devices() -> Result<(Vec<CudaDevice>, u32)> {
     match inventory::iter::<DeviceSupport>.into_iter().next() {
         Some(s) => (s.probe)(),
-        None => Err(Error::new(Code::DeviceMissing, "CUDA").need("a build with CUDA support").have("this one")),
+        None => {
+            Err(Error::new(Code::DeviceMissing, "CUDA").need("a build with CUDA support").have("this one"))
+        }
     }
 }
 
@@ -205,7 +207,14 @@ impl Copy {
     fn view_mut<'a>(&'a self, like: &TensorView<'_>, device: Device) -> Result<TensorViewMut<'a>> {
         // SAFETY: as above, and made once per call.
         unsafe {
-            TensorViewMut::from_raw(self.place()?, self.len, device, like.dtype(), like.shape(), like.strides())
+            TensorViewMut::from_raw(
+                self.place()?,
+                self.len,
+                device,
+                like.dtype(),
+                like.shape(),
+                like.strides(),
+            )
         }
     }
 
@@ -226,8 +235,11 @@ impl Copy {
         if is_marked(&host[..self.at]) && is_marked(&host[self.at + self.len..]) {
             return Ok(());
         }
-        Err(Error::new(Code::ConformanceFailed, format!("a byte of the device outside the {what} was written"))
-            .need(format!("writes inside its {} bytes", self.len)))
+        Err(Error::new(
+            Code::ConformanceFailed,
+            format!("a byte of the device outside the {what} was written"),
+        )
+        .need(format!("writes inside its {} bytes", self.len)))
     }
 
     fn check_same(&self, view: &TensorView<'_>) -> Result<()> {

@@ -81,7 +81,7 @@ DEVICE void barrier_init(u32 at, u32 count) { asm volatile("mbarrier.init.shared
 DEVICE void barrier_arrive(u32 at) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(at) : "memory"); }
 DEVICE void barrier_wait(u32 at, u32 phase) {
     asm volatile(
-        "{.reg .pred p; L: mbarrier.try_wait.parity.shared.b64 p, [%0], %1; @p bra D; bra L; D: }" ::"r"(at), "r"(phase)
+        "{.reg .pred p; AGAIN: mbarrier.try_wait.parity.shared.b64 p, [%0], %1; @p bra PASSED; bra AGAIN; PASSED: }" ::"r"(at), "r"(phase)
         : "memory");
 }
 DEVICE void copy16(u32 to, const void *from, bool real) {

@@ -151,8 +151,8 @@ impl Loaded {
         let model = match &self.model {
             Model::Cpu(model) => model,
             Model::Cuda(model) => {
-                let sizes = Sizes { rows, sequences: 1, context, workspace: self.workspace };
-                let engine = CudaEngine::new(model.clone(), self.threads.clone(), sizes, logit_rows, rope)?;
+                let sizes = Sizes { rows, logit_rows, sequences: 1, context, workspace: self.workspace };
+                let engine = CudaEngine::new(model.clone(), self.threads.clone(), sizes, rope)?;
                 return Ok(Runner::new(Box::new(engine), rows));
             }
         };
@@ -190,7 +190,8 @@ impl Loaded {
                 .need("a CUDA device")
                 .have("the CPU"));
         };
-        let sizes = Sizes { rows: chunk, sequences, context, workspace: self.workspace };
+        let sizes =
+            Sizes { rows: chunk, logit_rows: sequences, sequences, context, workspace: self.workspace };
         let rope = (self.rope.0.as_slice(), self.rope.1);
         CudaBatch::new(model.clone(), self.threads.clone(), sizes, rope)
     }

@@ -77,7 +77,8 @@ impl<T> Access<T> {
 }
 
 fn gpu(ordinal: u32) -> std::result::Result<Arc<Gpu>, Vec<Reject>> {
-    let absent = |have: String| vec![Reject::new(RejectCode::DeviceAbsent, "a CUDA device and its driver", have)];
+    let absent =
+        |have: String| vec![Reject::new(RejectCode::DeviceAbsent, "a CUDA device and its driver", have)];
     if let Found::No(why) = &libraries().driver {
         return Err(absent(why.clone()));
     }

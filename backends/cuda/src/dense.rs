@@ -134,7 +134,10 @@ impl Shapes {
         // SAFETY: out pointers are valid; the attribute is read before the call returns.
         unsafe {
             let kind = lt::cublasComputeType_t::CUBLAS_COMPUTE_32F;
-            ok(lt::cublasLtMatmulDescCreate(&mut s.call, kind, Kind::CUDA_R_32F), "cublasLtMatmulDescCreate")?;
+            ok(
+                lt::cublasLtMatmulDescCreate(&mut s.call, kind, Kind::CUDA_R_32F),
+                "cublasLtMatmulDescCreate",
+            )?;
             let which = lt::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA;
             let size = size_of_val(&transpose);
             ok(
@@ -160,7 +163,8 @@ impl Shapes {
             let mut best: lt::cublasLtMatmulHeuristicResult_t = std::mem::zeroed();
             ok(lt::cublasLtMatmulPreferenceCreate(&mut preference), "cublasLtMatmulPreferenceCreate")?;
             let which = lt::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
-            let set = lt::cublasLtMatmulPreferenceSetAttribute(preference, which, from_ref(&SCRATCH).cast(), 8);
+            let set =
+                lt::cublasLtMatmulPreferenceSetAttribute(preference, which, from_ref(&SCRATCH).cast(), 8);
             let asked = lt::cublasLtMatmulAlgoGetHeuristic(
                 p.blas.handle,
                 self.call,
@@ -201,6 +205,8 @@ impl Drop for Shapes {
 fn ok(status: Status, doing: &str) -> Result<()> {
     match status {
         Status::CUBLAS_STATUS_SUCCESS => Ok(()),
-        other => Err(Error::new(Code::BackendFailed, format!("cuBLASLt: {doing}")).have(format!("{other:?}"))),
+        other => {
+            Err(Error::new(Code::BackendFailed, format!("cuBLASLt: {doing}")).have(format!("{other:?}")))
+        }
     }
 }

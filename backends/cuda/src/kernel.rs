@@ -61,6 +61,12 @@ impl Kernels {
         // SAFETY: the module is loaded; the name is NUL-terminated; the out pointer is valid.
         let status = unsafe { driver::cuModuleGetFunction(&mut raw, self.0.raw, text.as_ptr()) };
         check(status, &format!("kernel `{name}` of `{}`", self.0.name))?;
+        // One division of the on-chip memory for all: a processor must drain before it changes it, and kernels that overlap
+        // would wait for that.
+        let which = driver::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
+        // SAFETY: the function was just found.
+        let status = unsafe { driver::cuFuncSetAttribute(raw, which, 100) };
+        check(status, &format!("on-chip memory of kernel `{name}`"))?;
         Ok(Kernel { module: self.0.clone(), raw, name: name.into() })
     }
 }

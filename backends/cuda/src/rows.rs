@@ -42,7 +42,9 @@ impl Matrix {
     /// Parts that fit the second dimension of a grid, with their first rows.
     pub fn parts(self) -> impl Iterator<Item = (usize, Self)> {
         let rows = self.rows as usize;
-        (0..rows).step_by(MAX_ROWS).map(move |first| (first, self.rows_from(first, MAX_ROWS.min(rows - first))))
+        (0..rows)
+            .step_by(MAX_ROWS)
+            .map(move |first| (first, self.rows_from(first, MAX_ROWS.min(rows - first))))
     }
 }
 
@@ -140,7 +142,10 @@ impl RowKernels {
         self.gpu.bind()?;
         let bits = g.value().to_bits();
         // SAFETY: by contract.
-        check(unsafe { driver::cuMemsetD32Async(out, bits, 1, stream as driver::CUstream) }, "cuMemsetD32Async")
+        check(
+            unsafe { driver::cuMemsetD32Async(out, bits, 1, stream as driver::CUstream) },
+            "cuMemsetD32Async",
+        )
     }
 
     /// Rows to int8 with a step per 16.
@@ -179,7 +184,8 @@ impl RowKernels {
             let (codes, bytes) = (at(to.codes, k / 2), at(to.scales, k / 16));
             // SAFETY: by contract; the arguments are those of `q4_nvfp4`.
             unsafe {
-                self.nvfp4.launch(how, args![part, number, source, global, q, steps, codes, bytes, to.bad])?;
+                self.nvfp4
+                    .launch(how, args![part, number, source, global, q, steps, codes, bytes, to.bad])?;
             }
         }
         Ok(())
@@ -240,7 +246,8 @@ impl RowKernels {
             let (q, steps) = (q + (first * k) as u64, steps + (first * (k / 16) * 4) as u64);
             // SAFETY: as above; the arguments are those of `q4_values`.
             unsafe {
-                self.values.launch(how, args![q, steps, global, kind, factor, part.rows, part.cols, part.data])?;
+                self.values
+                    .launch(how, args![q, steps, global, kind, factor, part.rows, part.cols, part.data])?;
             }
         }
         Ok(values)

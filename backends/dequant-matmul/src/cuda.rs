@@ -6,7 +6,9 @@ use q4_core::{
     Activations, Code, DType, Error, ExecContext, ExecPath, LinearSpec, OpSet, PreparedInfo, PreparedWeight,
     Q4Weight, Result, TensorView, TensorViewMut,
 };
-use q4_cuda::{Blas, Buffer, DenseProduct, Gpu, Kernel, Kernels, Launch, Matrix, RowKernels, Source, args, number};
+use q4_cuda::{
+    Blas, Buffer, DenseProduct, Gpu, Kernel, Kernels, Launch, Matrix, RowKernels, Source, args, number,
+};
 use std::sync::Arc;
 
 const SOURCE: Source = Source {

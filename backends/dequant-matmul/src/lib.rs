@@ -15,8 +15,9 @@ mod probe;
 
 use cuda::Engine;
 use q4_core::{
-    BackendDescriptor, Built, BuiltinOptions, Code, Device, Error, ExecContext, ExecPath, HostEnv, LinearSpec, PreparedWeight,
-    ProbeItem, Q4Backend, Q4Weight, Registration, Reject, Result, Verdict, inventory,
+    BackendDescriptor, Built, BuiltinOptions, Code, Device, Error, ExecContext, ExecPath, HostEnv,
+    LinearSpec, PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Registration, Reject, Result, Verdict,
+    inventory,
 };
 use q4_cuda::Access;
 use std::sync::Arc;

@@ -42,7 +42,12 @@ fn isas() -> [(&'static str, bool); 3] {
 }
 
 /// `Ok` or every reason why `spec` cannot be served.
-pub(crate) fn can_prepare(spec: &LinearSpec, path: ExecPath, cuda: &Access<Engine>, env: &HostEnv) -> Verdict {
+pub(crate) fn can_prepare(
+    spec: &LinearSpec,
+    path: ExecPath,
+    cuda: &Access<Engine>,
+    env: &HostEnv,
+) -> Verdict {
     use RejectCode::*;
     let mut reasons = Vec::new();
     let mut reject = |code, need: &str, have: String| reasons.push(Reject::new(code, need.to_owned(), have));

@@ -70,7 +70,12 @@ pub(crate) struct OnDevice {
 }
 
 /// Copies and packs `w`; waits. Fails as the preparation for the CPU does.
-pub(crate) fn prepare(engine: &Arc<Engine>, w: &Q4Weight<'_>, spec: &LinearSpec, path: ExecPath) -> Result<OnDevice> {
+pub(crate) fn prepare(
+    engine: &Arc<Engine>,
+    w: &Q4Weight<'_>,
+    spec: &LinearSpec,
+    path: ExecPath,
+) -> Result<OnDevice> {
     check(w, spec)?;
     let Q4Schema::Nf4 { nibble_order, block, .. } = w.schema else {
         return Err(Error::new(Code::SchemaInvalid, "weight").need("nf4").have(w.schema.to_string()));
@@ -109,7 +114,17 @@ pub(crate) fn prepare(engine: &Arc<Engine>, w: &Q4Weight<'_>, spec: &LinearSpec,
         unsafe {
             engine.pack.launch(
                 how,
-                args![raw.ptr(), absmax.ptr(), high, block, rows, packed.k, packed.group, codes_at, scales_at],
+                args![
+                    raw.ptr(),
+                    absmax.ptr(),
+                    high,
+                    block,
+                    rows,
+                    packed.k,
+                    packed.group,
+                    codes_at,
+                    scales_at
+                ],
             )?;
         }
         engine.gpu.synchronize()?;

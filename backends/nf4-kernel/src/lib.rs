@@ -15,11 +15,12 @@ mod simd;
 
 use cuda::Engine;
 use q4_core::{
-    BackendDescriptor, Built, BuiltinOptions, Code, Device, Error, ExecContext, ExecPath, HostEnv, LinearSpec, PreparedWeight,
-    ProbeItem, Q4Backend, Q4Weight, Registration, Reject, Result, Verdict, inventory,
+    BackendDescriptor, Built, BuiltinOptions, Code, Device, Error, ExecContext, ExecPath, HostEnv,
+    LinearSpec, PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Registration, Reject, Result, Verdict,
+    inventory,
 };
-use simd::Isa;
 use q4_cuda::Access;
+use simd::Isa;
 use std::sync::Arc;
 
 inventory::submit! {

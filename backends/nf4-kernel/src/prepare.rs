@@ -3,8 +3,8 @@ use crate::probe::scale_group;
 use crate::simd::Isa;
 use q4_core::formats::nf4;
 use q4_core::{
-    Absmax, Code, DType, Error, ExecPath, LinearSpec, NibbleOrder, OpSet, PreparedInfo, Q4Schema, Q4Weight, Result,
-    SegmentData, ThreadPool,
+    Absmax, Code, DType, Error, ExecPath, LinearSpec, NibbleOrder, OpSet, PreparedInfo, Q4Schema, Q4Weight,
+    Result, SegmentData, ThreadPool,
 };
 use std::borrow::Cow;
 use std::sync::Mutex;

@@ -83,10 +83,7 @@ impl Q4Backend for Nvfp4Kernel {
 
 impl Engine {
     /// Opens the CPU, and the GPU that is to be used, to learn what the library has kernels for.
-    fn new(
-        library: &'static Library,
-        options: &BuiltinOptions,
-    ) -> Result<(Self, LibraryFacts), Vec<Reject>> {
+    fn new(library: &'static Library, options: &BuiltinOptions) -> Result<(Self, LibraryFacts), Vec<Reject>> {
         let isa = options.isa.as_deref();
         let mut notes = vec![library.note()];
         let mut facts = LibraryFacts {
@@ -115,20 +112,31 @@ impl Engine {
             }
         }
         let is_managed = options.unified_memory != UnifiedMemory::Disabled;
+        let mut is_managed = is_managed;
         if let Some(device) = options.cuda.map(Device::Cuda) {
             let id = format!("context.{device}").into();
-            match library.table.ctx_create(device, None, is_managed) {
+            let mut opened = library.table.ctx_create(device, None, is_managed);
+            if opened.is_err() && options.unified_memory == UnifiedMemory::Prefer {
+                is_managed = false;
+                opened = library.table.ctx_create(device, None, false);
+            }
+            match opened {
                 Ok(ctx) => {
                     notes.push(ProbeItem { id, ..cuda(library, &ctx, &mut facts) });
                     contexts.insert(device, ctx);
                 }
                 Err(reasons) => {
-                    let texts: Vec<_> = reasons.iter().map(|r| format!("{} (need {})", r.have, r.need)).collect();
+                    let texts: Vec<_> =
+                        reasons.iter().map(|r| format!("{} (need {})", r.have, r.need)).collect();
                     facts.cuda_refused = Some(texts.join("; "));
                     // A machine without a GPU is no finding; the text still says why there is none.
                     let is_finding = reasons.iter().any(|r| r.code != RejectCode::DeviceAbsent);
                     let detail = format!("none: {}", texts.join("; "));
-                    notes.push(ProbeItem { id, reasons: if is_finding { reasons } else { Vec::new() }, detail });
+                    notes.push(ProbeItem {
+                        id,
+                        reasons: if is_finding { reasons } else { Vec::new() },
+                        detail,
+                    });
                 }
             }
         }
@@ -145,11 +153,13 @@ impl Engine {
             Entry::Occupied(known) => known.into_mut(),
             Entry::Vacant(new) => {
                 let isa = self.isa.as_deref().filter(|_| device == Device::Cpu);
-                new.insert(self.library.table.ctx_create(device, isa, self.is_managed).map_err(|reasons| {
-                    let texts: Vec<_> = reasons.iter().map(ToString::to_string).collect();
-                    Error::new(Code::DeviceMissing, format!("libNVFP4 cannot use {device}"))
-                        .have(texts.join("\n"))
-                })?)
+                new.insert(self.library.table.ctx_create(device, isa, self.is_managed).map_err(
+                    |reasons| {
+                        let texts: Vec<_> = reasons.iter().map(ToString::to_string).collect();
+                        Error::new(Code::DeviceMissing, format!("libNVFP4 cannot use {device}"))
+                            .have(texts.join("\n"))
+                    },
+                )?)
             }
         };
         job(ctx)

@@ -3,8 +3,8 @@
 use crate::abi;
 use crate::table::Weight;
 use q4_core::{
-    Activations, Code, DType, Device, Error, ExecContext, FuseSet, Fusion, PreparedInfo, PreparedWeight, Result, TensorView,
-    TensorViewMut, ThreadPool,
+    Activations, Code, DType, Device, Error, ExecContext, FuseSet, Fusion, PreparedInfo, PreparedWeight,
+    Result, TensorView, TensorViewMut, ThreadPool,
 };
 use std::ffi::c_void;
 use std::mem::size_of;
@@ -61,7 +61,10 @@ impl PreparedWeight for Prepared {
         placed(&y.as_view(), cx)?;
         if let Some(norm) = &fusion.norm {
             placed(&norm.weight, cx)?;
-            if norm.weight.dtype() != DType::F32 || norm.weight.len() != self.info.k || !norm.weight.is_contiguous() {
+            if norm.weight.dtype() != DType::F32
+                || norm.weight.len() != self.info.k
+                || !norm.weight.is_contiguous()
+            {
                 return Err(Error::new(Code::ShapeMismatch, "weight of a norm")
                     .need(format!("float32[{}]", self.info.k))
                     .have(format!("{:?}", norm.weight)));

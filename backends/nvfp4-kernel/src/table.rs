@@ -258,7 +258,8 @@ impl Weight {
     pub fn fuses(&self, m: usize, parts: u32) -> bool {
         let api = &self.table.api;
         // SAFETY: a live weight.
-        api.forward_fused.is_some() && api.fuses.is_some_and(|f| unsafe { f(self.weight, m as u64, parts) } == 1)
+        api.forward_fused.is_some()
+            && api.fuses.is_some_and(|f| unsafe { f(self.weight, m as u64, parts) } == 1)
     }
 
     /// `forward` with what `fusion` adds.

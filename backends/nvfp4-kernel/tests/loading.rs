@@ -2,9 +2,9 @@
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used)]
 use q4_core::{
-    Activations, BuiltinOptions, Candidate, DType, Device, ExecContext, ExecPath, FuseSet, Fusion, LinearSpec, OpSet,
-    Q4Schema, Q4Weight, Registry, Reject, RejectCode, ScaleLayout, Segment, SegmentData, SegmentSpec, TensorView,
-    TensorViewMut, ThreadPool,
+    Activations, BuiltinOptions, Candidate, DType, Device, ExecContext, ExecPath, FuseSet, Fusion,
+    LinearSpec, OpSet, Q4Schema, Q4Weight, Registry, Reject, RejectCode, ScaleLayout, Segment, SegmentData,
+    SegmentSpec, TensorView, TensorViewMut, ThreadPool,
 };
 use q4_nvfp4_kernel::NAME;
 use std::fs;

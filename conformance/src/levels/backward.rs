@@ -33,7 +33,8 @@ pub(super) fn cases(claim: &Claim, seed: u64, all: &mut Vec<Case>) {
 const OPS: OpSet = OpSet::FORWARD.with(OpSet::BACKWARD_INPUT);
 
 fn check(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<Seen> {
-    let prepared = match product::prepare(bench, path, &problem.weight, &product::spec(bench, problem, OPS))? {
+    let prepared = match product::prepare(bench, path, &problem.weight, &product::spec(bench, problem, OPS))?
+    {
         Ok(prepared) => prepared,
         Err(reasons) => return Ok(Seen::Refused(reasons)),
     };
@@ -50,7 +51,8 @@ fn check(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<See
 
 /// `Σ dy·(x W^T) = Σ (dy W)·x`, within what both sides may be off.
 fn transpose(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<Seen> {
-    let prepared = match product::prepare(bench, path, &problem.weight, &product::spec(bench, problem, OPS))? {
+    let prepared = match product::prepare(bench, path, &problem.weight, &product::spec(bench, problem, OPS))?
+    {
         Ok(prepared) => prepared,
         Err(reasons) => return Ok(Seen::Refused(reasons)),
     };

@@ -50,7 +50,12 @@ fn format_that_ran(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> 
         .collect();
     let x = q4_core::selfcheck::IoBuffer::new(problem.io, &x).to_f32();
     let problem = Problem { name: problem.name.clone(), x, recorded: None, ..*problem };
-    let w = match product::prepare(bench, path, &problem.weight, &product::spec(bench, &problem, OpSet::FORWARD))? {
+    let w = match product::prepare(
+        bench,
+        path,
+        &problem.weight,
+        &product::spec(bench, &problem, OpSet::FORWARD),
+    )? {
         Ok(prepared) => prepared,
         Err(reasons) => return Ok(Seen::Refused(reasons)),
     };

@@ -4,6 +4,7 @@ mod abi;
 mod backward;
 mod decode;
 mod forward;
+mod fused;
 mod honesty;
 mod memory;
 mod negative;
@@ -22,7 +23,8 @@ pub fn cases(
     abi: Option<&dyn crate::AbiProbe>,
     options: &Options,
 ) -> Vec<Case> {
-    let claims: Vec<Claim> = claims(backend, env, options.device).into_iter().filter(|c| options.admits(c)).collect();
+    let claims: Vec<Claim> =
+        claims(backend, env, options.device).into_iter().filter(|c| options.admits(c)).collect();
     let mut all = Vec::new();
     for level in options.levels() {
         if options.claims.is_empty() {
@@ -36,7 +38,10 @@ pub fn cases(
             match level {
                 Level::L0 => {}
                 Level::L1 => decode::cases(claim, options.seed, &mut all),
-                Level::L2 => forward::cases(claim, options.seed, &mut all),
+                Level::L2 => {
+                    forward::cases(claim, options.seed, &mut all);
+                    fused::cases(claim, options.seed, &mut all);
+                }
                 Level::L3 => backward::cases(claim, options.seed, &mut all),
                 Level::L4 => {
                     negative::cases(claim, options.seed, &mut all);

@@ -170,10 +170,12 @@ fn run(
 
 /// Less scratch than asked for: refused without a trace, or not needed after all and the result is right.
 fn short_workspace(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<Seen> {
-    let w = match product::prepare(bench, path, &problem.weight, &product::spec(bench, problem, OpSet::FORWARD))? {
-        Ok(prepared) => prepared,
-        Err(reasons) => return Ok(Seen::Refused(reasons)),
-    };
+    let w =
+        match product::prepare(bench, path, &problem.weight, &product::spec(bench, problem, OpSet::FORWARD))?
+        {
+            Ok(prepared) => prepared,
+            Err(reasons) => return Ok(Seen::Refused(reasons)),
+        };
     let need = w.workspace(M);
     let mut sizes = vec![0, need / 2, need.saturating_sub(64)];
     sizes.dedup();

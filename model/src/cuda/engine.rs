@@ -32,10 +32,10 @@ impl CudaEngine {
         model: Arc<CudaModel>,
         threads: Arc<ThreadPool>,
         sizes: Sizes,
-        logit_rows: usize,
         rope: (&[f32], f32),
     ) -> Result<Self> {
         let (gpu, s, dtype) = (&model.gpu, &model.graph.shape, model.dtype);
+        let logit_rows = sizes.logit_rows;
         let kv = CudaCache::bytes(dtype, s.layers, s.kv_heads, s.head_dim, sizes.context);
         let kv = kv * sizes.sequences as u64;
         let rest = bytes(s, dtype, sizes.rows, logit_rows, sizes.context, sizes.workspace);

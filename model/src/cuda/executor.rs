@@ -60,6 +60,8 @@ pub struct CudaExecutor {
     workspace: Buffer,
     rope: Buffer,
     rope_half: u64,
+    /// The head's input in f32, `[logit rows, hidden]`.
+    exact: Buffer,
     /// Rotated queries of a step, `[rows, q]`, where attention is a kernel of its own.
     queries: Buffer,
     partial: Buffer,
@@ -155,13 +157,15 @@ pub fn bytes(
 ) -> u64 {
     let wide = 2 * s.hidden + s.qkv() + 2 * s.q() + 3 * s.intermediate;
     let slots = rows * (wide * dtype.size() + s.hidden * 4) + logit_rows * s.vocab * 4;
-    (slots + workspace + context * s.head_dim * 4 + (8 << 20)) as u64
+    (slots + logit_rows * s.hidden * 4 + workspace + context * s.head_dim * 4 + (8 << 20)) as u64
 }
 
 /// Sizes of a context.
 pub struct Sizes {
     /// Rows of the largest step.
     pub rows: usize,
+    /// Rows logits are kept of.
+    pub logit_rows: usize,
     /// Sequences that decode together.
     pub sequences: usize,
     /// Positions of the cache.
@@ -181,7 +185,7 @@ impl CudaExecutor {
         sizes: Sizes,
         rope: (&[f32], f32),
     ) -> Result<Self> {
-        let Sizes { rows, sequences, context, workspace } = sizes;
+        let Sizes { rows, logit_rows, sequences, context, workspace } = sizes;
         let (cos, sin) = crate::cpu::rotations(rope.0, rope.1, context);
         let table = Buffer::new(gpu, (cos.len() + sin.len()) * 4)?;
         table.upload(0, &cos)?;
@@ -192,6 +196,7 @@ impl CudaExecutor {
             workspace: Buffer::new(gpu, workspace + 256)?,
             rope_half: (cos.len() * 4) as u64,
             rope: table,
+            exact: Buffer::new(gpu, logit_rows * shape.hidden * 4)?,
             queries: Buffer::new(gpu, rows * shape.q() * dtype.size())?,
             partial: Buffer::new(gpu, partial)?,
             counters: Buffer::zeroed(gpu, counters)?,
@@ -459,15 +464,12 @@ impl Executor for CudaExecutor {
             CudaHead::Dense(table) => {
                 // Tensor cores multiply two values of one type, so x takes the table's, unless f32 was asked for.
                 let exact = self.dtype == DType::F32 || table.dtype == DType::F32;
-                let x_type = if exact { DType::F32 } else { table.dtype };
-                if x_type.size() > scratch.dtype().size() {
-                    return Err(Error::new(Code::Unsupported, "a float32 head below 16-bit activations")
-                        .need("--dtype float32")
-                        .have(self.dtype.as_str()));
-                }
+                let to = match exact {
+                    true => (self.exact.ptr(), DType::F32),
+                    false => (scratch.ptr(), table.dtype),
+                };
                 // SAFETY: as above; the table is `[vocab, hidden]`.
                 unsafe {
-                    let to = (scratch.ptr(), x_type);
                     self.kernels.norm(x.row(first), norm.pair(), to, (rows, x.width()), s)?;
                     self.kernels.head((table.buffer.ptr(), table.dtype), to, out.ptr(), rows, s)
                 }

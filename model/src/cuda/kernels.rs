@@ -13,6 +13,8 @@ macro_rules! source {
 const ROWS: Source = source!("rows", "elements.cu", "rows.cu");
 const ATTENTION: Source = source!("attention", "elements.cu", "attention.cu");
 const PREFILL: Source = source!("prefill", "elements.cu", "prefill.cu");
+/// With instructions of compute capability 9.0 alone.
+const PREFILL_WIDE: Source = source!("prefill_wide", "elements.cu", "prefill_wide.cu");
 const HEAD: Source = source!("head", "elements.cu", "head.cu");
 const SAMPLE: Source = source!("sample", "elements.cu", "sample.cu");
 
@@ -41,11 +43,31 @@ pub struct ModelKernels {
     rotate_append: Kernel,
     attention: Kernel,
     /// Tensor-core attention: one token of each sequence, and many rows of one.
-    fast: Option<(Kernel, Kernel)>,
+    fast: Option<(Kernel, Prefill)>,
     head: [Kernel; 4],
     head_f16: [Kernel; 4],
     head_exact: [Kernel; 3],
     argmax: Kernel,
+}
+
+/// Attention of many rows of one sequence, 128 rows of a head a block.
+struct Prefill {
+    kernel: Kernel,
+    threads: u32,
+    shared: u32,
+}
+
+impl Prefill {
+    fn load(gpu: &Arc<Gpu>, head_dim: usize, option: &str, t: &str) -> Result<Self> {
+        let wide = gpu.capability == (9, 0) && matches!(head_dim, 64 | 128);
+        let (source, stem, threads, shared) = match wide {
+            true => (&PREFILL_WIDE, "prefill_wide", 384, 1024 + 5 * 256 * head_dim + 1152),
+            false => (&PREFILL, "prefill", 256, 4 * 64 * (2 * head_dim + 16)),
+        };
+        let kernel = Kernels::load(gpu, source, &[option])?.get(&format!("{stem}_{t}"))?;
+        kernel.allow_shared(shared as u32)?;
+        Ok(Self { kernel, threads, shared: shared as u32 })
+    }
 }
 
 const TYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
@@ -76,8 +98,7 @@ impl ModelKernels {
         let attention = Kernels::load(gpu, &ATTENTION, &options[..usize::from(tensor_cores)])?;
         let head = Kernels::load(gpu, &HEAD, &[])?;
         let fast = if tensor_cores {
-            let prefill = Kernels::load(gpu, &PREFILL, &[&dim])?.get(&format!("prefill_{t}"))?;
-            prefill.allow_shared(prefill_shared(shape))?;
+            let prefill = Prefill::load(gpu, shape.head_dim, &dim, t)?;
             Some((attention.get(&format!("decode_{t}_{t}"))?, prefill))
         } else {
             None
@@ -124,7 +145,7 @@ impl ModelKernels {
     /// Bytes of partial results and of counters that [`ModelKernels::attend_one`] needs; the counters start at zero.
     pub fn attention_scratch(&self, sequences: usize) -> (usize, usize) {
         let heads = sequences * self.shape.kv_heads * self.groups();
-        (heads * self.splits(sequences) * 8 * (self.shape.head_dim + 2) * 4, heads * 4)
+        (heads * self.splits(sequences) * 8 * (self.shape.head_dim + 4) * 4, heads * 4)
     }
 
     /// Whether [`ModelKernels::attend_one`] can be used.
@@ -250,12 +271,17 @@ impl ModelKernels {
         let scale = 1.0 / (self.shape.head_dim as f32).sqrt();
         if let (Some((_, prefill)), false) = (&self.fast, p.batch) {
             let grid = [heads as u32, rows.div_ceil(128) as u32, 1];
-            let shared = prefill_shared(&self.shape);
-            let how = Launch { grid, block: [256, 1, 1], shared, stream: s, overlap: true };
+            let how = Launch {
+                grid,
+                block: [prefill.threads, 1, 1],
+                shared: prefill.shared,
+                stream: s,
+                overlap: true,
+            };
             let count = rows as i32;
             // SAFETY: by contract.
             return unsafe {
-                prefill.launch(
+                prefill.kernel.launch(
                     how,
                     args![q, keys, values, p.strides.0, p.position, out, count, heads, kv, scale],
                 )
@@ -408,8 +434,4 @@ impl ModelKernels {
         // SAFETY: by contract.
         unsafe { self.finite[index(dtype)].launch(how, args![x, count, flag]) }
     }
-}
-
-fn prefill_shared(shape: &Shape) -> u32 {
-    (4 * 64 * (2 * shape.head_dim + 16)) as u32
 }

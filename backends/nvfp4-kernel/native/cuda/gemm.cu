@@ -15,7 +15,7 @@
 //   row_tiles = ceil(group_count / (8 MB)), with gates ceil(group_count / 2 / (4 MB)); token_tiles = ceil(tokens / TN).
 //   global: the per-tensor scale of x that multiplies (convention 1) or divides (2) the sums; convention 0: none.
 //   Tiles below split_tiles are cut into gridDim equal shares of k (stream-K), the others are dealt whole.
-//   partial: f32[gridDim][128 MB * TN]; flags: u32[gridDim], zero before (`order_*` clears them) and after every launch.
+//   partial: f32[gridDim][128 MB * TN]; flags: u32[2 gridDim], zero before (`order_*` clears them) and after every launch.
 //   grid min(multiprocessors, work), every block resident; block 384 (two consuming warpgroups, one that copies);
 //   dynamic shared memory SHARED bytes.
 
@@ -79,7 +79,7 @@ DEVICE void barrier_expect(u32 at, u32 bytes) {
 }
 DEVICE void barrier_wait(u32 at, u32 phase) {
     asm volatile(
-        "{.reg .pred p; L: mbarrier.try_wait.parity.shared.b64 p, [%0], %1; @p bra D; bra L; D: }" ::"r"(at), "r"(phase)
+        "{.reg .pred p; AGAIN: mbarrier.try_wait.parity.shared.b64 p, [%0], %1; @p bra PASSED; bra AGAIN; PASSED: }" ::"r"(at), "r"(phase)
         : "memory");
 }
 DEVICE void copy_in(u32 to, const void *from, u32 bytes, u32 barrier) {
@@ -94,11 +94,13 @@ DEVICE void store4(u32 at, u32 a, u32 b, u32 c, u32 d) {
 }
 
 constexpr int STAGE = TN * 128;
-constexpr int STAGES = 131072 / STAGE;
+constexpr int STAGES = 196608 / STAGE < 16 ? 196608 / STAGE : 16;
 constexpr int SUMS = TN / 2;                 // of a thread, per block of 64 rows
 constexpr int ROWS = 128 * MB;               // of a tile
-constexpr int STORE = 69632;                 // outputs on their way to memory
-constexpr int SHARED = 1024 + STAGES * STAGE + STORE + 16 * STAGES;
+constexpr int PIECE = 8928;                  // outputs of `TOKENS` tokens and one warpgroup on their way to memory
+constexpr int TOKENS16 = 32, TOKENS32 = 32 / MB;
+constexpr int STORE = 4 * PIECE;             // two pieces a warpgroup
+constexpr int SHARED = STAGES * STAGE + STORE + 16 * STAGES;
 constexpr int UNIT = 1152;
 
 // What a block has to do, the same for those who copy and those who multiply.
@@ -111,8 +113,9 @@ struct Plan {
         Plan p;
         u64 all = (u64)units * split_tiles;
         p.units = units, p.split_tiles = split_tiles, p.tiles = tiles;
-        p.begin = (int)(all * blockIdx.x / gridDim.x), p.end = (int)(all * (blockIdx.x + 1) / gridDim.x);
-        p.next = split_tiles + blockIdx.x;
+        u32 me = blockIdx.x, count = gridDim.x;
+        p.begin = (int)(all * me / count), p.end = (int)(all * (me + 1) / count);
+        p.next = split_tiles + me;
         return p;
     }
     __device__ __forceinline__ bool take(Work &w) {
@@ -157,20 +160,18 @@ enum { OUT_F32, OUT_ADD, OUT_BF16, OUT_F16 };
 struct Target {
     u64 y, ldy;
     const u64 *groups;
-    int tokens, group_count, out, aligned;
+    int tokens, group_count, out, aligned, limit; // limit: rows of the weight that have a place in y, if aligned
 };
 
 // `count` tokens from `token` on, `rows` rows of groups from `group` on, lie in shared memory `pitch` bytes a token.
 DEVICE void write_out(const Target &to, u32 buffer, int pitch, int token, int count, int group, int rows, int me, int threads, int barrier) {
     int size = to.out >= OUT_BF16 ? 2 : 4;
     count = min(count, to.tokens - token);
-    int groups = min(rows / 16, to.group_count - group);
-    u32 last = groups > 0 ? (u32)(to.groups[group + groups - 1] >> 32) : 0, first = groups > 0 ? (u32)(to.groups[group] >> 32) : 0;
-    int row = first >> 5, width = (int)(last >> 5) + (int)(last & 31) - row;
     if (to.aligned) {
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         meet(barrier, threads);
-        if (groups > 0)
+        int row = group * 16, width = min(rows, to.limit - row);
+        if (width > 0)
             for (int i = me; i < count; i += threads) {
                 u64 at = to.y + ((u64)(token + i) * to.ldy + row) * size;
                 u32 from = buffer + i * pitch, bytes = width * size;
@@ -183,6 +184,7 @@ DEVICE void write_out(const Target &to, u32 buffer, int pitch, int token, int co
         return;
     }
     meet(barrier, threads);
+    int groups = min(rows / 16, to.group_count - group);
     for (int e = me; e < count * rows; e += threads) {
         int i = e / rows, r = e % rows;
         if (r / 16 >= groups) continue;
@@ -203,7 +205,8 @@ DEVICE void write_out(const Target &to, u32 buffer, int pitch, int token, int co
     }
     meet(barrier, threads);
 }
-DEVICE void buffer_free() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Of the pieces this thread sent off, all but the last `N` have left shared memory.
+template <int N> DEVICE void pieces_left() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory"); }
 
 // Sums of one thread to shared memory: `line` is its first row in the tile. Tokens [first, first + count) of the tile.
 template <int COUNT> DEVICE void put16(const float *d, int first, u32 buffer, int pitch, int line, int lane, bool half) {
@@ -235,9 +238,10 @@ DEVICE void multiply(
     int split_tiles, int row_tiles, int token_tiles, float *partial, u32 *flags, int out, int aligned, const float *global,
     int convention) {
     extern __shared__ u8 room[];
-    u32 ring = (shared_address(room) + 1023) & ~1023u, buffer = ring + STAGES * STAGE, full = buffer + STORE, empty = full + 8 * STAGES;
+    u32 ring = shared_address(room), buffer = ring + STAGES * STAGE, full = buffer + STORE, empty = full + 8 * STAGES;
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     if (threadIdx.x == 0) {
+        if (ring & 1023) asm volatile("trap;");
         for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, 8);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -258,9 +262,8 @@ DEVICE void multiply(
                     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(units + ((u64)group * row_units + unit) * UNIT), "r"(count * UNIT) : "memory");
             }
         }
-        if (threadIdx.x != 256) return;
-        wait_for_previous();
-        while (plan.take(work)) {
+        if (threadIdx.x == 256) wait_for_previous();
+        while (threadIdx.x == 256 && plan.take(work)) {
             int token = work.tile % token_tiles * TN;
             constexpr int BYTES = (TN < 128 ? TN : 128) * 128;
             int blocks = TN > 128 ? min(TN, tokens - token + 127) / 128 : 1;
@@ -277,25 +280,37 @@ DEVICE void multiply(
     }
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     int half = warp >> 2, w = warp & 3, g = lane >> 2, t = lane & 3;
-    Target target = {y, ldy, groups, tokens, group_count, out, aligned};
+    u32 last = (u32)(groups[group_count - 1] >> 32);
+    Target target = {y, ldy, groups, tokens, GATE ? group_count / 2 : group_count, out, aligned, GATE ? group_count / 2 * 16 : (int)((last >> 5) + (last & 31))};
+    auto free_stage = [&](u32 slab) {
+        u32 at = empty + 8 * (slab % STAGES);
+        if (lane == 0) barrier_arrive(at);
+    };
     float d[MB][SUMS];
-    bool waited = false;
-    while (plan.take(work)) {
-        int row_tile = work.tile / token_tiles, token = work.tile % token_tiles * TN;
+    const u8 *from[MB];
+    float multiplier[MB];
+    Fragment now[MB], next[MB];
+    int unit = 0;
+    // The first weights of a tile start before the outputs of the tile before it leave.
+    auto begin = [&]() {
+        int row_tile = work.tile / token_tiles;
         int first = GATE ? half * (group_count / 2) + row_tile * 4 * MB : row_tile * 8 * MB + half * 4 * MB;
-        const u8 *from[MB];
-        float multiplier[MB];
+        unit = work.from % row_units;
 #pragma unroll
         for (int m = 0; m < MB; m++) {
             int group = min(first + 4 * m + w, group_count - 1);
             from[m] = units + (u64)group * row_units * UNIT;
             multiplier[m] = __uint_as_float((u32)groups[group]) * Codes<T>::UNDO;
+            Fragment::load(next[m], from[m] + (u64)unit * UNIT, lane);
         }
-        Fragment now[MB], next[MB];
-        int unit = work.from % row_units;
-#pragma unroll
-        for (int m = 0; m < MB; m++) Fragment::load(next[m], from[m] + (u64)unit * UNIT, lane);
-        if (!waited) wait_for_previous(), waited = true;
+    };
+    int me = threadIdx.x & 127, own = 2 + half;
+    u32 place = buffer + half * (STORE / 2);
+    bool more = plan.take(work);
+    if (more) begin();
+    wait_for_previous();
+    while (more) {
+        int row_tile = work.tile / token_tiles, token = work.tile % token_tiles * TN;
         int add = 0;
         // Registers of the present group of four products and of the one after it, which is dequantised between them: an
         // issued product holds its warp until the one before it has started, so work goes between, not behind.
@@ -323,7 +338,7 @@ DEVICE void multiply(
                 product(T{}, d[m], a[which][0], b, add);
                 close_products();
                 wait_products<1>();
-                if (m == 0 && add && lane == 0) barrier_arrive(empty + 8 * ((slab - 1) % STAGES));
+                if (m == 0 && add) free_stage(slab - 1);
                 dequantise<T, 0>(then.codes[then_s], low, high, a[which ^ 1][0]);
                 open_products();
                 product(T{}, d[m], a[which][1], b + 2, 1);
@@ -341,31 +356,36 @@ DEVICE void multiply(
             for (int m = 0; m < MB; m++) now[m] = next[m];
         }
         wait_products<0>();
-        if (lane == 0) barrier_arrive(empty + 8 * ((slab - 1) % STAGES));
+        free_stage(slab - 1);
 
-        int me = threadIdx.x;
-        if (work.from > 0) {
-            float4 *slot = (float4 *)(partial + (u64)blockIdx.x * ROWS * TN) + me;
+        Work done = work;
+        float factor[MB], of_x = convention == 0 ? 1.f : convention == 1 ? *global : 1.f / *global;
+#pragma unroll
+        for (int m = 0; m < MB; m++) factor[m] = multiplier[m] * of_x;
+        more = plan.take(work);
+        if (more) begin();
+        if (done.from > 0) {
+            float4 *slot = (float4 *)(partial + (u64)blockIdx.x * ROWS * TN) + threadIdx.x;
 #pragma unroll
             for (int m = 0; m < MB; m++)
 #pragma unroll
                 for (int i = 0; i < SUMS / 4; i++)
                     __stcg(slot + (m * SUMS / 4 + i) * 256, make_float4(d[m][4 * i], d[m][4 * i + 1], d[m][4 * i + 2], d[m][4 * i + 3]));
-            meet(1, 256);
-            if (me == 0) asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(flags + blockIdx.x) : "memory");
+            meet(own, 128);
+            if (me == 0) asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(flags + 2 * blockIdx.x + half) : "memory");
             continue;
         }
-        if (work.to < all) {
+        if (done.to < all) {
             u64 total = (u64)all * split_tiles;
-            for (u32 c = blockIdx.x + 1; c < gridDim.x && total * c / gridDim.x < (u64)all * (work.tile + 1); c++) {
+            for (u32 c = blockIdx.x + 1; c < gridDim.x && total * c / gridDim.x < (u64)all * (done.tile + 1); c++) {
                 if (total * c / gridDim.x == total * (c + 1) / gridDim.x) continue;
                 if (me == 0) {
                     u32 ready = 0;
-                    while (!ready) asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(ready) : "l"(flags + c) : "memory");
-                    flags[c] = 0;
+                    while (!ready) asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(ready) : "l"(flags + 2 * c + half) : "memory");
+                    flags[2 * c + half] = 0;
                 }
-                meet(1, 256);
-                const float4 *slot = (const float4 *)(partial + (u64)c * ROWS * TN) + me;
+                meet(own, 128);
+                const float4 *slot = (const float4 *)(partial + (u64)c * ROWS * TN) + threadIdx.x;
 #pragma unroll
                 for (int m = 0; m < MB; m++)
 #pragma unroll
@@ -375,57 +395,56 @@ DEVICE void multiply(
                     }
             }
         }
-        float of_x = convention == 0 ? 1.f : convention == 1 ? *global : 1.f / *global;
 #pragma unroll
         for (int m = 0; m < MB; m++)
 #pragma unroll
-            for (int i = 0; i < SUMS; i++) d[m][i] *= multiplier[m] * of_x;
+            for (int i = 0; i < SUMS; i++) d[m][i] *= factor[m];
 
         if (GATE) {
-            if (half == 0) buffer_free();
-            meet(1, 256);
-            if (half == 1) {
+            if (half == 0) pieces_left<0>();
+            // `up` goes to the warpgroup of `gate`, 64 values a thread at a time.
 #pragma unroll
-                for (int m = 0; m < MB; m++)
-#pragma unroll
-                    for (int i = 0; i < SUMS; i++)
-                        asm volatile("st.shared.f32 [%0], %1;" ::"r"(buffer + ((m * SUMS + i) * 128 + me - 128) * 4), "f"(d[m][i]) : "memory");
-            }
-            meet(1, 256);
-            if (half == 1) continue;
-#pragma unroll
-            for (int m = 0; m < MB; m++)
-#pragma unroll
-                for (int i = 0; i < SUMS; i++) {
-                    float up, gate = d[m][i];
-                    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(up) : "r"(buffer + ((m * SUMS + i) * 128 + me) * 4));
-                    d[m][i] = __fdividef(gate, 1.f + __expf(-gate)) * up;
-                }
-            meet(2, 128);
-            Target gated = target;
-            gated.group_count = group_count / 2;
-            int pitch = out >= OUT_BF16 ? (64 * MB + 8) * 2 : (64 * MB + 4) * 4;
-#pragma unroll
-            for (int m = 0; m < MB; m++)
-                if (out >= OUT_BF16) put16<TN>(d[m], 0, buffer, pitch, 64 * m + 16 * w, lane, out == OUT_F16);
-                else put32<TN>(d[m], 0, buffer, pitch, 64 * m + 16 * w, g, t);
-            write_out(gated, buffer, pitch, token, TN, row_tile * 4 * MB, 64 * MB, me, 128, 2);
-        } else if (out >= OUT_BF16) {
-            constexpr int PITCH = (ROWS + 8) * 2;
-            buffer_free();
-            meet(1, 256);
-#pragma unroll
-            for (int m = 0; m < MB; m++) put16<TN>(d[m], 0, buffer, PITCH, (half * MB + m) * 64 + 16 * w, lane, out == OUT_F16);
-            write_out(target, buffer, PITCH, token, TN, row_tile * 8 * MB, ROWS, me, 256, 1);
-        } else {
-            constexpr int PITCH = (ROWS + 4) * 4;
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                buffer_free();
+            for (int round = 0; round < (MB * SUMS + 63) / 64; round++) {
                 meet(1, 256);
+                if (half == 1) {
 #pragma unroll
-                for (int m = 0; m < MB; m++) put32<TN / 2>(d[m], h * (TN / 2), buffer, PITCH, (half * MB + m) * 64 + 16 * w, g, t);
-                write_out(target, buffer, PITCH, token + h * (TN / 2), TN / 2, row_tile * 8 * MB, ROWS, me, 256, 1);
+                    for (int e = 64 * round; e < 64 * (round + 1) && e < MB * SUMS; e++)
+                        asm volatile("st.shared.f32 [%0], %1;" ::"r"(buffer + ((e % 64) * 128 + me) * 4), "f"(d[e / SUMS][e % SUMS]) : "memory");
+                }
+                meet(1, 256);
+                if (half == 0) {
+#pragma unroll
+                    for (int e = 64 * round; e < 64 * (round + 1) && e < MB * SUMS; e++) {
+                        float up, gate = d[e / SUMS][e % SUMS];
+                        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(up) : "r"(buffer + ((e % 64) * 128 + me) * 4));
+                        d[e / SUMS][e % SUMS] = __fdividef(gate, 1.f + __expf(-gate)) * up;
+                    }
+                }
+            }
+            if (half == 1) continue;
+        }
+        int group = GATE ? row_tile * 4 * MB : row_tile * 8 * MB + half * 4 * MB;
+        if (out >= OUT_BF16) {
+            constexpr int PITCH = (64 * MB + 8) * 2;
+#pragma unroll
+            for (int h = 0; h < TN / TOKENS16; h++) {
+                u32 piece = place + h % 2 * PIECE;
+                pieces_left<(TN / TOKENS16 > 1)>();
+                meet(own, 128);
+#pragma unroll
+                for (int m = 0; m < MB; m++) put16<TOKENS16>(d[m], h * TOKENS16, piece, PITCH, 64 * m + 16 * w, lane, out == OUT_F16);
+                write_out(target, piece, PITCH, token + h * TOKENS16, TOKENS16, group, 64 * MB, me, 128, own);
+            }
+        } else {
+            constexpr int PITCH = (64 * MB + 4) * 4;
+#pragma unroll
+            for (int h = 0; h < TN / TOKENS32; h++) {
+                u32 piece = place + h % 2 * PIECE;
+                pieces_left<(TN / TOKENS32 > 1)>();
+                meet(own, 128);
+#pragma unroll
+                for (int m = 0; m < MB; m++) put32<TOKENS32>(d[m], h * TOKENS32, piece, PITCH, 64 * m + 16 * w, g, t);
+                write_out(target, piece, PITCH, token + h * TOKENS32, TOKENS32, group, 64 * MB, me, 128, own);
             }
         }
     }

@@ -54,6 +54,31 @@ __device__ __forceinline__ void wait_for_previous() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+// A cluster of blocks shares row groups and splits k.
+__device__ __forceinline__ u32 rank_in_cluster() {
+    u32 r = 0;
+#if __CUDA_ARCH__ >= 900
+    asm("mov.u32 %0, %cluster_ctarank;" : "=r"(r));
+#endif
+    return r;
+}
+__device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ float of_rank(const float *p, u32 rank) {
+    float v = 0;
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{.reg .u32 a; mapa.shared::cluster.u32 a, %1, %2; ld.shared::cluster.f32 %0, [a];}" : "=f"(v) : "r"(shared_at(p)), "r"(rank) : "memory");
+#endif
+    return v;
+}
 __device__ __forceinline__ void lds4(u32 (&v)[4], u32 at) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(at));
 }
@@ -63,7 +88,7 @@ __device__ __forceinline__ u32 lds1(u32 at) {
     return v;
 }
 __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
@@ -227,16 +252,17 @@ __device__ __forceinline__ void quantised(const Gemv &p, float global, bool apar
 }
 
 // x of every row to shared memory, in as many bf16 parts as it takes, times `up`: [part][row][stride]; a team of threads
-// to a row. Norm, rounding to the type of x, and quantisation on the way. x and norm are 16-byte aligned, row by row.
-template <bool QUANTISE, int PARTS, bool APART>
-__device__ __forceinline__ void stage(const Gemv &p, u16 *xs, float *xscale, float *sums, u32 stride, float up) {
-    u32 shift = p.m <= 1 ? 0 : p.m <= 2 ? 1 : p.m <= 4 ? 2 : 3, rows = 1 << shift, team = THREADS >> shift;
+// to a row. Of k only what this block has, `count` units from `begin` on. Norm, rounding to the type of x, and quantisation on the way. x and norm are 16-byte aligned, row by row.
+template <bool QUANTISE, int PARTS, bool APART, int SPLIT>
+__device__ __forceinline__ void stage(const Gemv &p, u32 begin, u32 count, u16 *xs, float *xscale, float *sums, u32 stride, float up) {
+    u32 shift = p.m <= 1 ? 0 : p.m <= 2 ? 1 : p.m <= 4 ? 2 : p.m <= 8 ? 3 : 4, rows = 1 << shift, team = THREADS >> shift;
     u32 row = threadIdx.x / 32 >> (4 - shift), at = (threadIdx.x & (team - 1)) * 8, step = team * 8;
-    u32 padded = stride - 8;
-    bool here = row < p.m, mine = here && at < p.k;
-    u64 first = (u64)row * p.ldx;
+    u32 padded = count * 128, k_end = min(p.k - min(p.k, begin * 128), padded);
+    bool here = row < p.m, mine = here && at < k_end;
+    u64 first = (u64)row * p.ldx + begin * 128;
+    const float *norm = p.norm + begin * 128;
     float v[8], weight[8], inverse = 1.0f;
-    if (p.norm && mine) load8(p.norm + at, weight);
+    if (p.norm && mine) load8(norm + at, weight);
     wait_for_previous();
     MARK(3);
     float global = QUANTISE ? p.act_global ? *p.act_global : p.global : 1.0f;
@@ -249,7 +275,7 @@ __device__ __forceinline__ void stage(const Gemv &p, u16 *xs, float *xscale, flo
         }
         if (here) {
 #pragma unroll 1
-            for (u32 k = at + step; k < p.k; k += step) {
+            for (u32 k = at + step; k < k_end; k += step) {
                 float u[8];
                 load8((const float *)p.x + first + k, u);
 #pragma unroll
@@ -262,9 +288,21 @@ __device__ __forceinline__ void stage(const Gemv &p, u16 *xs, float *xscale, flo
         __syncthreads();
         const float *mates = sums + row * (team / 32);
         sum = 0;
+        if (shift < 4) {
 #pragma unroll
-        for (u32 i = 0; i < WARPS; i += 2) {
-            if (i < team / 32) sum += mates[i] + mates[i + 1];
+            for (u32 i = 0; i < WARPS; i += 2) {
+                if (i < team / 32) sum += mates[i] + mates[i + 1];
+            }
+        } else {
+            sum = mates[0];
+        }
+        if (SPLIT > 1) {
+            if (at == 0) sums[WARPS + row] = sum;
+            cluster_arrive();
+            cluster_wait();
+            sum = 0;
+#pragma unroll
+            for (u32 i = 0; i < SPLIT; i++) sum += of_rank(sums + WARPS + row, i);
         }
         MARK(4);
         inverse = rsqrtf(__fdividef(sum, (float)p.k) + p.eps);
@@ -272,9 +310,9 @@ __device__ __forceinline__ void stage(const Gemv &p, u16 *xs, float *xscale, flo
 #pragma unroll 1
     for (u32 k0 = 0; k0 < padded; k0 += step) {
         u32 k = k0 + at;
-        bool in = here && k < p.k;
+        bool in = here && k < k_end;
         if (in && p.norm) {
-            if (k0) load8((const float *)p.x + first + k, v), load8(p.norm + k, weight);
+            if (k0) load8((const float *)p.x + first + k, v), load8(norm + k, weight);
 #pragma unroll
             for (int i = 0; i < 8; i++) v[i] = v[i] * inverse * weight[i];
             if (p.x_dtype == BF16) {
@@ -316,41 +354,46 @@ __device__ __forceinline__ void stage(const Gemv &p, u16 *xs, float *xscale, flo
 }
 
 // What a warp streams: units [from, to) of the block's, `per` of them at most. The block's groups are [first, first + count)
-// and, with gate, as many from gate_at + first on.
+// and, with gate, as many from gate_at + first on; of each it has `units` units from `begin` on.
 struct Run {
-    u32 first, count, per, from, to;
+    u32 first, count, begin, units, per, from, to;
 };
 // a / b for a * b < 2^20: the quotient is never near enough to an integer for the rounding to matter.
 __device__ __forceinline__ u32 divided(u32 a, float inverse_of_b) { return (u32)(((float)a + 0.5f) * inverse_of_b); }
-__device__ __forceinline__ Run run_of(const Gemv &p, u32 warp) {
+template <int SPLIT> __device__ __forceinline__ Run run_of(const Gemv &p, u32 warp) {
     Run r;
-    u32 b = blockIdx.x;
+    u32 b = blockIdx.x / SPLIT, rank = SPLIT > 1 ? rank_in_cluster() : 0;
     r.first = b * p.each + min(b, p.extra);
     r.count = p.each + (b < p.extra);
-    u32 total = (p.gate_at ? 2 : 1) * r.count * p.units;
-    r.per = (total + WARPS - 1) / WARPS;
+    r.begin = p.units * rank / SPLIT;
+    r.units = p.units * (rank + 1) / SPLIT - r.begin;
+    u32 total = (p.gate_at ? 2 : 1) * r.count * r.units;
+    r.per = max((total + WARPS - 1) / WARPS, 1u);
     r.from = min(warp * r.per, total);
     r.to = min(r.from + r.per, total);
     return r;
 }
-// The source of a warp's ring: the next unit for this lane, how many are left, how many before the up rows begin.
+// The source of a warp's ring: the next unit for this lane, how many are left, how many before the up rows begin, and with
+// SPLIT how many of the group at hand.
 struct Feed {
     const u8 *next;
-    u32 left, straight, jump;
+    u32 left, straight, jump, group;
 };
-__device__ __forceinline__ Feed feed_of(const Gemv &p, const Run &r, u32 lane) {
+template <int SPLIT> __device__ __forceinline__ Feed feed_of(const Gemv &p, const Run &r, u32 lane) {
     Feed f;
-    u32 split = r.count * p.units;
+    u32 split = r.count * r.units;
     f.jump = (p.gate_at - r.count) * p.units;
     f.left = r.to - r.from;
     f.straight = r.from < split ? split - r.from : ~0u;
-    u64 at = (u64)r.first * p.units + r.from;
+    u32 v = SPLIT > 1 ? divided(r.from, __frcp_rn((float)r.units)) : 0;
+    u64 at = (u64)r.first * p.units + r.begin + r.from + v * (p.units - r.units);
+    f.group = r.units - (r.from - v * r.units);
     if (r.from >= split) at += f.jump;
     f.next = p.w + at * UNIT + lane * 16;
     return f;
 }
 // The next unit to the slot at `to`, by 24 lanes; nothing behind the end.
-__device__ __forceinline__ void fetch(Feed &f, u32 to, u32 lane) {
+template <int SPLIT> __device__ __forceinline__ void fetch(const Gemv &p, const Run &r, Feed &f, u32 to, u32 lane) {
     if (f.left && lane < 24) {
         copy16(to, f.next);
         copy16(to + 384, f.next + 384);
@@ -358,6 +401,7 @@ __device__ __forceinline__ void fetch(Feed &f, u32 to, u32 lane) {
     }
     if (f.left) f.left--;
     f.next += UNIT;
+    if (SPLIT > 1 && --f.group == 0) f.group = r.units, f.next += (p.units - r.units) * UNIT;
     if (--f.straight == 0) f.next += (u64)f.jump * UNIT;
     commit();
 }
@@ -386,10 +430,9 @@ template <int COLS> struct Element {
     }
 };
 // MATES threads sum an element over the warps that had a share of its group.
-template <int COLS, int MATES>
-__device__ __forceinline__ float summed(const Gemv &p, const Run &r, const float *part, u32 v, u32 e) {
+template <int COLS, int MATES> __device__ __forceinline__ float summed(const Run &r, const float *part, u32 v, u32 e) {
     float inverse = __frcp_rn((float)r.per);
-    u32 wa = divided(v * p.units, inverse), wb = divided((v + 1) * p.units - 1, inverse);
+    u32 wa = divided(v * r.units, inverse), wb = divided((v + 1) * r.units - 1, inverse);
     float sum = 0;
 #pragma unroll 1
     for (u32 w = wa + threadIdx.x % MATES; w <= wb; w += MATES) sum += part[(v + w) * (16 * COLS) + e];
@@ -397,31 +440,58 @@ __device__ __forceinline__ float summed(const Gemv &p, const Run &r, const float
     for (int d = 1; d < MATES; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
     return sum;
 }
-template <int COLS, int MATES>
-__device__ __forceinline__ void finish(const Gemv &p, const Run &r, const float *part, const u64 *places, float factor, float old) {
-    u32 all = r.count * 16 * COLS;
+template <int SPLIT> __device__ __forceinline__ float over_ranks(const float *sums) {
+    float sum = 0;
+#pragma unroll
+    for (u32 i = 0; i < SPLIT; i++) sum += of_rank(sums, i);
+    return sum;
+}
+// `whole`: room for the block's sums, with SPLIT.
+template <int COLS, int MATES, int SPLIT>
+__device__ __forceinline__ void finish(const Gemv &p, const Run &r, const float *part, float *whole, const u64 *places, float factor,
+                                       float old) {
+    u32 all = r.count * 16 * COLS, start = 0, step = THREADS / MATES;
+    if (SPLIT > 1) {
+        u32 both = p.gate_at ? 2 * all : all;
 #pragma unroll 1
-    for (u32 first = 0; first < all; first += THREADS / MATES) {
-        Element<COLS> y(p, r, places, first + threadIdx.x / MATES);
-        u32 e = y.row * COLS + y.col;
-        float sum = summed<COLS, MATES>(p, r, part, y.v, e) * (y.multiplier * factor);
-        if (p.gate_at) {
-            float up = summed<COLS, MATES>(p, r, part, y.v + r.count, e);
-            sum = silu(sum) * (up * (__uint_as_float((u32)places[r.count + y.v]) * factor));
+        for (u32 first = 0; first < both; first += step) {
+            u32 i = min(first + threadIdx.x / MATES, both - 1);
+            float sum = r.units ? summed<COLS, MATES>(r, part, i / (16 * COLS), i % (16 * COLS)) : 0.0f;
+            if (threadIdx.x % MATES == 0) whole[i] = sum;
         }
-        if (!y.there || threadIdx.x % MATES) continue;
+        cluster_arrive();
+        cluster_wait();
+        step = THREADS;
+        start = rank_in_cluster() * step;
+    }
+#pragma unroll 1
+    for (u32 first = start; first < all; first += step * SPLIT) {
+        Element<COLS> y(p, r, places, first + threadIdx.x / (SPLIT > 1 ? 1 : MATES));
+        u32 e = y.row * COLS + y.col;
+        float sum = SPLIT > 1 ? over_ranks<SPLIT>(whole + y.v * (16 * COLS) + e) : summed<COLS, MATES>(r, part, y.v, e);
+        sum *= y.multiplier * factor;
+        if (p.gate_at) {
+            u32 v = y.v + r.count;
+            float up = SPLIT > 1 ? over_ranks<SPLIT>(whole + v * (16 * COLS) + e) : summed<COLS, MATES>(r, part, v, e);
+            sum = silu(sum) * (up * (__uint_as_float((u32)places[v]) * factor));
+        }
+        if (!y.there || (SPLIT == 1 && threadIdx.x % MATES)) continue;
         if (p.y_dtype == F32) {
             float *to = (float *)p.y + y.at;
-            *to = p.accumulate ? (first ? *to : old) + sum : sum;
+            *to = p.accumulate ? (first == start ? old : *to) + sum : sum;
         } else {
             ((u16 *)p.y)[y.at] = p.y_dtype == BF16 ? to_bf16(sum) : to_f16(sum);
         }
     }
+    if (SPLIT > 1) {
+        cluster_arrive(); // the others may still be reading this block's sums
+        cluster_wait();
+    }
 }
 // What y holds where this thread will add first.
-template <int COLS, int MATES> __device__ __forceinline__ float old_y(const Gemv &p, const Run &r, const u64 *places) {
+template <int COLS, int MATES, int SPLIT> __device__ __forceinline__ float old_y(const Gemv &p, const Run &r, const u64 *places) {
     if (!p.accumulate) return 0.0f;
-    Element<COLS> y(p, r, places, threadIdx.x / MATES);
+    Element<COLS> y(p, r, places, SPLIT > 1 ? rank_in_cluster() * THREADS + threadIdx.x : threadIdx.x / MATES);
     return y.there ? ((const float *)p.y)[y.at] : 0.0f;
 }
 // The factor of the activations' per-tensor scale.
@@ -450,15 +520,15 @@ __device__ __forceinline__ void one_unit(u32 slot, u32 lane, u32 xat, u32 part, 
         }
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            u32 a0[4], a1[4];
+            u32 a0[4], a1[4], a2[4], a3[4];
             decode(c0[h], a0);
             decode(c0[2 + h], a1);
+            decode(c1[h], a2);
+            decode(c1[2 + h], a3);
             mma(even, a0[0], a1[0], a0[1], a1[1], b[4 * h], b[4 * h + 1]);
+            mma(odd, a2[0], a3[0], a2[1], a3[1], b[8 + 4 * h], b[8 + 4 * h + 1]);
             mma(even, a0[2], a1[2], a0[3], a1[3], b[4 * h + 2], b[4 * h + 3]);
-            decode(c1[h], a0);
-            decode(c1[2 + h], a1);
-            mma(odd, a0[0], a1[0], a0[1], a1[1], b[8 + 4 * h], b[8 + 4 * h + 1]);
-            mma(odd, a0[2], a1[2], a0[3], a1[3], b[8 + 4 * h + 2], b[8 + 4 * h + 3]);
+            mma(odd, a2[2], a3[2], a2[3], a3[3], b[8 + 4 * h + 2], b[8 + 4 * h + 3]);
         }
     }
     float f0, f1, f2, f3;
@@ -474,25 +544,25 @@ __device__ __forceinline__ void one_unit(u32 slot, u32 lane, u32 xat, u32 part, 
     high = fmaf(odd[2], f3, high);
 }
 
-// Shared memory: rings, then x, then the scales of x (APART), sums of the norm, table entries, partial sums.
-template <bool QUANTISE, int PARTS, bool APART, int STAGES> __device__ __forceinline__ void one_row(const Gemv &p) {
+// Shared memory: rings, then x, then the scales of x (APART), sums of the norm, table entries, partial sums, whole sums (SPLIT).
+template <bool QUANTISE, int PARTS, bool APART, int STAGES, int SPLIT> __device__ __forceinline__ void one_row(const Gemv &p) {
     extern __shared__ __align__(128) u8 memory[];
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    u32 stride = p.units * 128 + 8;
+    if (!(p.late & 1)) next_may_start();
+    MARK(0);
+    Run r = run_of<SPLIT>(p, warp);
+    u32 slice = (p.units + SPLIT - 1) / SPLIT, stride = slice * 128 + 8, groups = p.gate_at ? 2 * r.count : r.count;
     u16 *xs = (u16 *)(memory + WARPS * STAGES * UNIT);
     float *xscale = (float *)(xs + PARTS * stride);
-    float *sums = xscale + (APART ? p.units * 8 : 0);
-    u64 *places = (u64 *)(sums + WARPS);
+    float *sums = xscale + (APART ? slice * 8 : 0);
+    u64 *places = (u64 *)(sums + 2 * WARPS);
+    float *part = (float *)(places + groups), *whole = part + (groups + 1 + WARPS) * 16;
 
-    MARK(0);
-    if (!(p.late & 1)) next_may_start();
-    Run r = run_of(p, warp);
-    float *part = (float *)(places + (p.gate_at ? 2 * r.count : r.count));
     fetch_places(p, r, places);
-    Feed f = feed_of(p, r, lane);
+    Feed f = feed_of<SPLIT>(p, r, lane);
     u32 ring = shared_at(memory) + warp * (STAGES * UNIT) + lane * 16, slot = ring;
 #pragma unroll 1
-    for (u32 i = 0; i < STAGES; i++) fetch(f, ring + i * UNIT, lane);
+    for (u32 i = 0; i < STAGES; i++) fetch<SPLIT>(p, r, f, ring + i * UNIT, lane);
     MARK(1);
     u32 b[16]; // column 2 t of B is x of block t, the other columns stay zero
 #pragma unroll
@@ -500,17 +570,17 @@ template <bool QUANTISE, int PARTS, bool APART, int STAGES> __device__ __forcein
     u32 t = lane % 4, n = lane / 4;
 
     MARK(2);
-    stage<QUANTISE, PARTS, APART>(p, xs, xscale, sums, stride, 18446744073709551616.0f);
+    stage<QUANTISE, PARTS, APART, SPLIT>(p, r.begin, r.units, xs, xscale, sums, stride, 18446744073709551616.0f);
     MARK(5);
     if (p.late & 1) next_may_start();
     await<STAGES - 1>();
     __syncthreads(); // x and places are there
-    float old = old_y<1, 4>(p, r, places);
+    float old = old_y<1, 4, SPLIT>(p, r, places);
 
-    u32 v = divided(r.from, __frcp_rn((float)p.units)), at = r.from - v * p.units, left = r.to - r.from;
+    u32 v = divided(r.from, __frcp_rn((float)r.units)), at = r.from - v * r.units, left = r.to - r.from;
     float *to = part + (v + warp) * 16 + n;
     while (left) {
-        u32 run = min(left, p.units - at);
+        u32 run = min(left, r.units - at);
         u32 xat = shared_at(xs) + t * 32 + at * 256, sat = shared_at(xscale) + t * 4 + at * 32;
         left -= run;
         at = 0;
@@ -523,7 +593,7 @@ template <bool QUANTISE, int PARTS, bool APART, int STAGES> __device__ __forcein
             xat += 256;
             sat += 32;
             __syncwarp(); // every lane has read the slot
-            fetch(f, slot, lane);
+            fetch<SPLIT>(p, r, f, slot, lane);
             slot = slot + UNIT == ring + STAGES * UNIT ? ring : slot + UNIT;
         } while (--run);
         low += __shfl_xor_sync(~0u, low, 1);
@@ -536,49 +606,52 @@ template <bool QUANTISE, int PARTS, bool APART, int STAGES> __device__ __forcein
     MARK(6);
     __syncthreads();
     MARK(7);
-    finish<1, 4>(p, r, part, places, 4611686018427387904.0f * act_factor<QUANTISE>(p), old); // 2^(126 - 64)
+    finish<1, 4, SPLIT>(p, r, part, whole, places, 4611686018427387904.0f * act_factor<QUANTISE>(p), old); // 2^(126 - 64)
     MARK(8);
 }
 
-// Two to eight rows.
-template <bool QUANTISE, int PARTS, int STAGES> __device__ __forceinline__ void few_rows(const Gemv &p) {
+// Two to 8 * TILES rows.
+template <bool QUANTISE, int PARTS, int TILES, int STAGES, int SPLIT> __device__ __forceinline__ void few_rows(const Gemv &p) {
     extern __shared__ __align__(128) u8 memory[];
+    enum { COLS = 8 * TILES };
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    u32 stride = p.units * 128 + 8;
-    u32 rows = p.m <= 1 ? 1 : p.m <= 2 ? 2 : p.m <= 4 ? 4 : 8;
+    if (!(p.late & 1)) next_may_start();
+    MARK(0);
+    Run r = run_of<SPLIT>(p, warp);
+    u32 slice = (p.units + SPLIT - 1) / SPLIT, stride = slice * 128 + 8, groups = p.gate_at ? 2 * r.count : r.count;
+    u32 rows = p.m <= 1 ? 1 : p.m <= 2 ? 2 : p.m <= 4 ? 4 : p.m <= 8 ? 8 : 16;
     u16 *xs = (u16 *)(memory + WARPS * STAGES * UNIT);
     float *sums = (float *)(xs + PARTS * rows * stride);
-    u64 *places = (u64 *)(sums + WARPS);
+    u64 *places = (u64 *)(sums + 2 * WARPS);
+    float *part = (float *)(places + groups), *whole = part + (groups + 1 + WARPS) * 16 * COLS;
 
-    MARK(0);
-    if (!(p.late & 1)) next_may_start();
-    Run r = run_of(p, warp);
-    float *part = (float *)(places + (p.gate_at ? 2 * r.count : r.count));
     fetch_places(p, r, places);
-    Feed f = feed_of(p, r, lane);
+    Feed f = feed_of<SPLIT>(p, r, lane);
     u32 ring = shared_at(memory) + warp * (STAGES * UNIT) + lane * 16, slot = ring;
 #pragma unroll 1
-    for (u32 i = 0; i < STAGES; i++) fetch(f, ring + i * UNIT, lane);
+    for (u32 i = 0; i < STAGES; i++) fetch<SPLIT>(p, r, f, ring + i * UNIT, lane);
     MARK(1);
     u32 t = lane % 4, n = lane / 4;
 
     MARK(2);
-    stage<QUANTISE, PARTS, false>(p, xs, nullptr, sums, stride, 1.0f);
+    stage<QUANTISE, PARTS, false, SPLIT>(p, r.begin, r.units, xs, nullptr, sums, stride, 1.0f);
     MARK(5);
     if (p.late & 1) next_may_start();
     await<STAGES - 1>();
     __syncthreads(); // x and places are there
-    float old = old_y<8, 1>(p, r, places);
+    float old = old_y<COLS, 1, SPLIT>(p, r, places);
 
-    u32 v = divided(r.from, __frcp_rn((float)p.units)), at = r.from - v * p.units, left = r.to - r.from;
-    float *to = part + (v + warp) * 128 + n * 8 + 2 * t;
+    u32 v = divided(r.from, __frcp_rn((float)r.units)), at = r.from - v * r.units, left = r.to - r.from;
+    float *to = part + (v + warp) * (16 * COLS) + n * COLS + 2 * t;
     while (left) {
-        u32 run = min(left, p.units - at);
+        u32 run = min(left, r.units - at);
         // Columns without a row of x repeat the last one that has; they are never stored.
         u32 xat = shared_at(xs) + min(n, rows - 1) * stride * 2 + t * 32 + at * 256;
         left -= run;
         at = 0;
-        float acc[4] = {0, 0, 0, 0};
+        float acc[TILES][4];
+#pragma unroll
+        for (int j = 0; j < TILES; j++) acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0;
 #pragma unroll 1
         do {
             await<STAGES - 1>();
@@ -588,19 +661,12 @@ template <bool QUANTISE, int PARTS, int STAGES> __device__ __forceinline__ void 
             lds4(c[0], slot);
             lds4(c[1], slot + 512);
             __syncwarp(); // every lane has read the slot
-            fetch(f, slot, lane);
+            fetch<SPLIT>(p, r, f, slot, lane);
             slot = slot + UNIT == ring + STAGES * UNIT ? ring : slot + UNIT;
 #pragma unroll
             for (int s = 0; s < 2; s++) {
                 u32 f0 = __byte_perm(scales, 0, s ? 0x4242 : 0x4040) * 16u + 0x73007300u;
                 u32 f1 = __byte_perm(scales, 0, s ? 0x4343 : 0x4141) * 16u + 0x73007300u;
-                u32 b[PARTS][2][4];
-#pragma unroll
-                for (int q = 0; q < PARTS; q++) {
-                    u32 from = xat + q * rows * stride * 2 + s * 128;
-                    lds4(b[q][0], from);
-                    lds4(b[q][1], from + 16);
-                }
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     u32 a0[4], a1[4];
@@ -610,33 +676,50 @@ template <bool QUANTISE, int PARTS, int STAGES> __device__ __forceinline__ void 
                     for (int i = 0; i < 4; i++) a0[i] = times(a0[i], f0), a1[i] = times(a1[i], f1);
 #pragma unroll
                     for (int q = 0; q < PARTS; q++) {
-                        mma(acc, a0[0], a1[0], a0[1], a1[1], b[q][h][0], b[q][h][1]);
-                        mma(acc, a0[2], a1[2], a0[3], a1[3], b[q][h][2], b[q][h][3]);
+#pragma unroll
+                        for (int j = 0; j < TILES; j++) {
+                            u32 b[4];
+                            lds4(b, xat + (q * rows + 8 * j) * stride * 2 + s * 128 + h * 16);
+                            mma(acc[j], a0[0], a1[0], a0[1], a1[1], b[0], b[1]);
+                            mma(acc[j], a0[2], a1[2], a0[3], a1[3], b[2], b[3]);
+                        }
                     }
                 }
             }
             xat += 256;
         } while (--run);
-        to[0] = acc[0], to[1] = acc[1], to[64] = acc[2], to[65] = acc[3];
-        to += 128;
+#pragma unroll
+        for (int j = 0; j < TILES; j++) {
+            to[8 * j] = acc[j][0], to[8 * j + 1] = acc[j][1];
+            to[8 * COLS + 8 * j] = acc[j][2], to[8 * COLS + 8 * j + 1] = acc[j][3];
+        }
+        to += 16 * COLS;
     }
     MARK(6);
     __syncthreads();
     MARK(7);
-    finish<8, 1>(p, r, part, places, 256.0f * act_factor<QUANTISE>(p), old); // 2^(126 - 118)
+    finish<COLS, 1, SPLIT>(p, r, part, whole, places, 256.0f * act_factor<QUANTISE>(p), old); // 2^(126 - 118)
     MARK(8);
 }
 
 #ifndef Q4_STAGES
 #define Q4_STAGES 3
 #endif
-#define ONE(name, ...) \
-    extern "C" __global__ void __launch_bounds__(THREADS, 2) name(const __grid_constant__ Gemv p) { one_row<__VA_ARGS__, Q4_STAGES>(p); }
 #ifndef Q4_STAGES_FEW
-#define Q4_STAGES_FEW 4
+#define Q4_STAGES_FEW 3
 #endif
+#if __CUDA_ARCH__ >= 900
+#define CLUSTER(n) __cluster_dims__(n, 1, 1)
+#else
+#define CLUSTER(n)
+#endif
+#define ONE(name, ...) \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2) name(const __grid_constant__ Gemv p) { one_row<__VA_ARGS__, Q4_STAGES, 1>(p); } \
+    extern "C" __global__ void CLUSTER(4) __launch_bounds__(THREADS, 2) name##_split(const __grid_constant__ Gemv p) { one_row<__VA_ARGS__, Q4_STAGES, 4>(p); }
 #define FEW(name, ...) \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1) name(const __grid_constant__ Gemv p) { few_rows<__VA_ARGS__, Q4_STAGES_FEW>(p); }
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) name(const __grid_constant__ Gemv p) { few_rows<__VA_ARGS__, 1, Q4_STAGES_FEW, 1>(p); } \
+    extern "C" __global__ void CLUSTER(4) __launch_bounds__(THREADS, 1) name##_split(const __grid_constant__ Gemv p) { few_rows<__VA_ARGS__, 1, Q4_STAGES_FEW, 4>(p); } \
+    extern "C" __global__ void CLUSTER(4) __launch_bounds__(THREADS, 1) name##_more(const __grid_constant__ Gemv p) { few_rows<__VA_ARGS__, 2, Q4_STAGES_FEW, 4>(p); }
 ONE(q4_gemv_one, false, 1, false)
 ONE(q4_gemv_one_nvfp4, true, 1, false)
 ONE(q4_gemv_one_int8, true, 1, true)

@@ -43,7 +43,9 @@ impl Context {
         if !all.is_empty() {
             return Err(sink.report(all));
         }
-        cuda::Engine::open(d.device, d.flags & abi::CTX_MANAGED != 0).map(Self::Cuda).map_err(|all| sink.report(all))
+        cuda::Engine::open(d.device, d.flags & abi::CTX_MANAGED != 0)
+            .map(Self::Cuda)
+            .map_err(|all| sink.report(all))
     }
 
     /// The context behind a handle.
@@ -151,7 +153,11 @@ impl Weight {
         let f = unsafe { read(fusion, "fusion")? };
         if f.parts > 7 || (f.parts & abi::FUSE_NORM != 0) == f.norm_weight.is_null() {
             let have = format!("parts {:#b}, norm_weight {:p}", f.parts, f.norm_weight);
-            return Err(Fail::invalid("fusion", "parts 0 to 7, norm_weight exactly with NVFP4_FUSE_NORM", have));
+            return Err(Fail::invalid(
+                "fusion",
+                "parts 0 to 7, norm_weight exactly with NVFP4_FUSE_NORM",
+                have,
+            ));
         }
         let fuse = cuda::Fuse {
             norm: (f.parts & abi::FUSE_NORM != 0).then_some((f.norm_weight.addr() as u64, f.norm_eps)),
@@ -172,7 +178,11 @@ impl Weight {
                     self.forward(x, Mat::read(y, "y", Some(n), Some(y_type))?, exec)
                 }
                 _ => {
-                    let limit = Finding::limit("path-unsupported", "no fusion on the CPU", format!("parts {}", f.parts));
+                    let limit = Finding::limit(
+                        "path-unsupported",
+                        "no fusion on the CPU",
+                        format!("parts {}", f.parts),
+                    );
                     Err(vec![limit].into())
                 }
             }

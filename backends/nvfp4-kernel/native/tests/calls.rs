@@ -84,9 +84,8 @@ fn the_cpu_fuses_nothing_and_says_so() {
         let y = Matrix::blank(2, 16, 16, DType::F32);
         let (raw_x, raw_y, exec) = (x.raw(), y.raw(), Lent::serial().exec(&mut []));
         // SAFETY: live operands of the stated sizes.
-        let outcome = call(|e| unsafe {
-            api().forward_fused.unwrap()(w.0, &raw_x, &fusion, &raw_y, &exec, e)
-        });
+        let outcome =
+            call(|e| unsafe { api().forward_fused.unwrap()(w.0, &raw_x, &fusion, &raw_y, &exec, e) });
         assert_eq!(outcome.map_or_else(|f| f.status, |()| abi::OK), status, "{parts} {has_norm}");
         if status == abi::OK {
             assert_eq!(y.bytes, plain.bytes);

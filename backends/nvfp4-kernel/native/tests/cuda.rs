@@ -115,7 +115,8 @@ fn scaled_mm_multiplies_stored_operands_from_host_and_device_memory() {
         let blank = Matrix::blank(m, n, n + 3, DType::F32);
         let (y, raw) = up(&gpu, &blank);
         // SAFETY: live operands of the stated sizes.
-        call(|e| unsafe { api().scaled_mm.unwrap()(ctx.0, &a, &b.segment(), k as u64, &raw, &exec(), e) }).unwrap();
+        call(|e| unsafe { api().scaled_mm.unwrap()(ctx.0, &a, &b.segment(), k as u64, &raw, &exec(), e) })
+            .unwrap();
         let mut have = blank.clone();
         y.download(0, &mut have.bytes).unwrap();
         assert!(have.gaps_are_untouched());

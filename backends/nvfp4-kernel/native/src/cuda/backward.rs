@@ -10,7 +10,8 @@ use crate::weight::check_shape;
 pub unsafe fn backward_input(w: &Weight, dy: Mat, dx: Mat, exec: &Exec) -> Outcome {
     check_shape([w.max_m, dy.rows, dx.rows], ["dy", "dx"])?;
     // SAFETY: forwarded.
-    unsafe { w.engine.simple.backward(w, &dy, &dx, exec.stream()) }.map_err(|e| shaped(e, "gradient", dy.rows, w))
+    unsafe { w.engine.simple.backward(w, &dy, &dx, exec.stream()) }
+        .map_err(|e| shaped(e, "gradient", dy.rows, w))
 }
 
 /// The whole matrix.

@@ -11,14 +11,14 @@ use std::sync::Arc;
 const SOURCE: Source = Source { name: "nvfp4-gemv", text: include_str!("../../cuda/gemv.cu") };
 /// Rows of the largest call.
 const MOST: usize = 16;
-/// Rows of one launch.
-const ROWS: usize = 8;
+/// Blocks of a cluster that share row groups and split k, where a call has more than eight rows.
+const SPLIT: usize = 4;
 /// Bytes of 16 rows by 128 k of a weight.
 const UNIT: usize = 1152;
 const THREADS: usize = 512;
 const WARPS: usize = THREADS / 32;
-/// Units a warp has in flight: one row of x, several.
-const STAGES: [usize; 2] = [3, 4];
+/// Units a warp has in flight.
+const STAGES: usize = 3;
 
 /// `Gemv` of gemv.cu.
 #[repr(C)]
@@ -50,10 +50,12 @@ struct Gemv {
     late: u32,
 }
 
-/// A kernel for one row and its sibling for several.
-struct Pair {
-    kernels: [Kernel; 2],
-    /// Parts of bf16 an element of x becomes.
+/// Kernels for one row, for up to eight, and, where the device has clusters, for up to sixteen.
+struct Family {
+    one: Kernel,
+    few: Kernel,
+    more: Option<Kernel>,
+    /// Parts of bf16 an element of x becomes: one row, several.
     parts: [usize; 2],
     /// The kernel for one row keeps the scales of x apart.
     apart: bool,
@@ -63,15 +65,16 @@ struct Pair {
 pub struct Kernels {
     gpu: Arc<Gpu>,
     /// Native bf16, f16, f32; int8; nvfp4.
-    pairs: [Pair; 5],
+    families: [Family; 5],
     align: Kernel,
     simple: simple::Kernels,
 }
 
-/// How many row groups a block takes and what a launch of `rows` rows needs of shared memory.
-#[derive(Clone, Copy)]
-struct Plan {
-    blocks: usize,
+/// A launch: the kernel, its blocks (or clusters), how many row groups (or pairs of them) they share, bytes of shared memory.
+struct Plan<'a> {
+    kernel: &'a Kernel,
+    teams: usize,
+    split: usize,
     work: usize,
     shared: usize,
 }
@@ -79,31 +82,39 @@ struct Plan {
 impl Kernels {
     /// Compiles or finds them.
     pub fn load(gpu: &Arc<Gpu>) -> Result<Self> {
-        let stages = [format!("-DQ4_STAGES={}", STAGES[0]), format!("-DQ4_STAGES_FEW={}", STAGES[1])];
+        let stages = [format!("-DQ4_STAGES={STAGES}"), format!("-DQ4_STAGES_FEW={STAGES}")];
         let all = q4_cuda::Kernels::load(gpu, &SOURCE, &[&stages[0], &stages[1]])?;
-        let pair = |name: &str, parts, apart| {
-            let kernels = [all.get(&format!("q4_gemv_one{name}"))?, all.get(&format!("q4_gemv_few{name}"))?];
-            for k in &kernels {
-                k.allow_shared(gpu.shared)?;
-            }
-            Ok::<_, Error>(Pair { kernels, parts, apart })
+        let get = |name: String| {
+            let kernel = all.get(&name)?;
+            kernel.allow_shared(gpu.shared)?;
+            Ok::<_, Error>(kernel)
+        };
+        let family = |name: &str, parts, apart| {
+            let more = gpu.capability >= (9, 0);
+            Ok::<_, Error>(Family {
+                one: get(format!("q4_gemv_one{name}"))?,
+                few: get(format!("q4_gemv_few{name}"))?,
+                more: if more { Some(get(format!("q4_gemv_few{name}_more"))?) } else { None },
+                parts,
+                apart,
+            })
         };
         Ok(Self {
             gpu: gpu.clone(),
-            pairs: [
-                pair("", [1, 1], false)?,
-                pair("_f16", [2, 2], false)?,
-                pair("_f32", [3, 3], false)?,
-                pair("_int8", [1, 3], true)?,
-                pair("_nvfp4", [1, 1], false)?,
+            families: [
+                family("", [1, 1], false)?,
+                family("_f16", [2, 2], false)?,
+                family("_f32", [3, 3], false)?,
+                family("_int8", [1, 3], true)?,
+                family("_nvfp4", [1, 1], false)?,
             ],
             align: all.get("q4_gemv_align")?,
             simple: simple::Kernels::load(gpu)?,
         })
     }
 
-    fn pair(&self, w: &Weight) -> &Pair {
-        &self.pairs[match (w.activations, w.x) {
+    fn family(&self, w: &Weight) -> &Family {
+        &self.families[match (w.activations, w.x) {
             (Activations::Nvfp4(_), _) => 4,
             (Activations::Int8, _) => 3,
             (_, DType::BF16) => 0,
@@ -112,33 +123,44 @@ impl Kernels {
         }]
     }
 
-    /// As `Gemv` needs it; `None` if no number of blocks makes it fit.
-    fn plan(&self, w: &Weight, rows: usize, gate: bool) -> Option<Plan> {
-        let (pair, few) = (self.pair(w), usize::from(rows > 1));
-        let units = w.slabs / 2;
-        let both = if gate { 2 } else { 1 };
-        let work = w.padded / 16 / both;
-        let x = pair.parts[few] * rows.next_power_of_two() * (units * 128 + 8) * 2;
-        let fixed = WARPS * STAGES[few] * UNIT + x + if pair.apart { units * 32 } else { 0 } + WARPS * 4;
-        let sums = 64 * if few == 1 { ROWS } else { 1 };
-        let mut blocks = work.min(self.gpu.processors as usize);
+    /// A launch of `rows` rows, a power of two; `None` if no number of blocks makes it fit.
+    fn plan(&self, w: &Weight, rows: usize, gate: bool) -> Option<Plan<'_>> {
+        let family = self.family(w);
+        let (kernel, columns, split) = match rows {
+            1 => (&family.one, 1, 1),
+            2..=8 => (&family.few, 8, 1),
+            _ => (family.more.as_ref()?, 16, SPLIT),
+        };
+        let (units, both) = (w.slabs / 2, if gate { 2 } else { 1 });
+        let (slice, work) = (units.div_ceil(split), w.padded / 16 / both);
+        if units < split {
+            return None;
+        }
+        let x = family.parts[usize::from(rows > 1)] * rows * (slice * 128 + 8) * 2;
+        let scales = if family.apart && rows == 1 { slice * 32 } else { 0 };
+        let fixed = WARPS * STAGES * UNIT + x + scales + 2 * WARPS * 4;
+        // A processor that has two blocks of a launch takes twice as long: of the processors some have no place in a cluster.
+        let most = if split > 1 { self.gpu.processors as usize / split * 15 / 16 } else { self.gpu.processors as usize };
+        let mut teams = work.min(most.max(1));
         loop {
-            let groups = work.div_ceil(blocks) * both;
-            let shared = fixed + groups * 8 + (groups + 1 + WARPS) * sums;
+            let groups = work.div_ceil(teams) * both;
+            let whole = if split > 1 { groups } else { 0 };
+            let shared = fixed + groups * 8 + (groups + 1 + WARPS + whole) * 64 * columns;
             // Quotients of units are taken in f32.
-            if shared <= self.gpu.shared as usize && groups * units < 1 << 17 {
-                return Some(Plan { blocks, work, shared });
+            if shared <= self.gpu.shared as usize && groups * slice < 1 << 17 {
+                return Some(Plan { kernel, teams, split, work, shared });
             }
-            if blocks == work {
+            if teams == work {
                 return None;
             }
-            blocks = work.min(2 * blocks);
+            teams = work.min(2 * teams);
         }
     }
 
-    /// Most rows of a launch.
+    /// Most rows of a launch, a power of two.
     fn rows(&self, w: &Weight, m: usize, gate: bool) -> Option<usize> {
-        [ROWS, 4, 2, 1].into_iter().filter(|r| *r <= m.next_power_of_two()).find(|r| self.plan(w, *r, gate).is_some())
+        let enough = m.next_power_of_two();
+        [16, 8, 4, 2, 1].into_iter().filter(|r| *r <= enough).find(|r| self.plan(w, *r, gate).is_some())
     }
 }
 
@@ -167,7 +189,8 @@ impl Fast for Kernels {
         let gate = call.fuse.gate;
         let mut x = call.x;
         let (mut norm, eps) = call.fuse.norm.unwrap_or((0, 0.0));
-        let (mut act, mut rule, mut convention, mut global, mut act_global) = (abi::ACT_NATIVE, 0, 0, 1.0f32, 0);
+        let (mut act, mut rule, mut convention, mut global, mut act_global) =
+            (abi::ACT_NATIVE, 0, 0, 1.0f32, 0);
         // SAFETY: forwarded; the workspace has the size that was asked for.
         unsafe {
             match w.activations {
@@ -177,7 +200,9 @@ impl Fast for Kernels {
                     (act, rule) = (abi::ACT_NVFP4, simple::rule(a.rule));
                     match a.global {
                         ActGlobal::None => {}
-                        ActGlobal::Static(g) => (convention, global) = (simple::convention(a.rule), g.value()),
+                        ActGlobal::Static(g) => {
+                            (convention, global) = (simple::convention(a.rule), g.value())
+                        }
                         ActGlobal::PerCall => {
                             self.simple.global_of(&x, a.rule, w.x, call.workspace, call.stream)?;
                             (convention, act_global) = (simple::convention(a.rule), call.workspace);
@@ -201,12 +226,11 @@ impl Fast for Kernels {
                 x = x.moved(to, w.k);
             }
         }
-        let pair = self.pair(w);
         let most = self.rows(w, x.rows, gate).unwrap_or(1);
         for first in (0..x.rows).step_by(most) {
             let rows = most.min(x.rows - first);
             let (xs, ys) = (x.rows_from(first, rows), call.y.rows_from(first, rows));
-            let Some(plan) = self.plan(w, rows, gate) else { continue };
+            let Some(plan) = self.plan(w, rows.next_power_of_two(), gate) else { continue };
             let gemv = Gemv {
                 w: w.codes,
                 groups: w.groups,
@@ -219,8 +243,8 @@ impl Fast for Kernels {
                 m: rows as u32,
                 k: w.k as u32,
                 units: (w.slabs / 2) as u32,
-                each: (plan.work / plan.blocks) as u32,
-                extra: (plan.work % plan.blocks) as u32,
+                each: (plan.work / plan.teams) as u32,
+                extra: (plan.work % plan.teams) as u32,
                 gate_at: if gate { plan.work as u32 } else { 0 },
                 x_dtype: simple::dtype(w.x),
                 y_dtype: simple::dtype(ys.dtype),
@@ -234,14 +258,14 @@ impl Fast for Kernels {
                 late: 0,
             };
             let how = Launch {
-                grid: [plan.blocks as u32, 1, 1],
+                grid: [(plan.teams * plan.split) as u32, 1, 1],
                 block: [THREADS as u32, 1, 1],
                 shared: plan.shared as u32,
                 stream: call.stream,
                 overlap: true,
             };
             // SAFETY: forwarded; the argument is the kernel's.
-            unsafe { pair.kernels[usize::from(rows > 1)].launch(how, args![gemv])? };
+            unsafe { plan.kernel.launch(how, args![gemv])? };
         }
         Ok(())
     }

@@ -85,7 +85,8 @@ impl Scratch {
     fn of(m: usize, k: usize) -> Option<Self> {
         let q = 256u64;
         let steps = (q.checked_add((m as u64).checked_mul(k as u64)?)?).checked_next_multiple_of(256)?;
-        let bytes = steps.checked_add((m as u64).checked_mul(k as u64 / 16 * 4)?)?.checked_next_multiple_of(256)?;
+        let bytes =
+            steps.checked_add((m as u64).checked_mul(k as u64 / 16 * 4)?)?.checked_next_multiple_of(256)?;
         Some(Self { q, steps, bytes })
     }
 }
@@ -115,7 +116,8 @@ pub unsafe fn forward(w: &Weight, x: Mat, fuse: Fuse, y: Mat, exec: &Exec) -> Ou
 /// The plain kernels.
 unsafe fn plain(w: &Weight, c: &Call) -> Result<()> {
     let k = &w.engine.simple;
-    let too_large = || Error::new(Code::ShapeMismatch, "workspace").need("a size that fits the address space");
+    let too_large =
+        || Error::new(Code::ShapeMismatch, "workspace").need("a size that fits the address space");
     // SAFETY: forwarded; the workspace has the size that was asked for.
     unsafe {
         match w.activations {
@@ -124,7 +126,12 @@ unsafe fn plain(w: &Weight, c: &Call) -> Result<()> {
                 let s = Scratch::of(c.x.rows, w.k).ok_or_else(too_large)?;
                 let (q, steps) = (c.workspace + s.q, c.workspace + s.steps);
                 k.int8(&c.x, q, steps, c.stream)?;
-                k.forward_int(w, Quantised { q, steps, global: 0, convention: 0, factor: 0.5 }, &c.y, c.stream)
+                k.forward_int(
+                    w,
+                    Quantised { q, steps, global: 0, convention: 0, factor: 0.5 },
+                    &c.y,
+                    c.stream,
+                )
             }
             Activations::Nvfp4(act) => {
                 let s = Scratch::of(c.x.rows, w.k).ok_or_else(too_large)?;

@@ -89,7 +89,11 @@ fn every_scale_keeps_its_value() {
     for byte in 1..0x7fu8 {
         let bits = (u32::from(scale(byte)) << 20) + 0x3800_0000;
         assert_eq!(f32::from_bits(bits), e4m3::decode(byte), "{byte:#04x}");
-        assert_eq!(half::f16::from_bits(u16::from(scale(byte)) << 7).to_f32(), e4m3::decode(byte), "{byte:#04x}");
+        assert_eq!(
+            half::f16::from_bits(u16::from(scale(byte)) << 7).to_f32(),
+            e4m3::decode(byte),
+            "{byte:#04x}"
+        );
     }
 }
 
@@ -105,7 +109,11 @@ fn words_come_back_and_decode_by_shift_and_mask() {
                 let bits = pair >> (16 * z) & 0xffff;
                 // Exact: bf16 widened, then times 2^126 in f64.
                 let value = f64::from(f32::from_bits(bits << 16)) * 2f64.powi(126);
-                assert_eq!(value.to_bits(), f64::from(e2m1::decode(c[2 * p + z])).to_bits(), "{w:#010x} {p} {z}");
+                assert_eq!(
+                    value.to_bits(),
+                    f64::from(e2m1::decode(c[2 * p + z])).to_bits(),
+                    "{w:#010x} {p} {z}"
+                );
             }
         }
     }
@@ -130,7 +138,11 @@ fn packed_matrices_decode_to_the_bit() {
             }
             want.resize(k.next_multiple_of(128), 0.0);
             for (i, want) in want.into_iter().enumerate() {
-                assert_eq!(decoded(&bytes, row, i, k.div_ceil(128)).to_bits(), want.to_bits(), "row {row}, k {i}");
+                assert_eq!(
+                    decoded(&bytes, row, i, k.div_ceil(128)).to_bits(),
+                    want.to_bits(),
+                    "row {row}, k {i}"
+                );
             }
         }
     }

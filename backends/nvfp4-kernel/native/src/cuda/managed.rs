@@ -1,6 +1,6 @@
 //! Memory that host and device share, never more than the device has free.
 use super::Engine;
-use super::memory::{Managed, prefetch as move_pages};
+use super::memory::{Managed, pointer_attribute, prefetch as move_pages};
 use crate::abi;
 use crate::call::{Fail, Outcome};
 use q4_cuda::driver::{self, CUdevice_attribute_enum as Attribute, CUpointer_attribute_enum as Pointer};
@@ -12,7 +12,11 @@ pub fn supported(gpu: &Gpu) -> Result<(), String> {
     let mut yes = 0;
     // SAFETY: the device exists; the out pointer is valid.
     let status = unsafe {
-        driver::cuDeviceGetAttribute(&mut yes, Attribute::CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS, gpu.handle())
+        driver::cuDeviceGetAttribute(
+            &mut yes,
+            Attribute::CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS,
+            gpu.handle(),
+        )
     };
     match check(status, "cuDeviceGetAttribute") {
         Ok(()) if yes != 0 => Ok(()),
@@ -24,7 +28,8 @@ pub fn supported(gpu: &Gpu) -> Result<(), String> {
 /// `bytes` of it.
 pub fn alloc(engine: &Engine, bytes: u64) -> Outcome<*mut c_void> {
     let bytes = usize::try_from(bytes).ok().filter(|b| *b > 0 && *b <= isize::MAX as usize);
-    let bytes = bytes.ok_or_else(|| Fail::invalid("bytes", "above 0, in the address space", "another number"))?;
+    let bytes =
+        bytes.ok_or_else(|| Fail::invalid("bytes", "above 0, in the address space", "another number"))?;
     supported(&engine.gpu).map_err(|why| Fail {
         status: abi::E_UNSUPPORTED,
         text: format!("managed memory: {why}"),
@@ -51,15 +56,7 @@ pub unsafe fn free(engine: &Engine, p: *mut c_void) -> Outcome {
 
 /// Whether `p` is in managed memory.
 pub fn is_managed(engine: &Engine, p: *const c_void) -> bool {
-    let mut yes = 0u32;
-    if engine.gpu.bind().is_err() {
-        return false;
-    }
-    // SAFETY: the out pointer is valid; any address may be asked for.
-    let status = unsafe {
-        driver::cuPointerGetAttribute((&raw mut yes).cast(), Pointer::CU_POINTER_ATTRIBUTE_IS_MANAGED, p.addr() as u64)
-    };
-    status == driver::CUresult::CUDA_SUCCESS && yes != 0
+    pointer_attribute(&engine.gpu, p.addr() as u64, Pointer::CU_POINTER_ATTRIBUTE_IS_MANAGED) & 1 != 0
 }
 
 /// Moves pages to the ctx's device, or to the host with device -1.

@@ -16,7 +16,11 @@ pub enum Memory {
 impl Memory {
     /// `bytes` of unspecified content.
     pub fn new(gpu: &Arc<Gpu>, bytes: usize, is_managed: bool) -> Result<Self> {
-        if is_managed { Managed::new(gpu, bytes).map(Self::Managed) } else { Buffer::new(gpu, bytes).map(Self::Plain) }
+        if is_managed {
+            Managed::new(gpu, bytes).map(Self::Managed)
+        } else {
+            Buffer::new(gpu, bytes).map(Self::Plain)
+        }
     }
     /// Device address.
     pub fn ptr(&self) -> u64 {
@@ -139,7 +143,10 @@ impl Staging {
     pub unsafe fn copy(&mut self, from: *const u8, len: usize, to: u64, exec: &Exec) -> Result<()> {
         if is_on_device(&self.gpu, from) {
             // SAFETY: by contract.
-            return check(unsafe { driver::cuMemcpyDtoDAsync_v2(to, from.addr() as u64, len, std::ptr::null_mut()) }, "cuMemcpyDtoD");
+            return check(
+                unsafe { driver::cuMemcpyDtoDAsync_v2(to, from.addr() as u64, len, std::ptr::null_mut()) },
+                "cuMemcpyDtoD",
+            );
         }
         for at in (0..len).step_by(HALF) {
             let bytes = HALF.min(len - at);
@@ -156,7 +163,9 @@ impl Staging {
                 let part = crate::call::part(bytes, tasks, t);
                 let (source, target) = (&source, &target);
                 // SAFETY: tasks copy disjoint parts between different allocations.
-                unsafe { source.0.add(part.start).copy_to_nonoverlapping(target.0.add(part.start), part.len()) };
+                unsafe {
+                    source.0.add(part.start).copy_to_nonoverlapping(target.0.add(part.start), part.len())
+                };
             })
             .map_err(|f| Error::new(Code::Internal, f.text))?;
             // SAFETY: `to` is writable; the half is left alone until its event.
@@ -175,13 +184,18 @@ unsafe impl Sync for Bytes {}
 /// Whether the driver knows `p` as memory of a device.
 fn is_on_device(gpu: &Gpu, p: *const u8) -> bool {
     use driver::{CUmemorytype_enum, CUpointer_attribute_enum as A};
-    let mut kind = 0u32;
+    pointer_attribute(gpu, p.addr() as u64, A::CU_POINTER_ATTRIBUTE_MEMORY_TYPE)
+        == CUmemorytype_enum::CU_MEMORYTYPE_DEVICE as u32
+}
+
+/// A 32-bit fact about an address; 0 for one that is not CUDA's.
+pub(super) fn pointer_attribute(gpu: &Gpu, address: u64, mut which: driver::CUpointer_attribute) -> u32 {
+    let mut value = 0u32;
     if gpu.bind().is_err() {
-        return false;
+        return 0;
     }
-    // SAFETY: the out pointer is valid; any address may be asked for.
-    let status = unsafe {
-        driver::cuPointerGetAttribute((&raw mut kind).cast(), A::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, p.addr() as u64)
-    };
-    status == driver::CUresult::CUDA_SUCCESS && kind == CUmemorytype_enum::CU_MEMORYTYPE_DEVICE as u32
+    let mut to = (&raw mut value).cast();
+    // SAFETY: one attribute of four bytes; any address may be asked for, and foreign ones are no error of this call.
+    let status = unsafe { driver::cuPointerGetAttributes(1, &mut which, &mut to, address) };
+    if status == driver::CUresult::CUDA_SUCCESS { value } else { 0 }
 }

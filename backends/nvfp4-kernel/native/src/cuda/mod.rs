@@ -13,12 +13,12 @@ mod quantize;
 mod simple;
 mod weight;
 
+pub use backward::{backward_input, dequantize};
 pub use forward::{Fast, Fuse, forward, fuses, types, workspace};
 pub use managed::{alloc, free, is_managed, prefetch, supported};
 pub use prepare::prepare;
 pub use quantize::{quantize, scaled_mm};
 pub use weight::Weight;
-pub use backward::{backward_input, dequantize};
 
 use crate::abi;
 use crate::call::{Fail, Finding, Outcome, fixed, read, write};
@@ -48,7 +48,8 @@ impl Engine {
             return Err(one("device-absent", "a CUDA driver (libcuda.so.1)", why.clone()));
         }
         let found = q4_cuda::devices().map_err(|e| one("device-absent", "a CUDA device", e.to_string()))?;
-        let Some(device) = u32::try_from(ordinal).ok().and_then(|o| found.iter().find(|d| d.ordinal == o)) else {
+        let Some(device) = u32::try_from(ordinal).ok().and_then(|o| found.iter().find(|d| d.ordinal == o))
+        else {
             let have: Vec<_> = found.iter().map(|d| format!("cuda:{} {}", d.ordinal, d.name)).collect();
             let have = if have.is_empty() { "no CUDA device".into() } else { have.join(", ") };
             return Err(one("device-absent", &format!("cuda:{ordinal}"), have));
@@ -56,7 +57,8 @@ impl Engine {
         if device.capability < (8, 0) {
             return Err(one("device-arch", "sm_80 or newer", device.arch()));
         }
-        let gpu = Gpu::open(device.ordinal).map_err(|e| one("device-absent", "a usable CUDA device", e.to_string()))?;
+        let gpu = Gpu::open(device.ordinal)
+            .map_err(|e| one("device-absent", "a usable CUDA device", e.to_string()))?;
         let simple = simple::Kernels::load(&gpu).map_err(|e| {
             let code = match e.to_string() {
                 text if text.contains("UNSUPPORTED_PTX") || text.contains("NO_BINARY") => "driver-too-old",
@@ -68,7 +70,9 @@ impl Engine {
             managed::supported(&gpu).map_err(|why| one("device-arch", "managed memory", why))?;
         }
         let mut fast: Vec<Box<dyn Fast>> = Vec::new();
-        let missing = |e: q4_core::Error| one("kernel-image-missing", &format!("kernels of libNVFP4 for {}", gpu.arch()), parts(&e));
+        let missing = |e: q4_core::Error| {
+            one("kernel-image-missing", &format!("kernels of libNVFP4 for {}", gpu.arch()), parts(&e))
+        };
         fast.push(Box::new(decode::Kernels::load(&gpu).map_err(missing)?));
         if let Some(k) = prefill::Kernels::load(&gpu).map_err(missing)? {
             fast.push(Box::new(k));
@@ -83,7 +87,8 @@ impl Engine {
     pub unsafe fn device_info(&self, out: *mut abi::DeviceInfo) -> Outcome {
         // SAFETY: forwarded.
         let size = unsafe { read(out, "device_info")? }.struct_size;
-        let version = |f: &Found| f.version().map_or("none".to_owned(), |v| format!("{}.{}", v / 1000, v % 1000 / 10));
+        let version =
+            |f: &Found| f.version().map_or("none".to_owned(), |v| format!("{}.{}", v / 1000, v % 1000 / 10));
         let all = libraries();
         let info = abi::DeviceInfo {
             struct_size: size,

@@ -51,8 +51,9 @@ fn size_of(m: usize) -> usize {
 
 /// `SHARED` of gemm.cu.
 fn shared_of(tokens: usize) -> u32 {
-    let stages = 131_072 / (tokens * 128);
-    (1024 + 131_072 + 69_632 + 16 * stages) as u32
+    let stage = tokens * 128;
+    let stages = (196_608 / stage).min(16);
+    (stages * stage + 4 * 8928 + 16 * stages) as u32
 }
 
 /// Where the parts of the workspace lie, in bytes.
@@ -109,7 +110,7 @@ impl Kernels {
         let blocks = self.gpu.processors as usize;
         let (tokens, rows) = SIZES[size_of(m)];
         let flags = next(partial, blocks * 128 * rows * tokens * 4);
-        let q = next(flags, blocks * 4);
+        let q = next(flags, blocks * 8);
         let quantised = if w.activations == Activations::Native { 0 } else { m * w.k };
         let steps = next(q, quantised);
         let global = next(steps, quantised / 4);
@@ -219,7 +220,7 @@ impl Fast for Kernels {
         let token_tiles = m.div_ceil(tokens);
         let (grid, split) = deal(row_tiles * token_tiles, units * parts, processors);
         // SAFETY: forwarded.
-        let (global, convention) = unsafe { self.stage(w, c, &room, processors as u32)? };
+        let (global, convention) = unsafe { self.stage(w, c, &room, 2 * processors as u32)? };
         let out: u32 = match (accumulate, c.y.dtype) {
             (true, _) => 1,
             (_, DType::BF16) => 2,

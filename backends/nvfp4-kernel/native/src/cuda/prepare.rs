@@ -24,7 +24,8 @@ pub unsafe fn prepare(engine: &Arc<Engine>, plan: Plan, exec: &Exec) -> Outcome<
     let what = format!("prepare of [{}, {}]", plan.n, plan.k);
     // SAFETY: forwarded.
     let built = unsafe { build(engine, &plan, exec) };
-    let (weight, bad) = built.map_err(|e| Fail::from(e.within(format!("{what} on {}", engine.gpu.device()))))?;
+    let (weight, bad) =
+        built.map_err(|e| Fail::from(e.within(format!("{what} on {}", engine.gpu.device()))))?;
     match bad {
         None => Ok(weight),
         Some((segment, at)) => {
@@ -73,14 +74,21 @@ unsafe fn build(engine: &Arc<Engine>, plan: &Plan, exec: &Exec) -> Result<(Weigh
     let (mut first, mut bad_scale) = (0, None);
     for (i, p) in parts.iter().enumerate() {
         let (code_bytes, scale_bytes) = (p.rows * p.groups * 8, scale_bytes(p));
-        let (codes_at, scales_at) = (raw + bad_at as u64, raw + (bad_at + code_bytes.next_multiple_of(256)) as u64);
+        let (codes_at, scales_at) =
+            (raw + bad_at as u64, raw + (bad_at + code_bytes.next_multiple_of(256)) as u64);
         // SAFETY: the caller's bytes are readable, and the device's large enough.
         unsafe {
             engine.simple.set_u64(raw, u64::MAX)?;
             staging.copy(p.codes, code_bytes, codes_at, exec)?;
             staging.copy(p.scales, scale_bytes, scales_at, exec)?;
-            let source =
-                Raw { codes: codes_at, scales: scales_at, is_tiled: p.is_tiled, rows: p.rows, groups: p.groups, bad: raw };
+            let source = Raw {
+                codes: codes_at,
+                scales: scales_at,
+                is_tiled: p.is_tiled,
+                rows: p.rows,
+                groups: p.groups,
+                bad: raw,
+            };
             engine.simple.pack(&source, first, 2 * units, base, base)?;
             // Waits: the raw bytes are used again by the next segment.
             let bad = engine.simple.get_u64(raw)?;
@@ -134,6 +142,11 @@ impl DeviceSpan {
             Some(Convention::Multiply) => 1,
             Some(Convention::Divide) => 2,
         };
-        Self { end: end as u32, skip: skip as u32, convention, global: global.map_or(0.0, GlobalScale::value) }
+        Self {
+            end: end as u32,
+            skip: skip as u32,
+            convention,
+            global: global.map_or(0.0, GlobalScale::value),
+        }
     }
 }

@@ -1,8 +1,8 @@
 //! The raw calls on a device: quantising a matrix, and the product of two quantised matrices.
+use super::Engine;
 use super::memory::Staging;
 use super::prepare::{self, scale_bytes};
 use super::simple::{Quantised, Raw};
-use super::Engine;
 use crate::call::{Exec, Fail, Mat, Outcome};
 use crate::prepare::{Part, Plan};
 use q4_core::{ActGlobal, Convention, GlobalScale, Rule};

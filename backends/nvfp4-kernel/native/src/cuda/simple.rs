@@ -2,8 +2,8 @@
 use super::Weight;
 use crate::call::Mat;
 use q4_core::{DType, GlobalScale, Result, Rule};
-pub use q4_cuda::{Stored, convention, number as dtype, rule};
 use q4_cuda::{Gpu, Kernel, Launch, Matrix, RowKernels, Source, args, check, driver};
+pub use q4_cuda::{Stored, convention, number as dtype, rule};
 use std::sync::Arc;
 
 const SOURCE: Source = Source {
@@ -257,7 +257,15 @@ impl Kernels {
     ///
     /// # Safety
     /// x is device memory, the outputs have room for its rows.
-    pub unsafe fn nvfp4(&self, x: &Mat, r: Rule, source: DType, global: u64, to: &Stored, stream: usize) -> Result<()> {
+    pub unsafe fn nvfp4(
+        &self,
+        x: &Mat,
+        r: Rule,
+        source: DType,
+        global: u64,
+        to: &Stored,
+        stream: usize,
+    ) -> Result<()> {
         // SAFETY: forwarded.
         unsafe { self.rows.nvfp4(matrix(x), r, source, global, to, stream) }
     }
