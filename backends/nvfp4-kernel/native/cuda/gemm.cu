@@ -94,7 +94,7 @@ DEVICE void store4(u32 at, u32 a, u32 b, u32 c, u32 d) {
 }
 
 constexpr int STAGE = TN * 128;
-constexpr int STAGES = 196608 / STAGE < 16 ? 196608 / STAGE : 16;
+constexpr int STAGES = TN == 256 ? 6 : TN == 128 ? 8 : 16;
 constexpr int SUMS = TN / 2;                 // of a thread, per block of 64 rows
 constexpr int ROWS = 128 * MB;               // of a tile
 constexpr int PIECE = 8928;                  // outputs of `TOKENS` tokens and one warpgroup on their way to memory
