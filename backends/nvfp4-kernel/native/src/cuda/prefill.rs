@@ -197,7 +197,7 @@ fn aligned(w: &Weight, y: &Mat, gate: bool) -> bool {
 /// Gate and up rows start a group each.
 fn has_gate(w: &Weight) -> bool {
     let half = w.n / 2;
-    w.n % 2 == 0 && (half % 16 == 0 || (w.spans.len() == 2 && w.spans[0].end as usize == half))
+    w.n % 2 == 0 && (half % 16 == 0 || (w.spans.len() == 2 && w.spans[0].end == half))
 }
 
 impl Fast for Kernels {
