@@ -51,12 +51,9 @@ fn size_of(m: usize) -> usize {
 
 /// `SHARED` of gemm.cu.
 fn shared_of(tokens: usize) -> u32 {
-    let stages = match tokens {
-        256 => 6,
-        128 => 8,
-        _ => 16,
-    };
-    (stages * tokens * 128 + 4 * 8928 + 16 * stages) as u32
+    let stage = tokens * 128;
+    let stages = (131_072 / stage).min(16);
+    (stages * stage + 2 * 36_864 + 16 * stages) as u32
 }
 
 /// Where the parts of the workspace lie, in bytes.
