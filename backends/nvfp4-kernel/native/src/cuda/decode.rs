@@ -131,10 +131,12 @@ impl Kernels {
         match rows {
             1 => self.plan_of(w, rows, gate, &family.one, 1, 1),
             2..=8 => self.plan_of(w, rows, gate, &family.few, 8, 1),
-            _ => self.plan_of(w, rows, gate, &family.wide, 16, 1).or_else(|| {
-                let kernel = family.split.as_ref()?;
-                self.plan_of(w, rows, gate, kernel, 16, SPLIT)
-            }),
+            _ => {
+                let wide = || self.plan_of(w, rows, gate, &family.wide, 16, 1);
+                let split = || self.plan_of(w, rows, gate, family.split.as_ref()?, 16, SPLIT);
+                // Long rows of x are worth the clusters' barriers.
+                if w.k >= 4096 { split().or_else(wide) } else { wide().or_else(split) }
+            }
         }
     }
 
