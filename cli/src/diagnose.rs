@@ -204,7 +204,9 @@ fn text(b: &Body) -> String {
         let _ = writeln!(out, "          driver {}, NVRTC {}, cuBLASLt {}", c.driver, c.nvrtc, c.cublaslt);
         let place = c.cubin_cache.as_deref().unwrap_or("nowhere");
         let _ = writeln!(out, "          cubins in {place}: {}", c.cubins.len());
-        c.cubins.iter().for_each(|i| drop(writeln!(out, "            {i}")));
+        for image in &c.cubins {
+            let _ = writeln!(out, "            {image}");
+        }
         let is_blackwell = |d: &q4_core::CudaDevice| BLACKWELL.contains(&d.capability);
         if h.env.cuda.iter().any(is_blackwell) {
             let _ = writeln!(

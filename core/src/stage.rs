@@ -263,3 +263,137 @@ fn raw<'a>(view: &TensorView<'a>) -> &'a [u8] {
     // SAFETY: `nbytes` bytes are readable for the life of the borrow.
     unsafe { std::slice::from_raw_parts(view.as_ptr().cast(), view.nbytes()) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Activations, ExecPath, OpSet, ThreadPool};
+    use std::sync::Mutex;
+
+    /// A device whose memory is the host's.
+    struct Fake;
+    struct FakeBytes(Mutex<Vec<u128>>);
+
+    impl FakeBytes {
+        fn slice(&self, f: impl FnOnce(&mut [u8])) {
+            let mut words = self.0.lock().unwrap_or_else(|e| e.into_inner());
+            f(bytemuck::cast_slice_mut(&mut words));
+        }
+    }
+    impl DeviceMemory for Fake {
+        fn alloc(&self, len: usize) -> Result<Box<dyn DeviceBytes>> {
+            Ok(Box::new(FakeBytes(Mutex::new(vec![0; len.div_ceil(16)]))))
+        }
+        fn stream(&self) -> usize {
+            7
+        }
+        fn synchronize(&self) -> Result<()> {
+            Ok(())
+        }
+        fn free(&self) -> Result<u64> {
+            Ok(0)
+        }
+    }
+    impl DeviceBytes for FakeBytes {
+        fn address(&self) -> u64 {
+            let mut at = 0;
+            self.slice(|b| at = b.as_ptr().addr() as u64);
+            at
+        }
+        fn upload(&self, at: usize, data: &[u8]) -> Result<()> {
+            self.slice(|b| b[at..at + data.len()].copy_from_slice(data));
+            Ok(())
+        }
+        fn download(&self, at: usize, out: &mut [u8]) -> Result<()> {
+            self.slice(|b| out.copy_from_slice(&b[at..at + out.len()]));
+            Ok(())
+        }
+    }
+
+    /// Doubles one row; writes `past` elements too many, or into its input, or refuses.
+    struct Doubler {
+        info: PreparedInfo,
+        past: usize,
+        spoils: bool,
+        refuses: bool,
+    }
+
+    impl PreparedWeight for Doubler {
+        fn info(&self) -> &PreparedInfo {
+            &self.info
+        }
+        fn workspace(&self, _: usize) -> usize {
+            0
+        }
+        fn forward(
+            &self,
+            x: TensorView<'_>,
+            mut y: TensorViewMut<'_>,
+            cx: &mut ExecContext<'_>,
+        ) -> Result<()> {
+            assert_eq!((x.device(), cx.device, cx.stream), (Device::Cuda(0), Device::Cuda(0), 7));
+            let (n, from, to) = (x.len(), x.as_ptr().cast::<f32>(), y.as_mut_ptr().cast::<f32>());
+            // SAFETY: the fake device's memory; a guard of 256 bytes follows.
+            unsafe {
+                for i in 0..n + self.past {
+                    to.add(i).write(2.0 * from.add(i.min(n - 1)).read());
+                }
+                if self.spoils {
+                    from.cast_mut().write(0.5);
+                }
+            }
+            if self.refuses { Err(Error::new(Code::Unsupported, "no")) } else { Ok(()) }
+        }
+        fn backward_input(
+            &self,
+            _: TensorView<'_>,
+            _: TensorViewMut<'_>,
+            _: &mut ExecContext<'_>,
+        ) -> Result<()> {
+            Err(Error::new(Code::Unsupported, "backward"))
+        }
+        fn dequantize(&self, _: TensorViewMut<'_>, _: &mut ExecContext<'_>) -> Result<()> {
+            Err(Error::new(Code::Unsupported, "dequantize"))
+        }
+    }
+
+    fn run(past: usize, spoils: bool, refuses: bool) -> (Result<()>, [f32; 4]) {
+        let info = PreparedInfo {
+            backend: "fake".into(),
+            path: ExecPath::FusedDequant,
+            activations: Activations::Native,
+            n: 3,
+            k: 3,
+            resident_bytes: 0,
+            ops: OpSet::FORWARD,
+        };
+        let inner = Box::new(Doubler { info, past, spoils, refuses });
+        let staged = Staged { inner, device: Device::Cuda(0), memory: Arc::new(Fake) };
+        let (x, mut y) = ([1f32, 2.0, 3.0], [9f32; 4]);
+        let pool = ThreadPool::new(1);
+        let call = |y: &mut [f32]| {
+            let (x, y) = (TensorView::of(&x, &[1, 3])?, TensorViewMut::of(y, &[1, 3])?);
+            staged.forward(x, y, &mut ExecContext::cpu(&pool))
+        };
+        let outcome = call(&mut y[..3]);
+        (outcome, y)
+    }
+
+    #[test]
+    fn operands_go_up_and_results_come_back() {
+        let (outcome, y) = run(0, false, false);
+        outcome.expect("a plain product");
+        assert_eq!(y, [2.0, 4.0, 6.0, 9.0]);
+    }
+
+    #[test]
+    fn what_a_kernel_may_not_touch_is_noticed() {
+        let (outcome, _) = run(1, false, false);
+        assert_eq!(outcome.expect_err("one element too many").code(), Code::ConformanceFailed);
+        let (outcome, _) = run(0, true, false);
+        assert_eq!(outcome.expect_err("an input was written").code(), Code::ConformanceFailed);
+        let (outcome, y) = run(0, false, true);
+        assert_eq!(outcome.expect_err("refused").code(), Code::Unsupported);
+        assert_eq!(y[0], 2.0, "what a refused call wrote is seen");
+    }
+}

@@ -73,6 +73,79 @@ __device__ __forceinline__ void load8(const Matrix &x, u64 at, float *v) {
     for (u32 i = 0; i < 8; i++) v[i] = x.dtype == F16 ? from_f16(h[i]) : from_bf16(h[i]);
 }
 
+// D += A B of m16n8k8 with TF32 operands, f32 sums.
+__device__ __forceinline__ void mma(float *d, const u32 *a, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// y = x W^T on tensor cores for f16 and bf16 x, both exact in TF32; a weight is the sum of two TF32 numbers, 21 bits of it.
+// A block has 16 rows of the weight and NT * 8 of x; its warps share k in steps of 32, whose sums are added in f32. A lane
+// takes a word of eight codes of two rows: k is permuted within the step, for both operands alike.
+#ifndef NT
+#define NT 1
+#endif
+extern "C" __global__ void __launch_bounds__(256) nf4_mma(Weight w, Matrix x, Matrix y) {
+    __shared__ float table[16 * 32];
+    __shared__ float parts[8][NT * 8][17];
+    u32 lane = threadIdx.x, warp = threadIdx.y, g = lane >> 2, t = lane & 3;
+    u32 first = blockIdx.x * 16, m = blockIdx.y * (NT * 8);
+    for (u32 i = warp * 32 + lane; i < 512; i += 256) table[i] = CODEBOOK[i / 32];
+    __syncthreads();
+    u32 words = w.k / 8, shift = 31 - __clz(w.group), groups = w.k >> shift;
+    u32 rows[2] = {min(first + g, w.n - 1), min(first + g + 8, w.n - 1)};
+    const u32 *codes[2] = {w.codes + (u64)rows[0] * words, w.codes + (u64)rows[1] * words};
+    const float *scales[2] = {w.scales + (u64)rows[0] * groups, w.scales + (u64)rows[1] * groups};
+    float acc[NT][4] = {};
+    u32 word[2] = {0, 0};
+    float scale[2] = {0, 0};
+    u32 i = warp * 4 + t;
+    if (i < words)
+        for (u32 h = 0; h < 2; h++) word[h] = codes[h][i], scale[h] = scales[h][i * 8 >> shift];
+    for (u32 step = warp * 4; step < words; step += 32) {
+        u32 now[2] = {word[0], word[1]};
+        float by[2] = {scale[0], scale[1]};
+        u32 at = i;
+        i += 32;
+        if (i < words)
+            for (u32 h = 0; h < 2; h++) word[h] = codes[h][i], scale[h] = scales[h][i * 8 >> shift];
+        float in[NT][8], sum[NT][4] = {};
+        for (u32 c = 0; c < NT; c++) {
+            u32 r = m + c * 8 + g;
+            if (r < y.rows && at < words) load8(x, r * x.ld + at * 8, in[c]);
+            else
+                for (u32 j = 0; j < 8; j++) in[c][j] = 0;
+        }
+        if (at >= words) by[0] = by[1] = 0;
+        for (u32 j = 0; j < 4; j++) {
+            u32 hi[4], lo[4];
+            for (u32 q = 0; q < 4; q++) {
+                u32 code = now[q & 1] >> (8 * j + 4 * (q >> 1)) & 15;
+                float v = table[code * 32 + lane] * by[q & 1];
+                hi[q] = __float_as_uint(v) & 0xffffe000u;
+                lo[q] = __float_as_uint(v - __uint_as_float(hi[q]));
+            }
+            for (u32 c = 0; c < NT; c++) {
+                u32 b0 = __float_as_uint(in[c][2 * j]), b1 = __float_as_uint(in[c][2 * j + 1]);
+                mma(sum[c], lo, b0, b1);
+                mma(sum[c], hi, b0, b1);
+            }
+        }
+        for (u32 c = 0; c < NT; c++)
+            for (u32 q = 0; q < 4; q++) acc[c][q] += sum[c][q];
+    }
+    for (u32 c = 0; c < NT; c++)
+        for (u32 q = 0; q < 4; q++) parts[warp][c * 8 + 2 * t + (q & 1)][g + 8 * (q >> 1)] = acc[c][q];
+    __syncthreads();
+    for (u32 o = warp * 32 + lane; o < NT * 128; o += 256) {
+        u32 row = o & 15, r = o >> 4;
+        float total = 0;
+        for (u32 p = 0; p < 8; p++) total += parts[p][r][row];
+        if (first + row < w.n && m + r < y.rows) store(y, (u64)(m + r) * y.ld + first + row, total);
+    }
+}
+
 // y = x W^T: a warp per row of the weight, up to ROWS rows of x.
 #ifndef ROWS
 #define ROWS 8

@@ -7,7 +7,7 @@ use q4_core::{
     Code, DType, Error, ExecContext, ExecPath, LinearSpec, NibbleOrder, OpSet, PreparedInfo, PreparedWeight,
     Q4Schema, Q4Weight, Result, SegmentData, TensorView, TensorViewMut,
 };
-use q4_cuda::{Buffer, Gpu, Kernel, Kernels, Launch, Matrix, RowKernels, Source, args};
+use q4_cuda::{Buffer, Gpu, Kernel, Kernels, Launch, Matrix, RowKernels, Source, args, number};
 use std::sync::Arc;
 
 const SOURCE: Source = Source {
@@ -25,6 +25,8 @@ pub(crate) struct Engine {
     pack: Kernel,
     forward: Kernel,
     one: Kernel,
+    /// On tensor cores, by the number of 8 rows of x in a pass.
+    tiles: [(usize, Kernel); 3],
     backward: Kernel,
     dequantize: Kernel,
 }
@@ -41,6 +43,11 @@ impl Engine {
             forward: all.get("nf4_forward")?,
             // The same sums with registers for one row only.
             one: Kernels::load(gpu, &SOURCE, &["-DROWS=1"])?.get("nf4_forward")?,
+            tiles: [
+                (1, all.get("nf4_mma")?),
+                (2, Kernels::load(gpu, &SOURCE, &["-DNT=2"])?.get("nf4_mma")?),
+                (4, Kernels::load(gpu, &SOURCE, &["-DNT=4"])?.get("nf4_mma")?),
+            ],
             backward: all.get("nf4_backward")?,
             dequantize: all.get("nf4_dequantize")?,
         })
@@ -168,6 +175,15 @@ impl PreparedWeight for OnDevice {
             let y = Matrix::of(&y.as_view())?;
             for (first, y) in y.parts() {
                 let x = x.rows_from(first, y.rows as usize);
+                // Values of 16 bits are exact in TF32; f32 ones, quantised rows among them, are not.
+                if x.dtype != number(DType::F32) {
+                    let (tiles, kernel) = e.tiles.iter().find(|t| m <= 8 * t.0).unwrap_or(&e.tiles[2]);
+                    let grid =
+                        [self.info.n.div_ceil(16) as u32, (y.rows as usize).div_ceil(8 * tiles) as u32, 1];
+                    let how = Launch { grid, block: [32, 8, 1], shared: 0, stream, overlap: false };
+                    kernel.launch(how, args![self.packed, x, y])?;
+                    continue;
+                }
                 let rows = if m == 1 { 1 } else { ROWS };
                 let how = Launch {
                     grid: [self.info.n.div_ceil(8) as u32, (y.rows as usize).div_ceil(rows) as u32, 1],

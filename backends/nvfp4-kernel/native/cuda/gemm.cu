@@ -94,12 +94,12 @@ DEVICE void store4(u32 at, u32 a, u32 b, u32 c, u32 d) {
 }
 
 constexpr int STAGE = TN * 128;
-constexpr int STAGES = 196608 / STAGE < 16 ? 196608 / STAGE : 16;
+constexpr int STAGES = 131072 / STAGE < 16 ? 131072 / STAGE : 16;
 constexpr int SUMS = TN / 2;                 // of a thread, per block of 64 rows
 constexpr int ROWS = 128 * MB;               // of a tile
-constexpr int PIECE = 8928;                  // outputs of `TOKENS` tokens and one warpgroup on their way to memory
-constexpr int TOKENS16 = 32, TOKENS32 = 32 / MB;
-constexpr int STORE = 4 * PIECE;             // two pieces a warpgroup
+constexpr int TOKENS16 = TN, TOKENS32 = TN / 2; // sent off at once, of 16 and of 32 bits
+constexpr int PIECE = 36864;                 // outputs of one warpgroup on their way to memory
+constexpr int STORE = 2 * PIECE;
 constexpr int SHARED = STAGES * STAGE + STORE + 16 * STAGES;
 constexpr int UNIT = 1152;
 
@@ -205,8 +205,8 @@ DEVICE void write_out(const Target &to, u32 buffer, int pitch, int token, int co
     }
     meet(barrier, threads);
 }
-// Of the pieces this thread sent off, all but the last `N` have left shared memory.
-template <int N> DEVICE void pieces_left() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory"); }
+// What this thread sent off has left shared memory.
+DEVICE void piece_left() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // Sums of one thread to shared memory: `line` is its first row in the tile. Tokens [first, first + count) of the tile.
 template <int COUNT> DEVICE void put16(const float *d, int first, u32 buffer, int pitch, int line, int lane, bool half) {
@@ -305,7 +305,7 @@ DEVICE void multiply(
         }
     };
     int me = threadIdx.x & 127, own = 2 + half;
-    u32 place = buffer + half * (STORE / 2);
+    u32 piece = buffer + half * PIECE;
     bool more = plan.take(work);
     if (more) begin();
     wait_for_previous();
@@ -401,7 +401,7 @@ DEVICE void multiply(
             for (int i = 0; i < SUMS; i++) d[m][i] *= factor[m];
 
         if (GATE) {
-            if (half == 0) pieces_left<0>();
+            if (half == 0) piece_left();
             // `up` goes to the warpgroup of `gate`, 64 values a thread at a time.
 #pragma unroll
             for (int round = 0; round < (MB * SUMS + 63) / 64; round++) {
@@ -428,8 +428,7 @@ DEVICE void multiply(
             constexpr int PITCH = (64 * MB + 8) * 2;
 #pragma unroll
             for (int h = 0; h < TN / TOKENS16; h++) {
-                u32 piece = place + h % 2 * PIECE;
-                pieces_left<(TN / TOKENS16 > 1)>();
+                piece_left();
                 meet(own, 128);
 #pragma unroll
                 for (int m = 0; m < MB; m++) put16<TOKENS16>(d[m], h * TOKENS16, piece, PITCH, 64 * m + 16 * w, lane, out == OUT_F16);
@@ -439,8 +438,7 @@ DEVICE void multiply(
             constexpr int PITCH = (64 * MB + 4) * 4;
 #pragma unroll
             for (int h = 0; h < TN / TOKENS32; h++) {
-                u32 piece = place + h % 2 * PIECE;
-                pieces_left<(TN / TOKENS32 > 1)>();
+                piece_left();
                 meet(own, 128);
 #pragma unroll
                 for (int m = 0; m < MB; m++) put32<TOKENS32>(d[m], h * TOKENS32, piece, PITCH, 64 * m + 16 * w, g, t);

@@ -15,9 +15,6 @@ enum { F32 = 1, F16 = 2, BF16 = 3 };
 enum { NATIVE = 1, INT8 = 2, NVFP4 = 3 };
 enum { UNIT = 1152, THREADS = 512, WARPS = THREADS / 32 };
 
-#ifndef MARK
-#define MARK(i)
-#endif
 struct Gemv {
     const u8 *w;
     const u64 *groups;        // per row group: f32 multiplier, then first row of y * 32 + rows
@@ -264,7 +261,6 @@ __device__ __forceinline__ void stage(const Gemv &p, u32 begin, u32 count, u16 *
     float v[8], weight[8], inverse = 1.0f;
     if (p.norm && mine) load8(norm + at, weight);
     wait_for_previous();
-    MARK(3);
     float global = QUANTISE ? p.act_global ? *p.act_global : p.global : 1.0f;
     if (p.norm) {
         float sum = 0;
@@ -304,7 +300,6 @@ __device__ __forceinline__ void stage(const Gemv &p, u32 begin, u32 count, u16 *
 #pragma unroll
             for (u32 i = 0; i < SPLIT; i++) sum += of_rank(sums + WARPS + row, i);
         }
-        MARK(4);
         inverse = rsqrtf(__fdividef(sum, (float)p.k) + p.eps);
     }
 #pragma unroll 1
@@ -549,7 +544,6 @@ template <bool QUANTISE, int PARTS, bool APART, int STAGES, int SPLIT> __device_
     extern __shared__ __align__(128) u8 memory[];
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     if (!(p.late & 1)) next_may_start();
-    MARK(0);
     Run r = run_of<SPLIT>(p, warp);
     u32 slice = (p.units + SPLIT - 1) / SPLIT, stride = slice * 128 + 8, groups = p.gate_at ? 2 * r.count : r.count;
     u16 *xs = (u16 *)(memory + WARPS * STAGES * UNIT);
@@ -563,15 +557,12 @@ template <bool QUANTISE, int PARTS, bool APART, int STAGES, int SPLIT> __device_
     u32 ring = shared_at(memory) + warp * (STAGES * UNIT) + lane * 16, slot = ring;
 #pragma unroll 1
     for (u32 i = 0; i < STAGES; i++) fetch<SPLIT>(p, r, f, ring + i * UNIT, lane);
-    MARK(1);
     u32 b[16]; // column 2 t of B is x of block t, the other columns stay zero
 #pragma unroll
     for (int i = 0; i < 16; i++) b[i] = 0;
     u32 t = lane % 4, n = lane / 4;
 
-    MARK(2);
     stage<QUANTISE, PARTS, APART, SPLIT>(p, r.begin, r.units, xs, xscale, sums, stride, 18446744073709551616.0f);
-    MARK(5);
     if (p.late & 1) next_may_start();
     await<STAGES - 1>();
     __syncthreads(); // x and places are there
@@ -603,11 +594,8 @@ template <bool QUANTISE, int PARTS, bool APART, int STAGES, int SPLIT> __device_
         if (t == 0) to[0] = low, to[8] = high;
         to += 16;
     }
-    MARK(6);
     __syncthreads();
-    MARK(7);
     finish<1, 4, SPLIT>(p, r, part, whole, places, 4611686018427387904.0f * act_factor<QUANTISE>(p), old); // 2^(126 - 64)
-    MARK(8);
 }
 
 // Two to 8 * TILES rows.
@@ -616,7 +604,6 @@ template <bool QUANTISE, int PARTS, int TILES, int STAGES, int SPLIT> __device__
     enum { COLS = 8 * TILES };
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     if (!(p.late & 1)) next_may_start();
-    MARK(0);
     Run r = run_of<SPLIT>(p, warp);
     u32 slice = (p.units + SPLIT - 1) / SPLIT, stride = slice * 128 + 8, groups = p.gate_at ? 2 * r.count : r.count;
     u32 rows = p.m <= 1 ? 1 : p.m <= 2 ? 2 : p.m <= 4 ? 4 : p.m <= 8 ? 8 : 16;
@@ -630,12 +617,9 @@ template <bool QUANTISE, int PARTS, int TILES, int STAGES, int SPLIT> __device__
     u32 ring = shared_at(memory) + warp * (STAGES * UNIT) + lane * 16, slot = ring;
 #pragma unroll 1
     for (u32 i = 0; i < STAGES; i++) fetch<SPLIT>(p, r, f, ring + i * UNIT, lane);
-    MARK(1);
     u32 t = lane % 4, n = lane / 4;
 
-    MARK(2);
     stage<QUANTISE, PARTS, false, SPLIT>(p, r.begin, r.units, xs, nullptr, sums, stride, 1.0f);
-    MARK(5);
     if (p.late & 1) next_may_start();
     await<STAGES - 1>();
     __syncthreads(); // x and places are there
@@ -695,11 +679,8 @@ template <bool QUANTISE, int PARTS, int TILES, int STAGES, int SPLIT> __device__
         }
         to += 16 * COLS;
     }
-    MARK(6);
     __syncthreads();
-    MARK(7);
     finish<COLS, 1, SPLIT>(p, r, part, whole, places, 256.0f * act_factor<QUANTISE>(p), old); // 2^(126 - 118)
-    MARK(8);
 }
 
 #ifndef Q4_STAGES
@@ -714,12 +695,11 @@ template <bool QUANTISE, int PARTS, int TILES, int STAGES, int SPLIT> __device__
 #define CLUSTER(n)
 #endif
 #define ONE(name, ...) \
-    extern "C" __global__ void __launch_bounds__(THREADS, 2) name(const __grid_constant__ Gemv p) { one_row<__VA_ARGS__, Q4_STAGES, 1>(p); } \
-    extern "C" __global__ void CLUSTER(4) __launch_bounds__(THREADS, 2) name##_split(const __grid_constant__ Gemv p) { one_row<__VA_ARGS__, Q4_STAGES, 4>(p); }
+    extern "C" __global__ void __launch_bounds__(THREADS, 2) name(const __grid_constant__ Gemv p) { one_row<__VA_ARGS__, Q4_STAGES, 1>(p); }
 #define FEW(name, ...) \
     extern "C" __global__ void __launch_bounds__(THREADS, 1) name(const __grid_constant__ Gemv p) { few_rows<__VA_ARGS__, 1, Q4_STAGES_FEW, 1>(p); } \
-    extern "C" __global__ void CLUSTER(4) __launch_bounds__(THREADS, 1) name##_split(const __grid_constant__ Gemv p) { few_rows<__VA_ARGS__, 1, Q4_STAGES_FEW, 4>(p); } \
-    extern "C" __global__ void CLUSTER(4) __launch_bounds__(THREADS, 1) name##_more(const __grid_constant__ Gemv p) { few_rows<__VA_ARGS__, 2, Q4_STAGES_FEW, 4>(p); }
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) name##_wide(const __grid_constant__ Gemv p) { few_rows<__VA_ARGS__, 2, Q4_STAGES_FEW, 1>(p); } \
+    extern "C" __global__ void CLUSTER(4) __launch_bounds__(THREADS, 1) name##_split(const __grid_constant__ Gemv p) { few_rows<__VA_ARGS__, 2, Q4_STAGES_FEW, 4>(p); }
 ONE(q4_gemv_one, false, 1, false)
 ONE(q4_gemv_one_nvfp4, true, 1, false)
 ONE(q4_gemv_one_int8, true, 1, true)

@@ -107,6 +107,7 @@ fn a_c_program_finds_the_table_in_the_shared_library() {
             if (api->ctx_create(&desc, &ctx, NULL, NULL, &e) != NVFP4_E_UNSUPPORTED || ctx) return 4;
             if (!strstr(text, "device-absent") || strlen(text) != 63 || e.len < 64) return 5;
             desc.device_type = NVFP4_DEVICE_CPU;
+            desc.device = 0;
             if (api->ctx_create(&desc, &ctx, NULL, NULL, &e) != NVFP4_OK || !ctx || e.len) return 6;
             nvfp4_device_info info = {.struct_size = sizeof info};
             if (api->device_info(ctx, &info, &e) != NVFP4_OK || !info.isa[0]) return 7;

@@ -11,7 +11,7 @@ use std::sync::Arc;
 const SOURCE: Source = Source { name: "nvfp4-gemv", text: include_str!("../../cuda/gemv.cu") };
 /// Rows of the largest call.
 const MOST: usize = 16;
-/// Blocks of a cluster that share row groups and split k, where a call has more than eight rows.
+/// Blocks of a cluster that share row groups and split k, where sixteen rows of x are too much for one.
 const SPLIT: usize = 4;
 /// Bytes of 16 rows by 128 k of a weight.
 const UNIT: usize = 1152;
@@ -50,11 +50,12 @@ struct Gemv {
     late: u32,
 }
 
-/// Kernels for one row, for up to eight, and, where the device has clusters, for up to sixteen.
+/// Kernels for one row, for up to eight, for up to sixteen, and for those by clusters, where the device has them.
 struct Family {
     one: Kernel,
     few: Kernel,
-    more: Option<Kernel>,
+    wide: Kernel,
+    split: Option<Kernel>,
     /// Parts of bf16 an element of x becomes: one row, several.
     parts: [usize; 2],
     /// The kernel for one row keeps the scales of x apart.
@@ -90,11 +91,12 @@ impl Kernels {
             Ok::<_, Error>(kernel)
         };
         let family = |name: &str, parts, apart| {
-            let more = gpu.capability >= (9, 0);
+            let split = gpu.capability >= (9, 0);
             Ok::<_, Error>(Family {
                 one: get(format!("q4_gemv_one{name}"))?,
                 few: get(format!("q4_gemv_few{name}"))?,
-                more: if more { Some(get(format!("q4_gemv_few{name}_more"))?) } else { None },
+                wide: get(format!("q4_gemv_few{name}_wide"))?,
+                split: if split { Some(get(format!("q4_gemv_few{name}_split"))?) } else { None },
                 parts,
                 apart,
             })
@@ -126,11 +128,28 @@ impl Kernels {
     /// A launch of `rows` rows, a power of two; `None` if no number of blocks makes it fit.
     fn plan(&self, w: &Weight, rows: usize, gate: bool) -> Option<Plan<'_>> {
         let family = self.family(w);
-        let (kernel, columns, split) = match rows {
-            1 => (&family.one, 1, 1),
-            2..=8 => (&family.few, 8, 1),
-            _ => (family.more.as_ref()?, 16, SPLIT),
-        };
+        match rows {
+            1 => self.plan_of(w, rows, gate, &family.one, 1, 1),
+            2..=8 => self.plan_of(w, rows, gate, &family.few, 8, 1),
+            _ => {
+                let wide = || self.plan_of(w, rows, gate, &family.wide, 16, 1);
+                let split = || self.plan_of(w, rows, gate, family.split.as_ref()?, 16, SPLIT);
+                // Long rows of x are worth the clusters' barriers.
+                if w.k >= 4096 { split().or_else(wide) } else { wide().or_else(split) }
+            }
+        }
+    }
+
+    fn plan_of<'a>(
+        &self,
+        w: &Weight,
+        rows: usize,
+        gate: bool,
+        kernel: &'a Kernel,
+        columns: usize,
+        split: usize,
+    ) -> Option<Plan<'a>> {
+        let family = self.family(w);
         let (units, both) = (w.slabs / 2, if gate { 2 } else { 1 });
         let (slice, work) = (units.div_ceil(split), w.padded / 16 / both);
         if units < split {
@@ -139,8 +158,12 @@ impl Kernels {
         let x = family.parts[usize::from(rows > 1)] * rows * (slice * 128 + 8) * 2;
         let scales = if family.apart && rows == 1 { slice * 32 } else { 0 };
         let fixed = WARPS * STAGES * UNIT + x + scales + 2 * WARPS * 4;
-        // A processor that has two blocks of a launch takes twice as long: of the processors some have no place in a cluster.
-        let most = if split > 1 { self.gpu.processors as usize / split * 15 / 16 } else { self.gpu.processors as usize };
+        // Some processors have no place in a cluster.
+        let most = if split > 1 {
+            self.gpu.processors as usize / split * 15 / 16
+        } else {
+            self.gpu.processors as usize
+        };
         let mut teams = work.min(most.max(1));
         loop {
             let groups = work.div_ceil(teams) * both;
@@ -148,6 +171,9 @@ impl Kernels {
             let shared = fixed + groups * 8 + (groups + 1 + WARPS + whole) * 64 * columns;
             // Quotients of units are taken in f32.
             if shared <= self.gpu.shared as usize && groups * slice < 1 << 17 {
+                // More than half, or a processor that the kernel before leaves early gets two blocks and the launch takes
+                // twice as long.
+                let shared = shared.max(self.gpu.shared as usize / 2 + 2048);
                 return Some(Plan { kernel, teams, split, work, shared });
             }
             if teams == work {

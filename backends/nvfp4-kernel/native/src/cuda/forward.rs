@@ -102,9 +102,10 @@ pub unsafe fn forward(w: &Weight, x: Mat, fuse: Fuse, y: Mat, exec: &Exec) -> Ou
         .ok_or_else(|| Fail::invalid("x", "a workspace that fits the address space", x.rows))?;
     let workspace = exec.scratch_aligned(need, 256)?.addr() as u64;
     let call = Call { x, y, fuse, stream: exec.stream(), workspace };
-    // SAFETY: forwarded.
     let outcome = match fast(w, m, set) {
+        // SAFETY: forwarded.
         Some(f) => unsafe { f.forward(w, &call) },
+        // SAFETY: forwarded.
         None if set == FuseSet::NONE => unsafe { plain(w, &call) },
         None => Err(Error::new(Code::Unsupported, "a fused product")
             .need("a combination that fuses() agrees to")

@@ -52,8 +52,8 @@ fn size_of(m: usize) -> usize {
 /// `SHARED` of gemm.cu.
 fn shared_of(tokens: usize) -> u32 {
     let stage = tokens * 128;
-    let stages = (196_608 / stage).min(16);
-    (stages * stage + 4 * 8928 + 16 * stages) as u32
+    let stages = (131_072 / stage).min(16);
+    (stages * stage + 2 * 36_864 + 16 * stages) as u32
 }
 
 /// Where the parts of the workspace lie, in bytes.
@@ -194,7 +194,7 @@ fn aligned(w: &Weight, y: &Mat, gate: bool) -> bool {
 /// Gate and up rows start a group each.
 fn has_gate(w: &Weight) -> bool {
     let half = w.n / 2;
-    w.n % 2 == 0 && (half % 16 == 0 || (w.spans.len() == 2 && w.spans[0].end as usize == half))
+    w.n % 2 == 0 && (half % 16 == 0 || (w.spans.len() == 2 && w.spans[0].end == half))
 }
 
 impl Fast for Kernels {
