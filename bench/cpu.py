@@ -113,7 +113,7 @@ class Llama(Program):
         lines, peak = run(command, args, env)
         for row in (json.loads(line) for _, line in lines if line.startswith("{")):
             self.add("decode" if row["n_gen"] else "prefill", statistics.median(row["samples_ts"]))
-            self.facts = {"cpu": row["cpu_info"]}
+            self.facts = {"commit": row["build_commit"]}
         self.add("peak_bytes", peak)
 
     def first_token(self, args):
@@ -262,15 +262,14 @@ def machine(args):
     }
 
 
-def versions(args):
-    source = next(args.cache.glob("llama_cpp_python-*/vendor/llama.cpp"), None)
-    log = args.cache / "build.log"
-    commit = re.search(r"ggml commit:\s*(\w+)", log.read_text()) if log.exists() else None
+def versions(all_, args):
+    source = next((p.name for p in args.cache.glob("llama_cpp_python-*") if p.is_dir()), None)
+    commit = next((p.facts["commit"] for p in all_ if isinstance(p, Llama) and p.facts), None)
     dirty = output("git", "status", "--porcelain", "--untracked-files=no")
     return {
         "q4": (output("git", "rev-parse", "HEAD") or "unknown") + (" with changes" if dirty else ""),
         "rustc": output("rustc", "--version"), "c++": (output("c++", "--version") or "").splitlines()[:1],
-        "llama.cpp": source and f"{commit[1] if commit else ''} from {source.parent.parent.name}",
+        "llama.cpp": commit and f"{commit} from {source}",
         "openvino": output(str(args.cache / "venv/bin/python"), "-c", "import openvino; print(openvino.__version__)"),
     }
 
@@ -307,6 +306,32 @@ def limits(all_):
     return {k: s.summary() for k, s in out.items()}
 
 
+class Bystanders:
+    """Share of the processors' time that went to others since the start: more than a little spoils every figure."""
+
+    ALLOWED = 0.05
+
+    def __init__(self):
+        self.start = self.now()
+
+    @staticmethod
+    def now():
+        try:
+            ticks = [int(v) for v in pathlib.Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+        except OSError:
+            return None
+        total, idle, own = sum(ticks), ticks[3] + ticks[4], os.times()
+        return total, total - idle, (own[0] + own[1] + own[2] + own[3]) * os.sysconf("SC_CLK_TCK")
+
+    def share(self):
+        """0 to 1; None where the system does not say."""
+        now = self.now()
+        if now is None or self.start is None:
+            return None
+        total, busy, own = (b - a for a, b in zip(self.start, now))
+        return max(0.0, (busy - own) / total)
+
+
 def say(text):
     print(text, file=sys.stderr, flush=True)
 
@@ -334,17 +359,21 @@ def main():
     args, begin = arguments(), time.monotonic()
     all_ = [p for shape in PLAN if args.shape in (None, shape) for p in programs(shape, args)]
     all_ = [p for p in all_ if re.search(args.only or "", p.name)]
-    load_before = os.getloadavg()[0]
+    bystanders = Bystanders()
     measure(all_, args)
     first = first_token(all_, args) if args.shape != "qwen3-0.6b" and not args.only else None
     notes = [f"{p.shape} {p.name}: {p.refused}" for p in all_ if p.refused]
     notes += [f"{name} is not on this machine: no figures of it" for name in args.without]
-    if load_before > 0.5:
-        notes.append(f"the machine was busy at the start: load {load_before:.1f}")
+    rows, share = figures(all_) + ([first] if first else []), bystanders.share()
+    if share is None or share > Bystanders.ALLOWED:
+        for row in rows:
+            row["met"] = None
+        taken = "an unknown share" if share is None else f"{share:.0%}"
+        notes.append(f"others took {taken} of the processors' time: no verdict, run again on a quiet machine")
     result = {
         "schema": "q4.bench-cpu/1", "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "seconds": round(time.monotonic() - begin), "machine": machine(args), "versions": versions(args),
-        "limits": limits(all_), "figures": figures(all_) + ([first] if first else []),
+        "seconds": round(time.monotonic() - begin), "machine": machine(args), "versions": versions(all_, args),
+        "bystanders": share, "limits": limits(all_), "figures": rows,
         "peers": [{"name": p.name, "shape": p.shape, "left_out": p.refused, "facts": p.facts,
                    "figures": {k: s.summary() for k, s in p.series.items()}} for p in all_ if not isinstance(p, Q4)],
         "memory": memory_rows(all_, first), "notes": notes,

@@ -37,8 +37,8 @@ model() { # NAME COMMAND...: writes $cache/NAME unless it is there
 
 tools() {
     [[ -x $python ]] || python3 -m venv "$cache/venv"
-    "$python" -c 'import cmake, ninja, numpy' 2>/dev/null ||
-        "$python" -m pip install --quiet cmake ninja numpy scikit-build-core
+    "$python" -c 'import cmake, gguf, ninja, numpy' 2>/dev/null ||
+        "$python" -m pip install --quiet cmake gguf ninja numpy scikit-build-core
 }
 
 llama() {

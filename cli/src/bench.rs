@@ -72,7 +72,9 @@ pub fn run(cx: &Context, args: &BenchArgs) -> Result<Outcome> {
     let budget = cx.budget();
     let subject = subject(cx, args, &dispatch, &threads, chunk, &budget)?;
     let context = longest.max(PROMPT + args.decode) + 1;
-    let mut runner = subject.loaded.runner(ContextOptions { context, chunk, all_logits: false, kv: subject.kv }, &budget)?;
+    let mut runner = subject
+        .loaded
+        .runner(ContextOptions { context, chunk, all_logits: false, kv: subject.kv }, &budget)?;
     // Self-checks and first touches of memory are no part of any figure.
     runner.accept(&prompt(PROMPT, &subject.shape))?;
     runner.decode(0)?;

@@ -22,7 +22,9 @@ pub(super) fn run(
     let chunk = crate::session::CHUNK;
     let subject = subject(cx, args, dispatch, threads, chunk, &budget)?;
     let context = chunk + 1;
-    let mut runner = subject.loaded.runner(ContextOptions { context, chunk, all_logits: false, kv: subject.kv }, &budget)?;
+    let mut runner = subject
+        .loaded
+        .runner(ContextOptions { context, chunk, all_logits: false, kv: subject.kv }, &budget)?;
     let load_s = start.elapsed().as_secs_f64();
     let ids = prompt(PROMPT, &subject.shape);
     let first_s = timed(|| runner.accept(&ids))?;
