@@ -1,7 +1,9 @@
 //! What the global options amount to: policy, backends, memory, threads, and the model they apply to.
 //!
 //! A request that this build cannot meet fails here, before any verb starts, and never turns into something else.
-use crate::args::{ActivationFormat, Compute, DeviceChoice, Dtype, Format, GlobalArgs, ModelArgs, Unified};
+use crate::args::{
+    ActivationFormat, Compute, DeviceChoice, Dtype, Format, GlobalArgs, KvCache, ModelArgs, Unified,
+};
 use crate::demo;
 use crate::plugins;
 use crate::report::Report;
@@ -11,6 +13,7 @@ use q4_core::{
     Registry, Result, ThreadPool,
 };
 use q4_model::checkpoint::{Checkpoint, OpenOptions};
+use q4_model::cpu::KvType;
 use q4_model::load;
 use q4_model::plan::{ActivationRequest, PlanOptions};
 use std::collections::BTreeMap;
@@ -165,6 +168,14 @@ impl Context {
             quantize,
             max_rows,
             ops: OpSet::FORWARD,
+        })
+    }
+
+    /// How keys and values are cached where the user does not say.
+    pub fn kv(&self, default: KvType) -> KvType {
+        self.global.kv_cache.map_or(default, |kind| match kind {
+            KvCache::Float16 => KvType::F16,
+            KvCache::Float32 => KvType::F32,
         })
     }
 

@@ -8,6 +8,7 @@
 //! place of x.
 mod forward;
 mod kernel;
+mod pages;
 mod prepare;
 mod probe;
 mod simd;

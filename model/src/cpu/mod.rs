@@ -2,6 +2,8 @@
 mod attention;
 mod cache;
 mod executor;
+#[cfg(target_arch = "x86_64")]
+mod quads;
 mod simd;
 mod tensor;
 #[cfg(target_arch = "x86_64")]
