@@ -79,6 +79,9 @@ pub struct GlobalArgs {
     /// Output type of products [default: float32 on the CPU, float16 on CUDA].
     #[arg(long, global = true, value_enum)]
     pub dtype: Option<Dtype>,
+    /// Type of cached keys and values [default: float16; float32 for logits].
+    #[arg(long, global = true, value_enum)]
+    pub kv_cache: Option<KvCache>,
     /// Memory that host and device share.
     #[arg(long, global = true, value_enum, default_value_t)]
     pub unified_memory: Unified,
@@ -345,6 +348,14 @@ pub struct LogitsArgs {
 
 /// `q4 bench`.
 #[derive(Args, Debug)]
+#[command(after_long_help = "\
+Every figure stands beside the machine's limit, measured before and after on the same threads.
+
+Examples:
+  q4 bench --shape qwen3-4b --activations int8
+  q4 bench --shape qwen3-0.6b --format nf4 --prefill 512 --decode 64
+  q4 bench --shape qwen3-4b --kernels --decode 0
+  q4 bench --shape qwen3-4b --write ./random-4b && q4 bench ./random-4b --first-token")]
 pub struct BenchArgs {
     /// Which model.
     #[command(flatten)]
@@ -364,14 +375,26 @@ pub struct BenchArgs {
     /// A model of this size with random weights instead of MODEL, e.g. qwen3-0.6b.
     #[arg(long, value_name = "NAME", conflicts_with_all = ["model", "config", "tokenizer"])]
     pub shape: Option<String>,
+    /// Encoding of --shape's weights [default: nvfp4].
+    #[arg(long, value_enum, value_name = "FORMAT", requires = "shape")]
+    pub format: Option<Format>,
+    /// Write --shape's model as a checkpoint and measure nothing; DIR must not exist.
+    #[arg(long, value_name = "DIR", value_hint = ValueHint::AnyPath, requires = "shape")]
+    pub write: Option<PathBuf>,
+    /// Measure the way to the first token of a short prompt instead of rates.
+    #[arg(long, conflicts_with_all = ["write", "kernels"])]
+    pub first_token: bool,
     /// Measure single products too.
     #[arg(long)]
     pub kernels: bool,
     /// Measured repetitions after the warm-up.
     #[arg(short, long, value_name = "N", default_value_t = 5)]
     pub repetitions: usize,
+    /// Count the first run of everything too.
+    #[arg(long)]
+    pub no_warm_up: bool,
     /// Quantise dense layers while loading.
-    #[arg(long, value_enum, value_name = "FORMAT")]
+    #[arg(long, value_enum, value_name = "FORMAT", conflicts_with = "shape")]
     pub quantize: Option<Format>,
 }
 

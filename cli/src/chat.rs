@@ -7,6 +7,7 @@ use crate::report::{Outcome, error, stderr};
 use crate::session::{Facts, Session, Timing, chunk};
 use crate::text::{Text, context_size};
 use q4_core::{Code, Error, Result};
+use q4_model::cpu::KvType;
 use q4_model::generate::Conversation;
 use q4_model::load::ContextOptions;
 use q4_model::sampling::Sampler;
@@ -61,7 +62,8 @@ pub fn run(cx: &Context, args: &ChatArgs) -> Result<Outcome> {
     let context = context_size(args.answer.context, CONTEXT, &checkpoint)?;
     let chunk = chunk(cx.device()?).min(context);
     let session = Session::load(cx, dispatch, &checkpoint, args.answer.quantize, chunk)?;
-    let mut runner = session.runner(ContextOptions { context, chunk, all_logits: false })?;
+    let mut runner =
+        session.runner(ContextOptions { context, chunk, all_logits: false, kv: cx.kv(KvType::F16) })?;
     let mut sampler = Sampler::new(params.clone(), checkpoint.config().vocab_size)?;
     let load_s = start.elapsed().as_secs_f64();
     let person = report.is_interactive() && io::stdin().is_terminal();

@@ -44,6 +44,14 @@ choices! {
         /// Upper half of a float32.
         Bfloat16,
     }
+    /// `--kv-cache`.
+    KvCache {
+        /// IEEE binary16.
+        #[default]
+        Float16,
+        /// IEEE binary32.
+        Float32,
+    }
     /// `--unified-memory`.
     Unified {
         /// Never.

@@ -10,9 +10,7 @@ use q4_conformance::{
     AbiProbe, Bench, Certificate, ChildProcesses, Level, Library, Options, Profile, Report, Waivers, cases,
     claims, run_with, serve,
 };
-use q4_core::{
-    BUILTINS, Candidate, Code, Device, Dispatch, Error, Q4Backend, Registry, Result, ThreadPool,
-};
+use q4_core::{BUILTINS, Candidate, Code, Device, Dispatch, Error, Q4Backend, Registry, Result, ThreadPool};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -1,7 +1,9 @@
 //! What the global options amount to: policy, backends, memory, threads, and the model they apply to.
 //!
 //! A request that this build cannot meet fails here, before any verb starts, and never turns into something else.
-use crate::args::{ActivationFormat, Compute, DeviceChoice, Dtype, Format, GlobalArgs, ModelArgs, Unified};
+use crate::args::{
+    ActivationFormat, Compute, DeviceChoice, Dtype, Format, GlobalArgs, KvCache, ModelArgs, Unified,
+};
 use crate::demo;
 use crate::plugins::{self, Tables};
 use crate::report::Report;
@@ -12,6 +14,7 @@ use q4_core::{
     Registry, RejectCode, Result, ThreadPool,
 };
 use q4_model::checkpoint::{Checkpoint, OpenOptions};
+use q4_model::cpu::KvType;
 use q4_model::load;
 use q4_model::plan::{ActivationRequest, PlanOptions};
 use std::collections::BTreeMap;
@@ -194,6 +197,14 @@ impl Context {
         let target = |format| load::default_target(if format == Format::Nf4 { "nf4" } else { "nvfp4" });
         let quantize = quantize.map(target).transpose()?;
         Ok(PlanOptions { activations, dtype, device, quantize, max_rows, ops: OpSet::FORWARD })
+    }
+
+    /// How keys and values are cached where the user does not say.
+    pub fn kv(&self, default: KvType) -> KvType {
+        self.global.kv_cache.map_or(default, |kind| match kind {
+            KvCache::Float16 => KvType::F16,
+            KvCache::Float32 => KvType::F32,
+        })
     }
 
     /// Opens the model the user named.

@@ -7,6 +7,7 @@ use crate::session::{Facts, Session, Timing, chunk};
 use crate::text::{Text, context_size};
 use q4_core::Result;
 use q4_model::checkpoint::Checkpoint;
+use q4_model::cpu::KvType;
 use q4_model::generate::{Answer, Conversation, FinishReason, generate};
 use q4_model::load::ContextOptions;
 use q4_model::sampling::Sampler;
@@ -82,7 +83,8 @@ pub fn run(cx: &Context, args: &GenerateArgs) -> Result<Outcome> {
     let context = context_size(args.answer.context, need(&ask, &text, args)?, &checkpoint)?;
     let chunk = chunk(cx.device()?).min(context);
     let session = Session::load(cx, dispatch, &checkpoint, args.answer.quantize, chunk)?;
-    let mut runner = session.runner(ContextOptions { context, chunk, all_logits: false })?;
+    let mut runner =
+        session.runner(ContextOptions { context, chunk, all_logits: false, kv: cx.kv(KvType::F16) })?;
     let mut sampler = Sampler::new(params.clone(), checkpoint.config().vocab_size)?;
     let load_s = start.elapsed().as_secs_f64();
 

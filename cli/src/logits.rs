@@ -5,6 +5,7 @@ use crate::report::Outcome;
 use crate::session::{Facts, Session, chunk};
 use crate::text::context_size;
 use q4_core::{Code, Error, Result};
+use q4_model::cpu::KvType;
 use q4_model::load::ContextOptions;
 use serde::Serialize;
 use serde_json::json;
@@ -36,7 +37,8 @@ pub fn run(cx: &Context, args: &LogitsArgs) -> Result<Outcome> {
     let context = context_size(None, positions.saturating_add(args.greedy), &checkpoint)?;
     let chunk = args.chunk.map_or(chunk(cx.device()?), |c| c as usize).min(positions);
     let session = Session::load(cx, dispatch, &checkpoint, args.quantize, chunk)?;
-    let mut runner = session.runner(ContextOptions { context, chunk, all_logits: true })?;
+    let mut runner =
+        session.runner(ContextOptions { context, chunk, all_logits: true, kv: cx.kv(KvType::F32) })?;
 
     let mut file = Tensor::create(&args.out, positions, vocab)?;
     let mut failed = None;

@@ -1,10 +1,11 @@
 //! What this machine could do at best: bytes read and products made a second, on the threads the work runs on.
+use memmap2::{Advice, MmapMut};
 use q4_core::{Activations, ThreadPool};
 use std::hint::black_box;
 use std::time::Instant;
 
-/// Larger than the last-level cache of any machine this is likely to run on, small beside a model.
-const BYTES: usize = 256 << 20;
+/// Beyond what a guest gets of a large host's last-level cache, small beside a model.
+const BYTES: usize = 512 << 20;
 
 /// Measured limits.
 pub struct Roofline {
@@ -12,42 +13,62 @@ pub struct Roofline {
     pub read_gb_s: f64,
     /// f32 fused multiply-adds, billions a second.
     fma_g_s: f64,
+    /// int8 products by dot instructions, billions a second; `None` without such instructions.
+    dot_g_s: Option<f64>,
+}
+
+/// What a unit of work costs.
+pub struct Work {
+    /// Bytes read.
+    pub bytes: f64,
+    /// Multiply-accumulates.
+    pub macs: f64,
+}
+
+impl Work {
+    /// Seconds at least: reading and computing overlap.
+    pub fn seconds(&self, read_gb_s: f64, gmac_s: f64) -> f64 {
+        (self.bytes / (read_gb_s * 1e9)).max(self.macs / (gmac_s * 1e9))
+    }
 }
 
 impl Roofline {
-    /// Measures both in about half a second: the best of several passes, for a limit is not an average.
+    /// Measures in about half a second: the best of several passes, for a limit is not an average.
     pub fn measure(threads: &ThreadPool) -> Self {
-        Self { read_gb_s: read(threads), fma_g_s: fma(threads) }
-    }
-
-    /// Products a second for an activation format. An instruction of the integer dot kind makes 64 products where a
-    /// fused multiply-add of the same width makes 16.
-    pub fn gmac_s(&self, activations: &Activations) -> f64 {
-        match activations {
-            Activations::Native => self.fma_g_s,
-            Activations::Int8 | Activations::Nvfp4(_) if has_integer_dots() => 4.0 * self.fma_g_s,
-            _ => 2.0 * self.fma_g_s,
+        let dot = dot_product();
+        Self {
+            read_gb_s: read(threads),
+            fma_g_s: products(threads, LANES, chains),
+            dot_g_s: dot.map(|(lanes, f)| products(threads, lanes, f)),
         }
     }
 
-    /// Tokens a second of a prompt of `n`: the weights are read once, the products are made for every token.
-    pub fn tokens(&self, activations: &Activations, bytes: u64, macs: u64, n: usize) -> f64 {
-        let reading = bytes as f64 / (self.read_gb_s * 1e9);
-        let computing = macs as f64 * n as f64 / (self.gmac_s(activations) * 1e9);
-        n as f64 / reading.max(computing)
+    /// The better of two measurements, limit by limit.
+    pub fn or_faster(&self, other: &Self) -> Self {
+        let both = self.dot_g_s.zip(other.dot_g_s).map(|(a, b)| a.max(b));
+        Self {
+            read_gb_s: self.read_gb_s.max(other.read_gb_s),
+            fma_g_s: self.fma_g_s.max(other.fma_g_s),
+            dot_g_s: both,
+        }
+    }
+
+    /// Products a second for an activation format. Without dot instructions an int8 product takes a multiply of pairs
+    /// and an addition, on lanes half as wide as f32's.
+    pub fn gmac_s(&self, activations: &Activations) -> f64 {
+        match activations {
+            Activations::Native => self.fma_g_s,
+            _ => self.dot_g_s.unwrap_or(2.0 * self.fma_g_s),
+        }
     }
 }
 
-fn has_integer_dots() -> bool {
-    #[cfg(target_arch = "x86_64")]
-    return std::arch::is_x86_feature_detected!("avx512vnni")
-        || std::arch::is_x86_feature_detected!("avxvnni");
-    #[cfg(not(target_arch = "x86_64"))]
-    false
-}
-
 fn read(threads: &ThreadPool) -> f64 {
-    let data = vec![1u64; BYTES / 8];
+    let Ok(mut memory) = MmapMut::map_anon(BYTES) else { return f64::NAN };
+    // Refused advice costs a few percent.
+    let _ = memory.advise(Advice::HugePage);
+    memory.fill(1);
+    let data: &[u64] = bytemuck::cast_slice(&memory);
     let pieces = threads.threads() * 8;
     let size = data.len() / pieces;
     let pass = || {
@@ -110,15 +131,55 @@ const CHAINS: usize = 12;
 const LANES: usize = 16;
 const STEPS: usize = 200_000;
 
-fn fma(threads: &ThreadPool) -> f64 {
+/// Billions of products a second of `work`, which makes `CHAINS * lanes * STEPS` of them.
+fn products(threads: &ThreadPool, lanes: usize, work: fn(f32) -> f32) -> f64 {
     let pass = || {
         let start = Instant::now();
         threads.run(threads.threads(), &|i| {
-            black_box(chains(black_box(1.0 + i as f32 * 1e-7)));
+            black_box(work(black_box(1.0 + i as f32 * 1e-7)));
         });
-        (threads.threads() * CHAINS * LANES * STEPS) as f64 / start.elapsed().as_secs_f64() / 1e9
+        (threads.threads() * CHAINS * lanes * STEPS) as f64 / start.elapsed().as_secs_f64() / 1e9
     };
     (0..8).map(|_| pass()).fold(0.0, f64::max)
+}
+
+/// Products an instruction makes, and chains of them.
+fn dot_product() -> Option<(usize, fn(f32) -> f32)> {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::*;
+        #[target_feature(enable = "avx512f,avx512vnni")]
+        fn wide(x: f32) -> f32 {
+            let (a, b) = (_mm512_set1_epi32(x.to_bits() as i32), _mm512_set1_epi8(1));
+            let mut acc = [b; CHAINS];
+            for _ in 0..STEPS {
+                for v in &mut acc {
+                    *v = _mm512_dpbusd_epi32(*v, a, b);
+                }
+            }
+            acc.iter().map(|v| _mm512_reduce_add_epi32(*v)).fold(0, i32::wrapping_add) as f32
+        }
+        #[target_feature(enable = "avx2,avxvnni")]
+        fn narrow(x: f32) -> f32 {
+            let (a, b) = (_mm256_set1_epi32(x.to_bits() as i32), _mm256_set1_epi8(1));
+            let mut acc = [b; CHAINS];
+            for _ in 0..STEPS {
+                for v in &mut acc {
+                    *v = _mm256_dpbusd_avx_epi32(*v, a, b);
+                }
+            }
+            acc.iter().map(|v| _mm256_extract_epi32::<0>(*v)).fold(0, i32::wrapping_add) as f32
+        }
+        if std::arch::is_x86_feature_detected!("avx512vnni") {
+            // SAFETY: the feature was found on this processor.
+            return Some((64, |x| unsafe { wide(x) }));
+        }
+        if std::arch::is_x86_feature_detected!("avxvnni") {
+            // SAFETY: as above.
+            return Some((32, |x| unsafe { narrow(x) }));
+        }
+    }
+    None
 }
 
 /// Independent chains of multiply-adds, enough of them to hide the latency of one.

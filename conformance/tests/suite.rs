@@ -104,12 +104,18 @@ fn a_backend_that_claims_nothing_does_not_conform() {
 
 #[test]
 fn claims_are_what_can_be_prepared() {
-    let found: Vec<_> = claims(&*honest(), &HostEnv::default(), q4_core::Device::Cpu).iter().map(ToString::to_string).collect();
+    let found: Vec<_> = claims(&*honest(), &HostEnv::default(), q4_core::Device::Cpu)
+        .iter()
+        .map(ToString::to_string)
+        .collect();
     assert_eq!(found.len(), 9);
     assert_eq!(found[0], "nvfp4@1/native/cpu/fused-dequant");
     let admits = |pattern: &str| {
         let options = Options { claims: vec![pattern.into()], ..Options::default() };
-        claims(&*honest(), &HostEnv::default(), q4_core::Device::Cpu).iter().filter(|c| options.admits(c)).count()
+        claims(&*honest(), &HostEnv::default(), q4_core::Device::Cpu)
+            .iter()
+            .filter(|c| options.admits(c))
+            .count()
     };
     let counts =
         ["nvfp4@1", "nvfp4@1/int8", "*/native/*", "nf4", "nf4@1/nvfp4/cpu/fused-dequant"].map(admits);

@@ -1,8 +1,9 @@
 //! The one dispatch seam: every 4-bit product of the program goes through a [`Q4Linear`].
 use crate::selfcheck::{Passes, SelfChecks};
 use crate::{
-    Activations, Code, DType, Error, ExecContext, ExecPath, FuseSet, Fusion, LinearSpec, OpSet, Policy, PreparedInfo,
-    PreparedWeight, Q4Weight, Registry, Result, Selection, TensorView, TensorViewMut, ThreadPool, select,
+    Activations, Code, DType, Error, ExecContext, ExecPath, FuseSet, Fusion, LinearSpec, OpSet, Policy,
+    PreparedInfo, PreparedWeight, Q4Weight, Registry, Result, Selection, TensorView, TensorViewMut,
+    ThreadPool, select,
 };
 use serde::Serialize;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -225,7 +226,9 @@ impl Q4Linear {
         self.check(OpSet::FORWARD, (&x, info.k, x_type), (&y.as_view(), columns, y_type), cx)?;
         if fusion.gate && info.n % 2 != 0 {
             return Err(self.blame(
-                Error::new(Code::ShapeMismatch, "a gated product").need("n % 2 == 0").have(info.n.to_string()),
+                Error::new(Code::ShapeMismatch, "a gated product")
+                    .need("n % 2 == 0")
+                    .have(info.n.to_string()),
             ));
         }
         if let Some(norm) = &fusion.norm {

@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 /// Runs numbered tasks on the calling thread and `threads - 1` helpers.
 pub struct ThreadPool {
@@ -41,8 +42,11 @@ struct Shared {
     wake: Condvar,
 }
 
-/// Turns a helper spins before it sleeps: about 20 µs, the gap between two products of a decode step.
-const SPINS: u32 = 4_000;
+/// How long a thread spins before it lets go of its processor: longer than the gap between two products of a decode step,
+/// shorter than what a thread that shares the processor would notice.
+const SPIN: Duration = Duration::from_micros(40);
+/// Turns between two looks at the clock.
+const TURNS: u32 = 32;
 
 impl ThreadPool {
     /// A pool of `threads` in all, the caller included; at least one.
@@ -172,18 +176,16 @@ impl Shared {
     /// never woke, because on a busy machine they may not run for milliseconds.
     fn withdraw(&self) {
         *self.body.lock().unwrap_or_else(|e| e.into_inner()) = None;
-        while self.inside.load(Ordering::SeqCst) != 0 {
-            std::hint::spin_loop();
+        let idle = || self.inside.load(Ordering::SeqCst) == 0;
+        // A helper that lost its processor in the middle of a task may be waiting for this one.
+        while !spin_until(idle) {
+            std::thread::yield_now();
         }
     }
 
     fn await_call(&self, seen: u64) -> u64 {
-        for _ in 0..SPINS {
-            let now = self.epoch.load(Ordering::Acquire);
-            if now != seen {
-                return now;
-            }
-            std::hint::spin_loop();
+        if spin_until(|| self.epoch.load(Ordering::Acquire) != seen) {
+            return self.epoch.load(Ordering::Acquire);
         }
         let mut guard = self.sleepers.lock().unwrap_or_else(|e| e.into_inner());
         self.asleep.fetch_add(1, Ordering::SeqCst);
@@ -194,6 +196,25 @@ impl Shared {
                 return now;
             }
             guard = self.wake.wait(guard).unwrap_or_else(|e| e.into_inner());
+        }
+    }
+}
+
+/// Spins until `done` or for [`SPIN`]; what `done` said last.
+fn spin_until(done: impl Fn() -> bool) -> bool {
+    if done() {
+        return true;
+    }
+    let start = Instant::now();
+    loop {
+        for _ in 0..TURNS {
+            std::hint::spin_loop();
+            if done() {
+                return true;
+            }
+        }
+        if start.elapsed() >= SPIN {
+            return false;
         }
     }
 }

@@ -20,6 +20,8 @@ pub struct ContextOptions {
     pub chunk: usize,
     /// Keep logits of every row of a step, not of the last one only.
     pub all_logits: bool,
+    /// How keys and values are cached.
+    pub kv: KvType,
 }
 
 /// A loaded model and what is needed to make contexts over it.
@@ -157,7 +159,7 @@ impl Loaded {
             }
         };
         let s = &model.shape;
-        let kind = KvType::of(self.dtype);
+        let kind = options.kv;
         budget.reserve(KvCache::bytes(kind, s.layers, s.kv_heads, s.head_dim, context), "the KV cache")?;
         let widths = 3 * s.hidden + s.qkv() + s.q() + 3 * s.intermediate;
         budget.reserve(((rows * widths + logit_rows * s.vocab) * 4) as u64, "the activations")?;
@@ -216,7 +218,7 @@ impl Loader<'_> {
 
     fn table(&self, module: &str, rows: usize, width: usize) -> Result<CpuTable> {
         let name = format!("{module}.weight");
-        let stored = self.checkpoint.floats(&name, &[rows, width])?;
+        let stored = self.checkpoint.floats_on(self.threads, &name, &[rows, width])?;
         let missing = || Error::new(Code::TensorMissing, format!("`{name}`"));
         let (bytes, range) = self.checkpoint.store().place(&name).ok_or_else(missing)?;
         // A table may lie at any offset of its file; loads of its elements may not.
@@ -260,10 +262,12 @@ impl Loader<'_> {
             let layers = spec
                 .segments
                 .iter()
-                .map(|s| self.checkpoint.layer(&s.name, s.rows, spec.k))
+                .map(|s| self.checkpoint.layer_on(self.threads, &s.name, s.rows, spec.k))
                 .collect::<Result<Vec<_>>>()?;
             let segments: Vec<Segment<'_>> = layers.iter().map(|l| l.segment.clone()).collect();
-            self.seam(&segments, p)?
+            let linear = self.seam(&segments, p)?;
+            layers.iter().for_each(|l| self.checkpoint.release(&l.detected));
+            linear
         };
         let actual = linear.info().resident_bytes;
         if actual > predicted {
@@ -288,7 +292,11 @@ impl Loader<'_> {
             .as_ref()
             .ok_or_else(|| Error::new(Code::Internal, "no target to quantise to"))?;
         let quantize = |s: &q4_core::SegmentSpec| {
-            let stored = self.checkpoint.floats(&format!("{}.weight", s.name), &[s.rows, p.spec.k])?;
+            let stored = self.checkpoint.floats_on(
+                self.threads,
+                &format!("{}.weight", s.name),
+                &[s.rows, p.spec.k],
+            )?;
             let rows = Rows::new(&s.name, stored.bytes, stored.dtype, s.rows, p.spec.k)?;
             quantize::quantize(&rows, target, None, self.threads)
         };

@@ -1,4 +1,6 @@
-//! Models of the published sizes with random packed weights, for measuring without files.
+//! Models of the published sizes with random packed weights, for measuring without a download.
+mod write;
+
 use crate::checkpoint::{Bytes, names};
 use crate::config::{Rope, RopeScaling};
 use crate::cpu::{CpuExecutor, CpuHead, CpuLinear, CpuNorm, CpuTable};
@@ -13,6 +15,7 @@ use q4_core::{
     TensorView, ThreadPool,
 };
 use std::sync::Arc;
+pub use write::write;
 
 /// Dense Qwen3 sizes as published: name, layers, hidden, intermediate, heads, kv heads, tied embeddings.
 pub const SIZES: [(&str, usize, usize, usize, usize, usize, bool); 6] = [
@@ -86,7 +89,7 @@ pub fn build(
 ) -> Result<Loaded> {
     let device = device_budget(recipe.device)?;
     let budget = device.as_ref().unwrap_or(budget);
-    let mut b = Builder { recipe, dispatch, threads: &threads, budget, workspace: 0, seed: 1 };
+    let mut b = Builder { recipe, dispatch, threads: &threads, budget, workspace: 0, random: Random::new() };
     let s = shape;
     let head = b.linear(&[(names::HEAD.into(), s.vocab)], s.hidden)?;
     let mut blocks: Vec<Block<CpuExecutor>> = Vec::with_capacity(s.layers);
@@ -105,13 +108,7 @@ pub fn build(
         });
     }
     budget.reserve((s.vocab * s.hidden * 2) as u64, "the embeddings")?;
-    // Any bit pattern with this exponent is a bf16 between 1 and 2 in size: finite, and the norm rescales it.
-    let mut table = vec![0u8; s.vocab * s.hidden * 2];
-    b.fill(&mut table);
-    for pair in table.as_chunks_mut::<2>().0 {
-        pair[1] = pair[1] & 0x80 | 0x3f;
-        pair[0] |= 0x80;
-    }
+    let table = b.random.embedding(s.vocab * s.hidden);
     let range = 0..table.len();
     let table = CpuTable {
         bytes: Bytes::from(table),
@@ -137,7 +134,7 @@ struct Builder<'a> {
     threads: &'a ThreadPool,
     budget: &'a Budget,
     workspace: usize,
-    seed: u64,
+    random: Random,
 }
 
 impl Builder<'_> {
@@ -160,19 +157,31 @@ impl Builder<'_> {
         let selection = self.dispatch.select(&spec)?;
         let bytes = self.recipe.schema.stored_bytes(spec.n().next_multiple_of(16), k.next_multiple_of(64));
         self.budget.reserve(bytes, &spec.name())?;
-        let parts: Vec<Part> = members.iter().map(|(_, rows)| self.part(*rows, k)).collect();
+        let schema = &self.recipe.schema;
+        let parts: Vec<Part> = members.iter().map(|(_, rows)| self.random.part(schema, *rows, k)).collect();
         let segments = parts.iter().map(|p| p.segment(k)).collect::<Result<Vec<_>>>()?;
         let weight = Q4Weight { schema: spec.schema, k, segments: &segments };
         let linear = self.dispatch.prepare(&weight, &spec, &selection, self.threads)?;
         self.workspace = self.workspace.max(linear.workspace(spec.max_m));
         Ok(CpuLinear { n: spec.n(), parts: vec![(linear, 0)] })
     }
+}
+
+/// A stream of bytes that is the same on every machine.
+struct Random {
+    seed: u64,
+}
+
+impl Random {
+    fn new() -> Self {
+        Self { seed: 1 }
+    }
 
     /// Codes over all values; scales that give the product's outputs the size of its inputs.
-    fn part(&mut self, rows: usize, k: usize) -> Part {
+    fn part(&mut self, schema: &Q4Schema, rows: usize, k: usize) -> Part {
         let mut codes = vec![0; rows * k / 2];
         self.fill(&mut codes);
-        match self.recipe.schema {
+        match *schema {
             Q4Schema::Nf4 { block, .. } => {
                 let absmax = vec![1.5 / (k as f32).sqrt(); (rows * k).div_ceil(block as usize)];
                 Part { rows, codes, scales: Vec::new(), absmax, global: 1.0 }
@@ -184,6 +193,17 @@ impl Builder<'_> {
                 Part { rows, codes, scales, absmax: Vec::new(), global: 0.3 / (k as f32).sqrt() }
             }
         }
+    }
+
+    /// bf16 between 1 and 2 in size, of both signs: the first norm gives them the right one.
+    fn embedding(&mut self, len: usize) -> Vec<u8> {
+        let mut table = vec![0u8; len * 2];
+        self.fill(&mut table);
+        for pair in table.as_chunks_mut::<2>().0 {
+            pair[1] = pair[1] & 0x80 | 0x3f;
+            pair[0] |= 0x80;
+        }
+        table
     }
 
     fn fill(&mut self, bytes: &mut [u8]) {

@@ -113,7 +113,7 @@ impl Verifier<'_> {
     }
 
     fn values(&mut self, layer: &Layer<'_>) {
-        match values::problems(self.c.store(), &layer.detected) {
+        match values::problems(self.c.store(), &layer.detected, None) {
             Ok(problems) if problems.is_empty() => {
                 if let Err(e) = self.plausibility(layer) {
                     self.error(&layer.name, &e);

@@ -9,6 +9,7 @@
 mod cuda;
 mod forward;
 mod kernel;
+mod pages;
 mod prepare;
 mod probe;
 mod simd;

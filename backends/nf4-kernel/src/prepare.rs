@@ -1,6 +1,8 @@
 //! Interleaving sixteen output rows: what makes a lane an output row and a scale a vector.
+use crate::pages::Pages;
 use crate::probe::scale_group;
 use crate::simd::Isa;
+use bytemuck::{Pod, Zeroable};
 use q4_core::formats::nf4;
 use q4_core::{
     Absmax, Code, DType, Error, ExecPath, LinearSpec, NibbleOrder, OpSet, PreparedInfo, Q4Schema, Q4Weight,
@@ -21,6 +23,13 @@ pub(crate) const CHAIN: usize = 64;
 #[repr(C, align(64))]
 pub(crate) struct Line<T>(pub [T; LANES]);
 
+// SAFETY: 64 bytes without padding, of a type that any bits are a value of.
+unsafe impl<T: Zeroable> Zeroable for Line<T> {}
+// SAFETY: as above; only 4-byte types are used, so that the alignment adds nothing.
+unsafe impl Pod for Line<u32> {}
+// SAFETY: as above.
+unsafe impl Pod for Line<f32> {}
+
 /// An NF4 weight as the kernels read it. Resident: n·k/2 bytes of codes and 4 bytes per `group` of k and row, n rounded
 /// up to 16; a double-quantised absmax is decoded once, here.
 pub(crate) struct Packed {
@@ -31,9 +40,9 @@ pub(crate) struct Packed {
     /// Elements of k under one scale.
     pub group: usize,
     /// `[blocks, k / 8]`: 8 codes of each of 16 rows.
-    pub codes: Vec<Line<u32>>,
+    pub codes: Pages<Line<u32>>,
     /// `[blocks, k / group]`: a scale of each of 16 rows. Rows past n have scale 0.
-    pub scales: Vec<Line<f32>>,
+    pub scales: Pages<Line<f32>>,
     /// Values of the codes.
     pub table: [f32; 16],
 }
@@ -62,22 +71,18 @@ pub(crate) fn prepare(
     let group = scale_group(k, block);
     let blocks = n.div_ceil(LANES);
     let (words, groups) = (k / CODES, k / group);
-    let mut codes = vec![Line([0; LANES]); blocks * words];
-    let mut scales = vec![Line([0.0; LANES]); blocks * groups];
+    let mut codes = Pages::<Line<u32>>::zeroed(blocks * words)?;
+    let mut scales = Pages::<Line<f32>>::zeroed(blocks * groups)?;
     let parts: Vec<_> = codes.chunks_mut(words).zip(scales.chunks_mut(groups)).map(Mutex::new).collect();
     threads.run(blocks, &|b| {
         let mut part = parts[b].lock().unwrap_or_else(|e| e.into_inner());
         let (codes, scales) = &mut *part;
         for lane in 0..LANES.min(n - b * LANES) {
             let (stored, row) = locate(&rows, b * LANES + lane);
-            codes
-                .iter_mut()
-                .enumerate()
-                .for_each(|(i, line)| line.0[lane] = stored.word(row * k + i * CODES));
-            scales
-                .iter_mut()
-                .enumerate()
-                .for_each(|(i, line)| line.0[lane] = stored.scale(row * k + i * group));
+            stored.words(row * k, words, |i, word| codes[i].0[lane] = word);
+            for (i, line) in scales.iter_mut().enumerate() {
+                line.0[lane] = stored.scale(row * k + i * group);
+            }
         }
     });
     drop(parts);
@@ -87,7 +92,7 @@ pub(crate) fn prepare(
         activations: spec.activations,
         n,
         k,
-        resident_bytes: (size_of_val(&*codes) + size_of_val(&*scales)) as u64,
+        resident_bytes: (size_of_val(&codes[..]) + size_of_val(&scales[..])) as u64,
         ops: OpSet::ALL,
     };
     Ok(Packed { info, isa, x: spec.x, y: spec.y, group, codes, scales, table: nf4::CODEBOOK })
@@ -136,13 +141,17 @@ impl<'a> Stored<'a> {
         w.segments.iter().enumerate().map(one).collect()
     }
 
-    /// Codes of the elements `i` to `i + 7`, the first in the lowest nibble; `i` is even.
-    fn word(&self, i: usize) -> u32 {
-        let b = &self.codes[i / 2..][..4];
-        let word = u32::from_le_bytes([b[0], b[1], b[2], b[3]]);
+    /// Calls `put(i, word)` for `count` words of codes from element `start` on, which is even: 8 codes each, the first
+    /// in the lowest nibble.
+    #[inline]
+    fn words(&self, start: usize, count: usize, mut put: impl FnMut(usize, u32)) {
+        let bytes = &self.codes[start / 2..][..count * CODES / 2];
+        let words = bytes.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).enumerate();
         match self.order {
-            NibbleOrder::LowFirst => word,
-            NibbleOrder::HighFirst => (word & 0x0f0f_0f0f) << 4 | word >> 4 & 0x0f0f_0f0f,
+            NibbleOrder::LowFirst => words.for_each(|(i, w)| put(i, w)),
+            NibbleOrder::HighFirst => {
+                words.for_each(|(i, w)| put(i, (w & 0x0f0f_0f0f) << 4 | w >> 4 & 0x0f0f_0f0f));
+            }
         }
     }
 

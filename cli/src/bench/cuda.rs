@@ -76,7 +76,9 @@ pub(super) fn run(
     let kv = |positions: usize| CudaCache::bytes(dtype, s.layers, s.kv_heads, s.head_dim, positions);
     let mut bench = Bench { subject: &subject, roofline, repetitions: args.repetitions, rows: Vec::new() };
     let budget = cx.budget();
-    let mut runner = subject.loaded.runner(ContextOptions { context, chunk, all_logits: false }, &budget)?;
+    let mut runner = subject
+        .loaded
+        .runner(ContextOptions { context, chunk, all_logits: false, kv: subject.kv }, &budget)?;
     let used = free.saturating_sub(gpu.memory()?.0);
     let (macs, _) = synthetic::macs(s);
     for &n in &args.prefill {

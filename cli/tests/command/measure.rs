@@ -57,6 +57,33 @@ fn bench_reports_a_roofline_beside_every_figure() {
 }
 
 #[test]
+fn bench_tells_loading_from_the_prompt() {
+    let report = json("bench", &["--first-token", "-r", "2", "--backend", "nvfp4-kernel"]);
+    let field = |name: &str| report[name].as_f64().unwrap();
+    assert!(field("load_s") > 0.0 && field("first_s") > 0.0 && field("warm_s") > 0.0);
+    let again = report["again_s"].as_array().unwrap();
+    assert_eq!(again.len(), 2);
+    assert!(again.iter().all(|s| s.as_f64().unwrap() >= field("warm_s")));
+    let work = field("load_s") + field("first_s") - field("warm_s");
+    assert!((field("work_s") - work).abs() < 1e-9);
+    assert!(report["executed"].as_array().unwrap().iter().all(|e| e["calls"].as_u64().unwrap() > 0));
+}
+
+#[test]
+fn bench_refuses_what_would_do_nothing() {
+    for line in [
+        ["bench", "--format", "nf4"],
+        ["bench", "--write", "x"],
+        ["bench", "--prefill=0", "--decode=1"],
+        ["bench", "--shape=qwen3-0.6b", "--quantize=nf4"],
+    ] {
+        assert_eq!(run(&line).status.code(), Some(2), "{line:?}");
+    }
+    let nf4 = ["bench", "--shape", "qwen3-0.6b", "--format", "nf4", "--write", "/nonexistent/model"];
+    assert_eq!(run(&nf4).status.code(), Some(2));
+}
+
+#[test]
 fn bench_denies_a_downgrade() {
     let output = run(&["--nvfp4-lib", "/nonexistent", "bench", "--prefill", "8", "--decode", "1", "-r", "1"]);
     assert_eq!(output.status.code(), Some(6));

@@ -120,7 +120,12 @@ fn child(name: &str, range: std::ops::Range<usize>, env: &HostEnv, threads: &Thr
         .ok_or_else(|| Error::new(Code::Usage, format!("no liar `{name}`")))?;
     let backend = liar.backend();
     let cases = cases(&*backend, env, None, &options(liar.level));
-    serve(&cases, range, &Bench { backend: &*backend, env, device: q4_core::Device::Cpu, threads, abi: None }, &mut std::io::stdout())
+    serve(
+        &cases,
+        range,
+        &Bench { backend: &*backend, env, device: q4_core::Device::Cpu, threads, abi: None },
+        &mut std::io::stdout(),
+    )
 }
 
 /// Bad outcomes of correct backends: the whole suite once, then a sample of it for every seed.

@@ -2,8 +2,16 @@
 //!
 //! Checkpoints are larger than memory should be asked for twice, so files are mapped and never copied whole.
 use memmap2::Mmap;
+#[cfg(unix)]
+use memmap2::UncheckedAdvice;
 use q4_core::{Code, Error, Result};
-use std::{fmt, fs::File, ops::Deref, path::Path, sync::Arc};
+use std::{
+    fmt,
+    fs::File,
+    ops::{Deref, Range},
+    path::Path,
+    sync::Arc,
+};
 
 /// Shared read-only bytes.
 ///
@@ -46,6 +54,23 @@ impl Bytes {
         }
         Ok(Self(Owner::Mapped(Arc::new(map))))
     }
+}
+
+impl Bytes {
+    /// Lets go of the pages of a mapped file; whoever reads them again gets the same bytes from the file.
+    #[cfg(unix)]
+    pub(super) fn release(&self, range: Range<usize>) {
+        if let Owner::Mapped(map) = &self.0 {
+            // SAFETY: the map is read-only, so its pages hold what the file holds and nothing is lost with them.
+            let advised =
+                unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, range.start, range.len()) };
+            if let Err(e) = advised {
+                tracing::debug!("pages of a mapped file are kept: {e}");
+            }
+        }
+    }
+    #[cfg(not(unix))]
+    pub(super) fn release(&self, _: Range<usize>) {}
 }
 
 impl From<&'static [u8]> for Bytes {

@@ -21,14 +21,15 @@ pub use store::{Container, Entry, Stored, TensorStore};
 
 use crate::config::Qwen3Config;
 use q4_core::{
-    Code, DType, Error, Result,
-    detect::{Layout, TensorMeta},
+    Code, DType, Error, Result, ThreadPool,
+    detect::{Detected, Layout, TensorMeta},
 };
 use source::Source;
 use std::{
     collections::BTreeMap,
     path::{Path, PathBuf},
 };
+use values::Helpers;
 
 /// Files that stand elsewhere than beside the weights.
 #[derive(Clone, Debug, Default)]
@@ -144,10 +145,30 @@ impl Checkpoint {
     /// The linear layer of module `name`, which must be `[n, k]`. Every value that could make a product non-finite has
     /// been read: scales are finite and not negative, codebooks are NF4's, dense weights are finite.
     pub fn layer(&self, name: &str, n: usize, k: usize) -> Result<Layer<'_>> {
+        self.checked(name, n, k, None)
+    }
+
+    /// As [`layer`](Self::layer); `threads` share the reading.
+    pub fn layer_on(&self, threads: &ThreadPool, name: &str, n: usize, k: usize) -> Result<Layer<'_>> {
+        self.checked(name, n, k, Some(threads))
+    }
+
+    fn checked(&self, name: &str, n: usize, k: usize, helpers: Helpers<'_>) -> Result<Layer<'_>> {
         let layer = self.bind(name, n, k)?;
-        match values::problems(&self.store, &layer.detected)?.into_iter().next() {
+        match values::problems(&self.store, &layer.detected, helpers)?.into_iter().next() {
             Some(problem) => Err(problem.into()),
             None => Ok(layer),
+        }
+    }
+
+    /// Tells the system that the bytes of a layer were read for the last time for now, so that a mapped file does not
+    /// count towards the size of this process. Reading them again is slower, not wrong.
+    pub fn release(&self, layer: &Detected) {
+        let keys = &layer.keys;
+        for key in [&keys.scales, &keys.absmax].into_iter().flatten().chain([&keys.weight]) {
+            if let Some((bytes, range)) = self.store.place(key) {
+                bytes.release(range);
+            }
         }
     }
 
@@ -159,7 +180,7 @@ impl Checkpoint {
     /// The embedding, `[vocab, hidden]` of finite f16, bf16 or f32.
     pub fn embedding(&self) -> Result<Stored<'_>> {
         let name = format!("{}.weight", names::EMBEDDING);
-        self.store.floats(&name, &[self.config.vocab_size, self.config.hidden_size])
+        self.store.floats(&name, &[self.config.vocab_size, self.config.hidden_size], None)
     }
 
     /// Element type of the embedding; reads nothing of it.
@@ -169,12 +190,17 @@ impl Checkpoint {
 
     /// A tensor of exactly `shape` in f16, bf16 or f32 with finite values only.
     pub fn floats(&self, name: &str, shape: &[usize]) -> Result<Stored<'_>> {
-        self.store.floats(name, shape)
+        self.store.floats(name, shape, None)
+    }
+
+    /// As [`floats`](Self::floats); `threads` share the reading.
+    pub fn floats_on(&self, threads: &ThreadPool, name: &str, shape: &[usize]) -> Result<Stored<'_>> {
+        self.store.floats(name, shape, Some(threads))
     }
 
     /// The `len` weights of the norm of module `name` (without `.weight`), finite.
     pub fn norm(&self, name: &str, len: usize) -> Result<Vec<f32>> {
-        self.store.floats(&format!("{name}.weight"), &[len])?.to_f32()
+        self.store.floats(&format!("{name}.weight"), &[len], None)?.to_f32()
     }
 
     /// The output projection. A 4-bit `lm_head` is used even where the configuration ties it to the embedding, as `.dat`
@@ -190,7 +216,7 @@ impl Checkpoint {
         }
         if let Head::Dense(stored) = &head {
             let name = format!("{}.weight", names::HEAD);
-            self.store.floats(&name, stored.shape)?;
+            self.store.floats(&name, stored.shape, None)?;
             if self.config.tie_word_embeddings {
                 let embedding = self.embedding()?;
                 if (embedding.dtype, embedding.bytes) == (stored.dtype, stored.bytes) {

@@ -193,7 +193,12 @@ impl TensorStore {
     }
 
     /// A tensor of exactly `shape` in an io dtype with finite values only.
-    pub(super) fn floats(&self, name: &str, shape: &[usize]) -> Result<Stored<'_>> {
+    pub(super) fn floats(
+        &self,
+        name: &str,
+        shape: &[usize],
+        helpers: values::Helpers<'_>,
+    ) -> Result<Stored<'_>> {
         let stored = self.tensor(name)?;
         if !stored.dtype.is_io() {
             return Err(Error::new(Code::TensorType, format!("`{name}`"))
@@ -205,7 +210,7 @@ impl TensorStore {
                 .need(format!("{shape:?}"))
                 .have(format!("{:?}", stored.shape)));
         }
-        match values::non_finite(name, &stored) {
+        match values::non_finite(name, &stored, helpers) {
             Some(problem) => Err(problem.into()),
             None => Ok(stored),
         }

@@ -8,7 +8,10 @@ use q4_core::ThreadPool;
 /// Query rows of a task: enough to amortise a task, few enough to balance.
 const ROWS: usize = 16;
 
-/// Scores of one (head, row) per thread-sized slice; the buffer holds one slice per concurrent task.
+/// Queries that are worked on at once.
+const QUERIES: usize = 4;
+
+/// Scores of a few (row, head) pairs per concurrent task, one line of positions each.
 pub(super) struct Scores {
     buffer: Vec<f32>,
     stride: usize,
@@ -18,10 +21,10 @@ impl Scores {
     /// Room for `tasks` tasks over `context` positions.
     pub(super) fn new(tasks: usize, context: usize) -> Self {
         let stride = context.next_multiple_of(16);
-        Self { buffer: vec![0.0; stride * tasks], stride }
+        Self { buffer: vec![0.0; stride * QUERIES * tasks], stride }
     }
     pub(super) fn bytes(tasks: usize, context: usize) -> u64 {
-        (context.next_multiple_of(16) * tasks * 4) as u64
+        (context.next_multiple_of(16) * QUERIES * tasks * 4) as u64
     }
 }
 
@@ -48,39 +51,73 @@ pub(super) fn run(
     let scale = 1.0 / (d as f32).sqrt();
     let past = cache.len();
     let stride = scores.stride;
-    let lanes = scores.buffer.len() / stride;
+    let lanes = scores.buffer.len() / (stride * QUERIES);
     let scores = Disjoint::new(&mut scores.buffer);
     let width = out.width();
     let out = Disjoint::new(out.data_mut());
     let row_blocks = rows.div_ceil(ROWS);
     let all = shape.kv_heads * row_blocks;
-    // A lane owns one score slice and walks the tasks `lane, lane + lanes, ...`.
+    // A lane owns its score lines and walks the tasks `lane, lane + lanes, ...`.
     threads.run(lanes.min(all), &|lane| {
-        // SAFETY: a lane number is handed out once per run, and slices of different lanes do not overlap.
-        let line = unsafe { scores.slice(lane * stride, stride) };
         for task in (lane..all).step_by(lanes) {
             let (kv, block) = (task % shape.kv_heads, task / shape.kv_heads);
-            for r in block * ROWS..((block + 1) * ROWS).min(rows) {
-                let count = past + r + 1;
-                for h in kv * group..(kv + 1) * group {
-                    let q = &qkv.row(r)[h * d..][..d];
+            let first = block * ROWS;
+            let pairs = (ROWS.min(rows - first)) * group;
+            for from in (0..pairs).step_by(QUERIES) {
+                let few = QUERIES.min(pairs - from);
+                // Past the last pair it is the last one again, computed twice and written once.
+                let pair = |i: usize| {
+                    let i = (from + i).min(pairs - 1);
+                    (first + i / group, kv * group + i % group)
+                };
+                let counts: [usize; QUERIES] = std::array::from_fn(|i| past + pair(i).0 + 1);
+                let most = counts[few - 1];
+                let q = std::array::from_fn(|i| &qkv.row(pair(i).0)[pair(i).1 * d..][..d]);
+                // SAFETY: a lane number is handed out once per run, and lines of different lanes do not overlap.
+                let mut lines = std::array::from_fn(|i| unsafe {
+                    scores.slice((lane * QUERIES + i) * stride, counts[i])
+                });
+                let mut spare = [[0.0; 0]; QUERIES];
+                let mut outs = spare.each_mut().map(|s| &mut s[..]);
+                for (i, o) in outs.iter_mut().enumerate().take(few) {
                     // SAFETY: (row, head) belongs to exactly one task.
-                    let o = unsafe { out.slice(r * width + h * d, d) };
-                    let line = &mut line[..count];
-                    match (cache.rows(layer, 0, kv, count), cache.rows(layer, 1, kv, count)) {
-                        (Rows::F32(k), Rows::F32(v)) => head(q, k, v, scale, line, o),
-                        (Rows::F16(k), Rows::F16(v)) => head(q, k, v, scale, line, o),
-                        _ => unreachable!("keys and values of a cache have one type"),
-                    }
+                    *o = unsafe { out.slice(pair(i).0 * width + pair(i).1 * d, d) };
+                }
+                match (cache.rows(layer, 0, kv, most), cache.rows(layer, 1, kv, most)) {
+                    (Rows::F32(k), Rows::F32(v)) => heads(q, k, v, scale, &mut lines, &mut outs[..few]),
+                    (Rows::F16(k), Rows::F16(v)) => heads(q, k, v, scale, &mut lines, &mut outs[..few]),
+                    _ => unreachable!("keys and values of a cache have one type"),
                 }
             }
         }
     });
 }
 
-fn head<T: simd::Lanes>(q: &[f32], k: &[T], v: &[T], scale: f32, line: &mut [f32], out: &mut [f32]) {
-    simd::dots(q, k, scale, line);
-    let max = line.iter().fold(f32::NEG_INFINITY, |m, &s| if s > m || s.is_nan() { s } else { m });
-    let total = simd::exp_sum(line, max);
-    simd::weighted_sum(line, v, 1.0 / total, out);
+/// Up to four queries of one key/value head, each over the positions its line has room for.
+fn heads<T: simd::Lanes>(
+    q: [&[f32]; QUERIES],
+    k: &[T],
+    v: &[T],
+    scale: f32,
+    lines: &mut [&mut [f32]; QUERIES],
+    out: &mut [&mut [f32]],
+) {
+    let few = out.len();
+    let softmax = |line: &mut [f32]| {
+        let max = simd::max(line);
+        1.0 / simd::exp_sum(line, max)
+    };
+    if let Ok(out) = <&mut [&mut [f32]; QUERIES]>::try_from(&mut *out)
+        && simd::takes_quads(q[0].len())
+    {
+        simd::quad_dots(q, k, scale, lines);
+        let totals = lines.each_mut().map(|line| softmax(line));
+        simd::quad_sums(lines.each_ref().map(|l| &**l), v, totals, out);
+        return;
+    }
+    for i in 0..few {
+        simd::dots(q[i], k, scale, lines[i]);
+        let total = softmax(lines[i]);
+        simd::weighted_sum(lines[i], v, total, out[i]);
+    }
 }

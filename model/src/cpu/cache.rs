@@ -1,13 +1,15 @@
 //! Keys and values of every layer, allocated once for the whole context.
 use half::f16;
-use q4_core::{Code, DType, Error, Result};
+use half::slice::HalfFloatSliceExt;
+use q4_core::{Code, Error, Result};
+use std::slice;
 
 /// How cached keys and values are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KvType {
     /// Exactly as computed.
     F32,
-    /// Rounded to f16: half the memory and bandwidth.
+    /// Rounded to f16, to nearest even: half the memory and bandwidth. Sums over them stay f32.
     F16,
 }
 
@@ -17,13 +19,6 @@ impl KvType {
         match self {
             Self::F32 => 4,
             Self::F16 => 2,
-        }
-    }
-    /// What the output dtype of products implies: caching more bits than a product has is waste.
-    pub const fn of(dtype: DType) -> Self {
-        match dtype {
-            DType::F16 | DType::BF16 => Self::F16,
-            _ => Self::F32,
         }
     }
 }
@@ -89,17 +84,13 @@ impl KvCache {
         Ok(())
     }
 
-    /// Writes `values` (`[head_dim]`) of one head at `position`.
-    pub fn write(&mut self, layer: usize, kv: usize, head: usize, position: usize, values: &[f32]) {
-        let at = self.offset(layer, kv, head) + position * self.head_dim;
-        match &mut self.store {
-            Store::F32(v) => v[at..][..values.len()].copy_from_slice(values),
-            Store::F16(v) => {
-                for (o, x) in v[at..][..values.len()].iter_mut().zip(values) {
-                    *o = f16::from_f32(*x);
-                }
-            }
-        }
+    /// Writes keys and values of layer `layer`.
+    pub(super) fn writer(&mut self, layer: usize) -> Writer<'_> {
+        let start = match &mut self.store {
+            Store::F32(v) => Start::F32(v.as_mut_ptr()),
+            Store::F16(v) => Start::F16(v.as_mut_ptr()),
+        };
+        Writer { start, cache: self, layer }
     }
 
     /// Positions `0..count` of one head, `[count, head_dim]`.
@@ -114,6 +105,42 @@ impl KvCache {
 
     fn offset(&self, layer: usize, kv: usize, head: usize) -> usize {
         ((layer * 2 + kv) * self.kv_heads + head) * self.capacity * self.head_dim
+    }
+}
+
+/// Where tasks write the positions of one layer.
+pub(super) struct Writer<'a> {
+    start: Start,
+    cache: &'a KvCache,
+    layer: usize,
+}
+
+enum Start {
+    F32(*mut f32),
+    F16(*mut f16),
+}
+
+// SAFETY: a unique borrow of the cache; `write` makes the caller keep tasks apart.
+unsafe impl Sync for Writer<'_> {}
+
+impl Writer<'_> {
+    /// Writes one position of all heads of `kv`; `values` is `[kv heads, head_dim]`.
+    ///
+    /// # Safety
+    /// Nobody else writes or reads this position.
+    pub(super) unsafe fn write(&self, kv: usize, position: usize, values: &[f32]) {
+        let (c, d) = (self.cache, self.cache.head_dim);
+        assert!(position < c.capacity && values.len() == c.kv_heads * d, "position {position}");
+        for (head, values) in values.chunks_exact(d).enumerate() {
+            let at = c.offset(self.layer, kv, head) + position * d;
+            // SAFETY: inside the store by the assertion, and nobody else's by contract.
+            unsafe {
+                match self.start {
+                    Start::F32(p) => slice::from_raw_parts_mut(p.add(at), d).copy_from_slice(values),
+                    Start::F16(p) => slice::from_raw_parts_mut(p.add(at), d).convert_from_f32_slice(values),
+                }
+            }
+        }
     }
 }
 

@@ -208,26 +208,24 @@ impl Executor for CpuExecutor {
         let (s, past, width) = (&self.shape, cache.len(), qkv.width());
         let (d, half) = (s.head_dim, s.head_dim / 2);
         let rope = &self.rope;
+        let cache = cache.writer(layer);
         each_row(qkv.data_mut(), width, &self.threads, |r, row| {
             let at = (past + r) * half;
             let (cos, sin) = (&rope.0[at..at + half], &rope.1[at..at + half]);
             let (q, kv) = row.split_at_mut(s.q());
-            for head in q.chunks_exact_mut(d) {
-                rms_norm_in_place(head, q_norm);
-                rotate(head, cos, sin);
+            let (k, v) = kv.split_at_mut(s.kv());
+            for (heads, norm) in [(q, q_norm), (&mut *k, k_norm)] {
+                for head in heads.chunks_exact_mut(d) {
+                    rms_norm_in_place(head, norm);
+                    simd::rotate(head, cos, sin);
+                }
             }
-            for head in kv[..s.kv()].chunks_exact_mut(d) {
-                rms_norm_in_place(head, k_norm);
-                rotate(head, cos, sin);
+            // SAFETY: a row is a position of its own, and the cache is read by nobody before all are written.
+            unsafe {
+                cache.write(0, past + r, k);
+                cache.write(1, past + r, v);
             }
         });
-        for r in 0..qkv.rows() {
-            let (k, v) = qkv.row(r)[s.q()..].split_at(s.kv());
-            for h in 0..s.kv_heads {
-                cache.write(layer, 0, h, past + r, &k[h * d..][..d]);
-                cache.write(layer, 1, h, past + r, &v[h * d..][..d]);
-            }
-        }
         Ok(())
     }
 
@@ -340,23 +338,11 @@ fn rms_norm(x: &[f32], norm: &CpuNorm, out: &mut [f32]) {
 
 fn rms_norm_in_place(x: &mut [f32], norm: &CpuNorm) {
     let factor = norm_factor(x, norm);
-    for (v, w) in x.iter_mut().zip(&norm.weight) {
-        *v = w * (*v * factor);
-    }
+    simd::scale_in_place(x, &norm.weight, factor);
 }
 
 fn norm_factor(x: &[f32], norm: &CpuNorm) -> f32 {
     1.0 / (simd::square_sum(x) / x.len() as f32 + norm.eps).sqrt()
-}
-
-/// NeoX halves: `(a, b) -> (a cos - b sin, b cos + a sin)`.
-fn rotate(head: &mut [f32], cos: &[f32], sin: &[f32]) {
-    let (a, b) = head.split_at_mut(cos.len());
-    for i in 0..cos.len() {
-        let (x, y) = (a[i], b[i]);
-        a[i] = x * cos[i] - y * sin[i];
-        b[i] = y * cos[i] + x * sin[i];
-    }
 }
 
 /// `cos` and `sin` of every position, `[context, frequencies]` each.

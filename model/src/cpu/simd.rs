@@ -64,6 +64,9 @@ mod once_isa {
             {
                 let wanted = std::env::var("Q4_ISA").unwrap_or_default();
                 if std::arch::is_x86_feature_detected!("avx512f")
+                    && std::arch::is_x86_feature_detected!("avx512dq")
+                    && std::arch::is_x86_feature_detected!("avx512bw")
+                    && std::arch::is_x86_feature_detected!("avx512vl")
                     && matches!(wanted.as_str(), "" | "avx512" | "avx512vnni")
                 {
                     return Isa::Avx512;
@@ -156,11 +159,84 @@ pub fn weighted_sum<T: Lanes>(weights: &[f32], rows: &[T], scale: f32, out: &mut
     out.iter_mut().for_each(|o| *o *= scale);
 }
 
+/// Whether [`quad_dots`] and [`quad_sums`] may be called for rows of `d`.
+pub fn takes_quads(d: usize) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    let has = isa() == Isa::Avx512;
+    #[cfg(not(target_arch = "x86_64"))]
+    let has = false;
+    has && d % LANES == 0
+}
+
+/// [`dots`] of four queries with the same rows, each with as many as its output has room for.
+pub fn quad_dots<T: Lanes>(q: [&[f32]; 4], rows: &[T], scale: f32, out: &mut [&mut [f32]; 4]) {
+    let d = q[0].len();
+    assert!(takes_quads(d) && q.iter().all(|q| q.len() == d));
+    assert!(out.iter().all(|o| rows.len() >= d * o.len()), "rows of {d} in {}", rows.len());
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: `takes_quads` is about the features, the lines above are about the lengths.
+    unsafe {
+        super::quads::dots(q, rows, scale, out)
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    unreachable!("no block of four here, not even for a scale of {scale}")
+}
+
+/// [`weighted_sum`] of the same rows for four queries, each with as many as it has weights.
+pub fn quad_sums<T: Lanes>(weights: [&[f32]; 4], rows: &[T], scales: [f32; 4], out: &mut [&mut [f32]; 4]) {
+    let d = out[0].len();
+    assert!(takes_quads(d) && out.iter().all(|o| o.len() == d));
+    assert!(weights.iter().all(|w| rows.len() >= d * w.len()), "rows of {d} in {}", rows.len());
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: as above.
+    unsafe {
+        super::quads::weighted_sums(weights, rows, scales, out)
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    unreachable!("no block of four here, not even for scales of {scales:?}")
+}
+
+multiversion! {
+    /// Largest element, NaN if there is one; negative infinity of nothing.
+    pub fn max<T: Widen>(x: &[T]) -> f32 {
+        let larger = |m: f32, v: f32| if v > m || v.is_nan() { v } else { m };
+        let mut acc = [f32::NEG_INFINITY; LANES];
+        let (chunks, rest) = x.as_chunks::<LANES>();
+        for c in chunks {
+            for l in 0..LANES {
+                acc[l] = larger(acc[l], c[l].widen());
+            }
+        }
+        rest.iter().map(|v| v.widen()).chain(acc).fold(f32::NEG_INFINITY, larger)
+    }
+}
+
 multiversion! {
     /// `out[i] = weight[i] * (x[i] * factor)`.
     pub fn scale_by<T: Widen>(x: &[T], weight: &[f32], factor: f32, out: &mut [f32]) {
         for ((o, v), w) in out.iter_mut().zip(x).zip(weight) {
             *o = w * (v.widen() * factor);
+        }
+    }
+}
+
+multiversion! {
+    /// `x[i] = weight[i] * (x[i] * factor)`.
+    pub fn scale_in_place<T: Widen>(x: &mut [f32], weight: &[T], factor: f32) {
+        for (v, w) in x.iter_mut().zip(weight) {
+            *v = w.widen() * (*v * factor);
+        }
+    }
+}
+
+multiversion! {
+    /// NeoX halves: `(a, b) -> (a cos - b sin, b cos + a sin)`.
+    pub fn rotate<T: Widen>(head: &mut [f32], cos: &[T], sin: &[T]) {
+        let (a, b) = head.split_at_mut(cos.len());
+        for (((a, b), cos), sin) in a.iter_mut().zip(b).zip(cos).zip(sin) {
+            let (x, y, cos, sin) = (*a, *b, cos.widen(), sin.widen());
+            *a = x * cos - y * sin;
+            *b = y * cos + x * sin;
         }
     }
 }
@@ -279,6 +355,20 @@ mod tests {
         assert_eq!(exp(-200.0), 0.0);
         assert!(exp(f32::NAN).is_nan());
         assert_eq!(exp(0.0), 1.0);
+    }
+
+    #[test]
+    fn the_largest_is_found_and_nan_is_kept() {
+        for n in [0, 1, 15, 16, 17, 40] {
+            let mut x: Vec<f32> = (0..n).map(|i| (i as f32 * 0.9).sin() - 3.0).collect();
+            let want = x.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            assert_eq!(max(&x), want, "{n}");
+            for i in 0..n {
+                let kept = std::mem::replace(&mut x[i], f32::NAN);
+                assert!(max(&x).is_nan(), "{n}, {i}");
+                x[i] = kept;
+            }
+        }
     }
 
     #[test]

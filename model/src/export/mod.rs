@@ -2,11 +2,11 @@
 //!
 //! Everything that can be refused is refused before the first byte is written; the output has its name only when it is
 //! complete; the memory held is one packed tensor, whatever the size of the model.
-mod atomic;
+pub(crate) mod atomic;
 mod dat;
 mod declare;
 mod layout;
-mod safetensors;
+pub(crate) mod safetensors;
 mod work;
 
 use crate::checkpoint::Checkpoint;

@@ -6,6 +6,7 @@ use q4_core::{
     ThreadPool,
 };
 use q4_model::checkpoint::{Checkpoint, OpenOptions};
+use q4_model::cpu::KvType;
 use q4_model::load::{ContextOptions, Loaded, load};
 use q4_model::plan::{ActivationRequest, Plan, PlanOptions};
 use q4_model::runner::Runner;
@@ -26,6 +27,7 @@ pub struct Setup {
     pub context: usize,
     pub all_logits: bool,
     pub threads: usize,
+    pub kv: KvType,
 }
 
 impl Default for Setup {
@@ -39,6 +41,7 @@ impl Default for Setup {
             context: 256,
             all_logits: false,
             threads: 2,
+            kv: KvType::F32,
         }
     }
 }
@@ -65,8 +68,12 @@ impl Setup {
     }
 
     pub fn runner(&self, loaded: &Loaded) -> Result<Runner> {
-        let options =
-            ContextOptions { context: self.context, chunk: self.chunk, all_logits: self.all_logits };
+        let options = ContextOptions {
+            context: self.context,
+            chunk: self.chunk,
+            all_logits: self.all_logits,
+            kv: self.kv,
+        };
         loaded.runner(options, &Budget::of_machine())
     }
 

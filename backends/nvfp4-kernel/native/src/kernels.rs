@@ -14,6 +14,7 @@
 pub mod avx2;
 #[cfg(target_arch = "x86_64")]
 pub mod avx512;
+pub mod pack;
 pub mod portable;
 pub mod rounding;
 
@@ -218,4 +219,6 @@ pub struct Kernels {
     pub decode: DecodeFn,
     /// For the gradient of the input.
     pub axpy: AxpyFn,
+    /// Stored rows to tiles.
+    pub pack: pack::PackFn,
 }

@@ -3,6 +3,7 @@
 use crate::abi;
 use crate::call::{Exec, Fail, Finding, Outcome, dtype, part, read};
 use crate::ctx::Context;
+use crate::kernels::pack::StoredRows;
 use crate::kernels::{GROUPS, LANES, SCALES_AT, TILE_BYTES};
 use crate::weight::{Span, Weight, spread_nibbles};
 use q4_core::formats::swizzle;
@@ -202,9 +203,17 @@ impl Part {
     }
 
     unsafe fn scale(&self, row: usize, g: usize) -> u8 {
-        let at = if self.is_tiled { swizzle::offset(row, g, self.groups) } else { row * self.groups + g };
         // SAFETY: inside, by contract.
-        unsafe { *self.scales.add(at) }
+        unsafe { *self.scales.add(self.scale_at(row, g)) }
+    }
+
+    fn scale_at(&self, row: usize, g: usize) -> usize {
+        if self.is_tiled { swizzle::offset(row, g, self.groups) } else { row * self.groups + g }
+    }
+
+    /// Bytes from four scales of a row to the next four.
+    fn scale_step(&self) -> usize {
+        if self.is_tiled { swizzle::TILE_ROWS * swizzle::TILE_COLS } else { GROUPS }
     }
 }
 
@@ -415,7 +424,13 @@ unsafe fn interleave(parts: &[Part], w: &Weight, block: usize) {
         })
     });
     let b = w.blocks(block, 1);
-    for t in 0..w.tiles() {
+    let mut whole = 0;
+    if let Some(stored) = stored_rows(&rows) {
+        whole = b.groups / GROUPS;
+        // SAFETY: the rows have that many whole tiles; the row block is this task's alone.
+        unsafe { (w.kernels().pack)(&stored, whole, b.tiles.cast_mut()) };
+    }
+    for t in whole..w.tiles() {
         let groups = t * GROUPS..((t + 1) * GROUPS).min(b.groups);
         // Zero is a code of value 0 and a scale of 0.
         let (mut codes, mut scales) = ([[0u32; LANES]; 2 * GROUPS], [[0u8; LANES]; GROUPS]);
@@ -437,4 +452,20 @@ unsafe fn interleave(parts: &[Part], w: &Weight, block: usize) {
             tile.add(SCALES_AT).cast::<[[u8; LANES]; GROUPS]>().write(scales);
         }
     }
+}
+
+/// Where sixteen rows start, if all of them exist and keep their scales in one arrangement.
+fn stored_rows(rows: &[Option<(&Part, usize)>; LANES]) -> Option<StoredRows> {
+    let (first, _) = rows[0]?;
+    let mut stored = StoredRows {
+        codes: [first.codes; LANES],
+        scales: [first.scales; LANES],
+        scale_step: first.scale_step(),
+    };
+    for (lane, row) in rows.iter().enumerate() {
+        let (p, row) = row.filter(|(p, _)| p.is_tiled == first.is_tiled)?;
+        stored.codes[lane] = p.codes.wrapping_add(row * p.groups * 8);
+        stored.scales[lane] = p.scales.wrapping_add(p.scale_at(row, 0));
+    }
+    Some(stored)
 }

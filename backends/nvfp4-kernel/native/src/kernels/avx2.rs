@@ -19,6 +19,7 @@ pub static KERNELS: Kernels = Kernels {
     finish,
     decode: decode_tile,
     axpy,
+    pack: super::pack::avx2,
 };
 
 /// Rows of a register, and registers of a row block.

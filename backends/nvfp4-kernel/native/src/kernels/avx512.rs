@@ -23,6 +23,7 @@ const fn table(bytes: super::Product<super::ByteRows, super::ByteTile>) -> Kerne
         finish,
         decode,
         axpy,
+        pack: super::pack::avx2,
     }
 }
 

@@ -17,6 +17,7 @@ pub static KERNELS: Kernels = Kernels {
     finish,
     decode,
     axpy,
+    pack: super::pack::portable,
 };
 
 /// Never called: `direct_rows` is 0.

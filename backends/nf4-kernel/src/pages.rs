@@ -1,0 +1,69 @@
+//! Memory of packed weights: zeroed pages straight from the system, huge ones where they fill one. Nothing is written
+//! before the packing itself writes it, so its threads share the cost of the first touch.
+use bytemuck::Pod;
+use memmap2::{MmapMut, MmapOptions};
+use q4_core::{Code, Error, Result};
+use std::marker::PhantomData;
+use std::ops::{Deref, DerefMut};
+
+/// A page of the size that makes a difference to a stream of weights.
+const HUGE: usize = 2 << 20;
+
+/// A zeroed slice.
+pub(crate) struct Pages<T> {
+    map: MmapMut,
+    start: usize,
+    bytes: usize,
+    _items: PhantomData<T>,
+}
+
+impl<T: Pod> Pages<T> {
+    /// `len` zeroes, at least one.
+    pub fn zeroed(len: usize) -> Result<Self> {
+        let no_memory = |have: String| {
+            Error::new(Code::OutOfMemory, "packed NF4 weight").need(format!("{len} lines")).have(have)
+        };
+        let bytes = len.checked_mul(size_of::<T>()).ok_or_else(|| no_memory("an overflow".into()))?;
+        let slack = if bytes >= HUGE { HUGE } else { 0 };
+        let map = MmapOptions::new().len(bytes.saturating_add(slack)).map_anon();
+        let map = map.map_err(|e| no_memory(e.to_string()))?;
+        let start = if slack > 0 { map.as_ptr().align_offset(HUGE) } else { 0 };
+        #[cfg(target_os = "linux")]
+        if slack > 0 {
+            // A refusal costs speed only.
+            let _ = map.advise_range(memmap2::Advice::HugePage, start, bytes - bytes % HUGE);
+        }
+        Ok(Self { map, start, bytes, _items: PhantomData })
+    }
+}
+
+impl<T: Pod> Deref for Pages<T> {
+    type Target = [T];
+    fn deref(&self) -> &[T] {
+        bytemuck::cast_slice(&self.map[self.start..][..self.bytes])
+    }
+}
+
+impl<T: Pod> DerefMut for Pages<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        bytemuck::cast_slice_mut(&mut self.map[self.start..][..self.bytes])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::prepare::Line;
+
+    #[test]
+    fn pages_of_any_size_are_zeroed_and_writable() -> Result<()> {
+        for len in [1, 7, HUGE / 64 - 1, HUGE / 64, HUGE / 64 + 1] {
+            let mut pages = Pages::<Line<u32>>::zeroed(len)?;
+            assert!(pages.len() == len && pages.iter().all(|l| l.0 == [0; 16]), "{len}");
+            pages[len - 1].0[15] = 7;
+            assert_eq!(pages[len - 1].0[15], 7);
+        }
+        assert!(Pages::<Line<u32>>::zeroed(usize::MAX / 64).is_err());
+        Ok(())
+    }
+}

@@ -1,0 +1,110 @@
+//! The same random model as a checkpoint: what it takes to load a file can be measured without a download.
+use super::Random;
+use crate::checkpoint::names;
+use crate::config::Qwen3Config;
+use crate::executor::Shape;
+use crate::export::atomic::Output;
+use crate::export::safetensors::{Entry, Writer, file_name};
+use q4_core::{DType, Result};
+use serde_json::json;
+use std::path::Path;
+
+/// Writes NVFP4 weights of these sizes to the directory `out`, which must not exist, as ModelOpt arranges them, with a
+/// 4-bit head of its own; returns the bytes written. One tensor is held at a time.
+///
+/// [`Code::Usage`](q4_core::Code::Usage): `out` exists. [`Code::Io`](q4_core::Code::Io): the system refused to write.
+pub fn write(shape: &Shape, out: &Path) -> Result<u64> {
+    let config = config(shape);
+    let parsed = Qwen3Config::parse(config.as_bytes())?;
+    let mut linears = vec![(names::HEAD.to_owned(), shape.vocab, shape.hidden)];
+    let mut norms = vec![(names::FINAL_NORM.to_owned(), shape.hidden)];
+    for i in 0..shape.layers {
+        linears.extend(names::linears(&parsed, i));
+        norms.extend(names::norms(&parsed, i));
+    }
+    let mut entries = vec![Entry::new(weight(names::EMBEDDING), DType::BF16, &[shape.vocab, shape.hidden])];
+    entries.extend(norms.iter().map(|(name, len)| Entry::new(weight(name), DType::BF16, &[*len])));
+    for (name, n, k) in &linears {
+        entries.push(Entry::new(weight(name), DType::U8, &[*n, k / 2]));
+        entries.push(Entry::new(format!("{name}.weight_scale"), DType::F8E4M3, &[*n, k / 16]));
+        entries.push(Entry::new(format!("{name}.weight_scale_2"), DType::F32, &[]));
+    }
+
+    let output = Output::directory(out)?;
+    let mut file = Writer::create(&output.path().join(file_name(0, 1)), &entries)?;
+    let mut random = Random::new();
+    file.write(&weight(names::EMBEDDING), &random.embedding(shape.vocab * shape.hidden))?;
+    for (name, len) in &norms {
+        file.write(&weight(name), &[0x80, 0x3f].repeat(*len))?;
+    }
+    for (name, n, k) in &linears {
+        let part = random.part(&super::Recipe::NVFP4, *n, *k);
+        file.write(&weight(name), &part.codes)?;
+        file.write(&format!("{name}.weight_scale"), &part.scales)?;
+        file.write(&format!("{name}.weight_scale_2"), &part.global.to_le_bytes())?;
+    }
+    let bytes = file.finish()? + output.write("config.json", config.as_bytes())?;
+    output.commit()?;
+    Ok(bytes)
+}
+
+fn weight(module: &str) -> String {
+    format!("{module}.weight")
+}
+
+fn config(s: &Shape) -> String {
+    let quantization = json!({
+        "config_groups": { "group_0": {
+            "weights": { "dynamic": false, "num_bits": 4, "type": "float", "group_size": 16 },
+            "targets": ["Linear"],
+        } },
+        "ignore": [],
+        "quant_algo": "W4A16_NVFP4",
+        "producer": { "name": "modelopt", "version": concat!("q4-", env!("CARGO_PKG_VERSION")) },
+        "quant_method": "modelopt",
+    });
+    let config = json!({
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": s.hidden,
+        "intermediate_size": s.intermediate,
+        "num_hidden_layers": s.layers,
+        "num_attention_heads": s.heads,
+        "num_key_value_heads": s.kv_heads,
+        "head_dim": s.head_dim,
+        "vocab_size": s.vocab,
+        "max_position_embeddings": 40_960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000,
+        "hidden_act": "silu",
+        "tie_word_embeddings": false,
+        "torch_dtype": "bfloat16",
+        "quantization_config": quantization,
+    });
+    format!("{config:#}\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint::{Checkpoint, Head, OpenOptions};
+    use q4_core::Code;
+
+    #[test]
+    fn the_checkpoint_binds() -> Result<()> {
+        let dir = tempfile::tempdir().expect("temporary directory");
+        let out = dir.path().join("model");
+        let shape =
+            Shape { hidden: 64, heads: 2, kv_heads: 1, head_dim: 32, intermediate: 96, vocab: 50, layers: 2 };
+        let bytes = write(&shape, &out)?;
+        let files = std::fs::read_dir(&out)
+            .expect("listing")
+            .map(|f| f.expect("entry").metadata().expect("size").len());
+        assert_eq!(bytes, files.sum::<u64>());
+        let checkpoint = Checkpoint::open(&out, &OpenOptions::default())?;
+        checkpoint.bind_all()?;
+        assert!(matches!(checkpoint.bind_head()?, Head::Quantised(_)));
+        assert_eq!(write(&shape, &out).expect_err("exists").code(), Code::Usage);
+        Ok(())
+    }
+}
