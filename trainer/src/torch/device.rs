@@ -33,7 +33,7 @@ pub fn open(name: &str) -> Result<Device> {
     };
     // SAFETY: libtorch's own library; its initialisers only register kernels.
     let library = unsafe { Library::open(Some("libtorch_cuda.so"), RTLD_NOW | RTLD_GLOBAL) }
-        .map_err(|e| missing(e.to_string()))?;
+        .map_err(|e| missing(std::error::Error::source(&e).map_or(e.to_string(), ToString::to_string)))?;
     // Its kernels are registered for the life of the process.
     std::mem::forget(library);
     let count = tch::Cuda::device_count();

@@ -31,17 +31,30 @@ pub struct Rows<'a> {
     pub target: Target<'a>,
 }
 
+/// Whose norm the clip limit is compared with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ClipScope {
+    /// The whole gradient's; not with an update in the backward pass, which knows it too late.
+    Global,
+    /// That of the parameters that move together: a block.
+    Block,
+    /// The whole gradient's of the step before.
+    Previous,
+}
+
 /// How a step is computed. Results differ only where it says so.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
     /// Blocks are computed again in the backward pass instead of being kept.
     pub recompute: bool,
     /// A block's parameters move as soon as its gradients are there, and these are dropped: with one micro-batch the
-    /// gradients of one block live at a time. The clip limit then holds for each block alone, because no global norm is
-    /// known yet; and a gradient that is not finite stops the step at its block, so blocks behind it have moved already.
+    /// gradients of one block live at a time. A gradient that is not finite stops the step at its block; blocks behind it
+    /// have moved already, blocks before it stay.
     pub update_in_backward: bool,
     /// Largest gradient norm; 0 is off.
     pub clip: f64,
+    /// Whose norm.
+    pub clip_scope: ClipScope,
     /// Tokens whose logits exist at a time.
     pub chunk: usize,
     /// The decoded weights are kept from one step to the next, 2 or 4 bytes a weight, instead of being decoded on each use.
@@ -73,10 +86,12 @@ pub struct Engine {
     seed: u64,
     /// Decoded values, where kept.
     values: Vec<Option<Tensor>>,
+    /// Norm of the last step's gradient, for [`ClipScope::Previous`].
+    pub last_norm: f64,
 }
 
-/// Gradients by parameter, waiting for the optimiser.
-type Gradients = Vec<Option<Tensor>>;
+/// Gradients by parameter, waiting for the optimiser: that of the master, or those of an adapter's two parts.
+type Gradients = Vec<[Option<Tensor>; 2]>;
 
 impl Engine {
     /// Everything needed for steps.
@@ -89,12 +104,17 @@ impl Engine {
         seed: u64,
     ) -> Self {
         let values = params.all.iter().map(|_| None).collect();
-        Self { params, kernels, ex, eps: f64::from(eps), options, seed, values }
+        Self { params, kernels, ex, eps: f64::from(eps), options, seed, values, last_norm: 0.0 }
     }
 
     /// The executor, for contexts.
     pub fn executor(&mut self) -> &mut TorchExecutor {
         &mut self.ex
+    }
+
+    /// Masters were changed from outside: values are decoded anew.
+    pub fn forget_values(&mut self) {
+        self.values.iter_mut().for_each(|v| *v = None);
     }
 
     /// One optimiser step over `micro`, whose losses are averaged over all their supervised tokens. `allow` sees the loss and
@@ -113,7 +133,7 @@ impl Engine {
                 .fix("longer rows (data.seq), or data whose answers fit"));
         }
         let scale = 1.0 / supervised as f64;
-        let mut gradients: Gradients = self.params.all.iter().map(|_| None).collect();
+        let mut gradients: Gradients = self.params.all.iter().map(|_| [None, None]).collect();
         let mut report = Report { supervised, ..Report::default() };
         let mut squares = 0.0;
         for (i, rows) in micro.iter().enumerate() {
@@ -136,19 +156,25 @@ impl Engine {
         if self.options.update_in_backward {
             report.norm = squares.sqrt();
             report.skipped = !report.norm.is_finite();
+            if !report.skipped {
+                self.last_norm = report.norm;
+            }
             phases.mark("optimizer_step_done")?;
             return Ok(report);
         }
-        for g in gradients.iter().flatten() {
-            squares += self.kernels.sum_of_squares(g)?;
-        }
+        squares += self.kernels.sum_of_squares(gradients.iter().flatten().flatten())?;
         report.norm = squares.sqrt();
         report.skipped = !allow(report.loss, Some(report.norm))?;
         if !report.skipped {
-            let hyper = Hyper { grad_scale: self.clip(report.norm), ..*hyper };
-            for i in 0..gradients.len() {
-                if let Some(grad) = gradients[i].take() {
-                    self.update(i, &grad, &hyper)?;
+            let whole =
+                if self.options.clip_scope == ClipScope::Previous { self.last_norm } else { report.norm };
+            self.last_norm = report.norm;
+            let hyper = Hyper { grad_scale: self.clip(whole), ..*hyper };
+            for (i, grads) in gradients.iter_mut().enumerate() {
+                for (part, grad) in grads.iter_mut().enumerate() {
+                    if let Some(grad) = grad.take() {
+                        self.update(i, part, &grad, &hyper)?;
+                    }
                 }
             }
         }
@@ -221,12 +247,12 @@ impl Engine {
         }
         let [norm_grad, mut table_grad] = out.weights;
         if let Some(g) = norm_grad {
-            self.settle(&mut [(self.params.norm(), g)], sink)?;
+            self.settle(vec![(self.params.norm(), g)], sink)?;
         }
         if head_index != 0
             && let Some(g) = table_grad.take()
         {
-            self.settle(&mut [(head_index, g)], sink)?;
+            self.settle(vec![(head_index, g)], sink)?;
         }
         let mut gradient = out.input;
         drop(x);
@@ -241,14 +267,14 @@ impl Engine {
                 }
             };
             let seed = y.f_mul(&gradient).t()?.f_sum(Kind::Float).t()?;
+            let (moving, leaves): (Vec<usize>, Vec<Tensor>) = leaves.into_iter().unzip();
             let mut inputs = vec![input];
             inputs.extend(leaves);
             let mut grads = Tensor::f_run_backward(&[seed], &inputs, false, false).t()?;
             drop((y, inputs));
             gradient = grads.remove(0);
-            let first = self.params.block(i);
-            let mut block: Vec<_> = grads.into_iter().enumerate().map(|(j, g)| (first + j, g)).collect();
-            if !self.settle(&mut block, sink)? {
+            let block: Vec<_> = moving.into_iter().zip(grads).collect();
+            if !self.settle(block, sink)? {
                 return Ok(Err(loss));
             }
         }
@@ -261,57 +287,58 @@ impl Engine {
                 Some(mut g) => g.f_add_(&own).t()?,
                 None => own,
             };
-            self.settle(&mut [(0, whole)], sink)?;
+            self.settle(vec![(0, whole)], sink)?;
         }
         phases.mark("backward_done")?;
         Ok(Ok(loss))
     }
 
     /// Takes gradients: updates at once, or adds them to what waits. False: not finite, nothing of these moved.
-    fn settle(&mut self, grads: &mut [(usize, Tensor)], sink: &mut Sink<'_>) -> Result<bool> {
-        for (i, g) in grads.iter_mut() {
-            match sink.gradients[*i].take() {
-                // Sums of several micro-batches are kept in f32, whatever the type of the parts.
-                Some(mut sum) => {
-                    if sum.kind() != Kind::Float {
-                        sum = sum.f_to_kind(Kind::Float).t()?;
-                    }
-                    *g = sum.f_add_(g).t()?;
+    fn settle(&mut self, grads: Vec<(usize, Tensor)>, sink: &mut Sink<'_>) -> Result<bool> {
+        let mut parts = Vec::with_capacity(grads.len());
+        for (i, g) in grads {
+            match &self.params.all[i].source {
+                Source::Adapted(_, adapter) => {
+                    let (a, b) = adapter.gradients(&g)?;
+                    parts.extend([(i, 0, a), (i, 1, b)]);
                 }
-                None => {}
+                _ => parts.push((i, 0, g)),
+            }
+        }
+        for (i, part, g) in &mut parts {
+            if let Some(sum) = sink.gradients[*i][*part].take() {
+                // Sums of several micro-batches are kept in f32, whatever the type of the parts.
+                *g = sum.f_to_kind(Kind::Float).t()?.f_add_(g).t()?;
             }
         }
         let Some(hyper) = sink.fused else {
-            for (i, g) in grads {
-                sink.gradients[*i] = Some(g.shallow_clone());
+            for (i, part, g) in parts {
+                sink.gradients[i][part] = Some(g);
             }
             return Ok(true);
         };
-        let mut squares = 0.0;
-        for (_, g) in grads.iter() {
-            squares += self.kernels.sum_of_squares(g)?;
-        }
+        let squares = self.kernels.sum_of_squares(parts.iter().map(|(.., g)| g))?;
         *sink.squares += squares;
         if !squares.is_finite() {
             return Ok(false);
         }
-        let hyper = Hyper { grad_scale: self.clip(squares.sqrt()), ..*hyper };
-        for (i, g) in grads {
-            self.update(*i, g, &hyper)?;
+        let previous = self.options.clip_scope == ClipScope::Previous;
+        let hyper =
+            Hyper { grad_scale: self.clip(if previous { self.last_norm } else { squares.sqrt() }), ..*hyper };
+        for (i, part, g) in &parts {
+            self.update(*i, *part, g, &hyper)?;
         }
         Ok(true)
     }
 
-    fn update(&mut self, index: usize, grad: &Tensor, hyper: &Hyper) -> Result<()> {
-        match &self.params.all[index].source {
-            Source::Trained(t) => t.update(hyper, grad, self.seed, &self.kernels)?,
-            Source::Adapted(_, adapter) => {
-                let (a, b) = adapter.gradients(grad)?;
-                adapter.a.update(hyper, &a, self.seed, &self.kernels)?;
-                adapter.b.update(hyper, &b, self.seed, &self.kernels)?;
-            }
+    fn update(&mut self, index: usize, part: usize, grad: &Tensor, hyper: &Hyper) -> Result<()> {
+        let moved = match &self.params.all[index].source {
+            Source::Trained(t) => t,
+            Source::Adapted(_, adapter) if part == 0 => &adapter.a,
+            Source::Adapted(_, adapter) => &adapter.b,
             Source::Fixed(_) => return Ok(()),
-        }
+        };
+        moved.update(hyper, grad, self.seed, &self.kernels)?;
         self.values[index] = None;
         Ok(())
     }
@@ -340,8 +367,8 @@ impl Engine {
         Ok(out)
     }
 
-    /// Block `i` through the model's graph: the new residual stream, and the leaves in the order of the parameters.
-    fn block(&mut self, i: usize, x: &Tensor, cache: &mut TorchCache) -> Result<(Tensor, Vec<Tensor>)> {
+    /// Block `i` through the model's graph: the new residual stream, and the leaves that move with their parameters.
+    fn block(&mut self, i: usize, x: &Tensor, cache: &mut TorchCache) -> Result<(Tensor, Vec<(usize, Tensor)>)> {
         let first = self.params.block(i);
         let leaves = (first..first + BLOCK).map(|p| self.leaf(p)).collect::<Result<Vec<_>>>()?;
         let norm = |j: usize| TorchNorm { weight: leaves[j].shallow_clone(), eps: self.eps };
@@ -358,8 +385,8 @@ impl Engine {
         let mut slots = TorchExecutor::slots();
         slots.hidden = x.shallow_clone();
         block.forward(&mut self.ex, i, cache, &mut slots)?;
-        let moving = leaves.into_iter().filter(|l| l.requires_grad()).collect();
-        Ok((slots.hidden, moving))
+        let moving = leaves.into_iter().enumerate().filter(|(_, l)| l.requires_grad());
+        Ok((slots.hidden, moving.map(|(j, l)| (first + j, l)).collect()))
     }
 
     /// Logits of `ids` behind what `cache` holds, without gradients: `[1, vocab]` or `[ids, vocab]`, in the compute type.

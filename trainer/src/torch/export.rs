@@ -49,12 +49,15 @@ pub struct Side {
     others: Vec<(String, Bytes)>,
 }
 
-const OTHERS: [&str; 4] = ["generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"];
+/// What goes along, where there is one.
+pub const OTHERS: [&str; 4] =
+    ["generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"];
 
 impl Side {
     /// Of a checkpoint.
     pub fn of(checkpoint: &Checkpoint) -> Result<Self> {
-        let config = checkpoint.file("config.json").ok_or_else(|| Error::new(Code::ModelMissing, "config.json"))?;
+        let config =
+            checkpoint.file("config.json").ok_or_else(|| Error::new(Code::ModelMissing, "config.json"))?;
         let others = OTHERS.iter().filter_map(|n| Some(((*n).to_owned(), checkpoint.file(n)?))).collect();
         Self::new(&config, others)
     }
@@ -68,12 +71,19 @@ impl Side {
         let config = serde_json::to_vec_pretty(&value).map_err(|e| wrong(e.to_string()))?;
         Ok(Self { config, others })
     }
+
+    /// One of [`OTHERS`].
+    pub fn file(&self, name: &str) -> Option<Bytes> {
+        self.others.iter().find(|(n, _)| n == name).map(|(_, b)| b.clone())
+    }
 }
 
 /// Writes the model to `out`, which must not exist.
 pub fn write(params: &Params, kernels: &Kernels, side: &Side, out: &Path, form: Form) -> Result<()> {
     if std::fs::symlink_metadata(out).is_ok() {
-        return Err(Error::new(Code::Usage, format!("{}: exists", out.display())).fix("name another, or remove it"));
+        return Err(
+            Error::new(Code::Usage, format!("{}: exists", out.display())).fix("name another, or remove it")
+        );
     }
     if matches!(form, Form::Nvfp4(_)) && !params.keep.quantised {
         return Err(Error::new(Code::Usage, "export in NVFP4 of a model that was not trained in it")
@@ -150,7 +160,8 @@ fn dense(params: &Params, kernels: &Kernels, side: &Side, dir: &Path, form: Form
         }
     }
     writer.finish()?;
-    let small = side.others.iter().map(|(n, b)| (n.as_str(), &b[..])).chain([("config.json", &side.config[..])]);
+    let small =
+        side.others.iter().map(|(n, b)| (n.as_str(), &b[..])).chain([("config.json", &side.config[..])]);
     for (name, bytes) in small {
         let path = dir.join(name);
         std::fs::write(&path, bytes).map_err(|e| Error::io(&path, &e))?;

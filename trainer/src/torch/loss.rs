@@ -1,7 +1,7 @@
 //! Losses over pieces of the batch, so that the logits of one piece exist at a time.
 use super::Tch;
 use q4_core::{Code, Error, Result};
-use tch::{Device, Kind, Reduction, Tensor};
+use tch::{Kind, Reduction, Tensor};
 
 /// Target of a token nobody predicts.
 pub const IGNORE: i64 = -100;
@@ -148,6 +148,7 @@ impl Picked {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use tch::Device;
 
     #[test]
     fn chunks_and_masks_do_not_change_the_loss() -> Result<()> {

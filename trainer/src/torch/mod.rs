@@ -8,6 +8,8 @@ pub mod export;
 pub mod kernels;
 pub mod loss;
 pub mod phases;
+pub mod run;
+pub mod session;
 pub mod weights;
 
 pub use executor::{TorchCache, TorchExecutor, TorchNorm};

@@ -5,14 +5,15 @@
 //! else is rounded to bf16, so that an exported file holds exactly what was trained with.
 use super::kernels::Kernels;
 use super::{Tch, slice, slice_mut};
-use crate::optim::{Hyper, MasterFormat, StateFormat, StateLayout};
+use crate::optim::{Hyper, MasterFormat, ScaleChoice, StateFormat, StateLayout};
 use crate::rng::{Philox, streams};
 use half::bf16;
 use q4_core::detect::Layout;
 use q4_core::formats::{e2m1, nvfp4};
-use q4_core::{Code, Error, Q4Weight, Result, RowDecoder, read_floats};
+use q4_core::{Code, DType, Error, GlobalScale, Q4Weight, Result, RowDecoder, Rule, read_floats};
 use q4_model::checkpoint::{Checkpoint, Head, names};
 use q4_model::config::Qwen3Config;
+use q4_model::quantize::{Method, Rows, Scales, Target, amax, power_of_two_amax, quantize};
 use tch::{Device, Kind, Tensor};
 
 /// What a parameter is for.
@@ -40,8 +41,8 @@ pub struct Trained {
     pub format: MasterFormat,
     /// Random stream of its stochastic rounding.
     pub stream: u32,
-    /// Weight decay applies.
-    pub decays: bool,
+    /// Weight decay.
+    pub decay: f32,
 }
 
 /// A low-rank correction: the layer computes with `Q(base + scale * b a)`, so a merged file is what was trained.
@@ -95,6 +96,29 @@ pub struct Keep {
     pub lora: Option<(usize, f64)>,
     /// Linear layers compute in NVFP4.
     pub quantised: bool,
+    /// Weight decay.
+    pub decay: Decay,
+}
+
+/// Decoupled weight decay, by purpose.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Decay {
+    /// Of products and adapters.
+    pub linear: f32,
+    /// Of norms.
+    pub norm: f32,
+    /// Of embeddings and the head.
+    pub table: f32,
+}
+
+impl Decay {
+    fn of(&self, role: Role) -> f32 {
+        match role {
+            Role::Linear => self.linear,
+            Role::Norm => self.norm,
+            Role::Table | Role::Head => self.table,
+        }
+    }
 }
 
 /// Parameters of a block, in the order of [`Params::block`].
@@ -215,12 +239,12 @@ impl Params {
         match &p.source {
             Source::Fixed(t) => t.f_to_kind(kind).t(),
             Source::Trained(t) if p.role == Role::Linear && self.keep.quantised => {
-                kernels.quantized(&t.master, t.format, p.shape[0], p.shape[1], kind)
+                kernels.quantized(&t.master, p.shape[0], p.shape[1], kind)
             }
             Source::Trained(t) => t.master.f_to_kind(Kind::BFloat16).t()?.f_to_kind(kind).t(),
             Source::Adapted(base, adapter) => {
                 let sum = adapter.merged(base)?;
-                kernels.quantized(&sum, MasterFormat::F32, p.shape[0], p.shape[1], kind)
+                kernels.quantized(&sum, p.shape[0], p.shape[1], kind)
             }
         }
     }
@@ -243,7 +267,7 @@ impl Params {
 impl Trained {
     /// One optimiser step with `grad`, in place.
     pub fn update(&self, hyper: &Hyper, grad: &Tensor, seed: u64, kernels: &Kernels) -> Result<()> {
-        let hyper = Hyper { weight_decay: if self.decays { hyper.weight_decay } else { 0.0 }, ..*hyper };
+        let hyper = Hyper { weight_decay: self.decay, ..*hyper };
         kernels.adamw(&hyper, self, &grad.f_contiguous().t()?, Philox::new(seed, hyper.step, self.stream))
     }
 }
@@ -320,7 +344,7 @@ impl Maker<'_> {
                 full,
                 self.keep.state,
                 self.keep.master,
-                role != Role::Norm && role != Role::Table,
+                self.keep.decay.of(role),
             )?),
             Some((rank, alpha)) if role == Role::Linear => {
                 let base = self.packed(&full, n, shape[1], &parts)?;
@@ -338,7 +362,7 @@ impl Maker<'_> {
         values: Tensor,
         state: StateFormat,
         format: MasterFormat,
-        decays: bool,
+        decay: f32,
     ) -> Result<Trained> {
         let shape: Vec<usize> = values.size().iter().map(|e| *e as usize).collect();
         let layout = StateLayout::choose(state, &shape);
@@ -354,7 +378,7 @@ impl Maker<'_> {
             layout,
             format,
             stream,
-            decays,
+            decay,
         })
     }
 
@@ -367,33 +391,31 @@ impl Maker<'_> {
         let b = Tensor::f_zeros([n as i64, rank as i64], (Kind::Float, Device::Cpu)).t()?;
         let (state, master) = (StateFormat::F32, MasterFormat::F32);
         Ok(Adapter {
-            a: self.trained(a, state, master, true)?,
-            b: self.trained(b, state, master, true)?,
+            a: self.trained(a, state, master, self.keep.decay.linear)?,
+            b: self.trained(b, state, master, self.keep.decay.linear)?,
             scale: alpha / rank as f64,
         })
     }
 
     fn packed(&self, full: &Tensor, n: usize, k: usize, parts: &[(String, usize)]) -> Result<Packed> {
         let values = super::floats(full)?;
-        let (mut codes, mut scales, mut global) =
-            (vec![0u8; n * k / 2], vec![0u8; n * k / 16], Vec::with_capacity(n));
+        let rule = Rule::ModelOpt;
+        let target = Target::Nvfp4 { rule, scales: Scales::TwoLevel, method: Method::Rtn };
+        let pool = self.kernels.pool();
+        let (mut codes, mut scales, mut global) = (Vec::new(), Vec::new(), Vec::with_capacity(n));
         let mut first = 0;
         for (name, rows) in parts {
-            let of = &values[first * k..(first + rows) * k];
-            let g = crate::optim::weight::global_scale(
-                self.kernels.scale(),
-                of.iter().fold(0f32, |a, v| a.max(v.abs())),
-            )?;
-            let quantizer = nvfp4::Quantizer {
-                rule: q4_core::Rule::ModelOpt,
-                global: Some(g),
-                source: q4_core::DType::F32,
+            let bytes = bytemuck::cast_slice(&values[first * k..(first + rows) * k]);
+            let part = Rows::new(name, bytes, DType::F32, *rows, k)?;
+            let own = amax(&part, pool)?;
+            let shared = match self.kernels.scale() {
+                ScaleChoice::PowerOfTwo => power_of_two_amax(rule, own),
+                ScaleChoice::Free => own,
             };
-            let (c, s) = (&mut codes[first * k / 2..], &mut scales[first * k / 16..]);
-            quantizer
-                .quantize_row(of, &mut c[..rows * k / 2], &mut s[..rows * k / 16])
-                .map_err(|e| e.within(name))?;
-            global.extend(std::iter::repeat_n(g.value(), *rows));
+            let packed = quantize(&part, &target, Some(shared), pool)?;
+            codes.extend(packed.codes);
+            scales.extend(packed.scales);
+            global.extend(std::iter::repeat_n(packed.global.map_or(1.0, GlobalScale::value), *rows));
             first += rows;
         }
         let on = |t: Result<Tensor, tch::TchError>, shape: [i64; 2]| {
