@@ -160,7 +160,7 @@ impl Config {
                 c.train.keep_values = false;
                 c.train.update_in_backward = true;
                 c.train.clip_scope = ClipScope::Block;
-                c.optimizer.state = StateFormat::Int4;
+                c.optimizer.state = StateFormat::Nvfp4;
                 c.optimizer.master = MasterFormat::Bf16;
             }
             Preset::Lora8g => {

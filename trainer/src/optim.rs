@@ -13,13 +13,15 @@
 //! |---|---|---|---|
 //! | `f32` | 8 | | |
 //! | `8bit` | 2.031 | dynamic map, f32 absmax per 256 | the same, unsigned, 0 read as 1/4 of the first step |
-//! | `4bit` | 1.0625 | dynamic map, f32 absmax per 128 | `(1..=16)/16`, f32 absmax per 128 |
+//! | `4bit` | 1.0625 | dynamic map, f32 absmax per 128 | of `sqrt(v)`, 16 values from 1/64 to 1 in equal ratios |
 //! | `nvfp4` | 1.127 | E2M1, E4M3 per 16, f32 per 4096 | the same of `sqrt(v)`, code 0 read as 0.25 |
 //!
 //! No packed v is zero unless every gradient of its block was: a zero under the root would let `m / eps` through.
 use crate::rng::Philox;
 use q4_core::{Code, Error, Result, ThreadPool};
 
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod kernel;
 mod layout;
 mod maps;

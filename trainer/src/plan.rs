@@ -324,7 +324,7 @@ mod tests {
         assert!(peak(&full) < 40.0, "{full}");
         let small = plan(Preset::Full24g, |_| {});
         assert!((part(&small, "load", "masters") - 8.05).abs() < 0.01);
-        assert!((part(&small, "load", "states") - 4.27).abs() < 0.01);
+        assert!((part(&small, "load", "states") - 4.53).abs() < 0.01);
         assert!(peak(&small) < 17.0, "{small}");
         let lora = plan(Preset::Lora8g, |_| {});
         assert!((part(&lora, "load", "base") - 2.82).abs() < 0.01);

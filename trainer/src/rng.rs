@@ -48,6 +48,12 @@ impl Philox {
         (self.word(index >> 1) >> (16 * (index & 1))) as u16
     }
 
+    /// Key and counter, for the kernels that draw the same numbers on a device.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn parts(&self) -> ([u32; 2], [u32; 3]) {
+        (self.key, self.counter)
+    }
+
     /// A uniform number below `n`, from number `index`; the bias is below `n / 2^32`.
     pub fn below(&self, index: u64, n: u32) -> u32 {
         ((u64::from(self.word(index)) * u64::from(n)) >> 32) as u32

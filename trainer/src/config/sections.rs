@@ -69,7 +69,7 @@ names!(
         None = "none",
         /// All weights of a 4 B model on 128 GB: f32 masters, 8-bit states, recomputed blocks.
         Full128g = "full-128g",
-        /// All weights of a 4 B model on 24 GB: bf16 masters, 4-bit states, updated during the backward pass.
+        /// All weights of a 4 B model on 24 GB: bf16 masters, NVFP4 states, updated during the backward pass.
         Full24g = "full-24g",
         /// Adapters on a packed 4 B model on 8 GB.
         Lora8g = "lora-8g",
@@ -242,7 +242,8 @@ section!(
         keep: usize = 2,
         /// Keep the one with the best held-out loss, too.
         keep_best: bool = true,
-        /// Go on from the newest.
+        /// Go on from the newest. Left out when written: how a run was started does not change what it computes.
+        #[serde(skip_serializing)]
         resume: bool = false,
     }
 );

@@ -90,7 +90,7 @@ fn wordings(event: &Event) -> &'static [(&'static str, &'static str)] {
             ("{w} {a} carried {n} {c} in a basket.", "{w}，{a}的籃子裡有{n}{c}。"),
         ],
         Event::Adds { .. } => &[
-            ("{b} came by and added {m} more.", "{b}走過來，又加了{m}個。"),
+            ("{b} came by and gave {a} {m} more.", "{b}走過來，又給了{a}{m}個。"),
             ("{a} got another {m} from {b}.", "{a}又從{b}那裡得到{m}個。"),
         ],
         Event::Subtracts { .. } => &[

@@ -133,7 +133,8 @@ fn range(values: impl Iterator<Item = f64>) -> (f64, f64) {
     let (low, high) = values.fold((f64::INFINITY, f64::NEG_INFINITY), |(a, b), x| (a.min(x), b.max(x)));
     match (low, high) {
         (a, b) if a > b => (0.0, 1.0),
-        (a, b) if a == b => (a - a.abs().max(1.0) / 2.0, b + b.abs().max(1.0) / 2.0),
+        (a, b) if a == b && a == 0.0 => (-0.5, 0.5),
+        (a, b) if a == b => (a - a.abs() / 2.0, b + b.abs() / 2.0),
         both => both,
     }
 }
@@ -203,6 +204,13 @@ mod tests {
         let plain = [0.0, 1e-4, 2.5e-5, 0.25, 12345.6, 3e6].map(|x| Unit::Plain.show(x));
         assert_eq!(plain, ["0", "1e-4", "2.5e-5", "0.25", "12346", "3e6"]);
         assert_eq!(Unit::Thousands.show(881_530.0), "881.5k");
+    }
+
+    #[test]
+    fn a_constant_is_in_the_middle() {
+        let (low, high) = range([1e-3, 1e-3].into_iter());
+        assert!(low > 0.0 && high < 2e-3 && low < 1e-3 && high > 1e-3);
+        assert_eq!(range([0.0].into_iter()), (-0.5, 0.5));
     }
 
     #[test]

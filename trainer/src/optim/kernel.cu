@@ -15,8 +15,8 @@ typedef unsigned long long u64;
 struct Scalars { float grad_scale, beta1, rest1, beta2, rest2, unbias1, unbias2, eps, minus_lr, keep; };
 // Codes of m and v, scales of m and v, second-level scales of m and v, in bytes from the start of the state.
 struct Layout { u64 at[6]; u64 n; };
-// Values and midpoints of the 8-bit maps of m and v and of the 4-bit map of m.
-struct Maps { float m8[256], m8b[256], v8[256], v8b[256], m4[16], m4b[16]; };
+// Values and midpoints of the 8-bit maps of m and v, and of the 4-bit maps of m and the root of v.
+struct Maps { float m8[256], m8b[256], v8[256], v8b[256], m4[16], m4b[16], r4[16], r4b[16]; };
 struct Random { u32 key[2], counter[3]; };
 
 __device__ __forceinline__ float bits_to_float(u32 b) { return __uint_as_float(b); }
@@ -173,7 +173,12 @@ __device__ __forceinline__ void unpack(u8 *state, const Layout &l, const Maps *m
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
       u32 code = (u32)(w >> (4 * i)) & 15;
-      x[i] = __fmul_rn(SQUARE ? (float)(code + 1) / 16.0f : maps->m4[code], absmax);
+      if (SQUARE) {
+        float root = __fmul_rn(maps->r4[code], absmax);
+        x[i] = __fmul_rn(root, root);
+      } else {
+        x[i] = __fmul_rn(maps->m4[code], absmax);
+      }
     }
   } else {
     float factor = __fmul_rn(e4m3_decode(scales[t]), ((const float *)second)[t / THREADS]);
@@ -194,6 +199,10 @@ __device__ __forceinline__ void unpack(u8 *state, const Layout &l, const Maps *m
 template <int FORMAT, int SQUARE>
 __device__ __forceinline__ void pack(u8 *state, const Layout &l, const Maps *maps, float *shared, u64 t, bool live, float *x) {
   u8 *codes = state + l.at[SQUARE], *scales = state + l.at[2 + SQUARE], *second = state + l.at[4 + SQUARE];
+  if (FORMAT >= 2 && SQUARE) {
+#pragma unroll
+    for (int i = 0; i < EACH; i++) x[i] = __fsqrt_rn(x[i]);
+  }
   if (FORMAT == 0) {
     if (live) store((float *)codes, t * EACH, l.n, x);
   } else if (FORMAT == 1) {
@@ -211,23 +220,13 @@ __device__ __forceinline__ void pack(u8 *state, const Layout &l, const Maps *map
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
       float y = __fdiv_rn(x[i], divisor);
-      u32 code;
-      if (SQUARE) {
-        float r = rintf(__fmul_rn(y, 16.0f));
-        code = (u32)(r > 1.0f ? r : 1.0f) - 1;
-      } else {
-        code = map_code<16>(maps->m4b, y);
-      }
+      u32 code = map_code<16>(SQUARE ? maps->r4b : maps->m4b, y);
       w |= (u64)code << (4 * i);
     }
     if (!live) return;
     ((u64 *)codes)[t] = w;
     if (t % 8 == 0) ((float *)scales)[t / 8] = absmax;
   } else {
-    if (SQUARE) {
-#pragma unroll
-      for (int i = 0; i < EACH; i++) x[i] = __fsqrt_rn(x[i]);
-    }
     float absmax = largest(x), level = __fdiv_rn(block_max(absmax, shared), 2688.0f);
     u32 scale = 0;
     u64 w = 0;

@@ -30,6 +30,11 @@ pub(super) static SIGNED4: LazyLock<Map<16>> = LazyLock::new(|| {
     Map::new(values)
 });
 
+/// Sixteen values from 2^-6 to 1 in equal ratios, for the root of v: what divides an update needs relative precision, and
+/// has no zero.
+pub(super) static ROOT4: LazyLock<Map<16>> =
+    LazyLock::new(|| Map::new(std::array::from_fn(|i| 2f64.powf(0.4 * (i as f64 - 15.0)) as f32)));
+
 impl<const N: usize> Map<N> {
     fn new(values: [f32; N]) -> Self {
         let mut bounds = [f32::INFINITY; N];
@@ -110,5 +115,7 @@ mod tests {
         check(&*SIGNED8);
         check(&*UNSIGNED8);
         check(&*SIGNED4);
+        check(&*ROOT4);
+        assert_eq!((ROOT4.values[0], ROOT4.values[15]), (1.0 / 64.0, 1.0));
     }
 }

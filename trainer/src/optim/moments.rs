@@ -1,6 +1,6 @@
 //! Moments of one tile, packed and unpacked. The CUDA kernel does the same operations on the same bytes.
 use super::layout::StateFormat;
-use super::maps::{SIGNED4, SIGNED8, UNSIGNED8};
+use super::maps::{ROOT4, SIGNED4, SIGNED8, UNSIGNED8};
 use q4_core::formats::{e2m1, e4m3};
 
 /// Largest E2M1 value times largest E4M3 value.
@@ -42,15 +42,17 @@ pub(super) fn unpack(format: StateFormat, moment: Moment, part: &Part<'_>, out: 
             }
         }
         StateFormat::Int4 => {
-            let mut map = SIGNED4.values;
-            if moment == Moment::Square {
-                map = std::array::from_fn(|i| (i + 1) as f32 / 16.0);
-            }
             let blocks = out.chunks_exact_mut(128).zip(part.codes.chunks_exact(64));
             for ((out, codes), scale) in blocks.zip(part.scales.as_chunks::<4>().0) {
                 let absmax = f32::from_le_bytes(*scale);
                 for (x, code) in out.as_chunks_mut::<2>().0.iter_mut().zip(codes) {
-                    *x = [map[usize::from(code & 15)] * absmax, map[usize::from(code >> 4)] * absmax];
+                    *x = [code & 15, code >> 4].map(|code| match moment {
+                        Moment::Mean => SIGNED4.values[usize::from(code)] * absmax,
+                        Moment::Square => {
+                            let root = ROOT4.values[usize::from(code)] * absmax;
+                            root * root
+                        }
+                    });
                 }
             }
         }
@@ -94,13 +96,16 @@ pub(super) fn pack(format: StateFormat, moment: Moment, x: &mut [f32], part: &mu
             }
         }
         StateFormat::Int4 => {
+            if moment == Moment::Square {
+                x.iter_mut().for_each(|x| *x = x.sqrt());
+            }
             let blocks = x.chunks_exact(128).zip(part.codes.chunks_exact_mut(64));
             for ((x, codes), scale) in blocks.zip(part.scales.as_chunks_mut::<4>().0) {
                 let (absmax, divisor) = divisor(x);
                 *scale = absmax.to_le_bytes();
                 let code = |x: f32| match moment {
                     Moment::Mean => SIGNED4.code(x / divisor),
-                    Moment::Square => (x / divisor * 16.0).round_ties_even().max(1.0) as u8 - 1,
+                    Moment::Square => ROOT4.code(x / divisor),
                 };
                 for (x, byte) in x.as_chunks::<2>().0.iter().zip(codes) {
                     *byte = code(x[0]) | code(x[1]) << 4;

@@ -37,7 +37,7 @@ fn decode(layout: &StateLayout, state: &[u8]) -> (Vec<f64>, Vec<f64>) {
         ),
         StateFormat::Int4 => (
             each(&|i| f64::from(maps::SIGNED4.values[nibble(s[0], i)]) * float(s[2], i / 128)),
-            each(&|i| (nibble(s[1], i) + 1) as f64 / 16.0 * float(s[3], i / 128)),
+            each(&|i| (2f64.powf(0.4 * (nibble(s[1], i) as f64 - 15.0)) * float(s[3], i / 128)).powi(2)),
         ),
         StateFormat::Nvfp4 => {
             let scale = |x: &[u8], second: &[u8], i: usize| {
@@ -62,7 +62,8 @@ fn tolerance(format: StateFormat) -> (f64, f64) {
         StateFormat::F32 => (1e-6, 1e-6),
         // Half the widest step of the map beside its value: 10^-k (0.1 + 0.9/2^(k+1)) and so on; the last decade has 64 steps.
         StateFormat::Int8 => (0.04, 0.02),
-        StateFormat::Int4 => (0.3, 0.5),
+        // A sixth of a ratio of 1.32 in the root.
+        StateFormat::Int4 => (0.3, 0.35),
         // Half of 1/2 to 1, and E4M3's rounding of a block scale cannot add to it: codes are chosen after it.
         StateFormat::Nvfp4 => (0.34, 0.78),
     }
@@ -99,17 +100,24 @@ fn every_format_follows_the_f64_reference() {
             let mut want = Vec::new();
             for i in 0..n {
                 let g = f64::from(g[i]) * f64::from(h.grad_scale);
+                // What rounding is relative to: the sum may cancel.
+                let size = (b1 * m[i]).abs() + ((1.0 - b1) * g).abs();
                 let (m, v) = (b1 * m[i] + (1.0 - b1) * g, b2 * v[i] + (1.0 - b2) * g * g);
                 let update = (m / (1.0 - b1.powi(t))) / ((v / (1.0 - b2.powi(t))).sqrt() + f64::from(h.eps));
                 let w = f64::from(before[i]) * (1.0 - f64::from(h.lr) * f64::from(h.weight_decay))
                     - f64::from(h.lr) * update;
-                want.push((w, m, v));
+                want.push((w, m, v, size));
                 (largest_m, largest_v) = (largest_m.max(m.abs()), largest_v.max(v));
             }
             let (tm, tv) = tolerance(format);
-            for (i, (x, m, v)) in want.into_iter().enumerate() {
+            for (i, (x, m, v, size)) in want.into_iter().enumerate() {
                 let error = (f64::from(w[i]) - x).abs();
-                assert!(error <= 1e-6 * x.abs() + 1e-8, "{format:?} step {step} w[{i}]: {} for {x}", w[i]);
+                // The update is at most a few lr; where m cancels it has fewer digits.
+                assert!(
+                    error <= 1e-7 * x.abs() + 1e-5 * f64::from(h.lr),
+                    "{format:?} step {step} w[{i}]: {} for {x}",
+                    w[i]
+                );
                 // Small beside the largest of all, a value may become any other small one.
                 assert!(
                     (m_new[i] - m).abs() <= tm * m.abs() + 0.06 * largest_m,
@@ -122,10 +130,7 @@ fn every_format_follows_the_f64_reference() {
                     v_new[i]
                 );
                 if format == StateFormat::F32 {
-                    assert!(
-                        (m_new[i] - m).abs() <= tm * m.abs() + 1e-12
-                            && (v_new[i] - v).abs() <= tv * v + 1e-18
-                    );
+                    assert!((m_new[i] - m).abs() <= tm * size && (v_new[i] - v).abs() <= tv * v + 1e-30);
                 }
             }
         }
@@ -159,7 +164,7 @@ fn packed_values_are_the_nearest_ones() {
                 unpack(format, moment, &part, all);
             }
             let root = |x: f32| {
-                if format == StateFormat::Nvfp4 && moment == Moment::Square {
+                if format != StateFormat::Int8 && moment == Moment::Square {
                     f64::from(x).sqrt()
                 } else {
                     f64::from(x)
@@ -288,13 +293,19 @@ fn moved(format: StateFormat, master: MasterFormat, lr: f32) -> f64 {
 fn small_steps_move_the_weights() {
     let exact = moved(StateFormat::F32, MasterFormat::F32, 1e-5);
     assert!(exact > 0.05, "the test moves too little to tell: {exact}");
+    let mut wrong = Vec::new();
     for format in StateFormat::ALL {
         for master in [MasterFormat::F32, MasterFormat::Bf16] {
             let share = moved(format, master, 1e-5);
             println!("{} {}: {share:.4} of codes moved, f32 {exact:.4}", format.as_str(), master.as_str());
-            assert!((share / exact - 1.0).abs() < 0.1, "{format:?} {master:?}: {share}, f32 {exact}");
+            // The 4-bit map of m is coarse where most of a normal gradient is; no preset takes it.
+            let bound = if format == StateFormat::Int4 { 0.15 } else { 0.1 };
+            if (share / exact - 1.0).abs() > bound {
+                wrong.push((format, master, share));
+            }
         }
     }
+    assert!(wrong.is_empty(), "{wrong:?}, f32 {exact}");
 }
 
 /// Packed second moments once decoded to zero, and `m / eps` threw the weights away.
