@@ -3,7 +3,17 @@
 //!
 //! Everything here is plain Rust except what the feature `torch` adds in `torch`: the executor over libtorch and the
 //! binary `q4-train`.
+pub mod behaviour;
+pub mod checkpoint;
+pub mod config;
+pub mod corpus;
+pub mod data;
+pub mod guard;
+pub mod metrics;
 pub mod optim;
+pub mod plan;
+pub mod progress;
 pub mod rng;
+pub mod schedule;
 #[cfg(feature = "torch")]
 pub mod torch;
