@@ -1,5 +1,6 @@
 //! Samples to rows of fixed length, rows to batches; a cursor that says where to go on.
 use super::{Cursor, Dataset, Sample, order};
+use crate::rng::{Philox, streams};
 use q4_core::{Code, Error, Result};
 use serde::{Deserialize, Serialize};
 
@@ -135,9 +136,22 @@ impl<'a> Loader<'a> {
     /// Samples or windows of an epoch.
     pub fn items(&self) -> usize {
         match self.options.packing {
-            Packing::Stream => self.stream.ids.len().saturating_sub(1) / self.options.seq,
+            // One window fewer where they may begin later.
+            Packing::Stream => {
+                let later = if self.options.shuffle { self.options.seq } else { 1 };
+                self.stream.ids.len().saturating_sub(later) / self.options.seq
+            }
             _ => self.data.samples.len(),
         }
+    }
+
+    /// Where the first window of an epoch begins: elsewhere in each, so that no token is always cut from what precedes it.
+    fn offset(&self) -> usize {
+        if !self.options.shuffle {
+            return 0;
+        }
+        let rng = Philox::new(self.options.seed, self.cursor.epoch, streams::ORDER);
+        rng.below(u64::MAX, self.options.seq as u32) as usize
     }
 
     /// Where the next batch begins.
@@ -148,8 +162,11 @@ impl<'a> Loader<'a> {
     /// Goes on at a cursor of a loader with the same data and options.
     pub fn seek(&mut self, cursor: Cursor) {
         let items = self.items().max(1) as u64;
+        let before = self.cursor.epoch;
         self.cursor = Cursor { epoch: cursor.epoch + cursor.index / items, index: cursor.index % items };
-        self.order = order(self.items(), self.options.seed, self.cursor.epoch, self.options.shuffle);
+        if self.order.is_empty() || self.cursor.epoch != before {
+            self.order = order(self.items(), self.options.seed, self.cursor.epoch, self.options.shuffle);
+        }
     }
 
     /// The next batch.
@@ -163,7 +180,7 @@ impl<'a> Loader<'a> {
                 let window;
                 let sample = match packing {
                     Packing::Stream => {
-                        window = cut(&self.stream, item * seq, seq + 1);
+                        window = cut(&self.stream, self.offset() + item * seq, seq + 1);
                         &window
                     }
                     _ => &self.data.samples[item],

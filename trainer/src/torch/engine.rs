@@ -368,7 +368,12 @@ impl Engine {
     }
 
     /// Block `i` through the model's graph: the new residual stream, and the leaves that move with their parameters.
-    fn block(&mut self, i: usize, x: &Tensor, cache: &mut TorchCache) -> Result<(Tensor, Vec<(usize, Tensor)>)> {
+    fn block(
+        &mut self,
+        i: usize,
+        x: &Tensor,
+        cache: &mut TorchCache,
+    ) -> Result<(Tensor, Vec<(usize, Tensor)>)> {
         let first = self.params.block(i);
         let leaves = (first..first + BLOCK).map(|p| self.leaf(p)).collect::<Result<Vec<_>>>()?;
         let norm = |j: usize| TorchNorm { weight: leaves[j].shallow_clone(), eps: self.eps };
