@@ -160,7 +160,8 @@ pub fn power_of_two_amax(rule: Rule, amax: f32) -> f32 {
     if amax == 0.0 {
         return 0.0;
     }
-    let mut scale = f32::from_bits((amax / GlobalScale::RANGE).to_bits() & 0x7f80_0000).max(f32::MIN_POSITIVE);
+    let mut scale =
+        f32::from_bits((amax / GlobalScale::RANGE).to_bits() & 0x7f80_0000).max(f32::MIN_POSITIVE);
     while GlobalScale::RANGE * scale < amax {
         scale *= 2.0;
     }
@@ -367,7 +368,11 @@ mod tests {
                 let amax = power_of_two_amax(rule, wanted);
                 assert!(amax >= wanted && amax < wanted * 2.01, "{rule:?}: {wanted} -> {amax}");
                 let global = nvfp4::global_from_amax(rule, amax, DType::F32).expect("finite").value();
-                assert_eq!(global.to_bits() & 0x007f_ffff, 0, "{rule:?}: amax {wanted} has the scale {global}");
+                assert_eq!(
+                    global.to_bits() & 0x007f_ffff,
+                    0,
+                    "{rule:?}: amax {wanted} has the scale {global}"
+                );
             }
         }
     }
