@@ -5,7 +5,7 @@ use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 use q4_core::memory::{self, human};
 use q4_core::{Code, Error, Result};
 use serde::Serialize;
-use tch::Device;
+use tch::{Device, Kind, Tensor};
 
 unsafe extern "C" {
     fn q4_device_memory(device: i8, out: *mut i64) -> bool;
@@ -40,7 +40,13 @@ pub fn open(name: &str) -> Result<Device> {
     if index >= count.max(0) as usize {
         return Err(missing(format!("{count} CUDA devices")));
     }
-    Ok(Device::Cuda(index))
+    let device = Device::Cuda(index);
+    // The allocator has no figures before its first allocation.
+    Tensor::f_zeros([1], (Kind::Float, device)).map_err(|e| missing(e.to_string()))?;
+    if Memory::of(device).device_total == 0 {
+        return Err(missing("a libtorch that does not say how much memory the device has".into()));
+    }
+    Ok(device)
 }
 
 /// Asks libtorch for kernels whose result does not depend on the order of threads, where it has them.
