@@ -180,7 +180,7 @@ pub fn predict(shapes: &Shapes, config: &Config, machine: &Machine) -> Plan {
     let one_block = c * tokens * (6 * h + 6 * q + 8 * kv + 5 * f)
         + if machine.fused_attention { 0 } else { 2 * c * rows * shapes.heads as u64 * seq * seq };
     let (inputs, activations) =
-        if train.recompute { (c * tokens * h * (layers + 1), one_block) } else { (0, one_block * layers) };
+        if train.recompute { (4 * tokens * h * (layers + 1), one_block) } else { (0, one_block * layers) };
     let chunk = tokens.min(train.chunk as u64);
     let logits = chunk * shapes.vocab as u64 * (c + 4 + 4) + 2 * c * tokens * h;
     let g = if train.accumulate > 1 { 4 } else { c };
