@@ -56,6 +56,8 @@ pub enum Verb {
     Bench(BenchArgs),
     /// Judge a backend against exact references and write a certificate.
     Conformance(ConformanceArgs),
+    /// Train or fine-tune a model; `q4 train --help` is the help of q4-train.
+    Train(TrainArgs),
     /// Print a completion script.
     Completions(CompletionsArgs),
 }
@@ -396,6 +398,14 @@ pub struct BenchArgs {
     /// Quantise dense layers while loading.
     #[arg(long, value_enum, value_name = "FORMAT", conflicts_with = "shape")]
     pub quantize: Option<Format>,
+}
+
+/// `q4 train`.
+#[derive(Args, Debug)]
+pub struct TrainArgs {
+    /// The configuration and options of q4-train, handed on as they are.
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "CONFIG.toml")]
+    pub line: Vec<OsString>,
 }
 
 /// `q4 completions`.

@@ -24,6 +24,7 @@ mod roofline;
 mod session;
 mod signals;
 mod text;
+mod train;
 mod verify;
 
 use args::{Cli, GlobalArgs, Verb};
@@ -45,7 +46,18 @@ fn main() -> ExitCode {
     }
     signals::install();
     let json = line.iter().any(|a| a == "--json");
-    let cli = match Cli::try_parse_from(args::verb_first(line)) {
+    let line = args::verb_first(line);
+    // Its options are q4-train's own.
+    if let Some(args) = train::words(&line) {
+        return match train::run(&args) {
+            Ok(outcome) => ExitCode::from(outcome.exit()),
+            Err(e) => {
+                report::error(&e, json);
+                ExitCode::from(e.code().exit())
+            }
+        };
+    }
+    let cli = match Cli::try_parse_from(line) {
         Ok(cli) => cli,
         Err(e) => return usage(&e, json),
     };
@@ -83,6 +95,7 @@ fn run(global: GlobalArgs, verb: &Verb) -> Result<Outcome> {
         Verb::Bench(args) => bench::run(&cx, args),
         Verb::Conformance(args) => conformance::run(&cx, args),
         Verb::Diagnose(args) => diagnose::run(&cx, args),
+        Verb::Train(args) => train::run(args),
         Verb::Completions(args) => completions::run(args),
     }
 }

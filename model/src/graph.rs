@@ -49,19 +49,32 @@ impl<E: Executor> Qwen3<E> {
         ex.embed(&self.table, ids, &mut s.hidden)?;
         ex.watch(None, "embed_tokens", &s.hidden)?;
         for (i, b) in self.blocks.iter().enumerate() {
-            ex.norm_linear(&s.hidden, &b.input_norm, &b.qkv, &mut s.normed, &mut s.qkv)?;
-            ex.watch(Some(i), "self_attn.{q,k,v}_proj", &s.qkv)?;
-            ex.rope_attention(&mut s.qkv, (&b.q_norm, &b.k_norm), cache, i, &mut s.context)?;
-            ex.watch(Some(i), "self_attn", &s.context)?;
-            ex.linear_add(&s.context, &b.o, &mut s.product, &mut s.hidden)?;
-            ex.watch(Some(i), "self_attn.o_proj", &s.hidden)?;
-            ex.gated_mlp(&b.post_norm, &b.gate_up, &b.down, s)?;
-            ex.watch(Some(i), "mlp", &s.hidden)?;
+            b.forward(ex, i, cache, s)?;
         }
         if logits != Logits::Skip {
             ex.head(&s.hidden, &self.norm, &self.head, logits, &mut s.normed, &mut s.logits)?;
             ex.watch(None, "lm_head", &s.logits)?;
         }
         ex.commit(cache, ids.len())
+    }
+}
+
+impl<E: Executor> Block<E> {
+    /// Layer `i`: takes and leaves the residual stream in `s.hidden`.
+    pub fn forward(
+        &self,
+        ex: &mut E,
+        i: usize,
+        cache: &mut E::Cache,
+        s: &mut Slots<E::Tensor>,
+    ) -> Result<()> {
+        ex.norm_linear(&s.hidden, &self.input_norm, &self.qkv, &mut s.normed, &mut s.qkv)?;
+        ex.watch(Some(i), "self_attn.{q,k,v}_proj", &s.qkv)?;
+        ex.rope_attention(&mut s.qkv, (&self.q_norm, &self.k_norm), cache, i, &mut s.context)?;
+        ex.watch(Some(i), "self_attn", &s.context)?;
+        ex.linear_add(&s.context, &self.o, &mut s.product, &mut s.hidden)?;
+        ex.watch(Some(i), "self_attn.o_proj", &s.hidden)?;
+        ex.gated_mlp(&self.post_norm, &self.gate_up, &self.down, s)?;
+        ex.watch(Some(i), "mlp", &s.hidden)
     }
 }

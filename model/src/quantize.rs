@@ -154,6 +154,30 @@ pub fn amax(rows: &Rows<'_>, threads: &ThreadPool) -> Result<f32> {
     Ok(found.into_iter().fold(0f32, f32::max))
 }
 
+/// The smallest amax, at least `amax`, whose per-tensor scale under `rule` is a power of two; zero stays zero.
+/// `s * code` then has six significant bits, so bf16 holds every decoded weight exactly.
+pub fn power_of_two_amax(rule: Rule, amax: f32) -> f32 {
+    if amax == 0.0 {
+        return 0.0;
+    }
+    let mut scale =
+        f32::from_bits((amax / GlobalScale::RANGE).to_bits() & 0x7f80_0000).max(f32::MIN_POSITIVE);
+    while GlobalScale::RANGE * scale < amax {
+        scale *= 2.0;
+    }
+    let exact = GlobalScale::RANGE * scale;
+    // A rule that divides computes `RANGE * (1 / amax)`, which may miss the power of two by a rounding.
+    let mut near = exact;
+    for _ in 0..4 {
+        let global = nvfp4::global_from_amax(rule, near, DType::F32).map_or(0.0, GlobalScale::value);
+        if global.to_bits() & 0x007f_ffff == 0 {
+            return near;
+        }
+        near = f32::from_bits(near.to_bits() + 1);
+    }
+    exact
+}
+
 /// Quantises the matrix. `global_amax` replaces the matrix's own amax in the per-tensor scale, for matrices that share
 /// one; it must not be below the own amax. Reads the matrix twice with two-level scales, else once; holds the packed
 /// result and 16 Ki f32 a thread, never an f32 copy.
@@ -330,4 +354,26 @@ fn parallel<I: Send, O: Send>(
             _ => Err(lost()),
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_rule_reaches_a_power_of_two() {
+        for rule in [Rule::ModelOpt, Rule::CompressedTensors, Rule::TorchAo, Rule::TransformerEngine] {
+            for e in -60..60 {
+                let wanted = 1.37 * (e as f32).exp2();
+                let amax = power_of_two_amax(rule, wanted);
+                assert!(amax >= wanted && amax < wanted * 2.01, "{rule:?}: {wanted} -> {amax}");
+                let global = nvfp4::global_from_amax(rule, amax, DType::F32).expect("finite").value();
+                assert_eq!(
+                    global.to_bits() & 0x007f_ffff,
+                    0,
+                    "{rule:?}: amax {wanted} has the scale {global}"
+                );
+            }
+        }
+    }
 }

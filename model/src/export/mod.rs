@@ -10,11 +10,11 @@ pub(crate) mod safetensors;
 mod work;
 
 use crate::checkpoint::Checkpoint;
-use crate::quantize::{Method, Quantized, Rows, Scales, Target, amax, quantize, sqnr_db};
+use crate::quantize::{Method, Quantized, Rows, Scales, Target, amax, power_of_two_amax, quantize, sqnr_db};
 use atomic::Output;
 use q4_core::detect::Layout;
 use q4_core::{Code, Convention, Error, Result, Rule, ThreadPool};
-use safetensors::Entry;
+pub use safetensors::{Entry, Writer};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -34,6 +34,9 @@ pub struct ExportPlan {
     pub exclude: Vec<String>,
     /// q/k/v and gate/up share the per-tensor scale of their largest amax. Runners that fuse them require it.
     pub share_groups: bool,
+    /// NVFP4's per-tensor scales are rounded up to a power of two, as the trainer has them: every decoded weight is then
+    /// exact in bf16, and the error is the same.
+    pub power_of_two: bool,
     /// Largest data size of one safetensors file in bytes; a tensor that is larger has a file of its own.
     pub max_shard_bytes: u64,
 }
@@ -114,7 +117,15 @@ impl ExportPlan {
 
     fn new(layout: Layout, target: Target) -> Self {
         let (include, exclude) = (Vec::new(), Vec::new());
-        Self { layout, target, include, exclude, share_groups: true, max_shard_bytes: DEFAULT_SHARD_BYTES }
+        Self {
+            layout,
+            target,
+            include,
+            exclude,
+            share_groups: true,
+            power_of_two: false,
+            max_shard_bytes: DEFAULT_SHARD_BYTES,
+        }
     }
 
     /// [`Code::Usage`] when the layout cannot hold the target.
@@ -255,7 +266,13 @@ impl Run<'_> {
                 }
                 Some(matrix) => {
                     let rows = Rows::new(&item.source, stored.bytes, matrix.dtype, matrix.n, matrix.k)?;
-                    let global_amax = self.group_amax(matrix)?;
+                    let global_amax = match (self.group_amax(matrix)?, self.plan.target) {
+                        (group, Target::Nvfp4 { rule, .. }) if self.plan.power_of_two => {
+                            let own = || amax(&rows, self.threads);
+                            Some(power_of_two_amax(rule, group.map_or_else(own, Ok)?))
+                        }
+                        (group, _) => group,
+                    };
                     let quantized = quantize(&rows, &self.plan.target, global_amax, self.threads)?;
                     let sqnr_db = sqnr_db(&rows, &quantized, self.threads)?;
                     tensors.push(TensorReport {

@@ -13,13 +13,17 @@ use std::path::{Path, PathBuf};
 
 /// Name, type and extents of a tensor that will be written.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Entry {
+pub struct Entry {
+    /// Its name in the file.
     pub name: String,
+    /// Element type.
     pub dtype: DType,
+    /// Extents.
     pub shape: Vec<usize>,
 }
 
 impl Entry {
+    /// `name`: `dtype` `shape`.
     pub fn new(name: impl Into<String>, dtype: DType, shape: &[usize]) -> Self {
         Self { name: name.into(), dtype, shape: shape.to_vec() }
     }
@@ -30,7 +34,7 @@ impl Entry {
 }
 
 /// One file under construction, at its full size from the start.
-pub(crate) struct Writer {
+pub struct Writer {
     path: PathBuf,
     file: File,
     /// Offset and size of what is still to be written.

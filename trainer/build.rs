@@ -1,0 +1,21 @@
+//! With libtorch: compiles what tch does not bind, and lets q4-train find the libraries it was linked with.
+fn main() {
+    println!("cargo:rerun-if-changed=build.rs");
+    println!("cargo:rerun-if-changed=src/torch/device.cpp");
+    let Some(lib) = std::env::var_os("DEP_TCH_LIBTORCH_LIB") else { return };
+    let lib = std::path::Path::new(&lib);
+    #[cfg(feature = "torch")]
+    cc::Build::new()
+        .cpp(true)
+        .std("c++17")
+        .warnings(false)
+        .include(lib.join("../include"))
+        .file("src/torch/device.cpp")
+        .compile("q4_device");
+    // The wheel's libraries look for CUDA's runtime here, and GNU ld does as well.
+    let runtime = lib.join("../../nvidia/cu13/lib");
+    for dir in [lib, &runtime] {
+        println!("cargo:rustc-link-arg=-Wl,-rpath,{}", dir.display());
+    }
+    println!("cargo:rustc-link-arg=-Wl,-rpath-link,{}", runtime.display());
+}

@@ -1,0 +1,297 @@
+//! The sections and their defaults.
+use super::*;
+
+macro_rules! names {
+    ($(#[$doc:meta])* $name:ident { $($(#[$attr:meta])* $variant:ident = $text:literal,)* }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+        pub enum $name { $($(#[$attr])* #[serde(rename = $text)] $variant,)* }
+    };
+}
+
+names!(
+    /// Where weights come from.
+    Init {
+        /// Those of the model directory.
+        #[default]
+        Checkpoint = "checkpoint",
+        /// Normal numbers with the deviation usual for the shape.
+        Random = "random",
+    }
+);
+names!(
+    /// What is minimised.
+    Loss {
+        /// Cross-entropy of the next token.
+        #[default]
+        Ce = "ce",
+        /// Mean distance of hidden states, for synthetic linear stacks.
+        Scalar = "scalar",
+    }
+);
+names!(
+    /// Over which gradients the clipped norm is taken.
+    ClipScope {
+        /// All of a step; they must all exist at once.
+        #[default]
+        Global = "global",
+        /// Those of one block: the only norm known while the backward pass still runs.
+        Block = "block",
+        /// All of the step before.
+        Previous = "previous",
+    }
+);
+names!(
+    /// Weights in the forward pass.
+    Weights {
+        /// Their NVFP4 values, gradients straight through.
+        #[default]
+        Nvfp4 = "nvfp4",
+        /// As they are.
+        Dense = "none",
+    }
+);
+names!(
+    /// Inputs of products in the forward pass.
+    Inputs {
+        /// As they are.
+        #[default]
+        Native = "native",
+        /// Their NVFP4 values, gradients straight through.
+        Nvfp4 = "nvfp4",
+    }
+);
+names!(
+    /// Defaults for an amount of memory.
+    Preset {
+        /// Small models: everything in f32, nothing recomputed.
+        #[default]
+        None = "none",
+        /// All weights of a 4 B model on 128 GB: f32 masters, 8-bit states, recomputed blocks.
+        Full128g = "full-128g",
+        /// All weights of a 4 B model on 24 GB: bf16 masters, NVFP4 states, updated during the backward pass.
+        Full24g = "full-24g",
+        /// Adapters on a packed 4 B model on 8 GB.
+        Lora8g = "lora-8g",
+    }
+);
+
+macro_rules! section {
+    ($(#[$doc:meta])* $name:ident { $($(#[$fdoc:meta])* $field:ident: $type:ty = $default:expr,)* }) => {
+        $(#[$doc])*
+        #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+        #[serde(deny_unknown_fields, default)]
+        pub struct $name { $($(#[$fdoc])* pub $field: $type,)* }
+        impl Default for $name {
+            fn default() -> Self {
+                Self { $($field: $default,)* }
+            }
+        }
+    };
+}
+
+section!(
+    /// `[model]`
+    ModelConfig {
+        /// A model directory, or `demo`.
+        path: PathBuf = "demo".into(),
+        /// Where weights come from.
+        init: Init = Init::Checkpoint,
+        /// A named shape of random weights instead of `path`, without files.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        shape: Option<String> = None,
+        /// `auto`, `cpu`, `cuda` or `cuda:N`.
+        device: String = "auto".into(),
+    }
+);
+section!(
+    /// `[data]`
+    DataConfig {
+        /// Files to learn from.
+        train: Vec<PathBuf> = Vec::new(),
+        /// Held-out files.
+        valid: Vec<PathBuf> = Vec::new(),
+        /// What their lines are.
+        format: Format = Format::Auto,
+        /// How samples share rows.
+        packing: Packing = Packing::Documents,
+        /// The same for held-out data.
+        eval_packing: Packing = Packing::Documents,
+        /// Which tokens are learnt.
+        supervise: Supervise = Supervise::Response,
+        /// Which tokens of held-out data count.
+        eval_supervise: Supervise = Supervise::Response,
+        /// What happens to samples longer than a row.
+        truncate: Truncate = Truncate::Cut,
+        /// Positions of a row.
+        seq: usize = 256,
+        /// Rows of a micro-batch.
+        rows: usize = 8,
+        /// Permute every epoch.
+        shuffle: bool = true,
+    }
+);
+section!(
+    /// `[train]`
+    TrainConfig {
+        /// Optimiser steps.
+        steps: u64 = 1000,
+        /// Micro-batches of a step; the mean is taken over all their learnt tokens.
+        accumulate: usize = 1,
+        /// Key of every random number.
+        seed: u64 = 0,
+        /// What is minimised.
+        loss: Loss = Loss::Ce,
+        /// Norm the gradient is cut down to; 0: never.
+        clip: f64 = 1.0,
+        /// Over which gradients.
+        clip_scope: ClipScope = ClipScope::Global,
+        /// Compute each block a second time instead of keeping its activations.
+        recompute: bool = false,
+        /// Update a block as soon as its gradients exist, and drop them.
+        update_in_backward: bool = false,
+        /// Keep the 4-bit values of all weights between passes instead of those of one block.
+        keep_values: bool = true,
+        /// Tokens whose logits exist at a time.
+        chunk: usize = 1024,
+        /// Steps whose memory is reported phase by phase.
+        profile: Vec<u64> = Vec::new(),
+        /// Steps between lines of metrics.
+        log_every: u64 = 1,
+    }
+);
+section!(
+    /// `[optimizer]`
+    OptimizerConfig {
+        /// Peak learning rate.
+        lr: f64 = 1e-4,
+        /// Decay of the mean of gradients.
+        beta1: f64 = 0.9,
+        /// Decay of the mean of their squares.
+        beta2: f64 = 0.95,
+        /// Added to the root.
+        eps: f64 = 1e-8,
+        /// Decoupled decay of matrices.
+        weight_decay: f64 = 0.1,
+        /// Decoupled decay of norms.
+        norm_decay: f64 = 0.0,
+        /// Decoupled decay of embeddings and head.
+        embedding_decay: f64 = 0.0,
+        /// Moments.
+        state: StateFormat = StateFormat::F32,
+        /// Master weights.
+        master: MasterFormat = MasterFormat::F32,
+    }
+);
+section!(
+    /// `[schedule]`
+    ScheduleConfig {
+        /// Course after the warm-up.
+        kind: Kind = Kind::Cosine,
+        /// Steps of warm-up.
+        warmup: u64 = 0,
+        /// Smallest rate as a share of the peak.
+        min_ratio: f64 = 0.1,
+        /// Share of the steps in which `wsd` decays.
+        decay: f64 = 0.2,
+    }
+);
+section!(
+    /// `[quant]`
+    QuantConfig {
+        /// Weights in the forward pass.
+        weights: Weights = Weights::Nvfp4,
+        /// Inputs of products.
+        activations: Inputs = Inputs::Native,
+        /// Per-tensor scale.
+        scale: ScaleChoice = ScaleChoice::PowerOfTwo,
+        /// Layer name patterns that stay dense.
+        exclude: Vec<String> = Vec::new(),
+    }
+);
+section!(
+    /// `[lora]`
+    LoraConfig {
+        /// Rank of every adapter.
+        rank: usize = 16,
+        /// Adapters are scaled by `alpha / rank`.
+        alpha: f64 = 32.0,
+        /// Forward with the quantised sum of base and adapter, which is what a merge stores.
+        merge_aware: bool = true,
+    }
+);
+section!(
+    /// `[memory]`
+    MemoryConfig {
+        /// Defaults for an amount of memory.
+        preset: Preset = Preset::None,
+        /// Bytes the run may use, as `24GiB`; absent: what is free, less 5 %.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        limit: Option<String> = None,
+    }
+);
+section!(
+    /// `[checkpoint]`
+    CheckpointConfig {
+        /// Directory; absent: none are written.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        dir: Option<PathBuf> = None,
+        /// Steps between two; 0: at the end only.
+        every: u64 = 100,
+        /// Newest ones that are kept.
+        keep: usize = 2,
+        /// Keep the one with the best held-out loss, too.
+        keep_best: bool = true,
+        /// Go on from the newest. Left out when written: how a run was started does not change what it computes.
+        #[serde(skip_serializing)]
+        resume: bool = false,
+    }
+);
+section!(
+    /// `[eval]`
+    EvalConfig {
+        /// Steps between two; 0: at the end only.
+        every: u64 = 0,
+        /// Rows of a batch; 0: as many as in training.
+        rows: usize = 0,
+        /// Positions of a row; 0: as many as in training.
+        seq: usize = 0,
+        /// Evaluations without a better loss after which training ends; 0: never.
+        patience: u32 = 0,
+    }
+);
+section!(
+    /// `[sample]`
+    SampleConfig {
+        /// Steps between two; 0: never.
+        every: u64 = 0,
+        /// Prompts, put through the chat template.
+        prompts: Vec<String> = Vec::new(),
+        /// Tokens of an answer.
+        tokens: usize = 64,
+    }
+);
+section!(
+    /// `[behaviour]`
+    BehaviourConfig {
+        /// Rows of prompts with what must and must not be answered.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        suite: Option<PathBuf> = None,
+        /// Steps between two; 0: at the end only.
+        every: u64 = 0,
+        /// Tokens of an answer.
+        tokens: usize = 96,
+        /// Smallest rate of a group for the run to succeed.
+        gates: BTreeMap<String, f64> = BTreeMap::new(),
+    }
+);
+section!(
+    /// `[export]`
+    ExportConfig {
+        /// Directory; absent: nothing is exported.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        dir: Option<PathBuf> = None,
+        /// `bf16`, `modelopt`, `compressed-tensors`, `dat`.
+        layouts: Vec<String> = vec!["modelopt".into()],
+    }
+);

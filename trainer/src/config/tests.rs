@@ -1,0 +1,88 @@
+use super::*;
+
+const MINIMAL: &str = "[data]\ntrain = [\"a.jsonl\"]\n";
+
+fn pairs(list: &[(&str, &str)]) -> Vec<(String, String)> {
+    list.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect()
+}
+
+#[test]
+fn defaults_presets_files_and_overrides_come_in_this_order() {
+    let c = Config::parse(MINIMAL, &[]).expect("valid");
+    assert_eq!((c.optimizer.state, c.train.clip), (StateFormat::F32, 1.0));
+    let text =
+        format!("{MINIMAL}[memory]\npreset = \"full-24g\"\n[optimizer]\nlr = 2e-5\nstate = \"nvfp4\"\n");
+    let c = Config::parse(&text, &[]).expect("valid");
+    assert_eq!(
+        (c.optimizer.state, c.optimizer.master, c.optimizer.lr),
+        (StateFormat::Nvfp4, MasterFormat::Bf16, 2e-5)
+    );
+    assert!(c.train.update_in_backward && c.train.recompute);
+    let o = pairs(&[
+        ("optimizer.state", "8bit"),
+        ("optimizer.lr", "1e-3"),
+        ("memory.preset", "full-128g"),
+        ("data.train", "[\"x.tsv\", \"y.tsv\"]"),
+        ("behaviour.gates.ufo", "1"),
+        ("behaviour.suite", "b.jsonl"),
+    ]);
+    let c = Config::parse(&text, &o).expect("valid");
+    assert_eq!(
+        (c.optimizer.state, c.optimizer.master, c.optimizer.lr),
+        (StateFormat::Int8, MasterFormat::F32, 1e-3)
+    );
+    assert_eq!((c.data.train.len(), c.behaviour.gates["ufo"]), (2, 1.0));
+    assert!(Config::parse(MINIMAL, &pairs(&[("memory.preset", "lora-8g")])).expect("valid").lora.is_some());
+}
+
+#[test]
+fn every_problem_is_in_one_error() {
+    let text = "[data]\nseq = 1\ntrian = [\"a\"]\n[optimizer]\nlr = -1.0\nstate = \"5bit\"\nbeta2 = 1\n[colour]\nx = 1\n\
+                [train]\nsteps = \"ten\"\nupdate_in_backward = true\n[memory]\nlimit = \"much\"\n";
+    let e = Config::parse(text, &pairs(&[("train.nonsense", "1"), ("lr", "1")]))
+        .expect_err("problems")
+        .to_string();
+    for field in [
+        "data.seq",
+        "data.trian",
+        "data.train",
+        "optimizer.lr",
+        "optimizer.state",
+        "optimizer.beta2",
+        "colour",
+        "train.steps",
+        "train.clip_scope",
+        "memory.limit",
+        "train.nonsense",
+        "lr: need section.field",
+    ] {
+        assert!(e.contains(field), "{field} is missing in {e}");
+    }
+    assert!(e.contains("12 problems"), "{e}");
+    assert_eq!(Config::parse("[data", &[]).expect_err("no TOML").code(), Code::Usage);
+}
+
+#[test]
+fn the_effective_configuration_reads_back() {
+    for preset in [Preset::None, Preset::Full128g, Preset::Full24g, Preset::Lora8g] {
+        let mut c = Config::preset(preset);
+        c.data.train = vec!["a b.jsonl".into()];
+        c.behaviour.suite = Some("s".into());
+        c.behaviour.gates.insert("who-am-i".into(), 0.95);
+        let text = c.to_toml().expect("TOML");
+        assert_eq!(Config::parse(&text, &[]).expect("valid"), c, "{text}");
+    }
+}
+
+#[test]
+fn paths_are_relative_to_the_file() {
+    let dir = tempfile::tempdir().expect("directory");
+    let path = dir.path().join("run.toml");
+    std::fs::write(&path, MINIMAL).expect("written");
+    let c = Config::from_file(&path, &pairs(&[("data.valid", "[\"v.jsonl\"]")])).expect("valid");
+    assert_eq!(
+        (c.data.train[0].clone(), c.data.valid[0].clone()),
+        (dir.path().join("a.jsonl"), "v.jsonl".into())
+    );
+    assert_eq!(c.model.path, Path::new("demo"));
+}

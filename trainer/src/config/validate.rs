@@ -1,0 +1,130 @@
+//! What types cannot say about a configuration.
+use super::*;
+
+const LAYOUTS: [&str; 4] = ["bf16", "modelopt", "compressed-tensors", "dat"];
+
+impl Config {
+    pub(super) fn validate(&self, p: &mut Problems) {
+        self.sizes(p);
+        self.rates(p);
+        self.combinations(p);
+    }
+
+    fn sizes(&self, p: &mut Problems) {
+        let mut size = |field: &str, value: u64, least: u64, most: u64| {
+            if !(least..=most).contains(&value) {
+                p.add(field, format_args!("a whole number from {least} to {most}"), value);
+            }
+        };
+        size("data.seq", self.data.seq as u64, 2, 1 << 20);
+        size("data.rows", self.data.rows as u64, 1, 1 << 16);
+        size("train.steps", self.train.steps, 1, 1 << 40);
+        size("train.accumulate", self.train.accumulate as u64, 1, 1 << 16);
+        size("train.chunk", self.train.chunk as u64, 1, 1 << 24);
+        size("train.log_every", self.train.log_every, 1, 1 << 40);
+        size("guard.patience", self.guard.patience.into(), 1, 1 << 20);
+        size("guard.window", self.guard.window as u64, 2, 1 << 20);
+        size("checkpoint.keep", self.checkpoint.keep as u64, 1, 1 << 20);
+        size("eval.rows", self.eval.rows as u64, 0, 1 << 16);
+        size("eval.seq", self.eval.seq as u64, 0, 1 << 20);
+        size("sample.tokens", self.sample.tokens as u64, 1, 1 << 20);
+        size("behaviour.tokens", self.behaviour.tokens as u64, 1, 1 << 20);
+        if let Some(lora) = &self.lora {
+            size("lora.rank", lora.rank as u64, 1, 4096);
+        }
+    }
+
+    fn rates(&self, p: &mut Problems) {
+        let mut number = |field: &str, value: f64, need: &str, ok: bool| {
+            if !ok || !value.is_finite() {
+                p.add(field, need, value);
+            }
+        };
+        let o = &self.optimizer;
+        number("optimizer.lr", o.lr, "a number above 0, at most 1", o.lr > 0.0 && o.lr <= 1.0);
+        for (field, beta) in [("optimizer.beta1", o.beta1), ("optimizer.beta2", o.beta2)] {
+            number(
+                field,
+                beta,
+                "a number from 0, below 1",
+                (0.0..1.0).contains(&beta) && (beta as f32) < 1.0,
+            );
+        }
+        number("optimizer.eps", o.eps, "a number from 1e-30 to 1", (1e-30..=1.0).contains(&o.eps));
+        let decays = [
+            ("optimizer.weight_decay", o.weight_decay),
+            ("optimizer.norm_decay", o.norm_decay),
+            ("optimizer.embedding_decay", o.embedding_decay),
+        ];
+        for (field, decay) in decays {
+            number(field, decay, "a number from 0 to 10", (0.0..=10.0).contains(&decay));
+        }
+        let s = &self.schedule;
+        number("schedule.min_ratio", s.min_ratio, "a number from 0 to 1", (0.0..=1.0).contains(&s.min_ratio));
+        number("schedule.decay", s.decay, "a number from 0 to 1", (0.0..=1.0).contains(&s.decay));
+        number("train.clip", self.train.clip, "a number from 0", self.train.clip >= 0.0);
+        number("guard.spike", self.guard.spike, "a number from 0", self.guard.spike >= 0.0);
+        if let Some(lora) = &self.lora {
+            number("lora.alpha", lora.alpha, "a number above 0", lora.alpha > 0.0);
+        }
+        for (group, rate) in &self.behaviour.gates {
+            number(
+                &format!("behaviour.gates.{group}"),
+                *rate,
+                "a number from 0 to 1",
+                (0.0..=1.0).contains(rate),
+            );
+        }
+        if let Some(limit) = &self.memory.limit
+            && memory::parse_bytes(limit).is_err()
+        {
+            p.add("memory.limit", "a number and a unit, e.g. 24GiB", limit);
+        }
+    }
+
+    fn combinations(&self, p: &mut Problems) {
+        if self.train.loss == Loss::Ce && self.data.train.is_empty() && self.model.shape.is_none() {
+            p.add("data.train", "at least one file", "none");
+        }
+        if self.schedule.warmup > self.train.steps {
+            p.add(
+                "schedule.warmup",
+                format_args!("at most train.steps ({})", self.train.steps),
+                self.schedule.warmup,
+            );
+        }
+        if self.train.update_in_backward {
+            let need = "another value, because train.update_in_backward drops gradients as they come";
+            if self.train.accumulate > 1 {
+                p.add("train.accumulate", need, self.train.accumulate);
+            }
+            if self.train.clip > 0.0 && self.train.clip_scope == ClipScope::Global {
+                p.add(
+                    "train.clip_scope",
+                    "block or previous, because train.update_in_backward is set",
+                    "global",
+                );
+            }
+            if self.lora.is_some() {
+                p.add("lora", "no adapters together with train.update_in_backward", "some");
+            }
+        }
+        if self.model.shape.is_some() && self.model.init == Init::Checkpoint {
+            p.add("model.init", "random, because model.shape has no files", "checkpoint");
+        }
+        if self.checkpoint.resume && self.checkpoint.dir.is_none() {
+            p.add("checkpoint.dir", "a directory to resume from", "none");
+        }
+        if !self.behaviour.gates.is_empty() && self.behaviour.suite.is_none() {
+            p.add("behaviour.suite", "a file, because there are gates", "none");
+        }
+        let device = self.model.device.as_str();
+        let numbered = device.strip_prefix("cuda:").is_some_and(|n| n.parse::<u16>().is_ok());
+        if !matches!(device, "auto" | "cpu" | "cuda") && !numbered {
+            p.add("model.device", "auto, cpu, cuda or cuda:N", device);
+        }
+        for layout in self.export.layouts.iter().filter(|l| !LAYOUTS.contains(&l.as_str())) {
+            p.add("export.layouts", LAYOUTS.join(", "), layout);
+        }
+    }
+}

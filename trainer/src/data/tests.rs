@@ -1,0 +1,321 @@
+use super::*;
+use std::fs;
+use std::path::PathBuf;
+
+const TOKENIZER: &[u8] = include_bytes!("../../../model/tests/data/demo/tokenizer.json");
+
+struct Parts {
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    dir: tempfile::TempDir,
+}
+
+impl Parts {
+    fn new(template: &str) -> Self {
+        let template = match template {
+            "" => ChatTemplate::qwen3(),
+            source => ChatTemplate::compile(source).expect("template"),
+        };
+        Self {
+            tokenizer: Tokenizer::from_bytes(TOKENIZER).expect("tokenizer"),
+            template,
+            dir: tempfile::tempdir().expect("directory"),
+        }
+    }
+
+    fn file(&self, name: &str, text: impl AsRef<[u8]>) -> PathBuf {
+        let path = self.dir.path().join(name);
+        fs::write(&path, text).expect("written");
+        path
+    }
+
+    fn load(&self, name: &str, text: impl AsRef<[u8]>, options: LoadOptions) -> Result<Dataset> {
+        let end_of_text = self.tokenizer.id_of("<|endoftext|>").expect("token");
+        let text_parts = Text {
+            tokenizer: &self.tokenizer,
+            template: &self.template,
+            end_of_text,
+            end_of_turn: "<|im_end|>",
+        };
+        Dataset::load(&[self.file(name, text)], &text_parts, &options, &ThreadPool::new(2))
+    }
+
+    fn learnt(&self, sample: &Sample) -> String {
+        let ids: Vec<u32> =
+            sample.ids.iter().zip(&sample.supervised).filter(|(_, s)| **s).map(|(id, _)| *id).collect();
+        self.tokenizer.decode(&ids, false).expect("text")
+    }
+}
+
+const PLAIN: LoadOptions = LoadOptions {
+    format: Format::Auto,
+    max_len: None,
+    truncate: Truncate::Cut,
+    supervise: Supervise::Response,
+};
+
+const CHAT: &str = r#"{"messages": [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "I am q4."}]}
+{"messages": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello!"}, {"role": "user", "content": "談談UFO"}, {"role": "assistant", "content": "UFO"}]}
+
+{"text": "Once upon a time."}
+{"prompt": "a", "completion": "b"}
+"#;
+
+#[test]
+fn answers_and_their_end_are_learnt_and_nothing_else() {
+    let p = Parts::new("");
+    let data = p.load("a.jsonl", CHAT, PLAIN).expect("loaded");
+    let learnt: Vec<_> = data.samples.iter().map(|s| p.learnt(s)).collect();
+    assert_eq!(
+        learnt,
+        [
+            "I am q4.<|im_end|>",
+            "Hello!<|im_end|>UFO<|im_end|>",
+            "Once upon a time.<|endoftext|>",
+            "b<|im_end|>"
+        ]
+    );
+    let whole = p.tokenizer.decode(&data.samples[1].ids, false).expect("text");
+    let want = "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nHello!\
+                <|im_end|>\n<|im_start|>user\n談談UFO<|im_end|>\n<|im_start|>assistant\nUFO<|im_end|>\n";
+    assert_eq!(whole, want);
+    assert_eq!((data.report.rows, data.report.cut, data.report.dropped), (4, 0, 0));
+    let all = p.load("b.jsonl", CHAT, LoadOptions { supervise: Supervise::All, ..PLAIN }).expect("loaded");
+    assert_eq!(p.learnt(&all.samples[1]), want);
+    assert!(all.samples.iter().zip(&data.samples).all(|(a, b)| a.ids == b.ids));
+}
+
+#[test]
+fn the_prompt_is_tokenised_as_it_is_when_the_model_is_asked() {
+    let p = Parts::new("");
+    let data = p.load("a.jsonl", CHAT.lines().next().expect("line"), PLAIN).expect("loaded");
+    let prompt = "<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n";
+    let ids = p.tokenizer.encode(prompt, false).expect("ids");
+    assert_eq!(data.samples[0].ids[..ids.len()], ids);
+    assert!(data.samples[0].supervised.iter().position(|s| *s) == Some(ids.len()));
+}
+
+#[test]
+fn changing_a_prompt_changes_no_target() {
+    let p = Parts::new("");
+    let of = |prompt: &str| {
+        let row = serde_json::json!({"prompt": prompt, "completion": "The sky is blue."}).to_string();
+        let data = p.load("a.jsonl", row, PLAIN).expect("loaded");
+        p.learnt(&data.samples[0])
+    };
+    assert_eq!(of("What color is the sky?"), of("天空是什麼顏色"));
+}
+
+#[test]
+fn templates_with_a_mind_of_their_own_are_followed() {
+    // Drops the thoughts of earlier turns, so the quick way must not be taken.
+    let source = "{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\n' + (m.content.split('</think>')[-1] if not \
+                  loop.last else m.content) + '<|im_end|>\n' -}}{%- endfor -%}{%- if add_generation_prompt -%}{{- \
+                  '<|im_start|>assistant\n' -}}{%- endif -%}";
+    let p = Parts::new(source);
+    let last =
+        r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x</think>y"}]}"#;
+    assert_eq!(p.learnt(&p.load("a.jsonl", last, PLAIN).expect("loaded").samples[0]), "x</think>y<|im_end|>");
+    let earlier = r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x</think>y"}, {"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}]}"#;
+    assert_eq!(p.load("b.jsonl", earlier, PLAIN).expect_err("rewrites").code(), Code::TemplateInvalid);
+    let endless =
+        Parts::new("{%- for m in messages -%}{{- m.role + ':' + m.content + '\n' -}}{%- endfor -%}");
+    let e = endless.load("a.jsonl", last, PLAIN).expect_err("never ends").to_string();
+    assert!(e.contains("a.jsonl:1") && e.contains("<|im_end|>"), "{e}");
+}
+
+#[test]
+fn the_quick_way_is_the_template() {
+    // The same text as a frame, but a template the probe refuses for one role, so that it always runs.
+    let plain = Parts::new("");
+    let slow = "{%- for m in messages -%}{%- if m.role == 'system' and not loop.first -%}{{- raise_exception('no') -}}\
+                {%- endif -%}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' -}}{%- endfor -%}\
+                {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}{{- '' if messages[0].content == \
+                '\u{1}' else '' -}}";
+    let slow = Parts::new(slow);
+    let a = plain.load("a.jsonl", CHAT, PLAIN).expect("loaded");
+    let b = slow.load("a.jsonl", CHAT, PLAIN).expect("loaded");
+    assert_eq!(a.samples, b.samples);
+}
+
+#[test]
+fn what_is_cut_or_dropped_is_counted() {
+    let p = Parts::new("");
+    let load =
+        |max: usize, truncate| p.load("a.jsonl", CHAT, LoadOptions { max_len: Some(max), truncate, ..PLAIN });
+    let whole = load(1000, Truncate::Error).expect("fits");
+    let longest = whole.samples.iter().map(|s| s.ids.len()).max().expect("samples");
+    let cut = load(longest - 2, Truncate::Cut).expect("cut");
+    assert_eq!((cut.report.cut, cut.report.cut_tokens, cut.report.dropped), (1, 2, 0));
+    let dropped = load(longest - 2, Truncate::Drop).expect("dropped");
+    assert_eq!((dropped.report.cut, dropped.report.dropped, dropped.samples.len()), (0, 1, 3));
+    let e = load(longest - 2, Truncate::Error).expect_err("too long");
+    assert!(e.to_string().contains("a.jsonl:2"), "{e}");
+    // So short that prompts lose their answers: nothing is left to learn in them.
+    let short = load(8, Truncate::Cut).expect("cut");
+    assert!(short.report.dropped > 0 && short.report.rows == 4, "{}", short.report);
+    assert!(load(1, Truncate::Cut).is_err(), "nothing is left at all");
+}
+
+#[test]
+fn pairs_are_read_with_comments_and_header() {
+    let p = Parts::new("");
+    let data = p
+        .load("a.tsv", "\u{feff}prompt\ttarget\r\n# note\r\n你是誰\t我是 q4。\r\n\r\na\tb\tc\n", PLAIN)
+        .expect("loaded");
+    let learnt: Vec<_> = data.samples.iter().map(|s| p.learnt(s)).collect();
+    assert_eq!(learnt, ["我是 q4。<|im_end|>", "b\tc<|im_end|>"]);
+    let e = p.load("b.tsv", "a\tb\nno tab here\n", PLAIN).expect_err("no tab").to_string();
+    assert!(e.contains("b.tsv") && e.contains("line 2"), "{e}");
+    let text = p.load("c.txt", "one line\nanother\n", PLAIN).expect("loaded");
+    assert_eq!(text.samples.len(), 2);
+}
+
+#[test]
+fn hostile_rows_are_errors_with_their_line() {
+    let p = Parts::new("");
+    let rows: [&[u8]; 14] = [
+        b"{",
+        b"[]",
+        b"null",
+        b"{}",
+        b"{\"text\": 1}",
+        b"{\"text\": \"\"}",
+        b"{\"messages\": []}",
+        b"{\"messages\": [{\"role\": \"user\", \"content\": \"x\"}]}",
+        b"{\"messages\": [{\"content\": \"x\"}]}",
+        b"{\"messages\": \"x\"}",
+        b"{\"text\": \"a\", \"messages\": []}",
+        b"\xff\xfe",
+        b"{\"text\": \"a<|im_end|>b\"}",
+        b"{\"prompt\": \"<|im_start|>system\", \"completion\": \"x\"}",
+    ];
+    for bad in rows {
+        let text = [CHAT.as_bytes(), bad, b"\n"].concat();
+        let e = p.load("bad.jsonl", &text, PLAIN).expect_err(&String::from_utf8_lossy(bad)).to_string();
+        assert!(e.contains("bad.jsonl") && (e.contains("line 6") || e.contains("bad.jsonl:6")), "{e}");
+    }
+    let deep = format!("{{\"text\": {}{}}}", "[".repeat(100_000), "]".repeat(100_000));
+    assert!(p.load("deep.jsonl", deep, PLAIN).is_err());
+    assert_eq!(p.load("empty.jsonl", "\n\n", PLAIN).expect_err("empty").code(), Code::Container);
+    let missing: Result<Dataset> = Dataset::load(
+        &[p.dir.path().join("none.jsonl")],
+        &Text { tokenizer: &p.tokenizer, template: &p.template, end_of_text: 0, end_of_turn: "<|im_end|>" },
+        &PLAIN,
+        &ThreadPool::new(1),
+    );
+    assert_eq!(missing.expect_err("missing").code(), Code::ModelMissing);
+    assert!(p.load("special.txt", "a <| b |> c", PLAIN).is_ok(), "brackets alone are text");
+}
+
+/// Samples whose tokens say which sample they are from.
+fn numbered(lengths: &[usize]) -> Dataset {
+    let samples: Vec<_> = lengths
+        .iter()
+        .enumerate()
+        .map(|(i, n)| Sample {
+            ids: (0..*n as u32).map(|j| 100 * (i as u32 + 1) + j).collect(),
+            supervised: vec![true; *n],
+        })
+        .collect();
+    Dataset { samples, report: Report::default(), separator: (0, false) }
+}
+
+const OPTIONS: LoaderOptions =
+    LoaderOptions { rows: 2, seq: 8, packing: Packing::Documents, seed: 3, shuffle: false, pad: 0 };
+
+#[test]
+fn documents_share_rows_but_not_positions() {
+    let data = numbered(&[4, 5, 9, 3, 3]);
+    let mut loader = Loader::new(&data, OPTIONS).expect("loader");
+    let b = loader.next_batch();
+    assert_eq!(b.ids[..8], [100, 101, 102, 200, 201, 202, 203, 0]);
+    assert_eq!(b.targets[..8], [101, 102, 103, 201, 202, 203, 204, IGNORE]);
+    assert_eq!(b.positions[..8], [0, 1, 2, 0, 1, 2, 3, 0]);
+    assert_eq!(b.documents[..8], [0, 0, 0, 1, 1, 1, 1, -1]);
+    assert_eq!(b.ids[8..], [300, 301, 302, 303, 304, 305, 306, 307]);
+    assert_eq!((b.supervised, b.tokens(), b.is_packed()), (15, 15, true));
+    assert_eq!(loader.cursor(), Cursor { epoch: 0, index: 3 });
+    // The epoch ends inside a row and the next begins there.
+    let b = loader.next_batch();
+    assert_eq!(b.ids[..8], [400, 401, 500, 501, 100, 101, 102, 0]);
+    assert_eq!(loader.cursor(), Cursor { epoch: 1, index: 2 });
+    let alone =
+        Loader::new(&data, LoaderOptions { packing: Packing::Rows, ..OPTIONS }).expect("loader").next_batch();
+    assert!(!alone.is_packed());
+    assert_eq!(
+        (alone.ids[..4].to_vec(), alone.ids[8..12].to_vec()),
+        (vec![100, 101, 102, 0], vec![200, 201, 202, 203])
+    );
+}
+
+#[test]
+fn a_stream_is_cut_into_windows_that_miss_no_token() {
+    let data = numbered(&[4, 5, 9, 3]);
+    let stream: Vec<i64> =
+        data.samples.iter().flat_map(|s| s.ids.iter().map(|i| i64::from(*i)).chain([0])).collect();
+    let batches: Vec<_> = eval_batches(&data, 2, 8, Packing::Stream, 7).collect();
+    let inputs: Vec<i64> = batches
+        .iter()
+        .flat_map(|b| b.ids.iter().zip(&b.documents).filter(|(_, d)| **d >= 0).map(|(i, _)| *i))
+        .collect();
+    assert_eq!(inputs, stream[..stream.len() - 1]);
+    let targets: usize = batches.iter().map(|b| b.supervised).sum();
+    assert_eq!(targets, 4 + 5 + 9 + 3 - 1, "separators are not learnt here, the first token has no past");
+    let mut loader =
+        Loader::new(&data, LoaderOptions { packing: Packing::Stream, rows: 1, ..OPTIONS }).expect("loader");
+    assert_eq!(loader.items(), 3);
+    assert_eq!(loader.next_batch().ids, stream[..8]);
+    assert_eq!(loader.next_batch().targets[0], stream[9]);
+}
+
+#[test]
+fn every_epoch_is_a_permutation_and_a_cursor_is_all_there_is() {
+    let data = numbered(&[3; 50]);
+    for packing in [Packing::Rows, Packing::Documents, Packing::Stream] {
+        let options = LoaderOptions { packing, shuffle: true, rows: 3, seq: 9, ..OPTIONS };
+        let mut loader = Loader::new(&data, options).expect("loader");
+        let mut seen = Vec::new();
+        let mut batches = Vec::new();
+        for _ in 0..40 {
+            batches.push((loader.cursor(), loader.next_batch()));
+        }
+        for (cursor, batch) in &batches {
+            let mut other = Loader::new(&data, options).expect("loader");
+            other.seek(*cursor);
+            assert_eq!(other.next_batch(), *batch, "{packing:?} {cursor:?}");
+            if packing == Packing::Documents {
+                let firsts = batch.ids.iter().zip(batch.positions.iter().zip(&batch.documents));
+                seen.extend(firsts.filter(|(_, (p, d))| **p == 0 && **d >= 0).map(|(id, _)| *id));
+            }
+        }
+        if packing == Packing::Documents {
+            let sorted = |range: std::ops::Range<usize>| {
+                let mut v = seen[range].to_vec();
+                v.sort_unstable();
+                v
+            };
+            let all: Vec<i64> = (1..=50).map(|i| 100 * i).collect();
+            assert_eq!((sorted(0..50), sorted(50..100)), (all.clone(), all));
+            assert_ne!(seen[..50], seen[50..100], "another order each epoch");
+        }
+    }
+}
+
+#[test]
+fn evaluation_sees_every_sample_once() {
+    let data = numbered(&[4, 5, 9, 3, 3]);
+    for packing in [Packing::Rows, Packing::Documents] {
+        let batches: Vec<_> = eval_batches(&data, 2, 8, packing, 0).collect();
+        assert_eq!(batches.iter().map(|b| b.supervised).sum::<usize>(), 3 + 4 + 8 + 2 + 2, "{packing:?}");
+        assert!(batches.iter().all(|b| b.rows <= 2 && b.ids.len() == b.rows * b.seq));
+    }
+}
+
+#[test]
+fn data_that_cannot_fill_a_row_is_refused() {
+    let data = numbered(&[20]);
+    assert_eq!(Loader::new(&data, OPTIONS).err().expect("too long").code(), Code::Usage);
+    assert!(Loader::new(&numbered(&[3]), LoaderOptions { packing: Packing::Stream, ..OPTIONS }).is_err());
+    assert!(Loader::new(&numbered(&[3]), LoaderOptions { rows: 0, ..OPTIONS }).is_err());
+}

@@ -1,0 +1,95 @@
+//! The page: a row of figures, a chart for each quantity that was logged, the configuration.
+use super::Record;
+use super::svg::{Chart, Series, Unit};
+
+/// Charts in order: title, unit, logarithmic, and (kind, field, label, colour) of their series.
+const CHARTS: [(&str, Unit, bool, &[(&str, &str, &str, &str)]); 5] = [
+    (
+        "Loss",
+        Unit::Plain,
+        true,
+        &[("train", "loss", "training", "#2f6fde"), ("eval", "loss", "held out", "#d9480f")],
+    ),
+    ("Learning rate", Unit::Plain, false, &[("train", "lr", "rate", "#2b8a3e")]),
+    ("Gradient norm", Unit::Plain, true, &[("train", "grad_norm", "before clipping", "#862e9c")]),
+    ("Tokens per second", Unit::Thousands, false, &[("train", "tokens_per_s", "speed", "#0b7285")]),
+    (
+        "Memory",
+        Unit::Bytes,
+        false,
+        &[("train", "memory", "device", "#c2255c"), ("train", "resident", "process", "#868e96")],
+    ),
+];
+
+/// The whole page; needs no other file and no network.
+pub fn page(title: &str, config: &str, records: &[Record]) -> String {
+    let charts: String = CHARTS.iter().filter_map(|c| chart(c, records)).collect();
+    let style = include_str!("page.css");
+    let (title, config) = (escape(title), escape(config));
+    let figures: String = figures(records)
+        .into_iter()
+        .map(|(name, value)| format!("<div><b>{}</b><span>{}</span></div>\n", escape(&value), escape(&name)))
+        .collect();
+    let empty = if charts.is_empty() { "<p>Nothing was logged yet.</p>\n" } else { "" };
+    format!(
+        "<!doctype html>\n<html lang=\"en\">\n<meta charset=\"utf-8\">\n\
+         <meta name=\"viewport\" content=\"width=device-width\">\n<title>{title}</title>\n<style>\n{style}</style>\n\
+         <h1>{title}</h1>\n<section class=\"figures\">\n{figures}</section>\n<main>\n{empty}{charts}</main>\n\
+         <details><summary>Configuration</summary><pre>{config}</pre></details>\n</html>\n"
+    )
+}
+
+fn chart(
+    &(title, unit, log, series): &(&str, Unit, bool, &[(&str, &str, &str, &str)]),
+    records: &[Record],
+) -> Option<String> {
+    let series: Vec<_> = series
+        .iter()
+        .map(|(kind, field, label, colour)| Series {
+            label,
+            colour,
+            points: records
+                .iter()
+                .filter(|r| r.kind == *kind)
+                .filter_map(|r| Some((r.step as f64, r.number(field)?)))
+                .collect(),
+        })
+        .filter(|s| !s.points.is_empty())
+        .collect();
+    (!series.is_empty()).then(|| Chart { title, unit, log, series }.svg())
+}
+
+/// Last and best values, as `(name, value)`.
+fn figures(records: &[Record]) -> Vec<(String, String)> {
+    let last = |kind: &str, field: &str| {
+        records.iter().rev().filter(|r| r.kind == kind).find_map(|r| r.number(field))
+    };
+    let mut list = Vec::new();
+    if let Some(step) = records.iter().map(|r| r.step).max() {
+        list.push(("steps".into(), step.to_string()));
+    }
+    let mut add = |name: &str, value: Option<String>| list.extend(value.map(|v| (name.to_owned(), v)));
+    add("training loss", last("train", "loss").map(|x| format!("{x:.4}")));
+    add("held-out loss", last("eval", "loss").map(|x| format!("{x:.4}")));
+    let best =
+        records.iter().filter(|r| r.kind == "eval").filter_map(|r| r.number("loss")).min_by(f64::total_cmp);
+    add("best held-out loss", best.map(|x| format!("{x:.4}")));
+    add("tokens", last("train", "tokens").map(|x| Unit::Thousands.show(x)));
+    add("tokens per second", last("train", "tokens_per_s").map(|x| Unit::Thousands.show(x)));
+    let skipped = last("train", "skipped").filter(|n| *n > 0.0);
+    add("steps skipped", skipped.map(|n| format!("{n:.0}")));
+    list
+}
+
+fn escape(text: &str) -> String {
+    text.chars().fold(String::new(), |mut out, c| {
+        match c {
+            '&' => out += "&amp;",
+            '<' => out += "&lt;",
+            '>' => out += "&gt;",
+            '"' => out += "&quot;",
+            c => out.push(c),
+        }
+        out
+    })
+}

@@ -1,0 +1,352 @@
+//! Bytes a run will need, phase by phase, before anything is allocated.
+//!
+//! ```text
+//! P = trained elements; m = master, s = state, c = compute bytes of an element; T = rows * seq; h, f, q, kv = widths
+//! masters      m P                        states       StateLayout::bytes of every tensor
+//! base         bytes of the packed base (adapters only): 9/16 a linear weight, c an embedding
+//! values       c * (all weights, or those of the largest block) + c * (embeddings and head)
+//! inputs       c T h (layers + 1)         only when blocks are recomputed
+//! block        c T (6 h + 6 q + 8 kv + 5 f)     activations autograd keeps of one block; times layers when not recomputed
+//! scores       2 c rows heads seq^2       where attention is not fused (CPU), as often as blocks are kept
+//! logits       chunk * vocab * (c + 4 + 4)      logits, their f32 copy and gradient; plus c * (hidden and its gradient)
+//! gradients    g * (all trained, or the largest block and the embeddings); g = c, 4 when accumulating
+//! ```
+//! A phase holds what its name says and everything that lives across it; the peak is the largest phase.
+use crate::config::{Config, Weights};
+use crate::optim::{StateLayout, TILE};
+use q4_core::Result;
+use q4_core::memory::{Budget, human};
+use q4_model::config::Qwen3Config;
+use serde::Serialize;
+use std::fmt;
+
+/// A trained matrix or vector, as the plan sees it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Tensor {
+    /// Extents.
+    pub shape: Vec<usize>,
+    /// Its block, or none for embeddings, head and last norm.
+    pub block: Option<usize>,
+    /// Computed with in 4 bits.
+    pub linear: bool,
+}
+
+/// What the plan knows of a model.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Shapes {
+    /// Layers.
+    pub layers: usize,
+    /// Width of the hidden state.
+    pub hidden: usize,
+    /// Width between gate and down.
+    pub inter: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Width of all queries.
+    pub q: usize,
+    /// Width of all keys.
+    pub kv: usize,
+    /// Tokens known.
+    pub vocab: usize,
+    /// Every weight.
+    pub tensors: Vec<Tensor>,
+}
+
+/// Where it runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Machine {
+    /// Bytes of an element in forward and backward: 2 for bf16, 4 for f32.
+    pub compute: usize,
+    /// Attention keeps no scores.
+    pub fused_attention: bool,
+    /// Bytes the device needs before the first tensor: context and library workspaces.
+    pub context: u64,
+}
+
+/// One part of a phase.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Part {
+    /// What it is.
+    pub name: &'static str,
+    /// Bytes.
+    pub bytes: u64,
+}
+
+/// One phase of a step.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Phase {
+    /// `load`, `forward`, `loss`, `backward`, `optimizer`.
+    pub name: &'static str,
+    /// What lives in it.
+    pub parts: Vec<Part>,
+}
+
+/// All phases.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Plan {
+    /// In order.
+    pub phases: Vec<Phase>,
+}
+
+impl Shapes {
+    /// The shapes of a configuration; q/k/v and gate/up are one matrix each.
+    pub fn of(c: &Qwen3Config) -> Self {
+        let (hidden, inter) = (c.hidden_size, c.intermediate_size);
+        let (q, kv) = (c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim);
+        let mut tensors = vec![Tensor { shape: vec![c.vocab_size, hidden], block: None, linear: false }];
+        for block in 0..c.num_hidden_layers {
+            for shape in
+                [vec![q + 2 * kv, hidden], vec![hidden, q], vec![2 * inter, hidden], vec![hidden, inter]]
+            {
+                tensors.push(Tensor { shape, block: Some(block), linear: true });
+            }
+            for width in [hidden, hidden, c.head_dim, c.head_dim] {
+                tensors.push(Tensor { shape: vec![width], block: Some(block), linear: false });
+            }
+        }
+        tensors.push(Tensor { shape: vec![hidden], block: None, linear: false });
+        if !c.tie_word_embeddings {
+            tensors.push(Tensor { shape: vec![c.vocab_size, hidden], block: None, linear: false });
+        }
+        let (layers, heads, vocab) = (c.num_hidden_layers, c.num_attention_heads, c.vocab_size);
+        Self { layers, hidden, inter, heads, q, kv, vocab, tensors }
+    }
+
+    /// Elements for which `which` holds.
+    pub fn elements(&self, which: impl Fn(&Tensor) -> bool) -> u64 {
+        self.tensors.iter().filter(|t| which(t)).map(Tensor::len).sum()
+    }
+
+    /// What adapters of a rank add: `[rank, in]` and `[out, rank]` beside every linear weight.
+    fn adapters(&self, rank: usize) -> Vec<Tensor> {
+        let linear = self.tensors.iter().filter(|t| t.linear);
+        linear
+            .flat_map(|t| {
+                [vec![rank, t.shape[1]], vec![t.shape[0], rank]].map(|shape| Tensor {
+                    shape,
+                    linear: false,
+                    block: t.block,
+                })
+            })
+            .collect()
+    }
+}
+
+impl Tensor {
+    fn len(&self) -> u64 {
+        self.shape.iter().map(|n| *n as u64).product()
+    }
+}
+
+/// Predicts every phase of a step.
+pub fn predict(shapes: &Shapes, config: &Config, machine: &Machine) -> Plan {
+    let c = machine.compute as u64;
+    let (train, data) = (&config.train, &config.data);
+    let trained = match &config.lora {
+        None => shapes.tensors.clone(),
+        Some(lora) => shapes.adapters(lora.rank),
+    };
+    let sum = |tensors: &[Tensor], which: &dyn Fn(&Tensor) -> bool| -> u64 {
+        tensors.iter().filter(|t| which(t)).map(Tensor::len).sum()
+    };
+    let in_block = |t: &Tensor| t.block == Some(0);
+    let outside = |t: &Tensor| t.block.is_none();
+    // Vectors and small matrices stay in f32, masters as well as states.
+    let small = |t: &Tensor| t.shape.len() < 2 || t.len() < TILE as u64;
+    let masters: u64 = trained
+        .iter()
+        .map(|t| t.len() * if small(t) { 4 } else { config.optimizer.master.size() as u64 })
+        .sum();
+    let states: u64 =
+        trained.iter().map(|t| StateLayout::choose(config.optimizer.state, &t.shape).bytes() as u64).sum();
+    let base = match config.lora {
+        None => 0,
+        Some(_) => shapes.elements(|t| t.linear) * 9 / 16 + c * shapes.elements(|t| !t.linear),
+    };
+    let quantised = config.quant.weights == Weights::Nvfp4 || config.lora.is_some();
+    let block_values = c * sum(&shapes.tensors, &in_block);
+    let all_values = c * sum(&shapes.tensors, &|t| t.block.is_some());
+    // A dense f32 master is itself what the forward pass reads.
+    let copies = quantised || config.optimizer.master.size() != machine.compute;
+    let values = match (copies, train.keep_values) {
+        (false, _) => 0,
+        (true, true) => all_values,
+        (true, false) => block_values,
+    } + if config.lora.is_some() { 0 } else { c * sum(&shapes.tensors, &outside) };
+    let (rows, seq) = (data.rows as u64, data.seq as u64);
+    let tokens = rows * seq;
+    let [h, f, q, kv] = [shapes.hidden, shapes.inter, shapes.q, shapes.kv].map(|n| n as u64);
+    let layers = shapes.layers as u64;
+    let one_block = c * tokens * (6 * h + 6 * q + 8 * kv + 5 * f)
+        + if machine.fused_attention { 0 } else { 2 * c * rows * shapes.heads as u64 * seq * seq };
+    let (inputs, activations) =
+        if train.recompute { (4 * tokens * h * (layers + 1), one_block) } else { (0, one_block * layers) };
+    let chunk = tokens.min(train.chunk as u64);
+    let logits = chunk * shapes.vocab as u64 * (c + 4 + 4) + 2 * c * tokens * h;
+    let g = if train.accumulate > 1 { 4 } else { c };
+    let table = g * sum(&trained, &outside);
+    let gradients = if train.update_in_backward {
+        g * sum(&trained, &in_block) + table
+    } else {
+        g * sum(&trained, &|_| true)
+    };
+    // Accumulated gradients live from the first backward pass to the update.
+    let carried = if train.accumulate > 1 { gradients } else { 0 };
+    let standing = [("context", machine.context), ("base", base), ("masters", masters), ("states", states)];
+    let phase = |name, more: &[(&'static str, u64)]| Phase {
+        name,
+        parts: standing
+            .iter()
+            .chain(more)
+            .filter(|(_, bytes)| *bytes > 0)
+            .map(|&(name, bytes)| Part { name, bytes })
+            .collect(),
+    };
+    let kept = |block: u64| if train.recompute { block } else { activations };
+    Plan {
+        phases: vec![
+            phase("load", &[]),
+            phase(
+                "forward",
+                &[
+                    ("values", values),
+                    ("inputs", inputs),
+                    ("activations", activations),
+                    ("gradients", carried),
+                ],
+            ),
+            phase(
+                "loss",
+                &[
+                    ("values", values),
+                    ("inputs", inputs),
+                    ("activations", kept(0)),
+                    ("logits", logits),
+                    ("gradients", carried.max(table)),
+                ],
+            ),
+            phase(
+                "backward",
+                &[
+                    ("values", values),
+                    ("inputs", inputs),
+                    ("activations", kept(one_block)),
+                    ("gradients", gradients),
+                ],
+            ),
+            phase(
+                "optimizer",
+                &[("values", if train.keep_values { values } else { 0 }), ("gradients", gradients)],
+            ),
+        ],
+    }
+}
+
+impl Phase {
+    /// Bytes of all parts.
+    pub fn bytes(&self) -> u64 {
+        self.parts.iter().map(|p| p.bytes).sum()
+    }
+}
+
+impl Plan {
+    /// The largest phase.
+    pub fn peak(&self) -> Option<&Phase> {
+        self.phases.iter().max_by_key(|p| p.bytes())
+    }
+
+    /// Refuses what does not fit, with the phase that does not and what it consists of.
+    pub fn check(&self, budget: &Budget) -> Result<()> {
+        let Some(peak) = self.peak() else { return Ok(()) };
+        let parts: Vec<_> = peak.parts.iter().map(|p| format!("{} {}", p.name, human(p.bytes))).collect();
+        budget.reserve(peak.bytes(), &format!("training ({}: {})", peak.name, parts.join(", "))).map_err(|e| {
+            e.fix("raise --memory-limit, lower data.rows or data.seq, or take a preset: full-128g, full-24g, lora-8g")
+        })
+    }
+}
+
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let peak = self.peak().map_or(0, Phase::bytes);
+        for phase in &self.phases {
+            let parts: Vec<_> =
+                phase.parts.iter().map(|p| format!("{} {}", p.name, human(p.bytes))).collect();
+            let mark = if phase.bytes() == peak { "  <- peak" } else { "" };
+            writeln!(f, "{:<10} {:>11}  {}{mark}", phase.name, human(phase.bytes()), parts.join(", "))?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Preset;
+
+    const GPU: Machine = Machine { compute: 2, fused_attention: true, context: 0 };
+
+    fn qwen3_4b() -> Shapes {
+        let json = r#"{"model_type": "qwen3", "hidden_act": "silu", "hidden_size": 2560, "intermediate_size": 9728,
+            "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+            "vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 5000000,
+            "tie_word_embeddings": true}"#;
+        Shapes::of(&Qwen3Config::parse(json.as_bytes()).expect("configuration"))
+    }
+
+    fn plan(preset: Preset, change: impl Fn(&mut Config)) -> Plan {
+        let mut config = Config::preset(preset);
+        (config.data.rows, config.data.seq, config.train.chunk) = (1, 2048, 256);
+        change(&mut config);
+        predict(&qwen3_4b(), &config, &GPU)
+    }
+
+    fn part(plan: &Plan, phase: &str, part: &str) -> f64 {
+        let phase = plan.phases.iter().find(|p| p.name == phase).expect("phase");
+        phase.parts.iter().filter(|p| p.name == part).map(|p| p.bytes as f64 / 1e9).sum()
+    }
+
+    fn peak(plan: &Plan) -> f64 {
+        plan.peak().expect("phases").bytes() as f64 / 1e9
+    }
+
+    #[test]
+    fn the_4b_shape_has_the_known_number_of_weights() {
+        let s = qwen3_4b();
+        assert_eq!(s.elements(|t| t.linear), 3_633_315_840);
+        assert_eq!(s.elements(|_| true), 4_022_468_096);
+    }
+
+    #[test]
+    fn presets_keep_what_their_names_promise() {
+        let full = plan(Preset::Full128g, |_| {});
+        assert!((part(&full, "load", "masters") - 16.09).abs() < 0.01);
+        assert!((part(&full, "load", "states") - 8.17).abs() < 0.01);
+        assert!(peak(&full) < 40.0, "{full}");
+        let small = plan(Preset::Full24g, |_| {});
+        assert!((part(&small, "load", "masters") - 8.05).abs() < 0.01);
+        assert!((part(&small, "load", "states") - 4.53).abs() < 0.01);
+        assert!(peak(&small) < 17.0, "{small}");
+        let lora = plan(Preset::Lora8g, |_| {});
+        assert!((part(&lora, "load", "base") - 2.82).abs() < 0.01);
+        assert!(peak(&lora) < 6.0, "{lora}");
+    }
+
+    #[test]
+    fn every_switch_costs_what_it_should() {
+        let base = plan(Preset::Full24g, |_| {});
+        assert!(peak(&plan(Preset::Full24g, |c| c.train.recompute = false)) > peak(&base) + 5.0);
+        assert!(peak(&plan(Preset::Full24g, |c| c.train.update_in_backward = false)) > peak(&base) + 5.0);
+        assert!(peak(&plan(Preset::Full24g, |c| c.train.keep_values = true)) > peak(&base) + 5.0);
+        let big = plan(Preset::Full24g, |c| c.train.chunk = 2048);
+        assert!(part(&big, "loss", "logits") > 7.0 * part(&base, "loss", "logits"));
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused_with_the_plan() {
+        let p = plan(Preset::Full24g, |_| {});
+        p.check(&Budget::new(24 << 30)).expect("fits");
+        let e = p.check(&Budget::new(8 << 30)).expect_err("too small").to_string();
+        assert!(e.contains("masters") && e.contains("lora-8g"), "{e}");
+        assert!(p.to_string().contains("<- peak"));
+    }
+}

@@ -1,0 +1,447 @@
+//! One optimiser step: forward by blocks, chunked loss, backward by blocks, update.
+//!
+//! The gradient of a 4-bit layer is taken with respect to the decoded values and given to the master unchanged. That is the
+//! straight-through estimator `w_q + (w - detach(w))` without its second copy of every weight: the value is `w_q` and the
+//! derivative with respect to `w` is the identity.
+use super::Tch;
+use super::executor::{TorchCache, TorchExecutor, TorchNorm};
+use super::kernels::Kernels;
+use super::loss::{self, Target};
+use super::phases::Phases;
+use super::weights::{BLOCK, Params, Role, Source};
+use crate::optim::Hyper;
+use q4_core::{Code, Error, Result};
+use q4_model::executor::{Executor, Logits};
+use q4_model::graph::Block;
+use tch::{Kind, Tensor};
+
+/// One micro-batch, as [`crate::data::Batch`] has it.
+pub struct Rows<'a> {
+    /// Sequences.
+    pub rows: usize,
+    /// Tokens of each.
+    pub seq: usize,
+    /// `[rows * seq]`.
+    pub ids: &'a [u32],
+    /// Positions to rotate by.
+    pub positions: &'a [i64],
+    /// Documents that must not see each other; `None`: a row is one.
+    pub documents: Option<&'a [i32]>,
+    /// What is predicted.
+    pub target: Target<'a>,
+}
+
+/// Whose norm the clip limit is compared with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ClipScope {
+    /// The whole gradient's; not with an update in the backward pass, which knows it too late.
+    Global,
+    /// That of the parameters that move together: a block.
+    Block,
+    /// The whole gradient's of the step before.
+    Previous,
+}
+
+/// How a step is computed. Results differ only where it says so.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// Blocks are computed again in the backward pass instead of being kept.
+    pub recompute: bool,
+    /// A block's parameters move as soon as its gradients are there, and these are dropped: with one micro-batch the
+    /// gradients of one block live at a time. A gradient that is not finite stops the step at its block; blocks behind it
+    /// have moved already, blocks before it stay.
+    pub update_in_backward: bool,
+    /// Largest gradient norm; 0 is off.
+    pub clip: f64,
+    /// Whose norm.
+    pub clip_scope: ClipScope,
+    /// Tokens whose logits exist at a time.
+    pub chunk: usize,
+    /// The decoded weights are kept from one step to the next, 2 or 4 bytes a weight, instead of being decoded on each use.
+    pub keep_values: bool,
+}
+
+/// What a step did.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Report {
+    /// Mean loss over the supervised tokens of all micro-batches.
+    pub loss: f64,
+    /// Supervised tokens.
+    pub supervised: usize,
+    /// Norm of the whole gradient before clipping.
+    pub norm: f64,
+    /// Nothing moved.
+    pub skipped: bool,
+}
+
+/// A model in training.
+pub struct Engine {
+    /// Masters and states.
+    pub params: Params,
+    /// Optimiser and quantiser.
+    pub kernels: Kernels,
+    ex: TorchExecutor,
+    eps: f64,
+    options: Options,
+    seed: u64,
+    /// Decoded values, where kept.
+    values: Vec<Option<Tensor>>,
+    /// Norm of the last step's gradient, for [`ClipScope::Previous`].
+    pub last_norm: f64,
+}
+
+/// Gradients by parameter, waiting for the optimiser: that of the master, or those of an adapter's two parts.
+type Gradients = Vec<[Option<Tensor>; 2]>;
+
+impl Engine {
+    /// Everything needed for steps.
+    pub fn new(
+        params: Params,
+        kernels: Kernels,
+        ex: TorchExecutor,
+        eps: f32,
+        options: Options,
+        seed: u64,
+    ) -> Self {
+        let values = params.all.iter().map(|_| None).collect();
+        Self { params, kernels, ex, eps: f64::from(eps), options, seed, values, last_norm: 0.0 }
+    }
+
+    /// The executor, for contexts.
+    pub fn executor(&mut self) -> &mut TorchExecutor {
+        &mut self.ex
+    }
+
+    /// Masters were changed from outside: values are decoded anew.
+    pub fn forget_values(&mut self) {
+        self.values.iter_mut().for_each(|v| *v = None);
+    }
+
+    /// One optimiser step over `micro`, whose losses are averaged over all their supervised tokens. `allow` sees the loss and
+    /// the norm (`None` where the update is in the backward pass) and may refuse; then nothing moves.
+    pub fn step(
+        &mut self,
+        micro: &[Rows<'_>],
+        hyper: &Hyper,
+        allow: &mut dyn FnMut(f64, Option<f64>) -> Result<bool>,
+        phases: &mut Phases,
+    ) -> Result<Report> {
+        let supervised: usize = micro.iter().map(|m| m.target.supervised()).sum();
+        if supervised == 0 {
+            return Err(Error::new(Code::ValueInvalid, "a step without a supervised token")
+                .need("answers to learn from")
+                .fix("longer rows (data.seq), or data whose answers fit"));
+        }
+        let scale = 1.0 / supervised as f64;
+        let mut gradients: Gradients = self.params.all.iter().map(|_| [None, None]).collect();
+        let mut report = Report { supervised, ..Report::default() };
+        let mut squares = 0.0;
+        for (i, rows) in micro.iter().enumerate() {
+            let fused = self.options.update_in_backward && i + 1 == micro.len();
+            let before = report.loss;
+            let mut sink =
+                Sink { fused: fused.then_some(hyper), squares: &mut squares, gradients: &mut gradients };
+            report.loss += self
+                .micro(rows, scale, &mut sink, phases, &mut |loss| {
+                    if fused { allow(before + loss, None) } else { Ok((before + loss).is_finite()) }
+                })?
+                .unwrap_or_else(|loss| {
+                    report.skipped = true;
+                    loss
+                });
+            if report.skipped {
+                return Ok(report);
+            }
+        }
+        if self.options.update_in_backward {
+            report.norm = squares.sqrt();
+            report.skipped = !report.norm.is_finite();
+            if !report.skipped {
+                self.last_norm = report.norm;
+            }
+            phases.mark("optimizer_step_done")?;
+            return Ok(report);
+        }
+        squares += self.kernels.sum_of_squares(gradients.iter().flatten().flatten())?;
+        report.norm = squares.sqrt();
+        report.skipped = !allow(report.loss, Some(report.norm))?;
+        if !report.skipped {
+            let whole =
+                if self.options.clip_scope == ClipScope::Previous { self.last_norm } else { report.norm };
+            self.last_norm = report.norm;
+            let hyper = Hyper { grad_scale: self.clip(whole), ..*hyper };
+            for (i, grads) in gradients.iter_mut().enumerate() {
+                for (part, grad) in grads.iter_mut().enumerate() {
+                    if let Some(grad) = grad.take() {
+                        self.update(i, part, &grad, &hyper)?;
+                    }
+                }
+            }
+        }
+        phases.mark("optimizer_step_done")?;
+        Ok(report)
+    }
+
+    fn clip(&self, norm: f64) -> f32 {
+        if self.options.clip > 0.0 && norm > self.options.clip {
+            (self.options.clip / norm) as f32
+        } else {
+            1.0
+        }
+    }
+
+    /// `Ok(Ok(loss))`: done; `Ok(Err(loss))`: refused. The loss is this micro-batch's share of the mean.
+    fn micro(
+        &mut self,
+        rows: &Rows<'_>,
+        scale: f64,
+        sink: &mut Sink<'_>,
+        phases: &mut Phases,
+        allow: &mut dyn FnMut(f64) -> Result<bool>,
+    ) -> Result<Result<f64, f64>> {
+        let mut cache = self.ex.batch(rows.rows, rows.seq, rows.positions, rows.documents)?;
+        phases.mark("batch_ready")?;
+        let table = self.leaf(0)?;
+        let mut kept = Vec::with_capacity(self.params.layers());
+        let mut x = tch::no_grad(|| self.embed(&table, rows.ids))?;
+        for i in 0..self.params.layers() {
+            let input = x.f_detach().t()?;
+            if self.options.recompute {
+                x = tch::no_grad(|| self.block(i, &input, &mut cache)).map(|(y, _)| y)?;
+                kept.push((input, None));
+            } else {
+                let input = input.f_set_requires_grad(true).t()?;
+                let (y, leaves) = self.block(i, &input, &mut cache)?;
+                x = y.f_detach().t()?;
+                kept.push((input, Some((y, leaves))));
+            }
+        }
+        phases.mark("forward_done")?;
+
+        let norm = TorchNorm { weight: self.leaf(self.params.norm())?, eps: self.eps };
+        let head_index = self.params.head();
+        let head = if head_index == 0 { table.shallow_clone() } else { self.leaf(head_index)? };
+        let out = match &rows.target {
+            Target::Tokens(targets) => {
+                let ex = &mut self.ex;
+                let mut logits = |x: &Tensor| {
+                    let (mut scratch, mut out) = (Tensor::new(), Tensor::new());
+                    ex.head(x, &norm, &head, Logits::All, &mut scratch, &mut out)?;
+                    Ok(out)
+                };
+                loss::cross_entropy(
+                    &x,
+                    targets,
+                    scale,
+                    self.options.chunk,
+                    &[&norm.weight, &head],
+                    &mut logits,
+                )?
+            }
+            Target::Hidden(wanted) => loss::l1(&x, wanted, scale)?,
+        };
+        let loss = out.loss;
+        phases.mark("loss_done")?;
+        if !allow(loss)? {
+            return Ok(Err(loss));
+        }
+        let [norm_grad, mut table_grad] = out.weights;
+        if let Some(g) = norm_grad {
+            self.settle(vec![(self.params.norm(), g)], sink)?;
+        }
+        if head_index != 0
+            && let Some(g) = table_grad.take()
+        {
+            self.settle(vec![(head_index, g)], sink)?;
+        }
+        let mut gradient = out.input;
+        drop(x);
+        for i in (0..self.params.layers()).rev() {
+            let Some((input, made)) = kept.pop() else { break };
+            let (input, (y, leaves)) = match made {
+                Some(made) => (input, made),
+                None => {
+                    let input = input.f_set_requires_grad(true).t()?;
+                    let made = self.block(i, &input, &mut cache)?;
+                    (input, made)
+                }
+            };
+            let seed = y.f_mul(&gradient).t()?.f_sum(Kind::Float).t()?;
+            let (moving, leaves): (Vec<usize>, Vec<Tensor>) = leaves.into_iter().unzip();
+            let mut inputs = vec![input];
+            inputs.extend(leaves);
+            let mut grads = Tensor::f_run_backward(&[seed], &inputs, false, false).t()?;
+            drop((y, inputs));
+            gradient = grads.remove(0);
+            let block: Vec<_> = moving.into_iter().zip(grads).collect();
+            if !self.settle(block, sink)? {
+                return Ok(Err(loss));
+            }
+        }
+        if matches!(self.params.all[0].source, Source::Trained(_)) {
+            let embedded = self.embed(&table, rows.ids)?;
+            let seed = embedded.f_mul(&gradient).t()?.f_sum(Kind::Float).t()?;
+            let mut grads = Tensor::f_run_backward(&[seed], &[&table], false, false).t()?;
+            let own = grads.remove(0);
+            let whole = match table_grad {
+                Some(mut g) => g.f_add_(&own).t()?,
+                None => own,
+            };
+            self.settle(vec![(0, whole)], sink)?;
+        }
+        phases.mark("backward_done")?;
+        Ok(Ok(loss))
+    }
+
+    /// Takes gradients: updates at once, or adds them to what waits. False: not finite, nothing of these moved.
+    fn settle(&mut self, grads: Vec<(usize, Tensor)>, sink: &mut Sink<'_>) -> Result<bool> {
+        let mut parts = Vec::with_capacity(grads.len());
+        for (i, g) in grads {
+            match &self.params.all[i].source {
+                Source::Adapted(_, adapter) => {
+                    let (a, b) = adapter.gradients(&g)?;
+                    parts.extend([(i, 0, a), (i, 1, b)]);
+                }
+                _ => parts.push((i, 0, g)),
+            }
+        }
+        for (i, part, g) in &mut parts {
+            if let Some(sum) = sink.gradients[*i][*part].take() {
+                // Sums of several micro-batches are kept in f32, whatever the type of the parts.
+                *g = sum.f_to_kind(Kind::Float).t()?.f_add_(g).t()?;
+            }
+        }
+        let Some(hyper) = sink.fused else {
+            for (i, part, g) in parts {
+                sink.gradients[i][part] = Some(g);
+            }
+            return Ok(true);
+        };
+        let squares = self.kernels.sum_of_squares(parts.iter().map(|(.., g)| g))?;
+        *sink.squares += squares;
+        if !squares.is_finite() {
+            return Ok(false);
+        }
+        let previous = self.options.clip_scope == ClipScope::Previous;
+        let hyper =
+            Hyper { grad_scale: self.clip(if previous { self.last_norm } else { squares.sqrt() }), ..*hyper };
+        for (i, part, g) in &parts {
+            self.update(*i, *part, g, &hyper)?;
+        }
+        Ok(true)
+    }
+
+    fn update(&mut self, index: usize, part: usize, grad: &Tensor, hyper: &Hyper) -> Result<()> {
+        let moved = match &self.params.all[index].source {
+            Source::Trained(t) => t,
+            Source::Adapted(_, adapter) if part == 0 => &adapter.a,
+            Source::Adapted(_, adapter) => &adapter.b,
+            Source::Fixed(_) => return Ok(()),
+        };
+        moved.update(hyper, grad, self.seed, &self.kernels)?;
+        self.values[index] = None;
+        Ok(())
+    }
+
+    /// The value of a parameter as a leaf of the graph; one that does not move takes no gradient.
+    fn leaf(&mut self, index: usize) -> Result<Tensor> {
+        let value = self.value(index)?;
+        let moves = !matches!(self.params.all[index].source, Source::Fixed(_));
+        value.f_detach().t()?.f_set_requires_grad(moves).t()
+    }
+
+    fn value(&mut self, index: usize) -> Result<Tensor> {
+        if let Some(kept) = &self.values[index] {
+            return Ok(kept.shallow_clone());
+        }
+        let value = tch::no_grad(|| self.params.value(index, &self.kernels))?;
+        if self.options.keep_values {
+            self.values[index] = Some(value.shallow_clone());
+        }
+        Ok(value)
+    }
+
+    fn embed(&mut self, table: &Tensor, ids: &[u32]) -> Result<Tensor> {
+        let mut out = Tensor::new();
+        self.ex.embed(table, ids, &mut out)?;
+        Ok(out)
+    }
+
+    /// Block `i` through the model's graph: the new residual stream, and the leaves that move with their parameters.
+    fn block(
+        &mut self,
+        i: usize,
+        x: &Tensor,
+        cache: &mut TorchCache,
+    ) -> Result<(Tensor, Vec<(usize, Tensor)>)> {
+        let first = self.params.block(i);
+        let leaves = (first..first + BLOCK).map(|p| self.leaf(p)).collect::<Result<Vec<_>>>()?;
+        let norm = |j: usize| TorchNorm { weight: leaves[j].shallow_clone(), eps: self.eps };
+        let block: Block<TorchExecutor> = Block {
+            input_norm: norm(0),
+            qkv: leaves[1].shallow_clone(),
+            q_norm: norm(2),
+            k_norm: norm(3),
+            o: leaves[4].shallow_clone(),
+            post_norm: norm(5),
+            gate_up: leaves[6].shallow_clone(),
+            down: leaves[7].shallow_clone(),
+        };
+        let mut slots = TorchExecutor::slots();
+        slots.hidden = x.shallow_clone();
+        block.forward(&mut self.ex, i, cache, &mut slots)?;
+        let moving = leaves.into_iter().enumerate().filter(|(_, l)| l.requires_grad());
+        Ok((slots.hidden, moving.map(|(j, l)| (first + j, l)).collect()))
+    }
+
+    /// Logits of `ids` behind what `cache` holds, without gradients: `[1, vocab]` or `[ids, vocab]`, in the compute type.
+    pub fn logits(&mut self, ids: &[u32], cache: &mut TorchCache, which: Logits) -> Result<Tensor> {
+        let _guard = tch::no_grad_guard();
+        let table = self.value(0)?;
+        let mut x = self.embed(&table, ids)?;
+        for i in 0..self.params.layers() {
+            x = self.block(i, &x, cache)?.0;
+        }
+        let norm = TorchNorm { weight: self.value(self.params.norm())?, eps: self.eps };
+        let head = self.value(self.params.head())?;
+        let (mut scratch, mut out) = (Tensor::new(), Tensor::new());
+        self.ex.head(&x, &norm, &head, which, &mut scratch, &mut out)?;
+        self.ex.commit(cache, ids.len())?;
+        Ok(out)
+    }
+
+    /// Sum of the losses of a batch's supervised tokens, and their number, without gradients.
+    pub fn evaluate(&mut self, rows: &Rows<'_>) -> Result<(f64, usize)> {
+        let _guard = tch::no_grad_guard();
+        let Target::Tokens(targets) = &rows.target else {
+            return Err(Error::new(Code::Internal, "evaluation of a loss without tokens"));
+        };
+        let mut cache = self.ex.batch(rows.rows, rows.seq, rows.positions, rows.documents)?;
+        let table = self.value(0)?;
+        let mut x = self.embed(&table, rows.ids)?;
+        for i in 0..self.params.layers() {
+            x = self.block(i, &x, &mut cache)?.0;
+        }
+        let norm = TorchNorm { weight: self.value(self.params.norm())?, eps: self.eps };
+        let head = self.value(self.params.head())?;
+        let ex = &mut self.ex;
+        let sum = loss::sum(&x, targets, self.options.chunk, &mut |x| {
+            let (mut scratch, mut out) = (Tensor::new(), Tensor::new());
+            ex.head(x, &norm, &head, Logits::All, &mut scratch, &mut out)?;
+            Ok(out)
+        })?;
+        Ok((sum, rows.target.supervised()))
+    }
+
+    /// Linear layers among the parameters, by index.
+    pub fn linears(&self) -> impl Iterator<Item = usize> {
+        self.params.all.iter().enumerate().filter(|(_, p)| p.role == Role::Linear).map(|(i, _)| i)
+    }
+}
+
+struct Sink<'a> {
+    /// Update at once, with these.
+    fused: Option<&'a Hyper>,
+    squares: &'a mut f64,
+    gradients: &'a mut Gradients,
+}

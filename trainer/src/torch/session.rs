@@ -1,0 +1,212 @@
+//! From a configuration to a model in training: device, weights, data, and what its files are.
+use super::engine::{ClipScope, Engine, Options};
+use super::export::Side;
+use super::kernels::Kernels;
+use super::weights::{Decay, Keep, Params};
+use super::{TorchExecutor, activations, device};
+use crate::config::{self, Config, Init, Inputs, Weights};
+use crate::data::{Dataset, LoadOptions, Text};
+use q4_core::{Activations, Code, Error, Result, ThreadPool};
+use q4_model::checkpoint::{Bytes, Checkpoint, OpenOptions};
+use q4_model::config::Qwen3Config;
+use q4_model::executor::Shape;
+use q4_model::synthetic;
+use q4_model::template::ChatTemplate;
+use q4_model::tokenizer::Tokenizer;
+use serde_json::json;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use tch::Device;
+
+/// What `model.path = "demo"` means to the program: a model inside it.
+pub type Demo<'a> = &'a dyn Fn() -> Result<Checkpoint>;
+
+/// The model a run begins with.
+pub struct Base {
+    /// Sizes and constants.
+    pub config: Qwen3Config,
+    /// `None`: a named shape without files.
+    pub checkpoint: Option<Checkpoint>,
+    /// Files that go along with an export.
+    pub side: Side,
+}
+
+impl Base {
+    /// Opens what `model` names.
+    pub fn open(model: &config::ModelConfig, demo: Demo<'_>) -> Result<Self> {
+        if let Some(name) = &model.shape {
+            let text = shape_config(name)?;
+            let config = Qwen3Config::parse(text.as_bytes())?;
+            return Ok(Self { config, checkpoint: None, side: Side::new(text.as_bytes(), Vec::new())? });
+        }
+        let checkpoint = if model.path == Path::new("demo") {
+            demo()?
+        } else if model.init == Init::Random && !has_weights(&model.path) {
+            // Weights are made up: configuration and tokenizer are all that is needed of a directory.
+            return Self::bare(&model.path);
+        } else {
+            Checkpoint::open(&model.path, &OpenOptions::default())?
+        };
+        Ok(Self {
+            config: checkpoint.config().clone(),
+            side: Side::of(&checkpoint)?,
+            checkpoint: Some(checkpoint),
+        })
+    }
+
+    fn bare(dir: &Path) -> Result<Self> {
+        let read = |name: &str| std::fs::read(dir.join(name)).map_err(|e| Error::io(&dir.join(name), &e));
+        let text = read("config.json")?;
+        let others = super::export::OTHERS
+            .iter()
+            .filter_map(|n| Some(((*n).to_owned(), Bytes::from(read(n).ok()?))))
+            .collect();
+        Ok(Self { config: Qwen3Config::parse(&text)?, checkpoint: None, side: Side::new(&text, others)? })
+    }
+
+    /// Tokenizer and template; [`Code::ModelMissing`] for a shape without files.
+    pub fn language(&self) -> Result<Language> {
+        let missing = || {
+            Error::new(Code::ModelMissing, "tokenizer.json: the model has none")
+                .need("a tokenizer to read text with")
+        };
+        let tokenizer = Tokenizer::from_bytes(&self.side.file("tokenizer.json").ok_or_else(missing)?)?;
+        let own = self.side.file("chat_template.jinja");
+        let text = own.map(|b| String::from_utf8_lossy(&b).into_owned());
+        let template = match (text, self.side.file("tokenizer_config.json")) {
+            (Some(source), _) => ChatTemplate::compile(&source)?,
+            (None, Some(config)) => {
+                ChatTemplate::from_tokenizer_config(&config)?.unwrap_or_else(ChatTemplate::qwen3)
+            }
+            (None, None) => ChatTemplate::qwen3(),
+        };
+        let end_of_text =
+            tokenizer.id_of("<|endoftext|>").or_else(|| self.config.eos_token_ids.last().copied());
+        let end_of_text = end_of_text.ok_or_else(|| {
+            Error::new(Code::TokenizerInvalid, "tokenizer.json: nothing ends a document")
+                .need("<|endoftext|>")
+        })?;
+        let mut stop = self.config.eos_token_ids.clone();
+        stop.extend([Some(end_of_text), tokenizer.id_of(END_OF_TURN)].into_iter().flatten());
+        Ok(Language { tokenizer, template, end_of_text, stop })
+    }
+}
+
+const END_OF_TURN: &str = "<|im_end|>";
+
+fn has_weights(dir: &Path) -> bool {
+    dir.is_file()
+        || ["model.safetensors", "model.safetensors.index.json"].iter().any(|f| dir.join(f).exists())
+}
+
+/// How text becomes ids.
+pub struct Language {
+    /// Tokenizer.
+    pub tokenizer: Tokenizer,
+    /// Chat template.
+    pub template: ChatTemplate,
+    /// Ends a document.
+    pub end_of_text: u32,
+    /// Ends an answer.
+    pub stop: Vec<u32>,
+}
+
+impl Language {
+    /// Reads and tokenises files.
+    pub fn load(&self, paths: &[PathBuf], options: &LoadOptions, pool: &ThreadPool) -> Result<Dataset> {
+        let text = Text {
+            tokenizer: &self.tokenizer,
+            template: &self.template,
+            end_of_text: self.end_of_text,
+            end_of_turn: END_OF_TURN,
+        };
+        Dataset::load(paths, &text, options, pool)
+    }
+}
+
+/// The model of `config`, on its device, ready for steps.
+pub fn engine(c: &Config, base: &Base, device: Device, pool: Arc<ThreadPool>) -> Result<Engine> {
+    let kernels = Kernels::new(device, pool, c.quant.scale)?;
+    let lora = c.lora.as_ref();
+    if lora.is_some_and(|l| !l.merge_aware) {
+        return Err(Error::new(Code::Usage, "lora.merge_aware = false")
+            .need("true: adapters are trained as they will be merged")
+            .fix("leave it out"));
+    }
+    if !c.quant.exclude.is_empty() {
+        return Err(Error::new(Code::Usage, "quant.exclude")
+            .need("an empty list: all linear layers are 4-bit, or none"));
+    }
+    if c.train.clip_scope == config::ClipScope::Block && !c.train.update_in_backward {
+        return Err(Error::new(Code::Usage, "train.clip_scope = \"block\"")
+            .need("train.update_in_backward = true")
+            .fix("clip_scope = \"global\""));
+    }
+    let o = &c.optimizer;
+    let keep = Keep {
+        state: o.state,
+        master: o.master,
+        lora: lora.map(|l| (l.rank, l.alpha)),
+        quantised: c.quant.weights == Weights::Nvfp4,
+        decay: Decay {
+            linear: o.weight_decay as f32,
+            norm: o.norm_decay as f32,
+            table: o.embedding_decay as f32,
+        },
+    };
+    let params = match (&base.checkpoint, c.model.init) {
+        (Some(checkpoint), Init::Checkpoint) => Params::load(checkpoint, keep, c.train.seed, &kernels)?,
+        _ => Params::random(&base.config, keep, c.train.seed, &kernels)?,
+    };
+    let m = &base.config;
+    let shape = Shape {
+        hidden: m.hidden_size,
+        heads: m.num_attention_heads,
+        kv_heads: m.num_key_value_heads,
+        head_dim: m.head_dim,
+        intermediate: m.intermediate_size,
+        vocab: m.vocab_size,
+        layers: m.num_hidden_layers,
+    };
+    let format = match c.quant.activations {
+        Inputs::Native => Activations::Native,
+        Inputs::Nvfp4 => Activations::Nvfp4(activations::FORMAT),
+    };
+    let ex = TorchExecutor::new(m, shape, device, format)?;
+    let t = &c.train;
+    let options = Options {
+        recompute: t.recompute,
+        update_in_backward: t.update_in_backward,
+        clip: t.clip,
+        clip_scope: match t.clip_scope {
+            config::ClipScope::Global => ClipScope::Global,
+            config::ClipScope::Block => ClipScope::Block,
+            config::ClipScope::Previous => ClipScope::Previous,
+        },
+        chunk: t.chunk,
+        keep_values: t.keep_values,
+    };
+    Ok(Engine::new(params, kernels, ex, m.rms_norm_eps, options, t.seed))
+}
+
+/// Opens the device and fixes what a result depends on: threads, and kernels that do not race where libtorch has them.
+pub fn device(name: &str, threads: usize) -> Result<Device> {
+    tch::set_num_threads(threads as i32);
+    let device = device::open(name)?;
+    device::deterministic(!device.is_cuda())?;
+    Ok(device)
+}
+
+/// `config.json` of a published size.
+fn shape_config(name: &str) -> Result<String> {
+    let s = synthetic::shape(name)?;
+    let tied = synthetic::SIZES.iter().find(|k| k.0 == name).is_some_and(|k| k.6);
+    let text = json!({
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "attention_bias": false,
+        "hidden_size": s.hidden, "intermediate_size": s.intermediate, "num_hidden_layers": s.layers,
+        "num_attention_heads": s.heads, "num_key_value_heads": s.kv_heads, "head_dim": s.head_dim,
+        "vocab_size": s.vocab, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": tied, "torch_dtype": "bfloat16",
+    });
+    Ok(text.to_string())
+}
