@@ -42,7 +42,7 @@ pub fn open(name: &str) -> Result<Device> {
     }
     let device = Device::Cuda(index);
     // The allocator has no figures before its first allocation.
-    Tensor::f_zeros([1], (Kind::Float, device)).map_err(|e| missing(e.to_string()))?;
+    drop(Tensor::f_zeros([1], (Kind::Float, device)).map_err(|e| missing(e.to_string()))?);
     if Memory::of(device).device_total == 0 {
         return Err(missing("a libtorch that does not say how much memory the device has".into()));
     }
