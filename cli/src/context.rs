@@ -263,12 +263,12 @@ fn usable(n: u32) -> Result<()> {
             .need("compute capability 8.0 or later")
             .have(format!("{}.{}", device.capability.0, device.capability.1)));
     }
-    if let q4_cuda::Found::No(why) = &q4_cuda::libraries().nvrtc {
-        if q4_cuda::Cache::of_user().is_empty() {
-            return Err(Error::new(Code::DeviceMissing, "kernels for CUDA")
-                .need("CUDA's run-time compiler, or prebuilt images")
-                .have(why.clone()));
-        }
+    if let q4_cuda::Found::No(why) = &q4_cuda::libraries().nvrtc
+        && q4_cuda::Cache::of_user().is_empty()
+    {
+        return Err(Error::new(Code::DeviceMissing, "kernels for CUDA")
+            .need("CUDA's run-time compiler, or prebuilt images")
+            .have(why.clone()));
     }
     Ok(())
 }

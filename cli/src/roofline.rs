@@ -144,7 +144,10 @@ fn products(threads: &ThreadPool, lanes: usize, work: fn(f32) -> f32) -> f64 {
 }
 
 /// Products an instruction makes, and chains of them.
-fn dot_product() -> Option<(usize, fn(f32) -> f32)> {
+type Dots = (usize, fn(f32) -> f32);
+
+/// The widest integer dot instruction there is.
+fn dot_product() -> Option<Dots> {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::*;

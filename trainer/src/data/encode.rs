@@ -179,7 +179,7 @@ impl Plain {
         let mut out = String::new();
         for (i, m) in messages.iter().enumerate() {
             let as_user = Message { role: "user".into(), ..m.clone() };
-            if !known(m) && !(i == 0 && first_is_system && known(&as_user)) {
+            if !(known(m) || i == 0 && first_is_system && known(&as_user)) {
                 return None;
             }
             let [open, middle, close, _] = &self.frame;

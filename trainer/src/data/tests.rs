@@ -315,7 +315,7 @@ fn evaluation_sees_every_sample_once() {
 #[test]
 fn data_that_cannot_fill_a_row_is_refused() {
     let data = numbered(&[20]);
-    assert_eq!(Loader::new(&data, OPTIONS).err().expect("too long").code(), Code::Usage);
+    assert!(Loader::new(&data, OPTIONS).is_err_and(|e| e.code() == Code::Usage), "too long");
     assert!(Loader::new(&numbered(&[3]), LoaderOptions { packing: Packing::Stream, ..OPTIONS }).is_err());
     assert!(Loader::new(&numbered(&[3]), LoaderOptions { rows: 0, ..OPTIONS }).is_err());
 }

@@ -2,8 +2,13 @@
 use super::Record;
 use super::svg::{Chart, Series, Unit};
 
-/// Charts in order: title, unit, logarithmic, and (kind, field, label, colour) of their series.
-const CHARTS: [(&str, Unit, bool, &[(&str, &str, &str, &str)]); 5] = [
+/// Kind and field of the records a curve is drawn from, its label and its colour.
+type Curve = (&'static str, &'static str, &'static str, &'static str);
+/// Title, unit, logarithmic, and the curves.
+type Panel = (&'static str, Unit, bool, &'static [Curve]);
+
+/// Charts in order.
+const CHARTS: [Panel; 5] = [
     (
         "Loss",
         Unit::Plain,
@@ -39,10 +44,7 @@ pub fn page(title: &str, config: &str, records: &[Record]) -> String {
     )
 }
 
-fn chart(
-    &(title, unit, log, series): &(&str, Unit, bool, &[(&str, &str, &str, &str)]),
-    records: &[Record],
-) -> Option<String> {
+fn chart(&(title, unit, log, series): &Panel, records: &[Record]) -> Option<String> {
     let series: Vec<_> = series
         .iter()
         .map(|(kind, field, label, colour)| Series {
