@@ -146,21 +146,26 @@ def missing():
     row("exit code of the run after", p.returncode, unit="code")
 
 
-def main():
-    start = time.time()
-    d = doc("diagnose")
-    for step in (conformance, agreement, speed, first_token, missing):
-        try:
-            step()
-        except Exception as e:  # a step that breaks must not lose the others
-            failures.append({"command": step.__name__, "exit": None, "stderr": repr(e)})
+def write(start, host):
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip() or None
     smi = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"],
                          capture_output=True, text=True).stdout.strip()
     with open(OUT, "w") as f:
         json.dump({"schema": "q4.bench-h200/1", "machine": platform.processor() or platform.machine(), "gpu": smi,
                    "commit": os.environ.get("Q4_COMMIT", commit), "seconds": round(time.time() - start), "figures": rows,
-                   "failures": failures, "notes": notes, "host": d.get("host")}, f, indent=1, ensure_ascii=False)
+                   "failures": failures, "notes": notes, "host": host}, f, indent=1, ensure_ascii=False)
+        f.write("\n")
+
+
+def main():
+    start = time.time()
+    host = doc("diagnose").get("host")
+    for step in (speed, agreement, first_token, missing, conformance):
+        try:
+            step()
+        except Exception as e:  # a step that breaks must not lose the others
+            failures.append({"command": step.__name__, "exit": None, "stderr": repr(e)})
+        write(start, host)
     for r in rows:
         show = lambda v, s="": "" if v is None else f"{v:,.2f}{s}" if isinstance(v, float) else f"{v}{s}"
         print(f"{r['name']:<60} {show(r['q4']):>12} {r['unit']:<8} peer {show(r['peer']):>10} x{show(r['ratio']):<6} floor {show(r['floor']):>12} {show(r['fraction'])}")

@@ -78,7 +78,7 @@ pub struct GlobalArgs {
     /// Where to compute: auto, cpu, cuda or cuda:N.
     #[arg(long, global = true, value_parser = device, default_value = "auto")]
     pub device: DeviceChoice,
-    /// Output type of products [default: float32 on the CPU, float16 on CUDA].
+    /// Output type of products [default: float32 on the CPU, bfloat16 on CUDA].
     #[arg(long, global = true, value_enum)]
     pub dtype: Option<Dtype>,
     /// Type of cached keys and values [default: float16; float32 for logits].
