@@ -121,13 +121,13 @@ fn every_reason_is_given_at_once() {
     let other_convention = Activations::Nvfp4(ActQuant { rule: Rule::ModelOpt, global });
     let expect = [
         PathUnsupported,
-        DeviceAbsent,
         ActivationsUnsupported,
         OpUnsupported,
         DtypeUnsupported,
         DtypeUnsupported,
         ShapeUnsupported,
         ShapeUnsupported,
+        DeviceAbsent,
     ];
     assert_eq!(dense_path().reasons(NVFP4, other_convention), expect);
 }

@@ -56,11 +56,11 @@ fn every_reason_is_given_at_once() {
     let codes = subject.reasons(PLAIN, plain_activations()[2]);
     let expect = [
         PathUnsupported,
-        DeviceAbsent,
         ActivationsUnsupported,
         DtypeUnsupported,
         DtypeUnsupported,
         ShapeUnsupported,
+        DeviceAbsent,
     ];
     assert_eq!(codes, expect);
     let codes = subject.reasons(Q4Schema::Dense { dtype: DType::F32 }, Activations::Native);

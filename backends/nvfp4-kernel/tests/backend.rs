@@ -198,7 +198,7 @@ fn a_call_without_its_workspace_is_refused() {
 #[test]
 fn an_imagined_library_answers_but_does_not_prepare() {
     let facts =
-        LibraryFacts { cpu_isa: vec!["portable".into()], cuda_images: vec![(12, 0)], ..Default::default() };
+        LibraryFacts { cpu_isa: vec!["portable".into()], cuda_native: vec![(12, 0)], ..Default::default() };
     let imagined = Nvfp4Kernel::with_facts(facts.clone());
     let offers: Vec<_> = imagined.descriptor().offers.iter().map(|(s, p)| (s.as_ref(), *p)).collect();
     assert_eq!(offers, [("nvfp4", ExecPath::NativeKernel), ("nvfp4", ExecPath::FusedDequant)]);

@@ -29,7 +29,7 @@ static EXAMPLES: LazyLock<PathBuf> = LazyLock::new(|| {
         std::fs::rename(out.join(name), done.join(name)).unwrap();
     }
     std::fs::remove_dir(&out).unwrap();
-    done
+    done.canonicalize().unwrap()
 });
 
 /// The C example.
