@@ -163,7 +163,8 @@ mod tests {
             })
         };
         let (a, b) = (run(100)?, run(3)?);
-        assert!((a.loss - b.loss).abs() < 1e-6);
+        // f32 sums of seven rows in another order: a few units in the last place of a loss near ten.
+        assert!((a.loss - b.loss).abs() < 1e-5, "{} and {}", a.loss, b.loss);
         // The reference: one graph over everything.
         let leaf = x.copy().set_requires_grad(true);
         let whole = (&leaf * &norm).linear(&head, None::<&Tensor>).cross_entropy_loss::<Tensor>(

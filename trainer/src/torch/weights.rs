@@ -16,6 +16,9 @@ use q4_model::config::Qwen3Config;
 use q4_model::quantize::{Method, Rows, Scales, Target, amax, power_of_two_amax, quantize};
 use tch::{Device, Kind, Tensor};
 
+/// Fills a tensor of a name and a shape.
+type Read<'a> = dyn FnMut(&str, &[usize], &mut [f32]) -> Result<()> + 'a;
+
 /// What a parameter is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
@@ -168,7 +171,7 @@ impl Params {
         keep: Keep,
         seed: u64,
         kernels: &Kernels,
-        read: &mut dyn FnMut(&str, &[usize], &mut [f32]) -> Result<()>,
+        read: &mut Read<'_>,
     ) -> Result<Self> {
         let mut make = Maker { keep, seed, kernels, read, made: 0 };
         let (h, d) = (c.hidden_size, c.head_dim);
@@ -317,7 +320,7 @@ struct Maker<'a> {
     keep: Keep,
     seed: u64,
     kernels: &'a Kernels,
-    read: &'a mut dyn FnMut(&str, &[usize], &mut [f32]) -> Result<()>,
+    read: &'a mut Read<'a>,
     made: u32,
 }
 
