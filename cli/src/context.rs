@@ -164,13 +164,11 @@ impl Context {
         Arc::new(ThreadPool::new(self.global.threads.map_or_else(q4_core::processors, usize::from)))
     }
 
-    /// Where products run. `auto` is the first CUDA device kernels can be compiled for, else the CPU; a device that was
-    /// named is used or is an error that says what is missing.
+    /// Where products run. `auto` is the CPU: no run moves to a device it was not told to use. A device that was named is
+    /// used, or is an error that says what is missing.
     pub fn device(&self) -> Result<Device> {
         match self.global.device {
-            DeviceChoice::Cpu => Ok(Device::Cpu),
-            DeviceChoice::Auto if self.overrides.all.as_deref() == Some("reference") => Ok(Device::Cpu),
-            DeviceChoice::Auto => Ok(if usable(0).is_ok() { Device::Cuda(0) } else { Device::Cpu }),
+            DeviceChoice::Auto | DeviceChoice::Cpu => Ok(Device::Cpu),
             DeviceChoice::Cuda(n) => usable(n).map(|()| Device::Cuda(n)).map_err(|e| {
                 e.within(format!("--device cuda:{n}")).fix("--device cpu, or leave the option out")
             }),
