@@ -319,8 +319,10 @@ fn fma<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
 /// Cody-Waite reduction by ln 2 in two parts, then a degree-6 Taylor polynomial on [-ln2/2, ln2/2].
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
+    const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23: adding it rounds, and leaves the integer in the low bits
     let clamped = x.clamp(-87.3, 88.8);
-    let n = (clamped * std::f32::consts::LOG2_E + 12_582_912.0) - 12_582_912.0;
+    let shifted = clamped * std::f32::consts::LOG2_E + ROUND;
+    let n = shifted - ROUND;
     let r = (clamped - n * 0.693_359_4) + n * 2.121_944_4e-4;
     let p = 1.0 / 5040.0;
     let p = p * r + 1.0 / 720.0;
@@ -330,11 +332,12 @@ pub fn exp(x: f32) -> f32 {
     let p = p * r + 0.5;
     let p = p * r + 1.0;
     let p = p * r + 1.0;
-    // 2^n in two factors, so that n = 128 does not overflow the exponent field.
-    let half = (n * 0.5) as i32;
-    let rest = n as i32 - half;
-    let power = |e: i32| f32::from_bits(((e + 127) as u32) << 23);
-    let value = p * power(half) * power(rest);
+    // 2^n in two factors, so that n = 128 does not overflow the exponent field. No conversion of a float: a cast that
+    // saturates keeps a compiler from using vectors.
+    let n = shifted.to_bits().wrapping_sub(ROUND.to_bits()) as i32;
+    let half = n >> 1;
+    let power = |e: i32| f32::from_bits((e.wrapping_add(127) as u32) << 23);
+    let value = p * power(half) * power(n.wrapping_sub(half));
     // NaN passes through the clamp and every product above.
     if x < -87.3 { 0.0 } else { value }
 }

@@ -93,6 +93,7 @@ macro_rules! kernels {
                 }
             }
 
+            /// All M * C dots of a group advance together, so that no processor has to look far ahead for work.
             #[target_feature(enable = $features)]
             unsafe fn panel_shape<const M: usize, const C: usize>(
                 tiles: *const ByteTile,
@@ -103,17 +104,29 @@ macro_rules! kernels {
                 unsafe {
                     let mut acc = get::<M, C>(out);
                     for g in 0..GROUPS {
-                        let (mut codes, mut scale) =
-                            ([[_mm512_setzero_si512(); 4]; C], [_mm512_setzero_ps(); C]);
-                        for c in 0..C {
-                            let tile = &*tiles.add(c);
-                            for j in 0..4 {
-                                codes[c][j] = load(tile.codes[4 * g + j].as_ptr().cast());
+                        let mut dot = [[_mm512_setzero_si512(); C]; M];
+                        for r in 0..M {
+                            dot[r] = [_mm512_set1_epi32((*rows.add(r)).bias[g]); C];
+                        }
+                        for j in 0..4 {
+                            let mut codes = [_mm512_setzero_si512(); C];
+                            for c in 0..C {
+                                codes[c] = load((*tiles.add(c)).codes[4 * g + j].as_ptr().cast());
                             }
-                            scale[c] = _mm512_load_ps(tile.scales[g].as_ptr());
+                            for r in 0..M {
+                                let word = (*rows.add(r)).q.as_ptr().add(16 * g).cast::<i32>().add(j);
+                                for c in 0..C {
+                                    dot[r][c] = $dot(dot[r][c], codes[c], _mm512_set1_epi32(*word));
+                                }
+                            }
                         }
                         for r in 0..M {
-                            add(&mut acc[r], &codes, &scale, rows.add(r), g);
+                            let a = _mm512_set1_ps((*rows.add(r)).scales[g]);
+                            for c in 0..C {
+                                let scale = _mm512_load_ps((*tiles.add(c)).scales[g].as_ptr());
+                                let sum = _mm512_cvtepi32_ps(dot[r][c]);
+                                acc[r][c] = _mm512_fmadd_ps(sum, _mm512_mul_ps(scale, a), acc[r][c]);
+                            }
                         }
                     }
                     put(&acc, 0, out);
