@@ -31,6 +31,9 @@ impl Quantised {
         rows.checked_mul(k.div_ceil(TILE_K) as u64)?.checked_mul(size_of::<ByteBlock>() as u64)
     }
 
+    /// A block of zeros.
+    pub const ZERO: ByteBlock = ByteBlock { q: [0; TILE_K], scales: [0.0; GROUPS], bias: [0; GROUPS] };
+
     /// In `scratch`, 64-byte aligned and of [`bytes`](Self::bytes).
     pub fn new(scratch: *mut u8, rows: usize) -> Self {
         Self { blocks: scratch.cast(), rows }
@@ -41,7 +44,16 @@ impl Quantised {
         ByteRows { blocks: self.blocks, ld: self.rows, rows: self.rows }
     }
 
-    /// The block of tile `tile` of `row`.
+    /// The block of tile `tile` of `row`, which were quantised.
+    ///
+    /// # Safety
+    /// They are inside, and nobody writes.
+    pub unsafe fn block(&self, row: usize, tile: usize) -> &ByteBlock {
+        // SAFETY: by contract.
+        unsafe { &*self.at(row, tile) }
+    }
+
+    /// Where the block of tile `tile` of `row` is.
     fn at(&self, row: usize, tile: usize) -> *mut ByteBlock {
         self.blocks.wrapping_add(tile * self.rows + row)
     }
@@ -77,7 +89,7 @@ impl Quantised {
     /// # Safety
     /// Row and tile are inside this scratch, and the row is the caller's alone.
     pub unsafe fn expand(&self, row: usize, tile: usize, groups: impl Iterator<Item = ([u8; 8], u8)>) {
-        let mut block = ByteBlock { q: [0; TILE_K], scales: [0.0; GROUPS], bias: [0; GROUPS] };
+        let mut block = Self::ZERO;
         for (g, (codes, scale)) in groups.enumerate().take(GROUPS) {
             let q: [i8; 16] =
                 array::from_fn(|i| e2m1::DOUBLED[usize::from(codes[i / 2] >> (i % 2 * 4) & 15)]);

@@ -5,6 +5,7 @@ use crate::call::{Exec, Fail, Mat, Outcome, part};
 use crate::kernels::rounding::Rounding;
 use crate::kernels::{Acc, FloatRows, GROUPS, LANES, PAIR, Product, Rows, SCALE_FACTOR, TILE_BYTES, Tile};
 use crate::weight::{Weight, check_rows};
+use crate::wide;
 use q4_core::formats::nvfp4;
 use q4_core::{ActGlobal, Activations, DType, GlobalScale};
 
@@ -15,11 +16,17 @@ const DIRECT: usize = 8;
 
 /// Scratch bytes of a product with `m` rows; `None` when that overflows.
 pub fn workspace(w: &Weight, m: u64) -> Option<u64> {
-    match w.activations {
-        Activations::Native if w.x == DType::F32 => Some(0),
-        Activations::Native => m.checked_mul(w.k as u64)?.checked_mul(4),
-        _ => Quantised::bytes(m, w.k),
-    }
+    rows_bytes(w, m)?.checked_add(wide::workspace(w, m)?)
+}
+
+/// Those of the inputs in the form of the kernels, whole cache lines.
+fn rows_bytes(w: &Weight, m: u64) -> Option<u64> {
+    let bytes = match w.activations {
+        Activations::Native if w.x == DType::F32 => 0,
+        Activations::Native => m.checked_mul(w.k as u64)?.checked_mul(4)?,
+        _ => Quantised::bytes(m, w.k)?,
+    };
+    bytes.checked_next_multiple_of(64)
 }
 
 /// `y = x W^T`.
@@ -31,17 +38,25 @@ pub unsafe fn forward(w: &Weight, x: Mat, y: Mat, exec: &Exec) -> Outcome {
     let need = workspace(w, x.rows as u64);
     let need = need.ok_or_else(|| Fail::invalid("x", "a workspace that fits the address space", x.rows))?;
     let scratch = exec.scratch(need)?;
+    let unit = scratch.wrapping_add(rows_bytes(w, x.rows as u64).unwrap_or(0) as usize);
     let kernels = w.kernels();
     // SAFETY: x is readable, and the workspace has the size that was asked for.
     unsafe {
         match w.activations {
             Activations::Native => {
-                let rows = if w.x == DType::F32 {
-                    FloatRows { x: x.floats(), ld: x.ld, rows: x.rows }
-                } else {
-                    activations::widen(&x, scratch.cast(), exec)?
+                let rows = |first, count| {
+                    let (x, y) = (x.rows_from(first, count), y.rows_from(first, count));
+                    let rows = if w.x == DType::F32 {
+                        FloatRows { x: x.floats(), ld: x.ld, rows: x.rows }
+                    } else {
+                        activations::widen(&x, scratch.cast(), exec)?
+                    };
+                    multiply(w, &kernels.float, rows, y, 1.0, exec)
                 };
-                multiply(w, &kernels.float, rows, y, 1.0, exec)
+                match wide::multiply(w, wide::Inputs::Floats(x), y, 1.0, unit, exec)? {
+                    None => rows(0, x.rows),
+                    Some(refused) => refused.into_iter().try_for_each(|row| rows(row, 1)),
+                }
             }
             Activations::Int8 => {
                 let q = Quantised::new(scratch, x.rows);
@@ -60,7 +75,12 @@ pub unsafe fn forward(w: &Weight, x: Mat, y: Mat, exec: &Exec) -> Outcome {
                 let rounding = Rounding::new(nvfp4::Quantizer { rule: act.rule, global, source: w.x });
                 let q = Quantised::new(scratch, x.rows);
                 q.nvfp4(&x, &rounding, kernels, exec)?;
-                multiply(w, &kernels.bytes, q.rows(), y, nvfp4_factor(global), exec)
+                // Only the inputs are doubled there.
+                let factor = nvfp4_factor(global);
+                if wide::multiply(w, wide::Inputs::Bytes(q), y, 2.0 * factor, unit, exec)?.is_some() {
+                    return Ok(());
+                }
+                multiply(w, &kernels.bytes, q.rows(), y, factor, exec)
             }
         }
     }
@@ -146,7 +166,11 @@ unsafe fn many_rows<X: Rows, T: Tile>(
     }
 }
 
-unsafe fn store(w: &Weight, y: Mat, factor: f64, pair: usize, first: usize, acc: &[Acc]) {
+/// Writes the sums of `acc.len()` rows from `first` on with a pair of row blocks.
+///
+/// # Safety
+/// y has these rows, and nobody else touches the columns.
+pub unsafe fn store(w: &Weight, y: Mat, factor: f64, pair: usize, first: usize, acc: &[Acc]) {
     let column = pair * PAIR * LANES;
     let len = (w.n - column).min(PAIR * LANES);
     let factors = factors(w, column, len, factor * SCALE_FACTOR);

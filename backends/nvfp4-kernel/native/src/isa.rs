@@ -4,6 +4,8 @@ use crate::kernels::{Kernels, portable};
 /// An instruction set, best first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Isa {
+    /// AVX-512 with VNNI, and the tile unit (AMX, bf16) for products of many rows.
+    Amx,
     /// AVX-512 with VNNI.
     Avx512Vnni,
     /// AVX-512 F, BW, DQ, VL.
@@ -16,11 +18,12 @@ pub enum Isa {
 
 impl Isa {
     /// Every one, best first.
-    pub const ALL: [Isa; 4] = [Self::Avx512Vnni, Self::Avx512, Self::Avx2, Self::Portable];
+    pub const ALL: [Isa; 5] = [Self::Amx, Self::Avx512Vnni, Self::Avx512, Self::Avx2, Self::Portable];
 
     /// Spelling in `nvfp4_ctx_desc.isa`.
     pub const fn name(self) -> &'static str {
         match self {
+            Self::Amx => "amx",
             Self::Avx512Vnni => "avx512vnni",
             Self::Avx512 => "avx512",
             Self::Avx2 => "avx2",
@@ -46,6 +49,9 @@ impl Isa {
     /// Processor features it needs.
     pub const fn needs(self) -> &'static str {
         match self {
+            Self::Amx => {
+                "x86-64 with avx512vnni, what it needs, amx-tile and amx-bf16, and a system that grants tiles"
+            }
             Self::Avx512Vnni => "x86-64 with avx512f, avx512bw, avx512dq, avx512vl, avx512vnni, fma, f16c",
             Self::Avx512 => "x86-64 with avx512f, avx512bw, avx512dq, avx512vl, fma, f16c",
             Self::Avx2 => "x86-64 with avx2, fma, f16c",
@@ -64,6 +70,7 @@ impl Isa {
             && is_x86_feature_detected!("avx512dq")
             && is_x86_feature_detected!("avx512vl");
         match self {
+            Self::Amx => Self::Avx512Vnni.is_available() && crate::kernels::amx::is_available(),
             Self::Avx512Vnni => avx2 && avx512 && is_x86_feature_detected!("avx512vnni"),
             Self::Avx512 => avx2 && avx512,
             Self::Avx2 => avx2,
@@ -82,7 +89,7 @@ impl Isa {
         use crate::kernels::{avx2, avx512};
         match self {
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512Vnni => &avx512::VNNI,
+            Self::Amx | Self::Avx512Vnni => &avx512::VNNI,
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => &avx512::PLAIN,
             #[cfg(target_arch = "x86_64")]

@@ -11,6 +11,8 @@
 //! `acc += dot * (scale * activation scale)`, also for the groups of padding, which are zero. `scale` is `e4m3 * 2^-8`: E4M3
 //! bits shifted by 7 are that f16.
 #[cfg(target_arch = "x86_64")]
+pub mod amx;
+#[cfg(target_arch = "x86_64")]
 pub mod avx2;
 #[cfg(target_arch = "x86_64")]
 pub mod avx512;

@@ -16,6 +16,8 @@ mod memory;
 mod prepare;
 mod quantize;
 mod weight;
+#[cfg_attr(not(target_arch = "x86_64"), path = "wide/none.rs")]
+mod wide;
 
 use call::{Exec, Fail, Mat, Sink, entry, guarded};
 use handle::{Context, Weight};

@@ -86,7 +86,7 @@ use by_shape;
 /// Scales of group `g` of a tile, times 2^-8.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn scales(tile: *const u8, g: usize) -> __m512 {
+pub(super) unsafe fn scales(tile: *const u8, g: usize) -> __m512 {
     // SAFETY: a tile has 64 bytes of scales.
     let bytes = unsafe { _mm_load_si128(tile.add(SCALES_AT + LANES * g).cast()) };
     _mm512_cvtph_ps(_mm256_slli_epi16::<7>(_mm256_cvtepu8_epi16(bytes)))

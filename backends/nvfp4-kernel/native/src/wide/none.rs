@@ -1,0 +1,34 @@
+//! No matrix unit is known here.
+use crate::activations::Quantised;
+use crate::call::{Exec, Mat, Outcome};
+use crate::weight::Weight;
+
+/// Inputs in the form of a unit.
+pub enum Inputs {
+    /// f32 or what widens to it.
+    #[allow(dead_code)]
+    Floats(Mat),
+    /// NVFP4, in blocks.
+    #[allow(dead_code)]
+    Bytes(Quantised),
+}
+
+/// No scratch.
+pub fn workspace(_: &Weight, _: u64) -> Option<u64> {
+    Some(0)
+}
+
+/// None: not for a unit.
+///
+/// # Safety
+/// Nothing is touched.
+pub unsafe fn multiply(
+    _: &Weight,
+    _: Inputs,
+    _: Mat,
+    _: f64,
+    _: *mut u8,
+    _: &Exec,
+) -> Outcome<Option<Vec<usize>>> {
+    Ok(None)
+}
