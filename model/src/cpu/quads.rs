@@ -10,7 +10,7 @@ pub const QUERIES: usize = 4;
 ///
 /// # Safety
 /// AVX-512F; all queries have one length, a multiple of 16, and `rows` has as many rows as the longest of `out`.
-#[target_feature(enable = "avx512f,avx512dq,avx2,fma")]
+#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
 pub unsafe fn dots<T: Load>(q: [&[f32]; QUERIES], rows: &[T], scale: f32, out: &mut [&mut [f32]; QUERIES]) {
     let d = q[0].len();
     let shared = out.iter().map(|o| o.len()).min().unwrap_or(0) / QUERIES * QUERIES;
@@ -49,7 +49,7 @@ pub unsafe fn dots<T: Load>(q: [&[f32]; QUERIES], rows: &[T], scale: f32, out: &
 ///
 /// # Safety
 /// AVX-512F; all of `out` have one length, a multiple of 16, and `rows` has as many rows as the longest of `weights`.
-#[target_feature(enable = "avx512f,avx512dq,avx2,fma")]
+#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
 pub unsafe fn weighted_sums<T: Load>(
     weights: [&[f32]; QUERIES],
     rows: &[T],
@@ -74,7 +74,7 @@ pub unsafe fn weighted_sums<T: Load>(
 
 /// `16 * C` columns from `column` on.
 #[inline]
-#[target_feature(enable = "avx512f,avx512dq,avx2,fma")]
+#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
 unsafe fn columns<T: Load, const C: usize>(
     weights: [&[f32]; QUERIES],
     rows: &[T],

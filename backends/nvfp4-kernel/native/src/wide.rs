@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicU16, Ordering};
 /// Fewest rows of x; fewer are for the other kernels.
 const MIN_ROWS: u64 = 9;
 /// Tiles of k that the unit adds up: two row blocks of them, decoded, are 32 KiB.
-const CHUNK: usize = 8;
+const CHUNK: usize = 4;
 /// Registers of a row block's chunk.
 const CHUNK_STEPS: usize = CHUNK * TILE_K / STEP;
 /// Rows of a panel at most.
