@@ -63,7 +63,26 @@ unsafe fn decode(tile: *const u8, steps: &[[f32; GROUPS]; LANES], out: &mut [[f3
 
 #[target_feature(enable = "neon")]
 unsafe fn axpy(dy: &[[f32; LANES]], w: &[[f32; TILE_K]; LANES], dx: &mut [[f32; TILE_K]]) {
-    portable::axpy_body(dy, w, dx, f32::mul_add);
+    // Half the columns at a time leave registers for what is loaded.
+    const HALF: usize = TILE_K / QUARTER / 2;
+    for (dy, dx) in dy.iter().zip(dx) {
+        for first in [0, TILE_K / 2] {
+            // SAFETY: 32 columns from `first` on are inside a row of 64.
+            unsafe {
+                let to = dx.as_mut_ptr().add(first);
+                let mut sums: [_; HALF] = std::array::from_fn(|i| vld1q_f32(to.add(QUARTER * i)));
+                for (&d, w) in dy.iter().zip(w) {
+                    let w = w.as_ptr().add(first);
+                    for (i, sum) in sums.iter_mut().enumerate() {
+                        *sum = vfmaq_n_f32(*sum, vld1q_f32(w.add(QUARTER * i)), d);
+                    }
+                }
+                for (i, sum) in sums.into_iter().enumerate() {
+                    vst1q_f32(to.add(QUARTER * i), sum);
+                }
+            }
+        }
+    }
 }
 
 /// The codes of the first and of the second four k in 16 bytes of a half.
