@@ -90,6 +90,7 @@ fn options(args: &ConformanceArgs) -> Result<Options> {
         levels: args.level.iter().map(level).collect::<Result<_>>()?,
         claims: args.claim.clone(),
         seed: args.seed,
+        sample: args.sample.map(|n| usize::try_from(n).unwrap_or(usize::MAX)),
         waivers,
         ..Options::of(profile)
     };
@@ -145,8 +146,8 @@ fn judge(
     let name = backend.descriptor().name.to_string();
     let runner = ChildProcesses {
         command: Box::new({
-            let name = name.clone();
-            move |range| own_command(&name, range)
+            let (name, runner) = (name.clone(), args.runner.clone());
+            move |range| own_command(&name, range, runner.as_deref())
         }),
         time_limit: Duration::from_secs(args.time_limit),
         memory_limit: args.case_memory,
@@ -176,9 +177,18 @@ fn processor() -> Option<String> {
     line.split_once(':').map(|(_, name)| name.trim().to_owned()).filter(|name| !name.is_empty())
 }
 
-/// This command line again, as a child.
-fn own_command(name: &str, range: Range<usize>) -> Command {
-    let mut command = Command::new(std::env::current_exe().unwrap_or_else(|_| "q4".into()));
+/// This command line again, as a child, started by `runner` if there is one: words between spaces.
+fn own_command(name: &str, range: Range<usize>, runner: Option<&str>) -> Command {
+    let own = std::env::current_exe().unwrap_or_else(|_| "q4".into());
+    let mut words = runner.unwrap_or_default().split_whitespace();
+    let mut command = match words.next() {
+        Some(program) => {
+            let mut command = Command::new(program);
+            command.args(words).arg(own);
+            command
+        }
+        None => Command::new(own),
+    };
     command.args(std::env::args_os().skip(1));
     command.arg("--child").arg(format!("{name}:{}..{}", range.start, range.end));
     command

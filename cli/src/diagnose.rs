@@ -194,6 +194,9 @@ fn text(b: &Body) -> String {
         h.env.processors,
         h.env.cpu_features.join(" ")
     );
+    if h.env.arch == "aarch64" {
+        let _ = writeln!(out, "          NEON kernels: run under an emulator, not timed on hardware");
+    }
     let _ = writeln!(out, "memory    {} available", h.available_bytes.map_or("unknown".into(), human));
     let devices: Vec<_> =
         h.env.cuda.iter().map(|d| format!("{} ({}, {})", d.ordinal, d.name, d.arch())).collect();

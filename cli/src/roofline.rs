@@ -182,11 +182,46 @@ fn dot_product() -> Option<Dots> {
             return Some((32, |x| unsafe { narrow(x) }));
         }
     }
+    #[cfg(target_arch = "aarch64")]
+    {
+        use std::arch::aarch64::*;
+        use std::arch::asm;
+        /// Chains of one instruction on a register of sums and one of bytes; Rust has no stable names for them.
+        macro_rules! chains {
+            ($name:ident, $feature:literal, $instruction:literal) => {
+                #[target_feature(enable = $feature)]
+                fn $name(x: f32) -> f32 {
+                    let bytes = vreinterpretq_s8_f32(vdupq_n_f32(x));
+                    let mut acc = [vdupq_n_s32(0); CHAINS];
+                    for _ in 0..STEPS {
+                        for v in &mut acc {
+                            // SAFETY: arithmetic on two registers; the feature is enabled.
+                            unsafe {
+                                asm!($instruction, inout(vreg) *v, in(vreg) bytes, options(pure, nomem, nostack))
+                            }
+                        }
+                    }
+                    acc.iter().map(|v| vaddvq_s32(*v)).fold(0, i32::wrapping_add) as f32
+                }
+            };
+        }
+        chains!(matrix, "neon,i8mm", "smmla {0:v}.4s, {1:v}.16b, {1:v}.16b");
+        chains!(dots, "neon,dotprod", "sdot {0:v}.4s, {1:v}.16b, {1:v}.16b");
+        if std::arch::is_aarch64_feature_detected!("i8mm") {
+            // SAFETY: the feature was found on this processor.
+            return Some((32, |x| unsafe { matrix(x) }));
+        }
+        if std::arch::is_aarch64_feature_detected!("dotprod") {
+            // SAFETY: as above.
+            return Some((16, |x| unsafe { dots(x) }));
+        }
+    }
     None
 }
 
 /// Independent chains of multiply-adds, enough of them to hide the latency of one.
 fn chains(x: f32) -> f32 {
+    #[cfg(not(target_arch = "aarch64"))]
     #[inline(always)]
     fn body(x: f32, step: impl Fn(f32, f32, f32) -> f32) -> f32 {
         let mut acc = [[x; LANES]; CHAINS];
@@ -226,5 +261,22 @@ fn chains(x: f32) -> f32 {
             return unsafe { avx2(x) };
         }
     }
+    // Half the chains twice leave registers where they have four lanes; the instruction is always there.
+    #[cfg(target_arch = "aarch64")]
+    {
+        use std::arch::aarch64::*;
+        // SAFETY: the target has NEON.
+        unsafe {
+            let (m, b) = (vdupq_n_f32(0.999_999), vdupq_n_f32(x));
+            let mut acc = [b; CHAINS * 2];
+            for _ in 0..STEPS * 2 {
+                for a in &mut acc {
+                    *a = vfmaq_f32(b, *a, m);
+                }
+            }
+            acc.into_iter().map(|a| vaddvq_f32(a)).sum()
+        }
+    }
+    #[cfg(not(target_arch = "aarch64"))]
     body(x, |a, m, b| a * m + b)
 }

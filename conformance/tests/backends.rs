@@ -97,6 +97,13 @@ fn isas() -> Vec<Option<&'static str>> {
         let all = [(true, None), (true, Some("portable")), (avx2, Some("avx2")), (avx512, Some("avx512"))];
         all.into_iter().filter(|a| a.0).map(|a| a.1).collect()
     }
-    #[cfg(not(target_arch = "x86_64"))]
+    #[cfg(target_arch = "aarch64")]
+    {
+        let dotprod = std::arch::is_aarch64_feature_detected!("dotprod");
+        let all =
+            [(true, None), (true, Some("portable")), (true, Some("neon")), (dotprod, Some("neondotprod"))];
+        all.into_iter().filter(|a| a.0).map(|a| a.1).collect()
+    }
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
     vec![None, Some("portable")]
 }

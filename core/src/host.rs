@@ -137,7 +137,16 @@ fn cpu_features() -> Vec<String> {
     found
 }
 
-#[cfg(not(target_arch = "x86_64"))]
+#[cfg(target_arch = "aarch64")]
+fn cpu_features() -> Vec<String> {
+    macro_rules! probe {
+        ($($f:tt),*) => { [$(($f, std::arch::is_aarch64_feature_detected!($f))),*] };
+    }
+    let all = probe!("bf16", "dotprod", "fp16", "i8mm", "neon", "sve", "sve2");
+    all.iter().filter(|(_, yes)| *yes).map(|(f, _)| (*f).to_owned()).collect()
+}
+
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 fn cpu_features() -> Vec<String> {
     Vec::new()
 }

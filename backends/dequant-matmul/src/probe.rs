@@ -17,20 +17,28 @@ pub(crate) fn probe() -> Vec<ProbeItem> {
     vec![ProbeItem { id: "cpu.isa".into(), reasons: Vec::new(), detail }]
 }
 
-/// Refuses an instruction set that does not exist or that this machine lacks (`avx512vnni` means `avx512` here).
+/// Refuses an instruction set that does not exist or that this machine lacks (`avx512vnni` and `amx` mean `avx512` here,
+/// `neondotprod` and `neoni8mm` mean `neon`).
 pub(crate) fn check_isa(name: Option<&str>) -> Result<(), Reject> {
     let Some(name) = name else { return Ok(()) };
-    let plain = if name == "avx512vnni" { "avx512" } else { name };
+    let plain = match name {
+        "avx512vnni" | "amx" => "avx512",
+        "neondotprod" | "neoni8mm" => "neon",
+        _ => name,
+    };
     let (need, have) = match isas().into_iter().find(|i| i.0 == plain) {
         Some((_, true)) => return Ok(()),
         Some(_) => (format!("a processor with {plain}"), std::env::consts::ARCH.to_owned()),
-        None => ("isa portable, avx2, avx512 or avx512vnni".to_owned(), name.to_owned()),
+        None => {
+            let known = "isa portable, avx2, avx512, avx512vnni, amx, neon, neondotprod or neoni8mm";
+            (known.to_owned(), name.to_owned())
+        }
     };
     Err(Reject::new(RejectCode::DeviceArch, need, have))
 }
 
 /// Best first, and whether this machine has it.
-fn isas() -> [(&'static str, bool); 3] {
+fn isas() -> [(&'static str, bool); 4] {
     #[cfg(target_arch = "x86_64")]
     let (avx512, avx2) = (
         std::arch::is_x86_feature_detected!("avx512f"),
@@ -38,7 +46,11 @@ fn isas() -> [(&'static str, bool); 3] {
     );
     #[cfg(not(target_arch = "x86_64"))]
     let (avx512, avx2) = (false, false);
-    [("avx512", avx512), ("avx2", avx2), ("portable", true)]
+    #[cfg(target_arch = "aarch64")]
+    let neon = std::arch::is_aarch64_feature_detected!("neon");
+    #[cfg(not(target_arch = "aarch64"))]
+    let neon = false;
+    [("avx512", avx512), ("avx2", avx2), ("neon", neon), ("portable", true)]
 }
 
 /// `Ok` or every reason why `spec` cannot be served.

@@ -1,4 +1,6 @@
 //! The products. Written once over [`Lanes`], compiled once per instruction set, in one order of k whatever the shape.
+#[cfg(target_arch = "aarch64")]
+use crate::neon::Neon;
 #[cfg(target_arch = "x86_64")]
 use crate::simd::{Avx2, Avx512};
 use crate::{
@@ -14,8 +16,6 @@ const FEW: usize = 4;
 const STRIP: usize = 4;
 /// Input rows whose sums are kept while the weights pass by.
 const ROWS: usize = 32;
-/// Words ahead of the one in use: 4 KiB.
-const AHEAD: usize = 1024;
 
 macro_rules! on_every_isa {
     ($(#[$doc:meta])* $name:ident, $body:ident) => {
@@ -36,6 +36,12 @@ macro_rules! on_every_isa {
                 // SAFETY: this function enables the features.
                 unsafe { $body::<Avx2>(w, x, y, range) }
             }
+            #[cfg(target_arch = "aarch64")]
+            #[target_feature(enable = "neon")]
+            unsafe fn neon(w: &Packed, x: &Rows<'_>, y: &RowsMut<'_>, range: Range<usize>) {
+                // SAFETY: this function enables the features.
+                unsafe { $body::<Neon>(w, x, y, range) }
+            }
             // SAFETY: `Isa::choose` found the features; the rest is the caller's promise.
             unsafe {
                 match w.isa {
@@ -43,6 +49,8 @@ macro_rules! on_every_isa {
                     Isa::Avx512 => avx512(w, x, y, range),
                     #[cfg(target_arch = "x86_64")]
                     Isa::Avx2 => avx2(w, x, y, range),
+                    #[cfg(target_arch = "aarch64")]
+                    Isa::Neon => neon(w, x, y, range),
                     _ => $body::<Portable>(w, x, y, range),
                 }
             }
@@ -115,22 +123,8 @@ unsafe fn stream<L: Lanes, const B: usize, const M: usize>(
         let mut total = [[L::splat(0.0); B]; M];
         let mut word = 0;
         for chain in 0..shape.chains {
-            let mut acc = [[[L::splat(0.0); 2]; B]; M];
-            for _ in 0..shape.words_per_chain {
-                for b in 0..B {
-                    let p = codes[b].add(word * LANES);
-                    L::prefetch(p.wrapping_add(AHEAD));
-                    let packed = L::words(p);
-                    for j in 0..CODES {
-                        let v = L::decode(table, packed, j as i32);
-                        for r in 0..M {
-                            let xv = L::splat(*x[r].add(word * CODES + j));
-                            acc[r][b][j & 1] = L::fma(v, xv, acc[r][b][j & 1]);
-                        }
-                    }
-                }
-                word += 1;
-            }
+            let acc = L::chain(table, codes, shape.words_per_chain, x, word);
+            word += shape.words_per_chain;
             let group = chain / shape.chains_per_group;
             for b in 0..B {
                 let scale = L::load(scales[b].add(group * LANES));
@@ -193,10 +187,7 @@ unsafe fn decode_chain<L: Lanes>(
         let table = L::table(&w.table);
         let start = shape.codes(w, b).add(chain * shape.words_per_chain * LANES);
         for i in 0..shape.words_per_chain {
-            let packed = L::words(start.add(i * LANES));
-            for j in 0..CODES {
-                L::store(L::decode(table, packed, j as i32), tile[i * CODES + j].0.as_mut_ptr());
-            }
+            L::unpack(table, start.add(i * LANES), tile[i * CODES].0.as_mut_ptr());
         }
     }
 }
@@ -212,7 +203,7 @@ unsafe fn against_rows<L: Lanes>(
     rows: usize,
     totals: &mut [Line<f32>; ROWS],
 ) {
-    let width = L::ACCUMULATORS / 2;
+    let width = L::ROWS;
     let mut r = 0;
     while r < rows {
         let left = rows - r;
@@ -252,14 +243,7 @@ unsafe fn tile_rows<L: Lanes, const R: usize>(
     unsafe {
         let x: [*const f32; R] = std::array::from_fn(|r| x.row(r0 + at + r).as_ptr().add(chain * len));
         let tile = tile.as_ptr().cast::<f32>();
-        let mut acc = [[L::splat(0.0); 2]; R];
-        for i in (0..len).step_by(2) {
-            let (even, odd) = (L::load(tile.add(i * LANES)), L::load(tile.add((i + 1) * LANES)));
-            for r in 0..R {
-                acc[r][0] = L::fma(even, L::splat(*x[r].add(i)), acc[r][0]);
-                acc[r][1] = L::fma(odd, L::splat(*x[r].add(i + 1)), acc[r][1]);
-            }
-        }
+        let acc = L::tile(tile, len, x);
         for r in 0..R {
             let total = totals[at + r].0.as_mut_ptr();
             L::store(L::fma(scale, L::add(acc[r][0], acc[r][1]), L::load(total)), total);

@@ -9,6 +9,8 @@
 mod cuda;
 mod forward;
 mod kernel;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod pages;
 mod prepare;
 mod probe;
@@ -30,8 +32,9 @@ inventory::submit! {
 
 const NAME: &str = "nf4-kernel";
 
-/// Best instruction set of this machine, or the one `options.isa` names: `portable`, `avx2`, `avx512`
-/// (`avx512vnni` means `avx512` here). A name that is unknown or that this machine lacks is a reason not to live.
+/// Best instruction set of this machine, or the one `options.isa` names: `portable`, `avx2`, `avx512`, `neon`
+/// (`avx512vnni` and `amx` mean `avx512` here, `neondotprod` and `neoni8mm` mean `neon`). A name that is unknown or that this
+/// machine lacks is a reason not to live.
 fn construct(options: &BuiltinOptions) -> std::result::Result<Built, Vec<Reject>> {
     let isa = Isa::choose(options.isa.as_deref()).map_err(|reason| vec![reason])?;
     Ok(Built { backend: Arc::new(Nf4Kernel::new(isa, options.cuda)), library: None })

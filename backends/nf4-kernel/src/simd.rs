@@ -1,4 +1,5 @@
-//! Sixteen lanes of f32 on each instruction set: the only file that knows one.
+//! Sixteen lanes of f32 on each instruction set; here plain Rust and those of x86.
+use crate::prepare::{CODES, LANES};
 use q4_core::{Reject, RejectCode};
 
 /// An instruction set the kernels are compiled for.
@@ -6,17 +7,22 @@ use q4_core::{Reject, RejectCode};
 pub(crate) enum Isa {
     Avx512,
     Avx2,
+    Neon,
     Portable,
 }
 
+/// Words ahead of the one in use that codes are fetched: 4 KiB.
+pub(crate) const AHEAD: usize = 1024;
+
 impl Isa {
     /// Best first.
-    pub const ALL: [Self; 3] = [Self::Avx512, Self::Avx2, Self::Portable];
+    pub const ALL: [Self; 4] = [Self::Avx512, Self::Avx2, Self::Neon, Self::Portable];
 
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Avx512 => "avx512",
             Self::Avx2 => "avx2",
+            Self::Neon => "neon",
             Self::Portable => "portable",
         }
     }
@@ -26,9 +32,15 @@ impl Isa {
         let Some(name) = name else {
             return Ok(Self::ALL.into_iter().find(|i| i.is_available()).unwrap_or(Self::Portable));
         };
-        let plain = if name == "avx512vnni" { "avx512" } else { name };
+        // Integer dots are of no use to NF4.
+        let plain = match name {
+            "avx512vnni" | "amx" => "avx512",
+            "neondotprod" | "neoni8mm" => "neon",
+            _ => name,
+        };
         let unknown = || {
-            Reject::new(RejectCode::DeviceArch, "isa portable, avx2, avx512 or avx512vnni", name.to_owned())
+            let known = "isa portable, avx2, avx512, avx512vnni, amx, neon, neondotprod or neoni8mm";
+            Reject::new(RejectCode::DeviceArch, known, name.to_owned())
         };
         let isa = Self::ALL.into_iter().find(|i| i.as_str() == plain).ok_or_else(unknown)?;
         if isa.is_available() {
@@ -44,10 +56,19 @@ impl Isa {
             Self::Avx2 => {
                 std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma")
             }
+            Self::Neon => false,
             Self::Portable => true,
         }
     }
-    #[cfg(not(target_arch = "x86_64"))]
+    #[cfg(target_arch = "aarch64")]
+    pub fn is_available(self) -> bool {
+        match self {
+            Self::Neon => std::arch::is_aarch64_feature_detected!("neon"),
+            Self::Portable => true,
+            Self::Avx512 | Self::Avx2 => false,
+        }
+    }
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
     pub fn is_available(self) -> bool {
         self == Self::Portable
     }
@@ -66,6 +87,8 @@ pub(crate) trait Lanes {
     type T: Copy;
     /// Accumulators that fit into the registers, in units of `F`.
     const ACCUMULATORS: usize;
+    /// Input rows that run against one decoded tile.
+    const ROWS: usize = Self::ACCUMULATORS / 2;
 
     unsafe fn splat(v: f32) -> Self::F;
     unsafe fn load(p: *const f32) -> Self::F;
@@ -80,6 +103,65 @@ pub(crate) trait Lanes {
     unsafe fn decode(t: Self::T, w: Self::W, j: i32) -> Self::F;
     /// Asks for the line at `p`, which may lie past the allocation.
     unsafe fn prefetch(p: *const u32);
+
+    /// The two sums, over even and over odd k, of a chain of `count` words from `word` on: `M` rows of `x` with `B` blocks.
+    #[inline(always)]
+    unsafe fn chain<const B: usize, const M: usize>(
+        t: Self::T,
+        codes: [*const u32; B],
+        count: usize,
+        x: [*const f32; M],
+        word: usize,
+    ) -> [[[Self::F; 2]; B]; M] {
+        // SAFETY: the trait's contract.
+        unsafe {
+            let mut acc = [[[Self::splat(0.0); 2]; B]; M];
+            for word in word..word + count {
+                for b in 0..B {
+                    let p = codes[b].add(word * LANES);
+                    Self::prefetch(p.wrapping_add(AHEAD));
+                    let packed = Self::words(p);
+                    for j in 0..CODES {
+                        let v = Self::decode(t, packed, j as i32);
+                        for r in 0..M {
+                            let xv = Self::splat(*x[r].add(word * CODES + j));
+                            acc[r][b][j & 1] = Self::fma(v, xv, acc[r][b][j & 1]);
+                        }
+                    }
+                }
+            }
+            acc
+        }
+    }
+
+    /// Values of the 8 codes of each of 16 words at `p`, one code after the other.
+    #[inline(always)]
+    unsafe fn unpack(t: Self::T, p: *const u32, out: *mut f32) {
+        // SAFETY: the trait's contract; `out` has 8 times 16 elements.
+        unsafe {
+            let packed = Self::words(p);
+            for j in 0..CODES {
+                Self::store(Self::decode(t, packed, j as i32), out.add(j * LANES));
+            }
+        }
+    }
+
+    /// The two sums of `R` rows of `x` with a decoded tile of `len` k.
+    #[inline(always)]
+    unsafe fn tile<const R: usize>(tile: *const f32, len: usize, x: [*const f32; R]) -> [[Self::F; 2]; R] {
+        // SAFETY: the trait's contract; the tile has 16 elements for each k, which is a multiple of 8.
+        unsafe {
+            let mut acc = [[Self::splat(0.0); 2]; R];
+            for i in (0..len).step_by(2) {
+                let (even, odd) = (Self::load(tile.add(i * LANES)), Self::load(tile.add((i + 1) * LANES)));
+                for r in 0..R {
+                    acc[r][0] = Self::fma(even, Self::splat(*x[r].add(i)), acc[r][0]);
+                    acc[r][1] = Self::fma(odd, Self::splat(*x[r].add(i + 1)), acc[r][1]);
+                }
+            }
+            acc
+        }
+    }
 }
 
 /// Plain Rust; products are rounded before they are added.

@@ -50,6 +50,56 @@ fn neither_threads_nor_rows_nor_segments_change_a_bit() -> Result<()> {
 }
 
 #[test]
+fn vector_kernels_agree_bit_for_bit() -> Result<()> {
+    // FNV-1a over all bits below: what every architecture must come to.
+    const RECORDED: u64 = 0xf25c_5238_3083_ed6a;
+    let (n, k, most) = (50, 320, 9);
+    let mut seed = 1u32;
+    let mut next = || {
+        seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        seed >> 8
+    };
+    let mut floats = |n: usize| (0..n).map(|_| next() as f32 / 8_388_608.0 - 1.0).collect::<Vec<f32>>();
+    let (absmax, x, dy) = (floats(n * k / 64), floats(most * k), floats(most * n));
+    let codes: Vec<u8> = (0..n * k / 2).map(|_| next() as u8).collect();
+    let absmax = Absmax::Plain(TensorView::of(&absmax, &[absmax.len()])?);
+    let data = SegmentData::Nf4 { codes: TensorView::of(&codes, &[codes.len()])?, absmax };
+    let segments = [Segment { rows: n, data }];
+    let (io, pool) = ((DType::F32, DType::F32), ThreadPool::new(1));
+    let mut fnv = 0xcbf2_9ce4_8422_2325u64;
+    let subjects: Vec<_> = kernels().into_iter().filter(|s| s.isa != "portable").collect();
+    for m in [1, 2, 3, 4, 9] {
+        let mut seen: Option<(&str, Vec<u32>)> = None;
+        for subject in &subjects {
+            let weight = Q4Weight { schema: PLAIN, k, segments: &segments };
+            let problem = q4_conformance::Problem {
+                name: "bits".into(),
+                weight,
+                x: x[..m * k].to_vec(),
+                m,
+                activations: Activations::Native,
+                io: DType::F32,
+                recorded: None,
+            };
+            let w = subject.prepare(&problem, io, &pool)?;
+            let (y, dx) = contract::both(&*w, &problem.x, &dy[..m * n], io, &pool)?;
+            let bits: Vec<u32> = y.into_iter().chain(dx).collect();
+            let (other, want) = seen.get_or_insert_with(|| (subject.isa, bits.clone()));
+            assert!(bits == *want, "m = {m}: {} differs from {other}", subject.isa);
+        }
+        for bits in seen.into_iter().flat_map(|(_, bits)| bits) {
+            fnv = (fnv ^ u64::from(bits)).wrapping_mul(0x100_0000_01b3);
+        }
+    }
+    if subjects.is_empty() {
+        println!("skipped: this processor has no vector kernels");
+        return Ok(());
+    }
+    assert_eq!(fnv, RECORDED, "{fnv:#x}: not the bits of other architectures");
+    Ok(())
+}
+
+#[test]
 fn every_reason_is_given_at_once() {
     use RejectCode::*;
     let subject = &kernels()[0];
@@ -69,7 +119,8 @@ fn every_reason_is_given_at_once() {
 
 #[test]
 fn an_isa_is_honoured_or_the_backend_does_not_live() {
-    for isa in ["avx1024", "neon"] {
+    let foreign = if cfg!(target_arch = "aarch64") { "avx2" } else { "neon" };
+    for isa in ["avx1024", foreign] {
         assert!(built(Some(isa)).live("nf4-kernel").is_none(), "{isa}");
     }
     for subject in kernels() {

@@ -368,6 +368,6 @@ unsafe fn text(p: *const c_char) -> Result<String, String> {
 
 /// The text in a fixed array, up to its first NUL.
 fn fixed(chars: &[c_char]) -> String {
-    let bytes: Vec<u8> = chars.iter().map(|&c| c as u8).take_while(|&b| b != 0).collect();
+    let bytes: Vec<u8> = chars.iter().flat_map(|c| c.to_ne_bytes()).take_while(|&b| b != 0).collect();
     String::from_utf8_lossy(&bytes).into_owned()
 }

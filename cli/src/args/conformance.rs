@@ -12,6 +12,7 @@ process; a case is named so that --replay finds it again. The exit status is 5 w
 Examples:
   q4 conformance --backend nvfp4-kernel --report-html report.html
   q4 conformance --plugin ./libmine.so --level L1
+  q4 conformance --level L2 --sample 20
   q4 conformance --backend nf4-kernel --replay 'CASE'")]
 pub struct ConformanceArgs {
     /// What the backend must be fit for: inference, or training, which adds the backward product.
@@ -26,6 +27,9 @@ pub struct ConformanceArgs {
     /// Seed of the generated cases.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub seed: u64,
+    /// At most this many cases of each level and claim, chosen by the seed; no certificate.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub sample: Option<u64>,
     /// Only this case.
     #[arg(long, value_name = "CASE")]
     pub replay: Option<String>,
@@ -41,6 +45,9 @@ pub struct ConformanceArgs {
     /// Memory a child process may take, e.g. 4GiB.
     #[arg(long, value_name = "SIZE", value_parser = super::bytes, default_value = "4GiB")]
     pub case_memory: u64,
+    /// What starts the child processes, with its arguments: an emulator, for a q4 of another architecture.
+    #[arg(long, value_name = "COMMAND")]
+    pub runner: Option<String>,
     /// Write the report as JSON.
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub report_json: Option<PathBuf>,

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)]
 mod demo;
 mod exit;
+mod judge;
 mod measure;
 mod output;
 mod plugin;

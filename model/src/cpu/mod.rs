@@ -3,6 +3,8 @@ mod attention;
 mod cache;
 mod engine;
 mod executor;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 #[cfg(target_arch = "x86_64")]
 mod quads;
 mod simd;

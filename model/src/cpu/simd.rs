@@ -5,8 +5,13 @@
 use half::{bf16, f16};
 use once_isa::{Isa, isa};
 
-#[cfg(not(target_arch = "x86_64"))]
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 pub use self::Widen as Lanes;
+#[cfg(target_arch = "aarch64")]
+use super::neon;
+/// Element types the sums of attention are vectorised for.
+#[cfg(target_arch = "aarch64")]
+pub use super::neon::Load as Lanes;
 #[cfg(target_arch = "x86_64")]
 use super::x86;
 /// Element types the sums of attention are vectorised for.
@@ -55,11 +60,18 @@ mod once_isa {
         Avx2,
         #[cfg(target_arch = "x86_64")]
         Avx512,
+        #[cfg(target_arch = "aarch64")]
+        Neon,
     }
 
     pub fn isa() -> Isa {
         static ISA: OnceLock<Isa> = OnceLock::new();
         *ISA.get_or_init(|| {
+            // The target itself has NEON.
+            #[cfg(target_arch = "aarch64")]
+            if std::env::var("Q4_ISA").unwrap_or_default() != "portable" {
+                return Isa::Neon;
+            }
             #[cfg(target_arch = "x86_64")]
             {
                 let wanted = std::env::var("Q4_ISA").unwrap_or_default();
@@ -67,7 +79,7 @@ mod once_isa {
                     && std::arch::is_x86_feature_detected!("avx512dq")
                     && std::arch::is_x86_feature_detected!("avx512bw")
                     && std::arch::is_x86_feature_detected!("avx512vl")
-                    && matches!(wanted.as_str(), "" | "avx512" | "avx512vnni")
+                    && matches!(wanted.as_str(), "" | "avx512" | "avx512vnni" | "amx")
                 {
                     return Isa::Avx512;
                 }
@@ -97,7 +109,9 @@ macro_rules! multiversion {
             #[target_feature(enable = "avx512f,avx512vl,avx512bw,avx512dq,fma")]
             fn avx512<$t: Widen>($($arg: $ty),*) $(-> $ret)? { generic::<true, $t>($($arg),*) }
             match isa() {
-                Isa::Portable => generic::<{ cfg!(target_arch = "aarch64") }, $t>($($arg),*),
+                Isa::Portable => generic::<false, $t>($($arg),*),
+                #[cfg(target_arch = "aarch64")]
+                Isa::Neon => generic::<true, $t>($($arg),*),
                 // SAFETY: `isa` found these features on this processor.
                 #[cfg(target_arch = "x86_64")]
                 Isa::Avx2 => unsafe { avx2::<$t>($($arg),*) },
@@ -122,6 +136,11 @@ pub fn dots<T: Lanes>(q: &[f32], rows: &[T], scale: f32, out: &mut [f32]) {
             Isa::Avx2 => return unsafe { x86::dots_avx2(q, rows, scale, out) },
             Isa::Portable => {}
         }
+    }
+    #[cfg(target_arch = "aarch64")]
+    if d % LANES == 0 && isa() == Isa::Neon {
+        // SAFETY: `isa` found NEON, the line above the rows.
+        return unsafe { neon::dots(q, rows, scale, out) };
     }
     for (o, row) in out.iter_mut().zip(rows.chunks_exact(d)) {
         let mut acc = [0f32; LANES];
@@ -149,6 +168,11 @@ pub fn weighted_sum<T: Lanes>(weights: &[f32], rows: &[T], scale: f32, out: &mut
             Isa::Avx2 => return unsafe { x86::weighted_sum_avx2(weights, rows, scale, out) },
             Isa::Portable => {}
         }
+    }
+    #[cfg(target_arch = "aarch64")]
+    if d % LANES == 0 && isa() == Isa::Neon {
+        // SAFETY: `isa` found NEON, the line above the rows.
+        return unsafe { neon::weighted_sum(weights, rows, scale, out) };
     }
     out.fill(0.0);
     for (w, row) in weights.iter().zip(rows.chunks_exact(d)) {

@@ -109,7 +109,8 @@ typedef struct nvfp4_ctx_desc {
     int32_t     device;      /* ordinal; 0 for the CPU */
     uint32_t    flags;       /* 0 or NVFP4_CTX_MANAGED */
     uint32_t    reserved;
-    const char *isa;         /* NULL: the best there is; on the CPU "portable", "avx2", "avx512" or "avx512vnni" */
+    const char *isa;         /* NULL: the best there is; on the CPU "portable", "avx2", "avx512", "avx512vnni", "amx", "neon",
+                                "neondotprod" or "neoni8mm" */
 } nvfp4_ctx_desc;
 
 /* Some rows of a quantised matrix with a per-tensor scale of their own.  In an array, elements are segments[0].struct_size

@@ -12,13 +12,28 @@ pub enum Isa {
     Avx512,
     /// AVX2 with FMA and F16C.
     Avx2,
+    /// NEON with dot products and 8-bit matrix products.
+    NeonI8mm,
+    /// NEON with dot products.
+    NeonDotprod,
+    /// NEON, which every aarch64 has.
+    Neon,
     /// Plain Rust.
     Portable,
 }
 
 impl Isa {
     /// Every one, best first.
-    pub const ALL: [Isa; 5] = [Self::Amx, Self::Avx512Vnni, Self::Avx512, Self::Avx2, Self::Portable];
+    pub const ALL: [Isa; 8] = [
+        Self::Amx,
+        Self::Avx512Vnni,
+        Self::Avx512,
+        Self::Avx2,
+        Self::NeonI8mm,
+        Self::NeonDotprod,
+        Self::Neon,
+        Self::Portable,
+    ];
 
     /// Spelling in `nvfp4_ctx_desc.isa`.
     pub const fn name(self) -> &'static str {
@@ -27,6 +42,9 @@ impl Isa {
             Self::Avx512Vnni => "avx512vnni",
             Self::Avx512 => "avx512",
             Self::Avx2 => "avx2",
+            Self::NeonI8mm => "neoni8mm",
+            Self::NeonDotprod => "neondotprod",
+            Self::Neon => "neon",
             Self::Portable => "portable",
         }
     }
@@ -55,6 +73,9 @@ impl Isa {
             Self::Avx512Vnni => "x86-64 with avx512f, avx512bw, avx512dq, avx512vl, avx512vnni, fma, f16c",
             Self::Avx512 => "x86-64 with avx512f, avx512bw, avx512dq, avx512vl, fma, f16c",
             Self::Avx2 => "x86-64 with avx2, fma, f16c",
+            Self::NeonI8mm => "aarch64 with neon, dotprod, i8mm",
+            Self::NeonDotprod => "aarch64 with neon, dotprod",
+            Self::Neon => "aarch64 with neon",
             Self::Portable => "any processor",
         }
     }
@@ -75,16 +96,33 @@ impl Isa {
             Self::Avx512 => avx2 && avx512,
             Self::Avx2 => avx2,
             Self::Portable => true,
+            Self::NeonI8mm | Self::NeonDotprod | Self::Neon => false,
         }
     }
     /// Whether this processor has it.
-    #[cfg(not(target_arch = "x86_64"))]
+    #[cfg(target_arch = "aarch64")]
+    pub fn is_available(self) -> bool {
+        use std::arch::is_aarch64_feature_detected;
+        let neon = is_aarch64_feature_detected!("neon");
+        let dotprod = neon && is_aarch64_feature_detected!("dotprod");
+        match self {
+            Self::NeonI8mm => dotprod && is_aarch64_feature_detected!("i8mm"),
+            Self::NeonDotprod => dotprod,
+            Self::Neon => neon,
+            Self::Portable => true,
+            Self::Amx | Self::Avx512Vnni | Self::Avx512 | Self::Avx2 => false,
+        }
+    }
+    /// Whether this processor has it.
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
     pub fn is_available(self) -> bool {
         self == Self::Portable
     }
 
     /// Its kernels. They may run only where [`is_available`](Self::is_available) says so.
     pub fn kernels(self) -> &'static Kernels {
+        #[cfg(target_arch = "aarch64")]
+        use crate::kernels::neon;
         #[cfg(target_arch = "x86_64")]
         use crate::kernels::{avx2, avx512};
         match self {
@@ -94,6 +132,12 @@ impl Isa {
             Self::Avx512 => &avx512::PLAIN,
             #[cfg(target_arch = "x86_64")]
             Self::Avx2 => &avx2::KERNELS,
+            #[cfg(target_arch = "aarch64")]
+            Self::NeonI8mm => &neon::I8MM,
+            #[cfg(target_arch = "aarch64")]
+            Self::NeonDotprod => &neon::DOTPROD,
+            #[cfg(target_arch = "aarch64")]
+            Self::Neon => &neon::PLAIN,
             _ => &portable::KERNELS,
         }
     }

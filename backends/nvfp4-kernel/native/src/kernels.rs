@@ -16,6 +16,8 @@ pub mod amx;
 pub mod avx2;
 #[cfg(target_arch = "x86_64")]
 pub mod avx512;
+#[cfg(target_arch = "aarch64")]
+pub mod neon;
 pub mod pack;
 pub mod portable;
 pub mod rounding;
@@ -45,7 +47,7 @@ pub const SCALE_FACTOR: f64 = 256.0;
 pub type Acc = [[f32; LANES]; PAIR];
 
 /// One or two adjacent row blocks in packed memory.
-#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // no direct kernel there
+#[cfg_attr(not(any(target_arch = "x86_64", target_arch = "aarch64")), allow(dead_code))] // no direct kernel there
 #[derive(Clone, Copy)]
 pub struct Blocks {
     /// First tile of the first one; 64-byte aligned.
@@ -78,7 +80,7 @@ pub struct ByteBlock {
     pub q: [i8; TILE_K],
     /// Scale of each group.
     pub scales: [f32; GROUPS],
-    /// `-OFFSET` times the sum of each group's codes.
+    /// `-OFFSET` times the sum of each group's codes, for dots of unsigned weights.
     pub bias: [i32; GROUPS],
 }
 
@@ -139,11 +141,12 @@ pub struct FloatTile {
     pub scales: [[f32; LANES]; GROUPS],
 }
 
-/// A tile decoded to unsigned bytes, for integer products with many rows.
+/// A tile decoded to bytes, for integer products with many rows, by and for one instruction set.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 pub struct ByteTile {
-    /// `[k / 4][lane][k % 4]`, doubled value + [`OFFSET`].
+    /// `[k / 4][lane][k % 4]`, doubled value + [`OFFSET`]; NEON has signed dots and its own order within a group, without
+    /// the offset.
     pub codes: [[[u8; 4]; LANES]; TILE_K / 4],
     /// `[group][lane]`.
     pub scales: [[f32; LANES]; GROUPS],

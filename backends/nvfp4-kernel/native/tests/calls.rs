@@ -42,7 +42,8 @@ fn contexts_that_cannot_be_had_say_why() {
         assert_eq!(outcome.unwrap_err().status, status, "{desc:?}");
         assert_eq!(reasons.iter().map(|r| r[0].as_str()).collect::<Vec<_>>(), [code], "{desc:?}");
     }
-    for isa in [c"portable", c"avx2", c"avx512", c"avx512vnni"] {
+    for isa in [c"portable", c"avx2", c"avx512", c"avx512vnni", c"amx", c"neon", c"neondotprod", c"neoni8mm"]
+    {
         let has = harness::available().iter().any(|a| a.as_bytes() == isa.to_bytes());
         let (outcome, reasons) = create(&abi::CtxDesc { isa: isa.as_ptr(), ..base });
         assert_eq!(outcome.is_ok(), has, "{isa:?}");

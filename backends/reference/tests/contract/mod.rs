@@ -26,7 +26,7 @@ pub fn subjects(name: &'static str, path: ExecPath) -> Vec<Subject> {
         let backend = built(Some(isa)).live(name)?.clone();
         Some(Subject { name, isa, path, backend })
     };
-    let found: Vec<_> = ["portable", "avx2", "avx512vnni"].into_iter().filter_map(one).collect();
+    let found: Vec<_> = ["portable", "avx2", "avx512vnni", "neon"].into_iter().filter_map(one).collect();
     assert_eq!(found[0].isa, "portable");
     found
 }

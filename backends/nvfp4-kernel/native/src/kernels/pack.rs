@@ -41,6 +41,68 @@ pub unsafe fn portable(rows: &StoredRows, tiles: usize, out: *mut u8) {
 #[cfg(target_arch = "x86_64")]
 pub use x86::avx2;
 
+#[cfg(target_arch = "aarch64")]
+pub use aarch64::neon;
+
+#[cfg(target_arch = "aarch64")]
+mod aarch64 {
+    use super::{GROUPS, LANES, SCALES_AT, StoredRows, TILE_BYTES};
+    use std::arch::aarch64::*;
+
+    /// Four rows at a time: nibbles spread within each row, then transpositions of 4 x 4 words.
+    #[target_feature(enable = "neon")]
+    pub unsafe fn neon(rows: &StoredRows, tiles: usize, out: *mut u8) {
+        for t in 0..tiles {
+            // SAFETY: the rows have that many tiles and `out` has room for them, by the contract of `Kernels`.
+            unsafe {
+                let tile = out.add(t * TILE_BYTES);
+                for q in 0..4 {
+                    for side in 0..2 {
+                        let at = |i: usize| rows.codes[4 * q + i].add(32 * t + 16 * side);
+                        let words = std::array::from_fn(|i| spread(vld1q_u8(at(i))));
+                        for (half, w) in transpose(words).into_iter().enumerate() {
+                            vst1q_u32(tile.add(64 * (4 * side + half) + 16 * q).cast(), w);
+                        }
+                    }
+                }
+                let mut scales = [[0u8; GROUPS]; LANES];
+                for (lane, scales) in scales.iter_mut().enumerate() {
+                    *scales = *rows.scales[lane].add(t * rows.scale_step).cast();
+                }
+                let by_group = vld4q_u8(scales.as_ptr().cast());
+                for (g, s) in [by_group.0, by_group.1, by_group.2, by_group.3].into_iter().enumerate() {
+                    vst1q_u8(tile.add(SCALES_AT + LANES * g), s);
+                }
+            }
+        }
+    }
+
+    /// `spread_nibbles` of every word.
+    #[inline]
+    #[target_feature(enable = "neon")]
+    fn spread(words: uint8x16_t) -> uint32x4_t {
+        const FIRST: [u8; 16] = [0, 0, 1, 1, 4, 4, 5, 5, 8, 8, 9, 9, 12, 12, 13, 13];
+        const SECOND: [u8; 16] = [2, 2, 3, 3, 6, 6, 7, 7, 10, 10, 11, 11, 14, 14, 15, 15];
+        // Codes 0 to 3 twice and codes 4 to 7 twice, as bytes of two: even bytes want the low, odd ones the high.
+        // SAFETY: tables of 16 bytes.
+        let (a, b) = unsafe {
+            (vqtbl1q_u8(words, vld1q_u8(FIRST.as_ptr())), vqtbl1q_u8(words, vld1q_u8(SECOND.as_ptr())))
+        };
+        let even = vreinterpretq_u8_u16(vdupq_n_u16(0x00ff));
+        let spread = vbslq_u8(even, vsliq_n_u8::<4>(a, b), vsriq_n_u8::<4>(b, a));
+        vreinterpretq_u32_u8(spread)
+    }
+
+    #[inline]
+    #[target_feature(enable = "neon")]
+    fn transpose([a, b, c, d]: [uint32x4_t; 4]) -> [uint32x4_t; 4] {
+        let pairs = |a, b| [vtrn1q_u32(a, b), vtrn2q_u32(a, b)].map(|v| vreinterpretq_u64_u32(v));
+        let ([ab, ba], [cd, dc]) = (pairs(a, b), pairs(c, d));
+        [vzip1q_u64(ab, cd), vzip1q_u64(ba, dc), vzip2q_u64(ab, cd), vzip2q_u64(ba, dc)]
+            .map(|v| vreinterpretq_u32_u64(v))
+    }
+}
+
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use super::{GROUPS, LANES, SCALES_AT, StoredRows, TILE_BYTES};
@@ -136,42 +198,40 @@ mod x86 {
             _mm_unpackhi_epi64(ef, gh),
         ]
     }
+}
 
-    #[cfg(test)]
-    mod tests {
-        use super::super::{StoredRows, portable};
-        use super::*;
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::isa::Isa;
 
-        #[test]
-        fn both_pack_the_same_bytes() {
-            if !std::arch::is_x86_feature_detected!("avx2") {
-                println!("skipped: no AVX2 here");
-                return;
-            }
-            const TILES: usize = 3;
-            for scale_step in [4, 512] {
-                let mut x = 1u32;
-                let mut byte = || {
-                    x = x.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-                    (x >> 24) as u8
-                };
-                let codes: Vec<u8> = (0..LANES * TILES * 32 + 1).map(|_| byte()).collect();
-                let scales: Vec<u8> = (0..LANES * TILES * scale_step).map(|_| byte()).collect();
-                let rows = StoredRows {
-                    // At odd addresses, as files may have them.
-                    codes: std::array::from_fn(|i| codes[1 + i * TILES * 32..].as_ptr()),
-                    scales: std::array::from_fn(|i| scales[i * TILES * scale_step..].as_ptr()),
-                    scale_step,
-                };
-                #[repr(C, align(64))]
-                struct Out([[u8; TILE_BYTES]; TILES]);
-                let (mut a, mut b) = (Out([[1; TILE_BYTES]; TILES]), Out([[2; TILE_BYTES]; TILES]));
-                // SAFETY: rows and buffers have the tiles; the feature was found.
-                unsafe {
-                    portable(&rows, TILES, a.0.as_mut_ptr().cast());
-                    avx2(&rows, TILES, b.0.as_mut_ptr().cast());
-                }
-                assert_eq!(a.0, b.0, "step {scale_step}");
+    #[test]
+    fn every_instruction_set_packs_the_same_bytes() {
+        const TILES: usize = 3;
+        for scale_step in [4, 512] {
+            let mut x = 1u32;
+            let mut byte = || {
+                x = x.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                (x >> 24) as u8
+            };
+            let codes: Vec<u8> = (0..LANES * TILES * 32 + 1).map(|_| byte()).collect();
+            let scales: Vec<u8> = (0..LANES * TILES * scale_step).map(|_| byte()).collect();
+            let rows = StoredRows {
+                // At odd addresses, as files may have them.
+                codes: std::array::from_fn(|i| codes[1 + i * TILES * 32..].as_ptr()),
+                scales: std::array::from_fn(|i| scales[i * TILES * scale_step..].as_ptr()),
+                scale_step,
+            };
+            #[repr(C, align(64))]
+            struct Out([[u8; TILE_BYTES]; TILES]);
+            let mut want = Out([[1; TILE_BYTES]; TILES]);
+            // SAFETY: rows and buffer have the tiles.
+            unsafe { portable(&rows, TILES, want.0.as_mut_ptr().cast()) };
+            for isa in Isa::available() {
+                let mut have = Out([[2; TILE_BYTES]; TILES]);
+                // SAFETY: as above; the instruction set is available.
+                unsafe { (isa.kernels().pack)(&rows, TILES, have.0.as_mut_ptr().cast()) };
+                assert_eq!(have.0, want.0, "{isa:?}, step {scale_step}");
             }
         }
     }

@@ -150,7 +150,8 @@ unsafe fn each_group(
     ok
 }
 
-unsafe fn amax(x: &[f32]) -> u32 {
+/// Largest magnitude as bits.
+pub unsafe fn amax(x: &[f32]) -> u32 {
     amax_body(x)
 }
 
@@ -160,7 +161,8 @@ pub fn amax_body(x: &[f32]) -> u32 {
     x.iter().fold(0, |a, v| a.max(v.to_bits() & 0x7fff_ffff))
 }
 
-unsafe fn finish(sums: &[Acc], factors: &[f64; PAIR * LANES], out: *mut f32, ld: usize) {
+/// Sums to outputs.
+pub unsafe fn finish(sums: &[Acc], factors: &[f64; PAIR * LANES], out: *mut f32, ld: usize) {
     // SAFETY: same contract.
     unsafe { finish_body(sums, factors, out, ld) };
 }

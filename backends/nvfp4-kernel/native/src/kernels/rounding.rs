@@ -1,6 +1,6 @@
 //! How a rule rounds one block of activations, cut into the scalar part here and the element-wise part of the kernels, so that
 //! every instruction set gives the bits of `q4_core::formats::nvfp4`.
-#![cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // portable kernels use the codecs themselves
+#![cfg_attr(not(any(target_arch = "x86_64", target_arch = "aarch64")), allow(dead_code))] // portable kernels use the codecs themselves
 use super::{ByteBlock, GROUPS, OFFSET, TILE_K};
 use half::{bf16, f16};
 use q4_core::formats::{e4m3, nvfp4::Quantizer};

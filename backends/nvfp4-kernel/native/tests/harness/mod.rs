@@ -8,7 +8,8 @@ use std::ffi::{CStr, CString, c_char, c_void};
 use std::ptr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-pub const ISAS: [&str; 4] = ["portable", "avx2", "avx512", "avx512vnni"];
+pub const ISAS: [&str; 8] =
+    ["portable", "avx2", "avx512", "avx512vnni", "amx", "neon", "neondotprod", "neoni8mm"];
 
 pub fn api() -> &'static abi::Api {
     // SAFETY: NULL is allowed; the table is static.
