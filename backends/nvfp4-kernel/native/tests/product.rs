@@ -123,7 +123,7 @@ fn every_kernel_meets_the_oracle_and_rows_do_not_depend_on_each_other() {
                 act.apply(&mut desc);
                 for (isa, ctx) in &contexts {
                     let w = Weight::new(ctx, &desc).unwrap();
-                    let mut first: Option<Vec<f32>> = None;
+                    let mut first: [Option<Vec<f32>>; 2] = [None, None];
                     for m in MS.into_iter().rev() {
                         let x = Matrix::of(&x.values()[..m * k], m, k, x_type);
                         let mut y = Matrix::blank(m, n, n, y_type);
@@ -136,7 +136,7 @@ fn every_kernel_meets_the_oracle_and_rows_do_not_depend_on_each_other() {
                                 "{isa} {act:?} m={m} n={n} k={k} {x_type}->{y_type} output {i}: {y} is not {want} +- {bound}"
                             );
                         }
-                        let all = first.get_or_insert_with(|| y.clone());
+                        let all = first[usize::from(on_unit(isa, act, m))].get_or_insert_with(|| y.clone());
                         assert!(
                             bits(&y) == bits(&all[..m * n]),
                             "{isa} {act:?} m={m} n={n} k={k}: depends on m"
@@ -146,6 +146,11 @@ fn every_kernel_meets_the_oracle_and_rows_do_not_depend_on_each_other() {
             }
         }
     }
+}
+
+/// Whether the matrix unit multiplies, which adds in an order of its own.
+fn on_unit(isa: &str, act: Act, m: usize) -> bool {
+    isa == "amx" && !matches!(act, Act::Int8) && m > 8
 }
 
 fn bits(v: &[f32]) -> Vec<u32> {
@@ -166,7 +171,8 @@ fn vector_kernels_agree_bit_for_bit() {
             let x: Vec<f32> = (0..m * k).map(|_| rng.unit() * rng.unit()).collect();
             let x = Matrix::of(&x, m, k, DType::F32);
             let mut seen: Option<(String, Vec<u32>)> = None;
-            for (isa, ctx) in Ctx::all().into_iter().filter(|(isa, _)| isa != "portable") {
+            let vectors = |isa: &str| isa != "portable" && !on_unit(isa, act, m);
+            for (isa, ctx) in Ctx::all().into_iter().filter(|(isa, _)| vectors(isa)) {
                 let segments = [source.segment()];
                 let mut desc = weight_desc(&segments, k);
                 act.apply(&mut desc);
