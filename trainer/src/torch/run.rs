@@ -9,7 +9,7 @@ use super::weights::{bytes, restore};
 use super::{Tch, device};
 use crate::behaviour::{self, Suite};
 use crate::checkpoint::{Keep, Loaded, Store, TrainState};
-use crate::config::{Config, Loss};
+use crate::config::{Config, Init, Loss};
 use crate::data::{Batch, Dataset, LoadOptions, Loader, LoaderOptions, Packing, eval_batches};
 use crate::guard::{Guard, Verdict};
 use crate::metrics::Metrics;
@@ -428,7 +428,11 @@ impl Run<'_> {
         for layout in &self.c.export.layouts {
             let form: Form = layout.parse()?;
             let out = dir.join(if layout == "dat" { "model.dat" } else { layout });
-            export::write(&self.engine.params, &self.engine.kernels, &self.base.side, &out, form)?;
+            let base = match self.c.model.init {
+                Init::Checkpoint => self.base.checkpoint.as_ref(),
+                Init::Random => None,
+            };
+            export::write(&self.engine.params, &self.engine.kernels, &self.base.side, base, &out, form)?;
             (self.cx.say)(&format!("wrote {}", out.display()));
             written.push(out);
         }
