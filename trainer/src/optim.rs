@@ -3,7 +3,8 @@
 //! ```text
 //! g  = gradient * grad_scale
 //! m' = fma(b1, m, (1 - b1) g)                  v' = fma(b2, v, ((1 - b2) g) g)
-//! w' = fma(-lr, (m' / (1 - b1^t)) / fma(sqrt(v'), 1 / sqrt(1 - b2^t), eps), w (1 - lr decay))
+//! u  = (m' / (1 - b1^t)) / fma(sqrt(v'), 1 / sqrt(1 - b2^t), eps), cut to +-limit
+//! w' = fma(-lr, u, w (1 - lr decay))
 //! ```
 //! Every operation is one f32 rounding, in this order, so that the CUDA kernel gives the same bits. The update uses m' and
 //! v' before they are packed again. Packed moments are read and written a tile of 4096 elements at a time: the working set
@@ -16,6 +17,9 @@
 //! | `4bit` | 1.0625 | dynamic map, f32 absmax per 128 | of `sqrt(v)`, 16 values from 1/64 to 1 in equal ratios |
 //! | `nvfp4` | 1.127 | E2M1, E4M3 per 16, f32 per 4096 | the same of `sqrt(v)`, code 0 read as 0.25 |
 //!
+//! Eight bits are rounded to the nearest value, four to one of the two neighbours at random, right in the mean.
+//! No exact step is larger than `sqrt((1-b1)^2 / (1-b2) * (1-r^t) / (1-r) * (1-b2^t)) / (1-b1^t)` with `r = b1^2 / b2`
+//! (Cauchy-Schwarz on the two sums); the limit is twice that, so only the noise of packing is ever cut.
 //! No packed v is zero unless every gradient of its block was: a zero under the root would let `m / eps` through.
 use crate::rng::Philox;
 use q4_core::{Code, Error, Result, ThreadPool};
@@ -108,6 +112,8 @@ pub(crate) struct Scalars {
     pub minus_lr: f32,
     /// `1 - lr * weight_decay`.
     pub keep: f32,
+    /// Largest update, in units of lr.
+    pub limit: f32,
 }
 
 impl Hyper {
@@ -123,7 +129,12 @@ impl Hyper {
                 .need("betas in [0, 1), a step from 1, finite and non-negative rates")
                 .have(format!("{self:?}")));
         }
-        let power = |beta: f32| f64::from(beta).powf(self.step as f64);
+        let (b1, b2, t) = (f64::from(self.beta1), f64::from(self.beta2), self.step as f64);
+        let power = |beta: f32| f64::from(beta).powf(t);
+        // b1^2 / b2 = 1 has the limit of the sum; a mean square without memory allows anything of a mean that has one.
+        let r = if b2 > 0.0 { b1 * b1 / b2 } else { f64::INFINITY };
+        let sum = if (r - 1.0).abs() < 1e-9 { t } else { (1.0 - r.powf(t)) / (1.0 - r) };
+        let exact = ((1.0 - b1).powi(2) / (1.0 - b2) * sum * (1.0 - b2.powf(t))).sqrt() / (1.0 - b1.powf(t));
         Ok(Scalars {
             grad_scale: self.grad_scale,
             beta1: self.beta1,
@@ -135,12 +146,13 @@ impl Hyper {
             eps: self.eps,
             minus_lr: -self.lr,
             keep: (1.0 - f64::from(self.lr) * f64::from(self.weight_decay)) as f32,
+            limit: if exact.is_finite() { (2.0 * exact).min(f64::from(f32::MAX)) as f32 } else { f32::MAX },
         })
     }
 }
 
-/// One AdamW step. `state` has [`StateLayout::bytes`] bytes, all zero before the first step; `rng` is used by a bf16
-/// master only. The gradient must be finite (see [`sum_of_squares`]).
+/// One AdamW step. `state` has [`StateLayout::bytes`] bytes, all zero before the first step; `rng` rounds a bf16
+/// master and 4-bit moments. The gradient must be finite (see [`sum_of_squares`]).
 ///
 /// # Errors
 /// [`Code::ShapeMismatch`] when lengths differ; [`Code::Internal`] for hyper-parameters out of range.

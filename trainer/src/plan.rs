@@ -4,12 +4,12 @@
 //! P = trained elements; m = master, s = state, c = compute bytes of an element; T = rows * seq; h, f, q, kv = widths
 //! masters      m P                        states       StateLayout::bytes of every tensor
 //! base         bytes of the packed base (adapters only): 9/16 a linear weight, c an embedding
-//! values       c * (all weights, or those of the largest block) + c * (embeddings and head)
-//! inputs       c T h (layers + 1)         only when blocks are recomputed
+//! values       c * (all weights, or while blocks run those of the largest) + c * (embeddings and head)
+//! inputs       4 T h (layers + 1)         only when blocks are recomputed
 //! block        c T (6 h + 6 q + 8 kv + 5 f)     activations autograd keeps of one block; times layers when not recomputed
 //! scores       2 c rows heads seq^2       where attention is not fused (CPU), as often as blocks are kept
-//! logits       chunk * vocab * (c + 4 + 4)      logits, their f32 copy and gradient; plus c * (hidden and its gradient)
-//! gradients    g * (all trained, or the largest block and the embeddings); g = c, 4 when accumulating
+//! logits       12 chunk vocab + 12 T h    log-softmax and two gradients; hidden states, their gradient, those of a chunk
+//! gradients    g * (all blocks, or the largest) + 4 * (embeddings and head); g = c, 4 when accumulating
 //! ```
 //! A phase holds what its name says and everything that lives across it; the peak is the largest phase.
 use crate::config::{Config, Weights};
@@ -168,11 +168,15 @@ pub fn predict(shapes: &Shapes, config: &Config, machine: &Machine) -> Plan {
     let all_values = c * sum(&shapes.tensors, &|t| t.block.is_some());
     // A dense f32 master is itself what the forward pass reads.
     let copies = quantised || config.optimizer.master.size() != machine.compute;
-    let values = match (copies, train.keep_values) {
-        (false, _) => 0,
-        (true, true) => all_values,
-        (true, false) => block_values,
-    } + if config.lora.is_some() { 0 } else { c * sum(&shapes.tensors, &outside) };
+    // While blocks run, and while none does.
+    let [values, idle_values] = [block_values, 0].map(|one| {
+        let of_blocks = match (copies, train.keep_values) {
+            (false, _) => 0,
+            (true, true) => all_values,
+            (true, false) => one,
+        };
+        of_blocks + if config.lora.is_some() { 0 } else { c * sum(&shapes.tensors, &outside) }
+    });
     let (rows, seq) = (data.rows as u64, data.seq as u64);
     let tokens = rows * seq;
     let [h, f, q, kv] = [shapes.hidden, shapes.inter, shapes.q, shapes.kv].map(|n| n as u64);
@@ -182,14 +186,18 @@ pub fn predict(shapes: &Shapes, config: &Config, machine: &Machine) -> Plan {
     let (inputs, activations) =
         if train.recompute { (4 * tokens * h * (layers + 1), one_block) } else { (0, one_block * layers) };
     let chunk = tokens.min(train.chunk as u64);
-    let logits = chunk * shapes.vocab as u64 * (c + 4 + 4) + 2 * c * tokens * h;
+    // In the backward pass of a chunk: log-softmax, its gradient and that of the logits, all f32; and hidden states in,
+    // out and of the chunk.
+    let logits = 12 * chunk * shapes.vocab as u64 + 12 * tokens * h;
     let g = if train.accumulate > 1 { 4 } else { c };
-    let table = g * sum(&trained, &outside);
-    let gradients = if train.update_in_backward {
-        g * sum(&trained, &in_block) + table
-    } else {
-        g * sum(&trained, &|_| true)
-    };
+    // Chunks are summed in f32.
+    let table = 4 * sum(&trained, &outside);
+    let gradients = table
+        + g * if train.update_in_backward {
+            sum(&trained, &in_block)
+        } else {
+            sum(&trained, &|t| t.block.is_some())
+        };
     // Accumulated gradients live from the first backward pass to the update.
     let carried = if train.accumulate > 1 { gradients } else { 0 };
     let standing = [("context", machine.context), ("base", base), ("masters", masters), ("states", states)];
@@ -218,7 +226,7 @@ pub fn predict(shapes: &Shapes, config: &Config, machine: &Machine) -> Plan {
             phase(
                 "loss",
                 &[
-                    ("values", values),
+                    ("values", idle_values),
                     ("inputs", inputs),
                     ("activations", kept(0)),
                     ("logits", logits),

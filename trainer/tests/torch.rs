@@ -18,7 +18,9 @@ use q4_trainer::torch::kernels::Kernels;
 use q4_trainer::torch::loss::Target;
 use q4_trainer::torch::phases::Phases;
 use q4_trainer::torch::weights::{Decay, Keep, Params, bytes};
+use std::collections::BTreeMap;
 use std::path::Path;
+use std::process::Command;
 use std::sync::Arc;
 use tch::Kind;
 use {q4_dequant_matmul as _, q4_nvfp4_kernel as _, q4_reference as _};
@@ -267,6 +269,29 @@ fn a_refused_step_moves_nothing() -> Result<()> {
     Ok(())
 }
 
+/// Logits through `q4 logits`. The program is built here where it is not there yet: no test before this one needs it.
+fn by_program(dir: &Path, ids: &[u32], out: &Path) -> Vec<f32> {
+    let q4 = Path::new(env!("CARGO_BIN_EXE_q4-train")).with_file_name("q4");
+    if !q4.exists() {
+        let release = !cfg!(debug_assertions);
+        let profile = release.then_some("--release");
+        let args = ["build", "--locked", "-p", "q4"].into_iter().chain(profile);
+        assert!(Command::new(env!("CARGO")).args(args).status().expect("cargo").success());
+    }
+    let ids = ids.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
+    let status = Command::new(&q4)
+        .args(["--backend", "reference", "--activations", "native", "--dtype", "float32", "--device", "cpu"])
+        .args(["--threads", "2", "--quiet", "logits"])
+        .arg(dir)
+        .args(["--ids", &ids, "--out"])
+        .arg(out)
+        .status();
+    assert!(status.expect("q4").success());
+    let file = std::fs::read(out).expect("logits");
+    let tensors = safetensors::SafeTensors::deserialize(&file).expect("safetensors");
+    floats(tensors.tensor("logits").expect("logits").data())
+}
+
 /// Logits through the model crate: what `q4 logits` computes.
 fn served(dir: &Path, ids: &[u32], backend: &str) -> Result<Vec<f32>> {
     let checkpoint = Checkpoint::open(dir, &OpenOptions::default())?;
@@ -306,9 +331,12 @@ fn an_exported_model_gives_the_logits_of_the_training_forward() -> Result<()> {
         let mut first: Option<Vec<f32>> = None;
         for form in ["modelopt", "compressed-tensors", "bf16"] {
             let out = dir.path().join(format!("{form}-{tied}"));
-            export::write(&engine.params, &engine.kernels, &side, &out, form.parse::<Form>()?)?;
+            export::write(&engine.params, &engine.kernels, &side, None, &out, form.parse::<Form>()?)?;
             let backend = if form == "bf16" { "dequant-matmul" } else { "reference" };
             let served = served(&out, ids, backend)?;
+            if form == "modelopt" {
+                assert_eq!(served, by_program(&out, ids, &dir.path().join(format!("{tied}.safetensors"))));
+            }
             let largest = own.iter().fold(0f32, |a, v| a.max(v.abs()));
             let worst = own.iter().zip(&served).fold(0f32, |a, (x, y)| a.max((x - y).abs()));
             assert!(served.len() == own.len() && worst <= 1e-5 * largest, "{form}: {worst} of {largest}");
@@ -316,6 +344,127 @@ fn an_exported_model_gives_the_logits_of_the_training_forward() -> Result<()> {
             if form != "bf16" {
                 assert_eq!(first.get_or_insert_with(|| served.clone()), &served, "{form}");
             }
+        }
+    }
+    Ok(())
+}
+
+/// Entries of a `.dat` file: type code, extents and data by name.
+fn entries(path: &Path) -> BTreeMap<String, (u64, Vec<u64>, Vec<u8>)> {
+    let file = std::fs::read(path).expect("a file");
+    let mut rest = &file[..];
+    fn number(rest: &mut &[u8]) -> u64 {
+        let (mut value, mut shift) = (0, 0);
+        loop {
+            let byte = rest[0];
+            *rest = &rest[1..];
+            value |= u64::from(byte & 127) << shift;
+            shift += 7;
+            if byte < 128 {
+                return value;
+            }
+        }
+    }
+    fn take<'a>(rest: &mut &'a [u8], n: u64) -> &'a [u8] {
+        let (head, tail) = rest.split_at(n as usize);
+        *rest = tail;
+        head
+    }
+    let count = number(&mut rest);
+    let mut found = BTreeMap::new();
+    for _ in 0..count {
+        let len = number(&mut rest);
+        let name = String::from_utf8(take(&mut rest, len).to_vec()).expect("a name");
+        let code = number(&mut rest);
+        let shape: Vec<u64> = (0..number(&mut rest)).map(|_| number(&mut rest)).collect();
+        let size = match code {
+            0 | 1 | 101 => 1,
+            5 | 15 => 2,
+            6 => 4,
+            other => panic!("{name}: type {other}"),
+        };
+        let data = take(&mut rest, size * shape.iter().product::<u64>()).to_vec();
+        assert!(found.insert(name, (code, shape, data)).is_none());
+    }
+    assert!(rest.is_empty());
+    found
+}
+
+#[test]
+fn a_dat_file_has_everything_trained_and_keeps_the_rest_to_the_byte() -> Result<()> {
+    let dir = tempfile::tempdir().map_err(|e| q4_core::Error::io(Path::new("tmp"), &e))?;
+    let side = Side::new(config(false).as_bytes(), Vec::new())?;
+    let path = |name: &str| dir.path().join(name);
+    std::fs::write(path("config.json"), config(false)).expect("written");
+    let dat = |engine: &Engine, base: Option<&Checkpoint>, name: &str| -> Result<_> {
+        export::write(&engine.params, &engine.kernels, &side, base, &path(name), "dat".parse()?)?;
+        Ok(entries(&path(name)))
+    };
+    let data = data();
+    // Everything moves: every tensor of the file does.
+    let mut engine = engine(false, KEEP, OPTIONS)?;
+    let before = dat(&engine, None, "before.dat")?;
+    train(&mut engine, &[data.rows()], 20)?;
+    let after = dat(&engine, None, "after.dat")?;
+    assert!(before.keys().eq(after.keys()));
+    for (name, entry) in &before {
+        let scalar = entry.1.iter().product::<u64>() == 1;
+        assert!(scalar || entry != &after[name], "{name} was trained and is as it was");
+    }
+    // And says what was trained, once it is read again.
+    let checkpoint = Checkpoint::open(&path("after.dat"), &OpenOptions::default())?;
+    let again = Params::load(&checkpoint, KEEP, 11, &engine.kernels)?;
+    for i in (0..again.all.len()).filter(|i| *i != again.head()) {
+        let (want, have) = (engine.params.value(i, &engine.kernels)?, again.value(i, &engine.kernels)?);
+        assert_eq!(bytes(&want)?, bytes(&have)?, "parameter {i}");
+    }
+    // A stranger's file: norms in f32, and an entry no model has.
+    let mut strange = after.clone();
+    for (name, (code, _, data)) in &mut strange {
+        if name.contains("norm") {
+            let wide = data.as_chunks::<2>().0.iter().map(|b| half::bf16::from_le_bytes(*b).to_f32() + 1e-5);
+            (*code, *data) = (6, wide.flat_map(f32::to_le_bytes).collect());
+        }
+    }
+    strange.insert("rotary.inv_freq".into(), (6, vec![3], vec![1, 2, 3, 0, 4, 5, 6, 0, 7, 8, 9, 0]));
+    let mut file = vec![strange.len() as u8];
+    for (name, (code, shape, data)) in &strange {
+        file.extend([name.len() as u8]);
+        file.extend(name.as_bytes());
+        file.extend([*code as u8, shape.len() as u8]);
+        for extent in shape {
+            let low = (*extent % 128) as u8;
+            file.extend(if *extent < 128 { vec![low] } else { vec![low | 128, (*extent / 128) as u8] });
+        }
+        file.extend(data);
+    }
+    std::fs::write(path("strange.dat"), file).expect("written");
+    // Adapters move the linear layers alone.
+    let base = Checkpoint::open(&path("strange.dat"), &OpenOptions::default())?;
+    let keep = Keep { lora: Some((8, 16.0)), ..KEEP };
+    let c = Qwen3Config::parse(config(false).as_bytes())?;
+    let kernels = Kernels::new(tch::Device::Cpu, Arc::new(ThreadPool::new(2)), ScaleChoice::PowerOfTwo)?;
+    let params = Params::load(&base, keep, 11, &kernels)?;
+    let mut adapted = engine_of(&c, params, kernels, OPTIONS)?;
+    // Adding nothing to a weight of -0 makes it 0.
+    let unsigned = |entry: &(u64, Vec<u64>, Vec<u8>)| -> Vec<u8> {
+        let nibble = |n: u8| if n == 8 { 0 } else { n };
+        entry.2.iter().map(|b| nibble(b & 15) | nibble(b >> 4) << 4).collect()
+    };
+    let still = dat(&adapted, Some(&base), "still.dat")?;
+    assert!(still.keys().eq(strange.keys()));
+    for (name, entry) in &strange {
+        let packed = name.contains("_proj") && name.ends_with("qdata");
+        let same = if packed { unsigned(entry) == unsigned(&still[name]) } else { *entry == still[name] };
+        assert!(same, "{name} is another before anything was trained");
+    }
+    train(&mut adapted, &[data.rows()], 20)?;
+    let moved = dat(&adapted, Some(&base), "moved.dat")?;
+    assert!(moved.keys().eq(strange.keys()));
+    for (name, entry) in &strange {
+        match name.contains("_proj") {
+            true => assert!(!name.ends_with("qdata") || unsigned(entry) != unsigned(&moved[name]), "{name}"),
+            false => assert!(*entry == moved[name], "{name} did not move and changed"),
         }
     }
     Ok(())

@@ -1,6 +1,5 @@
 //! Samples to rows of fixed length, rows to batches; a cursor that says where to go on.
 use super::{Cursor, Dataset, Sample, order};
-use crate::rng::{Philox, streams};
 use q4_core::{Code, Error, Result};
 use serde::{Deserialize, Serialize};
 
@@ -16,7 +15,8 @@ pub enum Packing {
     /// As many as fit; attention stays within a document, positions begin anew with each.
     #[default]
     Documents,
-    /// All samples as one stream, each followed by the end of text, cut into windows; attention crosses documents.
+    /// All samples as one stream, each followed by the end of text, cut into windows; attention crosses documents. Training
+    /// joins them in another order each epoch, so that no sample can be known by the one before it.
     Stream,
 }
 
@@ -109,11 +109,9 @@ pub struct Loader<'a> {
 impl<'a> Loader<'a> {
     /// A loader at the beginning. [`Code::Usage`] when the data cannot fill a row.
     pub fn new(data: &'a Dataset, options: LoaderOptions) -> Result<Self> {
-        let stream = match options.packing {
-            Packing::Stream => joined(data),
-            _ => Sample { ids: Vec::new(), supervised: Vec::new() },
-        };
+        let stream = Sample { ids: Vec::new(), supervised: Vec::new() };
         let mut loader = Self { data, options, cursor: Cursor::default(), order: Vec::new(), stream };
+        loader.begin();
         let longest = data.samples.iter().map(|s| s.ids.len()).max().unwrap_or(0);
         let problem = match options.packing {
             _ if options.rows == 0 || options.seq == 0 => Some("at least one row and one position"),
@@ -129,29 +127,24 @@ impl<'a> Loader<'a> {
                 data.report.tokens
             )));
         }
-        loader.seek(Cursor::default());
         Ok(loader)
+    }
+
+    /// The order of the cursor's epoch.
+    fn begin(&mut self) {
+        let LoaderOptions { packing, seed, shuffle, .. } = self.options;
+        self.order = order(self.data.samples.len(), seed, self.cursor.epoch, shuffle);
+        if packing == Packing::Stream {
+            self.stream = joined(self.data, &self.order);
+        }
     }
 
     /// Samples or windows of an epoch.
     pub fn items(&self) -> usize {
         match self.options.packing {
-            // One window fewer where they may begin later.
-            Packing::Stream => {
-                let later = if self.options.shuffle { self.options.seq } else { 1 };
-                self.stream.ids.len().saturating_sub(later) / self.options.seq
-            }
+            Packing::Stream => self.stream.ids.len().saturating_sub(1) / self.options.seq,
             _ => self.data.samples.len(),
         }
-    }
-
-    /// Where the first window of an epoch begins: elsewhere in each, so that no token is always cut from what precedes it.
-    fn offset(&self) -> usize {
-        if !self.options.shuffle {
-            return 0;
-        }
-        let rng = Philox::new(self.options.seed, self.cursor.epoch, streams::ORDER);
-        rng.below(u64::MAX, self.options.seq as u32) as usize
     }
 
     /// Where the next batch begins.
@@ -164,8 +157,8 @@ impl<'a> Loader<'a> {
         let items = self.items().max(1) as u64;
         let before = self.cursor.epoch;
         self.cursor = Cursor { epoch: cursor.epoch + cursor.index / items, index: cursor.index % items };
-        if self.order.is_empty() || self.cursor.epoch != before {
-            self.order = order(self.items(), self.options.seed, self.cursor.epoch, self.options.shuffle);
+        if self.cursor.epoch != before {
+            self.begin();
         }
     }
 
@@ -176,14 +169,14 @@ impl<'a> Loader<'a> {
         for row in 0..rows {
             let (mut start, mut document) = (0, 0);
             loop {
-                let item = self.order[self.cursor.index as usize] as usize;
+                let item = self.cursor.index as usize;
                 let window;
                 let sample = match packing {
                     Packing::Stream => {
-                        window = cut(&self.stream, self.offset() + item * seq, seq + 1);
+                        window = cut(&self.stream, item * seq, seq + 1);
                         &window
                     }
-                    _ => &self.data.samples[item],
+                    _ => &self.data.samples[self.order[item] as usize],
                 };
                 let inputs = sample.ids.len() - 1;
                 if document > 0 && start + inputs > seq {
@@ -211,7 +204,7 @@ pub fn eval_batches<'a>(
 ) -> impl Iterator<Item = Batch> + 'a {
     let samples: Vec<Sample> = match packing {
         Packing::Stream => {
-            let stream = joined(data);
+            let stream = joined(data, &order(data.samples.len(), 0, 0, false));
             (0..stream.ids.len().saturating_sub(1)).step_by(seq).map(|at| cut(&stream, at, seq + 1)).collect()
         }
         _ => data.samples.clone(),
@@ -247,9 +240,9 @@ pub fn eval_batches<'a>(
     })
 }
 
-fn joined(data: &Dataset) -> Sample {
+fn joined(data: &Dataset, order: &[u32]) -> Sample {
     let mut all = Sample { ids: Vec::new(), supervised: Vec::new() };
-    for s in &data.samples {
+    for s in order.iter().map(|i| &data.samples[*i as usize]) {
         all.ids.extend(&s.ids);
         all.supervised.extend(&s.supervised);
         let (id, supervised) = data.separator;

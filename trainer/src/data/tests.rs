@@ -299,6 +299,21 @@ fn every_epoch_is_a_permutation_and_a_cursor_is_all_there_is() {
             assert_eq!((sorted(0..50), sorted(50..100)), (all.clone(), all));
             assert_ne!(seen[..50], seen[50..100], "another order each epoch");
         }
+        if packing == Packing::Stream {
+            // 50 samples of three tokens and a separator: 22 windows of nine an epoch, 66 of the 120 rows are three epochs.
+            let ids: Vec<i64> = batches.iter().flat_map(|(_, b)| b.ids.clone()).collect();
+            let epochs: Vec<&[i64]> = ids.chunks(22 * 9).take(3).collect();
+            let following = |epoch: &[i64]| {
+                epoch.windows(3).filter(|w| w[1] == 0).map(|w| (w[0], w[2])).collect::<Vec<_>>()
+            };
+            assert!(epochs.iter().all(|e| {
+                let mut firsts: Vec<i64> = e.iter().copied().filter(|id| id % 100 == 0 && *id > 0).collect();
+                firsts.sort_unstable();
+                firsts.windows(2).all(|w| w[0] < w[1]) && firsts.len() >= 49
+            }));
+            let (a, b) = (following(epochs[0]), following(epochs[1]));
+            assert!(a.iter().filter(|pair| b.contains(pair)).count() < 10, "the same neighbours again");
+        }
     }
 }
 

@@ -95,8 +95,7 @@ impl Launcher {
         }
         let books = [&SIGNED8.values, &SIGNED8.bounds, &UNSIGNED8.values, &UNSIGNED8.bounds];
         let mut floats: Vec<f32> = books.into_iter().flatten().copied().collect();
-        let small = [&SIGNED4.values, &SIGNED4.bounds, &ROOT4.values, &ROOT4.bounds];
-        floats.extend(small.into_iter().flatten());
+        floats.extend(SIGNED4.iter().chain(ROOT4.iter()));
         this.maps = this.allocate(4 * floats.len())?;
         this.upload(this.maps, bytemuck::cast_slice(&floats))?;
         Ok(this)

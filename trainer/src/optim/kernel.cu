@@ -12,11 +12,11 @@ typedef unsigned long long u64;
 #define EACH 16
 #define THREADS 256
 
-struct Scalars { float grad_scale, beta1, rest1, beta2, rest2, unbias1, unbias2, eps, minus_lr, keep; };
+struct Scalars { float grad_scale, beta1, rest1, beta2, rest2, unbias1, unbias2, eps, minus_lr, keep, limit; };
 // Codes of m and v, scales of m and v, second-level scales of m and v, in bytes from the start of the state.
 struct Layout { u64 at[6]; u64 n; };
-// Values and midpoints of the 8-bit maps of m and v, and of the 4-bit maps of m and the root of v.
-struct Maps { float m8[256], m8b[256], v8[256], v8b[256], m4[16], m4b[16], r4[16], r4b[16]; };
+// Values and midpoints of the 8-bit maps of m and v, values of the 4-bit maps of m and the root of v.
+struct Maps { float m8[256], m8b[256], v8[256], v8b[256], m4[16], r4[16]; };
 struct Random { u32 key[2], counter[3]; };
 
 __device__ __forceinline__ float bits_to_float(u32 b) { return __uint_as_float(b); }
@@ -51,10 +51,25 @@ __device__ __forceinline__ float e2m1_decode(u32 code) {
 
 __device__ __forceinline__ float root_value(u32 code) { return code == 0 ? 0.25f : e2m1_value(code); }
 
-__device__ __forceinline__ u32 root_code(float y) {
-  if (y <= 0.375f) return 0;
-  u32 code = e2m1_magnitude(y);
-  return code > 1 ? code : 1;
+// The upper one of two neighbours `a` and `b` of y, with the probability that makes the mean exact.
+__device__ __forceinline__ u32 upper(float y, float a, float b, u32 random) {
+  float share = __fmul_rn(__fadd_rn((float)random, 0.5f), 1.0f / 65536.0f);
+  return y > __fadd_rn(a, __fmul_rn(share, __fsub_rn(b, a)));
+}
+
+// Code of y >= 0 among the magnitudes of E2M1, or those of a root.
+template <int SQUARE> __device__ __forceinline__ u32 random_e2m1(float y, u32 random) {
+  u32 low = (y >= 0.5f) + (y >= 1.0f) + (y >= 1.5f) + (y >= 2.0f) + (y >= 3.0f) + (y >= 4.0f);
+  float a = SQUARE ? root_value(low) : e2m1_value(low);
+  return low + upper(y, a, e2m1_value(low + 1), random);
+}
+
+__device__ __forceinline__ u32 random_map(const float *values, float y, u32 random) {
+  u32 low = 0;
+#pragma unroll
+  for (u32 step = 8; step > 0; step /= 2) low += y >= values[low + step] ? step : 0;
+  low = low < 14 ? low : 14;
+  return low + upper(y, values[low], values[low + 1], random);
 }
 
 template <int N> __device__ __forceinline__ u32 map_code(const float *bounds, float x) {
@@ -196,13 +211,21 @@ __device__ __forceinline__ void unpack(u8 *state, const Layout &l, const Maps *m
   }
 }
 
+// Random halves of this thread's 16 elements for a moment; a bf16 master has the blocks below.
+__device__ __forceinline__ void draws(const Random &random, u32 own, u64 t, u32 *r) {
+  philox(random, own | (u32)(2 * t), r);
+  philox(random, own | (u32)(2 * t + 1), r + 4);
+}
+
 template <int FORMAT, int SQUARE>
-__device__ __forceinline__ void pack(u8 *state, const Layout &l, const Maps *maps, float *shared, u64 t, bool live, float *x) {
+__device__ __forceinline__ void pack(u8 *state, const Layout &l, const Maps *maps, float *shared, const Random &random, u64 t, bool live, float *x) {
   u8 *codes = state + l.at[SQUARE], *scales = state + l.at[2 + SQUARE], *second = state + l.at[4 + SQUARE];
   if (FORMAT >= 2 && SQUARE) {
 #pragma unroll
     for (int i = 0; i < EACH; i++) x[i] = __fsqrt_rn(x[i]);
   }
+  u32 r[8];
+  if (FORMAT >= 2) draws(random, SQUARE ? 1u << 31 : 1u << 30, t, r);
   if (FORMAT == 0) {
     if (live) store((float *)codes, t * EACH, l.n, x);
   } else if (FORMAT == 1) {
@@ -220,7 +243,7 @@ __device__ __forceinline__ void pack(u8 *state, const Layout &l, const Maps *map
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
       float y = __fdiv_rn(x[i], divisor);
-      u32 code = map_code<16>(SQUARE ? maps->r4b : maps->m4b, y);
+      u32 code = random_map(SQUARE ? maps->r4 : maps->m4, y, r[i / 2] >> (16 * (i % 2)) & 0xffff);
       w |= (u64)code << (4 * i);
     }
     if (!live) return;
@@ -231,14 +254,16 @@ __device__ __forceinline__ void pack(u8 *state, const Layout &l, const Maps *map
     u32 scale = 0;
     u64 w = 0;
     if (absmax != 0.0f && level != 0.0f) {
-      scale = e4m3_encode(__fdiv_rn(__fdiv_rn(absmax, 6.0f), level));
-      if (SQUARE && scale == 0) scale = 1;
+      float want = __fdiv_rn(__fdiv_rn(absmax, 6.0f), level);
+      scale = e4m3_encode(want);
+      if (e4m3_decode(scale) < want && scale < 0x7e) scale++;
       float factor = __fmul_rn(e4m3_decode(scale), level);
       if (factor != 0.0f) {
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
           float y = __fdiv_rn(x[i], factor);
-          u32 code = SQUARE ? root_code(y) : e2m1_magnitude(fabsf(y)) | sign_bit(y);
+          u32 code = random_e2m1<SQUARE>(SQUARE ? y : fabsf(y), r[i / 2] >> (16 * (i % 2)) & 0xffff);
+          if (!SQUARE) code |= sign_bit(y);
           w |= (u64)code << (4 * i);
         }
       }
@@ -271,7 +296,8 @@ __device__ __forceinline__ void adamw(const Scalars &s, const Layout &l, const M
     float x = __fmul_rn(g[i], s.grad_scale);
     m[i] = __fmaf_rn(s.beta1, m[i], __fmul_rn(s.rest1, x));
     v[i] = __fmaf_rn(s.beta2, v[i], __fmul_rn(__fmul_rn(s.rest2, x), x));
-    update[i] = __fdiv_rn(__fmul_rn(m[i], s.unbias1), __fmaf_rn(__fsqrt_rn(v[i]), s.unbias2, s.eps));
+    float u = __fdiv_rn(__fmul_rn(m[i], s.unbias1), __fmaf_rn(__fsqrt_rn(v[i]), s.unbias2, s.eps));
+    update[i] = u < -s.limit ? -s.limit : u > s.limit ? s.limit : u;
   }
   float w[EACH];
   load<MASTER>(master, first, l.n, w);
@@ -290,8 +316,8 @@ __device__ __forceinline__ void adamw(const Scalars &s, const Layout &l, const M
   } else {
     store((float *)master, first, l.n, w);
   }
-  pack<FORMAT, 0>(state, l, &maps, shared, t, live, m);
-  pack<FORMAT, 1>(state, l, &maps, shared, t, live, v);
+  pack<FORMAT, 0>(state, l, &maps, shared, random, t, live, m);
+  pack<FORMAT, 1>(state, l, &maps, shared, random, t, live, v);
 }
 
 #define ADAMW(name, FORMAT, MASTER, GRAD)                                                                                       \

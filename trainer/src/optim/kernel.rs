@@ -2,7 +2,7 @@
 //!
 //! Tasks are cut by element count, never by the number of threads, and a tile depends on nothing outside it.
 use super::layout::{StateFormat, StateLayout};
-use super::moments::{Moment, Part, pack, unpack};
+use super::moments::{Draws, Moment, Part, pack, unpack};
 use super::{Gradient, Master, Scalars, TILE, TILES};
 use crate::rng::{Philox, stochastic_bf16};
 use q4_core::ThreadPool;
@@ -124,12 +124,13 @@ fn run_any(scalars: &Scalars, format: StateFormat, piece: &mut Piece<'_>, rng: P
         g[len..padded].fill(0.0);
         m[len..padded].fill(0.0);
         v[len..padded].fill(0.0);
-        let Scalars { grad_scale, beta1, rest1, beta2, rest2, unbias1, unbias2, eps, .. } = *scalars;
+        let Scalars { grad_scale, beta1, rest1, beta2, rest2, unbias1, unbias2, eps, limit, .. } = *scalars;
         for i in 0..padded {
             let g = g[i] * grad_scale;
             m[i] = beta1.mul_add(m[i], rest1 * g);
             v[i] = beta2.mul_add(v[i], (rest2 * g) * g);
-            update[i] = (m[i] * unbias1) / v[i].sqrt().mul_add(unbias2, eps);
+            let u = (m[i] * unbias1) / v[i].sqrt().mul_add(unbias2, eps);
+            update[i] = u.clamp(-limit, limit);
         }
         match &mut piece.master {
             Master::F32(w) => {
@@ -141,8 +142,9 @@ fn run_any(scalars: &Scalars, format: StateFormat, piece: &mut Piece<'_>, rng: P
                 round_all(scalars, &mut w[start..start + len], &update, rng, piece.first + start)
             }
         }
-        pack(format, Moment::Mean, &mut m[..padded], &mut mean);
-        pack(format, Moment::Square, &mut v[..padded], &mut square);
+        let draws = Draws { rng, first: piece.first + start };
+        pack(format, Moment::Mean, &mut m[..padded], &mut mean, &draws);
+        pack(format, Moment::Square, &mut v[..padded], &mut square, &draws);
     }
 }
 

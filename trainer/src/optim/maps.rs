@@ -1,4 +1,4 @@
-//! Code books of the 8-bit and 4-bit moments, computed once.
+//! Code books of the 8-bit and 4-bit moments, computed once, and rounding to them.
 use q4_core::formats::nf4;
 use std::sync::LazyLock;
 
@@ -9,6 +9,11 @@ pub(super) struct Map<const N: usize> {
     /// `N - 1` midpoints, then infinity.
     pub bounds: [f32; N],
 }
+
+/// Magnitudes of E2M1, for a mean.
+pub(super) const E2M1: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+/// The same for the root of v: nothing is zero.
+pub(super) const ROOTS: [f32; 8] = [0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
 
 /// bitsandbytes' signed dynamic map.
 pub(super) static SIGNED8: LazyLock<Map<256>> = LazyLock::new(|| Map::new(*nf4::dynamic_map()));
@@ -22,18 +27,29 @@ pub(super) static UNSIGNED8: LazyLock<Map<256>> = LazyLock::new(|| {
     Map::new(values)
 });
 /// The signed dynamic map of 4 bits with 3 exponents.
-pub(super) static SIGNED4: LazyLock<Map<16>> = LazyLock::new(|| {
+pub(super) static SIGNED4: LazyLock<[f32; 16]> = LazyLock::new(|| {
     let mut values = [0f32; 16];
     for (slot, v) in values.iter_mut().zip(dynamic(3, true)) {
         *slot = v;
     }
-    Map::new(values)
+    values
 });
 
 /// Sixteen values from 2^-6 to 1 in equal ratios, for the root of v: what divides an update needs relative precision, and
 /// has no zero.
-pub(super) static ROOT4: LazyLock<Map<16>> =
-    LazyLock::new(|| Map::new(std::array::from_fn(|i| 2f64.powf(0.4 * (i as f64 - 15.0)) as f32)));
+pub(super) static ROOT4: LazyLock<[f32; 16]> =
+    LazyLock::new(|| std::array::from_fn(|i| 2f64.powf(0.4 * (i as f64 - 15.0)) as f32));
+
+/// Code of the value below or above `y`, with the probability that makes the mean exact: `y` is compared with a random
+/// place between the two. Sixteen values of a moment are too few to round to the nearest: a mean that changes by less
+/// than half a step would never change at all. Beyond the ends it is the end.
+#[inline(always)]
+pub(super) fn between<const N: usize>(values: &[f32; N], y: f32, random: u16) -> u8 {
+    let low = (1..N - 1).map(|i| usize::from(y >= values[i])).sum::<usize>();
+    let (a, b) = (values[low], values[low + 1]);
+    let share = (f32::from(random) + 0.5) * (1.0 / 65536.0);
+    low as u8 + u8::from(y > a + share * (b - a))
+}
 
 impl<const N: usize> Map<N> {
     fn new(values: [f32; N]) -> Self {
@@ -91,10 +107,10 @@ mod tests {
         // 0.1 to 1 in halves: 0.325 and 0.775 of 10^-6.
         assert!((UNSIGNED8.values[1] - 3.25e-7).abs() < 1e-12 && UNSIGNED8.values[255] == 1.0);
         let four = [0.0055, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875, 1.0];
-        for (a, b) in SIGNED4.values[8..].iter().zip(four) {
+        for (a, b) in SIGNED4[8..].iter().zip(four) {
             assert!((a - b).abs() < 1e-6, "{a} {b}");
         }
-        assert_eq!(SIGNED4.values[7], 0.0);
+        assert_eq!(SIGNED4[7], 0.0);
     }
 
     #[test]
@@ -114,8 +130,34 @@ mod tests {
         }
         check(&*SIGNED8);
         check(&*UNSIGNED8);
+        assert_eq!((ROOT4[0], ROOT4[15]), (1.0 / 64.0, 1.0));
+    }
+
+    #[test]
+    fn random_codes_are_neighbours_and_right_in_the_mean() {
+        fn check<const N: usize>(values: &[f32; N]) {
+            for (code, value) in values.iter().enumerate() {
+                for random in [0, 1, 40_000, u16::MAX] {
+                    assert_eq!(usize::from(between(values, *value, random)), code, "{value}");
+                }
+            }
+            for i in 0..=200 {
+                let y = values[0] + (values[N - 1] - values[0]) * i as f32 / 200.0;
+                let low = values.iter().rposition(|v| *v <= y).unwrap_or(0).min(N - 2);
+                let codes: Vec<u8> = (0..=u16::MAX).step_by(7).map(|r| between(values, y, r)).collect();
+                assert!(codes.iter().all(|c| usize::from(*c) == low || usize::from(*c) == low + 1));
+                let sum: f64 = codes.iter().map(|c| f64::from(values[usize::from(*c)])).sum();
+                let step = f64::from(values[low + 1] - values[low]);
+                assert!((sum / codes.len() as f64 - f64::from(y)).abs() < 2e-4 * step, "{y}");
+            }
+            for random in [0, u16::MAX] {
+                assert_eq!(between(values, values[0] - 1.0, random), 0);
+                assert_eq!(usize::from(between(values, values[N - 1] + 1.0, random)), N - 1);
+            }
+        }
         check(&*SIGNED4);
         check(&*ROOT4);
-        assert_eq!((ROOT4.values[0], ROOT4.values[15]), (1.0 / 64.0, 1.0));
+        check(&E2M1);
+        check(&ROOTS);
     }
 }

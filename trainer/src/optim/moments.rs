@@ -1,12 +1,11 @@
 //! Moments of one tile, packed and unpacked. The CUDA kernel does the same operations on the same bytes.
 use super::layout::StateFormat;
-use super::maps::{ROOT4, SIGNED4, SIGNED8, UNSIGNED8};
+use super::maps::{E2M1, ROOT4, ROOTS, SIGNED4, SIGNED8, UNSIGNED8, between};
+use crate::rng::Philox;
 use q4_core::formats::{e2m1, e4m3};
 
 /// Largest E2M1 value times largest E4M3 value.
 const RANGE: f32 = 2688.0;
-/// Magnitude of an E2M1 code of sqrt(v): as E2M1, but nothing is zero.
-const ROOTS: [f32; 8] = [0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
 
 /// The bytes of one moment in one tile.
 pub(super) struct Part<'a> {
@@ -20,6 +19,24 @@ pub(super) struct Part<'a> {
 pub(super) enum Moment {
     Mean,
     Square,
+}
+
+/// The random numbers of a tile's 4-bit codes.
+#[derive(Clone, Copy)]
+pub(super) struct Draws {
+    pub rng: Philox,
+    /// Index of the tile's first element.
+    pub first: usize,
+}
+
+impl Draws {
+    /// Of eight elements from `at` on, a multiple of 8. A bf16 master has the blocks below.
+    #[inline(always)]
+    fn eight(&self, moment: Moment, at: usize) -> [u16; 8] {
+        let own = if moment == Moment::Mean { 1 << 30 } else { 1 << 31 };
+        let words = self.rng.block(own | ((self.first + at) / 8) as u32);
+        std::array::from_fn(|i| (words[i / 2] >> (16 * (i % 2))) as u16)
+    }
 }
 
 /// `out`: as many elements as the part has, a multiple of 256 in packed formats.
@@ -47,9 +64,9 @@ pub(super) fn unpack(format: StateFormat, moment: Moment, part: &Part<'_>, out: 
                 let absmax = f32::from_le_bytes(*scale);
                 for (x, code) in out.as_chunks_mut::<2>().0.iter_mut().zip(codes) {
                     *x = [code & 15, code >> 4].map(|code| match moment {
-                        Moment::Mean => SIGNED4.values[usize::from(code)] * absmax,
+                        Moment::Mean => SIGNED4[usize::from(code)] * absmax,
                         Moment::Square => {
-                            let root = ROOT4.values[usize::from(code)] * absmax;
+                            let root = ROOT4[usize::from(code)] * absmax;
                             root * root
                         }
                     });
@@ -75,9 +92,9 @@ pub(super) fn unpack(format: StateFormat, moment: Moment, part: &Part<'_>, out: 
     }
 }
 
-/// The reverse of [`unpack`]; `x` may be overwritten.
+/// The reverse of [`unpack`]; `x` may be overwritten. Four bits are rounded at random, see [`between`].
 #[inline(always)]
-pub(super) fn pack(format: StateFormat, moment: Moment, x: &mut [f32], part: &mut Part<'_>) {
+pub(super) fn pack(format: StateFormat, moment: Moment, x: &mut [f32], part: &mut Part<'_>, draws: &Draws) {
     match format {
         StateFormat::F32 => {
             for (x, bytes) in x.iter().zip(part.codes.as_chunks_mut::<4>().0) {
@@ -100,24 +117,24 @@ pub(super) fn pack(format: StateFormat, moment: Moment, x: &mut [f32], part: &mu
                 x.iter_mut().for_each(|x| *x = x.sqrt());
             }
             let blocks = x.chunks_exact(128).zip(part.codes.chunks_exact_mut(64));
-            for ((x, codes), scale) in blocks.zip(part.scales.as_chunks_mut::<4>().0) {
+            let map = if moment == Moment::Mean { &*SIGNED4 } else { &*ROOT4 };
+            for (b, ((x, codes), scale)) in blocks.zip(part.scales.as_chunks_mut::<4>().0).enumerate() {
                 let (absmax, divisor) = divisor(x);
                 *scale = absmax.to_le_bytes();
-                let code = |x: f32| match moment {
-                    Moment::Mean => SIGNED4.code(x / divisor),
-                    Moment::Square => ROOT4.code(x / divisor),
-                };
-                for (x, byte) in x.as_chunks::<2>().0.iter().zip(codes) {
-                    *byte = code(x[0]) | code(x[1]) << 4;
+                let eights = x.as_chunks::<8>().0.iter().zip(codes.as_chunks_mut::<4>().0);
+                for (e, (x, bytes)) in eights.enumerate() {
+                    let random = draws.eight(moment, 128 * b + 8 * e);
+                    let code = |i: usize| between(map, x[i] / divisor, random[i]);
+                    *bytes = std::array::from_fn(|i| code(2 * i) | code(2 * i + 1) << 4);
                 }
             }
         }
-        StateFormat::Nvfp4 => pack_nvfp4(moment, x, part),
+        StateFormat::Nvfp4 => pack_nvfp4(moment, x, part, draws),
     }
 }
 
 #[inline(always)]
-fn pack_nvfp4(moment: Moment, x: &mut [f32], part: &mut Part<'_>) {
+fn pack_nvfp4(moment: Moment, x: &mut [f32], part: &mut Part<'_>, draws: &Draws) {
     if moment == Moment::Square {
         x.iter_mut().for_each(|x| *x = x.sqrt());
     }
@@ -126,34 +143,34 @@ fn pack_nvfp4(moment: Moment, x: &mut [f32], part: &mut Part<'_>) {
         *bytes = second.to_le_bytes();
     }
     let blocks = x.chunks_exact(16).zip(part.codes.chunks_exact_mut(8));
-    for ((x, codes), scale) in blocks.zip(part.scales.iter_mut()) {
+    for (b, ((x, codes), scale)) in blocks.zip(part.scales.iter_mut()).enumerate() {
         let absmax = largest(x);
         if absmax == 0.0 || second == 0.0 {
             *scale = 0;
             codes.fill(0);
             continue;
         }
-        // A mean may vanish beside one 200,000 times larger; a mean square may not.
-        let least = u8::from(moment == Moment::Square);
-        *scale = e4m3::encode(absmax / 6.0 / second).max(least);
+        // Rounded up, so that the largest of a block is no more than six steps and none is cut down time and again.
+        let want = absmax / 6.0 / second;
+        *scale = e4m3::encode(want);
+        *scale += u8::from(e4m3::decode(*scale) < want && *scale < 0x7e);
         let factor = e4m3::decode(*scale) * second;
         if factor == 0.0 {
             codes.fill(0);
             continue;
         }
-        for (x, byte) in x.as_chunks::<2>().0.iter().zip(codes) {
-            *byte = match moment {
-                Moment::Mean => e2m1::pair(e2m1::encode(x[0] / factor), e2m1::encode(x[1] / factor)),
-                Moment::Square => e2m1::pair(root_code(x[0] / factor), root_code(x[1] / factor)),
+        for (e, (x, bytes)) in x.as_chunks::<8>().0.iter().zip(codes.as_chunks_mut::<4>().0).enumerate() {
+            let random = draws.eight(moment, 16 * b + 8 * e);
+            let code = |i: usize| {
+                let y = x[i] / factor;
+                match moment {
+                    Moment::Mean => between(&E2M1, y.abs(), random[i]) | (y.to_bits() >> 28) as u8 & 8,
+                    Moment::Square => between(&ROOTS, y, random[i]),
+                }
             };
+            *bytes = std::array::from_fn(|i| code(2 * i) | code(2 * i + 1) << 4);
         }
     }
-}
-
-/// Code of the nearest of [`ROOTS`]: E2M1, but the first boundary lies between 0.25 and 0.5.
-#[inline(always)]
-fn root_code(y: f32) -> u8 {
-    if y <= 0.375 { 0 } else { e2m1::encode(y).max(1) }
 }
 
 /// Largest magnitude, and what to divide by: that, or 1 for a block of zeros.

@@ -2,13 +2,14 @@
 //!
 //! Dense masters are written beside the target first (f32 where 4-bit codes will be made of them, bf16 elsewhere) and
 //! become 4-bit by the code every `q4 quantize` runs. With power-of-two scales the result holds, bit for bit, the values
-//! the forward pass computed with.
+//! the forward pass computed with. What training did not move, and what the model does not use, keeps its bytes.
 use super::Tch;
 use super::kernels::Kernels;
-use super::weights::{Params, Role, bytes};
+use super::weights::{Params, Role, Source, bytes};
 use crate::optim::ScaleChoice;
-use q4_core::detect::Layout;
+use q4_core::detect::{Layout, TensorMeta};
 use q4_core::{Code, DType, Error, Result};
+use q4_model::checkpoint::names::HEAD;
 use q4_model::checkpoint::{Bytes, Checkpoint, OpenOptions};
 use q4_model::export::{Entry, ExportPlan, Writer, export};
 use q4_model::quantize::{Method, Scales};
@@ -78,8 +79,15 @@ impl Side {
     }
 }
 
-/// Writes the model to `out`, which must not exist.
-pub fn write(params: &Params, kernels: &Kernels, side: &Side, out: &Path, form: Form) -> Result<()> {
+/// Writes the model to `out`, which must not exist. `base` is the checkpoint training began with, where there was one.
+pub fn write(
+    params: &Params,
+    kernels: &Kernels,
+    side: &Side,
+    base: Option<&Checkpoint>,
+    out: &Path,
+    form: Form,
+) -> Result<()> {
     if std::fs::symlink_metadata(out).is_ok() {
         return Err(
             Error::new(Code::Usage, format!("{}: exists", out.display())).fix("name another, or remove it")
@@ -91,7 +99,7 @@ pub fn write(params: &Params, kernels: &Kernels, side: &Side, out: &Path, form: 
             .fix("export bf16, then q4 quantize"));
     }
     let beside = Beside::new(out)?;
-    dense(params, kernels, side, &beside.0, form)?;
+    dense(params, kernels, side, base, &beside.0, form)?;
     let Form::Nvfp4(layout) = form else {
         return std::fs::rename(&beside.0, out).map_err(|e| Error::io(out, &e));
     };
@@ -125,9 +133,17 @@ impl Drop for Beside {
     }
 }
 
-fn dense(params: &Params, kernels: &Kernels, side: &Side, dir: &Path, form: Form) -> Result<()> {
+fn dense(
+    params: &Params,
+    kernels: &Kernels,
+    side: &Side,
+    base: Option<&Checkpoint>,
+    dir: &Path,
+    form: Form,
+) -> Result<()> {
     let dtype = |role| if role == Role::Linear && form != Form::Bf16 { DType::F32 } else { DType::BF16 };
-    let mut entries = Vec::new();
+    let kept = kept(params, base);
+    let mut entries: Vec<Entry> = Vec::new();
     for p in &params.all {
         for (module, rows) in &p.parts {
             let mut shape = p.shape.clone();
@@ -135,8 +151,17 @@ fn dense(params: &Params, kernels: &Kernels, side: &Side, dir: &Path, form: Form
             entries.push(Entry::new(format!("{module}.weight"), dtype(p.role), &shape));
         }
     }
+    entries.retain(|e| kept.iter().all(|k| k.name != e.name));
+    let made = entries.len();
+    entries.extend(kept);
     let path = dir.join("model.safetensors");
     let mut writer = Writer::create(&path, &entries)?;
+    let (made, kept) = entries.split_at(made);
+    if let Some(base) = base {
+        for entry in kept {
+            writer.write(&entry.name, base.tensor(&entry.name)?.bytes)?;
+        }
+    }
     for (index, p) in params.all.iter().enumerate() {
         let value = match form {
             // The decoded values are exact in bf16.
@@ -145,6 +170,11 @@ fn dense(params: &Params, kernels: &Kernels, side: &Side, dir: &Path, form: Form
         };
         let mut first = 0;
         for (part, (module, rows)) in p.parts.iter().enumerate() {
+            let name = format!("{module}.weight");
+            if made.iter().all(|e| e.name != name) {
+                first += *rows as i64;
+                continue;
+            }
             let data = match &value {
                 Some(value) => bytes(&value.f_narrow(0, first, *rows as i64).t()?)?,
                 None => {
@@ -155,7 +185,7 @@ fn dense(params: &Params, kernels: &Kernels, side: &Side, dir: &Path, form: Form
                     }
                 }
             };
-            writer.write(&format!("{module}.weight"), &data)?;
+            writer.write(&name, &data)?;
             first += *rows as i64;
         }
     }
@@ -167,4 +197,24 @@ fn dense(params: &Params, kernels: &Kernels, side: &Side, dir: &Path, form: Form
         std::fs::write(&path, bytes).map_err(|e| Error::io(&path, &e))?;
     }
     Ok(())
+}
+
+/// Entries of the base that are written as they were read: dense tensors that did not move, and what no parameter is made of.
+fn kept(params: &Params, base: Option<&Checkpoint>) -> Vec<Entry> {
+    let Some(base) = base else { return Vec::new() };
+    // A packed head beside a tied table is made anew where the layout wants one.
+    let owned = |name: &str| {
+        let of = |module: &str| name.strip_prefix(module).is_some_and(|rest| rest.starts_with('.'));
+        of(HEAD) || params.all.iter().flat_map(|p| &p.parts).any(|(module, _)| of(module))
+    };
+    let still = |name: &str| {
+        let fixed = params.all.iter().filter(|p| matches!(p.source, Source::Fixed(_)));
+        fixed.flat_map(|p| &p.parts).any(|(module, _)| name.strip_suffix(".weight") == Some(module))
+    };
+    let entry = |(name, meta): (&String, &TensorMeta)| {
+        let dtype = meta.dtype?;
+        let keep = if owned(name) { still(name) && dtype.is_io() } else { true };
+        keep.then(|| Entry::new(name.as_str(), dtype, &meta.shape))
+    };
+    base.table().iter().filter_map(entry).collect()
 }

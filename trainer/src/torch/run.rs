@@ -9,7 +9,7 @@ use super::weights::{bytes, restore};
 use super::{Tch, device};
 use crate::behaviour::{self, Suite};
 use crate::checkpoint::{Keep, Loaded, Store, TrainState};
-use crate::config::{Config, Loss};
+use crate::config::{Config, Init, Loss};
 use crate::data::{Batch, Dataset, LoadOptions, Loader, LoaderOptions, Packing, eval_batches};
 use crate::guard::{Guard, Verdict};
 use crate::metrics::Metrics;
@@ -109,8 +109,9 @@ fn predicted(c: &Config, base: &Base, device: Device) -> plan::Plan {
     let machine = Machine {
         compute: if device.is_cuda() { 2 } else { 4 },
         fused_attention: c.data.packing != Packing::Documents,
-        // On the host: libtorch itself and the data. On the device the allocator's figures leave the context out.
-        context: if device.is_cuda() { 0 } else { 300 << 20 },
+        // On the host: libtorch itself and the data. On the device the allocator's figures leave the context out, but not
+        // cuBLAS's workspace and what is lost to rounding.
+        context: if device.is_cuda() { 100 << 20 } else { 300 << 20 },
     };
     plan::predict(&Shapes::of(&base.config), c, &machine)
 }
@@ -427,7 +428,11 @@ impl Run<'_> {
         for layout in &self.c.export.layouts {
             let form: Form = layout.parse()?;
             let out = dir.join(if layout == "dat" { "model.dat" } else { layout });
-            export::write(&self.engine.params, &self.engine.kernels, &self.base.side, &out, form)?;
+            let base = match self.c.model.init {
+                Init::Checkpoint => self.base.checkpoint.as_ref(),
+                Init::Random => None,
+            };
+            export::write(&self.engine.params, &self.engine.kernels, &self.base.side, base, &out, form)?;
             (self.cx.say)(&format!("wrote {}", out.display()));
             written.push(out);
         }
