@@ -1,8 +1,9 @@
 //! A device: its primary context and the facts kernels are chosen by.
+use crate::arena::Arena;
 use crate::libraries::{attribute, capability, handle};
 use crate::{Found, check, driver, libraries};
 use q4_core::{Code, Device, Error, Result};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 /// One device's primary context, the one every CUDA library of a process shares.
 pub struct Gpu {
@@ -19,6 +20,7 @@ pub struct Gpu {
     pub l2: u32,
     /// What was launched last: the kernel that a fault found later most likely belongs to.
     last: Mutex<Option<Launched>>,
+    arena: OnceLock<Option<Arena>>,
 }
 
 struct Launched {
@@ -65,6 +67,7 @@ impl Gpu {
             shared: attribute(handle, A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
             l2: attribute(handle, A::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?,
             last: Mutex::new(None),
+            arena: OnceLock::new(),
         })
     }
 
@@ -86,6 +89,11 @@ impl Gpu {
     pub fn bind(&self) -> Result<()> {
         // SAFETY: the context was retained and is never released.
         check(unsafe { driver::cuCtxSetCurrent(self.context) }, "cuCtxSetCurrent")
+    }
+
+    /// Where lasting buffers lie; `None` where the driver gives every one a block of its own.
+    pub(crate) fn arena(&self) -> Option<&Arena> {
+        self.arena.get_or_init(|| Arena::new(self)).as_ref()
     }
 
     /// Free and total bytes of device memory.
