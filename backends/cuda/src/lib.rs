@@ -4,6 +4,7 @@
 //! at first use and that stays on disk; where there is no NVRTC, prebuilt images stand in. A missing library is an error
 //! value that says what was looked for. Nothing else in the workspace calls the driver.
 mod access;
+mod arena;
 mod buffer;
 mod cache;
 mod call;
