@@ -32,6 +32,11 @@ pub(crate) struct Engine {
 }
 
 impl Engine {
+    /// Whether `new` would find what it needs.
+    pub fn check(gpu: &Arc<Gpu>) -> Result<()> {
+        Kernels::available(gpu, &SOURCE, &[])
+    }
+
     /// Compiles or finds them.
     pub fn new(gpu: &Arc<Gpu>) -> Result<Self> {
         debug_assert_eq!(nf4::CODEBOOK[7], 0.0);

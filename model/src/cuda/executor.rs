@@ -263,6 +263,14 @@ impl CudaExecutor {
             let n = part.info().n / if fusion.gate { 2 } else { 1 };
             let mut cx = ExecContext::on(self.gpu.device(), self.stream.raw(), &self.threads);
             cx.workspace = Some(view_mut(&self.workspace, 0, DType::U8, &[self.workspace.len()])?);
+            let (m, info) = (out.rows(), part.info());
+            self.gpu.enqueues(format_args!(
+                "`{}`, [{m}, {}] by [{}, {}]",
+                part.name(),
+                info.k,
+                info.n,
+                info.k
+            ));
             let y = out.view_mut(*column, n)?;
             match fusion.set() {
                 FuseSet::NONE => part.forward(x, y, &mut cx)?,

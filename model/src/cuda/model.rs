@@ -2,6 +2,7 @@
 use super::executor::{CudaExecutor, CudaHead, CudaNorm, CudaTable};
 use super::kernels::ModelKernels;
 use crate::cpu::{CpuExecutor, CpuHead, CpuLinear, CpuNorm, CpuTable};
+use crate::executor::Shape;
 use crate::graph::{Block, Qwen3};
 use q4_core::{DType, FuseSet, Q4Linear, Result};
 use q4_cuda::{Buffer, Gpu};
@@ -17,6 +18,11 @@ pub struct CudaModel {
 }
 
 impl CudaModel {
+    /// The kernels [`upload`](Self::upload) will ask for; it finds them while these are kept.
+    pub fn kernels(ordinal: u32, shape: &Shape, dtype: DType) -> Result<impl Sized + use<>> {
+        ModelKernels::load(&Gpu::open(ordinal)?, shape, dtype)
+    }
+
     /// Uploads everything of `model` but its products, which are on device `ordinal` already. `dtype`: what products read
     /// and write.
     pub fn upload(model: Qwen3<CpuExecutor>, ordinal: u32, dtype: DType) -> Result<Self> {
