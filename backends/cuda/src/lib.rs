@@ -14,6 +14,7 @@ mod gpu;
 mod graph;
 mod kernel;
 mod libraries;
+mod map;
 mod rows;
 mod stage;
 mod stream;
@@ -30,6 +31,7 @@ pub use gpu::Gpu;
 pub use graph::Graph;
 pub use kernel::{Kernel, Kernels, Launch};
 pub use libraries::{Found, Libraries, devices, libraries};
+pub use map::TensorMap;
 pub use rows::{Matrix, ROWS, RowKernels, Stored, convention, number, rule};
 pub use stream::{Event, Stream};
 
