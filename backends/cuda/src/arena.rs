@@ -83,7 +83,7 @@ impl Arena {
 
     fn map(&self, pages: &Range<usize>) -> Result<()> {
         let (at, len, mut handle) = (self.base + pages.start as u64, pages.len(), 0);
-        let mut access: driver::CUmemAccessDesc = driver::CUmemAccessDesc {
+        let access = driver::CUmemAccessDesc {
             location: self.properties.location,
             flags: driver::CUmemAccess_flags_enum::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
         };
@@ -94,7 +94,7 @@ impl Arena {
             let mapped = check(driver::cuMemMap(at, len, 0, handle, 0), "cuMemMap");
             driver::cuMemRelease(handle);
             mapped?;
-            check(driver::cuMemSetAccess(at, len, &mut access, 1), "cuMemSetAccess").inspect_err(|_| {
+            check(driver::cuMemSetAccess(at, len, &access, 1), "cuMemSetAccess").inspect_err(|_| {
                 driver::cuMemUnmap(at, len);
             })
         }

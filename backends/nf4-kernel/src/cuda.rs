@@ -104,7 +104,7 @@ pub(crate) fn prepare(
         0 => ((n * k / 2).next_multiple_of(256), n * (k / group) * 4),
         _ => (n.div_ceil(16) * units * UNIT, 0),
     };
-    let memory = Buffer::new(&engine.gpu, codes + scales)?;
+    let memory = Buffer::lasting(&engine.gpu, codes + scales)?;
     memory.fill(0)?;
     let packed = Packed {
         codes: memory.ptr(),
