@@ -1,4 +1,5 @@
 //! What becomes of failures on a device. A fault ends its process's context, so it happens in a child.
+#![allow(clippy::unwrap_used)]
 use q4_core::Code;
 use q4_cuda::{Buffer, Gpu, Kernels, Launch, Source, args, devices};
 use std::process::Command;
