@@ -64,20 +64,38 @@ pub fn load(
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<Loaded> {
     plan.require(dispatch)?;
+    let shape = shape(checkpoint);
+    std::thread::scope(|scope| {
+        // On a device, kernels that are not on disk yet compile while weights are prepared.
+        let kernels = match options.device {
+            Device::Cuda(n) => Some(scope.spawn({
+                let shape = &shape;
+                move || CudaModel::kernels(n, shape, options.dtype)
+            })),
+            _ => None,
+        };
+        let (model, workspace) = weights(checkpoint, plan, dispatch, options, &threads, budget, progress)?;
+        let kernels = kernels.map(|k| k.join().map_err(|_| Error::new(Code::Internal, "loading kernels")));
+        let _held = kernels.transpose()?.transpose()?;
+        let c = checkpoint.config();
+        Loaded::new(model, options.device, threads, options.dtype, c.rope.inv_freq(c.head_dim), workspace)
+    })
+}
+
+fn weights(
+    checkpoint: &Checkpoint,
+    plan: &Plan,
+    dispatch: &Dispatch,
+    options: &PlanOptions,
+    threads: &ThreadPool,
+    budget: &Budget,
+    progress: &mut dyn FnMut(usize, usize),
+) -> Result<(Qwen3<CpuExecutor>, usize)> {
     let device = device_budget(options.device)?;
     let budget = device.as_ref().unwrap_or(budget);
     let all = plan.products().count();
-    let mut loader = Loader {
-        checkpoint,
-        dispatch,
-        options,
-        threads: &threads,
-        budget,
-        workspace: 0,
-        done: 0,
-        all,
-        progress,
-    };
+    let mut loader =
+        Loader { checkpoint, dispatch, options, threads, budget, workspace: 0, done: 0, all, progress };
     let c = checkpoint.config();
     let shape = shape(checkpoint);
     let mut blocks = Vec::with_capacity(c.num_hidden_layers);
@@ -103,8 +121,7 @@ pub fn load(
     };
     let norm = loader.norm(names::FINAL_NORM, c.hidden_size)?;
     let workspace = loader.workspace;
-    let model = Qwen3 { shape, table, blocks, norm, head };
-    Loaded::new(model, options.device, threads, options.dtype, c.rope.inv_freq(c.head_dim), workspace)
+    Ok((Qwen3 { shape, table, blocks, norm, head }, workspace))
 }
 
 /// What may be allocated on a CUDA device: what is free there, less 5 %. `None`: weights stay in host memory.

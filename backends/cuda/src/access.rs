@@ -1,7 +1,7 @@
 //! A device for a backend, or every reason why it has none, in selection's own words.
 use crate::{Found, Gpu, devices, libraries};
 use q4_core::{Code, CudaDevice, Device, Error, HostEnv, ProbeItem, Reject, RejectCode, Result, Verdict};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// Oldest capability kernels are written for.
 const SINCE: (u32, u32) = (8, 0);
@@ -11,17 +11,30 @@ pub enum Access<T> {
     /// The program stays on the CPU.
     Unasked,
     /// Ready, on this ordinal.
-    Ready(u32, Arc<T>),
+    Ready(u32, Lazy<T>),
     /// Asked for and refused.
     Refused(u32, Vec<Reject>),
 }
 
+/// An engine that is built when its first weight is prepared: who computes nothing compiles nothing.
+pub struct Lazy<T> {
+    gpu: Arc<Gpu>,
+    build: fn(&Arc<Gpu>) -> Result<T>,
+    built: OnceLock<Result<Arc<T>>>,
+}
+
 impl<T> Access<T> {
-    /// Opens `ordinal` where one is asked for, and builds the engine on it.
-    pub fn open(ordinal: Option<u32>, build: impl FnOnce(&Arc<Gpu>) -> Result<T>) -> Self {
+    /// Opens `ordinal` where one is asked for. `check` says what `build` would miss.
+    pub fn open(
+        ordinal: Option<u32>,
+        check: impl FnOnce(&Arc<Gpu>) -> Result<()>,
+        build: fn(&Arc<Gpu>) -> Result<T>,
+    ) -> Self {
         let Some(ordinal) = ordinal else { return Self::Unasked };
-        match gpu(ordinal).and_then(|gpu| build(&gpu).map_err(|e| vec![reason(&e, &gpu)])) {
-            Ok(engine) => Self::Ready(ordinal, Arc::new(engine)),
+        match gpu(ordinal)
+            .and_then(|gpu| check(&gpu).map(|()| gpu.clone()).map_err(|e| vec![reason(&e, &gpu)]))
+        {
+            Ok(gpu) => Self::Ready(ordinal, Lazy { gpu, build, built: OnceLock::new() }),
             Err(reasons) => Self::Refused(ordinal, reasons),
         }
     }
@@ -47,7 +60,7 @@ impl<T> Access<T> {
     pub fn item(&self) -> Option<ProbeItem> {
         let (ordinal, reasons, detail) = match self {
             Self::Unasked => return None,
-            Self::Ready(ordinal, _) => (ordinal, Vec::new(), "kernels loaded".to_owned()),
+            Self::Ready(ordinal, _) => (ordinal, Vec::new(), "kernels load with the first weight".to_owned()),
             Self::Refused(ordinal, reasons) if reasons.iter().all(|r| r.code == RejectCode::DeviceAbsent) => {
                 // A machine without a GPU is no finding; the text still says why there is none.
                 (ordinal, Vec::new(), format!("none: {}", reasons.first().map_or("", |r| &r.have)))
@@ -67,10 +80,13 @@ impl<T> Access<T> {
         }
     }
 
-    /// The engine.
+    /// The engine, built by the first call.
     pub fn engine(&self) -> Result<&Arc<T>> {
         match self {
-            Self::Ready(_, engine) => Ok(engine),
+            Self::Ready(_, lazy) => {
+                let built = lazy.built.get_or_init(|| (lazy.build)(&lazy.gpu).map(Arc::new));
+                built.as_ref().map_err(Clone::clone)
+            }
             _ => Err(Error::new(Code::DeviceMissing, "CUDA").need("a device that was opened").have("none")),
         }
     }

@@ -11,6 +11,7 @@ pub struct Buffer {
     gpu: Arc<Gpu>,
     ptr: u64,
     len: usize,
+    in_arena: bool,
 }
 
 impl Buffer {
@@ -23,12 +24,24 @@ impl Buffer {
             let free = gpu.memory().map_or(0, |m| m.0);
             e.need(format!("{len} bytes of device memory ({free} free)"))
         })?;
-        Ok(Self { gpu: gpu.clone(), ptr, len })
+        Ok(Self { gpu: gpu.clone(), ptr, len, in_arena: false })
+    }
+    /// As [`new`](Self::new), for what stays: beside others of its kind, without the driver's rounding.
+    pub fn lasting(gpu: &Arc<Gpu>, len: usize) -> Result<Self> {
+        let Some(arena) = gpu.arena() else { return Self::new(gpu, len) };
+        let ptr = arena.take(gpu, len).map_err(|e| e.within(format!("{len} bytes for weights")))?;
+        Ok(Self { gpu: gpu.clone(), ptr, len, in_arena: true })
     }
     /// `len` bytes of zero.
     pub fn zeroed(gpu: &Arc<Gpu>, len: usize) -> Result<Self> {
         let b = Self::new(gpu, len)?;
         b.fill(0)?;
+        Ok(b)
+    }
+    /// A copy of host elements that stays.
+    pub fn lasting_of<T: Pod>(gpu: &Arc<Gpu>, data: &[T]) -> Result<Self> {
+        let b = Self::lasting(gpu, size_of_val(data))?;
+        b.upload(0, data)?;
         Ok(b)
     }
     /// A copy of host elements.
@@ -99,9 +112,13 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        if self.gpu.bind().is_ok() {
+        if self.gpu.bind().is_err() {
+            return;
+        }
+        match self.gpu.arena().filter(|_| self.in_arena) {
+            Some(arena) => arena.free(&self.gpu, self.ptr, self.len),
             // SAFETY: allocated by `new`, freed once; the driver waits for work that uses it.
-            unsafe { driver::cuMemFree_v2(self.ptr) };
+            None => drop(unsafe { driver::cuMemFree_v2(self.ptr) }),
         }
     }
 }

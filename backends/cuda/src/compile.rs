@@ -38,6 +38,14 @@ pub(crate) fn image(source: &Source, arch: &str, options: &[&str], cache: &Cache
     Ok(Image { bytes, from_cache: false, path })
 }
 
+/// Whether [`image`] would find or could make it.
+pub(crate) fn available(source: &Source, arch: &str, options: &[&str], cache: &Cache) -> Result<()> {
+    match &libraries().nvrtc {
+        Found::Yes(_) => Ok(()),
+        Found::No(why) => prebuilt(&Key::new(source, arch, options), cache, why).map(drop),
+    }
+}
+
 fn prebuilt(key: &Key, cache: &Cache, why: &str) -> Result<Image> {
     match cache.any(key) {
         Some((bytes, path)) => Ok(Image { bytes, from_cache: false, path: Some(path) }),

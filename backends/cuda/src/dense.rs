@@ -23,13 +23,19 @@ unsafe impl Sync for Blas {}
 
 impl Blas {
     /// Fails with what is missing.
-    pub fn open(gpu: &Arc<Gpu>) -> Result<Arc<Self>> {
-        if let Found::No(why) = &libraries().cublaslt {
-            return Err(Error::new(Code::BackendFailed, "dense products on CUDA")
+    pub fn check() -> Result<()> {
+        match &libraries().cublaslt {
+            Found::Yes(_) => Ok(()),
+            Found::No(why) => Err(Error::new(Code::BackendFailed, "dense products on CUDA")
                 .need("cuBLASLt")
                 .have(why.clone())
-                .fix("name the folder of libcublasLt.so in Q4_CUDA_LIBS"));
+                .fix("name the folder of libcublasLt.so in Q4_CUDA_LIBS")),
         }
+    }
+
+    /// On `gpu`; fails as [`check`](Self::check) does.
+    pub fn open(gpu: &Arc<Gpu>) -> Result<Arc<Self>> {
+        Self::check()?;
         gpu.bind()?;
         let mut handle = null_mut();
         // SAFETY: the library is present; a context is current; the out pointer is valid.

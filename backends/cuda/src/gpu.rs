@@ -1,8 +1,10 @@
 //! A device: its primary context and the facts kernels are chosen by.
+use crate::arena::Arena;
 use crate::libraries::{attribute, capability, handle};
 use crate::{Found, check, driver, libraries};
 use q4_core::{Code, Device, Error, Result};
-use std::sync::{Arc, Mutex};
+use std::fmt::Write;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 /// One device's primary context, the one every CUDA library of a process shares.
 pub struct Gpu {
@@ -18,7 +20,15 @@ pub struct Gpu {
     /// Bytes of second-level cache.
     pub l2: u32,
     /// What was launched last: the kernel that a fault found later most likely belongs to.
-    last: Mutex<Option<Launched>>,
+    last: Mutex<Last>,
+    arena: OnceLock<Option<Arena>>,
+}
+
+#[derive(Default)]
+struct Last {
+    kernel: Option<Launched>,
+    /// The product enqueued last, for people: its kernel may be another library's.
+    product: String,
 }
 
 struct Launched {
@@ -64,7 +74,8 @@ impl Gpu {
             processors: attribute(handle, A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
             shared: attribute(handle, A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
             l2: attribute(handle, A::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?,
-            last: Mutex::new(None),
+            last: Mutex::default(),
+            arena: OnceLock::new(),
         })
     }
 
@@ -88,6 +99,11 @@ impl Gpu {
         check(unsafe { driver::cuCtxSetCurrent(self.context) }, "cuCtxSetCurrent")
     }
 
+    /// Where lasting buffers lie; `None` where the driver gives every one a block of its own.
+    pub(crate) fn arena(&self) -> Option<&Arena> {
+        self.arena.get_or_init(|| Arena::new(self)).as_ref()
+    }
+
     /// Free and total bytes of device memory.
     pub fn memory(&self) -> Result<(u64, u64)> {
         self.bind()?;
@@ -104,19 +120,34 @@ impl Gpu {
         self.blame(check(unsafe { driver::cuCtxSynchronize() }, "cuCtxSynchronize"))
     }
 
-    /// Adds to a failure which kernel was launched last.
+    /// Adds to a failure what was enqueued last.
     pub fn blame(&self, outcome: Result<()>) -> Result<()> {
-        outcome.map_err(|e| match &*self.last.lock().unwrap_or_else(|e| e.into_inner()) {
-            Some(Launched { name, grid, block }) => e.within(format!(
-                "cuda:{}, last kernel `{name}` of {grid:?} blocks of {block:?} threads",
-                self.ordinal
-            )),
-            None => e.within(format!("cuda:{}", self.ordinal)),
+        outcome.map_err(|e| {
+            let last = self.last();
+            let mut what = format!("cuda:{}", self.ordinal);
+            if !last.product.is_empty() {
+                what += &format!(", last product {}", last.product);
+            }
+            if let Some(Launched { name, grid, block }) = &last.kernel {
+                what += &format!(", last kernel `{name}` of {grid:?} blocks of {block:?} threads");
+            }
+            e.within(what)
         })
     }
 
+    /// A product is about to be enqueued: a fault found later may be its doing.
+    pub fn enqueues(&self, product: std::fmt::Arguments<'_>) {
+        let mut last = self.last();
+        last.product.clear();
+        // A String takes everything.
+        let _ = last.product.write_fmt(product);
+    }
+
     pub(crate) fn launched(&self, name: &Arc<str>, grid: [u32; 3], block: [u32; 3]) {
-        *self.last.lock().unwrap_or_else(|e| e.into_inner()) =
-            Some(Launched { name: name.clone(), grid, block });
+        self.last().kernel = Some(Launched { name: name.clone(), grid, block });
+    }
+
+    fn last(&self) -> MutexGuard<'_, Last> {
+        self.last.lock().unwrap_or_else(|e| e.into_inner())
     }
 }

@@ -1,10 +1,11 @@
 //! Machine code on a device, and launching it.
-use crate::cache::Cache;
+use crate::cache::{Cache, Key};
 use crate::compile::{self, Source};
 use crate::{Gpu, check, driver};
 use q4_core::{Code, Error, Result};
+use std::collections::BTreeMap;
 use std::ffi::{CString, c_void};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, Weak};
 
 /// The functions of one source, loaded on one device.
 #[derive(Clone)]
@@ -23,19 +24,32 @@ unsafe impl Sync for Module {}
 
 impl Kernels {
     /// The machine code of `source` for `gpu`: from the cache on disk, else compiled now, else a prebuilt image.
-    /// `options` go to the compiler, e.g. `-DQ4_X=1`, and are part of the image's identity.
+    /// `options` go to the compiler, e.g. `-DQ4_X=1`, and are part of the image's identity. One image is on the device
+    /// once, however often it is loaded; different ones compile side by side.
     pub fn load(gpu: &Arc<Gpu>, source: &Source, options: &[&str]) -> Result<Self> {
+        let place = loaded(gpu, source, options);
+        let mut place = place.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(module) = place.upgrade() {
+            return Ok(Self(module));
+        }
         let cache = Cache::of_user();
         let image = compile::image(source, &gpu.arch(), options, &cache)?;
-        match Self::of_image(gpu, source.name, &image.bytes) {
+        let kernels = match Self::of_image(gpu, source.name, &image.bytes) {
             // What is on disk may be damaged: compile it again, once.
             Err(_) if image.from_cache => {
                 cache.forget(&image);
                 let image = compile::image(source, &gpu.arch(), options, &cache)?;
-                Self::of_image(gpu, source.name, &image.bytes)
+                Self::of_image(gpu, source.name, &image.bytes)?
             }
-            other => other,
-        }
+            other => other?,
+        };
+        *place = Arc::downgrade(&kernels.0);
+        Ok(kernels)
+    }
+
+    /// Whether [`load`](Self::load) would find the image or could make it; compiles nothing.
+    pub fn available(gpu: &Gpu, source: &Source, options: &[&str]) -> Result<()> {
+        compile::available(source, &gpu.arch(), options, &Cache::of_user())
     }
 
     fn of_image(gpu: &Arc<Gpu>, name: &'static str, image: &[u8]) -> Result<Self> {
@@ -78,6 +92,13 @@ impl Drop for Module {
             unsafe { driver::cuModuleUnload(self.raw) };
         }
     }
+}
+
+/// Where the module of an image is kept while someone has it; its lock is held while it is made.
+fn loaded(gpu: &Gpu, source: &Source, options: &[&str]) -> Arc<Mutex<Weak<Module>>> {
+    static ALL: Mutex<BTreeMap<String, Arc<Mutex<Weak<Module>>>>> = Mutex::new(BTreeMap::new());
+    let name = format!("{} {}", gpu.device(), Key::new(source, &gpu.arch(), options).prefix());
+    ALL.lock().unwrap_or_else(|e| e.into_inner()).entry(name).or_default().clone()
 }
 
 /// One function on a device.

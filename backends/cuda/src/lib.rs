@@ -4,6 +4,7 @@
 //! at first use and that stays on disk; where there is no NVRTC, prebuilt images stand in. A missing library is an error
 //! value that says what was looked for. Nothing else in the workspace calls the driver.
 mod access;
+mod arena;
 mod buffer;
 mod cache;
 mod call;
@@ -13,6 +14,7 @@ mod gpu;
 mod graph;
 mod kernel;
 mod libraries;
+mod map;
 mod rows;
 mod stage;
 mod stream;
@@ -29,6 +31,7 @@ pub use gpu::Gpu;
 pub use graph::Graph;
 pub use kernel::{Kernel, Kernels, Launch};
 pub use libraries::{Found, Libraries, devices, libraries};
+pub use map::TensorMap;
 pub use rows::{Matrix, ROWS, RowKernels, Stored, convention, number, rule};
 pub use stream::{Event, Stream};
 
@@ -46,23 +49,70 @@ pub fn last_status() -> i64 {
     LAST.get()
 }
 
-/// Turns a status into an error that names it; out-of-memory has its own code.
+/// Turns a status into an error that names it: out-of-memory and a device that is not there have codes of their own.
 pub fn check(status: CUresult, doing: &str) -> Result<()> {
     if status == CUresult::CUDA_SUCCESS {
         return Ok(());
     }
     LAST.set(status as i64);
-    let code = match status {
-        CUresult::CUDA_ERROR_OUT_OF_MEMORY => Code::OutOfMemory,
-        CUresult::CUDA_ERROR_NO_DEVICE | CUresult::CUDA_ERROR_INVALID_DEVICE => Code::DeviceMissing,
-        _ => Code::BackendFailed,
-    };
-    Err(Error::new(code, format!("CUDA: {doing}")).have(format!(
+    let e = Error::new(code(status), format!("CUDA: {doing}")).have(format!(
         "{} ({}): {}",
         text(status, Text::Name),
         status as i64,
         text(status, Text::Meaning)
-    )))
+    ));
+    Err(if is_fault(status) {
+        // The context is lost for this process, the device is not.
+        e.fix("run it again; with CUDA_LAUNCH_BLOCKING=1 the kernel that fails is the one that is named")
+    } else {
+        e
+    })
+}
+
+fn code(status: CUresult) -> Code {
+    use CUresult::*;
+    match status {
+        CUDA_ERROR_OUT_OF_MEMORY => Code::OutOfMemory,
+        CUDA_ERROR_NO_DEVICE
+        | CUDA_ERROR_INVALID_DEVICE
+        | CUDA_ERROR_DEVICE_UNAVAILABLE
+        | CUDA_ERROR_DEVICE_NOT_LICENSED
+        | CUDA_ERROR_SYSTEM_NOT_READY
+        | CUDA_ERROR_SYSTEM_DRIVER_MISMATCH
+        | CUDA_ERROR_NOT_INITIALIZED
+        | CUDA_ERROR_DEINITIALIZED => Code::DeviceMissing,
+        _ => Code::BackendFailed,
+    }
+}
+
+/// Work on the device ended early: a kernel's doing or the hardware's.
+fn is_fault(status: CUresult) -> bool {
+    use CUresult::*;
+    matches!(
+        status,
+        CUDA_ERROR_ILLEGAL_ADDRESS
+            | CUDA_ERROR_LAUNCH_TIMEOUT
+            | CUDA_ERROR_ASSERT
+            | CUDA_ERROR_HARDWARE_STACK_ERROR
+            | CUDA_ERROR_ILLEGAL_INSTRUCTION
+            | CUDA_ERROR_MISALIGNED_ADDRESS
+            | CUDA_ERROR_INVALID_ADDRESS_SPACE
+            | CUDA_ERROR_INVALID_PC
+            | CUDA_ERROR_LAUNCH_FAILED
+            | CUDA_ERROR_ECC_UNCORRECTABLE
+            | CUDA_ERROR_UNKNOWN
+    )
+}
+
+#[test]
+fn statuses_have_codes() {
+    assert_eq!(code(CUresult::CUDA_ERROR_OUT_OF_MEMORY).exit(), 7);
+    for lost in [CUresult::CUDA_ERROR_NO_DEVICE, CUresult::CUDA_ERROR_DEVICE_UNAVAILABLE] {
+        assert_eq!((code(lost), code(lost).exit(), is_fault(lost)), (Code::DeviceMissing, 6, false));
+    }
+    for fault in [CUresult::CUDA_ERROR_ILLEGAL_ADDRESS, CUresult::CUDA_ERROR_ECC_UNCORRECTABLE] {
+        assert_eq!((code(fault), code(fault).exit(), is_fault(fault)), (Code::BackendFailed, 6, true));
+    }
 }
 
 enum Text {

@@ -29,6 +29,12 @@ pub(crate) struct Engine {
 }
 
 impl Engine {
+    /// Whether `new` would find what it needs.
+    pub fn check(gpu: &Arc<Gpu>) -> Result<()> {
+        Blas::check()?;
+        Kernels::available(gpu, &SOURCE, &[])
+    }
+
     /// Opens cuBLASLt, compiles or finds the kernels.
     pub fn new(gpu: &Arc<Gpu>) -> Result<Self> {
         let blas = Blas::open(gpu)?;
@@ -86,7 +92,7 @@ pub(crate) fn prepare(
     let (ld, size) = (k.next_multiple_of(PAD), spec.y.size());
     let scales_at = (n * ld * size).next_multiple_of(256);
     let scales = dense.scales();
-    let memory = Buffer::new(&engine.gpu, scales_at + 4 * scales.len())?;
+    let memory = Buffer::lasting(&engine.gpu, scales_at + 4 * scales.len())?;
     let bytes = dense.bytes();
     if ld == k {
         memory.upload(0, bytes)?;

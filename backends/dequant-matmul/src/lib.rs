@@ -50,7 +50,7 @@ impl DequantMatmul {
             priority: 0,
             offers: probe::SCHEMAS.map(|schema| (schema.into(), ExecPath::DequantMatmul)).into(),
         };
-        Self { descriptor, cuda: Access::open(device, Engine::new) }
+        Self { descriptor, cuda: Access::open(device, Engine::check, Engine::new) }
     }
 }
 

@@ -1,60 +1,53 @@
-//! NF4 products on a CUDA device: packed there from the stored bytes, decoded in registers.
+//! NF4 products on a CUDA device: packed there from the stored bytes, 4-bit until they are in registers.
+mod decode;
+mod prefill;
+mod simple;
+
 use crate::prepare::{check, finite_absmax};
 use crate::probe::scale_group;
 use q4_core::formats::nf4;
 use q4_core::rows::check_matrix;
 use q4_core::{
-    Code, DType, Error, ExecContext, ExecPath, LinearSpec, NibbleOrder, OpSet, PreparedInfo, PreparedWeight,
-    Q4Schema, Q4Weight, Result, SegmentData, TensorView, TensorViewMut,
+    Activations, Code, DType, Error, ExecContext, ExecPath, FuseSet, Fusion, LinearSpec, NibbleOrder, OpSet,
+    PreparedInfo, PreparedWeight, Q4Schema, Q4Weight, Result, SegmentData, TensorView, TensorViewMut,
 };
-use q4_cuda::{Buffer, Gpu, Kernel, Kernels, Launch, Matrix, RowKernels, Source, args, number};
+use q4_cuda::{Buffer, Gpu, Matrix, RowKernels, number};
 use std::sync::Arc;
 
-const SOURCE: Source = Source {
-    name: "nf4",
-    text: concat!(include_str!("../../cuda/cuda/rows.cu"), include_str!("../cuda/nf4.cu")),
-};
-
-/// Rows of x that one pass over the weight serves, as `ROWS` in the source.
-const ROWS: usize = 8;
+/// Bytes of 16 rows by 128 k: codes and scales.
+const UNIT: usize = 1152;
+/// Elements of k under one scale in a unit.
+const TILE: usize = 64;
 
 /// The kernels on one device.
 pub(crate) struct Engine {
     gpu: Arc<Gpu>,
     rows: RowKernels,
-    pack: Kernel,
-    forward: Kernel,
-    one: Kernel,
-    /// On tensor cores, by the number of 8 rows of x in a pass.
-    tiles: [(usize, Kernel); 3],
-    backward: Kernel,
-    dequantize: Kernel,
+    simple: simple::Kernels,
+    decode: decode::Kernels,
+    prefill: Option<prefill::Kernels>,
 }
 
 impl Engine {
+    /// Whether `new` would find what it needs.
+    pub fn check(gpu: &Arc<Gpu>) -> Result<()> {
+        q4_cuda::Kernels::available(gpu, &simple::SOURCE, &[])
+    }
+
     /// Compiles or finds them.
     pub fn new(gpu: &Arc<Gpu>) -> Result<Self> {
         debug_assert_eq!(nf4::CODEBOOK[7], 0.0);
-        let all = Kernels::load(gpu, &SOURCE, &[])?;
         Ok(Self {
             gpu: gpu.clone(),
             rows: RowKernels::load(gpu)?,
-            pack: all.get("nf4_pack")?,
-            forward: all.get("nf4_forward")?,
-            // The same sums with registers for one row only.
-            one: Kernels::load(gpu, &SOURCE, &["-DROWS=1"])?.get("nf4_forward")?,
-            tiles: [
-                (1, all.get("nf4_mma")?),
-                (2, Kernels::load(gpu, &SOURCE, &["-DNT=2"])?.get("nf4_mma")?),
-                (4, Kernels::load(gpu, &SOURCE, &["-DNT=4"])?.get("nf4_mma")?),
-            ],
-            backward: all.get("nf4_backward")?,
-            dequantize: all.get("nf4_dequantize")?,
+            simple: simple::Kernels::load(gpu)?,
+            decode: decode::Kernels::load(gpu)?,
+            prefill: prefill::Kernels::load(gpu)?,
         })
     }
 }
 
-/// `Weight` of `nf4.cu`.
+/// `Weight` of layout.cu.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Packed {
@@ -63,7 +56,24 @@ struct Packed {
     n: u32,
     k: u32,
     group: u32,
-    unused: u32,
+    /// Units of 16 rows, 0 where scales do not cover whole tiles.
+    units: u32,
+}
+
+/// A product to enqueue; addresses of the device.
+struct Call {
+    x: Matrix,
+    y: Matrix,
+    /// The number of the type x has, or is rounded to behind a norm.
+    source: u32,
+    /// Weight (f32 `[k]`) and epsilon of the norm of x, which is f32 then; 0: none.
+    norm: (u64, f32),
+    /// `y[m, n/2] = silu(gate) * up`.
+    gate: bool,
+    /// `y += product`, f32.
+    accumulate: bool,
+    stream: usize,
+    workspace: u64,
 }
 
 /// A weight on a device.
@@ -89,51 +99,37 @@ pub(crate) fn prepare(
     };
     let (n, k) = (w.n(), w.k);
     let group = scale_group(k, block);
-    let (codes, scales) = ((n * k / 2).next_multiple_of(256), n * (k / group) * 4);
-    let memory = Buffer::new(&engine.gpu, codes + scales)?;
+    let units = if group % TILE == 0 { k.div_ceil(2 * TILE) } else { 0 };
+    let (codes, scales) = match units {
+        0 => ((n * k / 2).next_multiple_of(256), n * (k / group) * 4),
+        _ => (n.div_ceil(16) * units * UNIT, 0),
+    };
+    let memory = Buffer::lasting(&engine.gpu, codes + scales)?;
+    memory.fill(0)?;
     let packed = Packed {
         codes: memory.ptr(),
         scales: memory.ptr() + codes as u64,
         n: n as u32,
         k: k as u32,
         group: group as u32,
-        unused: 0,
+        units: units as u32,
     };
     let mut first = 0;
     for (i, s) in w.segments.iter().enumerate() {
         let SegmentData::Nf4 { codes, absmax } = &s.data else {
             return Err(Error::new(Code::SchemaInvalid, format!("segment {i}")).need("the parts of nf4"));
         };
-        let raw = Buffer::of(&engine.gpu, codes.as_bytes()?)?;
+        let codes = Buffer::of(&engine.gpu, codes.as_bytes()?)?;
         let absmax = Buffer::of(&engine.gpu, &finite_absmax(i, absmax)?)?;
-        let (high, rows) = (u32::from(nibble_order == NibbleOrder::HighFirst), s.rows as u32);
-        let (codes_at, scales_at) =
-            (packed.codes + (first * k / 2) as u64, packed.scales + (first * (k / group) * 4) as u64);
-        let how = Launch {
-            grid: [(k / 8).div_ceil(128) as u32, s.rows.min(32768) as u32, s.rows.div_ceil(32768) as u32],
-            block: [128, 1, 1],
-            shared: 0,
-            stream: 0,
-            overlap: false,
+        let raw = simple::Raw {
+            codes: codes.ptr(),
+            absmax: absmax.ptr(),
+            is_high_first: nibble_order == NibbleOrder::HighFirst,
+            block,
+            rows: s.rows,
         };
-        // SAFETY: the buffers have the sizes the shapes say and live until the wait below; the arguments are those of
-        // `nf4_pack`.
-        unsafe {
-            engine.pack.launch(
-                how,
-                args![
-                    raw.ptr(),
-                    absmax.ptr(),
-                    high,
-                    block,
-                    rows,
-                    packed.k,
-                    packed.group,
-                    codes_at,
-                    scales_at
-                ],
-            )?;
-        }
+        // SAFETY: the buffers have the sizes the shapes say and live until the wait.
+        unsafe { engine.simple.pack(&raw, first, &packed)? };
         engine.gpu.synchronize()?;
         first += s.rows;
     }
@@ -150,11 +146,70 @@ pub(crate) fn prepare(
 }
 
 impl OnDevice {
-    fn scratch(&self, cx: &mut ExecContext<'_>, need: usize) -> Result<u64> {
-        q4_cuda::scratch(cx, need)
-    }
     fn shaped(&self, e: Error, what: &str, m: usize) -> Error {
         e.within(format!("{what} of [{m}, {}] by [{}, {}]", self.info.k, self.info.n, self.info.k))
+    }
+
+    /// The type whose exact values are multiplied: that of x, f32 where x is quantised.
+    fn source(&self) -> DType {
+        if self.info.activations == Activations::Native { self.x } else { DType::F32 }
+    }
+
+    /// Whether fast kernels take such a call.
+    fn takes(&self, m: usize, set: FuseSet) -> bool {
+        let (e, w) = (&*self.engine, &self.packed);
+        e.prefill.as_ref().is_some_and(|p| p.takes(w, m, set))
+            || e.decode.takes(w, number(self.source()), m, set)
+    }
+
+    fn run(
+        &self,
+        x: TensorView<'_>,
+        fusion: &Fusion<'_>,
+        y: TensorViewMut<'_>,
+        cx: &mut ExecContext<'_>,
+    ) -> Result<()> {
+        let (n, k) = (self.info.n, self.info.k);
+        let x_type = if fusion.norm.is_some() { DType::F32 } else { self.x };
+        let y_type = if fusion.accumulate { DType::F32 } else { self.y };
+        let columns = if fusion.gate { n / 2 } else { n };
+        let m = q4_cuda::check_call((&x, x_type, k), (&y.as_view(), y_type, columns), cx)?;
+        let norm = match &fusion.norm {
+            None => (0, 0.0),
+            Some(norm) => {
+                q4_cuda::check_place(&norm.weight, cx)?;
+                let w = &norm.weight;
+                if w.dtype() != DType::F32 || w.len() != k || !w.is_contiguous() {
+                    return Err(Error::new(Code::ShapeMismatch, "weight of a norm")
+                        .need(format!("float32[{k}]"))
+                        .have(format!("{w:?}")));
+                }
+                (w.as_ptr().addr() as u64, norm.eps)
+            }
+        };
+        let scratch = q4_cuda::scratch(cx, self.workspace(m))?;
+        let (e, w, stream) = (&*self.engine, &self.packed, cx.stream);
+        let rounded = RowKernels::rounded_bytes(&self.info.activations, m, k);
+        // SAFETY: the views are of this device and have the shapes of the weight; the scratch has the size asked for.
+        let run = || unsafe {
+            let x = e.rows.rounded(Matrix::of(&x)?, &self.info.activations, self.x, scratch, stream)?;
+            let call = Call {
+                x,
+                y: Matrix::of(&y.as_view())?,
+                source: number(self.source()),
+                norm,
+                gate: fusion.gate,
+                accumulate: fusion.accumulate,
+                stream,
+                workspace: scratch + rounded as u64,
+            };
+            match &e.prefill {
+                Some(p) if p.takes(w, m, fusion.set()) => p.forward(w, &call),
+                _ if e.decode.takes(w, call.source, m, fusion.set()) => e.decode.forward(w, &call),
+                _ => e.simple.forward(w, call.x, call.y, stream),
+            }
+        };
+        run().map_err(|e| self.shaped(e, "NF4 product", m))
     }
 }
 
@@ -163,41 +218,36 @@ impl PreparedWeight for OnDevice {
         &self.info
     }
     fn workspace(&self, m: usize) -> usize {
-        RowKernels::rounded_bytes(&self.info.activations, m, self.info.k)
+        let (e, w) = (&*self.engine, &self.packed);
+        let many = e.prefill.as_ref().map_or(0, |p| p.workspace(w, number(self.source()), m));
+        let fast = e.decode.workspace(w, m).max(many);
+        RowKernels::rounded_bytes(&self.info.activations, m, self.info.k) + fast
     }
     fn forward(&self, x: TensorView<'_>, y: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
-        let m = q4_cuda::check_call((&x, self.x, self.info.k), (&y.as_view(), self.y, self.info.n), cx)?;
-        let scratch = self.scratch(cx, self.workspace(m))?;
-        let (e, stream) = (&*self.engine, cx.stream);
-        // SAFETY: the views are of this device and have the shapes of the weight; the scratch has the size asked for.
-        let run = || unsafe {
-            let x = e.rows.rounded(Matrix::of(&x)?, &self.info.activations, self.x, scratch, stream)?;
-            let y = Matrix::of(&y.as_view())?;
-            for (first, y) in y.parts() {
-                let x = x.rows_from(first, y.rows as usize);
-                // Values of 16 bits are exact in TF32; f32 ones, quantised rows among them, are not.
-                if x.dtype != number(DType::F32) {
-                    let (tiles, kernel) = e.tiles.iter().find(|t| m <= 8 * t.0).unwrap_or(&e.tiles[2]);
-                    let grid =
-                        [self.info.n.div_ceil(16) as u32, (y.rows as usize).div_ceil(8 * tiles) as u32, 1];
-                    let how = Launch { grid, block: [32, 8, 1], shared: 0, stream, overlap: false };
-                    kernel.launch(how, args![self.packed, x, y])?;
-                    continue;
-                }
-                let rows = if m == 1 { 1 } else { ROWS };
-                let how = Launch {
-                    grid: [self.info.n.div_ceil(8) as u32, (y.rows as usize).div_ceil(rows) as u32, 1],
-                    block: [32, 8, 1],
-                    shared: 0,
-                    stream,
-                    overlap: false,
-                };
-                let kernel = if m == 1 { &e.one } else { &e.forward };
-                kernel.launch(how, args![self.packed, x, y])?;
-            }
-            Ok(())
-        };
-        run().map_err(|e| self.shaped(e, "NF4 product", m))
+        self.run(x, &Fusion::default(), y, cx)
+    }
+    fn fuses(&self, m: usize, set: FuseSet) -> bool {
+        let quantised = self.info.activations != Activations::Native;
+        set == FuseSet::NONE
+            || (m > 0
+                // What is quantised is the normed row.
+                && !(quantised && set.contains(FuseSet::NORM))
+                && self.takes(m, set))
+    }
+    fn forward_fused(
+        &self,
+        x: TensorView<'_>,
+        fusion: &Fusion<'_>,
+        y: TensorViewMut<'_>,
+        cx: &mut ExecContext<'_>,
+    ) -> Result<()> {
+        let m = x.as_matrix()?.0;
+        if !self.fuses(m, fusion.set()) {
+            return Err(Error::new(Code::Unsupported, "a fused product")
+                .need("a combination that this weight says it fuses")
+                .have(format!("{:?} of {m} rows", fusion.set())));
+        }
+        self.run(x, fusion, y, cx)
     }
     fn backward_input(
         &self,
@@ -207,34 +257,16 @@ impl PreparedWeight for OnDevice {
     ) -> Result<()> {
         let m = q4_cuda::check_call((&dy, self.y, self.info.n), (&dx.as_view(), self.x, self.info.k), cx)?;
         let (dy, dx) = (Matrix::of(&dy)?, Matrix::of(&dx.as_view())?);
-        for (first, dx) in dx.parts() {
-            let dy = dy.rows_from(first, dx.rows as usize);
-            let how = Launch {
-                grid: [self.info.k.div_ceil(32) as u32, dx.rows, 1],
-                block: [32, 16, 1],
-                shared: 0,
-                stream: cx.stream,
-                overlap: false,
-            };
-            // SAFETY: as in `forward`.
-            unsafe { self.engine.backward.launch(how, args![self.packed, dy, dx]) }
-                .map_err(|e| self.shaped(e, "NF4 gradient", m))?;
-        }
-        Ok(())
+        // SAFETY: as in `run`.
+        unsafe { self.engine.simple.backward(&self.packed, dy, dx, cx.stream) }
+            .map_err(|e| self.shaped(e, "NF4 gradient", m))
     }
     fn dequantize(&self, out: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
         let (n, k) = (self.info.n, self.info.k);
         check_matrix(&out.as_view(), out.as_view().dtype(), n, k)?;
         q4_cuda::check_place(&out.as_view(), cx)?;
-        let how = Launch {
-            grid: [k.div_ceil(256) as u32, n.min(32768) as u32, n.div_ceil(32768) as u32],
-            block: [256, 1, 1],
-            shared: 0,
-            stream: cx.stream,
-            overlap: false,
-        };
-        // SAFETY: as in `forward`.
-        unsafe { self.engine.dequantize.launch(how, args![self.packed, Matrix::of(&out.as_view())?]) }
+        // SAFETY: as in `run`.
+        unsafe { self.engine.simple.dequantize(&self.packed, Matrix::of(&out.as_view())?, cx.stream) }
             .map_err(|e| self.shaped(e, "NF4 decoding", n))
     }
 }

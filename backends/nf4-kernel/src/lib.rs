@@ -56,7 +56,7 @@ impl Nf4Kernel {
             priority: 0,
             offers: ["nf4", "nf4-dq"].map(|schema| (schema.into(), ExecPath::FusedDequant)).into(),
         };
-        Self { isa, descriptor, cuda: Access::open(device, Engine::new) }
+        Self { isa, descriptor, cuda: Access::open(device, Engine::check, Engine::new) }
     }
 }
 

@@ -33,8 +33,14 @@ struct Memory {
     packed_bytes: u64,
     embedding_bytes: u64,
     kv_bytes: u64,
-    /// What the device has less of than before the model was loaded.
+    /// What the device has less of than before the model was loaded: the two below.
     used_bytes: u64,
+    /// Of it, after loading: weights, tables, kernels.
+    loaded_bytes: u64,
+    /// Of it, with a context: keys and values, activations, workspace.
+    context_bytes: u64,
+    /// What was gone before: the driver's own, this process's context and kernels, other processes.
+    before_bytes: u64,
 }
 
 #[derive(Serialize)]
@@ -63,11 +69,12 @@ pub(super) fn run(
     load: impl FnOnce() -> Result<Subject>,
 ) -> Result<Outcome> {
     let roofline = DeviceRoofline::measure(gpu)?;
-    let (free, _) = gpu.memory()?;
+    let (free, all) = gpu.memory()?;
     let start = Instant::now();
     let subject = load()?;
     gpu.synchronize()?;
     let load_s = start.elapsed().as_secs_f64();
+    let (loaded, _) = gpu.memory()?;
     let s = &subject.shape;
     let longest = args.prefill.iter().copied().max().unwrap_or(PROMPT).max(PROMPT);
     let deepest = args.depth.iter().copied().max().unwrap_or(0).max(PROMPT);
@@ -79,7 +86,7 @@ pub(super) fn run(
     let mut runner = subject
         .loaded
         .runner(ContextOptions { context, chunk, all_logits: false, kv: subject.kv }, &budget)?;
-    let used = free.saturating_sub(gpu.memory()?.0);
+    let (rest, _) = gpu.memory()?;
     let (macs, _) = synthetic::macs(s);
     for &n in &args.prefill {
         let ids = prompt(n, s);
@@ -154,7 +161,10 @@ pub(super) fn run(
             packed_bytes: subject.token_bytes,
             embedding_bytes: subject.embedding_bytes,
             kv_bytes: kv(context),
-            used_bytes: used,
+            used_bytes: free.saturating_sub(rest),
+            loaded_bytes: free.saturating_sub(loaded),
+            context_bytes: loaded.saturating_sub(rest),
+            before_bytes: all - free,
         },
         executed: dispatch.witness().executed(),
         downgraded: dispatch.witness().downgraded().len(),
@@ -322,11 +332,13 @@ fn text(b: &Body) -> String {
     let m = &b.memory;
     let _ = writeln!(
         out,
-        "device memory: packed {}, embeddings {}, KV {}; used {}",
+        "device memory: {} by loading (packed {}, embeddings {}), {} by the context (KV {}); {} before",
+        human(m.loaded_bytes),
         human(m.packed_bytes),
         human(m.embedding_bytes),
+        human(m.context_bytes),
         human(m.kv_bytes),
-        human(m.used_bytes)
+        human(m.before_bytes)
     );
     for e in &b.executed {
         let _ = writeln!(

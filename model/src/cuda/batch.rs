@@ -1,5 +1,6 @@
 //! Several sequences that decode together, greedily: one pass over the weights serves all of them.
-use super::executor::{Sizes, Step, slots};
+use super::executor::Step;
+use super::slots::{Layout, Sizes};
 use super::{CudaCache, CudaExecutor, CudaModel, CudaTensor};
 use crate::executor::{Logits, Slots};
 use q4_core::{Code, Error, Result, ThreadPool};
@@ -35,15 +36,15 @@ impl CudaBatch {
     ) -> Result<Self> {
         let (gpu, s, dtype, n) = (&model.gpu, &model.graph.shape, model.dtype, sizes.sequences);
         let dims = (s.layers, s.kv_heads, s.head_dim);
-        let rows = sizes.rows.max(n);
+        let (slots, scratch) = Layout::new(&model, sizes.rows.max(n), n).allocate(gpu)?;
         Ok(Self {
             cache: CudaCache::new(gpu, dtype, dims, n, sizes.context)?,
-            slots: slots(gpu, s, dtype, rows, n)?,
+            slots,
             chosen: Pinned::new(gpu, 8 * n)?,
             lens: vec![0; n],
             next: vec![0; n],
             chunk: sizes.rows,
-            executor: CudaExecutor::new(gpu, model.kernels.clone(), s, dtype, threads, sizes, rope)?,
+            executor: CudaExecutor::new(&model, threads, sizes, scratch, rope)?,
             graph: None,
             warm: false,
             placed: false,

@@ -1,5 +1,6 @@
 //! CUDA's side of a [`Runner`](crate::runner::Runner): prompts run directly, decode steps replay a graph.
-use super::executor::{Sizes, Step, bytes, slots};
+use super::executor::{Step, bytes};
+use super::slots::{Layout, Sizes};
 use super::{CudaCache, CudaExecutor, CudaModel, CudaTensor};
 use crate::executor::{Logits, Slots};
 use crate::runner::Engine;
@@ -38,7 +39,8 @@ impl CudaEngine {
         let logit_rows = sizes.logit_rows;
         let kv = CudaCache::bytes(dtype, s.layers, s.kv_heads, s.head_dim, sizes.context);
         let kv = kv * sizes.sequences as u64;
-        let rest = bytes(s, dtype, sizes.rows, logit_rows, sizes.context, sizes.workspace);
+        let layout = Layout::new(&model, sizes.rows, logit_rows);
+        let rest = layout.bytes() as u64 + bytes(s, &sizes);
         let (free, _) = gpu.memory()?;
         if kv + rest > free {
             let human = q4_core::memory::human;
@@ -49,10 +51,10 @@ impl CudaEngine {
         }
         let cache =
             CudaCache::new(gpu, dtype, (s.layers, s.kv_heads, s.head_dim), sizes.sequences, sizes.context)?;
-        let slots = slots(gpu, s, dtype, sizes.rows, logit_rows)?;
+        let (slots, scratch) = layout.allocate(gpu)?;
         let chosen = Pinned::new(gpu, 8 * sizes.sequences)?;
         let logits = Pinned::new(gpu, logit_rows * s.vocab * 4)?;
-        let executor = CudaExecutor::new(gpu, model.kernels.clone(), s, dtype, threads, sizes, rope)?;
+        let executor = CudaExecutor::new(&model, threads, sizes, scratch, rope)?;
         Ok(Self {
             executor,
             cache,

@@ -1,6 +1,7 @@
 //! [`Executor`] on CUDA: everything between products in kernels of its own, every product through [`Q4Linear`].
 use super::kernels::{ModelKernels, Place};
-use super::{CudaCache, CudaTensor};
+use super::slots::{Scratch, Sizes};
+use super::{CudaCache, CudaModel, CudaTensor};
 use crate::cpu::CpuLinear;
 use crate::executor::{Executor, Logits, Shape, Slots};
 use q4_core::{
@@ -60,10 +61,7 @@ pub struct CudaExecutor {
     workspace: Buffer,
     rope: Buffer,
     rope_half: u64,
-    /// The head's input in f32, `[logit rows, hidden]`.
-    exact: Buffer,
-    /// Rotated queries of a step, `[rows, q]`, where attention is a kernel of its own.
-    queries: Buffer,
+    scratch: Scratch,
     partial: Buffer,
     counters: Buffer,
     state: State,
@@ -125,67 +123,22 @@ impl State {
     }
 }
 
-/// Slots for steps of up to `rows` rows; logits for `logit_rows` of them.
-pub fn slots(
-    gpu: &Arc<Gpu>,
-    s: &Shape,
-    dtype: DType,
-    rows: usize,
-    logit_rows: usize,
-) -> Result<Slots<CudaTensor>> {
-    let slot = |width, dtype| CudaTensor::new(gpu, rows, width, dtype);
-    Ok(Slots {
-        hidden: slot(s.hidden, DType::F32)?,
-        normed: slot(s.hidden, dtype)?,
-        qkv: slot(s.qkv(), dtype)?,
-        context: slot(s.q(), dtype)?,
-        gate_up: slot(2 * s.intermediate, dtype)?,
-        gated: slot(s.intermediate, dtype)?,
-        product: slot(s.hidden, dtype)?,
-        logits: CudaTensor::new(gpu, logit_rows, s.vocab, DType::F32)?,
-    })
-}
-
-/// Bytes [`slots`] and the executor allocate, predicted.
-pub fn bytes(
-    s: &Shape,
-    dtype: DType,
-    rows: usize,
-    logit_rows: usize,
-    context: usize,
-    workspace: usize,
-) -> u64 {
-    let wide = 2 * s.hidden + s.qkv() + 2 * s.q() + 3 * s.intermediate;
-    let slots = rows * (wide * dtype.size() + s.hidden * 4) + logit_rows * s.vocab * 4;
-    (slots + logit_rows * s.hidden * 4 + workspace + context * s.head_dim * 4 + (8 << 20)) as u64
-}
-
-/// Sizes of a context.
-pub struct Sizes {
-    /// Rows of the largest step.
-    pub rows: usize,
-    /// Rows logits are kept of.
-    pub logit_rows: usize,
-    /// Sequences that decode together.
-    pub sequences: usize,
-    /// Positions of the cache.
-    pub context: usize,
-    /// Largest need of any product at that many rows.
-    pub workspace: usize,
+/// Bytes the executor allocates besides its slots, predicted.
+pub(super) fn bytes(s: &Shape, sizes: &Sizes) -> u64 {
+    (sizes.workspace + sizes.context * s.head_dim * 4 + (8 << 20)) as u64
 }
 
 impl CudaExecutor {
     /// Allocates everything a step needs. `rope`: inverse frequencies and the factor on cos and sin.
     pub fn new(
-        gpu: &Arc<Gpu>,
-        kernels: Arc<ModelKernels>,
-        shape: &Shape,
-        dtype: DType,
+        model: &CudaModel,
         threads: Arc<ThreadPool>,
         sizes: Sizes,
+        scratch: Scratch,
         rope: (&[f32], f32),
     ) -> Result<Self> {
-        let Sizes { rows, logit_rows, sequences, context, workspace } = sizes;
+        let (gpu, kernels) = (&model.gpu, model.kernels.clone());
+        let Sizes { rows, sequences, context, workspace, .. } = sizes;
         let (cos, sin) = crate::cpu::rotations(rope.0, rope.1, context);
         let table = Buffer::new(gpu, (cos.len() + sin.len()) * 4)?;
         table.upload(0, &cos)?;
@@ -196,15 +149,14 @@ impl CudaExecutor {
             workspace: Buffer::new(gpu, workspace + 256)?,
             rope_half: (cos.len() * 4) as u64,
             rope: table,
-            exact: Buffer::new(gpu, logit_rows * shape.hidden * 4)?,
-            queries: Buffer::new(gpu, rows * shape.q() * dtype.size())?,
+            scratch,
             partial: Buffer::new(gpu, partial)?,
             counters: Buffer::zeroed(gpu, counters)?,
             state: State::new(gpu, sequences, rows.max(sequences), context)?,
             ids: Pinned::new(gpu, (rows.max(sequences) + sequences) * 4)?,
             gpu: gpu.clone(),
             kernels,
-            dtype,
+            dtype: model.dtype,
             threads,
             sequences,
             step: Step::Prompt { sequence: 0 },
@@ -311,6 +263,14 @@ impl CudaExecutor {
             let n = part.info().n / if fusion.gate { 2 } else { 1 };
             let mut cx = ExecContext::on(self.gpu.device(), self.stream.raw(), &self.threads);
             cx.workspace = Some(view_mut(&self.workspace, 0, DType::U8, &[self.workspace.len()])?);
+            let (m, info) = (out.rows(), part.info());
+            self.gpu.enqueues(format_args!(
+                "`{}`, [{m}, {}] by [{}, {}]",
+                part.name(),
+                info.k,
+                info.n,
+                info.k
+            ));
             let y = out.view_mut(*column, n)?;
             match fusion.set() {
                 FuseSet::NONE => part.forward(x, y, &mut cx)?,
@@ -382,7 +342,7 @@ impl Executor for CudaExecutor {
                 norms,
                 place,
                 self.layer(cache, layer),
-                self.queries.ptr(),
+                self.scratch.queries,
                 rows,
                 s,
             )
@@ -398,7 +358,7 @@ impl Executor for CudaExecutor {
     ) -> Result<()> {
         out.set_rows(qkv.rows());
         let place = self.position(cache);
-        let (queries, rows, s) = (self.queries.ptr(), qkv.rows(), self.stream.raw());
+        let (queries, rows, s) = (self.scratch.queries, qkv.rows(), self.stream.raw());
         // SAFETY: as above.
         unsafe { self.kernels.attend(queries, place, self.layer(cache, layer), out.ptr(), rows, s) }
     }
@@ -465,7 +425,7 @@ impl Executor for CudaExecutor {
                 // Tensor cores multiply two values of one type, so x takes the table's, unless f32 was asked for.
                 let exact = self.dtype == DType::F32 || table.dtype == DType::F32;
                 let to = match exact {
-                    true => (self.exact.ptr(), DType::F32),
+                    true => (self.scratch.exact, DType::F32),
                     false => (scratch.ptr(), table.dtype),
                 };
                 // SAFETY: as above; the table is `[vocab, hidden]`.

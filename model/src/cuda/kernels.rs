@@ -93,15 +93,21 @@ impl ModelKernels {
         let t = name(dtype)?;
         let dim = format!("-DHEAD_DIM={}", shape.head_dim);
         let tensor_cores = matches!(shape.head_dim, 64 | 80 | 96 | 128) && dtype != DType::F32;
-        let rows = Kernels::load(gpu, &ROWS, &[])?;
         let options = [dim.as_str()];
-        let attention = Kernels::load(gpu, &ATTENTION, &options[..usize::from(tensor_cores)])?;
-        let head = Kernels::load(gpu, &HEAD, &[])?;
-        let fast = if tensor_cores {
-            let prefill = Prefill::load(gpu, shape.head_dim, &dim, t)?;
-            Some((attention.get(&format!("decode_{t}_{t}"))?, prefill))
-        } else {
-            None
+        let options = &options[..usize::from(tensor_cores)];
+        let sources = [(&ROWS, &[][..]), (&ATTENTION, options), (&HEAD, &[]), (&SAMPLE, &[])];
+        // What is not on disk yet compiles side by side.
+        let (loaded, prefill) = std::thread::scope(|scope| {
+            let start = |(source, options)| scope.spawn(move || Kernels::load(gpu, source, options));
+            let loads = sources.map(start);
+            let prefill = tensor_cores.then(|| Prefill::load(gpu, shape.head_dim, &dim, t)).transpose();
+            (loads.map(|l| l.join().map_err(|_| Error::new(Code::Internal, "loading kernels"))), prefill)
+        });
+        let [rows, attention, head, sample] = loaded;
+        let (rows, attention, head, sample) = (rows??, attention??, head??, sample??);
+        let fast = match prefill? {
+            Some(prefill) => Some((attention.get(&format!("decode_{t}_{t}"))?, prefill)),
+            None => None,
         };
         let of = |k: &Kernels, stem: &str| -> Result<[Kernel; 3]> {
             Ok([
@@ -128,7 +134,7 @@ impl ModelKernels {
             head: heads("bf16")?,
             head_f16: heads("f16")?,
             head_exact: of(&head, "head_exact")?,
-            argmax: Kernels::load(gpu, &SAMPLE, &[])?.get("argmax")?,
+            argmax: sample.get("argmax")?,
         })
     }
 

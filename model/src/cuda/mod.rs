@@ -8,11 +8,13 @@ mod engine;
 mod executor;
 mod kernels;
 mod model;
+mod slots;
 mod tensor;
 
 pub use batch::CudaBatch;
 pub use cache::CudaCache;
 pub use engine::CudaEngine;
-pub use executor::{CudaExecutor, CudaHead, CudaNorm, CudaTable, Sizes};
+pub use executor::{CudaExecutor, CudaHead, CudaNorm, CudaTable};
 pub use model::CudaModel;
+pub use slots::Sizes;
 pub use tensor::CudaTensor;

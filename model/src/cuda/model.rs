@@ -2,8 +2,9 @@
 use super::executor::{CudaExecutor, CudaHead, CudaNorm, CudaTable};
 use super::kernels::ModelKernels;
 use crate::cpu::{CpuExecutor, CpuHead, CpuLinear, CpuNorm, CpuTable};
+use crate::executor::Shape;
 use crate::graph::{Block, Qwen3};
-use q4_core::{DType, Q4Linear, Result};
+use q4_core::{DType, FuseSet, Q4Linear, Result};
 use q4_cuda::{Buffer, Gpu};
 use std::sync::Arc;
 
@@ -17,6 +18,11 @@ pub struct CudaModel {
 }
 
 impl CudaModel {
+    /// The kernels [`upload`](Self::upload) will ask for; it finds them while these are kept.
+    pub fn kernels(ordinal: u32, shape: &Shape, dtype: DType) -> Result<impl Sized + use<>> {
+        ModelKernels::load(&Gpu::open(ordinal)?, shape, dtype)
+    }
+
     /// Uploads everything of `model` but its products, which are on device `ordinal` already. `dtype`: what products read
     /// and write.
     pub fn upload(model: Qwen3<CpuExecutor>, ordinal: u32, dtype: DType) -> Result<Self> {
@@ -29,7 +35,7 @@ impl CudaModel {
             CpuHead::Dense(t) => CudaHead::Dense(upload_table(&gpu, &t)?),
         };
         let norm = |n: CpuNorm| -> Result<CudaNorm> {
-            Ok(CudaNorm { weight: Buffer::of(&gpu, &n.weight)?, eps: n.eps })
+            Ok(CudaNorm { weight: Buffer::lasting_of(&gpu, &n.weight)?, eps: n.eps })
         };
         let block = |b: Block<CpuExecutor>| -> Result<Block<CudaExecutor>> {
             Ok(Block {
@@ -48,6 +54,14 @@ impl CudaModel {
         Ok(Self { graph, gpu, kernels, dtype })
     }
 
+    /// Whether every product of gate and up becomes `silu(gate) * up` itself, in steps of up to `rows` rows.
+    pub(super) fn gates(&self, rows: usize) -> bool {
+        let alone = FuseSet::GATE;
+        let all = FuseSet::NORM.with(FuseSet::GATE);
+        let gates = |l: &CpuLinear| matches!(&l.parts[..], [(p, _)] if (1..=rows).all(|m| p.fuses(m, all) || p.fuses(m, alone)));
+        self.graph.blocks.iter().all(|b| gates(&b.gate_up))
+    }
+
     /// Every product, first layer first, the head last.
     pub fn products(&self) -> impl Iterator<Item = &Q4Linear> {
         let head = match &self.graph.head {
@@ -60,6 +74,6 @@ impl CudaModel {
 }
 
 fn upload_table(gpu: &Arc<Gpu>, table: &CpuTable) -> Result<CudaTable> {
-    let buffer = Buffer::of(gpu, table.elements())?;
+    let buffer = Buffer::lasting_of(gpu, table.elements())?;
     Ok(CudaTable { buffer: Arc::new(buffer), dtype: table.dtype, rows: table.rows })
 }

@@ -1,13 +1,14 @@
-//! A slot on the device: rows of one element type, allocated once for the largest step.
+//! A slot on the device: rows of one element type in memory allocated once for the largest step.
 use q4_core::{Code, DType, Error, Result, TensorView, TensorViewMut};
-use q4_cuda::{Buffer, Gpu};
+use q4_cuda::Buffer;
 use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
 /// `[rows, width]`, room for `capacity` rows.
 pub struct CudaTensor {
-    buffer: Buffer,
+    memory: Arc<Buffer>,
+    at: usize,
     dtype: DType,
     rows: usize,
     width: usize,
@@ -15,10 +16,10 @@ pub struct CudaTensor {
 }
 
 impl CudaTensor {
-    /// Room for `capacity` rows; starts with none.
-    pub fn new(gpu: &Arc<Gpu>, capacity: usize, width: usize, dtype: DType) -> Result<Self> {
-        let buffer = Buffer::new(gpu, capacity * width * dtype.size())?;
-        Ok(Self { buffer, dtype, rows: 0, width, capacity })
+    /// Room for `capacity` rows from byte `at` of `memory`; starts with none. Panics where they are not inside it.
+    pub fn new(memory: &Arc<Buffer>, at: usize, capacity: usize, width: usize, dtype: DType) -> Self {
+        assert!(at + capacity * width * dtype.size() <= memory.len(), "a slot outside of its memory");
+        Self { memory: memory.clone(), at, dtype, rows: 0, width, capacity }
     }
     /// Rows in use.
     pub fn rows(&self) -> usize {
@@ -34,15 +35,11 @@ impl CudaTensor {
     }
     /// Device address of the first row.
     pub fn ptr(&self) -> u64 {
-        self.buffer.ptr()
+        self.memory.ptr() + self.at as u64
     }
     /// Device address of row `r`.
     pub fn row(&self, r: usize) -> u64 {
-        self.buffer.ptr() + (r * self.width * self.dtype.size()) as u64
-    }
-    /// The bytes themselves.
-    pub fn buffer(&self) -> &Buffer {
-        &self.buffer
+        self.ptr() + (r * self.width * self.dtype.size()) as u64
     }
     /// Sets the rows in use; panics above the capacity, which the engine never exceeds.
     pub fn set_rows(&mut self, rows: usize) {
@@ -54,7 +51,7 @@ impl CudaTensor {
     pub fn view(&self, first: usize) -> Result<TensorView<'_>> {
         let (ptr, bytes) = self.from(first, 0)?;
         let (rows, width) = ((self.rows - first) as i64, self.width as i64);
-        // SAFETY: `bytes` bytes from `ptr` belong to the buffer, which the view borrows.
+        // SAFETY: `bytes` bytes from `ptr` belong to the memory, which the view keeps alive through the slot it borrows.
         unsafe { TensorView::from_raw(ptr, bytes, self.device(), self.dtype, &[rows, width], &[width, 1]) }
     }
     /// Columns `column..column + width` of the rows in use as the output of a product.
@@ -66,13 +63,14 @@ impl CudaTensor {
     }
 
     fn device(&self) -> q4_core::Device {
-        self.buffer.gpu().device()
+        self.memory.gpu().device()
     }
     fn from(&self, row: usize, column: usize) -> Result<(NonNull<c_void>, usize)> {
         let at = (row * self.width + column) * self.dtype.size();
-        NonNull::new((self.buffer.ptr() + at as u64) as *mut c_void)
-            .filter(|_| at < self.buffer.len())
-            .map(|p| (p, self.buffer.len() - at))
+        let bytes = self.capacity * self.width * self.dtype.size();
+        NonNull::new((self.ptr() + at as u64) as *mut c_void)
+            .filter(|_| at < bytes)
+            .map(|p| (p, bytes - at))
             .ok_or_else(|| {
                 Error::new(Code::ShapeMismatch, "part of a slot")
                     .need(format!("row {row}, column {column} inside it"))

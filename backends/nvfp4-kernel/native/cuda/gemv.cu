@@ -700,17 +700,36 @@ template <bool QUANTISE, int PARTS, int TILES, int STAGES, int SPLIT> __device__
     extern "C" __global__ void __launch_bounds__(THREADS, 1) name(const __grid_constant__ Gemv p) { few_rows<__VA_ARGS__, 1, Q4_STAGES_FEW, 1>(p); } \
     extern "C" __global__ void __launch_bounds__(THREADS, 1) name##_wide(const __grid_constant__ Gemv p) { few_rows<__VA_ARGS__, 2, Q4_STAGES_FEW, 1>(p); } \
     extern "C" __global__ void CLUSTER(4) __launch_bounds__(THREADS, 1) name##_split(const __grid_constant__ Gemv p) { few_rows<__VA_ARGS__, 2, Q4_STAGES_FEW, 4>(p); }
+// What x is: each compiles alone, the number is its place among the launcher's families.
+#ifdef Q4_CHAIN
+#define Q4_FAMILY 9 // none
+#endif
+#ifndef Q4_FAMILY
+#define Q4_FAMILY -1
+#endif
+#define HAS(n) (Q4_FAMILY < 0 || Q4_FAMILY == n)
+#if HAS(0)
 ONE(q4_gemv_one, false, 1, false)
-ONE(q4_gemv_one_nvfp4, true, 1, false)
-ONE(q4_gemv_one_int8, true, 1, true)
-ONE(q4_gemv_one_f16, false, 2, false)
-ONE(q4_gemv_one_f32, false, 3, false)
 FEW(q4_gemv_few, false, 1)
-FEW(q4_gemv_few_nvfp4, true, 1)
-FEW(q4_gemv_few_int8, true, 3)
+#endif
+#if HAS(1)
+ONE(q4_gemv_one_f16, false, 2, false)
 FEW(q4_gemv_few_f16, false, 2)
+#endif
+#if HAS(2)
+ONE(q4_gemv_one_f32, false, 3, false)
 FEW(q4_gemv_few_f32, false, 3)
+#endif
+#if HAS(3)
+ONE(q4_gemv_one_int8, true, 1, true)
+FEW(q4_gemv_few_int8, true, 3)
+#endif
+#if HAS(4)
+ONE(q4_gemv_one_nvfp4, true, 1, false)
+FEW(q4_gemv_few_nvfp4, true, 1)
+#endif
 
+#if HAS(0)
 // Rows of elements of `size` bytes, `ld` apart, to rows that lie close together.
 extern "C" __global__ void q4_gemv_align(const u8 *from, u64 ld, u32 k, u32 size, u8 *to) {
     u32 i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -721,3 +740,4 @@ extern "C" __global__ void q4_gemv_align(const u8 *from, u64 ld, u32 k, u32 size
     if (size == 4) ((u32 *)to)[out] = ((const u32 *)from)[at];
     else ((u16 *)to)[out] = ((const u16 *)from)[at];
 }
+#endif

@@ -84,13 +84,25 @@ impl Kernels {
     /// Compiles or finds them.
     pub fn load(gpu: &Arc<Gpu>) -> Result<Self> {
         let stages = [format!("-DQ4_STAGES={STAGES}"), format!("-DQ4_STAGES_FEW={STAGES}")];
-        let all = q4_cuda::Kernels::load(gpu, &SOURCE, &[&stages[0], &stages[1]])?;
-        let get = |name: String| {
-            let kernel = all.get(&name)?;
-            kernel.allow_shared(gpu.shared)?;
-            Ok::<_, Error>(kernel)
-        };
-        let family = |name: &str, parts, apart| {
+        // Those that are not on disk yet compile side by side.
+        let loaded = std::thread::scope(|scope| {
+            let start = |i| {
+                let stages = &stages;
+                scope.spawn(move || {
+                    let family = format!("-DQ4_FAMILY={i}");
+                    q4_cuda::Kernels::load(gpu, &SOURCE, &[&stages[0], &stages[1], &family])
+                })
+            };
+            [0, 1, 2, 3, 4].map(start).map(super::joined)
+        });
+        let [native, f16, f32, int8, nvfp4] = loaded;
+        let native = native?;
+        let family = |all: &q4_cuda::Kernels, name: &str, parts, apart| {
+            let get = |name: String| {
+                let kernel = all.get(&name)?;
+                kernel.allow_shared(gpu.shared)?;
+                Ok::<_, Error>(kernel)
+            };
             let split = gpu.capability >= (9, 0);
             Ok::<_, Error>(Family {
                 one: get(format!("q4_gemv_one{name}"))?,
@@ -104,13 +116,13 @@ impl Kernels {
         Ok(Self {
             gpu: gpu.clone(),
             families: [
-                family("", [1, 1], false)?,
-                family("_f16", [2, 2], false)?,
-                family("_f32", [3, 3], false)?,
-                family("_int8", [1, 3], true)?,
-                family("_nvfp4", [1, 1], false)?,
+                family(&native, "", [1, 1], false)?,
+                family(&f16?, "_f16", [2, 2], false)?,
+                family(&f32?, "_f32", [3, 3], false)?,
+                family(&int8?, "_int8", [1, 3], true)?,
+                family(&nvfp4?, "_nvfp4", [1, 1], false)?,
             ],
-            align: all.get("q4_gemv_align")?,
+            align: native.get("q4_gemv_align")?,
             simple: simple::Kernels::load(gpu)?,
         })
     }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 /// Bytes on the device.
 pub enum Memory {
-    /// As `cuMemAlloc` gives it.
+    /// Device memory beside other weights.
     Plain(Buffer),
     /// Shared with the host, prefetched to the device.
     Managed(Managed),
@@ -19,7 +19,7 @@ impl Memory {
         if is_managed {
             Managed::new(gpu, bytes).map(Self::Managed)
         } else {
-            Buffer::new(gpu, bytes).map(Self::Plain)
+            Buffer::lasting(gpu, bytes).map(Self::Plain)
         }
     }
     /// Device address.

@@ -26,6 +26,7 @@ use memory::Staging;
 use q4_core::Code;
 use q4_cuda::{Found, Gpu, libraries};
 use std::sync::{Arc, Mutex};
+use std::thread::ScopedJoinHandle;
 
 /// What a CUDA `nvfp4_ctx` points to, shared with its weights.
 pub struct Engine {
@@ -59,22 +60,27 @@ impl Engine {
         }
         let gpu = Gpu::open(device.ordinal)
             .map_err(|e| one("device-absent", "a usable CUDA device", e.to_string()))?;
-        let simple = simple::Kernels::load(&gpu).map_err(|e| {
+        // Those that are not on disk yet compile side by side.
+        let (simple, decode, prefill) = std::thread::scope(|scope| {
+            let decode = scope.spawn(|| decode::Kernels::load(&gpu));
+            let prefill = scope.spawn(|| prefill::Kernels::load(&gpu));
+            let simple = simple::Kernels::load(&gpu);
+            (simple, joined(decode), joined(prefill))
+        });
+        let missing = |e: q4_core::Error| {
             let code = match e.to_string() {
                 text if text.contains("UNSUPPORTED_PTX") || text.contains("NO_BINARY") => "driver-too-old",
                 _ => "kernel-image-missing",
             };
             one(code, &format!("kernels of libNVFP4 for {}", gpu.arch()), parts(&e))
-        })?;
+        };
+        let simple = simple.map_err(missing)?;
         if is_managed {
             managed::supported(&gpu).map_err(|why| one("device-arch", "managed memory", why))?;
         }
         let mut fast: Vec<Box<dyn Fast>> = Vec::new();
-        let missing = |e: q4_core::Error| {
-            one("kernel-image-missing", &format!("kernels of libNVFP4 for {}", gpu.arch()), parts(&e))
-        };
-        fast.push(Box::new(decode::Kernels::load(&gpu).map_err(missing)?));
-        if let Some(k) = prefill::Kernels::load(&gpu).map_err(missing)? {
+        fast.push(Box::new(decode.map_err(missing)?));
+        if let Some(k) = prefill.map_err(missing)? {
             fast.push(Box::new(k));
         }
         Ok(Arc::new(Self { gpu, simple, fast, is_managed, staging: Mutex::new(None) }))
@@ -111,6 +117,11 @@ impl Engine {
     pub fn empty_cache(&self) {
         self.staging.lock().unwrap_or_else(|e| e.into_inner()).take();
     }
+}
+
+/// What a thread that loads kernels came to.
+fn joined<T>(thread: ScopedJoinHandle<'_, q4_core::Result<T>>) -> q4_core::Result<T> {
+    thread.join().unwrap_or_else(|_| Err(q4_core::Error::new(Code::Internal, "loading kernels")))
 }
 
 /// An error's parts on one line.

@@ -4,7 +4,7 @@ use super::forward::{Call, Fast, Fuse};
 use super::simple::{self, Stored};
 use crate::call::Mat;
 use q4_core::{ActGlobal, Activations, Code, DType, Error, FuseSet, Result};
-use q4_cuda::{Gpu, Kernel, Launch, Source, args};
+use q4_cuda::{Gpu, Kernel, Launch, Source, TensorMap, args};
 use std::sync::{Arc, OnceLock};
 
 macro_rules! source {
@@ -23,10 +23,10 @@ const GEMM: Source = source!("nvfp4-gemm", "gemm.cu");
 const ORDER: Source = source!("nvfp4-order", "order.cu");
 /// Calls of fewer rows are for others.
 const LEAST: usize = 17;
-/// Bytes of 128 tokens by 64 of k.
-const BLOCK: usize = 16384;
-/// What a choice of sizes compiles to: tokens and blocks of 64 rows of a warpgroup.
-const SIZES: [(usize, usize); 4] = [(32, 1), (64, 1), (128, 1), (256, 1)];
+/// Rows of x of a tile; each compiles to kernels of its own.
+const TOKENS: [usize; 4] = [32, 64, 128, 256];
+/// Bytes of outputs a warpgroup sends off at once, as in gemm.cu.
+const PIECE: usize = 8192;
 
 /// The two functions of gemm.cu.
 struct Pair {
@@ -39,21 +39,36 @@ pub struct Kernels {
     gpu: Arc<Gpu>,
     quantise: simple::Kernels,
     /// By size, then bf16 and f16.
-    pairs: [[OnceLock<Pair>; 2]; SIZES.len()],
+    pairs: [[OnceLock<Pair>; 2]; TOKENS.len()],
     order: [Kernel; 5],
     order_codes: [Kernel; 2],
+    clear: Kernel,
 }
 
-/// Index into [`SIZES`] of a call of `m` rows.
+/// Index into [`TOKENS`] of a call of `m` rows.
 fn size_of(m: usize) -> usize {
-    SIZES.iter().position(|s| m <= s.0).unwrap_or(SIZES.len() - 1)
+    TOKENS.iter().position(|t| m <= *t).unwrap_or(TOKENS.len() - 1)
 }
 
 /// `SHARED` of gemm.cu.
 fn shared_of(tokens: usize) -> u32 {
-    let stage = tokens * 128;
-    let stages = (131_072 / stage).min(16);
-    (stages * stage + 2 * 36_864 + 16 * stages) as u32
+    let packs = match tokens {
+        256 => 2,
+        128 => 5,
+        _ => 6,
+    };
+    let stage = 16_384 + tokens * 128;
+    let stages = ((232_448 - 1024 - 2 * PIECE - packs * 9216) / stage).min(8);
+    (stages * stage + 2 * PIECE + packs * (9216 + 16) + 16 * stages) as u32
+}
+
+/// Threads of a block: two warpgroups that multiply, one or two that decode, and up to 64 tokens a warp that copies.
+fn threads_of(tokens: usize) -> u32 {
+    match tokens {
+        256 => 384,
+        128 => 512,
+        _ => 544,
+    }
 }
 
 /// Where the parts of the workspace lie, in bytes.
@@ -81,8 +96,9 @@ impl Kernels {
         }
         let order = order.try_into().map_err(|_| Error::new(Code::Internal, "kernels that order x"))?;
         let order_codes = [all.get("order_codes")?, all.get("order_codes_parts")?];
+        let clear = all.get("clear")?;
         let quantise = simple::Kernels::load(gpu)?;
-        Ok(Some(Self { gpu: gpu.clone(), quantise, pairs: Default::default(), order, order_codes }))
+        Ok(Some(Self { gpu: gpu.clone(), quantise, pairs: Default::default(), order, order_codes, clear }))
     }
 
     fn pair(&self, size: usize, half: bool) -> Result<&Pair> {
@@ -90,13 +106,12 @@ impl Kernels {
         if let Some(pair) = place.get() {
             return Ok(pair);
         }
-        let (tokens, blocks) = SIZES[size];
         let element = if half { "-DELEMENT=f16" } else { "-DELEMENT=bf16" };
-        let options = [format!("-DTN={tokens}"), format!("-DMB={blocks}")];
-        let all = q4_cuda::Kernels::load(&self.gpu, &GEMM, &[&options[0], &options[1], element])?;
+        let tokens = format!("-DTN={}", TOKENS[size]);
+        let all = q4_cuda::Kernels::load(&self.gpu, &GEMM, &[&tokens, element])?;
         let get = |name: &str| {
             let kernel = all.get(name)?;
-            kernel.allow_shared(shared_of(tokens))?;
+            kernel.allow_shared(shared_of(TOKENS[size]))?;
             Ok::<_, Error>(kernel)
         };
         let pair = Pair { plain: get("gemm")?, gate: get("gemm_gate")? };
@@ -106,10 +121,9 @@ impl Kernels {
     fn room(&self, w: &Weight, m: usize) -> Room {
         let next = |from: usize, bytes: usize| (from + bytes).next_multiple_of(256);
         let ordered = 0;
-        let partial = next(ordered, m.div_ceil(128) * w.slabs * parts(w) * BLOCK);
+        let partial = next(ordered, m * w.slabs * 64 * parts(w) * 2);
         let blocks = self.gpu.processors as usize;
-        let (tokens, rows) = SIZES[size_of(m)];
-        let flags = next(partial, blocks * 128 * rows * tokens * 4);
+        let flags = next(partial, blocks * 128 * TOKENS[size_of(m)] * 4);
         let q = next(flags, blocks * 8);
         let quantised = if w.activations == Activations::Native { 0 } else { m * w.k };
         let steps = next(q, quantised);
@@ -117,8 +131,8 @@ impl Kernels {
         Room { ordered, partial, flags, q, steps, global, all: next(global, 4) }
     }
 
-    /// x to tiles in the order of the layout. Returns the address and convention of its per-tensor scale.
-    unsafe fn stage(&self, w: &Weight, c: &Call, room: &Room, flag_count: u32) -> Result<(u64, u32)> {
+    /// x as the copy engine can read it: as it is, or written to the workspace. Clears `flag_count` flags.
+    unsafe fn stage(&self, w: &Weight, c: &Call, room: &Room, flag_count: u32) -> Result<Staged> {
         let how = |grid: usize| Launch {
             grid: [grid as u32, 1, 1],
             block: [256, 1, 1],
@@ -126,13 +140,30 @@ impl Kernels {
             stream: c.stream,
             overlap: true,
         };
-        let (m, k, units) = (c.x.rows, w.k as u32, (w.slabs / 2) as u32);
+        let (m, k, padded) = (c.x.rows, w.k as u32, (w.slabs * 64) as u32);
         let (out, flags) = (c.workspace + room.ordered as u64, c.workspace + room.flags as u64);
         let (q, steps, global) =
             (c.workspace + room.q as u64, c.workspace + room.steps as u64, c.workspace + room.global as u64);
+        let element = if is_half(w) { DType::F16 } else { DType::BF16 };
+        let columns = padded as usize * parts(w);
+        let written = |global, convention| Staged {
+            x: out,
+            element,
+            shape: [m, columns, columns],
+            global,
+            convention,
+        };
         // SAFETY: forwarded; the arguments are those of the kernels.
         unsafe {
             if w.activations == Activations::Native {
+                let is_readable = c.x.address() % 16 == 0 && (m == 1 || c.x.ld * 2 % 16 == 0);
+                if c.fuse.norm.is_none() && c.x.dtype == element && is_readable {
+                    if flag_count > 0 {
+                        self.clear.launch(how(1), args![flags, flag_count])?;
+                    }
+                    let shape = [m, w.k, c.x.ld.next_multiple_of(8)];
+                    return Ok(Staged { x: c.x.address(), element, shape, global: 0, convention: 0 });
+                }
                 let kernel = match (c.x.dtype, w.x) {
                     (DType::BF16, _) => 0,
                     (DType::F16, _) => 1,
@@ -144,8 +175,8 @@ impl Kernels {
                 let ld = c.x.ld as u64;
                 let x = c.x.address();
                 self.order[kernel]
-                    .launch(how(m), args![x, ld, k, units, out, weight, eps, flags, flag_count])?;
-                return Ok((0, 0));
+                    .launch(how(m), args![x, ld, k, out, padded, weight, eps, flags, flag_count])?;
+                return Ok(written(0, 0));
             }
             let (kernel, factor, at, convention) = match w.activations {
                 Activations::Nvfp4(act) => {
@@ -170,10 +201,25 @@ impl Kernels {
                     (&self.order_codes[1], 1.0f32, 0, 0)
                 }
             };
-            kernel.launch(how(m), args![q, steps, k, units, out, factor, flags, flag_count])?;
-            Ok((at, convention))
+            kernel.launch(how(m), args![q, steps, k, out, padded, factor, flags, flag_count])?;
+            Ok(written(at, convention))
         }
     }
+}
+
+/// x as the copy engine reads it: address, type, `[rows, columns, elements between rows]`, and the address and convention of
+/// its per-tensor scale.
+struct Staged {
+    x: u64,
+    element: DType,
+    shape: [usize; 3],
+    global: u64,
+    convention: u32,
+}
+
+/// Whether products are of f16 numbers.
+fn is_half(w: &Weight) -> bool {
+    w.activations == Activations::Native && w.x == DType::F16
 }
 
 /// Summands of x in bf16: f32 needs three to be exact, and so do integers with f32 scales.
@@ -211,47 +257,55 @@ impl Fast for Kernels {
 
     unsafe fn forward(&self, w: &Weight, c: &Call) -> Result<()> {
         let room = self.room(w, c.x.rows);
-        let processors = self.gpu.processors as usize;
+        let clusters = self.gpu.processors as usize / 2;
         let m = c.x.rows;
-        let (tokens, blocks) = SIZES[size_of(m)];
+        let size = size_of(m);
+        let tokens = TOKENS[size];
         let Fuse { gate, accumulate, .. } = c.fuse;
         let (groups, units, parts) = (w.padded / 16, w.slabs / 2, parts(w));
-        let row_tiles = if gate { (groups / 2).div_ceil(4 * blocks) } else { groups.div_ceil(8 * blocks) };
+        let pairs = if gate { (groups / 2).div_ceil(8) } else { groups.div_ceil(16) };
         let token_tiles = m.div_ceil(tokens);
-        let (grid, split) = deal(row_tiles * token_tiles, units * parts, processors);
+        let (grid, split) = deal(pairs * token_tiles, units * parts, clusters);
+        let flag_count = if split > 0 { 2 * self.gpu.processors } else { 0 };
         // SAFETY: forwarded.
-        let (global, convention) = unsafe { self.stage(w, c, &room, 2 * processors as u32)? };
+        let x = unsafe { self.stage(w, c, &room, flag_count)? };
         let out: u32 = match (accumulate, c.y.dtype) {
             (true, _) => 1,
             (_, DType::BF16) => 2,
             (_, DType::F16) => 3,
             _ => 0,
         };
-        let pair = self.pair(size_of(m), w.activations == Activations::Native && w.x == DType::F16)?;
+        let pair = self.pair(size, is_half(w))?;
         let kernel = if gate { &pair.gate } else { &pair.plain };
+        let x_map = TensorMap::new(x.x, x.element, x.shape, [64, tokens / 2])?;
+        let aligned = aligned(w, &c.y, gate);
+        let y_map = if aligned {
+            let (width, bytes) = (if gate { 32 } else { 64 }, c.y.dtype.size());
+            let boxed = [width.min(128 / bytes), tokens.min(PIECE / (width * bytes))];
+            TensorMap::new(c.y.address(), c.y.dtype, [m, c.y.cols, c.y.ld], boxed)?
+        } else {
+            x_map
+        };
         let how = Launch {
-            grid: [grid as u32, 1, 1],
-            block: [384, 1, 1],
+            grid: [2 * grid as u32, 1, 1],
+            block: [threads_of(tokens), 1, 1],
             shared: shared_of(tokens),
             stream: c.stream,
             overlap: true,
         };
-        let (x, partial, flags) = (
-            c.workspace + room.ordered as u64,
-            c.workspace + room.partial as u64,
-            c.workspace + room.flags as u64,
-        );
-        let (y, ldy, aligned) = (c.y.address(), c.y.ld as u64, u32::from(aligned(w, &c.y, gate)));
-        let [m, groups, units, parts, split, row_tiles, token_tiles] =
-            [m, groups, units, parts, split, row_tiles, token_tiles].map(|v| v as u32);
+        let (partial, flags) = (c.workspace + room.partial as u64, c.workspace + room.flags as u64);
+        let (y, ldy, aligned) = (c.y.address(), c.y.ld as u64, u32::from(aligned));
+        let [m, groups, units, parts, split, pairs, token_tiles] =
+            [m, groups, units, parts, split, pairs, token_tiles].map(|v| v as u32);
         // SAFETY: forwarded; the arguments are those of `gemm_*`, the workspace has the size that was asked for.
         unsafe {
             kernel.launch(
                 how,
                 args![
+                    x_map,
+                    y_map,
                     w.codes,
                     w.groups,
-                    x,
                     y,
                     ldy,
                     m,
@@ -259,37 +313,38 @@ impl Fast for Kernels {
                     units,
                     parts,
                     split,
-                    row_tiles,
+                    pairs,
                     token_tiles,
                     partial,
                     flags,
                     out,
                     aligned,
-                    global,
-                    convention
+                    x.global,
+                    x.convention
                 ],
             )
         }
     }
 }
 
-/// Blocks, and the tiles whose k is shared out among all of them: those that would not fill a last round of whole tiles.
-fn deal(tiles: usize, units: usize, processors: usize) -> (usize, usize) {
-    if tiles < processors {
-        // As many blocks a tile as there is room for: each then has one piece of one tile.
-        return (tiles * (processors / tiles).min(units), if processors / tiles > 1 { tiles } else { 0 });
+/// Pairs of blocks, and the pairs of tiles whose k is shared out among all of them: those that would not fill a last round of
+/// whole tiles.
+fn deal(tiles: usize, units: usize, clusters: usize) -> (usize, usize) {
+    if tiles < clusters {
+        // As many a tile as there is room for: each then has one piece of one tile.
+        return (tiles * (clusters / tiles).min(units), if clusters / tiles > 1 { tiles } else { 0 });
     }
-    let rest = tiles % processors;
-    (processors, if rest * 100 > processors * 92 { 0 } else { rest })
+    let rest = tiles % clusters;
+    (clusters, if rest * 100 > clusters * 92 { 0 } else { rest })
 }
 
 #[test]
 fn every_block_has_work() {
     for tiles in 1..400 {
         for units in [1, 2, 20, 76] {
-            let (grid, split) = deal(tiles, units, 132);
+            let (grid, split) = deal(tiles, units, 66);
             assert!(
-                grid <= 132 && split <= tiles && split * units + (tiles - split) >= grid,
+                grid <= 66 && split <= tiles && split * units + (tiles - split) >= grid,
                 "{tiles} {units}"
             );
         }

@@ -6,6 +6,7 @@ use crate::call::{Exec, Fail, Outcome};
 use crate::prepare::{self, Part, Plan};
 use q4_core::formats::swizzle;
 use q4_core::{Convention, GlobalScale, Result};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Rows a segment is padded to.
@@ -67,38 +68,33 @@ unsafe fn build(engine: &Arc<Engine>, plan: &Plan, exec: &Exec) -> Result<(Weigh
         Some(s) => s,
         none => none.insert(Staging::new(gpu)?),
     };
-    let parts = &plan.parts;
-    let bad_at = 256;
-    let largest = parts.iter().map(|p| p.rows * p.groups * 8 + scale_bytes(p) + 512).max().unwrap_or(0);
-    let raw = staging.raw(bad_at + largest)?;
-    let (mut first, mut bad_scale) = (0, None);
-    for (i, p) in parts.iter().enumerate() {
-        let (code_bytes, scale_bytes) = (p.rows * p.groups * 8, scale_bytes(p));
-        let (codes_at, scales_at) =
-            (raw + bad_at as u64, raw + (bad_at + code_bytes.next_multiple_of(256)) as u64);
-        // SAFETY: the caller's bytes are readable, and the device's large enough.
-        unsafe {
-            engine.simple.set_u64(raw, u64::MAX)?;
-            staging.copy(p.codes, code_bytes, codes_at, exec)?;
-            staging.copy(p.scales, scale_bytes, scales_at, exec)?;
+    let pieces = pieces(&plan.parts);
+    let largest = pieces.iter().map(|p| p.code_bytes().next_multiple_of(256) + p.scale_bytes()).max();
+    let bad_bytes = (8 * pieces.len()).next_multiple_of(256);
+    let bad = staging.raw(bad_bytes + largest.unwrap_or(0))?;
+    let codes = bad + bad_bytes as u64;
+    // SAFETY: the caller's bytes are readable, and the device's large enough. One queue: a piece is packed before the next
+    // one takes its place.
+    let found = unsafe {
+        engine.simple.set_largest(bad, pieces.len())?;
+        for (i, p) in pieces.iter().enumerate() {
+            let scales = codes + p.code_bytes().next_multiple_of(256) as u64;
+            staging.copy(p.codes(), p.code_bytes(), codes, exec)?;
+            staging.copy(p.scales(), p.scale_bytes(), scales, exec)?;
             let source = Raw {
-                codes: codes_at,
-                scales: scales_at,
-                is_tiled: p.is_tiled,
-                rows: p.rows,
-                groups: p.groups,
-                bad: raw,
+                codes,
+                scales,
+                is_tiled: p.part.is_tiled,
+                rows: p.rows.len(),
+                groups: p.part.groups,
+                bad: bad + 8 * i as u64,
             };
-            engine.simple.pack(&source, first, 2 * units, base, base)?;
-            // Waits: the raw bytes are used again by the next segment.
-            let bad = engine.simple.get_u64(raw)?;
-            if bad != u64::MAX {
-                bad_scale = Some((i, bad as usize));
-                break;
-            }
+            engine.simple.pack(&source, p.first, 2 * units, base, base)?;
         }
-        first += p.rows.next_multiple_of(ROWS);
-    }
+        engine.simple.get_words(bad, pieces.len())? // waits
+    };
+    let bad_scale = pieces.iter().zip(found).find(|(_, bad)| *bad != u64::MAX);
+    let bad_scale = bad_scale.map(|(p, bad)| (p.segment, p.rows.start * p.part.groups + bad as usize));
     let weight = Weight {
         engine: engine.clone(),
         memory,
@@ -119,9 +115,57 @@ unsafe fn build(engine: &Arc<Engine>, plan: &Plan, exec: &Exec) -> Result<(Weigh
     Ok((weight, bad_scale))
 }
 
-/// Bytes of a segment's scales.
-pub(super) fn scale_bytes(p: &Part) -> usize {
-    if p.is_tiled { swizzle::blocked_len(p.rows, p.groups) } else { p.rows * p.groups }
+/// Raw bytes of a piece, about: as many as one half of the pinned memory holds.
+const PIECE: usize = 16 << 20;
+
+/// Rows of one segment that are on the device together before they are packed.
+struct Piece<'a> {
+    part: &'a Part,
+    segment: usize,
+    rows: Range<usize>,
+    /// Padded row of the first.
+    first: usize,
+}
+
+/// Pieces of whole scale tiles, top to bottom.
+fn pieces(parts: &[Part]) -> Vec<Piece<'_>> {
+    let tile = swizzle::TILE_ROWS;
+    let (mut all, mut first) = (Vec::new(), 0);
+    for (segment, part) in parts.iter().enumerate() {
+        let rows = (PIECE / (9 * part.groups * tile)).max(1) * tile;
+        all.extend((0..part.rows).step_by(rows).map(|at| Piece {
+            part,
+            segment,
+            rows: at..part.rows.min(at + rows),
+            first: first + at,
+        }));
+        first += part.rows.next_multiple_of(ROWS);
+    }
+    all
+}
+
+impl Piece<'_> {
+    fn code_bytes(&self) -> usize {
+        self.rows.len() * self.part.groups * 8
+    }
+    fn scale_bytes(&self) -> usize {
+        scale_bytes(self.part, self.rows.len())
+    }
+    /// SAFETY: inside the segment.
+    unsafe fn codes(&self) -> *const u8 {
+        // SAFETY: by contract.
+        unsafe { self.part.codes.add(self.rows.start * self.part.groups * 8) }
+    }
+    /// SAFETY: inside the segment.
+    unsafe fn scales(&self) -> *const u8 {
+        // SAFETY: by contract; pieces start with a tile.
+        unsafe { self.part.scales.add(scale_bytes(self.part, self.rows.start)) }
+    }
+}
+
+/// Bytes of the scales of so many rows of a segment.
+pub(super) fn scale_bytes(p: &Part, rows: usize) -> usize {
+    if p.is_tiled { swizzle::blocked_len(rows, p.groups) } else { rows * p.groups }
 }
 
 /// One scale, wherever it is.

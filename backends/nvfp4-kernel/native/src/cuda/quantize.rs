@@ -66,7 +66,7 @@ pub unsafe fn scaled_mm(engine: &Arc<Engine>, a: &Part, plan: Plan, y: &Mat, exe
     let code_bytes = m * a.groups * 8;
     let [q_at, steps_at, codes_at, scales_at, end] = {
         let mut at = 256usize;
-        [0, m * w.k, m * a.groups * 4, code_bytes, scale_bytes(a)].map(|size| {
+        [0, m * w.k, m * a.groups * 4, code_bytes, scale_bytes(a, m)].map(|size| {
             at = (at + size).next_multiple_of(256);
             at
         })
@@ -90,9 +90,9 @@ pub unsafe fn scaled_mm(engine: &Arc<Engine>, a: &Part, plan: Plan, y: &Mat, exe
     // SAFETY: forwarded; the scratch lives until the wait below.
     unsafe {
         staging.copy(a.codes, code_bytes, raw.codes, exec)?;
-        staging.copy(a.scales, scale_bytes(a), raw.scales, exec)?;
+        staging.copy(a.scales, scale_bytes(a, m), raw.scales, exec)?;
         engine.simple.expand(&raw, q, steps)?;
-        let bad = engine.simple.get_u64(raw.bad)?;
+        let bad = engine.simple.get_words(raw.bad, 1)?[0];
         if bad != u64::MAX {
             let (row, group) = (bad as usize / a.groups, bad as usize % a.groups);
             let f = crate::prepare::bad_scale(0, row, group, 0x7f);

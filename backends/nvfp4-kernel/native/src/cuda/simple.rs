@@ -130,27 +130,28 @@ impl Kernels {
         })
     }
 
-    /// Writes one u64; waits.
+    /// Sets u64s to their largest value, on the default stream.
     ///
     /// # Safety
     /// `at` is device memory of ours.
-    pub unsafe fn set_u64(&self, at: u64, value: u64) -> Result<()> {
+    pub unsafe fn set_largest(&self, at: u64, count: usize) -> Result<()> {
         self.gpu.bind()?;
-        // SAFETY: by contract; the value has left host memory when the call returns.
-        check(unsafe { driver::cuMemcpyHtoD_v2(at, (&raw const value).cast(), 8) }, "cuMemcpyHtoD")
+        // SAFETY: by contract.
+        let status = unsafe { driver::cuMemsetD32Async(at, u32::MAX, 2 * count, std::ptr::null_mut()) };
+        check(status, "cuMemsetD32Async")
     }
 
-    /// Reads one u64 after all work of the default stream.
+    /// Reads u64s after all work of the default stream.
     ///
     /// # Safety
     /// As above.
-    pub unsafe fn get_u64(&self, at: u64) -> Result<u64> {
-        let mut value = 0u64;
+    pub unsafe fn get_words(&self, at: u64, count: usize) -> Result<Vec<u64>> {
+        let mut values = vec![0u64; count];
         self.gpu.bind()?;
         // SAFETY: by contract.
-        let status = unsafe { driver::cuMemcpyDtoH_v2((&raw mut value).cast(), at, 8) };
+        let status = unsafe { driver::cuMemcpyDtoH_v2(values.as_mut_ptr().cast(), at, 8 * count) };
         self.gpu.blame(check(status, "cuMemcpyDtoH"))?;
-        Ok(value)
+        Ok(values)
     }
 
     /// Packs a segment whose first padded row is `first`, on the default stream.

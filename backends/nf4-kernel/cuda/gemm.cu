@@ -1,0 +1,387 @@
+// The product for many rows (prefill) on sm_90a: y[m, n] = x[m, k] W[n, k]^T with packed NF4 weights.
+//
+// wgmma with the weights as the first operand. A byte of codes becomes two pairs of bf16, the leading and the trailing parts
+// of two values, by one look-up in shared memory; table.cu says why two parts are exact enough. The sums of a tile of 64 k
+// have one scale a row: they come out apart and are added up in f32, times the scale, while the other warpgroup's products
+// run. One warp brings weights and x into shared memory; x is in the order of k that the weights' layout asks for (order.cu).
+// Needs layout.cu, table.cu and pieces.cu before it. Definition: TN, tokens of a tile (32, 64 or 128).
+//
+// gemm(units, x, y, ldy, tokens, n, row_units, parts, split_tiles, row_tiles, token_tiles, partial, flags, out, aligned);
+// also gemm_gate
+//   units: packed weights, `row_units` units of 1152 bytes (16 rows x 128 k) a row group. x: as `order_*` wrote it, `parts`
+//   summands side by side in k. y: element type by out: 0 f32, 1 f32 to be added to, 2 bf16, 3 f16; ldy in elements.
+//   aligned: rows of y, their number and its start are multiples of 16 bytes.
+//   row_tiles = ceil(groups / 8), with gates ceil(groups / 2 / 4); token_tiles = ceil(tokens / TN).
+//   Tiles below split_tiles are cut into gridDim equal shares of k (stream-K), the others are dealt whole.
+//   partial: f32[gridDim][128 * TN]; flags: u32[2 gridDim], zero before (`order_*` clears them) and after every launch.
+//   grid min(multiprocessors, work), every block resident; block 384 (two consuming warpgroups, one that copies);
+//   dynamic shared memory SHARED bytes.
+
+#define ALL4(b) "+f"(d[b]), "+f"(d[b + 1]), "+f"(d[b + 2]), "+f"(d[b + 3])
+#define ALL16(b) ALL4(b), ALL4(b + 4), ALL4(b + 8), ALL4(b + 12)
+// d += a b, 64 x TN x 16; `a` in registers, `b` a descriptor of shared memory. add = 0: d = a b.
+DEVICE void product(float (&d)[TN / 2], const u32 (&a)[4], u64 b, int add) {
+#if TN == 32
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+        "}, {%16,%17,%18,%19}, %20, p, 1, 1, 0;}"
+        : ALL16(0)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+#elif TN == 64
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+        "}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;}"
+        : ALL16(0), ALL16(16)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+#else
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
+        "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+        "}, {%64,%65,%66,%67}, %68, p, 1, 1, 0;}"
+        : ALL16(0), ALL16(16), ALL16(32), ALL16(48)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+#endif
+}
+DEVICE void open_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void close_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+DEVICE void wait_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+
+DEVICE void barrier_init(u32 at, u32 count) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(count)); }
+DEVICE void barrier_arrive(u32 at) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(at) : "memory"); }
+DEVICE void barrier_expect(u32 at, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+}
+DEVICE void barrier_wait(u32 at, u32 phase) {
+    asm volatile(
+        "{.reg .pred p; AGAIN: mbarrier.try_wait.parity.shared.b64 p, [%0], %1; @p bra PASSED; bra AGAIN; PASSED: }" ::"r"(at), "r"(phase)
+        : "memory");
+}
+DEVICE void copy_in(u32 to, const void *from, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+DEVICE void meet(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+DEVICE void store4(u32 at, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
+}
+
+constexpr int UNIT = 1152, GROUPS = 8;       // row groups of a tile
+constexpr int SLAB = TN * 128;               // x of a tile by 64 of k
+constexpr int STAGE = 2 * SLAB, WEIGHTS = GROUPS * UNIT;
+constexpr int TABLE = TABLE_BYTES;
+constexpr int PIECE = 9216;                  // outputs of one warpgroup on their way to memory
+constexpr int ROOM = 232448 - TABLE - 2 * PIECE - 256;
+constexpr int STAGES = ROOM / (STAGE + WEIGHTS) < 10 ? ROOM / (STAGE + WEIGHTS) : 10;
+constexpr int SHARED = STAGES * (STAGE + WEIGHTS) + TABLE + 2 * PIECE + 16 * STAGES;
+constexpr int SUMS = TN / 2;                 // of a thread
+constexpr int TOKENS16 = TN < 64 ? TN : 64;  // sent off at once, of 16 bits
+constexpr int TOKENS32 = 32;                 // of 32 bits
+
+// What a block has to do, the same for those who copy and those who multiply.
+struct Work {
+    int tile, from, to; // units of k
+};
+struct Plan {
+    int units, split_tiles, tiles, begin, end, next;
+    DEVICE Plan start(int units, int split_tiles, int tiles) {
+        Plan p;
+        u64 all = (u64)units * split_tiles;
+        p.units = units, p.split_tiles = split_tiles, p.tiles = tiles;
+        u32 me = blockIdx.x, count = gridDim.x;
+        p.begin = (int)(all * me / count), p.end = (int)(all * (me + 1) / count);
+        p.next = split_tiles + me;
+        return p;
+    }
+    __device__ __forceinline__ bool take(Work &w) {
+        if (begin < end) {
+            w.tile = begin / units, w.from = begin - w.tile * units, w.to = min(units, w.from + end - begin);
+            begin += w.to - w.from;
+            return true;
+        }
+        if (next >= tiles) return false;
+        w.tile = next, w.from = 0, w.to = units;
+        next += gridDim.x;
+        return true;
+    }
+};
+
+// The operands of a slab: leading and trailing parts of four m64k16.
+struct Operands {
+    u32 lead[4][4], trail[4][4];
+    float scale[2]; // of rows g and g + 8
+};
+// Eight codes of a row to four pairs: registers `R` and `R` + 2 of the products `J` and `J` + 1.
+template <int J, int R> DEVICE void look_up(Operands &o, u32 w, u32 table, u32 copy) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        u32 at = table + ((i == 0 ? w << 7 : w >> (8 * i - 7)) & 0x7f80u | copy);
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(o.lead[J + i / 2][R + i % 2 * 2]), "=r"(o.trail[J + i / 2][R + i % 2 * 2]) : "r"(at));
+    }
+}
+// Of tile `s` of the unit at `unit`.
+DEVICE void decode(Operands &o, u32 unit, int s, u32 table, int lane) {
+    u32 c[4], copy = (lane & 15) * 8;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3]) : "r"(unit + s * 512 + lane * 16) : "memory");
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(o.scale[0]), "=f"(o.scale[1]) : "r"(unit + 1024 + lane / 4 * 16 + s * 8) : "memory");
+    look_up<0, 0>(o, c[0], table, copy);
+    look_up<0, 1>(o, c[2], table, copy);
+    look_up<2, 0>(o, c[1], table, copy);
+    look_up<2, 1>(o, c[3], table, copy);
+}
+
+enum { OUT_F32, OUT_ADD, OUT_BF16, OUT_F16 };
+
+// Where a tile of outputs goes.
+struct Target {
+    u64 y, ldy;
+    int tokens, rows, out, aligned; // rows: columns of y
+};
+
+// `count` tokens from `token` on, 64 rows from `row` on, lie in shared memory `pitch` bytes a token.
+DEVICE void write_out(const Target &to, u32 buffer, int pitch, int token, int count, int row, int me, int barrier) {
+    int size = to.out >= OUT_BF16 ? 2 : 4;
+    count = min(count, to.tokens - token);
+    meet(barrier, 128);
+    int width = min(64, to.rows - row);
+    if (to.aligned) {
+        int each = 16 / size, line = 64 / each; // pieces of a token
+        for (int e = me; e < count * line; e += 128) {
+            int i = e / line, r = e % line * each;
+            if (r >= width) continue;
+            uint4 v;
+            asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(buffer + i * pitch + r * size));
+            uint4 *at = (uint4 *)(to.y + ((u64)(token + i) * to.ldy + row + r) * size);
+            if (to.out == OUT_ADD) {
+                float4 old = *(const float4 *)at;
+                *(float4 *)at = make_float4(old.x + __uint_as_float(v.x), old.y + __uint_as_float(v.y), old.z + __uint_as_float(v.z), old.w + __uint_as_float(v.w));
+            } else {
+                *at = v;
+            }
+        }
+    } else {
+        for (int e = me; e < count * 64; e += 128) {
+            int i = e / 64, r = e % 64;
+            if (r >= width) continue;
+            u64 at = (u64)(token + i) * to.ldy + row + r;
+            u32 from = buffer + i * pitch + r * size;
+            if (size == 2) {
+                u16 v;
+                asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(from));
+                ((u16 *)to.y)[at] = v;
+            } else {
+                float v;
+                asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(from));
+                if (to.out == OUT_ADD) v += ((float *)to.y)[at];
+                ((float *)to.y)[at] = v;
+            }
+        }
+    }
+    meet(barrier, 128);
+}
+
+// Sums of one thread to shared memory: `line` is its warp's first row. COUNT tokens from `first` on.
+template <int COUNT> DEVICE void put16(const float *d, int first, u32 buffer, int pitch, int line, int lane, bool half) {
+#pragma unroll
+    for (int n = 0; n < COUNT / 8; n += 2) {
+        const float *s = d + (first / 8 + n) * 4;
+        u32 v[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float low = s[(i >> 1) * 4 + (i & 1) * 2], high = s[(i >> 1) * 4 + (i & 1) * 2 + 1];
+            v[i] = half ? pack_f16(low, high) : pack_bf16(low, high);
+        }
+        int matrix = lane >> 3;
+        store4(buffer + (8 * (n + (matrix >> 1)) + (lane & 7)) * pitch + (line + (matrix & 1) * 8) * 2, v[0], v[1], v[2], v[3]);
+    }
+}
+template <int COUNT> DEVICE void put32(const float *d, int first, u32 buffer, int pitch, int line, int g, int t) {
+#pragma unroll
+    for (int n = 0; n < COUNT / 8; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            asm volatile("st.shared.f32 [%0], %1;" ::"r"(buffer + (8 * n + 2 * t + (i & 1)) * pitch + (line + g + (i >> 1) * 8) * 4),
+                         "f"(d[(first / 8 + n) * 4 + i])
+                         : "memory");
+}
+
+template <bool GATE>
+DEVICE void multiply(
+    const u8 *units, const u8 *x, u64 y, u64 ldy, int tokens, int n, int row_units, int parts, int split_tiles,
+    int row_tiles, int token_tiles, float *partial, u32 *flags, int out, int aligned) {
+    extern __shared__ u8 room[];
+    u32 ring = shared_address(room), weights = ring + STAGES * STAGE, table = weights + STAGES * WEIGHTS, buffer = table + TABLE;
+    u32 full = buffer + 2 * PIECE, empty = full + 8 * STAGES;
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    if (threadIdx.x == 0) {
+        if (ring & 1023) asm volatile("trap;");
+        for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, 8);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    write_table(table, threadIdx.x, 384);
+    __syncthreads();
+    let_next_start();
+    int all = row_units * parts, groups = (n + 15) / 16;
+    Plan plan = Plan::start(all, split_tiles, row_tiles * token_tiles);
+    Work work;
+    if (warp >= 8) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (warp > 8) return;
+        constexpr u32 BYTES = STAGE + WEIGHTS;
+        // Eight lanes bring weights, one brings x.
+        auto bring_weights = [&](int tile, int u, u32 stage) {
+            if (lane == 0) barrier_expect(full + 8 * stage, BYTES);
+            __syncwarp();
+            if (lane >= GROUPS) return;
+            int row_tile = tile / token_tiles;
+            int group = GATE ? lane / 4 * (groups / 2) + min(row_tile * 4 + lane % 4, groups / 2 - 1) : min(row_tile * 8 + lane, groups - 1);
+            copy_in(weights + stage * WEIGHTS + lane * UNIT, units + ((u64)group * row_units + u % row_units) * UNIT, UNIT, full + 8 * stage);
+        };
+        auto bring_x = [&](int tile, int u, u32 stage) {
+            if (lane >= 2) return;
+            int token = tile % token_tiles * TN;
+            const u8 *from = x + ((u64)(token / 128) * (2 * all) + 2 * u + lane) * 16384 + token % 128 * 128;
+            copy_in(ring + stage * STAGE + lane * SLAB, from, SLAB, full + 8 * stage);
+        };
+        // Weights do not depend on what ran before.
+        Plan ahead = plan;
+        Work w;
+        u32 early = 0;
+        while (early < STAGES && ahead.take(w))
+            for (int u = w.from; u < w.to && early < STAGES; u++, early++) bring_weights(w.tile, u, early);
+        wait_for_previous();
+        u32 slot = 0;
+        while (plan.take(w))
+            for (int u = w.from; u < w.to; u++, slot++) {
+                u32 stage = slot % STAGES;
+                if (slot >= STAGES) barrier_wait(empty + 8 * stage, (slot / STAGES - 1) & 1);
+                if (slot >= early) bring_weights(w.tile, u, stage);
+                bring_x(w.tile, u, stage);
+            }
+        return;
+    }
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    int half = warp >> 2, w = warp & 3, g = lane >> 2, t = lane & 3, me = threadIdx.x & 127, own = 2 + half;
+    Target target = {y, ldy, tokens, GATE ? n / 2 : n, out, aligned};
+    u32 piece = buffer + half * PIECE, mine = weights + warp * UNIT, slot = 0;
+    wait_for_previous();
+    while (plan.take(work)) {
+        int row_tile = work.tile / token_tiles, token = work.tile % token_tiles * TN;
+        float sums[SUMS], d[SUMS];
+#pragma unroll
+        for (int i = 0; i < SUMS; i++) sums[i] = 0.f;
+        Operands o[2];
+        barrier_wait(full + 8 * (slot % STAGES), (slot / STAGES) & 1);
+        decode(o[0], mine + slot % STAGES * WEIGHTS, 0, table, lane);
+        for (int u = work.from; u < work.to; u++, slot++) {
+            u32 stage = slot % STAGES;
+#pragma unroll
+            for (int s = 0; s < 2; s++) {
+                u64 b = (u64)((ring + stage * STAGE + s * SLAB) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    open_products();
+                    product(d, o[s].lead[j], b + 2 * j, j > 0);
+                    open_products();
+                    product(d, o[s].trail[j], b + 2 * j, 1);
+                }
+                close_products();
+                if (s == 0) {
+                    decode(o[1], mine + stage * WEIGHTS, 1, table, lane);
+                } else if (u + 1 < work.to) {
+                    u32 then = (slot + 1) % STAGES;
+                    barrier_wait(full + 8 * then, ((slot + 1) / STAGES) & 1);
+                    decode(o[0], mine + then * WEIGHTS, 0, table, lane);
+                }
+                wait_products();
+                if (s == 1 && lane == 0) barrier_arrive(empty + 8 * stage);
+                float low = o[s].scale[0], high = o[s].scale[1];
+#pragma unroll
+                for (int i = 0; i < SUMS; i++) sums[i] = fmaf(d[i], i & 2 ? high : low, sums[i]);
+            }
+        }
+
+        if (work.from > 0) {
+            float4 *at = (float4 *)(partial + (u64)blockIdx.x * 128 * TN) + threadIdx.x;
+#pragma unroll
+            for (int i = 0; i < SUMS / 4; i++) __stcg(at + i * 256, make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]));
+            meet(own, 128);
+            if (me == 0) asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(flags + 2 * blockIdx.x + half) : "memory");
+            continue;
+        }
+        if (work.to < all) {
+            u64 total = (u64)all * split_tiles;
+            for (u32 c = blockIdx.x + 1; c < gridDim.x && total * c / gridDim.x < (u64)all * (work.tile + 1); c++) {
+                if (total * c / gridDim.x == total * (c + 1) / gridDim.x) continue;
+                if (me == 0) {
+                    u32 ready = 0;
+                    while (!ready) asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(ready) : "l"(flags + 2 * c + half) : "memory");
+                    flags[2 * c + half] = 0;
+                }
+                meet(own, 128);
+                const float4 *at = (const float4 *)(partial + (u64)c * 128 * TN) + threadIdx.x;
+#pragma unroll
+                for (int i = 0; i < SUMS / 4; i++) {
+                    float4 v = __ldcg(at + i * 256);
+                    sums[4 * i] += v.x, sums[4 * i + 1] += v.y, sums[4 * i + 2] += v.z, sums[4 * i + 3] += v.w;
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < SUMS; i++) sums[i] *= DOWN;
+
+        if (GATE) {
+            // `up` goes to the warpgroup of `gate`, 32 values a thread at a time.
+#pragma unroll
+            for (int round = 0; round < (SUMS + 31) / 32; round++) {
+                meet(1, 256);
+                if (half == 1) {
+#pragma unroll
+                    for (int e = 32 * round; e < 32 * (round + 1) && e < SUMS; e++)
+                        asm volatile("st.shared.f32 [%0], %1;" ::"r"(buffer + ((e % 32) * 128 + me) * 4), "f"(sums[e]) : "memory");
+                }
+                meet(1, 256);
+                if (half == 0) {
+#pragma unroll
+                    for (int e = 32 * round; e < 32 * (round + 1) && e < SUMS; e++) {
+                        float up, gate = sums[e];
+                        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(up) : "r"(buffer + ((e % 32) * 128 + me) * 4));
+                        sums[e] = __fdividef(gate, 1.f + __expf(-gate)) * up;
+                    }
+                }
+            }
+            if (half == 1) continue;
+            meet(own, 128); // all have read what lies where outputs go
+        }
+        int row = GATE ? row_tile * 64 : row_tile * 128 + half * 64;
+        if (out >= OUT_BF16) {
+            constexpr int PITCH = (64 + 8) * 2;
+#pragma unroll
+            for (int h = 0; h < TN / TOKENS16; h++) {
+                put16<TOKENS16>(sums, h * TOKENS16, piece, PITCH, 16 * w, lane, out == OUT_F16);
+                write_out(target, piece, PITCH, token + h * TOKENS16, TOKENS16, row, me, own);
+            }
+        } else {
+            constexpr int PITCH = (64 + 4) * 4;
+#pragma unroll
+            for (int h = 0; h < TN / TOKENS32; h++) {
+                put32<TOKENS32>(sums, h * TOKENS32, piece, PITCH, 16 * w, g, t);
+                write_out(target, piece, PITCH, token + h * TOKENS32, TOKENS32, row, me, own);
+            }
+        }
+    }
+}
+
+#define GEMM(NAME, GATE) \
+    extern "C" __global__ void __launch_bounds__(384, 1) NAME( \
+        const u8 *units, const u8 *x, u64 y, u64 ldy, int tokens, int n, int row_units, int parts, int split_tiles, \
+        int row_tiles, int token_tiles, float *partial, u32 *flags, int out, int aligned) { \
+        multiply<GATE>(units, x, y, ldy, tokens, n, row_units, parts, split_tiles, row_tiles, token_tiles, partial, \
+                       flags, out, aligned); \
+    }
+GEMM(nf4_gemm, false)
+GEMM(nf4_gemm_gate, true)

@@ -1,0 +1,95 @@
+// What happens to packed NF4 weights in either layout, for every shape, stride, alignment and type: packing, decoding,
+// gradients, and a product for what the fast kernels leave. Follows rows.cu and layout.cu.
+
+__device__ const float CODEBOOK[16] = {
+    -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
+    -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
+    0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
+
+// Raw codes and absmax of `rows` rows, flat over their elements, to rows `first` on of a weight.
+extern "C" __global__ void nf4_pack(const u8 *codes, const float *absmax, u32 high_first, u32 block, u32 rows, u32 first,
+                                    Weight w) {
+    u32 k = (blockIdx.x * 128 + threadIdx.x) * 8, row = blockIdx.y + blockIdx.z * 32768;
+    if (row >= rows || k >= w.k) return;
+    u64 at = (u64)row * w.k + k;
+    const u8 *c = codes + at / 2;
+    u32 word = c[0] | c[1] << 8 | c[2] << 16 | (u32)c[3] << 24;
+    if (high_first) word = (word & 0x0f0f0f0fu) << 4 | (word >> 4 & 0x0f0f0f0fu);
+    *(u32 *)code_at(w, first + row, k) = word;
+    if (k % (w.units ? 64 : w.group) == 0) *scale_at(w, first + row, k) = absmax[at / block];
+}
+
+__device__ __forceinline__ float value(const Weight &w, u32 row, u32 k) {
+    return __fmul_rn(CODEBOOK[*code_at(w, row, k) >> 4 * (k & 1) & 15], *scale_at(w, row, k));
+}
+
+extern "C" __global__ void nf4_dequantize(Weight w, Matrix out) {
+    u32 k = blockIdx.x * 256 + threadIdx.x, row = blockIdx.y + blockIdx.z * 32768;
+    if (k < w.k && row < w.n) store(out, row * out.ld + k, value(w, row, k));
+}
+
+// dx = dy W: 32 columns a block, 16 partial sums over n each, added in order.
+extern "C" __global__ void nf4_backward(Weight w, Matrix dy, Matrix dx) {
+    __shared__ float sums[16][33];
+    u32 k = blockIdx.x * 32 + threadIdx.x, m = blockIdx.y;
+    float sum = 0;
+    if (k < w.k)
+        for (u32 row = threadIdx.y; row < w.n; row += 16) sum = fmaf(load(dy, m * dy.ld + row), value(w, row, k), sum);
+    sums[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y == 0 && k < w.k) {
+        for (u32 i = 1; i < 16; i++) sum += sums[i][threadIdx.x];
+        store(dx, m * dx.ld + k, sum);
+    }
+}
+
+// Eight elements of x from an even place on.
+__device__ __forceinline__ void load8(const Matrix &x, u64 at, float *v) {
+    if (x.dtype == F32) {
+        const float *p = (const float *)x.data + at;
+        if (((u64)p & 15) == 0) {
+            float4 a = ((const float4 *)p)[0], b = ((const float4 *)p)[1];
+            v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+        } else {
+            for (u32 i = 0; i < 8; i++) v[i] = p[i];
+        }
+        return;
+    }
+    const u16 *p = (const u16 *)x.data + at;
+    u16 h[8];
+    if (((u64)p & 15) == 0) *(uint4 *)h = *(const uint4 *)p;
+    else
+        for (u32 i = 0; i < 8; i++) h[i] = p[i];
+    for (u32 i = 0; i < 8; i++) v[i] = x.dtype == F16 ? from_f16(h[i]) : from_bf16(h[i]);
+}
+
+// y = x W^T: a warp per row of the weight, up to ROWS rows of x. A lane takes eight codes, looks their values up in a table
+// of its own (16 values by 32 lanes, so that no two lanes share a bank), and scales the sum of eight once.
+enum { ROWS = 8 };
+extern "C" __global__ void __launch_bounds__(256) nf4_forward(Weight w, Matrix x, Matrix y) {
+    __shared__ float table[16 * 32];
+    u32 lane = threadIdx.x, row = blockIdx.x * 8 + threadIdx.y, m = blockIdx.y * ROWS;
+    for (u32 i = threadIdx.y * 32 + lane; i < 512; i += 256) table[i] = CODEBOOK[i / 32];
+    __syncthreads();
+    if (row >= w.n) return;
+    u32 count = min((u32)ROWS, y.rows - m);
+    float sum[ROWS];
+    for (u32 r = 0; r < ROWS; r++) sum[r] = 0;
+    for (u32 k = lane * 8; k < w.k; k += 256) {
+        u32 word = *(const u32 *)code_at(w, row, k);
+        float scale = *scale_at(w, row, k), v[8];
+        for (u32 j = 0; j < 8; j++) v[j] = table[(word >> 4 * j & 15) * 32 + lane];
+        for (u32 r = 0; r < ROWS; r++) {
+            if (r >= count) break;
+            float in[8], part = 0;
+            load8(x, (m + r) * x.ld + k, in);
+            for (u32 j = 0; j < 8; j++) part = fmaf(in[j], v[j], part);
+            sum[r] = fmaf(part, scale, sum[r]);
+        }
+    }
+    for (u32 r = 0; r < ROWS; r++) {
+        if (r >= count) break;
+        float total = warp_sum(sum[r]);
+        if (lane == 0) store(y, (m + r) * y.ld + row, total);
+    }
+}

@@ -1,0 +1,212 @@
+//! Launchers of `cuda/gemm.cu`: products of many rows on sm_90, with any fusion.
+use super::{Call, Packed, UNIT};
+use q4_core::{Code, Error, FuseSet, Result};
+use q4_cuda::{Gpu, Kernel, Kernels as Module, Launch, Source, args};
+use std::sync::{Arc, OnceLock};
+
+const GEMM: Source = Source {
+    name: "nf4-gemm",
+    text: concat!(
+        include_str!("../../cuda/layout.cu"),
+        include_str!("../../cuda/table.cu"),
+        include_str!("../../cuda/pieces.cu"),
+        include_str!("../../cuda/gemm.cu")
+    ),
+};
+const ORDER: Source = Source {
+    name: "nf4-order",
+    text: concat!(
+        include_str!("../../cuda/layout.cu"),
+        include_str!("../../cuda/pieces.cu"),
+        include_str!("../../cuda/order.cu")
+    ),
+};
+/// Bytes of 128 tokens by 64 of k.
+const BLOCK: usize = 16384;
+/// Rows of the weight in a tile.
+const ROWS: usize = 128;
+/// Tokens of a tile, by what a call needs.
+const TOKENS: [usize; 3] = [32, 64, 128];
+
+/// The two functions of gemm.cu.
+struct Pair {
+    plain: Kernel,
+    gate: Kernel,
+}
+
+/// Kernels for calls of many rows. A size is compiled when a call first needs it.
+pub struct Kernels {
+    gpu: Arc<Gpu>,
+    pairs: [OnceLock<Pair>; TOKENS.len()],
+    /// x of f32, f16 and bf16; then normed rows, rounded to those.
+    order: [[Kernel; 3]; 2],
+}
+
+/// Index into [`TOKENS`] of a call of `m` rows.
+fn size_of(m: usize) -> usize {
+    TOKENS.iter().position(|t| m <= *t).unwrap_or(TOKENS.len() - 1)
+}
+
+/// `SHARED` of gemm.cu.
+fn shared_of(tokens: usize) -> u32 {
+    let (table, pieces, stage) = (32_768, 2 * 9216, 256 * tokens + 8 * UNIT);
+    let stages = ((232_448 - table - pieces - 256) / stage).min(10);
+    (stages * stage + table + pieces + 16 * stages) as u32
+}
+
+/// Summands of x in bf16, exact: by the number of its type.
+fn parts(source: u32) -> usize {
+    [3, 2, 1][source as usize - 1]
+}
+
+/// Where the parts of the workspace lie, in bytes.
+struct Room {
+    partial: usize,
+    flags: usize,
+    all: usize,
+}
+
+impl Kernels {
+    /// Finds what orders x; `None` where the device has no wgmma.
+    pub fn load(gpu: &Arc<Gpu>) -> Result<Option<Self>> {
+        if gpu.capability != (9, 0) {
+            return Ok(None);
+        }
+        let all = Module::load(gpu, &ORDER, &[])?;
+        let get = |name: &str| all.get(&format!("nf4_order_{name}"));
+        let order = [
+            [get("f32")?, get("f16")?, get("bf16")?],
+            [get("f32")?, get("normed_f16")?, get("normed_bf16")?],
+        ];
+        Ok(Some(Self { gpu: gpu.clone(), pairs: Default::default(), order }))
+    }
+
+    fn pair(&self, size: usize) -> Result<&Pair> {
+        if let Some(pair) = self.pairs[size].get() {
+            return Ok(pair);
+        }
+        let tokens = TOKENS[size];
+        let all = Module::load(&self.gpu, &GEMM, &[&format!("-DTN={tokens}")])?;
+        let get = |name: &str| {
+            let kernel = all.get(name)?;
+            kernel.allow_shared(shared_of(tokens))?;
+            Ok::<_, Error>(kernel)
+        };
+        let pair = Pair { plain: get("nf4_gemm")?, gate: get("nf4_gemm_gate")? };
+        Ok(self.pairs[size].get_or_init(|| pair))
+    }
+
+    fn room(&self, w: &Packed, source: u32, m: usize) -> Room {
+        let next = |from: usize, bytes: usize| (from + bytes).next_multiple_of(256);
+        let partial = next(0, m.div_ceil(128) * 2 * w.units as usize * parts(source) * BLOCK);
+        let blocks = self.gpu.processors as usize;
+        let flags = next(partial, blocks * ROWS * TOKENS[size_of(m)] * 4);
+        Room { partial, flags, all: next(flags, blocks * 8) }
+    }
+
+    /// Whether they take such calls. Gate and up rows start a group each.
+    pub fn takes(&self, w: &Packed, m: usize, set: FuseSet) -> bool {
+        w.units > 0 && m > super::decode::MOST && (!set.contains(FuseSet::GATE) || w.n % 32 == 0)
+    }
+
+    /// Scratch bytes of calls they take.
+    pub fn workspace(&self, w: &Packed, source: u32, m: usize) -> usize {
+        if self.takes(w, m, FuseSet::NONE) { self.room(w, source, m).all } else { 0 }
+    }
+
+    /// Enqueues the product.
+    ///
+    /// # Safety
+    /// The matrices are device memory that fits the weight, and do not overlap; the workspace has the size asked for.
+    pub unsafe fn forward(&self, w: &Packed, call: &Call) -> Result<()> {
+        let m = call.x.rows as usize;
+        let room = self.room(w, call.source, m);
+        let (groups, units, parts) = ((w.n as usize).div_ceil(16), w.units as usize, parts(call.source));
+        let tokens = TOKENS[size_of(m)];
+        let row_tiles = if call.gate { (groups / 2).div_ceil(4) } else { groups.div_ceil(8) };
+        let token_tiles = m.div_ceil(tokens);
+        let (grid, split) = deal(row_tiles * token_tiles, units * parts, self.gpu.processors as usize);
+        let (partial, flags) = (call.workspace + room.partial as u64, call.workspace + room.flags as u64);
+        let how = |grid: usize, block: u32, shared: u32| Launch {
+            grid: [grid as u32, 1, 1],
+            block: [block, 1, 1],
+            shared,
+            stream: call.stream,
+            overlap: true,
+        };
+        let (weight, eps) = call.norm;
+        let order = &self.order[usize::from(weight != 0)][call.source as usize - 1];
+        let flag_count = 2 * self.gpu.processors;
+        // SAFETY: by contract; the arguments are those of `nf4_order_*`.
+        unsafe {
+            let (x, ld, out) = (call.x.data, call.x.ld, call.workspace);
+            let args = args![x, ld, w.k, w.units, out, weight, eps, call.source, flags, flag_count];
+            order.launch(how(m, 256, 0), args)?;
+        }
+        let out: u32 = match (call.accumulate, call.y.dtype) {
+            (true, _) => 1,
+            (_, 3) => 2,
+            (_, 2) => 3,
+            (_, 1) => 0,
+            (_, other) => {
+                return Err(Error::new(Code::Internal, "type of y").have(other.to_string()));
+            }
+        };
+        let size = if call.y.dtype == 1 { 4u64 } else { 2 };
+        let whole = |bytes: u64| bytes % 16 == 0;
+        let is_aligned =
+            whole(call.y.data) && whole(call.y.ld * size) && whole(u64::from(call.y.cols) * size);
+        let aligned = u32::from(is_aligned);
+        let pair = self.pair(size_of(m))?;
+        let kernel = if call.gate { &pair.gate } else { &pair.plain };
+        let [m, units, parts, split, row_tiles, token_tiles] =
+            [m, units, parts, split, row_tiles, token_tiles].map(|v| v as u32);
+        let (x, y, ldy) = (call.workspace, call.y.data, call.y.ld);
+        // SAFETY: by contract; the arguments are those of `nf4_gemm`.
+        unsafe {
+            kernel.launch(
+                how(grid, 384, shared_of(tokens)),
+                args![
+                    w.codes,
+                    x,
+                    y,
+                    ldy,
+                    m,
+                    w.n,
+                    units,
+                    parts,
+                    split,
+                    row_tiles,
+                    token_tiles,
+                    partial,
+                    flags,
+                    out,
+                    aligned
+                ],
+            )
+        }
+    }
+}
+
+/// Blocks, and the tiles whose k is shared out among all of them: those that would not fill a last round of whole tiles.
+fn deal(tiles: usize, units: usize, processors: usize) -> (usize, usize) {
+    if tiles < processors {
+        // As many blocks a tile as there is room for: each then has one piece of one tile.
+        return (tiles * (processors / tiles).min(units), if processors / tiles > 1 { tiles } else { 0 });
+    }
+    let rest = tiles % processors;
+    (processors, if rest * 100 > processors * 92 { 0 } else { rest })
+}
+
+#[test]
+fn every_block_has_work() {
+    for tiles in 1..400 {
+        for units in [1, 2, 20, 76] {
+            let (grid, split) = deal(tiles, units, 132);
+            assert!(
+                grid <= 132 && split <= tiles && split * units + (tiles - split) >= grid,
+                "{tiles} {units}"
+            );
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! Launchers of `cuda/simple.cu`: packing, decoding, gradients, and the product that takes every shape.
+use super::Packed;
+use q4_core::Result;
+use q4_cuda::{Gpu, Kernel, Kernels as Module, Launch, Matrix, Source, args};
+use std::sync::Arc;
+
+pub(super) const SOURCE: Source = Source {
+    name: "nf4-simple",
+    text: concat!(
+        include_str!("../../../cuda/cuda/rows.cu"),
+        include_str!("../../cuda/layout.cu"),
+        include_str!("../../cuda/simple.cu")
+    ),
+};
+/// Rows of x that one pass over the weight serves, as `ROWS` in the source.
+const ROWS: usize = 8;
+
+/// Stored bytes of one segment on the device.
+pub struct Raw {
+    pub codes: u64,
+    pub absmax: u64,
+    pub is_high_first: bool,
+    pub block: u32,
+    pub rows: usize,
+}
+
+/// The functions of simple.cu.
+pub struct Kernels {
+    pack: Kernel,
+    forward: Kernel,
+    backward: Kernel,
+    dequantize: Kernel,
+}
+
+fn how(grid: [usize; 3], block: [u32; 3], stream: usize) -> Launch {
+    Launch { grid: grid.map(|d| d as u32), block, shared: 0, stream, overlap: false }
+}
+
+/// Rows over the second and third dimension of a grid.
+fn over_rows(x: usize, rows: usize) -> [usize; 3] {
+    [x, rows.min(32768), rows.div_ceil(32768)]
+}
+
+impl Kernels {
+    /// Compiles or finds them.
+    pub fn load(gpu: &Arc<Gpu>) -> Result<Self> {
+        let all = Module::load(gpu, &SOURCE, &[])?;
+        Ok(Self {
+            pack: all.get("nf4_pack")?,
+            forward: all.get("nf4_forward")?,
+            backward: all.get("nf4_backward")?,
+            dequantize: all.get("nf4_dequantize")?,
+        })
+    }
+
+    /// Packs a segment into rows `first` on of `w`, whose memory is zero.
+    ///
+    /// # Safety
+    /// The addresses are device memory of the sizes the shapes say, until the default queue is waited for.
+    pub unsafe fn pack(&self, raw: &Raw, first: usize, w: &Packed) -> Result<()> {
+        let grid = over_rows((w.k as usize / 8).div_ceil(128), raw.rows);
+        let (high, rows, first) = (u32::from(raw.is_high_first), raw.rows as u32, first as u32);
+        // SAFETY: by contract; the arguments are those of `nf4_pack`.
+        unsafe {
+            let args = args![raw.codes, raw.absmax, high, raw.block, rows, first, *w];
+            self.pack.launch(how(grid, [128, 1, 1], 0), args)
+        }
+    }
+
+    /// `y = x W^T`.
+    ///
+    /// # Safety
+    /// The matrices are device memory that fits the weight, and do not overlap.
+    pub unsafe fn forward(&self, w: &Packed, x: Matrix, y: Matrix, stream: usize) -> Result<()> {
+        for (first, y) in y.parts() {
+            let rows = y.rows as usize;
+            let x = x.rows_from(first, rows);
+            let grid = [(w.n as usize).div_ceil(8), rows.div_ceil(ROWS), 1];
+            // SAFETY: by contract; the arguments are those of `nf4_forward`.
+            unsafe { self.forward.launch(how(grid, [32, 8, 1], stream), args![*w, x, y])? };
+        }
+        Ok(())
+    }
+
+    /// `dx = dy W`.
+    ///
+    /// # Safety
+    /// As for [`forward`](Self::forward).
+    pub unsafe fn backward(&self, w: &Packed, dy: Matrix, dx: Matrix, stream: usize) -> Result<()> {
+        for (first, dx) in dx.parts() {
+            let dy = dy.rows_from(first, dx.rows as usize);
+            let grid = [(w.k as usize).div_ceil(32), dx.rows as usize, 1];
+            // SAFETY: by contract; the arguments are those of `nf4_backward`.
+            unsafe { self.backward.launch(how(grid, [32, 16, 1], stream), args![*w, dy, dx])? };
+        }
+        Ok(())
+    }
+
+    /// The decoded weight.
+    ///
+    /// # Safety
+    /// `out` is device memory that fits the weight.
+    pub unsafe fn dequantize(&self, w: &Packed, out: Matrix, stream: usize) -> Result<()> {
+        let grid = over_rows((w.k as usize).div_ceil(256), w.n as usize);
+        // SAFETY: by contract; the arguments are those of `nf4_dequantize`.
+        unsafe { self.dequantize.launch(how(grid, [256, 1, 1], stream), args![*w, out]) }
+    }
+}

@@ -1,0 +1,106 @@
+//! Device memory of a step's activations: one allocation, in which slots that are never alive together share bytes.
+use super::{CudaModel, CudaTensor};
+use crate::executor::{Shape, Slots};
+use q4_core::{DType, Result};
+use q4_cuda::{Buffer, Gpu};
+use std::sync::Arc;
+
+/// Sizes of a context.
+pub struct Sizes {
+    /// Rows of the largest step.
+    pub rows: usize,
+    /// Rows logits are kept of.
+    pub logit_rows: usize,
+    /// Sequences that decode together.
+    pub sequences: usize,
+    /// Positions of the cache.
+    pub context: usize,
+    /// Largest need of any product at that many rows.
+    pub workspace: usize,
+}
+
+/// Where everything lies, in bytes from the start.
+pub struct Layout<'a> {
+    shape: &'a Shape,
+    dtype: DType,
+    rows: usize,
+    logit_rows: usize,
+    gate_up_rows: usize,
+    places: Places,
+}
+
+struct Places {
+    hidden: usize,
+    normed: usize,
+    product: usize,
+    exact: usize,
+    logits: usize,
+    /// Of attention: dead when the MLP starts.
+    qkv: usize,
+    context: usize,
+    queries: usize,
+    /// Of the MLP: dead when the next layer's attention starts.
+    gated: usize,
+    gate_up: usize,
+    end: usize,
+}
+
+/// The parts of one step's memory that are not slots of the graph.
+pub struct Scratch {
+    /// The head's input in f32, `[logit rows, hidden]`.
+    pub exact: u64,
+    /// Rotated queries of a step, `[rows, q]`, where attention is a kernel of its own.
+    pub queries: u64,
+    _memory: Arc<Buffer>,
+}
+
+impl<'a> Layout<'a> {
+    /// For steps of up to `rows` rows of `model`, with logits of `logit_rows`.
+    pub fn new(model: &'a CudaModel, rows: usize, logit_rows: usize) -> Self {
+        let (s, dtype) = (&model.graph.shape, model.dtype);
+        let gate_up_rows = if model.gates(rows) { 0 } else { rows };
+        let (size, narrow) = (dtype.size(), DType::F32.size());
+        // The byte behind `rows` rows from byte `at`, where the next slot may start.
+        let behind = |at: usize, rows: usize, width: usize, size: usize| {
+            at + (rows * width * size).next_multiple_of(256)
+        };
+        let hidden = 0;
+        let normed = behind(hidden, rows, s.hidden, narrow);
+        let product = behind(normed, rows, s.hidden, size);
+        let exact = behind(product, rows, s.hidden, size);
+        let logits = behind(exact, logit_rows, s.hidden, narrow);
+        let qkv = behind(logits, logit_rows, s.vocab, narrow);
+        let context = behind(qkv, rows, s.qkv(), size);
+        let queries = behind(context, rows, s.q(), size);
+        let gated = qkv;
+        let gate_up = behind(gated, rows, s.intermediate, size);
+        let end =
+            behind(queries, rows, s.q(), size).max(behind(gate_up, gate_up_rows, 2 * s.intermediate, size));
+        let places =
+            Places { hidden, normed, product, exact, logits, qkv, context, queries, gated, gate_up, end };
+        Self { shape: s, dtype, rows, logit_rows, gate_up_rows, places }
+    }
+
+    /// Bytes of all of it.
+    pub fn bytes(&self) -> usize {
+        self.places.end
+    }
+
+    /// Allocates it.
+    pub fn allocate(&self, gpu: &Arc<Gpu>) -> Result<(Slots<CudaTensor>, Scratch)> {
+        let (memory, s, p) = (Arc::new(Buffer::new(gpu, self.bytes())?), self.shape, &self.places);
+        let slot = |at, width, dtype| CudaTensor::new(&memory, at, self.rows, width, dtype);
+        let slots = Slots {
+            hidden: slot(p.hidden, s.hidden, DType::F32),
+            normed: slot(p.normed, s.hidden, self.dtype),
+            qkv: slot(p.qkv, s.qkv(), self.dtype),
+            context: slot(p.context, s.q(), self.dtype),
+            gate_up: CudaTensor::new(&memory, p.gate_up, self.gate_up_rows, 2 * s.intermediate, self.dtype),
+            gated: slot(p.gated, s.intermediate, self.dtype),
+            product: slot(p.product, s.hidden, self.dtype),
+            logits: CudaTensor::new(&memory, p.logits, self.logit_rows, s.vocab, DType::F32),
+        };
+        let at = |place: usize| memory.ptr() + place as u64;
+        Ok((slots, Scratch { exact: at(p.exact), queries: at(p.queries), _memory: memory.clone() }))
+    }
+}
