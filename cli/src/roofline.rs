@@ -15,6 +15,8 @@ pub struct Roofline {
     fma_g_s: f64,
     /// int8 products by dot instructions, billions a second; `None` without such instructions.
     dot_g_s: Option<f64>,
+    /// bf16 products by a matrix unit, billions a second; `None` without one.
+    tile_g_s: Option<f64>,
 }
 
 /// What a unit of work costs.
@@ -40,24 +42,27 @@ impl Roofline {
             read_gb_s: read(threads),
             fma_g_s: products(threads, LANES, chains),
             dot_g_s: dot.map(|(lanes, f)| products(threads, lanes, f)),
+            tile_g_s: tile_product().map(|(lanes, f)| products(threads, lanes, f)),
         }
     }
 
     /// The better of two measurements, limit by limit.
     pub fn or_faster(&self, other: &Self) -> Self {
-        let both = self.dot_g_s.zip(other.dot_g_s).map(|(a, b)| a.max(b));
+        let faster = |a: Option<f64>, b: Option<f64>| a.zip(b).map(|(a, b)| a.max(b));
         Self {
             read_gb_s: self.read_gb_s.max(other.read_gb_s),
             fma_g_s: self.fma_g_s.max(other.fma_g_s),
-            dot_g_s: both,
+            dot_g_s: faster(self.dot_g_s, other.dot_g_s),
+            tile_g_s: faster(self.tile_g_s, other.tile_g_s),
         }
     }
 
     /// Products a second for an activation format. Without dot instructions an int8 product takes a multiply of pairs
-    /// and an addition, on lanes half as wide as f32's.
+    /// and an addition, on lanes half as wide as f32's. A matrix unit takes an f32 input in three parts.
     pub fn gmac_s(&self, activations: &Activations) -> f64 {
         match activations {
-            Activations::Native => self.fma_g_s,
+            Activations::Native => self.fma_g_s.max(self.tile_g_s.unwrap_or(0.0) / 3.0),
+            Activations::Nvfp4(_) if self.tile_g_s.is_some() => self.tile_g_s.unwrap_or(self.fma_g_s),
             _ => self.dot_g_s.unwrap_or(2.0 * self.fma_g_s),
         }
     }
@@ -214,6 +219,37 @@ fn dot_product() -> Option<Dots> {
         if std::arch::is_aarch64_feature_detected!("dotprod") {
             // SAFETY: as above.
             return Some((16, |x| unsafe { dots(x) }));
+        }
+    }
+    None
+}
+
+/// The matrix unit there is: 16 x 16 x 32 products an instruction.
+fn tile_product() -> Option<Dots> {
+    #[cfg(target_arch = "x86_64")]
+    {
+        fn tiles(x: f32) -> f32 {
+            let mut config = [0u8; 64];
+            config[0] = 1;
+            for tile in 0..8 {
+                (config[16 + 2 * tile], config[48 + tile]) = (64, 16);
+            }
+            // SAFETY: the unit was found; it reads 64 bytes of configuration, and four chains hide its latency.
+            unsafe {
+                std::arch::asm!(
+                    "ldtilecfg [{config}]",
+                    "2:",
+                    "tdpbf16ps tmm0, tmm4, tmm5", "tdpbf16ps tmm1, tmm4, tmm5",
+                    "tdpbf16ps tmm2, tmm4, tmm5", "tdpbf16ps tmm3, tmm4, tmm5",
+                    "sub {n}, 4", "jnz 2b",
+                    "tilerelease",
+                    config = in(reg) config.as_ptr(), n = inout(reg) CHAINS * STEPS => _, options(nostack, readonly),
+                );
+            }
+            x
+        }
+        if q4_core::has_tiles() {
+            return Some((16 * 16 * 32, tiles));
         }
     }
     None

@@ -111,6 +111,32 @@ pub fn processors() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
+/// Whether the processor multiplies bf16 tiles (AMX) and the system lets this process use them, for which it is asked.
+#[cfg(target_arch = "x86_64")]
+pub fn has_tiles() -> bool {
+    use std::arch::x86_64::{__cpuid, __cpuid_count};
+    const TILE_AND_BF16: u32 = 1 << 24 | 1 << 22;
+    __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx & TILE_AND_BF16 == TILE_AND_BF16 && grants_tiles()
+}
+
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+fn grants_tiles() -> bool {
+    const ARCH_PRCTL: isize = 158;
+    const REQUEST_PERMISSION: usize = 0x1023;
+    const TILE_DATA: usize = 18;
+    let status: isize;
+    // SAFETY: a system call without pointers; it changes rcx and r11 and no memory.
+    unsafe {
+        std::arch::asm!("syscall", inlateout("rax") ARCH_PRCTL => status, in("rdi") REQUEST_PERMISSION,
+            in("rsi") TILE_DATA, out("rcx") _, out("r11") _, options(nostack));
+    }
+    status == 0
+}
+#[cfg(all(target_arch = "x86_64", not(target_os = "linux")))]
+fn grants_tiles() -> bool {
+    false
+}
+
 #[cfg(target_arch = "x86_64")]
 fn cpu_features() -> Vec<String> {
     macro_rules! probe {
@@ -132,6 +158,7 @@ fn cpu_features() -> Vec<String> {
     .iter()
     .filter(|(_, yes)| *yes)
     .map(|(f, _)| (*f).to_owned())
+    .chain(has_tiles().then(|| "amx-bf16".to_owned()))
     .collect();
     found.sort();
     found

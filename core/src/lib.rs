@@ -31,6 +31,8 @@ pub use backend::{
     Verdict,
 };
 pub use error::{Code, Error, Result};
+#[cfg(target_arch = "x86_64")]
+pub use host::has_tiles;
 pub use host::{CudaDevice, HostEnv, LibraryFacts, processors};
 pub use linear::{Dispatch, Executed, Q4Linear, Witness};
 pub use registry::{BUILTINS, Built, BuiltinOptions, Registration, Registry};

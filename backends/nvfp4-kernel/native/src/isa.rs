@@ -91,7 +91,7 @@ impl Isa {
             && is_x86_feature_detected!("avx512dq")
             && is_x86_feature_detected!("avx512vl");
         match self {
-            Self::Amx => Self::Avx512Vnni.is_available() && crate::kernels::amx::is_available(),
+            Self::Amx => Self::Avx512Vnni.is_available() && q4_core::has_tiles(),
             Self::Avx512Vnni => avx2 && avx512 && is_x86_feature_detected!("avx512vnni"),
             Self::Avx512 => avx2 && avx512,
             Self::Avx2 => avx2,

@@ -146,13 +146,8 @@ impl Kernels {
             (c.workspace + room.q as u64, c.workspace + room.steps as u64, c.workspace + room.global as u64);
         let element = if is_half(w) { DType::F16 } else { DType::BF16 };
         let columns = padded as usize * parts(w);
-        let written = |global, convention| Staged {
-            x: out,
-            element,
-            shape: [m, columns, columns],
-            global,
-            convention,
-        };
+        let written =
+            |global, convention| Staged { x: out, element, shape: [m, columns, columns], global, convention };
         // SAFETY: forwarded; the arguments are those of the kernels.
         unsafe {
             if w.activations == Activations::Native {

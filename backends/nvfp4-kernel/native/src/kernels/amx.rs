@@ -17,30 +17,6 @@ const REGISTER: usize = 1024;
 /// bf16 numbers that an f32 number is cut into.
 pub const FLOAT_PARTS: usize = 3;
 
-/// Whether the processor has the unit and the system lets this process use it, for which it has to be asked.
-pub fn is_available() -> bool {
-    const TILE_AND_BF16: u32 = 1 << 24 | 1 << 22;
-    __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx & TILE_AND_BF16 == TILE_AND_BF16 && granted()
-}
-
-#[cfg(target_os = "linux")]
-fn granted() -> bool {
-    const ARCH_PRCTL: usize = 158;
-    const REQUEST_PERMISSION: usize = 0x1023;
-    const TILE_DATA: usize = 18;
-    let status: isize;
-    // SAFETY: a system call without pointers; it changes rcx and r11 and no memory.
-    unsafe {
-        asm!("syscall", inlateout("rax") ARCH_PRCTL as isize => status, in("rdi") REQUEST_PERMISSION,
-             in("rsi") TILE_DATA, out("rcx") _, out("r11") _, options(nostack));
-    }
-    status == 0
-}
-#[cfg(not(target_os = "linux"))]
-fn granted() -> bool {
-    false
-}
-
 /// One register's bytes: 16 rows of 32 bf16 inputs, or 16 pairs of k times 16 lanes of weights.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
@@ -53,7 +29,7 @@ impl Unit {
     /// Configures it.
     ///
     /// # Safety
-    /// [`is_available`].
+    /// [`q4_core::has_tiles`].
     pub unsafe fn new() -> Self {
         #[repr(C, align(64))]
         struct Config {
