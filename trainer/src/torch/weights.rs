@@ -147,17 +147,20 @@ impl Params {
         })
     }
 
-    /// Normally distributed with deviation 0.02, as the models of this family begin; norms are one.
+    /// Normally distributed: 0.02, and `0.02 / sqrt(2 layers)` for what is added to the residual stream; norms are one.
     pub fn random(config: &Qwen3Config, keep: Keep, seed: u64, kernels: &Kernels) -> Result<Self> {
+        let small = 1.0 / (2.0 * config.num_hidden_layers as f32).sqrt();
         let mut stream = 0;
-        Self::build(config, config.tie_word_embeddings, keep, seed, kernels, &mut |_, shape, out| {
+        Self::build(config, config.tie_word_embeddings, keep, seed, kernels, &mut |module, shape, out| {
             if shape.len() == 1 {
                 out.fill(1.0);
                 return Ok(());
             }
             let rng = Philox::new(seed, 0, streams::INIT + stream);
             stream += 1;
-            kernels.fill(out, &|i| rng.normal(i) * 0.02);
+            let residual = module.ends_with("o_proj") || module.ends_with("down_proj");
+            let std = if residual { 0.02 * small } else { 0.02 };
+            kernels.fill(out, &|i| rng.normal(i) * std);
             Ok(())
         })
     }
