@@ -3,7 +3,7 @@ use crate::args::TrainArgs;
 use crate::report::Outcome;
 use q4_core::{Code, Error, Result};
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The program that trains.
@@ -35,15 +35,28 @@ fn find() -> Option<PathBuf> {
     beside.into_iter().chain(on_path).find(|p| p.is_file())
 }
 
+/// libgomp's threads spin for milliseconds after every kernel of libtorch: four times the processor time where others compute,
+/// too. It reads how long when it is loaded, so the program that links it cannot say.
+fn command(program: &Path, line: &[OsString]) -> Command {
+    let mut command = Command::new(program);
+    command.args(line);
+    if [SPIN, "OMP_WAIT_POLICY"].iter().all(|name| std::env::var_os(name).is_none()) {
+        command.env(SPIN, "1000");
+    }
+    command
+}
+
+const SPIN: &str = "GOMP_SPINCOUNT";
+
 #[cfg(unix)]
-fn start(program: &std::path::Path, line: &[OsString]) -> Result<Outcome> {
+fn start(program: &Path, line: &[OsString]) -> Result<Outcome> {
     use std::os::unix::process::CommandExt;
-    Err(Error::io(program, &Command::new(program).args(line).exec()))
+    Err(Error::io(program, &command(program, line).exec()))
 }
 
 #[cfg(not(unix))]
-fn start(program: &std::path::Path, line: &[OsString]) -> Result<Outcome> {
-    let status = Command::new(program).args(line).status().map_err(|e| Error::io(program, &e))?;
+fn start(program: &Path, line: &[OsString]) -> Result<Outcome> {
+    let status = command(program, line).status().map_err(|e| Error::io(program, &e))?;
     std::process::exit(status.code().unwrap_or(i32::from(Code::Internal.exit())))
 }
 

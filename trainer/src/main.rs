@@ -4,6 +4,7 @@ use q4_core::{Code, Error, Result};
 use q4_model::checkpoint::{Bytes, Checkpoint};
 use q4_trainer::behaviour::Answer;
 use q4_trainer::config::Config;
+use q4_trainer::corpus::{self, Sizes};
 use q4_trainer::torch::run::{Invocation, run};
 use serde_json::{Map, Value, json};
 use std::io::Write;
@@ -17,6 +18,7 @@ Examples:
   q4 train run.toml --resume
   q4 train run.toml --set optimizer.lr=1e-4 --set train.steps=200
   q4 train run.toml --preset full-24g --device cuda --dry-run
+  q4 train --write-corpus corpus
 
 Exit status:
   0 ok, 2 usage, 3 a behaviour gate was missed, 4 bad model or data file, 6 no such device,
@@ -50,6 +52,12 @@ struct Cli {
     /// Loss and behaviour of the model as it is; train nothing.
     #[arg(long, conflicts_with_all = ["dry_run", "resume"])]
     eval_only: bool,
+    /// Write the corpus a demo model learns from (train.jsonl, valid.jsonl) into a new directory; train nothing.
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["config", "dry_run", "resume", "eval_only"])]
+    write_corpus: Option<PathBuf>,
+    /// Seed of the corpus.
+    #[arg(long, value_name = "N", default_value_t = 1, requires = "write_corpus")]
+    corpus_seed: u64,
     /// Ask the exported model's behaviour through q4 (backend nvfp4-kernel, kernel-only) instead of the trainer.
     #[arg(long)]
     through_q4: bool,
@@ -88,6 +96,10 @@ fn main() -> ExitCode {
 }
 
 fn start(cli: &Cli) -> Result<Value> {
+    if let Some(dir) = &cli.write_corpus {
+        let report = corpus::generate(cli.corpus_seed, Sizes::default()).write(dir)?;
+        return serde_json::to_value(report).map_err(|e| Error::new(Code::Internal, e.to_string()));
+    }
     let mut overrides = Vec::new();
     for text in &cli.set {
         let (key, value) = text
