@@ -4,7 +4,7 @@
 // of two values, by one look-up in shared memory; table.cu says why two parts are exact enough. The sums of a tile of 64 k
 // have one scale a row: they come out apart and are added up in f32, times the scale, while the other warpgroup's products
 // run. One warp brings weights and x into shared memory; x is in the order of k that the weights' layout asks for (order.cu).
-// Needs layout.cu, table.cu and pieces.cu before it. Definition: TN, tokens of a tile (32, 64 or 128).
+// Needs layout.cu, table.cu and pieces.cu before it. Definition: TN, tokens of a tile (32, 64, 128 or 256).
 //
 // gemm(units, x, y, ldy, tokens, n, row_units, parts, split_tiles, row_tiles, token_tiles, partial, flags, out, aligned);
 // also gemm_gate
@@ -34,7 +34,7 @@ DEVICE void product(float (&d)[TN / 2], const u32 (&a)[4], u64 b, int add) {
         "}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;}"
         : ALL16(0), ALL16(16)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-#else
+#elif TN == 128
     asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
         "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
         "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
@@ -42,6 +42,19 @@ DEVICE void product(float (&d)[TN / 2], const u32 (&a)[4], u64 b, int add) {
         "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
         "}, {%64,%65,%66,%67}, %68, p, 1, 1, 0;}"
         : ALL16(0), ALL16(16), ALL16(32), ALL16(48)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+#else
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %133, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
+        "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,"
+        "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,"
+        "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,"
+        "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,"
+        "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+        "}, {%128,%129,%130,%131}, %132, p, 1, 1, 0;}"
+        : ALL16(0), ALL16(16), ALL16(32), ALL16(48), ALL16(64), ALL16(80), ALL16(96), ALL16(112)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 #endif
 }
@@ -76,6 +89,7 @@ constexpr int STAGE = 2 * SLAB, WEIGHTS = GROUPS * UNIT;
 constexpr int TABLE = TABLE_BYTES;
 constexpr int PIECE = 9216;                  // outputs of one warpgroup on their way to memory
 constexpr int ROOM = 232448 - TABLE - 2 * PIECE - 256;
+static_assert(TN <= 128 || TN == 256, "a tile of x has whole blocks");
 constexpr int STAGES = ROOM / (STAGE + WEIGHTS) < 10 ? ROOM / (STAGE + WEIGHTS) : 10;
 constexpr int SHARED = STAGES * (STAGE + WEIGHTS) + TABLE + 2 * PIECE + 16 * STAGES;
 constexpr int SUMS = TN / 2;                 // of a thread
@@ -115,23 +129,31 @@ struct Operands {
     u32 lead[4][4], trail[4][4];
     float scale[2]; // of rows g and g + 8
 };
+// With 256 tokens there are no registers for sums beside sums: the scale goes into the operands, which are cut in two then,
+// within 2^-17 of the weight, and the tensor cores add up all of k.
+#define FOLDED (TN == 256)
 // Eight codes of a row to four pairs: registers `R` and `R` + 2 of the products `J` and `J` + 1.
 template <int J, int R> DEVICE void look_up(Operands &o, u32 w, u32 table, u32 copy) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         u32 at = table + ((i == 0 ? w << 7 : w >> (8 * i - 7)) & 0x7f80u | copy);
-        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(o.lead[J + i / 2][R + i % 2 * 2]), "=r"(o.trail[J + i / 2][R + i % 2 * 2]) : "r"(at));
+        u32 &lead = o.lead[J + i / 2][R + i % 2 * 2], &trail = o.trail[J + i / 2][R + i % 2 * 2];
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(lead), "=r"(trail) : "r"(at));
+        if (FOLDED) {
+            float low = __uint_as_float(lead) * o.scale[R], high = __uint_as_float(trail) * o.scale[R];
+            lead = pack_bf16(low, high);
+            trail = pack_bf16(low - __uint_as_float(lead << 16), high - __uint_as_float(lead & 0xffff0000u));
+        }
     }
 }
-// Of tile `s` of the unit at `unit`.
-DEVICE void decode(Operands &o, u32 unit, int s, u32 table, int lane) {
-    u32 c[4], copy = (lane & 15) * 8;
+// Codes and scales of tile `s` of the unit at `unit`.
+DEVICE void fetch(Operands &o, u32 (&c)[4], u32 unit, int s, int lane) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3]) : "r"(unit + s * 512 + lane * 16) : "memory");
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(o.scale[0]), "=f"(o.scale[1]) : "r"(unit + 1024 + lane / 4 * 16 + s * 8) : "memory");
-    look_up<0, 0>(o, c[0], table, copy);
-    look_up<0, 1>(o, c[2], table, copy);
-    look_up<2, 0>(o, c[1], table, copy);
-    look_up<2, 1>(o, c[3], table, copy);
+}
+// The `I`th quarter of the operands.
+template <int I> DEVICE void decode(Operands &o, const u32 (&c)[4], u32 table, int lane) {
+    look_up<I / 2 * 2, I % 2>(o, c[I / 2 + I % 2 * 2], table, (lane & 15) * 8);
 }
 
 enum { OUT_F32, OUT_ADD, OUT_BF16, OUT_F16 };
@@ -222,7 +244,8 @@ DEVICE void multiply(
         for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, 8);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    write_table(table, threadIdx.x, 384);
+    if (FOLDED) write_values(table, threadIdx.x, 384);
+    else write_table(table, threadIdx.x, 384);
     __syncthreads();
     let_next_start();
     int all = row_units * parts, groups = (n + 15) / 16;
@@ -242,10 +265,12 @@ DEVICE void multiply(
             copy_in(weights + stage * WEIGHTS + lane * UNIT, units + ((u64)group * row_units + u % row_units) * UNIT, UNIT, full + 8 * stage);
         };
         auto bring_x = [&](int tile, int u, u32 stage) {
-            if (lane >= 2) return;
-            int token = tile % token_tiles * TN;
-            const u8 *from = x + ((u64)(token / 128) * (2 * all) + 2 * u + lane) * 16384 + token % 128 * 128;
-            copy_in(ring + stage * STAGE + lane * SLAB, from, SLAB, full + 8 * stage);
+            constexpr int BLOCKS = TN > 128 ? TN / 128 : 1, BYTES = SLAB / BLOCKS;
+            if (lane >= 2 * BLOCKS) return;
+            // Past the last rows of x its last block stands in, for products that are not stored.
+            int token = tile % token_tiles * TN, block = min(token / 128 + lane / 2, (tokens - 1) / 128), s = lane % 2;
+            const u8 *from = x + ((u64)block * (2 * all) + 2 * u + s) * 16384 + token % 128 * 128;
+            copy_in(ring + stage * STAGE + s * SLAB + lane / 2 * BYTES, from, BYTES, full + 8 * stage);
         };
         // Weights do not depend on what ran before.
         Plan ahead = plan;
@@ -271,37 +296,61 @@ DEVICE void multiply(
     wait_for_previous();
     while (plan.take(work)) {
         int row_tile = work.tile / token_tiles, token = work.tile % token_tiles * TN;
-        float sums[SUMS], d[SUMS];
+        float d[SUMS], apart[FOLDED ? 1 : SUMS];
+        float (&sums)[SUMS] = *(float (*)[SUMS])(FOLDED ? d : apart);
+        int add = 0;
+        if (!FOLDED) {
 #pragma unroll
-        for (int i = 0; i < SUMS; i++) sums[i] = 0.f;
+            for (int i = 0; i < SUMS; i++) sums[i] = 0.f;
+        }
         Operands o[2];
         barrier_wait(full + 8 * (slot % STAGES), (slot / STAGES) & 1);
-        decode(o[0], mine + slot % STAGES * WEIGHTS, 0, table, lane);
+        u32 c[4];
+        fetch(o[0], c, mine + slot % STAGES * WEIGHTS, 0, lane);
+        decode<0>(o[0], c, table, lane), decode<1>(o[0], c, table, lane), decode<2>(o[0], c, table, lane), decode<3>(o[0], c, table, lane);
         for (int u = work.from; u < work.to; u++, slot++) {
             u32 stage = slot % STAGES;
 #pragma unroll
             for (int s = 0; s < 2; s++) {
                 u64 b = (u64)((ring + stage * STAGE + s * SLAB) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    open_products();
-                    product(d, o[s].lead[j], b + 2 * j, j > 0);
-                    open_products();
-                    product(d, o[s].trail[j], b + 2 * j, 1);
-                }
-                close_products();
-                if (s == 0) {
-                    decode(o[1], mine + stage * WEIGHTS, 1, table, lane);
-                } else if (u + 1 < work.to) {
-                    u32 then = (slot + 1) % STAGES;
+                // The operands of the slab after this one come about between the products: an issued product holds its warp
+                // until the one before it has started.
+                Operands &now = o[s], &next = o[s ^ 1];
+                u32 then = stage;
+                if (s == 1 && u + 1 < work.to) {
+                    then = (slot + 1) % STAGES;
                     barrier_wait(full + 8 * then, ((slot + 1) / STAGES) & 1);
-                    decode(o[0], mine + then * WEIGHTS, 0, table, lane);
                 }
+                fetch(next, c, mine + then * WEIGHTS, s ^ 1, lane);
+                open_products();
+                product(d, now.lead[0], b, add);
+                add = FOLDED;
+                open_products();
+                product(d, now.trail[0], b, 1);
+                decode<0>(next, c, table, lane);
+                open_products();
+                product(d, now.lead[1], b + 2, 1);
+                decode<1>(next, c, table, lane);
+                open_products();
+                product(d, now.trail[1], b + 2, 1);
+                decode<2>(next, c, table, lane);
+                open_products();
+                product(d, now.lead[2], b + 4, 1);
+                decode<3>(next, c, table, lane);
+                open_products();
+                product(d, now.trail[2], b + 4, 1);
+                open_products();
+                product(d, now.lead[3], b + 6, 1);
+                open_products();
+                product(d, now.trail[3], b + 6, 1);
+                close_products();
                 wait_products();
                 if (s == 1 && lane == 0) barrier_arrive(empty + 8 * stage);
-                float low = o[s].scale[0], high = o[s].scale[1];
+                if (!FOLDED) {
+                    float low = now.scale[0], high = now.scale[1];
 #pragma unroll
-                for (int i = 0; i < SUMS; i++) sums[i] = fmaf(d[i], i & 2 ? high : low, sums[i]);
+                    for (int i = 0; i < SUMS; i++) sums[i] = fmaf(d[i], i & 2 ? high : low, sums[i]);
+                }
             }
         }
 
@@ -332,7 +381,7 @@ DEVICE void multiply(
             }
         }
 #pragma unroll
-        for (int i = 0; i < SUMS; i++) sums[i] *= DOWN;
+        for (int i = 0; i < SUMS; i++) sums[i] *= FOLDED ? 1.f : DOWN;
 
         if (GATE) {
             // `up` goes to the warpgroup of `gate`, 32 values a thread at a time.

@@ -1,7 +1,7 @@
 // x to tiles for gemm.cu. Needs layout.cu and pieces.cu before it.
 //
 // nf4_order_T(x T[rows, k], ld, k, row_units, out, weight f32[k] or null, eps, rounding, flags, flag_count), T f32, f16 or bf16
-//   grid rows, block 256. Optional norm: x/rms(x)*weight rounded to `rounding` (1 f32, 2 f16, 3 bf16). PARTS bf16 that add up
+//   grid (rows, any), block 256. Optional norm: x/rms(x)*weight rounded to `rounding` (1 f32, 2 f16, 3 bf16). PARTS bf16 that add up
 //   to x: one for bf16, two for f16, three for f32. out: blocks of 128 tokens x 64 k, 16384 bytes each, index
 //   (token / 128) * (2 row_units * parts) + slab; 128-byte lines of a token, 16-byte pieces in the order
 //   piece ^ (token % 8); slot 16 j + 8 h + 2 t + b of a line is k = 16 t + 4 j + 2 h + b.
@@ -41,7 +41,7 @@ DEVICE void order(
     __shared__ float room[8];
     let_next_start();
     wait_for_previous();
-    if (blockIdx.x == 0)
+    if (blockIdx.x + blockIdx.y == 0)
         for (int i = threadIdx.x; i < flag_count; i += 256) flags[i] = 0;
     int token = blockIdx.x, slabs = 2 * row_units;
     const T *row = x + (u64)token * ld;
@@ -58,7 +58,7 @@ DEVICE void order(
     }
     u8 *base = out + (u64)(token / 128) * slabs * PARTS * 16384 + token % 128 * 128;
     bool vector = ((u64)row & (4 * sizeof(T) - 1)) == 0;
-    for (int e = threadIdx.x; e < slabs * 4; e += 256) {
+    for (int e = blockIdx.y * 256 + threadIdx.x; e < slabs * 4; e += gridDim.y * 256) {
         int slab = e >> 2, j = e & 3;
         u32 v[PARTS][2][4];
 #pragma unroll

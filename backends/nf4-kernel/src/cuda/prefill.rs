@@ -26,7 +26,9 @@ const BLOCK: usize = 16384;
 /// Rows of the weight in a tile.
 const ROWS: usize = 128;
 /// Tokens of a tile, by what a call needs.
-const TOKENS: [usize; 3] = [32, 64, 128];
+const TOKENS: [usize; 4] = [32, 64, 128, 256];
+/// From this k on the widest tiles, whose operands are within 2^-17 of the weight, stay inside the bound at every element.
+const LEAST_FOLDED: u32 = 2048;
 
 /// The two functions of gemm.cu.
 struct Pair {
@@ -42,9 +44,11 @@ pub struct Kernels {
     order: [[Kernel; 3]; 2],
 }
 
-/// Index into [`TOKENS`] of a call of `m` rows.
-fn size_of(m: usize) -> usize {
-    TOKENS.iter().position(|t| m <= *t).unwrap_or(TOKENS.len() - 1)
+/// Index into [`TOKENS`] of a call of `m` rows. The widest tiles need enough of them, by rows of x or of the weight.
+fn size_of(w: &Packed, m: usize) -> usize {
+    let wide = w.k >= LEAST_FOLDED && (m > 256 || w.n as usize >= 132 * ROWS);
+    let widest = if wide { 3 } else { 2 };
+    TOKENS.iter().position(|t| m <= *t).unwrap_or(widest).min(widest)
 }
 
 /// `SHARED` of gemm.cu.
@@ -100,7 +104,7 @@ impl Kernels {
         let next = |from: usize, bytes: usize| (from + bytes).next_multiple_of(256);
         let partial = next(0, m.div_ceil(128) * 2 * w.units as usize * parts(source) * BLOCK);
         let blocks = self.gpu.processors as usize;
-        let flags = next(partial, blocks * ROWS * TOKENS[size_of(m)] * 4);
+        let flags = next(partial, blocks * ROWS * TOKENS[size_of(w, m)] * 4);
         Room { partial, flags, all: next(flags, blocks * 8) }
     }
 
@@ -122,10 +126,12 @@ impl Kernels {
         let m = call.x.rows as usize;
         let room = self.room(w, call.source, m);
         let (groups, units, parts) = ((w.n as usize).div_ceil(16), w.units as usize, parts(call.source));
-        let tokens = TOKENS[size_of(m)];
+        let tokens = TOKENS[size_of(w, m)];
         let row_tiles = if call.gate { (groups / 2).div_ceil(4) } else { groups.div_ceil(8) };
         let token_tiles = m.div_ceil(tokens);
-        let (grid, split) = deal(row_tiles * token_tiles, units * parts, self.gpu.processors as usize);
+        let columns = if tokens == TOKENS[3] { token_tiles } else { usize::MAX };
+        let processors = self.gpu.processors as usize;
+        let (grid, split) = deal(row_tiles * token_tiles, columns, units * parts, processors);
         let (partial, flags) = (call.workspace + room.partial as u64, call.workspace + room.flags as u64);
         let how = |grid: usize, block: u32, shared: u32| Launch {
             grid: [grid as u32, 1, 1],
@@ -141,7 +147,11 @@ impl Kernels {
         unsafe {
             let (x, ld, out) = (call.x.data, call.x.ld, call.workspace);
             let args = args![x, ld, w.k, w.units, out, weight, eps, call.source, flags, flag_count];
-            order.launch(how(m, 256, 0), args)?;
+            // With a norm every block sums a whole row: as few as there are rows.
+            let pieces = if weight == 0 { (8 * w.units).div_ceil(256) } else { 1 };
+            let mut shape = how(m, 256, 0);
+            shape.grid[1] = pieces;
+            order.launch(shape, args)?;
         }
         let out: u32 = match (call.accumulate, call.y.dtype) {
             (true, _) => 1,
@@ -157,7 +167,7 @@ impl Kernels {
         let is_aligned =
             whole(call.y.data) && whole(call.y.ld * size) && whole(u64::from(call.y.cols) * size);
         let aligned = u32::from(is_aligned);
-        let pair = self.pair(size_of(m))?;
+        let pair = self.pair(size_of(w, m))?;
         let kernel = if call.gate { &pair.gate } else { &pair.plain };
         let [m, units, parts, split, row_tiles, token_tiles] =
             [m, units, parts, split, row_tiles, token_tiles].map(|v| v as u32);
@@ -188,12 +198,16 @@ impl Kernels {
     }
 }
 
-/// Blocks, and the tiles whose k is shared out among all of them: those that would not fill a last round of whole tiles.
-fn deal(tiles: usize, units: usize, processors: usize) -> (usize, usize) {
-    if tiles < processors {
+/// Blocks, and the tiles whose k is shared out among all of them. `columns`: tiles side by side in x.
+fn deal(tiles: usize, columns: usize, units: usize, processors: usize) -> (usize, usize) {
+    if 2 * tiles <= processors {
         // As many blocks a tile as there is room for: each then has one piece of one tile.
-        return (tiles * (processors / tiles).min(units), if processors / tiles > 1 { tiles } else { 0 });
+        return (tiles * (processors / tiles).min(units), tiles);
     }
+    if tiles < 3 * processors || columns <= 2 {
+        return (processors.min(tiles * units), tiles);
+    }
+    // Those that would not fill a last round of whole tiles.
     let rest = tiles % processors;
     (processors, if rest * 100 > processors * 92 { 0 } else { rest })
 }
@@ -202,11 +216,13 @@ fn deal(tiles: usize, units: usize, processors: usize) -> (usize, usize) {
 fn every_block_has_work() {
     for tiles in 1..400 {
         for units in [1, 2, 20, 76] {
-            let (grid, split) = deal(tiles, units, 132);
-            assert!(
-                grid <= 132 && split <= tiles && split * units + (tiles - split) >= grid,
-                "{tiles} {units}"
-            );
+            for columns in [1, 16] {
+                let (grid, split) = deal(tiles, columns, units, 132);
+                assert!(
+                    grid <= 132 && split <= tiles && split * units + (tiles - split) >= grid,
+                    "{tiles} {columns} {units}"
+                );
+            }
         }
     }
 }

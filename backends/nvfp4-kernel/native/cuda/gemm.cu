@@ -1,9 +1,9 @@
 // The product for many rows on sm_90a: y[m, n] = x[m, k] W[n, k]^T with packed NVFP4 weights.
 //
-// wgmma with both operands in shared memory. Warps that only decode bring 128 rows of the weight by 64 of k, as 16-bit
-// numbers, to a stage of the ring; the tensor copy engine brings TN rows of x beside them; two warpgroups multiply, 64 rows
-// each. Blocks come in pairs (clusters of two) with the same rows of x, half of which each one loads for both: without that
-// the second cache, not the tensor cores, is what a launch waits for.
+// wgmma with both operands in shared memory. Warps that only decode bring 128 rows of the weight by 64 of k (a slab), as
+// 16-bit numbers, to a stage of the ring; the tensor copy engine brings TN rows of x beside them; two warpgroups multiply, 64
+// rows each. Blocks come in pairs (clusters of two) with the same rows of x, half of which each one loads for both: without
+// that the second cache, not the tensor cores, is what a launch waits for.
 // Needs layout.cu and elements.cu before it. Definitions: TN, rows of x of a tile (16 to 256, a power of two); ELEMENT, bf16
 // or f16.
 //
@@ -18,7 +18,7 @@
 //   that multiplies (convention 1) or divides (2) the sums; convention 0: none.
 //   Pairs of tiles below split_tiles are cut into gridDim / 2 equal shares of k (stream-K), the others are dealt whole.
 //   partial: f32[gridDim][128 * TN]; flags: u32[2 gridDim], zero before, if split_tiles is not 0, and after every launch.
-//   grid 2 min(multiprocessors / 2, work), every block resident; block 32 (8 + PW); dynamic shared memory SHARED bytes.
+//   grid 2 min(multiprocessors / 2, work), every block resident; block 32 (8 + WARPS); dynamic shared memory SHARED bytes.
 
 #define ALL4(b) "+f"(d[b]), "+f"(d[b + 1]), "+f"(d[b + 2]), "+f"(d[b + 3])
 #define ALL16(b) ALL4(b), ALL4(b + 4), ALL4(b + 8), ALL4(b + 12)
@@ -117,6 +117,8 @@ DEVICE void copy_out(u32 from, const Map *map, int row, int token, bool add) {
     else
         asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(row), "r"(token), "r"(from) : "memory");
 }
+// A tile of lines of 128 bytes, swizzled, as products take it.
+DEVICE u64 tile_at(u32 at) { return (u64)(at >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62; }
 DEVICE void meet(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 DEVICE void meet_pair() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -126,20 +128,19 @@ DEVICE void store4(u32 at, u32 a, u32 b, u32 c, u32 d) {
                  : "memory");
 }
 
-#ifndef PW
-#define PW (TN == 256 ? 4 : 8) // warps that decode
-#endif
-constexpr int ALONE = TN >= 128 ? 0 : 1; // a warp that only brings things, where there are registers for it
-constexpr int UNIT = 1152;
+constexpr int WARPS = TN == 256 ? 4 : 8; // that decode
+constexpr int SETS = 4; // slabs decoded at a time, by a team of warps each: what comes before and after costs a wait a slab
+constexpr int TEAM = WARPS / SETS;
+constexpr int GROUPS = 8 / TEAM; // row groups of a warp
+constexpr int UNIT = 1152;       // bytes of 16 rows by 128 k
 constexpr int A_STAGE = 128 * 128, B_STAGE = TN * 128;
-constexpr int PIECE = 8192; // outputs of one warpgroup on their way to memory
-constexpr int PACK = 8 * UNIT; // of 128 rows by 128 k
+constexpr int PIECE = 8192;    // outputs of one warpgroup on their way to memory
+constexpr int PACK = 8 * UNIT; // packed weights of 128 rows by 128 k
 constexpr int PACKS = TN == 256 ? 2 : TN == 128 ? 5 : 6;
 constexpr int FITTING = (232448 - 1024 - 2 * PIECE - PACKS * PACK) / (A_STAGE + B_STAGE);
 constexpr int STAGES = FITTING < 8 ? FITTING : 8;
 constexpr int SHARED = STAGES * (A_STAGE + B_STAGE) + 2 * PIECE + PACKS * (PACK + 16) + 16 * STAGES;
 constexpr int SUMS = TN / 2; // of a thread
-constexpr int GROUPS = 8 / PW; // row groups of a decoding warp
 
 // What a pair has to do, the same for those who load and those who multiply.
 struct Work {
@@ -193,7 +194,7 @@ template <int PARTS> struct Walk {
         if (w.more) w.at = w.work.from * PARTS;
         return w;
     }
-    // Whether the next part is of another tile.
+    // Whether the next part is of another piece of work.
     __device__ __forceinline__ bool step() {
         if (++at < work.to * PARTS) return false;
         more = plan.take(work);
@@ -339,8 +340,8 @@ DEVICE void multiply(
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rank = blockIdx.x & 1;
     if (threadIdx.x == 0) {
         if (weights & 1023) asm volatile("trap;");
-        for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, PW + 1), barrier_init(empty + 8 * i, 16);
-        for (int i = 0; i < PACKS; i++) barrier_init(packed + 8 * i, 1), barrier_init(decoded + 8 * i, PW);
+        for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, TEAM + 1), barrier_init(empty + 8 * i, 16);
+        for (int i = 0; i < PACKS; i++) barrier_init(packed + 8 * i, 1), barrier_init(decoded + 8 * i, 2 * TEAM);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     meet_pair();
@@ -355,87 +356,88 @@ DEVICE void multiply(
     };
     if (warp >= 8) {
         if (TN == 256) asm volatile("setmaxnreg.dec.sync.aligned.u32 96;");
-        int producer = warp - 8, total = plan.total();
-        // One warp has everything brought that the ring gets room for: weights by eight of its lanes, a row group each, x by
-        // one. The first stages of x are brought by a warp that multiplies.
-        bool brings = producer == (ALONE ? PW : 0), decodes = producer < PW;
-        int token = 0;
-        Walk<1> units_left = Walk<1>::start(plan);
-        Walk<2> slabs_left = Walk<2>::start(plan);
+        int set = (warp - 8) / TEAM, member = (warp - 8) % TEAM, total = 2 * plan.total();
+        // The first warp of a set also has brought what the rings get room for: x of its slab, by one lane, and where it has the
+        // second slab of a unit, weights, by eight lanes, a row group each. The first stages of x are brought by a warp
+        // that multiplies.
+        bool brings = member == 0;
+        Walk<1> later = Walk<1>::start(plan);
+        Walk<2> slab = Walk<2>::start(plan);
         const u8 *from = units;
         auto begin = [&]() {
-            int row_tile = Place::of(units_left.work.tile, pairs, token_tiles).pair * 2 + rank, halves = group_count / 2, j = lane & 7;
+            int row_tile = Place::of(later.work.tile, pairs, token_tiles).pair * 2 + rank, halves = group_count / 2, j = lane & 7;
             int group = GATE ? min(row_tile * 4 + (j & 3), halves - 1) + (j >> 2) * halves : min(row_tile * 8 + j, group_count - 1);
             from = units + (u64)group * row_units * UNIT;
         };
-        auto bring_units = [&](u32 slot) {
-            if (!units_left.more) return;
-            int unit = parts == 1 ? units_left.at : units_left.at % row_units;
+        auto step_units = [&](int count) {
+            bool fresh = false;
+            for (int i = 0; i < count && later.more; i++) fresh |= later.step();
+            if (fresh && later.more) begin();
+        };
+        auto bring_unit = [&](u32 slot) {
+            if (!later.more) return;
+            int unit = parts == 1 ? later.at : later.at % row_units;
             if (lane == 0) barrier_expect(packed + 8 * slot, PACK);
             __syncwarp();
             if (lane < 8) copy_unit(packs + slot * PACK + lane * UNIT, from + (u64)unit * UNIT, packed + 8 * slot);
-            if (units_left.step() && units_left.more) begin();
+        };
+        int token = 0;
+        auto step_slabs = [&](int count) {
+            bool fresh = false;
+            for (int i = 0; i < count && slab.more; i++) fresh |= slab.step();
+            if (fresh && slab.more) token = token_of(slab.work);
         };
         if (brings) {
-            begin();
-            for (int i = 0; i < PACKS; i++) bring_units(i);
-            for (int i = 0; i < STAGES && slabs_left.more; i++) slabs_left.step();
-            if (slabs_left.more) token = token_of(slabs_left.work);
+            if (later.more) begin(), token = token_of(slab.work);
+            if (set == 0) {
+                for (int i = 0; i < PACKS; i++) {
+                    bring_unit(i);
+                    step_units(1);
+                }
+            } else if (set & 1) {
+                step_units(PACKS + set / 2);
+            }
+            step_slabs(set);
         }
-        // A lane has 16 of k of two rows, 16 bytes each of eight codes.
+        // A lane has 16 of k of two rows, 16 bytes each of eight codes. Of gate and up, eight rows each lie side by side.
         int g = lane >> 2, t = lane & 3;
-        u32 place[GROUPS][2];
-#pragma unroll
-        for (int i = 0; i < GROUPS; i++) {
-            int j = producer * GROUPS + i;
-            // Of gate and up, eight rows each lie side by side.
-            int row = GATE ? (j & 3) * 32 + (j >> 2) * 8 : j * 16;
-            place[i][0] = weights + (row + g) * 128, place[i][1] = place[i][0] + (GATE ? 16 : 8) * 128;
-        }
-        u32 low = ((2 * t) ^ g) * 16, high = ((2 * t + 1) ^ g) * 16;
-        u32 stage = 0, phase = 1, slot = 0, slot_phase = 0, last = 0, last_phase = 0;
-        bool is_full = false; // the ring has been filled once
-        for (int i = 0; i < total; i++) {
-            if (brings && i > 0 && units_left.more) {
-                barrier_wait(decoded + 8 * last, last_phase);
-                bring_units(last);
-            }
-            uint4 codes[GROUPS][2];
+        u32 low = g * 128 + ((2 * t) ^ g) * 16, high = g * 128 + ((2 * t + 1) ^ g) * 16;
+        for (int n = set; n < total; n += SETS) {
+            u32 slot = n / 2 % PACKS, stage = n % STAGES, s = n & 1;
+            uint4 codes[GROUPS];
             u32 scales[GROUPS];
-            if (decodes) {
-                barrier_wait(packed + 8 * slot, slot_phase);
+            barrier_wait(packed + 8 * slot, n / 2 / PACKS & 1);
 #pragma unroll
-                for (int q = 0; q < GROUPS; q++) {
-                    u32 at = packs + slot * PACK + (producer * GROUPS + q) * UNIT;
-                    codes[q][0] = read4(at + 16 * lane), codes[q][1] = read4(at + 512 + 16 * lane), scales[q] = read1(at + 1024 + 4 * lane);
-                }
+            for (int q = 0; q < GROUPS; q++) {
+                u32 at = packs + slot * PACK + (member * GROUPS + q) * UNIT;
+                codes[q] = read4(at + s * 512 + 16 * lane), scales[q] = read1(at + 1024 + 4 * lane) >> 16 * s;
             }
-#pragma unroll
-            for (int s = 0; s < 2; s++) {
-                if (is_full) {
-                    barrier_wait(empty + 8 * stage, phase);
-                    if (brings) {
-                        if (lane == 0) bring(slabs_left.at, token, stage);
-                        if (slabs_left.step() && slabs_left.more) token = token_of(slabs_left.work);
-                    }
-                }
-                if (decodes) {
-#pragma unroll
-                    for (int q = 0; q < GROUPS; q++) {
-                        u32 one = Codes<T>::scale(scales[q], 2 * s), two = Codes<T>::scale(scales[q], 2 * s + 1);
-                        u32 a = place[q][0] + stage * A_STAGE, b = place[q][1] + stage * A_STAGE;
-                        decode<T>(codes[q][s].x, one, a + low), decode<T>(codes[q][s].y, one, a + high);
-                        decode<T>(codes[q][s].z, two, b + low), decode<T>(codes[q][s].w, two, b + high);
-                    }
-                    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-                    __syncwarp();
-                    if (lane == 0) barrier_arrive(full + 8 * stage);
-                }
-                if (++stage == STAGES) stage = 0, phase ^= 1, is_full = true;
+            __syncwarp();
+            if (lane == 0) barrier_arrive(decoded + 8 * slot);
+            if (n >= STAGES) {
+                barrier_wait(empty + 8 * stage, n / STAGES - 1 & 1);
+                if (brings && lane == 0) bring(slab.at, token, stage);
             }
-            if (decodes && lane == 0) barrier_arrive(decoded + 8 * slot);
-            last = slot, last_phase = slot_phase;
-            if (++slot == PACKS) slot = 0, slot_phase ^= 1;
+            if (brings) {
+                if (s && later.more) {
+                    barrier_wait(decoded + 8 * slot, n / 2 / PACKS & 1);
+                    bring_unit(slot);
+                    step_units(SETS / 2);
+                }
+                step_slabs(SETS);
+            }
+            u32 to = weights + stage * A_STAGE;
+#pragma unroll
+            for (int q = 0; q < GROUPS; q++) {
+                int j = member * GROUPS + q;
+                u32 a = to + (GATE ? (j & 3) * 32 + (j >> 2) * 8 : j * 16) * 128, b = a + (GATE ? 16 : 8) * 128;
+                u32 one = Codes<T>::scale(scales[q], 0), two = Codes<T>::scale(scales[q], 1);
+                decode<T>(codes[q].x, one, a + low), decode<T>(codes[q].y, one, a + high);
+                decode<T>(codes[q].z, two, b + low), decode<T>(codes[q].w, two, b + high);
+            }
+            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            __syncwarp();
+            if (lane == 0) barrier_arrive(full + 8 * stage);
         }
     } else {
         if (TN == 256) asm volatile("setmaxnreg.inc.sync.aligned.u32 200;");
@@ -459,11 +461,11 @@ DEVICE void multiply(
         float d[SUMS], of_x = convention == 0 ? 1.f : convention == 1 ? *global : 1.f / *global;
         Work work;
         while (plan.take(work)) {
+            Place place = Place::of(work.tile, pairs, token_tiles);
             int add = 0;
             for (int s = 2 * work.from; s < 2 * work.to; s++) {
                 barrier_wait(full + 8 * stage, phase);
-                u64 a = (u64)((weights + stage * A_STAGE + half * (A_STAGE / 2)) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
-                u64 b = (u64)((xs + stage * B_STAGE) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
+                u64 a = tile_at(weights + stage * A_STAGE + half * (A_STAGE / 2)), b = tile_at(xs + stage * B_STAGE);
                 open_products();
                 product(T{}, d, a, b, add);
                 product(T{}, d, a + 2, b + 2, 1);
@@ -478,7 +480,6 @@ DEVICE void multiply(
             wait_products<0>();
             leave(before);
 
-            Place place = Place::of(work.tile, pairs, token_tiles);
             int row_tile = place.pair * 2 + rank;
             if (work.from > 0) {
                 float4 *slot = (float4 *)(partial + (u64)blockIdx.x * 128 * TN) + threadIdx.x;
@@ -537,12 +538,13 @@ DEVICE void multiply(
 }
 
 #define GEMM(NAME, GATE) \
-    extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(32 * (8 + PW + ALONE), 1) NAME( \
+    extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(32 * (8 + WARPS), 1) NAME( \
         const __grid_constant__ Map x_map, const __grid_constant__ Map y_map, const u8 *units, const u64 *groups, u64 y, u64 ldy, \
         int tokens, int group_count, int row_units, int parts, int split_tiles, int pairs, int token_tiles, float *partial, \
         u32 *flags, int out, int aligned, const float *global, int convention) { \
         multiply<ELEMENT, GATE>(&x_map, &y_map, units, groups, y, ldy, tokens, group_count, row_units, parts, split_tiles, pairs, \
                                 token_tiles, partial, flags, out, aligned, global, convention); \
     }
+
 GEMM(gemm, false)
 GEMM(gemm_gate, true)

@@ -729,7 +729,6 @@ ONE(q4_gemv_one_nvfp4, true, 1, false)
 FEW(q4_gemv_few_nvfp4, true, 1)
 #endif
 
-#if HAS(0)
 // Rows of elements of `size` bytes, `ld` apart, to rows that lie close together.
 extern "C" __global__ void q4_gemv_align(const u8 *from, u64 ld, u32 k, u32 size, u8 *to) {
     u32 i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -740,4 +739,3 @@ extern "C" __global__ void q4_gemv_align(const u8 *from, u64 ld, u32 k, u32 size
     if (size == 4) ((u32 *)to)[out] = ((const u32 *)from)[at];
     else ((u16 *)to)[out] = ((const u16 *)from)[at];
 }
-#endif

@@ -4,9 +4,9 @@ use super::forward::{Call, Fast};
 use super::simple;
 use crate::abi;
 use crate::call::Mat;
-use q4_core::{ActGlobal, Activations, DType, Error, FuseSet, Result};
+use q4_core::{ActGlobal, Activations, Code, DType, Error, FuseSet, Result};
 use q4_cuda::{Gpu, Kernel, Launch, Source, args};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 const SOURCE: Source = Source { name: "nvfp4-gemv", text: include_str!("../../cuda/gemv.cu") };
 /// Rows of the largest call.
@@ -50,30 +50,52 @@ struct Gemv {
     late: u32,
 }
 
-/// Kernels for one row, for up to eight, for up to sixteen, and for those by clusters, where the device has them.
+/// What x is: kernels of its own, compiled when a product first needs them.
 struct Family {
-    one: Kernel,
-    few: Kernel,
-    wide: Kernel,
-    split: Option<Kernel>,
+    name: &'static str,
     /// Parts of bf16 an element of x becomes: one row, several.
     parts: [usize; 2],
     /// The kernel for one row keeps the scales of x apart.
     apart: bool,
 }
 
+/// Native bf16, f16, f32; int8; nvfp4. `Q4_FAMILY` of gemv.cu is the place.
+const FAMILIES: [Family; 5] = [
+    Family { name: "", parts: [1, 1], apart: false },
+    Family { name: "_f16", parts: [2, 2], apart: false },
+    Family { name: "_f32", parts: [3, 3], apart: false },
+    Family { name: "_int8", parts: [1, 3], apart: true },
+    Family { name: "_nvfp4", parts: [1, 1], apart: false },
+];
+
+/// A family's kernels.
+#[derive(Clone, Copy)]
+enum Rows {
+    One,
+    /// Up to eight.
+    Few,
+    /// Up to sixteen.
+    Wide,
+    /// The same by clusters, where the device has them.
+    Split,
+}
+
+/// By [`Rows`].
+struct Loaded {
+    rows: [Option<Kernel>; 4],
+    align: Kernel,
+}
+
 /// Kernels for calls of a few rows.
 pub struct Kernels {
     gpu: Arc<Gpu>,
-    /// Native bf16, f16, f32; int8; nvfp4.
-    families: [Family; 5],
-    align: Kernel,
+    loaded: [OnceLock<Loaded>; FAMILIES.len()],
     simple: simple::Kernels,
 }
 
 /// A launch: the kernel, its blocks (or clusters), how many row groups (or pairs of them) they share, bytes of shared memory.
-struct Plan<'a> {
-    kernel: &'a Kernel,
+struct Plan {
+    kernel: Rows,
     teams: usize,
     split: usize,
     work: usize,
@@ -81,87 +103,73 @@ struct Plan<'a> {
 }
 
 impl Kernels {
-    /// Compiles or finds them.
+    /// Fails where not even the first family could be had.
     pub fn load(gpu: &Arc<Gpu>) -> Result<Self> {
-        let stages = [format!("-DQ4_STAGES={STAGES}"), format!("-DQ4_STAGES_FEW={STAGES}")];
-        // Those that are not on disk yet compile side by side.
-        let loaded = std::thread::scope(|scope| {
-            let start = |i| {
-                let stages = &stages;
-                scope.spawn(move || {
-                    let family = format!("-DQ4_FAMILY={i}");
-                    q4_cuda::Kernels::load(gpu, &SOURCE, &[&stages[0], &stages[1], &family])
-                })
-            };
-            [0, 1, 2, 3, 4].map(start).map(super::joined)
-        });
-        let [native, f16, f32, int8, nvfp4] = loaded;
-        let native = native?;
-        let family = |all: &q4_cuda::Kernels, name: &str, parts, apart| {
-            let get = |name: String| {
-                let kernel = all.get(&name)?;
-                kernel.allow_shared(gpu.shared)?;
-                Ok::<_, Error>(kernel)
-            };
-            let split = gpu.capability >= (9, 0);
-            Ok::<_, Error>(Family {
-                one: get(format!("q4_gemv_one{name}"))?,
-                few: get(format!("q4_gemv_few{name}"))?,
-                wide: get(format!("q4_gemv_few{name}_wide"))?,
-                split: if split { Some(get(format!("q4_gemv_few{name}_split"))?) } else { None },
-                parts,
-                apart,
-            })
-        };
-        Ok(Self {
-            gpu: gpu.clone(),
-            families: [
-                family(&native, "", [1, 1], false)?,
-                family(&f16?, "_f16", [2, 2], false)?,
-                family(&f32?, "_f32", [3, 3], false)?,
-                family(&int8?, "_int8", [1, 3], true)?,
-                family(&nvfp4?, "_nvfp4", [1, 1], false)?,
-            ],
-            align: native.get("q4_gemv_align")?,
-            simple: simple::Kernels::load(gpu)?,
-        })
+        q4_cuda::Kernels::available(gpu, &SOURCE, &options(0).each_ref().map(String::as_str))?;
+        Ok(Self { gpu: gpu.clone(), loaded: Default::default(), simple: simple::Kernels::load(gpu)? })
     }
 
-    fn family(&self, w: &Weight) -> &Family {
-        &self.families[match (w.activations, w.x) {
+    /// The place in [`FAMILIES`] of a product with `w`.
+    fn family(w: &Weight) -> usize {
+        match (w.activations, w.x) {
             (Activations::Nvfp4(_), _) => 4,
             (Activations::Int8, _) => 3,
             (_, DType::BF16) => 0,
             (_, DType::F16) => 1,
             _ => 2,
-        }]
+        }
+    }
+
+    /// Compiles or finds a family's kernels.
+    fn loaded(&self, family: usize) -> Result<&Loaded> {
+        if let Some(loaded) = self.loaded[family].get() {
+            return Ok(loaded);
+        }
+        let options = options(family);
+        let all = q4_cuda::Kernels::load(&self.gpu, &SOURCE, &options.each_ref().map(String::as_str))?;
+        let name = FAMILIES[family].name;
+        let get = |name: String| {
+            let kernel = all.get(&name)?;
+            kernel.allow_shared(self.gpu.shared)?;
+            Ok::<_, Error>(Some(kernel))
+        };
+        let one = get(format!("q4_gemv_one{name}"))?;
+        let few = get(format!("q4_gemv_few{name}"))?;
+        let wide = get(format!("q4_gemv_few{name}_wide"))?;
+        let split = if self.has_clusters() { get(format!("q4_gemv_few{name}_split"))? } else { None };
+        let loaded = Loaded { rows: [one, few, wide, split], align: all.get("q4_gemv_align")? };
+        Ok(self.loaded[family].get_or_init(|| loaded))
+    }
+
+    fn has_clusters(&self) -> bool {
+        self.gpu.capability >= (9, 0)
     }
 
     /// A launch of `rows` rows, a power of two; `None` if no number of blocks makes it fit.
-    fn plan(&self, w: &Weight, rows: usize, gate: bool) -> Option<Plan<'_>> {
-        let family = self.family(w);
+    fn plan(&self, w: &Weight, rows: usize, gate: bool) -> Option<Plan> {
         match rows {
-            1 => self.plan_of(w, rows, gate, &family.one, 1, 1),
-            2..=8 => self.plan_of(w, rows, gate, &family.few, 8, 1),
+            1 => self.plan_of(w, rows, gate, Rows::One, 1, 1),
+            2..=8 => self.plan_of(w, rows, gate, Rows::Few, 8, 1),
             _ => {
-                let wide = || self.plan_of(w, rows, gate, &family.wide, 16, 1);
-                let split = || self.plan_of(w, rows, gate, family.split.as_ref()?, 16, SPLIT);
+                let wide = || self.plan_of(w, rows, gate, Rows::Wide, 16, 1);
+                let split =
+                    || self.plan_of(w, rows, gate, Rows::Split, 16, SPLIT).filter(|_| self.has_clusters());
                 // Long rows of x are worth the clusters' barriers.
                 if w.k >= 4096 { split().or_else(wide) } else { wide().or_else(split) }
             }
         }
     }
 
-    fn plan_of<'a>(
+    fn plan_of(
         &self,
         w: &Weight,
         rows: usize,
         gate: bool,
-        kernel: &'a Kernel,
+        kernel: Rows,
         columns: usize,
         split: usize,
-    ) -> Option<Plan<'a>> {
-        let family = self.family(w);
+    ) -> Option<Plan> {
+        let family = &FAMILIES[Self::family(w)];
         let (units, both) = (w.slabs / 2, if gate { 2 } else { 1 });
         let (slice, work) = (units.div_ceil(split), w.padded / 16 / both);
         if units < split {
@@ -202,6 +210,11 @@ impl Kernels {
     }
 }
 
+/// What the compiler is told for a family.
+fn options(family: usize) -> [String; 3] {
+    [format!("-DQ4_STAGES={STAGES}"), format!("-DQ4_STAGES_FEW={STAGES}"), format!("-DQ4_FAMILY={family}")]
+}
+
 /// Whether rows of `x` can be read 16 bytes at a time.
 fn is_aligned(x: &Mat) -> bool {
     x.address() % 16 == 0 && (x.rows == 1 || x.ld * x.dtype.size() % 16 == 0)
@@ -225,6 +238,7 @@ impl Fast for Kernels {
 
     unsafe fn forward(&self, w: &Weight, call: &Call) -> Result<()> {
         let gate = call.fuse.gate;
+        let kernels = self.loaded(Self::family(w))?;
         let mut x = call.x;
         let (mut norm, eps) = call.fuse.norm.unwrap_or((0, 0.0));
         let (mut act, mut rule, mut convention, mut global, mut act_global) =
@@ -251,7 +265,7 @@ impl Fast for Kernels {
             let copy = |from: u64, rows: usize, ld: usize, size: usize, to: u64| {
                 let grid = [(w.k as u32).div_ceil(256), rows as u32, 1];
                 let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: call.stream, overlap: true };
-                self.align.launch(how, args![from, ld as u64, w.k as u32, size as u32, to])
+                kernels.align.launch(how, args![from, ld as u64, w.k as u32, size as u32, to])
             };
             if norm % 16 != 0 {
                 let to = call.workspace + 256;
@@ -302,8 +316,11 @@ impl Fast for Kernels {
                 stream: call.stream,
                 overlap: true,
             };
+            let kernel = kernels.rows[plan.kernel as usize].as_ref();
+            let kernel =
+                kernel.ok_or_else(|| Error::new(Code::Internal, "clusters the device does not have"))?;
             // SAFETY: forwarded; the argument is the kernel's.
-            unsafe { plan.kernel.launch(how, args![gemv])? };
+            unsafe { kernel.launch(how, args![gemv])? };
         }
         Ok(())
     }

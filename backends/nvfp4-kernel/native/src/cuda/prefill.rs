@@ -62,13 +62,9 @@ fn shared_of(tokens: usize) -> u32 {
     (stages * stage + 2 * PIECE + packs * (9216 + 16) + 16 * stages) as u32
 }
 
-/// Threads of a block: two warpgroups that multiply, one or two that decode, and up to 64 tokens a warp that copies.
+/// Threads of a block: two warpgroups that multiply, and one or two that decode.
 fn threads_of(tokens: usize) -> u32 {
-    match tokens {
-        256 => 384,
-        128 => 512,
-        _ => 544,
-    }
+    if tokens == 256 { 384 } else { 512 }
 }
 
 /// Where the parts of the workspace lie, in bytes.
@@ -260,7 +256,7 @@ impl Fast for Kernels {
         let (groups, units, parts) = (w.padded / 16, w.slabs / 2, parts(w));
         let pairs = if gate { (groups / 2).div_ceil(8) } else { groups.div_ceil(16) };
         let token_tiles = m.div_ceil(tokens);
-        let (grid, split) = deal(pairs * token_tiles, units * parts, clusters);
+        let (grid, split) = deal(pairs, token_tiles, units * parts, clusters);
         let flag_count = if split > 0 { 2 * self.gpu.processors } else { 0 };
         // SAFETY: forwarded.
         let x = unsafe { self.stage(w, c, &room, flag_count)? };
@@ -322,26 +318,38 @@ impl Fast for Kernels {
     }
 }
 
-/// Pairs of blocks, and the pairs of tiles whose k is shared out among all of them: those that would not fill a last round of
-/// whole tiles.
-fn deal(tiles: usize, units: usize, clusters: usize) -> (usize, usize) {
+/// Pairs of blocks, and the pairs of tiles whose k is shared out among all of them.
+fn deal(pairs: usize, token_tiles: usize, units: usize, clusters: usize) -> (usize, usize) {
+    let tiles = pairs * token_tiles;
     if tiles < clusters {
         // As many a tile as there is room for: each then has one piece of one tile.
         return (tiles * (clusters / tiles).min(units), if clusters / tiles > 1 { tiles } else { 0 });
     }
+    // Where weights are read once or twice, equal shares of everything were fastest; else whole tiles, and shares of those
+    // that would not nearly fill a last round.
     let rest = tiles % clusters;
-    (clusters, if rest * 100 > clusters * 92 { 0 } else { rest })
+    let split = if token_tiles <= 2 {
+        tiles
+    } else if rest * 4 > clusters * 3 {
+        0
+    } else {
+        rest
+    };
+    (clusters, split)
 }
 
 #[test]
 fn every_block_has_work() {
-    for tiles in 1..400 {
-        for units in [1, 2, 20, 76] {
-            let (grid, split) = deal(tiles, units, 66);
-            assert!(
-                grid <= 66 && split <= tiles && split * units + (tiles - split) >= grid,
-                "{tiles} {units}"
-            );
+    for pairs in 1..100 {
+        for token_tiles in [1, 2, 3, 16] {
+            for units in [1, 2, 20, 76] {
+                let (grid, split) = deal(pairs, token_tiles, units, 66);
+                let tiles = pairs * token_tiles;
+                assert!(
+                    grid <= 66 && split <= tiles && split * units + (tiles - split) >= grid,
+                    "{pairs} {token_tiles} {units}"
+                );
+            }
         }
     }
 }
