@@ -169,15 +169,18 @@ template <class X> struct Head {
             if (i < HALF) to[i] = As<T>::from(h.a[j]), to[i + HALF] = As<T>::from(h.b[j]);
         }
     }
-    DEVICE void norm_rotate(Head &h, const Head<float> &weight, const float *cosine, const float *sine, float eps) {
+    DEVICE void angles(float (&c)[N], float (&s)[N], const float *cosine, const float *sine) {
         int lane = threadIdx.x & 31;
-        float sum = 0.f, c[N], s[N];
 #pragma unroll
         for (int j = 0; j < N; j++) {
             int i = min(lane + 32 * j, HALF - 1);
             c[j] = cosine[i], s[j] = sine[i];
-            sum += h.a[j] * h.a[j] + h.b[j] * h.b[j];
         }
+    }
+    DEVICE void norm_rotate(Head &h, const Head<float> &weight, const float (&c)[N], const float (&s)[N], float eps) {
+        float sum = 0.f;
+#pragma unroll
+        for (int j = 0; j < N; j++) sum += h.a[j] * h.a[j] + h.b[j] * h.b[j];
         float factor = rsqrtf(warp_sum(sum) / (float)D + eps);
 #pragma unroll
         for (int j = 0; j < N; j++) {
@@ -188,6 +191,23 @@ template <class X> struct Head {
     }
 };
 
+// Floats between pairs of heads in the sums, and where a head begins: lanes that store at once meet no bank twice.
+constexpr int PAIR = 2 * D + 4;
+DEVICE int head_at(int h) { return (h >> 1) * PAIR + (h & 1) * D; }
+
+// The transpose of 8 x 8 values, two of a row in a lane.
+DEVICE u32 transposed(u32 x) {
+    u32 y;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+// Brings bytes that are read soon into the L2; nothing on devices that cannot.
+DEVICE void fetch_ahead(const void *from, u32 bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
+
 template <class X, class T>
 DEVICE void decode(
     const X *qkv, const float *q_weight, const float *k_weight, float eps, const float *cosine, const float *sine,
@@ -195,7 +215,7 @@ DEVICE void decode(
     int heads, int kv_heads, float scale) {
     __shared__ __align__(16) T q[8][D];
     __shared__ __align__(16) T fresh[2][D];
-    __shared__ __align__(16) float sums[WARPS][8][D];
+    __shared__ __align__(16) float sums[WARPS][4 * PAIR];
     __shared__ float best[WARPS][8], total[WARPS][8];
     __shared__ bool last;
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -203,102 +223,116 @@ DEVICE void decode(
     int mine = min(8, group - first_head);
     const X *row = qkv + (u64)blockIdx.z * (heads + 2 * kv_heads) * D;
     bool query = warp < mine, key = warp == WARPS - 1, value = warp == WARPS - 2;
-    Head<float> weight;
-    Head<X> head, other;
     let_next_start();
-    Head<float>::load(weight, key && !query ? k_weight : q_weight);
-    wait_for_previous();
+    // Positions, and keys and values before this one, are older than the step: only q, k and v come from the kernel before.
     u32 at = position[blockIdx.z];
-    if (query) Head<X>::load(head, row + (kv * group + first_head + warp) * D);
-    if (key || value) Head<X>::load(other, row + (heads + (value ? kv_heads : 0) + kv) * D);
     u32 steps = (at + STEP) / STEP, share = (steps + gridDim.x - 1) / gridDim.x;
     u32 active = (steps + share - 1) / share;
     if (blockIdx.x >= active) return;
-    u32 begin = blockIdx.x * share * STEP + warp * 16, end = min(at + 1, (blockIdx.x + 1) * share * STEP);
+    u32 begin = blockIdx.x * share * STEP, end = min(at + 1, begin + share * STEP);
     keys += blockIdx.z * sequence_stride + kv * head_stride;
     values += blockIdx.z * sequence_stride + kv * head_stride;
+    u32 rest = begin + STEP;
+    if (threadIdx.x == 0 && rest < end) {
+        fetch_ahead(keys + (u64)rest * D, (end - rest) * D * sizeof(T));
+        fetch_ahead(values + (u64)rest * D, (end - rest) * D * sizeof(T));
+    }
+    begin += warp * 16;
     Tile<T> x;
     Tile<T>::load(x, keys, values, begin, min(end, at), g, t);
-
-    const float *c = cosine + (u64)at * (D / 2), *s = sine + (u64)at * (D / 2);
     bool owner = blockIdx.x == active - 1;
-    if (query) {
-        Head<X>::norm_rotate(head, weight, c, s, eps);
-        Head<X>::store(head, q[warp]);
-    } else {
-        for (int i = lane; i < D; i += 32) q[warp][i] = As<T>::from(0.f);
+    {
+        Head<float> weight;
+        Head<X> head, other;
+        float c[Head<X>::N], s[Head<X>::N];
+        Head<float>::load(weight, key && !query ? k_weight : q_weight);
+        Head<X>::angles(c, s, cosine + (u64)at * (D / 2), sine + (u64)at * (D / 2));
+        wait_for_previous();
+        if (query) Head<X>::load(head, row + (kv * group + first_head + warp) * D);
+        if (owner && (key || value)) Head<X>::load(other, row + (heads + (value ? kv_heads : 0) + kv) * D);
+        if (query) {
+            Head<X>::norm_rotate(head, weight, c, s, eps);
+            Head<X>::store(head, q[warp]);
+        } else {
+            for (int i = lane; i < D; i += 32) q[warp][i] = As<T>::from(0.f);
+        }
+        if (owner && key) {
+            if (query) Head<float>::load(weight, k_weight);
+            Head<X>::norm_rotate(other, weight, c, s, eps);
+            Head<X>::store(other, fresh[0]);
+        }
+        if (owner && value) Head<X>::store(other, fresh[1]);
     }
-    if (owner && key) {
-        if (query) Head<float>::load(weight, k_weight);
-        Head<X>::norm_rotate(other, weight, c, s, eps);
-        Head<X>::store(other, fresh[0]);
-    }
-    if (owner && value) Head<X>::store(other, fresh[1]);
     __syncthreads();
     if (owner && threadIdx.x < D) {
         keys[(u64)at * D + threadIdx.x] = fresh[0][threadIdx.x];
         values[(u64)at * D + threadIdx.x] = fresh[1][threadIdx.x];
     }
 
-    // q as the first operand: row g (rows 8 to 15 are empty), the words of a key in the same order.
-    u32 a[D / 8];
-    Tile<T>::key(a, q[g], t);
-    float o[D / 8][4], m = MINUS_INFINITY, l = 0.f;
+    // Keys are the first operand, rows g and g + 8 of a warp's 16 positions; q is the second, a head a column, its words in
+    // the order of a key's. So scores, sums and their factors are of heads 2 t and 2 t + 1.
+    constexpr int N = D / 16;
+    float o[N][4], m[2] = {MINUS_INFINITY, MINUS_INFINITY}, l[2] = {0.f, 0.f};
 #pragma unroll
-    for (int i = 0; i < D / 8; i++) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0.f;
+    for (int i = 0; i < N; i++) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0.f;
     float scale2 = scale * 1.44269504f;
     for (u32 p = begin; p < end; p += STEP) {
         if (p <= at && at < p + 16) Tile<T>::patch(x, fresh[0], fresh[1], p, at, g, t);
-        float y[2][4] = {};
+        float y[4] = {}, z[4] = {};
+        {
+            u32 a[D / 8];
+            Tile<T>::key(a, q[g], t);
 #pragma unroll
-        for (int j = 0; j < 2; j++)
+            for (int i = 0; i < N; i++)
+                As<T>::mma(i % 2 ? z : y, x.k[0][2 * i], x.k[1][2 * i], x.k[0][2 * i + 1], x.k[1][2 * i + 1], a[2 * i], a[2 * i + 1]);
+        }
+        float keep[2];
 #pragma unroll
-            for (int i = 0; i < D / 16; i++) As<T>::mma(y[j], a[2 * i], 0, a[2 * i + 1], 0, x.k[j][2 * i], x.k[j][2 * i + 1]);
-        float peak = m;
+        for (int h = 0; h < 2; h++) {
+            float low = p + g < end ? (y[h] + z[h]) * scale2 : MINUS_INFINITY;
+            float high = p + g + 8 < end ? (y[h + 2] + z[h + 2]) * scale2 : MINUS_INFINITY;
+            float peak = fmaxf(m[h], fmaxf(low, high));
 #pragma unroll
-        for (int j = 0; j < 2; j++)
+            for (int d = 4; d < 32; d *= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, d));
+            keep[h] = two_to(m[h] - peak);
+            m[h] = peak;
+            y[h] = two_to(low - peak), y[h + 2] = two_to(high - peak);
+            l[h] = l[h] * keep[h] + y[h] + y[h + 2];
+        }
+        u32 p0 = transposed(As<T>::pair(y[0], y[1])), p1 = transposed(As<T>::pair(y[2], y[3]));
+        // Values are the first operand again: its row g is value i of lane group g's eight, row g + 8 value i + D / 16.
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                y[j][i] = p + 8 * j + 2 * t + i < end ? y[j][i] * scale2 : MINUS_INFINITY;
-                peak = fmaxf(peak, y[j][i]);
+        for (int i = 0; i < N; i++) {
+            u32 b[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                int n = i + (j & 1) * N;
+                b[j] = __byte_perm(x.v[j & 2][n / 2], x.v[(j & 2) + 1][n / 2], n % 2 ? 0x7632 : 0x5410);
             }
-        peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
-        peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 2));
-        float keep = two_to(m - peak);
-        m = peak;
-        l *= keep;
-#pragma unroll
-        for (int j = 0; j < 2; j++)
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                y[j][i] = two_to(y[j][i] - peak);
-                l += y[j][i];
-            }
-        u32 a0 = As<T>::pair(y[0][0], y[0][1]), a2 = As<T>::pair(y[1][0], y[1][1]);
-#pragma unroll
-        for (int i = 0; i < D / 16; i++) {
-            u32 low0 = __byte_perm(x.v[0][i], x.v[1][i], 0x5410), high0 = __byte_perm(x.v[0][i], x.v[1][i], 0x7632);
-            u32 low1 = __byte_perm(x.v[2][i], x.v[3][i], 0x5410), high1 = __byte_perm(x.v[2][i], x.v[3][i], 0x7632);
-            o[2 * i][0] *= keep, o[2 * i][1] *= keep, o[2 * i + 1][0] *= keep, o[2 * i + 1][1] *= keep;
-            As<T>::mma(o[2 * i], a0, 0, a2, 0, low0, low1);
-            As<T>::mma(o[2 * i + 1], a0, 0, a2, 0, high0, high1);
+            o[i][0] *= keep[0], o[i][1] *= keep[1], o[i][2] *= keep[0], o[i][3] *= keep[1];
+            As<T>::mma(o[i], b[0], b[1], b[2], b[3], p0, p1);
         }
         if (p + STEP < end) Tile<T>::load(x, keys, values, p + STEP, min(end, at), g, t);
     }
-    l += __shfl_xor_sync(~0u, l, 1);
-    l += __shfl_xor_sync(~0u, l, 2);
-    if (t == 0) best[warp][g] = m, total[warp][g] = l;
-    // Accumulator column 2 t + i of tile n is value n of the eight (or four, or two) that lane group 2 t + i loaded.
 #pragma unroll
-    for (int n = 0; n < D / 8; n++)
+    for (int h = 0; h < 2; h++) {
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            int column = 2 * t + i, place;
-            if (n < 8 * FULL_V) place = (n / 8) * 64 + column * 8 + n % 8;
-            else if (REST_V == 32) place = FULL_V * 64 + column * 4 + n - 8 * FULL_V;
-            else place = FULL_V * 64 + column * 2 + n - 8 * FULL_V;
-            sums[warp][g][place] = o[n][i];
+        for (int d = 4; d < 32; d *= 2) l[h] += __shfl_xor_sync(~0u, l[h], d);
+        if (g == 0) best[warp][2 * t + h] = m[h], total[warp][2 * t + h] = l[h];
+        // In runs as long as the loads of values had them.
+        float *to = sums[warp] + head_at(2 * t + h);
+        auto value_of = [&](int n) { return n < N ? o[n][h] : o[n - N][h + 2]; };
+        if (2 * t + h < mine) {
+#pragma unroll
+            for (int c = 0; c < FULL_V; c++)
+#pragma unroll
+                for (int n = 8 * c; n < 8 * c + 8; n += 4)
+                    *(float4 *)(to + 64 * c + 8 * g + n % 8) = make_float4(value_of(n), value_of(n + 1), value_of(n + 2), value_of(n + 3));
+            constexpr int F = 8 * FULL_V;
+            if (REST_V == 32) *(float4 *)(to + 64 * FULL_V + 4 * g) = make_float4(value_of(F), value_of(F + 1), value_of(F + 2), value_of(F + 3));
+            if (REST_V == 16) *(float2 *)(to + 64 * FULL_V + 2 * g) = make_float2(value_of(F), value_of(F + 1));
         }
+    }
     __syncthreads();
 
     T *to = out + ((u64)blockIdx.z * heads + kv * group + first_head) * D;
@@ -314,7 +348,7 @@ DEVICE void decode(
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
             float f = two_to(best[w][h] - peak);
-            sum += sums[w][h][i] * f;
+            sum += sums[w][head_at(h) + i] * f;
             all += total[w][h] * f;
         }
         if (active == 1) {

@@ -27,7 +27,7 @@ const BLOCK: usize = 16384;
 const ROWS: usize = 128;
 /// Tokens of a tile, by what a call needs.
 const TOKENS: [usize; 4] = [32, 64, 128, 256];
-/// From this k on the widest tiles, whose operands are within 2^-17 of the weight, stay inside the bound at every element.
+/// From this k on the bound has room for the widest tiles, whose operands are within 2^-17 of the weight, and for additions.
 const LEAST_FOLDED: u32 = 2048;
 
 /// The two functions of gemm.cu.

@@ -701,9 +701,6 @@ template <bool QUANTISE, int PARTS, int TILES, int STAGES, int SPLIT> __device__
     extern "C" __global__ void __launch_bounds__(THREADS, 1) name##_wide(const __grid_constant__ Gemv p) { few_rows<__VA_ARGS__, 2, Q4_STAGES_FEW, 1>(p); } \
     extern "C" __global__ void CLUSTER(4) __launch_bounds__(THREADS, 1) name##_split(const __grid_constant__ Gemv p) { few_rows<__VA_ARGS__, 2, Q4_STAGES_FEW, 4>(p); }
 // What x is: each compiles alone, the number is its place among the launcher's families.
-#ifdef Q4_CHAIN
-#define Q4_FAMILY 9 // none
-#endif
 #ifndef Q4_FAMILY
 #define Q4_FAMILY -1
 #endif

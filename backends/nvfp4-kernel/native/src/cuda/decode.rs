@@ -1,4 +1,4 @@
-//! Launchers of `cuda/gemv.cu`: products of a few rows, with any fusion, as one kernel.
+//! Launchers of `cuda/gemv.cu` and `cuda/row.cu`: products of a few rows, with any fusion, as one kernel.
 use super::Weight;
 use super::forward::{Call, Fast};
 use super::simple;
@@ -8,7 +8,12 @@ use q4_core::{ActGlobal, Activations, Code, DType, Error, FuseSet, Result};
 use q4_cuda::{Gpu, Kernel, Launch, Source, args};
 use std::sync::{Arc, OnceLock};
 
-const SOURCE: Source = Source { name: "nvfp4-gemv", text: include_str!("../../cuda/gemv.cu") };
+const SOURCE: Source = Source {
+    name: "nvfp4-gemv",
+    text: concat!(include_str!("../../cuda/gemv.cu"), include_str!("../../cuda/row.cu")),
+};
+/// Longest row that `row.cu` stages with a norm, and without.
+const LONGEST: [usize; 2] = [8192, 16384];
 /// Rows of the largest call.
 const MOST: usize = 16;
 /// Blocks of a cluster that share row groups and split k, where sixteen rows of x are too much for one.
@@ -78,11 +83,13 @@ enum Rows {
     Wide,
     /// The same by clusters, where the device has them.
     Split,
+    /// One, of one part and not too long.
+    Row,
 }
 
 /// By [`Rows`].
 struct Loaded {
-    rows: [Option<Kernel>; 4],
+    rows: [Option<Kernel>; 5],
     align: Kernel,
 }
 
@@ -137,7 +144,8 @@ impl Kernels {
         let few = get(format!("q4_gemv_few{name}"))?;
         let wide = get(format!("q4_gemv_few{name}_wide"))?;
         let split = if self.has_clusters() { get(format!("q4_gemv_few{name}_split"))? } else { None };
-        let loaded = Loaded { rows: [one, few, wide, split], align: all.get("q4_gemv_align")? };
+        let row = if FAMILIES[family].parts[0] == 1 { get(format!("q4_row{name}"))? } else { None };
+        let loaded = Loaded { rows: [one, few, wide, split, row], align: all.get("q4_gemv_align")? };
         Ok(self.loaded[family].get_or_init(|| loaded))
     }
 
@@ -158,6 +166,24 @@ impl Kernels {
                 if w.k >= 4096 { split().or_else(wide) } else { wide().or_else(split) }
             }
         }
+    }
+
+    /// A launch of `row.cu`, which takes one row if it can be staged at once.
+    fn row(&self, w: &Weight, rows: usize, norm: bool, gate: bool, x: DType) -> Option<Plan> {
+        let family = &FAMILIES[Self::family(w)];
+        let staged = w.k <= LONGEST[usize::from(!norm)] && (norm || x != DType::F32);
+        if rows != 1 || family.parts[0] != 1 || !staged {
+            return None;
+        }
+        let (units, both) = (w.slabs / 2, if gate { 2 } else { 1 });
+        let work = w.padded / 16 / both;
+        let teams = work.min(self.gpu.processors as usize).max(1);
+        let groups = work.div_ceil(teams) * both;
+        let scales = if family.apart { units * 32 } else { 0 };
+        let shared = units * 256 + 16 + scales + WARPS * 4 + (groups + 1 + WARPS) * 64;
+        // Quotients of units are taken in f32.
+        let fits = shared <= self.gpu.shared as usize && groups * units < 1 << 17;
+        fits.then_some(Plan { kernel: Rows::Row, teams, split: 1, work, shared })
     }
 
     fn plan_of(
@@ -282,7 +308,8 @@ impl Fast for Kernels {
         for first in (0..x.rows).step_by(most) {
             let rows = most.min(x.rows - first);
             let (xs, ys) = (x.rows_from(first, rows), call.y.rows_from(first, rows));
-            let Some(plan) = self.plan(w, rows.next_power_of_two(), gate) else { continue };
+            let row = self.row(w, rows, norm != 0, gate, x.dtype);
+            let Some(plan) = row.or_else(|| self.plan(w, rows.next_power_of_two(), gate)) else { continue };
             let gemv = Gemv {
                 w: w.codes,
                 groups: w.groups,

@@ -1,0 +1,268 @@
+// The product with one row of x that is one part of bf16. Stands behind gemv.cu, whose arithmetic it uses.
+//
+// Codes go from memory to registers, AHEAD units of a warp in flight, the first of them before the kernel waits for the one
+// before it. What is left in the loop is decoding, which the integer units bound: a copy to shared memory first would cost as
+// many instructions again as the loop can afford.
+
+// One row of x to shared memory as stage() does, in one part and with all loads in flight at once. MOST: loads of 8 elements a
+// thread; longer rows are for stage().
+template <bool QUANTISE, bool APART>
+__device__ __forceinline__ void stage_row(const Gemv &p, u16 *xs, float *xscale, float *sums) {
+    const u32 padded = p.units * 128, at = threadIdx.x * 8;
+    const float up = 18446744073709551616.0f;
+    if (p.norm) {
+        enum { MOST = (8191 + THREADS * 8) / (THREADS * 8) };
+        const float4 none = make_float4(0, 0, 0, 0);
+        float4 w[MOST][2], v[MOST][2];
+#pragma unroll
+        for (u32 j = 0; j < MOST; j++) {
+            u32 k = at + j * THREADS * 8;
+            w[j][0] = k < p.k ? *(const float4 *)(p.norm + k) : none;
+            w[j][1] = k < p.k ? *(const float4 *)(p.norm + k + 4) : none;
+        }
+        wait_for_previous();
+        float global = QUANTISE ? p.act_global ? *p.act_global : p.global : 1.0f, sum = 0;
+#pragma unroll
+        for (u32 j = 0; j < MOST; j++) {
+            u32 k = at + j * THREADS * 8;
+            v[j][0] = k < p.k ? *(const float4 *)((const float *)p.x + k) : none;
+            v[j][1] = k < p.k ? *(const float4 *)((const float *)p.x + k + 4) : none;
+            sum = fmaf(v[j][0].x, v[j][0].x, sum), sum = fmaf(v[j][0].y, v[j][0].y, sum);
+            sum = fmaf(v[j][0].z, v[j][0].z, sum), sum = fmaf(v[j][0].w, v[j][0].w, sum);
+            sum = fmaf(v[j][1].x, v[j][1].x, sum), sum = fmaf(v[j][1].y, v[j][1].y, sum);
+            sum = fmaf(v[j][1].z, v[j][1].z, sum), sum = fmaf(v[j][1].w, v[j][1].w, sum);
+        }
+#pragma unroll
+        for (int d = 16; d; d >>= 1) sum += __shfl_xor_sync(~0u, sum, d);
+        if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+        __syncthreads();
+        sum = 0;
+#pragma unroll
+        for (int i = 0; i < WARPS; i += 4) {
+            float4 s = *(const float4 *)(sums + i);
+            sum += (s.x + s.y) + (s.z + s.w);
+        }
+        float inverse = rsqrtf(__fdividef(sum, (float)p.k) + p.eps);
+#pragma unroll
+        for (u32 j = 0; j < MOST; j++) {
+            u32 k = at + j * THREADS * 8;
+            if (j * THREADS * 8 >= padded) break; // the same for all threads
+            float e[8] = {v[j][0].x * inverse * w[j][0].x, v[j][0].y * inverse * w[j][0].y, v[j][0].z * inverse * w[j][0].z,
+                          v[j][0].w * inverse * w[j][0].w, v[j][1].x * inverse * w[j][1].x, v[j][1].y * inverse * w[j][1].y,
+                          v[j][1].z * inverse * w[j][1].z, v[j][1].w * inverse * w[j][1].w};
+            bool in = k < p.k;
+#pragma unroll
+            for (int i = 0; i < 8; i++) e[i] = in ? QUANTISE ? rounded(p.x_dtype, e[i]) : e[i] : 0.0f;
+            if (QUANTISE) {
+                float scale = 0;
+                quantised(p, global, APART, e, scale);
+                if (APART && k < padded && !(k & 8)) xscale[k / 16] = in ? scale : 0.0f;
+            }
+            if (k < padded) {
+                // 2^64 is exact in bf16, so it comes after the rounding.
+                u32 h[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) h[i] = to_bf16_pair(e[2 * i] * up, e[2 * i + 1] * up);
+                *(uint4 *)(xs + k) = make_uint4(h[0], h[1], h[2], h[3]);
+            }
+        }
+        return;
+    }
+    enum { MOST = (16383 + THREADS * 8) / (THREADS * 8) };
+    uint4 v[MOST];
+    wait_for_previous();
+#pragma unroll
+    for (u32 j = 0; j < MOST; j++) {
+        u32 k = at + j * THREADS * 8;
+        v[j] = k < p.k ? *(const uint4 *)((const u16 *)p.x + k) : make_uint4(0, 0, 0, 0);
+    }
+    float global = QUANTISE ? p.act_global ? *p.act_global : p.global : 1.0f;
+#pragma unroll
+    for (u32 j = 0; j < MOST; j++) {
+        u32 k = at + j * THREADS * 8;
+        if (j * THREADS * 8 >= padded) break;
+        u32 h[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
+        if (!QUANTISE) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) h[i] = times(h[i], 0x5f805f80u);
+        } else {
+            float e[8], scale = 0;
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                if (p.x_dtype == BF16) e[2 * i] = from_bf16(h[i] & 0xffff), e[2 * i + 1] = from_bf16(h[i] >> 16);
+                else from_f16_pair(h[i], e[2 * i], e[2 * i + 1]);
+            }
+            quantised(p, global, APART, e, scale);
+            if (APART && k < padded && !(k & 8)) xscale[k / 16] = k < p.k ? scale : 0.0f;
+#pragma unroll
+            for (int i = 0; i < 4; i++) h[i] = to_bf16_pair(e[2 * i] * up, e[2 * i + 1] * up);
+        }
+        if (k < padded) *(uint4 *)(xs + k) = make_uint4(h[0], h[1], h[2], h[3]);
+    }
+}
+
+
+// A unit in registers: lane l's 16 bytes of both tiles, its four scales.
+struct Unit {
+    u32 c0[4], c1[4], scales;
+};
+__device__ __forceinline__ void load_unit(Unit &u, const u8 *codes, const u8 *scales) {
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(u.c0[0]), "=r"(u.c0[1]), "=r"(u.c0[2]), "=r"(u.c0[3]) : "l"(codes));
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(u.c1[0]), "=r"(u.c1[1]), "=r"(u.c1[2]), "=r"(u.c1[3]) : "l"(codes + 512));
+    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(u.scales) : "l"(scales));
+}
+template <bool APART> __device__ __forceinline__ void times_x(const Unit &u, u32 lane, u32 xat, u32 sat, u32 (&b)[16], float &low, float &high) {
+    float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
+    if (lane / 4 == 2 * (lane % 4)) {
+        lds4((u32(&)[4])b[0], xat);
+        lds4((u32(&)[4])b[4], xat + 16);
+        lds4((u32(&)[4])b[8], xat + 128);
+        lds4((u32(&)[4])b[12], xat + 144);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        u32 a0[4], a1[4], a2[4], a3[4];
+        decode(u.c0[h], a0);
+        decode(u.c0[2 + h], a1);
+        decode(u.c1[h], a2);
+        decode(u.c1[2 + h], a3);
+        mma(even, a0[0], a1[0], a0[1], a1[1], b[4 * h], b[4 * h + 1]);
+        mma(odd, a2[0], a3[0], a2[1], a3[1], b[8 + 4 * h], b[8 + 4 * h + 1]);
+        mma(even, a0[2], a1[2], a0[3], a1[3], b[4 * h + 2], b[4 * h + 3]);
+        mma(odd, a2[2], a3[2], a2[3], a3[3], b[8 + 4 * h + 2], b[8 + 4 * h + 3]);
+    }
+    float f0, f1, f2, f3;
+    from_f16_pair(__byte_perm(u.scales, 0, 0x1404) >> 1, f0, f1);
+    from_f16_pair(__byte_perm(u.scales, 0, 0x3424) >> 1, f2, f3);
+    if (APART) {
+        float x0 = __uint_as_float(lds1(sat)), x1 = __uint_as_float(lds1(sat + 16));
+        f0 *= x0, f1 *= x0, f2 *= x1, f3 *= x1;
+    }
+    low = fmaf(even[0], f0, low);
+    high = fmaf(even[2], f1, high);
+    low = fmaf(odd[0], f2, low);
+    high = fmaf(odd[2], f3, high);
+}
+
+// The warps' shares of the block's row groups: with gate one half of the warps has the gate rows, the other the up rows.
+struct Part {
+    u32 first, count, per, from, to, warps;
+};
+__device__ __forceinline__ Part part_of(const Gemv &p, u32 warp) {
+    Part r;
+    r.warps = p.gate_at ? WARPS / 2 : WARPS;
+    r.first = blockIdx.x * p.each + min(blockIdx.x, p.extra);
+    r.count = p.each + (blockIdx.x < p.extra);
+    u32 total = r.count * p.units;
+    r.per = max((total + r.warps - 1) / r.warps, 1u);
+    r.from = min((warp >= r.warps ? warp - r.warps : warp) * r.per, total);
+    r.to = min(r.from + r.per, total);
+    return r;
+}
+enum { MATES = 4 };
+// The sum of a row of a group over the warps that had a share of it; MATES threads an element.
+__device__ __forceinline__ float summed(const Gemv &p, const Part &r, const float *sums, u32 v, u32 row, u32 half) {
+    float inverse = __fdividef(1.0f, (float)r.per);
+    u32 from = divided(v * p.units, inverse), to = divided((v + 1) * p.units - 1, inverse), base = v + half * (r.count + r.warps);
+    float sum = 0;
+#pragma unroll 1
+    for (u32 w = from + threadIdx.x % MATES; w <= to; w += MATES) sum += sums[(base + w) * 16 + row];
+#pragma unroll
+    for (int d = 1; d < MATES; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+    return sum;
+}
+__device__ __forceinline__ void put(const Gemv &p, const Part &r, const float *sums, u64 place, u64 up_place, float factor, float old, u32 i) {
+    u32 row = i % 16, v = min(i / 16, r.count - 1);
+    float sum = summed(p, r, sums, v, row, 0) * (__uint_as_float((u32)place) * factor);
+    if (p.gate_at) sum = silu(sum) * (summed(p, r, sums, v, row, 1) * (__uint_as_float((u32)up_place) * factor));
+    u32 where = (u32)(place >> 32);
+    if (i >= r.count * 16 || row >= (where & 31) || threadIdx.x % MATES) return;
+    u64 at = (where >> 5) + row;
+    if (p.y_dtype == F32) ((float *)p.y)[at] = p.accumulate ? old + sum : sum;
+    else ((u16 *)p.y)[at] = p.y_dtype == BF16 ? to_bf16(sum) : to_f16(sum);
+}
+
+// Shared memory: x, its scales (APART), sums of the norm, partial sums.
+template <bool QUANTISE, bool APART, int AHEAD> __device__ __forceinline__ void row(const Gemv &p) {
+    extern __shared__ __align__(128) u8 memory[];
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    next_may_start();
+    Part r = part_of(p, warp);
+    u16 *xs = (u16 *)memory;
+    float *xscale = (float *)(xs + p.units * 128 + 8), *norms = xscale + (APART ? p.units * 8 : 0), *sums = norms + WARPS;
+    u32 half = warp >= r.warps, left = r.to - r.from, ahead = left;
+    const u8 *codes = p.w + ((u64)((half ? p.gate_at : 0) + r.first) * p.units + r.from) * UNIT, *scales = codes + 1024 + lane * 4;
+    codes += lane * 16;
+    Unit units[AHEAD];
+    auto next = [&](Unit &u) {
+        if (ahead) {
+            load_unit(u, codes, scales);
+            codes += UNIT, scales += UNIT, ahead--;
+        }
+    };
+#pragma unroll
+    for (int j = 0; j < AHEAD; j++) next(units[j]);
+    u64 place = 0, up_place = 0;
+    u32 mine = min(threadIdx.x / MATES / 16, max(r.count, 1u) - 1);
+    if (r.count) {
+        place = p.groups[r.first + mine];
+        if (p.gate_at) up_place = p.groups[p.gate_at + r.first + mine];
+    }
+    u32 b[16]; // column 2 t of B is x of block t, the other columns stay zero
+#pragma unroll
+    for (int i = 0; i < 16; i++) b[i] = 0;
+    u32 t = lane % 4, n = lane / 4;
+
+    stage_row<QUANTISE, APART>(p, xs, xscale, norms);
+    float old = 0;
+    u32 i = threadIdx.x / MATES, where = (u32)(place >> 32);
+    if (p.accumulate && i < r.count * 16 && i % 16 < (where & 31)) old = ((const float *)p.y)[(where >> 5) + i % 16];
+    __syncthreads();
+
+    u32 v = divided(r.from, __fdividef(1.0f, (float)p.units)), at = r.from - v * p.units, run = p.units - at;
+    u32 xfirst = shared_at(xs) + t * 32, sfirst = shared_at(xscale) + t * 4, xat = xfirst + at * 256, sat = sfirst + at * 32;
+    float *to = sums + (v + half * r.count + warp) * 16 + n, low = 0, high = 0;
+    auto flush = [&] {
+        low += __shfl_xor_sync(~0u, low, 1);
+        high += __shfl_xor_sync(~0u, high, 1);
+        low += __shfl_xor_sync(~0u, low, 2);
+        high += __shfl_xor_sync(~0u, high, 2);
+        if (t == 0) to[0] = low, to[8] = high;
+    };
+    while (left) {
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+            if (left) {
+                times_x<APART>(units[j], lane, xat, sat, b, low, high);
+                next(units[j]);
+                left--, run--;
+                xat += 256, sat += 32;
+                if (!run || !left) {
+                    flush();
+                    to += 16, low = high = 0, run = p.units, xat = xfirst, sat = sfirst;
+                }
+            }
+        }
+    }
+    __syncthreads();
+    float factor = 4611686018427387904.0f * act_factor<QUANTISE>(p); // 2^(126 - 64)
+    if (r.count) put(p, r, sums, place, up_place, factor, old, i);
+    for (i += THREADS / MATES; i - threadIdx.x / MATES < r.count * 16; i += THREADS / MATES) {
+        u32 g = min(i / 16, r.count - 1);
+        u64 here = p.groups[r.first + g], up = p.gate_at ? p.groups[p.gate_at + r.first + g] : 0;
+        where = (u32)(here >> 32);
+        bool there = p.accumulate && i < r.count * 16 && i % 16 < (where & 31);
+        put(p, r, sums, here, up, factor, there ? ((const float *)p.y)[(where >> 5) + i % 16] : 0.0f, i);
+    }
+}
+#define ROW(name, ...) \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) name(const __grid_constant__ Gemv p) { row<__VA_ARGS__>(p); }
+#if HAS(0)
+ROW(q4_row, false, false, 4)
+#endif
+#if HAS(3)
+ROW(q4_row_int8, true, true, 3)
+#endif
+#if HAS(4)
+ROW(q4_row_nvfp4, true, false, 3)
+#endif
