@@ -155,8 +155,8 @@ mod tests {
                 assert_eq!(usize::from(between(values, values[N - 1] + 1.0, random)), N - 1);
             }
         }
-        check(&*SIGNED4);
-        check(&*ROOT4);
+        check(&SIGNED4);
+        check(&ROOT4);
         check(&E2M1);
         check(&ROOTS);
     }
