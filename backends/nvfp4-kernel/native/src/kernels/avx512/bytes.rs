@@ -89,7 +89,14 @@ macro_rules! kernels {
             unsafe fn panel(tiles: *const ByteTile, count: usize, _: usize, x: ByteRows, acc: *mut Acc) {
                 for r in (0..x.rows).step_by(4) {
                     // SAFETY: same contract; rows r to r + 3 or the last one exist.
-                    unsafe { by_shape!(x.rows - r, count, panel_shape(tiles, x.blocks.add(r), acc.add(r))) }
+                    unsafe {
+                        // The same rows in the next tile of k lie in another page, where nothing fetches ahead by itself.
+                        let next = x.blocks.wrapping_add(x.ld + r).cast::<u8>();
+                        for line in 0..4 * size_of::<ByteBlock>() / 64 {
+                            _mm_prefetch::<_MM_HINT_T0>(next.wrapping_add(64 * line).cast());
+                        }
+                        by_shape!(x.rows - r, count, panel_shape(tiles, x.blocks.add(r), acc.add(r)))
+                    }
                 }
             }
 
