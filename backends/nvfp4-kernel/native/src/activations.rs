@@ -44,15 +44,6 @@ impl Quantised {
         ByteRows { blocks: self.blocks, ld: self.rows, rows: self.rows }
     }
 
-    /// The block of tile `tile` of `row`, which were quantised.
-    ///
-    /// # Safety
-    /// They are inside, and nobody writes.
-    pub unsafe fn block(&self, row: usize, tile: usize) -> &ByteBlock {
-        // SAFETY: by contract.
-        unsafe { &*self.at(row, tile) }
-    }
-
     /// Where the block of tile `tile` of `row` is.
     fn at(&self, row: usize, tile: usize) -> *mut ByteBlock {
         self.blocks.wrapping_add(tile * self.rows + row)

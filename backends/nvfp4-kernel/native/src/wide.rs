@@ -7,7 +7,7 @@ use crate::call::{Exec, Mat, Outcome, part};
 use crate::forward::store;
 use crate::isa::Isa;
 use crate::kernels::amx::{self, FLOAT_PARTS, ROWS, Register, STEP, Sums, Unit};
-use crate::kernels::{Acc, LANES, PAIR, TILE_BYTES, TILE_K};
+use crate::kernels::{Acc, LANES, PAIR, Rows, TILE_BYTES, TILE_K};
 use crate::weight::Weight;
 use q4_core::Activations;
 use std::mem::MaybeUninit;
@@ -144,7 +144,10 @@ impl Panel {
                 unsafe {
                     match x {
                         Inputs::Bytes(_) if at >= self.rows => amx::widen(&Quantised::ZERO, row, out),
-                        Inputs::Bytes(q) => amx::widen(q.block(self.first + at, tile), row, out),
+                        Inputs::Bytes(q) => {
+                            let block = q.rows().window(self.first + at, 1, tile).blocks;
+                            amx::widen(&*block, row, out)
+                        }
                         Inputs::Floats(x) => {
                             let mut buffer = [0.0; TILE_K];
                             let len = TILE_K.min(k - tile * TILE_K);
