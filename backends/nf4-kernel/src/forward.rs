@@ -1,11 +1,9 @@
 //! Operand checks, scratch and the split of work over the caller's threads.
 use crate::kernel;
-use crate::prepare::{CODES, LANES, Packed};
+use crate::prepare::{CODES, LANES, Packed, QUAD};
 use q4_core::rows::{Rows, RowsMut, activation_bytes, check_matrix, check_product};
 use q4_core::{ExecContext, PreparedInfo, PreparedWeight, Result, Scratch, TensorView, TensorViewMut};
 
-/// Fewest blocks of 16 output rows a task takes: what one pass of the one-row kernel keeps in flight.
-const LEAST_BLOCKS: usize = 4;
 /// Fewest words of 8 input features a task of the backward product takes.
 const LEAST_WORDS: usize = 8;
 
@@ -27,9 +25,10 @@ impl PreparedWeight for Packed {
         let mut scratch = Scratch::of(cx, need)?;
         let x = Rows::activations(x, &self.info.activations, &mut scratch, threads)?;
         let y = RowsMut::of(y)?;
-        threads.split(self.blocks(), LEAST_BLOCKS, &|start, end| {
-            // SAFETY: `check_product` compared the shapes, `split` hands every block out once.
-            unsafe { kernel::forward(self, &x, &y, start..end) }
+        let blocks = self.blocks();
+        threads.split(blocks.div_ceil(QUAD), 1, &|start, end| {
+            // SAFETY: `check_product` compared the shapes, `split` hands every quad out once.
+            unsafe { kernel::forward(self, &x, &y, start * QUAD..(end * QUAD).min(blocks)) }
         });
         Ok(())
     }
@@ -63,9 +62,11 @@ impl PreparedWeight for Packed {
         cx.threads.split(self.blocks(), 1, &|start, end| {
             for row in start * LANES..(end * LANES).min(n) {
                 let (block, lane) = (row / LANES, row % LANES);
+                let (codes, step) = self.lines(block, words);
+                let (scales, _) = self.lines(block, groups);
                 for i in 0..words {
-                    let word = self.codes[block * words + i].0[lane];
-                    let scale = self.scales[block * groups + i * CODES / self.group].0[lane];
+                    let word = self.codes[codes + i * step].0[lane];
+                    let scale = self.scales[scales + i * CODES / self.group * step].0[lane];
                     let value = |j| self.table[(word >> (4 * j) & 15) as usize] * scale;
                     let values: [f32; CODES] = std::array::from_fn(value);
                     // SAFETY: a row belongs to one task.

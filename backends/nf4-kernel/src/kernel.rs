@@ -4,7 +4,7 @@ use crate::neon::Neon;
 #[cfg(target_arch = "x86_64")]
 use crate::simd::{Avx2, Avx512};
 use crate::{
-    prepare::{CHAIN, CODES, LANES, Line, Packed},
+    prepare::{CHAIN, CODES, LANES, Line, Packed, QUAD},
     simd::{Isa, Lanes, Portable},
 };
 use q4_core::rows::{Rows, RowsMut};
@@ -12,8 +12,6 @@ use std::ops::Range;
 
 /// Most rows that are multiplied straight from the registers a code is decoded to.
 const FEW: usize = 4;
-/// Blocks of 16 output rows that share a stretch of x while it is in the first-level cache.
-const STRIP: usize = 4;
 /// Input rows whose sums are kept while the weights pass by.
 const ROWS: usize = 32;
 
@@ -59,7 +57,7 @@ macro_rules! on_every_isa {
 }
 
 on_every_isa! {
-    /// `y[:, 16·range] = x W^T` for blocks of 16 output rows. `x` has k columns, `y` n.
+    /// `y[:, 16·range] = x W^T` for blocks of 16 output rows, whole quads. `x` has k columns, `y` n.
     forward, forward_on
 }
 on_every_isa! {
@@ -105,7 +103,7 @@ unsafe fn few<L: Lanes, const M: usize>(w: &Packed, x: &Rows<'_>, y: &RowsMut<'_
     }
 }
 
-/// `M` rows of x against `B` blocks, decoded in registers.
+/// `M` rows of x against `B` blocks of one quad, decoded in registers.
 #[inline(always)]
 unsafe fn stream<L: Lanes, const B: usize, const M: usize>(
     w: &Packed,
@@ -117,17 +115,18 @@ unsafe fn stream<L: Lanes, const B: usize, const M: usize>(
     // SAFETY: every index is below the length the layout has for n and k; x has k columns.
     unsafe {
         let table = L::table(&w.table);
-        let codes: [*const u32; B] = std::array::from_fn(|b| shape.codes(w, b0 + b));
-        let scales: [*const f32; B] = std::array::from_fn(|b| shape.scales(w, b0 + b));
+        let (codes, step) = shape.codes(w, b0);
+        let codes: [*const u32; B] = std::array::from_fn(|b| codes.add(b * LANES));
+        let (scales, _) = shape.scales(w, b0);
         let x: [*const f32; M] = std::array::from_fn(|r| x.row(r).as_ptr());
         let mut total = [[L::splat(0.0); B]; M];
         let mut word = 0;
         for chain in 0..shape.chains {
-            let acc = L::chain(table, codes, shape.words_per_chain, x, word);
+            let acc = L::chain(table, codes, step, shape.words_per_chain, x, word);
             word += shape.words_per_chain;
             let group = chain / shape.chains_per_group;
             for b in 0..B {
-                let scale = L::load(scales[b].add(group * LANES));
+                let scale = L::load(scales.add(group * step + b * LANES));
                 for r in 0..M {
                     total[r][b] = L::fma(scale, L::add(acc[r][b][0], acc[r][b][1]), total[r][b]);
                 }
@@ -148,9 +147,9 @@ unsafe fn stream<L: Lanes, const B: usize, const M: usize>(
 unsafe fn many<L: Lanes>(w: &Packed, x: &Rows<'_>, y: &RowsMut<'_>, blocks: Range<usize>) {
     let shape = Shape::of(w);
     let mut tile = [Line([0f32; LANES]); CHAIN];
-    let mut totals = [[Line([0f32; LANES]); ROWS]; STRIP];
-    for b0 in blocks.clone().step_by(STRIP) {
-        let width = STRIP.min(blocks.end - b0);
+    let mut totals = [[Line([0f32; LANES]); ROWS]; QUAD];
+    for b0 in blocks.clone().step_by(QUAD) {
+        let width = QUAD.min(blocks.end - b0);
         for r0 in (0..x.m()).step_by(ROWS) {
             let rows = ROWS.min(x.m() - r0);
             totals.as_flattened_mut().fill(Line([0.0; LANES]));
@@ -159,8 +158,9 @@ unsafe fn many<L: Lanes>(w: &Packed, x: &Rows<'_>, y: &RowsMut<'_>, blocks: Rang
                     // SAFETY: as in `stream`; the tile holds a chain, the totals hold `rows`.
                     unsafe {
                         decode_chain::<L>(w, &shape, b0 + b, chain, &mut tile);
-                        let scale = shape.scales(w, b0 + b).add(chain / shape.chains_per_group * LANES);
-                        against_rows::<L>(&tile, L::load(scale), x, &shape, chain, r0, rows, &mut totals[b]);
+                        let (scales, step) = shape.scales(w, b0 + b);
+                        let scale = L::load(scales.add(chain / shape.chains_per_group * step));
+                        against_rows::<L>(&tile, scale, x, &shape, chain, r0, rows, &mut totals[b]);
                     }
                 }
             }
@@ -185,9 +185,10 @@ unsafe fn decode_chain<L: Lanes>(
     // SAFETY: as in `stream`.
     unsafe {
         let table = L::table(&w.table);
-        let start = shape.codes(w, b).add(chain * shape.words_per_chain * LANES);
+        let (codes, step) = shape.codes(w, b);
+        let start = codes.add(chain * shape.words_per_chain * step);
         for i in 0..shape.words_per_chain {
-            L::unpack(table, start.add(i * LANES), tile[i * CODES].0.as_mut_ptr());
+            L::unpack(table, start.add(i * step), tile[i * CODES].0.as_mut_ptr());
         }
     }
 }
@@ -285,8 +286,9 @@ unsafe fn word_back<L: Lanes, const M: usize>(
         let dy: [*const f32; M] = std::array::from_fn(|r| dy.row(r0 + r).as_ptr());
         let mut acc = [[L::splat(0.0); CODES]; M];
         for b in 0..w.blocks() {
-            let packed = L::words(shape.codes(w, b).add(word * LANES));
-            let scale = L::load(shape.scales(w, b).add(word * CODES / w.group * LANES));
+            let ((codes, step), (scales, _)) = (shape.codes(w, b), shape.scales(w, b));
+            let packed = L::words(codes.add(word * step));
+            let scale = L::load(scales.add(word * CODES / w.group * step));
             let mut scaled = [scale; M];
             for r in 0..M {
                 scaled[r] = L::mul(L::load(dy[r].add(b * LANES)), scale);
@@ -338,13 +340,16 @@ impl Shape {
             words_per_chain: chain / CODES,
         }
     }
+    /// The first line of a block, and the elements from one to the next; scales have the same step.
     #[inline(always)]
-    fn codes(&self, w: &Packed, block: usize) -> *const u32 {
-        w.codes[block * self.words..].as_ptr().cast()
+    fn codes(&self, w: &Packed, block: usize) -> (*const u32, usize) {
+        let (at, step) = w.lines(block, self.words);
+        (w.codes[at..].as_ptr().cast(), step * LANES)
     }
     #[inline(always)]
-    fn scales(&self, w: &Packed, block: usize) -> *const f32 {
-        w.scales[block * self.groups..].as_ptr().cast()
+    fn scales(&self, w: &Packed, block: usize) -> (*const f32, usize) {
+        let (at, step) = w.lines(block, self.groups);
+        (w.scales[at..].as_ptr().cast(), step * LANES)
     }
     /// # Safety
     /// Only one task has this block.

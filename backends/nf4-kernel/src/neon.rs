@@ -98,6 +98,7 @@ impl Lanes for Neon {
     unsafe fn chain<const B: usize, const M: usize>(
         t: uint8x16x4_t,
         codes: [*const u32; B],
+        step: usize,
         count: usize,
         x: [*const f32; M],
         word: usize,
@@ -107,12 +108,12 @@ impl Lanes for Neon {
             let mut out = [[[Self::splat(0.0); 2]; B]; M];
             for b in 0..B {
                 for i in word..word + count {
-                    Self::prefetch(codes[b].wrapping_add(i * LANES + AHEAD));
+                    Self::prefetch(codes[b].wrapping_add(i * step + AHEAD));
                 }
                 for q in 0..QUARTER {
                     let mut acc = [[vdupq_n_f32(0.0); 2]; M];
                     for i in word..word + count {
-                        let [even, odd] = eight(t, codes[b].add(i * LANES + QUARTER * q));
+                        let [even, odd] = eight(t, codes[b].add(i * step + QUARTER * q));
                         for r in 0..M {
                             let (low, high) =
                                 (vld1q_f32(x[r].add(i * CODES)), vld1q_f32(x[r].add(i * CODES + 4)));

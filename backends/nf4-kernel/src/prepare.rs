@@ -15,6 +15,10 @@ use std::sync::Mutex;
 pub(crate) const LANES: usize = 16;
 /// Codes of one row in a 32-bit word, the first in the lowest nibble.
 pub(crate) const CODES: usize = 8;
+/// Blocks of 16 rows that lie interleaved, so that the kernel that decodes them together reads one ascending stream.
+pub(crate) const QUAD: usize = 4;
+/// Elements of k that are packed at a time: lines of a quad that stay in the first-level cache.
+const PIECE: usize = 512;
 /// Most of k that is summed before it is scaled. Bounds the rounding error whatever the block size is.
 pub(crate) const CHAIN: usize = 64;
 
@@ -39,9 +43,9 @@ pub(crate) struct Packed {
     pub y: DType,
     /// Elements of k under one scale.
     pub group: usize,
-    /// `[blocks, k / 8]`: 8 codes of each of 16 rows.
+    /// `[quads, k / 8, blocks of the quad]`: 8 codes of each of 16 rows. The last quad may have fewer blocks.
     pub codes: Pages<Line<u32>>,
-    /// `[blocks, k / group]`: a scale of each of 16 rows. Rows past n have scale 0.
+    /// `[quads, k / group, blocks of the quad]`: a scale of each of 16 rows. Rows past n have scale 0.
     pub scales: Pages<Line<f32>>,
     /// Values of the codes.
     pub table: [f32; 16],
@@ -51,6 +55,13 @@ impl Packed {
     /// Blocks of 16 output rows.
     pub fn blocks(&self) -> usize {
         self.info.n.div_ceil(LANES)
+    }
+
+    /// Where the `lines` lines of `block` start in `codes` or `scales`, and how far apart they are.
+    #[inline(always)]
+    pub fn lines(&self, block: usize, lines: usize) -> (usize, usize) {
+        let first = block / QUAD * QUAD;
+        (first * lines + block - first, QUAD.min(self.blocks() - first))
     }
 }
 
@@ -73,15 +84,23 @@ pub(crate) fn prepare(
     let (words, groups) = (k / CODES, k / group);
     let mut codes = Pages::<Line<u32>>::zeroed(blocks * words)?;
     let mut scales = Pages::<Line<f32>>::zeroed(blocks * groups)?;
-    let parts: Vec<_> = codes.chunks_mut(words).zip(scales.chunks_mut(groups)).map(Mutex::new).collect();
-    threads.run(blocks, &|b| {
-        let mut part = parts[b].lock().unwrap_or_else(|e| e.into_inner());
+    let parts = codes.chunks_mut(QUAD * words).zip(scales.chunks_mut(QUAD * groups));
+    let parts: Vec<_> = parts.map(Mutex::new).collect();
+    threads.run(parts.len(), &|quad| {
+        let mut part = parts[quad].lock().unwrap_or_else(|e| e.into_inner());
         let (codes, scales) = &mut *part;
-        for lane in 0..LANES.min(n - b * LANES) {
-            let (stored, row) = locate(&rows, b * LANES + lane);
-            stored.words(row * k, words, |i, word| codes[i].0[lane] = word);
-            for (i, line) in scales.iter_mut().enumerate() {
-                line.0[lane] = stored.scale(row * k + i * group);
+        let first = quad * QUAD * LANES;
+        let width = codes.len() / words;
+        for from in (0..k).step_by(PIECE) {
+            let to = (from + PIECE).min(k);
+            for i in 0..(width * LANES).min(n - first) {
+                let (block, lane) = (i / LANES, i % LANES);
+                let (stored, row) = locate(&rows, first + i);
+                let lines = codes[from / CODES * width..].iter_mut().skip(block).step_by(width);
+                stored.words(row * k + from, to - from, lines, lane);
+                for g in from.div_ceil(group)..to.div_ceil(group) {
+                    scales[g * width + block].0[lane] = stored.scale(row * k + g * group);
+                }
             }
         }
     });
@@ -141,16 +160,22 @@ impl<'a> Stored<'a> {
         w.segments.iter().enumerate().map(one).collect()
     }
 
-    /// Calls `put(i, word)` for `count` words of codes from element `start` on, which is even: 8 codes each, the first
-    /// in the lowest nibble.
+    /// Writes `count` codes from element `start` on, which is even, into `lane` of the lines: 8 in each, the first in the
+    /// lowest nibble.
     #[inline]
-    fn words(&self, start: usize, count: usize, mut put: impl FnMut(usize, u32)) {
-        let bytes = &self.codes[start / 2..][..count * CODES / 2];
-        let words = bytes.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).enumerate();
+    fn words<'l>(
+        &self,
+        start: usize,
+        count: usize,
+        lines: impl Iterator<Item = &'l mut Line<u32>>,
+        lane: usize,
+    ) {
+        let bytes = &self.codes[start / 2..][..count / 2];
+        let words = bytes.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).zip(lines);
         match self.order {
-            NibbleOrder::LowFirst => words.for_each(|(i, w)| put(i, w)),
+            NibbleOrder::LowFirst => words.for_each(|(w, line)| line.0[lane] = w),
             NibbleOrder::HighFirst => {
-                words.for_each(|(i, w)| put(i, (w & 0x0f0f_0f0f) << 4 | w >> 4 & 0x0f0f_0f0f));
+                words.for_each(|(w, line)| line.0[lane] = (w & 0x0f0f_0f0f) << 4 | w >> 4 & 0x0f0f_0f0f)
             }
         }
     }

@@ -11,8 +11,8 @@ pub(crate) enum Isa {
     Portable,
 }
 
-/// Words ahead of the one in use that codes are fetched: 4 KiB.
-pub(crate) const AHEAD: usize = 1024;
+/// Words ahead of the one in use that codes are fetched: 8 KiB.
+pub(crate) const AHEAD: usize = 2048;
 
 impl Isa {
     /// Best first.
@@ -104,11 +104,13 @@ pub(crate) trait Lanes {
     /// Asks for the line at `p`, which may lie past the allocation.
     unsafe fn prefetch(p: *const u32);
 
-    /// The two sums, over even and over odd k, of a chain of `count` words from `word` on: `M` rows of `x` with `B` blocks.
+    /// The two sums, over even and over odd k, of a chain of `count` words from `word` on: `M` rows of `x` with `B` blocks,
+    /// whose lines are `step` words of memory apart.
     #[inline(always)]
     unsafe fn chain<const B: usize, const M: usize>(
         t: Self::T,
         codes: [*const u32; B],
+        step: usize,
         count: usize,
         x: [*const f32; M],
         word: usize,
@@ -118,7 +120,7 @@ pub(crate) trait Lanes {
             let mut acc = [[[Self::splat(0.0); 2]; B]; M];
             for word in word..word + count {
                 for b in 0..B {
-                    let p = codes[b].add(word * LANES);
+                    let p = codes[b].add(word * step);
                     Self::prefetch(p.wrapping_add(AHEAD));
                     let packed = Self::words(p);
                     for j in 0..CODES {
