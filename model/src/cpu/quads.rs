@@ -30,13 +30,16 @@ pub unsafe fn dots<T: Load>(q: [&[f32]; QUERIES], rows: &[T], scale: f32, out: &
                 }
             }
         }
-        let mut sums = [0.0; QUERIES * QUERIES];
-        // SAFETY: 16 floats.
-        unsafe { _mm512_storeu_ps(sums.as_mut_ptr(), trees(acc)) };
-        for (out, sums) in out.iter_mut().zip(sums.as_chunks::<QUERIES>().0) {
-            for (o, s) in out[p..].iter_mut().zip(sums) {
-                *o = scale * s;
-            }
+        let sums = _mm512_mul_ps(_mm512_set1_ps(scale), trees(acc));
+        let quarters = [
+            _mm512_castps512_ps128(sums),
+            _mm512_extractf32x4_ps::<1>(sums),
+            _mm512_extractf32x4_ps::<2>(sums),
+            _mm512_extractf32x4_ps::<3>(sums),
+        ];
+        for (out, sums) in out.iter_mut().zip(quarters) {
+            // SAFETY: p + 4 is at most `shared`, which no line is shorter than.
+            unsafe { _mm_storeu_ps(out.as_mut_ptr().add(p), sums) };
         }
     }
     for (q, out) in q.into_iter().zip(out) {

@@ -451,7 +451,12 @@ impl Exec {
 
     /// How many tasks to make of `items`: a few per thread, so that a late thread costs little.
     pub fn tasks(&self, items: usize) -> usize {
-        if self.threads == 1 { items.min(1) } else { items.min(self.threads.saturating_mul(4)) }
+        self.tasks_of(4, items)
+    }
+
+    /// The same with `each` tasks per thread.
+    pub fn tasks_of(&self, each: usize, items: usize) -> usize {
+        if self.threads == 1 { items.min(1) } else { items.min(self.threads.saturating_mul(each)) }
     }
 
     /// Runs `body(0)` to `body(tasks - 1)`, each once. Allocates nothing.

@@ -3,16 +3,18 @@
 use crate::activations::{self, Quantised};
 use crate::call::{Exec, Fail, Mat, Outcome, part};
 use crate::kernels::rounding::Rounding;
-use crate::kernels::{Acc, FloatRows, GROUPS, LANES, PAIR, Product, Rows, SCALE_FACTOR, TILE_BYTES, Tile};
+use crate::kernels::{
+    Acc, FloatRows, GROUPS, LANES, MOST_ROWS, PAIR, Product, Rows, SCALE_FACTOR, TILE_BYTES, Tile,
+};
 use crate::weight::{Weight, check_rows};
 use crate::wide;
 use q4_core::formats::nvfp4;
 use q4_core::{ActGlobal, Activations, DType, GlobalScale};
 
-/// Activation rows that run against one decoded tile: its cost is spread over them while their sums stay in L1.
-const ROWS: usize = 64;
 /// Most rows of a direct kernel.
 const DIRECT: usize = 8;
+/// Tasks for each thread in a product of few rows. One takes microseconds, and the last one is what threads wait for.
+const TASKS: usize = 16;
 
 /// Scratch bytes of a product with `m` rows; `None` when that overflows.
 pub fn workspace(w: &Weight, m: u64) -> Option<u64> {
@@ -101,12 +103,13 @@ pub fn multiply<X: Rows, T: Tile>(
     exec: &Exec,
 ) -> Outcome {
     let pairs = w.row_blocks().div_ceil(PAIR);
-    let tasks = exec.tasks(pairs);
+    let is_direct = x.rows() <= kernels.direct_rows;
+    let tasks = if is_direct { exec.tasks_of(TASKS, pairs) } else { exec.tasks(pairs) };
     exec.run(tasks, |t| {
         let pairs = part(pairs, tasks, t);
         // SAFETY: x has the rows it states, and this task alone writes the columns of its row blocks.
         unsafe {
-            if x.rows() <= kernels.direct_rows {
+            if is_direct {
                 few_rows(w, kernels, x, y, factor, pairs);
             } else {
                 many_rows(w, kernels, x, y, factor, pairs);
@@ -142,13 +145,13 @@ unsafe fn many_rows<X: Rows, T: Tile>(
     factor: f64,
     pairs: std::ops::Range<usize>,
 ) {
-    let (mut acc, mut tiles) = ([[[0.0; LANES]; PAIR]; ROWS], [T::BLANK; PAIR]);
-    for first in (0..x.rows()).step_by(ROWS) {
-        let acc = &mut acc[..ROWS.min(x.rows() - first)];
+    let (mut acc, mut tiles) = ([[[0.0; LANES]; PAIR]; MOST_ROWS], [T::BLANK; PAIR]);
+    for first in (0..x.rows()).step_by(T::ROWS) {
+        let acc = &mut acc[..T::ROWS.min(x.rows() - first)];
         for pair in pairs.clone() {
             let count = PAIR.min(w.row_blocks() - pair * PAIR);
             let b = w.blocks(pair * PAIR, count);
-            acc.fill([[0.0; LANES]; PAIR]);
+            acc.as_flattened_mut().as_flattened_mut().fill(0.0); // becomes memset
             for t in 0..w.tiles() {
                 // SAFETY: by contract; tile and groups are inside the row blocks.
                 unsafe {

@@ -40,6 +40,8 @@ pub const SCALES_AT: usize = GROUPS * GROUP_BYTES;
 pub const PAIR: usize = 2;
 /// What is added to a doubled code to make it unsigned.
 pub const OFFSET: i32 = 12;
+/// Most activation rows that run against one decoded tile.
+pub const MOST_ROWS: usize = 128;
 /// 2^8: what is missing in the scales of the kernels.
 pub const SCALE_FACTOR: f64 = 256.0;
 
@@ -154,13 +156,18 @@ pub struct ByteTile {
 
 /// A tile buffer whose content is overwritten before it is read.
 pub trait Tile: Copy {
+    /// Activation rows that run against one decoded tile, at most [`MOST_ROWS`]: its cost is spread over them while they and
+    /// their sums stay in the first-level cache.
+    const ROWS: usize;
     /// Some content.
     const BLANK: Self;
 }
 impl Tile for FloatTile {
+    const ROWS: usize = 64;
     const BLANK: Self = Self { values: [[0.0; LANES]; TILE_K], scales: [[0.0; LANES]; GROUPS] };
 }
 impl Tile for ByteTile {
+    const ROWS: usize = MOST_ROWS;
     const BLANK: Self = Self { codes: [[[0; 4]; LANES]; TILE_K / 4], scales: [[0.0; LANES]; GROUPS] };
 }
 
