@@ -127,7 +127,7 @@ fn machine(capability: Option<(u32, u32)>, library: Library) -> (Vec<Candidate>,
         cpu_isa: vec!["avx512vnni".into(), "avx2".into(), "portable".into()],
         cuda_native: images.iter().copied().filter(|c| c.0 >= 10).collect(),
         cuda_images: images,
-        cuda_refused: None,
+        ..LibraryFacts::default()
     };
     let kernel = match library {
         Library::Absent => Candidate::Dead {
