@@ -71,26 +71,12 @@ impl Fp4Product {
     /// Rows a call of `m` rows of x is padded to: few different numbers, and larger ones up to 128 where there is no kernel
     /// for fewer. `None`: there is no kernel.
     pub fn rows(&self, m: usize) -> Result<Option<usize>> {
-        let mut rows = step(m);
-        while self.algorithm(rows)?.is_none() {
-            rows = step(rows + 1);
-            if rows > 128 {
-                return Ok(None);
-            }
-        }
-        Ok(Some(rows))
+        padded(m, |rows| Ok(self.algorithm(rows)?.is_some()))
     }
 
     /// Chooses what runs for every call of up to `m` rows. Returns the first number of rows there is no kernel for.
     pub fn lacks(&self, m: usize) -> Result<Option<usize>> {
-        let mut rows = step(1);
-        while rows <= step(m) {
-            if self.rows(rows)?.is_none() {
-                return Ok(Some(rows));
-            }
-            rows = step(rows + 1);
-        }
-        Ok(None)
+        missing(m, |rows| Ok(self.algorithm(rows)?.is_some()))
     }
 
     /// Scratch bytes of a call.
@@ -134,6 +120,46 @@ impl Fp4Product {
 /// The numbers of rows that kernels are chosen for: the smallest that holds `m`.
 fn step(m: usize) -> usize {
     if m <= 64 { m.next_power_of_two().max(16) } else { m.next_multiple_of(128) }
+}
+
+/// As [`Fp4Product::rows`], for kernels that are there for the steps `has` says.
+fn padded(m: usize, mut has: impl FnMut(usize) -> Result<bool>) -> Result<Option<usize>> {
+    let mut rows = step(m);
+    while !has(rows)? {
+        rows = step(rows + 1);
+        if rows > 128 {
+            return Ok(None);
+        }
+    }
+    Ok(Some(rows))
+}
+
+/// As [`Fp4Product::lacks`].
+fn missing(m: usize, mut has: impl FnMut(usize) -> Result<bool>) -> Result<Option<usize>> {
+    let mut rows = step(1);
+    while rows <= step(m) {
+        if padded(rows, &mut has)?.is_none() {
+            return Ok(Some(rows));
+        }
+        rows = step(rows + 1);
+    }
+    Ok(None)
+}
+
+#[test]
+fn rows_go_to_the_next_kernel_there_is_and_no_gap_is_missed() -> Result<()> {
+    for m in 1..=400 {
+        assert_eq!(padded(m, |_| Ok(true))?, Some(step(m)));
+        assert_eq!(padded(m, |r| Ok(r >= 128))?, Some(step(m).max(128)), "as many as kernels want");
+        assert_eq!(padded(m, |r| Ok(r != 64))?, Some(if step(m) == 64 { 128 } else { step(m) }));
+        assert_eq!(padded(m, |_| Ok(false))?, None);
+        assert_eq!(missing(m, |r| Ok(r >= 128))?, None);
+        assert_eq!(missing(m, |r| Ok(r <= 256))?, (m > 256).then_some(384));
+    }
+    // Only small calls have kernels: they are not taken for all.
+    assert_eq!(missing(400, |r| Ok(r <= 32))?, Some(64));
+    assert_eq!(missing(17, |r| Ok(r <= 32))?, None);
+    Ok(())
 }
 
 #[test]

@@ -1,4 +1,8 @@
 //! The calls on a native weight.
+//!
+//! cuBLASLt writes f32 sums to the workspace, not y itself: segments have per-tensor scales of their own, y has any stride and
+//! alignment, a row that cannot be quantised must become NaN, and the scales of both operands together may leave the range of
+//! f32.
 use super::Weight;
 use super::kernels::{Laid, Rows};
 use crate::call::{Exec, Fail, Mat, Outcome};
@@ -7,7 +11,7 @@ use q4_core::formats::swizzle;
 use q4_core::{ActGlobal, Code, Error, Result};
 use q4_cuda::{Fp4Operands, Fp4Product, Stored, check, convention, driver};
 
-/// Bytes of f32 sums between the product and y, about: what second-level caches hold. A call of more rows goes in parts.
+/// Bytes of f32 sums between the product and y, about. A call of more rows goes in parts.
 const SUMS: usize = 32 << 20;
 /// Rows of the largest part.
 const MOST: usize = 2048;
