@@ -212,9 +212,16 @@ fn text(b: &Body) -> String {
         }
         let is_blackwell = |d: &q4_core::CudaDevice| BLACKWELL.contains(&d.capability);
         if h.env.cuda.iter().any(is_blackwell) {
+            let facts = h.env.libraries.get(q4_nvfp4_kernel::NAME);
+            let is_used = facts.is_some_and(|f| !f.cuda_native.is_empty());
+            let how = if is_used { "used by the native path" } else { "not used" };
+            let _ = writeln!(out, "          FP4 tensor cores: {how}");
+            for r in facts.iter().flat_map(|f| &f.cuda_native_refused) {
+                let _ = writeln!(out, "            {r}");
+            }
             let _ = writeln!(
                 out,
-                "          FP4 tensor cores: not used; the fused kernels here were not run on hardware"
+                "          nothing of q4 was run on such hardware: the self-checks decide here"
             );
         }
     }

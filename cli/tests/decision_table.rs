@@ -31,6 +31,8 @@ enum Library {
     Absent,
     CpuOnly,
     Cuda,
+    /// The same on a machine whose cuBLASLt has no FP4 kernels.
+    CudaOld,
 }
 
 #[test]
@@ -52,11 +54,18 @@ fn machines_with_a_gpu() {
     }
 }
 
+/// The fused kernels of a device with FP4 tensor cores do not need what its native path needs.
+#[test]
+fn machines_whose_fp4_tensor_cores_cannot_be_used() {
+    let snapshot = table(Some((12, 0)), Device::Cuda(0), Library::CudaOld);
+    insta::assert_snapshot!("sm_120_library_cuda_old", snapshot);
+}
+
 /// A kernel-only request is served by a kernel or refused, whatever the machine: checked without looking at a snapshot.
 #[test]
 fn kernel_only_never_yields_a_dense_product_of_a_4bit_layer() {
     for capability in [None, Some((8, 0)), Some((9, 0)), Some((10, 0)), Some((12, 0))] {
-        for library in [Library::Absent, Library::CpuOnly, Library::Cuda] {
+        for library in [Library::Absent, Library::CpuOnly, Library::Cuda, Library::CudaOld] {
             let (candidates, env) = machine(capability, library);
             for (_, schema, activations) in LAYERS {
                 let device = capability.map_or(Device::Cpu, |_| Device::Cuda(0));
@@ -118,23 +127,26 @@ fn machine(capability: Option<(u32, u32)>, library: Library) -> (Vec<Candidate>,
         .into_iter()
         .collect();
     let images = match library {
-        Library::Cuda => vec![(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)],
+        Library::Cuda | Library::CudaOld => vec![(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)],
         Library::Absent | Library::CpuOnly => Vec::new(),
     };
+    let is_old = matches!(library, Library::CudaOld);
+    let none = Reject::new(RejectCode::KernelImageMissing, "block-scaled FP4 kernels in cuBLASLt", "none");
     let facts = LibraryFacts {
         path: "libNVFP4.so".into(),
         version: "1.0.0".into(),
         cpu_isa: vec!["avx512vnni".into(), "avx2".into(), "portable".into()],
-        cuda_native: images.iter().copied().filter(|c| c.0 >= 10).collect(),
+        cuda_native: images.iter().copied().filter(|c| c.0 >= 10 && !is_old).collect(),
+        cuda_native_refused: if is_old { vec![none] } else { Vec::new() },
         cuda_images: images,
-        cuda_refused: None,
+        ..LibraryFacts::default()
     };
     let kernel = match library {
         Library::Absent => Candidate::Dead {
             name: "nvfp4-kernel".into(),
             reasons: vec![Reject::new(RejectCode::LibraryMissing, "libNVFP4.so", "no such file")],
         },
-        Library::CpuOnly | Library::Cuda => {
+        Library::CpuOnly | Library::Cuda | Library::CudaOld => {
             env.libraries.insert("nvfp4-kernel".into(), facts.clone());
             Candidate::Live(Nvfp4Kernel::with_facts(facts))
         }

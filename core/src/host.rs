@@ -1,4 +1,5 @@
 //! Facts about the machine, collected once and then frozen: selection looks at these and at nothing else.
+use crate::Reject;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -37,6 +38,9 @@ pub struct LibraryFacts {
     pub cuda_native: Vec<(u32, u32)>,
     /// Why it cannot use a device that is there.
     pub cuda_refused: Option<String>,
+    /// Why it cannot use the FP4 tensor cores of a device that has them; empty where it can, or where there are none.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub cuda_native_refused: Vec<Reject>,
 }
 
 /// The machine.

@@ -15,6 +15,18 @@ pub struct Source {
     pub text: &'static str,
 }
 
+impl Source {
+    /// Machine code for `arch` (e.g. `sm_90a`), which need not be here; only NVRTC must.
+    pub fn compile(&self, arch: &str, options: &[&str]) -> Result<Vec<u8>> {
+        if let Found::No(why) = &libraries().nvrtc {
+            return Err(Error::new(Code::BackendFailed, format!("kernels `{}` for {arch}", self.name))
+                .need("NVRTC")
+                .have(why.clone()));
+        }
+        compile(self, arch, options)
+    }
+}
+
 /// Machine code of a source.
 pub(crate) struct Image {
     pub bytes: Vec<u8>,

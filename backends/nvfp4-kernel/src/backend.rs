@@ -202,6 +202,8 @@ fn cuda(library: &Library, ctx: &Ctx, facts: &mut LibraryFacts) -> ProbeItem {
                 facts.cuda_images.push(info.capability);
                 if info.paths & 1 << abi::PATH_NATIVE != 0 {
                     facts.cuda_native.push(info.capability);
+                } else if probe::BLACKWELL.contains(&info.capability) {
+                    facts.cuda_native_refused = library.table.native_refusals(ctx);
                 }
             } else {
                 let need = format!("sm_{}{} kernels in libNVFP4", info.capability.0, info.capability.1);

@@ -14,9 +14,11 @@ pub const BLACKWELL: [(u32, u32); 4] = [(10, 0), (10, 3), (12, 0), (12, 1)];
 /// Oldest capability the fused kernels are written for: bf16 `mma` and asynchronous copies.
 const FUSED_SINCE: (u32, u32) = (8, 0);
 
-/// Paths a library with these facts is offered for.
+/// Paths a library with these facts is offered for. The native one also where the device has what it takes and something else is
+/// missing, so that the reason is listed.
 pub fn paths(facts: &LibraryFacts) -> Vec<ExecPath> {
-    let native = facts.cuda_native.iter().any(|c| BLACKWELL.contains(c));
+    let native =
+        facts.cuda_native.iter().any(|c| BLACKWELL.contains(c)) || !facts.cuda_native_refused.is_empty();
     native.then_some(ExecPath::NativeKernel).into_iter().chain([ExecPath::FusedDequant]).collect()
 }
 
@@ -107,8 +109,14 @@ fn place(device: Device, path: ExecPath, env: &HostEnv, no: &mut impl FnMut(Reje
                 }
                 let is_native = facts.is_some_and(|f| f.cuda_native.contains(&gpu.capability));
                 if path == ExecPath::NativeKernel && BLACKWELL.contains(&gpu.capability) && !is_native {
-                    let need = format!("FP4 tensor core products for {} in libNVFP4", gpu.arch());
-                    no(RejectCode::KernelImageMissing, &need, "none".into());
+                    let why = facts.map_or(&[][..], |f| &f.cuda_native_refused);
+                    for r in why {
+                        no(r.code, &r.need, r.have.to_string());
+                    }
+                    if why.is_empty() {
+                        let need = format!("FP4 tensor core products for {} in libNVFP4", gpu.arch());
+                        no(RejectCode::KernelImageMissing, &need, "none".into());
+                    }
                 } else if let Some(have) = facts.and_then(|f| missing_image(f, gpu)) {
                     no(RejectCode::KernelImageMissing, &format!("{} kernels in libNVFP4", gpu.arch()), have);
                 }
@@ -302,6 +310,20 @@ mod tests {
         assert_eq!(paths(&facts(&[(9, 0), (12, 1)])), BOTH);
         let without = LibraryFacts { cuda_native: Vec::new(), ..facts(&[(12, 1)]) };
         assert_eq!(paths(&without), [ExecPath::FusedDequant]);
+    }
+
+    #[test]
+    fn what_the_library_says_of_fp4_tensor_cores_is_listed() {
+        let mut env = machine(Some((12, 0)), &[(12, 0)]);
+        let facts = env.libraries.get_mut(NAME).expect("facts");
+        facts.cuda_native.clear();
+        let why =
+            Reject::new(RejectCode::LibraryMissing, "cuBLASLt 12.8 or newer", "libcublasLt.so not found");
+        facts.cuda_native_refused = vec![why.clone()];
+        assert_eq!(paths(facts), BOTH);
+        let s = spec(Device::Cuda(0), W4A4);
+        assert_eq!(verdict(&s, ExecPath::NativeKernel, &env), Err(vec![why]));
+        assert_eq!(verdict(&s, ExecPath::FusedDequant, &env), Ok(()));
     }
 
     #[test]

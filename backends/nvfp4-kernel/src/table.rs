@@ -151,6 +151,46 @@ impl Table {
         })
     }
 
+    /// Every reason why a context takes no weight on the native path; what it is asked about has nothing else to refuse.
+    pub fn native_refusals(&self, ctx: &Ctx) -> Vec<Reject> {
+        let segment = abi::Segment {
+            struct_size: size_of::<abi::Segment>(),
+            rows: 128,
+            codes: ptr::null(),
+            codes_bytes: 0,
+            scales: ptr::null(),
+            scales_bytes: 0,
+            global_scale: 0.0,
+            global_convention: abi::CONVENTION_NONE,
+            scale_layout: abi::SCALE_ROW_MAJOR,
+            reserved: 0,
+        };
+        let desc = abi::WeightDesc {
+            struct_size: size_of::<abi::WeightDesc>(),
+            n: 128,
+            k: 256,
+            segments: &raw const segment,
+            n_segments: 1,
+            path: abi::PATH_NATIVE,
+            activations: abi::ACT_NVFP4,
+            x_dtype: abi::BF16,
+            y_dtype: abi::BF16,
+            act_rule: abi::RULE_MODELOPT,
+            act_global_kind: abi::GLOBAL_NONE,
+            act_global: 0.0,
+            act_global_convention: abi::CONVENTION_NONE,
+            max_m: 1,
+            reserved: 0,
+        };
+        let mut reasons = Vec::<Reject>::new();
+        let user = (&raw mut reasons).cast();
+        if let Some(call) = self.api.can_prepare {
+            // SAFETY: a live context, a description whose segment lives, and `collect` fits `user`.
+            unsafe { call(ctx.ctx, &desc, Some(collect), user, ptr::null_mut()) };
+        }
+        reasons
+    }
+
     /// Repacks a weight.
     ///
     /// # Safety

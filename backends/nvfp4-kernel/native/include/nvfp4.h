@@ -98,7 +98,7 @@ typedef struct nvfp4_error {
 
 /* Receives one reason; the texts live until it returns.  Stable codes: "invalid-argument", "shape-unsupported",
  * "path-unsupported", "activations-unsupported", "device-absent", "device-arch", "driver-too-old",
- * "kernel-image-missing". */
+ * "kernel-image-missing", "library-missing" (cuBLASLt, for the native path). */
 typedef void (*nvfp4_reason_fn)(void *user, const char *code, const char *need, const char *have);
 
 enum { NVFP4_CTX_MANAGED = 1 }; /* CUDA: weights in managed memory, prefetched to the device (since 1.1) */

@@ -65,7 +65,7 @@ impl From<q4_core::Error> for Fail {
 }
 
 /// One reason why a description cannot be served.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Finding {
     /// Stable code, as in the header.
     pub code: &'static str,

@@ -18,6 +18,8 @@ pub enum Weight {
     Cpu(weight::Weight),
     /// In device memory.
     Cuda(cuda::Weight),
+    /// The same, for FP4 tensor cores. A type of its own: it can run nothing else.
+    Native(cuda::fp4::Weight),
 }
 
 impl Context {
@@ -57,11 +59,14 @@ impl Context {
         unsafe { ctx.cast::<Self>().as_ref() }.ok_or_else(|| Fail::invalid("ctx", "a pointer", "NULL"))
     }
 
-    /// What messages call it.
-    pub fn name(&self) -> String {
+    /// Why there is no native path, if so: for a weight of `[n, k]` and calls of up to `max_m` rows where they are given.
+    pub fn refuse_native(&self, shape: Option<[usize; 3]>) -> Option<Finding> {
         match self {
-            Self::Cpu(_) => "cpu".into(),
-            Self::Cuda(e) => e.gpu.arch(),
+            Self::Cpu(_) => Some(cuda::fp4::no_tensor_cores("cpu")),
+            Self::Cuda(e) => match &e.native {
+                Ok(native) => native.refuse(shape?),
+                Err(why) => Some(why.clone()),
+            },
         }
     }
 
@@ -74,7 +79,8 @@ impl Context {
         unsafe {
             match self {
                 Self::Cpu(c) => plan.build(c, exec).map(Weight::Cpu),
-                Self::Cuda(e) => cuda::prepare(e, plan, exec).map(Weight::Cuda),
+                Self::Cuda(e) if plan.is_native => cuda::fp4::prepare(e, &plan, exec).map(Weight::Native),
+                Self::Cuda(e) => cuda::prepare(e, &plan, exec).map(Weight::Cuda),
             }
         }
     }
@@ -95,6 +101,7 @@ impl Weight {
         match self {
             Self::Cpu(w) => (w.n, w.k, w.x, w.y),
             Self::Cuda(w) => (w.n, w.k, w.x, w.y),
+            Self::Native(w) => (w.n, w.k, w.x, w.y),
         }
     }
 
@@ -103,6 +110,7 @@ impl Weight {
         match self {
             Self::Cpu(w) => w.bytes(),
             Self::Cuda(w) => w.bytes(),
+            Self::Native(w) => w.bytes(),
         }
     }
 
@@ -111,6 +119,7 @@ impl Weight {
         match self {
             Self::Cpu(w) => forward::workspace(w, m),
             Self::Cuda(w) => cuda::workspace(w, m),
+            Self::Native(w) => cuda::fp4::workspace(w, m),
         }
         .unwrap_or(u64::MAX)
     }
@@ -134,6 +143,7 @@ impl Weight {
             match self {
                 Self::Cpu(w) => forward::forward(w, x, y, exec),
                 Self::Cuda(w) => cuda::forward(w, x, cuda::Fuse::default(), y, exec),
+                Self::Native(w) => cuda::fp4::forward(w, x, y, exec),
             }
         }
     }
@@ -180,7 +190,7 @@ impl Weight {
                 _ => {
                     let limit = Finding::limit(
                         "path-unsupported",
-                        "no fusion on the CPU",
+                        "no fusion on the CPU or the native path",
                         format!("parts {}", f.parts),
                     );
                     Err(vec![limit].into())
@@ -199,6 +209,7 @@ impl Weight {
             match self {
                 Self::Cpu(w) => backward::backward_input(w, dy, dx, exec),
                 Self::Cuda(w) => cuda::backward_input(w, dy, dx, exec),
+                Self::Native(w) => cuda::fp4::backward_input(w, dy, dx, exec),
             }
         }
     }
@@ -213,6 +224,7 @@ impl Weight {
             match self {
                 Self::Cpu(w) => backward::dequantize(w, out, exec),
                 Self::Cuda(w) => cuda::dequantize(w, out, exec),
+                Self::Native(w) => cuda::fp4::dequantize(w, out, exec),
             }
         }
     }

@@ -97,14 +97,15 @@ entries! {
         }
     }
     fn can_prepare(c: *mut abi::Ctx, desc: *const abi::WeightDesc, sink: Option<abi::ReasonFn>, user: *mut c_void) {
-        let device = Context::of(c)?.name();
-        prepare::Plan::read(desc, &device).map(drop).map_err(|all| Sink(sink, user).report(all))
+        let c = Context::of(c)?;
+        let plan = prepare::Plan::read(desc, |shape| c.refuse_native(shape));
+        plan.map(drop).map_err(|all| Sink(sink, user).report(all))
     }
     fn prepare_weight(
         c: *mut abi::Ctx, desc: *const abi::WeightDesc, exec: *const abi::Exec, out: *mut *mut abi::Weight
     ) {
         let (c, out) = (Context::of(c)?, output(out)?);
-        let w = c.prepare(prepare::Plan::read(desc, &c.name())?, &Exec::read(exec)?)?;
+        let w = c.prepare(prepare::Plan::read(desc, |shape| c.refuse_native(shape))?, &Exec::read(exec)?)?;
         *out = Box::into_raw(Box::new(w)).cast();
         Ok(())
     }

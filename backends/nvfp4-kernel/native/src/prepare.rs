@@ -28,6 +28,8 @@ pub struct Plan {
     pub y: DType,
     /// Rows of the largest call.
     pub max_m: usize,
+    /// For FP4 tensor cores.
+    pub is_native: bool,
 }
 
 /// One checked row segment, borrowed from the caller.
@@ -53,11 +55,15 @@ unsafe impl Send for Part {}
 unsafe impl Sync for Part {}
 
 impl Plan {
-    /// Everything that is wrong with `desc` for a device called `device`, or the plan.
+    /// Everything that is wrong with `desc`, or the plan. `refuse_native` says why there is no native path: for a weight of
+    /// `[n, k]` and calls of so many rows, or, where the description makes no sense, at all.
     ///
     /// # Safety
     /// `desc` and its segments are NULL or size-prefixed structs; `n_segments` of them exist.
-    pub unsafe fn read(desc: *const abi::WeightDesc, device: &str) -> Result<Self, Vec<Finding>> {
+    pub unsafe fn read(
+        desc: *const abi::WeightDesc,
+        refuse_native: impl FnOnce(Option<[usize; 3]>) -> Option<Finding>,
+    ) -> Result<Self, Vec<Finding>> {
         // SAFETY: forwarded.
         let d = unsafe { read(desc, "weight_desc") }
             .map_err(|f| vec![Finding::mistake("a weight_desc", f.text)])?;
@@ -68,7 +74,8 @@ impl Plan {
         match d.path {
             abi::PATH_FUSED_DEQUANT => {}
             abi::PATH_NATIVE => {
-                all.push(Finding::limit("device-arch", "FP4 tensor cores for the native path", device));
+                let shape = all.is_empty().then_some([n, k, d.max_m as usize]);
+                all.extend(refuse_native(shape));
             }
             abi::PATH_DEQUANT_MATMUL => {
                 all.push(Finding::limit("path-unsupported", "path 2 (fused dequant)", "3 (dequant matmul)"));
@@ -83,13 +90,18 @@ impl Plan {
         };
         let (x, y) = (io("x_dtype", d.x_dtype), io("y_dtype", d.y_dtype));
         let activations = activations(&d, &mut all);
+        let is_native = d.path == abi::PATH_NATIVE;
+        if is_native && !matches!(activations, Activations::Nvfp4(_)) {
+            let need = "activations 3 (nvfp4) on the native path";
+            all.push(Finding::limit("activations-unsupported", need, d.activations.to_string()));
+        }
         if d.reserved != 0 {
             all.push(Finding::mistake("reserved = 0", d.reserved.to_string()));
         }
         if !all.is_empty() {
             return Err(all);
         }
-        Ok(Self { n, k, parts, activations, x, y, max_m: d.max_m as usize })
+        Ok(Self { n, k, parts, activations, x, y, max_m: d.max_m as usize, is_native })
     }
 
     /// Fails unless every segment has codes and scales.

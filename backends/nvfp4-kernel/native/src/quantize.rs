@@ -163,7 +163,7 @@ pub unsafe fn scaled_mm(
         reserved: 0,
     };
     // SAFETY: forwarded; one segment exists.
-    let plan = unsafe { Plan::read(&desc, &ctx.name()) }?;
+    let plan = unsafe { Plan::read(&desc, |shape| ctx.refuse_native(shape)) }?;
     let mut all = Vec::new();
     let a = Part::new(&a_raw, "a", k as usize, &mut all);
     if !a.has_bytes() {

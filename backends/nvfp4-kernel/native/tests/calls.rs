@@ -198,10 +198,11 @@ fn can_prepare_gives_every_reason_and_agrees_with_prepare() {
         "x_dtype",
         "y_dtype",
         "act_rule",
+        "3 (nvfp4) on the native path",
     ] {
         assert_eq!(all.iter().filter(|r| r.contains(part)).count(), 1, "{part} in {all:#?}");
     }
-    assert_eq!(all.len(), 9, "{all:#?}");
+    assert_eq!(all.len(), 10, "{all:#?}");
     assert_eq!(Weight::new(&ctx, &bad).err(), outcome.err(), "prepare refuses with the same words");
 
     let limits = abi::WeightDesc { k: 40, path: abi::PATH_DEQUANT_MATMUL, segments: unread.as_ptr(), ..good };

@@ -1,5 +1,5 @@
 //! What training and inspection need of a weight on a device.
-use super::{Weight, shaped};
+use super::Weight;
 use crate::call::{Exec, Mat, Outcome};
 use crate::weight::check_shape;
 
@@ -11,7 +11,7 @@ pub unsafe fn backward_input(w: &Weight, dy: Mat, dx: Mat, exec: &Exec) -> Outco
     check_shape([w.max_m, dy.rows, dx.rows], ["dy", "dx"])?;
     // SAFETY: forwarded.
     unsafe { w.engine.simple.backward(w, &dy, &dx, exec.stream()) }
-        .map_err(|e| shaped(e, "gradient", dy.rows, w))
+        .map_err(|e| w.shaped(e, "gradient", dy.rows))
 }
 
 /// The whole matrix.
@@ -20,5 +20,5 @@ pub unsafe fn backward_input(w: &Weight, dy: Mat, dx: Mat, exec: &Exec) -> Outco
 /// The matrix is device memory.
 pub unsafe fn dequantize(w: &Weight, out: Mat, exec: &Exec) -> Outcome {
     // SAFETY: forwarded.
-    unsafe { w.engine.simple.dequantize(w, &out, exec.stream()) }.map_err(|e| shaped(e, "decoding", w.n, w))
+    unsafe { w.engine.simple.dequantize(w, &out, exec.stream()) }.map_err(|e| w.shaped(e, "decoding", w.n))
 }

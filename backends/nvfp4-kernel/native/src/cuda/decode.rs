@@ -8,7 +8,7 @@ use q4_core::{ActGlobal, Activations, Code, DType, Error, FuseSet, Result};
 use q4_cuda::{Gpu, Kernel, Launch, Source, args};
 use std::sync::{Arc, OnceLock};
 
-const SOURCE: Source = Source {
+pub(super) const SOURCE: Source = Source {
     name: "nvfp4-gemv",
     text: concat!(include_str!("../../cuda/gemv.cu"), include_str!("../../cuda/row.cu")),
 };
@@ -237,7 +237,7 @@ impl Kernels {
 }
 
 /// What the compiler is told for a family.
-fn options(family: usize) -> [String; 3] {
+pub(super) fn options(family: usize) -> [String; 3] {
     [format!("-DQ4_STAGES={STAGES}"), format!("-DQ4_STAGES_FEW={STAGES}"), format!("-DQ4_FAMILY={family}")]
 }
 

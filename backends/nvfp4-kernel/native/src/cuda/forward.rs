@@ -1,6 +1,6 @@
 //! The product on a device: the fast kernels that take a call, in order, then the plain ones, which take all without a fusion.
+use super::Weight;
 use super::simple::{self, Quantised, Stored};
-use super::{Weight, shaped};
 use crate::call::{Exec, Fail, Mat, Outcome};
 use crate::weight::check_shape;
 use q4_core::{ActGlobal, Activations, Code, DType, Error, FuseSet, Result};
@@ -111,7 +111,7 @@ pub unsafe fn forward(w: &Weight, x: Mat, fuse: Fuse, y: Mat, exec: &Exec) -> Ou
             .need("a combination that fuses() agrees to")
             .have(format!("parts {:#05b}", set.0))),
     };
-    outcome.map_err(|e| shaped(e, "product", m, w))
+    outcome.map_err(|e| w.shaped(e, "product", m))
 }
 
 /// The plain kernels.

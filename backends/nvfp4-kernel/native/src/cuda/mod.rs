@@ -3,6 +3,7 @@
 mod backward;
 mod decode;
 mod forward;
+pub mod fp4;
 #[cfg(test)]
 mod layout;
 mod managed;
@@ -36,6 +37,8 @@ pub struct Engine {
     pub simple: simple::Kernels,
     /// Kernels for some calls, the better ones first.
     pub fast: Vec<Box<dyn Fast>>,
+    /// FP4 tensor cores, or why there is no using them.
+    pub native: Result<fp4::Native, Finding>,
     /// Weights go to managed memory.
     pub is_managed: bool,
     staging: Mutex<Option<Staging>>,
@@ -61,11 +64,14 @@ impl Engine {
         let gpu = Gpu::open(device.ordinal)
             .map_err(|e| one("device-absent", "a usable CUDA device", e.to_string()))?;
         // Those that are not on disk yet compile side by side.
-        let (simple, decode, prefill) = std::thread::scope(|scope| {
+        let (simple, decode, prefill, native) = std::thread::scope(|scope| {
             let decode = scope.spawn(|| decode::Kernels::load(&gpu));
             let prefill = scope.spawn(|| prefill::Kernels::load(&gpu));
+            let native = scope.spawn(|| fp4::Native::open(&gpu));
             let simple = simple::Kernels::load(&gpu);
-            (simple, joined(decode), joined(prefill))
+            let ended =
+                |_| Err(Finding::limit("kernel-image-missing", "FP4 products", "opening them panicked"));
+            (simple, joined(decode), joined(prefill), native.join().unwrap_or_else(ended))
         });
         let missing = |e: q4_core::Error| {
             let code = match e.to_string() {
@@ -83,7 +89,7 @@ impl Engine {
         if let Some(k) = prefill.map_err(missing)? {
             fast.push(Box::new(k));
         }
-        Ok(Arc::new(Self { gpu, simple, fast, is_managed, staging: Mutex::new(None) }))
+        Ok(Arc::new(Self { gpu, simple, fast, native, is_managed, staging: Mutex::new(None) }))
     }
 
     /// Fills in what the context can do.
@@ -101,7 +107,7 @@ impl Engine {
             device_type: abi::DEVICE_CUDA,
             cc_major: self.gpu.capability.0 as i32,
             cc_minor: self.gpu.capability.1 as i32,
-            paths: 1 << abi::PATH_FUSED_DEQUANT,
+            paths: 1 << abi::PATH_FUSED_DEQUANT | u32::from(self.native.is_ok()) << abi::PATH_NATIVE,
             activations: 1 << abi::ACT_NATIVE | 1 << abi::ACT_INT8 | 1 << abi::ACT_NVFP4,
             has_native_image: 1,
             isa: fixed(&self.gpu.arch()),
@@ -131,10 +137,9 @@ fn parts(e: &q4_core::Error) -> String {
 }
 
 /// Puts the shape of a call into its failure.
-fn shaped(e: q4_core::Error, what: &str, m: usize, w: &Weight) -> Fail {
+fn shaped(e: q4_core::Error, what: &str, m: usize, [n, k]: [usize; 2], gpu: &Gpu) -> Fail {
     let out_of_memory = e.code() == Code::OutOfMemory;
-    let e = e.within(format!("{what} of [{m}, {}] by [{}, {}] on {}", w.k, w.n, w.k, w.engine.gpu.device()));
-    let mut fail = Fail::from(e);
+    let mut fail = Fail::from(e.within(format!("{what} of [{m}, {k}] by [{n}, {k}] on {}", gpu.device())));
     if out_of_memory {
         fail.status = abi::E_NOMEM;
     }

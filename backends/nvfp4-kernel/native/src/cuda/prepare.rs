@@ -20,13 +20,24 @@ const UNIT: usize = 1152;
 ///
 /// # Safety
 /// The segments' bytes are readable.
-pub unsafe fn prepare(engine: &Arc<Engine>, plan: Plan, exec: &Exec) -> Outcome<Weight> {
-    plan.require_bytes()?;
-    let what = format!("prepare of [{}, {}]", plan.n, plan.k);
+pub unsafe fn prepare(engine: &Arc<Engine>, plan: &Plan, exec: &Exec) -> Outcome<Weight> {
     // SAFETY: forwarded.
-    let built = unsafe { build(engine, &plan, exec) };
-    let (weight, bad) =
-        built.map_err(|e| Fail::from(e.within(format!("{what} on {}", engine.gpu.device()))))?;
+    let built = unsafe { build(engine, plan, exec) };
+    // SAFETY: forwarded.
+    unsafe { finished(engine, plan, built) }
+}
+
+/// A weight that was built, unless one of its scales is none.
+///
+/// # Safety
+/// The segments' bytes are readable.
+pub(super) unsafe fn finished<W>(
+    engine: &Engine,
+    plan: &Plan,
+    built: Result<(W, Option<(usize, usize)>)>,
+) -> Outcome<W> {
+    let what = format!("prepare of [{}, {}] on {}", plan.n, plan.k, engine.gpu.device());
+    let (weight, bad) = built.map_err(|e| Fail::from(e.within(what)))?;
     match bad {
         None => Ok(weight),
         Some((segment, at)) => {
@@ -63,38 +74,10 @@ unsafe fn build(engine: &Arc<Engine>, plan: &Plan, exec: &Exec) -> Result<(Weigh
     memory.upload(gpu, groups_at, &groups.iter().flat_map(|g| g.to_ne_bytes()).collect::<Vec<_>>())?;
     memory.upload(gpu, spans_at, DeviceSpan::bytes(&table))?;
 
-    let mut staging = engine.staging.lock().unwrap_or_else(|e| e.into_inner());
-    let staging = match &mut *staging {
-        Some(s) => s,
-        none => none.insert(Staging::new(gpu)?),
+    // SAFETY: forwarded; the memory has the size of the layout.
+    let bad_scale = unsafe {
+        stream(engine, plan, ROWS, exec, |raw, first| engine.simple.pack(raw, first, 2 * units, base, base))?
     };
-    let pieces = pieces(&plan.parts);
-    let largest = pieces.iter().map(|p| p.code_bytes().next_multiple_of(256) + p.scale_bytes()).max();
-    let bad_bytes = (8 * pieces.len()).next_multiple_of(256);
-    let bad = staging.raw(bad_bytes + largest.unwrap_or(0))?;
-    let codes = bad + bad_bytes as u64;
-    // SAFETY: the caller's bytes are readable, and the device's large enough. One queue: a piece is packed before the next
-    // one takes its place.
-    let found = unsafe {
-        engine.simple.set_largest(bad, pieces.len())?;
-        for (i, p) in pieces.iter().enumerate() {
-            let scales = codes + p.code_bytes().next_multiple_of(256) as u64;
-            staging.copy(p.codes(), p.code_bytes(), codes, exec)?;
-            staging.copy(p.scales(), p.scale_bytes(), scales, exec)?;
-            let source = Raw {
-                codes,
-                scales,
-                is_tiled: p.part.is_tiled,
-                rows: p.rows.len(),
-                groups: p.part.groups,
-                bad: bad + 8 * i as u64,
-            };
-            engine.simple.pack(&source, p.first, 2 * units, base, base)?;
-        }
-        engine.simple.get_words(bad, pieces.len())? // waits
-    };
-    let bad_scale = pieces.iter().zip(found).find(|(_, bad)| *bad != u64::MAX);
-    let bad_scale = bad_scale.map(|(p, bad)| (p.segment, p.rows.start * p.part.groups + bad as usize));
     let weight = Weight {
         engine: engine.clone(),
         memory,
@@ -115,6 +98,52 @@ unsafe fn build(engine: &Arc<Engine>, plan: &Plan, exec: &Exec) -> Result<(Weigh
     Ok((weight, bad_scale))
 }
 
+/// Brings all segments to the device, piece by piece, where `pack` takes each with the number of rows before it; segments are
+/// padded to `pad` rows there. Returns segment and block of the first scale that is none; waits.
+///
+/// # Safety
+/// The segments' bytes are readable.
+pub(super) unsafe fn stream(
+    engine: &Engine,
+    plan: &Plan,
+    pad: usize,
+    exec: &Exec,
+    mut pack: impl FnMut(&Raw, usize) -> Result<()>,
+) -> Result<Option<(usize, usize)>> {
+    let mut staging = engine.staging.lock().unwrap_or_else(|e| e.into_inner());
+    let staging = match &mut *staging {
+        Some(s) => s,
+        none => none.insert(Staging::new(&engine.gpu)?),
+    };
+    let pieces = pieces(&plan.parts, pad);
+    let largest = pieces.iter().map(|p| p.code_bytes().next_multiple_of(256) + p.scale_bytes()).max();
+    let bad_bytes = (8 * pieces.len()).next_multiple_of(256);
+    let bad = staging.raw(bad_bytes + largest.unwrap_or(0))?;
+    let codes = bad + bad_bytes as u64;
+    // SAFETY: the caller's bytes are readable, and the device's large enough. One queue: a piece is packed before the next
+    // one takes its place.
+    let found = unsafe {
+        engine.simple.set_largest(bad, pieces.len())?;
+        for (i, p) in pieces.iter().enumerate() {
+            let scales = codes + p.code_bytes().next_multiple_of(256) as u64;
+            staging.copy(p.codes(), p.code_bytes(), codes, exec)?;
+            staging.copy(p.scales(), p.scale_bytes(), scales, exec)?;
+            let source = Raw {
+                codes,
+                scales,
+                is_tiled: p.part.is_tiled,
+                rows: p.rows.len(),
+                groups: p.part.groups,
+                bad: bad + 8 * i as u64,
+            };
+            pack(&source, p.first)?;
+        }
+        engine.simple.get_words(bad, pieces.len())? // waits
+    };
+    let bad = pieces.iter().zip(found).find(|(_, bad)| *bad != u64::MAX);
+    Ok(bad.map(|(p, bad)| (p.segment, p.rows.start * p.part.groups + bad as usize)))
+}
+
 /// Raw bytes of a piece, about: as many as one half of the pinned memory holds.
 const PIECE: usize = 16 << 20;
 
@@ -123,12 +152,12 @@ struct Piece<'a> {
     part: &'a Part,
     segment: usize,
     rows: Range<usize>,
-    /// Padded row of the first.
+    /// Rows before the first, padding included.
     first: usize,
 }
 
-/// Pieces of whole scale tiles, top to bottom.
-fn pieces(parts: &[Part]) -> Vec<Piece<'_>> {
+/// Pieces of whole scale tiles, top to bottom; segments are padded to `pad` rows.
+fn pieces(parts: &[Part], pad: usize) -> Vec<Piece<'_>> {
     let tile = swizzle::TILE_ROWS;
     let (mut all, mut first) = (Vec::new(), 0);
     for (segment, part) in parts.iter().enumerate() {
@@ -139,7 +168,7 @@ fn pieces(parts: &[Part]) -> Vec<Piece<'_>> {
             rows: at..part.rows.min(at + rows),
             first: first + at,
         }));
-        first += part.rows.next_multiple_of(ROWS);
+        first += part.rows.next_multiple_of(pad);
     }
     all
 }
@@ -180,7 +209,8 @@ unsafe fn scale_byte(p: &Part, row: usize, group: usize) -> u8 {
 }
 
 impl DeviceSpan {
-    fn new(end: usize, skip: usize, global: Option<GlobalScale>) -> Self {
+    /// Up to row `end`, behind `skip` rows of padding.
+    pub fn new(end: usize, skip: usize, global: Option<GlobalScale>) -> Self {
         let convention = match global.map(GlobalScale::convention) {
             None => 0,
             Some(Convention::Multiply) => 1,

@@ -61,7 +61,7 @@ pub unsafe fn quantize(
 pub unsafe fn scaled_mm(engine: &Arc<Engine>, a: &Part, plan: Plan, y: &Mat, exec: &Exec) -> Outcome {
     let rename = |f: Fail| Fail { text: f.text.replacen("segment 0", "b", 1), ..f };
     // SAFETY: forwarded.
-    let w = unsafe { prepare::prepare(engine, plan, exec) }.map_err(rename)?;
+    let w = unsafe { prepare::prepare(engine, &plan, exec) }.map_err(rename)?;
     let m = a.rows;
     let code_bytes = m * a.groups * 8;
     let [q_at, steps_at, codes_at, scales_at, end] = {

@@ -6,7 +6,7 @@ use q4_cuda::{Gpu, Kernel, Launch, Matrix, RowKernels, Source, args, check, driv
 pub use q4_cuda::{Stored, convention, number as dtype, rule};
 use std::sync::Arc;
 
-const SOURCE: Source = Source {
+pub(super) const SOURCE: Source = Source {
     name: "nvfp4-simple",
     text: concat!(
         include_str!("../../cuda/layout.cu"),

@@ -1,8 +1,9 @@
 //! A packed weight on a device.
 use super::Engine;
 use super::memory::Memory;
+use crate::call::Fail;
 use crate::weight::Span;
-use q4_core::{Activations, DType};
+use q4_core::{Activations, DType, Error};
 use std::sync::Arc;
 
 /// What a CUDA `nvfp4_weight` points to. The layout is that of `cuda/layout.cu`.
@@ -44,6 +45,10 @@ impl Weight {
     /// No padding between segments: row r of the matrix is padded row r.
     pub fn is_plain(&self) -> bool {
         self.spans.split_last().is_none_or(|(_, rest)| rest.iter().all(|s| s.end % 16 == 0))
+    }
+    /// Puts the shape of a call into its failure.
+    pub(super) fn shaped(&self, e: Error, what: &str, m: usize) -> Fail {
+        super::shaped(e, what, m, [self.n, self.k], &self.engine.gpu)
     }
     /// Memory it keeps on the device.
     pub fn bytes(&self) -> u64 {
