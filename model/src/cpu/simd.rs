@@ -231,7 +231,10 @@ multiversion! {
                 acc[l] = larger(acc[l], c[l].widen());
             }
         }
-        rest.iter().map(|v| v.widen()).chain(acc).fold(f32::NEG_INFINITY, larger)
+        for (a, v) in acc.iter_mut().zip(rest) {
+            *a = larger(*a, v.widen());
+        }
+        tree(&acc, larger)
     }
 }
 
@@ -280,18 +283,21 @@ multiversion! {
         let max = max.widen();
         let mut acc = [0f32; LANES];
         let (chunks, rest) = x.as_chunks_mut::<LANES>();
-        for c in chunks {
+        let mut add = |c: &mut [f32; LANES]| {
             for l in 0..LANES {
-                c[l] = exp(c[l] - max);
+                c[l] = exp::<FMA>(c[l] - max);
                 acc[l] += c[l];
             }
+        };
+        chunks.iter_mut().for_each(&mut add);
+        if !rest.is_empty() {
+            // A whole vector of what is left and of what adds nothing.
+            let mut last = [f32::NEG_INFINITY; LANES];
+            last[..rest.len()].copy_from_slice(rest);
+            add(&mut last);
+            rest.copy_from_slice(&last[..rest.len()]);
         }
-        let mut tail = 0.0;
-        for v in rest {
-            *v = exp(*v - max);
-            tail += *v;
-        }
-        sum(&acc) + tail
+        sum(&acc)
     }
 }
 
@@ -300,7 +306,7 @@ multiversion! {
     pub fn silu_mul<T: Widen>(gate: &[T], up: &[f32], out: &mut [f32]) {
         for ((o, g), u) in out.iter_mut().zip(gate).zip(up) {
             let g = g.widen();
-            *o = g / (1.0 + exp(-g)) * u;
+            *o = g / (1.0 + exp::<FMA>(-g)) * u;
         }
     }
 }
@@ -322,11 +328,17 @@ multiversion! {
 
 #[inline(always)]
 fn sum(acc: &[f32; LANES]) -> f32 {
+    tree(acc, |a, b| a + b)
+}
+
+/// Halves combined lane by lane until one lane is left.
+#[inline(always)]
+fn tree(acc: &[f32; LANES], combine: impl Fn(f32, f32) -> f32) -> f32 {
     let mut a = *acc;
     let mut n = LANES / 2;
     while n > 0 {
         for l in 0..n {
-            a[l] += a[l + n];
+            a[l] = combine(a[l], a[l + n]);
         }
         n /= 2;
     }
@@ -342,20 +354,14 @@ fn fma<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
 /// `e^x` within 2 units in the last place; 0 below -87, infinity above 88.7, NaN kept.
 /// Cody-Waite reduction by ln 2 in two parts, then a degree-6 Taylor polynomial on [-ln2/2, ln2/2].
 #[inline(always)]
-pub fn exp(x: f32) -> f32 {
+fn exp<const FMA: bool>(x: f32) -> f32 {
     const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23: adding it rounds, and leaves the integer in the low bits
     let clamped = x.clamp(-87.3, 88.8);
-    let shifted = clamped * std::f32::consts::LOG2_E + ROUND;
+    let shifted = fma::<FMA>(clamped, std::f32::consts::LOG2_E, ROUND);
     let n = shifted - ROUND;
-    let r = (clamped - n * 0.693_359_4) + n * 2.121_944_4e-4;
-    let p = 1.0 / 5040.0;
-    let p = p * r + 1.0 / 720.0;
-    let p = p * r + 1.0 / 120.0;
-    let p = p * r + 1.0 / 24.0;
-    let p = p * r + 1.0 / 6.0;
-    let p = p * r + 0.5;
-    let p = p * r + 1.0;
-    let p = p * r + 1.0;
+    let r = fma::<FMA>(n, 2.121_944_4e-4, fma::<FMA>(n, -0.693_359_4, clamped));
+    let factorials = [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0];
+    let p = factorials.into_iter().fold(1.0 / 5040.0, |p, f| fma::<FMA>(p, r, f));
     // 2^n in two factors, so that n = 128 does not overflow the exponent field. No conversion of a float: a cast that
     // saturates keeps a compiler from using vectors.
     let n = shifted.to_bits().wrapping_sub(ROUND.to_bits()) as i32;
@@ -376,12 +382,29 @@ mod tests {
         for i in -87_000..88_700 {
             let x = i as f32 / 1000.0;
             let exact = f64::from(x).exp();
-            worst = worst.max((f64::from(exp(x)) - exact).abs() / exact);
+            for got in [exp::<false>(x), exp::<true>(x)] {
+                worst = worst.max((f64::from(got) - exact).abs() / exact);
+            }
         }
         assert!(worst < 2.5 * f64::from(f32::EPSILON), "{worst:e}");
-        assert_eq!(exp(-200.0), 0.0);
-        assert!(exp(f32::NAN).is_nan());
-        assert_eq!(exp(0.0), 1.0);
+        for exp in [exp::<false>, exp::<true>] {
+            assert_eq!(exp(-200.0), 0.0);
+            assert_eq!(exp(f32::NEG_INFINITY), 0.0);
+            assert!(exp(f32::NAN).is_nan());
+            assert_eq!(exp(0.0), 1.0);
+        }
+    }
+
+    #[test]
+    fn exponentials_of_any_count_are_written_and_added() {
+        for n in [0, 1, 15, 16, 17, 40] {
+            let x: Vec<f32> = (0..n).map(|i| (i as f32 * 0.9).sin() * 9.0).collect();
+            let (largest, mut got) = (max(&x), x.clone());
+            let total = exp_sum(&mut got, largest);
+            let want: Vec<f64> = x.iter().map(|v| f64::from(v - largest).exp()).collect();
+            assert!((f64::from(total) - want.iter().sum::<f64>()).abs() < 1e-5, "{n}: {total}");
+            assert!(got.iter().zip(&want).all(|(g, w)| (f64::from(*g) - w).abs() < 1e-6), "{n}");
+        }
     }
 
     #[test]
