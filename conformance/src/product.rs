@@ -166,17 +166,27 @@ pub(crate) fn exact_forward(problem: &Problem<'_>) -> Result<Exact> {
 
 /// The exact `y` with another activation format.
 pub(crate) fn exact_forward_as(problem: &Problem<'_>, activations: &q4_core::Activations) -> Result<Exact> {
-    let (m, k) = (problem.m, problem.weight.k);
+    let [rows, columns] = [problem.m, problem.weight.n()].map(|n| (0..n).collect::<Vec<_>>());
+    exact_part(problem, activations, &rows, &columns)
+}
+
+/// The exact `y` at these rows and columns.
+pub(crate) fn exact_part(
+    problem: &Problem<'_>,
+    activations: &q4_core::Activations,
+    rows: &[usize],
+    columns: &[usize],
+) -> Result<Exact> {
+    let k = problem.weight.k;
     let decoder = RowDecoder::new(&problem.weight)?;
-    let n = decoder.n();
     let input = Input::new(&problem.x, k, activations, problem.io)?;
-    let mut values = vec![(0.0, 0.0); m * n];
+    let mut values = vec![(0.0, 0.0); rows.len() * columns.len()];
     let mut row = vec![0.0; k];
-    for j in 0..n {
+    for (c, &j) in columns.iter().enumerate() {
         decoder.row(j, &mut row);
-        for r in 0..m {
+        for (i, &r) in rows.iter().enumerate() {
             let (exact, abs) = input.dot(r, &decoder, j, &row);
-            if let Some(recorded) = problem.recorded.as_ref().map(|y| y[r * n + j])
+            if let Some(recorded) = problem.recorded.as_ref().map(|y| y[r * decoder.n() + j])
                 && (recorded - exact).abs() > abs * 1e-6 + 1e-30
             {
                 let what = format!("{}: the exact product disagrees with the record", problem.name);
@@ -184,10 +194,10 @@ pub(crate) fn exact_forward_as(problem: &Problem<'_>, activations: &q4_core::Act
                     .need(format!("{recorded:e} at [{r}, {j}]"))
                     .have(format!("{exact:e}")));
             }
-            values[r * n + j] = (exact, abs);
+            values[i * columns.len() + c] = (exact, abs);
         }
     }
-    Ok(Exact { m, n, values })
+    Ok(Exact { m: rows.len(), n: columns.len(), values })
 }
 
 /// The exact `dx[m, k] = dy[m, n] W`, an f64 sum of exact products.

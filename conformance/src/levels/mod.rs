@@ -6,6 +6,7 @@ mod decode;
 mod forward;
 mod fused;
 mod honesty;
+mod large;
 mod memory;
 mod negative;
 mod operands;
@@ -41,6 +42,7 @@ pub fn cases(
                 Level::L2 => {
                     forward::cases(claim, options.seed, &mut all);
                     fused::cases(claim, options.seed, &mut all);
+                    large::cases(claim, options.seed, &mut all);
                 }
                 Level::L3 => backward::cases(claim, options.seed, &mut all),
                 Level::L4 => {

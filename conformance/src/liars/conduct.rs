@@ -289,6 +289,23 @@ pub(super) const LIARS: &[Liar] = &[
             ..HONEST
         },
     ),
+    Liar::new(
+        L2,
+        "races-when-large",
+        "every other call of a large product sums in another order",
+        Parts {
+            unsteady: |kept, call| {
+                call.y.shape()[1] >= 512 && kept.last.fetch_add(1, Ordering::Relaxed) % 2 == 1
+            },
+            ..HONEST
+        },
+    ),
+    Liar::new(
+        L2,
+        "ends-early",
+        "columns behind the first 512 are not computed",
+        Parts { extent: |m, n| (m, n.min(512)), ..HONEST },
+    ),
     Liar::lethal(
         L2,
         "panics",

@@ -12,7 +12,8 @@ const CHUNK: usize = 16 * HUGE_PAGE;
 /// A cache line.
 const LINE: usize = 64;
 
-/// Where the weights of a context are put. A chunk is freed with the last weight in it.
+/// Where the weights of a context are put. A chunk is freed with the last weight in it; the one that is being filled starts
+/// anew.
 #[derive(Default)]
 pub struct Arena {
     current: Mutex<Option<(Arc<Chunk>, usize)>>,
@@ -25,6 +26,12 @@ impl Arena {
             return Packed::alone(bytes);
         }
         let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((chunk, used)) = &mut *current
+            && Arc::get_mut(chunk).is_some()
+        {
+            // Nobody else has it: its weights are gone, and what read them is done.
+            *used = 0;
+        }
         let (chunk, used) = match current.take() {
             Some((chunk, used)) if used + bytes <= CHUNK => (chunk, used),
             _ => (Arc::new(Chunk::new(CHUNK)?), 0),
@@ -113,6 +120,18 @@ fn advise_huge_pages(_: *mut u8, _: usize) {}
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_released_is_used_again() {
+        let arena = Arena::default();
+        let first = arena.take(1000).expect("memory").as_ptr();
+        let kept = arena.take(1000).expect("memory");
+        assert_eq!(kept.as_ptr(), first, "nothing was left in the chunk");
+        let second = arena.take(1000).expect("memory").as_ptr();
+        assert_ne!(second, first, "one weight is alive");
+        drop(kept);
+        assert_eq!(arena.take(CHUNK / 2).expect("memory").as_ptr(), first);
+    }
 
     #[test]
     fn weights_never_share_a_byte_and_outlive_their_arena() {
