@@ -100,11 +100,6 @@ impl Story {
         self.subject().request(self.lang)
     }
 
-    /// Whether it is what was asked for.
-    pub fn is_about(&self, request: &str) -> bool {
-        self.subject().request(self.lang) == request
-    }
-
     fn subject(&self) -> Subject {
         match self.events.first() {
             Some((Event::Has { thing, .. }, _)) => Subject::Thing(thing.1),
