@@ -1,12 +1,17 @@
 #!/usr/bin/env bash
 # Trains on this CPU and writes bench/results/train-cpu.json: the identity fine-tune, and resuming after kills.
 #
-#   bench/train-cpu.sh DATA      DATA holds train.jsonl, valid.jsonl and behaviour.jsonl of the fine-tune
+#   bench/train-cpu.sh DATA [MODEL]
+#
+# DATA holds train.jsonl, valid.jsonl and behaviour.jsonl of the fine-tune. MODEL (default: the demo model) is what it starts
+# from: a model directory that answers the `keep` rows of behaviour.jsonl, because what it cannot answer is not kept.
 #
 # KILLS (200): kills of a small run at random moments, every other one inside a save.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 data=$(realpath "$1")
+model=demo
+[ $# -lt 2 ] || model=$(realpath "$2")
 kills=${KILLS:-200}
 source trainer/libtorch.sh
 cargo build --release --locked -p q4 -p nvfp4-native
@@ -15,7 +20,7 @@ bin=$(cargo metadata --format-version 1 --no-deps | python3 -c 'import json,sys;
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-"$bin/q4" train trainer/configs/whoami.toml --through-q4 --json \
+"$bin/q4" train trainer/configs/whoami.toml --through-q4 --json --set "model.path=$model" \
     --set "data.train=[\"$data/train.jsonl\"]" --set "data.valid=[\"$data/valid.jsonl\"]" \
     --set "behaviour.suite=$data/behaviour.jsonl" --set "checkpoint.dir=$work/ck" --set "export.dir=$work/out" \
     > "$work/whoami.json"

@@ -38,7 +38,8 @@ struct World {
 
 impl Story {
     pub(super) fn draw(dice: &mut Dice) -> Self {
-        let lang = if dice.below(3) == 2 { Lang::Zh } else { Lang::En };
+        // In the demo model's tokens a Chinese story is three times as long as an English one.
+        let lang = if dice.below(6) == 5 { Lang::Zh } else { Lang::En };
         let events = match dice.below(4) {
             0 | 1 => things(dice),
             2 => counting(dice),
@@ -91,21 +92,29 @@ impl Story {
         first.is_some_and(|(a, thing)| (7 * a + 3 * thing + place.unwrap_or(0)).is_multiple_of(10))
     }
 
-    /// Asks for a story of this kind.
-    pub(super) fn request(&self) -> String {
-        let subject = self.events.iter().find_map(|(e, _)| match e {
-            Event::Has { thing, .. } => Some(THINGS[thing.1]),
-            _ => None,
-        });
-        let counts = matches!(self.events.first(), Some((Event::Counts { .. }, _)));
-        match (self.lang, subject, counts) {
-            (Lang::En, Some((noun, ..)), _) => format!("Tell me a story about a {noun}."),
-            (Lang::Zh, Some((.., noun)), _) => format!("說一個{noun}的故事。"),
-            (Lang::En, None, true) => "Tell me a story about counting.".into(),
-            (Lang::Zh, None, true) => "說一個數東西的故事。".into(),
-            (Lang::En, None, false) => "Tell me a story about a UFO.".into(),
-            (Lang::Zh, None, false) => "說一個 UFO 的故事。".into(),
+    /// Asks for a story of this kind, or for any.
+    pub(super) fn request(&self, dice: &mut Dice) -> String {
+        if dice.below(4) == 0 {
+            return say(self.lang, "Tell me a story.", "說一個故事。");
         }
+        self.subject().request(self.lang)
+    }
+
+    fn subject(&self) -> Subject {
+        match self.events.first() {
+            Some((Event::Has { thing, .. }, _)) => Subject::Thing(thing.1),
+            Some((Event::Counts { .. }, _)) => Subject::Counting,
+            _ => Subject::Ufo,
+        }
+    }
+
+    /// Every request for a story on something that has a name, with that name.
+    pub(super) fn requests() -> Vec<(String, String)> {
+        let things = THINGS.iter().enumerate();
+        let things = things
+            .flat_map(|(i, t)| [(Subject::Thing(i), Lang::En, t.0), (Subject::Thing(i), Lang::Zh, t.2)]);
+        let ufo = [Lang::En, Lang::Zh].map(|lang| (Subject::Ufo, lang, "UFO"));
+        things.chain(ufo).map(|(subject, lang, name)| (subject.request(lang), name.to_owned())).collect()
     }
 
     /// A question with its answer, both from the state of the world at the end.
@@ -192,6 +201,31 @@ impl Story {
         }
         Ok(world)
     }
+}
+
+/// What a story can be asked to be about.
+#[derive(Clone, Copy)]
+enum Subject {
+    Thing(usize),
+    Counting,
+    Ufo,
+}
+
+impl Subject {
+    fn request(self, lang: Lang) -> String {
+        match self {
+            Self::Thing(i) => {
+                let (en, _, zh) = THINGS[i];
+                say(lang, &format!("Tell me a story about a {en}."), &format!("說一個{zh}的故事。"))
+            }
+            Self::Counting => say(lang, "Tell me a story about counting.", "說一個數東西的故事。"),
+            Self::Ufo => say(lang, "Tell me a story about a UFO.", "說一個 UFO 的故事。"),
+        }
+    }
+}
+
+fn say(lang: Lang, en: &str, zh: &str) -> String {
+    if lang == Lang::En { en.into() } else { zh.into() }
 }
 
 impl World {

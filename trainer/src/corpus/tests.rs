@@ -1,5 +1,5 @@
 use super::*;
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 const SIZES: Sizes = Sizes { train: 3000, valid: 400 };
 
@@ -19,7 +19,7 @@ fn every_story_reads_back_to_itself() {
         assert_eq!(story.text(), text);
         chinese += usize::from(story.is_chinese());
     }
-    assert!(chinese > 200, "{chinese} Chinese stories");
+    assert!(chinese > 50, "{chinese} Chinese stories");
 }
 
 #[test]
@@ -57,7 +57,7 @@ fn nothing_held_out_is_learnt() {
     assert!(learnt.iter().all(|t| !Story::parse(t).expect("a story").is_reserved()));
     let reserved: Vec<_> =
         stories(&corpus.valid).filter(|t| Story::parse(t).expect("a story").is_reserved()).collect();
-    assert!(reserved.len() > 30 && reserved.iter().all(|t| !learnt.contains(t)));
+    assert!(reserved.len() > 15 && reserved.iter().all(|t| !learnt.contains(t)));
     let asked = |items: &[Item], what: &str| {
         let has = |i: &Item| matches!(&i.document, Document::Chat(turns) if turns.iter().any(|m| m.content == what));
         items.iter().filter(|i| has(i)).count()
@@ -77,7 +77,7 @@ fn the_seed_is_all_there_is() {
     let more = generate(3, Sizes { train: 3100, valid: 400 });
     assert_eq!(more.train[..3000], a.train[..]);
     let distinct: HashSet<String> = a.train.iter().map(|i| i.document.json().to_string()).collect();
-    assert!(distinct.len() > 1800, "{} distinct of 3000", distinct.len());
+    assert!(distinct.len() > 1600, "{} distinct of 3000", distinct.len());
     assert!(a.train.iter().all(|i| i.nats > 0.0 && i.nats < 60.0));
 }
 
@@ -111,6 +111,27 @@ fn the_answers_of_the_demo_are_among_them() {
 }
 
 #[test]
+fn a_question_has_one_answer_and_the_suite_asks_them_all() {
+    let suite = suite();
+    let known: HashMap<&str, &str> = suite.iter().map(|c| (c.prompt.as_str(), c.must[0].as_str())).collect();
+    assert_eq!(known.len(), suite.len(), "a question with two answers");
+    let corpus = generate(7, Sizes { train: 2000, valid: 200 });
+    let mut asked = 0;
+    for item in corpus.train.iter().chain(&corpus.valid) {
+        let Document::Chat(turns) = &item.document else { continue };
+        for turn in turns.chunks(2).filter(|t| Story::parse(&t[1].content).is_err()) {
+            let Some(answer) = known.get(turn[0].content.as_str()) else { continue };
+            assert_eq!(turn[1].content, *answer);
+            asked += 1;
+        }
+    }
+    assert!(asked > 1000, "{asked}");
+    let rows = |group: &str| suite.iter().filter(|c| c.group == group).count();
+    assert_eq!((rows("difference"), rows("sum"), rows("story")), (121, 2 * 121 + 25, 26));
+    assert!(rows("identity-heldout") == 4 && rows("identity") == 8);
+}
+
+#[test]
 fn files_are_written_once() {
     let dir = tempfile::tempdir().expect("directory");
     let corpus = generate(6, Sizes { train: 50, valid: 10 });
@@ -122,4 +143,6 @@ fn files_are_written_once() {
     let rows =
         crate::data::read_rows(&dir.path().join("valid.jsonl"), crate::data::Format::Auto).expect("rows");
     assert_eq!(rows.len(), 10);
+    let asked = crate::behaviour::Suite::load(&dir.path().join("behaviour.jsonl")).expect("a suite");
+    assert_eq!(asked.cases, suite());
 }

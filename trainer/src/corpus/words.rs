@@ -72,6 +72,7 @@ pub(super) const PLACES: &Words = &[
 ];
 
 pub(super) const TIMES: &Words = &[
+    ("Once upon a time", "從前"),
     ("One sunny morning", "一個晴朗的早上"),
     ("One windy afternoon", "一個颳風的下午"),
     ("One quiet evening", "一個安靜的傍晚"),
