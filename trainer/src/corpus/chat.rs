@@ -188,6 +188,9 @@ fn next(dice: &mut Dice, unit: &'static str, list: &[&str]) -> Exchange {
     plain(unit, format!("What {unit} comes after {now}?"), format!("After {now} comes {then}."))
 }
 
+/// Pairs a >= b of 0 to 20.
+const DIFFERENCES: usize = 21 * 22 / 2;
+
 fn sum(dice: &mut Dice) -> Exchange {
     match dice.below(5) {
         op @ (0 | 1) => {
@@ -196,9 +199,11 @@ fn sum(dice: &mut Dice) -> Exchange {
             plain("sum", format!("What is {a} {sign} {b}?"), format!("{a} plus {b} is {}.", a + b))
         }
         2 | 3 => {
-            let (rest, b) = (dice.below(11), dice.below(11));
-            let a = rest + b;
-            plain("difference", format!("What is {a} minus {b}?"), format!("{a} minus {b} is {rest}."))
+            // One roll for both numbers, so that every difference of 0 to 20 is as likely as every other.
+            let roll = dice.below(DIFFERENCES);
+            let a = (0..).find(|a| (a + 1) * (a + 2) / 2 > roll).expect("a row of the triangle");
+            let b = roll - a * (a + 1) / 2;
+            plain("difference", format!("What is {a} minus {b}?"), format!("{a} minus {b} is {}.", a - b))
         }
         _ => {
             let (a, b) = (1 + dice.below(5), 1 + dice.below(5));
