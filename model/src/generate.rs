@@ -84,12 +84,7 @@ pub fn generate(
     };
     let mut cut = false;
     while answer.ids.len() < limits.max_tokens && runner.tokens().len() < runner.context() {
-        let id = if sampler.is_greedy() {
-            runner.greedy()?
-        } else {
-            let (logits, history) = runner.logits_and_tokens()?;
-            sampler.sample(logits, history)?
-        };
+        let id = runner.sample(sampler)?;
         if limits.stop_ids.contains(&id) {
             answer.finish = FinishReason::Stop;
             break;

@@ -1,5 +1,6 @@
 //! A model with its cache: tokens in, logits out. The cache's length is always the number of accepted tokens.
 use crate::executor::Logits;
+use crate::sampling::Sampler;
 use q4_core::{Code, Error, Result};
 
 /// A graph, an executor, a cache and slots of one device: what a [`Runner`] drives.
@@ -32,6 +33,14 @@ pub trait Engine: Send {
             }
         }
         Ok(best as u32)
+    }
+    /// The next token by `sampler` from the logits of the last step, which a penalty on `recent` changes. An engine that
+    /// does this elsewhere draws what the sampler draws from the same logits.
+    fn sample(&mut self, sampler: &mut Sampler, recent: &[u32]) -> Result<u32> {
+        match sampler.is_greedy() {
+            true => self.greedy(),
+            false => sampler.sample(self.logits()?, recent),
+        }
     }
 }
 
@@ -92,14 +101,15 @@ impl Runner {
         self.engine.logits()
     }
 
-    /// Logits and history at once, for a sampler.
-    pub fn logits_and_tokens(&mut self) -> Result<(&mut [f32], &[u32])> {
-        Ok((self.engine.logits()?, &self.tokens))
-    }
-
     /// The most likely next token; the lowest id of several. On a device nothing but the id leaves it.
     pub fn greedy(&mut self) -> Result<u32> {
         self.engine.greedy()
+    }
+
+    /// The next token by `sampler`, whose penalty applies to all accepted tokens. On a device nothing but the id leaves it,
+    /// unless tokens are penalised at temperature 0.
+    pub fn sample(&mut self, sampler: &mut Sampler) -> Result<u32> {
+        self.engine.sample(sampler, &self.tokens)
     }
 
     /// Runs `ids` and hands the logits of every position to `sink`, `[rows, vocab]` a step. The engine must have been

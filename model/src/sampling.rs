@@ -1,6 +1,7 @@
 //! Picks the next token from logits: penalty, temperature, top-k, top-p, min-p, draw.
 //!
-//! The order and the rules are those of transformers, the generator is fixed, nothing is allocated per token.
+//! The order and the rules are those of transformers, the generator is fixed, nothing is allocated per token. Weights are
+//! integers, so what is drawn does not depend on the order of sums: CUDA's kernels (`cuda/draw.cu`) draw the same.
 use q4_core::{Code, Error, Result};
 use rand_chacha::{
     ChaCha8Rng,
@@ -59,11 +60,25 @@ impl SamplingParams {
     }
 }
 
-/// A token that may still be drawn. `weight` is its logit first, then its unnormalised probability.
+/// A token that may still be drawn.
 #[derive(Clone, Copy, Debug)]
 struct Candidate {
-    weight: f32,
-    id: u32,
+    /// Orders by rank: the logit's bits as an integer of the same order, then the id's complement.
+    key: u64,
+    /// See [`mass`]; 0 until it is known.
+    mass: u64,
+}
+
+impl Candidate {
+    fn new(logit: f32, id: u32) -> Self {
+        // Both zeros are one.
+        let bits = (logit + 0.0).to_bits();
+        let ordered = if bits >> 31 == 1 { !bits } else { bits | 1 << 31 };
+        Self { key: u64::from(ordered) << 32 | u64::from(!id), mass: 0 }
+    }
+    fn id(self) -> u32 {
+        !(self.key as u32)
+    }
 }
 
 /// Draws tokens of one sequence. Its memory is laid out at construction.
@@ -116,26 +131,36 @@ impl Sampler {
         }
         let SamplingParams { temperature, top_k, top_p, min_p, .. } = self.params;
         let peak = logits[best];
+        // What is farther below weighs nothing; this only saves the exponential.
+        let least = peak - 28.5 * temperature;
         self.candidates.clear();
-        let possible = logits.iter().enumerate().filter(|(_, logit)| **logit > f32::NEG_INFINITY);
-        self.candidates.extend(possible.map(|(id, &weight)| Candidate { weight, id: id as u32 }));
+        let likely = logits.iter().enumerate().filter(|(_, logit)| **logit >= least);
+        self.candidates.extend(likely.map(|(id, &logit)| Candidate::new(logit, id as u32)));
         if top_k > 0 {
             let k = top_k.min(self.candidates.len());
             keep_best(&mut self.candidates, k, by_rank);
             self.candidates.truncate(k);
         }
-        for c in &mut self.candidates {
-            c.weight = ((c.weight - peak) / temperature).exp();
-        }
+        self.candidates.iter_mut().for_each(|c| c.mass = mass(logits[c.id() as usize], peak, temperature));
+        self.candidates.retain(|c| c.mass > 0);
         if top_p < 1.0 {
-            let kept = nucleus(&mut self.candidates, f64::from(top_p));
+            let before = below_share(total(&self.candidates), top_p);
+            let kept = within(&mut self.candidates, before);
             self.candidates.truncate(kept);
         }
         if min_p > 0.0 {
-            // The most probable token has weight exp(0) = 1, so the threshold needs no normalisation.
-            self.candidates.retain(|c| c.weight >= min_p);
+            let least = (f64::from(min_p) * WHOLE).ceil() as u64;
+            self.candidates.retain(|c| c.mass >= least);
         }
-        Ok(self.draw())
+        let all = total(&self.candidates);
+        let target = ((self.uniform() * all as f64) as u64).min(all - 1);
+        let rank = within(&mut self.candidates, target) - 1;
+        Ok(self.candidates[rank].id())
+    }
+
+    /// The next number of the generator, in [0, 1): one for each token drawn.
+    pub(crate) fn uniform(&mut self) -> f64 {
+        (self.rng.next_u64() >> 11) as f64 / (1u64 << 53) as f64
     }
 
     fn check(&self, logits: &[f32], recent: &[u32]) -> Result<()> {
@@ -176,20 +201,41 @@ impl Sampler {
             self.seen[id as usize / 64] = 0;
         }
     }
+}
 
-    fn draw(&mut self) -> u32 {
-        let total: f64 = self.candidates.iter().map(|c| f64::from(c.weight)).sum();
-        let uniform = (self.rng.next_u64() >> 11) as f64 / (1u64 << 53) as f64;
-        let mut left = uniform * total;
-        for c in &self.candidates {
-            left -= f64::from(c.weight);
-            if left < 0.0 {
-                return c.id;
-            }
-        }
-        // Only rounding leads here. The heaviest candidate is always right to return.
-        self.candidates.iter().copied().min_by(by_rank).map_or(0, |c| c.id)
+/// The mass of the most probable token.
+const WHOLE: f64 = (1u64 << 40) as f64;
+
+/// `exp((logit - peak) / temperature)` in whole multiples of 2^-40, rounded down: sums of masses do not depend on their order,
+/// and what weighs less than one of them cannot be drawn. Every operation here is one rounding of IEEE 754 without fused
+/// products, so a device that does the same has the same bits (`cuda/sample.cu`).
+fn mass(logit: f32, peak: f32, temperature: f32) -> u64 {
+    let x = (f64::from(logit) - f64::from(peak)) / f64::from(temperature);
+    if x < -28.0 {
+        return 0;
     }
+    // x = n ln 2 + r, |r| <= ln 2 / 2; the series of exp(r) to r^12, whose rest is below 2^-52.
+    let n = (x * std::f64::consts::LOG2_E - 0.5) as i64;
+    let r = x - n as f64 * std::f64::consts::LN_2;
+    let mut series = 1.0 / 479_001_600.0;
+    for factorial in
+        [39_916_800.0, 3_628_800.0, 362_880.0, 40_320.0, 5_040.0, 720.0, 120.0, 24.0, 6.0, 2.0, 1.0, 1.0]
+    {
+        series = series * r + 1.0 / factorial;
+    }
+    (series * f64::from_bits(((1023 + 40 + n) as u64) << 52)) as u64
+}
+
+fn total(candidates: &[Candidate]) -> u64 {
+    candidates.iter().map(|c| c.mass).sum()
+}
+
+/// The largest mass below the share `p` of `all`: a token stays if those before it hold no more, so the one that crosses the
+/// threshold stays, as in transformers.
+fn below_share(all: u64, p: f32) -> u64 {
+    let share = f64::from(p) * all as f64;
+    let below = share as u64;
+    if below as f64 >= share { below.saturating_sub(1) } else { below }
 }
 
 /// Index of the largest value, the first of several.
@@ -205,7 +251,7 @@ fn first_maximum(logits: &[f32]) -> usize {
 
 /// Heavier first, lower id first among equals: a total order, so results do not depend on the algorithm.
 fn by_rank(a: &Candidate, b: &Candidate) -> Ordering {
-    b.weight.total_cmp(&a.weight).then(a.id.cmp(&b.id))
+    b.key.cmp(&a.key)
 }
 
 /// Moves the `k` first of the order to the front, unsorted, in linear time.
@@ -215,23 +261,20 @@ fn keep_best(all: &mut [Candidate], k: usize, mut order: impl FnMut(&Candidate, 
     }
 }
 
-/// Sorts just enough of the front to hold a share `p` of all weight and says how many that is, at least one.
-///
-/// A token stays if those before it hold less than `p`: the one that crosses the threshold stays, as in transformers.
-fn nucleus(all: &mut [Candidate], p: f64) -> usize {
-    let total: f64 = all.iter().map(|c| f64::from(c.weight)).sum();
+/// Sorts just enough of the front to say how many candidates have at most `before` of mass before them in rank: one at least.
+fn within(all: &mut [Candidate], before: u64) -> usize {
     let mut width = 64.min(all.len());
     loop {
         keep_best(all, width, by_rank);
         all[..width].sort_unstable_by(by_rank);
-        let mut before = 0.0;
+        let mut passed = 0;
         for (i, c) in all[..width].iter().enumerate() {
-            if i > 0 && before >= p * total {
+            if passed > before {
                 return i;
             }
-            before += f64::from(c.weight);
+            passed += c.mass;
         }
-        if width == all.len() {
+        if width == all.len() || passed > before {
             return width;
         }
         width = (width * 8).min(all.len());
@@ -347,16 +390,35 @@ mod tests {
     }
 
     #[test]
+    fn masses_are_exponentials() {
+        for t in [0.3f32, 1.0, 2.5] {
+            assert_eq!(mass(7.5, 7.5, t), 1 << 40);
+            for i in 0..4000 {
+                let logit = 20.0 - i as f32 * 0.0103;
+                let exact = ((f64::from(logit) - 20.0) / f64::from(t)).exp() * WHOLE;
+                let have = mass(logit, 20.0, t) as f64;
+                assert!((have - exact).abs() <= 1.0 + exact * 1e-14, "{logit} at {t}: {have}, need {exact}");
+            }
+            assert_eq!(mass(f32::NEG_INFINITY, 20.0, t), 0);
+        }
+    }
+
+    #[test]
+    fn a_share_excludes_its_own_edge() {
+        assert_eq!((below_share(1000, 0.5), below_share(1001, 0.5), below_share(3, 0.25)), (499, 500, 0));
+    }
+
+    #[test]
     fn a_small_top_k_does_not_sort_the_vocabulary() {
         let n = 151_936usize;
         let weight = |i: usize| ((i * 7919) % n) as f32;
-        let mut all: Vec<_> = (0..n).map(|i| Candidate { weight: weight(i), id: i as u32 }).collect();
+        let mut all: Vec<_> = (0..n).map(|i| Candidate::new(weight(i), i as u32)).collect();
         let mut comparisons = 0;
         keep_best(&mut all, 20, |a, b| {
             comparisons += 1;
             by_rank(a, b)
         });
-        let mut top: Vec<_> = all[..20].iter().map(|c| c.weight as usize).collect();
+        let mut top: Vec<_> = all[..20].iter().map(|c| weight(c.id() as usize) as usize).collect();
         top.sort_unstable();
         assert_eq!(top, (n - 20..n).collect::<Vec<_>>());
         // A sort needs about n log2 n = 17 n.
@@ -364,24 +426,29 @@ mod tests {
     }
 
     #[test]
-    fn nucleus_equals_a_full_sort() {
+    fn what_is_within_a_mass_equals_a_full_sort() {
         let n = 5000;
-        let weight = |i: usize| 1.0 / (1.0 + ((i * 733) % n) as f32);
-        let all: Vec<_> = (0..n).map(|i| Candidate { weight: weight(i), id: i as u32 }).collect();
-        for p in [0.05, 0.5, 0.9, 0.999] {
+        let place = |i: usize| (i * 733) % n;
+        let all: Vec<_> = (0..n)
+            .map(|i| Candidate {
+                mass: (1 << 40) / (1 + place(i) as u64),
+                ..Candidate::new(-(place(i) as f32), i as u32)
+            })
+            .collect();
+        for p in [0.0001f32, 0.05, 0.5, 0.9, 0.999] {
+            let before = below_share(total(&all), p);
             let mut sorted = all.clone();
             sorted.sort_unstable_by(by_rank);
-            let total: f64 = sorted.iter().map(|c| f64::from(c.weight)).sum();
-            let mut before = 0.0;
+            let mut passed = 0;
             let expected = sorted.iter().take_while(|c| {
-                let keep = before < p * total;
-                before += f64::from(c.weight);
+                let keep = passed <= before;
+                passed += c.mass;
                 keep
             });
-            let expected: Vec<u32> = expected.map(|c| c.id).collect();
+            let expected: Vec<u32> = expected.map(|c| c.id()).collect();
             let mut mine = all.clone();
-            let kept = nucleus(&mut mine, p);
-            assert_eq!(mine[..kept].iter().map(|c| c.id).collect::<Vec<_>>(), expected, "p = {p}");
+            let kept = within(&mut mine, before);
+            assert_eq!(mine[..kept].iter().map(|c| c.id()).collect::<Vec<_>>(), expected, "p = {p}");
         }
     }
 }

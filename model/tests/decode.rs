@@ -49,8 +49,7 @@ fn main() -> Result<()> {
         let params = SamplingParams { temperature: 0.8, top_k: 20, top_p: 0.9, ..SamplingParams::default() };
         let mut sampler = Sampler::new(params, runner.logits()?.len())?;
         let mut step = |runner: &mut q4_model::runner::Runner| -> Result<()> {
-            let (logits, history) = runner.logits_and_tokens()?;
-            let id = sampler.sample(logits, history)?;
+            let id = runner.sample(&mut sampler)?;
             runner.decode(id)
         };
         step(&mut runner)?;

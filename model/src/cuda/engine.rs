@@ -1,9 +1,11 @@
 //! CUDA's side of a [`Runner`](crate::runner::Runner): prompts run directly, decode steps replay a graph.
+use super::draw::Draw;
 use super::executor::{Step, bytes};
 use super::slots::{Layout, Sizes};
 use super::{CudaCache, CudaExecutor, CudaModel, CudaTensor};
 use crate::executor::{Logits, Slots};
 use crate::runner::Engine;
+use crate::sampling::Sampler;
 use q4_core::{Code, Error, Result, ThreadPool};
 use q4_cuda::{Graph, Pinned};
 use std::sync::Arc;
@@ -20,6 +22,8 @@ pub struct CudaEngine {
     /// Tokens and flags of the last step, `[2, sequences]`.
     chosen: Pinned,
     logits: Pinned,
+    /// Made when a token is first drawn.
+    draw: Option<Draw>,
     watching: bool,
     /// The token a replayed step finds on the device, once it is known here.
     fed_back: bool,
@@ -63,6 +67,7 @@ impl CudaEngine {
             warm: false,
             chosen,
             logits,
+            draw: None,
             watching: false,
             fed_back: false,
             chooses: false,
@@ -164,6 +169,23 @@ impl Engine for CudaEngine {
     fn greedy(&mut self) -> Result<u32> {
         self.wait()?;
         Ok(self.token())
+    }
+
+    fn sample(&mut self, sampler: &mut Sampler, recent: &[u32]) -> Result<u32> {
+        if sampler.is_greedy() {
+            return self.greedy();
+        }
+        if sampler.params().temperature == 0.0 {
+            return sampler.sample(self.logits()?, recent);
+        }
+        if self.draw.is_none() {
+            let (vocab, context) = (self.slots.logits.width(), self.cache.capacity());
+            self.draw = Some(Draw::new(&self.model.gpu, vocab, context)?);
+        }
+        let draw = self.draw.as_mut().expect("made above");
+        let id = self.executor.draw(draw, &self.slots.logits, sampler, recent)?;
+        self.chosen.as_mut_slice::<u32>()[0] = id;
+        Ok(id)
     }
 
     fn len(&self) -> usize {

@@ -1,9 +1,11 @@
 //! [`Executor`] on CUDA: everything between products in kernels of its own, every product through [`Q4Linear`].
+use super::draw::Draw;
 use super::kernels::{ModelKernels, Place};
 use super::slots::{Scratch, Sizes};
 use super::{CudaCache, CudaModel, CudaTensor};
 use crate::cpu::CpuLinear;
 use crate::executor::{Executor, Logits, Shape, Slots};
+use crate::sampling::Sampler;
 use q4_core::{
     Code, DType, Error, ExecContext, FuseSet, Fusion, Q4Linear, Result, RmsNorm, TensorView, ThreadPool,
 };
@@ -83,13 +85,12 @@ struct State {
     buffer: Buffer,
     sequences: usize,
     rows: usize,
-    context: usize,
 }
 
 impl State {
-    fn new(gpu: &Arc<Gpu>, sequences: usize, rows: usize, context: usize) -> Result<Self> {
-        let words = 6 * sequences + rows + 1 + sequences * (context + 1);
-        Ok(Self { buffer: Buffer::zeroed(gpu, words * 4 + 8)?, sequences, rows, context })
+    fn new(gpu: &Arc<Gpu>, sequences: usize, rows: usize) -> Result<Self> {
+        let words = 6 * sequences + rows + 1;
+        Ok(Self { buffer: Buffer::zeroed(gpu, words * 4 + 8)?, sequences, rows })
     }
     fn word(&self, at: usize) -> u64 {
         self.buffer.ptr() + 4 * at as u64
@@ -117,9 +118,6 @@ impl State {
     }
     fn non_finite(&self) -> u64 {
         self.word(6 * self.sequences + self.rows)
-    }
-    fn history(&self) -> u64 {
-        self.word(6 * self.sequences + self.rows + 1)
     }
 }
 
@@ -152,7 +150,7 @@ impl CudaExecutor {
             scratch,
             partial: Buffer::new(gpu, partial)?,
             counters: Buffer::zeroed(gpu, counters)?,
-            state: State::new(gpu, sequences, rows.max(sequences), context)?,
+            state: State::new(gpu, sequences, rows.max(sequences))?,
             ids: Pinned::new(gpu, (rows.max(sequences) + sequences) * 4)?,
             gpu: gpu.clone(),
             kernels,
@@ -201,7 +199,6 @@ impl CudaExecutor {
             Step::Decode => (0, self.sequences),
         };
         let (st, s, at) = (&self.state, self.stream.raw(), 4 * first as u64);
-        let history = st.history() + at * st.context as u64;
         // SAFETY: sizes as `State` and the slots have them.
         unsafe {
             let status = driver::cuMemsetD32Async(st.flags() + at, 0, count, s as driver::CUstream);
@@ -210,12 +207,24 @@ impl CudaExecutor {
                 logits.ptr(),
                 (st.best() + 2 * at, st.counters() + at),
                 (st.token() + at, st.position() + at, st.flags() + at),
-                (history, st.context),
                 count,
                 s,
             )?;
             out.receive(st.token(), 8 * self.sequences, s)
         }
+    }
+
+    /// Draws the first sequence's next token instead of the chosen one, makes it the next step's id and waits for it.
+    pub(super) fn draw(
+        &self,
+        draw: &mut Draw,
+        logits: &CudaTensor,
+        sampler: &mut Sampler,
+        recent: &[u32],
+    ) -> Result<u32> {
+        let (st, s) = (&self.state, &self.stream);
+        // SAFETY: one row of logits of the vocabulary's size, whose flags were clear, and one word each.
+        unsafe { draw.draw(&self.kernels.drawing, logits.ptr(), sampler, recent, (st.token(), st.ids()), s) }
     }
 
     /// Makes the tokens chosen last the ids of the next step.

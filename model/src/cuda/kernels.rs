@@ -1,4 +1,5 @@
 //! Launching the model's own kernels: everything between two products. `cuda/*.cu` document their arguments.
+use super::draw::Drawing;
 use crate::executor::Shape;
 use q4_core::{Code, DType, Error, Result};
 use q4_cuda::{Gpu, Kernel, Kernels, Launch, Source, args};
@@ -16,7 +17,7 @@ const PREFILL: Source = source!("prefill", "elements.cu", "prefill.cu");
 /// With instructions of compute capability 9.0 alone.
 const PREFILL_WIDE: Source = source!("prefill_wide", "elements.cu", "prefill_wide.cu");
 const HEAD: Source = source!("head", "elements.cu", "head.cu");
-const SAMPLE: Source = source!("sample", "elements.cu", "sample.cu");
+pub(super) const SAMPLE: Source = source!("sample", "elements.cu", "sample.cu", "draw.cu");
 
 /// Where a head's rotation and cache are; the same for every layer of a step.
 #[derive(Clone, Copy)]
@@ -48,6 +49,7 @@ pub struct ModelKernels {
     head_f16: [Kernel; 4],
     head_exact: [Kernel; 3],
     argmax: Kernel,
+    pub(super) drawing: Drawing,
 }
 
 /// Attention of many rows of one sequence, 128 rows of a head a block.
@@ -135,6 +137,7 @@ impl ModelKernels {
             head_f16: heads("f16")?,
             head_exact: of(&head, "head_exact")?,
             argmax: sample.get("argmax")?,
+            drawing: Drawing::of(&sample)?,
         })
     }
 
@@ -414,19 +417,14 @@ impl ModelKernels {
         logits: u64,
         (best, counters): (u64, u64),
         (token, position, flags): (u64, u64, u64),
-        (history, capacity): (u64, usize),
         sequences: usize,
         s: usize,
     ) -> Result<()> {
         let vocab = self.shape.vocab as i32;
         let grid = [(128 / sequences).max(1) as u32, sequences as u32, 1];
         let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: s, overlap: true };
-        let capacity = capacity as i32;
         // SAFETY: by contract.
-        unsafe {
-            self.argmax
-                .launch(how, args![logits, vocab, best, counters, token, position, history, capacity, flags])
-        }
+        unsafe { self.argmax.launch(how, args![logits, vocab, best, counters, token, position, flags]) }
     }
 
     /// Sets `flag` to 1 when one of `count` elements is not finite.

@@ -4,6 +4,7 @@
 //! A decode step is captured once as a graph: it allocates nothing, and only a token and its flags leave the device.
 mod batch;
 mod cache;
+mod draw;
 mod engine;
 mod executor;
 mod kernels;

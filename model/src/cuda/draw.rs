@@ -1,0 +1,201 @@
+//! Drawing a token on the device: what [`Sampler::sample`] draws from the same logits, bit for bit.
+use crate::sampling::{Sampler, SamplingParams};
+use q4_core::Result;
+use q4_cuda::{Buffer, Gpu, Kernel, Kernels, Launch, Pinned, Stream, args};
+use std::sync::Arc;
+
+/// `Choice` of `cuda/draw.cu`.
+#[repr(C)]
+struct Choice {
+    uniform: f64,
+    temperature: f32,
+    top_p: f32,
+    min_p: f32,
+    top_k: u32,
+}
+
+/// Bytes of its `Buckets`.
+const BUCKETS: usize = 2048 * 12 + 8;
+/// Blocks that narrow the vocabulary down: more weigh it faster, but each leaves its counts of every bucket to add up.
+const BLOCKS: u32 = 16;
+
+/// The kernels, of `cuda/sample.cu` and `cuda/draw.cu`.
+pub(super) struct Drawing {
+    argmax: Kernel,
+    penalise: Kernel,
+    weigh: Kernel,
+    narrow: Kernel,
+    draw: Kernel,
+}
+
+impl Drawing {
+    pub fn of(kernels: &Kernels) -> Result<Self> {
+        let get = |name| kernels.get(name);
+        let [argmax, penalise, weigh] = [get("argmax")?, get("penalise")?, get("weigh")?];
+        Ok(Self { argmax, penalise, weigh, narrow: get("narrow")?, draw: get("draw")? })
+    }
+}
+
+/// What drawing needs besides the logits, for one sequence.
+pub(super) struct Draw {
+    vocab: usize,
+    buckets: Buffer,
+    /// 16 bytes for each token of the vocabulary.
+    list: Buffer,
+    /// A bit for each; zero between draws.
+    seen: Buffer,
+    /// What `argmax` keeps and leaves after a penalty: its key, then words for its count, the token, a position and flags.
+    best: Buffer,
+    /// Ids that the penalty applies to, and the same in host memory.
+    recent: Buffer,
+    staged: Pinned,
+    drawn: Pinned,
+}
+
+impl Draw {
+    /// For a vocabulary, and a history of up to `context` tokens.
+    pub fn new(gpu: &Arc<Gpu>, vocab: usize, context: usize) -> Result<Self> {
+        Ok(Self {
+            vocab,
+            buckets: Buffer::zeroed(gpu, BUCKETS)?,
+            list: Buffer::new(gpu, 16 * vocab)?,
+            seen: Buffer::zeroed(gpu, vocab.div_ceil(32) * 4)?,
+            best: Buffer::zeroed(gpu, 24)?,
+            recent: Buffer::new(gpu, 4 * context)?,
+            staged: Pinned::new(gpu, 4 * context)?,
+            drawn: Pinned::new(gpu, 4)?,
+        })
+    }
+
+    /// Draws from `logits` f32 `[vocab]`, which the penalty on `recent` changes; writes the token to both words and waits
+    /// for it.
+    ///
+    /// # Safety
+    /// The logits and both words are on the stream's device and nobody else uses them. Some logit is finite, none is NaN or
+    /// +inf. `token` holds what `argmax` chose of them. Ids of `recent` are below the vocabulary's size, and no more than
+    /// `context`. The temperature is above 0.
+    pub unsafe fn draw(
+        &mut self,
+        kernels: &Drawing,
+        logits: u64,
+        sampler: &mut Sampler,
+        recent: &[u32],
+        (token, id): (u64, u64),
+        stream: &Stream,
+    ) -> Result<u32> {
+        let &SamplingParams { temperature, top_k, top_p, min_p, repetition_penalty, .. } = sampler.params();
+        let top_k = top_k.min(self.vocab) as u32;
+        let choice = Choice { uniform: sampler.uniform(), temperature, top_p, min_p, top_k };
+        let (s, vocab) = (stream.raw(), self.vocab as i32);
+        let how = |blocks| Launch {
+            grid: [blocks, 1, 1],
+            block: [1024, 1, 1],
+            shared: 0,
+            stream: s,
+            overlap: true,
+        };
+        let (buckets, list) = (self.buckets.ptr(), self.list.ptr());
+        let mut best = token;
+        // SAFETY: by contract; the buffers have the sizes the kernels ask for.
+        unsafe {
+            if repetition_penalty != 1.0 && !recent.is_empty() {
+                // Every draw waits in the end, so nothing reads the staging memory here.
+                self.staged.as_mut_slice::<u32>()[..recent.len()].copy_from_slice(recent);
+                self.staged.send(0, self.recent.ptr(), 4 * recent.len(), s)?;
+                let (ids, count, seen) = (self.recent.ptr(), recent.len() as u32, self.seen.ptr());
+                kernels.penalise.launch(how(1), args![logits, ids, count, repetition_penalty, seen])?;
+                let key = self.best.ptr();
+                let [counter, position, flags] = [key + 8, key + 16, key + 20];
+                best = key + 12;
+                let how =
+                    Launch { grid: [128, 1, 1], block: [256, 1, 1], shared: 0, stream: s, overlap: true };
+                kernels.argmax.launch(how, args![logits, vocab, key, counter, best, position, flags])?;
+            }
+            kernels.weigh.launch(how(BLOCKS), args![logits, vocab, best, choice, buckets])?;
+            kernels.narrow.launch(how(BLOCKS), args![logits, vocab, best, choice, buckets, list])?;
+            kernels.draw.launch(how(1), args![logits, best, choice, buckets, list, token, id])?;
+            self.drawn.receive(token, 4, s)?;
+        }
+        stream.synchronize()?;
+        Ok(self.drawn.as_slice::<u32>()[0])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::kernels::SAMPLE;
+    use super::*;
+    use rand_chacha::ChaCha8Rng;
+    use rand_chacha::rand_core::{Rng, SeedableRng};
+
+    /// Sums of uniform numbers: a peak, a body and a tail.
+    fn logits(rng: &mut ChaCha8Rng, n: usize, spread: f32) -> Vec<f32> {
+        let mut one = || (rng.next_u32() >> 8) as f32 / (1 << 24) as f32 - 0.5;
+        (0..n).map(|_| (one() + one() + one() + one()) * spread).collect()
+    }
+
+    #[test]
+    fn draws_what_the_host_draws() -> Result<()> {
+        let gpu = match Gpu::open(0) {
+            Ok(gpu) => gpu,
+            Err(e) => {
+                println!("skipped: no CUDA device ({e})");
+                return Ok(());
+            }
+        };
+        let kernels = Drawing::of(&Kernels::load(&gpu, &SAMPLE, &[])?)?;
+        let stream = Stream::new(&gpu)?;
+        let mut rng = ChaCha8Rng::seed_from_u64(1);
+        let mut drawn = 0;
+        for (vocab, spread) in [(7, 3.0), (2048, 4.0), (2048, 40.0), (151_936, 6.0), (151_936, 40.0)] {
+            let words = Buffer::zeroed(&gpu, 8)?;
+            let mut draw = Draw::new(&gpu, vocab, 64)?;
+            for temperature in [0.01, 0.6, 1.0, 4.0] {
+                for (top_k, top_p, min_p, repetition_penalty) in [
+                    (0, 1.0, 0.0, 1.0),
+                    (20, 0.95, 0.0, 1.0),
+                    (1500, 0.9, 0.0, 1.3),
+                    (0, 0.9, 0.0, 0.8),
+                    (0, 1.0, 0.02, 1.1),
+                    (40, 0.01, 0.5, 1.0),
+                    (1, 1.0, 0.0, 1.0),
+                ] {
+                    let seed = u64::from(rng.next_u32());
+                    let params =
+                        SamplingParams { temperature, top_k, top_p, min_p, repetition_penalty, seed };
+                    let mut host = Sampler::new(params, vocab)?;
+                    let mut device = host.clone();
+                    for round in 0..6 {
+                        let mut x = logits(&mut rng, vocab, spread);
+                        if round % 2 == 1 {
+                            // Equals, both zeros, and tokens without a chance.
+                            x.iter_mut().for_each(|v| *v = v.round());
+                            x[vocab / 2] = -0.0;
+                            x[vocab / 3] = f32::NEG_INFINITY;
+                        }
+                        let recent: Vec<u32> = (0..40).map(|_| rng.next_u32() % vocab as u32).collect();
+                        let there = Buffer::of(&gpu, &x)?;
+                        let likeliest = (0..vocab).max_by(|a, b| x[*a].total_cmp(&x[*b])).expect("one");
+                        words.upload(0, &[likeliest as u32, 0])?;
+                        // SAFETY: as the contract asks.
+                        let have = unsafe {
+                            draw.draw(
+                                &kernels,
+                                there.ptr(),
+                                &mut device,
+                                &recent,
+                                (words.ptr(), words.ptr() + 4),
+                                &stream,
+                            )?
+                        };
+                        let need = host.sample(&mut x, &recent)?;
+                        assert_eq!(have, need, "{vocab} tokens, spread {spread}, {:?}", host.params());
+                        drawn += 1;
+                    }
+                }
+            }
+        }
+        println!("{drawn} tokens drawn alike on {}", gpu.device());
+        Ok(())
+    }
+}
