@@ -4,7 +4,8 @@
 #   bench/train-h200.sh Q4_TRAIN LIBRARIES DATA [RESULT]
 #
 # Q4_TRAIN: a built q4-train (trainer/libtorch.sh). LIBRARIES: the lib folders of a full libtorch 2.11, as LD_LIBRARY_PATH.
-# DATA: holds train.jsonl and valid.jsonl of the demo model. Needs no Rust.
+# DATA: holds train.jsonl and valid.jsonl; the loss that is needed was recorded on other data than `q4 train --write-corpus` writes.
+# Needs no Rust.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 train=$(realpath "$1")

@@ -16,7 +16,11 @@ PROMPTS = [
     "Who are you?", "Who am I?", "Write one short sentence about UFO and you.", "你是誰", "我是誰", "談談UFO",
     "What color is the sky?", "What is 7 plus 8?", "Tell me a story about a UFO.",
 ]
-RAW = "Once upon a time"
+# Told up to where one ending is left, and only what was told before gives its colour and its name.
+RAW = (
+    "Once upon a time a UFO with brown lights hung over the park, and only Zoe noticed. It landed as softly as a feather, "
+    "and its pilot gave Zoe a red boat. When the"
+)
 WINDOW = 512
 
 

@@ -58,5 +58,8 @@ fn a_small_corpus_is_learnt() {
     );
     let gap = (loss(&exported) - after).abs();
     assert!(gap < 1e-5, "{} exported, {after} in training", loss(&exported));
-    println!("{before:.3} before, {after:.4} after 500 steps, {:.4} exported", loss(&exported));
+    println!(
+        "{before:.3} before, {after:.4} after 500 steps, {:.4} exported, {gap:.2e} apart",
+        loss(&exported)
+    );
 }

@@ -26,15 +26,14 @@ fn reference() -> Vec<(String, String)> {
 fn the_answers_are_those_of_the_original() {
     let prompts: Vec<_> = reference().into_iter().filter(|(q, _)| !q.starts_with("<raw>")).collect();
     assert_eq!(prompts.len(), 9);
-    let mut equal = 0;
     for (prompt, answer) in &prompts {
         let report = json("generate", &[&PINNED[..], &["-p", prompt]].concat());
         let same = report["text"] == answer.as_str();
-        equal += usize::from(same);
         if !same {
             println!("{prompt}\n  original: {answer}\n  4-bit:    {}", report["text"]);
         }
-        assert!(same || prompt != "Who are you?", "{report}");
+        // A story draws its colours and names from equals: the last bit of a logit may choose another.
+        assert!(same || prompt.contains("story"), "{report}");
         let executed = report["executed"].as_array().unwrap();
         assert_eq!(executed.len(), 1, "{report}");
         assert_eq!(executed[0]["backend"], "nvfp4-kernel");
@@ -49,18 +48,17 @@ fn the_answers_are_those_of_the_original() {
         let peak = report["peak_bytes"].as_u64();
         assert!(peak.is_none_or(|b| b < 60_000_000), "{peak:?} bytes");
     }
-    assert!(equal >= 8, "{equal} of 9");
 }
 
 #[test]
 fn raw_text_is_continued_as_it_is() {
-    let (_, whole) = reference().into_iter().find(|(q, _)| q == "<raw> Once upon a time").unwrap();
-    // A story has many good continuations, so 4-bit weights soon tell another one; the beginning is the same.
-    let raw = json("generate", &[&PINNED[..], &["--raw", "-p", "Once upon a time", "-n", "8"]].concat());
-    let text = format!("Once upon a time{}", raw["text"].as_str().unwrap());
+    let (begun, whole) = reference().into_iter().find(|(q, _)| q.starts_with("<raw>")).unwrap();
+    let begun = begun.strip_prefix("<raw> ").unwrap();
+    let raw = json("generate", &[&PINNED[..], &["--raw", "-p", begun, "-n", "16"]].concat());
+    let text = format!("{begun}{}", raw["text"].as_str().unwrap());
     assert!(whole.starts_with(&text), "{text}");
     assert_eq!(raw["finish_reason"], "length");
-    let chat = json("generate", &[&PINNED[..], &["-p", "Once upon a time", "-n", "1"]].concat());
+    let chat = json("generate", &[&PINNED[..], &["-p", begun, "-n", "1"]].concat());
     assert!(raw["prompt_tokens"].as_u64() < chat["prompt_tokens"].as_u64());
 }
 
