@@ -1,7 +1,6 @@
 // Barriers in shared memory, and what the copy engine of sm_90 brings there and takes away. Needs elements.cu before it.
 
 DEVICE void barrier_init(u32 at, u32 count) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(count)); }
-DEVICE void barrier_arrive(u32 at) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(at) : "memory"); }
 // A barrier's address in block `rank` of the pair.
 DEVICE u32 address_in(u32 at, u32 rank) {
     u32 there;
