@@ -32,16 +32,47 @@ impl TensorMap {
             64 => Swizzle::CU_TENSOR_MAP_SWIZZLE_64B,
             _ => Swizzle::CU_TENSOR_MAP_SWIZZLE_32B,
         };
-        let sizes = [cols as u64, rows as u64];
-        let strides = [(ld * size) as u64];
-        let (boxed, steps) = ([width as u32, height as u32], [1u32; 2]);
+        let what = format!("a map of [{rows}, {cols}], rows {ld} apart, in boxes of {height} by {width}");
+        Self::encode(data, kind, [cols, rows], [ld * size], [width, height], swizzle, &what)
+    }
+
+    /// `[outer, middle, inner]` words of eight bytes side by side at `data`, 16-byte aligned; boxes of as many of each (at most
+    /// 256). `inner` is even; nothing is swizzled.
+    pub fn of_words(data: u64, shape: [usize; 3], boxed: [usize; 3]) -> Result<Self> {
+        let kind = driver::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_FLOAT64;
+        let swizzle = driver::CUtensorMapSwizzle_enum::CU_TENSOR_MAP_SWIZZLE_NONE;
+        let what = format!("a map of {shape:?} words in boxes of {boxed:?}");
+        let ([outer, middle, inner], [a, b, c]) = (shape, boxed);
+        Self::encode(
+            data,
+            kind,
+            [inner, middle, outer],
+            [inner * 8, middle * inner * 8],
+            [c, b, a],
+            swizzle,
+            &what,
+        )
+    }
+
+    /// Sizes and boxes from the innermost dimension on; bytes between neighbours of the others.
+    fn encode<const N: usize, const STRIDES: usize>(
+        data: u64,
+        kind: driver::CUtensorMapDataType_enum,
+        sizes: [usize; N],
+        strides: [usize; STRIDES],
+        boxed: [usize; N],
+        swizzle: driver::CUtensorMapSwizzle_enum,
+        what: &str,
+    ) -> Result<Self> {
+        let (sizes, strides) = (sizes.map(|v| v as u64), strides.map(|v| v as u64));
+        let (boxed, steps) = (boxed.map(|v| v as u32), [1u32; N]);
         let mut map = driver::CUtensorMap { opaque: [0; 16] };
         // SAFETY: the arrays have as many elements as the rank says; the driver reads them and writes the map.
         let status = unsafe {
             driver::cuTensorMapEncodeTiled(
                 &mut map,
                 kind,
-                2,
+                N as u32,
                 data as *mut c_void,
                 from_ref(&sizes).cast(),
                 from_ref(&strides).cast(),
@@ -53,10 +84,7 @@ impl TensorMap {
                 driver::CUtensorMapFloatOOBfill_enum::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )
         };
-        check(
-            status,
-            &format!("a map of [{rows}, {cols}], rows {ld} apart, in boxes of {height} by {width}"),
-        )?;
+        check(status, what)?;
         Ok(Self(map))
     }
 }

@@ -24,7 +24,7 @@ template <> struct Codes<bf16> {
     DEVICE float widen(u16 x) { return __uint_as_float((u32)x << 16); }
     DEVICE u32 times(u32 a, u32 b) {
         u32 y;
-        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+        asm volatile("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
         return y;
     }
     // Values of a word of eight codes times 2^-126, in the order of k.
@@ -36,7 +36,11 @@ template <> struct Codes<bf16> {
         p[3] = (w >> 3 & 0x01C001C0) | (w << 1 & 0x80008000);
     }
     // A scale byte, the `i`th of a word, times 2^118, twice.
-    DEVICE u32 scale(u32 word, int i) { return __byte_perm(word, 0, 0x4040 + i * 0x101) * 16 + 0x73007300; }
+    DEVICE u32 scale(u32 word, int i) { return expand(word, 0x4040 + i * 0x101); }
+    // The byte by a selector of byte_perm.
+    DEVICE u32 expand(u32 word, u32 selector) { return __byte_perm(word, 0, selector) * 16 + 0x73007300; }
+    // A pair alone: the magnitudes of pair t are in place after a rotation to the left by byte t.
+    static constexpr u32 ROTATE = 0x1D060300, MAGNITUDE = 0x01C001C0;
 };
 template <> struct Codes<f16> {
     static constexpr float UNDO = 128.f;
@@ -57,7 +61,7 @@ template <> struct Codes<f16> {
     }
     DEVICE u32 times(u32 a, u32 b) {
         u32 y;
-        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+        asm volatile("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
         return y;
     }
     // Values times 2^-14.
@@ -69,5 +73,7 @@ template <> struct Codes<f16> {
         p[3] = (w & M) | (w << 1 & S);
     }
     // Times 2^7.
-    DEVICE u32 scale(u32 word, int i) { return __byte_perm(word, 0, 0x4040 + i * 0x101) * 128 + 0x1C001C00; }
+    DEVICE u32 scale(u32 word, int i) { return expand(word, 0x4040 + i * 0x101); }
+    DEVICE u32 expand(u32 word, u32 selector) { return __byte_perm(word, 0, selector) * 128 + 0x1C001C00; }
+    static constexpr u32 ROTATE = 0x00090603, MAGNITUDE = 0x0E000E00;
 };

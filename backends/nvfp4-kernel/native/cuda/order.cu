@@ -1,11 +1,10 @@
 // x for gemm.cu where it cannot be read as it is. Needs layout.cu and elements.cu before it.
 //
-// order_T_U(x T[rows, k], ld, k, out U[rows, parts * padded], padded, weight f32[k] or null, eps, flags, flag_count);
+// order_T_U(x T[rows, k], ld, k, out U[rows, parts * padded], padded, weight f32[k] or null, eps);
 // order_f32_parts: three bf16
-// order_codes, order_codes_parts (q i8[rows, k], steps f32[rows, k / 16], k, out, padded, factor, flags, flag_count):
+// order_codes, order_codes_parts (q i8[rows, k], steps f32[rows, k / 16], k, out, padded, factor):
 //   q * (step * factor), rounded to bf16 (exact for 4-bit codes) or as three bf16
 //   grid rows, block 256. Optional norm: x/rms(x)*weight rounded to U. padded: a multiple of 8; zeros from k on.
-// clear(flags, flag_count): grid 1, block 256.
 
 DEVICE float as_float(float x) { return x; }
 DEVICE float as_float(bf16 x) { return Codes<bf16>::widen(x.bits); }
@@ -42,18 +41,12 @@ template <class U, int PARTS> DEVICE void put8(const float (&f)[8], u8 *row, int
     for (int p = 0; p < PARTS; p++) *(uint4 *)(row + (u64)(p * padded + at) * 2) = make_uint4(v[p][0], v[p][1], v[p][2], v[p][3]);
 }
 
-DEVICE void clear_flags(u32 *flags, int count) {
-    if (blockIdx.x == 0)
-        for (int i = threadIdx.x; i < count; i += 256) flags[i] = 0;
-}
-
 template <class T, class U, int PARTS>
 DEVICE void order(
-    const T *x, u64 ld, int k, u8 *out, int padded, const float *weight, float eps, u32 *flags, int flag_count) {
+    const T *x, u64 ld, int k, u8 *out, int padded, const float *weight, float eps) {
     __shared__ float room[8];
     let_next_start();
     wait_for_previous();
-    clear_flags(flags, flag_count);
     u64 token = blockIdx.x;
     const T *row = x + token * ld;
     float factor = 1.f;
@@ -89,10 +82,9 @@ DEVICE void order(
 }
 
 template <int PARTS>
-DEVICE void order_quantised(const i8 *q, const float *steps, int k, u8 *out, int padded, float factor, u32 *flags, int flag_count) {
+DEVICE void order_quantised(const i8 *q, const float *steps, int k, u8 *out, int padded, float factor) {
     let_next_start();
     wait_for_previous();
-    clear_flags(flags, flag_count);
     u64 token = blockIdx.x;
     for (int at = threadIdx.x * 8; at < padded; at += 256 * 8) {
         float f[8], step = at < k ? steps[token * (k / 16) + at / 16] * factor : 0.f;
@@ -102,16 +94,10 @@ DEVICE void order_quantised(const i8 *q, const float *steps, int k, u8 *out, int
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256) clear(u32 *flags, int flag_count) {
-    let_next_start();
-    wait_for_previous();
-    clear_flags(flags, flag_count);
-}
-
 #define ORDER(NAME, T, U, PARTS) \
     extern "C" __global__ void __launch_bounds__(256) NAME( \
-        const T *x, u64 ld, int k, u8 *out, int padded, const float *weight, float eps, u32 *flags, int flag_count) { \
-        order<T, U, PARTS>(x, ld, k, out, padded, weight, eps, flags, flag_count); \
+        const T *x, u64 ld, int k, u8 *out, int padded, const float *weight, float eps) { \
+        order<T, U, PARTS>(x, ld, k, out, padded, weight, eps); \
     }
 ORDER(order_bf16, bf16, bf16, 1)
 ORDER(order_f16, f16, f16, 1)
@@ -121,8 +107,8 @@ ORDER(order_f32_parts, float, bf16, 3)
 
 #define ORDER_CODES(NAME, PARTS) \
     extern "C" __global__ void __launch_bounds__(256) NAME( \
-        const i8 *q, const float *steps, int k, u8 *out, int padded, float factor, u32 *flags, int flag_count) { \
-        order_quantised<PARTS>(q, steps, k, out, padded, factor, flags, flag_count); \
+        const i8 *q, const float *steps, int k, u8 *out, int padded, float factor) { \
+        order_quantised<PARTS>(q, steps, k, out, padded, factor); \
     }
 ORDER_CODES(order_codes, 1)
 ORDER_CODES(order_codes_parts, 3)

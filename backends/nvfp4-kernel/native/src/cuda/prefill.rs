@@ -5,26 +5,30 @@ use super::simple::{self, Stored};
 use crate::call::Mat;
 use q4_core::{ActGlobal, Activations, Code, DType, Error, FuseSet, Result};
 use q4_cuda::{Gpu, Kernel, Launch, Source, TensorMap, args};
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::{Arc, OnceLock};
 
 macro_rules! source {
-    ($name:literal, $file:literal) => {
+    ($name:literal, $($file:literal),+) => {
         Source {
             name: $name,
             text: concat!(
                 include_str!("../../cuda/layout.cu"),
                 include_str!("../../cuda/elements.cu"),
-                include_str!(concat!("../../cuda/", $file))
+                $(include_str!(concat!("../../cuda/", $file))),+
             ),
         }
     };
 }
-const GEMM: Source = source!("nvfp4-gemm", "gemm.cu");
+const GEMM: Source = source!("nvfp4-gemm", "wgmma.cu", "copy.cu", "work.cu", "output.cu", "gemm.cu");
 const ORDER: Source = source!("nvfp4-order", "order.cu");
 /// Calls of fewer rows are for others.
 const LEAST: usize = 17;
 /// Rows of x of a tile; each compiles to kernels of its own.
 const TOKENS: [usize; 4] = [32, 64, 128, 256];
+/// Tokens of a box of outputs, and the most pairs of blocks that share a tile, as in gemm.cu.
+const BOX: usize = 16;
+const SHARES: usize = 8;
 /// Bytes of outputs a warpgroup sends off at once, as in gemm.cu.
 const PIECE: usize = 8192;
 
@@ -42,7 +46,8 @@ pub struct Kernels {
     pairs: [[OnceLock<Pair>; 2]; TOKENS.len()],
     order: [Kernel; 5],
     order_codes: [Kernel; 2],
-    clear: Kernel,
+    /// What a flag of gemm.cu is when it is set: 64 random bits, which no workspace has before.
+    key: u64,
 }
 
 /// Index into [`TOKENS`] of a call of `m` rows.
@@ -50,21 +55,25 @@ fn size_of(m: usize) -> usize {
     TOKENS.iter().position(|t| m <= *t).unwrap_or(TOKENS.len() - 1)
 }
 
-/// `SHARED` of gemm.cu.
-fn shared_of(tokens: usize) -> u32 {
-    let packs = match tokens {
-        256 => 2,
-        128 => 5,
-        _ => 6,
-    };
-    let stage = 16_384 + tokens * 128;
-    let stages = ((232_448 - 1024 - 2 * PIECE - packs * 9216) / stage).min(8);
-    (stages * stage + 2 * PIECE + packs * (9216 + 16) + 16 * stages) as u32
+/// `SETS` of gemm.cu.
+fn sets_of(tokens: usize) -> usize {
+    if tokens <= 64 { 2 } else { 1 }
 }
 
-/// Threads of a block: two warpgroups that multiply, and one or two that decode.
+/// `SHARED` of gemm.cu.
+fn shared_of(tokens: usize) -> u32 {
+    let sets = sets_of(tokens);
+    let packs = if tokens == 256 { 5 } else { 8 };
+    let meeting = if sets == 2 { 512 * tokens } else { 0 };
+    let others = 16 + 2 * PIECE + meeting + packs * (9216 + 16);
+    let stage = tokens * 128 + 16;
+    let stages = ((232_448 - others) / stage / sets * sets).min(16);
+    (stages * stage + others) as u32
+}
+
+/// `THREADS` of gemm.cu: the warpgroups that multiply, and one that brings.
 fn threads_of(tokens: usize) -> u32 {
-    if tokens == 256 { 384 } else { 512 }
+    256 * sets_of(tokens) as u32 + 128
 }
 
 /// Where the parts of the workspace lie, in bytes.
@@ -92,9 +101,9 @@ impl Kernels {
         }
         let order = order.try_into().map_err(|_| Error::new(Code::Internal, "kernels that order x"))?;
         let order_codes = [all.get("order_codes")?, all.get("order_codes_parts")?];
-        let clear = all.get("clear")?;
         let quantise = simple::Kernels::load(gpu)?;
-        Ok(Some(Self { gpu: gpu.clone(), quantise, pairs: Default::default(), order, order_codes, clear }))
+        let key = RandomState::new().build_hasher().finish();
+        Ok(Some(Self { gpu: gpu.clone(), quantise, pairs: Default::default(), order, order_codes, key }))
     }
 
     fn pair(&self, size: usize, half: bool) -> Result<&Pair> {
@@ -120,15 +129,15 @@ impl Kernels {
         let partial = next(ordered, m * w.slabs * 64 * parts(w) * 2);
         let blocks = self.gpu.processors as usize;
         let flags = next(partial, blocks * 128 * TOKENS[size_of(m)] * 4);
-        let q = next(flags, blocks * 8);
+        let q = next(flags, blocks * 128);
         let quantised = if w.activations == Activations::Native { 0 } else { m * w.k };
         let steps = next(q, quantised);
         let global = next(steps, quantised / 4);
         Room { ordered, partial, flags, q, steps, global, all: next(global, 4) }
     }
 
-    /// x as the copy engine can read it: as it is, or written to the workspace. Clears `flag_count` flags.
-    unsafe fn stage(&self, w: &Weight, c: &Call, room: &Room, flag_count: u32) -> Result<Staged> {
+    /// x as the copy engine can read it: as it is, or written to the workspace.
+    unsafe fn stage(&self, w: &Weight, c: &Call, room: &Room) -> Result<Staged> {
         let how = |grid: usize| Launch {
             grid: [grid as u32, 1, 1],
             block: [256, 1, 1],
@@ -137,7 +146,7 @@ impl Kernels {
             overlap: true,
         };
         let (m, k, padded) = (c.x.rows, w.k as u32, (w.slabs * 64) as u32);
-        let (out, flags) = (c.workspace + room.ordered as u64, c.workspace + room.flags as u64);
+        let out = c.workspace + room.ordered as u64;
         let (q, steps, global) =
             (c.workspace + room.q as u64, c.workspace + room.steps as u64, c.workspace + room.global as u64);
         let element = if is_half(w) { DType::F16 } else { DType::BF16 };
@@ -149,9 +158,6 @@ impl Kernels {
             if w.activations == Activations::Native {
                 let is_readable = c.x.address() % 16 == 0 && (m == 1 || c.x.ld * 2 % 16 == 0);
                 if c.fuse.norm.is_none() && c.x.dtype == element && is_readable {
-                    if flag_count > 0 {
-                        self.clear.launch(how(1), args![flags, flag_count])?;
-                    }
                     let shape = [m, w.k, c.x.ld.next_multiple_of(8)];
                     return Ok(Staged { x: c.x.address(), element, shape, global: 0, convention: 0 });
                 }
@@ -165,8 +171,7 @@ impl Kernels {
                 let (weight, eps) = c.fuse.norm.unwrap_or((0, 0.0));
                 let ld = c.x.ld as u64;
                 let x = c.x.address();
-                self.order[kernel]
-                    .launch(how(m), args![x, ld, k, out, padded, weight, eps, flags, flag_count])?;
+                self.order[kernel].launch(how(m), args![x, ld, k, out, padded, weight, eps])?;
                 return Ok(written(0, 0));
             }
             let (kernel, factor, at, convention) = match w.activations {
@@ -192,7 +197,7 @@ impl Kernels {
                     (&self.order_codes[1], 1.0f32, 0, 0)
                 }
             };
-            kernel.launch(how(m), args![q, steps, k, out, padded, factor, flags, flag_count])?;
+            kernel.launch(how(m), args![q, steps, k, out, padded, factor])?;
             Ok(written(at, convention))
         }
     }
@@ -256,10 +261,9 @@ impl Fast for Kernels {
         let (groups, units, parts) = (w.padded / 16, w.slabs / 2, parts(w));
         let pairs = if gate { (groups / 2).div_ceil(8) } else { groups.div_ceil(16) };
         let token_tiles = m.div_ceil(tokens);
-        let (grid, split) = deal(pairs, token_tiles, units * parts, clusters);
-        let flag_count = if split > 0 { 2 * self.gpu.processors } else { 0 };
+        let Deal { grid, whole, shares } = deal(pairs * token_tiles, units * parts, clusters);
         // SAFETY: forwarded.
-        let x = unsafe { self.stage(w, c, &room, flag_count)? };
+        let x = unsafe { self.stage(w, c, &room)? };
         let out: u32 = match (accumulate, c.y.dtype) {
             (true, _) => 1,
             (_, DType::BF16) => 2,
@@ -272,11 +276,13 @@ impl Fast for Kernels {
         let aligned = aligned(w, &c.y, gate);
         let y_map = if aligned {
             let (width, bytes) = (if gate { 32 } else { 64 }, c.y.dtype.size());
-            let boxed = [width.min(128 / bytes), tokens.min(PIECE / (width * bytes))];
+            let boxed = [width.min(128 / bytes), BOX];
             TensorMap::new(c.y.address(), c.y.dtype, [m, c.y.cols, c.y.ld], boxed)?
         } else {
             x_map
         };
+        let units_map =
+            TensorMap::of_words(w.codes, [groups, units, 144], [if gate { 4 } else { 8 }, 1, 144])?;
         let how = Launch {
             grid: [2 * grid as u32, 1, 1],
             block: [threads_of(tokens), 1, 1],
@@ -286,8 +292,8 @@ impl Fast for Kernels {
         };
         let (partial, flags) = (c.workspace + room.partial as u64, c.workspace + room.flags as u64);
         let (y, ldy, aligned) = (c.y.address(), c.y.ld as u64, u32::from(aligned));
-        let [m, groups, units, parts, split, pairs, token_tiles] =
-            [m, groups, units, parts, split, pairs, token_tiles].map(|v| v as u32);
+        let [m, groups, units, parts, whole, shares, pairs, token_tiles] =
+            [m, groups, units, parts, whole, shares, pairs, token_tiles].map(|v| v as u32);
         // SAFETY: forwarded; the arguments are those of `gemm_*`, the workspace has the size that was asked for.
         unsafe {
             kernel.launch(
@@ -295,7 +301,7 @@ impl Fast for Kernels {
                 args![
                     x_map,
                     y_map,
-                    w.codes,
+                    units_map,
                     w.groups,
                     y,
                     ldy,
@@ -303,11 +309,13 @@ impl Fast for Kernels {
                     groups,
                     units,
                     parts,
-                    split,
+                    whole,
+                    shares,
                     pairs,
                     token_tiles,
                     partial,
                     flags,
+                    self.key,
                     out,
                     aligned,
                     x.global,
@@ -318,38 +326,36 @@ impl Fast for Kernels {
     }
 }
 
-/// Pairs of blocks, and the pairs of tiles whose k is shared out among all of them.
-fn deal(pairs: usize, token_tiles: usize, units: usize, clusters: usize) -> (usize, usize) {
-    let tiles = pairs * token_tiles;
-    if tiles < clusters {
-        // As many a tile as there is room for: each then has one piece of one tile.
-        return (tiles * (clusters / tiles).min(units), if clusters / tiles > 1 { tiles } else { 0 });
-    }
-    // Where weights are read once or twice, equal shares of everything were fastest; else whole tiles, and shares of those
-    // that would not nearly fill a last round.
+/// How pairs of tiles are dealt to pairs of blocks.
+#[derive(Debug)]
+struct Deal {
+    /// Pairs of blocks.
+    grid: usize,
+    /// Pairs of tiles that are dealt whole.
+    whole: usize,
+    /// Pairs of blocks that do each of the others together, as their last work.
+    shares: usize,
+}
+
+fn deal(tiles: usize, units: usize, clusters: usize) -> Deal {
     let rest = tiles % clusters;
-    let split = if token_tiles <= 2 {
-        tiles
-    } else if rest * 4 > clusters * 3 {
-        0
-    } else {
-        rest
-    };
-    (clusters, split)
+    let shares = clusters.checked_div(rest).map_or(1, |s| s.min(SHARES).min(units));
+    let whole = if shares == 1 { tiles } else { tiles - rest };
+    Deal { grid: if tiles < clusters { tiles * shares } else { clusters }, whole, shares }
 }
 
 #[test]
-fn every_block_has_work() {
-    for pairs in 1..100 {
-        for token_tiles in [1, 2, 3, 16] {
-            for units in [1, 2, 20, 76] {
-                let (grid, split) = deal(pairs, token_tiles, units, 66);
-                let tiles = pairs * token_tiles;
-                assert!(
-                    grid <= 66 && split <= tiles && split * units + (tiles - split) >= grid,
-                    "{pairs} {token_tiles} {units}"
-                );
-            }
+fn every_unit_is_dealt_once() {
+    for tiles in 1..300 {
+        for units in [1, 2, 5, 20, 76] {
+            let d = deal(tiles, units, 66);
+            let rest = tiles - d.whole;
+            assert!(d.grid <= 66 && rest * d.shares <= d.grid, "{tiles} {units} {d:?}");
+            assert!(
+                d.whole >= d.grid || (d.whole == 0 && rest * d.shares == d.grid),
+                "{tiles} {units} {d:?}"
+            );
+            assert!((1..=SHARES.min(units)).contains(&d.shares), "{tiles} {units} {d:?}");
         }
     }
 }

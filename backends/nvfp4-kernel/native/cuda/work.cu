@@ -1,0 +1,42 @@
+// How the tiles of a launch are dealt to pairs of blocks. Needs elements.cu before it. Definition: TN, as in gemm.cu.
+
+// What a pair has to do, the same for those who load and those who multiply: units of k of a tile. Of a tile that `count` pairs share
+// it is the `part`th piece, and the last work of each of them.
+struct Work {
+    int tile, from, to, part, count;
+};
+// First whole tiles in turn, then a piece of one of the rest.
+struct Plan {
+    int units, whole, tiles, shares, next;
+    DEVICE Plan start(int units, int whole, int tiles, int shares) { return {units, whole, tiles, shares, (int)(blockIdx.x >> 1)}; }
+    __device__ __forceinline__ bool take(Work &w) {
+        if (next < whole) {
+            w = {next, 0, units, 0, 1};
+            next += gridDim.x >> 1;
+            return true;
+        }
+        int me = blockIdx.x >> 1;
+        if (next == NONE || me >= (tiles - whole) * shares) return false;
+        next = NONE;
+        int part = me % shares;
+        w = {whole + me / shares, units * part / shares, units * (part + 1) / shares, part, shares};
+        return true;
+    }
+    // Units of all work.
+    __device__ __forceinline__ int total() const {
+        Plan p = *this;
+        Work w;
+        int sum = 0;
+        while (p.take(w)) sum += w.to - w.from;
+        return sum;
+    }
+    static constexpr int NONE = 0x7fffffff;
+};
+// Where a pair of tiles lies. Bands of eight token tiles: what runs at a time then shares rows of x and of the weight.
+struct Place {
+    int pair, token;
+    DEVICE Place of(int tile, int pairs, int token_tiles) {
+        int band = tile / (8 * pairs), in = tile - band * 8 * pairs, high = min(8, token_tiles - 8 * band);
+        return {in / high, (8 * band + in % high) * TN};
+    }
+};
