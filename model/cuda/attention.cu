@@ -232,14 +232,16 @@ DEVICE void decode(
     u32 begin = blockIdx.x * share * STEP, end = min(at + 1, begin + share * STEP);
     keys += blockIdx.z * sequence_stride + kv * head_stride;
     values += blockIdx.z * sequence_stride + kv * head_stride;
-    u32 rest = begin + STEP;
+    u32 rest = begin + 2 * STEP;
     if (threadIdx.x == 0 && rest < end) {
         fetch_ahead(keys + (u64)rest * D, (end - rest) * D * sizeof(T));
         fetch_ahead(values + (u64)rest * D, (end - rest) * D * sizeof(T));
     }
     begin += warp * 16;
-    Tile<T> x;
+    // Two tiles on their way at once.
+    Tile<T> x, next;
     Tile<T>::load(x, keys, values, begin, min(end, at), g, t);
+    if (begin + STEP < end) Tile<T>::load(next, keys, values, begin + STEP, min(end, at), g, t);
     bool owner = blockIdx.x == active - 1;
     {
         Head<float> weight;
@@ -312,7 +314,8 @@ DEVICE void decode(
             o[i][0] *= keep[0], o[i][1] *= keep[1], o[i][2] *= keep[0], o[i][3] *= keep[1];
             As<T>::mma(o[i], b[0], b[1], b[2], b[3], p0, p1);
         }
-        if (p + STEP < end) Tile<T>::load(x, keys, values, p + STEP, min(end, at), g, t);
+        x = next;
+        if (p + 2 * STEP < end) Tile<T>::load(next, keys, values, p + 2 * STEP, min(end, at), g, t);
     }
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -410,7 +413,7 @@ DEVICE void decode(
 }
 
 #define DECODE(NAME, X, T) \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32) NAME( \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) NAME( \
         const X *qkv, const float *q_weight, const float *k_weight, float eps, const float *cosine, const float *sine, \
         const u32 *position, T *keys, T *values, u64 head_stride, u64 sequence_stride, float *partial, u32 *counters, T *out, \
         int heads, int kv_heads, float scale) { \

@@ -267,6 +267,7 @@ impl Fast for Kernels {
         let kernels = self.loaded(Self::family(w))?;
         let mut x = call.x;
         let (mut norm, eps) = call.fuse.norm.unwrap_or((0, 0.0));
+        let copied;
         let (mut act, mut rule, mut convention, mut global, mut act_global) =
             (abi::ACT_NATIVE, 0, 0, 1.0f32, 0);
         // SAFETY: forwarded; the workspace has the size that was asked for.
@@ -293,7 +294,9 @@ impl Fast for Kernels {
                 let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: call.stream, overlap: true };
                 kernels.align.launch(how, args![from, ld as u64, w.k as u32, size as u32, to])
             };
-            if norm % 16 != 0 {
+            // A product reads its norm's weight before it waits for the kernel ahead, unless that one writes it.
+            copied = norm % 16 != 0;
+            if copied {
                 let to = call.workspace + 256;
                 copy(norm, 1, w.k, 4, to)?;
                 norm = to;
@@ -341,7 +344,7 @@ impl Fast for Kernels {
                 block: [THREADS as u32, 1, 1],
                 shared: plan.shared as u32,
                 stream: call.stream,
-                overlap: true,
+                overlap: !copied,
             };
             let kernel = kernels.rows[plan.kernel as usize].as_ref();
             let kernel =
