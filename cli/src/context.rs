@@ -136,7 +136,13 @@ impl Context {
                 let library = dispatch.registry().env().libraries.get(name).filter(|_| !is_judged);
                 let dense = "compute on dense copies: q4 --backend dequant-matmul generate";
                 let fix = match library {
-                    Some(library) => format!("q4 conformance --plugin {}", library.path),
+                    Some(library) => {
+                        let device = match self.device()? {
+                            Device::Cpu => String::new(),
+                            device => format!(" --device {device}"),
+                        };
+                        format!("q4 conformance --plugin {}{device}", library.path)
+                    }
                     None if name == NVFP4_KERNEL => {
                         format!("name a libNVFP4 that exists with --nvfp4-lib PATH, or {dense}")
                     }

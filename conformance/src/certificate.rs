@@ -205,6 +205,8 @@ pub fn gate(
         }
     }
     let option = if profile == Profile::Training { " --profile training" } else { "" };
+    // The devices that were looked for are facts of the machine.
+    let device = if env.cuda.is_empty() { "" } else { " --device cuda" };
     let have = match voids.first() {
         None => format!("none in {}", dir.display()),
         Some(why) => format!("one that is void: {why}"),
@@ -212,7 +214,7 @@ pub fn gate(
     Err(Reject::new(
         RejectCode::ConformanceMissing,
         format!(
-            "a certificate for this library on this machine: q4 conformance --plugin {}{option}",
+            "a certificate for this library on this machine: q4 conformance --plugin {}{device}{option}",
             library.path
         ),
         have,
@@ -237,7 +239,7 @@ pub(crate) fn hex(bytes: &[u8]) -> String {
 mod tests {
     use super::*;
     use crate::{Options, liars, run};
-    use q4_core::ThreadPool;
+    use q4_core::{CudaDevice, ThreadPool};
 
     fn machine_with(feature: &str) -> HostEnv {
         HostEnv { arch: "x86_64".into(), cpu_features: vec![feature.into()], ..HostEnv::default() }
@@ -325,6 +327,12 @@ mod tests {
                 gate(dir, "acme", "1.0.0", &library, &env, Profile::Training).expect_err("nothing there");
             assert!(reject.have.starts_with("none in"), "{reject}");
             assert!(reject.need.ends_with("--plugin /opt/libacme.so --profile training"), "{reject}");
+            let capability = (9, 0);
+            let device = CudaDevice { ordinal: 0, capability, name: "GPU".into(), memory: 1 << 34 };
+            let env = HostEnv { cuda: vec![device], ..env };
+            let reject =
+                gate(dir, "acme", "1.0.0", &library, &env, Profile::Inference).expect_err("as before");
+            assert!(reject.need.ends_with("--plugin /opt/libacme.so --device cuda"), "{reject}");
         }
     }
 

@@ -313,8 +313,8 @@ pub trait Q4Backend: Send + Sync + 'static {
     /// every reason.
     fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict;
 
-    /// Repacks `w` for `path` and no other. `w` is in host memory unless `spec.device` says otherwise; it is not
-    /// kept. Fails rather than choose another path.
+    /// Repacks `w` for `path` and no other. `w` is in host memory, whatever `spec.device`; it is not kept, and the weight
+    /// is ready when this returns. Fails rather than choose another path.
     fn prepare(
         &self,
         w: &Q4Weight<'_>,

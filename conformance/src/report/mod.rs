@@ -8,7 +8,7 @@ mod text;
 use crate::case::{CaseResult, Outcome};
 use crate::certificate::{Library, machine};
 use crate::{Level, Options, Profile, SUITE_VERSION};
-use q4_core::{BackendDescriptor, HostEnv};
+use q4_core::{BackendDescriptor, Device, HostEnv};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -202,6 +202,10 @@ impl Report {
         }
         // What the backend says about itself is no product.
         let of_products = options.replay.is_none() && options.levels().iter().any(|l| *l != Level::L0);
+        let on = match options.device {
+            Device::Cpu => String::new(),
+            device => format!(" --device {device}"),
+        };
         let claims_nothing = of_products && claims.iter().all(|c| c.claim == "backend");
         if claims_nothing && !results.is_empty() {
             notes.push(format!("nothing executed: {backend} claims no product"));
@@ -237,7 +241,7 @@ impl Report {
                 .filter(|r| r.outcome.is_bad() || r.outcome == Outcome::Waived)
                 .map(|r| Failure {
                     backend: descriptor.name.to_string(),
-                    replay: format!("q4 conformance --backend {} --replay '{}'", descriptor.name, r.id),
+                    replay: format!("q4 conformance --backend {}{on} --replay '{}'", descriptor.name, r.id),
                     case: r.clone(),
                 })
                 .collect(),
@@ -254,7 +258,9 @@ impl Report {
     pub fn loaded_from(mut self, library: Library, is_plugin: bool) -> Self {
         if is_plugin {
             for f in &mut self.failures {
-                f.replay = format!("q4 conformance --plugin '{}' --replay '{}'", library.path, f.case.id);
+                let (name, file) =
+                    (format!("--backend {}", f.backend), format!("--plugin '{}'", library.path));
+                f.replay = f.replay.replacen(&name, &file, 1);
             }
         }
         for b in &mut self.backends {
@@ -416,6 +422,35 @@ mod tests {
             Vec::new(),
             took,
         ))
+    }
+
+    #[test]
+    fn a_case_of_a_device_is_run_again_there() {
+        let descriptor = BackendDescriptor {
+            name: "acme-q4".into(),
+            version: "1".into(),
+            vendor: "Acme".into(),
+            priority: 0,
+            offers: Vec::new(),
+        };
+        let (env, id) = (HostEnv::default(), "L2/nvfp4@1/native/cuda:1/fused-dequant/lattice/s0");
+        let failed = CaseResult {
+            id: id.into(),
+            level: Level::L2,
+            claim: None,
+            outcome: Outcome::Fail,
+            values: 1,
+            ratio: None,
+            message: None,
+            waiver: None,
+        };
+        let options = Options { device: Device::Cuda(1), ..Options::of(Profile::Inference) };
+        let report = Report::of(&descriptor, &env, &options, vec![failed], Vec::new(), Duration::ZERO);
+        let want = |who: &str| [format!("q4 conformance {who} --device cuda:1 --replay '{id}'")];
+        let commands = |r: &Report| r.failures.iter().map(|f| f.replay.clone()).collect::<Vec<_>>();
+        assert_eq!(commands(&report), want("--backend acme-q4"));
+        let library = Library { path: "/opt/libacme.so".into(), sha256: String::new() };
+        assert_eq!(commands(&report.loaded_from(library, true)), want("--plugin '/opt/libacme.so'"));
     }
 
     #[test]

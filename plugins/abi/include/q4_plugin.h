@@ -18,6 +18,10 @@
  *   Threads    create, destroy, can_prepare, prepare and probe of one backend are called by one thread at a time, any
  *              thread.  A prepared weight is immutable: any number of threads may call it at once.  It may outlive no
  *              backend: destroy comes after the last release.
+ *   Devices    the bytes of a weight are in host memory, whatever the device, and a weight is ready when prepare returns.
+ *              With Q4_DEVICE_CUDA operands and workspace are memory of the device's primary context, and forward,
+ *              backward_input and dequantize enqueue on exec->stream and do not wait: a program may be recording the
+ *              stream into a graph.  A fault then shows where the program waits.
  *   Memory     forward, backward_input and dequantize allocate nothing; scratch is what workspace() asked for.
  *   Numerics   a result depends on the operands and the machine and on nothing else: not on the number of threads, on
  *              strides, or on earlier calls; and row i of a call not on its other rows (Q4_GLOBAL_PER_CALL excepted).

@@ -4,7 +4,10 @@
 mod built;
 
 use q4_conformance::{golden, lattice, measure};
-use q4_core::{Candidate, DType, ExecPath, HostEnv, Q4Backend, RejectCode, Result, ThreadPool};
+use q4_core::{
+    Activations, Candidate, CudaDevice, DType, Device, ExecPath, HostEnv, LinearSpec, OpSet, Q4Backend,
+    RejectCode, Result, SegmentSpec, ThreadPool,
+};
 use q4_plugin_host::{Door, Loader};
 use std::path::Path;
 use std::sync::Arc;
@@ -104,4 +107,45 @@ fn a_probe_says_what_was_loaded_from_where() {
         assert!(items[0].detail.contains("sha256") && items[0].detail.contains(&*path.to_string_lossy()));
         assert!(items.iter().any(|i| i.id == check && i.reasons.is_empty()), "{items:?}");
     }
+}
+
+/// Without a card, too: facts may be another machine's.
+#[test]
+fn the_rust_example_says_what_is_missing_on_a_device() {
+    let backend = load(&built::acme_nvfp4(), Door::C);
+    let codes = |capability: Option<(u32, u32)>, activations, device| {
+        let device_of =
+            |capability| CudaDevice { ordinal: 0, capability, name: "GPU".into(), memory: 1 << 34 };
+        let env = HostEnv { cuda: capability.map(device_of).into_iter().collect(), ..HostEnv::collect() };
+        let spec = LinearSpec {
+            segments: vec![SegmentSpec { name: "w".into(), rows: 64 }],
+            schema: lattice::SCHEMAS[0],
+            k: 128,
+            max_m: 4,
+            x: DType::BF16,
+            y: DType::BF16,
+            activations,
+            device,
+            ops: OpSet::ALL,
+        };
+        let verdict = backend.can_prepare(&spec, ExecPath::FusedDequant, &env);
+        verdict.err().unwrap_or_default().iter().map(|r| r.code).collect::<Vec<_>>()
+    };
+    use Activations::{Int8, Native};
+    assert_eq!(codes(None, Native, Device::Cpu), []);
+    assert_eq!(codes(None, Native, Device::Cuda(0)), [RejectCode::DeviceAbsent]);
+    assert_eq!(codes(Some((9, 0)), Native, Device::Cuda(3)), [RejectCode::DeviceAbsent]);
+    assert_eq!(codes(Some((7, 5)), Native, Device::Cuda(0)), [RejectCode::DeviceArch]);
+    assert_eq!(
+        codes(None, Int8, Device::Cuda(0)),
+        [RejectCode::ActivationsUnsupported, RejectCode::DeviceAbsent]
+    );
+    let missing = codes(Some((9, 0)), Native, Device::Cuda(0));
+    // What this machine lacks: a driver, the compiler, kernels of that compiler, or nothing.
+    use RejectCode::{DeviceAbsent, KernelImageMissing, LibraryMissing};
+    let known = matches!(missing[..], [] | [DeviceAbsent | LibraryMissing | KernelImageMissing]);
+    assert!(known, "{missing:?}");
+    let probed = backend.probe(&HostEnv::collect());
+    let cuda = probed.iter().find(|i| i.id == "acme.cuda").unwrap();
+    assert!(cuda.reasons.is_empty() && cuda.detail.starts_with("none: "), "{cuda:?}");
 }

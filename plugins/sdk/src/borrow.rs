@@ -147,8 +147,7 @@ pub unsafe fn segments<'a>(raw: *const Q4Weight, spec: &LinearSpec) -> Result<Ve
 
 unsafe fn segment<'a>(s: &Q4Segment, spec: &LinearSpec) -> Result<Segment<'a>> {
     // SAFETY: every pointer of a segment is good for the bytes beside it.
-    let part =
-        |ptr: *const c_void, bytes: u64, dtype: DType| unsafe { bytes_view(ptr, bytes, dtype, spec.device) };
+    let part = |ptr: *const c_void, bytes: u64, dtype: DType| unsafe { bytes_view(ptr, bytes, dtype) };
     let data = match spec.schema {
         Q4Schema::Nvfp4 { .. } => SegmentData::Nvfp4 {
             codes: part(s.codes, s.codes_bytes, DType::U8)?,
@@ -177,19 +176,15 @@ unsafe fn segment<'a>(s: &Q4Segment, spec: &LinearSpec) -> Result<Segment<'a>> {
     Ok(Segment { rows: size(s.rows, "rows")?, data })
 }
 
-unsafe fn bytes_view<'a>(
-    ptr: *const c_void,
-    bytes: u64,
-    dtype: DType,
-    device: Device,
-) -> Result<TensorView<'a>> {
+/// A part of a stored weight: in host memory, whatever device the product is for.
+unsafe fn bytes_view<'a>(ptr: *const c_void, bytes: u64, dtype: DType) -> Result<TensorView<'a>> {
     let bytes = size(bytes, "bytes of a weight")?;
     let Some(data) = NonNull::new(ptr.cast_mut()) else {
         return Err(invalid("part of a weight at NULL", bytes));
     };
     let len = (bytes / dtype.size()) as i64;
     // SAFETY: forwarded to the caller.
-    unsafe { TensorView::from_raw(data, bytes, device, dtype, &[len], &[1]) }
+    unsafe { TensorView::from_raw(data, bytes, Device::Cpu, dtype, &[len], &[1]) }
 }
 
 /// Facts about a machine.

@@ -1,8 +1,8 @@
 //! From core to the contract: a program lends its specs, weights, operands and threads to a library for one call.
 use crate::codes;
 use q4_core::{
-    Absmax, ActGlobal, Activations, Code, Error, ExecContext, ExecPath, HostEnv, LinearSpec, NibbleOrder,
-    Q4Schema, Q4Weight, Result, SegmentData, TensorView, TensorViewMut, ThreadPool,
+    Absmax, ActGlobal, Activations, Code, Device, Error, ExecContext, ExecPath, HostEnv, LinearSpec,
+    NibbleOrder, Q4Schema, Q4Weight, Result, SegmentData, TensorView, TensorViewMut, ThreadPool,
 };
 use q4_plugin_abi as abi;
 use q4_plugin_abi::{
@@ -187,9 +187,9 @@ fn segment(s: &q4_core::Segment<'_>) -> Result<Q4Segment> {
 }
 
 fn bytes(view: &TensorView<'_>) -> Result<(*const c_void, u64)> {
-    if !view.is_contiguous() {
+    if !view.is_contiguous() || view.device() != Device::Cpu {
         return Err(Error::new(Code::ShapeMismatch, "part of a weight")
-            .need("contiguous")
+            .need("contiguous, in host memory")
             .have(format!("{view:?}")));
     }
     Ok((view.as_ptr(), (view.len() * view.dtype().size()) as u64))

@@ -76,6 +76,13 @@ impl PreparedWeight for Weight {
         m * 8
     }
     fn forward(&self, x: TensorView<'_>, mut y: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
+        if cx.device != Device::Cpu {
+            let place = |v: &TensorView<'_>| format!("{} on {}", v.as_ptr().addr(), v.device());
+            let scratch = cx.workspace.as_ref().map(|w| place(&w.as_view()));
+            let (x, y) = (format!("{} {:?}", place(&x), x.as_matrix()?), place(&y.as_view()));
+            let seen = format!("{x}; {y}; {scratch:?}; stream {} of {}", cx.stream, cx.device);
+            return Err(Error::new(Code::Unsupported, seen));
+        }
         match x.row::<f32>(0)?[0] {
             1.0 => panic!("row {} of {}", 5, 4),
             2.0 => cx.threads.run(8, &|i| assert!(i != 6, "task {i}")),
@@ -257,6 +264,31 @@ fn operands_that_lie_are_refused_before_they_are_touched() {
         assert_eq!(code, want, "edit {i}: {text}");
     }
     assert_eq!(session.call(&good, &ym, &pool).0, status::OK);
+}
+
+#[test]
+fn a_call_on_a_device_has_its_pointers_and_its_stream() {
+    let (session, pool) = (Session::new(), ThreadPool::new(1));
+    let view = |at: usize, bytes, dtype, shape: &[i64], strides: &[i64]| {
+        let place = ptr::NonNull::new(ptr::without_provenance_mut(at)).unwrap();
+        // SAFETY: addresses of a device that is not there; nobody reads them.
+        unsafe { TensorViewMut::from_raw(place, bytes, Device::Cuda(1), dtype, shape, strides) }.unwrap()
+    };
+    let x = view(0x7000_1000, 40, DType::BF16, &[2, 4], &[9, 1]);
+    let xm = lend::matrix(&x.as_view()).unwrap();
+    let ym = lend::matrix_mut(&mut view(0x7000_2000, 8, DType::F32, &[2, 1], &[1, 1])).unwrap();
+    let mut cx = ExecContext::on(Device::Cuda(1), 0x5000, &pool);
+    cx.workspace = Some(view(0x7000_3000, 256, DType::U8, &[256], &[1]));
+    let (exec, mut message) = (lend::exec(&mut cx).unwrap(), message::Message::new());
+    let mut raw = message.raw();
+    // SAFETY: live structures of this test; this weight touches no memory of a device.
+    let status = unsafe { table().forward.unwrap()(session.weight, &xm, &ym, &exec, &mut raw) };
+    assert_eq!(status, status::UNSUPPORTED);
+    let [x, y, scratch] = [0x7000_1000u32, 0x7000_2000, 0x7000_3000];
+    let want = format!(
+        "{x} on cuda:1 (2, 4, 9); {y} on cuda:1; Some(\"{scratch} on cuda:1\"); stream 20480 of cuda:1"
+    );
+    assert_eq!(message.text(&raw), want);
 }
 
 #[test]

@@ -7,6 +7,7 @@ use q4_core::{
 };
 use q4_plugin_sdk::lend::{LentEnv, LentSpec, LentWeight};
 use q4_plugin_sdk::{abi, borrow};
+use std::ptr::NonNull;
 
 fn schemas() -> Vec<Q4Schema> {
     let mut out = Vec::new();
@@ -128,12 +129,17 @@ fn every_part_of_a_weight_survives() {
         let segments = [3, 2].map(|rows| Segment { rows, data: data(rows) });
         let w = Q4Weight { schema, k: 64, segments: &segments };
         let lent = LentWeight::new(&w).unwrap();
-        let mut spec = spec(schema, Activations::Native);
-        spec.device = Device::Cpu;
+        let spec = spec(schema, Activations::Native);
         // SAFETY: a live weight of this program.
         let back = unsafe { borrow::segments(lent.raw(), &spec) }.unwrap();
         let again = Q4Weight { schema, k: 64, segments: &back };
         again.validate().unwrap();
+        let parts = back.iter().map(|s| match &s.data {
+            SegmentData::Nvfp4 { codes, .. } | SegmentData::Nf4 { codes, .. } => codes.device(),
+            SegmentData::Dense { weight } => weight.device(),
+            _ => unreachable!("all parts are above"),
+        });
+        assert!(parts.eq([Device::Cpu; 2]), "{schema:?}: a weight for {} is in host memory", spec.device);
         let places = |w: &Q4Weight<'_>| {
             let one = |s: &Segment<'_>| match &s.data {
                 SegmentData::Nvfp4 { codes, scales, global } => {
@@ -153,6 +159,18 @@ fn every_part_of_a_weight_survives() {
         };
         assert_eq!(places(&again), places(&w), "{schema:?}");
     }
+}
+
+#[test]
+fn a_weight_elsewhere_is_not_lent() {
+    let bytes = [0u8; 64 * 4];
+    let place = NonNull::from(&bytes).cast();
+    // SAFETY: as many bytes as are stated; nobody reads them.
+    let weight =
+        unsafe { TensorView::from_raw(place, 256, Device::Cuda(0), DType::F32, &[1, 64], &[64, 1]) }.unwrap();
+    let segments = [Segment { rows: 1, data: SegmentData::Dense { weight } }];
+    let w = Q4Weight { schema: Q4Schema::Dense { dtype: DType::F32 }, k: 64, segments: &segments };
+    assert!(LentWeight::new(&w).is_err());
 }
 
 #[test]

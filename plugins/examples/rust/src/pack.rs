@@ -2,7 +2,8 @@
 //! codes of row r, so shifting a register by four bits brings the next element of all rows into place.
 use q4_plugin_sdk::q4_core::formats::{e2m1, e4m3, swizzle};
 use q4_plugin_sdk::q4_core::{
-    Code, Convention, Error, GlobalScale, Q4Schema, Q4Weight, Result, ScaleLayout, SegmentData,
+    Code, Convention, Error, GlobalScale, Q4Schema, Q4Weight, Result, ScaleLayout, Segment, SegmentData,
+    TensorView,
 };
 
 /// Rows of a panel.
@@ -35,60 +36,27 @@ pub struct Packed {
 impl Packed {
     /// Repacks a validated weight. Refuses block scales that are NaN or negative.
     pub fn new(w: &Q4Weight<'_>) -> Result<Self> {
-        let Q4Schema::Nvfp4 { scale_layout, .. } = w.schema else {
-            return Err(Error::new(Code::Unsupported, "schema").need("nvfp4").have(w.schema.to_string()));
-        };
         let (n, k, groups) = (w.n(), w.k, w.k / GROUP);
         let panels = n.div_ceil(LANES);
         let empty = Block { codes: [[0; LANES]; 2], scales: [0; LANES] };
-        let mut out = Self {
-            n,
-            k,
-            blocks: vec![empty; panels * groups],
-            factors: vec![0.0; panels * LANES],
-            globals: Vec::with_capacity(w.segments.len()),
-        };
-        let mut first = 0;
-        for s in w.segments {
-            let SegmentData::Nvfp4 { codes, scales, global } = &s.data else {
-                return Err(Error::new(Code::SchemaInvalid, "segment").need("the parts of nvfp4"));
-            };
-            let (codes, scales) = (codes.as_bytes()?, scales.as_bytes()?);
+        let mut blocks = vec![empty; panels * groups];
+        each_block(w, |row, group, codes, scale| {
+            let (block, lane) = (&mut blocks[row / LANES * groups + group], row % LANES);
+            block.scales[lane] = half_of(e4m3::decode(scale));
+            block.codes[0][lane] = u32::from_le_bytes([codes[0], codes[1], codes[2], codes[3]]);
+            block.codes[1][lane] = u32::from_le_bytes([codes[4], codes[5], codes[6], codes[7]]);
+        })?;
+        let (globals, mut factors) = (globals(w)?, Vec::with_capacity(panels * LANES));
+        for (end, global) in &globals {
             let factor = match global {
                 None => 1.0,
                 Some(g) if g.convention() == Convention::Divide => 1.0 / g.value(),
                 Some(g) => g.value(),
             };
-            for r in 0..s.rows {
-                let (panel, lane) = ((first + r) / LANES, (first + r) % LANES);
-                out.factors[first + r] = factor;
-                for g in 0..groups {
-                    let at = match scale_layout {
-                        ScaleLayout::RowMajor => r * groups + g,
-                        ScaleLayout::Swizzled128x4 => swizzle::offset(r, g, groups),
-                    };
-                    if scales[at] >= 0x7f {
-                        return Err(Error::new(Code::ScaleInvalid, format!("block scale [{r}, {g}]"))
-                            .need("E4M3 without sign, not NaN")
-                            .have(format!("{:#04x}", scales[at])));
-                    }
-                    let block = &mut out.blocks[panel * groups + g];
-                    block.scales[lane] = half_of(e4m3::decode(scales[at]));
-                    for half in 0..2 {
-                        let from = (r * k + g * GROUP) / 2 + 4 * half;
-                        block.codes[half][lane] = u32::from_le_bytes([
-                            codes[from],
-                            codes[from + 1],
-                            codes[from + 2],
-                            codes[from + 3],
-                        ]);
-                    }
-                }
-            }
-            first += s.rows;
-            out.globals.push((first, *global));
+            factors.resize(*end, factor);
         }
-        Ok(out)
+        factors.resize(panels * LANES, 0.0);
+        Ok(Self { n, k, blocks, factors, globals })
     }
 
     /// Bytes it keeps.
@@ -118,6 +86,53 @@ impl Packed {
         let scale = global.map_or(scale, |g| g.effective(scale));
         let codes = [block.codes[0][row % LANES], block.codes[1][row % LANES]];
         std::array::from_fn(|i| e2m1::decode((codes[i / 8] >> (4 * (i % 8)) & 15) as u8) * scale)
+    }
+}
+
+/// Visits the stored blocks of a validated weight, segments one below the other: row, block along k, eight bytes of codes,
+/// E4M3 scale. Refuses scales that are NaN or negative.
+pub fn each_block(w: &Q4Weight<'_>, mut visit: impl FnMut(usize, usize, &[u8], u8)) -> Result<()> {
+    let Q4Schema::Nvfp4 { scale_layout, .. } = w.schema else {
+        return Err(Error::new(Code::Unsupported, "schema").need("nvfp4").have(w.schema.to_string()));
+    };
+    let (groups, mut first) = (w.k / GROUP, 0);
+    for s in w.segments {
+        let (codes, scales, _) = parts(s)?;
+        let (codes, scales) = (codes.as_bytes()?, scales.as_bytes()?);
+        for (r, g) in (0..s.rows).flat_map(|r| (0..groups).map(move |g| (r, g))) {
+            let at = match scale_layout {
+                ScaleLayout::RowMajor => r * groups + g,
+                ScaleLayout::Swizzled128x4 => swizzle::offset(r, g, groups),
+            };
+            if scales[at] >= 0x7f {
+                return Err(Error::new(Code::ScaleInvalid, format!("block scale [{r}, {g}]"))
+                    .need("E4M3 without sign, not NaN")
+                    .have(format!("{:#04x}", scales[at])));
+            }
+            visit(first + r, g, &codes[(r * groups + g) * 8..][..8], scales[at]);
+        }
+        first += s.rows;
+    }
+    Ok(())
+}
+
+/// End row and per-tensor scale of every segment.
+pub fn globals(w: &Q4Weight<'_>) -> Result<Vec<(usize, Option<GlobalScale>)>> {
+    let mut end = 0;
+    let one = |s| {
+        let (_, _, global) = parts(s)?;
+        end += s.rows;
+        Ok((end, global))
+    };
+    w.segments.iter().map(one).collect()
+}
+
+type Parts<'a> = (TensorView<'a>, TensorView<'a>, Option<GlobalScale>);
+
+fn parts<'a>(s: &Segment<'a>) -> Result<Parts<'a>> {
+    match &s.data {
+        SegmentData::Nvfp4 { codes, scales, global } => Ok((*codes, *scales, *global)),
+        _ => Err(Error::new(Code::SchemaInvalid, "segment").need("the parts of nvfp4")),
     }
 }
 

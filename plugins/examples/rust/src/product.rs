@@ -28,15 +28,14 @@ impl Weight {
     pub fn new(packed: Packed, info: PreparedInfo, (x, y): (DType, DType), max_m: usize, isa: Isa) -> Self {
         Self { packed, info, x, y, max_m, isa }
     }
+}
 
-    fn check(&self, m: usize) -> Result<()> {
-        if (1..=self.max_m).contains(&m) {
-            return Ok(());
-        }
-        Err(Error::new(Code::ShapeMismatch, "rows of a call")
-            .need(format!("1 to {}", self.max_m))
-            .have(m.to_string()))
+/// Fails unless a call has one to `max_m` rows.
+pub fn check_rows(m: usize, max_m: usize) -> Result<()> {
+    if (1..=max_m).contains(&m) {
+        return Ok(());
     }
+    Err(Error::new(Code::ShapeMismatch, "rows of a call").need(format!("1 to {max_m}")).have(m.to_string()))
 }
 
 impl PreparedWeight for Weight {
@@ -57,7 +56,7 @@ impl PreparedWeight for Weight {
     fn forward(&self, x: TensorView<'_>, y: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
         let p = &self.packed;
         let m = check_product((&x, self.x, p.k), (&y.as_view(), self.y, p.n))?;
-        self.check(m)?;
+        check_rows(m, self.max_m)?;
         let (pool, y) = (cx.threads, RowsMut::of(y)?);
         let global = match self.info.activations {
             Activations::Nvfp4(act) => self.act_global(act.global, act.rule, &x, m, cx)?,
@@ -108,7 +107,7 @@ impl PreparedWeight for Weight {
     ) -> Result<()> {
         let p = &self.packed;
         let m = check_product((&dy, self.y, p.n), (&dx.as_view(), self.x, p.k))?;
-        self.check(m)?;
+        check_rows(m, self.max_m)?;
         let (pool, dx) = (cx.threads, RowsMut::of(dx)?);
         for first in (0..m).step_by(TILE) {
             let rows = first..(first + TILE).min(m);
