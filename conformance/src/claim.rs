@@ -2,7 +2,7 @@
 //!
 //! A backend never lists its claims. It is asked, product by product, so that a claim and a refusal cannot disagree.
 use crate::lattice;
-use q4_core::{Device, ExecPath, HostEnv, LinearSpec, OpSet, Q4Backend, Q4Schema, SegmentSpec};
+use q4_core::{DType, Device, ExecPath, HostEnv, LinearSpec, OpSet, Q4Backend, Q4Schema, SegmentSpec};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -101,9 +101,11 @@ impl fmt::Display for Claim {
 pub(crate) const SCHEMAS: [&str; 4] = ["nvfp4", "nf4", "nf4-dq", "dense"];
 /// Activation formats that have claims.
 pub(crate) const ACTIVATIONS: [&str; 3] = ["native", "int8", "nvfp4"];
+/// Element types that have claims.
+const IO: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
-/// Every kind of product that `backend` agrees to compute on `device`: one encoding and one activation format of the
-/// kind suffice, everything else is then measured or refused case by case.
+/// Every kind of product that `backend` agrees to compute on `device`: one encoding, one activation format and one element type of
+/// the kind suffice, everything else is then measured or refused case by case.
 pub fn claims(backend: &dyn Q4Backend, env: &HostEnv, device: Device) -> Vec<Claim> {
     let mut offers: Vec<_> = backend.descriptor().offers.clone();
     offers.sort();
@@ -112,12 +114,12 @@ pub fn claims(backend: &dyn Q4Backend, env: &HostEnv, device: Device) -> Vec<Cla
     for schema in SCHEMAS {
         for (_, path) in offers.iter().filter(|(name, _)| name == schema) {
             for activations in ACTIVATIONS {
-                let agrees = lattice::encodings(schema).iter().any(|encoding| {
-                    lattice::quantizers(activations)
-                        .iter()
-                        .any(|a| backend.can_prepare(&plain_spec(*encoding, *a, device), *path, env).is_ok())
+                let mut specs = lattice::encodings(schema).into_iter().flat_map(|encoding| {
+                    lattice::quantizers(activations).into_iter().flat_map(move |a| {
+                        IO.map(|io| LinearSpec { x: io, y: io, ..plain_spec(encoding, a, device) })
+                    })
                 });
-                if agrees {
+                if specs.any(|spec| backend.can_prepare(&spec, *path, env).is_ok()) {
                     found.push(Claim { schema, activations, device, path: *path });
                 }
             }
@@ -133,8 +135,8 @@ pub(crate) fn plain_spec(schema: Q4Schema, activations: q4_core::Activations, de
         schema,
         k: 256,
         max_m: 16,
-        x: q4_core::DType::F32,
-        y: q4_core::DType::F32,
+        x: DType::F32,
+        y: DType::F32,
         activations,
         device,
         ops: OpSet::FORWARD,

@@ -4,8 +4,8 @@ use crate::measure::Problem;
 use crate::stored::{Stored, mix, uniform};
 use q4_core::selfcheck::IoBuffer;
 use q4_core::{
-    ActGlobal, ActQuant, Activations, Convention, DType, GlobalScale, NibbleOrder, Q4Schema, Result, Rule,
-    ScaleLayout,
+    ActGlobal, ActQuant, Activations, Convention, DType, ExecPath, GlobalScale, NibbleOrder, Q4Schema,
+    Result, Rule, ScaleLayout,
 };
 
 /// Every encoding a checkpoint can have, block sizes aside.
@@ -41,6 +41,11 @@ pub(crate) fn encodings(schema: &str) -> Vec<Q4Schema> {
     all.push(Q4Schema::Dense { dtype: DType::F16 });
     all.retain(|s| s.id().name == schema);
     all
+}
+
+/// The element type that a path surely takes: rounded weights are for bf16, everything else has f32.
+pub(crate) fn io_of(path: ExecPath) -> DType {
+    if path == ExecPath::FusedRounded { DType::BF16 } else { DType::F32 }
 }
 
 /// Activation formats of one kind: `native`, `int8`, or each quantiser of `nvfp4`.

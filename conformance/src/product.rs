@@ -1,6 +1,7 @@
 //! One product through one backend: prepared once, called with guarded operands, compared with the exact result.
 use crate::case::Bench;
 use crate::guarded::{Guarded, Layout, Workspace};
+use crate::lattice;
 use crate::measure::Problem;
 use crate::tolerance::{Exact, Terms, backward_terms};
 use q4_core::oracle::Input;
@@ -42,7 +43,7 @@ pub(crate) fn prepare(
     spec: &LinearSpec,
 ) -> Result<std::result::Result<Box<dyn PreparedWeight>, Vec<Reject>>> {
     if let Err(reasons) = bench.backend.can_prepare(spec, path, bench.env) {
-        if is_plain(spec) {
+        if is_plain(spec) && takes_io(path, spec) {
             let list: Vec<_> = reasons.iter().map(ToString::to_string).collect();
             return Err(failed("a shape that every backend of this kind of product must have is refused")
                 .need("n % 64 == 0, k % 128 == 0 to be served")
@@ -70,6 +71,11 @@ pub(crate) fn build(
         Device::Cpu => prepared,
         device => Box::new(Staged::new(prepared, device)?),
     })
+}
+
+/// Whether every backend that has the path takes the element type.
+fn takes_io(path: ExecPath, spec: &LinearSpec) -> bool {
+    path != ExecPath::FusedRounded || spec.x == lattice::io_of(path)
 }
 
 /// Shapes of real models on a kind of product that is claimed.

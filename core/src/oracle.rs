@@ -135,16 +135,22 @@ fn sums(x: impl Iterator<Item = f64>, w: &[f32]) -> (f64, f64) {
 /// no longer than a lane's share: `(k/16 + 32) · 2^-24 · Σ|x·w|`. The GEMM behind a dense copy is free to add all of k in
 /// one chain, which costs a rounding each: `(k + 32) · 2^-24 · Σ|x·w|`; the copy itself is rounded to the type of y. Inputs
 /// are widened to f32, exactly. Units that multiply 4-bit operands add exact products in an order of their own and may cut
-/// where others round, which loses up to a whole unit of the last place each time: `(2k + 32) · 2^-24 · Σ|x·w|`.
+/// where others round, which loses up to a whole unit of the last place each time: `(2k + 32) · 2^-24 · Σ|x·w|`. Weights that a
+/// kernel rounds to bf16 are off by [`ROUNDED`] of themselves: `((k/16 + 32) · 2^-24 + ROUNDED) · Σ|x·w|`.
 pub fn bound(path: ExecPath, y: DType, k: usize, exact: f64, abs_sum: f64) -> f64 {
     let (chain, copy) = match path {
         ExecPath::DequantMatmul => (k as f64, roundoff(y)),
         ExecPath::NativeKernel => (2.0 * k as f64, 0.0),
+        ExecPath::FusedRounded => (k as f64 / 16.0, ROUNDED),
         _ => (k as f64 / 16.0, 0.0),
     };
     let accumulate = (chain + 32.0) * 0.5f64.powi(24);
     abs_sum * (accumulate + copy) + exact.abs() * roundoff(y) + smallest(y)
 }
+
+/// Most that `fused-rounded` may be off by in a weight, relative: half a unit of bf16 for the weight, half as much for what it is
+/// made of.
+pub const ROUNDED: f64 = 1.5 / 256.0;
 
 /// Half a unit in the last place of 1.0.
 pub fn roundoff(d: DType) -> f64 {
@@ -169,9 +175,11 @@ mod tests {
     #[test]
     fn every_path_has_its_own_chain() {
         let terms = |path| bound(path, DType::F32, 4096, 0.0, 1.0) * 2f64.powi(24);
-        let [fused, native, dense] =
-            [ExecPath::FusedDequant, ExecPath::NativeKernel, ExecPath::DequantMatmul].map(terms);
-        assert_eq!([fused.round(), native.round(), dense.round()], [288.0, 8224.0, 4129.0]);
+        let [fused, native, dense, rounded] =
+            [ExecPath::FusedDequant, ExecPath::NativeKernel, ExecPath::DequantMatmul, ExecPath::FusedRounded]
+                .map(terms);
+        let all = [fused.round(), native.round(), dense.round(), rounded.round()];
+        assert_eq!(all, [288.0, 8224.0, 4129.0, 98592.0]);
     }
 
     #[test]

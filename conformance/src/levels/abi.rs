@@ -8,8 +8,13 @@ use q4_core::{Device, ExecPath, LinearSpec, ProbeItem, Q4Schema, Result, Verdict
 use std::collections::BTreeSet;
 
 /// Every path there is.
-pub(super) const PATHS: [ExecPath; 4] =
-    [ExecPath::NativeKernel, ExecPath::FusedDequant, ExecPath::DequantMatmul, ExecPath::Reference];
+pub(super) const PATHS: [ExecPath; 5] = [
+    ExecPath::NativeKernel,
+    ExecPath::FusedRounded,
+    ExecPath::FusedDequant,
+    ExecPath::DequantMatmul,
+    ExecPath::Reference,
+];
 
 pub(super) fn cases(abi: Option<&dyn AbiProbe>, all: &mut Vec<Case>) {
     let mut add =

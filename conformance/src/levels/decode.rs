@@ -63,6 +63,7 @@ pub(super) fn cases(claim: &Claim, seed: u64, all: &mut Vec<Case>) {
         }
         _ => {}
     }
+    let io = lattice::io_of(path);
     for schema in lattice::encodings(claim.schema) {
         for (rows, k) in [
             (vec![1], 16),
@@ -73,7 +74,7 @@ pub(super) fn cases(claim: &Claim, seed: u64, all: &mut Vec<Case>) {
             (vec![16, 48, 3], 64),
             (vec![130], 1040),
         ] {
-            let sketch = lattice::Sketch { schema, activations: format, io: DType::F32, rows, k, m: 1, seed };
+            let sketch = lattice::Sketch { schema, activations: format, io, rows, k, m: 1, seed };
             all.push(Case::new(Level::L1, Some(claim), format!("shape/{}", sketch.name()), move |bench| {
                 run(bench, path, format, &sketch.weight(), true)
             }));
@@ -96,7 +97,7 @@ fn run(
             x: Vec::new(),
             m: 1,
             activations,
-            io: DType::F32,
+            io: lattice::io_of(path),
             recorded: None,
         };
         let spec = product::spec(bench, &problem, OpSet::FORWARD.with(OpSet::DEQUANTIZE));

@@ -31,7 +31,7 @@ pub(super) fn cases(claim: &Claim, seed: u64, all: &mut Vec<Case>) {
         all.push(Case::new(Level::L5, Some(claim), name, move |bench| {
             let mut seen = 0;
             for shape in [[64, 128, 1], [17, 48, 4], [130, 256, 129]] {
-                let sketch = Sketch::plain(schema, activations, DType::F32, shape, seed);
+                let sketch = Sketch::plain(schema, activations, lattice::io_of(path), shape, seed);
                 seen += sketch.with(|problem| info(bench, path, problem))?;
             }
             Ok(Seen::exactly(seen))

@@ -32,7 +32,7 @@ pub(super) fn cases(claim: &Claim, seed: u64, all: &mut Vec<Case>) {
             move |bench| sketch.with(|problem| every_time(|| no_dense_copy(bench, path, problem))),
         ));
     }
-    let sketch = Sketch::plain(schema, activations, DType::F32, [64, 256, 2], seed);
+    let sketch = Sketch::plain(schema, activations, lattice::io_of(path), [64, 256, 2], seed);
     all.push(Case::new(Level::L5, Some(claim), format!("released/{}", sketch.name()), move |bench| {
         sketch.with(|problem| every_time(|| released(bench, path, problem)))
     }));

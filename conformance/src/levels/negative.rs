@@ -66,7 +66,7 @@ pub(super) fn cases(claim: &Claim, seed: u64, all: &mut Vec<Case>) {
     let path = claim.path;
     let schema = lattice::encodings(claim.schema)[0];
     let activations = lattice::quantizers(claim.activations)[0];
-    let sketch = Sketch::plain(schema, activations, DType::F32, [64, 256, 4], seed);
+    let sketch = Sketch::plain(schema, activations, lattice::io_of(path), [64, 256, 4], seed);
     for (name, spoil) in IMPOSSIBLE {
         // Native products of encodings without blocks along k may have any k.
         let may_be_ragged = claim.activations == "native" && claim.schema != "nvfp4";

@@ -68,7 +68,8 @@ enum {
     Q4_PATH_NATIVE_KERNEL  = 1, /* 4-bit operands reach the arithmetic units */
     Q4_PATH_FUSED_DEQUANT  = 2, /* packed in memory, decoded in registers */
     Q4_PATH_DEQUANT_MATMUL = 3, /* a dense copy is made, then a dense product runs */
-    Q4_PATH_REFERENCE      = 4  /* a slow oracle */
+    Q4_PATH_REFERENCE      = 4, /* a slow oracle */
+    Q4_PATH_FUSED_ROUNDED  = 5  /* as FUSED_DEQUANT, weights rounded to bf16 in products of many rows */
 };
 enum { Q4_OP_FORWARD = 1, Q4_OP_BACKWARD_INPUT = 2, Q4_OP_DEQUANTIZE = 4 };
 enum {

@@ -47,6 +47,8 @@ numbers! {
         DEQUANT_MATMUL = 3,
         /// A slow oracle.
         REFERENCE = 4,
+        /// As `FUSED_DEQUANT`, weights rounded to bf16 in products of many rows.
+        FUSED_ROUNDED = 5,
     }
 }
 numbers! {

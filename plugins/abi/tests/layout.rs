@@ -76,6 +76,7 @@ fn constants() -> Vec<(&'static str, i64)> {
         "Q4_F32" = dtype::F32; "Q4_F16" = dtype::F16; "Q4_BF16" = dtype::BF16;
         "Q4_PATH_NATIVE_KERNEL" = abi::path::NATIVE_KERNEL; "Q4_PATH_FUSED_DEQUANT" = abi::path::FUSED_DEQUANT;
         "Q4_PATH_DEQUANT_MATMUL" = abi::path::DEQUANT_MATMUL; "Q4_PATH_REFERENCE" = abi::path::REFERENCE;
+        "Q4_PATH_FUSED_ROUNDED" = abi::path::FUSED_ROUNDED;
         "Q4_OP_FORWARD" = op::FORWARD; "Q4_OP_BACKWARD_INPUT" = op::BACKWARD_INPUT; "Q4_OP_DEQUANTIZE" = op::DEQUANTIZE;
         "Q4_ACT_NATIVE" = activations::NATIVE; "Q4_ACT_INT8" = activations::INT8; "Q4_ACT_NVFP4" = activations::NVFP4;
         "Q4_RULE_TORCHAO" = rule::TORCHAO; "Q4_RULE_MODELOPT" = rule::MODELOPT;

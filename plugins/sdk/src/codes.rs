@@ -31,6 +31,7 @@ numbers! {
         abi::path::FUSED_DEQUANT = ExecPath::FusedDequant,
         abi::path::DEQUANT_MATMUL = ExecPath::DequantMatmul,
         abi::path::REFERENCE = ExecPath::Reference,
+        abi::path::FUSED_ROUNDED = ExecPath::FusedRounded,
     }
 }
 numbers! {

@@ -55,9 +55,13 @@ fn spec(schema: Q4Schema, activations: Activations) -> LinearSpec {
 fn every_spec_survives() {
     for schema in schemas() {
         for activations in activations() {
-            for path in
-                [ExecPath::NativeKernel, ExecPath::FusedDequant, ExecPath::DequantMatmul, ExecPath::Reference]
-            {
+            for path in [
+                ExecPath::NativeKernel,
+                ExecPath::FusedRounded,
+                ExecPath::FusedDequant,
+                ExecPath::DequantMatmul,
+                ExecPath::Reference,
+            ] {
                 let spec = spec(schema, activations);
                 let lent = LentSpec::new(&spec, path).unwrap();
                 // SAFETY: a live spec of this program.
