@@ -3,7 +3,7 @@
 // wgmma with the weights as the first operand. A byte of codes becomes two pairs of bf16, the leading and the trailing parts
 // of two values, by one look-up in shared memory; table.cu says why two parts are exact enough. The sums of a tile of 64 k
 // have one scale a row: they come out apart and are added up in f32, times the scale, while the other warpgroup's products
-// run. One warp brings weights and x into shared memory; x is in the order of k that the weights' layout asks for (order.cu).
+// run. One warp brings weights and x into shared memory; x is in tiles (order.cu).
 // Needs layout.cu, table.cu and pieces.cu before it. Definition: TN, tokens of a tile (32, 64, 128 or 256).
 //
 // gemm(units, x, y, ldy, tokens, n, row_units, parts, split_tiles, row_tiles, token_tiles, partial, flags, out, aligned);

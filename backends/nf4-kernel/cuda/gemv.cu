@@ -68,6 +68,10 @@ __device__ __forceinline__ float of_rank(const float *p, u32 rank) {
 __device__ __forceinline__ void lds4(u32 (&v)[4], u32 at) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(at));
 }
+// Four 8 x 8 matrices; lane i has the address of row i % 8 of matrix i / 8.
+__device__ __forceinline__ void load_matrices(u32 (&v)[4], u32 at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(at));
+}
 __device__ __forceinline__ u32 lds1(u32 at) {
     u32 v;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
@@ -143,10 +147,11 @@ __device__ __forceinline__ void load8(const void *x, u32 dtype, u64 at, float (&
     }
 }
 
-// x of every row to shared memory, in as many bf16 parts as it takes: [part][row][stride]; a team of threads to a row. Of k
-// only what this block has, `count` units from `begin` on. Norm and rounding to the type of x on the way. x and norm are
+// x of every row to shared memory, in as many bf16 parts as it takes: [part][row][stride]; a team of threads to a row. With one
+// row the 16 of every 64 that a lane multiplies lie side by side (k = 8 i + 2 t + b at 16 t + 2 i + b), since only four lanes
+// read; with more, matrices are loaded from rows in the order of k. Of k only what this block has, `count` units from `begin` on. Norm and rounding to the type of x on the way. x and norm are
 // 16-byte aligned, row by row.
-template <int PARTS, int SPLIT>
+template <int PARTS, int COLS, int SPLIT>
 __device__ __forceinline__ void stage(const Gemv &p, u32 begin, u32 count, u16 *xs, float *sums, u32 stride) {
     u32 shift = p.m <= 1 ? 0 : p.m <= 2 ? 1 : p.m <= 4 ? 2 : p.m <= 8 ? 3 : 4, rows = 1 << shift, team = THREADS >> shift;
     u32 row = threadIdx.x / 32 >> (4 - shift), at = (threadIdx.x & (team - 1)) * 8, step = team * 8;
@@ -230,7 +235,19 @@ __device__ __forceinline__ void stage(const Gemv &p, u32 begin, u32 count, u16 *
                         v[2 * i + 1] -= from_bf16(h[i] >> 16);
                     }
                 }
-                *(uint4 *)(xs + (part * rows + row) * stride + k) = make_uint4(h[0], h[1], h[2], h[3]);
+                if (COLS > 1) {
+                    *(uint4 *)(xs + (part * rows + row) * stride + k) = make_uint4(h[0], h[1], h[2], h[3]);
+                    continue;
+                }
+                // Neighbouring slabs begin with different pairs, so that their stores meet in no bank.
+                u32 turn = k >> 6 & 3, to = shared_at(xs) + ((part * rows + row) * stride + (k & ~63u)) * 2 + (k >> 3 & 7) * 4;
+                if (turn & 1) {
+                    u32 first = h[0];
+                    h[0] = h[1], h[1] = h[2], h[2] = h[3], h[3] = first;
+                }
+#pragma unroll
+                for (u32 i = 0; i < 4; i++)
+                    asm volatile("st.shared.u32 [%0], %1;" ::"r"(to + ((i + turn) & 3) * 32), "r"(turn & 2 ? h[i ^ 2] : h[i]) : "memory");
             }
         }
     }
@@ -384,7 +401,7 @@ template <int PARTS, int COLS, int SPLIT> __device__ __forceinline__ void multip
     for (u32 i = 0; i < STAGES; i++) fetch<SPLIT>(p, r, f, ring + i * UNIT, lane);
     write_table(table, threadIdx.x, THREADS);
     u32 t = lane % 4, n = lane / 4;
-    stage<PARTS, SPLIT>(p, r.begin, r.units, xs, sums, stride);
+    stage<PARTS, COLS, SPLIT>(p, r.begin, r.units, xs, sums, stride);
     __syncthreads(); // x and the table are there
     float old = old_y<COLS, COLS == 1 ? 4 : 1, SPLIT>(p, r);
 
@@ -396,7 +413,9 @@ template <int PARTS, int COLS, int SPLIT> __device__ __forceinline__ void multip
     while (left) {
         u32 run = min(left, r.units - at);
         // Columns without a row of x repeat the last one that has; they are never stored.
-        u32 xat = shared_at(xs) + min(n, rows - 1) * stride * 2 + t * 32 + at * 256;
+        u32 xat = shared_at(xs) + at * 256;
+        if (COLS == 1) xat += t * 32;
+        else xat += min(lane & 7, rows - 1) * stride * 2 + lane / 8 * 16;
         left -= run;
         at = 0;
         float acc[TILES][4];
@@ -432,7 +451,9 @@ template <int PARTS, int COLS, int SPLIT> __device__ __forceinline__ void multip
                     for (int q = 0; q < PARTS; q++) {
 #pragma unroll
                         for (int j = 0; j < TILES; j++) {
-                            if (COLS > 1 || n == 0) lds4(b[j], xat + (q * rows + 8 * j) * stride * 2 + s * 128 + h * 16);
+                            u32 from = xat + (q * rows + 8 * j) * stride * 2 + s * 128;
+                            if (COLS > 1) load_matrices(b[j], from + h * 64);
+                            else if (n == 0) lds4(b[j], from + h * 16);
                             mma(upper[j], a0[0], a0[1], a0[2], a0[3], b[j][0], b[j][1]);
                             mma(lower[j], a1[0], a1[1], a1[2], a1[3], b[j][0], b[j][1]);
                             mma(upper[j], a0[4], a0[5], a0[6], a0[7], b[j][2], b[j][3]);

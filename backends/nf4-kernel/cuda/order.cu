@@ -4,7 +4,7 @@
 //   grid (rows, any), block 256. Optional norm: x/rms(x)*weight rounded to `rounding` (1 f32, 2 f16, 3 bf16). PARTS bf16 that add up
 //   to x: one for bf16, two for f16, three for f32. out: blocks of 128 tokens x 64 k, 16384 bytes each, index
 //   (token / 128) * (2 row_units * parts) + slab; 128-byte lines of a token, 16-byte pieces in the order
-//   piece ^ (token % 8); slot 16 j + 8 h + 2 t + b of a line is k = 16 t + 4 j + 2 h + b.
+//   piece ^ (token % 8).
 
 enum { F32 = 1, F16 = 2, BF16 = 3 };
 struct bf16 { u16 bits; };
@@ -63,7 +63,7 @@ DEVICE void order(
         u32 v[PARTS][2][4];
 #pragma unroll
         for (int t = 0; t < 4; t++) {
-            int at = slab * 64 + 16 * t + 4 * j;
+            int at = slab * 64 + 16 * j + 4 * t;
             T raw[4];
             float f[4];
             if (vector && at + 4 <= k) {
@@ -88,7 +88,7 @@ DEVICE void order(
                 u32 cut[PARTS];
                 cut_pair<PARTS>(f[2 * h], f[2 * h + 1], cut);
 #pragma unroll
-                for (int p = 0; p < PARTS; p++) v[p][h][t] = cut[p];
+                for (int p = 0; p < PARTS; p++) v[p][t / 2][t % 2 * 2 + h] = cut[p];
             }
         }
 #pragma unroll

@@ -13,9 +13,8 @@ extern "C" __global__ void nf4_pack(const u8 *codes, const float *absmax, u32 hi
     if (row >= rows || k >= w.k) return;
     u64 at = (u64)row * w.k + k;
     const u8 *c = codes + at / 2;
-    u32 word = c[0] | c[1] << 8 | c[2] << 16 | (u32)c[3] << 24;
-    if (high_first) word = (word & 0x0f0f0f0fu) << 4 | (word >> 4 & 0x0f0f0f0fu);
-    *(u32 *)code_at(w, first + row, k) = word;
+    u8 *to = (u8 *)code_at(w, first + row, k);
+    for (u32 i = 0; i < 4; i++) to[i * code_step(w)] = high_first ? (u8)(c[i] << 4 | c[i] >> 4) : c[i];
     if (k % (w.units ? 64 : w.group) == 0) *scale_at(w, first + row, k) = absmax[at / block];
 }
 
@@ -76,7 +75,8 @@ extern "C" __global__ void __launch_bounds__(256) nf4_forward(Weight w, Matrix x
     float sum[ROWS];
     for (u32 r = 0; r < ROWS; r++) sum[r] = 0;
     for (u32 k = lane * 8; k < w.k; k += 256) {
-        u32 word = *(const u32 *)code_at(w, row, k);
+        const u8 *c = code_at(w, row, k);
+        u32 step = code_step(w), word = c[0] | c[step] << 8 | c[2 * step] << 16 | (u32)c[3 * step] << 24;
         float scale = *scale_at(w, row, k), v[8];
         for (u32 j = 0; j < 8; j++) v[j] = table[(word >> 4 * j & 15) * 32 + lane];
         for (u32 r = 0; r < ROWS; r++) {

@@ -1,6 +1,7 @@
 //! NF4 products on a CUDA device: packed there from the stored bytes, 4-bit until they are in registers.
 mod decode;
 mod prefill;
+mod rounded;
 mod simple;
 
 use crate::prepare::{check, finite_absmax};
@@ -26,6 +27,7 @@ pub(crate) struct Engine {
     simple: simple::Kernels,
     decode: decode::Kernels,
     prefill: Option<prefill::Kernels>,
+    rounded: Option<rounded::Kernels>,
 }
 
 impl Engine {
@@ -43,6 +45,7 @@ impl Engine {
             simple: simple::Kernels::load(gpu)?,
             decode: decode::Kernels::load(gpu)?,
             prefill: prefill::Kernels::load(gpu)?,
+            rounded: rounded::Kernels::load(gpu)?,
         })
     }
 }
@@ -155,11 +158,21 @@ impl OnDevice {
         if self.info.activations == Activations::Native { self.x } else { DType::F32 }
     }
 
+    /// Kernels for many rows, if there are any for this path and such calls: with weights rounded, or exact.
+    fn rounded(&self, m: usize, set: FuseSet) -> Option<&rounded::Kernels> {
+        let has_path = self.info.path == ExecPath::FusedRounded;
+        self.engine.rounded.as_ref().filter(|k| has_path && k.takes(&self.packed, m, set))
+    }
+    fn exact(&self, m: usize, set: FuseSet) -> Option<&prefill::Kernels> {
+        let has_path = self.info.path == ExecPath::FusedDequant;
+        self.engine.prefill.as_ref().filter(|k| has_path && k.takes(&self.packed, m, set))
+    }
+
     /// Whether fast kernels take such a call.
     fn takes(&self, m: usize, set: FuseSet) -> bool {
-        let (e, w) = (&*self.engine, &self.packed);
-        e.prefill.as_ref().is_some_and(|p| p.takes(w, m, set))
-            || e.decode.takes(w, number(self.source()), m, set)
+        self.rounded(m, set).is_some()
+            || self.exact(m, set).is_some()
+            || self.engine.decode.takes(&self.packed, number(self.source()), m, set)
     }
 
     fn run(
@@ -203,10 +216,14 @@ impl OnDevice {
                 stream,
                 workspace: scratch + rounded as u64,
             };
-            match &e.prefill {
-                Some(p) if p.takes(w, m, fusion.set()) => p.forward(w, &call),
-                _ if e.decode.takes(w, call.source, m, fusion.set()) => e.decode.forward(w, &call),
-                _ => e.simple.forward(w, call.x, call.y, stream),
+            if let Some(kernels) = self.rounded(m, fusion.set()) {
+                kernels.forward(w, &call)
+            } else if let Some(kernels) = self.exact(m, fusion.set()) {
+                kernels.forward(w, &call)
+            } else if e.decode.takes(w, call.source, m, fusion.set()) {
+                e.decode.forward(w, &call)
+            } else {
+                e.simple.forward(w, call.x, call.y, stream)
             }
         };
         run().map_err(|e| self.shaped(e, "NF4 product", m))
@@ -219,8 +236,9 @@ impl PreparedWeight for OnDevice {
     }
     fn workspace(&self, m: usize) -> usize {
         let (e, w) = (&*self.engine, &self.packed);
-        let many = e.prefill.as_ref().map_or(0, |p| p.workspace(w, number(self.source()), m));
-        let fast = e.decode.workspace(w, m).max(many);
+        let exact = self.exact(m, FuseSet::NONE).map_or(0, |k| k.workspace(w, number(self.source()), m));
+        let rounded = self.rounded(m, FuseSet::NONE).map_or(0, |k| k.workspace(w, m));
+        let fast = e.decode.workspace(w, m).max(exact).max(rounded);
         RowKernels::rounded_bytes(&self.info.activations, m, self.info.k) + fast
     }
     fn forward(&self, x: TensorView<'_>, y: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {

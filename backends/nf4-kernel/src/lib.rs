@@ -49,14 +49,17 @@ struct Nf4Kernel {
 
 impl Nf4Kernel {
     fn new(isa: Isa, device: Option<u32>) -> Self {
+        let cuda = Access::open(device, Engine::check, Engine::new);
+        let paths = probe::paths(&cuda.devices());
+        let offer = |schema: &'static str| paths.iter().map(move |path| (schema.into(), *path));
         let descriptor = BackendDescriptor {
             name: NAME.into(),
             version: env!("CARGO_PKG_VERSION").into(),
             vendor: "q4".into(),
             priority: 0,
-            offers: ["nf4", "nf4-dq"].map(|schema| (schema.into(), ExecPath::FusedDequant)).into(),
+            offers: ["nf4", "nf4-dq"].into_iter().flat_map(offer).collect(),
         };
-        Self { isa, descriptor, cuda: Access::open(device, Engine::check, Engine::new) }
+        Self { isa, descriptor, cuda }
     }
 }
 

@@ -1,7 +1,10 @@
 //! What the kernels can serve, decided from the spec alone and with every reason at once.
 use crate::cuda::Engine;
 use crate::simd::Isa;
-use q4_core::{Activations, ExecPath, HostEnv, LinearSpec, ProbeItem, Q4Schema, Reject, RejectCode, Verdict};
+use q4_core::{
+    Activations, CudaDevice, DType, Device, ExecPath, HostEnv, LinearSpec, ProbeItem, Q4Schema, Reject,
+    RejectCode, Verdict,
+};
 use q4_cuda::Access;
 
 /// Shortest run of k under one absmax that the layout can hold.
@@ -17,6 +20,15 @@ pub(crate) fn probe(isa: Isa) -> Vec<ProbeItem> {
     }]
 }
 
+/// The only capability with wgmma.
+const WGMMA: (u32, u32) = (9, 0);
+
+/// The paths there are with these devices, best first.
+pub(crate) fn paths(devices: &[CudaDevice]) -> Vec<ExecPath> {
+    let rounded = devices.iter().any(|d| d.capability == WGMMA);
+    rounded.then_some(ExecPath::FusedRounded).into_iter().chain([ExecPath::FusedDequant]).collect()
+}
+
 /// `Ok` or every reason why `spec` cannot be served.
 pub(crate) fn can_prepare(
     spec: &LinearSpec,
@@ -27,8 +39,24 @@ pub(crate) fn can_prepare(
     use RejectCode::*;
     let mut reasons = Vec::new();
     let mut reject = |code, need: &str, have: String| reasons.push(Reject::new(code, need.to_owned(), have));
-    if path != ExecPath::FusedDequant {
-        reject(PathUnsupported, "fused-dequant", path.to_string());
+    if !matches!(path, ExecPath::FusedRounded | ExecPath::FusedDequant) {
+        reject(PathUnsupported, "fused-rounded or fused-dequant", path.to_string());
+    }
+    if path == ExecPath::FusedRounded {
+        let gpu = match spec.device {
+            Device::Cuda(ordinal) => env.cuda_device(ordinal),
+            _ => None,
+        };
+        if gpu.is_none_or(|gpu| gpu.capability != WGMMA) {
+            let have = gpu.map_or_else(|| spec.device.to_string(), CudaDevice::arch);
+            reject(DeviceArch, "sm_90", have);
+        }
+        if spec.activations != Activations::Native {
+            reject(ActivationsUnsupported, "native, for rounded weights", spec.activations.to_string());
+        }
+        if spec.x != DType::BF16 {
+            reject(DtypeUnsupported, "x of bfloat16, for rounded weights", spec.x.to_string());
+        }
     }
     if matches!(spec.activations, Activations::Nvfp4(_)) {
         reject(

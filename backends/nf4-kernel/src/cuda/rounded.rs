@@ -1,0 +1,334 @@
+//! Launchers of `cuda/rounded.cu`: products of many rows of bf16 on sm_90, weights rounded to bf16, with any fusion.
+use super::{Call, Packed, UNIT};
+use q4_core::{Code, DType, Error, FuseSet, Result};
+use q4_cuda::{Gpu, Kernel, Kernels as Module, Launch, Source, TensorMap, args};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+const GEMM: Source = Source {
+    name: "nf4-rounded",
+    text: concat!(
+        include_str!("../../cuda/layout.cu"),
+        include_str!("../../cuda/pieces.cu"),
+        include_str!("../../cuda/rounded.cu")
+    ),
+};
+const ROWS: Source = Source {
+    name: "nf4-rows",
+    text: concat!(
+        include_str!("../../cuda/layout.cu"),
+        include_str!("../../cuda/pieces.cu"),
+        include_str!("../../cuda/rows.cu")
+    ),
+};
+/// Largest dynamic shared memory of a block.
+const SHARED: usize = 232_448;
+/// Bytes of the table of pairs.
+const TABLE: usize = 32_768;
+/// Launches that wait for a warpgroup, as in rounded.cu.
+const READERS: usize = 8;
+
+/// A shape of tiles; the constants of rounded.cu.
+struct Shape {
+    /// Rows of x of a tile.
+    tokens: usize,
+    /// Warpgroups that multiply, 64 rows of the weight each.
+    groups: usize,
+    /// Blocks of a cluster, which share rows of x.
+    pair: usize,
+    /// Packed weights in flight, 128 of k each.
+    packs: usize,
+    /// Warpgroups multiply one after another, so that others decode meanwhile.
+    ordered: bool,
+}
+
+const SHAPES: [Shape; 6] = [
+    Shape { tokens: 32, groups: 2, pair: 1, packs: 12, ordered: true },
+    Shape { tokens: 32, groups: 3, pair: 1, packs: 6, ordered: true },
+    Shape { tokens: 64, groups: 2, pair: 1, packs: 8, ordered: true },
+    Shape { tokens: 64, groups: 3, pair: 1, packs: 6, ordered: true },
+    Shape { tokens: 128, groups: 2, pair: 1, packs: 6, ordered: true },
+    Shape { tokens: 256, groups: 2, pair: 2, packs: 5, ordered: false },
+];
+/// Up to so many rows of the weight, low tiles give more blocks something to do.
+const FEW_ROWS: u32 = 4096;
+
+impl Shape {
+    /// That of a call of `m` rows.
+    fn of(w: &Packed, m: usize) -> usize {
+        let least = if w.n <= FEW_ROWS { 2 } else { 3 };
+        let fits = |s: &Shape| m <= s.tokens && (s.tokens > 64 || s.groups == least);
+        SHAPES.iter().position(fits).unwrap_or(SHAPES.len() - 1)
+    }
+    /// Rows of the weight.
+    const fn rows(&self) -> usize {
+        64 * self.groups
+    }
+    /// Bytes of outputs that leave together.
+    const fn piece(&self) -> usize {
+        if self.tokens > 64 { 4096 } else { 2048 }
+    }
+    const fn threads(&self) -> u32 {
+        (128 * self.groups + if self.tokens == 256 { 128 } else { 64 }) as u32
+    }
+    /// `SHARED` of rounded.cu.
+    fn shared(&self) -> u32 {
+        let (slab, pack) = (128 * self.tokens, 4 * self.groups * UNIT);
+        let fixed = TABLE + 2 * self.groups * self.piece() + self.packs * pack;
+        let stages = ((SHARED - 512 - fixed) / slab).min(16);
+        (stages * (slab + 16) + fixed + 16 * self.packs) as u32
+    }
+    fn options(&self) -> Vec<String> {
+        let all = [
+            ("TN", self.tokens),
+            ("WGS", self.groups),
+            ("PAIR", self.pair),
+            ("PACKS", self.packs),
+            ("ORDERED", self.ordered.into()),
+        ];
+        all.map(|(name, value)| format!("-D{name}={value}")).into()
+    }
+}
+
+/// The two functions of rounded.cu.
+struct Pair {
+    plain: Kernel,
+    gate: Kernel,
+}
+
+/// Kernels for calls of many rows. A shape is compiled when a call first needs it.
+pub struct Kernels {
+    gpu: Arc<Gpu>,
+    pairs: [OnceLock<Pair>; SHAPES.len()],
+    rows: Kernel,
+    normed: Kernel,
+}
+
+/// Where the parts of the workspace lie, in bytes.
+struct Room {
+    rows: usize,
+    partial: usize,
+    flags: usize,
+    all: usize,
+}
+
+impl Kernels {
+    /// Finds what prepares x; `None` where the device has no wgmma.
+    pub fn load(gpu: &Arc<Gpu>) -> Result<Option<Self>> {
+        if gpu.capability != (9, 0) {
+            return Ok(None);
+        }
+        let all = Module::load(gpu, &ROWS, &[])?;
+        let (rows, normed) = (all.get("nf4_rows")?, all.get("nf4_rows_normed")?);
+        Ok(Some(Self { gpu: gpu.clone(), pairs: Default::default(), rows, normed }))
+    }
+
+    fn pair(&self, shape: usize) -> Result<&Pair> {
+        if let Some(pair) = self.pairs[shape].get() {
+            return Ok(pair);
+        }
+        let options = SHAPES[shape].options();
+        let options: Vec<_> = options.iter().map(String::as_str).collect();
+        let all = Module::load(&self.gpu, &GEMM, &options)?;
+        let get = |name: &str| {
+            let kernel = all.get(name)?;
+            kernel.allow_shared(SHAPES[shape].shared())?;
+            Ok::<_, Error>(kernel)
+        };
+        let pair = Pair { plain: get("nf4_rounded")?, gate: get("nf4_rounded_gate")? };
+        Ok(self.pairs[shape].get_or_init(|| pair))
+    }
+
+    fn room(&self, w: &Packed, m: usize) -> Room {
+        let next = |from: usize, bytes: usize| (from + bytes).next_multiple_of(256);
+        let (shape, blocks) = (&SHAPES[Shape::of(w, m)], self.gpu.processors as usize);
+        let partial = next(0, m * w.k as usize * 2);
+        let flags = next(partial, blocks * shape.rows() * shape.tokens * 4);
+        Room { rows: 0, partial, flags, all: next(flags, blocks * shape.groups * READERS * 8) }
+    }
+
+    /// Whether they take such calls. Gate and up rows start a group each.
+    pub fn takes(&self, w: &Packed, m: usize, set: FuseSet) -> bool {
+        w.units > 0 && m > super::decode::MOST && (!set.contains(FuseSet::GATE) || w.n % 32 == 0)
+    }
+
+    /// Scratch bytes of calls they take.
+    pub fn workspace(&self, w: &Packed, m: usize) -> usize {
+        if self.takes(w, m, FuseSet::NONE) { self.room(w, m).all } else { 0 }
+    }
+
+    /// Enqueues the product.
+    ///
+    /// # Safety
+    /// The matrices are device memory that fits the weight, and do not overlap; the workspace has the size asked for.
+    pub unsafe fn forward(&self, w: &Packed, call: &Call) -> Result<()> {
+        let (m, k, n) = (call.x.rows as usize, w.k as usize, w.n as usize);
+        let room = self.room(w, m);
+        let index = Shape::of(w, m);
+        let shape = &SHAPES[index];
+        let at = |part: usize| call.workspace + part as u64;
+        let how = |grid: usize, block: u32, shared: u32| Launch {
+            grid: [grid as u32, 1, 1],
+            block: [block, 1, 1],
+            shared,
+            stream: call.stream,
+            overlap: true,
+        };
+        // The copy engine wants rows that begin at multiples of 16 bytes.
+        let is_readable = call.norm.0 == 0 && call.x.data % 16 == 0 && call.x.ld % 8 == 0;
+        let (x, ldx) = if is_readable {
+            (call.x.data, call.x.ld as usize)
+        } else {
+            let (from, ld, out) = (call.x.data, call.x.ld, at(room.rows));
+            let (weight, eps) = call.norm;
+            // SAFETY: by contract; the arguments are those of `nf4_rows` and `nf4_rows_normed`.
+            unsafe {
+                match weight {
+                    0 => self.rows.launch(how(m, 256, 0), args![from, ld, w.k, out])?,
+                    _ => self.normed.launch(how(m, 256, 0), args![from, ld, w.k, out, weight, eps])?,
+                }
+            }
+            (out, k)
+        };
+        let x_map = TensorMap::new(x, DType::BF16, [m, k, ldx], [64, shape.tokens / shape.pair])?;
+        let (out, dtype): (u32, _) = match (call.accumulate, call.y.dtype) {
+            (true, 1) => (1, DType::F32),
+            (_, 3) => (2, DType::BF16),
+            (_, 2) => (3, DType::F16),
+            (_, 1) => (0, DType::F32),
+            (_, other) => return Err(Error::new(Code::Internal, "type of y").have(other.to_string())),
+        };
+        let (y, ldy, size) = (call.y.data, call.y.ld, dtype.size());
+        let is_aligned = y % 16 == 0 && (ldy * size as u64) % 16 == 0;
+        let y_map = if is_aligned {
+            let (width, columns) = if call.gate { (32, n / 2) } else { (64, n) };
+            let boxed = [width.min(128 / size), shape.tokens.min(shape.piece() / (width * size))];
+            TensorMap::new(y, dtype, [m, columns, ldy as usize], boxed)?
+        } else {
+            x_map
+        };
+        let groups = n.div_ceil(16);
+        let of_tile = shape.rows() / 16 * shape.pair;
+        let row_tiles = if call.gate { (groups / 2).div_ceil(of_tile / 2) } else { groups.div_ceil(of_tile) };
+        let token_tiles = m.div_ceil(shape.tokens);
+        let workers = self.gpu.processors as usize / shape.pair;
+        let (grid, split) = deal(row_tiles * token_tiles, token_tiles, w.units as usize, workers);
+        let [rows, split, row_tiles, token_tiles] = [m, split, row_tiles, token_tiles].map(|v| v as u32);
+        let (partial, flags) = (at(room.partial), at(room.flags));
+        let (mark, aligned) = (mark(), u32::from(is_aligned));
+        let pair = self.pair(index)?;
+        let kernel = if call.gate { &pair.gate } else { &pair.plain };
+        // SAFETY: by contract; the arguments are those of `nf4_rounded`.
+        unsafe {
+            kernel.launch(
+                how(grid * shape.pair, shape.threads(), shape.shared()),
+                args![
+                    x_map,
+                    y_map,
+                    w.codes,
+                    y,
+                    ldy,
+                    rows,
+                    w.n,
+                    w.units,
+                    split,
+                    row_tiles,
+                    token_tiles,
+                    partial,
+                    flags,
+                    mark,
+                    out,
+                    aligned
+                ],
+            )
+        }
+    }
+}
+
+/// A number that no other launch has and that memory does not hold by chance (splitmix64 of a counter).
+fn mark() -> u64 {
+    static LAUNCHES: AtomicU64 = AtomicU64::new(1);
+    let mut z = LAUNCHES.fetch_add(1, Ordering::Relaxed).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ z >> 31
+}
+
+/// Workers, and the tiles whose k is shared out among all of them.
+fn deal(tiles: usize, token_tiles: usize, units: usize, workers: usize) -> (usize, usize) {
+    if tiles < workers {
+        // As many a tile as there is room for: each then has one part of one tile.
+        return (tiles * (workers / tiles).min(units).min(READERS), tiles);
+    }
+    // Where weights are read once or twice, equal shares of everything were fastest; else whole tiles, and shares of those
+    // that would not nearly fill a last round and of a round more.
+    let rest = tiles % workers;
+    let split = if token_tiles <= 2 {
+        tiles
+    } else if rest * 4 > workers * 3 {
+        0
+    } else {
+        rest + workers
+    };
+    (workers, split)
+}
+
+#[test]
+fn every_block_has_work() {
+    for tiles in 1..400 {
+        for units in [1, 2, 20, 76] {
+            for token_tiles in [1, 2, 16] {
+                for workers in [66, 132] {
+                    let (grid, split) = deal(tiles, token_tiles, units, workers);
+                    assert!(
+                        grid <= workers && split <= tiles && split * units + (tiles - split) >= grid,
+                        "{tiles} {token_tiles} {units}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// What rounded.cu computes of a code and a scale is within `oracle::ROUNDED` of the weight, whatever the scale.
+#[test]
+fn a_weight_is_off_by_less_than_the_bound() {
+    use q4_core::formats::nf4::CODEBOOK;
+    const DOWN: f32 = 0.841_176_75;
+    let table = [
+        (0xf020_5498u32, 0xbebf_bfbfu32),
+        (0x00de_61ad, 0x00bd_bebe),
+        (0xce96_44c2, 0x3e3e_3e3d),
+        (0x985c_2b06, 0x3f3f_3f3f),
+    ];
+    for word in table.iter().flat_map(|(low, high)| [low, high]) {
+        assert!(GEMM.text.contains(&format!("{word:#010x}")), "{word:#010x}");
+    }
+    let wide = |bits: u32| f32::from_bits(bits << 16);
+    let level = |code: usize| {
+        let (low, high) = table[code / 4];
+        wide((low >> (code % 4 * 8) & 0xff) | (high >> (code % 4 * 8) & 0xff) << 8)
+    };
+    // To bf16, ties to even; sums and products of two bf16 are exact in f64.
+    let round = |x: f64| {
+        let unit = 2f64.powi(x.abs().log2().floor() as i32 - 7);
+        if x == 0.0 { 0.0 } else { (x / unit).round_ties_even() * unit }
+    };
+    let mut worst = 0f64;
+    for i in 0..4096u32 {
+        let scale = f32::from_bits(0x3c00_0000 + i * 2053);
+        let s = scale * DOWN;
+        let high = f32::from_bits(s.to_bits() & 0xffff_0000);
+        let low = round(f64::from(s - high));
+        for (code, value) in CODEBOOK.iter().enumerate() {
+            let l = f64::from(level(code));
+            let got = round(l * f64::from(high) + round(l * low));
+            let want = f64::from(*value) * f64::from(scale);
+            assert!(want != 0.0 || got == 0.0);
+            worst = worst.max(if want == 0.0 { 0.0 } else { (got / want - 1.0).abs() });
+        }
+    }
+    assert!(worst < q4_core::oracle::ROUNDED, "{}", worst * 256.0);
+    assert!(worst < 1.41 / 256.0, "numerics.md has it closer: {}", worst * 256.0);
+    assert!(worst > 1.2 / 256.0, "the bound is far too wide: {}", worst * 256.0);
+}
