@@ -137,7 +137,7 @@ constexpr int FITTING = (232448 - 512 - 2 * WGS * PIECE - PACKS * PACK - TABLE) 
 constexpr int STAGES = FITTING < 16 ? FITTING : 16;
 constexpr int SHARED = TABLE + STAGES * (SLAB + 16) + 2 * WGS * PIECE + PACKS * (PACK + 16);
 constexpr int SUMS = TN / 2; // of a thread
-constexpr int THREADS = 128 * WGS + (TN == 256 || WGS == 4 ? 128 : 64);
+constexpr int THREADS = 128 * WGS + (TN == 256 ? 128 : 64);
 
 // What a pair has to do, the same for those who load and those who multiply.
 struct Work {
@@ -444,7 +444,7 @@ DEVICE void multiply(
     bool even = split_tiles == pairs * token_tiles && split_tiles > 0 && workers % split_tiles == 0 && workers / split_tiles <= READERS;
     int share = even ? workers / split_tiles : 1;
     if (warp >= 4 * WGS) {
-        if (TN == 256 || WGS == 4) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (TN == 256) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (warp == 4 * WGS) {
             // Weights do not depend on what ran before.
             u32 slot = 0, phase = 1;
@@ -486,7 +486,6 @@ DEVICE void multiply(
         }
     } else {
         if (TN == 256) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        else if (WGS == 4) asm volatile("setmaxnreg.inc.sync.aligned.u32 104;");
         write_table(table, threadIdx.x, 128 * WGS);
         meet(1, 128 * WGS);
         pair_wait();

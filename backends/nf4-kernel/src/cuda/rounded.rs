@@ -69,7 +69,7 @@ impl Shape {
         if self.tokens > 64 { 4096 } else { 2048 }
     }
     const fn threads(&self) -> u32 {
-        (128 * self.groups + if self.tokens == 256 || self.groups == 4 { 128 } else { 64 }) as u32
+        (128 * self.groups + if self.tokens == 256 { 128 } else { 64 }) as u32
     }
     /// `SHARED` of rounded.cu.
     fn shared(&self) -> u32 {
