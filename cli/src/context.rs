@@ -271,7 +271,7 @@ fn usable(n: u32) -> Result<()> {
         && q4_cuda::Cache::of_user().is_empty()
     {
         return Err(Error::new(Code::DeviceMissing, "kernels for CUDA")
-            .need("CUDA's run-time compiler, or prebuilt images")
+            .need("NVRTC (CUDA's run-time compiler), or prebuilt images")
             .have(why.clone()));
     }
     Ok(())

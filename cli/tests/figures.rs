@@ -59,6 +59,7 @@ fn number(v: &Value) -> String {
         None => String::new(),
         Some(v) if v.abs() >= 100.0 || v.fract() == 0.0 => format!("{v:.0}"),
         Some(v) if v.abs() >= 10.0 => format!("{v:.1}"),
+        Some(v) if v.abs() < 0.01 => format!("{v:.0e}"),
         Some(v) => format!("{v:.2}"),
     }
 }

@@ -64,7 +64,7 @@ fn prebuilt(key: &Key, cache: &Cache, why: &str) -> Result<Image> {
         None => Err(Error::new(Code::BackendFailed, format!("kernels `{}` for {}", key.name, key.arch))
             .need(format!("NVRTC, or a prebuilt image `{}`", key.prefix()))
             .have(format!("{why}; no such image in {}", cache.places()))
-            .fix("install CUDA's run-time compiler, or name its folder in Q4_CUDA_LIBS")),
+            .fix("install NVRTC, CUDA's run-time compiler, or name its folder in Q4_CUDA_LIBS")),
     }
 }
 

@@ -104,7 +104,7 @@ fn probe_driver() -> Found {
 fn probe_nvrtc() -> Found {
     // SAFETY: opening the library runs its initialisers.
     if !unsafe { nvrtc::is_culib_present() } {
-        return absent("libnvrtc.so (CUDA's run-time compiler)");
+        return absent("libnvrtc.so (NVRTC, CUDA's run-time compiler)");
     }
     quietly("libnvrtc.so", || {
         let (mut major, mut minor) = (0, 0);

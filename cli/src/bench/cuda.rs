@@ -293,7 +293,8 @@ impl Bench<'_> {
         let macs = (m * info.n * info.k) as f64;
         let dense = if info.path == ExecPath::DequantMatmul { (info.n * info.k * 2) as u64 } else { 0 };
         let (x, y) = product.types();
-        let bytes = info.resident_bytes.max(dense) as f64 + (m * (info.n * y.size() + info.k * x.size())) as f64;
+        let bytes =
+            info.resident_bytes.max(dense) as f64 + (m * (info.n * y.size() + info.k * x.size())) as f64;
         let floor = (macs / (self.roofline.gmac_s * 1e9)).max(bytes / (self.roofline.read_gb_s * 1e9)) * 1e6;
         let median = us[us.len() / 2];
         self.rows.push(Row {
