@@ -285,11 +285,15 @@ def write(start, host):
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip() or None
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     smi = subprocess.run(query, capture_output=True, text=True).stdout.strip() if shutil.which(query[0]) else None
+    text = json.dumps({"schema": "q4.bench-h200/2", "machine": platform.processor() or platform.machine(), "gpu": smi,
+                       "commit": os.environ.get("Q4_COMMIT", commit), "seconds": round(time.time() - start), "steps": steps,
+                       "figures": rows, "failures": failures, "notes": notes, "host": host}, indent=1, ensure_ascii=False)
+    # Where things lie on this machine is nobody's business.
+    places = {f: "Q4_CUDA_LIBS" for f in os.environ.get("Q4_CUDA_LIBS", "").split(":") if f}
+    for place, name in {**places, os.path.dirname(os.path.abspath(Q4)): "Q4", os.path.expanduser("~"): "~"}.items():
+        text = text.replace(place, name)
     with open(OUT, "w") as f:
-        json.dump({"schema": "q4.bench-h200/2", "machine": platform.processor() or platform.machine(), "gpu": smi,
-                   "commit": os.environ.get("Q4_COMMIT", commit), "seconds": round(time.time() - start), "steps": steps,
-                   "figures": rows, "failures": failures, "notes": notes, "host": host}, f, indent=1, ensure_ascii=False)
-        f.write("\n")
+        f.write(text + "\n")
 
 
 def show(v):
