@@ -178,11 +178,11 @@ impl Engine for CudaEngine {
         if sampler.params().temperature == 0.0 {
             return sampler.sample(self.logits()?, recent);
         }
-        if self.draw.is_none() {
-            let (vocab, context) = (self.slots.logits.width(), self.cache.capacity());
-            self.draw = Some(Draw::new(&self.model.gpu, vocab, context)?);
-        }
-        let draw = self.draw.as_mut().expect("made above");
+        let (vocab, context) = (self.slots.logits.width(), self.cache.capacity());
+        let draw = match &mut self.draw {
+            Some(draw) => draw,
+            none => none.insert(Draw::new(&self.model.gpu, vocab, context)?),
+        };
         let id = self.executor.draw(draw, &self.slots.logits, sampler, recent)?;
         self.chosen.as_mut_slice::<u32>()[0] = id;
         Ok(id)
