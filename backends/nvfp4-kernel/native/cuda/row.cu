@@ -2,21 +2,23 @@
 //
 // Codes go from memory to registers, AHEAD units of a warp in flight, the first of them before the kernel waits for the one
 // before it. What is left in the loop is decoding, which the integer units bound: a copy to shared memory first would cost as
-// many instructions again as the loop can afford.
+// many instructions again as the loop can afford. Loads of a multiprocessor come back in the order they were asked for, and more
+// than some 50 KB of them keep warps waiting to ask: x comes when the units before it have come, and AHEAD is a compromise.
+// BLOCK: threads of a block.
 
 // One row of x to shared memory as stage() does, in one part and with all loads in flight at once. MOST: loads of 8 elements a
 // thread; longer rows are for stage().
-template <bool QUANTISE, bool APART>
+template <int BLOCK, bool QUANTISE, bool APART>
 __device__ __forceinline__ void stage_row(const Gemv &p, u16 *xs, float *xscale, float *sums) {
     const u32 padded = p.units * 128, at = threadIdx.x * 8;
     const float up = 18446744073709551616.0f;
     if (p.norm) {
-        enum { MOST = (8191 + THREADS * 8) / (THREADS * 8) };
+        enum { MOST = (8191 + BLOCK * 8) / (BLOCK * 8) };
         const float4 none = make_float4(0, 0, 0, 0);
         float4 w[MOST][2], v[MOST][2];
 #pragma unroll
         for (u32 j = 0; j < MOST; j++) {
-            u32 k = at + j * THREADS * 8;
+            u32 k = at + j * BLOCK * 8;
             w[j][0] = k < p.k ? *(const float4 *)(p.norm + k) : none;
             w[j][1] = k < p.k ? *(const float4 *)(p.norm + k + 4) : none;
         }
@@ -24,7 +26,7 @@ __device__ __forceinline__ void stage_row(const Gemv &p, u16 *xs, float *xscale,
         float global = QUANTISE ? p.act_global ? *p.act_global : p.global : 1.0f, sum = 0;
 #pragma unroll
         for (u32 j = 0; j < MOST; j++) {
-            u32 k = at + j * THREADS * 8;
+            u32 k = at + j * BLOCK * 8;
             v[j][0] = k < p.k ? *(const float4 *)((const float *)p.x + k) : none;
             v[j][1] = k < p.k ? *(const float4 *)((const float *)p.x + k + 4) : none;
             sum = fmaf(v[j][0].x, v[j][0].x, sum), sum = fmaf(v[j][0].y, v[j][0].y, sum);
@@ -38,15 +40,15 @@ __device__ __forceinline__ void stage_row(const Gemv &p, u16 *xs, float *xscale,
         __syncthreads();
         sum = 0;
 #pragma unroll
-        for (int i = 0; i < WARPS; i += 4) {
+        for (int i = 0; i < BLOCK / 32; i += 4) {
             float4 s = *(const float4 *)(sums + i);
             sum += (s.x + s.y) + (s.z + s.w);
         }
         float inverse = rsqrtf(__fdividef(sum, (float)p.k) + p.eps);
 #pragma unroll
         for (u32 j = 0; j < MOST; j++) {
-            u32 k = at + j * THREADS * 8;
-            if (j * THREADS * 8 >= padded) break; // the same for all threads
+            u32 k = at + j * BLOCK * 8;
+            if (j * BLOCK * 8 >= padded) break; // the same for all threads
             float e[8] = {v[j][0].x * inverse * w[j][0].x, v[j][0].y * inverse * w[j][0].y, v[j][0].z * inverse * w[j][0].z,
                           v[j][0].w * inverse * w[j][0].w, v[j][1].x * inverse * w[j][1].x, v[j][1].y * inverse * w[j][1].y,
                           v[j][1].z * inverse * w[j][1].z, v[j][1].w * inverse * w[j][1].w};
@@ -68,19 +70,19 @@ __device__ __forceinline__ void stage_row(const Gemv &p, u16 *xs, float *xscale,
         }
         return;
     }
-    enum { MOST = (16383 + THREADS * 8) / (THREADS * 8) };
+    enum { MOST = (16383 + BLOCK * 8) / (BLOCK * 8) };
     uint4 v[MOST];
     wait_for_previous();
 #pragma unroll
     for (u32 j = 0; j < MOST; j++) {
-        u32 k = at + j * THREADS * 8;
+        u32 k = at + j * BLOCK * 8;
         v[j] = k < p.k ? *(const uint4 *)((const u16 *)p.x + k) : make_uint4(0, 0, 0, 0);
     }
     float global = QUANTISE ? p.act_global ? *p.act_global : p.global : 1.0f;
 #pragma unroll
     for (u32 j = 0; j < MOST; j++) {
-        u32 k = at + j * THREADS * 8;
-        if (j * THREADS * 8 >= padded) break;
+        u32 k = at + j * BLOCK * 8;
+        if (j * BLOCK * 8 >= padded) break;
         u32 h[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
         if (!QUANTISE) {
 #pragma unroll
@@ -101,7 +103,6 @@ __device__ __forceinline__ void stage_row(const Gemv &p, u16 *xs, float *xscale,
     }
 }
 
-
 // A unit in registers: lane l's 16 bytes of both tiles, its four scales.
 struct Unit {
     u32 c0[4], c1[4], scales;
@@ -111,9 +112,10 @@ __device__ __forceinline__ void load_unit(Unit &u, const u8 *codes, const u8 *sc
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(u.c1[0]), "=r"(u.c1[1]), "=r"(u.c1[2]), "=r"(u.c1[3]) : "l"(codes + 512));
     asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(u.scales) : "l"(scales));
 }
-template <bool APART> __device__ __forceinline__ void times_x(const Unit &u, u32 lane, u32 xat, u32 sat, u32 (&b)[16], float &low, float &high) {
+// `holds`: the lane has values of B, in a column of its own for each scale block.
+template <bool APART> __device__ __forceinline__ void times_x(const Unit &u, bool holds, u32 xat, u32 sat, u32 (&b)[16], float &low, float &high) {
     float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
-    if (lane / 4 == 2 * (lane % 4)) {
+    if (holds) {
         lds4((u32(&)[4])b[0], xat);
         lds4((u32(&)[4])b[4], xat + 16);
         lds4((u32(&)[4])b[8], xat + 128);
@@ -132,8 +134,8 @@ template <bool APART> __device__ __forceinline__ void times_x(const Unit &u, u32
         mma(odd, a2[2], a3[2], a2[3], a3[3], b[8 + 4 * h + 2], b[8 + 4 * h + 3]);
     }
     float f0, f1, f2, f3;
-    from_f16_pair(__byte_perm(u.scales, 0, 0x1404) >> 1, f0, f1);
-    from_f16_pair(__byte_perm(u.scales, 0, 0x3424) >> 1, f2, f3);
+    from_f16_pair((u.scales & 0x00ff00ffu) << 7, f0, f2);
+    from_f16_pair((u.scales >> 1) & 0x7f807f80u, f1, f3);
     if (APART) {
         float x0 = __uint_as_float(lds1(sat)), x1 = __uint_as_float(lds1(sat + 16));
         f0 *= x0, f1 *= x0, f2 *= x1, f3 *= x1;
@@ -148,9 +150,9 @@ template <bool APART> __device__ __forceinline__ void times_x(const Unit &u, u32
 struct Part {
     u32 first, count, per, from, to, warps;
 };
-__device__ __forceinline__ Part part_of(const Gemv &p, u32 warp) {
+template <int BLOCK> __device__ __forceinline__ Part part_of(const Gemv &p, u32 warp) {
     Part r;
-    r.warps = p.gate_at ? WARPS / 2 : WARPS;
+    r.warps = p.gate_at ? BLOCK / 64 : BLOCK / 32;
     r.first = blockIdx.x * p.each + min(blockIdx.x, p.extra);
     r.count = p.each + (blockIdx.x < p.extra);
     u32 total = r.count * p.units;
@@ -183,86 +185,87 @@ __device__ __forceinline__ void put(const Gemv &p, const Part &r, const float *s
 }
 
 // Shared memory: x, its scales (APART), sums of the norm, partial sums.
-template <bool QUANTISE, bool APART, int AHEAD> __device__ __forceinline__ void row(const Gemv &p) {
+template <int BLOCK, bool QUANTISE, bool APART, int AHEAD> __device__ __forceinline__ void row(const Gemv &p) {
     extern __shared__ __align__(128) u8 memory[];
-    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    // Told to the compiler to be the same in all lanes.
+    u32 lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     next_may_start();
-    Part r = part_of(p, warp);
+    Part r = part_of<BLOCK>(p, warp);
     u16 *xs = (u16 *)memory;
-    float *xscale = (float *)(xs + p.units * 128 + 8), *norms = xscale + (APART ? p.units * 8 : 0), *sums = norms + WARPS;
-    u32 half = warp >= r.warps, left = r.to - r.from, ahead = left;
+    float *xscale = (float *)(xs + p.units * 128 + 8), *norms = xscale + (APART ? p.units * 8 : 0), *sums = norms + BLOCK / 32;
+    u32 half = warp >= r.warps, left = r.to - r.from;
+    int ahead = left;
     const u8 *codes = p.w + ((u64)((half ? p.gate_at : 0) + r.first) * p.units + r.from) * UNIT, *scales = codes + 1024 + lane * 4;
     codes += lane * 16;
     Unit units[AHEAD];
     auto next = [&](Unit &u) {
-        if (ahead) {
-            load_unit(u, codes, scales);
-            codes += UNIT, scales += UNIT, ahead--;
-        }
+        if (ahead > 0) load_unit(u, codes, scales);
+        codes += UNIT, scales += UNIT, ahead--;
     };
 #pragma unroll
     for (int j = 0; j < AHEAD; j++) next(units[j]);
     u64 place = 0, up_place = 0;
-    u32 mine = min(threadIdx.x / MATES / 16, max(r.count, 1u) - 1);
     if (r.count) {
-        place = p.groups[r.first + mine];
-        if (p.gate_at) up_place = p.groups[p.gate_at + r.first + mine];
+        u32 g = r.first + min(threadIdx.x / MATES / 16, r.count - 1);
+        place = p.groups[g];
+        up_place = p.groups[p.gate_at + g];
     }
     u32 b[16]; // column 2 t of B is x of block t, the other columns stay zero
 #pragma unroll
     for (int i = 0; i < 16; i++) b[i] = 0;
-    u32 t = lane % 4, n = lane / 4;
 
-    stage_row<QUANTISE, APART>(p, xs, xscale, norms);
+    stage_row<BLOCK, QUANTISE, APART>(p, xs, xscale, norms);
     float old = 0;
     u32 i = threadIdx.x / MATES, where = (u32)(place >> 32);
     if (p.accumulate && i < r.count * 16 && i % 16 < (where & 31)) old = ((const float *)p.y)[(where >> 5) + i % 16];
     __syncthreads();
 
-    u32 v = divided(r.from, __fdividef(1.0f, (float)p.units)), at = r.from - v * p.units, run = p.units - at;
+    u32 t = lane % 4, n = lane / 4, v = divided(r.from, __fdividef(1.0f, (float)p.units)), at = r.from - v * p.units;
     u32 xfirst = shared_at(xs) + t * 32, sfirst = shared_at(xscale) + t * 4, xat = xfirst + at * 256, sat = sfirst + at * 32;
     float *to = sums + (v + half * r.count + warp) * 16 + n, low = 0, high = 0;
-    auto flush = [&] {
-        low += __shfl_xor_sync(~0u, low, 1);
-        high += __shfl_xor_sync(~0u, high, 1);
-        low += __shfl_xor_sync(~0u, low, 2);
-        high += __shfl_xor_sync(~0u, high, 2);
-        if (t == 0) to[0] = low, to[8] = high;
-    };
-    while (left) {
+    // Units up to the end of a row group, and those behind it.
+    u32 run = min(p.units - at, left);
+    left -= run;
+    if (run) while (true) {
 #pragma unroll
         for (int j = 0; j < AHEAD; j++) {
-            if (left) {
-                times_x<APART>(units[j], lane, xat, sat, b, low, high);
-                next(units[j]);
-                left--, run--;
-                xat += 256, sat += 32;
-                if (!run || !left) {
-                    flush();
-                    to += 16, low = high = 0, run = p.units, xat = xfirst, sat = sfirst;
-                }
+            times_x<APART>(units[j], n == 2 * t, xat, sat, b, low, high);
+            next(units[j]);
+            xat += 256, sat += 32;
+            if (!--run) {
+                low += __shfl_xor_sync(~0u, low, 1);
+                high += __shfl_xor_sync(~0u, high, 1);
+                low += __shfl_xor_sync(~0u, low, 2);
+                high += __shfl_xor_sync(~0u, high, 2);
+                if (t == 0) to[0] = low, to[8] = high;
+                if (!left) goto summed_up;
+                to += 16, low = high = 0, xat = xfirst, sat = sfirst;
+                run = min(p.units, left), left -= run;
             }
         }
     }
+summed_up:
     __syncthreads();
     float factor = 4611686018427387904.0f * act_factor<QUANTISE>(p); // 2^(126 - 64)
     if (r.count) put(p, r, sums, place, up_place, factor, old, i);
-    for (i += THREADS / MATES; i - threadIdx.x / MATES < r.count * 16; i += THREADS / MATES) {
+    for (i += BLOCK / MATES; i - threadIdx.x / MATES < r.count * 16; i += BLOCK / MATES) {
         u32 g = min(i / 16, r.count - 1);
-        u64 here = p.groups[r.first + g], up = p.gate_at ? p.groups[p.gate_at + r.first + g] : 0;
+        u64 here = p.groups[r.first + g], up = p.groups[p.gate_at + r.first + g];
         where = (u32)(here >> 32);
         bool there = p.accumulate && i < r.count * 16 && i % 16 < (where & 31);
         put(p, r, sums, here, up, factor, there ? ((const float *)p.y)[(where >> 5) + i % 16] : 0.0f, i);
     }
 }
-#define ROW(name, ...) \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1) name(const __grid_constant__ Gemv p) { row<__VA_ARGS__>(p); }
+#define ROW(name, BLOCK, ...) \
+    extern "C" __global__ void __launch_bounds__(BLOCK, 1) name(const __grid_constant__ Gemv p) { row<BLOCK, __VA_ARGS__>(p); }
 #if HAS(0)
-ROW(q4_row, false, false, 4)
+// Fewer warps with more registers, for blocks of few units.
+ROW(q4_row, 512, false, false, 3)
+ROW(q4_row_narrow, 384, false, false, 5)
 #endif
 #if HAS(3)
-ROW(q4_row_int8, true, true, 3)
+ROW(q4_row_int8, 512, true, true, 3)
 #endif
 #if HAS(4)
-ROW(q4_row_nvfp4, true, false, 3)
+ROW(q4_row_nvfp4, 512, true, false, 3)
 #endif

@@ -21,6 +21,9 @@ const SPLIT: usize = 4;
 /// Bytes of 16 rows by 128 k of a weight.
 const UNIT: usize = 1152;
 const THREADS: usize = 512;
+/// Threads of [`Rows::Narrow`], and from how many units a block on it is slower.
+const NARROW: usize = 384;
+const MANY: usize = 192;
 const WARPS: usize = THREADS / 32;
 /// Units a warp has in flight.
 const STAGES: usize = 3;
@@ -85,11 +88,13 @@ enum Rows {
     Split,
     /// One, of one part and not too long.
     Row,
+    /// The same by fewer warps, each with more units in flight: native bf16, where a block has few units.
+    Narrow,
 }
 
 /// By [`Rows`].
 struct Loaded {
-    rows: [Option<Kernel>; 5],
+    rows: [Option<Kernel>; 6],
     align: Kernel,
 }
 
@@ -100,9 +105,11 @@ pub struct Kernels {
     simple: simple::Kernels,
 }
 
-/// A launch: the kernel, its blocks (or clusters), how many row groups (or pairs of them) they share, bytes of shared memory.
+/// A launch: the kernel, threads of a block, its blocks (or clusters), how many row groups (or pairs of them) they share, bytes of
+/// shared memory.
 struct Plan {
     kernel: Rows,
+    threads: usize,
     teams: usize,
     split: usize,
     work: usize,
@@ -145,7 +152,8 @@ impl Kernels {
         let wide = get(format!("q4_gemv_few{name}_wide"))?;
         let split = if self.has_clusters() { get(format!("q4_gemv_few{name}_split"))? } else { None };
         let row = if FAMILIES[family].parts[0] == 1 { get(format!("q4_row{name}"))? } else { None };
-        let loaded = Loaded { rows: [one, few, wide, split, row], align: all.get("q4_gemv_align")? };
+        let narrow = if family == 0 { get("q4_row_narrow".into())? } else { None };
+        let loaded = Loaded { rows: [one, few, wide, split, row, narrow], align: all.get("q4_gemv_align")? };
         Ok(self.loaded[family].get_or_init(|| loaded))
     }
 
@@ -170,7 +178,8 @@ impl Kernels {
 
     /// A launch of `row.cu`, which takes one row if it can be staged at once.
     fn row(&self, w: &Weight, rows: usize, norm: bool, gate: bool, x: DType) -> Option<Plan> {
-        let family = &FAMILIES[Self::family(w)];
+        let place = Self::family(w);
+        let family = &FAMILIES[place];
         let staged = w.k <= LONGEST[usize::from(!norm)] && (norm || x != DType::F32);
         if rows != 1 || family.parts[0] != 1 || !staged {
             return None;
@@ -179,11 +188,15 @@ impl Kernels {
         let work = w.padded / 16 / both;
         let teams = work.min(self.gpu.processors as usize).max(1);
         let groups = work.div_ceil(teams) * both;
+        let (kernel, threads) = match place == 0 && groups * units < MANY {
+            true => (Rows::Narrow, NARROW),
+            false => (Rows::Row, THREADS),
+        };
         let scales = if family.apart { units * 32 } else { 0 };
-        let shared = units * 256 + 16 + scales + WARPS * 4 + (groups + 1 + WARPS) * 64;
+        let shared = units * 256 + 16 + scales + threads / 8 + (groups + 1 + threads / 32) * 64;
         // Quotients of units are taken in f32.
         let fits = shared <= self.gpu.shared as usize && groups * units < 1 << 17;
-        fits.then_some(Plan { kernel: Rows::Row, teams, split: 1, work, shared })
+        fits.then_some(Plan { kernel, threads, teams, split: 1, work, shared })
     }
 
     fn plan_of(
@@ -220,7 +233,7 @@ impl Kernels {
                 // More than half, or a processor that the kernel before leaves early gets two blocks and the launch takes
                 // twice as long.
                 let shared = shared.max(self.gpu.shared as usize / 2 + 2048);
-                return Some(Plan { kernel, teams, split, work, shared });
+                return Some(Plan { kernel, threads: THREADS, teams, split, work, shared });
             }
             if teams == work {
                 return None;
@@ -341,7 +354,7 @@ impl Fast for Kernels {
             };
             let how = Launch {
                 grid: [(plan.teams * plan.split) as u32, 1, 1],
-                block: [THREADS as u32, 1, 1],
+                block: [plan.threads as u32, 1, 1],
                 shared: plan.shared as u32,
                 stream: call.stream,
                 overlap: !copied,
