@@ -54,8 +54,11 @@ def doc(*args, **kw):
 
 
 def conformance():
-    for backend in ["nvfp4-kernel", "nf4-kernel", "dequant-matmul"]:
-        d = doc("conformance", "--device", "cuda", "--backend", backend, "--profile", "inference", "--no-certificate")
+    backends = ["nvfp4-kernel", "nf4-kernel", "dequant-matmul"]
+    with ThreadPoolExecutor(len(backends)) as pool:
+        docs = list(pool.map(lambda b: doc("conformance", "--device", "cuda", "--backend", b, "--profile", "inference",
+                                           "--no-certificate", timeout=600), backends))
+    for backend, d in zip(backends, docs):
         failed = d.get("failed")
         row(f"conformance {backend}: failed", failed, "cases", bar="0", met=failed == 0)
         row(f"conformance {backend}: passed", d.get("passed"), "cases")
@@ -209,9 +212,10 @@ def speed():
         row("  of it by loading", loading, "MB")
         row("  of it by a context", (m["context_bytes"] - m["kv_bytes"]) / 1e6, "MB")
         row("  not in it, before anything was loaded: driver, CUDA context, kernels", m["before_bytes"] / 1e6, "MB")
+    few = ["--batch", "8,16,64", "--repetitions", "3"]  # nothing is promised for these
     for activations in ["int8", "nvfp4"]:
-        bench(f"NVFP4 {activations}", "--activations", activations, *shape, "--batch", "8,16,64", bars=False)
-    bench("NF4 native", "--activations", "native", *shape, "--format", "nf4", "--batch", "8,16,64", bars=False)
+        bench(f"NVFP4 {activations}", "--activations", activations, *shape, *few, bars=False)
+    bench("NF4 native", "--activations", "native", *shape, "--format", "nf4", *few, bars=False)
 
 
 def kernels():
@@ -303,15 +307,19 @@ def show(v):
 def main():
     start = time.time()
     host = doc("diagnose").get("host")
-    for step in (speed, kernels, agreement, first_token, exits, conformance):
+    def run(step):
         if len(sys.argv) > 2 and step.__name__ not in sys.argv[2:]:
-            continue
+            return
         began = time.time()
         try:
             step()
         except Exception as e:  # a step that breaks must not lose the others
             failures.append({"command": step.__name__, "exit": None, "stderr": repr(e)})
         steps[step.__name__] = round(time.time() - began)
+    # The last two take no times, so they run side by side.
+    for together in (speed,), (kernels,), (first_token,), (exits,), (agreement, conformance):
+        with ThreadPoolExecutor(len(together)) as pool:
+            list(pool.map(run, together))
         write(start, host)
     for r in rows:
         verdict = {None: "", True: "met", False: "MISSED"}[r["met"]]
