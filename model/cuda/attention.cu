@@ -70,81 +70,77 @@ ATTENTION(f16, f16)
 #ifdef HEAD_DIM
 // decode_X_T(qkv X[sequences, (heads + 2 kv_heads) HEAD_DIM], q_weight f32, k_weight f32, eps,
 //            cosine f32[context, HEAD_DIM/2], sine, position u32[sequences], keys T, values T, head_stride,
-//            sequence_stride, partial f32[sequences * kv_heads * groups * splits * 8 * (HEAD_DIM + 4)], 16-byte aligned,
-//            counters u32[sequences * kv_heads * groups], out T[sequences, heads HEAD_DIM], heads, kv_heads, scale)
-//   grid (splits, kv_heads * groups, sequences), groups = ceil(heads / kv_heads / 8), block 256;
-//   splits: about (multiprocessors / (kv_heads * groups * sequences)), at most 32, at least 1.
+//            sequence_stride, partial u32[sequences * kv_heads * groups * splits * 16 HEAD_DIM], 16-byte aligned,
+//            out T[sequences, heads HEAD_DIM], heads, kv_heads, scale)
+//   grid (splits, kv_heads * groups, sequences), groups = ceil(heads / kv_heads / 8), block 256, shared SLOTS * 8 tiles;
+//   splits: 1, or as many as let every block of the grid have a multiprocessor: blocks wait for each other.
 //   One token a sequence: norm and rotation of its q and k, append of k and v at position[sequence], attention over
-//   position[sequence] + 1 positions. `counters` are zero before the first launch and after every launch.
-//   A split takes a multiple of 128 positions; the last block of a head to finish adds the splits in their order.
+//   position[sequence] + 1 positions. `partial` is zero before the first launch and after every launch.
+//   Splits take turns in runs of 128 positions, 16 a warp.
 constexpr int D = HEAD_DIM;
 constexpr int WARPS = 8;
 // Positions a block takes at once, 16 a warp.
 constexpr int STEP = 16 * WARPS;
-// Splits at most, and one's share of sums: per head D sums, their peak and their total.
-constexpr int MOST = 32, SLOT = 8 * (D + 4);
 constexpr int FULL_V = D / 64, REST_V = D % 64;
 
-template <class T> struct Tile {
-    // Keys: n-tile j holds position 8 j + lane / 4; word 4 c + i holds values 32 c + 8 (lane % 4) + 2 i.
-    u32 k[2][D / 8];
-    // Values: row r is position 2 (lane % 4) + {0, 1, 8, 9}[r]; eight values of every 64 from 8 (lane / 4).
-    u32 v[4][D / 16];
+// A word that every layer reads again: stays in the L2 while weights pass through.
+DEVICE u32 kept(const u32 *p) {
+    u64 policy;
+    u32 x;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("ld.global.L2::cache_hint.u32 %0, [%1], %2;" : "=r"(x) : "l"(p), "l"(policy));
+    return x;
+}
 
-    DEVICE u32 row_of(int r, int t) { return 2 * t + (r & 1) + (r >> 1) * 8; }
-    DEVICE void take(u32 *to, const T *from, int words) {
-        if (words == 4) {
-            uint4 x = *(const uint4 *)from;
-            to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
-        } else if (words == 2) {
-            uint2 x = *(const uint2 *)from;
-            to[0] = x.x, to[1] = x.y;
-        } else {
-            to[0] = *(const u32 *)from;
-        }
+// 16 positions in shared memory, on their way while others are summed. Lanes that load at once meet no bank twice: rows of
+// values are 16 bytes apart, and of two rows of keys that begin in the same bank the odd one has its halves of 64 bytes swapped.
+struct Tile {
+    static constexpr u32 KEY = 2 * D, VALUE = 2 * D + 16, VALUES = 16 * KEY, BYTES = 16 * (KEY + VALUE);
+    static constexpr u32 SWAP = D % 64 == 0 ? 64 : 0;
+
+    DEVICE void copy(u32 to, const void *from, u32 bytes) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
     }
-    DEVICE void key(u32 *to, const T *row, int t) {
+    // Positions from the `real`th on are zero.
+    template <class T> DEVICE void fetch(u32 to, const T *keys, const T *values, int real) {
+        int lane = threadIdx.x & 31;
 #pragma unroll
-        for (int c = 0; c < D / 32; c++) take(to + 4 * c, row + 32 * c + 8 * t, 4);
-        if (D % 32) take(to + 4 * (D / 32), row + 32 * (D / 32) + 4 * t, 2);
-    }
-    DEVICE void value(u32 *to, const T *row, int g) {
-#pragma unroll
-        for (int c = 0; c < FULL_V; c++) take(to + 4 * c, row + 64 * c + 8 * g, 4);
-        if (REST_V == 32) take(to + 4 * FULL_V, row + 64 * FULL_V + 4 * g, 2);
-        if (REST_V == 16) take(to + 4 * FULL_V, row + 64 * FULL_V + 2 * g, 1);
-    }
-    // Positions from `end` on are zero.
-    DEVICE void load(Tile &x, const T *keys, const T *values, u32 first, u32 end, int g, int t) {
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-            u32 p = first + 8 * j + g;
-            if (p < end) {
-                key(x.k[j], keys + (u64)p * D, t);
-            } else {
-#pragma unroll
-                for (int i = 0; i < D / 8; i++) x.k[j][i] = 0;
-            }
+        for (int j = 0; j < D / 16; j++) {
+            int e = lane + 32 * j, r = e / (D / 8);
+            u32 unit = e % (D / 8) * 16;
+            copy(to + r * KEY + (unit ^ (r % 2 * SWAP)), keys + 8 * e, r < real ? 16 : 0);
         }
 #pragma unroll
-        for (int r = 0; r < 4; r++) {
-            u32 p = first + row_of(r, t);
-            if (p < end) {
-                value(x.v[r], values + (u64)p * D, g);
-            } else {
-#pragma unroll
-                for (int i = 0; i < D / 16; i++) x.v[r][i] = 0;
-            }
+        for (int j = 0; j < D / 16; j++) {
+            int e = lane + 32 * j, r = e / (D / 8);
+            copy(to + VALUES + r * VALUE + e % (D / 8) * 16, values + 8 * e, r < real ? 16 : 0);
         }
     }
-    // Puts the new token, still in shared memory, at its place.
-    DEVICE void patch(Tile &x, const T *k, const T *v, u32 first, u32 at, int g, int t) {
+    // Puts the new token at its place.
+    template <class T> DEVICE void patch(u32 tile, const T *k, const T *v, u32 r) {
+        for (u32 i = threadIdx.x & 31; i < D / 2; i += 32) {
+            asm volatile("st.shared.u32 [%0], %1;" ::"r"(tile + r * KEY + (4 * i ^ (r % 2 * SWAP))), "r"(((const u32 *)k)[i]) : "memory");
+            asm volatile("st.shared.u32 [%0], %1;" ::"r"(tile + VALUES + r * VALUE + 4 * i), "r"(((const u32 *)v)[i]) : "memory");
+        }
+    }
+    DEVICE void take(u32 *to, u32 from, int words) {
+        if (words == 4) asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from));
+        else if (words == 2) asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(from));
+        else asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to[0]) : "r"(from));
+    }
+    // Word 4 c + i holds values 32 c + 8 t + 2 i of a key, which begins at `row`; `swap` for the odd ones of SWAP.
+    DEVICE void key(u32 *to, u32 row, u32 t, u32 swap) {
+        u32 even = row + 16 * t + swap, odd = row + 16 * t + 64 - swap;
 #pragma unroll
-        for (int j = 0; j < 2; j++)
-            if (first + 8 * j + g == at) key(x.k[j], k, t);
+        for (int c = 0; c < D / 32; c++) take(to + 4 * c, c % 2 ? odd + 64 * (c - 1) : even + 64 * c, 4);
+        if (D % 32) take(to + 4 * (D / 32), row + 64 * (D / 32) + 8 * t, 2);
+    }
+    // Eight values of every 64 from 8 g.
+    DEVICE void value(u32 *to, u32 row, u32 g) {
 #pragma unroll
-        for (int r = 0; r < 4; r++)
-            if (first + row_of(r, t) == at) value(x.v[r], v, g);
+        for (int c = 0; c < FULL_V; c++) take(to + 4 * c, row + 128 * c + 16 * g, 4);
+        if (REST_V == 32) take(to + 4 * FULL_V, row + 128 * FULL_V + 8 * g, 2);
+        if (REST_V == 16) take(to + 4 * FULL_V, row + 128 * FULL_V + 4 * g, 1);
     }
 };
 
@@ -194,6 +190,7 @@ template <class X> struct Head {
 // Floats between pairs of heads in the sums, and where a head begins: lanes that store at once meet no bank twice.
 constexpr int PAIR = 2 * D + 4;
 DEVICE int head_at(int h) { return (h >> 1) * PAIR + (h & 1) * D; }
+static_assert(4 * PAIR * sizeof(float) <= Tile::BYTES, "a warp's sums take the place of its first tile");
 
 // The transpose of 8 x 8 values, two of a row in a lane.
 DEVICE u32 transposed(u32 x) {
@@ -201,23 +198,34 @@ DEVICE u32 transposed(u32 x) {
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
     return y;
 }
-// Brings bytes that are read soon into the L2; nothing on devices that cannot.
-DEVICE void fetch_ahead(const void *from, u32 bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-#endif
-}
+
+// What a split hands on of two values of a head: their sums, the peak these stand below, the total. Words are inverted, so
+// that none is zero (no sum is the NaN of all ones): a zero has not come yet.
+struct Share {
+    u32 word[4];
+    DEVICE void put(u32 *to, float x, float y, float peak, float total) {
+        asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(~__float_as_uint(x)),
+                     "r"(~__float_as_uint(y)), "r"(~__float_as_uint(peak)), "r"(~__float_as_uint(total)) : "memory");
+    }
+    DEVICE void take(Share &s, const u32 *from) {
+        asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(s.word[0]), "=r"(s.word[1]), "=r"(s.word[2]), "=r"(s.word[3]) : "l"(from) : "memory");
+    }
+    // Of no split.
+    DEVICE Share none() { return {~0u, ~0u, ~0xff800000u, ~0u}; }
+    DEVICE bool came(const Share &s) { return s.word[0] && s.word[1] && s.word[2] && s.word[3]; }
+    DEVICE float at(const Share &s, int i) { return __uint_as_float(~s.word[i]); }
+};
 
 template <class X, class T>
 DEVICE void decode(
     const X *qkv, const float *q_weight, const float *k_weight, float eps, const float *cosine, const float *sine,
-    const u32 *position, T *keys, T *values, u64 head_stride, u64 sequence_stride, float *partial, u32 *counters, T *out,
-    int heads, int kv_heads, float scale) {
+    const u32 *position, T *keys, T *values, u64 head_stride, u64 sequence_stride, u32 *partial, T *out, int heads,
+    int kv_heads, float scale) {
+    extern __shared__ __align__(128) u8 tiles[];
     __shared__ __align__(16) T q[8][D];
     __shared__ __align__(16) T fresh[2][D];
-    __shared__ __align__(16) float sums[WARPS][4 * PAIR];
     __shared__ float best[WARPS][8], total[WARPS][8];
-    __shared__ bool last;
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     int group = heads / kv_heads, groups = (group + 7) / 8, kv = blockIdx.y / groups, first_head = (blockIdx.y % groups) * 8;
     int mine = min(8, group - first_head);
@@ -225,30 +233,26 @@ DEVICE void decode(
     bool query = warp < mine, key = warp == WARPS - 1, value = warp == WARPS - 2;
     let_next_start();
     // Positions, and keys and values before this one, are older than the step: only q, k and v come from the kernel before.
-    u32 at = position[blockIdx.z];
-    u32 steps = (at + STEP) / STEP, share = (steps + gridDim.x - 1) / gridDim.x;
-    u32 active = (steps + share - 1) / share;
+    u32 at = kept(position + blockIdx.z);
+    u32 active = min(gridDim.x, (at + STEP) / STEP), stride = gridDim.x * STEP;
     if (blockIdx.x >= active) return;
-    u32 begin = blockIdx.x * share * STEP, end = min(at + 1, begin + share * STEP);
     keys += blockIdx.z * sequence_stride + kv * head_stride;
     values += blockIdx.z * sequence_stride + kv * head_stride;
-    u32 rest = begin + 2 * STEP;
-    if (threadIdx.x == 0 && rest < end) {
-        fetch_ahead(keys + (u64)rest * D, (end - rest) * D * sizeof(T));
-        fetch_ahead(values + (u64)rest * D, (end - rest) * D * sizeof(T));
-    }
-    begin += warp * 16;
-    // Two tiles on their way at once.
-    Tile<T> x, next;
-    Tile<T>::load(x, keys, values, begin, min(end, at), g, t);
-    if (begin + STEP < end) Tile<T>::load(next, keys, values, begin + STEP, min(end, at), g, t);
-    bool owner = blockIdx.x == active - 1;
+    u32 begin = blockIdx.x * STEP + warp * 16, end = at + 1;
+    u32 room = (u32)__cvta_generic_to_shared(tiles) + warp * SLOTS * Tile::BYTES;
+    auto fetch = [&](u32 p, u32 slot) {
+        if (p < end) Tile::fetch(room + slot, keys + (u64)p * D, values + (u64)p * D, (int)at - (int)p);
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    };
+    bool owner = at / STEP % gridDim.x == blockIdx.x;
     {
         Head<float> weight;
         Head<X> head, other;
         float c[Head<X>::N], s[Head<X>::N];
         Head<float>::load(weight, key && !query ? k_weight : q_weight);
         Head<X>::angles(c, s, cosine + (u64)at * (D / 2), sine + (u64)at * (D / 2));
+#pragma unroll
+        for (u32 i = 0; i < SLOTS; i++) fetch(begin + i * stride, i * Tile::BYTES);
         wait_for_previous();
         if (query) Head<X>::load(head, row + (kv * group + first_head + warp) * D);
         if (owner && (key || value)) Head<X>::load(other, row + (heads + (value ? kv_heads : 0) + kv) * D);
@@ -278,16 +282,30 @@ DEVICE void decode(
 #pragma unroll
     for (int i = 0; i < N; i++) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0.f;
     float scale2 = scale * 1.44269504f;
-    for (u32 p = begin; p < end; p += STEP) {
-        if (p <= at && at < p + 16) Tile<T>::patch(x, fresh[0], fresh[1], p, at, g, t);
+    u32 a[D / 8], swap = g % 2 * Tile::SWAP;
+    Tile::key(a, (u32)__cvta_generic_to_shared(q[g]), t, 0);
+    u32 slot = 0;
+    for (u32 p = begin; p < end; p += stride) {
+        asm volatile("cp.async.wait_group %0;" ::"n"(SLOTS - 1) : "memory");
+        __syncwarp();
+        u32 tile = room + slot;
+        if (p <= at && at < p + 16) {
+            Tile::patch(tile, fresh[0], fresh[1], at - p);
+            __syncwarp();
+        }
         float y[4] = {}, z[4] = {};
         {
-            u32 a[D / 8];
-            Tile<T>::key(a, q[g], t);
+            u32 low[D / 8], high[D / 8];
+            Tile::key(low, tile + g * Tile::KEY, t, swap);
+            Tile::key(high, tile + (g + 8) * Tile::KEY, t, swap);
 #pragma unroll
             for (int i = 0; i < N; i++)
-                As<T>::mma(i % 2 ? z : y, x.k[0][2 * i], x.k[1][2 * i], x.k[0][2 * i + 1], x.k[1][2 * i + 1], a[2 * i], a[2 * i + 1]);
+                As<T>::mma(i % 2 ? z : y, low[2 * i], high[2 * i], low[2 * i + 1], high[2 * i + 1], a[2 * i], a[2 * i + 1]);
         }
+        // Row r is position 2 t + {0, 1, 8, 9}[r].
+        u32 v[4][D / 16];
+#pragma unroll
+        for (int r = 0; r < 4; r++) Tile::value(v[r], tile + Tile::VALUES + (2 * t + (r & 1) + (r >> 1) * 8) * Tile::VALUE, g);
         float keep[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -309,21 +327,23 @@ DEVICE void decode(
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 int n = i + (j & 1) * N;
-                b[j] = __byte_perm(x.v[j & 2][n / 2], x.v[(j & 2) + 1][n / 2], n % 2 ? 0x7632 : 0x5410);
+                b[j] = __byte_perm(v[j & 2][n / 2], v[(j & 2) + 1][n / 2], n % 2 ? 0x7632 : 0x5410);
             }
             o[i][0] *= keep[0], o[i][1] *= keep[1], o[i][2] *= keep[0], o[i][3] *= keep[1];
             As<T>::mma(o[i], b[0], b[1], b[2], b[3], p0, p1);
         }
-        x = next;
-        if (p + 2 * STEP < end) Tile<T>::load(next, keys, values, p + 2 * STEP, min(end, at), g, t);
+        __syncwarp();
+        fetch(p + SLOTS * stride, slot);
+        slot = slot == (SLOTS - 1) * Tile::BYTES ? 0 : slot + Tile::BYTES;
     }
+    float *sums = (float *)(tiles + warp * SLOTS * Tile::BYTES);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
 #pragma unroll
         for (int d = 4; d < 32; d *= 2) l[h] += __shfl_xor_sync(~0u, l[h], d);
         if (g == 0) best[warp][2 * t + h] = m[h], total[warp][2 * t + h] = l[h];
         // In runs as long as the loads of values had them.
-        float *to = sums[warp] + head_at(2 * t + h);
+        float *to = sums + head_at(2 * t + h);
         auto value_of = [&](int n) { return n < N ? o[n][h] : o[n - N][h + 2]; };
         if (2 * t + h < mine) {
 #pragma unroll
@@ -338,87 +358,77 @@ DEVICE void decode(
     }
     __syncthreads();
 
-    T *to = out + ((u64)blockIdx.z * heads + kv * group + first_head) * D;
+    // Two values a thread.
+    u32 *to = (u32 *)(out + ((u64)blockIdx.z * heads + kv * group + first_head) * D);
     u64 pair = (u64)blockIdx.z * gridDim.y + blockIdx.y;
-    float *slots = partial + pair * gridDim.x * SLOT;
-    float *slot = slots + (u64)blockIdx.x * SLOT;
-    for (int e = threadIdx.x; e < mine * D; e += WARPS * 32) {
-        int h = e / D, i = e % D;
+    u32 *shares = partial + pair * gridDim.x * (16 * D);
+    for (int e = 2 * threadIdx.x; e < mine * D; e += 2 * WARPS * 32) {
+        int h = e / D;
+        const float *from = (const float *)tiles + head_at(h) + e % D;
         float peak = best[0][h];
 #pragma unroll
         for (int w = 1; w < WARPS; w++) peak = fmaxf(peak, best[w][h]);
-        float sum = 0.f, all = 0.f;
+        float x = 0.f, y = 0.f, all = 0.f;
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
             float f = two_to(best[w][h] - peak);
-            sum += sums[w][head_at(h) + i] * f;
+            float2 sum = *(const float2 *)(from + w * (SLOTS * Tile::BYTES / 4));
+            x += sum.x * f, y += sum.y * f;
             all += total[w][h] * f;
         }
-        if (active == 1) {
-            to[e] = As<T>::from(sum / all);
-        } else {
-            __stcg(slot + h * (D + 4) + i, sum);
-            if (i == 0) __stcg((float2 *)(slot + h * (D + 4) + D), make_float2(peak, all));
-        }
+        if (active == 1) to[e / 2] = As<T>::pair(x / all, y / all);
+        else Share::put(shares + blockIdx.x * (16 * D) + 2 * e, x, y, peak, all);
     }
     if (active == 1) return;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        u32 before;
-        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counters + pair) : "memory");
-        last = before == active - 1;
-        if (last) counters[pair] = 0;
-    }
-    __syncthreads();
-    if (!last) return;
-    // Four values a thread, the even splits in one half of the block, the odd ones in the other, all loads in flight at once.
-    struct Share { float4 sum; float peak, all; };
-    Share *shares = (Share *)sums;
-    int items = mine * (D / 4), half = threadIdx.x >> 7;
-    for (int first = 0; first < items; first += 128) {
-        int item = first + (threadIdx.x & 127), h = item / (D / 4), i = item % (D / 4) * 4;
-        float4 part[MOST / 2];
-        float2 head[MOST / 2];
-        float peak = MINUS_INFINITY;
+    // Every block adds runs of 32 values over the splits, a warp a run: half of it takes the even splits, half the odd ones.
+    constexpr int MOST = 8;
+    u32 runs = (mine * D + 31) / 32, half = lane / 16;
+    for (u32 run = active - 1 - blockIdx.x + warp * active; run < runs; run += WARPS * active) {
+        int e = 32 * run + 2 * (lane % 16);
+        float x = 0.f, y = 0.f, peak = MINUS_INFINITY, all = 0.f;
+        for (u32 first = half; first < active; first += 2 * MOST) {
+            u32 *from = shares + (u64)first * (16 * D) + 2 * e;
+            u32 splits = e < mine * D ? (active - first + 1) / 2 : 0;
+            Share s[MOST];
+            bool came;
+            do {
+                came = true;
 #pragma unroll
-        for (int w = 0; w < MOST / 2; w++) {
-            bool real = 2 * w + half < active && item < items;
-            const float *from = slots + (u64)(2 * w + half) * SLOT + h * (D + 4);
-            part[w] = real ? __ldcg((const float4 *)(from + i)) : make_float4(0.f, 0.f, 0.f, 0.f);
-            head[w] = real ? __ldcg((const float2 *)(from + D)) : make_float2(MINUS_INFINITY, 0.f);
-        }
+                for (u32 w = 0; w < MOST; w++)
+                    if (w < splits) Share::take(s[w], from + w * (32 * D));
+                    else s[w] = Share::none();
 #pragma unroll
-        for (int w = 0; w < MOST / 2; w++) peak = fmaxf(peak, head[w].x);
-        Share mine_share = {make_float4(0.f, 0.f, 0.f, 0.f), peak, 0.f};
+                for (u32 w = 0; w < MOST; w++) came &= Share::came(s[w]);
+            } while (!came);
+            float top = peak;
 #pragma unroll
-        for (int w = 0; w < MOST / 2; w++) {
-            float f = head[w].x == MINUS_INFINITY ? 0.f : two_to(head[w].x - peak);
-            mine_share.sum.x += part[w].x * f, mine_share.sum.y += part[w].y * f;
-            mine_share.sum.z += part[w].z * f, mine_share.sum.w += part[w].w * f;
-            mine_share.all += head[w].y * f;
+            for (u32 w = 0; w < MOST; w++) {
+                top = fmaxf(top, Share::at(s[w], 2));
+                if (w < splits) *(uint4 *)(from + w * (32 * D)) = make_uint4(0, 0, 0, 0);
+            }
+            float f = two_to(peak - top);
+            x *= f, y *= f, all *= f, peak = top;
+#pragma unroll
+            for (u32 w = 0; w < MOST; w++) {
+                f = two_to(Share::at(s[w], 2) - peak);
+                x += Share::at(s[w], 0) * f, y += Share::at(s[w], 1) * f, all += Share::at(s[w], 3) * f;
+            }
         }
-        if (half) shares[threadIdx.x & 127] = mine_share;
-        __syncthreads();
-        if (!half && item < items) {
-            Share odd = shares[threadIdx.x];
-            float top = fmaxf(peak, odd.peak), f = two_to(peak - top), e = two_to(odd.peak - top);
-            float r = 1.f / (mine_share.all * f + odd.all * e);
-            f *= r, e *= r;
-            u32 *place = (u32 *)(to + h * D + i);
-            place[0] = As<T>::pair(mine_share.sum.x * f + odd.sum.x * e, mine_share.sum.y * f + odd.sum.y * e);
-            place[1] = As<T>::pair(mine_share.sum.z * f + odd.sum.z * e, mine_share.sum.w * f + odd.sum.w * e);
-        }
-        __syncthreads();
+        __syncwarp();
+        float top = fmaxf(peak, __shfl_xor_sync(~0u, peak, 16)), f = two_to(peak - top);
+        x *= f, y *= f, all *= f;
+        x += __shfl_xor_sync(~0u, x, 16), y += __shfl_xor_sync(~0u, y, 16), all += __shfl_xor_sync(~0u, all, 16);
+        if (half == 0 && e < mine * D) to[e / 2] = As<T>::pair(x / all, y / all);
     }
 }
 
 #define DECODE(NAME, X, T) \
     extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) NAME( \
         const X *qkv, const float *q_weight, const float *k_weight, float eps, const float *cosine, const float *sine, \
-        const u32 *position, T *keys, T *values, u64 head_stride, u64 sequence_stride, float *partial, u32 *counters, T *out, \
+        const u32 *position, T *keys, T *values, u64 head_stride, u64 sequence_stride, u32 *partial, T *out, \
         int heads, int kv_heads, float scale) { \
         decode<X, T>(qkv, q_weight, k_weight, eps, cosine, sine, position, keys, values, head_stride, sequence_stride, \
-                     partial, counters, out, heads, kv_heads, scale); \
+                     partial, out, heads, kv_heads, scale); \
     }
 DECODE(decode_f32_bf16, float, bf16)
 DECODE(decode_bf16_bf16, bf16, bf16)
