@@ -72,7 +72,8 @@ ATTENTION(f16, f16)
 //            cosine f32[context, HEAD_DIM/2], sine, position u32[sequences], keys T, values T, head_stride,
 //            sequence_stride, partial u32[sequences * kv_heads * groups * splits * 16 HEAD_DIM], 16-byte aligned,
 //            out T[sequences, heads HEAD_DIM], heads, kv_heads, scale)
-//   grid (splits, kv_heads * groups, sequences), groups = ceil(heads / kv_heads / 8), block 256, shared SLOTS * 8 tiles;
+//   grid (splits, kv_heads * groups, sequences), groups = ceil(heads / kv_heads / 8), block 256,
+//   shared 8 SLOTS tiles (SLOTS 1 or 2, defined at compilation);
 //   splits: 1, or as many as let every block of the grid have a multiprocessor: blocks wait for each other.
 //   One token a sequence: norm and rotation of its q and k, append of k and v at position[sequence], attention over
 //   position[sequence] + 1 positions. `partial` is zero before the first launch and after every launch.
@@ -81,68 +82,42 @@ constexpr int D = HEAD_DIM;
 constexpr int WARPS = 8;
 // Positions a block takes at once, 16 a warp.
 constexpr int STEP = 16 * WARPS;
-constexpr int FULL_V = D / 64, REST_V = D % 64;
+// Halves of tiles a warp has on their way.
+constexpr int AHEAD = SLOTS == 1 ? 2 : 3;
 
-// A word that every layer reads again: stays in the L2 while weights pass through.
-DEVICE u32 kept(const u32 *p) {
-    u64 policy;
-    u32 x;
-    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-    asm volatile("ld.global.L2::cache_hint.u32 %0, [%1], %2;" : "=r"(x) : "l"(p), "l"(policy));
-    return x;
-}
-
-// 16 positions in shared memory, on their way while others are summed. Lanes that load at once meet no bank twice: rows of
-// values are 16 bytes apart, and of two rows of keys that begin in the same bank the odd one has its halves of 64 bytes swapped.
+// 16 positions in shared memory: a half of keys, a half of values. Eight rows begin in different banks.
 struct Tile {
-    static constexpr u32 KEY = 2 * D, VALUE = 2 * D + 16, VALUES = 16 * KEY, BYTES = 16 * (KEY + VALUE);
-    static constexpr u32 SWAP = D % 64 == 0 ? 64 : 0;
+    static constexpr u32 PITCH = 2 * D + 16, HALF = 16 * PITCH, BYTES = 2 * HALF;
 
-    DEVICE void copy(u32 to, const void *from, u32 bytes) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-    }
-    // Positions from the `real`th on are zero.
-    template <class T> DEVICE void fetch(u32 to, const T *keys, const T *values, int real) {
+    // A half. Positions from the `real`th on are zero.
+    template <class T> DEVICE void fetch(u32 to, const T *from, int real) {
         int lane = threadIdx.x & 31;
 #pragma unroll
         for (int j = 0; j < D / 16; j++) {
             int e = lane + 32 * j, r = e / (D / 8);
-            u32 unit = e % (D / 8) * 16;
-            copy(to + r * KEY + (unit ^ (r % 2 * SWAP)), keys + 8 * e, r < real ? 16 : 0);
-        }
-#pragma unroll
-        for (int j = 0; j < D / 16; j++) {
-            int e = lane + 32 * j, r = e / (D / 8);
-            copy(to + VALUES + r * VALUE + e % (D / 8) * 16, values + 8 * e, r < real ? 16 : 0);
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + r * PITCH + e % (D / 8) * 16),
+                         "l"(from + 8 * e), "r"(r < real ? 16 : 0) : "memory");
         }
     }
     // Puts the new token at its place.
-    template <class T> DEVICE void patch(u32 tile, const T *k, const T *v, u32 r) {
-        for (u32 i = threadIdx.x & 31; i < D / 2; i += 32) {
-            asm volatile("st.shared.u32 [%0], %1;" ::"r"(tile + r * KEY + (4 * i ^ (r % 2 * SWAP))), "r"(((const u32 *)k)[i]) : "memory");
-            asm volatile("st.shared.u32 [%0], %1;" ::"r"(tile + VALUES + r * VALUE + 4 * i), "r"(((const u32 *)v)[i]) : "memory");
-        }
-    }
-    DEVICE void take(u32 *to, u32 from, int words) {
-        if (words == 4) asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from));
-        else if (words == 2) asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(from));
-        else asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to[0]) : "r"(from));
-    }
-    // Word 4 c + i holds values 32 c + 8 t + 2 i of a key, which begins at `row`; `swap` for the odd ones of SWAP.
-    DEVICE void key(u32 *to, u32 row, u32 t, u32 swap) {
-        u32 even = row + 16 * t + swap, odd = row + 16 * t + 64 - swap;
-#pragma unroll
-        for (int c = 0; c < D / 32; c++) take(to + 4 * c, c % 2 ? odd + 64 * (c - 1) : even + 64 * c, 4);
-        if (D % 32) take(to + 4 * (D / 32), row + 64 * (D / 32) + 8 * t, 2);
-    }
-    // Eight values of every 64 from 8 g.
-    DEVICE void value(u32 *to, u32 row, u32 g) {
-#pragma unroll
-        for (int c = 0; c < FULL_V; c++) take(to + 4 * c, row + 128 * c + 16 * g, 4);
-        if (REST_V == 32) take(to + 4 * FULL_V, row + 128 * FULL_V + 8 * g, 2);
-        if (REST_V == 16) take(to + 4 * FULL_V, row + 128 * FULL_V + 4 * g, 1);
+    template <class T> DEVICE void patch(u32 row, const T *from) {
+        for (u32 i = threadIdx.x & 31; i < D / 2; i += 32)
+            asm volatile("st.shared.u32 [%0], %1;" ::"r"(row + 4 * i), "r"(((const u32 *)from)[i]) : "memory");
     }
 };
+template <int LEFT> DEVICE void wait_until_left() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+    __syncwarp();
+}
+// Four blocks of 8 x 8 values, a row's address from each lane; two of a row in a lane, or of a column.
+DEVICE void matrices(u32 (&x)[4], u32 from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
+}
+DEVICE void columns(u32 (&x)[4], u32 from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
+}
 
 // One head in a warp: values i and i + D/2 of i = lane + 32 j.
 template <class X> struct Head {
@@ -187,9 +162,9 @@ template <class X> struct Head {
     }
 };
 
-// Floats between pairs of heads in the sums, and where a head begins: lanes that store at once meet no bank twice.
-constexpr int PAIR = 2 * D + 4;
-DEVICE int head_at(int h) { return (h >> 1) * PAIR + (h & 1) * D; }
+// Value i of head h in a warp's sums: runs of every eighth value, so that a lane stores four at once, and no bank is met twice.
+constexpr int RUN = D > 96 ? 20 : 12, PAIR = 16 * RUN + 8;
+DEVICE int sum_at(int h, int i) { return (h >> 1) * PAIR + ((h & 1) * 8 + i % 8) * RUN + i / 8; }
 static_assert(4 * PAIR * sizeof(float) <= Tile::BYTES, "a warp's sums take the place of its first tile");
 
 // The transpose of 8 x 8 values, two of a row in a lane.
@@ -223,25 +198,28 @@ DEVICE void decode(
     const u32 *position, T *keys, T *values, u64 head_stride, u64 sequence_stride, u32 *partial, T *out, int heads,
     int kv_heads, float scale) {
     extern __shared__ __align__(128) u8 tiles[];
-    __shared__ __align__(16) T q[8][D];
+    __shared__ __align__(16) T q[8][D + 8];
     __shared__ __align__(16) T fresh[2][D];
-    __shared__ float best[WARPS][8], total[WARPS][8];
+    __shared__ __align__(16) float best[8][WARPS], total[8][WARPS];
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     int group = heads / kv_heads, groups = (group + 7) / 8, kv = blockIdx.y / groups, first_head = (blockIdx.y % groups) * 8;
     int mine = min(8, group - first_head);
     const X *row = qkv + (u64)blockIdx.z * (heads + 2 * kv_heads) * D;
     bool query = warp < mine, key = warp == WARPS - 1, value = warp == WARPS - 2;
-    let_next_start();
     // Positions, and keys and values before this one, are older than the step: only q, k and v come from the kernel before.
-    u32 at = kept(position + blockIdx.z);
+    u32 at = position[blockIdx.z];
+    let_next_start();
     u32 active = min(gridDim.x, (at + STEP) / STEP), stride = gridDim.x * STEP;
     if (blockIdx.x >= active) return;
     keys += blockIdx.z * sequence_stride + kv * head_stride;
     values += blockIdx.z * sequence_stride + kv * head_stride;
     u32 begin = blockIdx.x * STEP + warp * 16, end = at + 1;
     u32 room = (u32)__cvta_generic_to_shared(tiles) + warp * SLOTS * Tile::BYTES;
-    auto fetch = [&](u32 p, u32 slot) {
-        if (p < end) Tile::fetch(room + slot, keys + (u64)p * D, values + (u64)p * D, (int)at - (int)p);
+    // The hth half from the tile of position p in `slot`: keys, values, keys of the next tile.
+    auto fetch = [&](u32 p, u32 slot, int h) {
+        p += h / 2 * stride, slot = (slot + h / 2) % SLOTS;
+        u32 to = room + slot * Tile::BYTES + h % 2 * Tile::HALF;
+        if (p < end) Tile::fetch(to, (h % 2 ? values : keys) + (u64)p * D, (int)at - (int)p);
         asm volatile("cp.async.commit_group;" ::: "memory");
     };
     bool owner = at / STEP % gridDim.x == blockIdx.x;
@@ -252,7 +230,7 @@ DEVICE void decode(
         Head<float>::load(weight, key && !query ? k_weight : q_weight);
         Head<X>::angles(c, s, cosine + (u64)at * (D / 2), sine + (u64)at * (D / 2));
 #pragma unroll
-        for (u32 i = 0; i < SLOTS; i++) fetch(begin + i * stride, i * Tile::BYTES);
+        for (int h = 0; h < 2; h++) fetch(begin, 0, h);
         wait_for_previous();
         if (query) Head<X>::load(head, row + (kv * group + first_head + warp) * D);
         if (owner && (key || value)) Head<X>::load(other, row + (heads + (value ? kv_heads : 0) + kv) * D);
@@ -275,37 +253,39 @@ DEVICE void decode(
         values[(u64)at * D + threadIdx.x] = fresh[1][threadIdx.x];
     }
 
-    // Keys are the first operand, rows g and g + 8 of a warp's 16 positions; q is the second, a head a column, its words in
-    // the order of a key's. So scores, sums and their factors are of heads 2 t and 2 t + 1.
+#pragma unroll
+    for (int h = 2; h < AHEAD; h++) fetch(begin, 0, h);
+
+    // Keys are the first operand, rows g and g + 8 of a warp's 16 positions; q is the second, a head a column. So scores, sums
+    // and their factors are of heads 2 t and 2 t + 1.
     constexpr int N = D / 16;
-    float o[N][4], m[2] = {MINUS_INFINITY, MINUS_INFINITY}, l[2] = {0.f, 0.f};
+    u32 a[D / 32 * 4 + 4];
+#pragma unroll
+    for (int c = 0; c < (D + 31) / 32; c++)
+        matrices((u32(&)[4])a[4 * c], (u32)__cvta_generic_to_shared(q[lane % 8]) + min(64 * c + lane / 8 * 16, 2 * D - 16));
+    u32 key_at = lane % 16 * Tile::PITCH + lane / 16 * 16;
+    u32 value_at = Tile::HALF + (lane % 8 + lane / 16 * 8) * Tile::PITCH + lane / 8 % 2 * 16;
+    float o[N][4], l[4] = {}, m[2] = {MINUS_INFINITY, MINUS_INFINITY};
 #pragma unroll
     for (int i = 0; i < N; i++) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0.f;
     float scale2 = scale * 1.44269504f;
-    u32 a[D / 8], swap = g % 2 * Tile::SWAP;
-    Tile::key(a, (u32)__cvta_generic_to_shared(q[g]), t, 0);
     u32 slot = 0;
     for (u32 p = begin; p < end; p += stride) {
-        asm volatile("cp.async.wait_group %0;" ::"n"(SLOTS - 1) : "memory");
-        __syncwarp();
-        u32 tile = room + slot;
-        if (p <= at && at < p + 16) {
-            Tile::patch(tile, fresh[0], fresh[1], at - p);
+        u32 tile = room + slot * Tile::BYTES, fresh_at = at - p;
+        wait_until_left<AHEAD - 1>();
+        if (fresh_at < 16) {
+            Tile::patch(tile + fresh_at * Tile::PITCH, fresh[0]);
             __syncwarp();
         }
         float y[4] = {}, z[4] = {};
-        {
-            u32 low[D / 8], high[D / 8];
-            Tile::key(low, tile + g * Tile::KEY, t, swap);
-            Tile::key(high, tile + (g + 8) * Tile::KEY, t, swap);
 #pragma unroll
-            for (int i = 0; i < N; i++)
-                As<T>::mma(i % 2 ? z : y, low[2 * i], high[2 * i], low[2 * i + 1], high[2 * i + 1], a[2 * i], a[2 * i + 1]);
+        for (int i = 0; i < N; i++) {
+            u32 k[4];
+            matrices(k, tile + key_at + 32 * i);
+            As<T>::mma(i % 2 ? z : y, k[0], k[1], k[2], k[3], a[2 * i], a[2 * i + 1]);
         }
-        // Row r is position 2 t + {0, 1, 8, 9}[r].
-        u32 v[4][D / 16];
-#pragma unroll
-        for (int r = 0; r < 4; r++) Tile::value(v[r], tile + Tile::VALUES + (2 * t + (r & 1) + (r >> 1) * 8) * Tile::VALUE, g);
+        __syncwarp();
+        fetch(p, slot, AHEAD);
         float keep[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -317,43 +297,38 @@ DEVICE void decode(
             keep[h] = two_to(m[h] - peak);
             m[h] = peak;
             y[h] = two_to(low - peak), y[h + 2] = two_to(high - peak);
-            l[h] = l[h] * keep[h] + y[h] + y[h + 2];
+            l[h] *= keep[h];
         }
-        u32 p0 = transposed(As<T>::pair(y[0], y[1])), p1 = transposed(As<T>::pair(y[2], y[3]));
-        // Values are the first operand again: its row g is value i of lane group g's eight, row g + 8 value i + D / 16.
+        u32 p0 = transposed(As<T>::pair(y[0], y[1])), p1 = transposed(As<T>::pair(y[2], y[3])), one = As<T>::pair(1.f, 1.f);
+        As<T>::mma(l, one, one, one, one, p0, p1);
+        wait_until_left<AHEAD - 1>();
+        if (fresh_at < 16) {
+            Tile::patch(tile + Tile::HALF + fresh_at * Tile::PITCH, fresh[1]);
+            __syncwarp();
+        }
+        // Values are the first operand again, rows g and g + 8 of 16.
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            u32 b[4];
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                int n = i + (j & 1) * N;
-                b[j] = __byte_perm(v[j & 2][n / 2], v[(j & 2) + 1][n / 2], n % 2 ? 0x7632 : 0x5410);
-            }
+            u32 v[4];
+            columns(v, tile + value_at + 32 * i);
             o[i][0] *= keep[0], o[i][1] *= keep[1], o[i][2] *= keep[0], o[i][3] *= keep[1];
-            As<T>::mma(o[i], b[0], b[1], b[2], b[3], p0, p1);
+            As<T>::mma(o[i], v[0], v[1], v[2], v[3], p0, p1);
         }
         __syncwarp();
-        fetch(p + SLOTS * stride, slot);
-        slot = slot == (SLOTS - 1) * Tile::BYTES ? 0 : slot + Tile::BYTES;
+        fetch(p, slot, AHEAD + 1);
+        slot = (slot + 1) % SLOTS;
     }
     float *sums = (float *)(tiles + warp * SLOTS * Tile::BYTES);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-#pragma unroll
-        for (int d = 4; d < 32; d *= 2) l[h] += __shfl_xor_sync(~0u, l[h], d);
-        if (g == 0) best[warp][2 * t + h] = m[h], total[warp][2 * t + h] = l[h];
-        // In runs as long as the loads of values had them.
-        float *to = sums + head_at(2 * t + h);
-        auto value_of = [&](int n) { return n < N ? o[n][h] : o[n - N][h + 2]; };
+        if (g == 0) best[2 * t + h][warp] = m[h], total[2 * t + h][warp] = l[h];
+        float *to = sums + sum_at(2 * t + h, g);
+        auto value_of = [&](int n) { return o[n / 2][h + n % 2 * 2]; };
         if (2 * t + h < mine) {
 #pragma unroll
-            for (int c = 0; c < FULL_V; c++)
-#pragma unroll
-                for (int n = 8 * c; n < 8 * c + 8; n += 4)
-                    *(float4 *)(to + 64 * c + 8 * g + n % 8) = make_float4(value_of(n), value_of(n + 1), value_of(n + 2), value_of(n + 3));
-            constexpr int F = 8 * FULL_V;
-            if (REST_V == 32) *(float4 *)(to + 64 * FULL_V + 4 * g) = make_float4(value_of(F), value_of(F + 1), value_of(F + 2), value_of(F + 3));
-            if (REST_V == 16) *(float2 *)(to + 64 * FULL_V + 2 * g) = make_float2(value_of(F), value_of(F + 1));
+            for (int n = 0; n + 4 <= D / 8; n += 4)
+                *(float4 *)(to + n) = make_float4(value_of(n), value_of(n + 1), value_of(n + 2), value_of(n + 3));
+            if (D / 8 % 4) *(float2 *)(to + D / 8 - 2) = make_float2(value_of(D / 8 - 2), value_of(D / 8 - 1));
         }
     }
     __syncthreads();
@@ -364,20 +339,23 @@ DEVICE void decode(
     u32 *shares = partial + pair * gridDim.x * (16 * D);
     for (int e = 2 * threadIdx.x; e < mine * D; e += 2 * WARPS * 32) {
         int h = e / D;
-        const float *from = (const float *)tiles + head_at(h) + e % D;
-        float peak = best[0][h];
+        const float *from = (const float *)tiles + sum_at(h, e % D);
+        float peak = best[h][0];
 #pragma unroll
-        for (int w = 1; w < WARPS; w++) peak = fmaxf(peak, best[w][h]);
+        for (int w = 1; w < WARPS; w++) peak = fmaxf(peak, best[h][w]);
         float x = 0.f, y = 0.f, all = 0.f;
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
-            float f = two_to(best[w][h] - peak);
-            float2 sum = *(const float2 *)(from + w * (SLOTS * Tile::BYTES / 4));
-            x += sum.x * f, y += sum.y * f;
-            all += total[w][h] * f;
+            const float *sum = from + w * (SLOTS * Tile::BYTES / 4);
+            float f = two_to(best[h][w] - peak);
+            x += sum[0] * f, y += sum[RUN] * f, all += total[h][w] * f;
         }
-        if (active == 1) to[e / 2] = As<T>::pair(x / all, y / all);
-        else Share::put(shares + blockIdx.x * (16 * D) + 2 * e, x, y, peak, all);
+        if (active == 1) {
+            float r = __fdividef(1.f, all);
+            to[e / 2] = As<T>::pair(x * r, y * r);
+        } else {
+            Share::put(shares + blockIdx.x * (16 * D) + 2 * e, x, y, peak, all);
+        }
     }
     if (active == 1) return;
     // Every block adds runs of 32 values over the splits, a warp a run: half of it takes the even splits, half the odd ones.
@@ -390,13 +368,14 @@ DEVICE void decode(
             u32 *from = shares + (u64)first * (16 * D) + 2 * e;
             u32 splits = e < mine * D ? (active - first + 1) / 2 : 0;
             Share s[MOST];
+#pragma unroll
+            for (u32 w = 0; w < MOST; w++) s[w] = w < splits ? Share{} : Share::none();
             bool came;
             do {
                 came = true;
 #pragma unroll
                 for (u32 w = 0; w < MOST; w++)
-                    if (w < splits) Share::take(s[w], from + w * (32 * D));
-                    else s[w] = Share::none();
+                    if (!Share::came(s[w])) Share::take(s[w], from + w * (32 * D));
 #pragma unroll
                 for (u32 w = 0; w < MOST; w++) came &= Share::came(s[w]);
             } while (!came);
@@ -418,7 +397,8 @@ DEVICE void decode(
         float top = fmaxf(peak, __shfl_xor_sync(~0u, peak, 16)), f = two_to(peak - top);
         x *= f, y *= f, all *= f;
         x += __shfl_xor_sync(~0u, x, 16), y += __shfl_xor_sync(~0u, y, 16), all += __shfl_xor_sync(~0u, all, 16);
-        if (half == 0 && e < mine * D) to[e / 2] = As<T>::pair(x / all, y / all);
+        float r = __fdividef(1.f, all);
+        if (half == 0 && e < mine * D) to[e / 2] = As<T>::pair(x * r, y * r);
     }
 }
 

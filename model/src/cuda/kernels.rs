@@ -61,12 +61,12 @@ struct Decode {
 impl Decode {
     /// Bytes of a warp's 16 positions.
     fn tile(head_dim: usize) -> usize {
-        16 * (4 * head_dim + 16)
+        32 * (2 * head_dim + 16)
     }
-    /// Tiles a warp has on their way: up to three, as far as the device has room for them beside q and the new token.
+    /// Tiles a warp has room for: two, or one where the device has too little beside q, the new token and what warps share.
     fn slots(gpu: &Gpu, head_dim: usize) -> usize {
-        let room = (gpu.shared as usize).saturating_sub(20 * head_dim + 512);
-        (room / (8 * Self::tile(head_dim))).clamp(1, 3)
+        let room = (gpu.shared as usize).saturating_sub(20 * head_dim + 640);
+        (room / (8 * Self::tile(head_dim))).clamp(1, 2)
     }
     fn load(gpu: &Arc<Gpu>, attention: &Kernels, head_dim: usize, t: &str) -> Result<Self> {
         let shared = (8 * Self::slots(gpu, head_dim) * Self::tile(head_dim)) as u32;
