@@ -70,11 +70,11 @@ ATTENTION(f16, f16)
 #ifdef HEAD_DIM
 // decode_X_T(qkv X[sequences, (heads + 2 kv_heads) HEAD_DIM], q_weight f32, k_weight f32, eps,
 //            cosine f32[context, HEAD_DIM/2], sine, position u32[sequences], keys T, values T, head_stride,
-//            sequence_stride, partial u32[sequences * kv_heads * groups * splits * 16 HEAD_DIM], 16-byte aligned,
+//            sequence_stride, partial u32[sequences * kv_heads * groups * (splits * 16 HEAD_DIM + 4)], 16-byte aligned,
 //            out T[sequences, heads HEAD_DIM], heads, kv_heads, scale)
 //   grid (splits, kv_heads * groups, sequences), groups = ceil(heads / kv_heads / 8), block 256,
 //   shared 8 SLOTS tiles (SLOTS 1 or 2, defined at compilation);
-//   splits: 1, or as many as let every block of the grid have a multiprocessor: blocks wait for each other.
+//   splits: 1 to 32; a grid of no more blocks than multiprocessors is fastest, for blocks wait for each other.
 //   One token a sequence: norm and rotation of its q and k, append of k and v at position[sequence], attention over
 //   position[sequence] + 1 positions. `partial` is zero before the first launch and after every launch.
 //   Splits take turns in runs of 128 positions, 16 a warp.
@@ -82,12 +82,17 @@ constexpr int D = HEAD_DIM;
 constexpr int WARPS = 8;
 // Positions a block takes at once, 16 a warp.
 constexpr int STEP = 16 * WARPS;
+// How often a block looks for the sums of others before it may leave them, about half a microsecond each.
+constexpr u32 TRIES = 64;
 // Halves of tiles a warp has on their way.
 constexpr int AHEAD = SLOTS == 1 ? 2 : 3;
 
-// 16 positions in shared memory: a half of keys, a half of values. Eight rows begin in different banks.
+// 16 positions in shared memory: a half of keys, a half of values. The same 16 bytes of eight rows are in different banks: in
+// rows of 128 bytes or twice that their number is turned by the row's, others are 16 bytes apart.
 struct Tile {
-    static constexpr u32 PITCH = 2 * D + 16, HALF = 16 * PITCH, BYTES = 2 * HALF;
+    static constexpr bool TURNED = D % 64 == 0;
+    static constexpr u32 PITCH = TURNED ? 2 * D : 2 * D + 16, HALF = 16 * PITCH, BYTES = 2 * HALF;
+    DEVICE u32 at(u32 row, u32 byte) { return row * PITCH + (TURNED ? byte ^ row % 8 * 16 : byte); }
 
     // A half. Positions from the `real`th on are zero.
     template <class T> DEVICE void fetch(u32 to, const T *from, int real) {
@@ -95,17 +100,18 @@ struct Tile {
 #pragma unroll
         for (int j = 0; j < D / 16; j++) {
             int e = lane + 32 * j, r = e / (D / 8);
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + r * PITCH + e % (D / 8) * 16),
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + at(r, e % (D / 8) * 16)),
                          "l"(from + 8 * e), "r"(r < real ? 16 : 0) : "memory");
         }
     }
-    // Puts the new token at its place.
-    template <class T> DEVICE void patch(u32 row, const T *from) {
+    // Puts the new token in its row of a half.
+    template <class T> DEVICE void patch(u32 to, u32 row, const T *from) {
         for (u32 i = threadIdx.x & 31; i < D / 2; i += 32)
-            asm volatile("st.shared.u32 [%0], %1;" ::"r"(row + 4 * i), "r"(((const u32 *)from)[i]) : "memory");
+            asm volatile("st.shared.u32 [%0], %1;" ::"r"(to + at(row, 4 * i)), "r"(((const u32 *)from)[i]) : "memory");
     }
 };
-template <int LEFT> DEVICE void wait_until_left() {
+// All but the last LEFT halves are there.
+template <int LEFT> DEVICE void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
     __syncwarp();
 }
@@ -192,6 +198,19 @@ struct Share {
     DEVICE float at(const Share &s, int i) { return __uint_as_float(~s.word[i]); }
 };
 
+// A block that waits for others keeps its multiprocessor, which these may need. `state` counts the splits that run, << 32, and
+// has a bit for every run of sums that was left by who had waited too long: to the last split that comes to run, which makes
+// `state` zero again. From then on nobody leaves anything.
+DEVICE bool leave(u64 *state, u32 run, u32 active) {
+    bool left = false;
+    if ((threadIdx.x & 31) == 0) {
+        u32 running = atomicOr(state, 1ull << run) >> 32;
+        left = running && running < active;
+        if (!left) atomicAnd(state, ~(1ull << run));
+    }
+    return __shfl_sync(~0u, left, 0);
+}
+
 template <class X, class T>
 DEVICE void decode(
     const X *qkv, const float *q_weight, const float *k_weight, float eps, const float *cosine, const float *sine,
@@ -201,6 +220,7 @@ DEVICE void decode(
     __shared__ __align__(16) T q[8][D + 8];
     __shared__ __align__(16) T fresh[2][D];
     __shared__ __align__(16) float best[8][WARPS], total[8][WARPS];
+    __shared__ u32 left_to_us;
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     int group = heads / kv_heads, groups = (group + 7) / 8, kv = blockIdx.y / groups, first_head = (blockIdx.y % groups) * 8;
     int mine = min(8, group - first_head);
@@ -213,15 +233,20 @@ DEVICE void decode(
     if (blockIdx.x >= active) return;
     keys += blockIdx.z * sequence_stride + kv * head_stride;
     values += blockIdx.z * sequence_stride + kv * head_stride;
+    u32 *shares = partial + ((u64)blockIdx.z * gridDim.y + blockIdx.y) * (gridDim.x * (16 * D) + 4);
+    u64 *state = (u64 *)(shares + gridDim.x * (16 * D)), before = 0;
     u32 begin = blockIdx.x * STEP + warp * 16, end = at + 1;
     u32 room = (u32)__cvta_generic_to_shared(tiles) + warp * SLOTS * Tile::BYTES;
-    // The hth half from the tile of position p in `slot`: keys, values, keys of the next tile.
+    // The hth half from the tile of position p in `slot` on: keys, values, keys of the next tile. More before the wait would let
+    // q wait behind them.
     auto fetch = [&](u32 p, u32 slot, int h) {
         p += h / 2 * stride, slot = (slot + h / 2) % SLOTS;
         u32 to = room + slot * Tile::BYTES + h % 2 * Tile::HALF;
         if (p < end) Tile::fetch(to, (h % 2 ? values : keys) + (u64)p * D, (int)at - (int)p);
         asm volatile("cp.async.commit_group;" ::: "memory");
     };
+    fetch(begin, 0, 0);
+    fetch(begin, 0, 1);
     bool owner = at / STEP % gridDim.x == blockIdx.x;
     {
         Head<float> weight;
@@ -229,8 +254,6 @@ DEVICE void decode(
         float c[Head<X>::N], s[Head<X>::N];
         Head<float>::load(weight, key && !query ? k_weight : q_weight);
         Head<X>::angles(c, s, cosine + (u64)at * (D / 2), sine + (u64)at * (D / 2));
-#pragma unroll
-        for (int h = 0; h < 2; h++) fetch(begin, 0, h);
         wait_for_previous();
         if (query) Head<X>::load(head, row + (kv * group + first_head + warp) * D);
         if (owner && (key || value)) Head<X>::load(other, row + (heads + (value ? kv_heads : 0) + kv) * D);
@@ -248,6 +271,8 @@ DEVICE void decode(
         if (owner && value) Head<X>::store(other, fresh[1]);
     }
     __syncthreads();
+    // Behind the barrier, which would wait for the answer.
+    if (threadIdx.x == 0 && active > 1) before = atomicAdd(state, 1ull << 32);
     if (owner && threadIdx.x < D) {
         keys[(u64)at * D + threadIdx.x] = fresh[0][threadIdx.x];
         values[(u64)at * D + threadIdx.x] = fresh[1][threadIdx.x];
@@ -263,8 +288,13 @@ DEVICE void decode(
 #pragma unroll
     for (int c = 0; c < (D + 31) / 32; c++)
         matrices((u32(&)[4])a[4 * c], (u32)__cvta_generic_to_shared(q[lane % 8]) + min(64 * c + lane / 8 * 16, 2 * D - 16));
-    u32 key_at = lane % 16 * Tile::PITCH + lane / 16 * 16;
-    u32 value_at = Tile::HALF + (lane % 8 + lane / 16 * 8) * Tile::PITCH + lane / 8 % 2 * 16;
+    // A lane's row and 16 bytes of the first 16 values; those of four times 16 values stand alike.
+    u32 key_at[4], value_at[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        key_at[i] = Tile::at(lane % 16, 32 * i + lane / 16 * 16);
+        value_at[i] = Tile::HALF + Tile::at(lane % 8 + lane / 16 * 8, 32 * i + lane / 8 % 2 * 16);
+    }
     float o[N][4], l[4] = {}, m[2] = {MINUS_INFINITY, MINUS_INFINITY};
 #pragma unroll
     for (int i = 0; i < N; i++) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0.f;
@@ -272,16 +302,16 @@ DEVICE void decode(
     u32 slot = 0;
     for (u32 p = begin; p < end; p += stride) {
         u32 tile = room + slot * Tile::BYTES, fresh_at = at - p;
-        wait_until_left<AHEAD - 1>();
+        wait_for_copies<AHEAD - 1>();
         if (fresh_at < 16) {
-            Tile::patch(tile + fresh_at * Tile::PITCH, fresh[0]);
+            Tile::patch(tile, fresh_at, fresh[0]);
             __syncwarp();
         }
         float y[4] = {}, z[4] = {};
 #pragma unroll
         for (int i = 0; i < N; i++) {
             u32 k[4];
-            matrices(k, tile + key_at + 32 * i);
+            matrices(k, tile + key_at[i % 4] + i / 4 * 128);
             As<T>::mma(i % 2 ? z : y, k[0], k[1], k[2], k[3], a[2 * i], a[2 * i + 1]);
         }
         __syncwarp();
@@ -301,22 +331,27 @@ DEVICE void decode(
         }
         u32 p0 = transposed(As<T>::pair(y[0], y[1])), p1 = transposed(As<T>::pair(y[2], y[3])), one = As<T>::pair(1.f, 1.f);
         As<T>::mma(l, one, one, one, one, p0, p1);
-        wait_until_left<AHEAD - 1>();
+        wait_for_copies<AHEAD - 1>();
         if (fresh_at < 16) {
-            Tile::patch(tile + Tile::HALF + fresh_at * Tile::PITCH, fresh[1]);
+            Tile::patch(tile + Tile::HALF, fresh_at, fresh[1]);
             __syncwarp();
         }
         // Values are the first operand again, rows g and g + 8 of 16.
 #pragma unroll
         for (int i = 0; i < N; i++) {
             u32 v[4];
-            columns(v, tile + value_at + 32 * i);
+            columns(v, tile + value_at[i % 4] + i / 4 * 128);
             o[i][0] *= keep[0], o[i][1] *= keep[1], o[i][2] *= keep[0], o[i][3] *= keep[1];
             As<T>::mma(o[i], v[0], v[1], v[2], v[3], p0, p1);
         }
         __syncwarp();
         fetch(p, slot, AHEAD + 1);
         slot = (slot + 1) % SLOTS;
+    }
+    if (threadIdx.x == 0 && active > 1) {
+        bool last = before >> 32 == active - 1;
+        if (last) atomicExch(state, 0ull);
+        left_to_us = last ? (u32)before : 0;
     }
     float *sums = (float *)(tiles + warp * SLOTS * Tile::BYTES);
 #pragma unroll
@@ -335,8 +370,6 @@ DEVICE void decode(
 
     // Two values a thread.
     u32 *to = (u32 *)(out + ((u64)blockIdx.z * heads + kv * group + first_head) * D);
-    u64 pair = (u64)blockIdx.z * gridDim.y + blockIdx.y;
-    u32 *shares = partial + pair * gridDim.x * (16 * D);
     for (int e = 2 * threadIdx.x; e < mine * D; e += 2 * WARPS * 32) {
         int h = e / D;
         const float *from = (const float *)tiles + sum_at(h, e % D);
@@ -358,33 +391,36 @@ DEVICE void decode(
         }
     }
     if (active == 1) return;
-    // Every block adds runs of 32 values over the splits, a warp a run: half of it takes the even splits, half the odd ones.
+    // Every block adds runs of 32 values over the splits, a warp a run. All stay until then: blocks of the next kernel that start
+    // earlier ask for weights, which the shares would wait behind.
+    u32 runs = (mine * D + 31) / 32, todo = warp == 0 ? left_to_us : 0;
+    for (u32 run = active - 1 - blockIdx.x + warp * active; run < runs; run += WARPS * active) todo |= 1u << run;
     constexpr int MOST = 8;
-    u32 runs = (mine * D + 31) / 32, half = lane / 16;
-    for (u32 run = active - 1 - blockIdx.x + warp * active; run < runs; run += WARPS * active) {
-        int e = 32 * run + 2 * (lane % 16);
+    u32 half = lane / 16; // takes the even splits, or the odd ones
+    for (; todo; todo &= todo - 1) {
+        u32 run = __ffs(todo) - 1, e = 32 * run + 2 * (lane % 16);
+        u32 *from = shares + 2 * e;
+        u32 splits = (int)e < mine * D ? (active - half + 1) / 2 : 0;
         float x = 0.f, y = 0.f, peak = MINUS_INFINITY, all = 0.f;
-        for (u32 first = half; first < active; first += 2 * MOST) {
-            u32 *from = shares + (u64)first * (16 * D) + 2 * e;
-            u32 splits = e < mine * D ? (active - first + 1) / 2 : 0;
+        bool left = false;
+        for (u32 done = 0; done < (active + 1) / 2 && !left; done += MOST) {
             Share s[MOST];
 #pragma unroll
-            for (u32 w = 0; w < MOST; w++) s[w] = w < splits ? Share{} : Share::none();
-            bool came;
-            do {
+            for (u32 w = 0; w < MOST; w++) s[w] = done + w < splits ? Share{} : Share::none();
+            u32 tries = TRIES;
+            for (bool came = false; !came && !left;) {
                 came = true;
 #pragma unroll
                 for (u32 w = 0; w < MOST; w++)
-                    if (!Share::came(s[w])) Share::take(s[w], from + w * (32 * D));
+                    if (!Share::came(s[w])) Share::take(s[w], from + (u64)(2 * (done + w) + half) * (16 * D));
 #pragma unroll
                 for (u32 w = 0; w < MOST; w++) came &= Share::came(s[w]);
-            } while (!came);
+                came = __all_sync(~0u, came);
+                if (!came && !--tries) left = leave(state, run, active);
+            }
             float top = peak;
 #pragma unroll
-            for (u32 w = 0; w < MOST; w++) {
-                top = fmaxf(top, Share::at(s[w], 2));
-                if (w < splits) *(uint4 *)(from + w * (32 * D)) = make_uint4(0, 0, 0, 0);
-            }
+            for (u32 w = 0; w < MOST; w++) top = fmaxf(top, Share::at(s[w], 2));
             float f = two_to(peak - top);
             x *= f, y *= f, all *= f, peak = top;
 #pragma unroll
@@ -393,12 +429,13 @@ DEVICE void decode(
                 x += Share::at(s[w], 0) * f, y += Share::at(s[w], 1) * f, all += Share::at(s[w], 3) * f;
             }
         }
-        __syncwarp();
+        if (left) continue;
         float top = fmaxf(peak, __shfl_xor_sync(~0u, peak, 16)), f = two_to(peak - top);
         x *= f, y *= f, all *= f;
         x += __shfl_xor_sync(~0u, x, 16), y += __shfl_xor_sync(~0u, y, 16), all += __shfl_xor_sync(~0u, all, 16);
         float r = __fdividef(1.f, all);
-        if (half == 0 && e < mine * D) to[e / 2] = As<T>::pair(x * r, y * r);
+        if (half == 0 && (int)e < mine * D) to[e / 2] = As<T>::pair(x * r, y * r);
+        for (u32 w = 0; w < splits; w++) *(uint4 *)(from + (u64)(2 * w + half) * (16 * D)) = make_uint4(0, 0, 0, 0);
     }
 }
 

@@ -61,11 +61,11 @@ struct Decode {
 impl Decode {
     /// Bytes of a warp's 16 positions.
     fn tile(head_dim: usize) -> usize {
-        32 * (2 * head_dim + 16)
+        32 * (2 * head_dim + if head_dim.is_multiple_of(64) { 0 } else { 16 })
     }
     /// Tiles a warp has room for: two, or one where the device has too little beside q, the new token and what warps share.
     fn slots(gpu: &Gpu, head_dim: usize) -> usize {
-        let room = (gpu.shared as usize).saturating_sub(20 * head_dim + 640);
+        let room = (gpu.shared as usize).saturating_sub(20 * head_dim + 1024);
         (room / (8 * Self::tile(head_dim))).clamp(1, 2)
     }
     fn load(gpu: &Arc<Gpu>, attention: &Kernels, head_dim: usize, t: &str) -> Result<Self> {
@@ -171,7 +171,7 @@ impl ModelKernels {
         (self.shape.heads / self.shape.kv_heads).div_ceil(8)
     }
 
-    /// Pieces a sequence's positions are cut into, so that a step fills the device and every block has a multiprocessor.
+    /// Pieces a sequence's positions are cut into, so that a step fills the device.
     fn splits(&self, sequences: usize) -> usize {
         (self.gpu.processors as usize / (self.shape.kv_heads * self.groups() * sequences)).clamp(1, 32)
     }
@@ -179,7 +179,7 @@ impl ModelKernels {
     /// Bytes of partial results that [`ModelKernels::attend_one`] needs; they start at zero.
     pub fn attention_scratch(&self, sequences: usize) -> usize {
         let heads = sequences * self.shape.kv_heads * self.groups();
-        heads * self.splits(sequences) * 16 * self.shape.head_dim * 4
+        heads * (self.splits(sequences) * 16 * self.shape.head_dim + 4) * 4
     }
 
     /// Whether [`ModelKernels::attend_one`] can be used.
