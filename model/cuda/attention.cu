@@ -70,83 +70,60 @@ ATTENTION(f16, f16)
 #ifdef HEAD_DIM
 // decode_X_T(qkv X[sequences, (heads + 2 kv_heads) HEAD_DIM], q_weight f32, k_weight f32, eps,
 //            cosine f32[context, HEAD_DIM/2], sine, position u32[sequences], keys T, values T, head_stride,
-//            sequence_stride, partial f32[sequences * kv_heads * groups * splits * 8 * (HEAD_DIM + 4)], 16-byte aligned,
-//            counters u32[sequences * kv_heads * groups], out T[sequences, heads HEAD_DIM], heads, kv_heads, scale)
-//   grid (splits, kv_heads * groups, sequences), groups = ceil(heads / kv_heads / 8), block 256;
-//   splits: about (multiprocessors / (kv_heads * groups * sequences)), at most 32, at least 1.
+//            sequence_stride, partial u32[sequences * kv_heads * groups * (splits * 16 HEAD_DIM + 4)], 16-byte aligned,
+//            out T[sequences, heads HEAD_DIM], heads, kv_heads, scale)
+//   grid (splits, kv_heads * groups, sequences), groups = ceil(heads / kv_heads / 8), block 256,
+//   shared 8 SLOTS tiles (SLOTS 1 or 2, defined at compilation);
+//   splits: 1 to 32; a grid of no more blocks than multiprocessors is fastest, for blocks wait for each other.
 //   One token a sequence: norm and rotation of its q and k, append of k and v at position[sequence], attention over
-//   position[sequence] + 1 positions. `counters` are zero before the first launch and after every launch.
-//   A split takes a multiple of 128 positions; the last block of a head to finish adds the splits in their order.
+//   position[sequence] + 1 positions. `partial` is zero before the first launch and after every launch.
+//   Splits take turns in runs of 128 positions, 16 a warp.
 constexpr int D = HEAD_DIM;
 constexpr int WARPS = 8;
 // Positions a block takes at once, 16 a warp.
 constexpr int STEP = 16 * WARPS;
-// Splits at most, and one's share of sums: per head D sums, their peak and their total.
-constexpr int MOST = 32, SLOT = 8 * (D + 4);
-constexpr int FULL_V = D / 64, REST_V = D % 64;
+// How often a block looks for the sums of others before it may leave them, about half a microsecond each.
+constexpr u32 TRIES = 64;
+// Halves of tiles a warp has on their way.
+constexpr int AHEAD = SLOTS == 1 ? 2 : 3;
 
-template <class T> struct Tile {
-    // Keys: n-tile j holds position 8 j + lane / 4; word 4 c + i holds values 32 c + 8 (lane % 4) + 2 i.
-    u32 k[2][D / 8];
-    // Values: row r is position 2 (lane % 4) + {0, 1, 8, 9}[r]; eight values of every 64 from 8 (lane / 4).
-    u32 v[4][D / 16];
+// 16 positions in shared memory: a half of keys, a half of values. The same 16 bytes of eight rows are in different banks: in
+// rows of 128 bytes or twice that their number is turned by the row's, others are 16 bytes apart.
+struct Tile {
+    static constexpr bool TURNED = D % 64 == 0;
+    static constexpr u32 PITCH = TURNED ? 2 * D : 2 * D + 16, HALF = 16 * PITCH, BYTES = 2 * HALF;
+    DEVICE u32 at(u32 row, u32 byte) { return row * PITCH + (TURNED ? byte ^ row % 8 * 16 : byte); }
 
-    DEVICE u32 row_of(int r, int t) { return 2 * t + (r & 1) + (r >> 1) * 8; }
-    DEVICE void take(u32 *to, const T *from, int words) {
-        if (words == 4) {
-            uint4 x = *(const uint4 *)from;
-            to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
-        } else if (words == 2) {
-            uint2 x = *(const uint2 *)from;
-            to[0] = x.x, to[1] = x.y;
-        } else {
-            to[0] = *(const u32 *)from;
+    // A half. Positions from the `real`th on are zero.
+    template <class T> DEVICE void fetch(u32 to, const T *from, int real) {
+        int lane = threadIdx.x & 31;
+#pragma unroll
+        for (int j = 0; j < D / 16; j++) {
+            int e = lane + 32 * j, r = e / (D / 8);
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + at(r, e % (D / 8) * 16)),
+                         "l"(from + 8 * e), "r"(r < real ? 16 : 0) : "memory");
         }
     }
-    DEVICE void key(u32 *to, const T *row, int t) {
-#pragma unroll
-        for (int c = 0; c < D / 32; c++) take(to + 4 * c, row + 32 * c + 8 * t, 4);
-        if (D % 32) take(to + 4 * (D / 32), row + 32 * (D / 32) + 4 * t, 2);
-    }
-    DEVICE void value(u32 *to, const T *row, int g) {
-#pragma unroll
-        for (int c = 0; c < FULL_V; c++) take(to + 4 * c, row + 64 * c + 8 * g, 4);
-        if (REST_V == 32) take(to + 4 * FULL_V, row + 64 * FULL_V + 4 * g, 2);
-        if (REST_V == 16) take(to + 4 * FULL_V, row + 64 * FULL_V + 2 * g, 1);
-    }
-    // Positions from `end` on are zero.
-    DEVICE void load(Tile &x, const T *keys, const T *values, u32 first, u32 end, int g, int t) {
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-            u32 p = first + 8 * j + g;
-            if (p < end) {
-                key(x.k[j], keys + (u64)p * D, t);
-            } else {
-#pragma unroll
-                for (int i = 0; i < D / 8; i++) x.k[j][i] = 0;
-            }
-        }
-#pragma unroll
-        for (int r = 0; r < 4; r++) {
-            u32 p = first + row_of(r, t);
-            if (p < end) {
-                value(x.v[r], values + (u64)p * D, g);
-            } else {
-#pragma unroll
-                for (int i = 0; i < D / 16; i++) x.v[r][i] = 0;
-            }
-        }
-    }
-    // Puts the new token, still in shared memory, at its place.
-    DEVICE void patch(Tile &x, const T *k, const T *v, u32 first, u32 at, int g, int t) {
-#pragma unroll
-        for (int j = 0; j < 2; j++)
-            if (first + 8 * j + g == at) key(x.k[j], k, t);
-#pragma unroll
-        for (int r = 0; r < 4; r++)
-            if (first + row_of(r, t) == at) value(x.v[r], v, g);
+    // Puts the new token in its row of a half.
+    template <class T> DEVICE void patch(u32 to, u32 row, const T *from) {
+        for (u32 i = threadIdx.x & 31; i < D / 2; i += 32)
+            asm volatile("st.shared.u32 [%0], %1;" ::"r"(to + at(row, 4 * i)), "r"(((const u32 *)from)[i]) : "memory");
     }
 };
+// All but the last LEFT halves are there.
+template <int LEFT> DEVICE void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+    __syncwarp();
+}
+// Four blocks of 8 x 8 values, a row's address from each lane; two of a row in a lane, or of a column.
+DEVICE void matrices(u32 (&x)[4], u32 from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
+}
+DEVICE void columns(u32 (&x)[4], u32 from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
+}
 
 // One head in a warp: values i and i + D/2 of i = lane + 32 j.
 template <class X> struct Head {
@@ -191,9 +168,10 @@ template <class X> struct Head {
     }
 };
 
-// Floats between pairs of heads in the sums, and where a head begins: lanes that store at once meet no bank twice.
-constexpr int PAIR = 2 * D + 4;
-DEVICE int head_at(int h) { return (h >> 1) * PAIR + (h & 1) * D; }
+// Value i of head h in a warp's sums: runs of every eighth value, so that a lane stores four at once, and no bank is met twice.
+constexpr int RUN = D > 96 ? 20 : 12, PAIR = 16 * RUN + 8;
+DEVICE int sum_at(int h, int i) { return (h >> 1) * PAIR + ((h & 1) * 8 + i % 8) * RUN + i / 8; }
+static_assert(4 * PAIR * sizeof(float) <= Tile::BYTES, "a warp's sums take the place of its first tile");
 
 // The transpose of 8 x 8 values, two of a row in a lane.
 DEVICE u32 transposed(u32 x) {
@@ -201,48 +179,75 @@ DEVICE u32 transposed(u32 x) {
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
     return y;
 }
-// Brings bytes that are read soon into the L2; nothing on devices that cannot.
-DEVICE void fetch_ahead(const void *from, u32 bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-#endif
+
+// What a split hands on of two values of a head: their sums, the peak these stand below, the total. Words are inverted, so
+// that none is zero (no sum is the NaN of all ones): a zero has not come yet.
+struct Share {
+    u32 word[4];
+    DEVICE void put(u32 *to, float x, float y, float peak, float total) {
+        asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(~__float_as_uint(x)),
+                     "r"(~__float_as_uint(y)), "r"(~__float_as_uint(peak)), "r"(~__float_as_uint(total)) : "memory");
+    }
+    DEVICE void take(Share &s, const u32 *from) {
+        asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(s.word[0]), "=r"(s.word[1]), "=r"(s.word[2]), "=r"(s.word[3]) : "l"(from) : "memory");
+    }
+    // Of no split.
+    DEVICE Share none() { return {~0u, ~0u, ~0xff800000u, ~0u}; }
+    DEVICE bool came(const Share &s) { return s.word[0] && s.word[1] && s.word[2] && s.word[3]; }
+    DEVICE float at(const Share &s, int i) { return __uint_as_float(~s.word[i]); }
+};
+
+// A block that waits for others keeps its multiprocessor, which these may need. `state` counts the splits that run, << 32, and
+// has a bit for every run of sums that was left by who had waited too long: to the last split that comes to run, which makes
+// `state` zero again. From then on nobody leaves anything.
+DEVICE bool leave(u64 *state, u32 run, u32 active) {
+    bool left = false;
+    if ((threadIdx.x & 31) == 0) {
+        u32 running = atomicOr(state, 1ull << run) >> 32;
+        left = running && running < active;
+        if (!left) atomicAnd(state, ~(1ull << run));
+    }
+    return __shfl_sync(~0u, left, 0);
 }
 
 template <class X, class T>
 DEVICE void decode(
     const X *qkv, const float *q_weight, const float *k_weight, float eps, const float *cosine, const float *sine,
-    const u32 *position, T *keys, T *values, u64 head_stride, u64 sequence_stride, float *partial, u32 *counters, T *out,
-    int heads, int kv_heads, float scale) {
-    __shared__ __align__(16) T q[8][D];
+    const u32 *position, T *keys, T *values, u64 head_stride, u64 sequence_stride, u32 *partial, T *out, int heads,
+    int kv_heads, float scale) {
+    extern __shared__ __align__(128) u8 tiles[];
+    __shared__ __align__(16) T q[8][D + 8];
     __shared__ __align__(16) T fresh[2][D];
-    __shared__ __align__(16) float sums[WARPS][4 * PAIR];
-    __shared__ float best[WARPS][8], total[WARPS][8];
-    __shared__ bool last;
+    __shared__ __align__(16) float best[8][WARPS], total[8][WARPS];
+    __shared__ u32 left_to_us;
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     int group = heads / kv_heads, groups = (group + 7) / 8, kv = blockIdx.y / groups, first_head = (blockIdx.y % groups) * 8;
     int mine = min(8, group - first_head);
     const X *row = qkv + (u64)blockIdx.z * (heads + 2 * kv_heads) * D;
     bool query = warp < mine, key = warp == WARPS - 1, value = warp == WARPS - 2;
-    let_next_start();
     // Positions, and keys and values before this one, are older than the step: only q, k and v come from the kernel before.
     u32 at = position[blockIdx.z];
-    u32 steps = (at + STEP) / STEP, share = (steps + gridDim.x - 1) / gridDim.x;
-    u32 active = (steps + share - 1) / share;
+    let_next_start();
+    u32 active = min(gridDim.x, (at + STEP) / STEP), stride = gridDim.x * STEP;
     if (blockIdx.x >= active) return;
-    u32 begin = blockIdx.x * share * STEP, end = min(at + 1, begin + share * STEP);
     keys += blockIdx.z * sequence_stride + kv * head_stride;
     values += blockIdx.z * sequence_stride + kv * head_stride;
-    u32 rest = begin + 2 * STEP;
-    if (threadIdx.x == 0 && rest < end) {
-        fetch_ahead(keys + (u64)rest * D, (end - rest) * D * sizeof(T));
-        fetch_ahead(values + (u64)rest * D, (end - rest) * D * sizeof(T));
-    }
-    begin += warp * 16;
-    // Two tiles on their way at once.
-    Tile<T> x, next;
-    Tile<T>::load(x, keys, values, begin, min(end, at), g, t);
-    if (begin + STEP < end) Tile<T>::load(next, keys, values, begin + STEP, min(end, at), g, t);
-    bool owner = blockIdx.x == active - 1;
+    u32 *shares = partial + ((u64)blockIdx.z * gridDim.y + blockIdx.y) * (gridDim.x * (16 * D) + 4);
+    u64 *state = (u64 *)(shares + gridDim.x * (16 * D)), before = 0;
+    u32 begin = blockIdx.x * STEP + warp * 16, end = at + 1;
+    u32 room = (u32)__cvta_generic_to_shared(tiles) + warp * SLOTS * Tile::BYTES;
+    // The hth half from the tile of position p in `slot` on: keys, values, keys of the next tile. More before the wait would let
+    // q wait behind them.
+    auto fetch = [&](u32 p, u32 slot, int h) {
+        p += h / 2 * stride, slot = (slot + h / 2) % SLOTS;
+        u32 to = room + slot * Tile::BYTES + h % 2 * Tile::HALF;
+        if (p < end) Tile::fetch(to, (h % 2 ? values : keys) + (u64)p * D, (int)at - (int)p);
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    };
+    fetch(begin, 0, 0);
+    fetch(begin, 0, 1);
+    bool owner = at / STEP % gridDim.x == blockIdx.x;
     {
         Head<float> weight;
         Head<X> head, other;
@@ -266,28 +271,51 @@ DEVICE void decode(
         if (owner && value) Head<X>::store(other, fresh[1]);
     }
     __syncthreads();
+    // Behind the barrier, which would wait for the answer.
+    if (threadIdx.x == 0 && active > 1) before = atomicAdd(state, 1ull << 32);
     if (owner && threadIdx.x < D) {
         keys[(u64)at * D + threadIdx.x] = fresh[0][threadIdx.x];
         values[(u64)at * D + threadIdx.x] = fresh[1][threadIdx.x];
     }
 
-    // Keys are the first operand, rows g and g + 8 of a warp's 16 positions; q is the second, a head a column, its words in
-    // the order of a key's. So scores, sums and their factors are of heads 2 t and 2 t + 1.
+#pragma unroll
+    for (int h = 2; h < AHEAD; h++) fetch(begin, 0, h);
+
+    // Keys are the first operand, rows g and g + 8 of a warp's 16 positions; q is the second, a head a column. So scores, sums
+    // and their factors are of heads 2 t and 2 t + 1.
     constexpr int N = D / 16;
-    float o[N][4], m[2] = {MINUS_INFINITY, MINUS_INFINITY}, l[2] = {0.f, 0.f};
+    u32 a[D / 32 * 4 + 4];
+#pragma unroll
+    for (int c = 0; c < (D + 31) / 32; c++)
+        matrices((u32(&)[4])a[4 * c], (u32)__cvta_generic_to_shared(q[lane % 8]) + min(64 * c + lane / 8 * 16, 2 * D - 16));
+    // A lane's row and 16 bytes of the first 16 values; those of four times 16 values stand alike.
+    u32 key_at[4], value_at[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        key_at[i] = Tile::at(lane % 16, 32 * i + lane / 16 * 16);
+        value_at[i] = Tile::HALF + Tile::at(lane % 8 + lane / 16 * 8, 32 * i + lane / 8 % 2 * 16);
+    }
+    float o[N][4], l[4] = {}, m[2] = {MINUS_INFINITY, MINUS_INFINITY};
 #pragma unroll
     for (int i = 0; i < N; i++) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0.f;
     float scale2 = scale * 1.44269504f;
-    for (u32 p = begin; p < end; p += STEP) {
-        if (p <= at && at < p + 16) Tile<T>::patch(x, fresh[0], fresh[1], p, at, g, t);
-        float y[4] = {}, z[4] = {};
-        {
-            u32 a[D / 8];
-            Tile<T>::key(a, q[g], t);
-#pragma unroll
-            for (int i = 0; i < N; i++)
-                As<T>::mma(i % 2 ? z : y, x.k[0][2 * i], x.k[1][2 * i], x.k[0][2 * i + 1], x.k[1][2 * i + 1], a[2 * i], a[2 * i + 1]);
+    u32 slot = 0;
+    for (u32 p = begin; p < end; p += stride) {
+        u32 tile = room + slot * Tile::BYTES, fresh_at = at - p;
+        wait_for_copies<AHEAD - 1>();
+        if (fresh_at < 16) {
+            Tile::patch(tile, fresh_at, fresh[0]);
+            __syncwarp();
         }
+        float y[4] = {}, z[4] = {};
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            u32 k[4];
+            matrices(k, tile + key_at[i % 4] + i / 4 * 128);
+            As<T>::mma(i % 2 ? z : y, k[0], k[1], k[2], k[3], a[2 * i], a[2 * i + 1]);
+        }
+        __syncwarp();
+        fetch(p, slot, AHEAD);
         float keep[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -299,126 +327,125 @@ DEVICE void decode(
             keep[h] = two_to(m[h] - peak);
             m[h] = peak;
             y[h] = two_to(low - peak), y[h + 2] = two_to(high - peak);
-            l[h] = l[h] * keep[h] + y[h] + y[h + 2];
+            l[h] *= keep[h];
         }
-        u32 p0 = transposed(As<T>::pair(y[0], y[1])), p1 = transposed(As<T>::pair(y[2], y[3]));
-        // Values are the first operand again: its row g is value i of lane group g's eight, row g + 8 value i + D / 16.
+        u32 p0 = transposed(As<T>::pair(y[0], y[1])), p1 = transposed(As<T>::pair(y[2], y[3])), one = As<T>::pair(1.f, 1.f);
+        As<T>::mma(l, one, one, one, one, p0, p1);
+        wait_for_copies<AHEAD - 1>();
+        if (fresh_at < 16) {
+            Tile::patch(tile + Tile::HALF, fresh_at, fresh[1]);
+            __syncwarp();
+        }
+        // Values are the first operand again, rows g and g + 8 of 16.
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            u32 b[4];
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                int n = i + (j & 1) * N;
-                b[j] = __byte_perm(x.v[j & 2][n / 2], x.v[(j & 2) + 1][n / 2], n % 2 ? 0x7632 : 0x5410);
-            }
+            u32 v[4];
+            columns(v, tile + value_at[i % 4] + i / 4 * 128);
             o[i][0] *= keep[0], o[i][1] *= keep[1], o[i][2] *= keep[0], o[i][3] *= keep[1];
-            As<T>::mma(o[i], b[0], b[1], b[2], b[3], p0, p1);
+            As<T>::mma(o[i], v[0], v[1], v[2], v[3], p0, p1);
         }
-        x = next;
-        if (p + 2 * STEP < end) Tile<T>::load(next, keys, values, p + 2 * STEP, min(end, at), g, t);
+        __syncwarp();
+        fetch(p, slot, AHEAD + 1);
+        slot = (slot + 1) % SLOTS;
     }
+    if (threadIdx.x == 0 && active > 1) {
+        bool last = before >> 32 == active - 1;
+        if (last) atomicExch(state, 0ull);
+        left_to_us = last ? (u32)before : 0;
+    }
+    float *sums = (float *)(tiles + warp * SLOTS * Tile::BYTES);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-#pragma unroll
-        for (int d = 4; d < 32; d *= 2) l[h] += __shfl_xor_sync(~0u, l[h], d);
-        if (g == 0) best[warp][2 * t + h] = m[h], total[warp][2 * t + h] = l[h];
-        // In runs as long as the loads of values had them.
-        float *to = sums[warp] + head_at(2 * t + h);
-        auto value_of = [&](int n) { return n < N ? o[n][h] : o[n - N][h + 2]; };
+        if (g == 0) best[2 * t + h][warp] = m[h], total[2 * t + h][warp] = l[h];
+        float *to = sums + sum_at(2 * t + h, g);
+        auto value_of = [&](int n) { return o[n / 2][h + n % 2 * 2]; };
         if (2 * t + h < mine) {
 #pragma unroll
-            for (int c = 0; c < FULL_V; c++)
-#pragma unroll
-                for (int n = 8 * c; n < 8 * c + 8; n += 4)
-                    *(float4 *)(to + 64 * c + 8 * g + n % 8) = make_float4(value_of(n), value_of(n + 1), value_of(n + 2), value_of(n + 3));
-            constexpr int F = 8 * FULL_V;
-            if (REST_V == 32) *(float4 *)(to + 64 * FULL_V + 4 * g) = make_float4(value_of(F), value_of(F + 1), value_of(F + 2), value_of(F + 3));
-            if (REST_V == 16) *(float2 *)(to + 64 * FULL_V + 2 * g) = make_float2(value_of(F), value_of(F + 1));
+            for (int n = 0; n + 4 <= D / 8; n += 4)
+                *(float4 *)(to + n) = make_float4(value_of(n), value_of(n + 1), value_of(n + 2), value_of(n + 3));
+            if (D / 8 % 4) *(float2 *)(to + D / 8 - 2) = make_float2(value_of(D / 8 - 2), value_of(D / 8 - 1));
         }
     }
     __syncthreads();
 
-    T *to = out + ((u64)blockIdx.z * heads + kv * group + first_head) * D;
-    u64 pair = (u64)blockIdx.z * gridDim.y + blockIdx.y;
-    float *slots = partial + pair * gridDim.x * SLOT;
-    float *slot = slots + (u64)blockIdx.x * SLOT;
-    for (int e = threadIdx.x; e < mine * D; e += WARPS * 32) {
-        int h = e / D, i = e % D;
-        float peak = best[0][h];
+    // Two values a thread.
+    u32 *to = (u32 *)(out + ((u64)blockIdx.z * heads + kv * group + first_head) * D);
+    for (int e = 2 * threadIdx.x; e < mine * D; e += 2 * WARPS * 32) {
+        int h = e / D;
+        const float *from = (const float *)tiles + sum_at(h, e % D);
+        float peak = best[h][0];
 #pragma unroll
-        for (int w = 1; w < WARPS; w++) peak = fmaxf(peak, best[w][h]);
-        float sum = 0.f, all = 0.f;
+        for (int w = 1; w < WARPS; w++) peak = fmaxf(peak, best[h][w]);
+        float x = 0.f, y = 0.f, all = 0.f;
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
-            float f = two_to(best[w][h] - peak);
-            sum += sums[w][head_at(h) + i] * f;
-            all += total[w][h] * f;
+            const float *sum = from + w * (SLOTS * Tile::BYTES / 4);
+            float f = two_to(best[h][w] - peak);
+            x += sum[0] * f, y += sum[RUN] * f, all += total[h][w] * f;
         }
         if (active == 1) {
-            to[e] = As<T>::from(sum / all);
+            float r = __fdividef(1.f, all);
+            to[e / 2] = As<T>::pair(x * r, y * r);
         } else {
-            __stcg(slot + h * (D + 4) + i, sum);
-            if (i == 0) __stcg((float2 *)(slot + h * (D + 4) + D), make_float2(peak, all));
+            Share::put(shares + blockIdx.x * (16 * D) + 2 * e, x, y, peak, all);
         }
     }
     if (active == 1) return;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        u32 before;
-        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counters + pair) : "memory");
-        last = before == active - 1;
-        if (last) counters[pair] = 0;
-    }
-    __syncthreads();
-    if (!last) return;
-    // Four values a thread, the even splits in one half of the block, the odd ones in the other, all loads in flight at once.
-    struct Share { float4 sum; float peak, all; };
-    Share *shares = (Share *)sums;
-    int items = mine * (D / 4), half = threadIdx.x >> 7;
-    for (int first = 0; first < items; first += 128) {
-        int item = first + (threadIdx.x & 127), h = item / (D / 4), i = item % (D / 4) * 4;
-        float4 part[MOST / 2];
-        float2 head[MOST / 2];
-        float peak = MINUS_INFINITY;
+    // Every block adds runs of 32 values over the splits, a warp a run. All stay until then: blocks of the next kernel that start
+    // earlier ask for weights, which the shares would wait behind.
+    u32 runs = (mine * D + 31) / 32, todo = warp == 0 ? left_to_us : 0;
+    for (u32 run = active - 1 - blockIdx.x + warp * active; run < runs; run += WARPS * active) todo |= 1u << run;
+    constexpr int MOST = 8;
+    u32 half = lane / 16; // takes the even splits, or the odd ones
+    for (; todo; todo &= todo - 1) {
+        u32 run = __ffs(todo) - 1, e = 32 * run + 2 * (lane % 16);
+        u32 *from = shares + 2 * e;
+        u32 splits = (int)e < mine * D ? (active - half + 1) / 2 : 0;
+        float x = 0.f, y = 0.f, peak = MINUS_INFINITY, all = 0.f;
+        bool left = false;
+        for (u32 done = 0; done < (active + 1) / 2 && !left; done += MOST) {
+            Share s[MOST];
 #pragma unroll
-        for (int w = 0; w < MOST / 2; w++) {
-            bool real = 2 * w + half < active && item < items;
-            const float *from = slots + (u64)(2 * w + half) * SLOT + h * (D + 4);
-            part[w] = real ? __ldcg((const float4 *)(from + i)) : make_float4(0.f, 0.f, 0.f, 0.f);
-            head[w] = real ? __ldcg((const float2 *)(from + D)) : make_float2(MINUS_INFINITY, 0.f);
-        }
+            for (u32 w = 0; w < MOST; w++) s[w] = done + w < splits ? Share{} : Share::none();
+            u32 tries = TRIES;
+            for (bool came = false; !came && !left;) {
+                came = true;
 #pragma unroll
-        for (int w = 0; w < MOST / 2; w++) peak = fmaxf(peak, head[w].x);
-        Share mine_share = {make_float4(0.f, 0.f, 0.f, 0.f), peak, 0.f};
+                for (u32 w = 0; w < MOST; w++)
+                    if (!Share::came(s[w])) Share::take(s[w], from + (u64)(2 * (done + w) + half) * (16 * D));
 #pragma unroll
-        for (int w = 0; w < MOST / 2; w++) {
-            float f = head[w].x == MINUS_INFINITY ? 0.f : two_to(head[w].x - peak);
-            mine_share.sum.x += part[w].x * f, mine_share.sum.y += part[w].y * f;
-            mine_share.sum.z += part[w].z * f, mine_share.sum.w += part[w].w * f;
-            mine_share.all += head[w].y * f;
+                for (u32 w = 0; w < MOST; w++) came &= Share::came(s[w]);
+                came = __all_sync(~0u, came);
+                if (!came && !--tries) left = leave(state, run, active);
+            }
+            float top = peak;
+#pragma unroll
+            for (u32 w = 0; w < MOST; w++) top = fmaxf(top, Share::at(s[w], 2));
+            float f = two_to(peak - top);
+            x *= f, y *= f, all *= f, peak = top;
+#pragma unroll
+            for (u32 w = 0; w < MOST; w++) {
+                f = two_to(Share::at(s[w], 2) - peak);
+                x += Share::at(s[w], 0) * f, y += Share::at(s[w], 1) * f, all += Share::at(s[w], 3) * f;
+            }
         }
-        if (half) shares[threadIdx.x & 127] = mine_share;
-        __syncthreads();
-        if (!half && item < items) {
-            Share odd = shares[threadIdx.x];
-            float top = fmaxf(peak, odd.peak), f = two_to(peak - top), e = two_to(odd.peak - top);
-            float r = 1.f / (mine_share.all * f + odd.all * e);
-            f *= r, e *= r;
-            u32 *place = (u32 *)(to + h * D + i);
-            place[0] = As<T>::pair(mine_share.sum.x * f + odd.sum.x * e, mine_share.sum.y * f + odd.sum.y * e);
-            place[1] = As<T>::pair(mine_share.sum.z * f + odd.sum.z * e, mine_share.sum.w * f + odd.sum.w * e);
-        }
-        __syncthreads();
+        if (left) continue;
+        float top = fmaxf(peak, __shfl_xor_sync(~0u, peak, 16)), f = two_to(peak - top);
+        x *= f, y *= f, all *= f;
+        x += __shfl_xor_sync(~0u, x, 16), y += __shfl_xor_sync(~0u, y, 16), all += __shfl_xor_sync(~0u, all, 16);
+        float r = __fdividef(1.f, all);
+        if (half == 0 && (int)e < mine * D) to[e / 2] = As<T>::pair(x * r, y * r);
+        for (u32 w = 0; w < splits; w++) *(uint4 *)(from + (u64)(2 * w + half) * (16 * D)) = make_uint4(0, 0, 0, 0);
     }
 }
 
 #define DECODE(NAME, X, T) \
     extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) NAME( \
         const X *qkv, const float *q_weight, const float *k_weight, float eps, const float *cosine, const float *sine, \
-        const u32 *position, T *keys, T *values, u64 head_stride, u64 sequence_stride, float *partial, u32 *counters, T *out, \
+        const u32 *position, T *keys, T *values, u64 head_stride, u64 sequence_stride, u32 *partial, T *out, \
         int heads, int kv_heads, float scale) { \
         decode<X, T>(qkv, q_weight, k_weight, eps, cosine, sine, position, keys, values, head_stride, sequence_stride, \
-                     partial, counters, out, heads, kv_heads, scale); \
+                     partial, out, heads, kv_heads, scale); \
     }
 DECODE(decode_f32_bf16, float, bf16)
 DECODE(decode_bf16_bf16, bf16, bf16)

@@ -65,7 +65,6 @@ pub struct CudaExecutor {
     rope_half: u64,
     scratch: Scratch,
     partial: Buffer,
-    counters: Buffer,
     state: State,
     ids: Pinned,
     watching: bool,
@@ -141,15 +140,14 @@ impl CudaExecutor {
         let table = Buffer::new(gpu, (cos.len() + sin.len()) * 4)?;
         table.upload(0, &cos)?;
         table.upload(cos.len() * 4, &sin)?;
-        let (partial, counters) = kernels.attention_scratch(sequences);
+        let partial = kernels.attention_scratch(sequences);
         Ok(Self {
             stream: Stream::new(gpu)?,
             workspace: Buffer::new(gpu, workspace + 256)?,
             rope_half: (cos.len() * 4) as u64,
             rope: table,
             scratch,
-            partial: Buffer::new(gpu, partial)?,
-            counters: Buffer::zeroed(gpu, counters)?,
+            partial: Buffer::zeroed(gpu, partial)?,
             state: State::new(gpu, sequences, rows.max(sequences))?,
             ids: Pinned::new(gpu, (rows.max(sequences) + sequences) * 4)?,
             gpu: gpu.clone(),
@@ -387,16 +385,15 @@ impl Executor for CudaExecutor {
         out.set_rows(qkv.rows());
         let norms = (q_norm.weight.ptr(), k_norm.weight.ptr(), q_norm.eps);
         let place = self.position(cache);
-        let scratch = (self.partial.ptr(), self.counters.ptr());
         let (n, s) = (self.sequences, self.stream.raw());
-        // SAFETY: the scratch has the sizes the kernels asked for; the rest as above.
+        // SAFETY: `partial` has the size the kernels asked for; the rest as above.
         unsafe {
             self.kernels.attend_one(
                 qkv.ptr(),
                 norms,
                 place,
                 self.layer(cache, layer),
-                scratch,
+                self.partial.ptr(),
                 out.ptr(),
                 n,
                 s,

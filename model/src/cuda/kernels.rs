@@ -44,12 +44,36 @@ pub struct ModelKernels {
     rotate_append: Kernel,
     attention: Kernel,
     /// Tensor-core attention: one token of each sequence, and many rows of one.
-    fast: Option<(Kernel, Prefill)>,
+    fast: Option<(Decode, Prefill)>,
     head: [Kernel; 4],
     head_f16: [Kernel; 4],
     head_exact: [Kernel; 3],
     argmax: Kernel,
     pub(super) drawing: Drawing,
+}
+
+/// Attention of one token of each sequence.
+struct Decode {
+    kernel: Kernel,
+    shared: u32,
+}
+
+impl Decode {
+    /// Bytes of a warp's 16 positions.
+    fn tile(head_dim: usize) -> usize {
+        32 * (2 * head_dim + if head_dim.is_multiple_of(64) { 0 } else { 16 })
+    }
+    /// Tiles a warp has room for: two, or one where the device has too little beside q, the new token and what warps share.
+    fn slots(gpu: &Gpu, head_dim: usize) -> usize {
+        let room = (gpu.shared as usize).saturating_sub(20 * head_dim + 1024);
+        (room / (8 * Self::tile(head_dim))).clamp(1, 2)
+    }
+    fn load(gpu: &Arc<Gpu>, attention: &Kernels, head_dim: usize, t: &str) -> Result<Self> {
+        let shared = (8 * Self::slots(gpu, head_dim) * Self::tile(head_dim)) as u32;
+        let kernel = attention.get(&format!("decode_{t}_{t}"))?;
+        kernel.allow_shared(shared)?;
+        Ok(Self { kernel, shared })
+    }
 }
 
 /// Attention of many rows of one sequence, 128 rows of a head a block.
@@ -95,8 +119,9 @@ impl ModelKernels {
         let t = name(dtype)?;
         let dim = format!("-DHEAD_DIM={}", shape.head_dim);
         let tensor_cores = matches!(shape.head_dim, 64 | 80 | 96 | 128) && dtype != DType::F32;
-        let options = [dim.as_str()];
-        let options = &options[..usize::from(tensor_cores)];
+        let slots = format!("-DSLOTS={}", Decode::slots(gpu, shape.head_dim));
+        let options = [dim.as_str(), slots.as_str()];
+        let options = if tensor_cores { &options[..] } else { &[] };
         let sources = [(&ROWS, &[][..]), (&ATTENTION, options), (&HEAD, &[]), (&SAMPLE, &[])];
         // What is not on disk yet compiles side by side.
         let (loaded, prefill) = std::thread::scope(|scope| {
@@ -108,7 +133,7 @@ impl ModelKernels {
         let [rows, attention, head, sample] = loaded;
         let (rows, attention, head, sample) = (rows??, attention??, head??, sample??);
         let fast = match prefill? {
-            Some(prefill) => Some((attention.get(&format!("decode_{t}_{t}"))?, prefill)),
+            Some(prefill) => Some((Decode::load(gpu, &attention, shape.head_dim, t)?, prefill)),
             None => None,
         };
         let of = |k: &Kernels, stem: &str| -> Result<[Kernel; 3]> {
@@ -151,10 +176,10 @@ impl ModelKernels {
         (self.gpu.processors as usize / (self.shape.kv_heads * self.groups() * sequences)).clamp(1, 32)
     }
 
-    /// Bytes of partial results and of counters that [`ModelKernels::attend_one`] needs; the counters start at zero.
-    pub fn attention_scratch(&self, sequences: usize) -> (usize, usize) {
+    /// Bytes of partial results that [`ModelKernels::attend_one`] needs; they start at zero.
+    pub fn attention_scratch(&self, sequences: usize) -> usize {
         let heads = sequences * self.shape.kv_heads * self.groups();
-        (heads * self.splits(sequences) * 8 * (self.shape.head_dim + 4) * 4, heads * 4)
+        heads * (self.splits(sequences) * 16 * self.shape.head_dim + 4) * 4
     }
 
     /// Whether [`ModelKernels::attend_one`] can be used.
@@ -329,14 +354,14 @@ impl ModelKernels {
     /// One token of each of `sequences` sequences: norms, rotation, append and attention in one kernel.
     ///
     /// # Safety
-    /// As above; `scratch` has the sizes of [`ModelKernels::attention_scratch`].
+    /// As above; `partial` has the size of [`ModelKernels::attention_scratch`].
     pub unsafe fn attend_one(
         &self,
         qkv: u64,
         (q_norm, k_norm, eps): (u64, u64, f32),
         p: Place,
         (keys, values): (u64, u64),
-        (partial, counters): (u64, u64),
+        partial: u64,
         out: u64,
         sequences: usize,
         s: usize,
@@ -351,10 +376,10 @@ impl ModelKernels {
         let scale = 1.0 / (self.shape.head_dim as f32).sqrt();
         let grid =
             [self.splits(sequences) as u32, (self.shape.kv_heads * self.groups()) as u32, sequences as u32];
-        let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: s, overlap: true };
+        let how = Launch { grid, block: [256, 1, 1], shared: decode.shared, stream: s, overlap: true };
         // SAFETY: by contract.
         unsafe {
-            decode.launch(
+            decode.kernel.launch(
                 how,
                 args![
                     qkv,
@@ -369,7 +394,6 @@ impl ModelKernels {
                     p.strides.0,
                     p.strides.1,
                     partial,
-                    counters,
                     out,
                     heads,
                     kv,
