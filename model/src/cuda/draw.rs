@@ -1,7 +1,8 @@
 //! Drawing a token on the device: what [`Sampler::sample`] draws from the same logits, bit for bit.
+use super::kernels::Chosen;
 use crate::sampling::{Sampler, SamplingParams};
 use q4_core::Result;
-use q4_cuda::{Buffer, Gpu, Kernel, Kernels, Launch, Pinned, Stream, args};
+use q4_cuda::{Buffer, Gpu, Kernel, Kernels, Launch, Pinned, args};
 use std::sync::Arc;
 
 /// `Choice` of `cuda/draw.cu`.
@@ -44,12 +45,11 @@ pub(super) struct Draw {
     list: Buffer,
     /// A bit for each; zero between draws.
     seen: Buffer,
-    /// What `argmax` keeps and leaves after a penalty: its key, then words for its count, the token, a position and flags.
+    /// What `argmax` keeps and leaves after a penalty: its key, then words for all else.
     best: Buffer,
     /// Ids that the penalty applies to, and the same in host memory.
     recent: Buffer,
     staged: Pinned,
-    drawn: Pinned,
 }
 
 impl Draw {
@@ -60,71 +60,77 @@ impl Draw {
             buckets: Buffer::zeroed(gpu, BUCKETS)?,
             list: Buffer::new(gpu, 16 * vocab)?,
             seen: Buffer::zeroed(gpu, vocab.div_ceil(32) * 4)?,
-            best: Buffer::zeroed(gpu, 24)?,
+            best: Buffer::zeroed(gpu, 32)?,
             recent: Buffer::new(gpu, 4 * context)?,
             staged: Pinned::new(gpu, 4 * context)?,
-            drawn: Pinned::new(gpu, 4)?,
         })
     }
 
-    /// Draws from `logits` f32 `[vocab]`, which the penalty on `recent` changes; writes the token to both words and waits
-    /// for it.
+    /// Enqueues a draw from `logits` f32 `[vocab]`, which the penalty on `recent` changes. The token becomes `to`'s id and is
+    /// handed over there, with its flags and as 0 where those are not clear.
     ///
     /// # Safety
-    /// The logits and both words are on the stream's device and nobody else uses them. Some logit is finite, none is NaN or
-    /// +inf. `token` holds what `argmax` chose of them. Ids of `recent` are below the vocabulary's size, and no more than
-    /// `context`. The temperature is above 0.
+    /// The logits and all words are on the stream's device and nobody else uses them. `to` holds the token and the flags
+    /// that `argmax` found for the logits. Ids of `recent` are below the vocabulary's size, and no more than `context`. The
+    /// temperature is above 0. The last draw's token was waited for.
     pub unsafe fn draw(
         &mut self,
         kernels: &Drawing,
         logits: u64,
         sampler: &mut Sampler,
         recent: &[u32],
-        (token, id): (u64, u64),
-        stream: &Stream,
-    ) -> Result<u32> {
+        to: Chosen,
+        stream: usize,
+    ) -> Result<()> {
         let &SamplingParams { temperature, top_k, top_p, min_p, repetition_penalty, .. } = sampler.params();
         let top_k = top_k.min(self.vocab) as u32;
         let choice = Choice { uniform: sampler.uniform(), temperature, top_p, min_p, top_k };
-        let (s, vocab) = (stream.raw(), self.vocab as i32);
-        let how = |blocks| Launch {
+        let vocab = self.vocab as i32;
+        let how = |blocks, threads| Launch {
             grid: [blocks, 1, 1],
-            block: [1024, 1, 1],
+            block: [threads, 1, 1],
             shared: 0,
-            stream: s,
+            stream,
             overlap: true,
         };
         let (buckets, list) = (self.buckets.ptr(), self.list.ptr());
+        let Chosen { token, id, flags, records, out, .. } = to;
         let mut best = token;
         // SAFETY: by contract; the buffers have the sizes the kernels ask for.
         unsafe {
             if repetition_penalty != 1.0 && !recent.is_empty() {
-                // Every draw waits in the end, so nothing reads the staging memory here.
+                // The last draw came behind what read the staging memory.
                 self.staged.as_mut_slice::<u32>()[..recent.len()].copy_from_slice(recent);
-                self.staged.send(0, self.recent.ptr(), 4 * recent.len(), s)?;
+                self.staged.send(0, self.recent.ptr(), 4 * recent.len(), stream)?;
                 let (ids, count, seen) = (self.recent.ptr(), recent.len() as u32, self.seen.ptr());
-                kernels.penalise.launch(how(1), args![logits, ids, count, repetition_penalty, seen])?;
+                kernels.penalise.launch(how(1, 1024), args![logits, ids, count, repetition_penalty, seen])?;
                 let key = self.best.ptr();
-                let [counter, position, flags] = [key + 8, key + 16, key + 20];
+                let [counter, id, position, flags] = [key + 8, key + 16, key + 20, key + 24];
+                let (rows, records, out, stride) = (0u32, 0u64, 0u64, 0u32);
                 best = key + 12;
-                let how =
-                    Launch { grid: [128, 1, 1], block: [256, 1, 1], shared: 0, stream: s, overlap: true };
-                kernels.argmax.launch(how, args![logits, vocab, key, counter, best, position, flags])?;
+                kernels.argmax.launch(
+                    how(128, 256),
+                    args![logits, vocab, rows, key, counter, best, id, position, flags, records, out, stride],
+                )?;
             }
-            kernels.weigh.launch(how(BLOCKS), args![logits, vocab, best, choice, buckets])?;
-            kernels.narrow.launch(how(BLOCKS), args![logits, vocab, best, choice, buckets, list])?;
-            kernels.draw.launch(how(1), args![logits, best, choice, buckets, list, token, id])?;
-            self.drawn.receive(token, 4, s)?;
+            kernels.weigh.launch(how(BLOCKS, 1024), args![logits, vocab, best, flags, choice, buckets])?;
+            kernels
+                .narrow
+                .launch(how(BLOCKS, 1024), args![logits, vocab, best, flags, choice, buckets, list])?;
+            kernels
+                .draw
+                .launch(how(1, 1024), args![logits, best, flags, choice, buckets, list, id, records, out])
         }
-        stream.synchronize()?;
-        Ok(self.drawn.as_slice::<u32>()[0])
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::super::kernels::SAMPLE;
-    use super::*;
+    use super::super::outbox::{Choice, Outbox};
+    use super::{Chosen, Draw, Drawing, Sampler, SamplingParams};
+    use q4_core::Result;
+    use q4_cuda::{Buffer, Gpu, Kernels, Stream};
     use rand_chacha::ChaCha8Rng;
     use rand_chacha::rand_core::{Rng, SeedableRng};
 
@@ -148,7 +154,13 @@ mod tests {
         let mut rng = ChaCha8Rng::seed_from_u64(1);
         let mut drawn = 0;
         for (vocab, spread) in [(7, 3.0), (2048, 4.0), (2048, 40.0), (151_936, 6.0), (151_936, 40.0)] {
-            let words = Buffer::zeroed(&gpu, 8)?;
+            let words = Buffer::zeroed(&gpu, 16)?;
+            let mut outbox = Outbox::new(&gpu, 1)?;
+            let [token, flags, id, records] = [0, 4, 8, 12].map(|at| words.ptr() + at);
+            let unused = [0; 3];
+            let [best, counters, position] = unused;
+            let (out, stride) = (outbox.address(), 1);
+            let to = Chosen { best, counters, token, id, position, flags, records, out, stride };
             let mut draw = Draw::new(&gpu, vocab, 64)?;
             for temperature in [0.01, 0.6, 1.0, 4.0] {
                 for (top_k, top_p, min_p, repetition_penalty) in [
@@ -165,6 +177,7 @@ mod tests {
                         SamplingParams { temperature, top_k, top_p, min_p, repetition_penalty, seed };
                     let mut host = Sampler::new(params, vocab)?;
                     let mut device = host.clone();
+                    let mut have = Choice { token: 0, finite: false };
                     for round in 0..6 {
                         let mut x = logits(&mut rng, vocab, spread);
                         if round % 2 == 1 {
@@ -176,20 +189,28 @@ mod tests {
                         let recent: Vec<u32> = (0..40).map(|_| rng.next_u32() % vocab as u32).collect();
                         let there = Buffer::of(&gpu, &x)?;
                         let likeliest = (0..vocab).max_by(|a, b| x[*a].total_cmp(&x[*b])).expect("one");
-                        words.upload(0, &[likeliest as u32, 0])?;
-                        // SAFETY: as the contract asks.
-                        let have = unsafe {
-                            draw.draw(
-                                &kernels,
-                                there.ptr(),
-                                &mut device,
-                                &recent,
-                                (words.ptr(), words.ptr() + 4),
-                                &stream,
-                            )?
-                        };
-                        let need = host.sample(&mut x, &recent)?;
+                        // Where logits cannot be used nothing is drawn, and nothing is left for the next draw.
+                        for flags in [u32::from(round == 3), 0] {
+                            words.upload(0, &[likeliest as u32, flags])?;
+                            let mut sampler = device.clone();
+                            // SAFETY: as the contract asks.
+                            unsafe {
+                                draw.draw(&kernels, there.ptr(), &mut sampler, &recent, to, stream.raw())?
+                            };
+                            let ticket = outbox.issue(0);
+                            have = outbox.wait(0, ticket, &stream)?;
+                            if flags == 0 {
+                                device = sampler;
+                                break;
+                            }
+                            assert_eq!(have, Choice { token: 0, finite: false });
+                            there.upload(0, &x)?; // the penalty changed them
+                        }
+                        let need = Choice { token: host.sample(&mut x, &recent)?, finite: true };
                         assert_eq!(have, need, "{vocab} tokens, spread {spread}, {:?}", host.params());
+                        let mut id = [0];
+                        words.download(8, &mut id)?;
+                        assert_eq!(id, [need.token], "the next step's id");
                         drawn += 1;
                     }
                 }

@@ -1,6 +1,7 @@
 //! [`Executor`] on CUDA: everything between products in kernels of its own, every product through [`Q4Linear`].
 use super::draw::Draw;
-use super::kernels::{ModelKernels, Place};
+use super::kernels::{Chosen, ModelKernels, Place};
+use super::outbox::Outbox;
 use super::slots::{Scratch, Sizes};
 use super::{CudaCache, CudaModel, CudaTensor};
 use crate::cpu::CpuLinear;
@@ -9,7 +10,7 @@ use crate::sampling::Sampler;
 use q4_core::{
     Code, DType, Error, ExecContext, FuseSet, Fusion, Q4Linear, Result, RmsNorm, TensorView, ThreadPool,
 };
-use q4_cuda::{Buffer, Gpu, Graph, Pinned, Stream, driver, view, view_mut};
+use q4_cuda::{Buffer, Gpu, Graph, Pinned, Stream, view, view_mut};
 use std::sync::Arc;
 
 /// A norm's weight on the device.
@@ -89,35 +90,36 @@ struct State {
 
 impl State {
     fn new(gpu: &Arc<Gpu>, sequences: usize, rows: usize) -> Result<Self> {
-        let words = 6 * sequences + rows + 1;
-        Ok(Self { buffer: Buffer::zeroed(gpu, words * 4 + 8)?, sequences, rows })
+        let words = 7 * sequences + rows + 1;
+        Ok(Self { buffer: Buffer::zeroed(gpu, words * 4)?, sequences, rows })
     }
     fn word(&self, at: usize) -> u64 {
         self.buffer.ptr() + 4 * at as u64
     }
-    /// u64 per sequence.
-    fn best(&self) -> u64 {
-        self.word(0)
+    /// What choosing needs, from sequence `first` on.
+    fn chosen(&self, first: usize, outbox: &Outbox) -> Chosen {
+        let of = |array| self.word(array * self.sequences + first);
+        Chosen {
+            best: self.word(2 * first), // two words each
+            counters: of(2),
+            token: of(3),
+            flags: of(4),
+            records: of(5),
+            position: of(6),
+            id: of(7),
+            out: outbox.address() + 8 * first as u64,
+            stride: outbox.sequences() as u32,
+        }
     }
-    fn counters(&self) -> u64 {
-        self.word(2 * self.sequences)
-    }
+    /// Of every sequence; the ids of a step lie behind.
     fn position(&self) -> u64 {
-        self.word(3 * self.sequences)
-    }
-    /// The sampled tokens and their flags: what leaves the device.
-    fn token(&self) -> u64 {
-        self.word(4 * self.sequences)
-    }
-    fn flags(&self) -> u64 {
-        self.word(5 * self.sequences)
-    }
-    /// Ids of a step that come from the host.
-    fn ids(&self) -> u64 {
         self.word(6 * self.sequences)
     }
+    fn ids(&self) -> u64 {
+        self.word(7 * self.sequences)
+    }
     fn non_finite(&self) -> u64 {
-        self.word(6 * self.sequences + self.rows)
+        self.word(7 * self.sequences + self.rows)
     }
 }
 
@@ -176,64 +178,42 @@ impl CudaExecutor {
         self.stream.end_capture()
     }
 
-    /// Puts the ids of the next step on the device, and where every sequence stands. `ids` are below the table's rows.
+    /// Puts on the device where every sequence stands and the ids of the next step, which are below the table's rows.
     pub(super) fn place(&mut self, ids: &[u32], positions: &[u32]) -> Result<()> {
         self.stream.synchronize()?; // the staging memory may still be read
         let staged = self.ids.as_mut_slice::<u32>();
         staged[..positions.len()].copy_from_slice(positions);
         staged[positions.len()..][..ids.len()].copy_from_slice(ids);
-        let (at, s) = (positions.len() * 4, self.stream.raw());
-        // SAFETY: both fit by the engine's chunk, the staging memory and the state have room for them, and nobody writes
-        // the staging memory before the next wait above.
-        unsafe {
-            self.ids.send(0, self.state.position(), at, s)?;
-            self.ids.send(at, self.state.ids(), ids.len() * 4, s)
-        }
+        let bytes = 4 * (positions.len() + ids.len());
+        // SAFETY: both fit by the engine's chunk, the staging memory and the state have room for them, one behind the other,
+        // and nobody writes the staging memory before the next wait above.
+        unsafe { self.ids.send(0, self.state.position(), bytes, self.stream.raw()) }
     }
 
-    /// Chooses the next token of the rows whose logits are there, steps their positions, and brings tokens and flags of
-    /// all sequences into `out` (`[2, sequences]` u32) when the stream gets there.
-    pub(super) fn choose(&mut self, logits: &CudaTensor, out: &Pinned) -> Result<()> {
+    /// Chooses the next token of the rows whose logits are there and hands it over. Behind a step of `rows` rows it is the next
+    /// step's id, at the position after them.
+    pub(super) fn choose(&mut self, logits: &CudaTensor, rows: usize, outbox: &Outbox) -> Result<()> {
         let (first, count) = match self.step {
             Step::Prompt { sequence } => (sequence, 1),
             Step::Decode => (0, self.sequences),
         };
-        let (st, s, at) = (&self.state, self.stream.raw(), 4 * first as u64);
-        // SAFETY: sizes as `State` and the slots have them.
-        unsafe {
-            let status = driver::cuMemsetD32Async(st.flags() + at, 0, count, s as driver::CUstream);
-            q4_cuda::check(status, "clearing flags")?;
-            self.kernels.argmax(
-                logits.ptr(),
-                (st.best() + 2 * at, st.counters() + at),
-                (st.token() + at, st.position() + at, st.flags() + at),
-                count,
-                s,
-            )?;
-            out.receive(st.token(), 8 * self.sequences, s)
-        }
+        let to = self.state.chosen(first, outbox);
+        // SAFETY: sizes as `State`, the outbox and the slots have them.
+        unsafe { self.kernels.argmax(logits.ptr(), rows, to, count, self.stream.raw()) }
     }
 
-    /// Draws the first sequence's next token instead of the chosen one, makes it the next step's id and waits for it.
+    /// Draws the first sequence's next token instead of the chosen one, makes it the next step's id and hands it over.
     pub(super) fn draw(
         &self,
         draw: &mut Draw,
         logits: &CudaTensor,
         sampler: &mut Sampler,
         recent: &[u32],
-    ) -> Result<u32> {
-        let (st, s) = (&self.state, &self.stream);
-        // SAFETY: one row of logits of the vocabulary's size, whose flags were clear, and one word each.
-        unsafe { draw.draw(&self.kernels.drawing, logits.ptr(), sampler, recent, (st.token(), st.ids()), s) }
-    }
-
-    /// Makes the tokens chosen last the ids of the next step.
-    pub(super) fn feed_back(&mut self) -> Result<()> {
-        let (from, to, s) = (self.state.token(), self.state.ids(), self.stream.raw());
-        // SAFETY: both ranges are of the state and do not overlap.
-        let status =
-            unsafe { driver::cuMemcpyDtoDAsync_v2(to, from, 4 * self.sequences, s as driver::CUstream) };
-        q4_cuda::check(status, "feeding tokens back")
+        outbox: &Outbox,
+    ) -> Result<()> {
+        let chosen = self.state.chosen(0, outbox);
+        // SAFETY: one row of logits of the vocabulary's size, of which `choose` chose last, and one word each.
+        unsafe { draw.draw(&self.kernels.drawing, logits.ptr(), sampler, recent, chosen, self.stream.raw()) }
     }
 
     fn position(&self, cache: &CudaCache) -> Place {

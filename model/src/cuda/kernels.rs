@@ -32,6 +32,29 @@ pub struct Place {
     pub strides: (u64, u64),
 }
 
+/// Where `argmax` keeps and leaves what it does, for the first of its sequences.
+#[derive(Clone, Copy)]
+pub struct Chosen {
+    /// u64 per sequence, and below u32.
+    pub best: u64,
+    /// Blocks that are done.
+    pub counters: u64,
+    /// What it chooses.
+    pub token: u64,
+    /// The same, as the next step's id.
+    pub id: u64,
+    /// The next step's position.
+    pub position: u64,
+    /// Why nothing was chosen.
+    pub flags: u64,
+    /// Records handed over.
+    pub records: u64,
+    /// Where they go.
+    pub out: u64,
+    /// Records of half of it.
+    pub stride: u32,
+}
+
 /// The kernels of one model, for one element type.
 pub struct ModelKernels {
     gpu: Arc<Gpu>,
@@ -168,8 +191,8 @@ impl ModelKernels {
     /// Addresses are of device memory of the sizes `embed_T` documents; so below.
     pub unsafe fn embed(&self, table: (u64, DType), ids: u64, out: u64, rows: usize, s: usize) -> Result<()> {
         let width = self.shape.hidden as i32;
-        let how =
-            Launch { grid: [rows as u32, 1, 1], block: [128, 1, 1], shared: 0, stream: s, overlap: true };
+        let grid = [rows as u32, (width as u32).div_ceil(1024), 1];
+        let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: s, overlap: true };
         // SAFETY: by contract.
         unsafe { self.embed[index(table.1)].launch(how, args![table.0, ids, out, width]) }
     }
@@ -408,23 +431,30 @@ impl ModelKernels {
         unsafe { kernel.launch(how, args![table, x, out, vocab, width, count]) }
     }
 
-    /// The largest logit of every sequence: writes `token`, steps `position`, sets `flags`.
+    /// The largest logit of every sequence: writes `token` and `id`, steps `position` by `rows`, sets `flags`, and hands the
+    /// token over.
     ///
     /// # Safety
     /// As above; see `argmax` for the sizes.
     pub unsafe fn argmax(
         &self,
         logits: u64,
-        (best, counters): (u64, u64),
-        (token, position, flags): (u64, u64, u64),
+        rows: usize,
+        to: Chosen,
         sequences: usize,
         s: usize,
     ) -> Result<()> {
-        let vocab = self.shape.vocab as i32;
+        let (vocab, rows) = (self.shape.vocab as i32, rows as u32);
         let grid = [(128 / sequences).max(1) as u32, sequences as u32, 1];
         let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: s, overlap: true };
+        let Chosen { best, counters, token, id, position, flags, records, out, stride } = to;
         // SAFETY: by contract.
-        unsafe { self.argmax.launch(how, args![logits, vocab, best, counters, token, position, flags]) }
+        unsafe {
+            self.argmax.launch(
+                how,
+                args![logits, vocab, rows, best, counters, token, id, position, flags, records, out, stride],
+            )
+        }
     }
 
     /// Sets `flag` to 1 when one of `count` elements is not finite.
