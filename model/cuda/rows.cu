@@ -8,16 +8,7 @@ template <class T> DEVICE void embed(const T *table, const u32 *ids, float *out,
     let_next_start();
     wait_for_previous();
     const T *from = table + (u64)ids[blockIdx.x] * width;
-    float *to = out + (u64)blockIdx.x * width;
-    int i = blockIdx.y * 1024 + 4 * threadIdx.x;
-    if (width % 4 == 0 && (((u64)table | (u64)out) & 15) == 0) {
-        if (i >= width) return;
-        float x[4];
-        load4(from + i, x);
-        store4(to + i, x);
-        return;
-    }
-    for (int j = i; j < min(i + 4, width); j++) to[j] = widen(from[j]);
+    widen_row(from, out + (u64)blockIdx.x * width, width, blockIdx.y * 256 + threadIdx.x, gridDim.y * 256);
 }
 
 // norm_T(x f32[rows, width], weight f32[width], eps, out T[rows, width], width)

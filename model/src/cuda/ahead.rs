@@ -7,9 +7,9 @@ use super::outbox::{Choice, Ticket};
 /// Where the device stands behind the last step that was asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Stands {
-    /// Somewhere: the next step's ids and position are to be placed.
+    /// Somewhere: the next step's id and position are to be placed.
     Elsewhere,
-    /// Before the next step: the chosen token is its id, and its position is the next one.
+    /// Before the next step: the chosen token is embedded, and its position is the next one.
     Ready,
     /// In the step of the chosen token or behind it.
     Ahead,
@@ -18,7 +18,7 @@ pub(super) enum Stands {
 /// What a step that is asked for needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Start {
-    /// Ids and position, then a launch.
+    /// Id and position, then a launch.
     Placed,
     /// A launch.
     Fed,

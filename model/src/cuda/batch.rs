@@ -4,7 +4,7 @@ use super::executor::Step;
 use super::outbox::{Choice, Outbox, Ticket};
 use super::slots::{Layout, Sizes};
 use super::{CudaCache, CudaExecutor, CudaModel, CudaTensor};
-use crate::executor::{Logits, Slots};
+use crate::executor::{Executor, Logits, Slots};
 use q4_core::{Code, Error, Result, ThreadPool};
 use q4_cuda::Graph;
 use std::sync::Arc;
@@ -71,7 +71,7 @@ impl CudaBatch {
             self.executor.step = Step::Prompt { sequence };
             if i + 1 == steps {
                 self.forward(step, Logits::Last)?;
-                self.executor.choose(&self.slots.logits, step.len(), &self.outbox)?;
+                self.executor.choose(&self.slots, &self.model.graph.table, step.len(), &self.outbox)?;
             } else {
                 self.forward(step, Logits::Skip)?;
             }
@@ -96,6 +96,9 @@ impl CudaBatch {
             Stands::Ready => self.enqueue()?,
             Stands::Elsewhere => {
                 self.executor.place(&self.next, &self.lens)?;
+                if self.warm {
+                    self.executor.embed(&self.model.graph.table, &self.next, &mut self.slots.hidden)?;
+                }
                 self.enqueue()?;
             }
         }
@@ -110,7 +113,7 @@ impl CudaBatch {
         Ok(&self.next)
     }
 
-    /// Enqueues a step whose ids and positions are on the device.
+    /// Enqueues a step whose positions are on the device, and its ids: embedded, unless it is the first.
     fn enqueue(&mut self) -> Result<()> {
         self.stands = Stands::Elsewhere; // until it is enqueued
         self.executor.step = Step::Decode;
@@ -147,12 +150,12 @@ impl CudaBatch {
     }
 
     fn issue(&mut self) -> Result<()> {
-        // The ids are on the device; only their number counts here.
+        // The ids are on the device, or embedded; only their number counts here.
         let ids = std::mem::take(&mut self.next);
         let outcome = self.forward(&ids, Logits::Last);
         self.next = ids;
         outcome?;
-        self.executor.choose(&self.slots.logits, 1, &self.outbox)
+        self.executor.choose(&self.slots, &self.model.graph.table, 1, &self.outbox)
     }
 
     fn replay(&mut self) -> Result<()> {

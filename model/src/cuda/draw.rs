@@ -1,5 +1,5 @@
 //! Drawing a token on the device: what [`Sampler::sample`] draws from the same logits, bit for bit.
-use super::kernels::Chosen;
+use super::kernels::{Chosen, Embedding, argmax_blocks, launch_argmax};
 use crate::sampling::{Sampler, SamplingParams};
 use q4_core::Result;
 use q4_cuda::{Buffer, Gpu, Kernel, Kernels, Launch, Pinned, args};
@@ -45,7 +45,8 @@ pub(super) struct Draw {
     list: Buffer,
     /// A bit for each; zero between draws.
     seen: Buffer,
-    /// What `argmax` keeps and leaves after a penalty: its key, then words for all else.
+    /// What `argmax` keeps and leaves after a penalty: keys of its blocks, and words.
+    keys: Buffer,
     best: Buffer,
     /// Ids that the penalty applies to, and the same in host memory.
     recent: Buffer,
@@ -60,14 +61,23 @@ impl Draw {
             buckets: Buffer::zeroed(gpu, BUCKETS)?,
             list: Buffer::new(gpu, 16 * vocab)?,
             seen: Buffer::zeroed(gpu, vocab.div_ceil(32) * 4)?,
-            best: Buffer::zeroed(gpu, 32)?,
+            keys: Buffer::zeroed(gpu, 8 * argmax_blocks(gpu, vocab, 1) as usize)?,
+            best: Buffer::zeroed(gpu, 16)?,
             recent: Buffer::new(gpu, 4 * context)?,
             staged: Pinned::new(gpu, 4 * context)?,
         })
     }
 
-    /// Enqueues a draw from `logits` f32 `[vocab]`, which the penalty on `recent` changes. The token becomes `to`'s id and is
-    /// handed over there, with its flags and as 0 where those are not clear.
+    /// Where `argmax` leaves the largest logit after a penalty; the drawn token is embedded and handed over, not this one.
+    fn likeliest(&self) -> Chosen {
+        let [turns, token, position, flags] = [0, 4, 8, 12].map(|at| self.best.ptr() + at);
+        let blocks = (self.keys.len() / 8) as u32;
+        let (keys, embedding) = (self.keys.ptr(), Embedding::none());
+        Chosen { keys, blocks, turns, token, position, flags, records: 0, out: 0, stride: 0, embedding }
+    }
+
+    /// Enqueues a draw from `logits` f32 `[vocab]`, which the penalty on `recent` changes. The token is embedded and handed
+    /// over where `to` says, with its flags and as 0 where those are not clear.
     ///
     /// # Safety
     /// The logits and all words are on the stream's device and nobody else uses them. `to` holds the token and the flags
@@ -94,7 +104,7 @@ impl Draw {
             overlap: true,
         };
         let (buckets, list) = (self.buckets.ptr(), self.list.ptr());
-        let Chosen { token, id, flags, records, out, .. } = to;
+        let Chosen { token, flags, records, out, embedding, .. } = to;
         let mut best = token;
         // SAFETY: by contract; the buffers have the sizes the kernels ask for.
         unsafe {
@@ -104,32 +114,28 @@ impl Draw {
                 self.staged.send(0, self.recent.ptr(), 4 * recent.len(), stream)?;
                 let (ids, count, seen) = (self.recent.ptr(), recent.len() as u32, self.seen.ptr());
                 kernels.penalise.launch(how(1, 1024), args![logits, ids, count, repetition_penalty, seen])?;
-                let key = self.best.ptr();
-                let [counter, id, position, flags] = [key + 8, key + 16, key + 20, key + 24];
-                let (rows, records, out, stride) = (0u32, 0u64, 0u64, 0u32);
-                best = key + 12;
-                kernels.argmax.launch(
-                    how(128, 256),
-                    args![logits, vocab, rows, key, counter, best, id, position, flags, records, out, stride],
-                )?;
+                let to = self.likeliest();
+                best = to.token;
+                launch_argmax(&kernels.argmax, (logits, self.vocab), 0, to, 1, stream)?;
             }
             kernels.weigh.launch(how(BLOCKS, 1024), args![logits, vocab, best, flags, choice, buckets])?;
             kernels
                 .narrow
                 .launch(how(BLOCKS, 1024), args![logits, vocab, best, flags, choice, buckets, list])?;
-            kernels
-                .draw
-                .launch(how(1, 1024), args![logits, best, flags, choice, buckets, list, id, records, out])
+            kernels.draw.launch(
+                how(1, 1024),
+                args![logits, best, flags, choice, buckets, list, records, out, embedding],
+            )
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::kernels::SAMPLE;
+    use super::super::kernels::{Embedding, SAMPLE, argmax_blocks, launch_argmax};
     use super::super::outbox::{Choice, Outbox};
     use super::{Chosen, Draw, Drawing, Sampler, SamplingParams};
-    use q4_core::Result;
+    use q4_core::{DType, Result};
     use q4_cuda::{Buffer, Gpu, Kernels, Stream};
     use rand_chacha::ChaCha8Rng;
     use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -154,13 +160,17 @@ mod tests {
         let mut rng = ChaCha8Rng::seed_from_u64(1);
         let mut drawn = 0;
         for (vocab, spread) in [(7, 3.0), (2048, 4.0), (2048, 40.0), (151_936, 6.0), (151_936, 40.0)] {
-            let words = Buffer::zeroed(&gpu, 16)?;
+            let words = Buffer::zeroed(&gpu, 12)?;
             let mut outbox = Outbox::new(&gpu, 1)?;
-            let [token, flags, id, records] = [0, 4, 8, 12].map(|at| words.ptr() + at);
-            let unused = [0; 3];
-            let [best, counters, position] = unused;
+            let [token, flags, records] = [0, 4, 8].map(|at| words.ptr() + at);
+            let [keys, turns, position] = [0; 3]; // those of `argmax` alone
             let (out, stride) = (outbox.address(), 1);
-            let to = Chosen { best, counters, token, id, position, flags, records, out, stride };
+            // A token's embedding is its number.
+            let numbers: Vec<f32> = (0..vocab).map(|i| i as f32).collect();
+            let (table, hidden) = (Buffer::of(&gpu, &numbers)?, Buffer::zeroed(&gpu, 4)?);
+            let embedding = Embedding::new((table.ptr(), DType::F32), hidden.ptr(), 1);
+            let to =
+                Chosen { keys, blocks: 0, turns, token, position, flags, records, out, stride, embedding };
             let mut draw = Draw::new(&gpu, vocab, 64)?;
             for temperature in [0.01, 0.6, 1.0, 4.0] {
                 for (top_k, top_p, min_p, repetition_penalty) in [
@@ -208,15 +218,96 @@ mod tests {
                         }
                         let need = Choice { token: host.sample(&mut x, &recent)?, finite: true };
                         assert_eq!(have, need, "{vocab} tokens, spread {spread}, {:?}", host.params());
-                        let mut id = [0];
-                        words.download(8, &mut id)?;
-                        assert_eq!(id, [need.token], "the next step's id");
+                        stream.synchronize()?; // the token is handed over before it is embedded
+                        let mut input = [0f32];
+                        hidden.download(0, &mut input)?;
+                        assert_eq!(input, [need.token as f32], "the next step's input");
                         drawn += 1;
                     }
                 }
             }
         }
         println!("{drawn} tokens drawn alike on {}", gpu.device());
+        Ok(())
+    }
+
+    /// The first of the largest, and whether the logits can be used.
+    fn chosen(x: &[f32]) -> Choice {
+        let bad = x.iter().any(|v| v.is_nan() || *v == f32::INFINITY);
+        let mut best = 0;
+        for (i, v) in x.iter().enumerate() {
+            if *v > x[best] {
+                best = i;
+            }
+        }
+        let finite = !bad && x[best] > f32::NEG_INFINITY;
+        Choice { token: if finite { best as u32 } else { 0 }, finite }
+    }
+
+    #[test]
+    fn the_first_of_the_largest_logits_is_chosen() -> Result<()> {
+        let gpu = match Gpu::open(0) {
+            Ok(gpu) => gpu,
+            Err(e) => {
+                println!("skipped: no CUDA device ({e})");
+                return Ok(());
+            }
+        };
+        let kernels = Drawing::of(&Kernels::load(&gpu, &SAMPLE, &[])?)?;
+        let stream = Stream::new(&gpu)?;
+        let mut rng = ChaCha8Rng::seed_from_u64(2);
+        for (vocab, sequences) in
+            [(1, 1), (7, 2), (1000, 3), (4099, 1), (151_936, 1), (151_936, 5), (32_000, 64)]
+        {
+            let blocks = argmax_blocks(&gpu, vocab, sequences);
+            let keys = Buffer::zeroed(&gpu, 8 * sequences * blocks as usize)?;
+            let words = Buffer::zeroed(&gpu, 20 * sequences)?;
+            let [turns, token, position, flags, records] =
+                [0, 1, 2, 3, 4].map(|i| words.ptr() + (4 * i * sequences) as u64);
+            // A token's embedding is three numbers.
+            let numbers: Vec<f32> = (0..3 * vocab).map(|i| i as f32).collect();
+            let (table, hidden) = (Buffer::of(&gpu, &numbers)?, Buffer::zeroed(&gpu, 12 * sequences)?);
+            let embedding = Embedding::new((table.ptr(), DType::F32), hidden.ptr(), 3);
+            let mut outbox = Outbox::new(&gpu, sequences)?;
+            let (keys, out, stride) = (keys.ptr(), outbox.address(), sequences as u32);
+            let to = Chosen { keys, blocks, turns, token, position, flags, records, out, stride, embedding };
+            for round in 0..12 {
+                let mut x = logits(&mut rng, sequences * vocab, 8.0);
+                if round % 3 == 1 {
+                    x.iter_mut().for_each(|v| *v = v.round());
+                }
+                if round % 3 == 2 {
+                    for unusable in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                        x[rng.next_u32() as usize % (sequences * vocab)] = unusable;
+                    }
+                    if sequences > 1 {
+                        x[..vocab].fill(f32::NEG_INFINITY);
+                    }
+                }
+                let there = Buffer::of(&gpu, &x)?;
+                // SAFETY: everything has the sizes the kernel asks for.
+                unsafe {
+                    launch_argmax(&kernels.argmax, (there.ptr(), vocab), 2, to, sequences, stream.raw())?;
+                }
+                let mut inputs = vec![0f32; 3 * sequences];
+                for (s, x) in x.chunks(vocab).enumerate() {
+                    let ticket = outbox.issue(s);
+                    let have = outbox.wait(s, ticket, &stream)?;
+                    assert_eq!(have, chosen(x), "round {round}, sequence {s} of {sequences}, {vocab} tokens");
+                    let first = 3 * have.token;
+                    inputs[3 * s..][..3].copy_from_slice(&[
+                        first as f32,
+                        (first + 1) as f32,
+                        (first + 2) as f32,
+                    ]);
+                }
+                stream.synchronize()?;
+                let (mut have, mut at) = (vec![0f32; 3 * sequences], vec![0u32; sequences]);
+                hidden.download(0, &mut have)?;
+                words.download(8 * sequences, &mut at)?;
+                assert_eq!((have, at), (inputs, vec![2 * (round + 1); sequences]), "inputs and positions");
+            }
+        }
         Ok(())
     }
 }

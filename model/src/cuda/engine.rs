@@ -5,7 +5,7 @@ use super::executor::{Step, bytes};
 use super::outbox::{Choice, Outbox};
 use super::slots::{Layout, Sizes};
 use super::{CudaCache, CudaExecutor, CudaModel, CudaTensor};
-use crate::executor::{Logits, Slots};
+use crate::executor::{Executor, Logits, Slots};
 use crate::runner::Engine;
 use crate::sampling::Sampler;
 use q4_core::{Code, DType, Error, Result, ThreadPool};
@@ -84,7 +84,9 @@ impl CudaEngine {
     fn issue(&mut self, ids: &[u32], which: Logits) -> Result<()> {
         self.model.graph.forward(&mut self.executor, ids, &mut self.cache, &mut self.slots, which)?;
         match which {
-            Logits::Last => self.executor.choose(&self.slots.logits, ids.len(), &self.outbox),
+            Logits::Last => {
+                self.executor.choose(&self.slots, &self.model.graph.table, ids.len(), &self.outbox)
+            }
             Logits::Skip | Logits::All => Ok(()),
         }
     }
@@ -177,14 +179,18 @@ impl Engine for CudaEngine {
         }
         self.leave();
         self.course.forget();
-        if start == Start::Placed {
+        let replays = one && self.warm;
+        if start == Start::Placed || !replays {
             self.executor.place(ids, &[self.cache.len() as u32])?;
         }
         if one || self.side == 1 {
             self.turn();
         }
         self.executor.step = if one { Step::Decode } else { Step::Prompt { sequence: 0 } };
-        if one && self.warm {
+        if replays {
+            if start == Start::Placed {
+                self.executor.embed(&self.model.graph.table, ids, &mut self.slots.hidden)?;
+            }
             self.replay(ids)?;
         } else {
             self.issue(ids, which)?;
@@ -230,7 +236,8 @@ impl Engine for CudaEngine {
             Some(draw) => draw,
             none => none.insert(Draw::new(&self.model.gpu, vocab, context)?),
         };
-        self.executor.draw(draw, &self.slots.logits, sampler, recent, &self.outbox)?;
+        let table = &self.model.graph.table;
+        self.executor.draw(draw, &self.slots, table, (sampler, recent), &self.outbox)?;
         self.course.redrawn(self.outbox.issue(0));
         self.run_ahead()?;
         Ok(self.choice()?.token)

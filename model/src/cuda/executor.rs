@@ -1,6 +1,6 @@
 //! [`Executor`] on CUDA: everything between products in kernels of its own, every product through [`Q4Linear`].
 use super::draw::Draw;
-use super::kernels::{Chosen, ModelKernels, Place};
+use super::kernels::{Chosen, Embedding, ModelKernels, Place, argmax_blocks};
 use super::outbox::Outbox;
 use super::slots::{Scratch, Sizes};
 use super::{CudaCache, CudaModel, CudaTensor};
@@ -61,6 +61,8 @@ pub struct CudaExecutor {
     sequences: usize,
     /// What the rows of the next step are.
     pub(super) step: Step,
+    /// What is issued is recorded: a decode step without its embedding, which is there when a step is replayed.
+    recording: bool,
     workspace: Buffer,
     rope: Buffer,
     rope_half: u64,
@@ -86,40 +88,46 @@ struct State {
     buffer: Buffer,
     sequences: usize,
     rows: usize,
+    /// Blocks that choose for a sequence, and u64 for each.
+    blocks: u32,
+    keys: Buffer,
 }
 
 impl State {
-    fn new(gpu: &Arc<Gpu>, sequences: usize, rows: usize) -> Result<Self> {
-        let words = 7 * sequences + rows + 1;
-        Ok(Self { buffer: Buffer::zeroed(gpu, words * 4)?, sequences, rows })
+    fn new(gpu: &Arc<Gpu>, vocab: usize, sequences: usize, rows: usize) -> Result<Self> {
+        let words = 5 * sequences + rows + 1;
+        let blocks = argmax_blocks(gpu, vocab, sequences);
+        let keys = Buffer::zeroed(gpu, 8 * sequences * blocks as usize)?;
+        Ok(Self { buffer: Buffer::zeroed(gpu, words * 4)?, sequences, rows, blocks, keys })
     }
     fn word(&self, at: usize) -> u64 {
         self.buffer.ptr() + 4 * at as u64
     }
     /// What choosing needs, from sequence `first` on.
-    fn chosen(&self, first: usize, outbox: &Outbox) -> Chosen {
+    fn chosen(&self, first: usize, outbox: &Outbox, embedding: Embedding) -> Chosen {
         let of = |array| self.word(array * self.sequences + first);
         Chosen {
-            best: self.word(2 * first), // two words each
-            counters: of(2),
-            token: of(3),
-            flags: of(4),
-            records: of(5),
-            position: of(6),
-            id: of(7),
+            keys: self.keys.ptr() + 8 * first as u64 * u64::from(self.blocks),
+            blocks: self.blocks,
+            turns: of(0),
+            token: of(1),
+            flags: of(2),
+            records: of(3),
+            position: of(4),
             out: outbox.address() + 8 * first as u64,
             stride: outbox.sequences() as u32,
+            embedding,
         }
     }
     /// Of every sequence; the ids of a step lie behind.
     fn position(&self) -> u64 {
-        self.word(6 * self.sequences)
+        self.word(4 * self.sequences)
     }
     fn ids(&self) -> u64 {
-        self.word(7 * self.sequences)
+        self.word(5 * self.sequences)
     }
     fn non_finite(&self) -> u64 {
-        self.word(7 * self.sequences + self.rows)
+        self.word(5 * self.sequences + self.rows)
     }
 }
 
@@ -152,7 +160,7 @@ impl CudaExecutor {
             scratch,
             partial: Buffer::new(gpu, partial)?,
             counters: Buffer::zeroed(gpu, counters)?,
-            state: State::new(gpu, sequences, rows.max(sequences))?,
+            state: State::new(gpu, model.graph.shape.vocab, sequences, rows.max(sequences))?,
             ids: Pinned::new(gpu, (rows.max(sequences) + sequences) * 4)?,
             gpu: gpu.clone(),
             kernels,
@@ -160,6 +168,7 @@ impl CudaExecutor {
             threads,
             sequences,
             step: Step::Prompt { sequence: 0 },
+            recording: false,
             watching: false,
         })
     }
@@ -169,12 +178,15 @@ impl CudaExecutor {
         self.watching = on;
     }
 
-    /// Starts recording what is issued next.
-    pub(super) fn begin_recording(&self) -> Result<()> {
-        self.stream.begin_capture()
+    /// Starts recording the decode step that is issued next, behind its embedding.
+    pub(super) fn begin_recording(&mut self) -> Result<()> {
+        self.stream.begin_capture()?;
+        self.recording = true;
+        Ok(())
     }
     /// What was issued since.
-    pub(super) fn end_recording(&self) -> Result<Graph> {
+    pub(super) fn end_recording(&mut self) -> Result<Graph> {
+        self.recording = false;
         self.stream.end_capture()
     }
 
@@ -190,30 +202,38 @@ impl CudaExecutor {
         unsafe { self.ids.send(0, self.state.position(), bytes, self.stream.raw()) }
     }
 
-    /// Chooses the next token of the rows whose logits are there and hands it over. Behind a step of `rows` rows it is the next
-    /// step's id, at the position after them.
-    pub(super) fn choose(&mut self, logits: &CudaTensor, rows: usize, outbox: &Outbox) -> Result<()> {
+    /// Chooses the next token of the rows whose logits are there and hands it over. Behind a step of `rows` rows its embedding
+    /// is the next step's input, at the position after them.
+    pub(super) fn choose(
+        &mut self,
+        slots: &Slots<CudaTensor>,
+        table: &CudaTable,
+        rows: usize,
+        outbox: &Outbox,
+    ) -> Result<()> {
         let (first, count) = match self.step {
             Step::Prompt { sequence } => (sequence, 1),
             Step::Decode => (0, self.sequences),
         };
-        let to = self.state.chosen(first, outbox);
+        let to = self.state.chosen(first, outbox, embedding(table, &slots.hidden, first));
         // SAFETY: sizes as `State`, the outbox and the slots have them.
-        unsafe { self.kernels.argmax(logits.ptr(), rows, to, count, self.stream.raw()) }
+        unsafe { self.kernels.argmax(slots.logits.ptr(), rows, to, count, self.stream.raw()) }
     }
 
-    /// Draws the first sequence's next token instead of the chosen one, makes it the next step's id and hands it over.
+    /// Draws the first sequence's next token instead of the chosen one: hands it over, and its embedding is the next step's
+    /// input.
     pub(super) fn draw(
         &self,
         draw: &mut Draw,
-        logits: &CudaTensor,
-        sampler: &mut Sampler,
-        recent: &[u32],
+        slots: &Slots<CudaTensor>,
+        table: &CudaTable,
+        (sampler, recent): (&mut Sampler, &[u32]),
         outbox: &Outbox,
     ) -> Result<()> {
-        let chosen = self.state.chosen(0, outbox);
+        let to = self.state.chosen(0, outbox, embedding(table, &slots.hidden, 0));
+        let (logits, s) = (slots.logits.ptr(), self.stream.raw());
         // SAFETY: one row of logits of the vocabulary's size, of which `choose` chose last, and one word each.
-        unsafe { draw.draw(&self.kernels.drawing, logits.ptr(), sampler, recent, chosen, self.stream.raw()) }
+        unsafe { draw.draw(&self.kernels.drawing, logits, sampler, recent, to, s) }
     }
 
     fn position(&self, cache: &CudaCache) -> Place {
@@ -270,6 +290,10 @@ impl CudaExecutor {
     }
 }
 
+fn embedding(table: &CudaTable, hidden: &CudaTensor, first: usize) -> Embedding {
+    Embedding::new((table.buffer.ptr(), table.dtype), hidden.row(first), hidden.width())
+}
+
 fn fuses(weight: &CpuLinear, m: usize, set: FuseSet) -> bool {
     weight.parts.iter().all(|(p, _): &(Q4Linear, usize)| p.fuses(m, set))
 }
@@ -284,8 +308,11 @@ impl Executor for CudaExecutor {
 
     fn embed(&mut self, table: &CudaTable, ids: &[u32], out: &mut CudaTensor) -> Result<()> {
         out.set_rows(ids.len());
+        if self.recording {
+            return Ok(());
+        }
         let (from, s) = (self.state.ids(), self.stream.raw());
-        // SAFETY: the ids on the device are `ids`, or tokens chosen among the vocabulary; slots have the sizes asked for.
+        // SAFETY: the ids on the device are `ids`; slots have the sizes asked for.
         unsafe { self.kernels.embed((table.buffer.ptr(), table.dtype), from, out.ptr(), ids.len(), s) }
     }
 

@@ -35,14 +35,14 @@ pub struct Place {
 /// Where `argmax` keeps and leaves what it does, for the first of its sequences.
 #[derive(Clone, Copy)]
 pub struct Chosen {
-    /// u64 per sequence, and below u32.
-    pub best: u64,
-    /// Blocks that are done.
-    pub counters: u64,
+    /// u64 per sequence and block, zero at first.
+    pub keys: u64,
+    /// Blocks of a sequence.
+    pub blocks: u32,
+    /// u32 per sequence, and below: launches.
+    pub turns: u64,
     /// What it chooses.
     pub token: u64,
-    /// The same, as the next step's id.
-    pub id: u64,
     /// The next step's position.
     pub position: u64,
     /// Why nothing was chosen.
@@ -53,9 +53,59 @@ pub struct Chosen {
     pub out: u64,
     /// Records of half of it.
     pub stride: u32,
+    /// The next step's input.
+    pub embedding: Embedding,
 }
 
-/// The kernels of one model, for one element type.
+/// `Embedding` of `cuda/sample.cu`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Embedding {
+    table: u64,
+    hidden: u64,
+    width: i32,
+    kind: i32,
+}
+
+impl Embedding {
+    /// Rows of `table` become f32 `[sequences, width]` at `hidden`.
+    pub fn new((table, dtype): (u64, DType), hidden: u64, width: usize) -> Self {
+        Self { table, hidden, width: width as i32, kind: index(dtype) as i32 + 1 }
+    }
+    /// Nothing is embedded.
+    pub fn none() -> Self {
+        Self { table: 0, hidden: 0, width: 0, kind: 0 }
+    }
+}
+
+/// Blocks of `argmax` for each of `sequences` sequences: what the device runs at once, at most a load a thread.
+pub(super) fn argmax_blocks(gpu: &Gpu, vocab: usize, sequences: usize) -> u32 {
+    (8 * gpu.processors as usize / sequences).clamp(1, vocab.div_ceil(1024)) as u32
+}
+
+/// See [`ModelKernels::argmax`].
+///
+/// # Safety
+/// As there.
+pub(super) unsafe fn launch_argmax(
+    argmax: &Kernel,
+    (logits, vocab): (u64, usize),
+    rows: usize,
+    to: Chosen,
+    sequences: usize,
+    stream: usize,
+) -> Result<()> {
+    let (vocab, rows) = (vocab as i32, rows as u32);
+    let grid = [to.blocks, sequences as u32, 1];
+    let how = Launch { grid, block: [256, 1, 1], shared: 0, stream, overlap: true };
+    let Chosen { keys, turns, token, position, flags, records, out, stride, embedding, .. } = to;
+    let args =
+        args![logits, vocab, rows, keys, turns, token, position, flags, records, out, stride, embedding];
+    // SAFETY: by contract.
+    unsafe { argmax.launch(how, args) }
+}
+
+/// The kernels of one model, for/// The kernels of one model, for one element type.
 pub struct ModelKernels {
     gpu: Arc<Gpu>,
     shape: Shape,
@@ -431,8 +481,8 @@ impl ModelKernels {
         unsafe { kernel.launch(how, args![table, x, out, vocab, width, count]) }
     }
 
-    /// The largest logit of every sequence: writes `token` and `id`, steps `position` by `rows`, sets `flags`, and hands the
-    /// token over.
+    /// The largest logit of every sequence: writes and embeds `token`, steps `position` by `rows`, sets `flags`, and hands
+    /// the token over.
     ///
     /// # Safety
     /// As above; see `argmax` for the sizes.
@@ -444,17 +494,8 @@ impl ModelKernels {
         sequences: usize,
         s: usize,
     ) -> Result<()> {
-        let (vocab, rows) = (self.shape.vocab as i32, rows as u32);
-        let grid = [(128 / sequences).max(1) as u32, sequences as u32, 1];
-        let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: s, overlap: true };
-        let Chosen { best, counters, token, id, position, flags, records, out, stride } = to;
         // SAFETY: by contract.
-        unsafe {
-            self.argmax.launch(
-                how,
-                args![logits, vocab, rows, best, counters, token, id, position, flags, records, out, stride],
-            )
-        }
+        unsafe { launch_argmax(&self.argmax, (logits, self.shape.vocab), rows, to, sequences, s) }
     }
 
     /// Sets `flag` to 1 when one of `count` elements is not finite.
