@@ -101,14 +101,16 @@ extern "C" __global__ void __launch_bounds__(1024) penalise(float *logits, const
     for (u32 i = threadIdx.x; i < count; i += 1024) seen[recent[i] / 32] = 0;
 }
 
-// weigh(logits f32[vocab], vocab, best u32, choice, buckets); grid about 16, block 1024. Counts and weighs the candidates.
-extern "C" __global__ void __launch_bounds__(1024) weigh(const float *logits, int vocab, const u32 *best, const Choice choice, Buckets *buckets) {
+// weigh(logits f32[vocab], vocab, best u32, flags u32, choice, buckets); grid about 16, block 1024. Counts and weighs the candidates.
+extern "C" __global__ void __launch_bounds__(1024) weigh(
+    const float *logits, int vocab, const u32 *best, const u32 *flags, const Choice choice, Buckets *buckets) {
     __shared__ u64 mass[BUCKETS];
     __shared__ u32 count[BUCKETS];
     let_next_start();
     for (int i = threadIdx.x; i < BUCKETS; i += 1024) mass[i] = 0, count[i] = 0;
     __syncthreads();
     wait_for_previous();
+    if (*flags) return;
     float t = choice.temperature, peak = logits[*best], least = least_of(peak, t);
 #pragma unroll 4
     for (int i = blockIdx.x * 1024 + threadIdx.x; i < vocab; i += gridDim.x * 1024) {
@@ -125,13 +127,14 @@ extern "C" __global__ void __launch_bounds__(1024) weigh(const float *logits, in
         if (count[i]) atomicAdd(buckets->mass + i, mass[i]), atomicAdd(buckets->count + i, count[i]);
 }
 
-// narrow(logits, vocab, best, choice, buckets, list Candidate[vocab]); grid about 16, block 1024. Lists the candidates of the
+// narrow(logits, vocab, best, flags, choice, buckets, list Candidate[vocab]); grid about 16, block 1024. Lists the candidates of the
 // first buckets, as many as the draw can need, in any order.
 extern "C" __global__ void __launch_bounds__(1024) narrow(
-    const float *logits, int vocab, const u32 *best, const Choice choice, Buckets *buckets, Candidate *list) {
+    const float *logits, int vocab, const u32 *best, const u32 *flags, const Choice choice, Buckets *buckets, Candidate *list) {
     __shared__ u64 room[32];
     let_next_start();
     wait_for_previous();
+    if (*flags) return;
     int me = threadIdx.x;
     float t = choice.temperature, peak = logits[*best], least = least_of(peak, t);
     u64 m[2] = {buckets->mass[2 * me], buckets->mass[2 * me + 1]};
@@ -209,14 +212,21 @@ struct Candidates {
     }
 };
 
-// draw(logits, best, choice, buckets, list, token u32, id u32); grid 1, block 1024. Writes the token to `token` and `id`.
+// draw(logits, best, flags, choice, buckets, list, records u32, out u64[2], embedding); grid 1, block 1024. Embeds the token and hands
+// it over with the flags; 0 where they are not 0.
 extern "C" __global__ void __launch_bounds__(1024, 1) draw(
-    const float *logits, const u32 *best, const Choice choice, Buckets *buckets, const Candidate *list, u32 *token, u32 *id) {
+    const float *logits, const u32 *best, const u32 *flags, const Choice choice, Buckets *buckets, const Candidate *list,
+    u32 *records, u64 *out, const Embedding embedding) {
     __shared__ u64 sorted[SORTED], room[32];
     __shared__ u32 kept;
     let_next_start();
     wait_for_previous();
     int me = threadIdx.x;
+    u32 record = *records + 1;
+    if (*flags) {
+        if (me == 0) hand_over(out, 1, 0, record, 0, *flags), *records = record;
+        return;
+    }
     Candidates all = {list, sorted, room, {0, 0}, (int)buckets->listed, false};
     all.small = all.count <= SORTED;
     u64 weighed = sum_of(buckets->mass[2 * me] + buckets->mass[2 * me + 1], room), low = 0;
@@ -266,5 +276,6 @@ extern "C" __global__ void __launch_bounds__(1024, 1) draw(
         whole = all.total(low);
     }
     u64 key = all.last_within(low, target_of(choice.uniform, whole), false);
-    if (me == 0) *token = *id = ~(u32)key;
+    if (me == 0) hand_over(out, 1, 0, record, ~(u32)key, 0), *records = record;
+    embed_next(embedding, 0, ~(u32)key, 1024);
 }

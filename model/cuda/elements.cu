@@ -72,6 +72,22 @@ DEVICE void store4(float *p, const float (&x)[4]) { *(float4 *)p = make_float4(x
 template <class T> DEVICE void store4(T *p, const float (&x)[4]) {
     *(uint2 *)p = make_uint2(As<T>::pair(x[0], x[1]), As<T>::pair(x[2], x[3]));
 }
+// A row, by `threads` threads that each have up to four loads on their way.
+template <class T> DEVICE void widen_row(const T *from, float *to, int width, int thread, int threads) {
+    if (width % 4 || (u64)from % (4 * sizeof(T)) || (u64)to % 16) {
+        for (int i = thread; i < width; i += threads) to[i] = widen(from[i]);
+        return;
+    }
+    for (int first = 4 * thread; first < width; first += 16 * threads) {
+        float x[4][4];
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            if (first + 4 * j * threads < width) load4(from + first + 4 * j * threads, x[j]);
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            if (first + 4 * j * threads < width) store4(to + first + 4 * j * threads, x[j]);
+    }
+}
 
 // The next kernel of the stream may start; it still waits for this one's end before it reads.
 DEVICE void let_next_start() {

@@ -3,13 +3,12 @@
 // Every tensor is row-major and dense. `f32`, `bf16`, `f16` in a name are the types of the arguments marked T.
 
 // embed_T(table T[vocab, width], ids u32[rows], out f32[rows, width], width)
-//   grid rows, block 128. out[r] = table[ids[r]].
+//   grid (rows, ceil(width / 1024)), block 256. out[r] = table[ids[r]].
 template <class T> DEVICE void embed(const T *table, const u32 *ids, float *out, int width) {
     let_next_start();
     wait_for_previous();
     const T *from = table + (u64)ids[blockIdx.x] * width;
-    float *to = out + (u64)blockIdx.x * width;
-    for (int i = threadIdx.x; i < width; i += blockDim.x) to[i] = widen(from[i]);
+    widen_row(from, out + (u64)blockIdx.x * width, width, blockIdx.y * 256 + threadIdx.x, gridDim.y * 256);
 }
 
 // norm_T(x f32[rows, width], weight f32[width], eps, out T[rows, width], width)
@@ -187,7 +186,7 @@ template <class T> DEVICE void finite(const T *x, u64 count, u32 *flag) {
 }
 
 #define ROWS(T, N) \
-    extern "C" __global__ void __launch_bounds__(128) embed_##N(const T *table, const u32 *ids, float *out, int width) { \
+    extern "C" __global__ void __launch_bounds__(256) embed_##N(const T *table, const u32 *ids, float *out, int width) { \
         embed<T>(table, ids, out, width); \
     } \
     extern "C" __global__ void __launch_bounds__(256) norm_##N(const float *x, const float *weight, float eps, T *out, int width) { \

@@ -101,6 +101,7 @@ pub fn generate(
             }
         }
     }
+    runner.settle()?;
     if !cut {
         let rest = stream.finish()?;
         let matched = matcher.push(&rest);

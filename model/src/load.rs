@@ -31,8 +31,8 @@ pub struct Loaded {
     /// Threads all contexts share.
     pub threads: Arc<ThreadPool>,
     dtype: DType,
-    rope: (Vec<f32>, f32),
-    workspace: usize,
+    pub(crate) rope: (Vec<f32>, f32),
+    pub(crate) workspace: usize,
 }
 
 /// The graph with its weights, where it computes.

@@ -5,9 +5,11 @@ use q4_core::{Code, Error, Result};
 
 /// A graph, an executor, a cache and slots of one device: what a [`Runner`] drives.
 pub trait Engine: Send {
-    /// Runs `ids` behind what the cache holds and commits them to it.
+    /// Runs `ids` behind what the cache holds and commits them to it; need not wait for it.
     fn step(&mut self, ids: &[u32], which: Logits) -> Result<()>;
-    /// The logits of the last step, `[rows, vocab]`, in host memory; waits for them.
+    /// The logits of the last step, `[rows, vocab]`, in host memory; waits for them. Always of the last [`step`](Self::step)
+    /// that was asked for: an engine may compute behind a chosen token before it is asked to, and keeps that to itself until
+    /// it is.
     fn logits(&mut self) -> Result<&mut [f32]>;
     /// Whether every logit of the last step is finite; waits for it.
     fn is_finite(&mut self) -> Result<bool>;
@@ -23,7 +25,8 @@ pub trait Engine: Send {
     fn truncate(&mut self, len: usize);
     /// Turns the hunt for the first non-finite value on or off.
     fn set_watching(&mut self, on: bool);
-    /// The id with the largest logit of the last step, the lowest of several; waits for it.
+    /// The id with the largest logit of the last step, the lowest of several; waits for it. Any id where the logits are not
+    /// finite.
     fn greedy(&mut self) -> Result<u32> {
         let logits = self.logits()?;
         let mut best = 0;
@@ -35,7 +38,8 @@ pub trait Engine: Send {
         Ok(best as u32)
     }
     /// The next token by `sampler` from the logits of the last step, which a penalty on `recent` changes. An engine that
-    /// does this elsewhere draws what the sampler draws from the same logits.
+    /// does this elsewhere draws what the sampler draws from the same logits; it may return any id where they are not finite,
+    /// which the sampler refuses.
     fn sample(&mut self, sampler: &mut Sampler, recent: &[u32]) -> Result<u32> {
         match sampler.is_greedy() {
             true => self.greedy(),
@@ -51,13 +55,15 @@ pub struct Runner {
     /// Rows of the largest step.
     chunk: usize,
     prefilled: usize,
+    /// The last token was decoded, and nobody has looked whether its logits are finite.
+    unchecked: bool,
 }
 
 impl Runner {
     /// `engine` takes steps of up to `chunk` rows.
     pub fn new(engine: Box<dyn Engine>, chunk: usize) -> Self {
         let tokens = Vec::with_capacity(engine.capacity());
-        Self { engine, tokens, chunk, prefilled: 0 }
+        Self { engine, tokens, chunk, prefilled: 0, unchecked: false }
     }
 
     /// Tokens accepted so far; as many as the cache holds positions.
@@ -77,6 +83,7 @@ impl Runner {
     /// Runs `ids` behind the accepted tokens, in steps of `chunk`; leaves the logits of the last one.
     /// On an error nothing of `ids` is accepted.
     pub fn accept(&mut self, ids: &[u32]) -> Result<()> {
+        self.settle()?;
         self.room_for(ids.len())?;
         self.prefilled += ids.len();
         let before = self.tokens.len();
@@ -91,30 +98,54 @@ impl Runner {
         Ok(())
     }
 
-    /// Accepts one token. Allocates nothing.
+    /// Accepts one token; need not wait for its logits, so the device computes while the caller goes on. Whether they are
+    /// finite is looked at by the next call that needs them, and by [`settle`](Self::settle). Allocates nothing.
     pub fn decode(&mut self, id: u32) -> Result<()> {
-        self.step(&[id], Logits::Last)
+        self.settle()?;
+        self.room_for(1)?;
+        self.engine.step(&[id], Logits::Last)?;
+        self.tokens.push(id);
+        self.unchecked = true;
+        Ok(())
+    }
+
+    /// Waits for the logits of the last token. Where they are not finite, the token is no longer accepted, and the error
+    /// names the first layer to blame.
+    pub fn settle(&mut self) -> Result<()> {
+        if self.unchecked && !self.engine.is_finite()? {
+            let id = self.tokens.pop().unwrap_or_default();
+            self.unchecked = false;
+            return Err(self.find_non_finite(&[id], Logits::Last));
+        }
+        self.unchecked = false;
+        Ok(())
     }
 
     /// Logits of the last accepted token, `[vocab]`; sampling may change them in place.
     pub fn logits(&mut self) -> Result<&mut [f32]> {
+        self.settle()?;
         self.engine.logits()
     }
 
     /// The most likely next token; the lowest id of several. On a device nothing but the id leaves it.
     pub fn greedy(&mut self) -> Result<u32> {
-        self.engine.greedy()
+        let id = self.engine.greedy();
+        self.settle()?;
+        id
     }
 
     /// The next token by `sampler`, whose penalty applies to all accepted tokens. On a device nothing but the id leaves it,
     /// unless tokens are penalised at temperature 0.
     pub fn sample(&mut self, sampler: &mut Sampler) -> Result<u32> {
-        self.engine.sample(sampler, &self.tokens)
+        let id = self.engine.sample(sampler, &self.tokens);
+        self.settle()?; // says more than the sampler about logits it refuses
+        id
     }
 
     /// Runs `ids` and hands the logits of every position to `sink`, `[rows, vocab]` a step. The engine must have been
     /// made with as many logit rows as steps have rows.
     pub fn accept_all(&mut self, ids: &[u32], sink: &mut dyn FnMut(&[f32])) -> Result<()> {
+        self.settle()?;
         self.room_for(ids.len())?;
         for step in ids.chunks(self.chunk) {
             self.step(step, Logits::All)?;
@@ -125,6 +156,7 @@ impl Runner {
 
     /// Forgets everything behind the first `len` tokens.
     pub fn truncate(&mut self, len: usize) {
+        self.unchecked &= len >= self.tokens.len();
         self.tokens.truncate(len);
         self.engine.truncate(len);
     }
@@ -162,5 +194,75 @@ impl Runner {
                 .need("finite logits")
                 .have("values that differ between two runs")
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Its logits say that the next token is the number of positions; those of `bad` positions are NaN.
+    struct Counter {
+        len: usize,
+        bad: usize,
+        logits: [f32; 8],
+    }
+
+    impl Engine for Counter {
+        fn step(&mut self, ids: &[u32], _which: Logits) -> Result<()> {
+            self.len += ids.len();
+            self.logits = [0.0; 8];
+            self.logits[self.len] = if self.len == self.bad { f32::NAN } else { 1.0 };
+            Ok(())
+        }
+        fn logits(&mut self) -> Result<&mut [f32]> {
+            Ok(&mut self.logits)
+        }
+        fn is_finite(&mut self) -> Result<bool> {
+            Ok(self.logits.iter().all(|v| v.is_finite()))
+        }
+        fn len(&self) -> usize {
+            self.len
+        }
+        fn capacity(&self) -> usize {
+            7
+        }
+        fn truncate(&mut self, len: usize) {
+            self.len = self.len.min(len);
+        }
+        fn set_watching(&mut self, _on: bool) {}
+    }
+
+    fn runner(bad: usize) -> Runner {
+        Runner::new(Box::new(Counter { len: 0, bad, logits: [0.0; 8] }), 4)
+    }
+
+    #[test]
+    fn who_needs_the_logits_of_a_decoded_token_finds_them_finite_or_an_error() -> Result<()> {
+        type Call = fn(&mut Runner) -> Result<()>;
+        let calls: [(&str, Call); 6] = [
+            ("settle", Runner::settle),
+            ("logits", |r| r.logits().map(drop)),
+            ("greedy", |r| r.greedy().map(drop)),
+            ("decode", |r| r.decode(1)),
+            ("accept", |r| r.accept(&[1, 2])),
+            ("accept_all", |r| r.accept_all(&[1], &mut |_| {})),
+        ];
+        for (name, call) in calls {
+            let mut r = runner(3);
+            r.accept(&[1, 1])?;
+            r.decode(2)?;
+            assert_eq!(r.tokens(), [1, 1, 2], "{name}: accepted until it is looked at");
+            assert_eq!(call(&mut r).expect_err(name).code(), Code::NonFinite);
+            assert_eq!((r.tokens(), r.engine.len()), (&[1u32, 1][..], 2), "{name}: no longer accepted");
+        }
+        let mut r = runner(3);
+        r.accept(&[1, 1])?;
+        r.decode(2)?;
+        r.truncate(2);
+        r.accept(&[1, 1])?; // what was forgotten is nobody's trouble
+        assert_eq!((r.greedy()?, r.tokens().len()), (4, 4));
+        assert_eq!(runner(3).accept(&[1, 1, 1]).expect_err("in a prompt").code(), Code::NonFinite);
+        Ok(())
     }
 }

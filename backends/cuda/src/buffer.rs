@@ -5,6 +5,7 @@ use q4_core::{Code, DType, Error, Result, TensorView, TensorViewMut};
 use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Bytes of device memory, 256-byte aligned.
 pub struct Buffer {
@@ -178,6 +179,20 @@ impl Pinned {
     /// Address, for asynchronous copies.
     pub fn ptr(&self) -> *mut c_void {
         self.ptr.as_ptr().cast()
+    }
+    /// The address kernels write to.
+    pub fn on_device(&self) -> Result<u64> {
+        self.gpu.bind()?;
+        let mut at = 0;
+        // SAFETY: allocated by `new`; the out pointer is valid.
+        let status = unsafe { driver::cuMemHostGetDevicePointer_v2(&mut at, self.ptr(), 0) };
+        check(status, "cuMemHostGetDevicePointer").map(|()| at)
+    }
+    /// Word `i` of 64 bits, which a kernel may be writing: one that was there.
+    pub fn word(&self, i: usize) -> u64 {
+        assert!(8 * i + 8 <= self.len);
+        // SAFETY: page-aligned, initialised and inside by the line above; the device stores such words whole.
+        unsafe { AtomicU64::from_ptr(self.ptr.as_ptr().cast::<u64>().add(i)) }.load(Ordering::Acquire)
     }
     /// The bytes as elements. No copy into them may be under way.
     pub fn as_slice<T: Pod>(&self) -> &[T] {

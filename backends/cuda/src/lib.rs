@@ -31,7 +31,7 @@ pub use cudarc::driver::sys as driver;
 pub use dense::DenseProduct;
 pub use fp4::{FP4_COLUMNS, FP4_ROWS, Fp4Operands, Fp4Product};
 pub use gpu::Gpu;
-pub use graph::Graph;
+pub use graph::{Graph, Nodes};
 pub use kernel::{Kernel, Kernels, Launch};
 pub use libraries::{Found, Libraries, devices, libraries};
 pub use lt::Blas;

@@ -38,6 +38,15 @@ impl Stream {
         // SAFETY: the stream is alive.
         self.gpu.blame(check(unsafe { driver::cuStreamSynchronize(self.raw) }, "cuStreamSynchronize"))
     }
+    /// Whether all work in it is done; does not wait. A fault of a kernel surfaces here too.
+    pub fn is_idle(&self) -> Result<bool> {
+        self.gpu.bind()?;
+        // SAFETY: the stream is alive.
+        match unsafe { driver::cuStreamQuery(self.raw) } {
+            driver::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            status => self.gpu.blame(check(status, "cuStreamQuery")).map(|()| true),
+        }
+    }
     /// Records what `body` enqueues on this stream as a graph; none of it runs. Nothing in `body` may allocate device
     /// memory or wait.
     pub fn capture(&self, body: impl FnOnce() -> Result<()>) -> Result<Graph> {

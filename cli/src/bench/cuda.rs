@@ -111,9 +111,12 @@ pub(super) fn run(
         let bytes = (subject.token_bytes + kv(mean)) as f64;
         let floor = args.decode as f64 * bytes / (bench.roofline.read_gb_s * 1e9);
         runner.truncate(0);
-        runner.accept(&prompt(depth, s))?;
+        let ids = prompt(depth, s);
+        runner.accept(&ids)?;
         bench.measure(what, args.decode as f64, floor, || {
-            runner.truncate(depth);
+            // From the first token at hand to the last one: as many steps, and none that an earlier repetition left running.
+            runner.truncate(depth - 1);
+            runner.decode(ids[depth - 1])?;
             let mut id = runner.greedy()?;
             let start = Instant::now();
             for _ in 0..args.decode {

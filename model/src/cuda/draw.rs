@@ -1,7 +1,8 @@
 //! Drawing a token on the device: what [`Sampler::sample`] draws from the same logits, bit for bit.
+use super::kernels::{Chosen, Embedding, argmax_blocks, launch_argmax};
 use crate::sampling::{Sampler, SamplingParams};
 use q4_core::Result;
-use q4_cuda::{Buffer, Gpu, Kernel, Kernels, Launch, Pinned, Stream, args};
+use q4_cuda::{Buffer, Gpu, Kernel, Kernels, Launch, Pinned, args};
 use std::sync::Arc;
 
 /// `Choice` of `cuda/draw.cu`.
@@ -44,12 +45,12 @@ pub(super) struct Draw {
     list: Buffer,
     /// A bit for each; zero between draws.
     seen: Buffer,
-    /// What `argmax` keeps and leaves after a penalty: its key, then words for its count, the token, a position and flags.
+    /// What `argmax` keeps and leaves after a penalty: keys of its blocks, and words.
+    keys: Buffer,
     best: Buffer,
     /// Ids that the penalty applies to, and the same in host memory.
     recent: Buffer,
     staged: Pinned,
-    drawn: Pinned,
 }
 
 impl Draw {
@@ -60,71 +61,82 @@ impl Draw {
             buckets: Buffer::zeroed(gpu, BUCKETS)?,
             list: Buffer::new(gpu, 16 * vocab)?,
             seen: Buffer::zeroed(gpu, vocab.div_ceil(32) * 4)?,
-            best: Buffer::zeroed(gpu, 24)?,
+            keys: Buffer::zeroed(gpu, 8 * argmax_blocks(gpu, vocab, 1) as usize)?,
+            best: Buffer::zeroed(gpu, 16)?,
             recent: Buffer::new(gpu, 4 * context)?,
             staged: Pinned::new(gpu, 4 * context)?,
-            drawn: Pinned::new(gpu, 4)?,
         })
     }
 
-    /// Draws from `logits` f32 `[vocab]`, which the penalty on `recent` changes; writes the token to both words and waits
-    /// for it.
+    /// Where `argmax` leaves the largest logit after a penalty; the drawn token is embedded and handed over, not this one.
+    fn likeliest(&self) -> Chosen {
+        let [turns, token, position, flags] = [0, 4, 8, 12].map(|at| self.best.ptr() + at);
+        let blocks = (self.keys.len() / 8) as u32;
+        let (keys, embedding) = (self.keys.ptr(), Embedding::none());
+        Chosen { keys, blocks, turns, token, position, flags, records: 0, out: 0, stride: 0, embedding }
+    }
+
+    /// Enqueues a draw from `logits` f32 `[vocab]`, which the penalty on `recent` changes. The token is embedded and handed
+    /// over where `to` says, with its flags and as 0 where those are not clear.
     ///
     /// # Safety
-    /// The logits and both words are on the stream's device and nobody else uses them. Some logit is finite, none is NaN or
-    /// +inf. `token` holds what `argmax` chose of them. Ids of `recent` are below the vocabulary's size, and no more than
-    /// `context`. The temperature is above 0.
+    /// The logits and all words are on the stream's device and nobody else uses them. `to` holds the token and the flags
+    /// that `argmax` found for the logits. Ids of `recent` are below the vocabulary's size, and no more than `context`. The
+    /// temperature is above 0. The last draw's token was waited for.
     pub unsafe fn draw(
         &mut self,
         kernels: &Drawing,
         logits: u64,
         sampler: &mut Sampler,
         recent: &[u32],
-        (token, id): (u64, u64),
-        stream: &Stream,
-    ) -> Result<u32> {
+        to: Chosen,
+        stream: usize,
+    ) -> Result<()> {
         let &SamplingParams { temperature, top_k, top_p, min_p, repetition_penalty, .. } = sampler.params();
         let top_k = top_k.min(self.vocab) as u32;
         let choice = Choice { uniform: sampler.uniform(), temperature, top_p, min_p, top_k };
-        let (s, vocab) = (stream.raw(), self.vocab as i32);
-        let how = |blocks| Launch {
+        let vocab = self.vocab as i32;
+        let how = |blocks, threads| Launch {
             grid: [blocks, 1, 1],
-            block: [1024, 1, 1],
+            block: [threads, 1, 1],
             shared: 0,
-            stream: s,
+            stream,
             overlap: true,
         };
         let (buckets, list) = (self.buckets.ptr(), self.list.ptr());
+        let Chosen { token, flags, records, out, embedding, .. } = to;
         let mut best = token;
         // SAFETY: by contract; the buffers have the sizes the kernels ask for.
         unsafe {
             if repetition_penalty != 1.0 && !recent.is_empty() {
-                // Every draw waits in the end, so nothing reads the staging memory here.
+                // The last draw came behind what read the staging memory.
                 self.staged.as_mut_slice::<u32>()[..recent.len()].copy_from_slice(recent);
-                self.staged.send(0, self.recent.ptr(), 4 * recent.len(), s)?;
+                self.staged.send(0, self.recent.ptr(), 4 * recent.len(), stream)?;
                 let (ids, count, seen) = (self.recent.ptr(), recent.len() as u32, self.seen.ptr());
-                kernels.penalise.launch(how(1), args![logits, ids, count, repetition_penalty, seen])?;
-                let key = self.best.ptr();
-                let [counter, position, flags] = [key + 8, key + 16, key + 20];
-                best = key + 12;
-                let how =
-                    Launch { grid: [128, 1, 1], block: [256, 1, 1], shared: 0, stream: s, overlap: true };
-                kernels.argmax.launch(how, args![logits, vocab, key, counter, best, position, flags])?;
+                kernels.penalise.launch(how(1, 1024), args![logits, ids, count, repetition_penalty, seen])?;
+                let to = self.likeliest();
+                best = to.token;
+                launch_argmax(&kernels.argmax, (logits, self.vocab), 0, to, 1, stream)?;
             }
-            kernels.weigh.launch(how(BLOCKS), args![logits, vocab, best, choice, buckets])?;
-            kernels.narrow.launch(how(BLOCKS), args![logits, vocab, best, choice, buckets, list])?;
-            kernels.draw.launch(how(1), args![logits, best, choice, buckets, list, token, id])?;
-            self.drawn.receive(token, 4, s)?;
+            kernels.weigh.launch(how(BLOCKS, 1024), args![logits, vocab, best, flags, choice, buckets])?;
+            kernels
+                .narrow
+                .launch(how(BLOCKS, 1024), args![logits, vocab, best, flags, choice, buckets, list])?;
+            kernels.draw.launch(
+                how(1, 1024),
+                args![logits, best, flags, choice, buckets, list, records, out, embedding],
+            )
         }
-        stream.synchronize()?;
-        Ok(self.drawn.as_slice::<u32>()[0])
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::kernels::SAMPLE;
-    use super::*;
+    use super::super::kernels::{Embedding, SAMPLE, argmax_blocks, launch_argmax};
+    use super::super::outbox::{Choice, Outbox};
+    use super::{Chosen, Draw, Drawing, Sampler, SamplingParams};
+    use q4_core::{DType, Result};
+    use q4_cuda::{Buffer, Gpu, Kernels, Stream};
     use rand_chacha::ChaCha8Rng;
     use rand_chacha::rand_core::{Rng, SeedableRng};
 
@@ -148,7 +160,17 @@ mod tests {
         let mut rng = ChaCha8Rng::seed_from_u64(1);
         let mut drawn = 0;
         for (vocab, spread) in [(7, 3.0), (2048, 4.0), (2048, 40.0), (151_936, 6.0), (151_936, 40.0)] {
-            let words = Buffer::zeroed(&gpu, 8)?;
+            let words = Buffer::zeroed(&gpu, 12)?;
+            let mut outbox = Outbox::new(&gpu, 1)?;
+            let [token, flags, records] = [0, 4, 8].map(|at| words.ptr() + at);
+            let [keys, turns, position] = [0; 3]; // those of `argmax` alone
+            let (out, stride) = (outbox.address(), 1);
+            // A token's embedding is its number.
+            let numbers: Vec<f32> = (0..vocab).map(|i| i as f32).collect();
+            let (table, hidden) = (Buffer::of(&gpu, &numbers)?, Buffer::zeroed(&gpu, 4)?);
+            let embedding = Embedding::new((table.ptr(), DType::F32), hidden.ptr(), 1);
+            let to =
+                Chosen { keys, blocks: 0, turns, token, position, flags, records, out, stride, embedding };
             let mut draw = Draw::new(&gpu, vocab, 64)?;
             for temperature in [0.01, 0.6, 1.0, 4.0] {
                 for (top_k, top_p, min_p, repetition_penalty) in [
@@ -165,6 +187,7 @@ mod tests {
                         SamplingParams { temperature, top_k, top_p, min_p, repetition_penalty, seed };
                     let mut host = Sampler::new(params, vocab)?;
                     let mut device = host.clone();
+                    let mut have = Choice { token: 0, finite: false };
                     for round in 0..6 {
                         let mut x = logits(&mut rng, vocab, spread);
                         if round % 2 == 1 {
@@ -176,26 +199,115 @@ mod tests {
                         let recent: Vec<u32> = (0..40).map(|_| rng.next_u32() % vocab as u32).collect();
                         let there = Buffer::of(&gpu, &x)?;
                         let likeliest = (0..vocab).max_by(|a, b| x[*a].total_cmp(&x[*b])).expect("one");
-                        words.upload(0, &[likeliest as u32, 0])?;
-                        // SAFETY: as the contract asks.
-                        let have = unsafe {
-                            draw.draw(
-                                &kernels,
-                                there.ptr(),
-                                &mut device,
-                                &recent,
-                                (words.ptr(), words.ptr() + 4),
-                                &stream,
-                            )?
-                        };
-                        let need = host.sample(&mut x, &recent)?;
+                        // Where logits cannot be used nothing is drawn, and nothing is left for the next draw.
+                        for flags in [u32::from(round == 3), 0] {
+                            words.upload(0, &[likeliest as u32, flags])?;
+                            let mut sampler = device.clone();
+                            // SAFETY: as the contract asks.
+                            unsafe {
+                                draw.draw(&kernels, there.ptr(), &mut sampler, &recent, to, stream.raw())?
+                            };
+                            let ticket = outbox.issue(0);
+                            have = outbox.wait(0, ticket, &stream)?;
+                            if flags == 0 {
+                                device = sampler;
+                                break;
+                            }
+                            assert_eq!(have, Choice { token: 0, finite: false });
+                            there.upload(0, &x)?; // the penalty changed them
+                        }
+                        let need = Choice { token: host.sample(&mut x, &recent)?, finite: true };
                         assert_eq!(have, need, "{vocab} tokens, spread {spread}, {:?}", host.params());
+                        stream.synchronize()?; // the token is handed over before it is embedded
+                        let mut input = [0f32];
+                        hidden.download(0, &mut input)?;
+                        assert_eq!(input, [need.token as f32], "the next step's input");
                         drawn += 1;
                     }
                 }
             }
         }
         println!("{drawn} tokens drawn alike on {}", gpu.device());
+        Ok(())
+    }
+
+    /// The first of the largest, and whether the logits can be used.
+    fn chosen(x: &[f32]) -> Choice {
+        let bad = x.iter().any(|v| v.is_nan() || *v == f32::INFINITY);
+        let mut best = 0;
+        for (i, v) in x.iter().enumerate() {
+            if *v > x[best] {
+                best = i;
+            }
+        }
+        let finite = !bad && x[best] > f32::NEG_INFINITY;
+        Choice { token: if finite { best as u32 } else { 0 }, finite }
+    }
+
+    #[test]
+    fn the_first_of_the_largest_logits_is_chosen() -> Result<()> {
+        let gpu = match Gpu::open(0) {
+            Ok(gpu) => gpu,
+            Err(e) => {
+                println!("skipped: no CUDA device ({e})");
+                return Ok(());
+            }
+        };
+        let kernels = Drawing::of(&Kernels::load(&gpu, &SAMPLE, &[])?)?;
+        let stream = Stream::new(&gpu)?;
+        let mut rng = ChaCha8Rng::seed_from_u64(2);
+        for (vocab, sequences) in
+            [(1, 1), (7, 2), (1000, 3), (4099, 1), (151_936, 1), (151_936, 5), (32_000, 64)]
+        {
+            let blocks = argmax_blocks(&gpu, vocab, sequences);
+            let keys = Buffer::zeroed(&gpu, 8 * sequences * blocks as usize)?;
+            let words = Buffer::zeroed(&gpu, 20 * sequences)?;
+            let [turns, token, position, flags, records] =
+                [0, 1, 2, 3, 4].map(|i| words.ptr() + (4 * i * sequences) as u64);
+            // A token's embedding is three numbers.
+            let numbers: Vec<f32> = (0..3 * vocab).map(|i| i as f32).collect();
+            let (table, hidden) = (Buffer::of(&gpu, &numbers)?, Buffer::zeroed(&gpu, 12 * sequences)?);
+            let embedding = Embedding::new((table.ptr(), DType::F32), hidden.ptr(), 3);
+            let mut outbox = Outbox::new(&gpu, sequences)?;
+            let (keys, out, stride) = (keys.ptr(), outbox.address(), sequences as u32);
+            let to = Chosen { keys, blocks, turns, token, position, flags, records, out, stride, embedding };
+            for round in 0..12 {
+                let mut x = logits(&mut rng, sequences * vocab, 8.0);
+                if round % 3 == 1 {
+                    x.iter_mut().for_each(|v| *v = v.round());
+                }
+                if round % 3 == 2 {
+                    for unusable in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                        x[rng.next_u32() as usize % (sequences * vocab)] = unusable;
+                    }
+                    if sequences > 1 {
+                        x[..vocab].fill(f32::NEG_INFINITY);
+                    }
+                }
+                let there = Buffer::of(&gpu, &x)?;
+                // SAFETY: everything has the sizes the kernel asks for.
+                unsafe {
+                    launch_argmax(&kernels.argmax, (there.ptr(), vocab), 2, to, sequences, stream.raw())?;
+                }
+                let mut inputs = vec![0f32; 3 * sequences];
+                for (s, x) in x.chunks(vocab).enumerate() {
+                    let ticket = outbox.issue(s);
+                    let have = outbox.wait(s, ticket, &stream)?;
+                    assert_eq!(have, chosen(x), "round {round}, sequence {s} of {sequences}, {vocab} tokens");
+                    let first = 3 * have.token;
+                    inputs[3 * s..][..3].copy_from_slice(&[
+                        first as f32,
+                        (first + 1) as f32,
+                        (first + 2) as f32,
+                    ]);
+                }
+                stream.synchronize()?;
+                let (mut have, mut at) = (vec![0f32; 3 * sequences], vec![0u32; sequences]);
+                hidden.download(0, &mut have)?;
+                words.download(8 * sequences, &mut at)?;
+                assert_eq!((have, at), (inputs, vec![2 * (round + 1); sequences]), "inputs and positions");
+            }
+        }
         Ok(())
     }
 }

@@ -1,13 +1,15 @@
-//! CUDA's side of a [`Runner`](crate::runner::Runner): prompts run directly, decode steps replay a graph.
+//! CUDA's side of a [`Runner`](crate::runner::Runner): prompts run directly, decode steps replay a graph and run ahead.
+use super::ahead::{Course, Stands, Start};
 use super::draw::Draw;
 use super::executor::{Step, bytes};
+use super::outbox::{Choice, Outbox};
 use super::slots::{Layout, Sizes};
 use super::{CudaCache, CudaExecutor, CudaModel, CudaTensor};
-use crate::executor::{Logits, Slots};
+use crate::executor::{Executor, Logits, Slots};
 use crate::runner::Engine;
 use crate::sampling::Sampler;
-use q4_core::{Code, Error, Result, ThreadPool};
-use q4_cuda::{Graph, Pinned};
+use q4_core::{Code, DType, Error, Result, ThreadPool};
+use q4_cuda::{Buffer, Graph, Pinned};
 use std::sync::Arc;
 
 /// A shared model with a context of its own.
@@ -16,19 +18,20 @@ pub struct CudaEngine {
     executor: CudaExecutor,
     cache: CudaCache,
     slots: Slots<CudaTensor>,
-    /// The decode step; recorded at its second run, when every kernel has been loaded.
-    graph: Option<Graph>,
+    /// Decode steps take turns with the logits' two places, so that those of the last step asked for are there while the
+    /// next one runs ahead. This is the place that is not among the slots.
+    spare: CudaTensor,
+    /// Which place is: of the two, the first has room for the logits of a prompt.
+    side: usize,
+    /// The decode step into either place; recorded when every kernel has been loaded.
+    pub(super) graphs: [Option<Graph>; 2],
     warm: bool,
-    /// Tokens and flags of the last step, `[2, sequences]`.
-    chosen: Pinned,
+    pub(super) course: Course,
+    outbox: Outbox,
     logits: Pinned,
     /// Made when a token is first drawn.
     draw: Option<Draw>,
     watching: bool,
-    /// The token a replayed step finds on the device, once it is known here.
-    fed_back: bool,
-    /// The last step chose a token: `chosen` will hold it.
-    chooses: bool,
 }
 
 impl CudaEngine {
@@ -44,7 +47,7 @@ impl CudaEngine {
         let kv = CudaCache::bytes(dtype, s.layers, s.kv_heads, s.head_dim, sizes.context);
         let kv = kv * sizes.sequences as u64;
         let layout = Layout::new(&model, sizes.rows, logit_rows);
-        let rest = layout.bytes() as u64 + bytes(s, &sizes);
+        let rest = (layout.bytes() + 4 * s.vocab) as u64 + bytes(s, &sizes);
         let (free, _) = gpu.memory()?;
         if kv + rest > free {
             let human = q4_core::memory::human;
@@ -56,21 +59,23 @@ impl CudaEngine {
         let cache =
             CudaCache::new(gpu, dtype, (s.layers, s.kv_heads, s.head_dim), sizes.sequences, sizes.context)?;
         let (slots, scratch) = layout.allocate(gpu)?;
-        let chosen = Pinned::new(gpu, 8 * sizes.sequences)?;
+        let spare = CudaTensor::new(&Arc::new(Buffer::new(gpu, 4 * s.vocab)?), 0, 1, s.vocab, DType::F32);
+        let outbox = Outbox::new(gpu, 1)?;
         let logits = Pinned::new(gpu, logit_rows * s.vocab * 4)?;
         let executor = CudaExecutor::new(&model, threads, sizes, scratch, rope)?;
         Ok(Self {
             executor,
             cache,
             slots,
-            graph: None,
+            spare,
+            side: 0,
+            graphs: [None, None],
             warm: false,
-            chosen,
+            course: Course::new(),
+            outbox,
             logits,
             draw: None,
             watching: false,
-            fed_back: false,
-            chooses: false,
             model,
         })
     }
@@ -78,17 +83,17 @@ impl CudaEngine {
     /// Enqueues a step whose ids are on the device.
     fn issue(&mut self, ids: &[u32], which: Logits) -> Result<()> {
         self.model.graph.forward(&mut self.executor, ids, &mut self.cache, &mut self.slots, which)?;
-        self.chooses = which == Logits::Last;
-        if self.chooses {
-            self.executor.choose(&self.slots.logits, &self.chosen)?;
-            self.executor.feed_back()?;
+        match which {
+            Logits::Last => {
+                self.executor.choose(&self.slots, &self.model.graph.table, ids.len(), &self.outbox)
+            }
+            Logits::Skip | Logits::All => Ok(()),
         }
-        Ok(())
     }
 
     fn replay(&mut self, ids: &[u32]) -> Result<()> {
         let len = self.cache.len();
-        let mut graph = match self.graph.take() {
+        let graph = match &mut self.graphs[self.side] {
             Some(graph) => {
                 self.model.products().for_each(q4_core::Q4Linear::replayed);
                 graph
@@ -97,13 +102,10 @@ impl CudaEngine {
             None => {
                 let recorded = self.record(ids);
                 self.cache.truncate(len);
-                recorded?
+                self.graphs[self.side].insert(recorded?)
             }
         };
-        let outcome = graph.launch(self.executor.stream.raw());
-        self.graph = Some(graph);
-        outcome?;
-        self.chooses = true;
+        graph.launch(self.executor.stream.raw())?;
         self.cache.advance(1);
         Ok(())
     }
@@ -116,12 +118,46 @@ impl CudaEngine {
         graph
     }
 
-    fn wait(&self) -> Result<()> {
-        self.executor.stream.synchronize()
+    /// Launches the step behind the chosen token, which the device has: it need not wait for the host to ask for it.
+    fn run_ahead(&mut self) -> Result<()> {
+        let room = self.cache.len() < self.cache.capacity();
+        if self.course.stands() != Stands::Ready || !room || self.watching {
+            return Ok(());
+        }
+        let Some(graph) = &mut self.graphs[1 - self.side] else { return Ok(()) };
+        graph.launch(self.executor.stream.raw())?;
+        self.turn();
+        self.outbox.issue(0);
+        self.course.ran_ahead();
+        Ok(())
     }
 
-    fn token(&self) -> u32 {
-        self.chosen.as_slice::<u32>()[0]
+    /// Forgets what runs ahead, if anything does.
+    fn leave(&mut self) {
+        if self.course.leave() {
+            self.turn();
+        }
+    }
+
+    /// The logits' places change places.
+    fn turn(&mut self) {
+        std::mem::swap(&mut self.slots.logits, &mut self.spare);
+        self.side = 1 - self.side;
+    }
+
+    /// What the last step chose; waits for it.
+    fn choice(&mut self) -> Result<Choice> {
+        let choice = match self.course.choice() {
+            Some(Ok(choice)) => return Ok(choice),
+            Some(Err(ticket)) => self.outbox.wait(0, ticket, &self.executor.stream)?,
+            None => {
+                return Err(Error::new(Code::Usage, "choosing a token")
+                    .need("a step that kept the logits of its last row")
+                    .have("one that kept none or all"));
+            }
+        };
+        self.course.knows(choice);
+        Ok(choice)
     }
 }
 
@@ -134,48 +170,65 @@ impl Engine for CudaEngine {
                 .have(bad.to_string()));
         }
         let one = ids.len() == 1 && which == Logits::Last && !self.watching;
-        // A decoded token that is the one the device chose is there already, and so is its position.
-        if !(one && self.fed_back && self.token() == ids[0]) {
+        let start = if one { self.course.start(ids[0]) } else { Start::Placed };
+        if start == Start::Running {
+            self.model.products().for_each(q4_core::Q4Linear::replayed);
+            self.cache.advance(1);
+            self.course.asked(Some(self.outbox.last(0)));
+            return Ok(());
+        }
+        self.leave();
+        self.course.forget();
+        let replays = one && self.warm;
+        if start == Start::Placed || !replays {
             self.executor.place(ids, &[self.cache.len() as u32])?;
         }
-        self.fed_back = false;
+        if one || self.side == 1 {
+            self.turn();
+        }
         self.executor.step = if one { Step::Decode } else { Step::Prompt { sequence: 0 } };
-        if one && self.warm {
+        if replays {
+            if start == Start::Placed {
+                self.executor.embed(&self.model.graph.table, ids, &mut self.slots.hidden)?;
+            }
             self.replay(ids)?;
         } else {
             self.issue(ids, which)?;
             self.warm |= one;
         }
-        self.fed_back = one;
+        let ticket = (which == Logits::Last).then(|| self.outbox.issue(0));
+        self.course.asked(ticket);
         Ok(())
     }
 
     fn logits(&mut self) -> Result<&mut [f32]> {
-        let count = self.slots.logits.rows() * self.slots.logits.width();
-        // SAFETY: the slot holds `count` values and so does the host's copy, which is read after the wait.
-        unsafe { self.logits.receive(self.slots.logits.ptr(), count * 4, self.executor.stream.raw())? };
-        self.wait()?;
+        let ahead = self.course.stands() == Stands::Ahead;
+        let from = if ahead { &self.spare } else { &self.slots.logits };
+        let count = from.rows() * from.width();
+        // SAFETY: the place holds `count` values and so does the host's copy, which is read after the wait.
+        unsafe { self.logits.receive(from.ptr(), count * 4, self.executor.stream.raw())? };
+        self.executor.stream.synchronize()?;
         Ok(&mut self.logits.as_mut_slice::<f32>()[..count])
     }
 
     fn is_finite(&mut self) -> Result<bool> {
-        if self.chooses {
-            self.wait()?;
-            return Ok(self.chosen.as_slice::<u32>()[1] == 0);
+        if self.course.choice().is_some() {
+            return Ok(self.choice()?.finite);
         }
         Ok(self.logits()?.iter().all(|v| v.is_finite()))
     }
 
     fn greedy(&mut self) -> Result<u32> {
-        self.wait()?;
-        Ok(self.token())
+        self.run_ahead()?;
+        Ok(self.choice()?.token)
     }
 
     fn sample(&mut self, sampler: &mut Sampler, recent: &[u32]) -> Result<u32> {
         if sampler.is_greedy() {
             return self.greedy();
         }
-        if sampler.params().temperature == 0.0 {
+        // On the host: the most likely token after a penalty, and other tokens than those chosen before.
+        if sampler.params().temperature == 0.0 || self.course.stands() != Stands::Ready {
             return sampler.sample(self.logits()?, recent);
         }
         let (vocab, context) = (self.slots.logits.width(), self.cache.capacity());
@@ -183,9 +236,11 @@ impl Engine for CudaEngine {
             Some(draw) => draw,
             none => none.insert(Draw::new(&self.model.gpu, vocab, context)?),
         };
-        let id = self.executor.draw(draw, &self.slots.logits, sampler, recent)?;
-        self.chosen.as_mut_slice::<u32>()[0] = id;
-        Ok(id)
+        let table = &self.model.graph.table;
+        self.executor.draw(draw, &self.slots, table, (sampler, recent), &self.outbox)?;
+        self.course.redrawn(self.outbox.issue(0));
+        self.run_ahead()?;
+        Ok(self.choice()?.token)
     }
 
     fn len(&self) -> usize {
@@ -196,12 +251,20 @@ impl Engine for CudaEngine {
     }
     fn truncate(&mut self, len: usize) {
         if len < self.cache.len() {
-            self.fed_back = false;
+            self.leave();
         }
         self.cache.truncate(len);
     }
     fn set_watching(&mut self, on: bool) {
+        self.leave();
         self.watching = on;
         self.executor.set_watching(on);
+    }
+}
+
+impl Drop for CudaEngine {
+    fn drop(&mut self) {
+        // A step may be running, and what it reads and writes is about to go. After a fault nothing runs.
+        let _ = self.executor.stream.synchronize();
     }
 }

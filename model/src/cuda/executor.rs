@@ -1,6 +1,7 @@
 //! [`Executor`] on CUDA: everything between products in kernels of its own, every product through [`Q4Linear`].
 use super::draw::Draw;
-use super::kernels::{ModelKernels, Place};
+use super::kernels::{Chosen, Embedding, ModelKernels, Place, argmax_blocks};
+use super::outbox::Outbox;
 use super::slots::{Scratch, Sizes};
 use super::{CudaCache, CudaModel, CudaTensor};
 use crate::cpu::CpuLinear;
@@ -9,7 +10,7 @@ use crate::sampling::Sampler;
 use q4_core::{
     Code, DType, Error, ExecContext, FuseSet, Fusion, Q4Linear, Result, RmsNorm, TensorView, ThreadPool,
 };
-use q4_cuda::{Buffer, Gpu, Graph, Pinned, Stream, driver, view, view_mut};
+use q4_cuda::{Buffer, Gpu, Graph, Pinned, Stream, view, view_mut};
 use std::sync::Arc;
 
 /// A norm's weight on the device.
@@ -60,6 +61,8 @@ pub struct CudaExecutor {
     sequences: usize,
     /// What the rows of the next step are.
     pub(super) step: Step,
+    /// What is issued is recorded: a decode step without its embedding, which is there when a step is replayed.
+    recording: bool,
     workspace: Buffer,
     rope: Buffer,
     rope_half: u64,
@@ -84,39 +87,46 @@ struct State {
     buffer: Buffer,
     sequences: usize,
     rows: usize,
+    /// Blocks that choose for a sequence, and u64 for each.
+    blocks: u32,
+    keys: Buffer,
 }
 
 impl State {
-    fn new(gpu: &Arc<Gpu>, sequences: usize, rows: usize) -> Result<Self> {
-        let words = 6 * sequences + rows + 1;
-        Ok(Self { buffer: Buffer::zeroed(gpu, words * 4 + 8)?, sequences, rows })
+    fn new(gpu: &Arc<Gpu>, vocab: usize, sequences: usize, rows: usize) -> Result<Self> {
+        let words = 5 * sequences + rows + 1;
+        let blocks = argmax_blocks(gpu, vocab, sequences);
+        let keys = Buffer::zeroed(gpu, 8 * sequences * blocks as usize)?;
+        Ok(Self { buffer: Buffer::zeroed(gpu, words * 4)?, sequences, rows, blocks, keys })
     }
     fn word(&self, at: usize) -> u64 {
         self.buffer.ptr() + 4 * at as u64
     }
-    /// u64 per sequence.
-    fn best(&self) -> u64 {
-        self.word(0)
+    /// What choosing needs, from sequence `first` on.
+    fn chosen(&self, first: usize, outbox: &Outbox, embedding: Embedding) -> Chosen {
+        let of = |array| self.word(array * self.sequences + first);
+        Chosen {
+            keys: self.keys.ptr() + 8 * first as u64 * u64::from(self.blocks),
+            blocks: self.blocks,
+            turns: of(0),
+            token: of(1),
+            flags: of(2),
+            records: of(3),
+            position: of(4),
+            out: outbox.address() + 8 * first as u64,
+            stride: outbox.sequences() as u32,
+            embedding,
+        }
     }
-    fn counters(&self) -> u64 {
-        self.word(2 * self.sequences)
-    }
+    /// Of every sequence; the ids of a step lie behind.
     fn position(&self) -> u64 {
-        self.word(3 * self.sequences)
-    }
-    /// The sampled tokens and their flags: what leaves the device.
-    fn token(&self) -> u64 {
         self.word(4 * self.sequences)
     }
-    fn flags(&self) -> u64 {
+    fn ids(&self) -> u64 {
         self.word(5 * self.sequences)
     }
-    /// Ids of a step that come from the host.
-    fn ids(&self) -> u64 {
-        self.word(6 * self.sequences)
-    }
     fn non_finite(&self) -> u64 {
-        self.word(6 * self.sequences + self.rows)
+        self.word(5 * self.sequences + self.rows)
     }
 }
 
@@ -148,7 +158,7 @@ impl CudaExecutor {
             rope: table,
             scratch,
             partial: Buffer::zeroed(gpu, partial)?,
-            state: State::new(gpu, sequences, rows.max(sequences))?,
+            state: State::new(gpu, model.graph.shape.vocab, sequences, rows.max(sequences))?,
             ids: Pinned::new(gpu, (rows.max(sequences) + sequences) * 4)?,
             gpu: gpu.clone(),
             kernels,
@@ -156,6 +166,7 @@ impl CudaExecutor {
             threads,
             sequences,
             step: Step::Prompt { sequence: 0 },
+            recording: false,
             watching: false,
         })
     }
@@ -165,73 +176,62 @@ impl CudaExecutor {
         self.watching = on;
     }
 
-    /// Starts recording what is issued next.
-    pub(super) fn begin_recording(&self) -> Result<()> {
-        self.stream.begin_capture()
+    /// Starts recording the decode step that is issued next, behind its embedding.
+    pub(super) fn begin_recording(&mut self) -> Result<()> {
+        self.stream.begin_capture()?;
+        self.recording = true;
+        Ok(())
     }
     /// What was issued since.
-    pub(super) fn end_recording(&self) -> Result<Graph> {
+    pub(super) fn end_recording(&mut self) -> Result<Graph> {
+        self.recording = false;
         self.stream.end_capture()
     }
 
-    /// Puts the ids of the next step on the device, and where every sequence stands. `ids` are below the table's rows.
+    /// Puts on the device where every sequence stands and the ids of the next step, which are below the table's rows.
     pub(super) fn place(&mut self, ids: &[u32], positions: &[u32]) -> Result<()> {
         self.stream.synchronize()?; // the staging memory may still be read
         let staged = self.ids.as_mut_slice::<u32>();
         staged[..positions.len()].copy_from_slice(positions);
         staged[positions.len()..][..ids.len()].copy_from_slice(ids);
-        let (at, s) = (positions.len() * 4, self.stream.raw());
-        // SAFETY: both fit by the engine's chunk, the staging memory and the state have room for them, and nobody writes
-        // the staging memory before the next wait above.
-        unsafe {
-            self.ids.send(0, self.state.position(), at, s)?;
-            self.ids.send(at, self.state.ids(), ids.len() * 4, s)
-        }
+        let bytes = 4 * (positions.len() + ids.len());
+        // SAFETY: both fit by the engine's chunk, the staging memory and the state have room for them, one behind the other,
+        // and nobody writes the staging memory before the next wait above.
+        unsafe { self.ids.send(0, self.state.position(), bytes, self.stream.raw()) }
     }
 
-    /// Chooses the next token of the rows whose logits are there, steps their positions, and brings tokens and flags of
-    /// all sequences into `out` (`[2, sequences]` u32) when the stream gets there.
-    pub(super) fn choose(&mut self, logits: &CudaTensor, out: &Pinned) -> Result<()> {
+    /// Chooses the next token of the rows whose logits are there and hands it over. Behind a step of `rows` rows its embedding
+    /// is the next step's input, at the position after them.
+    pub(super) fn choose(
+        &mut self,
+        slots: &Slots<CudaTensor>,
+        table: &CudaTable,
+        rows: usize,
+        outbox: &Outbox,
+    ) -> Result<()> {
         let (first, count) = match self.step {
             Step::Prompt { sequence } => (sequence, 1),
             Step::Decode => (0, self.sequences),
         };
-        let (st, s, at) = (&self.state, self.stream.raw(), 4 * first as u64);
-        // SAFETY: sizes as `State` and the slots have them.
-        unsafe {
-            let status = driver::cuMemsetD32Async(st.flags() + at, 0, count, s as driver::CUstream);
-            q4_cuda::check(status, "clearing flags")?;
-            self.kernels.argmax(
-                logits.ptr(),
-                (st.best() + 2 * at, st.counters() + at),
-                (st.token() + at, st.position() + at, st.flags() + at),
-                count,
-                s,
-            )?;
-            out.receive(st.token(), 8 * self.sequences, s)
-        }
+        let to = self.state.chosen(first, outbox, embedding(table, &slots.hidden, first));
+        // SAFETY: sizes as `State`, the outbox and the slots have them.
+        unsafe { self.kernels.argmax(slots.logits.ptr(), rows, to, count, self.stream.raw()) }
     }
 
-    /// Draws the first sequence's next token instead of the chosen one, makes it the next step's id and waits for it.
+    /// Draws the first sequence's next token instead of the chosen one: hands it over, and its embedding is the next step's
+    /// input.
     pub(super) fn draw(
         &self,
         draw: &mut Draw,
-        logits: &CudaTensor,
-        sampler: &mut Sampler,
-        recent: &[u32],
-    ) -> Result<u32> {
-        let (st, s) = (&self.state, &self.stream);
-        // SAFETY: one row of logits of the vocabulary's size, whose flags were clear, and one word each.
-        unsafe { draw.draw(&self.kernels.drawing, logits.ptr(), sampler, recent, (st.token(), st.ids()), s) }
-    }
-
-    /// Makes the tokens chosen last the ids of the next step.
-    pub(super) fn feed_back(&mut self) -> Result<()> {
-        let (from, to, s) = (self.state.token(), self.state.ids(), self.stream.raw());
-        // SAFETY: both ranges are of the state and do not overlap.
-        let status =
-            unsafe { driver::cuMemcpyDtoDAsync_v2(to, from, 4 * self.sequences, s as driver::CUstream) };
-        q4_cuda::check(status, "feeding tokens back")
+        slots: &Slots<CudaTensor>,
+        table: &CudaTable,
+        (sampler, recent): (&mut Sampler, &[u32]),
+        outbox: &Outbox,
+    ) -> Result<()> {
+        let to = self.state.chosen(0, outbox, embedding(table, &slots.hidden, 0));
+        let (logits, s) = (slots.logits.ptr(), self.stream.raw());
+        // SAFETY: one row of logits of the vocabulary's size, of which `choose` chose last, and one word each.
+        unsafe { draw.draw(&self.kernels.drawing, logits, sampler, recent, to, s) }
     }
 
     fn position(&self, cache: &CudaCache) -> Place {
@@ -288,6 +288,10 @@ impl CudaExecutor {
     }
 }
 
+fn embedding(table: &CudaTable, hidden: &CudaTensor, first: usize) -> Embedding {
+    Embedding::new((table.buffer.ptr(), table.dtype), hidden.row(first), hidden.width())
+}
+
 fn fuses(weight: &CpuLinear, m: usize, set: FuseSet) -> bool {
     weight.parts.iter().all(|(p, _): &(Q4Linear, usize)| p.fuses(m, set))
 }
@@ -302,8 +306,11 @@ impl Executor for CudaExecutor {
 
     fn embed(&mut self, table: &CudaTable, ids: &[u32], out: &mut CudaTensor) -> Result<()> {
         out.set_rows(ids.len());
+        if self.recording {
+            return Ok(());
+        }
         let (from, s) = (self.state.ids(), self.stream.raw());
-        // SAFETY: the ids on the device are `ids`, or tokens chosen among the vocabulary; slots have the sizes asked for.
+        // SAFETY: the ids on the device are `ids`; slots have the sizes asked for.
         unsafe { self.kernels.embed((table.buffer.ptr(), table.dtype), from, out.ptr(), ids.len(), s) }
     }
 

@@ -32,7 +32,80 @@ pub struct Place {
     pub strides: (u64, u64),
 }
 
-/// The kernels of one model, for one element type.
+/// Where `argmax` keeps and leaves what it does, for the first of its sequences.
+#[derive(Clone, Copy)]
+pub struct Chosen {
+    /// u64 per sequence and block, zero at first.
+    pub keys: u64,
+    /// Blocks of a sequence.
+    pub blocks: u32,
+    /// u32 per sequence, and below: launches.
+    pub turns: u64,
+    /// What it chooses.
+    pub token: u64,
+    /// The next step's position.
+    pub position: u64,
+    /// Why nothing was chosen.
+    pub flags: u64,
+    /// Records handed over.
+    pub records: u64,
+    /// Where they go.
+    pub out: u64,
+    /// Records of half of it.
+    pub stride: u32,
+    /// The next step's input.
+    pub embedding: Embedding,
+}
+
+/// `Embedding` of `cuda/sample.cu`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Embedding {
+    table: u64,
+    hidden: u64,
+    width: i32,
+    kind: i32,
+}
+
+impl Embedding {
+    /// Rows of `table` become f32 `[sequences, width]` at `hidden`.
+    pub fn new((table, dtype): (u64, DType), hidden: u64, width: usize) -> Self {
+        Self { table, hidden, width: width as i32, kind: index(dtype) as i32 + 1 }
+    }
+    /// Nothing is embedded.
+    pub fn none() -> Self {
+        Self { table: 0, hidden: 0, width: 0, kind: 0 }
+    }
+}
+
+/// Blocks of `argmax` for each of `sequences` sequences: what the device runs at once, at most a load a thread.
+pub(super) fn argmax_blocks(gpu: &Gpu, vocab: usize, sequences: usize) -> u32 {
+    (8 * gpu.processors as usize / sequences).clamp(1, vocab.div_ceil(1024)) as u32
+}
+
+/// See [`ModelKernels::argmax`].
+///
+/// # Safety
+/// As there.
+pub(super) unsafe fn launch_argmax(
+    argmax: &Kernel,
+    (logits, vocab): (u64, usize),
+    rows: usize,
+    to: Chosen,
+    sequences: usize,
+    stream: usize,
+) -> Result<()> {
+    let (vocab, rows) = (vocab as i32, rows as u32);
+    let grid = [to.blocks, sequences as u32, 1];
+    let how = Launch { grid, block: [256, 1, 1], shared: 0, stream, overlap: true };
+    let Chosen { keys, turns, token, position, flags, records, out, stride, embedding, .. } = to;
+    let args =
+        args![logits, vocab, rows, keys, turns, token, position, flags, records, out, stride, embedding];
+    // SAFETY: by contract.
+    unsafe { argmax.launch(how, args) }
+}
+
+/// The kernels of one model, for/// The kernels of one model, for one element type.
 pub struct ModelKernels {
     gpu: Arc<Gpu>,
     shape: Shape,
@@ -193,8 +266,8 @@ impl ModelKernels {
     /// Addresses are of device memory of the sizes `embed_T` documents; so below.
     pub unsafe fn embed(&self, table: (u64, DType), ids: u64, out: u64, rows: usize, s: usize) -> Result<()> {
         let width = self.shape.hidden as i32;
-        let how =
-            Launch { grid: [rows as u32, 1, 1], block: [128, 1, 1], shared: 0, stream: s, overlap: true };
+        let grid = [rows as u32, (width as u32).div_ceil(1024), 1];
+        let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: s, overlap: true };
         // SAFETY: by contract.
         unsafe { self.embed[index(table.1)].launch(how, args![table.0, ids, out, width]) }
     }
@@ -432,23 +505,21 @@ impl ModelKernels {
         unsafe { kernel.launch(how, args![table, x, out, vocab, width, count]) }
     }
 
-    /// The largest logit of every sequence: writes `token`, steps `position`, sets `flags`.
+    /// The largest logit of every sequence: writes and embeds `token`, steps `position` by `rows`, sets `flags`, and hands
+    /// the token over.
     ///
     /// # Safety
     /// As above; see `argmax` for the sizes.
     pub unsafe fn argmax(
         &self,
         logits: u64,
-        (best, counters): (u64, u64),
-        (token, position, flags): (u64, u64, u64),
+        rows: usize,
+        to: Chosen,
         sequences: usize,
         s: usize,
     ) -> Result<()> {
-        let vocab = self.shape.vocab as i32;
-        let grid = [(128 / sequences).max(1) as u32, sequences as u32, 1];
-        let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: s, overlap: true };
         // SAFETY: by contract.
-        unsafe { self.argmax.launch(how, args![logits, vocab, best, counters, token, position, flags]) }
+        unsafe { launch_argmax(&self.argmax, (logits, self.shape.vocab), rows, to, sequences, s) }
     }
 
     /// Sets `flag` to 1 when one of `count` elements is not finite.

@@ -1,7 +1,9 @@
 //! The CUDA executor: activations, cache and tables on the device, products through the dispatch seam.
 //!
 //! The residual stream is f32; inputs of products, the cache and what attention reads have the element type of `--dtype`.
-//! A decode step is captured once as a graph: it allocates nothing, and only a token and its flags leave the device.
+//! A decode step is captured once as a graph of kernels: it allocates nothing, only a token and its flags leave the device, and
+//! the next one starts while the host reads them.
+mod ahead;
 mod batch;
 mod cache;
 mod draw;
@@ -9,8 +11,11 @@ mod engine;
 mod executor;
 mod kernels;
 mod model;
+mod outbox;
 mod slots;
 mod tensor;
+#[cfg(test)]
+mod tests;
 
 pub use batch::CudaBatch;
 pub use cache::CudaCache;

@@ -1,0 +1,264 @@
+//! Steps that run ahead change nothing but time: the same bits as an engine that waits for every token.
+use super::ahead::Stands;
+use super::{CudaEngine, CudaModel, Sizes};
+use crate::executor::{Logits, Shape};
+use crate::load::{Loaded, Model};
+use crate::runner::Engine;
+use crate::sampling::{Sampler, SamplingParams};
+use crate::synthetic::{Recipe, build};
+use q4_core::memory::Budget;
+use q4_core::{Activations, BuiltinOptions, DType, Device, Dispatch, Policy, Registry, Result, ThreadPool};
+use q4_cuda::Nodes;
+use std::sync::Arc;
+use {q4_dequant_matmul as _, q4_nf4_kernel as _, q4_nvfp4_kernel as _};
+
+const VOCAB: usize = 4096;
+const CONTEXT: usize = 64;
+
+/// A random model of two layers.
+struct Small {
+    dispatch: Dispatch,
+    loaded: Loaded,
+    threads: Arc<ThreadPool>,
+}
+
+impl Small {
+    /// None, and why, where there is no device.
+    fn new() -> Result<Option<Self>> {
+        if let Err(e) = q4_cuda::Gpu::open(0) {
+            println!("skipped: no CUDA device ({e})");
+            return Ok(None);
+        }
+        let shape = Shape {
+            hidden: 256,
+            heads: 4,
+            kv_heads: 2,
+            head_dim: 64,
+            intermediate: 512,
+            vocab: VOCAB,
+            layers: 2,
+        };
+        let recipe = Recipe {
+            schema: Recipe::NF4,
+            activations: Activations::Native,
+            dtype: DType::BF16,
+            max_rows: 16,
+            device: Device::Cuda(0),
+        };
+        let dispatch = Dispatch::new(
+            Registry::builtin(&BuiltinOptions { cuda: Some(0), ..BuiltinOptions::default() })?,
+            Policy::default(),
+        );
+        let threads = Arc::new(ThreadPool::new(2));
+        let loaded = build(&shape, &recipe, &dispatch, threads.clone(), &Budget::of_machine())?;
+        Ok(Some(Self { dispatch, loaded, threads }))
+    }
+
+    fn model(&self) -> &Arc<CudaModel> {
+        match &self.loaded.model {
+            Model::Cuda(model) => model,
+            Model::Cpu(_) => panic!("built for a device"),
+        }
+    }
+
+    fn engine(&self) -> Result<CudaEngine> {
+        let sizes = Sizes {
+            rows: 16,
+            logit_rows: 1,
+            sequences: 1,
+            context: CONTEXT,
+            workspace: self.loaded.workspace,
+        };
+        let rope = (self.loaded.rope.0.as_slice(), self.loaded.rope.1);
+        CudaEngine::new(self.model().clone(), self.threads.clone(), sizes, rope)
+    }
+
+    /// Calls of products that were counted so far.
+    fn calls(&self) -> u64 {
+        self.dispatch.witness().executed().iter().map(|e| e.calls).sum()
+    }
+}
+
+/// What a caller may do.
+#[derive(Clone, Copy, Debug)]
+enum Do {
+    Prompt(&'static [u32]),
+    /// Chooses a token and takes it, so many times.
+    Take(usize),
+    /// Chooses a token and takes another one.
+    Refuse,
+    /// Chooses two tokens and takes the second.
+    Twice,
+    /// Forgets the last positions.
+    Back(usize),
+}
+use Do::{Back, Prompt, Refuse, Take, Twice};
+
+const STORY: [Do; 11] = [
+    Prompt(&[3, 1, 4, 1, 5]),
+    Take(9),
+    Refuse,
+    Take(5),
+    Back(3),
+    Prompt(&[9]),
+    Take(4),
+    Twice,
+    Take(2),
+    Prompt(&[2, 6, 5, 3, 5, 8, 9, 7, 9]),
+    Take(CONTEXT), // until the context is full
+];
+
+/// Runs the story and returns every token that was chosen with the bits of its logits.
+fn tell(engine: &mut CudaEngine, params: &SamplingParams, ahead: bool) -> Result<Vec<(u32, Vec<u32>)>> {
+    let mut sampler = Sampler::new(params.clone(), VOCAB)?;
+    let (mut told, mut tokens) = (Vec::new(), Vec::new());
+    let bits = |logits: &mut [f32]| logits.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+    for part in STORY {
+        let (count, choices) = match part {
+            Prompt(ids) => {
+                engine.step(ids, Logits::Last)?;
+                tokens.extend_from_slice(ids);
+                continue;
+            }
+            Back(n) => {
+                tokens.truncate(tokens.len() - n);
+                engine.truncate(tokens.len());
+                continue;
+            }
+            Take(n) => (n, 1),
+            Refuse => (1, 1),
+            // A second penalty on the same logits is the caller's business.
+            Twice => (1, if params.repetition_penalty == 1.0 { 2 } else { 1 }),
+        };
+        for _ in 0..count {
+            if engine.len() == CONTEXT {
+                break;
+            }
+            for _ in 0..choices {
+                let before = bits(engine.logits()?);
+                let id = match ahead {
+                    true => engine.sample(&mut sampler, &tokens)?,
+                    false => sampler.sample(engine.logits()?, &tokens)?,
+                };
+                assert!(engine.is_finite()?);
+                if params.repetition_penalty == 1.0 {
+                    assert!(before == bits(engine.logits()?), "logits of another step than the last one");
+                }
+                told.push((id, before));
+            }
+            let id = told.last().expect("chosen").0;
+            let id = if matches!(part, Refuse) { (id + 1) % VOCAB as u32 } else { id };
+            engine.step(&[id], Logits::Last)?;
+            tokens.push(id);
+        }
+    }
+    assert_eq!((engine.len(), tokens.len()), (CONTEXT, CONTEXT));
+    engine.sample(&mut sampler, &tokens)?;
+    assert_ne!(engine.course.stands(), Stands::Ahead, "there is no room ahead");
+    engine.truncate(CONTEXT - 1);
+    engine.step(&[1], Logits::Last)?;
+    Ok(told)
+}
+
+#[test]
+fn running_ahead_changes_no_bit() -> Result<()> {
+    let Some(small) = Small::new()? else { return Ok(()) };
+    let greedy = SamplingParams::default();
+    let drawn = SamplingParams { temperature: 1.0, top_k: 40, top_p: 0.95, seed: 7, ..greedy.clone() };
+    let penalised = SamplingParams { repetition_penalty: 1.3, ..drawn.clone() };
+    for params in [greedy, drawn, penalised] {
+        let start = small.calls();
+        let waits = tell(&mut small.engine()?, &params, false)?;
+        let between = small.calls();
+        let mut engine = small.engine()?;
+        let runs = tell(&mut engine, &params, true)?;
+        let end = small.calls();
+        assert_eq!(waits.len(), runs.len());
+        let other = waits.iter().zip(&runs).position(|(a, b)| a != b);
+        assert_eq!(other, None, "the first choice that is another one, {params:?}");
+        assert_eq!(between - start, end - between, "only steps that were asked for count");
+        for graph in engine.graphs.iter().flatten() {
+            let Nodes { kernels, others, overlapping } = graph.nodes()?;
+            assert_eq!((others, overlapping), (0, kernels - 1), "kernels that overlap, and nothing else");
+        }
+        println!("{} choices alike, {params:?}", runs.len());
+    }
+    Ok(())
+}
+
+#[test]
+fn a_step_is_ahead_when_its_token_was_chosen() -> Result<()> {
+    let Some(small) = Small::new()? else { return Ok(()) };
+    let mut engine = small.engine()?;
+    engine.step(&[3, 1, 4], Logits::Last)?;
+    for step in 0..12 {
+        let id = engine.greedy()?;
+        // The first step runs every kernel once, the next two record it for either place.
+        let ahead = if step < 3 { Stands::Ready } else { Stands::Ahead };
+        assert_eq!(engine.course.stands(), ahead, "step {step}");
+        engine.step(&[id], Logits::Last)?;
+    }
+    engine.greedy()?;
+    engine.set_watching(true);
+    assert_eq!(engine.course.stands(), Stands::Elsewhere, "who watches wants every step to himself");
+    Ok(())
+}
+
+#[test]
+fn a_step_without_finite_logits_is_refused_and_leaves_nothing() -> Result<()> {
+    let Some(small) = Small::new()? else { return Ok(()) };
+    const BAD: u32 = 5;
+    let row = vec![half::bf16::NAN; 256];
+    small.model().graph.table.buffer.upload(BAD as usize * 256 * 2, &row)?;
+    for params in [SamplingParams::default(), SamplingParams { temperature: 1.0, ..Default::default() }] {
+        let mut sampler = Sampler::new(params, VOCAB)?;
+        let mut engine = small.engine()?;
+        engine.step(&[3, 1, 4], Logits::Last)?;
+        for _ in 0..6 {
+            let id = engine.greedy()?;
+            engine.step(&[id], Logits::Last)?;
+        }
+        let need = engine.greedy()?;
+        engine.step(&[BAD], Logits::Last)?;
+        engine.sample(&mut sampler, &[])?;
+        assert!(!engine.is_finite()?);
+        engine.truncate(engine.len() - 2);
+        engine.step(&[need], Logits::Last)?; // in the place of the last good token
+        assert!(engine.is_finite()?);
+        engine.sample(&mut sampler, &[])?;
+        assert!(engine.is_finite()?);
+    }
+    Ok(())
+}
+
+#[test]
+fn a_batch_that_runs_ahead_changes_no_token() -> Result<()> {
+    let Some(small) = Small::new()? else { return Ok(()) };
+    let prompts: [&[u32]; 3] = [&[3, 1, 4], &[1, 5, 9, 2], &[6]];
+    let run = |ahead: bool| -> Result<Vec<u32>> {
+        let mut batch = small.loaded.batch(3, 34, 16)?;
+        let mut all = Vec::new();
+        for (i, prompt) in prompts.iter().enumerate() {
+            all.push(batch.accept(i, prompt)?);
+        }
+        for step in 0..30 {
+            if step == 11 {
+                all.push(batch.accept(2, &[7, 7])?);
+            }
+            all.extend_from_slice(batch.step()?);
+            let stands = if step < 1 || step == 29 { Stands::Ready } else { Stands::Ahead };
+            assert_eq!(batch.stands, stands, "step {step}");
+            if !ahead {
+                batch.executor.stream.synchronize()?;
+                batch.stands = Stands::Elsewhere;
+            }
+        }
+        Ok(all)
+    };
+    let start = small.calls();
+    let need = run(false)?;
+    let between = small.calls();
+    assert_eq!(run(true)?, need);
+    assert_eq!(small.calls() - between, between - start, "only steps that were asked for count");
+    Ok(())
+}
