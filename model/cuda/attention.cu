@@ -228,7 +228,6 @@ DEVICE void decode(
     bool query = warp < mine, key = warp == WARPS - 1, value = warp == WARPS - 2;
     // Positions, and keys and values before this one, are older than the step: only q, k and v come from the kernel before.
     u32 at = position[blockIdx.z];
-    let_next_start();
     u32 active = min(gridDim.x, (at + STEP) / STEP), stride = gridDim.x * STEP;
     if (blockIdx.x >= active) return;
     keys += blockIdx.z * sequence_stride + kv * head_stride;
@@ -255,6 +254,8 @@ DEVICE void decode(
         Head<float>::load(weight, key && !query ? k_weight : q_weight);
         Head<X>::angles(c, s, cosine + (u64)at * (D / 2), sine + (u64)at * (D / 2));
         wait_for_previous();
+        // Not before: the weights of the next product would come ahead of q.
+        let_next_start();
         if (query) Head<X>::load(head, row + (kv * group + first_head + warp) * D);
         if (owner && (key || value)) Head<X>::load(other, row + (heads + (value ? kv_heads : 0) + kv) * D);
         if (query) {
