@@ -130,35 +130,36 @@ def floats(path):
 
 def cublas():
     """us of a bf16 product, graph replays over rotated weights larger than four times the cache. Outputs are q4's: bf16, and
-    f32 of the head."""
+    f32 of the head; so are the order, many rows of every product after few, and how many a replay has: what draws more power
+    for longer runs slower."""
     try:
         import torch
     except ImportError:
         notes.append("no torch here: cuBLAS did not run")
         return {}
     times = {}
-    for name, (n, k) in SIZES.items():
+    for m, (name, (n, k)) in [(m, s) for m in ROWS for s in SIZES.items()]:
+        if name == "lm_head" and m > 512:
+            continue
         copies = max(1, -(-240_000_000 // (n * k * 2)))
         w = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
-        for m in ROWS:
-            if name == "lm_head" and m > 512:
-                continue
-            x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-            y = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
-            head = name == "lm_head"
-            multiply = lambda c: torch.mm(x, c.t(), out_dtype=torch.float32) if head else torch.mm(x, c.t(), out=y)
+        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+        y = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+        head = name == "lm_head"
+        multiply = lambda c: torch.mm(x, c.t(), out_dtype=torch.float32) if head else torch.mm(x, c.t(), out=y)
+        w = [w[i % copies] for i in range(1 if head else 36)]
+        for c in w:
+            multiply(c)
+        g = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(g):
             for c in w:
                 multiply(c)
-            g = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(g):
-                for c in w:
-                    multiply(c)
-            us = []
-            for _ in range(7):
-                a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                a.record(); g.replay(); b.record(); b.synchronize()
-                us.append(a.elapsed_time(b) * 1e3 / copies)
-            times[name, m] = sorted(us)[3]
+        us = []
+        for _ in range(7):
+            a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            a.record(); g.replay(); b.record(); b.synchronize()
+            us.append(a.elapsed_time(b) * 1e3 / len(w))
+        times[name, m] = sorted(us)[3]
         del w
     torch.cuda.empty_cache()
     return times
