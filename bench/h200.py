@@ -5,6 +5,7 @@
 promised. Peers that cannot run here were recorded on such a card; cuBLAS runs in this script."""
 import json, os, platform, shutil, subprocess, sys, tempfile, time
 from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
 
 Q4 = os.environ["Q4"]
 OUT = sys.argv[1]
@@ -53,17 +54,14 @@ def doc(*args, **kw):
         return {}
 
 
-def conformance():
-    backends = ["nvfp4-kernel", "nf4-kernel", "dequant-matmul"]
-    with ThreadPoolExecutor(len(backends)) as pool:
-        docs = list(pool.map(lambda b: doc("conformance", "--device", "cuda", "--backend", b, "--profile", "inference",
-                                           "--no-certificate", timeout=600), backends))
-    for backend, d in zip(backends, docs):
-        failed = d.get("failed")
+def conformance_of(backend):
+    def conformance():
+        d = doc("conformance", "--device", "cuda", "--backend", backend, "--profile", "inference", "--no-certificate", timeout=600)
+        failed, worst = d.get("failed"), d.get("max_error_over_bound")
         row(f"conformance {backend}: failed", failed, "cases", bar="0", met=failed == 0)
         row(f"conformance {backend}: passed", d.get("passed"), "cases")
-        worst = d.get("max_error_over_bound")
         row(f"conformance {backend}: worst error over bound", worst, "ratio", bar="<= 1", met=worst is not None and worst <= 1)
+    return conformance
 
 
 def agreement():
@@ -308,20 +306,26 @@ def show(v):
 def main():
     start = time.time()
     host = doc("diagnose").get("host")
+    lock = Lock()
+
     def run(step):
-        if len(sys.argv) > 2 and step.__name__ not in sys.argv[2:]:
+        name = step.__name__
+        if len(sys.argv) > 2 and name not in sys.argv[2:]:
             return
         began = time.time()
         try:
             step()
         except Exception as e:  # a step that breaks must not lose the others
-            failures.append({"command": step.__name__, "exit": None, "stderr": repr(e)})
-        steps[step.__name__] = round(time.time() - began)
-    # The last two take no times, so they run side by side.
-    for together in (speed,), (kernels,), (first_token,), (exits,), (agreement, conformance):
+            failures.append({"command": name, "exit": None, "stderr": repr(e)})
+        with lock:
+            steps[name] = max(steps.get(name, 0), round(time.time() - began))
+            write(start, host)
+
+    # The last ones take no times, so they run side by side.
+    checks = agreement, *map(conformance_of, ["nvfp4-kernel", "nf4-kernel", "dequant-matmul"])
+    for together in (speed,), (kernels,), (first_token,), (exits,), checks:
         with ThreadPoolExecutor(len(together)) as pool:
             list(pool.map(run, together))
-        write(start, host)
     for r in rows:
         verdict = {None: "", True: "met", False: "MISSED"}[r["met"]]
         print(f"{r['name']:<66} {show(r['q4']):>12} {r['unit']:<6} peer {show(r['peer']):>9} x{show(r['ratio']):<6}"
