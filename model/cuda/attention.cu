@@ -68,7 +68,7 @@ ATTENTION(bf16, bf16)
 ATTENTION(f16, f16)
 
 #ifdef HEAD_DIM
-// decode_X_T(qkv X[sequences, (heads + 2 kv_heads) HEAD_DIM], q_weight f32, k_weight f32, eps,
+// decode_T(qkv T[sequences, (heads + 2 kv_heads) HEAD_DIM], q_weight f32, k_weight f32, eps,
 //            cosine f32[context, HEAD_DIM/2], sine, position u32[sequences], keys T, values T, head_stride,
 //            sequence_stride, partial u32[sequences * kv_heads * groups * (splits * 16 HEAD_DIM + 4)], 16-byte aligned,
 //            out T[sequences, heads HEAD_DIM], heads, kv_heads, scale)
@@ -211,9 +211,9 @@ DEVICE bool leave(u64 *state, u32 run, u32 active) {
     return __shfl_sync(~0u, left, 0);
 }
 
-template <class X, class T>
+template <class T>
 DEVICE void decode(
-    const X *qkv, const float *q_weight, const float *k_weight, float eps, const float *cosine, const float *sine,
+    const T *qkv, const float *q_weight, const float *k_weight, float eps, const float *cosine, const float *sine,
     const u32 *position, T *keys, T *values, u64 head_stride, u64 sequence_stride, u32 *partial, T *out, int heads,
     int kv_heads, float scale) {
     extern __shared__ __align__(128) u8 tiles[];
@@ -224,7 +224,7 @@ DEVICE void decode(
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     int group = heads / kv_heads, groups = (group + 7) / 8, kv = blockIdx.y / groups, first_head = (blockIdx.y % groups) * 8;
     int mine = min(8, group - first_head);
-    const X *row = qkv + (u64)blockIdx.z * (heads + 2 * kv_heads) * D;
+    const T *row = qkv + (u64)blockIdx.z * (heads + 2 * kv_heads) * D;
     bool query = warp < mine, key = warp == WARPS - 1, value = warp == WARPS - 2;
     // Positions, and keys and values before this one, are older than the step: only q, k and v come from the kernel before.
     u32 at = position[blockIdx.z];
@@ -249,27 +249,27 @@ DEVICE void decode(
     bool owner = at / STEP % gridDim.x == blockIdx.x;
     {
         Head<float> weight;
-        Head<X> head, other;
-        float c[Head<X>::N], s[Head<X>::N];
+        Head<T> head, other;
+        float c[Head<T>::N], s[Head<T>::N];
         Head<float>::load(weight, key && !query ? k_weight : q_weight);
-        Head<X>::angles(c, s, cosine + (u64)at * (D / 2), sine + (u64)at * (D / 2));
+        Head<T>::angles(c, s, cosine + (u64)at * (D / 2), sine + (u64)at * (D / 2));
         wait_for_previous();
         // Not before: the weights of the next product would come ahead of q.
         let_next_start();
-        if (query) Head<X>::load(head, row + (kv * group + first_head + warp) * D);
-        if (owner && (key || value)) Head<X>::load(other, row + (heads + (value ? kv_heads : 0) + kv) * D);
+        if (query) Head<T>::load(head, row + (kv * group + first_head + warp) * D);
+        if (owner && (key || value)) Head<T>::load(other, row + (heads + (value ? kv_heads : 0) + kv) * D);
         if (query) {
-            Head<X>::norm_rotate(head, weight, c, s, eps);
-            Head<X>::store(head, q[warp]);
+            Head<T>::norm_rotate(head, weight, c, s, eps);
+            Head<T>::store(head, q[warp]);
         } else {
             for (int i = lane; i < D; i += 32) q[warp][i] = As<T>::from(0.f);
         }
         if (owner && key) {
             if (query) Head<float>::load(weight, k_weight);
-            Head<X>::norm_rotate(other, weight, c, s, eps);
-            Head<X>::store(other, fresh[0]);
+            Head<T>::norm_rotate(other, weight, c, s, eps);
+            Head<T>::store(other, fresh[0]);
         }
-        if (owner && value) Head<X>::store(other, fresh[1]);
+        if (owner && value) Head<T>::store(other, fresh[1]);
     }
     __syncthreads();
     // Behind the barrier, which would wait for the answer.
@@ -440,16 +440,14 @@ DEVICE void decode(
     }
 }
 
-#define DECODE(NAME, X, T) \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) NAME( \
-        const X *qkv, const float *q_weight, const float *k_weight, float eps, const float *cosine, const float *sine, \
-        const u32 *position, T *keys, T *values, u64 head_stride, u64 sequence_stride, u32 *partial, T *out, \
-        int heads, int kv_heads, float scale) { \
-        decode<X, T>(qkv, q_weight, k_weight, eps, cosine, sine, position, keys, values, head_stride, sequence_stride, \
-                     partial, out, heads, kv_heads, scale); \
+#define DECODE(T) \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode_##T( \
+        const T *qkv, const float *q_weight, const float *k_weight, float eps, const float *cosine, const float *sine, \
+        const u32 *position, T *keys, T *values, u64 head_stride, u64 sequence_stride, u32 *partial, T *out, int heads, \
+        int kv_heads, float scale) { \
+        decode<T>(qkv, q_weight, k_weight, eps, cosine, sine, position, keys, values, head_stride, sequence_stride, partial, out, \
+                  heads, kv_heads, scale); \
     }
-DECODE(decode_f32_bf16, float, bf16)
-DECODE(decode_bf16_bf16, bf16, bf16)
-DECODE(decode_f32_f16, float, f16)
-DECODE(decode_f16_f16, f16, f16)
+DECODE(bf16)
+DECODE(f16)
 #endif

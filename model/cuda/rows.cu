@@ -61,17 +61,17 @@ template <class T> DEVICE void norm(const float *x, const float *weight, float e
     for (int i = threadIdx.x + 4096; i < width; i += 256) to[i] = As<T>::from(row[i] * factor * weight[i]);
 }
 
-// rotate_append_T_C(qkv T[rows, (heads + 2 kv_heads) dim], q_weight f32[dim], k_weight f32[dim], eps,
-//                   cosine f32[context, dim/2], sine f32[context, dim/2], position u32[batch ? rows : 1], batch,
-//                   keys C, values C, head_stride, sequence_stride, q C[rows, heads dim], heads, kv_heads, dim)
+// rotate_append_T(qkv T[rows, (heads + 2 kv_heads) dim], q_weight f32[dim], k_weight f32[dim], eps,
+//                 cosine f32[context, dim/2], sine f32[context, dim/2], position u32[batch ? rows : 1], batch,
+//                 keys T, values T, head_stride, sequence_stride, q T[rows, heads dim], heads, kv_heads, dim)
 //   grid (rows, ceil((heads + 2 kv_heads) / 8)), block 256: a warp per head.
 //   Row r stands at position[r] of sequence r (batch = 1), or at position[0] + r of sequence 0 (batch = 0).
 //   Norms q and k heads, rotates pairs (i, i + dim/2), writes q to `q`, k and v to
 //   keys/values[sequence * sequence_stride + head * head_stride + position * dim + i]. Strides in elements.
-template <class T, class C>
+template <class T>
 DEVICE void rotate_append(
     const T *qkv, const float *q_weight, const float *k_weight, float eps, const float *cosine, const float *sine,
-    const u32 *position, int batch, C *keys, C *values, u64 head_stride, u64 sequence_stride, C *q, int heads,
+    const u32 *position, int batch, T *keys, T *values, u64 head_stride, u64 sequence_stride, T *q, int heads,
     int kv_heads, int dim) {
     let_next_start();
     wait_for_previous();
@@ -81,17 +81,17 @@ DEVICE void rotate_append(
     const T *from = qkv + ((u64)row * (heads + 2 * kv_heads) + head) * dim;
     u64 place = (batch ? row * sequence_stride : 0) + (u64)at * dim;
     if (head >= heads + kv_heads) {
-        C *to = values + place + (u64)(head - heads - kv_heads) * head_stride;
+        T *to = values + place + (u64)(head - heads - kv_heads) * head_stride;
         if (dim % 4 == 0 && ((u64)qkv & 15) == 0) {
             float x[4];
             for (int i = 4 * lane; i < dim; i += 128) load4(from + i, x), store4(to + i, x);
         } else {
-            for (int i = lane; i < dim; i += 32) to[i] = As<C>::from(widen(from[i]));
+            for (int i = lane; i < dim; i += 32) to[i] = As<T>::from(widen(from[i]));
         }
         return;
     }
     bool key = head >= heads;
-    C *to = key ? keys + place + (u64)(head - heads) * head_stride : q + ((u64)row * heads + head) * dim;
+    T *to = key ? keys + place + (u64)(head - heads) * head_stride : q + ((u64)row * heads + head) * dim;
     const float *weight = key ? k_weight : q_weight;
     // Four values a lane: the pairs of the first half lie dim / 8 lanes further on.
     if (dim % 8 == 0 && dim <= 128 && ((u64)qkv & 15) == 0) {
@@ -122,18 +122,18 @@ DEVICE void rotate_append(
     for (int i = lane; i < half; i += 32) {
         float a = widen(from[i]) * factor * weight[i], b = widen(from[i + half]) * factor * weight[i + half];
         float c = cosine[(u64)at * half + i], s = sine[(u64)at * half + i];
-        to[i] = As<C>::from(a * c - b * s);
-        to[i + half] = As<C>::from(b * c + a * s);
+        to[i] = As<T>::from(a * c - b * s);
+        to[i + half] = As<T>::from(b * c + a * s);
     }
 }
 
-// silu_mul_T_U(gate_up T[rows, 2 width], out U[rows, width], width)
-//   grid (ceil(width / 1024), rows), block 256. out = U(silu(gate) * up).
-template <class T, class U> DEVICE void silu_mul(const T *gate_up, U *out, int width) {
+// silu_mul_T(gate_up T[rows, 2 width], out T[rows, width], width)
+//   grid (ceil(width / 1024), rows), block 256. out = T(silu(gate) * up).
+template <class T> DEVICE void silu_mul(const T *gate_up, T *out, int width) {
     let_next_start();
     wait_for_previous();
     const T *gate = gate_up + (u64)blockIdx.y * 2 * width, *up = gate + width;
-    U *to = out + (u64)blockIdx.y * width;
+    T *to = out + (u64)blockIdx.y * width;
     if (width % 4 == 0 && (((u64)gate_up | (u64)out) & 15) == 0) {
         int i = blockIdx.x * 1024 + 4 * threadIdx.x;
         if (i >= width) return;
@@ -146,7 +146,7 @@ template <class T, class U> DEVICE void silu_mul(const T *gate_up, U *out, int w
     }
     for (int i = blockIdx.x * 1024 + threadIdx.x; i < min(width, (int)(blockIdx.x + 1) * 1024); i += 256) {
         float g = widen(gate[i]);
-        to[i] = As<U>::from(g / (1.f + __expf(-g)) * widen(up[i]));
+        to[i] = As<T>::from(g / (1.f + __expf(-g)) * widen(up[i]));
     }
 }
 
@@ -159,18 +159,6 @@ template <class T> DEVICE void add(const T *x, float *residual, u64 count) {
     for (int j = 0; j < 4; j++) {
         u64 i = (u64)blockIdx.x * 1024 + j * 256 + threadIdx.x;
         if (i < count) residual[i] += widen(x[i]);
-    }
-}
-
-// narrow_T(x f32[count], out T[count], count u64)
-//   grid ceil(count / 1024), block 256. out = T(x).
-template <class T> DEVICE void narrow(const float *x, T *out, u64 count) {
-    let_next_start();
-    wait_for_previous();
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        u64 i = (u64)blockIdx.x * 1024 + j * 256 + threadIdx.x;
-        if (i < count) out[i] = As<T>::from(x[i]);
     }
 }
 
@@ -195,29 +183,19 @@ template <class T> DEVICE void finite(const T *x, u64 count, u32 *flag) {
     extern "C" __global__ void __launch_bounds__(256) add_##N(const T *x, float *residual, u64 count) { \
         add<T>(x, residual, count); \
     } \
-    extern "C" __global__ void __launch_bounds__(256) narrow_##N(const float *x, T *out, u64 count) { \
-        narrow<T>(x, out, count); \
-    } \
     extern "C" __global__ void __launch_bounds__(256) finite_##N(const T *x, u64 count, u32 *flag) { \
         finite<T>(x, count, flag); \
+    } \
+    extern "C" __global__ void __launch_bounds__(256) rotate_append_##N( \
+        const T *qkv, const float *q_weight, const float *k_weight, float eps, const float *cosine, const float *sine, \
+        const u32 *position, int batch, T *keys, T *values, u64 head_stride, u64 sequence_stride, T *q, int heads, \
+        int kv_heads, int dim) { \
+        rotate_append<T>(qkv, q_weight, k_weight, eps, cosine, sine, position, batch, keys, values, head_stride, \
+                         sequence_stride, q, heads, kv_heads, dim); \
+    } \
+    extern "C" __global__ void __launch_bounds__(256) silu_mul_##N(const T *gate_up, T *out, int width) { \
+        silu_mul<T>(gate_up, out, width); \
     }
 ROWS(float, f32)
 ROWS(bf16, bf16)
 ROWS(f16, f16)
-
-#define PAIRS(T, N, C, M) \
-    extern "C" __global__ void __launch_bounds__(256) rotate_append_##N##_##M( \
-        const T *qkv, const float *q_weight, const float *k_weight, float eps, const float *cosine, const float *sine, \
-        const u32 *position, int batch, C *keys, C *values, u64 head_stride, u64 sequence_stride, C *q, int heads, \
-        int kv_heads, int dim) { \
-        rotate_append<T, C>(qkv, q_weight, k_weight, eps, cosine, sine, position, batch, keys, values, head_stride, \
-                            sequence_stride, q, heads, kv_heads, dim); \
-    } \
-    extern "C" __global__ void __launch_bounds__(256) silu_mul_##N##_##M(const T *gate_up, C *out, int width) { \
-        silu_mul<T, C>(gate_up, out, width); \
-    }
-PAIRS(float, f32, float, f32)
-PAIRS(float, f32, bf16, bf16)
-PAIRS(float, f32, f16, f16)
-PAIRS(bf16, bf16, bf16, bf16)
-PAIRS(f16, f16, f16, f16)

@@ -105,7 +105,7 @@ pub(super) unsafe fn launch_argmax(
     unsafe { argmax.launch(how, args) }
 }
 
-/// The kernels of one model, for/// The kernels of one model, for one element type.
+/// The kernels of one model, for one element type.
 pub struct ModelKernels {
     gpu: Arc<Gpu>,
     shape: Shape,
@@ -143,7 +143,7 @@ impl Decode {
     }
     fn load(gpu: &Arc<Gpu>, attention: &Kernels, head_dim: usize, t: &str) -> Result<Self> {
         let shared = (8 * Self::slots(gpu, head_dim) * Self::tile(head_dim)) as u32;
-        let kernel = attention.get(&format!("decode_{t}_{t}"))?;
+        let kernel = attention.get(&format!("decode_{t}"))?;
         kernel.allow_shared(shared)?;
         Ok(Self { kernel, shared })
     }
@@ -227,8 +227,8 @@ impl ModelKernels {
             norm: of(&rows, "norm")?,
             finite: of(&rows, "finite")?,
             add: rows.get(&format!("add_{t}"))?,
-            silu_mul: rows.get(&format!("silu_mul_{t}_{t}"))?,
-            rotate_append: rows.get(&format!("rotate_append_{t}_{t}"))?,
+            silu_mul: rows.get(&format!("silu_mul_{t}"))?,
+            rotate_append: rows.get(&format!("rotate_append_{t}"))?,
             attention: attention.get(&format!("attention_{t}"))?,
             fast,
             head: heads("bf16")?,
