@@ -705,6 +705,8 @@ template <bool QUANTISE, int PARTS, int TILES, int STAGES, int SPLIT> __device__
 #define Q4_FAMILY -1
 #endif
 #define HAS(n) (Q4_FAMILY < 0 || Q4_FAMILY == n)
+// With row.cu behind it, this text only lends it what stands above.
+#ifndef Q4_ROW
 #if HAS(0)
 ONE(q4_gemv_one, false, 1, false)
 FEW(q4_gemv_few, false, 1)
@@ -736,3 +738,4 @@ extern "C" __global__ void q4_gemv_align(const u8 *from, u64 ld, u32 k, u32 size
     if (size == 4) ((u32 *)to)[out] = ((const u32 *)from)[at];
     else ((u16 *)to)[out] = ((const u16 *)from)[at];
 }
+#endif

@@ -8,8 +8,10 @@ use q4_core::{ActGlobal, Activations, Code, DType, Error, FuseSet, Result};
 use q4_cuda::{Gpu, Kernel, Launch, Source, args};
 use std::sync::{Arc, OnceLock};
 
-pub(super) const SOURCE: Source = Source {
-    name: "nvfp4-gemv",
+pub(super) const GEMV: Source = Source { name: "nvfp4-gemv", text: include_str!("../../cuda/gemv.cu") };
+/// An image of its own: the two compile side by side.
+pub(super) const ROW: Source = Source {
+    name: "nvfp4-row",
     text: concat!(include_str!("../../cuda/gemv.cu"), include_str!("../../cuda/row.cu")),
 };
 /// Longest row that `row.cu` stages with a norm, and without.
@@ -119,7 +121,8 @@ struct Plan {
 impl Kernels {
     /// Fails where not even the first family could be had.
     pub fn load(gpu: &Arc<Gpu>) -> Result<Self> {
-        q4_cuda::Kernels::available(gpu, &SOURCE, &options(0).each_ref().map(String::as_str))?;
+        q4_cuda::Kernels::available(gpu, &GEMV, &options(0).each_ref().map(String::as_str)[..3])?;
+        q4_cuda::Kernels::available(gpu, &ROW, &options(0).each_ref().map(String::as_str))?;
         Ok(Self { gpu: gpu.clone(), loaded: Default::default(), simple: simple::Kernels::load(gpu)? })
     }
 
@@ -140,19 +143,27 @@ impl Kernels {
             return Ok(loaded);
         }
         let options = options(family);
-        let all = q4_cuda::Kernels::load(&self.gpu, &SOURCE, &options.each_ref().map(String::as_str))?;
-        let name = FAMILIES[family].name;
-        let get = |name: String| {
-            let kernel = all.get(&name)?;
+        let options = options.each_ref().map(String::as_str);
+        let Family { name, parts, .. } = FAMILIES[family];
+        let (all, rows) = std::thread::scope(|scope| {
+            let rows =
+                (parts[0] == 1).then(|| scope.spawn(|| q4_cuda::Kernels::load(&self.gpu, &ROW, &options)));
+            let all = q4_cuda::Kernels::load(&self.gpu, &GEMV, &options[..3]);
+            (all, rows.map(|r| r.join().map_err(|_| Error::new(Code::Internal, "loading kernels"))))
+        });
+        let (all, rows) = (all?, rows.transpose()?.transpose()?);
+        let get = |from: &q4_cuda::Kernels, name: String| {
+            let kernel = from.get(&name)?;
             kernel.allow_shared(self.gpu.shared)?;
-            Ok::<_, Error>(Some(kernel))
+            Ok::<_, Error>(kernel)
         };
-        let one = get(format!("q4_gemv_one{name}"))?;
-        let few = get(format!("q4_gemv_few{name}"))?;
-        let wide = get(format!("q4_gemv_few{name}_wide"))?;
-        let split = if self.has_clusters() { get(format!("q4_gemv_few{name}_split"))? } else { None };
-        let row = if FAMILIES[family].parts[0] == 1 { get(format!("q4_row{name}"))? } else { None };
-        let narrow = if family == 0 { get("q4_row_narrow".into())? } else { None };
+        let one = Some(get(&all, format!("q4_gemv_one{name}"))?);
+        let few = Some(get(&all, format!("q4_gemv_few{name}"))?);
+        let wide = Some(get(&all, format!("q4_gemv_few{name}_wide"))?);
+        let split = self.has_clusters().then(|| get(&all, format!("q4_gemv_few{name}_split"))).transpose()?;
+        let row = rows.as_ref().map(|r| get(r, format!("q4_row{name}"))).transpose()?;
+        let narrow =
+            rows.as_ref().filter(|_| family == 0).map(|r| get(r, "q4_row_narrow".into())).transpose()?;
         let loaded = Loaded { rows: [one, few, wide, split, row, narrow], align: all.get("q4_gemv_align")? };
         Ok(self.loaded[family].get_or_init(|| loaded))
     }
@@ -249,9 +260,14 @@ impl Kernels {
     }
 }
 
-/// What the compiler is told for a family.
-pub(super) fn options(family: usize) -> [String; 3] {
-    [format!("-DQ4_STAGES={STAGES}"), format!("-DQ4_STAGES_FEW={STAGES}"), format!("-DQ4_FAMILY={family}")]
+/// What the compiler is told for a family; the last for [`ROW`] alone.
+pub(super) fn options(family: usize) -> [String; 4] {
+    [
+        format!("-DQ4_STAGES={STAGES}"),
+        format!("-DQ4_STAGES_FEW={STAGES}"),
+        format!("-DQ4_FAMILY={family}"),
+        "-DQ4_ROW".into(),
+    ]
 }
 
 /// Whether rows of `x` can be read 16 bytes at a time.
