@@ -293,6 +293,7 @@ def write(start, host):
                        "figures": rows, "failures": failures, "notes": notes, "host": host}, indent=1, ensure_ascii=False)
     # Where things lie on this machine is nobody's business.
     places = {f: "Q4_CUDA_LIBS" for f in os.environ.get("Q4_CUDA_LIBS", "").split(":") if f}
+    places |= {os.environ[v]: v for v in ("Q4_CUBIN_CACHE", "XDG_CACHE_HOME", "XDG_DATA_HOME") if os.environ.get(v)}
     for place, name in {**places, os.path.dirname(os.path.abspath(Q4)): "Q4", os.path.expanduser("~"): "~"}.items():
         text = text.replace(place, name)
     with open(OUT, "w") as f:

@@ -139,6 +139,21 @@ mod tests {
     use q4_cuda::{Buffer, Gpu, Kernels, Stream};
     use rand_chacha::ChaCha8Rng;
     use rand_chacha::rand_core::{Rng, SeedableRng};
+    use std::sync::Arc;
+
+    /// None, and why, where there is no device.
+    fn device() -> Result<Option<(Arc<Gpu>, Drawing, Stream)>> {
+        let gpu = match Gpu::open(0) {
+            Ok(gpu) => gpu,
+            Err(e) => {
+                println!("skipped: no CUDA device ({e})");
+                return Ok(None);
+            }
+        };
+        let kernels = Drawing::of(&Kernels::load(&gpu, &SAMPLE, &[])?)?;
+        let stream = Stream::new(&gpu)?;
+        Ok(Some((gpu, kernels, stream)))
+    }
 
     /// Sums of uniform numbers: a peak, a body and a tail.
     fn logits(rng: &mut ChaCha8Rng, n: usize, spread: f32) -> Vec<f32> {
@@ -148,15 +163,7 @@ mod tests {
 
     #[test]
     fn draws_what_the_host_draws() -> Result<()> {
-        let gpu = match Gpu::open(0) {
-            Ok(gpu) => gpu,
-            Err(e) => {
-                println!("skipped: no CUDA device ({e})");
-                return Ok(());
-            }
-        };
-        let kernels = Drawing::of(&Kernels::load(&gpu, &SAMPLE, &[])?)?;
-        let stream = Stream::new(&gpu)?;
+        let Some((gpu, kernels, stream)) = device()? else { return Ok(()) };
         let mut rng = ChaCha8Rng::seed_from_u64(1);
         let mut drawn = 0;
         for (vocab, spread) in [(7, 3.0), (2048, 4.0), (2048, 40.0), (151_936, 6.0), (151_936, 40.0)] {
@@ -246,15 +253,7 @@ mod tests {
 
     #[test]
     fn the_first_of_the_largest_logits_is_chosen() -> Result<()> {
-        let gpu = match Gpu::open(0) {
-            Ok(gpu) => gpu,
-            Err(e) => {
-                println!("skipped: no CUDA device ({e})");
-                return Ok(());
-            }
-        };
-        let kernels = Drawing::of(&Kernels::load(&gpu, &SAMPLE, &[])?)?;
-        let stream = Stream::new(&gpu)?;
+        let Some((gpu, kernels, stream)) = device()? else { return Ok(()) };
         let mut rng = ChaCha8Rng::seed_from_u64(2);
         for (vocab, sequences) in
             [(1, 1), (7, 2), (1000, 3), (4099, 1), (151_936, 1), (151_936, 5), (32_000, 64)]
