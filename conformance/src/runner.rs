@@ -135,23 +135,33 @@ impl ChildProcesses {
         };
         let lines = lines_of(&mut child.0);
         let errors = tail_of(&mut child.0);
-        let mut last = Instant::now();
+        let (mut last, mut begun) = (Instant::now(), false);
         let (outcome, why) = loop {
             match lines.recv_timeout(Duration::from_millis(50)) {
                 Ok(text) => {
                     last = Instant::now();
-                    if let Some(Line::Ended(result)) = parse(&text) {
-                        next += 1;
-                        if !each(result) {
-                            return (next, false);
+                    match parse(&text) {
+                        Some(Line::Started(_)) => begun = true,
+                        Some(Line::Ended(result)) => {
+                            (next, begun) = (next + 1, false);
+                            if !each(result) {
+                                return (next, false);
+                            }
                         }
+                        None => {}
                     }
                 }
                 Err(RecvTimeoutError::Disconnected) => break (Outcome::Crash, String::new()),
                 Err(RecvTimeoutError::Timeout) => {}
             }
             if last.elapsed() > self.time_limit {
-                break (Outcome::Hang, format!("no end within {} s", self.time_limit.as_secs_f64()));
+                let seconds = self.time_limit.as_secs_f64();
+                break if begun {
+                    (Outcome::Hang, format!("no end within {seconds} s"))
+                } else {
+                    // Not the kernel's doing, as far as anybody can tell.
+                    (Outcome::Error, format!("the child process did not begin this case within {seconds} s"))
+                };
             }
             if resident_of(&child.0.id().to_string()).is_some_and(|b| b > self.memory_limit) {
                 break (Outcome::Error, format!("more than {} bytes resident", self.memory_limit));
@@ -251,4 +261,41 @@ fn groups(cases: &[Case]) -> Vec<Range<usize>> {
         }
     }
     all
+}
+
+#[cfg(all(test, unix))]
+mod tests {
+    use super::*;
+    use crate::Level;
+    use crate::case::Seen;
+
+    /// What becomes of a case whose child is this shell script.
+    fn outcome(script: &'static str) -> (Outcome, String) {
+        let runner = ChildProcesses {
+            command: Box::new(move |_| {
+                let mut command = Command::new("sh");
+                command.args(["-c", script]);
+                command
+            }),
+            time_limit: Duration::from_millis(300),
+            memory_limit: u64::MAX,
+        };
+        let cases = [Case::new(Level::L1, None, "any", |_| Ok(Seen::exactly(0)))];
+        let mut seen = Vec::new();
+        let took = |result| {
+            seen.push(result);
+            true
+        };
+        assert_eq!(runner.child(&cases, 0..1, &mut { took }), (1, true));
+        let result = seen.pop().expect("one result");
+        (result.outcome, result.message.unwrap_or_default())
+    }
+
+    #[test]
+    fn a_hang_is_the_case_s_only_if_it_began() {
+        let begun = outcome("printf '\\001q4-case {\"started\":0}\\n'; exec sleep 30");
+        assert_eq!(begun, (Outcome::Hang, "no end within 0.3 s".into()));
+        let silent = outcome("exec sleep 30");
+        assert_eq!(silent, (Outcome::Error, "the child process did not begin this case within 0.3 s".into()));
+    }
 }
