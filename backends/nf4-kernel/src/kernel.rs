@@ -4,7 +4,8 @@ use crate::neon::Neon;
 #[cfg(target_arch = "x86_64")]
 use crate::simd::{Avx2, Avx512};
 use crate::{
-    prepare::{CHAIN, CODES, LANES, Line, Packed, QUAD},
+    many::many,
+    prepare::{CHAIN, CODES, LANES, Packed},
     simd::{Isa, Lanes, Portable},
 };
 use q4_core::rows::{Rows, RowsMut};
@@ -12,8 +13,6 @@ use std::ops::Range;
 
 /// Most rows that are multiplied straight from the registers a code is decoded to.
 const FEW: usize = 4;
-/// Input rows whose sums are kept while the weights pass by.
-const ROWS: usize = 32;
 
 macro_rules! on_every_isa {
     ($(#[$doc:meta])* $name:ident, $body:ident) => {
@@ -71,6 +70,7 @@ unsafe fn forward_on<L: Lanes>(w: &Packed, x: &Rows<'_>, y: &RowsMut<'_>, blocks
     // SAFETY: forwarded.
     unsafe {
         match x.m() {
+            0 => {}
             1 => few::<L, 1>(w, x, y, blocks),
             2 => few::<L, 2>(w, x, y, blocks),
             3 => few::<L, 3>(w, x, y, blocks),
@@ -142,116 +142,6 @@ unsafe fn stream<L: Lanes, const B: usize, const M: usize>(
     }
 }
 
-/// Any number of rows: a chain of 16 rows is decoded once to a tile and used by up to 32 rows of x.
-#[inline(always)]
-unsafe fn many<L: Lanes>(w: &Packed, x: &Rows<'_>, y: &RowsMut<'_>, blocks: Range<usize>) {
-    let shape = Shape::of(w);
-    let mut tile = [Line([0f32; LANES]); CHAIN];
-    let mut totals = [[Line([0f32; LANES]); ROWS]; QUAD];
-    for b0 in blocks.clone().step_by(QUAD) {
-        let width = QUAD.min(blocks.end - b0);
-        for r0 in (0..x.m()).step_by(ROWS) {
-            let rows = ROWS.min(x.m() - r0);
-            totals.as_flattened_mut().fill(Line([0.0; LANES]));
-            for chain in 0..shape.chains {
-                for b in 0..width {
-                    // SAFETY: as in `stream`; the tile holds a chain, the totals hold `rows`.
-                    unsafe {
-                        decode_chain::<L>(w, &shape, b0 + b, chain, &mut tile);
-                        let (scales, step) = shape.scales(w, b0 + b);
-                        let scale = L::load(scales.add(chain / shape.chains_per_group * step));
-                        against_rows::<L>(&tile, scale, x, &shape, chain, r0, rows, &mut totals[b]);
-                    }
-                }
-            }
-            for b in 0..width {
-                for r in 0..rows {
-                    // SAFETY: only this task has this block.
-                    unsafe { shape.put(y, r0 + r, b0 + b, &totals[b][r].0) };
-                }
-            }
-        }
-    }
-}
-
-#[inline(always)]
-unsafe fn decode_chain<L: Lanes>(
-    w: &Packed,
-    shape: &Shape,
-    b: usize,
-    chain: usize,
-    tile: &mut [Line<f32>; CHAIN],
-) {
-    // SAFETY: as in `stream`.
-    unsafe {
-        let table = L::table(&w.table);
-        let (codes, step) = shape.codes(w, b);
-        let start = codes.add(chain * shape.words_per_chain * step);
-        for i in 0..shape.words_per_chain {
-            L::unpack(table, start.add(i * step), tile[i * CODES].0.as_mut_ptr());
-        }
-    }
-}
-
-#[inline(always)]
-unsafe fn against_rows<L: Lanes>(
-    tile: &[Line<f32>; CHAIN],
-    scale: L::F,
-    x: &Rows<'_>,
-    shape: &Shape,
-    chain: usize,
-    r0: usize,
-    rows: usize,
-    totals: &mut [Line<f32>; ROWS],
-) {
-    let width = L::ROWS;
-    let mut r = 0;
-    while r < rows {
-        let left = rows - r;
-        // SAFETY: rows r to r + step exist.
-        unsafe {
-            if width >= 8 && left >= 8 {
-                tile_rows::<L, 8>(tile, scale, x, shape, chain, r0, r, totals);
-                r += 8;
-            } else if width >= 4 && left >= 4 {
-                tile_rows::<L, 4>(tile, scale, x, shape, chain, r0, r, totals);
-                r += 4;
-            } else if left >= 2 {
-                tile_rows::<L, 2>(tile, scale, x, shape, chain, r0, r, totals);
-                r += 2;
-            } else {
-                tile_rows::<L, 1>(tile, scale, x, shape, chain, r0, r, totals);
-                r += 1;
-            }
-        }
-    }
-}
-
-/// One chain of `R` rows of x, in the order of `stream`.
-#[inline(always)]
-unsafe fn tile_rows<L: Lanes, const R: usize>(
-    tile: &[Line<f32>; CHAIN],
-    scale: L::F,
-    x: &Rows<'_>,
-    shape: &Shape,
-    chain: usize,
-    r0: usize,
-    at: usize,
-    totals: &mut [Line<f32>; ROWS],
-) {
-    let len = shape.words_per_chain * CODES;
-    // SAFETY: `at + R <= ROWS`, and x has k columns.
-    unsafe {
-        let x: [*const f32; R] = std::array::from_fn(|r| x.row(r0 + at + r).as_ptr().add(chain * len));
-        let tile = tile.as_ptr().cast::<f32>();
-        let acc = L::tile(tile, len, x);
-        for r in 0..R {
-            let total = totals[at + r].0.as_mut_ptr();
-            L::store(L::fma(scale, L::add(acc[r][0], acc[r][1]), L::load(total)), total);
-        }
-    }
-}
-
 #[inline(always)]
 unsafe fn backward_on<L: Lanes>(w: &Packed, dy: &Rows<'_>, dx: &RowsMut<'_>, words: Range<usize>) {
     for word in words {
@@ -318,18 +208,19 @@ unsafe fn word_back<L: Lanes, const M: usize>(
 }
 
 /// Loop bounds and offsets of one weight.
-struct Shape {
+pub(crate) struct Shape {
     n: usize,
     words: usize,
     groups: usize,
-    chains: usize,
-    chains_per_group: usize,
-    words_per_chain: usize,
+    pub chains: usize,
+    pub chains_per_group: usize,
+    /// 2 to 8.
+    pub words_per_chain: usize,
 }
 
 impl Shape {
     #[inline(always)]
-    fn of(w: &Packed) -> Self {
+    pub fn of(w: &Packed) -> Self {
         let (k, chain) = (w.info.k, w.group.min(CHAIN));
         Self {
             n: w.info.n,
@@ -342,19 +233,19 @@ impl Shape {
     }
     /// The first line of a block, and the elements from one to the next; scales have the same step.
     #[inline(always)]
-    fn codes(&self, w: &Packed, block: usize) -> (*const u32, usize) {
+    pub fn codes(&self, w: &Packed, block: usize) -> (*const u32, usize) {
         let (at, step) = w.lines(block, self.words);
         (w.codes[at..].as_ptr().cast(), step * LANES)
     }
     #[inline(always)]
-    fn scales(&self, w: &Packed, block: usize) -> (*const f32, usize) {
+    pub fn scales(&self, w: &Packed, block: usize) -> (*const f32, usize) {
         let (at, step) = w.lines(block, self.groups);
         (w.scales[at..].as_ptr().cast(), step * LANES)
     }
     /// # Safety
     /// Only one task has this block.
     #[inline(always)]
-    unsafe fn put(&self, y: &RowsMut<'_>, r: usize, block: usize, lanes: &[f32; LANES]) {
+    pub unsafe fn put(&self, y: &RowsMut<'_>, r: usize, block: usize, lanes: &[f32; LANES]) {
         let first = block * LANES;
         // SAFETY: the caller's promise.
         unsafe { y.put(r, first, &lanes[..LANES.min(self.n - first)]) }

@@ -18,6 +18,7 @@ impl Lanes for Neon {
     type T = uint8x16x4_t;
     const ACCUMULATORS: usize = 2;
     const ROWS: usize = 4;
+    const BLOCKS: usize = 1;
 
     #[inline(always)]
     unsafe fn splat(v: f32) -> Self::F {
@@ -150,32 +151,36 @@ impl Lanes for Neon {
         }
     }
 
-    /// Eight lanes of all rows at a time.
+    /// Eight lanes of all rows of a tile at a time.
     #[inline(always)]
-    unsafe fn tile<const R: usize>(tile: *const f32, len: usize, x: [*const f32; R]) -> [[Self::F; 2]; R] {
+    unsafe fn tile<const R: usize, const C: usize>(
+        tiles: [*const f32; C],
+        len: usize,
+        x: [*const f32; R],
+    ) -> [[[Self::F; 2]; C]; R] {
         // SAFETY: the trait's contract; `len` is a multiple of 4.
         unsafe {
-            let mut out = [[Self::splat(0.0); 2]; R];
-            for side in 0..2 {
+            let mut out = [[[Self::splat(0.0); 2]; C]; R];
+            for (c, side) in (0..C).flat_map(|c| [(c, 0), (c, 1)]) {
                 let mut acc = [[[vdupq_n_f32(0.0); 2]; 2]; R];
                 for i in (0..len).step_by(4) {
                     for q in 0..2 {
-                        let at = tile.add(i * LANES + QUARTER * (2 * side + q));
-                        let (a, b) = (vld1q_f32(at), vld1q_f32(at.add(LANES)));
-                        let (c, d) = (vld1q_f32(at.add(2 * LANES)), vld1q_f32(at.add(3 * LANES)));
+                        let at = tiles[c].add(i * LANES + QUARTER * (2 * side + q));
+                        let (a0, a1) = (vld1q_f32(at), vld1q_f32(at.add(LANES)));
+                        let (a2, a3) = (vld1q_f32(at.add(2 * LANES)), vld1q_f32(at.add(3 * LANES)));
                         for r in 0..R {
                             let x = vld1q_f32(x[r].add(i));
-                            acc[r][0][q] = vfmaq_laneq_f32::<0>(acc[r][0][q], a, x);
-                            acc[r][1][q] = vfmaq_laneq_f32::<1>(acc[r][1][q], b, x);
-                            acc[r][0][q] = vfmaq_laneq_f32::<2>(acc[r][0][q], c, x);
-                            acc[r][1][q] = vfmaq_laneq_f32::<3>(acc[r][1][q], d, x);
+                            acc[r][0][q] = vfmaq_laneq_f32::<0>(acc[r][0][q], a0, x);
+                            acc[r][1][q] = vfmaq_laneq_f32::<1>(acc[r][1][q], a1, x);
+                            acc[r][0][q] = vfmaq_laneq_f32::<2>(acc[r][0][q], a2, x);
+                            acc[r][1][q] = vfmaq_laneq_f32::<3>(acc[r][1][q], a3, x);
                         }
                     }
                 }
                 for r in 0..R {
                     for q in 0..2 {
-                        out[r][0][2 * side + q] = acc[r][0][q];
-                        out[r][1][2 * side + q] = acc[r][1][q];
+                        out[r][c][0][2 * side + q] = acc[r][0][q];
+                        out[r][c][1][2 * side + q] = acc[r][1][q];
                     }
                 }
             }

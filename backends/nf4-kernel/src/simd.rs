@@ -87,8 +87,9 @@ pub(crate) trait Lanes {
     type T: Copy;
     /// Accumulators that fit into the registers, in units of `F`.
     const ACCUMULATORS: usize;
-    /// Input rows that run against one decoded tile.
-    const ROWS: usize = Self::ACCUMULATORS / 2;
+    /// Input rows and blocks (1 or 2) of one [`tile`](Self::tile), which has two accumulators for each pair of them.
+    const ROWS: usize;
+    const BLOCKS: usize;
 
     unsafe fn splat(v: f32) -> Self::F;
     unsafe fn load(p: *const f32) -> Self::F;
@@ -148,17 +149,28 @@ pub(crate) trait Lanes {
         }
     }
 
-    /// The two sums of `R` rows of `x` with a decoded tile of `len` k.
+    /// The two sums of `R` rows of `x` with `C` decoded tiles of `len` k.
     #[inline(always)]
-    unsafe fn tile<const R: usize>(tile: *const f32, len: usize, x: [*const f32; R]) -> [[Self::F; 2]; R] {
-        // SAFETY: the trait's contract; the tile has 16 elements for each k, which is a multiple of 8.
+    unsafe fn tile<const R: usize, const C: usize>(
+        tiles: [*const f32; C],
+        len: usize,
+        x: [*const f32; R],
+    ) -> [[[Self::F; 2]; C]; R] {
+        // SAFETY: the trait's contract; a tile has 16 elements for each k, which is a multiple of 8.
         unsafe {
-            let mut acc = [[Self::splat(0.0); 2]; R];
+            let mut acc = [[[Self::splat(0.0); 2]; C]; R];
             for i in (0..len).step_by(2) {
-                let (even, odd) = (Self::load(tile.add(i * LANES)), Self::load(tile.add((i + 1) * LANES)));
-                for r in 0..R {
-                    acc[r][0] = Self::fma(even, Self::splat(*x[r].add(i)), acc[r][0]);
-                    acc[r][1] = Self::fma(odd, Self::splat(*x[r].add(i + 1)), acc[r][1]);
+                for odd in 0..2 {
+                    let mut w = [Self::splat(0.0); C];
+                    for c in 0..C {
+                        w[c] = Self::load(tiles[c].add((i + odd) * LANES));
+                    }
+                    for r in 0..R {
+                        let x = Self::splat(*x[r].add(i + odd));
+                        for c in 0..C {
+                            acc[r][c][odd] = Self::fma(w[c], x, acc[r][c][odd]);
+                        }
+                    }
                 }
             }
             acc
@@ -174,6 +186,8 @@ impl Lanes for Portable {
     type W = [u32; 16];
     type T = [f32; 16];
     const ACCUMULATORS: usize = 4;
+    const ROWS: usize = 2;
+    const BLOCKS: usize = 1;
 
     #[inline(always)]
     unsafe fn splat(v: f32) -> [f32; 16] {
@@ -247,6 +261,8 @@ mod x86 {
         type W = __m512i;
         type T = __m512;
         const ACCUMULATORS: usize = 16;
+        const ROWS: usize = 4;
+        const BLOCKS: usize = 2;
 
         #[inline(always)]
         unsafe fn splat(v: f32) -> __m512 {
@@ -308,6 +324,8 @@ mod x86 {
         type W = [__m256i; 2];
         type T = [__m256; 2];
         const ACCUMULATORS: usize = 4;
+        const ROWS: usize = 2;
+        const BLOCKS: usize = 1;
 
         #[inline(always)]
         unsafe fn splat(v: f32) -> [__m256; 2] {

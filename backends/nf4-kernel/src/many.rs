@@ -1,0 +1,152 @@
+//! The product with many rows. A chain of k is decoded once to tiles and used by up to [`ROWS`] rows of x.
+//!
+//! What these rows have for the chain is copied together first, while the chain before it is multiplied: rows of x lie in as
+//! many pages, where nothing fetches ahead by itself, and often a multiple of a cache's ways apart, where they would push
+//! each other out before the second block of outputs comes.
+use crate::kernel::Shape;
+use crate::prepare::{CHAIN, CODES, LANES, Line, Packed, QUAD};
+use crate::simd::Lanes;
+use q4_core::rows::{Rows, RowsMut};
+use std::ops::Range;
+
+/// Rows of x whose sums are kept while the weights pass by: with them, with two parts of x and two tiles, 38 KiB.
+const ROWS: usize = 40;
+/// Blocks that are decoded at a time, at most.
+const PAIR: usize = 2;
+
+/// What rows of x have for a chain, `[rows, len]`.
+type Part = [Line<f32>; ROWS * CHAIN / LANES];
+/// Sums of the rows with a block.
+type Totals = [Line<f32>; ROWS];
+
+/// One chain of k: up to [`PAIR`] blocks of it, and some rows of x.
+struct Chain<L: Lanes> {
+    tiles: [[Line<f32>; CHAIN]; PAIR],
+    scales: [L::F; PAIR],
+    part: *const f32,
+    len: usize,
+    rows: usize,
+}
+
+/// The blocks of `blocks`, whole quads, for any number of rows.
+///
+/// # Safety
+/// The range is inside the weight, no other task has any of it, and the rows have the columns of the weight.
+#[inline(always)]
+pub(crate) unsafe fn many<L: Lanes>(w: &Packed, x: &Rows<'_>, y: &RowsMut<'_>, blocks: Range<usize>) {
+    let shape = Shape::of(w);
+    let len = shape.words_per_chain * CODES;
+    // Groups of about one size: a tile costs the same however few rows use it.
+    let most = x.m().div_ceil(x.m().div_ceil(ROWS)).next_multiple_of(4);
+    let blank = Line([0f32; LANES]);
+    // SAFETY: the features are there.
+    let scales = [unsafe { L::splat(0.0) }; PAIR];
+    let mut step = Chain::<L> { tiles: [[blank; CHAIN]; PAIR], scales, part: std::ptr::null(), len, rows: 0 };
+    let mut parts: [Part; 2] = [[blank; _]; 2];
+    let mut totals: [Totals; QUAD] = [[blank; _]; QUAD];
+    for b0 in blocks.clone().step_by(QUAD) {
+        let width = QUAD.min(blocks.end - b0);
+        for r0 in (0..x.m()).step_by(most) {
+            step.rows = most.min(x.m() - r0);
+            totals.as_flattened_mut().fill(blank);
+            // Copies what row r has for a chain, and asks for what it has for the one behind.
+            let fetch = |chain: usize, r: usize, part: *mut f32| {
+                let row = x.row(r0 + r).as_ptr().wrapping_add(chain * len);
+                for i in (0..len).step_by(LANES) {
+                    // SAFETY: x has k columns, a part has room for ROWS chains; a prefetch of any address is harmless.
+                    unsafe {
+                        L::prefetch(row.wrapping_add(len + i).cast());
+                        L::store(L::load(row.add(i)), part.add(r * len + i));
+                    }
+                }
+            };
+            (0..step.rows).for_each(|r| fetch(0, r, parts[0].as_mut_ptr().cast()));
+            for chain in 0..shape.chains {
+                let next: *mut f32 = parts[(chain + 1) % 2].as_mut_ptr().cast();
+                step.part = parts[chain % 2].as_ptr().cast();
+                for b in (0..width).step_by(L::BLOCKS) {
+                    let count = L::BLOCKS.min(width - b);
+                    let ahead = |r| {
+                        if b == 0 && chain + 1 < shape.chains {
+                            fetch(chain + 1, r, next);
+                        }
+                    };
+                    // SAFETY: the blocks exist, the part was fetched.
+                    unsafe {
+                        for c in 0..count {
+                            step.decode(w, &shape, b0 + b + c, chain, c);
+                        }
+                        match count {
+                            PAIR => step.multiply::<PAIR>(&mut totals[b..], ahead),
+                            _ => step.multiply::<1>(&mut totals[b..], ahead),
+                        }
+                    }
+                }
+            }
+            for r in 0..step.rows {
+                for b in 0..width {
+                    // SAFETY: only this task has this block.
+                    unsafe { shape.put(y, r0 + r, b0 + b, &totals[b][r].0) };
+                }
+            }
+        }
+    }
+}
+
+impl<L: Lanes> Chain<L> {
+    /// Decodes chain `chain` of `block` to tile `c`.
+    #[inline(always)]
+    unsafe fn decode(&mut self, w: &Packed, shape: &Shape, block: usize, chain: usize, c: usize) {
+        // SAFETY: every index is below the length the layout has for n and k; a tile holds a chain.
+        unsafe {
+            let table = L::table(&w.table);
+            let (codes, step) = shape.codes(w, block);
+            let start = codes.add(chain * shape.words_per_chain * step);
+            for i in 0..shape.words_per_chain {
+                L::unpack(table, start.add(i * step), self.tiles[c][i * CODES].0.as_mut_ptr());
+            }
+            let (scales, step) = shape.scales(w, block);
+            self.scales[c] = L::load(scales.add(chain / shape.chains_per_group * step));
+        }
+    }
+
+    /// Adds the products of all rows with `C` tiles; `ahead` is called for each row, spread over the work.
+    #[inline(always)]
+    unsafe fn multiply<const C: usize>(&self, totals: &mut [Totals], ahead: impl Fn(usize)) {
+        let mut r = 0;
+        while r < self.rows {
+            let left = self.rows - r;
+            // SAFETY: rows r to r + count exist.
+            let count = unsafe {
+                if L::ROWS >= 4 && left >= 4 {
+                    self.few::<4, C>(r, totals)
+                } else if left >= 2 {
+                    self.few::<2, C>(r, totals)
+                } else {
+                    self.few::<1, C>(r, totals)
+                }
+            };
+            (r..r + count).for_each(&ahead);
+            r += count;
+        }
+    }
+
+    /// `R` rows from `at` on, in the order of `stream`; returns how many they are.
+    #[inline(always)]
+    unsafe fn few<const R: usize, const C: usize>(&self, at: usize, totals: &mut [Totals]) -> usize {
+        // SAFETY: `at + R <= ROWS`, and there are C tiles.
+        unsafe {
+            let x: [*const f32; R] = std::array::from_fn(|r| self.part.add((at + r) * self.len));
+            let tiles: [*const f32; C] = std::array::from_fn(|c| self.tiles[c].as_ptr().cast());
+            let acc = L::tile(tiles, self.len, x);
+            for r in 0..R {
+                for c in 0..C {
+                    let total = totals[c][at + r].0.as_mut_ptr();
+                    let sum = L::add(acc[r][c][0], acc[r][c][1]);
+                    L::store(L::fma(self.scales[c], sum, L::load(total)), total);
+                }
+            }
+        }
+        R
+    }
+}
