@@ -2,12 +2,14 @@
 //!
 //! Nothing here knows what a verb does, so help, completions and parsing never touch a model.
 mod conformance;
+mod trace;
 
 pub use crate::choices::*;
 use clap::{ArgAction, Args, CommandFactory, Parser, Subcommand, ValueHint};
 pub use conformance::ConformanceArgs;
 use std::ffi::OsString;
 use std::path::PathBuf;
+pub use trace::TraceArgs;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -52,6 +54,8 @@ pub enum Verb {
     Quantize(QuantizeArgs),
     /// Write the logits of every position of a token sequence; needs no tokenizer.
     Logits(LogitsArgs),
+    /// Compare two backends call by call and name the first that differs.
+    Trace(TraceArgs),
     /// Measure prefill, decode and kernels.
     Bench(BenchArgs),
     /// Judge a backend against exact references and write a certificate.

@@ -50,6 +50,24 @@ impl Context {
         Ok(cx)
     }
 
+    /// The same options for another run beside it: all layers by `backend`, where `device` says, whatever it takes to compute
+    /// them, with outputs of the same type.
+    pub fn against(&self, backend: &str, device: Option<DeviceChoice>) -> Result<Self> {
+        let dtype = match self.plan_options(None, 1)?.dtype {
+            DType::F16 => Dtype::Float16,
+            DType::BF16 => Dtype::Bfloat16,
+            _ => Dtype::Float32,
+        };
+        let cx = Self::new(GlobalArgs {
+            backend: vec![backend.to_owned()],
+            compute: Compute::Auto,
+            device: device.unwrap_or(self.global.device),
+            dtype: Some(dtype),
+            ..self.global.clone()
+        });
+        cx.map_err(|e| e.within("--against-device").fix("--against-device cpu, or leave the option out"))
+    }
+
     /// Whether third-party backends need a certificate; the suite that writes one is the exception.
     pub fn gated(mut self, yes: bool) -> Self {
         self.gated = yes;

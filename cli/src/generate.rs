@@ -185,13 +185,24 @@ fn ask(args: &GenerateArgs, checkpoint: &Checkpoint, text: &Text) -> Result<Ask>
         return Ok(Ask::Turns(input::turns(path)?, Text::template(checkpoint)?));
     }
     let prompt = input::prompt(args.prompt.as_deref())?;
-    if args.raw {
-        return Ok(Ask::Once(text.tokenizer.encode(&prompt, false)?));
+    prompt_ids(&prompt, args.raw, args.answer.system.as_deref(), checkpoint, text).map(Ask::Once)
+}
+
+/// What the model is given for one message: as it is, or in its chat template.
+pub fn prompt_ids(
+    prompt: &str,
+    raw: bool,
+    system: Option<&str>,
+    checkpoint: &Checkpoint,
+    text: &Text,
+) -> Result<Vec<u32>> {
+    if raw {
+        return text.tokenizer.encode(prompt, false);
     }
-    let system = args.answer.system.as_deref().map(|s| Message::new("system", s));
+    let system = system.map(|s| Message::new("system", s));
     let messages: Vec<_> = system.into_iter().chain([Message::new("user", prompt)]).collect();
     let rendered = Text::template(checkpoint)?.render(&messages, None, true, &text.variables)?;
-    Ok(Ask::Once(text.tokenizer.encode(&rendered, false)?))
+    text.tokenizer.encode(&rendered, false)
 }
 
 /// Positions that all prompts and answers take at most.

@@ -24,6 +24,7 @@ mod roofline;
 mod session;
 mod signals;
 mod text;
+mod trace;
 mod train;
 mod verify;
 
@@ -92,6 +93,7 @@ fn run(global: GlobalArgs, verb: &Verb) -> Result<Outcome> {
         Verb::Verify(args) => verify::run(&cx, args),
         Verb::Quantize(args) => quantize::run(&cx, args),
         Verb::Logits(args) => logits::run(&cx, args),
+        Verb::Trace(args) => trace::run(&cx, args),
         Verb::Bench(args) => bench::run(&cx, args),
         Verb::Conformance(args) => conformance::run(&cx, args),
         Verb::Diagnose(args) => diagnose::run(&cx, args),

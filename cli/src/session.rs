@@ -93,6 +93,11 @@ impl Session {
         Ok(Self { downgraded: plan.downgraded(), dispatch, loaded, budget, dense })
     }
 
+    /// Counts memory that is not the model's, before it is taken.
+    pub fn reserve(&self, bytes: u64, what: &str) -> Result<()> {
+        self.budget.reserve(bytes, what)
+    }
+
     /// A context of its own.
     pub fn runner(&self, options: ContextOptions) -> Result<Runner> {
         self.loaded.runner(options, &self.budget)

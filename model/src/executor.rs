@@ -2,6 +2,7 @@
 //!
 //! The graph in [`crate::graph`] is written once over this trait; inference on the CPU, inference on CUDA and training
 //! differ in nothing but the executor. A slot is `[rows, width]`; an executor never allocates one inside a step.
+use crate::watch::Site;
 use q4_core::Result;
 
 /// Widths and limits of every slot of a model.
@@ -146,9 +147,9 @@ pub trait Executor {
     /// Accepts the step's rows into the cache.
     fn commit(&mut self, cache: &mut Self::Cache, rows: usize) -> Result<()>;
 
-    /// Called between operations with the name of what was just written; an executor that hunts for the first
-    /// non-finite value looks here, all others do nothing.
-    fn watch(&mut self, _layer: Option<usize>, _what: &'static str, _slot: &Self::Tensor) -> Result<()> {
+    /// Called between operations with what was just written; an executor that was told to [watch](crate::watch) does so
+    /// here, all others do nothing.
+    fn watch(&mut self, _site: Site, _slot: &mut Self::Tensor) -> Result<()> {
         Ok(())
     }
 

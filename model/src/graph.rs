@@ -1,5 +1,6 @@
 //! The Qwen3 forward pass, once, for every executor.
 use crate::executor::{Executor, Logits, Shape, Slots};
+use crate::watch::Site;
 use q4_core::Result;
 
 /// Weights of one layer, in the executor's form.
@@ -47,13 +48,13 @@ impl<E: Executor> Qwen3<E> {
         logits: Logits,
     ) -> Result<()> {
         ex.embed(&self.table, ids, &mut s.hidden)?;
-        ex.watch(None, "embed_tokens", &s.hidden)?;
+        ex.watch(Site { layer: None, call: "embed_tokens" }, &mut s.hidden)?;
         for (i, b) in self.blocks.iter().enumerate() {
             b.forward(ex, i, cache, s)?;
         }
         if logits != Logits::Skip {
             ex.head(&s.hidden, &self.norm, &self.head, logits, &mut s.normed, &mut s.logits)?;
-            ex.watch(None, "lm_head", &s.logits)?;
+            ex.watch(Site { layer: None, call: "lm_head" }, &mut s.logits)?;
         }
         ex.commit(cache, ids.len())
     }
@@ -68,13 +69,14 @@ impl<E: Executor> Block<E> {
         cache: &mut E::Cache,
         s: &mut Slots<E::Tensor>,
     ) -> Result<()> {
+        let at = |call| Site { layer: Some(i), call };
         ex.norm_linear(&s.hidden, &self.input_norm, &self.qkv, &mut s.normed, &mut s.qkv)?;
-        ex.watch(Some(i), "self_attn.{q,k,v}_proj", &s.qkv)?;
+        ex.watch(at("self_attn.{q,k,v}_proj"), &mut s.qkv)?;
         ex.rope_attention(&mut s.qkv, (&self.q_norm, &self.k_norm), cache, i, &mut s.context)?;
-        ex.watch(Some(i), "self_attn", &s.context)?;
+        ex.watch(at("self_attn"), &mut s.context)?;
         ex.linear_add(&s.context, &self.o, &mut s.product, &mut s.hidden)?;
-        ex.watch(Some(i), "self_attn.o_proj", &s.hidden)?;
+        ex.watch(at("self_attn.o_proj"), &mut s.hidden)?;
         ex.gated_mlp(&self.post_norm, &self.gate_up, &self.down, s)?;
-        ex.watch(Some(i), "mlp", &s.hidden)
+        ex.watch(at("mlp"), &mut s.hidden)
     }
 }

@@ -23,3 +23,4 @@ pub mod synthetic;
 pub mod template;
 pub mod tokenizer;
 pub mod verify;
+pub mod watch;

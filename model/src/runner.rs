@@ -1,6 +1,7 @@
 //! A model with its cache: tokens in, logits out. The cache's length is always the number of accepted tokens.
 use crate::executor::Logits;
 use crate::sampling::Sampler;
+use crate::watch::{Each, Watch};
 use q4_core::{Code, Error, Result};
 
 /// A graph, an executor, a cache and slots of one device: what a [`Runner`] drives.
@@ -23,8 +24,8 @@ pub trait Engine: Send {
     fn capacity(&self) -> usize;
     /// Forgets everything behind the first `len` positions.
     fn truncate(&mut self, len: usize);
-    /// Turns the hunt for the first non-finite value on or off.
-    fn set_watching(&mut self, on: bool);
+    /// What is done between the operations of a step from now on.
+    fn watch(&mut self, watch: Watch);
     /// The id with the largest logit of the last step, the lowest of several; waits for it. Any id where the logits are not
     /// finite.
     fn greedy(&mut self) -> Result<u32> {
@@ -154,6 +155,20 @@ impl Runner {
         Ok(())
     }
 
+    /// Runs `ids` as [`accept_all`](Self::accept_all) does and hands every value of every step to `each`.
+    pub fn accept_watched(&mut self, ids: &[u32], each: Each) -> Result<()> {
+        self.settle()?;
+        self.room_for(ids.len())?;
+        self.engine.watch(Watch::Each(each));
+        let steps = ids.chunks(self.chunk).try_for_each(|step| {
+            self.engine.step(step, Logits::All)?;
+            self.tokens.extend_from_slice(step);
+            Ok(())
+        });
+        self.engine.watch(Watch::Nothing);
+        steps
+    }
+
     /// Forgets everything behind the first `len` tokens.
     pub fn truncate(&mut self, len: usize) {
         self.unchecked &= len >= self.tokens.len();
@@ -185,9 +200,9 @@ impl Runner {
     /// Repeats the step and names the first layer whose output is not finite.
     fn find_non_finite(&mut self, ids: &[u32], which: Logits) -> Error {
         self.engine.truncate(self.tokens.len());
-        self.engine.set_watching(true);
+        self.engine.watch(Watch::NonFinite);
         let again = self.engine.step(ids, which);
-        self.engine.set_watching(false);
+        self.engine.watch(Watch::Nothing);
         self.engine.truncate(self.tokens.len());
         again.err().unwrap_or_else(|| {
             Error::new(Code::NonFinite, "logits are not finite")
@@ -230,7 +245,7 @@ mod tests {
         fn truncate(&mut self, len: usize) {
             self.len = self.len.min(len);
         }
-        fn set_watching(&mut self, _on: bool) {}
+        fn watch(&mut self, _watch: Watch) {}
     }
 
     fn runner(bad: usize) -> Runner {

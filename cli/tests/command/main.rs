@@ -10,6 +10,7 @@ mod quantize;
 mod selfcheck;
 mod signals;
 mod tiny;
+mod trace;
 
 use serde_json::Value;
 use std::path::{Path, PathBuf};

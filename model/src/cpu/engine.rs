@@ -3,6 +3,7 @@ use super::{CpuExecutor, CpuTensor, KvCache};
 use crate::executor::{Logits, Slots};
 use crate::graph::Qwen3;
 use crate::runner::Engine;
+use crate::watch::Watch;
 use q4_core::Result;
 use std::sync::Arc;
 
@@ -37,7 +38,7 @@ impl Engine for CpuEngine {
     fn truncate(&mut self, len: usize) {
         self.cache.truncate(len);
     }
-    fn set_watching(&mut self, on: bool) {
-        self.executor.set_watching(on);
+    fn watch(&mut self, watch: Watch) {
+        self.executor.set_watch(watch);
     }
 }

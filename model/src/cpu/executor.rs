@@ -4,6 +4,7 @@ use super::tensor::{Disjoint, each_row};
 use super::{CpuTensor, KvCache, simd};
 use crate::checkpoint::Bytes;
 use crate::executor::{Executor, Logits, Shape, Slots};
+use crate::watch::{Site, Watch, Written};
 use half::{bf16, f16};
 use q4_core::{
     Code, DType, Element, Error, ExecContext, Q4Linear, Result, TensorView, TensorViewMut, ThreadPool,
@@ -71,7 +72,7 @@ pub struct CpuExecutor {
     scores: Scores,
     /// `cos` and `sin` of every position, `[context, head_dim / 2]` each.
     rope: (Vec<f32>, Vec<f32>),
-    watching: bool,
+    watch: Watch,
 }
 
 /// Slots for steps of up to `rows` rows; logits for `logit_rows` of them.
@@ -109,7 +110,7 @@ impl CpuExecutor {
             staging: if y == DType::F32 { Vec::new() } else { vec![0; rows * widest] },
             workspace: vec![0; workspace + 64],
             rope: rotations(rope.0, rope.1, context),
-            watching: false,
+            watch: Watch::Nothing,
             scores,
             shape,
             threads,
@@ -132,9 +133,9 @@ impl CpuExecutor {
         (staging + workspace + context * shape.head_dim * 4) as u64 + Scores::bytes(lanes, context)
     }
 
-    /// Turns the hunt for the first non-finite value on or off.
-    pub fn set_watching(&mut self, on: bool) {
-        self.watching = on;
+    /// What is done between operations from now on.
+    pub fn set_watch(&mut self, watch: Watch) {
+        self.watch = watch;
     }
 
     /// Threads the products run on.
@@ -269,17 +270,16 @@ impl Executor for CpuExecutor {
         cache.advance(rows)
     }
 
-    fn watch(&mut self, layer: Option<usize>, what: &'static str, slot: &CpuTensor) -> Result<()> {
-        if !self.watching {
-            return Ok(());
-        }
-        match slot.data().iter().position(|v| !v.is_finite()) {
-            None => Ok(()),
-            Some(at) => {
-                let layer = layer.map_or(what.to_owned(), |l| format!("model.layers.{l}.{what}"));
-                Err(Error::new(Code::NonFinite, format!("{layer}: a value is not finite"))
+    fn watch(&mut self, site: Site, slot: &mut CpuTensor) -> Result<()> {
+        match &mut self.watch {
+            Watch::Nothing => Ok(()),
+            Watch::Each(each) => each(Written { site, rows: slot.rows(), values: slot.data_mut() }),
+            Watch::NonFinite => {
+                let Some(at) = slot.data().iter().position(|v| !v.is_finite()) else { return Ok(()) };
+                let (value, row, column) = (slot.data()[at], at / slot.width(), at % slot.width());
+                Err(Error::new(Code::NonFinite, format!("{site}: a value is not finite"))
                     .need("finite activations")
-                    .have(format!("{} in row {}, column {}", slot.data()[at], at / slot.width(), at % slot.width()))
+                    .have(format!("{value} in row {row}, column {column}"))
                     .fix("`q4 verify MODEL` checks the scales; --activations native rules the activation format out"))
             }
         }

@@ -8,6 +8,7 @@ use super::{CudaCache, CudaExecutor, CudaModel, CudaTensor};
 use crate::executor::{Executor, Logits, Slots};
 use crate::runner::Engine;
 use crate::sampling::Sampler;
+use crate::watch::Watch;
 use q4_core::{Code, DType, Error, Result, ThreadPool};
 use q4_cuda::{Buffer, Graph, Pinned};
 use std::sync::Arc;
@@ -255,10 +256,10 @@ impl Engine for CudaEngine {
         }
         self.cache.truncate(len);
     }
-    fn set_watching(&mut self, on: bool) {
+    fn watch(&mut self, watch: Watch) {
         self.leave();
-        self.watching = on;
-        self.executor.set_watching(on);
+        self.watching = !matches!(watch, Watch::Nothing);
+        self.executor.set_watch(watch);
     }
 }
 

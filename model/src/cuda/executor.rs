@@ -7,6 +7,7 @@ use super::{CudaCache, CudaModel, CudaTensor};
 use crate::cpu::CpuLinear;
 use crate::executor::{Executor, Logits, Shape, Slots};
 use crate::sampling::Sampler;
+use crate::watch::{Site, Watch, Written};
 use q4_core::{
     Code, DType, Error, ExecContext, FuseSet, Fusion, Q4Linear, Result, RmsNorm, TensorView, ThreadPool,
 };
@@ -70,7 +71,7 @@ pub struct CudaExecutor {
     partial: Buffer,
     state: State,
     ids: Pinned,
-    watching: bool,
+    watch: Watch,
 }
 
 /// What the rows of a step are.
@@ -167,13 +168,13 @@ impl CudaExecutor {
             sequences,
             step: Step::Prompt { sequence: 0 },
             recording: false,
-            watching: false,
+            watch: Watch::Nothing,
         })
     }
 
-    /// Turns the hunt for the first non-finite value on or off.
-    pub fn set_watching(&mut self, on: bool) {
-        self.watching = on;
+    /// What is done between operations from now on.
+    pub fn set_watch(&mut self, watch: Watch) {
+        self.watch = watch;
     }
 
     /// Starts recording the decode step that is issued next, behind its embedding.
@@ -458,9 +459,16 @@ impl Executor for CudaExecutor {
         Ok(())
     }
 
-    fn watch(&mut self, layer: Option<usize>, what: &'static str, slot: &CudaTensor) -> Result<()> {
-        if !self.watching {
-            return Ok(());
+    fn watch(&mut self, site: Site, slot: &mut CudaTensor) -> Result<()> {
+        match &mut self.watch {
+            Watch::Nothing => return Ok(()),
+            Watch::NonFinite => {}
+            Watch::Each(each) => {
+                self.stream.synchronize()?;
+                let mut values = slot.download()?;
+                each(Written { site, rows: slot.rows(), values: &mut values })?;
+                return slot.upload(&values);
+            }
         }
         let mut flag = [0u32];
         let at = (self.state.non_finite() - self.state.buffer.ptr()) as usize;
@@ -476,8 +484,7 @@ impl Executor for CudaExecutor {
         if flag == [0] {
             return Ok(());
         }
-        let layer = layer.map_or(what.to_owned(), |l| format!("model.layers.{l}.{what}"));
-        Err(Error::new(Code::NonFinite, format!("{layer}: a value is not finite"))
+        Err(Error::new(Code::NonFinite, format!("{site}: a value is not finite"))
             .need("finite activations")
             .have(format!("NaN or infinity among {count} values of {}", slot.dtype()))
             .fix("`q4 verify MODEL` checks the scales; --dtype bfloat16 has the range of float32"))

@@ -1,5 +1,6 @@
 //! A slot on the device: rows of one element type in memory allocated once for the largest step.
-use q4_core::{Code, DType, Error, Result, TensorView, TensorViewMut};
+use half::{bf16, f16};
+use q4_core::{Code, DType, Error, Result, TensorView, TensorViewMut, read_floats};
 use q4_cuda::Buffer;
 use std::ffi::c_void;
 use std::ptr::NonNull;
@@ -60,6 +61,31 @@ impl CudaTensor {
         let (shape, strides) = ([self.rows as i64, width as i64], [self.width as i64, 1]);
         // SAFETY: as above, and unique.
         unsafe { TensorViewMut::from_raw(ptr, bytes, self.device(), self.dtype, &shape, &strides) }
+    }
+
+    /// The rows in use, widened; what writes them must be complete.
+    pub fn download(&self) -> Result<Vec<f32>> {
+        let count = self.rows * self.width;
+        let mut bytes = vec![0u8; count * self.dtype.size()];
+        self.memory.download(self.at, &mut bytes)?;
+        let mut values = vec![0.0; count];
+        read_floats(&bytes, self.dtype, &mut values);
+        Ok(values)
+    }
+    /// Writes the rows in use, rounded to the slot's type; what reads or writes them must be complete.
+    pub fn upload(&mut self, values: &[f32]) -> Result<()> {
+        assert_eq!(values.len(), self.rows * self.width, "values of a slot");
+        match self.dtype {
+            DType::F16 => {
+                let rounded: Vec<_> = values.iter().map(|v| f16::from_f32(*v).to_bits()).collect();
+                self.memory.upload(self.at, &rounded)
+            }
+            DType::BF16 => {
+                let rounded: Vec<_> = values.iter().map(|v| bf16::from_f32(*v).to_bits()).collect();
+                self.memory.upload(self.at, &rounded)
+            }
+            _ => self.memory.upload(self.at, values),
+        }
     }
 
     fn device(&self) -> q4_core::Device {
