@@ -44,3 +44,74 @@ pub enum Watch {
     /// Hands every value over.
     Each(Each),
 }
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use crate::cpu::KvType;
+    use crate::executor::Shape;
+    use crate::load::{ContextOptions, Loaded};
+    use crate::synthetic::{Recipe, build};
+    use q4_core::memory::Budget;
+    use q4_core::{Activations, BuiltinOptions, DType, Device, Dispatch, Policy, Registry, ThreadPool};
+    use q4_nf4_kernel as _;
+    use std::sync::{Arc, Mutex};
+
+    /// For a model of two layers with a vocabulary above 4, on any device.
+    pub(crate) fn check(loaded: &Loaded) -> Result<()> {
+        const IDS: [u32; 3] = [3, 1, 4];
+        let run = |each: Each| -> Result<Vec<f32>> {
+            let options = ContextOptions { context: 16, chunk: 16, all_logits: true, kv: KvType::F32 };
+            let mut runner = loaded.runner(options, &Budget::of_machine())?;
+            runner.accept_watched(&IDS, each)?;
+            runner.logits().map(|l| l.to_vec())
+        };
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let kept = seen.clone();
+        let logits = run(Box::new(move |w| {
+            kept.lock().expect("nobody panics").push((w.site.to_string(), w.values.to_vec()));
+            Ok(())
+        }))?;
+        let seen = std::mem::take(&mut *seen.lock().expect("as above"));
+        assert_eq!(seen.len(), 2 * 4 + 2);
+        assert_eq!((seen[0].1.len() % IDS.len(), seen[4].0.as_str()), (0, "model.layers.0.mlp"));
+        assert_eq!(seen[9], ("lm_head".to_owned(), logits));
+        let mut before = seen.into_iter();
+        run(Box::new(move |w| {
+            let (site, values) = before.next().expect("as many values");
+            assert_eq!(site, w.site.to_string());
+            // Other embeddings reach the first product and the sum after it. Both get their old values back, and nothing
+            // else ever differs.
+            let reached = w.site.layer == Some(0) && w.site.call != "self_attn" && w.site.call != "mlp";
+            assert_eq!(values != w.values, reached, "{site}");
+            w.values.copy_from_slice(&values);
+            if w.site.call == "embed_tokens" {
+                w.values.fill(0.25);
+            }
+            Ok(())
+        }))?;
+        Ok(())
+    }
+
+    #[test]
+    fn who_watches_sees_every_value_and_may_put_another_in_its_place() -> Result<()> {
+        let shape = Shape {
+            hidden: 128,
+            heads: 4,
+            kv_heads: 2,
+            head_dim: 32,
+            intermediate: 256,
+            vocab: 64,
+            layers: 2,
+        };
+        let recipe = Recipe {
+            schema: Recipe::NF4,
+            activations: Activations::Native,
+            dtype: DType::F32,
+            max_rows: 16,
+            device: Device::Cpu,
+        };
+        let dispatch = Dispatch::new(Registry::builtin(&BuiltinOptions::default())?, Policy::default());
+        check(&build(&shape, &recipe, &dispatch, Arc::new(ThreadPool::new(2)), &Budget::of_machine())?)
+    }
+}

@@ -1,17 +1,16 @@
 //! Steps that run ahead change nothing but time: the same bits as an engine that waits for every token.
 use super::ahead::Stands;
 use super::{CudaEngine, CudaModel, Sizes};
-use crate::cpu::KvType;
 use crate::executor::{Logits, Shape};
-use crate::load::{ContextOptions, Loaded, Model};
+use crate::load::{Loaded, Model};
 use crate::runner::Engine;
 use crate::sampling::{Sampler, SamplingParams};
 use crate::synthetic::{Recipe, build};
-use crate::watch::{Each, Watch};
+use crate::watch::Watch;
 use q4_core::memory::Budget;
 use q4_core::{Activations, BuiltinOptions, DType, Device, Dispatch, Policy, Registry, Result, ThreadPool};
 use q4_cuda::Nodes;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use {q4_dequant_matmul as _, q4_nf4_kernel as _, q4_nvfp4_kernel as _};
 
 const VOCAB: usize = 4096;
@@ -268,36 +267,5 @@ fn a_batch_that_runs_ahead_changes_no_token() -> Result<()> {
 #[test]
 fn who_watches_sees_every_value_and_may_put_another_in_its_place() -> Result<()> {
     let Some(small) = Small::new()? else { return Ok(()) };
-    const IDS: [u32; 3] = [3, 1, 4];
-    let run = |each: Each| -> Result<Vec<f32>> {
-        let options = ContextOptions { context: CONTEXT, chunk: 16, all_logits: true, kv: KvType::F32 };
-        let mut runner = small.loaded.runner(options, &Budget::of_machine())?;
-        runner.accept_watched(&IDS, each)?;
-        runner.logits().map(|l| l.to_vec())
-    };
-    let seen = Arc::new(Mutex::new(Vec::new()));
-    let kept = seen.clone();
-    let logits = run(Box::new(move |w| {
-        kept.lock().expect("nobody panics").push((w.site.to_string(), w.values.to_vec()));
-        Ok(())
-    }))?;
-    let seen = std::mem::take(&mut *seen.lock().expect("as above"));
-    assert_eq!(seen.len(), 2 * 4 + 2);
-    assert_eq!((seen[0].1.len(), seen[4].0.as_str()), (IDS.len() * 256, "model.layers.0.mlp"));
-    assert_eq!(seen[9], ("lm_head".to_owned(), logits.clone()));
-    let mut before = seen.into_iter();
-    run(Box::new(move |w| {
-        let (site, values) = before.next().expect("as many values");
-        assert_eq!(site, w.site.to_string());
-        // Other embeddings reach the first product and the sum after it. Both get their old values back, and nothing else
-        // ever differs.
-        let reached = w.site.layer == Some(0) && w.site.call != "self_attn" && w.site.call != "mlp";
-        assert_eq!(values != w.values, reached, "{site}");
-        w.values.copy_from_slice(&values);
-        if w.site.call == "embed_tokens" {
-            w.values.fill(0.25);
-        }
-        Ok(())
-    }))?;
-    Ok(())
+    crate::watch::tests::check(&small.loaded)
 }
