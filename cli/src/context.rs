@@ -170,7 +170,7 @@ impl Context {
                     Code::LibraryRefused,
                     format!("backend `{name}` is named and cannot be used"),
                 )
-                .need(format!("`{name}`, as --backend says"))
+                .need(format!("`{name}`, as named"))
                 .have(texts.join("\n"))
                 .fix(fix));
             }
