@@ -2,10 +2,12 @@
 //!
 //! Nothing here knows what a verb does, so help, completions and parsing never touch a model.
 mod conformance;
+mod measure;
 
 pub use crate::choices::*;
 use clap::{ArgAction, Args, CommandFactory, Parser, Subcommand, ValueHint};
 pub use conformance::ConformanceArgs;
+pub use measure::{CompareArgs, DataArgs, EvalArgs};
 use std::ffi::OsString;
 use std::path::PathBuf;
 
@@ -50,6 +52,10 @@ pub enum Verb {
     Verify(VerifyArgs),
     /// Write a dense model as a 4-bit one.
     Quantize(QuantizeArgs),
+    /// Say how well a model predicts a text: loss and perplexity.
+    Eval(EvalArgs),
+    /// Say how far the predictions of two models lie apart over a text.
+    Compare(CompareArgs),
     /// Write the logits of every position of a token sequence; needs no tokenizer.
     Logits(LogitsArgs),
     /// Measure prefill, decode and kernels.

@@ -6,12 +6,14 @@ mod backends;
 mod bench;
 mod chat;
 mod choices;
+mod compare;
 mod completions;
 mod conformance;
 mod context;
 mod demo;
 mod device_roofline;
 mod diagnose;
+mod eval;
 mod explain;
 mod generate;
 mod input;
@@ -26,6 +28,7 @@ mod signals;
 mod text;
 mod train;
 mod verify;
+mod windows;
 
 use args::{Cli, GlobalArgs, Verb};
 use clap::Parser;
@@ -91,6 +94,8 @@ fn run(global: GlobalArgs, verb: &Verb) -> Result<Outcome> {
         Verb::Inspect(args) => inspect::run(&cx, args),
         Verb::Verify(args) => verify::run(&cx, args),
         Verb::Quantize(args) => quantize::run(&cx, args),
+        Verb::Eval(args) => eval::run(&cx, args),
+        Verb::Compare(args) => compare::run(&cx, args),
         Verb::Logits(args) => logits::run(&cx, args),
         Verb::Bench(args) => bench::run(&cx, args),
         Verb::Conformance(args) => conformance::run(&cx, args),

@@ -7,9 +7,10 @@ fn help_lists_every_verb_and_option() {
     let help = run(&["--help"]);
     assert!(help.status.success());
     assert_snapshot!("help", out(&help));
-    for verb in
-        ["generate", "chat", "explain", "inspect", "verify", "quantize", "logits", "bench", "diagnose"]
-    {
+    for verb in [
+        "generate", "chat", "explain", "inspect", "verify", "quantize", "eval", "compare", "logits", "bench",
+        "diagnose",
+    ] {
         let text = out(&run(&[verb, "--help"]));
         assert!(text.contains("--backend") && text.contains("--json"), "{verb}");
     }
