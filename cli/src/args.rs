@@ -66,6 +66,8 @@ pub enum Verb {
     Train(TrainArgs),
     /// Print a completion script.
     Completions(CompletionsArgs),
+    /// Print the manual page of the command and of every verb, or of one.
+    Man(ManArgs),
 }
 
 /// Options that every verb takes, before or after its name.
@@ -420,6 +422,18 @@ pub struct CompletionsArgs {
     /// The shell.
     #[arg(value_enum)]
     pub shell: clap_complete::Shell,
+}
+
+/// `q4 man`.
+#[derive(Args, Debug)]
+#[command(after_long_help = "\
+Examples:
+  q4 man | man -l -
+  q4 man generate > q4-generate.1")]
+pub struct ManArgs {
+    /// One verb; all of them when absent.
+    #[arg(value_name = "VERB")]
+    pub verb: Option<String>,
 }
 
 /// Moves the verb in front of the options before it. clap takes global options on either side, but keeps only one side

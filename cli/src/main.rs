@@ -19,6 +19,7 @@ mod generate;
 mod input;
 mod inspect;
 mod logits;
+mod man;
 mod plugins;
 mod quantize;
 mod report;
@@ -83,8 +84,10 @@ fn main() -> ExitCode {
 }
 
 fn run(global: GlobalArgs, verb: &Verb) -> Result<Outcome> {
-    if let Verb::Completions(args) = verb {
-        return completions::run(args);
+    match verb {
+        Verb::Completions(args) => return completions::run(args),
+        Verb::Man(args) => return man::run(args),
+        _ => {}
     }
     let cx = Context::new(global)?.gated(!matches!(verb, Verb::Conformance(_)));
     match verb {
@@ -102,6 +105,7 @@ fn run(global: GlobalArgs, verb: &Verb) -> Result<Outcome> {
         Verb::Diagnose(args) => diagnose::run(&cx, args),
         Verb::Train(args) => train::run(args),
         Verb::Completions(args) => completions::run(args),
+        Verb::Man(args) => man::run(args),
     }
 }
 
