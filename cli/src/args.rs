@@ -2,11 +2,13 @@
 //!
 //! Nothing here knows what a verb does, so help, completions and parsing never touch a model.
 mod conformance;
+mod measure;
 mod trace;
 
 pub use crate::choices::*;
 use clap::{ArgAction, Args, CommandFactory, Parser, Subcommand, ValueHint};
 pub use conformance::ConformanceArgs;
+pub use measure::{CompareArgs, DataArgs, EvalArgs};
 use std::ffi::OsString;
 use std::path::PathBuf;
 pub use trace::TraceArgs;
@@ -52,6 +54,10 @@ pub enum Verb {
     Verify(VerifyArgs),
     /// Write a dense model as a 4-bit one.
     Quantize(QuantizeArgs),
+    /// Say how well a model predicts a text: loss and perplexity.
+    Eval(EvalArgs),
+    /// Say how far the predictions of two models lie apart over a text.
+    Compare(CompareArgs),
     /// Write the logits of every position of a token sequence; needs no tokenizer.
     Logits(LogitsArgs),
     /// Compare two backends call by call and name the first that differs.
@@ -64,6 +70,8 @@ pub enum Verb {
     Train(TrainArgs),
     /// Print a completion script.
     Completions(CompletionsArgs),
+    /// Print the manual page of the command and of every verb, or of one.
+    Man(ManArgs),
 }
 
 /// Options that every verb takes, before or after its name.
@@ -418,6 +426,18 @@ pub struct CompletionsArgs {
     /// The shell.
     #[arg(value_enum)]
     pub shell: clap_complete::Shell,
+}
+
+/// `q4 man`.
+#[derive(Args, Debug)]
+#[command(after_long_help = "\
+Examples:
+  q4 man | man -l -
+  q4 man generate > q4-generate.1")]
+pub struct ManArgs {
+    /// One verb; all of them when absent.
+    #[arg(value_name = "VERB")]
+    pub verb: Option<String>,
 }
 
 /// Moves the verb in front of the options before it. clap takes global options on either side, but keeps only one side

@@ -132,9 +132,7 @@ pub fn run(cx: &Context, args: &GenerateArgs) -> Result<Outcome> {
         )?;
     } else {
         cx.report().detail(&stats(&timing, &answers));
-        for e in &facts.executed {
-            cx.report().detail(&format!("{} {} {}: {} products", e.backend, e.path, e.activations, e.calls));
-        }
+        facts.detail(cx.report());
     }
     Ok(Outcome::Done)
 }

@@ -1,9 +1,9 @@
-//! Where prompts come from: an option, a file, or standard input.
+//! Where text comes from: an option, a file, or standard input.
 use q4_core::{Code, Error, Result};
 use std::io::{self, BufRead, IsTerminal, Read};
 use std::path::Path;
 
-/// Bytes of text a prompt or a file of turns may have.
+/// Bytes that a prompt, a file of turns or a data file may have.
 const LIMIT: u64 = 16 << 20;
 
 /// The text of `-p`, else all of standard input without the newline that ends it. A terminal is refused, because
@@ -46,6 +46,25 @@ pub fn turns(path: &Path) -> Result<Vec<String>> {
     Ok(lines)
 }
 
+/// The text of a data file; `-` is standard input. [`Code::Container`] for what is no text or too long, [`Code::Io`] for
+/// what cannot be read.
+pub fn data(path: &Path) -> Result<String> {
+    let (name, bytes) = if path == Path::new("-") {
+        ("standard input".to_owned(), bytes("standard input", io::stdin().lock())?)
+    } else {
+        let name = path.display().to_string();
+        let file = std::fs::File::open(path).map_err(|e| unreadable(path, &e))?;
+        let bytes = bytes(&name, file)?;
+        (name, bytes)
+    };
+    let bytes = bytes.ok_or_else(|| too_long(Code::Container, &name))?;
+    String::from_utf8(bytes).map_err(|e| {
+        Error::new(Code::Container, format!("{name}: not UTF-8"))
+            .need("text")
+            .have(format!("another byte at {}", e.utf8_error().valid_up_to()))
+    })
+}
+
 /// The next line without its end; `None` at the end of standard input.
 pub fn line() -> Result<Option<String>> {
     let mut bytes = Vec::new();
@@ -59,14 +78,19 @@ pub fn line() -> Result<Option<String>> {
 }
 
 fn read(name: &str, source: impl Read) -> Result<String> {
+    let bytes = bytes(name, source)?.ok_or_else(|| too_long(Code::Usage, name))?;
+    String::from_utf8(bytes).map_err(|_| not_text(name))
+}
+
+/// All of `source`; `None` when it is too long.
+fn bytes(name: &str, source: impl Read) -> Result<Option<Vec<u8>>> {
     let mut bytes = Vec::new();
     source.take(LIMIT + 1).read_to_end(&mut bytes).map_err(|e| failed(name, &e))?;
-    if bytes.len() as u64 > LIMIT {
-        return Err(
-            Error::new(Code::Usage, format!("{name}: too long")).need(format!("at most {LIMIT} bytes"))
-        );
-    }
-    String::from_utf8(bytes).map_err(|_| not_text(name))
+    Ok((bytes.len() as u64 <= LIMIT).then_some(bytes))
+}
+
+fn too_long(code: Code, name: &str) -> Error {
+    Error::new(code, format!("{name}: too long")).need(format!("at most {LIMIT} bytes"))
 }
 
 fn not_text(name: &str) -> Error {

@@ -6,17 +6,20 @@ mod backends;
 mod bench;
 mod chat;
 mod choices;
+mod compare;
 mod completions;
 mod conformance;
 mod context;
 mod demo;
 mod device_roofline;
 mod diagnose;
+mod eval;
 mod explain;
 mod generate;
 mod input;
 mod inspect;
 mod logits;
+mod man;
 mod plugins;
 mod quantize;
 mod report;
@@ -27,6 +30,7 @@ mod text;
 mod trace;
 mod train;
 mod verify;
+mod windows;
 
 use args::{Cli, GlobalArgs, Verb};
 use clap::Parser;
@@ -81,8 +85,10 @@ fn main() -> ExitCode {
 }
 
 fn run(global: GlobalArgs, verb: &Verb) -> Result<Outcome> {
-    if let Verb::Completions(args) = verb {
-        return completions::run(args);
+    match verb {
+        Verb::Completions(args) => return completions::run(args),
+        Verb::Man(args) => return man::run(args),
+        _ => {}
     }
     let cx = Context::new(global)?.gated(!matches!(verb, Verb::Conformance(_)));
     match verb {
@@ -92,6 +98,8 @@ fn run(global: GlobalArgs, verb: &Verb) -> Result<Outcome> {
         Verb::Inspect(args) => inspect::run(&cx, args),
         Verb::Verify(args) => verify::run(&cx, args),
         Verb::Quantize(args) => quantize::run(&cx, args),
+        Verb::Eval(args) => eval::run(&cx, args),
+        Verb::Compare(args) => compare::run(&cx, args),
         Verb::Logits(args) => logits::run(&cx, args),
         Verb::Trace(args) => trace::run(&cx, args),
         Verb::Bench(args) => bench::run(&cx, args),
@@ -99,6 +107,7 @@ fn run(global: GlobalArgs, verb: &Verb) -> Result<Outcome> {
         Verb::Diagnose(args) => diagnose::run(&cx, args),
         Verb::Train(args) => train::run(args),
         Verb::Completions(args) => completions::run(args),
+        Verb::Man(args) => man::run(args),
     }
 }
 

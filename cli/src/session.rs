@@ -10,6 +10,7 @@ use q4_model::load::{self, ContextOptions, Loaded};
 use q4_model::plan::{HeadPlan, Plan, Product};
 use q4_model::runner::Runner;
 use serde::Serialize;
+use std::sync::Arc;
 
 /// Rows of a step at most: enough to amortise the weights, few enough to keep activations small.
 pub fn chunk(device: Device) -> usize {
@@ -20,7 +21,7 @@ pub fn chunk(device: Device) -> usize {
 pub struct Session {
     dispatch: Dispatch,
     loaded: Loaded,
-    budget: Budget,
+    budget: Arc<Budget>,
     downgraded: usize,
     dense: Vec<String>,
 }
@@ -73,9 +74,31 @@ impl Session {
         quantize: Option<Format>,
         max_rows: usize,
     ) -> Result<Self> {
+        Self::within(cx, dispatch, checkpoint, quantize, max_rows, Arc::new(cx.budget()))
+    }
+
+    /// The same inside what `other` left of the memory: both stay loaded.
+    pub fn load_beside(
+        cx: &Context,
+        dispatch: Dispatch,
+        checkpoint: &Checkpoint,
+        quantize: Option<Format>,
+        max_rows: usize,
+        other: &Self,
+    ) -> Result<Self> {
+        Self::within(cx, dispatch, checkpoint, quantize, max_rows, other.budget.clone())
+    }
+
+    fn within(
+        cx: &Context,
+        dispatch: Dispatch,
+        checkpoint: &Checkpoint,
+        quantize: Option<Format>,
+        max_rows: usize,
+        budget: Arc<Budget>,
+    ) -> Result<Self> {
         let options = cx.plan_options(quantize, max_rows)?;
         let plan = Plan::new(checkpoint, &dispatch, &options)?;
-        let budget = cx.budget();
         let bar = cx.report().bar("loading");
         let mut progress = |done: usize, all: usize| {
             bar.set_length(all as u64);
@@ -111,6 +134,15 @@ impl Session {
             downgraded: self.downgraded,
             dense: self.dense.clone(),
             skipped_self_checks: self.dispatch.skipped_checks(),
+        }
+    }
+}
+
+impl Facts {
+    /// What ran, for those who asked with `-v`.
+    pub fn detail(&self, report: &Report) {
+        for e in &self.executed {
+            report.detail(&format!("{} {} {}: {} products", e.backend, e.path, e.activations, e.calls));
         }
     }
 }

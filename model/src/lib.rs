@@ -12,6 +12,7 @@ mod files;
 pub mod generate;
 pub mod generation;
 pub mod graph;
+pub mod likelihood;
 pub mod load;
 pub mod plan;
 pub mod quantize;

@@ -239,7 +239,7 @@ fn below_share(all: u64, p: f32) -> u64 {
 }
 
 /// Index of the largest value, the first of several.
-fn first_maximum(logits: &[f32]) -> usize {
+pub(crate) fn first_maximum(logits: &[f32]) -> usize {
     let mut best = 0;
     for (i, logit) in logits.iter().enumerate() {
         if *logit > logits[best] {

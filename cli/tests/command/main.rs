@@ -6,6 +6,7 @@ mod judge;
 mod measure;
 mod output;
 mod plugin;
+mod predict;
 mod quantize;
 mod selfcheck;
 mod signals;

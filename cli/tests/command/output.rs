@@ -7,9 +7,10 @@ fn help_lists_every_verb_and_option() {
     let help = run(&["--help"]);
     assert!(help.status.success());
     assert_snapshot!("help", out(&help));
-    for verb in
-        ["generate", "chat", "explain", "inspect", "verify", "quantize", "logits", "bench", "diagnose"]
-    {
+    for verb in [
+        "generate", "chat", "explain", "inspect", "verify", "quantize", "eval", "compare", "logits", "bench",
+        "diagnose",
+    ] {
         let text = out(&run(&[verb, "--help"]));
         assert!(text.contains("--backend") && text.contains("--json"), "{verb}");
     }
@@ -126,4 +127,26 @@ fn completions_know_the_verbs() {
         let script = out(&run(&["completions", shell]));
         assert!(script.contains("quantize") && script.contains("nvfp4-lib"), "{shell}");
     }
+}
+
+#[test]
+fn the_manual_has_a_page_for_every_verb() {
+    let help = out(&run(&["--help"]));
+    let list = help.split_once("Commands:\n").unwrap().1.split_once("\n\n").unwrap().0;
+    let verbs: Vec<_> =
+        list.lines().filter_map(|l| l.split_whitespace().next()).filter(|v| *v != "help").collect();
+    assert!(verbs.len() > 10, "{verbs:?}");
+    let all = out(&run(&["man"]));
+    assert!(all.starts_with(".ie") || all.starts_with(".TH"), "{}", &all[..100]);
+    assert_eq!(all.lines().filter(|l| l.starts_with(".TH ")).count(), 1 + verbs.len());
+    for verb in verbs {
+        let page = out(&run(&["man", verb]));
+        assert!(page.contains(&format!(".TH q4-{verb} 1 ")) && all.contains(&page), "{verb}: {page}");
+        assert!(page.contains("memory\\-limit"), "{verb}: global options");
+    }
+    let examples = all.matches("\n.nf\n  ").count();
+    assert!(examples > 5 && examples == all.matches("\n.fi\n").count(), "{examples}");
+    let unknown = run(&["man", "nonsense"]);
+    assert_eq!(unknown.status.code(), Some(2));
+    assert!(err(&unknown).contains("need: one of generate, "), "{}", err(&unknown));
 }

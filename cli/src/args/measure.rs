@@ -1,0 +1,103 @@
+//! The options of `q4 eval` and `q4 compare`: what is measured over a text.
+use super::{Format, ModelArgs};
+use clap::{Args, ValueHint};
+use std::path::PathBuf;
+
+/// Which text, and how it is cut.
+#[derive(Args, Clone, Debug)]
+pub struct DataArgs {
+    /// The text, UTF-8; `-` is standard input.
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub data: PathBuf,
+    /// Tokens of a window [default: 512, or what the model's context has].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
+    pub window: Option<u32>,
+    /// Use the first N tokens of the text only.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
+    pub tokens: Option<u32>,
+}
+
+/// `q4 eval`.
+#[derive(Args, Debug)]
+#[command(after_long_help = "\
+The text becomes tokens as a whole, without special ones, and is cut into windows. Every window is computed from an empty cache,
+and every token of it but the first is predicted. The loss is the mean of -ln p over them, the perplexity exp(loss).
+
+Examples:
+  q4 eval ./model --data text.txt
+  q4 eval ./model --data text.txt --quantize nf4 --json
+  head -c 100000 text.txt | q4 eval ./model --data - --window 2048")]
+pub struct EvalArgs {
+    /// Which model.
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Which text.
+    #[command(flatten)]
+    pub data: DataArgs,
+    /// Quantise dense layers while loading.
+    #[arg(long, value_enum, value_name = "FORMAT")]
+    pub quantize: Option<Format>,
+}
+
+/// `q4 compare`.
+#[derive(Args, Debug)]
+#[command(after_long_help = "\
+A is the reference: KL(A||B) in nats a position, its mean, 99th percentile and maximum; how often both find the same token most
+likely; and either's perplexity. The text is cut as by `q4 eval`. Both models are in memory at once and obey the same global
+options; they need one vocabulary. The exit status is 3 when a bound is exceeded.
+
+Examples:
+  q4 compare ./model ./model-nvfp4 --data text.txt
+  q4 compare ./model ./model --quantize nvfp4 --data text.txt       what quantising would cost
+  q4 compare ./model ./model-nf4 --data text.txt --max-kl-mean 0.05 --min-top1 0.9")]
+pub struct CompareArgs {
+    /// The reference: a model directory, a .safetensors or .dat file, or `demo`.
+    #[arg(value_name = "A", value_hint = ValueHint::AnyPath)]
+    pub a: PathBuf,
+    /// The model that is compared with it; may be the same.
+    #[arg(value_name = "B", value_hint = ValueHint::AnyPath)]
+    pub b: PathBuf,
+    /// config.json of both, where it is not beside the weights.
+    #[arg(long, value_name = "PATH", value_hint = ValueHint::AnyPath)]
+    pub config: Option<PathBuf>,
+    /// tokenizer.json of both, where it is not beside the weights.
+    #[arg(long, value_name = "PATH", value_hint = ValueHint::AnyPath)]
+    pub tokenizer: Option<PathBuf>,
+    /// Which text.
+    #[command(flatten)]
+    pub data: DataArgs,
+    /// Quantise dense layers of B while loading.
+    #[arg(long, value_enum, value_name = "FORMAT")]
+    pub quantize: Option<Format>,
+    /// Largest mean divergence that is no finding.
+    #[arg(long, value_name = "NATS", value_parser = divergence)]
+    pub max_kl_mean: Option<f64>,
+    /// Smallest share of equal top tokens that is no finding, 0 to 1.
+    #[arg(long, value_name = "SHARE", value_parser = share)]
+    pub min_top1: Option<f64>,
+}
+
+impl CompareArgs {
+    /// A and B.
+    pub fn models(&self) -> [ModelArgs; 2] {
+        [&self.a, &self.b].map(|model| ModelArgs {
+            model: model.clone(),
+            config: self.config.clone(),
+            tokenizer: self.tokenizer.clone(),
+        })
+    }
+}
+
+fn divergence(text: &str) -> Result<f64, String> {
+    text.parse()
+        .ok()
+        .filter(|x| (0.0..f64::INFINITY).contains(x))
+        .ok_or_else(|| "need a number from 0".to_owned())
+}
+
+fn share(text: &str) -> Result<f64, String> {
+    text.parse()
+        .ok()
+        .filter(|x| (0.0..=1.0).contains(x))
+        .ok_or_else(|| "need a number from 0 to 1".to_owned())
+}
