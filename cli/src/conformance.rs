@@ -152,6 +152,10 @@ fn judge(
         time_limit: Duration::from_secs(args.time_limit),
         memory_limit: args.case_memory,
     };
+    if is_plugin(&**backend) {
+        // This process asks a third party's code too, and must outlive it.
+        runner.rehearse().map_err(|e| e.within(&name))?;
+    }
     let report = run_with(&runner, &**backend, abi, options, registry.env(), threads);
     let report = match processor() {
         Some(name) => report.on_processor(&name),

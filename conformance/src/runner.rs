@@ -113,6 +113,32 @@ impl Runner for ChildProcesses {
 }
 
 impl ChildProcesses {
+    /// Runs a child without cases: it asks the backend all that the list of cases depends on, as its parent is about to.
+    ///
+    /// # Errors
+    /// `ConformanceFailed` when the child does not live to tell.
+    pub fn rehearse(&self) -> Result<()> {
+        let failed = |have: String| {
+            Error::new(Code::ConformanceFailed, "the backend cannot be asked what it computes")
+                .need("a child process that asks it and ends well")
+                .have(have)
+        };
+        let mut command = (self.command)(0..0);
+        let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn();
+        let mut child = Lost(child.map_err(|e| failed(format!("none could be started: {e}")))?);
+        let errors = tail_of(&mut child.0);
+        match child.ended_within(self.time_limit) {
+            Some(status) if status.success() => Ok(()),
+            Some(status) => {
+                let tail = errors.recv_timeout(Duration::from_millis(500)).unwrap_or_default();
+                Err(failed(
+                    [&format!("one that ended: {status}"), tail.trim()].join(" ").trim_end().to_owned(),
+                ))
+            }
+            None => Err(failed(format!("one without an end within {} s", self.time_limit.as_secs_f64()))),
+        }
+    }
+
     /// Runs one child over `range`; returns the case behind the last one that has a result.
     fn child(
         &self,
@@ -269,9 +295,9 @@ mod tests {
     use crate::Level;
     use crate::case::Seen;
 
-    /// What becomes of a case whose child is this shell script.
-    fn outcome(script: &'static str) -> (Outcome, String) {
-        let runner = ChildProcesses {
+    /// Children that are this shell script.
+    fn children(script: &'static str) -> ChildProcesses {
+        ChildProcesses {
             command: Box::new(move |_| {
                 let mut command = Command::new("sh");
                 command.args(["-c", script]);
@@ -279,7 +305,12 @@ mod tests {
             }),
             time_limit: Duration::from_millis(300),
             memory_limit: u64::MAX,
-        };
+        }
+    }
+
+    /// What becomes of a case whose child is this shell script.
+    fn outcome(script: &'static str) -> (Outcome, String) {
+        let runner = children(script);
         let cases = [Case::new(Level::L1, None, "any", |_| Ok(Seen::exactly(0)))];
         let mut seen = Vec::new();
         let took = |result| {
@@ -297,5 +328,17 @@ mod tests {
         assert_eq!(begun, (Outcome::Hang, "no end within 0.3 s".into()));
         let silent = outcome("exec sleep 30");
         assert_eq!(silent, (Outcome::Error, "the child process did not begin this case within 0.3 s".into()));
+    }
+
+    #[test]
+    fn a_backend_that_ends_or_hangs_who_asks_it_is_told_apart() {
+        assert!(children("exit 0").rehearse().is_ok());
+        for (script, says) in
+            [("kill -SEGV $$", "signal: 11"), ("echo why >&2; exit 9", "why"), ("exec sleep 30", "0.3 s")]
+        {
+            let e = children(script).rehearse().expect_err(script);
+            assert_eq!(e.code(), Code::ConformanceFailed);
+            assert!(e.to_string().contains(says), "{script}: {e}");
+        }
     }
 }

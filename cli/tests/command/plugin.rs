@@ -227,6 +227,21 @@ fn every_hostile_library_is_refused_with_6_and_a_code() {
     }
 }
 
+/// It loads, and faults when it is asked what it computes: the suite says so and lives.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_library_that_faults_when_it_is_asked_does_not_conform() {
+    let (user, dir) = (User::new(), tempfile::tempdir().unwrap());
+    let ask = "q4_reject_fn sink, void *user, q4_error *err)\n{";
+    let path = built::stub(dir.path(), "faults", &[(ask, &format!("{ask} *(volatile int *)8 = 1;"))]);
+    let output = user.q4(&path).args(["--json", "conformance"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(5), "{}", err(&output));
+    let error = document("error", &output);
+    assert_eq!(error["code"], "Q4-E0601");
+    assert!(error["have"].as_str().unwrap().contains("signal: 11"), "{error}");
+    assert_eq!(user.certificates(), Vec::<PathBuf>::new());
+}
+
 /// A constructor that never comes back costs the ten seconds a library may take.
 #[test]
 #[cfg(target_os = "linux")]
