@@ -50,22 +50,26 @@ impl Context {
         Ok(cx)
     }
 
-    /// The same options for another run beside it: all layers by `backend`, where `device` says, whatever it takes to compute
-    /// them, with outputs of the same type.
+    /// The same options for a run to compare with: all layers by `backend`, where `device` says, whatever it takes to compute
+    /// them, in plain memory, with outputs of the same type.
     pub fn against(&self, backend: &str, device: Option<DeviceChoice>) -> Result<Self> {
         let dtype = match self.plan_options(None, 1)?.dtype {
             DType::F16 => Dtype::Float16,
             DType::BF16 => Dtype::Bfloat16,
             _ => Dtype::Float32,
         };
-        let cx = Self::new(GlobalArgs {
-            backend: vec![backend.to_owned()],
+        let global = GlobalArgs {
             compute: Compute::Auto,
             device: device.unwrap_or(self.global.device),
+            unified_memory: Unified::Disabled,
             dtype: Some(dtype),
             ..self.global.clone()
-        });
-        cx.map_err(|e| e.within("--against-device").fix("--against-device cpu, or leave the option out"))
+        };
+        let overrides = Overrides { all: Some(backend.to_owned()), ..Overrides::default() };
+        let cx = Self { report: Report::new(&global), overrides, gated: self.gated, global };
+        cx.device()
+            .map_err(|e| e.within("--against-device").fix("--against-device cpu, or leave the option out"))?;
+        Ok(cx)
     }
 
     /// Whether third-party backends need a certificate; the suite that writes one is the exception.

@@ -182,7 +182,7 @@ fn ask(args: &GenerateArgs, checkpoint: &Checkpoint, text: &Text) -> Result<Ask>
     if let Some(path) = &args.turns {
         return Ok(Ask::Turns(input::turns(path)?, Text::template(checkpoint)?));
     }
-    let prompt = input::prompt(args.prompt.as_deref())?;
+    let prompt = input::prompt(args.prompt.as_deref(), "generate")?;
     prompt_ids(&prompt, args.raw, args.answer.system.as_deref(), checkpoint, text).map(Ask::Once)
 }
 

@@ -7,16 +7,16 @@ use std::path::Path;
 const LIMIT: u64 = 16 << 20;
 
 /// The text of `-p`, else all of standard input without the newline that ends it. A terminal is refused, because
-/// waiting for a person who does not know it looks like a program that hangs.
-pub fn prompt(given: Option<&str>) -> Result<String> {
+/// waiting for a person who does not know it looks like a program that hangs. Errors name a command of `verb` that works.
+pub fn prompt(given: Option<&str>, verb: &str) -> Result<String> {
     if let Some(text) = given {
         return Ok(text.to_owned());
     }
     let stdin = io::stdin();
     if stdin.is_terminal() {
         return Err(Error::new(Code::Usage, "there is no prompt")
-            .need("-p TEXT, --turns FILE, or text on standard input")
-            .fix("q4 generate -p 'Who are you?'"));
+            .need("-p TEXT, or text on standard input")
+            .fix(format!("q4 {verb} -p 'Who are you?'")));
     }
     let mut text = read("standard input", stdin.lock())?;
     if text.ends_with('\n') {
@@ -25,7 +25,7 @@ pub fn prompt(given: Option<&str>) -> Result<String> {
     if text.is_empty() {
         return Err(Error::new(Code::Usage, "standard input: an empty prompt")
             .need("text")
-            .fix("q4 generate -p TEXT"));
+            .fix(format!("q4 {verb} -p TEXT")));
     }
     Ok(text)
 }

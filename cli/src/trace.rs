@@ -123,7 +123,7 @@ fn ids(args: &TraceArgs, checkpoint: &Checkpoint) -> Result<Vec<u32>> {
         return Ok(args.ids.clone());
     }
     let text = Text::of(checkpoint)?;
-    let prompt = input::prompt(args.prompt.as_deref())?;
+    let prompt = input::prompt(args.prompt.as_deref(), "trace --against NAME")?;
     let ids = generate::prompt_ids(&prompt, args.raw, None, checkpoint, &text)?;
     if ids.is_empty() {
         return Err(Error::new(Code::Usage, "an empty prompt").need("at least one token"));

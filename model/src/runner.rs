@@ -155,7 +155,8 @@ impl Runner {
         Ok(())
     }
 
-    /// Runs `ids` as [`accept_all`](Self::accept_all) does and hands every value of every step to `each`.
+    /// Runs `ids` as [`accept_all`](Self::accept_all) does and hands every value of every step to `each`, who alone looks whether
+    /// they are finite.
     pub fn accept_watched(&mut self, ids: &[u32], each: Each) -> Result<()> {
         self.settle()?;
         self.room_for(ids.len())?;
