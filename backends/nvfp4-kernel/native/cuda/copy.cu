@@ -1,7 +1,7 @@
 // Barriers in shared memory, and what the copy engine of sm_90 brings there and takes away. Needs elements.cu before it.
 
 DEVICE void barrier_init(u32 at, u32 count) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(count)); }
-// A barrier's address in block `rank` of the pair.
+// An address in block `rank` of the cluster.
 DEVICE u32 address_in(u32 at, u32 rank) {
     u32 there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
@@ -26,11 +26,11 @@ struct alignas(64) Map {
     u64 words[16];
 };
 DEVICE void expect_map(const Map *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
-// A box of x to both blocks of the pair.
-DEVICE void copy_in(u32 to, const Map *map, int k, int token, u32 barrier) {
+// A box of x to the blocks of `mask`.
+DEVICE void copy_in(u32 to, const Map *map, int k, int token, u32 barrier, int mask) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
-        "l"(map), "r"(k), "r"(token), "r"(barrier), "h"((u16)3)
+        "l"(map), "r"(k), "r"(token), "r"(barrier), "h"((u16)mask)
         : "memory");
 }
 // Packed weights: a unit of each row group of the box.
@@ -43,23 +43,24 @@ DEVICE void copy_bytes(u32 to, const void *from, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier)
                  : "memory");
 }
-DEVICE void copy_out(u32 from, const Map *map, int row, int token, bool add) {
-    if (add)
-        asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(row), "r"(token), "r"(from) : "memory");
-    else
-        asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(row), "r"(token), "r"(from) : "memory");
-}
-DEVICE void meet(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-// Blocks of the pair start together; barriers are seen by a fence of their own.
-DEVICE void meet_pair() {
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-// And end together: what one sends the other has arrived.
-DEVICE void part_pair() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-DEVICE void store4(u32 at, u32 a, u32 b, u32 c, u32 d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d)
+// Four numbers to another block's memory, and their bytes to a barrier there.
+DEVICE void send4(u32 there, u32 barrier, const float *v) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(there), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]),
+                 "r"(barrier)
                  : "memory");
 }
-
+DEVICE void meet(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+// Blocks of a cluster start together; barriers are seen by a fence of their own.
+DEVICE void meet_cluster() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+DEVICE uint4 read4(u32 at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+    return v;
+}
+DEVICE uint2 read2(u32 at) {
+    uint2 v;
+    asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
+    return v;
+}

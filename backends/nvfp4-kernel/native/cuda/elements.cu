@@ -22,9 +22,15 @@ template <> struct Codes<bf16> {
         return y;
     }
     DEVICE float widen(u16 x) { return __uint_as_float((u32)x << 16); }
-    DEVICE u32 times(u32 a, u32 b) {
+    // A pair times one half of b.
+    DEVICE u32 times_low(u32 a, u32 b) {
         u32 y;
-        asm volatile("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+        asm volatile("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {l, l}; mul.rn.bf16x2 %0, %1, s;}" : "=r"(y) : "r"(a), "r"(b));
+        return y;
+    }
+    DEVICE u32 times_high(u32 a, u32 b) {
+        u32 y;
+        asm volatile("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {h, h}; mul.rn.bf16x2 %0, %1, s;}" : "=r"(y) : "r"(a), "r"(b));
         return y;
     }
     // Values of a word of eight codes times 2^-126, in the order of k.
@@ -59,9 +65,15 @@ template <> struct Codes<f16> {
         asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
         return y;
     }
-    DEVICE u32 times(u32 a, u32 b) {
+    // A pair times one half of b.
+    DEVICE u32 times_low(u32 a, u32 b) {
         u32 y;
-        asm volatile("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+        asm volatile("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {l, l}; mul.rn.f16x2 %0, %1, s;}" : "=r"(y) : "r"(a), "r"(b));
+        return y;
+    }
+    DEVICE u32 times_high(u32 a, u32 b) {
+        u32 y;
+        asm volatile("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {h, h}; mul.rn.f16x2 %0, %1, s;}" : "=r"(y) : "r"(a), "r"(b));
         return y;
     }
     // Values times 2^-14.

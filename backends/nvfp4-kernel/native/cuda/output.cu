@@ -1,116 +1,84 @@
-// Outputs of a warpgroup on their way to memory. Needs elements.cu and copy.cu before it. Definition: TN, as in gemm.cu.
+// Sums of a warp from its registers to y. Needs elements.cu, wgmma.cu and copy.cu before it. Definition: TN, as in gemm.cu.
 
-constexpr int PIECE = 8192; // bytes of outputs of one warpgroup in shared memory
+constexpr int WRITTEN = 2048; // bytes of outputs that a warp puts together in shared memory
 enum { OUT_F32, OUT_ADD, OUT_BF16, OUT_F16 };
 
-// Outputs of a warpgroup in shared memory: WIDTH rows of the weight by up to COUNT tokens, LINE bytes of a token side by side.
-template <bool GATE, int SIZE> struct Piece {
-    static constexpr int WIDTH = GATE ? 32 : 64;
-    static constexpr int LINE = WIDTH * SIZE < 128 ? WIDTH * SIZE : 128;
-    static constexpr int BOXES = WIDTH * SIZE / LINE;
-    static constexpr int MOST = PIECE / (WIDTH * SIZE);
-    static constexpr int COUNT = TN < MOST ? TN : MOST;
-    DEVICE u32 at(u32 base, int token, int row) {
-        int box = row * SIZE / LINE, byte = row * SIZE % LINE;
-        int swizzled = LINE == 128 ? byte ^ (token & 7) << 4 : byte ^ (token >> 1 & 3) << 4;
-        return base + box * (COUNT * LINE) + token * LINE + swizzled;
-    }
-};
-
-// Where outputs go.
+// Where outputs go. aligned: y and its rows start at multiples of 16 bytes.
 struct Target {
-    const Map *map;
     u64 y, ldy;
     const u64 *groups;
     int tokens, group_count, out, aligned;
 };
 
-// What this thread sent off has left shared memory.
-DEVICE void piece_left() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-
-// Tokens of a box of y.
-constexpr int BOX = 16;
-
-// Tokens from `token` on, of which those from `low` to `high` are this block's; rows from group `group` on.
-template <bool GATE, int SIZE>
-DEVICE void write_out(const Target &to, u32 base, int token, int low, int high, int group, int me, int own) {
-    using P = Piece<GATE, SIZE>;
-    if (to.aligned) {
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        meet(own, 128);
-        if (me == 0) {
-#pragma unroll
-            for (int b = 0; b < P::BOXES; b++)
-                for (int i = low; i < high && group < to.group_count; i += BOX)
-                    copy_out(base + b * (P::COUNT * P::LINE) + i * P::LINE, to.map, group * 16 + b * (P::LINE / SIZE), token + i, to.out == OUT_ADD);
-            asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-        }
-        return;
-    }
-    meet(own, 128);
-    int end = min(high, to.tokens - token), groups = min(P::WIDTH / 16, to.group_count - group);
-    for (int e = low * P::WIDTH + me; e < end * P::WIDTH; e += 128) {
-        int i = e / P::WIDTH, r = e % P::WIDTH;
-        if (r / 16 >= groups) continue;
-        u32 place = (u32)(to.groups[group + r / 16] >> 32);
-        if (r % 16 >= (place & 31)) continue;
-        u64 at = (u64)(token + i) * to.ldy + (place >> 5) + r % 16;
-        u32 from = P::at(base, i, r);
-        if (SIZE == 2) {
-            u16 v;
-            asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(from));
-            ((u16 *)to.y)[at] = v;
-        } else {
-            float v;
-            asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(from));
-            if (to.out == OUT_ADD) v += ((float *)to.y)[at];
-            ((float *)to.y)[at] = v;
-        }
-    }
-    meet(own, 128);
+// Four matrices of 8 by 8, transposed; lane 8 i + j says where row j of the `i`th goes.
+DEVICE void store4(u32 at, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
 }
 
-// The sums of a warpgroup to y, a piece at a time, tokens from `low` to `high` of the tile. Without a gate a lane has rows g and g + 8 of its warp's 16, with one
-// the products of two rows, in d[4 n] and d[4 n + 1]; two tokens, 2 t and 2 t + 1 of eight.
-template <bool GATE, int SIZE>
-DEVICE void put_all(const float (&d)[SUMS], const Target &to, u32 base, int token, int low, int high, int group, int lane, int w, int me, int own) {
-    using P = Piece<GATE, SIZE>;
-    int g = lane >> 2, t = lane & 3, matrix = lane >> 3;
+// One by one; of 32 bits eight lanes write 32 bytes side by side. OUT_BF16: or f16.
+template <bool GATE, int OUT>
+DEVICE void put_elements(const float (&d)[SUMS], const Target &to, int token, int low, int high, int first, int rows, int lane) {
+    int g = lane >> 2, t = lane & 3;
+    u64 at = (u64)(token + 2 * t) * to.ldy + first + g;
 #pragma unroll
-    for (int first = 0; first < TN; first += P::COUNT) {
-        int from = max(low - first, 0), end = min(high - first, P::COUNT);
-        if (from >= end) continue;
-        if (me == 0) piece_left();
-        meet(own, 128);
-        const float *s = d + first / 2;
-        if (SIZE == 2) {
-            bool half = to.out == OUT_F16;
-            auto pack = [&](float a, float b) { return half ? Codes<f16>::pack(a, b) : Codes<bf16>::pack(a, b); };
-            if (GATE) {
+    for (int n = 0; n < TN / 8; n++) {
+        if (8 * n + 8 > low && 8 * n < high) {
 #pragma unroll
-                for (int n = 0; n < P::COUNT / 8; n += 4) {
-                    u32 v[4];
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        int block = (n + i) % (P::COUNT / 8);
-                        v[i] = pack(s[4 * block], s[4 * block + 1]);
-                    }
-                    store4(P::at(base, 8 * ((n + matrix) % (P::COUNT / 8)) + (lane & 7), 8 * w), v[0], v[1], v[2], v[3]);
-                }
-            } else {
-#pragma unroll
-                for (int n = 0; n < P::COUNT / 8; n += 2)
-                    store4(P::at(base, 8 * (n + (matrix >> 1)) + (lane & 7), 16 * w + (matrix & 1) * 8), pack(s[4 * n], s[4 * n + 1]),
-                           pack(s[4 * n + 2], s[4 * n + 3]), pack(s[4 * n + 4], s[4 * n + 5]), pack(s[4 * n + 6], s[4 * n + 7]));
+            for (int i = 0; i < (GATE ? 2 : 4); i++) {
+                int late = 8 * n + 2 * t + (i & 1), row = (i >> 1) * 8;
+                if (late < low || late >= high || g + row >= rows) continue;
+                u64 here = at + (i & 1) * to.ldy + row;
+                float v = d[4 * n + i];
+                if (OUT == OUT_F32) ((float *)to.y)[here] = v;
+                else if (OUT == OUT_ADD) asm volatile("red.global.add.f32 [%0], %1;" ::"l"((float *)to.y + here), "f"(v) : "memory");
+                else ((u16 *)to.y)[here] = to.out == OUT_F16 ? Codes<f16>::narrow(v) : Codes<bf16>::narrow(v);
             }
-        } else {
-#pragma unroll
-            for (int n = 0; n < P::COUNT / 8; n++)
-#pragma unroll
-                for (int i = 0; i < (GATE ? 2 : 4); i++)
-                    asm volatile("st.shared.f32 [%0], %1;" ::"r"(P::at(base, 8 * n + 2 * t + (i & 1), (GATE ? 8 : 16) * w + g + (i >> 1) * 8)), "f"(s[4 * n + i]) : "memory");
         }
-        write_out<GATE, SIZE>(to, base, token + first, from, end, group, me, own);
+        at += 8 * to.ldy;
     }
 }
 
+// Tokens from `low` to `high` of the tile that starts at `token`; rows of group `group`, with a gate from its row `row` on. Without
+// a gate a lane has rows g and g + 8 of 16, with one row g of 8, in d[4 n] and d[4 n + 1]; two tokens, 2 t and 2 t + 1 of eight.
+// room: WRITTEN bytes of this warp.
+template <bool GATE>
+DEVICE void put_all(const float (&d)[SUMS], const Target &to, u32 room, int token, int low, int high, int group, int row, int lane) {
+    if (group >= to.group_count) return;
+    u32 place = (u32)(to.groups[group] >> 32);
+    int first = (place >> 5) + row, rows = (place & 31) - row;
+    high = min(high, to.tokens - token);
+    if (to.out == OUT_F32) return put_elements<GATE, OUT_F32>(d, to, token, low, high, first, rows, lane);
+    if (to.out == OUT_ADD) return put_elements<GATE, OUT_ADD>(d, to, token, low, high, first, rows, lane);
+    if (!to.aligned || first % 8 || rows < (GATE ? 8 : 16)) return put_elements<GATE, OUT_BF16>(d, to, token, low, high, first, rows, lane);
+    // Lines of a token: 32 bytes, whose halves change places every four tokens so that no bank is asked twice; with a gate 16.
+    constexpr int LINE = GATE ? 16 : 32, ONCE = GATE ? 32 : 16; // bytes; tokens a warp writes at a time
+    bool half = to.out == OUT_F16;
+    auto pack = [&](float a, float b) { return half ? Codes<f16>::pack(a, b) : Codes<bf16>::pack(a, b); };
+    int matrix = lane >> 3, j = GATE ? lane : (matrix >> 1) * 8 + (lane & 7);
+    u32 stored = room + j * LINE + (GATE ? 0 : (matrix ^ lane >> 2) % 2 * 16);
+    int late = GATE ? lane : lane >> 1;
+    u32 line = room + late * LINE + (GATE ? 0 : (lane ^ late >> 2) % 2 * 16);
+    u64 at = to.y + ((u64)(token + late) * to.ldy + first + (GATE ? 0 : lane % 2 * 8)) * 2;
+#pragma unroll
+    for (int from = 0; from < TN; from += 64) {
+        constexpr int COUNT = TN < 64 ? TN : 64;
+        if (from + COUNT > low && from < high) {
+#pragma unroll
+            for (int n = 0; n < COUNT / 8; n += GATE ? 4 : 2) {
+                const float *s = d + from / 2 + 4 * n;
+                if (GATE) store4(stored + n * 8 * LINE, pack(s[0], s[1]), pack(s[4], s[5]), pack(s[8], s[9]), pack(s[12], s[13]));
+                else store4(stored + n * 8 * LINE, pack(s[0], s[1]), pack(s[2], s[3]), pack(s[4], s[5]), pack(s[6], s[7]));
+            }
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < COUNT; i += ONCE) {
+                int mine = from + i + late;
+                uint4 v = read4(line + i * LINE);
+                if (mine >= low && mine < high) *(uint4 *)(at + i * 2 * to.ldy) = v;
+            }
+            __syncwarp();
+        }
+        at += 64 * 2 * to.ldy;
+    }
+}

@@ -1,21 +1,22 @@
-// How the tiles of a launch are dealt to pairs of blocks. Needs elements.cu before it. Definition: TN, as in gemm.cu.
+// How the tiles of a launch are dealt to clusters. Needs elements.cu before it. Definitions: TN and KS, as in gemm.cu.
 
 // What a pair has to do, the same for those who load and those who multiply: units of k of a tile. Of a tile that `count` pairs share
 // it is the `part`th piece, and the last work of each of them.
 struct Work {
     int tile, from, to, part, count;
 };
-// First whole tiles in turn, then a piece of one of the rest.
+// First whole tiles in turn, of which every pair of a cluster does a piece of k, then a piece of one of the rest.
 struct Plan {
     int units, whole, tiles, shares, next;
-    DEVICE Plan start(int units, int whole, int tiles, int shares) { return {units, whole, tiles, shares, (int)(blockIdx.x >> 1)}; }
+    DEVICE Plan start(int units, int whole, int tiles, int shares) { return {units, whole, tiles, shares, (int)blockIdx.x / (2 * KS)}; }
     __device__ __forceinline__ bool take(Work &w) {
         if (next < whole) {
-            w = {next, 0, units, 0, 1};
-            next += gridDim.x >> 1;
+            int piece = blockIdx.x / 2 % KS;
+            w = {next, units * piece / KS, units * (piece + 1) / KS, 0, 1};
+            next += gridDim.x / (2 * KS);
             return true;
         }
-        int me = blockIdx.x >> 1;
+        int me = blockIdx.x / (2 * KS);
         if (next == NONE || me >= (tiles - whole) * shares) return false;
         next = NONE;
         int part = me % shares;

@@ -26,11 +26,17 @@ const ORDER: Source = source!("nvfp4-order", "order.cu");
 const LEAST: usize = 17;
 /// Rows of x of a tile; each compiles to kernels of its own.
 const TOKENS: [usize; 4] = [32, 64, 128, 256];
-/// Tokens of a box of outputs, and the most pairs of blocks that share a tile, as in gemm.cu.
-const BOX: usize = 16;
+/// The most pairs of blocks that share a tile through memory, as in gemm.cu.
 const SHARES: usize = 8;
-/// Bytes of outputs a warpgroup sends off at once, as in gemm.cu.
-const PIECE: usize = 8192;
+/// Bytes of outputs that a warp puts together, as in gemm.cu.
+const WRITTEN: usize = 2048;
+/// Blocks of a cluster that share k, as in gemm.cu; each compiles to kernels of its own.
+const PIECES: [usize; 3] = [1, 2, 4];
+/// Of 66 pairs of blocks, how many tiles that many pairs may share without another round: clusters leave a few
+/// multiprocessors of a group of them alone.
+const FITTING: [usize; 3] = [66, 30, 14];
+/// Rows of x of a tile whose sums they send each other.
+const SENT: usize = 64;
 
 /// The two functions of gemm.cu.
 struct Pair {
@@ -42,8 +48,8 @@ struct Pair {
 pub struct Kernels {
     gpu: Arc<Gpu>,
     quantise: simple::Kernels,
-    /// By size, then bf16 and f16.
-    pairs: [[OnceLock<Pair>; 2]; TOKENS.len()],
+    /// By size, then pieces, then bf16 and f16.
+    pairs: [[[OnceLock<Pair>; 2]; PIECES.len()]; TOKENS.len()],
     order: [Kernel; 5],
     order_codes: [Kernel; 2],
     /// What a flag of gemm.cu is when it is set: 64 random bits, which no workspace has before.
@@ -61,11 +67,12 @@ fn sets_of(tokens: usize) -> usize {
 }
 
 /// `SHARED` of gemm.cu.
-fn shared_of(tokens: usize) -> u32 {
+fn shared_of(tokens: usize, pieces: usize) -> u32 {
     let sets = sets_of(tokens);
     let packs = if tokens == 256 { 5 } else { 8 };
     let meeting = if sets == 2 { 512 * tokens } else { 0 };
-    let others = 16 + 2 * PIECE + meeting + packs * (9216 + 16);
+    let arriving = (pieces - 1) * (tokens / pieces) * 512;
+    let others = 16 + 8 * WRITTEN + meeting + arriving + packs * (9216 + 16);
     let stage = tokens * 128 + 16;
     let stages = ((232_448 - others) / stage / sets * sets).min(16);
     (stages * stage + others) as u32
@@ -106,17 +113,18 @@ impl Kernels {
         Ok(Some(Self { gpu: gpu.clone(), quantise, pairs: Default::default(), order, order_codes, key }))
     }
 
-    fn pair(&self, size: usize, half: bool) -> Result<&Pair> {
-        let place = &self.pairs[size][usize::from(half)];
+    fn pair(&self, size: usize, pieces: usize, half: bool) -> Result<&Pair> {
+        let place = &self.pairs[size][pieces][usize::from(half)];
         if let Some(pair) = place.get() {
             return Ok(pair);
         }
         let element = if half { "-DELEMENT=f16" } else { "-DELEMENT=bf16" };
-        let tokens = format!("-DTN={}", TOKENS[size]);
-        let all = q4_cuda::Kernels::load(&self.gpu, &GEMM, &[&tokens, element])?;
+        let [tokens, pieces] = [TOKENS[size], PIECES[pieces]];
+        let options = [&format!("-DTN={tokens}"), &format!("-DKS={pieces}"), element];
+        let all = q4_cuda::Kernels::load(&self.gpu, &GEMM, &options)?;
         let get = |name: &str| {
             let kernel = all.get(name)?;
-            kernel.allow_shared(shared_of(TOKENS[size]))?;
+            kernel.allow_shared(shared_of(tokens, pieces))?;
             Ok::<_, Error>(kernel)
         };
         let pair = Pair { plain: get("gemm")?, gate: get("gemm_gate")? };
@@ -226,11 +234,9 @@ fn parts(w: &Weight) -> usize {
     }
 }
 
-/// Rows of y that one bulk copy can bring: whole pieces of 16 bytes.
-fn aligned(w: &Weight, y: &Mat, gate: bool) -> bool {
-    let size = y.dtype.size();
-    let rows_full = w.is_plain() && (!gate || w.n % 32 == 0);
-    rows_full && y.address() % 16 == 0 && y.ld * size % 16 == 0 && y.cols * size % 16 == 0
+/// Whether 16 bytes of y can be written at once, wherever eight rows of a token start.
+fn aligned(y: &Mat) -> bool {
+    y.address() % 16 == 0 && y.ld * y.dtype.size() % 16 == 0
 }
 
 /// Gate and up rows start a group each.
@@ -261,7 +267,7 @@ impl Fast for Kernels {
         let (groups, units, parts) = (w.padded / 16, w.slabs / 2, parts(w));
         let pairs = if gate { (groups / 2).div_ceil(8) } else { groups.div_ceil(16) };
         let token_tiles = m.div_ceil(tokens);
-        let Deal { grid, whole, shares } = deal(pairs * token_tiles, units * parts, clusters);
+        let Deal { grid, whole, shares, pieces } = deal(pairs * token_tiles, units * parts, clusters, tokens);
         // SAFETY: forwarded.
         let x = unsafe { self.stage(w, c, &room)? };
         let out: u32 = match (accumulate, c.y.dtype) {
@@ -270,28 +276,20 @@ impl Fast for Kernels {
             (_, DType::F16) => 3,
             _ => 0,
         };
-        let pair = self.pair(size, is_half(w))?;
+        let pair = self.pair(size, pieces, is_half(w))?;
         let kernel = if gate { &pair.gate } else { &pair.plain };
         let x_map = TensorMap::new(x.x, x.element, x.shape, [64, tokens / 2])?;
-        let aligned = aligned(w, &c.y, gate);
-        let y_map = if aligned {
-            let (width, bytes) = (if gate { 32 } else { 64 }, c.y.dtype.size());
-            let boxed = [width.min(128 / bytes), BOX];
-            TensorMap::new(c.y.address(), c.y.dtype, [m, c.y.cols, c.y.ld], boxed)?
-        } else {
-            x_map
-        };
         let units_map =
             TensorMap::of_words(w.codes, [groups, units, 144], [if gate { 4 } else { 8 }, 1, 144])?;
         let how = Launch {
-            grid: [2 * grid as u32, 1, 1],
+            grid: [(2 * PIECES[pieces] * grid) as u32, 1, 1],
             block: [threads_of(tokens), 1, 1],
-            shared: shared_of(tokens),
+            shared: shared_of(tokens, PIECES[pieces]),
             stream: c.stream,
             overlap: true,
         };
         let (partial, flags) = (c.workspace + room.partial as u64, c.workspace + room.flags as u64);
-        let (y, ldy, aligned) = (c.y.address(), c.y.ld as u64, u32::from(aligned));
+        let (y, ldy, aligned) = (c.y.address(), c.y.ld as u64, u32::from(aligned(&c.y)));
         let [m, groups, units, parts, whole, shares, pairs, token_tiles] =
             [m, groups, units, parts, whole, shares, pairs, token_tiles].map(|v| v as u32);
         // SAFETY: forwarded; the arguments are those of `gemm_*`, the workspace has the size that was asked for.
@@ -300,7 +298,6 @@ impl Fast for Kernels {
                 how,
                 args![
                     x_map,
-                    y_map,
                     units_map,
                     w.groups,
                     y,
@@ -326,36 +323,52 @@ impl Fast for Kernels {
     }
 }
 
-/// How pairs of tiles are dealt to pairs of blocks.
+/// How pairs of tiles are dealt to clusters: pairs of blocks, or as many pairs as there are pieces.
 #[derive(Debug)]
 struct Deal {
-    /// Pairs of blocks.
+    /// Clusters.
     grid: usize,
     /// Pairs of tiles that are dealt whole.
     whole: usize,
     /// Pairs of blocks that do each of the others together, as their last work.
     shares: usize,
+    /// Index into [`PIECES`]: pairs of blocks of a cluster, which share the k of a tile.
+    pieces: usize,
 }
 
-fn deal(tiles: usize, units: usize, clusters: usize) -> Deal {
+/// What sharing sums through memory takes longer than within a cluster, in units of k: measured.
+const DETOUR: usize = 3;
+
+fn deal(tiles: usize, units: usize, clusters: usize, tokens: usize) -> Deal {
     let rest = tiles % clusters;
     let shares = clusters.checked_div(rest).map_or(1, |s| s.min(SHARES).min(units));
+    if tokens == SENT && tiles < clusters && shares > 1 {
+        let fits = |p: usize| tiles * 66 <= FITTING[p] * clusters && PIECES[p] <= units;
+        let alone = units.div_ceil(shares) + DETOUR;
+        let best = (1..PIECES.len()).filter(|p| fits(*p)).max();
+        if let Some(pieces) = best.filter(|p| units.div_ceil(PIECES[*p]) < alone) {
+            return Deal { grid: tiles, whole: tiles, shares: 1, pieces };
+        }
+    }
     let whole = if shares == 1 { tiles } else { tiles - rest };
-    Deal { grid: if tiles < clusters { tiles * shares } else { clusters }, whole, shares }
+    Deal { grid: if tiles < clusters { tiles * shares } else { clusters }, whole, shares, pieces: 0 }
 }
 
 #[test]
 fn every_unit_is_dealt_once() {
     for tiles in 1..300 {
         for units in [1, 2, 5, 20, 76] {
-            let d = deal(tiles, units, 66);
-            let rest = tiles - d.whole;
-            assert!(d.grid <= 66 && rest * d.shares <= d.grid, "{tiles} {units} {d:?}");
-            assert!(
-                d.whole >= d.grid || (d.whole == 0 && rest * d.shares == d.grid),
-                "{tiles} {units} {d:?}"
-            );
-            assert!((1..=SHARES.min(units)).contains(&d.shares), "{tiles} {units} {d:?}");
+            for tokens in TOKENS {
+                let d = deal(tiles, units, 66, tokens);
+                let (rest, pieces) = (tiles - d.whole, PIECES[d.pieces]);
+                assert!(d.grid * pieces <= 66 && rest * d.shares <= d.grid, "{tiles} {units} {d:?}");
+                assert!(
+                    d.whole >= d.grid || (d.whole == 0 && rest * d.shares == d.grid),
+                    "{tiles} {units} {d:?}"
+                );
+                assert!((1..=SHARES.min(units)).contains(&d.shares), "{tiles} {units} {d:?}");
+                assert!(pieces == 1 || (d.whole == tiles && pieces <= units), "{tiles} {units} {d:?}");
+            }
         }
     }
 }
