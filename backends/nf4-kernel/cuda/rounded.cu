@@ -3,22 +3,27 @@
 // wgmma with the weights as the first operand, from registers. A byte of codes becomes two values by one look-up in shared
 // memory, and these the weights by two operations of bf16, the last of which rounds: within 1.41 * 2^-8 of the weight.
 // Operands of a slab (64 of k) come about while the slab before it is multiplied. One warp brings weights, one x, by the tensor
-// copy engine as it is. In pairs of blocks (clusters) each block brings half of x for both.
-// Needs layout.cu and pieces.cu before it. Definitions: TN, rows of x of a tile (32, 64, 128 or 256); WGS, warpgroups that
-// multiply, 64 rows of the weight each; PAIR, 1 or 2 blocks that share rows of x; PACKS, packed weights in flight, 128 of k each;
-// ORDERED, whether warpgroups multiply one after another.
+// copy engine as it is.
+// Blocks of a cluster: in pairs each brings half of x for both; SPLIT of them have a part of k of one tile each and send each
+// other their sums.
+// Needs layout.cu and pieces.cu before it. Definitions: TN, rows of x of a tile (32, 64, 128, 176 or 256); WGS, warpgroups that
+// multiply, 64 rows of the weight each; PAIR, 1 or 2 blocks that share rows of x; SPLIT, 1 or blocks that share k, one tile a
+// cluster; PACKS, packed weights in flight, 128 of k each; ORDERED, whether warpgroups multiply one after another.
 //
 // nf4_rounded(x_map, y_map, units, y, ldy, tokens, n, row_units, split_tiles, pairs, token_tiles, partial, flags, mark, out,
 //             aligned); also nf4_rounded_gate
-//   x_map: tensor map of x, boxes of 64 by TN / PAIR, 128-byte swizzle. y_map, if `aligned`: of y, boxes of 128 bytes (gates in
-//   16 bits: 64) by as many tokens as fit a piece, swizzled as wide. units: packed weights, `row_units` units of 1152 bytes a
-//   row group. y: element type by out: 0 f32, 1 f32 to be added to, 2 bf16, 3 f16; ldy in elements. aligned: rows of y and its
-//   start are multiples of 16 bytes. pairs: of tiles of ROWS rows, or tiles where PAIR is 1.
+//   x_map: tensor map of x, boxes of 64 by TN / PAIR, 128-byte swizzle. y_map, if `aligned`: of y in bf16, boxes of 128 bytes
+//   (gates: 64) by as many tokens as a piece has, swizzled as wide. units: packed weights, `row_units` units of 1152 bytes a
+//   row group. y: element type by out: 0 f32, 1 f32 to be added to, 2 bf16, 3 f16; ldy in elements. aligned: y is bf16, its
+//   rows and its start are multiples of 16 bytes. pairs: of tiles of ROWS rows, or tiles where PAIR is 1.
 //   Workers are blocks or pairs of them. Tiles below split_tiles are cut into equal shares of k, one a worker (stream-K), the
-//   others are dealt whole.
-//   partial: f32[gridDim][ROWS * TN]; flags: u64[gridDim * WGS * READERS]; mark: a number no other launch has.
-//   grid PAIR * min(multiprocessors / PAIR, work), every block resident; block THREADS; dynamic shared memory SHARED bytes.
+//   others are dealt whole. With SPLIT, split_tiles is the number of tiles, and a worker has one share of one.
+//   partial: f32[gridDim][ROWS * TN]; flags: u64[gridDim * WGS * READERS]; neither is used with SPLIT; mark: a number no other
+//   launch has.
+//   grid PAIR * min(multiprocessors / PAIR, work), every block resident, with SPLIT a cluster a tile; block THREADS; dynamic
+//   shared memory SHARED bytes.
 
+#define CLUSTER (PAIR * SPLIT)
 #define ALL4(b) "+f"(d[b]), "+f"(d[b + 1]), "+f"(d[b + 2]), "+f"(d[b + 3])
 #define ALL16(b) ALL4(b), ALL4(b + 4), ALL4(b + 8), ALL4(b + 12)
 // d += a b, 64 x TN x 16; `a` in registers, `b` a descriptor of shared memory. add = 0: d = a b.
@@ -50,6 +55,19 @@
         : ALL16(0), ALL16(16), ALL16(32), ALL16(48) \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
 #endif
+#if TN == 176
+#define PRODUCT \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %93, 0; wgmma.mma_async.sync.aligned.m64n176k16.f32.bf16.bf16 {" \
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
+        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31," \
+        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
+        "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63," \
+        "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79," \
+        "%80,%81,%82,%83,%84,%85,%86,%87" \
+        "}, {%88,%89,%90,%91}, %92, p, 1, 1, 0;}" \
+        : ALL16(0), ALL16(16), ALL16(32), ALL16(48), ALL16(64), ALL4(80), ALL4(84) \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
+#endif
 #if TN == 256
 #define PRODUCT \
     asm volatile("{.reg .pred p; setp.ne.b32 p, %133, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" \
@@ -72,7 +90,7 @@ template <int N> DEVICE void wait_products() { asm volatile("wgmma.wait_group.sy
 
 DEVICE void barrier_init(u32 at, u32 count) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(count)); }
 DEVICE void barrier_arrive(u32 at) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(at) : "memory"); }
-// The barrier at the same place in block `rank` of the pair.
+// The barrier at the same place in block `rank` of the cluster.
 DEVICE void barrier_arrive_at(u32 at, u32 rank) {
     asm volatile(
         "{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [there];}" ::"r"(at), "r"(rank)
@@ -86,15 +104,31 @@ DEVICE void barrier_wait(u32 at, u32 phase) {
         "{.reg .pred p; AGAIN: mbarrier.try_wait.parity.shared.b64 p, [%0], %1; @p bra PASSED; bra AGAIN; PASSED: }" ::"r"(at), "r"(phase)
         : "memory");
 }
+// The place in block `rank` of the cluster that is `at` here.
+DEVICE u32 there(u32 at, u32 rank) {
+    u32 y;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(y) : "r"(at), "r"(rank));
+    return y;
+}
+// To a block of the cluster, whose barrier counts the bytes.
+DEVICE void send4(u32 at, u32 barrier, float a, float b, float c, float d) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(at), "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier)
+                 : "memory");
+}
+DEVICE void barrier_wait_cluster(u32 at, u32 phase) {
+    asm volatile(
+        "{.reg .pred p; AGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1; @p bra PASSED; bra AGAIN; PASSED: }" ::"r"(at), "r"(phase)
+        : "memory");
+}
 struct alignas(64) Map {
     u64 words[16];
 };
-// A box of x, to both blocks where there are pairs.
-DEVICE void copy_in(u32 to, const Map *map, int k, int token, u32 barrier) {
+// A box of x, to both blocks where there are pairs: a bit each of those in the cluster.
+DEVICE void copy_in(u32 to, const Map *map, int k, int token, u32 barrier, u16 blocks) {
     if (PAIR == 2)
         asm volatile(
             "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
-            "l"(map), "r"(k), "r"(token), "r"(barrier), "h"((u16)3)
+            "l"(map), "r"(k), "r"(token), "r"(barrier), "h"(blocks)
             : "memory");
     else
         asm volatile(
@@ -106,21 +140,20 @@ DEVICE void copy_unit(u32 to, const void *from, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "n"(1152), "r"(barrier)
                  : "memory");
 }
-DEVICE void copy_out(u32 from, const Map *map, int row, int token, bool add) {
-    if (add)
-        asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(row), "r"(token), "r"(from) : "memory");
-    else
-        asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(row), "r"(token), "r"(from) : "memory");
+DEVICE void copy_out(u32 from, const Map *map, int row, int token) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(row), "r"(token), "r"(from) : "memory");
 }
 // A tile of lines of 128 bytes, swizzled, as products take it.
 DEVICE u64 tile_at(u32 at) { return (u64)(at >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62; }
 DEVICE void meet(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-// Where there are pairs: both blocks have arrived.
-DEVICE void pair_arrive() {
-    if (PAIR == 2) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+// Barriers are there; those who multiply wait for that.
+DEVICE void ready() { asm volatile("bar.arrive 1, %0;" ::"n"(128 * WGS + 64) : "memory"); }
+// Where there are clusters: all blocks have their barriers.
+DEVICE void cluster_arrive() {
+    if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
-DEVICE void pair_wait() {
-    if (PAIR == 2) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+DEVICE void cluster_wait() {
+    if (CLUSTER > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 DEVICE void store4(u32 at, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d)
@@ -130,14 +163,19 @@ DEVICE void store4(u32 at, u32 a, u32 b, u32 c, u32 d) {
 constexpr int ROWS = 64 * WGS, GROUPS = 4 * WGS; // of a tile
 constexpr int UNIT = 1152;       // bytes of 16 rows by 128 k
 constexpr int SLAB = TN * 128;   // bytes of x of a tile by 64 of k
-constexpr int PIECE = TN > 64 ? 4096 : 2048; // outputs of one warpgroup on their way to memory, twice
+constexpr int KEPT = TN / SPLIT; // tokens of a tile whose outputs a block writes
+constexpr int PIECE = SPLIT > 1 ? 0 : TN > 64 ? 4096 : 2048; // outputs of one warpgroup on their way to memory, PIECES times
+constexpr int PIECES = TN == 256 ? 4 : 2;
 constexpr int PACK = GROUPS * UNIT;
 constexpr int TABLE = 32768;
-constexpr int FITTING = (232448 - 512 - 2 * WGS * PIECE - PACKS * PACK - TABLE) / SLAB;
+constexpr int RECEIVED = (SPLIT - 1) * ROWS * KEPT * 4; // sums from the others of a cluster
+constexpr int FITTING = (232448 - 512 - PIECES * WGS * PIECE - PACKS * PACK - TABLE - RECEIVED) / SLAB;
 constexpr int STAGES = FITTING < 16 ? FITTING : 16;
-constexpr int SHARED = TABLE + STAGES * (SLAB + 16) + 2 * WGS * PIECE + PACKS * (PACK + 16);
+constexpr int SHARED = TABLE + STAGES * (SLAB + 16) + PIECES * WGS * PIECE + PACKS * (PACK + 16) + RECEIVED + 8;
+static_assert(WGS * KEPT * 128 <= STAGES * SLAB, "outputs fit the ring");
 constexpr int SUMS = TN / 2; // of a thread
-constexpr int THREADS = 128 * WGS + (TN == 256 ? 128 : 64);
+constexpr bool WIDE = TN > 128; // so many sums that the copying warps give registers away
+constexpr int THREADS = 128 * WGS + (WIDE ? 128 : 64);
 
 // What a pair has to do, the same for those who load and those who multiply.
 struct Work {
@@ -147,7 +185,7 @@ struct Plan {
     int units, split_tiles, tiles, begin, end, next;
     DEVICE Plan start(int units, int split_tiles, int tiles) {
         Plan p;
-        u64 all = (u64)units * split_tiles;
+        u32 all = (u32)units * split_tiles;
         p.units = units, p.split_tiles = split_tiles, p.tiles = tiles;
         u32 me = blockIdx.x / PAIR, count = gridDim.x / PAIR;
         p.begin = (int)(all * me / count), p.end = (int)(all * (me + 1) / count);
@@ -207,11 +245,12 @@ DEVICE u32 level(u32 code) {
     u32 high = code & 8 ? __byte_perm(0x3e3e3e3d, 0x3f3f3f3f, code & 7) : __byte_perm(0xbebfbfbf, 0x00bdbebe, code & 7);
     return __byte_perm(low, high, 0x7740) & 0xffff;
 }
-DEVICE void write_table(u32 at, u32 thread, u32 threads) {
-    for (u32 i = thread; i < 2048; i += threads) {
-        u32 b = i / 8, v = level(b & 15) | level(b >> 4) << 16;
-        asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at + i * 16), "r"(v) : "memory");
-    }
+DEVICE void write_table(u32 at, u32 thread) {
+    if (thread >= 256) return;
+    u32 v = level(thread & 15) | level(thread >> 4) << 16;
+#pragma unroll
+    for (u32 i = 0; i < 8; i++)
+        asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at + thread * 128 + ((i + thread) & 7) * 16), "r"(v) : "memory");
 }
 // Eight codes of a row to four pairs: registers R and R + 2 of the products J and J + 1. A byte is looked up: entry b of the
 // table holds the values of its low code, then of its high code, 32 times, so that no two lanes share a bank.
@@ -251,17 +290,14 @@ DEVICE void decode(Operands &o, const Raw &r, u32 table, u32 copy) {
 
 enum { OUT_F32, OUT_ADD, OUT_BF16, OUT_F16 };
 
-// Outputs of a warpgroup in shared memory: WIDTH rows of the weight by up to COUNT tokens, in boxes of LINE bytes a token.
-template <bool GATE, int SIZE> struct Piece {
-    static constexpr int WIDTH = GATE ? 32 : 64;
-    static constexpr int LINE = WIDTH * SIZE < 128 ? WIDTH * SIZE : 128;
-    static constexpr int BOXES = WIDTH * SIZE / LINE;
-    static constexpr int FIT = PIECE / (WIDTH * SIZE);
-    static constexpr int COUNT = TN < FIT ? TN : FIT;
+// Outputs of a warpgroup in bf16 in shared memory: WIDTH rows of the weight by COUNT tokens, a line of LINE bytes a token.
+template <bool GATE> struct Piece {
+    static constexpr int WIDTH = GATE ? 32 : 64, LINE = WIDTH * 2;
+    static constexpr int COUNT = SPLIT > 1 ? KEPT : PIECE / LINE;
+    static constexpr int BYTES = COUNT * LINE;
     DEVICE u32 at(u32 base, int token, int row) {
-        int box = row * SIZE / LINE, byte = row * SIZE % LINE;
-        int swizzled = LINE == 128 ? byte ^ (token & 7) << 4 : byte ^ (token >> 1 & 3) << 4;
-        return base + box * (COUNT * LINE) + token * LINE + swizzled;
+        int swizzled = LINE == 128 ? row * 2 ^ (token & 7) << 4 : row * 2 ^ (token >> 1 & 3) << 4;
+        return base + token * LINE + swizzled;
     }
 };
 
@@ -272,88 +308,55 @@ struct Target {
     int tokens, rows, out, aligned; // rows: columns of y
 };
 
-// All that this thread sent off but the last has left shared memory.
-DEVICE void piece_left() { asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory"); }
+// All that this thread sent off but the last PIECES - 1 has left shared memory.
+DEVICE void piece_left() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PIECES - 1) : "memory"); }
 
-// Where the copy engine cannot write y: by hand.
-template <bool GATE, int SIZE>
-DEVICE void write_elements(const Target &to, u32 base, int token, int row, int me) {
-    using P = Piece<GATE, SIZE>;
-    int count = min(P::COUNT, to.tokens - token), width = to.rows - row;
-    for (int e = me; e < count * P::WIDTH; e += 128) {
-        int i = e / P::WIDTH, r = e % P::WIDTH;
-        if (r >= width) continue;
-        u64 at = (u64)(token + i) * to.ldy + row + r;
-        u32 from = P::at(base, i, r);
-        if (SIZE == 2) {
-            u16 v;
-            asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(from));
-            ((u16 *)to.y)[at] = v;
-        } else {
-            float v;
-            asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(from));
-            if (to.out == OUT_ADD) v += ((float *)to.y)[at];
-            ((float *)to.y)[at] = v;
-        }
-    }
-}
-template <bool GATE, int SIZE>
-DEVICE void write_out(const Target &to, u32 base, int token, int row, int me, int own) {
-    using P = Piece<GATE, SIZE>;
-    if (to.aligned) {
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        meet(own, 128);
-        if (me == 0) {
+// One piece of the sums of a warpgroup to shared memory. Without a gate a lane has rows g and g + 8 of its warp's 16, with one
+// the products of two rows, in d[4 n] and d[4 n + 1]; two tokens, 2 t and 2 t + 1 of eight.
+template <bool GATE> DEVICE void fill(const float *s, u32 base, int lane, int w) {
+    using P = Piece<GATE>;
+    constexpr int BLOCKS8 = P::COUNT / 8;
+    int matrix = lane >> 3;
+    if (GATE) {
 #pragma unroll
-            for (int b = 0; b < P::BOXES; b++) {
-                int at = row + b * (P::LINE / SIZE);
-                if (at < to.rows) copy_out(base + b * (P::COUNT * P::LINE), to.map, at, token, to.out == OUT_ADD);
+        for (int n = 0; n < BLOCKS8; n += 4) {
+            u32 v[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                int block = (n + i) % BLOCKS8;
+                v[i] = pack_bf16(s[4 * block], s[4 * block + 1]);
             }
-            asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-        }
-        return;
-    }
-    meet(own, 128);
-    write_elements<GATE, SIZE>(to, base, token, row, me);
-    meet(own, 128);
-}
-
-// One piece of the sums of a warpgroup to y. Without a gate a lane has rows g and g + 8 of its warp's 16, with one the products
-// of two rows, in d[4 n] and d[4 n + 1]; two tokens, 2 t and 2 t + 1 of eight.
-template <bool GATE, int SIZE>
-DEVICE void put(const float *s, const Target &to, u32 base, int token, int row, int lane, int w, int me, int own) {
-    using P = Piece<GATE, SIZE>;
-    int g = lane >> 2, t = lane & 3, matrix = lane >> 3;
-    if (me == 0) piece_left();
-    meet(own, 128);
-    if (SIZE == 2) {
-        bool half = to.out == OUT_F16;
-        auto pack = [&](float a, float b) { return half ? pack_f16(a, b) : pack_bf16(a, b); };
-        if (GATE) {
-#pragma unroll
-            for (int n = 0; n < P::COUNT / 8; n += 4) {
-                u32 v[4];
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    int block = (n + i) % (P::COUNT / 8);
-                    v[i] = pack(s[4 * block], s[4 * block + 1]);
-                }
-                store4(P::at(base, 8 * ((n + matrix) % (P::COUNT / 8)) + (lane & 7), 8 * w), v[0], v[1], v[2], v[3]);
-            }
-        } else {
-#pragma unroll
-            for (int n = 0; n < P::COUNT / 8; n += 2)
-                store4(P::at(base, 8 * (n + (matrix >> 1)) + (lane & 7), 16 * w + (matrix & 1) * 8), pack(s[4 * n], s[4 * n + 1]),
-                       pack(s[4 * n + 2], s[4 * n + 3]), pack(s[4 * n + 4], s[4 * n + 5]), pack(s[4 * n + 6], s[4 * n + 7]));
+            store4(P::at(base, 8 * ((n + matrix) % BLOCKS8) + (lane & 7), 8 * w), v[0], v[1], v[2], v[3]);
         }
     } else {
 #pragma unroll
-        for (int n = 0; n < P::COUNT / 8; n++)
-#pragma unroll
-            for (int i = 0; i < (GATE ? 2 : 4); i++)
-                asm volatile("st.shared.f32 [%0], %1;" ::"r"(P::at(base, 8 * n + 2 * t + (i & 1), (GATE ? 8 : 16) * w + g + (i >> 1) * 8)), "f"(s[4 * n + i]) : "memory");
+        for (int n = 0; n < BLOCKS8; n += 2) {
+            const float *a = s + 4 * n, *b = s + 4 * ((n + 1) % BLOCKS8);
+            store4(P::at(base, 8 * ((n + (matrix >> 1)) % BLOCKS8) + (lane & 7), 16 * w + (matrix & 1) * 8), pack_bf16(a[0], a[1]),
+                   pack_bf16(a[2], a[3]), pack_bf16(b[0], b[1]), pack_bf16(b[2], b[3]));
+        }
     }
-    write_out<GATE, SIZE>(to, base, token, row, me, own);
+}
+// Outputs of N tokens straight from registers: f32, of which eight lanes have 32 bytes side by side, and what the copy engine cannot write.
+template <bool GATE, int OUT, int N> DEVICE void write_out(const float *s, const Target &to, int token, int row, int lane, int w) {
+    constexpr int SIZE = OUT >= OUT_BF16 ? 2 : 4;
+    int g = lane >> 2, t = lane & 3, at = row + (GATE ? 8 : 16) * w + g, tokens = to.tokens - token - 2 * t;
+    bool one = at < to.rows, two = at + 8 < to.rows;
+    u64 step = to.ldy * SIZE, p = to.y + (token + 2 * t) * step + at * SIZE;
+#pragma unroll
+    for (int n = 0; n < N / 8; n++, p += 8 * step)
+#pragma unroll
+        for (int i = 0; i < (GATE ? 2 : 4); i++) {
+            bool there = (i < 2 ? one : two) && 8 * n + (i & 1) < tokens;
+            u64 q = p + (i & 1 ? step : 0) + (i >> 1) * 8 * SIZE;
+            float v = s[4 * n + i];
+            if (OUT == OUT_ADD)
+                asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p red.relaxed.gpu.global.add.f32 [%0], %1;}" ::"l"(q), "f"(v), "r"((int)there) : "memory");
+            else if (OUT == OUT_F32)
+                asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p st.global.f32 [%0], %1;}" ::"l"(q), "f"(v), "r"((int)there) : "memory");
+            else if (there)
+                *(u16 *)q = (u16)(to.out == OUT_F16 ? pack_f16(v, 0.f) : pack_bf16(v, 0.f));
+        }
 }
 // Sums of two rows to those of one, with a gate.
 template <int N> DEVICE void gate(float *d) {
@@ -362,19 +365,69 @@ template <int N> DEVICE void gate(float *d) {
 #pragma unroll
         for (int i = 0; i < 2; i++) d[n + i] = __fdividef(d[n + i], 1.f + __expf(-d[n + i])) * d[n + i + 2];
 }
-// Tokens that are shared out together: the largest pieces.
-template <bool GATE> constexpr int TOGETHER = Piece<GATE, 2>::COUNT;
-// Pieces of a tile: all of them, or those of turn `mine` of `share`.
-template <bool GATE, int SIZE>
-DEVICE void put_all(float (&d)[SUMS], const Target &to, u32 base, int token, int row, int lane, int w, int me, int own, int mine, int share, u32 &turn) {
-    using P = Piece<GATE, SIZE>;
+// Tokens that are shared out together: pieces.
+template <bool GATE> constexpr int TOGETHER = Piece<GATE>::COUNT;
+// A piece, or all of a tile, straight from registers.
+template <bool GATE, int N> DEVICE void write_any(const float *s, const Target &to, int token, int row, int lane, int w) {
+    if (to.out == OUT_F32) write_out<GATE, OUT_F32, N>(s, to, token, row, lane, w);
+    else if (to.out == OUT_ADD) write_out<GATE, OUT_ADD, N>(s, to, token, row, lane, w);
+    else write_out<GATE, OUT_BF16, N>(s, to, token, row, lane, w);
+}
+// Outputs of a tile. Code that runs once waits for its instructions, so what differs between calls has straight code of its own.
+// After the last tile there is room for all at `last`, in the ring of x; else for PIECES pieces at a time.
+template <bool GATE>
+DEVICE void put_all(float *d, const Target &to, u32 base, u32 last, int token, int row, int lane, int w, int me, int own, u32 &turn) {
+    using P = Piece<GATE>;
+    constexpr int COUNT = KEPT / P::COUNT;
+    if (GATE) gate<KEPT / 2>(d);
+    if (!to.aligned) {
+        write_any<GATE, KEPT>(d, to, token, row, lane, w);
+    } else if (SPLIT > 1 || last) {
 #pragma unroll
-    for (int i = 0; i < TN / P::COUNT; i++) {
-        if (share > 1 && i * P::COUNT / TOGETHER<GATE> % share != mine) continue;
-        if (GATE) gate<P::COUNT / 2>(d + i * (P::COUNT / 2));
-        put<GATE, SIZE>(d + i * (P::COUNT / 2), to, base + turn * PIECE, token + i * P::COUNT, row, lane, w, me, own);
-        turn ^= 1;
+        for (int i = 0; i < COUNT; i++) fill<GATE>(d + i * (P::COUNT / 2), last + i * P::BYTES, lane, w);
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        meet(own, 128);
+        if (me) return;
+#pragma unroll 1
+        for (int i = 0; i < COUNT; i++) copy_out(last + i * P::BYTES, to.map, row, token + i * P::COUNT);
+        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    } else {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            u32 at = base + turn * PIECE;
+            if (me == 0) piece_left();
+            meet(own, 128);
+            fill<GATE>(d + i * (P::COUNT / 2), at, lane, w);
+            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            meet(own, 128);
+            if (me == 0) {
+                copy_out(at, to.map, row, token + i * P::COUNT);
+                asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+            }
+            turn = turn + 1 == PIECES ? 0 : turn + 1;
+        }
     }
+}
+// Of the last tile only the pieces of turn `mine` of `share`.
+template <bool GATE>
+DEVICE void put_shared(float *d, const Target &to, u32 last, int token, int row, int lane, int w, int me, int own, int mine, int share) {
+    using P = Piece<GATE>;
+    constexpr int COUNT = KEPT / P::COUNT;
+    bool by_hand = !to.aligned;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        if (i % share != mine) continue;
+        float *s = d + i * (P::COUNT / 2);
+        if (GATE) gate<P::COUNT / 2>(s);
+        if (by_hand) write_any<GATE, P::COUNT>(s, to, token + i * P::COUNT, row, lane, w);
+        else fill<GATE>(s, last + i * P::BYTES, lane, w);
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    meet(own, 128);
+    if (me || by_hand) return;
+#pragma unroll 1
+    for (int i = mine; i < COUNT; i += share) copy_out(last + i * P::BYTES, to.map, row, token + i * P::COUNT);
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
 // Flags of a launch: of each warpgroup, for up to READERS that wait for it. What is raised is the launch's own mark, and who has
@@ -392,6 +445,7 @@ template <bool GATE> DEVICE bool add_share(float (&d)[SUMS], int me, int own, in
     constexpr int TURNS = TN / TOGETHER<GATE>, EACH = TOGETHER<GATE> / 8;
     int readers = min(share, TURNS);
     float4 *here = (float4 *)(partial + (u64)blockIdx.x * ROWS * TN) + threadIdx.x;
+    asm volatile("" : "+l"(here)); // one address, not one of each store
 #pragma unroll
     for (int i = 0; i < SUMS / 4; i++)
         if (i / EACH % share != mine) __stcg(here + i * 128 * WGS, make_float4(d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]));
@@ -419,34 +473,61 @@ template <bool GATE> DEVICE bool add_share(float (&d)[SUMS], int me, int own, in
     return true;
 }
 
+// Where the blocks of a cluster have a part of k of one tile each: every one adds up its share of the tokens, which come first
+// in `d` then, all in one order.
+DEVICE void exchange(float (&d)[SUMS], u32 received, u32 barrier, int part, int rank) {
+    constexpr int EACH = SUMS / SPLIT, BYTES = 128 * WGS * 16; // of four sums of all threads
+    u32 at = received + threadIdx.x * 16;
+#pragma unroll
+    for (int c = 0; c < SPLIT; c++) {
+        if (c == part) continue;
+        u32 block = c * PAIR + rank, to = there(at + (part - (part > c)) * (EACH / 4 * BYTES), block), signal = there(barrier, block);
+#pragma unroll
+        for (int i = c * EACH; i < (c + 1) * EACH; i += 4) send4(to + (i - c * EACH) / 4 * BYTES, signal, d[i], d[i + 1], d[i + 2], d[i + 3]);
+    }
+#pragma unroll
+    for (int c = 1; c < SPLIT; c++)
+#pragma unroll
+        for (int i = 0; i < EACH; i++) d[i] = c == part ? d[c * EACH + i] : d[i];
+    barrier_wait_cluster(barrier, 0);
+#pragma unroll
+    for (int c = 0; c < SPLIT - 1; c++)
+#pragma unroll
+        for (int i = 0; i < EACH; i += 4) {
+            float v[4];
+            asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(at + (c * EACH + i) / 4 * BYTES) : "memory");
+#pragma unroll
+            for (int j = 0; j < 4; j++) d[i + j] += v[j];
+        }
+}
 template <bool GATE>
 DEVICE void multiply(
     const Map *x_map, const Map *y_map, const u8 *units, u64 y, u64 ldy, int tokens, int n, int row_units, int split_tiles,
     int pairs, int token_tiles, float *partial, u64 *flags, u64 mark, int out, int aligned) {
     extern __shared__ __align__(1024) u8 room[];
-    u32 xs = shared_address(room), store = xs + STAGES * SLAB, packs = store + 2 * WGS * PIECE;
+    u32 xs = shared_address(room), store = xs + STAGES * SLAB, received = store + PIECES * WGS * PIECE, packs = received + RECEIVED;
     u32 table = packs + PACKS * PACK, full = table + TABLE, empty = full + 8 * STAGES, packed = empty + 8 * STAGES, decoded = packed + 8 * PACKS;
-    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rank = PAIR == 2 ? blockIdx.x & 1 : 0;
-    if (threadIdx.x == 0) {
-        if (xs & 1023) asm volatile("trap;");
-        for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, 4 * WGS * PAIR);
-        for (int i = 0; i < PACKS; i++) barrier_init(packed + 8 * i, 1), barrier_init(decoded + 8 * i, 4 * WGS);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
-    __syncthreads();
-    pair_arrive();
+    u32 all_received = decoded + 8 * PACKS;
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rank = PAIR == 2 ? blockIdx.x & 1 : 0, part = blockIdx.x / PAIR % SPLIT;
     let_next_start();
     int group_count = (n + 15) / 16;
     Plan plan = Plan::start(row_units, split_tiles, pairs * token_tiles);
-    Work work;
+    Work work = {0, 0, 0};
     // Every worker has one part of one tile.
     u32 workers = gridDim.x / PAIR;
     bool even = split_tiles == pairs * token_tiles && split_tiles > 0 && workers % split_tiles == 0 && workers / split_tiles <= READERS;
-    int share = even ? workers / split_tiles : 1;
+    int share = SPLIT == 1 && even ? workers / split_tiles : 1;
     if (warp >= 4 * WGS) {
-        if (TN == 256) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (WIDE) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (warp == 4 * WGS) {
-            // Weights do not depend on what ran before.
+            // Weights do not depend on what ran before, nor on other blocks.
+            if (lane == 0) {
+                for (int i = 0; i < PACKS; i++) barrier_init(packed + 8 * i, 1), barrier_init(decoded + 8 * i, 4 * WGS);
+                asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+            }
+            __syncwarp();
+            ready();
+            cluster_arrive();
             u32 slot = 0, phase = 1;
             bool first = true;
             while (plan.take(work)) {
@@ -454,6 +535,7 @@ DEVICE void multiply(
                 int group = GATE ? min(row_tile * (GROUPS / 2) + j % (GROUPS / 2), halves - 1) + j / (GROUPS / 2) * halves
                                  : min(row_tile * GROUPS + j, group_count - 1);
                 const u8 *from = units + (u64)group * row_units * UNIT;
+#pragma unroll 1
                 for (int u = work.from; u < work.to; u++) {
                     if (!first) barrier_wait(decoded + 8 * slot, phase);
                     if (lane == 0) barrier_expect(packed + 8 * slot, PACK);
@@ -462,48 +544,60 @@ DEVICE void multiply(
                     if (++slot == PACKS) slot = 0, phase ^= 1, first = false;
                 }
             }
-            pair_wait();
+            cluster_wait();
         } else if (warp == 4 * WGS + 1) {
-            if (lane == 0) asm volatile("prefetch.tensormap [%0];" ::"l"(x_map) : "memory");
-            pair_wait();
+            if (lane == 0) {
+                asm volatile("prefetch.tensormap [%0];" ::"l"(x_map) : "memory");
+                if (xs & 1023) asm volatile("trap;");
+                for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, 4 * WGS * PAIR);
+                barrier_init(all_received, 1);
+                asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+                if (SPLIT > 1) barrier_expect(all_received, RECEIVED);
+            }
+            __syncwarp();
+            ready();
+            cluster_arrive();
+            cluster_wait();
             wait_for_previous();
             u32 stage = 0, phase = 1;
             bool first = true;
             while (plan.take(work)) {
                 int token = Place::of(work.tile, pairs, token_tiles).token + rank * (TN / 2);
+#pragma unroll 1
                 for (int s = 2 * work.from; s < 2 * work.to; s++) {
                     if (!first) barrier_wait(empty + 8 * stage, phase);
                     if (lane == 0) {
                         barrier_expect(full + 8 * stage, SLAB);
-                        copy_in(xs + stage * SLAB + rank * (SLAB / 2), x_map, s * 64, token, full + 8 * stage);
+                        copy_in(xs + stage * SLAB + rank * (SLAB / 2), x_map, s * 64, token, full + 8 * stage, 3 << part * PAIR);
                     }
                     __syncwarp();
                     if (++stage == STAGES) stage = 0, phase ^= 1, first = false;
                 }
             }
         } else {
-            pair_wait();
+            cluster_arrive(), cluster_wait();
         }
     } else {
-        if (TN == 256) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        write_table(table, threadIdx.x, 128 * WGS);
-        meet(1, 128 * WGS);
-        pair_wait();
-        wait_for_previous();
+        if (WIDE) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        cluster_arrive();
+        write_table(table, threadIdx.x);
+        meet(1, 128 * WGS + 64);
         int half = warp >> 2, w = warp & 3, me = threadIdx.x & 127, own = 2 + half;
         Target target = {y_map, y, ldy, tokens, GATE ? n / 2 : n, out, aligned};
-        u32 base = store + half * 2 * PIECE;
+        u32 base = store + half * PIECES * PIECE;
         u32 stage = 0, phase = 0, before = 0, slot = 0, slot_phase = 0, turn = 0;
-        auto leave = [&](u32 stage) {
-            if (lane < PAIR) {
-                if (PAIR == 2) barrier_arrive_at(empty + 8 * stage, lane);
+        int left = plan.total(); // units after the one at hand
+        // `behind`: slabs to come after this one. If none of them goes to its place, nobody waits to hear it: a block that is
+        // sent to may be gone.
+        auto leave = [&](u32 stage, int behind) {
+            if (lane < PAIR && behind >= STAGES) {
+                if (PAIR == 2) barrier_arrive_at(empty + 8 * stage, part * PAIR + lane);
                 else barrier_arrive(empty + 8 * stage);
             }
         };
         float d[SUMS];
         Operands o[2];
         Raw raw;
-        int left = plan.total();
         u32 copy = lane * 4;
         // The second half of a unit has been looked up, so its bytes are in registers: an arrival does not wait for loads before it.
         auto passed = [&]() {
@@ -520,6 +614,8 @@ DEVICE void multiply(
             decode(o[0], raw, table, copy);
             fetch<GATE>(raw, packs, 1, w, half, lane);
         }
+        cluster_wait();
+        wait_for_previous();
         while (plan.take(work)) {
             Place place = Place::of(work.tile, pairs, token_tiles);
             int add = 0;
@@ -542,7 +638,7 @@ DEVICE void multiply(
                     asm volatile("bar.arrive %0, 256;" ::"r"(half + 1 == WGS ? 6 : 7 + half) : "memory");
 #endif
                     wait_products<1>();
-                    if (add) leave(before);
+                    if (add) leave(before, 2 * left + 2 - s);
                     add = 1, before = stage;
                     if (++stage == STAGES) stage = 0, phase ^= 1;
                     // Operands of the slab after this one while it is multiplied; then codes of the one after that.
@@ -555,30 +651,38 @@ DEVICE void multiply(
                 }
             }
             wait_products<0>();
-            leave(before);
+            leave(before, 2 * left);
 
             int row_tile = place.pair * PAIR + rank;
             int row = GATE ? (row_tile * (GROUPS / 2) + half * 2) * 16 : (row_tile * GROUPS + half * 4) * 16;
+            // Where all outputs fit when x is not needed any more.
+            u32 last = xs + half * (KEPT * 128);
+#if SPLIT > 1
+            exchange(d, received, all_received, part, rank);
+            meet(1, 128 * WGS);
+            int token = place.token + part * KEPT;
+            put_all<GATE>(d, target, base, last, token, row, lane, w, me, own, turn);
+#else
+            if (left) last = 0;
+            else meet(1, 128 * WGS);
             int mine = share > 1 ? (int)(blockIdx.x / PAIR) % share : 0;
             if (share > 1) {
                 if (!add_share<GATE>(d, me, own, half, partial, flags, mark, mine, share)) continue;
-            } else
-            if (work.from > 0) {
+            } else if (work.from > 0) {
                 float4 *to = (float4 *)(partial + (u64)blockIdx.x * ROWS * TN) + threadIdx.x;
 #pragma unroll
                 for (int i = 0; i < SUMS / 4; i++) __stcg(to + i * 128 * WGS, make_float4(d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]));
                 meet(own, 128);
                 if (me == 0) raise(flag_at(flags, blockIdx.x, half, 0), mark);
                 continue;
-            }
-            if (share == 1 && work.to < row_units) {
-                u64 sum = (u64)row_units * split_tiles;
-                for (u32 c = blockIdx.x / PAIR + 1; c < workers && sum * c / workers < (u64)row_units * (work.tile + 1); c++) {
-                    if (sum * c / workers == sum * (c + 1) / workers) continue;
-                    u32 other = PAIR * c + rank;
+            } else if (work.to < row_units) {
+                // Workers that begin below the tile's end.
+                u32 sum = (u32)row_units * split_tiles, end = ((u32)row_units * (work.tile + 1) * workers + sum - 1) / sum;
+                for (u32 other = blockIdx.x + PAIR; other < end * PAIR; other += PAIR) {
                     if (me == 0) await(flag_at(flags, other, half, 0), mark);
                     meet(own, 128);
                     const float4 *from = (const float4 *)(partial + (u64)other * ROWS * TN) + threadIdx.x;
+                    asm volatile("" : "+l"(from)); // one address, not one of every load kept from round to round
 #pragma unroll
                     for (int i = 0; i < SUMS / 4; i++) {
                         float4 v = __ldcg(from + i * 128 * WGS);
@@ -586,23 +690,22 @@ DEVICE void multiply(
                     }
                 }
             }
-            if (out >= OUT_BF16) put_all<GATE, 2>(d, target, base, place.token, row, lane, w, me, own, mine, share, turn);
-            else put_all<GATE, 4>(d, target, base, place.token, row, lane, w, me, own, mine, share, turn);
+            if (share > 1) put_shared<GATE>(d, target, last, place.token, row, lane, w, me, own, mine, share);
+            else put_all<GATE>(d, target, base, last, place.token, row, lane, w, me, own, turn);
+#endif
         }
-        if (me == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+        if (me == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
         __syncwarp();
     }
-    // Neither block's memory goes away while the other one may still write to it.
-    pair_arrive(), pair_wait();
 }
 
-#if PAIR == 2
-#define CLUSTER __cluster_dims__(2, 1, 1)
+#if PAIR * SPLIT > 1
+#define IN_CLUSTERS __cluster_dims__(PAIR * SPLIT, 1, 1)
 #else
-#define CLUSTER
+#define IN_CLUSTERS
 #endif
 #define GEMM(NAME, GATE) \
-    extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1) NAME( \
+    extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) NAME( \
         const __grid_constant__ Map x_map, const __grid_constant__ Map y_map, const u8 *units, u64 y, u64 ldy, int tokens, int n, \
         int row_units, int split_tiles, int pairs, int token_tiles, float *partial, u64 *flags, u64 mark, int out, int aligned) { \
         multiply<GATE>(&x_map, &y_map, units, y, ldy, tokens, n, row_units, split_tiles, pairs, token_tiles, partial, flags, mark, out, \

@@ -34,55 +34,102 @@ struct Shape {
     tokens: usize,
     /// Warpgroups that multiply, 64 rows of the weight each.
     groups: usize,
-    /// Blocks of a cluster, which share rows of x.
+    /// Blocks of a cluster that share rows of x.
     pair: usize,
+    /// Blocks of a cluster that share k, one tile a cluster.
+    split: usize,
     /// Packed weights in flight, 128 of k each.
     packs: usize,
     /// Warpgroups multiply one after another, so that others decode meanwhile.
     ordered: bool,
 }
 
-const SHAPES: [Shape; 6] = [
-    Shape { tokens: 32, groups: 2, pair: 1, packs: 12, ordered: true },
-    Shape { tokens: 32, groups: 3, pair: 1, packs: 6, ordered: true },
-    Shape { tokens: 64, groups: 2, pair: 1, packs: 8, ordered: true },
-    Shape { tokens: 64, groups: 3, pair: 1, packs: 6, ordered: true },
-    Shape { tokens: 128, groups: 2, pair: 1, packs: 6, ordered: true },
-    Shape { tokens: 256, groups: 2, pair: 2, packs: 5, ordered: false },
+/// No clusters along k.
+const fn alone(tokens: usize, groups: usize, pair: usize, packs: usize) -> Shape {
+    Shape { tokens, groups, pair, split: 1, packs, ordered: tokens < 256 }
+}
+
+const SHAPES: [Shape; 9] = [
+    alone(32, 2, 1, 12),
+    alone(32, 3, 1, 6),
+    alone(64, 2, 1, 8),
+    alone(64, 3, 1, 6),
+    alone(128, 2, 1, 6),
+    alone(256, 2, 2, 3),
+    Shape { tokens: 64, groups: 3, pair: 1, split: 8, packs: 6, ordered: true },
+    Shape { tokens: 64, groups: 2, pair: 1, split: 2, packs: 8, ordered: true },
+    Shape { tokens: 176, groups: 2, pair: 2, split: 2, packs: 3, ordered: false },
 ];
 /// Up to so many rows of the weight, low tiles give more blocks something to do.
 const FEW_ROWS: u32 = 4096;
+/// Up to so many units of a row group, what k shared out costs counts.
+const LONG: u32 = 40;
 
 impl Shape {
-    /// That of a call of `m` rows.
-    fn of(w: &Packed, m: usize) -> usize {
-        let least = if w.n <= FEW_ROWS { 2 } else { 3 };
+    /// That of a call of `m` rows on a device of so many multiprocessors.
+    fn of(w: &Packed, m: usize, processors: usize) -> usize {
+        // Clusters that share k need a place for each at once; where they leave much of the device idle, more than two had
+        // better share k.
+        let shares = |i: &usize| {
+            let s = &SHAPES[*i];
+            let (tiles, size) = (s.row_tiles(w.n as usize, false) * m.div_ceil(s.tokens), s.pair * s.split);
+            let is_filled = s.split > 2 || tiles * size * 2 >= processors;
+            w.units as usize >= s.split && tiles <= processors / size * 15 / 16 && is_filled
+        };
+        let few = w.n <= FEW_ROWS;
+        let clusters: &[usize] = match m {
+            33..=64 if few => &[6],
+            33..=64 => &[7],
+            // With a long k the exchange is little beside the products, which larger tiles do faster.
+            257.. if w.units <= LONG => &[8],
+            _ => &[],
+        };
+        if let Some(shape) = clusters.iter().find(|i| shares(i)) {
+            return *shape;
+        }
+        let least = if few { 2 } else { 3 };
         let fits = |s: &Shape| m <= s.tokens && (s.tokens > 64 || s.groups == least);
-        SHAPES.iter().position(fits).unwrap_or(SHAPES.len() - 1)
+        SHAPES[..6].iter().position(fits).unwrap_or(5)
     }
     /// Rows of the weight.
     const fn rows(&self) -> usize {
         64 * self.groups
     }
-    /// Bytes of outputs that leave together.
-    const fn piece(&self) -> usize {
-        if self.tokens > 64 { 4096 } else { 2048 }
+    /// Tiles, or pairs of them, of `n` rows of the weight.
+    fn row_tiles(&self, n: usize, gate: bool) -> usize {
+        let (groups, of_tile) = (n.div_ceil(16), self.rows() / 16 * self.pair);
+        if gate { (groups / 2).div_ceil(of_tile / 2) } else { groups.div_ceil(of_tile) }
+    }
+    /// Bytes of outputs of a warpgroup that leave together, and how many times; none where they leave from the ring of x.
+    const fn pieces(&self) -> (usize, usize) {
+        match (self.split, self.tokens) {
+            (1, 256) => (4096, 4),
+            (1, 128) => (4096, 2),
+            (1, _) => (2048, 2),
+            _ => (0, 0),
+        }
+    }
+    /// Rows of x of a box of outputs.
+    const fn boxed(&self, gate: bool) -> usize {
+        if self.split > 1 { self.tokens / self.split } else { self.pieces().0 / if gate { 64 } else { 128 } }
     }
     const fn threads(&self) -> u32 {
-        (128 * self.groups + if self.tokens == 256 { 128 } else { 64 }) as u32
+        (128 * self.groups + if self.tokens > 128 { 128 } else { 64 }) as u32
     }
     /// `SHARED` of rounded.cu.
     fn shared(&self) -> u32 {
-        let (slab, pack) = (128 * self.tokens, 4 * self.groups * UNIT);
-        let fixed = TABLE + 2 * self.groups * self.piece() + self.packs * pack;
+        let (slab, pack, (piece, times)) = (128 * self.tokens, 4 * self.groups * UNIT, self.pieces());
+        let received = (self.split - 1) * self.rows() * (self.tokens / self.split) * 4;
+        let fixed = TABLE + times * self.groups * piece + self.packs * pack + received;
         let stages = ((SHARED - 512 - fixed) / slab).min(16);
-        (stages * (slab + 16) + fixed + 16 * self.packs) as u32
+        (stages * (slab + 16) + fixed + 16 * self.packs + 8) as u32
     }
     fn options(&self) -> Vec<String> {
         let all = [
             ("TN", self.tokens),
             ("WGS", self.groups),
             ("PAIR", self.pair),
+            ("SPLIT", self.split),
             ("PACKS", self.packs),
             ("ORDERED", self.ordered.into()),
         ];
@@ -141,7 +188,9 @@ impl Kernels {
 
     fn room(&self, w: &Packed, m: usize) -> Room {
         let next = |from: usize, bytes: usize| (from + bytes).next_multiple_of(256);
-        let (shape, blocks) = (&SHAPES[Shape::of(w, m)], self.gpu.processors as usize);
+        let processors = self.gpu.processors as usize;
+        let shape = &SHAPES[Shape::of(w, m, processors)];
+        let blocks = if shape.split > 1 { 0 } else { processors };
         let partial = next(0, m * w.k as usize * 2);
         let flags = next(partial, blocks * shape.rows() * shape.tokens * 4);
         Room { rows: 0, partial, flags, all: next(flags, blocks * shape.groups * READERS * 8) }
@@ -152,9 +201,10 @@ impl Kernels {
         w.units > 0 && m > super::decode::MOST && (!set.contains(FuseSet::GATE) || w.n % 32 == 0)
     }
 
-    /// Scratch bytes of calls they take.
+    /// Scratch bytes of calls they take of up to `m` rows: fewer may need more, where clusters take more.
     pub fn workspace(&self, w: &Packed, m: usize) -> usize {
-        if self.takes(w, m, FuseSet::NONE) { self.room(w, m).all } else { 0 }
+        let all = [32, 64, 128, 256].into_iter().filter(|fewer| *fewer < m).chain([m]);
+        all.filter(|m| self.takes(w, *m, FuseSet::NONE)).map(|m| self.room(w, m).all).max().unwrap_or(0)
     }
 
     /// Enqueues the product.
@@ -164,7 +214,7 @@ impl Kernels {
     pub unsafe fn forward(&self, w: &Packed, call: &Call) -> Result<()> {
         let (m, k, n) = (call.x.rows as usize, w.k as usize, w.n as usize);
         let room = self.room(w, m);
-        let index = Shape::of(w, m);
+        let index = Shape::of(w, m, self.gpu.processors as usize);
         let shape = &SHAPES[index];
         let at = |part: usize| call.workspace + part as u64;
         let how = |grid: usize, block: u32, shared: u32| Launch {
@@ -198,21 +248,21 @@ impl Kernels {
             (_, 1) => (0, DType::F32),
             (_, other) => return Err(Error::new(Code::Internal, "type of y").have(other.to_string())),
         };
-        let (y, ldy, size) = (call.y.data, call.y.ld, dtype.size());
-        let is_aligned = y % 16 == 0 && (ldy * size as u64) % 16 == 0;
+        let (y, ldy) = (call.y.data, call.y.ld);
+        // The copy engine writes outputs of bf16.
+        let is_aligned = out == 2 && y % 16 == 0 && ldy % 8 == 0;
         let y_map = if is_aligned {
             let (width, columns) = if call.gate { (32, n / 2) } else { (64, n) };
-            let boxed = [width.min(128 / size), shape.tokens.min(shape.piece() / (width * size))];
-            TensorMap::new(y, dtype, [m, columns, ldy as usize], boxed)?
+            TensorMap::new(y, dtype, [m, columns, ldy as usize], [width, shape.boxed(call.gate)])?
         } else {
             x_map
         };
-        let groups = n.div_ceil(16);
-        let of_tile = shape.rows() / 16 * shape.pair;
-        let row_tiles = if call.gate { (groups / 2).div_ceil(of_tile / 2) } else { groups.div_ceil(of_tile) };
-        let token_tiles = m.div_ceil(shape.tokens);
-        let workers = self.gpu.processors as usize / shape.pair;
-        let (grid, split) = deal(row_tiles * token_tiles, token_tiles, w.units as usize, workers);
+        let (row_tiles, token_tiles) = (shape.row_tiles(n, call.gate), m.div_ceil(shape.tokens));
+        let tiles = row_tiles * token_tiles;
+        let (grid, split) = match shape.split {
+            1 => deal(tiles, token_tiles, w.units as usize, self.gpu.processors as usize / shape.pair),
+            split => (tiles * split, tiles),
+        };
         let [rows, split, row_tiles, token_tiles] = [m, split, row_tiles, token_tiles].map(|v| v as u32);
         let (partial, flags) = (at(room.partial), at(room.flags));
         let (mark, aligned) = (mark(), u32::from(is_aligned));
@@ -261,16 +311,18 @@ fn deal(tiles: usize, token_tiles: usize, units: usize, workers: usize) -> (usiz
         return (tiles * (workers / tiles).min(units).min(READERS), tiles);
     }
     // Where weights are read once or twice, equal shares of everything were fastest; else whole tiles, and shares of those
-    // that would not nearly fill a last round and of a round more.
+    // that would not nearly fill a last round, of a round more where k is short. Shares are counted in 32 bits.
     let rest = tiles % workers;
     let split = if token_tiles <= 2 {
         tiles
     } else if rest * 4 > workers * 3 {
         0
-    } else {
+    } else if units <= LONG as usize || rest * units < workers {
         rest + workers
+    } else {
+        rest
     };
-    (workers, split)
+    (workers, if (split * units * workers) >> 32 == 0 { split } else { 0 })
 }
 
 #[test]
@@ -280,11 +332,38 @@ fn every_block_has_work() {
             for token_tiles in [1, 2, 16] {
                 for workers in [66, 132] {
                     let (grid, split) = deal(tiles, token_tiles, units, workers);
+                    // Where k is shared, all have a part: rounded.cu counts on it.
                     assert!(
-                        grid <= workers && split <= tiles && split * units + (tiles - split) >= grid,
+                        grid <= workers
+                            && split <= tiles
+                            && if split == 0 { tiles >= grid } else { split * units >= grid },
                         "{tiles} {token_tiles} {units}"
                     );
                 }
+            }
+        }
+    }
+}
+
+/// What is launched has room on a multiprocessor, a ring of at least three slabs, and one tile a cluster that shares k.
+#[test]
+fn shapes_fit_the_device() {
+    for s in &SHAPES {
+        let ring = 3 * (128 * s.tokens + 16);
+        let shared = s.shared() as usize;
+        assert!(shared <= SHARED, "{} tokens: {shared}", s.tokens);
+        assert!(shared >= TABLE + ring + s.packs * 4 * s.groups * UNIT, "{} tokens: {shared}", s.tokens);
+        assert!(s.pair * s.split <= 8 && s.tokens % (8 * s.split) == 0, "{} tokens", s.tokens);
+    }
+    let weight = |n, units| Packed { codes: 0, scales: 0, n, k: units * 128, group: 64, units };
+    for n in [16, 1000, 2560, 6144, 9728, 151_936] {
+        for m in [17, 64, 100, 352, 512, 513, 2048] {
+            for units in [1, 20, 76] {
+                let s = &SHAPES[Shape::of(&weight(n, units), m, 132)];
+                let clusters = s.row_tiles(n as usize, false) * m.div_ceil(s.tokens);
+                let fits = clusters * s.pair * s.split <= 132 && units as usize >= s.split;
+                assert!(s.split == 1 || fits, "{n} {units} {m}");
+                assert!(m <= s.tokens || s.tokens > 128, "{n} {units} {m}");
             }
         }
     }
