@@ -126,40 +126,72 @@ def floats(path):
         return array.array("f", f.read())
 
 
+def replayed(multiply, weights):
+    """us of a product: the median replay of a graph that goes over `weights`."""
+    import torch
+    for w in weights:
+        multiply(w)
+    g = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(g):
+        for w in weights:
+            multiply(w)
+    us = []
+    for _ in range(7):
+        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        a.record(); g.replay(); b.record(); b.synchronize()
+        us.append(a.elapsed_time(b) * 1e3 / len(weights))
+    return sorted(us)[3]
+
+
+def timed(prepare):
+    """us of a peer's products by name and rows, measured as q4 measures its own: weights rotate over more than four times the
+    cache, many rows of every product come after few, and a replay has as many: what draws more power for longer runs slower.
+    `prepare(x, n, k, head)`: what makes a weight, what multiplies with one, a weight's bytes."""
+    import torch
+    times = {}
+    for m, (what, (n, k)) in [(m, s) for m in ROWS for s in SIZES.items()]:
+        head = what == "lm_head"
+        if head and m > 512:
+            continue
+        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+        weight, multiply, size = prepare(x, n, k, head)
+        copies = [weight() for _ in range(max(1, -(-240_000_000 // size)))]
+        times[what, m] = replayed(multiply, [copies[i % len(copies)] for i in range(1 if head else 36)])
+        del copies
+    torch.cuda.empty_cache()
+    return times
+
+
 def cublas():
-    """us of a bf16 product, graph replays over rotated weights larger than four times the cache. Outputs are q4's: bf16, and
-    f32 of the head; so are the order, many rows of every product after few, and how many a replay has: what draws more power
-    for longer runs slower."""
+    """us of a bf16 product. Outputs are q4's: bf16, and f32 of the head."""
     try:
         import torch
     except ImportError:
         notes.append("no torch here: cuBLAS did not run")
         return {}
-    times = {}
-    for m, (name, (n, k)) in [(m, s) for m in ROWS for s in SIZES.items()]:
-        if name == "lm_head" and m > 512:
-            continue
-        copies = max(1, -(-240_000_000 // (n * k * 2)))
-        w = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
-        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-        y = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
-        head = name == "lm_head"
-        multiply = lambda c: torch.mm(x, c.t(), out_dtype=torch.float32) if head else torch.mm(x, c.t(), out=y)
-        w = [w[i % copies] for i in range(1 if head else 36)]
-        for c in w:
-            multiply(c)
-        g = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(g):
-            for c in w:
-                multiply(c)
-        us = []
-        for _ in range(7):
-            a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            a.record(); g.replay(); b.record(); b.synchronize()
-            us.append(a.elapsed_time(b) * 1e3 / len(w))
-        times[name, m] = sorted(us)[3]
-        del w
-    torch.cuda.empty_cache()
+
+    def prepare(x, n, k, head):
+        y = torch.empty(len(x), n, device="cuda", dtype=torch.bfloat16)
+        weight = lambda: torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
+        multiply = lambda w: torch.mm(x, w.t(), out_dtype=torch.float32) if head else torch.mm(x, w.t(), out=y)
+        return weight, multiply, n * k * 2
+    return timed(prepare)
+
+
+def bitsandbytes():
+    """us of its NF4 product of bf16, blocks of 64 with f32 scales; None where it is not installed."""
+    try:
+        import torch, bitsandbytes as bnb
+    except ImportError:
+        notes.append("no bitsandbytes here: its figures are those recorded")
+        return None
+
+    def prepare(x, n, k, head):
+        packed, state = bnb.functional.quantize_4bit(
+            torch.randn(n, k, device="cuda", dtype=torch.bfloat16), blocksize=64, quant_type="nf4")
+        return packed.clone, lambda w: bnb.matmul_4bit(x, w, state), n * k // 2
+    times = timed(prepare)
+    notes.append(f"bitsandbytes {bnb.__version__} ran here")
     return times
 
 
@@ -183,21 +215,25 @@ def bench(what, *args, peers=LLAMA, bars=True):
     return d
 
 
-def products(what, dense, recorded, *args):
-    """Single products beside every peer: never slower, and from 512 rows up not 10 % slower than cuBLAS."""
+def products(what, peers, *args):
+    """Single products beside every peer of `(name, times, least of its speed)`: never slower, and from 512 rows up not 10 %
+    slower than cuBLAS."""
     d = doc("--device", "cuda", "--activations", "native", "bench", "--shape", SHAPE, *args, "--kernels", "--prefill", "16",
             "--decode", "0", timeout=400)
     for r in d.get("results", []):
         if r["unit"] != "us":
             continue
         name, m = r["what"].split(" m=")
-        i, us = ROWS.index(int(m)), r["median"]
-        peers = [(f"{who}, recorded", t[name][i], 1.0) for who, t in recorded if i < len(t[name])]
-        if (name, int(m)) in dense:
-            peers.append(("cuBLAS bf16, this run", dense[name, int(m)], 0.9 if int(m) >= 512 else 1.0))
-        for who, peer, least in peers:
-            row(f"{r['what']}, {what}, beside {who.split(',')[0]}", us, "us", peer, who, r["roofline"],
-                f"{least} x", peer / us >= least)
+        m, us = int(m), r["median"]
+        for who, times in peers:
+            if (name, m) in times:
+                peer, least = times[name, m], 0.9 if m >= 512 and who.startswith("cuBLAS") else 1.0
+                row(f"{r['what']}, {what}, beside {who.split(',')[0]}", us, "us", peer, who, r["roofline"],
+                    f"{least} x", peer / us >= least)
+
+
+def recorded(table):
+    return {(name, m): us for name, all in table.items() for m, us in zip(ROWS, all)}
 
 
 def speed():
@@ -218,9 +254,11 @@ def speed():
 
 
 def kernels():
-    dense = cublas()
-    products("NVFP4", dense, [("Marlin", MARLIN), ("bitsandbytes", BITSANDBYTES)])
-    products("NF4", dense, [("bitsandbytes", BITSANDBYTES)], "--format", "nf4")
+    dense = ("cuBLAS bf16, this run", cublas())
+    theirs = bitsandbytes()
+    nf4 = ("bitsandbytes, this run", theirs) if theirs else ("bitsandbytes, recorded", recorded(BITSANDBYTES))
+    products("NVFP4", [("Marlin, recorded", recorded(MARLIN)), nf4, dense])
+    products("NF4", [nf4, dense], "--format", "nf4")
 
 
 def first_token():
