@@ -50,6 +50,7 @@ DEVICE void send4(u32 there, u32 barrier, const float *v) {
                  : "memory");
 }
 DEVICE void meet(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+DEVICE void arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 // Blocks of a cluster start together; barriers are seen by a fence of their own.
 DEVICE void meet_cluster() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -59,8 +60,8 @@ DEVICE uint4 read4(u32 at) {
     asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
     return v;
 }
-DEVICE uint2 read2(u32 at) {
-    uint2 v;
-    asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
+DEVICE u32 read1(u32 at) {
+    u32 v;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(at));
     return v;
 }

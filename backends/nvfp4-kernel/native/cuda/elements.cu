@@ -33,7 +33,7 @@ template <> struct Codes<bf16> {
         asm volatile("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {h, h}; mul.rn.bf16x2 %0, %1, s;}" : "=r"(y) : "r"(a), "r"(b));
         return y;
     }
-    // Values of a word of eight codes times 2^-126, in the order of k.
+    // The four pairs of a word times 2^-126.
     DEVICE void pairs(u32 w, u32 (&p)[4]) {
         constexpr u32 M = 0x81C081C0;
         p[0] = w & M;
@@ -41,9 +41,7 @@ template <> struct Codes<bf16> {
         p[2] = (w & 0x20072007) * 68 & M;
         p[3] = (w >> 3 & 0x01C001C0) | (w << 1 & 0x80008000);
     }
-    // A scale byte, the `i`th of a word, times 2^118, twice.
-    DEVICE u32 scale(u32 word, int i) { return expand(word, 0x4040 + i * 0x101); }
-    // The byte by a selector of byte_perm.
+    // Scale bytes by a selector of byte_perm, times 2^118.
     DEVICE u32 expand(u32 word, u32 selector) { return __byte_perm(word, 0, selector) * 16 + 0x73007300; }
     // A pair alone: the magnitudes of pair t are in place after a rotation to the left by byte t.
     static constexpr u32 ROTATE = 0x1D060300, MAGNITUDE = 0x01C001C0;
@@ -85,7 +83,6 @@ template <> struct Codes<f16> {
         p[3] = (w & M) | (w << 1 & S);
     }
     // Times 2^7.
-    DEVICE u32 scale(u32 word, int i) { return expand(word, 0x4040 + i * 0x101); }
     DEVICE u32 expand(u32 word, u32 selector) { return __byte_perm(word, 0, selector) * 128 + 0x1C001C00; }
     static constexpr u32 ROTATE = 0x00090603, MAGNITUDE = 0x0E000E00;
 };

@@ -98,7 +98,7 @@ __device__ __forceinline__ u32 times(u32 a, u32 b) { // bf16 pairs
 #endif
     return d;
 }
-// Eight codes to four pairs of bf16, times 2^-126.
+// Eight codes to four pairs of bf16, times 2^-126. Pairs 0 and 1 of two words are an A fragment with x as it lies, and so are 2 and 3.
 __device__ __forceinline__ void decode(u32 w, u32 (&a)[4]) {
     const u32 m = 0x81C081C0u;
     a[0] = w & m;
@@ -514,16 +514,16 @@ __device__ __forceinline__ void one_unit(u32 slot, u32 lane, u32 xat, u32 part, 
             lds4((u32(&)[4])b[12], from + 144);
         }
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
+        for (int i = 0; i < 4; i += 2) {
             u32 a0[4], a1[4], a2[4], a3[4];
-            decode(c0[h], a0);
-            decode(c0[2 + h], a1);
-            decode(c1[h], a2);
-            decode(c1[2 + h], a3);
-            mma(even, a0[0], a1[0], a0[1], a1[1], b[4 * h], b[4 * h + 1]);
-            mma(odd, a2[0], a3[0], a2[1], a3[1], b[8 + 4 * h], b[8 + 4 * h + 1]);
-            mma(even, a0[2], a1[2], a0[3], a1[3], b[4 * h + 2], b[4 * h + 3]);
-            mma(odd, a2[2], a3[2], a2[3], a3[3], b[8 + 4 * h + 2], b[8 + 4 * h + 3]);
+            decode(c0[i], a0);
+            decode(c0[i + 1], a1);
+            decode(c1[i], a2);
+            decode(c1[i + 1], a3);
+            mma(even, a0[0], a0[1], a1[0], a1[1], b[i], b[i + 1]);
+            mma(odd, a2[0], a2[1], a3[0], a3[1], b[8 + i], b[9 + i]);
+            mma(even, a0[2], a0[3], a1[2], a1[3], b[4 + i], b[5 + i]);
+            mma(odd, a2[2], a2[3], a3[2], a3[3], b[12 + i], b[13 + i]);
         }
     }
     float f0, f1, f2, f3;
@@ -651,21 +651,23 @@ template <bool QUANTISE, int PARTS, int TILES, int STAGES, int SPLIT> __device__
             for (int s = 0; s < 2; s++) {
                 u32 f0 = __byte_perm(scales, 0, s ? 0x4242 : 0x4040) * 16u + 0x73007300u;
                 u32 f1 = __byte_perm(scales, 0, s ? 0x4343 : 0x4141) * 16u + 0x73007300u;
+                u32 a[4][4];
 #pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    u32 a0[4], a1[4];
-                    decode(c[s][h], a0);
-                    decode(c[s][2 + h], a1);
+                for (int i = 0; i < 4; i++) {
+                    decode(c[s][i], a[i]);
+                    a[i][0] = times(a[i][0], f0), a[i][2] = times(a[i][2], f0);
+                    a[i][1] = times(a[i][1], f1), a[i][3] = times(a[i][3], f1);
+                }
 #pragma unroll
-                    for (int i = 0; i < 4; i++) a0[i] = times(a0[i], f0), a1[i] = times(a1[i], f1);
+                for (int q = 0; q < PARTS; q++) {
 #pragma unroll
-                    for (int q = 0; q < PARTS; q++) {
+                    for (int j = 0; j < TILES; j++) {
 #pragma unroll
-                        for (int j = 0; j < TILES; j++) {
+                        for (int h = 0; h < 4; h += 2) {
                             u32 b[4];
-                            lds4(b, xat + (q * rows + 8 * j) * stride * 2 + s * 128 + h * 16);
-                            mma(acc[j], a0[0], a1[0], a0[1], a1[1], b[0], b[1]);
-                            mma(acc[j], a0[2], a1[2], a0[3], a1[3], b[2], b[3]);
+                            lds4(b, xat + (q * rows + 8 * j) * stride * 2 + s * 128 + h * 8);
+                            mma(acc[j], a[0][h], a[0][h + 1], a[1][h], a[1][h + 1], b[0], b[1]);
+                            mma(acc[j], a[2][h], a[2][h + 1], a[3][h], a[3][h + 1], b[2], b[3]);
                         }
                     }
                 }

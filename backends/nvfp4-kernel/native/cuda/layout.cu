@@ -2,19 +2,23 @@
 //
 // Rows are padded to 16 (each segment starts at a multiple of 16), k to 128. A unit is 16 rows by 128 k, 1152 bytes: two
 // tiles of 64 k with 512 bytes of codes each, then 128 bytes of scales; the units of a row group lie side by side. In a tile
-// lane l of a warp owns bytes 16 l to 16 l + 15: row l / 4, then row l / 4 + 8, k from 16 (l % 4) on; eight bytes are one
-// scale block. Four bytes of scales belong to lane l: its two rows in the first tile, then in the second.
+// bytes 16 l to 16 l + 15 are four words of the rows l / 4 and l / 4 + 8, k from 16 (l % 4) on, a scale block of each. Word i has
+// k = 2 i, 2 i + 1 of both rows, then k = 2 i + 8, 2 i + 9: what lane 4 (l / 4) + i of a warp has of an m x 16 operand of tensor
+// cores, and in pairs of words lane l itself. Four bytes of scales belong to l: the two rows in the first tile, then in the second.
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef signed char i8;
 
-// First byte of the codes of a block (16 of k) of a padded row; `slabs` is the padded k / 64, even.
+// First byte of the words of a block (16 of k) of a padded row; `slabs` is the padded k / 64, even.
 __device__ __forceinline__ u64 q4_codes_at(u32 row, u32 block, u32 slabs) {
     u64 unit = (u64)(row >> 4) * (slabs >> 1) + (block >> 3);
-    return unit * 1152 + (block >> 2 & 1) * 512 + ((row & 7) * 4 + (block & 3)) * 16 + (row & 8);
+    return unit * 1152 + (block >> 2 & 1) * 512 + ((row & 7) * 4 + (block & 3)) * 16;
 }
+// Of k in a block: its word, and the place of its code there.
+__device__ __forceinline__ u32 q4_word(u32 k) { return k >> 1 & 3; }
+__device__ __forceinline__ u32 q4_place(u32 row, u32 k) { return (k >> 1 & 4) + (row >> 2 & 2) + (k & 1); }
 
 // Byte of the scale of that block, from the same base.
 __device__ __forceinline__ u64 q4_scale_at(u32 row, u32 block, u32 slabs) {
@@ -36,19 +40,19 @@ __device__ __forceinline__ float q4_scale(u8 byte) {
     return __uint_as_float(((u32)byte << 20) + 0x38000000u);
 }
 
-// Places of a code in a word of eight: k = 2 p + z has its magnitude and its sign in half z, so that one or two shifts and
+// Bits of a code in a word of eight: place 2 p + z has its magnitude and its sign in half z, so that one or two shifts and
 // a mask bring pair p to bits 6 to 8 and 15 (bf16, value * 2^-126) or 9 to 11 and 15 (f16, value * 2^-14).
-__device__ __forceinline__ u32 q4_magnitude_at(u32 k) { return (0x9036u >> 4 * (k >> 1) & 15) + 16 * (k & 1); }
-__device__ __forceinline__ u32 q4_sign_at(u32 k) { return (0xEDCFu >> 4 * (k >> 1) & 15) + 16 * (k & 1); }
+__device__ __forceinline__ u32 q4_magnitude_at(u32 place) { return (0x9036u >> 4 * (place >> 1) & 15) + 16 * (place & 1); }
+__device__ __forceinline__ u32 q4_sign_at(u32 place) { return (0xEDCFu >> 4 * (place >> 1) & 15) + 16 * (place & 1); }
 
-// Eight codes in the order of k to the order of a word, and back.
+// Eight codes, that of place 0 in the lowest bits, to a word, and back.
 __device__ __forceinline__ u32 q4_word_of(u32 codes) {
     u32 w = 0;
-    for (u32 k = 0; k < 8; k++) w |= (codes >> 4 * k & 7) << q4_magnitude_at(k) | (codes >> 4 * k + 3 & 1) << q4_sign_at(k);
+    for (u32 i = 0; i < 8; i++) w |= (codes >> 4 * i & 7) << q4_magnitude_at(i) | (codes >> 4 * i + 3 & 1) << q4_sign_at(i);
     return w;
 }
-__device__ __forceinline__ u32 q4_code(u32 word, u32 k) {
-    return (word >> q4_magnitude_at(k) & 7) | (word >> q4_sign_at(k) & 1) << 3;
+__device__ __forceinline__ u32 q4_code(u32 word, u32 place) {
+    return (word >> q4_magnitude_at(place) & 7) | (word >> q4_sign_at(place) & 1) << 3;
 }
 
 // Twice the value of an E2M1 code: 0 1 2 3 4 6 8 12.

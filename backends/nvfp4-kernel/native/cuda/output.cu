@@ -1,13 +1,13 @@
-// Sums of a warp from its registers to y. Needs elements.cu, wgmma.cu and copy.cu before it. Definition: TN, as in gemm.cu.
+// Sums of a warpgroup from its registers to y. Needs elements.cu, wgmma.cu and copy.cu before it. Definition: TN, as in gemm.cu.
 
-constexpr int WRITTEN = 2048; // bytes of outputs that a warp puts together in shared memory
+constexpr int PIECE = 8192; // bytes of outputs that a warpgroup puts together in shared memory
 enum { OUT_F32, OUT_ADD, OUT_BF16, OUT_F16 };
 
-// Where outputs go. aligned: y and its rows start at multiples of 16 bytes.
+// Where outputs go. end: rows of the weight, of a gate half of them. aligned: y and its rows start at multiples of 16 bytes, group i
+// has rows 16 i to 16 i + 15, and end is a multiple of eight.
 struct Target {
     u64 y, ldy;
-    const u64 *groups;
-    int tokens, group_count, out, aligned;
+    int tokens, group_count, end, out, aligned;
 };
 
 // Four matrices of 8 by 8, transposed; lane 8 i + j says where row j of the `i`th goes.
@@ -39,45 +39,51 @@ DEVICE void put_elements(const float (&d)[SUMS], const Target &to, int token, in
     }
 }
 
-// Tokens from `low` to `high` of the tile that starts at `token`; rows of group `group`, with a gate from its row `row` on. Without
-// a gate a lane has rows g and g + 8 of 16, with one row g of 8, in d[4 n] and d[4 n + 1]; two tokens, 2 t and 2 t + 1 of eight.
-// room: WRITTEN bytes of this warp.
+// Tokens from `low` to `high` of the tile that starts at `token`; rows from group `group` on. Without a gate a lane has rows g and
+// g + 8 of its warp's 16, with one the products of row g of 8, in d[4 n] and d[4 n + 1]; two tokens, 2 t and 2 t + 1 of eight.
+// place: first row * 32 + rows of this warp's group. room: PIECE bytes of this warpgroup, whose barrier is `own`.
 template <bool GATE>
-DEVICE void put_all(const float (&d)[SUMS], const Target &to, u32 room, int token, int low, int high, int group, int row, int lane) {
-    if (group >= to.group_count) return;
-    u32 place = (u32)(to.groups[group] >> 32);
-    int first = (place >> 5) + row, rows = (place & 31) - row;
+DEVICE void put_all(const float (&d)[SUMS], const Target &to, u32 place, u32 room, int token, int low, int high, int group, int lane, int w, int me, int own) {
     high = min(high, to.tokens - token);
-    if (to.out == OUT_F32) return put_elements<GATE, OUT_F32>(d, to, token, low, high, first, rows, lane);
-    if (to.out == OUT_ADD) return put_elements<GATE, OUT_ADD>(d, to, token, low, high, first, rows, lane);
-    if (!to.aligned || first % 8 || rows < (GATE ? 8 : 16)) return put_elements<GATE, OUT_BF16>(d, to, token, low, high, first, rows, lane);
-    // Lines of a token: 32 bytes, whose halves change places every four tokens so that no bank is asked twice; with a gate 16.
-    constexpr int LINE = GATE ? 16 : 32, ONCE = GATE ? 32 : 16; // bytes; tokens a warp writes at a time
+    if (to.out < OUT_BF16 || !to.aligned) {
+        int row = GATE ? w % 2 * 8 : 0;
+        if (group + (GATE ? w / 2 : w) >= to.group_count) return;
+        int first = (place >> 5) + row, rows = (place & 31) - row;
+        if (to.out == OUT_F32) put_elements<GATE, OUT_F32>(d, to, token, low, high, first, rows, lane);
+        else if (to.out == OUT_ADD) put_elements<GATE, OUT_ADD>(d, to, token, low, high, first, rows, lane);
+        else put_elements<GATE, OUT_BF16>(d, to, token, low, high, first, rows, lane);
+        return;
+    }
+    // Lines of a token, with this warpgroup's rows: whole lines leave twice as fast as sectors. Their 16-byte pieces change places.
+    constexpr int LINE = GATE ? 64 : 128, ONCE = 2048 / LINE; // bytes; tokens of which all threads have a piece
     bool half = to.out == OUT_F16;
     auto pack = [&](float a, float b) { return half ? Codes<f16>::pack(a, b) : Codes<bf16>::pack(a, b); };
+    auto turned = [](int token) { return GATE ? token >> 1 & 3 : token & 7; };
     int matrix = lane >> 3, j = GATE ? lane : (matrix >> 1) * 8 + (lane & 7);
-    u32 stored = room + j * LINE + (GATE ? 0 : (matrix ^ lane >> 2) % 2 * 16);
-    int late = GATE ? lane : lane >> 1;
-    u32 line = room + late * LINE + (GATE ? 0 : (lane ^ late >> 2) % 2 * 16);
-    u64 at = to.y + ((u64)(token + late) * to.ldy + first + (GATE ? 0 : lane % 2 * 8)) * 2;
+    u32 stored = room + j * LINE + ((GATE ? w : 2 * w + matrix % 2) ^ turned(j)) * 16;
+    int late = me / (LINE / 16), piece = me % (LINE / 16);
+    u32 line = room + late * LINE + (piece ^ turned(late)) * 16;
+    int rows = to.end - group * 16;
+    u64 at = to.y + ((u64)(token + late) * to.ldy + group * 16 + piece * 8) * 2;
 #pragma unroll
     for (int from = 0; from < TN; from += 64) {
-        constexpr int COUNT = TN < 64 ? TN : 64;
-        if (from + COUNT > low && from < high) {
+        const int count = TN - from < 64 ? TN - from : 64;
+        if (from + count > low && from < high) {
+            meet(own, 128);
 #pragma unroll
-            for (int n = 0; n < COUNT / 8; n += GATE ? 4 : 2) {
+            for (int n = 0; n < 8; n += GATE ? 4 : 2) {
+                if (8 * n >= count) break;
                 const float *s = d + from / 2 + 4 * n;
                 if (GATE) store4(stored + n * 8 * LINE, pack(s[0], s[1]), pack(s[4], s[5]), pack(s[8], s[9]), pack(s[12], s[13]));
                 else store4(stored + n * 8 * LINE, pack(s[0], s[1]), pack(s[2], s[3]), pack(s[4], s[5]), pack(s[6], s[7]));
             }
-            __syncwarp();
+            meet(own, 128);
 #pragma unroll
-            for (int i = 0; i < COUNT; i += ONCE) {
+            for (int i = 0; i < count; i += ONCE) {
                 int mine = from + i + late;
                 uint4 v = read4(line + i * LINE);
-                if (mine >= low && mine < high) *(uint4 *)(at + i * 2 * to.ldy) = v;
+                if (mine >= low && mine < high && 8 * piece < rows) *(uint4 *)(at + i * 2 * to.ldy) = v;
             }
-            __syncwarp();
         }
         at += 64 * 2 * to.ldy;
     }

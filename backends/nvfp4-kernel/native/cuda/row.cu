@@ -122,16 +122,16 @@ template <bool APART> __device__ __forceinline__ void times_x(const Unit &u, boo
         lds4((u32(&)[4])b[12], xat + 144);
     }
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
+    for (int i = 0; i < 4; i += 2) {
         u32 a0[4], a1[4], a2[4], a3[4];
-        decode(u.c0[h], a0);
-        decode(u.c0[2 + h], a1);
-        decode(u.c1[h], a2);
-        decode(u.c1[2 + h], a3);
-        mma(even, a0[0], a1[0], a0[1], a1[1], b[4 * h], b[4 * h + 1]);
-        mma(odd, a2[0], a3[0], a2[1], a3[1], b[8 + 4 * h], b[8 + 4 * h + 1]);
-        mma(even, a0[2], a1[2], a0[3], a1[3], b[4 * h + 2], b[4 * h + 3]);
-        mma(odd, a2[2], a3[2], a2[3], a3[3], b[8 + 4 * h + 2], b[8 + 4 * h + 3]);
+        decode(u.c0[i], a0);
+        decode(u.c0[i + 1], a1);
+        decode(u.c1[i], a2);
+        decode(u.c1[i + 1], a3);
+        mma(even, a0[0], a0[1], a1[0], a1[1], b[i], b[i + 1]);
+        mma(odd, a2[0], a2[1], a3[0], a3[1], b[8 + i], b[9 + i]);
+        mma(even, a0[2], a0[3], a1[2], a1[3], b[4 + i], b[5 + i]);
+        mma(odd, a2[2], a2[3], a3[2], a3[3], b[12 + i], b[13 + i]);
     }
     float f0, f1, f2, f3;
     from_f16_pair((u.scales & 0x00ff00ffu) << 7, f0, f2);

@@ -20,27 +20,31 @@ pub fn scale(e4m3: u8) -> u8 {
     }
 }
 
-/// Eight codes in the order of k to a word.
+/// Eight codes to a word, by place.
 pub fn word(codes: [u8; 8]) -> u32 {
-    codes.iter().enumerate().fold(0, |w, (k, &c)| {
-        let (p, half) = (k / 2, 16 * (k as u32 % 2));
+    codes.iter().enumerate().fold(0, |w, (place, &c)| {
+        let (p, half) = (place / 2, 16 * (place as u32 % 2));
         w | u32::from(c & 7) << (MAGNITUDE[p] + half) | u32::from(c >> 3 & 1) << (SIGN[p] + half)
     })
 }
 
 /// The inverse of [`word`].
 pub fn codes(word: u32) -> [u8; 8] {
-    std::array::from_fn(|k| {
-        let (p, half) = (k / 2, 16 * (k as u32 % 2));
+    std::array::from_fn(|place| {
+        let (p, half) = (place / 2, 16 * (place as u32 % 2));
         (word >> (MAGNITUDE[p] + half) & 7 | (word >> (SIGN[p] + half) & 1) << 3) as u8
     })
 }
 
-/// First byte of the codes of a block of 16, and the byte of its scale, in a matrix of `units` units a row group.
+/// First byte of the words of a block of 16, and the byte of its scale, in a matrix of `units` units a row group.
 pub fn at(row: usize, block: usize, units: usize) -> (usize, usize) {
     let (unit, tile, lane) = (row / 16 * units + block / 8, block / 4 % 2, row % 8 * 4 + block % 4);
-    let high = row / 8 % 2;
-    (unit * UNIT + tile * 512 + lane * 16 + high * 8, unit * UNIT + 1024 + lane * 4 + tile * 2 + high)
+    (unit * UNIT + tile * 512 + lane * 16, unit * UNIT + 1024 + lane * 4 + tile * 2 + row / 8 % 2)
+}
+
+/// Of k in a block: its word, and the place of its code there.
+pub fn place(row: usize, k: usize) -> (usize, usize) {
+    (k % 8 / 2, k / 8 % 2 * 4 + row / 8 % 2 * 2 + k % 2)
 }
 
 /// Packs `rows` rows of checkpoint bytes (low nibble first, E4M3 scales) of `k` columns; zeros beyond them.
@@ -56,9 +60,13 @@ pub fn pack(packed: &[u8], scales: &[u8], rows: usize, k: usize) -> Vec<u8> {
             let keep = if step == 0 { 8 } else { 15 };
             let code = |i: usize| if inside { packed[first * 8 + i / 2] >> (4 * (i % 2)) & keep } else { 0 };
             let (codes_at, scale_at) = at(row, block, units);
-            for half in 0..2 {
-                let word = word(std::array::from_fn(|i| code(8 * half + i)));
-                out[codes_at + 4 * half..][..4].copy_from_slice(&word.to_le_bytes());
+            for i in 0..16 {
+                let (word_at, place) = place(row, i);
+                let bytes = &mut out[codes_at + 4 * word_at..][..4];
+                // Of the other row's codes nothing changes.
+                let mut all = codes(u32::from_le_bytes(std::array::from_fn(|i| bytes[i])));
+                all[place] = code(i);
+                bytes.copy_from_slice(&word(all).to_le_bytes());
             }
             out[scale_at] = scale(step);
         }
@@ -69,8 +77,9 @@ pub fn pack(packed: &[u8], scales: &[u8], rows: usize, k: usize) -> Vec<u8> {
 /// The decoded element, without per-tensor scale: how the kernels read the layout.
 pub fn decoded(bytes: &[u8], row: usize, k: usize, units: usize) -> f32 {
     let (codes_at, scale_at) = at(row, k / 16, units);
-    let word = u32::from_le_bytes(std::array::from_fn(|i| bytes[codes_at + k / 8 % 2 * 4 + i]));
-    e2m1::decode(codes(word)[k % 8]) * f32::from_bits((u32::from(bytes[scale_at]) << 20) + 0x3800_0000)
+    let (word_at, place) = place(row, k % 16);
+    let word = u32::from_le_bytes(std::array::from_fn(|i| bytes[codes_at + 4 * word_at + i]));
+    e2m1::decode(codes(word)[place]) * f32::from_bits((u32::from(bytes[scale_at]) << 20) + 0x3800_0000)
 }
 
 /// The four pairs of a word as the kernels shift and mask them to bf16, times 2^-126.

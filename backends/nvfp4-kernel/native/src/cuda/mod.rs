@@ -12,6 +12,7 @@ mod prefill;
 mod prepare;
 mod quantize;
 mod simple;
+mod tiles;
 mod weight;
 
 pub use backward::{backward_input, dequantize};

@@ -117,7 +117,12 @@ fn grid(x: usize, y: usize, block: [u32; 3], stream: usize) -> Launch {
 impl Kernels {
     /// Compiles or finds them for `gpu`.
     pub fn load(gpu: &Arc<Gpu>) -> Result<Self> {
-        let all = q4_cuda::Kernels::load(gpu, &SOURCE, &[])?;
+        // Those that are not on disk yet compile side by side.
+        let (all, rows) = std::thread::scope(|scope| {
+            let rows = scope.spawn(|| RowKernels::load(gpu));
+            (q4_cuda::Kernels::load(gpu, &SOURCE, &[]), super::joined(rows))
+        });
+        let (all, rows) = (all?, rows?);
         Ok(Self {
             gpu: gpu.clone(),
             pack: all.get("q4_pack")?,
@@ -125,7 +130,7 @@ impl Kernels {
             backward: all.get("q4_backward")?,
             forward_float: all.get("q4_forward_float")?,
             forward_int: all.get("q4_forward_int")?,
-            rows: RowKernels::load(gpu)?,
+            rows,
             expand: all.get("q4_expand")?,
         })
     }
@@ -160,7 +165,7 @@ impl Kernels {
     /// All addresses are of device memory of the sizes the layout says.
     pub unsafe fn pack(&self, raw: &Raw, first: usize, slabs: usize, codes: u64, scales: u64) -> Result<()> {
         let padded = raw.rows.next_multiple_of(16);
-        let how = grid((slabs * 4).div_ceil(32), padded / 8, [32, 8, 1], 0);
+        let how = grid((slabs * 4).div_ceil(32), padded / 16, [32, 8, 1], 0);
         let (tiled, rows, groups) = (u32::from(raw.is_tiled), raw.rows as u32, raw.groups as u32);
         let (first, slabs) = (first as u32, slabs as u32);
         // SAFETY: by contract; the arguments are those of `q4_pack`.
