@@ -131,7 +131,7 @@ fn quantised(layer: &str, source: &str, meta: &TensorMeta, dtype: DType, plan: &
     }
     let two_level = matches!(plan.target, Target::Nvfp4 { scales: Scales::TwoLevel, .. });
     let group = if plan.share_groups && two_level { group_of(layer) } else { None };
-    let entries = layout::entries(plan.layout, &plan.target, layer, dtype, n, k);
+    let entries = layout::entries(plan.layout, plan.target.schema(), layer, dtype, n, k);
     let matrix = Matrix { layer: layer.to_owned(), n, k, dtype, group };
     Ok(Item { source: source.to_owned(), bytes_in: size(meta, dtype), matrix: Some(matrix), entries })
 }
