@@ -171,6 +171,13 @@ fn what_a_layout_cannot_hold_is_refused_by_name() -> Result<()> {
             refused(&source, layout, Code::Usage, parts);
         }
     }
+    // Blocks of 4096 that do not fill the last one: a .dat file has no place for their size.
+    let dir = tempfile::tempdir().unwrap();
+    let dense = Checkpoint::open(&handmade::golden("b", ""), &OpenOptions::default())?;
+    let ragged = ExportPlan::nf4(Layout::Bitsandbytes, 4096, false);
+    export(&dense, &dir.path().join("ragged"), &ragged, &ThreadPool::new(1), &mut |_| Ok(()))?;
+    let parts = [".weight.absmax`", "need: whole blocks", "in blocks of 4096"];
+    refused(&opened(&dir.path().join("ragged"), "b")?, dat, Code::Usage, &parts);
     Ok(())
 }
 
