@@ -54,6 +54,8 @@ pub enum Verb {
     Verify(VerifyArgs),
     /// Write a dense model as a 4-bit one.
     Quantize(QuantizeArgs),
+    /// Write a 4-bit model in another layout without changing a value, and prove it.
+    Convert(ConvertArgs),
     /// Say how well a model predicts a text: loss and perplexity.
     Eval(EvalArgs),
     /// Say how far the predictions of two models lie apart over a text.
@@ -329,6 +331,36 @@ pub struct QuantizeArgs {
     /// Quantise the scales of nf4 too.
     #[arg(long)]
     pub double_quant: bool,
+}
+
+/// `q4 convert`.
+#[derive(Args, Debug)]
+#[command(after_long_help = "\
+Codes and block scales stay as they are; a per-tensor scale that means another thing there is expressed anew, where an f32
+gives every value bit for bit, and refused elsewhere: between layouts that multiply (modelopt, dat) and compressed-tensors,
+which divides, that is certain for powers of two only, as q4 train writes them. The output is read back, decoded and compared
+before it gets its name; nothing is ever overwritten. Another format is q4 quantize, from the dense original.
+
+Examples:
+  q4 convert demo ./demo --layout modelopt
+  q4 convert ./model-nvfp4 ./model.dat --layout dat
+  q4 convert ./model.dat ./model-nvfp4 --layout modelopt --config ./original --tokenizer ./original --json")]
+pub struct ConvertArgs {
+    /// A 4-bit model directory or file, or `demo`.
+    #[arg(value_name = "IN", value_hint = ValueHint::AnyPath)]
+    pub input: PathBuf,
+    /// What to write: a directory, or a file for --layout dat. Must not exist.
+    #[arg(value_name = "OUT", value_hint = ValueHint::AnyPath)]
+    pub output: PathBuf,
+    /// Arrangement of the tensors.
+    #[arg(long, value_enum)]
+    pub layout: OutputLayout,
+    /// config.json, where it is not beside the weights.
+    #[arg(long, value_name = "PATH", value_hint = ValueHint::AnyPath)]
+    pub config: Option<PathBuf>,
+    /// tokenizer.json, where it is not beside the weights.
+    #[arg(long, value_name = "PATH", value_hint = ValueHint::AnyPath)]
+    pub tokenizer: Option<PathBuf>,
 }
 
 /// `q4 logits`.

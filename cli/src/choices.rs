@@ -1,5 +1,6 @@
 //! The values that options choose from, with the words the help explains them in.
 use clap::ValueEnum;
+use q4_core::detect::Layout;
 
 macro_rules! choices {
     ($($(#[$doc:meta])* $name:ident { $($(#[$vdoc:meta])* $variant:ident),* $(,)? })*) => { $(
@@ -107,6 +108,17 @@ choices! {
         Rtn,
         /// 6 or 4, whichever has the smaller error.
         FourOverSix,
+    }
+}
+
+impl From<OutputLayout> for Layout {
+    fn from(layout: OutputLayout) -> Self {
+        match layout {
+            OutputLayout::Modelopt => Self::ModelOpt,
+            OutputLayout::CompressedTensors => Self::CompressedTensors,
+            OutputLayout::Bitsandbytes => Self::Bitsandbytes,
+            OutputLayout::Dat => Self::Dat,
+        }
     }
 }
 

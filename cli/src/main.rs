@@ -10,6 +10,7 @@ mod compare;
 mod completions;
 mod conformance;
 mod context;
+mod convert;
 mod demo;
 mod device_roofline;
 mod diagnose;
@@ -98,6 +99,7 @@ fn run(global: GlobalArgs, verb: &Verb) -> Result<Outcome> {
         Verb::Inspect(args) => inspect::run(&cx, args),
         Verb::Verify(args) => verify::run(&cx, args),
         Verb::Quantize(args) => quantize::run(&cx, args),
+        Verb::Convert(args) => convert::run(&cx, args),
         Verb::Eval(args) => eval::run(&cx, args),
         Verb::Compare(args) => compare::run(&cx, args),
         Verb::Logits(args) => logits::run(&cx, args),

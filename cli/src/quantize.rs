@@ -3,7 +3,6 @@ use crate::args::{Format, ModelArgs, OutputLayout, QuantizeArgs, ScaleLevels, Sc
 use crate::context::Context;
 use crate::report::Outcome;
 use crate::signals::{self, Cleanup};
-use q4_core::detect::Layout;
 use q4_core::memory::human;
 use q4_core::{Code, Error, Result};
 use q4_model::export::{ExportPlan, Report, export};
@@ -70,12 +69,7 @@ fn plan(args: &QuantizeArgs) -> Result<ExportPlan> {
             .fix(format!("--format {other}, or leave {option} out")));
     }
     let default = if nvfp4 { OutputLayout::Modelopt } else { OutputLayout::Bitsandbytes };
-    let layout = match args.layout.unwrap_or(default) {
-        OutputLayout::Modelopt => Layout::ModelOpt,
-        OutputLayout::CompressedTensors => Layout::CompressedTensors,
-        OutputLayout::Bitsandbytes => Layout::Bitsandbytes,
-        OutputLayout::Dat => Layout::Dat,
-    };
+    let layout = args.layout.unwrap_or(default).into();
     let mut plan = match nvfp4 {
         false => ExportPlan::nf4(layout, args.block_size.unwrap_or(64), args.double_quant),
         true => {

@@ -25,10 +25,12 @@ impl TensorMeta {
 #[non_exhaustive]
 pub enum Layout {
     /// `weight`, `weight_scale`, `weight_scale_2` (multiplies), `input_scale`.
+    #[serde(rename = "modelopt")]
     ModelOpt,
     /// `weight_packed`, `weight_scale`, `weight_global_scale` (divides), `input_global_scale`.
     CompressedTensors,
     /// `_weight_qdata`, `_weight_scale`, `_weight_per_tensor_scale` (multiplies).
+    #[serde(rename = "torchao")]
     TorchAo,
     /// `weight.qdata`, `weight.scale` (or without `weight.`): single-level scales; NF4 as `weight`, `absmax`, `quant_map`.
     Dat,

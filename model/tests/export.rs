@@ -436,6 +436,9 @@ fn bad_weights_and_bad_plans_are_named() -> Result<()> {
         );
         assert!(e.expect_err("4-bit already").to_string().contains("the original"));
     }
+    let ragged = ExportPlan::nf4(Layout::Dat, 4096, false);
+    let e = exported(MODELS[1], &ragged).expect_err("21504 weights are 5.25 blocks");
+    assert!(e.code() == Code::TensorShape && e.to_string().contains("whole blocks"), "{e}");
     let narrow = [0u8; 3 * 24 * 4];
     let rows = Rows::new("narrow.weight", &narrow, DType::F32, 3, 24)?;
     let e = quantize(&rows, &ExportPlan::nvfp4(Layout::Dat, None, Method::Rtn).target, None, &pool)

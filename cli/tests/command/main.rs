@@ -1,5 +1,6 @@
 //! Drives the real `q4`: what scripts rely on is its exit status, its stdout and its numbers, so that is what is tested.
 #![allow(clippy::unwrap_used)]
+mod convert;
 mod demo;
 mod exit;
 mod judge;

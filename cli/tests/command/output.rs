@@ -8,8 +8,8 @@ fn help_lists_every_verb_and_option() {
     assert!(help.status.success());
     assert_snapshot!("help", out(&help));
     for verb in [
-        "generate", "chat", "explain", "inspect", "verify", "quantize", "eval", "compare", "logits", "bench",
-        "diagnose",
+        "generate", "chat", "explain", "inspect", "verify", "quantize", "convert", "eval", "compare",
+        "logits", "bench", "diagnose",
     ] {
         let text = out(&run(&[verb, "--help"]));
         assert!(text.contains("--backend") && text.contains("--json"), "{verb}");

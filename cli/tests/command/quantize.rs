@@ -21,6 +21,11 @@ fn every_layout_is_written_verified_and_run() {
         let target = target.to_str().unwrap();
         let report = json("quantize", &[&[source.as_str(), target], options].concat());
         let tensors = report["tensors"].as_array().unwrap();
+        let layout = report["layout"].as_str().unwrap();
+        assert!(
+            ["modelopt", "compressed-tensors", "bitsandbytes", "dat"].contains(&layout),
+            "as --layout has it"
+        );
         let worst = tensors.iter().map(|t| t["sqnr_db"].as_f64().unwrap()).fold(f64::INFINITY, f64::min);
         assert!(worst > 10.0, "{name}: {worst} dB");
         loss.push((name, worst));

@@ -38,6 +38,11 @@ impl Layer<'_> {
         }
     }
 
+    /// The stored scale of the inputs, used or not.
+    pub fn input_scale(&self) -> Option<GlobalScale> {
+        self.input_global
+    }
+
     /// What NVFP4 activations mean for this layer: its tool's rule with the stored scale of the inputs. Without one,
     /// torchao takes a scale per call where the weight has a per-tensor scale, and the others use none.
     pub fn nvfp4_activations(&self) -> ActQuant {

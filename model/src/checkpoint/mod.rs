@@ -48,6 +48,7 @@ pub struct Checkpoint {
     config: Qwen3Config,
     declaration: Declaration,
     side: BTreeMap<String, Bytes>,
+    others: Vec<String>,
 }
 
 /// What turns the last hidden state into logits, `[vocab, hidden]`.
@@ -103,7 +104,9 @@ impl Checkpoint {
         for note in &declaration.notes {
             tracing::warn!(model = %name, "{note}");
         }
-        Ok(Self { name, store, config, declaration, side })
+        let weights: Vec<_> = store.files().map(|(name, _)| name).collect();
+        let others = source.others(&weights)?;
+        Ok(Self { name, store, config, declaration, side, others })
     }
 
     /// What the model was opened as.
@@ -130,6 +133,11 @@ impl Checkpoint {
     /// `chat_template.jinja`, if the model has it. Their sizes were bounded when the model was opened.
     pub fn file(&self, name: &str) -> Option<Bytes> {
         self.side.get(name).cloned()
+    }
+
+    /// Names in the model's directory of which nothing is read.
+    pub fn others(&self) -> &[String] {
+        &self.others
     }
 
     /// Type and shape of every tensor.

@@ -175,6 +175,19 @@ impl Source {
         Ok(found)
     }
 
+    /// What else is there: neither one of the `weights` files nor one of those beside them. Nothing where a file was named, for
+    /// its directory may hold anything.
+    pub fn others(&self, weights: &[&str]) -> Result<Vec<String>> {
+        if matches!(self, Self::Dir { weights: Some(_), .. }) {
+            return Ok(Vec::new());
+        }
+        let mut names = self.names()?;
+        names.retain(|n| {
+            n != INDEX && !weights.contains(&n.as_str()) && SIDE.iter().all(|(side, _)| n != side)
+        });
+        Ok(names)
+    }
+
     fn names(&self) -> Result<Vec<String>> {
         match self {
             Self::Memory { files, .. } => Ok(files.keys().cloned().collect()),

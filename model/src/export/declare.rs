@@ -1,13 +1,17 @@
 //! The small files beside the weights: what the output says about itself, and what it takes over from the original.
 //!
 //! Other programs decide by these how to read the weights, so their fields follow those programs to the letter.
+use super::members::with_members;
 use super::work::Item;
 use super::{ExportPlan, Layout};
 use crate::checkpoint::Checkpoint;
 use crate::checkpoint::names::HEAD;
 use crate::quantize::Target;
-use q4_core::{Code, Error, Result};
+use q4_core::{Code, DType, Error, Result};
 use serde_json::{Map, Value, json};
+
+const QUANTIZATION: &str = "quantization_config";
+const HF_QUANT: &str = "hf_quant_config.json";
 
 /// Copied as they are, where the original has them.
 const TAKEN_OVER: [&str; 11] = [
@@ -24,116 +28,180 @@ const TAKEN_OVER: [&str; 11] = [
     "NOTICE",
 ];
 
+/// What an output says about its weights.
+pub(super) struct Declared {
+    pub layout: Layout,
+    /// The inputs of its layers are NVFP4, with a stored scale each.
+    pub inputs: bool,
+    /// NF4 with quantised absmax.
+    pub double: bool,
+    /// What programs that decode compute in.
+    pub dtype: Option<DType>,
+    /// Linear layers that are not quantised.
+    pub dense: Vec<String>,
+}
+
 /// Names and contents of all small files of an output directory.
 pub(super) fn files(
     checkpoint: &Checkpoint,
     plan: &ExportPlan,
     items: &[Item],
 ) -> Result<Vec<(String, Vec<u8>)>> {
+    let matrices = || items.iter().filter_map(|i| i.matrix.as_ref());
+    let kept = items.iter().filter(|i| i.matrix.is_none()).map(|i| i.source.as_str());
+    let declared = Declared {
+        layout: plan.layout,
+        inputs: false, // they would have to be calibrated
+        double: matches!(plan.target, Target::Nf4 { double: true, .. }),
+        dtype: matrices().next().map(|m| m.dtype),
+        dense: dense_layers(matrices().any(|m| m.layer == HEAD), kept),
+    };
+    let config = config(checkpoint)?;
+    let quantised = config.parsed.get(QUANTIZATION);
+    if let Some(there) = quantised {
+        return Err(Error::new(Code::ConfigInvalid, "config.json")
+            .need("a JSON object that is not quantised")
+            .have(format!("{QUANTIZATION}: {there}"))
+            .fix("remove the field"));
+    }
+    Ok(declared.files(checkpoint, &config, Vec::new()))
+}
+
+/// `config.json` of an original.
+pub(super) struct Config {
+    text: String,
+    parsed: Map<String, Value>,
+}
+
+/// [`Code::ModelMissing`] without one, [`Code::ConfigInvalid`] where it is no object.
+pub(super) fn config(checkpoint: &Checkpoint) -> Result<Config> {
     let bytes = checkpoint.file("config.json").ok_or_else(|| {
         Error::new(Code::ModelMissing, "config.json of the original")
             .need("the file, to be completed and written")
     })?;
-    let dense = dense_layers(items);
-    let config = completed(&bytes, &quantization_config(plan, items, &dense))?;
-    let mut files = vec![("config.json".to_owned(), config)];
-    if plan.layout == Layout::ModelOpt {
-        let quantization = json!({
-            "quant_algo": ALGORITHM,
-            "kv_cache_quant_algo": null,
-            "group_size": 16,
-            "exclude_modules": dense,
-        });
-        files.push((
-            "hf_quant_config.json".into(),
-            text(&json!({ "producer": producer(), "quantization": quantization })),
-        ));
-    }
-    for name in TAKEN_OVER {
-        files.extend(checkpoint.file(name).map(|bytes| (name.to_owned(), bytes.to_vec())));
-    }
-    Ok(files)
-}
-
-/// The original's text with one more field at its end; every other character stays, numbers above all.
-fn completed(original: &[u8], quantization: &Value) -> Result<Vec<u8>> {
     let invalid =
-        || Error::new(Code::ConfigInvalid, "config.json").need("a JSON object that is not quantised");
-    let config: Map<String, Value> =
-        serde_json::from_slice(original).map_err(|e| invalid().have(e.to_string()))?;
-    if let Some(there) = config.get("quantization_config") {
-        return Err(invalid().have(format!("quantization_config: {there}")).fix("remove the field"));
-    }
-    let text = String::from_utf8_lossy(original);
-    let fields = text.trim_end().strip_suffix('}').ok_or_else(invalid)?.trim_end();
-    let comma = if config.is_empty() { "" } else { "," };
-    let value = format!("{quantization:#}").replace('\n', "\n  ");
-    Ok(format!("{fields}{comma}\n  \"quantization_config\": {value}\n}}\n").into_bytes())
+        |have: String| Error::new(Code::ConfigInvalid, "config.json").need("a JSON object").have(have);
+    let parsed = serde_json::from_slice(&bytes).map_err(|e| invalid(e.to_string()))?;
+    let text = String::from_utf8(bytes.to_vec()).map_err(|e| invalid(e.to_string()))?;
+    Ok(Config { text, parsed })
 }
 
-/// ModelOpt's name for NVFP4 weights with activations as they are: without calibration there is no `input_scale`.
-const ALGORITHM: &str = "W4A16_NVFP4";
+impl Declared {
+    /// Names and contents of all small files: `config` with this declaration in place of its own and with `others` in place
+    /// of its fields of these names, and what is taken over from `checkpoint`.
+    pub fn files(
+        &self,
+        checkpoint: &Checkpoint,
+        config: &Config,
+        mut others: Vec<(&str, Value)>,
+    ) -> Vec<(String, Vec<u8>)> {
+        others.push((QUANTIZATION, self.quantization_config()));
+        let mut files = vec![("config.json".to_owned(), with_members(&config.text, &others).into_bytes())];
+        if self.layout == Layout::ModelOpt {
+            let quantization = json!({
+                "quant_algo": self.algorithm(),
+                "kv_cache_quant_algo": null,
+                "group_size": 16,
+                "exclude_modules": self.dense,
+            });
+            files.push((
+                HF_QUANT.into(),
+                text(&json!({ "producer": producer(), "quantization": quantization })),
+            ));
+        }
+        files.extend(taken_over(checkpoint));
+        files
+    }
 
-fn quantization_config(plan: &ExportPlan, items: &[Item], dense: &[String]) -> Value {
-    match (plan.layout, plan.target) {
-        (Layout::ModelOpt, _) => json!({
-            "config_groups": { "group_0": {
-                "weights": { "dynamic": false, "num_bits": 4, "type": "float", "group_size": 16 },
-                "targets": ["Linear"],
-            } },
-            "ignore": dense,
-            "quant_algo": ALGORITHM,
-            "producer": producer(),
-            "quant_method": "modelopt",
-        }),
-        (_, Target::Nf4 { double, .. }) => json!({
-            "quant_method": "bitsandbytes",
-            "load_in_4bit": true,
-            "load_in_8bit": false,
-            "bnb_4bit_quant_type": "nf4",
-            "bnb_4bit_use_double_quant": double,
-            "bnb_4bit_compute_dtype": items.iter().find_map(|i| i.matrix.as_ref()).map(|m| m.dtype.as_str()),
-            "bnb_4bit_quant_storage": "uint8",
-            // `null` skips lm_head and nothing else.
-            "llm_int8_skip_modules": if dense == [HEAD] { Value::Null } else { json!(dense) },
-        }),
-        _ => json!({
-            "config_groups": { "group_0": {
-                "format": "nvfp4-pack-quantized",
-                "input_activations": null,
-                "output_activations": null,
-                "targets": ["Linear"],
-                "weights": {
-                    "actorder": null,
-                    "block_structure": null,
-                    "dynamic": false,
-                    "group_size": 16,
-                    "num_bits": 4,
-                    "observer": "memoryless_minmax",
-                    "observer_kwargs": {},
-                    "scale_dtype": "torch.float8_e4m3fn",
-                    "strategy": "tensor_group",
-                    "symmetric": true,
-                    "type": "float",
-                    "zp_dtype": null,
-                },
-            } },
-            "format": "nvfp4-pack-quantized",
-            "global_compression_ratio": null,
-            "ignore": dense,
-            "kv_cache_scheme": null,
-            "quant_method": "compressed-tensors",
-            "quantization_status": "compressed",
-        }),
+    /// ModelOpt's name for NVFP4 weights, and inputs or not.
+    fn algorithm(&self) -> &'static str {
+        if self.inputs { "NVFP4" } else { "W4A16_NVFP4" }
+    }
+
+    fn quantization_config(&self) -> Value {
+        match self.layout {
+            Layout::ModelOpt => {
+                let format = json!({ "dynamic": false, "num_bits": 4, "type": "float", "group_size": 16 });
+                let mut group = json!({ "weights": format, "targets": ["Linear"] });
+                if self.inputs {
+                    group["input_activations"] = format;
+                }
+                json!({
+                    "config_groups": { "group_0": group },
+                    "ignore": self.dense,
+                    "quant_algo": self.algorithm(),
+                    "producer": producer(),
+                    "quant_method": "modelopt",
+                })
+            }
+            Layout::Bitsandbytes => json!({
+                "quant_method": "bitsandbytes",
+                "load_in_4bit": true,
+                "load_in_8bit": false,
+                "bnb_4bit_quant_type": "nf4",
+                "bnb_4bit_use_double_quant": self.double,
+                "bnb_4bit_compute_dtype": self.dtype.map(DType::as_str),
+                "bnb_4bit_quant_storage": "uint8",
+                // `null` skips lm_head and nothing else.
+                "llm_int8_skip_modules": if self.dense == [HEAD] { Value::Null } else { json!(self.dense) },
+            }),
+            _ => json!({
+                "config_groups": { "group_0": {
+                    "format": PACKED,
+                    "input_activations": if self.inputs { compressed("local", "static_minmax") } else { Value::Null },
+                    "output_activations": null,
+                    "targets": ["Linear"],
+                    "weights": compressed(false, "memoryless_minmax"),
+                } },
+                "format": PACKED,
+                "global_compression_ratio": null,
+                "ignore": self.dense,
+                "kv_cache_scheme": null,
+                "quant_method": "compressed-tensors",
+                "quantization_status": "compressed",
+            }),
+        }
     }
 }
 
-/// Linear layers that stay dense. `lm_head` is one even where it is tied and has no tensor.
-fn dense_layers(items: &[Item]) -> Vec<String> {
-    let head_packed = items.iter().filter_map(|i| i.matrix.as_ref()).any(|m| m.layer == HEAD);
+const PACKED: &str = "nvfp4-pack-quantized";
+
+/// How compressed-tensors describes NVFP4.
+fn compressed(dynamic: impl Into<Value>, observer: &str) -> Value {
+    json!({
+        "actorder": null,
+        "block_structure": null,
+        "dynamic": dynamic.into(),
+        "group_size": 16,
+        "num_bits": 4,
+        "observer": observer,
+        "observer_kwargs": {},
+        "scale_dtype": "torch.float8_e4m3fn",
+        "strategy": "tensor_group",
+        "symmetric": true,
+        "type": "float",
+        "zp_dtype": null,
+    })
+}
+
+/// The files that describe the quantisation, as they are: for an output whose tensors are those of the original.
+pub(super) fn unchanged(checkpoint: &Checkpoint) -> Vec<(String, Vec<u8>)> {
+    let own = ["config.json", HF_QUANT].into_iter();
+    let mut files: Vec<_> =
+        own.filter_map(|name| Some((name.to_owned(), checkpoint.file(name)?.to_vec()))).collect();
+    files.extend(taken_over(checkpoint));
+    files
+}
+
+fn taken_over(checkpoint: &Checkpoint) -> impl Iterator<Item = (String, Vec<u8>)> {
+    TAKEN_OVER.iter().filter_map(|name| Some(((*name).to_owned(), checkpoint.file(name)?.to_vec())))
+}
+
+/// Linear layers that stay dense, of the tensors that are `kept`. `lm_head` is one even where it is tied and has no tensor.
+pub(super) fn dense_layers<'a>(head_packed: bool, kept: impl Iterator<Item = &'a str>) -> Vec<String> {
     let mut dense: Vec<String> = (!head_packed).then(|| HEAD.to_owned()).into_iter().collect();
-    let kept = items.iter().filter(|i| i.matrix.is_none()).filter_map(|i| i.source.strip_suffix(".weight"));
-    dense.extend(kept.filter(|layer| layer.ends_with("_proj")).map(str::to_owned));
+    let layers = kept.filter_map(|name| name.strip_suffix(".weight"));
+    dense.extend(layers.filter(|layer| layer.ends_with("_proj")).map(str::to_owned));
     dense
 }
 

@@ -2,15 +2,15 @@
 //!
 //! [`entries`] and [`parts`] list the same tensors in the same order: sizes are promised before a value is known.
 use super::safetensors::Entry;
-use crate::quantize::{NESTED_BLOCK, Quantized, Scales, Target};
+use crate::quantize::{NESTED_BLOCK, Quantized};
 use q4_core::detect::Layout;
 use q4_core::formats::{nf4, nvfp4};
 use q4_core::{Code, DType, Error, NibbleOrder, Q4Schema, Result};
 
-/// Tensors that a matrix `[n, k]` of `layer`, stored as `dtype`, becomes.
+/// Tensors that hold a matrix `[n, k]` of `layer` as `schema`; `dtype` is its type before or after that.
 pub(super) fn entries(
     layout: Layout,
-    target: &Target,
+    schema: Q4Schema,
     layer: &str,
     dtype: DType,
     n: usize,
@@ -18,7 +18,7 @@ pub(super) fn entries(
 ) -> Vec<Entry> {
     let entry = |suffix: &str, dtype, shape: &[usize]| Entry::new(format!("{layer}.{suffix}"), dtype, shape);
     let (half, blocks) = (k / 2, k / nvfp4::BLOCK);
-    match (layout, *target) {
+    match (layout, schema) {
         (Layout::ModelOpt, _) => vec![
             entry("weight", DType::U8, &[n, half]),
             entry("weight_scale", DType::F8E4M3, &[n, blocks]),
@@ -29,22 +29,23 @@ pub(super) fn entries(
             entry("weight_scale", DType::F8E4M3, &[n, blocks]),
             entry("weight_global_scale", DType::F32, &[1]),
         ],
-        (Layout::Dat, Target::Nvfp4 { scales, .. }) => {
+        (Layout::Dat, Q4Schema::Nvfp4 { global, .. }) => {
             let mut parts = vec![
                 entry("weight.qdata", DType::U8, &[n, half]),
                 entry("weight.scale", DType::F8E4M3, &[n, blocks]),
             ];
-            if scales == Scales::TwoLevel {
+            if global.is_some() {
                 parts.push(entry("weight.global_scale", DType::F32, &[1]));
             }
             parts
         }
-        (Layout::Dat, Target::Nf4 { block, .. }) => vec![
+        (Layout::Dat, Q4Schema::Nf4 { block, .. }) => vec![
             entry("weight", DType::U8, &[n, half]),
             entry("absmax", DType::F32, &[(n * k).div_ceil(block as usize)]),
             entry("quant_map", DType::F32, &[16]),
         ],
-        (_, Target::Nf4 { block, double }) => {
+        (_, Q4Schema::Nf4 { block, nested, .. }) => {
+            let double = nested.is_some();
             let absmax = (n * k).div_ceil(block as usize);
             let state = quant_state(dtype, n, k, block, double.then_some(0.0)).len();
             let mut parts = vec![

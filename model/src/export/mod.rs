@@ -1,11 +1,14 @@
-//! Writes a dense checkpoint as a 4-bit one, in the layout of the tool or runner that will read it.
+//! Writes a dense checkpoint as a 4-bit one, in the layout of the tool or runner that will read it; [`convert`] writes a 4-bit
+//! one in another layout.
 //!
 //! Everything that can be refused is refused before the first byte is written; the output has its name only when it is
 //! complete; the memory held is one packed tensor, whatever the size of the model.
 pub(crate) mod atomic;
+pub mod convert;
 mod dat;
 mod declare;
 mod layout;
+mod members;
 pub(crate) mod safetensors;
 mod work;
 
@@ -50,9 +53,9 @@ pub struct Progress<'a> {
     pub done: usize,
     /// Tensors in all.
     pub total: usize,
-    /// Dense bytes behind the tensors written so far.
+    /// Bytes of the tensors behind, dense ones when quantising.
     pub bytes_done: u64,
-    /// Dense bytes in all.
+    /// Bytes in all.
     pub bytes_total: u64,
 }
 

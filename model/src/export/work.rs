@@ -114,8 +114,11 @@ fn quantised(layer: &str, source: &str, meta: &TensorMeta, dtype: DType, plan: &
     };
     let need = match plan.target {
         Target::Nvfp4 { .. } => (k % 16 != 0).then_some("in features divisible by 16 for NVFP4"),
-        Target::Nf4 { .. } => {
-            (plan.layout == Layout::Dat && k % 2 != 0).then_some("an even number of in features")
+        Target::Nf4 { .. } if plan.layout != Layout::Dat => None,
+        Target::Nf4 { .. } if k % 2 != 0 => Some("an even number of in features"),
+        // The file does not say how large a block is: readers divide.
+        Target::Nf4 { block, .. } => {
+            (n * k % block as usize != 0).then_some("whole blocks of NF4 in a .dat file")
         }
     };
     if let Some(need) = need.or((n == 0 || k == 0).then_some("at least one element")) {
@@ -131,7 +134,7 @@ fn quantised(layer: &str, source: &str, meta: &TensorMeta, dtype: DType, plan: &
     }
     let two_level = matches!(plan.target, Target::Nvfp4 { scales: Scales::TwoLevel, .. });
     let group = if plan.share_groups && two_level { group_of(layer) } else { None };
-    let entries = layout::entries(plan.layout, &plan.target, layer, dtype, n, k);
+    let entries = layout::entries(plan.layout, plan.target.schema(), layer, dtype, n, k);
     let matrix = Matrix { layer: layer.to_owned(), n, k, dtype, group };
     Ok(Item { source: source.to_owned(), bytes_in: size(meta, dtype), matrix: Some(matrix), entries })
 }

@@ -1,0 +1,60 @@
+//! `q4 convert`: a 4-bit model in another layout of its format, with the proof that no value changed.
+use crate::args::{ConvertArgs, ModelArgs};
+use crate::context::Context;
+use crate::report::Outcome;
+use crate::signals::{self, Cleanup};
+use q4_core::memory::human;
+use q4_core::{Code, Error, Result};
+use q4_model::export::convert::{Conversion, Report, convert};
+
+/// Runs the verb.
+pub fn run(cx: &Context, args: &ConvertArgs) -> Result<Outcome> {
+    let (config, tokenizer) = (args.config.clone(), args.tokenizer.clone());
+    let checkpoint = cx.open(&ModelArgs { model: args.input.clone(), config, tokenizer })?;
+    let conversion = Conversion::new(args.layout.into());
+    let threads = cx.threads();
+    let bar = cx.report().bar("converting");
+    let hold = Cleanup::begin();
+    let result = convert(&checkpoint, &args.output, conversion, &threads, &mut |p| {
+        bar.set_length(p.total as u64);
+        bar.set_position(p.done as u64);
+        match signals::interrupted() {
+            true => Err(Error::new(Code::Io, "interrupted")),
+            false => Ok(()),
+        }
+    });
+    drop(hold);
+    bar.finish_and_clear();
+    let report = result?;
+    for note in &report.notes {
+        cx.report().warn(note);
+    }
+    if cx.report().is_json() {
+        cx.report().document("convert", &report)?;
+    } else {
+        cx.report().text(&summary(args, &report))?;
+    }
+    Ok(Outcome::Done)
+}
+
+fn summary(args: &ConvertArgs, report: &Report) -> String {
+    let scale = |s: Option<f32>| s.map_or("none".into(), |v| v.to_string());
+    let mut text = String::new();
+    for t in report.tensors.iter().filter(|t| t.scale_in != t.scale_out) {
+        let (before, after) = (scale(t.scale_in), scale(t.scale_out));
+        text.push_str(&format!("{:<44} per-tensor scale {before} -> {after}\n", t.name));
+    }
+    text.push_str(&format!(
+        "{}: {} layers as {}, {} tensors copied, {} -> {}\nlossless: read back, every decoded value is that of {}, \
+         SHA-256 {}\n",
+        args.output.display(),
+        report.tensors.len(),
+        report.layout.as_str(),
+        report.copied,
+        human(report.bytes_in),
+        human(report.bytes_out),
+        args.input.display(),
+        report.sha256_decoded
+    ));
+    text
+}
