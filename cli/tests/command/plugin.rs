@@ -4,6 +4,9 @@
 mod built;
 
 use crate::{document, err, out, q4};
+use q4_conformance::certificate::machine;
+use q4_conformance::{Certificate, Library, Profile, SUITE_VERSION};
+use q4_core::HostEnv;
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -131,7 +134,7 @@ macro_rules! descriptor {
     };
 }
 
-const HOSTILE: [Hostile; 23] = [
+const HOSTILE: [Hostile; 22] = [
     ("no-symbol", &[(DESCRIPTOR, "")], "symbol-missing"),
     ("no-query", &[(QUERY, "static q4_status ask(uint32_t major")], "symbol-missing"),
     ("newer-major", descriptor!("sizeof(q4_descriptor)", "2u", "NAME"), "abi-mismatch"),
@@ -158,22 +161,15 @@ const HOSTILE: [Hostile; 23] = [
     ("constructor-faults", early!("*(volatile int *)8 = 1;"), "died-in-probe"),
     ("constructor-exits", early!("_exit(0);"), "died-in-probe"),
     ("constructor-kills-its-parent-s-child", early!("raise(9);"), "died-in-probe"),
-    // Good as long as it is only looked at.
-    (
-        "table-that-changes",
-        &[(
-            ANSWER,
-            "FILE *f = fopen(\"/proc/self/cmdline\", \"r\"); char line[4096] = {0}; size_t n = fread(line, 1, 4095, f);\n    fclose(f); for (size_t i = 0; i < n; i++) if (!line[i]) line[i] = ' ';\n    if (!strstr(line, \"plugin-probe\")) TABLE.forward = NULL;\n    out->table = &TABLE;\n    return Q4_OK;",
-        )],
-        "abi-mismatch",
-    ),
 ];
+
+const INCLUDE: (&str, &str) =
+    ("#include <unistd.h>", "#include <unistd.h>\n#include <signal.h>\n#include <stdio.h>");
 
 /// Builds each of them into `dir`.
 fn hostile(dir: &Path) -> Vec<(PathBuf, &'static str)> {
-    let include = ("#include <unistd.h>", "#include <unistd.h>\n#include <signal.h>\n#include <stdio.h>");
     let build = |(name, edits, reason): &Hostile| {
-        (built::stub(dir, name, &[&[include][..], *edits].concat()), *reason)
+        (built::stub(dir, name, &[&[INCLUDE][..], *edits].concat()), *reason)
     };
     let mut all: Vec<_> = HOSTILE.iter().map(build).collect();
     let good = fs::read(built::stub(dir, "good", &[])).unwrap();
@@ -224,6 +220,56 @@ fn every_hostile_library_is_refused_with_6_and_a_code() {
         assert_eq!(error["code"], "Q4-E0306", "{}", path.display());
         let what = error["what"].as_str().unwrap();
         assert!(what.ends_with(&format!("is refused: {reason}")), "{}: {error}", path.display());
+    }
+}
+
+/// C that is true where a word is in the command line of the process.
+fn command_line_has(word: &str) -> String {
+    let read = "FILE *f = fopen(\"/proc/self/cmdline\", \"r\"); char line[4096] = {0}; size_t n = fread(line, 1, 4095, f);";
+    let words = "fclose(f); for (size_t i = 0; i < n; i++) if (!line[i]) line[i] = ' ';";
+    format!("({{ {read} {words} strstr(line, \"{word}\") != 0; }})")
+}
+
+fn constructor(body: &str) -> String {
+    format!("__attribute__((constructor)) static void early(void) {{ {body} }}")
+}
+
+/// Libraries that live where they are tried and end any other process that maps them, and the file that remembers it.
+fn two_faced(dir: &Path) -> [(PathBuf, PathBuf); 2] {
+    let count = dir.join("count");
+    let first = format!("FILE *f = fopen(\"{}\", \"a\"); fseek(f, 0, SEEK_END);", count.display());
+    let bodies = [
+        ("spares-its-trial", format!("if (!{}) abort();", command_line_has("plugin-probe"))),
+        ("lives-once", format!("{first} if (ftell(f)) abort(); fputc('1', f); fclose(f);")),
+    ];
+    bodies.map(|(name, body)| {
+        (built::stub(dir, name, &[INCLUDE, ("/*EARLY*/", &constructor(&body))]), count.clone())
+    })
+}
+
+/// Nothing of a library without a certificate is in the process that refuses it.
+#[test]
+#[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
+fn a_library_that_behaves_in_its_trial_is_refused_unmapped() {
+    let (user, dir) = (User::new(), tempfile::tempdir().unwrap());
+    for (plugin, count) in two_faced(dir.path()) {
+        let fresh = || fs::remove_file(&count).unwrap_or_default();
+        let command = format!("q4 conformance --plugin {}", fs::canonicalize(&plugin).unwrap().display());
+        fresh();
+        let error = user.refused(&plugin, "stub");
+        assert_eq!(
+            (&error["code"], &error["fix"]),
+            (&"Q4-E0306".into(), &command.as_str().into()),
+            "{error}"
+        );
+        assert!(error["have"].as_str().unwrap().contains("conformance-missing"), "{error}");
+        for (verb, status) in [(&["diagnose"][..], 3), (&["--backend", "stub", "explain", "demo"], 6)] {
+            fresh();
+            let output = user.q4(&plugin).arg("--json").args(verb).output().unwrap();
+            assert_eq!(output.status.code(), Some(status), "{verb:?}: {}", err(&output));
+            assert!(out(&output).contains("conformance-missing"), "{verb:?}: {}", out(&output));
+        }
+        assert_eq!(user.certificates(), Vec::<PathBuf>::new());
     }
 }
 
@@ -289,26 +335,20 @@ fn by_path(dir: &Path) -> Vec<(PathBuf, &'static str)> {
     all
 }
 
-/// A library with a certificate that somebody forged, and what becomes of it.
+/// A stub with a certificate that somebody forged.
 fn certified(user: &User, name: &str, edits: &[(&str, &str)]) -> PathBuf {
-    let dir = user.0.path();
-    let plugin = built::stub(dir, name, edits);
-    let mut judge = user.q4(&plugin);
-    let judged = judge.args(["--json", "conformance", "--level", "L0", "--no-certificate"]).output().unwrap();
-    let report = document("conformance", &judged);
-    let certificate = serde_json::json!({
-        "schema": "q4.certificate/1",
-        "backend": "stub",
-        "version": "1.0",
-        "sha256": report["backends"][0]["library"]["sha256"],
-        "suite": report["suite"],
-        "profile": "inference",
-        "claims": ["nvfp4@1/native/cpu/fused-dequant"],
-        "machine": report["machine"],
-    });
-    let folder = dir.join("q4/certificates");
-    fs::create_dir_all(&folder).unwrap();
-    fs::write(folder.join(format!("{name}.json")), certificate.to_string()).unwrap();
+    let plugin = built::stub(user.0.path(), name, edits);
+    let certificate = Certificate {
+        schema: "q4.certificate/1".into(),
+        backend: "stub".into(),
+        version: "1.0".into(),
+        sha256: Library::of(&plugin).unwrap().sha256,
+        suite: SUITE_VERSION.into(),
+        profile: Profile::Inference,
+        claims: vec!["nvfp4@1/native/cpu/fused-dequant".into()],
+        machine: machine(&HostEnv::collect()),
+    };
+    certificate.write(&user.0.path().join("q4/certificates")).unwrap();
     plugin
 }
 
@@ -333,4 +373,15 @@ fn a_forged_certificate_is_not_enough() {
         let text = error.to_string();
         assert!(error["code"] == code && (text.contains(word) || code == "Q4-E0307"), "{name}: {error}");
     }
+}
+
+/// Good in its trial, and another one where it is used.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_forged_certificate_lets_no_broken_table_in() {
+    let user = User::new();
+    let body = format!("if (!{}) TABLE.forward = NULL;\n    {ANSWER}", command_line_has("plugin-probe"));
+    let plugin = certified(&user, "table-that-changes", &[INCLUDE, (ANSWER, &body)]);
+    let error = user.refused(&plugin, "stub");
+    assert!(error["what"].as_str().unwrap().ends_with("is refused: abi-mismatch"), "{error}");
 }
