@@ -12,21 +12,30 @@ use std::path::PathBuf;
 pub struct Tables(BTreeMap<String, Table>);
 
 /// One of them.
-pub struct Table(TableCases);
+pub struct Table {
+    cases: TableCases,
+    /// SHA-256 of the library, in hexadecimal.
+    sha256: String,
+}
 
 impl Tables {
     /// The checks of a backend's table; a built-in has none.
     pub fn of(&self, backend: &str) -> Option<&dyn AbiProbe> {
         self.0.get(backend).map(|table| table as &dyn AbiProbe)
     }
+
+    /// SHA-256 of the bytes that a backend was loaded from, in hexadecimal.
+    pub fn sha256(&self, backend: &str) -> Option<&str> {
+        self.0.get(backend).map(|table| &*table.sha256)
+    }
 }
 
 impl AbiProbe for Table {
     fn cases(&self) -> Vec<String> {
-        self.0.cases()
+        self.cases.cases()
     }
     fn run(&self, case: &str) -> Result<()> {
-        self.0.run(case)
+        self.cases.run(case)
     }
 }
 
@@ -97,8 +106,8 @@ impl Entry {
         let verdict = if gated { certified(&name, &version, &library, env) } else { Ok(()) };
         let (candidate, table) = match verdict {
             Ok(()) => {
-                let Loaded { candidate, table, .. } = found.load()?;
-                (candidate, Some(Table(table)))
+                let Loaded { candidate, table: cases, sha256, .. } = found.load()?;
+                (candidate, Some(Table { cases, sha256 }))
             }
             Err(reason) => (Candidate::Dead { name: name.clone().into(), reasons: vec![reason] }, None),
         };

@@ -10,7 +10,8 @@ use q4_core::HostEnv;
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
+use std::time::Duration;
 use tempfile::TempDir;
 
 /// A user with a folder for data of their own.
@@ -269,23 +270,97 @@ fn a_library_that_behaves_in_its_trial_is_refused_unmapped() {
             assert_eq!(output.status.code(), Some(status), "{verb:?}: {}", err(&output));
             assert!(out(&output).contains("conformance-missing"), "{verb:?}: {}", out(&output));
         }
+        // The suite has to map it, and lives to tell.
+        for options in [&[][..], &["--list"]] {
+            fresh();
+            let output = user.q4(&plugin).args(["--json", "conformance"]).args(options).output().unwrap();
+            does_not_conform(&output, "signal: 6");
+        }
         assert_eq!(user.certificates(), Vec::<PathBuf>::new());
     }
 }
 
-/// It loads, and faults when it is asked what it computes: the suite says so and lives.
+/// An error of the suite with exit status 5, which says `word`.
+fn does_not_conform(output: &Output, word: &str) {
+    assert_eq!(output.status.code(), Some(5), "{}{}", out(output), err(output));
+    let error = document("error", output);
+    assert_eq!(error["code"], "Q4-E0601");
+    assert!(error["have"].as_str().unwrap().contains(word), "{error}");
+}
+
+const ASKED: &str = "q4_reject_fn sink, void *user, q4_error *err)\n{";
+
+/// It loads, and faults when it is asked what it computes: the suite says so and lives, also when it only lists its cases.
 #[test]
 #[cfg(target_os = "linux")]
 fn a_library_that_faults_when_it_is_asked_does_not_conform() {
     let (user, dir) = (User::new(), tempfile::tempdir().unwrap());
-    let ask = "q4_reject_fn sink, void *user, q4_error *err)\n{";
-    let path = built::stub(dir.path(), "faults", &[(ask, &format!("{ask} *(volatile int *)8 = 1;"))]);
-    let output = user.q4(&path).args(["--json", "conformance"]).output().unwrap();
-    assert_eq!(output.status.code(), Some(5), "{}", err(&output));
-    let error = document("error", &output);
-    assert_eq!(error["code"], "Q4-E0601");
-    assert!(error["have"].as_str().unwrap().contains("signal: 11"), "{error}");
+    let path = built::stub(dir.path(), "faults", &[(ASKED, &format!("{ASKED} *(volatile int *)8 = 1;"))]);
+    for options in [&[][..], &["--list"]] {
+        let output = user.q4(&path).args(["--json", "conformance"]).args(options).output().unwrap();
+        does_not_conform(&output, "signal: 11");
+    }
     assert_eq!(user.certificates(), Vec::<PathBuf>::new());
+}
+
+/// The exit status of a process that a library ended says nothing about the library.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_library_that_ends_the_suite_with_success_does_not_conform() {
+    let (user, dir) = (User::new(), tempfile::tempdir().unwrap());
+    let path = built::stub(dir.path(), "leaves", &[(ASKED, &format!("{ASKED} _exit(0);"))]);
+    let output = user.q4(&path).args(["--json", "conformance"]).output().unwrap();
+    does_not_conform(&output, "exit status: 0");
+}
+
+/// Nobody waits for it any more, so it does not go on, wherever it is.
+#[test]
+#[cfg(target_os = "linux")]
+fn the_process_that_judges_ends_with_its_parent() {
+    let (user, dir) = (User::new(), tempfile::tempdir().unwrap());
+    let (partial, file) = (dir.path().join("partial"), dir.path().join("pid"));
+    let tell = format!(
+        "FILE *p = fopen(\"{}\", \"w\"); fprintf(p, \"%d\", getpid()); fclose(p); rename(\"{0}\", \"{}\");",
+        partial.display(),
+        file.display()
+    );
+    let body = format!("if ({}) {{ {tell} for (;;) pause(); }}", command_line_has("--child whole"));
+    let path = built::stub(dir.path(), "waits", &[INCLUDE, ("/*EARLY*/", &constructor(&body))]);
+    let mut command = user.q4(&path);
+    let mut parent = command.arg("conformance").stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let wait = |what: &dyn Fn() -> bool| {
+        (0..1000).any(|_| {
+            what() || {
+                std::thread::sleep(Duration::from_millis(20));
+                false
+            }
+        })
+    };
+    assert!(wait(&|| file.exists()), "it is not loaded");
+    let status = format!("/proc/{}/stat", fs::read_to_string(&file).unwrap());
+    // Whoever inherits it may be slow to collect it.
+    let is_gone = || fs::read_to_string(&status).map_or(true, |text| text.contains(") Z "));
+    assert!(!is_gone());
+    parent.kill().unwrap();
+    parent.wait().unwrap();
+    assert!(wait(&is_gone), "it goes on");
+}
+
+/// A report is about one file.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_library_that_changes_while_it_is_judged_does_not_conform() {
+    let (user, dir) = (User::new(), tempfile::tempdir().unwrap());
+    // The index of the names of sections in an ELF header means nothing to a loader.
+    let write = format!(
+        "FILE *e = fopen(\"{}\", \"r+\"); fseek(e, 62, SEEK_SET); fputc('x', e); fclose(e);",
+        dir.path().join("changes.so").display()
+    );
+    let body = format!("if ({}) {{ {write} }}", command_line_has("stub:"));
+    let path = built::stub(dir.path(), "changes", &[INCLUDE, ("/*EARLY*/", &constructor(&body))]);
+    let output = user.q4(&path).args(["--json", "conformance", "--level", "L0"]).output().unwrap();
+    let now = Library::of(&path).unwrap().sha256;
+    does_not_conform(&output, &now);
 }
 
 /// A constructor that never comes back costs the ten seconds a library may take.
