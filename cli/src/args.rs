@@ -7,7 +7,7 @@ mod trace;
 
 pub use crate::choices::*;
 use clap::{ArgAction, Args, CommandFactory, Parser, Subcommand, ValueHint};
-pub use conformance::ConformanceArgs;
+pub use conformance::{Child, ConformanceArgs};
 pub use measure::{CompareArgs, DataArgs, EvalArgs};
 use std::ffi::OsString;
 use std::path::PathBuf;

@@ -1,27 +1,63 @@
 //! `q4 conformance`: a backend through the suite, in child processes, with a report for whoever asks and a certificate.
 //!
-//! A child is this very command line with one hidden option more, so that parent and child enumerate the same cases.
-use crate::args::ConformanceArgs;
+//! A child is this very command line with one hidden option more, so that parent and child enumerate the same cases. With a
+//! third party's libraries all of it happens in a child ([`outlive`]): the process the user waits for maps none of them.
+use crate::args::{Child, ConformanceArgs, GlobalArgs};
 use crate::context::Context;
 use crate::plugins::Tables;
-use crate::report::Outcome;
+use crate::report::{Outcome, stdout};
+use crate::signals;
 use q4_conformance::certificate::default_dir;
 use q4_conformance::{
-    AbiProbe, Bench, Certificate, ChildProcesses, Level, Library, Options, Profile, Report, Waivers, cases,
-    claims, run_with, serve,
+    Bench, Certificate, ChildProcesses, Level, Library, Options, Profile, Report, Waivers, cases, claims,
+    run_with, serve,
 };
 use q4_core::{BUILTINS, Candidate, Code, Device, Dispatch, Error, Q4Backend, Registry, Result, ThreadPool};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
 /// One form of the report.
 type Render = fn(&Report) -> String;
 
+/// Added to the exit status of a child that does everything, so that a library that ends it with 0 is no pass.
+pub const JUDGED: u8 = 64;
+
+/// Whether all of the verb must happen in a child.
+pub fn is_risky(global: &GlobalArgs, args: &ConformanceArgs) -> bool {
+    args.child.is_none() && !(global.plugin.is_empty() && global.plugin_dir.is_empty())
+}
+
+/// The verb in a child, which says everything. [`Code::ConformanceFailed`] when a library ended it.
+pub fn outlive(args: &ConformanceArgs) -> Result<Outcome> {
+    let failed = |have: String| {
+        Error::new(Code::ConformanceFailed, "the process that judges did not come to an end of its own")
+            .need("libraries that leave the process that loads them alone")
+            .have(have)
+    };
+    let mut command = own_command(&Child::Whole, args.runner.as_deref());
+    // It ends when nobody holds the other end of its stdin any more.
+    let child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
+    let mut child = child.map_err(|e| Error::new(Code::Io, format!("a child process: {e}")))?;
+    let lifeline = child.stdin.take();
+    let output =
+        child.wait_with_output().map_err(|e| Error::new(Code::Io, format!("a child process: {e}")))?;
+    drop(lifeline);
+    let judged = output.status.code().and_then(|code| u8::try_from(code).ok()?.checked_sub(JUDGED));
+    let status = judged
+        .filter(|status| *status < JUDGED)
+        .ok_or_else(|| failed(format!("one that ended: {}", output.status)))?;
+    stdout(&String::from_utf8_lossy(&output.stdout))?;
+    Ok(Outcome::Told(status))
+}
+
 /// Runs the verb. [`Code::ConformanceFailed`] when anything is wrong or nothing ran.
 pub fn run(cx: &Context, args: &ConformanceArgs) -> Result<Outcome> {
+    if args.is_whole() {
+        signals::follow();
+    }
     let (registry, tables) = cx.backends()?;
     let dispatch = Dispatch::new(registry, cx.policy());
     cx.require_named(&dispatch)?;
@@ -29,7 +65,7 @@ pub fn run(cx: &Context, args: &ConformanceArgs) -> Result<Outcome> {
     let options = Options { device: cx.device()?, ..options(args)? };
     let threads = cx.threads();
     let chosen = chosen(cx, args, registry)?;
-    if let Some((name, range)) = &args.child {
+    if let Some(Child::Cases(name, range)) = &args.child {
         let backend =
             chosen.first().ok_or_else(|| Error::new(Code::Internal, format!("a child without {name}")))?;
         let bench = Bench {
@@ -41,13 +77,17 @@ pub fn run(cx: &Context, args: &ConformanceArgs) -> Result<Outcome> {
         };
         return child(&bench, range.clone(), &options);
     }
+    for backend in chosen.iter().filter(|b| is_plugin(&***b)) {
+        // It may not come back when it is asked what it computes, or end whoever asks.
+        let name = &backend.descriptor().name;
+        children(args, name).rehearse().map_err(|e| e.within(name))?;
+    }
     if args.list {
         return list(cx, &chosen, registry, &tables, &options);
     }
     let mut whole: Option<Report> = None;
     for backend in &chosen {
-        let abi = tables.of(&backend.descriptor().name);
-        let report = judge(backend, abi, args, registry, &options, &threads)?;
+        let report = judge(backend, &tables, args, registry, &options, &threads)?;
         whole = Some(match whole {
             Some(before) => before.merge(report),
             None => report,
@@ -109,7 +149,11 @@ fn chosen(cx: &Context, args: &ConformanceArgs, registry: &Registry) -> Result<V
     let live: Vec<_> = live.collect();
     let named = |b: &Arc<dyn Q4Backend>, name: &str| b.descriptor().name == name;
     // A child is asked for by name, so that a name needs no quoting on the way.
-    if let Some(name) = args.child.as_ref().map(|(name, _)| name).or(cx.policy().overrides.all.as_ref()) {
+    let asked = match &args.child {
+        Some(Child::Cases(name, _)) => Some(name.clone()),
+        _ => cx.policy().overrides.all,
+    };
+    if let Some(name) = &asked {
         return Ok(live.into_iter().filter(|b| named(b, name)).collect());
     }
     let plugins: Vec<_> = live.iter().filter(|b| is_plugin(&***b)).cloned().collect();
@@ -137,26 +181,15 @@ fn is_plugin(backend: &dyn Q4Backend) -> bool {
 
 fn judge(
     backend: &Arc<dyn Q4Backend>,
-    abi: Option<&dyn AbiProbe>,
+    tables: &Tables,
     args: &ConformanceArgs,
     registry: &Registry,
     options: &Options,
     threads: &ThreadPool,
 ) -> Result<Report> {
     let name = backend.descriptor().name.to_string();
-    let runner = ChildProcesses {
-        command: Box::new({
-            let (name, runner) = (name.clone(), args.runner.clone());
-            move |range| own_command(&name, range, runner.as_deref())
-        }),
-        time_limit: Duration::from_secs(args.time_limit),
-        memory_limit: args.case_memory,
-    };
-    if is_plugin(&**backend) {
-        // This process asks a third party's code too, and must outlive it.
-        runner.rehearse().map_err(|e| e.within(&name))?;
-    }
-    let report = run_with(&runner, &**backend, abi, options, registry.env(), threads);
+    let report =
+        run_with(&children(args, &name), &**backend, tables.of(&name), options, registry.env(), threads);
     let report = match processor() {
         Some(name) => report.on_processor(&name),
         None => report,
@@ -168,10 +201,27 @@ fn judge(
         None if !is_plugin(&**backend) => std::env::current_exe().ok(),
         None => None,
     };
-    Ok(match file.filter(|f| f.is_file()) {
-        Some(file) => report.loaded_from(Library::of(&file)?, is_plugin(&**backend)),
-        None => report,
-    })
+    let Some(file) = file.filter(|f| f.is_file()) else { return Ok(report) };
+    let library = Library::of(&file)?;
+    match tables.sha256(&name) {
+        // Every case loaded it anew.
+        Some(before) if before != library.sha256 => {
+            Err(Error::new(Code::ConformanceFailed, format!("{} changed while it was judged", library.path))
+                .need(format!("one file from the first case to the last, sha256 {before}"))
+                .have(format!("sha256 {}", library.sha256)))
+        }
+        _ => Ok(report.loaded_from(library, is_plugin(&**backend))),
+    }
+}
+
+/// The processes that cases of a backend run in.
+fn children(args: &ConformanceArgs, name: &str) -> ChildProcesses {
+    let (name, runner) = (name.to_owned(), args.runner.clone());
+    ChildProcesses {
+        command: Box::new(move |range| own_command(&Child::Cases(name.clone(), range), runner.as_deref())),
+        time_limit: Duration::from_secs(args.time_limit),
+        memory_limit: args.case_memory,
+    }
 }
 
 /// What the system calls the processor.
@@ -182,7 +232,7 @@ fn processor() -> Option<String> {
 }
 
 /// This command line again, as a child, started by `runner` if there is one: words between spaces.
-fn own_command(name: &str, range: Range<usize>, runner: Option<&str>) -> Command {
+fn own_command(part: &Child, runner: Option<&str>) -> Command {
     let own = std::env::current_exe().unwrap_or_else(|_| "q4".into());
     let mut words = runner.unwrap_or_default().split_whitespace();
     let mut command = match words.next() {
@@ -194,7 +244,7 @@ fn own_command(name: &str, range: Range<usize>, runner: Option<&str>) -> Command
         None => Command::new(own),
     };
     command.args(std::env::args_os().skip(1));
-    command.arg("--child").arg(format!("{name}:{}..{}", range.start, range.end));
+    command.arg("--child").arg(part.to_string());
     command
 }
 

@@ -69,26 +69,28 @@ fn main() -> ExitCode {
     };
     log(&cli.global);
     let result = catch_unwind(AssertUnwindSafe(|| run(cli.global, &cli.verb)));
-    let code = match result {
-        Ok(Ok(outcome)) => return ExitCode::from(outcome.exit()),
-        Ok(Err(_)) if signals::interrupted() => return ExitCode::from(signals::INTERRUPTED),
+    let status = match result {
+        Ok(Ok(outcome)) => outcome.exit(),
+        Ok(Err(_)) if signals::interrupted() => signals::INTERRUPTED,
         Ok(Err(e)) => {
             report::error(&e, json);
-            e.code()
+            e.code().exit()
         }
         Err(_) => {
             let e = Error::new(Code::Internal, "q4 stopped because of a bug; the message is above");
             report::error(&e.fix("please report it with the command line and the message"), json);
-            Code::Internal
+            Code::Internal.exit()
         }
     };
-    ExitCode::from(code.exit())
+    let is_judge = matches!(&cli.verb, Verb::Conformance(args) if args.is_whole());
+    ExitCode::from(if is_judge { conformance::JUDGED + status } else { status })
 }
 
 fn run(global: GlobalArgs, verb: &Verb) -> Result<Outcome> {
     match verb {
         Verb::Completions(args) => return completions::run(args),
         Verb::Man(args) => return man::run(args),
+        Verb::Conformance(args) if conformance::is_risky(&global, args) => return conformance::outlive(args),
         _ => {}
     }
     let cx = Context::new(global)?.gated(!matches!(verb, Verb::Conformance(_)));

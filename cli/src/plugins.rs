@@ -1,8 +1,9 @@
-//! Third-party backends among the candidates: loaded from where the user said, and trusted with a certificate only.
+//! Third-party backends among the candidates: loaded from where the user said, and with a certificate only. Without one, nothing
+//! of a library is mapped into this process.
 use q4_conformance::certificate::{self, Library, default_dir};
 use q4_conformance::{AbiProbe, Profile};
-use q4_core::{Candidate, LibraryFacts, Registry, Reject, RejectCode, Result};
-use q4_plugin_host::{Loaded, Loader, Prober, TableCases};
+use q4_core::{Candidate, Code, Error, HostEnv, LibraryFacts, Registry, Reject, RejectCode, Result};
+use q4_plugin_host::{Examined, Loaded, Loader, Prober, Refusal, TableCases, libraries};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
@@ -11,22 +12,40 @@ use std::path::PathBuf;
 pub struct Tables(BTreeMap<String, Table>);
 
 /// One of them.
-pub struct Table(TableCases);
+pub struct Table {
+    cases: TableCases,
+    /// SHA-256 of the library, in hexadecimal.
+    sha256: String,
+}
 
 impl Tables {
     /// The checks of a backend's table; a built-in has none.
     pub fn of(&self, backend: &str) -> Option<&dyn AbiProbe> {
         self.0.get(backend).map(|table| table as &dyn AbiProbe)
     }
+
+    /// SHA-256 of the bytes that a backend was loaded from, in hexadecimal.
+    pub fn sha256(&self, backend: &str) -> Option<&str> {
+        self.0.get(backend).map(|table| &*table.sha256)
+    }
 }
 
 impl AbiProbe for Table {
     fn cases(&self) -> Vec<String> {
-        self.0.cases()
+        self.cases.cases()
     }
     fn run(&self, case: &str) -> Result<()> {
-        self.0.run(case)
+        self.cases.run(case)
     }
+}
+
+/// What an examined library becomes among the candidates.
+struct Entry {
+    name: String,
+    candidate: Candidate,
+    facts: LibraryFacts,
+    /// Of a live one.
+    table: Option<Table>,
 }
 
 /// Adds the libraries of `paths` and `folders`. One that was named and is refused is an error; one that was found in a
@@ -36,21 +55,28 @@ pub fn add(registry: &mut Registry, paths: &[PathBuf], folders: &[PathBuf], gate
     if paths.is_empty() && folders.is_empty() {
         return Ok(tables);
     }
+    let program = std::env::current_exe().map_err(|e| Error::new(Code::Io, format!("this program: {e}")))?;
     // A library whose constructor ends or hangs a process ends a child.
-    let prober = std::env::current_exe().ok().map(|program| Prober::new(program, [crate::PROBE]));
-    let loader = Loader { prober, ..Loader::default() };
+    let loader = Loader { prober: Some(Prober::new(program, [crate::PROBE])), ..Loader::default() };
     for path in paths {
-        admit(registry, &mut tables, loader.load(path)?, gated)?;
+        let entry = Entry::of(loader.examine(path)?, registry.env(), gated)?;
+        entry.enter(registry, &mut tables)?;
     }
     for folder in folders {
-        for outcome in loader.load_dir(folder)? {
-            let (name, path, mut reasons) = match outcome {
-                Ok(loaded) if !is_taken(registry, &loaded.descriptor.name) => {
-                    admit(registry, &mut tables, loaded, gated)?;
+        for path in libraries(folder)? {
+            let entry = match loader.examine(&path) {
+                Ok(found) if is_taken(registry, &found.descriptor.name) => {
+                    Err((found.descriptor.name.clone(), found.path().to_owned(), Vec::new()))
+                }
+                Ok(found) => Entry::of(found, registry.env(), gated).map_err(|r| (r.name, r.path, r.reasons)),
+                Err(r) => Err((r.name, r.path, r.reasons)),
+            };
+            let (name, path, mut reasons) = match entry {
+                Ok(entry) => {
+                    entry.enter(registry, &mut tables)?;
                     continue;
                 }
-                Ok(loaded) => (loaded.descriptor.name, loaded.path, Vec::new()),
-                Err(refusal) => (refusal.name, refusal.path, refusal.reasons),
+                Err(refused) => refused,
             };
             // Whatever a folder holds, it must not keep the others from being listed.
             let name = if is_taken(registry, &name) {
@@ -72,25 +98,35 @@ fn is_taken(registry: &Registry, name: &str) -> bool {
     registry.candidates().iter().any(|c| c.name() == name)
 }
 
-fn admit(registry: &mut Registry, tables: &mut Tables, loaded: Loaded, gated: bool) -> Result<()> {
-    let (name, version) = (loaded.descriptor.name.to_string(), loaded.descriptor.version.to_string());
-    let library = Library { path: loaded.path.display().to_string(), sha256: loaded.sha256.clone() };
-    let verdict = match (gated, default_dir()) {
-        (false, _) => Ok(()),
-        (true, Some(dir)) => {
-            certificate::gate(&dir, &name, &version, &library, registry.env(), Profile::Inference)
-        }
-        (true, None) => Err(Reject::new(
-            RejectCode::ConformanceMissing,
-            "a place for certificates: XDG_DATA_HOME or HOME",
-            "neither is set",
-        )),
-    };
-    registry.add(match verdict {
-        Ok(()) => loaded.candidate,
-        Err(reason) => Candidate::Dead { name: name.clone().into(), reasons: vec![reason] },
+impl Entry {
+    /// Live if it may be used here; only then it is mapped.
+    fn of(found: Examined, env: &HostEnv, gated: bool) -> Result<Self, Refusal> {
+        let (name, version) = (found.descriptor.name.clone(), found.descriptor.version.clone());
+        let library = Library { path: found.path().display().to_string(), sha256: found.sha256().to_owned() };
+        let verdict = if gated { certified(&name, &version, &library, env) } else { Ok(()) };
+        let (candidate, table) = match verdict {
+            Ok(()) => {
+                let Loaded { candidate, table: cases, sha256, .. } = found.load()?;
+                (candidate, Some(Table { cases, sha256 }))
+            }
+            Err(reason) => (Candidate::Dead { name: name.clone().into(), reasons: vec![reason] }, None),
+        };
+        let facts = LibraryFacts { path: library.path, version, ..LibraryFacts::default() };
+        Ok(Self { name, candidate, facts, table })
+    }
+
+    fn enter(self, registry: &mut Registry, tables: &mut Tables) -> Result<()> {
+        registry.add(self.candidate)?;
+        registry.loaded(&self.name, self.facts);
+        tables.0.extend(self.table.map(|table| (self.name, table)));
+        Ok(())
+    }
+}
+
+fn certified(name: &str, version: &str, library: &Library, env: &HostEnv) -> Result<(), Reject> {
+    let dir = default_dir().ok_or_else(|| {
+        let need = "a place for certificates: XDG_DATA_HOME or HOME";
+        Reject::new(RejectCode::ConformanceMissing, need, "neither is set")
     })?;
-    registry.loaded(&name, LibraryFacts { path: library.path, version, ..LibraryFacts::default() });
-    tables.0.insert(name, Table(loaded.table));
-    Ok(())
+    certificate::gate(&dir, name, version, library, env, Profile::Inference)
 }

@@ -1,5 +1,6 @@
 //! The options of `q4 conformance`.
 use clap::{Args, ValueHint};
+use std::fmt;
 use std::ops::Range;
 use std::path::PathBuf;
 
@@ -63,16 +64,44 @@ pub struct ConformanceArgs {
     /// Write no certificate.
     #[arg(long)]
     pub no_certificate: bool,
-    /// Serve cases of one backend to the parent process.
-    #[arg(long, hide = true, value_parser = child)]
-    pub child: Option<(String, Range<usize>)>,
+    /// What this process does for its parent.
+    #[arg(long, hide = true, overrides_with = "child", value_parser = child)]
+    pub child: Option<Child>,
 }
 
-fn child(text: &str) -> Result<(String, Range<usize>), String> {
+/// A part of the work that a process does for the one that started it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Child {
+    /// All of it: third-party code runs here, and not where the user waits.
+    Whole,
+    /// Cases of one backend.
+    Cases(String, Range<usize>),
+}
+
+impl ConformanceArgs {
+    /// This process does everything for a parent that outlives it.
+    pub fn is_whole(&self) -> bool {
+        self.child == Some(Child::Whole)
+    }
+}
+
+impl fmt::Display for Child {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Whole => f.write_str("whole"),
+            Self::Cases(name, range) => write!(f, "{name}:{}..{}", range.start, range.end),
+        }
+    }
+}
+
+fn child(text: &str) -> Result<Child, String> {
     let parse = || {
+        if text == "whole" {
+            return Some(Child::Whole);
+        }
         let (name, range) = text.rsplit_once(':')?;
         let (start, end) = range.split_once("..")?;
-        Some((name.to_owned(), start.parse().ok()?..end.parse().ok()?))
+        Some(Child::Cases(name.to_owned(), start.parse().ok()?..end.parse().ok()?))
     };
-    parse().ok_or_else(|| "need NAME:START..END".to_owned())
+    parse().ok_or_else(|| "need whole or NAME:START..END".to_owned())
 }

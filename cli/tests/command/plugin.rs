@@ -4,10 +4,14 @@
 mod built;
 
 use crate::{document, err, out, q4};
+use q4_conformance::certificate::machine;
+use q4_conformance::{Certificate, Library, Profile, SUITE_VERSION};
+use q4_core::HostEnv;
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
+use std::time::Duration;
 use tempfile::TempDir;
 
 /// A user with a folder for data of their own.
@@ -131,7 +135,7 @@ macro_rules! descriptor {
     };
 }
 
-const HOSTILE: [Hostile; 23] = [
+const HOSTILE: [Hostile; 22] = [
     ("no-symbol", &[(DESCRIPTOR, "")], "symbol-missing"),
     ("no-query", &[(QUERY, "static q4_status ask(uint32_t major")], "symbol-missing"),
     ("newer-major", descriptor!("sizeof(q4_descriptor)", "2u", "NAME"), "abi-mismatch"),
@@ -158,22 +162,15 @@ const HOSTILE: [Hostile; 23] = [
     ("constructor-faults", early!("*(volatile int *)8 = 1;"), "died-in-probe"),
     ("constructor-exits", early!("_exit(0);"), "died-in-probe"),
     ("constructor-kills-its-parent-s-child", early!("raise(9);"), "died-in-probe"),
-    // Good as long as it is only looked at.
-    (
-        "table-that-changes",
-        &[(
-            ANSWER,
-            "FILE *f = fopen(\"/proc/self/cmdline\", \"r\"); char line[4096] = {0}; size_t n = fread(line, 1, 4095, f);\n    fclose(f); for (size_t i = 0; i < n; i++) if (!line[i]) line[i] = ' ';\n    if (!strstr(line, \"plugin-probe\")) TABLE.forward = NULL;\n    out->table = &TABLE;\n    return Q4_OK;",
-        )],
-        "abi-mismatch",
-    ),
 ];
+
+const INCLUDE: (&str, &str) =
+    ("#include <unistd.h>", "#include <unistd.h>\n#include <signal.h>\n#include <stdio.h>");
 
 /// Builds each of them into `dir`.
 fn hostile(dir: &Path) -> Vec<(PathBuf, &'static str)> {
-    let include = ("#include <unistd.h>", "#include <unistd.h>\n#include <signal.h>\n#include <stdio.h>");
     let build = |(name, edits, reason): &Hostile| {
-        (built::stub(dir, name, &[&[include][..], *edits].concat()), *reason)
+        (built::stub(dir, name, &[&[INCLUDE][..], *edits].concat()), *reason)
     };
     let mut all: Vec<_> = HOSTILE.iter().map(build).collect();
     let good = fs::read(built::stub(dir, "good", &[])).unwrap();
@@ -227,19 +224,143 @@ fn every_hostile_library_is_refused_with_6_and_a_code() {
     }
 }
 
-/// It loads, and faults when it is asked what it computes: the suite says so and lives.
+/// C that is true where a word is in the command line of the process.
+fn command_line_has(word: &str) -> String {
+    let read = "FILE *f = fopen(\"/proc/self/cmdline\", \"r\"); char line[4096] = {0}; size_t n = fread(line, 1, 4095, f);";
+    let words = "fclose(f); for (size_t i = 0; i < n; i++) if (!line[i]) line[i] = ' ';";
+    format!("({{ {read} {words} strstr(line, \"{word}\") != 0; }})")
+}
+
+fn constructor(body: &str) -> String {
+    format!("__attribute__((constructor)) static void early(void) {{ {body} }}")
+}
+
+/// Libraries that live where they are tried and end any other process that maps them, and the file that remembers it.
+fn two_faced(dir: &Path) -> [(PathBuf, PathBuf); 2] {
+    let count = dir.join("count");
+    let first = format!("FILE *f = fopen(\"{}\", \"a\"); fseek(f, 0, SEEK_END);", count.display());
+    let bodies = [
+        ("spares-its-trial", format!("if (!{}) abort();", command_line_has("plugin-probe"))),
+        ("lives-once", format!("{first} if (ftell(f)) abort(); fputc('1', f); fclose(f);")),
+    ];
+    bodies.map(|(name, body)| {
+        (built::stub(dir, name, &[INCLUDE, ("/*EARLY*/", &constructor(&body))]), count.clone())
+    })
+}
+
+/// Nothing of a library without a certificate is in the process that refuses it.
+#[test]
+#[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
+fn a_library_that_behaves_in_its_trial_is_refused_unmapped() {
+    let (user, dir) = (User::new(), tempfile::tempdir().unwrap());
+    for (plugin, count) in two_faced(dir.path()) {
+        let fresh = || fs::remove_file(&count).unwrap_or_default();
+        let command = format!("q4 conformance --plugin {}", fs::canonicalize(&plugin).unwrap().display());
+        fresh();
+        let error = user.refused(&plugin, "stub");
+        assert_eq!(
+            (&error["code"], &error["fix"]),
+            (&"Q4-E0306".into(), &command.as_str().into()),
+            "{error}"
+        );
+        assert!(error["have"].as_str().unwrap().contains("conformance-missing"), "{error}");
+        for (verb, status) in [(&["diagnose"][..], 3), (&["--backend", "stub", "explain", "demo"], 6)] {
+            fresh();
+            let output = user.q4(&plugin).arg("--json").args(verb).output().unwrap();
+            assert_eq!(output.status.code(), Some(status), "{verb:?}: {}", err(&output));
+            assert!(out(&output).contains("conformance-missing"), "{verb:?}: {}", out(&output));
+        }
+        // The suite has to map it, and lives to tell.
+        for options in [&[][..], &["--list"]] {
+            fresh();
+            let output = user.q4(&plugin).args(["--json", "conformance"]).args(options).output().unwrap();
+            does_not_conform(&output, "signal: 6");
+        }
+        assert_eq!(user.certificates(), Vec::<PathBuf>::new());
+    }
+}
+
+/// An error of the suite with exit status 5, which says `word`.
+fn does_not_conform(output: &Output, word: &str) {
+    assert_eq!(output.status.code(), Some(5), "{}{}", out(output), err(output));
+    let error = document("error", output);
+    assert_eq!(error["code"], "Q4-E0601");
+    assert!(error["have"].as_str().unwrap().contains(word), "{error}");
+}
+
+const ASKED: &str = "q4_reject_fn sink, void *user, q4_error *err)\n{";
+
+/// It loads, and faults when it is asked what it computes: the suite says so and lives, also when it only lists its cases.
 #[test]
 #[cfg(target_os = "linux")]
 fn a_library_that_faults_when_it_is_asked_does_not_conform() {
     let (user, dir) = (User::new(), tempfile::tempdir().unwrap());
-    let ask = "q4_reject_fn sink, void *user, q4_error *err)\n{";
-    let path = built::stub(dir.path(), "faults", &[(ask, &format!("{ask} *(volatile int *)8 = 1;"))]);
-    let output = user.q4(&path).args(["--json", "conformance"]).output().unwrap();
-    assert_eq!(output.status.code(), Some(5), "{}", err(&output));
-    let error = document("error", &output);
-    assert_eq!(error["code"], "Q4-E0601");
-    assert!(error["have"].as_str().unwrap().contains("signal: 11"), "{error}");
+    let path = built::stub(dir.path(), "faults", &[(ASKED, &format!("{ASKED} *(volatile int *)8 = 1;"))]);
+    for options in [&[][..], &["--list"]] {
+        let output = user.q4(&path).args(["--json", "conformance"]).args(options).output().unwrap();
+        does_not_conform(&output, "signal: 11");
+    }
     assert_eq!(user.certificates(), Vec::<PathBuf>::new());
+}
+
+/// The exit status of a process that a library ended says nothing about the library.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_library_that_ends_the_suite_with_success_does_not_conform() {
+    let (user, dir) = (User::new(), tempfile::tempdir().unwrap());
+    let path = built::stub(dir.path(), "leaves", &[(ASKED, &format!("{ASKED} _exit(0);"))]);
+    let output = user.q4(&path).args(["--json", "conformance"]).output().unwrap();
+    does_not_conform(&output, "exit status: 0");
+}
+
+/// Nobody waits for it any more, so it does not go on, wherever it is.
+#[test]
+#[cfg(target_os = "linux")]
+fn the_process_that_judges_ends_with_its_parent() {
+    let (user, dir) = (User::new(), tempfile::tempdir().unwrap());
+    let (partial, file) = (dir.path().join("partial"), dir.path().join("pid"));
+    let tell = format!(
+        "FILE *p = fopen(\"{}\", \"w\"); fprintf(p, \"%d\", getpid()); fclose(p); rename(\"{0}\", \"{}\");",
+        partial.display(),
+        file.display()
+    );
+    let body = format!("if ({}) {{ {tell} for (;;) pause(); }}", command_line_has("--child whole"));
+    let path = built::stub(dir.path(), "waits", &[INCLUDE, ("/*EARLY*/", &constructor(&body))]);
+    let mut command = user.q4(&path);
+    let mut parent = command.arg("conformance").stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let wait = |what: &dyn Fn() -> bool| {
+        (0..1000).any(|_| {
+            what() || {
+                std::thread::sleep(Duration::from_millis(20));
+                false
+            }
+        })
+    };
+    assert!(wait(&|| file.exists()), "it is not loaded");
+    let status = format!("/proc/{}/stat", fs::read_to_string(&file).unwrap());
+    // Whoever inherits it may be slow to collect it.
+    let is_gone = || fs::read_to_string(&status).map_or(true, |text| text.contains(") Z "));
+    assert!(!is_gone());
+    parent.kill().unwrap();
+    parent.wait().unwrap();
+    assert!(wait(&is_gone), "it goes on");
+}
+
+/// A report is about one file.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_library_that_changes_while_it_is_judged_does_not_conform() {
+    let (user, dir) = (User::new(), tempfile::tempdir().unwrap());
+    // The index of the names of sections in an ELF header means nothing to a loader.
+    let write = format!(
+        "FILE *e = fopen(\"{}\", \"r+\"); fseek(e, 62, SEEK_SET); fputc('x', e); fclose(e);",
+        dir.path().join("changes.so").display()
+    );
+    let body = format!("if ({}) {{ {write} }}", command_line_has("stub:"));
+    let path = built::stub(dir.path(), "changes", &[INCLUDE, ("/*EARLY*/", &constructor(&body))]);
+    let output = user.q4(&path).args(["--json", "conformance", "--level", "L0"]).output().unwrap();
+    let now = Library::of(&path).unwrap().sha256;
+    does_not_conform(&output, &now);
 }
 
 /// A constructor that never comes back costs the ten seconds a library may take.
@@ -289,26 +410,20 @@ fn by_path(dir: &Path) -> Vec<(PathBuf, &'static str)> {
     all
 }
 
-/// A library with a certificate that somebody forged, and what becomes of it.
+/// A stub with a certificate that somebody forged.
 fn certified(user: &User, name: &str, edits: &[(&str, &str)]) -> PathBuf {
-    let dir = user.0.path();
-    let plugin = built::stub(dir, name, edits);
-    let mut judge = user.q4(&plugin);
-    let judged = judge.args(["--json", "conformance", "--level", "L0", "--no-certificate"]).output().unwrap();
-    let report = document("conformance", &judged);
-    let certificate = serde_json::json!({
-        "schema": "q4.certificate/1",
-        "backend": "stub",
-        "version": "1.0",
-        "sha256": report["backends"][0]["library"]["sha256"],
-        "suite": report["suite"],
-        "profile": "inference",
-        "claims": ["nvfp4@1/native/cpu/fused-dequant"],
-        "machine": report["machine"],
-    });
-    let folder = dir.join("q4/certificates");
-    fs::create_dir_all(&folder).unwrap();
-    fs::write(folder.join(format!("{name}.json")), certificate.to_string()).unwrap();
+    let plugin = built::stub(user.0.path(), name, edits);
+    let certificate = Certificate {
+        schema: "q4.certificate/1".into(),
+        backend: "stub".into(),
+        version: "1.0".into(),
+        sha256: Library::of(&plugin).unwrap().sha256,
+        suite: SUITE_VERSION.into(),
+        profile: Profile::Inference,
+        claims: vec!["nvfp4@1/native/cpu/fused-dequant".into()],
+        machine: machine(&HostEnv::collect()),
+    };
+    certificate.write(&user.0.path().join("q4/certificates")).unwrap();
     plugin
 }
 
@@ -333,4 +448,15 @@ fn a_forged_certificate_is_not_enough() {
         let text = error.to_string();
         assert!(error["code"] == code && (text.contains(word) || code == "Q4-E0307"), "{name}: {error}");
     }
+}
+
+/// Good in its trial, and another one where it is used.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_forged_certificate_lets_no_broken_table_in() {
+    let user = User::new();
+    let body = format!("if (!{}) TABLE.forward = NULL;\n    {ANSWER}", command_line_has("plugin-probe"));
+    let plugin = certified(&user, "table-that-changes", &[INCLUDE, (ANSWER, &body)]);
+    let error = user.refused(&plugin, "stub");
+    assert!(error["what"].as_str().unwrap().ends_with("is refused: abi-mismatch"), "{error}");
 }

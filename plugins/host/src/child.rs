@@ -1,5 +1,6 @@
 //! Loading in a child process first: a constructor that kills, exits or hangs ends a child, and is told as a reason.
-use crate::{Loader, one};
+use crate::descriptor::Descriptor;
+use crate::{Loader, file, one};
 use q4_core::{Reject, RejectCode};
 use serde_json::{Value, json};
 use std::ffi::OsString;
@@ -26,7 +27,11 @@ pub fn probe_main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     };
     let result = Loader::default().load(Path::new(&path));
     let answer = match &result {
-        Ok(l) => json!({"loaded": true, "name": l.descriptor.name, "sha256": l.sha256}),
+        Ok(l) => {
+            let d = &l.descriptor;
+            let abi = [d.abi.0, d.abi.1];
+            json!({"loaded": true, "name": d.name, "version": d.version, "vendor": d.vendor, "abi": abi, "sha256": l.sha256})
+        }
         Err(r) => json!({"loaded": false, "name": r.name, "reasons": r.reasons}),
     };
     println!("\n{MARK}{answer}");
@@ -47,8 +52,13 @@ pub struct Prober {
 /// What became of a child.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ChildVerdict {
-    /// The library loads there, under this name.
-    Loads(String),
+    /// The library loads there.
+    Loads {
+        /// Who it says it is.
+        descriptor: Descriptor,
+        /// SHA-256 of the bytes that were loaded, in hexadecimal.
+        sha256: String,
+    },
     /// It is refused.
     Refused(Vec<Reject>),
     /// The library ended the process with a signal.
@@ -90,20 +100,24 @@ impl Prober {
 }
 
 impl ChildVerdict {
-    /// Why the library must not be loaded here; `None` when it may.
-    pub fn reasons(&self) -> Option<Vec<Reject>> {
+    /// Who the library with that SHA-256 says it is, when it may be loaded here.
+    ///
+    /// # Errors
+    /// Why it must not.
+    pub fn admitted(self, examined: &str) -> Result<Descriptor, Vec<Reject>> {
         let need = "a library that can be loaded, tried in a child process";
-        let died = |have: String| Some(one(RejectCode::DiedInProbe, need, have));
+        let died = |have: String| Err(one(RejectCode::DiedInProbe, need, have));
         match self {
-            Self::Loads(_) => None,
+            Self::Loads { descriptor, sha256 } if sha256 == examined => Ok(descriptor),
+            Self::Loads { sha256, .. } => Err(vec![file::changed(examined, &sha256)]),
             // The child's texts name the path already; so will ours.
-            Self::Refused(reasons) => Some(reasons.clone()),
+            Self::Refused(reasons) => Err(reasons),
             Self::Killed(signal) => died(format!("killed by signal {signal}")),
             Self::Exited(status) => died(format!("the process exited with status {status}")),
             Self::TimedOut(limit) => {
-                Some(one(RejectCode::TimedOut, need, format!("no return within {limit:?}")))
+                Err(one(RejectCode::TimedOut, need, format!("no return within {limit:?}")))
             }
-            Self::NotRun(why) => Some(one(RejectCode::Internal, need, why.clone())),
+            Self::NotRun(why) => Err(one(RejectCode::Internal, need, why)),
         }
     }
 }
@@ -147,7 +161,16 @@ fn judge(status: ExitStatus, text: &str) -> ChildVerdict {
     };
     let word = |v: &Value, key: &str| v[key].as_str().unwrap_or_default().to_owned();
     match (code, answer["loaded"].as_bool()) {
-        (0, Some(true)) => ChildVerdict::Loads(word(&answer, "name")),
+        (0, Some(true)) => {
+            let number = |at: usize| answer["abi"][at].as_u64().and_then(|n| u32::try_from(n).ok());
+            let descriptor = Descriptor {
+                name: word(&answer, "name"),
+                version: word(&answer, "version"),
+                vendor: word(&answer, "vendor"),
+                abi: (number(0).unwrap_or_default(), number(1).unwrap_or_default()),
+            };
+            ChildVerdict::Loads { descriptor, sha256: word(&answer, "sha256") }
+        }
         (c, Some(false)) if c == i32::from(REFUSED) => {
             let reason = |r: &Value| {
                 let code = RejectCode::parse(&word(r, "code")).unwrap_or(RejectCode::Internal);

@@ -3,7 +3,7 @@
 use q4_core::{Reject, RejectCode};
 use sha2::{Digest, Sha256};
 use std::fs::{self, File, Metadata};
-use std::io::{ErrorKind, Read, Seek};
+use std::io::{self, ErrorKind, Read, Seek, Write};
 use std::path::{Path, PathBuf};
 
 /// A file that was opened once; everything else is done through this handle.
@@ -46,24 +46,55 @@ pub fn open(path: &Path) -> Result<Opened, Reject> {
     if !same(&seen, &meta) {
         return Err(missing("replaced while it was opened".into()));
     }
-    let (sha256, len) = hash(&mut file).map_err(unreadable)?;
+    let (sha256, len) = hash(&mut file, &mut io::sink()).map_err(unreadable)?;
     file.rewind().map_err(unreadable)?;
     Ok(Opened { path: real, file, len, sha256 })
 }
 
-fn hash(file: &mut File) -> std::io::Result<(String, u64)> {
+/// SHA-256 and number of the bytes from here to the end, which are written to `copy`.
+fn hash(file: &mut File, copy: &mut impl Write) -> io::Result<(String, u64)> {
     let (mut hasher, mut buffer, mut len) = (Sha256::new(), vec![0; 1 << 16], 0);
     loop {
         match file.read(&mut buffer) {
             Ok(0) => return Ok((hasher.finalize().iter().map(|b| format!("{b:02x}")).collect(), len)),
             Ok(n) => {
                 hasher.update(&buffer[..n]);
+                copy.write_all(&buffer[..n])?;
                 len += n as u64;
             }
             Err(e) if e.kind() == ErrorKind::Interrupted => {}
             Err(e) => return Err(e),
         }
     }
+}
+
+/// A copy in memory that nobody can write to any more, this process included: whoever may write the file cannot change what was
+/// hashed.
+#[cfg(target_os = "linux")]
+pub fn sealed(mut file: File, sha256: &str) -> Result<File, Reject> {
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+    let failed = |e: io::Error| {
+        Reject::new(RejectCode::LibraryMissing, "a sealed copy of the library in memory", e.to_string())
+    };
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let mut copy = File::from(memfd_create("q4-plugin", flags).map_err(|e| failed(e.into()))?);
+    file.rewind().map_err(failed)?;
+    let (copied, _) = hash(&mut file, &mut copy).map_err(failed)?;
+    if copied != sha256 {
+        return Err(changed(sha256, &copied));
+    }
+    fcntl_add_seals(&copy, SealFlags::WRITE | SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL)
+        .map_err(|e| failed(e.into()))?;
+    Ok(copy)
+}
+
+/// The reason against a file that is another now than when it was hashed.
+pub fn changed(before: &str, now: &str) -> Reject {
+    Reject::new(
+        RejectCode::LibraryMissing,
+        format!("the file that was examined, sha256 {before}"),
+        format!("sha256 {now}"),
+    )
 }
 
 /// Refuses a file, or a folder above it, that everybody may write.

@@ -1,10 +1,11 @@
 //! Third-party backends: a shared library becomes a candidate for selection, or a refusal with its reasons, and never
 //! anything between.
 //!
-//! [`Loader::load`] trusts nothing: `file` decides whether the path may be opened at all and hashes what it opens, `elf`
-//! reads the descriptor from the file before any of its code runs, `library` maps exactly the bytes that were hashed and
-//! asks for the table, `table` checks and copies it, `backend` wraps every call. [`Prober`] does the same in a child
-//! process first, for libraries whose constructors kill or hang the process that loads them.
+//! [`Loader::examine`] trusts nothing and maps nothing: `file` decides whether the path may be opened at all and hashes what it
+//! opens, `elf` reads the descriptor from the file, and [`Prober`] loads it in a child process, for libraries whose constructors
+//! kill or hang the process that loads them. Whoever asks for a certificate asks now, for these bytes.
+//! [`Examined::load`] goes on: `library` maps exactly the bytes that were hashed and asks for the table, `table` checks and copies
+//! it, `backend` wraps every call.
 //!
 //! Libraries are never unloaded.
 mod backend;
@@ -28,6 +29,16 @@ use q4_core::{Candidate, Code, Error, Reject, RejectCode};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+
+/// A library that may be loaded, as far as can be told while nothing of it is in this process.
+pub struct Examined {
+    /// Who it says it is.
+    pub descriptor: Descriptor,
+    opened: file::Opened,
+    given: PathBuf,
+    door: Door,
+    speaks: Speaks,
+}
 
 /// A library that was loaded, and the backend in it.
 #[derive(Clone)]
@@ -60,6 +71,22 @@ pub struct Refusal {
 }
 
 impl Refusal {
+    /// Of what is at `path`, before anything is known of it.
+    fn of(path: &Path) -> Self {
+        let name = path.file_stem().map_or_else(|| "plugin".into(), |s| s.to_string_lossy().into_owned());
+        Self { name, path: path.to_owned(), sha256: None, reasons: Vec::new() }
+    }
+
+    /// The same with its reasons, which name the path.
+    fn because(mut self, reasons: Vec<Reject>) -> Self {
+        let path = self.path.display();
+        let reasons =
+            reasons.into_iter().map(|r| Reject::new(r.code, r.need, format!("{} ({path})", r.have)));
+        self.reasons = reasons.collect();
+        tracing::debug!(path = %self.path.display(), reasons = ?self.reasons, "plugin refused");
+        self
+    }
+
     /// `Candidate::Dead`, so that reports and errors know of it.
     pub fn candidate(&self) -> Candidate {
         Candidate::Dead { name: self.name.clone().into(), reasons: self.reasons.clone() }
@@ -100,32 +127,37 @@ pub struct Loader {
 }
 
 impl Loader {
-    /// Loads the library at `path`, which must contain a separator: no folder is searched, the current one least of all.
+    /// Looks at the library at `path`, which must contain a separator: no folder is searched, the current one least of all. Nothing
+    /// of it is mapped into this process.
     ///
     /// # Errors
     /// Every reason that was found at the first step that failed: path and permissions, file format, descriptor, child
-    /// process, the system's loader, door, table, construction.
-    pub fn load(&self, path: &Path) -> Result<Loaded, Refusal> {
-        let mut refusal = Refusal {
-            name: path.file_stem().map_or_else(|| "plugin".into(), |s| s.to_string_lossy().into_owned()),
-            path: path.to_owned(),
-            sha256: None,
-            reasons: Vec::new(),
-        };
-        match self.try_load(path, &mut refusal) {
-            Ok(loaded) => {
-                tracing::info!(path = %loaded.path.display(), sha256 = %loaded.sha256, name = %loaded.descriptor.name, "plugin");
-                Ok(loaded)
+    /// process. Where files of this system cannot be read for a descriptor, the child says it, so there must be one.
+    pub fn examine(&self, path: &Path) -> Result<Examined, Refusal> {
+        let mut refusal = Refusal::of(path);
+        match self.look(path, &mut refusal) {
+            Ok((opened, Some(descriptor))) => {
+                let given = path.to_owned();
+                Ok(Examined { descriptor, opened, given, door: self.door, speaks: self.speaks })
             }
-            Err(reasons) => {
-                refusal.reasons = reasons
-                    .into_iter()
-                    .map(|r| Reject::new(r.code, r.need, format!("{} ({})", r.have, path.display())))
-                    .collect();
-                tracing::debug!(path = %path.display(), reasons = ?refusal.reasons, "plugin refused");
-                Err(refusal)
+            Ok((_, None)) => {
+                let need = "a child process that says who the library is";
+                Err(refusal.because(one(RejectCode::Internal, need, "no way to start one")))
             }
+            Err(reasons) => Err(refusal.because(reasons)),
         }
+    }
+
+    /// Examines the library at `path` and loads it.
+    ///
+    /// # Errors
+    /// Those of [`Loader::examine`] and of [`Examined::load`].
+    pub fn load(&self, path: &Path) -> Result<Loaded, Refusal> {
+        let mut refusal = Refusal::of(path);
+        let looked = self.look(path, &mut refusal);
+        let loaded =
+            looked.and_then(|(opened, found)| finish(opened, found, self.door, self.speaks, &mut refusal));
+        loaded.map_err(|reasons| refusal.because(reasons))
     }
 
     /// Loads every shared library of a folder, in the order of their names. Other files are passed over.
@@ -133,39 +165,79 @@ impl Loader {
     /// # Errors
     /// When the folder itself cannot be read.
     pub fn load_dir(&self, folder: &Path) -> Result<Vec<Result<Loaded, Refusal>>, Error> {
-        let io = |e: std::io::Error| Error::new(Code::Io, format!("plugin folder {}: {e}", folder.display()));
-        let mut paths = Vec::new();
-        for entry in std::fs::read_dir(folder).map_err(io)? {
-            let path = entry.map_err(io)?.path();
-            if path.extension().is_some_and(|e| e == std::env::consts::DLL_EXTENSION) {
-                paths.push(path);
-            }
-        }
-        paths.sort();
-        Ok(paths.iter().map(|p| self.load(p)).collect())
+        Ok(libraries(folder)?.iter().map(|p| self.load(p)).collect())
     }
 
-    fn try_load(&self, path: &Path, refusal: &mut Refusal) -> Result<Loaded, Vec<Reject>> {
+    fn look(
+        &self,
+        path: &Path,
+        refusal: &mut Refusal,
+    ) -> Result<(file::Opened, Option<Descriptor>), Vec<Reject>> {
         let opened = file::open(path).map_err(|r| vec![r])?;
         refusal.sha256 = Some(opened.sha256.clone());
-        let found = library::describe(&opened, self.door, &mut refusal.name)?;
-        if let Some(prober) = &self.prober
-            && let Some(reasons) = prober.probe(path).reasons()
-        {
-            return Err(reasons);
-        }
-        let mapped = library::map(opened, found, self.door, self.speaks)?;
-        refusal.name.clone_from(&mapped.descriptor.name);
-        let plugin = backend::Plugin::new(&mapped)?;
-        Ok(Loaded {
-            candidate: Candidate::Live(Arc::new(plugin)),
-            descriptor: mapped.descriptor,
-            sha256: mapped.sha256,
-            path: mapped.path,
-            door: mapped.door,
-            table: TableCases::new(mapped.table, mapped.query),
-        })
+        let in_file = library::describe(&opened, self.door, &mut refusal.name)?;
+        let probed = self.prober.as_ref().map(|p| p.probe(path).admitted(&opened.sha256)).transpose()?;
+        Ok((opened, in_file.or(probed)))
     }
+}
+
+impl Examined {
+    /// SHA-256 of the bytes that [`Examined::load`] maps, in hexadecimal.
+    pub fn sha256(&self) -> &str {
+        &self.opened.sha256
+    }
+
+    /// The file, without links.
+    pub fn path(&self) -> &Path {
+        &self.opened.path
+    }
+
+    /// Maps what was examined: on Linux a sealed copy of bytes with that SHA-256; elsewhere the system opens the path again.
+    ///
+    /// # Errors
+    /// Every reason that was found at the first step that failed: other bytes by now, the system's loader, door, table,
+    /// construction.
+    pub fn load(self) -> Result<Loaded, Refusal> {
+        let mut refusal = Refusal::of(&self.given);
+        refusal.sha256 = Some(self.opened.sha256.clone());
+        refusal.name.clone_from(&self.descriptor.name);
+        finish(self.opened, Some(self.descriptor), self.door, self.speaks, &mut refusal)
+            .map_err(|reasons| refusal.because(reasons))
+    }
+}
+
+/// Everything behind the look at a file.
+fn finish(
+    opened: file::Opened,
+    described: Option<Descriptor>,
+    door: Door,
+    speaks: Speaks,
+    refusal: &mut Refusal,
+) -> Result<Loaded, Vec<Reject>> {
+    let mapped = library::map(opened, described, door, speaks)?;
+    refusal.name.clone_from(&mapped.descriptor.name);
+    let plugin = backend::Plugin::new(&mapped)?;
+    let library::Mapped { descriptor, sha256, path, door, table, query } = mapped;
+    tracing::info!(path = %path.display(), %sha256, name = %descriptor.name, "plugin");
+    let (candidate, table) = (Candidate::Live(Arc::new(plugin)), TableCases::new(table, query));
+    Ok(Loaded { candidate, descriptor, sha256, path, door, table })
+}
+
+/// The shared libraries of a folder, in the order of their names.
+///
+/// # Errors
+/// When the folder cannot be read.
+pub fn libraries(folder: &Path) -> Result<Vec<PathBuf>, Error> {
+    let io = |e: std::io::Error| Error::new(Code::Io, format!("plugin folder {}: {e}", folder.display()));
+    let mut paths = Vec::new();
+    for entry in std::fs::read_dir(folder).map_err(io)? {
+        let path = entry.map_err(io)?.path();
+        if path.extension().is_some_and(|e| e == std::env::consts::DLL_EXTENSION) {
+            paths.push(path);
+        }
+    }
+    paths.sort();
+    Ok(paths)
 }
 
 /// [`Loader::load`] with what is usual.

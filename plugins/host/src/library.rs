@@ -76,7 +76,7 @@ pub fn describe(opened: &Opened, door: Door, name: &mut String) -> Result<Option
     }
 }
 
-/// Maps the file that was hashed, and gets and checks its table.
+/// Maps the bytes that were hashed, and gets and checks their table.
 pub fn map(
     opened: Opened,
     described: Option<Descriptor>,
@@ -84,7 +84,7 @@ pub fn map(
     speaks: Speaks,
 ) -> Result<Mapped, Vec<Reject>> {
     let Opened { path, file, sha256, .. } = opened;
-    let name = loadable(file, &path);
+    let name = loadable(file, &path, &sha256).map_err(|r| vec![r])?;
     let handle =
         dlopen(&name).map_err(|e| one(RejectCode::LibraryMissing, "a library the system can load", e))?;
     let in_memory = descriptor(&handle, &Maps::now())?;
@@ -103,18 +103,29 @@ pub fn map(
     Ok(Mapped { descriptor: in_memory, sha256, path, door, table, query })
 }
 
-/// What to hand to the system's loader: on Linux the open file itself, so that what was hashed is what is mapped. The handle is
-/// never closed, because the loader takes two libraries of one name for one, and a closed number would be given out again.
-/// A library that looks for others beside itself does not find them that way; it has to name their folder.
+/// What to hand to the system's loader: on Linux a sealed copy of what was hashed, so that it is what is mapped, now and as long
+/// as it runs. The handle is never closed, because the loader takes two libraries of one name for one, and a closed number would be
+/// given out again. A library that looks for others beside itself does not find them that way; it has to name their folder.
 #[cfg(target_os = "linux")]
-fn loadable(file: std::fs::File, _: &std::path::Path) -> PathBuf {
+fn loadable(file: std::fs::File, _: &std::path::Path, sha256: &str) -> Result<PathBuf, Reject> {
+    use std::collections::BTreeMap;
     use std::os::fd::IntoRawFd;
-    format!("/proc/self/fd/{}", file.into_raw_fd()).into()
+    use std::sync::Mutex;
+    /// By hash: the same bytes are one library, with one set of globals, as the same file would be.
+    static COPIES: Mutex<BTreeMap<String, PathBuf>> = Mutex::new(BTreeMap::new());
+    let mut copies = COPIES.lock().unwrap_or_else(|e| e.into_inner());
+    if let Some(name) = copies.get(sha256) {
+        return Ok(name.clone());
+    }
+    let copy = crate::file::sealed(file, sha256)?;
+    let name = PathBuf::from(format!("/proc/self/fd/{}", copy.into_raw_fd()));
+    copies.insert(sha256.to_owned(), name.clone());
+    Ok(name)
 }
 
 #[cfg(not(target_os = "linux"))]
-fn loadable(_: std::fs::File, path: &std::path::Path) -> PathBuf {
-    path.to_owned()
+fn loadable(_: std::fs::File, path: &std::path::Path, _: &str) -> Result<PathBuf, Reject> {
+    Ok(path.to_owned())
 }
 
 #[cfg(unix)]

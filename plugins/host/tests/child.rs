@@ -52,7 +52,10 @@ fn constructors_that_kill_or_hang_are_reported() {
 fn good_and_refused_libraries_are_told_apart() {
     let dir = tempfile::tempdir().unwrap();
     let good = built::stub(dir.path(), "good", &[]);
-    assert_eq!(prober().probe(&good), ChildVerdict::Loads("stub".into()));
+    let ChildVerdict::Loads { descriptor, sha256 } = prober().probe(&good) else { panic!("loads") };
+    let examined = Loader::default().examine(&good).unwrap();
+    assert_eq!((&descriptor, &*sha256), (&examined.descriptor, examined.sha256()));
+    assert_eq!((&*descriptor.name, &*descriptor.version, &*descriptor.vendor), ("stub", "1.0", "nobody"));
     assert!(Loader { prober: Some(prober()), ..Loader::default() }.load(&good).is_ok());
     let text = dir.path().join("text.so");
     std::fs::write(&text, "no library").unwrap();
