@@ -13,9 +13,9 @@
 // nf4_rounded(x_map, y_map, units, y, ldy, tokens, n, row_units, split_tiles, pairs, token_tiles, partial, flags, mark, out,
 //             aligned); also nf4_rounded_gate
 //   x_map: tensor map of x, boxes of 64 by TN / PAIR, 128-byte swizzle. y_map, if `aligned`: of y in bf16, boxes of 128 bytes
-//   (gates: 64) by as many tokens as a piece has, swizzled as wide. units: packed weights, `row_units` units of 1152 bytes a
-//   row group. y: element type by out: 0 f32, 1 f32 to be added to, 2 bf16, 3 f16; ldy in elements. aligned: y is bf16, its
-//   rows and its start are multiples of 16 bytes. pairs: of tiles of ROWS rows, or tiles where PAIR is 1.
+//   (gates: 64) by as many tokens as a piece has, swizzled as wide. units: tensor map of packed weights, 8-byte words [row
+//   groups, row_units, 144], boxes of 4 WGS (of a gate: 2 WGS) by 1 by 144: units of 1152 bytes. y: element type by out: 0 f32,
+//   1 f32 to be added to, 2 bf16, 3 f16; ldy in elements. aligned: y is bf16, its rows and its start are multiples of 16 bytes. pairs: of tiles of ROWS rows, or tiles where PAIR is 1.
 //   Workers are blocks or pairs of them. Tiles below split_tiles are cut into equal shares of k, one a worker (stream-K), the
 //   others are dealt whole. With SPLIT, split_tiles is the number of tiles, and a worker has one share of one.
 //   partial: f32[gridDim][ROWS * TN]; flags: u64[gridDim * WGS * READERS]; neither is used with SPLIT; mark: a number no other
@@ -89,12 +89,9 @@ DEVICE void close_products() { asm volatile("wgmma.commit_group.sync.aligned;" :
 template <int N> DEVICE void wait_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
 
 DEVICE void barrier_init(u32 at, u32 count) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(count)); }
-DEVICE void barrier_arrive(u32 at) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(at) : "memory"); }
-// The barrier at the same place in block `rank` of the cluster.
-DEVICE void barrier_arrive_at(u32 at, u32 rank) {
-    asm volatile(
-        "{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [there];}" ::"r"(at), "r"(rank)
-        : "memory");
+// Of this block or another of the cluster, for those who `may`.
+DEVICE void barrier_arrive_if(u32 there, bool may) {
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %1, 0; @p mbarrier.arrive.shared::cluster.b64 _, [%0];}" ::"r"(there), "r"((u32)may) : "memory");
 }
 DEVICE void barrier_expect(u32 at, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
@@ -136,8 +133,10 @@ DEVICE void copy_in(u32 to, const Map *map, int k, int token, u32 barrier, u16 b
             "l"(map), "r"(k), "r"(token), "r"(barrier)
             : "memory");
 }
-DEVICE void copy_unit(u32 to, const void *from, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "n"(1152), "r"(barrier)
+// Packed weights: a unit of each row group of the box.
+DEVICE void copy_units(u32 to, const Map *map, int unit, int group, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {0, %2, %3}], [%4];" ::"r"(to), "l"(map), "r"(unit),
+                 "r"(group), "r"(barrier)
                  : "memory");
 }
 DEVICE void copy_out(u32 from, const Map *map, int row, int token) {
@@ -167,14 +166,15 @@ constexpr int KEPT = TN / SPLIT; // tokens of a tile whose outputs a block write
 constexpr int PIECE = SPLIT > 1 ? 0 : TN > 64 ? 4096 : 2048; // outputs of one warpgroup on their way to memory, PIECES times
 constexpr int PIECES = TN == 256 ? 4 : 2;
 constexpr int PACK = GROUPS * UNIT;
-constexpr int TABLE = 32768;
+constexpr int ENTRY = TN > 64 ? 256 : 128; // bytes from an entry of the table to the next: a byte is an address where there is room
+constexpr int TABLE = 256 * ENTRY;
 constexpr int RECEIVED = (SPLIT - 1) * ROWS * KEPT * 4; // sums from the others of a cluster
 constexpr int FITTING = (232448 - 512 - PIECES * WGS * PIECE - PACKS * PACK - TABLE - RECEIVED) / SLAB;
 constexpr int STAGES = FITTING < 16 ? FITTING : 16;
 constexpr int SHARED = TABLE + STAGES * (SLAB + 16) + PIECES * WGS * PIECE + PACKS * (PACK + 16) + RECEIVED + 8;
 static_assert(WGS * KEPT * 128 <= STAGES * SLAB, "outputs fit the ring");
 constexpr int SUMS = TN / 2; // of a thread
-constexpr bool WIDE = TN > 128; // so many sums that the copying warps give registers away
+constexpr bool WIDE = WGS * TN > 256; // so many sums that the copying warps give registers away
 constexpr int THREADS = 128 * WGS + (WIDE ? 128 : 64);
 
 // What a pair has to do, the same for those who load and those who multiply.
@@ -250,7 +250,7 @@ DEVICE void write_table(u32 at, u32 thread) {
     u32 v = level(thread & 15) | level(thread >> 4) << 16;
 #pragma unroll
     for (u32 i = 0; i < 8; i++)
-        asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at + thread * 128 + ((i + thread) & 7) * 16), "r"(v) : "memory");
+        asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at + thread * ENTRY + ((i + thread) & 7) * 16), "r"(v) : "memory");
 }
 // Eight codes of a row to four pairs: registers R and R + 2 of the products J and J + 1. A byte is looked up: entry b of the
 // table holds the values of its low code, then of its high code, 32 times, so that no two lanes share a bank.
@@ -258,8 +258,12 @@ template <int J, int R> DEVICE void look_up(Operands &o, u32 w, Scale s, u32 tab
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         u32 at, v;
-        asm("lop3.b32 %0, %1, 0x7f80, %2, 0xea;" : "=r"(at) : "r"(i == 0 ? w << 7 : w >> (8 * i - 7)), "r"(copy));
-        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(table + at));
+        if (ENTRY == 256) {
+            asm volatile("{.reg .b32 at; prmt.b32 at, %1, %2, %4; add.u32 at, at, %3; ld.shared.u32 %0, [at];}" : "=r"(v) : "r"(w), "r"(copy), "r"(table), "r"(0x5504 + i * 16));
+        } else {
+            asm("lop3.b32 %0, %1, 0x7f80, %2, 0xea;" : "=r"(at) : "r"(i == 0 ? w << 7 : w >> (8 * i - 7)), "r"(copy));
+            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(table + at));
+        }
         o.a[J + i / 2][R + i % 2 * 2] = times(v, s.high, s.low);
     }
 }
@@ -267,21 +271,29 @@ struct Raw {
     u32 c[4];
     float s[2];
 };
-// Scales, then codes of a lane: rows g and g + 8 of a group; with a gate, row g of half a group of gate and of up.
-template <bool GATE> DEVICE void fetch(Raw &r, u32 pack, int s, int w, int half, int lane) {
-    if (GATE) {
-        u32 at = pack + (half * 2 + (w >> 1)) * UNIT, up = at + GROUPS / 2 * UNIT;
-        u32 code = s * 512 + lane * 16 + (w & 1) * 8, scale = 1024 + lane / 4 * 16 + s * 8 + (w & 1) * 4;
-        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(r.s[0]) : "r"(at + scale) : "memory");
-        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(r.s[1]) : "r"(up + scale) : "memory");
-        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(r.c[0]), "=r"(r.c[1]) : "r"(at + code) : "memory");
-        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(r.c[2]), "=r"(r.c[3]) : "r"(up + code) : "memory");
-    } else {
-        u32 at = pack + (half * 4 + w) * UNIT;
-        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(r.s[0]), "=f"(r.s[1]) : "r"(at + 1024 + lane / 4 * 16 + s * 8) : "memory");
-        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(r.c[0]), "=r"(r.c[1]), "=r"(r.c[2]), "=r"(r.c[3]) : "r"(at + s * 512 + lane * 16) : "memory");
+// Where a lane's scales and codes are: rows g and g + 8 of a group; with a gate, row g of half a group of gate and of up.
+template <bool GATE> struct Lane {
+    u32 codes_at, scales_at; // in a pack
+    DEVICE Lane of(int w, int half, int lane) {
+        u32 unit = GATE ? (half * 2 + (w >> 1)) * UNIT : (half * 4 + w) * UNIT, upper = GATE ? w & 1 : 0;
+        Lane l = {unit + lane * 16 + upper * 8, unit + 1024 + lane / 4 * 16 + upper * 4};
+        asm volatile("" : "+r"(l.codes_at), "+r"(l.scales_at)); // or they are worked out again every time
+        return l;
     }
-}
+    __device__ __forceinline__ void fetch(Raw &r, u32 pack, int s) const {
+        u32 code = pack + codes_at + s * 512, scale = pack + scales_at + s * 8;
+        if (GATE) {
+            constexpr u32 UP = GROUPS / 2 * UNIT;
+            asm volatile("ld.shared.f32 %0, [%1];" : "=f"(r.s[0]) : "r"(scale) : "memory");
+            asm volatile("ld.shared.f32 %0, [%1];" : "=f"(r.s[1]) : "r"(scale + UP) : "memory");
+            asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(r.c[0]), "=r"(r.c[1]) : "r"(code) : "memory");
+            asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(r.c[2]), "=r"(r.c[3]) : "r"(code + UP) : "memory");
+        } else {
+            asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(r.s[0]), "=f"(r.s[1]) : "r"(scale) : "memory");
+            asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(r.c[0]), "=r"(r.c[1]), "=r"(r.c[2]), "=r"(r.c[3]) : "r"(code) : "memory");
+        }
+    }
+};
 DEVICE void decode(Operands &o, const Raw &r, u32 table, u32 copy) {
     Scale one = scale_of(r.s[0]), two = scale_of(r.s[1]);
     look_up<0, 0>(o, r.c[0], one, table, copy), look_up<0, 1>(o, r.c[2], two, table, copy);
@@ -502,13 +514,13 @@ DEVICE void exchange(float (&d)[SUMS], u32 received, u32 barrier, int part, int 
 }
 template <bool GATE>
 DEVICE void multiply(
-    const Map *x_map, const Map *y_map, const u8 *units, u64 y, u64 ldy, int tokens, int n, int row_units, int split_tiles,
+    const Map *x_map, const Map *y_map, const Map *units, u64 y, u64 ldy, int tokens, int n, int row_units, int split_tiles,
     int pairs, int token_tiles, float *partial, u64 *flags, u64 mark, int out, int aligned) {
     extern __shared__ __align__(1024) u8 room[];
     u32 xs = shared_address(room), store = xs + STAGES * SLAB, received = store + PIECES * WGS * PIECE, packs = received + RECEIVED;
     u32 table = packs + PACKS * PACK, full = table + TABLE, empty = full + 8 * STAGES, packed = empty + 8 * STAGES, decoded = packed + 8 * PACKS;
     u32 all_received = decoded + 8 * PACKS;
-    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rank = PAIR == 2 ? blockIdx.x & 1 : 0, part = blockIdx.x / PAIR % SPLIT;
+    int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, rank = PAIR == 2 ? blockIdx.x & 1 : 0, part = blockIdx.x / PAIR % SPLIT;
     let_next_start();
     int group_count = (n + 15) / 16;
     Plan plan = Plan::start(row_units, split_tiles, pairs * token_tiles);
@@ -518,7 +530,7 @@ DEVICE void multiply(
     bool even = split_tiles == pairs * token_tiles && split_tiles > 0 && workers % split_tiles == 0 && workers / split_tiles <= READERS;
     int share = SPLIT == 1 && even ? workers / split_tiles : 1;
     if (warp >= 4 * WGS) {
-        if (WIDE) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (WIDE) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(WGS == 3 ? 32 : 40));
         if (warp == 4 * WGS) {
             // Weights do not depend on what ran before, nor on other blocks.
             if (lane == 0) {
@@ -531,16 +543,17 @@ DEVICE void multiply(
             u32 slot = 0, phase = 1;
             bool first = true;
             while (plan.take(work)) {
-                int row_tile = Place::of(work.tile, pairs, token_tiles).pair * PAIR + rank, halves = group_count / 2, j = lane % GROUPS;
-                int group = GATE ? min(row_tile * (GROUPS / 2) + j % (GROUPS / 2), halves - 1) + j / (GROUPS / 2) * halves
-                                 : min(row_tile * GROUPS + j, group_count - 1);
-                const u8 *from = units + (u64)group * row_units * UNIT;
+                int group = (Place::of(work.tile, pairs, token_tiles).pair * PAIR + rank) * (GATE ? GROUPS / 2 : GROUPS);
 #pragma unroll 1
                 for (int u = work.from; u < work.to; u++) {
                     if (!first) barrier_wait(decoded + 8 * slot, phase);
-                    if (lane == 0) barrier_expect(packed + 8 * slot, PACK);
+                    if (lane == 0) {
+                        u32 to = packs + slot * PACK;
+                        barrier_expect(packed + 8 * slot, PACK);
+                        copy_units(to, units, u, group, packed + 8 * slot);
+                        if (GATE) copy_units(to + PACK / 2, units, u, group + group_count / 2, packed + 8 * slot);
+                    }
                     __syncwarp();
-                    if (lane < GROUPS) copy_unit(packs + slot * PACK + lane * UNIT, from + (u64)u * UNIT, packed + 8 * slot);
                     if (++slot == PACKS) slot = 0, phase ^= 1, first = false;
                 }
             }
@@ -558,11 +571,13 @@ DEVICE void multiply(
             ready();
             cluster_arrive();
             cluster_wait();
+            bool some = plan.take(work);
+            Place place = Place::of(work.tile, pairs, token_tiles);
             wait_for_previous();
             u32 stage = 0, phase = 1;
             bool first = true;
-            while (plan.take(work)) {
-                int token = Place::of(work.tile, pairs, token_tiles).token + rank * (TN / 2);
+            while (some) {
+                int token = place.token + rank * (TN / 2);
 #pragma unroll 1
                 for (int s = 2 * work.from; s < 2 * work.to; s++) {
                     if (!first) barrier_wait(empty + 8 * stage, phase);
@@ -573,12 +588,13 @@ DEVICE void multiply(
                     __syncwarp();
                     if (++stage == STAGES) stage = 0, phase ^= 1, first = false;
                 }
+                some = plan.take(work), place = Place::of(work.tile, pairs, token_tiles);
             }
         } else {
             cluster_arrive(), cluster_wait();
         }
     } else {
-        if (WIDE) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        if (WIDE) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WGS == 3 ? 160 : 232));
         cluster_arrive();
         write_table(table, threadIdx.x);
         meet(1, 128 * WGS + 64);
@@ -587,14 +603,12 @@ DEVICE void multiply(
         u32 base = store + half * PIECES * PIECE;
         u32 stage = 0, phase = 0, before = 0, slot = 0, slot_phase = 0, turn = 0;
         int left = plan.total(); // units after the one at hand
-        // `behind`: slabs to come after this one. If none of them goes to its place, nobody waits to hear it: a block that is
-        // sent to may be gone.
-        auto leave = [&](u32 stage, int behind) {
-            if (lane < PAIR && behind >= STAGES) {
-                if (PAIR == 2) barrier_arrive_at(empty + 8 * stage, part * PAIR + lane);
-                else barrier_arrive(empty + 8 * stage);
-            }
-        };
+        // A place that nothing comes to again is left without a word: a block that is sent to may be gone.
+        u32 empty_there = PAIR == 2 ? there(empty, part * PAIR + (lane & 1)) : empty, rings = lane < PAIR;
+        int refills = 2 * left - STAGES;
+        asm volatile("" : "+r"(empty_there), "+r"(rings));
+        auto leave = [&](u32 stage, bool used) { barrier_arrive_if(empty_there + 8 * stage, used && rings && refills > 0), refills -= used; };
+        Lane<GATE> at = Lane<GATE>::of(w, half, lane);
         float d[SUMS];
         Operands o[2];
         Raw raw;
@@ -602,7 +616,7 @@ DEVICE void multiply(
         // The second half of a unit has been looked up, so its bytes are in registers: an arrival does not wait for loads before it.
         auto passed = [&]() {
             __syncwarp();
-            if (lane == 0) barrier_arrive(decoded + 8 * slot);
+            barrier_arrive_if(decoded + 8 * slot, lane == 0);
             if (++slot == PACKS) slot = 0, slot_phase ^= 1;
         };
 #if ORDERED
@@ -610,9 +624,9 @@ DEVICE void multiply(
 #endif
         if (left) {
             barrier_wait(packed, 0);
-            fetch<GATE>(raw, packs, 0, w, half, lane);
+            at.fetch(raw, packs, 0);
             decode(o[0], raw, table, copy);
-            fetch<GATE>(raw, packs, 1, w, half, lane);
+            at.fetch(raw, packs, 1);
         }
         cluster_wait();
         wait_for_previous();
@@ -638,7 +652,7 @@ DEVICE void multiply(
                     asm volatile("bar.arrive %0, 256;" ::"r"(half + 1 == WGS ? 6 : 7 + half) : "memory");
 #endif
                     wait_products<1>();
-                    if (add) leave(before, 2 * left + 2 - s);
+                    leave(before, add);
                     add = 1, before = stage;
                     if (++stage == STAGES) stage = 0, phase ^= 1;
                     // Operands of the slab after this one while it is multiplied; then codes of the one after that.
@@ -646,12 +660,12 @@ DEVICE void multiply(
                     if (s == 0) passed();
                     if (left) {
                         if (s == 0) barrier_wait(packed + 8 * slot, slot_phase);
-                        fetch<GATE>(raw, packs + slot * PACK, s, w, half, lane);
+                        at.fetch(raw, packs + slot * PACK, s);
                     }
                 }
             }
             wait_products<0>();
-            leave(before, 2 * left);
+            leave(before, true);
 
             int row_tile = place.pair * PAIR + rank;
             int row = GATE ? (row_tile * (GROUPS / 2) + half * 2) * 16 : (row_tile * GROUPS + half * 4) * 16;
@@ -706,9 +720,9 @@ DEVICE void multiply(
 #endif
 #define GEMM(NAME, GATE) \
     extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) NAME( \
-        const __grid_constant__ Map x_map, const __grid_constant__ Map y_map, const u8 *units, u64 y, u64 ldy, int tokens, int n, \
+        const __grid_constant__ Map x_map, const __grid_constant__ Map y_map, const __grid_constant__ Map units, u64 y, u64 ldy, int tokens, int n, \
         int row_units, int split_tiles, int pairs, int token_tiles, float *partial, u64 *flags, u64 mark, int out, int aligned) { \
-        multiply<GATE>(&x_map, &y_map, units, y, ldy, tokens, n, row_units, split_tiles, pairs, token_tiles, partial, flags, mark, out, \
+        multiply<GATE>(&x_map, &y_map, &units, y, ldy, tokens, n, row_units, split_tiles, pairs, token_tiles, partial, flags, mark, out, \
                        aligned); \
     }
 GEMM(nf4_rounded, false)

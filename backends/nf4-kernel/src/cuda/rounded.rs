@@ -23,8 +23,6 @@ const ROWS: Source = Source {
 };
 /// Largest dynamic shared memory of a block.
 const SHARED: usize = 232_448;
-/// Bytes of the table of pairs.
-const TABLE: usize = 32_768;
 /// Launches that wait for a warpgroup, as in rounded.cu.
 const READERS: usize = 8;
 
@@ -49,7 +47,7 @@ const fn alone(tokens: usize, groups: usize, pair: usize, packs: usize) -> Shape
     Shape { tokens, groups, pair, split: 1, packs, ordered: tokens < 256 }
 }
 
-const SHAPES: [Shape; 9] = [
+const SHAPES: [Shape; 10] = [
     alone(32, 2, 1, 12),
     alone(32, 3, 1, 6),
     alone(64, 2, 1, 8),
@@ -58,8 +56,12 @@ const SHAPES: [Shape; 9] = [
     alone(256, 2, 2, 3),
     Shape { tokens: 64, groups: 3, pair: 1, split: 8, packs: 6, ordered: true },
     Shape { tokens: 64, groups: 2, pair: 1, split: 2, packs: 8, ordered: true },
-    Shape { tokens: 176, groups: 2, pair: 2, split: 2, packs: 3, ordered: false },
+    Shape { tokens: 176, groups: 2, pair: 2, split: 2, packs: 2, ordered: false },
+    Shape { tokens: 128, groups: 3, pair: 2, split: 1, packs: 3, ordered: false },
 ];
+/// The places of those with most sums, and with most rows of the weight.
+const LARGEST: usize = 5;
+const HIGHEST: usize = 9;
 /// Up to so many rows of the weight, low tiles give more blocks something to do.
 const FEW_ROWS: u32 = 4096;
 /// Up to so many units of a row group, what k shared out costs counts.
@@ -87,9 +89,20 @@ impl Shape {
         if let Some(shape) = clusters.iter().find(|i| shares(i)) {
             return *shape;
         }
+        // About one tile for each pair of blocks: more of the smaller ones are done sooner.
+        let tiles = |i: usize| SHAPES[i].row_tiles(w.n as usize, false) * m.div_ceil(SHAPES[i].tokens);
+        let is_alone = |i: usize| tiles(i) <= processors / 2 && tiles(i) * 2 > processors / 2;
+        let higher = match m {
+            65..=128 => !few,
+            129.. => is_alone(HIGHEST) && is_alone(LARGEST) && tiles(HIGHEST) > tiles(LARGEST),
+            _ => false,
+        };
+        if higher {
+            return HIGHEST;
+        }
         let least = if few { 2 } else { 3 };
         let fits = |s: &Shape| m <= s.tokens && (s.tokens > 64 || s.groups == least);
-        SHAPES[..6].iter().position(fits).unwrap_or(5)
+        SHAPES[..=LARGEST].iter().position(fits).unwrap_or(LARGEST)
     }
     /// Rows of the weight.
     const fn rows(&self) -> usize {
@@ -114,13 +127,17 @@ impl Shape {
         if self.split > 1 { self.tokens / self.split } else { self.pieces().0 / if gate { 64 } else { 128 } }
     }
     const fn threads(&self) -> u32 {
-        (128 * self.groups + if self.tokens > 128 { 128 } else { 64 }) as u32
+        (128 * self.groups + if self.groups * self.tokens > 256 { 128 } else { 64 }) as u32
+    }
+    /// Bytes of the table of pairs, `TABLE` of rounded.cu.
+    const fn table(&self) -> usize {
+        256 * if self.tokens > 64 { 256 } else { 128 }
     }
     /// `SHARED` of rounded.cu.
     fn shared(&self) -> u32 {
         let (slab, pack, (piece, times)) = (128 * self.tokens, 4 * self.groups * UNIT, self.pieces());
         let received = (self.split - 1) * self.rows() * (self.tokens / self.split) * 4;
-        let fixed = TABLE + times * self.groups * piece + self.packs * pack + received;
+        let fixed = self.table() + times * self.groups * piece + self.packs * pack + received;
         let stages = ((SHARED - 512 - fixed) / slab).min(16);
         (stages * (slab + 16) + fixed + 16 * self.packs + 8) as u32
     }
@@ -241,6 +258,8 @@ impl Kernels {
             (out, k)
         };
         let x_map = TensorMap::new(x, DType::BF16, [m, k, ldx], [64, shape.tokens / shape.pair])?;
+        let (row_groups, boxed) = (n.div_ceil(16), shape.rows() / if call.gate { 32 } else { 16 });
+        let units_map = TensorMap::of_words(w.codes, [row_groups, w.units as usize, 144], [boxed, 1, 144])?;
         let (out, dtype): (u32, _) = match (call.accumulate, call.y.dtype) {
             (true, 1) => (1, DType::F32),
             (_, 3) => (2, DType::BF16),
@@ -275,7 +294,7 @@ impl Kernels {
                 args![
                     x_map,
                     y_map,
-                    w.codes,
+                    units_map,
                     y,
                     ldy,
                     rows,
@@ -352,7 +371,7 @@ fn shapes_fit_the_device() {
         let ring = 3 * (128 * s.tokens + 16);
         let shared = s.shared() as usize;
         assert!(shared <= SHARED, "{} tokens: {shared}", s.tokens);
-        assert!(shared >= TABLE + ring + s.packs * 4 * s.groups * UNIT, "{} tokens: {shared}", s.tokens);
+        assert!(shared >= s.table() + ring + s.packs * 4 * s.groups * UNIT, "{} tokens: {shared}", s.tokens);
         assert!(s.pair * s.split <= 8 && s.tokens % (8 * s.split) == 0, "{} tokens", s.tokens);
     }
     let weight = |n, units| Packed { codes: 0, scales: 0, n, k: units * 128, group: 64, units };
@@ -363,7 +382,7 @@ fn shapes_fit_the_device() {
                 let clusters = s.row_tiles(n as usize, false) * m.div_ceil(s.tokens);
                 let fits = clusters * s.pair * s.split <= 132 && units as usize >= s.split;
                 assert!(s.split == 1 || fits, "{n} {units} {m}");
-                assert!(m <= s.tokens || s.tokens > 128, "{n} {units} {m}");
+                assert!(m <= s.tokens || s.tokens >= 128, "{n} {units} {m}");
             }
         }
     }
