@@ -14,6 +14,7 @@ typedef unsigned long long u64;
 enum { F32 = 1, F16 = 2, BF16 = 3 };
 enum { NATIVE = 1, INT8 = 2, NVFP4 = 3 };
 enum { UNIT = 1152, THREADS = 512, WARPS = THREADS / 32 };
+enum { CHUNKS = 5 }; // of 8 elements of x that a thread asks for at once, where there are several rows
 
 struct Gemv {
     const u8 *w;
@@ -136,14 +137,12 @@ __device__ __forceinline__ float rounded(u32 dtype, float v) {
 }
 __device__ __forceinline__ float silu(float g) { return __fdividef(g, 1.0f + __expf(-g)); }
 
-// Eight elements; 16-byte aligned.
+// Eight elements: f32, 16-byte aligned, or 16 bits wide.
 __device__ __forceinline__ void load8(const float *p, float (&v)[8]) {
     float4 a = *(const float4 *)p, b = *(const float4 *)(p + 4);
     v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
 }
-__device__ __forceinline__ void load8(const void *x, u32 dtype, u64 at, float (&v)[8]) {
-    if (dtype == F32) return load8((const float *)x + at, v);
-    uint4 a = *(const uint4 *)((const u16 *)x + at);
+__device__ __forceinline__ void widen8(uint4 a, u32 dtype, float (&v)[8]) {
     u32 h[4] = {a.x, a.y, a.z, a.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -250,33 +249,58 @@ __device__ __forceinline__ void quantised(const Gemv &p, float global, bool apar
 
 // x of every row to shared memory, in as many bf16 parts as it takes, times `up`: [part][row][stride]; a team of threads
 // to a row. Of k only what this block has, `count` units from `begin` on. Norm, rounding to the type of x, and quantisation on the way. x and norm are 16-byte aligned, row by row.
-template <bool QUANTISE, int PARTS, bool APART, int SPLIT>
+template <bool QUANTISE, int PARTS, bool APART, int SPLIT, int AHEAD>
 __device__ __forceinline__ void stage(const Gemv &p, u32 begin, u32 count, u16 *xs, float *xscale, float *sums, u32 stride, float up) {
     u32 shift = p.m <= 1 ? 0 : p.m <= 2 ? 1 : p.m <= 4 ? 2 : p.m <= 8 ? 3 : 4, rows = 1 << shift, team = THREADS >> shift;
     u32 row = threadIdx.x / 32 >> (4 - shift), at = (threadIdx.x & (team - 1)) * 8, step = team * 8;
     u32 padded = count * 128, k_end = min(p.k - min(p.k, begin * 128), padded);
-    bool here = row < p.m, mine = here && at < k_end;
+    bool here = row < p.m;
     u64 first = (u64)row * p.ldx + begin * 128;
     const float *norm = p.norm + begin * 128;
-    float v[8], weight[8], inverse = 1.0f;
-    if (p.norm && mine) load8(norm + at, weight);
+    float v[AHEAD][8], weight[AHEAD][8], inverse = 1.0f;
+    auto load_norm = [&](u32 k) {
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++)
+            if (here && k + j * step < k_end) load8(norm + k + j * step, weight[j]);
+    };
+    if (p.norm) load_norm(at);
     wait_for_previous();
     float global = QUANTISE ? p.act_global ? *p.act_global : p.global : 1.0f;
+    // Chunks of a row in flight together: one after another each would wait for the second cache.
+    auto load = [&](u32 k, float (&to)[AHEAD][8]) {
+        if (p.norm || p.x_dtype == F32) {
+#pragma unroll
+            for (int j = 0; j < AHEAD; j++) {
+#pragma unroll
+                for (int i = 0; i < 8; i++) to[j][i] = 0;
+                if (here && k + j * step < k_end) load8((const float *)p.x + first + k + j * step, to[j]);
+            }
+            return;
+        }
+        uint4 halves[AHEAD];
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+            bool in = here && k + j * step < k_end;
+            halves[j] = in ? *(const uint4 *)((const u16 *)p.x + first + k + j * step) : make_uint4(0, 0, 0, 0);
+        }
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) widen8(halves[j], p.x_dtype, to[j]);
+    };
+    load(at, v);
     if (p.norm) {
         float sum = 0;
-        if (mine) {
-            load8((const float *)p.x + first + at, v);
 #pragma unroll
-            for (int i = 0; i < 8; i++) sum = fmaf(v[i], v[i], sum);
-        }
-        if (here) {
+        for (int j = 0; j < AHEAD; j++)
+#pragma unroll
+            for (int i = 0; i < 8; i++) sum = fmaf(v[j][i], v[j][i], sum);
 #pragma unroll 1
-            for (u32 k = at + step; k < k_end; k += step) {
-                float u[8];
-                load8((const float *)p.x + first + k, u);
+        for (u32 k = at + AHEAD * step; k < k_end; k += AHEAD * step) {
+            float u[AHEAD][8];
+            load(k, u);
 #pragma unroll
-                for (int i = 0; i < 8; i++) sum = fmaf(u[i], u[i], sum);
-            }
+            for (int j = 0; j < AHEAD; j++)
+#pragma unroll
+                for (int i = 0; i < 8; i++) sum = fmaf(u[j][i], u[j][i], sum);
         }
 #pragma unroll
         for (int d = 16; d; d >>= 1) sum += __shfl_xor_sync(~0u, sum, d);
@@ -302,12 +326,9 @@ __device__ __forceinline__ void stage(const Gemv &p, u32 begin, u32 count, u16 *
         }
         inverse = rsqrtf(__fdividef(sum, (float)p.k) + p.eps);
     }
-#pragma unroll 1
-    for (u32 k0 = 0; k0 < padded; k0 += step) {
-        u32 k = k0 + at;
+    auto stage_chunk = [&](u32 k, float (&v)[8], const float (&weight)[8]) {
         bool in = here && k < k_end;
         if (in && p.norm) {
-            if (k0) load8((const float *)p.x + first + k, v), load8(norm + k, weight);
 #pragma unroll
             for (int i = 0; i < 8; i++) v[i] = v[i] * inverse * weight[i];
             if (p.x_dtype == BF16) {
@@ -317,11 +338,6 @@ __device__ __forceinline__ void stage(const Gemv &p, u32 begin, u32 count, u16 *
 #pragma unroll
                 for (int i = 0; i < 8; i++) v[i] = from_f16(to_f16(v[i]));
             }
-        } else if (in) {
-            load8(p.x, p.x_dtype, first + k, v);
-        } else {
-#pragma unroll
-            for (int i = 0; i < 8; i++) v[i] = 0;
         }
         if (QUANTISE) {
             float scale = 0;
@@ -345,6 +361,15 @@ __device__ __forceinline__ void stage(const Gemv &p, u32 begin, u32 count, u16 *
                 *(uint4 *)(xs + (part * rows + row) * stride + k) = make_uint4(h[0], h[1], h[2], h[3]);
             }
         }
+    };
+#pragma unroll 1
+    for (u32 k0 = at; k0 < padded + at; k0 += AHEAD * step) {
+        if (k0 != at) {
+            load(k0, v);
+            if (p.norm) load_norm(k0);
+        }
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) stage_chunk(k0 + j * step, v[j], weight[j]);
     }
 }
 
@@ -562,7 +587,7 @@ template <bool QUANTISE, int PARTS, bool APART, int STAGES, int SPLIT> __device_
     for (int i = 0; i < 16; i++) b[i] = 0;
     u32 t = lane % 4, n = lane / 4;
 
-    stage<QUANTISE, PARTS, APART, SPLIT>(p, r.begin, r.units, xs, xscale, sums, stride, 18446744073709551616.0f);
+    stage<QUANTISE, PARTS, APART, SPLIT, 1>(p, r.begin, r.units, xs, xscale, sums, stride, 18446744073709551616.0f);
     if (p.late & 1) next_may_start();
     await<STAGES - 1>();
     __syncthreads(); // x and places are there
@@ -619,7 +644,7 @@ template <bool QUANTISE, int PARTS, int TILES, int STAGES, int SPLIT> __device__
     for (u32 i = 0; i < STAGES; i++) fetch<SPLIT>(p, r, f, ring + i * UNIT, lane);
     u32 t = lane % 4, n = lane / 4;
 
-    stage<QUANTISE, PARTS, false, SPLIT>(p, r.begin, r.units, xs, nullptr, sums, stride, 1.0f);
+    stage<QUANTISE, PARTS, false, SPLIT, CHUNKS>(p, r.begin, r.units, xs, nullptr, sums, stride, 1.0f);
     if (p.late & 1) next_may_start();
     await<STAGES - 1>();
     __syncthreads(); // x and places are there
