@@ -14,7 +14,7 @@ typedef unsigned long long u64;
 enum { F32 = 1, F16 = 2, BF16 = 3 };
 enum { NATIVE = 1, INT8 = 2, NVFP4 = 3 };
 enum { UNIT = 1152, THREADS = 512, WARPS = THREADS / 32 };
-enum { CHUNKS = 5 }; // of 8 elements of x that a thread asks for at once, where there are several rows
+enum { CHUNKS = 5 }; // of 8 elements of x that a thread asks for at once, where there are several rows and none is quantised
 
 struct Gemv {
     const u8 *w;
@@ -644,7 +644,7 @@ template <bool QUANTISE, int PARTS, int TILES, int STAGES, int SPLIT> __device__
     for (u32 i = 0; i < STAGES; i++) fetch<SPLIT>(p, r, f, ring + i * UNIT, lane);
     u32 t = lane % 4, n = lane / 4;
 
-    stage<QUANTISE, PARTS, false, SPLIT, CHUNKS>(p, r.begin, r.units, xs, nullptr, sums, stride, 1.0f);
+    stage<QUANTISE, PARTS, false, SPLIT, QUANTISE ? 1 : CHUNKS>(p, r.begin, r.units, xs, nullptr, sums, stride, 1.0f);
     if (p.late & 1) next_may_start();
     await<STAGES - 1>();
     __syncthreads(); // x and places are there
