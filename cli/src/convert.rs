@@ -2,9 +2,9 @@
 use crate::args::{ConvertArgs, ModelArgs};
 use crate::context::Context;
 use crate::report::Outcome;
-use crate::signals::{self, Cleanup};
+use crate::writing::write;
+use q4_core::Result;
 use q4_core::memory::human;
-use q4_core::{Code, Error, Result};
 use q4_model::export::convert::{Conversion, Report, convert};
 
 /// Runs the verb.
@@ -13,19 +13,9 @@ pub fn run(cx: &Context, args: &ConvertArgs) -> Result<Outcome> {
     let checkpoint = cx.open(&ModelArgs { model: args.input.clone(), config, tokenizer })?;
     let conversion = Conversion::new(args.layout.into());
     let threads = cx.threads();
-    let bar = cx.report().bar("converting");
-    let hold = Cleanup::begin();
-    let result = convert(&checkpoint, &args.output, conversion, &threads, &mut |p| {
-        bar.set_length(p.total as u64);
-        bar.set_position(p.done as u64);
-        match signals::interrupted() {
-            true => Err(Error::new(Code::Io, "interrupted")),
-            false => Ok(()),
-        }
-    });
-    drop(hold);
-    bar.finish_and_clear();
-    let report = result?;
+    let report = write(cx, "converting", |progress| {
+        convert(&checkpoint, &args.output, conversion, &threads, progress)
+    })?;
     for note in &report.notes {
         cx.report().warn(note);
     }

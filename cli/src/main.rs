@@ -32,6 +32,7 @@ mod trace;
 mod train;
 mod verify;
 mod windows;
+mod writing;
 
 use args::{Cli, GlobalArgs, Verb};
 use clap::Parser;

@@ -2,7 +2,7 @@
 use crate::args::{Format, ModelArgs, OutputLayout, QuantizeArgs, ScaleLevels, ScaleMethod};
 use crate::context::Context;
 use crate::report::Outcome;
-use crate::signals::{self, Cleanup};
+use crate::writing::write;
 use q4_core::memory::human;
 use q4_core::{Code, Error, Result};
 use q4_model::export::{ExportPlan, Report, export};
@@ -14,19 +14,8 @@ pub fn run(cx: &Context, args: &QuantizeArgs) -> Result<Outcome> {
     let input = ModelArgs { model: args.input.clone(), config: args.config.clone(), tokenizer: None };
     let checkpoint = cx.open(&input)?;
     let threads = cx.threads();
-    let bar = cx.report().bar("quantising");
-    let hold = Cleanup::begin();
-    let result = export(&checkpoint, &args.output, &plan, &threads, &mut |p| {
-        bar.set_length(p.total as u64);
-        bar.set_position(p.done as u64);
-        match signals::interrupted() {
-            true => Err(Error::new(Code::Io, "interrupted")),
-            false => Ok(()),
-        }
-    });
-    drop(hold);
-    bar.finish_and_clear();
-    let report = result?;
+    let report =
+        write(cx, "quantising", |progress| export(&checkpoint, &args.output, &plan, &threads, progress))?;
     for note in &report.notes {
         cx.report().warn(note);
     }

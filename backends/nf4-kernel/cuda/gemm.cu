@@ -4,7 +4,7 @@
 // of two values, by one look-up in shared memory; table.cu says why two parts are exact enough. The sums of a tile of 64 k
 // have one scale a row: they come out apart and are added up in f32, times the scale, while the other warpgroup's products
 // run. One warp brings weights and x into shared memory; x is in tiles (order.cu).
-// Needs layout.cu, table.cu and pieces.cu before it. Definition: TN, tokens of a tile (32, 64, 128 or 256).
+// Needs layout.cu, table.cu, hopper.cu and pieces.cu before it. Definition: TN, tokens of a tile (32, 64, 128 or 256).
 //
 // gemm(units, x, y, ldy, tokens, n, row_units, parts, split_tiles, row_tiles, token_tiles, partial, flags, out, aligned);
 // also gemm_gate
@@ -17,71 +17,7 @@
 //   grid min(multiprocessors, work), every block resident; block 384 (two consuming warpgroups, one that copies);
 //   dynamic shared memory SHARED bytes.
 
-#define ALL4(b) "+f"(d[b]), "+f"(d[b + 1]), "+f"(d[b + 2]), "+f"(d[b + 3])
-#define ALL16(b) ALL4(b), ALL4(b + 4), ALL4(b + 8), ALL4(b + 12)
-// d += a b, 64 x TN x 16; `a` in registers, `b` a descriptor of shared memory. add = 0: d = a b.
-DEVICE void product(float (&d)[TN / 2], const u32 (&a)[4], u64 b, int add) {
-#if TN == 32
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
-        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
-        "}, {%16,%17,%18,%19}, %20, p, 1, 1, 0;}"
-        : ALL16(0)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-#elif TN == 64
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-        "}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;}"
-        : ALL16(0), ALL16(16)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-#elif TN == 128
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
-        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
-        "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-        "}, {%64,%65,%66,%67}, %68, p, 1, 1, 0;}"
-        : ALL16(0), ALL16(16), ALL16(32), ALL16(48)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-#else
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %133, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
-        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
-        "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,"
-        "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,"
-        "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,"
-        "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,"
-        "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-        "}, {%128,%129,%130,%131}, %132, p, 1, 1, 0;}"
-        : ALL16(0), ALL16(16), ALL16(32), ALL16(48), ALL16(64), ALL16(80), ALL16(96), ALL16(112)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-#endif
-}
-DEVICE void open_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void close_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-DEVICE void wait_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
-
-DEVICE void barrier_init(u32 at, u32 count) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(count)); }
 DEVICE void barrier_arrive(u32 at) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(at) : "memory"); }
-DEVICE void barrier_expect(u32 at, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
-}
-DEVICE void barrier_wait(u32 at, u32 phase) {
-    asm volatile(
-        "{.reg .pred p; AGAIN: mbarrier.try_wait.parity.shared.b64 p, [%0], %1; @p bra PASSED; bra AGAIN; PASSED: }" ::"r"(at), "r"(phase)
-        : "memory");
-}
-DEVICE void copy_in(u32 to, const void *from, u32 bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                 "l"(from), "r"(bytes), "r"(barrier)
-                 : "memory");
-}
-DEVICE void meet(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-DEVICE void store4(u32 at, u32 a, u32 b, u32 c, u32 d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d)
-                 : "memory");
-}
 
 constexpr int UNIT = 1152, GROUPS = 8;       // row groups of a tile
 constexpr int SLAB = TN * 128;               // x of a tile by 64 of k
@@ -92,7 +28,6 @@ constexpr int ROOM = 232448 - TABLE - 2 * PIECE - 256;
 static_assert(TN <= 128 || TN == 256, "a tile of x has whole blocks");
 constexpr int STAGES = ROOM / (STAGE + WEIGHTS) < 10 ? ROOM / (STAGE + WEIGHTS) : 10;
 constexpr int SHARED = STAGES * (STAGE + WEIGHTS) + TABLE + 2 * PIECE + 16 * STAGES;
-constexpr int SUMS = TN / 2;                 // of a thread
 constexpr int TOKENS16 = TN < 64 ? TN : 64;  // sent off at once, of 16 bits
 constexpr int TOKENS32 = 32;                 // of 32 bits
 
@@ -262,7 +197,7 @@ DEVICE void multiply(
             if (lane >= GROUPS) return;
             int row_tile = tile / token_tiles;
             int group = GATE ? lane / 4 * (groups / 2) + min(row_tile * 4 + lane % 4, groups / 2 - 1) : min(row_tile * 8 + lane, groups - 1);
-            copy_in(weights + stage * WEIGHTS + lane * UNIT, units + ((u64)group * row_units + u % row_units) * UNIT, UNIT, full + 8 * stage);
+            copy_bytes(weights + stage * WEIGHTS + lane * UNIT, units + ((u64)group * row_units + u % row_units) * UNIT, UNIT, full + 8 * stage);
         };
         auto bring_x = [&](int tile, int u, u32 stage) {
             constexpr int BLOCKS = TN > 128 ? TN / 128 : 1, BYTES = SLAB / BLOCKS;
@@ -270,7 +205,7 @@ DEVICE void multiply(
             // Past the last rows of x its last block stands in, for products that are not stored.
             int token = tile % token_tiles * TN, block = min(token / 128 + lane / 2, (tokens - 1) / 128), s = lane % 2;
             const u8 *from = x + ((u64)block * (2 * all) + 2 * u + s) * 16384 + token % 128 * 128;
-            copy_in(ring + stage * STAGE + s * SLAB + lane / 2 * BYTES, from, BYTES, full + 8 * stage);
+            copy_bytes(ring + stage * STAGE + s * SLAB + lane / 2 * BYTES, from, BYTES, full + 8 * stage);
         };
         // Weights do not depend on what ran before.
         Plan ahead = plan;
@@ -323,28 +258,28 @@ DEVICE void multiply(
                 }
                 fetch(next, c, mine + then * WEIGHTS, s ^ 1, lane);
                 open_products();
-                product(d, now.lead[0], b, add);
+                product_bf16(d, now.lead[0], b, add);
                 add = FOLDED;
                 open_products();
-                product(d, now.trail[0], b, 1);
+                product_bf16(d, now.trail[0], b, 1);
                 decode<0>(next, c, table, lane);
                 open_products();
-                product(d, now.lead[1], b + 2, 1);
+                product_bf16(d, now.lead[1], b + 2, 1);
                 decode<1>(next, c, table, lane);
                 open_products();
-                product(d, now.trail[1], b + 2, 1);
+                product_bf16(d, now.trail[1], b + 2, 1);
                 decode<2>(next, c, table, lane);
                 open_products();
-                product(d, now.lead[2], b + 4, 1);
+                product_bf16(d, now.lead[2], b + 4, 1);
                 decode<3>(next, c, table, lane);
                 open_products();
-                product(d, now.trail[2], b + 4, 1);
+                product_bf16(d, now.trail[2], b + 4, 1);
                 open_products();
-                product(d, now.lead[3], b + 6, 1);
+                product_bf16(d, now.lead[3], b + 6, 1);
                 open_products();
-                product(d, now.trail[3], b + 6, 1);
+                product_bf16(d, now.trail[3], b + 6, 1);
                 close_products();
-                wait_products();
+                wait_products<0>();
                 if (s == 1 && lane == 0) barrier_arrive(empty + 8 * stage);
                 if (!FOLDED) {
                     float low = now.scale[0], high = now.scale[1];

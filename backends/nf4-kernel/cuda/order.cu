@@ -1,4 +1,4 @@
-// x to tiles for gemm.cu. Needs layout.cu and pieces.cu before it.
+// x to tiles for gemm.cu. Needs layout.cu, hopper.cu and pieces.cu before it.
 //
 // nf4_order_T(x T[rows, k], ld, k, row_units, out, weight f32[k] or null, eps, rounding, flags, flag_count), T f32, f16 or bf16
 //   grid (rows, any), block 256. Optional norm: x/rms(x)*weight rounded to `rounding` (1 f32, 2 f16, 3 bf16). PARTS bf16 that add up

@@ -6,7 +6,7 @@
 // copy engine as it is.
 // Blocks of a cluster: in pairs each brings half of x for both; SPLIT of them have a part of k of one tile each and send each
 // other their sums.
-// Needs layout.cu and pieces.cu before it. Definitions: TN, rows of x of a tile (32, 64, 128, 176 or 256); WGS, warpgroups that
+// Needs layout.cu, hopper.cu and pieces.cu before it. Definitions: TN, rows of x of a tile (32, 64, 128, 176 or 256); WGS, warpgroups that
 // multiply, 64 rows of the weight each; PAIR, 1 or 2 blocks that share rows of x; SPLIT, 1 or blocks that share k, one tile a
 // cluster; PACKS, packed weights in flight, 128 of k each; ORDERED, whether warpgroups multiply one after another.
 //
@@ -24,102 +24,11 @@
 //   shared memory SHARED bytes.
 
 #define CLUSTER (PAIR * SPLIT)
-#define ALL4(b) "+f"(d[b]), "+f"(d[b + 1]), "+f"(d[b + 2]), "+f"(d[b + 3])
-#define ALL16(b) ALL4(b), ALL4(b + 4), ALL4(b + 8), ALL4(b + 12)
-// d += a b, 64 x TN x 16; `a` in registers, `b` a descriptor of shared memory. add = 0: d = a b.
-#if TN == 32
-#define PRODUCT \
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" \
-        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" \
-        "}, {%16,%17,%18,%19}, %20, p, 1, 1, 0;}" \
-        : ALL16(0) \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
-#endif
-#if TN == 64
-#define PRODUCT \
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" \
-        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
-        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31" \
-        "}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;}" \
-        : ALL16(0), ALL16(16) \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
-#endif
-#if TN == 128
-#define PRODUCT \
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" \
-        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
-        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31," \
-        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
-        "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63" \
-        "}, {%64,%65,%66,%67}, %68, p, 1, 1, 0;}" \
-        : ALL16(0), ALL16(16), ALL16(32), ALL16(48) \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
-#endif
-#if TN == 176
-#define PRODUCT \
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %93, 0; wgmma.mma_async.sync.aligned.m64n176k16.f32.bf16.bf16 {" \
-        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
-        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31," \
-        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
-        "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63," \
-        "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79," \
-        "%80,%81,%82,%83,%84,%85,%86,%87" \
-        "}, {%88,%89,%90,%91}, %92, p, 1, 1, 0;}" \
-        : ALL16(0), ALL16(16), ALL16(32), ALL16(48), ALL16(64), ALL4(80), ALL4(84) \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
-#endif
-#if TN == 256
-#define PRODUCT \
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %133, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" \
-        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
-        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31," \
-        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
-        "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63," \
-        "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79," \
-        "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95," \
-        "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111," \
-        "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127" \
-        "}, {%128,%129,%130,%131}, %132, p, 1, 1, 0;}" \
-        : ALL16(0), ALL16(16), ALL16(32), ALL16(48), ALL16(64), ALL16(80), ALL16(96), ALL16(112) \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
-#endif
-DEVICE void product(float (&d)[TN / 2], const u32 (&a)[4], u64 b, int add) { PRODUCT; }
-DEVICE void open_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void close_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int N> DEVICE void wait_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
-
-DEVICE void barrier_init(u32 at, u32 count) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(count)); }
-// Of this block or another of the cluster, for those who `may`.
-DEVICE void barrier_arrive_if(u32 there, bool may) {
-    asm volatile("{.reg .pred p; setp.ne.u32 p, %1, 0; @p mbarrier.arrive.shared::cluster.b64 _, [%0];}" ::"r"(there), "r"((u32)may) : "memory");
-}
-DEVICE void barrier_expect(u32 at, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
-}
-DEVICE void barrier_wait(u32 at, u32 phase) {
-    asm volatile(
-        "{.reg .pred p; AGAIN: mbarrier.try_wait.parity.shared.b64 p, [%0], %1; @p bra PASSED; bra AGAIN; PASSED: }" ::"r"(at), "r"(phase)
-        : "memory");
-}
-// The place in block `rank` of the cluster that is `at` here.
-DEVICE u32 there(u32 at, u32 rank) {
-    u32 y;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(y) : "r"(at), "r"(rank));
-    return y;
-}
-// To a block of the cluster, whose barrier counts the bytes.
-DEVICE void send4(u32 at, u32 barrier, float a, float b, float c, float d) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(at), "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier)
-                 : "memory");
-}
 DEVICE void barrier_wait_cluster(u32 at, u32 phase) {
     asm volatile(
         "{.reg .pred p; AGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1; @p bra PASSED; bra AGAIN; PASSED: }" ::"r"(at), "r"(phase)
         : "memory");
 }
-struct alignas(64) Map {
-    u64 words[16];
-};
 // A box of x, to both blocks where there are pairs: a bit each of those in the cluster.
 DEVICE void copy_in(u32 to, const Map *map, int k, int token, u32 barrier, u16 blocks) {
     if (PAIR == 2)
@@ -133,18 +42,9 @@ DEVICE void copy_in(u32 to, const Map *map, int k, int token, u32 barrier, u16 b
             "l"(map), "r"(k), "r"(token), "r"(barrier)
             : "memory");
 }
-// Packed weights: a unit of each row group of the box.
-DEVICE void copy_units(u32 to, const Map *map, int unit, int group, u32 barrier) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {0, %2, %3}], [%4];" ::"r"(to), "l"(map), "r"(unit),
-                 "r"(group), "r"(barrier)
-                 : "memory");
-}
 DEVICE void copy_out(u32 from, const Map *map, int row, int token) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(row), "r"(token), "r"(from) : "memory");
 }
-// A tile of lines of 128 bytes, swizzled, as products take it.
-DEVICE u64 tile_at(u32 at) { return (u64)(at >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62; }
-DEVICE void meet(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 // Barriers are there; those who multiply wait for that.
 DEVICE void ready() { asm volatile("bar.arrive 1, %0;" ::"n"(128 * WGS + 64) : "memory"); }
 // Where there are clusters: all blocks have their barriers.
@@ -154,11 +54,6 @@ DEVICE void cluster_arrive() {
 DEVICE void cluster_wait() {
     if (CLUSTER > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-DEVICE void store4(u32 at, u32 a, u32 b, u32 c, u32 d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d)
-                 : "memory");
-}
-
 constexpr int ROWS = 64 * WGS, GROUPS = 4 * WGS; // of a tile
 constexpr int UNIT = 1152;       // bytes of 16 rows by 128 k
 constexpr int SLAB = TN * 128;   // bytes of x of a tile by 64 of k
@@ -173,7 +68,6 @@ constexpr int FITTING = (232448 - 512 - PIECES * WGS * PIECE - PACKS * PACK - TA
 constexpr int STAGES = FITTING < 16 ? FITTING : 16;
 constexpr int SHARED = TABLE + STAGES * (SLAB + 16) + PIECES * WGS * PIECE + PACKS * (PACK + 16) + RECEIVED + 8;
 static_assert(WGS * KEPT * 128 <= STAGES * SLAB, "outputs fit the ring");
-constexpr int SUMS = TN / 2; // of a thread
 constexpr bool WIDE = WGS * TN > 256; // so many sums that the copying warps give registers away
 constexpr int THREADS = 128 * WGS + (WIDE ? 128 : 64);
 
@@ -493,9 +387,9 @@ DEVICE void exchange(float (&d)[SUMS], u32 received, u32 barrier, int part, int 
 #pragma unroll
     for (int c = 0; c < SPLIT; c++) {
         if (c == part) continue;
-        u32 block = c * PAIR + rank, to = there(at + (part - (part > c)) * (EACH / 4 * BYTES), block), signal = there(barrier, block);
+        u32 block = c * PAIR + rank, to = address_in(at + (part - (part > c)) * (EACH / 4 * BYTES), block), signal = address_in(barrier, block);
 #pragma unroll
-        for (int i = c * EACH; i < (c + 1) * EACH; i += 4) send4(to + (i - c * EACH) / 4 * BYTES, signal, d[i], d[i + 1], d[i + 2], d[i + 3]);
+        for (int i = c * EACH; i < (c + 1) * EACH; i += 4) send4(to + (i - c * EACH) / 4 * BYTES, signal, d + i);
     }
 #pragma unroll
     for (int c = 1; c < SPLIT; c++)
@@ -604,10 +498,10 @@ DEVICE void multiply(
         u32 stage = 0, phase = 0, before = 0, slot = 0, slot_phase = 0, turn = 0;
         int left = plan.total(); // units after the one at hand
         // A place that nothing comes to again is left without a word: a block that is sent to may be gone.
-        u32 empty_there = PAIR == 2 ? there(empty, part * PAIR + (lane & 1)) : empty, rings = lane < PAIR;
+        u32 empty_there = PAIR == 2 ? address_in(empty, part * PAIR + (lane & 1)) : empty, rings = lane < PAIR;
         int refills = 2 * left - STAGES;
         asm volatile("" : "+r"(empty_there), "+r"(rings));
-        auto leave = [&](u32 stage, bool used) { barrier_arrive_if(empty_there + 8 * stage, used && rings && refills > 0), refills -= used; };
+        auto leave = [&](u32 stage, bool used) { barrier_arrive_there(empty_there + 8 * stage, used && rings && refills > 0), refills -= used; };
         Lane<GATE> at = Lane<GATE>::of(w, half, lane);
         float d[SUMS];
         Operands o[2];
@@ -616,7 +510,7 @@ DEVICE void multiply(
         // The second half of a unit has been looked up, so its bytes are in registers: an arrival does not wait for loads before it.
         auto passed = [&]() {
             __syncwarp();
-            barrier_arrive_if(decoded + 8 * slot, lane == 0);
+            barrier_arrive_there(decoded + 8 * slot, lane == 0);
             if (++slot == PACKS) slot = 0, slot_phase ^= 1;
         };
 #if ORDERED
@@ -643,10 +537,10 @@ DEVICE void multiply(
                     meet(6 + half, 256);
 #endif
                     open_products();
-                    product(d, o[s].a[0], b, add);
-                    product(d, o[s].a[1], b + 2, 1);
-                    product(d, o[s].a[2], b + 4, 1);
-                    product(d, o[s].a[3], b + 6, 1);
+                    product_bf16(d, o[s].a[0], b, add);
+                    product_bf16(d, o[s].a[1], b + 2, 1);
+                    product_bf16(d, o[s].a[2], b + 4, 1);
+                    product_bf16(d, o[s].a[3], b + 6, 1);
                     close_products();
 #if ORDERED
                     asm volatile("bar.arrive %0, 256;" ::"r"(half + 1 == WGS ? 6 : 7 + half) : "memory");

@@ -1,4 +1,4 @@
-// x for rounded.cu where the copy engine cannot read it as it is. Needs layout.cu and pieces.cu before it.
+// x for rounded.cu where the copy engine cannot read it as it is. Needs layout.cu, hopper.cu and pieces.cu before it.
 //
 // nf4_rows(x bf16[rows, k], ld, k, out bf16[rows, k])
 // nf4_rows_normed(x f32[rows, k], ld, k, out bf16[rows, k], weight f32[k], eps): x/rms(x)*weight, rounded

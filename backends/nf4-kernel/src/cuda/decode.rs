@@ -9,6 +9,7 @@ const SOURCE: Source = Source {
     text: concat!(
         include_str!("../../cuda/layout.cu"),
         include_str!("../../cuda/table.cu"),
+        include_str!("../../../cuda/cuda/few.cu"),
         include_str!("../../cuda/gemv.cu")
     ),
 };
@@ -244,4 +245,13 @@ impl Kernels {
         }
         Ok(())
     }
+}
+
+#[test]
+fn kernels_compile_for_old_devices_and_new() -> Result<()> {
+    if let Err(why) = q4_cuda::libraries().nvrtc.version() {
+        println!("skipped: {why}");
+        return Ok(());
+    }
+    ["sm_80", "sm_90a"].into_iter().try_for_each(|arch| SOURCE.compile(arch, &[]).map(drop))
 }

@@ -9,6 +9,7 @@ const GEMM: Source = Source {
     text: concat!(
         include_str!("../../cuda/layout.cu"),
         include_str!("../../cuda/table.cu"),
+        include_str!("../../../cuda/cuda/hopper.cu"),
         include_str!("../../cuda/pieces.cu"),
         include_str!("../../cuda/gemm.cu")
     ),
@@ -17,6 +18,7 @@ const ORDER: Source = Source {
     name: "nf4-order",
     text: concat!(
         include_str!("../../cuda/layout.cu"),
+        include_str!("../../../cuda/cuda/hopper.cu"),
         include_str!("../../cuda/pieces.cu"),
         include_str!("../../cuda/order.cu")
     ),
@@ -225,4 +227,16 @@ fn every_block_has_work() {
             }
         }
     }
+}
+
+#[test]
+fn every_size_compiles() -> Result<()> {
+    if let Err(why) = q4_cuda::libraries().nvrtc.version() {
+        println!("skipped: {why}");
+        return Ok(());
+    }
+    for tokens in TOKENS {
+        GEMM.compile("sm_90a", &[&format!("-DTN={tokens}")])?;
+    }
+    ORDER.compile("sm_90a", &[]).map(drop)
 }

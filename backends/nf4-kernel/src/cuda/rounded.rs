@@ -9,6 +9,7 @@ const GEMM: Source = Source {
     name: "nf4-rounded",
     text: concat!(
         include_str!("../../cuda/layout.cu"),
+        include_str!("../../../cuda/cuda/hopper.cu"),
         include_str!("../../cuda/pieces.cu"),
         include_str!("../../cuda/rounded.cu")
     ),
@@ -17,6 +18,7 @@ const ROWS: Source = Source {
     name: "nf4-rows",
     text: concat!(
         include_str!("../../cuda/layout.cu"),
+        include_str!("../../../cuda/cuda/hopper.cu"),
         include_str!("../../cuda/pieces.cu"),
         include_str!("../../cuda/rows.cu")
     ),
@@ -386,6 +388,19 @@ fn shapes_fit_the_device() {
             }
         }
     }
+}
+
+#[test]
+fn every_shape_compiles() -> Result<()> {
+    if let Err(why) = q4_cuda::libraries().nvrtc.version() {
+        println!("skipped: {why}");
+        return Ok(());
+    }
+    for shape in &SHAPES {
+        let options = shape.options();
+        GEMM.compile("sm_90a", &options.iter().map(String::as_str).collect::<Vec<_>>())?;
+    }
+    ROWS.compile("sm_90a", &[]).map(drop)
 }
 
 /// What rounded.cu computes of a code and a scale is within `oracle::ROUNDED` of the weight, whatever the scale.

@@ -1,12 +1,7 @@
-// Element types of x and of decoded weights, for the product of many rows.
+// Element types of x and of decoded weights, for the product of many rows. Needs layout.cu and hopper.cu before it.
 
-#define DEVICE static __device__ __forceinline__
 struct bf16 { u16 bits; };
 struct f16 { u16 bits; };
-
-DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 
 template <class T> struct Codes;
 template <> struct Codes<bf16> {

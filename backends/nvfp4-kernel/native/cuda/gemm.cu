@@ -5,7 +5,7 @@
 // slab), one packed weights. Blocks come in pairs (in a cluster) with the same rows of x, half of which each one loads for
 // both: without that the second cache, not the tensor cores, is what a launch waits for. Where tiles are few, several pairs
 // share the k of one: in a cluster of 2 KS blocks, which send each other sums, or through memory.
-// Needs layout.cu, elements.cu, wgmma.cu, copy.cu, work.cu and output.cu before it. Definitions: TN, rows of x of a tile (32, 64,
+// Needs layout.cu, hopper.cu, elements.cu, copy.cu, work.cu and output.cu before it. Definitions: TN, rows of x of a tile (32, 64,
 // 128, 176 or 256); WGS, warpgroups of 64 rows of the weight of a tile (2 or 3); KS, pairs of a cluster (1, 2 or 4); ELEMENT, bf16
 // or f16.
 //
@@ -98,6 +98,9 @@ template <class T, bool GATE> struct Weights {
         }
     }
 };
+
+DEVICE void product(bf16, float (&d)[SUMS], const u32 (&a)[4], u64 b) { product_bf16(d, a, b, 1); }
+DEVICE void product(f16, float (&d)[SUMS], const u32 (&a)[4], u64 b) { product_f16(d, a, b, 1); }
 
 DEVICE void write4(u32 at, float a, float b, float c, float d) {
     asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");

@@ -1,4 +1,4 @@
-// x for gemm.cu where it cannot be read as it is. Needs layout.cu and elements.cu before it.
+// x for gemm.cu where it cannot be read as it is. Needs layout.cu, hopper.cu and elements.cu before it.
 //
 // order_T_U(x T[rows, k], ld, k, out U[rows, parts * padded], padded, weight f32[k] or null, eps);
 // order_f32_parts: three bf16

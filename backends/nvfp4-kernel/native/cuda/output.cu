@@ -1,4 +1,4 @@
-// Sums of a warpgroup from its registers to y. Needs elements.cu, wgmma.cu and copy.cu before it. Definition: TN, as in gemm.cu.
+// Sums of a warpgroup from its registers to y. Needs hopper.cu, elements.cu and copy.cu before it. Definition: TN, as in gemm.cu.
 
 constexpr int PIECE = 8192; // bytes of outputs that a warpgroup puts together in shared memory
 enum { OUT_F32, OUT_ADD, OUT_BF16, OUT_F16 };
@@ -9,12 +9,6 @@ struct Target {
     u64 y, ldy;
     int tokens, group_count, end, out, aligned;
 };
-
-// Four matrices of 8 by 8, transposed; lane 8 i + j says where row j of the `i`th goes.
-DEVICE void store4(u32 at, u32 a, u32 b, u32 c, u32 d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d)
-                 : "memory");
-}
 
 // One by one; of 32 bits eight lanes write 32 bytes side by side. OUT_BF16: or f16.
 template <bool GATE, int OUT>

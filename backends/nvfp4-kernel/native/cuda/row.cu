@@ -1,4 +1,4 @@
-// The product with one row of x that is one part of bf16. Stands behind gemv.cu, whose arithmetic it uses.
+// The product with one row of x that is one part of bf16. Stands behind few.cu and gemv.cu, whose arithmetic it uses.
 //
 // Codes go from memory to registers, AHEAD units of a warp in flight, the first of them before the kernel waits for the one
 // before it. What is left in the loop is decoding, which the integer units bound: a copy to shared memory first would cost as

@@ -1,4 +1,4 @@
-// How the tiles of a launch are dealt to clusters. Needs elements.cu before it. Definitions: TN and KS, as in gemm.cu.
+// How the tiles of a launch are dealt to clusters. Needs hopper.cu before it. Definitions: TN and KS, as in gemm.cu.
 
 // What a pair has to do, the same for those who load and those who multiply: units of k of a tile. Of a tile that `count` pairs share
 // it is the `part`th piece, and the last work of each of them.

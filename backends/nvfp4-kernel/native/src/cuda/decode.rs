@@ -8,11 +8,18 @@ use q4_core::{ActGlobal, Activations, Code, DType, Error, FuseSet, Result};
 use q4_cuda::{Gpu, Kernel, Launch, Source, args};
 use std::sync::{Arc, OnceLock};
 
-pub(super) const GEMV: Source = Source { name: "nvfp4-gemv", text: include_str!("../../cuda/gemv.cu") };
+pub(super) const GEMV: Source = Source {
+    name: "nvfp4-gemv",
+    text: concat!(include_str!("../../../../cuda/cuda/few.cu"), include_str!("../../cuda/gemv.cu")),
+};
 /// An image of its own: the two compile side by side.
 pub(super) const ROW: Source = Source {
     name: "nvfp4-row",
-    text: concat!(include_str!("../../cuda/gemv.cu"), include_str!("../../cuda/row.cu")),
+    text: concat!(
+        include_str!("../../../../cuda/cuda/few.cu"),
+        include_str!("../../cuda/gemv.cu"),
+        include_str!("../../cuda/row.cu")
+    ),
 };
 /// Longest row that `row.cu` stages with a norm, and without.
 const LONGEST: [usize; 2] = [8192, 16384];

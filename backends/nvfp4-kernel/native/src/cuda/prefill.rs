@@ -15,13 +15,14 @@ macro_rules! source {
             name: $name,
             text: concat!(
                 include_str!("../../cuda/layout.cu"),
+                include_str!("../../../../cuda/cuda/hopper.cu"),
                 include_str!("../../cuda/elements.cu"),
                 $(include_str!(concat!("../../cuda/", $file))),+
             ),
         }
     };
 }
-const GEMM: Source = source!("nvfp4-gemm", "wgmma.cu", "copy.cu", "work.cu", "output.cu", "gemm.cu");
+const GEMM: Source = source!("nvfp4-gemm", "copy.cu", "work.cu", "output.cu", "gemm.cu");
 const ORDER: Source = source!("nvfp4-order", "order.cu");
 /// The two functions of gemm.cu.
 struct Pair {
@@ -280,4 +281,19 @@ impl Fast for Kernels {
             )
         }
     }
+}
+
+#[test]
+fn every_shape_compiles() -> Result<()> {
+    if let Err(why) = q4_cuda::libraries().nvrtc.version() {
+        println!("skipped: {why}");
+        return Ok(());
+    }
+    for shape in &SHAPES {
+        let [tokens, groups, pieces] = &shape.options();
+        for element in ["-DELEMENT=bf16", "-DELEMENT=f16"] {
+            GEMM.compile("sm_90a", &[tokens, groups, pieces, element])?;
+        }
+    }
+    ORDER.compile("sm_90a", &[]).map(drop)
 }
