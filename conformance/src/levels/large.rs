@@ -20,11 +20,14 @@ pub(super) fn cases(claim: &Claim, seed: u64, all: &mut Vec<Case>) {
     else {
         return;
     };
-    for (m, io) in [(1, DType::F32), (72, DType::BF16), (200, DType::F32)] {
+    // Weights of a real model where there is a device to fill: a wide one, and a narrow one whose k is shared.
+    let (wide, narrow) = ([6144, 2560], [2560, 4096]);
+    let calls =
+        [(1, DType::F32, wide), (72, DType::BF16, wide), (200, DType::F32, wide), (400, DType::BF16, narrow)];
+    for (m, io, size) in calls {
         let id = format!("large/{}/{}/{io}/m{m}/s{seed}", claim.schema, claim.activations);
         all.push(Case::new(Level::L2, Some(claim), id, move |bench| {
-            // The weight of a real model where there is a device to fill.
-            let [n, k] = if bench.device == Device::Cpu { [640, 384] } else { [6144, 2560] };
+            let [n, k] = if bench.device == Device::Cpu { [640, 384] } else { size };
             Sketch::plain(schema, activations, io, [n, k, m], seed)
                 .with(|problem| check(bench, path, problem))
         }));
