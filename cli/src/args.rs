@@ -2,12 +2,14 @@
 //!
 //! Nothing here knows what a verb does, so help, completions and parsing never touch a model.
 mod conformance;
+mod line;
 mod measure;
 mod trace;
 
 pub use crate::choices::*;
-use clap::{ArgAction, Args, CommandFactory, Parser, Subcommand, ValueHint};
+use clap::{ArgAction, Args, Parser, Subcommand, ValueHint};
 pub use conformance::{Child, ConformanceArgs};
+pub use line::{parse, verb_first};
 pub use measure::{CompareArgs, DataArgs, EvalArgs};
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -470,61 +472,4 @@ pub struct ManArgs {
     /// One verb; all of them when absent.
     #[arg(value_name = "VERB")]
     pub verb: Option<String>,
-}
-
-/// Moves the verb in front of the options before it. clap takes global options on either side, but keeps only one side
-/// of an option that stands on both, and a binding request must not get lost.
-pub fn verb_first(line: Vec<OsString>) -> Vec<OsString> {
-    let command = Cli::command();
-    let takes_value = |flag: &str| {
-        let of = |a: &&clap::Arg| a.get_long().is_some_and(|long| flag.strip_prefix("--") == Some(long));
-        command.get_arguments().find(of).is_some_and(|a| a.get_action().takes_values())
-    };
-    let mut at = 1;
-    while let Some(token) = line.get(at).map(|t| t.to_string_lossy()) {
-        if token == "--" || matches!(&*token, "-h" | "--help" | "-V" | "--version") {
-            return line;
-        }
-        if !token.starts_with('-') {
-            let mut moved = line;
-            moved[1..=at].rotate_right(1);
-            return moved;
-        }
-        at += if takes_value(&token) { 2 } else { 1 };
-    }
-    line
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn parse(line: &str) -> Cli {
-        let words = line.split(' ').map(OsString::from).collect();
-        Cli::try_parse_from(verb_first(words)).unwrap_or_else(|e| panic!("{line}: {e}"))
-    }
-
-    #[test]
-    fn the_definition_is_consistent() {
-        Cli::command().debug_assert();
-    }
-
-    #[test]
-    fn options_on_both_sides_of_the_verb_add_up() {
-        let cli = parse("q4 --backend a=x -v --json explain m --backend b=y --compute kernel-only");
-        assert_eq!(cli.global.backend, ["a=x", "b=y"]);
-        assert!(cli.global.json && cli.global.verbose == 1);
-        assert_eq!(cli.global.compute, Compute::KernelOnly);
-        let Verb::Explain(args) = cli.verb else { panic!("another verb") };
-        assert_eq!(args.model.model, PathBuf::from("m"));
-    }
-
-    #[test]
-    fn a_value_that_looks_like_a_verb_stays_a_value() {
-        let cli = parse("q4 --nvfp4-lib chat --memory-limit=1GiB generate -p verify");
-        assert_eq!(cli.global.nvfp4_lib, Some("chat".into()));
-        assert_eq!(cli.global.memory_limit, Some(1 << 30));
-        let Verb::Generate(args) = cli.verb else { panic!("another verb") };
-        assert_eq!((args.prompt.as_deref(), args.model.model.to_str()), (Some("verify"), Some("demo")));
-    }
 }

@@ -34,8 +34,7 @@ mod verify;
 mod windows;
 mod writing;
 
-use args::{Cli, GlobalArgs, Verb};
-use clap::Parser;
+use args::{GlobalArgs, Verb};
 use context::Context;
 use q4_core::{Code, Error, Result};
 use report::Outcome;
@@ -64,7 +63,7 @@ fn main() -> ExitCode {
             }
         };
     }
-    let cli = match Cli::try_parse_from(line) {
+    let cli = match args::parse(line) {
         Ok(cli) => cli,
         Err(e) => return usage(&e, json),
     };
