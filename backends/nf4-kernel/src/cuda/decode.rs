@@ -253,5 +253,9 @@ fn kernels_compile_for_old_devices_and_new() -> Result<()> {
         println!("skipped: {why}");
         return Ok(());
     }
-    ["sm_80", "sm_90a"].into_iter().try_for_each(|arch| SOURCE.compile(arch, &[]).map(drop))
+    for arch in ["sm_80", "sm_90a"] {
+        SOURCE.compile(arch, &[])?;
+        super::simple::SOURCE.compile(arch, &[])?;
+    }
+    Ok(())
 }

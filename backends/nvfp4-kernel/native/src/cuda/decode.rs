@@ -391,3 +391,20 @@ impl Fast for Kernels {
         Ok(())
     }
 }
+
+#[test]
+fn every_family_compiles() -> Result<()> {
+    if let Err(why) = q4_cuda::libraries().nvrtc.version() {
+        println!("skipped: {why}");
+        return Ok(());
+    }
+    for (place, family) in FAMILIES.iter().enumerate() {
+        let options = options(place);
+        let options = options.each_ref().map(String::as_str);
+        GEMV.compile("sm_90a", &options[..3])?;
+        if family.parts[0] == 1 {
+            ROW.compile("sm_90a", &options)?;
+        }
+    }
+    Ok(())
+}
