@@ -48,6 +48,9 @@ DEVICE void send4(u32 there, u32 barrier, const float *v) {
                  "r"(barrier)
                  : "memory");
 }
+DEVICE void send1(u32 there, u32 barrier, u32 v) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(there), "r"(v), "r"(barrier) : "memory");
+}
 DEVICE void meet(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 // Four matrices of 8 by 8, transposed; lane 8 i + j says where row j of the `i`th goes.
 DEVICE void store4(u32 at, u32 a, u32 b, u32 c, u32 d) {
@@ -102,6 +105,45 @@ DEVICE void product_f16(float (&d)[SUMS], const u32 (&a)[4], u64 b, int add) { P
 DEVICE void open_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void close_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> DEVICE void wait_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+// All of them, and the compiler reads no sum before that.
+DEVICE void finish_products(float (&d)[SUMS]) {
+    wait_products<0>();
+#pragma unroll
+    for (int i = 0; i < SUMS; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
 // A tile of lines of 128 bytes, swizzled, as products take it.
 DEVICE u64 tile_at(u32 at) { return (u64)(at >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62; }
+// N sums of each of THREADS threads on their way to another block, three bytes each: the 24 leading bits, so less than 2^-15
+// of one is cut off. A thread's words lie four by four beside those of the others, the last ones one by one.
+template <int N, int THREADS> struct Short {
+    static constexpr int WORDS = N / 4 * 3, FOURS = WORDS / 4 * 4, BYTES = WORDS * THREADS * 4;
+    static_assert(N % 4 == 0, "four sums are three words");
+    DEVICE u32 four(u32 base, u32 thread, int i) { return base + (i / 4 * THREADS + thread) * 16; }
+    DEVICE u32 one(u32 base, u32 thread, int i) { return base + (i * THREADS + thread) * 4; }
+    DEVICE void send_all(const float *d, u32 there, u32 barrier, u32 thread) {
+        u32 w[WORDS];
+#pragma unroll
+        for (int i = 0, j = 0; i < WORDS; i += 3, j += 4) {
+            u32 a = __float_as_uint(d[j]), b = __float_as_uint(d[j + 1]), c = __float_as_uint(d[j + 2]), e = __float_as_uint(d[j + 3]);
+            w[i] = __byte_perm(a, b, 0x5321), w[i + 1] = __byte_perm(b, c, 0x6532), w[i + 2] = __byte_perm(c, e, 0x7653);
+        }
+#pragma unroll
+        for (int i = 0; i < FOURS; i += 4) send4(four(there, thread, i), barrier, (const float *)w + i);
+#pragma unroll
+        for (int i = FOURS; i < WORDS; i++) send1(one(there, thread, i), barrier, w[i]);
+    }
+    DEVICE void add_all(float *d, u32 here, u32 thread) {
+        u32 w[WORDS];
+#pragma unroll
+        for (int i = 0; i < FOURS; i += 4)
+            asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(w[i]), "=r"(w[i + 1]), "=r"(w[i + 2]), "=r"(w[i + 3]) : "r"(four(here, thread, i)) : "memory");
+#pragma unroll
+        for (int i = FOURS; i < WORDS; i++) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(w[i]) : "r"(one(here, thread, i)) : "memory");
+#pragma unroll
+        for (int i = 0, j = 0; i < WORDS; i += 3, j += 4) {
+            d[j] += __uint_as_float(w[i] << 8), d[j + 1] += __uint_as_float(__byte_perm(w[i], w[i + 1], 0x5430) & ~0xffu);
+            d[j + 2] += __uint_as_float(__byte_perm(w[i + 1], w[i + 2], 0x4320) & ~0xffu), d[j + 3] += __uint_as_float(w[i + 2] & ~0xffu);
+        }
+    }
+};
 #endif

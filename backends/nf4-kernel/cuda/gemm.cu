@@ -279,7 +279,7 @@ DEVICE void multiply(
                 open_products();
                 product_bf16(d, now.trail[3], b + 6, 1);
                 close_products();
-                wait_products<0>();
+                finish_products(d);
                 if (s == 1 && lane == 0) barrier_arrive(empty + 8 * stage);
                 if (!FOLDED) {
                     float low = now.scale[0], high = now.scale[1];

@@ -3,19 +3,21 @@
 // wgmma with the weights as the first operand, from registers. A byte of codes becomes two values by one look-up in shared
 // memory, and these the weights by two operations of bf16, the last of which rounds: within 1.41 * 2^-8 of the weight.
 // Operands of a slab (64 of k) come about while the slab before it is multiplied. One warp brings weights, one x, by the tensor
-// copy engine as it is.
+// copy engine as it is. Four slabs are a round, in which places in the rings are known to the compiler: a third of a warp's
+// instructions went into them. What of a round is beyond k is zero.
 // Blocks of a cluster: in pairs each brings half of x for both; SPLIT of them have a part of k of one tile each and send each
 // other their sums.
 // Needs layout.cu, hopper.cu and pieces.cu before it. Definitions: TN, rows of x of a tile (32, 64, 128, 176 or 256); WGS, warpgroups that
 // multiply, 64 rows of the weight each; PAIR, 1 or 2 blocks that share rows of x; SPLIT, 1 or blocks that share k, one tile a
 // cluster; PACKS, packed weights in flight, 128 of k each; ORDERED, whether warpgroups multiply one after another.
 //
-// nf4_rounded(x_map, y_map, units, y, ldy, tokens, n, row_units, split_tiles, pairs, token_tiles, partial, flags, mark, out,
+// nf4_rounded(x_map, y_map, units, y, ldy, tokens, n, rounds, split_tiles, pairs, token_tiles, partial, flags, mark, out,
 //             aligned); also nf4_rounded_gate
 //   x_map: tensor map of x, boxes of 64 by TN / PAIR, 128-byte swizzle. y_map, if `aligned`: of y in bf16, boxes of 128 bytes
 //   (gates: 64) by as many tokens as a piece has, swizzled as wide. units: tensor map of packed weights, 8-byte words [row
-//   groups, row_units, 144], boxes of 4 WGS (of a gate: 2 WGS) by 1 by 144: units of 1152 bytes. y: element type by out: 0 f32,
-//   1 f32 to be added to, 2 bf16, 3 f16; ldy in elements. aligned: y is bf16, its rows and its start are multiples of 16 bytes. pairs: of tiles of ROWS rows, or tiles where PAIR is 1.
+//   groups, k / 128, 144], boxes of 4 WGS (of a gate: 2 WGS) by 1 by 144: units of 1152 bytes. y: element type by out: 0 f32,
+//   1 f32 to be added to, 2 bf16, 3 f16; ldy in elements. rounds: of k, ROUND units each. aligned: y is bf16, its rows and its
+//   start are multiples of 16 bytes. pairs: of tiles of ROWS rows, or tiles where PAIR is 1.
 //   Workers are blocks or pairs of them. Tiles below split_tiles are cut into equal shares of k, one a worker (stream-K), the
 //   others are dealt whole. With SPLIT, split_tiles is the number of tiles, and a worker has one share of one.
 //   partial: f32[gridDim][ROWS * TN]; flags: u64[gridDim * WGS * READERS]; neither is used with SPLIT; mark: a number no other
@@ -61,11 +63,18 @@ constexpr int KEPT = TN / SPLIT; // tokens of a tile whose outputs a block write
 constexpr int PIECE = SPLIT > 1 ? 0 : TN > 64 ? 4096 : 2048; // outputs of one warpgroup on their way to memory, PIECES times
 constexpr int PIECES = TN == 256 ? 4 : 2;
 constexpr int PACK = GROUPS * UNIT;
-constexpr int ENTRY = TN > 64 ? 256 : 128; // bytes from an entry of the table to the next: a byte is an address where there is room
+// Bytes from an entry of the table to the next: a byte is an address where there is room.
+constexpr int ENTRY = TN > 64 && TN < 256 ? 256 : 128;
 constexpr int TABLE = 256 * ENTRY;
-constexpr int RECEIVED = (SPLIT - 1) * ROWS * KEPT * 4; // sums from the others of a cluster
+// Where two pairs share k: the tokens whose outputs a block writes are the first ones of its tile, x lies so; and a sum has
+// three bytes on its way to another block.
+#define OF_TWO (SPLIT == 2 && PAIR == 2)
+constexpr int SENT = OF_TWO ? 3 : 4;
+constexpr int RECEIVED = (SPLIT - 1) * ROWS * KEPT * SENT; // sums from the others of a cluster
 constexpr int FITTING = (232448 - 512 - PIECES * WGS * PIECE - PACKS * PACK - TABLE - RECEIVED) / SLAB;
-constexpr int STAGES = FITTING < 16 ? FITTING : 16;
+constexpr int ROUND = 2; // units
+constexpr int STAGES = (FITTING < 16 ? FITTING : 16) / (2 * ROUND) * (2 * ROUND);
+static_assert(PACKS % ROUND == 0 && STAGES > 0, "rings hold rounds");
 constexpr int SHARED = TABLE + STAGES * (SLAB + 16) + PIECES * WGS * PIECE + PACKS * (PACK + 16) + RECEIVED + 8;
 static_assert(WGS * KEPT * 128 <= STAGES * SLAB, "outputs fit the ring");
 constexpr bool WIDE = WGS * TN > 256; // so many sums that the copying warps give registers away
@@ -73,14 +82,14 @@ constexpr int THREADS = 128 * WGS + (WIDE ? 128 : 64);
 
 // What a pair has to do, the same for those who load and those who multiply.
 struct Work {
-    int tile, from, to; // units of k
+    int tile, from, to; // rounds of k
 };
 struct Plan {
-    int units, split_tiles, tiles, begin, end, next;
-    DEVICE Plan start(int units, int split_tiles, int tiles) {
+    int rounds, split_tiles, tiles, begin, end, next;
+    DEVICE Plan start(int rounds, int split_tiles, int tiles) {
         Plan p;
-        u32 all = (u32)units * split_tiles;
-        p.units = units, p.split_tiles = split_tiles, p.tiles = tiles;
+        u32 all = (u32)rounds * split_tiles;
+        p.rounds = rounds, p.split_tiles = split_tiles, p.tiles = tiles;
         u32 me = blockIdx.x / PAIR, count = gridDim.x / PAIR;
         p.begin = (int)(all * me / count), p.end = (int)(all * (me + 1) / count);
         p.next = split_tiles + me;
@@ -88,19 +97,19 @@ struct Plan {
     }
     __device__ __forceinline__ bool take(Work &w) {
         if (begin < end) {
-            w.tile = begin / units, w.from = begin - w.tile * units, w.to = min(units, w.from + end - begin);
+            w.tile = begin / rounds, w.from = begin - w.tile * rounds, w.to = min(rounds, w.from + end - begin);
             begin += w.to - w.from;
             return true;
         }
         if (next >= tiles) return false;
-        w.tile = next, w.from = 0, w.to = units;
+        w.tile = next, w.from = 0, w.to = rounds;
         next += gridDim.x / PAIR;
         return true;
     }
-    // Units of all work.
+    // Rounds of all work.
     __device__ __forceinline__ int total() const {
         int whole = next < tiles ? (tiles - 1 - next) / (int)(gridDim.x / PAIR) + 1 : 0;
-        return end - begin + whole * units;
+        return end - begin + whole * rounds;
     }
 };
 // Where a pair of tiles lies. Bands of eight token tiles: what runs at a time then shares rows of x and of the weight.
@@ -146,21 +155,6 @@ DEVICE void write_table(u32 at, u32 thread) {
     for (u32 i = 0; i < 8; i++)
         asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at + thread * ENTRY + ((i + thread) & 7) * 16), "r"(v) : "memory");
 }
-// Eight codes of a row to four pairs: registers R and R + 2 of the products J and J + 1. A byte is looked up: entry b of the
-// table holds the values of its low code, then of its high code, 32 times, so that no two lanes share a bank.
-template <int J, int R> DEVICE void look_up(Operands &o, u32 w, Scale s, u32 table, u32 copy) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        u32 at, v;
-        if (ENTRY == 256) {
-            asm volatile("{.reg .b32 at; prmt.b32 at, %1, %2, %4; add.u32 at, at, %3; ld.shared.u32 %0, [at];}" : "=r"(v) : "r"(w), "r"(copy), "r"(table), "r"(0x5504 + i * 16));
-        } else {
-            asm("lop3.b32 %0, %1, 0x7f80, %2, 0xea;" : "=r"(at) : "r"(i == 0 ? w << 7 : w >> (8 * i - 7)), "r"(copy));
-            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(table + at));
-        }
-        o.a[J + i / 2][R + i % 2 * 2] = times(v, s.high, s.low);
-    }
-}
 struct Raw {
     u32 c[4];
     float s[2];
@@ -188,10 +182,43 @@ template <bool GATE> struct Lane {
         }
     }
 };
-DEVICE void decode(Operands &o, const Raw &r, u32 table, u32 copy) {
-    Scale one = scale_of(r.s[0]), two = scale_of(r.s[1]);
-    look_up<0, 0>(o, r.c[0], one, table, copy), look_up<0, 1>(o, r.c[2], two, table, copy);
-    look_up<2, 0>(o, r.c[1], one, table, copy), look_up<2, 1>(o, r.c[3], two, table, copy);
+// Levels of a slab in the places of operands, and what they are to be multiplied by: where weights go, products may still read.
+struct Levels {
+    u32 v[4][4];
+    Scale one, two;
+};
+// Eight codes of a row to four pairs: registers R and R + 2 of the products J and J + 1. A byte is looked up: entry b of the
+// table holds the levels of its low code, then of its high code, 32 times, so that no two lanes share a bank.
+template <int J, int R> DEVICE void look_up(Levels &l, u32 w, u32 table, u32 copy) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        u32 at, v;
+        if (ENTRY == 256) {
+            asm volatile("{.reg .b32 at; prmt.b32 at, %1, %2, %4; add.u32 at, at, %3; ld.shared.u32 %0, [at];}" : "=r"(v) : "r"(w), "r"(copy), "r"(table), "r"(0x5504 + i * 16));
+        } else {
+            asm("lop3.b32 %0, %1, 0x7f80, %2, 0xea;" : "=r"(at) : "r"(i == 0 ? w << 7 : w >> (8 * i - 7)), "r"(copy));
+            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(table + at));
+        }
+        l.v[J + i / 2][R + i % 2 * 2] = v;
+    }
+}
+DEVICE Levels levels_of(const Raw &r, u32 table, u32 copy) {
+    Levels l;
+    float one = r.s[0], two = r.s[1];
+    asm volatile("" : "+f"(one), "+f"(two)); // or it waits for scales as soon as they are fetched
+    l.one = scale_of(one), l.two = scale_of(two);
+    look_up<0, 0>(l, r.c[0], table, copy), look_up<0, 1>(l, r.c[2], table, copy);
+    look_up<2, 0>(l, r.c[1], table, copy), look_up<2, 1>(l, r.c[3], table, copy);
+    return l;
+}
+DEVICE void scale(Operands &o, const Levels &l) {
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+            const Scale &s = r & 1 ? l.two : l.one;
+            o.a[j][r] = times(l.v[j][r], s.high, s.low);
+        }
 }
 
 enum { OUT_F32, OUT_ADD, OUT_BF16, OUT_F16 };
@@ -379,6 +406,14 @@ template <bool GATE> DEVICE bool add_share(float (&d)[SUMS], int me, int own, in
     return true;
 }
 
+// Where two blocks have half of k of one tile each: each adds up half of the tokens, which come first in `d`.
+DEVICE void exchange_two(float (&d)[SUMS], u32 received, u32 barrier, int part, int rank) {
+    using Sent = Short<SUMS / 2, 128 * WGS>;
+    u32 other = (1 - part) * PAIR + rank;
+    Sent::send_all(d + SUMS / 2, address_in(received, other), address_in(barrier, other), threadIdx.x);
+    barrier_wait_cluster(barrier, 0);
+    Sent::add_all(d, received, threadIdx.x);
+}
 // Where the blocks of a cluster have a part of k of one tile each: every one adds up its share of the tokens, which come first
 // in `d` then, all in one order.
 DEVICE void exchange(float (&d)[SUMS], u32 received, u32 barrier, int part, int rank) {
@@ -408,7 +443,7 @@ DEVICE void exchange(float (&d)[SUMS], u32 received, u32 barrier, int part, int 
 }
 template <bool GATE>
 DEVICE void multiply(
-    const Map *x_map, const Map *y_map, const Map *units, u64 y, u64 ldy, int tokens, int n, int row_units, int split_tiles,
+    const Map *x_map, const Map *y_map, const Map *units, u64 y, u64 ldy, int tokens, int n, int rounds, int split_tiles,
     int pairs, int token_tiles, float *partial, u64 *flags, u64 mark, int out, int aligned) {
     extern __shared__ __align__(1024) u8 room[];
     u32 xs = shared_address(room), store = xs + STAGES * SLAB, received = store + PIECES * WGS * PIECE, packs = received + RECEIVED;
@@ -417,7 +452,7 @@ DEVICE void multiply(
     int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, rank = PAIR == 2 ? blockIdx.x & 1 : 0, part = blockIdx.x / PAIR % SPLIT;
     let_next_start();
     int group_count = (n + 15) / 16;
-    Plan plan = Plan::start(row_units, split_tiles, pairs * token_tiles);
+    Plan plan = Plan::start(rounds, split_tiles, pairs * token_tiles);
     Work work = {0, 0, 0};
     // Every worker has one part of one tile.
     u32 workers = gridDim.x / PAIR;
@@ -428,6 +463,7 @@ DEVICE void multiply(
         if (warp == 4 * WGS) {
             // Weights do not depend on what ran before, nor on other blocks.
             if (lane == 0) {
+                expect_map(units);
                 for (int i = 0; i < PACKS; i++) barrier_init(packed + 8 * i, 1), barrier_init(decoded + 8 * i, 4 * WGS);
                 asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
             }
@@ -439,7 +475,7 @@ DEVICE void multiply(
             while (plan.take(work)) {
                 int group = (Place::of(work.tile, pairs, token_tiles).pair * PAIR + rank) * (GATE ? GROUPS / 2 : GROUPS);
 #pragma unroll 1
-                for (int u = work.from; u < work.to; u++) {
+                for (int u = ROUND * work.from; u < ROUND * work.to; u++) {
                     if (!first) barrier_wait(decoded + 8 * slot, phase);
                     if (lane == 0) {
                         u32 to = packs + slot * PACK;
@@ -454,7 +490,7 @@ DEVICE void multiply(
             cluster_wait();
         } else if (warp == 4 * WGS + 1) {
             if (lane == 0) {
-                asm volatile("prefetch.tensormap [%0];" ::"l"(x_map) : "memory");
+                expect_map(x_map);
                 if (xs & 1023) asm volatile("trap;");
                 for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, 4 * WGS * PAIR);
                 barrier_init(all_received, 1);
@@ -464,16 +500,16 @@ DEVICE void multiply(
             __syncwarp();
             ready();
             cluster_arrive();
-            cluster_wait();
             bool some = plan.take(work);
             Place place = Place::of(work.tile, pairs, token_tiles);
+            cluster_wait();
             wait_for_previous();
             u32 stage = 0, phase = 1;
             bool first = true;
             while (some) {
-                int token = place.token + rank * (TN / 2);
+                int token = place.token + (OF_TWO ? rank ^ part : rank) * (TN / 2);
 #pragma unroll 1
-                for (int s = 2 * work.from; s < 2 * work.to; s++) {
+                for (int s = 2 * ROUND * work.from; s < 2 * ROUND * work.to; s++) {
                     if (!first) barrier_wait(empty + 8 * stage, phase);
                     if (lane == 0) {
                         barrier_expect(full + 8 * stage, SLAB);
@@ -495,44 +531,50 @@ DEVICE void multiply(
         int half = warp >> 2, w = warp & 3, me = threadIdx.x & 127, own = 2 + half;
         Target target = {y_map, y, ldy, tokens, GATE ? n / 2 : n, out, aligned};
         u32 base = store + half * PIECES * PIECE;
-        u32 stage = 0, phase = 0, before = 0, slot = 0, slot_phase = 0, turn = 0;
-        int left = plan.total(); // units after the one at hand
+        u32 turn = 0;
+        int left = plan.total(); // rounds after the one at hand
+        u32 copy = __shfl_sync(~0u, lane * 4, lane); // a lane's copy of the table; else the compiler asks for the lane every time
+        constexpr bool AHEAD = ORDERED; // x is waited for long before a warpgroup's turn
+        u64 tile = tile_at(xs);
+        // A round's places in the rings.
+        u32 stage = 0, x_phase = 0, slot = 0, pack_phase = 0;
+        auto next_x = [&]() {
+            if (STAGES == 2 * ROUND || (stage += 2 * ROUND) == STAGES) stage = 0, x_phase ^= 1;
+        };
+        auto next_packs = [&]() {
+            if (PACKS == ROUND || (slot += ROUND) == PACKS) slot = 0, pack_phase ^= 1;
+        };
         // A place that nothing comes to again is left without a word: a block that is sent to may be gone.
-        u32 empty_there = PAIR == 2 ? address_in(empty, part * PAIR + (lane & 1)) : empty, rings = lane < PAIR;
-        int refills = 2 * left - STAGES;
-        asm volatile("" : "+r"(empty_there), "+r"(rings));
-        auto leave = [&](u32 stage, bool used) { barrier_arrive_there(empty_there + 8 * stage, used && rings && refills > 0), refills -= used; };
+        u32 empty_there = PAIR == 2 ? address_in(empty, part * PAIR + (lane & 1)) : empty;
+        u32 refills = copy < 4 * PAIR ? max(2 * ROUND * left - STAGES, 0) : 0, slabs = ~0u;
+        auto leave = [&](u32 stage) { barrier_arrive_there(empty_there + 8 * stage, slabs++ < refills); }; // none before the first
         Lane<GATE> at = Lane<GATE>::of(w, half, lane);
         float d[SUMS];
         Operands o[2];
         Raw raw;
-        u32 copy = lane * 4;
-        // The second half of a unit has been looked up, so its bytes are in registers: an arrival does not wait for loads before it.
-        auto passed = [&]() {
-            __syncwarp();
-            barrier_arrive_there(decoded + 8 * slot, lane == 0);
-            if (++slot == PACKS) slot = 0, slot_phase ^= 1;
-        };
 #if ORDERED
         if (half == WGS - 1) asm volatile("bar.arrive 6, 256;" ::: "memory");
 #endif
         if (left) {
             barrier_wait(packed, 0);
             at.fetch(raw, packs, 0);
-            decode(o[0], raw, table, copy);
+            scale(o[0], levels_of(raw, table, copy));
             at.fetch(raw, packs, 1);
         }
         cluster_wait();
         wait_for_previous();
+        if (AHEAD) barrier_wait(full, left ? 0 : 1);
         while (plan.take(work)) {
             Place place = Place::of(work.tile, pairs, token_tiles);
             int add = 0;
-            for (int u = work.from; u < work.to; u++) {
+            for (int round = work.from; round < work.to; round++) {
                 left--;
 #pragma unroll
-                for (int s = 0; s < 2; s++) {
-                    barrier_wait(full + 8 * stage, phase);
-                    u64 b = tile_at(xs + stage * SLAB);
+                for (int i = 0; i < 2 * ROUND; i++) {
+                    constexpr int LAST = 2 * ROUND - 1;
+                    int s = i & 1, next = i < LAST ? i + 1 : 0, next_unit = i < LAST - 1 ? i / 2 + 1 : 0;
+                    if (!AHEAD) barrier_wait(full + 8 * (stage + i), x_phase);
+                    u64 b = STAGES == 2 * ROUND ? tile + (i * SLAB >> 4) : tile_at(xs + (stage + i) * SLAB);
 #if ORDERED
                     meet(6 + half, 256);
 #endif
@@ -545,28 +587,37 @@ DEVICE void multiply(
 #if ORDERED
                     asm volatile("bar.arrive %0, 256;" ::"r"(half + 1 == WGS ? 6 : 7 + half) : "memory");
 #endif
+                    // Levels of the slab after this one while it is multiplied, and the end of the one before it, where weights go;
+                    // then codes of the one after that. What does not come any more is not waited for: the phase before is over.
+                    Levels levels = levels_of(raw, table, copy);
                     wait_products<1>();
-                    leave(before, add);
-                    add = 1, before = stage;
-                    if (++stage == STAGES) stage = 0, phase ^= 1;
-                    // Operands of the slab after this one while it is multiplied; then codes of the one after that.
-                    decode(o[s ^ 1], raw, table, copy);
-                    if (s == 0) passed();
-                    if (left) {
-                        if (s == 0) barrier_wait(packed + 8 * slot, slot_phase);
-                        at.fetch(raw, packs + slot * PACK, s);
+                    leave(i > 0 ? stage + i - 1 : (stage > 0 ? stage : STAGES) - 1);
+                    add = 1;
+                    if (s == 0) {
+                        // The unit's codes have been looked up, so they are in registers: an arrival does not wait for loads.
+                        __syncwarp();
+                        barrier_arrive_there(decoded + 8 * (slot + i / 2), copy == 0);
+                        if (next_unit == 0) next_packs();
+                        barrier_wait(packed + 8 * (slot + next_unit), i < LAST - 1 || left ? pack_phase : pack_phase ^ 1);
                     }
+                    at.fetch(raw, packs + (slot + next_unit) * PACK, s);
+                    scale(o[s ^ 1], levels);
+                    if (next == 0) next_x();
+                    if (AHEAD) barrier_wait(full + 8 * (stage + next), i < LAST || left ? x_phase : x_phase ^ 1);
                 }
             }
-            wait_products<0>();
-            leave(before, true);
+            finish_products(d);
 
             int row_tile = place.pair * PAIR + rank;
             int row = GATE ? (row_tile * (GROUPS / 2) + half * 2) * 16 : (row_tile * GROUPS + half * 4) * 16;
             // Where all outputs fit when x is not needed any more.
             u32 last = xs + half * (KEPT * 128);
 #if SPLIT > 1
+#if OF_TWO
+            exchange_two(d, received, all_received, part, rank);
+#else
             exchange(d, received, all_received, part, rank);
+#endif
             meet(1, 128 * WGS);
             int token = place.token + part * KEPT;
             put_all<GATE>(d, target, base, last, token, row, lane, w, me, own, turn);
@@ -583,9 +634,9 @@ DEVICE void multiply(
                 meet(own, 128);
                 if (me == 0) raise(flag_at(flags, blockIdx.x, half, 0), mark);
                 continue;
-            } else if (work.to < row_units) {
+            } else if (work.to < rounds) {
                 // Workers that begin below the tile's end.
-                u32 sum = (u32)row_units * split_tiles, end = ((u32)row_units * (work.tile + 1) * workers + sum - 1) / sum;
+                u32 sum = (u32)rounds * split_tiles, end = ((u32)rounds * (work.tile + 1) * workers + sum - 1) / sum;
                 for (u32 other = blockIdx.x + PAIR; other < end * PAIR; other += PAIR) {
                     if (me == 0) await(flag_at(flags, other, half, 0), mark);
                     meet(own, 128);
@@ -615,8 +666,8 @@ DEVICE void multiply(
 #define GEMM(NAME, GATE) \
     extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) NAME( \
         const __grid_constant__ Map x_map, const __grid_constant__ Map y_map, const __grid_constant__ Map units, u64 y, u64 ldy, int tokens, int n, \
-        int row_units, int split_tiles, int pairs, int token_tiles, float *partial, u64 *flags, u64 mark, int out, int aligned) { \
-        multiply<GATE>(&x_map, &y_map, &units, y, ldy, tokens, n, row_units, split_tiles, pairs, token_tiles, partial, flags, mark, out, \
+        int rounds, int split_tiles, int pairs, int token_tiles, float *partial, u64 *flags, u64 mark, int out, int aligned) { \
+        multiply<GATE>(&x_map, &y_map, &units, y, ldy, tokens, n, rounds, split_tiles, pairs, token_tiles, partial, flags, mark, out, \
                        aligned); \
     }
 GEMM(nf4_rounded, false)

@@ -27,6 +27,8 @@ const ROWS: Source = Source {
 const SHARED: usize = 232_448;
 /// Launches that wait for a warpgroup, as in rounded.cu.
 const READERS: usize = 8;
+/// Units of k of a round, as in rounded.cu.
+const ROUND: usize = 2;
 
 /// A shape of tiles; the constants of rounded.cu.
 struct Shape {
@@ -55,11 +57,11 @@ const SHAPES: [Shape; 10] = [
     alone(64, 2, 1, 8),
     alone(64, 3, 1, 6),
     alone(128, 2, 1, 6),
-    alone(256, 2, 2, 3),
+    alone(256, 2, 2, 2),
     Shape { tokens: 64, groups: 3, pair: 1, split: 8, packs: 6, ordered: true },
     Shape { tokens: 64, groups: 2, pair: 1, split: 2, packs: 8, ordered: true },
     Shape { tokens: 176, groups: 2, pair: 2, split: 2, packs: 2, ordered: false },
-    Shape { tokens: 128, groups: 3, pair: 2, split: 1, packs: 3, ordered: false },
+    Shape { tokens: 128, groups: 3, pair: 2, split: 1, packs: 2, ordered: false },
 ];
 /// The places of those with most sums, and with most rows of the weight.
 const LARGEST: usize = 5;
@@ -78,7 +80,7 @@ impl Shape {
             let s = &SHAPES[*i];
             let (tiles, size) = (s.row_tiles(w.n as usize, false) * m.div_ceil(s.tokens), s.pair * s.split);
             let is_filled = s.split > 2 || tiles * size * 2 >= processors;
-            w.units as usize >= s.split && tiles <= processors / size * 15 / 16 && is_filled
+            rounds(w) >= s.split && tiles <= processors / size * 15 / 16 && is_filled
         };
         let few = w.n <= FEW_ROWS;
         let clusters: &[usize] = match m {
@@ -133,14 +135,18 @@ impl Shape {
     }
     /// Bytes of the table of pairs, `TABLE` of rounded.cu.
     const fn table(&self) -> usize {
-        256 * if self.tokens > 64 { 256 } else { 128 }
+        256 * if self.tokens > 64 && self.tokens < 256 { 256 } else { 128 }
+    }
+    /// Bytes of a sum on its way to another block of a cluster, `SENT` of rounded.cu.
+    const fn sent(&self) -> usize {
+        if self.split == 2 && self.pair == 2 { 3 } else { 4 }
     }
     /// `SHARED` of rounded.cu.
     fn shared(&self) -> u32 {
         let (slab, pack, (piece, times)) = (128 * self.tokens, 4 * self.groups * UNIT, self.pieces());
-        let received = (self.split - 1) * self.rows() * (self.tokens / self.split) * 4;
+        let received = (self.split - 1) * self.rows() * (self.tokens / self.split) * self.sent();
         let fixed = self.table() + times * self.groups * piece + self.packs * pack + received;
-        let stages = ((SHARED - 512 - fixed) / slab).min(16);
+        let stages = ((SHARED - 512 - fixed) / slab).min(16) / (2 * ROUND) * (2 * ROUND);
         (stages * (slab + 16) + fixed + 16 * self.packs + 8) as u32
     }
     fn options(&self) -> Vec<String> {
@@ -154,6 +160,11 @@ impl Shape {
         ];
         all.map(|(name, value)| format!("-D{name}={value}")).into()
     }
+}
+
+/// Rounds of k.
+fn rounds(w: &Packed) -> usize {
+    (w.units as usize).div_ceil(ROUND)
 }
 
 /// The two functions of rounded.cu.
@@ -281,10 +292,11 @@ impl Kernels {
         let (row_tiles, token_tiles) = (shape.row_tiles(n, call.gate), m.div_ceil(shape.tokens));
         let tiles = row_tiles * token_tiles;
         let (grid, split) = match shape.split {
-            1 => deal(tiles, token_tiles, w.units as usize, self.gpu.processors as usize / shape.pair),
+            1 => deal(tiles, token_tiles, rounds(w), self.gpu.processors as usize / shape.pair),
             split => (tiles * split, tiles),
         };
-        let [rows, split, row_tiles, token_tiles] = [m, split, row_tiles, token_tiles].map(|v| v as u32);
+        let [rows, split, row_tiles, token_tiles, rounds] =
+            [m, split, row_tiles, token_tiles, rounds(w)].map(|v| v as u32);
         let (partial, flags) = (at(room.partial), at(room.flags));
         let (mark, aligned) = (mark(), u32::from(is_aligned));
         let pair = self.pair(index)?;
@@ -301,7 +313,7 @@ impl Kernels {
                     ldy,
                     rows,
                     w.n,
-                    w.units,
+                    rounds,
                     split,
                     row_tiles,
                     token_tiles,
@@ -326,10 +338,10 @@ fn mark() -> u64 {
 }
 
 /// Workers, and the tiles whose k is shared out among all of them.
-fn deal(tiles: usize, token_tiles: usize, units: usize, workers: usize) -> (usize, usize) {
+fn deal(tiles: usize, token_tiles: usize, rounds: usize, workers: usize) -> (usize, usize) {
     if tiles < workers {
         // As many a tile as there is room for: each then has one part of one tile.
-        return (tiles * (workers / tiles).min(units).min(READERS), tiles);
+        return (tiles * (workers / tiles).min(rounds).min(READERS), tiles);
     }
     // Where weights are read once or twice, equal shares of everything were fastest; else whole tiles, and shares of those
     // that would not nearly fill a last round, of a round more where k is short. Shares are counted in 32 bits.
@@ -338,27 +350,27 @@ fn deal(tiles: usize, token_tiles: usize, units: usize, workers: usize) -> (usiz
         tiles
     } else if rest * 4 > workers * 3 {
         0
-    } else if units <= LONG as usize || rest * units < workers {
+    } else if rounds * ROUND <= LONG as usize || rest * rounds < workers {
         rest + workers
     } else {
         rest
     };
-    (workers, if (split * units * workers) >> 32 == 0 { split } else { 0 })
+    (workers, if (split * rounds * workers) >> 32 == 0 { split } else { 0 })
 }
 
 #[test]
 fn every_block_has_work() {
     for tiles in 1..400 {
-        for units in [1, 2, 20, 76] {
+        for rounds in [1, 2, 10, 38] {
             for token_tiles in [1, 2, 16] {
                 for workers in [66, 132] {
-                    let (grid, split) = deal(tiles, token_tiles, units, workers);
+                    let (grid, split) = deal(tiles, token_tiles, rounds, workers);
                     // Where k is shared, all have a part: rounded.cu counts on it.
                     assert!(
                         grid <= workers
                             && split <= tiles
-                            && if split == 0 { tiles >= grid } else { split * units >= grid },
-                        "{tiles} {token_tiles} {units}"
+                            && if split == 0 { tiles >= grid } else { split * rounds >= grid },
+                        "{tiles} {token_tiles} {rounds}"
                     );
                 }
             }
@@ -366,23 +378,25 @@ fn every_block_has_work() {
     }
 }
 
-/// What is launched has room on a multiprocessor, a ring of at least three slabs, and one tile a cluster that shares k.
+/// What is launched has room on a multiprocessor, rings of at least a round, and one tile a cluster that shares k.
 #[test]
 fn shapes_fit_the_device() {
     for s in &SHAPES {
-        let ring = 3 * (128 * s.tokens + 16);
+        let ring = 2 * ROUND * (128 * s.tokens + 16);
         let shared = s.shared() as usize;
         assert!(shared <= SHARED, "{} tokens: {shared}", s.tokens);
         assert!(shared >= s.table() + ring + s.packs * 4 * s.groups * UNIT, "{} tokens: {shared}", s.tokens);
+        assert!(s.packs % ROUND == 0, "{} tokens", s.tokens);
         assert!(s.pair * s.split <= 8 && s.tokens % (8 * s.split) == 0, "{} tokens", s.tokens);
     }
     let weight = |n, units| Packed { codes: 0, scales: 0, n, k: units * 128, group: 64, units };
     for n in [16, 1000, 2560, 6144, 9728, 151_936] {
         for m in [17, 64, 100, 352, 512, 513, 2048] {
-            for units in [1, 20, 76] {
-                let s = &SHAPES[Shape::of(&weight(n, units), m, 132)];
+            for units in [1, 3, 20, 76] {
+                let w = weight(n, units);
+                let s = &SHAPES[Shape::of(&w, m, 132)];
                 let clusters = s.row_tiles(n as usize, false) * m.div_ceil(s.tokens);
-                let fits = clusters * s.pair * s.split <= 132 && units as usize >= s.split;
+                let fits = clusters * s.pair * s.split <= 132 && rounds(&w) >= s.split;
                 assert!(s.split == 1 || fits, "{n} {units} {m}");
                 assert!(m <= s.tokens || s.tokens >= 128, "{n} {units} {m}");
             }

@@ -248,7 +248,7 @@ DEVICE void multiply(
                     if (stage >= STAGES) stage -= STAGES, phase ^= 1;
                 }
             }
-            wait_products<0>();
+            finish_products(d);
             leave(before, true);
             if (SETS == 2) {
                 u32 at = meeting + half * (MEETING / WGS) + me * 16;
