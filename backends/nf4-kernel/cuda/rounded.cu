@@ -3,7 +3,7 @@
 // wgmma with the weights as the first operand, from registers. A byte of codes becomes two values by one look-up in shared
 // memory, and these the weights by two operations of bf16, the last of which rounds: within 1.41 * 2^-8 of the weight.
 // Operands of a slab (64 of k) come about while the slab before it is multiplied. One warp brings weights, one x, by the tensor
-// copy engine as it is. Four slabs are a round, in which places in the rings are known to the compiler: a third of a warp's
+// copy engine as it is. Four slabs are a round, in which places in the rings are known to the compiler: a fifth of a warp's
 // instructions went into them. What of a round is beyond k is zero.
 // Blocks of a cluster: in pairs each brings half of x for both; SPLIT of them have a part of k of one tile each and send each
 // other their sums.
