@@ -3,10 +3,12 @@ use super::{Figure, Subject, measure, timed};
 use crate::args::BenchArgs;
 use crate::roofline::{Roofline, Work};
 use q4_core::{ExecContext, Q4Linear, Result, TensorView, TensorViewMut, ThreadPool};
-use q4_model::cpu::CpuHead;
+use q4_model::cpu::{CpuExecutor, CpuHead, CpuLinear};
+use q4_model::graph::Block;
 use q4_model::load::Model;
 
-/// Every product of one layer and the head, alone, at several numbers of rows.
+/// Every product of a layer and the head, alone, at several numbers of rows. The same product of all layers comes one after
+/// another, so that no weight is still in the cache when its turn comes again.
 pub(super) fn measure_all(
     subject: &Subject,
     roofline: &Roofline,
@@ -16,27 +18,34 @@ pub(super) fn measure_all(
     figures: &mut Vec<Figure>,
 ) -> Result<()> {
     let Model::Cpu(model) = &subject.loaded.model else { return Ok(()) };
-    let Some(block) = model.blocks.first() else { return Ok(()) };
-    let head = match &model.head {
-        CpuHead::Q4(linear) => Some(linear),
-        CpuHead::Dense(_) => None,
-    };
-    let products = [&block.qkv, &block.o, &block.gate_up, &block.down].into_iter().chain(head);
-    for (linear, _) in products.flat_map(|l| &l.parts) {
+    let of: [fn(&Block<CpuExecutor>) -> &CpuLinear; 4] = [|b| &b.qkv, |b| &b.o, |b| &b.gate_up, |b| &b.down];
+    let mut products = Vec::new();
+    for of in of {
+        let parts = model.blocks.first().map_or(0, |b| of(b).parts.len());
+        for i in 0..parts {
+            products.push(model.blocks.iter().filter_map(|b| of(b).parts.get(i)).map(|p| &p.0).collect());
+        }
+    }
+    if let CpuHead::Q4(head) = &model.head {
+        products.extend(head.parts.iter().map(|p| vec![&p.0]));
+    }
+    for layers in &products {
         for m in [1, 8, 64, 512].into_iter().filter(|m| *m <= chunk) {
-            figures.push(product(linear, m, roofline, args, threads)?);
+            figures.push(product(layers, m, roofline, args, threads)?);
         }
     }
     Ok(())
 }
 
+/// A product of one shape, once a layer.
 fn product(
-    linear: &Q4Linear,
+    layers: &[&Q4Linear],
     m: usize,
     roofline: &Roofline,
     args: &BenchArgs,
     threads: &ThreadPool,
 ) -> Result<Figure> {
+    let linear = layers[0];
     let info = linear.info();
     let (n, k) = (info.n, info.k);
     let x: Vec<f32> = (0..m * k).map(|i| (i % 97) as f32 / 97.0 - 0.5).collect();
@@ -47,13 +56,13 @@ fn product(
     let macs = (m * n * k) as f64;
     let gmac = macs / 1e9;
     let work = Work { bytes: info.resident_bytes as f64 / gmac, macs: 1e9 };
-    // Enough calls that the clock's resolution does not show; small products repeat on a warm cache and may then be
-    // faster than memory.
+    // Enough calls that the clock's resolution does not show, and of every layer as many.
     let floor_s = gmac * work.seconds(roofline.read_gb_s, roofline.gmac_s(&info.activations));
-    let calls = (0.02 / floor_s.max(1e-6)).clamp(1.0, 1000.0) as usize;
+    let rounds = (0.02 / floor_s.max(1e-6) / layers.len() as f64).clamp(1.0, 1000.0) as usize;
+    let calls = rounds * layers.len();
     let rates = measure(args, calls as f64 * gmac, || {
         timed(|| {
-            for _ in 0..calls {
+            for linear in layers.iter().cycle().take(calls) {
                 let mut cx = ExecContext::cpu(threads);
                 cx.workspace = Some(TensorViewMut::of(&mut scratch[at..], &[len])?);
                 linear.forward(TensorView::of(&x, &[m, k])?, TensorViewMut::of(&mut y, &[m, n])?, &mut cx)?;
