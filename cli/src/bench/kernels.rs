@@ -21,9 +21,9 @@ pub(super) fn measure_all(
     let of: [fn(&Block<CpuExecutor>) -> &CpuLinear; 4] = [|b| &b.qkv, |b| &b.o, |b| &b.gate_up, |b| &b.down];
     let mut products = Vec::new();
     for of in of {
-        let parts = model.blocks.first().map_or(0, |b| of(b).parts.len());
-        for i in 0..parts {
-            products.push(model.blocks.iter().filter_map(|b| of(b).parts.get(i)).map(|p| &p.0).collect());
+        for (i, (first, _)) in model.blocks.first().map_or(&[][..], |b| &of(b).parts).iter().enumerate() {
+            let layers = model.blocks.iter().filter_map(|b| of(b).parts.get(i)).map(|p| &p.0);
+            products.push(layers.filter(|l| is_alike(l, first)).collect());
         }
     }
     if let CpuHead::Q4(head) = &model.head {
@@ -35,6 +35,15 @@ pub(super) fn measure_all(
         }
     }
     Ok(())
+}
+
+/// Whether layers of a mixed model do the same work.
+fn is_alike(a: &Q4Linear, b: &Q4Linear) -> bool {
+    let of = |l: &Q4Linear| {
+        let i = l.info();
+        (i.n, i.k, i.resident_bytes, i.path, i.activations)
+    };
+    of(a) == of(b)
 }
 
 /// A product of one shape, once a layer.
@@ -50,7 +59,8 @@ fn product(
     let (n, k) = (info.n, info.k);
     let x: Vec<f32> = (0..m * k).map(|i| (i % 97) as f32 / 97.0 - 0.5).collect();
     let mut y = vec![0f32; m * n];
-    let mut scratch = vec![0u8; linear.workspace(m) + 64];
+    let workspace = layers.iter().map(|l| l.workspace(m)).max().unwrap_or(0);
+    let mut scratch = vec![0u8; workspace + 64];
     let at = scratch.as_ptr().align_offset(64);
     let len = scratch.len() - at;
     let macs = (m * n * k) as f64;
