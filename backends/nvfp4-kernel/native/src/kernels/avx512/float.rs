@@ -11,6 +11,8 @@ unsafe fn direct(w: Blocks, x: FloatRows, acc: *mut Acc) {
     // SAFETY: same contract.
     unsafe {
         match x.rows {
+            1 => one_by_one::<1>(w, x, acc),
+            2 => one_by_one::<2>(w, x, acc),
             5 => one_by_one::<5>(w, x, acc),
             6 => one_by_one::<6>(w, x, acc),
             7 => one_by_one::<7>(w, x, acc),
@@ -20,7 +22,7 @@ unsafe fn direct(w: Blocks, x: FloatRows, acc: *mut Acc) {
     }
 }
 
-/// More rows leave registers for one row block only.
+/// Few rows wait for memory, which is fastest as one ascending stream; many leave registers for one row block only.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")]
 unsafe fn one_by_one<const M: usize>(w: Blocks, x: FloatRows, out: *mut Acc) {
     for c in 0..w.count {
