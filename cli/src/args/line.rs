@@ -93,6 +93,7 @@ mod tests {
         let Verb::Generate(args) = cli.verb else { panic!("another verb") };
         assert_eq!((args.prompt.as_deref(), args.model.model.to_str()), (Some("verify"), Some("demo")));
     }
+
     #[test]
     fn what_is_refused_is_the_option_nobody_knows() {
         let refused = |line: &str| super::parse(verb_first(words(line))).expect_err(line).to_string();

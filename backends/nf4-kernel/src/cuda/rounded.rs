@@ -458,7 +458,9 @@ fn a_weight_is_off_by_less_than_the_bound() {
             worst = worst.max(if want == 0.0 { 0.0 } else { (got / want - 1.0).abs() });
         }
     }
-    assert!(worst < q4_core::oracle::ROUNDED, "{}", worst * 256.0);
+    // Half of a sum may lose its last 8 bits on the way to another block.
+    let cut = 2f64.powi(-15);
+    assert!(worst + cut < q4_core::oracle::ROUNDED, "{}", (worst + cut) * 256.0);
     assert!(worst < 1.41 / 256.0, "numerics.md has it closer: {}", worst * 256.0);
     assert!(worst > 1.2 / 256.0, "the bound is far too wide: {}", worst * 256.0);
 }

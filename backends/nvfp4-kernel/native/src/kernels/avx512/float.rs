@@ -22,7 +22,8 @@ unsafe fn direct(w: Blocks, x: FloatRows, acc: *mut Acc) {
     }
 }
 
-/// Few rows wait for memory, which is fastest as one ascending stream; many leave registers for one row block only.
+/// One or two rows wait for memory, which is fastest as one ascending stream; more than four leave registers for one row block
+/// only. Three and four have arithmetic enough to read two at once.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")]
 unsafe fn one_by_one<const M: usize>(w: Blocks, x: FloatRows, out: *mut Acc) {
     for c in 0..w.count {
