@@ -61,7 +61,7 @@ constexpr int UNIT = 1152;       // bytes of 16 rows by 128 k
 constexpr int SLAB = TN * 128;   // bytes of x of a tile by 64 of k
 constexpr int KEPT = TN / SPLIT; // tokens of a tile whose outputs a block writes
 constexpr int PIECE = SPLIT > 1 ? 0 : TN > 64 ? 4096 : 2048; // outputs of one warpgroup on their way to memory, PIECES times
-constexpr int PIECES = TN == 256 ? 4 : 2;
+constexpr int PIECES = TN == 256 ? 3 : 2;
 constexpr int PACK = GROUPS * UNIT;
 // Bytes from an entry of the table to the next: a byte is an address where there is room.
 constexpr int ENTRY = TN > 64 && TN < 256 ? 256 : 128;

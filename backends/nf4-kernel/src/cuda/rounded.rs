@@ -57,11 +57,11 @@ const SHAPES: [Shape; 10] = [
     alone(64, 2, 1, 8),
     alone(64, 3, 1, 6),
     alone(128, 2, 1, 6),
-    alone(256, 2, 2, 2),
+    alone(256, 2, 2, 4),
     Shape { tokens: 64, groups: 3, pair: 1, split: 8, packs: 6, ordered: true },
     Shape { tokens: 64, groups: 2, pair: 1, split: 2, packs: 8, ordered: true },
-    Shape { tokens: 176, groups: 2, pair: 2, split: 2, packs: 2, ordered: false },
-    Shape { tokens: 128, groups: 3, pair: 2, split: 1, packs: 2, ordered: false },
+    Shape { tokens: 176, groups: 2, pair: 2, split: 2, packs: 4, ordered: false },
+    Shape { tokens: 128, groups: 3, pair: 2, split: 1, packs: 4, ordered: false },
 ];
 /// The places of those with most sums, and with most rows of the weight.
 const LARGEST: usize = 5;
@@ -120,7 +120,7 @@ impl Shape {
     /// Bytes of outputs of a warpgroup that leave together, and how many times; none where they leave from the ring of x.
     const fn pieces(&self) -> (usize, usize) {
         match (self.split, self.tokens) {
-            (1, 256) => (4096, 4),
+            (1, 256) => (4096, 3),
             (1, 128) => (4096, 2),
             (1, _) => (2048, 2),
             _ => (0, 0),
