@@ -30,16 +30,30 @@ constexpr int STAGE = TN * 128;      // x by 64 of k
 // Where sums are few, two sets of warpgroups take turns at the slabs of a tile.
 constexpr int SETS = TN <= 64 ? 2 : 1;
 constexpr int TOGETHER = SETS == 2 ? 2 : 4; // products of 16 of k that are issued at once, operands of as many are made meanwhile
-constexpr int PACKS = WGS == 3 ? 4 : TN > 128 ? 5 : 8;
+constexpr int PACKS = WGS == 3 || TN > 128 ? 4 : 8;
+constexpr int SLABS = 2 * ROUND / SETS; // of a round, that a set has
 // Sums of the second set on their way to the first, and then outputs on theirs.
 constexpr int MEETING = SETS == 2 ? WGS * 128 * SUMS * 4 : WGS * PIECE;
 constexpr int BOX = 16; // tokens that one of those who share a tile through memory sums up at least
-// Tokens of each of KS pieces of k in the end, and bytes of them that arrive from the others.
+// Tokens of each of KS pieces of k in the end, and bytes of them that arrive from the others. Of two pieces each has its tokens
+// first in its tile, x lies so.
 constexpr int EACH = TN / KS, ARRIVING = (KS - 1) * EACH * 256 * WGS;
-constexpr int OTHERS = 8 * WGS + MEETING + ARRIVING + PACKS * (PACK + 16);
-constexpr int FITTING = (232448 - OTHERS) / (STAGE + 16) / SETS * SETS;
-constexpr int STAGES = FITTING < 16 ? FITTING : 16;
-constexpr int SHARED = STAGES * (STAGE + 16) + OTHERS;
+// What the others of those who share a tile through memory send comes to where x and packed weights were, and behind them.
+DEVICE constexpr int gathered_bytes() {
+    int most = 0;
+    for (int count = 2; count <= 8; count++) {
+        int boxes = TN / BOX, owners = count < boxes ? count : boxes, bytes = WGS * (count - 1) * ((boxes + owners - 1) / owners) * 256 * BOX;
+        if (bytes > most) most = bytes;
+    }
+    return KS == 1 ? most : 0;
+}
+constexpr int FIXED = 8 * WGS + MEETING + ARRIVING + PACKS * (PACK + 16);
+constexpr int FITTING = (232448 - FIXED) / (STAGE + 16);
+// Of one set as many as a round has: its places in the ring are constants then.
+constexpr int MOST = SETS == 1 ? 2 * ROUND : 16, STAGES = (FITTING < MOST ? FITTING : MOST) / (2 * ROUND) * (2 * ROUND);
+constexpr int RINGS = STAGES * STAGE + PACKS * PACK, ROOM = RINGS > gathered_bytes() ? RINGS : gathered_bytes();
+constexpr int SHARED = FIXED + STAGES * (STAGE + 16) + ROOM - RINGS;
+static_assert(PACKS % ROUND == 0 && STAGES > 0 && SHARED <= 232448, "rings hold rounds");
 constexpr int WORKERS = 4 * WGS * SETS; // warps that multiply
 constexpr int THREADS = 32 * WORKERS + 128;
 constexpr int REGISTERS = SETS == 2 ? 112 : WGS == 3 ? 160 : 232; // of a thread that multiplies
@@ -117,12 +131,11 @@ DEVICE void multiply(
     int whole, int shares, int pairs, int token_tiles, float *partial, u64 *flags, u64 key, int out, int aligned, const float *global,
     int convention) {
     extern __shared__ __align__(1024) u8 memory[];
-    u32 xs = shared_address(memory), meeting = xs + STAGES * STAGE, arriving = meeting + MEETING, packs = arriving + ARRIVING;
-    u32 full = packs + PACKS * PACK, empty = full + 8 * STAGES, packed = empty + 8 * STAGES, decoded = packed + 8 * PACKS;
+    u32 xs = shared_address(memory), packs = xs + STAGES * STAGE, meeting = xs + ROOM, arriving = meeting + MEETING;
+    u32 full = arriving + ARRIVING, empty = full + 8 * STAGES, packed = empty + 8 * STAGES, decoded = packed + 8 * PACKS;
     u32 gathered = decoded + 8 * PACKS;
     int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, rank = blockIdx.x & 1, piece = blockIdx.x / 2 % KS;
-    int all = row_units * parts;
-    Plan plan = Plan::start(all, whole, pairs * token_tiles, shares);
+    Plan plan = Plan::start((row_units * parts + ROUND - 1) / ROUND, whole, pairs * token_tiles, shares);
     if (threadIdx.x == 32 * WORKERS) {
         expect_map(x_map), expect_map(units);
         if (xs & 1023) asm volatile("trap;");
@@ -146,8 +159,8 @@ DEVICE void multiply(
             wait_for_previous();
             u32 stage = 0, round = 0;
             while (some) {
-                int token = place.token + rank * (TN / 2);
-                for (int slab = 2 * work.from; slab < 2 * work.to; slab++) {
+                int token = place.token + (KS == 2 ? rank ^ piece : rank) * (TN / 2);
+                for (int slab = 2 * ROUND * work.from; slab < 2 * ROUND * work.to; slab++) {
                     if (round) barrier_wait(empty + 8 * stage, round - 1 & 1);
                     if (lane == 0) {
                         barrier_expect(full + 8 * stage, STAGE);
@@ -162,7 +175,7 @@ DEVICE void multiply(
             u32 slot = 0, round = 0;
             while (some) {
                 int group = (place.pair * 2 + rank) * (GATE ? 2 * WGS : 4 * WGS);
-                for (int at = work.from; at < work.to; at++) {
+                for (int at = ROUND * work.from; at < ROUND * work.to; at++) {
                     if (round) barrier_wait(decoded + 8 * slot, round - 1 & 1);
                     if (lane == 0) {
                         u32 to = packs + slot * PACK, unit = parts == 1 ? at : at % row_units;
@@ -181,37 +194,44 @@ DEVICE void multiply(
         int set = SETS == 2 ? warp / (4 * WGS) : 0, half = warp / 4 % WGS, w = warp & 3, me = threadIdx.x & 127;
         int own_groups = GATE ? group_count / 2 : group_count;
         Target target = {y, ldy, tokens, own_groups, 16 * (own_groups - 1) + (int)(groups[own_groups - 1] >> 32 & 31), out, aligned};
-        u32 stage = set, phase = 0, slot = 0, turn = 0;
         bool again = false;
-        int left = plan.total();
+        int left = plan.total(); // rounds after the one at hand
+        // A round's places in the rings.
+        u32 stage = 0, phase = 0, slot = 0, turn = 0, full_of_set = full + 8 * set;
+        u64 first_tile = tile_at(xs + set * STAGE);
+        auto next_packs = [&]() {
+            if (PACKS == ROUND || (slot += ROUND) == PACKS) slot = 0, turn ^= 1;
+        };
         // A stage that is used again is left to whoever fills it: without those that are not, nothing is under way to a block that ends.
-        u32 empty_there = address_in(empty, 2 * piece + (lane & 1));
-        int refills = 2 * left - STAGES - set;
-        auto leave = [&](u32 stage, bool used) { barrier_arrive_there(empty_there + 8 * stage, used && lane < 2 && refills > 0), refills -= used ? SETS : 0; };
+        u32 alike = __shfl_sync(~0u, lane, lane); // the lane, which the compiler asks for every time else
+        u32 empty_there = address_in(empty + 8 * set, 2 * piece + (lane & 1));
+        u32 refills = alike < 2 ? max(2 * ROUND * left - STAGES, 0) / SETS : 0, slabs = ~0u;
+        auto leave = [&](u32 stage) { barrier_arrive_there(empty_there + 8 * stage, slabs++ < refills); }; // none before the first
         float d[SUMS];
         u32 operands[2][TOGETHER][4];
         Weights<T, GATE> weights = Weights<T, GATE>::of(warp % (4 * WGS), lane, set);
-        // From product `b` on of the first (of two sets: their own) slab of a unit, or of the second.
-        auto fetch = [&](int b, int second) {
-            u32 pack = packs + slot * PACK;
-            if (b == 0 && !second && left) {
-                barrier_wait(packed + 8 * slot, turn);
+        // From product `b` on of slab `i` of a round. What does not come any more is not waited for: the phase before is over.
+        auto fetch = [&](int b, int i, bool comes) {
+            int unit = SETS == 1 ? i / 2 : i;
+            u32 pack = packs + (slot + unit) * PACK;
+            bool second = SETS == 1 && i % 2;
+            if (b == 0 && !second) {
+                barrier_wait(packed + 8 * (slot + unit), comes ? turn : turn ^ 1);
                 weights.fetch_scales(pack);
             }
 #pragma unroll
-            for (int i = 0; i < TOGETHER; i++) weights.fetch(pack, b + i, second);
+            for (int j = 0; j < TOGETHER; j++) weights.fetch(pack, b + j, second);
         };
-        auto decode = [&](int b, int second, u32 (&to)[TOGETHER][4]) {
+        auto decode = [&](int b, int i, u32 (&to)[TOGETHER][4]) {
+            bool second = SETS == 1 && i % 2;
 #pragma unroll
-            for (int i = 0; i < TOGETHER; i++) weights.decode(b + i, second, to[i]);
+            for (int j = 0; j < TOGETHER; j++) weights.decode(b + j, second, to[j]);
             if (b + TOGETHER < 4) return;
             if (SETS == 1 && !second) return;
             __syncwarp();
-            barrier_arrive_if(decoded + 8 * slot, lane == 0);
-            left--;
-            if (++slot == PACKS) slot = 0, turn ^= 1;
+            barrier_arrive_if(decoded + 8 * (slot + (SETS == 1 ? i / 2 : i)), alike == 0);
         };
-        fetch(0, 0), decode(0, 0, operands[0]);
+        fetch(0, 0, left), decode(0, 0, operands[0]);
         wait_for_previous();
         float of_x = convention == 0 ? 1.f : convention == 1 ? *global : 1.f / *global;
         Work work;
@@ -223,33 +243,31 @@ DEVICE void multiply(
             int row_tile = place.pair * 2 + rank, group = (row_tile * WGS + half) * (GATE ? 2 : 4);
             int mine = min(group + (GATE ? w / 2 : w), own_groups - 1);
             u64 row_group = groups[mine], up_group = GATE ? groups[mine + own_groups] : 0;
-            u32 before = 0;
-            bool first = true;
-            for (int unit = work.from; unit < work.to; unit++) {
+            for (int round = work.from; round < work.to; round++) {
+                left--;
 #pragma unroll
-                for (int second = 0; second < (SETS == 1 ? 2 : 1); second++) {
-                    barrier_wait(full + 8 * stage, phase);
-                    u64 x = tile_at(xs + stage * STAGE);
+                for (int i = 0; i < SLABS; i++) {
+                    barrier_wait(full_of_set + 8 * (stage + SETS * i), phase);
+                    u64 x = STAGES == 2 * ROUND ? first_tile + (SETS * i * STAGE >> 4) : tile_at(xs + (stage + set + SETS * i) * STAGE);
                     // Operands are made while the products before them run.
 #pragma unroll
                     for (int b = 0; b < 4; b += TOGETHER) {
-                        const int next = (b + TOGETHER) % 4, which = next == 0 && SETS == 1 ? 1 - second : second;
-                        const int set_now = (TOGETHER == 4 ? second : b / TOGETHER) % 2;
-                        fetch(next, which);
+                        const int next = (b + TOGETHER) % 4, which = next > 0 ? i : (i + 1) % SLABS;
+                        const int set_now = (TOGETHER == 4 ? i : b / TOGETHER) % 2;
+                        if (next == 0 && which == 0) next_packs();
+                        fetch(next, which, which > 0 || left > 0);
                         open_products();
 #pragma unroll
-                        for (int i = 0; i < TOGETHER; i++) product(T{}, d, operands[set_now][i], x + 2 * (b + i));
+                        for (int j = 0; j < TOGETHER; j++) product(T{}, d, operands[set_now][j], x + 2 * (b + j));
                         close_products();
                         wait_products<1>();
-                        if (b == 0) leave(before, !first);
+                        if (b == 0) leave(i > 0 ? stage + SETS * (i - 1) : (stage > 0 ? stage : STAGES) - SETS);
                         decode(next, which, operands[1 - set_now]);
                     }
-                    first = false, before = stage, stage += SETS;
-                    if (stage >= STAGES) stage -= STAGES, phase ^= 1;
                 }
+                if (STAGES == 2 * ROUND || (stage += 2 * ROUND) == STAGES) stage = 0, phase ^= 1;
             }
             finish_products(d);
-            leave(before, true);
             if (SETS == 2) {
                 u32 at = meeting + half * (MEETING / WGS) + me * 16;
                 if (set == 1) {
@@ -265,16 +283,26 @@ DEVICE void multiply(
                 for (int i = 0; i < SUMS; i += 4) add4(d + i, at + i * 512);
             }
 
-            int low = 0, high = TN;
-            if (KS > 1) {
+            int low = 0, high = TN, token = place.token;
+            if (KS == 2) {
+                // Each block of the cluster has half of the tokens in the end; the other sends it theirs.
+                u32 here = arriving + half * (ARRIVING / WGS) + me * 16, barrier = gathered + 8 * half, other = 2 * (1 - piece) + rank;
+                u32 there = address_in(here, other), arrived = address_in(barrier, other);
+#pragma unroll
+                for (int i = 0; i < SUMS / 2; i += 4) send4(there + i * 512, arrived, d + SUMS / 2 + i);
+                barrier_wait(barrier, 0);
+#pragma unroll
+                for (int i = 0; i < SUMS / 2; i += 4) add4(d + i, here + i * 512);
+                high = EACH, token += piece * EACH;
+            } else if (KS > 1) {
                 // Every block of the cluster has some of the tokens in the end; the others send it theirs.
-                constexpr int ROOM = EACH / 8 * 2048;
-                u32 to = arriving + half * (KS - 1) * ROOM + me * 16, barrier = gathered + 8 * half;
+                constexpr int PART = EACH / 8 * 2048;
+                u32 to = arriving + half * (KS - 1) * PART + me * 16, barrier = gathered + 8 * half;
                 low = piece * EACH, high = low + EACH;
 #pragma unroll
                 for (int q = 0; q < KS; q++) {
                     if (q == piece) continue;
-                    u32 there = address_in(to + (piece - (piece > q)) * ROOM, 2 * q + rank), arrived = address_in(barrier, 2 * q + rank);
+                    u32 there = address_in(to + (piece - (piece > q)) * PART, 2 * q + rank), arrived = address_in(barrier, 2 * q + rank);
 #pragma unroll
                     for (int i = 0; i < EACH / 8; i++) send4(there + i * 2048, arrived, d + 4 * (q * (EACH / 8) + i));
                 }
@@ -300,7 +328,7 @@ DEVICE void multiply(
                 if (me < owners && me != work.part)
                     asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag + blockIdx.x * (8 * WGS) + me), "l"(key) : "memory");
                 if (low == high) continue;
-                // What the others have of them comes to where x was, when both warpgroups are done with that.
+                // What the others have of them comes to where x was, when all warpgroups are done with that.
                 meet(1, 128 * WGS);
                 u32 bytes = (high - low) / BOX * BYTES, room = xs + half * (work.count - 1) * bytes;
                 if (me == 0) barrier_expect(gathered + 8 * half, bytes * (work.count - 1));
@@ -334,7 +362,7 @@ DEVICE void multiply(
 #pragma unroll
                 for (int i = 0; i < SUMS; i++) d[i] *= f;
             }
-            put_all<GATE>(d, target, (u32)(row_group >> 32), meeting + half * (MEETING / WGS), place.token, low, high, group, lane, w, me, 2 + half);
+            put_all<GATE>(d, target, (u32)(row_group >> 32), meeting + half * (MEETING / WGS), token, low, high, group, lane, w, me, 2 + half);
             if (SETS == 2) arrive(6 + half, 256);
         }
     }

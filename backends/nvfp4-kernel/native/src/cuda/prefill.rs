@@ -225,7 +225,8 @@ impl Fast for Kernels {
         let m = c.x.rows;
         let Fuse { gate, accumulate, .. } = c.fuse;
         let (groups, units, parts) = (w.padded / 16, w.slabs / 2, parts(w));
-        let (index, Deal { grid, whole, shares }) = tiles::best(m, groups, gate, units * parts, clusters);
+        let (index, Deal { grid, whole, shares }) =
+            tiles::best(m, groups, gate, (units * parts).div_ceil(tiles::ROUND), clusters);
         let shape = &SHAPES[index];
         let (pairs, token_tiles) = (shape.pairs(groups, gate), m.div_ceil(shape.tokens));
         // SAFETY: forwarded.

@@ -8,6 +8,10 @@ const SHARED: usize = 232_448;
 const PIECE: usize = 8192;
 /// Bytes of 16 rows by 128 k of a weight.
 const UNIT: usize = 1152;
+/// Units of 128 of k that are done as one, as in gemm.cu.
+pub const ROUND: usize = 2;
+/// Tokens that one of those who share a tile through memory sums up at least, as in gemm.cu.
+const BOX: usize = 16;
 
 /// A shape of tiles; each compiles to kernels of its own.
 #[derive(Debug)]
@@ -26,12 +30,12 @@ pub struct Shape {
 
 /// From few rows of x to many.
 pub const SHAPES: [Shape; 8] = [
-    Shape { tokens: 32, groups: 2, pieces: 1, fitting: 66, slab: 430 },
-    Shape { tokens: 64, groups: 2, pieces: 1, fitting: 66, slab: 506 },
-    Shape { tokens: 64, groups: 2, pieces: 2, fitting: 30, slab: 506 },
-    Shape { tokens: 64, groups: 2, pieces: 4, fitting: 14, slab: 506 },
-    Shape { tokens: 128, groups: 2, pieces: 1, fitting: 66, slab: 600 },
-    Shape { tokens: 128, groups: 3, pieces: 1, fitting: 66, slab: 830 },
+    Shape { tokens: 32, groups: 2, pieces: 1, fitting: 66, slab: 400 },
+    Shape { tokens: 64, groups: 2, pieces: 1, fitting: 66, slab: 460 },
+    Shape { tokens: 64, groups: 2, pieces: 2, fitting: 30, slab: 460 },
+    Shape { tokens: 64, groups: 2, pieces: 4, fitting: 14, slab: 460 },
+    Shape { tokens: 128, groups: 2, pieces: 1, fitting: 66, slab: 550 },
+    Shape { tokens: 128, groups: 3, pieces: 1, fitting: 66, slab: 792 },
     Shape { tokens: 176, groups: 2, pieces: 2, fitting: 30, slab: 710 },
     Shape { tokens: 256, groups: 2, pieces: 1, fitting: 66, slab: 1010 },
 ];
@@ -65,18 +69,23 @@ impl Shape {
 
     /// `SHARED` of gemm.cu.
     pub fn shared(&self) -> u32 {
-        let packs = match (self.groups, self.tokens) {
-            (3, _) => 4,
-            (_, 129..) => 5,
-            _ => 8,
-        };
+        let packs = if self.groups == 3 || self.tokens > 128 { 4 } else { 8 };
         let sums = 256 * self.tokens * self.groups;
         let meeting = if self.sets() == 2 { sums } else { self.groups * PIECE };
         let arriving = (self.pieces - 1) * sums / self.pieces;
-        let others = 8 * self.groups + meeting + arriving + packs * (4 * self.groups * UNIT + 16);
-        let stage = self.tokens * 128 + 16;
-        let stages = ((SHARED - others) / stage / self.sets() * self.sets()).min(16);
-        (stages * stage + others) as u32
+        let (pack, stage) = (4 * self.groups * UNIT, self.tokens * 128);
+        let fixed = 8 * self.groups + meeting + arriving + packs * (pack + 16);
+        let most = if self.sets() == 1 { 2 * ROUND } else { 16 };
+        let stages = ((SHARED - fixed) / (stage + 16)).min(most) / (2 * ROUND) * (2 * ROUND);
+        let rings = stages * stage + packs * pack;
+        (fixed + stages * (stage + 16) + rings.max(self.gathered()) - rings) as u32
+    }
+
+    /// Bytes of sums of the others that one of those who share a tile through memory may get, `gathered_bytes` of gemm.cu.
+    fn gathered(&self) -> usize {
+        let boxes = self.tokens / BOX;
+        let of = |count: usize| self.groups * (count - 1) * boxes.div_ceil(count.min(boxes)) * 256 * BOX;
+        if self.pieces == 1 { (2..=SHARES).map(of).max().unwrap_or(0) } else { 0 }
     }
 
     /// What the compiler is told.
@@ -85,31 +94,31 @@ impl Shape {
             .map(|(name, v)| format!("-D{name}={v}"))
     }
 
-    /// How `tiles` pairs of tiles of `units` of k are dealt to `clusters` pairs of blocks; `None` where clusters that share k
+    /// How `tiles` pairs of tiles of `rounds` of k are dealt to `clusters` pairs of blocks; `None` where clusters that share k
     /// have no place at once.
-    pub fn deal(&self, tiles: usize, units: usize, clusters: usize) -> Option<Deal> {
+    pub fn deal(&self, tiles: usize, rounds: usize, clusters: usize) -> Option<Deal> {
         if self.pieces > 1 {
-            let fits = tiles * 66 <= self.fitting * clusters && self.pieces <= units;
+            let fits = tiles * 66 <= self.fitting * clusters && self.pieces <= rounds;
             return fits.then_some(Deal { grid: tiles, whole: tiles, shares: 1 });
         }
         let rest = tiles % clusters;
-        let shares = clusters.checked_div(rest).map_or(1, |s| s.min(SHARES).min(units));
+        let shares = clusters.checked_div(rest).map_or(1, |s| s.min(SHARES).min(rounds));
         let whole = if shares == 1 { tiles } else { tiles - rest };
         Some(Deal { grid: if tiles < clusters { tiles * shares } else { clusters }, whole, shares })
     }
 
     /// Cycles until the last block is done, about: slabs, outputs, and what meeting the others who share a tile takes, all measured.
-    fn cycles(&self, deal: &Deal, units: usize) -> usize {
-        let area = self.tokens * self.rows();
+    fn cycles(&self, deal: &Deal, rounds: usize) -> usize {
+        let (area, round) = (self.tokens * self.rows(), 2 * ROUND * self.slab);
         if self.pieces > 1 {
-            return units.div_ceil(self.pieces) * 2 * self.slab + area * 3 / 20;
+            return rounds.div_ceil(self.pieces) * round + area * 3 / 20;
         }
-        let rounds = deal.whole.div_ceil(deal.grid);
+        let turns = deal.whole.div_ceil(deal.grid);
         let shared = match deal.shares {
             1 => 0,
-            n => units.div_ceil(n) * 2 * self.slab + area * 23 / 100 + 750 * n,
+            n => rounds.div_ceil(n) * round + area * 23 / 100 + 750 * n,
         };
-        rounds * (units * 2 * self.slab + area * 2 / 25) + shared
+        turns * (rounds * round + area * 2 / 25) + shared
     }
 }
 
@@ -124,12 +133,12 @@ pub struct Deal {
     pub shares: usize,
 }
 
-/// The place in [`SHAPES`] of what is done soonest, and how: `m` rows of x by so many row groups and units of k, on a device with
+/// The place in [`SHAPES`] of what is done soonest, and how: `m` rows of x by so many row groups and rounds of k, on a device with
 /// `clusters` pairs of multiprocessors.
-pub fn best(m: usize, row_groups: usize, gate: bool, units: usize, clusters: usize) -> (usize, Deal) {
+pub fn best(m: usize, row_groups: usize, gate: bool, rounds: usize, clusters: usize) -> (usize, Deal) {
     let one = |(i, s): (usize, &Shape)| {
-        let deal = s.deal(s.pairs(row_groups, gate) * m.div_ceil(s.tokens), units, clusters)?;
-        s.is_for(m).then(|| (s.cycles(&deal, units), i, deal))
+        let deal = s.deal(s.pairs(row_groups, gate) * m.div_ceil(s.tokens), rounds, clusters)?;
+        s.is_for(m).then(|| (s.cycles(&deal, rounds), i, deal))
     };
     let fastest = SHAPES.iter().enumerate().filter_map(one).min_by_key(|(cycles, i, _)| (*cycles, *i));
     // There is a shape without clusters for any number of rows.
@@ -151,39 +160,39 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_unit_is_dealt_once() {
+    fn every_round_is_dealt_once() {
         for s in &SHAPES {
             for tiles in 1..300 {
-                for units in [1, 2, 5, 20, 76] {
-                    let Some(d) = s.deal(tiles, units, 66) else {
+                for rounds in [1, 2, 5, 10, 38] {
+                    let Some(d) = s.deal(tiles, rounds, 66) else {
                         assert!(s.pieces > 1);
                         continue;
                     };
                     let rest = tiles - d.whole;
-                    assert!(d.grid * s.pieces <= 66 && rest * d.shares <= d.grid, "{tiles} {units} {d:?}");
+                    assert!(d.grid * s.pieces <= 66 && rest * d.shares <= d.grid, "{tiles} {rounds} {d:?}");
                     let is_shared = d.whole == 0 && rest * d.shares == d.grid;
-                    assert!(d.whole >= d.grid || is_shared, "{tiles} {units} {d:?}");
-                    assert!((1..=SHARES.min(units)).contains(&d.shares), "{tiles} {units} {d:?}");
+                    assert!(d.whole >= d.grid || is_shared, "{tiles} {rounds} {d:?}");
+                    assert!((1..=SHARES.min(rounds)).contains(&d.shares), "{tiles} {rounds} {d:?}");
                     assert!(
-                        s.pieces == 1 || (d.whole == tiles && s.pieces <= units),
-                        "{tiles} {units} {d:?}"
+                        s.pieces == 1 || (d.whole == tiles && s.pieces <= rounds),
+                        "{tiles} {rounds} {d:?}"
                     );
                 }
             }
         }
     }
 
-    /// What is launched has room on a multiprocessor, two slabs of every set in it at least, and the workspace has room for it.
+    /// What is launched has room on a multiprocessor, a round in it at least, and the workspace has room for it.
     #[test]
     fn shapes_fit_the_device() {
         for s in &SHAPES {
             let shared = s.shared() as usize;
-            assert!(shared <= SHARED && shared > 2 * s.sets() * s.tokens * 128, "{s:?}");
+            assert!(shared <= SHARED && shared > 2 * ROUND * s.tokens * 128, "{s:?}");
             assert!(s.tokens % (8 * s.pieces) == 0 && s.pieces <= 4, "{s:?}");
         }
         for m in LEAST_ROWS..700 {
-            for (row_groups, units) in [(1, 1), (160, 32), (160, 76), (384, 20), (1216, 20), (9496, 20)] {
-                let (i, _) = best(m, row_groups, false, units, 66);
+            for (row_groups, rounds) in [(1, 1), (160, 16), (160, 38), (384, 10), (1216, 10), (9496, 10)] {
+                let (i, _) = best(m, row_groups, false, rounds, 66);
                 let s = &SHAPES[i];
                 assert!(s.is_for(m) && (s.tokens >= 128 || m <= s.tokens * 2), "{m} {s:?}");
                 let (area, groups) = largest(m + 100);
@@ -196,7 +205,7 @@ mod tests {
     #[test]
     fn the_fastest_is_taken() {
         let taken = |m, n: usize, k: usize| {
-            let s = &SHAPES[best(m, n / 16, false, k / 128, 66).0];
+            let s = &SHAPES[best(m, n / 16, false, k / 128 / ROUND, 66).0];
             (s.tokens, s.groups, s.pieces)
         };
         assert_eq!(taken(64, 6144, 2560), (64, 2, 2));
