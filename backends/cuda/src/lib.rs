@@ -4,6 +4,7 @@
 //! at first use and that stays on disk; where there is no NVRTC, prebuilt images stand in. A missing library is an error
 //! value that says what was looked for. Nothing else in the workspace calls the driver.
 mod access;
+mod ahead;
 mod arena;
 mod buffer;
 mod cache;
@@ -22,6 +23,7 @@ mod stage;
 mod stream;
 
 pub use access::Access;
+pub use ahead::ahead;
 pub use buffer::{Buffer, Pinned, view, view_mut};
 pub use cache::{Cache, CachedImage};
 pub use call::{check_call, check_place, scratch};

@@ -6,7 +6,7 @@ use crate::abi;
 use crate::call::Mat;
 use q4_core::{ActGlobal, Activations, Code, DType, Error, FuseSet, Result};
 use q4_cuda::{Gpu, Kernel, Launch, Source, args};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Once, OnceLock};
 
 pub(super) const GEMV: Source = Source {
     name: "nvfp4-gemv",
@@ -107,45 +107,23 @@ struct Loaded {
     align: Kernel,
 }
 
+/// Those of every family that a product needed, or will.
+struct Families {
+    gpu: Arc<Gpu>,
+    loaded: [OnceLock<Loaded>; FAMILIES.len()],
+    expected: [Once; FAMILIES.len()],
+}
+
 /// Kernels for calls of a few rows.
 pub struct Kernels {
     gpu: Arc<Gpu>,
-    loaded: [OnceLock<Loaded>; FAMILIES.len()],
+    families: Arc<Families>,
     simple: simple::Kernels,
 }
 
-/// A launch: the kernel, threads of a block, its blocks (or clusters), how many row groups (or pairs of them) they share, bytes of
-/// shared memory.
-struct Plan {
-    kernel: Rows,
-    threads: usize,
-    teams: usize,
-    split: usize,
-    work: usize,
-    shared: usize,
-}
-
-impl Kernels {
-    /// Fails where not even the first family could be had.
-    pub fn load(gpu: &Arc<Gpu>) -> Result<Self> {
-        q4_cuda::Kernels::available(gpu, &GEMV, &options(0).each_ref().map(String::as_str)[..3])?;
-        q4_cuda::Kernels::available(gpu, &ROW, &options(0).each_ref().map(String::as_str))?;
-        Ok(Self { gpu: gpu.clone(), loaded: Default::default(), simple: simple::Kernels::load(gpu)? })
-    }
-
-    /// The place in [`FAMILIES`] of a product with `w`.
-    fn family(w: &Weight) -> usize {
-        match (w.activations, w.x) {
-            (Activations::Nvfp4(_), _) => 4,
-            (Activations::Int8, _) => 3,
-            (_, DType::BF16) => 0,
-            (_, DType::F16) => 1,
-            _ => 2,
-        }
-    }
-
+impl Families {
     /// Compiles or finds a family's kernels.
-    fn loaded(&self, family: usize) -> Result<&Loaded> {
+    fn get(&self, family: usize) -> Result<&Loaded> {
         if let Some(loaded) = self.loaded[family].get() {
             return Ok(loaded);
         }
@@ -167,12 +145,50 @@ impl Kernels {
         let one = Some(get(&all, format!("q4_gemv_one{name}"))?);
         let few = Some(get(&all, format!("q4_gemv_few{name}"))?);
         let wide = Some(get(&all, format!("q4_gemv_few{name}_wide"))?);
-        let split = self.has_clusters().then(|| get(&all, format!("q4_gemv_few{name}_split"))).transpose()?;
+        let split = (self.gpu.capability >= (9, 0))
+            .then(|| get(&all, format!("q4_gemv_few{name}_split")))
+            .transpose()?;
         let row = rows.as_ref().map(|r| get(r, format!("q4_row{name}"))).transpose()?;
         let narrow =
             rows.as_ref().filter(|_| family == 0).map(|r| get(r, "q4_row_narrow".into())).transpose()?;
         let loaded = Loaded { rows: [one, few, wide, split, row, narrow], align: all.get("q4_gemv_align")? };
         Ok(self.loaded[family].get_or_init(|| loaded))
+    }
+}
+
+/// A launch: the kernel, threads of a block, its blocks (or clusters), how many row groups (or pairs of them) they share, bytes of
+/// shared memory.
+struct Plan {
+    kernel: Rows,
+    threads: usize,
+    teams: usize,
+    split: usize,
+    work: usize,
+    shared: usize,
+}
+
+impl Kernels {
+    /// Fails where not even the first family could be had.
+    pub fn load(gpu: &Arc<Gpu>) -> Result<Self> {
+        q4_cuda::Kernels::available(gpu, &GEMV, &options(0).each_ref().map(String::as_str)[..3])?;
+        q4_cuda::Kernels::available(gpu, &ROW, &options(0).each_ref().map(String::as_str))?;
+        let families = Families {
+            gpu: gpu.clone(),
+            loaded: Default::default(),
+            expected: [const { Once::new() }; FAMILIES.len()],
+        };
+        Ok(Self { gpu: gpu.clone(), families: families.into(), simple: simple::Kernels::load(gpu)? })
+    }
+
+    /// The place in [`FAMILIES`] of a product with `w`.
+    fn family(w: &Weight) -> usize {
+        match (w.activations, w.x) {
+            (Activations::Nvfp4(_), _) => 4,
+            (Activations::Int8, _) => 3,
+            (_, DType::BF16) => 0,
+            (_, DType::F16) => 1,
+            _ => 2,
+        }
     }
 
     fn has_clusters(&self) -> bool {
@@ -283,6 +299,15 @@ fn is_aligned(x: &Mat) -> bool {
 }
 
 impl Fast for Kernels {
+    /// Every model decodes: its kernels compile while weights are still prepared.
+    fn expect(&self, w: &Weight) {
+        let family = Self::family(w);
+        if self.takes(w, 1, FuseSet::NONE) {
+            let families = self.families.clone();
+            self.families.expected[family].call_once(|| q4_cuda::ahead(move || drop(families.get(family))));
+        }
+    }
+
     fn takes(&self, w: &Weight, m: usize, set: FuseSet) -> bool {
         let gate = set.contains(FuseSet::GATE);
         let per_call = matches!(w.activations, Activations::Nvfp4(a) if a.global == ActGlobal::PerCall);
@@ -300,7 +325,7 @@ impl Fast for Kernels {
 
     unsafe fn forward(&self, w: &Weight, call: &Call) -> Result<()> {
         let gate = call.fuse.gate;
-        let kernels = self.loaded(Self::family(w))?;
+        let kernels = self.families.get(Self::family(w))?;
         let mut x = call.x;
         let (mut norm, eps) = call.fuse.norm.unwrap_or((0, 0.0));
         let copied;

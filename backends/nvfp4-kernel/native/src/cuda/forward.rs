@@ -43,6 +43,8 @@ pub struct Call {
 
 /// Kernels for some of the calls.
 pub trait Fast: Send + Sync {
+    /// Such a weight was prepared: what its calls will want may be made ready.
+    fn expect(&self, _: &Weight) {}
     /// Whether they take such a call. May not depend on addresses or strides.
     fn takes(&self, w: &Weight, m: usize, set: FuseSet) -> bool;
     /// Scratch bytes of calls they take.

@@ -95,6 +95,7 @@ unsafe fn build(engine: &Arc<Engine>, plan: &Plan, exec: &Exec) -> Result<(Weigh
         y: plan.y,
         max_m: plan.max_m,
     };
+    engine.fast.iter().for_each(|f| f.expect(&weight));
     Ok((weight, bad_scale))
 }
 
