@@ -68,8 +68,6 @@ const LARGEST: usize = 5;
 const HIGHEST: usize = 9;
 /// Up to so many rows of the weight, low tiles give more blocks something to do.
 const FEW_ROWS: u32 = 4096;
-/// Up to so many units of a row group, what k shared out costs counts.
-const LONG: u32 = 40;
 
 impl Shape {
     /// That of a call of `m` rows on a device of so many multiprocessors.
@@ -86,8 +84,7 @@ impl Shape {
         let clusters: &[usize] = match m {
             33..=64 if few => &[6],
             33..=64 => &[7],
-            // With a long k the exchange is little beside the products, which larger tiles do faster.
-            257.. if w.units <= LONG => &[8],
+            257.. => &[8],
             _ => &[],
         };
         if let Some(shape) = clusters.iter().find(|i| shares(i)) {
@@ -337,6 +334,9 @@ fn mark() -> u64 {
     z ^ z >> 31
 }
 
+/// Up to so many units of a row group, shares of a last round are worth a round more.
+const LONG: usize = 40;
+
 /// Workers, and the tiles whose k is shared out among all of them.
 fn deal(tiles: usize, token_tiles: usize, rounds: usize, workers: usize) -> (usize, usize) {
     if tiles < workers {
@@ -350,7 +350,7 @@ fn deal(tiles: usize, token_tiles: usize, rounds: usize, workers: usize) -> (usi
         tiles
     } else if rest * 4 > workers * 3 {
         0
-    } else if rounds * ROUND <= LONG as usize || rest * rounds < workers {
+    } else if rounds * ROUND <= LONG || rest * rounds < workers {
         rest + workers
     } else {
         rest
@@ -402,6 +402,21 @@ fn shapes_fit_the_device() {
             }
         }
     }
+}
+
+/// Shapes that were measured to be the fastest for matrices of a model of 4B (`cuda/NOTES.md`).
+#[test]
+fn the_fastest_is_taken() {
+    let taken = |m, n, k: u32| {
+        let s = &SHAPES[Shape::of(&Packed { codes: 0, scales: 0, n, k, group: 64, units: k / 128 }, m, 132)];
+        (s.tokens, s.groups, s.split)
+    };
+    assert_eq!(taken(64, 6144, 2560), (64, 2, 2));
+    assert_eq!(taken(64, 2560, 4096), (64, 3, 8));
+    assert_eq!(taken(512, 6144, 2560), (128, 3, 1));
+    assert_eq!(taken(512, 2560, 4096), (176, 2, 2));
+    assert_eq!(taken(512, 2560, 9728), (176, 2, 2));
+    assert_eq!(taken(512, 19456, 2560), (256, 2, 1));
 }
 
 #[test]
