@@ -281,7 +281,8 @@ def versions(all_, args):
     commit = next((p.facts["commit"] for p in all_ if isinstance(p, Llama) and p.facts), None)
     dirty = output("git", "status", "--porcelain", "--untracked-files=no")
     return {
-        "q4": (output("git", "rev-parse", "HEAD") or "unknown") + (" with changes" if dirty else ""),
+        # Q4_COMMIT where the executable was built elsewhere, beside a copy without history.
+        "q4": os.environ.get("Q4_COMMIT") or (output("git", "rev-parse", "HEAD") or "unknown") + (" with changes" if dirty else ""),
         "rustc": output("rustc", "--version"), "c++": (output("c++", "--version") or "").splitlines()[:1],
         "llama.cpp": commit and f"{commit} from {source}",
         "openvino": output(str(args.cache / "venv/bin/python"), "-c", "import openvino; print(openvino.__version__)"),

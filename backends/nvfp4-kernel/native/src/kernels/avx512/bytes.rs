@@ -9,6 +9,7 @@ use std::arch::x86_64::*;
 
 pub const PLAIN: Product<ByteRows, ByteTile> = plain::BYTES;
 pub const VNNI: Product<ByteRows, ByteTile> = vnni::BYTES;
+pub const FAR: Product<ByteRows, ByteTile> = far::BYTES;
 
 /// Doubled values + 12 by code.
 static UNSIGNED: [u8; 16] = {
@@ -22,7 +23,7 @@ static UNSIGNED: [u8; 16] = {
 };
 
 macro_rules! kernels {
-    ($name:ident, $features:literal, $dot:path) => {
+    ($name:ident, $features:literal, $dot:path, $hint:path) => {
         mod $name {
             use super::*;
 
@@ -54,7 +55,7 @@ macro_rules! kernels {
                         let mut acc = [[_mm512_setzero_ps()]; M];
                         for t in 0..w.groups.div_ceil(GROUPS) {
                             let tile = w.tiles.add(c * w.stride + t * TILE_BYTES);
-                            prefetch(tile);
+                            prefetch::<{ $hint }>(tile);
                             let rows = x.blocks.add(t * x.ld);
                             for g in 0..GROUPS {
                                 let codes = [decode(tile.add(g * GROUP_BYTES), table)];
@@ -73,7 +74,7 @@ macro_rules! kernels {
             unsafe fn unpack(tile: *const u8, out: *mut ByteTile) {
                 // SAFETY: a tile and its buffer, by the contract of `Kernels`.
                 unsafe {
-                    prefetch(tile);
+                    prefetch::<_MM_HINT_T0>(tile);
                     let table = table();
                     for g in 0..GROUPS {
                         let codes = decode(tile.add(g * GROUP_BYTES), table);
@@ -172,8 +173,9 @@ macro_rules! kernels {
     };
 }
 
-kernels!(plain, "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c", dot_words);
-kernels!(vnni, "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c", _mm512_dpbusd_epi32);
+kernels!(plain, "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c", dot_words, _MM_HINT_T0);
+kernels!(vnni, "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c", _mm512_dpbusd_epi32, _MM_HINT_T0);
+kernels!(far, "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c", _mm512_dpbusd_epi32, _MM_HINT_T1);
 
 /// Two products of at most 24 * 127 fit 16 bits, so their sum does not saturate.
 #[inline]
