@@ -344,7 +344,7 @@ class Bystanders:
         if now is None or self.start is None:
             return None
         total, busy, own = (b - a for a, b in zip(self.start, now))
-        return max(0.0, (busy - own) / total)
+        return max(0.0, (busy - own) / total) if total else None
 
 
 def say(text):
