@@ -141,7 +141,7 @@ class OpenVino(Program):
 
 
 def programs(shape, args):
-    amx = (args.cache / "build-amx/done").exists()
+    amx = (args.cache / "build-amx/done").exists() and not args.without_amx
     peers = []
     if "llama.cpp" not in args.without:
         peers += [Llama(shape, "Q4_0", False)] + ([Llama(shape, "Q4_0", True)] if amx else [])
@@ -270,7 +270,7 @@ def machine(args):
     pages = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
     return {
         "processor": model[1] if model else platform.processor(), "processors": os.cpu_count(), "threads": args.threads,
-        "instructions": [f for f in shown if f in flags],
+        "instructions": [f for f in shown if f in flags and not (args.without_amx and f.startswith("amx"))],
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "system": platform.platform(),
         "huge_pages": pages.read_text().strip() if pages.exists() else None,
     }
@@ -361,9 +361,12 @@ def arguments():
     p.add_argument("--rounds", type=int, help="the same number for both shapes")
     p.add_argument("--shape", choices=list(PLAN), help="this one only")
     p.add_argument("--only", help="programs whose name this regular expression finds")
+    p.add_argument("--without-amx", action="store_true", help="as on a processor without AMX: no program uses it")
     p.add_argument("--out", type=pathlib.Path, default=ROOT / "bench/results/cpu.json")
     args = p.parse_args()
     args.without = args.without.split()
+    if args.without_amx and "amx_int8" in pathlib.Path("/proc/cpuinfo").read_text():
+        os.environ.update(Q4_ISA="avx512vnni", ONEDNN_MAX_CPU_ISA="AVX512_CORE_VNNI")
     args.processors = sorted(os.sched_getaffinity(0))[: args.threads]
     if len(args.processors) < args.threads:
         p.error(f"--threads {args.threads}: this process may use {len(args.processors)} processors")
@@ -379,6 +382,7 @@ def main():
     first = first_token(all_, args) if args.shape != "qwen3-0.6b" and not args.only else None
     notes = [f"{p.shape} {p.name}: {p.refused}" for p in all_ if p.refused]
     notes += [f"{name} is not on this machine: no figures of it" for name in args.without]
+    notes += ["no program was allowed AMX"] if args.without_amx else []
     rows, share = figures(all_) + ([first] if first else []), bystanders.share()
     if share is None or share > Bystanders.ALLOWED:
         for row in rows:

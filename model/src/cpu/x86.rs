@@ -3,6 +3,7 @@
 //! Both keep the order of the portable code: sixteen lanes along the row, then a tree. A sum does not depend on which
 //! other rows share a call.
 use super::simd::Widen;
+use std::arch::asm;
 use std::arch::x86_64::*;
 
 /// Loads of sixteen or eight elements, widened to f32.
@@ -29,10 +30,17 @@ impl Load for f32 {
 }
 
 impl Load for half::f16 {
-    #[inline(always)]
+    #[inline]
+    #[target_feature(enable = "avx512f")]
     unsafe fn load16(p: *const Self) -> __m512 {
+        let v;
+        // The intrinsic converts a register, which on Intel's processors takes the port of shuffles too.
         // SAFETY: the caller's.
-        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
+        unsafe {
+            asm!("vcvtph2ps {v}, ymmword ptr [{p}]", v = lateout(zmm_reg) v, p = in(reg) p,
+                 options(pure, readonly, nostack, preserves_flags));
+        }
+        v
     }
     #[inline(always)]
     unsafe fn load8(p: *const Self) -> __m256 {

@@ -4,24 +4,21 @@ mod activations;
 mod bytes;
 mod float;
 
-use super::{
-    Acc, ByteRows, ByteTile, FloatRows, FloatTile, GROUPS, Kernels, LANES, PAIR, Product, SCALES_AT, SHIFTS,
-    TILE_BYTES, TILE_K, portable,
-};
+use super::{Acc, GROUPS, Kernels, LANES, PAIR, SCALES_AT, SHIFTS, TILE_BYTES, TILE_K, portable};
 use q4_core::formats::e2m1;
 use std::arch::x86_64::*;
 
 /// AVX-512 F, BW, DQ and VL with FMA and F16C.
-pub static PLAIN: Kernels = table(bytes::PLAIN, float::NEAR);
+pub static PLAIN: Kernels = table(bytes::PLAIN);
 /// The same with VNNI.
-pub static VNNI: Kernels = table(bytes::VNNI, float::NEAR);
-/// That, with weights fetched ahead into the second cache only: Intel's processors with AMX have more such requests under way and
-/// decode 6 % faster so; an AMD Zen 5 decodes 4 % slower.
-pub static FAR: Kernels = table(bytes::FAR, float::FAR);
+pub static VNNI: Kernels = table(bytes::VNNI);
+/// That, with weights for few rows of int8 fetched ahead into the second cache only: Intel's processors with AMX have more such
+/// requests under way and decode 3 to 8 % faster so. Their products of f32 would be a tenth slower, those of an AMD Zen 5 by 4 %.
+pub static FAR: Kernels = table(bytes::FAR);
 
-const fn table(bytes: Product<ByteRows, ByteTile>, float: Product<FloatRows, FloatTile>) -> Kernels {
+const fn table(bytes: super::Product<super::ByteRows, super::ByteTile>) -> Kernels {
     Kernels {
-        float,
+        float: float::FLOAT,
         bytes,
         int8: activations::int8,
         nvfp4: activations::nvfp4,

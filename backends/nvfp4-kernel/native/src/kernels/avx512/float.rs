@@ -4,30 +4,20 @@ use crate::kernels::{Acc, Blocks, FloatRows, FloatTile, GROUP_BYTES, GROUPS, Pro
 use q4_core::formats::e2m1;
 use std::arch::x86_64::*;
 
-pub const NEAR: Product<FloatRows, FloatTile> = product(direct::<_MM_HINT_T0>);
-pub const FAR: Product<FloatRows, FloatTile> = product(direct::<_MM_HINT_T1>);
-
-const fn product(direct: unsafe fn(Blocks, FloatRows, *mut Acc)) -> Product<FloatRows, FloatTile> {
-    Product { direct, direct_rows: 8, unpack, panel }
-}
+pub const FLOAT: Product<FloatRows, FloatTile> = Product { direct, direct_rows: 8, unpack, panel };
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")]
-unsafe fn direct<const HINT: i32>(w: Blocks, x: FloatRows, acc: *mut Acc) {
+unsafe fn direct(w: Blocks, x: FloatRows, acc: *mut Acc) {
     // SAFETY: same contract.
     unsafe {
         match x.rows {
-            1 => one_by_one::<1, HINT>(w, x, acc),
-            2 => one_by_one::<2, HINT>(w, x, acc),
-            5 => one_by_one::<5, HINT>(w, x, acc),
-            6 => one_by_one::<6, HINT>(w, x, acc),
-            7 => one_by_one::<7, HINT>(w, x, acc),
-            8 => one_by_one::<8, HINT>(w, x, acc),
-            rows => match (rows, w.count) {
-                (3, 1) => direct_shape::<3, 1, HINT>(w, x, 0, acc),
-                (3, _) => direct_shape::<3, 2, HINT>(w, x, 0, acc),
-                (_, 1) => direct_shape::<4, 1, HINT>(w, x, 0, acc),
-                _ => direct_shape::<4, 2, HINT>(w, x, 0, acc),
-            },
+            1 => one_by_one::<1>(w, x, acc),
+            2 => one_by_one::<2>(w, x, acc),
+            5 => one_by_one::<5>(w, x, acc),
+            6 => one_by_one::<6>(w, x, acc),
+            7 => one_by_one::<7>(w, x, acc),
+            8 => one_by_one::<8>(w, x, acc),
+            _ => by_shape!(x.rows, w.count, direct_shape(w, x, 0, acc)),
         }
     }
 }
@@ -35,21 +25,16 @@ unsafe fn direct<const HINT: i32>(w: Blocks, x: FloatRows, acc: *mut Acc) {
 /// One or two rows wait for memory, which is fastest as one ascending stream; more than four leave registers for one row block
 /// only. Three and four have arithmetic enough to read two at once.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")]
-unsafe fn one_by_one<const M: usize, const HINT: i32>(w: Blocks, x: FloatRows, out: *mut Acc) {
+unsafe fn one_by_one<const M: usize>(w: Blocks, x: FloatRows, out: *mut Acc) {
     for c in 0..w.count {
         // SAFETY: same contract, for one of its row blocks.
-        unsafe { direct_shape::<M, 1, HINT>(Blocks { tiles: w.tiles.add(c * w.stride), ..w }, x, c, out) };
+        unsafe { direct_shape::<M, 1>(Blocks { tiles: w.tiles.add(c * w.stride), ..w }, x, c, out) };
     }
 }
 
 /// C row blocks, whose sums are those from `first` on.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")]
-unsafe fn direct_shape<const M: usize, const C: usize, const HINT: i32>(
-    w: Blocks,
-    x: FloatRows,
-    first: usize,
-    out: *mut Acc,
-) {
+unsafe fn direct_shape<const M: usize, const C: usize>(w: Blocks, x: FloatRows, first: usize, out: *mut Acc) {
     // SAFETY: by the contract of `Kernels`, M rows of 16 * groups floats and C row blocks of that many groups exist.
     unsafe {
         let table = values();
@@ -58,7 +43,7 @@ unsafe fn direct_shape<const M: usize, const C: usize, const HINT: i32>(
         for g in 0..w.groups {
             let tile = w.tiles.add(g / GROUPS * TILE_BYTES);
             if g % GROUPS == 0 {
-                prefetch_streams::<C, HINT>(tile, w, g);
+                prefetch_streams::<C>(tile, w, g);
             }
             let mut chains = [[[zero; 2]; C]; M];
             for half in 0..2 {
@@ -94,13 +79,13 @@ unsafe fn direct_shape<const M: usize, const C: usize, const HINT: i32>(
 /// Fetches ahead in C row blocks at once; behind their end, from the C that come next.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn prefetch_streams<const C: usize, const HINT: i32>(tile: *const u8, w: Blocks, g: usize) {
+unsafe fn prefetch_streams<const C: usize>(tile: *const u8, w: Blocks, g: usize) {
     const TILES: usize = 16;
     let hop = if g / GROUPS + TILES < w.groups.div_ceil(GROUPS) { 0 } else { (C - 1) * w.stride };
     for c in 0..C {
         for line in 0..TILE_BYTES / 64 {
             let at = TILES * TILE_BYTES + hop + c * w.stride + 64 * line;
-            _mm_prefetch::<HINT>(tile.wrapping_add(at).cast());
+            _mm_prefetch::<_MM_HINT_T0>(tile.wrapping_add(at).cast());
         }
     }
 }
