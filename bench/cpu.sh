@@ -62,7 +62,8 @@ llama() {
 build() { # SOURCE FOLDER FLAGS TARGET
     [[ -e $cache/$2/done ]] && return
     say "building llama.cpp ($2); this takes minutes"
-    PATH=$cache/venv/bin:$PATH cmake -G Ninja -S "$1" -B "$cache/$2" -DCMAKE_BUILD_TYPE=Release \
+    # Its commit is asked of git, which must not find somebody else's repository above it.
+    PATH=$cache/venv/bin:$PATH GIT_CEILING_DIRECTORIES=$(dirname "$1") cmake -G Ninja -S "$1" -B "$cache/$2" -DCMAKE_BUILD_TYPE=Release \
         -DBUILD_SHARED_LIBS=ON -DGGML_NATIVE=ON -DGGML_CCACHE=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF \
         -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_APP=OFF \
         -DCMAKE_C_FLAGS="$3" -DCMAKE_CXX_FLAGS="$3" >"$cache/$2.log" 2>&1 &&
