@@ -99,7 +99,7 @@ fn processor(recorded: &Value) -> String {
         |kind: &str, field: &str| WHAT.map(|w| cell(recorded, &format!("{w} {kind}"), field)).into_iter();
     let machine = &recorded["machine"];
     let head = format!(
-        "{} threads of an {}",
+        "{} threads, {}",
         machine["threads"].as_u64().unwrap(),
         machine["processor"].as_str().unwrap()
     );
