@@ -103,21 +103,45 @@ fn heads<T: simd::Lanes>(
     out: &mut [&mut [f32]],
 ) {
     let few = out.len();
-    let softmax = |line: &mut [f32]| {
-        let max = simd::max(line);
-        1.0 / simd::exp_sum(line, max)
-    };
-    if let Ok(out) = <&mut [&mut [f32]; QUERIES]>::try_from(&mut *out)
-        && simd::takes_quads(q[0].len())
-    {
-        simd::quad_dots(q, k, scale, lines);
-        let totals = lines.each_mut().map(|line| softmax(line));
-        simd::quad_sums(lines.each_ref().map(|l| &**l), v, totals, out);
-        return;
+    let mut first = 0;
+    if simd::takes_blocks(q[0].len()) {
+        if few == QUERIES {
+            block::<T, QUERIES>(q, k, v, scale, lines, out);
+            return;
+        }
+        if few >= 2 {
+            block::<T, 2>([q[0], q[1]], k, v, scale, &mut lines[..2], &mut out[..2]);
+            first = 2;
+        }
     }
-    for i in 0..few {
+    for i in first..few {
         simd::dots(q[i], k, scale, lines[i]);
         let total = softmax(lines[i]);
         simd::weighted_sum(lines[i], v, total, out[i]);
     }
+}
+
+/// N of them at once; there are as many lines and outputs.
+fn block<T: simd::Lanes, const N: usize>(
+    q: [&[f32]; N],
+    k: &[T],
+    v: &[T],
+    scale: f32,
+    lines: &mut [&mut [f32]],
+    out: &mut [&mut [f32]],
+) {
+    let (Ok(lines), Ok(out)) =
+        (<&mut [&mut [f32]; N]>::try_from(lines), <&mut [&mut [f32]; N]>::try_from(out))
+    else {
+        unreachable!("a block of {N}");
+    };
+    simd::block_dots(q, k, scale, lines);
+    let totals = lines.each_mut().map(|line| softmax(line));
+    simd::block_sums(lines.each_ref().map(|l| &**l), v, totals, out);
+}
+
+/// Scores to weights; what makes them sum to one.
+fn softmax(line: &mut [f32]) -> f32 {
+    let max = simd::max(line);
+    1.0 / simd::exp_sum(line, max)
 }

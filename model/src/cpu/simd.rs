@@ -183,8 +183,8 @@ pub fn weighted_sum<T: Lanes>(weights: &[f32], rows: &[T], scale: f32, out: &mut
     out.iter_mut().for_each(|o| *o *= scale);
 }
 
-/// Whether [`quad_dots`] and [`quad_sums`] may be called for rows of `d`.
-pub fn takes_quads(d: usize) -> bool {
+/// Whether [`block_dots`] and [`block_sums`] may be called for rows of `d`.
+pub fn takes_blocks(d: usize) -> bool {
     #[cfg(target_arch = "x86_64")]
     let has = isa() == Isa::Avx512;
     #[cfg(not(target_arch = "x86_64"))]
@@ -192,32 +192,42 @@ pub fn takes_quads(d: usize) -> bool {
     has && d % LANES == 0
 }
 
-/// [`dots`] of four queries with the same rows, each with as many as its output has room for.
-pub fn quad_dots<T: Lanes>(q: [&[f32]; 4], rows: &[T], scale: f32, out: &mut [&mut [f32]; 4]) {
+/// [`dots`] of two or four queries with the same rows, each with as many as its output has room for.
+pub fn block_dots<T: Lanes, const N: usize>(
+    q: [&[f32]; N],
+    rows: &[T],
+    scale: f32,
+    out: &mut [&mut [f32]; N],
+) {
     let d = q[0].len();
-    assert!(takes_quads(d) && q.iter().all(|q| q.len() == d));
+    assert!(takes_blocks(d) && q.iter().all(|q| q.len() == d));
     assert!(out.iter().all(|o| rows.len() >= d * o.len()), "rows of {d} in {}", rows.len());
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: `takes_quads` is about the features, the lines above are about the lengths.
+    // SAFETY: `takes_blocks` is about the features, the lines above are about the lengths.
     unsafe {
-        super::quads::dots(q, rows, scale, out)
+        super::blocks::dots(q, rows, scale, out)
     }
     #[cfg(not(target_arch = "x86_64"))]
-    unreachable!("no block of four here, not even for a scale of {scale}")
+    unreachable!("no blocks here, not even for a scale of {scale}")
 }
 
-/// [`weighted_sum`] of the same rows for four queries, each with as many as it has weights.
-pub fn quad_sums<T: Lanes>(weights: [&[f32]; 4], rows: &[T], scales: [f32; 4], out: &mut [&mut [f32]; 4]) {
+/// [`weighted_sum`] of the same rows for two or four queries, each with as many as it has weights.
+pub fn block_sums<T: Lanes, const N: usize>(
+    weights: [&[f32]; N],
+    rows: &[T],
+    scales: [f32; N],
+    out: &mut [&mut [f32]; N],
+) {
     let d = out[0].len();
-    assert!(takes_quads(d) && out.iter().all(|o| o.len() == d));
+    assert!(takes_blocks(d) && out.iter().all(|o| o.len() == d));
     assert!(weights.iter().all(|w| rows.len() >= d * w.len()), "rows of {d} in {}", rows.len());
     #[cfg(target_arch = "x86_64")]
     // SAFETY: as above.
     unsafe {
-        super::quads::weighted_sums(weights, rows, scales, out)
+        super::blocks::weighted_sums(weights, rows, scales, out)
     }
     #[cfg(not(target_arch = "x86_64"))]
-    unreachable!("no block of four here, not even for scales of {scales:?}")
+    unreachable!("no blocks here, not even for scales of {scales:?}")
 }
 
 multiversion! {
