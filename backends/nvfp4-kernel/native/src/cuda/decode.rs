@@ -145,9 +145,8 @@ impl Families {
         let one = Some(get(&all, format!("q4_gemv_one{name}"))?);
         let few = Some(get(&all, format!("q4_gemv_few{name}"))?);
         let wide = Some(get(&all, format!("q4_gemv_few{name}_wide"))?);
-        let split = (self.gpu.capability >= (9, 0))
-            .then(|| get(&all, format!("q4_gemv_few{name}_split")))
-            .transpose()?;
+        let split =
+            has_clusters(&self.gpu).then(|| get(&all, format!("q4_gemv_few{name}_split"))).transpose()?;
         let row = rows.as_ref().map(|r| get(r, format!("q4_row{name}"))).transpose()?;
         let narrow =
             rows.as_ref().filter(|_| family == 0).map(|r| get(r, "q4_row_narrow".into())).transpose()?;
@@ -191,10 +190,6 @@ impl Kernels {
         }
     }
 
-    fn has_clusters(&self) -> bool {
-        self.gpu.capability >= (9, 0)
-    }
-
     /// A launch of `rows` rows, a power of two; `None` if no number of blocks makes it fit.
     fn plan(&self, w: &Weight, rows: usize, gate: bool) -> Option<Plan> {
         match rows {
@@ -202,8 +197,9 @@ impl Kernels {
             2..=8 => self.plan_of(w, rows, gate, Rows::Few, 8, 1),
             _ => {
                 let wide = || self.plan_of(w, rows, gate, Rows::Wide, 16, 1);
-                let split =
-                    || self.plan_of(w, rows, gate, Rows::Split, 16, SPLIT).filter(|_| self.has_clusters());
+                let split = || {
+                    self.plan_of(w, rows, gate, Rows::Split, 16, SPLIT).filter(|_| has_clusters(&self.gpu))
+                };
                 // Long rows of x are worth the clusters' barriers.
                 if w.k >= 4096 { split().or_else(wide) } else { wide().or_else(split) }
             }
@@ -291,6 +287,10 @@ pub(super) fn options(family: usize) -> [String; 4] {
         format!("-DQ4_FAMILY={family}"),
         "-DQ4_ROW".into(),
     ]
+}
+
+fn has_clusters(gpu: &Gpu) -> bool {
+    gpu.capability >= (9, 0)
 }
 
 /// Whether rows of `x` can be read 16 bytes at a time.

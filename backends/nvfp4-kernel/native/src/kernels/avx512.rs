@@ -13,7 +13,7 @@ pub static PLAIN: Kernels = table(bytes::PLAIN);
 /// The same with VNNI.
 pub static VNNI: Kernels = table(bytes::VNNI);
 /// That, with weights for few rows of int8 fetched ahead into the second cache only: Intel's processors with AMX have more such
-/// requests under way and decode 3 to 8 % faster so. Their products of f32 would be a tenth slower, those of an AMD Zen 5 by 4 %.
+/// requests under way and decode 3 to 8 % faster so. Products of f32 would be a tenth slower on them, those of int8 4 % on an AMD Zen 5.
 pub static FAR: Kernels = table(bytes::FAR);
 
 const fn table(bytes: super::Product<super::ByteRows, super::ByteTile>) -> Kernels {
