@@ -5,10 +5,12 @@
 //! * [`formats`] turns codes into numbers, exactly; [`Q4Schema`] says which codes, [`Q4Weight`] borrows them;
 //! * [`Q4Backend`] and [`PreparedWeight`] are what a kernel author implements;
 //! * [`select`] decides once per layer, [`Dispatch`] checks and prepares, [`Q4Linear`] is the only caller of a backend;
-//! * [`oracle`] is the exact product, [`selfcheck`] the gate built on it; [`rows`] are operands in f32.
+//! * [`oracle`] is the exact product, [`selfcheck`] the gate built on it; [`rows`] are operands in f32, [`exponential`]
+//!   is what runs between products in more than one crate.
 mod backend;
 pub mod detect;
 mod error;
+pub mod exponential;
 pub mod formats;
 mod host;
 mod linear;

@@ -1,4 +1,5 @@
 //! Keys and values of every layer, allocated once for the whole context.
+use super::sums::LANES;
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 use q4_core::{Code, Error, Result};
@@ -23,7 +24,8 @@ impl KvType {
     }
 }
 
-/// `[layer][k or v][kv head][position][head_dim]`; positions `0..len` are valid.
+/// `[layer][k or v][kv head]`, of values `[position][head_dim]`, of keys blocks of 16 positions, `[block][head_dim][16]`;
+/// positions `0..len` are valid.
 pub struct KvCache {
     store: Store,
     kv_heads: usize,
@@ -40,11 +42,11 @@ enum Store {
 impl KvCache {
     /// Bytes a cache of this size takes.
     pub fn bytes(kind: KvType, layers: usize, kv_heads: usize, head_dim: usize, capacity: usize) -> u64 {
-        (kind.size() * layers * 2 * kv_heads * head_dim) as u64 * capacity as u64
+        (kind.size() * layers * 2 * kv_heads * head_dim) as u64 * capacity.next_multiple_of(LANES) as u64
     }
     /// Room for `capacity` positions; pages are touched only when they are used.
     pub fn new(kind: KvType, layers: usize, kv_heads: usize, head_dim: usize, capacity: usize) -> Self {
-        let elements = layers * 2 * kv_heads * head_dim * capacity;
+        let elements = layers * 2 * kv_heads * head_dim * capacity.next_multiple_of(LANES);
         let store = match kind {
             KvType::F32 => Store::F32(vec![0.0; elements]),
             KvType::F16 => Store::F16(vec![f16::ZERO; elements]),
@@ -93,20 +95,30 @@ impl KvCache {
         Writer { start, cache: self, layer }
     }
 
-    /// Positions `0..count` of one head, `[count, head_dim]`.
-    pub(super) fn rows(&self, layer: usize, kv: usize, head: usize, count: usize) -> Rows<'_> {
-        let at = self.offset(layer, kv, head);
-        let n = count * self.head_dim;
+    /// Positions `0..count` of one head; of the keys, all of the blocks they are in.
+    pub(super) fn head(&self, layer: usize, head: usize, count: usize) -> Head<'_> {
+        fn of<'a, T>(all: &'a [T], keys: usize, values: usize, count: usize, d: usize) -> Positions<'a, T> {
+            let blocks = count.next_multiple_of(LANES);
+            Positions { keys: &all[keys..][..blocks * d], values: &all[values..][..count * d] }
+        }
+        let (keys, values) = (self.offset(layer, KEYS, head), self.offset(layer, VALUES, head));
         match &self.store {
-            Store::F32(v) => Rows::F32(&v[at..][..n]),
-            Store::F16(v) => Rows::F16(&v[at..][..n]),
+            Store::F32(all) => Head::F32(of(all, keys, values, count, self.head_dim)),
+            Store::F16(all) => Head::F16(of(all, keys, values, count, self.head_dim)),
         }
     }
 
     fn offset(&self, layer: usize, kv: usize, head: usize) -> usize {
-        ((layer * 2 + kv) * self.kv_heads + head) * self.capacity * self.head_dim
+        let positions = self.capacity.next_multiple_of(LANES);
+        ((layer * 2 + kv) * self.kv_heads + head) * positions * self.head_dim
     }
 }
+
+/// Elements of a key that are converted at once.
+const LINE: usize = 128;
+
+const KEYS: usize = 0;
+const VALUES: usize = 1;
 
 /// Where tasks write the positions of one layer.
 pub(super) struct Writer<'a> {
@@ -124,29 +136,68 @@ enum Start {
 unsafe impl Sync for Writer<'_> {}
 
 impl Writer<'_> {
-    /// Writes one position of all heads of `kv`; `values` is `[kv heads, head_dim]`.
+    /// Writes one position of all heads; both are `[kv heads, head_dim]`.
     ///
     /// # Safety
     /// Nobody else writes or reads this position.
-    pub(super) unsafe fn write(&self, kv: usize, position: usize, values: &[f32]) {
+    pub(super) unsafe fn write(&self, position: usize, keys: &[f32], values: &[f32]) {
+        let c = self.cache;
+        let row = c.kv_heads * c.head_dim;
+        assert!(position < c.capacity && keys.len() == row && values.len() == row, "position {position}");
+        // SAFETY: inside the store by the assertion, and nobody else's by contract.
+        unsafe {
+            match self.start {
+                Start::F32(p) => self.each_head(p, position, keys, values, |v, to| to.copy_from_slice(v)),
+                Start::F16(p) => {
+                    self.each_head(p, position, keys, values, |v, to| to.convert_from_f32_slice(v))
+                }
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`write`](Self::write), which checked what is inside.
+    unsafe fn each_head<T: Copy + Default>(
+        &self,
+        start: *mut T,
+        position: usize,
+        keys: &[f32],
+        values: &[f32],
+        convert: impl Fn(&[f32], &mut [T]),
+    ) {
         let (c, d) = (self.cache, self.cache.head_dim);
-        assert!(position < c.capacity && values.len() == c.kv_heads * d, "position {position}");
-        for (head, values) in values.chunks_exact(d).enumerate() {
-            let at = c.offset(self.layer, kv, head) + position * d;
-            // SAFETY: inside the store by the assertion, and nobody else's by contract.
+        let in_block = position / LANES * LANES * d + position % LANES;
+        for (head, (keys, values)) in keys.chunks_exact(d).zip(values.chunks_exact(d)).enumerate() {
+            // SAFETY: the elements of this position alone, by contract.
             unsafe {
-                match self.start {
-                    Start::F32(p) => slice::from_raw_parts_mut(p.add(at), d).copy_from_slice(values),
-                    Start::F16(p) => slice::from_raw_parts_mut(p.add(at), d).convert_from_f32_slice(values),
+                let to = start.add(c.offset(self.layer, VALUES, head) + position * d);
+                convert(values, slice::from_raw_parts_mut(to, d));
+                let mut to = start.add(c.offset(self.layer, KEYS, head) + in_block);
+                for keys in keys.chunks(LINE) {
+                    let mut line = [T::default(); LINE];
+                    convert(keys, &mut line[..keys.len()]);
+                    for (j, key) in line[..keys.len()].iter().enumerate() {
+                        to.wrapping_add(j * LANES).write(*key);
+                    }
+                    to = to.wrapping_add(LINE * LANES);
                 }
             }
         }
     }
 }
 
-/// Cached rows of one head.
+/// Cached positions of one head, by element type.
 #[derive(Clone, Copy)]
-pub(super) enum Rows<'a> {
-    F32(&'a [f32]),
-    F16(&'a [f16]),
+pub(super) enum Head<'a> {
+    F32(Positions<'a, f32>),
+    F16(Positions<'a, f16>),
+}
+
+/// Cached positions of one head.
+#[derive(Clone, Copy)]
+pub(super) struct Positions<'a, T> {
+    /// `[block][head_dim][16]`; what lies behind the last position is anything.
+    pub(super) keys: &'a [T],
+    /// `[position][head_dim]`.
+    pub(super) values: &'a [T],
 }

@@ -222,10 +222,7 @@ impl Executor for CpuExecutor {
                 }
             }
             // SAFETY: a row is a position of its own, and the cache is read by nobody before all are written.
-            unsafe {
-                cache.write(0, past + r, k);
-                cache.write(1, past + r, v);
-            }
+            unsafe { cache.write(past + r, k, v) };
         });
         Ok(())
     }

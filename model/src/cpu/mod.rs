@@ -1,13 +1,12 @@
 //! The CPU executor: f32 activations, a preallocated cache, products through the dispatch seam.
 mod attention;
-#[cfg(target_arch = "x86_64")]
-mod blocks;
 mod cache;
 mod engine;
 mod executor;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod simd;
+mod sums;
 mod tensor;
 #[cfg(target_arch = "x86_64")]
 mod x86;

@@ -3,18 +3,19 @@
 //! Every function keeps one order of additions whatever the set, so that a result does not depend on the machine's
 //! width beyond fused multiply-add.
 use half::{bf16, f16};
-use once_isa::{Isa, isa};
+pub use once_isa::{Isa, isa};
+use q4_core::exponential::{exp, fma, silu};
 
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 pub use self::Widen as Lanes;
 #[cfg(target_arch = "aarch64")]
 use super::neon;
-/// Element types the sums of attention are vectorised for.
+/// Element types dots and the sums of attention are vectorised for.
 #[cfg(target_arch = "aarch64")]
 pub use super::neon::Load as Lanes;
 #[cfg(target_arch = "x86_64")]
 use super::x86;
-/// Element types the sums of attention are vectorised for.
+/// Element types dots and the sums of attention are vectorised for.
 #[cfg(target_arch = "x86_64")]
 pub use super::x86::Load as Lanes;
 
@@ -155,81 +156,6 @@ pub fn dots<T: Lanes>(q: &[f32], rows: &[T], scale: f32, out: &mut [f32]) {
     }
 }
 
-/// `out[j] = scale * Σ_p weights[p] * rows[p, j]`, positions in order.
-pub fn weighted_sum<T: Lanes>(weights: &[f32], rows: &[T], scale: f32, out: &mut [f32]) {
-    let d = out.len();
-    assert!(rows.len() >= d * weights.len(), "{} rows of {d} in {}", weights.len(), rows.len());
-    #[cfg(target_arch = "x86_64")]
-    if d % LANES == 0 {
-        match isa() {
-            // SAFETY: `isa` found the features, the line above the rows.
-            Isa::Avx512 => return unsafe { x86::weighted_sum_avx512(weights, rows, scale, out) },
-            // SAFETY: as above.
-            Isa::Avx2 => return unsafe { x86::weighted_sum_avx2(weights, rows, scale, out) },
-            Isa::Portable => {}
-        }
-    }
-    #[cfg(target_arch = "aarch64")]
-    if d % LANES == 0 && isa() == Isa::Neon {
-        // SAFETY: `isa` found NEON, the line above the rows.
-        return unsafe { neon::weighted_sum(weights, rows, scale, out) };
-    }
-    out.fill(0.0);
-    for (w, row) in weights.iter().zip(rows.chunks_exact(d)) {
-        for (o, v) in out.iter_mut().zip(row) {
-            *o += w * v.widen();
-        }
-    }
-    out.iter_mut().for_each(|o| *o *= scale);
-}
-
-/// Whether [`block_dots`] and [`block_sums`] may be called for rows of `d`.
-pub fn takes_blocks(d: usize) -> bool {
-    #[cfg(target_arch = "x86_64")]
-    let has = isa() == Isa::Avx512;
-    #[cfg(not(target_arch = "x86_64"))]
-    let has = false;
-    has && d % LANES == 0
-}
-
-/// [`dots`] of two or four queries with the same rows, each with as many as its output has room for.
-pub fn block_dots<T: Lanes, const N: usize>(
-    q: [&[f32]; N],
-    rows: &[T],
-    scale: f32,
-    out: &mut [&mut [f32]; N],
-) {
-    let d = q[0].len();
-    assert!(takes_blocks(d) && q.iter().all(|q| q.len() == d));
-    assert!(out.iter().all(|o| rows.len() >= d * o.len()), "rows of {d} in {}", rows.len());
-    #[cfg(target_arch = "x86_64")]
-    // SAFETY: `takes_blocks` is about the features, the lines above are about the lengths.
-    unsafe {
-        super::blocks::dots(q, rows, scale, out)
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    unreachable!("no blocks here, not even for a scale of {scale}")
-}
-
-/// [`weighted_sum`] of the same rows for two or four queries, each with as many as it has weights.
-pub fn block_sums<T: Lanes, const N: usize>(
-    weights: [&[f32]; N],
-    rows: &[T],
-    scales: [f32; N],
-    out: &mut [&mut [f32]; N],
-) {
-    let d = out[0].len();
-    assert!(takes_blocks(d) && out.iter().all(|o| o.len() == d));
-    assert!(weights.iter().all(|w| rows.len() >= d * w.len()), "rows of {d} in {}", rows.len());
-    #[cfg(target_arch = "x86_64")]
-    // SAFETY: as above.
-    unsafe {
-        super::blocks::weighted_sums(weights, rows, scales, out)
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    unreachable!("no blocks here, not even for scales of {scales:?}")
-}
-
 multiversion! {
     /// Largest element, NaN if there is one; negative infinity of nothing.
     pub fn max<T: Widen>(x: &[T]) -> f32 {
@@ -315,8 +241,7 @@ multiversion! {
     /// `out[i] = silu(gate[i]) * up[i]`.
     pub fn silu_mul<T: Widen>(gate: &[T], up: &[f32], out: &mut [f32]) {
         for ((o, g), u) in out.iter_mut().zip(gate).zip(up) {
-            let g = g.widen();
-            *o = g / (1.0 + exp::<FMA>(-g)) * u;
+            *o = silu::<FMA>(g.widen()) * u;
         }
     }
 }
@@ -355,55 +280,9 @@ fn tree(acc: &[f32; LANES], combine: impl Fn(f32, f32) -> f32) -> f32 {
     a[0]
 }
 
-/// Fused where the enclosing copy has the instruction: without it `mul_add` is a library call.
-#[inline(always)]
-fn fma<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
-    if FMA { a.mul_add(b, c) } else { a * b + c }
-}
-
-/// `e^x` within 2 units in the last place; 0 below -87, infinity above 88.7, NaN kept.
-/// Cody-Waite reduction by ln 2 in two parts, then a degree-6 Taylor polynomial on [-ln2/2, ln2/2].
-#[inline(always)]
-fn exp<const FMA: bool>(x: f32) -> f32 {
-    const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23: adding it rounds, and leaves the integer in the low bits
-    let clamped = x.clamp(-87.3, 88.8);
-    let shifted = fma::<FMA>(clamped, std::f32::consts::LOG2_E, ROUND);
-    let n = shifted - ROUND;
-    let r = fma::<FMA>(n, 2.121_944_4e-4, fma::<FMA>(n, -0.693_359_4, clamped));
-    let factorials = [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0];
-    let p = factorials.into_iter().fold(1.0 / 5040.0, |p, f| fma::<FMA>(p, r, f));
-    // 2^n in two factors, so that n = 128 does not overflow the exponent field. No conversion of a float: a cast that
-    // saturates keeps a compiler from using vectors.
-    let n = shifted.to_bits().wrapping_sub(ROUND.to_bits()) as i32;
-    let half = n >> 1;
-    let power = |e: i32| f32::from_bits((e.wrapping_add(127) as u32) << 23);
-    let value = p * power(half) * power(n.wrapping_sub(half));
-    // NaN passes through the clamp and every product above.
-    if x < -87.3 { 0.0 } else { value }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn exp_is_accurate_over_its_range() {
-        let mut worst = 0f64;
-        for i in -87_000..88_700 {
-            let x = i as f32 / 1000.0;
-            let exact = f64::from(x).exp();
-            for got in [exp::<false>(x), exp::<true>(x)] {
-                worst = worst.max((f64::from(got) - exact).abs() / exact);
-            }
-        }
-        assert!(worst < 2.5 * f64::from(f32::EPSILON), "{worst:e}");
-        for exp in [exp::<false>, exp::<true>] {
-            assert_eq!(exp(-200.0), 0.0);
-            assert_eq!(exp(f32::NEG_INFINITY), 0.0);
-            assert!(exp(f32::NAN).is_nan());
-            assert_eq!(exp(0.0), 1.0);
-        }
-    }
 
     #[test]
     fn exponentials_of_any_count_are_written_and_added() {
@@ -445,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn sums_match_f64() {
+    fn dots_match_f64() {
         let q: Vec<f32> = (0..37).map(|i| (i as f32 * 0.7).sin()).collect();
         let rows: Vec<f32> = (0..37 * 7).map(|i| (i as f32 * 0.3).cos()).collect();
         let mut out = [0.0; 7];
@@ -454,13 +333,6 @@ mod tests {
             let exact: f64 =
                 (0..37).map(|j| f64::from(q[j]) * f64::from(rows[p * 37 + j])).sum::<f64>() * 0.5;
             assert!((f64::from(out[p]) - exact).abs() < 1e-5);
-        }
-        let rows: Vec<f32> = (0..101 * 3).map(|i| (i as f32 * 0.3).cos()).collect();
-        let mut sum = [0.0; 101];
-        weighted_sum(&[1.0, 2.0, 3.0], &rows, 0.5, &mut sum);
-        for j in [0, 4, 63, 64, 100] {
-            let exact = 0.5 * (rows[j] + 2.0 * rows[101 + j] + 3.0 * rows[202 + j]);
-            assert!((sum[j] - exact).abs() < 1e-5, "{j}");
         }
     }
 }

@@ -1,8 +1,7 @@
-//! The two sums of attention in AVX-512 and AVX2: the loops a compiler turns inside out when left to itself.
-//!
-//! Both keep the order of the portable code: sixteen lanes along the row, then a tree. A sum does not depend on which
-//! other rows share a call.
+//! AVX-512 and AVX2 for the loops a compiler turns inside out when left to itself: registers for the sums of attention, and
+//! dots of rows in the order of the portable code, sixteen lanes along the row, then a tree.
 use super::simd::Widen;
+use super::sums::{self, Vector};
 use std::arch::asm;
 use std::arch::x86_64::*;
 
@@ -142,64 +141,108 @@ pub unsafe fn dots_avx2<T: Load>(q: &[f32], rows: &[T], scale: f32, out: &mut [f
     }
 }
 
-/// `out[j] = scale * Σ_p weights[p] * rows[p, j]`; `out.len()` is a multiple of 16.
-///
-/// # Safety
-/// AVX-512F; `rows` holds `weights.len() * out.len()` elements.
-#[target_feature(enable = "avx512f,avx2,fma")]
-pub unsafe fn weighted_sum_avx512<T: Load>(weights: &[f32], rows: &[T], scale: f32, out: &mut [f32]) {
-    let d = out.len();
-    let scale = _mm512_set1_ps(scale);
-    let mut column = 0;
-    while column < d {
-        let wide = if column + 64 <= d { 4 } else { 1 };
-        let mut acc = [_mm512_setzero_ps(); 4];
-        for (p, w) in weights.iter().enumerate() {
-            let w = _mm512_set1_ps(*w);
-            // SAFETY: column + 16 * wide <= d, row p exists.
-            unsafe {
-                let row = rows.as_ptr().add(p * d + column);
-                acc[0] = _mm512_fmadd_ps(w, T::load16(row), acc[0]);
-                if wide == 4 {
-                    acc[1] = _mm512_fmadd_ps(w, T::load16(row.add(16)), acc[1]);
-                    acc[2] = _mm512_fmadd_ps(w, T::load16(row.add(32)), acc[2]);
-                    acc[3] = _mm512_fmadd_ps(w, T::load16(row.add(48)), acc[3]);
-                }
-            }
-        }
-        for (i, a) in acc.into_iter().take(wide).enumerate() {
-            // SAFETY: as above.
-            unsafe { _mm512_storeu_ps(out.as_mut_ptr().add(column + 16 * i), _mm512_mul_ps(a, scale)) };
-        }
-        column += 16 * wide;
+/// Sixteen lanes in AVX-512.
+impl<T: Load> Vector<T> for __m512 {
+    const SUMS: usize = 16;
+    #[inline(always)]
+    unsafe fn splat(v: f32) -> Self {
+        // SAFETY: the caller's, here and below.
+        unsafe { _mm512_set1_ps(v) }
+    }
+    #[inline(always)]
+    unsafe fn widen(p: *const T) -> Self {
+        // SAFETY: as above.
+        unsafe { T::load16(p) }
+    }
+    #[inline(always)]
+    unsafe fn mul_add(self, b: Self, c: Self) -> Self {
+        // SAFETY: as above.
+        unsafe { _mm512_fmadd_ps(self, b, c) }
+    }
+    #[inline(always)]
+    unsafe fn mul(self, b: Self) -> Self {
+        // SAFETY: as above.
+        unsafe { _mm512_mul_ps(self, b) }
+    }
+    #[inline(always)]
+    unsafe fn store(self, p: *mut f32) {
+        // SAFETY: as above.
+        unsafe { _mm512_storeu_ps(p, self) }
     }
 }
 
-/// As [`weighted_sum_avx512`] with eight lanes twice.
-///
-/// # Safety
-/// AVX2, FMA and F16C; `rows` holds `weights.len() * out.len()` elements.
-#[target_feature(enable = "avx2,fma,f16c")]
-pub unsafe fn weighted_sum_avx2<T: Load>(weights: &[f32], rows: &[T], scale: f32, out: &mut [f32]) {
-    let d = out.len();
-    let scale = _mm256_set1_ps(scale);
-    for column in (0..d).step_by(16) {
-        let mut acc = [_mm256_setzero_ps(); 2];
-        for (p, w) in weights.iter().enumerate() {
-            let w = _mm256_set1_ps(*w);
-            // SAFETY: column + 16 <= d, row p exists.
-            unsafe {
-                let row = rows.as_ptr().add(p * d + column);
-                acc[0] = _mm256_fmadd_ps(w, T::load8(row), acc[0]);
-                acc[1] = _mm256_fmadd_ps(w, T::load8(row.add(8)), acc[1]);
-            }
-        }
-        for (i, a) in acc.into_iter().enumerate() {
-            // SAFETY: as above.
-            unsafe { _mm256_storeu_ps(out.as_mut_ptr().add(column + 8 * i), _mm256_mul_ps(a, scale)) };
+/// Sixteen lanes in AVX2.
+#[derive(Clone, Copy)]
+pub struct Halves([__m256; 2]);
+
+impl<T: Load> Vector<T> for Halves {
+    const SUMS: usize = 4;
+    #[inline(always)]
+    unsafe fn splat(v: f32) -> Self {
+        // SAFETY: the caller's, here and below.
+        Self(unsafe { [_mm256_set1_ps(v); 2] })
+    }
+    #[inline(always)]
+    unsafe fn widen(p: *const T) -> Self {
+        // SAFETY: as above.
+        Self(unsafe { [T::load8(p), T::load8(p.add(8))] })
+    }
+    #[inline(always)]
+    unsafe fn mul_add(self, b: Self, c: Self) -> Self {
+        // SAFETY: as above.
+        Self(unsafe {
+            [_mm256_fmadd_ps(self.0[0], b.0[0], c.0[0]), _mm256_fmadd_ps(self.0[1], b.0[1], c.0[1])]
+        })
+    }
+    #[inline(always)]
+    unsafe fn mul(self, b: Self) -> Self {
+        // SAFETY: as above.
+        Self(unsafe { [_mm256_mul_ps(self.0[0], b.0[0]), _mm256_mul_ps(self.0[1], b.0[1])] })
+    }
+    #[inline(always)]
+    unsafe fn store(self, p: *mut f32) {
+        // SAFETY: as above.
+        unsafe {
+            _mm256_storeu_ps(p, self.0[0]);
+            _mm256_storeu_ps(p.add(8), self.0[1]);
         }
     }
 }
+
+/// The sums of [`super::sums`] compiled for an instruction set.
+macro_rules! sums {
+    ($name:ident, $vector:ident, $features:literal) => {
+        pub mod $name {
+            use super::{Load, sums};
+            /// # Safety
+            /// The processor has the set; else as [`sums::all_scores`].
+            #[target_feature(enable = $features)]
+            pub unsafe fn scores<T: Load, const N: usize>(
+                q: [&[f32]; N],
+                keys: &[T],
+                scale: f32,
+                out: &mut [&mut [f32]; N],
+            ) {
+                // SAFETY: the caller's.
+                unsafe { sums::all_scores::<super::$vector, T, N>(q, keys, scale, out) }
+            }
+            /// # Safety
+            /// The processor has the set; else as [`sums::all_columns`].
+            #[target_feature(enable = $features)]
+            pub unsafe fn weighted<T: Load, const N: usize>(
+                weights: [&[f32]; N],
+                values: &[T],
+                scales: [f32; N],
+                out: &mut [&mut [f32]; N],
+            ) {
+                // SAFETY: the caller's.
+                unsafe { sums::all_columns::<super::$vector, T, N>(weights, values, scales, out) }
+            }
+        }
+    };
+}
+sums!(avx512, __m512, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c");
+sums!(avx2, Halves, "avx2,fma,f16c");
 
 /// Halves added until one is left, as the portable sum does.
 #[target_feature(enable = "avx512f,avx2")]
@@ -224,34 +267,26 @@ mod tests {
         let wave = |n: usize, f: f32| (0..n).map(|i| (i as f32 * f).sin()).collect::<Vec<_>>();
         for d in [16, 64, 80, 128] {
             for count in 1..10 {
-                let (q, weights) = (wave(d, 0.7), wave(count, 1.3));
+                let q = wave(d, 0.7);
                 let rows: Vec<T> = wave(count * d, 0.3).into_iter().map(&round).collect();
                 let value = |p: usize, j: usize| f64::from(rows[p * d + j].widen());
                 let (mut a, mut b) = (vec![0.0; count], vec![0.0; count]);
-                let (mut u, mut v) = (vec![0.0; d], vec![0.0; d]);
                 // SAFETY: the caller found the features; the buffers fit.
                 unsafe {
                     dots_avx512(&q, &rows, 0.5, &mut a);
                     dots_avx2(&q, &rows, 0.5, &mut b);
-                    weighted_sum_avx512(&weights, &rows, 0.5, &mut u);
-                    weighted_sum_avx2(&weights, &rows, 0.5, &mut v);
                 }
-                assert_eq!((&a, &u), (&b, &v), "the two sets differ at d = {d}, {count} rows");
+                assert_eq!(a, b, "the two sets differ at d = {d}, {count} rows");
                 for p in 0..count {
                     let exact: f64 = (0..d).map(|j| f64::from(q[j]) * value(p, j)).sum::<f64>() * 0.5;
                     assert!((f64::from(a[p]) - exact).abs() < 1e-5, "d = {d}, row {p} of {count}");
-                }
-                for j in 0..d {
-                    let exact: f64 =
-                        (0..count).map(|p| f64::from(weights[p]) * value(p, j)).sum::<f64>() * 0.5;
-                    assert!((f64::from(u[j]) - exact).abs() < 1e-5, "d = {d}, column {j}");
                 }
             }
         }
     }
 
     #[test]
-    fn both_sets_give_the_same_bits_and_the_right_sums() {
+    fn both_sets_give_the_same_bits_and_the_right_dots() {
         let has =
             std::arch::is_x86_feature_detected!("avx512f") && std::arch::is_x86_feature_detected!("f16c");
         if !has {

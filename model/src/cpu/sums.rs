@@ -1,0 +1,298 @@
+//! The two sums of attention, for a few queries of one head at once: every key and value is loaded and widened once for all
+//! of them. In scores a lane is a position, in weighted values it is a column, so nothing is ever added across lanes.
+//!
+//! A score adds its products by ascending `j`, a weighted value by ascending position, fused where the instruction set has
+//! that: bits depend neither on who shares a call nor on the width of a register.
+#[cfg(target_arch = "aarch64")]
+use super::neon;
+use super::simd::{Isa, Lanes, Widen, isa};
+#[cfg(target_arch = "x86_64")]
+use super::x86;
+
+/// Lanes that advance together: positions of a block of keys, or columns of values.
+pub const LANES: usize = 16;
+
+/// Most queries of a call.
+pub const QUERIES: usize = 8;
+
+/// Sixteen f32 in registers, and how to get them from elements of type `T`.
+///
+/// # Safety of its functions
+/// The processor has the instruction set; pointers address sixteen elements.
+pub trait Vector<T>: Copy {
+    /// How many of them fit the registers as sums, with room for what is added.
+    const SUMS: usize;
+    unsafe fn splat(v: f32) -> Self;
+    unsafe fn widen(p: *const T) -> Self;
+    /// `self * b + c`.
+    unsafe fn mul_add(self, b: Self, c: Self) -> Self;
+    unsafe fn mul(self, b: Self) -> Self;
+    unsafe fn store(self, p: *mut f32);
+}
+
+/// How many queries are worth a call here.
+pub fn queries() -> usize {
+    match isa() {
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 => QUERIES,
+        _ => 4,
+    }
+}
+
+/// `out[i][p] = scale * Σ_j q[i][j] * keys[p / 16][j][p % 16]` for whole blocks of keys, `[blocks, d, 16]`.
+pub fn scores<T: Lanes, const N: usize>(q: [&[f32]; N], keys: &[T], scale: f32, out: &mut [&mut [f32]; N]) {
+    let d = q[0].len();
+    assert!(q.iter().all(|q| q.len() == d), "queries of {d}");
+    assert!(out.iter().all(|o| o.len() % LANES == 0 && o.len() * d == keys.len()), "keys of {d} in blocks");
+    // SAFETY: `isa` found the features, the lines above are about the lengths.
+    unsafe {
+        match isa() {
+            Isa::Portable => all_scores::<[f32; LANES], T, N>(q, keys, scale, out),
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => all_scores::<neon::Lanes16, T, N>(q, keys, scale, out),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => x86::avx2::scores(q, keys, scale, out),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => x86::avx512::scores(q, keys, scale, out),
+        }
+    }
+}
+
+/// `out[i][j] = scales[i] * Σ_p weights[i][p] * values[p][j]`, each over the positions it has weights for.
+pub fn weighted<T: Lanes, const N: usize>(
+    weights: [&[f32]; N],
+    values: &[T],
+    scales: [f32; N],
+    out: &mut [&mut [f32]; N],
+) {
+    let d = out[0].len();
+    assert!(out.iter().all(|o| o.len() == d), "sums of {d}");
+    assert!(weights.iter().all(|w| values.len() >= d * w.len()), "values of {d} in {}", values.len());
+    // SAFETY: as above.
+    unsafe {
+        match isa() {
+            Isa::Portable => all_columns::<[f32; LANES], T, N>(weights, values, scales, out),
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => all_columns::<neon::Lanes16, T, N>(weights, values, scales, out),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => x86::avx2::weighted(weights, values, scales, out),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => x86::avx512::weighted(weights, values, scales, out),
+        }
+    }
+}
+
+/// # Safety
+/// The processor has the set of `V`; every line of `out` has sixteen lanes for each block of keys.
+#[inline(always)]
+pub unsafe fn all_scores<V: Vector<T>, T, const N: usize>(
+    q: [&[f32]; N],
+    keys: &[T],
+    scale: f32,
+    out: &mut [&mut [f32]; N],
+) {
+    let d = q[0].len();
+    let (q, blocks) = (q.map(<[f32]>::as_ptr), out[0].len() / LANES);
+    let mut b = 0;
+    while b < blocks {
+        // SAFETY: block b exists, and as many as a call takes.
+        b += unsafe {
+            let keys = keys.as_ptr().add(b * d * LANES);
+            let out = out.each_mut().map(|o| o.as_mut_ptr().add(b * LANES));
+            match (V::SUMS / N, blocks - b) {
+                (8.., 8..) => some_scores::<V, T, N, 8>(q, d, keys, scale, out),
+                (4.., 4..) => some_scores::<V, T, N, 4>(q, d, keys, scale, out),
+                (2.., 2..) => some_scores::<V, T, N, 2>(q, d, keys, scale, out),
+                _ => some_scores::<V, T, N, 1>(q, d, keys, scale, out),
+            }
+        };
+    }
+}
+
+/// `B` blocks of keys; returns `B`.
+#[inline(always)]
+unsafe fn some_scores<V: Vector<T>, T, const N: usize, const B: usize>(
+    q: [*const f32; N],
+    d: usize,
+    keys: *const T,
+    scale: f32,
+    out: [*mut f32; N],
+) -> usize {
+    // SAFETY: queries have d elements, blocks 16 * d, lines 16 * B.
+    unsafe {
+        let mut acc = [[V::splat(0.0); B]; N];
+        for j in 0..d {
+            let mut key = [V::splat(0.0); B];
+            for (b, key) in key.iter_mut().enumerate() {
+                *key = V::widen(keys.add((b * d + j) * LANES));
+            }
+            for i in 0..N {
+                let x = V::splat(*q[i].add(j));
+                for b in 0..B {
+                    acc[i][b] = x.mul_add(key[b], acc[i][b]);
+                }
+            }
+        }
+        for i in 0..N {
+            for b in 0..B {
+                acc[i][b].mul(V::splat(scale)).store(out[i].add(b * LANES));
+            }
+        }
+    }
+    B
+}
+
+/// # Safety
+/// The processor has the set of `V`; all of `out` have one length d, and `values` has d for every weight.
+#[inline(always)]
+pub unsafe fn all_columns<V: Vector<T>, T: Widen, const N: usize>(
+    weights: [&[f32]; N],
+    values: &[T],
+    scales: [f32; N],
+    out: &mut [&mut [f32]; N],
+) {
+    let d = out[0].len();
+    let mut column = 0;
+    while column + LANES <= d {
+        // SAFETY: the columns are inside, as many as a call takes.
+        column += LANES
+            * unsafe {
+                match (V::SUMS / N, (d - column) / LANES) {
+                    (8.., 8..) => some_columns::<V, T, N, 8>(weights, values, d, column, scales, out),
+                    (4.., 4..) => some_columns::<V, T, N, 4>(weights, values, d, column, scales, out),
+                    (2.., 2..) => some_columns::<V, T, N, 2>(weights, values, d, column, scales, out),
+                    _ => some_columns::<V, T, N, 1>(weights, values, d, column, scales, out),
+                }
+            };
+    }
+    for ((weights, scale), out) in weights.into_iter().zip(scales).zip(out) {
+        for j in column..d {
+            let sum = weights.iter().zip(values.chunks_exact(d)).fold(0.0, |s, (w, v)| s + w * v[j].widen());
+            out[j] = scale * sum;
+        }
+    }
+}
+
+/// `16 * C` columns from `column` on; returns `C`.
+#[inline(always)]
+unsafe fn some_columns<V: Vector<T>, T, const N: usize, const C: usize>(
+    weights: [&[f32]; N],
+    values: &[T],
+    d: usize,
+    column: usize,
+    scales: [f32; N],
+    out: &mut [&mut [f32]; N],
+) -> usize {
+    let shared = weights.iter().map(|w| w.len()).min().unwrap_or(0);
+    // SAFETY: every position that is read has a weight, and the columns are inside.
+    unsafe {
+        let values = values.as_ptr().add(column);
+        let mut acc = [[V::splat(0.0); C]; N];
+        for p in 0..shared {
+            let mut value = [V::splat(0.0); C];
+            for (c, value) in value.iter_mut().enumerate() {
+                *value = V::widen(values.add(p * d + c * LANES));
+            }
+            for i in 0..N {
+                let w = V::splat(*weights[i].get_unchecked(p));
+                for c in 0..C {
+                    acc[i][c] = w.mul_add(value[c], acc[i][c]);
+                }
+            }
+        }
+        for i in 0..N {
+            for (p, w) in weights[i].iter().enumerate().skip(shared) {
+                for c in 0..C {
+                    acc[i][c] = V::splat(*w).mul_add(V::widen(values.add(p * d + c * LANES)), acc[i][c]);
+                }
+            }
+            for c in 0..C {
+                acc[i][c].mul(V::splat(scales[i])).store(out[i].as_mut_ptr().add(column + c * LANES));
+            }
+        }
+    }
+    C
+}
+
+impl<T: Widen> Vector<T> for [f32; LANES] {
+    const SUMS: usize = 4;
+    #[inline(always)]
+    unsafe fn splat(v: f32) -> Self {
+        [v; LANES]
+    }
+    #[inline(always)]
+    unsafe fn widen(p: *const T) -> Self {
+        // SAFETY: the caller's.
+        std::array::from_fn(|l| unsafe { *p.add(l) }.widen())
+    }
+    #[inline(always)]
+    unsafe fn mul_add(self, b: Self, c: Self) -> Self {
+        std::array::from_fn(|l| self[l] * b[l] + c[l])
+    }
+    #[inline(always)]
+    unsafe fn mul(self, b: Self) -> Self {
+        std::array::from_fn(|l| self[l] * b[l])
+    }
+    #[inline(always)]
+    unsafe fn store(self, p: *mut f32) {
+        // SAFETY: the caller's.
+        unsafe { p.cast::<Self>().write_unaligned(self) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use half::{bf16, f16};
+
+    fn wave(n: usize, f: f32) -> Vec<f32> {
+        (0..n).map(|i| (i as f32 * f).sin()).collect()
+    }
+
+    /// Both sums of N queries over `counts` positions against the promised order, written down plainly.
+    fn check<T: Lanes, const N: usize>(d: usize, counts: [usize; N], round: impl Fn(f32) -> T) {
+        let blocks = counts[N - 1].div_ceil(LANES);
+        let rows: Vec<T> = wave(blocks * LANES * d, 0.3).into_iter().map(round).collect();
+        let q: [Vec<f32>; N] = std::array::from_fn(|i| wave(d, 0.7 + i as f32));
+        let weights: [Vec<f32>; N] = std::array::from_fn(|i| wave(counts[i], 1.3 + i as f32));
+        let factors: [f32; N] = std::array::from_fn(|i| 0.5 + i as f32);
+        let mut lines: [Vec<f32>; N] = std::array::from_fn(|_| vec![0.0; blocks * LANES]);
+        let mut sums: [Vec<f32>; N] = std::array::from_fn(|_| vec![0.0; d]);
+        scores(q.each_ref().map(|q| &q[..]), &rows, 0.5, &mut lines.each_mut().map(|l| &mut l[..]));
+        let outs = &mut sums.each_mut().map(|s| &mut s[..]);
+        weighted(weights.each_ref().map(|w| &w[..]), &rows, factors, outs);
+        let fused = isa() != Isa::Portable;
+        let add = |fused: bool, a: f32, b: f32, c: f32| if fused { a.mul_add(b, c) } else { a * b + c };
+        for i in 0..N {
+            for (p, got) in lines[i].iter().enumerate() {
+                let key = |j: usize| rows[(p / LANES * d + j) * LANES + p % LANES].widen();
+                let want = 0.5 * (0..d).fold(0.0, |s, j| add(fused, q[i][j], key(j), s));
+                assert_eq!(*got, want, "score {p} of query {i} of {N}, d = {d}");
+            }
+            for (j, got) in sums[i].iter().enumerate() {
+                let fused = fused && j < d / LANES * LANES;
+                let sum =
+                    (0..counts[i]).fold(0.0, |s, p| add(fused, weights[i][p], rows[p * d + j].widen(), s));
+                assert_eq!(*got, factors[i] * sum, "column {j} of query {i} of {N}, {counts:?}, d = {d}");
+            }
+        }
+    }
+
+    fn all_shapes<T: Lanes>(round: impl Fn(f32) -> T + Copy) {
+        for d in [8, 16, 64, 80, 128, 144] {
+            for n in [1, 7, 16, 33, 130] {
+                check(d, [n], round);
+                check(d, [n, n + 1], round);
+                check(d, [n, n, n + 1, n + 1], round);
+                check(d, [n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7], round);
+            }
+        }
+    }
+
+    #[test]
+    fn sums_have_their_order_whoever_shares_a_call() {
+        all_shapes(|v| v);
+        all_shapes(f16::from_f32);
+        all_shapes(bf16::from_f32);
+    }
+}
