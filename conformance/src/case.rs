@@ -51,6 +51,17 @@ impl Seen {
     pub fn within(values: usize, ratio: f64) -> Self {
         Self::Checked { values: values as u64, ratio: Some(ratio) }
     }
+    /// Both: what either has checked, or the first reasons if neither has.
+    pub(crate) fn and(self, next: Self) -> Self {
+        match (self, next) {
+            (Self::Checked { values: a, ratio: p }, Self::Checked { values: b, ratio: q }) => {
+                Self::Checked { values: a + b, ratio: p.into_iter().chain(q).reduce(f64::max) }
+            }
+            (Self::Refused(reasons), next) if reasons.is_empty() => next,
+            (Self::Refused(_), next @ Self::Checked { .. }) => next,
+            (seen, _) => seen,
+        }
+    }
 }
 
 pub(crate) type Body = Box<dyn Fn(&Bench<'_>) -> Result<Seen> + Send + Sync>;

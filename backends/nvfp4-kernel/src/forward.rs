@@ -21,6 +21,13 @@ impl Prepared {
     pub fn new(weight: Weight, info: PreparedInfo) -> Self {
         Self { weight, info }
     }
+
+    /// The failure of a product of x, by its cause if that is known here.
+    fn explain(&self, e: Error, x: &TensorView<'_>, cx: &ExecContext<'_>) -> Error {
+        let e = if self.info.activations == Activations::Native { e } else { unless_not_finite(e, x) };
+        let rows = x.as_matrix().map_or(0, |(m, ..)| m);
+        unless_short(e, self.workspace(rows), cx)
+    }
 }
 
 impl PreparedWeight for Prepared {
@@ -37,10 +44,7 @@ impl PreparedWeight for Prepared {
         placed(&y.as_view(), cx)?;
         let (xm, ym) = (matrix(&x)?, matrix_mut(&mut y)?);
         // SAFETY: the matrices and the workspace are views, good for their bytes; `y` and the workspace are unique.
-        unsafe { self.weight.forward(&xm, &ym, &exec(cx)) }.map_err(|e| {
-            let e = if self.info.activations == Activations::Native { e } else { unless_not_finite(e, &x) };
-            unless_short(e, self.workspace(xm.rows as usize), cx)
-        })
+        unsafe { self.weight.forward(&xm, &ym, &exec(cx)) }.map_err(|e| self.explain(e, &x, cx))
     }
 
     fn fuses(&self, m: usize, set: FuseSet) -> bool {
@@ -79,7 +83,7 @@ impl PreparedWeight for Prepared {
         let (xm, ym) = (matrix(&x)?, matrix_mut(&mut y)?);
         // SAFETY: as in `forward`; the norm's weight is a view of k floats.
         unsafe { self.weight.forward_fused(&xm, &fusion, &ym, &exec(cx)) }
-            .map_err(|e| unless_short(e, self.workspace(xm.rows as usize), cx))
+            .map_err(|e| self.explain(e, &x, cx))
     }
 
     fn backward_input(

@@ -7,8 +7,8 @@ use crate::executor::{Executor, Logits, Shape, Slots};
 use crate::watch::{Site, Watch, Written};
 use half::{bf16, f16};
 use q4_core::{
-    Code, DType, Element, Error, ExecContext, Q4Linear, Result, TensorView, TensorViewMut, ThreadPool,
-    read_floats,
+    Code, DType, Element, Error, ExecContext, FuseSet, Fusion, Q4Linear, Result, TensorView, TensorViewMut,
+    ThreadPool, read_floats,
 };
 use std::ops::Range;
 use std::sync::Arc;
@@ -178,7 +178,7 @@ impl Executor for CpuExecutor {
     fn linear(&mut self, x: &CpuTensor, weight: &CpuLinear, out: &mut CpuTensor) -> Result<()> {
         let m = x.rows();
         out.set_rows(m);
-        self.product(x.data(), m, x.width(), weight, out.data_mut())
+        self.product(x.data(), m, weight, &Fusion::default(), out.data_mut())
     }
 
     fn add(&mut self, x: &CpuTensor, residual: &mut CpuTensor) -> Result<()> {
@@ -258,13 +258,51 @@ impl Executor for CpuExecutor {
         }
         out.set_rows(m);
         match head {
-            CpuHead::Q4(linear) => self.product(scratch.data(), m, width, linear, out.data_mut()),
+            CpuHead::Q4(linear) => {
+                self.product(scratch.data(), m, linear, &Fusion::default(), out.data_mut())
+            }
             CpuHead::Dense(table) => dense_head(table, scratch.data(), out.data_mut(), &self.threads),
         }
     }
 
     fn commit(&mut self, cache: &mut KvCache, rows: usize) -> Result<()> {
         cache.advance(rows)
+    }
+
+    fn linear_add(
+        &mut self,
+        x: &CpuTensor,
+        weight: &CpuLinear,
+        scratch: &mut CpuTensor,
+        residual: &mut CpuTensor,
+    ) -> Result<()> {
+        if self.fuses(weight, x.rows(), FuseSet::ACCUMULATE) {
+            let fusion = Fusion { accumulate: true, ..Fusion::default() };
+            return self.product(x.data(), x.rows(), weight, &fusion, residual.data_mut());
+        }
+        self.linear(x, weight, scratch)?;
+        self.add(scratch, residual)
+    }
+
+    fn gated_mlp(
+        &mut self,
+        norm: &CpuNorm,
+        gate_up: &CpuLinear,
+        down: &CpuLinear,
+        s: &mut Slots<CpuTensor>,
+    ) -> Result<()> {
+        let rows = s.hidden.rows();
+        // Gate and up in one weight, or there is nothing to fuse.
+        if gate_up.parts.len() == 1 && self.fuses(gate_up, rows, FuseSet::GATE) {
+            self.norm(&s.hidden, norm, &mut s.normed)?;
+            s.gated.set_rows(rows);
+            let fusion = Fusion { gate: true, ..Fusion::default() };
+            self.product(s.normed.data(), rows, gate_up, &fusion, s.gated.data_mut())?;
+        } else {
+            self.norm_linear(&s.hidden, norm, gate_up, &mut s.normed, &mut s.gate_up)?;
+            self.silu_mul(&s.gate_up, &mut s.gated)?;
+        }
+        self.linear_add(&s.gated, down, &mut s.product, &mut s.hidden)
     }
 
     fn watch(&mut self, site: Site, slot: &mut CpuTensor) -> Result<()> {
@@ -284,24 +322,36 @@ impl Executor for CpuExecutor {
 }
 
 impl CpuExecutor {
-    fn product(&mut self, x: &[f32], m: usize, k: usize, weight: &CpuLinear, out: &mut [f32]) -> Result<()> {
+    /// Whether all parts of a product take `set` along; what is rounded to a narrower type in between cannot.
+    fn fuses(&self, weight: &CpuLinear, m: usize, set: FuseSet) -> bool {
+        self.y == DType::F32 && weight.parts.iter().all(|(part, _)| part.fuses(m, set))
+    }
+
+    fn product(
+        &mut self,
+        x: &[f32],
+        m: usize,
+        weight: &CpuLinear,
+        fusion: &Fusion<'_>,
+        out: &mut [f32],
+    ) -> Result<()> {
         let pad = self.workspace.as_ptr().align_offset(64);
         let len = self.workspace.len() - pad;
+        let narrower = if fusion.gate { 2 } else { 1 };
         for (part, column) in &weight.parts {
-            let n = part.info().n;
+            let (n, k) = (part.info().n / narrower, part.info().k);
+            let (width, column) = (weight.n / narrower, *column);
             let mut cx = ExecContext::cpu(&self.threads);
             cx.workspace = Some(TensorViewMut::of(&mut self.workspace[pad..], &[len])?);
             let x = TensorView::matrix(x, m, k, k)?;
             match self.y {
-                DType::F16 => {
-                    staged::<f16>(part, x, (m, n, weight.n, *column), &mut self.staging, out, &mut cx)?
-                }
+                DType::F16 => staged::<f16>(part, x, (m, n, width, column), &mut self.staging, out, &mut cx)?,
                 DType::BF16 => {
-                    staged::<bf16>(part, x, (m, n, weight.n, *column), &mut self.staging, out, &mut cx)?
+                    staged::<bf16>(part, x, (m, n, width, column), &mut self.staging, out, &mut cx)?
                 }
                 _ => {
-                    let y = TensorViewMut::matrix(&mut out[*column..], m, n, weight.n)?;
-                    part.forward(x, y, &mut cx)?;
+                    let y = TensorViewMut::matrix(&mut out[column..], m, n, width)?;
+                    part.forward_fused(x, fusion, y, &mut cx)?;
                 }
             }
         }

@@ -379,6 +379,20 @@ impl Mat {
             }
         }
     }
+
+    /// Adds to f32 elements from (`row`, `col`) on.
+    ///
+    /// # Safety
+    /// They are inside the matrix and nobody else touches them.
+    pub unsafe fn add(&self, row: usize, col: usize, values: &[f32]) {
+        // SAFETY: inside, by contract.
+        let to = unsafe {
+            slice::from_raw_parts_mut(self.floats().cast_mut().add(row * self.ld + col), values.len())
+        };
+        for (to, v) in to.iter_mut().zip(values) {
+            *to += v;
+        }
+    }
 }
 
 /// A checked `nvfp4_exec`.

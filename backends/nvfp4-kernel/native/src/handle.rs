@@ -1,6 +1,6 @@
 //! What the opaque handles point to: the same calls on one device or another.
 use crate::call::{Exec, Fail, Finding, Mat, Outcome, Sink, read};
-use crate::{abi, backward, ctx, cuda, forward, prepare, weight};
+use crate::{abi, backward, ctx, cuda, forward, output, prepare, weight};
 use q4_core::FuseSet;
 use std::sync::Arc;
 
@@ -128,6 +128,7 @@ impl Weight {
     pub fn fuses(&self, m: u64, parts: u32) -> bool {
         match (self, u8::try_from(parts), usize::try_from(m)) {
             (_, Ok(0), _) => true,
+            (Self::Cpu(w), Ok(parts @ 1..=7), Ok(m)) => output::fuses(w, m, FuseSet(parts)),
             (Self::Cuda(w), Ok(parts @ 1..=7), Ok(m)) => cuda::fuses(w, m, FuseSet(parts)),
             _ => false,
         }
@@ -141,7 +142,7 @@ impl Weight {
         // SAFETY: forwarded.
         unsafe {
             match self {
-                Self::Cpu(w) => forward::forward(w, x, y, exec),
+                Self::Cpu(w) => forward::forward(w, x, FuseSet::NONE, y, exec),
                 Self::Cuda(w) => cuda::forward(w, x, cuda::Fuse::default(), y, exec),
                 Self::Native(w) => cuda::fp4::forward(w, x, y, exec),
             }
@@ -183,6 +184,12 @@ impl Weight {
                     let x = Mat::read(x, "x", Some(k), Some(x_type))?;
                     cuda::forward(w, x, fuse, Mat::read(y, "y", Some(columns), Some(y_type))?, exec)
                 }
+                Self::Cpu(w) if f.parts != 0 && f.parts & abi::FUSE_NORM == 0 => {
+                    let set = FuseSet(f.parts as u8); // 7 at most
+                    let (columns, y_type) = output::shape(w, set);
+                    let x = Mat::read(x, "x", Some(k), Some(x_type))?;
+                    forward::forward(w, x, set, Mat::read(y, "y", Some(columns), Some(y_type))?, exec)
+                }
                 _ if f.parts == 0 => {
                     let x = Mat::read(x, "x", Some(k), Some(x_type))?;
                     self.forward(x, Mat::read(y, "y", Some(n), Some(y_type))?, exec)
@@ -190,7 +197,7 @@ impl Weight {
                 _ => {
                     let limit = Finding::limit(
                         "path-unsupported",
-                        "no fusion on the CPU or the native path",
+                        "no norm on the CPU, no fusion at all on the native path",
                         format!("parts {}", f.parts),
                     );
                     Err(vec![limit].into())

@@ -40,8 +40,9 @@ pub const SCALES_AT: usize = GROUPS * GROUP_BYTES;
 pub const PAIR: usize = 2;
 /// What is added to a doubled code to make it unsigned.
 pub const OFFSET: i32 = 12;
-/// Most activation rows that run against one decoded tile.
-pub const MOST_ROWS: usize = 128;
+/// Most activation rows that run against one decoded tile: its cost is spread over them while they and their sums stay in the
+/// first-level cache, of which Intel's processors keep the half that a neighbour on the same core leaves.
+pub const MOST_ROWS: usize = 64;
 /// 2^8: what is missing in the scales of the kernels.
 pub const SCALE_FACTOR: f64 = 256.0;
 
@@ -156,18 +157,13 @@ pub struct ByteTile {
 
 /// A tile buffer whose content is overwritten before it is read.
 pub trait Tile: Copy {
-    /// Activation rows that run against one decoded tile, at most [`MOST_ROWS`]: its cost is spread over them while they and
-    /// their sums stay in the first-level cache.
-    const ROWS: usize;
     /// Some content.
     const BLANK: Self;
 }
 impl Tile for FloatTile {
-    const ROWS: usize = 64;
     const BLANK: Self = Self { values: [[0.0; LANES]; TILE_K], scales: [[0.0; LANES]; GROUPS] };
 }
 impl Tile for ByteTile {
-    const ROWS: usize = MOST_ROWS;
     const BLANK: Self = Self { codes: [[[0; 4]; LANES]; TILE_K / 4], scales: [[0.0; LANES]; GROUPS] };
 }
 
@@ -187,6 +183,9 @@ pub type AmaxFn = unsafe fn(x: &[f32]) -> u32;
 
 /// Sums times factors in f64, each rounded once to f32, to rows that are `ld` apart.
 pub type FinishFn = unsafe fn(sums: &[Acc], factors: &[f64; PAIR * LANES], out: *mut f32, ld: usize);
+
+/// Gates and what they let through, `[gate; up]` a row: `up *= silu(gate)`, to the gate's place.
+pub type GateFn = unsafe fn(rows: &mut [[f32; PAIR * LANES]]);
 
 /// Decodes a tile to `out[lane][k]`: the value of a code times the step of its group, rounded once.
 pub type DecodeFn =
@@ -227,6 +226,8 @@ pub struct Kernels {
     pub amax: AmaxFn,
     /// Sums to outputs.
     pub finish: FinishFn,
+    /// Outputs of a fused gate.
+    pub gate: GateFn,
     /// Weights as numbers.
     pub decode: DecodeFn,
     /// For the gradient of the input.

@@ -13,6 +13,7 @@ mod isa;
 mod kernels;
 mod managed;
 mod memory;
+mod output;
 mod prepare;
 mod quantize;
 mod weight;

@@ -5,10 +5,11 @@ use crate::call::{Exec, Fail, Finding, Mat, Outcome, dtype, part, read, write};
 use crate::handle::Context;
 use crate::kernels::GROUPS;
 use crate::memory::Packed;
+use crate::output::Output;
 use crate::prepare::{Part, Plan, act_global, check_scales, rule};
 use crate::{ctx, cuda, forward};
 use q4_core::formats::nvfp4;
-use q4_core::{ActGlobal, Convention, DType, GlobalScale, Rule};
+use q4_core::{ActGlobal, Convention, DType, FuseSet, GlobalScale, Rule};
 use std::slice;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -202,7 +203,8 @@ pub unsafe fn scaled_mm(
             }
         }
     })?;
-    forward::multiply(&w, &w.kernels().bytes, q.rows(), y, forward::nvfp4_factor(a.global), &exec)
+    let y = &Output::new(&w, a.rows, FuseSet::NONE, y)?;
+    forward::multiply(&w.kernels().bytes, q.rows(), y, forward::nvfp4_factor(a.global), &exec)
 }
 
 /// Output bytes that tasks write disjoint parts of.

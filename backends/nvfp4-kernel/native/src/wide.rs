@@ -4,10 +4,10 @@
 //! A result depends neither on the number of threads nor on the other rows of a call.
 use crate::activations::Quantised;
 use crate::call::{Exec, Mat, Outcome, part};
-use crate::forward::store;
 use crate::isa::Isa;
 use crate::kernels::amx::{self, FLOAT_PARTS, ROWS, Register, STEP, Sums, Unit};
 use crate::kernels::{Acc, LANES, PAIR, Rows, TILE_BYTES, TILE_K};
+use crate::output::Output;
 use crate::weight::Weight;
 use q4_core::Activations;
 use std::mem::MaybeUninit;
@@ -72,15 +72,15 @@ fn takes(w: &Weight, m: u64) -> bool {
     w.isa == Isa::Amx && m >= MIN_ROWS
 }
 
-/// `y[i][n] = factor * global(n) * 2^8 * sum`, except for the rows it returns, whose inputs are out of the unit's range and whose y
-/// is undefined. None if the call is not for the unit at all.
+/// Sums over k, each made `factor * global * 2^8` times itself, to y, except for the rows it returns, whose inputs are out of the
+/// unit's range. None if the call is not for the unit at all.
 ///
 /// # Safety
 /// x is readable and y writable, and `scratch`, aligned to 64 bytes, is of [`workspace`].
 pub unsafe fn multiply(
     w: &Weight,
     x: Inputs,
-    y: Mat,
+    y: &Output<'_>,
     factor: f64,
     scratch: *mut u8,
     exec: &Exec,
@@ -89,7 +89,7 @@ pub unsafe fn multiply(
         return Ok(None);
     }
     let panel = Inputs::panel(x.is_bytes());
-    let pairs = w.row_blocks().div_ceil(PAIR);
+    let pairs = y.pairs();
     let tasks = exec.tasks(pairs);
     let mut refused = Vec::new();
     for first in (0..x.rows()).step_by(panel) {
@@ -108,7 +108,7 @@ pub unsafe fn multiply(
         refused.extend((0..rows).filter(|r| bits[r / ROWS] >> (r % ROWS) & 1 == 1).map(|r| first + r));
         exec.run(tasks, |t| {
             // SAFETY: by contract; this task alone writes the columns of its row blocks.
-            unsafe { columns(w, &a, y, factor, part(pairs, tasks, t)) };
+            unsafe { columns(w, &a, &bits, y, factor, part(pairs, tasks, t)) };
         })?;
     }
     Ok(Some(refused))
@@ -168,7 +168,14 @@ impl Panel {
 }
 
 /// The columns of some pairs of row blocks, as many at a time as there is room for sums.
-unsafe fn columns(w: &Weight, a: &Panel, y: Mat, factor: f64, pairs: std::ops::Range<usize>) {
+unsafe fn columns(
+    w: &Weight,
+    a: &Panel,
+    refused: &[u16],
+    y: &Output<'_>,
+    factor: f64,
+    pairs: std::ops::Range<usize>,
+) {
     let mut sums = [const { MaybeUninit::<Acc>::uninit() }; SUMS];
     let mut decoded = [const { MaybeUninit::<Register>::uninit() }; PAIR * CHUNK_STEPS];
     let padded = a.rows.next_multiple_of(2 * ROWS);
@@ -179,12 +186,11 @@ unsafe fn columns(w: &Weight, a: &Panel, y: Mat, factor: f64, pairs: std::ops::R
         for tile in (0..w.tiles()).step_by(CHUNK) {
             let tiles = CHUNK.min(w.tiles() - tile);
             for pair in group.clone() {
-                let count = PAIR.min(w.row_blocks() - pair * PAIR);
-                let blocks = w.blocks(pair * PAIR, count);
+                let blocks = y.blocks(pair);
                 let b: *mut Register = decoded.as_mut_ptr().cast();
                 // A last row block without a partner is multiplied twice and stored once.
-                let b = [b, b.wrapping_add((count - 1) * CHUNK_STEPS)];
-                for (c, b) in b.into_iter().enumerate().take(count) {
+                let b = [b, b.wrapping_add((blocks.count - 1) * CHUNK_STEPS)];
+                for (c, b) in b.into_iter().enumerate().take(blocks.count) {
                     for t in 0..tiles {
                         // SAFETY: tile and registers exist.
                         unsafe {
@@ -203,10 +209,23 @@ unsafe fn columns(w: &Weight, a: &Panel, y: Mat, factor: f64, pairs: std::ops::R
             // SAFETY: every chunk wrote or added to these sums, the first one wrote; the columns are this task's.
             unsafe {
                 let sums = std::slice::from_raw_parts(sums.as_ptr().cast::<Acc>(), sums.len());
-                store(w, y, factor, pair, a.first, sums);
+                let columns = y.columns(pair, factor);
+                for rows in runs(a.rows, |r| refused[r / ROWS] >> (r % ROWS) & 1 == 0) {
+                    columns.store(a.first + rows.start, &sums[rows]);
+                }
             }
         }
     }
+}
+
+/// The longest ranges below `end` whose members all pass.
+fn runs(end: usize, passes: impl Fn(usize) -> bool) -> impl Iterator<Item = std::ops::Range<usize>> {
+    let mut next = 0;
+    std::iter::from_fn(move || {
+        let start = (next..end).find(|&i| passes(i))?;
+        next = (start..end).find(|&i| !passes(i)).unwrap_or(end);
+        Some(start..next)
+    })
 }
 
 /// Adds the products over `tiles` tiles of k from `tile` on; the first writes.

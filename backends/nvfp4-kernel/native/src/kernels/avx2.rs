@@ -17,6 +17,7 @@ pub static KERNELS: Kernels = Kernels {
     nvfp4: activations::nvfp4,
     amax,
     finish,
+    gate,
     decode: decode_tile,
     axpy,
     pack: super::pack::avx2,
@@ -249,6 +250,11 @@ unsafe fn amax(x: &[f32]) -> u32 {
 unsafe fn finish(sums: &[Acc], factors: &[f64; PAIR * LANES], out: *mut f32, ld: usize) {
     // SAFETY: same contract.
     unsafe { portable::finish_body(sums, factors, out, ld) };
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn gate(rows: &mut [[f32; PAIR * LANES]]) {
+    portable::gate_body::<true>(rows);
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]

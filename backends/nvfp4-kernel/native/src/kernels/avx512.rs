@@ -24,6 +24,7 @@ const fn table(bytes: super::Product<super::ByteRows, super::ByteTile>) -> Kerne
         nvfp4: activations::nvfp4,
         amax,
         finish,
+        gate,
         decode,
         axpy,
         pack: super::pack::avx2,
@@ -42,6 +43,11 @@ unsafe fn amax(x: &[f32]) -> u32 {
 unsafe fn finish(sums: &[Acc], factors: &[f64; PAIR * LANES], out: *mut f32, ld: usize) {
     // SAFETY: same contract.
     unsafe { portable::finish_body(sums, factors, out, ld) };
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")]
+unsafe fn gate(rows: &mut [[f32; PAIR * LANES]]) {
+    portable::gate_body::<true>(rows);
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")]

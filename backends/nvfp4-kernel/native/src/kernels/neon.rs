@@ -26,10 +26,16 @@ const fn table(bytes: super::Product<super::ByteRows, super::ByteTile>) -> Kerne
         // Plain loops without multiply-add: the target has NEON, so compilers use it.
         amax: portable::amax,
         finish: portable::finish,
+        gate,
         decode,
         axpy,
         pack: super::pack::neon,
     }
+}
+
+#[target_feature(enable = "neon")]
+unsafe fn gate(rows: &mut [[f32; PAIR * LANES]]) {
+    portable::gate_body::<true>(rows);
 }
 
 /// Rows of a register, and registers of a row block.

@@ -5,6 +5,7 @@ use super::{
     Acc, Blocks, ByteBlock, ByteRows, ByteTile, FloatRows, FloatTile, GROUP_BYTES, GROUPS, Kernels, LANES,
     OFFSET, PAIR, Product, SCALES_AT, SHIFTS, TILE_BYTES, TILE_K,
 };
+use q4_core::exponential::silu;
 use q4_core::formats::{e2m1, e4m3, int8, nvfp4};
 
 /// The table of this file.
@@ -15,6 +16,7 @@ pub static KERNELS: Kernels = Kernels {
     nvfp4: quantise_nvfp4,
     amax,
     finish,
+    gate,
     decode,
     axpy,
     pack: super::pack::portable,
@@ -178,6 +180,21 @@ pub unsafe fn finish_body(sums: &[Acc], factors: &[f64; PAIR * LANES], out: *mut
         let out = unsafe { &mut *out.add(r * ld).cast::<[f32; PAIR * LANES]>() };
         for ((o, &s), f) in out.iter_mut().zip(sums.as_flattened()).zip(factors) {
             *o = (f64::from(s) * f) as f32;
+        }
+    }
+}
+
+unsafe fn gate(rows: &mut [[f32; PAIR * LANES]]) {
+    gate_body::<false>(rows);
+}
+
+/// The loop of `gate`, compiled again by each instruction set.
+#[inline(always)]
+pub fn gate_body<const FMA: bool>(rows: &mut [[f32; PAIR * LANES]]) {
+    for row in rows {
+        let (gate, up) = row.split_at_mut(LANES);
+        for (g, u) in gate.iter_mut().zip(up) {
+            *g = silu::<FMA>(*g) * *u;
         }
     }
 }

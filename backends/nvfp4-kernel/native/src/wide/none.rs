@@ -1,6 +1,7 @@
 //! No matrix unit is known here.
 use crate::activations::Quantised;
 use crate::call::{Exec, Mat, Outcome};
+use crate::output::Output;
 use crate::weight::Weight;
 
 /// Inputs in the form of a unit.
@@ -25,7 +26,7 @@ pub fn workspace(_: &Weight, _: u64) -> Option<u64> {
 pub unsafe fn multiply(
     _: &Weight,
     _: Inputs,
-    _: Mat,
+    _: &Output<'_>,
     _: f64,
     _: *mut u8,
     _: &Exec,

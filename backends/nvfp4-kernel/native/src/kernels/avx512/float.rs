@@ -76,12 +76,14 @@ unsafe fn direct_shape<const M: usize, const C: usize>(w: Blocks, x: FloatRows, 
     }
 }
 
-/// Fetches ahead in C row blocks at once; behind their end, from the C that come next.
+/// Fetches ahead in C row blocks at once; behind their end, from the C that come next: behind each, unless they are neighbours.
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn prefetch_streams<const C: usize>(tile: *const u8, w: Blocks, g: usize) {
     const TILES: usize = 16;
-    let hop = if g / GROUPS + TILES < w.groups.div_ceil(GROUPS) { 0 } else { (C - 1) * w.stride };
+    let tiles = w.groups.div_ceil(GROUPS);
+    let hops = g / GROUPS + TILES >= tiles && w.stride == tiles * TILE_BYTES;
+    let hop = if hops { (C - 1) * w.stride } else { 0 };
     for c in 0..C {
         for line in 0..TILE_BYTES / 64 {
             let at = TILES * TILE_BYTES + hop + c * w.stride + 64 * line;
