@@ -366,7 +366,7 @@ def arguments():
     args = p.parse_args()
     args.without = args.without.split()
     if args.without_amx and "amx_int8" in pathlib.Path("/proc/cpuinfo").read_text():
-        os.environ.update(Q4_ISA="avx512vnni", ONEDNN_MAX_CPU_ISA="AVX512_CORE_VNNI")
+        os.environ.update(Q4_ISA="avx512vnni", ONEDNN_MAX_CPU_ISA="AVX512_CORE_FP16")
     args.processors = sorted(os.sched_getaffinity(0))[: args.threads]
     if len(args.processors) < args.threads:
         p.error(f"--threads {args.threads}: this process may use {len(args.processors)} processors")

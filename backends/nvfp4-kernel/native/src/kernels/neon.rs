@@ -5,7 +5,7 @@ mod activations;
 mod bytes;
 mod float;
 
-use super::{GROUPS, Kernels, LANES, SCALES_AT, TILE_BYTES, TILE_K, portable};
+use super::{GROUPS, Kernels, LANES, PAIR, SCALES_AT, TILE_BYTES, TILE_K, portable};
 use q4_core::formats::e2m1;
 use std::arch::aarch64::*;
 use std::arch::asm;

@@ -1,6 +1,6 @@
 //! Products with int8 activations in AVX-512, around one dot product of four bytes a lane. Weights are looked up as unsigned
 //! bytes, and a sum starts at what that adds too much.
-use super::{by_shape, get, load, prefetch, put, scales};
+use super::{get, load, prefetch, put, scales};
 use crate::kernels::{
     Acc, Blocks, ByteBlock, ByteRows, ByteTile, GROUP_BYTES, GROUPS, OFFSET, Product, TILE_BYTES,
 };
@@ -88,6 +88,17 @@ macro_rules! kernels {
 
             #[target_feature(enable = $features)]
             unsafe fn panel(tiles: *const ByteTile, count: usize, _: usize, x: ByteRows, acc: *mut Acc) {
+                // SAFETY: same contract.
+                unsafe {
+                    match count {
+                        1 => panel_rows::<1>(tiles, x, acc),
+                        _ => panel_rows::<2>(tiles, x, acc),
+                    }
+                }
+            }
+
+            #[target_feature(enable = $features)]
+            unsafe fn panel_rows<const C: usize>(tiles: *const ByteTile, x: ByteRows, acc: *mut Acc) {
                 for r in (0..x.rows).step_by(4) {
                     // SAFETY: same contract; rows r to r + 3 or the last one exist.
                     unsafe {
@@ -96,12 +107,19 @@ macro_rules! kernels {
                         for line in 0..4 * size_of::<ByteBlock>() / 64 {
                             _mm_prefetch::<_MM_HINT_T0>(next.wrapping_add(64 * line).cast());
                         }
-                        by_shape!(x.rows - r, count, panel_shape(tiles, x.blocks.add(r), acc.add(r)))
+                        let (rows, acc) = (x.blocks.add(r), acc.add(r));
+                        match x.rows - r {
+                            1 => panel_shape::<1, C>(tiles, rows, acc),
+                            2 => panel_shape::<2, C>(tiles, rows, acc),
+                            3 => panel_shape::<3, C>(tiles, rows, acc),
+                            _ => panel_shape::<4, C>(tiles, rows, acc),
+                        }
                     }
                 }
             }
 
-            /// All M * C dots of a group advance together, so that no processor has to look far ahead for work.
+            /// All M * C dots of a group advance together, and between them the dots of the group before are added to the
+            /// sums, so that no processor has to look far ahead for work.
             #[target_feature(enable = $features)]
             unsafe fn panel_shape<const M: usize, const C: usize>(
                 tiles: *const ByteTile,
@@ -111,31 +129,37 @@ macro_rules! kernels {
                 // SAFETY: by the contract of `Kernels`, M rows and sums and C tiles exist.
                 unsafe {
                     let mut acc = get::<M, C>(out);
-                    for g in 0..GROUPS {
+                    let mut done = [[_mm512_setzero_si512(); C]; M];
+                    for g in 0..=GROUPS {
                         let mut dot = [[_mm512_setzero_si512(); C]; M];
-                        for r in 0..M {
-                            dot[r] = [_mm512_set1_epi32((*rows.add(r)).bias[g]); C];
+                        if g < GROUPS {
+                            for r in 0..M {
+                                dot[r] = [_mm512_set1_epi32((*rows.add(r)).bias[g]); C];
+                            }
                         }
                         for j in 0..4 {
-                            let mut codes = [_mm512_setzero_si512(); C];
-                            for c in 0..C {
-                                codes[c] = load((*tiles.add(c)).codes[4 * g + j].as_ptr().cast());
-                            }
-                            for r in 0..M {
-                                let word = (*rows.add(r)).q.as_ptr().add(16 * g).cast::<i32>().add(j);
+                            if g < GROUPS {
+                                let mut codes = [_mm512_setzero_si512(); C];
                                 for c in 0..C {
-                                    dot[r][c] = $dot(dot[r][c], codes[c], _mm512_set1_epi32(*word));
+                                    codes[c] = load((*tiles.add(c)).codes[4 * g + j].as_ptr().cast());
+                                }
+                                for r in 0..M {
+                                    let word = (*rows.add(r)).q.as_ptr().add(16 * g).cast::<i32>().add(j);
+                                    for c in 0..C {
+                                        dot[r][c] = $dot(dot[r][c], codes[c], _mm512_set1_epi32(*word));
+                                    }
+                                }
+                            }
+                            if g > 0 && j < M {
+                                let a = _mm512_set1_ps((*rows.add(j)).scales[g - 1]);
+                                for c in 0..C {
+                                    let scale = _mm512_load_ps((*tiles.add(c)).scales[g - 1].as_ptr());
+                                    let sum = _mm512_cvtepi32_ps(done[j][c]);
+                                    acc[j][c] = _mm512_fmadd_ps(sum, _mm512_mul_ps(scale, a), acc[j][c]);
                                 }
                             }
                         }
-                        for r in 0..M {
-                            let a = _mm512_set1_ps((*rows.add(r)).scales[g]);
-                            for c in 0..C {
-                                let scale = _mm512_load_ps((*tiles.add(c)).scales[g].as_ptr());
-                                let sum = _mm512_cvtepi32_ps(dot[r][c]);
-                                acc[r][c] = _mm512_fmadd_ps(sum, _mm512_mul_ps(scale, a), acc[r][c]);
-                            }
-                        }
+                        done = dot;
                     }
                     put(&acc, 0, out);
                 }
