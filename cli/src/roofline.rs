@@ -248,7 +248,9 @@ fn tile_product() -> Option<Dots> {
             }
             x
         }
-        if q4_core::has_tiles() {
+        // Kernels that were told to do without it are not held against it.
+        let wanted = std::env::var("Q4_ISA").unwrap_or_default();
+        if matches!(wanted.as_str(), "" | "amx") && q4_core::has_tiles() {
             return Some((16 * 16 * 32, tiles));
         }
     }

@@ -23,6 +23,9 @@ struct Lent {
 
 type Body<'a> = &'a (dyn Fn(usize) + Sync);
 
+/// Pieces for each thread that work is split into: the last one is what threads wait for.
+const PIECES: usize = 16;
+
 struct Shared {
     /// Counts calls; a helper waits for it to change.
     epoch: AtomicU64,
@@ -120,7 +123,7 @@ impl ThreadPool {
 
     /// Splits `0..len` into ranges of at least `least` items and runs `body(start, end)` on each.
     pub fn split(&self, len: usize, least: usize, body: &(dyn Fn(usize, usize) + Sync)) {
-        let pieces = (len / least.max(1)).clamp(1, self.threads() * 4);
+        let pieces = (len / least.max(1)).clamp(1, self.threads() * PIECES);
         let size = len.div_ceil(pieces);
         self.run(pieces, &|i| {
             let (start, end) = (i * size, ((i + 1) * size).min(len));

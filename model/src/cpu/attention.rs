@@ -6,6 +6,7 @@ use super::tensor::{CpuTensor, Disjoint};
 use crate::executor::Shape;
 use q4_core::ThreadPool;
 use std::array;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Query rows of a task: enough to amortise a task, few enough to balance.
 const ROWS: usize = 16;
@@ -57,10 +58,16 @@ pub(super) fn run(
     let (stride, width) = (scores.stride, out.width());
     let (scores, out) = (Disjoint::new(&mut scores.buffer), Disjoint::new(out.data_mut()));
     let step = Step { shape, qkv, cache, layer, scores, stride, out, width };
-    // A lane owns its score lines and walks the tasks `lane, lane + lanes, ...`.
+    // A lane owns its score lines and takes one task after the other, those of a head in a row: its keys and values stay
+    // in the cache, and no lane waits long for another.
+    let next = AtomicUsize::new(0);
     threads.run(lanes.min(all), &|lane| {
-        for task in (lane..all).step_by(lanes) {
-            let (kv, first) = (task % shape.kv_heads, task / shape.kv_heads * ROWS);
+        loop {
+            let task = next.fetch_add(1, Ordering::Relaxed);
+            if task >= all {
+                break;
+            }
+            let (kv, first) = (task / row_blocks, task % row_blocks * ROWS);
             let end = (rows.min(first + ROWS)) * group;
             let mut at = first * group;
             while at < end {

@@ -104,7 +104,7 @@ impl CpuExecutor {
         rope: (&[f32], f32),
     ) -> Self {
         let widest = shape.qkv().max(2 * shape.intermediate).max(shape.hidden).max(shape.vocab);
-        let lanes = attention::tasks(&shape, rows).min(4 * threads.threads());
+        let lanes = attention::tasks(&shape, rows).min(threads.threads());
         let scores = Scores::new(lanes, context);
         Self {
             staging: if y == DType::F32 { Vec::new() } else { vec![0; rows * widest] },
@@ -129,7 +129,7 @@ impl CpuExecutor {
     ) -> u64 {
         let widest = shape.qkv().max(2 * shape.intermediate).max(shape.hidden).max(shape.vocab);
         let staging = if y == DType::F32 { 0 } else { rows * widest * 2 };
-        let lanes = attention::tasks(shape, rows).min(4 * threads);
+        let lanes = attention::tasks(shape, rows).min(threads);
         (staging + workspace + context * shape.head_dim * 4) as u64 + Scores::bytes(lanes, context)
     }
 

@@ -12,7 +12,7 @@ use q4_core::{ActGlobal, Activations, DType, FuseSet, GlobalScale};
 
 /// Most rows of a direct kernel.
 const DIRECT: usize = 8;
-/// Tasks for each thread in a product of few rows. One takes microseconds, and the last one is what threads wait for.
+/// Tasks for each thread: the last one is what threads wait for, and processors that others use too are not equally fast.
 const TASKS: usize = 16;
 
 /// Scratch bytes of a product with `m` rows; `None` when that overflows.
@@ -102,7 +102,7 @@ pub fn multiply<X: Rows, T: Tile>(
 ) -> Outcome {
     let pairs = y.pairs();
     let is_direct = x.rows() <= kernels.direct_rows;
-    let tasks = if is_direct { exec.tasks_of(TASKS, pairs) } else { exec.tasks(pairs) };
+    let tasks = exec.tasks_of(TASKS, pairs);
     exec.run(tasks, |t| {
         let pairs = part(pairs, tasks, t);
         // SAFETY: x has the rows it states, and this task alone writes the columns of its row blocks.

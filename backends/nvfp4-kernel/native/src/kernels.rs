@@ -184,8 +184,8 @@ pub type AmaxFn = unsafe fn(x: &[f32]) -> u32;
 /// Sums times factors in f64, each rounded once to f32, to rows that are `ld` apart.
 pub type FinishFn = unsafe fn(sums: &[Acc], factors: &[f64; PAIR * LANES], out: *mut f32, ld: usize);
 
-/// Gates and what they let through, `[gate; up]` a row: `up *= silu(gate)`, to the gate's place.
-pub type GateFn = unsafe fn(rows: &mut [[f32; PAIR * LANES]]);
+/// Gates and what they let through, a row `[gate, up]`: `silu(gate) * up` to rows of 16 that are `ld` apart.
+pub type GateFn = unsafe fn(rows: &[[f32; PAIR * LANES]], out: *mut f32, ld: usize);
 
 /// Decodes a tile to `out[lane][k]`: the value of a code times the step of its group, rounded once.
 pub type DecodeFn =

@@ -127,26 +127,48 @@ impl Columns {
     /// y has these rows, and nobody else touches the columns.
     pub unsafe fn store(&self, first: usize, acc: &[Acc]) {
         let y = &self.y;
-        if y.dtype == DType::F32 && self.len == PAIR * LANES && !self.adds {
+        let is_plain = y.dtype == DType::F32 && !self.adds;
+        if is_plain && self.len == PAIR * LANES {
             // SAFETY: the kernels run on this processor; the rows exist and the columns are this task's.
-            unsafe {
-                let to = y.floats().cast_mut().add(first * y.ld + self.first);
-                (self.finish)(acc, &self.factors, to, y.ld);
-            }
+            unsafe { (self.finish)(acc, &self.factors, self.floats(first), y.ld) };
             return;
         }
         let mut rows = [[0.0; PAIR * LANES]; CHUNK];
+        let mut gated = [[0.0; LANES]; CHUNK];
         for (i, acc) in acc.chunks(CHUNK).enumerate() {
-            let rows = &mut rows[..acc.len()];
+            let (first, rows) = (first + i * CHUNK, &mut rows[..acc.len()]);
             // SAFETY: as above.
             unsafe {
                 (self.finish)(acc, &self.factors, rows.as_mut_ptr().cast(), PAIR * LANES);
-                if let Some(gate) = self.gate {
-                    gate(rows);
+                match self.gate {
+                    Some(gate) if is_plain => gate(rows, self.floats(first), y.ld),
+                    Some(gate) => {
+                        gate(rows, gated.as_mut_ptr().cast(), LANES);
+                        self.put(first, gated.iter().take(acc.len()).map(|g| &g[..]));
+                    }
+                    None => self.put(first, rows.iter().map(|r| &r[..self.len])),
                 }
-                for (r, values) in rows.iter().enumerate() {
-                    let (row, values) = (first + i * CHUNK + r, &values[..self.len]);
-                    if self.adds { y.add(row, self.first, values) } else { y.store(row, self.first, values) }
+            }
+        }
+    }
+
+    /// Where row `first` of f32 outputs begins.
+    fn floats(&self, first: usize) -> *mut f32 {
+        self.y.floats().cast_mut().wrapping_add(first * self.y.ld + self.first)
+    }
+
+    /// Writes or adds rows from `first` on.
+    ///
+    /// # Safety
+    /// As [`store`](Self::store).
+    unsafe fn put<'a>(&self, first: usize, rows: impl Iterator<Item = &'a [f32]>) {
+        for (r, values) in rows.enumerate() {
+            // SAFETY: by contract.
+            unsafe {
+                if self.adds {
+                    self.y.add(first + r, self.first, values);
+                } else {
+                    self.y.store(first + r, self.first, values);
                 }
             }
         }

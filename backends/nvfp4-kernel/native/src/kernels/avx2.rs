@@ -253,8 +253,9 @@ unsafe fn finish(sums: &[Acc], factors: &[f64; PAIR * LANES], out: *mut f32, ld:
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn gate(rows: &mut [[f32; PAIR * LANES]]) {
-    portable::gate_body::<true>(rows);
+unsafe fn gate(rows: &[[f32; PAIR * LANES]], out: *mut f32, ld: usize) {
+    // SAFETY: same contract.
+    unsafe { portable::gate_body::<true>(rows, out, ld) };
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]

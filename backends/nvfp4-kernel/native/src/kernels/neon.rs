@@ -34,8 +34,9 @@ const fn table(bytes: super::Product<super::ByteRows, super::ByteTile>) -> Kerne
 }
 
 #[target_feature(enable = "neon")]
-unsafe fn gate(rows: &mut [[f32; PAIR * LANES]]) {
-    portable::gate_body::<true>(rows);
+unsafe fn gate(rows: &[[f32; PAIR * LANES]], out: *mut f32, ld: usize) {
+    // SAFETY: same contract.
+    unsafe { portable::gate_body::<true>(rows, out, ld) };
 }
 
 /// Rows of a register, and registers of a row block.

@@ -184,17 +184,22 @@ pub unsafe fn finish_body(sums: &[Acc], factors: &[f64; PAIR * LANES], out: *mut
     }
 }
 
-unsafe fn gate(rows: &mut [[f32; PAIR * LANES]]) {
-    gate_body::<false>(rows);
+unsafe fn gate(rows: &[[f32; PAIR * LANES]], out: *mut f32, ld: usize) {
+    // SAFETY: same contract.
+    unsafe { gate_body::<false>(rows, out, ld) };
 }
 
 /// The loop of `gate`, compiled again by each instruction set.
+///
+/// # Safety
+/// `out` has as many rows of 16.
 #[inline(always)]
-pub fn gate_body<const FMA: bool>(rows: &mut [[f32; PAIR * LANES]]) {
-    for row in rows {
-        let (gate, up) = row.split_at_mut(LANES);
-        for (g, u) in gate.iter_mut().zip(up) {
-            *g = silu::<FMA>(*g) * *u;
+pub unsafe fn gate_body<const FMA: bool>(rows: &[[f32; PAIR * LANES]], out: *mut f32, ld: usize) {
+    for (r, row) in rows.iter().enumerate() {
+        // SAFETY: by contract.
+        let out = unsafe { &mut *out.add(r * ld).cast::<[f32; LANES]>() };
+        for (i, o) in out.iter_mut().enumerate() {
+            *o = silu::<FMA>(row[i]) * row[LANES + i];
         }
     }
 }
