@@ -54,7 +54,7 @@ impl Widen for f16 {
 mod once_isa {
     use std::sync::OnceLock;
 
-    #[derive(Clone, Copy, PartialEq, Eq)]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub enum Isa {
         Portable,
         #[cfg(target_arch = "x86_64")]

@@ -45,8 +45,21 @@ pub fn scores<T: Lanes, const N: usize>(q: [&[f32]; N], keys: &[T], scale: f32, 
     assert!(q.iter().all(|q| q.len() == d), "queries of {d}");
     assert!(out.iter().all(|o| o.len() % LANES == 0 && o.len() * d == keys.len()), "keys of {d} in blocks");
     // SAFETY: `isa` found the features, the lines above are about the lengths.
+    unsafe { scores_on(isa(), q, keys, scale, out) }
+}
+
+/// # Safety
+/// The processor has the set; lengths are what [`scores`] asserts.
+unsafe fn scores_on<T: Lanes, const N: usize>(
+    isa: Isa,
+    q: [&[f32]; N],
+    keys: &[T],
+    scale: f32,
+    out: &mut [&mut [f32]; N],
+) {
+    // SAFETY: the caller's.
     unsafe {
-        match isa() {
+        match isa {
             Isa::Portable => all_scores::<[f32; LANES], T, N>(q, keys, scale, out),
             #[cfg(target_arch = "aarch64")]
             Isa::Neon => all_scores::<neon::Lanes16, T, N>(q, keys, scale, out),
@@ -69,8 +82,21 @@ pub fn weighted<T: Lanes, const N: usize>(
     assert!(out.iter().all(|o| o.len() == d), "sums of {d}");
     assert!(weights.iter().all(|w| values.len() >= d * w.len()), "values of {d} in {}", values.len());
     // SAFETY: as above.
+    unsafe { weighted_on(isa(), weights, values, scales, out) }
+}
+
+/// # Safety
+/// The processor has the set; lengths are what [`weighted`] asserts.
+unsafe fn weighted_on<T: Lanes, const N: usize>(
+    isa: Isa,
+    weights: [&[f32]; N],
+    values: &[T],
+    scales: [f32; N],
+    out: &mut [&mut [f32]; N],
+) {
+    // SAFETY: the caller's.
     unsafe {
-        match isa() {
+        match isa {
             Isa::Portable => all_columns::<[f32; LANES], T, N>(weights, values, scales, out),
             #[cfg(target_arch = "aarch64")]
             Isa::Neon => all_columns::<neon::Lanes16, T, N>(weights, values, scales, out),
@@ -249,8 +275,28 @@ mod tests {
         (0..n).map(|i| (i as f32 * f).sin()).collect()
     }
 
+    /// Every instruction set of this processor, whatever is chosen.
+    fn here() -> Vec<Isa> {
+        #[cfg(target_arch = "x86_64")]
+        {
+            use std::arch::is_x86_feature_detected as has;
+            let avx2 = has!("avx2") && has!("fma") && has!("f16c");
+            let avx512 = avx2 && has!("avx512f") && has!("avx512bw") && has!("avx512dq") && has!("avx512vl");
+            let all = [(true, Isa::Portable), (avx2, Isa::Avx2), (avx512, Isa::Avx512)];
+            all.into_iter().filter_map(|(there, isa)| there.then_some(isa)).collect()
+        }
+        #[cfg(target_arch = "aarch64")]
+        {
+            vec![Isa::Portable, Isa::Neon]
+        }
+    }
+
     /// Both sums of N queries over `counts` positions against the promised order, written down plainly.
-    fn check<T: Lanes, const N: usize>(d: usize, counts: [usize; N], round: impl Fn(f32) -> T) {
+    fn check<T: Lanes, const N: usize>(d: usize, counts: [usize; N], round: impl Fn(f32) -> T + Copy) {
+        here().into_iter().for_each(|isa| check_on(isa, d, counts, round));
+    }
+
+    fn check_on<T: Lanes, const N: usize>(isa: Isa, d: usize, counts: [usize; N], round: impl Fn(f32) -> T) {
         let blocks = counts[N - 1].div_ceil(LANES);
         let rows: Vec<T> = wave(blocks * LANES * d, 0.3).into_iter().map(round).collect();
         let q: [Vec<f32>; N] = std::array::from_fn(|i| wave(d, 0.7 + i as f32));
@@ -258,22 +304,30 @@ mod tests {
         let factors: [f32; N] = std::array::from_fn(|i| 0.5 + i as f32);
         let mut lines: [Vec<f32>; N] = std::array::from_fn(|_| vec![0.0; blocks * LANES]);
         let mut sums: [Vec<f32>; N] = std::array::from_fn(|_| vec![0.0; d]);
-        scores(q.each_ref().map(|q| &q[..]), &rows, 0.5, &mut lines.each_mut().map(|l| &mut l[..]));
-        let outs = &mut sums.each_mut().map(|s| &mut s[..]);
-        weighted(weights.each_ref().map(|w| &w[..]), &rows, factors, outs);
-        let fused = isa() != Isa::Portable;
+        // SAFETY: the set is here, and the buffers fit.
+        unsafe {
+            let lines = &mut lines.each_mut().map(|l| &mut l[..]);
+            scores_on(isa, q.each_ref().map(|q| &q[..]), &rows, 0.5, lines);
+            let outs = &mut sums.each_mut().map(|s| &mut s[..]);
+            weighted_on(isa, weights.each_ref().map(|w| &w[..]), &rows, factors, outs);
+        }
+        let fused = isa != Isa::Portable;
         let add = |fused: bool, a: f32, b: f32, c: f32| if fused { a.mul_add(b, c) } else { a * b + c };
         for i in 0..N {
             for (p, got) in lines[i].iter().enumerate() {
                 let key = |j: usize| rows[(p / LANES * d + j) * LANES + p % LANES].widen();
                 let want = 0.5 * (0..d).fold(0.0, |s, j| add(fused, q[i][j], key(j), s));
-                assert_eq!(*got, want, "score {p} of query {i} of {N}, d = {d}");
+                assert_eq!(*got, want, "{isa:?}: score {p} of query {i} of {N}, d = {d}");
             }
             for (j, got) in sums[i].iter().enumerate() {
                 let fused = fused && j < d / LANES * LANES;
                 let sum =
                     (0..counts[i]).fold(0.0, |s, p| add(fused, weights[i][p], rows[p * d + j].widen(), s));
-                assert_eq!(*got, factors[i] * sum, "column {j} of query {i} of {N}, {counts:?}, d = {d}");
+                assert_eq!(
+                    *got,
+                    factors[i] * sum,
+                    "{isa:?}: column {j} of query {i} of {N}, {counts:?}, d = {d}"
+                );
             }
         }
     }

