@@ -1,7 +1,7 @@
 //! Activations in the form the kernels read: widened or quantised once per call into the caller's scratch, by several
 //! threads where that pays.
 use crate::call::{Exec, Fail, Mat, Outcome, part};
-use crate::kernels::rounding::{Rounding, bias};
+use crate::kernels::rounding::{Rounding, start};
 use crate::kernels::{ByteBlock, ByteRows, FloatRows, GROUPS, Kernels, TILE_K};
 use q4_core::DType;
 use q4_core::formats::{e2m1, e4m3};
@@ -32,7 +32,8 @@ impl Quantised {
     }
 
     /// A block of zeros.
-    pub const ZERO: ByteBlock = ByteBlock { q: [0; TILE_K], scales: [0.0; GROUPS], bias: [0; GROUPS] };
+    pub const ZERO: ByteBlock =
+        ByteBlock { q: [0; TILE_K], scales: [0.0; GROUPS], start: [start(0); GROUPS] };
 
     /// In `scratch`, 64-byte aligned and of [`bytes`](Self::bytes).
     pub fn new(scratch: *mut u8, rows: usize) -> Self {
@@ -85,7 +86,8 @@ impl Quantised {
             let q: [i8; 16] =
                 array::from_fn(|i| e2m1::DOUBLED[usize::from(codes[i / 2] >> (i % 2 * 4) & 15)]);
             block.q[16 * g..][..16].copy_from_slice(&q);
-            (block.scales[g], block.bias[g]) = (e4m3::decode(scale), bias(&q));
+            let sum = q.iter().map(|&q| i32::from(q)).sum();
+            (block.scales[g], block.start[g]) = (e4m3::decode(scale), start(sum));
         }
         // SAFETY: inside, by contract.
         unsafe { self.at(row, tile).write(block) };

@@ -160,13 +160,14 @@ fn bits(v: &[f32]) -> Vec<u32> {
 #[test]
 fn vector_kernels_agree_bit_for_bit() {
     // FNV-1a over all bits below: what every architecture must come to.
-    const RECORDED: u64 = 0x7930_e747_1d34_0941;
+    const RECORDED: u64 = 0x314b_5613_cb26_de5a;
     let mut rng = Rng(2);
     let (n, k) = (50, 336);
     let mut fnv = 0xcbf2_9ce4_8422_2325u64;
     let source = Source::random(n, k, globals()[1], &mut rng);
     for act in Act::all() {
-        for m in [1, 3, 9] {
+        // All that is left of a panel of six rows.
+        for m in [1, 3, 9, 13, 14, 16, 17, 18] {
             // Without a function that libraries may round differently.
             let x: Vec<f32> = (0..m * k).map(|_| rng.unit() * rng.unit()).collect();
             let x = Matrix::of(&x, m, k, DType::F32);

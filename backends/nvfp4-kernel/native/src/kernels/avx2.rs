@@ -3,8 +3,8 @@
 mod activations;
 
 use super::{
-    Acc, Blocks, ByteBlock, ByteRows, ByteTile, FloatRows, FloatTile, GROUP_BYTES, GROUPS, Kernels, LANES,
-    OFFSET, PAIR, Product, SCALES_AT, SHIFTS, TILE_BYTES, TILE_K, portable,
+    ANCHOR, Acc, Blocks, ByteBlock, ByteRows, ByteTile, FloatRows, FloatTile, GROUP_BYTES, GROUPS, Kernels,
+    LANES, OFFSET, PAIR, Product, SCALES_AT, SHIFTS, TILE_BYTES, TILE_K, portable,
 };
 use q4_core::formats::e2m1;
 use std::arch::x86_64::*;
@@ -181,11 +181,13 @@ unsafe fn direct_bytes_rows<const M: usize>(w: Blocks, x: ByteRows, out: *mut Ac
                 prefetch(tile);
                 for g in 0..GROUPS {
                     let scale = scales(tile, g);
+                    let offset = offsets(scale);
                     for side in 0..2 {
+                        let scale = [scale[side], offset[side]];
                         let codes = decode(tile.add(g * GROUP_BYTES + side * 4 * HALF), table);
                         for r in 0..M {
                             let row = x.blocks.add(t * x.ld + r);
-                            acc[r][side] = add(acc[r][side], codes, scale[side], row, g);
+                            acc[r][side] = add(acc[r][side], codes, scale, row, g);
                         }
                     }
                 }
@@ -210,7 +212,9 @@ unsafe fn unpack_bytes(tile: *const u8, out: *mut ByteTile) {
                     _mm256_store_si256(to.cast(), codes[j]);
                 }
             }
-            put(scales(tile, g), &mut (*out).scales[g]);
+            let scale = scales(tile, g);
+            put(scale, &mut (*out).scales[g]);
+            put(offsets(scale), &mut (*out).offsets[g]);
         }
     }
 }
@@ -222,8 +226,9 @@ unsafe fn panel_bytes(tiles: *const ByteTile, count: usize, _: usize, x: ByteRow
             // SAFETY: by the contract of `Kernels`, `count` tiles and `rows` rows and sums exist.
             unsafe {
                 let tile = &*tiles.add(c);
-                let scale = get(&tile.scales[g]);
+                let (scale, offset) = (get(&tile.scales[g]), get(&tile.offsets[g]));
                 for side in 0..2 {
+                    let scale = [scale[side], offset[side]];
                     let mut codes = [_mm256_setzero_si256(); 4];
                     for j in 0..4 {
                         codes[j] = _mm256_load_si256(tile.codes[4 * g + j].as_ptr().add(side * HALF).cast());
@@ -232,7 +237,7 @@ unsafe fn panel_bytes(tiles: *const ByteTile, count: usize, _: usize, x: ByteRow
                         let lanes = (*acc.add(r))[c].as_mut_ptr().add(side * HALF);
                         _mm256_storeu_ps(
                             lanes,
-                            add(_mm256_loadu_ps(lanes), codes, scale[side], x.blocks.add(r), g),
+                            add(_mm256_loadu_ps(lanes), codes, scale, x.blocks.add(r), g),
                         );
                     }
                 }
@@ -284,11 +289,17 @@ unsafe fn axpy(dy: &[[f32; LANES]], w: &[[f32; TILE_K]; LANES], dx: &mut [[f32; 
     portable::axpy_body(dy, w, dx, f32::mul_add);
 }
 
-/// `acc + dot * (scale * activation scale)` for group `g` of an activation row. Eight products of at most 24 * 127 fit 16
-/// bits, so the sums of pairs do not saturate.
+/// `acc + (dot * scale) * activation scale` for group `g` of an activation row, from a scale and its offset. Eight products of
+/// at most 24 * 127 fit 16 bits, so the sums of pairs do not saturate.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn add(acc: __m256, codes: [__m256i; 4], scale: __m256, row: *const ByteBlock, g: usize) -> __m256 {
+unsafe fn add(
+    acc: __m256,
+    codes: [__m256i; 4],
+    scale: [__m256; 2],
+    row: *const ByteBlock,
+    g: usize,
+) -> __m256 {
     // SAFETY: the block exists, by the contract of `Kernels`; a group has 16 codes.
     unsafe {
         let q = (*row).q.as_ptr().add(16 * g).cast::<i32>();
@@ -297,8 +308,9 @@ unsafe fn add(acc: __m256, codes: [__m256i; 4], scale: __m256, row: *const ByteB
             pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(codes[j], _mm256_set1_epi32(*q.add(j))));
         }
         let dot = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-        let dot = _mm256_cvtepi32_ps(_mm256_add_epi32(dot, _mm256_set1_epi32((*row).bias[g])));
-        _mm256_fmadd_ps(dot, _mm256_mul_ps(scale, _mm256_set1_ps((*row).scales[g])), acc)
+        let dot = _mm256_castsi256_ps(_mm256_add_epi32(dot, _mm256_set1_epi32((*row).start[g])));
+        let product = _mm256_fmadd_ps(dot, scale[0], scale[1]);
+        _mm256_fmadd_ps(product, _mm256_set1_ps((*row).scales[g]), acc)
     }
 }
 
@@ -355,6 +367,13 @@ unsafe fn scales(tile: *const u8, g: usize) -> [__m256; 2] {
     let bytes = unsafe { _mm_load_si128(tile.add(SCALES_AT + LANES * g).cast()) };
     let halves = _mm256_slli_epi16::<7>(_mm256_cvtepu8_epi16(bytes));
     [_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(halves))]
+}
+
+/// Their offsets.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn offsets(scales: [__m256; 2]) -> [__m256; 2] {
+    scales.map(|s| _mm256_mul_ps(s, _mm256_set1_ps(-ANCHOR)))
 }
 
 /// The same for doubled values.

@@ -1,9 +1,9 @@
 //! The kernels in plain Rust, for any processor: lanes are arrays, which compilers turn into whatever vectors there are.
 //! A multiply-add is two roundings here, so bits differ from the fused kernels.
-use super::rounding::{Rounding, bias, pad};
+use super::rounding::{Rounding, pad, start};
 use super::{
-    Acc, Blocks, ByteBlock, ByteRows, ByteTile, FloatRows, FloatTile, GROUP_BYTES, GROUPS, Kernels, LANES,
-    OFFSET, PAIR, Product, SCALES_AT, SHIFTS, TILE_BYTES, TILE_K,
+    ANCHOR, Acc, Blocks, ByteBlock, ByteRows, ByteTile, FloatRows, FloatTile, GROUP_BYTES, GROUPS, Kernels,
+    LANES, OFFSET, PAIR, Product, SCALES_AT, SHIFTS, TILE_BYTES, TILE_K,
 };
 use q4_core::exponential::silu;
 use q4_core::formats::{e2m1, e4m3, int8, nvfp4};
@@ -94,14 +94,15 @@ unsafe fn panel_bytes(tiles: *const ByteTile, count: usize, _: usize, x: ByteRow
             // SAFETY: by the contract of `Kernels`.
             let (tile, x, acc) = unsafe { (&*tiles.add(c), &*x.blocks.add(r), &mut (*acc.add(r))[c]) };
             for g in 0..GROUPS {
-                let mut dot = [x.bias[g]; LANES];
+                let mut dot = [x.start[g]; LANES];
                 for (j, q) in x.q[g * 16..][..16].as_chunks::<4>().0.iter().enumerate() {
                     for (d, w) in dot.iter_mut().zip(&tile.codes[g * 4 + j]) {
                         *d += (0..4).map(|i| i32::from(w[i]) * i32::from(q[i])).sum::<i32>();
                     }
                 }
                 for l in 0..LANES {
-                    acc[l] += dot[l] as f32 * (tile.scales[g][l] * x.scales[g]);
+                    let dot = f32::from_bits(dot[l] as u32) - ANCHOR;
+                    acc[l] += dot * tile.scales[g][l] * x.scales[g];
                 }
             }
         }
@@ -145,7 +146,7 @@ unsafe fn each_group(
         let (x, block) = unsafe { (&*x.add(16 * g).cast(), &mut *out.add(g / GROUPS * ld)) };
         let q = &mut block.q.as_chunks_mut::<16>().0[g % GROUPS];
         ok &= quantise(x, q, &mut block.scales[g % GROUPS]);
-        block.bias[g % GROUPS] = bias(q);
+        block.start[g % GROUPS] = start(q.iter().map(|&q| i32::from(q)).sum());
     }
     // SAFETY: same contract.
     unsafe { pad(groups, out, ld) };

@@ -1,7 +1,7 @@
 //! How a rule rounds one block of activations, cut into the scalar part here and the element-wise part of the kernels, so that
 //! every instruction set gives the bits of `q4_core::formats::nvfp4`.
 #![cfg_attr(not(any(target_arch = "x86_64", target_arch = "aarch64")), allow(dead_code))] // portable kernels use the codecs themselves
-use super::{ByteBlock, GROUPS, OFFSET, TILE_K};
+use super::{ANCHOR, ByteBlock, GROUPS, OFFSET, TILE_K};
 use half::{bf16, f16};
 use q4_core::formats::{e4m3, nvfp4::Quantizer};
 use q4_core::{DType, GlobalScale, Rule};
@@ -93,14 +93,14 @@ pub unsafe fn pad(groups: usize, out: *mut ByteBlock, ld: usize) {
         let last = unsafe { &mut *out.add(groups / GROUPS * ld) };
         last.q[groups % GROUPS * (TILE_K / GROUPS)..].fill(0);
         last.scales[groups % GROUPS..].fill(0.0);
-        last.bias[groups % GROUPS..].fill(0);
+        last.start[groups % GROUPS..].fill(start(0));
     }
 }
 
-/// `-OFFSET` times the sum of codes.
+/// Where dots of unsigned weights with codes of this sum start.
 #[inline(always)]
-pub fn bias(codes: &[i8; TILE_K / GROUPS]) -> i32 {
-    -OFFSET * codes.iter().map(|&q| i32::from(q)).sum::<i32>()
+pub const fn start(sum: i32) -> i32 {
+    ANCHOR.to_bits() as i32 - OFFSET * sum
 }
 
 #[cfg(test)]
@@ -110,7 +110,7 @@ mod tests {
     use crate::{isa::Isa, kernels::Kernels};
     use q4_core::formats::{e2m1, int8};
 
-    const BLANK: ByteBlock = ByteBlock { q: [77; TILE_K], scales: [7.0; GROUPS], bias: [7; GROUPS] };
+    const BLANK: ByteBlock = ByteBlock { q: [77; TILE_K], scales: [7.0; GROUPS], start: [7; GROUPS] };
     type Row = (Vec<i8>, Vec<u32>, Vec<i32>);
 
     fn unpacked(blocks: &[ByteBlock], ld: usize) -> Row {
@@ -118,7 +118,7 @@ mod tests {
         (
             blocks().flat_map(|b| b.q).collect(),
             blocks().flat_map(|b| b.scales.map(f32::to_bits)).collect(),
-            blocks().flat_map(|b| b.bias).collect(),
+            blocks().flat_map(|b| b.start).collect(),
         )
     }
 
@@ -137,8 +137,9 @@ mod tests {
                 scales.iter_mut().zip(bytes).for_each(|(s, b)| *s = e4m3::decode(b));
             }
         }
-        let bias = q.as_chunks::<16>().0.iter().map(bias).collect();
-        Some((q, scales.into_iter().map(f32::to_bits).collect(), bias))
+        let sum = |group: &[i8; 16]| group.iter().map(|&q| i32::from(q)).sum();
+        let starts = q.as_chunks().0.iter().map(|group| start(sum(group))).collect();
+        Some((q, scales.into_iter().map(f32::to_bits).collect(), starts))
     }
 
     fn check(kernels: &Kernels, isa: Isa, x: &[f32], rounding: Option<&Rounding>) {

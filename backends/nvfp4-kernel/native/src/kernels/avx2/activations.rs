@@ -1,6 +1,6 @@
 //! Activations to int8 and NVFP4 in AVX2: two registers are one group.
-use crate::kernels::rounding::{GAINS, Rounding, pad};
-use crate::kernels::{ByteBlock, GROUPS, OFFSET};
+use crate::kernels::rounding::{GAINS, Rounding, pad, start};
+use crate::kernels::{ByteBlock, GROUPS};
 use std::arch::x86_64::*;
 
 #[target_feature(enable = "avx2,fma,f16c")]
@@ -82,6 +82,6 @@ unsafe fn put(codes: [__m256i; 2], scale: f32, g: usize, out: *mut ByteBlock, ld
         let block = &mut *out.add(g / GROUPS * ld);
         _mm_store_si128(block.q.as_mut_ptr().add(16 * (g % GROUPS)).cast(), codes);
         block.scales[g % GROUPS] = scale;
-        block.bias[g % GROUPS] = -OFFSET * sum;
+        block.start[g % GROUPS] = start(sum);
     }
 }

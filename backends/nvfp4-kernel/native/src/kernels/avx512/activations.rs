@@ -1,5 +1,5 @@
 //! Activations to int8 and NVFP4 in AVX-512: a register is a group, and int8 takes the four of a block together.
-use crate::kernels::rounding::{GAINS, Rounding, pad};
+use crate::kernels::rounding::{GAINS, Rounding, pad, start};
 use crate::kernels::{ByteBlock, GROUPS, OFFSET};
 use std::arch::x86_64::*;
 
@@ -35,13 +35,13 @@ pub unsafe fn int8(x: *const f32, groups: usize, out: *mut ByteBlock, ld: usize)
             // Sums are taken of codes + 128, which are unsigned bytes.
             let halves = _mm512_sad_epu8(_mm512_xor_si512(q, _mm512_set1_epi8(-128)), _mm512_setzero_si512());
             let sums = _mm512_add_epi32(halves, _mm512_shuffle_epi32::<_MM_PERM_BADC>(halves));
-            let sums = _mm512_sub_epi32(sums, _mm512_set1_epi32(16 * 128));
-            let bias = _mm512_mullo_epi32(sums, _mm512_set1_epi32(-OFFSET));
+            let sums = _mm512_mullo_epi32(sums, _mm512_set1_epi32(-OFFSET));
+            let starts = _mm512_add_epi32(sums, _mm512_set1_epi32(start(-16 * 128)));
             let block = &mut *out.add(t * ld);
             _mm512_storeu_si512(block.q.as_mut_ptr().cast(), q);
             let scale = first_of_quarters(_mm512_castps_si512(scale));
             _mm_storeu_si128(block.scales.as_mut_ptr().cast(), scale);
-            _mm_storeu_si128(block.bias.as_mut_ptr().cast(), first_of_quarters(bias));
+            _mm_storeu_si128(block.start.as_mut_ptr().cast(), first_of_quarters(starts));
         }
         is_finite(largest)
     }
@@ -133,6 +133,6 @@ unsafe fn put(codes: __m512i, scale: f32, g: usize, out: *mut ByteBlock, ld: usi
         let block = &mut *out.add(g / GROUPS * ld);
         _mm_store_si128(block.q.as_mut_ptr().add(16 * (g % GROUPS)).cast(), codes);
         block.scales[g % GROUPS] = scale;
-        block.bias[g % GROUPS] = -OFFSET * sum;
+        block.start[g % GROUPS] = start(sum);
     }
 }

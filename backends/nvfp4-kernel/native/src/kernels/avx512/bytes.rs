@@ -2,7 +2,7 @@
 //! bytes, and a sum starts at what that adds too much.
 use super::{get, load, prefetch, put, scales};
 use crate::kernels::{
-    Acc, Blocks, ByteBlock, ByteRows, ByteTile, GROUP_BYTES, GROUPS, OFFSET, Product, TILE_BYTES,
+    ANCHOR, Acc, Blocks, ByteBlock, ByteRows, ByteTile, GROUP_BYTES, GROUPS, OFFSET, Product, TILE_BYTES,
 };
 use q4_core::formats::e2m1;
 use std::arch::x86_64::*;
@@ -10,6 +10,9 @@ use std::arch::x86_64::*;
 pub const PLAIN: Product<ByteRows, ByteTile> = plain::BYTES;
 pub const VNNI: Product<ByteRows, ByteTile> = vnni::BYTES;
 pub const FAR: Product<ByteRows, ByteTile> = far::BYTES;
+
+/// Activation rows that advance together where there are many.
+const PANEL: usize = 6;
 
 /// Doubled values + 12 by code.
 static UNSIGNED: [u8; 16] = {
@@ -58,10 +61,10 @@ macro_rules! kernels {
                             prefetch::<{ $hint }>(tile);
                             let rows = x.blocks.add(t * x.ld);
                             for g in 0..GROUPS {
-                                let codes = [decode(tile.add(g * GROUP_BYTES), table)];
-                                let scale = [scales(tile, g)];
+                                let codes = decode(tile.add(g * GROUP_BYTES), table);
+                                let scale = with_offset(scales(tile, g));
                                 for r in 0..M {
-                                    add(&mut acc[r], &codes, &scale, rows.add(r), g);
+                                    acc[r][0] = add(acc[r][0], codes, scale, rows.add(r), g);
                                 }
                             }
                         }
@@ -81,7 +84,9 @@ macro_rules! kernels {
                         for j in 0..4 {
                             _mm512_store_si512((*out).codes[4 * g + j].as_mut_ptr().cast(), codes[j]);
                         }
-                        _mm512_store_ps((*out).scales[g].as_mut_ptr(), scales(tile, g));
+                        let [scale, offset] = with_offset(scales(tile, g));
+                        _mm512_store_ps((*out).scales[g].as_mut_ptr(), scale);
+                        _mm512_store_ps((*out).offsets[g].as_mut_ptr(), offset);
                     }
                 }
             }
@@ -99,12 +104,12 @@ macro_rules! kernels {
 
             #[target_feature(enable = $features)]
             unsafe fn panel_rows<const C: usize>(tiles: *const ByteTile, x: ByteRows, acc: *mut Acc) {
-                for r in (0..x.rows).step_by(4) {
-                    // SAFETY: same contract; rows r to r + 3 or the last one exist.
+                for r in (0..x.rows).step_by(PANEL) {
+                    // SAFETY: same contract; PANEL rows from r on or the last ones exist.
                     unsafe {
                         // The same rows in the next tile of k lie in another page, where nothing fetches ahead by itself.
                         let next = x.blocks.wrapping_add(x.ld + r).cast::<u8>();
-                        for line in 0..4 * size_of::<ByteBlock>() / 64 {
+                        for line in 0..PANEL * size_of::<ByteBlock>() / 64 {
                             _mm_prefetch::<_MM_HINT_T0>(next.wrapping_add(64 * line).cast());
                         }
                         let (rows, acc) = (x.blocks.add(r), acc.add(r));
@@ -112,14 +117,15 @@ macro_rules! kernels {
                             1 => panel_shape::<1, C>(tiles, rows, acc),
                             2 => panel_shape::<2, C>(tiles, rows, acc),
                             3 => panel_shape::<3, C>(tiles, rows, acc),
-                            _ => panel_shape::<4, C>(tiles, rows, acc),
+                            4 => panel_shape::<4, C>(tiles, rows, acc),
+                            5 => panel_shape::<5, C>(tiles, rows, acc),
+                            _ => panel_shape::<PANEL, C>(tiles, rows, acc),
                         }
                     }
                 }
             }
 
-            /// All M * C dots of a group advance together, and between them the dots of the group before are added to the
-            /// sums, so that no processor has to look far ahead for work.
+            /// All M * C dots of a group advance together. Six rows and two row blocks fill the registers, and load least.
             #[target_feature(enable = $features)]
             unsafe fn panel_shape<const M: usize, const C: usize>(
                 tiles: *const ByteTile,
@@ -129,68 +135,56 @@ macro_rules! kernels {
                 // SAFETY: by the contract of `Kernels`, M rows and sums and C tiles exist.
                 unsafe {
                     let mut acc = get::<M, C>(out);
-                    let mut done = [[_mm512_setzero_si512(); C]; M];
-                    for g in 0..=GROUPS {
+                    for g in 0..GROUPS {
                         let mut dot = [[_mm512_setzero_si512(); C]; M];
-                        if g < GROUPS {
-                            for r in 0..M {
-                                dot[r] = [_mm512_set1_epi32((*rows.add(r)).bias[g]); C];
-                            }
+                        for r in 0..M {
+                            dot[r] = [_mm512_set1_epi32((*rows.add(r)).start[g]); C];
                         }
                         for j in 0..4 {
-                            if g < GROUPS {
-                                let mut codes = [_mm512_setzero_si512(); C];
-                                for c in 0..C {
-                                    codes[c] = load((*tiles.add(c)).codes[4 * g + j].as_ptr().cast());
-                                }
-                                for r in 0..M {
-                                    let word = (*rows.add(r)).q.as_ptr().add(16 * g).cast::<i32>().add(j);
-                                    for c in 0..C {
-                                        dot[r][c] = $dot(dot[r][c], codes[c], _mm512_set1_epi32(*word));
-                                    }
-                                }
+                            let mut codes = [_mm512_setzero_si512(); C];
+                            for c in 0..C {
+                                codes[c] = load((*tiles.add(c)).codes[4 * g + j].as_ptr().cast());
                             }
-                            if g > 0 && j < M {
-                                let a = _mm512_set1_ps((*rows.add(j)).scales[g - 1]);
+                            for r in 0..M {
+                                let word = (*rows.add(r)).q.as_ptr().add(16 * g).cast::<i32>().add(j);
                                 for c in 0..C {
-                                    let scale = _mm512_load_ps((*tiles.add(c)).scales[g - 1].as_ptr());
-                                    let sum = _mm512_cvtepi32_ps(done[j][c]);
-                                    acc[j][c] = _mm512_fmadd_ps(sum, _mm512_mul_ps(scale, a), acc[j][c]);
+                                    dot[r][c] = $dot(dot[r][c], codes[c], _mm512_set1_epi32(*word));
                                 }
                             }
                         }
-                        done = dot;
+                        let mut scale = [[_mm512_setzero_ps(); 2]; C];
+                        for c in 0..C {
+                            let (scales, offsets) = (&(*tiles.add(c)).scales[g], &(*tiles.add(c)).offsets[g]);
+                            scale[c] = [_mm512_load_ps(scales.as_ptr()), _mm512_load_ps(offsets.as_ptr())];
+                        }
+                        for r in 0..M {
+                            for c in 0..C {
+                                acc[r][c] = add_dot(acc[r][c], dot[r][c], scale[c], (*rows.add(r)).scales[g]);
+                            }
+                        }
                     }
                     put(&acc, 0, out);
                 }
             }
 
-            /// Adds group `g` of one activation row times C row blocks.
+            /// `acc + (dot * scale) * activation scale` for group `g` of an activation row.
             #[inline]
             #[target_feature(enable = $features)]
-            unsafe fn add<const C: usize>(
-                acc: &mut [__m512; C],
-                codes: &[[__m512i; 4]; C],
-                scale: &[__m512; C],
+            unsafe fn add(
+                acc: __m512,
+                codes: [__m512i; 4],
+                scale: [__m512; 2],
                 row: *const ByteBlock,
                 g: usize,
-            ) {
+            ) -> __m512 {
                 // SAFETY: the block exists; a group has 16 codes.
                 unsafe {
                     let q = (*row).q.as_ptr().add(16 * g).cast::<i32>();
-                    let bias = _mm512_set1_epi32((*row).bias[g]);
-                    let a = _mm512_set1_ps((*row).scales[g]);
-                    let mut dot = [bias; C];
+                    let mut dot = _mm512_set1_epi32((*row).start[g]);
                     for j in 0..4 {
-                        let word = _mm512_set1_epi32(*q.add(j));
-                        for c in 0..C {
-                            dot[c] = $dot(dot[c], codes[c][j], word);
-                        }
+                        dot = $dot(dot, codes[j], _mm512_set1_epi32(*q.add(j)));
                     }
-                    for c in 0..C {
-                        acc[c] =
-                            _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[c]), _mm512_mul_ps(scale[c], a), acc[c]);
-                    }
+                    add_dot(acc, dot, scale, (*row).scales[g])
                 }
             }
         }
@@ -207,6 +201,21 @@ kernels!(far, "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c", _mm512_d
 fn dot_words(sum: __m512i, codes: __m512i, word: __m512i) -> __m512i {
     let pairs = _mm512_maddubs_epi16(codes, word);
     _mm512_add_epi32(sum, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))
+}
+
+/// `acc + (dot * scale) * activation scale` of a dot that started at the anchor.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn add_dot(acc: __m512, dot: __m512i, [scale, offset]: [__m512; 2], activation_scale: f32) -> __m512 {
+    let product = _mm512_fmadd_ps(_mm512_castsi512_ps(dot), scale, offset);
+    _mm512_fmadd_ps(product, _mm512_set1_ps(activation_scale), acc)
+}
+
+/// Scales and what makes up for starting at the anchor.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn with_offset(scale: __m512) -> [__m512; 2] {
+    [scale, _mm512_mul_ps(scale, _mm512_set1_ps(-ANCHOR))]
 }
 
 #[inline]

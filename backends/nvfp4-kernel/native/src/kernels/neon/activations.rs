@@ -1,6 +1,6 @@
 //! Activations to int8 and NVFP4 in NEON: four registers are one group.
-use crate::kernels::rounding::{GAINS, Rounding, pad};
-use crate::kernels::{ByteBlock, GROUPS, OFFSET};
+use crate::kernels::rounding::{GAINS, Rounding, pad, start};
+use crate::kernels::{ByteBlock, GROUPS};
 use std::arch::aarch64::*;
 
 #[target_feature(enable = "neon")]
@@ -81,6 +81,6 @@ unsafe fn put(codes: [int32x4_t; 4], scale: f32, g: usize, out: *mut ByteBlock, 
         let block = &mut *out.add(g / GROUPS * ld);
         vst1q_s8(block.q.as_mut_ptr().add(16 * (g % GROUPS)), codes);
         block.scales[g % GROUPS] = scale;
-        block.bias[g % GROUPS] = -OFFSET * i32::from(vaddlvq_s8(codes));
+        block.start[g % GROUPS] = start(i32::from(vaddlvq_s8(codes)));
     }
 }

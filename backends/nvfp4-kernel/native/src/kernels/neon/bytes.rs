@@ -124,7 +124,7 @@ macro_rules! kernels {
                 }
             }
 
-            /// `acc + dot * (scale * activation scale)` for group `g` of an activation row.
+            /// `acc + (dot * scale) * activation scale` for group `g` of an activation row.
             #[inline]
             #[target_feature(enable = $features)]
             fn add(
@@ -136,7 +136,7 @@ macro_rules! kernels {
             ) -> float32x4_t {
                 // SAFETY: a group has 16 codes.
                 let x = unsafe { vld1q_s8(row.q.as_ptr().add(16 * g)) };
-                vfmaq_f32(acc, vcvtq_f32_s32($dot(codes, x)), vmulq_n_f32(scale, row.scales[g]))
+                vfmaq_n_f32(acc, vmulq_f32(vcvtq_f32_s32($dot(codes, x)), scale), row.scales[g])
             }
         }
     };
@@ -291,8 +291,8 @@ mod i8mm {
                     for p in 0..P {
                         for i in 0..2 {
                             let dot = smmla(smmla(vdupq_n_s32(0), x[p][0], w[i]), x[p][1], w[2 + i]);
-                            let factor = vmulq_f32(scale[i], factors[p]);
-                            acc[p][q][i] = vfmaq_f32(acc[p][q][i], vcvtq_f32_s32(dot), factor);
+                            let product = vmulq_f32(vcvtq_f32_s32(dot), scale[i]);
+                            acc[p][q][i] = vfmaq_f32(acc[p][q][i], product, factors[p]);
                         }
                     }
                 }
