@@ -127,9 +127,7 @@ impl Isa {
         use crate::kernels::{avx2, avx512};
         match self {
             #[cfg(target_arch = "x86_64")]
-            Self::Amx => &avx512::FAR,
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx512Vnni => &avx512::VNNI,
+            Self::Amx | Self::Avx512Vnni => avx512::vnni(),
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => &avx512::PLAIN,
             #[cfg(target_arch = "x86_64")]

@@ -9,6 +9,7 @@ use std::arch::x86_64::*;
 
 pub const PLAIN: Product<ByteRows, ByteTile> = plain::BYTES;
 pub const VNNI: Product<ByteRows, ByteTile> = vnni::BYTES;
+pub const NEAR: Product<ByteRows, ByteTile> = near::BYTES;
 pub const FAR: Product<ByteRows, ByteTile> = far::BYTES;
 
 /// Activation rows that advance together where there are many.
@@ -26,7 +27,7 @@ static UNSIGNED: [u8; 16] = {
 };
 
 macro_rules! kernels {
-    ($name:ident, $features:literal, $dot:path, $hint:path) => {
+    ($name:ident, $features:literal, $dot:path, $decode:path, $hint:path) => {
         mod $name {
             use super::*;
 
@@ -61,7 +62,7 @@ macro_rules! kernels {
                             prefetch::<{ $hint }>(tile);
                             let rows = x.blocks.add(t * x.ld);
                             for g in 0..GROUPS {
-                                let codes = decode(tile.add(g * GROUP_BYTES), table);
+                                let codes = $decode(tile.add(g * GROUP_BYTES), table);
                                 let scale = with_offset(scales(tile, g));
                                 for r in 0..M {
                                     acc[r][0] = add(acc[r][0], codes, scale, rows.add(r), g);
@@ -80,7 +81,7 @@ macro_rules! kernels {
                     prefetch::<_MM_HINT_T0>(tile);
                     let table = table();
                     for g in 0..GROUPS {
-                        let codes = decode(tile.add(g * GROUP_BYTES), table);
+                        let codes = $decode(tile.add(g * GROUP_BYTES), table);
                         for j in 0..4 {
                             _mm512_store_si512((*out).codes[4 * g + j].as_mut_ptr().cast(), codes[j]);
                         }
@@ -191,9 +192,28 @@ macro_rules! kernels {
     };
 }
 
-kernels!(plain, "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c", dot_words, _MM_HINT_T0);
-kernels!(vnni, "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c", _mm512_dpbusd_epi32, _MM_HINT_T0);
-kernels!(far, "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c", _mm512_dpbusd_epi32, _MM_HINT_T1);
+kernels!(plain, "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c", dot_words, shuffle, _MM_HINT_T0);
+kernels!(
+    vnni,
+    "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c",
+    _mm512_dpbusd_epi32,
+    shuffle,
+    _MM_HINT_T0
+);
+kernels!(
+    near,
+    "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,fma,f16c",
+    _mm512_dpbusd_epi32,
+    permute,
+    _MM_HINT_T0
+);
+kernels!(
+    far,
+    "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,fma,f16c",
+    _mm512_dpbusd_epi32,
+    permute,
+    _MM_HINT_T1
+);
 
 /// Two products of at most 24 * 127 fit 16 bits, so their sum does not saturate.
 #[inline]
@@ -228,11 +248,22 @@ fn table() -> __m512i {
 /// The 16 k of a group as four registers of 4 k.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn decode(group: *const u8, table: __m512i) -> [__m512i; 4] {
+unsafe fn shuffle(group: *const u8, table: __m512i) -> [__m512i; 4] {
     let nibble = _mm512_set1_epi8(15);
     // SAFETY: a group has 128 bytes.
     let (a, b) = unsafe { (load(group), load(group.add(64))) };
     let low = |z| _mm512_shuffle_epi8(table, _mm512_and_si512(z, nibble));
     let high = |z| _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16::<4>(z), nibble));
+    [low(a), high(a), low(b), high(b)]
+}
+
+/// The same with a table of 64 bytes, four times the 16: bits above a code pick one of four equals and need not be cleared.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
+unsafe fn permute(group: *const u8, table: __m512i) -> [__m512i; 4] {
+    // SAFETY: a group has 128 bytes.
+    let (a, b) = unsafe { (load(group), load(group.add(64))) };
+    let low = |z| _mm512_permutexvar_epi8(z, table);
+    let high = |z| _mm512_permutexvar_epi8(_mm512_srli_epi16::<4>(z), table);
     [low(a), high(a), low(b), high(b)]
 }
