@@ -7,10 +7,13 @@ cache=${XDG_CACHE_HOME:-$HOME/.cache}/q4-bench
 llama_version=0.3.36 # of llama-cpp-python, whose source package holds llama.cpp
 openvino_version=2026.4.1
 peers=1
+amx=$(grep -cwm1 amx_int8 /proc/cpuinfo 2>/dev/null || true)
+without_amx=0
 pass=()
 for arg in "$@"; do
     case $arg in
     --no-peers) peers=0 ;;
+    --without-amx) without_amx=$amx pass+=("$arg") ;;
     *) pass+=("$arg") ;;
     esac
 done
@@ -50,7 +53,7 @@ llama() {
     fi
     # The processor's own instructions, first without AMX, then, where there is AMX, its library again with it.
     build "$source" build -mno-amx-int8 llama-bench || return
-    if grep -qw amx_int8 /proc/cpuinfo; then
+    if ((amx && !without_amx)); then
         build "$source" build-amx "" ggml-cpu || return
     fi
     for shape in 0.6b 4b; do
@@ -85,7 +88,8 @@ openvino() {
 without=()
 if ((peers)); then
     tools && llama || without+=(llama.cpp)
-    [[ -x $python ]] && openvino || without+=(OpenVINO)
+    # Held back from AMX it would not run as on a processor without it.
+    ((without_amx)) || { [[ -x $python ]] && openvino; } || without+=(OpenVINO)
 else
     without+=(llama.cpp OpenVINO)
 fi

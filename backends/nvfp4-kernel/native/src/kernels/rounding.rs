@@ -5,6 +5,7 @@ use super::{ANCHOR, ByteBlock, GROUPS, OFFSET, TILE_K};
 use half::{bf16, f16};
 use q4_core::formats::{e4m3, nvfp4::Quantizer};
 use q4_core::{DType, GlobalScale, Rule};
+use std::array;
 
 /// What a doubled magnitude gains at each of the thresholds.
 pub const GAINS: [i32; 7] = [1, 1, 1, 1, 2, 2, 4];
@@ -28,6 +29,8 @@ pub struct Rounding {
     pub divides: bool,
     /// Magnitudes at which the code changes, upper side included.
     pub thresholds: [f32; 7],
+    /// Doubled magnitudes by `floor(4 v) + ceil(4 v)`, which tells quarters, where codes change, from what lies between.
+    pub steps: [i32; 64],
 }
 
 impl Rounding {
@@ -35,7 +38,11 @@ impl Rounding {
     pub fn new(quantizer: Quantizer) -> Self {
         let thresholds = if quantizer.rule == Rule::Runtime { AWAY } else { EVEN };
         let divides = !matches!(quantizer.rule, Rule::TorchAo | Rule::TransformerEngine);
-        Self { quantizer, divides, thresholds }
+        let step = |i: usize| {
+            let passed = thresholds.iter().zip(GAINS).filter(|(t, _)| i as f32 / 8.0 >= **t);
+            passed.map(|(_, gain)| gain).sum()
+        };
+        Self { quantizer, divides, thresholds, steps: array::from_fn(step) }
     }
 
     /// Block scale and element factor of a block whose largest magnitude is `amax`, which is finite.
