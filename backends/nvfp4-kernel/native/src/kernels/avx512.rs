@@ -19,7 +19,7 @@ static NEAR: Kernels = table(bytes::NEAR);
 static FAR: Kernels = table(bytes::FAR);
 
 /// The fastest of those with VNNI here. Intel's processors have more requests of the second cache under way than of the first: a
-/// Xeon of 2023 decodes 3 to 13 % faster with [`FAR`], an AMD Zen 5 4 % slower. Products of f32 are a tenth slower so on both.
+/// Xeon of 2023 decodes 3 to 8 % faster with [`FAR`], an AMD Zen 5 4 % slower. Products of f32 are a tenth slower so on the Xeon.
 pub fn vnni() -> &'static Kernels {
     static CHOSEN: OnceLock<&Kernels> = OnceLock::new();
     CHOSEN.get_or_init(|| match (is_x86_feature_detected!("avx512vbmi"), is_intel()) {
