@@ -1,5 +1,6 @@
 //! A small pool of threads that costs microseconds a call: kernels borrow it through [`crate::ExecContext`], nobody else
 //! starts threads, and results never depend on how many there are.
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
@@ -26,13 +27,19 @@ type Body<'a> = &'a (dyn Fn(usize) + Sync);
 /// Pieces for each thread that work is split into: the last one is what threads wait for.
 const PIECES: usize = 16;
 
+/// What a thread has left of a call's tasks. It takes them one after the other, because neighbours often read neighbouring
+/// memory, which the last one has fetched ahead; who is done takes over half of what another has left.
+#[repr(align(64))]
+#[derive(Default)]
+struct Share(AtomicU64);
+
 struct Shared {
     /// Counts calls; a helper waits for it to change.
     epoch: AtomicU64,
     /// The call's task function; `None` as soon as its last task is claimed.
     body: Mutex<Option<Body<'static>>>,
-    tasks: AtomicUsize,
-    next: AtomicUsize,
+    /// By thread, the caller's first.
+    shares: Box<[Share]>,
     /// Helpers between taking a body and letting go of it.
     inside: AtomicUsize,
     /// Helpers that have started.
@@ -57,8 +64,7 @@ impl ThreadPool {
         let shared = Arc::new(Shared {
             epoch: AtomicU64::new(0),
             body: Mutex::new(None),
-            tasks: AtomicUsize::new(0),
-            next: AtomicUsize::new(0),
+            shares: (0..threads.max(1)).map(|_| Share::default()).collect(),
             inside: AtomicUsize::new(0),
             ready: AtomicUsize::new(0),
             panicked: AtomicBool::new(false),
@@ -69,7 +75,7 @@ impl ThreadPool {
         });
         let spawn = |i| {
             let shared = shared.clone();
-            std::thread::Builder::new().name(format!("q4-{i}")).spawn(move || shared.help())
+            std::thread::Builder::new().name(format!("q4-{i}")).spawn(move || shared.help(i))
         };
         // A machine that refuses a thread still computes, on fewer.
         let helpers: Vec<_> = (1..threads).map_while(|i| spawn(i).ok()).collect();
@@ -93,7 +99,7 @@ impl ThreadPool {
         self.lent.as_ref().map_or(self.helpers.len() + 1, |lent| (lent.threads)().max(1))
     }
 
-    /// Runs `body(0)` to `body(tasks - 1)`, each once, in any order, and returns when all are done.
+    /// Runs `body(0)` to `body(tasks - 1)`, below 2^32, each once, in any order, and returns when all are done.
     /// Panics when a task panicked. Allocates nothing.
     pub fn run(&self, tasks: usize, body: Body<'_>) {
         if let Some(lent) = self.lent.as_ref().filter(|_| tasks > 1) {
@@ -103,15 +109,18 @@ impl ThreadPool {
             (0..tasks).for_each(body);
             return;
         }
+        assert!(u32::try_from(tasks).is_ok(), "fewer than 2^32 tasks, not {tasks}");
         let s = &*self.shared;
         // SAFETY: only the lifetime changes. `withdraw` below takes the reference back, and returns when no helper
         // that took it is still inside.
         let body: Body<'static> = unsafe { std::mem::transmute::<Body<'_>, Body<'static>>(body) };
-        s.tasks.store(tasks, Ordering::Relaxed);
-        s.next.store(0, Ordering::Relaxed);
+        let threads = self.helpers.len() + 1;
+        for (t, share) in s.shares.iter().enumerate().take(threads) {
+            share.set(tasks * t / threads..tasks * (t + 1) / threads);
+        }
         *s.body.lock().unwrap_or_else(|e| e.into_inner()) = Some(body);
         s.announce();
-        let own = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| s.claim(body)));
+        let own = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| s.claim(0, body)));
         s.withdraw();
         let helper_panicked = s.panicked.swap(false, Ordering::Relaxed);
         self.busy.store(false, Ordering::Release);
@@ -144,18 +153,19 @@ impl Shared {
         }
     }
 
-    fn claim(&self, body: Body<'_>) {
-        let tasks = self.tasks.load(Ordering::Relaxed);
+    fn claim(&self, thread: usize, body: Body<'_>) {
+        let own = &self.shares[thread];
         loop {
-            let i = self.next.fetch_add(1, Ordering::Relaxed);
-            if i >= tasks {
-                return;
+            while let Some(i) = own.first() {
+                body(i);
             }
-            body(i);
+            let (before, after) = self.shares.split_at(thread);
+            let Some(half) = after.iter().chain(before).find_map(Share::half) else { return };
+            own.set(half);
         }
     }
 
-    fn help(&self) {
+    fn help(&self, thread: usize) {
         let mut seen = 0;
         self.ready.fetch_add(1, Ordering::Release);
         loop {
@@ -167,7 +177,8 @@ impl Shared {
             self.inside.fetch_add(1, Ordering::SeqCst);
             let body = *self.body.lock().unwrap_or_else(|e| e.into_inner());
             if let Some(body) = body
-                && std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.claim(body))).is_err()
+                && std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.claim(thread, body)))
+                    .is_err()
             {
                 self.panicked.store(true, Ordering::Relaxed);
             }
@@ -200,6 +211,35 @@ impl Shared {
             }
             guard = self.wake.wait(guard).unwrap_or_else(|e| e.into_inner());
         }
+    }
+}
+
+impl Share {
+    /// Gives an empty share these tasks. Nobody else changes an empty one.
+    fn set(&self, tasks: Range<usize>) {
+        self.0.store((tasks.start as u64) << 32 | tasks.end as u64, Ordering::Relaxed);
+    }
+
+    /// Takes the first task.
+    fn first(&self) -> Option<usize> {
+        self.take(|tasks| tasks.start + 1..tasks.end).map(|tasks| tasks.start)
+    }
+
+    /// Takes the last half of the tasks.
+    fn half(&self) -> Option<Range<usize>> {
+        let middle = |tasks: &Range<usize>| tasks.start + tasks.len() / 2;
+        self.take(|tasks| tasks.start..middle(&tasks)).map(|tasks| middle(&tasks)..tasks.end)
+    }
+
+    /// Leaves `rest` of the tasks; what there was before, unless it was nothing. A word says all there is to know, so it does
+    /// not matter whether it has changed in between and is the same again.
+    fn take(&self, rest: impl Fn(Range<usize>) -> Range<usize>) -> Option<Range<usize>> {
+        let tasks = |word: u64| (word >> 32) as usize..(word & u64::from(u32::MAX)) as usize;
+        let left = |word| {
+            let rest = (!tasks(word).is_empty()).then(|| rest(tasks(word)))?;
+            Some((rest.start as u64) << 32 | rest.end as u64)
+        };
+        self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, left).ok().map(tasks)
     }
 }
 
@@ -253,6 +293,31 @@ mod tests {
                     "{threads} threads, {tasks} tasks"
                 );
             }
+        }
+    }
+
+    #[test]
+    fn a_share_is_taken_from_the_front_by_its_owner_and_halved_by_others() {
+        let share = Share::default();
+        assert_eq!((share.first(), share.half()), (None, None));
+        share.set(7..12);
+        assert_eq!((share.first(), share.half(), share.first()), (Some(7), Some(10..12), Some(8)));
+        assert_eq!((share.half(), share.first(), share.half()), (Some(9..10), None, None));
+    }
+
+    #[test]
+    fn who_is_done_takes_over_what_a_slow_thread_has_left() {
+        let pool = ThreadPool::new(3);
+        for slow in [0, 5, 11] {
+            let hits: Vec<_> = (0..12).map(|_| AtomicU32::new(0)).collect();
+            pool.run(hits.len(), &|i| {
+                hits[i].fetch_add(1, Ordering::Relaxed);
+                // The others are done before it: only they can have been taken over.
+                while i == slow && hits.iter().any(|h| h.load(Ordering::Relaxed) == 0) {
+                    std::thread::yield_now();
+                }
+            });
+            assert!(hits.iter().all(|h| h.load(Ordering::Relaxed) == 1), "{slow}");
         }
     }
 
