@@ -160,7 +160,8 @@ typedef struct nvfp4_exec {
     void    *workspace;       /* 64-byte aligned on the CPU, 256 on CUDA */
     uint64_t workspace_bytes;
     /* The caller's threads: runs body(arg, 0) ... body(arg, tasks - 1), each once, in any order, on any threads, and
-     * returns when all are done.  NULL: the calling thread runs them.  The library starts no thread. */
+     * returns when all are done.  NULL: the calling thread runs them.  The library starts no thread.
+     * Tasks n and n + 1 read neighbouring weights: a thread that runs them one after the other is faster. */
     void   (*parallel)(void *user, size_t tasks, void (*body)(void *arg, size_t task), void *arg);
     void    *parallel_user;
     uint32_t threads;         /* how many threads parallel has; work is split for it, results do not depend on it */
