@@ -105,11 +105,11 @@ impl ThreadPool {
         if let Some(lent) = self.lent.as_ref().filter(|_| tasks > 1) {
             return (lent.run)(tasks, body);
         }
+        assert!(u32::try_from(tasks).is_ok(), "fewer than 2^32 tasks, not {tasks}");
         if tasks <= 1 || self.helpers.is_empty() || self.busy.swap(true, Ordering::Acquire) {
             (0..tasks).for_each(body);
             return;
         }
-        assert!(u32::try_from(tasks).is_ok(), "fewer than 2^32 tasks, not {tasks}");
         let s = &*self.shared;
         // SAFETY: only the lifetime changes. `withdraw` below takes the reference back, and returns when no helper
         // that took it is still inside.
