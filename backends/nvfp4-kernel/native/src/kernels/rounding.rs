@@ -30,6 +30,7 @@ pub struct Rounding {
     /// Magnitudes at which the code changes, upper side included.
     pub thresholds: [f32; 7],
     /// Doubled magnitudes by `floor(4 v) + ceil(4 v)`, which tells quarters, where codes change, from what lies between.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // AVX-512 looks codes up in it
     pub steps: [i32; 64],
 }
 
