@@ -215,7 +215,7 @@ impl Shared {
 }
 
 impl Share {
-    /// Gives an empty share these tasks. Nobody else changes an empty one.
+    /// Gives an empty share these tasks, or any share before a call. Nobody else changes it then.
     fn set(&self, tasks: Range<usize>) {
         self.0.store((tasks.start as u64) << 32 | tasks.end as u64, Ordering::Relaxed);
     }
