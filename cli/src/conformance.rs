@@ -10,7 +10,7 @@ use crate::signals;
 use q4_conformance::certificate::default_dir;
 use q4_conformance::{
     Bench, Certificate, ChildProcesses, Level, Library, Options, Profile, Report, Waivers, cases, claims,
-    run_with, serve,
+    proofs, run_with, serve,
 };
 use q4_core::{BUILTINS, Candidate, Code, Device, Dispatch, Error, Q4Backend, Registry, Result, ThreadPool};
 use std::ops::Range;
@@ -74,6 +74,7 @@ pub fn run(cx: &Context, args: &ConformanceArgs) -> Result<Outcome> {
             device: options.device,
             threads: &threads,
             abi: tables.of(name),
+            proofs: &proofs(&**backend, registry.env(), options.device),
         };
         return child(&bench, range.clone(), &options);
     }
@@ -249,7 +250,7 @@ fn own_command(part: &Child, runner: Option<&str>) -> Command {
 }
 
 fn child(bench: &Bench<'_>, range: Range<usize>, options: &Options) -> Result<Outcome> {
-    let cases = cases(bench.backend, bench.env, bench.abi, options);
+    let cases = cases(bench.proofs, bench.abi, options);
     serve(&cases, range, bench, &mut std::io::stdout())?;
     Ok(Outcome::Done)
 }
@@ -263,7 +264,7 @@ fn list(
 ) -> Result<Outcome> {
     for backend in chosen {
         let abi = tables.of(&backend.descriptor().name);
-        let all = cases(&**backend, registry.env(), abi, options);
+        let all = cases(&proofs(&**backend, registry.env(), options.device), abi, options);
         cx.report().text(&all.iter().map(|c| format!("{}\n", c.id)).collect::<String>())?;
     }
     Ok(Outcome::Done)

@@ -1,7 +1,7 @@
 //! One case: its id, what it does, and what came of it.
 //!
 //! An id holds all that makes the case, its seed included, so that a line of a report can be run again.
-use crate::{Claim, Level};
+use crate::{Claim, Level, Proof};
 use q4_core::{Device, HostEnv, Q4Backend, Reject, Result, ThreadPool};
 use serde::{Deserialize, Serialize};
 
@@ -18,6 +18,8 @@ pub struct Bench<'a> {
     pub threads: &'a ThreadPool,
     /// What only a host of shared libraries can check.
     pub abi: Option<&'a dyn AbiProbe>,
+    /// What the backend says it computes: a refusal inside is a failure. Empty where nobody asked.
+    pub proofs: &'a [Proof],
 }
 
 /// Checks of the C table behind a backend, added to L0 by whoever loaded it.

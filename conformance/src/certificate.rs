@@ -292,14 +292,14 @@ mod tests {
         // What a machine may lend to a process is not what it is.
         let lent = HostEnv { processors: 7, ..env.clone() };
         assert_eq!(valid(&c, "acme", "1.2.0", &lent, now), Ok(()));
-        let minor = Certificate { suite: "1.9.3".into(), ..c.clone() };
+        let minor = Certificate { suite: "2.9.3".into(), ..c.clone() };
         assert_eq!(valid(&minor, "acme", "1.2.0", &env, now), Ok(()));
         for (why, result) in [
             ("backend", valid(&c, "acne", "1.2.0", &env, now)),
             ("version", valid(&c, "acme", "1.2.1", &env, now)),
             ("machine", valid(&c, "acme", "1.2.0", &machine_with("avx512f"), now)),
             ("profile", valid(&c, "acme", "1.2.0", &env, Profile::Training)),
-            ("suite", valid(&Certificate { suite: "2.0.0".into(), ..c.clone() }, "acme", "1.2.0", &env, now)),
+            ("suite", valid(&Certificate { suite: "3.0.0".into(), ..c.clone() }, "acme", "1.2.0", &env, now)),
             (
                 "schema",
                 valid(

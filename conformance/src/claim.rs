@@ -1,8 +1,9 @@
 //! What a backend is judged for: levels, profiles, and claims, each a kind of product that it agrees to compute.
 //!
 //! A backend never lists its claims. It is asked, product by product, so that a claim and a refusal cannot disagree.
-use crate::lattice;
-use q4_core::{DType, Device, ExecPath, HostEnv, LinearSpec, OpSet, Q4Backend, Q4Schema, SegmentSpec};
+use crate::Limits;
+use crate::limits::segments;
+use q4_core::{DType, Device, ExecPath, HostEnv, LinearSpec, OpSet, Q4Backend, Q4Schema};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -79,7 +80,7 @@ impl Profile {
 }
 
 /// One kind of product: `nvfp4@1/int8/cpu/fused-dequant`.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Claim {
     /// Name of the encoding.
     pub schema: &'static str,
@@ -101,12 +102,32 @@ impl fmt::Display for Claim {
 pub(crate) const SCHEMAS: [&str; 4] = ["nvfp4", "nf4", "nf4-dq", "dense"];
 /// Activation formats that have claims.
 pub(crate) const ACTIVATIONS: [&str; 3] = ["native", "int8", "nvfp4"];
-/// Element types that have claims.
-const IO: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+/// A claim and how far it reaches. The cases prove it: all inside is accepted and right.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Proof {
+    /// The kind of product.
+    pub claim: Claim,
+    /// The products of that kind.
+    pub limits: Limits,
+}
 
-/// Every kind of product that `backend` agrees to compute on `device`: one encoding, one activation format and one element type of
-/// the kind suffice, everything else is then measured or refused case by case.
+impl Proof {
+    /// Whether it is about the kind of product of a spec.
+    pub fn is_about(&self, spec: &LinearSpec, path: ExecPath) -> bool {
+        let c = &self.claim;
+        (c.schema, c.activations, c.device, c.path)
+            == (spec.schema.id().name, spec.activations.as_str(), spec.device, path)
+    }
+}
+
+/// Every kind of product that `backend` agrees to compute on `device`.
 pub fn claims(backend: &dyn Q4Backend, env: &HostEnv, device: Device) -> Vec<Claim> {
+    proofs(backend, env, device).into_iter().map(|p| p.claim).collect()
+}
+
+/// Every kind of product that `backend` agrees to compute on `device`, each with its limits: one product suffices, everything else is
+/// asked, and then measured.
+pub fn proofs(backend: &dyn Q4Backend, env: &HostEnv, device: Device) -> Vec<Proof> {
     let mut offers: Vec<_> = backend.descriptor().offers.clone();
     offers.sort();
     offers.dedup();
@@ -114,13 +135,8 @@ pub fn claims(backend: &dyn Q4Backend, env: &HostEnv, device: Device) -> Vec<Cla
     for schema in SCHEMAS {
         for (_, path) in offers.iter().filter(|(name, _)| name == schema) {
             for activations in ACTIVATIONS {
-                let mut specs = lattice::encodings(schema).into_iter().flat_map(|encoding| {
-                    lattice::quantizers(activations).into_iter().flat_map(move |a| {
-                        IO.map(|io| LinearSpec { x: io, y: io, ..plain_spec(encoding, a, device) })
-                    })
-                });
-                if specs.any(|spec| backend.can_prepare(&spec, *path, env).is_ok()) {
-                    found.push(Claim { schema, activations, device, path: *path });
+                if let Some(limits) = Limits::find(backend, env, (schema, activations), *path, device) {
+                    found.push(Proof { claim: Claim { schema, activations, device, path: *path }, limits });
                 }
             }
         }
@@ -131,7 +147,7 @@ pub fn claims(backend: &dyn Q4Backend, env: &HostEnv, device: Device) -> Vec<Cla
 /// A shape that every backend has: the smallest that any tile divides.
 pub(crate) fn plain_spec(schema: Q4Schema, activations: q4_core::Activations, device: Device) -> LinearSpec {
     LinearSpec {
-        segments: vec![SegmentSpec { name: "conformance".into(), rows: 128 }],
+        segments: segments(&[128], 0),
         schema,
         k: 256,
         max_m: 16,

@@ -1,7 +1,8 @@
 //! Buffers that notice: operands with poisoned gaps and guard bands, scratch that is exactly as large as promised.
 //!
 //! Everything outside the elements of a view has a pattern that must survive the call; inside an input the pattern reads
-//! as NaN, so that a kernel that reads a gap shows it in its result.
+//! as NaN, so that a kernel that reads a gap shows it in its result. A pattern does not notice a read that is thrown away,
+//! nor a write that is undone: buffers at the end of their pages have no page behind them, and inputs there are read-only.
 use q4_core::selfcheck::IoBuffer;
 use q4_core::{Code, DType, Device, Error, Result, TensorView, TensorViewMut, read_floats};
 use std::ffi::c_void;
@@ -19,21 +20,30 @@ const MARK: u8 = 0xa5;
 pub struct Layout {
     /// Elements from the end of a row to the start of the next.
     pub gap: usize,
-    /// Elements from a 64-byte boundary to the first element.
-    pub offset: usize,
+    /// Where the first element is.
+    pub place: Place,
+}
+
+/// Where a buffer is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// On the heap, so many elements behind a 64-byte boundary.
+    Offset(usize),
+    /// In pages of its own, its last byte the last one before a page that nobody may touch, aligned to elements only.
+    End,
 }
 
 impl Layout {
     /// As a careful caller has it: aligned, no gaps.
-    pub const PLAIN: Self = Self { gap: 0, offset: 0 };
-    /// As callers are allowed to have it: odd gaps, aligned to elements only.
-    pub const HOSTILE: Self = Self { gap: 5, offset: 3 };
+    pub const PLAIN: Self = Self { gap: 0, place: Place::Offset(0) };
+    /// As callers are allowed to have it: odd gaps, aligned to elements only, nothing behind it.
+    pub const HOSTILE: Self = Self { gap: 5, place: Place::End };
 }
 
 /// A matrix `[rows, cols]` of an io dtype inside a larger, marked buffer.
 pub struct Guarded {
     dtype: DType,
-    bytes: Vec<u8>,
+    bytes: Memory,
     start: usize,
     rows: usize,
     cols: usize,
@@ -51,6 +61,7 @@ impl Guarded {
             let at = out.at(r);
             out.bytes[at..at + row].copy_from_slice(&packed[r * row..][..row]);
         }
+        out.bytes.seal();
         out
     }
 
@@ -67,9 +78,20 @@ impl Guarded {
 
     fn new(dtype: DType, rows: usize, cols: usize, layout: Layout, mark: u8) -> Self {
         let ld = cols + layout.gap;
-        let span = (rows * ld).max(1) * dtype.size();
-        let bytes = vec![mark; 64 + layout.offset * dtype.size() + span + 2 * GUARD];
-        let start = GUARD + bytes[GUARD..].as_ptr().align_offset(64) + layout.offset * dtype.size();
+        let (bytes, start) = match layout.place {
+            Place::Offset(offset) => {
+                let (span, offset) = ((rows * ld).max(1) * dtype.size(), offset * dtype.size());
+                let bytes = vec![mark; 64 + offset + span + 2 * GUARD];
+                let start = GUARD + bytes[GUARD..].as_ptr().align_offset(64) + offset;
+                (Memory::Heap(bytes), start)
+            }
+            Place::End => {
+                let span = (((rows.max(1) - 1) * ld + cols) * dtype.size()).max(1);
+                let bytes = Memory::before_a_hole(span + GUARD, mark);
+                let start = bytes.len() - span;
+                (bytes, start)
+            }
+        };
         Self { dtype, bytes, start, rows, cols, ld, mark }
     }
 
@@ -89,7 +111,7 @@ impl Guarded {
 
     /// The same bytes under another description, for calls that must be refused. The description must not be larger.
     pub fn view_as(&self, dtype: DType, device: Device, rows: usize, cols: usize) -> Result<TensorView<'_>> {
-        let p = NonNull::from(&self.bytes[self.start]).cast::<c_void>();
+        let p = NonNull::from(&self.bytes[self.start.min(self.bytes.len() - 1)]).cast::<c_void>();
         let len = self.span();
         // SAFETY: `span` bytes from `start` on are inside the buffer, borrowed for the life of the view.
         unsafe {
@@ -117,6 +139,15 @@ impl Guarded {
         unsafe { TensorViewMut::from_raw(p, len, device, dtype, &[rows as i64, cols as i64], &[ld, 1]) }
     }
 
+    /// Every element NaN, as in a new output.
+    pub fn poison(&mut self) {
+        let row = self.cols * self.dtype.size();
+        for r in 0..self.rows {
+            let at = self.at(r);
+            self.bytes[at..at + row].fill(POISON);
+        }
+    }
+
     /// The elements, widened.
     pub fn values(&self) -> Vec<f32> {
         let mut out = vec![0.0; self.rows * self.cols];
@@ -134,7 +165,7 @@ impl Guarded {
 
     /// Everything, guards included.
     pub fn snapshot(&self) -> Vec<u8> {
-        self.bytes.clone()
+        self.bytes.to_vec()
     }
 
     /// Fails when a byte outside the elements changed.
@@ -168,6 +199,141 @@ impl Guarded {
                 .have(format!("byte {} from its start", i as i64 - self.start as i64))),
         }
     }
+}
+
+/// Bytes of a buffer.
+pub(crate) enum Memory {
+    Heap(Vec<u8>),
+    Pages(Pages),
+}
+
+impl Memory {
+    /// At least `len` bytes of `mark`, the last one before a page that faults. On the heap where there are no pages to be had.
+    pub fn before_a_hole(len: usize, mark: u8) -> Self {
+        let mut memory = Pages::new(len).map_or_else(|| Self::Heap(vec![mark; len]), Self::Pages);
+        memory.fill(mark);
+        memory
+    }
+    /// From now on a write faults, where that can be had.
+    pub fn seal(&mut self) {
+        if let Self::Pages(pages) = self {
+            pages.seal();
+        }
+    }
+}
+
+impl std::ops::Deref for Memory {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::Heap(bytes) => bytes,
+            Self::Pages(pages) => pages.bytes(),
+        }
+    }
+}
+
+impl std::ops::DerefMut for Memory {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        match self {
+            Self::Heap(bytes) => bytes,
+            Self::Pages(pages) => pages.bytes_mut(),
+        }
+    }
+}
+
+#[cfg(unix)]
+pub(crate) use pages::Pages;
+
+#[cfg(unix)]
+mod pages {
+    use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
+    use std::ffi::c_void;
+
+    /// Whole pages with one in front and one behind that nobody may touch.
+    pub struct Pages {
+        base: *mut c_void,
+        /// Of all of them.
+        len: usize,
+        is_sealed: bool,
+    }
+
+    // SAFETY: a unique allocation.
+    unsafe impl Send for Pages {}
+    // SAFETY: shared only for reading.
+    unsafe impl Sync for Pages {}
+
+    impl Pages {
+        /// At least `bytes` bytes.
+        pub fn new(bytes: usize) -> Option<Self> {
+            let page = rustix::param::page_size();
+            let len = bytes.next_multiple_of(page) + 2 * page;
+            // SAFETY: a new mapping; nothing else is there.
+            let base = unsafe {
+                mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::empty(), MapFlags::PRIVATE).ok()?
+            };
+            let mut pages = Self { base, len, is_sealed: false };
+            // SAFETY: pages of that mapping.
+            unsafe {
+                mprotect(pages.start().cast(), len - 2 * page, MprotectFlags::READ | MprotectFlags::WRITE)
+            }
+            .ok()?;
+            Some(pages)
+        }
+        fn start(&mut self) -> *mut u8 {
+            // SAFETY: the mapping begins with a whole page.
+            unsafe { self.base.cast::<u8>().add(rustix::param::page_size()) }
+        }
+        fn inner(&self) -> usize {
+            self.len - 2 * rustix::param::page_size()
+        }
+        /// Bytes that may be read.
+        pub fn bytes(&self) -> &[u8] {
+            // SAFETY: readable pages of a mapping that lives as long as this.
+            unsafe {
+                std::slice::from_raw_parts(
+                    self.base.cast::<u8>().add(rustix::param::page_size()),
+                    self.inner(),
+                )
+            }
+        }
+        /// Bytes that may be written; panics once they are sealed.
+        pub fn bytes_mut(&mut self) -> &mut [u8] {
+            assert!(!self.is_sealed, "a buffer that is read-only by now");
+            let len = self.inner();
+            // SAFETY: as above, writable, and the borrow is unique.
+            unsafe { std::slice::from_raw_parts_mut(self.start(), len) }
+        }
+        /// Read-only from now on.
+        pub fn seal(&mut self) {
+            let len = self.inner();
+            // SAFETY: pages of this mapping, which nobody writes from now on.
+            self.is_sealed = unsafe { mprotect(self.start().cast(), len, MprotectFlags::READ) }.is_ok();
+        }
+    }
+
+    impl Drop for Pages {
+        fn drop(&mut self) {
+            // SAFETY: the whole mapping, and no borrow of it is left. What cannot be unmapped stays.
+            let _ = unsafe { munmap(self.base, self.len) };
+        }
+    }
+}
+
+#[cfg(not(unix))]
+pub(crate) struct Pages;
+
+#[cfg(not(unix))]
+impl Pages {
+    fn new(_: usize) -> Option<Self> {
+        None
+    }
+    fn bytes(&self) -> &[u8] {
+        &[]
+    }
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        &mut []
+    }
+    fn seal(&mut self) {}
 }
 
 /// Scratch of exactly the bytes a weight asked for, 64-byte aligned, between guards.
@@ -214,7 +380,10 @@ mod tests {
             for layout in [Layout::PLAIN, Layout::HOSTILE] {
                 let g = Guarded::input(dtype, &values, 3, 5, layout);
                 let v = g.view()?;
-                assert_eq!(v.as_ptr() as usize % 64, layout.offset * dtype.size());
+                match layout.place {
+                    Place::Offset(offset) => assert_eq!(v.as_ptr() as usize % 64, offset * dtype.size()),
+                    Place::End => assert_eq!((v.as_ptr() as usize + g.span()) % 4096, 0),
+                }
                 assert_eq!(v.as_matrix()?, (3, 5, 5 + layout.gap));
                 assert_eq!(g.values(), values);
                 g.check_guards("x")?;
@@ -230,7 +399,7 @@ mod tests {
         y.view_mut()?.row_mut::<f32>(1)?.fill(1.0);
         y.check_guards("y")?;
         for offset in [-1i64, 12, 16, 44] {
-            let mut broken = Guarded::output(DType::F32, 2, 3, Layout::HOSTILE);
+            let mut broken = Guarded::output(DType::F32, 2, 3, Layout { gap: 5, ..Layout::PLAIN });
             let at = (broken.start as i64 + offset) as usize;
             broken.bytes[at] = 0;
             assert!(broken.check_guards("y").is_err(), "{offset}");

@@ -1,5 +1,6 @@
 //! The problems of the suite: every encoding, every activation format, and the shapes where kernels break, one row and
 //! many, one below, on and above every tile.
+use crate::Claim;
 use crate::measure::Problem;
 use crate::stored::{Stored, mix, uniform};
 use q4_core::selfcheck::IoBuffer;
@@ -93,8 +94,66 @@ pub struct Sketch {
     pub k: usize,
     /// Rows of the call.
     pub m: usize,
+    /// Most rows of a call that the weight is prepared for.
+    pub max_m: usize,
+    /// What the values of the input are like.
+    pub values: Values,
     /// Seed of all values.
     pub seed: u64,
+}
+
+/// Magnitudes of an input.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Values {
+    /// Heavy-tailed around 1, with zeros and blocks of zeros.
+    #[default]
+    Usual,
+    /// The same times 4096: results pass what f16 can hold.
+    Large,
+    /// The same in f32 and bf16 times 2^60.
+    Huge,
+    /// The same divided by 2^14; in f32 and bf16 by 2^60.
+    Tiny,
+    /// Smaller than the smallest normal number of the type.
+    Subnormal,
+    /// Blocks of 16 whose magnitudes are up to 2^18 apart, and rows that are as far apart.
+    Uneven,
+}
+
+impl Values {
+    /// All but the usual ones.
+    pub(crate) const EXTREME: [Self; 5] =
+        [Self::Large, Self::Huge, Self::Tiny, Self::Subnormal, Self::Uneven];
+    const fn as_str(self) -> &'static str {
+        ["", "large", "huge", "tiny", "subnormal", "uneven"][self as usize]
+    }
+    /// What element `i` of row `r` is multiplied by.
+    fn scale(self, io: DType, seed: u64, r: usize, i: usize) -> f32 {
+        let is_half = io == DType::F16;
+        match self {
+            Self::Usual => 1.0,
+            Self::Large => {
+                if is_half {
+                    1024.0
+                } else {
+                    4096.0
+                }
+            }
+            Self::Huge => {
+                if is_half {
+                    3000.0
+                } else {
+                    2f32.powi(60)
+                }
+            }
+            Self::Tiny => 2f32.powi(if is_half { -14 } else { -60 }),
+            Self::Subnormal => 2f32.powi(if is_half { -20 } else { -133 }),
+            Self::Uneven => {
+                let word = mix(seed ^ (r as u64) << 32 ^ (i / 16) as u64);
+                2f32.powi((word % 10) as i32 - 9) * 2f32.powi((mix(seed ^ r as u64) % 10) as i32 - 9)
+            }
+        }
+    }
 }
 
 impl Sketch {
@@ -106,13 +165,22 @@ impl Sketch {
         [n, k, m]: [usize; 3],
         seed: u64,
     ) -> Self {
-        Self { schema, activations, io, rows: vec![n], k, m, seed }
+        Self { schema, activations, io, rows: vec![n], k, m, max_m: m, values: Values::Usual, seed }
     }
-    /// Identity: `nvfp4.row-major.multiply/int8/bfloat16/n17.k80.m3/s0`.
+    /// Identity: `nvfp4.row-major.multiply/int8/bfloat16/n17.k80.m3/s0`; `m3of64` of a weight for up to 64 rows.
     pub fn name(&self) -> String {
         let rows: Vec<_> = self.rows.iter().map(ToString::to_string).collect();
         let (schema, format, io) = (label(&self.schema), act_label(&self.activations), self.io);
-        format!("{schema}/{format}/{io}/n{}.k{}.m{}/s{}", rows.join("+"), self.k, self.m, self.seed)
+        let of = if self.max_m == self.m { String::new() } else { format!("of{}", self.max_m) };
+        let values = self.values.as_str();
+        let dot = if values.is_empty() { "" } else { "." };
+        format!(
+            "{schema}/{format}/{io}/n{}.k{}.m{}{of}{dot}{values}/s{}",
+            rows.join("+"),
+            self.k,
+            self.m,
+            self.seed
+        )
     }
     /// Its weight.
     pub fn weight(&self) -> Stored {
@@ -122,7 +190,8 @@ impl Sketch {
     /// row of zeros. Not the last: that is the one that kernels lose.
     pub fn input(&self) -> Vec<f32> {
         let is_zero = |i: usize| self.m > 2 && i / self.k == 1;
-        let value = |i: usize| if is_zero(i) { 0.0 } else { activation(self.seed, i as u64) };
+        let scale = |i: usize| self.values.scale(self.io, self.seed, i / self.k, i % self.k);
+        let value = |i: usize| if is_zero(i) { 0.0 } else { activation(self.seed, i as u64) * scale(i) };
         let raw: Vec<f32> = (0..self.m * self.k).map(value).collect();
         IoBuffer::new(self.io, &raw).to_f32()
     }
@@ -134,6 +203,7 @@ impl Sketch {
                 weight: *w,
                 x: self.input(),
                 m: self.m,
+                max_m: self.max_m,
                 activations: self.activations,
                 io: self.io,
                 recorded: None,
@@ -160,10 +230,87 @@ pub(crate) fn sketches(schema: Q4Schema, activations: Activations, count: usize,
                 1 if n > 40 => vec![n - 33, 16, 17],
                 _ => vec![n],
             };
-            all.push(Sketch { schema, activations, io, rows, k, m: M[at % M.len()], seed });
+            let m = M[at % M.len()];
+            // Half of the weights are made for more rows than this call has.
+            let max_m = if at / 2 % 2 == 0 { m } else { m + [1, 3, 16, 511][at / 4 % 4] };
+            all.push(Sketch { rows, max_m, ..Sketch::plain(schema, activations, io, [n, k, m], seed) });
         }
     }
     all
+}
+
+/// `count` products whose extents are drawn, each of at most `work` multiplications. Residues are not left to chance: those of
+/// m and of blocks of k modulo 16, and of n modulo 128, each come up equally often, in pairs and an order that the seed gives.
+pub(crate) fn drawn(
+    claim: &Claim,
+    (schema, activations): (Q4Schema, Activations),
+    count: usize,
+    seed: u64,
+    work: usize,
+) -> Vec<Sketch> {
+    let salt = hash(&format!("{claim} {} {}", label(&schema), act_label(&activations))) ^ mix(seed);
+    let draw = |i: usize, what: u64| mix(salt ^ (i as u64) << 8 ^ what);
+    // Visits all residues of a power of two, for an odd step.
+    let residue = |i: usize, what: u64, modulus: usize| {
+        let [step, turn, start] = [0, 33, 99].map(|salted| mix(salt ^ what ^ salted) as usize);
+        // Every sixteen products begin elsewhere, so that residues of two extents do not walk together.
+        let turn = if modulus == 16 { (i / 16).wrapping_mul(turn | 1) % 16 } else { 0 };
+        i.wrapping_mul(step | 1).wrapping_add(start).wrapping_add(turn) % modulus
+    };
+    let between = |i: usize, what: u64, low: f32, high: f32| {
+        (low.ln() + uniform(draw(i, what)) * (high / low).ln()).exp() as usize
+    };
+    let is_ragged = |i: usize| {
+        activations == Activations::Native && !matches!(schema, Q4Schema::Nvfp4 { .. }) && i % 5 == 3
+    };
+    (0..count)
+        .map(|i| {
+            let is_few = draw(i, 1) % 3 == 0;
+            let mut m = between(i, 2, 1.0, if is_few { 12.0 } else { 700.0 }) / 16 * 16 + residue(i, 3, 16);
+            let mut n = between(i, 4, 4.0, 3000.0) / 128 * 128 + residue(i, 5, 128);
+            let mut k = 16 * (between(i, 6, 1.0, 500.0) / 16 * 16 + residue(i, 7, 16));
+            // Nothing at all has the residue of one whole.
+            (m, n, k) = [(m, 16), (n, 128), (k, 256)].map(|(v, whole)| if v == 0 { whole } else { v }).into();
+            if is_ragged(i) {
+                k += 1 + residue(i, 8, 16) % 15;
+            }
+            // Halved in turns, residues kept, until the product is small enough.
+            for turn in 0.. {
+                if m * n * k <= work {
+                    break;
+                }
+                let half = |v: usize, modulus: usize| (v / modulus / 2) * modulus + v % modulus;
+                match (turn + i) % 3 {
+                    0 if m >= 32 => m = half(m, 16),
+                    1 if n >= 256 => n = half(n, 128),
+                    2 if k >= 512 => k = half(k, 256),
+                    _ if turn > 60 => break,
+                    _ => {}
+                }
+            }
+            let cut = |of: usize| 1 + draw(i, 9) as usize % of;
+            let rows = match draw(i, 10) % 3 {
+                0 if n > 8 => {
+                    let first = cut(n - 4);
+                    let second = 1 + draw(i, 11) as usize % (n - first - 2);
+                    vec![first, second, n - first - second]
+                }
+                1 if n > 2 => {
+                    let first = cut(n - 1);
+                    vec![first, n - first]
+                }
+                _ => vec![n],
+            };
+            let max_m = match draw(i, 12) % 4 {
+                0 => m,
+                1 => m + 1 + draw(i, 13) as usize % 7,
+                2 => (m + 1).next_power_of_two(),
+                _ => m + 1 + draw(i, 13) as usize % 2000,
+            };
+            let io = [DType::F32, DType::BF16, DType::F16][(draw(i, 14) % 3) as usize];
+            Sketch { rows, max_m, ..Sketch::plain(schema, activations, io, [n, k, m], seed) }
+        })
+        .collect()
 }
 
 /// Hands problems of one encoding to `visit`: every activation format that makes sense, every type.
@@ -216,6 +363,16 @@ pub(crate) fn act_label(a: &Activations) -> String {
     }
 }
 
+/// The kind of an activation format: its label without the value of a fixed scale.
+pub(crate) fn act_kind(a: &Activations) -> String {
+    match a {
+        Activations::Nvfp4(q) if matches!(q.global, ActGlobal::Static(_)) => {
+            format!("nvfp4.{}.static", q.rule.as_str())
+        }
+        other => act_label(other),
+    }
+}
+
 fn activation(seed: u64, i: u64) -> f32 {
     let u = mix(seed << 20 ^ i ^ 0xa5a5);
     let v = (uniform(u) - 0.5) * 2.0;
@@ -249,6 +406,29 @@ mod tests {
         }
         assert_eq!(names.len(), count);
         assert!(names.iter().all(|n| n.ends_with("/s7")));
+    }
+
+    #[test]
+    fn residues_are_not_left_to_chance() {
+        let claim = Claim {
+            schema: "nvfp4",
+            activations: "native",
+            device: q4_core::Device::Cpu,
+            path: ExecPath::FusedDequant,
+        };
+        let (mut most_m, mut most_k) = (0, 0);
+        for seed in 0..20 {
+            let all = drawn(&claim, (SCHEMAS[1], Activations::Native), 128, seed, 4_000_000);
+            for r in 0..16 {
+                assert!(all.iter().any(|s| s.m % 16 == r), "m % 16 == {r} of seed {seed}");
+                assert!(all.iter().any(|s| s.k / 16 % 16 == r), "k / 16 % 16 == {r} of seed {seed}");
+            }
+            let n = |s: &Sketch| s.rows.iter().sum::<usize>();
+            assert!((0..128).all(|r| all.iter().any(|s| n(s) % 128 == r)), "n % 128 of seed {seed}");
+            assert!(all.iter().all(|s| s.m <= s.max_m && s.m * n(s) * s.k <= 4_000_000));
+            (most_m, most_k) = all.iter().fold((most_m, most_k), |(m, k), s| (m.max(s.m), k.max(s.k)));
+        }
+        assert!(most_m > 400 && most_k > 4096, "{most_m} rows, {most_k} columns");
     }
 
     #[test]

@@ -12,6 +12,7 @@ mod guarded;
 pub mod lattice;
 mod levels;
 pub mod liars;
+mod limits;
 mod measure;
 pub mod memory;
 mod passes;
@@ -26,8 +27,9 @@ mod waiver;
 
 pub use case::{AbiProbe, Bench, Case, CaseResult, Outcome, Seen};
 pub use certificate::{Certificate, Library, gate};
-pub use claim::{Claim, Level, Profile, claims};
+pub use claim::{Claim, Level, Profile, Proof, claims, proofs};
 pub use levels::cases;
+pub use limits::{Limits, TypeLimits};
 pub use measure::{Measured, Problem, measure, measure_on};
 pub use passes::StoredPasses;
 pub use paths::{PathReport, Verdict, check_paths};

@@ -17,6 +17,8 @@ pub struct Problem<'a> {
     pub x: Vec<f32>,
     /// Rows.
     pub m: usize,
+    /// Most rows of a call that the weight is prepared for.
+    pub max_m: usize,
     /// Activation format.
     pub activations: Activations,
     /// Type of input and output.
@@ -59,7 +61,7 @@ pub fn measure_on(
     env: &HostEnv,
     threads: &ThreadPool,
 ) -> Result<std::result::Result<Measured, Vec<Reject>>> {
-    let bench = Bench { backend, env, device, threads, abi: None };
+    let bench = Bench { backend, env, device, threads, abi: None, proofs: &[] };
     let bench = &bench;
     let mut spec = product::spec(bench, problem, OpSet::ALL);
     if backend.can_prepare(&spec, path, env).is_err() {

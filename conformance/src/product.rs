@@ -1,14 +1,16 @@
 //! One product through one backend: prepared once, called with guarded operands, compared with the exact result.
 use crate::case::Bench;
 use crate::guarded::{Guarded, Layout, Workspace};
-use crate::lattice;
+use crate::lattice::hash;
+use crate::limits::segments;
 use crate::measure::Problem;
-use crate::tolerance::{Exact, Terms, backward_terms};
+use crate::stored::mix;
+use crate::tolerance::{Exact, Terms, backward_terms, bound_of_sum};
 use q4_core::oracle::Input;
 use q4_core::stage::Staged;
 use q4_core::{
     Code, DType, Device, Error, ExecContext, ExecPath, LinearSpec, OpSet, PreparedWeight, Q4Weight, Reject,
-    Result, RowDecoder, SegmentSpec, ThreadPool,
+    Result, RowDecoder, ThreadPool,
 };
 
 /// Stale scratch of calls that do not vary it; as f32 a huge number.
@@ -18,14 +20,10 @@ pub(crate) const STALE: u8 = 0x7e;
 pub(crate) fn spec(bench: &Bench<'_>, problem: &Problem<'_>, ops: OpSet) -> LinearSpec {
     let w = &problem.weight;
     LinearSpec {
-        segments: w
-            .segments
-            .iter()
-            .map(|s| SegmentSpec { name: "conformance".into(), rows: s.rows })
-            .collect(),
+        segments: segments(&w.segments.iter().map(|s| s.rows).collect::<Vec<_>>(), problem.m as u64),
         schema: w.schema,
         k: w.k,
-        max_m: problem.m,
+        max_m: problem.max_m,
         x: problem.io,
         y: problem.io,
         activations: problem.activations,
@@ -34,8 +32,7 @@ pub(crate) fn spec(bench: &Bench<'_>, problem: &Problem<'_>, ops: OpSet) -> Line
     }
 }
 
-/// A prepared weight, or every reason why not. A shape that is claimed and then refused is an error, and so is a shape
-/// that every backend must have.
+/// A prepared weight, or every reason why not. A product that is claimed and then refused is an error.
 pub(crate) fn prepare(
     bench: &Bench<'_>,
     path: ExecPath,
@@ -43,11 +40,17 @@ pub(crate) fn prepare(
     spec: &LinearSpec,
 ) -> Result<std::result::Result<Box<dyn PreparedWeight>, Vec<Reject>>> {
     if let Err(reasons) = bench.backend.can_prepare(spec, path, bench.env) {
-        if is_plain(spec) && takes_io(path, spec) {
+        let inside = bench.proofs.iter().find(|p| p.is_about(spec, path) && p.limits.admit(spec).is_ok());
+        if let Some(proof) = inside {
             let list: Vec<_> = reasons.iter().map(ToString::to_string).collect();
-            return Err(failed("a shape that every backend of this kind of product must have is refused")
-                .need("n % 64 == 0, k % 128 == 0 to be served")
-                .have(list.join("; ")));
+            return Err(failed("a product inside what the backend says it computes is refused")
+                .need(format!(
+                    "{} in {} segments, k = {}, served as others are",
+                    spec.n(),
+                    spec.segments.len(),
+                    spec.k
+                ))
+                .have(format!("{}; asked otherwise it accepts {}", list.join("; "), proof.limits)));
         }
         return Ok(Err(reasons));
     }
@@ -71,16 +74,6 @@ pub(crate) fn build(
         Device::Cpu => prepared,
         device => Box::new(Staged::new(prepared, device)?),
     })
-}
-
-/// Whether every backend that has the path takes the element type.
-fn takes_io(path: ExecPath, spec: &LinearSpec) -> bool {
-    path != ExecPath::FusedRounded || spec.x == lattice::io_of(path)
-}
-
-/// Shapes of real models on a kind of product that is claimed.
-fn is_plain(spec: &LinearSpec) -> bool {
-    spec.segments.len() == 1 && spec.n() % 64 == 0 && spec.k % 128 == 0 && spec.ops == OpSet::FORWARD
 }
 
 /// What was built is what was asked for.
@@ -204,6 +197,81 @@ pub(crate) fn exact_part(
         }
     }
     Ok(Exact { m: rows.len(), n: columns.len(), values })
+}
+
+/// Columns that are added up.
+const BLOCK: usize = 32;
+/// Weights that are added up for one product, at most.
+const WEIGHTS: usize = 6_000_000;
+
+/// Compares every element of y at once, far cheaper than one by one: the columns of a block, each with a sign that nobody can
+/// foresee, are added up, and so are the rows of the weight. What is off by much more than its bound shows: a column that was
+/// not written, a row of another call, a sum that lost a part. Products of tens of millions of weights are looked at in blocks
+/// across their width: the first, the last, the borders of segments, and others in between. Returns how many elements.
+///
+/// This is Freivalds' check of a matrix product, with the error bound of the elements added up.
+pub(crate) fn check_sums(path: ExecPath, problem: &Problem<'_>, y: &[f32]) -> Result<usize> {
+    let (m, k, n) = (problem.m, problem.weight.k, problem.weight.n());
+    let decoder = RowDecoder::new(&problem.weight)?;
+    let input = Input::new(&problem.x, k, &problem.activations, problem.io)?;
+    let terms = forward_bound(path, problem);
+    let mut rows = vec![0.0; m * k];
+    rows.chunks_mut(k).enumerate().for_each(|(r, row)| input.row(r, row));
+    let (mut decoded, mut signed, mut sizes) = (vec![0f32; k], vec![0f64; k], vec![0f64; k]);
+    let (mut seen, salt) = (0, hash(&problem.name));
+    for from in blocks(problem) {
+        let block = from..n.min(from + BLOCK);
+        signed.fill(0.0);
+        sizes.fill(0.0);
+        let signs: Vec<f64> = block.clone().map(|c| 1.0 - 2.0 * (mix(c as u64 ^ salt) & 1) as f64).collect();
+        for (c, sign) in block.clone().zip(&signs) {
+            decoder.row(c, &mut decoded);
+            for ((signed, size), w) in signed.iter_mut().zip(&mut sizes).zip(&decoded) {
+                *signed += sign * f64::from(*w);
+                *size += f64::from(w.abs());
+            }
+        }
+        for (r, x) in rows.chunks(k).enumerate() {
+            let (want, abs) = x
+                .iter()
+                .zip(&signed)
+                .zip(&sizes)
+                .fold((0.0, 0.0), |(s, a), ((x, w), size)| (s + x * w, a + x.abs() * size));
+            let part = &y[r * n..][block.clone()];
+            let got: f64 = signs.iter().zip(part).map(|(sign, y)| sign * f64::from(*y)).sum();
+            let magnitudes: f64 = part.iter().map(|y| f64::from(y.abs())).sum();
+            let limit = bound_of_sum(terms, block.len(), magnitudes, abs);
+            seen += block.len();
+            if (got - want).abs() <= limit {
+                continue;
+            }
+            // Which of them; and what saturates is judged by itself.
+            let columns: Vec<_> = block.clone().collect();
+            let exact = exact_part(problem, &problem.activations, &[r], &columns)?;
+            exact.compare_at("y", part, terms, &[r], &columns)?;
+        }
+    }
+    Ok(seen)
+}
+
+/// First columns of the blocks to look at.
+fn blocks(problem: &Problem<'_>) -> Vec<usize> {
+    let (k, n) = (problem.weight.k, problem.weight.n());
+    let count = n.div_ceil(BLOCK);
+    let few = (WEIGHTS / (k * BLOCK).max(1)).max(4);
+    if count <= few {
+        return (0..n).step_by(BLOCK).collect();
+    }
+    let mut at = 0;
+    let borders = problem.weight.segments.iter().flat_map(|s| {
+        at += s.rows;
+        [at.saturating_sub(BLOCK), at.min(n - 1)]
+    });
+    let between = (0..few).map(|i| i * (n - BLOCK) / few);
+    let mut all: Vec<usize> = borders.chain(between).map(|c| c / BLOCK * BLOCK).collect();
+    all.sort_unstable();
+    all.dedup();
+    all
 }
 
 /// The exact `dx[m, k] = dy[m, n] W`, an f64 sum of exact products.

@@ -2,13 +2,13 @@
 use crate::report::Report;
 use crate::runner::{InProcess, Runner};
 use crate::waiver::{Date, Waivers};
-use crate::{AbiProbe, Bench, Claim, Level, Profile, cases};
+use crate::{AbiProbe, Bench, Claim, Level, Profile, cases, proofs};
 use q4_core::{Device, HostEnv, Q4Backend, ThreadPool, matches};
 use std::time::Instant;
 
 /// Version of the suite. A minor adds cases or tightens a bound, a major changes what conformance means and voids every
 /// certificate.
-pub const SUITE_VERSION: &str = "1.0.0";
+pub const SUITE_VERSION: &str = "2.0.0";
 
 /// Which cases run, and what excuses them.
 #[derive(Clone, Debug, Default)]
@@ -84,8 +84,9 @@ pub fn run_with(
     threads: &ThreadPool,
 ) -> Report {
     let start = Instant::now();
-    let bench = Bench { backend, env, device: options.device, threads, abi };
-    let cases = cases(backend, env, abi, options);
+    let proofs = proofs(backend, env, options.device);
+    let bench = Bench { backend, env, device: options.device, threads, abi, proofs: &proofs };
+    let cases = cases(&proofs, abi, options);
     let name = backend.descriptor().name.to_string();
     let mut results = Vec::with_capacity(cases.len());
     let mut waivers = options.waivers.judge(&name, options.today);
@@ -99,6 +100,7 @@ pub fn run_with(
         backend.descriptor(),
         env,
         options,
+        &proofs,
         results,
         waivers.notes(options.is_complete()),
         start.elapsed(),

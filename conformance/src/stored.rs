@@ -1,6 +1,7 @@
 //! Weights the suite makes for itself: seeded ones, and ones that hold every code under every scale.
 //!
 //! They are owned, so that a case can destroy the bytes once a backend has prepared them.
+use crate::guarded::Memory;
 use q4_core::formats::{nf4, swizzle};
 use q4_core::selfcheck::IoBuffer;
 use q4_core::{
@@ -46,16 +47,22 @@ impl Stored {
         Self { schema, k, parts }
     }
 
-    /// Every NVFP4 code under each of the bytes `scales` at every place of a block: `[scales.len(), 256]`.
-    pub fn every_nvfp4(layout: ScaleLayout, global: Option<GlobalScale>, scales: &[u8]) -> Self {
-        let (rows, blocks) = (scales.len(), 16);
+    /// Every NVFP4 code under each of the bytes `scales` at every place of a block: `[rows, k]`, at least as many rows as
+    /// scales and 256 columns.
+    pub fn every_nvfp4(
+        layout: ScaleLayout,
+        global: Option<GlobalScale>,
+        scales: &[u8],
+        [rows, k]: [usize; 2],
+    ) -> Self {
+        let blocks = k / 16;
         let code = |block: usize, at: usize| ((at + block) % 16) as u8;
         let mut codes = Vec::with_capacity(rows * blocks * 8);
         let mut linear = Vec::with_capacity(rows * blocks);
         for r in 0..rows {
             for b in 0..blocks {
                 // The blocks of a row have different scales, and each scale meets each rotation of the codes.
-                linear.push(scales[(r + 11 * b) % rows]);
+                linear.push(scales[(r + 11 * b) % scales.len()]);
                 codes.extend((0..8).map(|j| code(b, 2 * j) | code(b, 2 * j + 1) << 4));
             }
         }
@@ -108,9 +115,37 @@ impl Stored {
 
     /// Lends the weight to `body`.
     pub fn lend<R>(&self, body: impl FnOnce(&Q4Weight<'_>) -> Result<R>) -> Result<R> {
-        let segments =
-            self.parts.iter().map(|p| p.segment(self.schema, self.k)).collect::<Result<Vec<_>>>()?;
-        body(&Q4Weight { schema: self.schema, k: self.k, segments: &segments })
+        let parts = self.parts.iter().map(|p| (p, p.fields()));
+        lend(self.schema, self.k, parts, body)
+    }
+
+    /// The same with every array in read-only memory of its own, its last byte before a page that nobody may touch.
+    pub(crate) fn before_holes(self) -> Placed {
+        let place = |bytes: &[u8]| {
+            let mut memory = Memory::before_a_hole(bytes.len().max(1), 0);
+            let at = memory.len() - bytes.len();
+            memory[at..].copy_from_slice(bytes);
+            memory.seal();
+            (memory, bytes.len())
+        };
+        let memory = self.parts.iter().map(|p| p.fields().map(place)).collect();
+        Placed { stored: self, memory }
+    }
+
+    /// Takes the bytes of another weight of the same shape and encoding, where they are.
+    pub(crate) fn overwrite(&mut self, other: &Self) {
+        for (own, other) in self.parts.iter_mut().zip(&other.parts) {
+            own.codes.copy_from_slice(&other.codes);
+            own.scales.copy_from_slice(&other.scales);
+            own.absmax.copy_from_slice(&other.absmax);
+            own.dense.copy_from_slice(&other.dense);
+            own.global = other.global;
+            if let Some((own, other)) = own.nested.as_mut().zip(other.nested.as_ref()) {
+                own.codes.copy_from_slice(&other.codes);
+                own.absmax.copy_from_slice(&other.absmax);
+                own.offset = other.offset;
+            }
+        }
     }
 
     /// Overwrites every byte: what was prepared before must not care.
@@ -128,7 +163,48 @@ impl Stored {
     }
 }
 
+/// A weight whose bytes end where memory ends.
+pub(crate) struct Placed {
+    stored: Stored,
+    memory: Vec<Fields<(Memory, usize)>>,
+}
+
+impl Placed {
+    /// Lends the weight to `body`.
+    pub fn lend<R>(&self, body: impl FnOnce(&Q4Weight<'_>) -> Result<R>) -> Result<R> {
+        let end =
+            |(memory, len): &(Memory, usize)| -> std::ops::Range<usize> { memory.len() - len..memory.len() };
+        let fields = self.memory.iter().map(|f| f.each_ref().map(|m| &m.0[end(m)]));
+        lend(self.stored.schema, self.stored.k, self.stored.parts.iter().zip(fields), body)
+    }
+}
+
+/// The arrays of a part: codes, scales, absmax, nested codes, nested absmax, dense.
+type Fields<T> = [T; 6];
+
+fn lend<'a, R>(
+    schema: Q4Schema,
+    k: usize,
+    parts: impl Iterator<Item = (&'a Part, Fields<&'a [u8]>)>,
+    body: impl FnOnce(&Q4Weight<'_>) -> Result<R>,
+) -> Result<R> {
+    let segments = parts.map(|(p, fields)| p.segment(schema, k, fields)).collect::<Result<Vec<_>>>()?;
+    body(&Q4Weight { schema, k, segments: &segments })
+}
+
 impl Part {
+    fn fields(&self) -> Fields<&[u8]> {
+        let nested = self.nested.as_ref();
+        [
+            &self.codes,
+            &self.scales,
+            bytemuck::cast_slice(&self.absmax),
+            nested.map_or(&[], |n| &n.codes),
+            nested.map_or(&[], |n| bytemuck::cast_slice(&n.absmax)),
+            &self.dense,
+        ]
+    }
+
     fn empty(rows: usize) -> Self {
         Self {
             rows,
@@ -178,33 +254,33 @@ impl Part {
         out
     }
 
-    fn segment(&self, schema: Q4Schema, k: usize) -> Result<Segment<'_>> {
-        let codes = TensorView::of(&self.codes, &[self.codes.len()])?;
+    fn segment<'a>(&self, schema: Q4Schema, k: usize, fields: Fields<&'a [u8]>) -> Result<Segment<'a>> {
+        let [codes, scales, absmax, nested_codes, nested_absmax, dense] = fields;
+        let codes = TensorView::of(codes, &[codes.len()])?;
+        let f32s = |bytes: &'a [u8]| TensorView::of_bytes(bytes, DType::F32, &[bytes.len() / 4]);
         let data = match schema {
             Q4Schema::Nvfp4 { .. } => SegmentData::Nvfp4 {
                 codes,
-                scales: TensorView::of_bytes(&self.scales, DType::F8E4M3, &[self.scales.len()])?,
+                scales: TensorView::of_bytes(scales, DType::F8E4M3, &[scales.len()])?,
                 global: self.global,
             },
             Q4Schema::Nf4 { .. } => SegmentData::Nf4 {
                 codes,
                 absmax: match &self.nested {
-                    None => Absmax::Plain(TensorView::of(&self.absmax, &[self.absmax.len()])?),
+                    None => Absmax::Plain(f32s(absmax)?),
                     Some(n) => Absmax::Nested {
-                        codes: TensorView::of(&n.codes, &[n.codes.len()])?,
+                        codes: TensorView::of(nested_codes, &[nested_codes.len()])?,
                         map: TensorView::of(nf4::dynamic_map().as_slice(), &[256])?,
-                        absmax: TensorView::of(&n.absmax, &[n.absmax.len()])?,
+                        absmax: f32s(nested_absmax)?,
                         offset: n.offset,
                         block: 256,
                     },
                 },
             },
             Q4Schema::Dense { dtype } => {
-                SegmentData::Dense { weight: TensorView::of_bytes(&self.dense, dtype, &[self.rows, k])? }
+                SegmentData::Dense { weight: TensorView::of_bytes(dense, dtype, &[self.rows, k])? }
             }
-            _ => {
-                SegmentData::Dense { weight: TensorView::of_bytes(&self.dense, DType::F32, &[self.rows, k])? }
-            }
+            _ => SegmentData::Dense { weight: TensorView::of_bytes(dense, DType::F32, &[self.rows, k])? },
         };
         Ok(Segment { rows: self.rows, data })
     }
@@ -239,7 +315,7 @@ mod tests {
     #[test]
     fn every_code_meets_every_scale_at_every_place() -> Result<()> {
         let scales: Vec<u8> = (0..0x7f).collect();
-        let w = Stored::every_nvfp4(ScaleLayout::RowMajor, None, &scales);
+        let w = Stored::every_nvfp4(ScaleLayout::RowMajor, None, &scales, [127, 256]);
         let part = &w.parts[0];
         let seen: BTreeSet<(u8, u8, usize)> = (0..part.rows * w.k)
             .map(|i| (part.codes[i / 2] >> (4 * (i % 2)) & 15, part.scales[i / 16], i % 16))

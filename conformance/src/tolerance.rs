@@ -39,11 +39,27 @@ impl Exact {
     /// `ConformanceFailed` with the element, when a result is outside its bound, is not exactly zero where every term is,
     /// or when the errors of a row or column together are too large.
     pub fn compare(&self, what: &str, got: &[f32], terms: Terms) -> Result<f64> {
+        let [rows, columns] = [self.m, self.n].map(|n| (0..n).collect::<Vec<_>>());
+        self.compare_at(what, got, terms, &rows, &columns)
+    }
+
+    /// The same of a part of a matrix: these rows and columns of it.
+    ///
+    /// # Errors
+    /// Those of [`compare`](Self::compare).
+    pub fn compare_at(
+        &self,
+        what: &str,
+        got: &[f32],
+        terms: Terms,
+        at_rows: &[usize],
+        at_columns: &[usize],
+    ) -> Result<f64> {
         let (m, n) = (self.m, self.n);
         let mut worst = 0f64;
         let (mut rows, mut columns) = (vec![0f64; m], vec![0f64; n]);
         for (i, (&(exact, abs), &got)) in self.values.iter().zip(got).enumerate() {
-            let (r, c) = (i / n, i % n);
+            let (r, c) = (at_rows[i / n], at_columns[i % n]);
             let got = f64::from(got);
             let limit = self::bound(terms, exact, abs);
             let error = (got - exact).abs();
@@ -63,14 +79,14 @@ impl Exact {
                     .have(format!("{got:e}, {ratio:.3} of the bound away")));
             }
             worst = worst.max(ratio);
-            rows[r] += ratio * ratio;
-            columns[c] += ratio * ratio;
+            rows[i / n] += ratio * ratio;
+            columns[i % n] += ratio * ratio;
         }
-        for (name, sums, count) in [("row", rows, n), ("column", columns, m)] {
+        for (name, sums, count, at) in [("row", rows, n, at_rows), ("column", columns, m, at_columns)] {
             for (i, squares) in sums.into_iter().enumerate() {
                 let share = (squares / count as f64).sqrt();
                 if count >= AGGREGATE_FROM && share > AGGREGATE {
-                    return Err(Error::new(Code::ConformanceFailed, format!("{what}: {name} {i}"))
+                    return Err(Error::new(Code::ConformanceFailed, format!("{what}: {name} {}", at[i]))
                         .need(format!(
                             "errors of at most {AGGREGATE} of their bounds in the root mean square"
                         ))
@@ -85,6 +101,13 @@ impl Exact {
 /// The elementwise bound.
 pub fn bound(t: Terms, exact: f64, abs_sum: f64) -> f64 {
     oracle::bound(t.path, t.out, t.k, exact, abs_sum)
+}
+
+/// Largest error of a sum of results, each with its sign, from the sums of their exact magnitudes and of the sums of
+/// magnitudes that bounds are made of.
+pub(crate) fn bound_of_sum(t: Terms, count: usize, exact: f64, abs_sum: f64) -> f64 {
+    // The bound is a sum of multiples of both and of a constant.
+    bound(t, exact, abs_sum) + (count as f64 - 1.0) * bound(t, 0.0, 0.0) + abs_sum * 1e-12
 }
 
 /// Terms of a gradient's sums: n of them, in tiles that are padded.

@@ -1,7 +1,8 @@
 //! The suite about itself: what it enumerates, replays, refuses to call a pass, and how it reports.
 use q4_conformance::liars::{honest, liars};
 use q4_conformance::{
-    AbiProbe, InProcess, Level, Options, Outcome, Profile, Report, Waivers, cases, claims, run, run_with,
+    AbiProbe, InProcess, Level, Options, Outcome, Profile, Report, Waivers, cases, claims, proofs, run,
+    run_with,
 };
 use q4_core::{
     BackendDescriptor, Code, Error, ExecContext, ExecPath, HostEnv, LinearSpec, PreparedWeight, ProbeItem,
@@ -25,15 +26,16 @@ fn decode() -> Options {
 #[test]
 fn ids_are_identities_and_do_not_depend_on_what_else_runs() {
     let (backend, env) = (honest(), HostEnv::default());
-    let all = cases(&*backend, &env, None, &Options::of(Profile::Training));
+    let found = proofs(&*backend, &env, q4_core::Device::Cpu);
+    let all = cases(&found, None, &Options::of(Profile::Training));
     let ids: BTreeSet<_> = all.iter().map(|c| c.id.clone()).collect();
     assert_eq!(ids.len(), all.len());
     assert!(all.len() > 3000, "{}", all.len());
     for level in Level::ALL {
         let alone = Options { levels: vec![level], ..Options::of(Profile::Training) };
-        assert!(cases(&*backend, &env, None, &alone).iter().all(|c| ids.contains(&c.id) && c.level == level));
+        assert!(cases(&found, None, &alone).iter().all(|c| ids.contains(&c.id) && c.level == level));
     }
-    let inference = cases(&*backend, &env, None, &Options::of(Profile::Inference));
+    let inference = cases(&found, None, &Options::of(Profile::Inference));
     assert!(inference.iter().all(|c| c.level != Level::L3) && inference.len() < all.len());
 }
 

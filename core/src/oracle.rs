@@ -52,6 +52,23 @@ impl Input {
         Self { k, form: Form::Nvfp4 { codes, scales, global } }
     }
 
+    /// Row `r` as the product sees it, `[k]`: exact but for nvfp4, whose per-tensor scale is multiplied in f64.
+    pub fn row(&self, r: usize, out: &mut [f64]) {
+        let k = self.k;
+        for (i, out) in out.iter_mut().enumerate() {
+            let at = r * k + i;
+            *out = match &self.form {
+                Form::Native(x) => f64::from(x[at]),
+                Form::Int8 { q, scales } => f64::from(q[at]) * f64::from(scales[at / 16]),
+                Form::Nvfp4 { codes, scales, global } => {
+                    let code = codes[at / 2] >> (4 * (at % 2)) & 15;
+                    let scale = f64::from(e4m3::decode(scales[at / 16]));
+                    f64::from(e2m1::decode(code)) * scale * global.map_or(1.0, GlobalScale::multiplier)
+                }
+            };
+        }
+    }
+
     /// `(Σ x·w, Σ |x·w|)` of input row `r` and weight row `row`. The first is exact for NVFP4 inputs on NVFP4 weights
     /// up to one f64 rounding, and an f64 sum of exact products otherwise.
     pub fn dot(&self, r: usize, w: &RowDecoder<'_>, row: usize, decoded: &[f32]) -> (f64, f64) {

@@ -180,6 +180,7 @@ fn dense(stored: &IoBuffer, (m, n, k): (usize, usize, usize), x: Vec<f32>, io: D
         weight: Q4Weight { schema: Q4Schema::Dense { dtype: view.dtype() }, k, segments },
         x: IoBuffer::new(io, &x).to_f32(),
         m,
+        max_m: m,
         activations: Activations::Native,
         io,
         recorded: None,

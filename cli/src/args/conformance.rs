@@ -17,7 +17,7 @@ Examples:
   q4 conformance --backend nf4-kernel --replay 'CASE'")]
 pub struct ConformanceArgs {
     /// What the backend must be fit for: inference, or training, which adds the backward product.
-    #[arg(long, value_name = "PROFILE", default_value = "inference")]
+    #[arg(long, value_name = "PROFILE", default_value = "training")]
     pub profile: String,
     /// Only these levels: L0 to L5, or abi, decode, forward, backward, negative, honesty.
     #[arg(long, value_name = "LEVEL", value_delimiter = ',')]

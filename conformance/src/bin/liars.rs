@@ -4,10 +4,12 @@
 //! backend was accused. Liars that end, block or exhaust their process are asked in child processes of this executable.
 use q4_conformance::liars::{Liar, honest, liars};
 use q4_conformance::{
-    Bench, CaseResult, ChildProcesses, InProcess, Level, Options, Profile, Runner, cases,
-    memory::CountingAllocator, run, serve,
+    Bench, Case, CaseResult, ChildProcesses, InProcess, Level, Options, Profile, Proof, Runner, cases,
+    memory::CountingAllocator, proofs, run, serve,
 };
-use q4_core::{BUILTINS, BuiltinOptions, Code, Error, HostEnv, Q4Backend, Registry, Result, ThreadPool};
+use q4_core::{
+    BUILTINS, BuiltinOptions, Code, Device, Error, HostEnv, Q4Backend, Registry, Result, ThreadPool,
+};
 use serde_json::json;
 use std::io::Write;
 use std::process::{Command, ExitCode};
@@ -88,11 +90,19 @@ fn options(level: Level) -> Options {
     Options { levels: vec![level], fail_fast: true, ..Options::of(Profile::Training) }
 }
 
+/// Cases of a liar, those last that take long.
+fn ordered(proofs: &[Proof], level: Level) -> Vec<Case> {
+    let mut all = cases(proofs, None, &options(level));
+    all.sort_by_key(|c| c.id.contains("/model/"));
+    all
+}
+
 /// The first case of its level that tells the liar.
 fn catch(liar: &Liar, env: &HostEnv, threads: &ThreadPool) -> Option<CaseResult> {
     let backend = liar.backend();
-    let cases = cases(&*backend, env, None, &options(liar.level));
-    let bench = Bench { backend: &*backend, env, device: q4_core::Device::Cpu, threads, abi: None };
+    let proofs = proofs(&*backend, env, Device::Cpu);
+    let cases = ordered(&proofs, liar.level);
+    let bench = Bench { backend: &*backend, env, device: Device::Cpu, threads, abi: None, proofs: &proofs };
     let name = liar.name;
     let children = ChildProcesses {
         command: Box::new(move |range| {
@@ -119,13 +129,10 @@ fn child(name: &str, range: std::ops::Range<usize>, env: &HostEnv, threads: &Thr
         .find(|l| l.name == name)
         .ok_or_else(|| Error::new(Code::Usage, format!("no liar `{name}`")))?;
     let backend = liar.backend();
-    let cases = cases(&*backend, env, None, &options(liar.level));
-    serve(
-        &cases,
-        range,
-        &Bench { backend: &*backend, env, device: q4_core::Device::Cpu, threads, abi: None },
-        &mut std::io::stdout(),
-    )
+    let proofs = proofs(&*backend, env, Device::Cpu);
+    let cases = ordered(&proofs, liar.level);
+    let bench = Bench { backend: &*backend, env, device: Device::Cpu, threads, abi: None, proofs: &proofs };
+    serve(&cases, range, &bench, &mut std::io::stdout())
 }
 
 /// Bad outcomes of correct backends: the whole suite once, then a sample of it for every seed.

@@ -1,34 +1,41 @@
 //! L3: `dx = dy W` against the exact sums, and as the transpose of `forward`.
+use super::Scope;
+use crate::Level;
 use crate::case::{Bench, Case, Seen};
 use crate::guarded::Layout;
-use crate::lattice::{self, Sketch};
+use crate::lattice;
 use crate::measure::Problem;
 use crate::product::{self, failed};
 use crate::tolerance::bound;
-use crate::{Claim, Level};
 use q4_core::{DType, ExecPath, OpSet, Result};
 
-pub(super) fn cases(claim: &Claim, seed: u64, all: &mut Vec<Case>) {
-    let path = claim.path;
-    let activations = lattice::quantizers(claim.activations)[0];
-    for schema in lattice::encodings(claim.schema) {
-        for sketch in lattice::sketches(schema, activations, 20, seed) {
+pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
+    let path = scope.claim.path;
+    let Some((_, activations)) = scope.usual() else { return };
+    let has = |io: DType| scope.limits.has(OpSet::BACKWARD_INPUT, Some(io));
+    for schema in scope.encodings() {
+        let mut checked = lattice::sketches(schema, activations, 14, scope.seed);
+        checked.extend(lattice::drawn(scope.claim, (schema, activations), DRAWN, scope.seed, WORK));
+        for sketch in checked.into_iter().map(|s| scope.limits.fit(s)).filter(|s| has(s.io)) {
             let name = format!("lattice/{}", sketch.name());
-            all.push(Case::new(Level::L3, Some(claim), name, move |bench| {
-                sketch.with(|problem| check(bench, path, problem))
-            }));
+            scope.add(all, Level::L3, name, move |bench| sketch.with(|problem| check(bench, path, problem)));
         }
-        if claim.activations == "native" {
-            for shape in [[48, 64, 5], [64, 256, 17], [129, 144, 2], [16, 1040, 1]] {
-                let sketch = Sketch::plain(schema, activations, DType::F32, shape, seed);
+        if scope.claim.activations == "native" && has(scope.io()) {
+            for shape in [[48, 64, 5], [64, 256, 17], [129, 144, 2], [16, 1040, 1], [1000, 64, 3]] {
+                let sketch = scope.sketch(schema, activations, scope.io(), shape);
                 let name = format!("transpose/{}", sketch.name());
-                all.push(Case::new(Level::L3, Some(claim), name, move |bench| {
+                scope.add(all, Level::L3, name, move |bench| {
                     sketch.with(|problem| transpose(bench, path, problem))
-                }));
+                });
             }
         }
     }
 }
+
+/// Products that are drawn for each encoding.
+const DRAWN: usize = 16;
+/// Most multiplications of one of them: every element is compared.
+const WORK: usize = 2_000_000;
 
 const OPS: OpSet = OpSet::FORWARD.with(OpSet::BACKWARD_INPUT);
 

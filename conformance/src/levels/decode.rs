@@ -1,11 +1,14 @@
 //! L1: `dequantize` is the definition of the values, bit for bit: every code under every scale, every layout.
+use super::Scope;
 use crate::case::{Bench, Case, Seen};
 use crate::guarded::Layout;
+use crate::lattice::{self, Sketch};
+use crate::limits::IO;
 use crate::measure::Problem;
 use crate::stored::Stored;
-use crate::{Claim, Level, lattice, product};
+use crate::{Level, product};
 use q4_core::{
-    Activations, Convention, DType, ExecPath, GlobalScale, NibbleOrder, OpSet, Result, ScaleLayout,
+    Activations, Convention, DType, ExecPath, GlobalScale, NibbleOrder, OpSet, Q4Schema, Result, ScaleLayout,
 };
 
 /// Per-tensor scales at the ends of f32: results are subnormal, or nearly overflow, or are rounded twice.
@@ -22,86 +25,169 @@ const GLOBALS: [(&str, Option<(Convention, f32)>); 10] = [
     ("divide-tiny", Some((Convention::Divide, 1e-34))),
 ];
 
-pub(super) fn cases(claim: &Claim, seed: u64, all: &mut Vec<Case>) {
-    let format = lattice::quantizers(claim.activations)[0];
+pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
+    let claim = scope.claim;
+    through_products(scope, all);
+    let Some(io) = IO.into_iter().find(|io| scope.limits.has(OpSet::DEQUANTIZE, Some(*io))) else { return };
+    let Some((_, format)) = scope.usual() else { return };
     let path = claim.path;
+    let plan = Plan { path, format, io };
+    let (n_factor, k_factor) = (scope.limits.n_multiple, scope.limits.k_multiple);
     match claim.schema {
         "nvfp4" => {
-            for (layout_name, layout) in
-                [("row-major", ScaleLayout::RowMajor), ("swizzled", ScaleLayout::Swizzled128x4)]
-            {
+            for (layout_name, layout) in LAYOUTS {
                 for (name, global) in GLOBALS {
                     let id = format!("every-code/{layout_name}/{name}");
-                    all.push(Case::new(Level::L1, Some(claim), id, move |bench| {
-                        let global = global.map(|(c, g)| GlobalScale::new(c, g)).transpose()?;
-                        let scales: Vec<u8> = (0..0x7f).collect();
-                        run(bench, path, format, &Stored::every_nvfp4(layout, global, &scales), true)
-                    }));
+                    scope.add(all, Level::L1, id, move |bench| {
+                        let stored = every_nvfp4(layout, global, (n_factor, k_factor))?;
+                        run(bench, plan, &stored, true)
+                    });
                 }
                 // A sign on a scale is legal in the encoding and nowhere written: serve it rightly or refuse it.
-                all.push(Case::new(
-                    Level::L1,
-                    Some(claim),
-                    format!("signed-scales/{layout_name}"),
-                    move |bench| {
-                        let scales: Vec<u8> = (0x80..0xff).collect();
-                        run(bench, path, format, &Stored::every_nvfp4(layout, None, &scales), false)
-                    },
-                ));
+                scope.add(all, Level::L1, format!("signed-scales/{layout_name}"), move |bench| {
+                    let scales: Vec<u8> = (0x80..0xff).collect();
+                    let rows = scales.len().next_multiple_of(n_factor);
+                    let stored = Stored::every_nvfp4(layout, None, &scales, [rows, 256.max(k_factor)]);
+                    run(bench, plan, &stored, false)
+                });
             }
         }
         "nf4" | "nf4-dq" => {
             let nested = claim.schema == "nf4-dq";
+            let (n, k) = (24usize.next_multiple_of(n_factor), 512.max(k_factor));
             for (name, order) in [("high", NibbleOrder::HighFirst), ("low", NibbleOrder::LowFirst)] {
                 for block in [32, 64, 128, 256, 512, 1024, 2048, 4096] {
                     let id = format!("every-code/{name}/{block}");
-                    all.push(Case::new(Level::L1, Some(claim), id, move |bench| {
-                        run(bench, path, format, &Stored::every_nf4(order, block, nested, 24, 512), true)
-                    }));
+                    scope.add(all, Level::L1, id, move |bench| {
+                        run(bench, plan, &Stored::every_nf4(order, block, nested, n, k), true)
+                    });
                 }
             }
         }
         _ => {}
     }
-    let io = lattice::io_of(path);
-    for schema in lattice::encodings(claim.schema) {
-        for (rows, k) in [
-            (vec![1], 16),
-            (vec![15], 48),
-            (vec![17], 80),
-            (vec![33], 144),
-            (vec![65], 272),
-            (vec![16, 48, 3], 64),
-            (vec![130], 1040),
-        ] {
-            let sketch = lattice::Sketch { schema, activations: format, io, rows, k, m: 1, seed };
-            all.push(Case::new(Level::L1, Some(claim), format!("shape/{}", sketch.name()), move |bench| {
-                run(bench, path, format, &sketch.weight(), true)
-            }));
+    for (i, schema) in scope.encodings().into_iter().enumerate() {
+        for (j, (rows, k)) in SHAPES.iter().enumerate() {
+            // Large ones in turns: every encoding has two of them.
+            if j >= SMALL && (j + i) % 3 != 0 {
+                continue;
+            }
+            let base = scope.sketch(schema, format, io, [1, *k, 1]);
+            let sketch = scope.limits.fit(Sketch { rows: rows.to_vec(), ..base });
+            scope.add(all, Level::L1, format!("shape/{}", sketch.name()), move |bench| {
+                run(bench, plan, &sketch.weight(), true)
+            });
         }
     }
 }
 
-/// Decodes to all three types; with `must`, refusing the weight is wrong once `can_prepare` agreed.
-fn run(
-    bench: &Bench<'_>,
+const LAYOUTS: [(&str, ScaleLayout); 2] =
+    [("row-major", ScaleLayout::RowMajor), ("swizzled", ScaleLayout::Swizzled128x4)];
+
+/// Out features of the segments and in features of decoded matrices.
+const SHAPES: [(&[usize], usize); 13] = [
+    (&[1], 16),
+    (&[15], 48),
+    (&[17], 80),
+    (&[33], 144),
+    (&[65], 272),
+    (&[16, 48, 3], 64),
+    (&[130], 1040),
+    (&[641], 96),
+    (&[1000, 24], 160),
+    (&[72], 3072),
+    (&[40, 8, 8], 4112),
+    (&[136], 768),
+    (&[264], 480),
+];
+/// Of them, those that every encoding has.
+const SMALL: usize = 7;
+
+/// Every code under every scale, in as many rows and columns as the limits want.
+fn every_nvfp4(
+    layout: ScaleLayout,
+    global: Option<(Convention, f32)>,
+    (n_factor, k_factor): (usize, usize),
+) -> Result<Stored> {
+    let global = global.map(|(c, g)| GlobalScale::new(c, g)).transpose()?;
+    let scales: Vec<u8> = (0..0x7f).collect();
+    let rows = scales.len().next_multiple_of(n_factor);
+    Ok(Stored::every_nvfp4(layout, global, &scales, [rows, 256.max(k_factor)]))
+}
+
+/// Every value again, through the product: x is one row of the identity after the other. What a library decodes when it is
+/// asked to decode says nothing about what it multiplies, and some do not decode at all.
+fn through_products(scope: &Scope<'_>, all: &mut Vec<Case>) {
+    let (claim, limits) = (scope.claim, scope.limits.clone());
+    if claim.activations != "native" || claim.schema != "nvfp4" {
+        return;
+    }
+    for schema in scope.encodings() {
+        let Q4Schema::Nvfp4 { scale_layout, global } = schema else { continue };
+        let (io, path, limits) = (scope.io(), claim.path, limits.clone());
+        let name = format!("every-code-multiplied/{}", lattice::label(&schema));
+        scope.add(all, Level::L1, name, move |bench| {
+            let global = global.map(|c| (c, 1.0));
+            let stored = every_nvfp4(scale_layout, global, (limits.n_multiple, limits.k_multiple))?;
+            let k = stored.k;
+            let m = limits.max_m.unwrap_or(64).min(64).min(k);
+            stored.lend(|weight| {
+                let rows = |from: usize| -> Vec<f32> {
+                    (0..m * k).map(|i| if i % k == from + i / k { 1.0 } else { 0.0 }).collect()
+                };
+                let mut problem = Problem {
+                    name: String::new(),
+                    weight: *weight,
+                    x: rows(0),
+                    m,
+                    max_m: m,
+                    activations: Activations::Native,
+                    io,
+                    recorded: None,
+                };
+                let spec = product::spec(bench, &problem, OpSet::FORWARD);
+                let prepared = match product::prepare(bench, path, weight, &spec)? {
+                    Ok(prepared) => prepared,
+                    Err(reasons) => return Ok(Seen::Refused(reasons)),
+                };
+                let terms = product::forward_bound(path, &problem);
+                let mut seen = Seen::Refused(Vec::new());
+                for from in (0..k).step_by(m) {
+                    problem.x = rows(from);
+                    let y = product::forward(&*prepared, &problem, Layout::PLAIN, 0, bench.threads)?;
+                    let y = y.values();
+                    let worst = product::exact_forward(&problem)?.compare("y", &y, terms)?;
+                    seen = seen.and(Seen::within(y.len(), worst));
+                }
+                Ok(seen)
+            })
+        });
+    }
+}
+
+/// How weights are prepared to be decoded.
+#[derive(Clone, Copy)]
+struct Plan {
     path: ExecPath,
-    activations: Activations,
-    stored: &Stored,
-    must: bool,
-) -> Result<Seen> {
+    format: Activations,
+    io: DType,
+}
+
+/// Decodes to all three types; with `must`, refusing the weight is wrong once `can_prepare` agreed.
+fn run(bench: &Bench<'_>, plan: Plan, stored: &Stored, must: bool) -> Result<Seen> {
     stored.lend(|w| {
         let problem = Problem {
             name: String::new(),
             weight: *w,
             x: Vec::new(),
             m: 1,
-            activations,
-            io: lattice::io_of(path),
+            max_m: 1,
+            activations: plan.format,
+            io: plan.io,
             recorded: None,
         };
         let spec = product::spec(bench, &problem, OpSet::FORWARD.with(OpSet::DEQUANTIZE));
-        let prepared = match product::prepare(bench, path, w, &spec) {
+        let prepared = match product::prepare(bench, plan.path, w, &spec) {
             Ok(Ok(prepared)) => prepared,
             Ok(Err(reasons)) => return Ok(Seen::Refused(reasons)),
             Err(e) if must => return Err(e),

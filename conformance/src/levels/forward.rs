@@ -1,56 +1,71 @@
 //! L2: `y = x W^T` over recorded products and the lattice, with poisoned surroundings, and what becomes of NaN.
+use super::Scope;
 use crate::case::{Bench, Case, Seen};
 use crate::guarded::Layout;
-use crate::lattice::{self, Sketch};
+use crate::lattice;
 use crate::measure::Problem;
 use crate::product::{self, failed};
-use crate::{Claim, Level, golden};
+use crate::{Level, golden};
 use q4_core::{Activations, DType, ExecPath, OpSet, Result};
 
 /// Products for each type of input and output of one encoding and activation format.
-const NATIVE: usize = 48;
-const INT8: usize = 40;
-const NVFP4: usize = 11;
+const NATIVE: usize = 28;
+const INT8: usize = 22;
+const NVFP4: usize = 7;
 
-pub(super) fn cases(claim: &Claim, seed: u64, all: &mut Vec<Case>) {
+pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
+    let claim = scope.claim;
     let path = claim.path;
     for name in golden::names(claim.schema, claim.activations) {
-        all.push(Case::new(Level::L2, Some(claim), name.clone(), move |bench| {
+        scope.add(all, Level::L2, name.clone(), move |bench| {
             golden::one(&name, |problem| check(bench, path, problem))
-        }));
+        });
     }
     let count = match claim.activations {
         "native" => NATIVE,
         "int8" => INT8,
         _ => NVFP4,
     };
-    for schema in lattice::encodings(claim.schema) {
-        for activations in lattice::quantizers(claim.activations) {
-            for sketch in lattice::sketches(schema, activations, count, seed) {
+    for schema in scope.encodings() {
+        for activations in scope.quantizers() {
+            for sketch in lattice::sketches(schema, activations, count, scope.seed) {
+                let sketch = scope.limits.fit(sketch);
                 let name = format!("lattice/{}", sketch.name());
-                all.push(Case::new(Level::L2, Some(claim), name, move |bench| {
+                scope.add(all, Level::L2, name, move |bench| {
                     sketch.with(|problem| check(bench, path, problem))
-                }));
+                });
             }
-            for (what, value) in [("nan", f32::NAN), ("inf", f32::INFINITY)] {
-                for (io, [n, k, m]) in [
-                    (DType::F32, [33, 80, 5]),
-                    (DType::BF16, [64, 256, 1]),
-                    (DType::F16, [17, 272, 17]),
-                    (DType::F32, [130, 128, 65]),
-                ] {
-                    let sketch = Sketch::plain(schema, activations, io, [n, k, m], seed);
+            for (what, value) in [("nan", f32::NAN), ("inf", f32::INFINITY), ("minus-inf", f32::NEG_INFINITY)]
+            {
+                for (i, (io, shape)) in NOT_FINITE.into_iter().enumerate() {
+                    // Every row count with NaN, each other one with an infinity.
+                    if i % 2 == usize::from(what == "inf") && what != "nan" {
+                        continue;
+                    }
+                    let mut sketch = scope.sketch(schema, activations, io, shape);
+                    sketch.max_m = sketch.max_m.max(scope.limits.max_m.unwrap_or(32).min(32));
                     let name = format!("{what}/{}", sketch.name());
-                    all.push(Case::new(Level::L2, Some(claim), name, move |bench| {
+                    scope.add(all, Level::L2, name, move |bench| {
                         sketch.with(|problem| not_finite(bench, path, problem, value))
-                    }));
+                    });
                 }
             }
         }
     }
 }
 
-fn check(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<Seen> {
+/// Calls that one element makes useless; odd and even numbers of rows, one and many.
+const NOT_FINITE: [(DType, [usize; 3]); 7] = [
+    (DType::F32, [33, 80, 5]),
+    (DType::BF16, [64, 256, 1]),
+    (DType::F16, [17, 272, 17]),
+    (DType::F32, [130, 128, 65]),
+    (DType::F32, [48, 96, 2]),
+    (DType::BF16, [40, 144, 8]),
+    (DType::F16, [65, 64, 30]),
+];
+
+pub(super) fn check(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<Seen> {
     let spec = product::spec(bench, problem, OpSet::FORWARD);
     let prepared = match product::prepare(bench, path, &problem.weight, &spec)? {
         Ok(prepared) => prepared,

@@ -1,12 +1,14 @@
 //! L2: what a weight says it fuses is what separate steps would give: a norm before the product, a gate behind it, an addition
 //! to what y holds.
+use super::Scope;
+use crate::Level;
 use crate::case::{Bench, Case, Seen};
 use crate::guarded::{Guarded, Layout, Workspace};
-use crate::lattice::{self, Sketch};
+use crate::lattice::Sketch;
+use crate::limits::IO;
 use crate::measure::Problem;
 use crate::product::{self, failed};
 use crate::tolerance::{Terms, bound};
-use crate::{Claim, Level};
 use q4_core::oracle::roundoff;
 use q4_core::selfcheck::IoBuffer;
 use q4_core::{
@@ -21,23 +23,25 @@ const F16_END: f64 = 65520.0;
 const SHAPES: [[usize; 3]; 5] =
     [[96, 256, 1], [160, 384, 5], [128, 256, 16], [288, 512, 33], [256, 640, 130]];
 
-pub(super) fn cases(claim: &Claim, seed: u64, all: &mut Vec<Case>) {
+pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
+    let (claim, seed) = (scope.claim, scope.seed);
     let path = claim.path;
-    let activations = lattice::quantizers(claim.activations)[0];
-    let Some(schema) = lattice::encodings(claim.schema).into_iter().next() else { return };
+    let Some((schema, activations)) = scope.usual() else { return };
     // A code of NVFP4 may change by half of its value with the last bit of the norm.
     let sets = (1..8).map(FuseSet).filter(|s| claim.activations != "nvfp4" || !s.contains(FuseSet::NORM));
     let each: Vec<_> =
         SHAPES.into_iter().flat_map(|shape| sets.clone().map(move |set| (shape, set))).collect();
-    for io in [DType::BF16, DType::F16, DType::F32] {
-        let sketch = move |shape| Sketch::plain(schema, activations, io, shape, seed);
+    for io in IO.into_iter().filter(|io| scope.limits.has(OpSet::FORWARD, Some(*io))) {
+        let limits = scope.limits.clone();
+        let sketch = move |shape| limits.fit(Sketch::plain(schema, activations, io, shape, seed));
         let mut case = |name: String, each: Vec<([usize; 3], FuseSet)>| {
-            all.push(Case::new(Level::L2, Some(claim), name, move |bench| {
+            let sketch = sketch.clone();
+            scope.add(all, Level::L2, name, move |bench| {
                 each.iter().try_fold(Seen::Refused(Vec::new()), |seen, (shape, set)| {
                     let next = sketch(*shape).with(|problem| check(bench, path, problem, *set))?;
                     Ok(seen.and(next))
                 })
-            }));
+            });
         };
         // Fusing is rare on the CPU: one case for all that a weight may decline.
         if claim.device == Device::Cpu {

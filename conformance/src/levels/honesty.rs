@@ -1,41 +1,39 @@
 //! L5, evidence: which activation format really ran, and that what is kept is the weight and not the caller's bytes.
+use super::Scope;
+use crate::Level;
 use crate::case::{Bench, Case, Seen};
 use crate::guarded::Layout;
 use crate::lattice::{self, Sketch};
 use crate::measure::Problem;
 use crate::product::{self, failed};
-use crate::{Claim, Level};
 use q4_core::{DType, ExecPath, OpSet, Result};
 
-pub(super) fn cases(claim: &Claim, seed: u64, all: &mut Vec<Case>) {
+pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
+    let (claim, seed, io) = (scope.claim, scope.seed, scope.io());
     let path = claim.path;
-    let activations = lattice::quantizers(claim.activations)[0];
-    for schema in lattice::encodings(claim.schema) {
+    let Some((_, activations)) = scope.usual() else { return };
+    for schema in scope.encodings() {
         for io in [DType::F32, DType::F16] {
-            let sketch = Sketch::plain(schema, activations, io, [64, 256, 3], seed);
+            let sketch = scope.sketch(schema, activations, io, [64, 256, 3]);
             let name = format!("format/{}", sketch.name());
             // A half output of a dense copy is looser than the difference between the formats.
-            let is_told_apart = io == DType::F32 || path != ExecPath::DequantMatmul;
+            let is_told_apart = sketch.io == DType::F32 || path != ExecPath::DequantMatmul;
             if is_told_apart {
                 let sketch = sketch.clone();
-                all.push(Case::new(Level::L5, Some(claim), name, move |bench| {
+                scope.add(all, Level::L5, name, move |bench| {
                     sketch.with(|problem| format_that_ran(bench, path, problem))
-                }));
+                });
             }
             let name = format!("source-destroyed/{}", sketch.name());
-            all.push(Case::new(Level::L5, Some(claim), name, move |bench| {
-                source_destroyed(bench, path, &sketch)
-            }));
+            scope.add(all, Level::L5, name, move |bench| source_destroyed(bench, path, &sketch));
         }
         let name = format!("info/{}/s{seed}", lattice::label(&schema));
-        all.push(Case::new(Level::L5, Some(claim), name, move |bench| {
-            let mut seen = 0;
-            for shape in [[64, 128, 1], [17, 48, 4], [130, 256, 129]] {
-                let sketch = Sketch::plain(schema, activations, lattice::io_of(path), shape, seed);
-                seen += sketch.with(|problem| info(bench, path, problem))?;
-            }
-            Ok(Seen::exactly(seen))
-        }));
+        let sketches = [[64, 128, 1], [17, 48, 4], [130, 256, 129]]
+            .map(|shape| scope.sketch(schema, activations, io, shape));
+        scope.add(all, Level::L5, name, move |bench| {
+            let seen = sketches.iter().map(|s| s.with(|problem| info(bench, path, problem)));
+            Ok(Seen::exactly(seen.sum::<Result<usize>>()?))
+        });
     }
 }
 
@@ -95,6 +93,7 @@ fn source_destroyed(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch) -> Resul
             weight: *w,
             x: Vec::new(),
             m: sketch.m,
+            max_m: sketch.max_m,
             activations: sketch.activations,
             io: sketch.io,
             recorded: None,
@@ -112,6 +111,7 @@ fn source_destroyed(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch) -> Resul
             weight: *weight,
             x: sketch.input(),
             m: sketch.m,
+            max_m: sketch.max_m,
             activations: sketch.activations,
             io: sketch.io,
             recorded: None,

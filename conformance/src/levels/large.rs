@@ -1,11 +1,11 @@
 //! L2, large: products of a size that keeps every part of a device busy at once, where blocks race, counters wrap and grids
 //! end. Some rows and columns are compared with the exact sums, and all bits with those of the next calls.
+use super::Scope;
+use crate::Level;
 use crate::case::{Bench, Case, Seen};
 use crate::guarded::Layout;
-use crate::lattice::{self, Sketch};
 use crate::measure::Problem;
 use crate::product::{self, failed};
-use crate::{Claim, Level};
 use q4_core::{DType, Device, ExecPath, OpSet, Result};
 
 /// Calls whose bits are compared.
@@ -13,24 +13,19 @@ const CALLS: usize = 3;
 /// Rows and columns that are compared with the exact sums, at most; the last ones are among them.
 const SAMPLE: [usize; 2] = [8, 48];
 
-pub(super) fn cases(claim: &Claim, seed: u64, all: &mut Vec<Case>) {
+pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
+    let (claim, seed) = (scope.claim, scope.seed);
     let path = claim.path;
-    let (Some(&schema), Some(&activations)) =
-        (lattice::encodings(claim.schema).first(), lattice::quantizers(claim.activations).first())
-    else {
-        return;
-    };
+    let Some((schema, activations)) = scope.usual() else { return };
     // Weights of a real model where there is a device to fill: a wide one, and a narrow one whose k is shared.
     let (wide, narrow) = ([6144, 2560], [2560, 4096]);
     let calls =
         [(1, DType::F32, wide), (72, DType::BF16, wide), (200, DType::F32, wide), (400, DType::BF16, narrow)];
     for (m, io, size) in calls {
         let id = format!("large/{}/{}/{io}/m{m}/s{seed}", claim.schema, claim.activations);
-        all.push(Case::new(Level::L2, Some(claim), id, move |bench| {
-            let [n, k] = if bench.device == Device::Cpu { [640, 384] } else { size };
-            Sketch::plain(schema, activations, io, [n, k, m], seed)
-                .with(|problem| check(bench, path, problem))
-        }));
+        let [n, k] = if claim.device == Device::Cpu { [640, 384] } else { size };
+        let sketch = scope.sketch(schema, activations, io, [n, k, m]);
+        scope.add(all, Level::L2, id, move |bench| sketch.with(|problem| check(bench, path, problem)));
     }
 }
 
@@ -47,7 +42,8 @@ fn check(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<See
     let y = first.values();
     let at = |r: &usize| columns.iter().map(|c| y[r * n + c]).collect::<Vec<_>>();
     let part: Vec<f32> = rows.iter().flat_map(at).collect();
-    let worst = exact.compare("y at some rows and columns", &part, product::forward_bound(path, problem))?;
+    let worst = exact.compare_at("y", &part, product::forward_bound(path, problem), &rows, &columns)?;
+    product::check_sums(path, problem, &y)?;
     let want = first.bits();
     for call in 1..CALLS {
         let again = product::forward(&*prepared, problem, Layout::PLAIN, product::STALE, bench.threads)?;
@@ -62,7 +58,7 @@ fn check(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<See
 }
 
 /// Up to `count` of `0..n`, evenly, the last one included.
-fn spread(n: usize, count: usize) -> Vec<usize> {
+pub(super) fn spread(n: usize, count: usize) -> Vec<usize> {
     let count = count.min(n);
     (1..=count).map(|i| i * n / count - 1).collect()
 }

@@ -1,11 +1,11 @@
 //! L5, memory: no path but the dense one may have a dense copy, and nothing that is released stays.
+use super::Scope;
+use crate::Level;
 use crate::case::{Bench, Case, Seen};
 use crate::guarded::Layout;
-use crate::lattice::{self, Sketch};
 use crate::measure::Problem;
 use crate::memory::{resident, watch};
 use crate::product::{self, failed};
-use crate::{Claim, Level};
 use q4_core::stage::{DeviceMemory, memory_of};
 use q4_core::{DType, Device, ExecContext, ExecPath, OpSet, Result};
 use std::sync::Arc;
@@ -19,23 +19,19 @@ const ROUNDS: usize = 1000;
 /// Growth of the process that allocators cause by themselves.
 const SLACK: u64 = 3 << 20;
 
-pub(super) fn cases(claim: &Claim, seed: u64, all: &mut Vec<Case>) {
-    let path = claim.path;
-    let activations = lattice::quantizers(claim.activations)[0];
-    let Some(schema) = lattice::encodings(claim.schema).into_iter().next() else { return };
+pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
+    let path = scope.claim.path;
+    let Some((schema, activations)) = scope.usual() else { return };
     if path != ExecPath::DequantMatmul && schema.is_4bit() {
-        let sketch = Sketch::plain(schema, activations, DType::BF16, SHAPE, seed);
-        all.push(Case::new(
-            Level::L5,
-            Some(claim),
-            format!("no-dense-copy/{}", sketch.name()),
-            move |bench| sketch.with(|problem| every_time(|| no_dense_copy(bench, path, problem))),
-        ));
+        let sketch = scope.sketch(schema, activations, DType::BF16, SHAPE);
+        scope.add(all, Level::L5, format!("no-dense-copy/{}", sketch.name()), move |bench| {
+            sketch.with(|problem| every_time(|| no_dense_copy(bench, path, problem)))
+        });
     }
-    let sketch = Sketch::plain(schema, activations, lattice::io_of(path), [64, 256, 2], seed);
-    all.push(Case::new(Level::L5, Some(claim), format!("released/{}", sketch.name()), move |bench| {
+    let sketch = scope.sketch(schema, activations, scope.io(), [64, 256, 2]);
+    scope.add(all, Level::L5, format!("released/{}", sketch.name()), move |bench| {
         sketch.with(|problem| every_time(|| released(bench, path, problem)))
-    }));
+    });
 }
 
 /// Free memory of the device at some time; nothing on the CPU, whose memory is watched otherwise.

@@ -3,29 +3,76 @@
 mod abi;
 mod backward;
 mod decode;
+mod drawn;
 mod forward;
 mod fused;
 mod honesty;
 mod large;
+mod life;
 mod memory;
+mod models;
 mod negative;
 mod operands;
 mod steady;
+mod values;
 
-use crate::lattice::hash;
-use crate::{Case, Claim, Level, Options, claims};
-use q4_core::{HostEnv, Q4Backend};
-use std::collections::BTreeMap;
+use crate::case::{Bench, Seen};
+use crate::lattice::{self, Sketch, hash};
+use crate::limits::IO;
+use crate::{Case, Claim, Level, Limits, Options, Proof};
+use q4_core::{Activations, DType, OpSet, Q4Schema, Result};
+use std::collections::{BTreeMap, BTreeSet};
 
-/// Every case that `options` ask for, in order of level and claim.
-pub fn cases(
-    backend: &dyn Q4Backend,
-    env: &HostEnv,
-    abi: Option<&dyn crate::AbiProbe>,
-    options: &Options,
-) -> Vec<Case> {
-    let claims: Vec<Claim> =
-        claims(backend, env, options.device).into_iter().filter(|c| options.admits(c)).collect();
+/// A claim whose cases are made, within its limits.
+struct Scope<'a> {
+    claim: &'a Claim,
+    limits: &'a Limits,
+    seed: u64,
+}
+
+impl Scope<'_> {
+    /// Encodings to try.
+    fn encodings(&self) -> Vec<Q4Schema> {
+        self.limits.encodings(self.claim)
+    }
+    /// Activation formats to try.
+    fn quantizers(&self) -> Vec<Activations> {
+        self.limits.quantizers(self.claim)
+    }
+    /// One of each for cases that are about something else.
+    fn usual(&self) -> Option<(Q4Schema, Activations)> {
+        Some((*self.encodings().first()?, *self.quantizers().first()?))
+    }
+    /// The type that the path is for, or the first one there is.
+    fn io(&self) -> DType {
+        let wanted = lattice::io_of(self.claim.path);
+        let first = IO.into_iter().find(|io| self.limits.has(OpSet::FORWARD, Some(*io)));
+        if self.limits.has(OpSet::FORWARD, Some(wanted)) { wanted } else { first.unwrap_or(wanted) }
+    }
+    /// The product of that kind that is nearest to `[n, k, m]`.
+    fn sketch(&self, schema: Q4Schema, activations: Activations, io: DType, shape: [usize; 3]) -> Sketch {
+        self.limits.fit(Sketch::plain(schema, activations, io, shape, self.seed))
+    }
+    /// Adds a case of the claim.
+    fn add(
+        &self,
+        all: &mut Vec<Case>,
+        level: Level,
+        name: impl std::fmt::Display,
+        body: impl Fn(&Bench<'_>) -> Result<Seen> + Send + Sync + 'static,
+    ) {
+        all.push(Case::new(level, Some(self.claim), name, body));
+    }
+}
+
+/// Every case that `options` ask for, in order of level and claim. They depend on what the backend says it computes and on
+/// nothing else of it.
+pub fn cases(proofs: &[Proof], abi: Option<&dyn crate::AbiProbe>, options: &Options) -> Vec<Case> {
+    let scopes: Vec<_> = proofs
+        .iter()
+        .filter(|p| options.admits(&p.claim))
+        .map(|p| Scope { claim: &p.claim, limits: &p.limits, seed: options.seed })
+        .collect();
     let mut all = Vec::new();
     for level in options.levels() {
         if options.claims.is_empty() {
@@ -35,28 +82,35 @@ pub fn cases(
                 _ => {}
             }
         }
-        for claim in &claims {
+        for scope in &scopes {
             match level {
                 Level::L0 => {}
-                Level::L1 => decode::cases(claim, options.seed, &mut all),
+                Level::L1 => decode::cases(scope, &mut all),
                 Level::L2 => {
-                    forward::cases(claim, options.seed, &mut all);
-                    fused::cases(claim, options.seed, &mut all);
-                    large::cases(claim, options.seed, &mut all);
+                    forward::cases(scope, &mut all);
+                    values::cases(scope, &mut all);
+                    drawn::cases(scope, &mut all);
+                    models::cases(scope, &mut all);
+                    fused::cases(scope, &mut all);
+                    large::cases(scope, &mut all);
                 }
-                Level::L3 => backward::cases(claim, options.seed, &mut all),
+                Level::L3 => backward::cases(scope, &mut all),
                 Level::L4 => {
-                    negative::cases(claim, options.seed, &mut all);
-                    operands::cases(claim, options.seed, &mut all);
+                    negative::cases(scope, &mut all);
+                    operands::cases(scope, &mut all);
                 }
                 Level::L5 => {
-                    honesty::cases(claim, options.seed, &mut all);
-                    steady::cases(claim, options.seed, &mut all);
-                    memory::cases(claim, options.seed, &mut all);
+                    honesty::cases(scope, &mut all);
+                    steady::cases(scope, &mut all);
+                    life::cases(scope, &mut all);
+                    memory::cases(scope, &mut all);
                 }
             }
         }
     }
+    // Narrow limits make one product of several.
+    let mut seen = BTreeSet::new();
+    all.retain(|c| seen.insert(c.id.clone()));
     if let Some(id) = &options.replay {
         all.retain(|c| c.id == *id);
     }

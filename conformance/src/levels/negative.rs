@@ -1,13 +1,14 @@
 //! L4, before a weight exists: what is not offered, not possible or contradictory is refused, by `can_prepare` and by
 //! `prepare` alike.
+use super::Scope;
 use super::abi::PATHS;
+use crate::Level;
 use crate::case::{Bench, Case, Seen};
 use crate::claim::{ACTIVATIONS, SCHEMAS};
 use crate::lattice::{self, Sketch};
 use crate::measure::Problem;
 use crate::product::{self, failed};
 use crate::stored::Stored;
-use crate::{Claim, Level};
 use q4_core::{
     ActGlobal, ActQuant, Activations, DType, Device, ExecContext, ExecPath, GlobalScale, LinearSpec, OpSet,
     Q4Schema, Q4Weight, Result, Rule,
@@ -34,7 +35,9 @@ pub(super) fn backend_cases(all: &mut Vec<Case>) {
                         let is_offered = offers.iter().any(|(s, p)| s == schema && *p == path);
                         sketch.with(|problem| {
                             let spec = product::spec(bench, problem, OpSet::FORWARD);
-                            if is_offered {
+                            // No processor has units that take 4-bit operands; their bound is not for it.
+                            let is_absurd = path == ExecPath::NativeKernel && bench.device == Device::Cpu;
+                            if is_offered && !is_absurd {
                                 agree(bench, path, &problem.weight, &spec)
                             } else {
                                 refuse(bench, path, &problem.weight, &spec)
@@ -62,11 +65,11 @@ const IMPOSSIBLE: [(&str, Spoil); 9] = [
     ("half-a-block-of-activations", |s| s.k += 8),
 ];
 
-pub(super) fn cases(claim: &Claim, seed: u64, all: &mut Vec<Case>) {
+pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
+    let (claim, seed) = (scope.claim, scope.seed);
     let path = claim.path;
-    let schema = lattice::encodings(claim.schema)[0];
-    let activations = lattice::quantizers(claim.activations)[0];
-    let sketch = Sketch::plain(schema, activations, lattice::io_of(path), [64, 256, 4], seed);
+    let Some((schema, activations)) = scope.usual() else { return };
+    let sketch = scope.sketch(schema, activations, scope.io(), [64, 256, 4]);
     for (name, spoil) in IMPOSSIBLE {
         // Native products of encodings without blocks along k may have any k.
         let may_be_ragged = claim.activations == "native" && claim.schema != "nvfp4";
@@ -74,40 +77,38 @@ pub(super) fn cases(claim: &Claim, seed: u64, all: &mut Vec<Case>) {
             continue;
         }
         let sketch = sketch.clone();
-        all.push(Case::new(Level::L4, Some(claim), format!("spec/{name}"), move |bench| {
+        scope.add(all, Level::L4, format!("spec/{name}"), move |bench| {
             sketch.with(|problem| {
                 let mut spec = product::spec(bench, problem, OpSet::FORWARD);
                 spoil(&mut spec);
                 refuse(bench, path, &problem.weight, &spec)
             })
-        }));
+        });
     }
     if claim.activations == "nvfp4" {
         let sketch = sketch.clone();
-        all.push(Case::new(Level::L4, Some(claim), "spec/scale-of-the-other-convention", move |bench| {
+        scope.add(all, Level::L4, "spec/scale-of-the-other-convention", move |bench| {
             sketch.with(|problem| {
                 let mut spec = product::spec(bench, problem, OpSet::FORWARD);
                 let global = ActGlobal::Static(GlobalScale::divide(2.0)?);
                 spec.activations = Activations::Nvfp4(ActQuant { rule: Rule::ModelOpt, global });
                 refuse(bench, path, &problem.weight, &spec)
             })
-        }));
+        });
     }
     for (name, damage) in damages(claim.schema) {
         let sketch = sketch.clone();
-        all.push(Case::new(Level::L4, Some(claim), format!("weight/{name}"), move |bench| {
+        scope.add(all, Level::L4, format!("weight/{name}"), move |bench| {
             damaged(bench, path, &sketch, damage)
-        }));
+        });
     }
     if claim.schema != "dense" && claim.activations == "native" {
         let sketch = sketch.clone();
-        all.push(Case::new(Level::L4, Some(claim), "weight/nan-scale", move |bench| {
-            nan_scale(bench, path, &sketch)
-        }));
+        scope.add(all, Level::L4, "weight/nan-scale", move |bench| nan_scale(bench, path, &sketch));
     }
-    all.push(Case::new(Level::L4, Some(claim), format!("verdicts-bind/s{seed}"), move |bench| {
+    scope.add(all, Level::L4, format!("verdicts-bind/s{seed}"), move |bench| {
         verdicts_bind(bench, path, schema, activations, seed)
-    }));
+    });
 }
 
 /// `can_prepare` says no, and `prepare` does too.
@@ -170,6 +171,7 @@ fn verdicts_bind(
                     weight: *w,
                     x: Vec::new(),
                     m: 1,
+                    max_m: 1,
                     activations,
                     io,
                     recorded: None,
@@ -241,6 +243,7 @@ fn damaged(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch, damage: Damage) -
                 weight,
                 x: Vec::new(),
                 m: 1,
+                max_m: 1,
                 activations: sketch.activations,
                 io: sketch.io,
                 recorded: None,
@@ -272,6 +275,7 @@ fn nan_scale(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch) -> Result<Seen>
             weight: *w,
             x,
             m: 1,
+            max_m: 1,
             activations: sketch.activations,
             io: sketch.io,
             recorded: None,

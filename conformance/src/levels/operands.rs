@@ -1,10 +1,10 @@
 //! L4, calls: operands that do not fit are refused, and a refused call leaves its output alone.
+use super::Scope;
+use crate::Level;
 use crate::case::{Bench, Case, Seen};
 use crate::guarded::{Guarded, Layout, Workspace};
-use crate::lattice::{self, Sketch};
 use crate::measure::Problem;
 use crate::product::{self, failed};
-use crate::{Claim, Level};
 use q4_core::{
     DType, Device, ExecContext, ExecPath, OpSet, PreparedWeight, Result, TensorView, TensorViewMut,
 };
@@ -13,28 +13,28 @@ const N: usize = 48;
 const K: usize = 128;
 const M: usize = 4;
 
-pub(super) fn cases(claim: &Claim, seed: u64, all: &mut Vec<Case>) {
-    let path = claim.path;
-    let activations = lattice::quantizers(claim.activations)[0];
-    for schema in lattice::encodings(claim.schema).into_iter().take(1) {
+pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
+    let path = scope.claim.path;
+    if let Some((schema, activations)) = scope.usual() {
         for io in [DType::F32, DType::BF16] {
-            let sketch = Sketch::plain(schema, activations, io, [N, K, M], seed);
-            for op in [Op::Forward, Op::Backward, Op::Dequantize] {
+            let sketch = scope.sketch(schema, activations, io, [N, K, M]);
+            let offered = |op: &Op| scope.limits.has(op.set(), Some(sketch.io));
+            for op in [Op::Forward, Op::Backward, Op::Dequantize].into_iter().filter(offered) {
                 for wrong in WRONG {
                     if op == Op::Dequantize && !matches!(wrong.on, On::Output) {
                         continue;
                     }
                     let name = format!("call/{}/{}/{}", op.as_str(), wrong.name, sketch.name());
                     let sketch = sketch.clone();
-                    all.push(Case::new(Level::L4, Some(claim), name, move |bench| {
+                    scope.add(all, Level::L4, name, move |bench| {
                         sketch.with(|problem| refused(bench, path, problem, op, &wrong))
-                    }));
+                    });
                 }
             }
             let name = format!("call/forward/short-workspace/{}", sketch.name());
-            all.push(Case::new(Level::L4, Some(claim), name, move |bench| {
+            scope.add(all, Level::L4, name, move |bench| {
                 sketch.with(|problem| short_workspace(bench, path, problem))
-            }));
+            });
         }
     }
 }
@@ -121,16 +121,16 @@ fn refused(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>, op: Op, wro
     if op == Op::Dequantize && wrong.name == "output-of-another-type" {
         return Ok(Seen::exactly(0));
     }
-    let io = problem.io;
+    let (io, m, k, n) = (problem.io, problem.m, problem.weight.k, problem.weight.n());
     let [(rows_in, cols_in), (rows_out, cols_out)] = match op {
-        Op::Forward => [(M, K), (M, N)],
-        Op::Backward => [(M, N), (M, K)],
-        Op::Dequantize => [(M, K), (N, K)],
+        Op::Forward => [(m, k), (m, n)],
+        Op::Backward => [(m, n), (m, k)],
+        Op::Dequantize => [(m, k), (n, k)],
     };
     let x = Guarded::input(io, &vec![0.5; rows_in * cols_in], rows_in, cols_in, Layout::PLAIN);
     let mut y = Guarded::output(io, rows_out, cols_out, Layout::PLAIN);
     let before = y.snapshot();
-    let mut scratch = Workspace::new(w.workspace(M), product::STALE);
+    let mut scratch = Workspace::new(w.workspace(m), product::STALE);
     let mut cx = ExecContext::cpu(bench.threads);
     cx.workspace = scratch.view()?;
     let (x, out) = match wrong.on {
@@ -176,12 +176,13 @@ fn short_workspace(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> 
             Ok(prepared) => prepared,
             Err(reasons) => return Ok(Seen::Refused(reasons)),
         };
-    let need = w.workspace(M);
+    let (m, k, n) = (problem.m, problem.weight.k, problem.weight.n());
+    let need = w.workspace(m);
     let mut sizes = vec![0, need / 2, need.saturating_sub(64)];
     sizes.dedup();
     for len in sizes.iter().filter(|len| **len < need) {
-        let x = Guarded::input(problem.io, &problem.x, M, K, Layout::PLAIN);
-        let mut y = Guarded::output(problem.io, M, N, Layout::PLAIN);
+        let x = Guarded::input(problem.io, &problem.x, m, k, Layout::PLAIN);
+        let mut y = Guarded::output(problem.io, m, n, Layout::PLAIN);
         let before = y.snapshot();
         let mut scratch = Workspace::new(*len, product::STALE);
         match product::call(&*w, OpSet::FORWARD, ("x", &x), ("y", &mut y), &mut scratch, bench.threads) {

@@ -1,10 +1,10 @@
 //! L5, steadiness: the bits of a result depend on the operands and on nothing else.
+use super::Scope;
+use crate::Level;
 use crate::case::{Bench, Case, Seen};
-use crate::guarded::{Guarded, Layout};
-use crate::lattice::{self, Sketch};
+use crate::guarded::{Guarded, Layout, Place};
 use crate::measure::Problem;
 use crate::product::{self, failed};
-use crate::{Claim, Level};
 use q4_core::{DType, ExecPath, OpSet, PreparedWeight, Result, ThreadPool};
 use std::sync::Barrier;
 
@@ -20,17 +20,17 @@ const CHECKS: [(&str, Check); 7] = [
     ("concurrent", concurrent),
 ];
 
-pub(super) fn cases(claim: &Claim, seed: u64, all: &mut Vec<Case>) {
-    let path = claim.path;
-    let activations = lattice::quantizers(claim.activations)[0];
-    for schema in lattice::encodings(claim.schema) {
+pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
+    let path = scope.claim.path;
+    let Some((_, activations)) = scope.usual() else { return };
+    for schema in scope.encodings() {
         for (name, check) in CHECKS {
             for (io, shape) in
                 [(DType::F32, [130, 272, 5]), (DType::F32, [64, 256, 1]), (DType::BF16, [97, 144, 33])]
             {
-                let sketch = Sketch::plain(schema, activations, io, shape, seed);
+                let sketch = scope.sketch(schema, activations, io, shape);
                 let id = format!("{name}/{}", sketch.name());
-                all.push(Case::new(Level::L5, Some(claim), id, move |bench| {
+                scope.add(all, Level::L5, id, move |bench| {
                     sketch.with(|problem| {
                         let spec = product::spec(bench, problem, OpSet::FORWARD);
                         let w = match product::prepare(bench, path, &problem.weight, &spec)? {
@@ -42,7 +42,7 @@ pub(super) fn cases(claim: &Claim, seed: u64, all: &mut Vec<Case>) {
                                 .bits();
                         check(bench, path, problem, &*w, &want).map(Seen::exactly)
                     })
-                }));
+                });
             }
         }
     }
@@ -67,7 +67,7 @@ fn threads(
     want: &[u8],
 ) -> Result<usize> {
     let mut seen = 0;
-    for count in [1, 2, 3, 5] {
+    for count in [1, 2, 3, 4, 5, 8, 13] {
         let y = product::forward(w, problem, Layout::PLAIN, product::STALE, &ThreadPool::new(count))?;
         seen += same(&format!("the number of threads, here {count}"), problem, &y, want)?;
     }
@@ -83,7 +83,13 @@ fn alignment(
 ) -> Result<usize> {
     let mut seen = 0;
     for offset in [1, 2, 4, 8, 15] {
-        let y = product::forward(w, problem, Layout { gap: 0, offset }, product::STALE, bench.threads)?;
+        let y = product::forward(
+            w,
+            problem,
+            Layout { gap: 0, place: Place::Offset(offset) },
+            product::STALE,
+            bench.threads,
+        )?;
         seen += same(&format!("alignment, here {offset} elements off"), problem, &y, want)?;
     }
     Ok(seen)
@@ -98,7 +104,7 @@ fn stride(
 ) -> Result<usize> {
     let mut seen = 0;
     for gap in [1, 7, 16, 64] {
-        let y = product::forward(w, problem, Layout { gap, offset: 0 }, product::STALE, bench.threads)?;
+        let y = product::forward(w, problem, Layout { gap, ..Layout::PLAIN }, product::STALE, bench.threads)?;
         seen += same(&format!("the stride, here {gap} elements of gap"), problem, &y, want)?;
     }
     Ok(seen)

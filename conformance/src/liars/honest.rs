@@ -87,6 +87,69 @@ pub struct Parts {
     pub(super) before: fn(&Kept, &mut TensorViewMut<'_>) -> Result<()>,
     /// After the result was written.
     pub(super) after: fn(&Kept, &TensorView<'_>, &mut TensorViewMut<'_>),
+    /// Rows are taken from [`Kept::hoard`] instead of being decoded.
+    pub(super) hoarded: bool,
+    /// Stored codes are read beyond their end.
+    pub(super) reads_on: bool,
+    /// What goes wrong in a forward call in this situation.
+    pub(super) fault: fn(&Situation<'_>) -> Fault,
+    /// The same of a backward call, whose output is `[m, k]`.
+    pub(super) backward_fault: fn(&Situation<'_>) -> Fault,
+    /// The same of a decoded matrix `[n, k]`.
+    pub(super) decode_fault: fn(&Situation<'_>) -> Fault,
+}
+
+/// All that a call depends on and must not.
+pub(super) struct Situation<'a> {
+    /// Rows of this call, and the most there may be.
+    pub m: usize,
+    pub max_m: usize,
+    /// Out features of the segments, and all of them.
+    pub rows: &'a [usize],
+    pub n: usize,
+    /// In features.
+    pub k: usize,
+    /// Threads that were lent.
+    pub threads: usize,
+    /// Calls of this weight before this one, and weights that live.
+    pub call: u64,
+    pub live: u64,
+    /// Name of the first segment.
+    pub name: &'a str,
+    /// Type of x.
+    pub io: DType,
+}
+
+/// What goes wrong.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) enum Fault {
+    /// Nothing.
+    None,
+    /// A row of the output is zero.
+    Row(usize),
+    /// A column of the output is zero.
+    Column(usize),
+    /// One element is zero.
+    Element(usize, usize),
+    /// Everything is off by this factor.
+    Factor(f64),
+}
+
+impl Fault {
+    /// That fault where it is so.
+    pub fn when(is_so: bool, fault: Self) -> Self {
+        if is_so { fault } else { Self::None }
+    }
+
+    fn apply(self, out: &mut [f64], columns: usize) {
+        match self {
+            Self::None => {}
+            Self::Row(r) => out[r * columns..][..columns].fill(0.0),
+            Self::Column(c) => out.iter_mut().skip(c).step_by(columns).for_each(|v| *v = 0.0),
+            Self::Element(r, c) => out[r * columns + c] = 0.0,
+            Self::Factor(f) => out.iter_mut().for_each(|v| *v *= f),
+        }
+    }
 }
 
 /// `[m, k]` of f32, k, the format and the type the values had, to what the product multiplies.
@@ -120,7 +183,15 @@ pub(super) const HONEST: Parts = Parts {
     check,
     before: |_, _| Ok(()),
     after: |_, _, _| {},
+    hoarded: false,
+    reads_on: false,
+    fault: |_| Fault::None,
+    backward_fault: |_| Fault::None,
+    decode_fault: |_| Fault::None,
 };
+
+/// Prepared weights that live.
+static LIVE: AtomicU64 = AtomicU64::new(0);
 
 /// A scale's place.
 #[derive(Clone, Copy)]
@@ -208,13 +279,19 @@ impl Q4Backend for Honest {
             },
             x: spec.x,
             y: spec.y,
+            max_m: spec.max_m,
+            name: spec.segments.first().map(|s| s.name.clone()).unwrap_or_default(),
+            rows: w.segments.iter().map(|s| s.rows).collect(),
+            source: w.segments.first().map_or(0, |s| address(&s.data)),
             schema: w.schema,
             segments,
             parts: self.parts,
+            calls: AtomicU64::new(0),
             hoard: Vec::new(),
             last: AtomicU64::new(0),
             shared: Mutex::new(Vec::new()),
         };
+        LIVE.fetch_add(1, Ordering::Relaxed);
         (self.parts.prepared)(&mut kept)?;
         Ok(Box::new(kept))
     }
@@ -258,8 +335,16 @@ pub(super) struct Kept {
     pub x: DType,
     pub y: DType,
     pub schema: Q4Schema,
+    /// Most rows of a call.
+    pub max_m: usize,
+    /// Out features of the segments.
+    pub rows: Vec<usize>,
+    /// Where the caller kept the codes.
+    pub source: usize,
+    name: String,
     segments: Vec<Segment>,
     parts: Parts,
+    calls: AtomicU64,
     /// Memory that is not accounted for.
     pub hoard: Vec<f32>,
     /// Something of the call before.
@@ -281,6 +366,12 @@ impl Segment {
         let mut out = Self { rows, codes: Vec::new(), scales: Vec::new(), absmax: Vec::new(), global: None };
         match data {
             SegmentData::Nvfp4 { codes, scales, global } => {
+                if parts.reads_on {
+                    // SAFETY: it is not: nobody said what lies behind the codes.
+                    std::hint::black_box(unsafe {
+                        codes.as_ptr().cast::<u8>().add(codes.nbytes()).read_volatile()
+                    });
+                }
                 (out.codes, out.scales) = (codes.as_bytes()?.to_vec(), scales.as_bytes()?.to_vec());
                 out.global = *global;
             }
@@ -303,7 +394,35 @@ impl Segment {
     }
 }
 
+impl Drop for Kept {
+    fn drop(&mut self) {
+        LIVE.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+fn address(data: &SegmentData<'_>) -> usize {
+    match data {
+        SegmentData::Nvfp4 { codes, .. } | SegmentData::Nf4 { codes, .. } => codes.as_ptr() as usize,
+        _ => 0,
+    }
+}
+
 impl Kept {
+    fn situation(&self, m: usize, threads: usize) -> Situation<'_> {
+        Situation {
+            m,
+            max_m: self.max_m,
+            rows: &self.rows,
+            n: self.info.n,
+            k: self.info.k,
+            threads,
+            call: self.calls.fetch_add(1, Ordering::Relaxed),
+            live: LIVE.load(Ordering::Relaxed),
+            name: &self.name,
+            io: self.x,
+        }
+    }
+
     /// A dense copy.
     pub fn dense(&self) -> Vec<f32> {
         let (n, k) = (self.info.n, self.info.k);
@@ -323,6 +442,9 @@ impl Kept {
         }
         let (s, k, p) = (&self.segments[segment], self.info.k, &self.parts);
         let global = self.segments[(p.global_of)(segment)].global;
+        let is_tiled =
+            matches!(self.schema, Q4Schema::Nvfp4 { scale_layout: ScaleLayout::Swizzled128x4, .. });
+        let mut scale = 0.0;
         for (i, out) in out.iter_mut().enumerate() {
             let flat = at * k + i;
             *out = match self.schema {
@@ -332,13 +454,11 @@ impl Kept {
                     (p.nf4)(code) * s.absmax[block]
                 }
                 _ => {
-                    let is_tiled = matches!(
-                        self.schema,
-                        Q4Schema::Nvfp4 { scale_layout: ScaleLayout::Swizzled128x4, .. }
-                    );
-                    let b = Block { row: at, block: i / 16, rows: s.rows, blocks: k / 16, is_tiled };
-                    let scale = s.scales[(p.scale_at)(b).min(s.scales.len() - 1)];
-                    (p.value)((p.e2m1)((p.nibble)(&s.codes, flat, true)), (p.e4m3)(scale), global)
+                    if i % 16 == 0 {
+                        let b = Block { row: at, block: i / 16, rows: s.rows, blocks: k / 16, is_tiled };
+                        scale = (p.e4m3)(s.scales[(p.scale_at)(b).min(s.scales.len() - 1)]);
+                    }
+                    (p.value)((p.e2m1)((p.nibble)(&s.codes, flat, true)), scale, global)
                 }
             };
         }
@@ -369,18 +489,23 @@ impl PreparedWeight for Kept {
         for (r, wide) in wide.chunks_mut(k).enumerate() {
             (p.read)(&x, r, wide)?;
         }
+        let fault = (p.fault)(&self.situation(m, threads));
         let input =
             (p.stage)(self, (p.quantise)(wide, k, &(p.activations)(self.info.activations), x.dtype())?);
         let mut out = vec![0f64; m * n];
         let mut row = vec![0.0; k];
         let (rows, columns) = (p.extent)(m, n);
         for j in 0..columns.min(n) {
-            self.decode(j, &mut row);
+            match p.hoarded {
+                true => row.copy_from_slice(&self.hoard[j * k..][..k]),
+                false => drop(self.decode(j, &mut row)),
+            }
             for r in 0..rows.min(m) {
                 let x = &input[r * k..][..k];
                 out[r * n + j] = if is_unsteady { backwards(x, &row) } else { (p.sum)(x, &row) };
             }
         }
+        fault.apply(&mut out, n);
         for (r, out) in out.chunks(n).enumerate() {
             store(&mut y, r, out.iter().map(|v| (p.round)(*v, self.y)))?;
         }
@@ -392,7 +517,7 @@ impl PreparedWeight for Kept {
         &self,
         dy: TensorView<'_>,
         mut dx: TensorViewMut<'_>,
-        _: &mut ExecContext<'_>,
+        cx: &mut ExecContext<'_>,
     ) -> Result<()> {
         let (n, k, p) = (self.info.n, self.info.k, &self.parts);
         let m = dy.shape().first().map_or(0, |m| *m as usize);
@@ -411,6 +536,7 @@ impl PreparedWeight for Kept {
                 sums.iter_mut().zip(&row).for_each(|(s, w)| *s += factor * f64::from(*w));
             }
         }
+        (p.backward_fault)(&self.situation(m, cx.threads.threads())).apply(&mut sums, k);
         sums.chunks(k).enumerate().try_for_each(|(r, sums)| store(&mut dx, r, sums.iter().map(|v| *v as f32)))
     }
 
@@ -418,8 +544,14 @@ impl PreparedWeight for Kept {
         let (n, k, dtype) = (self.info.n, self.info.k, out.as_view().dtype());
         (self.parts.check)((&out.as_view(), dtype, n, k), (&out.as_view(), dtype, n, k))?;
         let mut row = vec![0.0; k];
+        let fault = (self.parts.decode_fault)(&self.situation(1, 1));
         (0..n).try_for_each(|j| {
             self.decode(j, &mut row);
+            match fault {
+                Fault::Row(r) if r == j => row.fill(0.0),
+                Fault::Column(c) => row[c] = 0.0,
+                _ => {}
+            }
             store(&mut out, j, row.iter().copied())
         })
     }

@@ -2,9 +2,13 @@
 //!
 //! All are [`honest()`], one small backend of our own, with one part exchanged. The tables say what each pretends and at which
 //! level it must be caught.
+mod address;
 mod conduct;
 mod decode;
+mod extent;
 mod honest;
+mod magnitude;
+mod narrow;
 mod product;
 
 use crate::Level;
@@ -40,7 +44,14 @@ impl Liar {
 
 /// Every saboteur.
 pub fn liars() -> impl Iterator<Item = &'static Liar> {
-    decode::LIARS.iter().chain(product::LIARS).chain(conduct::LIARS)
+    decode::LIARS
+        .iter()
+        .chain(product::LIARS)
+        .chain(conduct::LIARS)
+        .chain(extent::LIARS)
+        .chain(magnitude::LIARS)
+        .chain(address::LIARS)
+        .chain(narrow::LIARS)
 }
 
 #[cfg(test)]
@@ -52,7 +63,7 @@ mod tests {
     fn there_are_enough_and_each_has_a_name() {
         let names: BTreeSet<_> = liars().map(|l| l.name).collect();
         assert_eq!(names.len(), liars().count());
-        assert!(names.len() >= 40, "{}", names.len());
+        assert!(names.len() >= 170, "{}", names.len());
         assert!(Level::ALL.iter().all(|level| liars().any(|l| l.level == *level)));
     }
 }

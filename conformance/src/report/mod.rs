@@ -7,7 +7,7 @@ mod text;
 
 use crate::case::{CaseResult, Outcome};
 use crate::certificate::{Library, machine};
-use crate::{Level, Options, Profile, SUITE_VERSION};
+use crate::{Level, Limits, Options, Profile, Proof, SUITE_VERSION};
 use q4_core::{BackendDescriptor, Device, HostEnv};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -104,6 +104,9 @@ pub struct ClaimReport {
     pub backend: String,
     /// `nvfp4@1/int8/cpu/fused-dequant`, or `backend` for what concerns the whole.
     pub claim: String,
+    /// The products of that kind that it computes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub limits: Option<Limits>,
     /// Nothing of it is wrong.
     pub conformant: bool,
     /// By level.
@@ -161,6 +164,7 @@ impl Report {
         descriptor: &BackendDescriptor,
         env: &HostEnv,
         options: &Options,
+        proofs: &[Proof],
         results: Vec<CaseResult>,
         mut notes: Vec<String>,
         took: Duration,
@@ -173,6 +177,7 @@ impl Report {
                 claims.push(ClaimReport {
                     backend: backend.clone(),
                     claim: name.to_owned(),
+                    limits: proofs.iter().find(|p| p.claim.to_string() == name).map(|p| p.limits.clone()),
                     conformant: true,
                     levels: BTreeMap::new(),
                     max_error_over_bound: 0.0,
@@ -413,11 +418,12 @@ mod tests {
         let took = Duration::from_millis(1500);
         let notes = vec!["unexpected pass: L1/* of 3 cases is no longer needed (known)".to_owned()];
         let library = Library { path: "/opt/acme/libacme.so".into(), sha256: "0123456789abcdef".repeat(4) };
-        let first = Report::of(&descriptor("acme-q4", "1.2.0"), &env, &options, good, notes, took);
+        let first = Report::of(&descriptor("acme-q4", "1.2.0"), &env, &options, &[], good, notes, took);
         first.loaded_from(library, true).merge(Report::of(
             &descriptor("other-q4", "0.1.0"),
             &env,
             &options,
+            &[],
             bad,
             Vec::new(),
             took,
@@ -445,7 +451,7 @@ mod tests {
             waiver: None,
         };
         let options = Options { device: Device::Cuda(1), ..Options::of(Profile::Inference) };
-        let report = Report::of(&descriptor, &env, &options, vec![failed], Vec::new(), Duration::ZERO);
+        let report = Report::of(&descriptor, &env, &options, &[], vec![failed], Vec::new(), Duration::ZERO);
         let want = |who: &str| [format!("q4 conformance {who} --device cuda:1 --replay '{id}'")];
         let commands = |r: &Report| r.failures.iter().map(|f| f.replay.clone()).collect::<Vec<_>>();
         assert_eq!(commands(&report), want("--backend acme-q4"));

@@ -1,0 +1,215 @@
+//! L5, life: what only shows when a process has lived for a while. Many weights at once, many calls of one, other bytes at the
+//! same address, operands of the caller that end where its memory ends.
+use super::Scope;
+use crate::Level;
+use crate::case::{Bench, Case, Seen};
+use crate::guarded::{Guarded, Layout, Memory, Workspace};
+use crate::lattice::Sketch;
+use crate::measure::Problem;
+use crate::product::{self, failed};
+use crate::stored::mix;
+use q4_core::{DType, ExecContext, ExecPath, OpSet, PreparedWeight, Result, TensorView, TensorViewMut};
+
+/// Weights that live at once, as many as a model of some layers has.
+const WEIGHTS: usize = 48;
+/// Calls of one weight: more than a conversation of a few thousand tokens makes.
+const CALLS: usize = 5000;
+
+type Check = fn(&Bench<'_>, ExecPath, &Sketch) -> Result<Seen>;
+
+pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
+    let path = scope.claim.path;
+    let formats = scope.quantizers();
+    let checks: [(&str, [usize; 3], Check); 5] = [
+        ("many-weights", [32, 64, 3], many_weights),
+        ("many-calls", [16, 64, 1], many_calls),
+        ("same-address", [48, 128, 4], same_address),
+        ("same-operands", [33, 144, 5], same_operands),
+        ("ends-of-memory", [40, 144, 2], ends_of_memory),
+    ];
+    for (i, schema) in scope.encodings().into_iter().enumerate() {
+        for (j, (name, shape, check)) in checks.into_iter().enumerate() {
+            // Thousands of calls are for one encoding, the rest for every one.
+            if name == "many-calls" && i > 0 {
+                continue;
+            }
+            let sketch = scope.sketch(schema, formats[(i + j) % formats.len()], scope.io(), shape);
+            let id = format!("{name}/{}", sketch.name());
+            scope.add(all, Level::L5, id, move |bench| check(bench, path, &sketch));
+        }
+    }
+}
+
+type Prepared = std::result::Result<Box<dyn PreparedWeight>, Vec<q4_core::Reject>>;
+
+fn prepared(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<Prepared> {
+    product::prepare(bench, path, &problem.weight, &product::spec(bench, problem, OpSet::FORWARD))
+}
+
+/// Weights of several shapes are made one after the other and called in another order; some go, others come.
+fn many_weights(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch) -> Result<Seen> {
+    let sketches: Vec<_> = (0..WEIGHTS)
+        .map(|i| {
+            let n = sketch.rows.iter().sum::<usize>() * (1 + i % 3);
+            Sketch { rows: vec![n], seed: sketch.seed ^ (i as u64) << 16, ..sketch.clone() }
+        })
+        .collect();
+    let mut alive = Vec::new();
+    for s in &sketches {
+        match s.with(|problem| prepared(bench, path, problem))? {
+            Ok(w) => alive.push(Some(w)),
+            Err(reasons) => return Ok(Seen::Refused(reasons)),
+        }
+    }
+    let mut seen = Seen::Refused(Vec::new());
+    for turn in 0..3 * WEIGHTS {
+        let i = mix(turn as u64 ^ sketch.seed) as usize % WEIGHTS;
+        if turn % 7 == 6 {
+            alive[i] = None;
+            alive[i] = sketches[i].with(|problem| prepared(bench, path, problem))?.ok();
+        }
+        let Some(w) = &alive[i] else { return Err(failed("the verdict on a weight changed")) };
+        let next = sketches[i].with(|problem| {
+            let y = product::forward(&**w, problem, Layout::PLAIN, product::STALE, bench.threads)?.values();
+            let terms = product::forward_bound(path, problem);
+            Ok(Seen::within(y.len(), product::exact_forward(problem)?.compare("y", &y, terms)?))
+        })?;
+        seen = seen.and(next);
+    }
+    Ok(seen)
+}
+
+/// The last of thousands of calls gives the bits of the first.
+fn many_calls(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch) -> Result<Seen> {
+    sketch.with(|problem| {
+        let w = match prepared(bench, path, problem)? {
+            Ok(w) => w,
+            Err(reasons) => return Ok(Seen::Refused(reasons)),
+        };
+        let (m, k, n) = (problem.m, problem.weight.k, problem.weight.n());
+        let x = Guarded::input(problem.io, &problem.x, m, k, Layout::PLAIN);
+        let mut y = Guarded::output(problem.io, m, n, Layout::PLAIN);
+        let mut scratch = Workspace::new(w.workspace(m), product::STALE);
+        let mut first = None;
+        for call in 0..CALLS {
+            y.poison();
+            let mut cx = ExecContext::cpu(bench.threads);
+            cx.workspace = scratch.view()?;
+            w.forward(x.view()?, y.view_mut()?, &mut cx)?;
+            let first = match &first {
+                Some(first) => first,
+                None => {
+                    let terms = product::forward_bound(path, problem);
+                    product::exact_forward(problem)?.compare("y", &y.values(), terms)?;
+                    first.insert(y.bits())
+                }
+            };
+            if *first != y.bits() {
+                return Err(failed("the same call gave other bits")
+                    .need("those of the first call")
+                    .have(format!("others at call {}", call + 1)));
+            }
+        }
+        Ok(Seen::exactly(CALLS * m * n))
+    })
+}
+
+/// Other bytes in the caller's buffers, at the same address, are another weight.
+fn same_address(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch) -> Result<Seen> {
+    let mut stored = sketch.weight();
+    let mut seen = Seen::Refused(Vec::new());
+    for turn in 0..3u64 {
+        let next = Sketch { seed: sketch.seed ^ turn << 24, ..sketch.clone() };
+        stored.overwrite(&next.weight());
+        let made = stored.lend(|weight| {
+            let problem = problem_of(&next, weight);
+            let w = match prepared(bench, path, &problem)? {
+                Ok(w) => w,
+                Err(reasons) => return Ok(Seen::Refused(reasons)),
+            };
+            let y = product::forward(&*w, &problem, Layout::PLAIN, product::STALE, bench.threads)?.values();
+            let terms = product::forward_bound(path, &problem);
+            Ok(Seen::within(y.len(), product::exact_forward(&problem)?.compare("y", &y, terms)?))
+        })?;
+        seen = seen.and(made);
+    }
+    Ok(seen)
+}
+
+/// Other values in the caller's x, at the same address, are another input, with and without another row in between.
+fn same_operands(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch) -> Result<Seen> {
+    sketch.with(|problem| {
+        let w = match prepared(bench, path, problem)? {
+            Ok(w) => w,
+            Err(reasons) => return Ok(Seen::Refused(reasons)),
+        };
+        let (m, k, n) = (problem.m, problem.weight.k, problem.weight.n());
+        let mut x = vec![0f32; m * k];
+        let mut y = Guarded::output(DType::F32, m, n, Layout::PLAIN);
+        if problem.io != DType::F32 {
+            y = Guarded::output(problem.io, m, n, Layout::PLAIN);
+        }
+        let mut scratch = Workspace::new(w.workspace(m), product::STALE);
+        let mut buffer = vec![0u8; m * k * problem.io.size()];
+        let mut seen = Seen::Refused(Vec::new());
+        for turn in 0..4 {
+            for (i, x) in x.iter_mut().enumerate() {
+                // The first and the last rows stay: a look at some of the values is no look at all of them.
+                let is_edge = i < k || i >= (m - 1) * k;
+                *x = problem.x[if is_edge { i } else { (i + turn * 37) % (m * k) }];
+            }
+            buffer.copy_from_slice(&crate::stored::bytes_of(&q4_core::selfcheck::IoBuffer::new(
+                problem.io, &x,
+            )));
+            y.poison();
+            let mut cx = ExecContext::cpu(bench.threads);
+            cx.workspace = scratch.view()?;
+            w.forward(TensorView::of_bytes(&buffer, problem.io, &[m, k])?, y.view_mut()?, &mut cx)?;
+            let now = Problem { name: String::new(), x: x.clone(), recorded: None, ..*problem };
+            let terms = product::forward_bound(path, &now);
+            let worst = product::exact_forward(&now)?.compare("y", &y.values(), terms)?;
+            seen = seen.and(Seen::within(m * n, worst));
+        }
+        Ok(seen)
+    })
+}
+
+/// The stored bytes and the scratch end where the next page is nobody's: who reads on, dies of it.
+fn ends_of_memory(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch) -> Result<Seen> {
+    let stored = sketch.weight().before_holes();
+    stored.lend(|weight| {
+        let problem = problem_of(sketch, weight);
+        let w = match prepared(bench, path, &problem)? {
+            Ok(w) => w,
+            Err(reasons) => return Ok(Seen::Refused(reasons)),
+        };
+        let (m, k, n) = (problem.m, problem.weight.k, problem.weight.n());
+        let x = Guarded::input(problem.io, &problem.x, m, k, Layout::HOSTILE);
+        let mut y = Guarded::output(problem.io, m, n, Layout::HOSTILE);
+        // Scratch is aligned to 64 bytes and a multiple of them long where backends ask for whole lines.
+        let need = w.workspace(m);
+        let mut scratch = Memory::before_a_hole(need.next_multiple_of(64).max(64), product::STALE);
+        let at = scratch.len() - need.next_multiple_of(64);
+        let mut cx = ExecContext::cpu(bench.threads);
+        if need > 0 {
+            cx.workspace = Some(TensorViewMut::of(&mut scratch[at..at + need], &[need])?);
+        }
+        w.forward(x.view()?, y.view_mut()?, &mut cx)?;
+        let terms = product::forward_bound(path, &problem);
+        let worst = product::exact_forward(&problem)?.compare("y", &y.values(), terms)?;
+        Ok(Seen::within(m * n, worst))
+    })
+}
+
+fn problem_of<'a>(sketch: &Sketch, weight: &q4_core::Q4Weight<'a>) -> Problem<'a> {
+    Problem {
+        name: sketch.name(),
+        weight: *weight,
+        x: sketch.input(),
+        m: sketch.m,
+        max_m: sketch.max_m,
+        activations: sketch.activations,
+        io: sketch.io,
+        recorded: None,
+    }
+}
