@@ -1,9 +1,10 @@
 //! Where cases run: in this process, or in children that may die, hang or eat memory without taking the report along.
 use crate::case::{Bench, Case, CaseResult, Outcome};
 use crate::memory::resident_of;
+use q4_core::stderr::Stderr;
 use q4_core::{Code, Error, Result};
 use serde::{Deserialize, Serialize};
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, Write};
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -65,7 +66,15 @@ pub fn serve(cases: &[Case], range: Range<usize>, bench: &Bench<'_>, out: &mut d
     };
     for i in range {
         let Some(case) = cases.get(i) else {
-            return Err(Error::new(Code::Internal, "a child process has fewer cases than its parent"));
+            // Which cases there are depends on the backend's answers about this machine.
+            let features = bench.env.cpu_features.join(" ");
+            return Err(Error::new(
+                Code::ConformanceFailed,
+                "a child process has fewer cases than its parent",
+            )
+            .need(format!("case {i}, on the processor that the parent sees"))
+            .have(format!("{} cases on one with `{features}`", cases.len()))
+            .fix("an emulator or valgrind may hide features; for a tool, start one process: --in-process"));
         };
         send(&Line::Started(i))?;
         send(&Line::Ended(one(case, bench)))?;
@@ -126,15 +135,10 @@ impl ChildProcesses {
         let mut command = (self.command)(0..0);
         let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn();
         let mut child = Lost(child.map_err(|e| failed(format!("none could be started: {e}")))?);
-        let errors = tail_of(&mut child.0);
+        let stderr = child.0.stderr.take().map(Stderr::listen);
         match child.ended_within(self.time_limit) {
             Some(status) if status.success() => Ok(()),
-            Some(status) => {
-                let tail = errors.recv_timeout(Duration::from_millis(500)).unwrap_or_default();
-                Err(failed(
-                    [&format!("one that ended: {status}"), tail.trim()].join(" ").trim_end().to_owned(),
-                ))
-            }
+            Some(status) => Err(failed(with_stderr(format!("one that ended: {status}"), stderr))),
             None => Err(failed(format!("one without an end within {} s", self.time_limit.as_secs_f64()))),
         }
     }
@@ -160,7 +164,7 @@ impl ChildProcesses {
             }
         };
         let lines = lines_of(&mut child.0);
-        let errors = tail_of(&mut child.0);
+        let stderr = child.0.stderr.take().map(Stderr::listen);
         let (mut last, mut begun) = (Instant::now(), false);
         let (outcome, why) = loop {
             match lines.recv_timeout(Duration::from_millis(50)) {
@@ -199,16 +203,12 @@ impl ChildProcesses {
         // A child that closed its stdout and goes on is as lost as one that ended.
         let status = if outcome == Outcome::Crash { child.ended_within(self.time_limit) } else { None };
         drop(child);
-        let mut why = match status {
+        let why = match status {
             Some(status) => format!("the process ended: {status}"),
             None if why.is_empty() => "the process closed its output and went on".into(),
             None => why,
         };
-        if let Ok(tail) = errors.recv_timeout(Duration::from_millis(500))
-            && !tail.trim().is_empty()
-        {
-            why = format!("{why}; stderr ends with: {}", tail.trim());
-        }
+        let why = with_stderr(why, stderr);
         (next + 1, each(CaseResult::ended(&cases[next], outcome, Some(why))))
     }
 }
@@ -254,22 +254,10 @@ fn lines_of(child: &mut Child) -> Receiver<String> {
     receive
 }
 
-/// The last bytes of a child's stderr, once it has ended.
-fn tail_of(child: &mut Child) -> Receiver<String> {
-    const KEPT: usize = 600;
-    let (send, receive) = channel();
-    if let Some(mut err) = child.stderr.take() {
-        std::thread::spawn(move || {
-            let (mut kept, mut buffer) = (Vec::new(), [0; 4096]);
-            while let Ok(n @ 1..) = err.read(&mut buffer) {
-                kept.extend_from_slice(&buffer[..n]);
-                let over = kept.len().saturating_sub(KEPT);
-                kept.drain(..over);
-            }
-            let _ = send.send(String::from_utf8_lossy(&kept).into_owned());
-        });
-    }
-    receive
+/// What became of a child, then what it wrote to its stderr: where it crashed first.
+fn with_stderr(what: String, stderr: Option<Stderr>) -> String {
+    let said = stderr.map(|s| s.text(Duration::from_millis(500))).unwrap_or_default();
+    if said.is_empty() { what } else { format!("{what}\n{said}") }
 }
 
 fn parse(text: &str) -> Option<Line> {
@@ -328,6 +316,68 @@ mod tests {
         assert_eq!(begun, (Outcome::Hang, "no end within 0.3 s".into()));
         let silent = outcome("exec sleep 30");
         assert_eq!(silent, (Outcome::Error, "the child process did not begin this case within 0.3 s".into()));
+    }
+
+    /// A sanitizer's report begins with what happened and ends with a legend that is longer than the rest.
+    #[test]
+    fn the_head_of_what_a_lost_child_wrote_is_told_and_where_it_crashed_first() {
+        let (how, why) = outcome(
+            "printf 'ERROR: heap-buffer-overflow\\n  #0 in forward kernel.c:7\\n' >&2; \
+             head -c 20000 /dev/zero | tr '\\0' 'x' >&2; \
+             printf '\\nq4-crash: signal 11 in libv.so+0x12\\nthe end\\n' >&2; kill -SEGV $$",
+        );
+        assert_eq!(how, Outcome::Crash);
+        let lines: Vec<_> = why.lines().collect();
+        assert!(lines[0].contains("signal: 11"), "{why}");
+        let head = ["signal 11 in libv.so+0x12", "ERROR: heap-buffer-overflow", "  #0 in forward kernel.c:7"];
+        assert_eq!(lines[1..4], head, "{why}");
+        assert!(why.ends_with("the end") && why.len() < 5000, "{why}");
+    }
+
+    /// An emulator that starts the children may have another processor than the parent.
+    #[test]
+    fn a_child_with_fewer_cases_blames_the_processor_and_not_q4() {
+        let env = q4_core::HostEnv { cpu_features: vec!["avx2".into(), "fma".into()], ..Default::default() };
+        let threads = q4_core::ThreadPool::new(1);
+        struct Nobody(q4_core::BackendDescriptor);
+        impl q4_core::Q4Backend for Nobody {
+            fn descriptor(&self) -> &q4_core::BackendDescriptor {
+                &self.0
+            }
+            fn probe(&self, _: &q4_core::HostEnv) -> Vec<q4_core::ProbeItem> {
+                Vec::new()
+            }
+            fn can_prepare(
+                &self,
+                _: &q4_core::LinearSpec,
+                _: q4_core::ExecPath,
+                _: &q4_core::HostEnv,
+            ) -> q4_core::Verdict {
+                Ok(())
+            }
+            fn prepare(
+                &self,
+                _: &q4_core::Q4Weight<'_>,
+                _: &q4_core::LinearSpec,
+                _: q4_core::ExecPath,
+                _: &mut q4_core::ExecContext<'_>,
+            ) -> Result<Box<dyn q4_core::PreparedWeight>> {
+                Err(Error::new(Code::Internal, "nobody"))
+            }
+        }
+        let nobody = Nobody(q4_core::BackendDescriptor {
+            name: "nobody".into(),
+            version: "1".into(),
+            vendor: "nobody".into(),
+            priority: 0,
+            offers: Vec::new(),
+        });
+        let device = q4_core::Device::Cpu;
+        let bench = Bench { backend: &nobody, env: &env, device, threads: &threads, abi: None };
+        let e = serve(&[], 3..4, &bench, &mut Vec::new()).expect_err("no such case");
+        assert_eq!(e.code(), Code::ConformanceFailed);
+        let text = e.to_string();
+        assert!(text.contains("`avx2 fma`") && text.contains("--in-process"), "{text}");
     }
 
     #[test]

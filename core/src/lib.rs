@@ -23,6 +23,7 @@ mod schema;
 mod select;
 pub mod selfcheck;
 pub mod stage;
+pub mod stderr;
 mod tensor;
 mod threads;
 mod weight;

@@ -90,7 +90,7 @@ impl TableCases {
     fn query_repeats(&self) -> Result<()> {
         let (first, again) = (self.ask(ABI_MAJOR, INTERFACE_BACKEND), self.ask(ABI_MAJOR, INTERFACE_BACKEND));
         expect("query", first.0 == status::OK && first == again, "the same table twice", || {
-            format!("{first:?}, {again:?}")
+            format!("status {} and {:p}, then status {} and {:p}", first.0, first.1, again.0, again.1)
         })
     }
 
@@ -111,9 +111,8 @@ impl TableCases {
             let mut newer = Newer::of(*lent.raw());
             newer.known.struct_size = size_of_val(&newer);
             let (exact, longer) = (self.verdict(lent.raw())?, self.verdict((&raw const newer).cast())?);
-            expect("verdict on a longer spec", exact == longer, &format!("{exact:?}"), || {
-                format!("{longer:?}")
-            })?;
+            let words = |(code, reasons): (Q4Status, usize)| format!("status {code} with {reasons} reasons");
+            expect("verdict on a longer spec", exact == longer, &words(exact), || words(longer))?;
         }
         Ok(())
     }
@@ -174,9 +173,12 @@ impl TableCases {
         };
         let ((long, full), (short, told)) = (fails(4096)?, fails(3)?);
         let need = format!("{full} bytes told, at most 3 written");
+        let shown = String::from_utf8_lossy(&short[..8]).into_owned();
         let fits =
             full > 0 && told == full && short[3..].iter().all(|b| *b == 0xee) && long[..2] == short[..2];
-        expect("text of an error in 3 bytes", fits, &need, || format!("{told} told, {:?}", &short[..8]))?;
+        expect("text of an error in 3 bytes", fits, &need, || {
+            format!("{told} told, `{shown}` in the buffer")
+        })?;
         let code = session.call(&x, &y, &exec, ptr::null_mut())?;
         expect("an error without a buffer", code != status::OK, "an error", || "success".into())
     }

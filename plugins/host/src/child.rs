@@ -1,6 +1,7 @@
 //! Loading in a child process first: a constructor that kills, exits or hangs ends a child, and is told as a reason.
 use crate::descriptor::Descriptor;
 use crate::{Loader, file, one};
+use q4_core::stderr::Stderr;
 use q4_core::{Reject, RejectCode};
 use serde_json::{Value, json};
 use std::ffi::OsString;
@@ -18,6 +19,7 @@ const REFUSED: u8 = 6;
 /// What the child does: loads the library named by the first argument, says what came of it on one line, and ends as a
 /// process ends, destructors included. Exit status 0 or 6.
 pub fn probe_main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
+    crate::tell_crashes();
     let Some(path) = args.into_iter().next() else {
         println!(
             "{MARK}{}",
@@ -61,10 +63,10 @@ pub enum ChildVerdict {
     },
     /// It is refused.
     Refused(Vec<Reject>),
-    /// The library ended the process with a signal.
-    Killed(i32),
-    /// The library ended the process itself, with this status.
-    Exited(i32),
+    /// The library ended the process with a signal; then what the process wrote to its stderr.
+    Killed(i32, String),
+    /// The library ended the process itself, with this status; then the same.
+    Exited(i32, String),
     /// The library did not come back in time.
     TimedOut(Duration),
     /// The child could not be started or observed.
@@ -81,12 +83,13 @@ impl Prober {
     /// Loads `path` in a child.
     pub fn probe(&self, path: &Path) -> ChildVerdict {
         let mut command = Command::new(&self.program);
-        command.args(&self.args).arg(path).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+        command.args(&self.args).arg(path).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = match command.spawn() {
             Ok(child) => child,
             Err(e) => return ChildVerdict::NotRun(format!("{}: {e}", self.program.display())),
         };
         let output = listen(&mut child);
+        let stderr = child.stderr.take().map(Stderr::listen);
         let Some(status) = wait(&mut child, self.limit) else {
             // It may have ended just now; either way it is gone afterwards.
             let _ = child.kill();
@@ -95,7 +98,7 @@ impl Prober {
         };
         // A grandchild may keep the pipe open for ever.
         let text = output.recv_timeout(Duration::from_secs(1)).unwrap_or_default();
-        judge(status, &text)
+        judge(status, &text, || stderr.map(|s| s.text(Duration::from_millis(500))).unwrap_or_default())
     }
 }
 
@@ -112,14 +115,20 @@ impl ChildVerdict {
             Self::Loads { sha256, .. } => Err(vec![file::changed(examined, &sha256)]),
             // The child's texts name the path already; so will ours.
             Self::Refused(reasons) => Err(reasons),
-            Self::Killed(signal) => died(format!("killed by signal {signal}")),
-            Self::Exited(status) => died(format!("the process exited with status {status}")),
+            Self::Killed(signal, said) => died(with(format!("killed by signal {signal}"), &said)),
+            Self::Exited(status, said) => {
+                died(with(format!("the process exited with status {status}"), &said))
+            }
             Self::TimedOut(limit) => {
                 Err(one(RejectCode::TimedOut, need, format!("no return within {limit:?}")))
             }
             Self::NotRun(why) => Err(one(RejectCode::Internal, need, why)),
         }
     }
+}
+
+fn with(what: String, said: &str) -> String {
+    if said.is_empty() { what } else { format!("{what}: {said}") }
 }
 
 fn listen(child: &mut Child) -> mpsc::Receiver<String> {
@@ -149,15 +158,15 @@ fn wait(child: &mut Child, limit: Duration) -> Option<ExitStatus> {
     }
 }
 
-fn judge(status: ExitStatus, text: &str) -> ChildVerdict {
+fn judge(status: ExitStatus, text: &str, said: impl FnOnce() -> String) -> ChildVerdict {
     #[cfg(unix)]
     if let Some(signal) = std::os::unix::process::ExitStatusExt::signal(&status) {
-        return ChildVerdict::Killed(signal);
+        return ChildVerdict::Killed(signal, said());
     }
     let code = status.code().unwrap_or(-1);
     let line = text.lines().rev().find_map(|l| l.strip_prefix(MARK));
     let Some(answer) = line.and_then(|l| serde_json::from_str::<Value>(l).ok()) else {
-        return ChildVerdict::Exited(code);
+        return ChildVerdict::Exited(code, said());
     };
     let word = |v: &Value, key: &str| v[key].as_str().unwrap_or_default().to_owned();
     match (code, answer["loaded"].as_bool()) {
@@ -178,6 +187,6 @@ fn judge(status: ExitStatus, text: &str) -> ChildVerdict {
             };
             ChildVerdict::Refused(answer["reasons"].as_array().into_iter().flatten().map(reason).collect())
         }
-        _ => ChildVerdict::Exited(code),
+        _ => ChildVerdict::Exited(code, said()),
     }
 }

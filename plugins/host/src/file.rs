@@ -69,15 +69,15 @@ fn hash(file: &mut File, copy: &mut impl Write) -> io::Result<(String, u64)> {
 }
 
 /// A copy in memory that nobody can write to any more, this process included: whoever may write the file cannot change what was
-/// hashed.
+/// hashed. `name` is what profilers see, `/memfd:NAME`.
 #[cfg(target_os = "linux")]
-pub fn sealed(mut file: File, sha256: &str) -> Result<File, Reject> {
+pub fn sealed(mut file: File, name: &str, sha256: &str) -> Result<File, Reject> {
     use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
     let failed = |e: io::Error| {
         Reject::new(RejectCode::LibraryMissing, "a sealed copy of the library in memory", e.to_string())
     };
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    let mut copy = File::from(memfd_create("q4-plugin", flags).map_err(|e| failed(e.into()))?);
+    let mut copy = File::from(memfd_create(called(name), flags).map_err(|e| failed(e.into()))?);
     file.rewind().map_err(failed)?;
     let (copied, _) = hash(&mut file, &mut copy).map_err(failed)?;
     if copied != sha256 {
@@ -86,6 +86,14 @@ pub fn sealed(mut file: File, sha256: &str) -> Result<File, Reject> {
     fcntl_add_seals(&copy, SealFlags::WRITE | SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL)
         .map_err(|e| failed(e.into()))?;
     Ok(copy)
+}
+
+/// As much of a name as a file in memory may have.
+#[cfg(target_os = "linux")]
+fn called(name: &str) -> &str {
+    const LONGEST: usize = 249;
+    let end = (0..=LONGEST.min(name.len())).rev().find(|end| name.is_char_boundary(*end));
+    &name[..end.unwrap_or(0)]
 }
 
 /// The reason against a file that is another now than when it was hashed.

@@ -11,16 +11,21 @@
 mod backend;
 mod cases;
 mod child;
+#[cfg(target_os = "linux")]
+mod crash;
 mod descriptor;
 #[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
 mod elf;
 mod file;
 mod library;
 mod maps;
+mod rounding;
 mod table;
 
 pub use cases::TableCases;
 pub use child::{ChildVerdict, Prober, probe_main};
+#[cfg(target_os = "linux")]
+pub use crash::tell_crashes;
 pub use descriptor::Descriptor;
 pub use library::Door;
 pub use table::Speaks;
@@ -36,8 +41,7 @@ pub struct Examined {
     pub descriptor: Descriptor,
     opened: file::Opened,
     given: PathBuf,
-    door: Door,
-    speaks: Speaks,
+    how: library::How,
 }
 
 /// A library that was loaded, and the backend in it.
@@ -115,6 +119,10 @@ impl From<Refusal> for Error {
     }
 }
 
+/// From now on this process says where it crashes: on Linux.
+#[cfg(not(target_os = "linux"))]
+pub fn tell_crashes() {}
+
 /// How libraries are loaded.
 #[derive(Clone, Debug, Default)]
 pub struct Loader {
@@ -124,6 +132,9 @@ pub struct Loader {
     pub speaks: Speaks,
     /// Loads in a child process first, when there is one.
     pub prober: Option<Prober>,
+    /// Maps the file itself and not a sealed copy of what was hashed, so that tools which read code and source lines from
+    /// the path of a mapping find them. For debugging: who may write the file may change what runs.
+    pub in_place: bool,
 }
 
 impl Loader {
@@ -138,7 +149,7 @@ impl Loader {
         match self.look(path, &mut refusal) {
             Ok((opened, Some(descriptor))) => {
                 let given = path.to_owned();
-                Ok(Examined { descriptor, opened, given, door: self.door, speaks: self.speaks })
+                Ok(Examined { descriptor, opened, given, how: self.how() })
             }
             Ok((_, None)) => {
                 let need = "a child process that says who the library is";
@@ -155,8 +166,7 @@ impl Loader {
     pub fn load(&self, path: &Path) -> Result<Loaded, Refusal> {
         let mut refusal = Refusal::of(path);
         let looked = self.look(path, &mut refusal);
-        let loaded =
-            looked.and_then(|(opened, found)| finish(opened, found, self.door, self.speaks, &mut refusal));
+        let loaded = looked.and_then(|(opened, found)| finish(opened, found, self.how(), &mut refusal));
         loaded.map_err(|reasons| refusal.because(reasons))
     }
 
@@ -166,6 +176,10 @@ impl Loader {
     /// When the folder itself cannot be read.
     pub fn load_dir(&self, folder: &Path) -> Result<Vec<Result<Loaded, Refusal>>, Error> {
         Ok(libraries(folder)?.iter().map(|p| self.load(p)).collect())
+    }
+
+    fn how(&self) -> library::How {
+        library::How { door: self.door, speaks: self.speaks, in_place: self.in_place }
     }
 
     fn look(
@@ -201,7 +215,7 @@ impl Examined {
         let mut refusal = Refusal::of(&self.given);
         refusal.sha256 = Some(self.opened.sha256.clone());
         refusal.name.clone_from(&self.descriptor.name);
-        finish(self.opened, Some(self.descriptor), self.door, self.speaks, &mut refusal)
+        finish(self.opened, Some(self.descriptor), self.how, &mut refusal)
             .map_err(|reasons| refusal.because(reasons))
     }
 }
@@ -210,11 +224,10 @@ impl Examined {
 fn finish(
     opened: file::Opened,
     described: Option<Descriptor>,
-    door: Door,
-    speaks: Speaks,
+    how: library::How,
     refusal: &mut Refusal,
 ) -> Result<Loaded, Vec<Reject>> {
-    let mapped = library::map(opened, described, door, speaks)?;
+    let mapped = library::map(opened, described, how)?;
     refusal.name.clone_from(&mapped.descriptor.name);
     let plugin = backend::Plugin::new(&mapped)?;
     let library::Mapped { descriptor, sha256, path, door, table, query } = mapped;

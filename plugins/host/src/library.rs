@@ -3,6 +3,7 @@ use crate::descriptor::Descriptor;
 use crate::file::Opened;
 use crate::maps::Maps;
 use crate::one;
+use crate::rounding::Mode;
 use crate::table::{Speaks, Table};
 use q4_core::{Reject, RejectCode};
 use q4_plugin_abi::{
@@ -76,17 +77,24 @@ pub fn describe(opened: &Opened, door: Door, name: &mut String) -> Result<Option
     }
 }
 
+/// How a library is mapped and asked.
+#[derive(Clone, Copy)]
+pub struct How {
+    pub door: Door,
+    pub speaks: Speaks,
+    /// The file itself, and not a copy.
+    pub in_place: bool,
+}
+
 /// Maps the bytes that were hashed, and gets and checks their table.
-pub fn map(
-    opened: Opened,
-    described: Option<Descriptor>,
-    door: Door,
-    speaks: Speaks,
-) -> Result<Mapped, Vec<Reject>> {
+pub fn map(opened: Opened, described: Option<Descriptor>, how: How) -> Result<Mapped, Vec<Reject>> {
+    let How { door, speaks, in_place } = how;
     let Opened { path, file, sha256, .. } = opened;
-    let name = loadable(file, &path, &sha256).map_err(|r| vec![r])?;
+    let name = if in_place { Ok(path.clone()) } else { loadable(file, &path, &sha256) };
+    let (name, mode) = (name.map_err(|r| vec![r])?, Mode::now());
     let handle =
         dlopen(&name).map_err(|e| one(RejectCode::LibraryMissing, "a library the system can load", e))?;
+    mode.unchanged()?;
     let in_memory = descriptor(&handle, &Maps::now())?;
     if let Some(in_file) = described.filter(|d| *d != in_memory) {
         let need = format!("the descriptor in the file: {} {}", in_file.name, in_file.version);
@@ -106,21 +114,34 @@ pub fn map(
 /// What to hand to the system's loader: on Linux a sealed copy of what was hashed, so that it is what is mapped, now and as long
 /// as it runs. The handle is never closed, because the loader takes two libraries of one name for one, and a closed number would be
 /// given out again. A library that looks for others beside itself does not find them that way; it has to name their folder.
+///
+/// The name goes into the loader's list, and debuggers open it in a process of their own: `/proc/self` would be theirs, and
+/// a pipe of theirs may have that number.
 #[cfg(target_os = "linux")]
-fn loadable(file: std::fs::File, _: &std::path::Path, sha256: &str) -> Result<PathBuf, Reject> {
+fn loadable(file: std::fs::File, path: &std::path::Path, sha256: &str) -> Result<PathBuf, Reject> {
     use std::collections::BTreeMap;
-    use std::os::fd::IntoRawFd;
+    use std::fs::metadata;
+    use std::os::fd::{IntoRawFd, RawFd};
+    use std::os::unix::fs::MetadataExt;
     use std::sync::Mutex;
     /// By hash: the same bytes are one library, with one set of globals, as the same file would be.
-    static COPIES: Mutex<BTreeMap<String, PathBuf>> = Mutex::new(BTreeMap::new());
+    static COPIES: Mutex<BTreeMap<String, RawFd>> = Mutex::new(BTreeMap::new());
     let mut copies = COPIES.lock().unwrap_or_else(|e| e.into_inner());
-    if let Some(name) = copies.get(sha256) {
-        return Ok(name.clone());
-    }
-    let copy = crate::file::sealed(file, sha256)?;
-    let name = PathBuf::from(format!("/proc/self/fd/{}", copy.into_raw_fd()));
-    copies.insert(sha256.to_owned(), name.clone());
-    Ok(name)
+    let copy = match copies.get(sha256) {
+        Some(copy) => *copy,
+        None => {
+            let called = path.file_name().unwrap_or_default().to_string_lossy();
+            let copy = crate::file::sealed(file, &called, sha256)?.into_raw_fd();
+            copies.insert(sha256.to_owned(), copy);
+            copy
+        }
+    };
+    // The number of this process, which may be a fork of the one that made the copy.
+    let [own, ours] = [std::process::id().to_string(), "self".into()]
+        .map(|process| PathBuf::from(format!("/proc/{process}/fd/{copy}")));
+    let file_of = |name: &PathBuf| metadata(name).map(|m| (m.dev(), m.ino())).ok();
+    // Where /proc counts processes otherwise than this one does, the number means somebody else.
+    Ok(if file_of(&own).is_some() && file_of(&own) == file_of(&ours) { own } else { ours })
 }
 
 #[cfg(not(target_os = "linux"))]

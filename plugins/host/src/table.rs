@@ -132,11 +132,9 @@ fn offers(api: &Q4BackendV1, maps: &Maps) -> Result<Vec<(Cow<'static, str>, Exec
         .filter_map(|o| Some((codes::schema_from(o.schema, o.revision)?.into(), codes::path_from(o.path)?)))
         .collect();
     if known.is_empty() {
-        return Err(Reject::new(
-            RejectCode::SchemaUnsupported,
-            "an offer this program knows",
-            format!("{all:?}"),
-        ));
+        let one = |o: &Q4Offer| format!("schema {} revision {} via path {}", o.schema, o.revision, o.path);
+        let have = all.iter().map(one).collect::<Vec<_>>().join(", ");
+        return Err(Reject::new(RejectCode::SchemaUnsupported, "an offer this program knows", have));
     }
     Ok(known)
 }

@@ -36,16 +36,29 @@ fn with_constructor(dir: &Path, name: &str, body: &str) -> ChildVerdict {
 fn constructors_that_kill_or_hang_are_reported() {
     let dir = tempfile::tempdir().unwrap();
     let with = |name, body| with_constructor(dir.path(), name, body);
-    assert_eq!(with("aborts", "abort();"), ChildVerdict::Killed(6));
-    assert_eq!(with("faults", "*(volatile int *)8 = 1;"), ChildVerdict::Killed(11));
-    assert_eq!(with("exits", "exit(0);"), ChildVerdict::Exited(0));
-    assert_eq!(with("leaves", "_exit(6);"), ChildVerdict::Exited(6));
+    let says = |verdict: ChildVerdict, signal: i32, words: &[&str]| {
+        let ChildVerdict::Killed(by, said) = verdict else { panic!("{verdict:?}") };
+        assert_eq!(by, signal, "{said}");
+        words.iter().for_each(|word| assert!(said.contains(word), "no {word} in {said}"));
+    };
+    says(with("aborts", "abort();"), 6, &["signal 6 (SIGABRT) in ", "; on the stack: aborts.so+0x"]);
+    let fault = with("faults", "fputs(\"and says why\", stderr); *(volatile int *)8 = 1;");
+    says(fault, 11, &["signal 11 (SIGSEGV) at address 0x8 in faults.so+0x", "and says why"]);
+    says(with("divides", "volatile int zero = 0; zero = 7 / zero;"), 8, &["(SIGFPE) in divides.so+0x"]);
+    says(with("is-no-code", "__builtin_trap();"), 4, &["(SIGILL) in is-no-code.so+0x"]);
+    // Without an end: what a compiler makes of this must use the stack.
+    let deep =
+        "volatile char full[4096]; full[0] = 1; void (*volatile again)(void) = early; again(); full[1] = 2;";
+    says(with("is-deep", deep), 11, &["in is-deep.so+0x"]);
+    assert_eq!(with("exits", "exit(0);"), ChildVerdict::Exited(0, String::new()));
+    let last = with("leaves", "fputs(\"a reason\", stderr); _exit(6);");
+    assert_eq!(last, ChildVerdict::Exited(6, "a reason".into()));
     assert_eq!(with("hangs", "for (;;) pause();"), ChildVerdict::TimedOut(Duration::from_secs(3)));
     let noise = "for (;;) { printf(\"q4-plugin-probe {\\\"loaded\\\":true}\\n\"); fflush(stdout); }";
     assert_eq!(with("floods", noise), ChildVerdict::TimedOut(Duration::from_secs(3)));
     // The verdict is that of the whole life of the process.
     let late = "atexit((void (*)(void))abort);";
-    assert_eq!(with("aborts-at-exit", late), ChildVerdict::Killed(6));
+    says(with("aborts-at-exit", late), 6, &["SIGABRT"]);
 }
 
 #[test]
