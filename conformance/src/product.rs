@@ -324,6 +324,7 @@ pub(crate) fn check_decode(
     scratch.check_guards()?;
     let got = y.values();
     let mut row = vec![0.0; k];
+    let (mut wrong, mut first) = (0usize, None);
     for j in 0..n {
         decoder.row(j, &mut row);
         for (i, (got, exact)) in got[j * k..][..k].iter().zip(&row).enumerate() {
@@ -333,13 +334,16 @@ pub(crate) fn check_decode(
                 _ => *exact,
             };
             if got.to_bits() != want.to_bits() && !(*got == 0.0 && want == 0.0) {
-                return Err(failed(&format!("decoded w[{j}, {i}] in {out}"))
-                    .need(format!("{want:e} ({:#010x}), bit for bit", want.to_bits()))
-                    .have(format!("{got:e} ({:#010x})", got.to_bits())));
+                wrong += 1;
+                first = first.or(Some((j, i, want, *got)));
             }
         }
     }
-    Ok(n * k)
+    let Some((j, i, want, got)) = first else { return Ok(n * k) };
+    let others = if wrong > 1 { format!(" and {} more of {}", wrong - 1, n * k) } else { String::new() };
+    Err(failed(&format!("decoded w[{j}, {i}]{others} in {out}"))
+        .need(format!("{want:e} ({:#010x}), bit for bit", want.to_bits()))
+        .have(format!("{got:e} ({:#010x})", got.to_bits())))
 }
 
 /// A failure of the backend.

@@ -4,7 +4,9 @@ use crate::case::{AbiProbe, Bench, Case, Seen};
 use crate::claim::{SCHEMAS, plain_spec};
 use crate::lattice;
 use crate::product::failed;
-use q4_core::{Device, ExecPath, LinearSpec, ProbeItem, Q4Schema, Result, Verdict};
+use q4_core::{
+    BackendDescriptor, Device, ExecPath, LinearSpec, ProbeItem, Q4Schema, Reject, Result, Verdict,
+};
 use std::collections::BTreeSet;
 
 /// Every path there is.
@@ -43,20 +45,20 @@ fn descriptor(bench: &Bench<'_>) -> Result<Seen> {
             .have(d.name.to_string()));
     }
     if d.version.is_empty() || d.vendor.is_empty() {
-        return Err(failed("descriptor").need("a version and a vendor").have(format!("{d:?}")));
+        return Err(failed("descriptor")
+            .need("a version and a vendor")
+            .have(format!("version `{}`, vendor `{}`", d.version, d.vendor)));
     }
     let unique: BTreeSet<_> = d.offers.iter().collect();
     if d.offers.is_empty() || unique.len() != d.offers.len() {
-        return Err(failed("descriptor: offers")
-            .need("at least one, each once")
-            .have(format!("{:?}", d.offers)));
+        return Err(failed("descriptor: offers").need("at least one, each once").have(offers(d)));
     }
     if let Some((unknown, _)) = d.offers.iter().find(|(s, _)| !SCHEMAS.contains(&s.as_ref())) {
         return Err(failed("descriptor: offers").need(SCHEMAS.join(", ")).have(unknown.to_string()));
     }
-    let first = format!("{d:?}");
+    let first = described(d);
     for _ in 0..3 {
-        let again = format!("{:?}", bench.backend.descriptor());
+        let again = described(bench.backend.descriptor());
         if again != first {
             return Err(failed("descriptor changed between calls").need(first).have(again));
         }
@@ -64,9 +66,35 @@ fn descriptor(bench: &Bench<'_>) -> Result<Seen> {
     Ok(Seen::exactly(4))
 }
 
+fn described(d: &BackendDescriptor) -> String {
+    format!("{} {} by {}, priority {}, offers {}", d.name, d.version, d.vendor, d.priority, offers(d))
+}
+
+fn offers(d: &BackendDescriptor) -> String {
+    let all: Vec<_> = d.offers.iter().map(|(schema, path)| format!("{schema} via {path}")).collect();
+    if all.is_empty() { "none".into() } else { all.join(", ") }
+}
+
+/// A verdict in words.
+fn said(verdict: &Verdict) -> String {
+    match verdict {
+        Ok(()) => "yes".into(),
+        Err(reasons) => no(reasons),
+    }
+}
+
+/// A refusal in words.
+pub(super) fn no(reasons: &[Reject]) -> String {
+    let one = |r: &Reject| format!("{}: need {}; have {}", r.code.as_str(), r.need, r.have);
+    match reasons {
+        [] => "no, without a reason".into(),
+        reasons => format!("no: {}", reasons.iter().map(one).collect::<Vec<_>>().join("\n")),
+    }
+}
+
 fn probe(bench: &Bench<'_>) -> Result<Seen> {
     // Details may carry timings; what was probed and what it says may not change.
-    let facts = |items: Vec<ProbeItem>| -> Vec<(String, Vec<q4_core::Reject>)> {
+    let facts = |items: Vec<ProbeItem>| -> Vec<(String, Vec<Reject>)> {
         items.into_iter().map(|i| (i.id.into_owned(), i.reasons)).collect()
     };
     let first = facts(bench.backend.probe(bench.env));
@@ -75,9 +103,14 @@ fn probe(bench: &Bench<'_>) -> Result<Seen> {
     }
     let again = facts(bench.backend.probe(bench.env));
     if first != again {
-        return Err(failed("probe changed between calls")
-            .need(format!("{first:?}"))
-            .have(format!("{again:?}")));
+        let words = |facts: &[(String, Vec<Reject>)]| -> String {
+            let one = |(id, reasons): &(String, Vec<Reject>)| match &reasons[..] {
+                [] => format!("{id}: passed"),
+                reasons => format!("{id}: {}", no(reasons)),
+            };
+            facts.iter().map(one).collect::<Vec<_>>().join("\n")
+        };
+        return Err(failed("probe changed between calls").need(words(&first)).have(words(&again)));
     }
     Ok(Seen::exactly(first.len()))
 }
@@ -91,7 +124,7 @@ fn verdicts_repeat(bench: &Bench<'_>) -> Result<Seen> {
         if reasons.is_empty() || reasons.iter().any(|r| r.need.is_empty() || r.have.is_empty()) {
             return Err(failed(&format!("refusing {} via {path}", lattice::label(&spec.schema)))
                 .need("at least one reason, each with need and have")
-                .have(format!("{reasons:?}")));
+                .have(no(reasons)));
         }
     }
     // In the other order: an answer must not depend on the question before.
@@ -100,8 +133,8 @@ fn verdicts_repeat(bench: &Bench<'_>) -> Result<Seen> {
         if again != *verdict {
             let (spec, path) = question;
             return Err(failed(&format!("verdict on {} via {path} changed", lattice::label(&spec.schema)))
-                .need(format!("{verdict:?}"))
-                .have(format!("{again:?}")));
+                .need(said(verdict))
+                .have(said(&again)));
         }
     }
     Ok(Seen::exactly(2 * questions.len()))

@@ -123,14 +123,21 @@ fn source_destroyed(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch) -> Resul
     })
 }
 
+fn described(i: &q4_core::PreparedInfo) -> String {
+    format!(
+        "{} via {} with {} activations, [{}, {}], {} bytes resident, ops {:#05b}",
+        i.backend, i.path, i.activations, i.n, i.k, i.resident_bytes, i.ops.0
+    )
+}
+
 /// `info()` is the plan, before and after calls, and does not understate what is kept.
 fn info(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<usize> {
     let spec = product::spec(bench, problem, OpSet::FORWARD);
     let Ok(w) = product::prepare(bench, path, &problem.weight, &spec)? else { return Ok(0) };
-    let before = format!("{:?}", w.info());
+    let before = described(w.info());
     product::forward(&*w, problem, Layout::PLAIN, product::STALE, bench.threads)?;
     product::check_info(bench, path, &spec, &*w)?;
-    let after = format!("{:?}", w.info());
+    let after = described(w.info());
     if before != after {
         return Err(failed("info() changed after a call").need(before).have(after));
     }
@@ -145,7 +152,7 @@ fn info(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<usiz
     }
     // Asked again on the same terms, the same plan.
     let again = product::build(bench, path, &problem.weight, &spec)?;
-    if format!("{:?}", again.info()) != before {
+    if described(again.info()) != before {
         return Err(failed("two weights prepared alike differ in info()"));
     }
     let larger = w.workspace(problem.m);

@@ -156,8 +156,8 @@ fn verdicts(
     for i in 0..8 {
         if let Err(reasons) = bench.backend.can_prepare(&spec, path, bench.env) {
             return Err(failed("the verdict on a prepared product changed")
-                .need("Ok, as before")
-                .have(format!("{reasons:?} at call {i}")));
+                .need("yes, as before")
+                .have(format!("at question {}: {}", i + 1, super::abi::no(&reasons))));
         }
     }
     let y = product::forward(w, problem, Layout::PLAIN, product::STALE, bench.threads)?;

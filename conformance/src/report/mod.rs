@@ -19,6 +19,8 @@ pub const HISTOGRAM: usize = 40;
 /// A run, of one backend or of several.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
+    /// Version of q4, which made the report.
+    pub q4: String,
     /// Version of the suite.
     pub suite: String,
     /// Profile.
@@ -222,6 +224,7 @@ impl Report {
         let conformant =
             failed == 0 && passed + waived > 0 && !claims_nothing && claims.iter().all(|c| c.conformant);
         Self {
+            q4: env!("CARGO_PKG_VERSION").into(),
             suite: SUITE_VERSION.into(),
             profile: options.profile,
             seed: options.seed,
@@ -470,6 +473,63 @@ mod tests {
             [(0, 0), (1, 0), (0, 1)]
         );
         assert!(r.notes.iter().any(|n| n.contains("nothing executed: L1 of nvfp4@1/int8")), "{:?}", r.notes);
+    }
+
+    /// A backend that is wrong everywhere has one cause, and it shows in the first failure of a check that can see it.
+    #[test]
+    fn the_text_has_the_first_failure_of_every_kind_and_how_many_more() {
+        let descriptor = BackendDescriptor {
+            name: "acme-q4".into(),
+            version: "1".into(),
+            vendor: "Acme".into(),
+            priority: 0,
+            offers: Vec::new(),
+        };
+        let case = |level: Level, name: String, outcome| CaseResult {
+            id: format!("{level}/nvfp4@1/native/cpu/fused-dequant/{name}/s0"),
+            level,
+            claim: Some("nvfp4@1/native/cpu/fused-dequant".into()),
+            outcome,
+            values: 1,
+            ratio: None,
+            message: Some(format!("message of {name}")),
+            waiver: None,
+        };
+        let mut cases = Vec::new();
+        for i in 0..50 {
+            let layout = if i < 30 { "row-major" } else { "swizzled" };
+            cases.push(case(Level::L1, format!("every-code/{layout}/{i}"), Outcome::Fail));
+        }
+        cases.push(case(Level::L2, "lattice/first".into(), Outcome::Crash));
+        for i in 0..30 {
+            cases.push(case(Level::L4, format!("check-{i}/x"), Outcome::Fail));
+        }
+        for i in 0..3 {
+            cases.push(CaseResult {
+                message: Some("need a;  have b".into()),
+                ..case(Level::L2, format!("fused/{i}"), Outcome::Unsupported)
+            });
+        }
+        let options = Options { today: Date::default(), ..Options::of(Profile::Inference) };
+        let env = HostEnv::default();
+        let r = Report::of(&descriptor, &env, &options, cases, Vec::new(), Duration::ZERO);
+        let text = r.text();
+        let of = "nvfp4@1/native/cpu/fused-dequant";
+        for line in [
+            format!("fail L1/{of}/every-code/row-major/0/s0\n    message of every-code/row-major/0\n"),
+            format!("    and 49 more of L1/{of}/every-code: 29 row-major, 20 swizzled\n"),
+            format!("crash L2/{of}/lattice/first/s0\n    message of lattice/first\n"),
+            format!("fail L4/{of}/check-17/x/s0\n    message"),
+            format!("fail L4/{of}/check-18/x/s0, the first of 1 of L4/{of}/check-18\n"),
+            format!("unsupported L2/{of}/fused, 3 cases, the first L2/{of}/fused/0/s0\n    need a; have b\n"),
+            "the JSON report has every failure".into(),
+        ] {
+            assert!(text.contains(&line), "no {line} in {text}");
+        }
+        let json: serde_json::Value = serde_json::from_str(&r.json()).expect("JSON");
+        assert_eq!(json["failures"].as_array().map(Vec::len), Some(81));
+        assert_eq!(json["unsupported"].as_array().map(Vec::len), Some(3));
+        assert_eq!((&json["unsupported"][0]["backend"], &json["q4"]), (&"acme-q4".into(), &r.q4.into()));
     }
 
     #[test]
