@@ -1,4 +1,4 @@
-/* q4 plugin interface 1.1: 4-bit linear layers in a shared library.  C11, C++17.
+/* q4 plugin interface 1.1: 4-bit linear layers in a shared library.  C99 and newer, C++98 and newer.
  *
  * A library exports two symbols and nothing else is looked at:
  *   q4_plugin_descriptor  constant data, see Q4_PLUGIN_DESCRIPTOR.  It is read from the file before the file is loaded.
@@ -8,11 +8,19 @@
  *   Structs    that may grow start with struct_size = sizeof(the struct as the writer knows it).  The reader ignores bytes
  *              past its own size and treats missing ones as zero; nothing is written past struct_size.  Tables are copied
  *              when the library is loaded: later changes have no effect.
- *   Numbers    not listed here are Q4_E_INVALID.  Fields named reserved are 0 and may get a meaning later.
- *   Bytes      beside every pointer is the number of bytes that may be touched.  Weight bytes may have any alignment.
+ *   Numbers    not listed here are Q4_E_INVALID in a call.  In can_prepare and prepare they are a product that cannot be
+ *              served, a later schema_revision too: Q4_E_UNSUPPORTED with a reason, or Q4_E_INVALID.  Fields named
+ *              reserved are 0 and may get a meaning later.
+ *   Bytes      beside every pointer is the number of bytes that may be touched.  Those of a weight are exactly as many
+ *              as its rows, k and layout say, at any alignment; those of a matrix are at least as many.
  *   Overlap    no operand shares a byte, from its first element to its last, with another one or with the workspace: else
  *              Q4_E_INVALID, before anything is written.
- *   Errors     every call that can fail returns a status and describes the failure in a caller-owned q4_error.
+ *   Errors     every call that can fail returns a status and describes the failure in a caller-owned q4_error, which
+ *              may be NULL.
+ *   Calls      have 1 to max_m rows; m = 0 is refused before a library sees it.  exec is never NULL.  Its workspace is NULL
+ *              in prepare, which may use parallel, and may be NULL where workspace(m) is 0; dequantize gets that of m = 1.
+ *              parallel may be NULL, parallel_user may be anything.  A workspace smaller than workspace(m): Q4_E_INVALID,
+ *              or a right result.
  *   Nothing    prints, exits, throws, unwinds, starts threads, or changes the process (signals, locale, environment,
  *              current CUDA device).
  *   Threads    create, destroy, can_prepare, prepare and probe of one backend are called by one thread at a time, any
@@ -27,7 +35,41 @@
  *              strides, or on earlier calls; and row i of a call not on its other rows (Q4_GLOBAL_PER_CALL excepted).
  *   Honesty    the path, the activations and the rule asked for are computed, or the request is refused.  Nothing is
  *              replaced by something similar.
- *   Libraries  are never unloaded. */
+ *   Libraries  are never unloaded.
+ *
+ * Numbers of the formats
+ *   E2M1       codes 0 to 15 are 0 .5 1 1.5 2 3 4 6 -0 -.5 -1 -1.5 -2 -3 -4 -6.  In NVFP4 the even element is in bits 0 to 3
+ *              of its byte, and nibble_order says Q4_NIBBLE_LOW_FIRST.
+ *   E4M3       s eeee mmm, without infinities: e = 0: m * 2^-9, else (8 + m) * 2^(e - 10); the largest is 0x7e = 448.
+ *              0x7f and 0xff are NaN, and nothing else is.
+ *   Scales     A block scale that is NaN is refused with Q4_E_SCALE_INVALID, or every result it is part of is NaN.  One with
+ *              a sign bit (0x80 and above, -0 included), which no checkpoint has, is refused with Q4_E_SCALE_INVALID, or
+ *              means the negative number that it is.  global_scale is finite and above 0: q4 sees to that.
+ *   128x4      Q4_SCALE_128X4 stores the scale of row r and group g = column / 16 of a segment, whose rows have G = k / 16
+ *              groups, at byte
+ *                (r / 128 * ((G + 3) / 4) + g / 4) * 512 + r % 32 * 16 + r % 128 / 32 * 4 + g % 4
+ *              of ceil(rows / 128) * 128 * ceil(G / 4) * 4 bytes.  Each segment begins a tile of its own.  What the padding
+ *              holds does not matter.  It is the layout of cuBLASLt's 1-D block scaling, SWIZZLE_32_4_4.
+ *   NF4        codebook: -1 -0.6961928 -0.52507305 -0.3949175 -0.28444138 -0.18477343 -0.091050036 0 0.0795803 0.1609302
+ *              0.2461123 0.33791524 0.44070983 0.562617 0.72295684 1, each the nearest f32.
+ *   Decoding   is IEEE arithmetic in f32, rounded to nearest even after each operation; an infinite scale times 0 is NaN.
+ *              dequantize() gives those values bit for bit, subnormals too; only the sign of a zero is not looked at.
+ *   Rounding   to f16 and bf16 is to nearest even, once, from f32: past the range to infinity, NaN to any quiet NaN.
+ *   Not finite With Q4_ACT_NATIVE a NaN in row i of x makes row i of y NaN, an infinity makes it NaN or infinite, and other
+ *              rows keep their bits; or the call fails.  Where inputs are quantised the call fails with Q4_E_NON_FINITE on
+ *              the CPU; a device that does not wait writes NaN.
+ *   Bound      of the paths REFERENCE and FUSED_DEQUANT, for every element, u being half a unit in the last place of y:
+ *                |y - exact| <= (K/16 + 32) * 2^-24 * sum |x w| + u |exact|
+ *              and y is 0 where every term is.  K is k, in gradients n rounded up to 16, and 16 more.  One chain of K f32
+ *              additions can be K * 2^-24 off, which is more from K = 35 on: keep 16 sums side by side, or add in a tree.
+ *              The root mean square over a row or column of 32 and more is at most 3/4 of the bound.  NATIVE_KERNEL has
+ *              2 K for K/16, DEQUANT_MATMUL has K and a dense copy rounded to y's type, FUSED_ROUNDED bf16 weights.
+ *   Features   q4_env.cpu_features are some of these words and no others:
+ *                x86_64   amx-bf16 avx2 avx512bf16 avx512bw avx512f avx512fp16 avx512vbmi avx512vl avx512vnni avxvnni f16c
+ *                         fma
+ *                aarch64  bf16 dotprod fp16 i8mm neon sve sve2
+ *              Ask for the nearest of them where yours has no word: every processor with avx512bw and avx512vl has avx512dq
+ *              and avx512cd.  prepare has no env: it asks the processor.  A feature that is missing is "device-arch". */
 #ifndef Q4_PLUGIN_H
 #define Q4_PLUGIN_H
 #include <stddef.h>
@@ -51,8 +93,8 @@ extern "C" {
 typedef int32_t q4_status;
 enum {
     Q4_OK              = 0,
-    Q4_E_UNSUPPORTED   = -1, /* valid, but this library, device or shape cannot do it */
-    Q4_E_INVALID       = -2, /* operands that do not fit together, or a number that is not in this file */
+    Q4_E_UNSUPPORTED   = -1, /* valid, but this library, device or shape cannot do it; a later schema_revision */
+    Q4_E_INVALID       = -2, /* operands, bytes or a workspace that do not fit, or a number that is not in this file */
     Q4_E_NOMEM         = -3,
     Q4_E_DEVICE        = -4, /* native_code holds the number of the device's runtime */
     Q4_E_ABI           = -5, /* no table of that major, or a structure shorter than its first version */
@@ -129,7 +171,7 @@ typedef struct q4_linear_spec {
     uint32_t        schema_revision;   /* 1 */
     uint32_t        scale_layout;      /* Q4_SCALE_*, of each NVFP4 segment by itself */
     uint32_t        global_convention; /* Q4_CONVENTION_*, of every segment's per-tensor scale */
-    uint32_t        nibble_order;      /* Q4_NIBBLE_* */
+    uint32_t        nibble_order;      /* Q4_NIBBLE_*: LOW_FIRST with NVFP4, either with NF4, NONE with a dense weight */
     uint32_t        block;             /* elements per scale: 16 for NVFP4, 32 to 4096 for NF4, 0 for dense */
     uint32_t        nested_block;      /* NF4_DQ: absmax codes per nested absmax, else 0 */
     uint32_t        dense_dtype;       /* Q4_F32..Q4_BF16 of a dense weight, else 0 */
@@ -137,7 +179,7 @@ typedef struct q4_linear_spec {
     const uint64_t *segment_rows;
     const q4_str   *segment_names;     /* for messages */
     uint64_t        n, k;              /* out features of all segments; in features */
-    uint64_t        max_m;             /* rows of the largest call */
+    uint64_t        max_m;             /* rows of the largest call; calls may have fewer */
     uint32_t        x_dtype, y_dtype;  /* x and dx; y and dy */
     uint32_t        path;              /* Q4_PATH_*: exactly this one */
     uint32_t        ops;               /* Q4_OP_* bits the caller needs */
@@ -267,8 +309,7 @@ typedef struct q4_backend_v1 {
      * the sink received every reason.  Pure: the same arguments give the same answer. */
     q4_status (*can_prepare)(const q4_backend *, const q4_linear_spec *, const q4_env *, q4_reject_fn sink, void *user,
                              q4_error *);
-    /* Repacks; the caller's bytes are not kept.  Serves spec->path or fails.  Refuses block scales that are NaN or
-     * negative. */
+    /* Repacks; the caller's bytes are not kept.  Serves spec->path or fails.  Scales that no number is made of: see above. */
     q4_status (*prepare)(const q4_backend *, const q4_linear_spec *, const q4_weight *, const q4_exec *,
                          q4_prepared **out, q4_error *);
     void      (*release)(q4_prepared *);
@@ -278,7 +319,7 @@ typedef struct q4_backend_v1 {
     uint64_t  (*workspace)(const q4_prepared *, uint64_t m);
     /* y[m, n] = x[m, k] W^T.  y is undefined after an error. */
     q4_status (*forward)(const q4_prepared *, const q4_matrix *x, const q4_matrix *y, const q4_exec *, q4_error *);
-    /* out[n, k]: exact in f32, rounded once to f16 or bf16. */
+    /* out[n, k]: exact in f32, rounded once to f16 or bf16.  Any of the three types, whatever x and y are.  Must be there. */
     q4_status (*dequantize)(const q4_prepared *, const q4_matrix *out, const q4_exec *, q4_error *);
     /* dx[m, k] = dy[m, n] W with the decoded W, accumulated in f32 and rounded once.  NULL: inference only. */
     q4_status (*backward_input)(const q4_prepared *, const q4_matrix *dy, const q4_matrix *dx, const q4_exec *,
@@ -301,9 +342,9 @@ extern Q4_EXPORT const q4_descriptor q4_plugin_descriptor;
 typedef q4_status (*q4_plugin_query_fn)(uint32_t abi_major, uint32_t id, q4_interface *out);
 Q4_EXPORT q4_status q4_plugin_query(uint32_t abi_major, uint32_t id, q4_interface *out);
 
-/* Q4_PLUGIN_DESCRIPTOR("acme-c", "1.0.0", "ACME"); at file scope. */
+/* Q4_PLUGIN_DESCRIPTOR("acme-c", "1.0.0", "ACME"); at file scope.  The declaration above exports it. */
 #define Q4_PLUGIN_DESCRIPTOR(name_, version_, vendor_)                                                       \
-    Q4_EXPORT const q4_descriptor q4_plugin_descriptor = {                                                   \
+    const q4_descriptor q4_plugin_descriptor = {                                                             \
         {'q', '4', 'p', 'l', 'u', 'g', 'i', 'n'}, (uint32_t)sizeof(q4_descriptor), Q4_ABI_MAJOR,             \
         Q4_ABI_MINOR, 0u, name_, version_, vendor_}
 /* A q4_str of a literal. */

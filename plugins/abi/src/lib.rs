@@ -168,3 +168,14 @@ prefixed!(
 unsafe impl Prefixed for Q4BackendV1 {
     const MIN: usize = core::mem::offset_of!(Q4BackendV1, probe);
 }
+
+/// `q4_plugin.h`, the same contract for C and C++.
+pub const HEADER: &str = include_str!("../include/q4_plugin.h");
+
+/// The sources of this crate, which depends on nothing, for projects that bring it along: the root first, then its modules.
+pub const SOURCES: [(&str, &str); 4] = [
+    ("lib", include_str!("lib.rs")),
+    ("call", include_str!("call.rs")),
+    ("product", include_str!("product.rs")),
+    ("table", include_str!("table.rs")),
+];

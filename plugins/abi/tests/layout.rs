@@ -160,6 +160,76 @@ fn cxx_sees_what_rust_sees() {
     assert_eq!(output("c++", "cpp", &["-std=c++17"], &program()), of_the_crate());
 }
 
+/// What an author's compiler says of the header and of a plugin's outline, under the strictest of the usual flags.
+#[test]
+fn no_standard_and_no_warning_flag_objects() {
+    let outline = "#include \"q4_plugin.h\"\n#include \"q4_plugin.h\"\n\
+        Q4_PLUGIN_DESCRIPTOR(\"acme\", \"1.0.0\", \"ACME\");\n\
+        static const q4_str NAME = Q4_STR(\"acme\");\n\
+        q4_status q4_plugin_query(uint32_t major, uint32_t id, q4_interface *out)\n\
+        { (void)major, (void)id; return Q4_HAS(out, table) && NAME.len ? Q4_E_ABI : Q4_E_INVALID; }\n\
+        int main(void) { q4_interface i = {sizeof(q4_interface), 0, 0, 0}; return q4_plugin_query(0, 0, &i) != Q4_E_ABI; }\n";
+    let strict = ["-Wshadow", "-Wconversion", "-Wstrict-aliasing", "-Wundef", "-fvisibility=hidden"];
+    let c = ["c99", "c11", "c17", "gnu99"].map(|s| ("cc", "c", s));
+    let cxx = ["c++98", "c++11", "c++14", "c++17", "c++20", "c++23"].map(|s| ("c++", "cpp", s));
+    for (compiler, extension, standard) in c.iter().chain(&cxx) {
+        let standard = format!("-std={standard}");
+        output(compiler, extension, &[&[standard.as_str()], &strict[..]].concat(), outline);
+    }
+}
+
+/// The macro defines what the loader looks for, also where nothing is exported unless it says so.
+#[test]
+#[cfg(target_os = "linux")]
+fn the_descriptor_is_exported_from_c_and_cxx() {
+    let dir = tempfile::tempdir().unwrap();
+    for (compiler, extension) in [("cc", "c"), ("c++", "cpp")] {
+        let (file, so) = (dir.path().join(format!("d.{extension}")), dir.path().join("d.so"));
+        std::fs::write(&file, "#include \"q4_plugin.h\"\nQ4_PLUGIN_DESCRIPTOR(\"acme\", \"1\", \"ACME\");\n")
+            .unwrap();
+        let include = Path::new(env!("CARGO_MANIFEST_DIR")).join("include");
+        let mut command = Command::new(compiler);
+        command.args(["-Wall", "-Werror", "-fvisibility=hidden", "-fPIC", "-shared", "-I"]).arg(include);
+        let built = command.arg(&file).arg("-o").arg(&so).output().unwrap();
+        assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
+        let names = Command::new("nm").arg("-D").arg(&so).output().unwrap().stdout;
+        assert!(String::from_utf8_lossy(&names).contains(" R q4_plugin_descriptor"), "{compiler}");
+    }
+}
+
+/// What the header says of formats and machines is what the code of q4 says.
+#[test]
+fn facts_in_the_header_are_those_of_the_code() {
+    let read =
+        |path: &str| std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(path)).unwrap();
+    let header = HEADER.replace("\n *", " ").split_whitespace().collect::<Vec<_>>().join(" ");
+    let host = read("../../core/src/host.rs");
+    // Words in quotes inside of the lists that are asked for.
+    let mut words: Vec<&str> = Vec::new();
+    for list in host.split("probe!(").skip(1).map(|rest| &rest[..rest.find(')').unwrap()]) {
+        words.extend(list.split('"').skip(1).step_by(2));
+    }
+    words.push("amx-bf16");
+    assert!(host.contains("\"amx-bf16\"") && words.len() == 19, "{words:?}");
+    let [start, middle, end] =
+        ["x86_64 amx", "aarch64 bf16", "Ask for the nearest"].map(|w| header.find(w).unwrap());
+    let mut told: Vec<&str> = header[start..middle].split(' ').skip(1).filter(|w| !w.is_empty()).collect();
+    told.extend(header[middle..end].split(' ').skip(1).filter(|w| !w.is_empty()));
+    words.sort_unstable();
+    told.sort_unstable();
+    assert_eq!(told, words);
+    let nf4 = read("../../core/src/formats/nf4.rs");
+    let at = header.find("codebook: ").unwrap() + "codebook: ".len();
+    let told: Vec<f32> = header[at..].split([' ', ',']).map_while(|w| w.parse().ok()).collect();
+    assert_eq!(told.len(), 16);
+    for value in told.iter().filter(|v| v.fract() != 0.0) {
+        assert!(nf4.contains(&format!("{value}")), "{value}");
+    }
+    assert!(
+        read("../../core/src/formats/swizzle.rs").contains("(row % 32) * 16 + (row % TILE_ROWS / 32) * 4")
+    );
+}
+
 #[test]
 fn the_first_minor_is_a_prefix() {
     let source = "#include \"q4_plugin.h\"\n#include <stdio.h>\nint main(void) { printf(\"%zu\", sizeof(q4_backend_v1)); return 0; }";

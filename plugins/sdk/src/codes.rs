@@ -74,8 +74,9 @@ numbers! {
     }
 }
 
-/// `(number, revision)` of a schema, by the name core gives it.
+/// `(number, revision)` of a schema, by the name core gives it or the one that reports have, `nvfp4@1`.
 pub fn schema_to(name: &str) -> Option<(u32, u32)> {
+    let name = name.strip_suffix("@1").unwrap_or(name);
     SCHEMAS.iter().find(|s| s.1 == name).map(|s| (s.0, 1))
 }
 
