@@ -9,10 +9,13 @@ use crate::report::{Outcome, stdout};
 use crate::signals;
 use q4_conformance::certificate::default_dir;
 use q4_conformance::{
-    Bench, Certificate, ChildProcesses, Level, Library, Options, Profile, Report, Waivers, cases, claims,
-    proofs, run_with, serve,
+    Bench, Certificate, ChildProcesses, InProcess, Level, Library, Options, Profile, Report, Runner,
+    SUITE_VERSION, Waivers, cases, claims, proofs, run_with, serve,
 };
-use q4_core::{BUILTINS, Candidate, Code, Device, Dispatch, Error, Q4Backend, Registry, Result, ThreadPool};
+use q4_core::{
+    BUILTINS, Candidate, Code, Device, Dispatch, Error, HostEnv, Q4Backend, Registry, Result, ThreadPool,
+};
+use serde::Serialize;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -27,7 +30,7 @@ pub const JUDGED: u8 = 64;
 
 /// Whether all of the verb must happen in a child.
 pub fn is_risky(global: &GlobalArgs, args: &ConformanceArgs) -> bool {
-    args.child.is_none() && !(global.plugin.is_empty() && global.plugin_dir.is_empty())
+    args.child.is_none() && !args.in_process && !(global.plugin.is_empty() && global.plugin_dir.is_empty())
 }
 
 /// The verb in a child, which says everything. [`Code::ConformanceFailed`] when a library ended it.
@@ -58,6 +61,9 @@ pub fn run(cx: &Context, args: &ConformanceArgs) -> Result<Outcome> {
     if args.is_whole() {
         signals::follow();
     }
+    if args.child.is_some() {
+        q4_plugin_host::tell_crashes();
+    }
     let (registry, tables) = cx.backends()?;
     let dispatch = Dispatch::new(registry, cx.policy());
     cx.require_named(&dispatch)?;
@@ -78,7 +84,7 @@ pub fn run(cx: &Context, args: &ConformanceArgs) -> Result<Outcome> {
         };
         return child(&bench, range.clone(), &options);
     }
-    for backend in chosen.iter().filter(|b| is_plugin(&***b)) {
+    for backend in chosen.iter().filter(|b| is_plugin(&***b) && !args.in_process) {
         // It may not come back when it is asked what it computes, or end whoever asks.
         let name = &backend.descriptor().name;
         children(args, name).rehearse().map_err(|e| e.within(name))?;
@@ -189,8 +195,22 @@ fn judge(
     threads: &ThreadPool,
 ) -> Result<Report> {
     let name = backend.descriptor().name.to_string();
-    let report =
-        run_with(&children(args, &name), &**backend, tables.of(&name), options, registry.env(), threads);
+    let apart = children(args, &name);
+    let runner: &dyn Runner = if args.in_process { &InProcess } else { &apart };
+    let mut report = run_with(runner, &**backend, tables.of(&name), options, registry.env(), threads);
+    if args.in_process {
+        // A crash would have been the end of the report too.
+        report.complete = false;
+        let hidden = hidden_features(registry.env());
+        if !hidden.is_empty() && report.cases.is_empty() {
+            report.notes.push(format!(
+                "the processor has {}, which this process does not see: valgrind and emulators hide what they cannot \
+                 execute, and {name} claims other products, or none, without it; give it a kernel that needs less, or use a \
+                 sanitizer",
+                hidden.join(" ")
+            ));
+        }
+    }
     let report = match processor() {
         Some(name) => report.on_processor(&name),
         None => report,
@@ -225,6 +245,20 @@ fn children(args: &ConformanceArgs, name: &str) -> ChildProcesses {
     }
 }
 
+/// Features of the processor, as the kernel lists them, that this process does not see.
+fn hidden_features(env: &HostEnv) -> Vec<String> {
+    let facts = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let flags = facts.lines().find_map(|l| l.strip_prefix("flags")).unwrap_or_default();
+    // The words that backends are told, as the kernel spells them.
+    let words = ["avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512vbmi"];
+    let more = ["avx512_vnni", "avx512_bf16", "avx512_fp16"];
+    let told = |word: &&str| word.replace('_', "");
+    let is_hidden = |word: &&str| {
+        flags.split_whitespace().any(|f| f == *word) && !env.cpu_features.iter().any(|f| *f == told(word))
+    };
+    words.iter().chain(&more).copied().filter(is_hidden).map(|word| told(&word)).collect()
+}
+
 /// What the system calls the processor.
 fn processor() -> Option<String> {
     let facts = std::fs::read_to_string("/proc/cpuinfo").ok()?;
@@ -255,6 +289,19 @@ fn child(bench: &Bench<'_>, range: Range<usize>, options: &Options) -> Result<Ou
     Ok(Outcome::Done)
 }
 
+/// The names of all cases, for programs.
+#[derive(Serialize)]
+struct List {
+    suite: &'static str,
+    backends: Vec<Listed>,
+}
+
+#[derive(Serialize)]
+struct Listed {
+    name: String,
+    cases: Vec<String>,
+}
+
 fn list(
     cx: &Context,
     chosen: &[Arc<dyn Q4Backend>],
@@ -262,17 +309,26 @@ fn list(
     tables: &Tables,
     options: &Options,
 ) -> Result<Outcome> {
-    for backend in chosen {
+    let cases_of = |backend: &Arc<dyn Q4Backend>| {
         let abi = tables.of(&backend.descriptor().name);
-        let all = cases(&proofs(&**backend, registry.env(), options.device), abi, options);
-        cx.report().text(&all.iter().map(|c| format!("{}\n", c.id)).collect::<String>())?;
+        cases(&proofs(&**backend, registry.env(), options.device), abi, options).into_iter().map(|c| c.id).collect::<Vec<_>>()
+    };
+    if cx.report().is_json() {
+        let listed =
+            |b: &Arc<dyn Q4Backend>| Listed { name: b.descriptor().name.to_string(), cases: cases_of(b) };
+        let backends = chosen.iter().map(listed).collect();
+        cx.report().document("conformance-list", &List { suite: SUITE_VERSION, backends })?;
+        return Ok(Outcome::Done);
+    }
+    for backend in chosen {
+        cx.report().text(&cases_of(backend).iter().map(|id| format!("{id}\n")).collect::<String>())?;
     }
     Ok(Outcome::Done)
 }
 
 /// Writes certificates where the run earned them, and says where.
 fn certify(cx: &Context, args: &ConformanceArgs, report: &Report) -> Result<()> {
-    if args.no_certificate || !report.conformant || !report.complete || report.waived > 0 {
+    if args.no_certificate || args.in_process || !report.conformant || !report.complete || report.waived > 0 {
         return Ok(());
     }
     let Some(dir) = args.certificates.clone().or_else(default_dir) else {

@@ -30,6 +30,7 @@ pub struct Context {
     report: Report,
     overrides: Overrides,
     gated: bool,
+    in_process: bool,
 }
 
 impl Context {
@@ -40,6 +41,7 @@ impl Context {
             report: Report::new(&global),
             overrides: overrides(&global.backend)?,
             gated: true,
+            in_process: false,
             global,
         };
         cx.device()?;
@@ -66,7 +68,13 @@ impl Context {
             ..self.global.clone()
         };
         let overrides = Overrides { all: Some(backend.to_owned()), ..Overrides::default() };
-        let cx = Self { report: Report::new(&global), overrides, gated: self.gated, global };
+        let cx = Self {
+            report: Report::new(&global),
+            overrides,
+            gated: self.gated,
+            in_process: self.in_process,
+            global,
+        };
         cx.device()
             .map_err(|e| e.within("--against-device").fix("--against-device cpu, or leave the option out"))?;
         Ok(cx)
@@ -75,6 +83,12 @@ impl Context {
     /// Whether third-party backends need a certificate; the suite that writes one is the exception.
     pub fn gated(mut self, yes: bool) -> Self {
         self.gated = yes;
+        self
+    }
+
+    /// Whether plugins are mapped from their own files, without a trial in a child: for debuggers.
+    pub fn in_process(mut self, yes: bool) -> Self {
+        self.in_process = yes;
         self
     }
 
@@ -108,7 +122,8 @@ impl Context {
             unified_memory: self.unified_memory(),
         };
         let mut registry = Registry::builtin(&options)?;
-        let tables = plugins::add(&mut registry, &self.global.plugin, &self.global.plugin_dir, self.gated)?;
+        let (paths, folders) = (&self.global.plugin, &self.global.plugin_dir);
+        let tables = plugins::add(&mut registry, paths, folders, self.gated, self.in_process)?;
         Ok((registry, tables))
     }
 

@@ -101,7 +101,11 @@ pub fn run(cx: &Context, args: &DiagnoseArgs) -> Result<Outcome> {
     let registry = cx.registry()?;
     let mut measured = check_paths(&registry, cx.device()?, &cx.threads())?;
     if args.matrix {
-        cx.report().text(&matrix(&measured))?;
+        if cx.report().is_json() {
+            cx.report().document("diagnose-matrix", &Matrix { rows: matrix_rows(&measured) })?;
+        } else {
+            cx.report().text(&matrix(&matrix_rows(&measured)))?;
+        }
         return Ok(Outcome::Done);
     }
     let mut env = registry.env().clone();
@@ -261,20 +265,42 @@ fn text(b: &Body) -> String {
     out
 }
 
-/// The README's table, from what was computed here.
-fn matrix(measured: &std::collections::BTreeMap<String, Vec<PathReport>>) -> String {
-    let mut out = String::from("| backend | path | schema | activations |\n|---|---|---|---|\n");
+/// The README's table, for programs.
+#[derive(Serialize)]
+struct Matrix {
+    rows: Vec<MatrixRow>,
+}
+
+#[derive(Serialize)]
+struct MatrixRow {
+    backend: String,
+    path: String,
+    schema: String,
+    activations: Vec<&'static str>,
+}
+
+/// What was computed rightly here, activation formats of a path together.
+fn matrix_rows(measured: &std::collections::BTreeMap<String, Vec<PathReport>>) -> Vec<MatrixRow> {
+    let mut out: Vec<MatrixRow> = Vec::new();
     for (name, rows) in measured {
-        let mut seen: Vec<(String, String, Vec<&str>)> = Vec::new();
         for r in rows.iter().filter(|r| r.verdict == Verdict::Pass) {
-            match seen.iter_mut().find(|s| s.0 == r.path.as_str() && s.1 == r.schema) {
-                Some(s) => s.2.push(r.activations),
-                None => seen.push((r.path.to_string(), r.schema.clone(), vec![r.activations])),
+            let (path, schema) = (r.path.to_string(), r.schema.clone());
+            match out.iter_mut().find(|s| s.backend == *name && s.path == path && s.schema == schema) {
+                Some(row) => row.activations.push(r.activations),
+                None => {
+                    let activations = vec![r.activations];
+                    out.push(MatrixRow { backend: name.clone(), path, schema, activations });
+                }
             }
         }
-        for (path, schema, activations) in seen {
-            let _ = writeln!(out, "| `{name}` | {path} | {schema} | {} |", activations.join(", "));
-        }
+    }
+    out
+}
+
+fn matrix(rows: &[MatrixRow]) -> String {
+    let mut out = String::from("| backend | path | schema | activations |\n|---|---|---|---|\n");
+    for MatrixRow { backend, path, schema, activations } in rows {
+        let _ = writeln!(out, "| `{backend}` | {path} | {schema} | {} |", activations.join(", "));
     }
     out
 }

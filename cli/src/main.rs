@@ -93,7 +93,8 @@ fn run(global: GlobalArgs, verb: &Verb) -> Result<Outcome> {
         Verb::Conformance(args) if conformance::is_risky(&global, args) => return conformance::outlive(args),
         _ => {}
     }
-    let cx = Context::new(global)?.gated(!matches!(verb, Verb::Conformance(_)));
+    let in_process = matches!(verb, Verb::Conformance(args) if args.in_process);
+    let cx = Context::new(global)?.gated(!matches!(verb, Verb::Conformance(_))).in_process(in_process);
     match verb {
         Verb::Generate(args) => generate::run(&cx, args),
         Verb::Chat(args) => chat::run(&cx, args),

@@ -49,15 +49,23 @@ struct Entry {
 }
 
 /// Adds the libraries of `paths` and `folders`. One that was named and is refused is an error; one that was found in a
-/// folder stays in the list with its reasons, and so does one without a valid certificate while `gated`.
-pub fn add(registry: &mut Registry, paths: &[PathBuf], folders: &[PathBuf], gated: bool) -> Result<Tables> {
+/// folder stays in the list with its reasons, and so does one without a valid certificate while `gated`. For a debugger
+/// everything is `in_process`: no trial in a child, and the file itself is mapped.
+pub fn add(
+    registry: &mut Registry,
+    paths: &[PathBuf],
+    folders: &[PathBuf],
+    gated: bool,
+    in_process: bool,
+) -> Result<Tables> {
     let mut tables = Tables::default();
     if paths.is_empty() && folders.is_empty() {
         return Ok(tables);
     }
     let program = std::env::current_exe().map_err(|e| Error::new(Code::Io, format!("this program: {e}")))?;
     // A library whose constructor ends or hangs a process ends a child.
-    let loader = Loader { prober: Some(Prober::new(program, [crate::PROBE])), ..Loader::default() };
+    let prober = (!in_process).then(|| Prober::new(program, [crate::PROBE]));
+    let loader = Loader { prober, in_place: in_process, ..Loader::default() };
     for path in paths {
         let entry = Entry::of(loader.examine(path)?, registry.env(), gated)?;
         entry.enter(registry, &mut tables)?;

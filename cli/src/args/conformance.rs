@@ -14,7 +14,8 @@ Examples:
   q4 conformance --backend nvfp4-kernel --report-html report.html
   q4 conformance --plugin ./libmine.so --level L1
   q4 conformance --level L2 --sample 20
-  q4 conformance --backend nf4-kernel --replay 'CASE'")]
+  q4 conformance --backend nf4-kernel --replay 'CASE'
+  gdb --args q4 conformance --plugin ./libmine.so --replay 'CASE' --in-process")]
 pub struct ConformanceArgs {
     /// What the backend must be fit for: inference, or training, which adds the backward product.
     #[arg(long, value_name = "PROFILE", default_value = "training")]
@@ -34,6 +35,10 @@ pub struct ConformanceArgs {
     /// Only this case.
     #[arg(long, value_name = "CASE")]
     pub replay: Option<String>,
+    /// Run the cases in this process, the plugin's own file mapped into it: for a debugger, valgrind, perf or a sanitizer.
+    /// No certificate, and a crash ends the run.
+    #[arg(long, conflicts_with = "runner")]
+    pub in_process: bool,
     /// Print the names of the cases and run none.
     #[arg(long)]
     pub list: bool,
@@ -46,7 +51,7 @@ pub struct ConformanceArgs {
     /// Memory a child process may take, e.g. 4GiB.
     #[arg(long, value_name = "SIZE", value_parser = super::bytes, default_value = "4GiB")]
     pub case_memory: u64,
-    /// What starts the child processes, with its arguments: an emulator, for a q4 of another architecture.
+    /// What starts the child processes, with its arguments: an emulator, for a q4 of another architecture, or a tool.
     #[arg(long, value_name = "COMMAND")]
     pub runner: Option<String>,
     /// Write the report as JSON.
