@@ -4,6 +4,7 @@
 mod conformance;
 mod line;
 mod measure;
+mod plugin;
 mod trace;
 
 pub use crate::choices::*;
@@ -11,6 +12,7 @@ use clap::{ArgAction, Args, Parser, Subcommand, ValueHint};
 pub use conformance::{Child, ConformanceArgs};
 pub use line::{parse, verb_first};
 pub use measure::{CompareArgs, DataArgs, EvalArgs};
+pub use plugin::{Language, NewArgs, PluginArgs, PluginVerb};
 use std::ffi::OsString;
 use std::path::PathBuf;
 pub use trace::TraceArgs;
@@ -70,6 +72,8 @@ pub enum Verb {
     Bench(BenchArgs),
     /// Judge a backend against exact references and write a certificate.
     Conformance(ConformanceArgs),
+    /// Write a backend of your own: its C header, or a project that builds.
+    Plugin(PluginArgs),
     /// Train or fine-tune a model; `q4 train --help` is the help of q4-train.
     Train(TrainArgs),
     /// Print a completion script.

@@ -25,6 +25,7 @@ mod plugins;
 mod quantize;
 mod report;
 mod roofline;
+mod scaffold;
 mod session;
 mod signals;
 mod text;
@@ -110,6 +111,7 @@ fn run(global: GlobalArgs, verb: &Verb) -> Result<Outcome> {
         Verb::Bench(args) => bench::run(&cx, args),
         Verb::Conformance(args) => conformance::run(&cx, args),
         Verb::Diagnose(args) => diagnose::run(&cx, args),
+        Verb::Plugin(args) => scaffold::run(&cx, args),
         Verb::Train(args) => train::run(args),
         Verb::Completions(args) => completions::run(args),
         Verb::Man(args) => man::run(args),

@@ -13,6 +13,7 @@ mod selfcheck;
 mod signals;
 mod tiny;
 mod trace;
+mod vendor;
 
 use serde_json::Value;
 use std::path::{Path, PathBuf};
