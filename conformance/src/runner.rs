@@ -373,7 +373,7 @@ mod tests {
             offers: Vec::new(),
         });
         let device = q4_core::Device::Cpu;
-        let bench = Bench { backend: &nobody, env: &env, device, threads: &threads, abi: None };
+        let bench = Bench { backend: &nobody, env: &env, device, threads: &threads, abi: None, proofs: &[] };
         let e = serve(&[], 3..4, &bench, &mut Vec::new()).expect_err("no such case");
         assert_eq!(e.code(), Code::ConformanceFailed);
         let text = e.to_string();

@@ -56,7 +56,7 @@ impl Exact {
         at_columns: &[usize],
     ) -> Result<f64> {
         let (m, n) = (self.m, self.n);
-        let mut worst = 0f64;
+        let (mut worst, mut wrong_ones, mut first) = (0f64, 0usize, None);
         let (mut rows, mut columns) = (vec![0f64; m], vec![0f64; n]);
         for (i, (&(exact, abs), &got)) in self.values.iter().zip(got).enumerate() {
             let (r, c) = (at_rows[i / n], at_columns[i % n]);
@@ -64,7 +64,9 @@ impl Exact {
             let limit = self::bound(terms, exact, abs);
             let error = (got - exact).abs();
             if abs == 0.0 && got != 0.0 {
-                return Err(wrong(what, r, c).need("0, for every term is zero").have(format!("{got:e}")));
+                wrong_ones += 1;
+                first.get_or_insert((r, c, "0, for every term is zero".to_owned(), format!("{got:e}")));
+                continue;
             }
             if saturates(terms.out, exact, limit) {
                 // Past the range of the type, infinity is the right answer.
@@ -74,13 +76,22 @@ impl Exact {
             }
             let ratio = error / limit;
             if ratio.is_nan() || ratio > 1.0 {
-                return Err(wrong(what, r, c)
-                    .need(format!("{exact:e} within {limit:e}"))
-                    .have(format!("{got:e}, {ratio:.3} of the bound away")));
+                wrong_ones += 1;
+                let have = || format!("{got:e}, {ratio:.3} of the bound away");
+                first.get_or_insert_with(|| (r, c, format!("{exact:e} within {limit:e}"), have()));
+                continue;
             }
             worst = worst.max(ratio);
             rows[i / n] += ratio * ratio;
             columns[i % n] += ratio * ratio;
+        }
+        if let Some((r, c, need, have)) = first {
+            let others = match wrong_ones {
+                1 => String::new(),
+                some => format!(" and {} more of {}", some - 1, m * n),
+            };
+            let what = format!("{what}[{r}, {c}]{others}");
+            return Err(Error::new(Code::ConformanceFailed, what).need(need).have(have));
         }
         for (name, sums, count, at) in [("row", rows, n, at_rows), ("column", columns, m, at_columns)] {
             for (i, squares) in sums.into_iter().enumerate() {
@@ -123,10 +134,6 @@ fn saturates(out: DType, exact: f64, limit: f64) -> bool {
     exact.abs() + limit >= largest
 }
 
-fn wrong(what: &str, r: usize, c: usize) -> Error {
-    Error::new(Code::ConformanceFailed, format!("{what}[{r}, {c}]"))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -135,6 +142,20 @@ mod tests {
 
     fn exact(n: usize) -> Exact {
         Exact { m: 1, n, values: (0..n).map(|i| (1.0 + i as f64, 40.0)).collect() }
+    }
+
+    /// How many are wrong tells a wrong nibble from a wrong scale.
+    #[test]
+    fn the_first_wrong_result_is_named_and_the_others_are_counted() {
+        let e = exact(512);
+        let right: Vec<f32> = e.values.iter().map(|v| v.0 as f32).collect();
+        let mut y = right.clone();
+        y[7] = 0.0;
+        let text = |y: &[f32]| e.compare("y", y, TERMS).expect_err("wrong").to_string();
+        assert!(text(&y).contains("y[0, 7]\n"), "{}", text(&y));
+        (y[9], y[10]) = (f32::NAN, -1.0);
+        assert!(text(&y).contains("y[0, 7] and 2 more of 512\n"), "{}", text(&y));
+        assert!(e.compare("y", &right, TERMS).is_ok());
     }
 
     #[test]
