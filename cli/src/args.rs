@@ -116,6 +116,9 @@ pub struct GlobalArgs {
     /// Load every third-party backend in a directory; the current one is never searched.
     #[arg(long, global = true, value_name = "DIR", value_hint = ValueHint::DirPath)]
     pub plugin_dir: Vec<PathBuf>,
+    /// Run the code of --plugin and --plugin-dir in a process of its own, on the CPU.
+    #[arg(long, global = true)]
+    pub isolate: bool,
     /// The libNVFP4 to load instead of searching for one.
     #[arg(long, global = true, value_name = "PATH", env = "Q4_NVFP4_LIB", hide_env_values = true)]
     pub nvfp4_lib: Option<PathBuf>,

@@ -1,12 +1,12 @@
 //! `q4 conformance`: a backend through the suite, in child processes, with a report for whoever asks and a certificate.
 //!
-//! A child is this very command line with one hidden option more, so that parent and child enumerate the same cases. With a
-//! third party's libraries all of it happens in a child ([`outlive`]): the process the user waits for maps none of them.
-use crate::args::{Child, ConformanceArgs, GlobalArgs};
+//! A child is this very command line with one hidden option more, so that parent and child enumerate the same cases. A third
+//! party's library is mapped by neither: each has a process of its own for it ([`crate::plugins::Place`]), compares what comes
+//! back, and believes nothing else.
+use crate::args::{Child, ConformanceArgs};
 use crate::context::Context;
 use crate::plugins::Tables;
-use crate::report::{Outcome, stdout};
-use crate::signals;
+use crate::report::Outcome;
 use q4_conformance::certificate::default_dir;
 use q4_conformance::{
     Bench, Certificate, ChildProcesses, InProcess, Level, Library, Options, Profile, Report, Runner,
@@ -18,49 +18,15 @@ use q4_core::{
 use serde::Serialize;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
 /// One form of the report.
 type Render = fn(&Report) -> String;
 
-/// Added to the exit status of a child that does everything, so that a library that ends it with 0 is no pass.
-pub const JUDGED: u8 = 64;
-
-/// Whether all of the verb must happen in a child.
-pub fn is_risky(global: &GlobalArgs, args: &ConformanceArgs) -> bool {
-    args.child.is_none() && !args.in_process && !(global.plugin.is_empty() && global.plugin_dir.is_empty())
-}
-
-/// The verb in a child, which says everything. [`Code::ConformanceFailed`] when a library ended it.
-pub fn outlive(args: &ConformanceArgs) -> Result<Outcome> {
-    let failed = |have: String| {
-        Error::new(Code::ConformanceFailed, "the process that judges did not come to an end of its own")
-            .need("libraries that leave the process that loads them alone")
-            .have(have)
-    };
-    let mut command = own_command(&Child::Whole, args.runner.as_deref());
-    // It ends when nobody holds the other end of its stdin any more.
-    let child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
-    let mut child = child.map_err(|e| Error::new(Code::Io, format!("a child process: {e}")))?;
-    let lifeline = child.stdin.take();
-    let output =
-        child.wait_with_output().map_err(|e| Error::new(Code::Io, format!("a child process: {e}")))?;
-    drop(lifeline);
-    let judged = output.status.code().and_then(|code| u8::try_from(code).ok()?.checked_sub(JUDGED));
-    let status = judged
-        .filter(|status| *status < JUDGED)
-        .ok_or_else(|| failed(format!("one that ended: {}", output.status)))?;
-    stdout(&String::from_utf8_lossy(&output.stdout))?;
-    Ok(Outcome::Told(status))
-}
-
 /// Runs the verb. [`Code::ConformanceFailed`] when anything is wrong or nothing ran.
 pub fn run(cx: &Context, args: &ConformanceArgs) -> Result<Outcome> {
-    if args.is_whole() {
-        signals::follow();
-    }
     if args.child.is_some() {
         q4_plugin_host::tell_crashes();
     }
@@ -71,7 +37,7 @@ pub fn run(cx: &Context, args: &ConformanceArgs) -> Result<Outcome> {
     let options = Options { device: cx.device()?, ..options(args)? };
     let threads = cx.threads();
     let chosen = chosen(cx, args, registry)?;
-    if let Some(Child::Cases(name, range)) = &args.child {
+    if let Some(Child { name, range }) = &args.child {
         let backend =
             chosen.first().ok_or_else(|| Error::new(Code::Internal, format!("a child without {name}")))?;
         let bench = Bench {
@@ -85,9 +51,15 @@ pub fn run(cx: &Context, args: &ConformanceArgs) -> Result<Outcome> {
         return child(&bench, range.clone(), &options);
     }
     for backend in chosen.iter().filter(|b| is_plugin(&***b) && !args.in_process) {
-        // It may not come back when it is asked what it computes, or end whoever asks.
+        // It may not come back when it is asked what it computes, or end the process that asks it.
         let name = &backend.descriptor().name;
-        children(args, name).rehearse().map_err(|e| e.within(name))?;
+        drop(claims(&**backend, registry.env(), options.device));
+        if let Some((_, have)) = tables.of(name).and_then(|t| t.elsewhere()?.lost()) {
+            let what = format!("{name}: the backend cannot be asked what it computes");
+            return Err(Error::new(Code::ConformanceFailed, what)
+                .need("a library that leaves the process that loads it alone")
+                .have(have));
+        }
     }
     if args.list {
         return list(cx, &chosen, registry, &tables, &options);
@@ -157,8 +129,8 @@ fn chosen(cx: &Context, args: &ConformanceArgs, registry: &Registry) -> Result<V
     let named = |b: &Arc<dyn Q4Backend>, name: &str| b.descriptor().name == name;
     // A child is asked for by name, so that a name needs no quoting on the way.
     let asked = match &args.child {
-        Some(Child::Cases(name, _)) => Some(name.clone()),
-        _ => cx.policy().overrides.all,
+        Some(child) => Some(child.name.clone()),
+        None => cx.policy().overrides.all,
     };
     if let Some(name) = &asked {
         return Ok(live.into_iter().filter(|b| named(b, name)).collect());
@@ -239,7 +211,7 @@ fn judge(
 fn children(args: &ConformanceArgs, name: &str) -> ChildProcesses {
     let (name, runner) = (name.to_owned(), args.runner.clone());
     ChildProcesses {
-        command: Box::new(move |range| own_command(&Child::Cases(name.clone(), range), runner.as_deref())),
+        command: Box::new(move |range| own_command(&Child { name: name.clone(), range }, runner.as_deref())),
         time_limit: Duration::from_secs(args.time_limit),
         memory_limit: args.case_memory,
     }

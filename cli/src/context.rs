@@ -5,7 +5,7 @@ use crate::args::{
     ActivationFormat, Compute, DeviceChoice, Dtype, Format, GlobalArgs, KvCache, ModelArgs, Unified,
 };
 use crate::demo;
-use crate::plugins::{self, Tables};
+use crate::plugins::{self, Place, Tables};
 use crate::report::Report;
 use q4_conformance::{StoredPasses, certificate};
 use q4_core::memory::{Budget, ManagedSupport, Role, UnifiedMemory};
@@ -30,7 +30,7 @@ pub struct Context {
     report: Report,
     overrides: Overrides,
     gated: bool,
-    in_process: bool,
+    place: Place,
 }
 
 impl Context {
@@ -41,10 +41,11 @@ impl Context {
             report: Report::new(&global),
             overrides: overrides(&global.backend)?,
             gated: true,
-            in_process: false,
+            place: if global.isolate { Place::Isolated } else { Place::Here },
             global,
         };
         cx.device()?;
+        cx.check_isolation()?;
         cx.check_unified_memory()?;
         if cx.global.no_self_check {
             cx.report.warn("--no-self-check: backends are trusted without a check of their first product");
@@ -68,13 +69,8 @@ impl Context {
             ..self.global.clone()
         };
         let overrides = Overrides { all: Some(backend.to_owned()), ..Overrides::default() };
-        let cx = Self {
-            report: Report::new(&global),
-            overrides,
-            gated: self.gated,
-            in_process: self.in_process,
-            global,
-        };
+        let cx =
+            Self { report: Report::new(&global), overrides, gated: self.gated, place: self.place, global };
         cx.device()
             .map_err(|e| e.within("--against-device").fix("--against-device cpu, or leave the option out"))?;
         Ok(cx)
@@ -86,9 +82,9 @@ impl Context {
         self
     }
 
-    /// Whether plugins are mapped from their own files, without a trial in a child: for debuggers.
-    pub fn in_process(mut self, yes: bool) -> Self {
-        self.in_process = yes;
+    /// Where third-party code runs, whatever `--isolate` says.
+    pub fn placed(mut self, place: Place) -> Self {
+        self.place = place;
         self
     }
 
@@ -122,8 +118,13 @@ impl Context {
             unified_memory: self.unified_memory(),
         };
         let mut registry = Registry::builtin(&options)?;
-        let (paths, folders) = (&self.global.plugin, &self.global.plugin_dir);
-        let tables = plugins::add(&mut registry, paths, folders, self.gated, self.in_process)?;
+        let tables = plugins::add(
+            &mut registry,
+            &self.global.plugin,
+            &self.global.plugin_dir,
+            self.gated,
+            self.place,
+        )?;
         Ok((registry, tables))
     }
 
@@ -267,6 +268,23 @@ impl Context {
             Unified::Disabled => UnifiedMemory::Disabled,
             Unified::Prefer => UnifiedMemory::Prefer,
             Unified::Require => UnifiedMemory::Require,
+        }
+    }
+
+    fn check_isolation(&self) -> Result<()> {
+        if !self.global.isolate {
+            return Ok(());
+        }
+        if self.global.plugin.is_empty() && self.global.plugin_dir.is_empty() {
+            return Err(Error::new(Code::Usage, "--isolate without a library to isolate")
+                .need("--plugin PATH or --plugin-dir DIR")
+                .fix("leave --isolate out: what is built in runs in this process"));
+        }
+        match self.device()? {
+            Device::Cpu => Ok(()),
+            device => Err(Error::new(Code::Usage, format!("--isolate with --device {device}"))
+                .need("--device cpu: operands on a device are not copied to another process")
+                .fix("leave one of the two out")),
         }
     }
 

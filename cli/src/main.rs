@@ -28,6 +28,7 @@ mod roofline;
 mod scaffold;
 mod session;
 mod signals;
+mod supervise;
 mod text;
 mod trace;
 mod train;
@@ -51,6 +52,10 @@ fn main() -> ExitCode {
     if line.get(1).is_some_and(|a| a == PROBE) {
         return q4_plugin_host::probe_main(line.into_iter().skip(2));
     }
+    #[cfg(target_os = "linux")]
+    if line.get(1).is_some_and(|a| a == q4_plugin_host::remote::VERB) {
+        return q4_plugin_host::remote::serve_main();
+    }
     signals::install();
     let json = line.iter().any(|a| a == "--json");
     let line = args::verb_first(line);
@@ -69,6 +74,11 @@ fn main() -> ExitCode {
         Err(e) => return usage(&e, json),
     };
     log(&cli.global);
+    if maps_plugins(&cli)
+        && let Some(status) = supervise::begin(json)
+    {
+        return ExitCode::from(status);
+    }
     let result = catch_unwind(AssertUnwindSafe(|| run(cli.global, &cli.verb)));
     let status = match result {
         Ok(Ok(outcome)) => outcome.exit(),
@@ -83,19 +93,31 @@ fn main() -> ExitCode {
             Code::Internal.exit()
         }
     };
-    let is_judge = matches!(&cli.verb, Verb::Conformance(args) if args.is_whole());
-    ExitCode::from(if is_judge { conformance::JUDGED + status } else { status })
+    supervise::tell(status);
+    ExitCode::from(status)
+}
+
+/// Whether code of a third party may come into this process.
+fn maps_plugins(cli: &args::Cli) -> bool {
+    let global = &cli.global;
+    let is_elsewhere = global.isolate || matches!(cli.verb, Verb::Conformance(_));
+    !is_elsewhere && !(global.plugin.is_empty() && global.plugin_dir.is_empty())
 }
 
 fn run(global: GlobalArgs, verb: &Verb) -> Result<Outcome> {
     match verb {
         Verb::Completions(args) => return completions::run(args),
         Verb::Man(args) => return man::run(args),
-        Verb::Conformance(args) if conformance::is_risky(&global, args) => return conformance::outlive(args),
         _ => {}
     }
-    let in_process = matches!(verb, Verb::Conformance(args) if args.in_process);
-    let cx = Context::new(global)?.gated(!matches!(verb, Verb::Conformance(_))).in_process(in_process);
+    let cx = match verb {
+        Verb::Conformance(args) => {
+            let limit = std::time::Duration::from_secs(args.time_limit.max(1));
+            let place = if args.in_process { plugins::Place::InPlace } else { plugins::Place::Judged(limit) };
+            Context::new(global)?.gated(false).placed(place)
+        }
+        _ => Context::new(global)?,
+    };
     match verb {
         Verb::Generate(args) => generate::run(&cx, args),
         Verb::Chat(args) => chat::run(&cx, args),

@@ -1,11 +1,29 @@
 //! Third-party backends among the candidates: loaded from where the user said, and with a certificate only. Without one, nothing
 //! of a library is mapped into this process.
 use q4_conformance::certificate::{self, Library, default_dir};
-use q4_conformance::{AbiProbe, Profile};
+use q4_conformance::{AbiProbe, Elsewhere, Outcome, Profile};
+use q4_core::conduct::Facts;
 use q4_core::{Candidate, Code, Error, HostEnv, LibraryFacts, Registry, Reject, RejectCode, Result};
 use q4_plugin_host::{Examined, Loaded, Loader, Prober, Refusal, TableCases, libraries};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::time::Duration;
+
+/// Where a library's code runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// In this process.
+    Here,
+    /// In this process, mapped from its own file and without a trial in a child: for debuggers.
+    InPlace,
+    /// In one of its own.
+    Isolated,
+    /// The same, between guards, for the suite; a call may take so long.
+    Judged(Duration),
+}
+
+/// Longest time of a call of a library that is isolated.
+const CALL_LIMIT: Duration = Duration::from_secs(600);
 
 /// The tables that backends were loaded from, by name, for the suite to check.
 #[derive(Default)]
@@ -13,9 +31,16 @@ pub struct Tables(BTreeMap<String, Table>);
 
 /// One of them.
 pub struct Table {
-    cases: TableCases,
+    checks: Checks,
     /// SHA-256 of the library, in hexadecimal.
     sha256: String,
+}
+
+/// Where its checks run.
+enum Checks {
+    Here(TableCases),
+    #[cfg(target_os = "linux")]
+    There(q4_plugin_host::remote::Remote),
 }
 
 impl Tables {
@@ -32,10 +57,54 @@ impl Tables {
 
 impl AbiProbe for Table {
     fn cases(&self) -> Vec<String> {
-        self.cases.cases()
+        TableCases::names()
     }
     fn run(&self, case: &str) -> Result<()> {
-        self.cases.run(case)
+        match &self.checks {
+            Checks::Here(cases) => cases.run(case),
+            #[cfg(target_os = "linux")]
+            Checks::There(remote) => remote.table_case(case),
+        }
+    }
+    fn elsewhere(&self) -> Option<&dyn Elsewhere> {
+        match &self.checks {
+            Checks::Here(_) => None,
+            #[cfg(target_os = "linux")]
+            Checks::There(_) => Some(self),
+        }
+    }
+}
+
+impl Elsewhere for Table {
+    fn process(&self) -> u32 {
+        match &self.checks {
+            Checks::Here(_) => std::process::id(),
+            #[cfg(target_os = "linux")]
+            Checks::There(remote) => remote.process(),
+        }
+    }
+    fn lost(&self) -> Option<(Outcome, String)> {
+        match &self.checks {
+            Checks::Here(_) => None,
+            #[cfg(target_os = "linux")]
+            Checks::There(remote) => remote
+                .lost()
+                .map(|loss| (if loss.is_hang { Outcome::Hang } else { Outcome::Crash }, loss.have)),
+        }
+    }
+    fn facts(&self) -> Result<Facts> {
+        match &self.checks {
+            Checks::Here(_) => Ok(q4_core::conduct::facts_here()),
+            #[cfg(target_os = "linux")]
+            Checks::There(remote) => remote.facts(),
+        }
+    }
+    fn facts_before(&self) -> Facts {
+        match &self.checks {
+            Checks::Here(_) => Facts::new(),
+            #[cfg(target_os = "linux")]
+            Checks::There(remote) => remote.facts_before(),
+        }
     }
 }
 
@@ -49,14 +118,13 @@ struct Entry {
 }
 
 /// Adds the libraries of `paths` and `folders`. One that was named and is refused is an error; one that was found in a
-/// folder stays in the list with its reasons, and so does one without a valid certificate while `gated`. For a debugger
-/// everything is `in_process`: no trial in a child, and the file itself is mapped.
+/// folder stays in the list with its reasons, and so does one without a valid certificate while `gated`.
 pub fn add(
     registry: &mut Registry,
     paths: &[PathBuf],
     folders: &[PathBuf],
     gated: bool,
-    in_process: bool,
+    place: Place,
 ) -> Result<Tables> {
     let mut tables = Tables::default();
     if paths.is_empty() && folders.is_empty() {
@@ -64,10 +132,15 @@ pub fn add(
     }
     let program = std::env::current_exe().map_err(|e| Error::new(Code::Io, format!("this program: {e}")))?;
     // A library whose constructor ends or hangs a process ends a child.
-    let prober = (!in_process).then(|| Prober::new(program, [crate::PROBE]));
-    let loader = Loader { prober, in_place: in_process, ..Loader::default() };
+    let in_place = place == Place::InPlace;
+    let prober = (!in_place).then(|| Prober::new(program, [crate::PROBE]));
+    let loader = Loader { prober, in_place, ..Loader::default() };
     for path in paths {
-        let entry = Entry::of(loader.examine(path)?, registry.env(), gated)?;
+        let entry = Entry::of(loader.examine(path)?, registry.env(), gated, place);
+        let entry = entry.map_err(|refusal| match place {
+            Place::Judged(_) => not_loaded(refusal),
+            _ => refusal.into(),
+        })?;
         entry.enter(registry, &mut tables)?;
     }
     for folder in folders {
@@ -76,7 +149,9 @@ pub fn add(
                 Ok(found) if is_taken(registry, &found.descriptor.name) => {
                     Err((found.descriptor.name.clone(), found.path().to_owned(), Vec::new()))
                 }
-                Ok(found) => Entry::of(found, registry.env(), gated).map_err(|r| (r.name, r.path, r.reasons)),
+                Ok(found) => {
+                    Entry::of(found, registry.env(), gated, place).map_err(|r| (r.name, r.path, r.reasons))
+                }
                 Err(r) => Err((r.name, r.path, r.reasons)),
             };
             let (name, path, mut reasons) = match entry {
@@ -108,15 +183,16 @@ fn is_taken(registry: &Registry, name: &str) -> bool {
 
 impl Entry {
     /// Live if it may be used here; only then it is mapped.
-    fn of(found: Examined, env: &HostEnv, gated: bool) -> Result<Self, Refusal> {
+    fn of(found: Examined, env: &HostEnv, gated: bool, place: Place) -> Result<Self, Refusal> {
         let (name, version) = (found.descriptor.name.clone(), found.descriptor.version.clone());
         let library = Library { path: found.path().display().to_string(), sha256: found.sha256().to_owned() };
         let verdict = if gated { certified(&name, &version, &library, env) } else { Ok(()) };
         let (candidate, table) = match verdict {
-            Ok(()) => {
+            Ok(()) if matches!(place, Place::Here | Place::InPlace) => {
                 let Loaded { candidate, table: cases, sha256, .. } = found.load()?;
-                (candidate, Some(Table { cases, sha256 }))
+                (candidate, Some(Table { checks: Checks::Here(cases), sha256 }))
             }
+            Ok(()) => elsewhere(found, place)?,
             Err(reason) => (Candidate::Dead { name: name.clone().into(), reasons: vec![reason] }, None),
         };
         let facts = LibraryFacts { path: library.path, version, ..LibraryFacts::default() };
@@ -128,6 +204,43 @@ impl Entry {
         registry.loaded(&self.name, self.facts);
         tables.0.extend(self.table.map(|table| (self.name, table)));
         Ok(())
+    }
+}
+
+/// A live backend in a process of its own.
+#[cfg(target_os = "linux")]
+fn elsewhere(found: Examined, place: Place) -> Result<(Candidate, Option<Table>), Refusal> {
+    use q4_plugin_host::remote::{Isolation, Remote, shield};
+    let is_judged = place != Place::Isolated;
+    if is_judged {
+        // The library is about to run as the same user.
+        shield();
+    }
+    let how = Isolation {
+        program: std::env::current_exe().unwrap_or_else(|_| "q4".into()),
+        args: Vec::new(),
+        limit: if let Place::Judged(limit) = place { limit } else { CALL_LIMIT },
+        is_judged,
+    };
+    let remote = Remote::start(&found, &how)?;
+    let table = Table { checks: Checks::There(remote.handle()), sha256: found.sha256().to_owned() };
+    Ok((Candidate::Live(std::sync::Arc::new(remote)), Some(table)))
+}
+
+#[cfg(not(target_os = "linux"))]
+fn elsewhere(found: Examined, _: Place) -> Result<(Candidate, Option<Table>), Refusal> {
+    let need = "a system where a library can have a process of its own: Linux";
+    Err(found.refused(Reject::new(RejectCode::NotCompiledIn, need, std::env::consts::OS)))
+}
+
+/// A library that ends whoever loads it does not conform; any other refusal is one.
+fn not_loaded(refusal: Refusal) -> Error {
+    let is_fatal = |r: &&Reject| matches!(r.code, RejectCode::DiedInProbe | RejectCode::TimedOut);
+    match refusal.reasons.iter().find(is_fatal) {
+        Some(r) => Error::new(Code::ConformanceFailed, format!("{} cannot be judged", refusal.name))
+            .need(r.need.clone())
+            .have(r.have.clone()),
+        None => refusal.into(),
     }
 }
 

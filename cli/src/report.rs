@@ -15,8 +15,6 @@ pub enum Outcome {
     Done,
     /// The result itself says that something is wrong; the process ends with the status of this code.
     Found(Code),
-    /// A child process said everything; this one ends with its status.
-    Told(u8),
 }
 
 impl Outcome {
@@ -25,7 +23,6 @@ impl Outcome {
         match self {
             Self::Done => 0,
             Self::Found(code) => code.exit(),
-            Self::Told(status) => status,
         }
     }
 }

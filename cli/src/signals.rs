@@ -1,7 +1,8 @@
-//! What Ctrl-C, a closed pipe and the end of a parent do.
+//! What Ctrl-C and a closed pipe do.
 //!
 //! A closed pipe ends the process without a word, as with every other filter. Ctrl-C ends it at once, unless a verb is
 //! writing files that must be removed first; then it asks once and insists the second time.
+use crate::supervise;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Exit status after Ctrl-C.
@@ -54,23 +55,10 @@ extern "C" fn on_interrupt(_signal: libc::c_int) {
     end()
 }
 
-/// Ends this process at once when nobody holds the other end of its stdin any more: when its parent is gone.
-pub fn follow() {
-    std::thread::spawn(|| {
-        // An error is an end too.
-        let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
-        end()
-    });
-}
-
 /// No destructor runs: a library that hangs may hold what they wait for.
 #[cfg(unix)]
 fn end() -> ! {
+    supervise::tell(INTERRUPTED);
     // SAFETY: `_exit` may be called from a signal handler and from any thread.
     unsafe { libc::_exit(i32::from(INTERRUPTED)) }
-}
-
-#[cfg(not(unix))]
-fn end() -> ! {
-    std::process::exit(i32::from(INTERRUPTED))
 }

@@ -2,6 +2,7 @@
 //!
 //! An id holds all that makes the case, its seed included, so that a line of a report can be run again.
 use crate::{Claim, Level, Proof};
+use q4_core::conduct::Facts;
 use q4_core::{Device, HostEnv, Q4Backend, Reject, Result, ThreadPool};
 use serde::{Deserialize, Serialize};
 
@@ -22,12 +23,35 @@ pub struct Bench<'a> {
     pub proofs: &'a [Proof],
 }
 
+impl<'a> Bench<'a> {
+    /// The process that runs the backend, where it is not this one.
+    pub fn elsewhere(&self) -> Option<&'a dyn Elsewhere> {
+        self.abi.and_then(AbiProbe::elsewhere)
+    }
+}
+
 /// Checks of the C table behind a backend, added to L0 by whoever loaded it.
 pub trait AbiProbe: Sync {
     /// Names of its cases, stable and unique.
     fn cases(&self) -> Vec<String>;
     /// Runs one. The error says what is wrong.
     fn run(&self, case: &str) -> Result<()>;
+    /// The process that runs the backend, where it is not this one.
+    fn elsewhere(&self) -> Option<&dyn Elsewhere> {
+        None
+    }
+}
+
+/// A process that runs a backend for this one.
+pub trait Elsewhere: Sync {
+    /// Its number.
+    fn process(&self) -> u32;
+    /// How it was lost, if it was: whether it hung, and what became of it.
+    fn lost(&self) -> Option<(Outcome, String)>;
+    /// What is known of it now.
+    fn facts(&self) -> Result<Facts>;
+    /// The same before it knew of the backend.
+    fn facts_before(&self) -> Facts;
 }
 
 /// What a case that found nothing wrong has seen.

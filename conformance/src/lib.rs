@@ -17,6 +17,7 @@ mod measure;
 pub mod memory;
 mod passes;
 mod paths;
+mod printed;
 mod product;
 mod report;
 mod run;
@@ -25,7 +26,7 @@ mod stored;
 mod tolerance;
 mod waiver;
 
-pub use case::{AbiProbe, Bench, Case, CaseResult, Outcome, Seen};
+pub use case::{AbiProbe, Bench, Case, CaseResult, Elsewhere, Outcome, Seen};
 pub use certificate::{Certificate, Library, gate};
 pub use claim::{Claim, Level, Profile, Proof, claims, proofs};
 pub use levels::cases;

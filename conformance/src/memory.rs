@@ -59,9 +59,16 @@ pub struct Taken {
 
 /// Runs `body` and says what it took. Exact only while nothing else of the process allocates.
 pub fn watch(body: impl FnOnce()) -> Taken {
-    let counts = IN_USE.load(Ordering::Relaxed) == 1;
+    watch_in(None, body)
+}
+
+/// The same for the process with this number, if there is one, whose allocations nobody counts.
+pub fn watch_in(process: Option<u32>, body: impl FnOnce()) -> Taken {
+    let counts = IN_USE.load(Ordering::Relaxed) == 1 && process.is_none();
+    let name = process.map_or_else(|| "self".to_owned(), |id| id.to_string());
+    let resident = || field_of(&name, "VmRSS:");
     // A peak that cannot be reset is no signal: what is resident at the end remains one.
-    let resets = std::fs::write("/proc/self/clear_refs", "5").is_ok();
+    let resets = std::fs::write(format!("/proc/{name}/clear_refs"), "5").is_ok();
     let before = resident();
     let live = LIVE.load(Ordering::Relaxed);
     PEAK.store(live, Ordering::Relaxed);
@@ -73,7 +80,7 @@ pub fn watch(body: impl FnOnce()) -> Taken {
     Taken {
         allocated_peak: counted(PEAK.load(Ordering::Relaxed)),
         allocated_left: counted(LIVE.load(Ordering::Relaxed)),
-        resident_peak: if resets { grown(q4_core::memory::peak_resident()) } else { left },
+        resident_peak: if resets { grown(field_of(&name, "VmHWM:")) } else { left },
         resident_left: left,
     }
 }
@@ -85,8 +92,12 @@ pub fn resident() -> Option<u64> {
 
 /// Resident bytes of the process with this id.
 pub(crate) fn resident_of(process: &str) -> Option<u64> {
+    field_of(process, "VmRSS:")
+}
+
+fn field_of(process: &str, name: &str) -> Option<u64> {
     let text = std::fs::read_to_string(format!("/proc/{process}/status")).ok()?;
-    let line = text.lines().find_map(|l| l.strip_prefix("VmRSS:"))?;
+    let line = text.lines().find_map(|l| l.strip_prefix(name))?;
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kib| kib * 1024)
 }
 

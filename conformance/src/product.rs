@@ -72,6 +72,8 @@ pub(crate) fn build(
     let prepared = bench.backend.prepare(w, spec, path, &mut cx)?;
     Ok(match spec.device {
         Device::Cpu => prepared,
+        // It stages them there.
+        _ if bench.elsewhere().is_some() => prepared,
         device => Box::new(Staged::new(prepared, device)?),
     })
 }

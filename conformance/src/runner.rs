@@ -31,6 +31,15 @@ impl Runner for InProcess {
 }
 
 fn one(case: &Case, bench: &Bench<'_>) -> CaseResult {
+    let result = inside(case, bench);
+    // Whatever the case made of it.
+    match bench.elsewhere().and_then(|e| e.lost()) {
+        Some((outcome, have)) => CaseResult::ended(case, outcome, Some(have)),
+        None => result,
+    }
+}
+
+fn inside(case: &Case, bench: &Bench<'_>) -> CaseResult {
     match catch_unwind(AssertUnwindSafe(|| (case.body)(bench))) {
         Ok(seen) => CaseResult::of(case, seen),
         Err(payload) => {
@@ -42,25 +51,41 @@ fn one(case: &Case, bench: &Bench<'_>) -> CaseResult {
     }
 }
 
-/// What a child writes, one line each, behind [`MARK`]; anything else on its stdout is the backend's own.
+/// What a child writes, one line each, behind [`MARK`] and the secret that it read first from its stdin; anything else on its
+/// stdout is the backend's own, whatever it looks like.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 enum Line {
     Started(usize),
     Ended(CaseResult),
+    /// What ran the backend is gone; another child goes on.
+    Lost,
 }
 
 const MARK: &str = "\u{1}q4-case ";
+
+/// What nobody can guess.
+fn secret() -> String {
+    use std::hash::{BuildHasher, Hasher};
+    // The keys are random.
+    let random = || std::hash::RandomState::new().build_hasher().finish();
+    format!("{:016x}{:016x}", random(), random())
+}
 
 /// The child's side: runs the cases of `range` and writes what came of them to `out`.
 ///
 /// # Errors
 /// `Io` when the parent is gone.
 pub fn serve(cases: &[Case], range: Range<usize>, bench: &Bench<'_>, out: &mut dyn Write) -> Result<()> {
+    let mut secret = String::new();
+    std::io::stdin()
+        .read_line(&mut secret)
+        .map_err(|e| Error::new(Code::Io, format!("secret of a child process: {e}")))?;
+    let secret = secret.trim();
     let mut send = |line: &Line| {
         let text = serde_json::to_string(line)
             .map_err(|e| Error::new(Code::Internal, format!("result of a case: {e}")))?;
-        writeln!(out, "{MARK}{text}")
+        writeln!(out, "{MARK}{secret} {text}")
             .and_then(|()| out.flush())
             .map_err(|e| Error::new(Code::Io, format!("results of a child process: {e}")))
     };
@@ -78,6 +103,9 @@ pub fn serve(cases: &[Case], range: Range<usize>, bench: &Bench<'_>, out: &mut d
         };
         send(&Line::Started(i))?;
         send(&Line::Ended(one(case, bench)))?;
+        if bench.elsewhere().is_some_and(|e| e.lost().is_some()) {
+            return send(&Line::Lost);
+        }
     }
     Ok(())
 }
@@ -122,27 +150,6 @@ impl Runner for ChildProcesses {
 }
 
 impl ChildProcesses {
-    /// Runs a child without cases: it asks the backend all that the list of cases depends on, as its parent is about to.
-    ///
-    /// # Errors
-    /// `ConformanceFailed` when the child does not live to tell.
-    pub fn rehearse(&self) -> Result<()> {
-        let failed = |have: String| {
-            Error::new(Code::ConformanceFailed, "the backend cannot be asked what it computes")
-                .need("a child process that asks it and ends well")
-                .have(have)
-        };
-        let mut command = (self.command)(0..0);
-        let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn();
-        let mut child = Lost(child.map_err(|e| failed(format!("none could be started: {e}")))?);
-        let stderr = child.0.stderr.take().map(Stderr::listen);
-        match child.ended_within(self.time_limit) {
-            Some(status) if status.success() => Ok(()),
-            Some(status) => Err(failed(with_stderr(format!("one that ended: {status}"), stderr))),
-            None => Err(failed(format!("one without an end within {} s", self.time_limit.as_secs_f64()))),
-        }
-    }
-
     /// Runs one child over `range`; returns the case behind the last one that has a result.
     fn child(
         &self,
@@ -151,8 +158,9 @@ impl ChildProcesses {
         each: &mut dyn FnMut(CaseResult) -> bool,
     ) -> (usize, bool) {
         let mut next = range.start;
+        let secret = secret();
         let spawned = (self.command)(range.clone())
-            .stdin(Stdio::null())
+            .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn();
@@ -163,6 +171,10 @@ impl ChildProcesses {
                 return (next + 1, each(CaseResult::ended(&cases[next], Outcome::Error, Some(message))));
             }
         };
+        if let Some(mut stdin) = child.0.stdin.take() {
+            // One that is gone already has no use for it.
+            let _ = writeln!(stdin, "{secret}");
+        }
         let lines = lines_of(&mut child.0);
         let stderr = child.0.stderr.take().map(Stderr::listen);
         let (mut last, mut begun) = (Instant::now(), false);
@@ -170,15 +182,19 @@ impl ChildProcesses {
             match lines.recv_timeout(Duration::from_millis(50)) {
                 Ok(text) => {
                     last = Instant::now();
-                    match parse(&text) {
-                        Some(Line::Started(_)) => begun = true,
-                        Some(Line::Ended(result)) => {
+                    match parse(&text, &secret) {
+                        Some(Line::Started(i)) => begun = begun || i == next,
+                        // Of the case that it is at, and of no other.
+                        Some(Line::Ended(result))
+                            if begun && next < range.end && is_of(&cases[next], &result) =>
+                        {
                             (next, begun) = (next + 1, false);
                             if !each(result) {
                                 return (next, false);
                             }
                         }
-                        None => {}
+                        Some(Line::Lost) if !begun => return (next, true),
+                        _ => {}
                     }
                 }
                 Err(RecvTimeoutError::Disconnected) => break (Outcome::Crash, String::new()),
@@ -260,9 +276,15 @@ fn with_stderr(what: String, stderr: Option<Stderr>) -> String {
     if said.is_empty() { what } else { format!("{what}\n{said}") }
 }
 
-fn parse(text: &str) -> Option<Line> {
+fn parse(text: &str, secret: &str) -> Option<Line> {
     let at = text.find(MARK)?;
-    serde_json::from_str(text[at + MARK.len()..].trim()).ok()
+    let line = text[at + MARK.len()..].strip_prefix(secret)?;
+    serde_json::from_str(line.trim()).ok()
+}
+
+fn is_of(case: &Case, result: &CaseResult) -> bool {
+    let claim = case.claim.as_ref().map(ToString::to_string);
+    (&result.id, result.level, &result.claim, &result.waiver) == (&case.id, case.level, &claim, &None)
 }
 
 /// Runs of cases of one level and claim.
@@ -312,7 +334,7 @@ mod tests {
 
     #[test]
     fn a_hang_is_the_case_s_only_if_it_began() {
-        let begun = outcome("printf '\\001q4-case {\"started\":0}\\n'; exec sleep 30");
+        let begun = outcome("read s; printf '\\001q4-case %s {\"started\":0}\\n' $s; exec sleep 30");
         assert_eq!(begun, (Outcome::Hang, "no end within 0.3 s".into()));
         let silent = outcome("exec sleep 30");
         assert_eq!(silent, (Outcome::Error, "the child process did not begin this case within 0.3 s".into()));
@@ -380,15 +402,27 @@ mod tests {
         assert!(text.contains("`avx2 fma`") && text.contains("--in-process"), "{text}");
     }
 
+    /// Lines that look like results and are not: without the secret, of another case, of none, after the end.
     #[test]
-    fn a_backend_that_ends_or_hangs_who_asks_it_is_told_apart() {
-        assert!(children("exit 0").rehearse().is_ok());
-        for (script, says) in
-            [("kill -SEGV $$", "signal: 11"), ("echo why >&2; exit 9", "why"), ("exec sleep 30", "0.3 s")]
-        {
-            let e = children(script).rehearse().expect_err(script);
-            assert_eq!(e.code(), Code::ConformanceFailed);
-            assert!(e.to_string().contains(says), "{script}: {e}");
+    fn results_are_those_of_the_child_and_of_its_case() {
+        let ended =
+            |id: &str| format!("{{\"ended\":{{\"id\":\"{id}\",\"level\":\"L1\",\"outcome\":\"pass\"}}}}");
+        let (right, other) = (ended("L1/backend/any"), ended("L1/backend/other"));
+        let say = |secret: &str, line: &str| format!("printf '\\001q4-case %s %s\\n' {secret} '{line}'; ");
+        let (own, none) = (say("$s", "{\"started\":0}"), say("", &right));
+        let guessed = "0".repeat(32);
+        for (script, passes) in [
+            (own.clone() + &say("$s", &right), true),
+            (none.clone(), false),
+            (own.clone() + &none, false),
+            (own.clone() + &say(&guessed, &right), false),
+            (own.clone() + &say("$s", &other), false),
+            (say("$s", &right), false),
+        ] {
+            let script: &'static str = Box::leak(format!("read s; {script} exit 64").into_boxed_str());
+            let (outcome, why) = outcome(script);
+            assert_eq!(outcome == Outcome::Pass, passes, "{script}: {why}");
+            assert!(passes || why.contains("exit status: 64"), "{script}: {why}");
         }
     }
 }

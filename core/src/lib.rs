@@ -8,6 +8,7 @@
 //! * [`oracle`] is the exact product, [`selfcheck`] the gate built on it; [`rows`] are operands in f32, [`exponential`]
 //!   is what runs between products in more than one crate.
 mod backend;
+pub mod conduct;
 pub mod detect;
 mod error;
 pub mod exponential;

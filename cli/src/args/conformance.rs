@@ -8,7 +8,7 @@ use std::path::PathBuf;
 #[derive(Args, Debug)]
 #[command(after_long_help = "\
 Judges the backend that --backend names, else those that --plugin brought, else every built-in. Every case runs in a child
-process; a case is named so that --replay finds it again. The exit status is 5 when anything is wrong or nothing ran.
+process, and a plugin in a child of that: who judges maps none of it. A case is named so that --replay finds it again. The exit status is 5 when anything is wrong or nothing ran.
 
 Examples:
   q4 conformance --backend nvfp4-kernel --report-html report.html
@@ -74,39 +74,26 @@ pub struct ConformanceArgs {
     pub child: Option<Child>,
 }
 
-/// A part of the work that a process does for the one that started it.
+/// A part of the work that a process does for the one that started it: cases of one backend.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Child {
-    /// All of it: third-party code runs here, and not where the user waits.
-    Whole,
-    /// Cases of one backend.
-    Cases(String, Range<usize>),
-}
-
-impl ConformanceArgs {
-    /// This process does everything for a parent that outlives it.
-    pub fn is_whole(&self) -> bool {
-        self.child == Some(Child::Whole)
-    }
+pub struct Child {
+    /// The backend.
+    pub name: String,
+    /// Its cases, by their place in the list of all.
+    pub range: Range<usize>,
 }
 
 impl fmt::Display for Child {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Whole => f.write_str("whole"),
-            Self::Cases(name, range) => write!(f, "{name}:{}..{}", range.start, range.end),
-        }
+        write!(f, "{}:{}..{}", self.name, self.range.start, self.range.end)
     }
 }
 
 fn child(text: &str) -> Result<Child, String> {
     let parse = || {
-        if text == "whole" {
-            return Some(Child::Whole);
-        }
         let (name, range) = text.rsplit_once(':')?;
         let (start, end) = range.split_once("..")?;
-        Some(Child::Cases(name.to_owned(), start.parse().ok()?..end.parse().ok()?))
+        Some(Child { name: name.to_owned(), range: start.parse().ok()?..end.parse().ok()? })
     };
-    parse().ok_or_else(|| "need whole or NAME:START..END".to_owned())
+    parse().ok_or_else(|| "need NAME:START..END".to_owned())
 }

@@ -3,6 +3,7 @@
 mod convert;
 mod demo;
 mod exit;
+mod isolate;
 mod judge;
 mod measure;
 mod output;

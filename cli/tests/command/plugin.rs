@@ -1,7 +1,7 @@
 //! Third-party libraries through the real `q4`: good ones are judged, certified and used, hostile ones are refused, and nobody
 //! is believed.
 #[path = "../../../plugins/host/tests/built/mod.rs"]
-mod built;
+pub mod built;
 
 use crate::{document, err, out, q4};
 use q4_conformance::certificate::machine;
@@ -15,14 +15,18 @@ use std::time::Duration;
 use tempfile::TempDir;
 
 /// A user with a folder for data of their own.
-struct User(TempDir);
+pub struct User(TempDir);
 
 impl User {
-    fn new() -> Self {
+    pub fn new() -> Self {
         Self(tempfile::tempdir().unwrap())
     }
 
-    fn q4(&self, plugin: &Path) -> Command {
+    pub fn folder(&self) -> &Path {
+        self.0.path()
+    }
+
+    pub fn q4(&self, plugin: &Path) -> Command {
         let mut command = q4();
         command.env("XDG_DATA_HOME", self.0.path()).arg("--plugin").arg(plugin);
         command
@@ -46,7 +50,7 @@ impl User {
         error
     }
 
-    fn certificates(&self) -> Vec<PathBuf> {
+    pub fn certificates(&self) -> Vec<PathBuf> {
         let folder = fs::read_dir(self.0.path().join("q4/certificates"));
         folder.into_iter().flatten().map(|file| file.unwrap().path()).collect()
     }
@@ -313,10 +317,10 @@ fn a_library_that_ends_the_suite_with_success_does_not_conform() {
     does_not_conform(&output, "exit status: 0");
 }
 
-/// Nobody waits for it any more, so it does not go on, wherever it is.
+/// Nobody waits for it any more, so it does not go on.
 #[test]
 #[cfg(target_os = "linux")]
-fn the_process_that_judges_ends_with_its_parent() {
+fn the_process_that_runs_a_library_ends_with_the_one_that_judges_it() {
     let (user, dir) = (User::new(), tempfile::tempdir().unwrap());
     let (partial, file) = (dir.path().join("partial"), dir.path().join("pid"));
     let tell = format!(
@@ -324,7 +328,7 @@ fn the_process_that_judges_ends_with_its_parent() {
         partial.display(),
         file.display()
     );
-    let body = format!("if ({}) {{ {tell} for (;;) pause(); }}", command_line_has("--child whole"));
+    let body = format!("if (!{}) {{ {tell} for (;;) pause(); }}", command_line_has("plugin-probe"));
     let path = built::stub(dir.path(), "waits", &[INCLUDE, ("/*EARLY*/", &constructor(&body))]);
     let mut command = user.q4(&path);
     let mut parent = command.arg("conformance").stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
@@ -356,7 +360,13 @@ fn a_library_that_changes_while_it_is_judged_does_not_conform() {
         "FILE *e = fopen(\"{}\", \"r+\"); fseek(e, 62, SEEK_SET); fputc('x', e); fclose(e);",
         dir.path().join("changes.so").display()
     );
-    let body = format!("if ({}) {{ {write} }}", command_line_has("stub:"));
+    // Tried, loaded where its cases are listed, and where they run.
+    let count = dir.path().join("count");
+    let first = format!(
+        "FILE *f = fopen(\"{}\", \"a\"); fputc('1', f); long n = ftell(f); fclose(f);",
+        count.display()
+    );
+    let body = format!("{first} if (n == 4) {{ {write} }}");
     let path = built::stub(dir.path(), "changes", &[INCLUDE, ("/*EARLY*/", &constructor(&body))]);
     let output = user.q4(&path).args(["--json", "conformance", "--level", "L0"]).output().unwrap();
     let now = Library::of(&path).unwrap().sha256;

@@ -4,7 +4,7 @@ use crate::Level;
 use crate::case::{Bench, Case, Seen};
 use crate::guarded::Layout;
 use crate::measure::Problem;
-use crate::memory::{resident, watch};
+use crate::memory::{resident_of, watch_in};
 use crate::product::{self, failed};
 use q4_core::stage::{DeviceMemory, memory_of};
 use q4_core::{DType, Device, ExecContext, ExecPath, OpSet, Result};
@@ -52,6 +52,18 @@ impl Free {
     }
 }
 
+/// [`watch_in`] of the process that runs the backend. One that cannot be looked at has something to hide.
+fn watch(bench: &Bench<'_>, body: impl FnOnce()) -> Result<crate::memory::Taken> {
+    let process = bench.elsewhere().map(|e| e.process());
+    let taken = watch_in(process, body);
+    match process {
+        Some(id) if taken.resident_left.is_none() => Err(failed("the memory of the process that runs it")
+            .need(format!("/proc/{id}/status that can be read"))
+            .have("one that cannot")),
+        _ => Ok(taken),
+    }
+}
+
 /// Fails when every attempt does.
 fn every_time(attempt: impl Fn() -> Result<Seen>) -> Result<Seen> {
     let mut last = attempt();
@@ -72,7 +84,7 @@ fn no_dense_copy(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Re
     let spec = product::spec(bench, problem, OpSet::FORWARD);
     let device = Free::of(bench)?;
     let mut prepared = None;
-    let kept = watch(|| prepared = Some(product::prepare(bench, path, &problem.weight, &spec)));
+    let kept = watch(bench, || prepared = Some(product::prepare(bench, path, &problem.weight, &spec)))?;
     let w = match prepared.transpose()?.ok_or_else(|| failed("nothing was prepared"))? {
         Ok(w) => w,
         Err(reasons) => return Ok(Seen::Refused(reasons)),
@@ -86,8 +98,9 @@ fn no_dense_copy(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Re
     }
     // Buffers of the suite exist before the call is watched.
     let mut y = None;
-    let during =
-        watch(|| y = Some(product::forward(&*w, problem, Layout::PLAIN, product::STALE, bench.threads)));
+    let during = watch(bench, || {
+        y = Some(product::forward(&*w, problem, Layout::PLAIN, product::STALE, bench.threads));
+    })?;
     y.transpose()?;
     if let Some(taken) = device.taken()?.filter(|taken| *taken >= dense) {
         return Err(over("device memory", taken));
@@ -119,11 +132,12 @@ fn released(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<
     };
     (0..ROUNDS / 10).try_for_each(|_| round())?;
     let device = Free::of(bench)?;
-    let before = resident();
+    let process = bench.elsewhere().map_or_else(|| "self".to_owned(), |e| e.process().to_string());
+    let before = resident_of(&process);
     let mut result = Ok(());
-    let watched = watch(|| result = (0..ROUNDS).try_for_each(|_| round()));
+    let watched = watch(bench, || result = (0..ROUNDS).try_for_each(|_| round()))?;
     result?;
-    let grown = resident().zip(before).map(|(now, before)| now.saturating_sub(before));
+    let grown = resident_of(&process).zip(before).map(|(now, before)| now.saturating_sub(before));
     // A thread or a table that is made once is not a leak; a byte a round is.
     let allocated = watched.allocated_left.filter(|left| *left >= ROUNDS as u64);
     let resident = grown.filter(|grown| *grown > SLACK);

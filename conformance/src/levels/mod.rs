@@ -2,6 +2,7 @@
 //! parent and a child process that enumerate them agree.
 mod abi;
 mod backward;
+mod conduct;
 mod decode;
 mod drawn;
 mod forward;
@@ -79,6 +80,7 @@ pub fn cases(proofs: &[Proof], abi: Option<&dyn crate::AbiProbe>, options: &Opti
             match level {
                 Level::L0 => abi::cases(abi, &mut all),
                 Level::L4 => negative::backend_cases(&mut all),
+                Level::L5 => conduct::backend_cases(abi, &mut all),
                 _ => {}
             }
         }
@@ -100,6 +102,7 @@ pub fn cases(proofs: &[Proof], abi: Option<&dyn crate::AbiProbe>, options: &Opti
                     operands::cases(scope, &mut all);
                 }
                 Level::L5 => {
+                    conduct::cases(scope, &mut all);
                     honesty::cases(scope, &mut all);
                     steady::cases(scope, &mut all);
                     life::cases(scope, &mut all);

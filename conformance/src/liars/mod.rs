@@ -9,6 +9,7 @@ mod extent;
 mod honest;
 mod magnitude;
 mod narrow;
+mod process;
 mod product;
 
 use crate::Level;
@@ -52,6 +53,7 @@ pub fn liars() -> impl Iterator<Item = &'static Liar> {
         .chain(magnitude::LIARS)
         .chain(address::LIARS)
         .chain(narrow::LIARS)
+        .chain(process::LIARS)
 }
 
 #[cfg(test)]

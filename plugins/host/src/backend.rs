@@ -140,28 +140,28 @@ impl Q4Backend for Plugin {
         }
         let held = Held { instance: i.clone(), raw };
         let facts = held.facts()?;
-        let info = agreed(&facts, spec, path, w, i)?;
+        let info = agreed(&facts, spec, path, w, &i.name, i.table.api.backward_input.is_some())?;
         Ok(Box::new(Prepared { held, info }))
     }
 }
 
-/// What the library says it made, if that is what was asked for.
-fn agreed(
+/// What the library of that name says it made, if that is what was asked for.
+pub(crate) fn agreed(
     facts: &Q4PreparedInfo,
     spec: &LinearSpec,
     path: ExecPath,
     w: &Q4Weight<'_>,
-    i: &Instance,
+    name: &str,
+    has_backward: bool,
 ) -> Result<PreparedInfo> {
     let ops =
         u8::try_from(facts.ops).map(OpSet).ok().filter(|o| OpSet::ALL.contains(*o) && o.contains(spec.ops));
     let backward = ops.is_some_and(|o| o.contains(OpSet::BACKWARD_INPUT));
     let asked = (codes::path_to(path), lend::activation_kind(&spec.activations), w.n() as u64, w.k as u64);
     let made = (codes::path_from(facts.path).and(Some(facts.path)), facts.activations, facts.n, facts.k);
-    let Some(ops) = ops.filter(|_| asked == made && (!backward || i.table.api.backward_input.is_some()))
-    else {
+    let Some(ops) = ops.filter(|_| asked == made && (!backward || has_backward)) else {
         let (n, k) = (w.n(), w.k);
-        return Err(Error::new(Code::PathBroken, format!("{}: prepare", i.name))
+        return Err(Error::new(Code::PathBroken, format!("{name}: prepare"))
             .need(format!(
                 "{path} with {} activations, [{n}, {k}], operations {:#05b}",
                 spec.activations, spec.ops.0
@@ -177,7 +177,7 @@ fn agreed(
             )));
     };
     Ok(PreparedInfo {
-        backend: i.name.clone().into(),
+        backend: name.to_owned().into(),
         path,
         activations: spec.activations,
         n: w.n(),

@@ -69,9 +69,14 @@ impl TableCases {
         Self { table, query }
     }
 
-    /// Names of the checks, stable and unique.
-    pub fn cases(&self) -> Vec<String> {
+    /// Names of the checks, stable and unique; those of every library.
+    pub fn names() -> Vec<String> {
         CASES.iter().map(|(name, _)| (*name).to_owned()).collect()
+    }
+
+    /// The same.
+    pub fn cases(&self) -> Vec<String> {
+        Self::names()
     }
 
     /// Runs one. The error says what is wrong.

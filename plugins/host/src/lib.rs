@@ -7,6 +7,8 @@
 //! [`Examined::load`] goes on: `library` maps exactly the bytes that were hashed and asks for the table, `table` checks and copies
 //! it, `backend` wraps every call.
 //!
+//! `remote` does the last part in another process, for a program that must not map what it judges.
+//!
 //! Libraries are never unloaded.
 mod backend;
 mod cases;
@@ -19,6 +21,8 @@ mod elf;
 mod file;
 mod library;
 mod maps;
+#[cfg(target_os = "linux")]
+pub mod remote;
 mod rounding;
 mod table;
 
@@ -204,6 +208,14 @@ impl Examined {
     /// The file, without links.
     pub fn path(&self) -> &Path {
         &self.opened.path
+    }
+
+    /// What becomes of it where it cannot be used.
+    pub fn refused(&self, reason: Reject) -> Refusal {
+        let mut refusal = Refusal::of(&self.given);
+        refusal.sha256 = Some(self.opened.sha256.clone());
+        refusal.name.clone_from(&self.descriptor.name);
+        refusal.because(vec![reason])
     }
 
     /// Maps what was examined: on Linux a sealed copy of bytes with that SHA-256; elsewhere the system opens the path again.
