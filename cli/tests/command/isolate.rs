@@ -94,10 +94,16 @@ fn within_seconds(what: impl Fn() -> bool) -> bool {
     })
 }
 
-/// The processes that a process started, and those that they did.
+/// The processes that any thread of a process started.
+fn children(id: u32) -> Vec<u32> {
+    let threads = std::fs::read_dir(format!("/proc/{id}/task")).into_iter().flatten().flatten();
+    let text = threads.filter_map(|t| std::fs::read_to_string(t.path().join("children")).ok());
+    text.flat_map(|t| t.split_whitespace().filter_map(|w| w.parse().ok()).collect::<Vec<_>>()).collect()
+}
+
+/// Those, and those that they started.
 fn below(id: u32) -> Vec<u32> {
-    let text = std::fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap_or_default();
-    let own: Vec<u32> = text.split_whitespace().filter_map(|w| w.parse().ok()).collect();
+    let own = children(id);
     own.iter().flat_map(|child| below(*child)).chain(own.iter().copied()).collect()
 }
 
@@ -110,8 +116,8 @@ fn signals_that_one_process_gets_reach_the_one_that_works() {
     for (signal, code, number) in [("-INT", Some(130), None), ("-TERM", None, Some(15))] {
         let mut command = generate(&[], Some("wait"));
         let mut parent = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-        assert!(within_seconds(|| !below(parent.id()).is_empty()), "nobody works");
-        let child = below(parent.id())[0];
+        assert!(within_seconds(|| !children(parent.id()).is_empty()), "nobody works");
+        let child = children(parent.id())[0];
         // It has set what it does with signals when it maps the library.
         let maps = format!("/proc/{child}/maps");
         assert!(within_seconds(|| std::fs::read_to_string(&maps).unwrap_or_default().contains("q4-plugin")));

@@ -85,17 +85,16 @@ const PHASES: [(&str, Phase); 5] = [
     }),
 ];
 
-pub(super) fn cases(claim: &Claim, seed: u64, all: &mut Vec<Case>) {
-    let path = claim.path;
-    let activations = lattice::quantizers(claim.activations)[0];
-    let Some(schema) = lattice::encodings(claim.schema).into_iter().next() else { return };
-    let sketch = Sketch::plain(schema, activations, lattice::io_of(path), SHAPE, seed);
+pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
+    let path = scope.claim.path;
+    let Some((schema, activations)) = scope.usual() else { return };
+    let sketch = scope.sketch(schema, activations, scope.io(), SHAPE);
     for (name, phase) in PHASES {
         let sketch = sketch.clone();
         let id = format!("conduct/{name}/{}", sketch.name());
-        all.push(Case::new(Level::L5, Some(claim), id, move |bench| {
+        scope.add(all, Level::L5, id, move |bench| {
             sketch.with(|problem| every_time(|| phase(bench, path, problem)))
-        }));
+        });
     }
 }
 
