@@ -5,12 +5,11 @@
 //! back, and believes nothing else.
 use crate::args::{Child, ConformanceArgs};
 use crate::context::Context;
-use crate::plugins::Tables;
+use crate::plugins::{self, Tables};
 use crate::report::Outcome;
-use q4_conformance::certificate::default_dir;
 use q4_conformance::{
-    Bench, Certificate, ChildProcesses, InProcess, Level, Library, Options, Profile, Report, Runner,
-    SUITE_VERSION, Waivers, cases, claims, proofs, run_with, serve,
+    Bench, Certificate, Certificates, ChildProcesses, InProcess, Level, Library, Options, Profile, Report,
+    Runner, SUITE_VERSION, Waivers, cases, claims, proofs, run_with, serve,
 };
 use q4_core::{
     BUILTINS, Candidate, Code, Device, Dispatch, Error, HostEnv, Q4Backend, Registry, Result, ThreadPool,
@@ -195,7 +194,7 @@ fn judge(
         None => None,
     };
     let Some(file) = file.filter(|f| f.is_file()) else { return Ok(report) };
-    let library = Library::of(&file)?;
+    let library = if is_plugin(&**backend) { plugins::library(&file)? } else { Library::of(&file)? };
     match tables.sha256(&name) {
         // Every case loaded it anew.
         Some(before) if before != library.sha256 => {
@@ -303,13 +302,16 @@ fn certify(cx: &Context, args: &ConformanceArgs, report: &Report) -> Result<()> 
     if args.no_certificate || args.in_process || !report.conformant || !report.complete || report.waived > 0 {
         return Ok(());
     }
-    let Some(dir) = args.certificates.clone().or_else(default_dir) else {
-        cx.report()
-            .warn("no certificate: neither XDG_DATA_HOME nor HOME is set; name a place with --certificates");
+    let Some(all) = Certificates::of_user() else {
+        cx.report().warn("no certificate: neither XDG_DATA_HOME nor HOME is set");
         return Ok(());
     };
+    let all = match &args.certificates {
+        Some(folder) => all.kept_in(folder),
+        None => all,
+    };
     for certificate in Certificate::of(report)? {
-        let path = certificate.write(&dir)?;
+        let path = all.write(&certificate)?;
         cx.report().detail(&format!("certificate of {}: {}", certificate.backend, path.display()));
     }
     Ok(())

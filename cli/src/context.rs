@@ -5,7 +5,7 @@ use crate::args::{
     ActivationFormat, Compute, DeviceChoice, Dtype, Format, GlobalArgs, KvCache, ModelArgs, Unified,
 };
 use crate::demo;
-use crate::plugins::{self, Place, Tables};
+use crate::plugins::{self, Asked, Place, Tables};
 use crate::report::Report;
 use q4_conformance::{StoredPasses, certificate};
 use q4_core::memory::{Budget, ManagedSupport, Role, UnifiedMemory};
@@ -31,6 +31,8 @@ pub struct Context {
     overrides: Overrides,
     gated: bool,
     place: Place,
+    every_plugin: bool,
+    compared: Option<String>,
 }
 
 impl Context {
@@ -42,6 +44,8 @@ impl Context {
             overrides: overrides(&global.backend)?,
             gated: true,
             place: if global.isolate { Place::Isolated } else { Place::Here },
+            every_plugin: false,
+            compared: None,
             global,
         };
         cx.device()?;
@@ -69,8 +73,8 @@ impl Context {
             ..self.global.clone()
         };
         let overrides = Overrides { all: Some(backend.to_owned()), ..Overrides::default() };
-        let cx =
-            Self { report: Report::new(&global), overrides, gated: self.gated, place: self.place, global };
+        let compared = Some(backend.to_owned());
+        let cx = Self { report: Report::new(&global), overrides, compared, global, ..*self };
         cx.device()
             .map_err(|e| e.within("--against-device").fix("--against-device cpu, or leave the option out"))?;
         Ok(cx)
@@ -85,6 +89,18 @@ impl Context {
     /// Where third-party code runs, whatever `--isolate` says.
     pub fn placed(mut self, place: Place) -> Self {
         self.place = place;
+        self
+    }
+
+    /// The same with every library of the folders that were named, also those that no `--backend` asks for.
+    pub fn with_every_plugin(mut self) -> Self {
+        self.every_plugin = true;
+        self
+    }
+
+    /// The same beside a run of `backend`, if any: its file is named for that one.
+    pub fn compared_with(mut self, backend: Option<&str>) -> Self {
+        self.compared = backend.map(str::to_owned);
         self
     }
 
@@ -118,35 +134,48 @@ impl Context {
             unified_memory: self.unified_memory(),
         };
         let mut registry = Registry::builtin(&options)?;
-        let tables = plugins::add(
-            &mut registry,
-            &self.global.plugin,
-            &self.global.plugin_dir,
-            self.gated,
-            self.place,
-        )?;
+        let asked = Asked {
+            paths: &self.global.plugin,
+            folders: &self.global.plugin_dir,
+            gated: self.gated,
+            place: self.place,
+            wanted: &|name| self.every_plugin || !self.gated || self.names(name),
+        };
+        let tables = plugins::add(&mut registry, &asked)?;
         Ok((registry, tables))
     }
 
-    /// The backends alone.
-    pub fn registry(&self) -> Result<Registry> {
-        self.backends().map(|(registry, _)| registry)
+    /// Whether `--backend` names it.
+    fn names(&self, backend: &str) -> bool {
+        let Overrides { all, layers, .. } = &self.overrides;
+        all.as_deref() == Some(backend) || layers.iter().any(|(_, name)| name == backend)
     }
 
     /// The seam of all products, under `policy`.
     pub fn dispatch_with(&self, policy: Policy) -> Result<Dispatch> {
-        let dispatch = Dispatch::new(self.registry()?, policy);
+        let (registry, tables) = self.backends()?;
+        let dispatch = Dispatch::new(registry, self.preferring(policy, &tables));
         if self.global.no_self_check {
             return Ok(dispatch.without_self_checks());
         }
         let passes = certificate::data_dir().zip(std::env::current_exe().ok()).map(|(data, program)| {
             let env = dispatch.registry().env();
-            Box::new(StoredPasses::new(&data.join("self-checks"), program, env, isa().as_deref()))
+            Box::new(StoredPasses::new(&data, program, env, isa().as_deref()))
         });
         Ok(match passes {
             Some(passes) => dispatch.remembering(passes),
             None => dispatch,
         })
+    }
+
+    /// A file that was named is a backend that was named: for the layers that `--backend` says, for the other run of a
+    /// comparison, else for all that it can serve.
+    fn preferring(&self, mut policy: Policy, tables: &Tables) -> Policy {
+        let is_compared = |name: &String| self.compared.as_ref() == Some(name);
+        let is_other_run = self.overrides.all.is_some() && self.overrides.all == self.compared;
+        let unbound = tables.named().iter().filter(|name| !self.names(name) && !is_compared(name));
+        policy.overrides.preferred = unbound.filter(|_| !is_other_run).cloned().collect();
+        policy
     }
 
     /// The seam of all products, under the policy of the options.

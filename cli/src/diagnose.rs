@@ -98,7 +98,7 @@ const VARIABLES: [&str; 8] = [
 
 /// Runs the verb. [`Code::Findings`] when a live path is wrong, a library is refused, or no kernel works.
 pub fn run(cx: &Context, args: &DiagnoseArgs) -> Result<Outcome> {
-    let registry = cx.registry()?;
+    let (registry, _) = cx.backends()?;
     let mut measured = check_paths(&registry, cx.device()?, &cx.threads())?;
     if args.matrix {
         if cx.report().is_json() {

@@ -110,13 +110,15 @@ fn run(global: GlobalArgs, verb: &Verb) -> Result<Outcome> {
         Verb::Man(args) => return man::run(args),
         _ => {}
     }
+    let cx = Context::new(global)?;
     let cx = match verb {
         Verb::Conformance(args) => {
             let limit = std::time::Duration::from_secs(args.time_limit.max(1));
             let place = if args.in_process { plugins::Place::InPlace } else { plugins::Place::Judged(limit) };
-            Context::new(global)?.gated(false).placed(place)
+            cx.gated(false).placed(place)
         }
-        _ => Context::new(global)?,
+        Verb::Trace(args) => cx.compared_with(Some(&args.against)),
+        _ => cx,
     };
     match verb {
         Verb::Generate(args) => generate::run(&cx, args),
@@ -132,7 +134,7 @@ fn run(global: GlobalArgs, verb: &Verb) -> Result<Outcome> {
         Verb::Trace(args) => trace::run(&cx, args),
         Verb::Bench(args) => bench::run(&cx, args),
         Verb::Conformance(args) => conformance::run(&cx, args),
-        Verb::Diagnose(args) => diagnose::run(&cx, args),
+        Verb::Diagnose(args) => diagnose::run(&cx.with_every_plugin(), args),
         Verb::Plugin(args) => scaffold::run(&cx, args),
         Verb::Train(args) => train::run(args),
         Verb::Completions(args) => completions::run(args),

@@ -1,12 +1,15 @@
-//! Third-party backends among the candidates: loaded from where the user said, and with a certificate only. Without one, nothing
-//! of a library is mapped into this process.
-use q4_conformance::certificate::{self, Library, default_dir};
-use q4_conformance::{AbiProbe, Elsewhere, Outcome, Profile};
+//! Third-party backends among the candidates: loaded from where the user said, for what the user named them for, and with a
+//! certificate only. Without one, nothing of a library runs, in this process or in a child.
+use q4_conformance::{AbiProbe, Certificate, Certificates, Elsewhere, Library, Needed, Outcome, Profile};
 use q4_core::conduct::Facts;
-use q4_core::{Candidate, Code, Error, HostEnv, LibraryFacts, Registry, Reject, RejectCode, Result};
-use q4_plugin_host::{Examined, Loaded, Loader, Prober, Refusal, TableCases, libraries};
+use q4_core::{
+    BackendDescriptor, Candidate, Code, Error, ExecContext, ExecPath, HostEnv, LibraryFacts, LinearSpec,
+    PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Registry, Reject, RejectCode, Result, Verdict,
+};
+use q4_plugin_host::{Examined, Loaded, Loader, Need, Prober, Refusal, TableCases, libraries};
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Where a library's code runs.
@@ -25,9 +28,26 @@ pub enum Place {
 /// Longest time of a call of a library that is isolated.
 const CALL_LIMIT: Duration = Duration::from_secs(600);
 
+/// What the command line says of libraries.
+pub struct Asked<'a> {
+    /// `--plugin`.
+    pub paths: &'a [PathBuf],
+    /// `--plugin-dir`.
+    pub folders: &'a [PathBuf],
+    /// Whether a certificate is needed.
+    pub gated: bool,
+    /// Where they run.
+    pub place: Place,
+    /// Whether a library of a folder is asked for.
+    pub wanted: &'a dyn Fn(&str) -> bool,
+}
+
 /// The tables that backends were loaded from, by name, for the suite to check.
 #[derive(Default)]
-pub struct Tables(BTreeMap<String, Table>);
+pub struct Tables {
+    tables: BTreeMap<String, Table>,
+    named: Vec<String>,
+}
 
 /// One of them.
 pub struct Table {
@@ -46,12 +66,17 @@ enum Checks {
 impl Tables {
     /// The checks of a backend's table; a built-in has none.
     pub fn of(&self, backend: &str) -> Option<&dyn AbiProbe> {
-        self.0.get(backend).map(|table| table as &dyn AbiProbe)
+        self.tables.get(backend).map(|table| table as &dyn AbiProbe)
+    }
+
+    /// Backends of the files that the command line names.
+    pub fn named(&self) -> &[String] {
+        &self.named
     }
 
     /// SHA-256 of the bytes that a backend was loaded from, in hexadecimal.
     pub fn sha256(&self, backend: &str) -> Option<&str> {
-        self.0.get(backend).map(|table| &*table.sha256)
+        self.tables.get(backend).map(|table| &*table.sha256)
     }
 }
 
@@ -117,40 +142,37 @@ struct Entry {
     table: Option<Table>,
 }
 
-/// Adds the libraries of `paths` and `folders`. One that was named and is refused is an error; one that was found in a
-/// folder stays in the list with its reasons, and so does one without a valid certificate while `gated`.
-pub fn add(
-    registry: &mut Registry,
-    paths: &[PathBuf],
-    folders: &[PathBuf],
-    gated: bool,
-    place: Place,
-) -> Result<Tables> {
+/// Adds the libraries that were asked for. One that was named by its path and is refused is an error. One that was found in a
+/// folder stays in the list with its reasons, and so does one that nobody wants: it is not loaded.
+pub fn add(registry: &mut Registry, asked: &Asked<'_>) -> Result<Tables> {
     let mut tables = Tables::default();
-    if paths.is_empty() && folders.is_empty() {
+    if asked.paths.is_empty() && asked.folders.is_empty() {
         return Ok(tables);
     }
     let program = std::env::current_exe().map_err(|e| Error::new(Code::Io, format!("this program: {e}")))?;
     // A library whose constructor ends or hangs a process ends a child.
-    let in_place = place == Place::InPlace;
+    let in_place = asked.place == Place::InPlace;
     let prober = (!in_place).then(|| Prober::new(program, [crate::PROBE]));
     let loader = Loader { prober, in_place, ..Loader::default() };
-    for path in paths {
-        let entry = Entry::of(loader.examine(path)?, registry.env(), gated, place);
-        let entry = entry.map_err(|refusal| match place {
+    for path in asked.paths {
+        let found = loader.examine(path)?;
+        let certificate = if asked.gated { Some(certified(&found, registry.env())) } else { None };
+        let certificate = certificate.transpose().map_err(|reason| uncertified(&found, reason))?;
+        let entry = Entry::live(found, certificate, asked.place).map_err(|refusal| match asked.place {
             Place::Judged(_) => not_loaded(refusal),
             _ => refusal.into(),
         })?;
+        tables.named.push(entry.name.clone());
         entry.enter(registry, &mut tables)?;
     }
-    for folder in folders {
+    for folder in asked.folders {
         for path in libraries(folder)? {
             let entry = match loader.examine(&path) {
                 Ok(found) if is_taken(registry, &found.descriptor.name) => {
                     Err((found.descriptor.name.clone(), found.path().to_owned(), Vec::new()))
                 }
                 Ok(found) => {
-                    Entry::of(found, registry.env(), gated, place).map_err(|r| (r.name, r.path, r.reasons))
+                    Entry::found(found, registry.env(), asked).map_err(|r| (r.name, r.path, r.reasons))
                 }
                 Err(r) => Err((r.name, r.path, r.reasons)),
             };
@@ -177,32 +199,106 @@ pub fn add(
     Ok(tables)
 }
 
+/// The library at `path` as a certificate is about it; nothing of it runs.
+///
+/// # Errors
+/// Why it cannot be one.
+pub fn library(path: &Path) -> Result<Library> {
+    Ok(about(&Loader::default().examine(path)?))
+}
+
+fn about(found: &Examined) -> Library {
+    let needed = |n: &Need| Needed {
+        name: n.name.clone(),
+        path: n.path.display().to_string(),
+        sha256: n.sha256.clone(),
+    };
+    let mut needs: Vec<_> = found.needs().iter().map(needed).collect();
+    needs.sort();
+    Library { path: found.path().display().to_string(), sha256: found.sha256().to_owned(), needs }
+}
+
 fn is_taken(registry: &Registry, name: &str) -> bool {
     registry.candidates().iter().any(|c| c.name() == name)
 }
 
+/// The certificate of what was examined.
+fn certified(found: &Examined, env: &HostEnv) -> Result<Certificate, Reject> {
+    let all = Certificates::of_user().ok_or_else(|| {
+        let need = "a place for certificates: XDG_DATA_HOME or HOME";
+        Reject::new(RejectCode::ConformanceMissing, need, "neither is set")
+    })?;
+    let who = &found.descriptor;
+    all.find(&who.name, &who.version, &about(found), env, Profile::Inference)
+}
+
+/// The error of a library that the user named and that has no certificate.
+fn uncertified(found: &Examined, reason: Reject) -> Error {
+    let (path, code) = (found.path().display(), reason.code.as_str());
+    let command = reason.need.split_once(": ").map(|(_, command)| command.to_owned());
+    let e = Error::new(Code::LibraryRefused, format!("plugin {path} is refused: {code}"))
+        .need(reason.need.into_owned())
+        .have(reason.have.into_owned());
+    match command {
+        Some(command) if command.starts_with("q4 ") => e.fix(command),
+        _ => e,
+    }
+}
+
 impl Entry {
-    /// Live if it may be used here; only then it is mapped.
-    fn of(found: Examined, env: &HostEnv, gated: bool, place: Place) -> Result<Self, Refusal> {
-        let (name, version) = (found.descriptor.name.clone(), found.descriptor.version.clone());
-        let library = Library { path: found.path().display().to_string(), sha256: found.sha256().to_owned() };
-        let verdict = if gated { certified(&name, &version, &library, env) } else { Ok(()) };
-        let (candidate, table) = match verdict {
-            Ok(()) if matches!(place, Place::Here | Place::InPlace) => {
-                let Loaded { candidate, table: cases, sha256, .. } = found.load()?;
-                (candidate, Some(Table { checks: Checks::Here(cases), sha256 }))
-            }
-            Ok(()) => elsewhere(found, place)?,
-            Err(reason) => (Candidate::Dead { name: name.clone().into(), reasons: vec![reason] }, None),
+    /// Loaded, for what its certificate covers; a library under judgement has none.
+    fn live(found: Examined, certificate: Option<Certificate>, place: Place) -> Result<Self, Refusal> {
+        let (name, facts) = Self::facts(&found);
+        let (candidate, table) = if matches!(place, Place::Here | Place::InPlace) {
+            let Loaded { candidate, table: cases, sha256, .. } = found.load()?;
+            (candidate, Some(Table { checks: Checks::Here(cases), sha256 }))
+        } else {
+            elsewhere(found, place)?
         };
-        let facts = LibraryFacts { path: library.path, version, ..LibraryFacts::default() };
+        let candidate = match (candidate, certificate) {
+            (Candidate::Live(inner), Some(certificate)) => {
+                Candidate::Live(Arc::new(Certified { inner, certificate }))
+            }
+            (other, _) => other,
+        };
         Ok(Self { name, candidate, facts, table })
+    }
+
+    /// Of a folder: loaded when it is wanted and may be.
+    fn found(found: Examined, env: &HostEnv, asked: &Asked<'_>) -> Result<Self, Refusal> {
+        let (name, facts) = Self::facts(&found);
+        let certificate = if asked.gated { Some(certified(&found, env)) } else { None };
+        let mut reasons = Vec::new();
+        if !(asked.wanted)(&name) {
+            let need = format!("to be named: --backend {name}, or its file with --plugin");
+            reasons.push(Reject::new(RejectCode::NotSelected, need, "a library in a folder"));
+        }
+        let certificate = certificate.transpose().unwrap_or_else(|reason| {
+            reasons.push(reason);
+            None
+        });
+        if reasons.is_empty() {
+            return Self::live(found, certificate, asked.place);
+        }
+        Ok(Self {
+            candidate: Candidate::Dead { name: name.clone().into(), reasons },
+            name,
+            facts,
+            table: None,
+        })
+    }
+
+    fn facts(found: &Examined) -> (String, LibraryFacts) {
+        let who = &found.descriptor;
+        let (path, version) = (found.path().display().to_string(), who.version.clone());
+        let sha256 = found.sha256().to_owned();
+        (who.name.clone(), LibraryFacts { path, version, sha256, ..LibraryFacts::default() })
     }
 
     fn enter(self, registry: &mut Registry, tables: &mut Tables) -> Result<()> {
         registry.add(self.candidate)?;
         registry.loaded(&self.name, self.facts);
-        tables.0.extend(self.table.map(|table| (self.name, table)));
+        tables.tables.extend(self.table.map(|table| (self.name, table)));
         Ok(())
     }
 }
@@ -224,7 +320,7 @@ fn elsewhere(found: Examined, place: Place) -> Result<(Candidate, Option<Table>)
     };
     let remote = Remote::start(&found, &how)?;
     let table = Table { checks: Checks::There(remote.handle()), sha256: found.sha256().to_owned() };
-    Ok((Candidate::Live(std::sync::Arc::new(remote)), Some(table)))
+    Ok((Candidate::Live(Arc::new(remote)), Some(table)))
 }
 
 #[cfg(not(target_os = "linux"))]
@@ -244,10 +340,34 @@ fn not_loaded(refusal: Refusal) -> Error {
     }
 }
 
-fn certified(name: &str, version: &str, library: &Library, env: &HostEnv) -> Result<(), Reject> {
-    let dir = default_dir().ok_or_else(|| {
-        let need = "a place for certificates: XDG_DATA_HOME or HOME";
-        Reject::new(RejectCode::ConformanceMissing, need, "neither is set")
-    })?;
-    certificate::gate(&dir, name, version, library, env, Profile::Inference)
+/// A backend within its certificate: what was not judged is refused, whatever the library says of it now.
+struct Certified {
+    inner: Arc<dyn Q4Backend>,
+    certificate: Certificate,
+}
+
+impl Q4Backend for Certified {
+    fn descriptor(&self) -> &BackendDescriptor {
+        self.inner.descriptor()
+    }
+
+    fn probe(&self, env: &HostEnv) -> Vec<ProbeItem> {
+        self.inner.probe(env)
+    }
+
+    fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
+        self.inner.can_prepare(spec, path, env)?;
+        self.certificate.covers(spec, path).map_err(|reason| vec![reason])
+    }
+
+    fn prepare(
+        &self,
+        w: &Q4Weight<'_>,
+        spec: &LinearSpec,
+        path: ExecPath,
+        cx: &mut ExecContext<'_>,
+    ) -> Result<Box<dyn PreparedWeight>> {
+        self.certificate.covers(spec, path).map_err(|r| Error::new(Code::Unsupported, r.to_string()))?;
+        self.inner.prepare(w, spec, path, cx)
+    }
 }

@@ -33,6 +33,9 @@ pub struct Facts {
     pub peak_bytes: Option<u64>,
     /// Products by what really ran.
     pub executed: Vec<Executed>,
+    /// Third parties among those that ran.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub plugins: Vec<Plugin>,
     /// Products on a path worse than the best there is for them.
     pub downgraded: usize,
     /// Layers that are not 4-bit.
@@ -40,6 +43,15 @@ pub struct Facts {
     /// Self-checks that --no-self-check skipped.
     #[serde(skip_serializing_if = "is_zero")]
     pub skipped_self_checks: u64,
+}
+
+/// A library that computed something.
+#[derive(Serialize)]
+pub struct Plugin {
+    backend: String,
+    version: String,
+    path: String,
+    sha256: String,
 }
 
 /// How long an answer took.
@@ -108,6 +120,7 @@ impl Session {
         bar.finish_and_clear();
         let loaded = loaded?;
         warn_of_downgrades(&plan, cx.report());
+        warn_of_parts(&plan, &dispatch, cx.report());
         let mut dense: Vec<_> =
             plan.products().filter(|p| !p.spec.schema.is_4bit()).map(|p| p.spec.name()).collect();
         if let HeadPlan::Dense { .. } = plan.head {
@@ -128,9 +141,20 @@ impl Session {
 
     /// What ran so far.
     pub fn facts(&self) -> Facts {
+        let (executed, libraries) =
+            (self.dispatch.witness().executed(), &self.dispatch.registry().env().libraries);
+        let guests = self.dispatch.registry().guests().iter();
+        let ran = guests.filter(|name| executed.iter().any(|e| e.backend == **name));
+        let plugin = |name: &String| {
+            let facts = libraries.get(name)?;
+            let (version, path, sha256) = (facts.version.clone(), facts.path.clone(), facts.sha256.clone());
+            Some(Plugin { backend: name.clone(), version, path, sha256 })
+        };
+        let plugins = ran.filter_map(plugin).collect();
         Facts {
             peak_bytes: peak_resident(),
-            executed: self.dispatch.witness().executed(),
+            executed,
+            plugins,
             downgraded: self.downgraded,
             dense: self.dense.clone(),
             skipped_self_checks: self.dispatch.skipped_checks(),
@@ -175,6 +199,24 @@ fn warn_of_downgrades(plan: &Plan, report: &Report) {
         plan.products().count(),
         reason(first).unwrap_or_else(|| "see q4 explain".into())
     ));
+}
+
+/// A plugin that was named has what it accepts. Where that is a part of the model, the user is told who has the rest.
+fn warn_of_parts(plan: &Plan, dispatch: &Dispatch, report: &Report) {
+    for name in &dispatch.policy().overrides.preferred {
+        let four_bit = || plan.products().filter(|p| p.spec.schema.is_4bit());
+        let chosen = |p: &&Product| p.choice.as_ref().is_ok_and(|c| c.backend.descriptor().name == *name);
+        let (served, all) = (four_bit().filter(chosen).count(), four_bit().count());
+        let Some(other) = four_bit().find(|p| !chosen(p)) else { continue };
+        let lost = other.choice.iter().flat_map(|c| &c.rejected).find(|r| r.backend == *name);
+        let why = lost
+            .and_then(|r| r.reasons.first())
+            .map_or_else(String::new, |r| format!(": {}: need {}; have {}", r.code.as_str(), r.need, r.have));
+        report.warn(&format!(
+            "plugin {name} computes {served} of {all} 4-bit products, built-ins the others; {}{why}",
+            other.spec.name()
+        ));
+    }
 }
 
 /// Why a better path could not be had: the first candidate that lost to circumstance, not to a choice.

@@ -1,10 +1,13 @@
 //! Proof that a backend passed on a machine, and the gate that asks for it.
 //!
-//! A certificate is about bytes: of the library, of the suite's meaning, of the machine's facts. When one of them changes it
-//! is void. It has no date, so the same run writes the same file.
-use crate::{Profile, Report};
-use q4_core::{Code, Error, HostEnv, Reject, RejectCode, Result};
+//! A certificate is about bytes: of the library and of all that it loads besides itself, of the suite's meaning, of the machine's
+//! facts. When one of them changes it is void. It has no date, so the same run writes the same file. It is sealed ([`Key`]): what
+//! somebody else wrote is none.
+use crate::key::Key;
+use crate::{Claim, Profile, Report, own};
+use q4_core::{Code, Error, ExecPath, HostEnv, LinearSpec, Reject, RejectCode, Result};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use sha2::{Digest, Sha256};
 use std::fs;
 use std::io::Read;
@@ -17,10 +20,24 @@ pub struct Library {
     pub path: String,
     /// Lower-case hex.
     pub sha256: String,
+    /// Libraries that it needs and that are not the system's, in the order of their names.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub needs: Vec<Needed>,
+}
+
+/// A library that another one needs.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Needed {
+    /// As the other one names it: a soname or a path.
+    pub name: String,
+    /// Where it was found.
+    pub path: String,
+    /// Lower-case hex.
+    pub sha256: String,
 }
 
 impl Library {
-    /// Reads and digests a file.
+    /// Reads and digests a file that needs nothing but the system's libraries.
     ///
     /// # Errors
     /// `Io` or `ModelMissing` when it cannot be read.
@@ -33,14 +50,15 @@ impl Library {
                 n => digest.update(&buffer[..n]),
             }
         }
-        Ok(Self { path: path.display().to_string(), sha256: hex(&digest.finalize()) })
+        let sha256 = hex(&digest.finalize());
+        Ok(Self { path: path.display().to_string(), sha256, needs: Vec::new() })
     }
 }
 
 /// A passing run, complete for its profile.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Certificate {
-    /// `q4.certificate/1`.
+    /// `q4.certificate/2`.
     pub schema: String,
     /// Backend.
     pub backend: String,
@@ -48,6 +66,8 @@ pub struct Certificate {
     pub version: String,
     /// Digest of the library file.
     pub sha256: String,
+    /// What it loads besides itself.
+    pub needs: Vec<Needed>,
     /// Version of the suite.
     pub suite: String,
     /// Profile that passed.
@@ -56,9 +76,12 @@ pub struct Certificate {
     pub claims: Vec<String>,
     /// Fingerprint of the machine it passed on.
     pub machine: String,
+    /// The facts behind the fingerprint.
+    pub facts: Vec<String>,
 }
 
-const SCHEMA: &str = "q4.certificate/1";
+const FAMILY: &str = "q4.certificate/";
+const SCHEMA: &str = "q4.certificate/2";
 
 impl Certificate {
     /// The certificates of a report, one for each backend that passed with a library.
@@ -84,25 +107,15 @@ impl Certificate {
                 backend: b.name.clone(),
                 version: b.version.clone(),
                 sha256: library.sha256.clone(),
+                needs: library.needs.clone(),
                 suite: report.suite.clone(),
                 profile: report.profile,
                 claims: own.map(|c| c.claim.clone()).collect(),
                 machine: report.machine.clone(),
+                facts: report.facts.clone(),
             })
         });
         Ok(certified.collect())
-    }
-
-    /// Writes it into `dir`, which is made if need be; returns the file.
-    ///
-    /// # Errors
-    /// `Io`.
-    pub fn write(&self, dir: &Path) -> Result<PathBuf> {
-        let path = dir.join(self.file_name());
-        let text = serde_json::to_string_pretty(self)
-            .map_err(|e| Error::new(Code::Internal, format!("a certificate: {e}")))?;
-        write_whole(&path, &(text + "\n"))?;
-        Ok(path)
     }
 
     /// Void unless backend, version, bytes, the suite's major version and the machine are those of the run.
@@ -111,30 +124,54 @@ impl Certificate {
         &self,
         backend: &str,
         version: &str,
-        sha256: &str,
+        library: &Library,
         env: &HostEnv,
         profile: Profile,
     ) -> std::result::Result<(), String> {
-        let machine = machine(env);
         let major = |v: &str| v.split('.').next().unwrap_or_default().to_owned();
         let (own_major, suite_major) = (major(&self.suite), major(crate::SUITE_VERSION));
         let differs = [
             ("schema", self.schema.as_str(), SCHEMA),
             ("backend", &self.backend, backend),
             ("version", &self.version, version),
-            ("library bytes, sha256", &self.sha256, sha256),
+            ("library bytes, sha256", &self.sha256, &library.sha256),
             ("suite", &own_major, &suite_major),
-            ("machine", &self.machine, &machine),
         ]
         .into_iter()
         .find(|(_, certified, now)| certified != now);
         if let Some((what, certified, now)) = differs {
             return Err(format!("{what}: certified {certified}, now {now}"));
         }
+        if let Some(why) = needs_differ(&self.needs, &library.needs) {
+            return Err(why);
+        }
+        let (now, facts) = (machine(env), facts(env));
+        if self.machine != now {
+            let lacks = |a: &[String], b: &[String]| {
+                let all: Vec<_> = a.iter().filter(|f| !b.contains(f)).map(String::as_str).collect();
+                if all.is_empty() { "nothing else".into() } else { all.join(", ") }
+            };
+            let (then, now) = (lacks(&self.facts, &facts), lacks(&facts, &self.facts));
+            return Err(format!("machine: certified with {then}, now with {now}"));
+        }
         if self.profile < profile {
             return Err(format!("profile: certified {}, now {}", self.profile.as_str(), profile.as_str()));
         }
         if self.claims.is_empty() { Err("it certifies no claim".into()) } else { Ok(()) }
+    }
+
+    /// Whether a product is of a kind that passed.
+    ///
+    /// # Errors
+    /// `conformance-missing`, with the kinds that did.
+    pub fn covers(&self, spec: &LinearSpec, path: ExecPath) -> std::result::Result<(), Reject> {
+        let (schema, activations) = (spec.schema.id().name, spec.activations.as_str());
+        let claim = Claim { schema, activations, device: spec.device, path }.to_string();
+        if self.claims.contains(&claim) {
+            return Ok(());
+        }
+        let need = format!("a kind of product that its certificate is about: {}", self.claims.join(", "));
+        Err(Reject::new(RejectCode::ConformanceMissing, need, claim))
     }
 
     fn file_name(&self) -> String {
@@ -144,25 +181,150 @@ impl Certificate {
     }
 }
 
-/// Writes a file that is complete or absent: no reader ever sees half of it. Its folder is made if need be.
-pub(crate) fn write_whole(path: &Path, text: &str) -> Result<()> {
-    let io = |path: &Path, e: std::io::Error| Error::new(Code::Io, format!("{}: {e}", path.display()));
-    let dir = path.parent().unwrap_or(Path::new("."));
-    fs::create_dir_all(dir).map_err(|e| io(dir, e))?;
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let partial = dir.join(format!(".{name}.{}", std::process::id()));
-    fs::write(&partial, text).map_err(|e| io(&partial, e))?;
-    fs::rename(&partial, path).map_err(|e| {
-        // What is left of it would only be in the way.
-        let _ = fs::remove_file(&partial);
-        io(path, e)
-    })
+/// The first library of two lists that is not the same in both.
+fn needs_differ(certified: &[Needed], now: &[Needed]) -> Option<String> {
+    let of = |all: &[Needed], name: &str| all.iter().find(|n| n.name == name).cloned();
+    let show = |n: Option<Needed>| n.map_or("none".into(), |n| format!("{} sha256 {}", n.path, n.sha256));
+    let names = certified.iter().chain(now).map(|n| &n.name);
+    let mut pairs = names.map(|name| (name, of(certified, name), of(now, name)));
+    let (name, then, now) = pairs.find(|(_, then, now)| then != now)?;
+    Some(format!("{name}, which it loads: certified {}, now {}", show(then), show(now)))
 }
 
-/// Where certificates lie unless said otherwise: `$XDG_DATA_HOME/q4/certificates`, else under `~/.local/share`. `None` when
-/// the environment names no home.
-pub fn default_dir() -> Option<PathBuf> {
-    data_dir().map(|dir| dir.join("certificates"))
+/// Certificates of one owner: a folder of them, and the key that seals them.
+#[derive(Clone, Debug)]
+pub struct Certificates {
+    folder: PathBuf,
+    data: PathBuf,
+}
+
+impl Certificates {
+    /// Those of the user, where [`data_dir`] says. `None` when the environment names no home.
+    pub fn of_user() -> Option<Self> {
+        data_dir().map(|data| Self::under(&data))
+    }
+
+    /// Those under `data`, which has the key as well.
+    pub fn under(data: &Path) -> Self {
+        Self { folder: data.join("certificates"), data: data.to_owned() }
+    }
+
+    /// The same in another folder.
+    pub fn kept_in(self, folder: &Path) -> Self {
+        Self { folder: folder.to_owned(), ..self }
+    }
+
+    /// Seals `certificate` and writes it; returns the file. Makes folder and key if there are none.
+    ///
+    /// # Errors
+    /// `Io`.
+    pub fn write(&self, certificate: &Certificate) -> Result<PathBuf> {
+        let path = self.folder.join(certificate.file_name());
+        own::write(&path, Key::open_or_make(&self.data)?.seal(certificate)?.as_bytes())?;
+        Ok(path)
+    }
+
+    /// The certificate of a third party's library, without which nothing of it may run.
+    ///
+    /// # Errors
+    /// `conformance-missing`: what voids the nearest certificate, and the command that makes a new one.
+    pub fn find(
+        &self,
+        backend: &str,
+        version: &str,
+        library: &Library,
+        env: &HostEnv,
+        profile: Profile,
+    ) -> std::result::Result<Certificate, Reject> {
+        let mut voids = Vec::new();
+        let key = Key::open(&self.data);
+        for path in self.files() {
+            let about = match own::read(&path) {
+                Ok(bytes) => About::of(&bytes, backend),
+                Err(e) => About::Nothing(e.to_string()),
+            };
+            let why = match (about, &key) {
+                (About::Others, _) => continue,
+                (About::Nothing(why), _) => (3, why),
+                (About::Unknown(schema), _) => (2, format!("schema: certified {schema}, now {SCHEMA}")),
+                (About::This(_), Err(why)) => (0, format!("seal: {why}")),
+                (About::This(_), Ok(None)) => {
+                    (1, format!("seal: made with a key that is not in {}", Key::path(&self.data).display()))
+                }
+                (About::This(value), Ok(Some(key))) if !key.sealed(&value) => {
+                    (1, "seal: not written by q4 conformance of this user, or changed since".into())
+                }
+                (About::This(value), Ok(Some(_))) => match serde_json::from_value::<Certificate>(value) {
+                    Err(e) => (2, format!("fields: {e}")),
+                    Ok(certificate) => match certificate.valid_for(backend, version, library, env, profile) {
+                        Ok(()) => return Ok(certificate),
+                        // One of the same bytes is nearer than one of an older build.
+                        Err(why) => (u8::from(certificate.sha256 != library.sha256), why),
+                    },
+                },
+            };
+            voids.push((why, path));
+        }
+        let option = if profile == Profile::Training { " --profile training" } else { "" };
+        // The devices that were looked for are facts of the machine.
+        let device = if env.cuda.is_empty() { "" } else { " --device cuda" };
+        let nearest = voids.iter().min();
+        let have = match nearest {
+            None => format!("none in {}", self.folder.display()),
+            Some(((_, why), path)) => {
+                let name = path.file_name().unwrap_or_default().to_string_lossy();
+                format!("one that is void: {why} ({})", printable(&name))
+            }
+        };
+        Err(Reject::new(
+            RejectCode::ConformanceMissing,
+            format!(
+                "a certificate for this library on this machine: q4 conformance --plugin {}{device}{option}",
+                library.path
+            ),
+            have,
+        ))
+    }
+
+    /// Files with the name of one, by name.
+    fn files(&self) -> Vec<PathBuf> {
+        let Ok(entries) = fs::read_dir(&self.folder) else { return Vec::new() };
+        let mut paths: Vec<_> = entries.filter_map(|e| e.ok().map(|e| e.path())).collect();
+        paths.retain(|p| p.extension().is_some_and(|e| e == "json"));
+        paths.sort();
+        paths
+    }
+}
+
+/// What a file in the folder of certificates is about.
+enum About {
+    /// The backend in question.
+    This(Value),
+    /// The backend in question, in another version of the format.
+    Unknown(String),
+    /// Another backend.
+    Others,
+    /// Nothing, for this reason.
+    Nothing(String),
+}
+
+impl About {
+    fn of(bytes: &[u8], backend: &str) -> Self {
+        let Ok(value) = serde_json::from_slice::<Value>(bytes) else {
+            return Self::Nothing("not JSON".into());
+        };
+        match (value["schema"].as_str(), value["backend"].as_str()) {
+            (_, Some(name)) if name != backend => Self::Others,
+            (Some(SCHEMA), Some(_)) => Self::This(value),
+            (Some(schema), Some(_)) if schema.starts_with(FAMILY) => Self::Unknown(printable(schema)),
+            _ => Self::Nothing("no certificate".into()),
+        }
+    }
+}
+
+/// Without what a terminal would act on.
+fn printable(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() { '?' } else { c }).take(128).collect()
 }
 
 /// Where everything lies that q4 keeps for a user.
@@ -172,63 +334,19 @@ pub fn data_dir() -> Option<PathBuf> {
     Some(data.join("q4"))
 }
 
-/// Fingerprint of what decides how kernels compute: architecture, CPU features, devices and driver. Lower-case hex.
-/// How many processors a process may use and which built-in libraries it found are no part of it.
+/// What decides how kernels compute: architecture, CPU features, devices and driver. How many processors a process may use and
+/// which built-in libraries it found are no part of it.
+pub fn facts(env: &HostEnv) -> Vec<String> {
+    let mut facts = vec![env.arch.clone()];
+    facts.extend(env.cpu_features.iter().cloned());
+    facts.extend(env.cuda_driver.map(|driver| format!("CUDA driver {driver}")));
+    facts.extend(env.cuda.iter().map(|d| format!("cuda:{} {} {} {}", d.ordinal, d.arch(), d.name, d.memory)));
+    facts
+}
+
+/// Fingerprint of [`facts`]. Lower-case hex.
 pub fn machine(env: &HostEnv) -> String {
-    let mut facts = format!("{} {:?} {:?}", env.arch, env.cpu_features, env.cuda_driver);
-    for d in &env.cuda {
-        facts.push_str(&format!(
-            " {}:{}.{}:{}:{}",
-            d.ordinal, d.capability.0, d.capability.1, d.name, d.memory
-        ));
-    }
-    hex(&Sha256::digest(facts.as_bytes()))[..32].to_owned()
-}
-
-/// Lets a third-party backend pass that has a valid certificate in `dir`.
-///
-/// # Errors
-/// `conformance-missing`: what voids the nearest certificate, and the command that makes a new one.
-pub fn gate(
-    dir: &Path,
-    backend: &str,
-    version: &str,
-    library: &Library,
-    env: &HostEnv,
-    profile: Profile,
-) -> std::result::Result<(), Reject> {
-    let mut voids = Vec::new();
-    for certificate in certificates(dir).iter().filter(|c| c.backend == backend) {
-        match certificate.valid_for(backend, version, &library.sha256, env, profile) {
-            Ok(()) => return Ok(()),
-            Err(why) => voids.push(why),
-        }
-    }
-    let option = if profile == Profile::Training { " --profile training" } else { "" };
-    // The devices that were looked for are facts of the machine.
-    let device = if env.cuda.is_empty() { "" } else { " --device cuda" };
-    let have = match voids.first() {
-        None => format!("none in {}", dir.display()),
-        Some(why) => format!("one that is void: {why}"),
-    };
-    Err(Reject::new(
-        RejectCode::ConformanceMissing,
-        format!(
-            "a certificate for this library on this machine: q4 conformance --plugin {}{device}{option}",
-            library.path
-        ),
-        have,
-    ))
-}
-
-/// Every certificate of a directory, by file name; files that are none are not certificates and prove nothing.
-fn certificates(dir: &Path) -> Vec<Certificate> {
-    let Ok(entries) = fs::read_dir(dir) else { return Vec::new() };
-    let mut paths: Vec<_> = entries.filter_map(|e| e.ok().map(|e| e.path())).collect();
-    paths.retain(|p| p.extension().is_some_and(|e| e == "json"));
-    paths.sort();
-    let read = |p: &PathBuf| serde_json::from_slice(&fs::read(p).ok()?).ok();
-    paths.iter().filter_map(read).collect()
+    hex(&Sha256::digest(facts(env).join("\n").as_bytes()))[..32].to_owned()
 }
 
 pub(crate) fn hex(bytes: &[u8]) -> String {
@@ -245,17 +363,34 @@ mod tests {
         HostEnv { arch: "x86_64".into(), cpu_features: vec![feature.into()], ..HostEnv::default() }
     }
 
+    fn library() -> Library {
+        Library { path: "/opt/libacme.so".into(), sha256: "ab".repeat(32), needs: Vec::new() }
+    }
+
     fn certificate() -> Certificate {
+        let env = machine_with("avx2");
         Certificate {
             schema: SCHEMA.into(),
             backend: "acme".into(),
             version: "1.2.0".into(),
-            sha256: "ab".repeat(32),
+            sha256: library().sha256,
+            needs: Vec::new(),
             suite: crate::SUITE_VERSION.into(),
             profile: Profile::Inference,
             claims: vec!["nvfp4@1/native/cpu/fused-dequant".into()],
-            machine: machine(&machine_with("avx2")),
+            machine: machine(&env),
+            facts: facts(&env),
         }
+    }
+
+    /// What `find` says of `library`, on the machine of [`certificate`].
+    fn found(all: &Certificates, library: &Library) -> std::result::Result<(), String> {
+        let found = all.find("acme", "1.2.0", library, &machine_with("avx2"), Profile::Inference);
+        found.map(|_| ()).map_err(|r| {
+            assert_eq!(r.code, RejectCode::ConformanceMissing);
+            assert!(r.need.contains(&format!("q4 conformance --plugin {}", library.path)), "{r}");
+            r.have.into_owned()
+        })
     }
 
     #[test]
@@ -265,74 +400,166 @@ mod tests {
         fs::write(&file, b"machine code").expect("written");
         let library = Library::of(&file)?;
         assert_eq!(library.sha256.len(), 64);
-        let certificates = dir.path().join("certificates");
-        Certificate { sha256: library.sha256.clone(), ..certificate() }.write(&certificates)?;
-        let env = machine_with("avx2");
-        let pass =
-            |library: &Library| gate(&certificates, "acme", "1.2.0", library, &env, Profile::Inference);
-        assert_eq!(pass(&library), Ok(()));
+        let all = Certificates::under(dir.path());
+        all.write(&Certificate { sha256: library.sha256.clone(), ..certificate() })?;
+        assert_eq!(found(&all, &library), Ok(()));
         fs::write(&file, b"machine codf").expect("written");
-        let reject = pass(&Library::of(&file)?).expect_err("other bytes");
-        assert_eq!(reject.code, RejectCode::ConformanceMissing);
-        assert!(reject.need.contains("q4 conformance --plugin"), "{reject}");
-        assert!(reject.need.contains("libacme.so"), "{reject}");
-        assert!(reject.have.contains("void: library bytes"), "{reject}");
+        let why = found(&all, &Library::of(&file)?).expect_err("other bytes");
+        assert!(why.contains("void: library bytes"), "{why}");
         Ok(())
     }
 
     #[test]
     fn everything_a_certificate_is_about_can_void_it() {
         let c = certificate();
-        let env = machine_with("avx2");
+        let (env, now) = (machine_with("avx2"), Profile::Inference);
         let valid = |c: &Certificate, backend: &str, version: &str, env: &HostEnv, profile| {
-            c.valid_for(backend, version, &"ab".repeat(32), env, profile)
+            c.valid_for(backend, version, &library(), env, profile)
         };
-        let now = Profile::Inference;
         assert_eq!(valid(&c, "acme", "1.2.0", &env, now), Ok(()));
         // What a machine may lend to a process is not what it is.
         let lent = HostEnv { processors: 7, ..env.clone() };
         assert_eq!(valid(&c, "acme", "1.2.0", &lent, now), Ok(()));
-        let minor = Certificate { suite: "2.9.3".into(), ..c.clone() };
+        let major = crate::SUITE_VERSION.split('.').next().unwrap_or_default();
+        let minor = Certificate { suite: format!("{major}.99.3"), ..c.clone() };
         assert_eq!(valid(&minor, "acme", "1.2.0", &env, now), Ok(()));
+        let changed = |change: fn(&mut Certificate)| {
+            let mut c = c.clone();
+            change(&mut c);
+            valid(&c, "acme", "1.2.0", &env, now)
+        };
         for (why, result) in [
             ("backend", valid(&c, "acne", "1.2.0", &env, now)),
             ("version", valid(&c, "acme", "1.2.1", &env, now)),
-            ("machine", valid(&c, "acme", "1.2.0", &machine_with("avx512f"), now)),
-            ("profile", valid(&c, "acme", "1.2.0", &env, Profile::Training)),
-            ("suite", valid(&Certificate { suite: "3.0.0".into(), ..c.clone() }, "acme", "1.2.0", &env, now)),
             (
-                "schema",
-                valid(
-                    &Certificate { schema: "q4.certificate/2".into(), ..c.clone() },
-                    "acme",
-                    "1.2.0",
-                    &env,
-                    now,
-                ),
+                "certified with avx2, now with avx512f",
+                valid(&c, "acme", "1.2.0", &machine_with("avx512f"), now),
             ),
-            ("no claim", valid(&Certificate { claims: vec![], ..c.clone() }, "acme", "1.2.0", &env, now)),
+            ("profile", valid(&c, "acme", "1.2.0", &env, Profile::Training)),
+            ("suite", changed(|c| c.suite = "999.0.0".into())),
+            ("schema", changed(|c| c.schema = "q4.certificate/1".into())),
+            ("no claim", changed(|c| c.claims = vec![])),
+            ("library bytes", changed(|c| c.sha256 = "cd".repeat(32))),
         ] {
             assert!(result.expect_err(why).contains(why), "{why}");
         }
     }
 
     #[test]
+    fn what_it_loads_besides_itself_can_void_it() {
+        let need = |name: &str, bytes: &str| Needed {
+            name: name.into(),
+            path: format!("/opt/{name}"),
+            sha256: bytes.repeat(32),
+        };
+        let with = |needs: &[Needed]| Library { needs: needs.to_vec(), ..library() };
+        let c = Certificate { needs: vec![need("a.so", "aa"), need("b.so", "bb")], ..certificate() };
+        let valid = |needs: &[Needed]| {
+            c.valid_for("acme", "1.2.0", &with(needs), &machine_with("avx2"), Profile::Inference)
+        };
+        assert_eq!(valid(&c.needs), Ok(()));
+        let elsewhere = Needed { path: "/tmp/a.so".into(), ..need("a.so", "aa") };
+        for (needs, why) in [
+            (
+                vec![need("a.so", "aa"), need("b.so", "cc")],
+                "b.so, which it loads: certified /opt/b.so sha256 bb",
+            ),
+            (vec![need("a.so", "aa")], "now none"),
+            (
+                vec![need("a.so", "aa"), need("b.so", "bb"), need("c.so", "cc")],
+                "certified none, now /opt/c.so",
+            ),
+            (vec![elsewhere, need("b.so", "bb")], "now /tmp/a.so"),
+        ] {
+            let said = valid(&needs).expect_err(why);
+            assert!(said.contains(why), "{said}");
+        }
+    }
+
+    #[test]
     fn without_a_certificate_nobody_passes() {
         let dir = tempfile::tempdir().expect("a directory");
-        fs::write(dir.path().join("acme.json"), b"{}").expect("written");
-        let library = Library { path: "/opt/libacme.so".into(), sha256: "00".repeat(32) };
+        let library = library();
         for dir in [dir.path(), Path::new("/nowhere/at/all")] {
-            let env = HostEnv::default();
-            let reject =
-                gate(dir, "acme", "1.0.0", &library, &env, Profile::Training).expect_err("nothing there");
+            let (all, env) = (Certificates::under(dir), HostEnv::default());
+            let find = |env: &HostEnv, profile| {
+                all.find("acme", "1.0.0", &library, env, profile).expect_err("nothing there")
+            };
+            let reject = find(&env, Profile::Training);
             assert!(reject.have.starts_with("none in"), "{reject}");
             assert!(reject.need.ends_with("--plugin /opt/libacme.so --profile training"), "{reject}");
             let capability = (9, 0);
             let device = CudaDevice { ordinal: 0, capability, name: "GPU".into(), memory: 1 << 34 };
-            let env = HostEnv { cuda: vec![device], ..env };
-            let reject =
-                gate(dir, "acme", "1.0.0", &library, &env, Profile::Inference).expect_err("as before");
+            let reject = find(&HostEnv { cuda: vec![device], ..env }, Profile::Inference);
             assert!(reject.need.ends_with("--plugin /opt/libacme.so --device cuda"), "{reject}");
+        }
+    }
+
+    /// Who writes a certificate without the key has none, and is told so; whatever lies in the folder, nothing hangs.
+    #[test]
+    fn only_what_the_key_sealed_counts() -> Result<()> {
+        let dir = tempfile::tempdir().expect("a directory");
+        let (all, folder) = (Certificates::under(dir.path()), dir.path().join("certificates"));
+        fs::create_dir(&folder).expect("made");
+        let file = folder.join("forged.json");
+        let why = |text: &str| {
+            fs::write(&file, text).expect("written");
+            found(&all, &library()).expect_err("none")
+        };
+        let forged = serde_json::to_value(certificate()).expect("JSON");
+        // Before anybody made a key, as a constructor of the first library ever would.
+        assert!(why(&forged.to_string()).contains("seal: made with a key that is not in"));
+        let key = Key::open_or_make(dir.path())?;
+        for text in [forged.to_string(), Key::open_or_make(&dir.path().join("other"))?.seal(&certificate())?]
+        {
+            assert!(why(&text).contains("seal: not written by q4 conformance of this user"));
+        }
+        let whole = key.seal(&certificate())?;
+        fs::write(&file, &whole).expect("written");
+        assert_eq!(found(&all, &library()), Ok(()));
+        for (from, to) in
+            [("\"avx2\"", "\"avx9\""), ("native", "int8"), ("1.2.0", "1.2.1"), ("inference", "training")]
+        {
+            assert!(whole.contains(from));
+            assert!(why(&whole.replace(from, to)).contains("seal: not written"), "{to}");
+        }
+        let old = "{\"schema\":\"q4.certificate/1\",\"backend\":\"acme\",\"sha256\":\"00\"}";
+        assert!(why(old).contains("schema: certified q4.certificate/1, now q4.certificate/2"));
+        for none in ["", "[]", "{}", "\u{1b}[2J", "{\"schema\":7,\"backend\":\"acme\"}"] {
+            assert!(why(none).starts_with("one that is void: no"), "{none}");
+        }
+        assert!(why("{\"schema\":\"q4.certificate/1\",\"backend\":\"other\"}").starts_with("none in"));
+        assert!(why(&" ".repeat(1 << 21)).contains("more than 1048576 bytes"));
+        #[cfg(unix)]
+        for (link, says) in [("/dev/zero", "a device"), ("/", "a directory")] {
+            fs::remove_file(&file).expect("removed");
+            std::os::unix::fs::symlink(link, &file).expect("a link");
+            assert!(found(&all, &library()).expect_err(link).contains(says));
+        }
+        all.write(&certificate())?;
+        assert_eq!(found(&all, &library()), Ok(()), "beside all that");
+        fs::remove_file(Key::path(dir.path())).expect("removed");
+        assert!(found(&all, &library()).expect_err("no key").contains("seal: made with a key"));
+        Ok(())
+    }
+
+    #[test]
+    fn products_of_other_kinds_are_not_covered() {
+        let schema = crate::lattice::encodings("nvfp4")[0];
+        let spec = crate::claim::plain_spec(schema, q4_core::Activations::Native, q4_core::Device::Cpu);
+        let c = certificate();
+        assert_eq!(c.covers(&spec, ExecPath::FusedDequant), Ok(()));
+        for (spec, path) in [
+            (spec.clone(), ExecPath::DequantMatmul),
+            (LinearSpec { activations: q4_core::Activations::Int8, ..spec.clone() }, ExecPath::FusedDequant),
+            (LinearSpec { device: q4_core::Device::Cuda(0), ..spec.clone() }, ExecPath::FusedDequant),
+            (
+                LinearSpec { schema: crate::lattice::encodings("nf4")[0], ..spec.clone() },
+                ExecPath::FusedDequant,
+            ),
+        ] {
+            let reject = c.covers(&spec, path).expect_err("not certified");
+            assert_eq!(reject.code, RejectCode::ConformanceMissing, "{reject}");
         }
     }
 
@@ -349,7 +576,7 @@ mod tests {
         assert_eq!(Certificate::of(&report).expect_err("a part of it").code(), Code::ConformanceFailed);
         report.complete = true;
         assert_eq!(Certificate::of(&report)?, [], "no library, no certificate");
-        report.backends[0].library = Some(Library { path: "x".into(), sha256: "00".into() });
+        report.backends[0].library = Some(library());
         assert_eq!(Certificate::of(&report)?.len(), 1);
         report.waived = 1;
         assert!(Certificate::of(&report).is_err());

@@ -1,23 +1,28 @@
 //! Self-checks that passed, kept for the next process: a file beside the certificates, for one executable on one machine.
 //!
-//! It holds passes only, and is believed when all of it is as it was written and everything it depends on is as it was:
-//! the bytes of the executable and of the backend's library, the machine, the instruction set that was asked for. Anything
-//! else is as if it were not there, and is overwritten. A digest of a file that has not changed since is not computed again:
+//! It holds passes of built-ins only: a third party's library is checked in every process. It is believed when it is sealed as
+//! certificates are ([`Key`]) and everything it depends on is as it was: the bytes of the executable and of the backend's
+//! library, the machine, the instruction set that was asked for. Anything else is as if it were not there, and is overwritten. A digest of a file that has not changed since is not computed again:
 //! that would take longer than the checks.
-use crate::certificate::{Library, hex, machine, write_whole};
-use q4_core::HostEnv;
+use crate::certificate::{Library, hex, machine};
+use crate::key::Key;
+use crate::own;
 use q4_core::selfcheck::Passes;
+use q4_core::{BUILTINS, HostEnv};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use sha2::{Digest, Sha256};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
-const SCHEMA: &str = "q4.self-checks/1";
+const SCHEMA: &str = "q4.self-checks/2";
 
 /// Passes of this executable, in a file.
 pub struct StoredPasses {
+    data: PathBuf,
     path: PathBuf,
     program: PathBuf,
     libraries: BTreeMap<String, PathBuf>,
@@ -34,7 +39,6 @@ struct Opened {
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 struct Stored {
     schema: String,
     machine: String,
@@ -55,25 +59,19 @@ struct Known {
     sha256: String,
 }
 
-#[derive(Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Sealed {
-    stored: Stored,
-    /// SHA-256 of the text of `stored`.
-    sha256: String,
-}
-
 impl StoredPasses {
-    /// Passes of `program`, in `folder`, for the machine and the libraries of `env` and the instruction set asked for. Reads
+    /// Passes of `program`, in the folder `data` that q4 keeps for a user, for the machine and the libraries of `env` and the instruction set asked for. Reads
     /// nothing before the first question.
-    pub fn new(folder: &Path, program: PathBuf, env: &HostEnv, isa: Option<&str>) -> Self {
+    pub fn new(data: &Path, program: PathBuf, env: &HostEnv, isa: Option<&str>) -> Self {
         let libraries = env.libraries.iter().map(|(name, facts)| (name.clone(), PathBuf::from(&facts.path)));
         let (machine, isa) = (machine(env), isa.unwrap_or("best").to_owned());
         // One file for each path of an executable, so that a new build replaces what the old one left.
         let name = hex(&Sha256::digest(program.as_os_str().as_encoded_bytes()));
         let set: String = isa.chars().filter(char::is_ascii_alphanumeric).take(16).collect();
+        let file = format!("{}-{}-{set}.json", &name[..16], &machine[..16]);
         Self {
-            path: folder.join(format!("{}-{}-{set}.json", &name[..16], &machine[..16])),
+            data: data.to_owned(),
+            path: data.join("self-checks").join(file),
             program,
             libraries: libraries.collect(),
             machine,
@@ -82,13 +80,17 @@ impl StoredPasses {
         }
     }
 
-    /// Runs `body` on the passes and the name of one, and writes what changed. `None` when a file it depends on cannot be read.
+    /// Runs `body` on the passes and the name of one, and writes what changed. `None` for a third party's, and when a file it
+    /// depends on cannot be read.
     fn with<R>(
         &self,
         backend: &str,
         kind: &str,
         body: impl FnOnce(&mut BTreeSet<String>, String) -> R,
     ) -> Option<R> {
+        if !BUILTINS.contains(&backend) {
+            return None;
+        }
         let mut opened = self.opened.lock().unwrap_or_else(|e| e.into_inner());
         if opened.is_none() {
             *opened = Some(self.open()?);
@@ -101,7 +103,7 @@ impl StoredPasses {
         let result = body(&mut now.passed, entry);
         if !now.passed.is_empty() && written.as_ref() != Some(now) {
             // A file that cannot be written costs the next process its checks, nothing else.
-            if let Err(e) = write(&self.path, now) {
+            if let Err(e) = self.write(now) {
                 tracing::debug!(%e, "self-checks are not remembered");
             }
             *written = Some(now.clone());
@@ -110,7 +112,7 @@ impl StoredPasses {
     }
 
     fn open(&self) -> Option<Opened> {
-        let written = read(&self.path);
+        let written = self.read();
         let mut digests = written.as_ref().map(|w| w.digests.clone()).unwrap_or_default();
         let program = digest(&self.program, &mut digests)?;
         let (schema, machine, isa) = (SCHEMA.to_owned(), self.machine.clone(), self.isa.clone());
@@ -120,6 +122,31 @@ impl StoredPasses {
         };
         now.passed = written.as_ref().filter(is_ours).map(|w| w.passed.clone()).unwrap_or_default();
         Some(Opened { now, written })
+    }
+
+    /// What is stored, if it is as it was written.
+    fn read(&self) -> Option<Stored> {
+        let bytes = match own::read(&self.path) {
+            Ok(bytes) => bytes,
+            Err(e) if e.kind() == ErrorKind::NotFound => return None,
+            Err(e) => {
+                tracing::warn!("self-checks are not remembered: {}: {e}", self.path.display());
+                return None;
+            }
+        };
+        let key = match Key::open(&self.data) {
+            Ok(key) => key?,
+            Err(why) => {
+                tracing::warn!("self-checks are not remembered: {why}");
+                return None;
+            }
+        };
+        let value: Value = serde_json::from_slice(&bytes).ok()?;
+        if key.sealed(&value) { serde_json::from_value(value).ok() } else { None }
+    }
+
+    fn write(&self, stored: &Stored) -> q4_core::Result<()> {
+        own::write(&self.path, Key::open_or_make(&self.data)?.seal(stored)?.as_bytes())
     }
 }
 
@@ -131,24 +158,6 @@ impl Passes for StoredPasses {
     fn remember(&self, backend: &str, kind: &str) {
         self.with(backend, kind, |passed, entry| passed.insert(entry));
     }
-}
-
-/// What is stored at `path`, if it is as it was written.
-fn read(path: &Path) -> Option<Stored> {
-    let sealed: Sealed = serde_json::from_slice(&fs::read(path).ok()?).ok()?;
-    (seal(&sealed.stored)? == sealed.sha256).then_some(sealed.stored)
-}
-
-fn write(path: &Path, stored: &Stored) -> q4_core::Result<()> {
-    let Some(sha256) = seal(stored) else { return Ok(()) };
-    match serde_json::to_string_pretty(&Sealed { stored: stored.clone(), sha256 }) {
-        Ok(text) => write_whole(path, &(text + "\n")),
-        Err(_) => Ok(()),
-    }
-}
-
-fn seal(stored: &Stored) -> Option<String> {
-    serde_json::to_vec(stored).ok().map(|bytes| hex(&Sha256::digest(bytes)))
 }
 
 /// SHA-256 of a file: the known one while the file looks as it did, else computed and known from now on.
@@ -226,8 +235,11 @@ mod tests {
         fn library(&self) -> PathBuf {
             self.0.path().join("lib.so")
         }
+        fn data(&self) -> PathBuf {
+            self.0.path().join("data")
+        }
         fn folder(&self) -> PathBuf {
-            self.0.path().join("data/self-checks")
+            self.data().join("self-checks")
         }
         fn file(&self) -> PathBuf {
             let mut files = fs::read_dir(self.folder()).expect("a folder").map(|f| f.expect("a file").path());
@@ -240,17 +252,20 @@ mod tests {
             let library = LibraryFacts { path: self.library().display().to_string(), ..Default::default() };
             let env = HostEnv {
                 cpu_features: vec![feature.into()],
-                libraries: [("kernel".to_owned(), library)].into(),
+                libraries: [(KERNEL.to_owned(), library)].into(),
                 ..HostEnv::default()
             };
-            StoredPasses::new(&self.folder(), self.program(), &env, isa)
+            StoredPasses::new(&self.data(), self.program(), &env, isa)
         }
         fn recalled(&self) -> [bool; 2] {
             let passes = self.passes("avx2", None);
-            [passes.recall("kernel", "k"), passes.recall("plain", "p")]
+            [passes.recall(KERNEL, "k"), passes.recall(PLAIN, "p")]
         }
     }
 
+    /// A built-in with a library, and one without.
+    const KERNEL: &str = "nvfp4-kernel";
+    const PLAIN: &str = "nf4-kernel";
     const BOTH: [bool; 2] = [true, true];
     const NONE: [bool; 2] = [false, false];
 
@@ -258,8 +273,8 @@ mod tests {
         let place = Place::new();
         assert_eq!(place.recalled(), NONE);
         let passes = place.passes("avx2", None);
-        passes.remember("kernel", "k");
-        passes.remember("plain", "p");
+        passes.remember(KERNEL, "k");
+        passes.remember(PLAIN, "p");
         assert_eq!(place.recalled(), BOTH);
         place
     }
@@ -267,18 +282,46 @@ mod tests {
     #[test]
     fn a_pass_is_remembered_for_the_same_bytes_on_the_same_machine() {
         let place = remembered();
-        assert!(!place.passes("avx512", None).recall("plain", "p"), "another machine");
-        assert!(!place.passes("avx2", Some("portable")).recall("plain", "p"), "another set");
-        assert!(!place.passes("avx2", None).recall("plain", "k"), "another kind");
+        assert!(!place.passes("avx512", None).recall(PLAIN, "p"), "another machine");
+        assert!(!place.passes("avx2", Some("portable")).recall(PLAIN, "p"), "another set");
+        assert!(!place.passes("avx2", None).recall(PLAIN, "k"), "another kind");
         fs::write(place.library(), "Kernels").expect("written");
         assert_eq!(place.recalled(), [false, true], "one byte of the library");
         fs::remove_file(place.library()).expect("removed");
         assert_eq!(place.recalled(), [false, true], "no library");
         fs::write(place.program(), "Machine code").expect("written");
         assert_eq!(place.recalled(), NONE, "one byte of the program");
-        place.passes("avx2", None).remember("plain", "p");
+        place.passes("avx2", None).remember(PLAIN, "p");
         assert_eq!(place.recalled(), [false, true], "a new build replaces the old one's file");
         place.file();
+    }
+
+    #[test]
+    fn a_plugin_is_checked_in_every_process() {
+        let place = remembered();
+        let passes = place.passes("avx2", None);
+        passes.remember("acme", "k");
+        assert!(!passes.recall("acme", "k") && !place.passes("avx2", None).recall("acme", "k"));
+    }
+
+    #[test]
+    fn another_s_file_is_as_if_it_were_not_there() {
+        let place = remembered();
+        fs::remove_file(Key::path(&place.data())).expect("removed");
+        assert_eq!(place.recalled(), NONE, "no key");
+        Key::open_or_make(&place.data()).expect("another key");
+        assert_eq!(place.recalled(), NONE, "another key");
+        #[cfg(unix)]
+        for kind in [vec!["mkfifo"], vec!["ln", "-s", "/dev/zero"], vec!["mkdir"]] {
+            let file = place.file();
+            fs::remove_file(&file).expect("removed");
+            let made = std::process::Command::new(kind[0]).args(&kind[1..]).arg(&file).status();
+            assert!(made.expect("it runs").success());
+            assert_eq!(place.recalled(), NONE, "{kind:?}");
+            place.passes("avx2", None).remember(PLAIN, "p");
+            // A folder cannot be replaced by a file.
+            assert_eq!(place.recalled(), [false, kind != ["mkdir"]], "{kind:?}");
+        }
     }
 
     #[test]
@@ -299,7 +342,7 @@ mod tests {
             assert_eq!(place.recalled(), NONE, "{len} bytes");
         }
         // The next pass makes it good again.
-        place.passes("avx2", None).remember("kernel", "k");
+        place.passes("avx2", None).remember(KERNEL, "k");
         assert_eq!(place.recalled(), [true, false]);
     }
 
@@ -329,8 +372,8 @@ mod tests {
         let place = Place::new();
         fs::write(place.0.path().join("data"), "a file in the way").expect("written");
         let passes = place.passes("avx2", None);
-        passes.remember("plain", "p");
-        assert!(passes.recall("plain", "p"), "this process knows");
+        passes.remember(PLAIN, "p");
+        assert!(passes.recall(PLAIN, "p"), "this process knows");
         assert_eq!(place.recalled(), NONE);
     }
 }

@@ -188,7 +188,7 @@ macro_rules! reject_codes {
 }
 
 reject_codes! {
-    NotSelected            = "not-selected", "another backend was named, or is better";
+    NotSelected            = "not-selected", "another backend was named or is better, or a third party was not named";
     PathNotAdmitted        = "path-not-admitted", "the policy excludes this path";
     SchemaUnsupported      = "schema-unsupported", "another encoding of the weight is needed";
     PathUnsupported        = "path-unsupported", "the backend does not have this path";
@@ -204,7 +204,7 @@ reject_codes! {
     DriverTooOld           = "driver-too-old", "the driver is older than needed";
     LibraryMissing         = "library-missing", "no such file, or no whole library";
     LibraryTooOld          = "library-too-old", "the library speaks an older interface";
-    LibraryUntrusted       = "library-untrusted", "everybody may write the file or a folder above it";
+    LibraryUntrusted       = "library-untrusted", "everybody may write the file or a folder above it, or it loads what its file does not name";
     SymbolMissing          = "symbol-missing", "the library does not export what it must";
     AbiMismatch            = "abi-mismatch", "the library is for another machine or breaks the interface";
     NameTaken              = "name-taken", "another backend has this name already";

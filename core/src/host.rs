@@ -30,6 +30,9 @@ pub struct LibraryFacts {
     pub path: String,
     /// Its own version.
     pub version: String,
+    /// Digest of the file, lower-case hex; empty where it is q4's own.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub sha256: String,
     /// Instruction sets it has CPU kernels for and this machine can run, best first.
     pub cpu_isa: Vec<String>,
     /// Compute capabilities it has CUDA kernels for.

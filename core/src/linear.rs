@@ -18,8 +18,9 @@ pub struct Dispatch {
 }
 
 impl Dispatch {
-    /// Products of this process under `policy`.
-    pub fn new(registry: Registry, policy: Policy) -> Self {
+    /// Products of this process under `policy`. Third parties serve what it names them for.
+    pub fn new(registry: Registry, mut policy: Policy) -> Self {
+        policy.overrides.guests.extend(registry.guests().iter().cloned());
         Self { registry, policy, witness: Arc::default(), checks: SelfChecks::default() }
     }
     /// Trusts backends without checking them first. Loud on purpose: reports carry the number of skipped checks.

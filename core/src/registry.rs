@@ -1,7 +1,8 @@
 //! The backends a process knows: built-ins through `inventory`, sorted and checked against a list of names; plugins later.
 use crate::memory::UnifiedMemory;
 use crate::{Candidate, Code, Error, HostEnv, LibraryFacts, Q4Backend, Reject, RejectCode, Result};
-use std::{collections::BTreeMap, path::PathBuf, sync::Arc};
+use std::collections::{BTreeMap, BTreeSet};
+use std::{path::PathBuf, sync::Arc};
 
 /// What a built-in backend may be told when it is constructed.
 #[derive(Clone, Debug, Default)]
@@ -39,6 +40,7 @@ pub const BUILTINS: [&str; 4] = ["dequant-matmul", "nf4-kernel", "nvfp4-kernel",
 /// All candidates of this process, sorted by name, names unique.
 pub struct Registry {
     candidates: Vec<Candidate>,
+    guests: BTreeSet<String>,
     env: HostEnv,
 }
 
@@ -75,10 +77,11 @@ impl Registry {
                 )],
             });
         }
-        Ok(Self { candidates: found.into_values().collect(), env })
+        Ok(Self { candidates: found.into_values().collect(), guests: BTreeSet::new(), env })
     }
 
-    /// Adds a loaded or refused third party; a name that exists already is an error.
+    /// Adds a loaded or refused third party, which serves what it is named for and nothing else; a name that exists already is
+    /// an error.
     pub fn add(&mut self, candidate: Candidate) -> Result<()> {
         match self.candidates.binary_search_by(|c| c.name().cmp(candidate.name())) {
             Ok(_) => Err(Error::new(
@@ -87,6 +90,7 @@ impl Registry {
             )
             .need("a unique name")),
             Err(at) => {
+                self.guests.insert(candidate.name().to_owned());
                 self.candidates.insert(at, candidate);
                 Ok(())
             }
@@ -101,6 +105,10 @@ impl Registry {
     /// Everybody, dead ones included, sorted by name.
     pub fn candidates(&self) -> &[Candidate] {
         &self.candidates
+    }
+    /// Names of third parties.
+    pub fn guests(&self) -> &BTreeSet<String> {
+        &self.guests
     }
     /// The machine selection decides for.
     pub fn env(&self) -> &HostEnv {

@@ -3,7 +3,8 @@ use crate::{
     Candidate, Code, ComputePath, Error, ExecPath, HostEnv, LinearSpec, Q4Backend, Reject, RejectCode,
 };
 use serde::Serialize;
-use std::{collections::BTreeMap, fmt, sync::Arc};
+use std::collections::{BTreeMap, BTreeSet};
+use std::{fmt, sync::Arc};
 
 /// Named backends. They bind: a layer that one applies to is served by it or not at all.
 #[derive(Clone, Debug, Default, Serialize)]
@@ -12,6 +13,11 @@ pub struct Overrides {
     pub layers: Vec<(String, String)>,
     /// Backend of every 4-bit layer.
     pub all: Option<String>,
+    /// Third parties that were named without layers: of those that nobody else was named for, they have all that they can
+    /// serve, whatever path or priority others have, and at least one.
+    pub preferred: Vec<String>,
+    /// Third parties. None serves a product that it was not named for.
+    pub guests: BTreeSet<String>,
 }
 
 impl Overrides {
@@ -130,7 +136,8 @@ pub fn select(
     let schema = spec.schema.id().name;
     let forced = forced(candidates, spec, policy)?;
     let mut rejected = Vec::new();
-    let mut eligible: Vec<(ExecPath, i32, Arc<dyn Q4Backend>)> = Vec::new();
+    // Those that were named come first.
+    let mut eligible: Vec<(bool, ExecPath, i32, Arc<dyn Q4Backend>)> = Vec::new();
     for candidate in candidates {
         let name = candidate.name().to_owned();
         let mut lose = |path, reasons| rejected.push(Rejection { backend: name.clone(), path, reasons });
@@ -139,6 +146,12 @@ pub fn select(
                 None,
                 vec![Reject::new(RejectCode::NotSelected, format!("`{f}`, as named"), format!("`{name}`"))],
             );
+            continue;
+        }
+        let preferred = forced.is_none() && policy.overrides.preferred.contains(&name);
+        if forced.is_none() && !preferred && policy.overrides.guests.contains(&name) {
+            let need = format!("to be named: --backend {name}, or its file with --plugin");
+            lose(None, vec![Reject::new(RejectCode::NotSelected, need, "a third party that was found")]);
             continue;
         }
         let backend = match candidate {
@@ -171,37 +184,39 @@ pub fn select(
                 continue;
             }
             match backend.can_prepare(spec, path, env) {
-                Ok(()) => eligible.push((path, backend.descriptor().priority, backend.clone())),
+                Ok(()) => eligible.push((!preferred, path, backend.descriptor().priority, backend.clone())),
                 Err(reasons) => lose(Some(path), reasons),
             }
         }
     }
-    eligible.sort_by_key(|(path, priority, _)| (*path, -priority));
-    let Some((path, priority, backend)) = eligible.first().cloned() else {
+    eligible.sort_by_key(|(unnamed, path, priority, _)| (*unnamed, *path, -i64::from(*priority)));
+    let Some((unnamed, path, priority, backend)) = eligible.first().cloned() else {
         let (layer, schema) = (spec.name(), spec.schema.to_string());
         return Err(SelectionError::NoneEligible { layer, schema, policy: policy.compute, forced, rejected });
     };
     let tied: Vec<_> = eligible
         .iter()
-        .filter(|e| e.0 == path && e.1 == priority)
-        .map(|e| e.2.descriptor().name.to_string())
+        .filter(|e| (e.0, e.1, e.2) == (unnamed, path, priority))
+        .map(|e| e.3.descriptor().name.to_string())
         .collect();
     if tied.len() > 1 {
         return Err(SelectionError::Ambiguous { layer: spec.name(), path, tied });
     }
-    for (p, other_priority, b) in eligible.iter().skip(1) {
+    for (other_unnamed, p, other_priority, b) in eligible.iter().skip(1) {
+        let need = if unnamed == *other_unnamed {
+            format!("better than {path}, priority {priority}")
+        } else {
+            format!("`{}`, as named", backend.descriptor().name)
+        };
         let have = format!("{p}, priority {other_priority}");
         rejected.push(Rejection {
             backend: b.descriptor().name.to_string(),
             path: Some(*p),
-            reasons: vec![Reject::new(
-                RejectCode::NotSelected,
-                format!("better than {path}, priority {priority}"),
-                have,
-            )],
+            reasons: vec![Reject::new(RejectCode::NotSelected, need, have)],
         });
     }
-    let wanted_better = forced.is_none() && spec.schema.is_4bit() && policy.compute.admits()[0] < path;
+    let wanted_better =
+        forced.is_none() && unnamed && spec.schema.is_4bit() && policy.compute.admits()[0] < path;
     let is_downgrade = wanted_better && rejected.iter().any(|r| lost_to_circumstance(r, path));
     if policy.deny_downgrade && is_downgrade {
         return Err(SelectionError::DowngradeDenied { layer: spec.name(), got: path, rejected });

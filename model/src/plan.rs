@@ -156,7 +156,28 @@ impl Plan {
                 }));
             }
         }
-        Ok(())
+        match policy.overrides.preferred.iter().find(|name| !serves(name)) {
+            Some(name) => Err(self.unused(name)),
+            None => Ok(()),
+        }
+    }
+
+    /// A third party that was named serves nothing: for each kind of product, why.
+    fn unused(&self, name: &str) -> Error {
+        let mut reasons: Vec<String> = Vec::new();
+        for p in self.products() {
+            let lost = p.choice.iter().flat_map(|c| &c.rejected).filter(|r| r.backend == name);
+            for reason in lost.flat_map(|r| &r.reasons) {
+                let text = format!("{}: need {}; have {}", reason.code.as_str(), reason.need, reason.have);
+                if !reasons.iter().any(|r| r.ends_with(&text)) {
+                    reasons.push(format!("{}: {text}", p.spec.name()));
+                }
+            }
+        }
+        Error::new(Code::OverrideUnused, format!("plugin `{name}` would serve no layer of this model"))
+            .need(format!("at least one product that `{name}` accepts"))
+            .have(reasons.join("\n"))
+            .fix("see `q4 explain MODEL`, or leave --plugin out")
     }
 
     fn schemas(&self) -> Vec<String> {

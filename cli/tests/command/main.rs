@@ -1,5 +1,7 @@
 //! Drives the real `q4`: what scripts rely on is its exit status, its stdout and its numbers, so that is what is tested.
 #![allow(clippy::unwrap_used)]
+#[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
+mod attack;
 mod convert;
 mod demo;
 mod exit;

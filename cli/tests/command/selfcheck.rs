@@ -26,7 +26,7 @@ fn file(data: &Path) -> PathBuf {
 
 fn passed(data: &Path) -> Value {
     let text = fs::read_to_string(file(data)).unwrap();
-    serde_json::from_str::<Value>(&text).unwrap()["stored"]["passed"].clone()
+    serde_json::from_str::<Value>(&text).unwrap()["passed"].clone()
 }
 
 #[test]

@@ -6,7 +6,7 @@ mod plot;
 mod text;
 
 use crate::case::{CaseResult, Outcome};
-use crate::certificate::{Library, machine};
+use crate::certificate::{Library, facts, machine};
 use crate::{Level, Limits, Options, Profile, Proof, SUITE_VERSION};
 use q4_core::{BackendDescriptor, Device, HostEnv};
 use serde::Serialize;
@@ -59,6 +59,9 @@ pub struct Report {
     pub host: String,
     /// Wall-clock seconds.
     pub seconds: f64,
+    /// The facts behind the fingerprint of the machine.
+    #[serde(skip)]
+    pub facts: Vec<String>,
     /// Every case.
     #[serde(skip)]
     pub cases: Vec<(usize, CaseResult)>,
@@ -257,6 +260,7 @@ impl Report {
             machine: machine(env),
             device: CPU.into(),
             host: host(env),
+            facts: facts(env),
             seconds: took.as_secs_f64(),
             cases: results.into_iter().map(|r| (0, r)).collect(),
         }
@@ -420,7 +424,11 @@ mod tests {
         ];
         let took = Duration::from_millis(1500);
         let notes = vec!["unexpected pass: L1/* of 3 cases is no longer needed (known)".to_owned()];
-        let library = Library { path: "/opt/acme/libacme.so".into(), sha256: "0123456789abcdef".repeat(4) };
+        let library = Library {
+            path: "/opt/acme/libacme.so".into(),
+            sha256: "0123456789abcdef".repeat(4),
+            needs: Vec::new(),
+        };
         let first = Report::of(&descriptor("acme-q4", "1.2.0"), &env, &options, &[], good, notes, took);
         first.loaded_from(library, true).merge(Report::of(
             &descriptor("other-q4", "0.1.0"),
@@ -458,7 +466,7 @@ mod tests {
         let want = |who: &str| [format!("q4 conformance {who} --device cuda:1 --replay '{id}'")];
         let commands = |r: &Report| r.failures.iter().map(|f| f.replay.clone()).collect::<Vec<_>>();
         assert_eq!(commands(&report), want("--backend acme-q4"));
-        let library = Library { path: "/opt/libacme.so".into(), sha256: String::new() };
+        let library = Library { path: "/opt/libacme.so".into(), sha256: String::new(), needs: Vec::new() };
         assert_eq!(commands(&report.loaded_from(library, true)), want("--plugin '/opt/libacme.so'"));
     }
 

@@ -2,7 +2,7 @@
 use crate::library::Mapped;
 use crate::table::{Table, checked};
 use q4_core::{
-    BackendDescriptor, Code, Error, ExecContext, ExecPath, HostEnv, LinearSpec, OpSet, PreparedInfo,
+    BackendDescriptor, Code, Device, Error, ExecContext, ExecPath, HostEnv, LinearSpec, OpSet, PreparedInfo,
     PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Reject, RejectCode, Result, TensorView, TensorViewMut,
     Verdict,
 };
@@ -124,6 +124,9 @@ impl Q4Backend for Plugin {
     ) -> Result<Box<dyn PreparedWeight>> {
         let (lent, weight, exec) = (LentSpec::new(spec, path)?, LentWeight::new(w)?, lend::exec(cx)?);
         let i = &self.instance;
+        if path == ExecPath::NativeKernel && spec.device == Device::Cpu {
+            return Err(i.lacks("native-kernel on a CPU"));
+        }
         let Some(prepare) = i.table.api.prepare else { return Err(i.lacks("prepare")) };
         let mut raw = ptr::null_mut();
         {
@@ -214,6 +217,11 @@ impl Instance {
     }
 
     fn verdict(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
+        if path == ExecPath::NativeKernel && spec.device == Device::Cpu {
+            // Whatever it says: no processor multiplies 4-bit operands, and the bound of that path is the widest.
+            let need = "a device with units for 4-bit operands";
+            return Err(vec![Reject::new(RejectCode::PathUnsupported, need, "the CPU")]);
+        }
         let no_verdict = |code: Code, have: String| {
             let code = match code {
                 _ if self.poisoned.load(Ordering::Relaxed) => RejectCode::Panicked,

@@ -1,6 +1,6 @@
 //! Loading in a child process first: a constructor that kills, exits or hangs ends a child, and is told as a reason.
 use crate::descriptor::Descriptor;
-use crate::{Loader, file, one};
+use crate::{Examined, Loader, file, one};
 use q4_core::stderr::Stderr;
 use q4_core::{Reject, RejectCode};
 use serde_json::{Value, json};
@@ -16,18 +16,24 @@ const MARK: &str = "q4-plugin-probe ";
 /// Exit status of a child whose library was refused.
 const REFUSED: u8 = 6;
 
-/// What the child does: loads the library named by the first argument, says what came of it on one line, and ends as a
-/// process ends, destructors included. Exit status 0 or 6.
+/// What the child does: loads the library named by the first argument, unless it is another than the second one says, says what came
+/// of it on one line, and ends as a process ends, destructors included. Exit status 0 or 6.
 pub fn probe_main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     crate::tell_crashes();
-    let Some(path) = args.into_iter().next() else {
+    let mut args = args.into_iter();
+    let Some(path) = args.next() else {
         println!(
             "{MARK}{}",
             json!({"loaded": false, "reasons": [{"code": "library-missing", "need": "a path", "have": "none"}]})
         );
         return ExitCode::from(REFUSED);
     };
-    let result = Loader::default().load(Path::new(&path));
+    let wanted = args.next().map(|digest| digest.to_string_lossy().into_owned());
+    let examined = Loader::default().examine(Path::new(&path));
+    let result = examined.and_then(|found| match wanted.filter(|wanted| *wanted != found.digest()) {
+        Some(_) => Err(found.changed()),
+        None => found.load(),
+    });
     let answer = match &result {
         Ok(l) => {
             let d = &l.descriptor;
@@ -82,8 +88,23 @@ impl Prober {
 
     /// Loads `path` in a child.
     pub fn probe(&self, path: &Path) -> ChildVerdict {
+        self.child(path, None)
+    }
+
+    /// Loads what was examined in a child, which runs nothing else that lies there by now.
+    pub fn probe_examined(&self, found: &Examined) -> ChildVerdict {
+        self.child(found.path(), Some(&found.digest()))
+    }
+
+    fn child(&self, path: &Path, digest: Option<&str>) -> ChildVerdict {
         let mut command = Command::new(&self.program);
-        command.args(&self.args).arg(path).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+            .args(&self.args)
+            .arg(path)
+            .args(digest)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
         let mut child = match command.spawn() {
             Ok(child) => child,
             Err(e) => return ChildVerdict::NotRun(format!("{}: {e}", self.program.display())),

@@ -18,12 +18,20 @@ const MACHINE: u16 = 183;
 const PT_LOAD: u32 = 1;
 const PT_DYNAMIC: u32 = 2;
 const SHT_NOBITS: u32 = 8;
+const DT_NEEDED: u64 = 1;
 const DT_HASH: u64 = 4;
 const DT_STRTAB: u64 = 5;
 const DT_SYMTAB: u64 = 6;
 const DT_STRSZ: u64 = 10;
+const DT_SONAME: u64 = 14;
+const DT_RPATH: u64 = 15;
+const DT_RUNPATH: u64 = 29;
+/// Libraries that stand in for this one, or watch the loader: `DT_DEPAUDIT`, `DT_AUDIT`, `DT_AUXILIARY`, `DT_FILTER`.
+const DT_OTHERS: [u64; 4] = [0x6fff_fefb, 0x6fff_fefc, 0x7fff_fffd, 0x7fff_ffff];
 const DT_GNU_HASH: u64 = 0x6fff_fef5;
 const SYMBOL: u64 = 24;
+/// Longest text in the dynamic section that is read.
+const MAX_TEXT: u64 = 4096;
 /// Longest chain of a hash table that is followed.
 const MAX_CHAIN: u32 = 1 << 16;
 
@@ -36,6 +44,23 @@ pub struct Elf<'f> {
     names_len: u64,
     gnu_hash: Option<u64>,
     hash: Option<u64>,
+    /// Tags and values up to the end of the dynamic section.
+    entries: Vec<(u64, u64)>,
+}
+
+/// What a library asks the system's loader for.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Asks {
+    /// Its own name, by which others find it once it is loaded.
+    pub soname: Option<String>,
+    /// Libraries it needs.
+    pub needed: Vec<String>,
+    /// Folders for those, and for what those need.
+    pub rpath: Vec<String>,
+    /// Folders for those alone.
+    pub runpath: Option<Vec<String>>,
+    /// It wants more of the loader than libraries it needs.
+    pub others: bool,
 }
 
 #[derive(Clone, Copy)]
@@ -115,11 +140,9 @@ impl<'f> Elf<'f> {
             return Err(damaged("no dynamic section".into()));
         };
         let entries = read(file, dynamic.offset, dynamic.bytes as usize).map_err(damaged)?;
-        let entry = |tag| {
-            let mut all =
-                entries.chunks_exact(16).map(|e| (u64_at(e, 0), u64_at(e, 8))).take_while(|e| e.0 != 0);
-            all.find(|e| e.0 == tag).map(|e| e.1)
-        };
+        let entries = entries.chunks_exact(16).map(|e| (u64_at(e, 0), u64_at(e, 8)));
+        let entries: Vec<_> = entries.take_while(|e| e.0 != 0).collect();
+        let entry = |tag| entries.iter().find(|e| e.0 == tag).map(|e| e.1);
         let (Some(symbols), Some(names), Some(names_len)) =
             (entry(DT_SYMTAB), entry(DT_STRTAB), entry(DT_STRSZ))
         else {
@@ -133,7 +156,31 @@ impl<'f> Elf<'f> {
             names_len,
             gnu_hash: entry(DT_GNU_HASH),
             hash: entry(DT_HASH),
+            entries,
         })
+    }
+
+    /// What it asks the system's loader for; `None` when a text of it is not in the file or does not end.
+    pub fn asks(&self) -> Option<Asks> {
+        let mut asks = Asks::default();
+        let folders = |text: String| text.split(':').map(str::to_owned).collect();
+        for &(tag, value) in &self.entries {
+            match tag {
+                DT_NEEDED => asks.needed.push(self.text(value)?),
+                DT_SONAME => asks.soname = Some(self.text(value)?),
+                DT_RPATH => asks.rpath = folders(self.text(value)?),
+                DT_RUNPATH => asks.runpath = Some(folders(self.text(value)?)),
+                tag => asks.others |= DT_OTHERS.contains(&tag),
+            }
+        }
+        Some(asks)
+    }
+
+    fn text(&self, at: u64) -> Option<String> {
+        let most = self.names_len.checked_sub(at)?.min(MAX_TEXT);
+        let bytes = self.at(self.names.checked_add(at)?, most as usize)?;
+        let end = bytes.iter().position(|b| *b == 0)?;
+        String::from_utf8(bytes[..end].to_vec()).ok()
     }
 
     /// The defined symbol of that name.
@@ -264,6 +311,15 @@ mod tests {
     }
 
     #[test]
+    fn a_library_says_what_it_asks_for() {
+        let (file, len) = damaged(&libc());
+        let asks = Elf::open(file.as_file(), len).unwrap().asks().unwrap();
+        assert!(asks.soname.is_some_and(|name| name.starts_with("libc.so")), "itself");
+        assert!(asks.needed.iter().all(|name| name.starts_with("ld-linux")), "{:?}", asks.needed);
+        assert!(!asks.others && asks.runpath.is_none() && asks.rpath.is_empty());
+    }
+
+    #[test]
     fn every_flipped_byte_of_the_headers_is_survived() {
         let mut bytes = libc();
         for i in (0..1024).chain((0..bytes.len()).step_by(bytes.len() / 512)) {
@@ -271,6 +327,7 @@ mod tests {
             let (file, len) = damaged(&bytes);
             if let Ok(elf) = Elf::open(file.as_file(), len) {
                 elf.symbol("malloc").and_then(|s| elf.bytes(&s, 16));
+                elf.asks();
             }
             bytes[i] ^= 0xff;
         }

@@ -51,6 +51,11 @@ pub fn open(path: &Path) -> Result<Opened, Reject> {
     Ok(Opened { path: real, file, len, sha256 })
 }
 
+/// SHA-256 of a text, in hexadecimal.
+pub fn digest(text: &str) -> String {
+    Sha256::digest(text).iter().map(|b| format!("{b:02x}")).collect()
+}
+
 /// SHA-256 and number of the bytes from here to the end, which are written to `copy`.
 fn hash(file: &mut File, copy: &mut impl Write) -> io::Result<(String, u64)> {
     let (mut hasher, mut buffer, mut len) = (Sha256::new(), vec![0; 1 << 16], 0);

@@ -1,11 +1,12 @@
 //! Third-party backends: a shared library becomes a candidate for selection, or a refusal with its reasons, and never
 //! anything between.
 //!
-//! [`Loader::examine`] trusts nothing and maps nothing: `file` decides whether the path may be opened at all and hashes what it
-//! opens, `elf` reads the descriptor from the file, and [`Prober`] loads it in a child process, for libraries whose constructors
-//! kill or hang the process that loads them. Whoever asks for a certificate asks now, for these bytes.
-//! [`Examined::load`] goes on: `library` maps exactly the bytes that were hashed and asks for the table, `table` checks and copies
-//! it, `backend` wraps every call.
+//! [`Loader::examine`] runs nothing, in no process: `file` decides whether the path may be opened at all and hashes what it opens,
+//! `elf` reads the descriptor from the file, `needs` finds and hashes what it would load besides itself. Whoever asks for a
+//! certificate asks now, for these bytes.
+//! [`Examined::load`] goes on: [`Prober`] loads it in a child process, for libraries whose constructors kill or hang the process
+//! that loads them, `library` maps exactly the bytes that were hashed and asks for the table, `table` checks and copies it,
+//! `backend` wraps every call.
 //!
 //! `remote` does the last part in another process, for a program that must not map what it judges.
 //!
@@ -21,6 +22,11 @@ mod elf;
 mod file;
 mod library;
 mod maps;
+#[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
+mod needs;
+#[cfg(not(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64"))))]
+#[path = "needs_unknown.rs"]
+mod needs;
 #[cfg(target_os = "linux")]
 pub mod remote;
 mod rounding;
@@ -32,6 +38,7 @@ pub use child::{ChildVerdict, Prober, probe_main};
 pub use crash::tell_crashes;
 pub use descriptor::Descriptor;
 pub use library::Door;
+pub use needs::Need;
 pub use table::Speaks;
 
 use q4_core::{Candidate, Code, Error, Reject, RejectCode};
@@ -44,8 +51,9 @@ pub struct Examined {
     /// Who it says it is.
     pub descriptor: Descriptor,
     opened: file::Opened,
+    needs: Vec<Need>,
     given: PathBuf,
-    how: library::How,
+    loader: Loader,
 }
 
 /// A library that was loaded, and the backend in it.
@@ -57,6 +65,8 @@ pub struct Loaded {
     pub descriptor: Descriptor,
     /// SHA-256 of the bytes that were loaded, in hexadecimal.
     pub sha256: String,
+    /// What it loaded besides itself and the system's runtime.
+    pub needs: Vec<Need>,
     /// The file, without links.
     pub path: PathBuf,
     /// The door its table came through.
@@ -143,24 +153,15 @@ pub struct Loader {
 
 impl Loader {
     /// Looks at the library at `path`, which must contain a separator: no folder is searched, the current one least of all. Nothing
-    /// of it is mapped into this process.
+    /// of it runs, in this process or in another.
     ///
     /// # Errors
-    /// Every reason that was found at the first step that failed: path and permissions, file format, descriptor, child
-    /// process. Where files of this system cannot be read for a descriptor, the child says it, so there must be one.
+    /// Every reason that was found at the first step that failed: path and permissions, file format, descriptor, libraries
+    /// that it needs. `not-compiled-in` where files of this system cannot be read so.
     pub fn examine(&self, path: &Path) -> Result<Examined, Refusal> {
         let mut refusal = Refusal::of(path);
-        match self.look(path, &mut refusal) {
-            Ok((opened, Some(descriptor))) => {
-                let given = path.to_owned();
-                Ok(Examined { descriptor, opened, given, how: self.how() })
-            }
-            Ok((_, None)) => {
-                let need = "a child process that says who the library is";
-                Err(refusal.because(one(RejectCode::Internal, need, "no way to start one")))
-            }
-            Err(reasons) => Err(refusal.because(reasons)),
-        }
+        let looked = self.look(path, &mut refusal);
+        looked.map_err(|reasons| refusal.because(reasons))
     }
 
     /// Examines the library at `path` and loads it.
@@ -168,10 +169,7 @@ impl Loader {
     /// # Errors
     /// Those of [`Loader::examine`] and of [`Examined::load`].
     pub fn load(&self, path: &Path) -> Result<Loaded, Refusal> {
-        let mut refusal = Refusal::of(path);
-        let looked = self.look(path, &mut refusal);
-        let loaded = looked.and_then(|(opened, found)| finish(opened, found, self.how(), &mut refusal));
-        loaded.map_err(|reasons| refusal.because(reasons))
+        self.examine(path)?.load()
     }
 
     /// Loads every shared library of a folder, in the order of their names. Other files are passed over.
@@ -182,20 +180,16 @@ impl Loader {
         Ok(libraries(folder)?.iter().map(|p| self.load(p)).collect())
     }
 
-    fn how(&self) -> library::How {
-        library::How { door: self.door, speaks: self.speaks, in_place: self.in_place }
-    }
-
-    fn look(
-        &self,
-        path: &Path,
-        refusal: &mut Refusal,
-    ) -> Result<(file::Opened, Option<Descriptor>), Vec<Reject>> {
+    fn look(&self, path: &Path, refusal: &mut Refusal) -> Result<Examined, Vec<Reject>> {
         let opened = file::open(path).map_err(|r| vec![r])?;
         refusal.sha256 = Some(opened.sha256.clone());
-        let in_file = library::describe(&opened, self.door, &mut refusal.name)?;
-        let probed = self.prober.as_ref().map(|p| p.probe(path).admitted(&opened.sha256)).transpose()?;
-        Ok((opened, in_file.or(probed)))
+        let Some(descriptor) = library::describe(&opened, self.door, &mut refusal.name)? else {
+            let need =
+                "a system whose libraries say who they are before they run: Linux on x86-64 or aarch64";
+            return Err(one(RejectCode::NotCompiledIn, need, "this one"));
+        };
+        let needs = needs::of(&opened)?;
+        Ok(Examined { descriptor, opened, needs, given: path.to_owned(), loader: self.clone() })
     }
 }
 
@@ -218,34 +212,52 @@ impl Examined {
         refusal.because(vec![reason])
     }
 
-    /// Maps what was examined: on Linux a sealed copy of bytes with that SHA-256; elsewhere the system opens the path again.
+    /// One number for the bytes of the library and of all that it needs.
+    pub fn digest(&self) -> String {
+        let needs = self.needs.iter().map(|n| format!("\n{} {} {}", n.sha256, n.name, n.path.display()));
+        file::digest(&needs.fold(self.opened.sha256.clone(), |all, need| all + &need))
+    }
+
+    /// What becomes of it when it is not what somebody else examined.
+    pub(crate) fn changed(&self) -> Refusal {
+        let need = "the library that was examined, and what it needs";
+        let have = format!("another, sha256 {}", self.opened.sha256);
+        self.refused(Reject::new(RejectCode::LibraryMissing, need, have))
+    }
+
+    /// What it loads besides itself and the system's runtime.
+    pub fn needs(&self) -> &[Need] {
+        &self.needs
+    }
+
+    /// Lets a child process load it, when there is one to try it in, and then maps what was examined: a sealed copy of bytes with
+    /// that SHA-256.
     ///
     /// # Errors
-    /// Every reason that was found at the first step that failed: other bytes by now, the system's loader, door, table,
-    /// construction.
+    /// Every reason that was found at the first step that failed: the child process, other bytes by now, the system's loader,
+    /// what else came into the process, door, table, construction.
     pub fn load(self) -> Result<Loaded, Refusal> {
         let mut refusal = Refusal::of(&self.given);
         refusal.sha256 = Some(self.opened.sha256.clone());
         refusal.name.clone_from(&self.descriptor.name);
-        finish(self.opened, Some(self.descriptor), self.how, &mut refusal)
-            .map_err(|reasons| refusal.because(reasons))
+        self.finish().map_err(|reasons| refusal.because(reasons))
     }
-}
 
-/// Everything behind the look at a file.
-fn finish(
-    opened: file::Opened,
-    described: Option<Descriptor>,
-    how: library::How,
-    refusal: &mut Refusal,
-) -> Result<Loaded, Vec<Reject>> {
-    let mapped = library::map(opened, described, how)?;
-    refusal.name.clone_from(&mapped.descriptor.name);
-    let plugin = backend::Plugin::new(&mapped)?;
-    let library::Mapped { descriptor, sha256, path, door, table, query } = mapped;
-    tracing::info!(path = %path.display(), %sha256, name = %descriptor.name, "plugin");
-    let (candidate, table) = (Candidate::Live(Arc::new(plugin)), TableCases::new(table, query));
-    Ok(Loaded { candidate, descriptor, sha256, path, door, table })
+    fn finish(self) -> Result<Loaded, Vec<Reject>> {
+        if let Some(prober) = &self.loader.prober {
+            prober.probe_examined(&self).admitted(&self.opened.sha256)?;
+        }
+        let Self { descriptor, opened, needs, loader, .. } = self;
+        let before = needs::LinkMap::now();
+        let how = library::How { door: loader.door, speaks: loader.speaks, in_place: loader.in_place };
+        let mapped = library::map(opened, descriptor, &needs, &before, how)?;
+        let plugin = backend::Plugin::new(&mapped)?;
+        needs::LinkMap::now().is_expected(&before, &mapped.loaded, &needs).map_err(|r| vec![r])?;
+        let library::Mapped { descriptor, sha256, path, door, table, query, .. } = mapped;
+        tracing::info!(path = %path.display(), %sha256, name = %descriptor.name, "plugin");
+        let (candidate, table) = (Candidate::Live(Arc::new(plugin)), TableCases::new(table, query));
+        Ok(Loaded { candidate, descriptor, sha256, needs, path, door, table })
+    }
 }
 
 /// The shared libraries of a folder, in the order of their names.

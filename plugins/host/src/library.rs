@@ -2,6 +2,7 @@
 use crate::descriptor::Descriptor;
 use crate::file::Opened;
 use crate::maps::Maps;
+use crate::needs::{LinkMap, Need};
 use crate::one;
 use crate::rounding::Mode;
 use crate::table::{Speaks, Table};
@@ -45,6 +46,8 @@ pub struct Mapped {
     pub door: Door,
     pub table: Table,
     pub query: Query,
+    /// Names under which the system's loader knows it and what was loaded for it.
+    pub loaded: Vec<PathBuf>,
 }
 
 /// The descriptor in the file, before anything of it is mapped; `None` where files of this system cannot be read so. `name`
@@ -86,18 +89,42 @@ pub struct How {
     pub in_place: bool,
 }
 
-/// Maps the bytes that were hashed, and gets and checks their table.
-pub fn map(opened: Opened, described: Option<Descriptor>, how: How) -> Result<Mapped, Vec<Reject>> {
+/// Maps the bytes that were hashed, and those of all it needs, and gets and checks their table. Nothing else may have come into
+/// the process since `before`.
+pub fn map(
+    opened: Opened,
+    described: Descriptor,
+    needs: &[Need],
+    before: &LinkMap,
+    how: How,
+) -> Result<Mapped, Vec<Reject>> {
     let How { door, speaks, in_place } = how;
+    let refused = |e| one(RejectCode::LibraryMissing, "a library the system can load", e);
+    let mode = Mode::now();
+    let mut loaded = Vec::new();
+    for need in needs {
+        let now = unchanged(need)?;
+        if need.by_name {
+            // The loader takes a library of that name for the one that is needed.
+            let name = loadable(now.file, &now.path, &now.sha256).map_err(|r| vec![r])?;
+            dlopen(&name).map_err(refused)?;
+            loaded.push(name);
+        }
+    }
     let Opened { path, file, sha256, .. } = opened;
     let name = if in_place { Ok(path.clone()) } else { loadable(file, &path, &sha256) };
-    let (name, mode) = (name.map_err(|r| vec![r])?, Mode::now());
-    let handle =
-        dlopen(&name).map_err(|e| one(RejectCode::LibraryMissing, "a library the system can load", e))?;
+    let name = name.map_err(|r| vec![r])?;
+    let handle = dlopen(&name).map_err(refused)?;
     mode.unchanged()?;
+    loaded.push(name.clone());
+    LinkMap::now().is_expected(before, &loaded, needs).map_err(|r| vec![r])?;
+    for need in needs.iter().filter(|n| !n.by_name) {
+        // It was opened a second time, by the system.
+        unchanged(need)?;
+    }
     let in_memory = descriptor(&handle, &Maps::now())?;
-    if let Some(in_file) = described.filter(|d| *d != in_memory) {
-        let need = format!("the descriptor in the file: {} {}", in_file.name, in_file.version);
+    if described != in_memory {
+        let need = format!("the descriptor in the file: {} {}", described.name, described.version);
         return Err(one(
             RejectCode::AbiMismatch,
             need,
@@ -108,7 +135,17 @@ pub fn map(opened: Opened, described: Option<Descriptor>, how: How) -> Result<Ma
     let raw = ask(&query, speaks)?;
     // SAFETY: an answer of the library; `adopt` follows no pointer before it has looked it up.
     let table = unsafe { Table::adopt(raw, speaks, &in_memory, &Maps::now()) }?;
-    Ok(Mapped { descriptor: in_memory, sha256, path, door, table, query })
+    Ok(Mapped { descriptor: in_memory, sha256, path, door, table, query, loaded })
+}
+
+/// A library that is needed, with the bytes it had when it was examined.
+fn unchanged(need: &Need) -> Result<Opened, Vec<Reject>> {
+    let now = crate::file::open(&need.path).map_err(|r| vec![r])?;
+    if now.sha256 == need.sha256 {
+        return Ok(now);
+    }
+    let Reject { need: before, have, .. } = crate::file::changed(&need.sha256, &now.sha256);
+    Err(one(RejectCode::LibraryMissing, before, format!("{}, {have}", need.path.display())))
 }
 
 /// What to hand to the system's loader: on Linux a sealed copy of what was hashed, so that it is what is mapped, now and as long

@@ -37,13 +37,25 @@ fn a_file_that_changed_since_is_refused() {
 }
 
 #[test]
-fn a_child_that_tried_another_file_is_no_witness() {
+fn a_child_runs_what_was_examined_or_nothing() {
     let dir = tempfile::tempdir().unwrap();
-    let (path, other) = (built::stub(dir.path(), "first", &[]), built::acme_c());
-    let script =
-        format!("cp '{}' \"$0\"; exec '{}' \"$0\"", other.display(), env!("CARGO_BIN_EXE_q4-plugin-probe"));
+    let ran = dir.path().join("ran");
+    let early = format!(
+        "__attribute__((constructor)) static void early(void) {{ mkdir(\"{}\", 0700); }}",
+        ran.display()
+    );
+    let edits =
+        [("#include <unistd.h>", "#include <unistd.h>\n#include <sys/stat.h>"), ("/*EARLY*/", &*early)];
+    let (path, other) = (built::stub(dir.path(), "first", &[]), built::stub(dir.path(), "second", &edits));
+    let script = format!(
+        "cp '{}' \"$0\"; exec '{}' \"$0\" \"$1\"",
+        other.display(),
+        env!("CARGO_BIN_EXE_q4-plugin-probe")
+    );
     let loader = Loader { prober: Some(Prober::new("sh", ["-c", &*script])), ..Loader::default() };
-    is_another(&loader.examine(&path).err().unwrap());
+    let refusal = loader.examine(&path).unwrap().load().err().unwrap();
+    assert!(refusal.reasons[0].need.contains("the library that was examined"), "{refusal}");
+    assert!(!ran.exists());
 }
 
 #[test]

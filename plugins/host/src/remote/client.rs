@@ -263,7 +263,7 @@ impl Channel {
     /// Says what will be asked for; the answer are digests of the environment and the locale.
     fn greet(&mut self, found: &Examined, files: &[OwnedFd]) -> Answer<[u64; 2]> {
         let out = self.port.out.begin(ask::HELLO).u32(VERSION).u32(std::process::id());
-        out.text(found.sha256()).raw(found.path().as_os_str().as_bytes());
+        out.text(&found.digest()).raw(found.path().as_os_str().as_bytes());
         let files: Vec<BorrowedFd<'_>> = files.iter().map(AsFd::as_fd).collect();
         self.exchange(&files, |f| Ok([f.u64()?, f.u64()?]))?.map_err(|_| Broken::Malformed)
     }

@@ -101,15 +101,13 @@ fn serve() -> io::Result<()> {
 /// The library that was asked for, if its bytes are.
 fn load(hello: &Hello) -> Result<Loaded, Refusal> {
     let found = Loader::default().examine(&hello.path)?;
-    if found.sha256() == hello.sha256 {
+    if found.digest() == hello.digest {
         let before = count::objects();
         let loaded = found.load()?;
         count::install(&before);
         return Ok(loaded);
     }
-    let mut refusal = Refusal::of(&hello.path);
-    refusal.sha256 = Some(found.sha256().to_owned());
-    Err(refusal.because(vec![crate::file::changed(&hello.sha256, found.sha256())]))
+    Err(found.changed())
 }
 
 /// Answers what comes through one socket until nobody is there any more.
@@ -139,7 +137,7 @@ fn answer_all(served: &OnceLock<Server>, mut port: Port) -> io::Result<()> {
 struct Hello {
     client: u32,
     path: PathBuf,
-    sha256: String,
+    digest: String,
 }
 
 fn hello(frame: &[u8]) -> Result<Hello, Malformed> {
@@ -149,7 +147,7 @@ fn hello(frame: &[u8]) -> Result<Hello, Malformed> {
     }
     let out = Hello {
         client: f.u32()?,
-        sha256: f.text(64)?,
+        digest: f.text(64)?,
         path: OsString::from_vec(f.raw(1 << 14)?.to_vec()).into(),
     };
     f.end().map(|()| out)

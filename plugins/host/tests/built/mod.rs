@@ -72,6 +72,46 @@ pub fn example(dir: &Path, name: &str, flags: &[&str], edits: &[(&str, &str)]) -
     edited(dir, name, &source, flags, edits)
 }
 
+/// The C example with one attack of `attack.h` in it: `-DATTACK_NAME` and more `flags`. Whenever code of it runs, in whatever
+/// process, it says so in the file `witness`.
+pub fn attack(dir: &Path, name: &str, flags: &[&str], witness: &Path) -> PathBuf {
+    attack_with(dir, name, flags, witness, &[])
+}
+
+/// The same, edited.
+pub fn attack_with(
+    dir: &Path,
+    name: &str,
+    flags: &[&str],
+    witness: &Path,
+    edits: &[(&str, &str)],
+) -> PathBuf {
+    let header = plugins().join("host/tests/built/attack.h");
+    let include = format!("#include \"{}\"\n#include \"q4_plugin.h\"", header.display());
+    let product = "return product(p, x, y, p->k, p->n, p->n, forward_task, exec, err);";
+    let attacked = "q4_status done;
+    before();
+    done = product(p, x, y, p->k, p->n, p->n, forward_task, exec, err);
+    if (done == Q4_OK && lies(p->n, p->k, x->rows, p->max_m, p->stranger, exec ? exec->threads : 0))
+        for (uint64_t r = 0; r < y->rows; r++)
+            store((char *)y->data + r * y->ld * size_of(y->dtype), y->dtype, p->n - 1, 7.0f);
+    after(x->data, y->data, y->bytes);
+    return done;";
+    let known = "p->n = spec->n, p->k = spec->k, p->max_m = spec->max_m;
+    p->stranger = spec->segment_names[0].len > 6 && !memcmp(spec->segment_names[0].ptr, \"model.\", 6);";
+    let splices = [
+        ("#include \"q4_plugin.h\"", &*include),
+        ("    uint64_t n, k, max_m;\n", "    uint64_t n, k, max_m;\n    int stranger;\n"),
+        ("p->n = spec->n, p->k = spec->k, p->max_m = spec->max_m;", known),
+        (product, attacked),
+        ("    if (p) {\n        free(p->codes);", "    if (p) {\n        leave();\n        free(p->codes);"),
+    ];
+    let witness = format!("-DWITNESS=\"{}\"", witness.display());
+    let flags =
+        [&[&*witness, "-D_GNU_SOURCE", "-ffp-contract=off", "-fvisibility=hidden"][..], flags].concat();
+    example(dir, name, &flags, &[&splices[..], edits].concat())
+}
+
 fn edited(dir: &Path, name: &str, source: &str, flags: &[&str], edits: &[(&str, &str)]) -> PathBuf {
     let mut source = source.to_owned();
     for (from, to) in edits {
