@@ -380,7 +380,7 @@ fn a_library_put_in_the_way_of_a_needed_one_is_not_taken() {
     payload(&scene, "pay", 0, &["-Wl,-soname,pay.so"]);
     let runpath = format!("-Wl,--enable-new-dtags,-rpath,{}", scene.dir.path().display());
     let folder = format!("-L{}", scene.dir.path().display());
-    let plugin = scene.build("PAYLOAD", &[&runpath, &folder, "-l:pay.so"]);
+    let plugin = scene.build("PAYLOAD", &["-Wl,--no-as-needed", &runpath, &folder, "-l:pay.so"]);
     scene.certify(&plugin);
     // The loader would look there before it looks where RUNPATH says.
     let way = Scene::new();

@@ -98,8 +98,12 @@ impl Refusal {
     /// The same with its reasons, which name the path.
     fn because(mut self, reasons: Vec<Reject>) -> Self {
         let path = self.path.display();
-        let reasons =
-            reasons.into_iter().map(|r| Reject::new(r.code, r.need, format!("{} ({path})", r.have)));
+        let suffix = format!(" ({path})");
+        let reasons = reasons.into_iter().map(|r| match r.have.ends_with(&suffix) {
+            // A child has said it.
+            true => r,
+            false => Reject::new(r.code, r.need, format!("{}{suffix}", r.have)),
+        });
         self.reasons = reasons.collect();
         tracing::debug!(path = %self.path.display(), reasons = ?self.reasons, "plugin refused");
         self

@@ -99,7 +99,12 @@ impl Search {
 
     /// The file behind a name; `None` for the system's own.
     fn find(&self, name: &str, folders: &[PathBuf], by: &Path) -> Result<Option<Opened>, Vec<Reject>> {
-        let checked = |path: &Path| file::open(path).map(Some).map_err(|r| vec![r]);
+        let checked = |path: &Path| {
+            let named = |r: Reject| {
+                one(r.code, r.need, format!("{}, which {} needs: {}", path.display(), by.display(), r.have))
+            };
+            file::open(path).map(Some).map_err(named)
+        };
         if name.contains('/') {
             if name.starts_with('/') && !name.contains('$') {
                 return checked(Path::new(name));
