@@ -148,6 +148,16 @@ impl Q4Backend for Plugin {
     }
 }
 
+/// Refuses what no library can do, whatever it says: no processor multiplies 4-bit operands, and the bound of that path is the
+/// widest.
+pub(crate) fn possible(spec: &LinearSpec, path: ExecPath) -> Verdict {
+    if path != ExecPath::NativeKernel || spec.device != Device::Cpu {
+        return Ok(());
+    }
+    let need = "a device with units for 4-bit operands";
+    Err(vec![Reject::new(RejectCode::PathUnsupported, need, "the CPU")])
+}
+
 /// What the library of that name says it made, if that is what was asked for.
 pub(crate) fn agreed(
     facts: &Q4PreparedInfo,
@@ -217,11 +227,7 @@ impl Instance {
     }
 
     fn verdict(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
-        if path == ExecPath::NativeKernel && spec.device == Device::Cpu {
-            // Whatever it says: no processor multiplies 4-bit operands, and the bound of that path is the widest.
-            let need = "a device with units for 4-bit operands";
-            return Err(vec![Reject::new(RejectCode::PathUnsupported, need, "the CPU")]);
-        }
+        possible(spec, path)?;
         let no_verdict = |code: Code, have: String| {
             let code = match code {
                 _ if self.poisoned.load(Ordering::Relaxed) => RejectCode::Panicked,

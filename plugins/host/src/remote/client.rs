@@ -455,6 +455,7 @@ impl Q4Backend for Remote {
     }
 
     fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
+        crate::backend::possible(spec, path)?;
         let lent = LentSpec::new(spec, path).map_err(|e| {
             let need = "a product the interface can express";
             one(RejectCode::SchemaUnsupported, need, message::line(&e))
