@@ -95,6 +95,15 @@ pub(crate) fn resident_of(process: &str) -> Option<u64> {
     field_of(process, "VmRSS:")
 }
 
+/// Resident bytes of it and of all that it started: a library may be in a process of its own.
+pub(crate) fn resident_of_all(process: &str) -> Option<u64> {
+    let own = resident_of(process)?;
+    let threads = std::fs::read_dir(format!("/proc/{process}/task")).into_iter().flatten().flatten();
+    let children = threads.filter_map(|t| std::fs::read_to_string(t.path().join("children")).ok());
+    let of = |text: String| text.split_whitespace().filter_map(resident_of_all).sum::<u64>();
+    Some(own + children.map(of).sum::<u64>())
+}
+
 fn field_of(process: &str, name: &str) -> Option<u64> {
     let text = std::fs::read_to_string(format!("/proc/{process}/status")).ok()?;
     let line = text.lines().find_map(|l| l.strip_prefix(name))?;

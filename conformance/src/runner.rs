@@ -1,6 +1,6 @@
 //! Where cases run: in this process, or in children that may die, hang or eat memory without taking the report along.
 use crate::case::{Bench, Case, CaseResult, Outcome};
-use crate::memory::resident_of;
+use crate::memory::resident_of_all;
 use q4_core::stderr::Stderr;
 use q4_core::{Code, Error, Result};
 use serde::{Deserialize, Serialize};
@@ -117,7 +117,7 @@ pub struct ChildProcesses {
     pub command: Box<dyn Fn(Range<usize>) -> Command>,
     /// Longest time of one case.
     pub time_limit: Duration,
-    /// Most resident bytes of a child.
+    /// Most resident bytes of a child and of what it starts.
     pub memory_limit: u64,
 }
 
@@ -209,7 +209,7 @@ impl ChildProcesses {
                     (Outcome::Error, format!("the child process did not begin this case within {seconds} s"))
                 };
             }
-            if resident_of(&child.0.id().to_string()).is_some_and(|b| b > self.memory_limit) {
+            if resident_of_all(&child.0.id().to_string()).is_some_and(|b| b > self.memory_limit) {
                 break (Outcome::Error, format!("more than {} bytes resident", self.memory_limit));
             }
         };
