@@ -95,7 +95,7 @@ pub struct GlobalArgs {
     /// Format of the inputs of 4-bit layers; auto is what the checkpoint declares.
     #[arg(long, global = true, value_enum, default_value_t)]
     pub activations: ActivationFormat,
-    /// Where to compute: auto, cpu, cuda or cuda:N.
+    /// Where to compute: auto (the CPU; a GPU is used when it is named), cpu, cuda or cuda:N.
     #[arg(long, global = true, value_parser = device, default_value = "auto")]
     pub device: DeviceChoice,
     /// Output type of products [default: float32 on the CPU, bfloat16 on CUDA].
@@ -104,7 +104,7 @@ pub struct GlobalArgs {
     /// Type of cached keys and values [default: float16; float32 for logits].
     #[arg(long, global = true, value_enum)]
     pub kv_cache: Option<KvCache>,
-    /// Memory that host and device share.
+    /// Memory that host and device share, for weights on CUDA.
     #[arg(long, global = true, value_enum, default_value_t)]
     pub unified_memory: Unified,
     /// Most memory to use, e.g. 24GiB [default: what is free, less 5 %].

@@ -11,7 +11,7 @@ use crate::context::Context;
 use crate::report::Outcome;
 use crate::roofline::{Roofline, Work};
 use q4_core::memory::{Budget, peak_resident};
-use q4_core::{Activations, Code, Device, Dispatch, Error, Policy, Result, ThreadPool};
+use q4_core::{Activations, Code, Device, Dispatch, Error, Result, ThreadPool};
 use q4_model::cpu::{KvCache, KvType};
 use q4_model::executor::Shape;
 use q4_model::load::{ContextOptions, Loaded, load, shape};
@@ -60,8 +60,8 @@ pub fn run(cx: &Context, args: &BenchArgs) -> Result<Outcome> {
     if let Some(out) = &args.write {
         return write(cx, args, out);
     }
-    // A figure for one path must not come from another.
-    let dispatch = cx.dispatch_with(Policy { deny_downgrade: true, ..cx.policy() })?;
+    // A figure for one path does not come from another: no policy downgrades unless the user agreed to it.
+    let dispatch = cx.dispatch()?;
     cx.require_named(&dispatch)?;
     let threads = cx.threads();
     if args.first_token {
@@ -159,10 +159,18 @@ fn subject(
     budget: &Budget,
 ) -> Result<Subject> {
     let options = cx.plan_options(args.quantize, chunk)?;
-    match &args.shape {
+    cx.hint_of_idle_gpu();
+    let subject = match &args.shape {
         Some(name) => synthetic_subject(cx, name, args, &options, dispatch, threads, budget),
         None => file_subject(cx, args, &options, dispatch, threads, budget),
+    }?;
+    match dispatch.witness().downgraded().len() {
+        0 => {}
+        n => cx.report().insist(&format!(
+            "{n} products run on dense copies of their 4-bit weights, as --compute kernel-or-fallback agreed to"
+        )),
     }
+    Ok(subject)
 }
 
 fn synthetic_subject(

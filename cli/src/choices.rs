@@ -13,12 +13,12 @@ macro_rules! choices {
 choices! {
     /// `--compute`.
     Compute {
-        /// The best that works; a dense copy of a 4-bit layer is reported.
+        /// The best; an error where a kernel exists and cannot be had here.
         #[default]
         Auto,
         /// Packed weights or an error.
         KernelOnly,
-        /// As auto, agreed to in advance.
+        /// As auto, and a dense copy where a kernel cannot be had: reported, slower.
         KernelOrFallback,
         /// A dense copy always.
         DequantMatmulOnly,
@@ -125,7 +125,7 @@ impl From<OutputLayout> for Layout {
 /// `--device`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceChoice {
-    /// Whatever is there.
+    /// The CPU: a GPU is used by who names it.
     Auto,
     /// The CPU.
     Cpu,

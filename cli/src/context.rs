@@ -117,7 +117,7 @@ impl Context {
             Compute::KernelOrFallback => ComputePath::KernelOrFallback,
             Compute::DequantMatmulOnly => ComputePath::DequantMatmulOnly,
         };
-        Policy { compute, deny_downgrade: false, overrides: self.overrides.clone() }
+        Policy { compute, unified_memory: self.unified_memory(), overrides: self.overrides.clone() }
     }
 
     /// The backends of this build, constructed on this machine, and the tables of those that plugins brought. Loads libraries.
@@ -151,10 +151,10 @@ impl Context {
         all.as_deref() == Some(backend) || layers.iter().any(|(_, name)| name == backend)
     }
 
-    /// The seam of all products, under `policy`.
-    pub fn dispatch_with(&self, policy: Policy) -> Result<Dispatch> {
+    /// The seam of all products, under the policy of the options.
+    pub fn dispatch(&self) -> Result<Dispatch> {
         let (registry, tables) = self.backends()?;
-        let dispatch = Dispatch::new(registry, self.preferring(policy, &tables));
+        let dispatch = Dispatch::new(registry, self.preferring(self.policy(), &tables));
         if self.global.no_self_check {
             return Ok(dispatch.without_self_checks());
         }
@@ -176,11 +176,6 @@ impl Context {
         let unbound = tables.named().iter().filter(|name| !self.names(name) && !is_compared(name));
         policy.overrides.preferred = unbound.filter(|_| !is_other_run).cloned().collect();
         policy
-    }
-
-    /// The seam of all products, under the policy of the options.
-    pub fn dispatch(&self) -> Result<Dispatch> {
-        self.dispatch_with(self.policy())
     }
 
     /// Fails when a backend that was named cannot be used at all, with every reason and a command that works without it.
@@ -235,6 +230,25 @@ impl Context {
     /// Threads of the whole process.
     pub fn threads(&self) -> Arc<ThreadPool> {
         Arc::new(ThreadPool::new(self.global.threads.map_or_else(q4_core::processors, usize::from)))
+    }
+
+    /// Says on stderr that a GPU of this machine stays idle because no device was named. Opens nothing: a driver that is loaded
+    /// has its cards in a folder.
+    pub fn hint_of_idle_gpu(&self) {
+        let is_there =
+            || std::fs::read_dir("/proc/driver/nvidia/gpus").is_ok_and(|mut cards| cards.next().is_some());
+        if self.global.device == DeviceChoice::Auto && is_there() {
+            self.report.warn("computing on the CPU while an NVIDIA GPU is idle; --device cuda uses it");
+        }
+    }
+
+    /// The device, and why it is that one, for people.
+    pub fn device_choice(&self) -> Result<(Device, &'static str)> {
+        let why = match self.global.device {
+            DeviceChoice::Auto => "auto: the CPU, since no run moves to a device that was not named",
+            DeviceChoice::Cpu | DeviceChoice::Cuda(_) => "as named",
+        };
+        Ok((self.device()?, why))
     }
 
     /// Where products run. `auto` is the CPU: no run moves to a device it was not told to use. A device that was named is

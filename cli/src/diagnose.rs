@@ -28,6 +28,9 @@ struct Host {
     fingerprint: String,
     available_bytes: Option<u64>,
     cuda_libraries: CudaLibraries,
+    /// Where the paths below were run, and why there.
+    device: String,
+    device_why: &'static str,
     /// Environment variables that were read, and what they say.
     environment: Vec<(String, String)>,
 }
@@ -99,7 +102,8 @@ const VARIABLES: [&str; 8] = [
 /// Runs the verb. [`Code::Findings`] when a live path is wrong, a library is refused, or no kernel works.
 pub fn run(cx: &Context, args: &DiagnoseArgs) -> Result<Outcome> {
     let (registry, _) = cx.backends()?;
-    let mut measured = check_paths(&registry, cx.device()?, &cx.threads())?;
+    let (device, device_why) = cx.device_choice()?;
+    let mut measured = check_paths(&registry, device, &cx.threads())?;
     if args.matrix {
         if cx.report().is_json() {
             cx.report().document("diagnose-matrix", &Matrix { rows: matrix_rows(&measured) })?;
@@ -110,8 +114,8 @@ pub fn run(cx: &Context, args: &DiagnoseArgs) -> Result<Outcome> {
     }
     let mut env = registry.env().clone();
     let fingerprint = format!("{:016x}", env.fingerprint());
-    if cx.device()? == Device::Cpu {
-        env.find_cuda(); // to be shown; nothing runs there
+    if device == Device::Cpu {
+        env.find_cuda(None); // to be shown; nothing runs there
     }
     let mut findings = Vec::new();
     let mut backends = Vec::new();
@@ -153,6 +157,8 @@ pub fn run(cx: &Context, args: &DiagnoseArgs) -> Result<Outcome> {
         host: Host {
             fingerprint,
             env,
+            device: device.to_string(),
+            device_why,
             cuda_libraries: CudaLibraries::look(),
             available_bytes: available(),
             environment: VARIABLES.iter().filter_map(read).collect(),
@@ -229,6 +235,8 @@ fn text(b: &Body) -> String {
             );
         }
     }
+    let idle = if h.device == "cpu" && !devices.is_empty() { "; --device cuda uses the GPU" } else { "" };
+    let _ = writeln!(out, "device    {} ({}{idle})", h.device, h.device_why);
     for (name, value) in &h.environment {
         let _ = writeln!(out, "variable  {name}={value}");
     }

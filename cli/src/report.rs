@@ -69,9 +69,14 @@ impl Report {
     /// One line on stderr that the user should act on; `-q` hides it.
     pub fn warn(&self, text: &str) {
         if !self.quiet {
-            let (on, off) = if self.color { ("\x1b[33m", "\x1b[0m") } else { ("", "") };
-            stderr(&format!("{on}warning:{off} {text}\n"));
+            self.insist(text);
         }
+    }
+
+    /// One line on stderr that nothing hides: what is computed is not what a user would expect.
+    pub fn insist(&self, text: &str) {
+        let (on, off) = if self.color { ("\x1b[33m", "\x1b[0m") } else { ("", "") };
+        stderr(&format!("{on}warning:{off} {text}\n"));
     }
 
     /// A progress bar on stderr, hidden unless a person looks. The caller sets length and position and clears it.

@@ -2,7 +2,7 @@
 use crate::args::Format;
 use crate::context::Context;
 use crate::report::Report;
-use q4_core::memory::{Budget, peak_resident};
+use q4_core::memory::{Budget, UnifiedMemory, peak_resident};
 use q4_core::{Device, Dispatch, ExecPath, Executed, RejectCode, Rejection, Result};
 use q4_model::checkpoint::Checkpoint;
 use q4_model::generate::Answer;
@@ -10,6 +10,7 @@ use q4_model::load::{self, ContextOptions, Loaded};
 use q4_model::plan::{HeadPlan, Plan, Product};
 use q4_model::runner::Runner;
 use serde::Serialize;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// Rows of a step at most: enough to amortise the weights, few enough to keep activations small.
@@ -78,7 +79,7 @@ impl Session {
         Ok(dispatch)
     }
 
-    /// Plans and prepares `checkpoint` for steps of up to `max_rows` rows. A downgrade is announced on stderr.
+    /// Plans and prepares `checkpoint` for steps of up to `max_rows` rows. A downgrade is announced on stderr, also under `-q`.
     pub fn load(
         cx: &Context,
         dispatch: Dispatch,
@@ -111,6 +112,8 @@ impl Session {
     ) -> Result<Self> {
         let options = cx.plan_options(quantize, max_rows)?;
         let plan = Plan::new(checkpoint, &dispatch, &options)?;
+        cx.hint_of_idle_gpu();
+        warn_of_plain_memory(&plan, &dispatch, options.device, cx.report());
         let bar = cx.report().bar("loading");
         let mut progress = |done: usize, all: usize| {
             bar.set_length(all as u64);
@@ -193,8 +196,8 @@ fn warn_of_downgrades(plan: &Plan, report: &Report) {
     let downgraded: Vec<_> =
         plan.products().filter(|p| p.choice.as_ref().is_ok_and(|c| c.is_downgrade)).collect();
     let Some(first) = downgraded.first() else { return };
-    report.warn(&format!(
-        "{} of {} products run on dense copies of their 4-bit weights ({}); --compute kernel-only refuses that",
+    report.insist(&format!(
+        "{} of {} products run on dense copies of their 4-bit weights ({}), as --compute kernel-or-fallback agreed to",
         downgraded.len(),
         plan.products().count(),
         reason(first).unwrap_or_else(|| "see q4 explain".into())
@@ -216,6 +219,19 @@ fn warn_of_parts(plan: &Plan, dispatch: &Dispatch, report: &Report) {
             "plugin {name} computes {served} of {all} 4-bit products, built-ins the others; {}{why}",
             other.spec.name()
         ));
+    }
+}
+
+/// Names the backends whose weights stay in plain memory of a device where unified memory is preferred.
+fn warn_of_plain_memory(plan: &Plan, dispatch: &Dispatch, device: Device, report: &Report) {
+    if device == Device::Cpu || dispatch.policy().unified_memory != UnifiedMemory::Prefer {
+        return;
+    }
+    let chosen = plan.products().filter_map(|p| p.choice.as_ref().ok());
+    let plain: BTreeSet<_> =
+        chosen.filter(|c| !c.backend.manages_memory()).map(|c| c.backend.descriptor().name.clone()).collect();
+    for name in plain {
+        report.warn(&format!("--unified-memory prefer: weights of {name} stay in plain memory of {device}"));
     }
 }
 

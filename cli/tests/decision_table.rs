@@ -1,32 +1,45 @@
-//! Every cell of (policy × named backend × availability) for machines that need not be here, as reviewed snapshots.
+//! Every cell of (machine × encoding × inputs × policy × named backend), as reviewed snapshots of machines that need not be here.
 //!
 //! Selection is a pure function of facts, so a card nobody has plugged in is a value like any other. A change of priority
 //! that moves one layer of one machine to another path shows here before it ships.
+use q4_core::memory::UnifiedMemory;
 use q4_core::{
     ActGlobal, ActQuant, Activations, BuiltinOptions, Candidate, ComputePath, Convention, CudaDevice, DType,
-    Device, HostEnv, LibraryFacts, LinearSpec, NibbleOrder, OpSet, Overrides, Policy, Q4Schema, Registry,
-    Reject, RejectCode, Rule, ScaleLayout, SegmentSpec, SelectionError, select,
+    Device, ExecPath, Found, HostEnv, LibraryFacts, LinearSpec, NibbleOrder, OpSet, Overrides, Policy,
+    Q4Backend, Q4Schema, Registry, Reject, RejectCode, Rule, ScaleLayout, SegmentSpec, SelectionError,
+    select,
 };
 use q4_nvfp4_kernel::Nvfp4Kernel;
 use std::fmt::Write;
+use std::sync::Arc;
 use {q4_dequant_matmul as _, q4_nf4_kernel as _, q4_reference as _};
 
 const NVFP4: Q4Schema =
     Q4Schema::Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: Some(Convention::Multiply) };
 const NF4: Q4Schema = Q4Schema::Nf4 { nibble_order: NibbleOrder::HighFirst, block: 64, nested: None };
+const NF4_DQ: Q4Schema = Q4Schema::Nf4 { nibble_order: NibbleOrder::HighFirst, block: 64, nested: Some(256) };
 const DENSE: Q4Schema = Q4Schema::Dense { dtype: DType::BF16 };
 const W4A4: Activations = Activations::Nvfp4(ActQuant { rule: Rule::ModelOpt, global: ActGlobal::None });
 
-const LAYERS: [(&str, Q4Schema, Activations); 4] = [
+const LAYERS: [(&str, Q4Schema, Activations); 10] = [
     ("nvfp4 W4A16", NVFP4, Activations::Native),
+    ("nvfp4 W4A8", NVFP4, Activations::Int8),
     ("nvfp4 W4A4", NVFP4, W4A4),
     ("nf4 W4A16", NF4, Activations::Native),
+    ("nf4 W4A8", NF4, Activations::Int8),
+    ("nf4 W4A4", NF4, W4A4),
+    ("nf4-dq W4A16", NF4_DQ, Activations::Native),
+    ("nf4-dq W4A8", NF4_DQ, Activations::Int8),
+    ("nf4-dq W4A4", NF4_DQ, W4A4),
     ("dense", DENSE, Activations::Native),
 ];
 const NAMES: [Option<&str>; 6] =
     [None, Some("nvfp4-kernel"), Some("nf4-kernel"), Some("dequant-matmul"), Some("reference"), Some("typo")];
+const GPUS: [(u32, u32); 4] = [(8, 0), (9, 0), (10, 0), (12, 0)];
+const LIBRARIES: [(&str, Library); 3] =
+    [("absent", Library::Absent), ("cpu", Library::CpuOnly), ("cuda", Library::Cuda)];
 
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 enum Library {
     Absent,
     CpuOnly,
@@ -37,77 +50,282 @@ enum Library {
 
 #[test]
 fn machine_without_a_gpu() {
-    for (name, library) in [("absent", Library::Absent), ("cpu", Library::CpuOnly), ("cuda", Library::Cuda)] {
-        insta::assert_snapshot!(format!("no_gpu_library_{name}"), table(None, Device::Cpu, library));
+    for (name, library) in LIBRARIES {
+        insta::assert_snapshot!(format!("no_gpu_library_{name}"), machine(None, library).table(&NAMES));
     }
 }
 
 #[test]
 fn machines_with_a_gpu() {
-    for capability in [(8, 0), (9, 0), (10, 0), (12, 0)] {
-        for (name, library) in
-            [("absent", Library::Absent), ("cpu", Library::CpuOnly), ("cuda", Library::Cuda)]
-        {
-            let snapshot = format!("sm_{}{}_library_{name}", capability.0, capability.1);
-            insta::assert_snapshot!(snapshot, table(Some(capability), Device::Cuda(0), library));
+    for gpu in GPUS {
+        for (name, library) in LIBRARIES {
+            let snapshot = format!("sm_{}{}_library_{name}", gpu.0, gpu.1);
+            insta::assert_snapshot!(snapshot, machine(Some(gpu), library).table(&NAMES));
         }
     }
 }
 
-/// The fused kernels of a device with FP4 tensor cores do not need what its native path needs.
+/// A machine has a GPU, and something that its products take is missing, or the user demands what not everybody does.
 #[test]
-fn machines_whose_fp4_tensor_cores_cannot_be_used() {
-    let snapshot = table(Some((12, 0)), Device::Cuda(0), Library::CudaOld);
-    insta::assert_snapshot!("sm_120_library_cuda_old", snapshot);
+fn machines_with_a_gpu_that_lack_something() {
+    let mut out = String::new();
+    for gpu in GPUS {
+        for (what, change) in LACKS {
+            let mut m = machine(Some(gpu), Library::Cuda);
+            change(&mut m);
+            let _ = writeln!(out, "== sm_{}{}, {what}", gpu.0, gpu.1);
+            out += &m.table(&[None]);
+        }
+    }
+    let _ = writeln!(out, "== sm_75");
+    out += &machine(Some((7, 5)), Library::Cuda).table(&[None]);
+    let _ = writeln!(out, "== sm_90, products on the CPU");
+    out += &Machine { device: Device::Cpu, ..machine(Some((9, 0)), Library::Cuda) }.table(&[None]);
+    insta::assert_snapshot!("gpus_that_lack_something", out);
 }
+
+type Change = fn(&mut Machine);
+const LACKS: [(&str, Change); 7] = [
+    ("libNVFP4 whose FP4 tensor cores cannot be used", |m| m.set_library(Library::CudaOld)),
+    ("no NVRTC", |m| m.lose_nvrtc()),
+    ("no NVRTC, images of nf4-kernel", |m| {
+        m.lose_nvrtc();
+        let capability = m.env.cuda[0].capability;
+        m.env.cuda_tools.images.insert("nf4-kernel".into(), vec![capability]);
+    }),
+    ("no cuBLASLt", |m| m.env.cuda_tools.cublaslt = Found::No("no libcublasLt.so".into())),
+    ("a device that cannot be opened", |m| {
+        m.env.cuda_tools.unusable.insert(0, "in exclusive use".into());
+        m.set_library(Library::CpuOnly);
+    }),
+    ("unified memory required", |m| m.unified_memory = UnifiedMemory::Require),
+    ("inputs and outputs of float32", |m| m.dtype = DType::F32),
+];
 
 /// A kernel-only request is served by a kernel or refused, whatever the machine: checked without looking at a snapshot.
 #[test]
 fn kernel_only_never_yields_a_dense_product_of_a_4bit_layer() {
-    for capability in [None, Some((8, 0)), Some((9, 0)), Some((10, 0)), Some((12, 0))] {
-        for library in [Library::Absent, Library::CpuOnly, Library::Cuda, Library::CudaOld] {
-            let (candidates, env) = machine(capability, library);
+    each_machine(&mut |m| {
+        for (_, schema, activations) in LAYERS {
+            if let Ok(s) = m.select(schema, activations, ComputePath::KernelOnly, None) {
+                assert!(s.path < ExecPath::DequantMatmul || !schema.is_4bit(), "{schema}");
+                assert!(!s.is_downgrade);
+            }
+        }
+    });
+}
+
+/// `auto` and `kernel-or-fallback` choose the same wherever `auto` chooses at all; where it does not, and the other does, that
+/// is a downgrade, and it is marked.
+#[test]
+fn nobody_is_downgraded_without_agreeing() {
+    let mut downgrades = 0;
+    each_machine(&mut |m| {
+        for (_, schema, activations) in LAYERS {
+            let auto = m.select(schema, activations, ComputePath::Auto, None);
+            let agreed = m.select(schema, activations, ComputePath::KernelOrFallback, None);
+            match (auto, agreed) {
+                (Ok(a), Ok(b)) => {
+                    let name = |s: &q4_core::Selection| (s.backend.descriptor().name.to_string(), s.path);
+                    assert_eq!((name(&a), a.is_downgrade, b.is_downgrade), (name(&b), false, false));
+                }
+                (Err(SelectionError::DowngradeDenied { got, rejected, .. }), Ok(b)) => {
+                    assert!(b.is_downgrade && b.path == got && got == ExecPath::DequantMatmul);
+                    assert!(!rejected.is_empty());
+                    downgrades += 1;
+                }
+                (Err(a), Err(b)) => assert_eq!(refusal(&a), refusal(&b)),
+                (a, b) => panic!("{a:?} and {b:?}"),
+            }
+        }
+    });
+    assert!(downgrades > 50, "{downgrades}");
+}
+
+/// Backends that were made for one machine say the same of another as those that were made for it, so whatever machine runs this
+/// test, its devices and libraries are in no answer.
+#[test]
+fn verdicts_are_functions_of_their_arguments() {
+    let makers = [None, Some((9, 0)), Some((12, 0))].map(|gpu| machine(gpu, Library::Cuda).candidates);
+    let here = Registry::builtin(&BuiltinOptions::default()).expect("built-ins");
+    let live = |all: &[Candidate], name: &str| -> Option<Arc<dyn Q4Backend>> {
+        all.iter().find_map(|c| match c {
+            Candidate::Live(b) if c.name() == name => Some(b.clone()),
+            _ => None,
+        })
+    };
+    let mut asked = 0;
+    each_machine(&mut |m| {
+        for name in ["dequant-matmul", "nf4-kernel", "nvfp4-kernel", "reference"] {
+            let all: Vec<_> =
+                makers.iter().filter_map(|c| live(c, name)).chain(live(here.candidates(), name)).collect();
             for (_, schema, activations) in LAYERS {
-                let device = capability.map_or(Device::Cpu, |_| Device::Cuda(0));
-                let policy = Policy { compute: ComputePath::KernelOnly, ..Policy::default() };
-                if let Ok(s) = select(&candidates, &spec(schema, activations, device), &policy, &env) {
-                    let kernel = s.path < q4_core::ExecPath::DequantMatmul;
-                    assert!(kernel || !schema.is_4bit(), "{capability:?} {schema}");
-                    assert!(!s.is_downgrade);
+                let spec = m.spec(schema, activations);
+                for path in [
+                    ExecPath::NativeKernel,
+                    ExecPath::FusedRounded,
+                    ExecPath::FusedDequant,
+                    ExecPath::DequantMatmul,
+                    ExecPath::Reference,
+                ] {
+                    let first = all[0].can_prepare(&spec, path, &m.env);
+                    assert!(all.iter().all(|b| b.can_prepare(&spec, path, &m.env) == first), "{name} {path}");
+                    asked += all.len();
                 }
             }
         }
-    }
+    });
+    assert!(asked > 10_000, "{asked}");
 }
 
-fn table(capability: Option<(u32, u32)>, device: Device, library: Library) -> String {
-    let (candidates, env) = machine(capability, library);
-    let mut out = String::new();
-    for (layer, schema, activations) in LAYERS {
-        let _ = writeln!(out, "{layer} on {device}");
-        for compute in ComputePath::ALL {
-            for name in NAMES {
-                let overrides = Overrides { all: name.map(str::to_owned), ..Overrides::default() };
-                let policy = Policy { compute, deny_downgrade: false, overrides };
-                let cell = match select(&candidates, &spec(schema, activations, device), &policy, &env) {
-                    Ok(s) => {
-                        let downgrade = if s.is_downgrade { " (downgrade)" } else { "" };
-                        format!("{} via {}{downgrade}", s.backend.descriptor().name, s.path)
-                    }
-                    Err(e) => refusal(&e),
-                };
-                let _ = writeln!(out, "  {compute:<20} {:<14} -> {cell}", name.unwrap_or("-"));
+/// A machine described by data.
+struct Machine {
+    candidates: Vec<Candidate>,
+    env: HostEnv,
+    device: Device,
+    dtype: DType,
+    unified_memory: UnifiedMemory,
+}
+
+fn each_machine(job: &mut dyn FnMut(&Machine)) {
+    for gpu in GPUS.map(Some).into_iter().chain([None, Some((7, 5))]) {
+        for library in [Library::Absent, Library::CpuOnly, Library::Cuda, Library::CudaOld] {
+            job(&machine(gpu, library));
+        }
+        if gpu.is_some() {
+            for (_, change) in LACKS {
+                let mut m = machine(gpu, Library::Cuda);
+                change(&mut m);
+                job(&m);
+                m.device = Device::Cpu;
+                job(&m);
             }
         }
     }
-    out
 }
 
+/// With everything its GPU takes, and libNVFP4 in the given state.
+fn machine(gpu: Option<(u32, u32)>, library: Library) -> Machine {
+    let mut env = HostEnv { arch: "x86_64".into(), processors: 8, ..HostEnv::default() };
+    env.cuda = gpu
+        .map(|capability| CudaDevice { ordinal: 0, capability, name: "a card".into(), memory: 80 << 30 })
+        .into_iter()
+        .collect();
+    if gpu.is_some() {
+        (env.cuda_tools.nvrtc, env.cuda_tools.cublaslt) = (Found::Yes(13_000), Found::Yes(130_000));
+    }
+    let registry = Registry::on(env.clone(), &BuiltinOptions::default()).expect("built-ins");
+    let candidates = registry.candidates().to_vec();
+    let (device, dtype) = match gpu {
+        Some(_) => (Device::Cuda(0), DType::BF16),
+        None => (Device::Cpu, DType::F32),
+    };
+    let mut m = Machine { candidates, env, device, dtype, unified_memory: UnifiedMemory::Disabled };
+    m.set_library(library);
+    m
+}
+
+impl Machine {
+    fn set_library(&mut self, library: Library) {
+        let images = match library {
+            Library::Cuda | Library::CudaOld => vec![(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)],
+            Library::Absent | Library::CpuOnly => Vec::new(),
+        };
+        let is_old = library == Library::CudaOld;
+        let none =
+            Reject::new(RejectCode::KernelImageMissing, "block-scaled FP4 kernels in cuBLASLt", "none");
+        self.set_facts(LibraryFacts {
+            path: "libNVFP4.so".into(),
+            version: "1.0.0".into(),
+            cpu_isa: vec!["avx512vnni".into(), "avx2".into(), "portable".into()],
+            cuda_native: images.iter().copied().filter(|c| c.0 >= 10 && !is_old).collect(),
+            cuda_native_refused: if is_old { vec![none] } else { Vec::new() },
+            cuda_images: images,
+            ..LibraryFacts::default()
+        });
+        if library == Library::Absent {
+            self.env.libraries.clear();
+            let reasons = vec![Reject::new(RejectCode::LibraryMissing, "libNVFP4.so", "no such file")];
+            self.replace(Candidate::Dead { name: "nvfp4-kernel".into(), reasons });
+        }
+    }
+
+    fn set_facts(&mut self, facts: LibraryFacts) {
+        self.env.libraries.insert("nvfp4-kernel".into(), facts.clone());
+        self.replace(Candidate::Live(Nvfp4Kernel::with_facts(facts)));
+    }
+
+    fn replace(&mut self, candidate: Candidate) {
+        self.candidates.retain(|c| c.name() != candidate.name());
+        self.candidates.push(candidate);
+        self.candidates.sort_by(|a, b| a.name().cmp(b.name()));
+    }
+
+    /// As libNVFP4 says it too, which compiles its kernels with the same library.
+    fn lose_nvrtc(&mut self) {
+        let why = "no libnvrtc.so";
+        self.env.cuda_tools.nvrtc = Found::No(why.into());
+        let mut facts = self.env.libraries["nvfp4-kernel"].clone();
+        facts.cuda_images.clear();
+        facts.cuda_native.clear();
+        facts.cuda_refused = Some(why.into());
+        self.set_facts(facts);
+    }
+
+    fn spec(&self, schema: Q4Schema, activations: Activations) -> LinearSpec {
+        LinearSpec {
+            segments: vec![SegmentSpec { name: "model.layers.0.mlp.down_proj".into(), rows: 4096 }],
+            schema,
+            k: 12288,
+            max_m: 512,
+            x: self.dtype,
+            y: self.dtype,
+            activations,
+            device: self.device,
+            ops: OpSet::FORWARD,
+        }
+    }
+
+    fn select(
+        &self,
+        schema: Q4Schema,
+        activations: Activations,
+        compute: ComputePath,
+        name: Option<&str>,
+    ) -> Result<q4_core::Selection, SelectionError> {
+        let overrides = Overrides { all: name.map(str::to_owned), ..Overrides::default() };
+        let policy = Policy { compute, unified_memory: self.unified_memory, overrides };
+        select(&self.candidates, &self.spec(schema, activations), &policy, &self.env)
+    }
+
+    fn table(&self, names: &[Option<&str>]) -> String {
+        let mut out = String::new();
+        for (layer, schema, activations) in LAYERS {
+            let _ = writeln!(out, "{layer} on {}", self.device);
+            for compute in ComputePath::ALL {
+                for name in names {
+                    let cell = match self.select(schema, activations, compute, *name) {
+                        Ok(s) => {
+                            let downgrade = if s.is_downgrade { " (downgrade)" } else { "" };
+                            format!("{} via {}{downgrade}", s.backend.descriptor().name, s.path)
+                        }
+                        Err(e) => refusal(&e),
+                    };
+                    let _ = writeln!(out, "  {compute:<20} {:<14} -> {cell}", name.unwrap_or("-"));
+                }
+            }
+        }
+        out
+    }
+}
+
+/// The code, and everybody's reasons but for those that only say that another was named or that the encoding is another.
 fn refusal(e: &SelectionError) -> String {
+    let is_told = |x: &Reject| !matches!(x.code, RejectCode::NotSelected | RejectCode::SchemaUnsupported);
     let reasons: Vec<_> = e
         .rejected()
         .iter()
-        .filter(|r| r.reasons.iter().any(|x| x.code != RejectCode::NotSelected))
+        .filter(|r| r.reasons.iter().any(is_told))
         .map(|r| {
             let codes: Vec<_> = r.reasons.iter().map(|x| x.code.as_str()).collect();
             let path = r.path.map_or(String::new(), |p| format!("/{p}"));
@@ -116,57 +334,4 @@ fn refusal(e: &SelectionError) -> String {
         .collect();
     let kind = q4_core::Error::from(e.clone()).code().id();
     if reasons.is_empty() { kind.to_owned() } else { format!("{kind} [{}]", reasons.join("; ")) }
-}
-
-/// The built-ins with the library in the given state, on a machine described by data.
-fn machine(capability: Option<(u32, u32)>, library: Library) -> (Vec<Candidate>, HostEnv) {
-    let registry = Registry::builtin(&BuiltinOptions::default()).expect("built-ins");
-    let mut env = HostEnv { arch: "x86_64".into(), processors: 8, ..HostEnv::default() };
-    env.cuda = capability
-        .map(|capability| CudaDevice { ordinal: 0, capability, name: "a card".into(), memory: 80 << 30 })
-        .into_iter()
-        .collect();
-    let images = match library {
-        Library::Cuda | Library::CudaOld => vec![(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)],
-        Library::Absent | Library::CpuOnly => Vec::new(),
-    };
-    let is_old = matches!(library, Library::CudaOld);
-    let none = Reject::new(RejectCode::KernelImageMissing, "block-scaled FP4 kernels in cuBLASLt", "none");
-    let facts = LibraryFacts {
-        path: "libNVFP4.so".into(),
-        version: "1.0.0".into(),
-        cpu_isa: vec!["avx512vnni".into(), "avx2".into(), "portable".into()],
-        cuda_native: images.iter().copied().filter(|c| c.0 >= 10 && !is_old).collect(),
-        cuda_native_refused: if is_old { vec![none] } else { Vec::new() },
-        cuda_images: images,
-        ..LibraryFacts::default()
-    };
-    let kernel = match library {
-        Library::Absent => Candidate::Dead {
-            name: "nvfp4-kernel".into(),
-            reasons: vec![Reject::new(RejectCode::LibraryMissing, "libNVFP4.so", "no such file")],
-        },
-        Library::CpuOnly | Library::Cuda | Library::CudaOld => {
-            env.libraries.insert("nvfp4-kernel".into(), facts.clone());
-            Candidate::Live(Nvfp4Kernel::with_facts(facts))
-        }
-    };
-    let others = registry.candidates().iter().filter(|c| c.name() != "nvfp4-kernel").cloned();
-    let mut all: Vec<_> = others.chain([kernel]).collect();
-    all.sort_by(|a, b| a.name().cmp(b.name()));
-    (all, env)
-}
-
-fn spec(schema: Q4Schema, activations: Activations, device: Device) -> LinearSpec {
-    LinearSpec {
-        segments: vec![SegmentSpec { name: "model.layers.0.mlp.down_proj".into(), rows: 4096 }],
-        schema,
-        k: 12288,
-        max_m: 512,
-        x: DType::F32,
-        y: DType::F32,
-        activations,
-        device,
-        ops: OpSet::FORWARD,
-    }
 }

@@ -1,4 +1,4 @@
-//! The contract a backend implements. Small on purpose: four methods on the backend, five on a weight.
+//! The contract a backend implements. Small on purpose: four methods on the backend, five on a weight, a few with defaults.
 use crate::{
     Activations, Code, DType, Device, Error, HostEnv, Q4Schema, Q4Weight, Result, TensorView, TensorViewMut,
     ThreadPool,
@@ -46,12 +46,13 @@ impl fmt::Display for ExecPath {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ComputePath {
-    /// The best eligible path; a worse one than the best offered is counted and reported as a downgrade.
+    /// The best eligible path. A dense product only of a weight that is dense, or whose encoding no kernel serves anywhere: a
+    /// downgrade, which is a dense copy where a kernel was to be had, is an error that says what is missing.
     #[default]
     Auto,
     /// A kernel on packed weights, else an error.
     KernelOnly,
-    /// A kernel, else the dense product: the user has agreed to the downgrade in advance, it is still reported.
+    /// As `Auto`, and downgrades are agreed to in advance; each is counted and reported.
     KernelOrFallback,
     /// The dense product only (bisecting, golden runs).
     DequantMatmulOnly,
@@ -210,6 +211,7 @@ reject_codes! {
     NameTaken              = "name-taken", "another backend has this name already";
     SelfCheckFailed        = "self-check-failed", "it computes something else than it says";
     ConformanceMissing     = "conformance-missing", "no valid certificate for this file on this machine";
+    UnifiedMemory          = "unified-memory", "its weights stay in plain memory of the device";
     DisabledByUser         = "disabled-by-user", "the user switched it off";
     InvalidArgument        = "invalid-argument", "the backend did not understand the question";
     DiedInProbe            = "died-in-probe", "the child process that loaded it first was ended by it";
@@ -316,6 +318,12 @@ pub trait Q4Backend: Send + Sync + 'static {
     /// Pure: the same arguments give the same answer. Rejects whatever `prepare` or a call could not serve, with
     /// every reason.
     fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict;
+
+    /// Whether `prepare` puts weights of a device into memory shared with the host where [`crate::BuiltinOptions::unified_memory`]
+    /// asks for it. Who does not is refused where the user requires it.
+    fn manages_memory(&self) -> bool {
+        false
+    }
 
     /// Repacks `w` for `path` and no other. `w` is in host memory, whatever `spec.device`; it is not kept, and the weight
     /// is ready when this returns. Fails rather than choose another path.

@@ -40,7 +40,7 @@ codes! {
     NoneEligible       = "0301", 6, "no backend can serve a layer under the given policy";
     UnknownBackend     = "0302", 6, "no backend has that name";
     Ambiguous          = "0303", 6, "two backends are equally good";
-    DowngradeDenied    = "0304", 6, "a worse path would have to be used and downgrades are denied";
+    DowngradeDenied    = "0304", 6, "only a downgrade is left, and none was agreed to";
     OverrideUnused     = "0305", 6, "a named backend would serve no layer";
     LibraryRefused     = "0306", 6, "a shared library cannot be loaded or does not speak our interface";
     SelfCheckFailed    = "0307", 6, "a backend computes something other than its schema says";

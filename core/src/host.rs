@@ -1,5 +1,5 @@
 //! Facts about the machine, collected once and then frozen: selection looks at these and at nothing else.
-use crate::Reject;
+use crate::{Device, Reject};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -46,6 +46,47 @@ pub struct LibraryFacts {
     pub cuda_native_refused: Vec<Reject>,
 }
 
+/// Whether a library can be used.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Found {
+    /// With its version as major * 1000 + minor * 10 (cuBLASLt: as it counts itself).
+    Yes(u32),
+    /// Why not, for people.
+    No(String),
+}
+
+impl Found {
+    /// The version, or why there is none.
+    pub fn version(&self) -> std::result::Result<u32, &str> {
+        match self {
+            Self::Yes(v) => Ok(*v),
+            Self::No(why) => Err(why),
+        }
+    }
+}
+
+/// What kernels inside this program can be made of on a CUDA device; looked for together with the devices.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct CudaTools {
+    /// NVRTC, which compiles kernels.
+    pub nvrtc: Found,
+    /// cuBLASLt, behind dense products.
+    pub cublaslt: Found,
+    /// Compute capabilities whose machine code is on disk already, by the name of the backend it belongs to.
+    pub images: BTreeMap<String, Vec<(u32, u32)>>,
+    /// Devices that are there and cannot be opened, by ordinal, with the reason.
+    pub unusable: BTreeMap<u32, String>,
+}
+
+impl Default for CudaTools {
+    /// Nobody looked.
+    fn default() -> Self {
+        let none = || Found::No("nothing of CUDA was looked for".into());
+        Self { nvrtc: none(), cublaslt: none(), images: BTreeMap::new(), unusable: BTreeMap::new() }
+    }
+}
+
 /// The machine.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct HostEnv {
@@ -61,6 +102,8 @@ pub struct HostEnv {
     pub cuda_driver: Option<u32>,
     /// What is missing where devices were looked for and none can be used.
     pub cuda_missing: Option<String>,
+    /// What there is to run kernels on them with.
+    pub cuda_tools: CudaTools,
     /// Libraries the built-in backends loaded, by backend name.
     pub libraries: BTreeMap<String, LibraryFacts>,
 }
@@ -75,14 +118,22 @@ impl HostEnv {
             ..Self::default()
         }
     }
-    /// Enters the CUDA devices, or what is missing to reach one.
-    pub fn find_cuda(&mut self) {
+    /// Enters the CUDA devices and libraries, or what is missing to reach one. The device that is to be used, if any, is
+    /// opened: one that is there but cannot be is a fact too.
+    pub fn find_cuda(&mut self, used: Option<u32>) {
         match crate::stage::devices() {
-            Ok((devices, driver)) => {
-                if devices.is_empty() {
+            Ok(found) => {
+                if found.devices.is_empty() {
                     self.cuda_missing = Some("a driver without a device".into());
                 }
-                (self.cuda, self.cuda_driver) = (devices, Some(driver));
+                (self.cuda, self.cuda_driver) = (found.devices, Some(found.driver));
+                self.cuda_tools.nvrtc = found.nvrtc;
+                self.cuda_tools.cublaslt = found.cublaslt;
+                if let Some(ordinal) = used.filter(|n| self.cuda_device(*n).is_some())
+                    && let Err(e) = crate::stage::memory_of(Device::Cuda(ordinal))
+                {
+                    self.cuda_tools.unusable.insert(ordinal, e.to_string());
+                }
             }
             Err(e) => {
                 let parts = e.parts().filter(|(name, _)| *name == "have").map(|p| p.1.to_owned());

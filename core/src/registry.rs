@@ -23,14 +23,24 @@ pub struct Built {
     pub backend: Arc<dyn Q4Backend>,
     /// Facts of its library, for [`HostEnv::libraries`].
     pub library: Option<LibraryFacts>,
+    /// Compute capabilities it has machine code for on disk, for [`crate::CudaTools::images`]. Empty unless
+    /// [`BuiltinOptions::cuda`] asks for a device.
+    pub images: Vec<(u32, u32)>,
+}
+
+impl Built {
+    /// A backend without a library of its own.
+    pub fn new(backend: Arc<dyn Q4Backend>) -> Self {
+        Self { backend, library: None, images: Vec::new() }
+    }
 }
 
 /// How a built-in announces itself: `inventory::submit! { Registration { .. } }` in its `lib.rs`.
 pub struct Registration {
     /// Its name.
     pub name: &'static str,
-    /// Builds it, or says with every reason why it cannot live on this machine.
-    pub construct: fn(&BuiltinOptions) -> std::result::Result<Built, Vec<Reject>>,
+    /// Builds it for a machine, or says with every reason why it cannot live there.
+    pub construct: fn(&BuiltinOptions, &HostEnv) -> std::result::Result<Built, Vec<Reject>>,
 }
 inventory::collect!(Registration);
 
@@ -49,13 +59,22 @@ impl Registry {
     pub fn builtin(options: &BuiltinOptions) -> Result<Self> {
         let mut env = HostEnv::collect();
         if options.cuda.is_some() {
-            env.find_cuda();
+            env.find_cuda(options.cuda);
         }
+        Self::on(env, options)
+    }
+
+    /// The same for a machine that is described by data and need not be here: what its backends answer follows from `env`
+    /// alone. Without [`BuiltinOptions::cuda`] none of them looks at a device or its libraries.
+    pub fn on(mut env: HostEnv, options: &BuiltinOptions) -> Result<Self> {
         let mut found: BTreeMap<&'static str, Candidate> = BTreeMap::new();
         for r in inventory::iter::<Registration> {
-            let candidate = match (r.construct)(options) {
+            let candidate = match (r.construct)(options, &env) {
                 Ok(built) => {
                     env.libraries.extend(built.library.map(|facts| (r.name.to_owned(), facts)));
+                    if !built.images.is_empty() {
+                        env.cuda_tools.images.insert(r.name.to_owned(), built.images);
+                    }
                     Candidate::Live(built.backend)
                 }
                 Err(reasons) => Candidate::Dead { name: r.name.into(), reasons },

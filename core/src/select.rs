@@ -1,6 +1,7 @@
 //! Choosing one (backend, path) per layer, once, and saying why: pure, complete, never retried.
+use crate::memory::UnifiedMemory;
 use crate::{
-    Candidate, Code, ComputePath, Error, ExecPath, HostEnv, LinearSpec, Q4Backend, Reject, RejectCode,
+    Candidate, Code, ComputePath, Device, Error, ExecPath, HostEnv, LinearSpec, Q4Backend, Reject, RejectCode,
 };
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
@@ -35,8 +36,8 @@ impl Overrides {
 pub struct Policy {
     /// Paths that are acceptable.
     pub compute: ComputePath,
-    /// Turn a downgrade into an error (what measuring commands do).
-    pub deny_downgrade: bool,
+    /// What is demanded of the memory of weights on a device.
+    pub unified_memory: UnifiedMemory,
     /// Named backends.
     pub overrides: Overrides,
 }
@@ -61,8 +62,8 @@ pub struct Selection {
     pub path: ExecPath,
     /// Every candidate that lost.
     pub rejected: Vec<Rejection>,
-    /// A better path exists for this schema, or would if a dead candidate lived, and this is not it. A backend or
-    /// policy the user named is a request, not a downgrade.
+    /// A dense copy, though a kernel exists for this schema, or would if a dead candidate lived. Only under
+    /// [`ComputePath::KernelOrFallback`]; a backend that the user named is a request and no downgrade.
     pub is_downgrade: bool,
     /// Machine the decision was made for.
     pub env_fingerprint: u64,
@@ -108,7 +109,7 @@ pub enum SelectionError {
         /// Their names.
         tied: Vec<String>,
     },
-    /// Only a downgrade is possible and those are denied.
+    /// Only a downgrade is possible, and the policy does not agree to one.
     DowngradeDenied {
         /// Layer.
         layer: String,
@@ -183,6 +184,12 @@ pub fn select(
                 );
                 continue;
             }
+            let is_shared = policy.unified_memory != UnifiedMemory::Require || backend.manages_memory();
+            if matches!(spec.device, Device::Cuda(_)) && !is_shared {
+                let (need, have) = ("weights in managed memory, as required", "plain memory of the device");
+                lose(Some(path), vec![Reject::new(RejectCode::UnifiedMemory, need, have)]);
+                continue;
+            }
             match backend.can_prepare(spec, path, env) {
                 Ok(()) => eligible.push((!preferred, path, backend.descriptor().priority, backend.clone())),
                 Err(reasons) => lose(Some(path), reasons),
@@ -218,7 +225,7 @@ pub fn select(
     let wanted_better =
         forced.is_none() && unnamed && spec.schema.is_4bit() && policy.compute.admits()[0] < path;
     let is_downgrade = wanted_better && rejected.iter().any(|r| lost_to_circumstance(r, path));
-    if policy.deny_downgrade && is_downgrade {
+    if policy.compute == ComputePath::Auto && is_downgrade {
         return Err(SelectionError::DowngradeDenied { layer: spec.name(), got: path, rejected });
     }
     Ok(Selection { backend, path, rejected, is_downgrade, env_fingerprint: env.fingerprint() })
@@ -310,7 +317,7 @@ impl fmt::Display for SelectionError {
                 list(f, rejected)
             }
             Self::DowngradeDenied { layer, got, rejected } => {
-                write!(f, "{layer}: the best path left is {got}, a downgrade, and those are denied")?;
+                write!(f, "{layer}: the best path left is {got}, a downgrade, which nobody agreed to")?;
                 list(f, rejected)
             }
         }
@@ -343,7 +350,7 @@ impl From<SelectionError> for Error {
                 match forced {
                     Some(_) => e.fix("name another backend, or leave the choice to q4 by dropping --backend"),
                     None => e.fix(
-                        "`q4 explain MODEL` shows every layer; `--compute auto` also admits a dense product",
+                        "`q4 explain MODEL` shows every layer; --compute kernel-or-fallback also admits a dense product",
                     ),
                 }
             }
@@ -353,9 +360,9 @@ impl From<SelectionError> for Error {
             SelectionError::SplitOverride { .. } => {
                 Error::new(Code::Ambiguous, text).fix("bind all layers of the group to one backend")
             }
-            SelectionError::DowngradeDenied { .. } => {
-                Error::new(Code::DowngradeDenied, text).fix("--compute kernel-or-fallback accepts it")
-            }
+            SelectionError::DowngradeDenied { .. } => Error::new(Code::DowngradeDenied, text).fix(
+                "--compute kernel-or-fallback accepts dense copies, slower and larger; each is reported",
+            ),
         }
     }
 }

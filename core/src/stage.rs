@@ -1,8 +1,8 @@
 //! Memory of devices that are not the CPU, as far as checks need it: operands go up, a product runs, results come back. Core
 //! opens no library; whoever can reach a device registers here.
 use crate::{
-    Code, CudaDevice, Device, Error, ExecContext, FuseSet, Fusion, PreparedInfo, PreparedWeight, Result,
-    TensorView, TensorViewMut,
+    Code, CudaDevice, Device, Error, ExecContext, Found, FuseSet, Fusion, PreparedInfo, PreparedWeight,
+    Result, TensorView, TensorViewMut,
 };
 use std::ffi::c_void;
 use std::ptr::NonNull;
@@ -10,12 +10,24 @@ use std::sync::Arc;
 
 /// How a process reaches devices: `inventory::submit! { DeviceSupport { .. } }`.
 pub struct DeviceSupport {
-    /// The devices and the version of their driver, or what is missing.
-    pub probe: fn() -> Result<(Vec<CudaDevice>, u32)>,
+    /// The devices and the libraries of their vendor, or what is missing.
+    pub probe: fn() -> Result<FoundDevices>,
     /// The memory of one of them.
     pub memory: fn(u32) -> Result<Arc<dyn DeviceMemory>>,
 }
 inventory::collect!(DeviceSupport);
+
+/// Devices and what came with them.
+pub struct FoundDevices {
+    /// The devices, by ordinal.
+    pub devices: Vec<CudaDevice>,
+    /// Version of their driver, e.g. 13000.
+    pub driver: u32,
+    /// The run-time compiler.
+    pub nvrtc: Found,
+    /// The library of dense products.
+    pub cublaslt: Found,
+}
 
 /// Memory of one device and the queue of work on it.
 pub trait DeviceMemory: Send + Sync {
@@ -40,7 +52,7 @@ pub trait DeviceBytes: Send + Sync {
 }
 
 /// The devices this process can reach, or what is missing to reach one.
-pub fn devices() -> Result<(Vec<CudaDevice>, u32)> {
+pub fn devices() -> Result<FoundDevices> {
     match inventory::iter::<DeviceSupport>.into_iter().next() {
         Some(s) => (s.probe)(),
         None => {
@@ -76,6 +88,11 @@ impl Staged {
     /// `inner` was prepared for `device`.
     pub fn new(inner: Box<dyn PreparedWeight>, device: Device) -> Result<Self> {
         Ok(Self { inner, device, memory: memory_of(device)? })
+    }
+
+    /// The weight, to be called where it is from now on.
+    pub fn into_inner(self) -> Box<dyn PreparedWeight> {
+        self.inner
     }
 
     /// Runs `call` with operands of the device in place of host ones; waits.

@@ -7,7 +7,7 @@ use crate::graph::{Block, Qwen3};
 use crate::plan::{HeadPlan, Plan, PlanOptions, Product};
 use crate::quantize::{self, Quantized, Rows, Target};
 use crate::runner::Runner;
-use q4_core::memory::Budget;
+use q4_core::memory::{Budget, UnifiedMemory};
 use q4_core::{Code, DType, Device, Dispatch, Error, Q4Linear, Q4Weight, Result, Segment, ThreadPool};
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ use std::sync::Arc;
 pub struct ContextOptions {
     /// Positions of the cache.
     pub context: usize,
-    /// Rows of the largest step; the plan's `max_rows`.
+    /// Rows of the largest step; at most the plan's `max_rows`.
     pub chunk: usize,
     /// Keep logits of every row of a step, not of the last one only.
     pub all_logits: bool,
@@ -78,7 +78,9 @@ pub fn load(
         let kernels = kernels.map(|k| k.join().map_err(|_| Error::new(Code::Internal, "loading kernels")));
         let _held = kernels.transpose()?.transpose()?;
         let c = checkpoint.config();
-        Loaded::new(model, options.device, threads, options.dtype, c.rope.inv_freq(c.head_dim), workspace)
+        let memory = dispatch.policy().unified_memory;
+        let rope = c.rope.inv_freq(c.head_dim);
+        Loaded::new(model, options.device, threads, options.dtype, rope, workspace, memory)
     })
 }
 
@@ -154,9 +156,10 @@ impl Loaded {
         dtype: DType,
         rope: (Vec<f32>, f32),
         workspace: usize,
+        memory: UnifiedMemory,
     ) -> Result<Self> {
         let model = match device {
-            Device::Cuda(ordinal) => Model::Cuda(Arc::new(CudaModel::upload(model, ordinal, dtype)?)),
+            Device::Cuda(ordinal) => Model::Cuda(Arc::new(CudaModel::upload(model, ordinal, dtype, memory)?)),
             _ => Model::Cpu(Arc::new(model)),
         };
         Ok(Self { model, threads, dtype, rope, workspace })

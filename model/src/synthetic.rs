@@ -121,7 +121,8 @@ pub fn build(
     let workspace = b.workspace;
     let model = Qwen3 { shape: s.clone(), table, blocks, norm: ones(s.hidden), head: CpuHead::Q4(head) };
     let rope = Rope { theta: 1e6, scaling: RopeScaling::None }.inv_freq(s.head_dim);
-    Loaded::new(model, recipe.device, threads, recipe.dtype, rope, workspace)
+    let memory = dispatch.policy().unified_memory;
+    Loaded::new(model, recipe.device, threads, recipe.dtype, rope, workspace, memory)
 }
 
 fn ones(width: usize) -> CpuNorm {

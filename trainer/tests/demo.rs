@@ -1,8 +1,7 @@
 //! The demo model knows the small talk of the corpus it was trained on, and its stories are read back and replayed.
 use q4_core::memory::Budget;
 use q4_core::{
-    BuiltinOptions, ComputePath, DType, Device, Dispatch, OpSet, Overrides, Policy, Registry, Result,
-    ThreadPool,
+    BuiltinOptions, ComputePath, DType, Device, Dispatch, OpSet, Policy, Registry, Result, ThreadPool,
 };
 use q4_model::checkpoint::{Checkpoint, OpenOptions};
 use q4_model::cpu::KvType;
@@ -34,11 +33,7 @@ impl Demo {
     fn open() -> Result<Self> {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../cli/demo");
         let checkpoint = Checkpoint::open(&dir, &OpenOptions::default())?;
-        let policy = Policy {
-            compute: ComputePath::KernelOnly,
-            deny_downgrade: true,
-            overrides: Overrides::default(),
-        };
+        let policy = Policy { compute: ComputePath::KernelOnly, ..Policy::default() };
         let dispatch = Dispatch::new(Registry::builtin(&BuiltinOptions::default())?, policy);
         let options = PlanOptions {
             activations: ActivationRequest::Native,

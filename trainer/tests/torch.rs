@@ -2,8 +2,8 @@
 #![cfg(feature = "torch")]
 use q4_core::memory::Budget;
 use q4_core::{
-    Activations, BuiltinOptions, ComputePath, DType, Device, Dispatch, OpSet, Overrides, Policy, Registry,
-    Result, ThreadPool,
+    Activations, BuiltinOptions, DType, Device, Dispatch, OpSet, Overrides, Policy, Registry, Result,
+    ThreadPool,
 };
 use q4_model::checkpoint::{Checkpoint, OpenOptions};
 use q4_model::config::Qwen3Config;
@@ -296,7 +296,7 @@ fn by_program(dir: &Path, ids: &[u32], out: &Path) -> Vec<f32> {
 fn served(dir: &Path, ids: &[u32], backend: &str) -> Result<Vec<f32>> {
     let checkpoint = Checkpoint::open(dir, &OpenOptions::default())?;
     let overrides = Overrides { all: Some(backend.into()), ..Overrides::default() };
-    let policy = Policy { compute: ComputePath::Auto, deny_downgrade: false, overrides };
+    let policy = Policy { overrides, ..Policy::default() };
     let dispatch = Dispatch::new(Registry::builtin(&BuiltinOptions::default())?, policy);
     let options = PlanOptions {
         activations: ActivationRequest::Native,

@@ -1,125 +1,164 @@
-//! A device for a backend, or every reason why it has none, in selection's own words.
-use crate::{Found, Gpu, devices, libraries};
-use q4_core::{Code, CudaDevice, Device, Error, HostEnv, ProbeItem, Reject, RejectCode, Result, Verdict};
-use std::sync::{Arc, OnceLock};
+//! Whether a backend has a device, decided from facts, and its engine on that device, built when it is first needed.
+use crate::compile::on_disk;
+use crate::gpu::arch;
+use crate::{Gpu, Source, devices};
+use q4_core::{BuiltinOptions, Device, Found, HostEnv, ProbeItem, Reject, RejectCode, Result, Verdict};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, OnceLock};
 
 /// Oldest capability kernels are written for.
 const SINCE: (u32, u32) = (8, 0);
 
-/// What a backend has of CUDA: nothing was asked for, an engine on one device, or the reasons why there is none.
-pub enum Access<T> {
-    /// The program stays on the CPU.
-    Unasked,
-    /// Ready, on this ordinal.
-    Ready(u32, Lazy<T>),
-    /// Asked for and refused.
-    Refused(u32, Vec<Reject>),
+/// What the products of a backend need of CUDA besides a device and its driver.
+#[derive(Clone, Copy, Debug)]
+pub struct Needs {
+    /// Name of the backend, under which [`HostEnv::cuda_tools`] lists its machine code.
+    pub backend: &'static str,
+    /// Products are cuBLASLt's.
+    pub cublaslt: bool,
 }
 
-/// An engine that is built when its first weight is prepared: who computes nothing compiles nothing.
-pub struct Lazy<T> {
-    gpu: Arc<Gpu>,
-    build: fn(&Arc<Gpu>) -> Result<T>,
-    built: OnceLock<Result<Arc<T>>>,
-}
-
-impl<T> Access<T> {
-    /// Opens `ordinal` where one is asked for. `check` says what `build` would miss.
-    pub fn open(
-        ordinal: Option<u32>,
-        check: impl FnOnce(&Arc<Gpu>) -> Result<()>,
-        build: fn(&Arc<Gpu>) -> Result<T>,
-    ) -> Self {
-        let Some(ordinal) = ordinal else { return Self::Unasked };
-        match gpu(ordinal)
-            .and_then(|gpu| check(&gpu).map(|()| gpu.clone()).map_err(|e| vec![reason(&e, &gpu)]))
-        {
-            Ok(gpu) => Self::Ready(ordinal, Lazy { gpu, build, built: OnceLock::new() }),
-            Err(reasons) => Self::Refused(ordinal, reasons),
-        }
-    }
-
-    /// Whether products can run on `device`; the reasons name what the machine lacks first.
+impl Needs {
+    /// Whether products can run on `device` of the machine `env`: a pure function of both, with every reason. The CPU needs
+    /// nothing.
     pub fn verdict(&self, device: Device, env: &HostEnv) -> Verdict {
-        let one = |code, need: &'static str, have: String| Err(vec![Reject::new(code, need, have)]);
-        let Device::Cuda(wanted) = device else { return Ok(()) };
-        if env.cuda_device(wanted).is_none() {
-            return one(RejectCode::DeviceAbsent, "a CUDA device", env.no_cuda(wanted));
-        }
-        match self {
-            Self::Ready(ordinal, _) if *ordinal == wanted => Ok(()),
-            Self::Refused(ordinal, reasons) if *ordinal == wanted => Err(reasons.clone()),
-            Self::Unasked => one(RejectCode::DeviceAbsent, "a CUDA device that was opened", "none".into()),
-            Self::Ready(other, _) | Self::Refused(other, _) => {
-                one(RejectCode::DeviceAbsent, "the CUDA device that was opened", format!("cuda:{other}"))
+        let ordinal = match device {
+            Device::Cpu => return Ok(()),
+            Device::Cuda(ordinal) => ordinal,
+            other => {
+                return Err(vec![Reject::new(RejectCode::DeviceAbsent, "cpu or cuda", other.to_string())]);
             }
-        }
-    }
-
-    /// A line of a probe, once a device was asked for.
-    pub fn item(&self) -> Option<ProbeItem> {
-        let (ordinal, reasons, detail) = match self {
-            Self::Unasked => return None,
-            Self::Ready(ordinal, _) => (ordinal, Vec::new(), "kernels load with the first weight".to_owned()),
-            Self::Refused(ordinal, reasons) if reasons.iter().all(|r| r.code == RejectCode::DeviceAbsent) => {
-                // A machine without a GPU is no finding; the text still says why there is none.
-                (ordinal, Vec::new(), format!("none: {}", reasons.first().map_or("", |r| &r.have)))
-            }
-            Self::Refused(ordinal, reasons) => (ordinal, reasons.clone(), String::new()),
         };
-        Some(ProbeItem { id: format!("context.cuda:{ordinal}").into(), reasons, detail })
+        let Some(gpu) = env.cuda_device(ordinal) else {
+            return Err(vec![Reject::new(RejectCode::DeviceAbsent, "a CUDA device", env.no_cuda(ordinal))]);
+        };
+        let mut reasons = Vec::new();
+        let tools = &env.cuda_tools;
+        if let Some(why) = tools.unusable.get(&ordinal) {
+            let need = "a CUDA device that can be opened";
+            reasons.push(Reject::new(RejectCode::DeviceAbsent, need, why.clone()));
+        }
+        if gpu.capability < SINCE {
+            reasons.push(Reject::new(RejectCode::DeviceArch, "sm_80 or newer", gpu.arch()));
+        }
+        let has_image = tools.images.get(self.backend).is_some_and(|all| all.contains(&gpu.capability));
+        if let (Found::No(why), false) = (&tools.nvrtc, has_image) {
+            let need = format!("kernels for {}: NVRTC, or a prebuilt image", gpu.arch());
+            reasons.push(Reject::new(RejectCode::KernelImageMissing, need, why.clone()));
+        }
+        if let (Found::No(why), true) = (&tools.cublaslt, self.cublaslt) {
+            reasons.push(Reject::new(RejectCode::LibraryMissing, "cuBLASLt", why.clone()));
+        }
+        if reasons.is_empty() { Ok(()) } else { Err(reasons) }
     }
 
-    /// The device behind it, as facts.
-    pub fn devices(&self) -> Vec<CudaDevice> {
-        match self {
-            Self::Ready(ordinal, _) => {
-                devices().unwrap_or_default().into_iter().filter(|d| d.ordinal == *ordinal).collect()
-            }
-            _ => Vec::new(),
-        }
-    }
-
-    /// The engine, built by the first call.
-    pub fn engine(&self) -> Result<&Arc<T>> {
-        match self {
-            Self::Ready(_, lazy) => {
-                let built = lazy.built.get_or_init(|| (lazy.build)(&lazy.gpu).map(Arc::new));
-                built.as_ref().map_err(Clone::clone)
-            }
-            _ => Err(Error::new(Code::DeviceMissing, "CUDA").need("a device that was opened").have("none")),
-        }
+    /// A line of a probe for each device of `env`: that it is used, or why not.
+    pub fn items(&self, env: &HostEnv) -> Vec<ProbeItem> {
+        let item = |device: &q4_core::CudaDevice| ProbeItem {
+            id: format!("context.cuda:{}", device.ordinal).into(),
+            reasons: self.verdict(Device::Cuda(device.ordinal), env).err().unwrap_or_default(),
+            detail: "kernels load with the first weight".to_owned(),
+        };
+        env.cuda.iter().map(item).collect()
     }
 }
 
-fn gpu(ordinal: u32) -> std::result::Result<Arc<Gpu>, Vec<Reject>> {
-    let absent =
-        |have: String| vec![Reject::new(RejectCode::DeviceAbsent, "a CUDA device and its driver", have)];
-    if let Found::No(why) = &libraries().driver {
-        return Err(absent(why.clone()));
+/// Capabilities of this machine's devices that `source` is on disk for, so that no compiler is needed. Looks only where a
+/// program asked for a device.
+pub fn images(options: &BuiltinOptions, source: &Source) -> Vec<(u32, u32)> {
+    if options.cuda.is_none() {
+        return Vec::new();
     }
-    let all = devices().map_err(|e| absent(e.to_string()))?;
-    let Some(device) = all.iter().find(|d| d.ordinal == ordinal) else {
-        return Err(absent(format!("no cuda:{ordinal} among {} devices", all.len())));
-    };
-    if device.capability < SINCE {
-        return Err(vec![Reject::new(RejectCode::DeviceArch, "sm_80 or newer", device.arch())]);
-    }
-    Gpu::open(ordinal).map_err(|e| absent(e.to_string()))
+    let mut all: Vec<_> = devices().unwrap_or_default().into_iter().map(|d| d.capability).collect();
+    all.sort_unstable();
+    all.dedup();
+    all.retain(|capability| on_disk(source, &arch(*capability)));
+    all
 }
 
-/// Why an engine could not be built.
-fn reason(e: &Error, gpu: &Gpu) -> Reject {
-    let parts: Vec<_> = e.parts().filter(|(name, _)| *name != "fix").map(|p| p.1).collect();
-    let have = parts.join("; ");
-    let code = match () {
-        () if have.contains("UNSUPPORTED_PTX") || have.contains("NO_BINARY") => RejectCode::DriverTooOld,
-        () if have.contains("cublasLt") || have.contains("cuBLASLt") => RejectCode::LibraryMissing,
-        () => RejectCode::KernelImageMissing,
-    };
-    let need = match code {
-        RejectCode::LibraryMissing => "cuBLASLt".to_owned(),
-        _ => format!("kernels for {}", gpu.arch()),
-    };
-    Reject::new(code, need, have)
+/// What a backend computes with on each device, built by the first weight there: who computes nothing compiles nothing.
+pub struct Engines<T> {
+    build: fn(&Arc<Gpu>) -> Result<T>,
+    built: Mutex<BTreeMap<u32, Place<T>>>,
+}
+
+/// Of one device; filled once, with what it was or why it is not.
+type Place<T> = Arc<OnceLock<Result<Arc<T>>>>;
+
+impl<T> Engines<T> {
+    /// None yet.
+    pub fn new(build: fn(&Arc<Gpu>) -> Result<T>) -> Self {
+        Self { build, built: Mutex::default() }
+    }
+
+    /// That of `device`.
+    ///
+    /// # Errors
+    /// What the driver, the compiler or `build` says; [`q4_core::Code::DeviceMissing`] where there is no such device.
+    pub fn of(&self, device: Device) -> Result<Arc<T>> {
+        let Device::Cuda(ordinal) = device else {
+            let what = "kernels of a device";
+            return Err(q4_core::Error::new(q4_core::Code::DeviceMissing, what).have(device.to_string()));
+        };
+        let place = {
+            let mut all = self.built.lock().unwrap_or_else(|e| e.into_inner());
+            all.entry(ordinal).or_default().clone()
+        };
+        place.get_or_init(|| Gpu::open(ordinal).and_then(|gpu| (self.build)(&gpu)).map(Arc::new)).clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use q4_core::{CudaDevice, CudaTools};
+
+    const DENSE: Needs = Needs { backend: "dense", cublaslt: true };
+
+    /// A machine with everything, and a device of that capability.
+    fn machine(capability: (u32, u32)) -> HostEnv {
+        let device = CudaDevice { ordinal: 0, capability, name: "imagined".into(), memory: 1 << 34 };
+        let (nvrtc, cublaslt) = (Found::Yes(13_000), Found::Yes(130_000));
+        HostEnv {
+            cuda: vec![device],
+            cuda_tools: CudaTools { nvrtc, cublaslt, ..CudaTools::default() },
+            ..HostEnv::default()
+        }
+    }
+
+    fn codes(v: Verdict) -> Vec<RejectCode> {
+        v.err().into_iter().flatten().map(|r| r.code).collect()
+    }
+
+    #[test]
+    fn what_a_machine_lacks_is_listed_whole() {
+        use RejectCode::{DeviceAbsent, DeviceArch, KernelImageMissing, LibraryMissing};
+        let verdict = |env: &HostEnv| codes(DENSE.verdict(Device::Cuda(0), env));
+        assert_eq!(verdict(&machine((9, 0))), []);
+        assert_eq!(verdict(&HostEnv::default()), [DeviceAbsent]);
+        assert_eq!(codes(DENSE.verdict(Device::Cuda(1), &machine((9, 0)))), [DeviceAbsent]);
+        assert_eq!(codes(DENSE.verdict(Device::Cpu, &HostEnv::default())), []);
+        let mut bare = machine((7, 5));
+        bare.cuda_tools = Default::default();
+        bare.cuda_tools.unusable.insert(0, "busy".into());
+        assert_eq!(verdict(&bare), [DeviceAbsent, DeviceArch, KernelImageMissing, LibraryMissing]);
+        let kernels = Needs { backend: "kernels", cublaslt: false };
+        assert_eq!(
+            codes(kernels.verdict(Device::Cuda(0), &bare)),
+            [DeviceAbsent, DeviceArch, KernelImageMissing]
+        );
+    }
+
+    #[test]
+    fn an_image_stands_in_for_the_compiler_on_its_own_device_and_for_its_own_backend() {
+        let mut env = machine((9, 0));
+        env.cuda_tools.nvrtc = Found::No("no NVRTC".into());
+        let verdict = |env: &HostEnv| codes(DENSE.verdict(Device::Cuda(0), env));
+        for (backend, capability, fits) in
+            [("dense", (9, 0), true), ("dense", (8, 0), false), ("other", (9, 0), false)]
+        {
+            env.cuda_tools.images = [(backend.to_owned(), vec![capability])].into();
+            assert_eq!(verdict(&env).is_empty(), fits, "{backend} {capability:?}");
+        }
+    }
 }

@@ -15,6 +15,9 @@ pub struct Buffer {
     in_arena: bool,
 }
 
+/// Free bytes of a device that managed memory leaves alone.
+const MANAGED_RESERVE: u64 = 256 << 20;
+
 impl Buffer {
     /// `len` bytes of unspecified content.
     pub fn new(gpu: &Arc<Gpu>, len: usize) -> Result<Self> {
@@ -43,6 +46,30 @@ impl Buffer {
     pub fn lasting_of<T: Pod>(gpu: &Arc<Gpu>, data: &[T]) -> Result<Self> {
         let b = Self::lasting(gpu, size_of_val(data))?;
         b.upload(0, data)?;
+        Ok(b)
+    }
+    /// A copy of host elements that stays, in memory shared with the host whose pages are moved to the device; never more
+    /// than the device has free, because more can hang the card.
+    pub fn managed_of<T: Pod>(gpu: &Arc<Gpu>, data: &[T]) -> Result<Self> {
+        let len = size_of_val(data);
+        let free = gpu.memory()?.0.saturating_sub(MANAGED_RESERVE);
+        if len as u64 > free {
+            return Err(Error::new(Code::OutOfMemory, "managed memory")
+                .need(format!("{len} bytes"))
+                .have(format!("{free} bytes free on {} beside a reserve", gpu.device())));
+        }
+        let mut ptr = 0;
+        let flags = driver::CUmemAttach_flags_enum::CU_MEM_ATTACH_GLOBAL as u32;
+        // SAFETY: a context is current (`memory` bound it); the out pointer is valid.
+        check(unsafe { driver::cuMemAllocManaged(&mut ptr, len.max(1), flags) }, "cuMemAllocManaged")?;
+        let b = Self { gpu: gpu.clone(), ptr, len, in_arena: false };
+        b.upload(0, data)?;
+        let kind = driver::CUmemLocationType_enum::CU_MEM_LOCATION_TYPE_DEVICE;
+        let place = driver::CUmemLocation { type_: kind, id: gpu.handle() };
+        // SAFETY: the range is ours; moving pages changes no byte of them.
+        let status =
+            unsafe { driver::cuMemPrefetchAsync_v2(ptr, len.max(1), place, 0, std::ptr::null_mut()) };
+        check(status, "cuMemPrefetchAsync")?;
         Ok(b)
     }
     /// A copy of host elements.

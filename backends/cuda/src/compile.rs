@@ -58,6 +58,11 @@ pub(crate) fn available(source: &Source, arch: &str, options: &[&str], cache: &C
     }
 }
 
+/// Whether an image of any compiler is there, so that none is needed.
+pub(crate) fn on_disk(source: &Source, arch: &str) -> bool {
+    Cache::of_user().any(&Key::new(source, arch, &[])).is_some()
+}
+
 fn prebuilt(key: &Key, cache: &Cache, why: &str) -> Result<Image> {
     match cache.any(key) {
         Some((bytes, path)) => Ok(Image { bytes, from_cache: false, path: Some(path) }),

@@ -2,6 +2,7 @@
 use crate::arena::Arena;
 use crate::libraries::{attribute, capability, handle};
 use crate::{Found, check, driver, libraries};
+use q4_core::memory::ManagedSupport;
 use q4_core::{Code, Device, Error, Result};
 use std::fmt::Write;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
@@ -41,6 +42,11 @@ struct Launched {
 unsafe impl Send for Gpu {}
 // SAFETY: as above; the rest is plain data behind a lock.
 unsafe impl Sync for Gpu {}
+
+/// The name of the machine code that devices of a capability run best.
+pub(crate) fn arch((major, minor): (u32, u32)) -> String {
+    format!("sm_{major}{minor}{}", if major >= 9 { "a" } else { "" })
+}
 
 impl Gpu {
     /// Device `ordinal`. One per device and process; the context lives until the process ends.
@@ -89,8 +95,7 @@ impl Gpu {
     }
     /// The name of the machine code it runs best: `sm_90a` where the architecture has instructions of its own.
     pub fn arch(&self) -> String {
-        let (major, minor) = self.capability;
-        format!("sm_{major}{minor}{}", if major >= 9 { "a" } else { "" })
+        arch(self.capability)
     }
 
     /// Makes it current on this thread; cheap, and done by every method that needs it.
@@ -111,6 +116,16 @@ impl Gpu {
         // SAFETY: a context is current; the out pointers are valid.
         check(unsafe { driver::cuMemGetInfo_v2(&mut free, &mut total) }, "cuMemGetInfo")?;
         Ok((free as u64, total as u64))
+    }
+
+    /// Whether host and device can use memory they share at the same time, which managed weights need.
+    pub fn managed(&self) -> ManagedSupport {
+        let which = driver::CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS;
+        match attribute(self.handle, which) {
+            Ok(0) => ManagedSupport::No(format!("{} without concurrent managed access", self.device())),
+            Ok(_) => ManagedSupport::Yes,
+            Err(e) => ManagedSupport::No(e.to_string()),
+        }
     }
 
     /// Waits for everything issued to the device; reports a fault with the kernel launched last.

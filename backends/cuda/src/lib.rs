@@ -22,7 +22,7 @@ mod rows;
 mod stage;
 mod stream;
 
-pub use access::Access;
+pub use access::{Engines, Needs, images};
 pub use ahead::ahead;
 pub use buffer::{Buffer, Pinned, view, view_mut};
 pub use cache::{Cache, CachedImage};
@@ -35,9 +35,10 @@ pub use fp4::{FP4_COLUMNS, FP4_ROWS, Fp4Operands, Fp4Product};
 pub use gpu::Gpu;
 pub use graph::{Graph, Nodes};
 pub use kernel::{Kernel, Kernels, Launch};
-pub use libraries::{Found, Libraries, devices, libraries};
+pub use libraries::{Libraries, devices, libraries};
 pub use lt::Blas;
 pub use map::TensorMap;
+pub use q4_core::Found;
 pub use rows::{Matrix, ROWS, RowKernels, Stored, convention, number, rule};
 pub use stream::{Event, Stream};
 

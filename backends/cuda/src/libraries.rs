@@ -2,28 +2,9 @@
 use crate::{check, driver};
 use cudarc::{cublaslt::sys as cublaslt, nvrtc::sys as nvrtc};
 use libloading::Library;
-use q4_core::{Code, CudaDevice, Error, Result};
+use q4_core::{Code, CudaDevice, Error, Found, Result};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
-
-/// Whether a library can be used.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Found {
-    /// With its version as major * 1000 + minor * 10 (cuBLASLt: as it counts itself).
-    Yes(u32),
-    /// Why not, for people.
-    No(String),
-}
-
-impl Found {
-    /// The version, or why there is none.
-    pub fn version(&self) -> Result<u32, &str> {
-        match self {
-            Self::Yes(v) => Ok(*v),
-            Self::No(why) => Err(why),
-        }
-    }
-}
 
 /// The libraries kernels may need.
 #[derive(Clone, Debug)]

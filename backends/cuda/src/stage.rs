@@ -1,15 +1,21 @@
 //! Lends device memory to the checks of core.
 use crate::{Buffer, Gpu, Stream, devices, libraries};
-use q4_core::stage::{DeviceBytes, DeviceMemory, DeviceSupport};
-use q4_core::{CudaDevice, Result};
+use q4_core::Result;
+use q4_core::stage::{DeviceBytes, DeviceMemory, DeviceSupport, FoundDevices};
 use std::sync::Arc;
 
 q4_core::inventory::submit! {
     DeviceSupport { probe, memory }
 }
 
-fn probe() -> Result<(Vec<CudaDevice>, u32)> {
-    Ok((devices()?, libraries().driver.version().unwrap_or(0)))
+fn probe() -> Result<FoundDevices> {
+    let all = libraries();
+    Ok(FoundDevices {
+        devices: devices()?,
+        driver: all.driver.version().unwrap_or(0),
+        nvrtc: all.nvrtc.clone(),
+        cublaslt: all.cublaslt.clone(),
+    })
 }
 
 fn memory(ordinal: u32) -> Result<Arc<dyn DeviceMemory>> {

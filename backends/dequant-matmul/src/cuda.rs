@@ -11,7 +11,7 @@ use q4_cuda::{
 };
 use std::sync::Arc;
 
-const SOURCE: Source = Source {
+pub(crate) const SOURCE: Source = Source {
     name: "dense",
     text: concat!(include_str!("../../cuda/cuda/rows.cu"), include_str!("../cuda/dense.cu")),
 };
@@ -29,12 +29,6 @@ pub(crate) struct Engine {
 }
 
 impl Engine {
-    /// Whether `new` would find what it needs.
-    pub fn check(gpu: &Arc<Gpu>) -> Result<()> {
-        Blas::check()?;
-        Kernels::available(gpu, &SOURCE, &[])
-    }
-
     /// Opens cuBLASLt, compiles or finds the kernels.
     pub fn new(gpu: &Arc<Gpu>) -> Result<Self> {
         let blas = Blas::open(gpu)?;

@@ -19,7 +19,7 @@ use q4_core::{
     LinearSpec, PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Registration, Reject, Result, Verdict,
     inventory,
 };
-use q4_cuda::Access;
+use q4_cuda::Engines;
 use std::sync::Arc;
 
 inventory::submit! {
@@ -30,19 +30,20 @@ const NAME: &str = "dequant-matmul";
 
 /// `gemm` uses the best instruction set there is; `options.isa` chooses for kernels. A name that is unknown or that this
 /// machine lacks is a reason not to live, as it is for them.
-fn construct(options: &BuiltinOptions) -> std::result::Result<Built, Vec<Reject>> {
+fn construct(options: &BuiltinOptions, _: &HostEnv) -> std::result::Result<Built, Vec<Reject>> {
     probe::check_isa(options.isa.as_deref()).map_err(|reason| vec![reason])?;
-    Ok(Built { backend: Arc::new(DequantMatmul::new(options.cuda)), library: None })
+    let images = q4_cuda::images(options, &cuda::SOURCE);
+    Ok(Built { images, ..Built::new(Arc::new(DequantMatmul::new())) })
 }
 
-/// The backend: its descriptor, and cuBLASLt where a device is used.
+/// The backend: its descriptor, and cuBLASLt on the devices that are used.
 struct DequantMatmul {
     descriptor: BackendDescriptor,
-    cuda: Access<Engine>,
+    cuda: Engines<Engine>,
 }
 
 impl DequantMatmul {
-    fn new(device: Option<u32>) -> Self {
+    fn new() -> Self {
         let descriptor = BackendDescriptor {
             name: NAME.into(),
             version: env!("CARGO_PKG_VERSION").into(),
@@ -50,19 +51,16 @@ impl DequantMatmul {
             priority: 0,
             offers: probe::SCHEMAS.map(|schema| (schema.into(), ExecPath::DequantMatmul)).into(),
         };
-        Self { descriptor, cuda: Access::open(device, Engine::check, Engine::new) }
+        Self { descriptor, cuda: Engines::new(Engine::new) }
     }
-}
 
-impl DequantMatmul {
-    /// What `can_prepare` would refuse is not prepared either.
+    /// What `can_prepare` would refuse of the operands is not prepared either.
     fn agree(&self, spec: &LinearSpec, path: ExecPath, cx: &ExecContext<'_>) -> Result<()> {
-        // The device of a spec that got here was found when the registry was made.
-        let env = HostEnv { cuda: self.cuda.devices(), ..HostEnv::default() };
-        probe::can_prepare(spec, path, &self.cuda, &env).map_err(|reasons| {
+        let reasons = probe::operands(spec, path);
+        if !reasons.is_empty() {
             let list: Vec<_> = reasons.iter().map(ToString::to_string).collect();
-            Error::new(Code::Unsupported, "weight cannot be prepared").have(list.join("; "))
-        })?;
+            return Err(Error::new(Code::Unsupported, "weight cannot be prepared").have(list.join("; ")));
+        }
         if spec.device == cx.device {
             return Ok(());
         }
@@ -76,11 +74,11 @@ impl Q4Backend for DequantMatmul {
     fn descriptor(&self) -> &BackendDescriptor {
         &self.descriptor
     }
-    fn probe(&self, _env: &HostEnv) -> Vec<ProbeItem> {
-        probe::probe().into_iter().chain(self.cuda.item()).collect()
+    fn probe(&self, env: &HostEnv) -> Vec<ProbeItem> {
+        probe::probe().into_iter().chain(probe::NEEDS.items(env)).collect()
     }
     fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
-        probe::can_prepare(spec, path, &self.cuda, env)
+        probe::can_prepare(spec, path, env)
     }
     fn prepare(
         &self,
@@ -92,7 +90,7 @@ impl Q4Backend for DequantMatmul {
         self.agree(spec, path, cx)?;
         match spec.device {
             Device::Cpu => Ok(Box::new(prepare::decode(w, spec, path, cx.threads)?)),
-            _ => Ok(Box::new(cuda::prepare(self.cuda.engine()?, w, spec, path, cx)?)),
+            _ => Ok(Box::new(cuda::prepare(&self.cuda.of(spec.device)?, w, spec, path, cx)?)),
         }
     }
 }

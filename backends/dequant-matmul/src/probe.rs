@@ -1,11 +1,10 @@
-//! What a dense copy can serve, decided from the spec alone and with every reason at once.
-use crate::cuda::Engine;
+//! What a dense copy can serve, decided from the spec and the facts of the machine, with every reason at once.
 use q4_core::rows::reject_operands;
 use q4_core::{
     ActGlobal, Activations, DType, ExecPath, HostEnv, LinearSpec, OpSet, ProbeItem, Q4Schema, Reject,
     RejectCode, Verdict,
 };
-use q4_cuda::Access;
+use q4_cuda::Needs;
 
 /// Every encoding there is.
 pub(crate) const SCHEMAS: [&str; 4] = ["nvfp4", "nf4", "nf4-dq", "dense"];
@@ -53,13 +52,18 @@ fn isas() -> [(&'static str, bool); 4] {
     [("avx512", avx512), ("avx2", avx2), ("neon", neon), ("portable", true)]
 }
 
-/// `Ok` or every reason why `spec` cannot be served.
-pub(crate) fn can_prepare(
-    spec: &LinearSpec,
-    path: ExecPath,
-    cuda: &Access<Engine>,
-    env: &HostEnv,
-) -> Verdict {
+/// What products on a device take.
+pub(crate) const NEEDS: Needs = Needs { backend: crate::NAME, cublaslt: true };
+
+/// `Ok` or every reason why `spec` cannot be served on the machine `env`.
+pub(crate) fn can_prepare(spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
+    let mut reasons = operands(spec, path);
+    reasons.extend(NEEDS.verdict(spec.device, env).err().into_iter().flatten());
+    if reasons.is_empty() { Ok(()) } else { Err(reasons) }
+}
+
+/// What is wrong with `spec` on every machine.
+pub(crate) fn operands(spec: &LinearSpec, path: ExecPath) -> Vec<Reject> {
     use RejectCode::*;
     let mut reasons = Vec::new();
     let mut reject = |code, need: &str, have: String| reasons.push(Reject::new(code, need.to_owned(), have));
@@ -81,8 +85,7 @@ pub(crate) fn can_prepare(
         reject(OpUnsupported, need, format!("dequantize with y of {}", spec.y));
     }
     reject_operands(spec, &mut reasons);
-    reasons.extend(cuda.verdict(spec.device, env).err().into_iter().flatten());
-    if reasons.is_empty() { Ok(()) } else { Err(reasons) }
+    reasons
 }
 
 /// The copy in the type of y loses nothing.

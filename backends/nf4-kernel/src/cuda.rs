@@ -15,6 +15,8 @@ use q4_core::{
 use q4_cuda::{Buffer, Gpu, Matrix, RowKernels, number};
 use std::sync::Arc;
 
+pub(crate) use simple::SOURCE;
+
 /// Bytes of 16 rows by 128 k: codes and scales.
 const UNIT: usize = 1152;
 /// Elements of k under one scale in a unit.
@@ -31,11 +33,6 @@ pub(crate) struct Engine {
 }
 
 impl Engine {
-    /// Whether `new` would find what it needs.
-    pub fn check(gpu: &Arc<Gpu>) -> Result<()> {
-        q4_cuda::Kernels::available(gpu, &simple::SOURCE, &[])
-    }
-
     /// Compiles or finds them.
     pub fn new(gpu: &Arc<Gpu>) -> Result<Self> {
         debug_assert_eq!(nf4::CODEBOOK[7], 0.0);
@@ -97,6 +94,9 @@ pub(crate) fn prepare(
     path: ExecPath,
 ) -> Result<OnDevice> {
     check(w, spec)?;
+    if path == ExecPath::FusedRounded && engine.rounded.is_none() {
+        return Err(Error::new(Code::Unsupported, "rounded weights").need("sm_90").have(engine.gpu.arch()));
+    }
     let Q4Schema::Nf4 { nibble_order, block, .. } = w.schema else {
         return Err(Error::new(Code::SchemaInvalid, "weight").need("nf4").have(w.schema.to_string()));
     };

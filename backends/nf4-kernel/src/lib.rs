@@ -23,7 +23,7 @@ use q4_core::{
     LinearSpec, PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Registration, Reject, Result, Verdict,
     inventory,
 };
-use q4_cuda::Access;
+use q4_cuda::Engines;
 use simd::Isa;
 use std::sync::Arc;
 
@@ -36,22 +36,22 @@ const NAME: &str = "nf4-kernel";
 /// Best instruction set of this machine, or the one `options.isa` names: `portable`, `avx2`, `avx512`, `neon`
 /// (`avx512vnni` and `amx` mean `avx512` here, `neondotprod` and `neoni8mm` mean `neon`). A name that is unknown or that this
 /// machine lacks is a reason not to live.
-fn construct(options: &BuiltinOptions) -> std::result::Result<Built, Vec<Reject>> {
+fn construct(options: &BuiltinOptions, env: &HostEnv) -> std::result::Result<Built, Vec<Reject>> {
     let isa = Isa::choose(options.isa.as_deref()).map_err(|reason| vec![reason])?;
-    Ok(Built { backend: Arc::new(Nf4Kernel::new(isa, options.cuda)), library: None })
+    let images = q4_cuda::images(options, &cuda::SOURCE);
+    Ok(Built { images, ..Built::new(Arc::new(Nf4Kernel::new(isa, env))) })
 }
 
-/// The backend: a descriptor, the instruction set its kernels use, and those of a device.
+/// The backend: a descriptor, the instruction set its kernels use, and those of devices.
 struct Nf4Kernel {
     isa: Isa,
     descriptor: BackendDescriptor,
-    cuda: Access<Engine>,
+    cuda: Engines<Engine>,
 }
 
 impl Nf4Kernel {
-    fn new(isa: Isa, device: Option<u32>) -> Self {
-        let cuda = Access::open(device, Engine::check, Engine::new);
-        let paths = probe::paths(&cuda.devices());
+    fn new(isa: Isa, env: &HostEnv) -> Self {
+        let paths = probe::paths(&env.cuda);
         let offer = |schema: &'static str| paths.iter().map(move |path| (schema.into(), *path));
         let descriptor = BackendDescriptor {
             name: NAME.into(),
@@ -60,19 +60,16 @@ impl Nf4Kernel {
             priority: 0,
             offers: ["nf4", "nf4-dq"].into_iter().flat_map(offer).collect(),
         };
-        Self { isa, descriptor, cuda }
+        Self { isa, descriptor, cuda: Engines::new(Engine::new) }
     }
-}
 
-impl Nf4Kernel {
-    /// What `can_prepare` would refuse is not prepared either.
+    /// What `can_prepare` would refuse of the operands is not prepared either.
     fn agree(&self, spec: &LinearSpec, path: ExecPath, cx: &ExecContext<'_>) -> Result<()> {
-        // The device of a spec that got here was found when the registry was made.
-        let env = HostEnv { cuda: self.cuda.devices(), ..HostEnv::default() };
-        probe::can_prepare(spec, path, &self.cuda, &env).map_err(|reasons| {
+        let reasons = probe::operands(spec, path);
+        if !reasons.is_empty() {
             let list: Vec<_> = reasons.iter().map(ToString::to_string).collect();
-            Error::new(Code::Unsupported, "weight cannot be prepared").have(list.join("; "))
-        })?;
+            return Err(Error::new(Code::Unsupported, "weight cannot be prepared").have(list.join("; ")));
+        }
         if spec.device == cx.device {
             return Ok(());
         }
@@ -86,11 +83,11 @@ impl Q4Backend for Nf4Kernel {
     fn descriptor(&self) -> &BackendDescriptor {
         &self.descriptor
     }
-    fn probe(&self, _env: &HostEnv) -> Vec<ProbeItem> {
-        probe::probe(self.isa).into_iter().chain(self.cuda.item()).collect()
+    fn probe(&self, env: &HostEnv) -> Vec<ProbeItem> {
+        probe::probe(self.isa).into_iter().chain(probe::NEEDS.items(env)).collect()
     }
     fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
-        probe::can_prepare(spec, path, &self.cuda, env)
+        probe::can_prepare(spec, path, env)
     }
     fn prepare(
         &self,
@@ -102,7 +99,7 @@ impl Q4Backend for Nf4Kernel {
         self.agree(spec, path, cx)?;
         match spec.device {
             Device::Cpu => Ok(Box::new(prepare::prepare(w, spec, path, self.isa, cx.threads)?)),
-            _ => Ok(Box::new(cuda::prepare(self.cuda.engine()?, w, spec, path)?)),
+            _ => Ok(Box::new(cuda::prepare(&self.cuda.of(spec.device)?, w, spec, path)?)),
         }
     }
 }

@@ -1,11 +1,10 @@
-//! What the kernels can serve, decided from the spec alone and with every reason at once.
-use crate::cuda::Engine;
+//! What the kernels can serve, decided from the spec and the facts of the machine, with every reason at once.
 use crate::simd::Isa;
 use q4_core::{
     Activations, CudaDevice, DType, Device, ExecPath, HostEnv, LinearSpec, ProbeItem, Q4Schema, Reject,
     RejectCode, Verdict,
 };
-use q4_cuda::Access;
+use q4_cuda::Needs;
 
 /// Shortest run of k under one absmax that the layout can hold.
 const LEAST_GROUP: usize = 16;
@@ -29,13 +28,24 @@ pub(crate) fn paths(devices: &[CudaDevice]) -> Vec<ExecPath> {
     rounded.then_some(ExecPath::FusedRounded).into_iter().chain([ExecPath::FusedDequant]).collect()
 }
 
-/// `Ok` or every reason why `spec` cannot be served.
-pub(crate) fn can_prepare(
-    spec: &LinearSpec,
-    path: ExecPath,
-    cuda: &Access<Engine>,
-    env: &HostEnv,
-) -> Verdict {
+/// What products on a device take.
+pub(crate) const NEEDS: Needs = Needs { backend: crate::NAME, cublaslt: false };
+
+/// `Ok` or every reason why `spec` cannot be served on the machine `env`.
+pub(crate) fn can_prepare(spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
+    let mut reasons = Vec::new();
+    if let (ExecPath::FusedRounded, Device::Cuda(ordinal)) = (path, spec.device)
+        && let Some(gpu) = env.cuda_device(ordinal).filter(|gpu| gpu.capability != WGMMA)
+    {
+        reasons.push(Reject::new(RejectCode::DeviceArch, "sm_90", gpu.arch()));
+    }
+    reasons.extend(operands(spec, path));
+    reasons.extend(NEEDS.verdict(spec.device, env).err().into_iter().flatten());
+    if reasons.is_empty() { Ok(()) } else { Err(reasons) }
+}
+
+/// What is wrong with `spec` on every machine.
+pub(crate) fn operands(spec: &LinearSpec, path: ExecPath) -> Vec<Reject> {
     use RejectCode::*;
     let mut reasons = Vec::new();
     let mut reject = |code, need: &str, have: String| reasons.push(Reject::new(code, need.to_owned(), have));
@@ -43,13 +53,8 @@ pub(crate) fn can_prepare(
         reject(PathUnsupported, "fused-rounded or fused-dequant", path.to_string());
     }
     if path == ExecPath::FusedRounded {
-        let gpu = match spec.device {
-            Device::Cuda(ordinal) => env.cuda_device(ordinal),
-            _ => None,
-        };
-        if gpu.is_none_or(|gpu| gpu.capability != WGMMA) {
-            let have = gpu.map_or_else(|| spec.device.to_string(), CudaDevice::arch);
-            reject(DeviceArch, "sm_90", have);
+        if spec.device == Device::Cpu {
+            reject(DeviceArch, "sm_90", spec.device.to_string());
         }
         if spec.activations != Activations::Native {
             reject(ActivationsUnsupported, "native, for rounded weights", spec.activations.to_string());
@@ -81,8 +86,7 @@ pub(crate) fn can_prepare(
         Q4Schema::Nf4 { .. } => {}
         other => reject(SchemaUnsupported, "nf4 or nf4-dq", other.id().name.into()),
     }
-    reasons.extend(cuda.verdict(spec.device, env).err().into_iter().flatten());
-    if reasons.is_empty() { Ok(()) } else { Err(reasons) }
+    reasons
 }
 
 /// Elements of k that surely share an absmax. Blocks are flat over the row-major matrix, so they start at multiples of

@@ -36,11 +36,11 @@ struct Engine {
 ///
 /// # Errors
 /// Every place that was tried, with its reason, and last the command that would help.
-pub fn construct(options: &BuiltinOptions) -> Result<Built, Vec<Reject>> {
+pub fn construct(options: &BuiltinOptions, _: &HostEnv) -> Result<Built, Vec<Reject>> {
     let library = library::load(options.libraries.get(probe::NAME).map(PathBuf::as_path))?;
     let (engine, facts) = Engine::new(library, options)?;
     let backend = Nvfp4Kernel { descriptor: descriptor(&facts), facts: facts.clone(), engine: Some(engine) };
-    Ok(Built { backend: Arc::new(backend), library: Some(facts) })
+    Ok(Built { library: Some(facts), ..Built::new(Arc::new(backend)) })
 }
 
 impl Nvfp4Kernel {
@@ -63,6 +63,10 @@ impl Q4Backend for Nvfp4Kernel {
 
     fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
         probe::verdict(spec, path, env)
+    }
+
+    fn manages_memory(&self) -> bool {
+        true
     }
 
     fn prepare(

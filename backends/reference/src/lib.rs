@@ -18,8 +18,8 @@ inventory::submit! {
 
 const NAME: &str = "reference";
 
-fn construct(_: &BuiltinOptions) -> std::result::Result<Built, Vec<Reject>> {
-    Ok(Built { backend: Arc::new(Reference::new()), library: None })
+fn construct(_: &BuiltinOptions, _: &HostEnv) -> std::result::Result<Built, Vec<Reject>> {
+    Ok(Built::new(Arc::new(Reference::new())))
 }
 
 /// The backend: nothing but its descriptor.

@@ -125,14 +125,23 @@ fn a_library_that_is_not_there_is_named_with_what_works_instead() {
         "Who are you?",
     ]);
     assert!(works.status.success(), "{}", err(&works));
-    // Without a request for the kernel it is a downgrade: said once, counted, and refused on demand.
-    let downgraded = run(&["--json", "--nvfp4-lib", "/nonexistent", "generate", "-p", "Who are you?"]);
+    // Without a request for the kernel it is a downgrade: refused unless agreed to, then said once, whatever is asked to be
+    // quiet, and counted.
+    let missing = ["--nvfp4-lib", "/nonexistent"];
+    for verb in [&["generate", "-p", "x"][..], &["bench", "-r", "1"]] {
+        let refused = fails(6, &[&missing, verb].concat());
+        for part in ["Q4-E0304", "library-missing", "fix: --compute kernel-or-fallback"] {
+            assert!(refused.contains(part), "{part} is missing in\n{refused}");
+        }
+    }
+    let agreed = [&missing[..], &["--compute", "kernel-or-fallback"]].concat();
+    let downgraded = run(&[&agreed[..], &["-q", "--json", "generate", "-p", "Who are you?"]].concat());
     let report = document("generate", &downgraded);
     assert_eq!(report["downgraded"], 24);
     assert_eq!(report["executed"][0]["backend"], "dequant-matmul");
     let warning = err(&downgraded);
     assert_eq!(warning.lines().count(), 1, "{warning}");
-    for part in ["24 of 24", "/nonexistent", "--compute kernel-only"] {
+    for part in ["24 of 24", "/nonexistent", "--compute kernel-or-fallback"] {
         assert!(warning.contains(part), "{part} is missing in {warning}");
     }
     let denied =

@@ -1,5 +1,5 @@
 //! `diagnose` and `bench`: what they report is what ran.
-use super::{document, json, out, run};
+use super::{document, err, json, out, run};
 
 #[test]
 fn diagnose_computes_on_every_live_path() {
@@ -84,7 +84,17 @@ fn bench_refuses_what_would_do_nothing() {
 }
 
 #[test]
-fn bench_denies_a_downgrade() {
-    let output = run(&["--nvfp4-lib", "/nonexistent", "bench", "--prefill", "8", "--decode", "1", "-r", "1"]);
-    assert_eq!(output.status.code(), Some(6));
+fn bench_does_what_its_advice_says() {
+    let bench = ["--nvfp4-lib", "/nonexistent", "bench", "--prefill", "8", "--decode", "1", "-r", "1"];
+    let refused = run(&bench);
+    assert_eq!(refused.status.code(), Some(6));
+    let advice = "--compute kernel-or-fallback";
+    assert!(err(&refused).contains(&format!("fix: {advice}")), "{}", err(&refused));
+    let taken = run(&[&["-q", "--json", "--compute", "kernel-or-fallback"], &bench[..]].concat());
+    let report = document("bench", &taken);
+    assert_eq!(
+        (&report["downgraded"], &report["executed"][0]["path"]),
+        (&24.into(), &"dequant-matmul".into())
+    );
+    assert!(err(&taken).contains("24 products run on dense copies"), "{}", err(&taken));
 }

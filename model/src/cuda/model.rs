@@ -4,6 +4,8 @@ use super::kernels::ModelKernels;
 use crate::cpu::{CpuExecutor, CpuHead, CpuLinear, CpuNorm, CpuTable};
 use crate::executor::Shape;
 use crate::graph::{Block, Qwen3};
+use bytemuck::Pod;
+use q4_core::memory::{Placement, Role, UnifiedMemory};
 use q4_core::{DType, FuseSet, Q4Linear, Result};
 use q4_cuda::{Buffer, Gpu};
 use std::sync::Arc;
@@ -24,18 +26,25 @@ impl CudaModel {
     }
 
     /// Uploads everything of `model` but its products, which are on device `ordinal` already. `dtype`: what products read
-    /// and write.
-    pub fn upload(model: Qwen3<CpuExecutor>, ordinal: u32, dtype: DType) -> Result<Self> {
+    /// and write. Tables and norms go where `memory` wants weights; [`q4_core::Code::UnifiedMemory`] where that is required and
+    /// cannot be.
+    pub fn upload(
+        model: Qwen3<CpuExecutor>,
+        ordinal: u32,
+        dtype: DType,
+        memory: UnifiedMemory,
+    ) -> Result<Self> {
         let gpu = Gpu::open(ordinal)?;
+        let place = memory.place(Role::Weight, false, &gpu.managed())?;
         let kernels = Arc::new(ModelKernels::load(&gpu, &model.shape, dtype)?);
-        let table = upload_table(&gpu, &model.table)?;
+        let table = upload_table(&gpu, &model.table, place)?;
         let head = match model.head {
             CpuHead::Q4(linear) => CudaHead::Q4(linear),
             CpuHead::Dense(t) if t.name == model.table.name => CudaHead::Dense(table.clone()),
-            CpuHead::Dense(t) => CudaHead::Dense(upload_table(&gpu, &t)?),
+            CpuHead::Dense(t) => CudaHead::Dense(upload_table(&gpu, &t, place)?),
         };
         let norm = |n: CpuNorm| -> Result<CudaNorm> {
-            Ok(CudaNorm { weight: Buffer::lasting_of(&gpu, &n.weight)?, eps: n.eps })
+            Ok(CudaNorm { weight: stored(&gpu, &n.weight, place)?, eps: n.eps })
         };
         let block = |b: Block<CpuExecutor>| -> Result<Block<CudaExecutor>> {
             Ok(Block {
@@ -73,7 +82,14 @@ impl CudaModel {
     }
 }
 
-fn upload_table(gpu: &Arc<Gpu>, table: &CpuTable) -> Result<CudaTable> {
-    let buffer = Buffer::lasting_of(gpu, table.elements())?;
+fn stored<T: Pod>(gpu: &Arc<Gpu>, data: &[T], place: Placement) -> Result<Buffer> {
+    match place {
+        Placement::Promote => Buffer::managed_of(gpu, data),
+        Placement::Keep | Placement::Prefetch => Buffer::lasting_of(gpu, data),
+    }
+}
+
+fn upload_table(gpu: &Arc<Gpu>, table: &CpuTable, place: Placement) -> Result<CudaTable> {
+    let buffer = stored(gpu, table.elements(), place).map_err(|e| e.within(&table.name))?;
     Ok(CudaTable { buffer: Arc::new(buffer), dtype: table.dtype, rows: table.rows })
 }

@@ -49,7 +49,7 @@ impl Default for Setup {
 impl Setup {
     pub fn dispatch(&self) -> Result<Dispatch> {
         let overrides = Overrides { all: self.backend.map(str::to_owned), ..Overrides::default() };
-        let policy = Policy { compute: self.compute, deny_downgrade: false, overrides };
+        let policy = Policy { compute: self.compute, overrides, ..Policy::default() };
         Ok(Dispatch::new(Registry::builtin(&BuiltinOptions::default())?, policy))
     }
 

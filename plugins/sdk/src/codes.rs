@@ -143,7 +143,7 @@ pub fn status_from(status: abi::Q4Status) -> Code {
 /// The reason a backend may give by that spelling. Those that only q4 itself can know are not its to give.
 pub fn reason_from(text: &str) -> Option<RejectCode> {
     use RejectCode::*;
-    const OWN: [RejectCode; 9] = [
+    const OWN: [RejectCode; 10] = [
         NotSelected,
         PathNotAdmitted,
         NameTaken,
@@ -153,6 +153,7 @@ pub fn reason_from(text: &str) -> Option<RejectCode> {
         LibraryUntrusted,
         DiedInProbe,
         TimedOut,
+        UnifiedMemory,
     ];
     RejectCode::parse(text).filter(|c| !OWN.contains(c))
 }

@@ -4,7 +4,7 @@ use q4_core::Result;
 use q4_cuda::{Gpu, Kernel, Kernels as Module, Launch, Matrix, Source, args};
 use std::sync::Arc;
 
-pub(super) const SOURCE: Source = Source {
+pub(crate) const SOURCE: Source = Source {
     name: "nf4-simple",
     text: concat!(
         include_str!("../../../cuda/cuda/rows.cu"),
