@@ -55,7 +55,7 @@ impl Dispatch {
         select(self.registry.candidates(), spec, &self.policy, self.registry.env())
     }
 
-    /// Checks the chosen backend once per kind of product, then prepares `w` with it and with no other.
+    /// Prepares `w` with the chosen backend and with no other, and checks the first weight of each kind and shape.
     pub fn prepare(
         &self,
         w: &Q4Weight<'_>,
@@ -72,7 +72,6 @@ impl Dispatch {
                 .need(format!("{} of rows {want:?}, k = {}", spec.schema, spec.k))
                 .have(format!("{} of rows {rows:?}, k = {}", w.schema, w.k)));
         }
-        self.checks.require(selection, spec, self.registry.env(), threads)?;
         let mut cx = ExecContext { device: spec.device, stream: 0, workspace: None, threads };
         let weight = selection
             .backend
@@ -97,11 +96,13 @@ impl Dispatch {
                     info.path, info.activations, info.n, info.k
                 )));
         }
+        let (backend, path, activations) = (info.backend.to_string(), info.path, info.activations);
+        let weight = self.checks.require(selection, spec, w, weight, threads).map_err(|e| e.within(&name))?;
         let counter = Arc::new(Counter {
             layer: name,
-            backend: info.backend.to_string(),
-            path: info.path,
-            activations: info.activations,
+            backend,
+            path,
+            activations,
             is_downgrade: selection.is_downgrade,
             calls: AtomicU64::new(0),
         });

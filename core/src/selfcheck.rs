@@ -1,10 +1,11 @@
-//! The gate before a backend's first product: a small weight of the same kind, computed and compared with the oracle.
-use crate::formats::{nf4, nvfp4};
-use crate::oracle::{Input, bound};
+//! The gate before a backend's first product of a shape: the prepared weight itself, called as a model will call it, and a
+//! sample of its outputs compared with the oracle.
+//!
+//! A library cannot tell these calls from use: names, shapes, bytes and the largest number of rows are the model's.
+use crate::oracle::{Input, act_global, bound};
 use crate::{
-    Absmax, ActGlobal, ActQuant, Activations, Code, Convention, DType, Device, Error, ExecContext,
-    GlobalScale, HostEnv, LinearSpec, Q4Schema, Q4Weight, Result, RowDecoder, ScaleLayout, Segment,
-    SegmentData, SegmentSpec, Selection, TensorView, TensorViewMut, ThreadPool,
+    ActGlobal, ActQuant, Activations, Code, DType, Device, Error, ExecContext, ExecPath, LinearSpec,
+    PreparedWeight, Q4Weight, Result, RowDecoder, Selection, TensorView, TensorViewMut, ThreadPool,
 };
 use half::{bf16, f16};
 use std::collections::BTreeMap;
@@ -40,39 +41,61 @@ impl SelfChecks {
         self.skips.load(Ordering::Relaxed)
     }
 
-    /// Fails unless the selected backend computes this kind of product rightly.
+    /// Gives `prepared`, made of `w`, back unless it, or another weight of its kind and shape, computes wrongly.
     pub(crate) fn require(
         &self,
         s: &Selection,
         spec: &LinearSpec,
-        env: &HostEnv,
+        w: &Q4Weight<'_>,
+        prepared: Box<dyn PreparedWeight>,
         threads: &ThreadPool,
-    ) -> Result<()> {
+    ) -> Result<Box<dyn PreparedWeight>> {
         if self.skip {
             self.skips.fetch_add(1, Ordering::Relaxed);
-            return Ok(());
+            return Ok(prepared);
         }
-        let mut verdicts = self.verdicts.lock().unwrap_or_else(|e| e.into_inner());
         let kind = kind(s, spec);
-        let verdict = verdicts.entry(kind).or_insert_with_key(|kind| {
-            let backend = &*s.backend.descriptor().name;
-            if self.earlier.as_ref().is_some_and(|e| e.recall(backend, kind)) {
-                tracing::debug!(%kind, "self-check remembered");
-                return Ok(());
-            }
-            let start = Instant::now();
-            let ratio = check(s, spec, env, threads);
-            tracing::debug!(%kind, ?ratio, took = ?start.elapsed(), "self-check");
-            if let (Some(earlier), Ok(_)) = (&self.earlier, &ratio) {
-                earlier.remember(backend, kind);
-            }
-            ratio.map(|_| ())
-        });
-        verdict.clone()
+        let here = format!("{kind} {}", spec.max_m);
+        let mut verdicts = self.verdicts.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(verdict) = verdicts.get(&here) {
+            return verdict.clone().map(|()| prepared);
+        }
+        // The length of a prompt decides how many rows a call may have: one pass for all of about as many.
+        let kind = format!("{kind} of {} rows", spec.max_m.next_power_of_two());
+        let backend = &*s.backend.descriptor().name;
+        if self.earlier.as_ref().is_some_and(|e| e.recall(backend, &kind)) {
+            tracing::debug!(%kind, "self-check remembered");
+            verdicts.insert(here, Ok(()));
+            return Ok(prepared);
+        }
+        let start = Instant::now();
+        let (prepared, ratio) = staged(prepared, spec.device, |p| check(p, w, spec, threads))?;
+        tracing::debug!(%kind, ?ratio, took = ?start.elapsed(), "self-check");
+        if let (Some(earlier), Ok(_)) = (&self.earlier, &ratio) {
+            earlier.remember(backend, &kind);
+        }
+        let verdict = ratio.map(drop);
+        verdicts.insert(here, verdict.clone());
+        verdict.map(|()| prepared)
     }
 }
 
-/// What one check stands for: everything that chooses code, and no shape or calibrated number.
+/// Runs `job` on a weight that takes operands in host memory, wherever its products run.
+fn staged<R>(
+    prepared: Box<dyn PreparedWeight>,
+    device: Device,
+    job: impl FnOnce(&dyn PreparedWeight) -> R,
+) -> Result<(Box<dyn PreparedWeight>, R)> {
+    if device == Device::Cpu {
+        let result = job(&*prepared);
+        return Ok((prepared, result));
+    }
+    let staged = crate::stage::Staged::new(prepared, device)?;
+    let result = job(&staged);
+    Ok((staged.into_inner(), result))
+}
+
+/// What one check stands for: everything that chooses code, shapes included, and no calibrated number.
 fn kind(s: &Selection, spec: &LinearSpec) -> String {
     let d = s.backend.descriptor();
     let activations = match spec.activations {
@@ -86,8 +109,9 @@ fn kind(s: &Selection, spec: &LinearSpec) -> String {
         }
         other => other.as_str().to_owned(),
     };
+    let rows: Vec<_> = spec.segments.iter().map(|s| s.rows.to_string()).collect();
     format!(
-        "{} {} {} {:?} {activations} {} {} {} {}",
+        "{} {} {} {:?} {activations} {} {} {} [{}, {}]",
         d.name,
         d.version,
         s.path,
@@ -95,172 +119,148 @@ fn kind(s: &Selection, spec: &LinearSpec) -> String {
         spec.x,
         spec.y,
         spec.device,
-        spec.segments.len().min(2)
+        rows.join("+"),
+        spec.k
     )
 }
 
-const K: usize = 256;
-const M: usize = 3;
+/// Outputs that are compared in each call.
+const SAMPLES: usize = 64;
+/// Rows of the input that they are spread over.
+const INPUTS: usize = 8;
 
-/// Runs a small product of the kind `spec` describes through the selected backend and path.
-/// Returns the largest error over bound (at most 1), or the element that broke it.
-pub fn check(s: &Selection, spec: &LinearSpec, env: &HostEnv, threads: &ThreadPool) -> Result<f64> {
-    let backend = &s.backend.descriptor().name;
-    let sample = Sample::new(spec.schema, spec.segments.len().clamp(1, 2));
-    let mut small = spec.clone();
-    small.k = K;
-    small.max_m = M;
-    small.segments = sample.rows().map(|rows| SegmentSpec { name: "self-check".into(), rows }).collect();
-    let fail = |what: String| Error::new(Code::SelfCheckFailed, format!("{backend} via {}: {what}", s.path));
-    s.backend.can_prepare(&small, s.path, env).map_err(|reasons| {
-        let list: Vec<_> = reasons.iter().map(ToString::to_string).collect();
-        fail("refuses the product of the self-check".into()).have(list.join("; "))
-    })?;
-    let segments = sample.segments()?;
-    let weight = Q4Weight { schema: spec.schema, k: K, segments: &segments };
-    let mut cx = ExecContext { device: spec.device, stream: 0, workspace: None, threads };
-    let mut prepared = s.backend.prepare(&weight, &small, s.path, &mut cx)?;
-    if spec.device != Device::Cpu {
-        // From here on the call is one from the host, and the product runs where it will run.
-        prepared = Box::new(crate::stage::Staged::new(prepared, spec.device)?);
-        cx = ExecContext::cpu(threads);
+/// Calls `prepared`, which was made of `w` for `spec` and takes operands in host memory, with one row, with a few, and with as
+/// many as a prompt has or as are cheap, never more than `spec.max_m`. Every output must be written, and those of a
+/// sample of rows must be the oracle's. Returns the largest error over its bound, at most 1, or the element that broke it.
+pub fn check(
+    prepared: &dyn PreparedWeight,
+    w: &Q4Weight<'_>,
+    spec: &LinearSpec,
+    threads: &ThreadPool,
+) -> Result<f64> {
+    let path = prepared.info().path;
+    let decoder = RowDecoder::new(w)?;
+    let (n, k) = (decoder.n(), decoder.k());
+    let columns = columns(spec);
+    let mut decoded = vec![0.0; columns.len() * k];
+    for (column, out) in columns.iter().zip(decoded.chunks_mut(k)) {
+        decoder.row(*column, out);
     }
-    let decoder = RowDecoder::new(&weight)?;
-    let n = decoder.n();
-    let mut scratch = vec![0u8; prepared.workspace(M) + 64];
-    let at = scratch.as_ptr().align_offset(64);
-    let scratch_len = scratch.len() - at;
-    let x: Vec<f32> = (0..M * K).map(|i| round_to(spec.x, (noise(i as u64) - 0.5) * 4.0)).collect();
-    let mut y = IoBuffer::new(spec.y, &vec![f32::NAN; M * n]);
-    cx.workspace = Some(TensorViewMut::of(&mut scratch[at..], &[scratch_len])?);
-    prepared.forward(IoBuffer::new(spec.x, &x).view(M, K)?, y.view_mut(M, n)?, &mut cx)?;
-    let y = y.to_f32();
-    let input = Input::new(&x, K, &spec.activations, spec.x)?;
-    let mut decoded = vec![0.0; K];
+    let calls = calls(path, n * k, spec.max_m);
+    let most = calls.last().copied().unwrap_or(1);
+    let x: Vec<f32> = (0..most * k).map(|i| (noise(i as u64) - 0.5) * 4.0).collect();
+    let x = IoBuffer::new(spec.x, &x);
+    let values = x.to_f32();
+    let scratch_bytes = calls.iter().map(|m| prepared.workspace(*m)).max().unwrap_or(0);
+    let mut scratch = vec![0u8; scratch_bytes + 256];
+    let at = scratch.as_ptr().align_offset(256);
     let mut worst = 0f64;
-    for row in 0..n {
-        decoder.row(row, &mut decoded);
-        for r in 0..M {
-            let (exact, abs) = input.dot(r, &decoder, row, &decoded);
-            let (got, limit) = (f64::from(y[r * n + row]), bound(s.path, spec.y, K, exact, abs));
+    for m in calls {
+        let mut cx = ExecContext::cpu(threads);
+        cx.workspace = Some(TensorViewMut::of(&mut scratch[at..at + scratch_bytes], &[scratch_bytes])?);
+        let mut y = IoBuffer::poisoned(spec.y, m * n);
+        prepared.forward(x.rows(m, k)?, y.view_mut(m, n)?, &mut cx)?;
+        let fail = |what: String| {
+            let backend = &prepared.info().backend;
+            let what = format!("{backend} via {path}, {m} of at most {} rows: {what}", spec.max_m);
+            Error::new(Code::SelfCheckFailed, what)
+                .fix("do not use this backend on this machine; please report it with `q4 diagnose --json`")
+        };
+        if let Some(at) = y.unwritten() {
+            return Err(fail(format!("y[{}, {}] was not written", at / n, at % n)));
+        }
+        let inputs = inputs(m);
+        let input = quantised(&values[..m * k], &inputs, k, spec)?;
+        for (i, column) in columns.iter().enumerate() {
+            let part = i % inputs.len();
+            let (exact, abs) = input.dot(part, &decoder, *column, &decoded[i * k..][..k]);
+            let (got, limit) = (y.at(inputs[part] * n + column), bound(path, spec.y, k, exact, abs));
             let ratio = (got - exact).abs() / limit;
-            if ratio.is_nan() || ratio > 1.0 {
-                return Err(fail(format!(
-                    "y[{r}, {row}] of {} with {} activations is wrong",
-                    spec.schema, spec.activations
-                ))
-                .need(format!("{exact:e} within {limit:e}"))
-                .have(format!("{got:e}"))
-                .fix("do not use this backend on this machine; please report it with `q4 diagnose --json`"));
+            // A weight that is not finite, or a result that y cannot hold: no number is right.
+            let is_lost = !got.is_finite()
+                && (exact.abs() + limit).partial_cmp(&largest(spec.y)).is_none_or(|o| o.is_ge());
+            if !is_lost && (ratio.is_nan() || ratio > 1.0) {
+                let (r, schema, act) = (inputs[part], spec.schema, spec.activations);
+                return Err(fail(format!("y[{r}, {column}] of {schema} with {act} activations is wrong"))
+                    .need(format!("{exact:e} within {limit:e}"))
+                    .have(format!("{got:e}")));
             }
-            worst = worst.max(ratio);
+            worst = if is_lost { worst } else { worst.max(ratio) };
         }
     }
     Ok(worst)
 }
 
-/// Bytes of a small weight in any encoding, made of every code and of scales over the whole range that matters.
-struct Sample {
-    schema: Q4Schema,
-    parts: Vec<Stored>,
-}
-
-struct Stored {
-    rows: usize,
-    codes: Vec<u8>,
-    scales: Vec<u8>,
-    absmax: Vec<f32>,
-    global: Option<GlobalScale>,
-    nested: Option<(Vec<u8>, Vec<f32>, f32)>,
-    dense: IoBuffer,
-}
-
-impl Sample {
-    fn new(schema: Q4Schema, segments: usize) -> Self {
-        let parts = [32, 48][..segments]
-            .iter()
-            .enumerate()
-            .map(|(i, &rows)| Stored::new(schema, rows, i as u64))
-            .collect();
-        Self { schema, parts }
-    }
-    fn rows(&self) -> impl Iterator<Item = usize> {
-        self.parts.iter().map(|p| p.rows)
-    }
-    fn segments(&self) -> Result<Vec<Segment<'_>>> {
-        self.parts.iter().map(|p| Ok(Segment { rows: p.rows, data: p.data(self.schema)? })).collect()
+/// Multiply-accumulates a call may take: a start must not wait for proofs.
+const fn affordable(path: ExecPath) -> usize {
+    match path {
+        ExecPath::Reference => 1 << 22,
+        _ => 1 << 30,
     }
 }
 
-impl Stored {
-    fn new(schema: Q4Schema, rows: usize, seed: u64) -> Self {
-        let word = |i: usize| mix(seed << 32 | i as u64);
-        let elements = rows * K;
-        let codes: Vec<u8> = (0..elements / 2).map(|i| word(i) as u8).collect();
-        let mut out = Self {
-            rows,
-            codes,
-            scales: Vec::new(),
-            absmax: Vec::new(),
-            global: None,
-            nested: None,
-            dense: IoBuffer::F32(Vec::new()),
-        };
-        match schema {
-            Q4Schema::Nvfp4 { scale_layout, global } => {
-                // Every finite scale byte: subnormals, the top row, zero.
-                let linear: Vec<u8> =
-                    (0..elements / nvfp4::BLOCK).map(|i| (word(i) >> 8) as u8 % 0x7f).collect();
-                out.scales = match scale_layout {
-                    ScaleLayout::RowMajor => linear,
-                    ScaleLayout::Swizzled128x4 => {
-                        crate::formats::swizzle::to_blocked(&linear, rows, K / nvfp4::BLOCK)
-                    }
-                };
-                let value = 0.013 * (1.0 + seed as f32);
-                out.global = global.and_then(|c| match c {
-                    Convention::Multiply => GlobalScale::multiply(value).ok(),
-                    Convention::Divide => GlobalScale::divide(1.0 / value).ok(),
-                });
-            }
-            Q4Schema::Nf4 { block, nested, .. } => {
-                let blocks = elements.div_ceil(block as usize);
-                out.absmax = (0..blocks).map(|i| 0.01 + noise(word(i))).collect();
-                out.nested = nested.map(|_| nf4::nest(&out.absmax));
-            }
-            Q4Schema::Dense { dtype } => {
-                let values: Vec<f32> = (0..elements).map(|i| noise(word(i)) - 0.5).collect();
-                out.dense = IoBuffer::new(dtype, &values);
-            }
-        }
-        out
-    }
+/// Numbers of rows that are tried, ascending: those of a decode step, an odd number, a short prompt and the longest that is
+/// allowed and cheap. A model's smallest product has the longest.
+fn calls(path: ExecPath, cost: usize, max_m: usize) -> Vec<usize> {
+    const PROMPT: usize = 17;
+    let (most, cost) = (affordable(path), cost.max(1));
+    let least = if PROMPT * cost <= 2 * most { PROMPT } else { 1 };
+    let most = (most / cost).max(least).min(max_m.max(1));
+    let mut all = vec![1, 3, PROMPT, most];
+    all.retain(|m| *m <= most);
+    all.sort_unstable();
+    all.dedup();
+    all
+}
 
-    fn data(&self, schema: Q4Schema) -> Result<SegmentData<'_>> {
-        let bytes = |b: &[u8]| [b.len()];
-        Ok(match schema {
-            Q4Schema::Nvfp4 { .. } => SegmentData::Nvfp4 {
-                codes: TensorView::of(&self.codes, &bytes(&self.codes))?,
-                scales: TensorView::of_bytes(&self.scales, DType::F8E4M3, &bytes(&self.scales))?,
-                global: self.global,
-            },
-            Q4Schema::Nf4 { .. } => SegmentData::Nf4 {
-                codes: TensorView::of(&self.codes, &bytes(&self.codes))?,
-                absmax: match &self.nested {
-                    None => Absmax::Plain(TensorView::of(&self.absmax, &[self.absmax.len()])?),
-                    Some((codes, absmax, offset)) => Absmax::Nested {
-                        codes: TensorView::of(codes, &[codes.len()])?,
-                        map: TensorView::of(nf4::dynamic_map(), &[256])?,
-                        absmax: TensorView::of(absmax, &[absmax.len()])?,
-                        offset: *offset,
-                        block: 256,
-                    },
-                },
-            },
-            Q4Schema::Dense { .. } => SegmentData::Dense { weight: self.dense.view(self.rows, K)? },
-        })
+/// Rows of the weight that are compared: the first and last of every segment, and others anywhere.
+fn columns(spec: &LinearSpec) -> Vec<usize> {
+    let (n, mut start) = (spec.n(), 0);
+    let mut all = Vec::new();
+    for segment in &spec.segments {
+        all.extend([start, start + segment.rows - 1]);
+        start += segment.rows;
+    }
+    let seed = mix(n as u64) ^ spec.k as u64;
+    all.extend((0..SAMPLES as u64).map(|i| (mix(seed ^ i << 32) % n as u64) as usize));
+    all.truncate(SAMPLES.max(2 * spec.segments.len()));
+    all.sort_unstable();
+    all.dedup();
+    all
+}
+
+/// Rows of the input that are compared: the first, the last, and others anywhere.
+fn inputs(m: usize) -> Vec<usize> {
+    let mut all = vec![0, m - 1];
+    all.extend((2..INPUTS as u64).map(|i| (mix(i) % m as u64) as usize));
+    all.sort_unstable();
+    all.dedup();
+    all
+}
+
+/// Those rows of `x` as the product uses them. A scale of the whole call comes from the whole call.
+fn quantised(x: &[f32], rows: &[usize], k: usize, spec: &LinearSpec) -> Result<Input> {
+    let mut activations = spec.activations;
+    if let Activations::Nvfp4(act) = &mut activations
+        && let Some(global) = act_global(act, x, spec.x)?
+    {
+        act.global = ActGlobal::Static(global);
+    }
+    let some: Vec<f32> = rows.iter().flat_map(|r| &x[r * k..][..k]).copied().collect();
+    Input::new(&some, k, &activations, spec.x)
+}
+
+/// Largest finite value of a type.
+fn largest(dtype: DType) -> f64 {
+    match dtype {
+        DType::F16 => f16::MAX.to_f64(),
+        DType::BF16 => bf16::MAX.to_f64(),
+        _ => f64::from(f32::MAX),
     }
 }
+
+/// Quiet NaNs with a payload, of f32, f16 and bf16.
+const POISON: (u32, u16, u16) = (0x7fe5_5a5a, 0x7f5a, 0x7fe5);
 
 /// Owned values of an io dtype.
 pub enum IoBuffer {
@@ -279,6 +279,37 @@ impl IoBuffer {
             DType::F16 => Self::F16(values.iter().map(|&v| f16::from_f32(v)).collect()),
             DType::BF16 => Self::BF16(values.iter().map(|&v| bf16::from_f32(v)).collect()),
             _ => Self::F32(values.to_vec()),
+        }
+    }
+    /// `len` times a NaN that no product makes: what still has its bits was not written.
+    fn poisoned(dtype: DType, len: usize) -> Self {
+        match dtype {
+            DType::F16 => Self::F16(vec![f16::from_bits(POISON.1); len]),
+            DType::BF16 => Self::BF16(vec![bf16::from_bits(POISON.2); len]),
+            _ => Self::F32(vec![f32::from_bits(POISON.0); len]),
+        }
+    }
+    /// The first element that is poison yet.
+    fn unwritten(&self) -> Option<usize> {
+        match self {
+            Self::F32(v) => v.iter().position(|v| v.to_bits() == POISON.0),
+            Self::F16(v) => v.iter().position(|v| v.to_bits() == POISON.1),
+            Self::BF16(v) => v.iter().position(|v| v.to_bits() == POISON.2),
+        }
+    }
+    fn at(&self, i: usize) -> f64 {
+        match self {
+            Self::F32(v) => f64::from(v[i]),
+            Self::F16(v) => v[i].to_f64(),
+            Self::BF16(v) => v[i].to_f64(),
+        }
+    }
+    /// The first `rows` rows of `cols`.
+    fn rows(&self, rows: usize, cols: usize) -> Result<TensorView<'_>> {
+        match self {
+            Self::F32(v) => TensorView::of(&v[..rows * cols], &[rows, cols]),
+            Self::F16(v) => TensorView::of(&v[..rows * cols], &[rows, cols]),
+            Self::BF16(v) => TensorView::of(&v[..rows * cols], &[rows, cols]),
         }
     }
     /// As a `[rows, cols]` view.
@@ -307,10 +338,6 @@ impl IoBuffer {
     }
 }
 
-fn round_to(dtype: DType, v: f32) -> f32 {
-    IoBuffer::new(dtype, &[v]).to_f32()[0]
-}
-
 /// Counter-based: the value of an index never depends on how many were drawn before.
 fn mix(i: u64) -> u64 {
     let mut z = i.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -326,10 +353,26 @@ fn noise(i: u64) -> f32 {
 
 /// Activation formats a self-check can be asked for without a checkpoint.
 pub fn plain_activations() -> [Activations; 3] {
-    use crate::Rule;
     [
         Activations::Native,
         Activations::Int8,
-        Activations::Nvfp4(ActQuant { rule: Rule::ModelOpt, global: ActGlobal::None }),
+        Activations::Nvfp4(ActQuant { rule: crate::Rule::ModelOpt, global: ActGlobal::None }),
     ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn calls_are_those_of_a_model_as_far_as_they_are_cheap() {
+        let fused = |cost, max_m| calls(ExecPath::FusedDequant, cost, max_m);
+        assert_eq!(fused(6144 * 1024, 512), [1, 3, 17, 170], "gate and up of 0.6B");
+        assert_eq!(fused(1024 * 2048, 512), [1, 3, 17, 512], "o of 0.6B");
+        assert_eq!(fused(24_576 * 4096, 512), [1, 3, 17], "gate and up of 8B");
+        assert_eq!(fused(151_936 * 1024, 512), [1, 3, 6], "a head of 156 million weights");
+        assert_eq!(fused(64 * 64, 1), [1]);
+        assert_eq!(fused(64 * 64, 16), [1, 3, 16]);
+        assert_eq!(calls(ExecPath::Reference, 6144 * 1024, 512), [1]);
+    }
 }
