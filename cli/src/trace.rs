@@ -1,4 +1,9 @@
 //! `q4 trace`: two runs of one prompt side by side, and the first call where they part.
+//!
+//! Both are planned as an answer is, so that a call has as many rows of as many as it has in `q4 generate`: the prompt, then
+//! a few tokens one at a time.
+mod codes;
+
 use crate::args::TraceArgs;
 use crate::context::Context;
 use crate::generate;
@@ -6,23 +11,33 @@ use crate::input;
 use crate::report::Outcome;
 use crate::session::{Facts, Session, chunk};
 use crate::text::{Text, context_size};
-use q4_core::{Code, DType, Device, Error, Executed, Result};
+use codes::{Codes, Flips};
+use q4_core::{Code, DType, Device, Dispatch, Error, Executed, Result};
 use q4_model::checkpoint::Checkpoint;
 use q4_model::cpu::KvType;
 use q4_model::load::ContextOptions;
+use q4_model::runner::Runner;
 use q4_model::watch::{Each, Site, Written};
 use serde::Serialize;
 use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex};
+
+/// Tokens that are decoded behind the prompt, greedily by the run to compare with.
+const DECODED: usize = 4;
 
 #[derive(Serialize)]
 struct Body<'a> {
     model: &'a str,
     against: &'a str,
     tokens: usize,
+    /// Tokens behind the prompt, a step each.
+    decoded: usize,
     tolerance: f64,
     drift: bool,
     first_divergence: Option<&'a Line>,
     layers: &'a [Line],
+    /// 4-bit input codes that differ; null where no product has such inputs.
+    input_codes: Option<&'a Flips>,
     executed_against: Vec<Executed>,
     #[serde(flatten)]
     facts: Facts,
@@ -60,33 +75,78 @@ pub fn run(cx: &Context, args: &TraceArgs) -> Result<Outcome> {
     let dtype = cx.plan_options(args.quantize, 1)?.dtype;
     let tolerance = args.tolerance.unwrap_or(if dtype == DType::F32 { 1e-3 } else { 2e-2 });
 
-    let (send, kept) = channel();
-    let keep = move |w: Written<'_>| {
-        // The receiver outlives the run.
-        let _ = send.send(Kept { site: w.site, values: w.values.to_vec() });
-        Ok(())
+    // Norms are shown on the CPU only.
+    let norms = cx.device()? == Device::Cpu && other.device()? == Device::Cpu;
+    let codes = match norms {
+        true => Codes::of(&checkpoint, &dispatch, &cx.plan_options(args.quantize, 1)?)?,
+        false => None,
     };
-    let session = Session::load(&other, other_dispatch, &checkpoint, args.quantize, rows(&ids))?;
-    watch(&other, &session, &checkpoint, &ids, Box::new(keep))?;
+
+    let (send, kept) = channel();
+    let keep = || -> Each {
+        let send = send.clone();
+        Box::new(move |w| {
+            if norms || !w.site.is_norm() {
+                // The receiver outlives the run.
+                let _ = send.send(Kept { site: w.site, values: w.values.to_vec() });
+            }
+            Ok(())
+        })
+    };
+    let context = context_size(None, ids.len() + DECODED, &checkpoint)?;
+    let decoded = DECODED.min(context.saturating_sub(ids.len()));
+    let session = load(&other, other_dispatch, &checkpoint, args, context)?;
+    let mut runner = runner(&other, &session, &checkpoint, &ids, context)?;
+    runner.accept_watched(&ids, keep())?;
+    let mut chosen = Vec::new();
+    for _ in 0..decoded {
+        let id = last(&mut runner, &checkpoint)?;
+        chosen.push(id);
+        runner.accept_watched(&[id], keep())?;
+    }
+    drop((runner, send));
     let executed_against = session.facts().executed;
     drop(session);
 
-    let mut kept = kept.into_iter();
+    let kept = Arc::new(Mutex::new(kept.into_iter()));
+    let codes = codes.map(|codes| Arc::new(Mutex::new(codes)));
     let (send, seen) = channel();
     let drift = args.drift;
-    let compare = move |w: Written<'_>| {
-        let Some(reference) = kept.next().filter(|k| k.site == w.site && k.values.len() == w.values.len())
-        else {
-            return Err(Error::new(Code::Internal, format!("{}: the two runs do not correspond", w.site)));
-        };
-        let _ = send.send((w.site, Line::of(w.site, &reference.values, w.values)));
-        if !drift {
-            w.values.copy_from_slice(&reference.values);
-        }
-        Ok(())
+    let compare = || -> Each {
+        let (kept, codes, send) = (kept.clone(), codes.clone(), send.clone());
+        Box::new(move |w: Written<'_>| {
+            if w.site.is_norm() && !norms {
+                return Ok(());
+            }
+            let next = kept.lock().unwrap_or_else(|e| e.into_inner()).next();
+            let Some(reference) = next.filter(|k| k.site == w.site && k.values.len() == w.values.len())
+            else {
+                return Err(Error::new(
+                    Code::Internal,
+                    format!("{}: the two runs do not correspond", w.site),
+                ));
+            };
+            if let Some(codes) = &codes {
+                let mut codes = codes.lock().unwrap_or_else(|e| e.into_inner());
+                codes.compare(w.site, w.rows, &reference.values, w.values)?;
+            }
+            if !w.site.is_norm() {
+                let _ = send.send((w.site, Line::of(w.site, &reference.values, w.values)));
+                if !drift {
+                    w.values.copy_from_slice(&reference.values);
+                }
+            }
+            Ok(())
+        })
     };
-    let session = Session::load(cx, dispatch, &checkpoint, args.quantize, rows(&ids))?;
-    watch(cx, &session, &checkpoint, &ids, Box::new(compare))?;
+    let session = load(cx, dispatch, &checkpoint, args, context)?;
+    let mut runner = self::runner(cx, &session, &checkpoint, &ids, context)?;
+    runner.accept_watched(&ids, compare())?;
+    for id in chosen {
+        runner.accept_watched(&[id], compare())?;
+    }
+    drop((runner, send));
+    let flips = codes.map(|codes| codes.lock().unwrap_or_else(|e| e.into_inner()).flips());
 
     let mut lines: Vec<(Site, Line)> = Vec::new();
     for (site, line) in seen {
@@ -104,16 +164,21 @@ pub fn run(cx: &Context, args: &TraceArgs) -> Result<Outcome> {
                 model: checkpoint.name(),
                 against: &args.against,
                 tokens: ids.len(),
+                decoded,
                 tolerance,
                 drift,
                 first_divergence: first,
                 layers: &lines,
+                input_codes: flips.as_ref(),
                 executed_against,
                 facts: session.facts(),
             },
         )?;
     } else {
         cx.report().text(&table(&lines, first, tolerance, &args.against))?;
+        if let Some(flips) = flips.filter(|f| f.differ > 0) {
+            cx.report().text(&flips.text(&args.against))?;
+        }
     }
     Ok(if first.is_some() { Outcome::Found(Code::Findings) } else { Outcome::Done })
 }
@@ -136,15 +201,40 @@ fn rows(ids: &[u32]) -> usize {
     ids.len().min(chunk(Device::Cpu))
 }
 
-/// Runs `ids` with `each` between the operations.
-fn watch(cx: &Context, session: &Session, checkpoint: &Checkpoint, ids: &[u32], each: Each) -> Result<()> {
+/// Planned as `q4 generate` plans a context of this size.
+fn load(
+    cx: &Context,
+    dispatch: Dispatch,
+    checkpoint: &Checkpoint,
+    args: &TraceArgs,
+    context: usize,
+) -> Result<Session> {
+    Session::load(cx, dispatch, checkpoint, args.quantize, chunk(cx.device()?).min(context))
+}
+
+/// A context that keeps the logits of all rows.
+fn runner(
+    cx: &Context,
+    session: &Session,
+    checkpoint: &Checkpoint,
+    ids: &[u32],
+    context: usize,
+) -> Result<Runner> {
     let c = checkpoint.config();
     let (q, kv) = (c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim);
-    let widths = c.hidden_size + c.vocab_size + c.num_hidden_layers * (2 * c.hidden_size + 2 * q + 2 * kv);
-    session.reserve((ids.len() * widths * 4) as u64, "the values of the run to compare with")?;
-    let context = context_size(None, ids.len(), checkpoint)?;
-    let options = ContextOptions { context, chunk: rows(ids), all_logits: true, kv: cx.kv(KvType::F32) };
-    session.runner(options)?.accept_watched(ids, each)
+    let layer = 4 * c.hidden_size + 2 * q + 2 * kv + c.intermediate_size;
+    let widths = c.hidden_size + c.vocab_size + c.num_hidden_layers * layer;
+    session.reserve(((ids.len() + DECODED) * widths * 4) as u64, "the values of the run to compare with")?;
+    session.runner(ContextOptions { context, chunk: rows(ids), all_logits: true, kv: cx.kv(KvType::F32) })
+}
+
+/// The most likely token behind all that was accepted.
+fn last(runner: &mut Runner, checkpoint: &Checkpoint) -> Result<u32> {
+    let vocab = checkpoint.config().vocab_size;
+    let logits = runner.logits()?;
+    let row = &logits[logits.len() - vocab..];
+    let best = (0..vocab).reduce(|best, i| if row[i] > row[best] { i } else { best });
+    Ok(best.unwrap_or(0) as u32)
 }
 
 impl Line {
@@ -223,13 +313,16 @@ mod tests {
     use super::*;
 
     fn line(reference: &[f32], got: &[f32]) -> Line {
-        Line::of(Site { layer: Some(3), call: "mlp" }, reference, got)
+        Line::of(Site { layer: Some(3), call: "mlp.down_proj" }, reference, got)
     }
 
     #[test]
     fn differences_are_shares_of_the_largest_value() {
         let l = line(&[1.0, -4.0, 2.0], &[1.0, -3.0, 2.5]);
-        assert_eq!((l.full_name().as_str(), l.ref_max, l.got_max), ("model.layers.3.mlp", 4.0, 3.0));
+        assert_eq!(
+            (l.full_name().as_str(), l.ref_max, l.got_max),
+            ("model.layers.3.mlp.down_proj", 4.0, 3.0)
+        );
         assert_eq!(l.rel, 0.25);
         let cos = (1.0 + 12.0 + 5.0) / (21f64 * (1.0 + 9.0 + 6.25)).sqrt();
         assert!((l.cos - cos).abs() < 1e-12, "{}", l.cos);

@@ -178,16 +178,19 @@ pub trait Executor {
         self.add(scratch, residual)
     }
 
-    /// `residual += down(silu(gate(norm(residual))) * up(norm(residual)))`.
-    fn gated_mlp(
+    /// `s.gated = silu(gate(norm(s.hidden))) * up(norm(s.hidden))`.
+    fn gated(
         &mut self,
         norm: &Self::Norm,
         gate_up: &Self::Linear,
-        down: &Self::Linear,
         s: &mut Slots<Self::Tensor>,
     ) -> Result<()> {
         self.norm_linear(&s.hidden, norm, gate_up, &mut s.normed, &mut s.gate_up)?;
-        self.silu_mul(&s.gate_up, &mut s.gated)?;
-        self.linear_add(&s.gated, down, &mut s.product, &mut s.hidden)
+        self.silu_mul(&s.gate_up, &mut s.gated)
+    }
+
+    /// Whether somebody watches and `s.normed` holds the last norm: where products fuse it, nobody ever writes it down.
+    fn shows_norms(&self) -> bool {
+        false
     }
 }

@@ -1,6 +1,6 @@
 //! The Qwen3 forward pass, once, for every executor.
 use crate::executor::{Executor, Logits, Shape, Slots};
-use crate::watch::Site;
+use crate::watch::{INPUT_NORM, POST_NORM, Site};
 use q4_core::Result;
 
 /// Weights of one layer, in the executor's form.
@@ -71,12 +71,20 @@ impl<E: Executor> Block<E> {
     ) -> Result<()> {
         let at = |call| Site { layer: Some(i), call };
         ex.norm_linear(&s.hidden, &self.input_norm, &self.qkv, &mut s.normed, &mut s.qkv)?;
+        if ex.shows_norms() {
+            ex.watch(at(INPUT_NORM), &mut s.normed)?;
+        }
         ex.watch(at("self_attn.{q,k,v}_proj"), &mut s.qkv)?;
         ex.rope_attention(&mut s.qkv, (&self.q_norm, &self.k_norm), cache, i, &mut s.context)?;
         ex.watch(at("self_attn"), &mut s.context)?;
         ex.linear_add(&s.context, &self.o, &mut s.product, &mut s.hidden)?;
         ex.watch(at("self_attn.o_proj"), &mut s.hidden)?;
-        ex.gated_mlp(&self.post_norm, &self.gate_up, &self.down, s)?;
-        ex.watch(at("mlp"), &mut s.hidden)
+        ex.gated(&self.post_norm, &self.gate_up, s)?;
+        if ex.shows_norms() {
+            ex.watch(at(POST_NORM), &mut s.normed)?;
+        }
+        ex.watch(at("mlp.{gate,up}_proj"), &mut s.gated)?;
+        ex.linear_add(&s.gated, &self.down, &mut s.product, &mut s.hidden)?;
+        ex.watch(at("mlp.down_proj"), &mut s.hidden)
     }
 }

@@ -19,11 +19,10 @@ fn kernels_agree_with_the_oracle_behind_every_call() {
         let options = ["--backend", "nvfp4-kernel", "--activations", activations];
         let seen = json("trace", &[&["-p", "Who are you?", "--against", "reference"], &options[..]].concat());
         let layers = seen["layers"].as_array().unwrap();
-        assert_eq!(layers.len(), 6 * 4 + 2, "{activations}");
-        // Inside a call, an input in the middle between two codes goes to either.
-        let bound = if activations == "native" { 1e-6 } else { 1e-3 };
+        assert_eq!(layers.len(), 6 * 5 + 2, "{activations}");
+        // A call is one product, so no code flips inside it: whatever the inputs are, they are the same.
         for l in layers {
-            assert!(l["rel"].as_f64().unwrap() < bound && l["ref_max"].as_f64().unwrap() > 0.01, "{l}");
+            assert!(l["rel"].as_f64().unwrap() < 1e-6 && l["ref_max"].as_f64().unwrap() > 0.01, "{l}");
         }
         assert_ne!(
             different(&seen),
@@ -31,6 +30,12 @@ fn kernels_agree_with_the_oracle_behind_every_call() {
             "{activations}: an oracle that rounds as a kernel does?"
         );
         assert_eq!(seen["first_divergence"], Value::Null);
+        let codes = &seen["input_codes"];
+        if activations == "nvfp4" {
+            assert!(codes["compared"].as_u64().unwrap() > 10_000 && codes["differ"] == 0, "{codes}");
+        } else {
+            assert_eq!(codes, &Value::Null);
+        }
         assert_eq!(backends(&seen["executed"]), ["nvfp4-kernel"]);
         assert_eq!(backends(&seen["executed_against"]), ["reference"]);
     }
@@ -47,12 +52,16 @@ fn the_layer_that_another_backend_computes_is_named() {
         document("trace", &output)
     };
     let seen = trace(&[]);
-    assert_eq!(different(&seen), ["model.layers.3.mlp"], "each call starts from the same values");
-    assert_eq!(seen["first_divergence"]["call"], "mlp");
+    let mlp = ["model.layers.3.mlp.{gate,up}_proj", "model.layers.3.mlp.down_proj"];
+    assert_eq!(different(&seen), mlp, "each call starts from the same values");
+    assert_eq!(seen["first_divergence"]["call"], "mlp.{gate,up}_proj");
     let drifting = trace(&["--drift"]);
     assert_eq!(drifting["first_divergence"]["name"], "model.layers.3");
     let later = different(&drifting);
-    assert_eq!((later.len(), later[0].as_str()), (1 + 2 * 4 + 1, "model.layers.3.mlp"), "{later:?}");
+    assert_eq!((later.len(), later[0].as_str()), (2 + 2 * 5 + 1, mlp[0]), "{later:?}");
+    let down = ["--backend", "nvfp4-kernel", "--backend", "*.layers.3.mlp.down_proj=dequant-matmul"];
+    let seen = json("trace", &[&["-p", "Who are you?", "--against", "nvfp4-kernel"], &down[..]].concat());
+    assert_eq!(different(&seen), [mlp[1]], "one product");
     let loose = run(&[&options, &against[..2], &["--tolerance", "0.001"]].concat());
     assert!(loose.status.success(), "{}", err(&loose));
 }
@@ -61,7 +70,8 @@ fn the_layer_that_another_backend_computes_is_named() {
 fn a_prompt_of_several_steps_has_one_line_a_call() {
     let ids = vec!["7"; 600].join(",");
     let seen = json("trace", &["--ids", &ids, "--against", "dequant-matmul"]);
-    assert_eq!((seen["layers"].as_array().unwrap().len(), &seen["tokens"]), (26, &Value::from(600)));
+    assert_eq!((seen["layers"].as_array().unwrap().len(), &seen["tokens"]), (32, &Value::from(600)));
+    assert_eq!(seen["decoded"], 4, "and as many calls of one row each");
     assert_eq!(seen["first_divergence"], Value::Null);
 }
 

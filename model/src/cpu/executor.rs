@@ -284,25 +284,21 @@ impl Executor for CpuExecutor {
         self.add(scratch, residual)
     }
 
-    fn gated_mlp(
-        &mut self,
-        norm: &CpuNorm,
-        gate_up: &CpuLinear,
-        down: &CpuLinear,
-        s: &mut Slots<CpuTensor>,
-    ) -> Result<()> {
+    fn gated(&mut self, norm: &CpuNorm, gate_up: &CpuLinear, s: &mut Slots<CpuTensor>) -> Result<()> {
         let rows = s.hidden.rows();
         // Gate and up in one weight, or there is nothing to fuse.
         if gate_up.parts.len() == 1 && self.fuses(gate_up, rows, FuseSet::GATE) {
             self.norm(&s.hidden, norm, &mut s.normed)?;
             s.gated.set_rows(rows);
             let fusion = Fusion { gate: true, ..Fusion::default() };
-            self.product(s.normed.data(), rows, gate_up, &fusion, s.gated.data_mut())?;
-        } else {
-            self.norm_linear(&s.hidden, norm, gate_up, &mut s.normed, &mut s.gate_up)?;
-            self.silu_mul(&s.gate_up, &mut s.gated)?;
+            return self.product(s.normed.data(), rows, gate_up, &fusion, s.gated.data_mut());
         }
-        self.linear_add(&s.gated, down, &mut s.product, &mut s.hidden)
+        self.norm_linear(&s.hidden, norm, gate_up, &mut s.normed, &mut s.gate_up)?;
+        self.silu_mul(&s.gate_up, &mut s.gated)
+    }
+
+    fn shows_norms(&self) -> bool {
+        matches!(self.watch, Watch::Each(_))
     }
 
     fn watch(&mut self, site: Site, slot: &mut CpuTensor) -> Result<()> {

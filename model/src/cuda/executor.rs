@@ -522,28 +522,21 @@ impl Executor for CudaExecutor {
         self.add(scratch, residual)
     }
 
-    fn gated_mlp(
-        &mut self,
-        norm: &CudaNorm,
-        gate_up: &CpuLinear,
-        down: &CpuLinear,
-        s: &mut Slots<CudaTensor>,
-    ) -> Result<()> {
+    fn gated(&mut self, norm: &CudaNorm, gate_up: &CpuLinear, s: &mut Slots<CudaTensor>) -> Result<()> {
         let rows = s.hidden.rows();
         let whole = gate_up.parts.len() == 1; // gate and up in one weight, or there is nothing to fuse
         if whole && fuses(gate_up, rows, FuseSet::NORM.with(FuseSet::GATE)) {
             s.gated.set_rows(rows);
             let fusion = Fusion { norm: Some(norm.fused()?), gate: true, accumulate: false };
-            self.products(s.hidden.view(0)?, gate_up, &fusion, &mut s.gated)?;
+            self.products(s.hidden.view(0)?, gate_up, &fusion, &mut s.gated)
         } else if whole && fuses(gate_up, rows, FuseSet::GATE) {
             self.norm(&s.hidden, norm, &mut s.normed)?;
             s.gated.set_rows(rows);
             let fusion = Fusion { gate: true, ..Fusion::default() };
-            self.products(s.normed.view(0)?, gate_up, &fusion, &mut s.gated)?;
+            self.products(s.normed.view(0)?, gate_up, &fusion, &mut s.gated)
         } else {
             self.norm_linear(&s.hidden, norm, gate_up, &mut s.normed, &mut s.gate_up)?;
-            self.silu_mul(&s.gate_up, &mut s.gated)?;
+            self.silu_mul(&s.gate_up, &mut s.gated)
         }
-        self.linear_add(&s.gated, down, &mut s.product, &mut s.hidden)
     }
 }
