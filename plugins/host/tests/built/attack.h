@@ -157,7 +157,8 @@ static void before(void)
     if (write(1, "<injected>", 10) != 10)
         _exit(9);
 #elif defined ATTACK_MALLOC
-    free(malloc(1 << 16));
+    char *volatile bytes = malloc(1 << 16); /* or the compiler leaves both out */
+    free(bytes);
 #elif defined ATTACK_FORK
     pid_t child = fork();
     if (!child)
