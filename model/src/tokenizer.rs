@@ -21,6 +21,7 @@ const PROBE: &str = "Hello, World 0123! \n\t don't 你好，世界 émoji 🦀\r
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     special: Vec<u32>,
+    highest: u32,
     /// Bytes of every token, if the decoder is plain byte-level: then streams need no library call.
     bytes: Option<stream::TokenBytes>,
 }
@@ -37,7 +38,7 @@ impl Tokenizer {
     /// Errors: [`Code::TokenizerInvalid`] for damage, excess, and whatever makes the library fail or panic.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         files::within(bytes, FILE_LIMIT, "tokenizer.json", Code::TokenizerInvalid)?;
-        let byte_level = audit::audit(bytes)?;
+        let audit::Facts { byte_level, highest } = audit::audit(bytes)?;
         let mut inner = guarded("loading", || tokenizers::Tokenizer::from_bytes(bytes))?;
         guarded("loading", || inner.with_truncation(None).map(|_| ()))?;
         inner.with_padding(None);
@@ -45,7 +46,7 @@ impl Tokenizer {
             inner.get_added_tokens_decoder().iter().filter(|(_, t)| t.special).map(|(id, _)| *id).collect();
         special.sort_unstable();
         let bytes = byte_level.then(|| stream::TokenBytes::new(&inner));
-        let tokenizer = Self { inner, special, bytes };
+        let tokenizer = Self { inner, special, bytes, highest };
         let ids = tokenizer.encode(PROBE, true)?;
         tokenizer.decode(&ids, false)?;
         Ok(tokenizer)
@@ -79,6 +80,21 @@ impl Tokenizer {
     /// Number of tokens, added ones included.
     pub fn vocab_size(&self) -> usize {
         self.inner.get_vocab_size(true)
+    }
+
+    /// The largest id that the file gives a token.
+    pub fn highest_id(&self) -> u32 {
+        self.highest
+    }
+
+    /// Whether any token steers the model.
+    pub fn has_special(&self) -> bool {
+        !self.special.is_empty()
+    }
+
+    /// Text of one token as the vocabulary spells it.
+    pub fn token_of(&self, id: u32) -> Option<String> {
+        self.inner.id_to_token(id)
     }
 
     /// Whether the token steers the model and is no text.

@@ -1,13 +1,16 @@
 //! Refuses tokenizers that would make the library panic, hang or grow without bound, before it sees them.
 //!
-//! Every rule answers a way to turn a small file into a large amount of work; honest tokenizers are far below.
+//! Every rule answers a way to turn a small file into a large amount of work; honest tokenizers are far below. What is
+//! accepted loads within 2 seconds and 256 MiB for every 64 KiB, and so does a prompt of 4 KiB.
+mod entries;
+mod parts;
+mod pattern;
+mod tree;
+
+use entries::{Contents, Entries, Merges};
 use q4_core::{Code, Error, Result};
-use serde::{
-    Deserialize, Deserializer,
-    de::{IgnoredAny, MapAccess, SeqAccess, Visitor},
-};
-use serde_json::Value;
-use std::fmt;
+use serde::Deserialize;
+use tree::Tree;
 
 /// Nesting of the JSON.
 const DEPTH: usize = 64;
@@ -15,41 +18,39 @@ const DEPTH: usize = 64;
 const ENTRIES: usize = 1 << 20;
 /// Added tokens.
 const ADDED: usize = 1 << 16;
-/// Factor by which normalizers or decoders may lengthen a text.
-const GROWTH: usize = 32;
-/// Bytes of a regular expression.
-const PATTERN: usize = 16 << 10;
+/// Bytes of all added tokens together: the automaton that finds them takes about a second for them.
+const ADDED_BYTES: usize = 1 << 20;
+/// Bytes of one token. The longest of published vocabularies has 1024 (a run of blanks).
+const TOKEN: usize = 4096;
+/// Bytes of what a subword may begin or end with; it is written again for every character of a text.
+const AFFIX: usize = 64;
+/// Characters of a word that WordPiece may look at: its work grows with their cube. The usual bound is 100.
+const WORD: u64 = 256;
 
-/// Whether the decoder is plain byte-level. Errors: [`Code::TokenizerInvalid`], naming what is out of bounds.
-pub(super) fn audit(bytes: &[u8]) -> Result<bool> {
+/// What the file says beside its size.
+pub(super) struct Facts {
+    /// The decoder is plain byte-level.
+    pub byte_level: bool,
+    /// The largest token id.
+    pub highest: u32,
+}
+
+/// Errors: [`Code::TokenizerInvalid`], naming what is out of bounds.
+pub(super) fn audit(bytes: &[u8]) -> Result<Facts> {
     check_depth(bytes)?;
     let file: File = serde_json::from_slice(bytes).map_err(|e| {
         refused("damaged or not a tokenizer").need("a JSON object with a model").have(e.to_string())
     })?;
-    let entries = file.model.vocab.count + file.model.merges.count;
-    bounded("vocabulary and merges", entries, ENTRIES)?;
-    bounded("added_tokens", file.added_tokens.len(), ADDED)?;
-    let ids = file.added_tokens.iter().map(|t| t.id).chain([file.model.vocab.highest]);
-    bounded("highest token id", ids.max().unwrap_or(0).try_into().unwrap_or(usize::MAX), ENTRIES - 1)?;
-    if file.model.vocab.count == 0 {
-        return Err(refused("the vocabulary is empty").need("at least one token").have("none"));
-    }
-    if let Some(dropout) = file.model.dropout.filter(|p| *p != 0.0) {
-        return Err(refused("model.dropout makes encoding random")
-            .need("null or 0")
-            .have(dropout.to_string()));
-    }
-    for (name, part) in [
-        ("normalizer", &file.normalizer),
-        ("pre_tokenizer", &file.pre_tokenizer),
-        ("post_processor", &file.post_processor),
-        ("decoder", &file.decoder),
-    ] {
-        check_part(name, part)?;
-    }
-    check_post_processor(&file.post_processor)?;
-    check_truncation(&file.truncation)?;
-    Ok(file.decoder.get("type").is_some_and(|t| t == "ByteLevel"))
+    check_model(bytes, &file.model)?;
+    let highest = check_added(&file.added_tokens, file.model.vocab.highest)?;
+    parts::check(&[
+        ("normalizer", &file.normalizer.0),
+        ("pre_tokenizer", &file.pre_tokenizer.0),
+        ("post_processor", &file.post_processor.0),
+        ("decoder", &file.decoder.0),
+    ])?;
+    check_truncation(&file.truncation.0)?;
+    Ok(Facts { byte_level: file.decoder.0.get("type").is_some_and(|t| t == "ByteLevel"), highest })
 }
 
 /// Counts brackets outside of strings, so that no recursive parser sees deep nesting.
@@ -71,61 +72,68 @@ fn check_depth(bytes: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// Number of components, length of patterns, growth of the text.
-fn check_part(name: &str, part: &Value) -> Result<()> {
-    let (mut components, mut growth) = (0usize, 1usize);
-    let mut open = vec![part];
-    while let Some(value) = open.pop() {
-        match value {
-            Value::Array(list) => open.extend(list),
-            Value::Object(map) => {
-                components += usize::from(map.contains_key("type"));
-                let added =
-                    ["content", "prepend"].map(|k| map.get(k).and_then(Value::as_str).map_or(0, str::len));
-                growth = growth.saturating_mul(added[0].max(added[1]).max(1));
-                for pattern in ["Regex", "String"].iter().filter_map(|k| map.get(*k)?.as_str()) {
-                    bounded(&format!("{name}: bytes of a pattern"), pattern.len(), PATTERN)?;
-                }
-                if map.get("type").is_some_and(|t| t == "FixedLength") && map.get("length") == Some(&0.into())
-                {
-                    return Err(refused(&format!("{name}: FixedLength has length 0"))
-                        .need("at least 1")
-                        .have("0"));
-                }
-                open.extend(map.values());
-            }
-            _ => {}
-        }
+fn check_model(bytes: &[u8], model: &Model) -> Result<()> {
+    bounded("vocabulary and merges", model.vocab.count + model.merges.count, ENTRIES)?;
+    if model.vocab.count == 0 {
+        return Err(refused("the vocabulary is empty").need("at least one token").have("none"));
     }
-    bounded(&format!("{name}: components"), components, 64)?;
-    bounded(&format!("{name}: growth of a text"), growth, GROWTH)
+    bounded("bytes of a token", model.vocab.longest, TOKEN)?;
+    if let Some(dropout) = model.dropout.filter(|p| *p != 0.0) {
+        return Err(refused("model.dropout makes encoding random")
+            .need("null or 0")
+            .have(dropout.to_string()));
+    }
+    if let Some(most) = model.max_input_chars_per_word.filter(|n| *n > WORD) {
+        return Err(refused("model.max_input_chars_per_word out of bounds")
+            .need(format!("at most {WORD}"))
+            .have(most.to_string())
+            .fix("set it to 100, the usual bound"));
+    }
+    for (name, affix) in [
+        ("continuing_subword_prefix", &model.continuing_subword_prefix),
+        ("end_of_word_suffix", &model.end_of_word_suffix),
+    ] {
+        bounded(&format!("model.{name}: bytes"), affix.as_ref().map_or(0, |a| a.len()), AFFIX)?;
+    }
+    match model.continuing_subword_prefix.as_deref() {
+        Some(prefix) if !prefix.is_empty() && model.merges.count > 0 => check_prefix(bytes, prefix),
+        _ => Ok(()),
+    }
 }
 
-/// A template that names the text more than once multiplies it.
-fn check_post_processor(part: &Value) -> Result<()> {
-    let mut open = vec![part];
-    while let Some(value) = open.pop() {
-        match value {
-            Value::Array(list) => open.extend(list),
-            Value::Object(map) => {
-                let single = map.get("single").and_then(Value::as_array);
-                let texts =
-                    single.map_or(1, |s| s.iter().filter(|piece| piece.get("Sequence").is_some()).count());
-                if texts != 1 {
-                    return Err(refused("post_processor: the template must name the text once")
-                        .need("one Sequence in single")
-                        .have(texts.to_string()));
-                }
-                open.extend(map.values().filter(|v| v.is_array()));
-            }
-            _ => {}
-        }
+/// The library cuts the prefix off the second half of every merge by its length in bytes, whatever stands there.
+fn check_prefix(bytes: &[u8], prefix: &str) -> Result<()> {
+    #[derive(Deserialize)]
+    struct File {
+        model: Model,
     }
-    Ok(())
+    #[derive(Deserialize)]
+    struct Model {
+        merges: Merges,
+    }
+    let file: File = serde_json::from_slice(bytes).map_err(|e| {
+        refused("model.merges").need("pairs of tokens, or texts of two tokens").have(e.to_string())
+    })?;
+    let cut = file.model.merges.0.iter().find(|second| second.get(prefix.len()..).is_none());
+    cut.map_or(Ok(()), |second| {
+        Err(refused("model.continuing_subword_prefix does not begin every merge's second half")
+            .need(format!("`{prefix}` before it"))
+            .have(format!("`{}`", second.chars().take(40).collect::<String>()))
+            .fix("leave the prefix out, or export the merges again"))
+    })
 }
 
-fn check_truncation(truncation: &Value) -> Result<()> {
-    let size = |name: &str| truncation.get(name).and_then(Value::as_u64);
+fn check_added(added: &Contents, highest: u64) -> Result<u32> {
+    bounded("added_tokens", added.count, ADDED)?;
+    bounded("added_tokens: bytes of a token", added.longest, TOKEN)?;
+    bounded("added_tokens: bytes of all tokens", added.bytes, ADDED_BYTES)?;
+    let highest = added.highest.max(highest);
+    bounded("highest token id", highest.try_into().unwrap_or(usize::MAX), ENTRIES - 1)?;
+    Ok(highest as u32)
+}
+
+fn check_truncation(truncation: &serde_json::Value) -> Result<()> {
+    let size = |name: &str| truncation.get(name).and_then(serde_json::Value::as_u64);
     match (size("stride"), size("max_length")) {
         (Some(stride), Some(length)) if stride >= length => {
             Err(refused("truncation: the stride is not below max_length")
@@ -150,23 +158,18 @@ fn refused(what: &str) -> Error {
 #[derive(Deserialize)]
 struct File {
     #[serde(default)]
-    added_tokens: Vec<Added>,
+    added_tokens: Contents,
     #[serde(default)]
-    truncation: Value,
+    truncation: Tree,
     #[serde(default)]
-    normalizer: Value,
+    normalizer: Tree,
     #[serde(default)]
-    pre_tokenizer: Value,
+    pre_tokenizer: Tree,
     #[serde(default)]
-    post_processor: Value,
+    post_processor: Tree,
     #[serde(default)]
-    decoder: Value,
+    decoder: Tree,
     model: Model,
-}
-
-#[derive(Deserialize)]
-struct Added {
-    id: u64,
 }
 
 #[derive(Deserialize)]
@@ -176,41 +179,10 @@ struct Model {
     merges: Entries,
     #[serde(default)]
     dropout: Option<f64>,
-}
-
-/// Counts a list or map without keeping it; `highest` is the largest number among a map's values.
-#[derive(Default)]
-struct Entries {
-    count: usize,
-    highest: u64,
-}
-
-impl<'de> Deserialize<'de> for Entries {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(Entries::default())
-    }
-}
-
-impl<'de> Visitor<'de> for Entries {
-    type Value = Self;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a list or a map of token ids")
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(mut self, mut list: A) -> Result<Self, A::Error> {
-        while list.next_element::<IgnoredAny>()?.is_some() {
-            self.count += 1;
-        }
-        self.highest = self.count.saturating_sub(1) as u64;
-        Ok(self)
-    }
-
-    fn visit_map<A: MapAccess<'de>>(mut self, mut map: A) -> Result<Self, A::Error> {
-        while let Some((_, id)) = map.next_entry::<IgnoredAny, u64>()? {
-            self.count += 1;
-            self.highest = self.highest.max(id);
-        }
-        Ok(self)
-    }
+    #[serde(default)]
+    continuing_subword_prefix: Option<String>,
+    #[serde(default)]
+    end_of_word_suffix: Option<String>,
+    #[serde(default)]
+    max_input_chars_per_word: Option<u64>,
 }
