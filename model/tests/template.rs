@@ -194,3 +194,41 @@ fn errors_name_the_line() {
         assert!(have.contains(text), "{source}: {have}");
     }
 }
+
+#[test]
+fn values_are_tested_sliced_and_printed_as_in_jinja2() {
+    for (source, text) in [
+        (
+            "{{ none is iterable }} {{ x is iterable }} {{ 'ab' is iterable }} {{ 7 is iterable }}",
+            "False True True False",
+        ),
+        (
+            "{{ 'abc' is sequence }} {{ {} is sequence }} {{ [] is sequence }} {{ none is sequence }}",
+            "True True True False",
+        ),
+        ("{% if tools is iterable and tools | length > 0 %}tools{% else %}no tools{% endif %}", "no tools"),
+        ("{{ x | length }}{{ 'abc' | count }}", "03"),
+        (
+            "{{ ''[::-1] }}|{{ [][::-1] }}|{{ 'abc'[::-1] }}|{{ 'abcdef'[1:-1:2] }}|{{ [1, 2, 3][-2:] }}",
+            "|[]|cba|bd|[2, 3]",
+        ),
+        ("{{ 'abc'[5:] }}{{ 'abc'[:-9] }}{{ '談談UFO'[1:3] }}", "談U"),
+        ("{{ 0.0000001 }} {{ 1e16 }} {{ 0.5 }} {{ 3 }}", "1e-07 1e+16 0.5 3"),
+        ("{{ 'prefix-x'.removeprefix('prefix-') }} {{ 'x.py'.removesuffix('.py') }}", "x x"),
+    ] {
+        let lower = |text: &str| text.replace("True", "true").replace("False", "false");
+        assert_eq!(lower(&says(source)), lower(text), "{source}");
+    }
+    assert!(error("{{ none | length }}").contains("length"));
+    assert!(error("{{ 'a'[::0] }}").contains("step"));
+}
+
+#[test]
+fn numbers_of_tools_come_out_as_they_went_in() {
+    let tools: Value =
+        serde_json::from_str(r#"[{"x": 92853.18241295399, "y": 0.1, "z": 18446744073709551615}]"#)
+            .expect("json");
+    let template = ChatTemplate::compile("{{ tools | tojson }}").expect("compiles");
+    let text = template.render(&[], Some(&tools), false, &Map::new()).expect("renders");
+    assert_eq!(text, r#"[{"x": 92853.18241295399, "y": 0.1, "z": 18446744073709551615}]"#);
+}

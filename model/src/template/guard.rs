@@ -22,6 +22,7 @@ pub(super) const CONCAT: &str = "q4_concat";
 pub(super) const MADE: &str = "q4_made";
 pub(super) const KEPT: &str = "q4_kept";
 pub(super) const TICK: &str = "q4_tick";
+pub(super) const SLICE: &str = "q4_slice";
 
 /// Instructions of a rendering.
 const FUEL: u64 = 1_000_000;
@@ -35,12 +36,11 @@ const DEPTH: usize = 64;
 const TIME: Duration = Duration::from_secs(5);
 
 /// Builtin filters that need nothing from the environment.
-const FILTERS: [&str; 30] = [
+const FILTERS: [&str; 28] = [
     "abs",
     "attr",
     "bool",
     "capitalize",
-    "count",
     "d",
     "default",
     "dictsort",
@@ -51,7 +51,6 @@ const FILTERS: [&str; 30] = [
     "int",
     "items",
     "last",
-    "length",
     "lines",
     "list",
     "lower",
@@ -169,6 +168,12 @@ fn guarded_environment() -> Environment<'static> {
     env.add_filter(MADE, made);
     env.add_filter(KEPT, kept);
     env.add_filter(TICK, |value: Value| tick().map(|()| value));
+    env.add_filter(SLICE, slice);
+    env.add_filter("length", length);
+    env.add_filter("count", length);
+    env.add_test("iterable", |v: Value| !v.is_none() && v.try_iter().is_ok());
+    env.add_test("sequence", |v: Value| v.is_undefined() || (!v.is_none() && v.len().is_some()));
+    env.add_test("callable", |v: Value| v.kind() == ValueKind::Plain && v.as_object().is_some());
     env.add_filter("join", join);
     env.add_filter("replace", replace);
     env.add_filter("string", |value: Value| text_of(&value).map(Value::from));
@@ -202,6 +207,14 @@ fn method(state: &mut State<'_, '_>, value: &Value, name: &str, args: &[Value]) 
             ("replace", [old, new, n]) => {
                 return replace(value.clone(), old.clone(), new.clone(), n.as_i64());
             }
+            ("removeprefix", [part]) => {
+                let part = part.as_str().unwrap_or_default();
+                return paid(text.strip_prefix(part).unwrap_or(text));
+            }
+            ("removesuffix", [part]) => {
+                let part = part.as_str().unwrap_or_default();
+                return paid(text.strip_suffix(part).unwrap_or(text));
+            }
             ("split", [separator, ..]) => {
                 let pieces =
                     separator.as_str().filter(|s| !s.is_empty()).map_or(0, |s| text.matches(s).count());
@@ -213,6 +226,54 @@ fn method(state: &mut State<'_, '_>, value: &Value, name: &str, args: &[Value]) 
     charge_arguments(std::slice::from_ref(value))?;
     charge_arguments(args)?;
     unknown_method_callback(state, value, name, args)
+}
+
+fn paid(text: &str) -> Result<Value, Error> {
+    charge(text.len())?;
+    Ok(Value::from(text))
+}
+
+/// `length` of Jinja: what is undefined has none, `none` cannot be asked.
+fn length(value: Value) -> Result<usize, Error> {
+    tick()?;
+    match value.len() {
+        Some(n) => Ok(n),
+        None if value.is_undefined() => Ok(0),
+        None => Err(fail(format!("cannot calculate length of value of type {}", value.kind()))),
+    }
+}
+
+/// `value[start:stop:step]` of Python, on characters of texts and items of lists.
+fn slice(value: Value, start: Value, stop: Value, step: Value) -> Result<Value, Error> {
+    let number = |v: &Value| match v.is_none() || v.is_undefined() {
+        true => Ok(None),
+        false => v.as_i64().map(Some).ok_or_else(|| fail("a slice needs whole numbers")),
+    };
+    let (start, stop, step) = (number(&start)?, number(&stop)?, number(&step)?.unwrap_or(1));
+    if step == 0 {
+        return Err(fail("a slice cannot step by 0"));
+    }
+    let picked = |n: usize| {
+        let n = n as i64;
+        let (low, high) = if step > 0 { (0, n) } else { (-1, n - 1) };
+        let place = |i: i64| (if i < 0 { i.saturating_add(n) } else { i }).clamp(low, high);
+        let first = start.map_or(if step > 0 { low } else { high }, place);
+        let end = stop.map_or(if step > 0 { high } else { low }, place);
+        std::iter::successors(Some(first), move |i| i.checked_add(step))
+            .take_while(move |i| if step > 0 { *i < end } else { *i > end })
+            .map(|i| i as usize)
+    };
+    if let Some(text) = value.as_str() {
+        charge(text.len().saturating_mul(4))?;
+        let chars: Vec<char> = text.chars().collect();
+        return Ok(Value::from(picked(chars.len()).filter_map(|i| chars.get(i)).collect::<String>()));
+    }
+    if !is_list(&value) && !value.is_none() && !value.is_undefined() {
+        return Err(fail(format!("{} cannot be sliced", value.kind())));
+    }
+    charge(size(&value))?;
+    let items: Vec<Value> = value.try_iter()?.collect();
+    Ok(picked(items.len()).filter_map(|i| items.get(i).cloned()).collect())
 }
 
 /// A builtin makes about as much as it is given.
@@ -413,6 +474,13 @@ struct Paid {
 
 impl Paid {
     fn push(&mut self, value: &Value) -> Result<(), Error> {
+        if value.kind() == ValueKind::Number && !value.is_integer() {
+            let number = f64::try_from(value.clone())?;
+            let text = if number.is_finite() { json::float(number) } else { value.to_string() };
+            charge(text.len())?;
+            self.text.push_str(&text);
+            return Ok(());
+        }
         match write!(self, "{value}") {
             Ok(()) => Ok(()),
             Err(e) => Err(self.refused.take().unwrap_or_else(|| e.into())),

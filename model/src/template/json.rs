@@ -131,7 +131,7 @@ impl Writer {
 }
 
 /// A float as Python's `repr`: shortest digits, exponent form below 1e-4 and from 1e16 on.
-fn float(x: f64) -> String {
+pub(super) fn float(x: f64) -> String {
     if !x.is_finite() {
         return if x.is_nan() {
             "NaN"

@@ -11,7 +11,7 @@ use minijinja::{
         ast::{
             BinOp, BinOpKind, Call, CallArg, CallBlock, Compare, CompareOp, Const, Do, EmitExpr, Expr,
             Filter, FilterBlock, ForLoop, GetAttr, GetItem, IfCond, IfExpr, List, Macro, Map, Set, SetBlock,
-            Slice, Spanned, Stmt, Template, Test, Tuple, UnaryOp, UnaryOpKind, Var, WithBlock,
+            Spanned, Stmt, Template, Test, Tuple, UnaryOp, UnaryOpKind, Var, WithBlock,
         },
     },
 };
@@ -126,15 +126,13 @@ impl Rewriter {
         Ok(match expr {
             Expr::Var(e) => Expr::Var(at(e, Var { id: e.id })),
             Expr::Const(e) => Expr::Const(at(e, Const { value: e.value.clone() })),
-            Expr::Slice(e) => made(Expr::Slice(at(
-                e,
-                Slice {
-                    expr: self.expr(&e.expr)?,
-                    start: self.optional(&e.start)?,
-                    stop: self.optional(&e.stop)?,
-                    step: self.optional(&e.step)?,
-                },
-            ))),
+            Expr::Slice(e) => {
+                let none = || Expr::Const(Spanned::new(Const { value: Value::from(()) }, span));
+                let value = self.expr(&e.expr)?;
+                let bounds = [&e.start, &e.stop, &e.step].into_iter();
+                let args = bounds.map(|b| Ok(CallArg::Pos(self.optional(b)?.unwrap_or_else(none))));
+                through(guard::SLICE, span, value, args.collect::<Copied<_>>()?)
+            }
             Expr::UnaryOp(e) => {
                 let negates = matches!(e.op, UnaryOpKind::Not);
                 let op = if negates { UnaryOpKind::Not } else { UnaryOpKind::Neg };
