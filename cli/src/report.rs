@@ -2,10 +2,12 @@
 //!
 //! Results go to stdout and nothing else does, so that a script can rely on every byte there.
 use crate::args::{ColorChoice, GlobalArgs};
+use crate::signals;
 use indicatif::{ProgressBar, ProgressStyle};
 use q4_core::{Code, Error, Result};
 use serde::Serialize;
 use serde_json::{Map, Value};
+use std::borrow::Cow;
 use std::io::{self, IsTerminal, Write};
 
 /// How a verb ended when its result was written.
@@ -61,9 +63,9 @@ impl Report {
         stdout(&document(verb, body)?)
     }
 
-    /// Text on stdout as it is.
+    /// Text on stdout, [plain](plain).
     pub fn text(&self, text: &str) -> Result<()> {
-        stdout(text)
+        stdout(&plain(text))
     }
 
     /// One line on stderr that the user should act on; `-q` hides it.
@@ -76,7 +78,7 @@ impl Report {
     /// One line on stderr that nothing hides: what is computed is not what a user would expect.
     pub fn insist(&self, text: &str) {
         let (on, off) = if self.color { ("\x1b[33m", "\x1b[0m") } else { ("", "") };
-        stderr(&format!("{on}warning:{off} {text}\n"));
+        stderr(&format!("{on}warning:{off} {}\n", plain(text)));
     }
 
     /// A progress bar on stderr, hidden unless a person looks. The caller sets length and position and clears it.
@@ -92,13 +94,34 @@ impl Report {
     /// One line on stderr for those who asked with `-v`.
     pub fn detail(&self, text: &str) {
         if self.verbose && !self.quiet {
-            stderr(&format!("{text}\n"));
+            stderr(&format!("{}\n", plain(text)));
         }
     }
 }
 
-/// Writes to stdout at once. A closed pipe ends the process; any other failure is [`Code::Io`].
+/// Text that tells a terminal nothing: names of tensors and files come from strangers. Control characters but newline and
+/// tab, and those that turn the direction of what is read, are written as `\u{..}`. What a model answers is not text of ours.
+pub fn plain(text: &str) -> Cow<'_, str> {
+    let steers = |c: char| {
+        c.is_control() && !matches!(c, '\n' | '\t')
+            || matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+    };
+    if !text.contains(steers) {
+        return Cow::Borrowed(text);
+    }
+    let mut shown = String::with_capacity(text.len() + 16);
+    for c in text.chars() {
+        if steers(c) { shown.extend(c.escape_unicode()) } else { shown.push(c) }
+    }
+    Cow::Owned(shown)
+}
+
+/// Writes to stdout at once. A closed pipe ends the process; any other failure is [`Code::Io`], and so is a stdout that was
+/// closed before the program began: the standard library puts the null device in its place.
 pub fn stdout(text: &str) -> Result<()> {
+    if signals::stdout_was_closed() {
+        return Err(Error::new(Code::Io, "standard output: closed").fix("q4 ... > FILE"));
+    }
     let mut out = io::stdout().lock();
     out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(|e| {
         let error = Error::new(Code::Io, format!("standard output: {e}"));
@@ -113,7 +136,7 @@ pub fn stderr(text: &str) {
 
 /// An error as text on stderr and, with `json`, as a document on stdout.
 pub fn error(e: &Error, json: bool) {
-    stderr(&format!("{e}\n"));
+    stderr(&format!("{}\n", plain(&e.to_string())));
     if json {
         error_document(e);
     }
@@ -167,6 +190,12 @@ fn document(verb: &str, body: &impl Serialize) -> Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn nothing_that_steers_a_terminal_is_written() {
+        assert_eq!(plain("a\tb\n談"), "a\tb\n談");
+        assert_eq!(plain("\u{1b}[2Jx\r\u{7f}\u{9b}\u{202e}"), r"\u{1b}[2Jx\u{d}\u{7f}\u{9b}\u{202e}");
+    }
 
     #[test]
     fn the_schema_comes_first_and_every_part_of_an_error_is_there() {

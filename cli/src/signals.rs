@@ -16,6 +16,28 @@ pub fn interrupted() -> bool {
     ASKED.load(Ordering::Relaxed)
 }
 
+/// Whether nothing was open as stdout when the program began.
+pub fn stdout_was_closed() -> bool {
+    CLOSED.load(Ordering::Relaxed)
+}
+
+static CLOSED: AtomicBool = AtomicBool::new(false);
+
+/// Runs before `main`: the standard library opens the null device for a missing stdout before `main` could look.
+#[cfg(any(target_os = "linux", target_os = "macos"))]
+#[used]
+// SAFETY: the loader calls what stands here once with no other thread running; the function makes one system call.
+#[cfg_attr(target_os = "linux", unsafe(link_section = ".init_array"))]
+#[cfg_attr(target_os = "macos", unsafe(link_section = "__DATA,__mod_init_func"))]
+static LOOK: extern "C" fn() = look;
+
+#[cfg(any(target_os = "linux", target_os = "macos"))]
+extern "C" fn look() {
+    // SAFETY: asks about a descriptor and changes nothing.
+    let open = unsafe { libc::fcntl(1, libc::F_GETFD) } != -1;
+    CLOSED.store(!open, Ordering::Relaxed);
+}
+
 /// While it lives, the first Ctrl-C only sets [`interrupted`]; whoever holds it looks there and stops.
 pub struct Cleanup(());
 

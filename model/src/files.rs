@@ -4,8 +4,13 @@
 use q4_core::{Code, Error, Result};
 use std::{fs::File, io::Read, path::Path};
 
-/// The whole file as bytes. Larger than `limit` bytes: an error with `code`; missing: [`Code::ModelMissing`].
+/// The whole regular file as bytes; anything else might never end, or never begin. Larger than `limit` bytes: an error with `code`; missing: [`Code::ModelMissing`].
 pub(crate) fn read(path: &Path, limit: usize, code: Code) -> Result<Vec<u8>> {
+    if !std::fs::metadata(path).map_err(|e| Error::io(path, &e))?.is_file() {
+        return Err(Error::new(code, path.display().to_string())
+            .need("a regular file")
+            .have("something else"));
+    }
     let file = File::open(path).map_err(|e| Error::io(path, &e))?;
     let mut bytes = Vec::new();
     file.take(limit as u64 + 1).read_to_end(&mut bytes).map_err(|e| Error::io(path, &e))?;

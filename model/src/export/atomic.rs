@@ -16,8 +16,12 @@ pub(crate) struct Output {
 }
 
 impl Output {
-    /// A new directory that will be called `target`. [`Code::Usage`] when that exists and is not an empty directory.
+    /// A new directory that will be called `target`. [`Code::Usage`] when that exists and is not an empty directory; a link
+    /// to one cannot be replaced by a directory.
     pub fn directory(target: &Path) -> Result<Self> {
+        if fs::symlink_metadata(target).is_ok_and(|m| m.is_symlink()) {
+            return Err(exists(target));
+        }
         match fs::read_dir(target).map(|mut entries| entries.next().is_some()) {
             Ok(true) => return Err(exists(target)),
             Err(e) if e.kind() == ErrorKind::NotADirectory => return Err(exists(target)),
@@ -230,6 +234,16 @@ mod tests {
         assert_eq!(e.code(), Code::Io);
         assert!(e.to_string().contains("nonexistent-parent"));
         assert_eq!(Output::directory(Path::new("..")).expect_err("no name").code(), Code::Usage);
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_link_to_an_empty_directory_is_refused_at_once() {
+        let dir = tempfile::tempdir().expect("temporary directory");
+        let (empty, link) = (dir.path().join("empty"), dir.path().join("link"));
+        fs::create_dir(&empty).expect("created");
+        std::os::unix::fs::symlink(&empty, &link).expect("linked");
+        assert_eq!(Output::directory(&link).expect_err("a link").code(), Code::Usage);
     }
 
     #[cfg(unix)]
