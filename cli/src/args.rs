@@ -285,15 +285,19 @@ pub struct InspectArgs {
 /// `q4 verify`.
 #[derive(Args, Debug)]
 #[command(after_long_help = "\
-The exit status is 3 when a finding is an error, 4 when the model cannot be opened at all; warnings alone are 0.
+The exit status is 3 when a finding is an error or a warning, 4 when the model cannot be opened at all; notes alone are 0.
 
 Examples:
   q4 verify ./model
+  q4 verify --run ./model
   q4 verify ./model.dat --config ./original")]
 pub struct VerifyArgs {
     /// Which model.
     #[command(flatten)]
     pub model: ModelArgs,
+    /// Also run a built-in text and compare the layers with each other: tells matrices that stand in another order.
+    #[arg(long)]
+    pub run: bool,
 }
 
 /// `q4 quantize`.

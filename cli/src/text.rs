@@ -7,6 +7,7 @@ use q4_model::generate::Limits;
 use q4_model::generation::GenerationConfig;
 use q4_model::sampling::SamplingParams;
 use q4_model::template::ChatTemplate;
+use q4_model::text;
 use q4_model::tokenizer::Tokenizer;
 use serde_json::{Map, Value};
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -28,16 +29,8 @@ impl Text {
     /// Reads the files beside the weights. [`Code::ModelMissing`] without a tokenizer.
     pub fn of(checkpoint: &Checkpoint) -> Result<Self> {
         let config = checkpoint.config();
-        let file = checkpoint.file("tokenizer.json").ok_or_else(|| {
-            Error::new(Code::ModelMissing, format!("{}: no tokenizer.json", checkpoint.name()))
-                .need("tokenizer.json beside the weights")
-                .fix("name it with --tokenizer PATH; `q4 logits` needs none")
-        })?;
-        let tokenizer = Tokenizer::from_bytes(&file)?;
-        let generation = match checkpoint.file("generation_config.json") {
-            Some(bytes) => GenerationConfig::parse(&bytes, config.vocab_size)?,
-            None => GenerationConfig::default(),
-        };
+        let tokenizer = text::tokenizer(checkpoint)?;
+        let generation = text::generation(checkpoint)?;
         let mut stop_ids = generation.eos_token_ids.clone();
         if stop_ids.is_empty() {
             stop_ids = config.eos_token_ids.clone();
@@ -45,19 +38,12 @@ impl Text {
         if stop_ids.is_empty() {
             stop_ids.extend(["<|im_end|>", "<|endoftext|>"].iter().filter_map(|t| tokenizer.id_of(t)));
         }
-        Ok(Self { tokenizer, variables: variables(checkpoint)?, generation, stop_ids })
+        Ok(Self { tokenizer, variables: text::variables(checkpoint)?, generation, stop_ids })
     }
 
     /// The model's chat template, else that of Qwen3 instruct models.
     pub fn template(checkpoint: &Checkpoint) -> Result<ChatTemplate> {
-        if let Some(bytes) = checkpoint.file("chat_template.jinja") {
-            let source = std::str::from_utf8(&bytes).map_err(|e| {
-                Error::new(Code::TemplateInvalid, "chat_template.jinja: not UTF-8").have(e.to_string())
-            })?;
-            return ChatTemplate::compile(source).map_err(|e| e.within("chat_template.jinja"));
-        }
-        let own = checkpoint.file("tokenizer_config.json").map(|b| ChatTemplate::from_tokenizer_config(&b));
-        match own.transpose()?.flatten() {
+        match text::template(checkpoint)? {
             Some(template) => Ok(template),
             None => {
                 tracing::info!(
@@ -114,20 +100,4 @@ pub fn context_size(asked: Option<u32>, need: usize, checkpoint: &Checkpoint) ->
             .need(format!("at most {most}, the model's max_position_embeddings")));
     }
     Ok(asked as usize)
-}
-
-fn variables(checkpoint: &Checkpoint) -> Result<Map<String, Value>> {
-    let mut variables = Map::new();
-    let Some(bytes) = checkpoint.file("tokenizer_config.json") else { return Ok(variables) };
-    let config: Value = serde_json::from_slice(&bytes).map_err(|e| {
-        Error::new(Code::TokenizerInvalid, "tokenizer_config.json").need("valid JSON").have(e.to_string())
-    })?;
-    for name in ["bos_token", "eos_token"] {
-        // Either the token's text, or an object that describes it.
-        let token = config.get(name).map(|t| t.get("content").unwrap_or(t));
-        if let Some(Value::String(text)) = token {
-            variables.insert(name.to_owned(), text.as_str().into());
-        }
-    }
-    Ok(variables)
 }

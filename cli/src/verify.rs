@@ -2,7 +2,12 @@
 use crate::args::VerifyArgs;
 use crate::context::Context;
 use crate::report::Outcome;
+use crate::session::Session;
 use q4_core::{Code, Result};
+use q4_model::checkpoint::Checkpoint;
+use q4_model::cpu::KvType;
+use q4_model::load::ContextOptions;
+use q4_model::verify::run::{self, Told};
 use q4_model::verify::{Finding, Severity, verify};
 use serde::Serialize;
 
@@ -12,16 +17,37 @@ struct Body<'a> {
     errors: usize,
     warnings: usize,
     findings: &'a [Finding],
+    #[serde(skip_serializing_if = "Option::is_none")]
+    run: Option<Ran>,
+}
+
+/// What `--run` came to.
+#[derive(Clone, Copy, Serialize)]
+struct Ran {
+    /// Nats a token over the better half of the answers; null without a tokenizer.
+    loss: Option<f64>,
+    /// ln of the vocabulary.
+    even: f64,
+    trained: bool,
+    runs: usize,
 }
 
 /// Runs the verb.
 pub fn run(cx: &Context, args: &VerifyArgs) -> Result<Outcome> {
     let checkpoint = cx.open(&args.model)?;
-    let findings = verify(&checkpoint);
+    let mut findings = verify(&checkpoint);
+    let mut ran = None;
+    // What cannot be loaded cannot be run.
+    if args.run && findings.iter().all(|f| f.severity != Severity::Error) {
+        let told = run_text(cx, &checkpoint)?;
+        ran = Some(Ran { loss: told.loss, even: told.even, trained: told.trained, runs: told.runs });
+        findings.extend(told.findings);
+        findings.sort_by_key(|f| f.severity);
+    }
     let count = |severity| findings.iter().filter(|f| f.severity == severity).count();
     let (errors, warnings) = (count(Severity::Error), count(Severity::Warning));
     if cx.report().is_json() {
-        let body = Body { model: checkpoint.name(), errors, warnings, findings: &findings };
+        let body = Body { model: checkpoint.name(), errors, warnings, findings: &findings, run: ran };
         cx.report().document("verify", &body)?;
     } else {
         let mut text = String::new();
@@ -33,6 +59,9 @@ pub fn run(cx: &Context, args: &VerifyArgs) -> Result<Outcome> {
             };
             text.push_str(&format!("{severity:<8} {:<20} {}: {}\n", f.code, f.tensor, f.message));
         }
+        if let Some(Ran { loss: Some(loss), even, runs, .. }) = ran {
+            text.push_str(&format!("{runs} runs: {loss:.3} nats a token, an even choice has {even:.3}\n"));
+        }
         text.push_str(&format!(
             "{}: {} tensors, {errors} errors, {warnings} warnings, {} notes\n",
             checkpoint.name(),
@@ -41,5 +70,26 @@ pub fn run(cx: &Context, args: &VerifyArgs) -> Result<Outcome> {
         ));
         cx.report().text(&text)?;
     }
-    Ok(if errors > 0 { Outcome::Found(Code::Findings) } else { Outcome::Done })
+    // A warning is a model that loads and is probably wrong: `q4 verify M && q4 generate M` must not go on with it.
+    Ok(if errors + warnings > 0 { Outcome::Found(Code::Findings) } else { Outcome::Done })
+}
+
+/// Loads the model, and changed ones where that can tell more.
+fn run_text(cx: &Context, checkpoint: &Checkpoint) -> Result<Told> {
+    let bar = cx.report().bar("running");
+    let mut open = |checkpoint: &Checkpoint, rows: usize| {
+        let session = Session::load(cx, Session::dispatch(cx)?, checkpoint, None, rows)?;
+        session.runner(ContextOptions {
+            context: rows,
+            chunk: rows,
+            all_logits: true,
+            kv: cx.kv(KvType::F32),
+        })
+    };
+    let told = run::run(checkpoint, &mut open, &mut |done, all| {
+        bar.set_length(all as u64);
+        bar.set_position(done as u64);
+    });
+    bar.finish_and_clear();
+    told
 }

@@ -83,7 +83,9 @@ pub fn generate(
         }
     };
     let mut cut = false;
+    let mut collapse = Collapse::default();
     while answer.ids.len() < limits.max_tokens && runner.tokens().len() < runner.context() {
+        collapse.look(runner)?;
         let id = runner.sample(sampler)?;
         if limits.stop_ids.contains(&id) {
             answer.finish = FinishReason::Stop;
@@ -114,6 +116,48 @@ pub fn generate(
     }
     answer.decode = start.elapsed();
     Ok(answer)
+}
+
+/// Tells logits that are finite and know nothing: all equal, or the same for every one of the first tokens of an answer.
+/// Whoever repeats himself has other logits each time, so nothing is looked at once two rows differ.
+#[derive(Default)]
+struct Collapse {
+    before: Option<u64>,
+    same: usize,
+    over: bool,
+}
+
+impl Collapse {
+    /// Rows in a row that are the same, bit for bit.
+    const ROWS: usize = 8;
+
+    /// Call before a token is drawn, which may change the logits.
+    fn look(&mut self, runner: &mut Runner) -> Result<()> {
+        if self.over {
+            return Ok(());
+        }
+        let logits = runner.logits()?;
+        let told = |have: &str| {
+            Err(Error::new(Code::NonFinite, "the logits say nothing about the next token")
+                .need("logits that differ from token to token, and from position to position")
+                .have(have)
+                .fix("`q4 verify --run MODEL` looks for the cause"))
+        };
+        if logits.len() > 1 && logits.iter().all(|l| *l == logits[0]) {
+            return told("the same logit for every token");
+        }
+        // FNV-1a over the bits.
+        let row = logits.iter().fold(0xcbf2_9ce4_8422_2325, |hash: u64, l| {
+            (hash ^ u64::from(l.to_bits())).wrapping_mul(0x0000_0100_0000_01b3)
+        });
+        self.over = self.before.is_some_and(|before| before != row);
+        self.before = Some(row);
+        self.same += 1;
+        if !self.over && self.same == Self::ROWS {
+            return told("the same logits at every position");
+        }
+        Ok(())
+    }
 }
 
 /// A conversation on one cache: each turn computes only what is new.

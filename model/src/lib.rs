@@ -22,6 +22,7 @@ pub mod sampling;
 pub mod stop;
 pub mod synthetic;
 pub mod template;
+pub mod text;
 pub mod tokenizer;
 pub mod verify;
 pub mod watch;

@@ -228,9 +228,7 @@ impl Planner<'_> {
     fn head(&self) -> Result<HeadPlan> {
         Ok(match self.checkpoint.bind_head()? {
             Head::Tied => HeadPlan::Dense { dtype: self.checkpoint.embedding_type()?, tied: true },
-            Head::Dense(stored) => {
-                HeadPlan::Dense { dtype: stored.dtype, tied: self.checkpoint.config().tie_word_embeddings }
-            }
+            Head::Dense(stored) => HeadPlan::Dense { dtype: stored.dtype, tied: false },
             Head::Quantised(layer) => HeadPlan::Product(Box::new(self.product(vec![self.part(&layer)]))),
         })
     }

@@ -2,23 +2,27 @@
 //!
 //! A scale of the wrong convention or a buffer in the wrong order decodes to finite, plausible, useless weights; nothing
 //! but a look at the numbers tells.
-use crate::{
-    checkpoint::{Checkpoint, Head, Layer, Method, names, values},
-    generation::GenerationConfig,
-};
+mod declared;
+mod numbers;
+pub mod run;
+mod together;
+mod words;
+
+use crate::checkpoint::{Checkpoint, Head, Layer, Method, Stored, names, values};
+use crate::{text, tokenizer::Tokenizer};
+use numbers::Facts;
 use q4_core::{
     Code, Convention, Error, GlobalScale, Q4Schema, Result, ScaleLayout, SegmentData,
-    detect::Layout,
-    formats::{e2m1, e4m3, nvfp4, swizzle},
+    formats::{nvfp4, swizzle},
 };
-use serde::{
-    Deserialize, Serialize,
-    de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor},
-};
-use std::{borrow::Cow, collections::BTreeMap, collections::BTreeSet, fmt, ops::RangeInclusive};
+use serde::Serialize;
+use std::{borrow::Cow, collections::BTreeMap, collections::BTreeSet, ops::RangeInclusive};
+use together::{Input, Seen};
 
 /// Largest absolute weight that trained layers have been seen with, generously.
 const PLAUSIBLE: RangeInclusive<f64> = 1e-4..=1e3;
+/// Median of the weights of a norm.
+const NORM: RangeInclusive<f32> = 1e-3..=100.0;
 
 /// How bad a finding is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -47,12 +51,14 @@ pub struct Finding {
 
 /// Runs every check and returns all findings, worst first. Reads all weights once.
 pub fn verify(checkpoint: &Checkpoint) -> Vec<Finding> {
-    let mut v = Verifier { c: checkpoint, findings: Vec::new(), known: BTreeSet::new() };
+    let tokenizer = checkpoint.file(text::TOKENIZER).map(|_| text::tokenizer(checkpoint));
+    let mut v =
+        Verifier { c: checkpoint, findings: Vec::new(), known: BTreeSet::new(), seen: Vec::new(), tokenizer };
     v.weights();
+    v.together();
     v.strangers();
     v.declaration();
-    v.tokenizer();
-    v.generation();
+    v.words();
     v.findings.sort_by_key(|f| f.severity);
     v.findings
 }
@@ -62,6 +68,10 @@ struct Verifier<'a> {
     findings: Vec<Finding>,
     /// Modules that were looked at, each with a dot at the end.
     known: BTreeSet<String>,
+    /// What the matrices amount to, to compare them with each other.
+    seen: Vec<Seen>,
+    /// If there is one: usable, or why not.
+    tokenizer: Option<Result<Tokenizer>>,
 }
 
 impl Verifier<'_> {
@@ -69,53 +79,80 @@ impl Verifier<'_> {
         let c = self.c;
         let config = c.config();
         self.known.insert(format!("{}.", names::EMBEDDING));
-        if let Err(e) = c.embedding() {
-            self.error(names::EMBEDDING, &e);
+        match c.embedding() {
+            Err(e) => self.error(names::EMBEDDING, &e),
+            Ok(table) => self.table(names::EMBEDDING, &table),
         }
         for i in 0..config.num_hidden_layers {
+            let mut inputs = BTreeMap::new();
             for (name, len) in names::norms(config, i) {
-                self.norm(&name, len);
+                if let Some(weight) = self.norm(&name, len) {
+                    inputs.insert(name, weight);
+                }
             }
-            for (name, n, k) in names::linears(config, i) {
-                self.layer(&name, n, k);
+            for (at, (name, n, k)) in names::linears(config, i).into_iter().enumerate() {
+                // q, k, v, o, gate, up, down: what a norm writes is bounded, the rest is not.
+                let norm = match at {
+                    0..=2 => inputs.get(&names::input_norm(i)),
+                    4 | 5 => inputs.get(&names::post_attention_norm(i)),
+                    _ => None,
+                };
+                self.layer(&name, n, k, Input::behind(norm.map(|w| w.as_slice())));
             }
         }
         self.norm(names::FINAL_NORM, config.hidden_size);
         self.known.insert(format!("{}.", names::HEAD));
         match c.bind_head() {
-            Ok(Head::Quantised(layer)) => self.values(&layer),
-            Ok(_) => {
-                if let Err(e) = c.head() {
-                    self.error(names::HEAD, &e);
-                }
-            }
+            Ok(Head::Quantised(layer)) => self.values(&layer, Input::behind(None)),
+            Ok(_) => match c.head() {
+                Err(e) => self.error(names::HEAD, &e),
+                Ok(Head::Dense(stored)) => self.table(names::HEAD, &stored),
+                Ok(_) => {}
+            },
             Err(e) => self.error(names::HEAD, &e),
         }
     }
 
-    fn norm(&mut self, name: &str, len: usize) {
+    fn norm(&mut self, name: &str, len: usize) -> Option<Vec<f32>> {
         self.known.insert(format!("{name}."));
-        match self.c.norm(name, len) {
-            Err(e) => self.error(name, &e),
-            Ok(values) if values.iter().all(|v| *v == 0.0) => {
-                self.add("norm-all-zero", Severity::Warning, name, "all weights of the norm are zero".into());
+        let values = match self.c.norm(name, len) {
+            Ok(values) => values,
+            Err(e) => {
+                self.error(name, &e);
+                return None;
             }
-            Ok(_) => {}
+        };
+        let mut sizes: Vec<f32> = values.iter().map(|v| v.abs()).collect();
+        sizes.sort_unstable_by(f32::total_cmp);
+        let (median, most) = (sizes[sizes.len() / 2], sizes[sizes.len() - 1]);
+        if most == 0.0 {
+            self.add("norm-all-zero", Severity::Warning, name, "all weights of the norm are zero".into());
+        } else if !NORM.contains(&median) {
+            let message = format!(
+                "half of the weights are above {median:.3e}, expected {:e} to {:e}",
+                NORM.start(),
+                NORM.end()
+            );
+            self.add("norm-size", Severity::Warning, name, message);
         }
+        Some(values)
     }
 
-    fn layer(&mut self, name: &str, n: usize, k: usize) {
+    fn layer(&mut self, name: &str, n: usize, k: usize, input: Input) {
         self.known.insert(format!("{name}."));
         match self.c.bind(name, n, k) {
-            Ok(layer) => self.values(&layer),
+            Ok(layer) => {
+                self.declared(name, layer.detected.layout);
+                self.values(&layer, input);
+            }
             Err(e) => self.error(name, &e),
         }
     }
 
-    fn values(&mut self, layer: &Layer<'_>) {
+    fn values(&mut self, layer: &Layer<'_>, input: Input) {
         match values::problems(self.c.store(), &layer.detected, None) {
             Ok(problems) if problems.is_empty() => {
-                if let Err(e) = self.plausibility(layer) {
+                if let Err(e) = self.plausibility(layer, input) {
                     self.error(&layer.name, &e);
                 }
             }
@@ -129,11 +166,11 @@ impl Verifier<'_> {
         }
     }
 
-    fn plausibility(&mut self, layer: &Layer<'_>) -> Result<()> {
+    fn plausibility(&mut self, layer: &Layer<'_>, input: Input) -> Result<()> {
         let d = &layer.detected;
         let scales_name =
             d.keys.scales.as_deref().or(d.keys.absmax.as_deref()).unwrap_or(&d.keys.weight).to_owned();
-        match &layer.segment.data {
+        let (facts, codes, global) = match &layer.segment.data {
             SegmentData::Nvfp4 { codes, scales, global } => {
                 let stored = scales.as_bytes()?;
                 let blocks = d.k / nvfp4::BLOCK;
@@ -146,50 +183,78 @@ impl Verifier<'_> {
                         self.add("scale-padding", Severity::Warning, &scales_name, message.into());
                     }
                 }
-                let facts = Facts::of(codes.as_bytes()?, &linear);
-                if facts.all_zero {
-                    self.add(
-                        "scales-all-zero",
-                        Severity::Warning,
-                        &scales_name,
-                        "every block scale is zero, so is every weight".into(),
-                    );
-                } else {
-                    self.range(&scales_name, facts.amax, *global);
-                }
-                if facts.lost > 0 {
-                    let message =
-                        format!("{} blocks have a zero scale over codes that are not zero", facts.lost);
-                    self.add("scale-underflow", Severity::Note, &scales_name, message);
-                }
                 if let (Some(g), Some(name)) = (global, &d.keys.global) {
                     self.convention(name, *g);
                 }
+                let codes = codes.as_bytes()?;
+                (numbers::nvfp4(codes, &linear, blocks, global.is_some()), codes, *global)
             }
-            SegmentData::Nf4 { absmax, .. } => {
-                let amax = absmax.to_f32()?.iter().fold(0.0f64, |most, a| most.max(f64::from(a.abs())));
-                if amax == 0.0 {
-                    self.add(
-                        "scales-all-zero",
-                        Severity::Warning,
-                        &scales_name,
-                        "every absmax is zero, so is every weight".into(),
-                    );
-                } else {
-                    self.range(&scales_name, amax, None);
-                }
+            SegmentData::Nf4 { codes, absmax } => {
+                let Q4Schema::Nf4 { block, .. } = d.schema else { return Ok(()) };
+                let codes = codes.as_bytes()?;
+                (numbers::nf4(codes, absmax, block as usize, d.n * d.k)?, codes, None)
             }
-            _ => {}
-        }
-        if d.layout == Layout::ModelOpt
-            && d.keys.input_global.is_none()
-            && self.c.declaration().activations == Some(true)
-        {
-            let message =
-                "config.json declares NVFP4 inputs but there is no input_scale: inputs stay as they are";
-            self.add("input-scale-missing", Severity::Warning, &layer.name, message.into());
-        }
+            SegmentData::Dense { .. } => {
+                let stored = self.c.tensor(&d.keys.weight)?;
+                self.table(&layer.name, &stored);
+                return Ok(());
+            }
+            _ => return Ok(()),
+        };
+        self.amount(layer, &scales_name, facts, codes, global);
+        self.inputs(layer, input);
         Ok(())
+    }
+
+    fn amount(
+        &mut self,
+        layer: &Layer<'_>,
+        scales: &str,
+        facts: Facts,
+        codes: &[u8],
+        global: Option<GlobalScale>,
+    ) {
+        if facts.all_zero {
+            let message = "every block scale is zero, so is every weight";
+            self.add("scales-all-zero", Severity::Warning, scales, message.into());
+        } else {
+            self.range(scales, facts.amax, global);
+        }
+        if facts.lost > 0 {
+            let message = format!("{} blocks have a zero scale over codes that are not zero", facts.lost);
+            self.add("scale-underflow", Severity::Note, scales, message);
+        }
+        for (code, message) in facts.odd {
+            self.add(code, Severity::Warning, &layer.name, message);
+        }
+        let multiplier = global.map_or(1.0, GlobalScale::multiplier);
+        self.seen.push(Seen::new(&layer.name, facts.mean_square.sqrt() * multiplier, codes));
+    }
+
+    /// A float matrix: how much of it is zero, and how large it is. Rows that no token has may be anything.
+    fn table(&mut self, name: &str, stored: &Stored<'_>) {
+        let rows = stored.shape.first().copied().unwrap_or(1).max(1);
+        let used = match name == names::EMBEDDING || name == names::HEAD {
+            true => self.tokens().map_or(rows, |n| n.min(rows)),
+            false => rows,
+        };
+        let bytes = &stored.bytes[..stored.bytes.len() / rows * used];
+        let Ok(values) = (Stored { bytes, ..*stored }).to_f32() else { return };
+        let zeros = values.iter().filter(|v| **v == 0.0).count();
+        let squares: f64 = values.iter().map(|v| f64::from(*v) * f64::from(*v)).sum();
+        if zeros == values.len() {
+            self.add("weights-zero", Severity::Warning, name, "every weight is zero".into());
+        } else if zeros * 5 > values.len() {
+            let message = format!("{} % of the weights are zero", 100 * zeros / values.len());
+            self.add("weights-zero", Severity::Warning, name, message);
+        }
+        self.seen.push(Seen::new(name, (squares / values.len() as f64).sqrt(), stored.bytes));
+    }
+
+    /// Ids that the tokenizer uses, if there is one.
+    fn tokens(&self) -> Option<usize> {
+        let tokenizer = self.tokenizer.as_ref()?.as_ref().ok()?;
+        Some(tokenizer.highest_id() as usize + 1)
     }
 
     fn range(&mut self, name: &str, unscaled: f64, global: Option<GlobalScale>) {
@@ -304,59 +369,6 @@ impl Verifier<'_> {
         }
     }
 
-    fn tokenizer(&mut self) {
-        const FILE: &str = "tokenizer.json";
-        let Some(bytes) = self.c.file(FILE) else {
-            return self.add(
-                "tokenizer-missing",
-                Severity::Note,
-                FILE,
-                "the model has no tokenizer beside it".into(),
-            );
-        };
-        let vocab = self.c.config().vocab_size;
-        match serde_json::from_slice::<Tokenizer>(&bytes) {
-            Err(e) => self.add("tokenizer-invalid", Severity::Error, FILE, e.to_string()),
-            Ok(t) => {
-                let added = t.added_tokens.iter().map(|a| a.id).max();
-                if let Some(id) = t.model.vocab.0.max(added).filter(|id| *id >= vocab as u64) {
-                    let message = format!("token id {id}, but the embedding has {vocab} rows");
-                    self.add("tokenizer-range", Severity::Error, FILE, message);
-                }
-            }
-        }
-    }
-
-    fn generation(&mut self) {
-        const FILE: &str = "generation_config.json";
-        let config = self.c.config();
-        let mut ends = config.eos_token_ids.clone();
-        if let Some(bytes) = self.c.file(FILE) {
-            match GenerationConfig::parse(&bytes, config.vocab_size) {
-                Err(e) => self.error(FILE, &e),
-                Ok(g) => {
-                    let lacks = config.eos_token_ids.iter().any(|id| !g.eos_token_ids.contains(id));
-                    if lacks && !g.eos_token_ids.is_empty() {
-                        let message = format!(
-                            "eos_token_id {:?} lacks some of config.json's {:?}",
-                            g.eos_token_ids, config.eos_token_ids
-                        );
-                        self.add("eos-mismatch", Severity::Warning, FILE, message);
-                    }
-                    ends.extend(g.eos_token_ids);
-                }
-            }
-        }
-        if ends.is_empty() {
-            self.add(
-                "eos-missing",
-                Severity::Warning,
-                "config.json",
-                "no eos_token_id: answers end at their token limit".into(),
-            );
-        }
-    }
-
     fn error(&mut self, subject: &str, e: &Error) {
         let text: Vec<_> = e
             .parts()
@@ -367,27 +379,6 @@ impl Verifier<'_> {
 
     fn add(&mut self, code: &'static str, severity: Severity, subject: &str, message: String) {
         self.findings.push(Finding { code, severity, tensor: subject.to_owned(), message });
-    }
-}
-
-/// What the codes and row-major scales of an NVFP4 layer amount to, before the per-tensor scale.
-struct Facts {
-    amax: f64,
-    /// Blocks whose codes are lost under a zero scale.
-    lost: usize,
-    all_zero: bool,
-}
-
-impl Facts {
-    fn of(codes: &[u8], scales: &[u8]) -> Self {
-        let mut facts = Self { amax: 0.0, lost: 0, all_zero: true };
-        for (block, scale) in codes.as_chunks::<{ nvfp4::BLOCK / 2 }>().0.iter().zip(scales) {
-            let magnitude = block.iter().fold(0, |most: u8, b| most.max(b & 7).max(b >> 4 & 7));
-            facts.all_zero &= *scale == 0;
-            facts.lost += usize::from(*scale == 0 && magnitude > 0);
-            facts.amax = facts.amax.max(f64::from(e2m1::decode(magnitude) * e4m3::decode(*scale)));
-        }
-        facts
     }
 }
 
@@ -402,54 +393,8 @@ fn kebab(code: Code) -> &'static str {
         Code::SchemaInvalid => "schema-invalid",
         Code::ConfigInvalid => "config-invalid",
         Code::ValueInvalid => "value-invalid",
+        Code::TokenizerInvalid => "tokenizer-invalid",
+        Code::TemplateInvalid => "template-invalid",
         _ => "error",
-    }
-}
-
-/// The ids in a `tokenizer.json`, without building a tokenizer.
-#[derive(Deserialize)]
-struct Tokenizer {
-    model: Model,
-    #[serde(default)]
-    added_tokens: Vec<Added>,
-}
-
-#[derive(Deserialize)]
-struct Model {
-    vocab: MaxId,
-}
-
-#[derive(Deserialize)]
-struct Added {
-    id: u64,
-}
-
-/// Largest id of a vocabulary, written as an object of ids or as a list in their order.
-struct MaxId(Option<u64>);
-
-impl<'de> Deserialize<'de> for MaxId {
-    fn deserialize<D: Deserializer<'de>>(d: D) -> std::result::Result<Self, D::Error> {
-        struct Ids;
-        impl<'de> Visitor<'de> for Ids {
-            type Value = MaxId;
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a vocabulary")
-            }
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<MaxId, A::Error> {
-                let mut most = None;
-                while let Some((_, id)) = map.next_entry::<IgnoredAny, u64>()? {
-                    most = most.max(Some(id));
-                }
-                Ok(MaxId(most))
-            }
-            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> std::result::Result<MaxId, A::Error> {
-                let mut count = 0u64;
-                while seq.next_element::<IgnoredAny>()?.is_some() {
-                    count += 1;
-                }
-                Ok(MaxId(count.checked_sub(1)))
-            }
-        }
-        d.deserialize_any(Ids)
     }
 }

@@ -317,7 +317,9 @@ fn verify_runs_to_the_end() {
     m.remove(&name(0, "self_attn.o_proj.input_scale"));
     m.tensors.push(Tensor::new("model.layers.7.mlp.up_proj.weight", "F32", &[1], vec![0; 4]));
     m.tensors.push(Tensor::new("model.vision.weight", "F32", &[1], vec![0; 4]));
-    let tokenizer = json!({"model": {"type": "BPE", "vocab": {"a": 0, "b": 255}}, "added_tokens": [{"id": 300, "content": "x"}]});
+    let words = json!({"type": "WordLevel", "vocab": {"a": 0, "b": 255}, "unk_token": "a"});
+    let tokenizer = json!({"model": words, "added_tokens": [{"id": 300, "content": "x", "special": true,
+        "single_word": false, "lstrip": false, "rstrip": false, "normalized": false}]});
     m.others.push(("tokenizer.json".into(), tokenizer.to_string().into_bytes()));
     m.others.push(("generation_config.json".into(), br#"{"eos_token_id": 5}"#.to_vec()));
     let findings = verify(&m.open().unwrap());
@@ -338,7 +340,7 @@ fn verify_runs_to_the_end() {
     has("input-scale-missing", Warning, &name(0, "self_attn.o_proj"), "");
     has("extra-layer", Warning, "model.layers.7", "1 tensors");
     has("unknown-tensor", Warning, "model.vision.weight", "");
-    has("tokenizer-range", Error, "tokenizer.json", "300");
+    has("tokenizer-invalid", Error, "tokenizer.json", "300");
     has("eos-mismatch", Warning, "generation_config.json", "[5]");
     assert_eq!(findings.iter().filter(|f| f.severity == Error).count(), 4, "{findings:#?}");
     assert!(findings.is_sorted_by_key(|f| f.severity));

@@ -48,9 +48,10 @@ impl Run {
         let start = LIVE.load(Relaxed);
         PEAK.store(start, Relaxed);
         let outcome = catch_unwind(AssertUnwindSafe(|| {
-            let checkpoint = handmade::open(files)?;
+            let checkpoint = handmade::open(files).map_err(|e| (e, true))?;
             let findings = verify(&checkpoint);
-            checkpoint.bind_all().map(|()| findings.iter().any(|f| f.severity == Severity::Error))
+            let objects = findings.iter().any(|f| f.severity == Severity::Error);
+            checkpoint.bind_all().map(|()| objects).map_err(|e| (e, objects))
         }));
         let peak = PEAK.load(Relaxed) - start;
         self.cases += 1;
@@ -61,7 +62,8 @@ impl Run {
         match outcome {
             Err(_) => self.wrong.push(format!("{label}: panic")),
             Ok(Ok(found)) => self.wrong.push(format!("{label}: accepted (verify objects: {found})")),
-            Ok(Err(e)) => {
+            Ok(Err((_, false))) => self.wrong.push(format!("{label}: verify has nothing to say")),
+            Ok(Err((e, true))) => {
                 let text = e.to_string();
                 let subjects = [
                     "model.layers.",

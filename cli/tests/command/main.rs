@@ -3,6 +3,7 @@
 #[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
 mod attack;
 mod convert;
+mod crafted;
 mod demo;
 mod exit;
 mod isolate;

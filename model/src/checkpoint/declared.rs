@@ -30,6 +30,8 @@ pub struct Declaration {
     pub method: Method,
     /// Whether inputs of quantised layers are NVFP4 too; `None` where only the tensors can tell.
     pub activations: Option<bool>,
+    /// Modules that are declared not to be quantised, as the tool spells them.
+    pub excluded: Vec<String>,
     /// Things that are declared but not done, for the user to know.
     pub notes: Vec<String>,
 }
@@ -37,7 +39,7 @@ pub struct Declaration {
 impl Declaration {
     /// A checkpoint without one.
     pub(super) fn none() -> Self {
-        Self { method: Method::None, activations: None, notes: Vec::new() }
+        Self { method: Method::None, activations: None, excluded: Vec::new(), notes: Vec::new() }
     }
 
     /// Reads `quantization_config` and `hf_quant_config.json`, which must agree. Contradictions and algorithms that are
@@ -82,7 +84,11 @@ impl Declaration {
                             hf.get("quant_algo"),
                         ));
                     }
-                    return Ok(Self { notes: [declared.notes, other.notes].concat(), ..declared });
+                    return Ok(Self {
+                        notes: [declared.notes, other.notes].concat(),
+                        excluded: [declared.excluded, other.excluded].concat(),
+                        ..declared
+                    });
                 }
                 Ok(declared)
             }
@@ -94,6 +100,19 @@ impl Declaration {
                 Err(refuse(CONFIG, "quant_method", need, Some(&other.into())))
             }
         }
+    }
+
+    /// Whether `module` is declared not to be quantised; `None` where an entry is in a spelling that only its tool reads.
+    pub fn excludes(&self, module: &str) -> Option<bool> {
+        let mut unsure = false;
+        for pattern in &self.excluded {
+            match matches(pattern, module) {
+                Some(true) => return Some(true),
+                Some(false) => {}
+                None => unsure = true,
+            }
+        }
+        (!unsure).then_some(false)
     }
 
     /// Refuses a layer whose layout another tool writes.
@@ -145,7 +164,8 @@ fn model_opt(file: &str, c: &Value) -> Result<Declaration> {
     if let Some(kv) = present(c, "kv_cache_quant_algo").or(present(c, "kv_cache_scheme")) {
         notes.push(kv_note(file, kv));
     }
-    Ok(Declaration { method: Method::ModelOpt, activations: Some(activations), notes })
+    let excluded = [list(c, "exclude_modules"), list(c, "ignore")].concat();
+    Ok(Declaration { method: Method::ModelOpt, activations: Some(activations), excluded, notes })
 }
 
 fn compressed_tensors(c: &Value) -> Result<Declaration> {
@@ -185,7 +205,8 @@ fn compressed_tensors(c: &Value) -> Result<Declaration> {
         return Err(refuse(CONFIG, "sparsity_config.format", "dense", sparse.and_then(|s| s.get("format"))));
     }
     let notes = present(c, "kv_cache_scheme").map(|kv| kv_note(CONFIG, kv)).into_iter().collect();
-    Ok(Declaration { method: Method::CompressedTensors, activations: Some(activations), notes })
+    let excluded = list(c, "ignore");
+    Ok(Declaration { method: Method::CompressedTensors, activations: Some(activations), excluded, notes })
 }
 
 fn bitsandbytes(c: &Value) -> Result<Declaration> {
@@ -197,7 +218,11 @@ fn bitsandbytes(c: &Value) -> Result<Declaration> {
     if four.and_then(Value::as_bool) == Some(false) {
         return Err(refuse(CONFIG, "load_in_4bit", "true", four));
     }
-    Ok(Declaration { method: Method::Bitsandbytes, activations: Some(false), notes: Vec::new() })
+    let mut excluded = list(c, "llm_int8_skip_modules");
+    if excluded.is_empty() {
+        excluded.push(super::names::HEAD.to_owned()); // what transformers leaves out by itself
+    }
+    Ok(Declaration { method: Method::Bitsandbytes, activations: Some(false), excluded, notes: Vec::new() })
 }
 
 /// Weights (and inputs) of a group must be 4-bit floats in blocks of 16, symmetric.
@@ -229,6 +254,40 @@ fn check_group(file: &str, group: &Value, activations: bool) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// A name, a part of one, a pattern with `*`, or a regular expression behind `re:`.
+fn matches(pattern: &str, module: &str) -> Option<bool> {
+    if let Some(regex) = pattern.strip_prefix("re:") {
+        // Patterns of strangers: what is short and compiles to little is tried, the rest is nobody's to judge.
+        if regex.len() > 256 || regex.contains(['{', '(']) {
+            return None;
+        }
+        return fancy_regex::Regex::new(&format!("^(?:{regex})")).ok()?.is_match(module).ok();
+    }
+    if pattern.contains(['?', '[']) {
+        return None;
+    }
+    let Some((first, rest)) = pattern.split_once('*') else {
+        let part = module == pattern
+            || module.starts_with(&format!("{pattern}."))
+            || module.ends_with(&format!(".{pattern}"))
+            || module.contains(&format!(".{pattern}."));
+        return Some(part);
+    };
+    let Some(mut left) = module.strip_prefix(first) else { return Some(false) };
+    let mut parts: Vec<&str> = rest.split('*').collect();
+    let last = parts.pop().unwrap_or_default();
+    for part in parts {
+        let Some(at) = left.find(part) else { return Some(false) };
+        left = &left[at + part.len()..];
+    }
+    Some(left.ends_with(last))
+}
+
+fn list(c: &Value, field: &str) -> Vec<String> {
+    let names = present(c, field).and_then(Value::as_array).map(|l| l.as_slice()).unwrap_or_default();
+    names.iter().filter_map(Value::as_str).map(str::to_owned).collect()
 }
 
 fn kv_note(file: &str, kv: &Value) -> String {

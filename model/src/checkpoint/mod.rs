@@ -41,7 +41,7 @@ pub struct OpenOptions {
 }
 
 /// A model on disk or in the executable.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Checkpoint {
     name: String,
     store: TensorStore,
@@ -223,36 +223,37 @@ impl Checkpoint {
             )?)));
         }
         if let Head::Dense(stored) = &head {
-            let name = format!("{}.weight", names::HEAD);
-            self.store.floats(&name, stored.shape, None)?;
-            if self.config.tie_word_embeddings {
-                let embedding = self.embedding()?;
-                if (embedding.dtype, embedding.bytes) == (stored.dtype, stored.bytes) {
-                    return Ok(Head::Tied);
-                }
-                return Err(Error::new(
-                    Code::SchemaInvalid,
-                    format!("`{name}`: config.json ties it to the embedding"),
-                )
-                .need("the same values as model.embed_tokens.weight, or no such tensor")
-                .have("others")
-                .fix("set tie_word_embeddings to false if the model was trained so"));
-            }
+            self.store.floats(&format!("{}.weight", names::HEAD), stored.shape, None)?;
         }
         Ok(head)
     }
 
-    /// As [`head`](Self::head) without reading values; a dense one that is tied comes as [`Head::Dense`].
+    /// As [`head`](Self::head) without reading values, but for those of a dense one that is tied: it is compared.
     pub fn bind_head(&self) -> Result<Head<'_>> {
         let (n, k) = (self.config.vocab_size, self.config.hidden_size);
-        if self.config.tie_word_embeddings && !self.has_module(names::HEAD) {
+        let tied = self.config.tie_word_embeddings;
+        if tied && !self.has_module(names::HEAD) {
             return Ok(Head::Tied);
         }
         let layer = self.bind(names::HEAD, n, k)?;
-        Ok(match layer.detected.layout {
-            Layout::Dense => Head::Dense(self.tensor(&layer.detected.keys.weight)?),
-            _ => Head::Quantised(Box::new(layer)),
-        })
+        if layer.detected.layout != Layout::Dense {
+            return Ok(Head::Quantised(Box::new(layer)));
+        }
+        let stored = self.tensor(&layer.detected.keys.weight)?;
+        if !tied {
+            return Ok(Head::Dense(stored));
+        }
+        let embedding = self.tensor(&format!("{}.weight", names::EMBEDDING))?;
+        if (embedding.dtype, embedding.bytes) == (stored.dtype, stored.bytes) {
+            return Ok(Head::Tied);
+        }
+        Err(Error::new(
+            Code::SchemaInvalid,
+            format!("`{}.weight`: config.json ties it to the embedding", names::HEAD),
+        )
+        .need("the same values as model.embed_tokens.weight, or no such tensor")
+        .have("others")
+        .fix("set tie_word_embeddings to false if the model was trained so"))
     }
 
     /// Binds and checks every tensor the model needs; the first problem is the error.
@@ -268,6 +269,20 @@ impl Checkpoint {
         }
         self.norm(names::FINAL_NORM, self.config.hidden_size)?;
         self.head().map(drop)
+    }
+
+    /// The same files read as another model: with another configuration and, where named, two kinds of module exchanged.
+    pub(crate) fn changed(
+        &self,
+        edit: impl FnOnce(&mut Qwen3Config),
+        exchange: Option<(&str, &str)>,
+    ) -> Self {
+        let mut other = self.clone();
+        edit(&mut other.config);
+        if let Some((a, b)) = exchange {
+            other.store = self.store.exchanged(a, b);
+        }
+        other
     }
 
     fn has_module(&self, module: &str) -> bool {

@@ -17,7 +17,7 @@ pub enum Container {
 }
 
 /// Every tensor of a checkpoint by name.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct TensorStore {
     container: Container,
     files: Vec<(String, Bytes)>,
@@ -67,7 +67,7 @@ pub(super) struct Placed {
     pub range: Range<usize>,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Place {
     file: usize,
     range: Range<usize>,
@@ -124,6 +124,18 @@ impl TensorStore {
         }
         self.files.push((name, bytes));
         Ok(())
+    }
+
+    /// The same bytes where every name with `a` in it has `b` there, and the other way round.
+    pub(super) fn exchanged(&self, a: &str, b: &str) -> Self {
+        let name = |n: &String| if n.contains(a) { n.replace(a, b) } else { n.replace(b, a) };
+        Self {
+            container: self.container,
+            files: self.files.clone(),
+            places: self.places.iter().map(|(n, place)| (name(n), place.clone())).collect(),
+            table: self.table.iter().map(|(n, meta)| (name(n), meta.clone())).collect(),
+            metadata: self.metadata.iter().map(|(n, text)| (name(n), text.clone())).collect(),
+        }
     }
 
     /// Every tensor that the index lists is in the shard that it names.
