@@ -222,6 +222,11 @@ impl Context {
         Ok(())
     }
 
+    /// What the user allows, in bytes.
+    pub fn memory_limit(&self) -> Option<u64> {
+        self.global.memory_limit
+    }
+
     /// What may be allocated.
     pub fn budget(&self) -> Budget {
         self.global.memory_limit.map_or_else(Budget::of_machine, Budget::new)
@@ -302,7 +307,11 @@ impl Context {
             }
             return demo::open();
         }
-        let options = OpenOptions { config: model.config.clone(), tokenizer: model.tokenizer.clone() };
+        let options = OpenOptions {
+            config: model.config.clone(),
+            tokenizer: model.tokenizer.clone(),
+            memory: self.memory_limit(),
+        };
         Checkpoint::open(&model.model, &options)
     }
 

@@ -39,7 +39,11 @@ struct Kind {
 pub fn run(cx: &Context, args: &InspectArgs) -> Result<Outcome> {
     match args.model == Path::new(demo::NAME) {
         true => tell(cx, demo::NAME, demo::open()?.store()),
-        false => tell(cx, &args.model.display().to_string(), &TensorStore::open(&args.model)?),
+        false => tell(
+            cx,
+            &args.model.display().to_string(),
+            &TensorStore::open_within(&args.model, cx.memory_limit())?,
+        ),
     }
 }
 

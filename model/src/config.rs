@@ -9,6 +9,9 @@ use q4_core::{Code, DType, Result};
 use serde_json::Value;
 use std::{f64::consts::PI, path::Path};
 
+/// What transformers takes where the file does not say.
+const HEAD_DIM: usize = 128;
+
 /// Shapes and constants of a Qwen3 model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Qwen3Config {
@@ -26,7 +29,8 @@ pub struct Qwen3Config {
     pub head_dim: usize,
     /// Rows of the embedding, which may exceed the tokenizer's vocabulary.
     pub vocab_size: usize,
-    /// Positions the model was made for.
+    /// Positions the model was made for. Where YaRN stretches a stated original length beyond the field, as Qwen's instructions
+    /// for long texts have it, that many.
     pub max_position_embeddings: usize,
     /// Added to the mean square under the root of every RMSNorm.
     pub rms_norm_eps: f32,
@@ -64,6 +68,8 @@ pub enum RopeScaling {
         factor: f64,
         /// Context length before stretching.
         original_max_position_embeddings: usize,
+        /// Whether the file states it; else it is `max_position_embeddings`.
+        stated: bool,
         /// Rotations above which a frequency is kept.
         beta_fast: f64,
         /// Rotations below which a frequency is interpolated.
@@ -103,12 +109,14 @@ impl Qwen3Config {
         }
         let head_dim = match f.get("head_dim") {
             Some(_) => f.size("head_dim", 2..=1 << 14),
+            // As in transformers: a field that is there and null asks for the quotient.
+            None if !f.names().any(|n| n == "head_dim") => HEAD_DIM,
             None if hidden_size.is_multiple_of(heads) => hidden_size / heads,
             None => {
                 f.problem(
                     "head_dim",
                     "a width, for hidden_size is no multiple of num_attention_heads",
-                    "nothing",
+                    "null",
                 );
                 2
             }
@@ -122,6 +130,7 @@ impl Qwen3Config {
         if bos.len() > 1 {
             f.problem("bos_token_id", "one token id", format_args!("{bos:?}"));
         }
+        let rope = rope(&mut f, max_position_embeddings);
         let config = Self {
             hidden_size,
             intermediate_size: f.size("intermediate_size", 1..=1 << 22),
@@ -130,9 +139,9 @@ impl Qwen3Config {
             num_key_value_heads: kv_heads,
             head_dim,
             vocab_size,
-            max_position_embeddings,
+            max_position_embeddings: max_position_embeddings.max(rope.stretched()),
             rms_norm_eps: rms_norm_eps(&mut f),
-            rope: rope(&mut f, max_position_embeddings),
+            rope,
             tie_word_embeddings: f.flag("tie_word_embeddings").unwrap_or(false),
             bos_token_id: bos.first().copied(),
             eos_token_ids: f.token_ids("eos_token_id", vocab_size),
@@ -147,6 +156,16 @@ impl Qwen3Config {
 }
 
 impl Rope {
+    /// Positions that YaRN stretches the original ones to, within those a file may state.
+    fn stretched(&self) -> usize {
+        match self.scaling {
+            RopeScaling::Yarn {
+                factor, original_max_position_embeddings: original, stated: true, ..
+            } => ((original as f64 * factor) as usize).min(1 << 26),
+            _ => 0,
+        }
+    }
+
     /// `head_dim / 2` inverse frequencies and the factor on cos and sin.
     ///
     /// Rounded as transformers' `modeling_rope_utils` does: the power and every later step in f32.
@@ -166,6 +185,7 @@ impl Rope {
                 beta_fast,
                 beta_slow,
                 attention_factor,
+                ..
             } => {
                 let dim_of = |rotations: f64| {
                     let wavelengths = *original_max_position_embeddings as f64 / (rotations * 2.0 * PI);
@@ -192,15 +212,22 @@ fn check_architecture(f: &mut Fields) {
     }
     for (name, need) in [("model_type", "qwen3"), ("hidden_act", "silu")] {
         let have = f.get(name).map_or("nothing".to_owned(), show);
-        if have != format!("\"{need}\"") {
+        let default = name == "hidden_act" && f.get(name).is_none();
+        if have != format!("\"{need}\"") && !default {
             f.problem(name, format_args!("\"{need}\""), have);
         }
     }
     if f.flag("attention_bias") == Some(true) {
         f.problem("attention_bias", "false: Qwen3 projections have no bias", "true");
     }
-    let window = f.optional_size("sliding_window", 0..=1 << 26).is_some();
-    if f.flag("use_sliding_window").unwrap_or(window) && window {
+    // As in transformers: no window unless it is switched on, and then only from layer `max_window_layers` on.
+    let window = f.optional_size("sliding_window", 0..=1 << 26);
+    let layers = f.optional_size("num_hidden_layers", 1..=1024);
+    let first = f.optional_size("max_window_layers", 0..=1 << 20);
+    let positions = f.optional_size("max_position_embeddings", 1..=1 << 26);
+    let reaches = window.is_some_and(|w| positions.is_none_or(|p| w < p));
+    let layer = first.zip(layers).is_none_or(|(first, layers)| first < layers);
+    if f.flag("use_sliding_window") == Some(true) && reaches && layer {
         f.problem(
             "sliding_window",
             "null, or use_sliding_window false: attention is full",
@@ -232,9 +259,6 @@ fn check_total(f: &mut Fields, c: &Qwen3Config) {
 
 fn rms_norm_eps(f: &mut Fields) -> f32 {
     const NEED: &str = "a positive number below 1";
-    if f.get("rms_norm_eps").is_none() {
-        f.problem("rms_norm_eps", NEED, "nothing");
-    }
     f.number("rms_norm_eps", NEED, |x| x as f32 > 0.0 && x < 1.0).unwrap_or(1e-6) as f32
 }
 
@@ -310,7 +334,12 @@ fn rope_scaling(f: &mut Fields, max_positions: usize) -> RopeScaling {
             return RopeScaling::None;
         }
     };
-    let harmless = |name: &str| matches!(name, "rope_type" | "type" | "rope_theta");
+    let harmless = |name: &str| match name {
+        "rope_type" | "type" | "rope_theta" => true,
+        "truncate" => f.get(name) == Some(&true.into()), // the default
+        "partial_rotary_factor" => f.get(name).and_then(Value::as_f64) == Some(1.0),
+        _ => false,
+    };
     let foreign: Vec<String> = f
         .names()
         .filter(|name| !harmless(name) && !known.contains(name) && f.get(name).is_some())
@@ -338,6 +367,7 @@ fn rope_scaling(f: &mut Fields, max_positions: usize) -> RopeScaling {
     RopeScaling::Yarn {
         factor,
         original_max_position_embeddings: original.unwrap_or(max_positions),
+        stated: original.is_some(),
         beta_fast,
         beta_slow,
         attention_factor: f.number("attention_factor", POSITIVE, positive),

@@ -49,6 +49,7 @@ fn rotary_frequencies_match_the_golden_bits() {
     let scaling = RopeScaling::Yarn {
         factor: 4.0,
         original_max_position_embeddings: 16,
+        stated: true,
         beta_fast: 32.0,
         beta_slow: 1.0,
         attention_factor: None,
@@ -109,7 +110,7 @@ fn contradictions_and_foreign_features_are_refused() {
         (r#"{"rope_scaling":{"rope_type":"longrope"}}"#, "rope_scaling.rope_type"),
         (r#"{"rope_scaling":{"rope_type":"yarn","factor":4,"mscale":1.0}}"#, "rope_scaling.mscale"),
         (r#"{"rope_parameters":{"full_attention":{"rope_theta":1e6}}}"#, "rope_parameters.full_attention"),
-        (r#"{"use_sliding_window":true,"sliding_window":4096}"#, "sliding_window"),
+        (r#"{"use_sliding_window":true,"sliding_window":16,"max_window_layers":1}"#, "sliding_window"),
         (r#"{"head_dim":33}"#, "head_dim"),
         (r#"{"head_dim":null,"hidden_size":66}"#, "head_dim"),
         (r#"{"layer_types":["full_attention","sliding_attention"]}"#, "layer_types"),
@@ -127,8 +128,43 @@ fn contradictions_and_foreign_features_are_refused() {
 }
 
 #[test]
-fn absent_head_dim_is_hidden_over_heads() {
+fn absent_head_dim_is_128_and_null_hidden_over_heads() {
     let base = std::fs::read_to_string(golden("qwen3_tiny_a/config.json")).expect("golden");
-    let c = Qwen3Config::parse(base.replace("\"head_dim\": 32,", "").as_bytes()).expect("config");
-    assert_eq!(c.head_dim, 16);
+    let parse = |field: &str| {
+        Qwen3Config::parse(base.replace("\"head_dim\": 32,", field).as_bytes()).expect("config").head_dim
+    };
+    assert_eq!((parse(""), parse("\"head_dim\": null,")), (128, 16));
+}
+
+#[test]
+fn what_changes_nothing_is_no_reason_to_refuse() {
+    let base = std::fs::read_to_string(golden("qwen3_tiny_a/config.json")).expect("golden");
+    for change in [
+        r#"{"use_sliding_window":true,"sliding_window":2048}"#,
+        r#"{"use_sliding_window":true,"sliding_window":16,"max_window_layers":2}"#,
+        r#"{"use_sliding_window":null,"sliding_window":16,"max_window_layers":0}"#,
+        r#"{"rope_scaling":{"rope_type":"yarn","factor":4,"truncate":true}}"#,
+        r#"{"rope_scaling":{"rope_type":"default","partial_rotary_factor":1.0}}"#,
+        r#"{"rms_norm_eps":null,"hidden_act":null}"#,
+    ] {
+        let mut json: serde_json::Value = serde_json::from_str(&base).expect("json");
+        for (field, value) in serde_json::from_str::<serde_json::Map<_, _>>(change).expect("json") {
+            json[field] = value;
+        }
+        let config = Qwen3Config::parse(json.to_string().as_bytes()).expect(change);
+        assert_eq!(config.rms_norm_eps, 1e-6);
+    }
+}
+
+#[test]
+fn yarn_beyond_the_stated_positions_extends_them() {
+    let base = std::fs::read_to_string(golden("qwen3_tiny_a/config.json")).expect("golden");
+    for (yarn, positions) in [
+        (r#"{"rope_type":"yarn","factor":4.0,"original_max_position_embeddings":2048}"#, 8192),
+        (r#"{"rope_type":"yarn","factor":4.0,"original_max_position_embeddings":16}"#, 2048),
+        (r#"{"rope_type":"yarn","factor":4.0}"#, 2048),
+    ] {
+        let text = base.replace("\"rope_scaling\": null", &format!("\"rope_scaling\": {yarn}"));
+        assert_eq!(Qwen3Config::parse(text.as_bytes()).expect("yarn").max_position_embeddings, positions);
+    }
 }

@@ -183,7 +183,7 @@ impl Runner {
             return Err(Error::new(Code::ContextFull, "the context is full")
                 .need(format!("{} positions", len + rows))
                 .have(format!("{capacity} positions"))
-                .fix("raise --context, or start a new conversation"));
+                .fix("raise --context up to max_position_embeddings of config.json, or start a new conversation"));
         }
         Ok(())
     }

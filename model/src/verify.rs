@@ -242,6 +242,11 @@ impl Verifier<'_> {
         let Ok(values) = (Stored { bytes, ..*stored }).to_f32() else { return };
         let zeros = values.iter().filter(|v| **v == 0.0).count();
         let squares: f64 = values.iter().map(|v| f64::from(*v) * f64::from(*v)).sum();
+        let most = values.iter().fold(0.0f32, |most, v| most.max(v.abs()));
+        if f64::from(most) > *PLAUSIBLE.end() {
+            let message = format!("the largest weight is {most:.3e}, expected at most {:e}", PLAUSIBLE.end());
+            self.add("scale-range", Severity::Warning, name, message);
+        }
         if zeros == values.len() {
             self.add("weights-zero", Severity::Warning, name, "every weight is zero".into());
         } else if zeros * 5 > values.len() {

@@ -134,7 +134,7 @@ fn a_dat_file_round_trips() {
     let missing = Checkpoint::open(&path, &OpenOptions::default()).unwrap_err();
     assert_eq!(missing.code(), Code::ModelMissing);
     assert!(missing.to_string().contains("--config"));
-    let options = OpenOptions { config: Some(golden("a", "").join("config.json")), tokenizer: None };
+    let options = OpenOptions { config: Some(golden("a", "").join("config.json")), ..OpenOptions::default() };
     let c = Checkpoint::open(&path, &options).unwrap();
     c.bind_all().unwrap();
     assert_eq!(c.store().container(), Container::Dat);
@@ -228,13 +228,30 @@ fn files_may_stand_elsewhere() {
     std::fs::write(texts.path().join("tokenizer.json"), "{}").unwrap();
     std::fs::write(texts.path().join("chat_template.jinja"), "hello").unwrap();
     let there = Some(texts.path().to_owned());
-    let options = OpenOptions { config: there.clone(), tokenizer: there.map(|t| t.join("tokenizer.json")) };
+    let tokenizer = there.as_ref().map(|t| t.join("tokenizer.json"));
+    let options = OpenOptions { config: there, tokenizer, memory: None };
     let c = Checkpoint::open(&weights.path().join("tiny.safetensors"), &options).unwrap();
     assert_eq!(&c.file("chat_template.jinja").unwrap()[..], b"hello");
     assert_eq!(&c.file("tokenizer.json").unwrap()[..], b"{}");
     assert!(c.file("generation_config.json").is_none() && c.file("../config.json").is_none());
     let options = OpenOptions { tokenizer: Some(texts.path().join("no.json")), ..options };
     assert_eq!(Checkpoint::open(weights.path(), &options).unwrap_err().code(), Code::ModelMissing);
+}
+
+#[test]
+fn a_list_of_tensors_stays_within_the_memory_it_may_take() {
+    let path = golden("a", "").join("model.safetensors");
+    assert!(TensorStore::open_within(&path, Some(1 << 20)).is_ok());
+    let e = TensorStore::open_within(&path, Some(1 << 10)).unwrap_err();
+    assert!(e.code() == Code::OutOfMemory && e.to_string().contains("--memory-limit"), "{e}");
+}
+
+#[test]
+fn a_base_model_is_told_what_its_names_lack() {
+    let mut m = Model::golden("a", "");
+    m.tensors.iter_mut().for_each(|t| t.name = t.name.replace("model.", ""));
+    let e = m.open().unwrap().bind_all().unwrap_err().to_string();
+    assert!(e.contains("Qwen3ForCausalLM"), "{e}");
 }
 
 #[test]

@@ -1,7 +1,6 @@
 //! Faults planted in healthy checkpoints that load, compute, and compute nonsense: what `verify` says about them.
 //!
-//! Every planting is one that somebody's exporter has made or could make. The figures that docs/numerics.md states are printed
-//! by these tests.
+//! Every planting is one that somebody's exporter has made or could make. The figures of docs/verify.md are printed by these tests.
 #![allow(clippy::unwrap_used)]
 mod handmade;
 mod support;
@@ -565,9 +564,11 @@ fn a_run_of_random_weights_calls_them_untrained_and_nothing_else() {
     let mut m = demo_model();
     let mut random = random(9);
     for t in &mut m.tensors {
-        if t.name.ends_with("_proj.weight") || t.name.ends_with("embed_tokens.weight") {
-            let mask = if t.dtype == "U8" { 0xff } else { 0 };
-            t.bytes.iter_mut().for_each(|b| *b ^= random() as u8 & mask);
+        match t.name.rsplit('.').next().unwrap() {
+            "weight" if t.dtype == "U8" => t.bytes.iter_mut().for_each(|b| *b = random() as u8),
+            "weight_scale" => t.bytes.iter_mut().for_each(|b| *b = 0x70 | random() as u8 & 7),
+            "weight" if t.name.contains("norm") => bf16s(t, |_, _| 1.0),
+            _ => {}
         }
     }
     bf16s(m.edit("model.embed_tokens.weight"), |i, _| {

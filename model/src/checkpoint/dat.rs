@@ -110,7 +110,7 @@ impl Walk<'_> {
             shape.push(usize::try_from(extent).map_err(|_| self.damaged("extent").have(extent.to_string()))?);
         }
         let range = self.take(length, "the payload")?;
-        Ok(Placed { meta: TensorMeta { dtype, shape }, stored_type: stored_type.into(), range })
+        Ok(Placed { meta: TensorMeta { dtype, shape }, stored_type, range })
     }
 
     fn leb128(&mut self, what: &str) -> Result<u64> {

@@ -62,9 +62,10 @@ pub(super) fn bind<'a>(c: &'a Checkpoint, name: &str, n: usize, k: usize) -> Res
     let table = c.table();
     let state = |key: &str| quant_state(key, c.tensor(key)?.bytes);
     let detected = detect(name, table, &state)?.ok_or_else(|| {
-        Error::new(Code::TensorMissing, format!("`{name}.weight`"))
+        let error = Error::new(Code::TensorMissing, format!("`{name}.weight`"))
             .need("a float matrix of that name, or packed codes and scales in its place")
-            .have(format!("{} tensors of other names", table.len()))
+            .have(format!("{} tensors of other names", table.len()));
+        c.store().hint(name, error)
     })?;
     c.declaration().check(name, detected.layout)?;
     if let Some(key) = FOREIGN.iter().map(|f| format!("{name}.{f}")).find(|key| table.contains_key(key)) {

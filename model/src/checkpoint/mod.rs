@@ -38,6 +38,8 @@ pub struct OpenOptions {
     pub config: Option<PathBuf>,
     /// `tokenizer.json`, or the directory that holds it.
     pub tokenizer: Option<PathBuf>,
+    /// Bytes that the list of tensors may take; unbounded without.
+    pub memory: Option<u64>,
 }
 
 /// A model on disk or in the executable.
@@ -85,7 +87,7 @@ impl Checkpoint {
     }
 
     fn read(name: String, source: Source, options: &OpenOptions) -> Result<Self> {
-        let store = TensorStore::read(&source)?;
+        let store = TensorStore::read(&source, options.memory)?;
         let side = source.side_files(options)?;
         let config = side.get("config.json").ok_or_else(|| {
             Error::new(Code::ModelMissing, format!("{}: no such file", source.label("config.json")))

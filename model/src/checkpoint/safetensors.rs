@@ -1,10 +1,11 @@
-//! Header of a safetensors file, read strictly: every entry is checked here and once more by the `safetensors` crate.
+//! Header of a safetensors file, read strictly and once.
 //!
-//! The crate leaves duplicate keys, ranks and empty tensors alone, and its errors do not name the tensor.
+//! The `safetensors` crate leaves duplicate keys, ranks and empty tensors alone, its errors do not name the tensor, and its index
+//! would stand beside ours in memory.
 use super::store::{Index, Placed};
 use super::unique::{Unique, brief, insert};
 use q4_core::{Code, DType, Error, Result, detect::TensorMeta};
-use safetensors::{Dtype, SafeTensors};
+use safetensors::Dtype;
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
 use std::{collections::BTreeMap, fmt};
 
@@ -31,15 +32,17 @@ pub(super) fn index(file: &str, bytes: &[u8]) -> Result<Index> {
             .have(length.to_string()));
     }
     let (json, data) = rest.split_at(length as usize);
+    if json.first() != Some(&b'{') {
+        return Err(damaged("header".into()).need("JSON that begins with `{`").have("something else"));
+    }
     let header: Header = serde_json::from_slice(json)
         .map_err(|e| damaged("header".into()).need("JSON as the format defines it").have(e.to_string()))?;
     check_coverage(&header.tensors, data.len()).map_err(|e| e.within(file))?;
-    SafeTensors::read_metadata(bytes).map_err(|e| damaged(format!("header: {e}")))?;
     let base = 8 + json.len();
     let place = |(name, raw): (String, Raw)| {
         let range = base + raw.data_offsets.0..base + raw.data_offsets.1;
         let meta = TensorMeta { dtype: dtype(raw.dtype), shape: raw.shape.0 };
-        (name, Placed { meta, stored_type: raw.dtype.to_string(), range })
+        (name, Placed { meta, stored_type: spelled(raw.dtype), range })
     };
     Ok(Index { tensors: header.tensors.into_iter().map(place).collect(), metadata: header.metadata })
 }
@@ -83,6 +86,35 @@ fn check_coverage(tensors: &BTreeMap<String, Raw>, data: usize) -> Result<()> {
             .fix("copy or download the file again"));
     }
     Ok(())
+}
+
+/// How the format spells a type.
+fn spelled(stored: Dtype) -> &'static str {
+    match stored {
+        Dtype::BOOL => "BOOL",
+        Dtype::F4 => "F4",
+        Dtype::F6_E2M3 => "F6_E2M3",
+        Dtype::F6_E3M2 => "F6_E3M2",
+        Dtype::U8 => "U8",
+        Dtype::I8 => "I8",
+        Dtype::F8_E5M2 => "F8_E5M2",
+        Dtype::F8_E4M3 => "F8_E4M3",
+        Dtype::F8_E4M3FNUZ => "F8_E4M3FNUZ",
+        Dtype::F8_E5M2FNUZ => "F8_E5M2FNUZ",
+        Dtype::F8_E8M0 => "F8_E8M0",
+        Dtype::I16 => "I16",
+        Dtype::U16 => "U16",
+        Dtype::F16 => "F16",
+        Dtype::BF16 => "BF16",
+        Dtype::I32 => "I32",
+        Dtype::U32 => "U32",
+        Dtype::F32 => "F32",
+        Dtype::F64 => "F64",
+        Dtype::I64 => "I64",
+        Dtype::U64 => "U64",
+        Dtype::C64 => "C64",
+        _ => "another type",
+    }
 }
 
 /// The types weights of ours have; others are listed but never bound.

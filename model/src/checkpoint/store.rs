@@ -6,6 +6,9 @@ use q4_core::{Code, DType, Error, Result, TensorView, detect::TensorMeta, read_f
 use serde::Serialize;
 use std::{collections::BTreeMap, ops::Range, path::Path};
 
+/// Bytes in memory for a byte of header, at most: many tensors of one element.
+const HEADER: u64 = 8;
+
 /// How weight files are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -63,7 +66,7 @@ pub(super) struct Index {
 /// A tensor of one file; `range` lies inside it and has the size of `meta`.
 pub(super) struct Placed {
     pub meta: TensorMeta,
-    pub stored_type: String,
+    pub stored_type: &'static str,
     pub range: Range<usize>,
 }
 
@@ -71,16 +74,21 @@ pub(super) struct Placed {
 struct Place {
     file: usize,
     range: Range<usize>,
-    stored_type: String,
+    stored_type: &'static str,
 }
 
 impl TensorStore {
     /// Indexes a directory, a `.safetensors` file (of which a shard is read alone), its `.index.json` or a `.dat` file.
     pub fn open(path: &Path) -> Result<Self> {
-        Self::read(&Source::of_path(path)?)
+        Self::open_within(path, None)
     }
 
-    pub(super) fn read(source: &Source) -> Result<Self> {
+    /// As [`open`](Self::open) where the list of tensors may take `memory` bytes; more is [`Code::OutOfMemory`].
+    pub fn open_within(path: &Path, memory: Option<u64>) -> Result<Self> {
+        Self::read(&Source::of_path(path)?, memory)
+    }
+
+    pub(super) fn read(source: &Source, memory: Option<u64>) -> Result<Self> {
         let weights = source.weights()?;
         let map = weights.index.as_deref().map(|name| shards::weight_map(source, name)).transpose()?;
         let names = map.as_ref().map_or(weights.files, shards::files);
@@ -91,17 +99,37 @@ impl TensorStore {
             table: BTreeMap::new(),
             metadata: BTreeMap::new(),
         };
+        let mut indexed = 0u64;
         for name in names {
             let bytes = source.get(&name)?.ok_or_else(|| {
                 Error::new(Code::ModelMissing, format!("{}: no such file", source.label(&name)))
                     .fix("copy or download the missing file")
             })?;
+            let header = store.headers(&bytes);
+            indexed = indexed.saturating_add(header.saturating_mul(HEADER));
+            if let Some(memory) = memory.filter(|m| indexed > *m) {
+                return Err(Error::new(
+                    Code::OutOfMemory,
+                    format!("{}: its list of tensors", source.label(&name)),
+                )
+                .need(format!("{indexed} bytes for a header of {header}"))
+                .have(format!("{memory} bytes"))
+                .fix("raise --memory-limit"));
+            }
             store.add(name, source, bytes)?;
         }
         if let Some(map) = map {
             store.check(&map)?;
         }
         Ok(store)
+    }
+
+    /// Bytes of a file that say what the others are, as it claims.
+    fn headers(&self, bytes: &[u8]) -> u64 {
+        match (self.container, bytes.first_chunk()) {
+            (Container::Safetensors, Some(length)) => u64::from_le_bytes(*length).min(bytes.len() as u64),
+            _ => 0,
+        }
     }
 
     fn add(&mut self, name: String, source: &Source, bytes: Bytes) -> Result<()> {
@@ -175,7 +203,7 @@ impl TensorStore {
     pub fn entries(&self) -> impl Iterator<Item = Entry<'_>> {
         self.places.iter().zip(self.table.values()).map(|((name, place), meta)| Entry {
             name,
-            stored_type: &place.stored_type,
+            stored_type: place.stored_type,
             shape: &meta.shape,
             bytes: place.range.len(),
             file: &self.files[place.file].0,
@@ -187,16 +215,28 @@ impl TensorStore {
     pub fn tensor(&self, name: &str) -> Result<Stored<'_>> {
         let (Some(place), Some(meta)) = (self.places.get(name), self.table.get(name)) else {
             let files: Vec<_> = self.files.iter().take(3).map(|f| f.0.as_str()).collect();
-            return Err(Error::new(Code::TensorMissing, format!("`{name}`"))
+            let error = Error::new(Code::TensorMissing, format!("`{name}`"))
                 .need("a tensor of that name")
-                .have(format!("{} others in {}", self.table.len(), files.join(", "))));
+                .have(format!("{} others in {}", self.table.len(), files.join(", ")));
+            return Err(self.hint(name, error));
         };
         let dtype = meta.dtype.ok_or_else(|| {
             Error::new(Code::TensorType, format!("`{name}`"))
                 .need("a type of weights")
-                .have(place.stored_type.clone())
+                .have(place.stored_type)
         })?;
         Ok(Stored { bytes: &self.files[place.file].1[place.range.clone()], dtype, shape: &meta.shape })
+    }
+
+    /// What to do about a tensor that is not there.
+    pub(super) fn hint(&self, name: &str, error: Error) -> Error {
+        let short = name
+            .strip_prefix("model.")
+            .filter(|s| self.table.range((*s).to_owned()..).next().is_some_and(|e| e.0.starts_with(s)));
+        match short {
+            Some(_) => error.fix("this is a base model without its head: save it as Qwen3ForCausalLM, whose names begin with `model.`"),
+            None => error,
+        }
     }
 
     /// The file that holds a tensor and where it lies in it, for owners that outlive the checkpoint.

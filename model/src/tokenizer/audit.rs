@@ -20,7 +20,7 @@ const ENTRIES: usize = 1 << 20;
 const ADDED: usize = 1 << 16;
 /// Bytes of all added tokens together: the automaton that finds them takes about a second for them.
 const ADDED_BYTES: usize = 1 << 20;
-/// Bytes of one token. The longest of published vocabularies has 1024 (a run of blanks).
+/// Bytes of one token; the longest of Qwen3 has 256.
 const TOKEN: usize = 4096;
 /// Bytes of what a subword may begin or end with; it is written again for every character of a text.
 const AFFIX: usize = 64;

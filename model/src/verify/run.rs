@@ -224,7 +224,8 @@ pub fn run(
     }
     if loss > LOST * even {
         let message = format!(
-            "trained, and yet {loss:.3} nats a token on text that trained models know, above {:.3}; an even choice has {even:.3}",
+            "trained, and yet {} nats a token on text that trained models know, above {:.3}; an even choice has {even:.3}",
+            nats(loss),
             LOST * even
         );
         told.add("text-lost", Severity::Warning, checkpoint.name(), message);
@@ -267,6 +268,10 @@ pub fn run(
     }
     told.findings.sort_by_key(|f| f.severity);
     Ok(told)
+}
+
+fn nats(loss: f64) -> String {
+    if loss < 1e4 { format!("{loss:.3}") } else { format!("{loss:.1e}") }
 }
 
 impl Told {

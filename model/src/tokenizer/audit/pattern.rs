@@ -171,3 +171,43 @@ fn broken(name: &str, why: String) -> Error {
         .need("a regular expression")
         .have(why.chars().take(300).collect::<String>())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn patterns_of_published_tokenizers_are_far_below() -> Result<()> {
+        for pattern in [
+            // Qwen2 and Qwen3.
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+            // GPT-2 and whatever came from it.
+            r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+            // With possessive repetitions, and with cases of letters.
+            r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}|\s+(?!\S)|\s+",
+            // Between cases of letters.
+            r"(?<=[a-z])(?=[A-Z])",
+        ] {
+            let mut patterns = Patterns::default();
+            patterns.add("pre_tokenizer", pattern)?;
+            assert!(patterns.classes * 4 <= CLASSES && patterns.atoms * 4 <= ATOMS, "{pattern}");
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn what_could_be_tried_in_too_many_ways_is_refused() {
+        for pattern in [
+            r"(?:a+)+(?!b)",
+            r"\w+\w+(?!b)",
+            r"(\w+)\1",
+            r"(?=\w*)a",
+            r"(?=\w{40})",
+            r"(?>(?:a*)*)b",
+            r"(?:a?b?c?d?e?f?g?)(?!x)",
+        ] {
+            assert!(Patterns::default().add("pre_tokenizer", pattern).is_err(), "{pattern}");
+        }
+    }
+}
