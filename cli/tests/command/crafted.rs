@@ -96,39 +96,85 @@ fn crafted() -> Vec<(String, Files)> {
     let mut add = |name: &str, files: Files| cases.push((name.to_owned(), files));
     // Growth of a text.
     for times in [2, 10, 62] {
-        add(&format!("{times} ByteLevel normalizers"), part("normalizer", sequence("normalizers", &json!({"type": "ByteLevel"}), times)));
-        add(&format!("{times} ByteLevel pre-tokenizers"), part("pre_tokenizer", sequence("pretokenizers", &byte_level(), times)));
+        add(
+            &format!("{times} ByteLevel normalizers"),
+            part("normalizer", sequence("normalizers", &json!({"type": "ByteLevel"}), times)),
+        );
+        add(
+            &format!("{times} ByteLevel pre-tokenizers"),
+            part("pre_tokenizer", sequence("pretokenizers", &byte_level(), times)),
+        );
     }
-    let prefixed = json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": false, "use_regex": true});
+    let prefixed =
+        json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": false, "use_regex": true});
     add("ByteLevel with prefixes", part("pre_tokenizer", sequence("pretokenizers", &prefixed, 6)));
-    add("Metaspaces", part("pre_tokenizer", sequence("pretokenizers", &json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": true}), 30)));
+    add(
+        "Metaspaces",
+        part(
+            "pre_tokenizer",
+            sequence(
+                "pretokenizers",
+                &json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": true}),
+                30,
+            ),
+        ),
+    );
     for form in ["NFC", "NFD", "NFKC", "NFKD"] {
-        add(&format!("60 times {form}"), part("normalizer", sequence("normalizers", &json!({"type": form}), 60)));
+        add(
+            &format!("60 times {form}"),
+            part("normalizer", sequence("normalizers", &json!({"type": form}), 60)),
+        );
     }
     add("60 lower cases", part("normalizer", sequence("normalizers", &json!({"type": "Lowercase"}), 60)));
-    add("60 prepends", part("normalizer", sequence("normalizers", &json!({"type": "Prepend", "prepend": "aaaaaaaaaaaaaaaa"}), 60)));
+    add(
+        "60 prepends",
+        part(
+            "normalizer",
+            sequence("normalizers", &json!({"type": "Prepend", "prepend": "aaaaaaaaaaaaaaaa"}), 60),
+        ),
+    );
     let doubling = json!({"type": "Replace", "pattern": {"String": "e"}, "content": "ee"});
     add("40 doublings", part("normalizer", sequence("normalizers", &doubling, 40)));
-    let nothing = json!({"type": "Replace", "pattern": {"Regex": ""}, "content": "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"});
+    let nothing =
+        json!({"type": "Replace", "pattern": {"Regex": ""}, "content": "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"});
     add("replacements of nothing", part("normalizer", sequence("normalizers", &nothing, 8)));
-    add("growth in both parts", tokenizer(|t| {
-        t["normalizer"] = sequence("normalizers", &json!({"type": "ByteLevel"}), 5);
-        t["pre_tokenizer"] = sequence("pretokenizers", &byte_level(), 5);
-    }));
-    add("a hidden list", tokenizer(|t| {
-        t["normalizer"] = json!({"type": "NFC", "normalizers": vec![json!({"type": "ByteLevel"}); 62]});
-    }));
+    add(
+        "growth in both parts",
+        tokenizer(|t| {
+            t["normalizer"] = sequence("normalizers", &json!({"type": "ByteLevel"}), 5);
+            t["pre_tokenizer"] = sequence("pretokenizers", &byte_level(), 5);
+        }),
+    );
+    add(
+        "a hidden list",
+        tokenizer(|t| {
+            t["normalizer"] = json!({"type": "NFC", "normalizers": vec![json!({"type": "ByteLevel"}); 62]});
+        }),
+    );
     let text = String::from_utf8(std::fs::read(demo("tokenizer.json")).unwrap()).unwrap();
     let stacked = sequence("normalizers", &json!({"type": "ByteLevel"}), 62).to_string();
     let twice = stacked.replacen("\"normalizers\":", "\"normalizers\":[],\"normalizers\":", 1);
     let normalizer = text.find("\"normalizer\"").unwrap();
-    let end = normalizer + text[normalizer..].find(",\n").unwrap_or_else(|| text[normalizer..].find(',').unwrap());
-    add("a list twice", vec![("tokenizer.json", format!("{}\"normalizer\":{twice}{}", &text[..normalizer], &text[end..]).into_bytes())]);
+    let end =
+        normalizer + text[normalizer..].find(",\n").unwrap_or_else(|| text[normalizer..].find(',').unwrap());
+    add(
+        "a list twice",
+        vec![(
+            "tokenizer.json",
+            format!("{}\"normalizer\":{twice}{}", &text[..normalizer], &text[end..]).into_bytes(),
+        )],
+    );
     // Compiled maps.
     for length in [4, 1000, 40_000] {
-        add(&format!("a map to {length} bytes"), part("normalizer", json!({"type": "Precompiled", "precompiled_charsmap": charsmap(length)})));
+        add(
+            &format!("a map to {length} bytes"),
+            part("normalizer", json!({"type": "Precompiled", "precompiled_charsmap": charsmap(length)})),
+        );
     }
-    add("a map of 4 GiB", part("normalizer", json!({"type": "Precompiled", "precompiled_charsmap": "/////wAA"})));
+    add(
+        "a map of 4 GiB",
+        part("normalizer", json!({"type": "Precompiled", "precompiled_charsmap": "/////wAA"})),
+    );
     // Templates of special tokens.
     for (count, ids) in [(100, 100), (1000, 1000), (2000, 2000), (1, 3000), (3000, 1)] {
         add(&format!("{count} times {ids} ids"), part("post_processor", specials(count, ids, "single")));
@@ -136,11 +182,14 @@ fn crafted() -> Vec<(String, Files)> {
     add("ids in the pair", part("post_processor", specials(500, 500, "pair")));
     let six = vec![specials(100, 2, "single"); 6];
     add("six templates", part("post_processor", json!({"type": "Sequence", "processors": six})));
-    add("a template of another type", part("post_processor", {
-        let mut p = specials(1000, 1000, "single");
-        p["type"] = json!("ByteLevel");
-        p
-    }));
+    add(
+        "a template of another type",
+        part("post_processor", {
+            let mut p = specials(1000, 1000, "single");
+            p["type"] = json!("ByteLevel");
+            p
+        }),
+    );
     // Patterns.
     for (name, regex) in [
         ("look-aheads", "(?=\\w{40})".repeat(1000)),
@@ -174,38 +223,85 @@ fn crafted() -> Vec<(String, Files)> {
         add(&format!("pattern: {name}"), part("pre_tokenizer", split(regex.clone())));
     }
     add("17 patterns", part("pre_tokenizer", sequence("pretokenizers", &split("a".into()), 17)));
-    add("16 slow patterns", part("pre_tokenizer", sequence("pretokenizers", &split("\\w*(?!.)X|\\w".into()), 16)));
-    add("a long literal", part("pre_tokenizer", json!({"type": "Split", "pattern": {"String": "e".repeat(60_000)}, "behavior": "Isolated", "invert": false})));
+    add(
+        "16 slow patterns",
+        part("pre_tokenizer", sequence("pretokenizers", &split("\\w*(?!.)X|\\w".into()), 16)),
+    );
+    add(
+        "a long literal",
+        part(
+            "pre_tokenizer",
+            json!({"type": "Split", "pattern": {"String": "e".repeat(60_000)}, "behavior": "Isolated", "invert": false}),
+        ),
+    );
     // Models.
     let word = |limit: u64| json!({"type": "WordPiece", "unk_token": "一", "continuing_subword_prefix": "##", "max_input_chars_per_word": limit, "vocab": letters(500)});
     for limit in [100, 256, 257, u64::MAX] {
         add(&format!("WordPiece of {limit} characters"), small(word(limit), json!({})));
     }
-    let bpe = |prefix: &str, suffix: &str, vocab: Value, merges: Value| {
-        json!({"type": "BPE", "continuing_subword_prefix": prefix, "end_of_word_suffix": suffix, "vocab": vocab, "merges": merges})
-    };
+    let bpe = |prefix: &str, suffix: &str, vocab: Value, merges: Value| json!({"type": "BPE", "continuing_subword_prefix": prefix, "end_of_word_suffix": suffix, "vocab": vocab, "merges": merges});
     let vocab = json!({"a": 0, "é": 1, "aé": 2, "##b": 3, "b": 4, "ab": 5});
     add("a prefix that cuts a character", small(bpe("#", "", vocab.clone(), json!([["a", "é"]])), json!({})));
-    add("a prefix longer than a token", small(bpe("#####", "", vocab.clone(), json!([["a", "b"]])), json!({})));
+    add(
+        "a prefix longer than a token",
+        small(bpe("#####", "", vocab.clone(), json!([["a", "b"]])), json!({})),
+    );
     add("a prefix of merges in texts", small(bpe("#", "", vocab.clone(), json!(["a é"])), json!({})));
     add("a prefix as it should be", small(bpe("##", "", vocab.clone(), json!([["a", "##b"]])), json!({})));
     add("a long suffix", small(bpe("", &"x".repeat(50_000), vocab.clone(), json!([])), json!({})));
     add("a long prefix", small(bpe(&"x".repeat(50_000), "", vocab, json!([])), json!({})));
-    add("a deep trie", small(json!({"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["e".repeat(60_000), -1.0]]}), json!({})));
-    add("a trie of 4 KiB", small(json!({"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["e".repeat(4000), -1.0]]}), json!({})));
+    add(
+        "a deep trie",
+        small(
+            json!({"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["e".repeat(60_000), -1.0]]}),
+            json!({}),
+        ),
+    );
+    add(
+        "a trie of 4 KiB",
+        small(
+            json!({"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["e".repeat(4000), -1.0]]}),
+            json!({}),
+        ),
+    );
     add("no unknown token", small(json!({"type": "Unigram", "unk_id": 7, "vocab": [["e", 0.0]]}), json!({})));
     add("an empty Unigram", small(json!({"type": "Unigram", "vocab": []}), json!({})));
     add("a word list", small(json!({"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"}), json!({})));
     // Added tokens.
     let token = |i: usize, content: String| json!({"id": 1440 + i, "content": content, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": false});
     add("a long added token", part("added_tokens", json!([token(0, "e".repeat(60_000))])));
-    add("600 added tokens", part("added_tokens", (0..600).map(|i| token(i % 600, format!("{i}{}", "e".repeat(90)))).collect()));
-    add("added tokens in each other", part("added_tokens", (0..300).map(|i| token(i, "e".repeat(i + 1))).collect()));
-    add("a stripping token", part("added_tokens", json!([{"id": 1440, "content": "e", "single_word": false, "lstrip": true, "rstrip": true, "normalized": true, "special": true}])));
+    add(
+        "600 added tokens",
+        part("added_tokens", (0..600).map(|i| token(i % 600, format!("{i}{}", "e".repeat(90)))).collect()),
+    );
+    add(
+        "added tokens in each other",
+        part("added_tokens", (0..300).map(|i| token(i, "e".repeat(i + 1))).collect()),
+    );
+    add(
+        "a stripping token",
+        part(
+            "added_tokens",
+            json!([{"id": 1440, "content": "e", "single_word": false, "lstrip": true, "rstrip": true, "normalized": true, "special": true}]),
+        ),
+    );
     add("an empty added token", part("added_tokens", json!([token(0, String::new())])));
     // Decoders.
-    add("decoders that double", part("decoder", sequence("decoders", &json!({"type": "Replace", "pattern": {"String": "e"}, "content": "ee"}), 30)));
-    add("stacked ByteLevel decoders", part("decoder", sequence("decoders", &json!({"type": "ByteLevel"}), 20)));
+    add(
+        "decoders that double",
+        part(
+            "decoder",
+            sequence(
+                "decoders",
+                &json!({"type": "Replace", "pattern": {"String": "e"}, "content": "ee"}),
+                30,
+            ),
+        ),
+    );
+    add(
+        "stacked ByteLevel decoders",
+        part("decoder", sequence("decoders", &json!({"type": "ByteLevel"}), 20)),
+    );
     // The file.
     add("a nested file", vec![("tokenizer.json", ("[".repeat(30_000) + &"]".repeat(30_000)).into_bytes())]);
     add("an empty file", vec![("tokenizer.json", Vec::new())]);
@@ -214,9 +310,16 @@ fn crafted() -> Vec<(String, Files)> {
     // Templates.
     let many = |text: &str, n: usize| text.repeat(n);
     for (name, source) in [
-        ("nested loops", "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}".to_owned()),
+        (
+            "nested loops",
+            "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}".to_owned(),
+        ),
         ("a repetition", "{{ 'x' * 100000000 }}".into()),
-        ("doublings", "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}".into()),
+        (
+            "doublings",
+            "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
+                .into(),
+        ),
         ("a slice of slices", format!("{{% set s = 'x' * 4000000 %}}{}", many("{% set s = s[::-1] %}", 300))),
         ("a chain", format!("{{{{ a{} }}}}", many("~a", 120_000))),
         ("nested ifs", many("{% if true %}", 6000) + &many("{% endif %}", 6000)),
@@ -257,7 +360,10 @@ fn crafted() -> Vec<(String, Files)> {
 fn limited(dir: &Path, args: &[&str]) -> (Option<i32>, f64, u64, String) {
     let plain = q4();
     let mut command = Command::new("sh");
-    command.args(["-c", &format!("ulimit -v {SPACE}; exec \"$0\" \"$@\"")]).arg(plain.get_program()).args(plain.get_args());
+    command
+        .args(["-c", &format!("ulimit -v {SPACE}; exec \"$0\" \"$@\"")])
+        .arg(plain.get_program())
+        .args(plain.get_args());
     for (name, value) in plain.get_envs() {
         match value {
             Some(value) => command.env(name, value),
@@ -285,7 +391,8 @@ fn limited(dir: &Path, args: &[&str]) -> (Option<i32>, f64, u64, String) {
         libc::getrusage(libc::RUSAGE_CHILDREN, &mut usage);
         usage.ru_maxrss as u64 >> 10
     };
-    let text = [&out, &err].map(|f| String::from_utf8_lossy(&std::fs::read(f).unwrap()).into_owned()).concat();
+    let text =
+        [&out, &err].map(|f| String::from_utf8_lossy(&std::fs::read(f).unwrap()).into_owned()).concat();
     (status, start.elapsed().as_secs_f64(), peak, text)
 }
 
@@ -322,7 +429,8 @@ fn crafted_text_files_meet_their_bounds_and_verify_names_what_generate_refuses()
         let generated = run(&["generate", model, "-p", &prompt, "--max-tokens", "1"]);
         let verified = run(&["verify", model]);
         // A prompt that is too long for the context is no fault of the files.
-        let at_fault = generated == Some(4) && run(&["generate", model, "-p", "x", "--max-tokens", "1"]) == Some(4);
+        let at_fault =
+            generated == Some(4) && run(&["generate", model, "-p", "x", "--max-tokens", "1"]) == Some(4);
         refused += usize::from(at_fault);
         if at_fault && !matches!(verified, Some(3 | 4)) {
             wrong.push(format!("{name}: generate refuses, verify ends with {verified:?}"));
@@ -335,4 +443,83 @@ fn crafted_text_files_meet_their_bounds_and_verify_names_what_generate_refuses()
         slowest.1
     );
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn names_from_files_steer_no_terminal() {
+    let dir = tempfile::tempdir().unwrap();
+    let source = crate::golden("qwen3_tiny_a");
+    std::fs::copy(source.join("config.json"), dir.path().join("config.json")).unwrap();
+    let whole = std::fs::read(source.join("model.safetensors")).unwrap();
+    let length = u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
+    let mut header: Value = serde_json::from_slice(&whole[8..8 + length]).unwrap();
+    let end = whole.len() - 8 - length;
+    header["\u{1b}[2J\u{9b}31mx\u{202e}"] =
+        json!({"dtype": "U8", "shape": [4], "data_offsets": [end, end + 4]});
+    let header = header.to_string().into_bytes();
+    let file = [&(header.len() as u64).to_le_bytes(), &header[..], &whole[8 + length..], &[0; 4]].concat();
+    std::fs::write(dir.path().join("model.safetensors"), file).unwrap();
+    let model = dir.path().to_str().unwrap();
+    let missing = format!("{model}/\u{1b}[2J");
+    for (args, status) in [
+        (vec!["verify", model], 3),
+        (vec!["inspect", model], 0),
+        (vec!["explain", model], 0),
+        (vec!["logits", model, "--ids", "1", "--out", "/nonexistent/\u{1b}[2J"], 8),
+        (vec!["verify", missing.as_str()], 4),
+    ] {
+        let output = crate::run(&args);
+        assert_eq!(output.status.code(), Some(status), "{args:?}: {}", crate::err(&output));
+        let text = crate::out(&output) + &crate::err(&output);
+        assert!(!text.contains(['\u{1b}', '\u{9b}', '\u{202e}']), "{args:?}: {text}");
+    }
+}
+
+#[test]
+fn an_answer_that_nobody_can_read_is_8() {
+    let plain = q4();
+    let mut command = Command::new("sh");
+    command.args(["-c", "exec \"$0\" \"$@\" >&-"]).arg(plain.get_program()).args(plain.get_args());
+    for (name, value) in plain.get_envs() {
+        match value {
+            Some(value) => command.env(name, value),
+            None => command.env_remove(name),
+        };
+    }
+    let closed = command.args(["generate", "-p", "Who are you?", "--max-tokens", "2"]).output().unwrap();
+    assert_eq!(closed.status.code(), Some(8), "{}", crate::err(&closed));
+    // The null device is somebody.
+    let null =
+        q4().args(["generate", "-p", "Who are you?", "--max-tokens", "2"]).stdout(Stdio::null()).status();
+    assert_eq!(null.unwrap().code(), Some(0));
+}
+
+#[test]
+fn a_model_that_knows_nothing_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    for file in std::fs::read_dir(demo("")).unwrap().map(|e| e.unwrap().file_name()) {
+        std::fs::copy(demo(file.to_str().unwrap()), dir.path().join(&file)).unwrap();
+    }
+    let path = dir.path().join("model.safetensors");
+    let mut bytes = std::fs::read(&path).unwrap();
+    let (start, size) = {
+        let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        let norm = file.tensor("model.norm.weight").unwrap();
+        (norm.data().as_ptr() as usize - bytes.as_ptr() as usize, norm.data().len())
+    };
+    bytes[start..start + size].fill(0);
+    std::fs::write(&path, bytes).unwrap();
+    let model = dir.path().to_str().unwrap();
+    let output = crate::run(&["generate", model, "-p", "Who are you?"]);
+    assert_eq!(output.status.code(), Some(4), "{}", crate::err(&output));
+    assert!(crate::err(&output).contains("Q4-E0211"), "{}", crate::err(&output));
+    assert_eq!(crate::run(&["verify", model]).status.code(), Some(3));
+}
+
+#[test]
+fn a_healthy_model_passes_with_a_run_too() {
+    let report = crate::json("verify", &["demo", "--run"]);
+    assert_eq!((&report["errors"], &report["warnings"]), (&json!(0), &json!(0)), "{report}");
+    assert_eq!(report["run"]["trained"], true);
+    assert!(report["run"]["loss"].as_f64().unwrap() < 0.1 * report["run"]["even"].as_f64().unwrap());
 }
