@@ -282,7 +282,10 @@ fn list(
 ) -> Result<Outcome> {
     let cases_of = |backend: &Arc<dyn Q4Backend>| {
         let abi = tables.of(&backend.descriptor().name);
-        cases(&proofs(&**backend, registry.env(), options.device), abi, options).into_iter().map(|c| c.id).collect::<Vec<_>>()
+        cases(&proofs(&**backend, registry.env(), options.device), abi, options)
+            .into_iter()
+            .map(|c| c.id)
+            .collect::<Vec<_>>()
     };
     if cx.report().is_json() {
         let listed =

@@ -101,7 +101,8 @@ fn main() -> ExitCode {
 fn maps_plugins(cli: &args::Cli) -> bool {
     let global = &cli.global;
     let is_elsewhere = global.isolate || matches!(cli.verb, Verb::Conformance(_));
-    !is_elsewhere && !(global.plugin.is_empty() && global.plugin_dir.is_empty())
+    let is_asked_for = !global.plugin.is_empty() || !global.plugin_dir.is_empty();
+    is_asked_for && !is_elsewhere
 }
 
 fn run(global: GlobalArgs, verb: &Verb) -> Result<Outcome> {
@@ -114,7 +115,8 @@ fn run(global: GlobalArgs, verb: &Verb) -> Result<Outcome> {
     let cx = match verb {
         Verb::Conformance(args) => {
             let limit = std::time::Duration::from_secs(args.time_limit.max(1));
-            let place = if args.in_process { plugins::Place::InPlace } else { plugins::Place::Judged(limit) };
+            let place =
+                if args.in_process { plugins::Place::Debugged } else { plugins::Place::Judged(limit) };
             cx.gated(false).placed(place)
         }
         Verb::Trace(args) => cx.compared_with(Some(&args.against)),

@@ -18,7 +18,7 @@ pub enum Place {
     /// In this process.
     Here,
     /// In this process, mapped from its own file and without a trial in a child: for debuggers.
-    InPlace,
+    Debugged,
     /// In one of its own.
     Isolated,
     /// The same, between guards, for the suite; a call may take so long.
@@ -151,7 +151,7 @@ pub fn add(registry: &mut Registry, asked: &Asked<'_>) -> Result<Tables> {
     }
     let program = std::env::current_exe().map_err(|e| Error::new(Code::Io, format!("this program: {e}")))?;
     // A library whose constructor ends or hangs a process ends a child.
-    let in_place = asked.place == Place::InPlace;
+    let in_place = asked.place == Place::Debugged;
     let prober = (!in_place).then(|| Prober::new(program, [crate::PROBE]));
     let loader = Loader { prober, in_place, ..Loader::default() };
     for path in asked.paths {
@@ -249,7 +249,7 @@ impl Entry {
     /// Loaded, for what its certificate covers; a library under judgement has none.
     fn live(found: Examined, certificate: Option<Certificate>, place: Place) -> Result<Self, Refusal> {
         let (name, facts) = Self::facts(&found);
-        let (candidate, table) = if matches!(place, Place::Here | Place::InPlace) {
+        let (candidate, table) = if matches!(place, Place::Here | Place::Debugged) {
             let Loaded { candidate, table: cases, sha256, .. } = found.load()?;
             (candidate, Some(Table { checks: Checks::Here(cases), sha256 }))
         } else {
@@ -357,7 +357,7 @@ impl Q4Backend for Certified {
 
     fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
         self.inner.can_prepare(spec, path, env)?;
-        self.certificate.covers(spec, path).map_err(|reason| vec![reason])
+        self.certificate.covers(spec, path)
     }
 
     fn prepare(
@@ -367,7 +367,10 @@ impl Q4Backend for Certified {
         path: ExecPath,
         cx: &mut ExecContext<'_>,
     ) -> Result<Box<dyn PreparedWeight>> {
-        self.certificate.covers(spec, path).map_err(|r| Error::new(Code::Unsupported, r.to_string()))?;
+        self.certificate.covers(spec, path).map_err(|reasons| {
+            let all: Vec<_> = reasons.iter().map(ToString::to_string).collect();
+            Error::new(Code::Unsupported, "a product that no certificate is about").have(all.join("\n"))
+        })?;
         self.inner.prepare(w, spec, path, cx)
     }
 }

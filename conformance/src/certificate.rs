@@ -4,8 +4,8 @@
 //! facts. When one of them changes it is void. It has no date, so the same run writes the same file. It is sealed ([`Key`]): what
 //! somebody else wrote is none.
 use crate::key::Key;
-use crate::{Claim, Profile, Report, own};
-use q4_core::{Code, Error, ExecPath, HostEnv, LinearSpec, Reject, RejectCode, Result};
+use crate::{Claim, Limits, Profile, Report, own};
+use q4_core::{Code, Error, ExecPath, HostEnv, LinearSpec, Reject, RejectCode, Result, Verdict};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
@@ -72,12 +72,21 @@ pub struct Certificate {
     pub suite: String,
     /// Profile that passed.
     pub profile: Profile,
-    /// Claims that passed.
-    pub claims: Vec<String>,
+    /// Claims that passed, each with its limits.
+    pub claims: Vec<Proven>,
     /// Fingerprint of the machine it passed on.
     pub machine: String,
     /// The facts behind the fingerprint.
     pub facts: Vec<String>,
+}
+
+/// A claim that passed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Proven {
+    /// `nvfp4@1/native/cpu/fused-dequant`.
+    pub claim: String,
+    /// The products of that kind that were proved: no other is served.
+    pub limits: Limits,
 }
 
 const FAMILY: &str = "q4.certificate/";
@@ -110,7 +119,15 @@ impl Certificate {
                 needs: library.needs.clone(),
                 suite: report.suite.clone(),
                 profile: report.profile,
-                claims: own.map(|c| c.claim.clone()).collect(),
+                claims: own
+                    .filter_map(|c| {
+                        let mut limits = c.limits.clone()?;
+                        // What was not judged is not certified.
+                        let is_judged = report.profile == Profile::Training;
+                        limits.types.iter_mut().for_each(|t| t.backward &= is_judged);
+                        Some(Proven { claim: c.claim.clone(), limits })
+                    })
+                    .collect(),
                 machine: report.machine.clone(),
                 facts: report.facts.clone(),
             })
@@ -160,18 +177,19 @@ impl Certificate {
         if self.claims.is_empty() { Err("it certifies no claim".into()) } else { Ok(()) }
     }
 
-    /// Whether a product is of a kind that passed.
+    /// Whether a product is of a kind that passed, and within its limits.
     ///
     /// # Errors
-    /// `conformance-missing`, with the kinds that did.
-    pub fn covers(&self, spec: &LinearSpec, path: ExecPath) -> std::result::Result<(), Reject> {
+    /// `conformance-missing`, with the kinds that did, or every limit that it is beyond.
+    pub fn covers(&self, spec: &LinearSpec, path: ExecPath) -> Verdict {
         let (schema, activations) = (spec.schema.id().name, spec.activations.as_str());
         let claim = Claim { schema, activations, device: spec.device, path }.to_string();
-        if self.claims.contains(&claim) {
-            return Ok(());
+        if let Some(proven) = self.claims.iter().find(|p| p.claim == claim) {
+            return proven.limits.admit(spec);
         }
-        let need = format!("a kind of product that its certificate is about: {}", self.claims.join(", "));
-        Err(Reject::new(RejectCode::ConformanceMissing, need, claim))
+        let kinds: Vec<_> = self.claims.iter().map(|p| p.claim.as_str()).collect();
+        let need = format!("a kind of product that its certificate is about: {}", kinds.join(", "));
+        Err(vec![Reject::new(RejectCode::ConformanceMissing, need, claim)])
     }
 
     fn file_name(&self) -> String {
@@ -356,8 +374,8 @@ pub(crate) fn hex(bytes: &[u8]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Options, liars, run};
-    use q4_core::{CudaDevice, ThreadPool};
+    use crate::{Options, TypeLimits, liars, run};
+    use q4_core::{CudaDevice, DType, OpSet, ThreadPool};
 
     fn machine_with(feature: &str) -> HostEnv {
         HostEnv { arch: "x86_64".into(), cpu_features: vec![feature.into()], ..HostEnv::default() }
@@ -365,6 +383,20 @@ mod tests {
 
     fn library() -> Library {
         Library { path: "/opt/libacme.so".into(), sha256: "ab".repeat(32), needs: Vec::new() }
+    }
+
+    /// bf16, blocks of 256, forward.
+    fn limits() -> Limits {
+        let bf16 = TypeLimits { dtype: "bfloat16".into(), backward: false, dequantize: false };
+        Limits {
+            encodings: vec!["any".into()],
+            quantizers: vec!["any".into()],
+            types: vec![bf16],
+            segments: 3,
+            n_multiple: 1,
+            k_multiple: 256,
+            max_m: Some(16),
+        }
     }
 
     fn certificate() -> Certificate {
@@ -377,7 +409,7 @@ mod tests {
             needs: Vec::new(),
             suite: crate::SUITE_VERSION.into(),
             profile: Profile::Inference,
-            claims: vec!["nvfp4@1/native/cpu/fused-dequant".into()],
+            claims: vec![Proven { claim: "nvfp4@1/native/cpu/fused-dequant".into(), limits: limits() }],
             machine: machine(&env),
             facts: facts(&env),
         }
@@ -546,9 +578,19 @@ mod tests {
     #[test]
     fn products_of_other_kinds_are_not_covered() {
         let schema = crate::lattice::encodings("nvfp4")[0];
-        let spec = crate::claim::plain_spec(schema, q4_core::Activations::Native, q4_core::Device::Cpu);
+        let plain = crate::claim::plain_spec(schema, q4_core::Activations::Native, q4_core::Device::Cpu);
+        let spec = LinearSpec { x: DType::BF16, y: DType::BF16, ..plain.clone() };
         let c = certificate();
         assert_eq!(c.covers(&spec, ExecPath::FusedDequant), Ok(()));
+        for (spec, says) in [
+            (plain, "bfloat16"),
+            (LinearSpec { k: 768 + 128, ..spec.clone() }, "in features % 256 == 0"),
+            (LinearSpec { max_m: 17, ..spec.clone() }, "at most 16 rows"),
+            (LinearSpec { ops: OpSet::FORWARD.with(OpSet::BACKWARD_INPUT), ..spec.clone() }, "operations"),
+        ] {
+            let reasons = c.covers(&spec, ExecPath::FusedDequant).expect_err("outside");
+            assert!(reasons[0].need.contains(says), "{}", reasons[0]);
+        }
         for (spec, path) in [
             (spec.clone(), ExecPath::DequantMatmul),
             (LinearSpec { activations: q4_core::Activations::Int8, ..spec.clone() }, ExecPath::FusedDequant),
@@ -558,8 +600,8 @@ mod tests {
                 ExecPath::FusedDequant,
             ),
         ] {
-            let reject = c.covers(&spec, path).expect_err("not certified");
-            assert_eq!(reject.code, RejectCode::ConformanceMissing, "{reject}");
+            let reasons = c.covers(&spec, path).expect_err("not certified");
+            assert_eq!(reasons[0].code, RejectCode::ConformanceMissing, "{}", reasons[0]);
         }
     }
 

@@ -29,7 +29,7 @@ mod tolerance;
 mod waiver;
 
 pub use case::{AbiProbe, Bench, Case, CaseResult, Elsewhere, Outcome, Seen};
-pub use certificate::{Certificate, Certificates, Library, Needed};
+pub use certificate::{Certificate, Certificates, Library, Needed, Proven};
 pub use claim::{Claim, Level, Profile, Proof, claims, proofs};
 pub use key::Key;
 pub use levels::cases;

@@ -67,7 +67,12 @@ impl TypeLimits {
 impl fmt::Display for Limits {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let types: Vec<_> = self.types.iter().map(TypeLimits::to_string).collect();
-        write!(f, "{}; {}; {}", self.encodings.join(", "), self.quantizers.join(", "), types.join(", "))?;
+        write!(f, "{}", types.join(", "))?;
+        for list in [&self.encodings, &self.quantizers] {
+            if !list.iter().any(|name| name == ANY) {
+                write!(f, "; {}", list.join(", "))?;
+            }
+        }
         write!(f, "; n % {} == 0, k % {} == 0", self.n_multiple, self.k_multiple)?;
         match self.segments {
             3.. => {}
@@ -154,6 +159,33 @@ impl Limits {
             k_multiple,
             max_m,
         })
+    }
+
+    /// Those of a backend that leaves nothing out.
+    pub fn everything() -> Self {
+        let all = |io: DType| TypeLimits { dtype: io.as_str().into(), backward: true, dequantize: true };
+        Self {
+            encodings: vec![ANY.into()],
+            quantizers: vec![ANY.into()],
+            types: IO.map(all).into(),
+            segments: 3,
+            n_multiple: 1,
+            k_multiple: 1,
+            max_m: None,
+        }
+    }
+
+    /// Whether nothing is left out.
+    pub fn is_everything(&self) -> bool {
+        let is_any = |list: &[String]| list.iter().any(|name| name == ANY);
+        let all_types = self.types.len() == IO.len() && self.types.iter().all(|t| t.backward && t.dequantize);
+        is_any(&self.encodings)
+            && is_any(&self.quantizers)
+            && all_types
+            && self.segments >= 3
+            && self.n_multiple == 1
+            && self.k_multiple <= 16
+            && self.max_m.is_none()
     }
 
     /// Every reason why a product is outside.

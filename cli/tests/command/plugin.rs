@@ -5,7 +5,7 @@ pub mod built;
 
 use crate::{document, err, out, q4};
 use q4_conformance::certificate::{facts, machine};
-use q4_conformance::{Certificate, Certificates, Library, Needed, Profile, SUITE_VERSION};
+use q4_conformance::{Certificate, Certificates, Library, Limits, Needed, Profile, Proven, SUITE_VERSION};
 use q4_core::HostEnv;
 use q4_plugin_host::{Loader, Need};
 use serde_json::Value;
@@ -69,7 +69,10 @@ impl User {
             needs: found.needs().iter().map(needed).collect(),
             suite: SUITE_VERSION.into(),
             profile: Profile::Inference,
-            claims: claims.iter().map(|claim| (*claim).to_owned()).collect(),
+            claims: claims
+                .iter()
+                .map(|claim| Proven { claim: (*claim).to_owned(), limits: Limits::everything() })
+                .collect(),
             machine: machine(&env),
             facts: facts(&env),
         }

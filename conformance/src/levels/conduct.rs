@@ -1,9 +1,9 @@
 //! L5, conduct: a backend is a guest in its process. What is one for the whole process, and how its threads compute, is after a
 //! call as it was before.
-use crate::case::{AbiProbe, Bench, Case, Seen};
-use crate::guarded::{Guarded, Layout, Workspace};
 use super::Scope;
 use crate::Level;
+use crate::case::{AbiProbe, Bench, Case, Seen};
+use crate::guarded::{Guarded, Layout, Workspace};
 use crate::measure::Problem;
 use crate::printed::Printed;
 use crate::product::{self, failed};

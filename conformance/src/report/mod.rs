@@ -520,7 +520,7 @@ mod tests {
         }
         let options = Options { today: Date::default(), ..Options::of(Profile::Inference) };
         let env = HostEnv::default();
-        let r = Report::of(&descriptor, &env, &options, cases, Vec::new(), Duration::ZERO);
+        let r = Report::of(&descriptor, &env, &options, &[], cases, Vec::new(), Duration::ZERO);
         let text = r.text();
         let of = "nvfp4@1/native/cpu/fused-dequant";
         for line in [

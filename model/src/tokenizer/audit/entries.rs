@@ -50,6 +50,7 @@ impl<'de> Visitor<'de> for Entries {
 }
 
 /// Bytes of a text; of a list, those of the longest text in it.
+#[derive(Default)]
 struct Length(usize);
 
 impl<'de> Deserialize<'de> for Length {
@@ -122,12 +123,6 @@ impl<'de> Deserialize<'de> for Contents {
             }
         }
         deserializer.deserialize_any(List)
-    }
-}
-
-impl Default for Length {
-    fn default() -> Self {
-        Self(0)
     }
 }
 

@@ -537,10 +537,12 @@ fn names(spec: &LinearSpec) -> impl ExactSizeIterator<Item = (u64, &str)> {
 }
 
 type Pieces = Vec<(usize, usize)>;
+/// Memory, its readable pages, and the parts in it.
+type Laid = (Shared, Pieces, Vec<(u64, u64)>);
 
 /// The bytes of a weight as the other process will see them: memory, the pages of it that can be read there, and the place and
 /// length of each part, four to a segment. With `is_judged`, every part ends or begins where the pages do.
-fn lay_out(segments: &[Q4Segment], is_judged: bool) -> Answer<(Shared, Pieces, Vec<(u64, u64)>)> {
+fn lay_out(segments: &[Q4Segment], is_judged: bool) -> Answer<Laid> {
     let parts = segments.iter().flat_map(|s| {
         [
             (s.codes, s.codes_bytes),
