@@ -7,7 +7,7 @@ mod parts;
 mod pattern;
 mod tree;
 
-use entries::{Contents, Entries, Merges};
+use entries::{Contents, Count, Entries, Merges};
 use q4_core::{Code, Error, Result};
 use serde::Deserialize;
 use tree::Tree;
@@ -73,7 +73,7 @@ fn check_depth(bytes: &[u8]) -> Result<()> {
 }
 
 fn check_model(bytes: &[u8], model: &Model) -> Result<()> {
-    bounded("vocabulary and merges", model.vocab.count + model.merges.count, ENTRIES)?;
+    bounded("vocabulary and merges", model.vocab.count + model.merges.0, ENTRIES)?;
     if model.vocab.count == 0 {
         return Err(refused("the vocabulary is empty").need("at least one token").have("none"));
     }
@@ -96,7 +96,7 @@ fn check_model(bytes: &[u8], model: &Model) -> Result<()> {
         bounded(&format!("model.{name}: bytes"), affix.as_ref().map_or(0, |a| a.len()), AFFIX)?;
     }
     match model.continuing_subword_prefix.as_deref() {
-        Some(prefix) if !prefix.is_empty() && model.merges.count > 0 => check_prefix(bytes, prefix),
+        Some(prefix) if !prefix.is_empty() && model.merges.0 > 0 => check_prefix(bytes, prefix),
         _ => Ok(()),
     }
 }
@@ -176,7 +176,7 @@ struct File {
 struct Model {
     vocab: Entries,
     #[serde(default)]
-    merges: Entries,
+    merges: Count,
     #[serde(default)]
     dropout: Option<f64>,
     #[serde(default)]

@@ -49,6 +49,33 @@ impl<'de> Visitor<'de> for Entries {
     }
 }
 
+/// Elements of a list, which are skipped.
+#[derive(Default)]
+pub(super) struct Count(pub usize);
+
+impl<'de> Deserialize<'de> for Count {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Skip;
+        impl<'de> Visitor<'de> for Skip {
+            type Value = Count;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a list")
+            }
+            fn visit_unit<E: Error>(self) -> Result<Count, E> {
+                Ok(Count(0))
+            }
+            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Count, A::Error> {
+                let mut count = 0;
+                while list.next_element::<IgnoredAny>()?.is_some() {
+                    count += 1;
+                }
+                Ok(Count(count))
+            }
+        }
+        deserializer.deserialize_any(Skip)
+    }
+}
+
 /// Bytes of a text; of a list, those of the longest text in it.
 #[derive(Default)]
 struct Length(usize);
