@@ -34,7 +34,7 @@ codes! {
     ConfigInvalid      = "0208", 4, "config.json is damaged or describes an unsupported model";
     TokenizerInvalid   = "0209", 4, "the tokenizer is damaged";
     TemplateInvalid    = "0210", 4, "the chat template does not compile, fails or exceeds its bounds";
-    NonFinite          = "0211", 4, "a layer produced NaN or infinity";
+    NonFinite          = "0211", 4, "a layer produced NaN or infinity, or the logits of an answer are the same for every token or position";
     ContextFull        = "0212", 4, "the prompt and the answer do not fit into the context";
     ValueInvalid       = "0213", 4, "a stored value is outside the range of its format";
     NoneEligible       = "0301", 6, "no backend can serve a layer under the given policy";

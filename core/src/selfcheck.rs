@@ -152,6 +152,14 @@ pub fn check(
     let x = IoBuffer::new(spec.x, &x);
     let values = x.to_f32();
     let scratch_bytes = calls.iter().map(|m| prepared.workspace(*m)).max().unwrap_or(0);
+    // Whoever asks for more than there is, is refused before the machine is.
+    let free = crate::memory::available().unwrap_or(u64::MAX);
+    if scratch_bytes as u64 > free {
+        let backend = &prepared.info().backend;
+        return Err(Error::new(Code::OutOfMemory, format!("scratch of {backend} for one product"))
+            .need(crate::memory::human(scratch_bytes as u64))
+            .have(crate::memory::human(free)));
+    }
     let mut scratch = vec![0u8; scratch_bytes + 256];
     let at = scratch.as_ptr().align_offset(256);
     let mut worst = 0f64;

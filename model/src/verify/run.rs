@@ -135,11 +135,11 @@ fn score(runner: &mut Runner, ids: &[u32], without: Option<Part>) -> Result<Vec<
         let Part { layer, mlp } = without.unwrap_or(Part { layer: usize::MAX, mlp: false });
         // The stream as it enters the part, and as it leaves it.
         let (entry, exit) = match mlp {
-            true => (w.site.layer == Some(layer) && w.site.call == "self_attn.o_proj", "mlp"),
+            true => (w.site.layer == Some(layer) && w.site.call == "self_attn.o_proj", "mlp.down_proj"),
             false => (
                 match layer {
                     0 => w.site.call == "embed_tokens",
-                    _ => w.site.layer.is_some_and(|l| l + 1 == layer) && w.site.call == "mlp",
+                    _ => w.site.layer.is_some_and(|l| l + 1 == layer) && w.site.call == "mlp.down_proj",
                 },
                 "self_attn.o_proj",
             ),

@@ -252,6 +252,9 @@ impl Examined {
             prober.probe_examined(&self).admitted(&self.opened.sha256)?;
         }
         let Self { descriptor, opened, needs, loader, .. } = self;
+        /// What comes into the process meanwhile is the library's doing: one at a time.
+        static ONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
+        let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
         let before = needs::LinkMap::now();
         let how = library::How { door: loader.door, speaks: loader.speaks, in_place: loader.in_place };
         let mapped = library::map(opened, descriptor, &needs, &before, how)?;

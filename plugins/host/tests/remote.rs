@@ -276,7 +276,7 @@ fn a_library_that_does_not_load_there_is_refused() {
     bytes[last] ^= 1;
     std::fs::write(&path, bytes).unwrap();
     let refusal = Remote::start(&found, &how(true, 60)).err().unwrap();
-    assert!(refusal.reasons[0].need.contains("the file that was examined"), "{refusal}");
+    assert!(refusal.reasons[0].need.contains("the library that was examined"), "{refusal}");
 }
 
 /// Answers on every descriptor that it finds, all the time: frames that are whole, cut, endless, or nonsense.
