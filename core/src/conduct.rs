@@ -1,9 +1,8 @@
 //! What a call must leave as it found it: how its thread rounds, and what is one for a whole process. Some of it the system
 //! tells of any process, some only the process itself.
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::hash::{Hash, Hasher};
 use std::path::Path;
-use std::sync::Mutex;
 
 /// Names of facts and what they are, for comparing them with those of another time.
 pub type Facts = BTreeMap<String, String>;
@@ -50,12 +49,8 @@ pub fn facts(process: Option<u32>) -> Facts {
     };
     let (open, threads) = (root.join("fd"), names(&root.join("task")));
     // Not the folder that is being read, nor what q4 itself keeps.
-    let kept = KEPT.lock().unwrap_or_else(|e| e.into_inner()).clone();
-    let is_own = |to: &str, n: &str| {
-        let is_kept = process.is_none() && n.parse().is_ok_and(|n: i32| kept.contains(&n));
-        is_kept || to.starts_with("/proc/") || to.starts_with("/memfd:q4-")
-    };
-    let files = names(&open).into_iter().map(|n| (link(&open.join(&n)), n)).filter(|f| !is_own(&f.0, &f.1));
+    let is_own = |to: &str| to.starts_with("/proc/") || to.starts_with("/memfd:q4-");
+    let files = names(&open).into_iter().map(|n| (link(&open.join(&n)), n)).filter(|f| !is_own(&f.0));
     all.insert("open files".into(), files.map(|(to, n)| format!("{n} -> {to}; ")).collect());
     let children = |t: &String| read(&root.join("task").join(t).join("children")).unwrap_or_default();
     // What children that were waited for have used is the only trace of them.
@@ -65,14 +60,6 @@ pub fn facts(process: Option<u32>) -> Facts {
     all.insert("child processes".into(), format!("{alive}and page faults of ended ones: {of_children}"));
     all.insert(THREADS.into(), threads.join(" "));
     all
-}
-
-/// Descriptors that q4 opened for good.
-static KEPT: Mutex<BTreeSet<i32>> = Mutex::new(BTreeSet::new());
-
-/// From now on this descriptor of this process is q4's own, and no change that a guest made.
-pub fn keep(descriptor: i32) {
-    KEPT.lock().unwrap_or_else(|e| e.into_inner()).insert(descriptor);
 }
 
 /// [`facts`] of this process, and what only it knows.

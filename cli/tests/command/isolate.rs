@@ -136,7 +136,7 @@ fn no_process_outlives_the_one_that_the_user_started() {
         let is_mapped = |id: &u32| {
             std::fs::read_to_string(format!("/proc/{id}/maps"))
                 .unwrap_or_default()
-                .contains("memfd:q4-plugin")
+                .contains("memfd:q4-")
         };
         assert!(within_seconds(|| below(parent.id()).iter().any(is_mapped)), "{options:?}");
         let maps = std::fs::read_to_string(format!("/proc/{}/maps", parent.id())).unwrap();

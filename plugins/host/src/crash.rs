@@ -158,7 +158,7 @@ fn callers(line: &mut Line, maps: &[u8], sp: usize) {
     }
 }
 
-const MEMFD: &[u8] = b"/memfd:";
+const MEMFD: &[u8] = b"/memfd:q4-";
 
 /// One line of the list.
 #[derive(Clone, Copy)]
@@ -236,8 +236,8 @@ mod tests {
     use super::*;
 
     const LIST: &[u8] = b"55e0-55f0 r--p 00000000 08:01 12 /usr/bin/q4\n\
-        7f00-7f10 r--p 00000000 00:01 9                          /memfd:lib my.so (deleted)\n\
-        7f10-7f20 r-xp 00010000 00:01 9                          /memfd:lib my.so (deleted)\n\
+        7f00-7f10 r--p 00000000 00:01 9                          /memfd:q4-lib my.so (deleted)\n\
+        7f10-7f20 r-xp 00010000 00:01 9                          /memfd:q4-lib my.so (deleted)\n\
         7f30-7f40 rw-p 00000000 00:00 0 \n";
 
     #[test]

@@ -95,10 +95,10 @@ pub fn sealed(mut file: File, name: &str, sha256: &str) -> Result<File, Reject> 
 
 /// As much of a name as a file in memory may have.
 #[cfg(target_os = "linux")]
-fn called(name: &str) -> &str {
-    const LONGEST: usize = 249;
+fn called(name: &str) -> String {
+    const LONGEST: usize = 246;
     let end = (0..=LONGEST.min(name.len())).rev().find(|end| name.is_char_boundary(*end));
-    &name[..end.unwrap_or(0)]
+    format!("q4-{}", &name[..end.unwrap_or(0)])
 }
 
 /// The reason against a file that is another now than when it was hashed.

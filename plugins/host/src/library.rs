@@ -170,7 +170,6 @@ fn loadable(file: std::fs::File, path: &std::path::Path, sha256: &str) -> Result
             let called = path.file_name().unwrap_or_default().to_string_lossy();
             let copy = crate::file::sealed(file, &called, sha256)?.into_raw_fd();
             copies.insert(sha256.to_owned(), copy);
-            q4_core::conduct::keep(copy);
             copy
         }
     };

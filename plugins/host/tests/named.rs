@@ -32,7 +32,7 @@ fn a_debugger_finds_the_bytes_and_a_profiler_the_name() {
     assert_eq!(fs::read(&name).unwrap(), fs::read(&path).unwrap());
     let seen = std::process::Command::new("cat").arg(&name).output().unwrap();
     assert_eq!(seen.stdout, fs::read(&path).unwrap(), "another process sees something else there");
-    assert!(fs::read_to_string("/proc/self/maps").unwrap().contains("/memfd:named.so"));
+    assert!(fs::read_to_string("/proc/self/maps").unwrap().contains("/memfd:q4-named.so"));
 }
 
 #[test]
