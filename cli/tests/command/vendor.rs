@@ -9,7 +9,7 @@ use tempfile::TempDir;
 
 /// A small product with two tiles of rows, as `--replay` takes it.
 const CASE: &str =
-    "L2/nvfp4@1/native/cpu/fused-dequant/nan/nvfp4.row-major.single/native/float32/n33.k80.m5/s0";
+    "L2/nvfp4@1/native/cpu/fused-dequant/nan/nvfp4.row-major.single/native/float32/n33.k80.m5of32/s0";
 
 /// An author's folder: no source tree of q4 above it, and a place for certificates.
 struct Desk(TempDir);

@@ -251,7 +251,11 @@ impl Examined {
         if let Some(prober) = &self.loader.prober {
             prober.probe_examined(&self).admitted(&self.opened.sha256)?;
         }
-        let Self { descriptor, opened, needs, loader, .. } = self;
+        let Self { descriptor, opened, mut needs, loader, .. } = self;
+        if loader.in_place {
+            // The system finds them, as it does for whoever debugs without q4.
+            needs.iter_mut().for_each(|n| n.by_name = false);
+        }
         /// What comes into the process meanwhile is the library's doing: one at a time.
         static ONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
         let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());

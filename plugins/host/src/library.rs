@@ -104,7 +104,7 @@ pub fn map(
     let mut loaded = Vec::new();
     for need in needs {
         let now = unchanged(need)?;
-        if need.by_name {
+        if need.by_name && !before.has(need) {
             // The loader takes a library of that name for the one that is needed.
             let name = loadable(now.file, &now.path, &now.sha256).map_err(|r| vec![r])?;
             dlopen(&name).map_err(refused)?;

@@ -213,6 +213,12 @@ impl LinkMap {
         Self(all)
     }
 
+    /// Whether the file of a library is there already: a sanitizer's runtime that was loaded first, say. The loader takes it for
+    /// the one that is needed, and a second copy would be another library.
+    pub fn has(&self, need: &Need) -> bool {
+        self.0.iter().any(|(_, path)| fs::canonicalize(path).is_ok_and(|real| real == need.path))
+    }
+
     /// Whether nothing came since `before` but the system's runtime, what `loaded` names and what `needs` has by path.
     ///
     /// # Errors

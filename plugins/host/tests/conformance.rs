@@ -22,6 +22,9 @@ fn suite(path: &Path) -> Report {
     let Loaded { candidate, table, .. } = q4_plugin_host::load(path).unwrap();
     let Candidate::Live(backend) = candidate else { unreachable!("loaded libraries live") };
     let options = Options::of(Profile::Training);
+    /// Cases measure what the process has taken; two suites at once would measure each other.
+    static ONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
     run_with(&InProcess, &*backend, Some(&Abi(table)), &options, &HostEnv::collect(), &ThreadPool::new(2))
 }
 

@@ -47,7 +47,7 @@ fn spec(ops: OpSet) -> LinearSpec {
 }
 
 fn prepare(b: &dyn Q4Backend, ops: OpSet) -> Result<Box<dyn PreparedWeight>, Error> {
-    let codes: Vec<u8> = (0..N * K / 2).map(|i| (i * 151 >> 2) as u8).collect();
+    let codes: Vec<u8> = (0..N * K / 2).map(|i| ((i * 151) >> 2) as u8).collect();
     let scales: Vec<u8> = (0..N * K / 16).map(|i| 0x30 + (i % 16) as u8).collect();
     let data = SegmentData::Nvfp4 {
         codes: TensorView::of(&codes, &[N, K / 2])?,

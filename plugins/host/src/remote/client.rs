@@ -400,7 +400,7 @@ impl Link {
             (None, _) => format!("an answer that makes no sense ({})", killed.unwrap_or_default()),
         };
         let words = self.process.last_words();
-        let have = if words.is_empty() { why } else { format!("{why}; stderr ends with: {words}") };
+        let have = if words.is_empty() { why } else { format!("{why}\n{words}") };
         let is_hang = have.starts_with("no answer");
         let loss = self.lost.get_or_init(|| Loss { is_hang, have }).clone();
         self.freed.notify_all();

@@ -1,11 +1,12 @@
 //! The process that runs a library, seen from the one that started it: when it ends, how, and what it printed.
+use q4_core::stderr::Stderr;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
-use std::io::Read;
+use std::io::{self, Read};
 use std::os::fd::OwnedFd;
 use std::process::{Command, ExitStatus, Stdio};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, mpsc};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// A child that is watched by a thread of its own, which lives as long as it does.
 pub struct Process {
@@ -13,7 +14,9 @@ pub struct Process {
     pub id: u32,
     handle: OwnedFd,
     end: Arc<End>,
-    printed: [Arc<Printed>; 2],
+    /// Bytes written to standard output and standard error.
+    printed: [Arc<AtomicU64>; 2],
+    stderr: Option<Stderr>,
 }
 
 #[derive(Default)]
@@ -22,16 +25,16 @@ struct End {
     told: Condvar,
 }
 
-/// Bytes of one of its outputs: how many, and the last of them.
-#[derive(Default)]
-struct Printed {
-    count: AtomicU64,
-    kept: Mutex<Vec<u8>>,
-    closed: AtomicBool,
-}
+/// An output whose bytes are counted as they are read.
+struct Counted<R>(R, Arc<AtomicU64>);
 
-/// Bytes that are kept of an output.
-const KEPT: usize = 600;
+impl<R: Read> Read for Counted<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let n = self.0.read(buffer)?;
+        self.1.fetch_add(n as u64, Ordering::SeqCst);
+        Ok(n)
+    }
+}
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|e| e.into_inner())
@@ -72,10 +75,15 @@ impl Process {
         let keeper = std::thread::Builder::new().name("q4-keeper".into()).spawn(keep);
         keeper.map_err(|e| format!("a thread: {e}"))?;
         let (id, handle, (out, err)) = receive.recv().map_err(|_| "its thread ended".to_owned())??;
-        let printed = [Arc::default(), Arc::default()];
-        out.into_iter().for_each(|pipe| drain(pipe, &printed[0]));
-        err.into_iter().for_each(|pipe| drain(pipe, &printed[1]));
-        Ok(Self { id, handle, end, printed })
+        let printed: [Arc<AtomicU64>; 2] = [Arc::default(), Arc::default()];
+        let stderr = err.map(|pipe| Stderr::listen(Counted(pipe, printed[1].clone())));
+        if let Some(pipe) = out {
+            let mut pipe = Counted(pipe, printed[0].clone());
+            let drain = move || drop(io::copy(&mut pipe, &mut io::sink()));
+            // Without a reader the pipe closes, and a library that prints is ended by that.
+            drop(std::thread::Builder::new().name("q4-output".into()).spawn(drain));
+        }
+        Ok(Self { id, handle, end, printed, stderr })
     }
 
     /// Ends it.
@@ -93,39 +101,15 @@ impl Process {
 
     /// Bytes it wrote to its standard output and standard error so far.
     pub fn printed(&self) -> [u64; 2] {
-        [0, 1].map(|i| self.printed[i].count.load(Ordering::SeqCst))
+        [0, 1].map(|i| self.printed[i].load(Ordering::SeqCst))
     }
 
-    /// What it wrote last to its standard error, once it has ended.
+    /// Where it crashed, and what it wrote first and last to its standard error, once it has ended.
     pub fn last_words(&self) -> String {
-        let start = Instant::now();
-        // A process of its own may hold the pipe for ever.
-        while !self.printed[1].closed.load(Ordering::SeqCst) && start.elapsed() < Duration::from_millis(300) {
-            std::thread::sleep(Duration::from_millis(2));
-        }
-        let kept = lock(&self.printed[1].kept);
-        let plain = |c: char| if c.is_control() && c != '\n' { char::REPLACEMENT_CHARACTER } else { c };
-        String::from_utf8_lossy(&kept).trim().chars().map(plain).collect()
+        self.stderr.as_ref().map_or_else(String::new, |stderr| stderr.text(Duration::from_millis(300)))
     }
 }
 
 fn said(status: ExitStatus) -> String {
     status.to_string()
-}
-
-fn drain(mut pipe: impl Read + Send + 'static, into: &Arc<Printed>) {
-    let printed = into.clone();
-    let read = move || {
-        let mut buffer = [0; 4096];
-        while let Ok(n @ 1..) = pipe.read(&mut buffer) {
-            let mut kept = lock(&printed.kept);
-            kept.extend_from_slice(&buffer[..n]);
-            let over = kept.len().saturating_sub(KEPT);
-            kept.drain(..over);
-            printed.count.fetch_add(n as u64, Ordering::SeqCst);
-        }
-        printed.closed.store(true, Ordering::SeqCst);
-    };
-    // Without a reader the pipe closes, and a library that prints is ended by that.
-    drop(std::thread::Builder::new().name("q4-output".into()).spawn(read));
 }

@@ -314,7 +314,7 @@ mod tests {
         let mut f = Frame::default();
         let e = Error::new(Code::ShapeMismatch, "x").need("16").have("15\u{1b}[2J");
         let r = Reject::new(RejectCode::ShapeUnsupported, "k % 16 == 0", "k = 17");
-        f.begin(7).error(&e).reasons(&[r.clone()]).u64(9);
+        f.begin(7).error(&e).reasons(std::slice::from_ref(&r)).u64(9);
         let bytes = f.bytes().expect("short").to_vec();
         let read = |bytes: &[u8]| -> Read<_> {
             let mut all = Fields(bytes);
