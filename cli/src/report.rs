@@ -63,7 +63,7 @@ impl Report {
         stdout(&document(verb, body)?)
     }
 
-    /// Text on stdout, [plain](plain).
+    /// Text on stdout, [plain].
     pub fn text(&self, text: &str) -> Result<()> {
         stdout(&plain(text))
     }

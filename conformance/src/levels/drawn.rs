@@ -25,7 +25,8 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
         .flat_map(|e| scope.quantizers().into_iter().map(move |a| (e, a)))
         .collect();
     let Some((schema, activations)) = kinds.first() else { return };
-    let sketches = lattice::drawn(scope.claim, (*schema, *activations), COUNT, scope.seed, WORK);
+    let work = if scope.repeats() { WORK / 8 } else { WORK };
+    let sketches = lattice::drawn(scope.claim, (*schema, *activations), COUNT, scope.seed, work);
     for (i, sketch) in sketches.into_iter().enumerate() {
         // Residues walk with i: encodings take every one of them in turns of their own.
         let (schema, activations) = kinds[(i / 16 + i) % kinds.len()];

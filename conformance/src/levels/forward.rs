@@ -26,6 +26,7 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
         "int8" => INT8,
         _ => NVFP4,
     };
+    let count = if scope.repeats() { count / 2 } else { count };
     for schema in scope.encodings() {
         for activations in scope.quantizers() {
             for sketch in lattice::sketches(schema, activations, count, scope.seed) {

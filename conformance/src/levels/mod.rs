@@ -21,7 +21,7 @@ use crate::case::{Bench, Seen};
 use crate::lattice::{self, Sketch, hash};
 use crate::limits::IO;
 use crate::{Case, Claim, Level, Limits, Options, Proof};
-use q4_core::{Activations, DType, OpSet, Q4Schema, Result};
+use q4_core::{Activations, DType, ExecPath, OpSet, Q4Schema, Result};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A claim whose cases are made, within its limits.
@@ -53,6 +53,12 @@ impl Scope<'_> {
     /// The product of that kind that is nearest to `[n, k, m]`.
     fn sketch(&self, schema: Q4Schema, activations: Activations, io: DType, shape: [usize; 3]) -> Sketch {
         self.limits.fit(Sketch::plain(schema, activations, io, shape, self.seed))
+    }
+    /// Whether another claim computes the same but for the input: what decodes the weight first is one piece of code, whatever
+    /// it is multiplied by.
+    fn repeats(&self) -> bool {
+        let is_dense = matches!(self.claim.path, ExecPath::DequantMatmul | ExecPath::Reference);
+        is_dense && self.claim.activations != "native"
     }
     /// Adds a case of the claim.
     fn add(

@@ -32,8 +32,8 @@ const PRODUCTS: [(&[usize], usize); 17] = [
     (&[4096], 12288),
     (&[640], 25600),
 ];
-/// Of them, those of the smallest model.
-const SMALLEST: usize = 4;
+/// Products of one model.
+const PER_MODEL: usize = 4;
 /// Multiplications of a call with many rows, at most.
 const WORK: usize = 150_000_000;
 /// Rows of calls: one of decoding, a few, and a prompt, as many as [`WORK`] allows.
@@ -51,8 +51,7 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
     let is_packed = !matches!(path, ExecPath::DequantMatmul | ExecPath::Reference);
     for (i, (rows, k)) in PRODUCTS.into_iter().enumerate() {
         let turn = crate::stored::mix(scope.seed ^ i as u64) as usize;
-        // What decodes first is the same for every format of the input; what computes exactly is as slow as it is exact.
-        if !is_packed && scope.claim.activations != "native" && i >= SMALLEST && i % 4 != turn % 4 {
+        if scope.repeats() && i % PER_MODEL != scope.seed as usize % PER_MODEL {
             continue;
         }
         let (Some(schema), Some(format)) =
@@ -61,7 +60,7 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
             return;
         };
         let macs = rows.iter().sum::<usize>() * k;
-        let most = if is_packed { ROWS.len() } else { 3 };
+        let most = if is_packed { ROWS.len() } else { 2 };
         let mut calls: Vec<usize> =
             ROWS[..most].iter().copied().filter(|m| *m == 1 || m * macs <= WORK).collect();
         if i == PROMPTED && is_packed {
@@ -76,7 +75,8 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
         scope.add(all, Level::L2, name, move |bench| each(bench, path, &sketch, &calls, most));
     }
     let Some((schema, format)) = scope.usual() else { return };
-    for (i, k) in OTHERS.into_iter().enumerate() {
+    let others = if scope.repeats() { 4 } else { OTHERS.len() };
+    for (i, k) in OTHERS.into_iter().enumerate().take(others) {
         let n = 24 + crate::stored::mix(scope.seed ^ 77 ^ i as u64) as usize % 200;
         let sketch =
             scope.limits.fit(Sketch { max_m: 8, ..scope.sketch(schema, format, scope.io(), [n, k, 5]) });
