@@ -3,6 +3,7 @@
 //! A backend that computes less than everything is no worse for it. What it accepts is described by a few numbers here;
 //! cases are drawn inside them, a refusal inside them is a failure, and a product outside them is refused for it.
 use crate::Claim;
+use crate::claim::plain_spec;
 use crate::lattice::{self, Sketch};
 use q4_core::{
     Activations, DType, Device, ExecPath, HostEnv, LinearSpec, OpSet, Q4Backend, Q4Schema, Reject,
@@ -116,7 +117,7 @@ impl Limits {
         device: Device,
     ) -> Option<Self> {
         let (encodings, quantizers) = (lattice::encodings(schema), lattice::quantizers(activations));
-        let mut q = Question { backend, env, path, spec: spec(encodings[0], quantizers[0], device) };
+        let mut q = Question { backend, env, path, spec: plain_spec(encodings[0], quantizers[0], device) };
         q.spec = first(&q, &encodings, &quantizers)?;
         let (encoding, base) = (q.spec.schema, q.spec.clone());
         let types: Vec<_> = IO
@@ -288,7 +289,7 @@ fn first(q: &Question<'_>, encodings: &[Q4Schema], quantizers: &[Activations]) -
         encodings.iter().find_map(|schema| {
             quantizers.iter().find_map(|activations| {
                 IO.into_iter().find_map(|io| {
-                    let mut spec = spec(*schema, *activations, q.spec.device);
+                    let mut spec = plain_spec(*schema, *activations, q.spec.device);
                     (spec.x, spec.y, spec.k, spec.max_m) = (io, io, k, m);
                     spec.segments[0].rows = n;
                     q.accepts(|s| s.clone_from(&spec)).then_some(spec)
@@ -297,21 +298,6 @@ fn first(q: &Question<'_>, encodings: &[Q4Schema], quantizers: &[Activations]) -
         })
     };
     all.find_map(place)
-}
-
-/// A small product of a kind.
-fn spec(schema: Q4Schema, activations: Activations, device: Device) -> LinearSpec {
-    LinearSpec {
-        segments: segments(&[128], 0),
-        schema,
-        k: 256,
-        max_m: 16,
-        x: DType::F32,
-        y: DType::F32,
-        activations,
-        device,
-        ops: OpSet::FORWARD,
-    }
 }
 
 /// Segments with the names that a model has: nothing tells a library that it is tested.

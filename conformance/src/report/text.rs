@@ -45,6 +45,9 @@ pub(super) fn render(r: &Report) -> String {
                 }
             }
             out.push('\n');
+            if let Some(limits) = c.limits.as_ref().filter(|l| !l.is_everything()) {
+                let _ = writeln!(out, "      only {limits}");
+            }
         }
     }
     let _ = writeln!(
