@@ -160,7 +160,9 @@ impl Guarded {
     /// The elements' bits.
     pub fn bits(&self) -> Vec<u8> {
         let row = self.cols * self.dtype.size();
-        (0..self.rows).flat_map(|r| self.bytes[self.at(r)..][..row].iter().copied()).collect()
+        let mut out = Vec::with_capacity(self.rows * row);
+        (0..self.rows).for_each(|r| out.extend_from_slice(&self.bytes[self.at(r)..][..row]));
+        out
     }
 
     /// Everything, guards included.
@@ -171,12 +173,13 @@ impl Guarded {
     /// Fails when a byte outside the elements changed.
     pub fn check_guards(&self, what: &str) -> Result<()> {
         let size = self.dtype.size();
-        let is_element = |i: usize| {
-            i >= self.start
-                && (i - self.start) / size / self.ld.max(1) < self.rows
-                && (i - self.start) / size % self.ld.max(1) < self.cols
-        };
-        match (0..self.bytes.len()).find(|&i| self.bytes[i] != self.mark && !is_element(i)) {
+        let rows = (0..self.rows).map(|r| self.at(r)..self.at(r) + self.cols * size);
+        let mut outside = 0;
+        let wrong = rows.chain(std::iter::once(self.bytes.len()..self.bytes.len())).find_map(|row| {
+            let gap = std::mem::replace(&mut outside, row.end)..row.start;
+            Some(gap.start + self.bytes[gap].iter().position(|b| *b != self.mark)?)
+        });
+        match wrong {
             None => Ok(()),
             Some(i) => {
                 let at = (i as i64 - self.start as i64).div_euclid(size as i64);
@@ -192,7 +195,9 @@ impl Guarded {
 
     /// Fails when anything differs from `before`.
     pub fn check_unchanged(&self, what: &str, before: &[u8]) -> Result<()> {
-        match self.bytes.iter().zip(before).position(|(a, b)| a != b) {
+        // As slices first: that is one comparison of memory.
+        let differs = || self.bytes.iter().zip(before).position(|(a, b)| a != b);
+        match (self.bytes[..] != *before).then(differs).flatten() {
             None => Ok(()),
             Some(i) => Err(Error::new(Code::ConformanceFailed, format!("{what} was modified"))
                 .need("not a byte of it written")

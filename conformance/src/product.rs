@@ -6,7 +6,7 @@ use crate::limits::segments;
 use crate::measure::Problem;
 use crate::stored::mix;
 use crate::tolerance::{Exact, Terms, backward_terms, bound_of_sum};
-use q4_core::oracle::Input;
+use q4_core::oracle::{Column, Input};
 use q4_core::stage::Staged;
 use q4_core::{
     Code, DType, Device, Error, ExecContext, ExecPath, LinearSpec, OpSet, PreparedWeight, Q4Weight, Reject,
@@ -182,11 +182,10 @@ pub(crate) fn exact_part(
     let decoder = RowDecoder::new(&problem.weight)?;
     let input = Input::new(&problem.x, k, activations, problem.io)?;
     let mut values = vec![(0.0, 0.0); rows.len() * columns.len()];
-    let mut row = vec![0.0; k];
     for (c, &j) in columns.iter().enumerate() {
-        decoder.row(j, &mut row);
+        let column = Column::new(&decoder, j);
         for (i, &r) in rows.iter().enumerate() {
-            let (exact, abs) = input.dot(r, &decoder, j, &row);
+            let (exact, abs) = input.dot(r, &column);
             if let Some(recorded) = problem.recorded.as_ref().map(|y| y[r * decoder.n() + j])
                 && (recorded - exact).abs() > abs * 1e-6 + 1e-30
             {
@@ -217,8 +216,6 @@ pub(crate) fn check_sums(path: ExecPath, problem: &Problem<'_>, y: &[f32]) -> Re
     let decoder = RowDecoder::new(&problem.weight)?;
     let input = Input::new(&problem.x, k, &problem.activations, problem.io)?;
     let terms = forward_bound(path, problem);
-    let mut rows = vec![0.0; m * k];
-    rows.chunks_mut(k).enumerate().for_each(|(r, row)| input.row(r, row));
     let (mut decoded, mut signed, mut sizes) = (vec![0f32; k], vec![0f64; k], vec![0f64; k]);
     let (mut seen, salt) = (0, hash(&problem.name));
     for from in blocks(problem) {
@@ -233,12 +230,8 @@ pub(crate) fn check_sums(path: ExecPath, problem: &Problem<'_>, y: &[f32]) -> Re
                 *size += f64::from(w.abs());
             }
         }
-        for (r, x) in rows.chunks(k).enumerate() {
-            let (want, abs) = x
-                .iter()
-                .zip(&signed)
-                .zip(&sizes)
-                .fold((0.0, 0.0), |(s, a), ((x, w), size)| (s + x * w, a + x.abs() * size));
+        for r in 0..m {
+            let (want, abs) = signed_sum(input.row(r), &signed, &sizes);
             let part = &y[r * n..][block.clone()];
             let got: f64 = signs.iter().zip(part).map(|(sign, y)| sign * f64::from(*y)).sum();
             let magnitudes: f64 = part.iter().map(|y| f64::from(y.abs())).sum();
@@ -254,6 +247,19 @@ pub(crate) fn check_sums(path: ExecPath, problem: &Problem<'_>, y: &[f32]) -> Re
         }
     }
     Ok(seen)
+}
+
+/// `(Σ x·w, Σ |x|·size)`, in sums that run beside each other.
+fn signed_sum(x: &[f64], w: &[f64], sizes: &[f64]) -> (f64, f64) {
+    const LANES: usize = 8;
+    let (mut sum, mut abs) = ([0.0; LANES], [0.0; LANES]);
+    for ((x, w), size) in x.chunks(LANES).zip(w.chunks(LANES)).zip(sizes.chunks(LANES)) {
+        for (i, ((x, w), size)) in x.iter().zip(w).zip(size).enumerate() {
+            sum[i] += x * w;
+            abs[i] += x.abs() * size;
+        }
+    }
+    (sum.iter().sum(), abs.iter().sum())
 }
 
 /// First columns of the blocks to look at.
@@ -281,19 +287,20 @@ pub(crate) fn exact_backward(problem: &Problem<'_>, dy: &[f32]) -> Result<Exact>
     let (m, k) = (problem.m, problem.weight.k);
     let decoder = RowDecoder::new(&problem.weight)?;
     let n = decoder.n();
-    let mut values = vec![(0f64, 0f64); m * k];
-    let mut row = vec![0.0; k];
+    let (mut sums, mut sizes, mut row) = (vec![0f64; m * k], vec![0f64; m * k], vec![0.0; k]);
     for j in 0..n {
         decoder.row(j, &mut row);
         for r in 0..m {
             let factor = f64::from(dy[r * n + j]);
-            for (sums, w) in values[r * k..][..k].iter_mut().zip(&row) {
+            let (sums, sizes) = (&mut sums[r * k..][..k], &mut sizes[r * k..][..k]);
+            for ((sum, size), w) in sums.iter_mut().zip(sizes).zip(&row) {
                 let product = factor * f64::from(*w);
-                sums.0 += product;
-                sums.1 += product.abs();
+                *sum += product;
+                *size += product.abs();
             }
         }
     }
+    let values = sums.into_iter().zip(sizes).collect();
     Ok(Exact { m, n: k, values })
 }
 

@@ -2,6 +2,7 @@
 //!
 //! They are owned, so that a case can destroy the bytes once a backend has prepared them.
 use crate::guarded::Memory;
+use half::slice::HalfFloatSliceExt;
 use q4_core::formats::{nf4, swizzle};
 use q4_core::selfcheck::IoBuffer;
 use q4_core::{
@@ -250,7 +251,8 @@ impl Part {
             }
             _ => {}
         }
-        out.codes = (0..(rows * k).div_ceil(2)).map(|i| word(i) as u8).collect();
+        let bytes = (rows * k).div_ceil(2);
+        out.codes = (0..bytes.div_ceil(8)).flat_map(|i| word(i).to_le_bytes()).take(bytes).collect();
         out
     }
 
@@ -286,12 +288,12 @@ impl Part {
     }
 }
 
-/// Little-endian bytes.
+/// The bytes, as they are in memory.
 pub(crate) fn bytes_of(values: &IoBuffer) -> Vec<u8> {
     match values {
-        IoBuffer::F32(v) => v.iter().flat_map(|v| v.to_le_bytes()).collect(),
-        IoBuffer::F16(v) => v.iter().flat_map(|v| v.to_le_bytes()).collect(),
-        IoBuffer::BF16(v) => v.iter().flat_map(|v| v.to_le_bytes()).collect(),
+        IoBuffer::F32(v) => bytemuck::cast_slice(v).to_vec(),
+        IoBuffer::F16(v) => bytemuck::cast_slice(v.reinterpret_cast()).to_vec(),
+        IoBuffer::BF16(v) => bytemuck::cast_slice(v.reinterpret_cast()).to_vec(),
     }
 }
 

@@ -7,31 +7,78 @@ use crate::{
 /// `m` rows of activations in the format a product uses them in.
 pub struct Input {
     k: usize,
-    form: Form,
+    /// `[m, k]` as the product sees it.
+    wide: Vec<f64>,
+    packed: Option<Packed>,
 }
 
-enum Form {
-    Native(Vec<f32>),
-    Int8 { q: Vec<i8>, scales: Vec<f32> },
-    Nvfp4 { codes: Vec<u8>, scales: Vec<u8>, global: Option<GlobalScale> },
+/// NVFP4 values as integers: `codes` doubled, `scales` in units of 2^-9, one per 16 codes, [`NAN`] for NaN.
+struct Packed {
+    codes: Vec<i8>,
+    scales: Vec<i32>,
+    global: f64,
+}
+
+/// Stands for a scale that is not a number.
+const NAN: i32 = i32::MAX;
+
+impl Packed {
+    /// Takes these bytes instead of what was there.
+    fn read(&mut self, codes: &[u8], scales: &[u8], global: Option<GlobalScale>) {
+        let doubled = |code: &u8| [code & 15, code >> 4].map(|c| e2m1::DOUBLED[usize::from(c)]);
+        self.codes.clear();
+        self.codes.extend(codes.iter().flat_map(doubled));
+        self.scales.clear();
+        let units = |s: &u8| if e4m3::is_nan(*s) { NAN } else { (e4m3::decode(*s) * 512.0) as i32 };
+        self.scales.extend(scales.iter().map(units));
+        self.global = global.map_or(1.0, GlobalScale::multiplier);
+    }
+    fn new() -> Self {
+        Self { codes: Vec::new(), scales: Vec::new(), global: 1.0 }
+    }
+}
+
+/// One row of a weight, as the sums of one column of `y` take it.
+pub struct Column {
+    decoded: Vec<f32>,
+    packed: Option<Packed>,
+}
+
+impl Column {
+    /// Row `row` (`0..n`) of `w`.
+    pub fn new(w: &RowDecoder<'_>, row: usize) -> Self {
+        let mut out = Self { decoded: vec![0.0; w.k()], packed: None };
+        out.read(w, row);
+        out
+    }
+    /// Takes another row, or one of another weight with as many columns.
+    pub fn read(&mut self, w: &RowDecoder<'_>, row: usize) {
+        w.row(row, &mut self.decoded);
+        match w.nvfp4_row(row) {
+            Some((codes, scales)) => {
+                self.packed.get_or_insert_with(Packed::new).read(codes, scales, w.global(row));
+            }
+            None => self.packed = None,
+        }
+    }
 }
 
 impl Input {
     /// Quantises `x` (`[m, k]`, row-major, of an input of type `source`) as `activations` says.
     pub fn new(x: &[f32], k: usize, activations: &Activations, source: DType) -> Result<Self> {
         let m = x.len() / k;
-        let form = match activations {
-            Activations::Native => Form::Native(x.to_vec()),
+        Ok(match activations {
+            Activations::Native => Self { k, wide: x.iter().map(|v| f64::from(*v)).collect(), packed: None },
             Activations::Int8 => {
-                let (mut q, mut scales) = (vec![0; x.len()], vec![0.0; x.len() / 16]);
-                for r in 0..m {
-                    int8::quantize_row(
-                        &x[r * k..][..k],
-                        &mut q[r * k..][..k],
-                        &mut scales[r * k / 16..][..k / 16],
-                    )?;
+                let (mut q, mut scales, mut wide) = (vec![0; k], vec![0.0; k / 16], vec![0.0; x.len()]);
+                for (x, wide) in x.chunks(k).zip(wide.chunks_mut(k)) {
+                    int8::quantize_row(x, &mut q, &mut scales)?;
+                    for ((wide, q), scale) in wide.chunks_mut(16).zip(q.chunks(16)).zip(&scales) {
+                        let scale = f64::from(*scale);
+                        wide.iter_mut().zip(q).for_each(|(wide, q)| *wide = f64::from(*q) * scale);
+                    }
                 }
-                Form::Int8 { q, scales }
+                Self { k, wide, packed: None }
             }
             Activations::Nvfp4(act) => {
                 let global = act_global(act, x, source)?;
@@ -41,60 +88,39 @@ impl Input {
                     let (c, s) = (&mut codes[r * k / 2..][..k / 2], &mut scales[r * k / 16..][..k / 16]);
                     quantizer.quantize_row(&x[r * k..][..k], c, s)?;
                 }
-                Form::Nvfp4 { codes, scales, global }
+                Self::from_nvfp4(&codes, &scales, global, k)
             }
-        };
-        Ok(Self { k, form })
+        })
     }
 
-    /// Packed codes, scales and per-tensor scale that were stored, for products of recorded operands.
-    pub fn from_nvfp4(codes: Vec<u8>, scales: Vec<u8>, global: Option<GlobalScale>, k: usize) -> Self {
-        Self { k, form: Form::Nvfp4 { codes, scales, global } }
+    fn from_nvfp4(codes: &[u8], scales: &[u8], global: Option<GlobalScale>, k: usize) -> Self {
+        let mut packed = Packed::new();
+        packed.read(codes, scales, global);
+        let mut wide = vec![0.0; packed.codes.len()];
+        for ((wide, codes), scale) in wide.chunks_mut(16).zip(packed.codes.chunks(16)).zip(scales) {
+            let scale = f64::from(e4m3::decode(*scale));
+            let value = |doubled: &i8| f64::from(*doubled) / 2.0 * scale * packed.global;
+            wide.iter_mut().zip(codes).for_each(|(wide, code)| *wide = value(code));
+        }
+        Self { k, wide, packed: Some(packed) }
     }
 
     /// Row `r` as the product sees it, `[k]`: exact but for nvfp4, whose per-tensor scale is multiplied in f64.
-    pub fn row(&self, r: usize, out: &mut [f64]) {
-        let k = self.k;
-        for (i, out) in out.iter_mut().enumerate() {
-            let at = r * k + i;
-            *out = match &self.form {
-                Form::Native(x) => f64::from(x[at]),
-                Form::Int8 { q, scales } => f64::from(q[at]) * f64::from(scales[at / 16]),
-                Form::Nvfp4 { codes, scales, global } => {
-                    let code = codes[at / 2] >> (4 * (at % 2)) & 15;
-                    let scale = f64::from(e4m3::decode(scales[at / 16]));
-                    f64::from(e2m1::decode(code)) * scale * global.map_or(1.0, GlobalScale::multiplier)
-                }
-            };
-        }
+    pub fn row(&self, r: usize) -> &[f64] {
+        &self.wide[r * self.k..][..self.k]
     }
 
-    /// `(Σ x·w, Σ |x·w|)` of input row `r` and weight row `row`. The first is exact for NVFP4 inputs on NVFP4 weights
-    /// up to one f64 rounding, and an f64 sum of exact products otherwise.
-    pub fn dot(&self, r: usize, w: &RowDecoder<'_>, row: usize, decoded: &[f32]) -> (f64, f64) {
-        let k = self.k;
-        match &self.form {
-            Form::Native(x) => sums(x[r * k..][..k].iter().map(|&v| f64::from(v)), decoded),
-            Form::Int8 { q, scales } => {
-                let x = (0..k).map(|i| f64::from(q[r * k + i]) * f64::from(scales[(r * k + i) / 16]));
-                sums(x, decoded)
+    /// `(Σ x·w, Σ |x·w|)` of input row `r` and a row of the weight. The first is exact for NVFP4 inputs on NVFP4 weights up
+    /// to one f64 rounding, and an f64 sum of exact products otherwise.
+    pub fn dot(&self, r: usize, w: &Column) -> (f64, f64) {
+        match (&self.packed, &w.packed) {
+            (Some(a), Some(b)) => {
+                let (codes, scales) = (r * self.k, r * self.k / 16);
+                let (total, abs) = fixed_point(&a.codes[codes..], &a.scales[scales..], &b.codes, &b.scales);
+                let g = a.global * b.global;
+                (total * g, abs * g)
             }
-            Form::Nvfp4 { codes, scales, global } => {
-                let (a, sa) = (&codes[r * k / 2..][..k / 2], &scales[r * k / 16..][..k / 16]);
-                let ga = global.map_or(1.0, GlobalScale::multiplier);
-                match w.nvfp4_row(row) {
-                    Some((b, sb)) => {
-                        let (total, abs) = fixed_point(a, sa, b, sb);
-                        let g = ga * w.global(row).map_or(1.0, GlobalScale::multiplier);
-                        (total * g, abs * g)
-                    }
-                    None => {
-                        let value = |i: usize| f64::from(e2m1::decode(a[i / 2] >> (4 * (i % 2)) & 15));
-                        let x = (0..k).map(|i| value(i) * f64::from(e4m3::decode(sa[i / 16])) * ga);
-                        sums(x, decoded)
-                    }
-                }
-            }
+            _ => sums(self.row(r), &w.decoded),
         }
     }
 }
@@ -118,34 +144,38 @@ pub fn act_global(act: &ActQuant, x: &[f32], source: DType) -> Result<Option<Glo
 
 /// Both sums in units of 2^-20: a doubled-code product is at most 144, a scale is a multiple of 2^-9 below 2^9.
 /// A NaN scale has no place on that grid: the sums are NaN, as they are for every other input format.
-fn fixed_point(a: &[u8], sa: &[u8], b: &[u8], sb: &[u8]) -> (f64, f64) {
-    if sa.iter().chain(sb).any(|s| e4m3::is_nan(*s)) {
-        return (f64::NAN, f64::NAN);
-    }
+fn fixed_point(a: &[i8], sa: &[i32], b: &[i8], sb: &[i32]) -> (f64, f64) {
     let (mut total, mut abs) = (0i128, 0i128);
-    for block in 0..sa.len() {
-        let (mut dot, mut mag) = (0i64, 0i64);
-        for (x, y) in a[block * 8..][..8].iter().zip(&b[block * 8..][..8]) {
-            for shift in [0, 4] {
-                let p = i64::from(e2m1::DOUBLED[usize::from(x >> shift & 15)])
-                    * i64::from(e2m1::DOUBLED[usize::from(y >> shift & 15)]);
-                dot += p;
-                mag += p.abs();
-            }
+    let (a, b) = (a.as_chunks::<16>().0, b.as_chunks::<16>().0);
+    for (((a, b), sa), sb) in a.iter().zip(b).zip(sa).zip(sb) {
+        if *sa == NAN || *sb == NAN {
+            return (f64::NAN, f64::NAN);
         }
-        let scale = (e4m3::decode(sa[block]) * 512.0) as i64 * (e4m3::decode(sb[block]) * 512.0) as i64;
-        total += i128::from(dot * scale);
-        abs += i128::from(mag * scale);
+        let products: [i32; 16] = std::array::from_fn(|i| i32::from(a[i]) * i32::from(b[i]));
+        let scale = i64::from(*sa) * i64::from(*sb);
+        total += i128::from(i64::from(products.iter().sum::<i32>()) * scale);
+        abs += i128::from(i64::from(products.iter().map(|p| p.abs()).sum::<i32>()) * scale);
     }
     let unit = 0.5f64.powi(20);
     (total as f64 * unit, abs as f64 * unit)
 }
 
-fn sums(x: impl Iterator<Item = f64>, w: &[f32]) -> (f64, f64) {
-    x.zip(w).fold((0.0, 0.0), |(s, a), (x, &w)| {
-        let p = x * f64::from(w);
-        (s + p, a + p.abs())
-    })
+/// `(Σ x·w, Σ |x·w|)`, in sums that run beside each other: one alone would wait for every addition.
+fn sums(x: &[f64], w: &[f32]) -> (f64, f64) {
+    const LANES: usize = 8;
+    let (mut total, mut abs) = ([0.0; LANES], [0.0; LANES]);
+    let mut add = |x: &[f64; LANES], w: &[f32; LANES]| {
+        let products: [f64; LANES] = std::array::from_fn(|i| x[i] * f64::from(w[i]));
+        total.iter_mut().zip(&products).for_each(|(sum, p)| *sum += p);
+        abs.iter_mut().zip(&products).for_each(|(sum, p)| *sum += p.abs());
+    };
+    let ((x, last_x), (w, last_w)) = (x.as_chunks::<LANES>(), w.as_chunks::<LANES>());
+    x.iter().zip(w).for_each(|(x, w)| add(x, w));
+    let (mut rest_x, mut rest_w) = ([0.0; LANES], [0.0; LANES]);
+    rest_x[..last_x.len()].copy_from_slice(last_x);
+    rest_w[..last_w.len()].copy_from_slice(last_w);
+    add(&rest_x, &rest_w);
+    (total.iter().sum(), abs.iter().sum())
 }
 
 /// Largest error a backend may make on one output, for f32 accumulation and the final rounding. A kernel adds partial sums
@@ -201,9 +231,15 @@ mod tests {
 
     #[test]
     fn a_nan_scale_is_not_a_zero() {
-        let (codes, one, nan) = ([0x22; 8], [0x38], [0x7f]);
-        assert_eq!(fixed_point(&codes, &one, &codes, &one), (16.0, 16.0));
-        assert!(fixed_point(&codes, &one, &codes, &nan).0.is_nan());
-        assert!(fixed_point(&codes, &nan, &codes, &one).0.is_nan());
+        let packed = |scale: u8| {
+            let mut packed = Packed::new();
+            packed.read(&[0x22; 8], &[scale], None);
+            packed
+        };
+        let sum = |a: &Packed, b: &Packed| fixed_point(&a.codes, &a.scales, &b.codes, &b.scales);
+        let (one, nan) = (packed(0x38), packed(0x7f));
+        assert_eq!(sum(&one, &one), (16.0, 16.0));
+        assert!(sum(&one, &nan).0.is_nan());
+        assert!(sum(&nan, &one).0.is_nan());
     }
 }

@@ -2,7 +2,7 @@
 //! sample of its outputs compared with the oracle.
 //!
 //! A library cannot tell these calls from use: names, shapes, bytes and the largest number of rows are the model's.
-use crate::oracle::{Input, act_global, bound};
+use crate::oracle::{Column, Input, act_global, bound};
 use crate::{
     ActGlobal, ActQuant, Activations, Code, DType, Device, Error, ExecContext, ExecPath, LinearSpec,
     PreparedWeight, Q4Weight, Result, RowDecoder, Selection, TensorView, TensorViewMut, ThreadPool,
@@ -142,10 +142,7 @@ pub fn check(
     let decoder = RowDecoder::new(w)?;
     let (n, k) = (decoder.n(), decoder.k());
     let columns = columns(spec);
-    let mut decoded = vec![0.0; columns.len() * k];
-    for (column, out) in columns.iter().zip(decoded.chunks_mut(k)) {
-        decoder.row(*column, out);
-    }
+    let weights: Vec<_> = columns.iter().map(|row| Column::new(&decoder, *row)).collect();
     let calls = calls(path, n * k, spec.max_m);
     let most = calls.last().copied().unwrap_or(1);
     let x: Vec<f32> = (0..most * k).map(|i| (noise(i as u64) - 0.5) * 4.0).collect();
@@ -179,9 +176,9 @@ pub fn check(
         }
         let inputs = inputs(m);
         let input = quantised(&values[..m * k], &inputs, k, spec)?;
-        for (i, column) in columns.iter().enumerate() {
+        for (i, (column, weight)) in columns.iter().zip(&weights).enumerate() {
             let part = i % inputs.len();
-            let (exact, abs) = input.dot(part, &decoder, *column, &decoded[i * k..][..k]);
+            let (exact, abs) = input.dot(part, weight);
             let (got, limit) = (y.at(inputs[part] * n + column), bound(path, spec.y, k, exact, abs));
             let ratio = (got - exact).abs() / limit;
             // A weight that is not finite, or a result that y cannot hold: no number is right.

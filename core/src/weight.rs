@@ -248,12 +248,17 @@ impl<'a> RowDecoder<'a> {
                 nvfp4::dequantize_row(&codes[r * k / 2..][..k / 2], &scales[r * ks..][..ks], *global, out);
             }
             Part::Nf4 { codes, absmax, order, block } => {
-                for (j, o) in out.iter_mut().enumerate() {
-                    let i = r * k + j;
-                    let byte = codes[i / 2];
-                    let high = (i % 2 == 0) == (*order == NibbleOrder::HighFirst);
-                    let code = if high { byte >> 4 } else { byte & 15 };
-                    *o = nf4::decode(code) * absmax[i / block];
+                let mut done = 0;
+                // Blocks ignore rows: the first and the last may be cut.
+                while done < k {
+                    let from = r * k + done;
+                    let len = (block - from % block).min(k - done);
+                    let scale = absmax[from / block];
+                    for (i, o) in (from..).zip(&mut out[done..done + len]) {
+                        let is_high = (i % 2 == 0) == (*order == NibbleOrder::HighFirst);
+                        *o = nf4::decode(codes[i / 2] >> (4 * u8::from(is_high))) * scale;
+                    }
+                    done += len;
                 }
             }
             Part::Dense { bytes, dtype } => read_floats(&bytes[r * k * dtype.size()..], *dtype, out),

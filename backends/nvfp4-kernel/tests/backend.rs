@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)]
 use half::{bf16, f16};
 use q4_core::formats::swizzle;
-use q4_core::oracle::{Input, bound};
+use q4_core::oracle::{Column, Input, bound};
 use q4_core::selfcheck::IoBuffer;
 use q4_core::{
     ActGlobal, ActQuant, Activations, BuiltinOptions, Code, Convention, DType, Device, Dispatch, ExecContext,
@@ -331,11 +331,10 @@ impl Stored {
         let quantised = Input::new(&values, self.k, &activations, x).unwrap();
         self.with(|w| {
             let decoder = RowDecoder::new(w).unwrap();
-            let mut row = vec![0f32; self.k];
             for o in 0..n {
-                decoder.row(o, &mut row);
+                let column = Column::new(&decoder, o);
                 for r in 0..m {
-                    let (exact, abs) = quantised.dot(r, &decoder, o, &row);
+                    let (exact, abs) = quantised.dot(r, &column);
                     let limit = bound(ExecPath::FusedDequant, y, self.k, exact, abs);
                     let got = f64::from(out[r * n + o]);
                     let what = format!("y[{r}, {o}] of {m}x{n}x{} {activations:?} {x}->{y}", self.k);

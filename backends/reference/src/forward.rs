@@ -1,7 +1,7 @@
 //! The exact operations, one row of the weight at a time, with one rounding at the end.
 use crate::prepare::Stored;
 use half::{bf16, f16};
-use q4_core::oracle::Input;
+use q4_core::oracle::{Column, Input};
 use q4_core::rows::{check_matrix, check_product, widen_row};
 use q4_core::{
     DType, ExecContext, PreparedInfo, PreparedWeight, Result, RowDecoder, TensorView, TensorViewMut,
@@ -27,13 +27,11 @@ impl PreparedWeight for Stored {
             let decoder = RowDecoder::new(w)?;
             let columns: Vec<_> = sums.chunks_mut(m.max(1)).map(Mutex::new).collect();
             cx.threads.split(n, 8, &|start, end| {
-                let mut decoded = vec![0.0; k];
+                let mut weight = Column::new(&decoder, start);
                 for row in start..end {
-                    decoder.row(row, &mut decoded);
+                    weight.read(&decoder, row);
                     let mut column = columns[row].lock().unwrap_or_else(|e| e.into_inner());
-                    for (r, sum) in column.iter_mut().enumerate() {
-                        *sum = input.dot(r, &decoder, row, &decoded).0;
-                    }
+                    column.iter_mut().enumerate().for_each(|(r, sum)| *sum = input.dot(r, &weight).0);
                 }
             });
             Ok(())

@@ -4,7 +4,7 @@ mod contract;
 
 use contract::{Subject, built, forward, subjects};
 use q4_conformance::lattice;
-use q4_core::oracle::{Input, roundoff};
+use q4_core::oracle::{Column, Input, roundoff};
 use q4_core::{
     ActGlobal, ActQuant, Activations, Convention, DType, Dispatch, ExecPath, GlobalScale, NibbleOrder,
     Policy, Q4Schema, RejectCode, Result, RowDecoder, Rule, ScaleLayout, ThreadPool,
@@ -27,11 +27,10 @@ fn every_result_is_the_exact_one_rounded_once() -> Result<()> {
             assert!(w.info().resident_bytes >= schema.stored_bytes(n, k));
             let y = forward(&*w, &p.x, (p.io, p.io), &pool)?;
             let (input, decoder) = (Input::new(&p.x, k, &p.activations, p.io)?, RowDecoder::new(&p.weight)?);
-            let mut row = vec![0.0; k];
             for j in 0..n {
-                decoder.row(j, &mut row);
+                let column = Column::new(&decoder, j);
                 for r in 0..p.m {
-                    let exact = input.dot(r, &decoder, j, &row).0;
+                    let exact = input.dot(r, &column).0;
                     // Subnormal numbers of f16 are 2^-24 apart.
                     let limit = (exact.abs() * roundoff(p.io)).max(0.5f64.powi(25));
                     assert!((f64::from(y[r * n + j]) - exact).abs() <= limit, "{} y[{r}, {j}]", p.name);

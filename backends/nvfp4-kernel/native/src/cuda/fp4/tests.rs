@@ -394,11 +394,10 @@ fn products_are_those_of_the_oracle() -> Result<()> {
                 let schema = Q4Schema::Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: Some(c) };
                 let decoder = RowDecoder::new(&Q4Weight { schema, k, segments: &segments })?;
                 let input = oracle::Input::new(&x, k, &Activations::Nvfp4(act), DType::F32)?;
-                let mut decoded = vec![0.0; k];
                 for j in 0..w.n() {
-                    decoder.row(j, &mut decoded);
+                    let column = oracle::Column::new(&decoder, j);
                     for r in 0..m {
-                        let (exact, abs) = input.dot(r, &decoder, j, &decoded);
+                        let (exact, abs) = input.dot(r, &column);
                         let limit = oracle::bound(ExecPath::NativeKernel, DType::F32, k, exact, abs);
                         let have = f64::from(y[r * w.n() + j]);
                         assert!(
