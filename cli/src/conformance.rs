@@ -166,7 +166,7 @@ fn judge(
     threads: &ThreadPool,
 ) -> Result<Report> {
     let name = backend.descriptor().name.to_string();
-    let apart = children(args, &name);
+    let apart = children(args, &name, options.device);
     let runner: &dyn Runner = if args.in_process { &InProcess } else { &apart };
     let mut report = run_with(runner, &**backend, tables.of(&name), options, registry.env(), threads);
     if args.in_process {
@@ -206,11 +206,19 @@ fn judge(
     }
 }
 
+/// Child processes that run at the same time, at most; fewer on fewer processors.
+const CHILDREN: usize = 8;
+
 /// The processes that cases of a backend run in.
-fn children(args: &ConformanceArgs, name: &str) -> ChildProcesses {
+fn children(args: &ConformanceArgs, name: &str, device: Device) -> ChildProcesses {
     let (name, runner) = (name.to_owned(), args.runner.clone());
     ChildProcesses {
         command: Box::new(move |range| own_command(&Child { name: name.clone(), range }, runner.as_deref())),
+        // A card is one, and its memory is for one.
+        at_once: match device {
+            Device::Cpu => std::thread::available_parallelism().map_or(1, usize::from).min(CHILDREN),
+            _ => 1,
+        },
         time_limit: Duration::from_secs(args.time_limit),
         memory_limit: args.case_memory,
     }

@@ -8,7 +8,9 @@ use std::io::{BufRead, BufReader, Write};
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Runs cases in order and hands over each result; stops when `each` says false.
@@ -114,7 +116,9 @@ pub fn serve(cases: &[Case], range: Range<usize>, bench: &Bench<'_>, out: &mut d
 /// one goes on behind it.
 pub struct ChildProcesses {
     /// The command that calls [`serve`] for a range of the same cases.
-    pub command: Box<dyn Fn(Range<usize>) -> Command>,
+    pub command: Box<dyn Fn(Range<usize>) -> Command + Sync>,
+    /// Children that run at the same time, at least one. Results come in the order of the cases whatever it is.
+    pub at_once: usize,
     /// Longest time of one case.
     pub time_limit: Duration,
     /// Most resident bytes of a child and of what it starts.
@@ -126,30 +130,49 @@ const PATIENCE: usize = 3;
 
 impl Runner for ChildProcesses {
     fn run(&self, cases: &[Case], _bench: &Bench<'_>, each: &mut dyn FnMut(CaseResult) -> bool) {
-        for group in groups(cases) {
-            let (mut next, mut losses) = (group.start, 0);
-            while next < group.end {
-                if losses == PATIENCE {
-                    let message = format!("not run: {PATIENCE} children of this group were lost");
-                    for case in &cases[next..group.end] {
-                        if !each(CaseResult::ended(case, Outcome::Error, Some(message.clone()))) {
-                            return;
-                        }
-                    }
-                    break;
-                }
-                let (end, goes_on) = self.child(cases, next..group.end, each);
-                if !goes_on {
-                    return;
-                }
-                losses += usize::from(end < group.end);
-                next = end;
+        let groups = groups(cases);
+        // A channel for each group: results are told in the order of the cases, whichever came first.
+        let (senders, receivers): (Vec<_>, Vec<_>) = groups.iter().map(|_| channel()).unzip();
+        let (todo, stop) = (Mutex::new(senders.into_iter().zip(groups)), AtomicBool::new(false));
+        let work = || {
+            loop {
+                let next = todo.lock().unwrap_or_else(PoisonError::into_inner).next();
+                let Some((sender, group)) = next.filter(|_| !stop.load(Ordering::Relaxed)) else { return };
+                self.group(cases, group, &mut |result| {
+                    sender.send(result).is_ok() && !stop.load(Ordering::Relaxed)
+                });
             }
-        }
+        };
+        std::thread::scope(|scope| {
+            for _ in 0..self.at_once.max(1) {
+                scope.spawn(work);
+            }
+            let goes_on = receivers.iter().flatten().all(each);
+            stop.store(!goes_on, Ordering::Relaxed);
+        });
     }
 }
 
 impl ChildProcesses {
+    /// One child after the other, until every case of the group has a result or `each` says false.
+    fn group(&self, cases: &[Case], group: Range<usize>, each: &mut dyn FnMut(CaseResult) -> bool) {
+        let (mut next, mut losses) = (group.start, 0);
+        while next < group.end {
+            if losses == PATIENCE {
+                let message = format!("not run: {PATIENCE} children of this group were lost");
+                let mut rest = cases[next..group.end].iter();
+                rest.all(|case| each(CaseResult::ended(case, Outcome::Error, Some(message.clone()))));
+                return;
+            }
+            let (end, goes_on) = self.child(cases, next..group.end, each);
+            if !goes_on {
+                return;
+            }
+            losses += usize::from(end < group.end);
+            next = end;
+        }
+    }
+
     /// Runs one child over `range`; returns the case behind the last one that has a result.
     fn child(
         &self,
@@ -313,6 +336,7 @@ mod tests {
                 command.args(["-c", script]);
                 command
             }),
+            at_once: 2,
             time_limit: Duration::from_millis(300),
             memory_limit: u64::MAX,
         }
@@ -424,5 +448,38 @@ mod tests {
             assert_eq!(outcome == Outcome::Pass, passes, "{script}: {why}");
             assert!(passes || why.contains("exit status: 64"), "{script}: {why}");
         }
+    }
+
+    /// Groups run beside each other: each of the two waits for what the other leaves behind.
+    #[test]
+    fn two_children_run_at_once_and_results_come_in_order() {
+        let script = "read s; me=$1; d=$2; touch $d/$me; \
+                      until [ -e $d/1 ] && [ -e $d/2 ]; do sleep 0.01; done; [ $me = 1 ] && sleep 0.1; \
+                      printf '\\001q4-case %s {\"started\":%s}\\n' $s $((me - 1)); \
+                      printf '\\001q4-case %s {\"ended\":{\"id\":\"L%s/backend/any\",\"level\":\"L%s\",\"outcome\":\"pass\"}}\\n' \
+                      $s $me $me";
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().to_owned();
+        let runner = ChildProcesses {
+            command: Box::new(move |range| {
+                let mut command = Command::new("sh");
+                command.args(["-c", script, "sh"]).arg((range.start + 1).to_string()).arg(&path);
+                command
+            }),
+            time_limit: Duration::from_secs(20),
+            ..children("")
+        };
+        let any = |level| Case::new(level, None, "any", |_| Ok(Seen::exactly(0)));
+        let cases = [any(Level::L1), any(Level::L2)];
+        let (backend, env) = (crate::liars::honest(), q4_core::HostEnv::default());
+        let (device, threads) = (q4_core::Device::Cpu, q4_core::ThreadPool::new(1));
+        let bench =
+            Bench { backend: &*backend, env: &env, device, threads: &threads, abi: None, proofs: &[] };
+        let mut seen = Vec::new();
+        runner.run(&cases, &bench, &mut |result| {
+            seen.push((result.level, result.outcome));
+            true
+        });
+        assert_eq!(seen, [(Level::L1, Outcome::Pass), (Level::L2, Outcome::Pass)]);
     }
 }
