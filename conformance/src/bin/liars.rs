@@ -1,19 +1,21 @@
 //! Shows that every saboteur is caught at its level and that no correct backend is accused.
 //!
 //! `liars [--json] [--seeds N] [--sample N] [--only NAME]`. The exit status is 5 when a liar slipped past or a correct
-//! backend was accused. Liars that end, block or exhaust their process are asked in child processes of this executable.
+//! backend was accused. Each is asked in a child process of this executable, and those that end, block or exhaust their process
+//! in more of them.
 use q4_conformance::liars::{Liar, honest, liars};
 use q4_conformance::{
     Bench, Case, CaseResult, ChildProcesses, InProcess, Level, Options, Profile, Proof, Runner, cases,
     memory::CountingAllocator, proofs, run, serve,
 };
-use q4_core::{
-    BUILTINS, BuiltinOptions, Code, Device, Error, HostEnv, Q4Backend, Registry, Result, ThreadPool,
-};
+use q4_core::{BUILTINS, BuiltinOptions, Code, Device, Error, HostEnv, Registry, Result, ThreadPool};
+use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::io::Write;
-use std::process::{Command, ExitCode};
-use std::sync::Arc;
+use std::process::{Command, ExitCode, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::channel;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 // Naming them links them in.
 use {q4_dequant_matmul as _, q4_nf4_kernel as _, q4_nvfp4_kernel as _, q4_reference as _};
@@ -41,11 +43,21 @@ struct Line {
     seeds: u64,
     sample: usize,
     only: Option<String>,
-    child: Option<(String, usize, usize)>,
+    task: Option<Task>,
+}
+
+/// What a child process of this executable does. Nothing that one liar does to its process reaches another.
+enum Task {
+    /// Says whether this liar is caught.
+    Catch(String),
+    /// Says which cases of these seeds a correct backend fails.
+    Accuse(String, std::ops::Range<u64>),
+    /// Runs these cases of a liar that may end its process.
+    Serve(String, std::ops::Range<usize>),
 }
 
 fn parse(mut words: impl Iterator<Item = String>) -> Result<Line> {
-    let mut line = Line { json: false, seeds: 200, sample: 2, only: None, child: None };
+    let mut line = Line { json: false, seeds: 200, sample: 2, only: None, task: None };
     let bad = |what: &str| {
         Error::new(Code::Usage, format!("liars: {what}"))
             .need("[--json] [--seeds N] [--sample N] [--only NAME]")
@@ -58,7 +70,12 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Line> {
             "--seeds" => line.seeds = number(value()?)? as u64,
             "--sample" => line.sample = number(value()?)?,
             "--only" => line.only = Some(value()?),
-            "--child" => line.child = Some((value()?, number(value()?)?, number(value()?)?)),
+            "--catch" => line.task = Some(Task::Catch(value()?)),
+            "--accuse" => {
+                let (name, from, to) = (value()?, number(value()?)?, number(value()?)?);
+                line.task = Some(Task::Accuse(name, from as u64..to as u64));
+            }
+            "--serve" => line.task = Some(Task::Serve(value()?, number(value()?)?..number(value()?)?)),
             other => return Err(bad(&format!("`{other}` is unknown"))),
         }
     }
@@ -66,24 +83,168 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Line> {
 }
 
 fn start(line: &Line) -> Result<u8> {
-    let threads = ThreadPool::new(2);
-    let env = HostEnv::collect();
-    if let Some((name, from, to)) = &line.child {
-        return child(name, *from..*to, &env, &threads).map(|()| 0);
-    }
-    // A liar that panics is caught; its message is in the table.
-    std::panic::set_hook(Box::new(|_| {}));
-    let mut caught = Vec::new();
-    let mut missed = Vec::new();
-    for liar in liars().filter(|l| line.only.as_ref().is_none_or(|only| only == l.name)) {
-        match catch(liar, &env, &threads) {
-            Some(result) => caught.push((liar, result)),
-            None => missed.push(liar),
+    match &line.task {
+        Some(task) => {
+            // A liar that panics is caught; its message is in the table.
+            std::panic::set_hook(Box::new(|_| {}));
+            run_task(task, line.sample).map(|()| 0)
         }
+        None => all(line),
     }
-    let accused = if line.only.is_some() { Vec::new() } else { accuse(line, &threads)? };
-    report(line, &caught, &missed, &accused)?;
-    Ok(if missed.is_empty() && accused.is_empty() { 0 } else { Code::ConformanceFailed.exit() })
+}
+
+fn run_task(task: &Task, sample: usize) -> Result<()> {
+    let (threads, env) = (ThreadPool::new(2), HostEnv::collect());
+    let found = match task {
+        Task::Serve(name, range) => return child(liar(name)?, range.clone(), &env, &threads),
+        Task::Catch(name) => {
+            catch(liar(name)?, &env, &threads).into_iter().map(|case| Alarm { seed: 0, case }).collect()
+        }
+        Task::Accuse(name, seeds) => accuse(name, seeds.clone(), sample, &threads)?,
+    };
+    let text =
+        serde_json::to_string(&found).map_err(|e| Error::new(Code::Internal, format!("an answer: {e}")))?;
+    writeln!(std::io::stdout(), "{ANSWER}{text}")
+        .map_err(|e| Error::new(Code::Io, format!("standard output: {e}")))
+}
+
+/// What the answer of a child begins with: a liar may write, too.
+const ANSWER: &str = "q4-liars ";
+
+/// A case that did not pass.
+#[derive(Serialize, Deserialize)]
+struct Alarm {
+    seed: u64,
+    case: CaseResult,
+}
+
+/// Seeds that one child process takes.
+const SEEDS: u64 = 25;
+
+/// Every liar and every correct backend, as many at a time as there are processors; says what came of it as it comes.
+fn all(line: &Line) -> Result<u8> {
+    let is_chosen = |l: &&Liar| line.only.as_ref().is_none_or(|only| only == l.name);
+    let liars: Vec<_> = liars().filter(is_chosen).collect();
+    let seeds = if line.only.is_some() { 0 } else { line.seeds };
+    let correct = ["honest"].into_iter().chain(BUILTINS);
+    let ranges: Vec<_> = correct
+        .flat_map(|name| {
+            (0..seeds.div_ceil(SEEDS)).map(move |i| (name, i * SEEDS..seeds.min((i + 1) * SEEDS)))
+        })
+        .collect();
+    let tell = |text: String| if line.json { Ok(()) } else { say(&text) };
+    tell("| liar | what it does | level | outcome | case |\n|---|---|---|---|---|\n".into())?;
+    let (mut missed, mut alarms) = (Vec::new(), 0);
+    at_once(
+        &liars,
+        |liar| ask(&["--catch", liar.name]),
+        |liar, found| {
+            let Liar { name, lie, level, .. } = liar;
+            match found?.first() {
+                Some(Alarm { case, .. }) => {
+                    tell(format!("| {name} | {lie} | {level} | {} | {} |\n", case.outcome.as_str(), case.id))
+                }
+                None => {
+                    missed.push(*name);
+                    tell(format!("| {name} | {lie} | {level} | MISSED | |\n"))
+                }
+            }
+        },
+    )?;
+    let sample = line.sample.to_string();
+    at_once(
+        &ranges,
+        |(name, seeds)| {
+            ask(&["--accuse", name, &seeds.start.to_string(), &seeds.end.to_string(), "--sample", &sample])
+        },
+        |(name, _), found| {
+            for Alarm { seed, case } in found? {
+                alarms += 1;
+                let message = case.message.as_deref().unwrap_or("").replace('\n', " ");
+                let (outcome, id) = (case.outcome.as_str(), &case.id);
+                tell(format!("\nfalse alarm: {name}, seed {seed}: {outcome} {id}: {message}\n"))?;
+            }
+            Ok(())
+        },
+    )?;
+    let (count, caught) = (liars.len(), liars.len() - missed.len());
+    if line.json {
+        let document = json!({
+            "schema": "q4.liars/1",
+            "liars": count,
+            "caught": caught,
+            "missed": missed,
+            "false_alarms": alarms,
+            "seeds": seeds,
+        });
+        say(&format!("{document}\n"))?;
+    } else {
+        say(&format!("\n{caught} of {count} caught, {alarms} false alarms over {seeds} seeds\n"))?;
+    }
+    Ok(if missed.is_empty() && alarms == 0 { 0 } else { Code::ConformanceFailed.exit() })
+}
+
+fn say(text: &str) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    let told = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+    told.map_err(|e| Error::new(Code::Io, format!("standard output: {e}")))
+}
+
+/// Calls `work` for every item, on as many threads as there are processors, and `each` with what came of it, in order.
+fn at_once<T: Sync, R: Send>(
+    items: &[T],
+    work: impl Fn(&T) -> R + Sync,
+    mut each: impl FnMut(&T, R) -> Result<()>,
+) -> Result<()> {
+    let turn = AtomicUsize::new(0);
+    let (senders, receivers): (Vec<_>, Vec<_>) = items.iter().map(|_| channel()).unzip();
+    let senders: Vec<_> = senders.into_iter().map(Mutex::new).collect();
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
+            scope.spawn(|| {
+                while let Some((item, sender)) = {
+                    let i = turn.fetch_add(1, Ordering::Relaxed);
+                    items.get(i).zip(senders.get(i))
+                } {
+                    let result = work(item);
+                    // Whoever waited for it may have met an error.
+                    let _ = sender.lock().unwrap_or_else(PoisonError::into_inner).send(result);
+                }
+            });
+        }
+        items.iter().zip(&receivers).try_for_each(|(item, receiver)| {
+            let lost = |_| Error::new(Code::Internal, "a thread that waits for a child is gone");
+            each(item, receiver.recv().map_err(lost)?)
+        })
+    })
+}
+
+/// The answer of this executable to other words.
+fn ask(words: &[&str]) -> Result<Vec<Alarm>> {
+    let what = || format!("liars {}", words.join(" "));
+    let output = own_command()
+        .args(words)
+        .stdin(Stdio::null())
+        .output()
+        .map_err(|e| Error::new(Code::Io, what()).have(e.to_string()))?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    let answer = text.lines().find_map(|line| line.strip_prefix(ANSWER));
+    answer.and_then(|text| serde_json::from_str(text).ok()).ok_or_else(|| {
+        let said = String::from_utf8_lossy(&output.stderr);
+        Error::new(Code::Internal, what()).need("an answer").have(format!(
+            "{}; {}",
+            output.status,
+            said.trim()
+        ))
+    })
+}
+
+fn own_command() -> Command {
+    Command::new(std::env::current_exe().unwrap_or_else(|_| "liars".into()))
+}
+
+fn liar(name: &str) -> Result<&'static Liar> {
+    liars().find(|l| l.name == name).ok_or_else(|| Error::new(Code::Usage, format!("no liar `{name}`")))
 }
 
 fn options(level: Level) -> Options {
@@ -106,10 +267,11 @@ fn catch(liar: &Liar, env: &HostEnv, threads: &ThreadPool) -> Option<CaseResult>
     let name = liar.name;
     let children = ChildProcesses {
         command: Box::new(move |range| {
-            let mut command = Command::new(std::env::current_exe().unwrap_or_else(|_| "liars".into()));
-            command.args(["--child", name, &range.start.to_string(), &range.end.to_string()]);
+            let mut command = own_command();
+            command.args(["--serve", name, &range.start.to_string(), &range.end.to_string()]);
             command
         }),
+        at_once: 1,
         time_limit: TIME_LIMIT,
         memory_limit: MEMORY_LIMIT,
     };
@@ -124,10 +286,7 @@ fn catch(liar: &Liar, env: &HostEnv, threads: &ThreadPool) -> Option<CaseResult>
     found
 }
 
-fn child(name: &str, range: std::ops::Range<usize>, env: &HostEnv, threads: &ThreadPool) -> Result<()> {
-    let liar = liars()
-        .find(|l| l.name == name)
-        .ok_or_else(|| Error::new(Code::Usage, format!("no liar `{name}`")))?;
+fn child(liar: &Liar, range: std::ops::Range<usize>, env: &HostEnv, threads: &ThreadPool) -> Result<()> {
     let backend = liar.backend();
     let proofs = proofs(&*backend, env, Device::Cpu);
     let cases = ordered(&proofs, liar.level);
@@ -135,75 +294,32 @@ fn child(name: &str, range: std::ops::Range<usize>, env: &HostEnv, threads: &Thr
     serve(&cases, range, &bench, &mut std::io::stdout())
 }
 
-/// Bad outcomes of correct backends: a sample of the suite for every seed, and once the whole of it for the backend that all liars
-/// are made of. Built-ins have it behind them when `q4 conformance` is right.
-fn accuse(line: &Line, threads: &ThreadPool) -> Result<Vec<(String, u64, CaseResult)>> {
+/// Bad outcomes of a correct backend: a sample of the suite for every seed, and once the whole of it for the backend that all
+/// liars are made of. Built-ins have it behind them when `q4 conformance` is right.
+fn accuse(
+    name: &str,
+    seeds: std::ops::Range<u64>,
+    sample: usize,
+    threads: &ThreadPool,
+) -> Result<Vec<Alarm>> {
     let registry = Registry::builtin(&BuiltinOptions::default())?;
-    let mut correct: Vec<Arc<dyn Q4Backend>> = vec![honest()];
-    for name in BUILTINS {
-        let live = registry.live(name).cloned();
-        correct
-            .push(live.ok_or_else(|| Error::new(Code::LibraryRefused, format!("{name} is not live here")))?);
-    }
-    let mut accused = Vec::new();
-    for backend in correct {
-        let name = backend.descriptor().name.to_string();
-        for seed in 0..line.seeds {
-            let sample = (seed > 0 || name != "honest").then_some(line.sample);
-            let options = Options { seed, sample, ..Options::of(Profile::Training) };
-            let report = run(&*backend, &options, registry.env(), threads);
-            accused.extend(report.failures.into_iter().map(|f| (name.clone(), seed, f.case)));
-            if !report.conformant && accused.is_empty() {
-                return Err(Error::new(Code::ConformanceFailed, format!("{name}, seed {seed}"))
-                    .have(report.notes.join("; ")));
-            }
+    let backend = match name {
+        "honest" => honest(),
+        _ => registry
+            .live(name)
+            .cloned()
+            .ok_or_else(|| Error::new(Code::LibraryRefused, format!("{name} is not live here")))?,
+    };
+    let mut alarms = Vec::new();
+    for seed in seeds {
+        let sample = (seed > 0 || name != "honest").then_some(sample);
+        let options = Options { seed, sample, ..Options::of(Profile::Training) };
+        let report = run(&*backend, &options, registry.env(), threads);
+        alarms.extend(report.failures.into_iter().map(|f| Alarm { seed, case: f.case }));
+        if !report.conformant && alarms.is_empty() {
+            return Err(Error::new(Code::ConformanceFailed, format!("{name}, seed {seed}"))
+                .have(report.notes.join("; ")));
         }
     }
-    Ok(accused)
-}
-
-fn report(
-    line: &Line,
-    caught: &[(&Liar, CaseResult)],
-    missed: &[&Liar],
-    accused: &[(String, u64, CaseResult)],
-) -> Result<()> {
-    let mut out = std::io::stdout().lock();
-    let seeds = if line.only.is_some() { 0 } else { line.seeds };
-    let text = if line.json {
-        let missed: Vec<_> = missed.iter().map(|l| l.name).collect();
-        let document = json!({
-            "schema": "q4.liars/1",
-            "liars": caught.len() + missed.len(),
-            "caught": caught.len(),
-            "missed": missed,
-            "false_alarms": accused.len(),
-            "seeds": seeds,
-        });
-        format!("{document}\n")
-    } else {
-        table(caught, missed, accused, seeds)
-    };
-    out.write_all(text.as_bytes()).map_err(|e| Error::new(Code::Io, format!("standard output: {e}")))
-}
-
-fn table(
-    caught: &[(&Liar, CaseResult)],
-    missed: &[&Liar],
-    accused: &[(String, u64, CaseResult)],
-    seeds: u64,
-) -> String {
-    let mut text = String::from("| liar | what it does | level | outcome | case |\n|---|---|---|---|---|\n");
-    for (l, r) in caught {
-        text += &format!("| {} | {} | {} | {} | {} |\n", l.name, l.lie, l.level, r.outcome.as_str(), r.id);
-    }
-    for l in missed {
-        text += &format!("| {} | {} | {} | MISSED | |\n", l.name, l.lie, l.level);
-    }
-    for (name, seed, r) in accused {
-        let message = r.message.as_deref().unwrap_or("").replace('\n', " ");
-        text += &format!("\nfalse alarm: {name}, seed {seed}: {} {}: {message}\n", r.outcome.as_str(), r.id);
-    }
-    let all = caught.len() + missed.len();
-    text + &format!("\n{} of {all} caught, {} false alarms over {seeds} seeds\n", caught.len(), accused.len())
+    Ok(alarms)
 }
