@@ -95,6 +95,7 @@ fn narrow_backends_conform_within_their_limits() {
         let options = Options { sample: Some(40), ..Options::of(Profile::Training) };
         let report = run(&backend, &options, &HostEnv::default(), &ThreadPool::new(2));
         assert!(report.failed == 0 && report.passed > 60, "{name}:\n{}", report.text());
+        println!("narrow backend: {name}: {}", limits(&backend));
     }
 }
 

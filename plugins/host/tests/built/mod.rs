@@ -106,6 +106,8 @@ pub fn attack_with(
         (product, attacked),
         ("    if (p) {\n        free(p->codes);", "    if (p) {\n        leave();\n        free(p->codes);"),
     ];
+    // Counted by whoever asks for the output of tests.
+    println!("hostile library: {}", flags.join(" "));
     let witness = format!("-DWITNESS=\"{}\"", witness.display());
     let flags =
         [&[&*witness, "-D_GNU_SOURCE", "-ffp-contract=off", "-fvisibility=hidden"][..], flags].concat();

@@ -1,0 +1,220 @@
+"""Times what bench/proof.sh is about, reads what the tests printed, and prints the rows of bench/results/proof.json."""
+import argparse
+import json
+import os
+import pathlib
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROWS = []
+
+
+def row(name, value, unit, need, why=None):
+    """A number, or no number and the reason."""
+    ROWS.append({"name": name, "value": value, "unit": unit, "need": need, **({"not_measured": why} if value is None else {})})
+
+
+def run(*command, env=None, cwd=None):
+    start = time.perf_counter()
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, env={**os.environ, **(env or {})}, cwd=cwd)
+    return time.perf_counter() - start, done
+
+
+def must(*command, **kwargs):
+    seconds, done = run(*command, **kwargs)
+    if done.returncode:
+        sys.exit(f"{' '.join(map(str, command))}: {done.returncode}\n{done.stdout}{done.stderr}")
+    return seconds, done.stdout
+
+
+class Tests:
+    """What the tests printed, and which of them passed."""
+
+    def __init__(self, path):
+        self.text = path.read_text(errors="replace")
+        # With --nocapture the verdict may follow what the test printed.
+        self.names = set(re.findall(r"^test (\S+) \.\.\.", self.text, re.M))
+        self.failed = set(re.findall(r"^    (\S+)$", "".join(re.findall(r"^failures:\n((?:    \S+\n)+)", self.text, re.M)), re.M))
+        self.broken = "error: could not compile" in self.text
+
+    def passed(self, part):
+        """Tests whose name has this part; none when one of them failed."""
+        found = {n for n in self.names if part in n}
+        return 0 if self.broken or found & self.failed else len(found)
+
+    def numbers(self, pattern):
+        return re.search(pattern, self.text)
+
+
+def mutants(args):
+    liars = json.loads((args.work / "liars.json").read_text())
+    row("mutants", liars["liars"], "mutants", ">= 167: 60 more than the 107 there were")
+    row("mutants-caught", liars["caught"] / liars["liars"], "share", "1")
+    row("mutants-missed", len(liars["missed"]), "mutants", "0")
+    row("false-alarms", liars["false_alarms"], "cases", "0")
+    row("false-alarm-seeds", liars["seeds"], "seeds", ">= 200")
+    row("mutants-kept-back-caught", None, "share", ">= 0.9", "the set is kept by somebody else")
+
+
+def suite(args):
+    for name, words, need in [("suite-seconds", [], "< 60"), ("suite-L1-seconds", ["--level", "L1"], "< 3")]:
+        seconds = min(must(args.q4, "conformance", "--no-certificate", *words)[0] for _ in range(2))
+        row(name, round(seconds, 2), "s, four built-ins", need)
+
+
+def hostile(tests):
+    variants = set(re.findall(r"hostile library: (.+)$", tests.text, re.M))
+    row("hostile-plugins", len(variants) or None, "libraries with a fault of their own", ">= 30", "the tests did not run")
+    row("hostile-tests-passed", tests.passed("attack"), "tests", ">= 25, none failed")
+    row("hostile-certified-or-believed", None if not tests.passed("attack") else 0, "libraries", "0", "a test failed")
+
+
+def narrow(tests):
+    kinds = set(re.findall(r"^.*narrow backend: ([^:]+):", tests.text, re.M)) if tests.passed("narrow_backends") else None
+    row("narrow-backends-certified", kinds and len(kinds), "backends, each with its limits", ">= 9", "a test failed")
+    row("narrow-liar-refused", tests.passed("a_refusal_inside_the_limits_is_a_failure"), "backends", "1")
+
+
+def vendor(args, tests):
+    for name, test, tool in [
+        ("gdb-source-lines", "gdb_shows_source_lines_of_one_case", "gdb"),
+        ("replay-under-valgrind", "valgrind_finds_a_read_past_the_end", "valgrind"),
+        ("replay-under-asan", "the_head_of_a_sanitizers_report_is_shown", "cc"),
+    ]:
+        there = shutil.which(tool)
+        row(name, tests.passed(test) if there else None, "tests, none failed", "1", f"{tool} is not installed")
+    for language, build, library in [
+        ("c", ["make"], "libvolta.so"),
+        ("cpp", ["make"], "libvolta.so"),
+        ("rust", ["cargo", "build", "--release", "--offline"], "target/release/libvolta.so"),
+    ]:
+        folder = args.work / f"new-{language}"
+        folder.mkdir()
+        env = {"XDG_DATA_HOME": str(folder / "data"), "XDG_CACHE_HOME": str(folder / "cache")}
+        seconds = must(args.q4, "plugin", "new", "--lang", language, "volta", cwd=folder, env=env)[0]
+        seconds += must(*build, cwd=folder / "volta")[0]
+        plugin = ["--plugin", f"volta/{library}", "--backend", "volta"]
+        seconds += must(args.q4, *plugin, "conformance", cwd=folder, env=env)[0]
+        row(f"new-to-certificate-{language}", round(seconds / 60, 2), "min", "no bound; commands: plugin new, build, conformance")
+    # The certified C project carries on: what isolation costs.
+    env = {"XDG_DATA_HOME": str(args.work / "new-c/data"), "XDG_CACHE_HOME": str(args.work / "new-c/cache")}
+    plugin = ["--plugin", str(args.work / "new-c/volta/libvolta.so"), "--backend", "volta"]
+    rates = {way: [] for way in ("within", "apart")}
+    for _ in range(5):
+        for way, words in (("within", []), ("apart", ["--isolate"])):
+            report = json.loads(must(args.q4, "--json", *plugin, *words, "bench", "demo", "--prefill", "128", "--decode", "64",
+                                     "-r", "3", env=env)[1])
+            rates[way].append(rate(report, "decode"))
+    ratio = statistics.median(rates["apart"]) / statistics.median(rates["within"])
+    row("isolate-decode-demo", round(ratio, 3), "of the rate without", "no bound; the price is said")
+
+
+def rate(report, phase):
+    """Median tokens per second of one part of `q4 --json bench`."""
+    return next(r["median"] for r in report["results"] if r["what"].startswith({"decode": "tg", "prefill": "pp"}[phase]))
+
+
+def files(tests):
+    crafted = tests.numbers(r"(\d+) crafted files, (\d+) refused; slowest ([\d.]+) s .*, largest resident (\d+) MiB")
+    why = "the test did not pass"
+    count, _, slowest, peak = crafted.groups() if crafted and tests.passed("crafted_text_files") else [None] * 4
+    row("crafted-files", count and int(count), "files, no abort", ">= 100", why)
+    row("crafted-slowest", slowest and float(slowest), "s", "<= 2", why)
+    row("crafted-largest", peak and int(peak), "MiB resident", "<= 256", why)
+    row("verify-3-whenever-generate-4", tests.passed("verify_names_what_generate_refuses"), "tests, none failed", ">= 1")
+    told = re.findall(r"^(\d+) of (\d+) told$", tests.text, re.M)
+    kinds = sorted((int(all_), int(n)) for n, all_ in told)
+    for name, total, need in [("plantings-in-files", 28, ">= 20 of the first 23"), ("plantings-in-runs", 25, ">= 18")]:
+        row(name, next((n for all_, n in kinds if all_ == total), None), f"of {total} kinds noticed", need, why)
+    healthy = tests.numbers(r"(\d+) healthy checkpoints, no alarm")
+    row("healthy-alarms", 0 if healthy else None, f"alarms on {healthy[1] if healthy else 'no'} checkpoints", "0", why)
+
+
+def tables(tests):
+    count = len(list((ROOT / "cli/tests/snapshots").glob("decision_table*.snap")))
+    row("decision-tables", count if tests.passed("machine") else None, "snapshots that pass", ">= 5",
+        "a test failed")
+
+
+def overhead(args):
+    home = args.work / "home"
+    env = {"XDG_CACHE_HOME": str(home / "cache"), "XDG_DATA_HOME": str(home / "data")}
+    start = ["--threads", "2", "generate", "demo", "-p", "Who are you?", "--max-tokens", "1", "--temperature", "0"]
+    must(args.q4, *start, env=env)
+    times = [must(args.q4, *start, env=env)[0] for _ in range(21)]
+    row("start-demo-remembered", round(1000 * statistics.median(times), 1), "ms, whole process", "<= 60")
+    names = ["decode-demo", "prompt-demo", "decode-0.6b", "prompt-0.6b"]
+    if not args.before:
+        for name in names:
+            row(name, None, "of the rate before", ">= 0.99", "no revision to compare with was named")
+        row("first-start-0.6b", None, "ms more than before", "<= 300", "no revision to compare with was named")
+        return
+    for label, words in [("demo", ["demo", "-r", "5"]), ("0.6b", ["--shape", "qwen3-0.6b", "-r", "3"])]:
+        rates = {}
+        for _ in range(args.rounds):
+            for which in ("before", "now"):
+                binary = args.before if which == "before" else args.q4
+                report = json.loads(must(binary, "--json", "bench", *words, "--prefill", "128", "--decode", "32", env=env)[1])
+                for phase in ("decode", "prefill"):
+                    rates.setdefault((phase, which), []).append(rate(report, phase))
+        for phase, name in (("decode", "decode"), ("prefill", "prompt")):
+            ratio = max(rates[phase, "now"]) / max(rates[phase, "before"])
+            row(f"{name}-{label}", round(ratio, 3), f"of the rate of {args.revision}, best of {args.rounds} in turns", ">= 0.99")
+    model = args.work / "qwen3-0.6b"
+    must(args.q4, "bench", "--shape", "qwen3-0.6b", "--write", model)
+    first = {}
+    for i in range(args.rounds + 1):
+        for which in ("before", "now"):
+            binary = args.before if which == "before" else args.q4
+            fresh = args.work / f"fresh-{which}-{i}"
+            env = {"XDG_CACHE_HOME": str(fresh / "cache"), "XDG_DATA_HOME": str(fresh / "data")}
+            first.setdefault(which, []).append(must(binary, "--json", "bench", model, "--first-token", "-r", "1", env=env)[0])
+    more = 1000 * (min(first["now"]) - min(first["before"]))
+    row("first-start-0.6b", round(more, 1), f"ms more than {args.revision}, best of {args.rounds + 1} in turns", "<= 300")
+
+
+def machine():
+    facts = pathlib.Path("/proc/cpuinfo").read_text().splitlines() if pathlib.Path("/proc/cpuinfo").exists() else []
+    cpu = next((l.split(":")[1].strip() for l in facts if l.startswith("model name")), platform.machine())
+    return {"cpu": cpu, "processors": os.cpu_count()}
+
+
+def said(*command):
+    try:
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip().splitlines()[0]
+    except (OSError, IndexError):
+        return None
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__)
+    p.add_argument("--q4", type=pathlib.Path, required=True)
+    p.add_argument("--work", type=pathlib.Path, required=True, help="where liars.json and tests are, and what is written may lie")
+    p.add_argument("--before", type=pathlib.Path, help="the q4 to compare speeds with")
+    p.add_argument("--revision")
+    p.add_argument("--rounds", type=int, default=5)
+    args = p.parse_args()
+    tests = Tests(args.work / "tests")
+    mutants(args)
+    suite(args)
+    hostile(tests)
+    narrow(tests)
+    vendor(args, tests)
+    files(tests)
+    tables(tests)
+    overhead(args)
+    versions = {
+        "q4": said(args.q4, "--version"), "rustc": said("rustc", "--version"), "cc": said("cc", "--version"),
+        "gdb": said("gdb", "--version"), "valgrind": said("valgrind", "--version"),
+    }
+    commit = said("git", "rev-parse", "HEAD")
+    print(json.dumps({"machine": machine(), "commit": commit, "versions": versions, "rows": ROWS}, indent=1))
+
+
+main()
