@@ -1,5 +1,5 @@
-//! Libraries that compute less than everything, through the whole of `q4 conformance`: what they do compute is certified, and
-//! the certificate says how little that is.
+//! Libraries that compute less than everything, through the whole of `q4 conformance`: what they do compute
+//! is certified, and the certificate says how little that is.
 use crate::plugin::{User, built};
 use crate::{document, err, out};
 use serde_json::{Value, json};

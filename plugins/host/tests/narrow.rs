@@ -1,4 +1,5 @@
-//! Libraries that accept little: the checks of a table are made with a product of theirs, and are no weaker for it.
+//! Libraries that accept little: the checks of a table are made with a product of theirs, and are no weaker
+//! for it.
 #![allow(clippy::unwrap_used)]
 mod built;
 
@@ -37,8 +38,9 @@ fn every_narrow_library_passes() {
         "s->max_m <= 16",
         "s->max_m == 16",
         "s->max_m == 1",
-        "s->n_segments == 1 && s->max_m == 1 && s->x_dtype == Q4_F16 && s->y_dtype == Q4_F16 && each(s, 4096) && \
-         s->k % 4096 == 0 && s->global_convention == Q4_CONVENTION_DIVIDE && s->scale_layout == Q4_SCALE_128X4",
+        "s->n_segments == 1 && s->max_m == 1 && s->x_dtype == Q4_F16 && s->y_dtype == Q4_F16 && \
+         each(s, 4096) && s->k % 4096 == 0 && s->global_convention == Q4_CONVENTION_DIVIDE && \
+         s->scale_layout == Q4_SCALE_128X4",
     ];
     let failed = all.map(|accepts| (accepts, failures(&table(accepts, &[]))));
     let failed: Vec<_> = failed.into_iter().filter(|(_, failed)| !failed.is_empty()).collect();

@@ -1,4 +1,5 @@
-//! The product that the checks of a table are made with: the first that the library accepts, the smallest asked first.
+//! The product that the checks of a table are made with: the first that the library accepts, small ones
+//! asked first.
 use super::session::Backend;
 use q4_core::{
     ActGlobal, ActQuant, Activations, Code, Convention, DType, Device, Error, ExecPath, GlobalScale,
@@ -36,8 +37,8 @@ impl Accepted {
         }
         let offers: Vec<_> = offers.iter().map(|(name, path)| format!("{name} via {path}")).collect();
         let need = format!(
-            "`can_prepare` to accept a product on the CPU: {}, one or two segments of [n, k] in {SHAPES:?}, 1, 2 or \
-             16 rows, float32, bfloat16 or float16, any encoding",
+            "`can_prepare` to accept a product on the CPU: {}, one or two segments of [n, k] in \
+             {SHAPES:?}, 1, 2 or 16 rows, float32, bfloat16 or float16, any encoding",
             offers.join(" or ")
         );
         let have = format!("{asked} products that it refuses");
@@ -120,7 +121,7 @@ pub(super) mod tests {
     use super::*;
     use q4_conformance::lattice;
 
-    /// One product of every encoding for each number of segments and each shape of at most this many elements.
+    /// One product of every encoding for each number of segments and each shape of at most so many elements.
     pub fn specs(most: usize) -> Result<Vec<LinearSpec>> {
         let offers = ["nvfp4", "nf4", "nf4-dq", "dense"].map(|name| (name.into(), ExecPath::Reference));
         let plain =
@@ -131,14 +132,21 @@ pub(super) mod tests {
 
     #[test]
     fn the_plainest_small_product_is_asked_for_first() -> Result<()> {
-        let (spec, _) = products(&[("nf4".into(), ExecPath::Reference)])?.next().unwrap();
-        let rows: Vec<_> = spec.segments.iter().map(|s| s.rows).collect();
-        assert_eq!(
-            (rows, spec.k, spec.max_m, spec.x, spec.y),
-            (vec![32, 32], 256, 2, DType::F32, DType::F32)
-        );
         let schema = Q4Schema::Nf4 { nibble_order: NibbleOrder::HighFirst, block: 64, nested: None };
-        assert_eq!((spec.schema, spec.activations), (schema, Activations::Native));
+        let segment = SegmentSpec { name: "check".into(), rows: 32 };
+        let want = LinearSpec {
+            segments: vec![segment.clone(), segment],
+            schema,
+            k: 256,
+            max_m: 2,
+            x: DType::F32,
+            y: DType::F32,
+            activations: Activations::Native,
+            device: Device::Cpu,
+            ops: OpSet::FORWARD,
+        };
+        let first = products(&[("nf4".into(), ExecPath::Reference)])?.next();
+        assert_eq!(first, Some((want, ExecPath::Reference)));
         Ok(())
     }
 

@@ -143,7 +143,7 @@ impl<'t> Session<'t> {
         }
     }
 
-    /// What was written. Each value of 16 bits has an f32 of its own, so that bits that differ differ here too.
+    /// What was written. Each value of 16 bits has an f32 of its own: bits that differ differ here too.
     pub fn written(&self) -> Vec<f32> {
         self.output.borrow().to_f32()
     }

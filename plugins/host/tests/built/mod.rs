@@ -72,7 +72,8 @@ pub fn example(dir: &Path, name: &str, flags: &[&str], edits: &[(&str, &str)]) -
     edited(dir, name, &source, flags, edits)
 }
 
-/// The C example, edited, that accepts of its products only those where `accepts` holds, a condition in C on the spec `s`.
+/// The C example, edited, that accepts of its products only those where `accepts` holds, a condition in C on
+/// the spec `s`.
 pub fn narrow(dir: &Path, name: &str, accepts: &str, edits: &[(&str, &str)]) -> PathBuf {
     let (check, first) =
         ("static void check(const q4_linear_spec *s,", "    if (s->path != Q4_PATH_FUSED_DEQUANT)\n");
