@@ -9,6 +9,7 @@ mod exit;
 mod isolate;
 mod judge;
 mod measure;
+mod narrow;
 mod output;
 mod plugin;
 mod predict;

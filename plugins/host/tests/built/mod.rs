@@ -72,6 +72,30 @@ pub fn example(dir: &Path, name: &str, flags: &[&str], edits: &[(&str, &str)]) -
     edited(dir, name, &source, flags, edits)
 }
 
+/// The C example, edited, that accepts of its products only those where `accepts` holds, a condition in C on
+/// the spec `s`.
+pub fn narrow(dir: &Path, name: &str, accepts: &str, edits: &[(&str, &str)]) -> PathBuf {
+    let (check, first) =
+        ("static void check(const q4_linear_spec *s,", "    if (s->path != Q4_PATH_FUSED_DEQUANT)\n");
+    let each = format!(
+        "static int each(const q4_linear_spec *s, uint64_t factor)
+{{
+    for (uint64_t i = 0; i < s->n_segments; i++)
+        if (s->segment_rows[i] % factor)
+            return 0;
+    return 1;
+}}
+
+{check}"
+    );
+    let refused = format!(
+        "    if (!({accepts}))
+        refuse(v, \"shape-unsupported\", \"a narrower product\", \"this one\");
+{first}"
+    );
+    example(dir, name, &[], &[&[(check, &*each), (first, &*refused)][..], edits].concat())
+}
+
 /// The C example with one attack of `attack.h` in it: `-DATTACK_NAME` and more `flags`. Whenever code of it runs, in whatever
 /// process, it says so in the file `witness`.
 pub fn attack(dir: &Path, name: &str, flags: &[&str], witness: &Path) -> PathBuf {

@@ -1,0 +1,163 @@
+//! The product that the checks of a table are made with: the first that the library accepts, small ones
+//! asked first.
+use super::session::Backend;
+use q4_core::{
+    ActGlobal, ActQuant, Activations, Code, Convention, DType, Device, Error, ExecPath, GlobalScale,
+    LinearSpec, NibbleOrder, OpSet, Q4Schema, Result, Rule, ScaleLayout, SegmentSpec,
+};
+use q4_plugin_abi::status;
+use q4_plugin_sdk::lend::LentSpec;
+use std::borrow::Cow;
+
+type Offer = (Cow<'static, str>, ExecPath);
+
+/// Row segments, and most rows of a call. One of either hides what two show.
+const COUNTS: [(usize, usize); 6] = [(2, 2), (2, 16), (2, 1), (1, 2), (1, 16), (1, 1)];
+/// Out features of a segment, and in features. Some libraries begin with a tile, or with several.
+const SHAPES: [[usize; 2]; 5] = [[32, 256], [128, 256], [1024, 1024], [256, 4096], [4096, 4096]];
+/// Types of input and output, and of dense weights.
+const TYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
+
+/// A product that a library accepts.
+pub(super) struct Accepted {
+    pub spec: LinearSpec,
+    pub path: ExecPath,
+}
+
+impl Accepted {
+    /// Whatever a claim can be found with is asked for: a library that can be certified has one.
+    pub fn find(backend: &Backend<'_>) -> Result<Self> {
+        let offers = &backend.table.offers;
+        let mut asked = 0;
+        for (spec, path) in products(offers)? {
+            asked += 1;
+            if backend.verdict(LentSpec::new(&spec, path)?.raw())?.0 == status::OK {
+                return Ok(Self { spec, path });
+            }
+        }
+        let offers: Vec<_> = offers.iter().map(|(name, path)| format!("{name} via {path}")).collect();
+        let need = format!(
+            "`can_prepare` to accept a product on the CPU: {}, one or two segments of [n, k] in \
+             {SHAPES:?}, 1, 2 or 16 rows, float32, bfloat16 or float16, any encoding",
+            offers.join(" or ")
+        );
+        let have = format!("{asked} products that it refuses");
+        Err(Error::new(Code::ConformanceFailed, "checks of the table").need(need).have(have))
+    }
+
+    /// Rows of a call.
+    pub fn m(&self) -> usize {
+        self.spec.max_m.min(2)
+    }
+}
+
+/// All that are asked for, in this order.
+fn products(offers: &[Offer]) -> Result<impl Iterator<Item = (LinearSpec, ExecPath)>> {
+    let kinds = kinds(offers)?;
+    let shapes = COUNTS.into_iter().flat_map(|count| SHAPES.map(|shape| (count, shape)));
+    let places = shapes.flat_map(|(count, shape)| TYPES.map(|io| (count, shape, io)));
+    Ok(places.flat_map(move |((segments, max_m), [rows, k], io)| {
+        let product = move |(schema, activations, path)| {
+            let spec = LinearSpec {
+                segments: vec![SegmentSpec { name: "check".into(), rows }; segments],
+                schema,
+                k,
+                max_m,
+                x: io,
+                y: io,
+                activations,
+                device: Device::Cpu,
+                ops: OpSet::FORWARD,
+            };
+            (spec, path)
+        };
+        kinds.clone().into_iter().map(product)
+    }))
+}
+
+/// Every encoding of what is offered with every activation format, the plainest first.
+fn kinds(offers: &[Offer]) -> Result<Vec<(Q4Schema, Activations, ExecPath)>> {
+    let formats = formats()?;
+    let encodings = offers.iter().flat_map(|(name, path)| encodings(name).into_iter().map(|e| (e, *path)));
+    Ok(encodings.flat_map(|(schema, path)| formats.iter().map(move |f| (schema, *f, path))).collect())
+}
+
+fn encodings(name: &str) -> Vec<Q4Schema> {
+    let nf4 = |nested: Option<u32>| {
+        let orders = [NibbleOrder::HighFirst, NibbleOrder::LowFirst];
+        let all = [64, 128, 32, 4096].into_iter().flat_map(|block| orders.map(|order| (block, order)));
+        all.map(|(block, nibble_order)| Q4Schema::Nf4 { nibble_order, block, nested }).collect()
+    };
+    match name {
+        "nvfp4" => [ScaleLayout::RowMajor, ScaleLayout::Swizzled128x4]
+            .into_iter()
+            .flat_map(|layout| {
+                [None, Some(Convention::Multiply), Some(Convention::Divide)].map(|g| (layout, g))
+            })
+            .map(|(scale_layout, global)| Q4Schema::Nvfp4 { scale_layout, global })
+            .collect(),
+        "nf4" => nf4(None),
+        "nf4-dq" => nf4(Some(256)),
+        _ => TYPES.map(|dtype| Q4Schema::Dense { dtype }).into(),
+    }
+}
+
+fn formats() -> Result<Vec<Activations>> {
+    let quantizers = [
+        (Rule::ModelOpt, ActGlobal::None),
+        (Rule::TorchAo, ActGlobal::PerCall),
+        (Rule::CompressedTensors, ActGlobal::PerCall),
+        (Rule::Runtime, ActGlobal::None),
+        (Rule::ModelOpt, ActGlobal::Static(GlobalScale::multiply(0.0021)?)),
+        (Rule::CompressedTensors, ActGlobal::Static(GlobalScale::divide(390.0)?)),
+        (Rule::TransformerEngine, ActGlobal::PerCall),
+    ];
+    let nvfp4 = quantizers.map(|(rule, global)| Activations::Nvfp4(ActQuant { rule, global }));
+    Ok([&[Activations::Native, Activations::Int8][..], &nvfp4].concat())
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use q4_conformance::lattice;
+
+    /// One product of every encoding for each number of segments and each shape of at most so many elements.
+    pub fn specs(most: usize) -> Result<Vec<LinearSpec>> {
+        let offers = ["nvfp4", "nf4", "nf4-dq", "dense"].map(|name| (name.into(), ExecPath::Reference));
+        let plain =
+            |s: &LinearSpec| s.x == DType::F32 && s.activations == Activations::Native && s.max_m == 2;
+        let all = products(&offers)?.map(|(spec, _)| spec);
+        Ok(all.filter(|s| plain(s) && s.segments[0].rows * s.k <= most).collect())
+    }
+
+    #[test]
+    fn the_plainest_small_product_is_asked_for_first() -> Result<()> {
+        let schema = Q4Schema::Nf4 { nibble_order: NibbleOrder::HighFirst, block: 64, nested: None };
+        let segment = SegmentSpec { name: "check".into(), rows: 32 };
+        let want = LinearSpec {
+            segments: vec![segment.clone(), segment],
+            schema,
+            k: 256,
+            max_m: 2,
+            x: DType::F32,
+            y: DType::F32,
+            activations: Activations::Native,
+            device: Device::Cpu,
+            ops: OpSet::FORWARD,
+        };
+        let first = products(&[("nf4".into(), ExecPath::Reference)])?.next();
+        assert_eq!(first, Some((want, ExecPath::Reference)));
+        Ok(())
+    }
+
+    #[test]
+    fn all_that_the_suite_multiplies_is_asked_for() -> Result<()> {
+        for schema in lattice::SCHEMAS {
+            assert!(encodings(schema.id().name).contains(&schema), "{schema:?}");
+            for activations in lattice::activations(&schema) {
+                assert!(formats()?.contains(&activations), "{activations:?}");
+            }
+        }
+        Ok(())
+    }
+}
