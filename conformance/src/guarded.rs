@@ -31,6 +31,8 @@ pub enum Place {
     Offset(usize),
     /// In pages of its own, its last byte the last one before a page that nobody may touch, aligned to elements only.
     End,
+    /// In pages of its own, its first byte the first one after a page that nobody may touch.
+    Start,
 }
 
 impl Layout {
@@ -85,10 +87,10 @@ impl Guarded {
                 let start = GUARD + bytes[GUARD..].as_ptr().align_offset(64) + offset;
                 (Memory::Heap(bytes), start)
             }
-            Place::End => {
+            Place::End | Place::Start => {
                 let span = (((rows.max(1) - 1) * ld + cols) * dtype.size()).max(1);
                 let bytes = Memory::before_a_hole(span + GUARD, mark);
-                let start = bytes.len() - span;
+                let start = if layout.place == Place::Start { 0 } else { bytes.len() - span };
                 (bytes, start)
             }
         };
@@ -141,10 +143,15 @@ impl Guarded {
 
     /// Every element NaN, as in a new output.
     pub fn poison(&mut self) {
+        self.hold(POISON);
+    }
+
+    /// Every byte of every element this one.
+    pub fn hold(&mut self, byte: u8) {
         let row = self.cols * self.dtype.size();
         for r in 0..self.rows {
             let at = self.at(r);
-            self.bytes[at..at + row].fill(POISON);
+            self.bytes[at..at + row].fill(byte);
         }
     }
 
@@ -382,11 +389,12 @@ mod tests {
     fn layouts_are_what_they_say() -> Result<()> {
         let values: Vec<f32> = (0..15).map(|i| i as f32).collect();
         for dtype in [DType::F32, DType::F16, DType::BF16] {
-            for layout in [Layout::PLAIN, Layout::HOSTILE] {
+            for layout in [Layout::PLAIN, Layout::HOSTILE, Layout { gap: 3, place: Place::Start }] {
                 let g = Guarded::input(dtype, &values, 3, 5, layout);
                 let v = g.view()?;
                 match layout.place {
                     Place::Offset(offset) => assert_eq!(v.as_ptr() as usize % 64, offset * dtype.size()),
+                    Place::Start => assert_eq!(v.as_ptr() as usize % 4096, 0),
                     Place::End => assert_eq!((v.as_ptr() as usize + g.span()) % 4096, 0),
                 }
                 assert_eq!(v.as_matrix()?, (3, 5, 5 + layout.gap));

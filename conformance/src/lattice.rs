@@ -69,6 +69,23 @@ pub(crate) fn quantizers(kind: &str) -> Vec<Activations> {
     }
 }
 
+/// Quantisers that models ask for besides: tried, and not part of what a claim is described by.
+pub(crate) fn rarer_quantizers() -> Vec<Activations> {
+    let fixed = |g: Result<GlobalScale>| g.map_or(ActGlobal::None, ActGlobal::Static);
+    [
+        (Rule::TorchAo, ActGlobal::None),
+        (Rule::TorchAo, fixed(GlobalScale::multiply(0.0017))),
+        (Rule::CompressedTensors, ActGlobal::None),
+        (Rule::ModelOpt, ActGlobal::PerCall),
+        (Rule::ModelOpt, fixed(GlobalScale::multiply(0.4))),
+        (Rule::Runtime, fixed(GlobalScale::multiply(0.0031))),
+        (Rule::TransformerEngine, ActGlobal::None),
+        (Rule::TransformerEngine, fixed(GlobalScale::divide(411.0))),
+    ]
+    .map(|(rule, global)| Activations::Nvfp4(ActQuant { rule, global }))
+    .to_vec()
+}
+
 /// Activation formats that make sense for an encoding.
 pub fn activations(schema: &Q4Schema) -> Vec<Activations> {
     let kinds: &[&str] = match schema {
@@ -118,20 +135,35 @@ pub enum Values {
     Subnormal,
     /// Blocks of 16 whose magnitudes are up to 2^18 apart, and rows that are as far apart.
     Uneven,
+    /// Halfway between two codes of the format, under scales that are codes themselves or halfway between two of those.
+    Ties,
+    /// Nothing below zero.
+    Positive,
+    /// Zeros alone.
+    Zero,
 }
 
 impl Values {
     /// All but the usual ones.
-    pub(crate) const EXTREME: [Self; 5] =
-        [Self::Large, Self::Huge, Self::Tiny, Self::Subnormal, Self::Uneven];
+    pub(crate) const EXTREME: [Self; 8] = [
+        Self::Large,
+        Self::Huge,
+        Self::Tiny,
+        Self::Subnormal,
+        Self::Uneven,
+        Self::Ties,
+        Self::Positive,
+        Self::Zero,
+    ];
     const fn as_str(self) -> &'static str {
-        ["", "large", "huge", "tiny", "subnormal", "uneven"][self as usize]
+        ["", "large", "huge", "tiny", "subnormal", "uneven", "ties", "positive", "zero"][self as usize]
     }
     /// What element `i` of row `r` is multiplied by.
     fn scale(self, io: DType, seed: u64, r: usize, i: usize) -> f32 {
         let is_half = io == DType::F16;
         match self {
-            Self::Usual => 1.0,
+            Self::Usual | Self::Ties | Self::Positive => 1.0,
+            Self::Zero => 0.0,
             Self::Large => {
                 if is_half {
                     1024.0
@@ -184,14 +216,24 @@ impl Sketch {
     }
     /// Its weight.
     pub fn weight(&self) -> Stored {
-        Stored::random(self.schema, &self.rows, self.k, self.io != DType::F32, self.seed)
+        let mut stored = Stored::random(self.schema, &self.rows, self.k, self.io != DType::F32, self.seed);
+        // Where results have room for them, per-tensor scales are as far apart as those of models.
+        if self.io == DType::F32 && self.values == Values::Usual {
+            stored.spread_globals(self.seed ^ hash(&format!("{:?} {}", self.rows, self.k)));
+        }
+        stored
     }
     /// Its input `[m, k]`, rounded to `io`: heavy-tailed, with zeros, blocks of zeros and, from three rows on, a second
     /// row of zeros. Not the last: that is the one that kernels lose.
     pub fn input(&self) -> Vec<f32> {
         let is_zero = |i: usize| self.m > 2 && i / self.k == 1;
         let scale = |i: usize| self.values.scale(self.io, self.seed, i / self.k, i % self.k);
-        let value = |i: usize| if is_zero(i) { 0.0 } else { activation(self.seed, i as u64) * scale(i) };
+        let value = |i: usize| match self.values {
+            _ if is_zero(i) => 0.0,
+            Values::Ties => tie(&self.activations, self.seed, i as u64),
+            Values::Positive => activation(self.seed, i as u64).abs(),
+            _ => activation(self.seed, i as u64) * scale(i),
+        };
         let raw: Vec<f32> = (0..self.m * self.k).map(value).collect();
         IoBuffer::new(self.io, &raw).to_f32()
     }
@@ -301,11 +343,13 @@ pub(crate) fn drawn(
                 }
                 _ => vec![n],
             };
-            let max_m = match draw(i, 12) % 4 {
+            // Up to the context of a model: what plans for that many rows is asked for one most of the time.
+            let max_m = match draw(i, 12) % 5 {
                 0 => m,
                 1 => m + 1 + draw(i, 13) as usize % 7,
                 2 => (m + 1).next_power_of_two(),
-                _ => m + 1 + draw(i, 13) as usize % 2000,
+                3 => m + 1 + draw(i, 13) as usize % 2000,
+                _ => [4096, 8192, 32_768, 40_960, 131_072][draw(i, 13) as usize % 5],
             };
             let io = [DType::F32, DType::BF16, DType::F16][(draw(i, 14) % 3) as usize];
             Sketch { rows, max_m, ..Sketch::plain(schema, activations, io, [n, k, m], seed) }
@@ -380,6 +424,20 @@ fn activation(seed: u64, i: u64) -> f32 {
         (0, _) | (_, 6) => 0.0,
         (1, _) => v * 20.0,
         _ => v,
+    }
+}
+
+/// Element `i` of an input of ties: the first of a block is its largest, the rest lie between two codes.
+fn tie(activations: &Activations, seed: u64, i: u64) -> f32 {
+    let (block, word) = (mix(seed ^ (i / 16) ^ 0x71e5), mix(seed << 20 ^ i ^ 0x71e5));
+    let sign = if word & 1 == 0 { 1.0 } else { -1.0 };
+    let unit = 2f32.powi((block % 5) as i32 - 2) * sign;
+    match activations {
+        Activations::Int8 if i % 16 == 0 => 127.0 * unit,
+        Activations::Int8 => ((word >> 8) % 127) as f32 * unit + 0.5 * unit,
+        // A sixth of it is 1, or halfway between two scales: 1.0625, 1.1875.
+        _ if i % 16 == 0 => [6.0, 6.375, 7.125][(block >> 8) as usize % 3] * unit,
+        _ => [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0][(word >> 8) as usize % 7] * unit,
     }
 }
 

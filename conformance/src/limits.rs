@@ -120,15 +120,6 @@ impl Limits {
         let mut q = Question { backend, env, path, spec: plain_spec(encodings[0], quantizers[0], device) };
         q.spec = first(&q, &encodings, &quantizers)?;
         let (encoding, base) = (q.spec.schema, q.spec.clone());
-        let types: Vec<_> = IO
-            .into_iter()
-            .filter(|io| q.accepts(|s| (s.x, s.y) = (*io, *io)))
-            .map(|io| {
-                let has = |op| q.accepts(|s| (s.x, s.y, s.ops) = (io, io, OpSet::FORWARD.with(op)));
-                let (backward, dequantize) = (has(OpSet::BACKWARD_INPUT), has(OpSet::DEQUANTIZE));
-                TypeLimits { dtype: io.as_str().into(), backward, dequantize }
-            })
-            .collect();
         // Blocks of 16 along k, of the weight or of the input, leave no smaller factor.
         let is_blocked = activations != "native" || schema == "nvfp4";
         let rows = |s: &mut LinearSpec, n: usize| s.segments[0].rows = n;
@@ -137,8 +128,26 @@ impl Limits {
             .into_iter()
             .filter(|f| !is_blocked || f % 16 == 0)
             .find(|f| TIMES.iter().all(|t| q.accepts(|s| s.k = f * t)))?;
+        // Of two sizes: who serves a thing in one of them says that it is served, and must then do so in all.
+        let served = |edit: &dyn Fn(&mut LinearSpec)| {
+            q.accepts(|s| edit(s))
+                || q.accepts(|s| {
+                    (s.k, s.max_m) = (k_multiple, 1);
+                    s.segments[0].rows = n_multiple;
+                    edit(s);
+                })
+        };
+        let types: Vec<_> = IO
+            .into_iter()
+            .filter(|io| served(&|s| (s.x, s.y) = (*io, *io)))
+            .map(|io| {
+                let has = |op| served(&|s| (s.x, s.y, s.ops) = (io, io, OpSet::FORWARD.with(op)));
+                let (backward, dequantize) = (has(OpSet::BACKWARD_INPUT), has(OpSet::DEQUANTIZE));
+                TypeLimits { dtype: io.as_str().into(), backward, dequantize }
+            })
+            .collect();
         let takes_segments =
-            |count: usize| q.accepts(|s| s.segments = segments(&vec![base.segments[0].rows; count], 0));
+            |count: usize| served(&|s| s.segments = segments(&vec![s.segments[0].rows; count], 0));
         let segments = (2..=3).take_while(|count| takes_segments(*count)).last().unwrap_or(1);
         let max_m = (!q.accepts(|s| s.max_m = MANY_ROWS)).then(|| {
             let (mut yes, mut no) = (base.max_m, MANY_ROWS);
@@ -148,11 +157,11 @@ impl Limits {
             }
             yes
         });
-        let is_served = |e: &&Q4Schema| **e == encoding || q.accepts(|s| s.schema = **e);
+        let is_served = |e: &&Q4Schema| **e == encoding || served(&|s| s.schema = **e);
         Some(Self {
             encodings: listed(encodings.iter().map(|e| (lattice::label(e), is_served(&e)))),
             quantizers: listed(
-                quantizers.iter().map(|a| (lattice::act_kind(a), q.accepts(|s| s.activations = *a))),
+                quantizers.iter().map(|a| (lattice::act_kind(a), served(&|s| s.activations = *a))),
             ),
             types,
             segments,
@@ -238,7 +247,7 @@ impl Limits {
     /// The nearest product inside: the same one where it is inside already.
     pub(crate) fn fit(&self, mut sketch: Sketch) -> Sketch {
         let up = |n: usize, factor: usize| n.max(1).next_multiple_of(factor);
-        if self.segments < sketch.rows.len() {
+        if self.segments < sketch.rows.len().min(3) {
             let n = sketch.rows.iter().sum();
             sketch.rows = if self.segments == 1 { vec![n] } else { vec![n - n / 2, n / 2] };
         }
@@ -253,6 +262,11 @@ impl Limits {
             (sketch.m, sketch.max_m) = (sketch.m.min(max), sketch.max_m.min(max));
         }
         sketch
+    }
+
+    /// Whether no encoding is left out.
+    pub(crate) fn is_any_encoding(&self) -> bool {
+        self.encodings.iter().any(|name| name == ANY)
     }
 
     /// Encodings of a claim that are inside.
@@ -300,7 +314,7 @@ fn first(q: &Question<'_>, encodings: &[Q4Schema], quantizers: &[Activations]) -
     all.find_map(place)
 }
 
-/// Segments with the names that a model has: nothing tells a library that it is tested.
+/// Segments with the names that models have: nothing tells a library that it is tested.
 pub(crate) fn segments(rows: &[usize], seed: u64) -> Vec<SegmentSpec> {
     let word = crate::stored::mix(seed ^ rows.iter().fold(7, |h, r| h * 31 + *r as u64));
     let names: &[&str] = match (rows.len(), word % 2) {
@@ -309,7 +323,12 @@ pub(crate) fn segments(rows: &[usize], seed: u64) -> Vec<SegmentSpec> {
         (2, _) => &["mlp.gate_proj", "mlp.up_proj"],
         _ => &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
     };
-    let layer = word / 2 % 36;
-    let name = |i: usize| format!("model.layers.{layer}.{}", names[i % names.len()]);
+    let layer = word / 2 % 94;
+    let models = ["model.layers", "model.layers", "model.language_model.layers", "transformer.h"];
+    let model = models[(word >> 20) as usize % models.len()];
+    let name = |i: usize| match (rows.len(), word >> 30 & 7) {
+        (1, 0) => "lm_head".to_owned(),
+        _ => format!("{model}.{layer}.{}", names[i % names.len()]),
+    };
     rows.iter().enumerate().map(|(i, &rows)| SegmentSpec { name: name(i), rows }).collect()
 }

@@ -40,7 +40,11 @@ pub(crate) fn prepare(
     spec: &LinearSpec,
 ) -> Result<std::result::Result<Box<dyn PreparedWeight>, Vec<Reject>>> {
     if let Err(reasons) = bench.backend.can_prepare(spec, path, bench.env) {
-        let inside = bench.proofs.iter().find(|p| p.is_about(spec, path) && p.limits.admit(spec).is_ok());
+        // Types that differ may be refused whatever the limits say, which are about x and y alike.
+        let inside = bench
+            .proofs
+            .iter()
+            .find(|p| spec.x == spec.y && p.is_about(spec, path) && p.limits.admit(spec).is_ok());
         if let Some(proof) = inside {
             let list: Vec<_> = reasons.iter().map(ToString::to_string).collect();
             return Err(failed("a product inside what the backend says it computes is refused")
@@ -128,6 +132,46 @@ pub(crate) fn call(
     scratch.check_guards()
 }
 
+/// How operands and scratch are lent to a call.
+#[derive(Clone, Copy)]
+pub(crate) struct Lent {
+    pub input: Layout,
+    pub output: Layout,
+    /// What the output holds, when it is not NaN.
+    pub held: Option<u8>,
+    /// What scratch holds, and how much more of it there is than was asked for.
+    pub fill: u8,
+    pub spare: usize,
+}
+
+impl Lent {
+    /// As a careful caller lends them.
+    pub const PLAIN: Self =
+        Self { input: Layout::PLAIN, output: Layout::PLAIN, held: None, fill: STALE, spare: 0 };
+    /// Both operands laid out alike.
+    pub const fn alike(layout: Layout) -> Self {
+        Self { input: layout, output: layout, ..Self::PLAIN }
+    }
+}
+
+/// One call on fresh buffers: `m` rows of values of a type, to as many of so many columns of a type.
+pub(crate) fn called(
+    w: &dyn PreparedWeight,
+    op: OpSet,
+    (from, values, m): (DType, &[f32], usize),
+    (to, columns): (DType, usize),
+    lent: Lent,
+    threads: &ThreadPool,
+) -> Result<Guarded> {
+    let x = Guarded::input(from, values, m, values.len() / m, lent.input);
+    let mut y = Guarded::output(to, m, columns, lent.output);
+    lent.held.into_iter().for_each(|byte| y.hold(byte));
+    let mut scratch = Workspace::new(w.workspace(m) + lent.spare, lent.fill);
+    let names = if op == OpSet::BACKWARD_INPUT { ["dy", "dx"] } else { ["x", "y"] };
+    call(w, op, (names[0], &x), (names[1], &mut y), &mut scratch, threads)?;
+    Ok(y)
+}
+
 /// `y` of a forward call on fresh buffers.
 pub(crate) fn forward(
     w: &dyn PreparedWeight,
@@ -136,12 +180,18 @@ pub(crate) fn forward(
     fill: u8,
     threads: &ThreadPool,
 ) -> Result<Guarded> {
-    let (m, k, n) = (problem.m, problem.weight.k, problem.weight.n());
-    let x = Guarded::input(problem.io, &problem.x, m, k, layout);
-    let mut y = Guarded::output(problem.io, m, n, layout);
-    let mut scratch = Workspace::new(w.workspace(m), fill);
-    call(w, OpSet::FORWARD, ("x", &x), ("y", &mut y), &mut scratch, threads)?;
-    Ok(y)
+    forward_lent(w, problem, Lent { fill, ..Lent::alike(layout) }, threads)
+}
+
+/// The same with everything lent so.
+pub(crate) fn forward_lent(
+    w: &dyn PreparedWeight,
+    problem: &Problem<'_>,
+    lent: Lent,
+    threads: &ThreadPool,
+) -> Result<Guarded> {
+    let (from, to) = ((problem.io, &problem.x[..], problem.m), (problem.io, problem.weight.n()));
+    called(w, OpSet::FORWARD, from, to, lent, threads)
 }
 
 /// `dx` of a backward call on fresh buffers.
@@ -152,12 +202,8 @@ pub(crate) fn backward(
     layout: Layout,
     threads: &ThreadPool,
 ) -> Result<Guarded> {
-    let (m, k, n) = (problem.m, problem.weight.k, problem.weight.n());
-    let dy = Guarded::input(problem.io, dy, m, n, layout);
-    let mut dx = Guarded::output(problem.io, m, k, layout);
-    let mut scratch = Workspace::new(w.workspace(m), STALE);
-    call(w, OpSet::BACKWARD_INPUT, ("dy", &dy), ("dx", &mut dx), &mut scratch, threads)?;
-    Ok(dx)
+    let (from, to) = ((problem.io, dy, problem.m), (problem.io, problem.weight.k));
+    called(w, OpSet::BACKWARD_INPUT, from, to, Lent::alike(layout), threads)
 }
 
 /// The exact `y`, checked against the record where the problem has one.

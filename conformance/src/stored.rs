@@ -9,6 +9,7 @@ use q4_core::{
     Absmax, Convention, DType, GlobalScale, NibbleOrder, Q4Schema, Q4Weight, Result, ScaleLayout, Segment,
     SegmentData, TensorView,
 };
+use std::ops::Range;
 
 /// A weight of one or more segments.
 #[derive(Clone)]
@@ -36,6 +37,15 @@ pub(crate) struct Nested {
     pub codes: Vec<u8>,
     pub absmax: Vec<f32>,
     pub offset: f32,
+    pub map: Vec<f32>,
+    /// Codes per second scale.
+    pub block: usize,
+}
+
+impl Nested {
+    fn new(codes: Vec<u8>, absmax: Vec<f32>, offset: f32) -> Self {
+        Self { codes, absmax, offset, map: nf4::dynamic_map().to_vec(), block: 256 }
+    }
 }
 
 impl Stored {
@@ -69,7 +79,7 @@ impl Stored {
         }
         let stored = match layout {
             ScaleLayout::RowMajor => linear,
-            ScaleLayout::Swizzled128x4 => swizzle::to_blocked(&linear, rows, blocks),
+            ScaleLayout::Swizzled128x4 => padded(&linear, rows, blocks),
         };
         let schema = Q4Schema::Nvfp4 { scale_layout: layout, global: global.map(GlobalScale::convention) };
         Self {
@@ -93,16 +103,62 @@ impl Stored {
         if nested {
             // Every 8-bit code of the map occurs, each under several second scales.
             let count = blocks.div_ceil(256);
-            part.nested = Some(Nested {
-                codes: (0..blocks).map(|i| (i * 7 + 3) as u8).collect(),
-                absmax: (0..count).map(|i| 0.013 * (i + 1) as f32).collect(),
-                offset: 0.37,
-            });
+            part.nested = Some(Nested::new(
+                (0..blocks).map(|i| (i * 7 + 3) as u8).collect(),
+                (0..count).map(|i| 0.013 * (i + 1) as f32).collect(),
+                0.37,
+            ));
         } else {
             part.absmax = (0..blocks).map(|i| EDGES[i % EDGES.len()]).collect();
         }
         let schema = Q4Schema::Nf4 { nibble_order: order, block, nested: nested.then_some(256) };
         Self { schema, k, parts: vec![part] }
+    }
+
+    /// Per-tensor scales from 1/100 000 to some units, each its own.
+    pub(crate) fn spread_globals(&mut self, seed: u64) {
+        for (i, part) in self.parts.iter_mut().enumerate() {
+            let value = 2f32.powi(-16 + (mix(seed ^ i as u64) % 18) as i32) * (1.0 + uniform(mix(seed)));
+            part.global = part.global.and_then(|g| match g.convention() {
+                Convention::Multiply => GlobalScale::multiply(value).ok(),
+                Convention::Divide => GlobalScale::divide(1.0 / value).ok(),
+            });
+        }
+    }
+
+    /// The largest code of either sign everywhere, but for the last row, which is zero, as a pruned one is.
+    pub(crate) fn loudest(&mut self) {
+        let is_nf4 = matches!(self.schema, Q4Schema::Nf4 { .. });
+        let nibble = |c: u8| match is_nf4 {
+            true if c & 8 == 0 => 0,
+            true => 15,
+            false => c | 7,
+        };
+        for code in self.parts.iter_mut().flat_map(|p| &mut p.codes) {
+            *code = nibble(*code & 15) | nibble(*code >> 4) << 4;
+        }
+        if let Some(part) = self.parts.last_mut() {
+            let from = part.codes.len().saturating_sub(self.k / 2);
+            part.codes[from..].fill(if is_nf4 { 0x77 } else { 0 });
+        }
+    }
+
+    /// Every absmax below zero.
+    pub(crate) fn negate_absmax(&mut self) {
+        self.parts.iter_mut().flat_map(|p| &mut p.absmax).for_each(|a| *a = -*a);
+    }
+
+    /// Second scales in blocks of `block` codes, under a map that is nobody's, with a mean below zero.
+    pub(crate) fn nest_otherwise(&mut self, block: usize) {
+        if let Q4Schema::Nf4 { nested: Some(of), .. } = &mut self.schema {
+            *of = block as u32;
+        }
+        for nested in self.parts.iter_mut().filter_map(|p| p.nested.as_mut()) {
+            nested.absmax =
+                (0..nested.codes.len().div_ceil(block)).map(|i| 0.02 * (1 + i % 17) as f32).collect();
+            nested.map.iter_mut().enumerate().for_each(|(i, v)| *v = (i as f32 - 100.0) / 77.0);
+            (nested.offset, nested.block) = (-0.043, block);
+        }
     }
 
     /// Out features of the segments.
@@ -120,16 +176,22 @@ impl Stored {
         lend(self.schema, self.k, parts, body)
     }
 
-    /// The same with every array in read-only memory of its own, its last byte before a page that nobody may touch.
-    pub(crate) fn before_holes(self) -> Placed {
-        let place = |bytes: &[u8]| {
-            let mut memory = Memory::before_a_hole(bytes.len().max(1), 0);
-            let at = memory.len() - bytes.len();
-            memory[at..].copy_from_slice(bytes);
+    /// The same with every array in read-only memory of its own, its last byte before a page that nobody may touch; bytes
+    /// `shift` earlier, for only floats have an alignment.
+    pub(crate) fn placed(self, shift: usize) -> Placed {
+        let place = |(field, bytes): (usize, &[u8])| {
+            let shift = if FLOATS.contains(&field) { 0 } else { shift };
+            let mut memory = Memory::before_a_hole((bytes.len() + shift).max(1), 0);
+            let at = memory.len() - bytes.len() - shift;
+            memory[at..][..bytes.len()].copy_from_slice(bytes);
             memory.seal();
-            (memory, bytes.len())
+            (memory, at..at + bytes.len())
         };
-        let memory = self.parts.iter().map(|p| p.fields().map(place)).collect();
+        let each = |p: &Part| -> Fields<(Memory, Range<usize>)> {
+            let fields = p.fields();
+            std::array::from_fn(|i| place((i, fields[i])))
+        };
+        let memory = self.parts.iter().map(each).collect();
         Placed { stored: self, memory }
     }
 
@@ -167,21 +229,21 @@ impl Stored {
 /// A weight whose bytes end where memory ends.
 pub(crate) struct Placed {
     stored: Stored,
-    memory: Vec<Fields<(Memory, usize)>>,
+    memory: Vec<Fields<(Memory, Range<usize>)>>,
 }
 
 impl Placed {
     /// Lends the weight to `body`.
     pub fn lend<R>(&self, body: impl FnOnce(&Q4Weight<'_>) -> Result<R>) -> Result<R> {
-        let end =
-            |(memory, len): &(Memory, usize)| -> std::ops::Range<usize> { memory.len() - len..memory.len() };
-        let fields = self.memory.iter().map(|f| f.each_ref().map(|m| &m.0[end(m)]));
+        let fields = self.memory.iter().map(|f| f.each_ref().map(|m| &m.0[m.1.clone()]));
         lend(self.stored.schema, self.stored.k, self.stored.parts.iter().zip(fields), body)
     }
 }
 
 /// The arrays of a part: codes, scales, absmax, nested codes, nested absmax, dense.
 type Fields<T> = [T; 6];
+/// Those that hold floats.
+const FLOATS: [usize; 3] = [2, 4, 5];
 
 fn lend<'a, R>(
     schema: Q4Schema,
@@ -227,7 +289,7 @@ impl Part {
                 let linear: Vec<u8> = (0..rows * k / 16).map(|i| (word(i) >> 16) as u8 % range).collect();
                 out.scales = match scale_layout {
                     ScaleLayout::RowMajor => linear,
-                    ScaleLayout::Swizzled128x4 => swizzle::to_blocked(&linear, rows, k / 16),
+                    ScaleLayout::Swizzled128x4 => padded(&linear, rows, k / 16),
                 };
                 // Far apart between segments: taking the neighbour's must show.
                 let value = (0.002 + uniform(word(0)) / 100.0) * (1.0 + (seed & 3) as f32);
@@ -241,7 +303,7 @@ impl Part {
                 out.absmax = (0..blocks).map(|i| 0.01 + uniform(word(i))).collect();
                 out.nested = nested.map(|_| {
                     let (codes, absmax, offset) = nf4::nest(&out.absmax);
-                    Nested { codes, absmax, offset }
+                    Nested::new(codes, absmax, offset)
                 });
             }
             Q4Schema::Dense { dtype } => {
@@ -256,7 +318,7 @@ impl Part {
         out
     }
 
-    fn segment<'a>(&self, schema: Q4Schema, k: usize, fields: Fields<&'a [u8]>) -> Result<Segment<'a>> {
+    fn segment<'a>(&'a self, schema: Q4Schema, k: usize, fields: Fields<&'a [u8]>) -> Result<Segment<'a>> {
         let [codes, scales, absmax, nested_codes, nested_absmax, dense] = fields;
         let codes = TensorView::of(codes, &[codes.len()])?;
         let f32s = |bytes: &'a [u8]| TensorView::of_bytes(bytes, DType::F32, &[bytes.len() / 4]);
@@ -272,10 +334,10 @@ impl Part {
                     None => Absmax::Plain(f32s(absmax)?),
                     Some(n) => Absmax::Nested {
                         codes: TensorView::of(nested_codes, &[nested_codes.len()])?,
-                        map: TensorView::of(nf4::dynamic_map().as_slice(), &[256])?,
+                        map: TensorView::of(&n.map, &[256])?,
                         absmax: f32s(nested_absmax)?,
                         offset: n.offset,
-                        block: 256,
+                        block: n.block,
                     },
                 },
             },
@@ -286,6 +348,15 @@ impl Part {
         };
         Ok(Segment { rows: self.rows, data })
     }
+}
+
+/// Tiles of scales, NaN where they hold none: what the padding holds does not matter.
+fn padded(linear: &[u8], rows: usize, blocks: usize) -> Vec<u8> {
+    let mut tiles = vec![0x7f; swizzle::blocked_len(rows, blocks)];
+    for (i, scale) in linear.iter().enumerate() {
+        tiles[swizzle::offset(i / blocks, i % blocks, blocks)] = *scale;
+    }
+    tiles
 }
 
 /// The bytes, as they are in memory.

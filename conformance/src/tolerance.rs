@@ -12,6 +12,7 @@ pub const AGGREGATE: f64 = 0.75;
 pub const AGGREGATE_FROM: usize = 32;
 
 /// A matrix of exact results with the sums of magnitudes that bounds are made of.
+#[derive(Clone)]
 pub struct Exact {
     /// Rows.
     pub m: usize,

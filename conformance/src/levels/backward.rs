@@ -7,18 +7,33 @@ use crate::lattice;
 use crate::measure::Problem;
 use crate::product::{self, failed};
 use crate::tolerance::bound;
-use q4_core::{DType, ExecPath, OpSet, Result};
+use q4_core::{DType, ExecPath, OpSet, Q4Schema, Result};
 
 pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
     let path = scope.claim.path;
     let Some((_, activations)) = scope.usual() else { return };
     let has = |io: DType| scope.limits.has(OpSet::BACKWARD_INPUT, Some(io));
-    for schema in scope.encodings() {
+    for (i, schema) in scope.encodings().into_iter().enumerate() {
+        if i == 0 && has(scope.io()) && !scope.repeats() {
+            for ([n, k, m], max_m) in REACH {
+                let sketch = scope.sketch(schema, activations, scope.io(), [n, k, m]);
+                let sketch = scope.limits.fit(lattice::Sketch { max_m, ..sketch });
+                let name = format!("reach/{}", sketch.name());
+                scope.add(all, Level::L3, name, move |bench| sketch.with(|p| check(bench, path, p)));
+            }
+        }
         let mut checked = lattice::sketches(schema, activations, 14, scope.seed);
         checked.extend(lattice::drawn(scope.claim, (schema, activations), DRAWN, scope.seed, WORK));
         for sketch in checked.into_iter().map(|s| scope.limits.fit(s)).filter(|s| has(s.io)) {
             let name = format!("lattice/{}", sketch.name());
             scope.add(all, Level::L3, name, move |bench| sketch.with(|problem| check(bench, path, problem)));
+        }
+        if scope.claim.activations == "native" && matches!(schema, Q4Schema::Nf4 { .. }) && has(scope.io()) {
+            for schema in super::decode::blocks(schema) {
+                let sketch = scope.sketch(schema, activations, scope.io(), [24, 512, 3]);
+                let name = format!("blocks/{}", sketch.name());
+                scope.add(all, Level::L3, name, move |bench| sketch.with(|p| check(bench, path, p)));
+            }
         }
         if scope.claim.activations == "native" && has(scope.io()) {
             for shape in [[48, 64, 5], [64, 256, 17], [129, 144, 2], [16, 1040, 1], [1000, 64, 3]] {
@@ -31,6 +46,10 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
         }
     }
 }
+
+/// `[n, k, m]` beyond what is drawn, and the most rows there may be.
+const REACH: [([usize; 3], usize); 4] =
+    [([9100, 32, 3], 3), ([24, 12_304, 2], 40_960), ([16, 32, 2051], 2051), ([40, 48, 1100], 4096)];
 
 /// Products that are drawn for each encoding.
 const DRAWN: usize = 16;
@@ -45,7 +64,7 @@ fn check(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<See
         Ok(prepared) => prepared,
         Err(reasons) => return Ok(Seen::Refused(reasons)),
     };
-    let dy = gradients(problem);
+    let dy = gradients(problem, problem.io);
     let exact = product::exact_backward(problem, &dy)?;
     let terms = product::backward_bound(path, problem);
     let mut worst = 0f64;
@@ -63,7 +82,7 @@ fn transpose(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result
         Ok(prepared) => prepared,
         Err(reasons) => return Ok(Seen::Refused(reasons)),
     };
-    let dy = gradients(problem);
+    let dy = gradients(problem, problem.io);
     let y = product::forward(&*prepared, problem, Layout::PLAIN, product::STALE, bench.threads)?.values();
     let dx = product::backward(&*prepared, problem, &dy, Layout::PLAIN, bench.threads)?.values();
     let (exact_y, exact_dx) = (product::exact_forward(problem)?, product::exact_backward(problem, &dy)?);
@@ -85,7 +104,7 @@ fn transpose(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result
 }
 
 /// Heavy-tailed gradients, rounded to the type of y, with a row of zeros.
-fn gradients(problem: &Problem<'_>) -> Vec<f32> {
+pub(super) fn gradients(problem: &Problem<'_>, y: DType) -> Vec<f32> {
     let n = problem.weight.n();
     let plain = crate::measure::gradient(problem);
     let scaled = plain.iter().enumerate().map(|(i, v)| match (i / n, i % 19) {
@@ -93,5 +112,5 @@ fn gradients(problem: &Problem<'_>) -> Vec<f32> {
         (_, 7) => v * 64.0,
         _ => *v,
     });
-    q4_core::selfcheck::IoBuffer::new(problem.io, &scaled.collect::<Vec<_>>()).to_f32()
+    q4_core::selfcheck::IoBuffer::new(y, &scaled.collect::<Vec<_>>()).to_f32()
 }

@@ -56,10 +56,27 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
             let nested = claim.schema == "nf4-dq";
             let (n, k) = (24usize.next_multiple_of(n_factor), 512.max(k_factor));
             for (name, order) in [("high", NibbleOrder::HighFirst), ("low", NibbleOrder::LowFirst)] {
-                for block in [32, 64, 128, 256, 512, 1024, 2048, 4096] {
+                for block in BLOCKS {
                     let id = format!("every-code/{name}/{block}");
                     scope.add(all, Level::L1, id, move |bench| {
                         run(bench, plan, &Stored::every_nf4(order, block, nested, n, k), true)
+                    });
+                }
+                if nested {
+                    // Another map, a mean below zero, second scales in other blocks: right, or refused.
+                    for second in [64, 256, 1024] {
+                        let id = format!("nested-otherwise/{name}/{second}");
+                        scope.add(all, Level::L1, id, move |bench| {
+                            let mut stored = Stored::every_nf4(order, 64, true, n, 4 * k);
+                            stored.nest_otherwise(second);
+                            run(bench, plan, &stored, false)
+                        });
+                    }
+                } else {
+                    scope.add(all, Level::L1, format!("signed-scales/{name}"), move |bench| {
+                        let mut stored = Stored::every_nf4(order, 64, false, n, k);
+                        stored.negate_absmax();
+                        run(bench, plan, &stored, false)
                     });
                 }
             }
@@ -85,7 +102,7 @@ const LAYOUTS: [(&str, ScaleLayout); 2] =
     [("row-major", ScaleLayout::RowMajor), ("swizzled", ScaleLayout::Swizzled128x4)];
 
 /// Out features of the segments and in features of decoded matrices.
-const SHAPES: [(&[usize], usize); 13] = [
+const SHAPES: [(&[usize], usize); 15] = [
     (&[1], 16),
     (&[15], 48),
     (&[17], 80),
@@ -99,6 +116,8 @@ const SHAPES: [(&[usize], usize); 13] = [
     (&[40, 8, 8], 4112),
     (&[136], 768),
     (&[264], 480),
+    (&[4300, 801], 16),
+    (&[3], 16_400),
 ];
 /// Of them, those that every encoding has.
 const SMALL: usize = 7;
@@ -119,6 +138,16 @@ fn every_nvfp4(
 /// asked to decode says nothing about what it multiplies, and some do not decode at all.
 fn through_products(scope: &Scope<'_>, all: &mut Vec<Case>) {
     let (claim, limits) = (scope.claim, scope.limits.clone());
+    if claim.activations == "native" && scope.limits.is_any_encoding() {
+        for schema in scope.encodings().first().into_iter().flat_map(|schema| blocks(*schema)) {
+            let path = claim.path;
+            let sketch = scope.sketch(schema, Activations::Native, scope.io(), [24, 512, 3]);
+            let name = format!("blocks-multiplied/{}", sketch.name());
+            scope.add(all, Level::L1, name, move |bench| {
+                sketch.with(|problem| super::forward::check(bench, path, problem))
+            });
+        }
+    }
     if claim.activations != "native" || claim.schema != "nvfp4" {
         return;
     }
@@ -165,6 +194,17 @@ fn through_products(scope: &Scope<'_>, all: &mut Vec<Case>) {
     }
 }
 
+/// Blocks of NF4 that checkpoints have.
+const BLOCKS: [u32; 8] = [32, 64, 128, 256, 512, 1024, 2048, 4096];
+
+/// An encoding of NF4 in every block and order; nothing for others.
+pub(super) fn blocks(schema: Q4Schema) -> Vec<Q4Schema> {
+    let Q4Schema::Nf4 { nested, .. } = schema else { return Vec::new() };
+    let orders = [NibbleOrder::HighFirst, NibbleOrder::LowFirst];
+    let each = |nibble_order| BLOCKS.map(move |block| Q4Schema::Nf4 { nibble_order, block, nested });
+    orders.into_iter().flat_map(each).collect()
+}
+
 /// How weights are prepared to be decoded.
 #[derive(Clone, Copy)]
 struct Plan {
@@ -187,6 +227,9 @@ fn run(bench: &Bench<'_>, plan: Plan, stored: &Stored, must: bool) -> Result<See
             recorded: None,
         };
         let spec = product::spec(bench, &problem, OpSet::FORWARD.with(OpSet::DEQUANTIZE));
+        if let (false, Err(reasons)) = (must, bench.backend.can_prepare(&spec, plan.path, bench.env)) {
+            return Ok(Seen::Refused(reasons));
+        }
         let prepared = match product::prepare(bench, plan.path, w, &spec) {
             Ok(Ok(prepared)) => prepared,
             Ok(Err(reasons)) => return Ok(Seen::Refused(reasons)),

@@ -32,7 +32,15 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
         _ => NVFP4,
     };
     let count = if scope.repeats() { count / 2 } else { count };
-    for schema in scope.encodings() {
+    for (i, schema) in scope.encodings().into_iter().enumerate() {
+        // As many segments as nobody has asked for.
+        let formats = scope.quantizers();
+        if scope.limits.segments >= 3 && !formats.is_empty() {
+            let base = scope.sketch(schema, formats[i % formats.len()], scope.io(), [1, 80, 3]);
+            let sketch = scope.limits.fit(lattice::Sketch { rows: vec![5, 1, 16, 33, 2], ..base });
+            let name = format!("segments/{}", sketch.name());
+            scope.add(all, Level::L2, name, move |bench| sketch.with(|problem| check(bench, path, problem)));
+        }
         for activations in scope.quantizers() {
             for sketch in lattice::sketches(schema, activations, count, scope.seed) {
                 let sketch = scope.limits.fit(sketch);
@@ -43,7 +51,9 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
             }
             for (what, value) in [("nan", f32::NAN), ("inf", f32::INFINITY), ("minus-inf", f32::NEG_INFINITY)]
             {
-                for (i, (io, shape)) in NOT_FINITE.into_iter().enumerate() {
+                for (i, (io, shape, [row, column])) in NOT_FINITE.into_iter().enumerate() {
+                    // Some have a sign.
+                    let value = if value.is_nan() && i % 2 == 1 { -value } else { value };
                     // Every row count with NaN, each other one with an infinity.
                     if i % 2 == usize::from(what == "inf") && what != "nan" {
                         continue;
@@ -52,7 +62,11 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
                     sketch.max_m = sketch.max_m.max(scope.limits.max_m.unwrap_or(32).min(32));
                     let name = format!("{what}/{}", sketch.name());
                     scope.add(all, Level::L2, name, move |bench| {
-                        sketch.with(|problem| not_finite(bench, path, problem, value))
+                        let at = |share: usize, of: usize| share * (of - 1) / 6;
+                        sketch.with(|problem| {
+                            let place = (at(row, problem.m), at(column, problem.weight.k));
+                            not_finite(bench, path, problem, value, place)
+                        })
                     });
                 }
             }
@@ -60,15 +74,16 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
     }
 }
 
-/// Calls that one element makes useless; odd and even numbers of rows, one and many.
-const NOT_FINITE: [(DType, [usize; 3]); 7] = [
-    (DType::F32, [33, 80, 5]),
-    (DType::BF16, [64, 256, 1]),
-    (DType::F16, [17, 272, 17]),
-    (DType::F32, [130, 128, 65]),
-    (DType::F32, [48, 96, 2]),
-    (DType::BF16, [40, 144, 8]),
-    (DType::F16, [65, 64, 30]),
+/// Calls that one element makes useless; odd and even numbers of rows, one and many. With the element's place, in sixths of
+/// rows and columns: the first, the last, and some in between.
+const NOT_FINITE: [(DType, [usize; 3], [usize; 2]); 7] = [
+    (DType::F32, [33, 80, 5], [3, 6]),
+    (DType::BF16, [64, 256, 1], [0, 4]),
+    (DType::F16, [17, 272, 17], [6, 3]),
+    (DType::F32, [130, 128, 65], [0, 0]),
+    (DType::F32, [48, 96, 2], [6, 6]),
+    (DType::BF16, [40, 144, 8], [3, 0]),
+    (DType::F16, [65, 64, 30], [6, 1]),
 ];
 
 pub(super) fn check(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<Seen> {
@@ -97,19 +112,33 @@ pub(super) fn check(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) ->
 }
 
 /// One element of one row is not finite: that row is not finite either, or the call fails; other rows do not notice.
-fn not_finite(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>, value: f32) -> Result<Seen> {
+fn not_finite(
+    bench: &Bench<'_>,
+    path: ExecPath,
+    problem: &Problem<'_>,
+    value: f32,
+    (row, column): (usize, usize),
+) -> Result<Seen> {
     let spec = product::spec(bench, problem, OpSet::FORWARD);
     let prepared = match product::prepare(bench, path, &problem.weight, &spec)? {
         Ok(prepared) => prepared,
         Err(reasons) => return Ok(Seen::Refused(reasons)),
     };
     let (m, k, n) = (problem.m, problem.weight.k, problem.weight.n());
-    let clean = product::forward(&*prepared, problem, Layout::PLAIN, product::STALE, bench.threads)?.values();
-    let (row, column) = (m / 2, k - 1 - k / 3);
+    let before = product::forward(&*prepared, problem, Layout::PLAIN, product::STALE, bench.threads)?;
+    let clean = before.values();
     let mut x = problem.x.clone();
     x[row * k + column] = value;
     let spoilt = Problem { name: String::new(), weight: problem.weight, x, recorded: None, ..*problem };
-    let y = match product::forward(&*prepared, &spoilt, Layout::PLAIN, product::STALE, bench.threads) {
+    let spoilt = product::forward(&*prepared, &spoilt, Layout::PLAIN, product::STALE, bench.threads);
+    // It leaves nothing behind, refused or not.
+    let after = product::forward(&*prepared, problem, Layout::PLAIN, product::STALE, bench.threads)?;
+    if after.bits() != before.bits() {
+        return Err(failed("a call after one that was not finite gave other bits")
+            .need("those of the call before it")
+            .have(format!("x[{row}, {column}] was {value}")));
+    }
+    let y = match spoilt {
         Ok(y) => y.values(),
         Err(e) if e.code() == q4_core::Code::ConformanceFailed => return Err(e),
         Err(_) => return Ok(Seen::exactly(m * n)),

@@ -6,7 +6,7 @@ use crate::guarded::Layout;
 use crate::lattice::{self, Sketch};
 use crate::measure::Problem;
 use crate::product::{self, failed};
-use q4_core::{DType, ExecPath, OpSet, Result};
+use q4_core::{DType, ExecPath, OpSet, Q4Schema, Result};
 
 pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
     let (claim, seed, io) = (scope.claim, scope.seed, scope.io());
@@ -141,9 +141,14 @@ fn info(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<usiz
     if before != after {
         return Err(failed("info() changed after a call").need(before).have(after));
     }
-    // Codes alone are the least a 4-bit weight can be kept in, a half of each element the least of a dense one.
-    let n = spec.n() as u64;
-    let least = n * spec.k as u64 * if spec.schema.is_4bit() { 1 } else { 4 } / 2;
+    // Codes and scales are the least a 4-bit weight can be kept in, a half of each element the least of a dense one.
+    let elements = spec.n() as u64 * spec.k as u64;
+    let least = match spec.schema {
+        Q4Schema::Nvfp4 { .. } => elements / 2 + elements / 16,
+        Q4Schema::Nf4 { block, nested: None, .. } => elements / 2 + 4 * elements / u64::from(block),
+        Q4Schema::Nf4 { block, .. } => elements / 2 + elements / u64::from(block),
+        _ => 2 * elements,
+    };
     let have = w.info().resident_bytes;
     if have < least {
         return Err(failed("info(): resident_bytes")
@@ -155,9 +160,18 @@ fn info(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<usiz
     if described(again.info()) != before {
         return Err(failed("two weights prepared alike differ in info()"));
     }
-    let larger = w.workspace(problem.m);
-    if w.workspace(problem.m) != larger || w.workspace(1) > larger {
-        return Err(failed("workspace(m) is not a fixed, growing number of bytes"));
+    // What the most rows need is lent to all calls.
+    let sizes: Vec<_> = (1..=problem.max_m).map(|m| w.workspace(m)).collect();
+    if let Some(m) = sizes.windows(2).position(|s| s[0] > s[1]) {
+        return Err(failed("workspace(m) is not a growing number of bytes").have(format!(
+            "{} of {} rows and {} of one more",
+            sizes[m],
+            m + 1,
+            sizes[m + 1]
+        )));
+    }
+    if (1..=problem.max_m).any(|m| w.workspace(m) != sizes[m - 1]) {
+        return Err(failed("workspace(m) is not a fixed number of bytes"));
     }
     Ok(3)
 }

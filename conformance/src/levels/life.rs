@@ -6,23 +6,29 @@ use crate::case::{Bench, Case, Seen};
 use crate::guarded::{Guarded, Layout, Memory, Workspace};
 use crate::lattice::Sketch;
 use crate::measure::Problem;
+use crate::memory::watch_in;
 use crate::product::{self, failed};
-use crate::stored::mix;
+use crate::stored::{Placed, mix};
+use crate::tolerance::Exact;
 use q4_core::{DType, ExecContext, ExecPath, OpSet, PreparedWeight, Result, TensorView, TensorViewMut};
 
-/// Weights that live at once, as many as a model of some layers has.
+/// Weights that live at once, as many as a model of some layers has, and as many as one of a hundred.
 const WEIGHTS: usize = 48;
-/// Calls of one weight: more than a conversation of a few thousand tokens makes.
+const MANY_WEIGHTS: usize = 300;
+/// Calls of one weight: more than a conversation of a few thousand tokens makes, and more than 16 bits count.
 const CALLS: usize = 5000;
+const MANY_CALLS: usize = 70_000;
+/// Calls between two looks at the memory, and bytes that a call may not leave behind.
+const WATCHED: usize = 2000;
 
-type Check = fn(&Bench<'_>, ExecPath, &Sketch) -> Result<Seen>;
+type Check = fn(&Bench<'_>, ExecPath, &Sketch, bool) -> Result<Seen>;
 
 pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
     let path = scope.claim.path;
     let formats = scope.quantizers();
     let checks: [(&str, [usize; 3], Check); 5] = [
         ("many-weights", [32, 64, 3], many_weights),
-        ("many-calls", [16, 64, 1], many_calls),
+        ("many-calls", [16, 32, 3], many_calls),
         ("same-address", [48, 128, 4], same_address),
         ("same-operands", [33, 144, 5], same_operands),
         ("ends-of-memory", [40, 144, 2], ends_of_memory),
@@ -30,12 +36,15 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
     for (i, schema) in scope.encodings().into_iter().enumerate() {
         for (j, (name, shape, check)) in checks.into_iter().enumerate() {
             // Thousands of calls are for one encoding, the rest for every one.
-            if name == "many-calls" && i > 0 {
+            if name == "many-calls" && (i > 0 || scope.repeats()) {
                 continue;
             }
+            // Kernels of packed weights keep more about them than others do.
+            let is_packed = !matches!(path, ExecPath::DequantMatmul | ExecPath::Reference);
+            let is_long = i == 0 && is_packed && scope.claim.activations == "native";
             let sketch = scope.sketch(schema, formats[(i + j) % formats.len()], scope.io(), shape);
             let id = format!("{name}/{}", sketch.name());
-            scope.add(all, Level::L5, id, move |bench| check(bench, path, &sketch));
+            scope.add(all, Level::L5, id, move |bench| check(bench, path, &sketch, is_long));
         }
     }
 }
@@ -47,8 +56,9 @@ fn prepared(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<
 }
 
 /// Weights of several shapes are made one after the other and called in another order; some go, others come.
-fn many_weights(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch) -> Result<Seen> {
-    let sketches: Vec<_> = (0..WEIGHTS)
+fn many_weights(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch, is_long: bool) -> Result<Seen> {
+    let count = if is_long { MANY_WEIGHTS } else { WEIGHTS };
+    let sketches: Vec<_> = (0..count)
         .map(|i| {
             let n = sketch.rows.iter().sum::<usize>() * (1 + i % 3);
             Sketch { rows: vec![n], seed: sketch.seed ^ (i as u64) << 16, ..sketch.clone() }
@@ -62,10 +72,13 @@ fn many_weights(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch) -> Result<Se
         }
     }
     let mut seen = Seen::Refused(Vec::new());
-    for turn in 0..3 * WEIGHTS {
-        let i = mix(turn as u64 ^ sketch.seed) as usize % WEIGHTS;
-        if turn % 7 == 6 {
-            alive[i] = None;
+    for turn in 0..count + 2 * WEIGHTS {
+        let i = mix(turn as u64 ^ sketch.seed) as usize % count;
+        if turn % 7 == 3 {
+            // One that goes stays away for a while.
+            alive[(i + 1) % count] = None;
+        }
+        if alive[i].is_none() {
             alive[i] = sketches[i].with(|problem| prepared(bench, path, problem))?.ok();
         }
         let Some(w) = &alive[i] else { return Err(failed("the verdict on a weight changed")) };
@@ -80,42 +93,64 @@ fn many_weights(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch) -> Result<Se
 }
 
 /// The last of thousands of calls gives the bits of the first.
-fn many_calls(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch) -> Result<Seen> {
+fn many_calls(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch, is_long: bool) -> Result<Seen> {
+    let most = match (is_long, bench.elsewhere()) {
+        (false, _) => CALLS,
+        (true, None) => MANY_CALLS,
+        // Each is a message to another process and one back.
+        (true, Some(_)) => MANY_CALLS / 3,
+    };
     sketch.with(|problem| {
         let w = match prepared(bench, path, problem)? {
             Ok(w) => w,
             Err(reasons) => return Ok(Seen::Refused(reasons)),
         };
         let (m, k, n) = (problem.m, problem.weight.k, problem.weight.n());
-        let x = Guarded::input(problem.io, &problem.x, m, k, Layout::PLAIN);
-        let mut y = Guarded::output(problem.io, m, n, Layout::PLAIN);
+        // One row most of the time, and all of them now and then, as tokens and prompts come.
+        let mut calls = [1, m].map(|m| {
+            let x = Guarded::input(problem.io, &problem.x[..m * k], m, k, Layout::PLAIN);
+            (x, Guarded::output(problem.io, m, n, Layout::PLAIN), Vec::new())
+        });
+        let exact = product::exact_forward(problem)?;
+        let terms = product::forward_bound(path, problem);
         let mut scratch = Workspace::new(w.workspace(m), product::STALE);
-        let mut first = None;
-        for call in 0..CALLS {
+        let mut call = |at: usize| -> Result<()> {
+            let (x, y, first) = &mut calls[usize::from(at % 7 == 6)];
             y.poison();
             let mut cx = ExecContext::cpu(bench.threads);
             cx.workspace = scratch.view()?;
             w.forward(x.view()?, y.view_mut()?, &mut cx)?;
-            let first = match &first {
-                Some(first) => first,
-                None => {
-                    let terms = product::forward_bound(path, problem);
-                    product::exact_forward(problem)?.compare("y", &y.values(), terms)?;
-                    first.insert(y.bits())
-                }
-            };
-            if *first != y.bits() {
+            let bits = y.bits();
+            if first.is_empty() {
+                let part = Exact { m: bits.len() / problem.io.size() / n, ..exact.clone() };
+                part.compare("y", &y.values(), terms)?;
+                first.clone_from(&bits);
+            }
+            if *first != bits {
                 return Err(failed("the same call gave other bits")
                     .need("those of the first call")
-                    .have(format!("others at call {}", call + 1)));
+                    .have(format!("others at call {}", at + 1)));
             }
+            Ok(())
+        };
+        (0..WATCHED).try_for_each(&mut call)?;
+        let mut watched = Ok(());
+        let taken = watch_in(bench.elsewhere().map(|e| e.process()), || {
+            watched = (WATCHED..2 * WATCHED).try_for_each(&mut call);
+        });
+        watched?;
+        if let Some(left) = taken.allocated_left.filter(|left| *left >= WATCHED as u64) {
+            return Err(failed(&format!("memory after {WATCHED} calls"))
+                .need("no growth")
+                .have(format!("{left} bytes more than before")));
         }
-        Ok(Seen::exactly(CALLS * m * n))
+        (2 * WATCHED..most).try_for_each(&mut call)?;
+        Ok(Seen::exactly(most * n))
     })
 }
 
 /// Other bytes in the caller's buffers, at the same address, are another weight.
-fn same_address(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch) -> Result<Seen> {
+fn same_address(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch, _: bool) -> Result<Seen> {
     let mut stored = sketch.weight();
     let mut seen = Seen::Refused(Vec::new());
     for turn in 0..3u64 {
@@ -137,7 +172,7 @@ fn same_address(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch) -> Result<Se
 }
 
 /// Other values in the caller's x, at the same address, are another input, with and without another row in between.
-fn same_operands(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch) -> Result<Seen> {
+fn same_operands(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch, _: bool) -> Result<Seen> {
     sketch.with(|problem| {
         let w = match prepared(bench, path, problem)? {
             Ok(w) => w,
@@ -175,8 +210,17 @@ fn same_operands(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch) -> Result<S
 }
 
 /// The stored bytes and the scratch end where the next page is nobody's: who reads on, dies of it.
-fn ends_of_memory(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch) -> Result<Seen> {
-    let stored = sketch.weight().before_holes();
+fn ends_of_memory(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch, _: bool) -> Result<Seen> {
+    let mut seen = Seen::Refused(Vec::new());
+    // Bytes of a file may lie anywhere.
+    for shift in [0, 1, 8] {
+        let stored = sketch.weight().placed(shift);
+        seen = seen.and(placed(bench, path, sketch, &stored)?);
+    }
+    Ok(seen)
+}
+
+fn placed(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch, stored: &Placed) -> Result<Seen> {
     stored.lend(|weight| {
         let problem = problem_of(sketch, weight);
         let w = match prepared(bench, path, &problem)? {

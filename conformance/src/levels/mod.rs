@@ -7,13 +7,17 @@ mod decode;
 mod drawn;
 mod forward;
 mod fused;
+mod gradients;
 mod honesty;
 mod large;
 mod life;
 mod memory;
+mod mixed;
 mod models;
 mod negative;
 mod operands;
+mod operations;
+mod reach;
 mod steady;
 mod values;
 
@@ -98,11 +102,17 @@ pub fn cases(proofs: &[Proof], abi: Option<&dyn crate::AbiProbe>, options: &Opti
                     forward::cases(scope, &mut all);
                     values::cases(scope, &mut all);
                     drawn::cases(scope, &mut all);
+                    mixed::cases(scope, OpSet::FORWARD, &mut all);
                     models::cases(scope, &mut all);
+                    reach::cases(scope, &mut all);
                     fused::cases(scope, &mut all);
                     large::cases(scope, &mut all);
                 }
-                Level::L3 => backward::cases(scope, &mut all),
+                Level::L3 => {
+                    backward::cases(scope, &mut all);
+                    mixed::cases(scope, OpSet::BACKWARD_INPUT, &mut all);
+                    gradients::cases(scope, &mut all);
+                }
                 Level::L4 => {
                     negative::cases(scope, &mut all);
                     operands::cases(scope, &mut all);
@@ -111,6 +121,7 @@ pub fn cases(proofs: &[Proof], abi: Option<&dyn crate::AbiProbe>, options: &Opti
                     conduct::cases(scope, &mut all);
                     honesty::cases(scope, &mut all);
                     steady::cases(scope, &mut all);
+                    operations::cases(scope, &mut all);
                     life::cases(scope, &mut all);
                     memory::cases(scope, &mut all);
                 }

@@ -250,11 +250,13 @@ fn damaged(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch, damage: Damage) -
             };
             let spec = product::spec(bench, &problem, OpSet::FORWARD);
             match product::build(bench, path, &weight, &spec) {
-                Err(_) => Ok(Seen::exactly(1)),
+                Err(_) => Ok(()),
                 Ok(_) => Err(failed("prepare accepted a weight that contradicts its schema")),
             }
         })
-    })
+    })?;
+    // The next one is none the worse for it.
+    sketch.with(|problem| super::forward::check(bench, path, problem))
 }
 
 /// A scale that is NaN: refused, or NaN in its row, never a number.

@@ -151,7 +151,11 @@ fn refused(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>, op: Op, wro
     }
     y.check_unchanged("the output of a refused call", &before)?;
     scratch.check_guards()?;
-    Ok(Seen::exactly(1))
+    // It leaves nothing behind.
+    let y = product::forward(&*w, problem, Layout::PLAIN, product::STALE, bench.threads)?.values();
+    let terms = product::forward_bound(path, problem);
+    let worst = product::exact_forward(problem)?.compare("y after a refused call", &y, terms)?;
+    Ok(Seen::within(1 + y.len(), worst))
 }
 
 fn run(

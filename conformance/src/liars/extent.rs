@@ -1,6 +1,7 @@
 //! Liars that are right where suites look and wrong where models are: other sizes, more rows, other threads, later calls.
 use super::Liar;
-use super::honest::{Fault, HONEST, Parts, Situation};
+use super::honest::{HONEST, Parts};
+use super::situation::{Fault, Situation};
 use crate::Level::{self, L1, L2, L3, L5};
 
 /// Wrong in a forward call.
@@ -112,6 +113,53 @@ pub(super) const LIARS: &[Liar] = &[
     }),
     on(L2, "wrong-in-qkv", "queries, keys and values together", |s| {
         Fault::when(s.name.ends_with("q_proj"), element(s))
+    }),
+    on(L2, "tall-and-wide", "hundreds of rows of thousands of columns", |s| {
+        Fault::when(s.m >= 512 && s.n >= 2048, element(s))
+    }),
+    on(L2, "tall-and-deep", "hundreds of rows of thousands of terms", |s| {
+        Fault::when(s.m >= 512 && s.k >= 4096, row(s))
+    }),
+    back("gradient-of-a-vocabulary", "n > 8192", |s| Fault::when(s.n > 8192, Fault::Column(0))),
+    back("gradient-of-a-batch", "m > 1024", |s| Fault::when(s.m > 1024, row(s))),
+    back("gradient-of-long-rows", "k > 8192", |s| Fault::when(s.k > 8192, Fault::Column(8192))),
+    back("gradient-of-a-context", "weights for 4096 rows and more", |s| Fault::when(s.max_m >= 4096, row(s))),
+    decoding("decodes-4096-rows", "rows from 4097 on decode to zero", |s| {
+        Fault::when(s.n > 4096, Fault::Row(4096))
+    }),
+    decoding("decodes-8192-columns", "columns from 8193 on decode to zero", |s| {
+        Fault::when(s.k > 8192, Fault::Column(8192))
+    }),
+    on(L2, "most-is-a-context", "weights for 4096 rows and more", |s| {
+        Fault::when(s.max_m >= 4096, element(s))
+    }),
+    on(L2, "one-row-of-many", "one row of a weight for more than 3000", |s| {
+        Fault::when(s.m == 1 && s.max_m > 3000, column(s))
+    }),
+    on(L2, "rows-above-1024", "m > 1024", |s| Fault::when(s.m > 1024, Fault::Row(1024))),
+    on(L2, "rows-from-2048", "m >= 2048, the last element", |s| Fault::when(s.m >= 2048, element(s))),
+    on(L2, "rows-of-a-page", "m >= 4096", |s| Fault::when(s.m >= 4096, Fault::Row(4095))),
+    on(L2, "sixteen-bits-of-rows", "rows from 65536 on", |s| Fault::when(s.m > 65_536, Fault::Row(65_536))),
+    on(L2, "columns-of-a-head", "n > 50 000", |s| Fault::when(s.n > 50_000, column(s))),
+    on(L2, "sixteen-bits-of-columns", "column 65536", |s| Fault::when(s.n > 65_536, Fault::Column(65_536))),
+    on(L2, "sums-of-28672", "k > 28 000", |s| Fault::when(s.k > 28_000, element(s))),
+    on(L2, "sixteen-bits-of-sums", "k > 65535", |s| Fault::when(s.k > 65_535, Fault::Factor(1.01))),
+    on(L2, "many-rows-of-decoding", "17 to 31 rows of a weight for just as many", |s| {
+        Fault::when(s.m == s.max_m && (17..32).contains(&s.m) && s.n > 200, row(s))
+    }),
+    on(L5, "seven-threads", "seven threads", |s| Fault::when(s.threads == 7, row(s))),
+    on(L5, "twelve-threads", "nine to twelve threads", |s| Fault::when((9..13).contains(&s.threads), row(s))),
+    on(L5, "thirty-two-threads", "32 threads and more", |s| Fault::when(s.threads >= 32, element(s))),
+    on(L5, "ninety-six-threads", "more than 64 threads", |s| Fault::when(s.threads > 64, element(s))),
+    on(L2, "wrong-in-the-head", "the product that makes logits", |s| {
+        Fault::when(s.name.contains("lm_head"), column(s))
+    }),
+    on(L2, "wrong-in-other-models", "layers that are called otherwise", |s| {
+        Fault::when(!s.name.starts_with("model.layers."), column(s))
+    }),
+    on(L2, "wrong-in-deep-models", "layers from the fortieth on", |s| {
+        let layer = s.name.split('.').find_map(|part| part.parse::<u32>().ok());
+        Fault::when(layer.is_some_and(|l| l >= 40), column(s))
     }),
     back("gradient-of-many-columns", "n > 130", |s| Fault::when(s.n > 130, Fault::Column(0))),
     back("gradient-of-fewer-rows", "fewer rows than the most", |s| Fault::when(s.m < s.max_m, row(s))),

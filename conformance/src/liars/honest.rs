@@ -2,8 +2,11 @@
 //!
 //! It keeps the stored bytes, decodes a row at a time, sums in f64 and rounds once. Every step that a saboteur could get
 //! wrong is a function of [`Parts`].
+pub use super::parts::Parts;
+pub(super) use super::parts::{Block, Call, HONEST, Operand, Quantise, RowAt};
+use super::situation::{Done, Fault, Situation, View};
 use half::{bf16, f16};
-use q4_core::formats::{e2m1, e4m3, int8, nf4, nvfp4, swizzle};
+use q4_core::formats::{e2m1, e4m3, int8, nvfp4, swizzle};
 use q4_core::oracle::act_global;
 use q4_core::{
     Absmax, ActGlobal, Activations, BackendDescriptor, Code, DType, Device, Error, ExecContext, ExecPath,
@@ -29,207 +32,24 @@ pub(super) fn with(parts: Parts) -> Arc<dyn Q4Backend> {
         offers: ["nvfp4", "nf4", "nf4-dq"].map(|s| (s.into(), ExecPath::FusedDequant)).into(),
     };
     (parts.descriptor)(&mut descriptor);
-    Arc::new(Honest { descriptor, parts, asked: AtomicU64::new(0) })
+    Arc::new(Honest { descriptor, parts, asked: AtomicU64::new(0), refused: AtomicU64::new(0) })
 }
 
-/// Every step that can be exchanged.
-#[derive(Clone, Copy)]
-pub struct Parts {
-    /// Edits what is said before anything is asked.
-    pub(super) descriptor: fn(&mut BackendDescriptor),
-    /// The answer, from the right one and the number of questions so far.
-    pub(super) verdict: fn(&LinearSpec, ExecPath, Verdict, u64) -> Verdict,
-    /// `prepare` refuses what `can_prepare` refuses.
-    pub(super) obeys: bool,
-    /// Edits a weight that was just prepared.
-    pub(super) prepared: fn(&mut Kept) -> Result<()>,
-    /// Code of flat element `i`; the flag is low nibble first.
-    pub(super) nibble: fn(&[u8], usize, bool) -> u8,
-    /// Value of an NVFP4 code.
-    pub(super) e2m1: fn(u8) -> f32,
-    /// Value of an NF4 code.
-    pub(super) nf4: fn(u8) -> f32,
-    /// Where the scale of a block is.
-    pub(super) scale_at: fn(Block) -> usize,
-    /// Value of a scale byte.
-    pub(super) e4m3: fn(u8) -> f32,
-    /// Value of an element from code, block scale and per-tensor scale.
-    pub(super) value: fn(f32, f32, Option<GlobalScale>) -> f32,
-    /// Whose per-tensor scale a segment uses.
-    pub(super) global_of: fn(usize) -> usize,
-    /// Block of flat element `i`, of so many, of a matrix with so many columns.
-    pub(super) absmax_at: fn(usize, usize, usize) -> usize,
-    /// Absmax from map entry and code, second scale and offset.
-    pub(super) absmax: fn(f32, u8, f32, f32) -> f32,
-    /// Edits a decoded row.
-    pub(super) row: fn(&mut [f32], RowAt),
-    /// Edits a decoded row of the backward product.
-    pub(super) backward_row: fn(&mut [f32], RowAt),
-    /// Reads and widens row `r` of an input.
-    pub(super) read: fn(&TensorView<'_>, usize, &mut [f32]) -> Result<()>,
-    /// Format that really runs.
-    pub(super) activations: fn(Activations) -> Activations,
-    /// `[m, k]` as the product sees it.
-    pub(super) quantise: Quantise,
-    /// The input between being quantised and being used.
-    pub(super) stage: fn(&Kept, Vec<f64>) -> Vec<f64>,
-    /// A sum of products.
-    pub(super) sum: fn(&[f64], &[f32]) -> f64,
-    /// Sums backwards and in f32, as the circumstances of a call suggest.
-    pub(super) unsteady: fn(&Kept, &Call<'_>) -> bool,
-    /// Rows and columns that are computed; the rest is zero.
-    pub(super) extent: fn(usize, usize) -> (usize, usize),
-    /// A result before it is rounded to the type of y.
-    pub(super) round: fn(f64, DType) -> f32,
-    /// Checks operands of a call: (input, output) with what they must be.
-    pub(super) check: fn(Operand<'_>, Operand<'_>) -> Result<()>,
-    /// Before anything else of a call.
-    pub(super) before: fn(&Kept, &mut TensorViewMut<'_>) -> Result<()>,
-    /// After the result was written.
-    pub(super) after: fn(&Kept, &TensorView<'_>, &mut TensorViewMut<'_>),
-    /// Rows are taken from [`Kept::hoard`] instead of being decoded.
-    pub(super) hoarded: bool,
-    /// Stored codes are read beyond their end.
-    pub(super) reads_on: bool,
-    /// What goes wrong in a forward call in this situation.
-    pub(super) fault: fn(&Situation<'_>) -> Fault,
-    /// The same of a backward call, whose output is `[m, k]`.
-    pub(super) backward_fault: fn(&Situation<'_>) -> Fault,
-    /// The same of a decoded matrix `[n, k]`.
-    pub(super) decode_fault: fn(&Situation<'_>) -> Fault,
-}
-
-/// All that a call depends on and must not.
-pub(super) struct Situation<'a> {
-    /// Rows of this call, and the most there may be.
-    pub m: usize,
-    pub max_m: usize,
-    /// Out features of the segments, and all of them.
-    pub rows: &'a [usize],
-    pub n: usize,
-    /// In features.
-    pub k: usize,
-    /// Threads that were lent.
-    pub threads: usize,
-    /// Calls of this weight before this one, and weights that live.
-    pub call: u64,
-    pub live: u64,
-    /// Name of the first segment.
-    pub name: &'a str,
-    /// Type of x.
-    pub io: DType,
-}
-
-/// What goes wrong.
-#[derive(Clone, Copy, PartialEq)]
-pub(super) enum Fault {
-    /// Nothing.
-    None,
-    /// A row of the output is zero.
-    Row(usize),
-    /// A column of the output is zero.
-    Column(usize),
-    /// One element is zero.
-    Element(usize, usize),
-    /// Everything is off by this factor.
-    Factor(f64),
-}
-
-impl Fault {
-    /// That fault where it is so.
-    pub fn when(is_so: bool, fault: Self) -> Self {
-        if is_so { fault } else { Self::None }
-    }
-
-    fn apply(self, out: &mut [f64], columns: usize) {
-        match self {
-            Self::None => {}
-            Self::Row(r) => out[r * columns..][..columns].fill(0.0),
-            Self::Column(c) => out.iter_mut().skip(c).step_by(columns).for_each(|v| *v = 0.0),
-            Self::Element(r, c) => out[r * columns + c] = 0.0,
-            Self::Factor(f) => out.iter_mut().for_each(|v| *v *= f),
-        }
-    }
-}
-
-/// `[m, k]` of f32, k, the format and the type the values had, to what the product multiplies.
-pub(super) type Quantise = fn(&[f32], usize, &Activations, DType) -> Result<Vec<f64>>;
-
-/// Nothing exchanged.
-pub(super) const HONEST: Parts = Parts {
-    descriptor: |_| {},
-    verdict: |_, _, verdict, _| verdict,
-    obeys: true,
-    prepared: |_| Ok(()),
-    nibble: |codes, i, low_first| codes[i / 2] >> (4 * ((i % 2 == 1) == low_first) as u8) & 15,
-    e2m1: e2m1::decode,
-    nf4: nf4::decode,
-    scale_at: right_scale,
-    e4m3: e4m3::decode,
-    value: |code, scale, global| code * global.map_or(scale, |g| g.effective(scale)),
-    global_of: |segment| segment,
-    absmax_at: |i, block, _| i / block,
-    absmax: |map, _, absmax, offset| map * absmax + offset,
-    row: |_, _| {},
-    backward_row: |_, _| {},
-    read: widen,
-    activations: |a| a,
-    quantise,
-    stage: |_, x| x,
-    sum,
-    unsteady: |_, _| false,
-    extent: |m, n| (m, n),
-    round: |v, _| v as f32,
-    check,
-    before: |_, _| Ok(()),
-    after: |_, _, _| {},
-    hoarded: false,
-    reads_on: false,
-    fault: |_| Fault::None,
-    backward_fault: |_| Fault::None,
-    decode_fault: |_| Fault::None,
-};
+/// Prepared weights that live.
+static LIVE: AtomicU64 = AtomicU64::new(0);
+/// All that there ever were.
+static MADE: AtomicU64 = AtomicU64::new(0);
+/// Weights that went since the last one came.
+static GONE: AtomicU64 = AtomicU64::new(0);
 
 /// Eight sums beside each other, in f64.
-fn sum(x: &[f64], w: &[f32]) -> f64 {
+pub(super) fn sum(x: &[f64], w: &[f32]) -> f64 {
     let mut sums = [0.0; 8];
     for (x, w) in x.chunks(8).zip(w.chunks(8)) {
         sums.iter_mut().zip(x).zip(w).for_each(|((sum, x), w)| *sum += x * f64::from(*w));
     }
     sums.iter().sum()
 }
-
-/// Prepared weights that live.
-static LIVE: AtomicU64 = AtomicU64::new(0);
-
-/// A scale's place.
-#[derive(Clone, Copy)]
-pub(super) struct Block {
-    pub row: usize,
-    pub block: usize,
-    pub rows: usize,
-    pub blocks: usize,
-    pub is_tiled: bool,
-}
-
-/// A decoded row's place.
-#[derive(Clone, Copy)]
-pub(super) struct RowAt {
-    pub row: usize,
-    pub n: usize,
-    pub global: Option<GlobalScale>,
-}
-
-/// Circumstances of a call that must not matter.
-pub(super) struct Call<'a> {
-    pub x: &'a TensorView<'a>,
-    pub y: &'a TensorView<'a>,
-    pub threads: usize,
-    pub scratch: u8,
-}
-
-/// An operand, and its type, rows and columns as they must be.
-pub(super) type Operand<'a> = (&'a TensorView<'a>, DType, usize, usize);
 
 pub(super) fn right_scale(b: Block) -> usize {
     if b.is_tiled { swizzle::offset(b.row, b.block, b.blocks) } else { b.row * b.blocks + b.block }
@@ -239,6 +59,8 @@ struct Honest {
     descriptor: BackendDescriptor,
     parts: Parts,
     asked: AtomicU64,
+    /// Whether the last weight that was to be prepared was refused.
+    refused: AtomicU64,
 }
 
 impl Q4Backend for Honest {
@@ -259,6 +81,7 @@ impl Q4Backend for Honest {
         path: ExecPath,
         _: &mut ExecContext<'_>,
     ) -> Result<Box<dyn PreparedWeight>> {
+        let was_refused = self.refused.swap(1, Ordering::Relaxed) == 1;
         if self.parts.obeys {
             verdict(spec, path).map_err(|r| {
                 Error::new(Code::Unsupported, "weight cannot be prepared").have(format!("{r:?}"))
@@ -301,6 +124,9 @@ impl Q4Backend for Honest {
             x: spec.x,
             y: spec.y,
             max_m: spec.max_m,
+            ops: spec.ops,
+            was_refused,
+            nth: MADE.fetch_add(1, Ordering::Relaxed),
             name: spec.segments.first().map(|s| s.name.clone()).unwrap_or_default(),
             rows: w.segments.iter().map(|s| s.rows).collect(),
             source: w.segments.first().map_or(0, |s| address(&s.data)),
@@ -308,12 +134,15 @@ impl Q4Backend for Honest {
             segments,
             parts: self.parts,
             calls: AtomicU64::new(0),
+            done: Done::default(),
             hoard: Vec::new(),
             last: AtomicU64::new(0),
             shared: Mutex::new(Vec::new()),
         };
         LIVE.fetch_add(1, Ordering::Relaxed);
+        GONE.store(0, Ordering::Relaxed);
         (self.parts.prepared)(&mut kept)?;
+        self.refused.store(0, Ordering::Relaxed);
         Ok(Box::new(kept))
     }
 }
@@ -360,6 +189,10 @@ pub(super) struct Kept {
     pub max_m: usize,
     /// Out features of the segments.
     pub rows: Vec<usize>,
+    ops: OpSet,
+    was_refused: bool,
+    nth: u64,
+    done: Done,
     /// Where the caller kept the codes.
     pub source: usize,
     name: String,
@@ -412,7 +245,8 @@ impl Segment {
                     Absmax::Nested { codes, map, absmax, offset, block } => {
                         let (map, absmax, codes) = (f32s(map)?, f32s(absmax)?, codes.as_bytes()?);
                         let of = |(i, &c): (usize, &u8)| {
-                            (parts.absmax)(map[usize::from(c)], c, absmax[i / block], *offset)
+                            let second = (parts.nested_at)(i, *block).min(absmax.len() - 1);
+                            (parts.absmax)(map[usize::from(c)], c, absmax[second], *offset)
                         };
                         codes.iter().enumerate().map(of).collect()
                     }
@@ -427,6 +261,7 @@ impl Segment {
 impl Drop for Kept {
     fn drop(&mut self) {
         LIVE.fetch_sub(1, Ordering::Relaxed);
+        GONE.fetch_add(1, Ordering::Relaxed);
     }
 }
 
@@ -438,18 +273,29 @@ fn address(data: &SegmentData<'_>) -> usize {
 }
 
 impl Kept {
-    fn situation(&self, m: usize, threads: usize) -> Situation<'_> {
+    fn situation<'a>(&'a self, m: usize, cx: &ExecContext<'_>, x: &'a View, y: &'a View) -> Situation<'a> {
         Situation {
             m,
             max_m: self.max_m,
             rows: &self.rows,
             n: self.info.n,
             k: self.info.k,
-            threads,
+            threads: cx.threads.threads(),
             call: self.calls.fetch_add(1, Ordering::Relaxed),
+            done: &self.done,
             live: LIVE.load(Ordering::Relaxed),
+            gone: GONE.load(Ordering::Relaxed),
+            nth: self.nth,
+            was_refused: self.was_refused,
             name: &self.name,
             io: self.x,
+            out: self.y,
+            activations: self.info.activations,
+            ops: self.ops,
+            source: self.source,
+            x,
+            y,
+            lent: cx.workspace.as_ref().map_or(0, |w| w.as_view().nbytes()).saturating_sub(self.workspace(m)),
         }
     }
 
@@ -480,7 +326,7 @@ impl Kept {
                 Q4Schema::Nf4 { nibble_order, block, .. } => {
                     let code = (p.nibble)(&s.codes, flat, nibble_order == NibbleOrder::LowFirst);
                     let block = (p.absmax_at)(flat, block as usize, k).min(s.absmax.len() - 1);
-                    (p.nf4)(code) * s.absmax[block]
+                    (p.nf4)(code) * (p.absmax_used)(s.absmax[block])
                 }
                 _ => {
                     if i % 16 == 0 {
@@ -491,7 +337,7 @@ impl Kept {
                 }
             };
         }
-        let place = RowAt { row, n: self.info.n, global: s.global };
+        let place = RowAt { row, n: self.info.n, segment, schema: self.schema, global: s.global };
         (p.row)(out, place);
         place
     }
@@ -502,15 +348,35 @@ impl PreparedWeight for Kept {
         &self.info
     }
     fn workspace(&self, m: usize) -> usize {
-        Scratch::bytes(&[4 * m * self.info.k])
+        (self.parts.workspace)(m, self.info.k, self.max_m)
     }
 
-    fn forward(&self, x: TensorView<'_>, mut y: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
+    fn forward(&self, x: TensorView<'_>, y: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
+        self.done.count(OpSet::FORWARD, self.product(x, y, cx))
+    }
+
+    fn backward_input(
+        &self,
+        dy: TensorView<'_>,
+        dx: TensorViewMut<'_>,
+        cx: &mut ExecContext<'_>,
+    ) -> Result<()> {
+        self.done.count(OpSet::BACKWARD_INPUT, self.gradient(dy, dx, cx))
+    }
+
+    fn dequantize(&self, out: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
+        self.done.count(OpSet::DEQUANTIZE, self.decoded(out, cx))
+    }
+}
+
+impl Kept {
+    fn product(&self, x: TensorView<'_>, mut y: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
         let (n, k, p) = (self.info.n, self.info.k, &self.parts);
         let m = x.shape().first().map_or(0, |m| *m as usize);
         (p.before)(self, &mut y)?;
         (p.check)((&x, self.x, m, k), (&y.as_view(), self.y, m, n))?;
         let threads = cx.threads.threads();
+        let fault = (p.fault)(&self.situation(m, cx, &View::of(&x), &View::of(&y.as_view())));
         let mut scratch = Scratch::of(cx, self.workspace(m))?;
         let wide = scratch.take::<f32>(m * k)?;
         let call = Call { x: &x, y: &y.as_view(), threads, scratch: wide[0].to_bits() as u8 };
@@ -518,7 +384,6 @@ impl PreparedWeight for Kept {
         for (r, wide) in wide.chunks_mut(k).enumerate() {
             (p.read)(&x, r, wide)?;
         }
-        let fault = (p.fault)(&self.situation(m, threads));
         let input =
             (p.stage)(self, (p.quantise)(wide, k, &(p.activations)(self.info.activations), x.dtype())?);
         let mut out = vec![0f64; m * n];
@@ -527,7 +392,10 @@ impl PreparedWeight for Kept {
         for j in 0..columns.min(n) {
             match p.hoarded {
                 true => row.copy_from_slice(&self.hoard[j * k..][..k]),
-                false => drop(self.decode(j, &mut row)),
+                false => {
+                    let at = self.decode(j, &mut row);
+                    (p.forward_row)(&mut row, at);
+                }
             }
             for r in 0..rows.min(m) {
                 let x = &input[r * k..][..k];
@@ -542,12 +410,7 @@ impl PreparedWeight for Kept {
         Ok(())
     }
 
-    fn backward_input(
-        &self,
-        dy: TensorView<'_>,
-        mut dx: TensorViewMut<'_>,
-        cx: &mut ExecContext<'_>,
-    ) -> Result<()> {
+    fn gradient(&self, dy: TensorView<'_>, mut dx: TensorViewMut<'_>, cx: &ExecContext<'_>) -> Result<()> {
         let (n, k, p) = (self.info.n, self.info.k, &self.parts);
         let m = dy.shape().first().map_or(0, |m| *m as usize);
         (p.check)((&dy, self.y, m, n), (&dx.as_view(), self.x, m, k))?;
@@ -561,19 +424,21 @@ impl PreparedWeight for Kept {
             let at = self.decode(j, &mut row);
             (p.backward_row)(&mut row, at);
             for (r, sums) in sums.chunks_mut(k).enumerate() {
-                let factor = f64::from(wide[r * n + j]);
+                let factor = f64::from((p.gradient)(wide[r * n + j]));
                 sums.iter_mut().zip(&row).for_each(|(s, w)| *s += factor * f64::from(*w));
             }
         }
-        (p.backward_fault)(&self.situation(m, cx.threads.threads())).apply(&mut sums, k);
+        let (from, to) = (View::of(&dy), View::of(&dx.as_view()));
+        (p.backward_fault)(&self.situation(m, cx, &from, &to)).apply(&mut sums, k);
         sums.chunks(k).enumerate().try_for_each(|(r, sums)| store(&mut dx, r, sums.iter().map(|v| *v as f32)))
     }
 
-    fn dequantize(&self, mut out: TensorViewMut<'_>, _: &mut ExecContext<'_>) -> Result<()> {
+    fn decoded(&self, mut out: TensorViewMut<'_>, cx: &ExecContext<'_>) -> Result<()> {
         let (n, k, dtype) = (self.info.n, self.info.k, out.as_view().dtype());
         (self.parts.check)((&out.as_view(), dtype, n, k), (&out.as_view(), dtype, n, k))?;
         let mut row = vec![0.0; k];
-        let fault = (self.parts.decode_fault)(&self.situation(1, 1));
+        let view = View::of(&out.as_view());
+        let fault = (self.parts.decode_fault)(&self.situation(1, cx, &view, &view));
         (0..n).try_for_each(|j| {
             self.decode(j, &mut row);
             match fault {
@@ -629,7 +494,7 @@ pub(super) fn check(input: Operand<'_>, output: Operand<'_>) -> Result<()> {
     Ok(())
 }
 
-fn widen(x: &TensorView<'_>, r: usize, out: &mut [f32]) -> Result<()> {
+pub(super) fn widen(x: &TensorView<'_>, r: usize, out: &mut [f32]) -> Result<()> {
     match x.dtype() {
         DType::F16 => x.row::<f16>(r)?.iter().zip(out).for_each(|(x, o)| *o = x.to_f32()),
         DType::BF16 => x.row::<bf16>(r)?.iter().zip(out).for_each(|(x, o)| *o = x.to_f32()),

@@ -6,11 +6,16 @@ mod address;
 mod conduct;
 mod decode;
 mod extent;
+mod format;
+mod history;
 mod honest;
+mod lent;
 mod magnitude;
 mod narrow;
+mod parts;
 mod process;
 mod product;
+mod situation;
 
 use crate::Level;
 pub use honest::{Parts, honest};
@@ -53,6 +58,9 @@ pub fn liars() -> impl Iterator<Item = &'static Liar> {
         .chain(magnitude::LIARS)
         .chain(address::LIARS)
         .chain(narrow::LIARS)
+        .chain(lent::LIARS)
+        .chain(history::LIARS)
+        .chain(format::LIARS)
         .chain(process::LIARS)
 }
 
@@ -65,7 +73,7 @@ mod tests {
     fn there_are_enough_and_each_has_a_name() {
         let names: BTreeSet<_> = liars().map(|l| l.name).collect();
         assert_eq!(names.len(), liars().count());
-        assert!(names.len() >= 200, "{}", names.len());
+        assert!(names.len() >= 310, "{}", names.len());
         assert!(Level::ALL.iter().all(|level| liars().any(|l| l.level == *level)));
     }
 }

@@ -1,8 +1,12 @@
 //! Liars about what they compute: they refuse just what they get wrong, or agree to more than they have.
 use super::Liar;
-use super::honest::{Fault, HONEST, Parts};
-use crate::Level::{L2, L4};
-use q4_core::{ExecPath, LinearSpec, OpSet, Reject, RejectCode, Verdict};
+use super::honest::{HONEST, Parts};
+use super::situation::Fault;
+use crate::Level::{L2, L3, L4, L5};
+use q4_core::{
+    Activations, Convention, DType, ExecPath, LinearSpec, OpSet, Q4Schema, Reject, RejectCode, Rule,
+    ScaleLayout, Verdict,
+};
 
 /// Refuses where `is_so`.
 fn unless(is_so: bool, verdict: Verdict) -> Verdict {
@@ -31,7 +35,55 @@ pub(super) const LIARS: &[Liar] = &[
         unless(s.segments.len() > 1 && sizes.clone().max() > sizes.min().map(|m| 8 * m), v)
     }),
     picky("picks-its-types", "bf16 is refused for wide weights", |s, _, v, _| {
-        unless(s.x == q4_core::DType::BF16 && s.n() > 100, v)
+        unless(s.x == DType::BF16 && s.n() > 100, v)
+    }),
+    picky("picks-its-halves", "f16 is refused in several segments", |s, _, v, _| {
+        unless(s.x == DType::F16 && s.segments.len() > 1, v)
+    }),
+    picky("picks-its-encodings", "tiled scales are refused in bf16", |s, _, v, _| {
+        let is_tiled = matches!(s.schema, Q4Schema::Nvfp4 { scale_layout: ScaleLayout::Swizzled128x4, .. });
+        unless(is_tiled && s.x == DType::BF16, v)
+    }),
+    picky("picks-its-blocks", "k % 128 == 64 is refused with tiled scales", |s, _, v, _| {
+        let is_tiled = matches!(s.schema, Q4Schema::Nvfp4 { scale_layout: ScaleLayout::Swizzled128x4, .. });
+        unless(is_tiled && s.k % 128 == 64, v)
+    }),
+    picky("picks-its-prompts", "long sums of long prompts are refused", |s, _, v, _| {
+        unless(s.k > 2048 && s.max_m > 2048, v)
+    }),
+    Liar::new(
+        L3,
+        "picks-its-gradients",
+        "gradients of wide weights are refused",
+        Parts {
+            verdict: |s, _, v, _| unless(s.ops.contains(OpSet::BACKWARD_INPUT) && s.n() > 1024, v),
+            obeys: false,
+            ..HONEST
+        },
+    ),
+    picky(
+        "picks-small-weights",
+        "encodings with a dividing scale are for weights of at most 64 rows",
+        |s, _, v, _| {
+            let divides = matches!(s.schema, Q4Schema::Nvfp4 { global: Some(Convention::Divide), .. });
+            unless(divides && s.n() > 64, v)
+        },
+    ),
+    picky("picks-its-rules", "one rule of the input is refused in f16", |s, _, v, _| {
+        let is_torchao = matches!(s.activations, Activations::Nvfp4(q) if q.rule == Rule::TorchAo);
+        unless(is_torchao && s.x == DType::F16, v)
+    }),
+    Liar::new(
+        L5,
+        "picks-its-operations",
+        "all operations of one weight are refused",
+        Parts { verdict: |s, _, v, _| unless(s.ops == OpSet::ALL, v), obeys: false, ..HONEST },
+    ),
+    picky("picks-its-columns-by-type", "bf16 is for n % 16 == 0", |s, _, v, _| {
+        unless(s.x == DType::BF16 && s.segments.iter().any(|s| s.rows % 16 != 0), v)
+    }),
+    picky("picks-wide-types", "f16 is refused for weights of more than 1000 rows", |s, _, v, _| {
+        unless(s.x == DType::F16 && s.n() > 1000, v)
     }),
     Liar::new(
         L2,

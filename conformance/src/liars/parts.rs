@@ -1,0 +1,160 @@
+//! The parts of the honest backend that a saboteur may exchange, and the right ones.
+use super::honest::{Kept, check, quantise, right_scale, sum, widen};
+use super::situation::{Fault, Situation};
+use q4_core::formats::{e2m1, e4m3, nf4};
+use q4_core::{
+    Activations, BackendDescriptor, DType, ExecPath, GlobalScale, LinearSpec, Q4Schema, Result, Scratch,
+    TensorView, TensorViewMut, Verdict,
+};
+
+/// Every step that can be exchanged.
+#[derive(Clone, Copy)]
+pub struct Parts {
+    /// Edits what is said before anything is asked.
+    pub(super) descriptor: fn(&mut BackendDescriptor),
+    /// The answer, from the right one and the number of questions so far.
+    pub(super) verdict: fn(&LinearSpec, ExecPath, Verdict, u64) -> Verdict,
+    /// `prepare` refuses what `can_prepare` refuses.
+    pub(super) obeys: bool,
+    /// Edits a weight that was just prepared.
+    pub(super) prepared: fn(&mut Kept) -> Result<()>,
+    /// Code of flat element `i`; the flag is low nibble first.
+    pub(super) nibble: fn(&[u8], usize, bool) -> u8,
+    /// Value of an NVFP4 code.
+    pub(super) e2m1: fn(u8) -> f32,
+    /// Value of an NF4 code.
+    pub(super) nf4: fn(u8) -> f32,
+    /// Where the scale of a block is.
+    pub(super) scale_at: fn(Block) -> usize,
+    /// Value of a scale byte.
+    pub(super) e4m3: fn(u8) -> f32,
+    /// Value of an element from code, block scale and per-tensor scale.
+    pub(super) value: fn(f32, f32, Option<GlobalScale>) -> f32,
+    /// Whose per-tensor scale a segment uses.
+    pub(super) global_of: fn(usize) -> usize,
+    /// Block of flat element `i`, of so many, of a matrix with so many columns.
+    pub(super) absmax_at: fn(usize, usize, usize) -> usize,
+    /// Absmax from map entry and code, second scale and offset.
+    pub(super) absmax: fn(f32, u8, f32, f32) -> f32,
+    /// Second scale of a block, of so many each.
+    pub(super) nested_at: fn(usize, usize) -> usize,
+    /// The absmax of a block that is used.
+    pub(super) absmax_used: fn(f32) -> f32,
+    /// Edits a decoded row.
+    pub(super) row: fn(&mut [f32], RowAt),
+    /// Edits a decoded row of the forward product.
+    pub(super) forward_row: fn(&mut [f32], RowAt),
+    /// Edits a decoded row of the backward product.
+    pub(super) backward_row: fn(&mut [f32], RowAt),
+    /// A gradient of y as it is used.
+    pub(super) gradient: fn(f32) -> f32,
+    /// Reads and widens row `r` of an input.
+    pub(super) read: fn(&TensorView<'_>, usize, &mut [f32]) -> Result<()>,
+    /// Format that really runs.
+    pub(super) activations: fn(Activations) -> Activations,
+    /// `[m, k]` as the product sees it.
+    pub(super) quantise: Quantise,
+    /// The input between being quantised and being used.
+    pub(super) stage: fn(&Kept, Vec<f64>) -> Vec<f64>,
+    /// A sum of products.
+    pub(super) sum: fn(&[f64], &[f32]) -> f64,
+    /// Sums backwards and in f32, as the circumstances of a call suggest.
+    pub(super) unsteady: fn(&Kept, &Call<'_>) -> bool,
+    /// Rows and columns that are computed; the rest is zero.
+    pub(super) extent: fn(usize, usize) -> (usize, usize),
+    /// A result before it is rounded to the type of y.
+    pub(super) round: fn(f64, DType) -> f32,
+    /// Checks operands of a call: (input, output) with what they must be.
+    pub(super) check: fn(Operand<'_>, Operand<'_>) -> Result<()>,
+    /// Scratch of so many rows, of in features and of the most rows there may be.
+    pub(super) workspace: fn(usize, usize, usize) -> usize,
+    /// Before anything else of a call.
+    pub(super) before: fn(&Kept, &mut TensorViewMut<'_>) -> Result<()>,
+    /// After the result was written.
+    pub(super) after: fn(&Kept, &TensorView<'_>, &mut TensorViewMut<'_>),
+    /// Rows are taken from [`Kept::hoard`] instead of being decoded.
+    pub(super) hoarded: bool,
+    /// Stored codes are read beyond their end.
+    pub(super) reads_on: bool,
+    /// What goes wrong in a forward call in this situation.
+    pub(super) fault: fn(&Situation<'_>) -> Fault,
+    /// The same of a backward call, whose output is `[m, k]`.
+    pub(super) backward_fault: fn(&Situation<'_>) -> Fault,
+    /// The same of a decoded matrix `[n, k]`.
+    pub(super) decode_fault: fn(&Situation<'_>) -> Fault,
+}
+
+/// `[m, k]` of f32, k, the format and the type the values had, to what the product multiplies.
+pub(super) type Quantise = fn(&[f32], usize, &Activations, DType) -> Result<Vec<f64>>;
+
+/// Nothing exchanged.
+pub(super) const HONEST: Parts = Parts {
+    descriptor: |_| {},
+    verdict: |_, _, verdict, _| verdict,
+    obeys: true,
+    prepared: |_| Ok(()),
+    nibble: |codes, i, low_first| codes[i / 2] >> (4 * ((i % 2 == 1) == low_first) as u8) & 15,
+    e2m1: e2m1::decode,
+    nf4: nf4::decode,
+    scale_at: right_scale,
+    e4m3: e4m3::decode,
+    value: |code, scale, global| code * global.map_or(scale, |g| g.effective(scale)),
+    global_of: |segment| segment,
+    absmax_at: |i, block, _| i / block,
+    absmax: |map, _, absmax, offset| map * absmax + offset,
+    nested_at: |i, block| i / block,
+    absmax_used: |absmax| absmax,
+    row: |_, _| {},
+    forward_row: |_, _| {},
+    backward_row: |_, _| {},
+    gradient: |v| v,
+    read: widen,
+    activations: |a| a,
+    quantise,
+    stage: |_, x| x,
+    sum,
+    unsteady: |_, _| false,
+    extent: |m, n| (m, n),
+    round: |v, _| v as f32,
+    check,
+    workspace: |m, k, _| Scratch::bytes(&[4 * m * k]),
+    before: |_, _| Ok(()),
+    after: |_, _, _| {},
+    hoarded: false,
+    reads_on: false,
+    fault: |_| Fault::None,
+    backward_fault: |_| Fault::None,
+    decode_fault: |_| Fault::None,
+};
+
+/// A scale's place.
+#[derive(Clone, Copy)]
+pub(super) struct Block {
+    pub row: usize,
+    pub block: usize,
+    pub rows: usize,
+    pub blocks: usize,
+    pub is_tiled: bool,
+}
+
+/// A decoded row's place.
+#[derive(Clone, Copy)]
+pub(super) struct RowAt {
+    pub row: usize,
+    pub n: usize,
+    /// Its segment.
+    pub segment: usize,
+    pub schema: Q4Schema,
+    pub global: Option<GlobalScale>,
+}
+
+/// Circumstances of a call that must not matter.
+pub(super) struct Call<'a> {
+    pub x: &'a TensorView<'a>,
+    pub y: &'a TensorView<'a>,
+    pub threads: usize,
+    pub scratch: u8,
+}
+
+/// An operand, and its type, rows and columns as they must be.
+pub(super) type Operand<'a> = (&'a TensorView<'a>, DType, usize, usize);
