@@ -156,3 +156,22 @@ fn without_a_certificate_nothing_of_any_runs() {
         assert!(!scene.ran(), "{verb:?}: it ran");
     }
 }
+
+/// A source that nothing but the test above builds would be an attack without a defence.
+#[test]
+fn every_source_has_a_test_of_its_own() {
+    let header = include_str!("../../../plugins/host/tests/built/attack.h");
+    let tests = [
+        include_str!("attack/judged.rs"),
+        include_str!("attack/lies.rs"),
+        include_str!("attack/loaded.rs"),
+        include_str!("attack/needed.rs"),
+        include_str!("attack/seal.rs"),
+        include_str!("isolate.rs"),
+    ];
+    let is_name = |c: char| c.is_ascii_uppercase() || c.is_ascii_digit() || c == '_';
+    for rest in header.split("defined ATTACK_").skip(1) {
+        let name = &rest[..rest.find(|c| !is_name(c)).unwrap()];
+        assert!(tests.iter().any(|t| t.contains(&format!("\"{name}\""))), "{name}: no test builds it");
+    }
+}
