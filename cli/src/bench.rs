@@ -10,6 +10,7 @@ use crate::args::{BenchArgs, Format};
 use crate::context::Context;
 use crate::report::Outcome;
 use crate::roofline::{Roofline, Work};
+use crate::session::warn_of_unscaled;
 use q4_core::memory::{Budget, peak_resident};
 use q4_core::{Activations, Code, Device, Dispatch, Error, Result, ThreadPool};
 use q4_model::cpu::{KvCache, KvType};
@@ -223,6 +224,7 @@ fn file_subject(
 ) -> Result<Subject> {
     let checkpoint = cx.open(&args.model)?;
     let plan = Plan::new(&checkpoint, dispatch, options)?;
+    warn_of_unscaled(&plan, cx.report());
     let loaded = load(&checkpoint, &plan, dispatch, options, threads.clone(), budget, &mut |_, _| {})?;
     let packed_bytes = plan.products().map(|p| p.spec.schema.stored_bytes(p.spec.n(), p.spec.k)).sum();
     let embedding_bytes = checkpoint.embedding()?.bytes.len() as u64;

@@ -2,7 +2,7 @@
 use crate::args::ExplainArgs;
 use crate::context::Context;
 use crate::report::{Outcome, error_fields, stderr};
-use crate::session::chunk;
+use crate::session::{chunk, warn_of_unscaled};
 use q4_core::{Activations, Error, ExecPath, Rejection, Result};
 use q4_model::checkpoint::Checkpoint;
 use q4_model::checkpoint::names;
@@ -57,6 +57,7 @@ pub fn run(cx: &Context, args: &ExplainArgs) -> Result<Outcome> {
     let checkpoint = cx.open(&args.model)?;
     let dispatch = cx.dispatch()?;
     let plan = Plan::new(&checkpoint, &dispatch, &cx.plan_options(args.quantize, chunk(cx.device()?))?)?;
+    warn_of_unscaled(&plan, cx.report());
     let refused = cx.require_named(&dispatch).and_then(|()| plan.require(&dispatch)).err();
     if cx.report().is_json() {
         let body = Body {

@@ -1,15 +1,24 @@
 //! `q4 inspect`: what is in a weight file, without a configuration and without reading a weight.
+//!
+//! A file may list millions of tensors: what is told of each is written as it is found and not kept.
 use crate::args::InspectArgs;
 use crate::context::Context;
 use crate::demo;
 use crate::report::Outcome;
-use q4_core::detect::{Detected, QuantState, TensorMeta, detect};
+use q4_core::detect::{Detected, QuantState, detect};
 use q4_core::memory::human;
 use q4_core::{Code, Error, Result};
-use q4_model::checkpoint::{Entry, TensorStore};
-use serde::{Deserialize, Serialize};
-use std::collections::{BTreeMap, BTreeSet};
+use q4_model::checkpoint::{Table, TensorStore};
+use serde::{Deserialize, Serialize, Serializer};
+use std::collections::BTreeMap;
 use std::path::Path;
+
+/// Most contradictions that are told one by one.
+const TOLD: usize = 1000;
+/// Widest column of names; a longer one is not cut, but its line is out of line.
+const WIDEST: usize = 100;
+/// Bytes of text that are written at once.
+const CHUNK: usize = 1 << 16;
 
 #[derive(Serialize)]
 struct Body<'a> {
@@ -21,7 +30,12 @@ struct Body<'a> {
     bits_per_weight: f64,
     kinds: &'a [Kind],
     contradictions: &'a [String],
-    tensors: Vec<Entry<'a>>,
+    #[serde(serialize_with = "entries")]
+    tensors: &'a TensorStore,
+}
+
+fn entries<S: Serializer>(store: &&TensorStore, s: S) -> Result<S::Ok, S::Error> {
+    s.collect_seq(store.entries())
 }
 
 /// All matrices of one arrangement and encoding.
@@ -66,13 +80,13 @@ fn tell(cx: &Context, name: &str, store: &TensorStore) -> Result<Outcome> {
             bits_per_weight,
             kinds: &found.kinds,
             contradictions: &found.contradictions,
-            tensors: store.entries().collect(),
+            tensors: store,
         };
-        cx.report().document("inspect", &body)?;
+        cx.report().long_document("inspect", &body)?;
         return Ok(Outcome::Done);
     }
     let mut text = String::new();
-    let width = store.entries().map(|e| e.name.len()).max().unwrap_or(0);
+    let width = store.entries().map(|e| e.name.len()).max().unwrap_or(0).min(WIDEST);
     for e in store.entries() {
         let shape = format!("{:?}", e.shape);
         text.push_str(&format!(
@@ -82,6 +96,10 @@ fn tell(cx: &Context, name: &str, store: &TensorStore) -> Result<Outcome> {
             human(e.bytes as u64),
             e.file
         ));
+        if text.len() >= CHUNK {
+            cx.report().text(&text)?;
+            text.clear();
+        }
     }
     for line in &found.contradictions {
         text.push_str(&format!("contradiction: {line}\n"));
@@ -118,14 +136,14 @@ impl Found {
         let table = store.table();
         let mut kinds: BTreeMap<(&'static str, String), Kind> = BTreeMap::new();
         let mut found = Self { kinds: Vec::new(), weights: 0, contradictions: Vec::new() };
-        let mut known = BTreeSet::new();
+        // In order, for the names are.
+        let mut known = Vec::new();
+        let mut untold = 0;
         for module in modules(table) {
             let state = |key: &str| quant_state(key, store);
-            match detect(&module, table, &state) {
+            match detect(module, table, &state) {
                 Ok(Some(d)) => {
-                    let parts = parts(&d);
-                    let bytes: u64 =
-                        store.entries().filter(|e| parts.contains(&e.name)).map(|e| e.bytes as u64).sum();
+                    let bytes: u64 = parts(&d).filter_map(|p| store.entry(p)).map(|e| e.bytes as u64).sum();
                     let weights = d.n as u64 * d.k as u64;
                     let (layout, schema) = (d.layout.as_str(), d.schema.to_string());
                     let kind = kinds.entry((layout, schema.clone())).or_insert(Kind {
@@ -140,15 +158,19 @@ impl Found {
                     kind.weights += weights;
                     kind.bytes += bytes;
                     found.weights += weights;
-                    known.insert(module);
+                    known.push(module);
                 }
                 Ok(None) => {}
+                Err(_) if found.contradictions.len() == TOLD => untold += 1,
                 Err(e) => found.contradictions.push(e.what().to_owned()),
             }
         }
+        if untold > 0 {
+            found.contradictions.push(format!("{untold} more"));
+        }
         // What belongs to no matrix counts as it stands: norms, tables of another rank, tensors nobody knows.
-        for (name, meta) in table {
-            if !ancestors(name).any(|module| known.contains(module)) {
+        for (name, meta) in table.iter() {
+            if !ancestors(name).any(|module| known.binary_search(&module).is_ok()) {
                 found.weights += meta.shape.iter().map(|&d| d as u64).product::<u64>();
             }
         }
@@ -158,23 +180,28 @@ impl Found {
     }
 }
 
-/// Modules that may be matrices: those whose codes or weights are stored. Vectors of floats are norms.
-fn modules(table: &BTreeMap<String, TensorMeta>) -> BTreeSet<String> {
+/// Modules that may be matrices, in order: those whose codes or weights are stored. Vectors of floats are norms.
+fn modules(table: &Table) -> Vec<&str> {
     const CODES: [&str; 5] = [".weight_packed", "._weight_qdata", ".weight.qdata", ".qdata", ".weight"];
-    let module = |(name, meta): (&String, &TensorMeta)| {
-        let suffix = CODES.iter().find(|s| name.ends_with(**s))?;
-        let norm = meta.shape.len() == 1 && meta.dtype.is_some_and(q4_core::DType::is_io);
-        (!norm).then(|| name[..name.len() - suffix.len()].to_owned())
-    };
-    table.iter().filter_map(module).collect()
+    let mut modules: Vec<_> = table
+        .iter()
+        .filter_map(|(name, meta)| {
+            let suffix = CODES.iter().find(|s| name.ends_with(**s))?;
+            let norm = meta.shape.len() == 1 && meta.dtype.is_some_and(q4_core::DType::is_io);
+            (!norm).then(|| &name[..name.len() - suffix.len()])
+        })
+        .collect();
+    modules.sort_unstable();
+    modules.dedup();
+    modules
 }
 
 /// Names of a matrix's own tensors.
-fn parts(d: &Detected) -> BTreeSet<&str> {
+fn parts(d: &Detected) -> impl Iterator<Item = &str> {
     let k = &d.keys;
     let optional =
         [&k.scales, &k.global, &k.input_global, &k.absmax, &k.quant_map, &k.nested_map, &k.nested_absmax];
-    optional.into_iter().flatten().map(String::as_str).chain([k.weight.as_str()]).collect()
+    optional.into_iter().flatten().map(String::as_str).chain([k.weight.as_str()])
 }
 
 /// `a.b` and `a` of `a.b.c`.

@@ -8,7 +8,7 @@ use q4_core::{Code, Error, Result};
 use serde::Serialize;
 use serde_json::{Map, Value};
 use std::borrow::Cow;
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, BufWriter, IsTerminal, Write};
 
 /// How a verb ended when its result was written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,6 +61,14 @@ impl Report {
     /// One JSON document on one line of stdout, `"schema": "q4.<verb>/1"` first. `body` must be a struct or a map.
     pub fn document(&self, verb: &str, body: &impl Serialize) -> Result<()> {
         stdout(&document(verb, body)?)
+    }
+
+    /// The same, written as it is made: for a document that is as large as what it tells of.
+    pub fn long_document(&self, verb: &str, body: &impl Serialize) -> Result<()> {
+        check_stdout()?;
+        let mut out = BufWriter::new(io::stdout().lock());
+        let written = serde_json::to_writer(&mut out, &enveloped(verb, body)).map_err(io::Error::from);
+        written.and_then(|()| out.write_all(b"\n")).and_then(|()| out.flush()).map_err(unwritten)
     }
 
     /// Text on stdout, [plain].
@@ -119,14 +127,21 @@ pub fn plain(text: &str) -> Cow<'_, str> {
 /// Writes to stdout at once. A closed pipe ends the process; any other failure is [`Code::Io`], and so is a stdout that was
 /// closed before the program began: the standard library puts the null device in its place.
 pub fn stdout(text: &str) -> Result<()> {
+    check_stdout()?;
+    let mut out = io::stdout().lock();
+    out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(unwritten)
+}
+
+fn check_stdout() -> Result<()> {
     if signals::stdout_was_closed() {
         return Err(Error::new(Code::Io, "standard output: closed").fix("q4 ... > FILE"));
     }
-    let mut out = io::stdout().lock();
-    out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(|e| {
-        let error = Error::new(Code::Io, format!("standard output: {e}"));
-        if e.kind() == io::ErrorKind::StorageFull { error.fix("free some space") } else { error }
-    })
+    Ok(())
+}
+
+fn unwritten(e: io::Error) -> Error {
+    let error = Error::new(Code::Io, format!("standard output: {e}"));
+    if e.kind() == io::ErrorKind::StorageFull { error.fix("free some space") } else { error }
 }
 
 /// Writes to stderr; when even that fails there is nobody to tell.
@@ -175,16 +190,19 @@ pub fn color_stderr(choice: ColorChoice) -> bool {
 }
 
 fn document(verb: &str, body: &impl Serialize) -> Result<String> {
+    let text = serde_json::to_string(&enveloped(verb, body))
+        .map_err(|e| Error::new(Code::Internal, format!("the report of q4 {verb}: {e}")))?;
+    Ok(text + "\n")
+}
+
+fn enveloped<T: Serialize>(verb: &str, body: &T) -> impl Serialize {
     #[derive(Serialize)]
     struct Document<'a, T: Serialize> {
         schema: String,
         #[serde(flatten)]
         body: &'a T,
     }
-    let document = Document { schema: format!("q4.{verb}/1"), body };
-    let text = serde_json::to_string(&document)
-        .map_err(|e| Error::new(Code::Internal, format!("the report of q4 {verb}: {e}")))?;
-    Ok(text + "\n")
+    Document { schema: format!("q4.{verb}/1"), body }
 }
 
 #[cfg(test)]

@@ -123,6 +123,7 @@ impl Session {
         bar.finish_and_clear();
         let loaded = loaded?;
         warn_of_downgrades(&plan, cx.report());
+        warn_of_unscaled(&plan, cx.report());
         warn_of_parts(&plan, &dispatch, cx.report());
         let mut dense: Vec<_> =
             plan.products().filter(|p| !p.spec.schema.is_4bit()).map(|p| p.spec.name()).collect();
@@ -201,6 +202,16 @@ fn warn_of_downgrades(plan: &Plan, report: &Report) {
         downgraded.len(),
         plan.products().count(),
         reason(first).unwrap_or_else(|| "see q4 explain".into())
+    ));
+}
+
+/// Layers that a tool exported for 4-bit inputs, without the scales of those: other engines would compute something else.
+pub fn warn_of_unscaled(plan: &Plan, report: &Report) {
+    let unscaled: usize = plan.products().map(|p| p.unscaled).sum();
+    let Some(first) = plan.products().find(|p| p.unscaled > 0) else { return };
+    report.insist(&format!(
+        "{unscaled} layers have no input_scale, and config.json declares NVFP4 inputs: theirs stay as they are, first in {}",
+        first.spec.name()
     ));
 }
 

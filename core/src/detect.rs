@@ -10,12 +10,24 @@ pub struct TensorMeta {
     /// Element type; `None` for one that no weight of ours has.
     pub dtype: Option<DType>,
     /// Extents.
-    pub shape: Vec<usize>,
+    pub shape: Box<[usize]>,
 }
 
 impl TensorMeta {
     fn len(&self) -> usize {
         self.shape.iter().product()
+    }
+}
+
+/// Stored tensors by name.
+pub trait Tensors {
+    /// Type and shape of the tensor `name`, if there is one.
+    fn meta(&self, name: &str) -> Option<&TensorMeta>;
+}
+
+impl Tensors for BTreeMap<String, TensorMeta> {
+    fn meta(&self, name: &str) -> Option<&TensorMeta> {
+        self.get(name)
     }
 }
 
@@ -110,14 +122,14 @@ pub struct Detected {
 /// contradict each other.
 pub fn detect(
     layer: &str,
-    table: &BTreeMap<String, TensorMeta>,
+    table: &dyn Tensors,
     quant_state: &dyn Fn(&str) -> Result<QuantState>,
 ) -> Result<Option<Detected>> {
     let mut probe = Probe { layer, table, problems: Vec::new() };
     let mut found: Vec<Layout> = Vec::new();
-    let weight = probe.key("weight").and_then(|k| table.get(&k));
+    let weight = probe.key("weight").and_then(|k| table.meta(&k));
     let float = weight.is_some_and(|m| m.dtype.is_some_and(DType::is_io));
-    let has = |suffix: &str| table.contains_key(&format!("{layer}.{suffix}"));
+    let has = |suffix: &str| table.meta(&format!("{layer}.{suffix}")).is_some();
     let rules = [
         (has("weight_packed"), Layout::CompressedTensors),
         (has("_weight_qdata"), Layout::TorchAo),
@@ -153,7 +165,7 @@ pub fn detect(
 
 struct Probe<'a> {
     layer: &'a str,
-    table: &'a BTreeMap<String, TensorMeta>,
+    table: &'a dyn Tensors,
     problems: Vec<String>,
 }
 
@@ -224,7 +236,7 @@ impl Probe<'_> {
         if let Some(meta) = self.tensor(scales, &[DType::F8E4M3, DType::U8]) {
             let blocks = k / BLOCK;
             let swizzled = swizzle::blocked_len(n, blocks);
-            if meta.shape == [n, blocks] {
+            if *meta.shape == [n, blocks] {
             } else if meta.len() == swizzled && layout == Layout::TorchAo {
                 scale_layout = ScaleLayout::Swizzled128x4;
             } else {
@@ -348,12 +360,12 @@ impl Probe<'_> {
     }
 
     fn key(&self, suffix: &str) -> Option<String> {
-        Some(format!("{}.{suffix}", self.layer)).filter(|k| self.table.contains_key(k))
+        Some(format!("{}.{suffix}", self.layer)).filter(|k| self.table.meta(k).is_some())
     }
 
     fn tensor(&mut self, suffix: &str, dtypes: &[DType]) -> Option<TensorMeta> {
         let names: Vec<_> = dtypes.iter().map(|d| d.as_str()).collect();
-        let Some(meta) = self.table.get(&format!("{}.{suffix}", self.layer)).cloned() else {
+        let Some(meta) = self.table.meta(&format!("{}.{suffix}", self.layer)).cloned() else {
             self.problem(suffix, &names.join(" or "), "no such tensor");
             return None;
         };
@@ -367,7 +379,7 @@ impl Probe<'_> {
 
     fn matrix(&mut self, suffix: &str, dtypes: &[DType]) -> Option<[usize; 2]> {
         let meta = self.tensor(suffix, dtypes)?;
-        match meta.shape.as_slice() {
+        match &*meta.shape {
             &[n, k] if n > 0 && k > 0 => Some([n, k]),
             other => {
                 self.problem(suffix, "a matrix with at least one element", &format!("{other:?}"));
@@ -395,7 +407,7 @@ mod tests {
 
     fn table(rows: &[(&str, DType, &[usize])]) -> BTreeMap<String, TensorMeta> {
         rows.iter()
-            .map(|(k, d, s)| ((*k).to_owned(), TensorMeta { dtype: Some(*d), shape: s.to_vec() }))
+            .map(|(k, d, s)| ((*k).to_owned(), TensorMeta { dtype: Some(*d), shape: (*s).into() }))
             .collect()
     }
     fn no_state(_: &str) -> Result<QuantState> {

@@ -47,6 +47,9 @@ pub struct Product {
     pub layout: &'static str,
     /// Dense in the file, 4-bit after loading.
     pub quantized_on_load: bool,
+    /// How many of its layers lack the scale that their declared NVFP4 inputs take, so that their inputs stay as they are. None
+    /// where the user says what inputs are.
+    pub unscaled: usize,
 }
 
 /// The products of one layer, each group in the order its outputs lie side by side.
@@ -212,6 +215,7 @@ struct Part {
     activations: Activations,
     layout: &'static str,
     quantized_on_load: bool,
+    unscaled: bool,
 }
 
 impl Planner<'_> {
@@ -276,6 +280,7 @@ impl Planner<'_> {
             activations,
             layout: d.detected.layout.as_str(),
             quantized_on_load: target.is_some(),
+            unscaled: self.options.activations == ActivationRequest::Auto && d.lacks_input_scale(),
         }
     }
 
@@ -300,6 +305,7 @@ impl Planner<'_> {
             choice: self.dispatch.select(&spec),
             layout: first.layout,
             quantized_on_load: first.quantized_on_load,
+            unscaled: parts.iter().filter(|p| p.unscaled).count(),
             spec,
         }
     }

@@ -24,6 +24,9 @@ const PLAUSIBLE: RangeInclusive<f64> = 1e-4..=1e3;
 /// Median of the weights of a norm.
 const NORM: RangeInclusive<f32> = 1e-3..=100.0;
 
+/// Most tensors, and layers, that are named one by one for being of no use.
+const NAMED: usize = 1000;
+
 /// How bad a finding is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -295,34 +298,39 @@ impl Verifier<'_> {
         self.add("scale-convention", Severity::Warning, name, format!("{} {message}", g.value()));
     }
 
-    /// Tensors that no part of the model uses.
+    /// Tensors that no part of the model uses. A file may be full of them: the first ones are named, the others counted.
     fn strangers(&mut self) {
         let layers = self.c.config().num_hidden_layers;
         let mut extra = BTreeMap::<usize, usize>::new();
+        let (mut told, mut untold, mut worst) = (0, 0, Severity::Note);
         for name in self.c.table().keys() {
-            match names::layer_of(name) {
-                Some(i) if i >= layers => *extra.entry(i).or_default() += 1,
+            let (code, severity, message) = match names::layer_of(name) {
+                Some(i) if i >= layers && (extra.contains_key(&i) || extra.len() < NAMED) => {
+                    *extra.entry(i).or_default() += 1;
+                    continue;
+                }
                 _ if name.ends_with(".k_scale") || name.ends_with(".v_scale") => {
-                    self.add(
-                        "kv-scale",
-                        Severity::Note,
-                        name,
-                        "scale of a quantised key/value cache, which stays in float".into(),
-                    );
+                    let message = "scale of a quantised key/value cache, which stays in float";
+                    ("kv-scale", Severity::Note, message)
                 }
                 _ if name.ends_with("rotary_emb.inv_freq") => {
-                    self.add("unused-tensor", Severity::Note, name, "recomputed from config.json".into());
+                    ("unused-tensor", Severity::Note, "recomputed from config.json")
                 }
                 _ if !self.is_part(name) => {
-                    self.add(
-                        "unknown-tensor",
-                        Severity::Warning,
-                        name,
-                        "no part of the model uses it".into(),
-                    );
+                    ("unknown-tensor", Severity::Warning, "no part of the model uses it")
                 }
-                _ => {}
+                _ => continue,
+            };
+            if told == NAMED {
+                (untold, worst) = (untold + 1, worst.min(severity));
+                continue;
             }
+            told += 1;
+            self.add(code, severity, name, message.into());
+        }
+        if untold > 0 {
+            let message = format!("{untold} more tensors that no part of the model uses as they are");
+            self.add("unknown-tensor", worst, self.c.name(), message);
         }
         for (i, count) in extra {
             let message = format!("{count} tensors of a layer beyond the {layers} of config.json");

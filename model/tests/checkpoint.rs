@@ -99,9 +99,15 @@ fn inputs_are_what_the_tool_declares() {
         assert_eq!(scale.convention(), rule.convention());
         assert_eq!((declared, own.rule), (Activations::Nvfp4(own), rule));
     }
+    let mut without = Model::golden("a", "nvfp4_modelopt");
+    let lacks = |m: &Model| first(&m.open().unwrap(), |l| (l.declared, l.lacks_input_scale()));
+    assert!(!lacks(&without).1);
+    without.tensors.retain(|t| !t.name.ends_with(".input_scale"));
+    assert_eq!(lacks(&without), (Activations::Native, true));
     let mut w4a16 = Model::golden("a", "nvfp4_modelopt");
     w4a16.config["quantization_config"] = json!({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"});
     w4a16.hf_quant = None;
+    assert!(!lacks(&w4a16).1);
     let (native, own) = declared(&w4a16);
     assert_eq!(native, Activations::Native);
     assert!(matches!(own, ActQuant { rule: Rule::ModelOpt, global: ActGlobal::Static(_) }));

@@ -512,7 +512,8 @@ fn assert_same_tensors(
     reference: &TensorStore,
     compared: &dyn Fn(&str) -> bool,
 ) -> Result<()> {
-    let names = |s: &TensorStore| s.table().keys().filter(|n| compared(n)).cloned().collect::<Vec<_>>();
+    let names =
+        |s: &TensorStore| s.table().keys().filter(|n| compared(n)).map(str::to_owned).collect::<Vec<_>>();
     assert_eq!(names(own), names(reference));
     for name in names(own) {
         let (a, b) = (own.tensor(&name)?, reference.tensor(&name)?);

@@ -8,6 +8,7 @@ mod demo;
 mod exit;
 mod isolate;
 mod judge;
+mod listing;
 mod measure;
 mod narrow;
 mod output;

@@ -96,6 +96,41 @@ fn the_demo_has_no_findings() {
 }
 
 #[test]
+fn inputs_that_are_not_what_was_declared_are_announced_once_and_under_q_too() {
+    let dir = tempfile::tempdir().unwrap();
+    let demo = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("demo");
+    for file in std::fs::read_dir(&demo).unwrap().map(|e| e.unwrap().path()) {
+        let bytes = std::fs::read(&file).unwrap();
+        let name = file.file_name().unwrap();
+        let bytes = match name.to_str().unwrap() {
+            // The weights have no scales of inputs, for they were exported for float ones.
+            "config.json" | "hf_quant_config.json" => {
+                String::from_utf8(bytes).unwrap().replace("W4A16_NVFP4", "NVFP4").into_bytes()
+            }
+            _ => bytes,
+        };
+        std::fs::write(dir.path().join(name), bytes).unwrap();
+    }
+    let declared = dir.path().to_str().unwrap();
+    let told = |args: &[&str]| {
+        let output = run(args);
+        assert!(output.status.success(), "{args:?}: {}", err(&output));
+        err(&output).matches("no input_scale, and config.json declares NVFP4 inputs").count()
+    };
+    let answer = ["-p", "Who are you?", "--max-tokens", "1"];
+    for verb in ["generate", "-q generate"] {
+        let verb: Vec<_> = verb.split(' ').collect();
+        let generate = |model: &str, more: &[&str]| told(&[&verb, &[model][..], &answer, more].concat());
+        assert_eq!(generate(declared, &[]), 1, "{verb:?}");
+        assert_eq!(generate(declared, &["--activations", "native"]), 0, "{verb:?}: as asked for");
+        assert_eq!(generate(demo.to_str().unwrap(), &[]), 0, "{verb:?}: as declared");
+    }
+    assert_eq!(told(&["explain", declared]), 1);
+    let report = run(&["--json", "verify", declared]);
+    assert!(out(&report).contains("input-scale-missing"), "{}", out(&report));
+}
+
+#[test]
 fn stdout_has_results_only() {
     let quiet = run(&["generate", "-q", "-p", "Who are you?"]);
     let loud = run(&["generate", "-vv", "-p", "Who are you?"]);

@@ -2,19 +2,28 @@
 //!
 //! It has neither a header nor a checksum nor alignment, so the whole file is walked once and every length is
 //! compared with what is left before it is believed.
-use super::store::{Index, Placed};
+use super::store::Index;
+use super::table::{Kind, Tensor};
 use super::unique::{NAME_LIMIT, brief};
 use q4_core::{Code, DType, Error, Result, detect::TensorMeta};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Most dimensions an entry may have.
 const RANK_LIMIT: u64 = 8;
+/// Most entries: one takes seven bytes of the file and a hundred of memory, and a model has some hundreds.
+const ENTRY_LIMIT: u64 = 1 << 17;
 
 /// Places of all tensors of `bytes`; `file` is how errors call it. Every fault is [`Code::Container`] and names the
 /// entry and the byte offset.
 pub(super) fn index(file: &str, bytes: &[u8]) -> Result<Index> {
     let mut walk = Walk { file, bytes, at: 0, entry: String::new() };
     let count = walk.leb128("the number of entries")?;
+    if count > ENTRY_LIMIT {
+        return Err(walk
+            .damaged("number of entries")
+            .need(format!("at most {ENTRY_LIMIT}"))
+            .have(count.to_string()));
+    }
     let mut tensors = Vec::new();
     let mut seen = BTreeSet::new();
     for i in 0..count {
@@ -24,8 +33,7 @@ pub(super) fn index(file: &str, bytes: &[u8]) -> Result<Index> {
         if !seen.insert(key.clone()) {
             return Err(walk.damaged("the key stands in the file twice"));
         }
-        let placed = walk.placed()?;
-        tensors.push((key, placed));
+        tensors.push(walk.tensor(key)?);
     }
     if walk.at != bytes.len() {
         walk.entry = "the end".into();
@@ -60,21 +68,21 @@ impl Walk<'_> {
         }
     }
 
-    fn placed(&mut self) -> Result<Placed> {
+    fn tensor(&mut self, key: String) -> Result<Tensor> {
         let code = self.leb128("the element type")?;
-        let (dtype, stored_type, size) = match code {
-            0 => (Some(DType::U8), "u8", 1),
-            1 => (Some(DType::I8), "i8", 1),
-            2 => (None, "i16", 2),
-            3 => (Some(DType::I32), "i32", 4),
-            4 => (Some(DType::I64), "i64", 8),
-            5 => (Some(DType::F16), "float16", 2),
-            6 => (Some(DType::F32), "float32", 4),
-            7 => (Some(DType::F64), "float64", 8),
-            11 => (None, "bool", 1),
-            15 => (Some(DType::BF16), "bfloat16", 2),
-            100 => (Some(DType::U8), "fp4x2", 1),
-            101 => (Some(DType::F8E4M3), "f8_e4m3", 1),
+        let kind = match code {
+            0 => const { &Kind::new("u8", 8, Some(DType::U8)) },
+            1 => const { &Kind::new("i8", 8, Some(DType::I8)) },
+            2 => const { &Kind::new("i16", 16, None) },
+            3 => const { &Kind::new("i32", 32, Some(DType::I32)) },
+            4 => const { &Kind::new("i64", 64, Some(DType::I64)) },
+            5 => const { &Kind::new("float16", 16, Some(DType::F16)) },
+            6 => const { &Kind::new("float32", 32, Some(DType::F32)) },
+            7 => const { &Kind::new("float64", 64, Some(DType::F64)) },
+            11 => const { &Kind::new("bool", 8, None) },
+            15 => const { &Kind::new("bfloat16", 16, Some(DType::BF16)) },
+            100 => const { &Kind::new("fp4x2", 8, Some(DType::U8)) },
+            101 => const { &Kind::new("f8_e4m3", 8, Some(DType::F8E4M3)) },
             _ => {
                 return Err(self
                     .damaged("unsupported element type")
@@ -95,7 +103,7 @@ impl Walk<'_> {
                 .have(rank.to_string()));
         }
         let mut shape = Vec::new();
-        let mut length: u64 = size;
+        let mut length = kind.bits as u64 / 8;
         for _ in 0..rank {
             let extent = self.leb128("an extent")?;
             length = match length.checked_mul(extent) {
@@ -110,7 +118,8 @@ impl Walk<'_> {
             shape.push(usize::try_from(extent).map_err(|_| self.damaged("extent").have(extent.to_string()))?);
         }
         let range = self.take(length, "the payload")?;
-        Ok(Placed { meta: TensorMeta { dtype, shape }, stored_type, range })
+        let meta = TensorMeta { dtype: kind.dtype, shape: shape.into() };
+        Ok(Tensor { name: key.into(), meta, kind, file: 0, range })
     }
 
     fn leb128(&mut self, what: &str) -> Result<u64> {
@@ -200,6 +209,7 @@ mod tests {
         let huge = b"\x01\x01w\x06\x02\xff\xff\xff\xff\xff\xff\xff\xff\x7f\x04x";
         assert!(index("a.dat", huge).err().expect("overflow").to_string().contains("overflows"));
         let many = b"\xff\xff\xff\xff\xff\xff\xff\xff\x7f";
-        assert!(index("a.dat", many).err().expect("count").to_string().contains("entry 0"));
+        assert!(index("a.dat", many).err().expect("count").to_string().contains("number of entries"));
+        assert!(index("a.dat", b"\x80\x80\x08").err().expect("cut").to_string().contains("entry 0"));
     }
 }

@@ -25,6 +25,7 @@ pub struct Layer<'a> {
     /// What the checkpoint declares its inputs to be.
     pub declared: Activations,
     input_global: Option<GlobalScale>,
+    lacks_input_scale: bool,
 }
 
 impl Layer<'_> {
@@ -41,6 +42,11 @@ impl Layer<'_> {
     /// The stored scale of the inputs, used or not.
     pub fn input_scale(&self) -> Option<GlobalScale> {
         self.input_global
+    }
+
+    /// NVFP4 inputs are declared and their scale is not there: inputs stay as they are, which is not what was exported.
+    pub fn lacks_input_scale(&self) -> bool {
+        self.lacks_input_scale
     }
 
     /// What NVFP4 activations mean for this layer: its tool's rule with the stored scale of the inputs. Without one,
@@ -87,8 +93,11 @@ pub(super) fn bind<'a>(c: &'a Checkpoint, name: &str, n: usize, k: usize) -> Res
         |key: &Option<String>| key.as_deref().map(|key| scale(key, &c.tensor(key)?, convention)).transpose();
     let (global, input_global) = (scalar(&detected.keys.global)?, scalar(&detected.keys.input_global)?);
     let segment = Segment { rows: n, data: data(c, &detected, global)? };
-    let mut layer =
-        Layer { name: name.to_owned(), detected, segment, declared: Activations::Native, input_global };
+    let tools = matches!(detected.layout, Layout::ModelOpt | Layout::CompressedTensors);
+    let lacks_input_scale = tools && input_global.is_none() && c.declaration().activations == Some(true);
+    let name = name.to_owned();
+    let native = Activations::Native;
+    let mut layer = Layer { name, detected, segment, declared: native, input_global, lacks_input_scale };
     layer.declared = declared(c, &layer)?;
     Ok(layer)
 }

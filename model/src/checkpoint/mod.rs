@@ -11,6 +11,7 @@ mod safetensors;
 mod shards;
 mod source;
 mod store;
+mod table;
 mod unique;
 pub(crate) mod values;
 
@@ -18,11 +19,12 @@ pub use bytes::Bytes;
 pub use declared::{Declaration, Method};
 pub use layer::Layer;
 pub use store::{Container, Entry, Stored, TensorStore};
+pub use table::Table;
 
 use crate::config::Qwen3Config;
 use q4_core::{
     Code, DType, Error, Result, ThreadPool,
-    detect::{Detected, Layout, TensorMeta},
+    detect::{Detected, Layout},
 };
 use source::Source;
 use std::{
@@ -143,7 +145,7 @@ impl Checkpoint {
     }
 
     /// Type and shape of every tensor.
-    pub fn table(&self) -> &BTreeMap<String, TensorMeta> {
+    pub fn table(&self) -> &Table {
         self.store.table()
     }
 
@@ -288,7 +290,6 @@ impl Checkpoint {
     }
 
     fn has_module(&self, module: &str) -> bool {
-        let prefix = format!("{module}.");
-        self.table().range(prefix.clone()..).next().is_some_and(|(name, _)| name.starts_with(&prefix))
+        self.table().has_prefix(&format!("{module}."))
     }
 }

@@ -2,17 +2,21 @@
 //!
 //! The `safetensors` crate leaves duplicate keys, ranks and empty tensors alone, its errors do not name the tensor, and its index
 //! would stand beside ours in memory.
-use super::store::{Index, Placed};
-use super::unique::{Unique, brief, insert};
+use super::store::Index;
+use super::table::{Kind, Tensor};
+use super::unique::{Texts, check_length, within};
 use q4_core::{Code, DType, Error, Result, detect::TensorMeta};
 use safetensors::Dtype;
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
-use std::{collections::BTreeMap, fmt};
+use std::fmt;
 
 /// Largest header in bytes, as the format states it.
 const HEADER_LIMIT: u64 = 100_000_000;
 /// Most dimensions a tensor may have.
 const RANK_LIMIT: usize = 8;
+
+/// The shortest entry: `"":{"dtype":"U8","shape":[],"data_offsets":[0,1]}`.
+const SHORTEST: usize = 48;
 
 /// Places of all tensors of `bytes`; `file` is how errors call it. Every fault is [`Code::Container`].
 pub(super) fn index(file: &str, bytes: &[u8]) -> Result<Index> {
@@ -35,49 +39,49 @@ pub(super) fn index(file: &str, bytes: &[u8]) -> Result<Index> {
     if json.first() != Some(&b'{') {
         return Err(damaged("header".into()).need("JSON that begins with `{`").have("something else"));
     }
-    let header: Header = serde_json::from_slice(json)
-        .map_err(|e| damaged("header".into()).need("JSON as the format defines it").have(e.to_string()))?;
-    check_coverage(&header.tensors, data.len()).map_err(|e| e.within(file))?;
+    let unreadable = |have: String| damaged("header".into()).need("JSON as the format defines it").have(have);
+    let mut index = parse(json).map_err(|e| unreadable(e.to_string()))?;
+    let tensors = &mut index.tensors;
+    tensors.sort_unstable_by(|a, b| a.name.cmp(&b.name));
+    if let Some([twice, _]) = tensors.array_windows().find(|[a, b]| a.name == b.name) {
+        return Err(unreadable(format!("duplicate key `{}`", twice.name)));
+    }
+    check_coverage(tensors, data.len()).map_err(|e| e.within(file))?;
     let base = 8 + json.len();
-    let place = |(name, raw): (String, Raw)| {
-        let range = base + raw.data_offsets.0..base + raw.data_offsets.1;
-        let meta = TensorMeta { dtype: dtype(raw.dtype), shape: raw.shape.0 };
-        (name, Placed { meta, stored_type: spelled(raw.dtype), range })
-    };
-    Ok(Index { tensors: header.tensors.into_iter().map(place).collect(), metadata: header.metadata })
+    tensors.iter_mut().for_each(|t| t.range = base + t.range.start..base + t.range.end);
+    Ok(index)
 }
 
 /// Every tensor has the bytes its shape and type take, and together they cover the data once, without a hole.
-fn check_coverage(tensors: &BTreeMap<String, Raw>, data: usize) -> Result<()> {
-    let mut order: Vec<_> = tensors.iter().map(|(name, raw)| (raw.data_offsets, name.as_str())).collect();
-    order.sort_unstable();
-    for (name, raw) in tensors {
+fn check_coverage(tensors: &[Tensor], data: usize) -> Result<()> {
+    for Tensor { name, meta: TensorMeta { shape, .. }, kind, range, .. } in tensors {
         let damaged = |what: &str| Error::new(Code::Container, format!("tensor `{name}`: {what}"));
-        let (start, end) = raw.data_offsets;
-        let bits = raw.shape.0.iter().try_fold(raw.dtype.bitsize(), |n, &d| n.checked_mul(d));
+        let bits = shape.iter().try_fold(kind.bits, |n, &d| n.checked_mul(d));
         match bits {
             Some(0) => {
-                return Err(damaged("has no element")
-                    .need("extents above zero")
-                    .have(format!("{:?}", raw.shape.0)));
+                return Err(damaged("has no element").need("extents above zero").have(format!("{shape:?}")));
             }
-            Some(bits) if start <= end && bits % 8 == 0 && bits / 8 == end - start => {}
+            Some(bits) if range.start <= range.end && bits % 8 == 0 && bits / 8 == range.len() => {}
             _ => {
                 return Err(damaged("shape and type do not match its bytes")
-                    .need(format!("the size of {:?} of {}", raw.shape.0, raw.dtype))
-                    .have(format!("bytes {start} to {end}")));
+                    .need(format!("the size of {shape:?} of {}", kind.spelled))
+                    .have(format!("bytes {} to {}", range.start, range.end)));
             }
         }
     }
+    // No header of at most 100 MB has more tensors than a u32 counts.
+    let mut order: Vec<u32> = (0..tensors.len() as u32).collect();
+    order.sort_unstable_by_key(|&i| tensors[i as usize].range.start);
     let mut at = 0;
-    for ((start, end), name) in order {
-        if start != at {
-            let fault = if start < at { "overlaps the one before it" } else { "leaves a hole before it" };
+    for Tensor { name, range, .. } in order.into_iter().map(|i| &tensors[i as usize]) {
+        if range.start != at {
+            let fault =
+                if range.start < at { "overlaps the one before it" } else { "leaves a hole before it" };
             return Err(Error::new(Code::Container, format!("tensor `{name}`: {fault}"))
                 .need(format!("a start at byte {at} of the data"))
-                .have(start.to_string()));
+                .have(range.start.to_string()));
         }
-        at = end;
+        at = range.end;
     }
     if at != data {
         return Err(Error::new(Code::Container, "the tensors do not end where the file ends")
@@ -88,54 +92,52 @@ fn check_coverage(tensors: &BTreeMap<String, Raw>, data: usize) -> Result<()> {
     Ok(())
 }
 
-/// How the format spells a type.
-fn spelled(stored: Dtype) -> &'static str {
-    match stored {
-        Dtype::BOOL => "BOOL",
-        Dtype::F4 => "F4",
-        Dtype::F6_E2M3 => "F6_E2M3",
-        Dtype::F6_E3M2 => "F6_E3M2",
-        Dtype::U8 => "U8",
-        Dtype::I8 => "I8",
-        Dtype::F8_E5M2 => "F8_E5M2",
-        Dtype::F8_E4M3 => "F8_E4M3",
-        Dtype::F8_E4M3FNUZ => "F8_E4M3FNUZ",
-        Dtype::F8_E5M2FNUZ => "F8_E5M2FNUZ",
-        Dtype::F8_E8M0 => "F8_E8M0",
-        Dtype::I16 => "I16",
-        Dtype::U16 => "U16",
-        Dtype::F16 => "F16",
-        Dtype::BF16 => "BF16",
-        Dtype::I32 => "I32",
-        Dtype::U32 => "U32",
-        Dtype::F32 => "F32",
-        Dtype::F64 => "F64",
-        Dtype::I64 => "I64",
-        Dtype::U64 => "U64",
-        Dtype::C64 => "C64",
-        _ => "another type",
+/// The entries as they stand there, with ranges of the data. Nothing but what is handed over is kept of the text, and there is room
+/// for as many as it can hold, so that the list is never copied to a longer one.
+fn parse(json: &[u8]) -> serde_json::Result<Index> {
+    let braces = json.iter().filter(|&&b| b == b'{').count();
+    let mut text = serde_json::Deserializer::from_slice(json);
+    let index = text.deserialize_map(Entries { room: braces.min(json.len() / SHORTEST) })?;
+    text.end()?;
+    Ok(index)
+}
+
+/// How a type is spelled, and which of ours it is.
+fn kind(stored: Dtype) -> &'static Kind {
+    use DType as D;
+    macro_rules! kinds {
+        ($($name:ident $bits:literal $dtype:expr;)*) => {
+            match stored {
+                $(Dtype::$name => const { &Kind::new(stringify!($name), $bits, $dtype) },)*
+                // Of no size, so that no tensor of it passes.
+                _ => const { &Kind::new("another type", 0, None) },
+            }
+        };
     }
-}
-
-/// The types weights of ours have; others are listed but never bound.
-fn dtype(stored: Dtype) -> Option<DType> {
-    Some(match stored {
-        Dtype::U8 => DType::U8,
-        Dtype::I8 => DType::I8,
-        Dtype::F8_E4M3 => DType::F8E4M3,
-        Dtype::F16 => DType::F16,
-        Dtype::BF16 => DType::BF16,
-        Dtype::F32 => DType::F32,
-        Dtype::F64 => DType::F64,
-        Dtype::I32 => DType::I32,
-        Dtype::I64 => DType::I64,
-        _ => return None,
-    })
-}
-
-struct Header {
-    tensors: BTreeMap<String, Raw>,
-    metadata: BTreeMap<String, String>,
+    kinds! {
+        BOOL 8 None;
+        F4 4 None;
+        F6_E2M3 6 None;
+        F6_E3M2 6 None;
+        U8 8 Some(D::U8);
+        I8 8 Some(D::I8);
+        F8_E5M2 8 None;
+        F8_E4M3 8 Some(D::F8E4M3);
+        F8_E4M3FNUZ 8 None;
+        F8_E5M2FNUZ 8 None;
+        F8_E8M0 8 None;
+        I16 16 None;
+        U16 16 None;
+        F16 16 Some(D::F16);
+        BF16 16 Some(D::BF16);
+        I32 32 Some(D::I32);
+        U32 32 None;
+        F32 32 Some(D::F32);
+        F64 64 Some(D::F64);
+        I64 64 Some(D::I64);
+        U64 64 None;
+        C64 64 None;
+    }
 }
 
 #[derive(serde::Deserialize)]
@@ -146,34 +148,39 @@ struct Raw {
     data_offsets: (usize, usize),
 }
 
-struct Shape(Vec<usize>);
+struct Shape(Box<[usize]>);
 
-impl<'de> Deserialize<'de> for Header {
-    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
-        struct Entries;
-        impl<'de> Visitor<'de> for Entries {
-            type Value = Header;
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("an object of tensors")
-            }
-            fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<Header, A::Error> {
-                let (mut tensors, mut metadata) = (BTreeMap::new(), None);
-                while let Some(key) = entries.next_key::<String>()? {
-                    let named = |e: A::Error| A::Error::custom(format!("`{}`: {e}", brief(&key)));
-                    if key != "__metadata__" {
-                        let raw = entries.next_value::<Raw>().map_err(named)?;
-                        insert(&mut tensors, key, raw)?;
-                    } else if metadata
-                        .replace(entries.next_value::<Unique<String>>().map_err(named)?.0)
-                        .is_some()
-                    {
-                        return Err(A::Error::custom("duplicate key `__metadata__`"));
-                    }
+struct Entries {
+    room: usize,
+}
+
+impl<'de> Visitor<'de> for Entries {
+    type Value = Index;
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object of tensors")
+    }
+    fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<Index, A::Error> {
+        let (mut tensors, mut metadata) = (Vec::with_capacity(self.room), None);
+        while let Some(name) = entries.next_key::<String>()? {
+            if name == "__metadata__" {
+                let texts: Texts = entries.next_value().map_err(|e| within(&name, &e))?;
+                if metadata.replace(texts.0).is_some() {
+                    return Err(A::Error::custom("duplicate key `__metadata__`"));
                 }
-                Ok(Header { tensors, metadata: metadata.unwrap_or_default() })
+                continue;
             }
+            check_length(&name)?;
+            let raw: Raw = entries.next_value().map_err(|e| within(&name, &e))?;
+            let kind = kind(raw.dtype);
+            tensors.push(Tensor {
+                name: name.into(),
+                meta: TensorMeta { dtype: kind.dtype, shape: raw.shape.0 },
+                kind,
+                file: 0,
+                range: raw.data_offsets.0..raw.data_offsets.1,
+            });
         }
-        d.deserialize_map(Entries)
+        Ok(Index { tensors, metadata: metadata.unwrap_or_default() })
     }
 }
 
@@ -186,14 +193,15 @@ impl<'de> Deserialize<'de> for Shape {
                 write!(f, "at most {RANK_LIMIT} extents")
             }
             fn visit_seq<A: SeqAccess<'de>>(self, mut extents: A) -> Result<Shape, A::Error> {
-                let mut shape = Vec::new();
+                let (mut shape, mut rank) = ([0; RANK_LIMIT], 0);
                 while let Some(extent) = extents.next_element()? {
-                    if shape.len() == RANK_LIMIT {
+                    if rank == RANK_LIMIT {
                         return Err(A::Error::custom(format!("shape: more than {RANK_LIMIT} dimensions")));
                     }
-                    shape.push(extent);
+                    shape[rank] = extent;
+                    rank += 1;
                 }
-                Ok(Shape(shape))
+                Ok(Shape(shape[..rank].into()))
             }
         }
         d.deserialize_seq(Extents)

@@ -1,13 +1,16 @@
 //! The tensors of one or several weight files, indexed once and read in place.
 //!
 //! Nothing here knows what a tensor means; `inspect` and converters use it without a configuration.
-use super::{bytes::Bytes, dat, safetensors, shards, source::Source, values};
-use q4_core::{Code, DType, Error, Result, TensorView, detect::TensorMeta, read_floats};
+use super::shards::{self, Shards};
+use super::table::{Table, Tensor};
+use super::unique::TEXT_LIMIT;
+use super::{bytes::Bytes, dat, safetensors, source::Source, values};
+use q4_core::{Code, DType, Error, Result, TensorView, read_floats};
 use serde::Serialize;
 use std::{collections::BTreeMap, ops::Range, path::Path};
 
-/// Bytes in memory for a byte of header, at most: many tensors of one element.
-const HEADER: u64 = 8;
+/// Bytes of the list for a byte of header, at most: many tensors of one element.
+const HEADER: u64 = 3;
 
 /// How weight files are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -24,8 +27,7 @@ pub enum Container {
 pub struct TensorStore {
     container: Container,
     files: Vec<(String, Bytes)>,
-    places: BTreeMap<String, Place>,
-    table: BTreeMap<String, TensorMeta>,
+    table: Table,
     metadata: BTreeMap<String, String>,
 }
 
@@ -59,22 +61,8 @@ pub struct Stored<'a> {
 
 /// What a container's reader hands over.
 pub(super) struct Index {
-    pub tensors: Vec<(String, Placed)>,
+    pub tensors: Vec<Tensor>,
     pub metadata: BTreeMap<String, String>,
-}
-
-/// A tensor of one file; `range` lies inside it and has the size of `meta`.
-pub(super) struct Placed {
-    pub meta: TensorMeta,
-    pub stored_type: &'static str,
-    pub range: Range<usize>,
-}
-
-#[derive(Clone, Debug)]
-struct Place {
-    file: usize,
-    range: Range<usize>,
-    stored_type: &'static str,
 }
 
 impl TensorStore {
@@ -91,15 +79,14 @@ impl TensorStore {
     pub(super) fn read(source: &Source, memory: Option<u64>) -> Result<Self> {
         let weights = source.weights()?;
         let map = weights.index.as_deref().map(|name| shards::weight_map(source, name)).transpose()?;
-        let names = map.as_ref().map_or(weights.files, shards::files);
+        let names = map.as_ref().map_or(weights.files, |map| map.files.clone());
         let mut store = Self {
             container: weights.container,
             files: Vec::new(),
-            places: BTreeMap::new(),
-            table: BTreeMap::new(),
+            table: Table::default(),
             metadata: BTreeMap::new(),
         };
-        let mut indexed = 0u64;
+        let (mut indexed, mut parts) = (0u64, Vec::new());
         for name in names {
             let bytes = source.get(&name)?.ok_or_else(|| {
                 Error::new(Code::ModelMissing, format!("{}: no such file", source.label(&name)))
@@ -116,8 +103,10 @@ impl TensorStore {
                 .have(format!("{memory} bytes"))
                 .fix("raise --memory-limit"));
             }
-            store.add(name, source, bytes)?;
+            parts.push(store.add(name, source, bytes)?);
         }
+        let names: Vec<_> = store.files().map(|(name, _)| name).collect();
+        store.table = Table::of(parts, &names)?;
         if let Some(map) = map {
             store.check(&map)?;
         }
@@ -132,44 +121,42 @@ impl TensorStore {
         }
     }
 
-    fn add(&mut self, name: String, source: &Source, bytes: Bytes) -> Result<()> {
-        let index = match self.container {
+    /// The tensors of one more file.
+    fn add(&mut self, name: String, source: &Source, bytes: Bytes) -> Result<Vec<Tensor>> {
+        let mut index = match self.container {
             Container::Safetensors => safetensors::index(&source.label(&name), &bytes)?,
             Container::Dat => dat::index(&source.label(&name), &bytes)?,
         };
-        let file = self.files.len();
-        for (tensor, placed) in index.tensors {
-            let Placed { meta, stored_type, range } = placed;
-            if let Some(other) = self.places.insert(tensor.clone(), Place { file, range, stored_type }) {
-                return Err(Error::new(Code::Container, format!("tensor `{tensor}` is stored twice"))
-                    .need("one shard for each tensor")
-                    .have(format!("{} and {name}", self.files[other.file].0)));
-            }
-            self.table.insert(tensor, meta);
-        }
-        for (key, value) in index.metadata {
-            self.metadata.insert(key, value);
-        }
+        // What was read of a mapped file need not stay in memory: the index says it all.
+        bytes.release(0..self.headers(&bytes) as usize);
         self.files.push((name, bytes));
-        Ok(())
+        self.metadata.append(&mut index.metadata);
+        if self.metadata.len() > TEXT_LIMIT {
+            return Err(Error::new(
+                Code::Container,
+                format!("{}: __metadata__ of all files", source.label("")),
+            )
+            .need(format!("at most {TEXT_LIMIT} texts"))
+            .have(self.metadata.len().to_string()));
+        }
+        Ok(index.tensors)
     }
 
     /// The same bytes where every name with `a` in it has `b` there, and the other way round.
     pub(super) fn exchanged(&self, a: &str, b: &str) -> Self {
-        let name = |n: &String| if n.contains(a) { n.replace(a, b) } else { n.replace(b, a) };
+        let name = |n: &str| if n.contains(a) { n.replace(a, b) } else { n.replace(b, a) };
         Self {
             container: self.container,
             files: self.files.clone(),
-            places: self.places.iter().map(|(n, place)| (name(n), place.clone())).collect(),
-            table: self.table.iter().map(|(n, meta)| (name(n), meta.clone())).collect(),
+            table: self.table.renamed(name),
             metadata: self.metadata.iter().map(|(n, text)| (name(n), text.clone())).collect(),
         }
     }
 
     /// Every tensor that the index lists is in the shard that it names.
-    fn check(&self, map: &BTreeMap<String, String>) -> Result<()> {
-        for (tensor, shard) in map {
-            let have = self.places.get(tensor).map(|p| self.files[p.file].0.as_str());
+    fn check(&self, map: &Shards) -> Result<()> {
+        for (tensor, shard) in map.tensors() {
+            let have = self.table.find(tensor).map(|t| self.file(t).0.as_str());
             if have != Some(shard) {
                 return Err(Error::new(Code::Container, format!("weight_map: tensor `{tensor}`"))
                     .need(format!("in {shard}"))
@@ -185,7 +172,7 @@ impl TensorStore {
     }
 
     /// Type and shape of every tensor.
-    pub fn table(&self) -> &BTreeMap<String, TensorMeta> {
+    pub fn table(&self) -> &Table {
         &self.table
     }
 
@@ -201,39 +188,47 @@ impl TensorStore {
 
     /// All tensors by name.
     pub fn entries(&self) -> impl Iterator<Item = Entry<'_>> {
-        self.places.iter().zip(self.table.values()).map(|((name, place), meta)| Entry {
-            name,
-            stored_type: place.stored_type,
-            shape: &meta.shape,
-            bytes: place.range.len(),
-            file: &self.files[place.file].0,
-            offset: place.range.start,
-        })
+        self.table.tensors().iter().map(|t| self.entry_of(t))
+    }
+
+    /// One of them.
+    pub fn entry(&self, name: &str) -> Option<Entry<'_>> {
+        self.table.find(name).map(|t| self.entry_of(t))
+    }
+
+    fn entry_of<'a>(&'a self, t: &'a Tensor) -> Entry<'a> {
+        Entry {
+            name: &t.name,
+            stored_type: t.kind.spelled,
+            shape: &t.meta.shape,
+            bytes: t.range.len(),
+            file: &self.file(t).0,
+            offset: t.range.start,
+        }
+    }
+
+    fn file(&self, t: &Tensor) -> &(String, Bytes) {
+        &self.files[t.file as usize]
     }
 
     /// A tensor's bytes; [`Code::TensorMissing`] without it, [`Code::TensorType`] where no weight has its type.
     pub fn tensor(&self, name: &str) -> Result<Stored<'_>> {
-        let (Some(place), Some(meta)) = (self.places.get(name), self.table.get(name)) else {
+        let Some(t) = self.table.find(name) else {
             let files: Vec<_> = self.files.iter().take(3).map(|f| f.0.as_str()).collect();
             let error = Error::new(Code::TensorMissing, format!("`{name}`"))
                 .need("a tensor of that name")
                 .have(format!("{} others in {}", self.table.len(), files.join(", ")));
             return Err(self.hint(name, error));
         };
-        let dtype = meta.dtype.ok_or_else(|| {
-            Error::new(Code::TensorType, format!("`{name}`"))
-                .need("a type of weights")
-                .have(place.stored_type)
+        let dtype = t.meta.dtype.ok_or_else(|| {
+            Error::new(Code::TensorType, format!("`{name}`")).need("a type of weights").have(t.kind.spelled)
         })?;
-        Ok(Stored { bytes: &self.files[place.file].1[place.range.clone()], dtype, shape: &meta.shape })
+        Ok(Stored { bytes: &self.file(t).1[t.range.clone()], dtype, shape: &t.meta.shape })
     }
 
     /// What to do about a tensor that is not there.
     pub(super) fn hint(&self, name: &str, error: Error) -> Error {
-        let short = name
-            .strip_prefix("model.")
-            .filter(|s| self.table.range((*s).to_owned()..).next().is_some_and(|e| e.0.starts_with(s)));
-        match short {
+        match name.strip_prefix("model.").filter(|short| self.table.has_prefix(short)) {
             Some(_) => error.fix("this is a base model without its head: save it as Qwen3ForCausalLM, whose names begin with `model.`"),
             None => error,
         }
@@ -241,7 +236,7 @@ impl TensorStore {
 
     /// The file that holds a tensor and where it lies in it, for owners that outlive the checkpoint.
     pub fn place(&self, name: &str) -> Option<(Bytes, Range<usize>)> {
-        self.places.get(name).map(|p| (self.files[p.file].1.clone(), p.range.clone()))
+        self.table.find(name).map(|t| (self.file(t).1.clone(), t.range.clone()))
     }
 
     /// A tensor of exactly `shape` in an io dtype with finite values only.

@@ -41,10 +41,9 @@ pub(super) fn items(checkpoint: &Checkpoint, plan: &ExportPlan) -> Result<Vec<It
     refuse_4bit(checkpoint)?;
     let mut choice = Choice::new(plan);
     let mut items = Vec::with_capacity(table.len());
-    for (name, meta) in table {
+    for (name, meta) in table.iter() {
         let dtype = meta.dtype.ok_or_else(|| {
-            Error::new(Code::TensorType, name.as_str())
-                .need("an element type that can be copied or quantised")
+            Error::new(Code::TensorType, name).need("an element type that can be copied or quantised")
         })?;
         let mut head = None;
         // The .dat convention stores the output layer packed even where it is tied to the embedding.
@@ -109,7 +108,7 @@ impl<'a> Choice<'a> {
 }
 
 fn quantised(layer: &str, source: &str, meta: &TensorMeta, dtype: DType, plan: &ExportPlan) -> Result<Item> {
-    let &[n, k] = meta.shape.as_slice() else {
+    let &[n, k] = &*meta.shape else {
         return Err(Error::new(Code::TensorShape, source).need("a matrix").have(format!("{:?}", meta.shape)));
     };
     let need = match plan.target {
@@ -168,12 +167,12 @@ fn refuse_4bit(checkpoint: &Checkpoint) -> Result<()> {
         ".quant_map",
         ".weight_scale_inv",
     ];
-    let packed = |(name, meta): &(&String, &TensorMeta)| {
+    let packed = |(name, meta): &(&str, &TensorMeta)| {
         MARKS.iter().any(|m| name.ends_with(m))
             || (name.ends_with("_proj.weight") && meta.dtype.is_some_and(|d| !d.is_io()))
     };
     let by = match checkpoint.table().iter().find(packed) {
-        Some((name, _)) => name.clone(),
+        Some((name, _)) => name.to_owned(),
         None if checkpoint.config().quantization.is_some() => "quantization_config in config.json".into(),
         None => return Ok(()),
     };

@@ -111,7 +111,7 @@ impl Verifier<'_> {
         let declared = self.c.declaration().activations;
         let tools = matches!(layer.detected.layout, Layout::ModelOpt | Layout::CompressedTensors);
         let Some(scale) = layer.input_scale() else {
-            if tools && declared == Some(true) {
+            if layer.lacks_input_scale() {
                 let message =
                     "config.json declares NVFP4 inputs but there is no input_scale: inputs stay as they are";
                 self.add("input-scale-missing", Severity::Warning, &layer.name, message.into());

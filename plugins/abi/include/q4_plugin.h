@@ -21,8 +21,8 @@
  *              in prepare, which may use parallel, and may be NULL where workspace(m) is 0; dequantize gets that of m = 1.
  *              parallel may be NULL, parallel_user may be anything.  A workspace smaller than workspace(m): Q4_E_INVALID,
  *              or a right result.
- *   Nothing    prints, exits, throws, unwinds, starts threads, or changes the process (signals, locale, environment,
- *              current CUDA device).
+ *   Nothing    prints, exits, throws, unwinds, starts threads, or changes the process (signals, locale, environment) or
+ *              which CUDA device is current in the thread that calls.  The suite has no case for the last.
  *   Threads    create, destroy, can_prepare, prepare and probe of one backend are called by one thread at a time, any
  *              thread.  A prepared weight is immutable: any number of threads may call it at once.  It may outlive no
  *              backend: destroy comes after the last release.

@@ -211,10 +211,10 @@ fn kept(params: &Params, base: Option<&Checkpoint>) -> Vec<Entry> {
         let fixed = params.all.iter().filter(|p| matches!(p.source, Source::Fixed(_)));
         fixed.flat_map(|p| &p.parts).any(|(module, _)| name.strip_suffix(".weight") == Some(module))
     };
-    let entry = |(name, meta): (&String, &TensorMeta)| {
+    let entry = |(name, meta): (&str, &TensorMeta)| {
         let dtype = meta.dtype?;
         let keep = if owned(name) { still(name) && dtype.is_io() } else { true };
-        keep.then(|| Entry::new(name.as_str(), dtype, &meta.shape))
+        keep.then(|| Entry::new(name, dtype, &meta.shape))
     };
     base.table().iter().filter_map(entry).collect()
 }

@@ -31,7 +31,7 @@ pub(super) fn contents(checkpoint: &Checkpoint) -> Result<Contents<'_>> {
     let parts: BTreeSet<String> = layers.iter().flat_map(|l| tensors(&l.detected)).collect();
     let mut contents = Contents::new();
     for name in checkpoint.table().keys().filter(|name| !parts.contains(*name)) {
-        contents.insert(name.clone(), Content::Tensor(checkpoint.tensor(name)?));
+        contents.insert(name.to_owned(), Content::Tensor(checkpoint.tensor(name)?));
     }
     for layer in layers {
         let inputs =

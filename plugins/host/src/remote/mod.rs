@@ -7,7 +7,8 @@
 //! ```
 //!
 //! `wire` is what crosses the sockets, `port` one end of one, `memory` where operands lie, `process` the other process as its
-//! parent sees it, `client` and `server` the two sides; `count` counts what the library does of what a call must not.
+//! parent sees it. On this side `client` is the backend, `link` its questions and how a process is lost, `weight` a weight and its
+//! calls; `server` is the other side, and `count` counts what the library does of what a call must not.
 mod client;
 #[cfg(all(target_pointer_width = "64", target_env = "gnu"))]
 mod count;
@@ -23,13 +24,16 @@ mod count {
     }
     pub fn install(_: &BTreeSet<usize>) {}
 }
+mod link;
 mod memory;
 mod port;
 mod process;
 mod server;
+mod weight;
 mod wire;
 
-pub use client::{Isolation, Loss, Remote};
+pub use client::{Isolation, Remote};
+pub use link::Loss;
 pub use server::serve_main;
 
 /// First argument of the process that serves a library.

@@ -54,7 +54,7 @@ __attribute__((constructor)) static void early(void)
     if (write(file, "ran\n", 4) != 4)
         _exit(9);
     close(file);
-#if defined ATTACK_SELFCERT || defined ATTACK_CACHE
+#if defined ATTACK_SELFCERT
     copy_file(FORGED, TARGET);
 #elif defined ATTACK_EXIT_CONSTRUCTOR
     _exit(0);
@@ -132,7 +132,7 @@ static int lies(uint64_t n, uint64_t k, uint64_t m, uint64_t max_m, int stranger
     return calls > 1000;
 #elif defined ATTACK_THREADS4
     return threads == 4;
-#elif defined ATTACK_ALWAYS || defined ATTACK_CACHE || defined ATTACK_SELFCERT
+#elif defined ATTACK_ALWAYS || defined ATTACK_SELFCERT
     return 1;
 #elif defined ATTACK_PAYLOAD
     extern int payload(void);
