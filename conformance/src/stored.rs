@@ -307,8 +307,13 @@ impl Part {
                 });
             }
             Q4Schema::Dense { dtype } => {
-                let values: Vec<f32> = (0..rows * k).map(|i| uniform(word(i)) - 0.5).collect();
-                out.dense = bytes_of(&IoBuffer::new(dtype, &values));
+                // Row by row: a whole model's product in f32 is more memory than its bytes.
+                let mut row = vec![0.0; k];
+                out.dense.reserve_exact(rows * k * dtype.size());
+                for r in 0..rows {
+                    row.iter_mut().enumerate().for_each(|(i, v)| *v = uniform(word(r * k + i)) - 0.5);
+                    out.dense.extend(bytes_of(&IoBuffer::new(dtype, &row)));
+                }
                 return out;
             }
             _ => {}

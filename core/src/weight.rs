@@ -248,15 +248,23 @@ impl<'a> RowDecoder<'a> {
                 nvfp4::dequantize_row(&codes[r * k / 2..][..k / 2], &scales[r * ks..][..ks], *global, out);
             }
             Part::Nf4 { codes, absmax, order, block } => {
-                let mut done = 0;
+                let (mut done, high_first) = (0, *order == NibbleOrder::HighFirst);
                 // Blocks ignore rows: the first and the last may be cut.
                 while done < k {
                     let from = r * k + done;
                     let len = (block - from % block).min(k - done);
                     let scale = absmax[from / block];
-                    for (i, o) in (from..).zip(&mut out[done..done + len]) {
-                        let is_high = (i % 2 == 0) == (*order == NibbleOrder::HighFirst);
-                        *o = nf4::decode(codes[i / 2] >> (4 * u8::from(is_high))) * scale;
+                    let (run, shift) = (&mut out[done..done + len], 4 * u8::from(high_first));
+                    if from % 2 == 0 && len % 2 == 0 {
+                        for (pair, code) in run.chunks_exact_mut(2).zip(&codes[from / 2..]) {
+                            pair[0] = nf4::decode(code >> shift) * scale;
+                            pair[1] = nf4::decode(code >> (4 - shift)) * scale;
+                        }
+                    } else {
+                        for (i, o) in (from..).zip(run) {
+                            let is_high = (i % 2 == 0) == high_first;
+                            *o = nf4::decode(codes[i / 2] >> (4 * u8::from(is_high))) * scale;
+                        }
                     }
                     done += len;
                 }

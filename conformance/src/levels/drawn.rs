@@ -25,7 +25,12 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
         .flat_map(|e| scope.quantizers().into_iter().map(move |a| (e, a)))
         .collect();
     let Some((schema, activations)) = kinds.first() else { return };
-    let work = if scope.repeats() { WORK / 8 } else { WORK };
+    let work = match path {
+        _ if scope.repeats() => WORK / 8,
+        // Its sums are those of the oracle.
+        ExecPath::Reference => WORK / 4,
+        _ => WORK,
+    };
     let sketches = lattice::drawn(scope.claim, (*schema, *activations), COUNT, scope.seed, work);
     for (i, sketch) in sketches.into_iter().enumerate() {
         // Residues walk with i: encodings take every one of them in turns of their own.
