@@ -295,7 +295,8 @@ pub struct VerifyArgs {
     /// Which model.
     #[command(flatten)]
     pub model: ModelArgs,
-    /// Also run a built-in text and compare the layers with each other: tells matrices that stand in another order.
+    /// Also run a built-in text and compare the layers with each other: tells matrices that stand in another
+    /// order.
     #[arg(long)]
     pub run: bool,
 }

@@ -1,6 +1,7 @@
 //! `q4 bench`: tokens a second beside what the machine's bandwidth and arithmetic would allow.
 //!
-//! The machine's limits are measured before and after the work, on the same threads: a noisy machine moves both.
+//! The machine's limits are measured before and after the work, on the same threads: a noisy machine moves
+//! both.
 mod cuda;
 mod first_token;
 mod kernels;
@@ -243,8 +244,8 @@ fn file_subject(
 }
 
 impl Subject {
-    /// Tokens a second in steps of `rows`: the weights are read once a step, the products are made for every row, the
-    /// head's for the last one only.
+    /// Tokens a second in steps of `rows`: the weights are read once a step, the products are made for every
+    /// row, the head's for the last one only.
     fn figure(&self, what: String, rates: Vec<f64>, rows: usize) -> Figure {
         let (body, all) = synthetic::macs(&self.shape);
         let bytes = self.token_bytes as f64 / rows as f64;

@@ -1,8 +1,9 @@
-//! `q4 conformance`: a backend through the suite, in child processes, with a report for whoever asks and a certificate.
+//! `q4 conformance`: a backend through the suite, in child processes, with a report for whoever asks and a
+//! certificate.
 //!
-//! A child is this very command line with one hidden option more, so that parent and child enumerate the same cases. A third
-//! party's library is mapped by neither: each has a process of its own for it ([`crate::plugins::Place`]), compares what comes
-//! back, and believes nothing else.
+//! A child is this very command line with one hidden option more, so that parent and child enumerate the same
+//! cases. A third party's library is mapped by neither: each has a process of its own for it
+//! ([`crate::plugins::Place`]), compares what comes back, and believes nothing else.
 use crate::args::{Child, ConformanceArgs};
 use crate::context::Context;
 use crate::plugins::{self, Tables};

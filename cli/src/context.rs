@@ -1,6 +1,7 @@
 //! What the global options amount to: policy, backends, memory, threads, and the model they apply to.
 //!
-//! A request that this build cannot meet fails here, before any verb starts, and never turns into something else.
+//! A request that this build cannot meet fails here, before any verb starts, and never turns into something
+//! else.
 use crate::args::{
     ActivationFormat, Compute, DeviceChoice, Dtype, Format, GlobalArgs, KvCache, ModelArgs, Unified,
 };
@@ -37,7 +38,8 @@ pub struct Context {
 
 impl Context {
     /// Checks what can be checked without a model. [`Code::Usage`] for options that contradict each other,
-    /// [`Code::DeviceMissing`], [`Code::UnifiedMemory`] and [`Code::LibraryRefused`] for what this build does not have.
+    /// [`Code::DeviceMissing`], [`Code::UnifiedMemory`] and [`Code::LibraryRefused`] for what this build does
+    /// not have.
     pub fn new(global: GlobalArgs) -> Result<Self> {
         let cx = Self {
             report: Report::new(&global),
@@ -57,8 +59,8 @@ impl Context {
         Ok(cx)
     }
 
-    /// The same options for a run to compare with: all layers by `backend`, where `device` says, whatever it takes to compute
-    /// them, in plain memory, with outputs of the same type.
+    /// The same options for a run to compare with: all layers by `backend`, where `device` says, whatever it
+    /// takes to compute them, in plain memory, with outputs of the same type.
     pub fn against(&self, backend: &str, device: Option<DeviceChoice>) -> Result<Self> {
         let dtype = match self.plan_options(None, 1)?.dtype {
             DType::F16 => Dtype::Float16,
@@ -120,7 +122,8 @@ impl Context {
         Policy { compute, unified_memory: self.unified_memory(), overrides: self.overrides.clone() }
     }
 
-    /// The backends of this build, constructed on this machine, and the tables of those that plugins brought. Loads libraries.
+    /// The backends of this build, constructed on this machine, and the tables of those that plugins brought.
+    /// Loads libraries.
     pub fn backends(&self) -> Result<(Registry, Tables)> {
         let named = self.global.nvfp4_lib.iter().map(|path| (NVFP4_KERNEL.to_owned(), path.clone()));
         let cuda = match self.device()? {
@@ -168,8 +171,8 @@ impl Context {
         })
     }
 
-    /// A file that was named is a backend that was named: for the layers that `--backend` says, for the other run of a
-    /// comparison, else for all that it can serve.
+    /// A file that was named is a backend that was named: for the layers that `--backend` says, for the other
+    /// run of a comparison, else for all that it can serve.
     fn preferring(&self, mut policy: Policy, tables: &Tables) -> Policy {
         let is_compared = |name: &String| self.compared.as_ref() == Some(name);
         let is_other_run = self.overrides.all.is_some() && self.overrides.all == self.compared;
@@ -178,7 +181,8 @@ impl Context {
         policy
     }
 
-    /// Fails when a backend that was named cannot be used at all, with every reason and a command that works without it.
+    /// Fails when a backend that was named cannot be used at all, with every reason and a command that works
+    /// without it.
     pub fn require_named(&self, dispatch: &Dispatch) -> Result<()> {
         let names = self.overrides.all.iter().chain(self.overrides.layers.iter().map(|(_, name)| name));
         for name in names {
@@ -237,8 +241,8 @@ impl Context {
         Arc::new(ThreadPool::new(self.global.threads.map_or_else(q4_core::processors, usize::from)))
     }
 
-    /// Says on stderr that a GPU of this machine stays idle because no device was named. Opens nothing: a driver that is loaded
-    /// has its cards in a folder.
+    /// Says on stderr that a GPU of this machine stays idle because no device was named. Opens nothing: a
+    /// driver that is loaded has its cards in a folder.
     pub fn hint_of_idle_gpu(&self) {
         let is_there =
             || std::fs::read_dir("/proc/driver/nvidia/gpus").is_ok_and(|mut cards| cards.next().is_some());
@@ -256,8 +260,8 @@ impl Context {
         Ok((self.device()?, why))
     }
 
-    /// Where products run. `auto` is the CPU: no run moves to a device it was not told to use. A device that was named is
-    /// used, or is an error that says what is missing.
+    /// Where products run. `auto` is the CPU: no run moves to a device it was not told to use. A device that
+    /// was named is used, or is an error that says what is missing.
     pub fn device(&self) -> Result<Device> {
         match self.global.device {
             DeviceChoice::Auto | DeviceChoice::Cpu => Ok(Device::Cpu),

@@ -1,4 +1,5 @@
-//! The model inside the executable: what `q4` runs when no model is named, so that the first command needs no download.
+//! The model inside the executable: what `q4` runs when no model is named, so that the first command needs no
+//! download.
 use q4_core::Result;
 use q4_model::checkpoint::{Bytes, Checkpoint};
 

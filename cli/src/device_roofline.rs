@@ -1,4 +1,5 @@
-//! What a CUDA device allows, measured like [`crate::roofline`]: reads, and bf16 products on its tensor cores.
+//! What a CUDA device allows, measured like [`crate::roofline`]: reads, and bf16 products on its tensor
+//! cores.
 use q4_core::Result;
 use q4_cuda::{Buffer, Event, Gpu, Kernels, Launch, Source, args};
 use std::sync::Arc;

@@ -1,7 +1,7 @@
 //! `q4 diagnose`: the machine, the backends, and what their kernels make of recorded products.
 //!
-//! Nothing here is inferred from a name or a file that exists: every live path computes, and the exit status says whether
-//! it computed rightly.
+//! Nothing here is inferred from a name or a file that exists: every live path computes, and the exit status
+//! says whether it computed rightly.
 use crate::args::DiagnoseArgs;
 use crate::context::Context;
 use crate::report::Outcome;

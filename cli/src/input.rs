@@ -6,8 +6,9 @@ use std::path::Path;
 /// Bytes that a prompt, a file of turns or a data file may have.
 const LIMIT: u64 = 16 << 20;
 
-/// The text of `-p`, else all of standard input without the newline that ends it. A terminal is refused, because
-/// waiting for a person who does not know it looks like a program that hangs. Errors name a command of `verb` that works.
+/// The text of `-p`, else all of standard input without the newline that ends it. A terminal is refused,
+/// because waiting for a person who does not know it looks like a program that hangs. Errors name a command
+/// of `verb` that works.
 pub fn prompt(given: Option<&str>, verb: &str) -> Result<String> {
     if let Some(text) = given {
         return Ok(text.to_owned());
@@ -46,8 +47,8 @@ pub fn turns(path: &Path) -> Result<Vec<String>> {
     Ok(lines)
 }
 
-/// The text of a data file; `-` is standard input. [`Code::Container`] for what is no text or too long, [`Code::Io`] for
-/// what cannot be read.
+/// The text of a data file; `-` is standard input. [`Code::Container`] for what is no text or too long,
+/// [`Code::Io`] for what cannot be read.
 pub fn data(path: &Path) -> Result<String> {
     let (name, bytes) = if path == Path::new("-") {
         ("standard input".to_owned(), bytes("standard input", io::stdin().lock())?)

@@ -180,7 +180,8 @@ impl Found {
     }
 }
 
-/// Modules that may be matrices, in order: those whose codes or weights are stored. Vectors of floats are norms.
+/// Modules that may be matrices, in order: those whose codes or weights are stored. Vectors of floats are
+/// norms.
 fn modules(table: &Table) -> Vec<&str> {
     const CODES: [&str; 5] = [".weight_packed", "._weight_qdata", ".weight.qdata", ".qdata", ".weight"];
     let mut modules: Vec<_> = table

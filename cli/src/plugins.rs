@@ -1,5 +1,5 @@
-//! Third-party backends among the candidates: loaded from where the user said, for what the user named them for, and with a
-//! certificate only. Without one, nothing of a library runs, in this process or in a child.
+//! Third-party backends among the candidates: loaded from where the user said, for what the user named them
+//! for, and with a certificate only. Without one, nothing of a library runs, in this process or in a child.
 use q4_conformance::{AbiProbe, Certificate, Certificates, Elsewhere, Library, Needed, Outcome, Profile};
 use q4_core::conduct::Facts;
 use q4_core::{
@@ -142,8 +142,9 @@ struct Entry {
     table: Option<Table>,
 }
 
-/// Adds the libraries that were asked for. One that was named by its path and is refused is an error. One that was found in a
-/// folder stays in the list with its reasons, and so does one that nobody wants: it is not loaded.
+/// Adds the libraries that were asked for. One that was named by its path and is refused is an error. One
+/// that was found in a folder stays in the list with its reasons, and so does one that nobody wants: it is
+/// not loaded.
 pub fn add(registry: &mut Registry, asked: &Asked<'_>) -> Result<Tables> {
     let mut tables = Tables::default();
     if asked.paths.is_empty() && asked.folders.is_empty() {

@@ -58,7 +58,8 @@ impl Report {
         !self.quiet && io::stderr().is_terminal()
     }
 
-    /// One JSON document on one line of stdout, `"schema": "q4.<verb>/1"` first. `body` must be a struct or a map.
+    /// One JSON document on one line of stdout, `"schema": "q4.<verb>/1"` first. `body` must be a struct or a
+    /// map.
     pub fn document(&self, verb: &str, body: &impl Serialize) -> Result<()> {
         stdout(&document(verb, body)?)
     }
@@ -89,7 +90,8 @@ impl Report {
         stderr(&format!("{on}warning:{off} {}\n", plain(text)));
     }
 
-    /// A progress bar on stderr, hidden unless a person looks. The caller sets length and position and clears it.
+    /// A progress bar on stderr, hidden unless a person looks. The caller sets length and position and clears
+    /// it.
     pub fn bar(&self, what: &'static str) -> ProgressBar {
         if !self.is_interactive() {
             return ProgressBar::hidden();
@@ -107,8 +109,9 @@ impl Report {
     }
 }
 
-/// Text that tells a terminal nothing: names of tensors and files come from strangers. Control characters but newline and
-/// tab, and those that turn the direction of what is read, are written as `\u{..}`. What a model answers is not text of ours.
+/// Text that tells a terminal nothing: names of tensors and files come from strangers. Control characters but
+/// newline and tab, and those that turn the direction of what is read, are written as `\u{..}`. What a model
+/// answers is not text of ours.
 pub fn plain(text: &str) -> Cow<'_, str> {
     let steers = |c: char| {
         c.is_control() && !matches!(c, '\n' | '\t')
@@ -124,8 +127,8 @@ pub fn plain(text: &str) -> Cow<'_, str> {
     Cow::Owned(shown)
 }
 
-/// Writes to stdout at once. A closed pipe ends the process; any other failure is [`Code::Io`], and so is a stdout that was
-/// closed before the program began: the standard library puts the null device in its place.
+/// Writes to stdout at once. A closed pipe ends the process; any other failure is [`Code::Io`], and so is a
+/// stdout that was closed before the program began: the standard library puts the null device in its place.
 pub fn stdout(text: &str) -> Result<()> {
     check_stdout()?;
     let mut out = io::stdout().lock();

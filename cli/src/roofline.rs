@@ -1,4 +1,5 @@
-//! What this machine could do at best: bytes read and products made a second, on the threads the work runs on.
+//! What this machine could do at best: bytes read and products made a second, on the threads the work runs
+//! on.
 use memmap2::{Advice, MmapMut};
 use q4_core::{Activations, ThreadPool};
 use std::hint::black_box;
@@ -57,8 +58,9 @@ impl Roofline {
         }
     }
 
-    /// Products a second for an activation format. Without dot instructions an int8 product takes a multiply of pairs
-    /// and an addition, on lanes half as wide as f32's. A matrix unit takes an f32 input in three parts.
+    /// Products a second for an activation format. Without dot instructions an int8 product takes a multiply
+    /// of pairs and an addition, on lanes half as wide as f32's. A matrix unit takes an f32 input in
+    /// three parts.
     pub fn gmac_s(&self, activations: &Activations) -> f64 {
         match activations {
             Activations::Native => self.fma_g_s.max(self.tile_g_s.unwrap_or(0.0) / 3.0),
@@ -86,8 +88,8 @@ fn read(threads: &ThreadPool) -> f64 {
     (0..6).map(|_| pass()).fold(0.0, f64::max)
 }
 
-/// Four streams with independent sums, each asking for its line a page ahead: one stream alone does not fill the
-/// memory's queue.
+/// Four streams with independent sums, each asking for its line a page ahead: one stream alone does not fill
+/// the memory's queue.
 fn sum(data: &[u64]) -> u64 {
     #[cfg(target_arch = "x86_64")]
     {
@@ -191,7 +193,8 @@ fn dot_product() -> Option<Dots> {
     {
         use std::arch::aarch64::*;
         use std::arch::asm;
-        /// Chains of one instruction on a register of sums and one of bytes; Rust has no stable names for them.
+        /// Chains of one instruction on a register of sums and one of bytes; Rust has no stable names for
+        /// them.
         macro_rules! chains {
             ($name:ident, $feature:literal, $instruction:literal) => {
                 #[target_feature(enable = $feature)]
@@ -234,7 +237,8 @@ fn tile_product() -> Option<Dots> {
             for tile in 0..8 {
                 (config[16 + 2 * tile], config[48 + tile]) = (64, 16);
             }
-            // SAFETY: the unit was found; it reads 64 bytes of configuration, and four chains hide its latency.
+            // SAFETY: the unit was found; it reads 64 bytes of configuration, and four chains hide its
+            // latency.
             unsafe {
                 std::arch::asm!(
                     "ldtilecfg [{config}]",

@@ -1,4 +1,5 @@
-//! `q4 plugin`: the C header, and new projects for backends of third parties that build without a source tree of q4.
+//! `q4 plugin`: the C header, and new projects for backends of third parties that build without a source tree
+//! of q4.
 //!
 //! Everything is part of the executable, so a project is for the program that will load it.
 use crate::args::{Language, NewArgs, PluginArgs, PluginVerb};

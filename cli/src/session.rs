@@ -71,15 +71,16 @@ pub struct Timing {
 }
 
 impl Session {
-    /// The backends of a run. First of all, so that a backend that was named and cannot be used stops the program before
-    /// it asks for a prompt or reads a model.
+    /// The backends of a run. First of all, so that a backend that was named and cannot be used stops the
+    /// program before it asks for a prompt or reads a model.
     pub fn dispatch(cx: &Context) -> Result<Dispatch> {
         let dispatch = cx.dispatch()?;
         cx.require_named(&dispatch)?;
         Ok(dispatch)
     }
 
-    /// Plans and prepares `checkpoint` for steps of up to `max_rows` rows. A downgrade is announced on stderr, also under `-q`.
+    /// Plans and prepares `checkpoint` for steps of up to `max_rows` rows. A downgrade is announced on
+    /// stderr, also under `-q`.
     pub fn load(
         cx: &Context,
         dispatch: Dispatch,
@@ -205,7 +206,8 @@ fn warn_of_downgrades(plan: &Plan, report: &Report) {
     ));
 }
 
-/// Layers that a tool exported for 4-bit inputs, without the scales of those: other engines would compute something else.
+/// Layers that a tool exported for 4-bit inputs, without the scales of those: other engines would compute
+/// something else.
 pub fn warn_of_unscaled(plan: &Plan, report: &Report) {
     let unscaled: usize = plan.products().map(|p| p.unscaled).sum();
     let Some(first) = plan.products().find(|p| p.unscaled > 0) else { return };
@@ -215,7 +217,8 @@ pub fn warn_of_unscaled(plan: &Plan, report: &Report) {
     ));
 }
 
-/// A plugin that was named has what it accepts. Where that is a part of the model, the user is told who has the rest.
+/// A plugin that was named has what it accepts. Where that is a part of the model, the user is told who has
+/// the rest.
 fn warn_of_parts(plan: &Plan, dispatch: &Dispatch, report: &Report) {
     for name in &dispatch.policy().overrides.preferred {
         let four_bit = || plan.products().filter(|p| p.spec.schema.is_4bit());

@@ -1,7 +1,7 @@
 //! What Ctrl-C and a closed pipe do.
 //!
-//! A closed pipe ends the process without a word, as with every other filter. Ctrl-C ends it at once, unless a verb is
-//! writing files that must be removed first; then it asks once and insists the second time.
+//! A closed pipe ends the process without a word, as with every other filter. Ctrl-C ends it at once, unless
+//! a verb is writing files that must be removed first; then it asks once and insists the second time.
 use crate::supervise;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -23,10 +23,12 @@ pub fn stdout_was_closed() -> bool {
 
 static CLOSED: AtomicBool = AtomicBool::new(false);
 
-/// Runs before `main`: the standard library opens the null device for a missing stdout before `main` could look.
+/// Runs before `main`: the standard library opens the null device for a missing stdout before `main` could
+/// look.
 #[cfg(any(target_os = "linux", target_os = "macos"))]
 #[used]
-// SAFETY: the loader calls what stands here once with no other thread running; the function makes one system call.
+// SAFETY: the loader calls what stands here once with no other thread running; the function makes one system
+// call.
 #[cfg_attr(target_os = "linux", unsafe(link_section = ".init_array"))]
 #[cfg_attr(target_os = "macos", unsafe(link_section = "__DATA,__mod_init_func"))]
 static LOOK: extern "C" fn() = look;
@@ -58,7 +60,8 @@ impl Drop for Cleanup {
 /// Sets both dispositions; called once, before anything else.
 #[cfg(unix)]
 pub fn install() {
-    // SAFETY: the dispositions are set before any thread starts, and the handler only touches atomics and `_exit`.
+    // SAFETY: the dispositions are set before any thread starts, and the handler only touches atomics and
+    // `_exit`.
     unsafe {
         libc::signal(libc::SIGPIPE, libc::SIG_DFL);
         libc::signal(libc::SIGINT, on_interrupt as *const () as libc::sighandler_t);

@@ -1,8 +1,10 @@
-//! A parent for a process that maps somebody else's code: such code may end its process with success in the middle of an answer.
+//! A parent for a process that maps somebody else's code: such code may end its process with success in the
+//! middle of an answer.
 //!
-//! The process that the user started forks before anything of a library is there and waits. The child does the work and, at its
-//! real end, tells its status together with a secret. Without that it was ended by somebody else, and that is an error, whatever
-//! its status is. A library that reads and writes its own process can do as it likes; `--isolate` keeps it out.
+//! The process that the user started forks before anything of a library is there and waits. The child does
+//! the work and, at its real end, tells its status together with a secret. Without that it was ended by
+//! somebody else, and that is an error, whatever its status is. A library that reads and writes its own
+//! process can do as it likes; `--isolate` keeps it out.
 use q4_core::{Code, Error};
 
 #[cfg(unix)]
@@ -40,8 +42,8 @@ mod unix {
     /// The child, for signals that came to the parent alone.
     static CHILD: AtomicI32 = AtomicI32::new(0);
 
-    /// Forks. `None` in the process that goes on: the child, or this one where a debugger holds it. The parent returns when the
-    /// child has ended, with the status to end with.
+    /// Forks. `None` in the process that goes on: the child, or this one where a debugger holds it. The
+    /// parent returns when the child has ended, with the status to end with.
     pub fn begin(json: bool) -> Option<u8> {
         if is_traced() {
             return None;
@@ -117,7 +119,8 @@ mod unix {
         }
     }
 
-    /// The status that the child told, if it did. Processes of a library's may hold the pipe open for ever, so what is there now is all.
+    /// The status that the child told, if it did. Processes of a library's may hold the pipe open for ever,
+    /// so what is there now is all.
     fn told(reader: &mut std::io::PipeReader, secret: &[u8; 16]) -> Option<u8> {
         let mut text = vec![0; 1 << 16];
         // SAFETY: a flag of a pipe of ours.
@@ -142,7 +145,8 @@ mod unix {
         tracer.is_some_and(|t| t.trim() != "0")
     }
 
-    /// The terminal's signals reach the child by themselves; those that somebody sent to this process are passed on.
+    /// The terminal's signals reach the child by themselves; those that somebody sent to this process are
+    /// passed on.
     fn listen() {
         for signal in [libc::SIGINT, libc::SIGQUIT, libc::SIGTERM, libc::SIGHUP, libc::SIGUSR1, libc::SIGUSR2]
         {

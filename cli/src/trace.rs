@@ -1,7 +1,7 @@
 //! `q4 trace`: two runs of one prompt side by side, and the first call where they part.
 //!
-//! Both are planned as an answer is, so that a call has as many rows of as many as it has in `q4 generate`: the prompt, then
-//! a few tokens one at a time.
+//! Both are planned as an answer is, so that a call has as many rows of as many as it has in `q4 generate`:
+//! the prompt, then a few tokens one at a time.
 mod codes;
 
 use crate::args::TraceArgs;
@@ -67,7 +67,8 @@ struct Kept {
 /// Runs the verb.
 pub fn run(cx: &Context, args: &TraceArgs) -> Result<Outcome> {
     let other = cx.against(&args.against, args.against_device)?;
-    // Both first of all: a backend that was named and cannot be used stops the program before anything is computed.
+    // Both first of all: a backend that was named and cannot be used stops the program before anything is
+    // computed.
     let dispatch = Session::dispatch(cx)?;
     let other_dispatch = Session::dispatch(&other)?;
     let checkpoint = cx.open(&args.model)?;

@@ -35,8 +35,8 @@ fn find() -> Option<PathBuf> {
     beside.into_iter().chain(on_path).find(|p| p.is_file())
 }
 
-/// libgomp's threads spin for milliseconds after every kernel of libtorch: four times the processor time where others compute,
-/// too. It reads how long when it is loaded, so the program that links it cannot say.
+/// libgomp's threads spin for milliseconds after every kernel of libtorch: four times the processor time
+/// where others compute, too. It reads how long when it is loaded, so the program that links it cannot say.
 fn command(program: &Path, line: &[OsString]) -> Command {
     let mut command = Command::new(program);
     command.args(line);

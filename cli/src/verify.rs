@@ -70,7 +70,8 @@ pub fn run(cx: &Context, args: &VerifyArgs) -> Result<Outcome> {
         ));
         cx.report().text(&text)?;
     }
-    // A warning is a model that loads and is probably wrong: `q4 verify M && q4 generate M` must not go on with it.
+    // A warning is a model that loads and is probably wrong: `q4 verify M && q4 generate M` must not go on
+    // with it.
     Ok(if errors + warnings > 0 { Outcome::Found(Code::Findings) } else { Outcome::Done })
 }
 

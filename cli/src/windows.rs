@@ -31,8 +31,8 @@ pub struct Step<'a> {
 }
 
 impl Windows {
-    /// `text` as `checkpoint` reads it, in windows of at most `context` tokens. [`Code::Container`] where nothing is left to
-    /// predict, [`Code::TokenizerInvalid`] for ids that the model has no logit for.
+    /// `text` as `checkpoint` reads it, in windows of at most `context` tokens. [`Code::Container`] where
+    /// nothing is left to predict, [`Code::TokenizerInvalid`] for ids that the model has no logit for.
     pub fn new(text: &str, args: &DataArgs, checkpoint: &Checkpoint, context: usize) -> Result<Self> {
         let window = match args.window.map(|w| w as usize) {
             Some(window) if window > context => {
@@ -76,7 +76,8 @@ impl Windows {
         self.steps().map(|s| s.next.len()).sum()
     }
 
-    /// All windows in steps of [`ROWS`]. A window's last token is only predicted, so one of a single token has no step.
+    /// All windows in steps of [`ROWS`]. A window's last token is only predicted, so one of a single token
+    /// has no step.
     pub fn steps(&self) -> impl Iterator<Item = Step<'_>> {
         self.ids.chunks(self.window).flat_map(|window| {
             let (read, next) = (&window[..window.len() - 1], &window[1..]);

@@ -1,7 +1,8 @@
-//! Every cell of (machine × encoding × inputs × policy × named backend), as reviewed snapshots of machines that need not be here.
+//! Every cell of (machine × encoding × inputs × policy × named backend), as reviewed snapshots of machines
+//! that need not be here.
 //!
-//! Selection is a pure function of facts, so a card nobody has plugged in is a value like any other. A change of priority
-//! that moves one layer of one machine to another path shows here before it ships.
+//! Selection is a pure function of facts, so a card nobody has plugged in is a value like any other. A change
+//! of priority that moves one layer of one machine to another path shows here before it ships.
 use q4_core::memory::UnifiedMemory;
 use q4_core::{
     ActGlobal, ActQuant, Activations, BuiltinOptions, Candidate, ComputePath, Convention, CudaDevice, DType,
@@ -65,7 +66,8 @@ fn machines_with_a_gpu() {
     }
 }
 
-/// A machine has a GPU, and something that its products take is missing, or the user demands what not everybody does.
+/// A machine has a GPU, and something that its products take is missing, or the user demands what not
+/// everybody does.
 #[test]
 fn machines_with_a_gpu_that_lack_something() {
     let mut out = String::new();
@@ -102,7 +104,8 @@ const LACKS: [(&str, Change); 7] = [
     ("inputs and outputs of float32", |m| m.dtype = DType::F32),
 ];
 
-/// A kernel-only request is served by a kernel or refused, whatever the machine: checked without looking at a snapshot.
+/// A kernel-only request is served by a kernel or refused, whatever the machine: checked without looking at a
+/// snapshot.
 #[test]
 fn kernel_only_never_yields_a_dense_product_of_a_4bit_layer() {
     each_machine(&mut |m| {
@@ -115,8 +118,8 @@ fn kernel_only_never_yields_a_dense_product_of_a_4bit_layer() {
     });
 }
 
-/// `auto` and `kernel-or-fallback` choose the same wherever `auto` chooses at all; where it does not, and the other does, that
-/// is a downgrade, and it is marked.
+/// `auto` and `kernel-or-fallback` choose the same wherever `auto` chooses at all; where it does not, and the
+/// other does, that is a downgrade, and it is marked.
 #[test]
 fn nobody_is_downgraded_without_agreeing() {
     let mut downgrades = 0;
@@ -142,8 +145,8 @@ fn nobody_is_downgraded_without_agreeing() {
     assert!(downgrades > 50, "{downgrades}");
 }
 
-/// Backends that were made for one machine say the same of another as those that were made for it, so whatever machine runs this
-/// test, its devices and libraries are in no answer.
+/// Backends that were made for one machine say the same of another as those that were made for it, so
+/// whatever machine runs this test, its devices and libraries are in no answer.
 #[test]
 fn verdicts_are_functions_of_their_arguments() {
     let makers = [None, Some((9, 0)), Some((12, 0))].map(|gpu| machine(gpu, Library::Cuda).candidates);
@@ -319,7 +322,8 @@ impl Machine {
     }
 }
 
-/// The code, and everybody's reasons but for those that only say that another was named or that the encoding is another.
+/// The code, and everybody's reasons but for those that only say that another was named or that the encoding
+/// is another.
 fn refusal(e: &SelectionError) -> String {
     let is_told = |x: &Reject| !matches!(x.code, RejectCode::NotSelected | RejectCode::SchemaUnsupported);
     let reasons: Vec<_> = e

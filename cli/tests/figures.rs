@@ -1,6 +1,6 @@
-//! Speeds in the documents are those that scripts wrote: tables between `<!-- h200 ... -->` and `<!-- /h200 -->` are rendered
-//! from `bench/results/h200.json` (`bench/h200.sh`), those of `cpu` from `cpu.json` (`bench/cpu.sh`). `Q4_WRITE_FIGURES=1` puts
-//! them there.
+//! Speeds in the documents are those that scripts wrote: tables between `<!-- h200 ... -->` and `<!-- /h200
+//! -->` are rendered from `bench/results/h200.json` (`bench/h200.sh`), those of `cpu` from `cpu.json`
+//! (`bench/cpu.sh`). `Q4_WRITE_FIGURES=1` puts them there.
 #![allow(clippy::unwrap_used)]
 use serde_json::Value;
 use std::fmt::Write;

@@ -13,7 +13,8 @@ pub struct Bench<'a> {
     pub backend: &'a dyn Q4Backend,
     /// The machine.
     pub env: &'a HostEnv,
-    /// Where products run. Operands are made in host memory; elsewhere they are copied there and back around each call.
+    /// Where products run. Operands are made in host memory; elsewhere they are copied there and back around
+    /// each call.
     pub device: Device,
     /// Threads lent to calls; cases that vary the number make their own.
     pub threads: &'a ThreadPool,

@@ -1,8 +1,8 @@
 //! Proof that a backend passed on a machine, and the gate that asks for it.
 //!
-//! A certificate is about bytes: of the library and of all that it loads besides itself, of the suite's meaning, of the machine's
-//! facts. When one of them changes it is void. It has no date, so the same run writes the same file. It is sealed ([`Key`]): what
-//! somebody else wrote is none.
+//! A certificate is about bytes: of the library and of all that it loads besides itself, of the suite's
+//! meaning, of the machine's facts. When one of them changes it is void. It has no date, so the same run
+//! writes the same file. It is sealed ([`Key`]): what somebody else wrote is none.
 use crate::key::Key;
 use crate::{Claim, Limits, Profile, Report, own};
 use q4_core::{Code, Error, ExecPath, HostEnv, LinearSpec, Reject, RejectCode, Result, Verdict};
@@ -352,8 +352,8 @@ pub fn data_dir() -> Option<PathBuf> {
     Some(data.join("q4"))
 }
 
-/// What decides how kernels compute: architecture, CPU features, devices and driver. How many processors a process may use and
-/// which built-in libraries it found are no part of it.
+/// What decides how kernels compute: architecture, CPU features, devices and driver. How many processors a
+/// process may use and which built-in libraries it found are no part of it.
 pub fn facts(env: &HostEnv) -> Vec<String> {
     let mut facts = vec![env.arch.clone()];
     facts.extend(env.cpu_features.iter().cloned());

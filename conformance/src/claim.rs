@@ -1,6 +1,8 @@
-//! What a backend is judged for: levels, profiles, and claims, each a kind of product that it agrees to compute.
+//! What a backend is judged for: levels, profiles, and claims, each a kind of product that it agrees to
+//! compute.
 //!
-//! A backend never lists its claims. It is asked, product by product, so that a claim and a refusal cannot disagree.
+//! A backend never lists its claims. It is asked, product by product, so that a claim and a refusal cannot
+//! disagree.
 use crate::Limits;
 use crate::limits::segments;
 use q4_core::{DType, Device, ExecPath, HostEnv, LinearSpec, OpSet, Q4Backend, Q4Schema};
@@ -125,8 +127,8 @@ pub fn claims(backend: &dyn Q4Backend, env: &HostEnv, device: Device) -> Vec<Cla
     proofs(backend, env, device).into_iter().map(|p| p.claim).collect()
 }
 
-/// Every kind of product that `backend` agrees to compute on `device`, each with its limits: one product suffices, everything else is
-/// asked, and then measured.
+/// Every kind of product that `backend` agrees to compute on `device`, each with its limits: one product
+/// suffices, everything else is asked, and then measured.
 pub fn proofs(backend: &dyn Q4Backend, env: &HostEnv, device: Device) -> Vec<Proof> {
     let mut offers: Vec<_> = backend.descriptor().offers.clone();
     offers.sort();

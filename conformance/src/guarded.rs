@@ -1,8 +1,10 @@
-//! Buffers that notice: operands with poisoned gaps and guard bands, scratch that is exactly as large as promised.
+//! Buffers that notice: operands with poisoned gaps and guard bands, scratch that is exactly as large as
+//! promised.
 //!
-//! Everything outside the elements of a view has a pattern that must survive the call; inside an input the pattern reads
-//! as NaN, so that a kernel that reads a gap shows it in its result. A pattern does not notice a read that is thrown away,
-//! nor a write that is undone: buffers at the end of their pages have no page behind them, and inputs there are read-only.
+//! Everything outside the elements of a view has a pattern that must survive the call; inside an input the
+//! pattern reads as NaN, so that a kernel that reads a gap shows it in its result. A pattern does not notice
+//! a read that is thrown away, nor a write that is undone: buffers at the end of their pages have no page
+//! behind them, and inputs there are read-only.
 use q4_core::selfcheck::IoBuffer;
 use q4_core::{Code, DType, Device, Error, Result, TensorView, TensorViewMut, read_floats};
 use std::ffi::c_void;
@@ -29,7 +31,8 @@ pub struct Layout {
 pub enum Place {
     /// On the heap, so many elements behind a 64-byte boundary.
     Offset(usize),
-    /// In pages of its own, its last byte the last one before a page that nobody may touch, aligned to elements only.
+    /// In pages of its own, its last byte the last one before a page that nobody may touch, aligned to
+    /// elements only.
     End,
     /// In pages of its own, its first byte the first one after a page that nobody may touch.
     Start,
@@ -111,7 +114,8 @@ impl Guarded {
         self.view_as(self.dtype, Device::Cpu, self.rows, self.cols)
     }
 
-    /// The same bytes under another description, for calls that must be refused. The description must not be larger.
+    /// The same bytes under another description, for calls that must be refused. The description must not be
+    /// larger.
     pub fn view_as(&self, dtype: DType, device: Device, rows: usize, cols: usize) -> Result<TensorView<'_>> {
         let p = NonNull::from(&self.bytes[self.start.min(self.bytes.len() - 1)]).cast::<c_void>();
         let len = self.span();
@@ -220,7 +224,8 @@ pub(crate) enum Memory {
 }
 
 impl Memory {
-    /// At least `len` bytes of `mark`, the last one before a page that faults. On the heap where there are no pages to be had.
+    /// At least `len` bytes of `mark`, the last one before a page that faults. On the heap where there are no
+    /// pages to be had.
     pub fn before_a_hole(len: usize, mark: u8) -> Self {
         let mut memory = Pages::new(len).map_or_else(|| Self::Heap(vec![mark; len]), Self::Pages);
         memory.fill(mark);

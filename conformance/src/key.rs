@@ -1,7 +1,9 @@
-//! What tells a file that q4 wrote from one that anybody wrote: HMAC-SHA-256 under a random key in the owner's folder.
+//! What tells a file that q4 wrote from one that anybody wrote: HMAC-SHA-256 under a random key in the
+//! owner's folder.
 //!
-//! It proves that whoever wrote the file could read the key. Code that runs as the owner can: a library while it is judged, and
-//! one that is certified and loaded. Against those it is no fence; docs/threat-model.md says what is.
+//! It proves that whoever wrote the file could read the key. Code that runs as the owner can: a library while
+//! it is judged, and one that is certified and loaded. Against those it is no fence; docs/threat-model.md
+//! says what is.
 use crate::certificate::hex;
 use crate::own;
 use hmac::{Hmac, Mac};
@@ -82,7 +84,8 @@ impl Key {
         serde_json::to_string_pretty(&value).map(|text| text + "\n").map_err(|e| wrong(e.to_string()))
     }
 
-    /// Whether every value of `sealed` is as it was when this key sealed it, whatever the order and the white space.
+    /// Whether every value of `sealed` is as it was when this key sealed it, whatever the order and the white
+    /// space.
     pub fn sealed(&self, sealed: &Value) -> bool {
         let mut value = sealed.clone();
         let Some(Value::String(code)) = value.as_object_mut().and_then(|fields| fields.shift_remove(SEAL))
@@ -160,7 +163,8 @@ mod tests {
 
     #[test]
     fn the_code_is_hmac_sha256_of_the_sorted_text() {
-        // echo -n '{"a":[1,"x"],"b":{"c":null,"d":-2}}' | openssl dgst -sha256 -mac HMAC -macopt hexkey:0b..0b (32 bytes)
+        // echo -n '{"a":[1,"x"],"b":{"c":null,"d":-2}}' | openssl dgst -sha256 -mac HMAC -macopt
+        // hexkey:0b..0b (32 bytes)
         let key = Key([0x0b; BYTES]);
         let text = key.seal(&json!({"b": {"d": -2, "c": null}, "a": [1, "x"]})).expect("sealed");
         let sealed: Value = serde_json::from_str(&text).expect("JSON");

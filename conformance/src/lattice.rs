@@ -1,5 +1,5 @@
-//! The problems of the suite: every encoding, every activation format, and the shapes where kernels break, one row and
-//! many, one below, on and above every tile.
+//! The problems of the suite: every encoding, every activation format, and the shapes where kernels break,
+//! one row and many, one below, on and above every tile.
 use crate::Claim;
 use crate::measure::Problem;
 use crate::stored::{Stored, mix, uniform};
@@ -135,7 +135,8 @@ pub enum Values {
     Subnormal,
     /// Blocks of 16 whose magnitudes are up to 2^18 apart, and rows that are as far apart.
     Uneven,
-    /// Halfway between two codes of the format, under scales that are codes themselves or halfway between two of those.
+    /// Halfway between two codes of the format, under scales that are codes themselves or halfway between two
+    /// of those.
     Ties,
     /// Nothing below zero.
     Positive,
@@ -199,7 +200,8 @@ impl Sketch {
     ) -> Self {
         Self { schema, activations, io, rows: vec![n], k, m, max_m: m, values: Values::Usual, seed }
     }
-    /// Identity: `nvfp4.row-major.multiply/int8/bfloat16/n17.k80.m3/s0`; `m3of64` of a weight for up to 64 rows.
+    /// Identity: `nvfp4.row-major.multiply/int8/bfloat16/n17.k80.m3/s0`; `m3of64` of a weight for up to 64
+    /// rows.
     pub fn name(&self) -> String {
         let rows: Vec<_> = self.rows.iter().map(ToString::to_string).collect();
         let (schema, format, io) = (label(&self.schema), act_label(&self.activations), self.io);
@@ -223,8 +225,8 @@ impl Sketch {
         }
         stored
     }
-    /// Its input `[m, k]`, rounded to `io`: heavy-tailed, with zeros, blocks of zeros and, from three rows on, a second
-    /// row of zeros. Not the last: that is the one that kernels lose.
+    /// Its input `[m, k]`, rounded to `io`: heavy-tailed, with zeros, blocks of zeros and, from three rows
+    /// on, a second row of zeros. Not the last: that is the one that kernels lose.
     pub fn input(&self) -> Vec<f32> {
         let is_zero = |i: usize| self.m > 2 && i / self.k == 1;
         let scale = |i: usize| self.values.scale(self.io, self.seed, i / self.k, i % self.k);
@@ -254,8 +256,8 @@ impl Sketch {
     }
 }
 
-/// Products of one encoding and activation format: `count` for each type of input and output, walked so that all pairs
-/// of n, k and m come up over a few encodings.
+/// Products of one encoding and activation format: `count` for each type of input and output, walked so that
+/// all pairs of n, k and m come up over a few encodings.
 pub(crate) fn sketches(schema: Q4Schema, activations: Activations, count: usize, seed: u64) -> Vec<Sketch> {
     // Neighbouring encodings begin at different places.
     let start = (hash(&label(&schema)) ^ hash(&act_label(&activations))) as usize % 2002;
@@ -281,8 +283,9 @@ pub(crate) fn sketches(schema: Q4Schema, activations: Activations, count: usize,
     all
 }
 
-/// `count` products whose extents are drawn, each of at most `work` multiplications. Residues are not left to chance: those of
-/// m and of blocks of k modulo 16, and of n modulo 128, each come up equally often, in pairs and an order that the seed gives.
+/// `count` products whose extents are drawn, each of at most `work` multiplications. Residues are not left to
+/// chance: those of m and of blocks of k modulo 16, and of n modulo 128, each come up equally often, in pairs
+/// and an order that the seed gives.
 pub(crate) fn drawn(
     claim: &Claim,
     (schema, activations): (Q4Schema, Activations),
@@ -362,7 +365,8 @@ pub(crate) fn drawn(
 pub fn each(schema: Q4Schema, visit: &mut dyn FnMut(&Problem<'_>) -> Result<()>) -> Result<()> {
     for activations in activations(&schema) {
         for sketch in sketches(schema, activations, 14, 0) {
-            // A backend may refuse what no block of 16 divides; callers of this function count refusals as failures.
+            // A backend may refuse what no block of 16 divides; callers of this function count refusals as
+            // failures.
             if sketch.k % 16 == 0 {
                 sketch.with(&mut *visit)?;
             }

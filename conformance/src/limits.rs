@@ -1,7 +1,9 @@
-//! How far a claim reaches: found by asking, proved by the cases, written into the certificate, and held to ever after.
+//! How far a claim reaches: found by asking, proved by the cases, written into the certificate, and held to
+//! ever after.
 //!
-//! A backend that computes less than everything is no worse for it. What it accepts is described by a few numbers here;
-//! cases are drawn inside them, a refusal inside them is a failure, and a product outside them is refused for it.
+//! A backend that computes less than everything is no worse for it. What it accepts is described by a few
+//! numbers here; cases are drawn inside them, a refusal inside them is a failure, and a product outside them
+//! is refused for it.
 use crate::Claim;
 use crate::claim::plain_spec;
 use crate::lattice::{self, Sketch};
@@ -296,7 +298,8 @@ fn listed(all: impl Iterator<Item = (String, bool)>) -> Vec<String> {
     if refused.is_empty() { vec![ANY.into()] } else { served.into_iter().map(|(name, _)| name).collect() }
 }
 
-/// The first product that is accepted: small shapes first, then other types, encodings and activation formats.
+/// The first product that is accepted: small shapes first, then other types, encodings and activation
+/// formats.
 fn first(q: &Question<'_>, encodings: &[Q4Schema], quantizers: &[Activations]) -> Option<LinearSpec> {
     let mut all = FIRST.into_iter().flat_map(|shape| [16, 1].map(|m| (shape, m)));
     let place = |([n, k], m): ([usize; 2], usize)| {

@@ -1,5 +1,5 @@
-//! One problem through one backend: forward, backward and decode, each output against the exact value. What `diagnose`
-//! and the tests of backends need of the suite.
+//! One problem through one backend: forward, backward and decode, each output against the exact value. What
+//! `diagnose` and the tests of backends need of the suite.
 use crate::case::Bench;
 use crate::guarded::Layout;
 use crate::product;
@@ -40,8 +40,8 @@ pub struct Measured {
     pub decoded: Option<usize>,
 }
 
-/// Runs `problem` through `backend` on `path`. `Ok(Err(reasons))` when it is refused beforehand; an error when a result
-/// is wrong, with the element.
+/// Runs `problem` through `backend` on `path`. `Ok(Err(reasons))` when it is refused beforehand; an error
+/// when a result is wrong, with the element.
 pub fn measure(
     backend: &dyn Q4Backend,
     path: ExecPath,

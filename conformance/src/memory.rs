@@ -1,7 +1,8 @@
-//! What a piece of code takes of memory: exactly, where the executable counts its allocations, and as the system sees it.
+//! What a piece of code takes of memory: exactly, where the executable counts its allocations, and as the
+//! system sees it.
 //!
-//! A shared library has an allocator of its own, so the count alone would believe it; the system's view alone is blind to
-//! small things. The suite uses both.
+//! A shared library has an allocator of its own, so the count alone would believe it; the system's view alone
+//! is blind to small things. The suite uses both.
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicI64, Ordering};
 
@@ -119,7 +120,8 @@ mod tests {
         const BYTES: usize = 64 << 20;
         let mut kept = Vec::new();
         let taken = watch(|| kept = vec![1u8; BYTES]);
-        // Where the system reports memory at all, most of the block is there; other tests run beside this one.
+        // Where the system reports memory at all, most of the block is there; other tests run beside this
+        // one.
         assert!(taken.resident_left.is_none_or(|b| b > BYTES as u64 / 2), "{taken:?}");
         drop(kept);
         let taken = watch(|| drop(std::hint::black_box(vec![1u8; BYTES])));

@@ -62,8 +62,8 @@ fn is_regular(meta: &fs::Metadata) -> io::Result<()> {
     Err(io::Error::other(format!("{kind}, no regular file")))
 }
 
-/// Writes a file that is complete or absent: no reader ever sees half of it, and a disk that is full keeps nothing of it. Its
-/// folder is made if need be.
+/// Writes a file that is complete or absent: no reader ever sees half of it, and a disk that is full keeps
+/// nothing of it. Its folder is made if need be.
 ///
 /// # Errors
 /// `Io`.

@@ -1,9 +1,11 @@
-//! Self-checks that passed, kept for the next process: a file beside the certificates, for one executable on one machine.
+//! Self-checks that passed, kept for the next process: a file beside the certificates, for one executable on
+//! one machine.
 //!
-//! It holds passes of built-ins only: a third party's library is checked in every process. It is believed when it is sealed as
-//! certificates are ([`Key`]) and everything it depends on is as it was: the bytes of the executable and of the backend's
-//! library, the machine, the instruction set that was asked for. Anything else is as if it were not there, and is overwritten. A digest of a file that has not changed since is not computed again:
-//! that would take longer than the checks.
+//! It holds passes of built-ins only: a third party's library is checked in every process. It is believed
+//! when it is sealed as certificates are ([`Key`]) and everything it depends on is as it was: the bytes of
+//! the executable and of the backend's library, the machine, the instruction set that was asked for. Anything
+//! else is as if it were not there, and is overwritten. A digest of a file that has not changed since is not
+//! computed again: that would take longer than the checks.
 use crate::certificate::{Library, hex, machine};
 use crate::key::Key;
 use crate::own;
@@ -60,8 +62,8 @@ struct Known {
 }
 
 impl StoredPasses {
-    /// Passes of `program`, in the folder `data` that q4 keeps for a user, for the machine and the libraries of `env` and the instruction set asked for. Reads
-    /// nothing before the first question.
+    /// Passes of `program`, in the folder `data` that q4 keeps for a user, for the machine and the libraries
+    /// of `env` and the instruction set asked for. Reads nothing before the first question.
     pub fn new(data: &Path, program: PathBuf, env: &HostEnv, isa: Option<&str>) -> Self {
         let libraries = env.libraries.iter().map(|(name, facts)| (name.clone(), PathBuf::from(&facts.path)));
         let (machine, isa) = (machine(env), isa.unwrap_or("best").to_owned());
@@ -80,8 +82,8 @@ impl StoredPasses {
         }
     }
 
-    /// Runs `body` on the passes and the name of one, and writes what changed. `None` for a third party's, and when a file it
-    /// depends on cannot be read.
+    /// Runs `body` on the passes and the name of one, and writes what changed. `None` for a third party's,
+    /// and when a file it depends on cannot be read.
     fn with<R>(
         &self,
         backend: &str,

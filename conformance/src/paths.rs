@@ -1,4 +1,5 @@
-//! Every live path of every backend on the recorded products: what `diagnose` shows, because availability probes lie.
+//! Every live path of every backend on the recorded products: what `diagnose` shows, because availability
+//! probes lie.
 use crate::{golden, measure::measure_on};
 use q4_core::{Candidate, Device, ExecPath, Registry, Reject, Result, ThreadPool};
 use serde::Serialize;

@@ -1,4 +1,5 @@
-//! One product through one backend: prepared once, called with guarded operands, compared with the exact result.
+//! One product through one backend: prepared once, called with guarded operands, compared with the exact
+//! result.
 use crate::case::Bench;
 use crate::guarded::{Guarded, Layout, Workspace};
 use crate::lattice::hash;
@@ -251,10 +252,11 @@ const BLOCK: usize = 32;
 /// Weights that are added up for one product, at most.
 const WEIGHTS: usize = 6_000_000;
 
-/// Compares every element of y at once, far cheaper than one by one: the columns of a block, each with a sign that nobody can
-/// foresee, are added up, and so are the rows of the weight. What is off by much more than its bound shows: a column that was
-/// not written, a row of another call, a sum that lost a part. Products of tens of millions of weights are looked at in blocks
-/// across their width: the first, the last, the borders of segments, and others in between. Returns how many elements.
+/// Compares every element of y at once, far cheaper than one by one: the columns of a block, each with a sign
+/// that nobody can foresee, are added up, and so are the rows of the weight. What is off by much more than
+/// its bound shows: a column that was not written, a row of another call, a sum that lost a part. Products of
+/// tens of millions of weights are looked at in blocks across their width: the first, the last, the borders
+/// of segments, and others in between. Returns how many elements.
 ///
 /// This is Freivalds' check of a matrix product, with the error bound of the elements added up.
 pub(crate) fn check_sums(path: ExecPath, problem: &Problem<'_>, y: &[f32]) -> Result<usize> {
@@ -413,8 +415,8 @@ mod tests {
     use sha2::{Digest, Sha256};
     use std::fmt::Write;
 
-    /// The oracle itself: first and last value as bits, and a digest of all, for each kind of product. A change here changes
-    /// what conformance means.
+    /// The oracle itself: first and last value as bits, and a digest of all, for each kind of product. A
+    /// change here changes what conformance means.
     #[test]
     fn exact_products_are_pinned() -> Result<()> {
         let mut text = String::new();

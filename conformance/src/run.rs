@@ -6,8 +6,8 @@ use crate::{AbiProbe, Bench, Claim, Level, Profile, cases, proofs};
 use q4_core::{Device, HostEnv, Q4Backend, ThreadPool, matches};
 use std::time::Instant;
 
-/// Version of the suite. A minor adds cases or tightens a bound, a major changes what conformance means and voids every
-/// certificate.
+/// Version of the suite. A minor adds cases or tightens a bound, a major changes what conformance means and
+/// voids every certificate.
 pub const SUITE_VERSION: &str = "2.0.0";
 
 /// Which cases run, and what excuses them.
@@ -17,7 +17,8 @@ pub struct Options {
     pub profile: Profile,
     /// Only these levels; all of the profile when empty.
     pub levels: Vec<Level>,
-    /// Only claims that match one of these, each the beginning of a claim or a glob over it: `nvfp4@1/int8`, `*/native/*`.
+    /// Only claims that match one of these, each the beginning of a claim or a glob over it: `nvfp4@1/int8`,
+    /// `*/native/*`.
     pub claims: Vec<String>,
     /// Where products run.
     pub device: Device,

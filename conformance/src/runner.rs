@@ -1,4 +1,5 @@
-//! Where cases run: in this process, or in children that may die, hang or eat memory without taking the report along.
+//! Where cases run: in this process, or in children that may die, hang or eat memory without taking the
+//! report along.
 use crate::case::{Bench, Case, CaseResult, Outcome};
 use crate::memory::resident_of_all;
 use q4_core::stderr::Stderr;
@@ -53,8 +54,8 @@ fn inside(case: &Case, bench: &Bench<'_>) -> CaseResult {
     }
 }
 
-/// What a child writes, one line each, behind [`MARK`] and the secret that it read first from its stdin; anything else on its
-/// stdout is the backend's own, whatever it looks like.
+/// What a child writes, one line each, behind [`MARK`] and the secret that it read first from its stdin;
+/// anything else on its stdout is the backend's own, whatever it looks like.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 enum Line {
@@ -112,12 +113,13 @@ pub fn serve(cases: &[Case], range: Range<usize>, bench: &Bench<'_>, out: &mut d
     Ok(())
 }
 
-/// In child processes, one for the cases of a level and claim. A child that ends early costs the case it was at; the next
-/// one goes on behind it.
+/// In child processes, one for the cases of a level and claim. A child that ends early costs the case it was
+/// at; the next one goes on behind it.
 pub struct ChildProcesses {
     /// The command that calls [`serve`] for a range of the same cases.
     pub command: Box<dyn Fn(Range<usize>) -> Command + Sync>,
-    /// Children that run at the same time, at least one. Results come in the order of the cases whatever it is.
+    /// Children that run at the same time, at least one. Results come in the order of the cases whatever it
+    /// is.
     pub at_once: usize,
     /// Longest time of one case.
     pub time_limit: Duration,

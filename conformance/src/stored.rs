@@ -49,8 +49,9 @@ impl Nested {
 }
 
 impl Stored {
-    /// Random codes and scales, segment by segment. NVFP4 scales are every byte that is neither NaN nor negative; with
-    /// `tame`, and where no per-tensor scale makes them small, only those whose sums fit f16.
+    /// Random codes and scales, segment by segment. NVFP4 scales are every byte that is neither NaN nor
+    /// negative; with `tame`, and where no per-tensor scale makes them small, only those whose sums fit
+    /// f16.
     pub fn random(schema: Q4Schema, rows: &[usize], k: usize, tame: bool, seed: u64) -> Self {
         let parts = rows.iter().enumerate();
         let parts =
@@ -58,8 +59,8 @@ impl Stored {
         Self { schema, k, parts }
     }
 
-    /// Every NVFP4 code under each of the bytes `scales` at every place of a block: `[rows, k]`, at least as many rows as
-    /// scales and 256 columns.
+    /// Every NVFP4 code under each of the bytes `scales` at every place of a block: `[rows, k]`, at least as
+    /// many rows as scales and 256 columns.
     pub fn every_nvfp4(
         layout: ScaleLayout,
         global: Option<GlobalScale>,
@@ -89,8 +90,8 @@ impl Stored {
         }
     }
 
-    /// Every NF4 code, both nibbles, under absmax from subnormal to huge; `[rows, k]`, one row for each of several
-    /// rotations of the codes.
+    /// Every NF4 code, both nibbles, under absmax from subnormal to huge; `[rows, k]`, one row for each of
+    /// several rotations of the codes.
     pub fn every_nf4(order: NibbleOrder, block: u32, nested: bool, rows: usize, k: usize) -> Self {
         const EDGES: [f32; 10] =
             [0.0, 1e-45, 1e-40, f32::MIN_POSITIVE, 1e-20, 0.1, 1.0, 1.0 + f32::EPSILON, 3.3e20, f32::MAX];
@@ -176,8 +177,8 @@ impl Stored {
         lend(self.schema, self.k, parts, body)
     }
 
-    /// The same with every array in read-only memory of its own, its last byte before a page that nobody may touch; bytes
-    /// `shift` earlier, for only floats have an alignment.
+    /// The same with every array in read-only memory of its own, its last byte before a page that nobody may
+    /// touch; bytes `shift` earlier, for only floats have an alignment.
     pub(crate) fn placed(self, shift: usize) -> Placed {
         let place = |(field, bytes): (usize, &[u8])| {
             let shift = if FLOATS.contains(&field) { 0 } else { shift };

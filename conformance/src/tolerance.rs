@@ -1,9 +1,10 @@
 //! How far a result may be from the exact one: the only place of the suite that knows.
 //!
-//! The elementwise bound is that of the core, which states its derivation. Rows and columns are held to a share of it: one
-//! error may use its bound up, dozens of independent ones never all do. The rounding of a result is evenly spread over at
-//! most its bound, a mean square of 1/3 with a deviation of 0.3 per element; over 32 elements the share below is more
-//! than four deviations away from the worst case of that, so a row that exceeds it is biased.
+//! The elementwise bound is that of the core, which states its derivation. Rows and columns are held to a
+//! share of it: one error may use its bound up, dozens of independent ones never all do. The rounding of a
+//! result is evenly spread over at most its bound, a mean square of 1/3 with a deviation of 0.3 per element;
+//! over 32 elements the share below is more than four deviations away from the worst case of that, so a row
+//! that exceeds it is biased.
 use q4_core::{Code, DType, Error, ExecPath, Result, oracle};
 
 /// Root mean square of error over bound that a row or a column may have.
@@ -37,8 +38,8 @@ impl Exact {
     /// Largest error of one result over its bound.
     ///
     /// # Errors
-    /// `ConformanceFailed` with the element, when a result is outside its bound, is not exactly zero where every term is,
-    /// or when the errors of a row or column together are too large.
+    /// `ConformanceFailed` with the element, when a result is outside its bound, is not exactly zero where
+    /// every term is, or when the errors of a row or column together are too large.
     pub fn compare(&self, what: &str, got: &[f32], terms: Terms) -> Result<f64> {
         let [rows, columns] = [self.m, self.n].map(|n| (0..n).collect::<Vec<_>>());
         self.compare_at(what, got, terms, &rows, &columns)
@@ -115,8 +116,8 @@ pub fn bound(t: Terms, exact: f64, abs_sum: f64) -> f64 {
     oracle::bound(t.path, t.out, t.k, exact, abs_sum)
 }
 
-/// Largest error of a sum of results, each with its sign, from the sums of their exact magnitudes and of the sums of
-/// magnitudes that bounds are made of.
+/// Largest error of a sum of results, each with its sign, from the sums of their exact magnitudes and of the
+/// sums of magnitudes that bounds are made of.
 pub(crate) fn bound_of_sum(t: Terms, count: usize, exact: f64, abs_sum: f64) -> f64 {
     // The bound is a sum of multiples of both and of a constant.
     bound(t, exact, abs_sum) + (count as f64 - 1.0) * bound(t, 0.0, 0.0) + abs_sum * 1e-12

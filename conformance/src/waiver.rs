@@ -1,7 +1,7 @@
 //! Known failures as data: which cases, of which backend, on which device, why, and until when.
 //!
-//! A waived case still runs. A waiver that has expired excuses nothing, and one whose cases all pass is reported, so
-//! that the list can only shrink by itself.
+//! A waived case still runs. A waiver that has expired excuses nothing, and one whose cases all pass is
+//! reported, so that the list can only shrink by itself.
 use crate::case::{CaseResult, Outcome};
 use q4_core::{Code, Error, Result, matches};
 use std::fmt;
@@ -27,7 +27,8 @@ pub struct Waiver {
 pub struct Waivers(pub Vec<Waiver>);
 
 impl Waivers {
-    /// Reads the text of a `waivers.toml`: tables `[[waiver]]` of the five keys, each a basic string, all required.
+    /// Reads the text of a `waivers.toml`: tables `[[waiver]]` of the five keys, each a basic string, all
+    /// required.
     ///
     /// # Errors
     /// `ConfigInvalid` with the line.

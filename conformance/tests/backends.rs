@@ -1,4 +1,5 @@
-//! Every built-in backend through the suite, on every instruction set, and through the records that `diagnose` shows.
+//! Every built-in backend through the suite, on every instruction set, and through the records that
+//! `diagnose` shows.
 use q4_conformance::{Level, Options, Profile, Verdict, check_paths, golden, lattice, measure, run};
 use q4_core::{BuiltinOptions, Candidate, ExecPath, Registry, Result, ThreadPool};
 use {q4_dequant_matmul as _, q4_nf4_kernel as _, q4_nvfp4_kernel as _, q4_reference as _};
@@ -15,7 +16,8 @@ fn every_claim_holds() -> Result<()> {
             if isa.is_some() && !is_kernel {
                 continue;
             }
-            // Tests run unoptimised and beside each other: a sample of the numerics, and no case that measures memory.
+            // Tests run unoptimised and beside each other: a sample of the numerics, and no case that
+            // measures memory.
             let levels = [Level::L0, Level::L1, Level::L2, Level::L3, Level::L4];
             let options =
                 Options { levels: levels.to_vec(), sample: Some(60), ..Options::of(Profile::Training) };

@@ -1,4 +1,5 @@
-//! Every golden vector of the scalar codecs, bit for bit: what the libraries that write checkpoints compute is what we compute.
+//! Every golden vector of the scalar codecs, bit for bit: what the libraries that write checkpoints compute
+//! is what we compute.
 //!
 //! The manifest drives the test: a file, case or tensor that nobody compares or names as foreign fails it.
 #![allow(clippy::unwrap_used)]
@@ -252,7 +253,8 @@ fn products(case: &Case<'_>) {
         for (row, col) in (0..m).flat_map(|r| (0..n).map(move |c| (r, c))) {
             let (a, sa) = (&a[row * k / 2..][..k / 2], &sa[row * k / 16..][..k / 16]);
             let (b, sb) = (&b[col * k / 2..][..k / 2], &sb[col * k / 16..][..k / 16]);
-            // The integer sum is exact and below 2^53; ga * gb has 48 bits. One rounding is left, the reference has up to two.
+            // The integer sum is exact and below 2^53; ga * gb has 48 bits. One rounding is left, the
+            // reference has up to two.
             let value = exact_sum(a, sa, b, sb) as f64 / f64::from(1 << 20) * (ga * gb);
             y.push((value, value.abs() * f64::EPSILON));
         }
@@ -451,7 +453,8 @@ impl<'a> Case<'a> {
         self.compare(tensor, got, want, same, |v| format!("{v:e} ({:#010x})", v.to_bits()));
     }
 
-    /// `got` is (value, absolute error that both sums together may have); the rounding of the stored type is added.
+    /// `got` is (value, absolute error that both sums together may have); the rounding of the stored type is
+    /// added.
     fn near(&self, tensor: &str, got: &[(f64, f64)]) {
         // Half a unit in the last place of the stored type; bf16 results were rounded to f32 on the way.
         let rounding = |v: f64| {
@@ -483,7 +486,8 @@ fn dequantize_rows(codes: &[u8], scales: &[u8], global: Option<GlobalScale>) -> 
     out
 }
 
-/// `Σ a·b` without per-tensor scales, in units of 2^-20: doubled codes are integers, scales multiples of 2^-9.
+/// `Σ a·b` without per-tensor scales, in units of 2^-20: doubled codes are integers, scales multiples of
+/// 2^-9.
 fn exact_sum(a: &[u8], sa: &[u8], b: &[u8], sb: &[u8]) -> i64 {
     let code =
         |codes: &[u8], i: usize| i64::from(e2m1::DOUBLED[usize::from(codes[i / 2] >> (4 * (i % 2)) & 15)]);
@@ -504,7 +508,8 @@ fn f64_product(x: &[f32], w: &[f32], k: usize) -> Vec<(f64, f64)> {
     x.chunks(k).flat_map(|x| w.chunks(k).map(move |w| dot(x, w))).collect()
 }
 
-/// How far two f64 sums of the same k terms may be apart, times `Σ |term|`: each is off by less than `k * 2^-53` of it.
+/// How far two f64 sums of the same k terms may be apart, times `Σ |term|`: each is off by less than `k *
+/// 2^-53` of it.
 fn sum_error(k: usize) -> f64 {
     k as f64 * f64::EPSILON
 }

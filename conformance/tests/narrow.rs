@@ -1,5 +1,5 @@
-//! Backends that compute less than everything: each is certified for what it computes, with limits that say so, and no liar
-//! about his limits is.
+//! Backends that compute less than everything: each is certified for what it computes, with limits that say
+//! so, and no liar about his limits is.
 use q4_conformance::liars::honest;
 use q4_conformance::{Limits, Options, Profile, proofs, run};
 use q4_core::{

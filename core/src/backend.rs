@@ -1,4 +1,5 @@
-//! The contract a backend implements. Small on purpose: four methods on the backend, five on a weight, a few with defaults.
+//! The contract a backend implements. Small on purpose: four methods on the backend, five on a weight, a few
+//! with defaults.
 use crate::{
     Activations, Code, DType, Device, Error, HostEnv, Q4Schema, Q4Weight, Result, TensorView, TensorViewMut,
     ThreadPool,
@@ -13,8 +14,9 @@ use std::{borrow::Cow, fmt, sync::Arc};
 pub enum ExecPath {
     /// 4-bit operands reach the arithmetic units (block-scaled tensor cores).
     NativeKernel,
-    /// As `FusedDequant`, but what is decoded is rounded to bf16 where tensor cores multiply many rows: about twice as fast as
-    /// exact weights are there, within one and a half times the bound of a dense copy in bf16.
+    /// As `FusedDequant`, but what is decoded is rounded to bf16 where tensor cores multiply many rows: about
+    /// twice as fast as exact weights are there, within one and a half times the bound of a dense copy in
+    /// bf16.
     FusedRounded,
     /// Weights stay packed in memory and are decoded in registers inside the product.
     FusedDequant,
@@ -46,8 +48,9 @@ impl fmt::Display for ExecPath {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ComputePath {
-    /// The best eligible path. A dense product only of a weight that is dense, or whose encoding no kernel serves anywhere: a
-    /// downgrade, which is a dense copy where a kernel was to be had, is an error that says what is missing.
+    /// The best eligible path. A dense product only of a weight that is dense, or whose encoding no kernel
+    /// serves anywhere: a downgrade, which is a dense copy where a kernel was to be had, is an error that
+    /// says what is missing.
     #[default]
     Auto,
     /// A kernel on packed weights, else an error.
@@ -148,7 +151,8 @@ impl LinearSpec {
     pub fn n(&self) -> usize {
         self.segments.iter().map(|s| s.rows).sum()
     }
-    /// Name for reports: the segments' common prefix, then what differs: `model.layers.0.self_attn.{q,k,v}_proj`.
+    /// Name for reports: the segments' common prefix, then what differs:
+    /// `model.layers.0.self_attn.{q,k,v}_proj`.
     pub fn name(&self) -> String {
         let names: Vec<&str> = self.segments.iter().map(|s| s.name.as_str()).collect();
         let [first, rest @ ..] = names.as_slice() else { return String::new() };
@@ -287,8 +291,8 @@ pub struct ProbeItem {
 pub struct ExecContext<'a> {
     /// Device the work is issued to.
     pub device: Device,
-    /// Raw queue handle (`cudaStream_t`), 0 for the device's default queue and for the CPU. Work is complete only
-    /// when the caller has synchronised the queue.
+    /// Raw queue handle (`cudaStream_t`), 0 for the device's default queue and for the CPU. Work is complete
+    /// only when the caller has synchronised the queue.
     pub stream: usize,
     /// Scratch of at least `PreparedWeight::workspace(m)` bytes, 64-byte aligned on the CPU, 256 on CUDA.
     pub workspace: Option<TensorViewMut<'a>>,
@@ -315,18 +319,19 @@ pub trait Q4Backend: Send + Sync + 'static {
     /// Dynamic checks for `diagnose`: what was loaded, from where, what it can do. May be slow.
     fn probe(&self, env: &HostEnv) -> Vec<ProbeItem>;
 
-    /// Pure: the same arguments give the same answer. Rejects whatever `prepare` or a call could not serve, with
-    /// every reason.
+    /// Pure: the same arguments give the same answer. Rejects whatever `prepare` or a call could not serve,
+    /// with every reason.
     fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict;
 
-    /// Whether `prepare` puts weights of a device into memory shared with the host where [`crate::BuiltinOptions::unified_memory`]
-    /// asks for it. Who does not is refused where the user requires it.
+    /// Whether `prepare` puts weights of a device into memory shared with the host where
+    /// [`crate::BuiltinOptions::unified_memory`] asks for it. Who does not is refused where the user
+    /// requires it.
     fn manages_memory(&self) -> bool {
         false
     }
 
-    /// Repacks `w` for `path` and no other. `w` is in host memory, whatever `spec.device`; it is not kept, and the weight
-    /// is ready when this returns. Fails rather than choose another path.
+    /// Repacks `w` for `path` and no other. `w` is in host memory, whatever `spec.device`; it is not kept,
+    /// and the weight is ready when this returns. Fails rather than choose another path.
     fn prepare(
         &self,
         w: &Q4Weight<'_>,
@@ -358,7 +363,8 @@ pub struct PreparedInfo {
 /// What one call does besides the product, in the same pass over the weights. Empty: a plain `forward`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Fusion<'a> {
-    /// x is the f32 residual `[m, k]`; its norm, rounded to the spec's x type, is what is quantised or multiplied.
+    /// x is the f32 residual `[m, k]`; its norm, rounded to the spec's x type, is what is quantised or
+    /// multiplied.
     pub norm: Option<RmsNorm<'a>>,
     /// The rows of the weight are gate rows, then as many up rows: `y[m, n/2] = silu(gate) * up`.
     pub gate: bool,
@@ -409,22 +415,25 @@ impl Fusion<'_> {
     }
 }
 
-/// A weight in the layout one path wants. The caller allocates every output; no call allocates, except on the dense path,
-/// whose GEMM packs its operands, and in the reference.
+/// A weight in the layout one path wants. The caller allocates every output; no call allocates, except on the
+/// dense path, whose GEMM packs its operands, and in the reference.
 pub trait PreparedWeight: Send + Sync {
     /// What was built.
     fn info(&self) -> &PreparedInfo;
-    /// Scratch bytes for `m` rows, for any operation. Below one dense copy unless the path is `DequantMatmul`.
+    /// Scratch bytes for `m` rows, for any operation. Below one dense copy unless the path is
+    /// `DequantMatmul`.
     fn workspace(&self, m: usize) -> usize;
     /// `y[m, n] = x[m, k] W^T`, types as in the spec, rows may be strided.
     fn forward(&self, x: TensorView<'_>, y: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()>;
-    /// Whether `forward_fused` takes exactly this combination for `m` rows. Where it does not, the caller composes.
+    /// Whether `forward_fused` takes exactly this combination for `m` rows. Where it does not, the caller
+    /// composes.
     fn fuses(&self, m: usize, set: FuseSet) -> bool {
         let _ = m;
         set == FuseSet::NONE
     }
-    /// `forward` with what `fusion` adds. x is f32 with a norm, y is `[m, n/2]` with a gate and f32 when it accumulates; else
-    /// types and shapes are those of `forward`. [`Code::Unsupported`] for a combination that [`fuses`](Self::fuses) denies.
+    /// `forward` with what `fusion` adds. x is f32 with a norm, y is `[m, n/2]` with a gate and f32 when it
+    /// accumulates; else types and shapes are those of `forward`. [`Code::Unsupported`] for a combination
+    /// that [`fuses`](Self::fuses) denies.
     fn forward_fused(
         &self,
         x: TensorView<'_>,

@@ -1,5 +1,5 @@
-//! What a call must leave as it found it: how its thread rounds, and what is one for a whole process. Some of it the system
-//! tells of any process, some only the process itself.
+//! What a call must leave as it found it: how its thread rounds, and what is one for a whole process. Some of
+//! it the system tells of any process, some only the process itself.
 use std::collections::BTreeMap;
 use std::hash::{Hash, Hasher};
 use std::path::Path;
@@ -13,8 +13,8 @@ pub const THREADS: &str = "threads";
 /// Name of the fact that counts allocations, which only some calls must not make.
 pub const ALLOCATIONS: &str = "allocations";
 
-/// What the system tells of the process with this number, or of this one: nothing of it is for a backend to change. Empty where
-/// the system tells nothing.
+/// What the system tells of the process with this number, or of this one: nothing of it is for a backend to
+/// change. Empty where the system tells nothing.
 pub fn facts(process: Option<u32>) -> Facts {
     let root = process.map_or_else(|| "/proc/self".into(), |id| format!("/proc/{id}"));
     let root = Path::new(&root);
@@ -71,8 +71,8 @@ pub fn facts_here() -> Facts {
     all
 }
 
-/// How this thread computes with floats: rounding, flushing to zero and trapping, whatever the processor keeps of it. Flags that
-/// any operation sets are not part of it.
+/// How this thread computes with floats: rounding, flushing to zero and trapping, whatever the processor
+/// keeps of it. Flags that any operation sets are not part of it.
 pub fn float_control() -> u64 {
     #[cfg(target_arch = "x86_64")]
     {
@@ -102,8 +102,8 @@ pub fn set_float_control(control: u64) {
     #[cfg(target_arch = "x86_64")]
     {
         let (sse, x87) = ((control >> 16) as u32, control as u16);
-        // SAFETY: both load a register from a variable that holds what the register held before; every exception is masked as it
-        // was then.
+        // SAFETY: both load a register from a variable that holds what the register held before; every
+        // exception is masked as it was then.
         unsafe {
             std::arch::asm!("ldmxcsr [{}]", in(reg) &raw const sse, options(nostack, preserves_flags));
             std::arch::asm!("fldcw [{}]", in(reg) &raw const x87, options(nostack, preserves_flags));

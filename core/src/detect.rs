@@ -1,4 +1,5 @@
-//! Which 4-bit layout a layer is stored in, from names, types and shapes alone, reporting every contradiction at once.
+//! Which 4-bit layout a layer is stored in, from names, types and shapes alone, reporting every contradiction
+//! at once.
 use crate::formats::{nvfp4::BLOCK, swizzle};
 use crate::{Code, Convention, DType, Error, NibbleOrder, Q4Schema, Result, ScaleLayout};
 use serde::Serialize;
@@ -44,7 +45,8 @@ pub enum Layout {
     /// `_weight_qdata`, `_weight_scale`, `_weight_per_tensor_scale` (multiplies).
     #[serde(rename = "torchao")]
     TorchAo,
-    /// `weight.qdata`, `weight.scale` (or without `weight.`): single-level scales; NF4 as `weight`, `absmax`, `quant_map`.
+    /// `weight.qdata`, `weight.scale` (or without `weight.`): single-level scales; NF4 as `weight`, `absmax`,
+    /// `quant_map`.
     Dat,
     /// `weight`, `weight.absmax`, `weight.quant_map`, `weight.quant_state.bitsandbytes__nf4`, nested ones.
     Bitsandbytes,
@@ -117,9 +119,9 @@ pub struct Detected {
     pub nested_offset: f32,
 }
 
-/// Finds the tensors of `layer` (e.g. `model.layers.0.mlp.up_proj`) in `table`. `quant_state` reads the JSON beside a
-/// bitsandbytes weight. `Ok(None)` when nothing of that name is stored; one error with *all* problems when the parts
-/// contradict each other.
+/// Finds the tensors of `layer` (e.g. `model.layers.0.mlp.up_proj`) in `table`. `quant_state` reads the JSON
+/// beside a bitsandbytes weight. `Ok(None)` when nothing of that name is stored; one error with *all*
+/// problems when the parts contradict each other.
 pub fn detect(
     layer: &str,
     table: &dyn Tensors,

@@ -1,4 +1,5 @@
-//! One error shape for the whole program: a stable code, what happened, what was needed, what was found, what to do.
+//! One error shape for the whole program: a stable code, what happened, what was needed, what was found, what
+//! to do.
 use std::{borrow::Cow, fmt};
 
 macro_rules! codes {

@@ -1,4 +1,5 @@
-//! `e^x` and what is made of it in f32, for loops that a compiler vectorises: the same bits wherever they are computed.
+//! `e^x` and what is made of it in f32, for loops that a compiler vectorises: the same bits wherever they are
+//! computed.
 /// Fused where the enclosing copy has the instruction: without it `mul_add` is a library call.
 #[inline(always)]
 pub fn fma<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
@@ -16,8 +17,8 @@ pub fn exp<const FMA: bool>(x: f32) -> f32 {
     let r = fma::<FMA>(n, 2.121_944_4e-4, fma::<FMA>(n, -0.693_359_4, clamped));
     let factorials = [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0];
     let p = factorials.into_iter().fold(1.0 / 5040.0, |p, f| fma::<FMA>(p, r, f));
-    // 2^n in two factors, so that n = 128 does not overflow the exponent field. No conversion of a float: a cast that
-    // saturates keeps a compiler from using vectors.
+    // 2^n in two factors, so that n = 128 does not overflow the exponent field. No conversion of a float: a
+    // cast that saturates keeps a compiler from using vectors.
     let n = shifted.to_bits().wrapping_sub(ROUND.to_bits()) as i32;
     let half = n >> 1;
     let power = |e: i32| f32::from_bits((e.wrapping_add(127) as u32) << 23);

@@ -41,7 +41,8 @@ pub struct LibraryFacts {
     pub cuda_native: Vec<(u32, u32)>,
     /// Why it cannot use a device that is there.
     pub cuda_refused: Option<String>,
-    /// Why it cannot use the FP4 tensor cores of a device that has them; empty where it can, or where there are none.
+    /// Why it cannot use the FP4 tensor cores of a device that has them; empty where it can, or where there
+    /// are none.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub cuda_native_refused: Vec<Reject>,
 }
@@ -118,8 +119,8 @@ impl HostEnv {
             ..Self::default()
         }
     }
-    /// Enters the CUDA devices and libraries, or what is missing to reach one. The device that is to be used, if any, is
-    /// opened: one that is there but cannot be is a fact too.
+    /// Enters the CUDA devices and libraries, or what is missing to reach one. The device that is to be used,
+    /// if any, is opened: one that is there but cannot be is a fact too.
     pub fn find_cuda(&mut self, used: Option<u32>) {
         match crate::stage::devices() {
             Ok(found) => {
@@ -164,12 +165,14 @@ impl HostEnv {
     }
 }
 
-/// Processors this process may use: the scheduler's affinity mask and the cgroup's quota, whichever is smaller.
+/// Processors this process may use: the scheduler's affinity mask and the cgroup's quota, whichever is
+/// smaller.
 pub fn processors() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// Whether the processor multiplies bf16 tiles (AMX) and the system lets this process use them, for which it is asked.
+/// Whether the processor multiplies bf16 tiles (AMX) and the system lets this process use them, for which it
+/// is asked.
 #[cfg(target_arch = "x86_64")]
 pub fn has_tiles() -> bool {
     use std::arch::x86_64::{__cpuid, __cpuid_count};

@@ -1,12 +1,14 @@
 //! What a 4-bit weight is and who may multiply by it: formats, views, backend traits, selection.
 //!
-//! No shared library is opened here, no CUDA and no torch are known. Everything above this crate agrees on these types:
+//! No shared library is opened here, no CUDA and no torch are known. Everything above this crate agrees on
+//! these types:
 //!
 //! * [`formats`] turns codes into numbers, exactly; [`Q4Schema`] says which codes, [`Q4Weight`] borrows them;
 //! * [`Q4Backend`] and [`PreparedWeight`] are what a kernel author implements;
-//! * [`select`] decides once per layer, [`Dispatch`] checks and prepares, [`Q4Linear`] is the only caller of a backend;
-//! * [`oracle`] is the exact product, [`selfcheck`] the gate built on it; [`rows`] are operands in f32, [`exponential`]
-//!   is what runs between products in more than one crate.
+//! * [`select`] decides once per layer, [`Dispatch`] checks and prepares, [`Q4Linear`] is the only caller of
+//!   a backend;
+//! * [`oracle`] is the exact product, [`selfcheck`] the gate built on it; [`rows`] are operands in f32,
+//!   [`exponential`] is what runs between products in more than one crate.
 mod backend;
 pub mod conduct;
 pub mod detect;

@@ -23,7 +23,8 @@ impl Dispatch {
         policy.overrides.guests.extend(registry.guests().iter().cloned());
         Self { registry, policy, witness: Arc::default(), checks: SelfChecks::default() }
     }
-    /// Trusts backends without checking them first. Loud on purpose: reports carry the number of skipped checks.
+    /// Trusts backends without checking them first. Loud on purpose: reports carry the number of skipped
+    /// checks.
     pub fn without_self_checks(mut self) -> Self {
         self.checks = SelfChecks::skipped();
         self
@@ -55,7 +56,8 @@ impl Dispatch {
         select(self.registry.candidates(), spec, &self.policy, self.registry.env())
     }
 
-    /// Prepares `w` with the chosen backend and with no other, and checks the first weight of each kind and shape.
+    /// Prepares `w` with the chosen backend and with no other, and checks the first weight of each kind and
+    /// shape.
     pub fn prepare(
         &self,
         w: &Q4Weight<'_>,
@@ -213,7 +215,8 @@ impl Q4Linear {
         self.weight.fuses(m, set)
     }
 
-    /// `forward` with a norm before it, a gate behind it, or added to y; see [`Fusion`]. One product in the count.
+    /// `forward` with a norm before it, a gate behind it, or added to y; see [`Fusion`]. One product in the
+    /// count.
     pub fn forward_fused(
         &self,
         x: TensorView<'_>,

@@ -160,8 +160,8 @@ impl UnifiedMemory {
         }
     }
 
-    /// The whole policy as one pure decision about one tensor. `Require` fails when memory cannot be managed, and
-    /// when an activation is not managed already, because activations are never converted.
+    /// The whole policy as one pure decision about one tensor. `Require` fails when memory cannot be managed,
+    /// and when an activation is not managed already, because activations are never converted.
     pub fn place(self, role: Role, is_managed: bool, support: &ManagedSupport) -> Result<Placement> {
         let refuse = |have: &str| {
             Error::new(Code::UnifiedMemory, "--unified-memory require")

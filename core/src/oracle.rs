@@ -105,13 +105,14 @@ impl Input {
         Self { k, wide, packed: Some(packed) }
     }
 
-    /// Row `r` as the product sees it, `[k]`: exact but for nvfp4, whose per-tensor scale is multiplied in f64.
+    /// Row `r` as the product sees it, `[k]`: exact but for nvfp4, whose per-tensor scale is multiplied in
+    /// f64.
     pub fn row(&self, r: usize) -> &[f64] {
         &self.wide[r * self.k..][..self.k]
     }
 
-    /// `(Σ x·w, Σ |x·w|)` of input row `r` and a row of the weight. The first is exact for NVFP4 inputs on NVFP4 weights up
-    /// to one f64 rounding, and an f64 sum of exact products otherwise.
+    /// `(Σ x·w, Σ |x·w|)` of input row `r` and a row of the weight. The first is exact for NVFP4 inputs on
+    /// NVFP4 weights up to one f64 rounding, and an f64 sum of exact products otherwise.
     pub fn dot(&self, r: usize, w: &Column) -> (f64, f64) {
         match (&self.packed, &w.packed) {
             (Some(a), Some(b)) => {
@@ -142,8 +143,8 @@ pub fn act_global(act: &ActQuant, x: &[f32], source: DType) -> Result<Option<Glo
     }
 }
 
-/// Both sums in units of 2^-20: a doubled-code product is at most 144, a scale is a multiple of 2^-9 below 2^9.
-/// A NaN scale has no place on that grid: the sums are NaN, as they are for every other input format.
+/// Both sums in units of 2^-20: a doubled-code product is at most 144, a scale is a multiple of 2^-9 below
+/// 2^9. A NaN scale has no place on that grid: the sums are NaN, as they are for every other input format.
 fn fixed_point(a: &[i8], sa: &[i32], b: &[i8], sb: &[i32]) -> (f64, f64) {
     let (mut total, mut abs) = (0i128, 0i128);
     let (a, b) = (a.as_chunks::<16>().0, b.as_chunks::<16>().0);
@@ -178,12 +179,13 @@ fn sums(x: &[f64], w: &[f32]) -> (f64, f64) {
     (total.iter().sum(), abs.iter().sum())
 }
 
-/// Largest error a backend may make on one output, for f32 accumulation and the final rounding. A kernel adds partial sums
-/// no longer than a lane's share: `(k/16 + 32) · 2^-24 · Σ|x·w|`. The GEMM behind a dense copy is free to add all of k in
-/// one chain, which costs a rounding each: `(k + 32) · 2^-24 · Σ|x·w|`; the copy itself is rounded to the type of y. Inputs
-/// are widened to f32, exactly. Units that multiply 4-bit operands add exact products in an order of their own and may cut
-/// where others round, which loses up to a whole unit of the last place each time: `(2k + 32) · 2^-24 · Σ|x·w|`. Weights that a
-/// kernel rounds to bf16 are off by [`ROUNDED`] of themselves: `((k/16 + 32) · 2^-24 + ROUNDED) · Σ|x·w|`.
+/// Largest error a backend may make on one output, for f32 accumulation and the final rounding. A kernel adds
+/// partial sums no longer than a lane's share: `(k/16 + 32) · 2^-24 · Σ|x·w|`. The GEMM behind a dense copy
+/// is free to add all of k in one chain, which costs a rounding each: `(k + 32) · 2^-24 · Σ|x·w|`; the copy
+/// itself is rounded to the type of y. Inputs are widened to f32, exactly. Units that multiply 4-bit operands
+/// add exact products in an order of their own and may cut where others round, which loses up to a whole unit
+/// of the last place each time: `(2k + 32) · 2^-24 · Σ|x·w|`. Weights that a kernel rounds to bf16 are off by
+/// [`ROUNDED`] of themselves: `((k/16 + 32) · 2^-24 + ROUNDED) · Σ|x·w|`.
 pub fn bound(path: ExecPath, y: DType, k: usize, exact: f64, abs_sum: f64) -> f64 {
     let (chain, copy) = match path {
         ExecPath::DequantMatmul => (k as f64, roundoff(y)),
@@ -195,8 +197,8 @@ pub fn bound(path: ExecPath, y: DType, k: usize, exact: f64, abs_sum: f64) -> f6
     abs_sum * (accumulate + copy) + exact.abs() * roundoff(y) + smallest(y)
 }
 
-/// Most that `fused-rounded` may be off by in a weight, relative: half a unit of bf16 for the weight, half as much for what it is
-/// made of.
+/// Most that `fused-rounded` may be off by in a weight, relative: half a unit of bf16 for the weight, half as
+/// much for what it is made of.
 pub const ROUNDED: f64 = 1.5 / 256.0;
 
 /// Half a unit in the last place of 1.0.

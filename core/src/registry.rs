@@ -1,4 +1,5 @@
-//! The backends a process knows: built-ins through `inventory`, sorted and checked against a list of names; plugins later.
+//! The backends a process knows: built-ins through `inventory`, sorted and checked against a list of names;
+//! plugins later.
 use crate::memory::UnifiedMemory;
 use crate::{Candidate, Code, Error, HostEnv, LibraryFacts, Q4Backend, Reject, RejectCode, Result};
 use std::collections::{BTreeMap, BTreeSet};
@@ -64,8 +65,9 @@ impl Registry {
         Self::on(env, options)
     }
 
-    /// The same for a machine that is described by data and need not be here: what its backends answer follows from `env`
-    /// alone. Without [`BuiltinOptions::cuda`] none of them looks at a device or its libraries.
+    /// The same for a machine that is described by data and need not be here: what its backends answer
+    /// follows from `env` alone. Without [`BuiltinOptions::cuda`] none of them looks at a device or its
+    /// libraries.
     pub fn on(mut env: HostEnv, options: &BuiltinOptions) -> Result<Self> {
         let mut found: BTreeMap<&'static str, Candidate> = BTreeMap::new();
         for r in inventory::iter::<Registration> {
@@ -99,8 +101,8 @@ impl Registry {
         Ok(Self { candidates: found.into_values().collect(), guests: BTreeSet::new(), env })
     }
 
-    /// Adds a loaded or refused third party, which serves what it is named for and nothing else; a name that exists already is
-    /// an error.
+    /// Adds a loaded or refused third party, which serves what it is named for and nothing else; a name that
+    /// exists already is an error.
     pub fn add(&mut self, candidate: Candidate) -> Result<()> {
         match self.candidates.binary_search_by(|c| c.name().cmp(candidate.name())) {
             Ok(_) => Err(Error::new(

@@ -1,5 +1,6 @@
-//! Operands of a product on the CPU: f32 rows in, strided rows of any io dtype out, both shared between threads.
-//! Backends that compute in f32 all need this, and because nothing here allocates, they need not either.
+//! Operands of a product on the CPU: f32 rows in, strided rows of any io dtype out, both shared between
+//! threads. Backends that compute in f32 all need this, and because nothing here allocates, they need not
+//! either.
 use crate::formats::{int8, nvfp4};
 use crate::{
     Activations, Code, DType, Error, LinearSpec, Q4Schema, Reject, RejectCode, Result, Scratch, TensorView,
@@ -10,8 +11,8 @@ use half::{bf16, f16};
 use std::marker::PhantomData;
 use std::sync::Mutex;
 
-/// Rows `m` of a product, after checking that `input` is `[m, cols]` and `output` `[m, cols]`, each of the columns and io
-/// dtype named with it.
+/// Rows `m` of a product, after checking that `input` is `[m, cols]` and `output` `[m, cols]`, each of the
+/// columns and io dtype named with it.
 pub fn check_product(
     input: (&TensorView<'_>, DType, usize),
     output: (&TensorView<'_>, DType, usize),
@@ -34,7 +35,8 @@ pub fn check_matrix(view: &TensorView<'_>, dtype: DType, rows: usize, cols: usiz
         .have(format!("{view:?}")))
 }
 
-/// Adds every reason in dtypes and shapes why a product cannot be computed in f32, in blocks of 16 of k where there are any.
+/// Adds every reason in dtypes and shapes why a product cannot be computed in f32, in blocks of 16 of k where
+/// there are any.
 pub fn reject_operands(spec: &LinearSpec, reasons: &mut Vec<Reject>) {
     use RejectCode::{DtypeUnsupported, ShapeUnsupported};
     let mut reject = |code, need: String, have: String| reasons.push(Reject::new(code, need, have));
@@ -82,8 +84,9 @@ impl<'a> Rows<'a> {
         Ok(Self { start, m, cols, ld, _borrow: PhantomData })
     }
 
-    /// `x[m, k]` as the product sees it: widened to f32 and, for int8 and nvfp4, quantised as the oracle does and decoded to
-    /// f32. Borrows x itself where that is nothing to do, else takes [`activation_bytes`] of `scratch`.
+    /// `x[m, k]` as the product sees it: widened to f32 and, for int8 and nvfp4, quantised as the oracle does
+    /// and decoded to f32. Borrows x itself where that is nothing to do, else takes [`activation_bytes`]
+    /// of `scratch`.
     pub fn activations(
         x: TensorView<'a>,
         format: &Activations,
@@ -203,7 +206,8 @@ impl<'a> RowsMut<'a> {
     pub unsafe fn put(&self, r: usize, c: usize, values: &[f32]) {
         assert!(r < self.rows && c + values.len() <= self.cols, "output element");
         let (at, len) = (r * self.ld + c, values.len());
-        // SAFETY: inside the view, which `of` found to be of this type, and not shared by the caller's promise.
+        // SAFETY: inside the view, which `of` found to be of this type, and not shared by the caller's
+        // promise.
         unsafe {
             match self.dtype {
                 DType::F16 => slice(self.start.cast::<f16>().add(at), len).convert_from_f32_slice(values),
@@ -315,7 +319,8 @@ mod tests {
                 let mut scratch = Scratch::of(&mut cx, len)?;
                 let rows = Rows::activations(buffer.view(m, k)?, &format, &mut scratch, &pool)?;
                 for (r, row) in values.chunks(k).enumerate() {
-                    // A quantised value is off by at most half the widest step: a sixth of the block's amax, 2.
+                    // A quantised value is off by at most half the widest step: a sixth of the block's amax,
+                    // 2.
                     let limit = if format == Activations::Native { 0.0 } else { 2.0 / 6.0 };
                     assert!(rows.row(r).iter().zip(row).all(|(a, b)| (a - b).abs() <= limit), "{x} {format}");
                 }

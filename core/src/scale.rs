@@ -1,4 +1,5 @@
-//! Per-tensor scales with their convention, and the named NVFP4 quantiser rules. Neither is ever a bare float or a flag.
+//! Per-tensor scales with their convention, and the named NVFP4 quantiser rules. Neither is ever a bare float
+//! or a flag.
 use crate::{Code, Error, Result};
 use serde::{Deserialize, Serialize};
 
@@ -72,14 +73,17 @@ impl GlobalScale {
 pub enum Rule {
     /// torchao 0.18: scale `e4m3(clamp((am/6)/g, 2^-6, 448))`, element times the reciprocal, ties to even.
     TorchAo,
-    /// NVIDIA ModelOpt: scale `e4m3(clamp(am/(6*g), 2^-9, 448))` (1.0 for a zero block), element divided, ties to even.
+    /// NVIDIA ModelOpt: scale `e4m3(clamp(am/(6*g), 2^-9, 448))` (1.0 for a zero block), element divided,
+    /// ties to even.
     ModelOpt,
-    /// compressed-tensors: scale `e4m3(min(G*(am/6), 448))` (0.125 where that is 0), element divided, ties to even;
-    /// `am/6` is rounded in the dtype of the source tensor.
+    /// compressed-tensors: scale `e4m3(min(G*(am/6), 448))` (0.125 where that is 0), element divided, ties to
+    /// even; `am/6` is rounded in the dtype of the source tensor.
     CompressedTensors,
-    /// TransformerEngine, FlashInfer exact mode: scale `e4m3(am * (G*(1/6)))`, element times the reciprocal, ties to even.
+    /// TransformerEngine, FlashInfer exact mode: scale `e4m3(am * (G*(1/6)))`, element times the reciprocal,
+    /// ties to even.
     TransformerEngine,
-    /// Old libNVFP4 and `.dat` run time: scale `e4m3(clamp(am/6, 2^-16, 448))`, element divided, ties away from zero.
+    /// Old libNVFP4 and `.dat` run time: scale `e4m3(clamp(am/6, 2^-16, 448))`, element divided, ties away
+    /// from zero.
     Runtime,
 }
 

@@ -1,4 +1,5 @@
-//! What the bits of a weight mean and what its product does with activations. Everything that changes a value is here.
+//! What the bits of a weight mean and what its product does with activations. Everything that changes a value
+//! is here.
 use crate::{Convention, DType, GlobalScale, Rule};
 use serde::{Deserialize, Serialize};
 use std::fmt;

@@ -14,8 +14,8 @@ pub struct Overrides {
     pub layers: Vec<(String, String)>,
     /// Backend of every 4-bit layer.
     pub all: Option<String>,
-    /// Third parties that were named without layers: of those that nobody else was named for, they have all that they can
-    /// serve, whatever path or priority others have, and at least one.
+    /// Third parties that were named without layers: of those that nobody else was named for, they have all
+    /// that they can serve, whatever path or priority others have, and at least one.
     pub preferred: Vec<String>,
     /// Third parties. None serves a product that it was not named for.
     pub guests: BTreeSet<String>,
@@ -172,8 +172,9 @@ pub fn select(
             lose(None, vec![Reject::new(RejectCode::SchemaUnsupported, schema, known.join(", "))]);
         }
         for path in paths {
-            // The oracle is served to whoever names it and asks for no other path. A dense matrix is not a 4-bit
-            // product: kernel-only is about codes that would be expanded, and there are none.
+            // The oracle is served to whoever names it and asks for no other path. A dense matrix is not a
+            // 4-bit product: kernel-only is about codes that would be expanded, and there are
+            // none.
             let open = matches!(policy.compute, ComputePath::Auto | ComputePath::KernelOrFallback);
             let named_oracle = path == ExecPath::Reference && forced.is_some() && open;
             let dense = !spec.schema.is_4bit() && path == ExecPath::DequantMatmul;

@@ -1,7 +1,8 @@
-//! The gate before a backend's first product of a shape: the prepared weight itself, called as a model will call it, and a
-//! sample of its outputs compared with the oracle.
+//! The gate before a backend's first product of a shape: the prepared weight itself, called as a model will
+//! call it, and a sample of its outputs compared with the oracle.
 //!
-//! A library cannot tell these calls from use: names, shapes, bytes and the largest number of rows are the model's.
+//! A library cannot tell these calls from use: names, shapes, bytes and the largest number of rows are the
+//! model's.
 use crate::oracle::{Column, Input, act_global, bound};
 use crate::{
     ActGlobal, ActQuant, Activations, Code, DType, Device, Error, ExecContext, ExecPath, LinearSpec,
@@ -41,7 +42,8 @@ impl SelfChecks {
         self.skips.load(Ordering::Relaxed)
     }
 
-    /// Gives `prepared`, made of `w`, back unless it, or another weight of its kind and shape, computes wrongly.
+    /// Gives `prepared`, made of `w`, back unless it, or another weight of its kind and shape, computes
+    /// wrongly.
     pub(crate) fn require(
         &self,
         s: &Selection,
@@ -129,9 +131,10 @@ const SAMPLES: usize = 64;
 /// Rows of the input that they are spread over.
 const INPUTS: usize = 8;
 
-/// Calls `prepared`, which was made of `w` for `spec` and takes operands in host memory, with one row, with a few, and with as
-/// many as a prompt has or as are cheap, never more than `spec.max_m`. Every output must be written, and those of a
-/// sample of rows must be the oracle's. Returns the largest error over its bound, at most 1, or the element that broke it.
+/// Calls `prepared`, which was made of `w` for `spec` and takes operands in host memory, with one row, with a
+/// few, and with as many as a prompt has or as are cheap, never more than `spec.max_m`. Every output must be
+/// written, and those of a sample of rows must be the oracle's. Returns the largest error over its bound, at
+/// most 1, or the element that broke it.
 pub fn check(
     prepared: &dyn PreparedWeight,
     w: &Q4Weight<'_>,
@@ -204,8 +207,8 @@ const fn affordable(path: ExecPath) -> usize {
     }
 }
 
-/// Numbers of rows that are tried, ascending: those of a decode step, an odd number, a short prompt and the longest that is
-/// allowed and cheap. A model's smallest product has the longest.
+/// Numbers of rows that are tried, ascending: those of a decode step, an odd number, a short prompt and the
+/// longest that is allowed and cheap. A model's smallest product has the longest.
 fn calls(path: ExecPath, cost: usize, max_m: usize) -> Vec<usize> {
     const PROMPT: usize = 17;
     let (most, cost) = (affordable(path), cost.max(1));

@@ -1,5 +1,5 @@
-//! Memory of devices that are not the CPU, as far as checks need it: operands go up, a product runs, results come back. Core
-//! opens no library; whoever can reach a device registers here.
+//! Memory of devices that are not the CPU, as far as checks need it: operands go up, a product runs, results
+//! come back. Core opens no library; whoever can reach a device registers here.
 use crate::{
     Code, CudaDevice, Device, Error, ExecContext, Found, FuseSet, Fusion, PreparedInfo, PreparedWeight,
     Result, TensorView, TensorViewMut,
@@ -71,8 +71,9 @@ pub fn memory_of(device: Device) -> Result<Arc<dyn DeviceMemory>> {
     }
 }
 
-/// A weight on a device that is called with operands in host memory: they are copied there, guarded on both sides, and
-/// what was written comes back, gaps between rows included. For checks; a product of a program stays on its device.
+/// A weight on a device that is called with operands in host memory: they are copied there, guarded on both
+/// sides, and what was written comes back, gaps between rows included. For checks; a product of a program
+/// stays on its device.
 pub struct Staged {
     inner: Box<dyn PreparedWeight>,
     device: Device,
@@ -203,7 +204,8 @@ impl Copy {
         Self::at(memory, view, view.as_ptr().addr() % GUARD)
     }
 
-    /// The same, `offset` bytes behind a boundary: 0 for scratch, which devices want aligned further than hosts.
+    /// The same, `offset` bytes behind a boundary: 0 for scratch, which devices want aligned further than
+    /// hosts.
     fn at(memory: &dyn DeviceMemory, view: &TensorView<'_>, offset: usize) -> Result<Self> {
         let len = view.nbytes();
         let at = GUARD + offset;
@@ -274,8 +276,8 @@ impl Copy {
     }
 }
 
-/// Every byte a host view reaches, gaps included. A view that says it is elsewhere is still one of the host's here: cases
-/// lie about the device to be refused.
+/// Every byte a host view reaches, gaps included. A view that says it is elsewhere is still one of the host's
+/// here: cases lie about the device to be refused.
 fn raw<'a>(view: &TensorView<'a>) -> &'a [u8] {
     // SAFETY: `nbytes` bytes are readable for the life of the borrow.
     unsafe { std::slice::from_raw_parts(view.as_ptr().cast(), view.nbytes()) }

@@ -1,5 +1,5 @@
-//! What a child process wrote to its stderr: how it begins and how it ends. The report of a sanitizer begins with what
-//! happened and ends with a legend; a panic is what comes last.
+//! What a child process wrote to its stderr: how it begins and how it ends. The report of a sanitizer begins
+//! with what happened and ends with a legend; a panic is what comes last.
 use std::io::Read;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
@@ -39,8 +39,8 @@ impl Stderr {
         Self(shared)
     }
 
-    /// The lines that say where the child crashed, then the head and the end of everything else. Waits for the end of the
-    /// pipe, but no longer than `patience`: a grandchild may hold it open.
+    /// The lines that say where the child crashed, then the head and the end of everything else. Waits for
+    /// the end of the pipe, but no longer than `patience`: a grandchild may hold it open.
     pub fn text(&self, patience: Duration) -> String {
         let ends = self.0.0.lock().unwrap_or_else(PoisonError::into_inner);
         let waited = self.0.1.wait_timeout_while(ends, patience, |ends| !ends.is_over);

@@ -259,7 +259,8 @@ impl<'a> TensorView<'a> {
                 Error::new(Code::ShapeMismatch, "view has gaps between its rows").need("contiguous elements")
             );
         }
-        // SAFETY: `host` proved device, type and alignment; `from_raw` proved the bounds; 'a is the borrow's life.
+        // SAFETY: `host` proved device, type and alignment; `from_raw` proved the bounds; 'a is the borrow's
+        // life.
         Ok(unsafe { std::slice::from_raw_parts(self.data.as_ptr().cast(), self.len()) })
     }
     /// Row `r` of a host matrix.

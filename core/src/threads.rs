@@ -1,5 +1,5 @@
-//! A small pool of threads that costs microseconds a call: kernels borrow it through [`crate::ExecContext`], nobody else
-//! starts threads, and results never depend on how many there are.
+//! A small pool of threads that costs microseconds a call: kernels borrow it through [`crate::ExecContext`],
+//! nobody else starts threads, and results never depend on how many there are.
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
@@ -27,8 +27,9 @@ type Body<'a> = &'a (dyn Fn(usize) + Sync);
 /// Pieces for each thread that work is split into: the last one is what threads wait for.
 const PIECES: usize = 16;
 
-/// What a thread has left of a call's tasks. It takes them one after the other, because neighbours often read neighbouring
-/// memory, which the last one has fetched ahead; who is done takes over half of what another has left.
+/// What a thread has left of a call's tasks. It takes them one after the other, because neighbours often read
+/// neighbouring memory, which the last one has fetched ahead; who is done takes over half of what another has
+/// left.
 #[repr(align(64))]
 #[derive(Default)]
 struct Share(AtomicU64);
@@ -52,8 +53,8 @@ struct Shared {
     wake: Condvar,
 }
 
-/// How long a thread spins before it lets go of its processor: longer than the gap between two products of a decode step,
-/// shorter than what a thread that shares the processor would notice.
+/// How long a thread spins before it lets go of its processor: longer than the gap between two products of a
+/// decode step, shorter than what a thread that shares the processor would notice.
 const SPIN: Duration = Duration::from_micros(40);
 /// Turns between two looks at the clock.
 const TURNS: u32 = 32;
@@ -86,8 +87,9 @@ impl ThreadPool {
         Self { shared, helpers, busy: AtomicBool::new(false), lent: None }
     }
 
-    /// A pool without threads of its own: `threads` says how many there are at the moment, the caller included, and `run`
-    /// does what [`Self::run`] says. For a library that is lent the threads of the program it was loaded into.
+    /// A pool without threads of its own: `threads` says how many there are at the moment, the caller
+    /// included, and `run` does what [`Self::run`] says. For a library that is lent the threads of the
+    /// program it was loaded into.
     pub fn lent(threads: fn() -> usize, run: fn(usize, &(dyn Fn(usize) + Sync))) -> Self {
         let mut pool = Self::new(1);
         pool.lent = Some(Lent { threads, run });
@@ -99,8 +101,8 @@ impl ThreadPool {
         self.lent.as_ref().map_or(self.helpers.len() + 1, |lent| (lent.threads)().max(1))
     }
 
-    /// Runs `body(0)` to `body(tasks - 1)`, below 2^32, each once, in any order, and returns when all are done.
-    /// Panics when a task panicked. Allocates nothing.
+    /// Runs `body(0)` to `body(tasks - 1)`, below 2^32, each once, in any order, and returns when all are
+    /// done. Panics when a task panicked. Allocates nothing.
     pub fn run(&self, tasks: usize, body: Body<'_>) {
         if let Some(lent) = self.lent.as_ref().filter(|_| tasks > 1) {
             return (lent.run)(tasks, body);
@@ -111,8 +113,8 @@ impl ThreadPool {
             return;
         }
         let s = &*self.shared;
-        // SAFETY: only the lifetime changes. `withdraw` below takes the reference back, and returns when no helper
-        // that took it is still inside.
+        // SAFETY: only the lifetime changes. `withdraw` below takes the reference back, and returns when no
+        // helper that took it is still inside.
         let body: Body<'static> = unsafe { std::mem::transmute::<Body<'_>, Body<'static>>(body) };
         let threads = self.helpers.len() + 1;
         for (t, share) in s.shares.iter().enumerate().take(threads) {
@@ -173,7 +175,8 @@ impl Shared {
             if self.stop.load(Ordering::Relaxed) {
                 return;
             }
-            // Counted before the body is taken, so that `withdraw` either sees this helper or leaves it nothing to take.
+            // Counted before the body is taken, so that `withdraw` either sees this helper or leaves it
+            // nothing to take.
             self.inside.fetch_add(1, Ordering::SeqCst);
             let body = *self.body.lock().unwrap_or_else(|e| e.into_inner());
             if let Some(body) = body
@@ -186,8 +189,8 @@ impl Shared {
         }
     }
 
-    /// Ends a call whose tasks are all claimed: waits for helpers that work on one, not for those that came too late or
-    /// never woke, because on a busy machine they may not run for milliseconds.
+    /// Ends a call whose tasks are all claimed: waits for helpers that work on one, not for those that came
+    /// too late or never woke, because on a busy machine they may not run for milliseconds.
     fn withdraw(&self) {
         *self.body.lock().unwrap_or_else(|e| e.into_inner()) = None;
         let idle = || self.inside.load(Ordering::SeqCst) == 0;
@@ -231,8 +234,8 @@ impl Share {
         self.take(|tasks| tasks.start..middle(&tasks)).map(|tasks| middle(&tasks)..tasks.end)
     }
 
-    /// Leaves `rest` of the tasks; what there was before, unless it was nothing. A word says all there is to know, so it does
-    /// not matter whether it has changed in between and is the same again.
+    /// Leaves `rest` of the tasks; what there was before, unless it was nothing. A word says all there is to
+    /// know, so it does not matter whether it has changed in between and is the same again.
     fn take(&self, rest: impl Fn(Range<usize>) -> Range<usize>) -> Option<Range<usize>> {
         let tasks = |word: u64| (word >> 32) as usize..(word & u64::from(u32::MAX)) as usize;
         let left = |word| {

@@ -1,4 +1,5 @@
-//! What the check of a first product catches: backends that are right but for calls of some shape, number of rows or name.
+//! What the check of a first product catches: backends that are right but for calls of some shape, number of
+//! rows or name.
 use q4_core::selfcheck::Passes;
 use q4_core::{
     Activations, BackendDescriptor, BuiltinOptions, Candidate, Code, Convention, DType, Device, Dispatch,

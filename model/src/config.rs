@@ -29,8 +29,8 @@ pub struct Qwen3Config {
     pub head_dim: usize,
     /// Rows of the embedding, which may exceed the tokenizer's vocabulary.
     pub vocab_size: usize,
-    /// Positions the model was made for. Where YaRN stretches a stated original length beyond the field, as Qwen's instructions
-    /// for long texts have it, that many.
+    /// Positions the model was made for. Where YaRN stretches a stated original length beyond the field, as
+    /// Qwen's instructions for long texts have it, that many.
     pub max_position_embeddings: usize,
     /// Added to the mean square under the root of every RMSNorm.
     pub rms_norm_eps: f32,
@@ -85,12 +85,14 @@ pub enum RopeScaling {
 }
 
 impl Qwen3Config {
-    /// Reads a file of at most 1 MiB; errors as in [`parse`](Self::parse), a missing file is [`Code::ModelMissing`].
+    /// Reads a file of at most 1 MiB; errors as in [`parse`](Self::parse), a missing file is
+    /// [`Code::ModelMissing`].
     pub fn from_file(path: &Path) -> Result<Self> {
         Self::parse(&files::read(path, FILE_LIMIT, Code::ConfigInvalid)?)
     }
 
-    /// Parses and validates. All problems come in one [`Code::ConfigInvalid`], a line for each with field, need and have.
+    /// Parses and validates. All problems come in one [`Code::ConfigInvalid`], a line for each with field,
+    /// need and have.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         let mut f = Fields::parse("config.json", bytes)?;
         check_architecture(&mut f);
@@ -220,7 +222,8 @@ fn check_architecture(f: &mut Fields) {
     if f.flag("attention_bias") == Some(true) {
         f.problem("attention_bias", "false: Qwen3 projections have no bias", "true");
     }
-    // As in transformers: no window unless it is switched on, and then only from layer `max_window_layers` on.
+    // As in transformers: no window unless it is switched on, and then only from layer `max_window_layers`
+    // on.
     let window = f.optional_size("sliding_window", 0..=1 << 26);
     let layers = f.optional_size("num_hidden_layers", 1..=1024);
     let first = f.optional_size("max_window_layers", 0..=1 << 20);
@@ -283,7 +286,8 @@ fn dtype(f: &mut Fields) -> Option<DType> {
     found
 }
 
-/// The published layout has `rope_theta` and `rope_scaling`, the newer one `rope_parameters`; both may not disagree.
+/// The published layout has `rope_theta` and `rope_scaling`, the newer one `rope_parameters`; both may not
+/// disagree.
 fn rope(f: &mut Fields, max_positions: usize) -> Rope {
     const NEED: &str = "a finite number above 1";
     let mut theta = f.number("rope_theta", NEED, valid_theta);

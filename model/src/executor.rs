@@ -1,7 +1,8 @@
 //! What a device must be able to do to run Qwen3: coarse operations on slots the caller owns.
 //!
-//! The graph in [`crate::graph`] is written once over this trait; inference on the CPU, inference on CUDA and training
-//! differ in nothing but the executor. A slot is `[rows, width]`; an executor never allocates one inside a step.
+//! The graph in [`crate::graph`] is written once over this trait; inference on the CPU, inference on CUDA and
+//! training differ in nothing but the executor. A slot is `[rows, width]`; an executor never allocates one
+//! inside a step.
 use crate::watch::Site;
 use q4_core::Result;
 
@@ -110,8 +111,8 @@ pub trait Executor {
         layer: usize,
     ) -> Result<()>;
 
-    /// Causal attention of the step's queries over the cache: row `i` sees the cache and rows `0..=i` of the step,
-    /// whether the cache was empty or not.
+    /// Causal attention of the step's queries over the cache: row `i` sees the cache and rows `0..=i` of the
+    /// step, whether the cache was empty or not.
     fn attention(
         &mut self,
         qkv: &Self::Tensor,
@@ -147,8 +148,8 @@ pub trait Executor {
     /// Accepts the step's rows into the cache.
     fn commit(&mut self, cache: &mut Self::Cache, rows: usize) -> Result<()>;
 
-    /// Called between operations with what was just written; an executor that was told to [watch](crate::watch) does so
-    /// here, all others do nothing.
+    /// Called between operations with what was just written; an executor that was told to
+    /// [watch](crate::watch) does so here, all others do nothing.
     fn watch(&mut self, _site: Site, _slot: &mut Self::Tensor) -> Result<()> {
         Ok(())
     }
@@ -189,7 +190,8 @@ pub trait Executor {
         self.silu_mul(&s.gate_up, &mut s.gated)
     }
 
-    /// Whether somebody watches and `s.normed` holds the last norm: where products fuse it, nobody ever writes it down.
+    /// Whether somebody watches and `s.normed` holds the last norm: where products fuse it, nobody ever
+    /// writes it down.
     fn shows_norms(&self) -> bool {
         false
     }

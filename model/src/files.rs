@@ -4,7 +4,8 @@
 use q4_core::{Code, Error, Result};
 use std::{fs::File, io::Read, path::Path};
 
-/// The whole regular file as bytes; anything else might never end, or never begin. Larger than `limit` bytes: an error with `code`; missing: [`Code::ModelMissing`].
+/// The whole regular file as bytes; anything else might never end, or never begin. Larger than `limit` bytes:
+/// an error with `code`; missing: [`Code::ModelMissing`].
 pub(crate) fn read(path: &Path, limit: usize, code: Code) -> Result<Vec<u8>> {
     if !std::fs::metadata(path).map_err(|e| Error::io(path, &e))?.is_file() {
         return Err(Error::new(code, path.display().to_string())

@@ -49,8 +49,8 @@ pub struct Answer {
     pub decode: Duration,
 }
 
-/// Continues `prompt` behind what `runner` holds. Every id of the answer is accepted into the runner; text is handed
-/// to `emit` as soon as it is complete.
+/// Continues `prompt` behind what `runner` holds. Every id of the answer is accepted into the runner; text is
+/// handed to `emit` as soon as it is complete.
 pub fn generate(
     runner: &mut Runner,
     tokenizer: &Tokenizer,
@@ -118,8 +118,9 @@ pub fn generate(
     Ok(answer)
 }
 
-/// Tells logits that are finite and know nothing: all equal, or the same for every one of the first tokens of an answer.
-/// Whoever repeats himself has other logits each time, so nothing is looked at once two rows differ.
+/// Tells logits that are finite and know nothing: all equal, or the same for every one of the first tokens of
+/// an answer. Whoever repeats himself has other logits each time, so nothing is looked at once two rows
+/// differ.
 #[derive(Default)]
 struct Collapse {
     before: Option<u64>,
@@ -174,8 +175,8 @@ pub struct Conversation<'a> {
 }
 
 impl<'a> Conversation<'a> {
-    /// Starts with an optional system message; forgets whatever `runner` held. `variables` are what the template may
-    /// ask for besides the messages.
+    /// Starts with an optional system message; forgets whatever `runner` held. `variables` are what the
+    /// template may ask for besides the messages.
     pub fn new(
         runner: &'a mut Runner,
         tokenizer: &'a Tokenizer,
@@ -197,8 +198,8 @@ impl<'a> Conversation<'a> {
         self.runner
     }
 
-    /// Says `user`, generates the answer, and closes the turn, so that the cache ends where the next turn begins.
-    /// When a turn fails, the conversation is as it was before it.
+    /// Says `user`, generates the answer, and closes the turn, so that the cache ends where the next turn
+    /// begins. When a turn fails, the conversation is as it was before it.
     pub fn turn(
         &mut self,
         user: &str,
@@ -230,7 +231,8 @@ impl<'a> Conversation<'a> {
         let prompt = self.extend_to(self.render(true)?)?;
         let answer = generate(self.runner, self.tokenizer, &prompt, sampler, limits, emit)?;
         self.messages.push(Message::new("assistant", &answer.text));
-        // The cache holds the sampled ids; when their text is what the template repeats, only the closing is new.
+        // The cache holds the sampled ids; when their text is what the template repeats, only the closing is
+        // new.
         self.text.push_str(&answer.text);
         self.exact =
             answer.finish != FinishReason::StopString && !answer.text.contains(char::REPLACEMENT_CHARACTER);
@@ -247,8 +249,9 @@ impl<'a> Conversation<'a> {
         self.template.render(&self.messages, None, add_generation_prompt, self.variables)
     }
 
-    /// Makes `rendered` the conversation's text and returns the ids to compute. When the template rewrote the past
-    /// (thoughts stripped, answer cut at a stop string), the cache goes back to the last token both agree on.
+    /// Makes `rendered` the conversation's text and returns the ids to compute. When the template rewrote the
+    /// past (thoughts stripped, answer cut at a stop string), the cache goes back to the last token both
+    /// agree on.
     fn extend_to(&mut self, rendered: String) -> Result<Vec<u32>> {
         let ids = match rendered.strip_prefix(self.text.as_str()) {
             Some(new) if self.exact => self.tokenizer.encode(new, false)?,

@@ -31,12 +31,14 @@ pub struct GenerationConfig {
 }
 
 impl GenerationConfig {
-    /// Reads a file of at most 1 MiB; a missing file is [`Code::ModelMissing`], damage is [`Code::ConfigInvalid`].
+    /// Reads a file of at most 1 MiB; a missing file is [`Code::ModelMissing`], damage is
+    /// [`Code::ConfigInvalid`].
     pub fn from_file(path: &Path, vocab_size: usize) -> Result<Self> {
         Self::parse(&files::read(path, FILE_LIMIT, Code::ConfigInvalid)?, vocab_size)
     }
 
-    /// Parses and validates against the rows of the embedding; all problems come in one [`Code::ConfigInvalid`].
+    /// Parses and validates against the rows of the embedding; all problems come in one
+    /// [`Code::ConfigInvalid`].
     pub fn parse(bytes: &[u8], vocab_size: usize) -> Result<Self> {
         let mut f = Fields::parse("generation_config.json", bytes)?;
         let config = Self {

@@ -1,4 +1,5 @@
-//! Everything between a model directory and the next token: configuration, tokenizer, chat template, sampling.
+//! Everything between a model directory and the next token: configuration, tokenizer, chat template,
+//! sampling.
 //!
 //! Files of a model come from strangers: every reader here is bounded and answers damage with an error.
 pub mod checkpoint;

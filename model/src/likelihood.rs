@@ -1,7 +1,7 @@
 //! How well logits predict a text, and how far the predictions of two models lie apart.
 //!
-//! A row of logits `l` is the distribution `p_i = exp(l_i - lse(l))` with `lse(l) = ln Σ exp(l_i)`. Logits are f32 as the
-//! model wrote them and must be finite; everything here is f64 and in nats.
+//! A row of logits `l` is the distribution `p_i = exp(l_i - lse(l))` with `lse(l) = ln Σ exp(l_i)`. Logits
+//! are f32 as the model wrote them and must be finite; everything here is f64 and in nats.
 use crate::sampling::first_maximum;
 
 /// Loss over the tokens of a text.
@@ -12,7 +12,8 @@ pub struct Loss {
 }
 
 impl Loss {
-    /// Adds the tokens `next`, each behind its row of `rows`, `[next.len(), vocab]`. Ids must be below `vocab`.
+    /// Adds the tokens `next`, each behind its row of `rows`, `[next.len(), vocab]`. Ids must be below
+    /// `vocab`.
     pub fn add(&mut self, rows: &[f32], next: &[u32]) {
         for (row, id) in split(rows, next.len()).zip(next) {
             self.add_token(row, LogSum::of(row), *id);
@@ -85,11 +86,13 @@ impl Comparison {
 pub struct Summary {
     /// Their mean.
     pub kl_mean: f64,
-    /// Their 99th percentile by nearest rank: of all `n` in ascending order the one with number `ceil(0.99 n)`.
+    /// Their 99th percentile by nearest rank: of all `n` in ascending order the one with number `ceil(0.99
+    /// n)`.
     pub kl_p99: f64,
     /// The largest.
     pub kl_max: f64,
-    /// Share of positions where both find the same token most likely; of several equal ones the lowest id counts.
+    /// Share of positions where both find the same token most likely; of several equal ones the lowest id
+    /// counts.
     pub top1_agreement: f64,
     /// Loss of A.
     pub a: Loss,

@@ -1,4 +1,5 @@
-//! From a checkpoint and a plan to a model that runs: one layer in flight at a time, every large allocation predicted.
+//! From a checkpoint and a plan to a model that runs: one layer in flight at a time, every large allocation
+//! predicted.
 use crate::checkpoint::{Bytes, Checkpoint, names};
 use crate::cpu::{CpuEngine, CpuExecutor, CpuHead, CpuLinear, CpuNorm, CpuTable, KvCache, KvType, slots};
 use crate::cuda::{CudaBatch, CudaEngine, CudaModel, Sizes};

@@ -47,8 +47,8 @@ pub struct Product {
     pub layout: &'static str,
     /// Dense in the file, 4-bit after loading.
     pub quantized_on_load: bool,
-    /// How many of its layers lack the scale that their declared NVFP4 inputs take, so that their inputs stay as they are. None
-    /// where the user says what inputs are.
+    /// How many of its layers lack the scale that their declared NVFP4 inputs take, so that their inputs
+    /// stay as they are. None where the user says what inputs are.
     pub unscaled: usize,
 }
 
@@ -86,7 +86,8 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Plans every product of `checkpoint`. Layers nobody can serve are part of the plan; see [`Plan::require`].
+    /// Plans every product of `checkpoint`. Layers nobody can serve are part of the plan; see
+    /// [`Plan::require`].
     pub fn new(checkpoint: &Checkpoint, dispatch: &Dispatch, options: &PlanOptions) -> Result<Self> {
         let planner = Planner { checkpoint, dispatch, options };
         let layers = (0..checkpoint.config().num_hidden_layers)
@@ -196,7 +197,8 @@ pub fn input_type(device: Device, dtype: DType) -> DType {
     if device == Device::Cpu { DType::F32 } else { dtype }
 }
 
-/// Element type of logits. Sixteen bits would make ties of near ones; on the CPU they are what `--dtype` says, as ever.
+/// Element type of logits. Sixteen bits would make ties of near ones; on the CPU they are what `--dtype`
+/// says, as ever.
 pub fn head_type(device: Device, dtype: DType) -> DType {
     if device == Device::Cpu { dtype } else { DType::F32 }
 }

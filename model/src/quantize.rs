@@ -1,6 +1,7 @@
 //! Turns one dense matrix into 4-bit codes and scales, in bounded pieces and on all threads.
 //!
-//! Pieces are cut by element count alone, never by the number of threads, so a result does not depend on the machine.
+//! Pieces are cut by element count alone, never by the number of threads, so a result does not depend on the
+//! machine.
 use q4_core::formats::{nf4, nvfp4};
 use q4_core::{
     Absmax, Code, DType, Error, GlobalScale, NibbleOrder, Q4Schema, Q4Weight, Result, RowDecoder, Rule,
@@ -25,7 +26,8 @@ pub enum Scales {
 pub enum Method {
     /// The amax of the block maps to 6.
     Rtn,
-    /// The amax maps to 6 or to 4, whichever has the smaller squared error; a tie goes to 6 (arXiv 2512.02010).
+    /// The amax maps to 6 or to 4, whichever has the smaller squared error; a tie goes to 6 (arXiv
+    /// 2512.02010).
     FourOverSix,
 }
 
@@ -154,8 +156,8 @@ pub fn amax(rows: &Rows<'_>, threads: &ThreadPool) -> Result<f32> {
     Ok(found.into_iter().fold(0f32, f32::max))
 }
 
-/// The smallest amax, at least `amax`, whose per-tensor scale under `rule` is a power of two; zero stays zero.
-/// `s * code` then has six significant bits, so bf16 holds every decoded weight exactly.
+/// The smallest amax, at least `amax`, whose per-tensor scale under `rule` is a power of two; zero stays
+/// zero. `s * code` then has six significant bits, so bf16 holds every decoded weight exactly.
 pub fn power_of_two_amax(rule: Rule, amax: f32) -> f32 {
     if amax == 0.0 {
         return 0.0;
@@ -178,9 +180,9 @@ pub fn power_of_two_amax(rule: Rule, amax: f32) -> f32 {
     exact
 }
 
-/// Quantises the matrix. `global_amax` replaces the matrix's own amax in the per-tensor scale, for matrices that share
-/// one; it must not be below the own amax. Reads the matrix twice with two-level scales, else once; holds the packed
-/// result and 16 Ki f32 a thread, never an f32 copy.
+/// Quantises the matrix. `global_amax` replaces the matrix's own amax in the per-tensor scale, for matrices
+/// that share one; it must not be below the own amax. Reads the matrix twice with two-level scales, else
+/// once; holds the packed result and 16 Ki f32 a thread, never an f32 copy.
 ///
 /// [`Code::TensorShape`]: NVFP4 with `k % 16 != 0`. [`Code::NonFinite`]: a weight that is NaN or infinite.
 /// [`Code::Usage`]: a block size NF4 does not have.
@@ -196,8 +198,8 @@ pub fn quantize(
     }
 }
 
-/// Signal-to-noise ratio of the decoded weight: `10 log10(sum w^2 / sum (w - decoded)^2)`, in dB, summed in f64.
-/// Infinite when the decoded weight is equal to the dense one.
+/// Signal-to-noise ratio of the decoded weight: `10 log10(sum w^2 / sum (w - decoded)^2)`, in dB, summed in
+/// f64. Infinite when the decoded weight is equal to the dense one.
 pub fn sqnr_db(rows: &Rows<'_>, quantized: &Quantized, threads: &ThreadPool) -> Result<f64> {
     let segments = [quantized.segment()?];
     let decoder =

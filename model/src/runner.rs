@@ -8,9 +8,9 @@ use q4_core::{Code, Error, Result};
 pub trait Engine: Send {
     /// Runs `ids` behind what the cache holds and commits them to it; need not wait for it.
     fn step(&mut self, ids: &[u32], which: Logits) -> Result<()>;
-    /// The logits of the last step, `[rows, vocab]`, in host memory; waits for them. Always of the last [`step`](Self::step)
-    /// that was asked for: an engine may compute behind a chosen token before it is asked to, and keeps that to itself until
-    /// it is.
+    /// The logits of the last step, `[rows, vocab]`, in host memory; waits for them. Always of the last
+    /// [`step`](Self::step) that was asked for: an engine may compute behind a chosen token before it is
+    /// asked to, and keeps that to itself until it is.
     fn logits(&mut self) -> Result<&mut [f32]>;
     /// Whether every logit of the last step is finite; waits for it.
     fn is_finite(&mut self) -> Result<bool>;
@@ -26,8 +26,8 @@ pub trait Engine: Send {
     fn truncate(&mut self, len: usize);
     /// What is done between the operations of a step from now on.
     fn watch(&mut self, watch: Watch);
-    /// The id with the largest logit of the last step, the lowest of several; waits for it. Any id where the logits are not
-    /// finite.
+    /// The id with the largest logit of the last step, the lowest of several; waits for it. Any id where the
+    /// logits are not finite.
     fn greedy(&mut self) -> Result<u32> {
         let logits = self.logits()?;
         let mut best = 0;
@@ -38,9 +38,9 @@ pub trait Engine: Send {
         }
         Ok(best as u32)
     }
-    /// The next token by `sampler` from the logits of the last step, which a penalty on `recent` changes. An engine that
-    /// does this elsewhere draws what the sampler draws from the same logits; it may return any id where they are not finite,
-    /// which the sampler refuses.
+    /// The next token by `sampler` from the logits of the last step, which a penalty on `recent` changes. An
+    /// engine that does this elsewhere draws what the sampler draws from the same logits; it may return
+    /// any id where they are not finite, which the sampler refuses.
     fn sample(&mut self, sampler: &mut Sampler, recent: &[u32]) -> Result<u32> {
         match sampler.is_greedy() {
             true => self.greedy(),
@@ -76,7 +76,8 @@ impl Runner {
     pub fn context(&self) -> usize {
         self.engine.capacity()
     }
-    /// Tokens that went through [`Runner::accept`] in all: what a conversation really computed of its prompts.
+    /// Tokens that went through [`Runner::accept`] in all: what a conversation really computed of its
+    /// prompts.
     pub fn prefilled(&self) -> usize {
         self.prefilled
     }
@@ -99,8 +100,9 @@ impl Runner {
         Ok(())
     }
 
-    /// Accepts one token; need not wait for its logits, so the device computes while the caller goes on. Whether they are
-    /// finite is looked at by the next call that needs them, and by [`settle`](Self::settle). Allocates nothing.
+    /// Accepts one token; need not wait for its logits, so the device computes while the caller goes on.
+    /// Whether they are finite is looked at by the next call that needs them, and by
+    /// [`settle`](Self::settle). Allocates nothing.
     pub fn decode(&mut self, id: u32) -> Result<()> {
         self.settle()?;
         self.room_for(1)?;
@@ -110,8 +112,8 @@ impl Runner {
         Ok(())
     }
 
-    /// Waits for the logits of the last token. Where they are not finite, the token is no longer accepted, and the error
-    /// names the first layer to blame.
+    /// Waits for the logits of the last token. Where they are not finite, the token is no longer accepted,
+    /// and the error names the first layer to blame.
     pub fn settle(&mut self) -> Result<()> {
         if self.unchecked && !self.engine.is_finite()? {
             let id = self.tokens.pop().unwrap_or_default();
@@ -135,16 +137,16 @@ impl Runner {
         id
     }
 
-    /// The next token by `sampler`, whose penalty applies to all accepted tokens. On a device nothing but the id leaves it,
-    /// unless tokens are penalised at temperature 0.
+    /// The next token by `sampler`, whose penalty applies to all accepted tokens. On a device nothing but the
+    /// id leaves it, unless tokens are penalised at temperature 0.
     pub fn sample(&mut self, sampler: &mut Sampler) -> Result<u32> {
         let id = self.engine.sample(sampler, &self.tokens);
         self.settle()?; // says more than the sampler about logits it refuses
         id
     }
 
-    /// Runs `ids` and hands the logits of every position to `sink`, `[rows, vocab]` a step. The engine must have been
-    /// made with as many logit rows as steps have rows.
+    /// Runs `ids` and hands the logits of every position to `sink`, `[rows, vocab]` a step. The engine must
+    /// have been made with as many logit rows as steps have rows.
     pub fn accept_all(&mut self, ids: &[u32], sink: &mut dyn FnMut(&[f32])) -> Result<()> {
         self.settle()?;
         self.room_for(ids.len())?;
@@ -155,8 +157,8 @@ impl Runner {
         Ok(())
     }
 
-    /// Runs `ids` as [`accept_all`](Self::accept_all) does and hands every value of every step to `each`, who alone looks whether
-    /// they are finite.
+    /// Runs `ids` as [`accept_all`](Self::accept_all) does and hands every value of every step to `each`, who
+    /// alone looks whether they are finite.
     pub fn accept_watched(&mut self, ids: &[u32], each: Each) -> Result<()> {
         self.settle()?;
         self.room_for(ids.len())?;

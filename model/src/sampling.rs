@@ -1,7 +1,8 @@
 //! Picks the next token from logits: penalty, temperature, top-k, top-p, min-p, draw.
 //!
-//! The order and the rules are those of transformers, the generator is fixed, nothing is allocated per token. Weights are
-//! integers, so what is drawn does not depend on the order of sums: CUDA's kernels (`cuda/draw.cu`) draw the same.
+//! The order and the rules are those of transformers, the generator is fixed, nothing is allocated per token.
+//! Weights are integers, so what is drawn does not depend on the order of sums: CUDA's kernels
+//! (`cuda/draw.cu`) draw the same.
 use q4_core::{Code, Error, Result};
 use rand_chacha::{
     ChaCha8Rng,
@@ -88,7 +89,8 @@ pub struct Sampler {
     rng: ChaCha8Rng,
     vocab_size: usize,
     candidates: Vec<Candidate>,
-    /// One bit for each token, set while the penalty runs: a token is penalised once however often it occurred.
+    /// One bit for each token, set while the penalty runs: a token is penalised once however often it
+    /// occurred.
     seen: Vec<u64>,
 }
 
@@ -206,9 +208,10 @@ impl Sampler {
 /// The mass of the most probable token.
 const WHOLE: f64 = (1u64 << 40) as f64;
 
-/// `exp((logit - peak) / temperature)` in whole multiples of 2^-40, rounded down: sums of masses do not depend on their order,
-/// and what weighs less than one of them cannot be drawn. Every operation here is one rounding of IEEE 754 without fused
-/// products, so a device that does the same has the same bits (`cuda/sample.cu`).
+/// `exp((logit - peak) / temperature)` in whole multiples of 2^-40, rounded down: sums of masses do not
+/// depend on their order, and what weighs less than one of them cannot be drawn. Every operation here is one
+/// rounding of IEEE 754 without fused products, so a device that does the same has the same bits
+/// (`cuda/sample.cu`).
 fn mass(logit: f32, peak: f32, temperature: f32) -> u64 {
     let x = (f64::from(logit) - f64::from(peak)) / f64::from(temperature);
     if x < -28.0 {
@@ -230,8 +233,8 @@ fn total(candidates: &[Candidate]) -> u64 {
     candidates.iter().map(|c| c.mass).sum()
 }
 
-/// The largest mass below the share `p` of `all`: a token stays if those before it hold no more, so the one that crosses the
-/// threshold stays, as in transformers.
+/// The largest mass below the share `p` of `all`: a token stays if those before it hold no more, so the one
+/// that crosses the threshold stays, as in transformers.
 fn below_share(all: u64, p: f32) -> u64 {
     let share = f64::from(p) * all as f64;
     let below = share as u64;
@@ -261,7 +264,8 @@ fn keep_best(all: &mut [Candidate], k: usize, mut order: impl FnMut(&Candidate, 
     }
 }
 
-/// Sorts just enough of the front to say how many candidates have at most `before` of mass before them in rank: one at least.
+/// Sorts just enough of the front to say how many candidates have at most `before` of mass before them in
+/// rank: one at least.
 fn within(all: &mut [Candidate], before: u64) -> usize {
     let mut width = 64.min(all.len());
     loop {

@@ -1,7 +1,7 @@
 //! Chat templates: from messages to the prompt a model was trained on.
 //!
-//! A template is a program from a stranger. It runs with the meaning transformers gives it, under hard bounds on
-//! work and memory; they are built into its syntax tree before it runs.
+//! A template is a program from a stranger. It runs with the meaning transformers gives it, under hard bounds
+//! on work and memory; they are built into its syntax tree before it runs.
 use crate::{fields::FILE_LIMIT, files, quiet::quietly};
 use minijinja::{
     AutoEscape, Error as JinjaError, Value as JinjaValue,
@@ -23,7 +23,8 @@ mod rewrite;
 const SOURCE_LIMIT: usize = 256 << 10;
 /// Bytes a prompt may have.
 const OUTPUT_LIMIT: usize = 4 << 20;
-/// Address space for the stack; pages that are not used cost nothing. Deep syntax trees are freed recursively.
+/// Address space for the stack; pages that are not used cost nothing. Deep syntax trees are freed
+/// recursively.
 const STACK: usize = 256 << 20;
 const NAME: &str = "chat template";
 
@@ -69,8 +70,9 @@ impl ChatTemplate {
         Ok(template)
     }
 
-    /// The template of a model directory: `chat_template.jinja`, else `chat_template` in `tokenizer_config.json`
-    /// (a string, or a list of named ones of which `default` is taken), else `None`.
+    /// The template of a model directory: `chat_template.jinja`, else `chat_template` in
+    /// `tokenizer_config.json` (a string, or a list of named ones of which `default` is taken), else
+    /// `None`.
     pub fn from_dir(dir: &Path) -> Result<Option<Self>> {
         let file = dir.join("chat_template.jinja");
         if file.exists() {
@@ -119,8 +121,8 @@ impl ChatTemplate {
     /// The prompt for `messages`. `extra` are further variables, such as `bos_token`, `eos_token` or
     /// `enable_thinking`.
     ///
-    /// Errors: [`Code::TemplateInvalid`] where the template fails, with the line, or exceeds its bounds: one million
-    /// instructions, 64 MiB of text made on the way, 5 seconds, 4 MiB of prompt.
+    /// Errors: [`Code::TemplateInvalid`] where the template fails, with the line, or exceeds its bounds: one
+    /// million instructions, 64 MiB of text made on the way, 5 seconds, 4 MiB of prompt.
     pub fn render(
         &self,
         messages: &[Message],

@@ -1,6 +1,7 @@
 //! The text side of a checkpoint as every verb reads it: tokenizer, chat template, sampling wishes.
 //!
-//! `q4 generate` and `q4 verify` go through the same functions, so that the one objects to whatever the other refuses.
+//! `q4 generate` and `q4 verify` go through the same functions, so that the one objects to whatever the other
+//! refuses.
 use crate::checkpoint::Checkpoint;
 use crate::generation::GenerationConfig;
 use crate::template::ChatTemplate;
@@ -17,8 +18,8 @@ pub(crate) const TEMPLATE: &str = "chat_template.jinja";
 /// Where the sampling wishes are.
 pub(crate) const GENERATION: &str = "generation_config.json";
 
-/// The tokenizer. [`Code::ModelMissing`] without one, [`Code::TokenizerInvalid`] for one that cannot be used or has ids
-/// that the embedding has no row for.
+/// The tokenizer. [`Code::ModelMissing`] without one, [`Code::TokenizerInvalid`] for one that cannot be used
+/// or has ids that the embedding has no row for.
 pub fn tokenizer(checkpoint: &Checkpoint) -> Result<Tokenizer> {
     let file = checkpoint.file(TOKENIZER).ok_or_else(|| {
         Error::new(Code::ModelMissing, format!("{}: no {TOKENIZER}", checkpoint.name()))
@@ -47,8 +48,8 @@ pub fn template(checkpoint: &Checkpoint) -> Result<Option<ChatTemplate>> {
     Ok(own.transpose()?.flatten())
 }
 
-/// `bos_token` and `eos_token`, for templates that print them. [`Code::TokenizerInvalid`] for a `tokenizer_config.json`
-/// that is no JSON.
+/// `bos_token` and `eos_token`, for templates that print them. [`Code::TokenizerInvalid`] for a
+/// `tokenizer_config.json` that is no JSON.
 pub fn variables(checkpoint: &Checkpoint) -> Result<Map<String, Value>> {
     let mut variables = Map::new();
     let Some(bytes) = checkpoint.file(TOKENIZER_CONFIG) else { return Ok(variables) };

@@ -1,6 +1,7 @@
 //! `tokenizer.json`: text to token ids and back.
 //!
-//! The library that reads the file panics on crafted ones, so it only sees what an audit let through, silenced.
+//! The library that reads the file panics on crafted ones, so it only sees what an audit let through,
+//! silenced.
 use crate::{files, quiet::quietly};
 use q4_core::{Code, Error, Result};
 use std::{fmt, path::Path};
@@ -33,7 +34,8 @@ impl Tokenizer {
         Self::from_bytes(&files::read(path, FILE_LIMIT, Code::TokenizerInvalid)?)
     }
 
-    /// Parses the content of a `tokenizer.json`. Truncation and padding are switched off: they would lose text.
+    /// Parses the content of a `tokenizer.json`. Truncation and padding are switched off: they would lose
+    /// text.
     ///
     /// Errors: [`Code::TokenizerInvalid`] for damage, excess, and whatever makes the library fail or panic.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {

@@ -1,7 +1,7 @@
 //! Semantic checks of a checkpoint, run to the end: what loads may still be wrong.
 //!
-//! A scale of the wrong convention or a buffer in the wrong order decodes to finite, plausible, useless weights; nothing
-//! but a look at the numbers tells.
+//! A scale of the wrong convention or a buffer in the wrong order decodes to finite, plausible, useless
+//! weights; nothing but a look at the numbers tells.
 mod declared;
 mod numbers;
 pub mod run;
@@ -298,7 +298,8 @@ impl Verifier<'_> {
         self.add("scale-convention", Severity::Warning, name, format!("{} {message}", g.value()));
     }
 
-    /// Tensors that no part of the model uses. A file may be full of them: the first ones are named, the others counted.
+    /// Tensors that no part of the model uses. A file may be full of them: the first ones are named, the
+    /// others counted.
     fn strangers(&mut self) {
         let layers = self.c.config().num_hidden_layers;
         let mut extra = BTreeMap::<usize, usize>::new();

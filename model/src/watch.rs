@@ -12,7 +12,8 @@ pub struct Written<'a> {
     pub values: &'a mut [f32],
 }
 
-/// What q, k and v read. Shown behind the product that read it, to be looked at only, and not where products fuse their norm.
+/// What q, k and v read. Shown behind the product that read it, to be looked at only, and not where products
+/// fuse their norm.
 pub const INPUT_NORM: &str = "input_layernorm";
 /// What gate and up read; shown as [`INPUT_NORM`] is.
 pub const POST_NORM: &str = "post_attention_layernorm";
@@ -98,8 +99,8 @@ pub(crate) mod tests {
             }
             let (site, values) = before.next().expect("as many values");
             assert_eq!(site, w.site.to_string());
-            // Other embeddings reach the first product and the sum after it. Both get their old values back, and nothing
-            // else ever differs.
+            // Other embeddings reach the first product and the sum after it. Both get their old values back,
+            // and nothing else ever differs.
             let reached = w.site.layer == Some(0)
                 && matches!(w.site.call, "self_attn.{q,k,v}_proj" | "self_attn.o_proj");
             assert_eq!(values != w.values, reached, "{site}");

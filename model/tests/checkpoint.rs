@@ -1,4 +1,5 @@
-//! Checkpoints of every tool are opened, bound and decoded to the bits their tool defines, and checked to the end.
+//! Checkpoints of every tool are opened, bound and decoded to the bits their tool defines, and checked to the
+//! end.
 #![allow(clippy::unwrap_used)]
 mod handmade;
 

@@ -1,4 +1,5 @@
-//! Every pair of layouts there and back: the same bytes, the same hash, the same logits; and what has no counterpart refused.
+//! Every pair of layouts there and back: the same bytes, the same hash, the same logits; and what has no
+//! counterpart refused.
 #![allow(clippy::unwrap_used)]
 mod handmade;
 mod support;

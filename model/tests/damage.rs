@@ -1,5 +1,5 @@
-//! Damaged and hostile checkpoints: each ends in an error about the model's files that says where, without a panic and
-//! without an allocation that the damage dictates.
+//! Damaged and hostile checkpoints: each ends in an error about the model's files that says where, without a
+//! panic and without an allocation that the damage dictates.
 #![allow(clippy::unwrap_used)]
 mod handmade;
 
@@ -132,7 +132,8 @@ fn truncated(run: &mut Run, variant: &str, m: &Model) {
     run.weights(&format!("{variant} and one byte"), m, "model.safetensors", [&file[..], &[0]].concat());
 }
 
-/// One bit of the header. The metadata and the optional scale of inputs may change without anything being wrong.
+/// One bit of the header. The metadata and the optional scale of inputs may change without anything being
+/// wrong.
 fn flipped(run: &mut Run, variant: &str, m: &Model) {
     let file = m.safetensors();
     let (header, _) = split(&file);

@@ -1,4 +1,5 @@
-//! Exports are compared, bit for bit, with what the tools whose layouts they have wrote from the same dense weights.
+//! Exports are compared, bit for bit, with what the tools whose layouts they have wrote from the same dense
+//! weights.
 #![allow(clippy::unwrap_used)]
 use q4_core::detect::Layout;
 use q4_core::formats::nf4;
@@ -66,7 +67,8 @@ fn double_quantisation_stays_within_half_a_step_of_the_map() -> Result<()> {
         let own = TensorStore::open(&out)?;
         let reference = TensorStore::open(&golden(model).join("nf4_bnb_dq"))?;
         let exact = TensorStore::open(&golden(model).join("nf4_bnb"))?;
-        // Second-level codes are data: the tool's own are not always the nearest, and its mean is rounded in f32.
+        // Second-level codes are data: the tool's own are not always the nearest, and its mean is rounded in
+        // f32.
         let second = |name: &str| name.ends_with("absmax") || name.ends_with("quant_state.bitsandbytes__nf4");
         assert_same_tensors(&own, &reference, &|name| !second(name))?;
         for name in own.table().keys().filter(|n| n.ends_with(".absmax") && !n.ends_with("nested_absmax")) {
@@ -506,7 +508,8 @@ fn json(path: &Path) -> Value {
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
 }
 
-/// The same tensors with the same bytes, in those that `compared` accepts; packed E2M1 codes up to the sign of zero.
+/// The same tensors with the same bytes, in those that `compared` accepts; packed E2M1 codes up to the sign
+/// of zero.
 fn assert_same_tensors(
     own: &TensorStore,
     reference: &TensorStore,

@@ -6,7 +6,8 @@ use q4_model::plan::ActivationRequest::{self, Native, Nvfp4};
 use safetensors::SafeTensors;
 use support::{Setup, golden, greedy};
 
-/// Variant of the record, checkpoint, activations, tolerance relative to the largest |logit| (absolute for dense).
+/// Variant of the record, checkpoint, activations, tolerance relative to the largest |logit| (absolute for
+/// dense).
 const VARIANTS: [(&str, &str, ActivationRequest, f32); 10] = [
     ("dense", "", Native, 0.0),
     ("torchao_nogs_w4a16", "nvfp4_torchao_nogs", Native, 1e-3),

@@ -1,6 +1,8 @@
-//! Faults planted in healthy checkpoints that load, compute, and compute nonsense: what `verify` says about them.
+//! Faults planted in healthy checkpoints that load, compute, and compute nonsense: what `verify` says about
+//! them.
 //!
-//! Every planting is one that somebody's exporter has made or could make. The figures of docs/verify.md are printed by these tests.
+//! Every planting is one that somebody's exporter has made or could make. The figures of docs/verify.md are
+//! printed by these tests.
 #![allow(clippy::unwrap_used)]
 mod handmade;
 mod support;
@@ -377,7 +379,8 @@ fn shuffled(seed: u64, n: usize) -> Vec<usize> {
 
 const DEMO: (usize, usize) = (6, 64);
 
-/// What a run can tell, each planted in the demo model: systematically where an exporter's mistake is, else in layer 3.
+/// What a run can tell, each planted in the demo model: systematically where an exporter's mistake is, else
+/// in layer 3.
 fn in_runs() -> Vec<(&'static str, Plant)> {
     const PARTS: [&str; 7] = [
         "self_attn.q_proj",

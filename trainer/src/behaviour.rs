@@ -1,7 +1,8 @@
 //! What a model must and must not answer: rows of a suite, rates per group, gates.
 //!
-//! A row is `{"group", "prompt", "must": [...], "must_not": [...]}`: the answer has to contain every text of `must` and none
-//! of `must_not`. A forbidden text is a *leak* and counted by itself, because one is worse than many wrong answers.
+//! A row is `{"group", "prompt", "must": [...], "must_not": [...]}`: the answer has to contain every text of
+//! `must` and none of `must_not`. A forbidden text is a *leak* and counted by itself, because one is worse
+//! than many wrong answers.
 use q4_core::{Code, Error, Result};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -90,7 +91,8 @@ pub struct Report {
 const LIMIT: u64 = 64 << 20;
 
 impl Suite {
-    /// Reads JSON lines. [`Code::Container`] with file and line for damage, unknown fields, and rows that ask for nothing.
+    /// Reads JSON lines. [`Code::Container`] with file and line for damage, unknown fields, and rows that ask
+    /// for nothing.
     pub fn load(path: &Path) -> Result<Self> {
         let size = std::fs::metadata(path).map_err(|e| Error::io(path, &e))?.len();
         let bytes =
@@ -141,7 +143,8 @@ impl Suite {
         Ok(self.report(outcomes))
     }
 
-    /// Rows that `report` says passed: what a model could do before it was trained further, for the `keep` gate.
+    /// Rows that `report` says passed: what a model could do before it was trained further, for the `keep`
+    /// gate.
     pub fn passed_in(&self, report: &Report) -> Self {
         let passed = self.cases.iter().zip(&report.outcomes).filter(|(_, o)| o.passed);
         Self { cases: passed.map(|(c, _)| c.clone()).collect() }
@@ -183,8 +186,8 @@ impl Case {
 }
 
 impl Report {
-    /// Checks rates against gates. [`Code::Findings`] lists every group below its gate, with the answers that failed;
-    /// a gate for a group without rows fails, too.
+    /// Checks rates against gates. [`Code::Findings`] lists every group below its gate, with the answers that
+    /// failed; a gate for a group without rows fails, too.
     pub fn gate(&self, gates: &BTreeMap<String, f64>) -> Result<()> {
         let mut problems = Vec::new();
         for (name, need) in gates {

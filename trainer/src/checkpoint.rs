@@ -1,13 +1,14 @@
-//! Checkpoints that a crash cannot spoil: a directory a step, written beside, synced, hashed, renamed, rotated.
+//! Checkpoints that a crash cannot spoil: a directory a step, written beside, synced, hashed, renamed,
+//! rotated.
 //!
 //! ```text
 //! runs/demo/step-000000120/manifest.json    names, sizes and SHA-256 of the other files, and its own
 //!                          state.json       step, cursor, guard, configuration
 //!                          ...              masters and states, as bytes
 //! ```
-//! A save writes `.partial-...`, syncs every file and the directory, renames it, syncs the parent, and only then removes
-//! what rotation no longer wants (renamed to `.removed-...` first). So at every moment the newest directory with a final
-//! name is complete, or the one before it is. Loading trusts hashes, not names.
+//! A save writes `.partial-...`, syncs every file and the directory, renames it, syncs the parent, and only
+//! then removes what rotation no longer wants (renamed to `.removed-...` first). So at every moment the
+//! newest directory with a final name is complete, or the one before it is. Loading trusts hashes, not names.
 use crate::{data::Cursor, guard::Guard};
 use q4_core::{Code, Error, Result};
 use serde::{Deserialize, Serialize};
@@ -118,10 +119,12 @@ impl Store {
         Ok(Self { dir: dir.to_owned(), keep, disk: RefCell::new(disk), _lock: lock })
     }
 
-    /// Writes checkpoint `step`; `fill` adds the files. `metric`: smaller is better; kept as the best by rotation.
+    /// Writes checkpoint `step`; `fill` adds the files. `metric`: smaller is better; kept as the best by
+    /// rotation.
     ///
     /// # Errors
-    /// [`Code::Io`], and whatever `fill` returns. Then no checkpoint of this step exists and older ones are untouched.
+    /// [`Code::Io`], and whatever `fill` returns. Then no checkpoint of this step exists and older ones are
+    /// untouched.
     pub fn save(
         &self,
         step: u64,

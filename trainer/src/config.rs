@@ -1,6 +1,8 @@
-//! What a training run is told: a TOML file, presets, and flags as dotted overrides; every problem is reported at once.
+//! What a training run is told: a TOML file, presets, and flags as dotted overrides; every problem is
+//! reported at once.
 //!
-//! Each section is a struct with defaults. A preset changes defaults, the file changes both, an override changes all three.
+//! Each section is a struct with defaults. A preset changes defaults, the file changes both, an override
+//! changes all three.
 use crate::data::{Format, Packing, Supervise, Truncate};
 use crate::guard::GuardOptions;
 use crate::optim::{MasterFormat, ScaleChoice, StateFormat};
@@ -98,11 +100,12 @@ impl Config {
         Ok(config)
     }
 
-    /// Parses `text` and applies overrides such as `("optimizer.lr", "1e-4")`: the value is TOML, or else a string.
+    /// Parses `text` and applies overrides such as `("optimizer.lr", "1e-4")`: the value is TOML, or else a
+    /// string.
     ///
     /// # Errors
-    /// One [`Code::Usage`] with a line for every problem: sections, fields and values that do not exist, numbers out of
-    /// range, settings that exclude each other.
+    /// One [`Code::Usage`] with a line for every problem: sections, fields and values that do not exist,
+    /// numbers out of range, settings that exclude each other.
     pub fn parse(text: &str, overrides: &[(String, String)]) -> Result<Self> {
         if text.len() > LIMIT {
             return Err(Error::new(Code::Usage, "configuration").need(format!("at most {LIMIT} bytes")));

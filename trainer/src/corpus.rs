@@ -1,12 +1,13 @@
-//! A seeded corpus: short stories that keep track of who has what and who is where, questions on them, and small talk, in
-//! English and 正體中文. All of it is written here; nothing is downloaded.
+//! A seeded corpus: short stories that keep track of who has what and who is where, questions on them, and
+//! small talk, in English and 正體中文. All of it is written here; nothing is downloaded.
 //!
-//! Every choice is a uniform draw from a list, so the corpus knows how many nats it took to choose it: no model can be
-//! better on average, and how far one is above that is a number that means something. Stories are made of frames that also
-//! read: [`Story::parse`] turns a text back into events and replays them, which checks what a model writes as well.
+//! Every choice is a uniform draw from a list, so the corpus knows how many nats it took to choose it: no
+//! model can be better on average, and how far one is above that is a number that means something. Stories
+//! are made of frames that also read: [`Story::parse`] turns a text back into events and replays them, which
+//! checks what a model writes as well.
 //!
-//! Held out: stories whose first owner, thing and place form a reserved combination, and wordings of questions. Both occur
-//! in the validation split only.
+//! Held out: stories whose first owner, thing and place form a reserved combination, and wordings of
+//! questions. Both occur in the validation split only.
 use crate::rng::{Philox, streams};
 use dice::Dice;
 use q4_core::{Code, Error, Result};
@@ -90,7 +91,8 @@ pub struct Report {
     pub valid_nats: f64,
 }
 
-/// Generates both splits. The same seed gives the same rows, and a longer split begins with the shorter one's rows.
+/// Generates both splits. The same seed gives the same rows, and a longer split begins with the shorter one's
+/// rows.
 pub fn generate(seed: u64, sizes: Sizes) -> Corpus {
     let draw = |split: u64, i: usize, wish: &dyn Fn(&Item) -> bool| {
         let mut dice = Dice::new(Philox::new(seed, split, streams::FREE ^ i as u32));
@@ -142,8 +144,8 @@ fn one(dice: &mut Dice, all: bool) -> Item {
 }
 
 impl Corpus {
-    /// Writes `train.jsonl`, `valid.jsonl`, `behaviour.jsonl` (the [`suite`]) and `corpus.json` (the [`Report`]) into a new or
-    /// empty directory.
+    /// Writes `train.jsonl`, `valid.jsonl`, `behaviour.jsonl` (the [`suite`]) and `corpus.json` (the
+    /// [`Report`]) into a new or empty directory.
     pub fn write(&self, dir: &Path) -> Result<Report> {
         let failed =
             |path: &Path, e: &std::io::Error| Error::new(Code::Io, format!("{}: {e}", path.display()));

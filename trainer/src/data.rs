@@ -1,8 +1,8 @@
 //! From files of conversations, texts and pairs to batches of token ids with targets.
 //!
-//! A row of a file becomes a [`Sample`]: token ids, and which of them are to be learnt. In a conversation these are the
-//! assistant's answers, each with the token that ends its turn: a model that never sees it never stops. Files come from
-//! strangers; whatever is wrong is named with file and line.
+//! A row of a file becomes a [`Sample`]: token ids, and which of them are to be learnt. In a conversation
+//! these are the assistant's answers, each with the token that ends its turn: a model that never sees it
+//! never stops. Files come from strangers; whatever is wrong is named with file and line.
 use crate::rng::{Philox, streams};
 use q4_core::{Code, Error, Result, ThreadPool};
 use q4_model::{template::ChatTemplate, tokenizer::Tokenizer};
@@ -138,8 +138,9 @@ impl Dataset {
     /// Reads and tokenises `paths`, on all threads.
     ///
     /// # Errors
-    /// With file and line: not UTF-8, not JSON, fields missing, a template that fails, a special token inside a text, no end
-    /// of turn after an answer, a sample too long under [`Truncate::Error`]; files without any usable row.
+    /// With file and line: not UTF-8, not JSON, fields missing, a template that fails, a special token inside
+    /// a text, no end of turn after an answer, a sample too long under [`Truncate::Error`]; files without
+    /// any usable row.
     pub fn load<P: AsRef<std::path::Path>>(
         paths: &[P],
         text: &Text<'_>,

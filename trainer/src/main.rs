@@ -52,13 +52,15 @@ struct Cli {
     /// Loss and behaviour of the model as it is; train nothing.
     #[arg(long, conflicts_with_all = ["dry_run", "resume"])]
     eval_only: bool,
-    /// Write the corpus a demo model learns from (train.jsonl, valid.jsonl) into a new directory; train nothing.
+    /// Write the corpus a demo model learns from (train.jsonl, valid.jsonl) into a new directory; train
+    /// nothing.
     #[arg(long, value_name = "DIR", conflicts_with_all = ["config", "dry_run", "resume", "eval_only"])]
     write_corpus: Option<PathBuf>,
     /// Seed of the corpus.
     #[arg(long, value_name = "N", default_value_t = 1, requires = "write_corpus")]
     corpus_seed: u64,
-    /// Ask the exported model's behaviour through q4 (backend nvfp4-kernel, kernel-only) instead of the trainer.
+    /// Ask the exported model's behaviour through q4 (backend nvfp4-kernel, kernel-only) instead of the
+    /// trainer.
     #[arg(long)]
     through_q4: bool,
     /// Threads [default: the processors this process may use].

@@ -1,7 +1,7 @@
 //! Numbers of a run as NDJSON, a line as it happens, and as one HTML page with curves.
 //!
-//! A line is `{"kind": "train", "step": 12, "loss": 1.5, ...}`; `kind` is `train`, `eval`, `behaviour` or what the caller
-//! names, and every other field is a number or a text. The page draws the fields it knows.
+//! A line is `{"kind": "train", "step": 12, "loss": 1.5, ...}`; `kind` is `train`, `eval`, `behaviour` or
+//! what the caller names, and every other field is a number or a text. The page draws the fields it knows.
 use q4_core::{Code, Error, Result};
 use serde_json::{Map, Number, Value};
 use std::fs::{self, File, OpenOptions};
@@ -21,8 +21,8 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// Opens or creates the file. A run that goes on after step `resumed` drops the lines of later steps, which it is about to
-    /// write again, and a last line that a crash cut off.
+    /// Opens or creates the file. A run that goes on after step `resumed` drops the lines of later steps,
+    /// which it is about to write again, and a last line that a crash cut off.
     pub fn open(path: &Path, resumed: Option<u64>) -> Result<Self> {
         let failed = |e: std::io::Error| failed(path, &e);
         match resumed {

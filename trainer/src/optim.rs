@@ -1,4 +1,5 @@
-//! AdamW with decoupled decay on masters in f32 or bf16 and moments in 32, 8 or 4 bits, one tensor at a time, in place.
+//! AdamW with decoupled decay on masters in f32 or bf16 and moments in 32, 8 or 4 bits, one tensor at a time,
+//! in place.
 //!
 //! ```text
 //! g  = gradient * grad_scale
@@ -6,9 +7,9 @@
 //! u  = (m' / (1 - b1^t)) / fma(sqrt(v'), 1 / sqrt(1 - b2^t), eps), cut to +-limit
 //! w' = fma(-lr, u, w (1 - lr decay))
 //! ```
-//! Every operation is one f32 rounding, in this order, so that the CUDA kernel gives the same bits. The update uses m' and
-//! v' before they are packed again. Packed moments are read and written a tile of 4096 elements at a time: the working set
-//! is two f32 tiles a thread, whatever the size of the tensor.
+//! Every operation is one f32 rounding, in this order, so that the CUDA kernel gives the same bits. The
+//! update uses m' and v' before they are packed again. Packed moments are read and written a tile of 4096
+//! elements at a time: the working set is two f32 tiles a thread, whatever the size of the tensor.
 //!
 //! | state | bytes an element, m and v | m | v |
 //! |---|---|---|---|
@@ -17,10 +18,11 @@
 //! | `4bit` | 1.0625 | dynamic map, f32 absmax per 128 | of `sqrt(v)`, 16 values from 1/64 to 1 in equal ratios |
 //! | `nvfp4` | 1.127 | E2M1, E4M3 per 16, f32 per 4096 | the same of `sqrt(v)`, code 0 read as 0.25 |
 //!
-//! Eight bits are rounded to the nearest value, four to one of the two neighbours at random, right in the mean.
-//! No exact step is larger than `sqrt((1-b1)^2 / (1-b2) * (1-r^t) / (1-r) * (1-b2^t)) / (1-b1^t)` with `r = b1^2 / b2`
-//! (Cauchy-Schwarz on the two sums); the limit is twice that, so only the noise of packing is ever cut.
-//! No packed v is zero unless every gradient of its block was: a zero under the root would let `m / eps` through.
+//! Eight bits are rounded to the nearest value, four to one of the two neighbours at random, right in the
+//! mean. No exact step is larger than `sqrt((1-b1)^2 / (1-b2) * (1-r^t) / (1-r) * (1-b2^t)) / (1-b1^t)` with
+//! `r = b1^2 / b2` (Cauchy-Schwarz on the two sums); the limit is twice that, so only the noise of packing is
+//! ever cut. No packed v is zero unless every gradient of its block was: a zero under the root would let `m /
+//! eps` through.
 use crate::rng::Philox;
 use q4_core::{Code, Error, Result, ThreadPool};
 
@@ -131,7 +133,8 @@ impl Hyper {
         }
         let (b1, b2, t) = (f64::from(self.beta1), f64::from(self.beta2), self.step as f64);
         let power = |beta: f32| f64::from(beta).powf(t);
-        // b1^2 / b2 = 1 has the limit of the sum; a mean square without memory allows anything of a mean that has one.
+        // b1^2 / b2 = 1 has the limit of the sum; a mean square without memory allows anything of a mean that
+        // has one.
         let r = if b2 > 0.0 { b1 * b1 / b2 } else { f64::INFINITY };
         let sum = if (r - 1.0).abs() < 1e-9 { t } else { (1.0 - r.powf(t)) / (1.0 - r) };
         let exact = ((1.0 - b1).powi(2) / (1.0 - b2) * sum * (1.0 - b2.powf(t))).sqrt() / (1.0 - b1.powf(t));
@@ -151,8 +154,8 @@ impl Hyper {
     }
 }
 
-/// One AdamW step. `state` has [`StateLayout::bytes`] bytes, all zero before the first step; `rng` rounds a bf16
-/// master and 4-bit moments. The gradient must be finite (see [`sum_of_squares`]).
+/// One AdamW step. `state` has [`StateLayout::bytes`] bytes, all zero before the first step; `rng` rounds a
+/// bf16 master and 4-bit moments. The gradient must be finite (see [`sum_of_squares`]).
 ///
 /// # Errors
 /// [`Code::ShapeMismatch`] when lengths differ; [`Code::Internal`] for hyper-parameters out of range.

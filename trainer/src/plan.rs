@@ -186,8 +186,8 @@ pub fn predict(shapes: &Shapes, config: &Config, machine: &Machine) -> Plan {
     let (inputs, activations) =
         if train.recompute { (4 * tokens * h * (layers + 1), one_block) } else { (0, one_block * layers) };
     let chunk = tokens.min(train.chunk as u64);
-    // In the backward pass of a chunk: log-softmax, its gradient and that of the logits, all f32; and hidden states in,
-    // out and of the chunk.
+    // In the backward pass of a chunk: log-softmax, its gradient and that of the logits, all f32; and hidden
+    // states in, out and of the chunk.
     let logits = 12 * chunk * shapes.vocab as u64 + 12 * tokens * h;
     let g = if train.accumulate > 1 { 4 } else { c };
     // Chunks are summed in f32.

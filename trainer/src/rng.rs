@@ -1,7 +1,8 @@
-//! Random numbers without a state: Philox4x32-10 (Salmon et al., SC'11), a function of (seed, step, stream, index).
+//! Random numbers without a state: Philox4x32-10 (Salmon et al., SC'11), a function of (seed, step, stream,
+//! index).
 //!
-//! Nothing but the step has to be saved to go on with the same numbers, and no number depends on the order or the
-//! thread in which others were drawn.
+//! Nothing but the step has to be saved to go on with the same numbers, and no number depends on the order or
+//! the thread in which others were drawn.
 
 /// Streams that belong to no tensor; tensors count up from zero.
 pub mod streams {
@@ -42,7 +43,8 @@ impl Philox {
         self.block((index >> 2) as u32)[(index & 3) as usize]
     }
 
-    /// Sixteen bits per `index`, below 2^35: the low half of a word for even indices, the high half for odd ones.
+    /// Sixteen bits per `index`, below 2^35: the low half of a word for even indices, the high half for odd
+    /// ones.
     #[inline]
     pub fn half(&self, index: u64) -> u16 {
         (self.word(index >> 1) >> (16 * (index & 1))) as u16

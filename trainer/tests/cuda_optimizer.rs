@@ -1,5 +1,6 @@
-//! The optimiser's kernels against the CPU, bit for bit, and their speed. Needs a CUDA device and NVRTC: ignored, not
-//! passed, where nobody asks for it (`cargo test --features cuda --test cuda_optimizer -- --ignored`).
+//! The optimiser's kernels against the CPU, bit for bit, and their speed. Needs a CUDA device and NVRTC:
+//! ignored, not passed, where nobody asks for it (`cargo test --features cuda --test cuda_optimizer --
+//! --ignored`).
 #![cfg(feature = "cuda")]
 use q4_core::ThreadPool;
 use q4_trainer::optim::cuda::Launcher;

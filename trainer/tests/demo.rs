@@ -1,4 +1,5 @@
-//! The demo model knows the small talk of the corpus it was trained on, and its stories are read back and replayed.
+//! The demo model knows the small talk of the corpus it was trained on, and its stories are read back and
+//! replayed.
 use q4_core::memory::Budget;
 use q4_core::{
     BuiltinOptions, ComputePath, DType, Device, Dispatch, OpSet, Policy, Registry, Result, ThreadPool,
@@ -101,8 +102,9 @@ fn its_stories_hold_together() -> Result<()> {
         }
     }
     assert_eq!(asked, [13, 13]);
-    // Seen: 25 name what was asked for; 10 English and 5 Chinese ones also contradict nothing they told before. Colours and
-    // names are draws between equals, so that the last bit of a logit can choose another story: hence two less.
+    // Seen: 25 name what was asked for; 10 English and 5 Chinese ones also contradict nothing they told
+    // before. Colours and names are draws between equals, so that the last bit of a logit can choose
+    // another story: hence two less.
     assert!(named >= 23, "{named} stories are about what was asked for");
     assert!(whole[0] >= 8 && whole[1] >= 3, "English and Chinese that hold together: {whole:?} of {asked:?}");
     Ok(())

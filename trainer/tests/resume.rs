@@ -102,8 +102,8 @@ fn newest(dir: &Path) -> u64 {
     })
 }
 
-/// Kills at random moments of runs that go on each time; every other one as soon as a save has begun. Q4_KILLS says how many,
-/// Q4_SEED which moments.
+/// Kills at random moments of runs that go on each time; every other one as soon as a save has begun.
+/// Q4_KILLS says how many, Q4_SEED which moments.
 #[test]
 fn no_kill_costs_more_than_the_save_it_hits() {
     let number = |name: &str, default| {
@@ -117,7 +117,8 @@ fn no_kill_costs_more_than_the_save_it_hits() {
     }
     let begun = Instant::now();
     assert!(start(a.path(), &sets).wait().expect("ends").success());
-    // How far away a moment may lie; half of the runs shall end by themselves, however fast the machine is just now.
+    // How far away a moment may lie; half of the runs shall end by themselves, however fast the machine is
+    // just now.
     let mut reach = begun.elapsed();
     let ck = b.path().join("ck");
     let last = format!("ck/step-{STEPS:09}");
@@ -140,7 +141,8 @@ fn no_kill_costs_more_than_the_save_it_hits() {
                 assert!(status.success(), "{status}");
                 break true;
             }
-            // A save that begins after the random moment; the blow falls somewhere in the next three milliseconds.
+            // A save that begins after the random moment; the blow falls somewhere in the next three
+            // milliseconds.
             if aimed && begun.elapsed() >= at && saving() {
                 aimed = false;
                 at = begun.elapsed() + Duration::from_micros(u64::from(rng.below(2 * runs + 1, 3000)));

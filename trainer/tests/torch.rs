@@ -75,7 +75,8 @@ fn engine_of(c: &Qwen3Config, params: Params, kernels: Kernels, options: Options
     Ok(Engine::new(params, kernels, ex, c.rms_norm_eps, options, 11))
 }
 
-/// Two rows of 24 tokens; the second holds two documents. Tokens follow a rule that has to be learnt by heart.
+/// Two rows of 24 tokens; the second holds two documents. Tokens follow a rule that has to be learnt by
+/// heart.
 struct Data {
     ids: Vec<u32>,
     targets: Vec<i64>,
@@ -269,7 +270,8 @@ fn a_refused_step_moves_nothing() -> Result<()> {
     Ok(())
 }
 
-/// Logits through `q4 logits`. The program is built here where it is not there yet: no test before this one needs it.
+/// Logits through `q4 logits`. The program is built here where it is not there yet: no test before this one
+/// needs it.
 fn by_program(dir: &Path, ids: &[u32], out: &Path) -> Vec<f32> {
     let q4 = Path::new(env!("CARGO_BIN_EXE_q4-train")).with_file_name("q4");
     if !q4.exists() {

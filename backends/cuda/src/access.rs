@@ -1,4 +1,5 @@
-//! Whether a backend has a device, decided from facts, and its engine on that device, built when it is first needed.
+//! Whether a backend has a device, decided from facts, and its engine on that device, built when it is first
+//! needed.
 use crate::compile::on_disk;
 use crate::gpu::arch;
 use crate::{Gpu, Source, devices};
@@ -19,8 +20,8 @@ pub struct Needs {
 }
 
 impl Needs {
-    /// Whether products can run on `device` of the machine `env`: a pure function of both, with every reason. The CPU needs
-    /// nothing.
+    /// Whether products can run on `device` of the machine `env`: a pure function of both, with every reason.
+    /// The CPU needs nothing.
     pub fn verdict(&self, device: Device, env: &HostEnv) -> Verdict {
         let ordinal = match device {
             Device::Cpu => return Ok(()),
@@ -63,8 +64,8 @@ impl Needs {
     }
 }
 
-/// Capabilities of this machine's devices that `source` is on disk for, so that no compiler is needed. Looks only where a
-/// program asked for a device.
+/// Capabilities of this machine's devices that `source` is on disk for, so that no compiler is needed. Looks
+/// only where a program asked for a device.
 pub fn images(options: &BuiltinOptions, source: &Source) -> Vec<(u32, u32)> {
     if options.cuda.is_none() {
         return Vec::new();
@@ -76,7 +77,8 @@ pub fn images(options: &BuiltinOptions, source: &Source) -> Vec<(u32, u32)> {
     all
 }
 
-/// What a backend computes with on each device, built by the first weight there: who computes nothing compiles nothing.
+/// What a backend computes with on each device, built by the first weight there: who computes nothing
+/// compiles nothing.
 pub struct Engines<T> {
     build: fn(&Arc<Gpu>) -> Result<T>,
     built: Mutex<BTreeMap<u32, Place<T>>>,
@@ -94,7 +96,8 @@ impl<T> Engines<T> {
     /// That of `device`.
     ///
     /// # Errors
-    /// What the driver, the compiler or `build` says; [`q4_core::Code::DeviceMissing`] where there is no such device.
+    /// What the driver, the compiler or `build` says; [`q4_core::Code::DeviceMissing`] where there is no such
+    /// device.
     pub fn of(&self, device: Device) -> Result<Arc<T>> {
         let Device::Cuda(ordinal) = device else {
             let what = "kernels of a device";

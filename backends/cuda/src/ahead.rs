@@ -5,8 +5,9 @@ use std::thread::{Builder, JoinHandle};
 
 static RUNNING: Mutex<Vec<JoinHandle<()>>> = Mutex::new(Vec::new());
 
-/// Runs `work` on a thread of its own, e.g. a compiler. The process does not end before it does: libraries must not be torn down
-/// while it is in them. Where no thread can be had, nothing happens: who needs what `work` makes has to be able to make it.
+/// Runs `work` on a thread of its own, e.g. a compiler. The process does not end before it does: libraries
+/// must not be torn down while it is in them. Where no thread can be had, nothing happens: who needs what
+/// `work` makes has to be able to make it.
 pub fn ahead(work: impl FnOnce() + Send + 'static) {
     static WAITS: OnceLock<bool> = OnceLock::new();
     // SAFETY: the function is there as long as this library is, at whose end it is called too.

@@ -1,7 +1,7 @@
 //! Memory of weights and tables side by side: the driver rounds a block of its own up to 2 MiB.
 //!
-//! One range of addresses a device, as long as its memory. Pages are mapped where something lies and given back when
-//! nothing does.
+//! One range of addresses a device, as long as its memory. Pages are mapped where something lies and given
+//! back when nothing does.
 use crate::{Gpu, check, driver};
 use q4_core::{Code, Error, Result};
 use std::collections::BTreeMap;
@@ -87,8 +87,8 @@ impl Arena {
             location: self.properties.location,
             flags: driver::CUmemAccess_flags_enum::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
         };
-        // SAFETY: a context is current; the range is ours and not mapped; out pointers are valid. The mapping keeps the
-        // memory when its handle is gone.
+        // SAFETY: a context is current; the range is ours and not mapped; out pointers are valid. The mapping
+        // keeps the memory when its handle is gone.
         unsafe {
             check(driver::cuMemCreate(&mut handle, len, &self.properties, 0), "cuMemCreate")?;
             let mapped = check(driver::cuMemMap(at, len, 0, handle, 0), "cuMemMap");

@@ -48,8 +48,8 @@ impl Buffer {
         b.upload(0, data)?;
         Ok(b)
     }
-    /// A copy of host elements that stays, in memory shared with the host whose pages are moved to the device; never more
-    /// than the device has free, because more can hang the card.
+    /// A copy of host elements that stays, in memory shared with the host whose pages are moved to the
+    /// device; never more than the device has free, because more can hang the card.
     pub fn managed_of<T: Pod>(gpu: &Arc<Gpu>, data: &[T]) -> Result<Self> {
         let len = size_of_val(data);
         let free = gpu.memory()?.0.saturating_sub(MANAGED_RESERVE);
@@ -118,7 +118,8 @@ impl Buffer {
             check(driver::cuStreamSynchronize(std::ptr::null_mut()), "cuStreamSynchronize")
         }
     }
-    /// Copies bytes from `at` into host elements. Work on other streams than the default one must be complete.
+    /// Copies bytes from `at` into host elements. Work on other streams than the default one must be
+    /// complete.
     pub fn download<T: Pod>(&self, at: usize, out: &mut [T]) -> Result<()> {
         self.inside(at, size_of_val(out))?;
         self.gpu.bind()?;
@@ -158,8 +159,8 @@ pub fn view<'a>(b: &'a Buffer, at: usize, dtype: DType, shape: &[usize]) -> Resu
     unsafe { TensorView::from_raw(ptr, rest, b.gpu.device(), dtype, &shape, &strides) }
 }
 
-/// As [`view`], writable. A buffer has interior mutability, as device memory does: the caller keeps views of one range
-/// apart and in order on one stream.
+/// As [`view`], writable. A buffer has interior mutability, as device memory does: the caller keeps views of
+/// one range apart and in order on one stream.
 pub fn view_mut<'a>(b: &'a Buffer, at: usize, dtype: DType, shape: &[usize]) -> Result<TensorViewMut<'a>> {
     let (ptr, rest, shape, strides) = place(b, at, shape)?;
     // SAFETY: as above; device memory is only written by work that the caller orders.
@@ -195,7 +196,8 @@ impl Pinned {
     pub fn new(gpu: &Arc<Gpu>, len: usize) -> Result<Self> {
         gpu.bind()?;
         let mut ptr = std::ptr::null_mut();
-        // SAFETY: a context is current; the out pointer is valid; the bytes are initialised before anyone reads them.
+        // SAFETY: a context is current; the out pointer is valid; the bytes are initialised before anyone
+        // reads them.
         unsafe {
             check(driver::cuMemHostAlloc(&mut ptr, len.max(1), 0), "cuMemHostAlloc")?;
             std::ptr::write_bytes(ptr.cast::<u8>(), 0, len);

@@ -45,8 +45,8 @@ pub struct CachedImage {
 }
 
 impl Cache {
-    /// `$Q4_CUBIN_CACHE`, else `q4/cubin` in the user's cache folder; prebuilt images in `cubin` beside the executable,
-    /// and in the folders of `$Q4_CUBINS`.
+    /// `$Q4_CUBIN_CACHE`, else `q4/cubin` in the user's cache folder; prebuilt images in `cubin` beside the
+    /// executable, and in the folders of `$Q4_CUBINS`.
     pub fn of_user() -> Self {
         let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|p| p.is_absolute());
         let own = absolute("Q4_CUBIN_CACHE").or_else(|| {

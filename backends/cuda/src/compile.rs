@@ -82,8 +82,8 @@ fn compile(source: &Source, arch: &str, options: &[&str]) -> Result<Vec<u8>> {
     }
     let pointers: Vec<_> = all.iter().map(|o| o.as_ptr()).collect();
     let mut program = std::ptr::null_mut();
-    // SAFETY: NVRTC is present; all texts are NUL-terminated and outlive the calls; out pointers are valid and buffers
-    // have the size NVRTC asked for.
+    // SAFETY: NVRTC is present; all texts are NUL-terminated and outlive the calls; out pointers are valid
+    // and buffers have the size NVRTC asked for.
     unsafe {
         let none = std::ptr::null();
         ok(nvrtc::nvrtcCreateProgram(&mut program, text.as_ptr(), name.as_ptr(), 0, none, none), "create")?;

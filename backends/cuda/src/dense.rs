@@ -5,8 +5,8 @@ use q4_core::{Code, DType, Error, Result};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
-/// `y[m, n] = x[m, k] W[n, k]^T` with f32 sums and f32 y, for one type and one n and k. W has `k` columns, contiguous rows
-/// and is aligned to 256, as are x and y.
+/// `y[m, n] = x[m, k] W[n, k]^T` with f32 sums and f32 y, for one type and one n and k. W has `k` columns,
+/// contiguous rows and is aligned to 256, as are x and y.
 pub struct DenseProduct {
     blas: Arc<Blas>,
     kind: Kind,
@@ -40,7 +40,8 @@ impl DenseProduct {
     /// Enqueues the product; y has rows of `n` f32.
     ///
     /// # Safety
-    /// The addresses are device memory of the sizes above, aligned to 256; `scratch` has [`scratch`](Self::scratch) bytes.
+    /// The addresses are device memory of the sizes above, aligned to 256; `scratch` has
+    /// [`scratch`](Self::scratch) bytes.
     pub unsafe fn run(&self, w: u64, x: u64, y: u64, m: usize, scratch: u64, stream: usize) -> Result<()> {
         let within = |e: Error| {
             let (n, k) = (self.n, self.k);

@@ -15,9 +15,10 @@ pub const FP4_ROWS: usize = 16;
 
 /// `y[m, n] = x[m, k] W[n, k]^T` with f32 y, for one n and k, multiples of [`FP4_ROWS`] and [`FP4_COLUMNS`].
 ///
-/// W and x are E2M1, two columns a byte, the even one low, rows without gaps; their block scales are E4M3 without sign, one
-/// per 16 columns, in tiles of 128 rows by 4 (`q4_core::formats::swizzle`), the last tile whole. Products of a block's codes
-/// and scales are exact; sums are f32, in an order that cuBLASLt does not tell.
+/// W and x are E2M1, two columns a byte, the even one low, rows without gaps; their block scales are E4M3
+/// without sign, one per 16 columns, in tiles of 128 rows by 4 (`q4_core::formats::swizzle`), the last tile
+/// whole. Products of a block's codes and scales are exact; sums are f32, in an order that cuBLASLt does not
+/// tell.
 pub struct Fp4Product {
     blas: Arc<Blas>,
     n: usize,
@@ -68,13 +69,14 @@ impl Fp4Product {
         Self { blas: blas.clone(), n, k, chosen: Mutex::default() }
     }
 
-    /// Rows a call of `m` rows of x is padded to: few different numbers, and larger ones up to 128 where there is no kernel
-    /// for fewer. `None`: there is no kernel.
+    /// Rows a call of `m` rows of x is padded to: few different numbers, and larger ones up to 128 where
+    /// there is no kernel for fewer. `None`: there is no kernel.
     pub fn rows(&self, m: usize) -> Result<Option<usize>> {
         padded(m, |rows| Ok(self.algorithm(rows)?.is_some()))
     }
 
-    /// Chooses what runs for every call of up to `m` rows. Returns the first number of rows there is no kernel for.
+    /// Chooses what runs for every call of up to `m` rows. Returns the first number of rows there is no
+    /// kernel for.
     pub fn lacks(&self, m: usize) -> Result<Option<usize>> {
         missing(m, |rows| Ok(self.algorithm(rows)?.is_some()))
     }

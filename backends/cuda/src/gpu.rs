@@ -93,7 +93,8 @@ impl Gpu {
     pub fn handle(&self) -> driver::CUdevice {
         self.handle
     }
-    /// The name of the machine code it runs best: `sm_90a` where the architecture has instructions of its own.
+    /// The name of the machine code it runs best: `sm_90a` where the architecture has instructions of its
+    /// own.
     pub fn arch(&self) -> String {
         arch(self.capability)
     }

@@ -52,7 +52,8 @@ impl Graph {
         let nothing: driver::CUgraphNode = std::ptr::null_mut();
         let (mut count, mut edge_count, mut kernels) = (0, 0, 0);
         self.gpu.bind()?;
-        // SAFETY: the graph is alive; without room for handles only their number is stored, and then there is room for as many.
+        // SAFETY: the graph is alive; without room for handles only their number is stored, and then there is
+        // room for as many.
         let edges = unsafe {
             check(driver::cuGraphGetNodes(self.graph, nothing.cast(), &mut count), "cuGraphGetNodes")?;
             let mut nodes = vec![nothing; count];

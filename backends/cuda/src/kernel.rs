@@ -23,9 +23,9 @@ unsafe impl Send for Module {}
 unsafe impl Sync for Module {}
 
 impl Kernels {
-    /// The machine code of `source` for `gpu`: from the cache on disk, else compiled now, else a prebuilt image.
-    /// `options` go to the compiler, e.g. `-DQ4_X=1`, and are part of the image's identity. One image is on the device
-    /// once, however often it is loaded; different ones compile side by side.
+    /// The machine code of `source` for `gpu`: from the cache on disk, else compiled now, else a prebuilt
+    /// image. `options` go to the compiler, e.g. `-DQ4_X=1`, and are part of the image's identity. One
+    /// image is on the device once, however often it is loaded; different ones compile side by side.
     pub fn load(gpu: &Arc<Gpu>, source: &Source, options: &[&str]) -> Result<Self> {
         let place = loaded(gpu, source, options);
         let mut place = place.lock().unwrap_or_else(|e| e.into_inner());
@@ -75,8 +75,8 @@ impl Kernels {
         // SAFETY: the module is loaded; the name is NUL-terminated; the out pointer is valid.
         let status = unsafe { driver::cuModuleGetFunction(&mut raw, self.0.raw, text.as_ptr()) };
         check(status, &format!("kernel `{name}` of `{}`", self.0.name))?;
-        // One division of the on-chip memory for all: a processor must drain before it changes it, and kernels that overlap
-        // would wait for that.
+        // One division of the on-chip memory for all: a processor must drain before it changes it, and
+        // kernels that overlap would wait for that.
         let which = driver::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
         // SAFETY: the function was just found.
         let status = unsafe { driver::cuFuncSetAttribute(raw, which, 100) };
@@ -125,8 +125,9 @@ pub struct Launch {
     pub shared: u32,
     /// The queue; 0 is the default one.
     pub stream: usize,
-    /// The kernel may start while the one before it in the stream drains: it executes `griddepcontrol.wait` before it
-    /// touches anything the one before writes or reads. Without effect below compute capability 9.0.
+    /// The kernel may start while the one before it in the stream drains: it executes `griddepcontrol.wait`
+    /// before it touches anything the one before writes or reads. Without effect below compute
+    /// capability 9.0.
     pub overlap: bool,
 }
 
@@ -166,8 +167,8 @@ impl Kernel {
     /// Enqueues it. A fault of the kernel surfaces when its stream is waited for.
     ///
     /// # Safety
-    /// `args` points to one value of the right type per parameter; what they address is valid on the device until the
-    /// work is done, and large enough for this launch.
+    /// `args` points to one value of the right type per parameter; what they address is valid on the device
+    /// until the work is done, and large enough for this launch.
     pub unsafe fn launch(&self, how: Launch, args: &mut [*mut c_void]) -> Result<()> {
         use driver::CUlaunchAttributeID_enum as Id;
         self.module.gpu.bind()?;

@@ -1,8 +1,10 @@
-//! What q4's kernels need of CUDA, opened at run time: a program that never names a CUDA device needs none of it.
+//! What q4's kernels need of CUDA, opened at run time: a program that never names a CUDA device needs none of
+//! it.
 //!
-//! A [`Gpu`] is a device's primary context. [`Kernels`] come from header-free CUDA C++ that NVRTC compiles to machine code
-//! at first use and that stays on disk; where there is no NVRTC, prebuilt images stand in. A missing library is an error
-//! value that says what was looked for. Nothing else in the workspace calls the driver.
+//! A [`Gpu`] is a device's primary context. [`Kernels`] come from header-free CUDA C++ that NVRTC compiles to
+//! machine code at first use and that stays on disk; where there is no NVRTC, prebuilt images stand in. A
+//! missing library is an error value that says what was looked for. Nothing else in the workspace calls the
+//! driver.
 mod access;
 mod ahead;
 mod arena;
@@ -56,7 +58,8 @@ pub fn last_status() -> i64 {
     LAST.get()
 }
 
-/// Turns a status into an error that names it: out-of-memory and a device that is not there have codes of their own.
+/// Turns a status into an error that names it: out-of-memory and a device that is not there have codes of
+/// their own.
 pub fn check(status: CUresult, doing: &str) -> Result<()> {
     if status == CUresult::CUDA_SUCCESS {
         return Ok(());

@@ -21,8 +21,8 @@ pub struct Libraries {
 pub fn libraries() -> &'static Libraries {
     static FOUND: OnceLock<Libraries> = OnceLock::new();
     FOUND.get_or_init(|| {
-        // A library opened by path answers to its soname later, which is how the loader's search is preceded. NVRTC's
-        // built-ins first: it opens them by name when it compiles.
+        // A library opened by path answers to its soname later, which is how the loader's search is preceded.
+        // NVRTC's built-ins first: it opens them by name when it compiles.
         for dir in folders() {
             for stem in ["libnvrtc-builtins.so", "libnvrtc.so", "libcublas.so", "libcublasLt.so"] {
                 preload(&dir, stem);

@@ -50,8 +50,8 @@ pub(crate) struct Form {
     pub m: usize,
     pub n: usize,
     pub k: usize,
-    /// Device addresses of the block scales of W and x (E4M3, one per 16 of k, in tiles of 128 rows by 4), if they have any.
-    /// The search for an algorithm refuses NULL and reads nothing there.
+    /// Device addresses of the block scales of W and x (E4M3, one per 16 of k, in tiles of 128 rows by 4),
+    /// if they have any. The search for an algorithm refuses NULL and reads nothing there.
     pub scales: Option<[u64; 2]>,
 }
 
@@ -142,7 +142,8 @@ impl Shapes {
     /// Enqueues the product of `[w, x]` to `y`.
     ///
     /// # Safety
-    /// The addresses are device memory of the sizes described, aligned to 256; `scratch` has [`SCRATCH`] bytes.
+    /// The addresses are device memory of the sizes described, aligned to 256; `scratch` has [`SCRATCH`]
+    /// bytes.
     pub unsafe fn run(
         &self,
         blas: &Blas,

@@ -4,16 +4,17 @@ use q4_core::{DType, Result};
 use std::ffi::c_void;
 use std::ptr::from_ref;
 
-/// A matrix in device memory and the boxes it is copied in, as a kernel takes it (`__grid_constant__`, 128 bytes).
-/// What a box has outside of the matrix reads as zeros and is not written. In shared memory the 16-byte pieces of a
-/// line are swizzled as wide as the line is.
+/// A matrix in device memory and the boxes it is copied in, as a kernel takes it (`__grid_constant__`, 128
+/// bytes). What a box has outside of the matrix reads as zeros and is not written. In shared memory the
+/// 16-byte pieces of a line are swizzled as wide as the line is.
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug)]
 pub struct TensorMap(#[allow(dead_code)] driver::CUtensorMap);
 
 impl TensorMap {
-    /// `[rows, cols]` of `dtype` at `data`, `ld` elements from one row to the next; boxes of `width` columns (32, 64 or
-    /// 128 bytes) by `height` rows (at most 256). The address and the bytes between rows are multiples of 16.
+    /// `[rows, cols]` of `dtype` at `data`, `ld` elements from one row to the next; boxes of `width` columns
+    /// (32, 64 or 128 bytes) by `height` rows (at most 256). The address and the bytes between rows are
+    /// multiples of 16.
     pub fn new(
         data: u64,
         dtype: DType,
@@ -36,8 +37,8 @@ impl TensorMap {
         Self::encode(data, kind, [cols, rows], [ld * size], [width, height], swizzle, &what)
     }
 
-    /// `[outer, middle, inner]` words of eight bytes side by side at `data`, 16-byte aligned; boxes of as many of each (at most
-    /// 256). `inner` is even; nothing is swizzled.
+    /// `[outer, middle, inner]` words of eight bytes side by side at `data`, 16-byte aligned; boxes of as
+    /// many of each (at most 256). `inner` is even; nothing is swizzled.
     pub fn of_words(data: u64, shape: [usize; 3], boxed: [usize; 3]) -> Result<Self> {
         let kind = driver::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_FLOAT64;
         let swizzle = driver::CUtensorMapSwizzle_enum::CU_TENSOR_MAP_SWIZZLE_NONE;
@@ -67,7 +68,8 @@ impl TensorMap {
         let (sizes, strides) = (sizes.map(|v| v as u64), strides.map(|v| v as u64));
         let (boxed, steps) = (boxed.map(|v| v as u32), [1u32; N]);
         let mut map = driver::CUtensorMap { opaque: [0; 16] };
-        // SAFETY: the arrays have as many elements as the rank says; the driver reads them and writes the map.
+        // SAFETY: the arrays have as many elements as the rank says; the driver reads them and writes the
+        // map.
         let status = unsafe {
             driver::cuTensorMapEncodeTiled(
                 &mut map,

@@ -199,7 +199,8 @@ impl RowKernels {
         }
     }
 
-    /// x as a product uses it: itself with native activations, else its quantised values in f32, in `scratch`.
+    /// x as a product uses it: itself with native activations, else its quantised values in f32, in
+    /// `scratch`.
     ///
     /// # Safety
     /// x is device memory, `scratch` has [`rounded_bytes`](Self::rounded_bytes), aligned to 256.

@@ -47,8 +47,8 @@ impl Stream {
             status => self.gpu.blame(check(status, "cuStreamQuery")).map(|()| true),
         }
     }
-    /// Records what `body` enqueues on this stream as a graph; none of it runs. Nothing in `body` may allocate device
-    /// memory or wait.
+    /// Records what `body` enqueues on this stream as a graph; none of it runs. Nothing in `body` may
+    /// allocate device memory or wait.
     pub fn capture(&self, body: impl FnOnce() -> Result<()>) -> Result<Graph> {
         self.begin_capture()?;
         let outcome = body();

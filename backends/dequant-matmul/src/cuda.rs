@@ -1,5 +1,5 @@
-//! The dense product on a CUDA device: the copy that the CPU would make, there, and cuBLASLt in f32. Products with quantised
-//! inputs, which are f32 values, and gradients run on a plain kernel.
+//! The dense product on a CUDA device: the copy that the CPU would make, there, and cuBLASLt in f32. Products
+//! with quantised inputs, which are f32 values, and gradients run on a plain kernel.
 use crate::prepare::{self, Dense};
 use q4_core::rows::check_matrix;
 use q4_core::{
@@ -138,7 +138,8 @@ impl OnDevice {
         let at = self.pieces(m);
         let to = Matrix::new(scratch, self.y, m, ld, ld);
         let sums = Matrix::new(scratch + at.sums as u64, DType::F32, m, n, n);
-        // SAFETY: by contract; the pieces of the workspace do not overlap; the arguments are those of the kernels.
+        // SAFETY: by contract; the pieces of the workspace do not overlap; the arguments are those of the
+        // kernels.
         unsafe {
             for (first, to) in to.parts() {
                 let x = x.rows_from(first, to.rows as usize);
@@ -178,7 +179,8 @@ impl PreparedWeight for OnDevice {
         let m = q4_cuda::check_call((&x, self.x, self.info.k), (&y.as_view(), self.y, self.info.n), cx)?;
         let scratch = q4_cuda::scratch(cx, self.workspace(m))?;
         let (e, stream) = (&*self.engine, cx.stream);
-        // SAFETY: the views are of this device and have the shapes of the copy; the scratch has the size asked for.
+        // SAFETY: the views are of this device and have the shapes of the copy; the scratch has the size
+        // asked for.
         let run = || unsafe {
             let (x, y) = (Matrix::of(&x)?, Matrix::of(&y.as_view())?);
             if self.by_blas() {

@@ -87,7 +87,8 @@ enum Direction {
 }
 
 impl Dense {
-    /// Every tile of `y`. Its bounds depend on the shapes alone, and so does, with one thread to a tile, every bit.
+    /// Every tile of `y`. Its bounds depend on the shapes alone, and so does, with one thread to a tile,
+    /// every bit.
     fn product(
         &self,
         direction: Direction,
@@ -154,8 +155,8 @@ fn tiles(m: usize, outputs: usize) -> (usize, usize) {
     (tiles, tiles.min(SLOTS))
 }
 
-/// `sums[rows, outputs] (+)= x[rows, terms] w`, where element (term, output) of `w` is at `term · strides.0 + output ·
-/// strides.1`; the first terms overwrite what `sums` held. Rows of `sums` are `WIDTH` apart.
+/// `sums[rows, outputs] (+)= x[rows, terms] w`, where element (term, output) of `w` is at `term · strides.0 +
+/// output · strides.1`; the first terms overwrite what `sums` held. Rows of `sums` are `WIDTH` apart.
 fn multiply(
     x: &Rows<'_>,
     rows: Range<usize>,
@@ -169,8 +170,8 @@ fn multiply(
     assert!(terms.end <= x.row(rows.end - 1).len() && outputs <= WIDTH && m * WIDTH <= sums.len());
     assert!((k - 1) * strides.0 + (outputs - 1) * strides.1 < w.len());
     let first = x.row(rows.start)[terms.start..].as_ptr();
-    // SAFETY: the assertions prove that every element of x, w and sums which these extents and strides name exists; sums is
-    // borrowed uniquely, and `read_dst` is false where it may hold anything.
+    // SAFETY: the assertions prove that every element of x, w and sums which these extents and strides name
+    // exists; sums is borrowed uniquely, and `read_dst` is false where it may hold anything.
     unsafe {
         gemm(
             m,

@@ -21,13 +21,13 @@ pub(crate) struct Dense {
 enum Values {
     F32(Vec<f32>),
     BF16(Vec<bf16>),
-    /// The range of f16 is small: a row is stored with its largest element near 2^14 and multiplied by its scale, a power of
-    /// two, when it is widened.
+    /// The range of f16 is small: a row is stored with its largest element near 2^14 and multiplied by its
+    /// scale, a power of two, when it is widened.
     F16(Vec<f16>, Vec<f32>),
 }
 
-/// Decodes `w`. Fails on parts that contradict the schema or the spec and on a value that the type of y cannot hold, so no
-/// infinity is ever made here.
+/// Decodes `w`. Fails on parts that contradict the schema or the spec and on a value that the type of y
+/// cannot hold, so no infinity is ever made here.
 pub(crate) fn decode(
     w: &Q4Weight<'_>,
     spec: &LinearSpec,
@@ -78,8 +78,8 @@ impl Dense {
         }
     }
 
-    /// The part `[rows, columns]` of the copy in f32, row-major, and its leading stride: borrowed where the copy is f32, else
-    /// widened to `panel`.
+    /// The part `[rows, columns]` of the copy in f32, row-major, and its leading stride: borrowed where the
+    /// copy is f32, else widened to `panel`.
     pub fn part<'a>(
         &'a self,
         rows: Range<usize>,
@@ -178,8 +178,8 @@ fn decoded<T: Clone + Default + Send>(
     if bad < n { Err(bad) } else { Ok((values, scales)) }
 }
 
-/// Multiplies a row by the power of two that brings its largest element to [2^14, 2^15) and returns the inverse. A row
-/// that f16 holds well already, from 2^14 to 65504, stays: what was f16 remains exact.
+/// Multiplies a row by the power of two that brings its largest element to [2^14, 2^15) and returns the
+/// inverse. A row that f16 holds well already, from 2^14 to 65504, stays: what was f16 remains exact.
 fn normalise(values: &mut [f32]) -> f32 {
     let amax = values.iter().fold(0f32, |a, v| a.max(v.abs()));
     let exponent = (amax.to_bits() >> 23) as i32 - 127;

@@ -1,4 +1,5 @@
-//! What a dense copy can serve, decided from the spec and the facts of the machine, with every reason at once.
+//! What a dense copy can serve, decided from the spec and the facts of the machine, with every reason at
+//! once.
 use q4_core::rows::reject_operands;
 use q4_core::{
     ActGlobal, Activations, DType, ExecPath, HostEnv, LinearSpec, OpSet, ProbeItem, Q4Schema, Reject,
@@ -16,8 +17,8 @@ pub(crate) fn probe() -> Vec<ProbeItem> {
     vec![ProbeItem { id: "cpu.isa".into(), reasons: Vec::new(), detail }]
 }
 
-/// Refuses an instruction set that does not exist or that this machine lacks (`avx512vnni` and `amx` mean `avx512` here,
-/// `neondotprod` and `neoni8mm` mean `neon`).
+/// Refuses an instruction set that does not exist or that this machine lacks (`avx512vnni` and `amx` mean
+/// `avx512` here, `neondotprod` and `neoni8mm` mean `neon`).
 pub(crate) fn check_isa(name: Option<&str>) -> Result<(), Reject> {
     let Some(name) = name else { return Ok(()) };
     let plain = match name {

@@ -33,7 +33,8 @@ fn every_encoding_is_decoded_rightly() -> Result<()> {
 #[test]
 fn tiles_meet_without_a_seam() -> Result<()> {
     let subject = dense_path();
-    // Across the edges of tiles in rows, outputs and terms, in both directions; k that no block divides; short sums.
+    // Across the edges of tiles in rows, outputs and terms, in both directions; k that no block divides;
+    // short sums.
     for (m, n, k) in [(257, 97, 513), (2, 1100, 98), (3, 5, 83), (4, 7, 2), (1, 1, 1), (300, 3, 16)] {
         for dtype in IO {
             let stored = IoBuffer::new(dtype, &noise(n * k, 1));

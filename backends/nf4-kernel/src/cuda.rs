@@ -203,7 +203,8 @@ impl OnDevice {
         let scratch = q4_cuda::scratch(cx, self.workspace(m))?;
         let (e, w, stream) = (&*self.engine, &self.packed, cx.stream);
         let rounded = RowKernels::rounded_bytes(&self.info.activations, m, k);
-        // SAFETY: the views are of this device and have the shapes of the weight; the scratch has the size asked for.
+        // SAFETY: the views are of this device and have the shapes of the weight; the scratch has the size
+        // asked for.
         let run = || unsafe {
             let x = e.rows.rounded(Matrix::of(&x)?, &self.info.activations, self.x, scratch, stream)?;
             let call = Call {

@@ -1,4 +1,5 @@
-//! The products. Written once over [`Lanes`], compiled once per instruction set, in one order of k whatever the shape.
+//! The products. Written once over [`Lanes`], compiled once per instruction set, in one order of k whatever
+//! the shape.
 #[cfg(target_arch = "aarch64")]
 use crate::neon::Neon;
 #[cfg(target_arch = "x86_64")]

@@ -1,11 +1,11 @@
 //! NF4 products on packed weights, in process: the weights stay 4-bit from memory to register.
 //!
-//! Sixteen output rows are interleaved so that a lane is an output row and no horizontal sum is needed. Arithmetic,
-//! which is part of the numerics: `y = Σ_blocks absmax · Σ_k codebook[code] · x` in f32. The inner sum runs over at most
-//! 64 of k in two chains (even and odd k) and is scaled once; the outer sum adds those in order of k. The order depends on
-//! k alone, so neither the number of rows in a call nor the number of threads changes a bit. NF4 has no integer form:
-//! `int8` activations are rounded to int8 with an f32 scale per 16, and `q · scale`, rounded to f32, takes the
-//! place of x.
+//! Sixteen output rows are interleaved so that a lane is an output row and no horizontal sum is needed.
+//! Arithmetic, which is part of the numerics: `y = Σ_blocks absmax · Σ_k codebook[code] · x` in f32. The
+//! inner sum runs over at most 64 of k in two chains (even and odd k) and is scaled once; the outer sum adds
+//! those in order of k. The order depends on k alone, so neither the number of rows in a call nor the number
+//! of threads changes a bit. NF4 has no integer form: `int8` activations are rounded to int8 with an f32
+//! scale per 16, and `q · scale`, rounded to f32, takes the place of x.
 mod cuda;
 mod forward;
 mod kernel;
@@ -34,8 +34,8 @@ inventory::submit! {
 const NAME: &str = "nf4-kernel";
 
 /// Best instruction set of this machine, or the one `options.isa` names: `portable`, `avx2`, `avx512`, `neon`
-/// (`avx512vnni` and `amx` mean `avx512` here, `neondotprod` and `neoni8mm` mean `neon`). A name that is unknown or that this
-/// machine lacks is a reason not to live.
+/// (`avx512vnni` and `amx` mean `avx512` here, `neondotprod` and `neoni8mm` mean `neon`). A name that is
+/// unknown or that this machine lacks is a reason not to live.
 fn construct(options: &BuiltinOptions, env: &HostEnv) -> std::result::Result<Built, Vec<Reject>> {
     let isa = Isa::choose(options.isa.as_deref()).map_err(|reason| vec![reason])?;
     let images = q4_cuda::images(options, &cuda::SOURCE);

@@ -1,15 +1,16 @@
 //! The product with many rows. A chain of k is decoded once to tiles and used by up to [`ROWS`] rows of x.
 //!
-//! What these rows have for the chain is copied together first, while the chain before it is multiplied: rows of x lie in as
-//! many pages, where nothing fetches ahead by itself, and often a multiple of a cache's ways apart, where they would push
-//! each other out before the second block of outputs comes.
+//! What these rows have for the chain is copied together first, while the chain before it is multiplied: rows
+//! of x lie in as many pages, where nothing fetches ahead by itself, and often a multiple of a cache's ways
+//! apart, where they would push each other out before the second block of outputs comes.
 use crate::kernel::Shape;
 use crate::prepare::{CHAIN, CODES, LANES, Line, Packed, QUAD};
 use crate::simd::Lanes;
 use q4_core::rows::{Rows, RowsMut};
 use std::ops::Range;
 
-/// Rows of x whose sums are kept while the weights pass by: with them, with two parts of x and two tiles, 38 KiB.
+/// Rows of x whose sums are kept while the weights pass by: with them, with two parts of x and two tiles, 38
+/// KiB.
 const ROWS: usize = 40;
 /// Blocks that are decoded at a time, at most.
 const PAIR: usize = 2;
@@ -53,7 +54,8 @@ pub(crate) unsafe fn many<L: Lanes>(w: &Packed, x: &Rows<'_>, y: &RowsMut<'_>, b
             let fetch = |chain: usize, r: usize, part: *mut f32| {
                 let row = x.row(r0 + r).as_ptr().wrapping_add(chain * len);
                 for i in (0..len).step_by(LANES) {
-                    // SAFETY: x has k columns, a part has room for ROWS chains; a prefetch of any address is harmless.
+                    // SAFETY: x has k columns, a part has room for ROWS chains; a prefetch of any address is
+                    // harmless.
                     unsafe {
                         L::prefetch(row.wrapping_add(len + i).cast());
                         L::store(L::load(row.add(i)), part.add(r * len + i));

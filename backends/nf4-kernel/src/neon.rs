@@ -1,5 +1,5 @@
-//! Sixteen lanes in NEON: four registers. A value has four bytes, so four tables of 16 bytes are looked up for 16 codes at a
-//! time, and what has many of them goes quarter by quarter, where the registers suffice.
+//! Sixteen lanes in NEON: four registers. A value has four bytes, so four tables of 16 bytes are looked up
+//! for 16 codes at a time, and what has many of them goes quarter by quarter, where the registers suffice.
 use crate::prepare::{CODES, LANES};
 use crate::simd::{AHEAD, Lanes};
 use std::arch::aarch64::*;
@@ -189,8 +189,8 @@ impl Lanes for Neon {
     }
 }
 
-/// Values of the 8 codes of four words at `p`: of even, and of odd k. Bytes of the four tables are put beside each other, by
-/// two and by four.
+/// Values of the 8 codes of four words at `p`: of even, and of odd k. Bytes of the four tables are put beside
+/// each other, by two and by four.
 #[inline(always)]
 unsafe fn eight(t: uint8x16x4_t, p: *const u32) -> [[float32x4_t; 4]; 2] {
     // SAFETY: called by `Neon` only; four words are readable.

@@ -1,5 +1,5 @@
-//! Memory of packed weights: zeroed pages straight from the system, huge ones where they fill one. Nothing is written
-//! before the packing itself writes it, so its threads share the cost of the first touch.
+//! Memory of packed weights: zeroed pages straight from the system, huge ones where they fill one. Nothing is
+//! written before the packing itself writes it, so its threads share the cost of the first touch.
 use bytemuck::Pod;
 use memmap2::{MmapMut, MmapOptions};
 use q4_core::{Code, Error, Result};

@@ -15,7 +15,8 @@ use std::sync::Mutex;
 pub(crate) const LANES: usize = 16;
 /// Codes of one row in a 32-bit word, the first in the lowest nibble.
 pub(crate) const CODES: usize = 8;
-/// Blocks of 16 rows that lie interleaved, so that the kernel that decodes them together reads one ascending stream.
+/// Blocks of 16 rows that lie interleaved, so that the kernel that decodes them together reads one ascending
+/// stream.
 pub(crate) const QUAD: usize = 4;
 /// Elements of k that are packed at a time: lines of a quad that stay in the first-level cache.
 const PIECE: usize = 512;
@@ -34,8 +35,8 @@ unsafe impl Pod for Line<u32> {}
 // SAFETY: as above.
 unsafe impl Pod for Line<f32> {}
 
-/// An NF4 weight as the kernels read it. Resident: n·k/2 bytes of codes and 4 bytes per `group` of k and row, n rounded
-/// up to 16; a double-quantised absmax is decoded once, here.
+/// An NF4 weight as the kernels read it. Resident: n·k/2 bytes of codes and 4 bytes per `group` of k and row,
+/// n rounded up to 16; a double-quantised absmax is decoded once, here.
 pub(crate) struct Packed {
     pub info: PreparedInfo,
     pub isa: Isa,
@@ -43,7 +44,8 @@ pub(crate) struct Packed {
     pub y: DType,
     /// Elements of k under one scale.
     pub group: usize,
-    /// `[quads, k / 8, blocks of the quad]`: 8 codes of each of 16 rows. The last quad may have fewer blocks.
+    /// `[quads, k / 8, blocks of the quad]`: 8 codes of each of 16 rows. The last quad may have fewer
+    /// blocks.
     pub codes: Pages<Line<u32>>,
     /// `[quads, k / group, blocks of the quad]`: a scale of each of 16 rows. Rows past n have scale 0.
     pub scales: Pages<Line<f32>>,
@@ -160,8 +162,8 @@ impl<'a> Stored<'a> {
         w.segments.iter().enumerate().map(one).collect()
     }
 
-    /// Writes `count` codes from element `start` on, which is even, into `lane` of the lines: 8 in each, the first in the
-    /// lowest nibble.
+    /// Writes `count` codes from element `start` on, which is even, into `lane` of the lines: 8 in each, the
+    /// first in the lowest nibble.
     #[inline]
     fn words<'l>(
         &self,

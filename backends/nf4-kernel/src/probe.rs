@@ -89,8 +89,8 @@ pub(crate) fn operands(spec: &LinearSpec, path: ExecPath) -> Vec<Reject> {
     reasons
 }
 
-/// Elements of k that surely share an absmax. Blocks are flat over the row-major matrix, so they start at multiples of
-/// `block` and rows at multiples of k: every run of `gcd(k, block)` lies inside one block.
+/// Elements of k that surely share an absmax. Blocks are flat over the row-major matrix, so they start at
+/// multiples of `block` and rows at multiples of k: every run of `gcd(k, block)` lies inside one block.
 pub(crate) fn scale_group(k: usize, block: u32) -> usize {
     let (mut a, mut b) = (k, block as usize);
     while b != 0 {

@@ -74,7 +74,8 @@ impl Isa {
     }
 }
 
-/// Sixteen f32 lanes and the table look-up. Every method is inlined into a function that enables the features.
+/// Sixteen f32 lanes and the table look-up. Every method is inlined into a function that enables the
+/// features.
 ///
 /// # Safety
 /// The processor has the features of the implementation; pointers address 16 readable (writable) elements.
@@ -87,7 +88,8 @@ pub(crate) trait Lanes {
     type T: Copy;
     /// Accumulators that fit into the registers, in units of `F`.
     const ACCUMULATORS: usize;
-    /// Input rows and blocks (1 or 2) of one [`tile`](Self::tile), which has two accumulators for each pair of them.
+    /// Input rows and blocks (1 or 2) of one [`tile`](Self::tile), which has two accumulators for each pair
+    /// of them.
     const ROWS: usize;
     const BLOCKS: usize;
 
@@ -105,8 +107,8 @@ pub(crate) trait Lanes {
     /// Asks for the line at `p`, which may lie past the allocation.
     unsafe fn prefetch(p: *const u32);
 
-    /// The two sums, over even and over odd k, of a chain of `count` words from `word` on: `M` rows of `x` with `B` blocks,
-    /// whose lines are `step` words of memory apart.
+    /// The two sums, over even and over odd k, of a chain of `count` words from `word` on: `M` rows of `x`
+    /// with `B` blocks, whose lines are `step` words of memory apart.
     #[inline(always)]
     unsafe fn chain<const B: usize, const M: usize>(
         t: Self::T,

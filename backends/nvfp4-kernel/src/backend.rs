@@ -1,4 +1,5 @@
-//! The backend object: a loaded library with a context per device, or bare facts for questions about other machines.
+//! The backend object: a loaded library with a context per device, or bare facts for questions about other
+//! machines.
 use crate::library::{self, Library};
 use crate::table::Ctx;
 use crate::{abi, prepare, probe};
@@ -31,8 +32,9 @@ struct Engine {
     notes: Vec<ProbeItem>,
 }
 
-/// Loads libNVFP4: the file of `options.libraries["nvfp4-kernel"]` alone when there is one, else the first usable one
-/// beside the executable, in `deps` or `../lib` beside it, or known to the system loader. `options.isa` is binding.
+/// Loads libNVFP4: the file of `options.libraries["nvfp4-kernel"]` alone when there is one, else the first
+/// usable one beside the executable, in `deps` or `../lib` beside it, or known to the system loader.
+/// `options.isa` is binding.
 ///
 /// # Errors
 /// Every place that was tried, with its reason, and last the command that would help.
@@ -44,8 +46,8 @@ pub fn construct(options: &BuiltinOptions, _: &HostEnv) -> Result<Built, Vec<Rej
 }
 
 impl Nvfp4Kernel {
-    /// A backend that answers `can_prepare` as one with such a library would, and refuses to `prepare`: for decision tables
-    /// about machines that are not here.
+    /// A backend that answers `can_prepare` as one with such a library would, and refuses to `prepare`: for
+    /// decision tables about machines that are not here.
     pub fn with_facts(facts: LibraryFacts) -> Arc<dyn Q4Backend> {
         Arc::new(Self { descriptor: descriptor(&facts), facts, engine: None })
     }
@@ -170,7 +172,8 @@ impl Engine {
     }
 }
 
-/// Enters the CPU's instruction sets into `facts`, unless a path or an activation format of the contract is missing.
+/// Enters the CPU's instruction sets into `facts`, unless a path or an activation format of the contract is
+/// missing.
 fn cpu(library: &Library, ctx: &Ctx, facts: &mut LibraryFacts) -> ProbeItem {
     const PATHS: u32 = 1 << abi::PATH_FUSED_DEQUANT;
     const ACTIVATIONS: u32 = 1 << abi::ACT_NATIVE | 1 << abi::ACT_INT8 | 1 << abi::ACT_NVFP4;

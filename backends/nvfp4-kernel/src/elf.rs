@@ -1,5 +1,6 @@
-//! A look at an ELF file before the loader maps it: a file that was cut off in a copy would otherwise kill the process
-//! with SIGBUS inside `dlopen`, and a file for another machine gets a clearer message than the loader's.
+//! A look at an ELF file before the loader maps it: a file that was cut off in a copy would otherwise kill
+//! the process with SIGBUS inside `dlopen`, and a file for another machine gets a clearer message than the
+//! loader's.
 use std::{fs::File, io::Read, path::Path};
 
 const HEADER: usize = 64;
@@ -9,8 +10,9 @@ const MACHINE: u16 = 62;
 #[cfg(target_arch = "aarch64")]
 const MACHINE: u16 = 183;
 
-/// Whether every segment and the section headers of `path` are inside the file, and it is meant for this machine. Err: what it is instead.
-/// Layout: System V ABI, "ELF header" and "Program header"; 64-bit little-endian.
+/// Whether every segment and the section headers of `path` are inside the file, and it is meant for this
+/// machine. Err: what it is instead. Layout: System V ABI, "ELF header" and "Program header"; 64-bit
+/// little-endian.
 pub fn check(path: &Path) -> Result<(), String> {
     let mut file = File::open(path).map_err(|e| e.to_string())?;
     let len = file.metadata().map_err(|e| e.to_string())?.len();

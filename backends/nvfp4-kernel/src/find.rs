@@ -1,5 +1,5 @@
-//! Where libNVFP4 may lie, in order, and which of those files may be trusted: what is loaded must never depend on the
-//! current directory or on who else can write to the machine.
+//! Where libNVFP4 may lie, in order, and which of those files may be trusted: what is loaded must never
+//! depend on the current directory or on who else can write to the machine.
 use q4_core::{Reject, RejectCode};
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
@@ -10,15 +10,16 @@ use std::{env, fs};
 pub enum Place {
     /// A file the user named. The only place there is then.
     Named(PathBuf),
-    /// A file near the executable, and how many folders above it others must not write to: a `lib` that anybody could
-    /// have made is not ours.
+    /// A file near the executable, and how many folders above it others must not write to: a `lib` that
+    /// anybody could have made is not ours.
     Near(PathBuf, usize),
     /// Whatever the system loader finds under the bare name.
     Loader,
 }
 
-/// Places in the order they are tried: `named` alone when given, else in `deps` beside `executable` (cargo's build folder,
-/// where a copy beside the executable may be older), beside `executable`, in `../lib`, then the system loader.
+/// Places in the order they are tried: `named` alone when given, else in `deps` beside `executable` (cargo's
+/// build folder, where a copy beside the executable may be older), beside `executable`, in `../lib`, then the
+/// system loader.
 pub fn places(named: Option<&Path>, executable: Option<&Path>) -> Vec<Place> {
     if let Some(path) = named {
         return vec![Place::Named(path.to_owned())];

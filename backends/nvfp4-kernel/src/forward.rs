@@ -1,5 +1,5 @@
-//! Calls on a prepared weight: views become matrices, the caller's threads are lent to the library, and nothing is
-//! allocated unless a call fails.
+//! Calls on a prepared weight: views become matrices, the caller's threads are lent to the library, and
+//! nothing is allocated unless a call fails.
 use crate::abi;
 use crate::table::Weight;
 use q4_core::{
@@ -43,7 +43,8 @@ impl PreparedWeight for Prepared {
         placed(&x, cx)?;
         placed(&y.as_view(), cx)?;
         let (xm, ym) = (matrix(&x)?, matrix_mut(&mut y)?);
-        // SAFETY: the matrices and the workspace are views, good for their bytes; `y` and the workspace are unique.
+        // SAFETY: the matrices and the workspace are views, good for their bytes; `y` and the workspace are
+        // unique.
         unsafe { self.weight.forward(&xm, &ym, &exec(cx)) }.map_err(|e| self.explain(e, &x, cx))
     }
 
@@ -129,7 +130,8 @@ fn unless_short(e: Error, need: usize, cx: &ExecContext<'_>) -> Error {
         .have(format!("{have} bytes"))
 }
 
-/// Replaces a failure of a product that quantises its input by the NaN or infinity that it cannot quantise, if any.
+/// Replaces a failure of a product that quantises its input by the NaN or infinity that it cannot quantise,
+/// if any.
 fn unless_not_finite(e: Error, x: &TensorView<'_>) -> Error {
     let Ok((m, k, _)) = x.as_matrix() else { return e };
     let mut row = vec![0f32; k];

@@ -1,9 +1,10 @@
-//! The backend `nvfp4-kernel`: NVFP4 products by libNVFP4, a shared library that is found, checked and called through one
-//! table, so that kernels can be replaced without rebuilding the program and a bad library is a refusal, not a crash.
+//! The backend `nvfp4-kernel`: NVFP4 products by libNVFP4, a shared library that is found, checked and called
+//! through one table, so that kernels can be replaced without rebuilding the program and a bad library is a
+//! refusal, not a crash.
 //!
-//! `find` decides which files may be loaded, `elf` and `library` load one and check its table, `probe` says what can
-//! be served from facts alone, `prepare` and `forward` translate. Only these have `unsafe`: `library`,
-//! `table`, `prepare` and `forward`.
+//! `find` decides which files may be loaded, `elf` and `library` load one and check its table, `probe` says
+//! what can be served from facts alone, `prepare` and `forward` translate. Only these have `unsafe`:
+//! `library`, `table`, `prepare` and `forward`.
 #[path = "../native/src/abi.rs"]
 mod abi;
 mod backend;

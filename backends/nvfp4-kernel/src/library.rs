@@ -1,5 +1,5 @@
-//! Loads libNVFP4 and accepts it only if its table is one we can call: the first usable file in search order wins, and the
-//! report names every file that was not.
+//! Loads libNVFP4 and accepts it only if its table is one we can call: the first usable file in search order
+//! wins, and the report names every file that was not.
 use crate::abi;
 use crate::find::{self, Place};
 use crate::table::Table;
@@ -13,7 +13,8 @@ use libloading::os::unix::Library as Handle;
 #[cfg(windows)]
 use libloading::os::windows::Library as Handle;
 
-/// A loaded library. Never unloaded: weights and threads of its dependencies may outlive any owner we could name.
+/// A loaded library. Never unloaded: weights and threads of its dependencies may outlive any owner we could
+/// name.
 pub struct Library {
     /// Its functions.
     pub table: Table,
@@ -109,7 +110,8 @@ fn open(place: &Place, path: &Path) -> Result<(Table, String, String), Vec<Rejec
             format!("ABI {}.x (this program speaks {}.{})", abi::ABI_MAJOR, abi::ABI_MAJOR, abi::ABI_MINOR);
         return Err(reject(RejectCode::AbiMismatch, need, have));
     }
-    // SAFETY: not NULL, so it is a table of our major, which starts with its size and lives as long as the library.
+    // SAFETY: not NULL, so it is a table of our major, which starts with its size and lives as long as the
+    // library.
     let (table, version) = unsafe { Table::adopt(raw) }.map_err(|problems| {
         problems
             .into_iter()
@@ -126,7 +128,8 @@ const TENSOR_HANDLE_SYMBOLS: [&str; 3] = ["NVFP4_quantize", "NVFP4_scaled_mm", "
 #[cfg(unix)]
 fn dlopen(path: &Path) -> Result<Handle, String> {
     use libloading::os::unix::{RTLD_LOCAL, RTLD_NOW};
-    // SAFETY: running the initialisers of a file that the user named, or that lies in a guarded place, is what loading is.
+    // SAFETY: running the initialisers of a file that the user named, or that lies in a guarded place, is
+    // what loading is.
     unsafe { Handle::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.map_err(describe)
 }
 
@@ -143,7 +146,8 @@ fn describe(e: libloading::Error) -> String {
 }
 
 fn symbol(handle: &Handle, name: &str) -> Option<abi::GetApiFn> {
-    // SAFETY: the header gives the symbol this type; the library is never unloaded, so the pointer stays good.
+    // SAFETY: the header gives the symbol this type; the library is never unloaded, so the pointer stays
+    // good.
     unsafe { handle.get::<Option<abi::GetApiFn>>(name) }.ok().and_then(|s| *s)
 }
 

@@ -1,4 +1,5 @@
-//! From a stored weight and its spec to the library's description of both: names become numbers, views become pointers.
+//! From a stored weight and its spec to the library's description of both: names become numbers, views become
+//! pointers.
 use crate::abi;
 use crate::forward::{Prepared, dtype, exec};
 use crate::probe;
@@ -27,7 +28,8 @@ pub fn prepare(
     }
     let segments = segments(w)?;
     let desc = describe(&segments, w, spec, path)?;
-    // SAFETY: codes, scales and workspace are views, good for their stated bytes while `w` and `cx` are borrowed.
+    // SAFETY: codes, scales and workspace are views, good for their stated bytes while `w` and `cx` are
+    // borrowed.
     let weight = unsafe { table.prepare(ctx, &desc, &exec(cx)) }.map_err(|e| explain(e, w))?;
     let info = PreparedInfo {
         backend: probe::NAME.into(),
@@ -136,7 +138,8 @@ fn scale(g: GlobalScale) -> (f32, u32) {
     (g.value(), convention)
 }
 
-/// Names the segment whose block scales are to blame, when they are: the library checks them, its status does not say so.
+/// Names the segment whose block scales are to blame, when they are: the library checks them, its status does
+/// not say so.
 fn explain(e: Error, w: &Q4Weight<'_>) -> Error {
     for (i, s) in w.segments.iter().enumerate() {
         let SegmentData::Nvfp4 { scales, .. } = &s.data else { continue };

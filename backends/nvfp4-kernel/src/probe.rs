@@ -1,5 +1,5 @@
-//! What this backend can serve, decided from facts alone: the library is never called here, so that `explain` and tests
-//! can ask about machines they do not have.
+//! What this backend can serve, decided from facts alone: the library is never called here, so that `explain`
+//! and tests can ask about machines they do not have.
 use q4_core::{
     ActGlobal, ActQuant, Activations, CudaDevice, Device, ExecPath, HostEnv, LibraryFacts, LinearSpec, OpSet,
     ProbeItem, Q4Schema, Reject, RejectCode, Verdict,
@@ -14,8 +14,8 @@ pub const BLACKWELL: [(u32, u32); 4] = [(10, 0), (10, 3), (12, 0), (12, 1)];
 /// Oldest capability the fused kernels are written for: bf16 `mma` and asynchronous copies.
 const FUSED_SINCE: (u32, u32) = (8, 0);
 
-/// Paths a library with these facts is offered for. The native one also where the device has what it takes and something else is
-/// missing, so that the reason is listed.
+/// Paths a library with these facts is offered for. The native one also where the device has what it takes
+/// and something else is missing, so that the reason is listed.
 pub fn paths(facts: &LibraryFacts) -> Vec<ExecPath> {
     let native =
         facts.cuda_native.iter().any(|c| BLACKWELL.contains(c)) || !facts.cuda_native_refused.is_empty();

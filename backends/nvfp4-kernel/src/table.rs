@@ -1,4 +1,5 @@
-//! The functions of libNVFP4 behind types that own what they return: convert, call, convert back, nothing else.
+//! The functions of libNVFP4 behind types that own what they return: convert, call, convert back, nothing
+//! else.
 use crate::abi;
 use q4_core::{Code, Device, Error, Reject, RejectCode, Result};
 use std::borrow::Cow;
@@ -32,8 +33,8 @@ macro_rules! entry {
 }
 
 impl Table {
-    /// Copies the table out, after checking its size, version and every entry that is called, and reads the library's
-    /// version text.
+    /// Copies the table out, after checking its size, version and every entry that is called, and reads the
+    /// library's version text.
     ///
     /// # Safety
     /// `raw` addresses a table that starts with its size and lives for ever.
@@ -51,7 +52,8 @@ impl Table {
         }
         // SAFETY: all-zero bytes are a valid table: numbers, a null pointer and absent functions.
         let mut api: abi::Api = unsafe { std::mem::zeroed() };
-        // SAFETY: both sides have that many bytes; entries we do not know are left out, entries it lacks stay absent.
+        // SAFETY: both sides have that many bytes; entries we do not know are left out, entries it lacks stay
+        // absent.
         unsafe {
             ptr::copy_nonoverlapping(raw.cast::<u8>(), (&raw mut api).cast(), size.min(size_of::<abi::Api>()))
         };
@@ -91,8 +93,8 @@ impl Table {
         self.api.abi_minor
     }
 
-    /// A context for `device`, running `isa` when it is given, with weights in managed memory of a GPU when that is asked
-    /// for. Err: every reason of the library.
+    /// A context for `device`, running `isa` when it is given, with weights in managed memory of a GPU when
+    /// that is asked for. Err: every reason of the library.
     pub fn ctx_create(
         &'static self,
         device: Device,
@@ -151,7 +153,8 @@ impl Table {
         })
     }
 
-    /// Every reason why a context takes no weight on the native path; what it is asked about has nothing else to refuse.
+    /// Every reason why a context takes no weight on the native path; what it is asked about has nothing else
+    /// to refuse.
     pub fn native_refusals(&self, ctx: &Ctx) -> Vec<Reject> {
         let segment = abi::Segment {
             struct_size: size_of::<abi::Segment>(),

@@ -1,4 +1,5 @@
-//! No call on a prepared weight allocates on this side of the table: decode steps must not depend on an allocator's mood.
+//! No call on a prepared weight allocates on this side of the table: decode steps must not depend on an
+//! allocator's mood.
 #![allow(clippy::unwrap_used)]
 use q4_core::{
     ActGlobal, ActQuant, Activations, BuiltinOptions, Candidate, DType, Device, ExecContext, ExecPath,

@@ -1,5 +1,5 @@
-//! The real libNVFP4 behind the real dispatch seam, against the exact product: every activation format and dtype, fused
-//! segments, stored layouts, and many threads on one weight.
+//! The real libNVFP4 behind the real dispatch seam, against the exact product: every activation format and
+//! dtype, fused segments, stored layouts, and many threads on one weight.
 #![allow(clippy::unwrap_used)]
 use half::{bf16, f16};
 use q4_core::formats::swizzle;

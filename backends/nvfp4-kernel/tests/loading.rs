@@ -1,4 +1,5 @@
-//! Libraries that are missing, damaged, old or not ours: each becomes a dead candidate that says why, and the host lives.
+//! Libraries that are missing, damaged, old or not ours: each becomes a dead candidate that says why, and the
+//! host lives.
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used)]
 use q4_core::{

@@ -100,8 +100,8 @@ fn store(y: &mut TensorViewMut<'_>, r: usize, values: impl Iterator<Item = f64>)
     Ok(())
 }
 
-/// Rounds to f32 with an odd last bit where that is not exact, so that a second rounding to half the bits is right
-/// (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
+/// Rounds to f32 with an odd last bit where that is not exact, so that a second rounding to half the bits is
+/// right (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
 fn to_odd(v: f64) -> f32 {
     let near = v as f32;
     if f64::from(near) == v || near.to_bits() & 1 == 1 || near.is_nan() {

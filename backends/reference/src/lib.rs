@@ -1,7 +1,8 @@
 //! The scalar oracle as a backend: slow, allocating, and right by construction.
 //!
-//! It keeps the stored bytes and computes with `q4_core::oracle`: NVFP4 by NVFP4 in fixed point, everything else as an f64
-//! sum of exact products; y is rounded once. The one backend that allocates in a call. Nobody gets it without naming it.
+//! It keeps the stored bytes and computes with `q4_core::oracle`: NVFP4 by NVFP4 in fixed point, everything
+//! else as an f64 sum of exact products; y is rounded once. The one backend that allocates in a call. Nobody
+//! gets it without naming it.
 mod forward;
 mod prepare;
 mod probe;

@@ -35,8 +35,8 @@ pub struct ConformanceArgs {
     /// Only this case.
     #[arg(long, value_name = "CASE")]
     pub replay: Option<String>,
-    /// Run the cases in this process, the plugin's own file mapped into it: for a debugger, valgrind, perf or a sanitizer.
-    /// No certificate, and a crash ends the run.
+    /// Run the cases in this process, the plugin's own file mapped into it: for a debugger, valgrind, perf
+    /// or a sanitizer. No certificate, and a crash ends the run.
     #[arg(long, conflicts_with = "runner")]
     pub in_process: bool,
     /// Print the names of the cases and run none.
@@ -51,7 +51,8 @@ pub struct ConformanceArgs {
     /// Memory a child process may take, e.g. 4GiB.
     #[arg(long, value_name = "SIZE", value_parser = super::bytes, default_value = "4GiB")]
     pub case_memory: u64,
-    /// What starts the child processes, with its arguments: an emulator, for a q4 of another architecture, or a tool.
+    /// What starts the child processes, with its arguments: an emulator, for a q4 of another architecture,
+    /// or a tool.
     #[arg(long, value_name = "COMMAND")]
     pub runner: Option<String>,
     /// Write the report as JSON.

@@ -22,9 +22,10 @@ pub fn parse(line: Vec<OsString>) -> Result<Cli, clap::Error> {
     })
 }
 
-/// Moves the verb in front of the options before it. clap takes global options on either side, but keeps only one side
-/// of an option that stands on both, and a binding request must not get lost. Where an option is none of the global
-/// ones, nobody knows whether the next word is its value or the verb, and clap is to refuse the line as it was typed.
+/// Moves the verb in front of the options before it. clap takes global options on either side, but keeps only
+/// one side of an option that stands on both, and a binding request must not get lost. Where an option is
+/// none of the global ones, nobody knows whether the next word is its value or the verb, and clap is to
+/// refuse the line as it was typed.
 pub fn verb_first(line: Vec<OsString>) -> Vec<OsString> {
     let command = Cli::command();
     let mut at = 1;
@@ -43,7 +44,8 @@ pub fn verb_first(line: Vec<OsString>) -> Vec<OsString> {
     line
 }
 
-/// How many words the global option takes that `token` is: its value may be in the same word. None where it is not one.
+/// How many words the global option takes that `token` is: its value may be in the same word. None where it
+/// is not one.
 fn words_of(command: &Command, token: &str) -> Option<usize> {
     let Some(long) = token.strip_prefix("--") else {
         let is_counter = |short: char| {

@@ -114,7 +114,8 @@ pub(super) fn run(
         let ids = prompt(depth, s);
         runner.accept(&ids)?;
         bench.measure(what, args.decode as f64, floor, || {
-            // From the first token at hand to the last one: as many steps, and none that an earlier repetition left running.
+            // From the first token at hand to the last one: as many steps, and none that an earlier
+            // repetition left running.
             runner.truncate(depth - 1);
             runner.decode(ids[depth - 1])?;
             let mut id = runner.greedy()?;
@@ -214,8 +215,8 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Every product of a layer and the head at several numbers of rows. A graph runs the same product of all layers one
-    /// after another, so that no weight is still in the cache when its turn comes again.
+    /// Every product of a layer and the head at several numbers of rows. A graph runs the same product of all
+    /// layers one after another, so that no weight is still in the cache when its turn comes again.
     fn kernels(&mut self, gpu: &Arc<Gpu>, threads: &ThreadPool) -> Result<()> {
         let Model::Cuda(model) = &self.subject.loaded.model else {
             return Err(Error::new(Code::Internal, "a bench of CUDA kernels for a model on the CPU"));
@@ -230,7 +231,8 @@ impl Bench<'_> {
             ("down", blocks.iter().map(|b| &b.down.parts[0].0).collect()),
             ("lm_head", head.into_iter().collect()),
         ];
-        // Many rows of every product after few: a processor that has drawn much power runs slower for a while.
+        // Many rows of every product after few: a processor that has drawn much power runs slower for a
+        // while.
         for m in [1, 8, 16, 64, 512, 4096] {
             for (name, products) in &groups {
                 if let Some(first) = products.first()

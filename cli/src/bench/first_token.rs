@@ -10,7 +10,8 @@ use q4_model::load::ContextOptions;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Loads, computes a prompt, and computes it again for comparison: what only the first one took is preparation too.
+/// Loads, computes a prompt, and computes it again for comparison: what only the first one took is
+/// preparation too.
 pub(super) fn run(
     cx: &Context,
     args: &BenchArgs,

@@ -1,4 +1,5 @@
-//! Single products beside their floors: what is left when attention, norms and the threads' waiting are not in the way.
+//! Single products beside their floors: what is left when attention, norms and the threads' waiting are not
+//! in the way.
 use super::{Figure, Subject, measure, timed};
 use crate::args::BenchArgs;
 use crate::roofline::{Roofline, Work};
@@ -7,8 +8,8 @@ use q4_model::cpu::{CpuExecutor, CpuHead, CpuLinear};
 use q4_model::graph::Block;
 use q4_model::load::Model;
 
-/// Every product of a layer and the head, alone, at several numbers of rows. The same product of all layers comes one after
-/// another, so that no weight is still in the cache when its turn comes again.
+/// Every product of a layer and the head, alone, at several numbers of rows. The same product of all layers
+/// comes one after another, so that no weight is still in the cache when its turn comes again.
 pub(super) fn measure_all(
     subject: &Subject,
     roofline: &Roofline,

@@ -1,8 +1,9 @@
-//! Where two runs of products with 4-bit inputs part: the first value that was rounded to another code, and how near to the
-//! boundary between the two it lies.
+//! Where two runs of products with 4-bit inputs part: the first value that was rounded to another code, and
+//! how near to the boundary between the two it lies.
 //!
-//! A product is exact for the codes it is given, to the last bits of a sum. Those bits move the next input by as little, which
-//! is nothing, unless it lies so near to a boundary that it takes the other code: half a step of 4 bits, at once.
+//! A product is exact for the codes it is given, to the last bits of a sum. Those bits move the next input by
+//! as little, which is nothing, unless it lies so near to a boundary that it takes the other code: half a
+//! step of 4 bits, at once.
 use q4_core::formats::{e2m1, e4m3, nvfp4};
 use q4_core::oracle::act_global;
 use q4_core::{ActQuant, Activations, Dispatch, GlobalScale, Result};

@@ -1,4 +1,5 @@
-//! Libraries whose author has read the source of q4: docs/threat-model.md has a row for each, with the test here that holds.
+//! Libraries whose author has read the source of q4: docs/threat-model.md has a row for each, with the test
+//! here that holds.
 //!
 //! Who has passed the suite and lies later is made by sealing a certificate for it, as the suite would have.
 mod judged;

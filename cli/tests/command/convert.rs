@@ -1,4 +1,5 @@
-//! What `q4 convert` writes answers as what it read; what it cannot keep exactly it refuses and leaves nothing.
+//! What `q4 convert` writes answers as what it read; what it cannot keep exactly it refuses and leaves
+//! nothing.
 use crate::{document, err, golden, golden_arg, json, out, run};
 use std::path::Path;
 

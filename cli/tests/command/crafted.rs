@@ -1,7 +1,8 @@
 //! A hundred crafted tokenizers, templates and configurations in front of the demo model's weights.
 //!
-//! None may take more than its share of memory (a limit on the address space ends whoever asks for it), none may hang, abort or
-//! leave another status than the contract has, and what `generate` refuses, `verify` names.
+//! None may take more than its share of memory (a limit on the address space ends whoever asks for it), none
+//! may hang, abort or leave another status than the contract has, and what `generate` refuses, `verify`
+//! names.
 #![cfg(target_os = "linux")]
 use crate::q4;
 use serde_json::{Value, json};

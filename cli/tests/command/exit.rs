@@ -3,7 +3,8 @@ use crate::{document, err, golden, golden_arg, json, out, q4, run};
 use insta::assert_snapshot;
 use std::path::Path;
 
-/// Runs with and without `--json`, expects `status` both times, and returns the text, in which paths are made stable.
+/// Runs with and without `--json`, expects `status` both times, and returns the text, in which paths are made
+/// stable.
 fn fails(status: i32, args: &[&str]) -> String {
     let plain = run(args);
     assert_eq!(plain.status.code(), Some(status), "{args:?}: {}{}", out(&plain), err(&plain));
@@ -93,7 +94,8 @@ fn what_this_build_does_not_have_is_6() {
     for part in ["Q4-E0312", "--device cuda:63", "need: ", "have: ", "fix: --device cpu"] {
         assert!(text.contains(part), "{part} in {text}");
     }
-    // Which part is missing depends on the machine; without a driver it is the driver, and where it was looked for.
+    // Which part is missing depends on the machine; without a driver it is the driver, and where it was
+    // looked for.
     if text.contains("libcuda") {
         assert!(text.contains("libcuda.so.1") && text.contains("Q4_CUDA_LIBS"), "{text}");
     }
@@ -125,8 +127,8 @@ fn a_library_that_is_not_there_is_named_with_what_works_instead() {
         "Who are you?",
     ]);
     assert!(works.status.success(), "{}", err(&works));
-    // Without a request for the kernel it is a downgrade: refused unless agreed to, then said once, whatever is asked to be
-    // quiet, and counted.
+    // Without a request for the kernel it is a downgrade: refused unless agreed to, then said once, whatever
+    // is asked to be quiet, and counted.
     let missing = ["--nvfp4-lib", "/nonexistent"];
     for verb in [&["generate", "-p", "x"][..], &["bench", "-r", "1"]] {
         let refused = fails(6, &[&missing, verb].concat());

@@ -1,5 +1,5 @@
-//! A library that was judged and is used: in a process of its own with `--isolate`, else in one whose end is watched. Whatever it
-//! does then, no answer that was cut short ends with success.
+//! A library that was judged and is used: in a process of its own with `--isolate`, else in one whose end is
+//! watched. Whatever it does then, no answer that was cut short ends with success.
 #![cfg(target_os = "linux")]
 use crate::plugin::{User, built};
 use crate::{document, err, out};
@@ -154,7 +154,8 @@ fn isolation_is_of_libraries() {
     assert_eq!(output.status.code(), Some(2), "{}", err(&output));
 }
 
-/// Results that a library writes itself, wherever it finds a descriptor, and statuses that once meant something.
+/// Results that a library writes itself, wherever it finds a descriptor, and statuses that once meant
+/// something.
 #[test]
 fn results_that_a_library_forges_are_nobody_s() {
     let user = User::new();

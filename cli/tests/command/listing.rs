@@ -16,7 +16,8 @@ fn a_file_of_headers_takes_no_more_than_four_times_its_size() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::copy(crate::golden("qwen3_tiny_a").join("config.json"), dir.path().join("config.json")).unwrap();
     let model = dir.path().to_str().unwrap();
-    // Nothing that is listed; matrices that contradict themselves; names of which one is far longer than the others.
+    // Nothing that is listed; matrices that contradict themselves; names of which one is far longer than the
+    // others.
     for (what, suffix, longest) in [("tensors", "", 4), ("matrices", ".weight", 4), ("a long name", "", 1000)]
     {
         let size = write(&dir.path().join("model.safetensors"), suffix, longest);
@@ -37,8 +38,8 @@ fn a_file_of_headers_takes_no_more_than_four_times_its_size() {
     }
 }
 
-/// How it ended, and the most bytes it had in memory. What the system says when a process has ended is no less than what its parent
-/// had when it began, so it is asked before.
+/// How it ended, and the most bytes it had in memory. What the system says when a process has ended is no
+/// less than what its parent had when it began, so it is asked before.
 fn peak(model: &str, verb: &str, json: bool) -> (Option<i32>, u64) {
     let mut command = q4();
     if json {

@@ -1,4 +1,5 @@
-//! Drives the real `q4`: what scripts rely on is its exit status, its stdout and its numbers, so that is what is tested.
+//! Drives the real `q4`: what scripts rely on is its exit status, its stdout and its numbers, so that is what
+//! is tested.
 #![allow(clippy::unwrap_used)]
 #[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
 mod attack;

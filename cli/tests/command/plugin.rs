@@ -1,5 +1,5 @@
-//! Third-party libraries through the real `q4`: good ones are judged, certified and used, hostile ones are refused, and nobody
-//! is believed.
+//! Third-party libraries through the real `q4`: good ones are judged, certified and used, hostile ones are
+//! refused, and nobody is believed.
 #[path = "../../../plugins/host/tests/built/mod.rs"]
 pub mod built;
 
@@ -339,7 +339,8 @@ fn every_hostile_library_is_refused_with_6_and_a_code() {
         if !seen {
             // The suite lets a child process load it.
             let output = user.q4(path).args(["--json", "conformance", "--list"]).output().unwrap();
-            // What ends the process that loads it does not conform; anything else is a library that is refused.
+            // What ends the process that loads it does not conform; anything else is a library that is
+            // refused.
             let is_fatal = matches!(*reason, "died-in-probe" | "timed-out");
             let status = if is_fatal { 5 } else { 6 };
             assert_eq!(output.status.code(), Some(status), "{}: {}", path.display(), out(&output));
@@ -361,7 +362,8 @@ fn constructor(body: &str) -> String {
     format!("__attribute__((constructor)) static void early(void) {{ {body} }}")
 }
 
-/// Libraries that live where they are tried and end any other process that maps them, and the file that remembers it.
+/// Libraries that live where they are tried and end any other process that maps them, and the file that
+/// remembers it.
 fn two_faced(dir: &Path) -> [(PathBuf, PathBuf); 2] {
     let count = dir.join("count");
     let first = format!("FILE *f = fopen(\"{}\", \"a\"); fseek(f, 0, SEEK_END);", count.display());
@@ -416,7 +418,8 @@ fn does_not_conform(output: &Output, word: &str) {
 
 const ASKED: &str = "q4_reject_fn sink, void *user, q4_error *err)\n{";
 
-/// It loads, and faults when it is asked what it computes: the suite says so and lives, also when it only lists its cases.
+/// It loads, and faults when it is asked what it computes: the suite says so and lives, also when it only
+/// lists its cases.
 #[test]
 #[cfg(target_os = "linux")]
 fn a_library_that_faults_when_it_is_asked_does_not_conform() {

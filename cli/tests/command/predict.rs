@@ -1,4 +1,5 @@
-//! `eval` and `compare`: how well a text is predicted, against the logits that the program writes, and what is refused.
+//! `eval` and `compare`: how well a text is predicted, against the logits that the program writes, and what
+//! is refused.
 use crate::{document, err, golden, golden_arg, json, out, q4, run};
 use safetensors::SafeTensors;
 use serde_json::Value;

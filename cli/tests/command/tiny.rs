@@ -1,4 +1,5 @@
-//! Every recorded tiny model and flavour: logits and greedy ids against those of the tools that wrote the checkpoints.
+//! Every recorded tiny model and flavour: logits and greedy ids against those of the tools that wrote the
+//! checkpoints.
 use crate::{golden, golden_arg, json};
 use safetensors::SafeTensors;
 use std::path::Path;

@@ -1,5 +1,6 @@
-//! What an author does with nothing but `q4`: a project from `q4 plugin new` becomes a certified backend, and its faults are
-//! found with the tools that authors have. Tools that are not installed are skipped, and said to be.
+//! What an author does with nothing but `q4`: a project from `q4 plugin new` becomes a certified backend, and
+//! its faults are found with the tools that authors have. Tools that are not installed are skipped, and said
+//! to be.
 use crate::{document, err, out, q4};
 use std::fs;
 use std::io::Write;
@@ -107,7 +108,8 @@ fn from_nothing_to_an_answer(language: &str, tool: &str, args: &[&str], library:
     let executed = report["executed"].as_array().unwrap();
     assert_eq!((executed.len(), &executed[0]["backend"]), (1, &"volta-one".into()), "{report}");
 
-    // A debugger on a program that uses it: the loader's name of the library must not be one of the debugger's own pipes.
+    // A debugger on a program that uses it: the loader's name of the library must not be one of the
+    // debugger's own pipes.
     if language == "c" && has("gdb") {
         let gdb =
             ["gdb", "-q", "-batch", "-ex", "set debuginfod enabled off", "-ex", "set breakpoint pending on"];

@@ -1,8 +1,8 @@
 //! Shows that every saboteur is caught at its level and that no correct backend is accused.
 //!
-//! `liars [--json] [--seeds N] [--sample N] [--only NAME]`. The exit status is 5 when a liar slipped past or a correct
-//! backend was accused. Each is asked in a child process of this executable, and those that end, block or exhaust their process
-//! in more of them.
+//! `liars [--json] [--seeds N] [--sample N] [--only NAME]`. The exit status is 5 when a liar slipped past or
+//! a correct backend was accused. Each is asked in a child process of this executable, and those that end,
+//! block or exhaust their process in more of them.
 use q4_conformance::liars::{Liar, honest, liars};
 use q4_conformance::{
     Bench, Case, CaseResult, ChildProcesses, InProcess, Level, Options, Profile, Proof, Runner, cases,
@@ -121,7 +121,8 @@ struct Alarm {
 /// Seeds that one child process takes.
 const SEEDS: u64 = 25;
 
-/// Every liar and every correct backend, as many at a time as there are processors; says what came of it as it comes.
+/// Every liar and every correct backend, as many at a time as there are processors; says what came of it as
+/// it comes.
 fn all(line: &Line) -> Result<u8> {
     let is_chosen = |l: &&Liar| line.only.as_ref().is_none_or(|only| only == l.name);
     let liars: Vec<_> = liars().filter(is_chosen).collect();
@@ -190,7 +191,8 @@ fn say(text: &str) -> Result<()> {
     told.map_err(|e| Error::new(Code::Io, format!("standard output: {e}")))
 }
 
-/// Calls `work` for every item, on as many threads as there are processors, and `each` with what came of it, in order.
+/// Calls `work` for every item, on as many threads as there are processors, and `each` with what came of it,
+/// in order.
 fn at_once<T: Sync, R: Send>(
     items: &[T],
     work: impl Fn(&T) -> R + Sync,
@@ -294,8 +296,8 @@ fn child(liar: &Liar, range: std::ops::Range<usize>, env: &HostEnv, threads: &Th
     serve(&cases, range, &bench, &mut std::io::stdout())
 }
 
-/// Bad outcomes of a correct backend: a sample of the suite for every seed, and once the whole of it for the backend that all
-/// liars are made of. Built-ins have it behind them when `q4 conformance` is right.
+/// Bad outcomes of a correct backend: a sample of the suite for every seed, and once the whole of it for the
+/// backend that all liars are made of. Built-ins have it behind them when `q4 conformance` is right.
 fn accuse(
     name: &str,
     seeds: std::ops::Range<u64>,

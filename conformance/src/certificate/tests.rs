@@ -144,7 +144,8 @@ fn without_a_certificate_nobody_passes() {
     }
 }
 
-/// Who writes a certificate without the key has none, and is told so; whatever lies in the folder, nothing hangs.
+/// Who writes a certificate without the key has none, and is told so; whatever lies in the folder, nothing
+/// hangs.
 #[test]
 fn only_what_the_key_sealed_counts() -> Result<()> {
     let dir = tempfile::tempdir().expect("a directory");

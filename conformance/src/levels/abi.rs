@@ -1,4 +1,5 @@
-//! L0: what a backend says about itself is well formed and does not change; the C table where a host reports one.
+//! L0: what a backend says about itself is well formed and does not change; the C table where a host reports
+//! one.
 use crate::Level;
 use crate::case::{AbiProbe, Bench, Case, Seen};
 use crate::claim::{SCHEMAS, plain_spec};

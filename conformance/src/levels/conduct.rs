@@ -1,5 +1,5 @@
-//! L5, conduct: a backend is a guest in its process. What is one for the whole process, and how its threads compute, is after a
-//! call as it was before.
+//! L5, conduct: a backend is a guest in its process. What is one for the whole process, and how its threads
+//! compute, is after a call as it was before.
 use super::Scope;
 use crate::Level;
 use crate::case::{AbiProbe, Bench, Case, Seen};
@@ -150,7 +150,8 @@ fn judged(seen: usize, changes: &Changes) -> Result<Seen> {
         .have(have.join("\n")))
 }
 
-/// A weight that was called once, for `body`; what a first call does once is not its conduct. Refusing an operation is allowed.
+/// A weight that was called once, for `body`; what a first call does once is not its conduct. Refusing an
+/// operation is allowed.
 fn ready(
     bench: &Bench<'_>,
     path: ExecPath,
@@ -174,8 +175,8 @@ fn made_again(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Resul
 /// What is another after `body`.
 fn changes(bench: &Bench<'_>, body: impl FnOnce() -> Result<()>) -> Result<Changes> {
     let look = || bench.elsewhere().map_or_else(|| Ok(facts_here()), |e| e.facts());
-    // A process of its own is judged from before it knew of the library: the first call may do what later ones need not. Its
-    // threads are ours too, and preparing allocates.
+    // A process of its own is judged from before it knew of the library: the first call may do what later
+    // ones need not. Its threads are ours too, and preparing allocates.
     let since = |before: Facts| match bench.elsewhere().map(|e| e.facts_before()) {
         Some(mut first) => {
             first.extend(before.into_iter().filter(|fact| fact.0 == THREADS || fact.0 == ALLOCATIONS));

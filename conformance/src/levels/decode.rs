@@ -43,7 +43,8 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
                         run(bench, plan, &stored, true)
                     });
                 }
-                // A sign on a scale is legal in the encoding and nowhere written: serve it rightly or refuse it.
+                // A sign on a scale is legal in the encoding and nowhere written: serve it rightly or refuse
+                // it.
                 scope.add(all, Level::L1, format!("signed-scales/{layout_name}"), move |bench| {
                     let scales: Vec<u8> = (0x80..0xff).collect();
                     let rows = scales.len().next_multiple_of(n_factor);
@@ -134,8 +135,8 @@ fn every_nvfp4(
     Ok(Stored::every_nvfp4(layout, global, &scales, [rows, 256.max(k_factor)]))
 }
 
-/// Every value again, through the product: x is one row of the identity after the other. What a library decodes when it is
-/// asked to decode says nothing about what it multiplies, and some do not decode at all.
+/// Every value again, through the product: x is one row of the identity after the other. What a library
+/// decodes when it is asked to decode says nothing about what it multiplies, and some do not decode at all.
 fn through_products(scope: &Scope<'_>, all: &mut Vec<Case>) {
     let (claim, limits) = (scope.claim, scope.limits.clone());
     if claim.activations == "native" && scope.limits.is_any_encoding() {

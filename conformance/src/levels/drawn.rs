@@ -8,7 +8,8 @@ use crate::product::{self, failed};
 use crate::{Level, lattice};
 use q4_core::{ExecPath, OpSet, Result, ThreadPool};
 
-/// Products of a claim, shared out among its encodings and formats, so that each has every residue of m and k.
+/// Products of a claim, shared out among its encodings and formats, so that each has every residue of m and
+/// k.
 const COUNT: usize = 128;
 /// Most multiplications of one.
 const WORK: usize = 4_000_000;

@@ -1,4 +1,5 @@
-//! L2: `y = x W^T` over recorded products and the lattice, with poisoned surroundings, and what becomes of NaN.
+//! L2: `y = x W^T` over recorded products and the lattice, with poisoned surroundings, and what becomes of
+//! NaN.
 use super::Scope;
 use super::drawn::sampled;
 use crate::case::{Bench, Case, Seen};
@@ -13,7 +14,8 @@ use q4_core::{Activations, DType, ExecPath, OpSet, Result};
 const NATIVE: usize = 28;
 const INT8: usize = 22;
 const NVFP4: usize = 7;
-/// Multiplications of a product whose every element is compared by itself; of larger ones that is a sample, and sums of all.
+/// Multiplications of a product whose every element is compared by itself; of larger ones that is a sample,
+/// and sums of all.
 const WORK: usize = 1_000_000;
 /// Rows and columns of that sample.
 const SAMPLE: [usize; 2] = [16, 48];
@@ -76,8 +78,8 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
     }
 }
 
-/// Calls that one element makes useless; odd and even numbers of rows, one and many. With the element's place, in sixths of
-/// rows and columns: the first, the last, and some in between.
+/// Calls that one element makes useless; odd and even numbers of rows, one and many. With the element's
+/// place, in sixths of rows and columns: the first, the last, and some in between.
 const NOT_FINITE: [(DType, [usize; 3], [usize; 2]); 7] = [
     (DType::F32, [33, 80, 5], [3, 6]),
     (DType::BF16, [64, 256, 1], [0, 4]),
@@ -113,7 +115,8 @@ pub(super) fn check(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) ->
     Ok(seen)
 }
 
-/// One element of one row is not finite: that row is not finite either, or the call fails; other rows do not notice.
+/// One element of one row is not finite: that row is not finite either, or the call fails; other rows do not
+/// notice.
 fn not_finite(
     bench: &Bench<'_>,
     path: ExecPath,
@@ -150,7 +153,8 @@ fn not_finite(
         Activations::Nvfp4(q4_core::ActQuant { global: q4_core::ActGlobal::PerCall, .. })
     );
     let refuses = problem.activations != Activations::Native;
-    // A device whose calls do not wait cannot refuse: the row is NaN there, all rows where they share a scale.
+    // A device whose calls do not wait cannot refuse: the row is NaN there, all rows where they share a
+    // scale.
     if refuses && bench.device == q4_core::Device::Cpu {
         return Err(failed("an input that cannot be quantised gave a result")
             .need("an error")

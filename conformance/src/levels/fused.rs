@@ -1,5 +1,5 @@
-//! L2: what a weight says it fuses is what separate steps would give: a norm before the product, a gate behind it, an addition
-//! to what y holds.
+//! L2: what a weight says it fuses is what separate steps would give: a norm before the product, a gate
+//! behind it, an addition to what y holds.
 use super::Scope;
 use crate::Level;
 use crate::case::{Bench, Case, Seen};

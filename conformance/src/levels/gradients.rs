@@ -1,5 +1,5 @@
-//! L3, steadiness: the bits of a gradient depend on its operands and on nothing else; gradients of any size are right, and
-//! those that are not finite stay so.
+//! L3, steadiness: the bits of a gradient depend on its operands and on nothing else; gradients of any size
+//! are right, and those that are not finite stay so.
 use super::Scope;
 use super::backward::gradients;
 use crate::Level;
@@ -58,7 +58,8 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
     }
 }
 
-/// What ordinary gradients are multiplied by: those of a loss that was scaled, of late layers, and of early ones.
+/// What ordinary gradients are multiplied by: those of a loss that was scaled, of late layers, and of early
+/// ones.
 const SCALES: [(&str, f32); 4] =
     [("large", 1024.0), ("small", 1.0 / 16_384.0), ("tiny", 1e-12), ("huge", 1e12)];
 

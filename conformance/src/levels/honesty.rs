@@ -1,4 +1,5 @@
-//! L5, evidence: which activation format really ran, and that what is kept is the weight and not the caller's bytes.
+//! L5, evidence: which activation format really ran, and that what is kept is the weight and not the caller's
+//! bytes.
 use super::Scope;
 use crate::Level;
 use crate::case::{Bench, Case, Seen};
@@ -141,7 +142,8 @@ fn info(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<usiz
     if before != after {
         return Err(failed("info() changed after a call").need(before).have(after));
     }
-    // Codes and scales are the least a 4-bit weight can be kept in, a half of each element the least of a dense one.
+    // Codes and scales are the least a 4-bit weight can be kept in, a half of each element the least of a
+    // dense one.
     let elements = spec.n() as u64 * spec.k as u64;
     let least = match spec.schema {
         Q4Schema::Nvfp4 { .. } => elements / 2 + elements / 16,

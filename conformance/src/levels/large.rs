@@ -1,5 +1,6 @@
-//! L2, large: products of a size that keeps every part of a device busy at once, where blocks race, counters wrap and grids
-//! end. Some rows and columns are compared with the exact sums, and all bits with those of the next calls.
+//! L2, large: products of a size that keeps every part of a device busy at once, where blocks race, counters
+//! wrap and grids end. Some rows and columns are compared with the exact sums, and all bits with those of the
+//! next calls.
 use super::Scope;
 use crate::Level;
 use crate::case::{Bench, Case, Seen};
@@ -17,7 +18,8 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
     let (claim, seed) = (scope.claim, scope.seed);
     let path = claim.path;
     let Some((schema, activations)) = scope.usual() else { return };
-    // Weights of a real model where there is a device to fill: a wide one, and a narrow one whose k is shared.
+    // Weights of a real model where there is a device to fill: a wide one, and a narrow one whose k is
+    // shared.
     let (wide, narrow) = ([6144, 2560], [2560, 4096]);
     let calls =
         [(1, DType::F32, wide), (72, DType::BF16, wide), (200, DType::F32, wide), (400, DType::BF16, narrow)];

@@ -1,5 +1,5 @@
-//! L5, life: what only shows when a process has lived for a while. Many weights at once, many calls of one, other bytes at the
-//! same address, operands of the caller that end where its memory ends.
+//! L5, life: what only shows when a process has lived for a while. Many weights at once, many calls of one,
+//! other bytes at the same address, operands of the caller that end where its memory ends.
 use super::Scope;
 use crate::Level;
 use crate::case::{Bench, Case, Seen};
@@ -171,7 +171,8 @@ fn same_address(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch, _: bool) -> 
     Ok(seen)
 }
 
-/// Other values in the caller's x, at the same address, are another input, with and without another row in between.
+/// Other values in the caller's x, at the same address, are another input, with and without another row in
+/// between.
 fn same_operands(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch, _: bool) -> Result<Seen> {
     sketch.with(|problem| {
         let w = match prepared(bench, path, problem)? {

@@ -76,8 +76,8 @@ fn every_time(attempt: impl Fn() -> Result<Seen>) -> Result<Seen> {
     last
 }
 
-/// What is kept, what is asked for and what is really taken, from before `prepare` to the end of a call: together less
-/// than the smallest dense copy.
+/// What is kept, what is asked for and what is really taken, from before `prepare` to the end of a call:
+/// together less than the smallest dense copy.
 fn no_dense_copy(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<Seen> {
     let (m, n, k) = (problem.m, problem.weight.n(), problem.weight.k);
     let dense = (n * k * 2) as u64;

@@ -1,4 +1,5 @@
-//! L2 and L3: x and y of different types. Programs compute in f32 and keep results in 16 bits, or make logits of f32 from 16 bits.
+//! L2 and L3: x and y of different types. Programs compute in f32 and keep results in 16 bits, or make logits
+//! of f32 from 16 bits.
 use super::Scope;
 use super::backward::gradients;
 use crate::Level;

@@ -1,5 +1,5 @@
-//! The cases of every level. Which ones exist depends on the backend's claims and the options, and on nothing else, so a
-//! parent and a child process that enumerate them agree.
+//! The cases of every level. Which ones exist depends on the backend's claims and the options, and on nothing
+//! else, so a parent and a child process that enumerate them agree.
 mod abi;
 mod backward;
 mod conduct;
@@ -58,8 +58,8 @@ impl Scope<'_> {
     fn sketch(&self, schema: Q4Schema, activations: Activations, io: DType, shape: [usize; 3]) -> Sketch {
         self.limits.fit(Sketch::plain(schema, activations, io, shape, self.seed))
     }
-    /// Whether another claim computes the same but for the input: what decodes the weight first is one piece of code, whatever
-    /// it is multiplied by.
+    /// Whether another claim computes the same but for the input: what decodes the weight first is one piece
+    /// of code, whatever it is multiplied by.
     fn repeats(&self) -> bool {
         let is_dense = matches!(self.claim.path, ExecPath::DequantMatmul | ExecPath::Reference);
         is_dense && self.claim.activations != "native"
@@ -76,8 +76,8 @@ impl Scope<'_> {
     }
 }
 
-/// Every case that `options` ask for, in order of level and claim. They depend on what the backend says it computes and on
-/// nothing else of it.
+/// Every case that `options` ask for, in order of level and claim. They depend on what the backend says it
+/// computes and on nothing else of it.
 pub fn cases(proofs: &[Proof], abi: Option<&dyn crate::AbiProbe>, options: &Options) -> Vec<Case> {
     let scopes: Vec<_> = proofs
         .iter()

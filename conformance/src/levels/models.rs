@@ -1,7 +1,8 @@
-//! L2, models: the products that models are made of. All of Qwen3 from 0.6B to 8B, and the longest sum of the 32B.
+//! L2, models: the products that models are made of. All of Qwen3 from 0.6B to 8B, and the longest sum of the
+//! 32B.
 //!
-//! Nothing here is left to what smaller shapes suggest: tiles for wide weights, sums that are split and counters that wrap
-//! begin at sizes that no lattice has.
+//! Nothing here is left to what smaller shapes suggest: tiles for wide weights, sums that are split and
+//! counters that wrap begin at sizes that no lattice has.
 use super::Scope;
 use super::drawn::sampled;
 use crate::case::{Bench, Case, Seen};
@@ -11,8 +12,8 @@ use crate::measure::Problem;
 use crate::{Level, product};
 use q4_core::{ExecPath, OpSet, Result};
 
-/// Out features of the segments and in features: q/k/v, o, gate/up and down of each model. Where two models share a
-/// product it is here once.
+/// Out features of the segments and in features: q/k/v, o, gate/up and down of each model. Where two models
+/// share a product it is here once.
 const PRODUCTS: [(&[usize], usize); 17] = [
     (&[2048, 1024, 1024], 1024),
     (&[1024], 2048),

@@ -1,5 +1,5 @@
-//! L4, before a weight exists: what is not offered, not possible or contradictory is refused, by `can_prepare` and by
-//! `prepare` alike.
+//! L4, before a weight exists: what is not offered, not possible or contradictory is refused, by
+//! `can_prepare` and by `prepare` alike.
 use super::Scope;
 use super::abi::PATHS;
 use crate::Level;

@@ -1,5 +1,6 @@
-//! L2, reach: extents beyond any lattice, each with others so small that it costs little. Prompts of thousands of rows, the columns
-//! of a vocabulary, the longest sums of large models, weights that were prepared for a whole context.
+//! L2, reach: extents beyond any lattice, each with others so small that it costs little. Prompts of
+//! thousands of rows, the columns of a vocabulary, the longest sums of large models, weights that were
+//! prepared for a whole context.
 use super::Scope;
 use super::drawn::sampled;
 use crate::case::{Bench, Case, Seen};

@@ -58,7 +58,8 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
     }
 }
 
-/// The largest sums there are: every code is the largest, and each row of x has the signs of a row of the weight.
+/// The largest sums there are: every code is the largest, and each row of x has the signs of a row of the
+/// weight.
 fn loudest(scope: &Scope<'_>, schema: Q4Schema, activations: Activations, all: &mut Vec<Case>) {
     let path = scope.claim.path;
     let sketch = scope.sketch(schema, activations, scope.io(), [33, 512, 5]);

@@ -1,4 +1,5 @@
-//! Liars that are right where suites look and wrong where models are: other sizes, more rows, other threads, later calls.
+//! Liars that are right where suites look and wrong where models are: other sizes, more rows, other threads,
+//! later calls.
 use super::Liar;
 use super::honest::{HONEST, Parts};
 use super::situation::{Fault, Situation};

@@ -1,4 +1,5 @@
-//! Liars that are right about the encodings, formats and values that suites have, and wrong about others of the same kind.
+//! Liars that are right about the encodings, formats and values that suites have, and wrong about others of
+//! the same kind.
 use super::Liar;
 use super::honest::{HONEST, Parts, Quantise, quantise};
 use super::situation::{Fault, Situation};

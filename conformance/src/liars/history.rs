@@ -1,5 +1,5 @@
-//! Liars that are wrong at some time: after so many calls or weights, after another operation, on another thread, while
-//! others compute.
+//! Liars that are wrong at some time: after so many calls or weights, after another operation, on another
+//! thread, while others compute.
 use super::Liar;
 use super::honest::{HONEST, Parts};
 use super::situation::{Fault, Situation};

@@ -1,7 +1,7 @@
 //! A correct backend, small enough to read, made of exchangeable parts.
 //!
-//! It keeps the stored bytes, decodes a row at a time, sums in f64 and rounds once. Every step that a saboteur could get
-//! wrong is a function of [`Parts`].
+//! It keeps the stored bytes, decodes a row at a time, sums in f64 and rounds once. Every step that a
+//! saboteur could get wrong is a function of [`Parts`].
 pub use super::parts::Parts;
 pub(super) use super::parts::{Block, Call, HONEST, Operand, Quantise, RowAt};
 use super::situation::{Done, Fault, Situation, View};

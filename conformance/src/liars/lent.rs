@@ -1,5 +1,5 @@
-//! Liars about what a caller lends: element types that differ, rows that lie apart in one operand and not in the other,
-//! addresses, what y held, and more scratch than was asked for.
+//! Liars about what a caller lends: element types that differ, rows that lie apart in one operand and not in
+//! the other, addresses, what y held, and more scratch than was asked for.
 use super::Liar;
 use super::honest::{HONEST, Parts};
 use super::situation::{Fault, Situation};

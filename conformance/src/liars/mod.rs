@@ -1,7 +1,7 @@
 //! Backends with one fault each: the suite is as good as those it catches.
 //!
-//! All are [`honest()`], one small backend of our own, with one part exchanged. The tables say what each pretends and at which
-//! level it must be caught.
+//! All are [`honest()`], one small backend of our own, with one part exchanged. The tables say what each
+//! pretends and at which level it must be caught.
 mod address;
 mod conduct;
 mod decode;

@@ -1,4 +1,5 @@
-//! Liars whose results are right and who leave the process that they are guests of another one. Each is asked in a child.
+//! Liars whose results are right and who leave the process that they are guests of another one. Each is asked
+//! in a child.
 use super::Liar;
 use super::honest::{HONEST, Parts};
 use crate::Level::L5;
@@ -61,7 +62,8 @@ pub(super) const LIARS: &[Liar] = &[
         Parts {
             before: |kept, _| {
                 let n = kept.last.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-                // SAFETY: only this process's own code reads the environment, and it is a child that is about to be found out.
+                // SAFETY: only this process's own code reads the environment, and it is a child that is about
+                // to be found out.
                 unsafe { std::env::set_var("Q4_LIAR", n.to_string()) };
                 Ok(())
             },

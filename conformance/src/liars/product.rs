@@ -406,7 +406,8 @@ fn load(x: &TensorView<'_>, i: usize) -> f32 {
     if at + x.dtype().size() > x.nbytes() {
         return f32::NAN;
     }
-    // SAFETY: inside the bytes of the view, which hold elements of its type or poison; every bit pattern is a value.
+    // SAFETY: inside the bytes of the view, which hold elements of its type or poison; every bit pattern is a
+    // value.
     unsafe {
         let p = x.as_ptr().cast::<u8>().add(at);
         match x.dtype() {
@@ -421,8 +422,8 @@ fn load(x: &TensorView<'_>, i: usize) -> f32 {
 fn copy_element(y: &mut TensorViewMut<'_>, from: isize, to: isize) {
     let size = y.as_view().dtype().size();
     let start = y.as_mut_ptr().cast::<u8>();
-    // SAFETY: `from` is an element; `to` is one or lies within the guards that the suite puts around every buffer it
-    // lends, which is the only place where these backends run.
+    // SAFETY: `from` is an element; `to` is one or lies within the guards that the suite puts around every
+    // buffer it lends, which is the only place where these backends run.
     unsafe {
         std::ptr::copy(start.offset(from * size as isize), start.offset(to * size as isize), size);
     }
@@ -430,6 +431,7 @@ fn copy_element(y: &mut TensorViewMut<'_>, from: isize, to: isize) {
 
 fn spoil(x: &TensorView<'_>) {
     let first = x.as_ptr().cast_mut().cast::<u8>();
-    // SAFETY: the byte is part of a buffer that the suite owns and reads again only after the call; see `copy_element`.
+    // SAFETY: the byte is part of a buffer that the suite owns and reads again only after the call; see
+    // `copy_element`.
     unsafe { first.write_volatile(first.read_volatile() ^ 1) }
 }

@@ -1,4 +1,5 @@
-//! What a run found: counts, claims, errors over bounds, and every case that is not right. Renderings are beside it.
+//! What a run found: counts, claims, errors over bounds, and every case that is not right. Renderings are
+//! beside it.
 mod html;
 mod json;
 mod junit;
@@ -27,7 +28,8 @@ pub struct Report {
     pub profile: Profile,
     /// Seed of the run.
     pub seed: u64,
-    /// Every requested case of every backend ran or was rightly refused, none was wrong, and something ran at all.
+    /// Every requested case of every backend ran or was rightly refused, none was wrong, and something ran
+    /// at all.
     pub conformant: bool,
     /// Nothing of the profile was left out.
     pub complete: bool,
@@ -483,7 +485,8 @@ mod tests {
         assert!(r.notes.iter().any(|n| n.contains("nothing executed: L1 of nvfp4@1/int8")), "{:?}", r.notes);
     }
 
-    /// A backend that is wrong everywhere has one cause, and it shows in the first failure of a check that can see it.
+    /// A backend that is wrong everywhere has one cause, and it shows in the first failure of a check that
+    /// can see it.
     #[test]
     fn the_text_has_the_first_failure_of_every_kind_and_how_many_more() {
         let descriptor = BackendDescriptor {

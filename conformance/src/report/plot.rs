@@ -13,8 +13,8 @@ pub(super) fn bar(ratio: f64) -> String {
     )
 }
 
-/// Cases by error over bound, from 0 to 1: bars on a square-root scale, f32 above the axis and 16-bit results below it, the
-/// bound at the end.
+/// Cases by error over bound, from 0 to 1: bars on a square-root scale, f32 above the axis and 16-bit results
+/// below it, the bound at the end.
 pub(super) fn histogram(c: &ClaimReport) -> String {
     let both = c.float32.cases() > 0 && c.half.cases() > 0;
     let above = if both { HEIGHT * 0.58 } else { HEIGHT * f64::from(c.half.cases() == 0) };

@@ -1,6 +1,7 @@
 //! E2M1, the 4-bit float of NVFP4: bit 3 is the sign, bits 2..1 the exponent (bias 1), bit 0 the mantissa.
 //!
-//! The table is the definition; both encoders are threshold counts because the spacing of the values changes twice.
+//! The table is the definition; both encoders are threshold counts because the spacing of the values changes
+//! twice.
 
 /// Value of every code. Code 8 is -0.0; there is no infinity and no NaN.
 pub const VALUES: [f32; 16] =
@@ -15,8 +16,8 @@ pub fn decode(code: u8) -> f32 {
     VALUES[usize::from(code & 15)]
 }
 
-/// Nearest code, ties to the even code, saturating at 6; keeps the sign of zero and of what rounds to zero (code 8).
-/// As `cvt.rn.satfinite.e2m1x2`. NaN has no code: callers refuse it first, here it becomes a zero.
+/// Nearest code, ties to the even code, saturating at 6; keeps the sign of zero and of what rounds to zero
+/// (code 8). As `cvt.rn.satfinite.e2m1x2`. NaN has no code: callers refuse it first, here it becomes a zero.
 #[inline]
 pub fn encode(y: f32) -> u8 {
     let a = y.abs();

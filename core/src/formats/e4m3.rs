@@ -33,11 +33,13 @@ pub fn encode(x: f32) -> u8 {
     }
     let a = x.abs();
     let magnitude = if a < MIN_NORMAL {
-        // Subnormals are multiples of 2^-9 and the multiplication is exact; 8 of them are the smallest normal, 0x08.
+        // Subnormals are multiples of 2^-9 and the multiplication is exact; 8 of them are the smallest
+        // normal, 0x08.
         (a * 512.0).round_ties_even() as u8
     } else {
         let bits = a.to_bits();
-        // A carry out of the mantissa runs into the exponent, which is what rounding up to the next binade means.
+        // A carry out of the mantissa runs into the exponent, which is what rounding up to the next binade
+        // means.
         let rounded = (bits + 0x7_ffff + (bits >> 20 & 1)) >> 20;
         (rounded - ((127 - 7) << 3)).min(0x7e) as u8
     };

@@ -1,6 +1,8 @@
-//! The activation format of W4A8: int8 with an f32 scale per 16 elements, so that block products are integers.
+//! The activation format of W4A8: int8 with an f32 scale per 16 elements, so that block products are
+//! integers.
 //!
-//! `value = q * scale`. The block is that of NVFP4, so one weight scale and one activation scale cover each integer sum.
+//! `value = q * scale`. The block is that of NVFP4, so one weight scale and one activation scale cover each
+//! integer sum.
 use crate::{Code, Error, Result};
 
 /// Elements per scale.
@@ -8,8 +10,8 @@ pub const BLOCK: usize = 16;
 
 /// Quantises `x` (length `k`, a multiple of 16) into `q` (length `k`) and `scales` (length `k / 16`).
 ///
-/// Per block, in f32: `scale = amax / 127`, `q = round_half_even(x * (127 / amax))`, so `|q| <= 127`. A block whose amax is
-/// zero, or so small (below 3.8e-37) that `127 / amax` overflows, gets scale 0 and q 0.
+/// Per block, in f32: `scale = amax / 127`, `q = round_half_even(x * (127 / amax))`, so `|q| <= 127`. A block
+/// whose amax is zero, or so small (below 3.8e-37) that `127 / amax` overflows, gets scale 0 and q 0.
 ///
 /// # Errors
 /// `ShapeMismatch` if the lengths do not fit together, `ValueInvalid` if an element is NaN or infinite.

@@ -1,12 +1,13 @@
-//! NF4: codes into 16 quantiles of a normal distribution, an f32 absmax per block of the flattened tensor, as bitsandbytes
-//! stores it.
+//! NF4: codes into 16 quantiles of a normal distribution, an f32 absmax per block of the flattened tensor, as
+//! bitsandbytes stores it.
 //!
-//! Blocks ignore rows, so one may begin in one row and end in the next. Double quantisation ([`Nested`]) stores the absmax
-//! themselves as 8-bit codes.
+//! Blocks ignore rows, so one may begin in one row and end in the next. Double quantisation ([`Nested`])
+//! stores the absmax themselves as 8-bit codes.
 use crate::{Code, Error, Result};
 use std::sync::LazyLock;
 
-/// Value of every code, times absmax: the f32 that bitsandbytes writes as `quant_map`, in their shortest decimals.
+/// Value of every code, times absmax: the f32 that bitsandbytes writes as `quant_map`, in their shortest
+/// decimals.
 pub const CODEBOOK: [f32; 16] = [
     -1.0,
     -0.6961928,
@@ -26,7 +27,8 @@ pub const CODEBOOK: [f32; 16] = [
     1.0,
 ];
 
-/// Boundaries between neighbouring codes: their f32 midpoints. A value on a boundary belongs to the lower code.
+/// Boundaries between neighbouring codes: their f32 midpoints. A value on a boundary belongs to the lower
+/// code.
 pub const THRESHOLDS: [f32; 15] = thresholds();
 
 /// Code of zero, and of every element of a block that is all zero.
@@ -41,7 +43,8 @@ pub fn decode(code: u8) -> f32 {
     CODEBOOK[usize::from(code & 15)]
 }
 
-/// Nearest code of `v`, an element divided by its absmax; a tie goes to the lower code. NaN has no code and gives 0.
+/// Nearest code of `v`, an element divided by its absmax; a tie goes to the lower code. NaN has no code and
+/// gives 0.
 #[inline]
 pub fn encode(v: f32) -> u8 {
     THRESHOLDS.iter().map(|&t| u8::from(v > t)).sum()
@@ -53,11 +56,12 @@ pub fn nibble(codes: &[u8], i: usize) -> u8 {
     codes[i / 2] >> (4 - 4 * (i % 2)) & 15
 }
 
-/// Quantises a flattened tensor: `codes` takes `ceil(x.len() / 2)` bytes, high nibble first (the low nibble of an odd
-/// last byte is the code of zero), `absmax` one f32 per `block` elements.
+/// Quantises a flattened tensor: `codes` takes `ceil(x.len() / 2)` bytes, high nibble first (the low nibble
+/// of an odd last byte is the code of zero), `absmax` one f32 per `block` elements.
 ///
-/// In f32, as bitsandbytes on a CPU: `code = encode(x * (1 / absmax))` in full blocks and `encode(x / absmax)` in a short
-/// last one; an all-zero block has absmax 0 and code 7. An absmax below 2^-128 has no finite reciprocal and divides too.
+/// In f32, as bitsandbytes on a CPU: `code = encode(x * (1 / absmax))` in full blocks and `encode(x /
+/// absmax)` in a short last one; an all-zero block has absmax 0 and code 7. An absmax below 2^-128 has no
+/// finite reciprocal and divides too.
 ///
 /// # Errors
 /// `ShapeMismatch` if the lengths do not fit together, `ValueInvalid` if an element is NaN or infinite.
@@ -131,9 +135,9 @@ impl Nested<'_> {
     }
 }
 
-/// Quantises finite `absmax` a second time: codes into [`dynamic_map`], a scale per [`NESTED_BLOCK`] of them, and the mean
-/// that was subtracted. Codes are the nearest in the map, a tie to the lower; bitsandbytes looks them up in a table of 65 536
-/// bins on a CPU and may differ by one.
+/// Quantises finite `absmax` a second time: codes into [`dynamic_map`], a scale per [`NESTED_BLOCK`] of them,
+/// and the mean that was subtracted. Codes are the nearest in the map, a tie to the lower; bitsandbytes looks
+/// them up in a table of 65 536 bins on a CPU and may differ by one.
 pub fn nest(absmax: &[f32]) -> (Vec<u8>, Vec<f32>, f32) {
     let mean = absmax.iter().map(|&v| f64::from(v)).sum::<f64>() / absmax.len().max(1) as f64;
     let offset = mean as f32;
@@ -147,8 +151,8 @@ pub fn nest(absmax: &[f32]) -> (Vec<u8>, Vec<f32>, f32) {
     (codes, scales, offset)
 }
 
-/// The signed dynamic 8-bit map of bitsandbytes, ascending from -0.993 to 1: seven decades, each with twice the points of
-/// the one below it, the points being midpoints of an even division of [0.1, 1].
+/// The signed dynamic 8-bit map of bitsandbytes, ascending from -0.993 to 1: seven decades, each with twice
+/// the points of the one below it, the points being midpoints of an even division of [0.1, 1].
 pub fn dynamic_map() -> &'static [f32; 256] {
     static MAP: LazyLock<[f32; 256]> = LazyLock::new(build_dynamic_map);
     &MAP
@@ -162,7 +166,8 @@ fn build_dynamic_map() -> [f32; 256] {
     for decade in 0..7 {
         let points = 1usize << decade;
         let step = (1.0 - 0.1f32) / points as f32;
-        // Divisions are counted from the nearer end, in one fused operation each: this fixes the last bit of every entry.
+        // Divisions are counted from the nearer end, in one fused operation each: this fixes the last bit of
+        // every entry.
         let division = |i: usize| {
             if i < points.div_ceil(2) {
                 step.mul_add(i as f32, 0.1)
@@ -215,8 +220,8 @@ mod tests {
         }
     }
 
-    /// Nearest entry by exact distance, except where two entries have a midpoint that f32 cannot hold: between that midpoint
-    /// and its rounding the format defines the code, not the distance.
+    /// Nearest entry by exact distance, except where two entries have a midpoint that f32 cannot hold:
+    /// between that midpoint and its rounding the format defines the code, not the distance.
     fn check(v: f32) {
         let got = encode(v);
         let near = if v < -1.0 { 0 } else { oracle::nearest(&CODEBOOK, v, Tie::Down) };
@@ -286,7 +291,8 @@ mod tests {
 
     #[test]
     fn a_short_block_divides_and_a_full_one_multiplies() {
-        // Found by search: dividing by the absmax and multiplying by its reciprocal fall on two sides of a threshold.
+        // Found by search: dividing by the absmax and multiplying by its reciprocal fall on two sides of a
+        // threshold.
         let (v, absmax) = (1..4000)
             .map(|i| 1.0 + i as f32 / 997.0)
             .flat_map(|a| THRESHOLDS.map(|t| ((t * a).next_up(), a)))

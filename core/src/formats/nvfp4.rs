@@ -1,8 +1,8 @@
 //! NVFP4: E2M1 codes with an E4M3 scale per 16 elements along k and, usually, one f32 scale per tensor.
 //!
-//! `value = fl32(code * fl32(scale ∘ global))`, where ∘ is × or ÷ by the [`Convention`](crate::Convention) of the scale.
-//! Decoding is one rule; quantising is one per library, because they differ in bits and a checkpoint or an activation must
-//! round as its producer does.
+//! `value = fl32(code * fl32(scale ∘ global))`, where ∘ is × or ÷ by the [`Convention`](crate::Convention) of
+//! the scale. Decoding is one rule; quantising is one per library, because they differ in bits and a
+//! checkpoint or an activation must round as its producer does.
 use super::{e2m1, e4m3};
 use crate::{Code, DType, Error, GlobalScale, Result, Rule};
 use half::{bf16, f16};
@@ -10,10 +10,11 @@ use half::{bf16, f16};
 /// Elements per block scale.
 pub const BLOCK: usize = 16;
 
-/// Decodes one row: `codes` has `out.len() / 2` bytes, low nibble first, `scales` has `out.len() / 16` E4M3 bytes.
+/// Decodes one row: `codes` has `out.len() / 2` bytes, low nibble first, `scales` has `out.len() / 16` E4M3
+/// bytes.
 ///
-/// Two roundings to f32, `scale ∘ global` and then `code * that`: bit for bit torchao and ModelOpt (multiply) and
-/// compressed-tensors (divide). Without a per-tensor scale the product is exact.
+/// Two roundings to f32, `scale ∘ global` and then `code * that`: bit for bit torchao and ModelOpt (multiply)
+/// and compressed-tensors (divide). Without a per-tensor scale the product is exact.
 ///
 /// # Panics
 /// If the lengths do not fit together.
@@ -37,21 +38,24 @@ pub struct Quantizer {
     pub rule: Rule,
     /// Per-tensor scale, of the rule's convention; `None` for single-level scales.
     pub global: Option<GlobalScale>,
-    /// Type the elements had before they were widened to f32: compressed-tensors rounds `amax / 6` to it. Types other than
-    /// f16 and bf16 count as f32.
+    /// Type the elements had before they were widened to f32: compressed-tensors rounds `amax / 6` to it.
+    /// Types other than f16 and bf16 count as f32.
     pub source: DType,
 }
 
 impl Quantizer {
-    /// Quantises a row of `k` elements into `k / 2` bytes of codes, low nibble first, and `k / 16` E4M3 scales.
+    /// Quantises a row of `k` elements into `k / 2` bytes of codes, low nibble first, and `k / 16` E4M3
+    /// scales.
     ///
-    /// The formula is that of [`Rule`], every operation in f32. Two things no library defines are defined here: where a scale
-    /// is so small that an element becomes `0 * inf` or `0 / 0`, its code is zero; and [`Rule::Runtime`], which has no
-    /// per-tensor scale of its own, takes one as torchao does (`(am / 6) / g`) with the step `(scale + 1e-12) * g`.
+    /// The formula is that of [`Rule`], every operation in f32. Two things no library defines are defined
+    /// here: where a scale is so small that an element becomes `0 * inf` or `0 / 0`, its code is zero;
+    /// and [`Rule::Runtime`], which has no per-tensor scale of its own, takes one as torchao does (`(am /
+    /// 6) / g`) with the step `(scale + 1e-12) * g`.
     ///
     /// # Errors
-    /// `ShapeMismatch` if `k % 16 != 0` or a length does not fit; `SchemaInvalid` if `global` has the other convention than
-    /// the rule; `ValueInvalid` if an element is NaN or infinite, so no scale is ever NaN.
+    /// `ShapeMismatch` if `k % 16 != 0` or a length does not fit; `SchemaInvalid` if `global` has the other
+    /// convention than the rule; `ValueInvalid` if an element is NaN or infinite, so no scale is ever
+    /// NaN.
     pub fn quantize_row(&self, x: &[f32], codes: &mut [u8], scales: &mut [u8]) -> Result<()> {
         self.each_block(x, codes, scales, |block, amax, codes| {
             let scale = self.block_scale(amax);
@@ -60,10 +64,11 @@ impl Quantizer {
         })
     }
 
-    /// As [`quantize_row`](Self::quantize_row), trying two scales per block: one that maps its amax to 6 and one, 1.5 times
-    /// as large before it is rounded, that maps it to 4 (arXiv 2512.02010). The one with the smaller sum of squared errors is
-    /// kept, on a tie the first. The result is ordinary NVFP4. A scale above 448 saturates, so a per-tensor scale made for
-    /// `amax / (6 * 256)` leaves more room for the second.
+    /// As [`quantize_row`](Self::quantize_row), trying two scales per block: one that maps its amax to 6 and
+    /// one, 1.5 times as large before it is rounded, that maps it to 4 (arXiv 2512.02010). The one with
+    /// the smaller sum of squared errors is kept, on a tie the first. The result is ordinary NVFP4. A
+    /// scale above 448 saturates, so a per-tensor scale made for `amax / (6 * 256)` leaves more room for
+    /// the second.
     ///
     /// # Errors
     /// As there.
@@ -169,9 +174,9 @@ impl Quantizer {
 
 /// Per-tensor scale for a tensor whose largest magnitude is `amax`, in the rule's convention.
 ///
-/// In f32: torchao, ModelOpt and the runtime rule `amax / 2688`; compressed-tensors `rnd(rnd(1 / max(amax, tiny)) * 2688)`
-/// rounded to `source` both times, 1 where that overflows; TransformerEngine `min(2688 / amax, f32::MAX)`. A zero tensor, and
-/// one so small that the multiplying scale underflows to zero, gets 1.
+/// In f32: torchao, ModelOpt and the runtime rule `amax / 2688`; compressed-tensors `rnd(rnd(1 / max(amax,
+/// tiny)) * 2688)` rounded to `source` both times, 1 where that overflows; TransformerEngine `min(2688 /
+/// amax, f32::MAX)`. A zero tensor, and one so small that the multiplying scale underflows to zero, gets 1.
 ///
 /// # Errors
 /// `ValueInvalid` if `amax` is negative, NaN or infinite.

@@ -1,4 +1,5 @@
-//! Brute force that the encoders are tested against: the nearest table entry by exact distance, over whole bit ranges.
+//! Brute force that the encoders are tested against: the nearest table entry by exact distance, over whole
+//! bit ranges.
 use half::{bf16, f16};
 
 /// Which of two equally near entries wins.
@@ -12,8 +13,8 @@ pub(super) enum Tie {
     Up,
 }
 
-/// Index of the entry of the ascending `table` nearest to `x`. The f64 distance of two f32 is exact or, where they are more
-/// than 2^29 apart in size, far from any tie.
+/// Index of the entry of the ascending `table` nearest to `x`. The f64 distance of two f32 is exact or, where
+/// they are more than 2^29 apart in size, far from any tie.
 pub(super) fn nearest(table: &[f32], x: f32, tie: Tie) -> u8 {
     let distance = |i: usize| (f64::from(table[i]) - f64::from(x)).abs();
     if x >= table[table.len() - 1] {

@@ -1,6 +1,8 @@
-//! The 128 x 4 tiles in which block-scaled tensor cores read their scales (`SWIZZLE_32_4_4`, cuBLAS 1-D block scaling).
+//! The 128 x 4 tiles in which block-scaled tensor cores read their scales (`SWIZZLE_32_4_4`, cuBLAS 1-D block
+//! scaling).
 //!
-//! Row-major and tiled scales have the same bytes in another order, so mixing them up looks like noise, not like an error.
+//! Row-major and tiled scales have the same bytes in another order, so mixing them up looks like noise, not
+//! like an error.
 use crate::{Code, Error, Result};
 
 /// Rows of a tile.

@@ -15,8 +15,8 @@ use std::{
 
 /// Shared read-only bytes.
 ///
-/// A mapped file must not shrink while it is in use: the operating system ends a process that reads beyond the new
-/// end. Replace a checkpoint by renaming a new file over it, never by truncating it in place.
+/// A mapped file must not shrink while it is in use: the operating system ends a process that reads beyond
+/// the new end. Replace a checkpoint by renaming a new file over it, never by truncating it in place.
 #[derive(Clone)]
 pub struct Bytes(Owner);
 
@@ -41,7 +41,8 @@ impl Bytes {
         if len == 0 {
             return Ok(Self::from(&[][..]));
         }
-        // SAFETY: the map is read-only and private to this owner; that the file must not shrink is documented above.
+        // SAFETY: the map is read-only and private to this owner; that the file must not shrink is documented
+        // above.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
         let now = file.metadata().map_err(io)?.len();
         if map.len() as u64 != len || now != len {
@@ -61,7 +62,8 @@ impl Bytes {
     #[cfg(unix)]
     pub(super) fn release(&self, range: Range<usize>) {
         if let Owner::Mapped(map) = &self.0 {
-            // SAFETY: the map is read-only, so its pages hold what the file holds and nothing is lost with them.
+            // SAFETY: the map is read-only, so its pages hold what the file holds and nothing is lost with
+            // them.
             let advised =
                 unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, range.start, range.len()) };
             if let Err(e) = advised {

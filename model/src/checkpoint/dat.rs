@@ -13,8 +13,8 @@ const RANK_LIMIT: u64 = 8;
 /// Most entries: one takes seven bytes of the file and a hundred of memory, and a model has some hundreds.
 const ENTRY_LIMIT: u64 = 1 << 17;
 
-/// Places of all tensors of `bytes`; `file` is how errors call it. Every fault is [`Code::Container`] and names the
-/// entry and the byte offset.
+/// Places of all tensors of `bytes`; `file` is how errors call it. Every fault is [`Code::Container`] and
+/// names the entry and the byte offset.
 pub(super) fn index(file: &str, bytes: &[u8]) -> Result<Index> {
     let mut walk = Walk { file, bytes, at: 0, entry: String::new() };
     let count = walk.leb128("the number of entries")?;

@@ -1,6 +1,7 @@
 //! What the configuration says about the quantisation, so that it can be held against what the tensors say.
 //!
-//! An algorithm we do not compute exactly is refused by name here; decoding it as another one would give plausible nonsense.
+//! An algorithm we do not compute exactly is refused by name here; decoding it as another one would give
+//! plausible nonsense.
 use crate::fields::show;
 use q4_core::{Code, Error, Result, detect::Layout};
 use serde_json::Value;
@@ -42,8 +43,8 @@ impl Declaration {
         Self { method: Method::None, activations: None, excluded: Vec::new(), notes: Vec::new() }
     }
 
-    /// Reads `quantization_config` and `hf_quant_config.json`, which must agree. Contradictions and algorithms that are
-    /// not supported are [`Code::ConfigInvalid`].
+    /// Reads `quantization_config` and `hf_quant_config.json`, which must agree. Contradictions and
+    /// algorithms that are not supported are [`Code::ConfigInvalid`].
     pub(super) fn read(config: Option<&Value>, hf_quant: Option<&[u8]>) -> Result<Self> {
         let hf_quant = hf_quant.map(parse_hf_quant).transpose()?;
         let method = match config {
@@ -102,7 +103,8 @@ impl Declaration {
         }
     }
 
-    /// Whether `module` is declared not to be quantised; `None` where an entry is in a spelling that only its tool reads.
+    /// Whether `module` is declared not to be quantised; `None` where an entry is in a spelling that only its
+    /// tool reads.
     pub fn excludes(&self, module: &str) -> Option<bool> {
         let mut unsure = false;
         for pattern in &self.excluded {
@@ -259,7 +261,8 @@ fn check_group(file: &str, group: &Value, activations: bool) -> Result<()> {
 /// A name, a part of one, a pattern with `*`, or a regular expression behind `re:`.
 fn matches(pattern: &str, module: &str) -> Option<bool> {
     if let Some(regex) = pattern.strip_prefix("re:") {
-        // Patterns of strangers: what is short and compiles to little is tried, the rest is nobody's to judge.
+        // Patterns of strangers: what is short and compiles to little is tried, the rest is nobody's to
+        // judge.
         if regex.len() > 256 || regex.contains(['{', '(']) {
             return None;
         }

@@ -1,6 +1,7 @@
 //! A linear layer as it is stored: layout, bytes, and what the checkpoint wants done with its input.
 //!
-//! Names and types say which layout it is, the configuration says what was meant, and here the two must agree.
+//! Names and types say which layout it is, the configuration says what was meant, and here the two must
+//! agree.
 use super::{Checkpoint, store::Stored};
 use q4_core::{
     Absmax, ActGlobal, ActQuant, Activations, Code, Convention, DType, Error, GlobalScale, Q4Schema, Result,
@@ -29,7 +30,8 @@ pub struct Layer<'a> {
 }
 
 impl Layer<'_> {
-    /// The quantiser of the tool that wrote the layer; layouts without one of their own have that of `.dat` files.
+    /// The quantiser of the tool that wrote the layer; layouts without one of their own have that of `.dat`
+    /// files.
     pub fn rule(&self) -> Rule {
         match self.detected.layout {
             Layout::ModelOpt => Rule::ModelOpt,
@@ -44,13 +46,15 @@ impl Layer<'_> {
         self.input_global
     }
 
-    /// NVFP4 inputs are declared and their scale is not there: inputs stay as they are, which is not what was exported.
+    /// NVFP4 inputs are declared and their scale is not there: inputs stay as they are, which is not what was
+    /// exported.
     pub fn lacks_input_scale(&self) -> bool {
         self.lacks_input_scale
     }
 
-    /// What NVFP4 activations mean for this layer: its tool's rule with the stored scale of the inputs. Without one,
-    /// torchao takes a scale per call where the weight has a per-tensor scale, and the others use none.
+    /// What NVFP4 activations mean for this layer: its tool's rule with the stored scale of the inputs.
+    /// Without one, torchao takes a scale per call where the weight has a per-tensor scale, and the
+    /// others use none.
     pub fn nvfp4_activations(&self) -> ActQuant {
         let two_level = matches!(self.detected.schema, Q4Schema::Nvfp4 { global: Some(_), .. });
         let global = match self.input_global {
@@ -62,8 +66,8 @@ impl Layer<'_> {
     }
 }
 
-/// Finds `name`, checks its parts against each other, the configuration and `[n, k]`, and borrows them. Of the values
-/// only the per-tensor scales are read.
+/// Finds `name`, checks its parts against each other, the configuration and `[n, k]`, and borrows them. Of
+/// the values only the per-tensor scales are read.
 pub(super) fn bind<'a>(c: &'a Checkpoint, name: &str, n: usize, k: usize) -> Result<Layer<'a>> {
     let table = c.table();
     let state = |key: &str| quant_state(key, c.tensor(key)?.bytes);

@@ -1,7 +1,8 @@
 //! Checkpoints: files are mapped and indexed once, layers are bound to their bytes by name.
 //!
-//! Nothing that a file says is believed before it was compared with something else: sizes with the file, parts with
-//! each other, layouts with the configuration, values with the format. Damage is an error that names file or tensor.
+//! Nothing that a file says is believed before it was compared with something else: sizes with the file,
+//! parts with each other, layouts with the configuration, values with the format. Damage is an error that
+//! names file or tensor.
 mod bytes;
 mod dat;
 mod declared;
@@ -67,8 +68,9 @@ pub enum Head<'a> {
 }
 
 impl Checkpoint {
-    /// Opens a model directory, a `.safetensors` file, an index of shards or a `.dat` file, with `config.json` beside it
-    /// or named in `options`. The weights are indexed, not read; all errors belong to the model's files.
+    /// Opens a model directory, a `.safetensors` file, an index of shards or a `.dat` file, with
+    /// `config.json` beside it or named in `options`. The weights are indexed, not read; all errors
+    /// belong to the model's files.
     pub fn open(path: &Path, options: &OpenOptions) -> Result<Self> {
         Self::read(path.display().to_string(), Source::of_path(path)?, options)
     }
@@ -97,7 +99,8 @@ impl Checkpoint {
                 .fix("name it with --config PATH")
         })?;
         let config = Qwen3Config::parse(config)?;
-        // A `.dat` file says all there is about its layers; the configuration beside it is that of the original model.
+        // A `.dat` file says all there is about its layers; the configuration beside it is that of the
+        // original model.
         let declaration = match store.container() {
             Container::Dat => Declaration::none(),
             Container::Safetensors => Declaration::read(
@@ -133,8 +136,9 @@ impl Checkpoint {
         &self.store
     }
 
-    /// `config.json`, `generation_config.json`, `hf_quant_config.json`, `tokenizer.json`, `tokenizer_config.json` or
-    /// `chat_template.jinja`, if the model has it. Their sizes were bounded when the model was opened.
+    /// `config.json`, `generation_config.json`, `hf_quant_config.json`, `tokenizer.json`,
+    /// `tokenizer_config.json` or `chat_template.jinja`, if the model has it. Their sizes were bounded
+    /// when the model was opened.
     pub fn file(&self, name: &str) -> Option<Bytes> {
         self.side.get(name).cloned()
     }
@@ -154,8 +158,9 @@ impl Checkpoint {
         self.store.tensor(name)
     }
 
-    /// The linear layer of module `name`, which must be `[n, k]`. Every value that could make a product non-finite has
-    /// been read: scales are finite and not negative, codebooks are NF4's, dense weights are finite.
+    /// The linear layer of module `name`, which must be `[n, k]`. Every value that could make a product
+    /// non-finite has been read: scales are finite and not negative, codebooks are NF4's, dense weights
+    /// are finite.
     pub fn layer(&self, name: &str, n: usize, k: usize) -> Result<Layer<'_>> {
         self.checked(name, n, k, None)
     }
@@ -173,8 +178,8 @@ impl Checkpoint {
         }
     }
 
-    /// Tells the system that the bytes of a layer were read for the last time for now, so that a mapped file does not
-    /// count towards the size of this process. Reading them again is slower, not wrong.
+    /// Tells the system that the bytes of a layer were read for the last time for now, so that a mapped file
+    /// does not count towards the size of this process. Reading them again is slower, not wrong.
     pub fn release(&self, layer: &Detected) {
         let keys = &layer.keys;
         for key in [&keys.scales, &keys.absmax].into_iter().flatten().chain([&keys.weight]) {
@@ -184,7 +189,8 @@ impl Checkpoint {
         }
     }
 
-    /// As [`layer`](Self::layer), but of the values only the per-tensor scales are read: for plans and listings.
+    /// As [`layer`](Self::layer), but of the values only the per-tensor scales are read: for plans and
+    /// listings.
     pub fn bind(&self, name: &str, n: usize, k: usize) -> Result<Layer<'_>> {
         layer::bind(self, name, n, k)
     }
@@ -215,8 +221,9 @@ impl Checkpoint {
         self.store.floats(&format!("{name}.weight"), &[len], None)?.to_f32()
     }
 
-    /// The output projection. A 4-bit `lm_head` is used even where the configuration ties it to the embedding, as `.dat`
-    /// files have it; a dense one must then equal the embedding, or the model contradicts itself.
+    /// The output projection. A 4-bit `lm_head` is used even where the configuration ties it to the
+    /// embedding, as `.dat` files have it; a dense one must then equal the embedding, or the model
+    /// contradicts itself.
     pub fn head(&self) -> Result<Head<'_>> {
         let head = self.bind_head()?;
         if let Head::Quantised(layer) = &head {
@@ -232,7 +239,8 @@ impl Checkpoint {
         Ok(head)
     }
 
-    /// As [`head`](Self::head) without reading values, but for those of a dense one that is tied: it is compared.
+    /// As [`head`](Self::head) without reading values, but for those of a dense one that is tied: it is
+    /// compared.
     pub fn bind_head(&self) -> Result<Head<'_>> {
         let (n, k) = (self.config.vocab_size, self.config.hidden_size);
         let tied = self.config.tie_word_embeddings;
@@ -275,7 +283,8 @@ impl Checkpoint {
         self.head().map(drop)
     }
 
-    /// The same files read as another model: with another configuration and, where named, two kinds of module exchanged.
+    /// The same files read as another model: with another configuration and, where named, two kinds of module
+    /// exchanged.
     pub(crate) fn changed(
         &self,
         edit: impl FnOnce(&mut Qwen3Config),

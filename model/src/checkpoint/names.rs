@@ -1,6 +1,7 @@
 //! Names and shapes of the parts of a Qwen3 model, as its published checkpoints spell them.
 //!
-//! A linear layer or norm is called by its module, without `.weight`, because its tensors' suffixes depend on the layout.
+//! A linear layer or norm is called by its module, without `.weight`, because its tensors' suffixes depend on
+//! the layout.
 use crate::config::Qwen3Config;
 
 /// The embedding's module.

@@ -1,7 +1,7 @@
 //! Header of a safetensors file, read strictly and once.
 //!
-//! The `safetensors` crate leaves duplicate keys, ranks and empty tensors alone, its errors do not name the tensor, and its index
-//! would stand beside ours in memory.
+//! The `safetensors` crate leaves duplicate keys, ranks and empty tensors alone, its errors do not name the
+//! tensor, and its index would stand beside ours in memory.
 use super::store::Index;
 use super::table::{Kind, Tensor};
 use super::unique::{Texts, check_length, within};
@@ -92,8 +92,8 @@ fn check_coverage(tensors: &[Tensor], data: usize) -> Result<()> {
     Ok(())
 }
 
-/// The entries as they stand there, with ranges of the data. Nothing but what is handed over is kept of the text, and there is room
-/// for as many as it can hold, so that the list is never copied to a longer one.
+/// The entries as they stand there, with ranges of the data. Nothing but what is handed over is kept of the
+/// text, and there is room for as many as it can hold, so that the list is never copied to a longer one.
 fn parse(json: &[u8]) -> serde_json::Result<Index> {
     let braces = json.iter().filter(|&&b| b == b'{').count();
     let mut text = serde_json::Deserializer::from_slice(json);

@@ -175,8 +175,8 @@ impl Source {
         Ok(found)
     }
 
-    /// What else is there: neither one of the `weights` files nor one of those beside them. Nothing where a file was named, for
-    /// its directory may hold anything.
+    /// What else is there: neither one of the `weights` files nor one of those beside them. Nothing where a
+    /// file was named, for its directory may hold anything.
     pub fn others(&self, weights: &[&str]) -> Result<Vec<String>> {
         if matches!(self, Self::Dir { weights: Some(_), .. }) {
             return Ok(Vec::new());

@@ -66,12 +66,14 @@ pub(super) struct Index {
 }
 
 impl TensorStore {
-    /// Indexes a directory, a `.safetensors` file (of which a shard is read alone), its `.index.json` or a `.dat` file.
+    /// Indexes a directory, a `.safetensors` file (of which a shard is read alone), its `.index.json` or a
+    /// `.dat` file.
     pub fn open(path: &Path) -> Result<Self> {
         Self::open_within(path, None)
     }
 
-    /// As [`open`](Self::open) where the list of tensors may take `memory` bytes; more is [`Code::OutOfMemory`].
+    /// As [`open`](Self::open) where the list of tensors may take `memory` bytes; more is
+    /// [`Code::OutOfMemory`].
     pub fn open_within(path: &Path, memory: Option<u64>) -> Result<Self> {
         Self::read(&Source::of_path(path)?, memory)
     }
@@ -211,7 +213,8 @@ impl TensorStore {
         &self.files[t.file as usize]
     }
 
-    /// A tensor's bytes; [`Code::TensorMissing`] without it, [`Code::TensorType`] where no weight has its type.
+    /// A tensor's bytes; [`Code::TensorMissing`] without it, [`Code::TensorType`] where no weight has its
+    /// type.
     pub fn tensor(&self, name: &str) -> Result<Stored<'_>> {
         let Some(t) = self.table.find(name) else {
             let files: Vec<_> = self.files.iter().take(3).map(|f| f.0.as_str()).collect();

@@ -1,6 +1,7 @@
 //! Tensors by name, in little more memory than the headers that list them.
 //!
-//! A header may be all that a file is: one list in the order of the names, without nodes and without a second copy of a name.
+//! A header may be all that a file is: one list in the order of the names, without nodes and without a second
+//! copy of a name.
 use q4_core::detect::{TensorMeta, Tensors};
 use q4_core::{Code, DType, Error, Result};
 use std::{fmt, ops::Range};

@@ -6,7 +6,8 @@ use std::{collections::BTreeMap, fmt};
 
 /// Longest name of a tensor or of a metadata key, in bytes.
 pub(super) const NAME_LIMIT: usize = 1024;
-/// Most texts of one object: torchao has one for each tensor, and each takes far more memory than the shortest spelling of it.
+/// Most texts of one object: torchao has one for each tensor, and each takes far more memory than the
+/// shortest spelling of it.
 pub(super) const TEXT_LIMIT: usize = 1 << 16;
 
 /// An object of texts with distinct keys.

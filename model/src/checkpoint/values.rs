@@ -1,6 +1,7 @@
 //! Stored values that no decoder may meet: scans over whole tensors, fast enough to run at every load.
 //!
-//! A tensor is first reduced to "anything wrong here?" in loops the compiler vectorises; only a hit is located.
+//! A tensor is first reduced to "anything wrong here?" in loops the compiler vectorises; only a hit is
+//! located.
 use super::store::{Stored, TensorStore};
 use q4_core::{
     Code, DType, Error, Q4Schema, Result, ScaleLayout, ThreadPool,
@@ -86,7 +87,8 @@ pub(crate) fn problems(store: &TensorStore, layer: &Detected, helpers: Helpers<'
     Ok(problems)
 }
 
-/// Block scales must be finite and not negative: as bytes, below 0x7f. Padding of a swizzled buffer is not read by anyone.
+/// Block scales must be finite and not negative: as bytes, below 0x7f. Padding of a swizzled buffer is not
+/// read by anyone.
 fn block_scales(
     name: &str,
     bytes: &[u8],

@@ -26,8 +26,8 @@ impl Scores {
     pub(super) fn bytes(tasks: usize, context: usize) -> u64 {
         (Self::stride(context) * QUERIES * tasks * 4) as u64
     }
-    /// From one line to the next: a cache line more than a line needs, since lines a power of two apart share a few
-    /// places of the cache.
+    /// From one line to the next: a cache line more than a line needs, since lines a power of two apart share
+    /// a few places of the cache.
     fn stride(context: usize) -> usize {
         context.next_multiple_of(LANES) + LANES
     }
@@ -40,8 +40,8 @@ pub(super) fn tasks(shape: &Shape, rows: usize) -> usize {
 
 /// `out[r, h] = softmax(q[r, h] · K^T / sqrt(d)) V` over positions `0..=len + r`.
 ///
-/// A row's result depends on its own positions alone, in order: neither the number of threads nor the way a prompt
-/// was cut into steps changes a bit.
+/// A row's result depends on its own positions alone, in order: neither the number of threads nor the way a
+/// prompt was cut into steps changes a bit.
 pub(super) fn run(
     shape: &Shape,
     qkv: &CpuTensor,
@@ -58,8 +58,8 @@ pub(super) fn run(
     let (stride, width) = (scores.stride, out.width());
     let (scores, out) = (Disjoint::new(&mut scores.buffer), Disjoint::new(out.data_mut()));
     let step = Step { shape, qkv, cache, layer, scores, stride, out, width };
-    // A lane owns its score lines and takes one task after the other, those of a head in a row: its keys and values stay
-    // in the cache, and no lane waits long for another.
+    // A lane owns its score lines and takes one task after the other, those of a head in a row: its keys and
+    // values stay in the cache, and no lane waits long for another.
     let next = AtomicUsize::new(0);
     threads.run(lanes.min(all), &|lane| {
         loop {

@@ -24,8 +24,8 @@ impl KvType {
     }
 }
 
-/// `[layer][k or v][kv head]`, of values `[position][head_dim]`, of keys blocks of 16 positions, `[block][head_dim][16]`;
-/// positions `0..len` are valid.
+/// `[layer][k or v][kv head]`, of values `[position][head_dim]`, of keys blocks of 16 positions,
+/// `[block][head_dim][16]`; positions `0..len` are valid.
 pub struct KvCache {
     store: Store,
     kv_heads: usize,

@@ -92,8 +92,8 @@ pub fn slots(shape: &Shape, rows: usize, logit_rows: usize) -> Slots<CpuTensor> 
 
 impl CpuExecutor {
     /// Allocates everything a step of up to `rows` rows over `context` positions needs.
-    /// `workspace` is the largest need of any product at that many rows; `rope` the inverse frequencies and the
-    /// factor on cos and sin.
+    /// `workspace` is the largest need of any product at that many rows; `rope` the inverse frequencies and
+    /// the factor on cos and sin.
     pub fn new(
         shape: Shape,
         threads: Arc<ThreadPool>,

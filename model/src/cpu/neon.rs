@@ -1,5 +1,5 @@
-//! NEON for the loops a compiler turns inside out when left to itself: registers for the sums of attention, and dots of rows
-//! in the order of the portable code, sixteen lanes along the row, then a tree.
+//! NEON for the loops a compiler turns inside out when left to itself: registers for the sums of attention,
+//! and dots of rows in the order of the portable code, sixteen lanes along the row, then a tree.
 use super::simd::Widen;
 use super::sums::Vector;
 use std::arch::aarch64::*;

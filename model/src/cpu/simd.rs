@@ -1,7 +1,7 @@
 //! Vector loops of the executor, compiled for each instruction set and chosen once.
 //!
-//! Every function keeps one order of additions whatever the set, so that a result does not depend on the machine's
-//! width beyond fused multiply-add.
+//! Every function keeps one order of additions whatever the set, so that a result does not depend on the
+//! machine's width beyond fused multiply-add.
 use half::{bf16, f16};
 pub use once_isa::{Isa, isa};
 use q4_core::exponential::{exp, fma, silu};
@@ -40,7 +40,8 @@ impl Widen for bf16 {
     }
 }
 impl Widen for f16 {
-    /// Branch-free over finite values, infinities and NaN: shift the fields into place, then rescale by 2^112.
+    /// Branch-free over finite values, infinities and NaN: shift the fields into place, then rescale by
+    /// 2^112.
     #[inline(always)]
     fn widen(self) -> f32 {
         let h = u32::from(self.to_bits());

@@ -1,8 +1,9 @@
-//! The two sums of attention, for a few queries of one head at once: every key and value is loaded and widened once for all
-//! of them. In scores a lane is a position, in weighted values it is a column, so nothing is ever added across lanes.
+//! The two sums of attention, for a few queries of one head at once: every key and value is loaded and
+//! widened once for all of them. In scores a lane is a position, in weighted values it is a column, so
+//! nothing is ever added across lanes.
 //!
-//! A score adds its products by ascending `j`, a weighted value by ascending position, fused where the instruction set has
-//! that: bits depend neither on who shares a call nor on the width of a register.
+//! A score adds its products by ascending `j`, a weighted value by ascending position, fused where the
+//! instruction set has that: bits depend neither on who shares a call nor on the width of a register.
 #[cfg(target_arch = "aarch64")]
 use super::neon;
 use super::simd::{Isa, Lanes, Widen, isa};

@@ -1,7 +1,9 @@
-//! Running ahead: the step behind a chosen token starts before anyone asks for it, because the device has all it needs.
+//! Running ahead: the step behind a chosen token starts before anyone asks for it, because the device has all
+//! it needs.
 //!
-//! Nothing of it counts until it is asked for. What it wrote behind the cache's length is written again by the next step
-//! there, and a step that nobody asks for is forgotten: ids and positions of the next one are placed anew.
+//! Nothing of it counts until it is asked for. What it wrote behind the cache's length is written again by
+//! the next step there, and a step that nobody asks for is forgotten: ids and positions of the next one are
+//! placed anew.
 use super::outbox::{Choice, Ticket};
 
 /// Where the device stands behind the last step that was asked for.

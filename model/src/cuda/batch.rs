@@ -82,8 +82,8 @@ impl CudaBatch {
         Ok(self.next[sequence])
     }
 
-    /// Accepts the chosen token of every sequence and chooses the next ones. The step after it is already running then, in case
-    /// it is asked for.
+    /// Accepts the chosen token of every sequence and chooses the next ones. The step after it is already
+    /// running then, in case it is asked for.
     pub fn step(&mut self) -> Result<&[u32]> {
         let capacity = self.cache.capacity();
         if let Some(full) = self.lens.iter().position(|l| *l as usize >= capacity) {

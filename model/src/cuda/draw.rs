@@ -17,7 +17,8 @@ struct Choice {
 
 /// Bytes of its `Buckets`.
 const BUCKETS: usize = 2048 * 12 + 8;
-/// Blocks that narrow the vocabulary down: more weigh it faster, but each leaves its counts of every bucket to add up.
+/// Blocks that narrow the vocabulary down: more weigh it faster, but each leaves its counts of every bucket
+/// to add up.
 const BLOCKS: u32 = 16;
 
 /// The kernels, of `cuda/sample.cu` and `cuda/draw.cu`.
@@ -68,7 +69,8 @@ impl Draw {
         })
     }
 
-    /// Where `argmax` leaves the largest logit after a penalty; the drawn token is embedded and handed over, not this one.
+    /// Where `argmax` leaves the largest logit after a penalty; the drawn token is embedded and handed over,
+    /// not this one.
     fn likeliest(&self) -> Chosen {
         let [turns, token, position, flags] = [0, 4, 8, 12].map(|at| self.best.ptr() + at);
         let blocks = (self.keys.len() / 8) as u32;
@@ -76,13 +78,13 @@ impl Draw {
         Chosen { keys, blocks, turns, token, position, flags, records: 0, out: 0, stride: 0, embedding }
     }
 
-    /// Enqueues a draw from `logits` f32 `[vocab]`, which the penalty on `recent` changes. The token is embedded and handed
-    /// over where `to` says, with its flags and as 0 where those are not clear.
+    /// Enqueues a draw from `logits` f32 `[vocab]`, which the penalty on `recent` changes. The token is
+    /// embedded and handed over where `to` says, with its flags and as 0 where those are not clear.
     ///
     /// # Safety
-    /// The logits and all words are on the stream's device and nobody else uses them. `to` holds the token and the flags
-    /// that `argmax` found for the logits. Ids of `recent` are below the vocabulary's size, and no more than `context`. The
-    /// temperature is above 0. The last draw's token was waited for.
+    /// The logits and all words are on the stream's device and nobody else uses them. `to` holds the token
+    /// and the flags that `argmax` found for the logits. Ids of `recent` are below the vocabulary's size,
+    /// and no more than `context`. The temperature is above 0. The last draw's token was waited for.
     pub unsafe fn draw(
         &mut self,
         kernels: &Drawing,
@@ -206,7 +208,8 @@ mod tests {
                         let recent: Vec<u32> = (0..40).map(|_| rng.next_u32() % vocab as u32).collect();
                         let there = Buffer::of(&gpu, &x)?;
                         let likeliest = (0..vocab).max_by(|a, b| x[*a].total_cmp(&x[*b])).expect("one");
-                        // Where logits cannot be used nothing is drawn, and nothing is left for the next draw.
+                        // Where logits cannot be used nothing is drawn, and nothing is left for the next
+                        // draw.
                         for flags in [u32::from(round == 3), 0] {
                             words.upload(0, &[likeliest as u32, flags])?;
                             let mut sampler = device.clone();

@@ -1,4 +1,5 @@
-//! CUDA's side of a [`Runner`](crate::runner::Runner): prompts run directly, decode steps replay a graph and run ahead.
+//! CUDA's side of a [`Runner`](crate::runner::Runner): prompts run directly, decode steps replay a graph and
+//! run ahead.
 use super::ahead::{Course, Stands, Start};
 use super::draw::Draw;
 use super::executor::{Step, bytes};
@@ -19,8 +20,8 @@ pub struct CudaEngine {
     executor: CudaExecutor,
     cache: CudaCache,
     slots: Slots<CudaTensor>,
-    /// Decode steps take turns with the logits' two places, so that those of the last step asked for are there while the
-    /// next one runs ahead. This is the place that is not among the slots.
+    /// Decode steps take turns with the logits' two places, so that those of the last step asked for are
+    /// there while the next one runs ahead. This is the place that is not among the slots.
     spare: CudaTensor,
     /// Which place is: of the two, the first has room for the logits of a prompt.
     side: usize,
@@ -119,7 +120,8 @@ impl CudaEngine {
         graph
     }
 
-    /// Launches the step behind the chosen token, which the device has: it need not wait for the host to ask for it.
+    /// Launches the step behind the chosen token, which the device has: it need not wait for the host to ask
+    /// for it.
     fn run_ahead(&mut self) -> Result<()> {
         let room = self.cache.len() < self.cache.capacity();
         if self.course.stands() != Stands::Ready || !room || self.watching {

@@ -1,4 +1,5 @@
-//! [`Executor`] on CUDA: everything between products in kernels of its own, every product through [`Q4Linear`].
+//! [`Executor`] on CUDA: everything between products in kernels of its own, every product through
+//! [`Q4Linear`].
 use super::draw::Draw;
 use super::kernels::{Chosen, Embedding, ModelKernels, Place, argmax_blocks};
 use super::outbox::Outbox;
@@ -62,7 +63,8 @@ pub struct CudaExecutor {
     sequences: usize,
     /// What the rows of the next step are.
     pub(super) step: Step,
-    /// What is issued is recorded: a decode step without its embedding, which is there when a step is replayed.
+    /// What is issued is recorded: a decode step without its embedding, which is there when a step is
+    /// replayed.
     recording: bool,
     workspace: Buffer,
     rope: Buffer,
@@ -189,20 +191,21 @@ impl CudaExecutor {
         self.stream.end_capture()
     }
 
-    /// Puts on the device where every sequence stands and the ids of the next step, which are below the table's rows.
+    /// Puts on the device where every sequence stands and the ids of the next step, which are below the
+    /// table's rows.
     pub(super) fn place(&mut self, ids: &[u32], positions: &[u32]) -> Result<()> {
         self.stream.synchronize()?; // the staging memory may still be read
         let staged = self.ids.as_mut_slice::<u32>();
         staged[..positions.len()].copy_from_slice(positions);
         staged[positions.len()..][..ids.len()].copy_from_slice(ids);
         let bytes = 4 * (positions.len() + ids.len());
-        // SAFETY: both fit by the engine's chunk, the staging memory and the state have room for them, one behind the other,
-        // and nobody writes the staging memory before the next wait above.
+        // SAFETY: both fit by the engine's chunk, the staging memory and the state have room for them, one
+        // behind the other, and nobody writes the staging memory before the next wait above.
         unsafe { self.ids.send(0, self.state.position(), bytes, self.stream.raw()) }
     }
 
-    /// Chooses the next token of the rows whose logits are there and hands it over. Behind a step of `rows` rows its embedding
-    /// is the next step's input, at the position after them.
+    /// Chooses the next token of the rows whose logits are there and hands it over. Behind a step of `rows`
+    /// rows its embedding is the next step's input, at the position after them.
     pub(super) fn choose(
         &mut self,
         slots: &Slots<CudaTensor>,
@@ -219,8 +222,8 @@ impl CudaExecutor {
         unsafe { self.kernels.argmax(slots.logits.ptr(), rows, to, count, self.stream.raw()) }
     }
 
-    /// Draws the first sequence's next token instead of the chosen one: hands it over, and its embedding is the next step's
-    /// input.
+    /// Draws the first sequence's next token instead of the chosen one: hands it over, and its embedding is
+    /// the next step's input.
     pub(super) fn draw(
         &self,
         draw: &mut Draw,
@@ -231,7 +234,8 @@ impl CudaExecutor {
     ) -> Result<()> {
         let to = self.state.chosen(0, outbox, embedding(table, &slots.hidden, 0));
         let (logits, s) = (slots.logits.ptr(), self.stream.raw());
-        // SAFETY: one row of logits of the vocabulary's size, of which `choose` chose last, and one word each.
+        // SAFETY: one row of logits of the vocabulary's size, of which `choose` chose last, and one word
+        // each.
         unsafe { draw.draw(&self.kernels.drawing, logits, sampler, recent, to, s) }
     }
 
@@ -436,7 +440,8 @@ impl Executor for CudaExecutor {
                 self.products(scratch.view(0)?, linear, &Fusion::default(), out)
             }
             CudaHead::Dense(table) => {
-                // Tensor cores multiply two values of one type, so x takes the table's, unless f32 was asked for.
+                // Tensor cores multiply two values of one type, so x takes the table's, unless f32 was asked
+                // for.
                 let exact = self.dtype == DType::F32 || table.dtype == DType::F32;
                 let to = match exact {
                     true => (self.scratch.exact, DType::F32),

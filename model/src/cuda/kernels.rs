@@ -78,7 +78,8 @@ impl Embedding {
     }
 }
 
-/// Blocks of `argmax` for each of `sequences` sequences: what the device runs at once, at most a load a thread.
+/// Blocks of `argmax` for each of `sequences` sequences: what the device runs at once, at most a load a
+/// thread.
 pub(super) fn argmax_blocks(gpu: &Gpu, vocab: usize, sequences: usize) -> u32 {
     (8 * gpu.processors as usize / sequences).clamp(1, vocab.div_ceil(1024)) as u32
 }
@@ -136,7 +137,8 @@ impl Decode {
     fn tile(head_dim: usize) -> usize {
         32 * (2 * head_dim + if head_dim.is_multiple_of(64) { 0 } else { 16 })
     }
-    /// Tiles a warp has room for: two, or one where the device has too little beside q, the new token and what warps share.
+    /// Tiles a warp has room for: two, or one where the device has too little beside q, the new token and
+    /// what warps share.
     fn slots(gpu: &Gpu, head_dim: usize) -> usize {
         let room = (gpu.shared as usize).saturating_sub(20 * head_dim + 1024);
         (room / (8 * Self::tile(head_dim))).clamp(1, 2)
@@ -505,8 +507,8 @@ impl ModelKernels {
         unsafe { kernel.launch(how, args![table, x, out, vocab, width, count]) }
     }
 
-    /// The largest logit of every sequence: writes and embeds `token`, steps `position` by `rows`, sets `flags`, and hands
-    /// the token over.
+    /// The largest logit of every sequence: writes and embeds `token`, steps `position` by `rows`, sets
+    /// `flags`, and hands the token over.
     ///
     /// # Safety
     /// As above; see `argmax` for the sizes.

@@ -1,8 +1,8 @@
 //! The CUDA executor: activations, cache and tables on the device, products through the dispatch seam.
 //!
-//! The residual stream is f32; inputs of products, the cache and what attention reads have the element type of `--dtype`.
-//! A decode step is captured once as a graph of kernels: it allocates nothing, only a token and its flags leave the device, and
-//! the next one starts while the host reads them.
+//! The residual stream is f32; inputs of products, the cache and what attention reads have the element type
+//! of `--dtype`. A decode step is captured once as a graph of kernels: it allocates nothing, only a token and
+//! its flags leave the device, and the next one starts while the host reads them.
 mod ahead;
 mod batch;
 mod cache;

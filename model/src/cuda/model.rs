@@ -25,9 +25,9 @@ impl CudaModel {
         ModelKernels::load(&Gpu::open(ordinal)?, shape, dtype)
     }
 
-    /// Uploads everything of `model` but its products, which are on device `ordinal` already. `dtype`: what products read
-    /// and write. Tables and norms go where `memory` wants weights; [`q4_core::Code::UnifiedMemory`] where that is required and
-    /// cannot be.
+    /// Uploads everything of `model` but its products, which are on device `ordinal` already. `dtype`: what
+    /// products read and write. Tables and norms go where `memory` wants weights;
+    /// [`q4_core::Code::UnifiedMemory`] where that is required and cannot be.
     pub fn upload(
         model: Qwen3<CpuExecutor>,
         ordinal: u32,

@@ -1,4 +1,5 @@
-//! What leaves the device of a step: the token it chose, written into host memory by the kernel that chose it.
+//! What leaves the device of a step: the token it chose, written into host memory by the kernel that chose
+//! it.
 use q4_core::{Code, Error, Result};
 use q4_cuda::{Gpu, Pinned, Stream};
 use std::sync::Arc;
@@ -12,8 +13,8 @@ pub(super) struct Choice {
     pub finite: bool,
 }
 
-/// `hand_over` of `cuda/sample.cu` writes here. Of every sequence it keeps the last two records, so one step may run ahead of
-/// the one whose record is still to be read.
+/// `hand_over` of `cuda/sample.cu` writes here. Of every sequence it keeps the last two records, so one step
+/// may run ahead of the one whose record is still to be read.
 pub(super) struct Outbox {
     /// u64 `[2, sequences]`.
     memory: Pinned,
@@ -48,7 +49,8 @@ impl Outbox {
     pub fn last(&self, sequence: usize) -> Ticket {
         Ticket(self.issued[sequence])
     }
-    /// Waits for a record, one of the last two of its sequence. A fault of what comes before it surfaces here.
+    /// Waits for a record, one of the last two of its sequence. A fault of what comes before it surfaces
+    /// here.
     pub fn wait(&self, sequence: usize, ticket: Ticket, stream: &Stream) -> Result<Choice> {
         let at = (ticket.0 & 1) as usize * self.sequences() + sequence;
         loop {

@@ -1,4 +1,5 @@
-//! Device memory of a step's activations: one allocation, in which slots that are never alive together share bytes.
+//! Device memory of a step's activations: one allocation, in which slots that are never alive together share
+//! bytes.
 use super::{CudaModel, CudaTensor};
 use crate::executor::{Shape, Slots};
 use q4_core::{DType, Result};

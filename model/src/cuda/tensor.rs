@@ -17,7 +17,8 @@ pub struct CudaTensor {
 }
 
 impl CudaTensor {
-    /// Room for `capacity` rows from byte `at` of `memory`; starts with none. Panics where they are not inside it.
+    /// Room for `capacity` rows from byte `at` of `memory`; starts with none. Panics where they are not
+    /// inside it.
     pub fn new(memory: &Arc<Buffer>, at: usize, capacity: usize, width: usize, dtype: DType) -> Self {
         assert!(at + capacity * width * dtype.size() <= memory.len(), "a slot outside of its memory");
         Self { memory: memory.clone(), at, dtype, rows: 0, width, capacity }
@@ -52,7 +53,8 @@ impl CudaTensor {
     pub fn view(&self, first: usize) -> Result<TensorView<'_>> {
         let (ptr, bytes) = self.from(first, 0)?;
         let (rows, width) = ((self.rows - first) as i64, self.width as i64);
-        // SAFETY: `bytes` bytes from `ptr` belong to the memory, which the view keeps alive through the slot it borrows.
+        // SAFETY: `bytes` bytes from `ptr` belong to the memory, which the view keeps alive through the slot
+        // it borrows.
         unsafe { TensorView::from_raw(ptr, bytes, self.device(), self.dtype, &[rows, width], &[width, 1]) }
     }
     /// Columns `column..column + width` of the rows in use as the output of a product.

@@ -1,6 +1,7 @@
 //! Output that appears complete under its final name or not at all.
 //!
-//! It is written beside that name, synced, and renamed last: a crash leaves at most something called `.partial-`.
+//! It is written beside that name, synced, and renamed last: a crash leaves at most something called
+//! `.partial-`.
 use q4_core::{Code, Error, Result};
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
@@ -16,8 +17,8 @@ pub(crate) struct Output {
 }
 
 impl Output {
-    /// A new directory that will be called `target`. [`Code::Usage`] when that exists and is not an empty directory; a link
-    /// to one cannot be replaced by a directory.
+    /// A new directory that will be called `target`. [`Code::Usage`] when that exists and is not an empty
+    /// directory; a link to one cannot be replaced by a directory.
     pub fn directory(target: &Path) -> Result<Self> {
         if fs::symlink_metadata(target).is_ok_and(|m| m.is_symlink()) {
             return Err(exists(target));
@@ -62,7 +63,8 @@ impl Output {
         Ok(bytes.len() as u64)
     }
 
-    /// Gives the finished output its name. What appeared there meanwhile is never replaced, an empty directory aside.
+    /// Gives the finished output its name. What appeared there meanwhile is never replaced, an empty
+    /// directory aside.
     pub fn commit(mut self) -> Result<()> {
         if self.directory {
             sync_directory(&self.partial)?;

@@ -1,6 +1,8 @@
-//! The small files beside the weights: what the output says about itself, and what it takes over from the original.
+//! The small files beside the weights: what the output says about itself, and what it takes over from the
+//! original.
 //!
-//! Other programs decide by these how to read the weights, so their fields follow those programs to the letter.
+//! Other programs decide by these how to read the weights, so their fields follow those programs to the
+//! letter.
 use super::members::with_members;
 use super::work::Item;
 use super::{ExportPlan, Layout};
@@ -87,8 +89,8 @@ pub(super) fn config(checkpoint: &Checkpoint) -> Result<Config> {
 }
 
 impl Declared {
-    /// Names and contents of all small files: `config` with this declaration in place of its own and with `others` in place
-    /// of its fields of these names, and what is taken over from `checkpoint`.
+    /// Names and contents of all small files: `config` with this declaration in place of its own and with
+    /// `others` in place of its fields of these names, and what is taken over from `checkpoint`.
     pub fn files(
         &self,
         checkpoint: &Checkpoint,
@@ -184,7 +186,8 @@ fn compressed(dynamic: impl Into<Value>, observer: &str) -> Value {
     })
 }
 
-/// The files that describe the quantisation, as they are: for an output whose tensors are those of the original.
+/// The files that describe the quantisation, as they are: for an output whose tensors are those of the
+/// original.
 pub(super) fn unchanged(checkpoint: &Checkpoint) -> Vec<(String, Vec<u8>)> {
     let own = ["config.json", HF_QUANT].into_iter();
     let mut files: Vec<_> =
@@ -197,7 +200,8 @@ fn taken_over(checkpoint: &Checkpoint) -> impl Iterator<Item = (String, Vec<u8>)
     TAKEN_OVER.iter().filter_map(|name| Some(((*name).to_owned(), checkpoint.file(name)?.to_vec())))
 }
 
-/// Linear layers that stay dense, of the tensors that are `kept`. `lm_head` is one even where it is tied and has no tensor.
+/// Linear layers that stay dense, of the tensors that are `kept`. `lm_head` is one even where it is tied and
+/// has no tensor.
 pub(super) fn dense_layers<'a>(head_packed: bool, kept: impl Iterator<Item = &'a str>) -> Vec<String> {
     let mut dense: Vec<String> = (!head_packed).then(|| HEAD.to_owned()).into_iter().collect();
     let layers = kept.filter_map(|name| name.strip_suffix(".weight"));

@@ -1,6 +1,7 @@
 //! How each layout names, types and arranges the parts of a quantised matrix.
 //!
-//! [`entries`] and [`parts`] list the same tensors in the same order: sizes are promised before a value is known.
+//! [`entries`] and [`parts`] list the same tensors in the same order: sizes are promised before a value is
+//! known.
 use super::safetensors::Entry;
 use crate::quantize::{NESTED_BLOCK, Quantized};
 use q4_core::detect::Layout;
@@ -96,7 +97,8 @@ pub(super) fn parts(layout: Layout, dtype: DType, q: Quantized) -> Result<Vec<Ve
     Ok(parts)
 }
 
-/// The JSON bitsandbytes keeps beside a weight. Its size must not depend on the offset, hence the spaces at the end.
+/// The JSON bitsandbytes keeps beside a weight. Its size must not depend on the offset, hence the spaces at
+/// the end.
 fn quant_state(dtype: DType, n: usize, k: usize, block: u32, offset: Option<f32>) -> Vec<u8> {
     const WIDEST_NUMBER: usize = 24;
     let mut text =

@@ -1,6 +1,7 @@
 //! Fields of a JSON object replaced in its text.
 //!
-//! A parser and a printer would change numbers that nobody asked to change (1e-06, 5000000.0); here every other character stays.
+//! A parser and a printer would change numbers that nobody asked to change (1e-06, 5000000.0); here every
+//! other character stays.
 use serde_json::Value;
 
 /// `text`, a valid JSON object, without its fields of the names in `fields`, and with those at its end.

@@ -1,8 +1,8 @@
-//! Writes a dense checkpoint as a 4-bit one, in the layout of the tool or runner that will read it; [`convert`] writes a 4-bit
-//! one in another layout.
+//! Writes a dense checkpoint as a 4-bit one, in the layout of the tool or runner that will read it;
+//! [`convert`] writes a 4-bit one in another layout.
 //!
-//! Everything that can be refused is refused before the first byte is written; the output has its name only when it is
-//! complete; the memory held is one packed tensor, whatever the size of the model.
+//! Everything that can be refused is refused before the first byte is written; the output has its name only
+//! when it is complete; the memory held is one packed tensor, whatever the size of the model.
 pub(crate) mod atomic;
 pub mod convert;
 mod dat;
@@ -26,19 +26,21 @@ use work::{Item, Matrix};
 /// What to write and how.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ExportPlan {
-    /// Arrangement of the output: `ModelOpt`, `CompressedTensors`, `Bitsandbytes` (directories) or `Dat` (a file).
+    /// Arrangement of the output: `ModelOpt`, `CompressedTensors`, `Bitsandbytes` (directories) or `Dat` (a
+    /// file).
     pub layout: Layout,
     /// What each chosen matrix becomes.
     pub target: Target,
-    /// Globs ([`q4_core::matches`]) of layers to quantise besides the default set: the seven projections of every
-    /// layer and, for `Dat`, `lm_head`. Embeddings and norms are never quantised.
+    /// Globs ([`q4_core::matches`]) of layers to quantise besides the default set: the seven projections of
+    /// every layer and, for `Dat`, `lm_head`. Embeddings and norms are never quantised.
     pub include: Vec<String>,
     /// Globs of layers to keep dense; stronger than `include`.
     pub exclude: Vec<String>,
-    /// q/k/v and gate/up share the per-tensor scale of their largest amax. Runners that fuse them require it.
+    /// q/k/v and gate/up share the per-tensor scale of their largest amax. Runners that fuse them require
+    /// it.
     pub share_groups: bool,
-    /// NVFP4's per-tensor scales are rounded up to a power of two, as the trainer has them: every decoded weight is then
-    /// exact in bf16, and the error is the same.
+    /// NVFP4's per-tensor scales are rounded up to a power of two, as the trainer has them: every decoded
+    /// weight is then exact in bf16, and the error is the same.
     pub power_of_two: bool,
     /// Largest data size of one safetensors file in bytes; a tensor that is larger has a file of its own.
     pub max_shard_bytes: u64,
@@ -170,8 +172,9 @@ impl ExportPlan {
     }
 }
 
-/// Quantises `checkpoint`, which must be dense, and writes it to `out`, which must not exist (an empty directory may,
-/// except for `Dat`). `progress` may stop the work with an error, which is then returned; nothing is left behind then.
+/// Quantises `checkpoint`, which must be dense, and writes it to `out`, which must not exist (an empty
+/// directory may, except for `Dat`). `progress` may stop the work with an error, which is then returned;
+/// nothing is left behind then.
 ///
 /// [`Code::Usage`]: `out` exists, the plan contradicts itself, a glob names no layer, the checkpoint is 4-bit already.
 /// [`Code::TensorShape`]: a matrix does not fit the format. [`Code::NonFinite`]: a weight is NaN or infinite.

@@ -1,6 +1,7 @@
 //! Writes safetensors files whose sizes are all known beforehand, one tensor at a time, in any order.
 //!
-//! The `safetensors` crate wants every tensor of a file in memory; here one packed tensor is the most that is held.
+//! The `safetensors` crate wants every tensor of a file in memory; here one packed tensor is the most that is
+//! held.
 use super::Sink;
 use super::atomic::{create_new, failed};
 use q4_core::{Code, DType, Error, Result};
@@ -43,8 +44,8 @@ pub struct Writer {
 }
 
 impl Writer {
-    /// Creates the file with its header. Larger element types come first, so that every tensor is aligned for its
-    /// type and the format's ban on gaps is kept; the data begins at a multiple of 8 bytes.
+    /// Creates the file with its header. Larger element types come first, so that every tensor is aligned for
+    /// its type and the format's ban on gaps is kept; the data begins at a multiple of 8 bytes.
     pub fn create(path: &Path, entries: &[Entry]) -> Result<Self> {
         let mut order: Vec<&Entry> = entries.iter().collect();
         order.sort_by(|a, b| b.dtype.size().cmp(&a.dtype.size()).then_with(|| a.name.cmp(&b.name)));
@@ -144,8 +145,8 @@ impl Sink for Shards<'_> {
     }
 }
 
-/// Cuts `groups`, which stay whole and in order, into files of at most `limit` data bytes each; a group that is larger
-/// has a file of its own.
+/// Cuts `groups`, which stay whole and in order, into files of at most `limit` data bytes each; a group that
+/// is larger has a file of its own.
 pub(crate) fn shards(groups: &[Vec<Entry>], limit: u64) -> Vec<Range<usize>> {
     let mut cut = Vec::new();
     let (mut start, mut used) = (0, 0u64);

@@ -9,10 +9,11 @@ use q4_core::{DType, Result};
 use serde_json::json;
 use std::path::Path;
 
-/// Writes NVFP4 weights of these sizes to the directory `out`, which must not exist, as ModelOpt arranges them, with a
-/// 4-bit head of its own; returns the bytes written. One tensor is held at a time.
+/// Writes NVFP4 weights of these sizes to the directory `out`, which must not exist, as ModelOpt arranges
+/// them, with a 4-bit head of its own; returns the bytes written. One tensor is held at a time.
 ///
-/// [`Code::Usage`](q4_core::Code::Usage): `out` exists. [`Code::Io`](q4_core::Code::Io): the system refused to write.
+/// [`Code::Usage`](q4_core::Code::Usage): `out` exists. [`Code::Io`](q4_core::Code::Io): the system refused
+/// to write.
 pub fn write(shape: &Shape, out: &Path) -> Result<u64> {
     let config = config(shape);
     let parsed = Qwen3Config::parse(config.as_bytes())?;

@@ -1,7 +1,7 @@
 //! The engine's environment for templates from strangers: what they may call, and what they pay for it.
 //!
-//! Text and lists made on the way are charged to a budget before they exist; long-running operations look at a
-//! clock. Both live in the thread that renders.
+//! Text and lists made on the way are charged to a budget before they exist; long-running operations look at
+//! a clock. Both live in the thread that renders.
 use super::{clock, json};
 use minijinja::{
     Environment, Error, ErrorKind, Output, State, UndefinedBehavior, Value,
@@ -308,8 +308,9 @@ fn is_namespace(value: &Value) -> bool {
     value.as_object().is_some_and(|object| object.type_name().ends_with("::Namespace"))
 }
 
-/// Bytes with everything inside, shared parts counted as often as they occur. Comparing, printing and freeing a value
-/// take at most about as many steps. Namespaces are refused inside of values: they could contain themselves.
+/// Bytes with everything inside, shared parts counted as often as they occur. Comparing, printing and freeing
+/// a value take at most about as many steps. Namespaces are refused inside of values: they could contain
+/// themselves.
 fn weigh(value: &Value) -> Result<usize, Error> {
     fn add(value: &Value, depth: usize, total: &mut usize) -> Result<(), Error> {
         *total = total.saturating_add(size(value)).saturating_add(8);

@@ -1,8 +1,9 @@
-//! Copies a template's syntax tree and replaces what can grow without bound by calls of [`guard`](super::guard).
+//! Copies a template's syntax tree and replaces what can grow without bound by calls of
+//! [`guard`](super::guard).
 //!
-//! The engine counts instructions, yet one instruction may double a string. Here every operator that makes a value
-//! becomes a filter of ours that pays for the result first. Doing it in the tree also keeps the compiler from
-//! folding `'x' * 100000000` into a constant.
+//! The engine counts instructions, yet one instruction may double a string. Here every operator that makes a
+//! value becomes a filter of ours that pays for the result first. Doing it in the tree also keeps the
+//! compiler from folding `'x' * 100000000` into a constant.
 use super::{Refusal, guard};
 use minijinja::{
     Value,
@@ -21,7 +22,8 @@ const DEPTH: usize = 256;
 
 type Copied<T> = Result<T, Refusal>;
 
-/// The guarded copy of a template. Refused: what refers to other templates, escaping, and deeper nesting than 256.
+/// The guarded copy of a template. Refused: what refers to other templates, escaping, and deeper nesting than
+/// 256.
 pub(super) fn guarded<'a>(tree: &Stmt<'a>) -> Copied<Stmt<'a>> {
     Rewriter { depth: 0 }.stmt(tree)
 }

@@ -1,7 +1,8 @@
 //! Refuses tokenizers that would make the library panic, hang or grow without bound, before it sees them.
 //!
-//! Every rule answers a way to turn a small file into a large amount of work; honest tokenizers are far below. What is
-//! accepted loads within 2 seconds and 256 MiB for every 64 KiB, and so does a prompt of 4 KiB.
+//! Every rule answers a way to turn a small file into a large amount of work; honest tokenizers are far
+//! below. What is accepted loads within 2 seconds and 256 MiB for every 64 KiB, and so does a prompt of 4
+//! KiB.
 mod entries;
 mod parts;
 mod pattern;
@@ -101,7 +102,8 @@ fn check_model(bytes: &[u8], model: &Model) -> Result<()> {
     }
 }
 
-/// The library cuts the prefix off the second half of every merge by its length in bytes, whatever stands there.
+/// The library cuts the prefix off the second half of every merge by its length in bytes, whatever stands
+/// there.
 fn check_prefix(bytes: &[u8], prefix: &str) -> Result<()> {
     #[derive(Deserialize)]
     struct File {

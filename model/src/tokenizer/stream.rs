@@ -12,7 +12,8 @@ pub struct DecodeStream<'a> {
     skip_special: bool,
     /// Byte-level: the beginning of a character that is not complete, at most 3 bytes.
     bytes: Vec<u8>,
-    /// Other decoders: ids since the text before last was shown, because a piece may depend on its predecessor.
+    /// Other decoders: ids since the text before last was shown, because a piece may depend on its
+    /// predecessor.
     window: Vec<u32>,
     /// Length in ids and in bytes of the part of the window that was shown.
     shown: (usize, usize),

@@ -1,7 +1,8 @@
 //! What codes and scales of a 4-bit matrix amount to, and which of that no quantiser writes.
 //!
-//! A quantiser scales every block by its largest element: some code of a block is near the largest code, and codes
-//! follow the bell of trained (or random) weights. Bounds lie far from what quantisers of real weights do.
+//! A quantiser scales every block by its largest element: some code of a block is near the largest code, and
+//! codes follow the bell of trained (or random) weights. Bounds lie far from what quantisers of real weights
+//! do.
 use q4_core::{
     Absmax, Result,
     formats::{e2m1, e4m3, nf4, nvfp4},
@@ -96,7 +97,8 @@ fn even(counts: &[u64; 16]) -> Option<Oddity> {
         .then(|| ("codes-even", "all 16 codes are equally frequent, as those of no weights are".to_owned()))
 }
 
-/// Block scales lie within few powers of two of each other; beside a per-tensor scale the largest is near 448.
+/// Block scales lie within few powers of two of each other; beside a per-tensor scale the largest is near
+/// 448.
 fn spread(used: &[u64; 128], all: u64, two_level: bool) -> Option<Oddity> {
     let present = || used.iter().enumerate().skip(1).filter(|(_, n)| **n > 0);
     let count: u64 = present().map(|(_, n)| n).sum();

@@ -1,8 +1,9 @@
 //! What only a run tells: matrices in another order are as plausible as before, one by one.
 //!
-//! Training leaves marks that no shuffle keeps. Two matrices that share a scale nobody needs (up and down, v and o, q and k)
-//! come to share it evenly, row by column, so their norms go together (`alignment`). And a trained model predicts
-//! what everybody's text says: where it does not, or where a changed model predicts it better, something was exchanged.
+//! Training leaves marks that no shuffle keeps. Two matrices that share a scale nobody needs (up and down, v
+//! and o, q and k) come to share it evenly, row by column, so their norms go together (`alignment`). And a
+//! trained model predicts what everybody's text says: where it does not, or where a changed model predicts it
+//! better, something was exchanged.
 use super::{Finding, Severity};
 use crate::checkpoint::Checkpoint;
 use crate::config::{Qwen3Config, Rope, RopeScaling};
@@ -33,7 +34,8 @@ const TALK: [(&str, &str); 12] = [
 ];
 /// Share of ln(vocabulary) from which on the better half of the answers is not predicted.
 const LOST: f64 = 0.2;
-/// Nats by which a changed model must predict better to be believed, and the share of the loss that must be left.
+/// Nats by which a changed model must predict better to be believed, and the share of the loss that must be
+/// left.
 const GAIN: (f64, f64) = (0.1, 0.8);
 
 /// A model with one thing changed, and what it would mean if it predicted better.
@@ -197,8 +199,9 @@ impl Change {
     }
 }
 
-/// Runs the built-in text through `checkpoint` and through changed ones that `open` makes runners of, with a logit row for each
-/// of so many positions; then looks at the weights. `progress` is told what is done and of how much.
+/// Runs the built-in text through `checkpoint` and through changed ones that `open` makes runners of, with a
+/// logit row for each of so many positions; then looks at the weights. `progress` is told what is done and of
+/// how much.
 pub fn run(
     checkpoint: &Checkpoint,
     open: &mut dyn FnMut(&Checkpoint, usize) -> Result<Runner>,

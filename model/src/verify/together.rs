@@ -1,4 +1,5 @@
-//! What no matrix tells alone: matrices against each other, and the scales of inputs against what can come in.
+//! What no matrix tells alone: matrices against each other, and the scales of inputs against what can come
+//! in.
 use super::{Severity, Verifier};
 use crate::checkpoint::{Layer, names};
 use q4_core::{GlobalScale, detect::Layout};
@@ -13,7 +14,8 @@ const AMONG_KIND: f64 = 6.0;
 const AMONG_ALL: f64 = 24.0;
 /// Matrices of a kind that make a median.
 const KIND: usize = 4;
-/// The largest value of an input is its stored scale times this: 6 of the codes times 448 of the block scales.
+/// The largest value of an input is its stored scale times this: 6 of the codes times 448 of the block
+/// scales.
 const INPUT: f64 = 2688.0;
 
 /// A matrix that was looked at.
@@ -42,8 +44,9 @@ pub(super) struct Input {
 }
 
 impl Input {
-    /// Behind a norm of these weights: its rows have a mean square of 1 before them, so no element is above the root of the
-    /// width times the largest weight. Behind anything else: what was seen of models, generously.
+    /// Behind a norm of these weights: its rows have a mean square of 1 before them, so no element is above
+    /// the root of the width times the largest weight. Behind anything else: what was seen of models,
+    /// generously.
     pub(super) fn behind(norm: Option<&[f32]>) -> Self {
         let Some(weight) = norm else { return Self { least: 1e-5, most: 1e6 } };
         let largest = weight.iter().fold(0.0f64, |most, w| most.max(f64::from(w.abs())));

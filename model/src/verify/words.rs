@@ -1,4 +1,5 @@
-//! Tokenizer, chat template and sampling wishes: opened and used as `q4 generate` would, and held against each other.
+//! Tokenizer, chat template and sampling wishes: opened and used as `q4 generate` would, and held against
+//! each other.
 use super::{Severity, Verifier};
 use crate::template::{ChatTemplate, Message};
 use crate::text::{self, GENERATION, TEMPLATE, TOKENIZER, TOKENIZER_CONFIG};
@@ -111,7 +112,8 @@ impl Verifier<'_> {
         }
     }
 
-    /// Compiles the template, renders a conversation with and without a system message, and looks for tokens in it.
+    /// Compiles the template, renders a conversation with and without a system message, and looks for tokens
+    /// in it.
     fn template(&mut self, tokenizer: &Tokenizer) {
         let subject = if self.c.file(TEMPLATE).is_some() { TEMPLATE } else { TOKENIZER_CONFIG };
         let variables = match text::variables(self.c) {
@@ -178,8 +180,9 @@ fn markers(prompt: &str) -> impl Iterator<Item = &str> {
     bars.chain(words.into_iter().filter(|w| prompt.contains(w)))
 }
 
-/// Merges are learned one after the other and each makes the next id: a vocabulary in which nearly all do and some do
-/// not had ids exchanged, one in which few do belongs to other merges. Results that exist already are no new ids.
+/// Merges are learned one after the other and each makes the next id: a vocabulary in which nearly all do and
+/// some do not had ids exchanged, one in which few do belongs to other merges. Results that exist already are
+/// no new ids.
 fn disorder(model: &Model, vocab: &HashMap<String, u32>) -> Option<String> {
     let mut made = HashSet::new();
     let ids: Vec<(u32, String)> = model

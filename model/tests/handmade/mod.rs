@@ -119,8 +119,9 @@ impl Model {
         files
     }
 
-    /// The single-level torchao model as a `.dat` exporter writes it: f16 norms and embedding, row-major scales,
-    /// `lm_head` quantised although it is tied (here: codes and scales of the first rows of another layer, repeated).
+    /// The single-level torchao model as a `.dat` exporter writes it: f16 norms and embedding, row-major
+    /// scales, `lm_head` quantised although it is tied (here: codes and scales of the first rows of
+    /// another layer, repeated).
     pub fn dat(&self) -> Vec<DatEntry> {
         let mut entries = Vec::new();
         for t in &self.tensors {

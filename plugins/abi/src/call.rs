@@ -35,8 +35,8 @@ pub struct Q4Matrix {
 /// One numbered task of a call.
 pub type Q4TaskFn = unsafe extern "C" fn(arg: *mut c_void, task: usize);
 
-/// Runs `body(arg, 0)` to `body(arg, tasks - 1)`, each once, in any order, on any threads, and returns when all are done.
-/// `body` must not unwind.
+/// Runs `body(arg, 0)` to `body(arg, tasks - 1)`, each once, in any order, on any threads, and returns when
+/// all are done. `body` must not unwind.
 pub type Q4Parallel = unsafe extern "C" fn(user: *mut c_void, tasks: usize, body: Q4TaskFn, arg: *mut c_void);
 
 /// What a call may use besides its operands.

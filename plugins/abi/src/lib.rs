@@ -1,11 +1,13 @@
-//! The whole binary contract between q4 and a third-party backend: plain C data, one table of functions, no code.
+//! The whole binary contract between q4 and a third-party backend: plain C data, one table of functions, no
+//! code.
 //!
-//! `include/q4_plugin.h` is the same contract for C and C++, and is where the rules of every call are written; a test
-//! compares the two field by field. A library exports two symbols: [`DESCRIPTOR_SYMBOL`], constant data that says who it
-//! is and can be read from the file without running it, and [`QUERY_SYMBOL`], which hands out a [`Q4BackendV1`].
+//! `include/q4_plugin.h` is the same contract for C and C++, and is where the rules of every call are
+//! written; a test compares the two field by field. A library exports two symbols: [`DESCRIPTOR_SYMBOL`],
+//! constant data that says who it is and can be read from the file without running it, and [`QUERY_SYMBOL`],
+//! which hands out a [`Q4BackendV1`].
 //!
-//! Structures that may grow begin with their size as the writer knows it. [`read`] copies what both sides know and leaves
-//! the rest zero, so an older library works in a newer program and the reverse.
+//! Structures that may grow begin with their size as the writer knows it. [`read`] copies what both sides
+//! know and leaves the rest zero, so an older library works in a newer program and the reverse.
 #![no_std]
 
 mod call;
@@ -62,7 +64,8 @@ pub mod status {
     pub const PANICKED: Q4Status = -99;
 }
 
-/// Borrowed UTF-8 without a terminator. Lives as long as the call it is part of, in a table as long as the library.
+/// Borrowed UTF-8 without a terminator. Lives as long as the call it is part of, in a table as long as the
+/// library.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Q4Str {
@@ -79,8 +82,8 @@ impl Q4Str {
     }
 }
 
-/// Text of a failure, in memory of the caller. At most `cap` bytes of UTF-8 are written, without a terminator; `len`
-/// becomes the length of the whole text even when that is more.
+/// Text of a failure, in memory of the caller. At most `cap` bytes of UTF-8 are written, without a
+/// terminator; `len` becomes the length of the whole text even when that is more.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Q4Error {
@@ -96,24 +99,26 @@ pub struct Q4Error {
     pub native_code: i64,
 }
 
-/// Takes one reason of a refusal; the texts live until it returns. `code` is the stable spelling of q4's reasons, e.g.
-/// `shape-unsupported`. Called on the thread of the call, before that returns.
+/// Takes one reason of a refusal; the texts live until it returns. `code` is the stable spelling of q4's
+/// reasons, e.g. `shape-unsupported`. Called on the thread of the call, before that returns.
 pub type Q4RejectSink = unsafe extern "C" fn(user: *mut c_void, code: Q4Str, need: Q4Str, have: Q4Str);
 
-/// Takes the outcome of one check of a probe. With `failed` not 0, `detail` says why. As [`Q4RejectSink`] otherwise.
+/// Takes the outcome of one check of a probe. With `failed` not 0, `detail` says why. As [`Q4RejectSink`]
+/// otherwise.
 pub type Q4ProbeSink = unsafe extern "C" fn(user: *mut c_void, id: Q4Str, failed: u32, detail: Q4Str);
 
 /// Structures that begin with their size.
 ///
 /// # Safety
-/// `repr(C)`, the first field is `struct_size: usize`, all-zero bytes are a valid value, and `MIN` is the size of the
-/// first version.
+/// `repr(C)`, the first field is `struct_size: usize`, all-zero bytes are a valid value, and `MIN` is the
+/// size of the first version.
 pub unsafe trait Prefixed: Copy {
     /// Bytes of the structure in the first minor of this major.
     const MIN: usize;
 }
 
-/// What both sides know of `*from`, the rest zero. `None` when it is NULL, misaligned or shorter than its first version.
+/// What both sides know of `*from`, the rest zero. `None` when it is NULL, misaligned or shorter than its
+/// first version.
 ///
 /// # Safety
 /// If not NULL and aligned, `from` addresses a size, and at least that many bytes in all.
@@ -137,7 +142,8 @@ pub unsafe fn read_known<T: Prefixed>(from: *const T, known: usize) -> Option<T>
     }
     let mut out = core::mem::MaybeUninit::<T>::zeroed();
     let bytes = given.min(known).min(size_of::<T>());
-    // SAFETY: `given` bytes are readable, `size_of::<T>()` are writable, and a local does not overlap the caller's.
+    // SAFETY: `given` bytes are readable, `size_of::<T>()` are writable, and a local does not overlap the
+    // caller's.
     unsafe { core::ptr::copy_nonoverlapping(from.cast::<u8>(), out.as_mut_ptr().cast(), bytes) };
     // SAFETY: all-zero bytes are a valid value, and so is any prefix of a valid one over them.
     Some(unsafe { out.assume_init() })
@@ -172,7 +178,8 @@ unsafe impl Prefixed for Q4BackendV1 {
 /// `q4_plugin.h`, the same contract for C and C++.
 pub const HEADER: &str = include_str!("../include/q4_plugin.h");
 
-/// The sources of this crate, which depends on nothing, for projects that bring it along: the root first, then its modules.
+/// The sources of this crate, which depends on nothing, for projects that bring it along: the root first,
+/// then its modules.
 pub const SOURCES: [(&str, &str); 4] = [
     ("lib", include_str!("lib.rs")),
     ("call", include_str!("call.rs")),

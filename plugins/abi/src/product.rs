@@ -194,8 +194,8 @@ pub struct Q4LinearSpec {
     pub reserved: u32,
 }
 
-/// Some rows of a stored matrix, with scales of their own. In an array, elements are `segments[0].struct_size` bytes
-/// apart and all have that size. Pointers may have any alignment.
+/// Some rows of a stored matrix, with scales of their own. In an array, elements are
+/// `segments[0].struct_size` bytes apart and all have that size. Pointers may have any alignment.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Q4Segment {

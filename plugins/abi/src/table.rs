@@ -5,7 +5,8 @@ use crate::{
 };
 use core::ffi::c_void;
 
-/// Constant data of type [`Q4Descriptor`]. It holds no pointer, so it can be read from the file as it lies there.
+/// Constant data of type [`Q4Descriptor`]. It holds no pointer, so it can be read from the file as it lies
+/// there.
 pub const DESCRIPTOR_SYMBOL: &str = "q4_plugin_descriptor";
 /// A function of type [`Q4PluginQuery`].
 pub const QUERY_SYMBOL: &str = "q4_plugin_query";
@@ -89,7 +90,8 @@ pub struct Q4Prepared {
     _private: [u8; 0],
 }
 
-/// Interface [`crate::INTERFACE_BACKEND`]. Everything without a remark must be there; the header says what each does.
+/// Interface [`crate::INTERFACE_BACKEND`]. Everything without a remark must be there; the header says what
+/// each does.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs, clippy::type_complexity)] // each entry is documented in q4_plugin.h, where its signature can be read
@@ -183,5 +185,6 @@ pub struct Q4Interface {
     pub table: *const c_void,
 }
 
-/// Fills `out` with the table `id` of major `abi_major`; `ABI` when there is none. May be called more than once.
+/// Fills `out` with the table `id` of major `abi_major`; `ABI` when there is none. May be called more than
+/// once.
 pub type Q4PluginQuery = unsafe extern "C" fn(abi_major: u32, id: u32, out: *mut Q4Interface) -> Q4Status;

@@ -1,5 +1,5 @@
-//! The header says what the crate says: sizes and offsets of every field as a C and a C++ compiler see them, constants
-//! included, and a snapshot so that neither can change unnoticed.
+//! The header says what the crate says: sizes and offsets of every field as a C and a C++ compiler see them,
+//! constants included, and a snapshot so that neither can change unnoticed.
 #![allow(clippy::unwrap_used)]
 use q4_plugin_abi as abi;
 use q4_plugin_abi::*;
@@ -160,7 +160,8 @@ fn cxx_sees_what_rust_sees() {
     assert_eq!(output("c++", "cpp", &["-std=c++17"], &program()), of_the_crate());
 }
 
-/// What an author's compiler says of the header and of a plugin's outline, under the strictest of the usual flags.
+/// What an author's compiler says of the header and of a plugin's outline, under the strictest of the usual
+/// flags.
 #[test]
 fn no_standard_and_no_warning_flag_objects() {
     let outline = "#include \"q4_plugin.h\"\n#include \"q4_plugin.h\"\n\

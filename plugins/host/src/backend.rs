@@ -1,4 +1,5 @@
-//! The table as a [`Q4Backend`]: every call is translated, its status checked, its answer compared with the request.
+//! The table as a [`Q4Backend`]: every call is translated, its status checked, its answer compared with the
+//! request.
 use crate::library::Mapped;
 use crate::table::{Table, checked};
 use q4_core::{
@@ -148,8 +149,8 @@ impl Q4Backend for Plugin {
     }
 }
 
-/// Refuses what no library can do, whatever it says: no processor multiplies 4-bit operands, and the bound of that path is the
-/// widest.
+/// Refuses what no library can do, whatever it says: no processor multiplies 4-bit operands, and the bound of
+/// that path is the widest.
 pub(crate) fn possible(spec: &LinearSpec, path: ExecPath) -> Verdict {
     if path != ExecPath::NativeKernel || spec.device != Device::Cpu {
         return Ok(());
@@ -252,7 +253,8 @@ impl Instance {
         let done = {
             let _turn = self.turn();
             self.call("can_prepare", |err| {
-                // SAFETY: a live backend, a spec and facts that outlive the call, and the sink that fits `user`.
+                // SAFETY: a live backend, a spec and facts that outlive the call, and the sink that fits
+                // `user`.
                 let status = unsafe { can_prepare(self.raw, lent.raw(), env.raw(), on_reason, user, err) };
                 refused = status == status::UNSUPPORTED;
                 if refused { status::OK } else { status }
@@ -313,7 +315,8 @@ impl Held {
 impl Drop for Held {
     fn drop(&mut self) {
         if let Some(release) = self.instance.table.api.release {
-            // SAFETY: prepared by the same table, released once; `&mut self` proves that no call on it is running.
+            // SAFETY: prepared by the same table, released once; `&mut self` proves that no call on it is
+            // running.
             unsafe { release(self.raw) }
         }
     }
@@ -342,7 +345,8 @@ impl PreparedWeight for Prepared {
         let (xm, ym) = (lend::matrix(&x)?, lend::matrix_mut(&mut y)?);
         self.scratch(xm.rows, cx)?;
         let exec = lend::exec(cx)?;
-        // SAFETY: a live weight; operands and scratch are views, good for their bytes; those written are unique.
+        // SAFETY: a live weight; operands and scratch are views, good for their bytes; those written are
+        // unique.
         i.call("forward", |err| unsafe { forward(self.held.raw, &xm, &ym, &exec, err) })
     }
 

@@ -1,5 +1,6 @@
-//! Checks of a table that only its loader can make, for level L0 of a conformance run: structures of other sizes, numbers
-//! that do not exist yet, buffers that are too small. Each is what an older or a newer program would do.
+//! Checks of a table that only its loader can make, for level L0 of a conformance run: structures of other
+//! sizes, numbers that do not exist yet, buffers that are too small. Each is what an older or a newer program
+//! would do.
 mod accepted;
 mod session;
 mod stored;
@@ -21,7 +22,8 @@ use std::mem::size_of;
 use std::ptr;
 use stored::Stored;
 
-/// The checks of one library. They make backends and weights of their own; run them where a crash is no disaster.
+/// The checks of one library. They make backends and weights of their own; run them where a crash is no
+/// disaster.
 #[derive(Clone)]
 pub struct TableCases {
     table: Table,
@@ -47,7 +49,8 @@ const CASES: [(&str, Check); 13] = [
     ("no-threads", TableCases::no_threads),
 ];
 
-/// A structure as a newer program has it: its size says more than the library knows, and there is something there.
+/// A structure as a newer program has it: its size says more than the library knows, and there is something
+/// there.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Newer<T> {

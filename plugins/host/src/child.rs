@@ -1,4 +1,5 @@
-//! Loading in a child process first: a constructor that kills, exits or hangs ends a child, and is told as a reason.
+//! Loading in a child process first: a constructor that kills, exits or hangs ends a child, and is told as a
+//! reason.
 use crate::descriptor::Descriptor;
 use crate::{Examined, Loader, file, one};
 use q4_core::stderr::Stderr;
@@ -16,8 +17,9 @@ const MARK: &str = "q4-plugin-probe ";
 /// Exit status of a child whose library was refused.
 const REFUSED: u8 = 6;
 
-/// What the child does: loads the library named by the first argument, unless it is another than the second one says, says what came
-/// of it on one line, and ends as a process ends, destructors included. Exit status 0 or 6.
+/// What the child does: loads the library named by the first argument, unless it is another than the second
+/// one says, says what came of it on one line, and ends as a process ends, destructors included. Exit status
+/// 0 or 6.
 pub fn probe_main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     crate::tell_crashes();
     let mut args = args.into_iter();

@@ -1,5 +1,6 @@
-//! Where a process crashed, said by the process itself: `q4-crash: signal 11 (SIGSEGV) at address 0x8 in libvolta.so+0x1234`
-//! on stderr, for `addr2line -Cfe libvolta.so 0x1234`. The signal then ends the process as it would have without.
+//! Where a process crashed, said by the process itself: `q4-crash: signal 11 (SIGSEGV) at address 0x8 in
+//! libvolta.so+0x1234` on stderr, for `addr2line -Cfe libvolta.so 0x1234`. The signal then ends the process
+//! as it would have without.
 //!
 //! Everything here that runs after the signal uses system calls, static memory and nothing else.
 use q4_core::stderr::CRASH;
@@ -32,11 +33,12 @@ static MAPS: Static<LIST> = Static(UnsafeCell::new([0; LIST]));
 static STACK: Static<{ 64 << 10 }> = Static(UnsafeCell::new([0; 64 << 10]));
 static TOLD: AtomicBool = AtomicBool::new(false);
 
-/// From now on this process says where it crashes. A handler that somebody else installed before, a sanitizer's for
-/// example, stays.
+/// From now on this process says where it crashes. A handler that somebody else installed before, a
+/// sanitizer's for example, stays.
 pub fn tell_crashes() {
     let stack = libc::stack_t { ss_sp: STACK.0.get().cast(), ss_flags: 0, ss_size: 64 << 10 };
-    // SAFETY: a stack that lives as long as the process; handlers that use system calls and static memory alone.
+    // SAFETY: a stack that lives as long as the process; handlers that use system calls and static memory
+    // alone.
     unsafe {
         libc::sigaltstack(&raw const stack, ptr::null_mut());
         for (signal, _) in SIGNALS {
@@ -95,8 +97,8 @@ extern "C" fn on_crash(signal: c_int, info: *mut libc::siginfo_t, context: *mut 
     line.place(maps, pc);
     callers(&mut line, maps, sp);
     line.text(b"\n");
-    // SAFETY: bytes of this frame; then the process ends, as soon as this returns. Not before: threads that crash at the
-    // same time would end it before anything is said.
+    // SAFETY: bytes of this frame; then the process ends, as soon as this returns. Not before: threads that
+    // crash at the same time would end it before anything is said.
     unsafe {
         libc::write(2, line.bytes.as_ptr().cast(), line.len);
         libc::signal(signal, libc::SIG_DFL);

@@ -1,9 +1,9 @@
-//! Reads symbols and their bytes out of an ELF file, so that a library says who it is before any of its code can run.
-//! Everything is bounds-checked: a file that lies about itself is refused, not followed.
+//! Reads symbols and their bytes out of an ELF file, so that a library says who it is before any of its code
+//! can run. Everything is bounds-checked: a file that lies about itself is refused, not followed.
 //!
-//! Symbols are found as the system's loader finds them, through the dynamic section and its hash table, because section
-//! headers are free to tell another story. Layout: System V ABI, "Object Files" and "Dynamic Linking"; 64-bit
-//! little-endian.
+//! Symbols are found as the system's loader finds them, through the dynamic section and its hash table,
+//! because section headers are free to tell another story. Layout: System V ABI, "Object Files" and "Dynamic
+//! Linking"; 64-bit little-endian.
 use q4_core::{Reject, RejectCode};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -26,7 +26,8 @@ const DT_STRSZ: u64 = 10;
 const DT_SONAME: u64 = 14;
 const DT_RPATH: u64 = 15;
 const DT_RUNPATH: u64 = 29;
-/// Libraries that stand in for this one, or watch the loader: `DT_DEPAUDIT`, `DT_AUDIT`, `DT_AUXILIARY`, `DT_FILTER`.
+/// Libraries that stand in for this one, or watch the loader: `DT_DEPAUDIT`, `DT_AUDIT`, `DT_AUXILIARY`,
+/// `DT_FILTER`.
 const DT_OTHERS: [u64; 4] = [0x6fff_fefb, 0x6fff_fefc, 0x7fff_fffd, 0x7fff_ffff];
 const DT_GNU_HASH: u64 = 0x6fff_fef5;
 const SYMBOL: u64 = 24;
@@ -192,7 +193,8 @@ impl<'f> Elf<'f> {
         }
     }
 
-    /// The first `bytes` of a symbol, as they lie in the file; `None` when it has fewer, or has none in the file.
+    /// The first `bytes` of a symbol, as they lie in the file; `None` when it has fewer, or has none in the
+    /// file.
     pub fn bytes(&self, symbol: &Symbol, bytes: usize) -> Option<Vec<u8>> {
         if symbol.bytes < bytes as u64 { None } else { self.at(symbol.address, bytes) }
     }

@@ -1,5 +1,5 @@
-//! Which files may be loaded, and their hash: what runs must not depend on the current directory, on who else can write to
-//! the machine, or on a file that changes between check and use.
+//! Which files may be loaded, and their hash: what runs must not depend on the current directory, on who else
+//! can write to the machine, or on a file that changes between check and use.
 use q4_core::{Reject, RejectCode};
 use sha2::{Digest, Sha256};
 use std::fs::{self, File, Metadata};
@@ -73,8 +73,8 @@ fn hash(file: &mut File, copy: &mut impl Write) -> io::Result<(String, u64)> {
     }
 }
 
-/// A copy in memory that nobody can write to any more, this process included: whoever may write the file cannot change what was
-/// hashed. `name` is what profilers see, `/memfd:NAME`.
+/// A copy in memory that nobody can write to any more, this process included: whoever may write the file
+/// cannot change what was hashed. `name` is what profilers see, `/memfd:NAME`.
 #[cfg(target_os = "linux")]
 pub fn sealed(mut file: File, name: &str, sha256: &str) -> Result<File, Reject> {
     use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
@@ -119,8 +119,8 @@ fn guarded(file: &Path) -> Result<(), Reject> {
     folders(file)
 }
 
-/// The folder of `file` may not be writable by everybody at all; one further up may when it is sticky, as `/tmp` is, and what
-/// lies in it on the way to `file` is ours or the system's: others cannot replace that.
+/// The folder of `file` may not be writable by everybody at all; one further up may when it is sticky, as
+/// `/tmp` is, and what lies in it on the way to `file` is ours or the system's: others cannot replace that.
 #[cfg(unix)]
 fn folders(file: &Path) -> Result<(), Reject> {
     let own = fs::metadata("/proc/self").map(|m| std::os::unix::fs::MetadataExt::uid(&m)).ok();

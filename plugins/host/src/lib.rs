@@ -1,12 +1,12 @@
-//! Third-party backends: a shared library becomes a candidate for selection, or a refusal with its reasons, and never
-//! anything between.
+//! Third-party backends: a shared library becomes a candidate for selection, or a refusal with its reasons,
+//! and never anything between.
 //!
-//! [`Loader::examine`] runs nothing, in no process: `file` decides whether the path may be opened at all and hashes what it opens,
-//! `elf` reads the descriptor from the file, `needs` finds and hashes what it would load besides itself. Whoever asks for a
-//! certificate asks now, for these bytes.
-//! [`Examined::load`] goes on: [`Prober`] loads it in a child process, for libraries whose constructors kill or hang the process
-//! that loads them, `library` maps exactly the bytes that were hashed and asks for the table, `table` checks and copies it,
-//! `backend` wraps every call.
+//! [`Loader::examine`] runs nothing, in no process: `file` decides whether the path may be opened at all and
+//! hashes what it opens, `elf` reads the descriptor from the file, `needs` finds and hashes what it would
+//! load besides itself. Whoever asks for a certificate asks now, for these bytes.
+//! [`Examined::load`] goes on: [`Prober`] loads it in a child process, for libraries whose constructors kill
+//! or hang the process that loads them, `library` maps exactly the bytes that were hashed and asks for the
+//! table, `table` checks and copies it, `backend` wraps every call.
 //!
 //! `remote` does the last part in another process, for a program that must not map what it judges.
 //!
@@ -150,18 +150,20 @@ pub struct Loader {
     pub speaks: Speaks,
     /// Loads in a child process first, when there is one.
     pub prober: Option<Prober>,
-    /// Maps the file itself and not a sealed copy of what was hashed, so that tools which read code and source lines from
-    /// the path of a mapping find them. For debugging: who may write the file may change what runs.
+    /// Maps the file itself and not a sealed copy of what was hashed, so that tools which read code and
+    /// source lines from the path of a mapping find them. For debugging: who may write the file may
+    /// change what runs.
     pub in_place: bool,
 }
 
 impl Loader {
-    /// Looks at the library at `path`, which must contain a separator: no folder is searched, the current one least of all. Nothing
-    /// of it runs, in this process or in another.
+    /// Looks at the library at `path`, which must contain a separator: no folder is searched, the current one
+    /// least of all. Nothing of it runs, in this process or in another.
     ///
     /// # Errors
-    /// Every reason that was found at the first step that failed: path and permissions, file format, descriptor, libraries
-    /// that it needs. `not-compiled-in` where files of this system cannot be read so.
+    /// Every reason that was found at the first step that failed: path and permissions, file format,
+    /// descriptor, libraries that it needs. `not-compiled-in` where files of this system cannot be read
+    /// so.
     pub fn examine(&self, path: &Path) -> Result<Examined, Refusal> {
         let mut refusal = Refusal::of(path);
         let looked = self.look(path, &mut refusal);
@@ -234,12 +236,12 @@ impl Examined {
         &self.needs
     }
 
-    /// Lets a child process load it, when there is one to try it in, and then maps what was examined: a sealed copy of bytes with
-    /// that SHA-256.
+    /// Lets a child process load it, when there is one to try it in, and then maps what was examined: a
+    /// sealed copy of bytes with that SHA-256.
     ///
     /// # Errors
-    /// Every reason that was found at the first step that failed: the child process, other bytes by now, the system's loader,
-    /// what else came into the process, door, table, construction.
+    /// Every reason that was found at the first step that failed: the child process, other bytes by now, the
+    /// system's loader, what else came into the process, door, table, construction.
     pub fn load(self) -> Result<Loaded, Refusal> {
         let mut refusal = Refusal::of(&self.given);
         refusal.sha256 = Some(self.opened.sha256.clone());

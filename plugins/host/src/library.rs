@@ -50,8 +50,8 @@ pub struct Mapped {
     pub loaded: Vec<PathBuf>,
 }
 
-/// The descriptor in the file, before anything of it is mapped; `None` where files of this system cannot be read so. `name`
-/// becomes that of the library as soon as it is known.
+/// The descriptor in the file, before anything of it is mapped; `None` where files of this system cannot be
+/// read so. `name` becomes that of the library as soon as it is known.
 pub fn describe(opened: &Opened, door: Door, name: &mut String) -> Result<Option<Descriptor>, Vec<Reject>> {
     #[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
     {
@@ -89,8 +89,8 @@ pub struct How {
     pub in_place: bool,
 }
 
-/// Maps the bytes that were hashed, and those of all it needs, and gets and checks their table. Nothing else may have come into
-/// the process since `before`.
+/// Maps the bytes that were hashed, and those of all it needs, and gets and checks their table. Nothing else
+/// may have come into the process since `before`.
 pub fn map(
     opened: Opened,
     described: Descriptor,
@@ -148,12 +148,13 @@ fn unchanged(need: &Need) -> Result<Opened, Vec<Reject>> {
     Err(one(RejectCode::LibraryMissing, before, format!("{}, {have}", need.path.display())))
 }
 
-/// What to hand to the system's loader: on Linux a sealed copy of what was hashed, so that it is what is mapped, now and as long
-/// as it runs. The handle is never closed, because the loader takes two libraries of one name for one, and a closed number would be
-/// given out again. A library that looks for others beside itself does not find them that way; it has to name their folder.
+/// What to hand to the system's loader: on Linux a sealed copy of what was hashed, so that it is what is
+/// mapped, now and as long as it runs. The handle is never closed, because the loader takes two libraries of
+/// one name for one, and a closed number would be given out again. A library that looks for others beside
+/// itself does not find them that way; it has to name their folder.
 ///
-/// The name goes into the loader's list, and debuggers open it in a process of their own: `/proc/self` would be theirs, and
-/// a pipe of theirs may have that number.
+/// The name goes into the loader's list, and debuggers open it in a process of their own: `/proc/self` would
+/// be theirs, and a pipe of theirs may have that number.
 #[cfg(target_os = "linux")]
 fn loadable(file: std::fs::File, path: &std::path::Path, sha256: &str) -> Result<PathBuf, Reject> {
     use std::collections::BTreeMap;

@@ -1,5 +1,5 @@
-//! What of this process can be read and run: a pointer of a library is looked up before it is followed, because a wrong one
-//! would end the process instead of the library's candidacy.
+//! What of this process can be read and run: a pointer of a library is looked up before it is followed,
+//! because a wrong one would end the process instead of the library's candidacy.
 
 /// The kernel's list of mappings; without one, every pointer that is not NULL passes.
 pub struct Maps(Option<Vec<Mapping>>);

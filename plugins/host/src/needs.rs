@@ -1,9 +1,10 @@
-//! What a library loads besides itself: found from files alone, as the system's loader would find it, and hashed, before any of it
-//! runs. What is in the process afterwards must be that and nothing else.
+//! What a library loads besides itself: found from files alone, as the system's loader would find it, and
+//! hashed, before any of it runs. What is in the process afterwards must be that and nothing else.
 //!
-//! Libraries of the C and C++ runtime are the system's: they are named, not hashed. Every other one is hashed, wherever it lies.
-//! Those that are known by their soname are loaded first, from sealed copies, so that the loader takes these; one that is known by
-//! its path alone is loaded from there, and compared before and after. Search order: ld.so(8).
+//! Libraries of the C and C++ runtime are the system's: they are named, not hashed. Every other one is
+//! hashed, wherever it lies. Those that are known by their soname are loaded first, from sealed copies, so
+//! that the loader takes these; one that is known by its path alone is loaded from there, and compared before
+//! and after. Search order: ld.so(8).
 use crate::elf::{Asks, Elf};
 use crate::file::{self, Opened};
 use crate::one;
@@ -213,13 +214,14 @@ impl LinkMap {
         Self(all)
     }
 
-    /// Whether the file of a library is there already: a sanitizer's runtime that was loaded first, say. The loader takes it for
-    /// the one that is needed, and a second copy would be another library.
+    /// Whether the file of a library is there already: a sanitizer's runtime that was loaded first, say. The
+    /// loader takes it for the one that is needed, and a second copy would be another library.
     pub fn has(&self, need: &Need) -> bool {
         self.0.iter().any(|(_, path)| fs::canonicalize(path).is_ok_and(|real| real == need.path))
     }
 
-    /// Whether nothing came since `before` but the system's runtime, what `loaded` names and what `needs` has by path.
+    /// Whether nothing came since `before` but the system's runtime, what `loaded` names and what `needs` has
+    /// by path.
     ///
     /// # Errors
     /// `library-untrusted`, naming what else there is.

@@ -1,4 +1,5 @@
-//! What a library loads besides itself, where nobody can read it from the file: nothing is examined there, so nothing is loaded.
+//! What a library loads besides itself, where nobody can read it from the file: nothing is examined there, so
+//! nothing is loaded.
 use crate::file::Opened;
 use q4_core::Reject;
 use std::path::PathBuf;

@@ -1,5 +1,6 @@
-//! What loading a library did to the floating-point mode of the thread that loads it. Compilers link code into a library
-//! (`crtfastmath.o`, by `-Ofast` and `-ffast-math`) that makes subnormals zero in the whole program from then on.
+//! What loading a library did to the floating-point mode of the thread that loads it. Compilers link code
+//! into a library (`crtfastmath.o`, by `-Ofast` and `-ffast-math`) that makes subnormals zero in the whole
+//! program from then on.
 use q4_core::{Reject, RejectCode};
 
 /// MXCSR on x86-64, FPCR on aarch64: rounding, subnormals, exceptions that trap.

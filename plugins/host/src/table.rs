@@ -8,7 +8,8 @@ use q4_plugin_sdk::{codes, message};
 use std::borrow::Cow;
 use std::mem::size_of;
 
-/// How much of the contract a program knows. Anything but the default is for tests of the promise that old and new fit.
+/// How much of the contract a program knows. Anything but the default is for tests of the promise that old
+/// and new fit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Speaks {
     /// Minor it says it is.

@@ -1,4 +1,5 @@
-//! Both examples pass every level of the suite, the checks of their tables included; a table that forgets a rule does not.
+//! Both examples pass every level of the suite, the checks of their tables included; a table that forgets a
+//! rule does not.
 #![allow(clippy::unwrap_used)]
 mod built;
 

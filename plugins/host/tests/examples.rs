@@ -1,5 +1,5 @@
-//! Both example plugins, built outside of the workspace, through every door: they load, say who they are, and compute the
-//! recorded products and the lattice right.
+//! Both example plugins, built outside of the workspace, through every door: they load, say who they are, and
+//! compute the recorded products and the lattice right.
 #![allow(clippy::unwrap_used)]
 mod built;
 

@@ -1,4 +1,5 @@
-//! Libraries that are damaged, foreign, or mean harm: each is refused with its code, and one process survives them all.
+//! Libraries that are damaged, foreign, or mean harm: each is refused with its code, and one process survives
+//! them all.
 #![cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
 #![allow(clippy::unwrap_used)]
 mod built;

@@ -1,5 +1,5 @@
-//! Libraries that load and then break their word: what they say is compared with what was asked, and what they leave behind
-//! does not matter.
+//! Libraries that load and then break their word: what they say is compared with what was asked, and what
+//! they leave behind does not matter.
 #![allow(clippy::unwrap_used)]
 mod built;
 

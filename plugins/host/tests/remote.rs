@@ -1,5 +1,5 @@
-//! A library in a process of its own: right ones compute what they compute anywhere, and whatever a wrong one does to its process,
-//! this one lives and says what happened.
+//! A library in a process of its own: right ones compute what they compute anywhere, and whatever a wrong one
+//! does to its process, this one lives and says what happened.
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used)]
 mod built;
@@ -299,7 +299,8 @@ fn answers_of_anybody_are_numbers_that_are_checked() {
             (body, &*format!("{body} {begin}")),
         ];
         let remote = start(&built::stub(dir.path(), name, &edits), true).unwrap();
-        // Whatever comes of it, this process lives, and nothing is believed that is not there: the stub computes nothing.
+        // Whatever comes of it, this process lives, and nothing is believed that is not there: the stub
+        // computes nothing.
         for _ in 0..20 {
             if let Ok(w) = prepare(&remote, OpSet::FORWARD)
                 && let Ok(y) = forward(&*w, 1, 0, 1)

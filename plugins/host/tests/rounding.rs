@@ -1,4 +1,5 @@
-//! A library that changes how the program rounds, as those linked with `-ffast-math` do, is refused with the cause named.
+//! A library that changes how the program rounds, as those linked with `-ffast-math` do, is refused with the
+//! cause named.
 #![cfg(all(target_os = "linux", target_arch = "x86_64"))]
 #![allow(clippy::unwrap_used)]
 mod built;

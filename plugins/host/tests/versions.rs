@@ -1,4 +1,5 @@
-//! Old and new fit together both ways: libraries and programs of two minors, in all four pairs, compute the same.
+//! Old and new fit together both ways: libraries and programs of two minors, in all four pairs, compute the
+//! same.
 #![allow(clippy::unwrap_used)]
 mod built;
 

@@ -1,8 +1,8 @@
-//! The typed door to a plugin: an `abi_stable` root module of two functions that hand over the same C table as the symbol
-//! `q4_plugin_query`, so that loader, checks and versions exist once.
+//! The typed door to a plugin: an `abi_stable` root module of two functions that hand over the same C table
+//! as the symbol `q4_plugin_query`, so that loader, checks and versions exist once.
 //!
-//! Frozen for ever. `abi_stable` refuses a library whose root module has fewer fields than the program's, so nothing is
-//! ever added here; what grows is the table, by its size.
+//! Frozen for ever. `abi_stable` refuses a library whose root module has fewer fields than the program's, so
+//! nothing is ever added here; what grows is the table, by its size.
 use abi_stable::StableAbi;
 use abi_stable::library::{
     CheckTypeLayout, LibHeader, LibraryError, ROOT_MODULE_LOADER_NAME, RootModule, RootModuleResult,
@@ -47,7 +47,8 @@ pub const SYMBOL: &str = ROOT_MODULE_LOADER_NAME;
 
 /// Opens the door of the library at `path`, which stays loaded for ever.
 ///
-/// Never through `RootModule::load_from*`: those remember one library per type and hand it out for every path.
+/// Never through `RootModule::load_from*`: those remember one library per type and hand it out for every
+/// path.
 ///
 /// # Errors
 /// What `abi_stable` finds: no such symbol, another `abi_stable`, another root module.
@@ -62,8 +63,8 @@ pub const fn header(constructor: extern "C" fn() -> RootModuleResult) -> LibHead
     unsafe { LibHeader::from_constructor::<PluginRootRef>(constructor, CheckTypeLayout::Yes) }
 }
 
-/// Exports the root module of a library: `export_root!(vendor, query)`, an `extern "C" fn() -> RStr<'static>` and a
-/// [`Query`].
+/// Exports the root module of a library: `export_root!(vendor, query)`, an `extern "C" fn() -> RStr<'static>`
+/// and a [`Query`].
 #[macro_export]
 macro_rules! export_root {
     ($vendor:path, $query:path) => {

@@ -1,5 +1,5 @@
-//! The numbers of the binary contract and the types they stand for, in both directions. A number without a type, or a type
-//! without a number, is `None`: nothing is guessed.
+//! The numbers of the binary contract and the types they stand for, in both directions. A number without a
+//! type, or a type without a number, is `None`: nothing is guessed.
 use q4_core::{Code, Convention, DType, Device, ExecPath, NibbleOrder, RejectCode, Rule, ScaleLayout};
 use q4_plugin_abi as abi;
 use q4_plugin_abi::status;

@@ -32,7 +32,8 @@ struct Made {
     _offers: Vec<Q4Offer>,
 }
 
-// SAFETY: the pointers of the table lead into `_offers` and the backend's descriptor, which are never changed.
+// SAFETY: the pointers of the table lead into `_offers` and the backend's descriptor, which are never
+// changed.
 unsafe impl Send for Made {}
 // SAFETY: as above.
 unsafe impl Sync for Made {}
@@ -388,7 +389,8 @@ thread_local! {
     static LAST_PANIC: RefCell<String> = const { RefCell::new(String::new()) };
 }
 
-/// A library prints nothing: its panics are told to the caller. The hook is that of the library's own standard library.
+/// A library prints nothing: its panics are told to the caller. The hook is that of the library's own
+/// standard library.
 fn quiet() {
     std::panic::set_hook(Box::new(|info| {
         // A thread that is ending has no place for it any more.

@@ -1,4 +1,5 @@
-//! From core to the contract: a program lends its specs, weights, operands and threads to a library for one call.
+//! From core to the contract: a program lends its specs, weights, operands and threads to a library for one
+//! call.
 use crate::codes;
 use q4_core::{
     Absmax, ActGlobal, Activations, Code, Device, Error, ExecContext, ExecPath, HostEnv, LinearSpec,

@@ -1,12 +1,12 @@
-//! Everything a Rust author needs to ship a backend as a shared library: implement [`q4_core::Q4Backend`], say
-//! [`export_backend!`], build a `cdylib`.
+//! Everything a Rust author needs to ship a backend as a shared library: implement [`q4_core::Q4Backend`],
+//! say [`export_backend!`], build a `cdylib`.
 //!
-//! The macro exports both doors of the contract, catches every panic, writes errors into the caller's buffers and translates
-//! both ways, so that no C type appears in a backend. [`lend`], [`borrow`], [`codes`] and [`message`] are that translation;
-//! the program's side uses them too, so each number is written down once.
+//! The macro exports both doors of the contract, catches every panic, writes errors into the caller's buffers
+//! and translates both ways, so that no C type appears in a backend. [`lend`], [`borrow`], [`codes`] and
+//! [`message`] are that translation; the program's side uses them too, so each number is written down once.
 //!
-//! A library has its own copy of q4-core. The [`q4_core::ThreadPool`] in the context of a call runs tasks on the threads the
-//! program lent to that call.
+//! A library has its own copy of q4-core. The [`q4_core::ThreadPool`] in the context of a call runs tasks on
+//! the threads the program lent to that call.
 pub mod borrow;
 pub mod codes;
 mod export;
@@ -25,9 +25,9 @@ pub use q4_plugin_root as root;
 
 /// Exports the two symbols of a plugin, and with the feature `abi-stable` the typed door as well.
 ///
-/// `export_backend!(expression)` takes anything that implements [`q4_core::Q4Backend`]. It is evaluated once, when the
-/// library is first asked for its table; a panic there refuses the library. Name, version and vendor are those of the
-/// package unless they are given, and must be those of the backend's descriptor.
+/// `export_backend!(expression)` takes anything that implements [`q4_core::Q4Backend`]. It is evaluated once,
+/// when the library is first asked for its table; a panic there refuses the library. Name, version and vendor
+/// are those of the package unless they are given, and must be those of the backend's descriptor.
 ///
 /// ```no_run
 /// # struct Acme;

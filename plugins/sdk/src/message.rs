@@ -1,4 +1,5 @@
-//! Texts of failures across the boundary: written into the caller's buffer, read back from it, never owned by both.
+//! Texts of failures across the boundary: written into the caller's buffer, read back from it, never owned by
+//! both.
 use q4_core::Error;
 use q4_plugin_abi::{Prefixed, Q4Error, Q4Str};
 use std::borrow::Cow;

@@ -1,4 +1,5 @@
-//! The program's threads, as seen from inside a library: a pool that runs its tasks through the callback of the current call.
+//! The program's threads, as seen from inside a library: a pool that runs its tasks through the callback of
+//! the current call.
 use q4_core::ThreadPool;
 use q4_plugin_abi::{Q4Exec, Q4Parallel};
 use std::any::Any;
@@ -19,8 +20,8 @@ thread_local! {
     static LENT: Cell<Option<Lent>> = const { Cell::new(None) };
 }
 
-/// The pool a backend finds in its context: the threads that the program lent to the call that is running on this thread, or
-/// this thread alone.
+/// The pool a backend finds in its context: the threads that the program lent to the call that is running on
+/// this thread, or this thread alone.
 pub(crate) static POOL: LazyLock<ThreadPool> = LazyLock::new(|| ThreadPool::lent(count, run));
 
 fn count() -> usize {
@@ -30,8 +31,8 @@ fn count() -> usize {
 fn run(tasks: usize, body: &(dyn Fn(usize) + Sync)) {
     let Some(lent) = LENT.get() else { return (0..tasks).for_each(body) };
     let job = Job { body, panic: Mutex::new(None) };
-    // SAFETY: `run` and `user` belong to the call that is running; `job` outlives it, because `run` returns after the last
-    // task.
+    // SAFETY: `run` and `user` belong to the call that is running; `job` outlives it, because `run` returns
+    // after the last task.
     unsafe { (lent.run)(lent.user, tasks, task, (&raw const job).cast_mut().cast()) };
     if let Some(payload) = job.panic.into_inner().unwrap_or_else(|e| e.into_inner()) {
         resume_unwind(payload);

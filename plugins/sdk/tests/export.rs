@@ -1,5 +1,5 @@
-//! The exported table from the outside: panics become statuses and end the backend, errors have texts, tasks run on the lent
-//! threads.
+//! The exported table from the outside: panics become statuses and end the backend, errors have texts, tasks
+//! run on the lent threads.
 #![allow(clippy::unwrap_used)]
 use q4_core::{
     Activations, BackendDescriptor, Code, DType, Device, Error, ExecContext, ExecPath, HostEnv, LinearSpec,

@@ -1,4 +1,5 @@
-//! What a program lends is what a library borrows: every spec, weight and machine survives the way across the boundary.
+//! What a program lends is what a library borrows: every spec, weight and machine survives the way across the
+//! boundary.
 #![allow(clippy::unwrap_used)]
 use q4_core::{
     Absmax, ActGlobal, ActQuant, Activations, Convention, CudaDevice, DType, Device, ExecPath, GlobalScale,

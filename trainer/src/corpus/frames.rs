@@ -1,7 +1,8 @@
 //! Sentences with gaps, which write events and read them.
 //!
-//! A gap is a letter in braces: `{a}` and `{b}` people, `{o}` a thing named for the first time, `{t}` the same thing again,
-//! `{p}` a place, `{w}` a time, `{n}` and `{m}` and `{s}` numbers, `{c}` what is counted, `{l}` a colour.
+//! A gap is a letter in braces: `{a}` and `{b}` people, `{o}` a thing named for the first time, `{t}` the
+//! same thing again, `{p}` a place, `{w}` a time, `{n}` and `{m}` and `{s}` numbers, `{c}` what is counted,
+//! `{l}` a colour.
 use super::words::{
     COLOURS, COUNTED, Lang, NUMBERS, PEOPLE, PLACES, THINGS, TIMES, a_thing, the_thing, word,
 };

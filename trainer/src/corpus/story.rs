@@ -61,7 +61,8 @@ impl Story {
         self.lang == Lang::Zh
     }
 
-    /// Reads a text back and replays it. The error says which sentence is no frame, or what contradicts what came before.
+    /// Reads a text back and replays it. The error says which sentence is no frame, or what contradicts what
+    /// came before.
     pub fn parse(text: &str) -> Result<Self, String> {
         let lang = if text.is_ascii() { Lang::En } else { Lang::Zh };
         let mut events: Vec<(Event, usize)> = Vec::new();

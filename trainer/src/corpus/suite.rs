@@ -1,8 +1,10 @@
-//! What a model that has learnt the corpus must answer: every question of the small talk, and stories on what was asked for.
+//! What a model that has learnt the corpus must answer: every question of the small talk, and stories on what
+//! was asked for.
 use super::{Story, chat};
 use crate::behaviour::Case;
 
-/// One row for each question there is. Wordings that only validation asks are groups of their own, `NAME-heldout`.
+/// One row for each question there is. Wordings that only validation asks are groups of their own,
+/// `NAME-heldout`.
 pub fn suite() -> Vec<Case> {
     let row = |group: String, prompt: String, must: String| Case {
         group,

@@ -15,8 +15,9 @@ pub enum Packing {
     /// As many as fit; attention stays within a document, positions begin anew with each.
     #[default]
     Documents,
-    /// All samples as one stream, each followed by the end of text, cut into windows; attention crosses documents. Training
-    /// joins them in another order each epoch, so that no sample can be known by the one before it.
+    /// All samples as one stream, each followed by the end of text, cut into windows; attention crosses
+    /// documents. Training joins them in another order each epoch, so that no sample can be known by the
+    /// one before it.
     Stream,
 }
 
@@ -194,7 +195,8 @@ impl<'a> Loader<'a> {
     }
 }
 
-/// The data once, in the order of the files; the last batch may have fewer rows. Of a stream, the last window may be short.
+/// The data once, in the order of the files; the last batch may have fewer rows. Of a stream, the last window
+/// may be short.
 pub fn eval_batches<'a>(
     data: &'a Dataset,
     rows: usize,

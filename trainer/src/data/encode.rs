@@ -1,7 +1,7 @@
 //! Rows to token ids, with the spans that are learnt.
 //!
-//! Text is tokenised in pieces cut at the borders of answers, as it is when the model is asked: the prompt up to the answer
-//! in one piece, the answer as the model would write it in the next.
+//! Text is tokenised in pieces cut at the borders of answers, as it is when the model is asked: the prompt up
+//! to the answer in one piece, the answer as the model would write it in the next.
 use super::read::{Row, bad};
 use super::{LoadOptions, Sample, Supervise, Text};
 use q4_core::{Code, Error, Result, ThreadPool};
@@ -115,7 +115,8 @@ fn render(messages: &[Message], prompt: bool, text: &Text<'_>, plain: Option<&Pl
     text.template.render(messages, None, prompt, &Map::new())
 }
 
-/// A template that only puts fixed text around role and content, as most do: found by trying it, rendered by adding strings.
+/// A template that only puts fixed text around role and content, as most do: found by trying it, rendered by
+/// adding strings.
 ///
 /// Starting the engine costs 0.1 ms a prompt, minutes on large files.
 struct Plain {

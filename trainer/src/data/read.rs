@@ -22,7 +22,8 @@ pub enum Row {
 /// The rows of a file with their line numbers, from 1. Empty lines are skipped, bad ones are errors.
 ///
 /// # Errors
-/// [`Code::Container`] with `file:line`; [`Code::ModelMissing`] or [`Code::Io`] where the file cannot be read.
+/// [`Code::Container`] with `file:line`; [`Code::ModelMissing`] or [`Code::Io`] where the file cannot be
+/// read.
 pub fn read_rows(path: &Path, format: Format) -> Result<Vec<(usize, Row)>> {
     let size = fs::metadata(path).map_err(|e| Error::io(path, &e))?.len();
     if size > FILE_LIMIT {

@@ -300,7 +300,8 @@ fn every_epoch_is_a_permutation_and_a_cursor_is_all_there_is() {
             assert_ne!(seen[..50], seen[50..100], "another order each epoch");
         }
         if packing == Packing::Stream {
-            // 50 samples of three tokens and a separator: 22 windows of nine an epoch, 66 of the 120 rows are three epochs.
+            // 50 samples of three tokens and a separator: 22 windows of nine an epoch, 66 of the 120 rows are
+            // three epochs.
             let ids: Vec<i64> = batches.iter().flat_map(|(_, b)| b.ids.clone()).collect();
             let epochs: Vec<&[i64]> = ids.chunks(22 * 9).take(3).collect();
             let following = |epoch: &[i64]| {

@@ -1,4 +1,5 @@
-//! One chart as a `figure` with inline SVG: a grid with round numbers, a line per series, thinned out to the pixels.
+//! One chart as a `figure` with inline SVG: a grid with round numbers, a line per series, thinned out to the
+//! pixels.
 use std::fmt::Write;
 
 const WIDTH: f64 = 600.0;

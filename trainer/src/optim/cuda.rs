@@ -1,8 +1,8 @@
-//! The same steps on device memory: `kernel.cu`, compiled by NVRTC when first needed, launched on the default stream of the
-//! device's primary context, which is where libtorch works.
+//! The same steps on device memory: `kernel.cu`, compiled by NVRTC when first needed, launched on the default
+//! stream of the device's primary context, which is where libtorch works.
 //!
-//! The driver and NVRTC are opened at run time; nothing is linked. Results have the bits of the CPU's, sums of squares aside,
-//! which are added in another order, always the same.
+//! The driver and NVRTC are opened at run time; nothing is linked. Results have the bits of the CPU's, sums
+//! of squares aside, which are added in another order, always the same.
 use super::layout::{MasterFormat, StateFormat, StateLayout};
 use super::maps::{ROOT4, SIGNED4, SIGNED8, UNSIGNED8};
 use super::{Hyper, Scalars, ScaleChoice, TILE};
@@ -47,7 +47,8 @@ struct Random {
 }
 
 impl Launcher {
-    /// Compiles for device `ordinal`. [`Code::DeviceMissing`] when there is no driver, no NVRTC or no such device.
+    /// Compiles for device `ordinal`. [`Code::DeviceMissing`] when there is no driver, no NVRTC or no such
+    /// device.
     pub fn new(ordinal: usize) -> Result<Self> {
         let driver = Arc::new(open(&["libcuda.so.1", "nvcuda.dll"], "the CUDA driver")?);
         let mut this = Self { driver, context: null_mut(), functions: Vec::new(), maps: 0 };
@@ -104,8 +105,8 @@ impl Launcher {
     /// As [`super::adamw`], on device pointers aligned to 16 bytes; returns before it has run.
     ///
     /// # Safety
-    /// `master` and `grad` must have `layout.len()` elements of their types and `state` `layout.bytes()` bytes, in memory of
-    /// this device that nothing else uses before the default stream gets there.
+    /// `master` and `grad` must have `layout.len()` elements of their types and `state` `layout.bytes()`
+    /// bytes, in memory of this device that nothing else uses before the default stream gets there.
     pub unsafe fn adamw(
         &self,
         hyper: &Hyper,
@@ -136,9 +137,10 @@ impl Launcher {
         unsafe { self.launch(&name, layout.len().div_ceil(TILE), &mut arguments) }
     }
 
-    /// As [`super::quantize_dequantize`] for `n` elements whose rows are multiples of 16, from and to f32 or bf16; a free scale
-    /// rounds to bf16 once more. `info` receives two words: bits of the largest magnitude and the per-tensor scale. Where an
-    /// element is not finite, all values and the scale are NaN.
+    /// As [`super::quantize_dequantize`] for `n` elements whose rows are multiples of 16, from and to f32 or
+    /// bf16; a free scale rounds to bf16 once more. `info` receives two words: bits of the largest
+    /// magnitude and the per-tensor scale. Where an element is not finite, all values and the scale are
+    /// NaN.
     ///
     /// # Safety
     /// As [`Launcher::adamw`]; `info` has 8 bytes.
@@ -179,7 +181,8 @@ impl Launcher {
         unsafe { self.launch(&format!("value_{}_{}", from.as_str(), to.as_str()), tiles, &mut arguments) }
     }
 
-    /// Writes the sum of the squares of `n` elements to the f64 at `out`. `scratch` has 8 bytes for each 4096 elements.
+    /// Writes the sum of the squares of `n` elements to the f64 at `out`. `scratch` has 8 bytes for each 4096
+    /// elements.
     ///
     /// # Safety
     /// As [`Launcher::adamw`].
@@ -382,7 +385,8 @@ fn compile(architecture: &str) -> Result<Vec<u8>> {
     let failed = |what: &str, have: String| Error::new(Code::Internal, format!("NVRTC: {what}")).have(have);
     let missing = |e: libloading::Error| failed("a function is missing", e.to_string());
     let mut program: Handle = null_mut();
-    // SAFETY: signatures are those of NVRTC; buffers have the sizes it asked for; the program is used by this thread only.
+    // SAFETY: signatures are those of NVRTC; buffers have the sizes it asked for; the program is used by this
+    // thread only.
     unsafe {
         let get = |program: Handle, size: &[u8], text: &[u8]| -> Result<Vec<u8>> {
             let (size, text) =

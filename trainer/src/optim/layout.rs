@@ -91,8 +91,9 @@ impl FromStr for MasterFormat {
     }
 }
 
-/// The state of one tensor of `len` elements: codes of m, codes of v, scales of m, of v, second-level scales of m, of v,
-/// each section beginning at a multiple of 16 bytes. Packed formats count `len` up to a multiple of 256.
+/// The state of one tensor of `len` elements: codes of m, codes of v, scales of m, of v, second-level scales
+/// of m, of v, each section beginning at a multiple of 16 bytes. Packed formats count `len` up to a multiple
+/// of 256.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StateLayout {
     format: StateFormat,

@@ -35,14 +35,14 @@ pub(super) static SIGNED4: LazyLock<[f32; 16]> = LazyLock::new(|| {
     values
 });
 
-/// Sixteen values from 2^-6 to 1 in equal ratios, for the root of v: what divides an update needs relative precision, and
-/// has no zero.
+/// Sixteen values from 2^-6 to 1 in equal ratios, for the root of v: what divides an update needs relative
+/// precision, and has no zero.
 pub(super) static ROOT4: LazyLock<[f32; 16]> =
     LazyLock::new(|| std::array::from_fn(|i| 2f64.powf(0.4 * (i as f64 - 15.0)) as f32));
 
-/// Code of the value below or above `y`, with the probability that makes the mean exact: `y` is compared with a random
-/// place between the two. Sixteen values of a moment are too few to round to the nearest: a mean that changes by less
-/// than half a step would never change at all. Beyond the ends it is the end.
+/// Code of the value below or above `y`, with the probability that makes the mean exact: `y` is compared with
+/// a random place between the two. Sixteen values of a moment are too few to round to the nearest: a mean
+/// that changes by less than half a step would never change at all. Beyond the ends it is the end.
 #[inline(always)]
 pub(super) fn between<const N: usize>(values: &[f32; N], y: f32, random: u16) -> u8 {
     let low = (1..N - 1).map(|i| usize::from(y >= values[i])).sum::<usize>();
@@ -74,8 +74,8 @@ impl<const N: usize> Map<N> {
     }
 }
 
-/// Dynamic map of `exponents + 1` bits (Dettmers et al., arXiv 2110.02861): for every power of ten, twice as many evenly
-/// spaced means as for the one below, plus 0 and 1.
+/// Dynamic map of `exponents + 1` bits (Dettmers et al., arXiv 2110.02861): for every power of ten, twice as
+/// many evenly spaced means as for the one below, plus 0 and 1.
 fn dynamic(exponents: i32, signed: bool) -> Vec<f32> {
     let mut values = vec![0.0, 1.0];
     for i in 0..exponents {

@@ -150,7 +150,8 @@ fn pack_nvfp4(moment: Moment, x: &mut [f32], part: &mut Part<'_>, draws: &Draws)
             codes.fill(0);
             continue;
         }
-        // Rounded up, so that the largest of a block is no more than six steps and none is cut down time and again.
+        // Rounded up, so that the largest of a block is no more than six steps and none is cut down time and
+        // again.
         let want = absmax / 6.0 / second;
         *scale = e4m3::encode(want);
         *scale += u8::from(e4m3::decode(*scale) < want && *scale < 0x7e);

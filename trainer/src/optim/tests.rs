@@ -20,7 +20,8 @@ fn wild(seed: u64, n: usize) -> Vec<f32> {
         .collect()
 }
 
-/// Moments in f64 from the bytes, as the module documentation describes the formats, without the code that packs them.
+/// Moments in f64 from the bytes, as the module documentation describes the formats, without the code that
+/// packs them.
 fn decode(layout: &StateLayout, state: &[u8]) -> (Vec<f64>, Vec<f64>) {
     let s = layout.sections().map(|range| &state[range]);
     let float = |bytes: &[u8], i: usize| {
@@ -60,7 +61,8 @@ fn decode(layout: &StateLayout, state: &[u8]) -> (Vec<f64>, Vec<f64>) {
 fn tolerance(format: StateFormat) -> (f64, f64) {
     match format {
         StateFormat::F32 => (1e-6, 1e-6),
-        // Half the widest step of the map beside its value: 10^-k (0.1 + 0.9/2^(k+1)) and so on; the last decade has 64 steps.
+        // Half the widest step of the map beside its value: 10^-k (0.1 + 0.9/2^(k+1)) and so on; the last
+        // decade has 64 steps.
         StateFormat::Int8 => (0.04, 0.02),
         // A neighbour: 0.2125 for 0.11 of the mean, a ratio of 1.32 in the root.
         StateFormat::Int4 => (1.0, 0.75),
@@ -96,7 +98,8 @@ fn every_format_follows_the_f64_reference() {
             let (m_new, v_new) = decode(&layout, &state);
             let (b1, b2) = (f64::from(h.beta1), f64::from(h.beta2));
             let t = step as i32;
-            // Twice the largest update exact moments allow: the weights of past gradients in m, squared, over those in v.
+            // Twice the largest update exact moments allow: the weights of past gradients in m, squared, over
+            // those in v.
             let shares: f64 =
                 (0..t).map(|k| ((1.0 - b1) * b1.powi(k)).powi(2) / ((1.0 - b2) * b2.powi(k))).sum();
             let limit = 2.0 * (shares * (1.0 - b2.powi(t))).sqrt() / (1.0 - b1.powi(t));
@@ -277,7 +280,8 @@ fn a_bf16_master_lands_beside_the_f32_one() {
     }
 }
 
-/// Trains on one gradient, under `noise` times as much noise, and returns the share of the weight's NVFP4 codes that changed.
+/// Trains on one gradient, under `noise` times as much noise, and returns the share of the weight's NVFP4
+/// codes that changed.
 fn moved(format: StateFormat, master: MasterFormat, beta2: f32, noise: f32) -> f64 {
     let (n, k) = (32, 1024);
     let layout = StateLayout::choose(format, &[n, k]);

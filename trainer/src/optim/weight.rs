@@ -1,7 +1,8 @@
 //! The NVFP4 value of a master weight, which the forward pass computes with (straight-through estimator).
 //!
-//! ModelOpt's rule with a multiplying per-tensor scale. A scale that is a power of two makes every value exact in bf16: a
-//! code and a block scale have together at most 6 significant bits. So what is trained with is what a file can hold.
+//! ModelOpt's rule with a multiplying per-tensor scale. A scale that is a power of two makes every value
+//! exact in bf16: a code and a block scale have together at most 6 significant bits. So what is trained with
+//! is what a file can hold.
 use q4_core::formats::nvfp4::{self, Quantizer};
 use q4_core::{Code, DType, Error, GlobalScale, Result, Rule, ThreadPool};
 use serde::{Deserialize, Serialize};
@@ -27,8 +28,8 @@ pub fn global_scale(choice: ScaleChoice, amax: f32) -> Result<GlobalScale> {
     }
 }
 
-/// Quantises `w` `[n, k]` and writes the decoded values to `out`. Returns the per-tensor scale; an export with the same
-/// one (amax `2688 g`, exact for a power of two) stores these values.
+/// Quantises `w` `[n, k]` and writes the decoded values to `out`. Returns the per-tensor scale; an export
+/// with the same one (amax `2688 g`, exact for a power of two) stores these values.
 ///
 /// # Errors
 /// [`Code::ShapeMismatch`] for `k % 16 != 0` or other lengths; [`Code::ValueInvalid`] for NaN and infinity.

@@ -1,5 +1,5 @@
-//! NVFP4 activations with a straight-through gradient: single-level scales, as a checkpoint without stored input scales
-//! has them (rule ModelOpt).
+//! NVFP4 activations with a straight-through gradient: single-level scales, as a checkpoint without stored
+//! input scales has them (rule ModelOpt).
 use super::Tch;
 use q4_core::formats::nvfp4;
 use q4_core::{ActGlobal, ActQuant, DType, Error, Result, Rule};

@@ -1,8 +1,8 @@
 //! One optimiser step: forward by blocks, chunked loss, backward by blocks, update.
 //!
-//! The gradient of a 4-bit layer is taken with respect to the decoded values and given to the master unchanged. That is the
-//! straight-through estimator `w_q + (w - detach(w))` without its second copy of every weight: the value is `w_q` and the
-//! derivative with respect to `w` is the identity.
+//! The gradient of a 4-bit layer is taken with respect to the decoded values and given to the master
+//! unchanged. That is the straight-through estimator `w_q + (w - detach(w))` without its second copy of every
+//! weight: the value is `w_q` and the derivative with respect to `w` is the identity.
 use super::Tch;
 use super::executor::{TorchCache, TorchExecutor, TorchNorm};
 use super::kernels::Kernels;
@@ -47,9 +47,9 @@ pub enum ClipScope {
 pub struct Options {
     /// Blocks are computed again in the backward pass instead of being kept.
     pub recompute: bool,
-    /// A block's parameters move as soon as its gradients are there, and these are dropped: with one micro-batch the
-    /// gradients of one block live at a time. A gradient that is not finite stops the step at its block; blocks behind it
-    /// have moved already, blocks before it stay.
+    /// A block's parameters move as soon as its gradients are there, and these are dropped: with one
+    /// micro-batch the gradients of one block live at a time. A gradient that is not finite stops the
+    /// step at its block; blocks behind it have moved already, blocks before it stay.
     pub update_in_backward: bool,
     /// Largest gradient norm; 0 is off.
     pub clip: f64,
@@ -57,7 +57,8 @@ pub struct Options {
     pub clip_scope: ClipScope,
     /// Tokens whose logits exist at a time.
     pub chunk: usize,
-    /// The decoded weights are kept from one step to the next, 2 or 4 bytes a weight, instead of being decoded on each use.
+    /// The decoded weights are kept from one step to the next, 2 or 4 bytes a weight, instead of being
+    /// decoded on each use.
     pub keep_values: bool,
 }
 
@@ -117,8 +118,9 @@ impl Engine {
         self.values.iter_mut().for_each(|v| *v = None);
     }
 
-    /// One optimiser step over `micro`, whose losses are averaged over all their supervised tokens. `allow` sees the loss and
-    /// the norm (`None` where the update is in the backward pass) and may refuse; then nothing moves.
+    /// One optimiser step over `micro`, whose losses are averaged over all their supervised tokens. `allow`
+    /// sees the loss and the norm (`None` where the update is in the backward pass) and may refuse; then
+    /// nothing moves.
     pub fn step(
         &mut self,
         micro: &[Rows<'_>],
@@ -293,7 +295,8 @@ impl Engine {
         Ok(Ok(loss))
     }
 
-    /// Takes gradients: updates at once, or adds them to what waits. False: not finite, nothing of these moved.
+    /// Takes gradients: updates at once, or adds them to what waits. False: not finite, nothing of these
+    /// moved.
     fn settle(&mut self, grads: Vec<(usize, Tensor)>, sink: &mut Sink<'_>) -> Result<bool> {
         let mut parts = Vec::with_capacity(grads.len());
         for (i, g) in grads {
@@ -367,7 +370,8 @@ impl Engine {
         Ok(out)
     }
 
-    /// Block `i` through the model's graph: the new residual stream, and the leaves that move with their parameters.
+    /// Block `i` through the model's graph: the new residual stream, and the leaves that move with their
+    /// parameters.
     fn block(
         &mut self,
         i: usize,
@@ -394,7 +398,8 @@ impl Engine {
         Ok((slots.hidden, moving.map(|(j, l)| (first + j, l)).collect()))
     }
 
-    /// Logits of `ids` behind what `cache` holds, without gradients: `[1, vocab]` or `[ids, vocab]`, in the compute type.
+    /// Logits of `ids` behind what `cache` holds, without gradients: `[1, vocab]` or `[ids, vocab]`, in the
+    /// compute type.
     pub fn logits(&mut self, ids: &[u32], cache: &mut TorchCache, which: Logits) -> Result<Tensor> {
         let _guard = tch::no_grad_guard();
         let table = self.value(0)?;

@@ -1,7 +1,8 @@
 //! The model's executor over libtorch: the same forward pass, differentiable.
 //!
-//! A slot is a handle that every operation replaces, so that autograd sees one pure function. Slots of the residual
-//! stream are f32; inputs and outputs of products have the compute type (f32 on the CPU, bf16 on CUDA).
+//! A slot is a handle that every operation replaces, so that autograd sees one pure function. Slots of the
+//! residual stream are f32; inputs and outputs of products have the compute type (f32 on the CPU, bf16 on
+//! CUDA).
 use super::{Tch, activations};
 use q4_core::{Activations, Code, Error, Result};
 use q4_model::config::Qwen3Config;
@@ -87,8 +88,8 @@ impl TorchExecutor {
         }
     }
 
-    /// For `rows` packed sequences of `seq` tokens. `positions` rotate; tokens see only earlier ones of the same row and
-    /// document. Without `documents` a row is one document.
+    /// For `rows` packed sequences of `seq` tokens. `positions` rotate; tokens see only earlier ones of the
+    /// same row and document. Without `documents` a row is one document.
     pub fn batch(
         &self,
         rows: usize,

@@ -1,8 +1,9 @@
 //! Trained masters as a model directory or `.dat` file, through the model crate's own export.
 //!
-//! Dense masters are written beside the target first (f32 where 4-bit codes will be made of them, bf16 elsewhere) and
-//! become 4-bit by the code every `q4 quantize` runs. With power-of-two scales the result holds, bit for bit, the values
-//! the forward pass computed with. What training did not move, and what the model does not use, keeps its bytes.
+//! Dense masters are written beside the target first (f32 where 4-bit codes will be made of them, bf16
+//! elsewhere) and become 4-bit by the code every `q4 quantize` runs. With power-of-two scales the result
+//! holds, bit for bit, the values the forward pass computed with. What training did not move, and what the
+//! model does not use, keeps its bytes.
 use super::Tch;
 use super::kernels::Kernels;
 use super::weights::{Params, Role, Source, bytes};
@@ -79,7 +80,8 @@ impl Side {
     }
 }
 
-/// Writes the model to `out`, which must not exist. `base` is the checkpoint training began with, where there was one.
+/// Writes the model to `out`, which must not exist. `base` is the checkpoint training began with, where there
+/// was one.
 pub fn write(
     params: &Params,
     kernels: &Kernels,
@@ -199,7 +201,8 @@ fn dense(
     Ok(())
 }
 
-/// Entries of the base that are written as they were read: dense tensors that did not move, and what no parameter is made of.
+/// Entries of the base that are written as they were read: dense tensors that did not move, and what no
+/// parameter is made of.
 fn kept(params: &Params, base: Option<&Checkpoint>) -> Vec<Entry> {
     let Some(base) = base else { return Vec::new() };
     // A packed head beside a tied table is made anew where the layout wants one.

@@ -67,15 +67,16 @@ impl Kernels {
         });
     }
 
-    /// The NVFP4 value of a master `[n, k]`, in `kind`. Both paths give the same bits; `kind` must hold them (bf16 does
-    /// where the scale is a power of two).
+    /// The NVFP4 value of a master `[n, k]`, in `kind`. Both paths give the same bits; `kind` must hold them
+    /// (bf16 does where the scale is a power of two).
     pub fn quantized(&self, master: &Tensor, n: usize, k: usize, kind: Kind) -> Result<Tensor> {
         if let Some(cuda) = &self.cuda {
             let master = master.f_contiguous().t()?;
             let out = Tensor::f_empty(master.size(), (kind, self.device)).t()?;
             let (w, to) = ((address(&master), format(&master)?), (address(&out), format(&out)?));
-            // SAFETY: contiguous tensors of n * k elements on this device, and two words to write to, all alive; libtorch's
-            // allocator reuses memory in the order of the stream the kernels run on.
+            // SAFETY: contiguous tensors of n * k elements on this device, and two words to write to, all
+            // alive; libtorch's allocator reuses memory in the order of the stream the kernels
+            // run on.
             unsafe { cuda.launcher.quantize_dequantize(w, n * k, self.scale, to, address(&cuda.info))? };
             return Ok(out);
         }

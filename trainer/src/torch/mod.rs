@@ -53,7 +53,8 @@ pub(crate) fn floats_mut(t: &Tensor) -> Result<&mut [f32]> {
 /// The elements of a contiguous CPU tensor, whose kind must be the one that `T` stands for.
 pub(crate) fn slice<T>(t: &Tensor, kind: Kind) -> Result<&[T]> {
     let len = checked::<T>(t, kind)?;
-    // SAFETY: contiguous, on the host, `len` elements of a type as wide as T; the borrow keeps the storage alive.
+    // SAFETY: contiguous, on the host, `len` elements of a type as wide as T; the borrow keeps the storage
+    // alive.
     Ok(unsafe { std::slice::from_raw_parts(t.data_ptr().cast(), len) })
 }
 

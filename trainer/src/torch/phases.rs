@@ -49,7 +49,8 @@ impl Phases {
 
     /// `phase` has ended. [`q4_core::Code::OutOfMemory`] over the limit.
     pub fn mark(&mut self, phase: &'static str) -> Result<()> {
-        // Looking costs a call to the driver and two files: once a step unless there is something to look for.
+        // Looking costs a call to the driver and two files: once a step unless there is something to look
+        // for.
         if !self.profiling && self.limit.is_none() && phase != FIRST {
             return Ok(());
         }

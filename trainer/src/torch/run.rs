@@ -41,7 +41,8 @@ pub struct Invocation<'a> {
     pub dry_run: bool,
     /// Nothing is trained: the losses and behaviours of the model as it is.
     pub eval_only: bool,
-    /// Asks a finished model through the program that serves it; `None`: through the trainer's own forward pass.
+    /// Asks a finished model through the program that serves it; `None`: through the trainer's own forward
+    /// pass.
     pub serve: Option<Serve<'a>>,
     /// Is shown what the user should know.
     pub say: &'a dyn Fn(&str),
@@ -109,8 +110,8 @@ fn predicted(c: &Config, base: &Base, device: Device) -> plan::Plan {
     let machine = Machine {
         compute: if device.is_cuda() { 2 } else { 4 },
         fused_attention: c.data.packing != Packing::Documents,
-        // On the host: libtorch itself and the data. On the device the allocator's figures leave the context out, but not
-        // cuBLAS's workspace and what is lost to rounding.
+        // On the host: libtorch itself and the data. On the device the allocator's figures leave the context
+        // out, but not cuBLAS's workspace and what is lost to rounding.
         context: if device.is_cuda() { 100 << 20 } else { 300 << 20 },
     };
     plan::predict(&Shapes::of(&base.config), c, &machine)

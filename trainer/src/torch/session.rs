@@ -189,7 +189,8 @@ pub fn engine(c: &Config, base: &Base, device: Device, pool: Arc<ThreadPool>) ->
     Ok(Engine::new(params, kernels, ex, m.rms_norm_eps, options, t.seed))
 }
 
-/// Opens the device and fixes what a result depends on: threads, and kernels that do not race where libtorch has them.
+/// Opens the device and fixes what a result depends on: threads, and kernels that do not race where libtorch
+/// has them.
 pub fn device(name: &str, threads: usize) -> Result<Device> {
     tch::set_num_threads(threads as i32);
     let device = device::open(name)?;

@@ -1,8 +1,9 @@
 //! Masters, optimiser states and adapters of a model, and the values its forward pass computes with.
 //!
-//! Matrices that share their input (q/k/v, gate/up) are one parameter, as the graph multiplies them and as a per-tensor
-//! scale is shared. Values are a pure function of the masters: 4-bit layers are decoded from their NVFP4 code, everything
-//! else is rounded to bf16, so that an exported file holds exactly what was trained with.
+//! Matrices that share their input (q/k/v, gate/up) are one parameter, as the graph multiplies them and as a
+//! per-tensor scale is shared. Values are a pure function of the masters: 4-bit layers are decoded from their
+//! NVFP4 code, everything else is rounded to bf16, so that an exported file holds exactly what was trained
+//! with.
 use super::kernels::Kernels;
 use super::{Tch, slice, slice_mut};
 use crate::optim::{Hyper, MasterFormat, ScaleChoice, StateFormat, StateLayout};
@@ -48,7 +49,8 @@ pub struct Trained {
     pub decay: f32,
 }
 
-/// A low-rank correction: the layer computes with `Q(base + scale * b a)`, so a merged file is what was trained.
+/// A low-rank correction: the layer computes with `Q(base + scale * b a)`, so a merged file is what was
+/// trained.
 pub struct Adapter {
     /// `[rank, k]`.
     pub a: Trained,
@@ -147,7 +149,8 @@ impl Params {
         })
     }
 
-    /// Normally distributed: 0.02, and `0.02 / sqrt(2 layers)` for what is added to the residual stream; norms are one.
+    /// Normally distributed: 0.02, and `0.02 / sqrt(2 layers)` for what is added to the residual stream;
+    /// norms are one.
     pub fn random(config: &Qwen3Config, keep: Keep, seed: u64, kernels: &Kernels) -> Result<Self> {
         let small = 1.0 / (2.0 * config.num_hidden_layers as f32).sqrt();
         let mut stream = 0;
@@ -252,7 +255,8 @@ impl Params {
         }
     }
 
-    /// Masters of module `part` of a parameter as f32 on the host: what an export quantises. Adapters are merged.
+    /// Masters of module `part` of a parameter as f32 on the host: what an export quantises. Adapters are
+    /// merged.
     pub fn master_rows(&self, index: usize, part: usize) -> Result<Vec<f32>> {
         let p = &self.all[index];
         let whole = match &p.source {
@@ -370,7 +374,8 @@ impl Maker<'_> {
         let shape: Vec<usize> = values.size().iter().map(|e| *e as usize).collect();
         let layout = StateLayout::choose(state, &shape);
         let device = self.kernels.device();
-        // One-dimensional tensors are too small to save on, and a norm's gain moves by less than a step of bf16.
+        // One-dimensional tensors are too small to save on, and a norm's gain moves by less than a step of
+        // bf16.
         let format = if shape.len() == 1 { MasterFormat::F32 } else { format };
         let kind = if format == MasterFormat::Bf16 { Kind::BFloat16 } else { Kind::Float };
         let stream = self.made;

@@ -48,7 +48,8 @@ struct Gemv {
     unused: u32,
 }
 
-/// Kernels for one type of x: one row, up to eight, up to sixteen; the last two also by clusters, where the device has them.
+/// Kernels for one type of x: one row, up to eight, up to sixteen; the last two also by clusters, where the
+/// device has them.
 struct Family {
     one: Kernel,
     few: Kernel,
@@ -66,7 +67,8 @@ pub struct Kernels {
     align: Kernel,
 }
 
-/// A launch: the kernel, its blocks (or clusters), how many row groups (or pairs of them) they share, bytes of shared memory.
+/// A launch: the kernel, its blocks (or clusters), how many row groups (or pairs of them) they share, bytes
+/// of shared memory.
 struct Plan<'a> {
     kernel: &'a Kernel,
     teams: usize,
@@ -102,7 +104,8 @@ impl Kernels {
         })
     }
 
-    /// A launch of `rows` rows, a power of two; `None` if no number of blocks makes it fit. `dtype` is a type's number.
+    /// A launch of `rows` rows, a power of two; `None` if no number of blocks makes it fit. `dtype` is a
+    /// type's number.
     fn plan(&self, w: &Packed, dtype: u32, rows: usize, gate: bool) -> Option<Plan<'_>> {
         let family = &self.families[dtype as usize - 1];
         let parts = family.parts;
@@ -151,8 +154,8 @@ impl Kernels {
             let shared = fixed + (groups + 1 + WARPS + whole) * 64 * columns;
             // Quotients of units are taken in f32.
             if shared <= self.gpu.shared as usize && groups * slice < 1 << 17 {
-                // More than half, or a processor that the kernel before leaves early gets two blocks and the launch takes
-                // twice as long.
+                // More than half, or a processor that the kernel before leaves early gets two blocks and the
+                // launch takes twice as long.
                 let shared = shared.max(self.gpu.shared as usize / 2 + 2048);
                 return Some(Plan { kernel, teams, split, work, shared });
             }
@@ -170,7 +173,8 @@ impl Kernels {
         [16, 8, 4, 2, 1].into_iter().filter(|r| *r <= enough).find(fits)
     }
 
-    /// Whether they take calls of `m` rows of x (`dtype` as rounded after a norm); any number without a fusion.
+    /// Whether they take calls of `m` rows of x (`dtype` as rounded after a norm); any number without a
+    /// fusion.
     pub fn takes(&self, w: &Packed, dtype: u32, m: usize, set: FuseSet) -> bool {
         let gate = set.contains(FuseSet::GATE);
         w.units > 0
@@ -187,7 +191,8 @@ impl Kernels {
     /// Enqueues the product.
     ///
     /// # Safety
-    /// The matrices are device memory that fits the weight, and do not overlap; the workspace has the size asked for.
+    /// The matrices are device memory that fits the weight, and do not overlap; the workspace has the size
+    /// asked for.
     pub unsafe fn forward(&self, w: &Packed, call: &Call) -> Result<()> {
         let (mut norm, k) = (call.norm.0, w.k as usize);
         let copy = |from: u64, rows: u32, ld: u64, size: u32, to: u64| {

@@ -29,7 +29,8 @@ const BLOCK: usize = 16384;
 const ROWS: usize = 128;
 /// Tokens of a tile, by what a call needs.
 const TOKENS: [usize; 4] = [32, 64, 128, 256];
-/// From this k on the bound has room for the widest tiles, whose operands are within 2^-17 of the weight, and for additions.
+/// From this k on the bound has room for the widest tiles, whose operands are within 2^-17 of the weight, and
+/// for additions.
 const LEAST_FOLDED: u32 = 2048;
 
 /// The two functions of gemm.cu.
@@ -46,7 +47,8 @@ pub struct Kernels {
     order: [[Kernel; 3]; 2],
 }
 
-/// Index into [`TOKENS`] of a call of `m` rows. The widest tiles need enough of them, by rows of x or of the weight.
+/// Index into [`TOKENS`] of a call of `m` rows. The widest tiles need enough of them, by rows of x or of the
+/// weight.
 fn size_of(w: &Packed, m: usize) -> usize {
     let wide = w.k >= LEAST_FOLDED && (m > 256 || w.n as usize >= 132 * ROWS);
     let widest = if wide { 3 } else { 2 };
@@ -123,7 +125,8 @@ impl Kernels {
     /// Enqueues the product.
     ///
     /// # Safety
-    /// The matrices are device memory that fits the weight, and do not overlap; the workspace has the size asked for.
+    /// The matrices are device memory that fits the weight, and do not overlap; the workspace has the size
+    /// asked for.
     pub unsafe fn forward(&self, w: &Packed, call: &Call) -> Result<()> {
         let m = call.x.rows as usize;
         let room = self.room(w, call.source, m);

@@ -1,4 +1,5 @@
-//! Launchers of `cuda/rounded.cu`: products of many rows of bf16 on sm_90, weights rounded to bf16, with any fusion.
+//! Launchers of `cuda/rounded.cu`: products of many rows of bf16 on sm_90, weights rounded to bf16, with any
+//! fusion.
 use super::{Call, Packed, UNIT};
 use q4_core::{Code, DType, Error, FuseSet, Result};
 use q4_cuda::{Gpu, Kernel, Kernels as Module, Launch, Source, TensorMap, args};
@@ -72,8 +73,8 @@ const FEW_ROWS: u32 = 4096;
 impl Shape {
     /// That of a call of `m` rows on a device of so many multiprocessors.
     fn of(w: &Packed, m: usize, processors: usize) -> usize {
-        // Clusters that share k need a place for each at once; where they leave much of the device idle, more than two had
-        // better share k.
+        // Clusters that share k need a place for each at once; where they leave much of the device idle, more
+        // than two had better share k.
         let shares = |i: &usize| {
             let s = &SHAPES[*i];
             let (tiles, size) = (s.row_tiles(w.n as usize, false) * m.div_ceil(s.tokens), s.pair * s.split);
@@ -114,7 +115,8 @@ impl Shape {
         let (groups, of_tile) = (n.div_ceil(16), self.rows() / 16 * self.pair);
         if gate { (groups / 2).div_ceil(of_tile / 2) } else { groups.div_ceil(of_tile) }
     }
-    /// Bytes of outputs of a warpgroup that leave together, and how many times; none where they leave from the ring of x.
+    /// Bytes of outputs of a warpgroup that leave together, and how many times; none where they leave from
+    /// the ring of x.
     const fn pieces(&self) -> (usize, usize) {
         match (self.split, self.tokens) {
             (1, 256) => (4096, 3),
@@ -237,7 +239,8 @@ impl Kernels {
     /// Enqueues the product.
     ///
     /// # Safety
-    /// The matrices are device memory that fits the weight, and do not overlap; the workspace has the size asked for.
+    /// The matrices are device memory that fits the weight, and do not overlap; the workspace has the size
+    /// asked for.
     pub unsafe fn forward(&self, w: &Packed, call: &Call) -> Result<()> {
         let (m, k, n) = (call.x.rows as usize, w.k as usize, w.n as usize);
         let room = self.room(w, m);
@@ -343,8 +346,9 @@ fn deal(tiles: usize, token_tiles: usize, rounds: usize, workers: usize) -> (usi
         // As many a tile as there is room for: each then has one part of one tile.
         return (tiles * (workers / tiles).min(rounds).min(READERS), tiles);
     }
-    // Where weights are read once or twice, equal shares of everything were fastest; else whole tiles, and shares of those
-    // that would not nearly fill a last round, of a round more where k is short. Shares are counted in 32 bits.
+    // Where weights are read once or twice, equal shares of everything were fastest; else whole tiles, and
+    // shares of those that would not nearly fill a last round, of a round more where k is short. Shares
+    // are counted in 32 bits.
     let rest = tiles % workers;
     let split = if token_tiles <= 2 {
         tiles
@@ -378,7 +382,8 @@ fn every_block_has_work() {
     }
 }
 
-/// What is launched has room on a multiprocessor, rings of at least a round, and one tile a cluster that shares k.
+/// What is launched has room on a multiprocessor, rings of at least a round, and one tile a cluster that
+/// shares k.
 #[test]
 fn shapes_fit_the_device() {
     for s in &SHAPES {
@@ -432,7 +437,8 @@ fn every_shape_compiles() -> Result<()> {
     ROWS.compile("sm_90a", &[]).map(drop)
 }
 
-/// What rounded.cu computes of a code and a scale is within `oracle::ROUNDED` of the weight, whatever the scale.
+/// What rounded.cu computes of a code and a scale is within `oracle::ROUNDED` of the weight, whatever the
+/// scale.
 #[test]
 fn a_weight_is_off_by_less_than_the_bound() {
     use q4_core::formats::nf4::CODEBOOK;

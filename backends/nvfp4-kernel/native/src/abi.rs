@@ -1,5 +1,5 @@
-//! The types of `include/nvfp4.h`, field for field: one file for the library and for whoever calls it, so that the two
-//! cannot drift apart. A layout test compares it with the compiled header.
+//! The types of `include/nvfp4.h`, field for field: one file for the library and for whoever calls it, so
+//! that the two cannot drift apart. A layout test compares it with the compiled header.
 #![allow(missing_docs, dead_code)] // the header is the documentation; a caller uses a part of it
 use std::ffi::{c_char, c_void};
 

@@ -1,5 +1,5 @@
-//! Activations in the form the kernels read: widened or quantised once per call into the caller's scratch, by several
-//! threads where that pays.
+//! Activations in the form the kernels read: widened or quantised once per call into the caller's scratch, by
+//! several threads where that pays.
 use crate::call::{Exec, Fail, Mat, Outcome, part};
 use crate::kernels::rounding::{Rounding, start};
 use crate::kernels::{ByteBlock, ByteRows, FloatRows, GROUPS, Kernels, TILE_K};
@@ -130,7 +130,8 @@ pub unsafe fn amax(x: &Mat, kernels: &Kernels, exec: &Exec) -> Outcome<f32> {
     Ok(f32::from_bits(bits.into_inner()))
 }
 
-/// Calls `body(row, tile, values)` for every chunk of x, values in f32; fails with the first row that it refuses.
+/// Calls `body(row, tile, values)` for every chunk of x, values in f32; fails with the first row that it
+/// refuses.
 unsafe fn each_chunk(x: &Mat, exec: &Exec, body: impl Fn(usize, usize, &[f32]) -> bool + Sync) -> Outcome {
     let refused = AtomicUsize::new(usize::MAX);
     let (items, per_row) = chunks(x);

@@ -1,5 +1,5 @@
-//! The two calls that need the weight as numbers: the gradient of the input, and the decoded matrix. Both decode tile by
-//! tile, so neither ever has a dense copy.
+//! The two calls that need the weight as numbers: the gradient of the input, and the decoded matrix. Both
+//! decode tile by tile, so neither ever has a dense copy.
 use crate::call::{Exec, Mat, Outcome, part};
 use crate::kernels::{LANES, TILE_K};
 use crate::weight::{Weight, check_rows};

@@ -1,5 +1,5 @@
-//! What crosses the C boundary: size-prefixed structs in, error texts and reasons out, the caller's threads and scratch. All
-//! of the checking of raw arguments is here.
+//! What crosses the C boundary: size-prefixed structs in, error texts and reasons out, the caller's threads
+//! and scratch. All of the checking of raw arguments is here.
 use crate::abi;
 use half::{bf16, f16, slice::HalfFloatSliceExt};
 use q4_core::{Code, DType};
@@ -119,7 +119,8 @@ thread_local! {
     static INSIDE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs the body of an exported function: nothing unwinds out of it or prints, and `error` tells what happened.
+/// Runs the body of an exported function: nothing unwinds out of it or prints, and `error` tells what
+/// happened.
 ///
 /// # Safety
 /// `error` is NULL or a size-prefixed error whose buffer has `cap` bytes.
@@ -143,7 +144,8 @@ pub fn guarded<T>(body: impl FnOnce() -> T) -> Result<T, String> {
     })
 }
 
-/// Keeps panics that [`guarded`] turns into errors from being printed by the default hook; others print as before.
+/// Keeps panics that [`guarded`] turns into errors from being printed by the default hook; others print as
+/// before.
 pub fn quiet_panics() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {

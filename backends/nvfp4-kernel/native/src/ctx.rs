@@ -1,4 +1,5 @@
-//! A context: the device and the instruction set, chosen once so that nothing later depends on the environment.
+//! A context: the device and the instruction set, chosen once so that nothing later depends on the
+//! environment.
 use crate::call::{Finding, Outcome, Sink, fixed, read, write};
 use crate::{abi, isa::Isa, memory::Arena};
 use std::ffi::CStr;

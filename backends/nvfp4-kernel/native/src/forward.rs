@@ -1,5 +1,5 @@
-//! The product: activations into the form the kernels read, then row blocks over the caller's threads. Every output is
-//! summed by one task in one order, so neither threads nor other rows can change its bits.
+//! The product: activations into the form the kernels read, then row blocks over the caller's threads. Every
+//! output is summed by one task in one order, so neither threads nor other rows can change its bits.
 use crate::activations::{self, Quantised};
 use crate::call::{Exec, Fail, Mat, Outcome, part};
 use crate::kernels::rounding::Rounding;
@@ -12,7 +12,8 @@ use q4_core::{ActGlobal, Activations, DType, FuseSet, GlobalScale};
 
 /// Most rows of a direct kernel.
 const DIRECT: usize = 8;
-/// Tasks for each thread: the last one is what threads wait for, and processors that others use too are not equally fast.
+/// Tasks for each thread: the last one is what threads wait for, and processors that others use too are not
+/// equally fast.
 const TASKS: usize = 16;
 
 /// Scratch bytes of a product with `m` rows; `None` when that overflows.

@@ -59,7 +59,8 @@ impl Context {
         unsafe { ctx.cast::<Self>().as_ref() }.ok_or_else(|| Fail::invalid("ctx", "a pointer", "NULL"))
     }
 
-    /// Why there is no native path, if so: for a weight of `[n, k]` and calls of up to `max_m` rows where they are given.
+    /// Why there is no native path, if so: for a weight of `[n, k]` and calls of up to `max_m` rows where
+    /// they are given.
     pub fn refuse_native(&self, shape: Option<[usize; 3]>) -> Option<Finding> {
         match self {
             Self::Cpu(_) => Some(cuda::fp4::no_tensor_cores("cpu")),

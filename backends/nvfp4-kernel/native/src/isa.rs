@@ -1,4 +1,5 @@
-//! Which instruction sets the kernels exist for and which of them this processor has: decided once per ctx, never per call.
+//! Which instruction sets the kernels exist for and which of them this processor has: decided once per ctx,
+//! never per call.
 use crate::kernels::{Kernels, portable};
 
 /// An instruction set, best first.

@@ -1,15 +1,16 @@
-//! What an instruction set has to provide, and the packed layout all of them read: drivers stay free of intrinsics and
-//! every path sums an output in the same order.
+//! What an instruction set has to provide, and the packed layout all of them read: drivers stay free of
+//! intrinsics and every path sums an output in the same order.
 //!
-//! **Layout.** A lane is an output row. 16 rows make a row block, 64 of k a tile of 576 bytes: four groups of 16 k with 128
-//! bytes of codes each, then 4 x 16 E4M3 scales. In the two 64-byte halves of a group, lane `r` has four bytes; half `h`,
-//! byte `j` holds `k = 8h + j` in the low and `k = 8h + 4 + j` in the high nibble. So a 64-byte load feeds two integer dots of
-//! 4 k, and shifting 32-bit lanes by 4 walks through 8 k. Padding rows and columns have scale 0.
+//! **Layout.** A lane is an output row. 16 rows make a row block, 64 of k a tile of 576 bytes: four groups of
+//! 16 k with 128 bytes of codes each, then 4 x 16 E4M3 scales. In the two 64-byte halves of a group, lane `r`
+//! has four bytes; half `h`, byte `j` holds `k = 8h + j` in the low and `k = 8h + 4 + j` in the high nibble.
+//! So a 64-byte load feeds two integer dots of 4 k, and shifting 32-bit lanes by 4 walks through 8 k. Padding
+//! rows and columns have scale 0.
 //!
-//! **Order.** Float products: per group two chains, over `k mod 8 < 4` and over the rest, each ascending, then
-//! `acc += (chain0 + chain1) * scale`, groups ascending. Integer products: the exact dot of a group, then
-//! `acc += (dot * scale) * activation scale`, of which the first product is exact, also for the groups of padding, which are
-//! zero. `scale` is `e4m3 * 2^-8`: E4M3 bits shifted by 7 are that f16.
+//! **Order.** Float products: per group two chains, over `k mod 8 < 4` and over the rest, each ascending,
+//! then `acc += (chain0 + chain1) * scale`, groups ascending. Integer products: the exact dot of a group,
+//! then `acc += (dot * scale) * activation scale`, of which the first product is exact, also for the groups
+//! of padding, which are zero. `scale` is `e4m3 * 2^-8`: E4M3 bits shifted by 7 are that f16.
 #[cfg(target_arch = "x86_64")]
 pub mod amx;
 #[cfg(target_arch = "x86_64")]
@@ -40,11 +41,13 @@ pub const SCALES_AT: usize = GROUPS * GROUP_BYTES;
 pub const PAIR: usize = 2;
 /// What is added to a doubled code to make it unsigned.
 pub const OFFSET: i32 = 12;
-/// 1.5 * 2^23: an integer below 2^22 added to its bits is added to its value. A dot that starts at these bits ends as a float
-/// without a conversion, and `(ANCHOR + dot) * scale - ANCHOR * scale` is one exact multiply-add.
+/// 1.5 * 2^23: an integer below 2^22 added to its bits is added to its value. A dot that starts at these bits
+/// ends as a float without a conversion, and `(ANCHOR + dot) * scale - ANCHOR * scale` is one exact
+/// multiply-add.
 pub const ANCHOR: f32 = 12_582_912.0;
-/// Most activation rows that run against one decoded tile: its cost is spread over them while they and their sums stay in the
-/// first-level cache. With int8 rows and k = 1024, 64 were 5 % faster than 128 on an Intel Xeon, and 1 % slower on an AMD Zen 5.
+/// Most activation rows that run against one decoded tile: its cost is spread over them while they and their
+/// sums stay in the first-level cache. With int8 rows and k = 1024, 64 were 5 % faster than 128 on an Intel
+/// Xeon, and 1 % slower on an AMD Zen 5.
 pub const MOST_ROWS: usize = 64;
 /// 2^8: what is missing in the scales of the kernels.
 pub const SCALE_FACTOR: f64 = 256.0;
@@ -77,8 +80,8 @@ pub struct FloatRows {
     pub rows: usize,
 }
 
-/// What an activation row has for one tile: one stream for the kernels, and no 4-byte load crosses a cache line. All of it is
-/// zero beyond k.
+/// What an activation row has for one tile: one stream for the kernels, and no 4-byte load crosses a cache
+/// line. All of it is zero beyond k.
 #[derive(Clone, Copy)]
 #[repr(C, align(32))]
 pub struct ByteBlock {
@@ -86,7 +89,8 @@ pub struct ByteBlock {
     pub q: [i8; TILE_K],
     /// Scale of each group.
     pub scales: [f32; GROUPS],
-    /// Bits of [`ANCHOR`] less [`OFFSET`] times the sum of each group's codes: where dots of unsigned weights start.
+    /// Bits of [`ANCHOR`] less [`OFFSET`] times the sum of each group's codes: where dots of unsigned
+    /// weights start.
     pub start: [i32; GROUPS],
 }
 
@@ -151,8 +155,8 @@ pub struct FloatTile {
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 pub struct ByteTile {
-    /// `[k / 4][lane][k % 4]`, doubled value + [`OFFSET`]; NEON has signed dots and its own order within a group, without
-    /// the offset.
+    /// `[k / 4][lane][k % 4]`, doubled value + [`OFFSET`]; NEON has signed dots and its own order within a
+    /// group, without the offset.
     pub codes: [[[u8; 4]; LANES]; TILE_K / 4],
     /// `[group][lane]`.
     pub scales: [[f32; LANES]; GROUPS],
@@ -178,11 +182,12 @@ impl Tile for ByteTile {
 
 /// Decodes `blocks` in registers and writes `rows` sums from `acc` on.
 pub type DirectFn<X> = unsafe fn(blocks: Blocks, x: X, acc: *mut Acc);
-/// Adds the products of `count` decoded tiles to `rows` sums from `acc` on. x has `groups` groups: floats are not padded.
+/// Adds the products of `count` decoded tiles to `rows` sums from `acc` on. x has `groups` groups: floats are
+/// not padded.
 pub type PanelFn<X, T> = unsafe fn(tiles: *const T, count: usize, groups: usize, x: X, acc: *mut Acc);
 
-/// Quantises `groups` groups from `x` on to int8 as `q4_core::formats::int8` does, and pads them to whole blocks, which are
-/// `ld` apart. False if an element is NaN or infinite; then the blocks mean nothing.
+/// Quantises `groups` groups from `x` on to int8 as `q4_core::formats::int8` does, and pads them to whole
+/// blocks, which are `ld` apart. False if an element is NaN or infinite; then the blocks mean nothing.
 pub type Int8Fn = unsafe fn(x: *const f32, groups: usize, out: *mut ByteBlock, ld: usize) -> bool;
 /// The same to NVFP4 as a [`Rounding`] says; codes are doubled values.
 pub type Nvfp4Fn =

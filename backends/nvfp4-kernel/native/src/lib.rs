@@ -1,5 +1,5 @@
-//! libNVFP4: block-scaled 4-bit kernels behind one exported symbol, `nvfp4_get_api`; `include/nvfp4.h` is its documentation.
-//! This file is the table and nothing else: convert, call, convert back.
+//! libNVFP4: block-scaled 4-bit kernels behind one exported symbol, `nvfp4_get_api`; `include/nvfp4.h` is its
+//! documentation. This file is the table and nothing else: convert, call, convert back.
 #![allow(non_snake_case)] // the library is called NVFP4
 pub mod abi;
 mod activations;
@@ -75,7 +75,8 @@ static API: Table = Table(abi::Api {
     forward_fused: Some(forward_fused),
 });
 
-/// Defines an entry: the body may fail, panic and use unchecked arguments, whose validity is the header's contract.
+/// Defines an entry: the body may fail, panic and use unchecked arguments, whose validity is the header's
+/// contract.
 macro_rules! entries {
     ($(fn $name:ident($($arg:ident: $t:ty),*) $body:block)*) => { $(
         unsafe extern "C" fn $name($($arg: $t,)* error: *mut abi::Error) -> abi::Status {

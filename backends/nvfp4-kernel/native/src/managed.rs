@@ -1,4 +1,5 @@
-//! Memory that host and device share: the entries exist on every device, and on the CPU say that there is none.
+//! Memory that host and device share: the entries exist on every device, and on the CPU say that there is
+//! none.
 use crate::call::{Finding, Outcome, Sink};
 use crate::cuda;
 use crate::handle::Context;

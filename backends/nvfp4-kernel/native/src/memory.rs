@@ -1,5 +1,5 @@
-//! Memory of packed weights. A context packs them side by side on huge pages: a product of a small model is smaller than one
-//! such page, and page walks would be a tenth of its time.
+//! Memory of packed weights. A context packs them side by side on huge pages: a product of a small model is
+//! smaller than one such page, and page walks would be a tenth of its time.
 use crate::call::{Fail, Outcome};
 use std::alloc::{Layout, alloc, dealloc};
 use std::ptr::NonNull;
@@ -12,8 +12,8 @@ const CHUNK: usize = 16 * HUGE_PAGE;
 /// A cache line.
 const LINE: usize = 64;
 
-/// Where the weights of a context are put. A chunk is freed with the last weight in it; the one that is being filled starts
-/// anew.
+/// Where the weights of a context are put. A chunk is freed with the last weight in it; the one that is being
+/// filled starts anew.
 #[derive(Default)]
 pub struct Arena {
     current: Mutex<Option<(Arc<Chunk>, usize)>>,

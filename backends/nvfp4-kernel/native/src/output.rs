@@ -1,4 +1,5 @@
-//! Where sums go: the columns of y that two row blocks make, each sum times its factor, or a gate times what it lets through.
+//! Where sums go: the columns of y that two row blocks make, each sum times its factor, or a gate times what
+//! it lets through.
 use crate::call::{Finding, Mat, Outcome};
 use crate::kernels::{Acc, Blocks, FinishFn, GateFn, LANES, PAIR, SCALE_FACTOR};
 use crate::weight::{Weight, check_shape};
@@ -15,8 +16,8 @@ pub struct Output<'a> {
     set: FuseSet,
 }
 
-/// Whether a product of `m` rows may be fused with exactly `set`. Gate and up have to be whole row blocks, and rows more than
-/// a direct kernel takes: few wait for the weights, which are fastest as one stream.
+/// Whether a product of `m` rows may be fused with exactly `set`. Gate and up have to be whole row blocks,
+/// and rows more than a direct kernel takes: few wait for the weights, which are fastest as one stream.
 pub fn fuses(w: &Weight, m: usize, set: FuseSet) -> bool {
     let k = w.kernels();
     let few = if w.activations == Activations::Native { k.float.direct_rows } else { k.bytes.direct_rows };

@@ -1,5 +1,5 @@
-//! From a description to a prepared weight: one reading of the description for `can_prepare` and `prepare`, so that the two
-//! cannot disagree, then the interleaving.
+//! From a description to a prepared weight: one reading of the description for `can_prepare` and `prepare`,
+//! so that the two cannot disagree, then the interleaving.
 use crate::abi;
 use crate::call::{Exec, Fail, Finding, Outcome, dtype, part, read};
 use crate::ctx::Context;
@@ -55,8 +55,9 @@ unsafe impl Send for Part {}
 unsafe impl Sync for Part {}
 
 impl Plan {
-    /// Everything that is wrong with `desc`, or the plan. `refuse_native` says why there is no native path: for a weight of
-    /// `[n, k]` and calls of so many rows, or, where the description makes no sense, at all.
+    /// Everything that is wrong with `desc`, or the plan. `refuse_native` says why there is no native path:
+    /// for a weight of `[n, k]` and calls of so many rows, or, where the description makes no sense, at
+    /// all.
     ///
     /// # Safety
     /// `desc` and its segments are NULL or size-prefixed structs; `n_segments` of them exist.

@@ -1,5 +1,5 @@
-//! A prepared weight: packed bytes in one aligned allocation and what its calls need to know. Immutable, so that any number
-//! of threads may use it.
+//! A prepared weight: packed bytes in one aligned allocation and what its calls need to know. Immutable, so
+//! that any number of threads may use it.
 use crate::call::{Fail, Mat, Outcome};
 use crate::isa::Isa;
 use crate::kernels::{Blocks, GROUPS, Kernels, LANES, SCALES_AT, TILE_BYTES, TILE_K};

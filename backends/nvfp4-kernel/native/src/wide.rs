@@ -1,5 +1,5 @@
-//! The product on a matrix unit: inputs are laid out as it reads them, panel by panel, weights are decoded once per panel, and
-//! the unit's sums over part of k are added up here, in ascending order.
+//! The product on a matrix unit: inputs are laid out as it reads them, panel by panel, weights are decoded
+//! once per panel, and the unit's sums over part of k are added up here, in ascending order.
 //!
 //! A result depends neither on the number of threads nor on the other rows of a call.
 use crate::activations::Quantised;
@@ -58,7 +58,8 @@ pub fn workspace(w: &Weight, m: u64) -> Option<u64> {
     let bytes = match w.activations {
         Activations::Native => false,
         Activations::Nvfp4(_) => true,
-        // Their scales have 24 bits: the dots of the vector units are exact and cost less than three products.
+        // Their scales have 24 bits: the dots of the vector units are exact and cost less than three
+        // products.
         Activations::Int8 => return Some(0),
     };
     if !takes(w, m) {
@@ -72,8 +73,8 @@ fn takes(w: &Weight, m: u64) -> bool {
     w.isa == Isa::Amx && m >= MIN_ROWS
 }
 
-/// Sums over k, each made `factor * global * 2^8` times itself, to y, except for the rows it returns, whose inputs are out of the
-/// unit's range. None if the call is not for the unit at all.
+/// Sums over k, each made `factor * global * 2^8` times itself, to y, except for the rows it returns, whose
+/// inputs are out of the unit's range. None if the call is not for the unit at all.
 ///
 /// # Safety
 /// x is readable and y writable, and `scratch`, aligned to 64 bytes, is of [`workspace`].
@@ -206,7 +207,8 @@ unsafe fn columns(
         }
         for pair in group.clone() {
             let sums = &sums[(pair - group.start) * padded..][..a.rows];
-            // SAFETY: every chunk wrote or added to these sums, the first one wrote; the columns are this task's.
+            // SAFETY: every chunk wrote or added to these sums, the first one wrote; the columns are this
+            // task's.
             unsafe {
                 let sums = std::slice::from_raw_parts(sums.as_ptr().cast::<Acc>(), sums.len());
                 let columns = y.columns(pair, factor);

@@ -100,7 +100,8 @@ fn the_cpu_fuses_no_norm_and_says_so() {
 
 #[test]
 fn structs_of_other_versions_are_read_by_their_size() {
-    // Older: what it does not have is zero. Here that leaves `isa` NULL, so garbage behind it must not be read.
+    // Older: what it does not have is zero. Here that leaves `isa` NULL, so garbage behind it must not be
+    // read.
     let old = abi::CtxDesc { struct_size: 24, isa: ptr::dangling(), ..ctx_desc() };
     create(&old).0.unwrap();
     // Newer: bytes behind ours are ignored, and not written.

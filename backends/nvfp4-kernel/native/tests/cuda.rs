@@ -1,5 +1,5 @@
-//! What only a device can show: the raw calls on device memory, managed memory, and how failures are told. Products are the
-//! suite's.
+//! What only a device can show: the raw calls on device memory, managed memory, and how failures are told.
+//! Products are the suite's.
 #![allow(clippy::unwrap_used)]
 mod harness;
 use NVFP4::abi;

@@ -1,4 +1,5 @@
-//! Products fused with a gate or an addition, on every instruction set of this machine: the bits of the separate steps.
+//! Products fused with a gate or an addition, on every instruction set of this machine: the bits of the
+//! separate steps.
 #![allow(clippy::unwrap_used)]
 mod harness;
 use NVFP4::abi;

@@ -6,7 +6,8 @@ use std::mem::offset_of;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Writes the C lines of a struct and returns the lines they should print. The pattern makes a forgotten field an error.
+/// Writes the C lines of a struct and returns the lines they should print. The pattern makes a forgotten
+/// field an error.
 macro_rules! layout {
     ($c:ident, $want:ident; $($rust:ident = $name:literal { $($field:ident),* })*) => { $(
         let _ = |v: abi::$rust| { let abi::$rust { $($field: _),* } = v; };

@@ -1,4 +1,5 @@
-//! The product on every instruction set of this machine against an exact oracle, and the promises about its bits.
+//! The product on every instruction set of this machine against an exact oracle, and the promises about its
+//! bits.
 #![allow(clippy::unwrap_used)]
 mod harness;
 use NVFP4::abi;
@@ -203,7 +204,8 @@ fn integer_paths_are_exact_where_f32_is() {
         let mut source = Source::random(n, k, Some(global), &mut rng);
         // Powers of two, 1 to 4.
         source.scales.iter_mut().for_each(|s| *s = 0x38 + 8 * (rng.next() % 3) as u8);
-        // int8: every block has a 127, so its scale is the power of two it is multiplied with. NVFP4: the same with 6.
+        // int8: every block has a 127, so its scale is the power of two it is multiplied with. NVFP4: the
+        // same with 6.
         let eights: Vec<f32> = (0..m * k)
             .map(|i| if i % 16 == 5 { 127.0 } else { (rng.next() % 255) as f32 - 127.0 })
             .enumerate()

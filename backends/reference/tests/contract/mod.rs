@@ -1,5 +1,5 @@
-//! What every in-process backend promises besides right numbers, over problems of the conformance lattice: one file for all
-//! of them, since a promise differs only in who makes it.
+//! What every in-process backend promises besides right numbers, over problems of the conformance lattice:
+//! one file for all of them, since a promise differs only in who makes it.
 #![allow(dead_code, clippy::unwrap_used)] // no backend makes every promise
 use q4_conformance::{Measured, Problem, lattice, measure};
 use q4_core::selfcheck::IoBuffer;

@@ -44,8 +44,8 @@ fn conduct_that_the_header_forbids_fails_its_case() {
     }
 }
 
-/// Wrong in the last of its outputs, and only there where few would look: in long rows, with many inputs, with fewer than it was
-/// made for, after a thousand calls. The honest library passes the same cases.
+/// Wrong in the last of its outputs, and only there where few would look: in long rows, with many inputs,
+/// with fewer than it was made for, after a thousand calls. The honest library passes the same cases.
 #[test]
 fn a_lie_where_few_would_look_fails_a_case() {
     let scene = Scene::new();

@@ -40,7 +40,8 @@ fn a_forged_cache_of_self_checks_is_no_check() {
     let plugin = scene.build("ALWAYS", &[]);
     scene.certify(&plugin);
     scene.refused(&plugin, &["Q4-E0307"]);
-    // What q4 itself remembers of another user's run, with the library's kinds beside, under the right name and key.
+    // What q4 itself remembers of another user's run, with the library's kinds beside, under the right name
+    // and key.
     let output = crate::q4()
         .env("XDG_DATA_HOME", scene.user.0.path())
         .args(["generate", "-p", "x", "-n", "1"])

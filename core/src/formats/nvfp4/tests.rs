@@ -25,7 +25,8 @@ fn hand_computed_blocks_of_both_single_level_rules() {
     let mut ties = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0].repeat(2);
     ties[8..].iter_mut().for_each(|v| *v = -*v);
     assert_eq!(block(PLAIN, &ties), (0x38, [0x20, 0x42, 0x64, 0x76, 0xa8, 0xca, 0xec, 0xfe]));
-    // 1 + 1e-12 is 1 in f32, so these are ties; any larger step (as f64 would have) puts them below their thresholds.
+    // 1 + 1e-12 is 1 in f32, so these are ties; any larger step (as f64 would have) puts them below their
+    // thresholds.
     assert_eq!(block(RUNTIME, &ties), (0x38, [0x21, 0x43, 0x65, 0x77, 0xa9, 0xcb, 0xed, 0xff]));
     for v in ties.iter_mut().filter(|v| v.abs() < 6.0) {
         *v = if *v > 0.0 { v.next_down() } else { v.next_up() };
@@ -139,8 +140,9 @@ fn compressed_tensors_rounds_in_the_type_of_the_source() -> Result<()> {
     assert_eq!(block(q, &[1.0; 16]).0, 0x38);
     assert_eq!(block(Quantizer { source: DType::BF16, ..q }, &[1.0; 16]).0, 0x39);
     assert_eq!(block(Quantizer { source: DType::F16, ..q }, &[1.0; 16]).0, 0x38);
-    // 1 / 5 in bf16 is 0.20019531; 2688 times that is 538.125, whose nearest bf16 is 540. That of 537.6 would be 536.
-    // In f32 the reciprocal already costs one unit in the last place: the quotient itself rounds to 537.6.
+    // 1 / 5 in bf16 is 0.20019531; 2688 times that is 538.125, whose nearest bf16 is 540. That of 537.6 would
+    // be 536. In f32 the reciprocal already costs one unit in the last place: the quotient itself rounds
+    // to 537.6.
     let global = |source| global_from_amax(Rule::CompressedTensors, 5.0, source).map(GlobalScale::value);
     assert_eq!((global(DType::F32)?, global(DType::BF16)?), (537.60004, 540.0));
     assert_eq!(2688.0f32 / 5.0, 537.6);

@@ -1,4 +1,5 @@
-//! What a checkpoint holds, whatever its layout: matrices to be decoded, scales of inputs, and tensors as they are.
+//! What a checkpoint holds, whatever its layout: matrices to be decoded, scales of inputs, and tensors as
+//! they are.
 use crate::checkpoint::{Checkpoint, Head, Layer, Stored, names};
 use q4_core::detect::{Detected, Layout};
 use q4_core::{Code, Error, GlobalScale, Result};
@@ -17,7 +18,8 @@ pub(super) enum Content<'a> {
 /// Contents by name: a matrix is `LAYER.weight` and a scale of inputs `LAYER.inputs` in every layout.
 pub(super) type Contents<'a> = BTreeMap<String, Content<'a>>;
 
-/// Everything in `checkpoint`. Errors are those of its layers; [`Code::TensorType`] for a tensor that could not be copied.
+/// Everything in `checkpoint`. Errors are those of its layers; [`Code::TensorType`] for a tensor that could
+/// not be copied.
 pub(super) fn contents(checkpoint: &Checkpoint) -> Result<Contents<'_>> {
     let config = checkpoint.config();
     let mut layers = Vec::new();

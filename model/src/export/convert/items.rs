@@ -1,4 +1,5 @@
-//! Decides, from names, types and scales, which tensors of the output hold which content, and refuses what it cannot hold.
+//! Decides, from names, types and scales, which tensors of the output hold which content, and refuses what it
+//! cannot hold.
 //!
 //! Nothing is dropped: a tensor that the layout has no place for is an error with its name.
 use super::contents::{Content, Contents, matrices, tensors};
@@ -37,8 +38,8 @@ struct Packed<'a> {
     inputs: Option<GlobalScale>,
 }
 
-/// Ends of names that only parts of quantised layers have: one that belongs to no layer we know means something else in
-/// another layout, or nothing.
+/// Ends of names that only parts of quantised layers have: one that belongs to no layer we know means
+/// something else in another layout, or nothing.
 const MARKS: [&str; 11] = [
     "_scale",
     "_scale_2",
@@ -53,7 +54,8 @@ const MARKS: [&str; 11] = [
     "__nf4",
 ];
 
-/// Everything to be written as `layout`, sorted by name. `whole` says that all layers have that layout already.
+/// Everything to be written as `layout`, sorted by name. `whole` says that all layers have that layout
+/// already.
 pub(super) fn items<'a>(
     checkpoint: &'a Checkpoint,
     contents: &'a Contents<'a>,
@@ -225,7 +227,8 @@ fn convention(layout: Layout) -> Convention {
     if layout == Layout::CompressedTensors { Convention::Divide } else { Convention::Multiply }
 }
 
-/// NF4 in a `.dat` file has f32 absmax, one for each of several whole blocks, and two codes of a row in every byte.
+/// NF4 in a `.dat` file has f32 absmax, one for each of several whole blocks, and two codes of a row in every
+/// byte.
 fn fits_dat(layer: &Layer<'_>, block: u32, nested: Option<u32>) -> Result<()> {
     let (d, keys) = (&layer.detected, &layer.detected.keys);
     let absmax = keys.absmax.as_deref().unwrap_or(&layer.name);

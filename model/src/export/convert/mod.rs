@@ -1,8 +1,8 @@
 //! Writes a 4-bit checkpoint in another layout of its format without touching a value, and proves it.
 //!
-//! Codes and block scales are moved, a per-tensor scale is expressed in the other convention or refused, everything else is
-//! copied or refused by name. The output is read again and decoded before it gets its name: one that is not, bit for bit,
-//! what the input is never appears.
+//! Codes and block scales are moved, a per-tensor scale is expressed in the other convention or refused,
+//! everything else is copied or refused by name. The output is read again and decoded before it gets its
+//! name: one that is not, bit for bit, what the input is never appears.
 mod contents;
 mod items;
 mod proof;
@@ -24,7 +24,8 @@ use std::path::Path;
 /// What to write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Conversion {
-    /// Arrangement of the output: `ModelOpt`, `CompressedTensors`, `Bitsandbytes` (directories) or `Dat` (a file).
+    /// Arrangement of the output: `ModelOpt`, `CompressedTensors`, `Bitsandbytes` (directories) or `Dat` (a
+    /// file).
     pub layout: Layout,
     /// Largest data size of one safetensors file in bytes; a layer that is larger has a file of its own.
     pub max_shard_bytes: u64,
@@ -79,9 +80,10 @@ pub struct Report {
     pub notes: Vec<String>,
 }
 
-/// Writes `checkpoint` to `out`, which must not exist (an empty directory may, except for `Dat`), reads it again and
-/// compares. `progress` counts every tensor twice, when it is written and when it is compared; it may stop the work with an
-/// error, which is then returned. Nothing is left behind by any error. One tensor is held at a time.
+/// Writes `checkpoint` to `out`, which must not exist (an empty directory may, except for `Dat`), reads it
+/// again and compares. `progress` counts every tensor twice, when it is written and when it is compared; it
+/// may stop the work with an error, which is then returned. Nothing is left behind by any error. One tensor
+/// is held at a time.
 ///
 /// [`Code::Usage`]: `out` exists, the checkpoint has no 4-bit layer, or the layout cannot hold a tensor, which is named, as it is.
 /// [`Code::Findings`]: what was written decodes to something else. [`Code::Io`]: the operating system refused to write. Damage of

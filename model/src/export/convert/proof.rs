@@ -1,4 +1,5 @@
-//! Decodes two checkpoints in step, compares every bit and hashes both: what was written is believed when it was read again.
+//! Decodes two checkpoints in step, compares every bit and hashes both: what was written is believed when it
+//! was read again.
 //!
 //! The definition of the hash is in `docs/numerics.md`.
 use super::contents::{Content, Contents};
@@ -12,8 +13,9 @@ use std::sync::{Mutex, PoisonError};
 /// Values decoded at a time on each side: 2 MiB of f32.
 const PIECE: usize = 512 * 1024;
 
-/// Compares everything that `source` and `output` hold, NVFP4 codes and block scales too, and returns the SHA-256 of the
-/// decoded values in hexadecimal. `progress` is called before each content with the number of those done.
+/// Compares everything that `source` and `output` hold, NVFP4 codes and block scales too, and returns the
+/// SHA-256 of the decoded values in hexadecimal. `progress` is called before each content with the number of
+/// those done.
 ///
 /// [`Code::Findings`] names the first content, row and column that differ.
 pub(super) fn prove(

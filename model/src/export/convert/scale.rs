@@ -1,12 +1,13 @@
 //! Per-tensor scales in the other convention, bit for bit or not at all.
 //!
-//! A reciprocal is rounded, so `scale * g` and `scale / (1/g)` differ in the last bit for most `g`: seen over random ones, one
-//! in five has a counterpart that gives the same f32 for all block scales. Powers of two always have one.
+//! A reciprocal is rounded, so `scale * g` and `scale / (1/g)` differ in the last bit for most `g`: seen over
+//! random ones, one in five has a counterpart that gives the same f32 for all block scales. Powers of two
+//! always have one.
 use q4_core::formats::e4m3;
 use q4_core::{Code, Convention, Error, GlobalScale, Result};
 
-/// How far from the rounded reciprocal to look, in units of the last place. A counterpart for a scale that is a power of two is
-/// within one of it; the rest is for tensors that use few scales.
+/// How far from the rounded reciprocal to look, in units of the last place. A counterpart for a scale that is
+/// a power of two is within one of it; the rest is for tensors that use few scales.
 const REACH: i32 = 2;
 
 /// E4M3 block scales that occur, by their byte; NaN has none.
@@ -30,8 +31,8 @@ impl Used {
     }
 }
 
-/// The scale of `convention` with the same factor, bit for bit, on every block scale in `used`. `tensor` and `layout` are for
-/// the error, a [`Code::Usage`].
+/// The scale of `convention` with the same factor, bit for bit, on every block scale in `used`. `tensor` and
+/// `layout` are for the error, a [`Code::Usage`].
 pub(super) fn expressed(
     scale: GlobalScale,
     convention: Convention,

@@ -1,4 +1,5 @@
-//! Normalizer, pre-tokenizer, post-processor and decoder: how many components, and how far they lengthen a text.
+//! Normalizer, pre-tokenizer, post-processor and decoder: how many components, and how far they lengthen a
+//! text.
 use super::{bounded, pattern::Patterns, refused};
 use q4_core::Result;
 use serde_json::Value;
@@ -59,7 +60,8 @@ fn check_part(name: &str, part: &Value, patterns: &mut Patterns) -> Result<usize
                 open.extend(list);
                 1
             }
-            // The forms of Unicode are not lengthened again by another: U+FDFA has 3 bytes and decomposes into 33.
+            // The forms of Unicode are not lengthened again by another: U+FDFA has 3 bytes and decomposes
+            // into 33.
             "NFC" | "NFD" | "NFKC" | "NFKD" => {
                 form = form.max(if kind.len() == 4 { 11 } else { 3 });
                 1
@@ -117,8 +119,8 @@ fn replace(component: &Value, content: usize) -> usize {
     }
 }
 
-/// A template names the text once and adds few ids. The library tells processors apart by their fields, not by their
-/// type, so every object is looked at.
+/// A template names the text once and adds few ids. The library tells processors apart by their fields, not
+/// by their type, so every object is looked at.
 fn check_post_processor(part: &Value) -> Result<()> {
     let (mut components, mut added) = (0, 0usize);
     let mut open = vec![part];

@@ -1,8 +1,9 @@
-//! Regular expressions: how large they become when they are compiled, and how often they may have to try again.
+//! Regular expressions: how large they become when they are compiled, and how often they may have to try
+//! again.
 //!
-//! The engine hands what it can to an automaton, whose size is what is bounded here. Look-around runs in a machine that
-//! backtracks, up to a million steps for every match: there at most one repetition may give anything back, so that
-//! the steps of a text stay proportional to its square.
+//! The engine hands what it can to an automaton, whose size is what is bounded here. Look-around runs in a
+//! machine that backtracks, up to a million steps for every match: there at most one repetition may give
+//! anything back, so that the steps of a text stay proportional to its square.
 use super::{bounded, refused};
 use fancy_regex::Expr;
 use q4_core::{Error, Result};
@@ -128,7 +129,8 @@ impl Choices {
                 list.iter().try_for_each(|e| self.count(name, e))
             }
             Expr::Group(inner) => self.count(name, inner),
-            // What is inside gives nothing back once it matched; to match at all, a single character may repeat.
+            // What is inside gives nothing back once it matched; to match at all, a single character may
+            // repeat.
             Expr::AtomicGroup(inner) => match &**inner {
                 Expr::Repeat { child, .. } if is_atom(child) => Ok(()),
                 other => self.count(name, other),

@@ -1,4 +1,5 @@
-//! JSON whose objects have no key twice: of two equal keys the audit could read one and the library the other.
+//! JSON whose objects have no key twice: of two equal keys the audit could read one and the library the
+//! other.
 use serde::{
     Deserialize, Deserializer,
     de::{Error, MapAccess, SeqAccess, Visitor},

@@ -1,9 +1,10 @@
 //! Norms of rows and columns of matrices that belong together.
 //!
-//! `down (gate * up)` stays the same when a row of `up` doubles and its column of `down` halves; so does `o v`. Decay of weights
-//! picks the even split, so after training the norms agree row by column, whatever was learned. Rows of q and k, and of
-//! gate and up, meet in products too, and the columns of what reads a norm follow its weights. How well two lists agree is
-//! the correlation of their ranks. Random weights agree in nothing; then nothing is said.
+//! `down (gate * up)` stays the same when a row of `up` doubles and its column of `down` halves; so does `o
+//! v`. Decay of weights picks the even split, so after training the norms agree row by column, whatever was
+//! learned. Rows of q and k, and of gate and up, meet in products too, and the columns of what reads a norm
+//! follow its weights. How well two lists agree is the correlation of their ranks. Random weights agree in
+//! nothing; then nothing is said.
 use super::super::{Finding, Severity};
 use crate::checkpoint::{Checkpoint, Layer, names};
 use q4_core::{
@@ -108,7 +109,8 @@ fn rotary(layers: &[(Vec<Pair>, f64)], findings: &mut Vec<Finding>) {
     }
 }
 
-/// All pairs of layer `i`, and by how much neighbouring rows of q and k agree better than those half a head apart.
+/// All pairs of layer `i`, and by how much neighbouring rows of q and k agree better than those half a head
+/// apart.
 fn pairs(c: &Checkpoint, i: usize) -> Result<(Vec<Pair>, f64)> {
     let config = c.config();
     let norms: Vec<Norms> = names::linears(config, i)

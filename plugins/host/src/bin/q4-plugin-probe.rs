@@ -1,5 +1,5 @@
-//! The child processes of a host, alone: loads the plugin named by its argument and says on one line what came of it, or serves
-//! one to whoever holds the other end of its standard input.
+//! The child processes of a host, alone: loads the plugin named by its argument and says on one line what
+//! came of it, or serves one to whoever holds the other end of its standard input.
 use std::process::ExitCode;
 
 fn main() -> ExitCode {

@@ -38,7 +38,8 @@ impl<'t> Backend<'t> {
         let can_prepare = need(self.table.api.can_prepare, "can_prepare")?;
         let (env, mut reasons) = (LentEnv::new(&self.facts), 0usize);
         let user = (&raw mut reasons).cast();
-        // SAFETY: a live backend, structures that state their sizes, and the sink that fits `user`; NULL is allowed.
+        // SAFETY: a live backend, structures that state their sizes, and the sink that fits `user`; NULL is
+        // allowed.
         let code = unsafe { can_prepare(self.raw, spec, env.raw(), count, user, ptr::null_mut()) };
         Ok((code, reasons))
     }
@@ -164,7 +165,8 @@ impl<'t> Session<'t> {
         err: *mut Q4Error,
     ) -> Result<Q4Status> {
         let forward = need(self.backend.table.api.forward, "forward")?;
-        // SAFETY: a live weight; operands and scratch are buffers of this run, and the structures state their sizes.
+        // SAFETY: a live weight; operands and scratch are buffers of this run, and the structures state their
+        // sizes.
         Ok(unsafe { forward(self.weight, x, y, exec, err) })
     }
 }

@@ -29,14 +29,15 @@ const CHANNELS: usize = 8;
 /// How a library gets a process of its own.
 #[derive(Clone, Debug)]
 pub struct Isolation {
-    /// An executable that calls [`serve_main`](super::serve_main) when its first argument is [`VERB`], and words before that.
+    /// An executable that calls [`serve_main`](super::serve_main) when its first argument is [`VERB`], and
+    /// words before that.
     pub program: PathBuf,
     /// Those words.
     pub args: Vec<OsString>,
     /// Longest time of one call.
     pub limit: Duration,
-    /// Operands lie against pages that nobody may touch, outputs are poisoned, and what is around them is compared: for a
-    /// suite. Else calls are as fast as they can be.
+    /// Operands lie against pages that nobody may touch, outputs are poisoned, and what is around them is
+    /// compared: for a suite. Else calls are as fast as they can be.
     pub is_judged: bool,
 }
 
@@ -48,8 +49,8 @@ pub struct Remote {
 }
 
 impl Remote {
-    /// Starts a process for the library that was examined. [`RejectCode::DiedInProbe`] and [`RejectCode::TimedOut`] when that
-    /// does not live to say what it loaded.
+    /// Starts a process for the library that was examined. [`RejectCode::DiedInProbe`] and
+    /// [`RejectCode::TimedOut`] when that does not live to say what it loaded.
     pub fn start(found: &Examined, how: &Isolation) -> Result<Self, Refusal> {
         let mut refusal = Refusal::of(&found.given);
         refusal.name.clone_from(&found.descriptor.name);

@@ -1,7 +1,8 @@
-//! How often a library allocates, starts threads and starts processes: what it and the libraries that came with it import of the
-//! C library is exchanged for functions that count.
+//! How often a library allocates, starts threads and starts processes: what it and the libraries that came
+//! with it import of the C library is exchanged for functions that count.
 //!
-//! What the C library does for them inside of itself (`printf`, `qsort`) is not seen, nor is a system call without it.
+//! What the C library does for them inside of itself (`printf`, `qsort`) is not seen, nor is a system call
+//! without it.
 use std::collections::BTreeSet;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -127,7 +128,8 @@ struct Symbol {
     rest: [u8; 20],
 }
 
-/// Relocations that hold the address of a symbol: a slot of the procedure table, of the offset table, a pointer in data.
+/// Relocations that hold the address of a symbol: a slot of the procedure table, of the offset table, a
+/// pointer in data.
 const ADDRESSES: [u64; 3] = if cfg!(target_arch = "aarch64") { [1026, 1025, 257] } else { [7, 6, 1] };
 
 unsafe fn exchange(object: Object, exchanged: &[(&str, usize, usize)]) {

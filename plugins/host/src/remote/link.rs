@@ -1,4 +1,5 @@
-//! What crosses: questions and their answers, each on a channel of its own, and how a process that does not answer is lost.
+//! What crosses: questions and their answers, each on a channel of its own, and how a process that does not
+//! answer is lost.
 use super::memory::{ALIGN, Shared, page};
 use super::port::Port;
 use super::process::Process;

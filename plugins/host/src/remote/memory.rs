@@ -1,7 +1,7 @@
 //! Memory that two processes see: the client writes operands there, the server lends them to the library.
 //!
-//! What a library only reads is sealed against every other mapping that could write, before its process knows of it; around
-//! what it was lent are pages that nobody may touch.
+//! What a library only reads is sealed against every other mapping that could write, before its process knows
+//! of it; around what it was lent are pages that nobody may touch.
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use std::fs::File;
@@ -88,8 +88,8 @@ impl Drop for Shared {
     }
 }
 
-/// Where `len` bytes go among `capacity`, `phase` bytes behind a multiple of [`ALIGN`]: as close to the end, or to the start, as
-/// that allows. `None` when they do not fit.
+/// Where `len` bytes go among `capacity`, `phase` bytes behind a multiple of [`ALIGN`]: as close to the end,
+/// or to the start, as that allows. `None` when they do not fit.
 pub fn place(capacity: usize, len: usize, phase: usize, at_end: bool) -> Option<usize> {
     let phase = phase % ALIGN;
     let last = capacity.checked_sub(len)?;

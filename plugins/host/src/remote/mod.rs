@@ -1,14 +1,16 @@
-//! A library in a process of its own. [`Remote`] is a backend whose every call is a question to that process: it maps the library,
-//! this one maps nothing of it, and what comes back is numbers that are checked like everything else a library says.
+//! A library in a process of its own. [`Remote`] is a backend whose every call is a question to that process:
+//! it maps the library, this one maps nothing of it, and what comes back is numbers that are checked like
+//! everything else a library says.
 //!
 //! ```text
 //! Remote ── Link ── 8 sockets ── server threads ── Plugin ── the library
 //!              └─ memory: x is written here and only read there, y and the workspace are written there
 //! ```
 //!
-//! `wire` is what crosses the sockets, `port` one end of one, `memory` where operands lie, `process` the other process as its
-//! parent sees it. On this side `client` is the backend, `link` its questions and how a process is lost, `weight` a weight and its
-//! calls; `server` is the other side, and `count` counts what the library does of what a call must not.
+//! `wire` is what crosses the sockets, `port` one end of one, `memory` where operands lie, `process` the
+//! other process as its parent sees it. On this side `client` is the backend, `link` its questions and how a
+//! process is lost, `weight` a weight and its calls; `server` is the other side, and `count` counts what the
+//! library does of what a call must not.
 mod client;
 #[cfg(all(target_pointer_width = "64", target_env = "gnu"))]
 mod count;
@@ -39,8 +41,8 @@ pub use server::serve_main;
 /// First argument of the process that serves a library.
 pub const VERB: &str = "isolated";
 
-/// Keeps other processes of this user away from this one's memory and files, those that it starts included: a library that is
-/// judged may run as the same user.
+/// Keeps other processes of this user away from this one's memory and files, those that it starts included: a
+/// library that is judged may run as the same user.
 pub fn shield() {
     use rustix::process::{DumpableBehavior, set_dumpable_behavior};
     // A system that refuses protects nobody; nothing else depends on it.

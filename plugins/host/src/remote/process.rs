@@ -1,4 +1,5 @@
-//! The process that runs a library, seen from the one that started it: when it ends, how, and what it printed.
+//! The process that runs a library, seen from the one that started it: when it ends, how, and what it
+//! printed.
 use q4_core::stderr::Stderr;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use std::io::{self, Read};

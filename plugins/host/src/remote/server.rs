@@ -30,8 +30,8 @@ const NOBODY: i32 = 130;
 /// Most threads that a call may ask for.
 const MOST_THREADS: u32 = 1024;
 
-/// What the process does whose standard input is the socket of a client: everything a client asks, of the library that it names
-/// first. Returns when the client has said good-bye or is gone.
+/// What the process does whose standard input is the socket of a client: everything a client asks, of the
+/// library that it names first. Returns when the client has said good-bye or is gone.
 pub fn serve_main() -> ExitCode {
     match serve() {
         Ok(()) => ExitCode::SUCCESS,
@@ -162,8 +162,8 @@ fn follow(lifeline: OwnedFd) {
     std::process::exit(NOBODY)
 }
 
-/// Makes the command line that of a program that runs a model, as far as the first word after the program goes: what a library
-/// computes must not depend on who asks.
+/// Makes the command line that of a program that runs a model, as far as the first word after the program
+/// goes: what a library computes must not depend on who asks.
 fn disguise() {
     const WORD: &[u8] = b"generate\0";
     let Ok(stat) = std::fs::read_to_string("/proc/self/stat") else { return };
@@ -174,8 +174,8 @@ fn disguise() {
     let Some(at) = line.iter().position(|b| *b == 0).map(|end| end + 1) else { return };
     if line.get(at..at + WORD.len()) == Some(format!("{}\0", super::VERB).as_bytes()) {
         let word = std::ptr::with_exposed_provenance_mut::<u8>(start + at);
-        // SAFETY: the system says that the words of the command line are there, this one as long as what replaces it; no other
-        // thread runs yet, and the program has copied what it wants of them.
+        // SAFETY: the system says that the words of the command line are there, this one as long as what
+        // replaces it; no other thread runs yet, and the program has copied what it wants of them.
         unsafe { std::ptr::copy_nonoverlapping(WORD.as_ptr(), word, WORD.len()) };
     }
 }

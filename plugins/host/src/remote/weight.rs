@@ -19,8 +19,9 @@ type Pieces = Vec<(usize, usize)>;
 /// Memory, its readable pages, and the parts in it.
 type Laid = (Shared, Pieces, Vec<(u64, u64)>);
 
-/// The bytes of a weight as the other process will see them: memory, the pages of it that can be read there, and the place and
-/// length of each part, four to a segment. With `is_judged`, every part ends or begins where the pages do.
+/// The bytes of a weight as the other process will see them: memory, the pages of it that can be read there,
+/// and the place and length of each part, four to a segment. With `is_judged`, every part ends or begins
+/// where the pages do.
 pub(super) fn lay_out(segments: &[Q4Segment], is_judged: bool) -> Answer<Laid> {
     let parts = segments.iter().flat_map(|s| {
         [
@@ -220,8 +221,8 @@ impl Channel {
             apron.iter().for_each(|a| region.fill(a.0, a.1, MARK));
         }
         if which == 0 || is_judged {
-            // SAFETY: `span` bytes of a view from its first element on; whatever device it names, a weight in another process is
-            // lent host memory.
+            // SAFETY: `span` bytes of a view from its first element on; whatever device it names, a weight in
+            // another process is lent host memory.
             region.write(at, unsafe { std::slice::from_raw_parts(m.data.cast(), len) });
         }
         Ok(Placed { at, len, apron })

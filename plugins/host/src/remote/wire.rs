@@ -1,5 +1,5 @@
-//! What crosses the socket: frames of numbers and texts. Each side checks what it reads; the client because a library may have
-//! written it, the server because a cut frame must not become another question.
+//! What crosses the socket: frames of numbers and texts. Each side checks what it reads; the client because a
+//! library may have written it, the server because a cut frame must not become another question.
 use crate::descriptor::Descriptor;
 use q4_core::{Code, CudaDevice, Error, HostEnv, ProbeItem, Reject, RejectCode};
 use q4_plugin_abi::Q4LinearSpec;

@@ -1,4 +1,5 @@
-//! Libraries for the tests: the examples, built once as their authors would build them, and C sources compiled with `cc`.
+//! Libraries for the tests: the examples, built once as their authors would build them, and C sources
+//! compiled with `cc`.
 #![allow(dead_code, clippy::unwrap_used)] // every test file uses a part of it
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -10,8 +11,8 @@ pub fn plugins() -> PathBuf {
     above.map(|a| a.join("plugins")).find(|p| p.join("abi/include").is_dir()).unwrap()
 }
 
-/// Folder with both examples. Cargo keeps concurrent test processes from building at the same time; the copy that follows
-/// is written under another name and renamed, so nobody maps half a file.
+/// Folder with both examples. Cargo keeps concurrent test processes from building at the same time; the copy
+/// that follows is written under another name and renamed, so nobody maps half a file.
 static EXAMPLES: LazyLock<PathBuf> = LazyLock::new(|| {
     let target = plugins().join("../target/plugin-examples");
     let out = target.join(format!("out-{}", std::process::id()));
@@ -61,7 +62,8 @@ pub fn compile(dir: &Path, name: &str, flags: &[&str], source: &str) -> PathBuf 
     so
 }
 
-/// A plugin that does everything right and computes nothing, with `edits` made to its source: each `(from, to)` must be there.
+/// A plugin that does everything right and computes nothing, with `edits` made to its source: each `(from,
+/// to)` must be there.
 pub fn stub(dir: &Path, name: &str, edits: &[(&str, &str)]) -> PathBuf {
     edited(dir, name, include_str!("stub.c"), &[], edits)
 }
@@ -96,8 +98,8 @@ pub fn narrow(dir: &Path, name: &str, accepts: &str, edits: &[(&str, &str)]) -> 
     example(dir, name, &[], &[&[(check, &*each), (first, &*refused)][..], edits].concat())
 }
 
-/// The C example with one attack of `attack.h` in it: `-DATTACK_NAME` and more `flags`. Whenever code of it runs, in whatever
-/// process, it says so in the file `witness`.
+/// The C example with one attack of `attack.h` in it: `-DATTACK_NAME` and more `flags`. Whenever code of it
+/// runs, in whatever process, it says so in the file `witness`.
 pub fn attack(dir: &Path, name: &str, flags: &[&str], witness: &Path) -> PathBuf {
     attack_with(dir, name, flags, witness, &[])
 }

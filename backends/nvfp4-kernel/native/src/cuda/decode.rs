@@ -155,8 +155,8 @@ impl Families {
     }
 }
 
-/// A launch: the kernel, threads of a block, its blocks (or clusters), how many row groups (or pairs of them) they share, bytes of
-/// shared memory.
+/// A launch: the kernel, threads of a block, its blocks (or clusters), how many row groups (or pairs of them)
+/// they share, bytes of shared memory.
 struct Plan {
     kernel: Rows,
     threads: usize,
@@ -260,8 +260,8 @@ impl Kernels {
             let shared = fixed + groups * 8 + (groups + 1 + WARPS + whole) * 64 * columns;
             // Quotients of units are taken in f32.
             if shared <= self.gpu.shared as usize && groups * slice < 1 << 17 {
-                // More than half, or a processor that the kernel before leaves early gets two blocks and the launch takes
-                // twice as long.
+                // More than half, or a processor that the kernel before leaves early gets two blocks and the
+                // launch takes twice as long.
                 let shared = shared.max(self.gpu.shared as usize / 2 + 2048);
                 return Some(Plan { kernel, threads: THREADS, teams, split, work, shared });
             }
@@ -355,7 +355,8 @@ impl Fast for Kernels {
                 let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: call.stream, overlap: true };
                 kernels.align.launch(how, args![from, ld as u64, w.k as u32, size as u32, to])
             };
-            // A product reads its norm's weight before it waits for the kernel ahead, unless that one writes it.
+            // A product reads its norm's weight before it waits for the kernel ahead, unless that one writes
+            // it.
             copied = norm % 16 != 0;
             if copied {
                 let to = call.workspace + 256;

@@ -1,4 +1,5 @@
-//! The product on a device: the fast kernels that take a call, in order, then the plain ones, which take all without a fusion.
+//! The product on a device: the fast kernels that take a call, in order, then the plain ones, which take all
+//! without a fusion.
 use super::Weight;
 use super::simple::{self, Quantised, Stored};
 use crate::call::{Exec, Fail, Mat, Outcome};

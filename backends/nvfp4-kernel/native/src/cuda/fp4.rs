@@ -1,5 +1,5 @@
-//! The native path: NVFP4 weights as operands of FP4 tensor cores. cuBLASLt multiplies; here x is quantised, operands are laid
-//! out as it reads them, and sums get their per-tensor scales.
+//! The native path: NVFP4 weights as operands of FP4 tensor cores. cuBLASLt multiplies; here x is quantised,
+//! operands are laid out as it reads them, and sums get their per-tensor scales.
 mod forward;
 mod kernels;
 mod prepare;

@@ -36,7 +36,8 @@ pub fn codes(word: u32) -> [u8; 8] {
     })
 }
 
-/// First byte of the words of a block of 16, and the byte of its scale, in a matrix of `units` units a row group.
+/// First byte of the words of a block of 16, and the byte of its scale, in a matrix of `units` units a row
+/// group.
 pub fn at(row: usize, block: usize, units: usize) -> (usize, usize) {
     let (unit, tile, lane) = (row / 16 * units + block / 8, block / 4 % 2, row % 8 * 4 + block % 4);
     (unit * UNIT + tile * 512 + lane * 16, unit * UNIT + 1024 + lane * 4 + tile * 2 + row / 8 % 2)

@@ -195,7 +195,8 @@ pub(super) fn pointer_attribute(gpu: &Gpu, address: u64, mut which: driver::CUpo
         return 0;
     }
     let mut to = (&raw mut value).cast();
-    // SAFETY: one attribute of four bytes; any address may be asked for, and foreign ones are no error of this call.
+    // SAFETY: one attribute of four bytes; any address may be asked for, and foreign ones are no error of
+    // this call.
     let status = unsafe { driver::cuPointerGetAttributes(1, &mut which, &mut to, address) };
     if status == driver::CUresult::CUDA_SUCCESS { value } else { 0 }
 }

@@ -1,5 +1,5 @@
-//! libNVFP4 on a CUDA device: the same table, other memory. A context opens the device and its kernels; a call enqueues work
-//! on the caller's stream and allocates nothing.
+//! libNVFP4 on a CUDA device: the same table, other memory. A context opens the device and its kernels; a
+//! call enqueues work on the caller's stream and allocates nothing.
 mod backward;
 mod decode;
 mod forward;

@@ -171,8 +171,8 @@ impl Kernels {
     }
 }
 
-/// x as the copy engine reads it: address, type, `[rows, columns, elements between rows]`, and the address and convention of
-/// its per-tensor scale.
+/// x as the copy engine reads it: address, type, `[rows, columns, elements between rows]`, and the address
+/// and convention of its per-tensor scale.
 struct Staged {
     x: u64,
     element: DType,
@@ -253,7 +253,8 @@ impl Fast for Kernels {
         let (y, ldy, aligned) = (c.y.address(), c.y.ld as u64, u32::from(aligned(w, &c.y, gate)));
         let [m, groups, units, parts, whole, shares, pairs, token_tiles] =
             [m, groups, units, parts, whole, shares, pairs, token_tiles].map(|v| v as u32);
-        // SAFETY: forwarded; the arguments are those of `gemm_*`, the workspace has the size that was asked for.
+        // SAFETY: forwarded; the arguments are those of `gemm_*`, the workspace has the size that was asked
+        // for.
         unsafe {
             kernel.launch(
                 how,

@@ -99,8 +99,9 @@ unsafe fn build(engine: &Arc<Engine>, plan: &Plan, exec: &Exec) -> Result<(Weigh
     Ok((weight, bad_scale))
 }
 
-/// Brings all segments to the device, piece by piece, where `pack` takes each with the number of rows before it; segments are
-/// padded to `pad` rows there. Returns segment and block of the first scale that is none; waits.
+/// Brings all segments to the device, piece by piece, where `pack` takes each with the number of rows before
+/// it; segments are padded to `pad` rows there. Returns segment and block of the first scale that is none;
+/// waits.
 ///
 /// # Safety
 /// The segments' bytes are readable.
@@ -121,8 +122,8 @@ pub(super) unsafe fn stream(
     let bad_bytes = (8 * pieces.len()).next_multiple_of(256);
     let bad = staging.raw(bad_bytes + largest.unwrap_or(0))?;
     let codes = bad + bad_bytes as u64;
-    // SAFETY: the caller's bytes are readable, and the device's large enough. One queue: a piece is packed before the next
-    // one takes its place.
+    // SAFETY: the caller's bytes are readable, and the device's large enough. One queue: a piece is packed
+    // before the next one takes its place.
     let found = unsafe {
         engine.simple.set_largest(bad, pieces.len())?;
         for (i, p) in pieces.iter().enumerate() {

@@ -22,7 +22,8 @@ pub struct Shape {
     pub groups: usize,
     /// Pairs of blocks of a cluster, which share the k of a tile.
     pub pieces: usize,
-    /// Of 66 pairs of blocks, how many clusters run at once: they leave a few multiprocessors of a group of them alone.
+    /// Of 66 pairs of blocks, how many clusters run at once: they leave a few multiprocessors of a group of
+    /// them alone.
     fitting: usize,
     /// Cycles of a multiprocessor for 64 of k, measured (cuda/NOTES-gemm.md).
     slab: usize,
@@ -81,7 +82,8 @@ impl Shape {
         (fixed + stages * (stage + 16) + rings.max(self.gathered()) - rings) as u32
     }
 
-    /// Bytes of sums of the others that one of those who share a tile through memory may get, `gathered_bytes` of gemm.cu.
+    /// Bytes of sums of the others that one of those who share a tile through memory may get,
+    /// `gathered_bytes` of gemm.cu.
     fn gathered(&self) -> usize {
         let boxes = self.tokens / BOX;
         let of = |count: usize| self.groups * (count - 1) * boxes.div_ceil(count.min(boxes)) * 256 * BOX;
@@ -94,8 +96,8 @@ impl Shape {
             .map(|(name, v)| format!("-D{name}={v}"))
     }
 
-    /// How `tiles` pairs of tiles of `rounds` of k are dealt to `clusters` pairs of blocks; `None` where clusters that share k
-    /// have no place at once.
+    /// How `tiles` pairs of tiles of `rounds` of k are dealt to `clusters` pairs of blocks; `None` where
+    /// clusters that share k have no place at once.
     pub fn deal(&self, tiles: usize, rounds: usize, clusters: usize) -> Option<Deal> {
         if self.pieces > 1 {
             let fits = tiles * 66 <= self.fitting * clusters && self.pieces <= rounds;
@@ -107,7 +109,8 @@ impl Shape {
         Some(Deal { grid: if tiles < clusters { tiles * shares } else { clusters }, whole, shares })
     }
 
-    /// Cycles until the last block is done, about: slabs, outputs, and what meeting the others who share a tile takes, all measured.
+    /// Cycles until the last block is done, about: slabs, outputs, and what meeting the others who share a
+    /// tile takes, all measured.
     fn cycles(&self, deal: &Deal, rounds: usize) -> usize {
         let (area, round) = (self.tokens * self.rows(), 2 * ROUND * self.slab);
         if self.pieces > 1 {
@@ -133,8 +136,8 @@ pub struct Deal {
     pub shares: usize,
 }
 
-/// The place in [`SHAPES`] of what is done soonest, and how: `m` rows of x by so many row groups and rounds of k, on a device with
-/// `clusters` pairs of multiprocessors.
+/// The place in [`SHAPES`] of what is done soonest, and how: `m` rows of x by so many row groups and rounds
+/// of k, on a device with `clusters` pairs of multiprocessors.
 pub fn best(m: usize, row_groups: usize, gate: bool, rounds: usize, clusters: usize) -> (usize, Deal) {
     let one = |(i, s): (usize, &Shape)| {
         let deal = s.deal(s.pairs(row_groups, gate) * m.div_ceil(s.tokens), rounds, clusters)?;
@@ -182,7 +185,8 @@ mod tests {
         }
     }
 
-    /// What is launched has room on a multiprocessor, a round in it at least, and the workspace has room for it.
+    /// What is launched has room on a multiprocessor, a round in it at least, and the workspace has room for
+    /// it.
     #[test]
     fn shapes_fit_the_device() {
         for s in &SHAPES {

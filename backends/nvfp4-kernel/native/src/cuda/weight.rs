@@ -16,8 +16,8 @@ pub struct Weight {
     pub codes: u64,
     /// The same, for what counts scales from there.
     pub scales: u64,
-    /// Device address of one u64 per 16 padded rows: the f32 that sums of their products are multiplied with in the low half,
-    /// `first row * 32 + rows` in the high one.
+    /// Device address of one u64 per 16 padded rows: the f32 that sums of their products are multiplied with
+    /// in the low half, `first row * 32 + rows` in the high one.
     pub groups: u64,
     /// Device address of the segments, for the plain kernels.
     pub(super) spans_at: u64,

@@ -1,5 +1,6 @@
-//! Products of many rows on the tile unit (AMX), which multiplies bf16 and adds f32. A decoded weight, E2M1 times E4M3, has six
-//! significant bits and NVFP4 inputs have eight, so both are exact in bf16; an f32 input is three bf16 numbers, exactly.
+//! Products of many rows on the tile unit (AMX), which multiplies bf16 and adds f32. A decoded weight, E2M1
+//! times E4M3, has six significant bits and NVFP4 inputs have eight, so both are exact in bf16; an f32 input
+//! is three bf16 numbers, exactly.
 //!
 //! Compilers have no stable intrinsics for the unit, so its instructions are written out.
 use super::{Acc, ByteBlock, GROUP_BYTES, GROUPS, LANES, PAIR, TILE_BYTES, TILE_K, avx512::scales};
@@ -50,10 +51,11 @@ impl Unit {
         Self(())
     }
 
-    /// 16 rows of f32 inputs times two row blocks over `steps` steps of k: `out[i][c]` for row i. `a` has the three parts of each
-    /// step side by side, `b` the registers of either row block.
+    /// 16 rows of f32 inputs times two row blocks over `steps` steps of k: `out[i][c]` for row i. `a` has the
+    /// three parts of each step side by side, `b` the registers of either row block.
     ///
-    /// The first part has sums of its own: the other two are 2^-8 of it, and so is what rounding their sums costs.
+    /// The first part has sums of its own: the other two are 2^-8 of it, and so is what rounding their sums
+    /// costs.
     ///
     /// # Safety
     /// `a` has `3 * steps` registers and each of `b` has `steps`, at least one.
@@ -138,9 +140,10 @@ impl Sums {
     pub const BLANK: Self = Self([[[0.0; LANES]; ROWS]; 4]);
 }
 
-/// Cuts up to 32 floats of row `row` into the three registers from `out` on and fills the rest of the line with zeros. The first
-/// part is the number's first eight significant bits, and so on. False if a number is not 0 and its magnitude is not in 2^-100 to
-/// 2^100, where parts could be too small for the unit, which has no subnormals, or sums too large: then the line means nothing.
+/// Cuts up to 32 floats of row `row` into the three registers from `out` on and fills the rest of the line
+/// with zeros. The first part is the number's first eight significant bits, and so on. False if a number is
+/// not 0 and its magnitude is not in 2^-100 to 2^100, where parts could be too small for the unit, which has
+/// no subnormals, or sums too large: then the line means nothing.
 ///
 /// # Safety
 /// AVX-512; `out` has three registers, `row` is below 16.
@@ -176,10 +179,12 @@ pub unsafe fn split(x: &[f32], row: usize, out: *mut Register) -> bool {
     fits
 }
 
-/// The quantised inputs of a tile of k as bf16, `code * scale`, to row `row` of the two registers from `out` on.
+/// The quantised inputs of a tile of k as bf16, `code * scale`, to row `row` of the two registers from `out`
+/// on.
 ///
 /// # Safety
-/// AVX-512; `out` has two registers, `row` is below 16; codes and scales have at most four significant bits each.
+/// AVX-512; `out` has two registers, `row` is below 16; codes and scales have at most four significant bits
+/// each.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")]
 pub unsafe fn widen(x: &ByteBlock, row: usize, out: *mut Register) {
     for g in 0..GROUPS {
@@ -194,8 +199,8 @@ pub unsafe fn widen(x: &ByteBlock, row: usize, out: *mut Register) {
     }
 }
 
-/// Decodes a packed tile to two registers: lane n of line p has the weights of k = 2p and 2p + 1, times the 2^-8 of
-/// [`super::SCALE_FACTOR`].
+/// Decodes a packed tile to two registers: lane n of line p has the weights of k = 2p and 2p + 1, times the
+/// 2^-8 of [`super::SCALE_FACTOR`].
 ///
 /// # Safety
 /// AVX-512; a tile, and two registers.
@@ -233,7 +238,8 @@ pub unsafe fn decode(tile: *const u8, out: *mut Register) {
     }
 }
 
-/// Adds what the unit summed to `sums`, or writes it there: of 32 rows (`stacked`), or of 16 rows in two registers each.
+/// Adds what the unit summed to `sums`, or writes it there: of 32 rows (`stacked`), or of 16 rows in two
+/// registers each.
 ///
 /// # Safety
 /// AVX-512; as many sums as there are rows, initialised unless they are written.

@@ -1,5 +1,5 @@
-//! The kernels in AVX2 with FMA and F16C: two registers are one row block. Float sums are those of the AVX-512 kernels, bit
-//! for bit, because chains and fused roundings are the same.
+//! The kernels in AVX2 with FMA and F16C: two registers are one row block. Float sums are those of the
+//! AVX-512 kernels, bit for bit, because chains and fused roundings are the same.
 mod activations;
 
 use super::{
@@ -265,7 +265,8 @@ unsafe fn gate(rows: &[[f32; PAIR * LANES]], out: *mut f32, ld: usize) {
 
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn decode_tile(tile: *const u8, steps: &[[f32; GROUPS]; LANES], out: &mut [[f32; TILE_K]; LANES]) {
-    // SAFETY: a tile has eight halves of 16 words, by the contract of `Kernels`; tables and rows have what is read.
+    // SAFETY: a tile has eight halves of 16 words, by the contract of `Kernels`; tables and rows have what is
+    // read.
     unsafe {
         let shifts = _mm256_loadu_si256(SHIFTS.as_ptr().cast());
         let magnitudes = _mm256_loadu_ps(e2m1::VALUES.as_ptr());
@@ -289,8 +290,8 @@ unsafe fn axpy(dy: &[[f32; LANES]], w: &[[f32; TILE_K]; LANES], dx: &mut [[f32; 
     portable::axpy_body(dy, w, dx, f32::mul_add);
 }
 
-/// `acc + (dot * scale) * activation scale` for group `g` of an activation row, from a scale and its offset. Eight products of
-/// at most 24 * 127 fit 16 bits, so the sums of pairs do not saturate.
+/// `acc + (dot * scale) * activation scale` for group `g` of an activation row, from a scale and its offset.
+/// Eight products of at most 24 * 127 fit 16 bits, so the sums of pairs do not saturate.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn add(

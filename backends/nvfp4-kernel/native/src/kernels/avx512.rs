@@ -1,5 +1,5 @@
-//! The kernels in AVX-512: one register is one row block. Integer products exist twice, with and without VNNI; both are
-//! exact, so they differ in speed only.
+//! The kernels in AVX-512: one register is one row block. Integer products exist twice, with and without
+//! VNNI; both are exact, so they differ in speed only.
 mod activations;
 mod bytes;
 mod float;
@@ -18,8 +18,9 @@ static NEAR: Kernels = table(bytes::NEAR);
 /// That, with weights for few rows of int8 fetched ahead into the second cache only.
 static FAR: Kernels = table(bytes::FAR);
 
-/// The fastest of those with VNNI here. Intel's processors have more requests of the second cache under way than of the first: a
-/// Xeon of 2023 decodes 3 to 8 % faster with [`FAR`], an AMD Zen 5 4 % slower. Products of f32 are a tenth slower so on the Xeon.
+/// The fastest of those with VNNI here. Intel's processors have more requests of the second cache under way
+/// than of the first: a Xeon of 2023 decodes 3 to 8 % faster with [`FAR`], an AMD Zen 5 4 % slower. Products
+/// of f32 are a tenth slower so on the Xeon.
 pub fn vnni() -> &'static Kernels {
     static CHOSEN: OnceLock<&Kernels> = OnceLock::new();
     CHOSEN.get_or_init(|| match (is_x86_feature_detected!("avx512vbmi"), is_intel()) {
@@ -71,7 +72,8 @@ unsafe fn gate(rows: &[[f32; PAIR * LANES]], out: *mut f32, ld: usize) {
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")]
 unsafe fn decode(tile: *const u8, steps: &[[f32; GROUPS]; LANES], out: &mut [[f32; TILE_K]; LANES]) {
-    // SAFETY: a tile has eight halves of 16 words, by the contract of `Kernels`; tables and rows have what is read.
+    // SAFETY: a tile has eight halves of 16 words, by the contract of `Kernels`; tables and rows have what is
+    // read.
     unsafe {
         let shifts = _mm512_broadcast_i64x4(_mm256_loadu_si256(SHIFTS.as_ptr().cast()));
         let table = _mm512_loadu_ps(e2m1::VALUES.as_ptr());

@@ -1,6 +1,6 @@
-//! The kernels in NEON: four registers are one row block. Float sums are those of the AVX kernels, bit for bit, because chains
-//! and fused roundings are the same. Integer products exist three times, with what an aarch64 has for them; all are exact, so
-//! they differ in speed only.
+//! The kernels in NEON: four registers are one row block. Float sums are those of the AVX kernels, bit for
+//! bit, because chains and fused roundings are the same. Integer products exist three times, with what an
+//! aarch64 has for them; all are exact, so they differ in speed only.
 mod activations;
 mod bytes;
 mod float;

@@ -1,5 +1,5 @@
-//! Packing: sixteen stored rows side by side, whole tiles at a time. A model is packed at every start, so this runs at the
-//! speed of memory.
+//! Packing: sixteen stored rows side by side, whole tiles at a time. A model is packed at every start, so
+//! this runs at the speed of memory.
 use super::{GROUPS, LANES, SCALES_AT, TILE_BYTES};
 use crate::weight::spread_nibbles;
 
@@ -53,7 +53,8 @@ mod aarch64 {
     #[target_feature(enable = "neon")]
     pub unsafe fn neon(rows: &StoredRows, tiles: usize, out: *mut u8) {
         for t in 0..tiles {
-            // SAFETY: the rows have that many tiles and `out` has room for them, by the contract of `Kernels`.
+            // SAFETY: the rows have that many tiles and `out` has room for them, by the contract of
+            // `Kernels`.
             unsafe {
                 let tile = out.add(t * TILE_BYTES);
                 for q in 0..4 {
@@ -83,8 +84,8 @@ mod aarch64 {
     fn spread(words: uint8x16_t) -> uint32x4_t {
         const FIRST: [u8; 16] = [0, 0, 1, 1, 4, 4, 5, 5, 8, 8, 9, 9, 12, 12, 13, 13];
         const SECOND: [u8; 16] = [2, 2, 3, 3, 6, 6, 7, 7, 10, 10, 11, 11, 14, 14, 15, 15];
-        // Codes 0 to 3 twice and codes 4 to 7 twice, as bytes of two: even bytes want the low, odd ones the high.
-        // SAFETY: tables of 16 bytes.
+        // Codes 0 to 3 twice and codes 4 to 7 twice, as bytes of two: even bytes want the low, odd ones the
+        // high. SAFETY: tables of 16 bytes.
         let (a, b) = unsafe {
             (vqtbl1q_u8(words, vld1q_u8(FIRST.as_ptr())), vqtbl1q_u8(words, vld1q_u8(SECOND.as_ptr())))
         };
@@ -112,7 +113,8 @@ mod x86 {
     #[target_feature(enable = "avx2")]
     pub unsafe fn avx2(rows: &StoredRows, tiles: usize, out: *mut u8) {
         for t in 0..tiles {
-            // SAFETY: the rows have that many tiles and `out` has room for them, by the contract of `Kernels`.
+            // SAFETY: the rows have that many tiles and `out` has room for them, by the contract of
+            // `Kernels`.
             unsafe {
                 let tile = out.add(t * TILE_BYTES);
                 for side in 0..2 {
@@ -148,7 +150,8 @@ mod x86 {
             let row = _mm_set_epi32(w + 3 * NEXT, w + 2 * NEXT, w + NEXT, w);
             _mm256_broadcastsi128_si256(row)
         };
-        // Codes 0 to 3 twice and codes 4 to 7 twice, as bytes of two: even bytes want the low, odd ones the high.
+        // Codes 0 to 3 twice and codes 4 to 7 twice, as bytes of two: even bytes want the low, odd ones the
+        // high.
         let (a, b) = (_mm256_shuffle_epi8(words, bytes(FIRST)), _mm256_shuffle_epi8(words, bytes(SECOND)));
         let mask = |m: i16| _mm256_set1_epi16(m);
         let low = _mm256_or_si256(

@@ -1,5 +1,5 @@
-//! The kernels in plain Rust, for any processor: lanes are arrays, which compilers turn into whatever vectors there are.
-//! A multiply-add is two roundings here, so bits differ from the fused kernels.
+//! The kernels in plain Rust, for any processor: lanes are arrays, which compilers turn into whatever vectors
+//! there are. A multiply-add is two roundings here, so bits differ from the fused kernels.
 use super::rounding::{Rounding, pad, start};
 use super::{
     ANCHOR, Acc, Blocks, ByteBlock, ByteRows, ByteTile, FloatRows, FloatTile, GROUP_BYTES, GROUPS, Kernels,

@@ -1,5 +1,5 @@
-//! How a rule rounds one block of activations, cut into the scalar part here and the element-wise part of the kernels, so that
-//! every instruction set gives the bits of `q4_core::formats::nvfp4`.
+//! How a rule rounds one block of activations, cut into the scalar part here and the element-wise part of the
+//! kernels, so that every instruction set gives the bits of `q4_core::formats::nvfp4`.
 #![cfg_attr(not(any(target_arch = "x86_64", target_arch = "aarch64")), allow(dead_code))] // portable kernels use the codecs themselves
 use super::{ANCHOR, ByteBlock, GROUPS, OFFSET, TILE_K};
 use half::{bf16, f16};
@@ -29,7 +29,8 @@ pub struct Rounding {
     pub divides: bool,
     /// Magnitudes at which the code changes, upper side included.
     pub thresholds: [f32; 7],
-    /// Doubled magnitudes by `floor(4 v) + ceil(4 v)`, which tells quarters, where codes change, from what lies between.
+    /// Doubled magnitudes by `floor(4 v) + ceil(4 v)`, which tells quarters, where codes change, from what
+    /// lies between.
     #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // AVX-512 looks codes up in it
     pub steps: [i32; 64],
 }

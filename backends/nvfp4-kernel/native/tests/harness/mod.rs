@@ -1,4 +1,5 @@
-//! What the tests share: the C table as Rust calls, random operands, and a pool of threads behind the C signature.
+//! What the tests share: the C table as Rust calls, random operands, and a pool of threads behind the C
+//! signature.
 #![allow(dead_code)] // each test file uses a part
 use NVFP4::abi;
 use half::{bf16, f16};

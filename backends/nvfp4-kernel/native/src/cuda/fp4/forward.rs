@@ -1,8 +1,8 @@
 //! The calls on a native weight.
 //!
-//! cuBLASLt writes f32 sums to the workspace, not y itself: segments have per-tensor scales of their own, y has any stride and
-//! alignment, a row that cannot be quantised must become NaN, and the scales of both operands together may leave the range of
-//! f32.
+//! cuBLASLt writes f32 sums to the workspace, not y itself: segments have per-tensor scales of their own, y
+//! has any stride and alignment, a row that cannot be quantised must become NaN, and the scales of both
+//! operands together may leave the range of f32.
 use super::Weight;
 use super::kernels::{Laid, Rows};
 use crate::call::{Exec, Fail, Mat, Outcome};
@@ -24,7 +24,8 @@ pub fn part_rows(n: usize) -> usize {
 /// First bytes of the workspace, for the per-tensor scale of x.
 const GLOBAL: u64 = 256;
 
-/// Where the other parts of the workspace lie, in bytes. No sum overflows: a weight of that width is on the device.
+/// Where the other parts of the workspace lie, in bytes. No sum overflows: a weight of that width is on the
+/// device.
 pub struct Room {
     /// `Factor` of every segment.
     pub factors: u64,
@@ -49,7 +50,8 @@ pub struct Room {
 }
 
 impl Room {
-    /// For `m` rows that are padded to `rows`, and a weight of `segments` and `[n, k]`, padded to `[padded_n, padded_k]`.
+    /// For `m` rows that are padded to `rows`, and a weight of `segments` and `[n, k]`, padded to `[padded_n,
+    /// padded_k]`.
     pub fn new(m: usize, rows: usize, segments: usize, k: usize, [padded_n, padded_k]: [usize; 2]) -> Self {
         let mut at = GLOBAL;
         let mut take = |bytes: usize| {

@@ -1,5 +1,6 @@
-//! The kernels of the native path without their device: a compiler for CPUs takes them too, so here they run as they are, with
-//! the launches they get, and what they write is read back by the documented layout. Only cuBLASLt's product is replaced.
+//! The kernels of the native path without their device: a compiler for CPUs takes them too, so here they run
+//! as they are, with the launches they get, and what they write is read back by the documented layout. Only
+//! cuBLASLt's product is replaced.
 use super::super::decode;
 use super::super::simple::{self, Raw, Span};
 use super::forward::Room;

@@ -1,4 +1,5 @@
-//! Activations to int8 and NVFP4 in AVX-512: a register is a group, and the four of a block are quantised together.
+//! Activations to int8 and NVFP4 in AVX-512: a register is a group, and the four of a block are quantised
+//! together.
 use crate::kernels::rounding::{Rounding, start};
 use crate::kernels::{ByteBlock, GROUPS, OFFSET};
 use std::arch::x86_64::*;
@@ -64,7 +65,8 @@ unsafe fn load(x: *const f32, first: usize, groups: usize) -> [__m512; GROUPS] {
     v
 }
 
-/// The largest magnitude of each group, in all lanes of a quarter; `largest` collects them as bits, which order as magnitudes do.
+/// The largest magnitude of each group, in all lanes of a quarter; `largest` collects them as bits, which
+/// order as magnitudes do.
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq")]
 fn amax(v: [__m512; GROUPS], largest: &mut __m512i) -> __m512 {
@@ -106,7 +108,8 @@ fn bytes(v: __m512, inverse: __m512) -> __m128i {
     _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(v, inverse)))
 }
 
-/// Doubled values of `y`, by [`Rounding::steps`]. NaN has code zero: both its conversions are the smallest integer.
+/// Doubled values of `y`, by [`Rounding::steps`]. NaN has code zero: both its conversions are the smallest
+/// integer.
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq")]
 fn codes(y: __m512, steps: [__m512i; 4]) -> __m128i {

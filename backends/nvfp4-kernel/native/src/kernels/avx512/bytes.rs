@@ -1,5 +1,5 @@
-//! Products with int8 activations in AVX-512, around one dot product of four bytes a lane. Weights are looked up as unsigned
-//! bytes, and a sum starts at what that adds too much.
+//! Products with int8 activations in AVX-512, around one dot product of four bytes a lane. Weights are looked
+//! up as unsigned bytes, and a sum starts at what that adds too much.
 use super::{get, load, prefetch, put, scales};
 use crate::kernels::{
     ANCHOR, Acc, Blocks, ByteBlock, ByteRows, ByteTile, GROUP_BYTES, GROUPS, OFFSET, Product, TILE_BYTES,
@@ -53,7 +53,8 @@ macro_rules! kernels {
             #[target_feature(enable = $features)]
             unsafe fn direct_rows<const M: usize>(w: Blocks, x: ByteRows, out: *mut Acc) {
                 for c in 0..w.count {
-                    // SAFETY: by the contract of `Kernels`, M rows and `count` row blocks of `groups` groups exist.
+                    // SAFETY: by the contract of `Kernels`, M rows and `count` row blocks of `groups` groups
+                    // exist.
                     unsafe {
                         let table = table();
                         let mut acc = [[_mm512_setzero_ps()]; M];
@@ -108,7 +109,8 @@ macro_rules! kernels {
                 for r in (0..x.rows).step_by(PANEL) {
                     // SAFETY: same contract; PANEL rows from r on or the last ones exist.
                     unsafe {
-                        // The same rows in the next tile of k lie in another page, where nothing fetches ahead by itself.
+                        // The same rows in the next tile of k lie in another page, where nothing fetches
+                        // ahead by itself.
                         let next = x.blocks.wrapping_add(x.ld + r).cast::<u8>();
                         for line in 0..PANEL * size_of::<ByteBlock>() / 64 {
                             _mm_prefetch::<_MM_HINT_T0>(next.wrapping_add(64 * line).cast());
@@ -126,7 +128,8 @@ macro_rules! kernels {
                 }
             }
 
-            /// All M * C dots of a group advance together. Six rows and two row blocks fill the registers, and load least.
+            /// All M * C dots of a group advance together. Six rows and two row blocks fill the registers,
+            /// and load least.
             #[target_feature(enable = $features)]
             unsafe fn panel_shape<const M: usize, const C: usize>(
                 tiles: *const ByteTile,
@@ -257,7 +260,8 @@ unsafe fn shuffle(group: *const u8, table: __m512i) -> [__m512i; 4] {
     [low(a), high(a), low(b), high(b)]
 }
 
-/// The same with a table of 64 bytes, four times the 16: bits above a code pick one of four equals and need not be cleared.
+/// The same with a table of 64 bytes, four times the 16: bits above a code pick one of four equals and need
+/// not be cleared.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
 unsafe fn permute(group: *const u8, table: __m512i) -> [__m512i; 4] {

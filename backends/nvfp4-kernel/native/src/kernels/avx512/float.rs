@@ -22,8 +22,8 @@ unsafe fn direct(w: Blocks, x: FloatRows, acc: *mut Acc) {
     }
 }
 
-/// One or two rows wait for memory, which is fastest as one ascending stream; more than four leave registers for one row block
-/// only. Three and four have arithmetic enough to read two at once.
+/// One or two rows wait for memory, which is fastest as one ascending stream; more than four leave registers
+/// for one row block only. Three and four have arithmetic enough to read two at once.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")]
 unsafe fn one_by_one<const M: usize>(w: Blocks, x: FloatRows, out: *mut Acc) {
     for c in 0..w.count {
@@ -35,7 +35,8 @@ unsafe fn one_by_one<const M: usize>(w: Blocks, x: FloatRows, out: *mut Acc) {
 /// C row blocks, whose sums are those from `first` on.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")]
 unsafe fn direct_shape<const M: usize, const C: usize>(w: Blocks, x: FloatRows, first: usize, out: *mut Acc) {
-    // SAFETY: by the contract of `Kernels`, M rows of 16 * groups floats and C row blocks of that many groups exist.
+    // SAFETY: by the contract of `Kernels`, M rows of 16 * groups floats and C row blocks of that many groups
+    // exist.
     unsafe {
         let table = values();
         let zero = _mm512_setzero_ps();
@@ -76,7 +77,8 @@ unsafe fn direct_shape<const M: usize, const C: usize>(w: Blocks, x: FloatRows, 
     }
 }
 
-/// Fetches ahead in C row blocks at once; behind their end, from the C that come next: behind each, unless they are neighbours.
+/// Fetches ahead in C row blocks at once; behind their end, from the C that come next: behind each, unless
+/// they are neighbours.
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn prefetch_streams<const C: usize>(tile: *const u8, w: Blocks, g: usize) {

@@ -1,5 +1,5 @@
-//! Products with int8 activations in NEON, around the exact dot of 16 codes. Dots of signed bytes need no offset, so weights
-//! are looked up as they are.
+//! Products with int8 activations in NEON, around the exact dot of 16 codes. Dots of signed bytes need no
+//! offset, so weights are looked up as they are.
 use super::{QUARTER, get, nibbles, prefetch, put, scales};
 use crate::kernels::{
     Acc, Blocks, ByteBlock, ByteRows, ByteTile, GROUP_BYTES, GROUPS, LANES, Product, TILE_BYTES,
@@ -35,7 +35,8 @@ macro_rules! kernels {
             #[target_feature(enable = $features)]
             unsafe fn direct_rows<const M: usize>(w: Blocks, x: ByteRows, out: *mut Acc) {
                 for c in 0..w.count {
-                    // SAFETY: by the contract of `Kernels`, M rows of `groups` groups and `count` row blocks exist.
+                    // SAFETY: by the contract of `Kernels`, M rows of `groups` groups and `count` row blocks
+                    // exist.
                     unsafe {
                         let table = table();
                         let mut acc = [[vdupq_n_f32(0.0); QUARTER]; M];
@@ -145,7 +146,8 @@ macro_rules! kernels {
 kernels!(plain, "neon", dot_words);
 kernels!(dotprod, "neon,dotprod", dot_bytes);
 
-/// Dots of four rows with 16 codes, of which `codes[j]` has k 4j to 4j + 3. Four products of at most 12 * 127 fit 16 bits.
+/// Dots of four rows with 16 codes, of which `codes[j]` has k 4j to 4j + 3. Four products of at most 12 * 127
+/// fit 16 bits.
 #[inline]
 #[target_feature(enable = "neon")]
 fn dot_words(codes: [int8x16_t; 4], x: int8x16_t) -> int32x4_t {
@@ -172,7 +174,8 @@ fn dot_bytes(codes: [int8x16_t; 4], x: int8x16_t) -> int32x4_t {
     sdot::<3>(dot, codes[3], x)
 }
 
-/// Adds the dot of each four bytes of `a` with word `WORD` of `x`. Rust has no stable name for the instruction.
+/// Adds the dot of each four bytes of `a` with word `WORD` of `x`. Rust has no stable name for the
+/// instruction.
 #[inline]
 #[target_feature(enable = "neon,dotprod")]
 fn sdot<const WORD: usize>(mut sum: int32x4_t, a: int8x16_t, x: int8x16_t) -> int32x4_t {
@@ -204,7 +207,8 @@ unsafe fn decode(group: *const u8, table: int8x16_t) -> [int8x16_t; 4] {
     [a[0], a[1], b[0], b[1]].map(|codes| vqtbl1q_s8(table, codes))
 }
 
-/// Two rows of weights and two of activations over 8 k at a time: half the instructions for products with many rows.
+/// Two rows of weights and two of activations over 8 k at a time: half the instructions for products with
+/// many rows.
 mod i8mm {
     use super::*;
 
@@ -315,8 +319,8 @@ mod i8mm {
         [vzip1q_f64(a, b), vzip2q_f64(a, b)].map(|v| vreinterpretq_f32_f64(v))
     }
 
-    /// Adds the dots of two rows of 8 bytes of `x` with two of `w`: `[x0 w0, x0 w1, x1 w0, x1 w1]`. Rust has no stable name
-    /// for the instruction.
+    /// Adds the dots of two rows of 8 bytes of `x` with two of `w`: `[x0 w0, x0 w1, x1 w0, x1 w1]`. Rust has
+    /// no stable name for the instruction.
     #[inline]
     #[target_feature(enable = "neon,i8mm")]
     fn smmla(mut sum: int32x4_t, x: int8x16_t, w: int8x16_t) -> int32x4_t {

@@ -154,8 +154,8 @@ fn four(chain: float32x4_t, value: [float32x4_t; 4], x: float32x4_t) -> float32x
     vfmaq_laneq_f32::<3>(chain, value[3], x)
 }
 
-/// Four codes of each of four rows as values, a register for each k. In the 32 bits of a row, bytes of the low table beside
-/// bytes of the high one are two values, of which shifting keeps one and masking the other.
+/// Four codes of each of four rows as values, a register for each k. In the 32 bits of a row, bytes of the
+/// low table beside bytes of the high one are two values, of which shifting keeps one and masking the other.
 #[inline]
 #[target_feature(enable = "neon")]
 fn floats(codes: uint8x16_t, table: [uint8x16_t; 2]) -> [float32x4_t; 4] {
