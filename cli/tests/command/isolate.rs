@@ -44,6 +44,8 @@ fn generate(options: &[&str], does: Option<&str>) -> Command {
     command
 }
 
+/// What the map of a process that has the library says.
+const MAPPED: &str = "memfd:q4-switched";
 const ANSWER: &str = "I am the q4 demo model, made of four-bit numbers.";
 
 #[test]
@@ -120,9 +122,7 @@ fn signals_that_one_process_gets_reach_the_one_that_works() {
         let child = children(parent.id())[0];
         // It has set what it does with signals when it maps the library.
         let maps = format!("/proc/{child}/maps");
-        assert!(within_seconds(|| std::fs::read_to_string(&maps)
-            .unwrap_or_default()
-            .contains("memfd:q4-lib")));
+        assert!(within_seconds(|| std::fs::read_to_string(&maps).unwrap_or_default().contains(MAPPED)));
         assert!(Command::new("kill").args([signal, &parent.id().to_string()]).status().unwrap().success());
         let status = parent.wait().unwrap();
         assert_eq!((status.code(), status.signal()), (code, number), "{signal}");
@@ -136,11 +136,11 @@ fn no_process_outlives_the_one_that_the_user_started() {
         let mut command = generate(options, Some("wait"));
         let mut parent = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
         let is_mapped = |id: &u32| {
-            std::fs::read_to_string(format!("/proc/{id}/maps")).unwrap_or_default().contains("memfd:q4-lib")
+            std::fs::read_to_string(format!("/proc/{id}/maps")).unwrap_or_default().contains(MAPPED)
         };
         assert!(within_seconds(|| below(parent.id()).iter().any(is_mapped)), "{options:?}");
         let maps = std::fs::read_to_string(format!("/proc/{}/maps", parent.id())).unwrap();
-        assert!(!maps.contains("memfd:q4-lib"), "{options:?}: the library is where the user waits");
+        assert!(!maps.contains(MAPPED), "{options:?}: the library is where the user waits");
         let all = below(parent.id());
         parent.kill().unwrap();
         parent.wait().unwrap();
