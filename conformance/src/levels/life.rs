@@ -9,7 +9,6 @@ use crate::measure::Problem;
 use crate::memory::watch_in;
 use crate::product::{self, failed};
 use crate::stored::{Placed, mix};
-use crate::tolerance::Exact;
 use q4_core::{DType, ExecContext, ExecPath, OpSet, PreparedWeight, Result, TensorView, TensorViewMut};
 
 /// Weights that live at once, as many as a model of some layers has, and as many as one of a hundred.
@@ -108,22 +107,28 @@ fn many_calls(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch, is_long: bool)
         let (m, k, n) = (problem.m, problem.weight.k, problem.weight.n());
         // One row most of the time, and all of them now and then, as tokens and prompts come.
         let mut calls = [1, m].map(|m| {
-            let x = Guarded::input(problem.io, &problem.x[..m * k], m, k, Layout::PLAIN);
-            (x, Guarded::output(problem.io, m, n, Layout::PLAIN), Vec::new())
+            // A problem of its own: some formats have one scale for all rows of a call.
+            let part = Problem {
+                name: String::new(),
+                x: problem.x[..m * k].to_vec(),
+                m,
+                recorded: None,
+                ..*problem
+            };
+            let x = Guarded::input(problem.io, &part.x, m, k, Layout::PLAIN);
+            (part, x, Guarded::output(problem.io, m, n, Layout::PLAIN), Vec::new())
         });
-        let exact = product::exact_forward(problem)?;
         let terms = product::forward_bound(path, problem);
         let mut scratch = Workspace::new(w.workspace(m), product::STALE);
         let mut call = |at: usize| -> Result<()> {
-            let (x, y, first) = &mut calls[usize::from(at % 7 == 6)];
+            let (part, x, y, first) = &mut calls[usize::from(at % 7 == 6)];
             y.poison();
             let mut cx = ExecContext::cpu(bench.threads);
             cx.workspace = scratch.view()?;
             w.forward(x.view()?, y.view_mut()?, &mut cx)?;
             let bits = y.bits();
             if first.is_empty() {
-                let part = Exact { m: bits.len() / problem.io.size() / n, ..exact.clone() };
-                part.compare("y", &y.values(), terms)?;
+                product::exact_forward(part)?.compare("y", &y.values(), terms)?;
                 first.clone_from(&bits);
             }
             if *first != bits {
