@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 ROWS = []
 
 
-def row(name, value, unit, need, why=None):
+def row(name, value, unit, need, why="the tests did not run, or one of them failed"):
     """A number, or no number and the reason."""
     ROWS.append({"name": name, "value": value, "unit": unit, "need": need, **({"not_measured": why} if value is None else {})})
 
@@ -37,16 +37,16 @@ class Tests:
     """What the tests printed, and which of them passed."""
 
     def __init__(self, path):
-        self.text = path.read_text(errors="replace")
+        self.text = path.read_text(errors="replace") if path.exists() else ""
         # With --nocapture the verdict may follow what the test printed.
         self.names = set(re.findall(r"^test (\S+) \.\.\.", self.text, re.M))
         self.failed = set(re.findall(r"^    (\S+)$", "".join(re.findall(r"^failures:\n((?:    \S+\n)+)", self.text, re.M)), re.M))
         self.broken = "error: could not compile" in self.text
 
     def passed(self, part):
-        """Tests whose name has this part; none when one of them failed."""
+        """Tests whose name has this part; none when there are none, or one of them failed."""
         found = {n for n in self.names if part in n}
-        return 0 if self.broken or found & self.failed else len(found)
+        return None if self.broken or not found or found & self.failed else len(found)
 
     def numbers(self, pattern):
         return re.search(pattern, self.text)
@@ -70,14 +70,14 @@ def suite(args):
 
 def hostile(tests):
     variants = set(re.findall(r"hostile library: (.+)$", tests.text, re.M))
-    row("hostile-plugins", len(variants) or None, "libraries with a fault of their own", ">= 30", "the tests did not run")
+    row("hostile-plugins", len(variants) or None, "libraries with a fault of their own", ">= 30")
     row("hostile-tests-passed", tests.passed("attack"), "tests", ">= 25, none failed")
-    row("hostile-certified-or-believed", None if not tests.passed("attack") else 0, "libraries", "0", "a test failed")
+    row("hostile-certified-or-believed", None if not tests.passed("attack") else 0, "libraries", "0")
 
 
 def narrow(tests):
-    kinds = set(re.findall(r"^.*narrow backend: ([^:]+):", tests.text, re.M)) if tests.passed("narrow_backends") else None
-    row("narrow-backends-certified", kinds and len(kinds), "backends, each with its limits", ">= 9", "a test failed")
+    kinds = set(re.findall(r"narrow backend: ([^:]+):", tests.text)) if tests.passed("narrow_backends") else None
+    row("narrow-backends-certified", kinds and len(kinds), "backends, each with its limits", ">= 9")
     row("narrow-liar-refused", tests.passed("a_refusal_inside_the_limits_is_a_failure"), "backends", "1")
 
 
@@ -88,7 +88,8 @@ def vendor(args, tests):
         ("replay-under-asan", "the_head_of_a_sanitizers_report_is_shown", "cc"),
     ]:
         there = shutil.which(tool)
-        row(name, tests.passed(test) if there else None, "tests, none failed", "1", f"{tool} is not installed")
+        row(name, tests.passed(test), "tests, none failed", "1",
+            "the test did not pass" if there else f"{tool} is not installed")
     for language, build, library in [
         ("c", ["make"], "libvolta.so"),
         ("cpp", ["make"], "libvolta.so"),
@@ -138,8 +139,7 @@ def files(tests):
 
 def tables(tests):
     count = len(list((ROOT / "cli/tests/snapshots").glob("decision_table*.snap")))
-    row("decision-tables", count if tests.passed("machine") else None, "snapshots that pass", ">= 5",
-        "a test failed")
+    row("decision-tables", count if tests.passed("machine") else None, "snapshots that pass", ">= 5")
 
 
 def overhead(args):
@@ -200,6 +200,7 @@ def main():
     p.add_argument("--revision")
     p.add_argument("--rounds", type=int, default=5)
     args = p.parse_args()
+    args.q4, args.work = args.q4.resolve(), args.work.resolve()
     tests = Tests(args.work / "tests")
     mutants(args)
     suite(args)
