@@ -102,6 +102,8 @@ impl Process {
 
     /// Bytes it wrote to its standard output and standard error so far.
     pub fn printed(&self) -> [u64; 2] {
+        // Whoever counts may not have read yet what was written just now.
+        std::thread::sleep(std::time::Duration::from_millis(5));
         [0, 1].map(|i| self.printed[i].load(Ordering::SeqCst))
     }
 
