@@ -147,6 +147,41 @@ fn a_waiver_excuses_and_never_certifies() -> Result<()> {
     Ok(())
 }
 
+/// A library whose table nobody checks.
+struct Foreign;
+
+impl AbiProbe for Foreign {
+    fn cases(&self) -> Vec<String> {
+        Vec::new()
+    }
+    fn run(&self, _: &str) -> Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn nothing_is_taken_as_shared_or_known_in_a_library() {
+    let found = proofs(&*honest(), &HostEnv::default(), q4_core::Device::Cpu);
+    let of = |path: ExecPath, activations: &str, abi: Option<&dyn AbiProbe>| {
+        let mut proof = found.iter().find(|p| p.claim.activations == activations).expect("a claim").clone();
+        proof.claim.path = path;
+        let options =
+            Options { levels: vec![Level::L2, Level::L3, Level::L5], ..Options::of(Profile::Training) };
+        let all = cases(&[proof], abi, &options);
+        all.into_iter().map(|c| c.id.replace(path.as_str(), "path")).collect::<BTreeSet<_>>()
+    };
+    for activations in ["native", "int8"] {
+        let packed = of(ExecPath::FusedDequant, activations, Some(&Foreign));
+        for path in [ExecPath::DequantMatmul, ExecPath::Reference] {
+            let (own, foreign) = (of(path, activations, None), of(path, activations, Some(&Foreign)));
+            // What q4's own dense code shares between kinds of input is looked at less often.
+            assert!(activations == "native" || own.len() + 50 < foreign.len(), "{path}: {}", own.len());
+            // Copies of another size than what is stored are no fault of theirs.
+            assert!(foreign.len() + 10 > packed.len(), "{path} {activations}: {}", foreign.len());
+        }
+    }
+}
+
 #[test]
 fn a_host_of_libraries_adds_its_own_checks() {
     struct Table;

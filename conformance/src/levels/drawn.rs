@@ -28,8 +28,7 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
     let Some((schema, activations)) = kinds.first() else { return };
     let work = match path {
         _ if scope.repeats() => WORK / 8,
-        // Its sums are those of the oracle.
-        ExecPath::Reference => WORK / 4,
+        _ if scope.is_oracle() => WORK / 4,
         _ => WORK,
     };
     let sketches = lattice::drawn(scope.claim, (*schema, *activations), COUNT, scope.seed, work);

@@ -14,8 +14,8 @@ use q4_core::{Activations, DType, ExecPath, OpSet, Result};
 const NATIVE: usize = 28;
 const INT8: usize = 22;
 const NVFP4: usize = 7;
-/// Multiplications of a product whose every element is compared by itself; of larger ones that is a sample,
-/// and sums of all.
+/// Multiplications of a product whose every element is compared by itself. Of larger ones of q4's own dense
+/// paths that is a sample, and sums of all.
 const WORK: usize = 1_000_000;
 /// Rows and columns of that sample.
 const SAMPLE: [usize; 2] = [16, 48];
@@ -34,7 +34,7 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
         _ => NVFP4,
     };
     // Half of them where another claim has the same code, and where the sums are those of the oracle.
-    let [again, known] = [scope.repeats(), path == ExecPath::Reference].map(usize::from);
+    let [again, known] = [scope.repeats(), scope.is_oracle()].map(usize::from);
     let count = (count >> (again + known)).max(2);
     for (i, schema) in scope.encodings().into_iter().enumerate() {
         // As many segments as nobody has asked for.
@@ -100,7 +100,8 @@ pub(super) fn check(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) ->
     let stale = [(Layout::PLAIN, 0xff), (Layout::HOSTILE, product::STALE)];
     let call = |(layout, fill)| product::forward(&*prepared, problem, layout, fill, bench.threads);
     let mut seen = Seen::exactly(0);
-    if problem.recorded.is_none() && problem.m * problem.weight.n() * problem.weight.k > WORK {
+    let is_known = bench.abi.is_none() && !super::is_packed(path);
+    if is_known && problem.recorded.is_none() && problem.m * problem.weight.n() * problem.weight.k > WORK {
         for way in stale {
             seen = seen.and(sampled(path, problem, &call(way)?.values(), SAMPLE)?);
         }

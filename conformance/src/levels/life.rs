@@ -39,8 +39,7 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
                 continue;
             }
             // Kernels of packed weights keep more about them than others do.
-            let is_packed = !matches!(path, ExecPath::DequantMatmul | ExecPath::Reference);
-            let is_long = i == 0 && is_packed && scope.claim.activations == "native";
+            let is_long = i == 0 && scope.is_packed() && scope.claim.activations == "native";
             let sketch = scope.sketch(schema, formats[(i + j) % formats.len()], scope.io(), shape);
             let id = format!("{name}/{}", sketch.name());
             scope.add(all, Level::L5, id, move |bench| check(bench, path, &sketch, is_long));

@@ -33,6 +33,8 @@ struct Scope<'a> {
     claim: &'a Claim,
     limits: &'a Limits,
     seed: u64,
+    /// Whether the backend is one of q4's own, whose claims are known to share code; of a library nothing is.
+    is_own: bool,
 }
 
 impl Scope<'_> {
@@ -58,11 +60,18 @@ impl Scope<'_> {
     fn sketch(&self, schema: Q4Schema, activations: Activations, io: DType, shape: [usize; 3]) -> Sketch {
         self.limits.fit(Sketch::plain(schema, activations, io, shape, self.seed))
     }
-    /// Whether another claim computes the same but for the input: what decodes the weight first is one piece
-    /// of code, whatever it is multiplied by.
+    /// Whether its kernels multiply what is stored, or may.
+    fn is_packed(&self) -> bool {
+        !self.is_own || is_packed(self.claim.path)
+    }
+    /// Whether another claim is known to compute the same but for the input: what decodes the weight first is
+    /// one piece of code in q4's own backends, whatever it is multiplied by.
     fn repeats(&self) -> bool {
-        let is_dense = matches!(self.claim.path, ExecPath::DequantMatmul | ExecPath::Reference);
-        is_dense && self.claim.activations != "native"
+        !self.is_packed() && self.claim.activations != "native"
+    }
+    /// Whether its sums are known to be those of the oracle.
+    fn is_oracle(&self) -> bool {
+        self.is_own && self.claim.path == ExecPath::Reference
     }
     /// Adds a case of the claim.
     fn add(
@@ -76,13 +85,17 @@ impl Scope<'_> {
     }
 }
 
+fn is_packed(path: ExecPath) -> bool {
+    !matches!(path, ExecPath::DequantMatmul | ExecPath::Reference)
+}
+
 /// Every case that `options` ask for, in order of level and claim. They depend on what the backend says it
 /// computes and on nothing else of it.
 pub fn cases(proofs: &[Proof], abi: Option<&dyn crate::AbiProbe>, options: &Options) -> Vec<Case> {
     let scopes: Vec<_> = proofs
         .iter()
         .filter(|p| options.admits(&p.claim))
-        .map(|p| Scope { claim: &p.claim, limits: &p.limits, seed: options.seed })
+        .map(|p| Scope { claim: &p.claim, limits: &p.limits, seed: options.seed, is_own: abi.is_none() })
         .collect();
     let mut all = Vec::new();
     for level in options.levels() {

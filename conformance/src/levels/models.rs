@@ -53,7 +53,6 @@ const OTHERS: [usize; 15] =
 pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
     let path = scope.claim.path;
     let (encodings, formats) = (scope.encodings(), scope.quantizers());
-    let is_packed = !matches!(path, ExecPath::DequantMatmul | ExecPath::Reference);
     for (i, (rows, k)) in PRODUCTS.into_iter().enumerate() {
         let turn = crate::stored::mix(scope.seed ^ i as u64) as usize;
         let macs = rows.iter().sum::<usize>() * k;
@@ -61,7 +60,7 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
             continue;
         }
         // Of stored floats a model has one wide product, its head.
-        if scope.claim.schema == "dense" && macs > REPEATED && i != WIDEST {
+        if scope.is_own && scope.claim.schema == "dense" && macs > REPEATED && i != WIDEST {
             continue;
         }
         let (Some(schema), Some(format)) =
@@ -69,10 +68,10 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
         else {
             return;
         };
-        let most = if is_packed { ROWS.len() } else { 2 };
+        let most = if scope.is_packed() { ROWS.len() } else { 2 };
         let mut calls: Vec<usize> =
             ROWS[..most].iter().copied().filter(|m| *m == 1 || m * macs <= WORK).collect();
-        if i == PROMPTED && is_packed {
+        if i == PROMPTED && scope.is_packed() {
             calls.push(PROMPT + turn % 89);
         }
         // One more than a power of two, as a conversation has it, and seldom the most there could be.

@@ -35,9 +35,10 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
         return;
     }
     let turn = mix(scope.seed ^ crate::lattice::hash(&scope.claim.to_string())) as usize;
-    // Kernels that multiply packed weights see them all, the rest a part that the seed chooses.
-    let is_packed = !matches!(path, ExecPath::DequantMatmul | ExecPath::Reference);
-    let every = if is_packed && scope.claim.activations == "native" { 1 } else { 4 };
+    // A library sees them all; so do q4's own packed kernels, whose other activations, and whose dense paths,
+    // share their code and see a part that the seed chooses.
+    let is_whole = !scope.is_own || scope.is_packed() && scope.claim.activations == "native";
+    let every = if is_whole { 1 } else { 4 };
     for (i, ([n, k, m], max_m)) in REACH.into_iter().enumerate() {
         if (i + turn) % every != 0 {
             continue;
