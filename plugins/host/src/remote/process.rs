@@ -1,11 +1,12 @@
 //! The process that runs a library, seen from the one that started it: when it ends, how, and what it
 //! printed.
 use q4_core::stderr::Stderr;
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::{ioctl_fionread, retry_on_intr};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use std::io::{self, Read};
 use std::os::fd::OwnedFd;
 use std::process::{Command, ExitStatus, Stdio};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, mpsc};
 use std::time::Duration;
 
@@ -15,9 +16,9 @@ pub struct Process {
     pub id: u32,
     handle: OwnedFd,
     end: Arc<End>,
-    /// Bytes written to standard output and standard error.
-    printed: [Arc<AtomicU64>; 2],
-    stderr: Option<Stderr>,
+    /// Its standard output and standard error.
+    outputs: [Arc<Output>; 2],
+    stderr: Stderr,
 }
 
 #[derive(Default)]
@@ -26,13 +27,35 @@ struct End {
     told: Condvar,
 }
 
-/// An output whose bytes are counted as they are read.
-struct Counted<R>(R, Arc<AtomicU64>);
+/// A pipe, and the bytes that were read from it. Both change under one lock, so that every byte written is in
+/// exactly one of them for whoever counts.
+struct Output {
+    pipe: OwnedFd,
+    read: Mutex<u64>,
+}
 
-impl<R: Read> Read for Counted<R> {
+impl Output {
+    fn of(pipe: impl Into<OwnedFd>) -> Arc<Self> {
+        Arc::new(Self { pipe: pipe.into(), read: Mutex::new(0) })
+    }
+
+    /// Bytes written so far.
+    fn written(&self) -> u64 {
+        let read = lock(&self.read);
+        *read + ioctl_fionread(&self.pipe).unwrap_or(0)
+    }
+}
+
+/// The one that reads it.
+struct Reader(Arc<Output>);
+
+impl Read for Reader {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let n = self.0.read(buffer)?;
-        self.1.fetch_add(n as u64, Ordering::SeqCst);
+        // Waits without the lock, for which nobody else may have to wait.
+        retry_on_intr(|| poll(&mut [PollFd::new(&self.0.pipe, PollFlags::IN)], None))?;
+        let mut read = lock(&self.0.read);
+        let n = rustix::io::read(&self.0.pipe, buffer)?;
+        *read += n as u64;
         Ok(n)
     }
 }
@@ -62,12 +85,13 @@ impl Process {
             let handle = pid.ok_or("no number".to_owned()).and_then(|pid| {
                 pidfd_open(pid, PidfdFlags::empty()).map_err(|e| format!("a handle of a process: {e}"))
             });
-            let outputs = (child.stdout.take(), child.stderr.take());
-            if handle.is_err() {
+            let outputs = child.stdout.take().zip(child.stderr.take()).ok_or("no pipes".to_owned());
+            let started = handle.and_then(|handle| outputs.map(|outputs| (id, handle, outputs)));
+            if started.is_err() {
                 // Nobody could end it later.
                 let _ = child.kill();
             }
-            let _ = send.send(handle.map(|handle| (id, handle, outputs)));
+            let _ = send.send(started);
             let status = child.wait();
             *lock(&tell.status) = Some(status.map_or_else(|e| e.to_string(), said));
             tell.told.notify_all();
@@ -76,15 +100,16 @@ impl Process {
         let keeper = std::thread::Builder::new().name("q4-keeper".into()).spawn(keep);
         keeper.map_err(|e| format!("a thread: {e}"))?;
         let (id, handle, (out, err)) = receive.recv().map_err(|_| "its thread ended".to_owned())??;
-        let printed: [Arc<AtomicU64>; 2] = [Arc::default(), Arc::default()];
-        let stderr = err.map(|pipe| Stderr::listen(Counted(pipe, printed[1].clone())));
-        if let Some(pipe) = out {
-            let mut pipe = Counted(pipe, printed[0].clone());
-            let drain = move || drop(io::copy(&mut pipe, &mut io::sink()));
-            // Without a reader the pipe closes, and a library that prints is ended by that.
-            drop(std::thread::Builder::new().name("q4-output".into()).spawn(drain));
-        }
-        Ok(Self { id, handle, end, printed, stderr })
+        let (out, err) = (Output::of(out), Output::of(err));
+        let stderr = Stderr::listen(Reader(err.clone()));
+        let mut drained = Reader(out.clone());
+        let drain = move || drop(io::copy(&mut drained, &mut io::sink()));
+        // Without a reader the pipe fills, and a library that prints waits for ever.
+        std::thread::Builder::new()
+            .name("q4-output".into())
+            .spawn(drain)
+            .map_err(|e| format!("a thread: {e}"))?;
+        Ok(Self { id, handle, end, outputs: [out, err], stderr })
     }
 
     /// Ends it.
@@ -102,17 +127,31 @@ impl Process {
 
     /// Bytes it wrote to its standard output and standard error so far.
     pub fn printed(&self) -> [u64; 2] {
-        // Whoever counts may not have read yet what was written just now.
-        std::thread::sleep(std::time::Duration::from_millis(5));
-        [0, 1].map(|i| self.printed[i].load(Ordering::SeqCst))
+        [0, 1].map(|i| self.outputs[i].written())
     }
 
     /// Where it crashed, and what it wrote first and last to its standard error, once it has ended.
     pub fn last_words(&self) -> String {
-        self.stderr.as_ref().map_or_else(String::new, |stderr| stderr.text(Duration::from_millis(300)))
+        self.stderr.text(Duration::from_millis(300))
     }
 }
 
 fn said(status: ExitStatus) -> String {
     status.to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_byte_written_is_counted_whoever_has_read_it() {
+        for _ in 0..50 {
+            let mut command = Command::new("sh");
+            command.args(["-c", "head -c 70000 /dev/zero; printf abc >&2"]);
+            let process = Process::start(command, || {}).expect("a shell");
+            assert!(process.end_within(Duration::from_secs(60)).is_some());
+            assert_eq!(process.printed(), [70_000, 3]);
+        }
+    }
 }
