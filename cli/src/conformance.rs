@@ -12,6 +12,7 @@ use q4_conformance::{
     Bench, Certificate, Certificates, ChildProcesses, InProcess, Level, Library, Options, Profile, Report,
     Runner, SUITE_VERSION, Waivers, cases, claims, proofs, run_with, serve,
 };
+use q4_core::memory::Budget;
 use q4_core::{
     BUILTINS, Candidate, Code, Device, Dispatch, Error, HostEnv, Q4Backend, Registry, Result, ThreadPool,
 };
@@ -66,7 +67,7 @@ pub fn run(cx: &Context, args: &ConformanceArgs) -> Result<Outcome> {
     }
     let mut whole: Option<Report> = None;
     for backend in &chosen {
-        let report = judge(backend, &tables, args, registry, &options, &threads)?;
+        let report = judge(backend, &tables, args, registry, &options, (&threads, &cx.budget()))?;
         whole = Some(match whole {
             Some(before) => before.merge(report),
             None => report,
@@ -164,10 +165,10 @@ fn judge(
     args: &ConformanceArgs,
     registry: &Registry,
     options: &Options,
-    threads: &ThreadPool,
+    (threads, budget): (&ThreadPool, &Budget),
 ) -> Result<Report> {
     let name = backend.descriptor().name.to_string();
-    let apart = children(args, &name, options.device);
+    let apart = children(args, &name, options.device, budget);
     let runner: &dyn Runner = if args.in_process { &InProcess } else { &apart };
     let mut report = run_with(runner, &**backend, tables.of(&name), options, registry.env(), threads);
     if args.in_process {
@@ -211,13 +212,17 @@ fn judge(
 const CHILDREN: usize = 8;
 
 /// The processes that cases of a backend run in.
-fn children(args: &ConformanceArgs, name: &str, device: Device) -> ChildProcesses {
+fn children(args: &ConformanceArgs, name: &str, device: Device, budget: &Budget) -> ChildProcesses {
     let (name, runner) = (name.to_owned(), args.runner.clone());
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    // Together they may take what there is, each its part.
+    let in_memory = budget.limit().checked_div(args.case_memory).unwrap_or(1);
+    let in_memory = usize::try_from(in_memory).unwrap_or(usize::MAX);
     ChildProcesses {
         command: Box::new(move |range| own_command(&Child { name: name.clone(), range }, runner.as_deref())),
-        // A card is one, and its memory is for one.
         at_once: match device {
-            Device::Cpu => std::thread::available_parallelism().map_or(1, usize::from).min(CHILDREN),
+            Device::Cpu => processors.min(CHILDREN).min(in_memory).max(1),
+            // A card is one, and its memory is for one.
             _ => 1,
         },
         time_limit: Duration::from_secs(args.time_limit),
