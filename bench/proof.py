@@ -1,4 +1,5 @@
-"""Times what bench/proof.sh is about, reads what the tests printed, and prints the rows of bench/results/proof.json."""
+"""Times what bench/proof.sh is about, reads what tests printed, prints the rows of bench/results/proof.json."""
+
 import argparse
 import json
 import os
@@ -17,12 +18,22 @@ ROWS = []
 
 def row(name, value, unit, need, why="the tests did not run, or one of them failed"):
     """A number, or no number and the reason."""
-    ROWS.append({"name": name, "value": value, "unit": unit, "need": need, **({"not_measured": why} if value is None else {})})
+    ROWS.append(
+        {
+            "name": name,
+            "value": value,
+            "unit": unit,
+            "need": need,
+            **({"not_measured": why} if value is None else {}),
+        }
+    )
 
 
 def run(*command, env=None, cwd=None):
     start = time.perf_counter()
-    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, env={**os.environ, **(env or {})}, cwd=cwd)
+    done = subprocess.run(
+        [str(c) for c in command], capture_output=True, text=True, env={**os.environ, **(env or {})}, cwd=cwd
+    )
     return time.perf_counter() - start, done
 
 
@@ -40,13 +51,26 @@ class Tests:
         self.text = path.read_text(errors="replace") if path.exists() else ""
         # With --nocapture the verdict may follow what the test printed.
         self.names = set(re.findall(r"^test (\S+) \.\.\.", self.text, re.M))
-        self.failed = set(re.findall(r"^    (\S+)$", "".join(re.findall(r"^failures:\n((?:    \S+\n)+)", self.text, re.M)), re.M))
+        self.failed = set(
+            re.findall(
+                r"^    (\S+)$", "".join(re.findall(r"^failures:\n((?:    \S+\n)+)", self.text, re.M)), re.M
+            )
+        )
         self.broken = "error: could not compile" in self.text
+
+    def of(self, part):
+        """Tests whose name has this part, and those of them that failed; none when none ran."""
+        found = {n for n in self.names if part in n}
+        return None if self.broken or not found else (found, found & self.failed)
 
     def passed(self, part):
         """Tests whose name has this part; none when there are none, or one of them failed."""
-        found = {n for n in self.names if part in n}
-        return None if self.broken or not found or found & self.failed else len(found)
+        found = self.of(part)
+        return None if not found or found[1] else len(found[0])
+
+    def failures(self, part):
+        found = self.of(part)
+        return None if not found else len(found[1])
 
     def numbers(self, pattern):
         return re.search(pattern, self.text)
@@ -72,11 +96,13 @@ def hostile(tests):
     variants = set(re.findall(r"hostile library: (.+)$", tests.text, re.M))
     row("hostile-plugins", len(variants) or None, "libraries with a fault of their own", ">= 30")
     row("hostile-tests-passed", tests.passed("attack"), "tests", ">= 25, none failed")
-    row("hostile-certified-or-believed", None if not tests.passed("attack") else 0, "libraries", "0")
+    row("hostile-certified-or-believed", tests.failures("attack"), "tests of them that failed", "0")
 
 
 def narrow(tests):
-    kinds = set(re.findall(r"narrow backend: ([^:]+):", tests.text)) if tests.passed("narrow_backends") else None
+    kinds = (
+        set(re.findall(r"narrow backend: ([^:]+):", tests.text)) if tests.passed("narrow_backends") else None
+    )
     row("narrow-backends-certified", kinds and len(kinds), "backends, each with its limits", ">= 9")
     row("narrow-liar-refused", tests.passed("a_refusal_inside_the_limits_is_a_failure"), "backends", "1")
 
@@ -88,8 +114,13 @@ def vendor(args, tests):
         ("replay-under-asan", "the_head_of_a_sanitizers_report_is_shown", "cc"),
     ]:
         there = shutil.which(tool)
-        row(name, tests.passed(test), "tests, none failed", "1",
-            "the test did not pass" if there else f"{tool} is not installed")
+        row(
+            name,
+            tests.passed(test),
+            "tests, none failed",
+            "1",
+            "the test did not pass" if there else f"{tool} is not installed",
+        )
     for language, build, library in [
         ("c", ["make"], "libvolta.so"),
         ("cpp", ["make"], "libvolta.so"),
@@ -102,15 +133,35 @@ def vendor(args, tests):
         seconds += must(*build, cwd=folder / "volta")[0]
         plugin = ["--plugin", f"volta/{library}", "--backend", "volta"]
         seconds += must(args.q4, *plugin, "conformance", cwd=folder, env=env)[0]
-        row(f"new-to-certificate-{language}", round(seconds / 60, 2), "min", "no bound; commands: plugin new, build, conformance")
+        row(
+            f"new-to-certificate-{language}",
+            round(seconds / 60, 2),
+            "min",
+            "no bound; commands: plugin new, build, conformance",
+        )
     # The certified C project carries on: what isolation costs.
     env = {"XDG_DATA_HOME": str(args.work / "new-c/data"), "XDG_CACHE_HOME": str(args.work / "new-c/cache")}
     plugin = ["--plugin", str(args.work / "new-c/volta/libvolta.so"), "--backend", "volta"]
     rates = {way: [] for way in ("within", "apart")}
     for _ in range(5):
         for way, words in (("within", []), ("apart", ["--isolate"])):
-            report = json.loads(must(args.q4, "--json", *plugin, *words, "bench", "demo", "--prefill", "128", "--decode", "64",
-                                     "-r", "3", env=env)[1])
+            report = json.loads(
+                must(
+                    args.q4,
+                    "--json",
+                    *plugin,
+                    *words,
+                    "bench",
+                    "demo",
+                    "--prefill",
+                    "128",
+                    "--decode",
+                    "64",
+                    "-r",
+                    "3",
+                    env=env,
+                )[1]
+            )
             rates[way].append(rate(report, "decode"))
     ratio = statistics.median(rates["apart"]) / statistics.median(rates["within"])
     row("isolate-decode-demo", round(ratio, 3), "of the rate without", "no bound; the price is said")
@@ -118,23 +169,47 @@ def vendor(args, tests):
 
 def rate(report, phase):
     """Median tokens per second of one part of `q4 --json bench`."""
-    return next(r["median"] for r in report["results"] if r["what"].startswith({"decode": "tg", "prefill": "pp"}[phase]))
+    return next(
+        r["median"]
+        for r in report["results"]
+        if r["what"].startswith({"decode": "tg", "prefill": "pp"}[phase])
+    )
 
 
 def files(tests):
-    crafted = tests.numbers(r"(\d+) crafted files, (\d+) refused; slowest ([\d.]+) s .*, largest resident (\d+) MiB")
+    crafted = tests.numbers(
+        r"(\d+) crafted files, (\d+) refused; slowest ([\d.]+) s .*, largest resident (\d+) MiB"
+    )
     why = "the test did not pass"
-    count, _, slowest, peak = crafted.groups() if crafted and tests.passed("crafted_text_files") else [None] * 4
+    count, _, slowest, peak = (
+        crafted.groups() if crafted and tests.passed("crafted_text_files") else [None] * 4
+    )
     row("crafted-files", count and int(count), "files, no abort", ">= 100", why)
     row("crafted-slowest", slowest and float(slowest), "s", "<= 2", why)
     row("crafted-largest", peak and int(peak), "MiB resident", "<= 256", why)
-    row("verify-3-whenever-generate-4", tests.passed("verify_names_what_generate_refuses"), "tests, none failed", ">= 1")
+    row(
+        "verify-3-whenever-generate-4",
+        tests.passed("verify_names_what_generate_refuses"),
+        "tests, none failed",
+        ">= 1",
+    )
     told = re.findall(r"^(\d+) of (\d+) told$", tests.text, re.M)
     kinds = sorted((int(all_), int(n)) for n, all_ in told)
-    for name, total, need in [("plantings-in-files", 28, ">= 20 of the first 23"), ("plantings-in-runs", 25, ">= 18")]:
-        row(name, next((n for all_, n in kinds if all_ == total), None), f"of {total} kinds noticed", need, why)
-    healthy = tests.numbers(r"(\d+) healthy checkpoints, no alarm")
-    row("healthy-alarms", 0 if healthy else None, f"alarms on {healthy[1] if healthy else 'no'} checkpoints", "0", why)
+    for name, total, need in [
+        ("plantings-in-files", 28, ">= 20 of the first 23"),
+        ("plantings-in-runs", 25, ">= 18"),
+    ]:
+        row(
+            name,
+            next((n for all_, n in kinds if all_ == total), None),
+            f"of {total} kinds noticed",
+            need,
+            why,
+        )
+    healthy = tests.numbers(r"(\d+) healthy checkpoints, (\d+) alarms")
+    count, alarms = map(int, healthy.groups()) if healthy else (None, None)
+    row("healthy-checkpoints", count, "checkpoints tried", ">= 1", why)
+    row("healthy-alarms", alarms, "alarms on them", "0", why)
 
 
 def tables(tests):
@@ -145,7 +220,18 @@ def tables(tests):
 def overhead(args):
     home = args.work / "home"
     env = {"XDG_CACHE_HOME": str(home / "cache"), "XDG_DATA_HOME": str(home / "data")}
-    start = ["--threads", "2", "generate", "demo", "-p", "Who are you?", "--max-tokens", "1", "--temperature", "0"]
+    start = [
+        "--threads",
+        "2",
+        "generate",
+        "demo",
+        "-p",
+        "Who are you?",
+        "--max-tokens",
+        "1",
+        "--temperature",
+        "0",
+    ]
     must(args.q4, *start, env=env)
     times = [must(args.q4, *start, env=env)[0] for _ in range(21)]
     row("start-demo-remembered", round(1000 * statistics.median(times), 1), "ms, whole process", "<= 60")
@@ -153,19 +239,28 @@ def overhead(args):
     if not args.before:
         for name in names:
             row(name, None, "of the rate before", ">= 0.99", "no revision to compare with was named")
-        row("first-start-0.6b", None, "ms more than before", "<= 300", "no revision to compare with was named")
+        row(
+            "first-start-0.6b", None, "ms more than before", "<= 300", "no revision to compare with was named"
+        )
         return
     for label, words in [("demo", ["demo", "-r", "5"]), ("0.6b", ["--shape", "qwen3-0.6b", "-r", "3"])]:
         rates = {}
         for _ in range(args.rounds):
             for which in ("before", "now"):
                 binary = args.before if which == "before" else args.q4
-                report = json.loads(must(binary, "--json", "bench", *words, "--prefill", "128", "--decode", "32", env=env)[1])
+                report = json.loads(
+                    must(binary, "--json", "bench", *words, "--prefill", "128", "--decode", "32", env=env)[1]
+                )
                 for phase in ("decode", "prefill"):
                     rates.setdefault((phase, which), []).append(rate(report, phase))
         for phase, name in (("decode", "decode"), ("prefill", "prompt")):
             ratio = max(rates[phase, "now"]) / max(rates[phase, "before"])
-            row(f"{name}-{label}", round(ratio, 3), f"of the rate of {args.revision}, best of {args.rounds} in turns", ">= 0.99")
+            row(
+                f"{name}-{label}",
+                round(ratio, 3),
+                f"of the rate of {args.revision}, best of {args.rounds} in turns",
+                ">= 0.99",
+            )
     model = args.work / "qwen3-0.6b"
     must(args.q4, "bench", "--shape", "qwen3-0.6b", "--write", model)
     first = {}
@@ -174,20 +269,33 @@ def overhead(args):
             binary = args.before if which == "before" else args.q4
             fresh = args.work / f"fresh-{which}-{i}"
             env = {"XDG_CACHE_HOME": str(fresh / "cache"), "XDG_DATA_HOME": str(fresh / "data")}
-            first.setdefault(which, []).append(must(binary, "--json", "bench", model, "--first-token", "-r", "1", env=env)[0])
+            first.setdefault(which, []).append(
+                must(binary, "--json", "bench", model, "--first-token", "-r", "1", env=env)[0]
+            )
     more = 1000 * (min(first["now"]) - min(first["before"]))
-    row("first-start-0.6b", round(more, 1), f"ms more than {args.revision}, best of {args.rounds + 1} in turns", "<= 300")
+    row(
+        "first-start-0.6b",
+        round(more, 1),
+        f"ms more than {args.revision}, best of {args.rounds + 1} in turns",
+        "<= 300",
+    )
 
 
 def machine():
-    facts = pathlib.Path("/proc/cpuinfo").read_text().splitlines() if pathlib.Path("/proc/cpuinfo").exists() else []
+    facts = (
+        pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+        if pathlib.Path("/proc/cpuinfo").exists()
+        else []
+    )
     cpu = next((l.split(":")[1].strip() for l in facts if l.startswith("model name")), platform.machine())
     return {"cpu": cpu, "processors": os.cpu_count()}
 
 
 def said(*command):
     try:
-        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip().splitlines()[0]
+        return (
+            subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip().splitlines()[0]
+        )
     except (OSError, IndexError):
         return None
 
@@ -195,7 +303,12 @@ def said(*command):
 def main():
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--q4", type=pathlib.Path, required=True)
-    p.add_argument("--work", type=pathlib.Path, required=True, help="where liars.json and tests are, and what is written may lie")
+    p.add_argument(
+        "--work",
+        type=pathlib.Path,
+        required=True,
+        help="where liars.json and tests are, and what is written may lie",
+    )
     p.add_argument("--before", type=pathlib.Path, help="the q4 to compare speeds with")
     p.add_argument("--revision")
     p.add_argument("--rounds", type=int, default=5)
@@ -211,8 +324,11 @@ def main():
     tables(tests)
     overhead(args)
     versions = {
-        "q4": said(args.q4, "--version"), "rustc": said("rustc", "--version"), "cc": said("cc", "--version"),
-        "gdb": said("gdb", "--version"), "valgrind": said("valgrind", "--version"),
+        "q4": said(args.q4, "--version"),
+        "rustc": said("rustc", "--version"),
+        "cc": said("cc", "--version"),
+        "gdb": said("gdb", "--version"),
+        "valgrind": said("valgrind", "--version"),
     }
     commit = said("git", "rev-parse", "HEAD")
     print(json.dumps({"machine": machine(), "commit": commit, "versions": versions, "rows": ROWS}, indent=1))

@@ -1,26 +1,30 @@
 #!/usr/bin/env bash
-# Measures what the proof promises, and what it costs, and writes bench/results/proof.json: bench/proof.sh [REVISION]
+# Measures what the proof promises, and what it costs, and writes bench/results/proof.json:
+#   bench/proof.sh [REVISION [ROUNDS]]
 #
-# With a REVISION (a commit of this repository), speeds are measured in turns against q4 built from it; without one those rows say
-# that they were not measured. It wants an idle machine, gdb, valgrind and a C++ compiler; what is missing is a row that says so.
+# With a REVISION (a commit of this repository), speeds are measured in turns, ROUNDS times, against q4 built
+# from it; without one those rows say that they were not measured. It wants an idle machine, gdb, valgrind and
+# a C++ compiler; what is missing is a row that says so.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-target=$(cargo metadata --format-version 1 --no-deps | python3 -c 'import json,sys; print(json.load(sys.stdin)["target_directory"])')
+target=$(cargo metadata --format-version 1 --no-deps |
+    python3 -c 'import json, sys; print(json.load(sys.stdin)["target_directory"])')
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 say() { printf '%s\n' "$*" >&2; }
+build() { cargo build --release --locked --quiet "$@" --bins --lib; }
 say "building"
-cargo build --release --locked --quiet -p q4 -p q4-conformance -p nvfp4-native --bins --lib
+build -p q4 -p q4-conformance -p nvfp4-native
 before=()
 if [[ $# -gt 0 ]]; then
     if [[ -z ${Q4_BEFORE:-} ]]; then
         git worktree add --quiet --detach "$work/before" "$1"
-        (cd "$work/before" && CARGO_TARGET_DIR=$work/target cargo build --release --locked --quiet -p q4 -p nvfp4-native --bins --lib)
+        (cd "$work/before" && CARGO_TARGET_DIR=$work/target build -p q4 -p nvfp4-native)
         git worktree remove --force "$work/before"
         Q4_BEFORE=$work/target/release/q4
     fi
-    before=(--before "$Q4_BEFORE" --revision "$(git rev-parse --short "$1")")
+    before=(--before "$Q4_BEFORE" --revision "$(git rev-parse --short "$1")" --rounds "${2:-12}")
 fi
 
 say "mutants, and 200 seeds of correct backends"
@@ -28,10 +32,13 @@ say "mutants, and 200 seeds of correct backends"
 
 # Tests print what they count; each fails on its own bound.
 say "tests"
-cargo test --locked --no-fail-fast -p q4 --test command --test decision_table -- --nocapture --test-threads 2 > "$work/tests" 2>&1 || true
-cargo test --locked --no-fail-fast -p q4-model --test plantings -- --nocapture >> "$work/tests" 2>&1 || true
-cargo test --locked --no-fail-fast -p q4-plugin-host --tests -- --nocapture >> "$work/tests" 2>&1 || true
-cargo test --locked --no-fail-fast -p q4-conformance --test narrow -- --nocapture >> "$work/tests" 2>&1 || true
+judge() {
+    cargo test --locked --no-fail-fast "$@" -- --nocapture --test-threads 2 >> "$work/tests" 2>&1 || true
+}
+judge -p q4 --test command --test decision_table
+judge -p q4-model --test plantings
+judge -p q4-plugin-host --tests
+judge -p q4-conformance --test narrow
 
 say "times"
 python3 bench/proof.py --q4 "$target/release/q4" --work "$work" "${before[@]}" > "$work/proof.json"
