@@ -9,8 +9,9 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 target=$(cargo metadata --format-version 1 --no-deps |
     python3 -c 'import json, sys; print(json.load(sys.stdin)["target_directory"])')
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
+# What is there of this commit is not measured again: a run that was interrupted goes on.
+work=$target/proof-$(git rev-parse HEAD)
+mkdir -p "$work"
 
 say() { printf '%s\n' "$*" >&2; }
 build() { cargo build --release --locked --quiet "$@" --bins --lib; }
@@ -26,20 +27,34 @@ if [[ $# -gt 0 ]]; then
     fi
     before=(--before "$Q4_BEFORE" --revision "$(git rev-parse --short "$1")" --rounds "${2:-12}")
 fi
+rows=(--q4 "$target/release/q4" --work "$work" "${before[@]}")
 
-say "mutants, and 200 seeds of correct backends"
-"$target/release/liars" --json > "$work/liars.json" || true
+if [[ ! -e $work/clock.json ]]; then
+    say "times"
+    rm -rf "$work"/new-* "$work"/fresh-* "$work/qwen3-0.6b"
+    python3 bench/proof.py clock "${rows[@]}" > "$work/clock"
+    mv "$work/clock" "$work/clock.json"
+fi
+
+if [[ ! -e $work/liars.json ]]; then
+    say "mutants, and 200 seeds of correct backends"
+    "$target/release/liars" --json > "$work/liars" || true
+    mv "$work/liars" "$work/liars.json"
+fi
 
 # Tests print what they count; each fails on its own bound.
-say "tests"
 judge() {
-    cargo test --locked --no-fail-fast "$@" -- --nocapture --test-threads 2 >> "$work/tests" 2>&1 || true
+    cargo test --locked --no-fail-fast "$@" -- --nocapture --test-threads 2 >> "$work/judged" 2>&1 || true
 }
-judge -p q4 --test command --test decision_table
-judge -p q4-model --test plantings
-judge -p q4-plugin-host --tests
-judge -p q4-conformance --test narrow
+if [[ ! -e $work/tests ]]; then
+    say "tests"
+    rm -f "$work/judged"
+    judge -p q4 --test command --test decision_table
+    judge -p q4-model --test plantings
+    judge -p q4-plugin-host --tests
+    judge -p q4-conformance --test narrow
+    mv "$work/judged" "$work/tests"
+fi
 
-say "times"
-python3 bench/proof.py --q4 "$target/release/q4" --work "$work" "${before[@]}" > "$work/proof.json"
+python3 bench/proof.py whole "${rows[@]}" > "$work/proof.json"
 mv "$work/proof.json" bench/results/proof.json
