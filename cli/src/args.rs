@@ -10,7 +10,7 @@ mod trace;
 pub use crate::choices::*;
 use clap::{ArgAction, Args, Parser, Subcommand, ValueHint};
 pub use conformance::{Child, ConformanceArgs};
-pub use line::{parse, verb_first};
+pub use line::{parse, tip, verb_first};
 pub use measure::{CompareArgs, DataArgs, EvalArgs};
 pub use plugin::{Language, NewArgs, PluginArgs, PluginVerb};
 use std::ffi::OsString;

@@ -6,6 +6,7 @@ use crate::args::{
     ActivationFormat, Compute, DeviceChoice, Dtype, Format, GlobalArgs, KvCache, ModelArgs, Unified,
 };
 use crate::demo;
+use crate::mistakes;
 use crate::plugins::{self, Asked, Place, Tables};
 use crate::report::Report;
 use q4_conformance::{StoredPasses, certificate};
@@ -191,7 +192,7 @@ impl Context {
                 let known: Vec<_> = candidates.iter().map(Candidate::name).collect();
                 return Err(Error::new(Code::UnknownBackend, format!("no backend is named `{name}`"))
                     .need(format!("one of {}", known.join(", ")))
-                    .fix("q4 diagnose"));
+                    .fix(mistakes::backend(name, &known)));
             };
             if let Candidate::Dead { reasons, .. } = candidate {
                 let is_judged = !reasons.iter().any(|r| r.code == RejectCode::ConformanceMissing);
@@ -311,6 +312,7 @@ impl Context {
             }
             return demo::open();
         }
+        mistakes::model(&model.model)?;
         let options = OpenOptions {
             config: model.config.clone(),
             tokenizer: model.tokenizer.clone(),

@@ -4,6 +4,7 @@
 use crate::args::InspectArgs;
 use crate::context::Context;
 use crate::demo;
+use crate::mistakes;
 use crate::report::Outcome;
 use q4_core::detect::{Detected, QuantState, detect};
 use q4_core::memory::human;
@@ -51,14 +52,12 @@ struct Kind {
 
 /// Runs the verb.
 pub fn run(cx: &Context, args: &InspectArgs) -> Result<Outcome> {
-    match args.model == Path::new(demo::NAME) {
-        true => tell(cx, demo::NAME, demo::open()?.store()),
-        false => tell(
-            cx,
-            &args.model.display().to_string(),
-            &TensorStore::open_within(&args.model, cx.memory_limit())?,
-        ),
+    if args.model == Path::new(demo::NAME) {
+        return tell(cx, demo::NAME, demo::open()?.store());
     }
+    mistakes::model(&args.model)?;
+    let store = TensorStore::open_within(&args.model, cx.memory_limit())?;
+    tell(cx, &args.model.display().to_string(), &store)
 }
 
 fn tell(cx: &Context, name: &str, store: &TensorStore) -> Result<Outcome> {

@@ -21,6 +21,7 @@ mod input;
 mod inspect;
 mod logits;
 mod man;
+mod mistakes;
 mod plugins;
 mod quantize;
 mod report;
@@ -155,7 +156,8 @@ fn usage(e: &clap::Error, json: bool) -> ExitCode {
         let text = e.to_string();
         let what = text.lines().next().unwrap_or_default();
         let error = Error::new(Code::Usage, what.strip_prefix("error: ").unwrap_or(what));
-        report::error_document(&error.fix("q4 --help"));
+        let fix = args::tip(e).unwrap_or_else(|| "q4 --help".to_owned());
+        report::error_document(&error.fix(fix));
     }
     ExitCode::from(Code::Usage.exit())
 }

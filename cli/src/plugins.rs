@@ -1,5 +1,6 @@
 //! Third-party backends among the candidates: loaded from where the user said, for what the user named them
 //! for, and with a certificate only. Without one, nothing of a library runs, in this process or in a child.
+use crate::mistakes;
 use q4_conformance::{AbiProbe, Certificate, Certificates, Elsewhere, Library, Needed, Outcome, Profile};
 use q4_core::conduct::Facts;
 use q4_core::{
@@ -156,7 +157,13 @@ pub fn add(registry: &mut Registry, asked: &Asked<'_>) -> Result<Tables> {
     let prober = (!in_place).then(|| Prober::new(program, [crate::PROBE]));
     let loader = Loader { prober, in_place, ..Loader::default() };
     for path in asked.paths {
-        let found = loader.examine(path)?;
+        let found = loader.examine(path).map_err(|refusal| {
+            let e = Error::from(refusal);
+            match mistakes::plugin(path) {
+                Some(line) => e.fix(line),
+                None => e,
+            }
+        })?;
         let certificate = if asked.gated { Some(certified(&found, registry.env())) } else { None };
         let certificate = certificate.transpose().map_err(|reason| uncertified(&found, reason))?;
         let entry = Entry::live(found, certificate, asked.place).map_err(|refusal| match asked.place {

@@ -120,8 +120,12 @@ impl Error {
     }
     /// An I/O failure on `path`; a file that does not exist is a missing model file.
     pub fn io(path: &std::path::Path, e: &std::io::Error) -> Self {
-        let code = if e.kind() == std::io::ErrorKind::NotFound { Code::ModelMissing } else { Code::Io };
-        Self::new(code, format!("{}: {e}", path.display()))
+        match e.kind() {
+            std::io::ErrorKind::NotFound => {
+                Self::new(Code::ModelMissing, format!("{}: no such file or folder", path.display()))
+            }
+            _ => Self::new(Code::Io, format!("{}: {e}", path.display())),
+        }
     }
 }
 

@@ -1,5 +1,6 @@
 //! The words of the command line, before and after clap reads them.
 use super::Cli;
+use crate::mistakes;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Command, CommandFactory, Parser};
 use std::ffi::OsString;
@@ -7,19 +8,33 @@ use std::ffi::OsString;
 /// What `line`, whose verb comes first, asks for.
 ///
 /// # Errors
-/// clap's, whose tip says how a model is named to those who are used to `-m`.
+/// clap's, whose tip says how q4 spells what other programs spell otherwise.
 pub fn parse(line: Vec<OsString>) -> Result<Cli, clap::Error> {
     Cli::try_parse_from(line).map_err(|mut e| {
-        let unknown = match (e.kind(), e.get(ContextKind::InvalidArg)) {
-            (ErrorKind::UnknownArgument, Some(ContextValue::String(option))) => option.as_str(),
-            _ => "",
+        let said = |kind| match e.get(kind) {
+            Some(ContextValue::String(word)) => Some(word.clone()),
+            _ => None,
         };
-        if matches!(unknown, "-m" | "--model") {
-            let tip = "the model stands alone, without an option: q4 generate MODEL".into();
-            e.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip]));
+        let tip = match e.kind() {
+            ErrorKind::UnknownArgument => said(ContextKind::InvalidArg).and_then(|w| mistakes::option(&w)),
+            ErrorKind::InvalidSubcommand => {
+                said(ContextKind::InvalidSubcommand).and_then(|w| mistakes::verb(&w))
+            }
+            _ => None,
+        };
+        if let Some(tip) = tip {
+            e.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
         }
         e
     })
+}
+
+/// What an error of clap's proposes.
+pub fn tip(e: &clap::Error) -> Option<String> {
+    match e.get(ContextKind::Suggested) {
+        Some(ContextValue::StyledStrs(tips)) => tips.first().map(ToString::to_string),
+        _ => None,
+    }
 }
 
 /// Moves the verb in front of the options before it. clap takes global options on either side, but keeps only

@@ -143,10 +143,10 @@ fn without_a_certificate_nothing_of_any_runs() {
     for verb in [
         &["diagnose"][..],
         &["explain", "demo"],
-        &["logits", "demo", "--ids", "1", "--out", "/nonexistent/x"],
+        &["logits", "demo", "--ids", "1", "--out", absent!("/x")],
         &["trace", "demo", "--ids", "1", "--against", "reference"],
         &["bench", "demo"],
-        &["eval", "demo", "--data", "/nonexistent"],
+        &["eval", "demo", "--data", absent!()],
         &["chat", "demo"],
         &["--backend", NAME, "generate", "demo", "-p", "x"],
         &["--backend", "nvfp4-kernel", "generate", "demo", "-p", "x"],

@@ -466,7 +466,7 @@ fn names_from_files_steer_no_terminal() {
         (vec!["verify", model], 3),
         (vec!["inspect", model], 0),
         (vec!["explain", model], 0),
-        (vec!["logits", model, "--ids", "1", "--out", "/nonexistent/\u{1b}[2J"], 8),
+        (vec!["logits", model, "--ids", "1", "--out", absent!("/\u{1b}[2J")], 8),
         (vec!["verify", missing.as_str()], 4),
     ] {
         let output = crate::run(&args);

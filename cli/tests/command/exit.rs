@@ -18,7 +18,7 @@ fn fails(status: i32, args: &[&str]) -> String {
         assert!(err(&plain).contains(document["code"].as_str().unwrap()));
         assert!(err(&plain).contains(document["what"].as_str().unwrap().lines().next().unwrap()));
     }
-    err(&plain).replace(&golden_arg(""), "GOLDEN/")
+    err(&plain).replace(&golden_arg(""), "GOLDEN/").replace(absent!(), "ABSENT")
 }
 
 #[test]
@@ -41,7 +41,7 @@ fn usage_is_2() {
 
 #[test]
 fn a_model_that_cannot_be_used_is_4() {
-    assert_snapshot!("no-model", fails(4, &["explain", "/nonexistent/model"]));
+    assert_snapshot!("no-model", fails(4, &["explain", absent!("/model")]));
     assert_snapshot!("no-tokenizer", fails(4, &["generate", &golden_arg("qwen3_tiny_a"), "-p", "x"]));
     let dir = tempfile::tempdir().unwrap();
     let copy = |name: &str| std::fs::copy(golden("qwen3_tiny_a").join(name), dir.path().join(name)).unwrap();
@@ -84,7 +84,7 @@ fn findings_are_3() {
         (&report["findings"][0]["tensor"], &report["findings"][0]["severity"]),
         (&name.into(), &"error".into())
     );
-    assert!(fails(4, &["logits", model, "--ids", "1", "--out", "/nonexistent/x"]).contains(name));
+    assert!(fails(4, &["logits", model, "--ids", "1", "--out", absent!("/x")]).contains(name));
     assert_eq!(json("verify", &[source.to_str().unwrap()])["errors"], 0);
 }
 
@@ -100,7 +100,7 @@ fn what_this_build_does_not_have_is_6() {
         assert!(text.contains("libcuda.so.1") && text.contains("Q4_CUDA_LIBS"), "{text}");
     }
     assert_snapshot!("plugin", fails(6, &["--plugin", "./x.so", "generate", "-p", "x"]));
-    assert_snapshot!("plugin-dir", fails(8, &["diagnose", "--plugin-dir", "/nonexistent/plugins"]));
+    assert_snapshot!("plugin-dir", fails(8, &["diagnose", "--plugin-dir", absent!("/plugins")]));
     let managed = ["--device", "cpu", "--unified-memory", "require", "generate", "-p", "x"];
     assert_snapshot!("unified-memory", fails(6, &managed));
     assert_snapshot!("unknown-backend", fails(6, &["--backend", "nvfp5-kernel", "generate", "-p", "x"]));
@@ -111,25 +111,18 @@ fn what_this_build_does_not_have_is_6() {
 
 #[test]
 fn a_library_that_is_not_there_is_named_with_what_works_instead() {
-    let missing = ["--nvfp4-lib", "/nonexistent", "--backend", "nvfp4-kernel", "generate"];
+    let missing = ["--nvfp4-lib", absent!(), "--backend", "nvfp4-kernel", "generate"];
     let text = fails(6, &missing);
-    for part in ["nvfp4-kernel", "libNVFP4", "/nonexistent", "q4 --backend dequant-matmul generate"] {
+    for part in ["nvfp4-kernel", "libNVFP4", "ABSENT", "q4 --backend dequant-matmul generate"] {
         assert!(text.contains(part), "{part} is missing in\n{text}");
     }
     assert_snapshot!("library-missing", text);
-    let works = run(&[
-        "--nvfp4-lib",
-        "/nonexistent",
-        "--backend",
-        "dequant-matmul",
-        "generate",
-        "-p",
-        "Who are you?",
-    ]);
+    let works =
+        run(&["--nvfp4-lib", absent!(), "--backend", "dequant-matmul", "generate", "-p", "Who are you?"]);
     assert!(works.status.success(), "{}", err(&works));
     // Without a request for the kernel it is a downgrade: refused unless agreed to, then said once, whatever
     // is asked to be quiet, and counted.
-    let missing = ["--nvfp4-lib", "/nonexistent"];
+    let missing = ["--nvfp4-lib", absent!()];
     for verb in [&["generate", "-p", "x"][..], &["bench", "-r", "1"]] {
         let refused = fails(6, &[&missing, verb].concat());
         for part in ["Q4-E0304", "library-missing", "fix: --compute kernel-or-fallback"] {
@@ -143,17 +136,16 @@ fn a_library_that_is_not_there_is_named_with_what_works_instead() {
     assert_eq!(report["executed"][0]["backend"], "dequant-matmul");
     let warning = err(&downgraded);
     assert_eq!(warning.lines().count(), 1, "{warning}");
-    for part in ["24 of 24", "/nonexistent", "--compute kernel-or-fallback"] {
+    for part in ["24 of 24", absent!(), "--compute kernel-or-fallback"] {
         assert!(warning.contains(part), "{part} is missing in {warning}");
     }
-    let denied =
-        fails(6, &["--nvfp4-lib", "/nonexistent", "--compute", "kernel-only", "generate", "-p", "x"]);
+    let denied = fails(6, &["--nvfp4-lib", absent!(), "--compute", "kernel-only", "generate", "-p", "x"]);
     assert!(denied.contains("library-missing"), "{denied}");
 }
 
 #[test]
 fn explain_prints_the_plan_it_refuses() {
-    let args = ["explain", "--nvfp4-lib", "/nonexistent", "--compute", "kernel-only"];
+    let args = ["explain", "--nvfp4-lib", absent!(), "--compute", "kernel-only"];
     let output = run(&args);
     assert_eq!(output.status.code(), Some(6));
     assert!(out(&output).contains("nobody") && err(&output).contains("Q4-E0301"), "{}", err(&output));
@@ -177,10 +169,10 @@ fn memory_is_refused_before_it_is_taken() {
 #[test]
 fn output_that_cannot_be_written_is_8() {
     let tiny = golden_arg("qwen3_tiny_a");
-    assert_snapshot!("no-directory", fails(8, &["logits", &tiny, "--ids", "1", "--out", "/nonexistent/x"]));
-    let quantized = run(&["quantize", &tiny, "/nonexistent/out"]);
+    assert_snapshot!("no-directory", fails(8, &["logits", &tiny, "--ids", "1", "--out", absent!("/x")]));
+    let quantized = run(&["quantize", &tiny, absent!("/out")]);
     assert_eq!(quantized.status.code(), Some(8), "{}", err(&quantized));
-    fails(8, &["generate", "--turns", "/nonexistent/turns"]);
+    fails(8, &["generate", "--turns", absent!("/turns")]);
     if Path::new("/dev/full").exists() {
         let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
         let status = q4().args(["inspect", "--json"]).stdout(full).status().unwrap();

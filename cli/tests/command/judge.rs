@@ -25,6 +25,6 @@ fn a_sample_is_no_complete_run() {
 fn a_runner_starts_the_children() {
     // Runs the command it is given, like an emulator.
     assert_eq!(judge(&["--runner", "env Q4_THREADS=1"]).0, Some(0));
-    let (status, report) = judge(&["--runner", "/nonexistent/emulator -L /"]);
+    let (status, report) = judge(&["--runner", absent!("/emulator -L /")]);
     assert_eq!((status, &report["passed"]), (Some(5), &0.into()));
 }

@@ -1,6 +1,17 @@
 //! Drives the real `q4`: what scripts rely on is its exit status, its stdout and its numbers, so that is what
 //! is tested.
 #![allow(clippy::unwrap_used)]
+
+/// A path at which there is nothing.
+macro_rules! absent {
+    () => {
+        absent!("")
+    };
+    ($below:literal) => {
+        concat!(env!("CARGO_TARGET_TMPDIR"), "/absent", $below)
+    };
+}
+
 #[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
 mod attack;
 mod convert;
@@ -11,6 +22,7 @@ mod isolate;
 mod judge;
 mod listing;
 mod measure;
+mod mistakes;
 mod narrow;
 mod output;
 mod plugin;

@@ -24,7 +24,7 @@ fn diagnose_computes_on_every_live_path() {
 
 #[test]
 fn a_library_that_is_refused_is_a_finding() {
-    let output = run(&["--json", "--nvfp4-lib", "/nonexistent", "diagnose"]);
+    let output = run(&["--json", "--nvfp4-lib", absent!(), "diagnose"]);
     assert_eq!(output.status.code(), Some(3));
     let report = document("diagnose", &output);
     assert_eq!(report["findings"][0]["code"], "backend-dead");
@@ -79,13 +79,13 @@ fn bench_refuses_what_would_do_nothing() {
     ] {
         assert_eq!(run(&line).status.code(), Some(2), "{line:?}");
     }
-    let nf4 = ["bench", "--shape", "qwen3-0.6b", "--format", "nf4", "--write", "/nonexistent/model"];
+    let nf4 = ["bench", "--shape", "qwen3-0.6b", "--format", "nf4", "--write", absent!("/model")];
     assert_eq!(run(&nf4).status.code(), Some(2));
 }
 
 #[test]
 fn bench_does_what_its_advice_says() {
-    let bench = ["--nvfp4-lib", "/nonexistent", "bench", "--prefill", "8", "--decode", "1", "-r", "1"];
+    let bench = ["--nvfp4-lib", absent!(), "bench", "--prefill", "8", "--decode", "1", "-r", "1"];
     let refused = run(&bench);
     assert_eq!(refused.status.code(), Some(6));
     let advice = "--compute kernel-or-fallback";

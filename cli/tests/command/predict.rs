@@ -201,7 +201,7 @@ fn data_that_predicts_nothing_is_refused() {
         }
     }
     let status = |args: &[&str]| run(args).status.code();
-    assert_eq!(status(&["eval", "--data", "/nonexistent/text"]), Some(8));
+    assert_eq!(status(&["eval", "--data", absent!("/text")]), Some(8));
     assert_eq!(status(&["eval"]), Some(2), "--data is needed");
     let (_dir, file) = data(TEXT);
     assert_eq!(status(&["eval", "--data", &file, "--window", "1"]), Some(2));

@@ -106,7 +106,9 @@ impl Source {
             [] => match names.iter().find(|n| refused(n).is_some()) {
                 Some(name) => Err(refusal(&self.label(name), name)),
                 None => Err(Error::new(Code::ModelMissing, format!("{}: no weights", self.label("")))
-                    .need(format!("{MODEL}, {INDEX} with its shards, or one .safetensors or .dat file"))),
+                    .need(format!("{MODEL}, {INDEX} with its shards, or one .safetensors or .dat file"))
+                    .have(listed(&names))
+                    .fix("name the folder that the model was downloaded or exported to")),
             },
             several => {
                 Err(Error::new(Code::Container, format!("{}: which weights are meant?", self.label("")))
@@ -223,6 +225,15 @@ fn container_of(name: &str) -> Option<Container> {
 fn refused(name: &str) -> Option<(&'static str, &'static str)> {
     let extension = extension(name);
     REFUSED.iter().find(|r| r.0 == extension).map(|r| (r.1, r.2))
+}
+
+/// Some of what a folder holds.
+fn listed(names: &[String]) -> String {
+    match names.len() {
+        0 => "an empty folder".to_owned(),
+        n if n > 4 => format!("{}, and {} more", names[..4].join(", "), n - 4),
+        _ => names.join(", "),
+    }
 }
 
 fn refusal(label: &str, name: &str) -> Error {

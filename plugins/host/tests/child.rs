@@ -74,7 +74,7 @@ fn good_and_refused_libraries_are_told_apart() {
     std::fs::write(&text, "no library").unwrap();
     let ChildVerdict::Refused(reasons) = prober().probe(&text) else { panic!("refused") };
     assert_eq!(reasons[0].code, RejectCode::LibraryMissing);
-    let absent = Prober::new("/nonexistent/q4", ["plugin-probe"]);
+    let absent = Prober::new(dir.path().join("absent"), ["plugin-probe"]);
     assert!(matches!(absent.probe(&good), ChildVerdict::NotRun(_)));
     assert!(Loader { prober: Some(absent), ..Loader::default() }.load(&good).is_err());
 }

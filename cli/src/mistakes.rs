@@ -1,0 +1,194 @@
+//! What people type first, and the line that would have worked.
+use q4_core::{Code, Error, Result};
+use std::path::{Path, PathBuf};
+
+/// Words of other programs for an option, and how q4 says it.
+const OPTIONS: [(&[&str], &str); 11] = [
+    (&["-m", "--model"], "the model stands alone, without an option: q4 generate MODEL -p TEXT"),
+    (&["-p", "--prompt"], "the verb comes before its options: q4 generate MODEL -p TEXT"),
+    (&["-f", "--file", "--prompt-file"], "a prompt is read from standard input: q4 generate MODEL < FILE"),
+    (&["-t", "-j"], "threads: --threads N"),
+    (&["-c", "--ctx-size", "--max-model-len", "--max-seq-len", "--num-ctx"], "the context: --context TOKENS"),
+    (&["--n-predict", "--max-new-tokens", "--num-predict"], "the longest answer: --max-tokens N"),
+    (&["--temp"], "--temperature T"),
+    (
+        &["-ngl", "--n-gpu-layers", "--gpu-layers", "--gpu", "--cuda"],
+        "all layers on the first card: --device cuda",
+    ),
+    (&["-i", "--interactive", "-cnv"], "to talk: q4 chat MODEL"),
+    (&["--quantization", "--load-in-4bit", "--isq"], "a dense model in 4 bits: --quantize nvfp4"),
+    (&["--system-prompt"], "--system TEXT"),
+];
+
+/// Words of other programs for a verb.
+const VERBS: [(&[&str], &str); 8] = [
+    (&["run", "complete", "completion", "predict"], "q4 generate MODEL -p TEXT, or q4 chat MODEL"),
+    (&["demo"], "the built-in model: q4 generate demo -p TEXT, or q4 chat demo"),
+    (&["serve", "server", "api"], "there is no server; to talk: q4 chat MODEL"),
+    (
+        &["pull", "download", "get"],
+        "q4 fetches nothing: hf download OWNER/NAME --local-dir DIR, then q4 generate DIR -p TEXT",
+    ),
+    (&["version"], "q4 --version"),
+    (&["perplexity", "ppl"], "q4 eval MODEL --data FILE"),
+    (&["test", "selftest", "doctor"], "q4 diagnose, or q4 conformance"),
+    (&["info", "show", "list"], "q4 inspect MODEL"),
+];
+
+/// What to type instead of the option `word`, which no verb has or not this one.
+pub fn option(word: &str) -> Option<String> {
+    let name = word.split_once('=').map_or(word, |(name, _)| name);
+    let known = OPTIONS.iter().find(|(words, _)| words.contains(&name)).map(|(_, tip)| (*tip).to_owned());
+    // Not an option at all: a text after the model.
+    let text = !word.starts_with('-') && !word.is_empty();
+    known.or_else(|| text.then(|| format!("a text is an option: q4 generate MODEL -p {}", quoted(word))))
+}
+
+/// What to type instead of the verb `word`.
+pub fn verb(word: &str) -> Option<String> {
+    let known = VERBS.iter().find(|(words, _)| words.contains(&word)).map(|(_, tip)| (*tip).to_owned());
+    known.or_else(|| match () {
+        () if is_text(word) => Some(format!("q4 generate demo -p {}", quoted(word))),
+        () if Path::new(word).exists() => Some(format!("q4 generate {} -p TEXT", quoted(word))),
+        () => None,
+    })
+}
+
+/// Fails when `path`, where a model was expected, is nothing that exists.
+///
+/// # Errors
+/// [`Code::ModelMissing`], with what was probably meant.
+pub fn model(path: &Path) -> Result<()> {
+    if path.symlink_metadata().is_ok() {
+        return Ok(());
+    }
+    let name = path.display().to_string();
+    let e = Error::new(Code::ModelMissing, format!("{name}: there is no such model"))
+        .need("a folder with config.json and safetensors, a .safetensors or .dat file, or `demo`, the built-in model");
+    if is_text(&name) {
+        return Err(e.have("what looks like a prompt").fix(format!("q4 generate demo -p {}", quoted(&name))));
+    }
+    Err(match beside(path, |_| true) {
+        Some(near) => e.fix(format!("{} is there", near.display())),
+        None => e.fix("name a folder that exists, or try q4 generate demo -p TEXT"),
+    })
+}
+
+/// The line that names a library so that it is found, if `path` nearly does.
+pub fn plugin(path: &Path) -> Option<String> {
+    let bare = path.parent().is_none_or(|p| p.as_os_str().is_empty());
+    let spelt = if bare { Path::new(".").join(path) } else { path.to_owned() };
+    let found = if path.is_dir() {
+        let mut inside = libraries(path);
+        if inside.len() == 1 { inside.pop() } else { None }
+    } else if spelt.exists() {
+        bare.then_some(spelt)
+    } else {
+        beside(&spelt, is_library)
+    };
+    found.map(|path| format!("--plugin {}", quoted(&path.display().to_string())))
+}
+
+/// What to do about a backend of that name, which none of `known` has.
+pub fn backend(asked: &str, known: &[&str]) -> String {
+    if matches!(asked, "cuda" | "gpu" | "cpu") {
+        let device = if asked == "gpu" { "cuda" } else { asked };
+        return format!("{asked} is a device: --device {device}");
+    }
+    match nearest(asked, known.iter().copied()) {
+        Some(near) => format!("--backend {near}"),
+        None => "q4 diagnose lists them; one of a library needs --plugin PATH".to_owned(),
+    }
+}
+
+/// Spaces or the end of a sentence: nobody calls a model that.
+fn is_text(word: &str) -> bool {
+    let is_sentence = word.contains(char::is_whitespace) || word.ends_with(['?', '!', '。', '？', '！']);
+    is_sentence && !word.contains(['/', '\\'])
+}
+
+fn is_library(path: &Path) -> bool {
+    path.extension().is_some_and(|e| e == std::env::consts::DLL_EXTENSION)
+}
+
+/// Entries of a folder that are looked at.
+const LOOKED_AT: usize = 2000;
+
+fn libraries(folder: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten().take(LOOKED_AT);
+    entries.map(|e| e.path()).filter(|p| is_library(p)).collect()
+}
+
+/// What lies where `path` should and has nearly its name.
+fn beside(path: &Path, fits: impl Fn(&Path) -> bool) -> Option<PathBuf> {
+    let name = path.file_name()?.to_str()?;
+    let folder = path.parent().filter(|p| !p.as_os_str().is_empty());
+    let entries = std::fs::read_dir(folder.unwrap_or(Path::new("."))).ok()?;
+    let names = entries.flatten().take(LOOKED_AT).map(|e| PathBuf::from(e.file_name()));
+    let names: Vec<_> = names.filter(|n| fits(n)).filter_map(|n| n.to_str().map(str::to_owned)).collect();
+    let near = nearest(name, names.iter().map(String::as_str))?;
+    Some(folder.map_or_else(|| PathBuf::from(near), |folder| folder.join(near)))
+}
+
+/// The nearest of `names`, if one is near: it begins the same, or few letters differ.
+fn nearest<'a>(asked: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    let asked = asked.to_lowercase();
+    let near = names.map(|name| (strsim::jaro_winkler(&asked, &name.to_lowercase()), name));
+    near.filter(|(score, _)| *score >= 0.85).max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, name)| name)
+}
+
+/// As a shell reads it back.
+fn quoted(text: &str) -> String {
+    let is_plain = |c: char| c.is_alphanumeric() || "/._-:+,@%".contains(c);
+    match () {
+        () if !text.is_empty() && text.chars().all(is_plain) => text.to_owned(),
+        () if !text.contains(['"', '$', '`', '\\', '!']) => format!("\"{text}\""),
+        () => format!("'{}'", text.replace('\'', r"'\''")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_of_other_programs_lead_to_ours() {
+        assert_eq!(option("--ctx-size=4096").as_deref(), Some("the context: --context TOKENS"));
+        assert_eq!(option("--no-such-option"), None);
+        let text = option("hello there").expect("a text");
+        assert!(text.ends_with("-p \"hello there\""), "{text}");
+        assert!(verb("run").expect("known").contains("q4 chat"));
+        assert_eq!(verb("nonsense"), None);
+        assert_eq!(verb("Who are you?").as_deref(), Some("q4 generate demo -p \"Who are you?\""));
+        assert_eq!(verb("It's $5!").as_deref(), Some(r"q4 generate demo -p 'It'\''s $5!'"));
+    }
+
+    #[test]
+    fn names_that_are_near_are_found() {
+        let known = ["dequant-matmul", "nf4-kernel", "nvfp4-kernel", "reference"];
+        assert_eq!(backend("nvfp4", &known), "--backend nvfp4-kernel");
+        assert_eq!(backend("nf4", &known), "--backend nf4-kernel");
+        assert_eq!(backend("gpu", &known), "gpu is a device: --device cuda");
+        assert!(backend("volta", &known).contains("--plugin"));
+        let dir = tempfile::tempdir().expect("a folder");
+        std::fs::create_dir(dir.path().join("Qwen3-0.6B-NVFP4")).expect("a folder");
+        let e = model(&dir.path().join("qwen3-0.6B-nvfp4")).expect_err("another name").to_string();
+        assert!(e.contains("Qwen3-0.6B-NVFP4 is there"), "{e}");
+        assert!(model(&dir.path().join("Qwen3-0.6B-NVFP4")).is_ok());
+        let e = model(&dir.path().join("quite-another")).expect_err("another name").to_string();
+        assert!(e.contains("fix: name a folder that exists"), "{e}");
+        assert!(model(Path::new("Who are you?")).expect_err("a text").to_string().contains("a prompt"));
+    }
+
+    #[test]
+    fn a_library_is_named_as_it_is_found() {
+        let dir = tempfile::tempdir().expect("a folder");
+        let file = dir.path().join(format!("libmine.{}", std::env::consts::DLL_EXTENSION));
+        std::fs::write(&file, "").expect("a file");
+        let want = Some(format!("--plugin {}", file.display()));
+        assert_eq!(plugin(dir.path()), want);
+        assert_eq!(plugin(&file.with_file_name(format!("libmin.{}", std::env::consts::DLL_EXTENSION))), want);
+        assert_eq!(plugin(&dir.path().join("another")), None);
+        assert_eq!(plugin(&file), None);
+    }
+}
