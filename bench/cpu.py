@@ -1,4 +1,4 @@
-"""Runs q4 and its peers in turns and writes bench/results/cpu.json. bench/cpu.sh prepares what this needs."""
+"""Runs q4 and its peers in turns and writes what came of it as JSON. bench/cpu.sh prepares what this needs."""
 import argparse
 import datetime
 import json
@@ -362,7 +362,12 @@ def arguments():
     p.add_argument("--shape", choices=list(PLAN), help="this one only")
     p.add_argument("--only", help="programs whose name this regular expression finds")
     p.add_argument("--without-amx", action="store_true", help="as on a processor without AMX: no program uses it")
-    p.add_argument("--out", type=pathlib.Path, default=ROOT / "bench/results/cpu.json")
+    where = p.add_mutually_exclusive_group()
+    where.add_argument("--out", type=pathlib.Path, default=ROOT / "bench/results/cpu.local.json",
+                       help="where results go [bench/results/cpu.local.json, which is not tracked]")
+    where.add_argument("--record", action="store_const", dest="out", const=ROOT / "bench/results/cpu.json",
+                       help="write bench/results/cpu.json, whose figures the documents show: "
+                            "Q4_WRITE_FIGURES=1 cargo test -p q4 --test figures puts them there")
     args = p.parse_args()
     args.without = args.without.split()
     # Where there is none, all programs do without it by themselves.
