@@ -43,6 +43,12 @@ fn filled(text: &str, machine: &str, recorded: Option<&Value>) -> String {
             ("h200", "products") => products(r),
             ("h200", "promises") => promises(r),
             ("cpu", "speed") => processor(r),
+            ("h200", "headline") => headline("one H200", r, "decode, NVFP4 native"),
+            ("cpu", "headline") => {
+                let threads = r["machine"]["threads"].as_u64().unwrap();
+                let on = format!("{threads} threads of an {}", r["machine"]["processor"].as_str().unwrap());
+                headline(&on, r, "qwen3-4b decode nvfp4 int8") + &resident(r, "qwen3-4b q4 nvfp4 int8")
+            }
             other => panic!("no table is called {other:?}"),
         });
         let _ = write!(out, "{before}{begin}{which} -->\n{table}{end}");
@@ -77,6 +83,23 @@ fn table(head: &str, columns: &[&str]) -> String {
 
 fn line(name: &str, cells: impl Iterator<Item = String>) -> String {
     format!("| {name} | {} |\n", cells.collect::<Vec<_>>().join(" | "))
+}
+
+/// What a reader wants to know first.
+fn headline(on: &str, recorded: &Value, name: &str) -> String {
+    let of = |field: &str| figures(recorded).find(|(n, _)| *n == name).unwrap().1[field].as_f64().unwrap();
+    let (q4, peer) = (of("q4"), of("peer"));
+    format!(
+        "On {on} a 4B model writes {q4:.0} tokens a second, {:.1} times what llama.cpp does.\n",
+        q4 / peer
+    )
+}
+
+/// The memory that took.
+fn resident(recorded: &Value, name: &str) -> String {
+    let all = recorded["memory"].as_array().unwrap();
+    let peak = all.iter().find(|m| m["name"] == name).unwrap()["peak_bytes"].as_f64().unwrap();
+    format!("That takes {:.1} GiB of memory, weights, cache and all.\n", peak / f64::from(1 << 30))
 }
 
 /// What the whole model does on a card, in short.
