@@ -211,12 +211,8 @@ impl Store {
 
 /// The file at `path`, created where there is none and held against every other process.
 pub(crate) fn lock(path: &Path) -> Result<File> {
-    let lock = File::options()
-        .create(true)
-        .write(true)
-        .truncate(false)
-        .open(path)
-        .map_err(|e| failed(path, &e))?;
+    let lock =
+        File::options().create(true).write(true).truncate(false).open(path).map_err(|e| failed(path, &e))?;
     match lock.try_lock() {
         Ok(()) => Ok(lock),
         Err(fs::TryLockError::WouldBlock) => {

@@ -85,10 +85,16 @@ const FREE: [&str; 18] = [
 const BY_CONTENT: [&str; 3] = ["model.path", "data.train", "data.valid"];
 
 /// Everything in which the run that is asked for differs from the stored one, keys first.
-pub fn differences(stored: &TrainState, c: &Config, sources: &Sources, threads: usize) -> Result<Vec<Difference>> {
+pub fn differences(
+    stored: &TrainState,
+    c: &Config,
+    sources: &Sources,
+    threads: usize,
+) -> Result<Vec<Difference>> {
     let parse = |text: &str| {
-        text.parse::<Table>()
-            .map_err(|e| Error::new(Code::Container, "state.json: config: not TOML").have(e.message().to_owned()))
+        text.parse::<Table>().map_err(|e| {
+            Error::new(Code::Container, "state.json: config: not TOML").have(e.message().to_owned())
+        })
     };
     let was = flat(&parse(&stored.config)?);
     let is = flat(&parse(&c.to_toml()?)?);
@@ -132,7 +138,7 @@ pub fn judge(found: &[Difference], checkpoint: &Path, allowed: bool) -> Result<(
     Err(Error::new(Code::Usage, format!("{}: belongs to another run", checkpoint.display()))
         .need("the configuration, model and data it was written with")
         .have(mixing.join("\n"))
-        .fix("go on as it was, begin anew in another checkpoint.dir, or mix the two on purpose: --allow-changes"))
+        .fix("go on as it was, begin in another checkpoint.dir, or mix both on purpose: --allow-changes"))
 }
 
 fn flat(table: &Table) -> BTreeMap<String, String> {
@@ -221,7 +227,12 @@ mod tests {
         };
         assert_eq!(found(""), (vec![], false));
         assert_eq!(found("[optimizer]\nlr = 0.5"), (vec!["optimizer.lr: 0.0001 -> 0.5".into()], false));
-        for free in ["[train]\nsteps = 7", "[schedule]\nkind = \"wsd\"", "[export]\ndir = \"x\"", "[guard]\nspike = 6.0"] {
+        for free in [
+            "[train]\nsteps = 7",
+            "[schedule]\nkind = \"wsd\"",
+            "[export]\ndir = \"x\"",
+            "[guard]\nspike = 6.0",
+        ] {
             let (lines, refused) = found(free);
             assert!(lines.len() == 1 && !refused, "{free}: {lines:?}");
         }
@@ -248,13 +259,13 @@ mod tests {
             std::fs::write(&path, text).expect("written");
             path
         };
-        let of = |path: PathBuf| Sources {
-            train: Files::of(&[path], 2).expect("hashed"),
-            ..Sources::default()
-        };
+        let of =
+            |path: PathBuf| Sources { train: Files::of(&[path], 2).expect("hashed"), ..Sources::default() };
         let (a, moved, other) = (file("a", "x\ny\n"), file("b", "x\ny\n"), file("c", "x\nz\n"));
         let stored = state(&config(""), &of(a));
-        let found = |sources: &Sources, threads| differences(&stored, &config(""), sources, threads).expect("compared");
+        let found = |sources: &Sources, threads| {
+            differences(&stored, &config(""), sources, threads).expect("compared")
+        };
         assert_eq!(found(&of(moved.clone()), 2), []);
         assert_eq!(found(&of(moved), 1).iter().map(|d| d.mixes).collect::<Vec<_>>(), [false]);
         let changed = found(&of(other), 2);

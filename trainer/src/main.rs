@@ -112,9 +112,10 @@ fn main() -> ExitCode {
     match catch_unwind(AssertUnwindSafe(|| start(&cli))) {
         Ok(Ok(report)) => show(&cli, &report),
         Ok(Err(e)) => failed(&e, json),
-        Err(_) => {
-            failed(&Error::new(Code::Internal, "q4-train stopped because of a bug; the message is above"), json)
-        }
+        Err(_) => failed(
+            &Error::new(Code::Internal, "q4-train stopped because of a bug; the message is above"),
+            json,
+        ),
     }
 }
 

@@ -19,7 +19,10 @@ pub fn keeps_something(c: &Config, line: &str) -> Result<()> {
     Err(Error::new(Code::Usage, "this run would keep nothing: no model, no checkpoint")
         .need("export.dir (the finished model), checkpoint.dir (to go on from), or both")
         .have("neither")
-        .fix(format!("{line} --set export.dir={}; or look without training: --dry-run, --eval-only", free_name("out"))))
+        .fix(format!(
+            "{line} --set export.dir={}; or look without training: --dry-run, --eval-only",
+            free_name("out")
+        )))
 }
 
 /// Refuses names that are taken, a used checkpoint folder without `--resume`, and `--resume` of nothing.
@@ -47,10 +50,13 @@ pub fn names(c: &Config, line: &str) -> Result<()> {
     }
     let Some(dir) = &c.checkpoint.dir else { return Ok(()) };
     if let Some(target) = targets(c).iter().find(|t| dir.starts_with(t)) {
-        return Err(Error::new(Code::Usage, format!("checkpoint.dir {}: is where a model goes", dir.display()))
-            .need(format!("a folder outside of {}", target.display())));
+        return Err(Error::new(
+            Code::Usage,
+            format!("checkpoint.dir {}: is where a model goes", dir.display()),
+        )
+        .need(format!("a folder outside of {}", target.display())));
     }
-    let newest = checkpoint::steps(dir)?.pop();
+    let newest = if dir.is_dir() { checkpoint::steps(dir)?.pop() } else { None };
     match (newest, c.checkpoint.resume) {
         (Some((step, _)), false) => {
             Err(Error::new(Code::Usage, format!("{}: has checkpoints of a run", dir.display()))
@@ -73,12 +79,15 @@ pub fn nothing_to_resume(dir: &Path, line: &str) -> Error {
     let beside = used_beside(dir);
     let what = if dir.is_dir() { "a folder without" } else { "no such folder" };
     let list: Vec<_> = beside.iter().map(|(p, step)| format!("{} (step {step})", p.display())).collect();
-    e = e.have(if list.is_empty() { what.to_owned() } else { format!("{what}; beside it {}", list.join(", ")) });
+    e = e.have(if list.is_empty() {
+        what.to_owned()
+    } else {
+        format!("{what}; beside it {}", list.join(", "))
+    });
     match beside.first() {
-        Some((other, _)) => e.fix(format!(
-            "{line} --set checkpoint.dir={}, or begin without --resume",
-            other.display()
-        )),
+        Some((other, _)) => {
+            e.fix(format!("{line} --set checkpoint.dir={}, or begin without --resume", other.display()))
+        }
         None => e.fix("begin without --resume"),
     }
 }
@@ -164,7 +173,7 @@ pub fn space(c: &Config, bytes: &Bytes) -> Result<()> {
     let mut needs: Vec<(PathBuf, u64, &str)> = Vec::new();
     if let Some(dir) = &c.checkpoint.dir {
         let kept = c.checkpoint.keep as u64 + u64::from(c.checkpoint.keep_best && c.eval.every > 0) + 1;
-        let there = checkpoint::steps(dir)?.len() as u64;
+        let there = if dir.is_dir() { checkpoint::steps(dir)?.len() as u64 } else { 0 };
         needs.push((dir.clone(), kept.saturating_sub(there) * bytes.checkpoint, "checkpoints"));
     }
     if let Some(dir) = &c.export.dir {
@@ -203,7 +212,9 @@ pub fn space(c: &Config, bytes: &Bytes) -> Result<()> {
             Err(Error::new(Code::Io, "the disk is too small for what this run writes")
                 .need(format!("{} ({})", human(need), lines.join("; ")))
                 .have(format!("{} free", human(free)))
-                .fix("make room, a smaller checkpoint.keep, fewer export.layouts, or folders on another disk"))
+                .fix(
+                    "make room, a smaller checkpoint.keep, fewer export.layouts, or folders on another disk",
+                ))
         }
     }
 }
@@ -224,6 +235,7 @@ pub struct Outputs {
 
 /// Creates the folders, writes into each, and keeps other runs out of them.
 pub fn hold(c: &Config) -> Result<Outputs> {
+    let new = c.checkpoint.dir.as_ref().filter(|d| !d.exists());
     let store = match &c.checkpoint.dir {
         Some(dir) => {
             let keep = Keep { last: c.checkpoint.keep, best: c.checkpoint.keep_best };
@@ -233,11 +245,21 @@ pub fn hold(c: &Config) -> Result<Outputs> {
     };
     let export = match &c.export.dir {
         Some(dir) if c.checkpoint.dir.as_ref().is_none_or(|d| !same(d, dir)) => {
-            Some(tried(dir, "export.dir", || Held::new(dir))?)
+            tried(dir, "export.dir", || Held::new(dir)).map(Some)
         }
-        _ => None,
+        _ => Ok(None),
     };
-    Ok(Outputs { store, _export: export })
+    match export {
+        Ok(export) => Ok(Outputs { store, _export: export }),
+        Err(e) => {
+            drop(store);
+            if let Some(dir) = new {
+                // A run that is refused leaves nothing; what stays all the same is an empty folder.
+                let _ = fs::remove_file(dir.join(".lock")).and_then(|()| fs::remove_dir(dir));
+            }
+            Err(e)
+        }
+    }
 }
 
 /// A folder that was not there before is removed again where it cannot be used.

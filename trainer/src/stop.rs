@@ -68,7 +68,8 @@ pub fn writes_fail_plainly() {}
 
 #[cfg(unix)]
 extern "C" fn on_signal(signal: libc::c_int) {
-    const TEXT: &[u8] = b"\nasked to end: after this step, with what is there written down; again ends at once\n";
+    const TEXT: &[u8] =
+        b"\nasked to end: after this step, with what is there written down; again ends at once\n";
     if ASKED.swap(signal, Ordering::Relaxed) != 0 {
         // SAFETY: may be called from a handler.
         unsafe { libc::_exit(128 + signal) }

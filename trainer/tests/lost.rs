@@ -1,5 +1,5 @@
-//! The ways to lose work in a training, each tried: what must be refused is refused before the first step, and
-//! what happens on the way takes nothing with it.
+//! The ways to lose work in a training, each tried: what must be refused is refused before the first step,
+//! and what happens on the way takes nothing with it.
 #![cfg(feature = "torch")]
 use q4_trainer::{checkpoint, metrics};
 use std::path::Path;
@@ -74,7 +74,13 @@ fn what_would_be_lost_is_refused_before_the_first_step() {
     let config = std::fs::read_to_string(d.join("run.toml")).expect("read");
     let keep_nothing = config.replace("dir = \"ck\"\n", "");
     std::fs::write(d.join("run.toml"), keep_nothing).expect("written");
-    refused("nothing is kept", d, &[], 2, &["keep nothing", "q4 train run.toml --threads 1 --set export.dir=out"]);
+    refused(
+        "nothing is kept",
+        d,
+        &[],
+        2,
+        &["keep nothing", "q4 train run.toml --threads 1 --set export.dir=out"],
+    );
     let dry = run(d, &["--dry-run"]);
     assert!(dry.status.success(), "{}", text(&dry));
     assert!(run(d, &["--eval-only"]).status.success());
@@ -99,7 +105,13 @@ fn what_would_be_lost_is_refused_before_the_first_step() {
     refused("a layout twice", d, &twice, 2, &["each once"]);
     let none = [&set("export.dir=o")[..], &set("export.layouts=[]")].concat();
     refused("an export of nothing", d, &none, 2, &["at least one of"]);
-    refused("a folder that cannot be made for checkpoints", d, &set("checkpoint.dir=/dev/null/ck"), 8, &["need"]);
+    refused(
+        "a folder that cannot be made for checkpoints",
+        d,
+        &set("checkpoint.dir=/dev/null/ck"),
+        8,
+        &["need"],
+    );
     refused("a folder that cannot be made for models", d, &set("export.dir=/dev/null/o"), 8, &["need"]);
 
     // Room.
@@ -120,7 +132,8 @@ fn what_would_be_lost_is_refused_before_the_first_step() {
     refused("--resume in an empty folder", d, &["--resume"], 2, &["a folder without"]);
 
     // Early ends and best steps that could not be kept.
-    let patience = |more: &[&'static str]| [&["--set", "eval.patience=2", "--set", "export.dir=o"], more].concat();
+    let patience =
+        |more: &[&'static str]| [&["--set", "eval.patience=2", "--set", "export.dir=o"], more].concat();
     refused("early stopping without evaluations", d, &patience(&set("eval.every=0")), 2, &["eval.every"]);
     refused("early stopping without held-out data", d, &patience(&set("data.valid=[]")), 2, &["data.valid"]);
     let lost = patience(&set("checkpoint.keep_best=false"));
@@ -291,8 +304,18 @@ fn the_best_step_is_kept_and_exported() {
     let d = dir.path();
     prepare(d);
     let wild = ["--set", "optimizer.lr=0.5", "--set", "train.clip=0", "--set", "schedule.kind=constant"];
-    let often = ["--set", "eval.every=3", "--set", "eval.patience=2", "--set", "checkpoint.every=100", "--set", "checkpoint.keep=1"];
-    let words = [&wild[..], &often, &["--set", "export.dir=out", "--set", "train.steps=60", "--json"]].concat();
+    let often = [
+        "--set",
+        "eval.every=3",
+        "--set",
+        "eval.patience=2",
+        "--set",
+        "checkpoint.every=100",
+        "--set",
+        "checkpoint.keep=1",
+    ];
+    let words =
+        [&wild[..], &often, &["--set", "export.dir=out", "--set", "train.steps=60", "--json"]].concat();
     let output = run(d, &words);
     assert!(output.status.success(), "{}", text(&output));
     let report: serde_json::Value = serde_json::from_slice(&output.stdout).expect("a report");
@@ -306,7 +329,8 @@ fn the_best_step_is_kept_and_exported() {
     assert_eq!(report["exported_step"], best.0, "{report}");
     assert!(report["steps"].as_u64() > Some(best.0) && report["steps"].as_u64() < Some(60), "{report}");
     // The exported model has the loss of the best step.
-    let look = ["--eval-only", "--json", "--set", "model.init=checkpoint", "--set", "model.path=out/modelopt"];
+    let look =
+        ["--eval-only", "--json", "--set", "model.init=checkpoint", "--set", "model.path=out/modelopt"];
     let judged: serde_json::Value = serde_json::from_slice(&run(d, &look).stdout).expect("a report");
     let loss = judged["valid_loss"].as_f64().expect("a loss");
     assert!((loss - best.1).abs() < 1e-5, "{loss} instead of {}", best.1);
@@ -325,7 +349,18 @@ fn rows_without_anything_to_learn_are_passed_over() {
     let dir = tempfile::tempdir().expect("directory");
     let d = dir.path();
     prepare(d);
-    let narrow = ["--set", "data.seq=8", "--set", "data.rows=1", "--set", "data.packing=stream", "--set", "train.accumulate=1"];
+    let narrow = [
+        "--set",
+        "data.seq=8",
+        "--set",
+        "data.rows=1",
+        "--set",
+        "data.packing=stream",
+        "--set",
+        "train.accumulate=1",
+        "--set",
+        "data.valid=[]",
+    ];
     let output = run(d, &[&narrow[..], &["--set", "train.steps=60", "--set", "eval.every=0"]].concat());
     let said = text(&output);
     assert!(output.status.success() && said.contains("no token of its rows is to be learnt"), "{said}");
@@ -349,6 +384,9 @@ fn errors_are_documents() {
     }
     let output = line(dir.path(), &["run.toml", "--print-config"]);
     let config = String::from_utf8(output.stdout).expect("UTF-8");
-    assert!(output.status.success() && config.contains("[checkpoint]") && config.contains("steps = 12"), "{config}");
+    assert!(
+        output.status.success() && config.contains("[checkpoint]") && config.contains("steps = 12"),
+        "{config}"
+    );
     assert_eq!(STEPS, 12);
 }

@@ -317,10 +317,10 @@ section!(
 section!(
     /// `[export]`
     ExportConfig {
-        /// Folder of the finished model, one inside it for each layout, relative to where you stand; absent: none.
+        /// Folder of the finished model, one in it for each layout, relative to where you stand; absent: none.
         #[serde(skip_serializing_if = "Option::is_none")]
         dir: Option<PathBuf> = None,
-        /// Which step: `auto` is the best after early stopping, else the last. The best comes out of checkpoint.dir.
+        /// Which step; `auto`: the best after early stopping, else the last. The best is in checkpoint.dir.
         step: Pick = Pick::Auto,
         /// Any of `bf16`, `modelopt`, `compressed-tensors`, `dat`.
         layouts: Vec<String> = vec!["modelopt".into()],

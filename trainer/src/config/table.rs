@@ -107,7 +107,9 @@ mod tests {
         c.data.train = vec!["a \"b\".jsonl".into()];
         c.behaviour.suite = Some("s".into());
         c.behaviour.gates.insert("who am i".into(), 0.95);
-        for c in [c, Config { data: DataConfig { train: vec!["x".into()], ..<_>::default() }, ..<_>::default() }] {
+        for c in
+            [c, Config { data: DataConfig { train: vec!["x".into()], ..<_>::default() }, ..<_>::default() }]
+        {
             let text = c.commented().expect("TOML");
             assert_eq!(Config::parse(&text, &[]).expect(&text), c);
         }
@@ -120,7 +122,8 @@ mod tests {
             assert!(text.contains(&format!("[{name}]\n")), "{name}");
             for (field, doc) in fields {
                 assert!(doc.trim().len() > 3, "{name}.{field}");
-                let written = text.lines().any(|l| l.trim_start_matches("# ").starts_with(&format!("{field} = ")));
+                let written =
+                    text.lines().any(|l| l.trim_start_matches("# ").starts_with(&format!("{field} = ")));
                 assert!(written, "{name}.{field}");
             }
         }
@@ -147,7 +150,10 @@ mod tests {
         if std::env::var_os("Q4_WRITE_DOCS").is_some() {
             std::fs::write(&path, format!("{head}{begin}{new}{end}{tail}")).expect("written");
         } else {
-            assert!(old == new, "docs/training.md: Q4_WRITE_DOCS=1 cargo test -p q4-trainer the_page writes it");
+            assert!(
+                old == new,
+                "docs/training.md: Q4_WRITE_DOCS=1 cargo test -p q4-trainer the_page writes it"
+            );
         }
     }
 }

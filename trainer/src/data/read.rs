@@ -78,7 +78,8 @@ fn parse(bytes: &[u8], format: Format) -> Result<(Vec<(usize, Row)>, Unused)> {
     for (i, line) in bytes.split(|b| *b == b'\n').enumerate() {
         let number = i + 1;
         let line = line.strip_suffix(b"\r").unwrap_or(line);
-        let row = one(line, format, rows.is_empty(), &mut unused).map_err(|e| e.within(format!("line {number}")))?;
+        let row = one(line, format, rows.is_empty(), &mut unused)
+            .map_err(|e| e.within(format!("line {number}")))?;
         rows.extend(row.map(|row| (number, row)));
     }
     Ok((rows, unused))
@@ -90,7 +91,7 @@ fn container(bytes: &[u8], format: Format) -> Result<()> {
     if bytes.starts_with(b"PAR1") {
         return Err(bad("a Parquet file")
             .need(need)
-            .fix("python -c \"import pandas; pandas.read_parquet('IN').to_json('OUT.jsonl', orient='records', lines=True)\""));
+            .fix("in Python: pandas.read_parquet('IN').to_json('OUT.jsonl', orient='records', lines=True)"));
     }
     let list = bytes.trim_ascii_start().starts_with(b"[") && bytes.trim_ascii_end().ends_with(b"]");
     if list && matches!(format, Format::Auto | Format::Jsonl) && bytes.contains(&b'{') {
@@ -123,7 +124,9 @@ fn tsv(line: &str, first: bool) -> Result<Option<Row>> {
     let pair = line.split_once('\t').map(|(p, t)| (p.trim(), t.trim()));
     match pair {
         Some(("prompt", "target" | "response" | "completion")) if first => Ok(None),
-        Some((prompt, target)) if !prompt.is_empty() && !target.is_empty() => Ok(Some(Row::Chat(turn(prompt, target)))),
+        Some((prompt, target)) if !prompt.is_empty() && !target.is_empty() => {
+            Ok(Some(Row::Chat(turn(prompt, target))))
+        }
         _ => Err(bad("no pair").need("a prompt, a tab and an answer, neither empty").have(show(line))),
     }
 }
@@ -158,7 +161,9 @@ fn json(line: &str, unused: &mut Unused) -> Result<Row> {
     match (object.get("messages"), text("prompt")?, answer, text("text")?) {
         (Some(messages), None, None, None) => conversation(messages, tools),
         (None, Some(prompt), Some(answer), None) => Ok(Row::Chat(Chat { tools, ..turn(prompt, answer) })),
-        (None, None, None, Some(text)) if !text.is_empty() && tools.is_none() => Ok(Row::Text(text.to_owned())),
+        (None, None, None, Some(text)) if !text.is_empty() && tools.is_none() => {
+            Ok(Row::Text(text.to_owned()))
+        }
         _ => Err(bad("fields").need(need).have(fields(&object))),
     }
 }

@@ -18,14 +18,14 @@ const CHARTS: [Panel; 5] = [
         &[("train", "loss", "training", "#2f6fde"), ("eval", "loss", "held out", "#d9480f")],
     ),
     ("Learning rate", Unit::Plain, false, &[("train", "lr", "rate", "#2b8a3e")]),
-    ("Gradient norm (logarithmic)", Unit::Plain, true, &[("train", "grad_norm", "before clipping", "#862e9c")]),
-    ("Tokens per second", Unit::Thousands, false, &[("train", "tokens_per_s", "speed", "#0b7285")]),
     (
-        "Memory",
-        Unit::Bytes,
-        false,
-        &[("train", "memory_bytes", "where the model is", "#c2255c")],
+        "Gradient norm (logarithmic)",
+        Unit::Plain,
+        true,
+        &[("train", "grad_norm", "before clipping", "#862e9c")],
     ),
+    ("Tokens per second", Unit::Thousands, false, &[("train", "tokens_per_s", "speed", "#0b7285")]),
+    ("Memory", Unit::Bytes, false, &[("train", "memory_bytes", "where the model is", "#c2255c")]),
 ];
 
 /// The whole page; needs no other file and no network.

@@ -118,7 +118,17 @@ impl Engine {
         seed: u64,
     ) -> Self {
         let values = params.all.iter().map(|_| None).collect();
-        Self { params, kernels, ex, eps: f64::from(eps), options, seed, values, last_norm: 0.0, moved: Moved::No }
+        Self {
+            params,
+            kernels,
+            ex,
+            eps: f64::from(eps),
+            options,
+            seed,
+            values,
+            last_norm: 0.0,
+            moved: Moved::No,
+        }
     }
 
     /// The executor, for contexts.

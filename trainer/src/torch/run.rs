@@ -167,7 +167,11 @@ fn go_on_from(
     let found = compare::differences(&state, c, sources, cx.threads)?;
     compare::judge(&found, &loaded.path, cx.allow_changes)?;
     for d in &found {
-        (cx.warn)(&format!("changed since step {}: {d}{}", state.step, if d.mixes { " (mixed)" } else { "" }));
+        (cx.warn)(&format!(
+            "changed since step {}: {d}{}",
+            state.step,
+            if d.mixes { " (mixed)" } else { "" }
+        ));
     }
     if state.step >= c.train.steps && !state.owed {
         (cx.warn)(&format!(
@@ -196,7 +200,10 @@ fn habits(c: &Config, cx: &Invocation<'_>, has_valid: bool) {
         (cx.warn)("behaviour.every has no effect: there is no behaviour.suite");
     }
     if c.export.dir.is_some() && c.export.layouts.iter().any(|l| l == "dat") {
-        (cx.warn)("model.dat will hold a head packed in 4 bits, which is not what is trained, and runs with NVFP4 inputs unless told otherwise");
+        (cx.warn)(
+            "model.dat will hold a head packed in 4 bits, which is not what is trained, \
+                   and runs with NVFP4 inputs unless told otherwise",
+        );
     }
 }
 
@@ -365,7 +372,8 @@ impl Run<'_> {
             if let Err(e) = result {
                 // The step is whole: it counts, and the data behind it is next.
                 let whole = self.engine.moved == Moved::Wholly;
-                let (cursor, guard) = if whole { (source.cursor(), self.guard.clone()) } else { (cursor, guard) };
+                let (cursor, guard) =
+                    if whole { (source.cursor(), self.guard.clone()) } else { (cursor, guard) };
                 return Err((e, cursor, guard));
             }
         }
@@ -467,7 +475,10 @@ impl Run<'_> {
             }
             self.stale = if better { 0 } else { self.stale + 1 };
             (metric, self.evaluated) = (Some(loss), Some((step, loss)));
-            (self.cx.say)(&format!("step {step}: valid loss {loss:.5}{}", if better { ", the best so far" } else { "" }));
+            (self.cx.say)(&format!(
+                "step {step}: valid loss {loss:.5}{}",
+                if better { ", the best so far" } else { "" }
+            ));
             self.log.numbers("eval", step, &[("loss", loss), ("ppl", loss.exp())]);
         }
         let began = Instant::now();

@@ -52,7 +52,9 @@ impl Run<'_> {
             let text = path.and_then(|p| std::fs::read_to_string(p).ok());
             self.before = text.and_then(|t| serde_json::from_str(&t).ok()).map(|cases| Suite { cases });
             if self.before.is_none() {
-                (self.cx.warn)("behaviour-before.json cannot be read: what was right before the first step is unknown");
+                (self.cx.warn)(
+                    "behaviour-before.json cannot be read: what was right before the first step is unknown",
+                );
             }
             return Ok(());
         }

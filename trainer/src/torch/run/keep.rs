@@ -116,7 +116,9 @@ impl Run<'_> {
             _ => {}
         }
         match self.put_down(store, cursor, guard, owed) {
-            Ok(Some(path)) => (self.cx.warn)(&format!("nothing is lost: step {} is in {}", self.step, path.display())),
+            Ok(Some(path)) => {
+                (self.cx.warn)(&format!("nothing is lost: step {} is in {}", self.step, path.display()))
+            }
             Ok(None) => {}
             Err(other) => (self.cx.warn)(&format!("step {} cannot be kept: {other}", self.step)),
         }
@@ -190,7 +192,12 @@ impl Run<'_> {
         }
     }
 
-    pub(super) fn resume(&mut self, loaded: &Loaded, state: TrainState, source: &mut Source<'_>) -> Result<u64> {
+    pub(super) fn resume(
+        &mut self,
+        loaded: &Loaded,
+        state: TrainState,
+        source: &mut Source<'_>,
+    ) -> Result<u64> {
         self.restore(loaded)?;
         source.seek(state.cursor);
         self.best = state.best.zip(state.best_step);
