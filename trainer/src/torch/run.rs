@@ -250,6 +250,13 @@ struct Run<'a> {
     before: Option<Suite>,
 }
 
+/// An error on the way, with where the data stood and what the guard knew when the last step was whole.
+struct Cut {
+    e: Error,
+    cursor: Cursor,
+    guard: Guard,
+}
+
 /// Stops what follows a step as soon as the run is asked to end.
 fn go_on() -> Result<()> {
     match stop::asked() {
@@ -288,7 +295,7 @@ impl Run<'_> {
         stop::ask_first();
         let last = match self.course(store, &mut source, suite.as_ref()) {
             Ok(last) => last,
-            Err((e, cursor, guard)) => return Err(self.rescue(store, e, cursor, guard)),
+            Err(cut) => return Err(self.rescue(store, cut.e, cut.cursor, cut.guard)),
         };
         device::synchronize(self.device)?;
         let mut report = json!({
@@ -353,14 +360,13 @@ impl Run<'_> {
         Ok(Some(loss))
     }
 
-    /// Steps and what follows each, until the end or until the run is asked to end. An error comes with where
-    /// the data stood and what the guard knew before the step it hit.
+    /// Steps and what follows each, until the end or until the run is asked to end.
     fn course(
         &mut self,
         store: Option<&Store>,
         source: &mut Source<'_>,
         suite: Option<&Suite>,
-    ) -> Result<Report, (Error, Cursor, Guard)> {
+    ) -> Result<Report, Box<Cut>> {
         let mut last = Report::default();
         while stop::asked().is_none() && !self.is_over() {
             let (cursor, guard) = (source.cursor(), self.guard.clone());
@@ -374,7 +380,7 @@ impl Run<'_> {
                 let whole = self.engine.moved == Moved::Wholly;
                 let (cursor, guard) =
                     if whole { (source.cursor(), self.guard.clone()) } else { (cursor, guard) };
-                return Err((e, cursor, guard));
+                return Err(Box::new(Cut { e, cursor, guard }));
             }
         }
         Ok(last)
