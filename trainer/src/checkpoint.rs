@@ -9,7 +9,7 @@
 //! A save writes `.partial-...`, syncs every file and the directory, renames it, syncs the parent, and only
 //! then removes what rotation no longer wants (renamed to `.removed-...` first). So at every moment the
 //! newest directory with a final name is complete, or the one before it is. Loading trusts hashes, not names.
-use crate::{data::Cursor, guard::Guard};
+use crate::{compare::Sources, data::Cursor, guard::Guard};
 use q4_core::{Code, Error, Result};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -46,8 +46,23 @@ pub struct TrainState {
     pub cursor: Cursor,
     /// What the guard has seen.
     pub guard: Guard,
-    /// Best metric so far.
+    /// Best held-out loss so far.
     pub best: Option<f64>,
+    /// The step it was of.
+    #[serde(default)]
+    pub best_step: Option<u64>,
+    /// Evaluations since without a better one.
+    #[serde(default)]
+    pub stale: u32,
+    /// What follows this step (evaluation, samples) was not done: the run was asked to end.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub owed: bool,
+    /// Threads it was computed with; 0: not known.
+    #[serde(default)]
+    pub threads: usize,
+    /// What the model and the data were.
+    #[serde(default)]
+    pub sources: Option<Sources>,
     /// The effective configuration, as TOML; the schedule is part of it.
     pub config: String,
 }
@@ -101,21 +116,7 @@ impl Store {
 
     fn with_disk(dir: &Path, keep: Keep, disk: Box<dyn Disk>) -> Result<Self> {
         fs::create_dir_all(dir).map_err(|e| failed(dir, &e))?;
-        let path = dir.join(".lock");
-        let lock = File::options()
-            .create(true)
-            .write(true)
-            .truncate(false)
-            .open(&path)
-            .map_err(|e| failed(&path, &e))?;
-        match lock.try_lock() {
-            Ok(()) => {}
-            Err(fs::TryLockError::WouldBlock) => {
-                return Err(Error::new(Code::Usage, format!("{}: in use", dir.display()))
-                    .need("a checkpoint directory no other training writes to"));
-            }
-            Err(fs::TryLockError::Error(e)) => return Err(failed(&path, &e)),
-        }
+        let lock = lock(&dir.join(".lock"))?;
         Ok(Self { dir: dir.to_owned(), keep, disk: RefCell::new(disk), _lock: lock })
     }
 
@@ -165,6 +166,16 @@ impl Store {
         newest(&self.dir)
     }
 
+    /// The checkpoint of a step, every file hashed.
+    pub fn of_step(&self, step: u64) -> Result<Loaded> {
+        load(&self.dir.join(name(step)))
+    }
+
+    /// Where it is.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
     /// Removes what an interrupted save left.
     fn sweep(&self) {
         let Ok(entries) = fs::read_dir(&self.dir) else { return };
@@ -195,6 +206,22 @@ impl Store {
                 .map_err(|e| failed(path, &e))?;
         }
         Ok(())
+    }
+}
+
+/// The file at `path`, created where there is none and held against every other process.
+pub(crate) fn lock(path: &Path) -> Result<File> {
+    let lock =
+        File::options().create(true).write(true).truncate(false).open(path).map_err(|e| failed(path, &e))?;
+    match lock.try_lock() {
+        Ok(()) => Ok(lock),
+        Err(fs::TryLockError::WouldBlock) => {
+            let dir = path.parent().unwrap_or(path);
+            Err(Error::new(Code::Usage, format!("{}: in use", dir.display()))
+                .need("a folder no other training writes to")
+                .fix("wait for the other run, or name another folder"))
+        }
+        Err(fs::TryLockError::Error(e)) => Err(failed(path, &e)),
     }
 }
 
@@ -380,8 +407,8 @@ fn is_step(path: &Path) -> bool {
     path.file_name().and_then(|n| n.to_str()).is_some_and(|n| n.starts_with("step-"))
 }
 
-/// Checkpoints with a final name, oldest first.
-fn steps(dir: &Path) -> Result<Vec<(u64, PathBuf)>> {
+/// Checkpoints with a final name, oldest first; none where there is no folder.
+pub fn steps(dir: &Path) -> Result<Vec<(u64, PathBuf)>> {
     let entries = match fs::read_dir(dir) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         other => other.map_err(|e| failed(dir, &e))?,
@@ -409,7 +436,8 @@ fn read_manifest(path: &Path) -> Result<Manifest> {
     Ok(manifest)
 }
 
-fn hash(path: &Path) -> io::Result<(u64, String)> {
+/// Bytes and SHA-256 of a file.
+pub(crate) fn hash(path: &Path) -> io::Result<(u64, String)> {
     let mut file = File::open(path)?;
     let (mut hash, mut buffer, mut bytes) = (Sha256::new(), vec![0; BLOCK], 0);
     loop {
@@ -423,7 +451,8 @@ fn hash(path: &Path) -> io::Result<(u64, String)> {
     }
 }
 
-fn hex(bytes: &[u8]) -> String {
+/// Lower-case hexadecimal.
+pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 

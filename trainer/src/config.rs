@@ -4,7 +4,6 @@
 //! Each section is a struct with defaults. A preset changes defaults, the file changes both, an override
 //! changes all three.
 use crate::data::{Format, Packing, Supervise, Truncate};
-use crate::guard::GuardOptions;
 use crate::optim::{MasterFormat, ScaleChoice, StateFormat};
 use crate::schedule::{Kind, Schedule};
 use q4_core::{Code, Error, Result, memory};
@@ -14,11 +13,13 @@ use std::path::{Path, PathBuf};
 use toml::{Table, Value};
 
 mod sections;
+mod table;
 #[cfg(test)]
 mod tests;
 mod validate;
 
 pub use sections::*;
+pub use table::START;
 
 /// The effective configuration of a run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
@@ -243,18 +244,17 @@ fn section<T: Serialize + DeserializeOwned>(
     let Ok(mut fields) = Table::try_from(&base) else { return base };
     let mut result = base;
     for (field, value) in given {
+        let value = match (fields.get(field), value) {
+            // One is a list of one.
+            (Some(Value::Array(_)), one) if !one.is_array() => Value::Array(vec![one.clone()]),
+            _ => value.clone(),
+        };
         let before = fields.insert(field.clone(), value.clone());
         match T::deserialize(Value::Table(fields.clone())) {
             Ok(next) => result = next,
             Err(e) => {
-                let why = e.message().split(", expected").next().unwrap_or_default().to_owned();
-                let need =
-                    e.message().split_once("expected ").map_or("a value of another kind", |(_, need)| need);
-                problems.add(
-                    &format!("{name}.{field}"),
-                    need,
-                    if why.is_empty() { show(value) } else { why },
-                );
+                let (need, have) = plain(e.message(), &value);
+                problems.add(&format!("{name}.{field}"), need, have);
                 match before {
                     Some(old) => fields.insert(field.clone(), old),
                     None => fields.remove(field),
@@ -263,6 +263,27 @@ fn section<T: Serialize + DeserializeOwned>(
         }
     }
     result
+}
+
+/// What a reader of values needed and what it found, in the words of a configuration.
+fn plain(message: &str, value: &Value) -> (String, String) {
+    let (why, expected) = message.trim().split_once("expected ").unwrap_or((message, "another value"));
+    let need = match expected {
+        "u64" | "u32" | "u16" | "usize" => "a whole number".into(),
+        "f64" | "f32" => "a number".into(),
+        "a boolean" => "true or false".into(),
+        "a string" | "string" => "a text".into(),
+        "path string" => "a path".into(),
+        "a sequence" => "a list".into(),
+        "a map" => "a table".into(),
+        names if names.starts_with('`') => format!("one of {}", names.replace(" or ", ", ")),
+        other => other.to_owned(),
+    };
+    let have = match why.strip_prefix("unknown field ") {
+        Some(name) => format!("the unknown field {}", name.trim_end_matches([',', ' '])),
+        None => show(value),
+    };
+    (need, have)
 }
 
 fn show(value: &Value) -> String {

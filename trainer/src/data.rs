@@ -16,7 +16,7 @@ mod read;
 mod tests;
 
 pub use batch::{Batch, IGNORE, Loader, LoaderOptions, Packing, eval_batches};
-pub use read::{Row, read_rows};
+pub use read::{Chat, Row, Unused, read_rows};
 
 /// What the lines of a file are.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -118,6 +118,8 @@ pub struct Dataset {
     pub report: Report,
     /// What stands between the samples of a stream, and whether it is learnt.
     pub separator: (u32, bool),
+    /// What the files have and nothing was made of, a line each.
+    pub notes: Vec<String>,
 }
 
 /// Where in the data training stands.
@@ -148,10 +150,14 @@ impl Dataset {
         threads: &ThreadPool,
     ) -> Result<Self> {
         let separator = (text.end_of_text, options.supervise == Supervise::All);
-        let mut data = Self { samples: Vec::new(), report: Report::default(), separator };
+        let mut data = Self { samples: Vec::new(), report: Report::default(), separator, notes: Vec::new() };
         for path in paths {
             let path = path.as_ref();
-            let rows = read_rows(path, options.format)?;
+            let (rows, unused) = read_rows(path, options.format)?;
+            if !unused.is_empty() {
+                let list: Vec<_> = unused.iter().map(|(name, n)| format!("`{name}` in {n} rows")).collect();
+                data.notes.push(format!("{}: fields that are not used: {}", path.display(), list.join(", ")));
+            }
             for (line, sample) in encode::all(&rows, text, options, threads) {
                 let sample = sample.map_err(|e| e.within(format!("{}:{line}", path.display())))?;
                 data.take(sample, options).map_err(|e| e.within(format!("{}:{line}", path.display())))?;

@@ -1,23 +1,7 @@
 //! Keeps a bad step from reaching the weights: not finite, or far outside of what the last steps showed.
+pub use crate::config::GuardOptions;
 use serde::{Deserialize, Serialize};
 use std::fmt;
-
-/// Limits.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct GuardOptions {
-    /// Bad steps in a row after which training stops.
-    pub patience: u32,
-    /// Standard deviations above the mean of the window that make a spike; 0 switches spikes off.
-    pub spike: f64,
-    /// Good steps the window has; spikes are looked for once it is full.
-    pub window: usize,
-}
-
-impl Default for GuardOptions {
-    fn default() -> Self {
-        Self { patience: 5, spike: 0.0, window: 128 }
-    }
-}
 
 /// What to do with a step.
 #[derive(Clone, Debug, PartialEq)]
@@ -76,6 +60,11 @@ impl Guard {
     /// A guard that has seen nothing.
     pub fn new(options: GuardOptions) -> Self {
         Self { options, losses: Window::default(), norms: Window::default(), in_a_row: 0, skipped: 0 }
+    }
+
+    /// The same memory under other limits.
+    pub fn with(self, options: GuardOptions) -> Self {
+        Self { options, ..self }
     }
 
     /// Steps skipped so far.

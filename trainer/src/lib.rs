@@ -5,6 +5,7 @@
 //! and the binary `q4-train`.
 pub mod behaviour;
 pub mod checkpoint;
+pub mod compare;
 pub mod config;
 pub mod corpus;
 pub mod data;
@@ -12,8 +13,10 @@ pub mod guard;
 pub mod metrics;
 pub mod optim;
 pub mod plan;
+pub mod preflight;
 pub mod progress;
 pub mod rng;
 pub mod schedule;
+pub mod stop;
 #[cfg(feature = "torch")]
 pub mod torch;

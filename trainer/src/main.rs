@@ -1,33 +1,41 @@
 //! `q4-train`: trains what a configuration describes. `q4 train` hands its line to it.
-use clap::{ArgAction, Parser};
+use clap::{ArgAction, Parser, Subcommand};
+use q4_core::memory::human;
 use q4_core::{Code, Error, Result};
 use q4_model::checkpoint::{Bytes, Checkpoint};
 use q4_trainer::behaviour::Answer;
-use q4_trainer::config::Config;
+use q4_trainer::config::{self, Config};
 use q4_trainer::corpus::{self, Sizes};
+use q4_trainer::progress::clock;
+use q4_trainer::stop;
 use q4_trainer::torch::run::{Invocation, run};
 use serde_json::{Map, Value, json};
 use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
+use std::time::Duration;
 
 const EXAMPLES: &str = "\
 Examples:
+  q4 train init run.toml
   q4 train run.toml
   q4 train run.toml --resume
   q4 train run.toml --set optimizer.lr=1e-4 --set train.steps=200
   q4 train run.toml --preset full-24g --device cuda --dry-run
+  q4 train --print-config
   q4 train --write-corpus corpus
 
 Exit status:
   0 ok, 2 usage, 3 a behaviour gate was missed, 4 bad model or data file, 6 no such device,
-  7 memory limit, 8 input or output";
+  7 memory limit, 8 input or output, 130 and 143 ended by Ctrl-C and SIGTERM, with a checkpoint";
 
 /// Trains or fine-tunes a model as a configuration says.
 #[derive(Parser)]
 #[command(name = "q4-train", version, max_term_width = 100, after_long_help = EXAMPLES)]
 struct Cli {
+    #[command(subcommand)]
+    verb: Option<Verb>,
     /// The configuration.
     #[arg(value_name = "CONFIG.toml")]
     config: Option<PathBuf>,
@@ -43,9 +51,15 @@ struct Cli {
     /// Most memory to use where the model lives, e.g. 24GiB.
     #[arg(long, value_name = "BYTES")]
     memory_limit: Option<String>,
-    /// Go on after the newest intact checkpoint.
+    /// Go on after the newest intact checkpoint in checkpoint.dir.
     #[arg(long)]
     resume: bool,
+    /// With --resume: go on although configuration, model or data are not those of the checkpoint.
+    #[arg(long, requires = "resume")]
+    allow_changes: bool,
+    /// Print every key with its value and meaning, as a configuration; train nothing.
+    #[arg(long)]
+    print_config: bool,
     /// Show plan and data; train nothing.
     #[arg(long)]
     dry_run: bool,
@@ -68,36 +82,110 @@ struct Cli {
           value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
     /// Write the report as one JSON document to stdout.
-    #[arg(long)]
+    #[arg(long, global = true)]
     json: bool,
     /// Log more.
-    #[arg(short, long, action = ArgAction::Count, conflicts_with = "quiet")]
+    #[arg(short, long, action = ArgAction::Count, conflicts_with = "quiet", global = true)]
     verbose: u8,
-    /// No progress.
-    #[arg(short, long)]
+    /// No progress; warnings stay.
+    #[arg(short, long, global = true)]
     quiet: bool,
 }
 
+#[derive(Subcommand)]
+enum Verb {
+    /// Write a configuration to begin with.
+    Init {
+        /// A new file.
+        #[arg(value_name = "FILE", default_value = "train.toml")]
+        file: PathBuf,
+    },
+}
+
 fn main() -> ExitCode {
-    let cli = Cli::parse();
-    let result = catch_unwind(AssertUnwindSafe(|| start(&cli)));
-    let e = match result {
-        Ok(Ok(report)) => return show(&cli, &report),
-        Ok(Err(e)) => e,
-        Err(_) => Error::new(Code::Internal, "q4-train stopped because of a bug; the message is above"),
+    stop::writes_fail_plainly();
+    let json = std::env::args_os().any(|a| a == "--json");
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(e) => return usage(&e, json),
     };
+    match catch_unwind(AssertUnwindSafe(|| start(&cli))) {
+        Ok(Ok(report)) => show(&cli, &report),
+        Ok(Err(e)) => failed(&e, json),
+        Err(_) => failed(
+            &Error::new(Code::Internal, "q4-train stopped because of a bug; the message is above"),
+            json,
+        ),
+    }
+}
+
+/// The error as text and, with `json`, as the document of docs/errors.md.
+fn failed(e: &Error, json: bool) -> ExitCode {
     eprintln!("{e}");
-    if cli.json {
-        let parts: Map<String, Value> = e.parts().map(|(k, v)| (k.to_owned(), v.into())).collect();
-        let document =
-            json!({ "schema": "q4.error/1", "code": e.code().id(), "exit": e.code().exit(), "error": parts });
-        // Nobody reads it: there is nobody left to tell.
-        let _ = writeln!(std::io::stdout(), "{document}");
+    if json {
+        document(e);
     }
     ExitCode::from(e.code().exit())
 }
 
+fn document(e: &Error) {
+    let mut fields = Map::new();
+    fields.insert("schema".into(), "q4.error/1".into());
+    fields.insert("code".into(), e.code().id().into());
+    fields.insert("exit".into(), e.code().exit().into());
+    for name in ["what", "need", "have", "fix"] {
+        let part = e.parts().find(|(n, _)| *n == name);
+        fields.insert(name.into(), part.map_or(Value::Null, |(_, text)| text.into()));
+    }
+    // Nobody reads it: there is nobody left to tell.
+    let _ = writeln!(std::io::stdout(), "{}", Value::Object(fields));
+}
+
+/// A line that is not understood, or one that asks for help.
+fn usage(e: &clap::Error, json: bool) -> ExitCode {
+    // A closed pipe is the only way this fails, and there is nobody left to tell.
+    let _ = e.print();
+    if !e.use_stderr() {
+        return ExitCode::SUCCESS;
+    }
+    if json {
+        let text = e.to_string();
+        let what = text.lines().next().unwrap_or_default();
+        let error = Error::new(Code::Usage, what.strip_prefix("error: ").unwrap_or(what));
+        document(&error.fix("q4 train --help"));
+    }
+    ExitCode::from(Code::Usage.exit())
+}
+
+/// The command as it was given, so that advice can be pasted.
+fn line() -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,+%@".contains(c);
+    let quoted = |word: String| match word.chars().all(plain) && !word.is_empty() {
+        true => word,
+        false => format!("'{}'", word.replace('\'', "'\\''")),
+    };
+    let words = std::env::args_os().skip(1).map(|w| quoted(w.to_string_lossy().into_owned()));
+    std::iter::once("q4 train".to_owned()).chain(words).collect::<Vec<_>>().join(" ")
+}
+
+/// Writes the configuration to begin with; never over another.
+fn begin(file: &Path) -> Result<Value> {
+    let created = std::fs::File::options().write(true).create_new(true).open(file);
+    match created.and_then(|mut f| f.write_all(config::START.as_bytes())) {
+        Ok(()) => Ok(json!({ "schema": "q4.train/1", "wrote": file })),
+        Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => {
+            Err(Error::new(Code::Usage, format!("{}: exists", file.display()))
+                .need("a name that is free")
+                .fix("q4 train init ANOTHER.toml"))
+        }
+        Err(e) => Err(Error::new(Code::Io, format!("{}: {e}", file.display()))),
+    }
+}
+
 fn start(cli: &Cli) -> Result<Value> {
+    if let Some(Verb::Init { file }) = &cli.verb {
+        return begin(file);
+    }
     if let Some(dir) = &cli.write_corpus {
         let report = corpus::generate(cli.corpus_seed, Sizes::default()).write(dir)?;
         return serde_json::to_value(report).map_err(|e| Error::new(Code::Internal, e.to_string()));
@@ -115,16 +203,27 @@ fn start(cli: &Cli) -> Result<Value> {
     if cli.resume {
         overrides.push(("checkpoint.resume".into(), "true".into()));
     }
+    // All keys can be shown without anything to learn from.
+    let learning = overrides.iter().any(|(k, _)| k == "data.train");
     let config = match &cli.config {
         Some(path) => Config::from_file(path, &overrides)?,
+        None if cli.print_config && !learning => {
+            overrides.push(("data.train".into(), "train.jsonl".into()));
+            Config::parse("", &overrides)?
+        }
         None => Config::parse("", &overrides)?,
     };
+    if cli.print_config {
+        return Ok(json!({ "schema": "q4.train/1", "config": config.commented()? }));
+    }
     let quiet = cli.quiet;
     let say = move |text: &str| {
         if !quiet {
             eprintln!("{}", text.trim_end());
         }
     };
+    let warn = |text: &str| eprintln!("{}", text.trim_end());
+    let line = line();
     let tokens = config.behaviour.tokens;
     let q4 = cli.through_q4.then(q4_beside).transpose()?;
     let serve = q4.as_ref().map(|q4| move |model: &Path| Served::boxed(q4, model, tokens));
@@ -137,28 +236,54 @@ fn start(cli: &Cli) -> Result<Value> {
             demo: &demo,
             dry_run: cli.dry_run,
             eval_only: cli.eval_only,
+            allow_changes: cli.allow_changes,
+            line: &line,
             serve: serve.as_ref().map(|s| s as &dyn Fn(&Path) -> Box<dyn Answer>),
             say: &say,
+            warn: &warn,
         },
     )
 }
 
 fn show(cli: &Cli, report: &Value) -> ExitCode {
-    let text = if cli.json {
-        report.to_string()
-    } else {
-        let brief = |v: &Value| !v.is_null() && !v.is_array() && !v.is_object();
-        let fields = report
-            .as_object()
-            .into_iter()
-            .flatten()
-            .filter(|(k, v)| *k != "schema" && *k != "config" && brief(v));
-        fields.map(|(k, v)| format!("{k}: {v}\n")).collect::<String>()
+    let text = match report.get("config").and_then(Value::as_str).filter(|_| cli.print_config) {
+        _ if cli.json => report.to_string(),
+        Some(config) => config.to_owned(),
+        None => {
+            let fields = report.as_object().into_iter().flatten();
+            fields.filter_map(|(k, v)| Some(format!("{k}: {}\n", brief(k, v)?))).collect::<String>()
+        }
     };
     match writeln!(std::io::stdout(), "{}", text.trim_end()) {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(()) => match report["exit"].as_u64() {
+            Some(exit) => ExitCode::from(exit as u8),
+            None => ExitCode::SUCCESS,
+        },
         Err(_) => ExitCode::from(Code::Io.exit()),
     }
+}
+
+/// A figure of the report in its unit, as far as a line can show it.
+fn brief(name: &str, value: &Value) -> Option<String> {
+    if matches!(name, "schema" | "config" | "exit") {
+        return None;
+    }
+    Some(match value {
+        Value::Number(n) => match (n.as_u64(), n.as_f64()) {
+            (Some(bytes), _) if name.ends_with("_bytes") => human(bytes),
+            (_, Some(s)) if name.ends_with("seconds") => clock(Duration::try_from_secs_f64(s).ok()?),
+            (Some(whole), _) => whole.to_string(),
+            (_, Some(x)) if x.abs() >= 100.0 => format!("{x:.0}"),
+            (_, Some(x)) => format!("{x:.5}"),
+            _ => n.to_string(),
+        },
+        Value::String(s) => s.clone(),
+        Value::Array(list) if name == "exports" && !list.is_empty() => {
+            list.iter().filter_map(Value::as_str).collect::<Vec<_>>().join(", ")
+        }
+        Value::Bool(b) => b.to_string(),
+        _ => return None,
+    })
 }
 
 /// The exported model, asked through the program that serves it.

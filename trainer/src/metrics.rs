@@ -18,40 +18,76 @@ pub use page::page;
 pub struct Metrics {
     path: PathBuf,
     file: File,
+    aside: Option<PathBuf>,
+    wall_s: f64,
+}
+
+/// Where the run stands that goes on with a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct After {
+    /// Optimiser steps taken.
+    pub step: u64,
+    /// What follows this step is done again.
+    pub owed: bool,
 }
 
 impl Metrics {
-    /// Opens or creates the file. A run that goes on after step `resumed` drops the lines of later steps,
-    /// which it is about to write again, and a last line that a crash cut off.
-    pub fn open(path: &Path, resumed: Option<u64>) -> Result<Self> {
+    /// Opens or creates the file. A run that goes on drops the lines it is about to write again, and a last
+    /// line that a crash cut off. A run that begins sets a file with lines aside, under another name.
+    pub fn open(path: &Path, after: Option<After>) -> Result<Self> {
         let failed = |e: std::io::Error| failed(path, &e);
-        match resumed {
-            Some(step) if path.exists() => {
-                let kept: String =
-                    read(path)?.iter().filter(|r| r.step <= step).map(|r| format!("{}\n", r.line)).collect();
+        let (mut aside, mut wall_s) = (None, 0.0f64);
+        match after {
+            Some(After { step, owed }) if path.exists() => {
+                let stays = |r: &&Record| r.step < step || r.step == step && !(owed && r.kind != "train");
+                let records = read(path).map_err(|e| e.fix("move the file away; the run begins another"))?;
+                let kept: Vec<_> = records.iter().filter(stays).collect();
+                wall_s = kept.iter().filter_map(|r| r.number("wall_s")).fold(0.0, f64::max);
                 let partial = path.with_extension("ndjson.partial");
-                fs::write(&partial, kept).map_err(failed)?;
+                fs::write(&partial, kept.iter().map(|r| format!("{}\n", r.line)).collect::<String>())
+                    .map_err(failed)?;
                 fs::rename(&partial, path).map_err(failed)?;
             }
-            Some(_) => {}
-            None => fs::write(path, "").map_err(failed)?,
+            None if fs::metadata(path).is_ok_and(|m| m.len() > 0) => {
+                let name = |i: u32| path.with_extension(format!("{i}.ndjson"));
+                let free = (1..).map(name).find(|p| fs::symlink_metadata(p).is_err());
+                if let Some(free) = &free {
+                    fs::rename(path, free).map_err(failed)?;
+                }
+                aside = free;
+            }
+            _ => {}
         }
         let file = OpenOptions::new().create(true).append(true).open(path).map_err(failed)?;
-        Ok(Self { path: path.to_owned(), file })
+        Ok(Self { path: path.to_owned(), file, aside, wall_s })
     }
 
-    /// Appends a line. Numbers that JSON cannot hold (NaN, infinity) become texts.
+    /// Where the file of an earlier run is now.
+    pub fn aside(&self) -> Option<&Path> {
+        self.aside.as_deref()
+    }
+
+    /// The largest `wall_s` of the lines that were kept; 0 without one.
+    pub fn wall_s(&self) -> f64 {
+        self.wall_s
+    }
+
+    /// Appends a line of numbers.
     pub fn log(&mut self, kind: &str, step: u64, fields: &[(&str, f64)]) -> Result<()> {
-        let number = |x: f64| Number::from_f64(x).map_or_else(|| Value::String(x.to_string()), Value::Number);
         self.log_values(kind, step, fields.iter().map(|(name, x)| ((*name).to_owned(), number(*x))).collect())
     }
 
-    /// Appends a line with any fields.
+    /// Appends a line with any fields; all of it or nothing.
     pub fn log_values(&mut self, kind: &str, step: u64, fields: Map<String, Value>) -> Result<()> {
         let mut object = Map::from_iter([("kind".to_owned(), kind.into()), ("step".to_owned(), step.into())]);
         object.extend(fields);
         let line = format!("{}\n", Value::Object(object));
-        self.file.write_all(line.as_bytes()).map_err(|e| failed(&self.path, &e))
+        let before = self.file.metadata().map_err(|e| failed(&self.path, &e))?.len();
+        self.file.write_all(line.as_bytes()).map_err(|e| {
+            // A full disk may have taken half of it.
+            let _ = self.file.set_len(before);
+            failed(&self.path, &e)
+        })
     }
 
     /// Writes the page of everything so far; the old page is replaced in one go.
@@ -61,6 +97,11 @@ impl Metrics {
         fs::write(&partial, html).map_err(|e| failed(&partial, &e))?;
         fs::rename(&partial, path).map_err(|e| failed(path, &e))
     }
+}
+
+/// A number as JSON has it: NaN and infinity become texts.
+pub fn number(x: f64) -> Value {
+    Number::from_f64(x).map_or_else(|| Value::String(x.to_string()), Value::Number)
 }
 
 /// One line of a file.
@@ -134,13 +175,35 @@ mod tests {
             .open(&broken)
             .and_then(|mut f| f.write_all(b"{\"kind\": \"tr"))
             .expect("cut off");
-        write(&mut Metrics::open(&broken, Some(5)).expect("open"), 6..=9);
+        write(&mut Metrics::open(&broken, Some(After { step: 5, owed: false })).expect("open"), 6..=9);
         assert_eq!(fs::read_to_string(&whole).expect("read"), fs::read_to_string(&broken).expect("read"));
         let records = read(&whole).expect("records");
         assert_eq!(
             (records.len(), records[3].number("loss"), records[3].number("grad_norm")),
             (9, Some(0.25), None)
         );
+    }
+
+    #[test]
+    fn what_was_owed_is_written_again_and_an_older_run_is_set_aside() {
+        let dir = tempfile::tempdir().expect("directory");
+        let path = dir.path().join("metrics.ndjson");
+        let mut m = Metrics::open(&path, None).expect("open");
+        for (kind, step) in [("train", 1), ("eval", 1), ("train", 2), ("sample", 2)] {
+            m.log(kind, step, &[("wall_s", step as f64)]).expect("logged");
+        }
+        let m = Metrics::open(&path, Some(After { step: 2, owed: true })).expect("open");
+        assert_eq!((m.wall_s(), m.aside()), (2.0, None));
+        let kinds: Vec<_> = read(&path).expect("records").into_iter().map(|r| (r.kind, r.step)).collect();
+        assert_eq!(kinds, [("train".into(), 1), ("eval".into(), 1), ("train".into(), 2)]);
+        let whole = fs::read(&path).expect("read");
+        for i in 1..=2 {
+            let mut m = Metrics::open(&path, None).expect("open");
+            let aside = dir.path().join(format!("metrics.{i}.ndjson"));
+            assert_eq!(m.aside(), Some(aside.as_path()));
+            m.log("train", 1, &[]).expect("logged");
+        }
+        assert_eq!(fs::read(dir.path().join("metrics.1.ndjson")).expect("read"), whole);
     }
 
     #[test]

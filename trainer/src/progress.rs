@@ -1,49 +1,77 @@
 //! The line a person watches.
+use crate::config::Config;
 use q4_core::memory::human;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-/// Speed over the last steps, and when the rest will be done.
+/// What stands between steps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Work {
+    /// Loss on held-out data.
+    Eval,
+    /// Answers to prompts.
+    Sample,
+    /// A suite of prompts.
+    Behaviour,
+    /// A checkpoint.
+    Save,
+}
+
+/// Every how many steps each [`Work`] is due, and whether it is due in the end.
+pub type Due = [(u64, bool); 4];
+
+/// Speed, and when the rest will be done: steps and what stands between them, each at its own pace.
 #[derive(Debug)]
 pub struct Progress {
     steps: u64,
-    /// Times and tokens of the last steps.
-    recent: std::collections::VecDeque<(Instant, u64)>,
+    due: Due,
+    step: Mean,
+    tokens: Mean,
+    works: [Mean; 4],
 }
-
-/// Steps the speed is averaged over.
-const RECENT: usize = 20;
 
 impl Progress {
     /// A run that ends after `steps` steps.
-    pub fn new(steps: u64) -> Self {
-        Self { steps, recent: [(Instant::now(), 0)].into() }
+    pub fn new(steps: u64, due: Due) -> Self {
+        Self { steps, due, step: Mean::default(), tokens: Mean::default(), works: [Mean::default(); 4] }
+    }
+
+    /// What is due in a run.
+    pub fn plan(c: &Config, has_valid: bool) -> Due {
+        let all = [
+            (has_valid, c.eval.every, true),
+            (!c.sample.prompts.is_empty(), c.sample.every, false),
+            (c.behaviour.suite.is_some(), c.behaviour.every, true),
+            (c.checkpoint.dir.is_some(), c.checkpoint.every, true),
+        ];
+        all.map(|(is, every, end)| if is { (every, end) } else { (0, false) })
     }
 
     /// A step over `tokens` tokens has ended.
-    pub fn step(&mut self, tokens: u64) {
-        self.step_at(Instant::now(), tokens);
+    pub fn step(&mut self, took: Duration, tokens: u64) {
+        self.step.add(took.as_secs_f64());
+        self.tokens.add(tokens as f64);
     }
 
-    fn step_at(&mut self, now: Instant, tokens: u64) {
-        self.recent.push_back((now, tokens));
-        if self.recent.len() > RECENT + 1 {
-            self.recent.pop_front();
-        }
+    /// Something between steps has ended.
+    pub fn other(&mut self, work: Work, took: Duration) {
+        self.works[work as usize].add(took.as_secs_f64());
     }
 
-    /// Tokens a second over the last steps; 0 before the first.
+    /// Tokens a second while steps run; 0 before the first.
     pub fn tokens_per_s(&self) -> f64 {
-        let tokens: u64 = self.recent.iter().skip(1).map(|(_, n)| n).sum();
-        match self.span() {
-            s if s > 0.0 => tokens as f64 / s,
-            _ => 0.0,
-        }
+        if self.step.value > 0.0 { self.tokens.value / self.step.value } else { 0.0 }
     }
 
-    /// Time left after `done` steps.
+    /// Time left after `done` steps, what stands between and behind them included.
     pub fn eta(&self, done: u64) -> Duration {
-        let each = self.span() / (self.recent.len() - 1).max(1) as f64;
-        Duration::try_from_secs_f64(each * self.steps.saturating_sub(done) as f64).unwrap_or(Duration::MAX)
+        let mut seconds = self.step.value * self.steps.saturating_sub(done) as f64;
+        for (&(every, end), took) in self.due.iter().zip(&self.works) {
+            let of = |steps: u64| steps.checked_div(every).unwrap_or(0);
+            let last = end && done < self.steps && self.steps.checked_rem(every) != Some(0);
+            let times = of(self.steps).saturating_sub(of(done)) + u64::from(last);
+            seconds += took.value * times as f64;
+        }
+        Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
     }
 
     /// `step 120/1000  loss 2.345  lr 1.0e-3  881530 tok/s  1.50 GiB  4m 05s left`.
@@ -56,12 +84,19 @@ impl Progress {
             clock(self.eta(done))
         )
     }
+}
 
-    fn span(&self) -> f64 {
-        match (self.recent.front(), self.recent.back()) {
-            (Some(a), Some(b)) => b.0.duration_since(a.0).as_secs_f64(),
-            _ => 0.0,
-        }
+/// A mean in which the last hundred count most.
+#[derive(Clone, Copy, Debug, Default)]
+struct Mean {
+    value: f64,
+    count: u32,
+}
+
+impl Mean {
+    fn add(&mut self, x: f64) {
+        self.count = (self.count + 1).min(100);
+        self.value += (x - self.value) / f64::from(self.count);
     }
 }
 
@@ -79,13 +114,14 @@ pub fn clock(time: Duration) -> String {
 mod tests {
     use super::*;
 
+    const NEVER: (u64, bool) = (0, false);
+
     #[test]
-    fn speed_and_rest_follow_the_last_steps() {
-        let mut p = Progress::new(100);
-        assert_eq!(p.tokens_per_s(), 0.0);
-        let start = p.recent[0].0;
-        for i in 1..=40u32 {
-            p.step_at(start + Duration::from_secs(2) * i, 500);
+    fn speed_and_rest_follow_the_steps() {
+        let mut p = Progress::new(100, [NEVER; 4]);
+        assert_eq!((p.tokens_per_s(), p.eta(0)), (0.0, Duration::ZERO));
+        for _ in 0..40 {
+            p.step(Duration::from_secs(2), 500);
         }
         assert_eq!(p.tokens_per_s(), 250.0);
         assert_eq!(p.eta(40), Duration::from_secs(120));
@@ -93,6 +129,30 @@ mod tests {
             p.line(40, 1.25, 1e-3, Some(3 << 29)),
             "step 40/100  loss 1.2500  lr 1.00e-3  250 tok/s  1.50 GiB  2m 00s left"
         );
+    }
+
+    /// Steps of one second that waver, evaluations of thirty each twenty steps, saves of five each fifty.
+    #[test]
+    fn the_time_left_shrinks_and_does_not_jump() {
+        let steps = 1010;
+        let mut p = Progress::new(steps, [(20, true), NEVER, NEVER, (50, true)]);
+        p.other(Work::Eval, Duration::from_secs(30));
+        p.other(Work::Save, Duration::from_secs(5));
+        let truth = |done: u64| {
+            let times = |every: u64| (steps / every - done / every + u64::from(done < steps)) as f64;
+            (steps - done) as f64 + 30.0 * times(20) + 5.0 * times(50)
+        };
+        for done in 1..=steps {
+            p.step(Duration::from_millis(900 + 50 * (done * 7 % 5)), 10);
+            if done % 20 == 0 {
+                p.other(Work::Eval, Duration::from_secs(30));
+            }
+            if done > 3 {
+                let (eta, truth) = (p.eta(done).as_secs_f64(), truth(done));
+                assert!((eta - truth).abs() <= 0.05 * truth, "after {done}: {eta} instead of {truth}");
+            }
+        }
+        assert_eq!(p.eta(steps), Duration::ZERO);
     }
 
     #[test]

@@ -1,62 +1,11 @@
 //! A killed run goes on as if nothing had happened, to the byte.
 #![cfg(feature = "torch")]
 use q4_trainer::{checkpoint, metrics, rng::Philox};
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::path::Path;
 use std::time::{Duration, Instant};
+use tiny::{STEPS, files, prepare, start};
 
-const STEPS: u64 = 12;
-
-/// A tiny model's directory, its data and its configuration.
-fn prepare(dir: &Path) {
-    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../cli/demo");
-    let model = dir.join("model");
-    std::fs::create_dir(&model).expect("directory");
-    for file in ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"] {
-        std::fs::copy(demo.join(file), model.join(file)).expect("copied");
-    }
-    let config = r#"{"architectures":["Qwen3ForCausalLM"],"model_type":"qwen3","hidden_size":64,"intermediate_size":96,
-        "num_hidden_layers":2,"num_attention_heads":2,"num_key_value_heads":1,"head_dim":32,"vocab_size":2048,
-        "max_position_embeddings":128,"rms_norm_eps":1e-6,"rope_theta":10000.0,"tie_word_embeddings":true,
-        "hidden_act":"silu","attention_bias":false,"eos_token_id":2,"torch_dtype":"bfloat16"}"#;
-    std::fs::write(model.join("config.json"), config).expect("written");
-    let rows: String = (0..40)
-        .map(|i| {
-            format!(
-                "{{\"messages\":[{{\"role\":\"user\",\"content\":\"What is {i} plus 1?\"}},\
-                 {{\"role\":\"assistant\",\"content\":\"{i} plus 1 is {}.\"}}]}}\n",
-                i + 1
-            )
-        })
-        .collect();
-    std::fs::write(dir.join("data.jsonl"), rows).expect("written");
-    let toml = format!(
-        "[model]\npath = \"model\"\ninit = \"random\"\n[data]\ntrain = [\"data.jsonl\"]\nvalid = [\"data.jsonl\"]\n\
-         seq = 48\nrows = 2\n[train]\nsteps = {STEPS}\naccumulate = 2\n[optimizer]\nlr = 1e-3\n\
-         [checkpoint]\ndir = \"ck\"\nevery = 2\nkeep = 20\n[eval]\nevery = 4\n"
-    );
-    std::fs::write(dir.join("run.toml"), toml).expect("written");
-}
-
-fn start(dir: &Path, more: &[&str]) -> Child {
-    Command::new(env!("CARGO_BIN_EXE_q4-train"))
-        .current_dir(dir)
-        .args(["run.toml", "--threads", "1", "--quiet"])
-        .args(more)
-        .stdout(Stdio::null())
-        .spawn()
-        .expect("q4-train starts")
-}
-
-fn files(checkpoint: &Path) -> Vec<(PathBuf, Vec<u8>)> {
-    let mut all: Vec<_> = std::fs::read_dir(checkpoint)
-        .expect("a checkpoint")
-        .map(|e| e.expect("an entry").path())
-        .map(|p| (PathBuf::from(p.file_name().expect("a name")), std::fs::read(&p).expect("read")))
-        .collect();
-    all.sort();
-    all
-}
+mod tiny;
 
 #[test]
 fn killed_and_resumed_is_uninterrupted() {
@@ -111,7 +60,8 @@ fn no_kill_costs_more_than_the_save_it_hits() {
     };
     let (kills, rng) = (number("Q4_KILLS", 10), Philox::new(number("Q4_SEED", 1), 0, 0));
     let (a, b) = (tempfile::tempdir().expect("a"), tempfile::tempdir().expect("b"));
-    let sets = ["--set", "checkpoint.every=1", "--set", "checkpoint.keep=2", "--resume"];
+    let sets = ["--set", "checkpoint.every=1", "--set", "checkpoint.keep=2"];
+    let going_on = [&sets[..], &["--resume"]].concat();
     for dir in [a.path(), b.path()] {
         prepare(dir);
     }
@@ -131,7 +81,7 @@ fn no_kill_costs_more_than_the_save_it_hits() {
         runs += 1;
         assert!(runs < 20 * (kills + 1), "runs end before they can be killed");
         let before = newest(&ck);
-        let mut child = start(b.path(), &sets);
+        let mut child = start(b.path(), if before > 0 { &going_on } else { &sets });
         let begun = Instant::now();
         let share = f64::from(rng.word(2 * runs)) / f64::from(u32::MAX);
         let mut at = reach.mul_f64(share);
@@ -171,7 +121,8 @@ fn no_kill_costs_more_than_the_save_it_hits() {
         let taken = taken.iter().filter(|r| r.kind == "train").map(|r| r.step).max().unwrap_or(0);
         assert!(taken <= after + 1, "step {taken} was taken, the newest checkpoint is of {after}");
     }
-    assert!(start(b.path(), &sets).wait().expect("ends").success());
+    let rest = if newest(&ck) > 0 { &going_on[..] } else { &sets };
+    assert!(start(b.path(), rest).wait().expect("ends").success());
     assert!(files(&a.path().join(&last)) == files(&b.path().join(&last)), "other bytes than without kills");
     println!("kills {done}, inside a save {inside}, ends compared {}", equal + 1);
 }

@@ -12,6 +12,11 @@ fn state(step: u64) -> TrainState {
         cursor: Cursor { epoch: 1, index: step },
         guard: Guard::new(GuardOptions::default()),
         best: Some(0.5),
+        best_step: Some(1),
+        stale: 1,
+        owed: step % 2 == 0,
+        threads: 2,
+        sources: None,
         config: "[train]\nsteps = 3\n".into(),
     }
 }

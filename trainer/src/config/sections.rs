@@ -62,6 +62,18 @@ names!(
     }
 );
 names!(
+    /// Which step's weights are exported.
+    Pick {
+        /// The best where early stopping ended the run, else the last.
+        #[default]
+        Auto = "auto",
+        /// That with the smallest held-out loss.
+        Best = "best",
+        /// The last.
+        Last = "last",
+    }
+);
+names!(
     /// Defaults for an amount of memory.
     Preset {
         /// Small models: everything in f32, nothing recomputed.
@@ -76,12 +88,21 @@ names!(
     }
 );
 
+/// Name and what it is for.
+pub(super) type Field = (&'static str, &'static str);
+
 macro_rules! section {
-    ($(#[$doc:meta])* $name:ident { $($(#[$fdoc:meta])* $field:ident: $type:ty = $default:expr,)* }) => {
+    ($(#[$doc:meta])* $name:ident {
+        $($(#[doc = $fdoc:literal])* $(#[serde($($how:tt)*)])? $field:ident: $type:ty = $default:expr,)*
+    }) => {
         $(#[$doc])*
         #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
         #[serde(deny_unknown_fields, default)]
-        pub struct $name { $($(#[$fdoc])* pub $field: $type,)* }
+        pub struct $name { $($(#[doc = $fdoc])* $(#[serde($($how)*)])? pub $field: $type,)* }
+        impl $name {
+            /// Every field, in order.
+            pub(super) const FIELDS: &[Field] = &[$((stringify!($field), concat!($($fdoc),*)),)*];
+        }
         impl Default for $name {
             fn default() -> Self {
                 Self { $($field: $default,)* }
@@ -127,7 +148,7 @@ section!(
         seq: usize = 256,
         /// Rows of a micro-batch.
         rows: usize = 8,
-        /// Permute every epoch.
+        /// Another order in every epoch.
         shuffle: bool = true,
     }
 );
@@ -197,6 +218,18 @@ section!(
     }
 );
 section!(
+    /// `[guard]`
+    #[derive(Copy)]
+    GuardOptions {
+        /// Bad steps in a row after which training stops.
+        patience: u32 = 5,
+        /// Standard deviations above the mean of the window that make a spike; 0 switches spikes off.
+        spike: f64 = 0.0,
+        /// Good steps the window has; spikes are looked for once it is full.
+        window: usize = 128,
+    }
+);
+section!(
     /// `[quant]`
     QuantConfig {
         /// Weights in the forward pass.
@@ -205,8 +238,6 @@ section!(
         activations: Inputs = Inputs::Native,
         /// Per-tensor scale.
         scale: ScaleChoice = ScaleChoice::PowerOfTwo,
-        /// Layer name patterns that stay dense.
-        exclude: Vec<String> = Vec::new(),
     }
 );
 section!(
@@ -216,8 +247,6 @@ section!(
         rank: usize = 16,
         /// Adapters are scaled by `alpha / rank`.
         alpha: f64 = 32.0,
-        /// Forward with the quantised sum of base and adapter, which is what a merge stores.
-        merge_aware: bool = true,
     }
 );
 section!(
@@ -233,16 +262,16 @@ section!(
 section!(
     /// `[checkpoint]`
     CheckpointConfig {
-        /// Directory; absent: none are written.
+        /// Folder to go on from after an interruption, relative to where you stand; absent: none.
         #[serde(skip_serializing_if = "Option::is_none")]
         dir: Option<PathBuf> = None,
         /// Steps between two; 0: at the end only.
         every: u64 = 100,
         /// Newest ones that are kept.
         keep: usize = 2,
-        /// Keep the one with the best held-out loss, too.
+        /// Write one whenever the held-out loss is better than ever, and keep it.
         keep_best: bool = true,
-        /// Go on from the newest. Left out when written: how a run was started does not change what it computes.
+        /// Go on from the newest; as --resume. How a run was started is stored nowhere.
         #[serde(skip_serializing)]
         resume: bool = false,
     }
@@ -288,10 +317,12 @@ section!(
 section!(
     /// `[export]`
     ExportConfig {
-        /// Directory; absent: nothing is exported.
+        /// Folder of the finished model, one in it for each layout, relative to where you stand; absent: none.
         #[serde(skip_serializing_if = "Option::is_none")]
         dir: Option<PathBuf> = None,
-        /// `bf16`, `modelopt`, `compressed-tensors`, `dat`.
+        /// Which step; `auto`: the best after early stopping, else the last. The best is in checkpoint.dir.
+        step: Pick = Pick::Auto,
+        /// Any of `bf16`, `modelopt`, `compressed-tensors`, `dat`.
         layouts: Vec<String> = vec!["modelopt".into()],
     }
 );

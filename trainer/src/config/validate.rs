@@ -115,6 +115,7 @@ impl Config {
         if self.checkpoint.resume && self.checkpoint.dir.is_none() {
             p.add("checkpoint.dir", "a directory to resume from", "none");
         }
+        self.choices(p);
         if !self.behaviour.gates.is_empty() && self.behaviour.suite.is_none() {
             p.add("behaviour.suite", "a file, because there are gates", "none");
         }
@@ -123,8 +124,38 @@ impl Config {
         if !matches!(device, "auto" | "cpu" | "cuda") && !numbered {
             p.add("model.device", "auto, cpu, cuda or cuda:N", device);
         }
-        for layout in self.export.layouts.iter().filter(|l| !LAYOUTS.contains(&l.as_str())) {
+        let layouts = &self.export.layouts;
+        for layout in layouts.iter().filter(|l| !LAYOUTS.contains(&l.as_str())) {
             p.add("export.layouts", LAYOUTS.join(", "), layout);
+        }
+        if layouts.is_empty() {
+            p.add("export.layouts", format_args!("at least one of {}", LAYOUTS.join(", ")), "none");
+        }
+        if let Some(twice) = layouts.iter().enumerate().find(|(i, l)| layouts[..*i].contains(l)) {
+            p.add("export.layouts", "each once", format_args!("`{}` twice", twice.1));
+        }
+    }
+
+    /// What ends a run early or is exported needs evaluations, and somewhere to keep the best step.
+    fn choices(&self, p: &mut Problems) {
+        let early = self.eval.patience > 0;
+        let best = self.export.step == Pick::Best;
+        for (field, wanted) in [("eval.patience", early), ("export.step = \"best\"", best)] {
+            if wanted && self.data.valid.is_empty() {
+                p.add("data.valid", format_args!("held-out files, because of {field}"), "none");
+            }
+            if wanted && self.eval.every == 0 {
+                p.add("eval.every", format_args!("a number of steps, because of {field}"), 0);
+            }
+        }
+        let kept = self.checkpoint.dir.is_some() && self.checkpoint.keep_best;
+        let exports_best = self.export.dir.is_some() && (best || early && self.export.step == Pick::Auto);
+        if exports_best && !kept {
+            p.add(
+                "checkpoint.dir",
+                "a folder that keeps the best step (and checkpoint.keep_best), or export.step = \"last\"",
+                if self.checkpoint.dir.is_some() { "checkpoint.keep_best = false" } else { "none" },
+            );
         }
     }
 }

@@ -2,11 +2,11 @@
 //!
 //! Text is tokenised in pieces cut at the borders of answers, as it is when the model is asked: the prompt up
 //! to the answer in one piece, the answer as the model would write it in the next.
-use super::read::{Row, bad};
+use super::read::{Chat, Row, bad};
 use super::{LoadOptions, Sample, Supervise, Text};
 use q4_core::{Code, Error, Result, ThreadPool};
 use q4_model::template::Message;
-use serde_json::Map;
+use serde_json::{Map, Value};
 use std::sync::Mutex;
 
 /// Samples of all rows, in order, with line numbers.
@@ -37,19 +37,20 @@ fn one(row: &Row, text: &Text<'_>, options: &LoadOptions, plain: Option<&Plain>)
             sample.ids.push(text.end_of_text);
             sample.supervised.push(true);
         }
-        Row::Chat(messages) => {
+        Row::Chat(Chat { messages, unlearnt, tools }) => {
+            let tools = tools.as_ref();
             for m in messages {
                 free_of_specials(&m.content, text)?;
             }
-            let whole = render(messages, false, text, plain)?;
+            let whole = render(messages, tools, false, text, plain)?;
             let mut at = 0;
             for (i, _) in messages.iter().enumerate().filter(|(_, m)| m.role == "assistant") {
-                let before = render(&messages[..i], true, text, plain)?;
-                let after = render(&messages[..=i], false, text, plain)?;
+                let before = render(&messages[..i], tools, true, text, plain)?;
+                let after = render(&messages[..=i], tools, false, text, plain)?;
                 let end = end_of_answer(&whole, &before, &after, at, text)?;
                 let all = options.supervise == Supervise::All;
                 sample.push(text, &whole[at..before.len()], all)?;
-                sample.push(text, &whole[before.len()..end], true)?;
+                sample.push(text, &whole[before.len()..end], !unlearnt.contains(&i))?;
                 at = end;
             }
             sample.push(text, &whole[at..], options.supervise == Supervise::All)?;
@@ -106,13 +107,19 @@ impl Sample {
     }
 }
 
-fn render(messages: &[Message], prompt: bool, text: &Text<'_>, plain: Option<&Plain>) -> Result<String> {
-    if let Some(plain) = plain
+fn render(
+    messages: &[Message],
+    tools: Option<&Value>,
+    prompt: bool,
+    text: &Text<'_>,
+    plain: Option<&Plain>,
+) -> Result<String> {
+    if let Some(plain) = plain.filter(|_| tools.is_none())
         && let Some(rendered) = plain.render(messages, prompt)
     {
         return Ok(rendered);
     }
-    text.template.render(messages, None, prompt, &Map::new())
+    text.template.render(messages, tools, prompt, &Map::new())
 }
 
 /// A template that only puts fixed text around role and content, as most do: found by trying it, rendered by

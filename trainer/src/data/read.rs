@@ -3,6 +3,7 @@ use super::Format;
 use q4_core::{Code, Error, Result};
 use q4_model::template::Message;
 use serde_json::{Map, Value};
+use std::collections::BTreeMap;
 use std::{fs, path::Path};
 
 /// Bytes a data file may have.
@@ -14,17 +15,45 @@ const LINE_LIMIT: usize = 16 << 20;
 #[derive(Clone, Debug, PartialEq)]
 pub enum Row {
     /// A conversation.
-    Chat(Vec<Message>),
+    Chat(Chat),
     /// A document.
     Text(String),
 }
 
-/// The rows of a file with their line numbers, from 1. Empty lines are skipped, bad ones are errors.
+/// A conversation and what is learnt of it.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Chat {
+    /// Turns.
+    pub messages: Vec<Message>,
+    /// Turns whose `weight` is 0: they are read and not learnt.
+    pub unlearnt: Vec<usize>,
+    /// What the template is told of tools.
+    pub tools: Option<Value>,
+}
+
+/// Fields that no row is made of, and how many rows have them.
+pub type Unused = BTreeMap<String, usize>;
+
+/// Fields that would change what a row says, with what says the same.
+const CHANGING: [(&str, &str); 9] = [
+    ("system", "a first message with role system"),
+    ("weight", "`weight` in the messages it is about, 0 or 1"),
+    ("functions", "`tools`"),
+    ("function_call", "`tool_calls` in a message"),
+    ("chosen", "an answer to learn from; preferences are not trained"),
+    ("rejected", "an answer to learn from; preferences are not trained"),
+    ("input", "one `prompt`"),
+    ("images", "text only"),
+    ("train_on_input", "data.supervise"),
+];
+
+/// The rows of a file with their line numbers, from 1, and the fields that were not used. Empty lines are
+/// skipped, bad ones are errors.
 ///
 /// # Errors
 /// [`Code::Container`] with `file:line`; [`Code::ModelMissing`] or [`Code::Io`] where the file cannot be
 /// read.
-pub fn read_rows(path: &Path, format: Format) -> Result<Vec<(usize, Row)>> {
+pub fn read_rows(path: &Path, format: Format) -> Result<(Vec<(usize, Row)>, Unused)> {
     let size = fs::metadata(path).map_err(|e| Error::io(path, &e))?.len();
     if size > FILE_LIMIT {
         return Err(bad("too large")
@@ -42,19 +71,36 @@ pub fn read_rows(path: &Path, format: Format) -> Result<Vec<(usize, Row)>> {
     parse(&bytes, format).map_err(|e| e.within(path.display()))
 }
 
-fn parse(bytes: &[u8], format: Format) -> Result<Vec<(usize, Row)>> {
+fn parse(bytes: &[u8], format: Format) -> Result<(Vec<(usize, Row)>, Unused)> {
     let bytes = bytes.strip_prefix("\u{feff}".as_bytes()).unwrap_or(bytes);
-    let mut rows = Vec::new();
+    container(bytes, format)?;
+    let (mut rows, mut unused) = (Vec::new(), Unused::new());
     for (i, line) in bytes.split(|b| *b == b'\n').enumerate() {
         let number = i + 1;
         let line = line.strip_suffix(b"\r").unwrap_or(line);
-        let row = one(line, format, rows.is_empty()).map_err(|e| e.within(format!("line {number}")))?;
+        let row = one(line, format, rows.is_empty(), &mut unused)
+            .map_err(|e| e.within(format!("line {number}")))?;
         rows.extend(row.map(|row| (number, row)));
     }
-    Ok(rows)
+    Ok((rows, unused))
 }
 
-fn one(line: &[u8], format: Format, first: bool) -> Result<Option<Row>> {
+/// Refuses what is plainly another kind of file, with the way to the lines that are needed.
+fn container(bytes: &[u8], format: Format) -> Result<()> {
+    let need = "a JSON object a line";
+    if bytes.starts_with(b"PAR1") {
+        return Err(bad("a Parquet file")
+            .need(need)
+            .fix("in Python: pandas.read_parquet('IN').to_json('OUT.jsonl', orient='records', lines=True)"));
+    }
+    let list = bytes.trim_ascii_start().starts_with(b"[") && bytes.trim_ascii_end().ends_with(b"]");
+    if list && matches!(format, Format::Auto | Format::Jsonl) && bytes.contains(&b'{') {
+        return Err(bad("one JSON list").need(need).fix("jq -c '.[]' IN > OUT.jsonl"));
+    }
+    Ok(())
+}
+
+fn one(line: &[u8], format: Format, first: bool, unused: &mut Unused) -> Result<Option<Row>> {
     if line.len() > LINE_LIMIT {
         return Err(bad("too long").need(format!("at most {LINE_LIMIT} bytes")).have(line.len().to_string()));
     }
@@ -66,7 +112,7 @@ fn one(line: &[u8], format: Format, first: bool) -> Result<Option<Row>> {
     match format {
         Format::Text => Ok(Some(Row::Text(line.to_owned()))),
         Format::Tsv => tsv(line, first),
-        Format::Jsonl | Format::Auto => json(line).map(Some),
+        Format::Jsonl | Format::Auto => json(line, unused).map(Some),
     }
 }
 
@@ -78,12 +124,14 @@ fn tsv(line: &str, first: bool) -> Result<Option<Row>> {
     let pair = line.split_once('\t').map(|(p, t)| (p.trim(), t.trim()));
     match pair {
         Some(("prompt", "target" | "response" | "completion")) if first => Ok(None),
-        Some((prompt, target)) if !prompt.is_empty() && !target.is_empty() => Ok(Some(turn(prompt, target))),
+        Some((prompt, target)) if !prompt.is_empty() && !target.is_empty() => {
+            Ok(Some(Row::Chat(turn(prompt, target))))
+        }
         _ => Err(bad("no pair").need("a prompt, a tab and an answer, neither empty").have(show(line))),
     }
 }
 
-fn json(line: &str) -> Result<Row> {
+fn json(line: &str, unused: &mut Unused) -> Result<Row> {
     let need = "an object with `messages`, with `prompt` and `completion`, or with `text`";
     let value: Value =
         serde_json::from_str(line).map_err(|e| bad("not JSON").need(need).have(e.to_string()))?;
@@ -97,27 +145,53 @@ fn json(line: &str) -> Result<Row> {
         Some(answer) => Some(answer),
         None => text("response")?,
     };
+    for (name, need) in CHANGING {
+        if object.get(name).is_some_and(|v| !v.is_null()) {
+            return Err(bad(&format!("`{name}`")).need(need).have(fields(&object)));
+        }
+    }
+    const KNOWN: [&str; 6] = ["messages", "prompt", "completion", "response", "text", "tools"];
+    for name in object.keys().filter(|n| !KNOWN.contains(&n.as_str())) {
+        *unused.entry(name.clone()).or_default() += 1;
+    }
+    let tools = object.get("tools").filter(|v| !v.is_null()).cloned();
+    if tools.as_ref().is_some_and(|t| !t.is_array()) {
+        return Err(bad("`tools`").need("a list of functions").have(fields(&object)));
+    }
     match (object.get("messages"), text("prompt")?, answer, text("text")?) {
-        (Some(messages), None, None, None) => conversation(messages),
-        (None, Some(prompt), Some(answer), None) => Ok(turn(prompt, answer)),
-        (None, None, None, Some(text)) if !text.is_empty() => Ok(Row::Text(text.to_owned())),
+        (Some(messages), None, None, None) => conversation(messages, tools),
+        (None, Some(prompt), Some(answer), None) => Ok(Row::Chat(Chat { tools, ..turn(prompt, answer) })),
+        (None, None, None, Some(text)) if !text.is_empty() && tools.is_none() => {
+            Ok(Row::Text(text.to_owned()))
+        }
         _ => Err(bad("fields").need(need).have(fields(&object))),
     }
 }
 
-fn conversation(messages: &Value) -> Result<Row> {
-    let messages: Vec<Message> = serde::Deserialize::deserialize(messages)
+fn conversation(messages: &Value, tools: Option<Value>) -> Result<Row> {
+    let mut messages: Vec<Message> = serde::Deserialize::deserialize(messages)
         .map_err(|e| bad("`messages`").need("a list of objects with role and content").have(e.to_string()))?;
+    let mut unlearnt = Vec::new();
+    for (i, m) in messages.iter_mut().enumerate() {
+        match m.extra.shift_remove("weight").map(|w| (w.as_f64(), w)) {
+            None | Some((Some(1.0), _)) => {}
+            Some((Some(0.0), _)) => unlearnt.push(i),
+            Some((_, other)) => {
+                return Err(bad("`weight` of a message").need("0 or 1").have(show(&other.to_string())));
+            }
+        }
+    }
     if !messages.iter().any(|m| m.role == "assistant") {
         return Err(bad("`messages`")
             .need("at least one assistant turn")
             .have(format!("{} turns without", messages.len())));
     }
-    Ok(Row::Chat(messages))
+    Ok(Row::Chat(Chat { messages, unlearnt, tools }))
 }
 
-fn turn(prompt: &str, answer: &str) -> Row {
-    Row::Chat(vec![Message::new("user", prompt), Message::new("assistant", answer)])
+fn turn(prompt: &str, answer: &str) -> Chat {
+    let messages = vec![Message::new("user", prompt), Message::new("assistant", answer)];
+    Chat { messages, ..Chat::default() }
 }
 
 fn fields(object: &Map<String, Value>) -> String {

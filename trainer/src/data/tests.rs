@@ -172,6 +172,46 @@ fn pairs_are_read_with_comments_and_header() {
 }
 
 #[test]
+fn turns_without_weight_are_read_and_not_learnt() {
+    let p = Parts::new("");
+    let row = |weight: &str| {
+        format!(
+            r#"{{"id": 7, "messages": [{{"role": "user", "content": "a"}}, {{"role": "assistant", "content": "wrong", "weight": {weight}}}, {{"role": "user", "content": "b"}}, {{"role": "assistant", "content": "right", "weight": 1}}]}}"#
+        )
+    };
+    let data = p.load("a.jsonl", row("0"), PLAIN).expect("loaded");
+    assert_eq!(p.learnt(&data.samples[0]), "right<|im_end|>");
+    let both = p.load("b.jsonl", row("1.0"), PLAIN).expect("loaded");
+    assert_eq!(p.learnt(&both.samples[0]), "wrong<|im_end|>right<|im_end|>");
+    assert_eq!(data.samples[0].ids, both.samples[0].ids);
+    assert!(p.load("c.jsonl", row("0.5"), PLAIN).expect_err("half").to_string().contains("0 or 1"));
+    assert!(data.notes.len() == 1 && data.notes[0].contains("`id` in 1 rows"), "{:?}", data.notes);
+}
+
+#[test]
+fn tools_reach_the_template_and_what_would_change_a_row_is_refused() {
+    let source = "{%- if tools -%}{{- '<|im_start|>system\n' + tools[0].name + '<|im_end|>\n' -}}{%- endif -%}\
+                  {%- for m in messages -%}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' -}}\
+                  {%- endfor -%}{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}";
+    let p = Parts::new(source);
+    let row = |more: &str| format!(r#"{{"prompt": "a", "completion": "b"{more}}}"#);
+    let text = |more: &str| {
+        let data = p.load("a.jsonl", row(more), PLAIN).expect("loaded");
+        p.tokenizer.decode(&data.samples[0].ids, false).expect("text")
+    };
+    assert!(text(r#", "tools": [{"name": "clock"}]"#).starts_with("<|im_start|>system\nclock<|im_end|>"));
+    assert!(text("").starts_with("<|im_start|>user"));
+    for field in ["system", "weight", "functions", "chosen", "input"] {
+        let e = p.load("b.jsonl", row(&format!(r#", "{field}": "x""#)), PLAIN).expect_err(field).to_string();
+        assert!(e.contains(field) && e.contains("line 1"), "{e}");
+    }
+    let e = p.load("c.json", "[\n{\"text\": \"a\"}\n]\n", PLAIN).expect_err("a list").to_string();
+    assert!(e.contains("jq -c"), "{e}");
+    let e = p.load("d.parquet", b"PAR1\x15\x04", PLAIN).expect_err("Parquet").to_string();
+    assert!(e.contains("read_parquet"), "{e}");
+}
+
+#[test]
 fn hostile_rows_are_errors_with_their_line() {
     let p = Parts::new("");
     let rows: [&[u8]; 14] = [
@@ -218,7 +258,7 @@ fn numbered(lengths: &[usize]) -> Dataset {
             supervised: vec![true; *n],
         })
         .collect();
-    Dataset { samples, report: Report::default(), separator: (0, false) }
+    Dataset { samples, report: Report::default(), separator: (0, false), notes: Vec::new() }
 }
 
 const OPTIONS: LoaderOptions =

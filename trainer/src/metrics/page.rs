@@ -1,6 +1,8 @@
 //! The page: a row of figures, a chart for each quantity that was logged, the configuration.
 use super::Record;
 use super::svg::{Chart, Series, Unit};
+use crate::progress::clock;
+use std::time::Duration;
 
 /// Kind and field of the records a curve is drawn from, its label and its colour.
 type Curve = (&'static str, &'static str, &'static str, &'static str);
@@ -10,20 +12,20 @@ type Panel = (&'static str, Unit, bool, &'static [Curve]);
 /// Charts in order.
 const CHARTS: [Panel; 5] = [
     (
-        "Loss",
+        "Loss (logarithmic)",
         Unit::Plain,
         true,
         &[("train", "loss", "training", "#2f6fde"), ("eval", "loss", "held out", "#d9480f")],
     ),
     ("Learning rate", Unit::Plain, false, &[("train", "lr", "rate", "#2b8a3e")]),
-    ("Gradient norm", Unit::Plain, true, &[("train", "grad_norm", "before clipping", "#862e9c")]),
-    ("Tokens per second", Unit::Thousands, false, &[("train", "tokens_per_s", "speed", "#0b7285")]),
     (
-        "Memory",
-        Unit::Bytes,
-        false,
-        &[("train", "memory", "device", "#c2255c"), ("train", "resident", "process", "#868e96")],
+        "Gradient norm (logarithmic)",
+        Unit::Plain,
+        true,
+        &[("train", "grad_norm", "before clipping", "#862e9c")],
     ),
+    ("Tokens per second", Unit::Thousands, false, &[("train", "tokens_per_s", "speed", "#0b7285")]),
+    ("Memory", Unit::Bytes, false, &[("train", "memory_bytes", "where the model is", "#c2255c")]),
 ];
 
 /// The whole page; needs no other file and no network.
@@ -76,6 +78,8 @@ fn figures(records: &[Record]) -> Vec<(String, String)> {
     let best =
         records.iter().filter(|r| r.kind == "eval").filter_map(|r| r.number("loss")).min_by(f64::total_cmp);
     add("best held-out loss", best.map(|x| format!("{x:.4}")));
+    let wall = records.iter().filter_map(|r| r.number("wall_s")).max_by(f64::total_cmp);
+    add("of training", wall.map(|s| clock(Duration::from_secs_f64(s.max(0.0)))));
     add("tokens", last("train", "tokens").map(|x| Unit::Thousands.show(x)));
     add("tokens per second", last("train", "tokens_per_s").map(|x| Unit::Thousands.show(x)));
     let skipped = last("train", "skipped").filter(|n| *n > 0.0);

@@ -49,6 +49,14 @@ pub fn open(name: &str) -> Result<Device> {
     Ok(device)
 }
 
+/// `the CPU` or `cuda:N`.
+pub fn name(device: Device) -> String {
+    match device {
+        Device::Cuda(n) => format!("cuda:{n}"),
+        _ => "the CPU".into(),
+    }
+}
+
 /// Asks libtorch for kernels whose result does not depend on the order of threads, where it has them.
 pub fn deterministic(on: bool) -> Result<()> {
     // SAFETY: a plain switch.

@@ -75,6 +75,17 @@ pub struct Report {
     pub skipped: bool,
 }
 
+/// How far a step has come with the weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Moved {
+    /// All are as before.
+    No,
+    /// Some have moved.
+    Partly,
+    /// All have moved.
+    Wholly,
+}
+
 /// A model in training.
 pub struct Engine {
     /// Masters and states.
@@ -89,6 +100,8 @@ pub struct Engine {
     values: Vec<Option<Tensor>>,
     /// Norm of the last step's gradient, for [`ClipScope::Previous`].
     pub last_norm: f64,
+    /// What the step that is computed, or was, has moved.
+    pub moved: Moved,
 }
 
 /// Gradients by parameter, waiting for the optimiser: that of the master, or those of an adapter's two parts.
@@ -105,7 +118,17 @@ impl Engine {
         seed: u64,
     ) -> Self {
         let values = params.all.iter().map(|_| None).collect();
-        Self { params, kernels, ex, eps: f64::from(eps), options, seed, values, last_norm: 0.0 }
+        Self {
+            params,
+            kernels,
+            ex,
+            eps: f64::from(eps),
+            options,
+            seed,
+            values,
+            last_norm: 0.0,
+            moved: Moved::No,
+        }
     }
 
     /// The executor, for contexts.
@@ -128,6 +151,7 @@ impl Engine {
         allow: &mut dyn FnMut(f64, Option<f64>) -> Result<bool>,
         phases: &mut Phases,
     ) -> Result<Report> {
+        self.moved = Moved::No;
         let supervised: usize = micro.iter().map(|m| m.target.supervised()).sum();
         if supervised == 0 {
             return Err(Error::new(Code::ValueInvalid, "a step without a supervised token")
@@ -160,6 +184,7 @@ impl Engine {
             report.skipped = !report.norm.is_finite();
             if !report.skipped {
                 self.last_norm = report.norm;
+                self.moved = Moved::Wholly;
             }
             phases.mark("optimizer_step_done")?;
             return Ok(report);
@@ -179,6 +204,7 @@ impl Engine {
                     }
                 }
             }
+            self.moved = Moved::Wholly;
         }
         phases.mark("optimizer_step_done")?;
         Ok(report)
@@ -341,6 +367,7 @@ impl Engine {
             Source::Adapted(_, adapter) => &adapter.b,
             Source::Fixed(_) => return Ok(()),
         };
+        self.moved = Moved::Partly;
         moved.update(hyper, grad, self.seed, &self.kernels)?;
         self.values[index] = None;
         Ok(())

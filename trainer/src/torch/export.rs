@@ -74,6 +74,11 @@ impl Side {
         Ok(Self { config, others })
     }
 
+    /// `config.json`.
+    pub fn config(&self) -> &[u8] {
+        &self.config
+    }
+
     /// One of [`OTHERS`].
     pub fn file(&self, name: &str) -> Option<Bytes> {
         self.others.iter().find(|(n, _)| n == name).map(|(_, b)| b.clone())

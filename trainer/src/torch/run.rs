@@ -1,30 +1,34 @@
 //! A training run from its first step to its export: what the configuration says, in order.
-use super::answer::Speaker;
-use super::engine::{Engine, Report, Rows};
-use super::export::{self, Form};
-use super::loss::Target;
+use super::engine::{Engine, Moved, Report};
 use super::phases::Phases;
 use super::session::{self, Base, Demo, Language};
-use super::weights::{bytes, restore};
 use super::{Tch, device};
 use crate::behaviour::{self, Suite};
-use crate::checkpoint::{Keep, Loaded, Store, TrainState};
+use crate::checkpoint::{Loaded, Store, TrainState};
+use crate::compare::{self, Files, Sources};
 use crate::config::{Config, Init, Loss};
-use crate::data::{Batch, Dataset, LoadOptions, Loader, LoaderOptions, Packing, eval_batches};
+use crate::data::{Batch, Cursor, Dataset, LoadOptions, Packing, eval_batches};
 use crate::guard::{Guard, Verdict};
-use crate::metrics::Metrics;
 use crate::optim::Hyper;
 use crate::plan::{self, Machine, Shapes};
-use crate::progress::Progress;
+use crate::preflight::{self, Outputs};
+use crate::progress::{Progress, Work};
 use crate::rng::{Philox, streams};
+use crate::stop;
+use log::Log;
 use q4_core::memory::{self, Budget};
 use q4_core::{Code, Error, Result, ThreadPool};
 use serde_json::{Value, json};
-use std::io::Read;
+use source::{Source, rows};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 use tch::{Device, Tensor};
+
+mod ask;
+mod keep;
+mod log;
+mod source;
 
 /// Makes something that answers as an exported model does.
 pub type Serve<'a> = &'a dyn Fn(&Path) -> Box<dyn behaviour::Answer>;
@@ -41,16 +45,29 @@ pub struct Invocation<'a> {
     pub dry_run: bool,
     /// Nothing is trained: the losses and behaviours of the model as it is.
     pub eval_only: bool,
+    /// A checkpoint of another configuration, model or data is gone on from, too.
+    pub allow_changes: bool,
+    /// The command as it was given, for advice.
+    pub line: &'a str,
     /// Asks a finished model through the program that serves it; `None`: through the trainer's own forward
     /// pass.
     pub serve: Option<Serve<'a>>,
-    /// Is shown what the user should know.
+    /// Is shown what the user may want to know.
     pub say: &'a dyn Fn(&str),
+    /// Is shown what the user must know.
+    pub warn: &'a dyn Fn(&str),
 }
 
-/// Runs it; the value is the report.
+/// Runs it; the value is the report. `interrupted` in it names the signal that ended the run early.
 pub fn run(c: &Config, cx: &Invocation<'_>) -> Result<Value> {
     let began = Instant::now();
+    let trains = !cx.dry_run && !cx.eval_only;
+    if trains {
+        preflight::keeps_something(c, cx.line)?;
+    }
+    if !cx.eval_only {
+        preflight::names(c, cx.line)?;
+    }
     let device = session::device(&c.model.device, cx.threads)?;
     let pool = Arc::new(ThreadPool::new(cx.threads));
     let base = Base::open(&c.model, cx.demo)?;
@@ -60,6 +77,9 @@ pub fn run(c: &Config, cx: &Invocation<'_>) -> Result<Value> {
     let free = device::Memory::of(device);
     let free = if device.is_cuda() { free.device_free } else { free.host_free };
     plan.check(&Budget::new(limit.unwrap_or(free - free / 20)))?;
+    if !cx.eval_only {
+        preflight::space(c, &preflight::bytes(c, &Shapes::of(&base.config), &plan, base.width()))?;
+    }
 
     let language = if c.model.shape.is_some() { None } else { Some(base.language()?) };
     let read = |paths: &[PathBuf], packing, supervise| -> Result<Option<Dataset>> {
@@ -72,16 +92,34 @@ pub fn run(c: &Config, cx: &Invocation<'_>) -> Result<Value> {
     let valid = read(&c.data.valid, c.data.eval_packing, c.data.eval_supervise)?;
     for (what, data) in [("train", &train), ("valid", &valid)] {
         if let Some(data) = data {
-            (cx.say)(&format!("{what}: {:?}", data.report));
+            (cx.say)(&format!("{what}: {}", data.report));
+            data.notes.iter().for_each(|note| (cx.warn)(note));
         }
     }
     if cx.dry_run {
         return Ok(json!({ "schema": "q4.train/1", "plan": plan, "train": train.map(|d| d.report),
             "valid": valid.map(|d| d.report), "config": c.to_toml()? }));
     }
+    let mut sources = Sources::default();
+    let mut outputs = Outputs::default();
+    let mut from = None;
+    if trains {
+        outputs = preflight::hold(c)?;
+        let rows = |data: &Option<Dataset>| data.as_ref().map_or(0, |d| d.report.rows);
+        if c.model.shape.is_none() {
+            sources = Sources {
+                model: base.digest(c.model.init == Init::Checkpoint)?,
+                train: Files::of(&c.data.train, rows(&train))?,
+                valid: Files::of(&c.data.valid, rows(&valid))?,
+            };
+        }
+        from = go_on_from(c, cx, &outputs, &sources)?;
+        habits(c, cx, valid.is_some());
+    }
     let engine = session::engine(c, &base, device, pool)?;
     let (moving, all) = engine.params.counts();
-    (cx.say)(&format!("{moving} of {all} parameters move, on {device:?}"));
+    (cx.say)(&format!("{moving} of {all} parameters move, on {}", device::name(device)));
+    let log = if trains { Log::open(c, cx, from.as_ref().map(|(_, s)| s))? } else { Log::none(cx) };
     let mut run = Run {
         c,
         cx,
@@ -91,19 +129,82 @@ pub fn run(c: &Config, cx: &Invocation<'_>) -> Result<Value> {
         valid: valid.as_ref(),
         device,
         phases: Phases::new(device, limit),
+        progress: Progress::new(c.train.steps, Progress::plan(c, valid.is_some())),
+        log,
+        sources,
         engine,
         guard: Guard::new(c.guard),
         step: 0,
         tokens: 0,
+        owed: false,
         best: None,
         stale: 0,
+        evaluated: None,
+        saved: None,
+        unsaved: None,
         before: None,
     };
-    let mut report = if cx.eval_only { run.judge()? } else { run.whole()? };
+    let mut report = if cx.eval_only { run.judge()? } else { run.whole(&outputs, from)? };
     report["schema"] = "q4.train/1".into();
     report["seconds"] = began.elapsed().as_secs_f64().into();
     report["predicted_peak_bytes"] = plan.peak().map_or(0, |p| p.bytes()).into();
     Ok(report)
+}
+
+/// The checkpoint to go on from, once it was compared with what is asked for.
+fn go_on_from(
+    c: &Config,
+    cx: &Invocation<'_>,
+    outputs: &Outputs,
+    sources: &Sources,
+) -> Result<Option<(Loaded, TrainState)>> {
+    let Some(store) = outputs.store.as_ref().filter(|_| c.checkpoint.resume) else { return Ok(None) };
+    let loaded = store.newest()?.ok_or_else(|| preflight::nothing_to_resume(store.dir(), cx.line))?;
+    for (path, e) in &loaded.damaged {
+        (cx.warn)(&format!("{}: passed over: {e}", path.display()));
+    }
+    let state = loaded.state()?;
+    let found = compare::differences(&state, c, sources, cx.threads)?;
+    compare::judge(&found, &loaded.path, cx.allow_changes)?;
+    for d in &found {
+        (cx.warn)(&format!(
+            "changed since step {}: {d}{}",
+            state.step,
+            if d.mixes { " (mixed)" } else { "" }
+        ));
+    }
+    if state.step >= c.train.steps && !state.owed {
+        (cx.warn)(&format!(
+            "step {} of {} is there: nothing is left to train, the end follows",
+            state.step, c.train.steps
+        ));
+    }
+    Ok(Some((loaded, state)))
+}
+
+/// What a run will not do although it looks so, said before its first step.
+fn habits(c: &Config, cx: &Invocation<'_>, has_valid: bool) {
+    if c.checkpoint.dir.is_none() && c.export.dir.is_some() {
+        (cx.say)("no checkpoint.dir: this run cannot be gone on with after an interruption");
+    }
+    if c.checkpoint.dir.is_none() && c.export.dir.is_none() {
+        (cx.warn)("nothing will be kept: model.shape learns from random tokens");
+    }
+    if c.eval.every > 0 && !has_valid {
+        (cx.warn)("eval.every has no effect: there is no data.valid");
+    }
+    if c.sample.every > 0 && c.sample.prompts.is_empty() {
+        (cx.warn)("sample.every has no effect: there are no sample.prompts");
+    }
+    if c.behaviour.every > 0 && c.behaviour.suite.is_none() {
+        (cx.warn)("behaviour.every has no effect: there is no behaviour.suite");
+    }
+    if c.export.dir.is_some() && c.export.layouts.iter().any(|l| l == "dat") {
+        (cx.warn)(
+            "model.dat will hold a head packed in 4 bits, which is not what is trained, \
+                   and runs with NVFP4 inputs unless told otherwise",
+        );
+    }
 }
 
 fn predicted(c: &Config, base: &Base, device: Device) -> plan::Plan {
@@ -126,15 +227,42 @@ struct Run<'a> {
     valid: Option<&'a Dataset>,
     device: Device,
     phases: Phases,
+    progress: Progress,
+    log: Log<'a>,
+    sources: Sources,
     engine: Engine,
     guard: Guard,
     step: u64,
     tokens: u64,
-    best: Option<f64>,
-    /// Evaluations without a better loss.
+    /// What follows the last step (evaluation, samples, checkpoint) is still to be done.
+    owed: bool,
+    /// The smallest held-out loss and its step.
+    best: Option<(f64, u64)>,
+    /// Evaluations since without a better loss.
     stale: u32,
+    /// The last evaluation: step and loss.
+    evaluated: Option<(u64, f64)>,
+    /// The last checkpoint: step, whether something was owed then, where.
+    saved: Option<(u64, bool, PathBuf)>,
+    /// Why the last checkpoint could not be written.
+    unsaved: Option<Error>,
     /// The rows that were answered right before the first step.
     before: Option<Suite>,
+}
+
+/// An error on the way, with where the data stood and what the guard knew when the last step was whole.
+struct Cut {
+    e: Error,
+    cursor: Cursor,
+    guard: Guard,
+}
+
+/// Stops what follows a step as soon as the run is asked to end.
+fn go_on() -> Result<()> {
+    match stop::asked() {
+        None => Ok(()),
+        Some(signal) => Err(Error::new(Code::Internal, format!("ended by {}", signal.name()))),
+    }
 }
 
 impl Run<'_> {
@@ -153,124 +281,226 @@ impl Run<'_> {
         Ok(report)
     }
 
-    fn whole(&mut self) -> Result<Value> {
-        let c = self.c;
-        let store = match &c.checkpoint.dir {
-            Some(dir) => {
-                Some(Store::open(dir, Keep { last: c.checkpoint.keep, best: c.checkpoint.keep_best })?)
-            }
-            None => None,
-        };
+    fn whole(&mut self, outputs: &Outputs, from: Option<(Loaded, TrainState)>) -> Result<Value> {
+        let store = outputs.store.as_ref();
         let data = self.train;
         let mut source = Source::new(self, data)?;
-        let resumed = match store.as_ref().filter(|_| c.checkpoint.resume) {
-            Some(store) => store.newest()?.map(|loaded| self.resume(&loaded, &mut source)).transpose()?,
-            None => None,
-        };
-        let log = c.checkpoint.dir.as_ref().or(c.export.dir.as_ref());
-        let metrics_path = log.map(|d| d.join("metrics.ndjson"));
-        let mut metrics = match (&metrics_path, &c.checkpoint.dir) {
-            (Some(path), Some(_)) => Some(Metrics::open(path, resumed)?),
-            _ => None,
-        };
+        let resumed = from.map(|(loaded, state)| self.resume(&loaded, state, &mut source)).transpose()?;
         let suite = self.suite()?;
         if let Some(suite) = &suite {
             self.remember(suite)?;
         }
-        let schedule = c.schedule();
-        let mut progress = Progress::new(c.train.steps);
-        let (mut saved, mut last, started, first) = (None, Report::default(), Instant::now(), self.step);
-        while self.step < c.train.steps {
-            let micro: Vec<Batch> = (0..c.train.accumulate).map(|_| source.next()).collect::<Result<_>>()?;
-            let lr = schedule.lr(self.step);
-            self.phases.begin(self.step, c.train.profile.contains(&self.step));
-            last = self.one(&micro, lr)?;
-            self.step += 1;
-            let tokens = micro.iter().map(|b| (b.rows * b.seq) as u64).sum();
-            self.tokens += tokens;
-            progress.step(tokens);
-            let due = |every: u64| every > 0 && self.step % every == 0;
-            if self.step % c.train.log_every == 0 {
-                let memory = device::Memory::of(self.device).used(self.device);
-                if let Some(m) = &mut metrics {
-                    let fields = [
-                        ("loss", last.loss),
-                        ("grad_norm", last.norm),
-                        ("lr", lr),
-                        ("supervised", last.supervised as f64),
-                        ("tokens_per_s", progress.tokens_per_s()),
-                        ("memory_bytes", memory as f64),
-                        ("skipped", self.guard.skipped() as f64),
-                    ];
-                    m.log("train", self.step, &fields)?;
-                }
-                if self.cx.progress {
-                    (self.cx.say)(&progress.line(self.step, last.loss, lr, Some(memory)));
-                }
-            }
-            let (eval, sample, ask, save) =
-                (due(c.eval.every), due(c.sample.every), due(c.behaviour.every), due(c.checkpoint.every));
-            let mut metric = None;
-            if eval && let Some(loss) = self.loss()? {
-                metric = Some(loss);
-                self.stale = if self.best.is_some_and(|b| b <= loss) { self.stale + 1 } else { 0 };
-                self.best = Some(self.best.map_or(loss, |b| b.min(loss)));
-                (self.cx.say)(&format!("step {}: valid loss {loss:.5}", self.step));
-                if let Some(m) = &mut metrics {
-                    m.log("eval", self.step, &[("loss", loss), ("ppl", loss.exp())])?;
-                }
-            }
-            if sample {
-                self.sample(metrics.as_mut())?;
-            }
-            if ask && let Some(suite) = &suite {
-                let found = self.ask(suite, None)?;
-                self.tell(&found, metrics.as_mut())?;
-            }
-            if save && let Some(store) = &store {
-                saved = Some(self.save(store, &source, metric)?);
-            }
-            if c.eval.patience > 0 && self.stale >= c.eval.patience {
-                (self.cx.say)(&format!("no better valid loss in {} evaluations: training ends", self.stale));
-                break;
-            }
-        }
+        let at_first = if resumed.is_none() { self.first_look()? } else { None };
+        let (started, first) = (Instant::now(), self.step);
+        stop::ask_first();
+        let last = match self.course(store, &mut source, suite.as_ref()) {
+            Ok(last) => last,
+            Err(cut) => return Err(self.rescue(store, cut.e, cut.cursor, cut.guard)),
+        };
         device::synchronize(self.device)?;
-        let seconds = started.elapsed().as_secs_f64();
-        let loss = self.loss()?;
-        if let (Some(store), true) = (&store, self.step > 0 && self.step % c.checkpoint.every.max(1) != 0) {
-            saved = Some(self.save(store, &source, loss)?);
-        }
         let mut report = json!({
             "steps": self.step, "steps_run": self.step - first, "tokens": self.tokens,
-            "train_loss": last.loss, "grad_norm": last.norm, "valid_loss": loss, "skipped": self.guard.skipped(),
-            "train_seconds": seconds, "tokens_per_s": progress.tokens_per_s(),
-            "checkpoint": saved, "resumed_from": resumed, "phases": self.phases.samples,
+            "train_loss": last.loss, "grad_norm": last.norm, "skipped": self.guard.skipped(),
+            "train_seconds": started.elapsed().as_secs_f64(), "tokens_per_s": self.progress.tokens_per_s(),
+            "valid_loss_before": at_first, "resumed_from": resumed, "phases": self.phases.samples,
             "peak_bytes": self.phases.peak().max(device::Memory::of(self.device).peak(self.device)),
         });
-        let written = self.export()?;
+        if let Some(signal) = stop::asked().filter(|_| store.is_some() || !self.is_over()) {
+            let guard = self.guard.clone();
+            let kept = self.put_down(store, source.cursor(), guard, self.owed)?;
+            report["interrupted"] = signal.name().into();
+            report["exit"] = signal.exit().into();
+            report["checkpoint"] = json!(self.saved.as_ref().map(|s| &s.2));
+            report["kept"] = json!(kept);
+            self.log.page(true);
+            return Ok(report);
+        }
+        // A run that was gone on with after its last step has not looked yet.
+        let loss = match self.evaluated {
+            Some((step, loss)) if step == self.step => Some(loss),
+            _ => self.loss()?,
+        };
+        report["valid_loss"] = loss.into();
+        report["best_valid_loss"] = self.best.map(|b| b.0).into();
+        report["checkpoint"] = json!(self.saved.as_ref().map(|s| &s.2));
+        let exported = self.choose(store)?;
+        let written = match self.export() {
+            Ok(written) => written,
+            Err(e) => return Err(self.not_exported(e)),
+        };
+        if !written.is_empty() {
+            report["exported_step"] = exported.into();
+        }
         report["exports"] = json!(written);
+        if let Some(e) = self.unsaved.take() {
+            self.log.page(true);
+            return Err(e.fix("make room; what was exported is whole"));
+        }
         if let Some(suite) = &suite {
             let served = written.iter().find(|p| !p.ends_with("bf16")).cloned();
             let found = self.ask(suite, served.as_deref())?;
-            self.tell(&found, metrics.as_mut())?;
+            self.tell(&found);
             report["behaviour"] = json!(found.groups);
             report["leaks"] = found.leaks.into();
             report["keep"] = self.kept(&found).into();
-            self.page(metrics.as_ref(), metrics_path.as_deref())?;
-            found.gate(&c.behaviour.gates)?;
+            self.log.page(true);
+            found.gate(&self.c.behaviour.gates)?;
         }
-        self.page(metrics.as_ref(), metrics_path.as_deref())?;
+        self.log.page(true);
         Ok(report)
     }
 
-    fn page(&self, metrics: Option<&Metrics>, path: Option<&Path>) -> Result<()> {
-        match (metrics, path) {
-            (Some(m), Some(path)) => {
-                m.write_page(&path.with_extension("html"), "q4 train", &self.c.to_toml()?)
+    /// The held-out loss of the model as it came.
+    fn first_look(&mut self) -> Result<Option<f64>> {
+        let began = Instant::now();
+        let Some(loss) = self.loss()? else { return Ok(None) };
+        self.progress.other(Work::Eval, began.elapsed());
+        (self.cx.say)(&format!("before the first step: valid loss {loss:.5}"));
+        self.log.numbers("eval", 0, &[("loss", loss), ("ppl", loss.exp())]);
+        Ok(Some(loss))
+    }
+
+    /// Steps and what follows each, until the end or until the run is asked to end.
+    fn course(
+        &mut self,
+        store: Option<&Store>,
+        source: &mut Source<'_>,
+        suite: Option<&Suite>,
+    ) -> Result<Report, Box<Cut>> {
+        let mut last = Report::default();
+        while stop::asked().is_none() && !self.is_over() {
+            let (cursor, guard) = (source.cursor(), self.guard.clone());
+            let result = if self.owed {
+                self.follow_up(store, source, suite)
+            } else {
+                self.advance(source).map(|report| last = report)
+            };
+            if let Err(e) = result {
+                // The step is whole: it counts, and the data behind it is next.
+                let whole = self.engine.moved == Moved::Wholly;
+                let (cursor, guard) =
+                    if whole { (source.cursor(), self.guard.clone()) } else { (cursor, guard) };
+                return Err(Box::new(Cut { e, cursor, guard }));
             }
-            _ => Ok(()),
         }
+        Ok(last)
+    }
+
+    /// Nothing is left to train, and nothing to do behind the last step.
+    fn is_over(&self) -> bool {
+        !self.owed && (self.step >= self.c.train.steps || self.is_stale())
+    }
+
+    fn is_stale(&self) -> bool {
+        self.c.eval.patience > 0 && self.stale >= self.c.eval.patience
+    }
+
+    /// One step, its line and its record.
+    fn advance(&mut self, source: &mut Source<'_>) -> Result<Report> {
+        let c = self.c;
+        let began = Instant::now();
+        self.engine.moved = Moved::No;
+        let micro: Vec<Batch> = (0..c.train.accumulate).map(|_| source.next()).collect::<Result<_>>()?;
+        let lr = c.schedule().lr(self.step);
+        self.phases.begin(self.step, c.train.profile.contains(&self.step));
+        let report = self.one(&micro, lr)?;
+        self.engine.moved = Moved::No;
+        self.step += 1;
+        self.owed = true;
+        let tokens = micro.iter().map(|b| (b.rows * b.seq) as u64).sum();
+        self.tokens += tokens;
+        self.progress.step(began.elapsed(), tokens);
+        if self.step % c.train.log_every == 0 {
+            let memory = device::Memory::of(self.device).used(self.device);
+            let fields = [
+                ("loss", report.loss),
+                ("grad_norm", report.norm),
+                ("lr", lr),
+                ("supervised", report.supervised as f64),
+                ("tokens", self.tokens as f64),
+                ("tokens_per_s", self.progress.tokens_per_s()),
+                ("memory_bytes", memory as f64),
+                ("skipped", self.guard.skipped() as f64),
+            ];
+            self.log.numbers("train", self.step, &fields);
+            self.log.page(false);
+            if self.cx.progress {
+                (self.cx.say)(&self.progress.line(self.step, report.loss, lr, Some(memory)));
+            }
+        }
+        Ok(report)
+    }
+
+    /// Evaluation, samples, behaviour and checkpoint, where they are due. Asked to end, it leaves everything
+    /// as it was before, and owed.
+    fn follow_up(&mut self, store: Option<&Store>, source: &Source<'_>, suite: Option<&Suite>) -> Result<()> {
+        let before = (self.best, self.stale, self.evaluated);
+        let result = self.look(suite);
+        if result.is_err() && stop::asked().is_some() {
+            (self.best, self.stale, self.evaluated) = before;
+            return Ok(());
+        }
+        let metric = result?;
+        self.owed = false;
+        let c = self.c;
+        let better = metric.is_some() && self.best.is_some_and(|(_, step)| step == self.step);
+        let due = c.checkpoint.every > 0 && self.step % c.checkpoint.every == 0;
+        if let Some(store) = store
+            && (due || better && c.checkpoint.keep_best || self.is_over())
+        {
+            let began = Instant::now();
+            let guard = self.guard.clone();
+            self.unsaved = match self.save(store, source.cursor(), guard, false, metric) {
+                Ok(_) => None,
+                Err(e) => {
+                    (self.cx.warn)(&format!("no checkpoint of step {}: {e}", self.step));
+                    Some(e)
+                }
+            };
+            self.progress.other(Work::Save, began.elapsed());
+        }
+        if self.is_stale() && self.step < c.train.steps {
+            (self.cx.say)(&format!("no better valid loss in {} evaluations: training ends", self.stale));
+        }
+        Ok(())
+    }
+
+    /// Evaluates, samples and asks, where it is due; the held-out loss.
+    fn look(&mut self, suite: Option<&Suite>) -> Result<Option<f64>> {
+        let (c, step) = (self.c, self.step);
+        let due = |every: u64| every > 0 && step % every == 0;
+        let mut metric = None;
+        let began = Instant::now();
+        if (due(c.eval.every) || step >= c.train.steps)
+            && let Some(loss) = self.loss()?
+        {
+            self.progress.other(Work::Eval, began.elapsed());
+            let better = loss.is_finite() && self.best.is_none_or(|(best, _)| loss < best);
+            if better {
+                self.best = Some((loss, step));
+            }
+            self.stale = if better { 0 } else { self.stale + 1 };
+            (metric, self.evaluated) = (Some(loss), Some((step, loss)));
+            (self.cx.say)(&format!(
+                "step {step}: valid loss {loss:.5}{}",
+                if better { ", the best so far" } else { "" }
+            ));
+            self.log.numbers("eval", step, &[("loss", loss), ("ppl", loss.exp())]);
+        }
+        let began = Instant::now();
+        if due(c.sample.every) {
+            self.sample()?;
+            self.progress.other(Work::Sample, began.elapsed());
+        }
+        let began = Instant::now();
+        if due(c.behaviour.every)
+            && let Some(suite) = suite
+        {
+            let found = self.ask(suite, None)?;
+            self.progress.other(Work::Behaviour, began.elapsed());
+            self.tell(&found);
+        }
+        Ok(metric)
     }
 
     /// One optimiser step.
@@ -287,10 +517,14 @@ impl Run<'_> {
         };
         let ids: Vec<Vec<u32>> = micro.iter().map(|b| b.ids.iter().map(|id| *id as u32).collect()).collect();
         let wanted: Vec<Option<Tensor>> = micro.iter().map(|b| self.wanted(b)).collect::<Result<_>>()?;
-        let rows: Vec<Rows<'_>> =
+        if self.c.train.loss == Loss::Ce && micro.iter().all(|b| b.supervised == 0) {
+            (self.cx.warn)(&format!("step {} is skipped: no token of its rows is to be learnt", self.step));
+            return Ok(Report { skipped: true, ..Report::default() });
+        }
+        let rows: Vec<_> =
             micro.iter().zip(&ids).zip(&wanted).map(|((b, ids), w)| rows(b, ids, w.as_ref())).collect();
         let guard = &mut self.guard;
-        let say = self.cx.say;
+        let say = self.cx.warn;
         let step = self.step;
         // With the update in the backward pass the norm of the step before stands for this one's.
         let last_norm = self.engine.last_norm;
@@ -302,7 +536,7 @@ impl Run<'_> {
             }
             Verdict::Stop(reason) => Err(Error::new(Code::NonFinite, format!("step {step}: {reason}"))
                 .need("steps that can be taken")
-                .fix("a smaller optimizer.lr; the last checkpoint is intact")),
+                .fix("--resume with a smaller optimizer.lr")),
         };
         self.engine.step(&rows, &hyper, &mut allow, &mut self.phases)
     }
@@ -327,6 +561,7 @@ impl Run<'_> {
         let or = |own: usize, other: usize| if own == 0 { other } else { own };
         let (mut sum, mut count) = (0.0, 0);
         for batch in eval_batches(valid, or(e.rows, d.rows), or(e.seq, d.seq), d.eval_packing, 0) {
+            go_on()?;
             let ids: Vec<u32> = batch.ids.iter().map(|id| *id as u32).collect();
             if batch.supervised > 0 {
                 let (s, n) = self.engine.evaluate(&rows(&batch, &ids, None))?;
@@ -335,259 +570,5 @@ impl Run<'_> {
             }
         }
         Ok((count > 0).then(|| sum / count as f64))
-    }
-
-    fn sample(&mut self, mut metrics: Option<&mut Metrics>) -> Result<()> {
-        let (c, step) = (self.c, self.step);
-        for prompt in &c.sample.prompts {
-            let answer = self.speaker(c.sample.tokens)?.greedy(prompt)?;
-            (self.cx.say)(&format!("step {step}: {prompt:?} -> {answer:?}"));
-            if let Some(m) = &mut metrics {
-                let fields = [("prompt", prompt.as_str().into()), ("answer", answer.into())];
-                m.log_values(
-                    "sample",
-                    step,
-                    fields.map(|(k, v): (&str, Value)| (k.to_owned(), v)).into_iter().collect(),
-                )?;
-            }
-        }
-        Ok(())
-    }
-
-    fn speaker(&mut self, max_tokens: usize) -> Result<Speaker<'_>> {
-        let language = self
-            .language
-            .ok_or_else(|| Error::new(Code::Usage, "a model without a tokenizer cannot answer"))?;
-        let Language { tokenizer, template, stop, .. } = language;
-        Ok(Speaker { engine: &mut self.engine, tokenizer, template, stop, max_tokens })
-    }
-
-    fn suite(&self) -> Result<Option<Suite>> {
-        self.c.behaviour.suite.as_deref().map(Suite::load).transpose()
-    }
-
-    /// Asks the whole suite; `served`: an exported model, asked through the program that serves it.
-    fn ask(&mut self, suite: &Suite, served: Option<&Path>) -> Result<behaviour::Report> {
-        if let (Some(serve), Some(model)) = (self.cx.serve, served) {
-            return suite.run(&mut *serve(model));
-        }
-        let mut speaker = self.speaker(self.c.behaviour.tokens)?;
-        suite.run(&mut |prompt: &str| speaker.greedy(prompt))
-    }
-
-    /// What the model knows before the first step, kept beside the checkpoints for runs that go on.
-    fn remember(&mut self, suite: &Suite) -> Result<()> {
-        let path = self.c.checkpoint.dir.as_ref().map(|d| d.join("behaviour-before.json"));
-        if self.step > 0 {
-            let Some(text) = path.and_then(|p| std::fs::read_to_string(p).ok()) else { return Ok(()) };
-            self.before = serde_json::from_str(&text).ok().map(|cases| Suite { cases });
-            return Ok(());
-        }
-        let found = self.ask(suite, None)?;
-        let right = suite.passed_in(&found);
-        (self.cx.say)(&format!(
-            "before training {} of {} rows are answered right",
-            right.cases.len(),
-            suite.cases.len()
-        ));
-        if let Some(path) = path {
-            let text = serde_json::to_string(&right.cases).unwrap_or_default();
-            std::fs::write(&path, text).map_err(|e| Error::io(&path, &e))?;
-        }
-        self.before = Some(right);
-        Ok(())
-    }
-
-    /// Share of what was answered right before and still is, among the rows of the group `keep`.
-    fn kept(&self, found: &behaviour::Report) -> Option<f64> {
-        let before = self.before.as_ref()?;
-        let known = |o: &behaviour::Outcome| {
-            o.group == "keep" && before.cases.iter().any(|c| c.group == o.group && c.prompt == o.prompt)
-        };
-        let of: Vec<_> = found.outcomes.iter().filter(|o| known(o)).collect();
-        (!of.is_empty()).then(|| of.iter().filter(|o| o.passed).count() as f64 / of.len() as f64)
-    }
-
-    fn tell(&self, found: &behaviour::Report, metrics: Option<&mut Metrics>) -> Result<()> {
-        let mut fields = serde_json::Map::new();
-        for (name, group) in &found.groups {
-            (self.cx.say)(&format!(
-                "{name}: {} of {} right, {} leaks",
-                group.passed, group.cases, group.leaks
-            ));
-            fields.insert(name.clone(), group.rate.into());
-        }
-        fields.insert("leaks".into(), found.leaks.into());
-        metrics.map_or(Ok(()), |m| m.log_values("behaviour", self.step, fields))
-    }
-
-    /// Everything in the configured layouts, each a directory (or file) of its own.
-    fn export(&mut self) -> Result<Vec<PathBuf>> {
-        let Some(dir) = &self.c.export.dir else { return Ok(Vec::new()) };
-        std::fs::create_dir_all(dir).map_err(|e| Error::io(dir, &e))?;
-        let mut written = Vec::new();
-        for layout in &self.c.export.layouts {
-            let form: Form = layout.parse()?;
-            let out = dir.join(if layout == "dat" { "model.dat" } else { layout });
-            let base = match self.c.model.init {
-                Init::Checkpoint => self.base.checkpoint.as_ref(),
-                Init::Random => None,
-            };
-            export::write(&self.engine.params, &self.engine.kernels, &self.base.side, base, &out, form)?;
-            (self.cx.say)(&format!("wrote {}", out.display()));
-            written.push(out);
-        }
-        Ok(written)
-    }
-
-    fn save(&mut self, store: &Store, source: &Source<'_>, metric: Option<f64>) -> Result<PathBuf> {
-        let state = TrainState {
-            step: self.step,
-            tokens: self.tokens,
-            seed: self.c.train.seed,
-            cursor: source.cursor(),
-            guard: self.guard.clone(),
-            best: self.best,
-            config: {
-                // Whether the run was interrupted is nothing a checkpoint should know.
-                let mut config = self.c.clone();
-                config.checkpoint.resume = false;
-                config.to_toml()?
-            },
-        };
-        let (params, norm) = (&self.engine.params, self.engine.last_norm);
-        store.save(self.step, metric, |w| {
-            for (name, which) in FILES {
-                let mut failed = None;
-                w.file(name, |out| {
-                    for t in params.trained() {
-                        match bytes(if which == 0 { &t.master } else { &t.state }) {
-                            Ok(b) => out.write_all(&b)?,
-                            Err(e) => {
-                                failed = Some(e);
-                                return Err(std::io::Error::other("a tensor cannot be read"));
-                            }
-                        }
-                    }
-                    Ok(())
-                })
-                .map_err(|e| failed.unwrap_or(e))?;
-            }
-            w.bytes("last_norm", &norm.to_le_bytes())?;
-            w.state(&state)
-        })
-    }
-
-    fn resume(&mut self, loaded: &Loaded, source: &mut Source<'_>) -> Result<u64> {
-        for (path, e) in &loaded.damaged {
-            (self.cx.say)(&format!("{}: passed over: {e}", path.display()));
-        }
-        let state = loaded.state()?;
-        if state.seed != self.c.train.seed {
-            return Err(Error::new(Code::Usage, "resume with another seed")
-                .need(state.seed.to_string())
-                .have(self.c.train.seed.to_string()));
-        }
-        for (name, which) in FILES {
-            let (mut file, _) = loaded.open(name)?;
-            let mut buffer = Vec::new();
-            for t in self.engine.params.trained() {
-                let tensor = if which == 0 { &t.master } else { &t.state };
-                buffer.resize(tensor.numel() * tensor.kind().elt_size_in_bytes(), 0);
-                file.read_exact(&mut buffer).map_err(|e| {
-                    Error::new(Code::Container, format!("{}: {name}: {e}", loaded.path.display()))
-                        .fix("resume with the configuration the checkpoint was written with")
-                })?;
-                restore(tensor, &buffer)?;
-            }
-            if file.read(&mut [0u8; 1]).is_ok_and(|n| n > 0) {
-                return Err(Error::new(
-                    Code::Container,
-                    format!("{}: {name}: too long", loaded.path.display()),
-                )
-                .fix("resume with the configuration the checkpoint was written with"));
-            }
-        }
-        if let Ok(norm) = <[u8; 8]>::try_from(loaded.read("last_norm")?) {
-            self.engine.last_norm = f64::from_le_bytes(norm);
-        }
-        self.engine.forget_values();
-        source.seek(state.cursor);
-        (self.step, self.tokens, self.best, self.guard) = (state.step, state.tokens, state.best, state.guard);
-        (self.cx.say)(&format!("goes on after step {}", self.step));
-        Ok(self.step)
-    }
-}
-
-const FILES: [(&str, usize); 2] = [("masters.bin", 0), ("states.bin", 1)];
-
-fn rows<'a>(b: &'a Batch, ids: &'a [u32], wanted: Option<&'a Tensor>) -> Rows<'a> {
-    Rows {
-        rows: b.rows,
-        seq: b.seq,
-        ids,
-        positions: &b.positions,
-        documents: b.documents.iter().any(|d| *d != 0).then_some(&b.documents),
-        target: wanted.map_or(Target::Tokens(&b.targets), Target::Hidden),
-    }
-}
-
-/// Batches of the data, or random tokens for a shape without a tokenizer.
-enum Source<'a> {
-    Data(Loader<'a>),
-    Random { rows: usize, seq: usize, vocab: u32, seed: u64, at: u64 },
-}
-
-impl<'a> Source<'a> {
-    fn new(run: &Run<'_>, data: Option<&'a Dataset>) -> Result<Self> {
-        let (d, seed) = (&run.c.data, run.c.train.seed);
-        match data {
-            Some(data) => {
-                let (rows, seq) = (d.rows, d.seq);
-                let options =
-                    LoaderOptions { rows, seq, packing: d.packing, seed, shuffle: d.shuffle, pad: 0 };
-                Ok(Self::Data(Loader::new(data, options)?))
-            }
-            None if run.c.model.shape.is_some() => {
-                let vocab = run.base.config.vocab_size as u32;
-                Ok(Self::Random { rows: d.rows, seq: d.seq, vocab, seed, at: 0 })
-            }
-            None => Err(Error::new(Code::Usage, "nothing to learn from").need("data.train")),
-        }
-    }
-
-    fn next(&mut self) -> Result<Batch> {
-        match self {
-            Self::Data(loader) => Ok(loader.next_batch()),
-            Self::Random { rows, seq, vocab, seed, at } => {
-                let rng = Philox::new(*seed, *at, streams::SAMPLE);
-                *at += 1;
-                let n = *rows * *seq;
-                let token = |i: usize| i64::from(rng.below(i as u64, *vocab));
-                Ok(Batch {
-                    rows: *rows,
-                    seq: *seq,
-                    ids: (0..n).map(token).collect(),
-                    targets: (1..=n).map(token).collect(),
-                    positions: (0..n).map(|i| (i % *seq) as i64).collect(),
-                    documents: vec![0; n],
-                    supervised: n,
-                })
-            }
-        }
-    }
-
-    fn cursor(&self) -> crate::data::Cursor {
-        match self {
-            Self::Data(loader) => loader.cursor(),
-            Self::Random { at, .. } => crate::data::Cursor { epoch: 0, index: *at },
-        }
-    }
-
-    fn seek(&mut self, cursor: crate::data::Cursor) {
-        match self {
-            Self::Data(loader) => loader.seek(cursor),
-            Self::Random { at, .. } => *at = cursor.index,
-        }
     }
 }

@@ -4,9 +4,11 @@ use super::export::Side;
 use super::kernels::Kernels;
 use super::weights::{Decay, Keep, Params};
 use super::{TorchExecutor, activations, device};
+use crate::checkpoint::hex;
 use crate::config::{self, Config, Init, Inputs, Weights};
 use crate::data::{Dataset, LoadOptions, Text};
-use q4_core::{Activations, Code, Error, Result, ThreadPool};
+use q4_core::detect::TensorMeta;
+use q4_core::{Activations, Code, DType, Error, Result, ThreadPool};
 use q4_model::checkpoint::{Bytes, Checkpoint, OpenOptions};
 use q4_model::config::Qwen3Config;
 use q4_model::executor::Shape;
@@ -14,6 +16,7 @@ use q4_model::synthetic;
 use q4_model::template::ChatTemplate;
 use q4_model::tokenizer::Tokenizer;
 use serde_json::json;
+use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tch::Device;
@@ -45,7 +48,11 @@ impl Base {
             // Weights are made up: configuration and tokenizer are all that is needed of a directory.
             return Self::bare(&model.path);
         } else {
-            Checkpoint::open(&model.path, &OpenOptions::default())?
+            Checkpoint::open(&model.path, &OpenOptions::default()).map_err(|e| {
+                // The advice of q4's other verbs is an option that training does not have.
+                let meant = e.parts().any(|(part, text)| part == "fix" && text.contains("--config"));
+                if meant { e.fix("put config.json and tokenizer.json of that model beside it") } else { e }
+            })?
         };
         Ok(Self {
             config: checkpoint.config().clone(),
@@ -62,6 +69,36 @@ impl Base {
             .filter_map(|n| Some(((*n).to_owned(), Bytes::from(read(n).ok()?))))
             .collect();
         Ok(Self { config: Qwen3Config::parse(&text)?, checkpoint: None, side: Side::new(&text, others)? })
+    }
+
+    /// SHA-256 of what the model is: configuration, tokenizer, template and, where training begins with
+    /// `weights`, every tensor.
+    pub fn digest(&self, weights: bool) -> Result<String> {
+        let mut hash = Sha256::new();
+        let mut part = |name: &str, bytes: &[u8]| {
+            hash.update((name.len() as u64).to_le_bytes());
+            hash.update(name);
+            hash.update((bytes.len() as u64).to_le_bytes());
+            hash.update(bytes);
+        };
+        part("config.json", self.side.config());
+        for name in ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"] {
+            part(name, self.side.file(name).as_deref().unwrap_or_default());
+        }
+        if let Some(checkpoint) = self.checkpoint.as_ref().filter(|_| weights) {
+            for (name, _) in checkpoint.table().iter() {
+                part(name, checkpoint.tensor(name)?.bytes);
+            }
+        }
+        Ok(hex(&hash.finalize()))
+    }
+
+    /// Bytes of an element that is exported as it was read: 4 for a base with matrices in f32, else 2; 0
+    /// without files.
+    pub fn width(&self) -> u64 {
+        let Some(checkpoint) = &self.checkpoint else { return 0 };
+        let wide = |m: &TensorMeta| m.dtype == Some(DType::F32) && m.shape.len() > 1;
+        if checkpoint.table().iter().any(|(_, m)| wide(m)) { 4 } else { 2 }
     }
 
     /// Tokenizer and template; [`Code::ModelMissing`] for a shape without files.
@@ -128,15 +165,6 @@ impl Language {
 pub fn engine(c: &Config, base: &Base, device: Device, pool: Arc<ThreadPool>) -> Result<Engine> {
     let kernels = Kernels::new(device, pool, c.quant.scale)?;
     let lora = c.lora.as_ref();
-    if lora.is_some_and(|l| !l.merge_aware) {
-        return Err(Error::new(Code::Usage, "lora.merge_aware = false")
-            .need("true: adapters are trained as they will be merged")
-            .fix("leave it out"));
-    }
-    if !c.quant.exclude.is_empty() {
-        return Err(Error::new(Code::Usage, "quant.exclude")
-            .need("an empty list: all linear layers are 4-bit, or none"));
-    }
     if c.train.clip_scope == config::ClipScope::Block && !c.train.update_in_backward {
         return Err(Error::new(Code::Usage, "train.clip_scope = \"block\"")
             .need("train.update_in_backward = true")

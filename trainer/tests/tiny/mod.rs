@@ -1,0 +1,77 @@
+//! A tiny model's directory, its data and its configuration, and the program that trains it.
+#![allow(dead_code)] // each test file uses its part
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+
+/// Steps of the configuration.
+pub const STEPS: u64 = 12;
+
+/// Writes `model`, `data.jsonl` and `run.toml` into `dir`.
+pub fn prepare(dir: &Path) {
+    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../cli/demo");
+    let model = dir.join("model");
+    std::fs::create_dir(&model).expect("directory");
+    for file in ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"] {
+        std::fs::copy(demo.join(file), model.join(file)).expect("copied");
+    }
+    let config = r#"{"architectures":["Qwen3ForCausalLM"],"model_type":"qwen3","hidden_size":64,"intermediate_size":96,
+        "num_hidden_layers":2,"num_attention_heads":2,"num_key_value_heads":1,"head_dim":32,"vocab_size":2048,
+        "max_position_embeddings":128,"rms_norm_eps":1e-6,"rope_theta":10000.0,"tie_word_embeddings":true,
+        "hidden_act":"silu","attention_bias":false,"eos_token_id":2,"torch_dtype":"bfloat16"}"#;
+    std::fs::write(model.join("config.json"), config).expect("written");
+    std::fs::write(dir.join("data.jsonl"), sums(40)).expect("written");
+    let toml = format!(
+        "[model]\npath = \"model\"\ninit = \"random\"\n[data]\ntrain = [\"data.jsonl\"]\nvalid = [\"data.jsonl\"]\n\
+         seq = 48\nrows = 2\n[train]\nsteps = {STEPS}\naccumulate = 2\n[optimizer]\nlr = 1e-3\n\
+         [checkpoint]\ndir = \"ck\"\nevery = 2\nkeep = 20\n[eval]\nevery = 4\n"
+    );
+    std::fs::write(dir.join("run.toml"), toml).expect("written");
+}
+
+/// Rows of data.
+pub fn sums(rows: usize) -> String {
+    let row = |i| {
+        format!(
+            "{{\"messages\":[{{\"role\":\"user\",\"content\":\"What is {i} plus 1?\"}},\
+             {{\"role\":\"assistant\",\"content\":\"{i} plus 1 is {}.\"}}]}}\n",
+            i + 1
+        )
+    };
+    (0..rows).map(row).collect()
+}
+
+fn command(dir: &Path, words: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_q4-train"));
+    command.current_dir(dir).env("GOMP_SPINCOUNT", "1000").args(words);
+    command
+}
+
+/// Starts a run of `run.toml` on one thread.
+pub fn start(dir: &Path, more: &[&str]) -> Child {
+    command(dir, &["run.toml", "--threads", "1", "--quiet"])
+        .args(more)
+        .stdout(Stdio::null())
+        .spawn()
+        .expect("q4-train starts")
+}
+
+/// Runs `run.toml` on one thread to its end.
+pub fn run(dir: &Path, more: &[&str]) -> Output {
+    command(dir, &["run.toml", "--threads", "1"]).args(more).output().expect("q4-train runs")
+}
+
+/// Runs any line to its end.
+pub fn line(dir: &Path, words: &[&str]) -> Output {
+    command(dir, words).output().expect("q4-train runs")
+}
+
+/// Names and contents of a directory's files, sorted.
+pub fn files(dir: &Path) -> Vec<(PathBuf, Vec<u8>)> {
+    let mut all: Vec<_> = std::fs::read_dir(dir)
+        .unwrap_or_else(|e| panic!("{}: {e}", dir.display()))
+        .map(|e| e.expect("an entry").path())
+        .map(|p| (PathBuf::from(p.file_name().expect("a name")), std::fs::read(&p).expect("read")))
+        .collect();
+    all.sort();
+    all
+}
