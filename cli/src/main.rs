@@ -39,6 +39,7 @@ mod writing;
 use args::{GlobalArgs, Verb};
 use context::Context;
 use q4_core::{Code, Error, Result};
+use q4_plugin_host::remote;
 use report::Outcome;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
@@ -52,9 +53,8 @@ fn main() -> ExitCode {
     if line.get(1).is_some_and(|a| a == PROBE) {
         return q4_plugin_host::probe_main(line.into_iter().skip(2));
     }
-    #[cfg(target_os = "linux")]
-    if line.get(1).is_some_and(|a| a == q4_plugin_host::remote::VERB) {
-        return q4_plugin_host::remote::serve_main();
+    if line.get(1).is_some_and(|a| a == remote::VERB) {
+        return remote::serve_main();
     }
     signals::install();
     let json = line.iter().any(|a| a == "--json");
