@@ -18,6 +18,7 @@ mod predict;
 mod quantize;
 mod selfcheck;
 mod signals;
+mod timeline;
 mod tiny;
 mod trace;
 mod vendor;
