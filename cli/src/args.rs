@@ -2,6 +2,8 @@
 //!
 //! Nothing here knows what a verb does, so help, completions and parsing never touch a model.
 mod conformance;
+#[cfg(test)]
+mod documented;
 mod line;
 mod measure;
 mod plugin;

@@ -68,7 +68,8 @@ pub fn run(cx: &Context, args: &ConformanceArgs) -> Result<Outcome> {
     }
     if !args.in_process && q4_conformance::memory::resident().is_none() {
         let os = std::env::consts::OS;
-        cx.report().warn(&format!("--case-memory bounds nothing here: {os} does not tell what a process has"));
+        cx.report()
+            .warn(&format!("--case-memory bounds nothing here: {os} does not tell what a process has"));
     }
     let mut whole: Option<Report> = None;
     for backend in &chosen {

@@ -42,7 +42,7 @@ use args::{GlobalArgs, Verb};
 use context::Context;
 use q4_core::{Code, Error, Result};
 use q4_plugin_host::remote;
-use report::Outcome;
+use report::{Outcome, Report};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 use timeline::Timeline;
@@ -123,8 +123,8 @@ fn maps_plugins(cli: &args::Cli) -> bool {
 
 fn run(global: GlobalArgs, verb: &Verb) -> Result<Outcome> {
     match verb {
-        Verb::Completions(args) => return completions::run(args),
-        Verb::Man(args) => return man::run(args),
+        Verb::Completions(args) => return completions::run(&Report::new(&global), args),
+        Verb::Man(args) => return man::run(&Report::new(&global), args),
         _ => {}
     }
     let cx = Context::new(global)?;
@@ -155,8 +155,8 @@ fn run(global: GlobalArgs, verb: &Verb) -> Result<Outcome> {
         Verb::Diagnose(args) => diagnose::run(&cx.with_every_plugin(), args),
         Verb::Plugin(args) => scaffold::run(&cx, args),
         Verb::Train(args) => train::run(args),
-        Verb::Completions(args) => completions::run(args),
-        Verb::Man(args) => man::run(args),
+        Verb::Completions(args) => completions::run(cx.report(), args),
+        Verb::Man(args) => man::run(cx.report(), args),
     }
 }
 

@@ -3,9 +3,13 @@
 #![allow(clippy::unwrap_used)]
 #[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
 mod attack;
+#[cfg(unix)]
+mod cli_md;
 mod convert;
 mod crafted;
 mod demo;
+#[cfg(unix)]
+mod documented;
 mod exit;
 mod isolate;
 mod judge;
@@ -16,6 +20,7 @@ mod output;
 mod plugin;
 mod predict;
 mod quantize;
+mod schemas;
 mod selfcheck;
 mod signals;
 mod timeline;
