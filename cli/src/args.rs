@@ -2,6 +2,8 @@
 //!
 //! Nothing here knows what a verb does, so help, completions and parsing never touch a model.
 mod conformance;
+#[cfg(test)]
+mod documented;
 mod line;
 mod measure;
 mod plugin;
@@ -129,6 +131,9 @@ pub struct GlobalArgs {
     /// Trust backends without checking their first product; reports count what was skipped.
     #[arg(long, global = true)]
     pub no_self_check: bool,
+    /// Write what was done when to a new file, for ui.perfetto.dev or chrome://tracing.
+    #[arg(long, global = true, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub trace_out: Option<PathBuf>,
     /// Write one JSON document to stdout instead of text.
     #[arg(long, global = true)]
     pub json: bool,

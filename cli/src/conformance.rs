@@ -8,6 +8,7 @@ use crate::args::{Child, ConformanceArgs};
 use crate::context::Context;
 use crate::plugins::{self, Tables};
 use crate::report::Outcome;
+use q4_conformance::certificate::DATA_VARIABLES;
 use q4_conformance::{
     Bench, Certificate, Certificates, ChildProcesses, InProcess, Level, Library, Options, Profile, Report,
     Runner, SUITE_VERSION, Waivers, cases, claims, proofs, run_with, serve,
@@ -64,6 +65,11 @@ pub fn run(cx: &Context, args: &ConformanceArgs) -> Result<Outcome> {
     }
     if args.list {
         return list(cx, &chosen, registry, &tables, &options);
+    }
+    if !args.in_process && q4_conformance::memory::resident().is_none() {
+        let os = std::env::consts::OS;
+        cx.report()
+            .warn(&format!("--case-memory bounds nothing here: {os} does not tell what a process has"));
     }
     let mut whole: Option<Report> = None;
     for backend in &chosen {
@@ -320,7 +326,7 @@ fn certify(cx: &Context, args: &ConformanceArgs, report: &Report) -> Result<()> 
         return Ok(());
     }
     let Some(all) = Certificates::of_user() else {
-        cx.report().warn("no certificate: neither XDG_DATA_HOME nor HOME is set");
+        cx.report().warn(&format!("no certificate: {DATA_VARIABLES} has to be set, and neither is"));
         return Ok(());
     };
     let all = match &args.certificates {

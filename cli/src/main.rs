@@ -19,6 +19,7 @@ mod explain;
 mod generate;
 mod input;
 mod inspect;
+mod logging;
 mod logits;
 mod man;
 mod mistakes;
@@ -31,6 +32,7 @@ mod session;
 mod signals;
 mod supervise;
 mod text;
+mod timeline;
 mod trace;
 mod train;
 mod verify;
@@ -40,10 +42,11 @@ mod writing;
 use args::{GlobalArgs, Verb};
 use context::Context;
 use q4_core::{Code, Error, Result};
-use report::Outcome;
+use q4_plugin_host::remote;
+use report::{Outcome, Report};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
-use tracing_subscriber::EnvFilter;
+use timeline::Timeline;
 
 /// First argument of the child process a plugin is loaded in before this one trusts it.
 pub const PROBE: &str = "plugin-probe";
@@ -53,9 +56,8 @@ fn main() -> ExitCode {
     if line.get(1).is_some_and(|a| a == PROBE) {
         return q4_plugin_host::probe_main(line.into_iter().skip(2));
     }
-    #[cfg(target_os = "linux")]
-    if line.get(1).is_some_and(|a| a == q4_plugin_host::remote::VERB) {
-        return q4_plugin_host::remote::serve_main();
+    if line.get(1).is_some_and(|a| a == remote::VERB) {
+        return remote::serve_main();
     }
     signals::install();
     let json = line.iter().any(|a| a == "--json");
@@ -70,17 +72,31 @@ fn main() -> ExitCode {
             }
         };
     }
+    let word = line.get(1).map(|verb| verb.to_string_lossy().into_owned()).unwrap_or_default();
     let cli = match args::parse(line) {
         Ok(cli) => cli,
         Err(e) => return usage(&e, json),
     };
-    log(&cli.global);
+    let timeline = match timeline(&cli) {
+        Ok(timeline) => timeline,
+        Err(e) => {
+            report::error(&e, json);
+            return ExitCode::from(e.code().exit());
+        }
+    };
+    logging::init(&cli.global, timeline.clone());
     if maps_plugins(&cli)
         && let Some(status) = supervise::begin(json)
     {
         return ExitCode::from(status);
     }
-    let result = catch_unwind(AssertUnwindSafe(|| run(cli.global, &cli.verb)));
+    let result = catch_unwind(AssertUnwindSafe(|| {
+        let outcome = {
+            let _span = tracing::info_span!("q4", verb = word).entered();
+            run(cli.global, &cli.verb)?
+        };
+        timeline.map_or(Ok(()), |t| t.finish()).map(|()| outcome)
+    }));
     let status = match result {
         Ok(Ok(outcome)) => outcome.exit(),
         Ok(Err(_)) if signals::interrupted() => signals::INTERRUPTED,
@@ -108,8 +124,8 @@ fn maps_plugins(cli: &args::Cli) -> bool {
 
 fn run(global: GlobalArgs, verb: &Verb) -> Result<Outcome> {
     match verb {
-        Verb::Completions(args) => return completions::run(args),
-        Verb::Man(args) => return man::run(args),
+        Verb::Completions(args) => return completions::run(&Report::new(&global), args),
+        Verb::Man(args) => return man::run(&Report::new(&global), args),
         _ => {}
     }
     let cx = Context::new(global)?;
@@ -140,8 +156,8 @@ fn run(global: GlobalArgs, verb: &Verb) -> Result<Outcome> {
         Verb::Diagnose(args) => diagnose::run(&cx.with_every_plugin(), args),
         Verb::Plugin(args) => scaffold::run(&cx, args),
         Verb::Train(args) => train::run(args),
-        Verb::Completions(args) => completions::run(args),
-        Verb::Man(args) => man::run(args),
+        Verb::Completions(args) => completions::run(cx.report(), args),
+        Verb::Man(args) => man::run(cx.report(), args),
     }
 }
 
@@ -162,20 +178,8 @@ fn usage(e: &clap::Error, json: bool) -> ExitCode {
     ExitCode::from(Code::Usage.exit())
 }
 
-/// Log lines go to stderr; `RUST_LOG` decides where it is set, else `-v` and `-q`.
-fn log(global: &GlobalArgs) {
-    let default = match (global.quiet, global.verbose) {
-        (true, _) => "error",
-        (_, 0) => "warn",
-        (_, 1) => "info",
-        _ => "debug",
-    };
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(default));
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .with_ansi(report::color_stderr(global.color))
-        .with_target(false)
-        .without_time()
-        .init();
+/// The timeline that was asked for. A child of the suite is told of in that of its parent.
+fn timeline(cli: &args::Cli) -> Result<Option<Timeline>> {
+    let is_child = matches!(&cli.verb, Verb::Conformance(args) if args.child.is_some());
+    cli.global.trace_out.iter().filter(|_| !is_child).map(|path| Timeline::create(path)).next().transpose()
 }

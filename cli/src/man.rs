@@ -1,12 +1,13 @@
 //! `q4 man`: manual pages on stdout, made from the definition that the help is made from.
 use crate::args::{Cli, ManArgs};
-use crate::report::{self, Outcome};
+use crate::report::{self, Outcome, Report};
 use clap::CommandFactory;
 use clap_mangen::Man;
 use q4_core::{Code, Error, Result};
+use serde_json::json;
 
 /// Writes the page of one verb, or that of the command and then those of all verbs.
-pub fn run(args: &ManArgs) -> Result<Outcome> {
+pub fn run(report: &Report, args: &ManArgs) -> Result<Outcome> {
     let mut command = Cli::command();
     command.build(); // verbs get the global options
     let verbs: Vec<_> = command.get_subcommands().filter(|v| v.get_name() != "help").collect();
@@ -23,7 +24,11 @@ pub fn run(args: &ManArgs) -> Result<Outcome> {
         let version = concat!("q4 ", env!("CARGO_PKG_VERSION"));
         Man::new(page.clone()).source(version).manual("q4").render(&mut text).map_err(failed)?;
     }
-    report::stdout(&with_whole_examples(&String::from_utf8_lossy(&text)))?;
+    let page = with_whole_examples(&String::from_utf8_lossy(&text));
+    match report.is_json() {
+        true => report.document("man", &json!({ "verb": args.verb, "page": page }))?,
+        false => report::stdout(&page)?,
+    }
     Ok(Outcome::Done)
 }
 

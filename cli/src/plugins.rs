@@ -1,12 +1,14 @@
 //! Third-party backends among the candidates: loaded from where the user said, for what the user named them
 //! for, and with a certificate only. Without one, nothing of a library runs, in this process or in a child.
 use crate::mistakes;
+use q4_conformance::certificate::DATA_VARIABLES;
 use q4_conformance::{AbiProbe, Certificate, Certificates, Elsewhere, Library, Needed, Outcome, Profile};
 use q4_core::conduct::Facts;
 use q4_core::{
     BackendDescriptor, Candidate, Code, Error, ExecContext, ExecPath, HostEnv, LibraryFacts, LinearSpec,
     PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Registry, Reject, RejectCode, Result, Verdict,
 };
+use q4_plugin_host::remote::{Isolation, Remote, shield};
 use q4_plugin_host::{Examined, Loaded, Loader, Need, Prober, Refusal, TableCases, libraries};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -60,8 +62,7 @@ pub struct Table {
 /// Where its checks run.
 enum Checks {
     Here(TableCases),
-    #[cfg(target_os = "linux")]
-    There(q4_plugin_host::remote::Remote),
+    There(Remote),
 }
 
 impl Tables {
@@ -88,14 +89,12 @@ impl AbiProbe for Table {
     fn run(&self, case: &str) -> Result<()> {
         match &self.checks {
             Checks::Here(cases) => cases.run(case),
-            #[cfg(target_os = "linux")]
             Checks::There(remote) => remote.table_case(case),
         }
     }
     fn elsewhere(&self) -> Option<&dyn Elsewhere> {
         match &self.checks {
             Checks::Here(_) => None,
-            #[cfg(target_os = "linux")]
             Checks::There(_) => Some(self),
         }
     }
@@ -105,14 +104,12 @@ impl Elsewhere for Table {
     fn process(&self) -> u32 {
         match &self.checks {
             Checks::Here(_) => std::process::id(),
-            #[cfg(target_os = "linux")]
             Checks::There(remote) => remote.process(),
         }
     }
     fn lost(&self) -> Option<(Outcome, String)> {
         match &self.checks {
             Checks::Here(_) => None,
-            #[cfg(target_os = "linux")]
             Checks::There(remote) => remote
                 .lost()
                 .map(|loss| (if loss.is_hang { Outcome::Hang } else { Outcome::Crash }, loss.have)),
@@ -121,14 +118,12 @@ impl Elsewhere for Table {
     fn facts(&self) -> Result<Facts> {
         match &self.checks {
             Checks::Here(_) => Ok(q4_core::conduct::facts_here()),
-            #[cfg(target_os = "linux")]
             Checks::There(remote) => remote.facts(),
         }
     }
     fn facts_before(&self) -> Facts {
         match &self.checks {
             Checks::Here(_) => Facts::new(),
-            #[cfg(target_os = "linux")]
             Checks::There(remote) => remote.facts_before(),
         }
     }
@@ -233,7 +228,7 @@ fn is_taken(registry: &Registry, name: &str) -> bool {
 /// The certificate of what was examined.
 fn certified(found: &Examined, env: &HostEnv) -> Result<Certificate, Reject> {
     let all = Certificates::of_user().ok_or_else(|| {
-        let need = "a place for certificates: XDG_DATA_HOME or HOME";
+        let need = format!("a place for certificates: {DATA_VARIABLES}");
         Reject::new(RejectCode::ConformanceMissing, need, "neither is set")
     })?;
     let who = &found.descriptor;
@@ -312,9 +307,7 @@ impl Entry {
 }
 
 /// A live backend in a process of its own.
-#[cfg(target_os = "linux")]
 fn elsewhere(found: Examined, place: Place) -> Result<(Candidate, Option<Table>), Refusal> {
-    use q4_plugin_host::remote::{Isolation, Remote, shield};
     let is_judged = place != Place::Isolated;
     if is_judged {
         // The library is about to run as the same user.
@@ -329,12 +322,6 @@ fn elsewhere(found: Examined, place: Place) -> Result<(Candidate, Option<Table>)
     let remote = Remote::start(&found, &how)?;
     let table = Table { checks: Checks::There(remote.handle()), sha256: found.sha256().to_owned() };
     Ok((Candidate::Live(Arc::new(remote)), Some(table)))
-}
-
-#[cfg(not(target_os = "linux"))]
-fn elsewhere(found: Examined, _: Place) -> Result<(Candidate, Option<Table>), Refusal> {
-    let need = "a system where a library can have a process of its own: Linux";
-    Err(found.refused(Reject::new(RejectCode::NotCompiledIn, need, std::env::consts::OS)))
 }
 
 /// A library that ends whoever loads it does not conform; any other refusal is one.

@@ -2,6 +2,7 @@
 //!
 //! Results go to stdout and nothing else does, so that a script can rely on every byte there.
 use crate::args::{ColorChoice, GlobalArgs};
+use crate::logging::DETAIL;
 use crate::signals;
 use indicatif::{ProgressBar, ProgressStyle};
 use q4_core::{Code, Error, Result};
@@ -33,19 +34,13 @@ impl Outcome {
 pub struct Report {
     json: bool,
     quiet: bool,
-    verbose: bool,
     color: bool,
 }
 
 impl Report {
-    /// The form `--json`, `-q`, `-v` and `--color` ask for.
+    /// The form `--json`, `-q` and `--color` ask for.
     pub fn new(global: &GlobalArgs) -> Self {
-        Self {
-            json: global.json,
-            quiet: global.quiet,
-            verbose: global.verbose > 0,
-            color: color_stderr(global.color),
-        }
+        Self { json: global.json, quiet: global.quiet, color: color_stderr(global.color) }
     }
 
     /// Results are JSON documents.
@@ -103,9 +98,7 @@ impl Report {
 
     /// One line on stderr for those who asked with `-v`.
     pub fn detail(&self, text: &str) {
-        if self.verbose && !self.quiet {
-            stderr(&format!("{}\n", plain(text)));
-        }
+        tracing::info!(target: DETAIL, "{}", plain(text));
     }
 }
 

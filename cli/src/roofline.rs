@@ -1,6 +1,7 @@
 //! What this machine could do at best: bytes read and products made a second, on the threads the work runs
 //! on.
-use memmap2::{Advice, MmapMut};
+use memmap2::MmapMut;
+use q4_core::pages::advise_huge;
 use q4_core::{Activations, ThreadPool};
 use std::hint::black_box;
 use std::time::Instant;
@@ -72,8 +73,7 @@ impl Roofline {
 
 fn read(threads: &ThreadPool) -> f64 {
     let Ok(mut memory) = MmapMut::map_anon(BYTES) else { return f64::NAN };
-    // Refused advice costs a few percent.
-    let _ = memory.advise(Advice::HugePage);
+    advise_huge(memory.as_ptr().addr(), BYTES);
     memory.fill(1);
     let data: &[u64] = bytemuck::cast_slice(&memory);
     let pieces = threads.threads() * 8;

@@ -8,6 +8,7 @@ use crate::report::{Outcome, stdout};
 use q4_core::{BUILTINS, Code, Error, Result};
 use q4_plugin_abi::{ABI_MAJOR, ABI_MINOR, HEADER, SOURCES};
 use serde::Serialize;
+use std::env::consts::{DLL_PREFIX, DLL_SUFFIX};
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -53,7 +54,7 @@ struct Written {
 
 fn new(cx: &Context, args: &NewArgs) -> Result<()> {
     let name = name(args)?;
-    let library = format!("lib{}.so", name.replace('-', "_"));
+    let library = format!("{DLL_PREFIX}{}{DLL_SUFFIX}", name.replace('-', "_"));
     let files = files(args.lang, &name, &args.vendor, &library)?;
     write(&args.dir, &files)?;
     if cx.report().is_json() {

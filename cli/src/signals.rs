@@ -57,7 +57,7 @@ impl Drop for Cleanup {
     }
 }
 
-/// Sets both dispositions; called once, before anything else.
+/// Sets what both do; called once, before anything else.
 #[cfg(unix)]
 pub fn install() {
     // SAFETY: the dispositions are set before any thread starts, and the handler only touches atomics and
@@ -68,16 +68,33 @@ pub fn install() {
     }
 }
 
-/// Elsewhere the system's own behaviour is kept.
-#[cfg(not(unix))]
-pub fn install() {}
-
 #[cfg(unix)]
 extern "C" fn on_interrupt(_signal: libc::c_int) {
-    if CLEANUP.load(Ordering::Relaxed) && !ASKED.swap(true, Ordering::Relaxed) {
-        return;
+    if !is_held_back() {
+        end()
     }
-    end()
+}
+
+/// Ctrl-C and Ctrl-Break; a closed pipe is an error of whoever writes.
+#[cfg(windows)]
+pub fn install() {
+    // SAFETY: the handler touches atomics and ends the process.
+    unsafe { windows::SetConsoleCtrlHandler(Some(on_event), 1) };
+}
+
+/// The system calls it in a thread of its own; what it does not take ends the process without our status.
+#[cfg(windows)]
+extern "system" fn on_event(event: u32) -> i32 {
+    let is_interrupt = event <= 1;
+    if is_interrupt && !is_held_back() {
+        end()
+    }
+    i32::from(is_interrupt)
+}
+
+/// Whether somebody holds Ctrl-C back, and this is the first one.
+fn is_held_back() -> bool {
+    CLEANUP.load(Ordering::Relaxed) && !ASKED.swap(true, Ordering::Relaxed)
 }
 
 /// No destructor runs: a library that hangs may hold what they wait for.
@@ -86,4 +103,23 @@ fn end() -> ! {
     supervise::tell(INTERRUPTED);
     // SAFETY: `_exit` may be called from a signal handler and from any thread.
     unsafe { libc::_exit(i32::from(INTERRUPTED)) }
+}
+
+/// The same.
+#[cfg(windows)]
+fn end() {
+    // SAFETY: this process.
+    unsafe { windows::TerminateProcess(windows::GetCurrentProcess(), u32::from(INTERRUPTED)) };
+}
+
+#[cfg(windows)]
+mod windows {
+    use std::ffi::c_void;
+
+    #[link(name = "kernel32")]
+    unsafe extern "system" {
+        pub fn SetConsoleCtrlHandler(handler: Option<extern "system" fn(u32) -> i32>, add: i32) -> i32;
+        pub fn GetCurrentProcess() -> *mut c_void;
+        pub fn TerminateProcess(process: *mut c_void, status: u32) -> i32;
+    }
 }

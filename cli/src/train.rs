@@ -29,9 +29,10 @@ pub fn words(line: &[OsString]) -> Option<TrainArgs> {
 }
 
 fn find() -> Option<PathBuf> {
-    let beside = std::env::current_exe().ok().and_then(|exe| Some(exe.parent()?.join(PROGRAM)));
+    let file = format!("{PROGRAM}{}", std::env::consts::EXE_SUFFIX);
+    let beside = std::env::current_exe().ok().and_then(|exe| Some(exe.parent()?.join(&file)));
     let path = std::env::var_os("PATH").unwrap_or_default();
-    let on_path = std::env::split_paths(&path).filter(|d| d.is_absolute()).map(|d| d.join(PROGRAM));
+    let on_path = std::env::split_paths(&path).filter(|d| d.is_absolute()).map(|d| d.join(&file));
     beside.into_iter().chain(on_path).find(|p| p.is_file())
 }
 

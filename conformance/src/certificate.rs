@@ -345,11 +345,18 @@ fn printable(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { '?' } else { c }).take(128).collect()
 }
 
+/// The variables that [`data_dir`] looks at.
+pub const DATA_VARIABLES: &str =
+    if cfg!(windows) { "XDG_DATA_HOME or LOCALAPPDATA" } else { "XDG_DATA_HOME or HOME" };
+
 /// Where everything lies that q4 keeps for a user.
 pub fn data_dir() -> Option<PathBuf> {
     let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|p| p.is_absolute());
-    let data = absolute("XDG_DATA_HOME").or_else(|| absolute("HOME").map(|h| h.join(".local/share")))?;
-    Some(data.join("q4"))
+    let of_user = || match cfg!(windows) {
+        true => absolute("LOCALAPPDATA"),
+        false => absolute("HOME").map(|h| h.join(".local/share")),
+    };
+    Some(absolute("XDG_DATA_HOME").or_else(of_user)?.join("q4"))
 }
 
 /// What decides how kernels compute: architecture, CPU features, devices and driver. How many processors a

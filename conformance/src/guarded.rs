@@ -5,6 +5,7 @@
 //! pattern reads as NaN, so that a kernel that reads a gap shows it in its result. A pattern does not notice
 //! a read that is thrown away, nor a write that is undone: buffers at the end of their pages have no page
 //! behind them, and inputs there are read-only.
+use crate::pages::Pages;
 use q4_core::selfcheck::IoBuffer;
 use q4_core::{Code, DType, Device, Error, Result, TensorView, TensorViewMut, read_floats};
 use std::ffi::c_void;
@@ -256,101 +257,6 @@ impl std::ops::DerefMut for Memory {
             Self::Pages(pages) => pages.bytes_mut(),
         }
     }
-}
-
-#[cfg(unix)]
-pub(crate) use pages::Pages;
-
-#[cfg(unix)]
-mod pages {
-    use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
-    use std::ffi::c_void;
-
-    /// Whole pages with one in front and one behind that nobody may touch.
-    pub struct Pages {
-        base: *mut c_void,
-        /// Of all of them.
-        len: usize,
-        is_sealed: bool,
-    }
-
-    // SAFETY: a unique allocation.
-    unsafe impl Send for Pages {}
-    // SAFETY: shared only for reading.
-    unsafe impl Sync for Pages {}
-
-    impl Pages {
-        /// At least `bytes` bytes.
-        pub fn new(bytes: usize) -> Option<Self> {
-            let page = rustix::param::page_size();
-            let len = bytes.next_multiple_of(page) + 2 * page;
-            // SAFETY: a new mapping; nothing else is there.
-            let base = unsafe {
-                mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::empty(), MapFlags::PRIVATE).ok()?
-            };
-            let mut pages = Self { base, len, is_sealed: false };
-            // SAFETY: pages of that mapping.
-            unsafe {
-                mprotect(pages.start().cast(), len - 2 * page, MprotectFlags::READ | MprotectFlags::WRITE)
-            }
-            .ok()?;
-            Some(pages)
-        }
-        fn start(&mut self) -> *mut u8 {
-            // SAFETY: the mapping begins with a whole page.
-            unsafe { self.base.cast::<u8>().add(rustix::param::page_size()) }
-        }
-        fn inner(&self) -> usize {
-            self.len - 2 * rustix::param::page_size()
-        }
-        /// Bytes that may be read.
-        pub fn bytes(&self) -> &[u8] {
-            // SAFETY: readable pages of a mapping that lives as long as this.
-            unsafe {
-                std::slice::from_raw_parts(
-                    self.base.cast::<u8>().add(rustix::param::page_size()),
-                    self.inner(),
-                )
-            }
-        }
-        /// Bytes that may be written; panics once they are sealed.
-        pub fn bytes_mut(&mut self) -> &mut [u8] {
-            assert!(!self.is_sealed, "a buffer that is read-only by now");
-            let len = self.inner();
-            // SAFETY: as above, writable, and the borrow is unique.
-            unsafe { std::slice::from_raw_parts_mut(self.start(), len) }
-        }
-        /// Read-only from now on.
-        pub fn seal(&mut self) {
-            let len = self.inner();
-            // SAFETY: pages of this mapping, which nobody writes from now on.
-            self.is_sealed = unsafe { mprotect(self.start().cast(), len, MprotectFlags::READ) }.is_ok();
-        }
-    }
-
-    impl Drop for Pages {
-        fn drop(&mut self) {
-            // SAFETY: the whole mapping, and no borrow of it is left. What cannot be unmapped stays.
-            let _ = unsafe { munmap(self.base, self.len) };
-        }
-    }
-}
-
-#[cfg(not(unix))]
-pub(crate) struct Pages;
-
-#[cfg(not(unix))]
-impl Pages {
-    fn new(_: usize) -> Option<Self> {
-        None
-    }
-    fn bytes(&self) -> &[u8] {
-        &[]
-    }
-    fn bytes_mut(&mut self) -> &mut [u8] {
-        &mut []
-    }
-    fn seal(&mut self) {}
 }
 
 /// Scratch of exactly the bytes a weight asked for, 64-byte aligned, between guards.

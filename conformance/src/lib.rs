@@ -18,6 +18,7 @@ mod limits;
 mod measure;
 pub mod memory;
 mod own;
+mod pages;
 mod passes;
 mod paths;
 mod printed;

@@ -13,6 +13,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
+use tracing::field::Empty;
+use tracing::span::{EnteredSpan, Span};
 
 /// Runs cases in order and hands over each result; stops when `each` says false.
 pub trait Runner {
@@ -34,12 +36,21 @@ impl Runner for InProcess {
 }
 
 fn one(case: &Case, bench: &Bench<'_>) -> CaseResult {
+    let span = span(case, &bench.backend.descriptor().name);
+    let _in = span.enter();
     let result = inside(case, bench);
     // Whatever the case made of it.
-    match bench.elsewhere().and_then(|e| e.lost()) {
+    let result = match bench.elsewhere().and_then(|e| e.lost()) {
         Some((outcome, have)) => CaseResult::ended(case, outcome, Some(have)),
         None => result,
-    }
+    };
+    span.record("outcome", result.outcome.as_str());
+    result
+}
+
+/// For a timeline: a case that is running, here or in a child.
+fn span(case: &Case, backend: &str) -> Span {
+    tracing::info_span!("case", id = case.id, level = %case.level, backend, outcome = Empty)
 }
 
 fn inside(case: &Case, bench: &Bench<'_>) -> CaseResult {
@@ -131,8 +142,8 @@ pub struct ChildProcesses {
 const PATIENCE: usize = 3;
 
 impl Runner for ChildProcesses {
-    fn run(&self, cases: &[Case], _bench: &Bench<'_>, each: &mut dyn FnMut(CaseResult) -> bool) {
-        let groups = groups(cases);
+    fn run(&self, cases: &[Case], bench: &Bench<'_>, each: &mut dyn FnMut(CaseResult) -> bool) {
+        let (groups, backend) = (groups(cases), &*bench.backend.descriptor().name);
         // A channel for each group: results are told in the order of the cases, whichever came first.
         let (senders, receivers): (Vec<_>, Vec<_>) = groups.iter().map(|_| channel()).unzip();
         let (todo, stop) = (Mutex::new(senders.into_iter().zip(groups)), AtomicBool::new(false));
@@ -140,7 +151,7 @@ impl Runner for ChildProcesses {
             loop {
                 let next = todo.lock().unwrap_or_else(PoisonError::into_inner).next();
                 let Some((sender, group)) = next.filter(|_| !stop.load(Ordering::Relaxed)) else { return };
-                self.group(cases, group, &mut |result| {
+                self.group(cases, group, backend, &mut |result| {
                     sender.send(result).is_ok() && !stop.load(Ordering::Relaxed)
                 });
             }
@@ -157,7 +168,13 @@ impl Runner for ChildProcesses {
 
 impl ChildProcesses {
     /// One child after the other, until every case of the group has a result or `each` says false.
-    fn group(&self, cases: &[Case], group: Range<usize>, each: &mut dyn FnMut(CaseResult) -> bool) {
+    fn group(
+        &self,
+        cases: &[Case],
+        group: Range<usize>,
+        backend: &str,
+        each: &mut dyn FnMut(CaseResult) -> bool,
+    ) {
         let (mut next, mut losses) = (group.start, 0);
         while next < group.end {
             if losses == PATIENCE {
@@ -166,7 +183,7 @@ impl ChildProcesses {
                 rest.all(|case| each(CaseResult::ended(case, Outcome::Error, Some(message.clone()))));
                 return;
             }
-            let (end, goes_on) = self.child(cases, next..group.end, each);
+            let (end, goes_on) = self.child(cases, next..group.end, backend, each);
             if !goes_on {
                 return;
             }
@@ -180,6 +197,7 @@ impl ChildProcesses {
         &self,
         cases: &[Case],
         range: Range<usize>,
+        backend: &str,
         each: &mut dyn FnMut(CaseResult) -> bool,
     ) -> (usize, bool) {
         let mut next = range.start;
@@ -202,18 +220,21 @@ impl ChildProcesses {
         }
         let lines = lines_of(&mut child.0);
         let stderr = child.0.stderr.take().map(Stderr::listen);
-        let (mut last, mut begun) = (Instant::now(), false);
+        let (mut last, mut begun, mut running) = (Instant::now(), false, None);
         let (outcome, why) = loop {
             match lines.recv_timeout(Duration::from_millis(50)) {
                 Ok(text) => {
                     last = Instant::now();
                     match parse(&text, &secret) {
-                        Some(Line::Started(i)) => begun = begun || i == next,
+                        Some(Line::Started(i)) if !begun && i == next && next < range.end => {
+                            (begun, running) = (true, Some(span(&cases[next], backend).entered()));
+                        }
                         // Of the case that it is at, and of no other.
                         Some(Line::Ended(result))
                             if begun && next < range.end && is_of(&cases[next], &result) =>
                         {
                             (next, begun) = (next + 1, false);
+                            ended(running.take(), result.outcome);
                             if !each(result) {
                                 return (next, false);
                             }
@@ -241,6 +262,7 @@ impl ChildProcesses {
         if next == range.end {
             return (next, true);
         }
+        ended(running, outcome);
         // A child that closed its stdout and goes on is as lost as one that ended.
         let status = if outcome == Outcome::Crash { child.ended_within(self.time_limit) } else { None };
         drop(child);
@@ -251,6 +273,13 @@ impl ChildProcesses {
         };
         let why = with_stderr(why, stderr);
         (next + 1, each(CaseResult::ended(&cases[next], outcome, Some(why))))
+    }
+}
+
+/// For a timeline: the case is over.
+fn ended(running: Option<EnteredSpan>, outcome: Outcome) {
+    if let Some(span) = running {
+        span.record("outcome", outcome.as_str());
     }
 }
 
@@ -353,7 +382,7 @@ mod tests {
             seen.push(result);
             true
         };
-        assert_eq!(runner.child(&cases, 0..1, &mut { took }), (1, true));
+        assert_eq!(runner.child(&cases, 0..1, "any", &mut { took }), (1, true));
         let result = seen.pop().expect("one result");
         (result.outcome, result.message.unwrap_or_default())
     }

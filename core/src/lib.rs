@@ -19,6 +19,7 @@ mod host;
 mod linear;
 pub mod memory;
 pub mod oracle;
+pub mod pages;
 mod registry;
 pub mod rows;
 mod scale;

@@ -8,6 +8,7 @@ use crate::{
 use serde::Serialize;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
+use tracing::field::Empty;
 
 /// Everything a product needs before it exists: who may compute, under which policy, and who keeps count.
 pub struct Dispatch {
@@ -66,6 +67,18 @@ impl Dispatch {
         threads: &ThreadPool,
     ) -> Result<Q4Linear> {
         let name = spec.name();
+        let span = tracing::debug_span!(
+            "prepare",
+            layer = name,
+            n = spec.n(),
+            k = spec.k,
+            rows = spec.max_m,
+            backend = &*selection.backend.descriptor().name,
+            path = selection.path.as_str(),
+            activations = spec.activations.as_str(),
+            bytes = Empty,
+        );
+        let _in = span.enter();
         w.validate().map_err(|e| e.within(&name))?;
         let rows: Vec<_> = w.segments.iter().map(|s| s.rows).collect();
         let want: Vec<_> = spec.segments.iter().map(|s| s.rows).collect();
@@ -80,6 +93,7 @@ impl Dispatch {
             .prepare(w, spec, selection.path, &mut cx)
             .map_err(|e| e.within(format!("{name}: {}", selection.backend.descriptor().name)))?;
         let info = weight.info();
+        span.record("bytes", info.resident_bytes);
         if info.path != selection.path
             || info.activations != spec.activations
             || info.n != spec.n()

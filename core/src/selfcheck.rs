@@ -70,6 +70,7 @@ impl SelfChecks {
             verdicts.insert(here, Ok(()));
             return Ok(prepared);
         }
+        let _span = tracing::debug_span!("self-check", %kind).entered();
         let start = Instant::now();
         let (prepared, ratio) = staged(prepared, spec.device, |p| check(p, w, spec, threads))?;
         tracing::debug!(%kind, ?ratio, took = ?start.elapsed(), "self-check");

@@ -11,6 +11,7 @@ use crate::runner::Runner;
 use q4_core::memory::{Budget, UnifiedMemory};
 use q4_core::{Code, DType, Device, Dispatch, Error, Q4Linear, Q4Weight, Result, Segment, ThreadPool};
 use std::sync::Arc;
+use tracing::{Span, field::Empty};
 
 /// Sizes of a context.
 #[derive(Clone, Copy, Debug)]
@@ -64,6 +65,9 @@ pub fn load(
     budget: &Budget,
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<Loaded> {
+    let (model, layers) = (checkpoint.name(), plan.layers.len());
+    let span = tracing::info_span!("load", model, layers, device = %options.device, bytes = Empty);
+    let _in = span.enter();
     plan.require(dispatch)?;
     let shape = shape(checkpoint);
     std::thread::scope(|scope| {
@@ -96,7 +100,7 @@ fn weights(
 ) -> Result<(Qwen3<CpuExecutor>, usize)> {
     let device = device_budget(options.device)?;
     let budget = device.as_ref().unwrap_or(budget);
-    let all = plan.products().count();
+    let (all, before) = (plan.products().count(), budget.reserved());
     let mut loader =
         Loader { checkpoint, dispatch, options, threads, budget, workspace: 0, done: 0, all, progress };
     let c = checkpoint.config();
@@ -124,6 +128,7 @@ fn weights(
     };
     let norm = loader.norm(names::FINAL_NORM, c.hidden_size)?;
     let workspace = loader.workspace;
+    Span::current().record("bytes", budget.reserved().saturating_sub(before));
     Ok((Qwen3 { shape, table, blocks, norm, head }, workspace))
 }
 

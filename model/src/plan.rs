@@ -5,6 +5,7 @@ use q4_core::{
     ActGlobal, ActQuant, Activations, Code, DType, Device, Dispatch, Error, LinearSpec, OpSet, Q4Schema,
     Result, Rule, SegmentSpec, Selection, SelectionError,
 };
+use tracing::field::Empty;
 
 /// What `--activations` may ask for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -89,11 +90,14 @@ impl Plan {
     /// Plans every product of `checkpoint`. Layers nobody can serve are part of the plan; see
     /// [`Plan::require`].
     pub fn new(checkpoint: &Checkpoint, dispatch: &Dispatch, options: &PlanOptions) -> Result<Self> {
+        let count = checkpoint.config().num_hidden_layers;
+        let span = tracing::info_span!("plan", model = checkpoint.name(), layers = count, products = Empty);
+        let _in = span.enter();
         let planner = Planner { checkpoint, dispatch, options };
-        let layers = (0..checkpoint.config().num_hidden_layers)
-            .map(|i| planner.layer(i))
-            .collect::<Result<Vec<_>>>()?;
-        Ok(Self { layers, head: planner.head()? })
+        let layers = (0..count).map(|i| planner.layer(i)).collect::<Result<Vec<_>>>()?;
+        let plan = Self { layers, head: planner.head()? };
+        span.record("products", plan.products().count());
+        Ok(plan)
     }
 
     /// Every product, first layer first, the head last.

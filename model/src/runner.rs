@@ -3,6 +3,7 @@ use crate::executor::Logits;
 use crate::sampling::Sampler;
 use crate::watch::{Each, Watch};
 use q4_core::{Code, Error, Result};
+use tracing::span::EnteredSpan;
 
 /// A graph, an executor, a cache and slots of one device: what a [`Runner`] drives.
 pub trait Engine: Send {
@@ -85,6 +86,7 @@ impl Runner {
     /// Runs `ids` behind the accepted tokens, in steps of `chunk`; leaves the logits of the last one.
     /// On an error nothing of `ids` is accepted.
     pub fn accept(&mut self, ids: &[u32]) -> Result<()> {
+        let _span = self.prefill(ids);
         self.settle()?;
         self.room_for(ids.len())?;
         self.prefilled += ids.len();
@@ -104,6 +106,7 @@ impl Runner {
     /// Whether they are finite is looked at by the next call that needs them, and by
     /// [`settle`](Self::settle). Allocates nothing.
     pub fn decode(&mut self, id: u32) -> Result<()> {
+        let _span = tracing::debug_span!("decode", position = self.tokens.len()).entered();
         self.settle()?;
         self.room_for(1)?;
         self.engine.step(&[id], Logits::Last)?;
@@ -132,6 +135,7 @@ impl Runner {
 
     /// The most likely next token; the lowest id of several. On a device nothing but the id leaves it.
     pub fn greedy(&mut self) -> Result<u32> {
+        let _span = tracing::debug_span!("sample", position = self.tokens.len()).entered();
         let id = self.engine.greedy();
         self.settle()?;
         id
@@ -140,6 +144,7 @@ impl Runner {
     /// The next token by `sampler`, whose penalty applies to all accepted tokens. On a device nothing but the
     /// id leaves it, unless tokens are penalised at temperature 0.
     pub fn sample(&mut self, sampler: &mut Sampler) -> Result<u32> {
+        let _span = tracing::debug_span!("sample", position = self.tokens.len()).entered();
         let id = self.engine.sample(sampler, &self.tokens);
         self.settle()?; // says more than the sampler about logits it refuses
         id
@@ -148,6 +153,7 @@ impl Runner {
     /// Runs `ids` and hands the logits of every position to `sink`, `[rows, vocab]` a step. The engine must
     /// have been made with as many logit rows as steps have rows.
     pub fn accept_all(&mut self, ids: &[u32], sink: &mut dyn FnMut(&[f32])) -> Result<()> {
+        let _span = self.prefill(ids);
         self.settle()?;
         self.room_for(ids.len())?;
         for step in ids.chunks(self.chunk) {
@@ -160,6 +166,7 @@ impl Runner {
     /// Runs `ids` as [`accept_all`](Self::accept_all) does and hands every value of every step to `each`, who
     /// alone looks whether they are finite.
     pub fn accept_watched(&mut self, ids: &[u32], each: Each) -> Result<()> {
+        let _span = self.prefill(ids);
         self.settle()?;
         self.room_for(ids.len())?;
         self.engine.watch(Watch::Each(each));
@@ -177,6 +184,11 @@ impl Runner {
         self.unchecked &= len >= self.tokens.len();
         self.tokens.truncate(len);
         self.engine.truncate(len);
+    }
+
+    fn prefill(&self, ids: &[u32]) -> EnteredSpan {
+        let (position, rows) = (self.tokens.len(), self.chunk);
+        tracing::info_span!("prefill", tokens = ids.len(), position, rows).entered()
     }
 
     fn room_for(&self, rows: usize) -> Result<()> {

@@ -50,8 +50,11 @@ impl Cache {
     pub fn of_user() -> Self {
         let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|p| p.is_absolute());
         let own = absolute("Q4_CUBIN_CACHE").or_else(|| {
-            let base = absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")));
-            Some(base?.join("q4").join("cubin"))
+            let of_user = || match cfg!(windows) {
+                true => absolute("LOCALAPPDATA"),
+                false => absolute("HOME").map(|h| h.join(".cache")),
+            };
+            Some(absolute("XDG_CACHE_HOME").or_else(of_user)?.join("q4").join("cubin"))
         });
         let named = std::env::var_os("Q4_CUBINS").unwrap_or_default();
         let mut prebuilt: Vec<_> = std::env::split_paths(&named).filter(|p| p.is_absolute()).collect();

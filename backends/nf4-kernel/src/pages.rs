@@ -2,12 +2,10 @@
 //! written before the packing itself writes it, so its threads share the cost of the first touch.
 use bytemuck::Pod;
 use memmap2::{MmapMut, MmapOptions};
+use q4_core::pages::{HUGE_PAGE, advise_huge};
 use q4_core::{Code, Error, Result};
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
-
-/// A page of the size that makes a difference to a stream of weights.
-const HUGE: usize = 2 << 20;
 
 /// A zeroed slice.
 pub(crate) struct Pages<T> {
@@ -24,14 +22,12 @@ impl<T: Pod> Pages<T> {
             Error::new(Code::OutOfMemory, "packed NF4 weight").need(format!("{len} lines")).have(have)
         };
         let bytes = len.checked_mul(size_of::<T>()).ok_or_else(|| no_memory("an overflow".into()))?;
-        let slack = if bytes >= HUGE { HUGE } else { 0 };
+        let slack = if bytes >= HUGE_PAGE { HUGE_PAGE } else { 0 };
         let map = MmapOptions::new().len(bytes.saturating_add(slack)).map_anon();
         let map = map.map_err(|e| no_memory(e.to_string()))?;
-        let start = if slack > 0 { map.as_ptr().align_offset(HUGE) } else { 0 };
-        #[cfg(target_os = "linux")]
+        let start = if slack > 0 { map.as_ptr().align_offset(HUGE_PAGE) } else { 0 };
         if slack > 0 {
-            // A refusal costs speed only.
-            let _ = map.advise_range(memmap2::Advice::HugePage, start, bytes - bytes % HUGE);
+            advise_huge(map.as_ptr().addr() + start, bytes);
         }
         Ok(Self { map, start, bytes, _items: PhantomData })
     }
@@ -57,7 +53,7 @@ mod tests {
 
     #[test]
     fn pages_of_any_size_are_zeroed_and_writable() -> Result<()> {
-        for len in [1, 7, HUGE / 64 - 1, HUGE / 64, HUGE / 64 + 1] {
+        for len in [1, 7, HUGE_PAGE / 64 - 1, HUGE_PAGE / 64, HUGE_PAGE / 64 + 1] {
             let mut pages = Pages::<Line<u32>>::zeroed(len)?;
             assert!(pages.len() == len && pages.iter().all(|l| l.0 == [0; 16]), "{len}");
             pages[len - 1].0[15] = 7;

@@ -2,15 +2,17 @@
 use super::Cli;
 use crate::mistakes;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
-use clap::{Command, CommandFactory, Parser};
+use clap::{Arg, ArgAction, Command, CommandFactory, Parser};
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 
 /// What `line`, whose verb comes first, asks for.
 ///
 /// # Errors
-/// clap's, whose tip says how q4 spells what other programs spell otherwise.
+/// clap's, whose tip says how q4 spells what other programs spell otherwise; and one of ours for an option that
+/// is given two values.
 pub fn parse(line: Vec<OsString>) -> Result<Cli, clap::Error> {
-    Cli::try_parse_from(line).map_err(|mut e| {
+    Cli::try_parse_from(each_once(line)?).map_err(|mut e| {
         let said = |kind| match e.get(kind) {
             Some(ContextValue::String(word)) => Some(word.clone()),
             _ => None,
@@ -73,6 +75,67 @@ fn words_of(command: &Command, token: &str) -> Option<usize> {
     Some(if option.get_action().takes_values() && value.is_none() { 2 } else { 1 })
 }
 
+/// A global option that is said twice, before the verb and behind it for instance, is said once; where its values
+/// differ, nobody knows which is meant. Of options that add up every one counts.
+fn each_once(line: Vec<OsString>) -> Result<Vec<OsString>, clap::Error> {
+    let mut root = Cli::command();
+    root.build(); // verbs get the global options
+    let mut command = &root;
+    let mut said: BTreeMap<String, OsString> = BTreeMap::new();
+    let (mut kept, mut words) = (Vec::with_capacity(line.len()), line.iter());
+    kept.extend(words.next().cloned());
+    while let Some(word) = words.next() {
+        kept.push(word.clone());
+        let bytes = word.as_encoded_bytes();
+        if bytes == b"--" {
+            break;
+        }
+        let text = word.to_string_lossy();
+        if !text.starts_with('-') || text == "-" {
+            command = command.find_subcommand(&*text).unwrap_or(command);
+            continue;
+        }
+        let (name, given) = match text.split_once('=') {
+            Some((name, _)) if text.starts_with("--") => (name, Some(&bytes[name.len() + 1..])),
+            _ => (&*text, None),
+        };
+        // What nobody knows is for clap to refuse, as the line was typed.
+        let Some(option) = option(command, name) else { return Ok(line) };
+        let (takes_value, is_whole) =
+            (option.get_action().takes_values(), name.starts_with("--") || name.len() == 2);
+        let is_apart = takes_value && given.is_none() && is_whole;
+        let next = if is_apart { words.next() } else { None };
+        kept.extend(next.cloned());
+        let is_one = matches!(option.get_action(), ArgAction::Set | ArgAction::SetTrue);
+        if !option.is_global_set() || !is_one || !is_whole {
+            continue;
+        }
+        let value = next
+            .cloned()
+            .unwrap_or_else(|| String::from_utf8_lossy(given.unwrap_or_default()).into_owned().into());
+        match said.insert(option.get_id().to_string(), value.clone()) {
+            None => {}
+            Some(before) if before == value => kept.truncate(kept.len() - 1 - usize::from(next.is_some())),
+            Some(before) => {
+                let (long, before) = (option.get_long().unwrap_or_default(), before.display());
+                let what = format!("'--{long}' is given twice, as '{before}' and as '{}'", value.display());
+                return Err(Cli::command().error(ErrorKind::ArgumentConflict, what));
+            }
+        }
+    }
+    kept.extend(words.cloned());
+    Ok(kept)
+}
+
+/// The option that a word names: a long one, or a short one, whose value may stand in the same word.
+fn option<'a>(command: &'a Command, name: &str) -> Option<&'a Arg> {
+    let short = |word: &str| word.chars().next();
+    command.get_arguments().find(|a| match name.strip_prefix("--") {
+        Some(long) => a.get_long() == Some(long),
+        None => a.get_short().is_some() && a.get_short() == short(&name[1..]),
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -100,6 +163,34 @@ mod tests {
         assert_eq!(cli.global.compute, Compute::KernelOnly);
         let Verb::Explain(args) = cli.verb else { panic!("another verb") };
         assert_eq!(args.model.model, PathBuf::from("m"));
+    }
+
+    #[test]
+    fn what_is_said_twice_is_said_once_or_refused() {
+        let cli = parse(
+            "q4 --json --threads 2 --compute=auto generate -p x --compute auto --json --threads=2 -q -q",
+        );
+        assert!(cli.global.json && cli.global.quiet && cli.global.threads == Some(2));
+        let Verb::Generate(args) = cli.verb else { panic!("another verb") };
+        assert_eq!(args.prompt.as_deref(), Some("x"));
+        // Every one of these counts, and values are no options.
+        assert_eq!(parse("q4 -v explain -v").global.verbose, 2);
+        assert_eq!(parse("q4 --plugin a explain --plugin b --plugin a").global.plugin.len(), 3);
+        assert_eq!(parse("q4 --trace-out x inspect -- x").global.trace_out, Some("x".into()));
+        let refused = |line: &str| super::parse(verb_first(words(line))).expect_err(line).to_string();
+        for (line, says) in [
+            (
+                "q4 --compute auto explain --compute kernel-only",
+                "'--compute' is given twice, as 'auto' and as 'kernel-only'",
+            ),
+            ("q4 explain --threads=1 --threads 2", "'--threads' is given twice, as '1' and as '2'"),
+            ("q4 --nvfp4-lib a plugin new --nvfp4-lib b", "'--nvfp4-lib' is given twice, as 'a' and as 'b'"),
+            // An option of one verb is clap's business.
+            ("q4 generate --seed 1 --seed 1", "'--seed <N>' cannot be used multiple times"),
+            ("q4 -q explain -v", "cannot be used with"),
+        ] {
+            assert!(refused(line).contains(says), "{line}: {}", refused(line));
+        }
     }
 
     #[test]

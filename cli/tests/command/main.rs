@@ -14,9 +14,13 @@ macro_rules! absent {
 
 #[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
 mod attack;
+#[cfg(unix)]
+mod cli_md;
 mod convert;
 mod crafted;
 mod demo;
+#[cfg(unix)]
+mod documented;
 mod exit;
 mod isolate;
 mod judge;
@@ -28,8 +32,10 @@ mod output;
 mod plugin;
 mod predict;
 mod quantize;
+mod schemas;
 mod selfcheck;
 mod signals;
+mod timeline;
 mod tiny;
 mod trace;
 mod vendor;

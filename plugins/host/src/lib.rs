@@ -20,6 +20,7 @@ mod descriptor;
 #[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
 mod elf;
 mod file;
+mod isolation;
 mod library;
 mod maps;
 #[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
@@ -28,6 +29,9 @@ mod needs;
 #[path = "needs_unknown.rs"]
 mod needs;
 #[cfg(target_os = "linux")]
+pub mod remote;
+#[cfg(not(target_os = "linux"))]
+#[path = "remote_unknown.rs"]
 pub mod remote;
 mod rounding;
 mod table;
@@ -192,7 +196,7 @@ impl Loader {
         let Some(descriptor) = library::describe(&opened, self.door, &mut refusal.name)? else {
             let need =
                 "a system whose libraries say who they are before they run: Linux on x86-64 or aarch64";
-            return Err(one(RejectCode::NotCompiledIn, need, "this one"));
+            return Err(one(RejectCode::NotCompiledIn, need, this_system()));
         };
         let needs = needs::of(&opened)?;
         Ok(Examined { descriptor, opened, needs, given: path.to_owned(), loader: self.clone() })
@@ -298,6 +302,11 @@ pub fn load(path: &Path) -> Result<Loaded, Refusal> {
 /// [`Loader::load_dir`] with what is usual.
 pub fn load_dir(folder: &Path) -> Result<Vec<Result<Loaded, Refusal>>, Error> {
     Loader::default().load_dir(folder)
+}
+
+/// This system, for people.
+fn this_system() -> String {
+    format!("{} on {}", std::env::consts::OS, std::env::consts::ARCH)
 }
 
 /// One reason, in a list.

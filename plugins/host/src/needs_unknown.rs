@@ -32,6 +32,11 @@ impl LinkMap {
     }
 
     /// Never asked.
+    pub fn has(&self, _: &Need) -> bool {
+        false
+    }
+
+    /// Never asked.
     pub fn is_expected(&self, _: &Self, _: &[PathBuf], _: &[Need]) -> Result<(), Reject> {
         Ok(())
     }

@@ -1,12 +1,11 @@
 //! Memory of packed weights. A context packs them side by side on huge pages: a product of a small model is
 //! smaller than one such page, and page walks would be a tenth of its time.
 use crate::call::{Fail, Outcome};
+use q4_core::pages::{HUGE_PAGE, advise_huge};
 use std::alloc::{Layout, alloc, dealloc};
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A page of the size that makes a difference to a stream of weights.
-const HUGE_PAGE: usize = 2 << 20;
 /// What is reserved at once; pages that no weight reaches are never touched.
 const CHUNK: usize = 16 * HUGE_PAGE;
 /// A cache line.
@@ -91,7 +90,7 @@ impl Chunk {
         // SAFETY: the size is not zero.
         let at = NonNull::new(unsafe { alloc(layout) }).ok_or_else(|| Fail::no_memory(bytes))?;
         if align == HUGE_PAGE {
-            advise_huge_pages(at.as_ptr(), bytes - bytes % HUGE_PAGE);
+            advise_huge(at.as_ptr().addr(), bytes);
         }
         Ok(Self { at, layout })
     }
@@ -103,19 +102,6 @@ impl Drop for Chunk {
         unsafe { dealloc(self.at.as_ptr(), self.layout) };
     }
 }
-
-#[cfg(target_os = "linux")]
-fn advise_huge_pages(at: *mut u8, bytes: usize) {
-    use std::ffi::{c_int, c_void};
-    const MADV_HUGEPAGE: c_int = 14;
-    unsafe extern "C" {
-        fn madvise(addr: *mut c_void, length: usize, advice: c_int) -> c_int;
-    }
-    // SAFETY: whole pages of our own allocation. A refusal costs speed only, so it is not an error.
-    unsafe { madvise(at.cast(), bytes, MADV_HUGEPAGE) };
-}
-#[cfg(not(target_os = "linux"))]
-fn advise_huge_pages(_: *mut u8, _: usize) {}
 
 #[cfg(test)]
 mod tests {

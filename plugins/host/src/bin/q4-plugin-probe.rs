@@ -3,7 +3,6 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    #[cfg(target_os = "linux")]
     if std::env::args_os().nth(1).is_some_and(|a| a == q4_plugin_host::remote::VERB) {
         return q4_plugin_host::remote::serve_main();
     }

@@ -1,10 +1,10 @@
 //! This process's side: the backend.
-use super::VERB;
-use super::link::{Broken, Channel, Link, Loss, lock};
+use super::link::{Broken, Channel, Link, lock};
 use super::port::Port;
 use super::process::Process;
 use super::weight::{Held, RemoteWeight, lay_out};
 use super::wire::ask;
+use super::{Isolation, Loss, VERB};
 use crate::backend::agreed;
 use crate::{Examined, Refusal, one};
 use q4_core::conduct::Facts;
@@ -15,31 +15,13 @@ use q4_core::{
 use q4_plugin_abi::Q4PreparedInfo;
 use q4_plugin_sdk::lend::{LentSpec, LentWeight};
 use q4_plugin_sdk::message;
-use std::ffi::OsString;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
-use std::time::Duration;
 
 /// Calls that run at once; others wait for one of them.
 const CHANNELS: usize = 8;
-
-/// How a library gets a process of its own.
-#[derive(Clone, Debug)]
-pub struct Isolation {
-    /// An executable that calls [`serve_main`](super::serve_main) when its first argument is [`VERB`], and
-    /// words before that.
-    pub program: PathBuf,
-    /// Those words.
-    pub args: Vec<OsString>,
-    /// Longest time of one call.
-    pub limit: Duration,
-    /// Operands lie against pages that nobody may touch, outputs are poisoned, and what is around them is
-    /// compared: for a suite. Else calls are as fast as they can be.
-    pub is_judged: bool,
-}
 
 /// A library in another process.
 pub struct Remote {

@@ -1,5 +1,6 @@
 //! What crosses: questions and their answers, each on a channel of its own, and how a process that does not
 //! answer is lost.
+use super::Loss;
 use super::memory::{ALIGN, Shared, page};
 use super::port::Port;
 use super::process::Process;
@@ -18,15 +19,6 @@ use std::time::Duration;
 
 /// How long a process may take to end after it was told to.
 const PARTING: Duration = Duration::from_secs(2);
-
-/// How a process that serves a library was lost.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Loss {
-    /// It did not answer in time and was killed.
-    pub is_hang: bool,
-    /// What became of it: `the process ended: signal: 11 (SIGSEGV)`.
-    pub have: String,
-}
 
 /// All that calls share.
 pub(super) struct Link {

@@ -34,12 +34,9 @@ mod server;
 mod weight;
 mod wire;
 
-pub use client::{Isolation, Remote};
-pub use link::Loss;
+pub use crate::isolation::{Isolation, Loss, VERB};
+pub use client::Remote;
 pub use server::serve_main;
-
-/// First argument of the process that serves a library.
-pub const VERB: &str = "isolated";
 
 /// Keeps other processes of this user away from this one's memory and files, those that it starts included: a
 /// library that is judged may run as the same user.
