@@ -17,12 +17,14 @@ mod diagnose;
 mod eval;
 mod explain;
 mod generate;
+mod hub;
 mod input;
 mod inspect;
 mod logits;
 mod man;
 mod mistakes;
 mod plugins;
+mod prompt;
 mod quantize;
 mod report;
 mod roofline;
@@ -31,6 +33,7 @@ mod session;
 mod signals;
 mod supervise;
 mod text;
+mod tokenize;
 mod trace;
 mod train;
 mod verify;
@@ -134,6 +137,7 @@ fn run(global: GlobalArgs, verb: &Verb) -> Result<Outcome> {
         Verb::Eval(args) => eval::run(&cx, args),
         Verb::Compare(args) => compare::run(&cx, args),
         Verb::Logits(args) => logits::run(&cx, args),
+        Verb::Tokenize(args) => tokenize::run(&cx, args),
         Verb::Trace(args) => trace::run(&cx, args),
         Verb::Bench(args) => bench::run(&cx, args),
         Verb::Conformance(args) => conformance::run(&cx, args),

@@ -1,16 +1,32 @@
 //! `tojson` as transformers defines it: Python's `json.dumps` without ASCII escapes.
 //!
 //! Models were trained on `", "` and `": "`; a compact JSON is another prompt.
-use super::guard;
+use super::{guard, numbers};
 use minijinja::{Error, ErrorKind, Value, value::ValueKind};
 use std::fmt::Write;
 
 /// Nesting of values that can be written.
 const DEPTH: usize = 64;
 
-/// `value` as JSON, in one line or indented by `indent` blanks a level.
-pub(super) fn dumps(value: &Value, indent: Option<usize>) -> Result<String, Error> {
-    let mut writer = Writer { text: String::new(), indent, charged: 0 };
+/// What `json.dumps` can be told.
+#[derive(Default)]
+pub(super) struct Form {
+    /// Blanks a level; without, all stands in one line.
+    pub(super) indent: Option<usize>,
+    /// Everything beyond ASCII is escaped.
+    pub(super) ascii: bool,
+    /// Keys in their order.
+    pub(super) sorted: bool,
+    /// Between items, and between a key and its value.
+    pub(super) separators: Option<(String, String)>,
+}
+
+/// `value` as JSON.
+pub(super) fn dumps(value: &Value, form: Form) -> Result<String, Error> {
+    let item = if form.indent.is_some() { "," } else { ", " };
+    let (item, key) = form.separators.unwrap_or_else(|| (item.to_owned(), ": ".to_owned()));
+    let Form { indent, ascii, sorted, .. } = form;
+    let mut writer = Writer { text: String::new(), indent, ascii, sorted, item, key, charged: 0 };
     writer.value(value, 0)?;
     guard::charge(writer.text.len() - writer.charged)?;
     Ok(writer.text)
@@ -19,6 +35,10 @@ pub(super) fn dumps(value: &Value, indent: Option<usize>) -> Result<String, Erro
 struct Writer {
     text: String,
     indent: Option<usize>,
+    ascii: bool,
+    sorted: bool,
+    item: String,
+    key: String,
     charged: usize,
 }
 
@@ -44,10 +64,16 @@ impl Writer {
                     let item = value.get_item(&key)?;
                     Ok((Some(key), item))
                 });
-                let pairs: Vec<_> = pairs.collect::<Result<_, Error>>()?;
+                let mut pairs: Vec<(Option<Value>, Value)> = pairs.collect::<Result<_, Error>>()?;
+                if self.sorted {
+                    pairs.sort_by(|a, b| a.0.cmp(&b.0));
+                }
                 self.container(('{', '}'), pairs.into_iter(), depth)?;
             }
-            kind => return Err(fail(&format!("{kind} cannot be written as JSON"))),
+            kind => match numbers::digits(value) {
+                Some(digits) => self.text += digits,
+                None => return Err(fail(&format!("{kind} cannot be written as JSON"))),
+            },
         }
         Ok(())
     }
@@ -62,17 +88,15 @@ impl Writer {
         let mut empty = true;
         for (key, item) in items {
             if !empty {
-                self.text.push(',');
+                self.text.push_str(&self.item);
             }
-            match self.indent {
-                Some(_) => self.new_line(depth + 1),
-                None if !empty => self.text.push(' '),
-                None => {}
+            if self.indent.is_some() {
+                self.new_line(depth + 1);
             }
             empty = false;
             if let Some(key) = key {
                 self.key(&key)?;
-                self.text += ": ";
+                self.text.push_str(&self.key);
             }
             self.value(&item, depth + 1)?;
         }
@@ -123,6 +147,11 @@ impl Writer {
                 '\u{8}' => self.text += "\\b",
                 '\u{c}' => self.text += "\\f",
                 c if c < ' ' => self.text += &format!("\\u{:04x}", c as u32),
+                c if self.ascii && !c.is_ascii() => {
+                    for unit in c.encode_utf16(&mut [0; 2]) {
+                        self.text += &format!("\\u{unit:04x}");
+                    }
+                }
                 c => self.text.push(c),
             }
         }
@@ -162,7 +191,7 @@ mod tests {
     fn text(json: &str, indent: Option<usize>) -> String {
         guard::start();
         let value: serde_json::Value = serde_json::from_str(json).expect("json");
-        dumps(&Value::from(minijinja::value::Serde(value)), indent).expect("written")
+        dumps(&Value::from(minijinja::value::Serde(value)), Form { indent, ..Form::default() }).expect("written")
     }
 
     #[test]

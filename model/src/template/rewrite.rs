@@ -145,6 +145,7 @@ impl Rewriter {
                 let filter = match e.op {
                     BinOpKind::Add => Some(guard::ADD),
                     BinOpKind::Mul => Some(guard::MUL),
+                    BinOpKind::Rem => Some(guard::REM),
                     BinOpKind::Concat => Some(guard::CONCAT),
                     _ => None,
                 };
