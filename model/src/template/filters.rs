@@ -13,6 +13,15 @@ use minijinja::{
 /// Filters of the engine that Jinja gives the text of whatever they are called on.
 const OF_TEXT: [&str; 5] = ["capitalize", "lower", "title", "trim", "upper"];
 
+/// Filters of the engine that take by name what Jinja takes by place too.
+const IN_ORDER: [(&str, &[&str]); 5] = [
+    ("dictsort", &["case_sensitive", "by", "reverse"]),
+    ("max", &["case_sensitive", "attribute"]),
+    ("min", &["case_sensitive", "attribute"]),
+    ("sort", &["reverse", "case_sensitive", "attribute"]),
+    ("unique", &["case_sensitive", "attribute"]),
+];
+
 /// Adds them.
 pub(super) fn add_to(env: &mut Environment<'static>) {
     for name in OF_TEXT {
@@ -22,6 +31,20 @@ pub(super) fn add_to(env: &mut Environment<'static>) {
             original().empty_state().apply_filter(name, &args)
         });
     }
+    for (name, options) in IN_ORDER {
+        env.add_filter(name, move |args: Rest<ValueOrKwargs>| in_order(name, options, &args.into_values()));
+    }
+    for name in ["abs", "round"] {
+        env.add_filter(name, move |value: Value, rest: Rest<ValueOrKwargs>| {
+            let value = match value.kind() {
+                ValueKind::Bool => Value::from(i64::from(value.is_true())),
+                _ => value,
+            };
+            original().empty_state().apply_filter(name, &[vec![value], rest.into_values()].concat())
+        });
+    }
+    env.add_filter("reverse", reverse);
+    env.add_filter("last", last);
     for name in ["e", "escape", "forceescape"] {
         env.add_filter(name, move |value: Value| escaped(&value, name == "forceescape"));
     }
@@ -44,6 +67,44 @@ pub(super) fn add_to(env: &mut Environment<'static>) {
     env.add_filter("wordcount", wordcount);
     env.add_filter("truncate", truncate);
     env.add_filter("format", format);
+}
+
+fn in_order(name: &str, options: &[&str], args: &[Value]) -> Result<Value, Error> {
+    charge_arguments(args)?;
+    let (given, named): (&[Value], Kwargs) = minijinja::value::from_args(args)?;
+    let Some((value, given)) = given.split_first() else { return Err(fail(format!("{name}: of what?"))) };
+    if given.len() > options.len() {
+        return Err(fail(format!("{name}: at most {} arguments", options.len())));
+    }
+    let mut all: Vec<(String, Value)> =
+        options.iter().zip(given).map(|(option, value)| ((*option).to_owned(), value.clone())).collect();
+    for option in named.args() {
+        all.push((option.to_owned(), named.get(option)?));
+    }
+    // Of several largest the first is meant; the engine takes the last.
+    let value = match name {
+        "max" => value.try_iter()?.collect::<Vec<_>>().into_iter().rev().collect(),
+        _ => value.clone(),
+    };
+    let named: Value = Kwargs::from_iter(all).into();
+    original().empty_state().apply_filter(name, &[value, named])
+}
+
+fn reverse(value: Value) -> Result<Value, Error> {
+    charge_arguments(std::slice::from_ref(&value))?;
+    if value.kind() == ValueKind::Map {
+        return Ok(value.try_iter()?.collect::<Vec<_>>().into_iter().rev().collect());
+    }
+    original().empty_state().apply_filter("reverse", &[value])
+}
+
+fn last(value: Value) -> Result<Value, Error> {
+    charge_arguments(std::slice::from_ref(&value))?;
+    match value.kind() {
+        ValueKind::Undefined => Ok(value),
+        ValueKind::Map => Ok(value.try_iter()?.last().unwrap_or(Value::UNDEFINED)),
+        _ => original().empty_state().apply_filter("last", &[value]),
+    }
 }
 
 /// `length` of Jinja: what is undefined has none, `none` cannot be asked.
@@ -255,9 +316,16 @@ fn truncate(value: Value, length: Option<usize>, kill: Option<bool>, named: Kwar
     let end = named.get::<Option<String>>("end")?.unwrap_or_else(|| "...".to_owned());
     let leeway = named.get::<Option<usize>>("leeway")?.unwrap_or(5);
     named.assert_all_used()?;
-    let text = text_of(&value)?;
+    // What is no text is left alone while it is short, and cannot be cut.
+    let Some(text) = value.as_str() else {
+        return match value.len() {
+            Some(n) if n <= length.saturating_add(leeway) => Ok(value),
+            None if value.is_undefined() => Ok(value),
+            _ => Err(fail(format!("truncate: need a text; have {}", value.kind()))),
+        };
+    };
     if text.chars().count() <= length.saturating_add(leeway) {
-        return Ok(Value::from(text));
+        return Ok(value);
     }
     let room = length.checked_sub(end.chars().count());
     let room = room.ok_or_else(|| fail("truncate: the length must have room for the end"))?;

@@ -44,7 +44,7 @@ pub(super) fn formatted(text: &str, given: &Value) -> Result<Value, Error> {
     }
     charge(rest.len())?;
     out.push_str(rest);
-    let by_key = matches!(given.kind(), ValueKind::Map | ValueKind::Seq) && !is_tuple;
+    let by_key = matches!(given.kind(), ValueKind::Map | ValueKind::Seq | ValueKind::Undefined) && !is_tuple;
     if !named && !by_key && arguments.next().is_some() {
         return Err(fail("not all arguments are converted"));
     }

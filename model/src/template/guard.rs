@@ -17,6 +17,7 @@ use std::{
 pub(super) const ADD: &str = "q4_add";
 pub(super) const MUL: &str = "q4_mul";
 pub(super) const REM: &str = "q4_rem";
+pub(super) const ORDERED: &str = "q4_ordered";
 pub(super) const CONCAT: &str = "q4_concat";
 pub(super) const MADE: &str = "q4_made";
 pub(super) const KEPT: &str = "q4_kept";
@@ -35,28 +36,9 @@ const DEPTH: usize = 64;
 const TIME: Duration = Duration::from_secs(5);
 
 /// Builtin filters that need nothing from the environment.
-const FILTERS: [&str; 18] = [
-    "abs",
-    "attr",
-    "bool",
-    "d",
-    "default",
-    "dictsort",
-    "groupby",
-    "last",
-    "lines",
-    "list",
-    "max",
-    "min",
-    "reverse",
-    "round",
-    "safe",
-    "sort",
-    "split",
-    "unique",
-];
+const FILTERS: [&str; 8] = ["attr", "d", "default", "groupby", "lines", "list", "safe", "split"];
 /// Builtin filters that chat templates do not need and that make large values from small ones.
-const REMOVED: [&str; 4] = ["chain", "pprint", "urlencode", "zip"];
+const REMOVED: [&str; 5] = ["bool", "chain", "pprint", "urlencode", "zip"];
 /// Builtin tests that look at whole values.
 const TESTS: [&str; 19] = [
     "eq",
@@ -154,6 +136,7 @@ fn guarded_environment() -> Environment<'static> {
     env.add_filter(ADD, operators::add);
     env.add_filter(MUL, operators::mul);
     env.add_filter(REM, operators::rem);
+    env.add_filter(ORDERED, operators::ordered);
     env.add_filter(CONCAT, operators::concat);
     env.add_filter(MADE, made);
     env.add_filter(KEPT, kept);
@@ -163,7 +146,14 @@ fn guarded_environment() -> Environment<'static> {
     env.add_test("sequence", |v: Value| {
         matches!(v.kind(), ValueKind::Undefined | ValueKind::String | ValueKind::Seq | ValueKind::Map)
     });
-    env.add_test("callable", |v: Value| v.kind() == ValueKind::Plain && v.as_object().is_some());
+    env.add_test("callable", |v: Value| {
+        v.is_undefined() || v.kind() == ValueKind::Plain && v.as_object().is_some()
+    });
+    for name in ["lower", "upper"] {
+        env.add_test(name, move |v: Value| {
+            original().empty_state().perform_test(name, &[Value::from(text_of(&v)?)])
+        });
+    }
     env.add_function("raise_exception", |message: String| Err::<Value, _>(fail(message)));
     env.add_function("strftime_now", |format: &str| {
         clock::now(format).map_err(|c| fail(format!("strftime_now does not know %{c}")))

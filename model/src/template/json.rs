@@ -171,13 +171,27 @@ pub(super) fn float(x: f64) -> String {
         }
         .to_owned();
     }
+    // Both are the shortest that is read back as x. Of two as near, Python takes the even one.
+    let shortest = format!("{x:e}");
+    let places = shortest.bytes().take_while(|b| *b != b'e').filter(u8::is_ascii_digit).count() - 1;
+    let even = format!("{x:.places$e}");
+    let text = if even.parse() == Ok(x) { even } else { shortest };
+    let (mantissa, exponent) = text.split_once('e').unwrap_or((&text, "0"));
+    let exponent: i32 = exponent.parse().unwrap_or(0);
     if x != 0.0 && !(1e-4..1e16).contains(&x.abs()) {
-        let text = format!("{x:e}");
-        let (digits, exponent) = text.split_once('e').unwrap_or((&text, "0"));
-        let (sign, size) = exponent.strip_prefix('-').map_or(('+', exponent), |size| ('-', size));
-        return format!("{digits}e{sign}{size:0>2}");
+        let sign = if exponent < 0 { '-' } else { '+' };
+        return format!("{mantissa}e{sign}{:02}", exponent.abs());
     }
-    format!("{x:?}")
+    let (sign, mantissa) = mantissa.strip_prefix('-').map_or(("", mantissa), |rest| ("-", rest));
+    let digits = mantissa.replace('.', "");
+    let Ok(before) = usize::try_from(exponent + 1) else {
+        return format!("{sign}0.{}{digits}", "0".repeat(exponent.unsigned_abs() as usize - 1));
+    };
+    match before {
+        0 => format!("{sign}0.{digits}"),
+        n if n < digits.len() => format!("{sign}{}.{}", &digits[..n], &digits[n..]),
+        n => format!("{sign}{digits}{}.0", "0".repeat(n - digits.len())),
+    }
 }
 
 fn fail(what: &str) -> Error {
@@ -218,6 +232,15 @@ mod tests {
             (-2.5e300, "-2.5e+300"),
             (0.1, "0.1"),
             (-0.0, "-0.0"),
+            (0.0, "0.0"),
+            (0.5, "0.5"),
+            (-0.012, "-0.012"),
+            (123.0, "123.0"),
+            (5e-324, "5e-324"),
+            (1.797_693_134_862_315_7e308, "1.7976931348623157e+308"),
+            // Exactly between two of as many digits.
+            (818_239_964_236_934.25, "818239964236934.2"),
+            (32_616_687_551_106.062_5, "32616687551106.062"),
         ] {
             assert_eq!(float(x), s);
         }

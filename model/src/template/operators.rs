@@ -20,7 +20,12 @@ pub(super) fn add(left: Value, right: Value) -> Result<Value, Error> {
         if weigh(&left)? + weigh(&right)? > WEIGHT {
             return Err(fail("a value of the template is larger than 32 MiB"));
         }
-        return Ok(left.try_iter()?.chain(right.try_iter()?).collect());
+        let items = left.try_iter()?.chain(right.try_iter()?);
+        return match (left.is_tuple(), right.is_tuple()) {
+            (false, false) => Ok(items.collect()),
+            (true, true) => Ok(Value::from(Tuple::from(items.collect::<Vec<_>>()))),
+            _ => Err(fail("+ does not work between a list and a tuple")),
+        };
     }
     arithmetic(&left, &right, "+", i128::checked_add, |a, b| a + b)
 }
@@ -33,7 +38,10 @@ pub(super) fn mul(left: Value, right: Value) -> Result<Value, Error> {
         (false, true) => (&right, &left),
         _ => return arithmetic(&left, &right, "*", i128::checked_mul, |a, b| a * b),
     };
-    let times = times.as_i64().filter(|_| times.is_integer());
+    let times = match times.kind() {
+        ValueKind::Bool => Some(i64::from(times.is_true())),
+        _ => times.as_i64().filter(|_| times.is_integer()),
+    };
     let times = times.ok_or_else(|| fail("a text or list can only be multiplied by a whole number"))?;
     let times = usize::try_from(times).unwrap_or(0);
     charge(size(what).saturating_mul(times))?;
@@ -44,7 +52,8 @@ pub(super) fn mul(left: Value, right: Value) -> Result<Value, Error> {
         return Err(fail("a value of the template is larger than 32 MiB"));
     }
     let items: Vec<Value> = what.try_iter()?.collect();
-    Ok(std::iter::repeat_n(items, times).flatten().collect())
+    let items = std::iter::repeat_n(items, times).flatten();
+    Ok(if what.is_tuple() { Value::from(Tuple::from(items.collect::<Vec<_>>())) } else { items.collect() })
 }
 
 pub(super) fn is_list(value: &Value) -> bool {
@@ -68,7 +77,11 @@ fn arithmetic(
         let result = result.ok_or_else(|| fail("a number of the template is too large"))?;
         return Ok(i64::try_from(result).map_or_else(|_| Value::from(result), Value::from));
     }
-    Ok(Value::from(real(f64::try_from(left.clone())?, f64::try_from(right.clone())?)))
+    let float = |v: &Value| match v.kind() {
+        ValueKind::Bool => Ok(f64::from(u8::from(v.is_true()))),
+        _ => f64::try_from(v.clone()),
+    };
+    Ok(Value::from(real(float(left)?, float(right)?)))
 }
 
 /// `left ~ right` of Jinja: both as text.
@@ -111,6 +124,16 @@ pub(super) fn slice(value: Value, start: Value, stop: Value, step: Value) -> Res
     let items: Vec<Value> = value.try_iter()?.collect();
     let picked = picked(items.len()).filter_map(|i| items.get(i).cloned());
     Ok(if value.is_tuple() { Value::from(Tuple::from(picked.collect::<Vec<_>>())) } else { picked.collect() })
+}
+
+/// An operand of `<`, `<=`, `>` or `>=`: truth is a number there, and what has no order is refused.
+pub(super) fn ordered(value: Value) -> Result<Value, Error> {
+    charge(0)?;
+    match value.kind() {
+        ValueKind::Bool => Ok(Value::from(i64::from(value.is_true()))),
+        ValueKind::Number | ValueKind::String | ValueKind::Seq => Ok(value),
+        kind => Err(fail(format!("{kind} is neither smaller nor larger than anything"))),
+    }
 }
 
 /// `left % right` of Jinja: the remainder, and texts that are filled in.
