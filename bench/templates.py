@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -84,7 +85,7 @@ FORMATS = [
     "{'a': 1} == {'a': 1}", "'a' < 'b'", "[1] < [2]", "1 is in [1]", "'k' in {'k': 1}", "'b' not in 'abc'",
     "{'items': 1}.items() | list", "{'items': 1}.items", "{'items': 1}['items']", "{'a': {'b': 1}}.a.b", "[1, [2]] | string",
     "dict(a=1)", "dict(a=1).a", "namespace(a=1).a", "range(1, 7, 2) | list", "range(5, 0, -2) | list", "range(3) | length",
-    "cycler('a', 'b').next()", "joiner(', ')()", "lipsum(1)", "123456789012345678901234567890", "9223372036854775807 + 1",
+    "cycler('a', 'b').next()", "joiner(', ')()", "123456789012345678901234567890", "9223372036854775807 + 1",
     "10 ** 30", "0.1 + 0.2", "1e300 * 1e10", "1_000", "3 is divisibleby(0)", "7 // 0", "7 % 0", "7 / 0",
 ]
 
@@ -124,7 +125,8 @@ def by_jinja(env, template):
     try:
         # Jinja2's indent adds to a list in place.
         variables = dict(messages=copy.deepcopy(MESSAGES), tools=None, documents=None, add_generation_prompt=True)
-        return env.from_string(template).render(**variables)
+        # Addresses differ from run to run.
+        return re.sub(r"0x[0-9a-f]+", "0x", env.from_string(template).render(**variables))
     except Exception:  # whatever it is, it is refused
         return None
 

@@ -183,9 +183,7 @@ fn show_prompt(cx: &Context, args: &GenerateArgs) -> Result<Outcome> {
     let given = input::prompt(args.prompt.as_deref(), "generate")?;
     let prompt = match args.raw {
         true => given,
-        false => {
-            prompt::rendered(&given, args.answer.system.as_deref(), &checkpoint, &text.variables)?
-        }
+        false => prompt::rendered(&given, args.answer.system.as_deref(), &checkpoint, &text.variables)?,
     };
     let ids = text.tokenizer.encode(&prompt, false)?;
     if cx.report().is_json() {
@@ -202,9 +200,8 @@ fn show_prompt(cx: &Context, args: &GenerateArgs) -> Result<Outcome> {
 
 /// The most likely tokens of every step.
 fn candidates(answers: &[Answer], tokenizer: &Tokenizer) -> Result<Vec<Vec<Candidate>>> {
-    let candidate = |l: &Likely| {
-        Ok(Candidate { id: l.id, text: piece(tokenizer, l.id)?.text, logprob: l.logprob })
-    };
+    let candidate =
+        |l: &Likely| Ok(Candidate { id: l.id, text: piece(tokenizer, l.id)?.text, logprob: l.logprob });
     answers.iter().flat_map(|a| a.likely.steps()).map(|step| step.iter().map(candidate).collect()).collect()
 }
 

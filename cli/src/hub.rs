@@ -11,7 +11,8 @@ pub fn located(name: &Path) -> Result<Cow<'_, Path>> {
     let Some(id) = name.to_str().and_then(id).filter(|_| !name.exists()) else {
         return Ok(Cow::Borrowed(name));
     };
-    let Some(cache) = cache(|name| std::env::var_os(name).filter(|v| !v.is_empty()), std::env::home_dir()) else {
+    let Some(cache) = cache(|name| std::env::var_os(name).filter(|v| !v.is_empty()), std::env::home_dir())
+    else {
         return Ok(Cow::Borrowed(name));
     };
     let found = snapshot(&cache, id);
@@ -47,10 +48,13 @@ fn cache(variable: impl Fn(&str) -> Option<OsString>, home: Option<PathBuf>) -> 
 /// The newest download of `id`.
 fn snapshot(cache: &Path, id: &str) -> Result<PathBuf> {
     let missing = |have: String| {
-        Err(Error::new(Code::ModelMissing, format!("{id}: no such directory, and no such model in the local cache"))
-            .need(format!("a path, or a model of the Hub in {}", cache.display()))
-            .have(have)
-            .fix(format!("hf download {id}, then the same command; HF_HOME says where another cache is")))
+        Err(Error::new(
+            Code::ModelMissing,
+            format!("{id}: no such directory, and no such model in the local cache"),
+        )
+        .need(format!("a path, or a model of the Hub in {}", cache.display()))
+        .have(have)
+        .fix(format!("hf download {id}, then the same command; HF_HOME says where another cache is")))
     };
     let folder = cache.join(format!("models--{}", id.replace('/', "--")));
     if !folder.is_dir() {
@@ -78,8 +82,19 @@ mod tests {
         for yes in ["Qwen/Qwen3-0.6B", "a/b", "nvidia/Qwen3.6-27B-NVFP4"] {
             assert_eq!(id(yes), Some(yes));
         }
-        for no in ["demo", "./a", "/a/b", "a/b/c", "../b", "a/", "/a", "a b/c", "models/x.dat", "a/b.safetensors", "-a/b"]
-        {
+        for no in [
+            "demo",
+            "./a",
+            "/a/b",
+            "a/b/c",
+            "../b",
+            "a/",
+            "/a",
+            "a b/c",
+            "models/x.dat",
+            "a/b.safetensors",
+            "-a/b",
+        ] {
             assert_eq!(id(no), None, "{no}");
         }
     }

@@ -58,7 +58,9 @@ pub fn conversation(path: &Path) -> Result<(Vec<Message>, Option<Value>)> {
     let wrong = |have: String| {
         let name = if path == Path::new("-") { "standard input".into() } else { path.display().to_string() };
         Error::new(Code::Usage, format!("{name}: no conversation"))
-            .need("a JSON list of messages with role and content, or an object with such a list as `messages`")
+            .need(
+                "a JSON list of messages with role and content, or an object with such a list as `messages`",
+            )
             .have(have)
     };
     let mut value = template::json(&input::data(path)?).map_err(|e| wrong(e.to_string()))?;

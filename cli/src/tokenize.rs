@@ -103,7 +103,8 @@ fn ids(text: &str, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
             .need(format!("whole numbers up to {}, with commas or blanks between", tokenizer.highest_id()))
             .have(have)
     };
-    let words: Vec<_> = text.split(|c: char| c == ',' || c.is_whitespace()).filter(|w| !w.is_empty()).collect();
+    let words: Vec<_> =
+        text.split(|c: char| c == ',' || c.is_whitespace()).filter(|w| !w.is_empty()).collect();
     if words.is_empty() {
         return Err(wrong("none"));
     }

@@ -24,8 +24,8 @@ mod operators;
 mod print;
 mod rewrite;
 
-pub use numbers::json;
 use numbers::engine_value;
+pub use numbers::json;
 
 /// Bytes a template may have.
 const SOURCE_LIMIT: usize = 256 << 10;

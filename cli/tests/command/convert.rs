@@ -71,7 +71,8 @@ fn the_summary_says_what_changed() {
 #[test]
 fn last_bits_may_change_where_that_was_asked_for() {
     let dir = tempfile::tempdir().unwrap();
-    for (variant, layout) in [("nvfp4_modelopt", "compressed-tensors"), ("nvfp4_ct", "modelopt"), ("nvfp4_ct", "dat")]
+    for (variant, layout) in
+        [("nvfp4_modelopt", "compressed-tensors"), ("nvfp4_ct", "modelopt"), ("nvfp4_ct", "dat")]
     {
         let model = golden_arg(&format!("qwen3_tiny_b/{variant}"));
         let target = dir.path().join(format!("{variant}-{layout}"));
@@ -100,7 +101,10 @@ fn last_bits_may_change_where_that_was_asked_for() {
             json("logits", &[&[model], &options[..]].concat());
             std::fs::read(file).unwrap()
         };
-        let [a, b] = [logits(&model, &format!("{variant}-a")), logits(target.to_str().unwrap(), &format!("{variant}-b"))];
+        let [a, b] = [
+            logits(&model, &format!("{variant}-a")),
+            logits(target.to_str().unwrap(), &format!("{variant}-b")),
+        ];
         let floats = |bytes: &[u8]| -> Vec<f32> {
             let file = safetensors::SafeTensors::deserialize(bytes).unwrap();
             let data = file.tensor("logits").unwrap().data().to_vec();
@@ -109,8 +113,14 @@ fn last_bits_may_change_where_that_was_asked_for() {
         let (a, b) = (floats(&a), floats(&b));
         let largest = a.iter().fold(0f32, |m, v| m.max(v.abs()));
         assert!(a.iter().zip(&b).all(|(a, b)| (a - b).abs() <= 1e-5 * largest), "{variant}");
-        let text = out(&run(&["convert", &model, &format!("{}-text", target.display()), "--layout", layout,
-            "--allow-last-bit"]));
+        let text = out(&run(&[
+            "convert",
+            &model,
+            &format!("{}-text", target.display()),
+            "--layout",
+            layout,
+            "--allow-last-bit",
+        ]));
         assert_eq!(text.lines().filter(|l| l.contains("last bit: ")).count(), changed.len(), "{text}");
         assert!(text.lines().last().unwrap().starts_with("read back: the values of "), "{text}");
     }

@@ -65,11 +65,12 @@ fn a_base_model_is_read_under_its_names_in_the_whole() {
     let bytes = fs::read(golden("qwen3_tiny_a/model.safetensors")).unwrap();
     let whole = SafeTensors::deserialize(&bytes).unwrap();
     let short = |name: &str| name.strip_prefix("model.").unwrap_or(name).to_owned();
-    let all: Vec<(String, TensorView<'_>)> = whole.tensors().into_iter().map(|(n, t)| (short(&n), t)).collect();
+    let all: Vec<(String, TensorView<'_>)> =
+        whole.tensors().into_iter().map(|(n, t)| (short(&n), t)).collect();
     let base: Vec<_> = all.iter().filter(|(name, _)| name != "lm_head.weight").cloned().collect();
     let config = fs::read_to_string(golden("qwen3_tiny_a/config.json")).unwrap();
     let config: serde_json::Value = serde_json::from_str(&config).unwrap();
-    let mut model = |name: &str, tensors: &[(String, TensorView<'_>)], tied: bool| {
+    let model = |name: &str, tensors: &[(String, TensorView<'_>)], tied: bool| {
         let path = dir.path().join(name);
         fs::create_dir(&path).unwrap();
         fs::write(path.join("model.safetensors"), serialize(tensors.to_vec(), None).unwrap()).unwrap();
@@ -85,7 +86,10 @@ fn a_base_model_is_read_under_its_names_in_the_whole() {
     };
     let tied = config["tie_word_embeddings"] == true;
     let stripped = model("stripped", &all, tied);
-    assert!(logits(&stripped, "a") == logits(&golden_arg("qwen3_tiny_a"), "b"), "other names, the same model");
+    assert!(
+        logits(&stripped, "a") == logits(&golden_arg("qwen3_tiny_a"), "b"),
+        "other names, the same model"
+    );
     assert!(!logits(&model("tied", &base, true), "c").is_empty());
     let headless = run(&["explain", &model("headless", &base, false)]);
     assert_eq!(headless.status.code(), Some(4), "{}", out(&headless));

@@ -26,13 +26,8 @@ const TEMPLATE: &str = "{% if tools %}<tools>{{ tools | tojson }}</tools>\n{% en
 
 /// Runs `q4` with `input` on its standard input.
 fn piped(args: &[&str], input: &str) -> Output {
-    let mut child = q4()
-        .args(args)
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
+    let mut child =
+        q4().args(args).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
     child.wait_with_output().unwrap()
 }
@@ -59,8 +54,11 @@ fn the_prompt_is_shown_as_the_model_gets_it() {
 fn variables_and_tools_reach_the_template() {
     let (dir, name) = model(TEMPLATE);
     let tools = dir.path().join("tools.json");
-    std::fs::write(&tools, r#"[{"type": "function", "n": 123456789012345678901234567890, "x": -0, "y": 1e999}]"#)
-        .unwrap();
+    std::fs::write(
+        &tools,
+        r#"[{"type": "function", "n": 123456789012345678901234567890, "x": -0, "y": 1e999}]"#,
+    )
+    .unwrap();
     let tools = tools.to_str().unwrap();
     let base = ["generate", name.as_str(), "-p", "Hi", "--show-prompt", "--json"];
     let shown = |more: &[&str]| {
@@ -78,7 +76,8 @@ fn variables_and_tools_reach_the_template() {
     // A slip in a name would change nothing and say nothing.
     assert!(shown(&["--template-arg", "enable_thinkng=false"]).1.contains("never looks at it"));
     // The same in a conversation of the terminal: its first turn computes that many tokens.
-    let chat = piped(&["chat", &name, "--json", "-n", "1", "--template-arg", "enable_thinking=false"], "Hi\n");
+    let chat =
+        piped(&["chat", &name, "--json", "-n", "1", "--template-arg", "enable_thinking=false"], "Hi\n");
     assert!(chat.status.success(), "{}", err(&chat));
     let args = [name.as_str(), "-p", "Hi", "--show-prompt", "--template-arg", "enable_thinking=false"];
     assert_eq!(document("chat", &chat)["prompt_tokens"], json("generate", &args)["prompt_tokens"]);
@@ -101,7 +100,11 @@ fn what_cannot_be_given_is_refused() {
         std::fs::write(&file, text).unwrap();
         let output = run(&["generate", "-p", "Hi", "--tools", file.to_str().unwrap()]);
         assert_eq!(output.status.code(), Some(2), "{text}");
-        assert!(err(&output).contains("need: a JSON list") && err(&output).contains(said), "{}", err(&output));
+        assert!(
+            err(&output).contains("need: a JSON list") && err(&output).contains(said),
+            "{}",
+            err(&output)
+        );
     }
     let status = |args: &[&str]| run(args).status.code();
     let missing = dir.path().join("missing");
@@ -159,7 +162,10 @@ fn a_conversation_becomes_tokens() {
     let with_tools = value!({"messages": messages, "tools": [{"name": "f"}]}).to_string();
     let output = piped(&["tokenize", &name, "--conversation", "-", "--json"], &with_tools);
     let text = document("tokenize", &output)["text"].as_str().unwrap().to_owned();
-    assert!(text.starts_with("<tools>[{\"name\": \"f\"}]</tools>\n") && text.ends_with("assistant\n"), "{text}");
+    assert!(
+        text.starts_with("<tools>[{\"name\": \"f\"}]</tools>\n") && text.ends_with("assistant\n"),
+        "{text}"
+    );
 }
 
 #[test]
@@ -185,7 +191,8 @@ fn the_likeliest_tokens_are_those_of_the_logits() {
     let tensor = tensors.tensor("logits").unwrap();
     let vocab = tensor.shape()[1];
     let row = &tensor.data()[tensor.data().len() - 4 * vocab..];
-    let row: Vec<f64> = row.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap()).into()).collect();
+    let row: Vec<f64> =
+        row.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap()).into()).collect();
     let whole = row.iter().map(|l| l.exp()).sum::<f64>().ln();
     for candidate in steps[0].as_array().unwrap() {
         let exact = row[candidate["id"].as_u64().unwrap() as usize] - whole;

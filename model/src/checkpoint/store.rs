@@ -155,11 +155,7 @@ impl TensorStore {
             return self;
         }
         let name = |n: &str| if n.starts_with("lm_head.") { n.to_owned() } else { [PREFIX, n].concat() };
-        Self {
-            table: self.table.renamed(name),
-            base: true,
-            ..self
-        }
+        Self { table: self.table.renamed(name), base: true, ..self }
     }
 
     /// The same bytes where every name with `a` in it has `b` there, and the other way round.

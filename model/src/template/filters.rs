@@ -132,12 +132,7 @@ fn attribute(item: &Value, path: &Value) -> Result<Value, Error> {
     })
 }
 
-fn join(
-    items: Value,
-    separator: Option<Value>,
-    path: Option<Value>,
-    named: Kwargs,
-) -> Result<Value, Error> {
+fn join(items: Value, separator: Option<Value>, path: Option<Value>, named: Kwargs) -> Result<Value, Error> {
     let separator = option(separator, &named, "d")?.unwrap_or_else(|| Value::from(""));
     let path = option(path, &named, "attribute")?.filter(|p| !p.is_none());
     named.assert_all_used()?;
@@ -186,7 +181,8 @@ fn indent(args: Rest<ValueOrKwargs>) -> Result<Value, Error> {
 
 /// As transformers defines it: the first place is `ensure_ascii`, not Jinja's `indent`.
 fn tojson(value: Value, ascii: Option<Value>, indent: Option<Value>, named: Kwargs) -> Result<Value, Error> {
-    let indent = option(indent, &named, "indent")?.filter(|n| !n.is_none()).map(usize::try_from).transpose()?;
+    let indent =
+        option(indent, &named, "indent")?.filter(|n| !n.is_none()).map(usize::try_from).transpose()?;
     if indent.is_some_and(|n| n > 16) {
         return Err(fail("tojson: the indent must be from 0 to 16"));
     }
@@ -220,7 +216,8 @@ fn int(value: Value, default: Option<Value>, base: Option<u32>, named: Kwargs) -
     if value.is_undefined() || value.is_none() {
         return Ok(default);
     }
-    if value.kind() == ValueKind::Number && !value.is_integer() && !f64::try_from(value.clone())?.is_finite() {
+    if value.kind() == ValueKind::Number && !value.is_integer() && !f64::try_from(value.clone())?.is_finite()
+    {
         return Ok(default);
     }
     let trimmed = value.as_str().map_or_else(|| value.clone(), |text| Value::from(text.trim()));

@@ -104,7 +104,9 @@ impl<'a> Conversion<'a> {
                 self.by_engine('d', whole)
             }
             'x' | 'X' | 'o' if value.is_integer() => self.by_engine(self.kind, value.clone()),
-            'x' | 'X' | 'o' => Err(fail(format!("%{}: need a whole number; have {}", self.kind, value.kind()))),
+            'x' | 'X' | 'o' => {
+                Err(fail(format!("%{}: need a whole number; have {}", self.kind, value.kind())))
+            }
             'e' | 'E' | 'f' | 'F' | 'g' | 'G' => match value.kind() {
                 ValueKind::Number | ValueKind::Bool => {
                     self.by_engine(self.kind, Value::from(f64::try_from(value.clone())?))

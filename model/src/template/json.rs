@@ -205,7 +205,8 @@ mod tests {
     fn text(json: &str, indent: Option<usize>) -> String {
         guard::start();
         let value: serde_json::Value = serde_json::from_str(json).expect("json");
-        dumps(&Value::from(minijinja::value::Serde(value)), Form { indent, ..Form::default() }).expect("written")
+        dumps(&Value::from(minijinja::value::Serde(value)), Form { indent, ..Form::default() })
+            .expect("written")
     }
 
     #[test]

@@ -16,8 +16,19 @@ use minijinja_contrib::pycompat::unknown_method_callback;
 
 /// Methods that change what they are called on. The sandbox that transformers renders in refuses them too.
 const CHANGING: [&str; 13] = [
-    "add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "reverse", "setdefault",
-    "sort", "update",
+    "add",
+    "append",
+    "clear",
+    "discard",
+    "extend",
+    "insert",
+    "pop",
+    "popitem",
+    "remove",
+    "reverse",
+    "setdefault",
+    "sort",
+    "update",
 ];
 
 /// `value.name(args)`.
@@ -50,7 +61,8 @@ struct Args<'a> {
 impl Args<'_> {
     /// The `i`th, called `name`; none is as good as nothing.
     fn value(&self, i: usize, name: &str) -> Option<Value> {
-        let value = self.given.get(i).cloned().or_else(|| self.named.get::<Option<Value>>(name).ok().flatten());
+        let value =
+            self.given.get(i).cloned().or_else(|| self.named.get::<Option<Value>>(name).ok().flatten());
         value.filter(|v| !v.is_none() && !v.is_undefined())
     }
 
@@ -153,8 +165,9 @@ fn of_text(text: &str, name: &str, args: &Args<'_>, all: &[Value]) -> Result<Opt
             let part = window(text, args)?.map(|(part, _)| part);
             let mut found = false;
             for affix in &list {
-                let affix =
-                    affix.as_str().ok_or_else(|| fail(format!("{name}: need texts; have {}", affix.kind())))?;
+                let affix = affix
+                    .as_str()
+                    .ok_or_else(|| fail(format!("{name}: need texts; have {}", affix.kind())))?;
                 found |= part.is_some_and(|part| match name {
                     "startswith" => part.starts_with(affix),
                     _ => part.ends_with(affix),
@@ -237,7 +250,9 @@ fn of_container(value: &Value, name: &str, args: &Args<'_>) -> Result<Option<Val
             Ok(Some(value.clone()))
         }
         // A key of that name is what the template means, if there is one.
-        (ValueKind::Seq | ValueKind::Map, _) if CHANGING.contains(&name) && value.get_attr(name)?.is_undefined() => {
+        (ValueKind::Seq | ValueKind::Map, _)
+            if CHANGING.contains(&name) && value.get_attr(name)?.is_undefined() =>
+        {
             Err(Error::new(
                 ErrorKind::InvalidOperation,
                 format!("{name}: lists and mappings cannot be changed in a chat template"),
@@ -286,7 +301,8 @@ fn pieces(
             let mut rest = text.trim_start_matches(is_space);
             let mut done = 0;
             while !rest.is_empty() {
-                let end = if done + 1 >= limit { rest.len() } else { rest.find(is_space).unwrap_or(rest.len()) };
+                let end =
+                    if done + 1 >= limit { rest.len() } else { rest.find(is_space).unwrap_or(rest.len()) };
                 done = push(&rest[..end])?;
                 rest = rest[end..].trim_start_matches(is_space);
             }
@@ -295,7 +311,8 @@ fn pieces(
             let mut rest = text.trim_end_matches(is_space);
             let mut done = 0;
             while !rest.is_empty() {
-                let last = if done + 1 >= limit { None } else { rest.char_indices().rfind(|(_, c)| is_space(*c)) };
+                let last =
+                    if done + 1 >= limit { None } else { rest.char_indices().rfind(|(_, c)| is_space(*c)) };
                 let start = last.map_or(0, |(at, c)| at + c.len_utf8());
                 done = push(&rest[start..])?;
                 rest = rest[..start].trim_end_matches(is_space);
@@ -311,7 +328,10 @@ fn pieces(
 /// Lines as Python cuts them.
 fn lines(text: &str, keep_ends: bool) -> Result<Value, Error> {
     let ends = |c: char| {
-        matches!(c, '\n' | '\r' | '\u{b}' | '\u{c}' | '\u{1c}'..='\u{1e}' | '\u{85}' | '\u{2028}' | '\u{2029}')
+        matches!(
+            c,
+            '\n' | '\r' | '\u{b}' | '\u{c}' | '\u{1c}'..='\u{1e}' | '\u{85}' | '\u{2028}' | '\u{2029}'
+        )
     };
     let mut out = Vec::new();
     let mut rest = text;

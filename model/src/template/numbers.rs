@@ -52,7 +52,8 @@ fn string_end(text: &str) -> usize {
 }
 
 fn number_end(text: &str) -> usize {
-    text.find(|c: char| !c.is_ascii_digit() && !matches!(c, '+' | '-' | '.' | 'e' | 'E')).unwrap_or(text.len())
+    text.find(|c: char| !c.is_ascii_digit() && !matches!(c, '+' | '-' | '.' | 'e' | 'E'))
+        .unwrap_or(text.len())
 }
 
 /// What is written in the place of a number that `serde_json` would change. Whatever is no number stays, to be
@@ -130,7 +131,10 @@ mod tests {
     fn numbers_that_change_are_kept_and_no_others() {
         for same in [
             r#"{"a": [1, -1, 0, 18446744073709551615, -9223372036854775808, 1.5e300, "12345678901234567890123", "\"-0"]}"#,
-            "[01]", "[1e]", "[-]", "\"open -0",
+            "[01]",
+            "[1e]",
+            "[-]",
+            "\"open -0",
         ] {
             assert_eq!(kept(same), same);
         }

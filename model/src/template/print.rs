@@ -175,10 +175,14 @@ mod tests {
             Value::from((1, 2.0)),
             Value::from_pairs([("k", Value::from(vec![1e16]))]),
         ]);
-        let want = r#"["it's", 'a"\'\n\u200b\x7f談', 1e-07, nan, None, True, Undefined, (1, 2.0), {'k': [1e+16]}]"#;
+        let want =
+            r#"["it's", 'a"\'\n\u200b\x7f談', 1e-07, nan, None, True, Undefined, (1, 2.0), {'k': [1e+16]}]"#;
         assert_eq!(text_of(&value).expect("printed"), want);
         assert_eq!(text_of(&Value::from((1,))).expect("printed"), "(1,)");
-        assert_eq!((text_of(&Value::UNDEFINED), text_of(&Value::from("a"))), (Ok(String::new()), Ok("a".into())));
+        assert_eq!(
+            (text_of(&Value::UNDEFINED), text_of(&Value::from("a"))),
+            (Ok(String::new()), Ok("a".into()))
+        );
         assert_eq!(repr_of(&Value::from("a")), Ok("'a'".into()));
     }
 }

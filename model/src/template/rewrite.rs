@@ -10,9 +10,9 @@ use minijinja::{
     machinery::{
         Span,
         ast::{
-            BinOp, BinOpKind, Call, CallArg, CallBlock, Compare, CompareOp, CompareOpKind, Const, Do, EmitExpr, Expr,
-            Filter, FilterBlock, ForLoop, GetAttr, GetItem, IfCond, IfExpr, List, Macro, Map, Set, SetBlock,
-            Spanned, Stmt, Template, Test, Tuple, UnaryOp, UnaryOpKind, Var, WithBlock,
+            BinOp, BinOpKind, Call, CallArg, CallBlock, Compare, CompareOp, CompareOpKind, Const, Do,
+            EmitExpr, Expr, Filter, FilterBlock, ForLoop, GetAttr, GetItem, IfCond, IfExpr, List, Macro, Map,
+            Set, SetBlock, Spanned, Stmt, Template, Test, Tuple, UnaryOp, UnaryOpKind, Var, WithBlock,
         },
     },
 };
@@ -167,7 +167,8 @@ impl Rewriter {
                     use CompareOpKind::{Gt, Gte, Lt, Lte};
                     matches!(op, Lt | Lte | Gt | Gte)
                 };
-                let ordered = |expr, both| if both { through(guard::ORDERED, span, expr, vec![]) } else { expr };
+                let ordered =
+                    |expr, both| if both { through(guard::ORDERED, span, expr, vec![]) } else { expr };
                 // An operand stands between two operators; the first has one.
                 let next = |i: usize| e.ops.get(i + 1).is_some_and(|o| orders(o.op));
                 let ops = e.ops.iter().enumerate().map(|(i, o)| {

@@ -2,8 +2,8 @@
 //! cannot hold.
 //!
 //! Nothing is dropped: a tensor that the layout has no place for is an error with its name.
-use super::contents::{Content, Contents, matrices, tensors};
 use super::Changed;
+use super::contents::{Content, Contents, matrices, tensors};
 use super::scale::{Used, expressed, nearest};
 use crate::checkpoint::{Checkpoint, Layer, Stored};
 use crate::export::layout;

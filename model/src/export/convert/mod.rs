@@ -142,7 +142,8 @@ pub fn convert(
     let mut changed = Vec::new();
     let allowed = conversion.allow_last_bit.then_some(&mut changed);
     let items = items(checkpoint, &contents, layout, whole, allowed)?;
-    let run = Run { checkpoint, contents: &contents, items: &items, changed: &changed, conversion, whole, threads };
+    let run =
+        Run { checkpoint, contents: &contents, items: &items, changed: &changed, conversion, whole, threads };
     match container {
         Container::Dat => run.file(out, progress),
         Container::Safetensors => run.directory(out, progress),

@@ -62,7 +62,9 @@ pub(super) fn nearest(
     exact: Error,
 ) -> Result<GlobalScale> {
     let Some(changed) = changed else {
-        return Err(exact.fix("--allow-last-bit takes the nearest f32; or q4 quantize from the dense original"));
+        return Err(
+            exact.fix("--allow-last-bit takes the nearest f32; or q4 quantize from the dense original")
+        );
     };
     let Some((_, other)) = closest(scale, convention, used) else { return Err(exact) };
     let mut told = Changed { name, block_scales: 0, of: 0, largest_relative: 0.0 };
