@@ -42,6 +42,7 @@ impl Quantizer {
     /// The scale around `first` with the smallest error; the nearest to it of several.
     fn likely_best(&self, block: &[f32; BLOCK], first: u8) -> u8 {
         let magnitudes = block.map(f32::abs);
+        let amax = magnitudes.iter().fold(0f32, |a, v| a.max(*v));
         let (mut best, mut least) = (first, error(&magnitudes, effective(first, self.global)));
         for distance in 1..=REACH {
             for code in [first.saturating_sub(distance), first.saturating_add(distance)] {
@@ -49,7 +50,13 @@ impl Quantizer {
                 if code < e4m3::encode(e4m3::MIN_NORMAL) || code > LAST {
                     continue;
                 }
-                let have = error(&magnitudes, effective(code, self.global));
+                let step = effective(code, self.global);
+                // What the largest value loses alone may be too much already.
+                let cut = amax - 6.0 * step;
+                if cut > 0.0 && cut * cut >= least {
+                    continue;
+                }
+                let have = error(&magnitudes, step);
                 if have < least {
                     (best, least) = (code, have);
                 }
