@@ -7,6 +7,7 @@ mod documented;
 mod line;
 mod measure;
 mod plugin;
+mod prompt;
 mod trace;
 
 pub use crate::choices::*;
@@ -15,6 +16,7 @@ pub use conformance::{Child, ConformanceArgs};
 pub use line::{parse, tip, verb_first};
 pub use measure::{CompareArgs, DataArgs, EvalArgs};
 pub use plugin::{Language, NewArgs, PluginArgs, PluginVerb};
+pub use prompt::{PromptArgs, TokenizeArgs};
 use std::ffi::OsString;
 use std::path::PathBuf;
 pub use trace::TraceArgs;
@@ -68,6 +70,8 @@ pub enum Verb {
     Compare(CompareArgs),
     /// Write the logits of every position of a token sequence; needs no tokenizer.
     Logits(LogitsArgs),
+    /// Show the tokens of a text or a conversation, or the text of tokens.
+    Tokenize(TokenizeArgs),
     /// Compare two backends call by call and name the first that differs.
     Trace(TraceArgs),
     /// Measure prefill, decode and kernels.
@@ -201,6 +205,9 @@ pub struct AnswerArgs {
     /// Do not end the answer at the model's end tokens.
     #[arg(long)]
     pub ignore_eos: bool,
+    /// What the chat template is given.
+    #[command(flatten)]
+    pub prompt: PromptArgs,
 }
 
 /// `q4 generate`.
@@ -210,7 +217,9 @@ Examples:
   q4 generate -p 'Who are you?'
   echo 'Tell me a story about a UFO.' | q4 generate --temperature 0.7 --seed 1
   q4 generate ./model.dat --config ./original --tokenizer ./original -p 'Hello' --json
-  q4 generate ./model --turns questions.txt")]
+  q4 generate ./model --turns questions.txt
+  q4 generate ./model -p 'Weather in Oslo?' --tools tools.json --template-arg enable_thinking=false --show-prompt
+  q4 generate -p 'Who are you?' -n 1 --top-logprobs 5")]
 pub struct GenerateArgs {
     /// Which model.
     #[command(flatten)]
@@ -222,8 +231,14 @@ pub struct GenerateArgs {
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub turns: Option<PathBuf>,
     /// Continue the prompt as it is: no chat template, no special tokens.
-    #[arg(long, conflicts_with_all = ["turns", "system"])]
+    #[arg(long, conflicts_with_all = ["turns", "system", "template_arg", "tools"])]
     pub raw: bool,
+    /// Print the prompt as the model would get it, and its token ids; run nothing.
+    #[arg(long, conflicts_with = "turns")]
+    pub show_prompt: bool,
+    /// Also print the K most likely first tokens; with --json, those of every step.
+    #[arg(long, value_name = "K", conflicts_with = "turns", value_parser = clap::value_parser!(u8).range(1..=100))]
+    pub top_logprobs: Option<u8>,
     /// Print the answer when it is complete.
     #[arg(long)]
     pub no_stream: bool,
@@ -335,7 +350,7 @@ pub struct QuantizeArgs {
     /// Scales of nvfp4 [default: single for dat, else two-level].
     #[arg(long, value_enum)]
     pub scales: Option<ScaleLevels>,
-    /// Choice of the block scales of nvfp4 [default: rtn].
+    /// Choice of the block scales of nvfp4 [default: search].
     #[arg(long, value_enum)]
     pub method: Option<ScaleMethod>,
     /// Quantise these layers too; a glob, may be repeated.
@@ -357,7 +372,8 @@ pub struct QuantizeArgs {
 #[command(after_long_help = "\
 Codes and block scales stay as they are; a per-tensor scale that means another thing there is expressed anew, where an f32
 gives every value bit for bit, and refused elsewhere: between layouts that multiply (modelopt, dat) and compressed-tensors,
-which divides, that is certain for powers of two only, as q4 train writes them. The output is read back, decoded and compared
+which divides, that is certain for powers of two only, as q4 train writes them. With --allow-last-bit the nearest f32 is taken:
+values of such a layer may differ in their last bits, engines that compute in 16 bits see none of it. The output is read back, decoded and compared
 before it gets its name; nothing is ever overwritten. Another format is q4 quantize, from the dense original.
 
 Examples:
@@ -374,6 +390,9 @@ pub struct ConvertArgs {
     /// Arrangement of the tensors.
     #[arg(long, value_enum)]
     pub layout: OutputLayout,
+    /// Take the nearest f32 where a per-tensor scale has no exact counterpart, and name every such layer.
+    #[arg(long)]
+    pub allow_last_bit: bool,
     /// config.json, where it is not beside the weights.
     #[arg(long, value_name = "PATH", value_hint = ValueHint::AnyPath)]
     pub config: Option<PathBuf>,

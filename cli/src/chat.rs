@@ -3,6 +3,7 @@ use crate::args::ChatArgs;
 use crate::context::Context;
 use crate::generate::{Emitter, Turn, stats};
 use crate::input;
+use crate::prompt;
 use crate::report::{Outcome, error, stderr};
 use crate::session::{Facts, Session, Timing, chunk};
 use crate::text::{Text, context_size};
@@ -55,8 +56,9 @@ pub fn run(cx: &Context, args: &ChatArgs) -> Result<Outcome> {
     let report = cx.report();
     let dispatch = Session::dispatch(cx)?;
     let checkpoint = cx.open(&args.model)?;
-    let text = Text::of(&checkpoint)?;
+    let mut text = Text::of(&checkpoint)?;
     let template = Text::template(&checkpoint)?;
+    prompt::give(&mut text.variables, &args.answer.prompt, &template, report)?;
     let params = text.sampling(&args.answer, report)?;
     let limits = text.limits(&args.answer);
     let context = context_size(args.answer.context, CONTEXT, &checkpoint)?;

@@ -103,8 +103,10 @@ choices! {
     }
     /// `--method`.
     ScaleMethod {
-        /// Round to nearest: the largest value of a block maps to 6.
+        /// The scale with the smallest error, of 17 around that of rtn.
         #[default]
+        Search,
+        /// Round to nearest: the largest value of a block maps to 6.
         Rtn,
         /// 6 or 4, whichever has the smaller error.
         FourOverSix,

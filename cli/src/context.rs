@@ -6,6 +6,7 @@ use crate::args::{
     ActivationFormat, Compute, DeviceChoice, Dtype, Format, GlobalArgs, KvCache, ModelArgs, Unified,
 };
 use crate::demo;
+use crate::hub;
 use crate::mistakes;
 use crate::plugins::{self, Asked, Place, Tables};
 use crate::report::Report;
@@ -312,13 +313,14 @@ impl Context {
             }
             return demo::open();
         }
-        mistakes::model(&model.model)?;
+        let path = hub::located(&model.model)?;
+        mistakes::model(&path)?;
         let options = OpenOptions {
             config: model.config.clone(),
             tokenizer: model.tokenizer.clone(),
             memory: self.memory_limit(),
         };
-        Checkpoint::open(&model.model, &options)
+        Checkpoint::open(&path, &options)
     }
 
     fn unified_memory(&self) -> UnifiedMemory {

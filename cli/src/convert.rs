@@ -11,7 +11,8 @@ use q4_model::export::convert::{Conversion, Report, convert};
 pub fn run(cx: &Context, args: &ConvertArgs) -> Result<Outcome> {
     let (config, tokenizer) = (args.config.clone(), args.tokenizer.clone());
     let checkpoint = cx.open(&ModelArgs { model: args.input.clone(), config, tokenizer })?;
-    let conversion = Conversion::new(args.layout.into());
+    let conversion =
+        Conversion { allow_last_bit: args.allow_last_bit, ..Conversion::new(args.layout.into()) };
     let threads = cx.threads();
     let report = write(cx, "converting", |progress| {
         convert(&checkpoint, &args.output, conversion, &threads, progress)
@@ -34,17 +35,28 @@ fn summary(args: &ConvertArgs, report: &Report) -> String {
         let (before, after) = (scale(t.scale_in), scale(t.scale_out));
         text.push_str(&format!("{:<44} per-tensor scale {before} -> {after}\n", t.name));
     }
+    for c in &report.changed {
+        text.push_str(&format!(
+            "{:<44} last bit: {} of {} block scales, at most {:.1e} of a value\n",
+            c.name, c.block_scales, c.of, c.largest_relative
+        ));
+    }
     text.push_str(&format!(
-        "{}: {} layers as {}, {} tensors copied, {} -> {}\nlossless: read back, every decoded value is that of {}, \
-         SHA-256 {}\n",
+        "{}: {} layers as {}, {} tensors copied, {} -> {}\n",
         args.output.display(),
         report.tensors.len(),
         report.layout.as_str(),
         report.copied,
         human(report.bytes_in),
-        human(report.bytes_out),
-        args.input.display(),
-        report.sha256_decoded
+        human(report.bytes_out)
     ));
+    let (input, sha) = (args.input.display(), &report.sha256_decoded);
+    text.push_str(&match report.changed.len() {
+        0 => format!("lossless: read back, every decoded value is that of {input}, SHA-256 {sha}\n"),
+        n => format!(
+            "read back: the values of {n} scales differ from {input} in their last bits, all others are the same, \
+             SHA-256 {sha}\n"
+        ),
+    });
     text
 }

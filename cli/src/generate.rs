@@ -2,16 +2,20 @@
 use crate::args::GenerateArgs;
 use crate::context::Context;
 use crate::input;
+use crate::prompt;
 use crate::report::{self, Outcome};
 use crate::session::{Facts, Session, Timing, chunk};
 use crate::text::{Text, context_size};
+use crate::tokenize::{piece, quoted};
 use q4_core::Result;
 use q4_model::checkpoint::Checkpoint;
 use q4_model::cpu::KvType;
-use q4_model::generate::{Answer, Conversation, FinishReason, generate};
+use q4_model::generate::{Answer, Conversation, FinishReason, Limits, generate};
+use q4_model::likely::Likely;
 use q4_model::load::ContextOptions;
 use q4_model::sampling::Sampler;
-use q4_model::template::{ChatTemplate, Message};
+use q4_model::template::ChatTemplate;
+use q4_model::tokenizer::Tokenizer;
 use serde::Serialize;
 use std::time::Instant;
 
@@ -25,7 +29,11 @@ struct Body<'a> {
     text: String,
     token_ids: Vec<u32>,
     prompt_tokens: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_ids: Option<&'a [u32]>,
     finish_reason: Option<FinishReason>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    top_logprobs: Option<Vec<Vec<Candidate>>>,
     timing: Timing,
     seed: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -65,6 +73,23 @@ impl<'a> Turn<'a> {
     }
 }
 
+/// The document of `--show-prompt --json`.
+#[derive(Serialize)]
+struct Shown<'a> {
+    model: &'a str,
+    prompt: &'a str,
+    prompt_tokens: usize,
+    prompt_ids: &'a [u32],
+}
+
+/// A token that might have come.
+#[derive(Serialize)]
+struct Candidate {
+    id: u32,
+    text: String,
+    logprob: f32,
+}
+
 /// What is asked.
 enum Ask {
     Once(Vec<u32>),
@@ -73,12 +98,17 @@ enum Ask {
 
 /// Runs the verb.
 pub fn run(cx: &Context, args: &GenerateArgs) -> Result<Outcome> {
+    if args.show_prompt {
+        return show_prompt(cx, args);
+    }
     let start = Instant::now();
     let dispatch = Session::dispatch(cx)?;
     let checkpoint = cx.open(&args.model)?;
-    let text = Text::of(&checkpoint)?;
+    let mut text = Text::of(&checkpoint)?;
+    prompt::give_to(&mut text, &args.answer.prompt, &checkpoint, cx.report())?;
     let params = text.sampling(&args.answer, cx.report())?;
-    let limits = text.limits(&args.answer);
+    let top_logprobs = args.top_logprobs.map_or(0, usize::from);
+    let limits = Limits { top_logprobs, ..text.limits(&args.answer) };
     let ask = ask(args, &checkpoint, &text)?;
     let context = context_size(args.answer.context, need(&ask, &text, args)?, &checkpoint)?;
     let chunk = chunk(cx.device()?).min(context);
@@ -123,7 +153,12 @@ pub fn run(cx: &Context, args: &GenerateArgs) -> Result<Outcome> {
                 text: texts.join("\n"),
                 token_ids: answers.iter().flat_map(|a| a.ids.iter().copied()).collect(),
                 prompt_tokens: answers.iter().map(|a| a.prompt_tokens).sum(),
+                prompt_ids: match &ask {
+                    Ask::Once(prompt) => Some(prompt),
+                    Ask::Turns(..) => None,
+                },
                 finish_reason: answers.last().map(|a| a.finish),
+                top_logprobs: args.top_logprobs.map(|_| candidates(&answers, &text.tokenizer)).transpose()?,
                 timing,
                 seed: params.seed,
                 turns,
@@ -131,10 +166,53 @@ pub fn run(cx: &Context, args: &GenerateArgs) -> Result<Outcome> {
             },
         )?;
     } else {
+        if let Some(first) = answers.iter().find_map(|a| a.likely.steps().next()) {
+            cx.report().text(&table(first, &text.tokenizer)?)?;
+        }
         cx.report().detail(&stats(&timing, &answers));
         facts.detail(cx.report());
     }
     Ok(Outcome::Done)
+}
+
+/// What the model would be given.
+fn show_prompt(cx: &Context, args: &GenerateArgs) -> Result<Outcome> {
+    let checkpoint = cx.open(&args.model)?;
+    let mut text = Text::of(&checkpoint)?;
+    prompt::give_to(&mut text, &args.answer.prompt, &checkpoint, cx.report())?;
+    let given = input::prompt(args.prompt.as_deref(), "generate")?;
+    let prompt = match args.raw {
+        true => given,
+        false => prompt::rendered(&given, args.answer.system.as_deref(), &checkpoint, &text.variables)?,
+    };
+    let ids = text.tokenizer.encode(&prompt, false)?;
+    if cx.report().is_json() {
+        let body =
+            Shown { model: checkpoint.name(), prompt: &prompt, prompt_tokens: ids.len(), prompt_ids: &ids };
+        cx.report().document("generate", &body)?;
+    } else {
+        let list: Vec<_> = ids.iter().map(u32::to_string).collect();
+        let end = if prompt.ends_with('\n') { "" } else { "\n" };
+        report::stdout(&format!("{prompt}{end}{} tokens: {}\n", ids.len(), list.join(",")))?;
+    }
+    Ok(Outcome::Done)
+}
+
+/// The most likely tokens of every step.
+fn candidates(answers: &[Answer], tokenizer: &Tokenizer) -> Result<Vec<Vec<Candidate>>> {
+    let candidate =
+        |l: &Likely| Ok(Candidate { id: l.id, text: piece(tokenizer, l.id)?.text, logprob: l.logprob });
+    answers.iter().flat_map(|a| a.likely.steps()).map(|step| step.iter().map(candidate).collect()).collect()
+}
+
+fn table(step: &[Likely], tokenizer: &Tokenizer) -> Result<String> {
+    let mut out = format!("{:>5} {:>8} {:>9} {:>8}  first token\n", "rank", "id", "logprob", "share");
+    for (i, l) in step.iter().enumerate() {
+        let share = f64::from(l.logprob).exp() * 100.0;
+        let text = quoted(&piece(tokenizer, l.id)?.text);
+        out.push_str(&format!("{:>5} {:>8} {:>9.4} {share:>6.2} %  {text}\n", i + 1, l.id, l.logprob));
+    }
+    Ok(out)
 }
 
 /// A line about the speed of `answers`.
@@ -197,10 +275,7 @@ pub fn prompt_ids(
     if raw {
         return text.tokenizer.encode(prompt, false);
     }
-    let system = system.map(|s| Message::new("system", s));
-    let messages: Vec<_> = system.into_iter().chain([Message::new("user", prompt)]).collect();
-    let rendered = Text::template(checkpoint)?.render(&messages, None, true, &text.variables)?;
-    text.tokenizer.encode(&rendered, false)
+    text.tokenizer.encode(&prompt::rendered(prompt, system, checkpoint, &text.variables)?, false)
 }
 
 /// Positions that all prompts and answers take at most.

@@ -10,23 +10,26 @@ const LIMIT: u64 = 16 << 20;
 /// because waiting for a person who does not know it looks like a program that hangs. Errors name a command
 /// of `verb` that works.
 pub fn prompt(given: Option<&str>, verb: &str) -> Result<String> {
+    text(given, "-p TEXT", &format!("q4 {verb} -p 'Who are you?'"))
+}
+
+/// The same for a text that is given as `option`; `fix` is a command that works.
+pub fn text(given: Option<&str>, option: &str, fix: &str) -> Result<String> {
     if let Some(text) = given {
         return Ok(text.to_owned());
     }
     let stdin = io::stdin();
     if stdin.is_terminal() {
         return Err(Error::new(Code::Usage, "there is no prompt")
-            .need("-p TEXT, or text on standard input")
-            .fix(format!("q4 {verb} -p 'Who are you?'")));
+            .need(format!("{option}, or text on standard input"))
+            .fix(fix));
     }
     let mut text = read("standard input", stdin.lock())?;
     if text.ends_with('\n') {
         text.truncate(text.len() - if text.ends_with("\r\n") { 2 } else { 1 });
     }
     if text.is_empty() {
-        return Err(Error::new(Code::Usage, "standard input: an empty prompt")
-            .need("text")
-            .fix(format!("q4 {verb} -p TEXT")));
+        return Err(Error::new(Code::Usage, "standard input: an empty prompt").need("text").fix(fix));
     }
     Ok(text)
 }

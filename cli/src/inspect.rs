@@ -4,6 +4,7 @@
 use crate::args::InspectArgs;
 use crate::context::Context;
 use crate::demo;
+use crate::hub;
 use crate::mistakes;
 use crate::report::Outcome;
 use q4_core::detect::{Detected, QuantState, detect};
@@ -55,8 +56,9 @@ pub fn run(cx: &Context, args: &InspectArgs) -> Result<Outcome> {
     if args.model == Path::new(demo::NAME) {
         return tell(cx, demo::NAME, demo::open()?.store());
     }
-    mistakes::model(&args.model)?;
-    let store = TensorStore::open_within(&args.model, cx.memory_limit())?;
+    let path = hub::located(&args.model)?;
+    mistakes::model(&path)?;
+    let store = TensorStore::open_within(&path, cx.memory_limit())?;
     tell(cx, &args.model.display().to_string(), &store)
 }
 

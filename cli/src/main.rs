@@ -17,6 +17,7 @@ mod diagnose;
 mod eval;
 mod explain;
 mod generate;
+mod hub;
 mod input;
 mod inspect;
 mod logging;
@@ -24,6 +25,7 @@ mod logits;
 mod man;
 mod mistakes;
 mod plugins;
+mod prompt;
 mod quantize;
 mod report;
 mod roofline;
@@ -33,6 +35,7 @@ mod signals;
 mod supervise;
 mod text;
 mod timeline;
+mod tokenize;
 mod trace;
 mod train;
 mod verify;
@@ -150,6 +153,7 @@ fn run(global: GlobalArgs, verb: &Verb) -> Result<Outcome> {
         Verb::Eval(args) => eval::run(&cx, args),
         Verb::Compare(args) => compare::run(&cx, args),
         Verb::Logits(args) => logits::run(&cx, args),
+        Verb::Tokenize(args) => tokenize::run(&cx, args),
         Verb::Trace(args) => trace::run(&cx, args),
         Verb::Bench(args) => bench::run(&cx, args),
         Verb::Conformance(args) => conformance::run(&cx, args),

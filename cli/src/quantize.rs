@@ -67,6 +67,7 @@ fn plan(args: &QuantizeArgs) -> Result<ExportPlan> {
                 ScaleLevels::Single => Scales::Single,
             });
             let method = match args.method.unwrap_or_default() {
+                ScaleMethod::Search => Method::Search,
                 ScaleMethod::Rtn => Method::Rtn,
                 ScaleMethod::FourOverSix => Method::FourOverSix,
             };

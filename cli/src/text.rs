@@ -59,6 +59,9 @@ impl Text {
     pub fn sampling(&self, args: &AnswerArgs, report: &Report) -> Result<SamplingParams> {
         let seed = args.seed.unwrap_or_else(|| RandomState::new().build_hasher().finish() >> 32);
         let mut wishes = self.generation.clone();
+        if !wishes.ignored.is_empty() {
+            report.warn(&format!("generation_config.json: nothing here does {}", wishes.ignored.join(", ")));
+        }
         if let Some(t) = args.temperature {
             wishes.do_sample = Some(t != 0.0);
         }
@@ -84,6 +87,7 @@ impl Text {
             max_tokens: args.max_tokens,
             stop_ids: if args.ignore_eos { Vec::new() } else { self.stop_ids.clone() },
             stop_strings: args.stop.clone(),
+            top_logprobs: 0,
         }
     }
 }

@@ -1,4 +1,5 @@
 //! Generating text: prompt in, sampled tokens out, stopped by ids, strings or a limit.
+use crate::likely::Ranking;
 use crate::runner::Runner;
 use crate::sampling::{Sampler, SamplingParams};
 use crate::stop::StopMatcher;
@@ -18,6 +19,8 @@ pub struct Limits {
     pub stop_ids: Vec<u32>,
     /// Texts that end an answer; they are not part of it.
     pub stop_strings: Vec<String>,
+    /// Most likely tokens to note before each draw; 0 notes none.
+    pub top_logprobs: usize,
 }
 
 /// Why an answer ended.
@@ -43,6 +46,9 @@ pub struct Answer {
     pub prompt_tokens: usize,
     /// Why it ended.
     pub finish: FinishReason,
+    /// The most likely tokens before each draw, by the model alone: no penalty, no temperature. A draw that
+    /// ended the answer is among them.
+    pub likely: Ranking,
     /// Computing the prompt.
     pub prefill: Duration,
     /// Computing the answer.
@@ -68,9 +74,11 @@ pub fn generate(
     let start = Instant::now();
     let mut stream = tokenizer.stream(true);
     let mut matcher = StopMatcher::new(&limits.stop_strings)?;
+    let most = limits.max_tokens.min(runner.context());
     let mut answer = Answer {
         text: String::new(),
-        ids: Vec::with_capacity(limits.max_tokens.min(runner.context())),
+        ids: Vec::with_capacity(most),
+        likely: Ranking::new(limits.top_logprobs, most),
         prompt_tokens: prompt.len(),
         finish: FinishReason::Length,
         prefill,
@@ -86,6 +94,9 @@ pub fn generate(
     let mut collapse = Collapse::default();
     while answer.ids.len() < limits.max_tokens && runner.tokens().len() < runner.context() {
         collapse.look(runner)?;
+        if limits.top_logprobs > 0 {
+            answer.likely.look(runner.logits()?);
+        }
         let id = runner.sample(sampler)?;
         if limits.stop_ids.contains(&id) {
             answer.finish = FinishReason::Stop;
@@ -176,7 +187,7 @@ pub struct Conversation<'a> {
 
 impl<'a> Conversation<'a> {
     /// Starts with an optional system message; forgets whatever `runner` held. `variables` are what the
-    /// template may ask for besides the messages.
+    /// template may ask for besides the messages, `tools` among them.
     pub fn new(
         runner: &'a mut Runner,
         tokenizer: &'a Tokenizer,
@@ -246,7 +257,8 @@ impl<'a> Conversation<'a> {
     }
 
     fn render(&self, add_generation_prompt: bool) -> Result<String> {
-        self.template.render(&self.messages, None, add_generation_prompt, self.variables)
+        let tools = self.variables.get("tools");
+        self.template.render(&self.messages, tools, add_generation_prompt, self.variables)
     }
 
     /// Makes `rendered` the conversation's text and returns the ids to compute. When the template rewrote the

@@ -9,6 +9,28 @@ use crate::{
 use q4_core::{Code, Result};
 use std::path::Path;
 
+/// Tokens kept by rank where a file asks for sampling and does not say how many, as in transformers.
+const TOP_K: usize = 50;
+
+/// Fields that would change an answer and that no sampler here obeys, with the value that means off.
+const IGNORED: [(&str, f64); 15] = [
+    ("no_repeat_ngram_size", 0.0),
+    ("encoder_no_repeat_ngram_size", 0.0),
+    ("presence_penalty", 0.0),
+    ("frequency_penalty", 0.0),
+    ("encoder_repetition_penalty", 1.0),
+    ("diversity_penalty", 0.0),
+    ("length_penalty", 1.0),
+    ("penalty_alpha", 0.0),
+    ("typical_p", 1.0),
+    ("epsilon_cutoff", 0.0),
+    ("eta_cutoff", 0.0),
+    ("num_beams", 1.0),
+    ("min_length", 0.0),
+    ("min_new_tokens", 0.0),
+    ("guidance_scale", 1.0),
+];
+
 /// The sampling wishes of a model directory.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct GenerationConfig {
@@ -16,7 +38,8 @@ pub struct GenerationConfig {
     pub do_sample: Option<bool>,
     /// Divides the logits; 0 is greedy.
     pub temperature: Option<f32>,
-    /// Tokens kept by rank; 0 keeps all.
+    /// Tokens kept by rank; 0 keeps all, and so does -1 in the file. A file that asks for sampling and has no
+    /// such field means 50.
     pub top_k: Option<usize>,
     /// Probability mass kept.
     pub top_p: Option<f32>,
@@ -28,6 +51,8 @@ pub struct GenerationConfig {
     pub eos_token_ids: Vec<u32>,
     /// Longest answer in tokens.
     pub max_new_tokens: Option<usize>,
+    /// Fields that ask for something nobody here does.
+    pub ignored: Vec<&'static str>,
 }
 
 impl GenerationConfig {
@@ -41,12 +66,20 @@ impl GenerationConfig {
     /// [`Code::ConfigInvalid`].
     pub fn parse(bytes: &[u8], vocab_size: usize) -> Result<Self> {
         let mut f = Fields::parse("generation_config.json", bytes)?;
+        let do_sample = f.flag("do_sample");
+        let top_k = match f.get("top_k").and_then(|k| k.as_i64()) {
+            Some(-1) => Some(0),
+            _ => f.optional_size("top_k", 0..=1 << 24).or((do_sample == Some(true)).then_some(TOP_K)),
+        };
+        let asks = |(name, off): &(&str, f64)| f.get(name).is_some_and(|v| v.as_f64() != Some(*off));
+        let ignored = IGNORED.iter().filter(|field| asks(field)).map(|(name, _)| *name).collect();
         let config = Self {
-            do_sample: f.flag("do_sample"),
+            do_sample,
+            ignored,
             temperature: f
                 .number("temperature", "a number from 0 to 100", |x| (0.0..=100.0).contains(&x))
                 .map(|x| x as f32),
-            top_k: f.optional_size("top_k", 0..=1 << 24),
+            top_k,
             top_p: f
                 .number("top_p", "a number above 0, at most 1", |x| x as f32 > 0.0 && x <= 1.0)
                 .map(|x| x as f32),
@@ -97,6 +130,29 @@ mod tests {
         let p = c.sampling(5);
         assert_eq!((p.temperature, p.top_k, p.top_p, p.min_p, p.seed), (0.7, 20, 0.8, 0.0, 5));
         p.validate().expect("usable");
+    }
+
+    #[test]
+    fn top_k_means_what_it_means_to_others() {
+        let top_k = |json: &str| {
+            GenerationConfig::parse(json.as_bytes(), 256).map(|c| c.sampling(0).top_k).expect("valid")
+        };
+        assert_eq!(top_k(r#"{"do_sample":true}"#), 50);
+        assert_eq!(top_k(r#"{"do_sample":true,"top_k":20}"#), 20);
+        assert_eq!(top_k(r#"{"do_sample":true,"top_k":0}"#), 0);
+        assert_eq!(top_k(r#"{"do_sample":true,"top_k":-1}"#), 0);
+        assert_eq!(top_k("{}"), 0, "greedy");
+        // Who asks for sampling himself is not given more than he asked for.
+        let mut quiet = GenerationConfig::parse(b"{}", 256).expect("valid");
+        quiet.do_sample = Some(true);
+        assert_eq!(quiet.sampling(0).top_k, 0);
+    }
+
+    #[test]
+    fn what_nobody_does_is_named() {
+        let json = br#"{"do_sample":true,"no_repeat_ngram_size":3,"num_beams":1,"typical_p":1.0,"presence_penalty":0.5}"#;
+        let c = GenerationConfig::parse(json, 256).expect("valid");
+        assert_eq!(c.ignored, ["no_repeat_ngram_size", "presence_penalty"]);
     }
 
     #[test]

@@ -14,6 +14,7 @@ pub mod generate;
 pub mod generation;
 pub mod graph;
 pub mod likelihood;
+pub mod likely;
 pub mod load;
 pub mod plan;
 pub mod quantize;

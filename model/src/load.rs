@@ -336,7 +336,7 @@ pub fn default_target(format: &str) -> Result<Target> {
         "nvfp4" => Ok(Target::Nvfp4 {
             rule: q4_core::Rule::ModelOpt,
             scales: quantize::Scales::TwoLevel,
-            method: quantize::Method::Rtn,
+            method: quantize::Method::Search,
         }),
         "nf4" => Ok(Target::Nf4 { block: 64, double: false }),
         other => Err(Error::new(Code::Usage, format!("--quantize {other}")).need("nvfp4 or nf4")),

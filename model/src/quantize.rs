@@ -29,6 +29,9 @@ pub enum Method {
     /// The amax maps to 6 or to 4, whichever has the smaller squared error; a tie goes to 6 (arXiv
     /// 2512.02010).
     FourOverSix,
+    /// Of the scale that maps the amax to 6 and eight E4M3 codes on either side, the one with the smallest
+    /// squared error.
+    Search,
 }
 
 /// What a dense matrix becomes.
@@ -85,6 +88,23 @@ pub struct Quantized {
 }
 
 impl Target {
+    /// As an error names it.
+    pub(crate) fn in_words(&self) -> String {
+        match *self {
+            Self::Nvfp4 { rule, scales, .. } => {
+                let levels = match scales {
+                    Scales::TwoLevel => "block scales and one per tensor",
+                    Scales::Single => "block scales alone",
+                };
+                format!("nvfp4 with {levels}, rounded as {} does", rule.as_str())
+            }
+            Self::Nf4 { block, double } => {
+                let scales = if double { "quantised scales" } else { "scales" };
+                format!("nf4 with {scales} for blocks of {block}")
+            }
+        }
+    }
+
     /// The encoding the result has.
     pub const fn schema(&self) -> Q4Schema {
         match *self {
@@ -295,6 +315,7 @@ fn to_nvfp4(
         match method {
             Method::Rtn => quantizer.quantize_row(&x, codes, scales),
             Method::FourOverSix => quantizer.quantize_row_four_over_six(&x, codes, scales),
+            Method::Search => quantizer.quantize_row_search(&x, codes, scales),
         }
     })?;
     let schema =

@@ -7,7 +7,6 @@ use minijinja::{
     AutoEscape, Error as JinjaError, Value as JinjaValue,
     machinery::{CodeGenerator, Instructions, Span, ast::Stmt, eval, make_string_output, parse},
     syntax::SyntaxConfig,
-    value::Serde,
 };
 use q4_core::{Code, Error, Result};
 use serde::{Deserialize, Serialize};
@@ -15,9 +14,18 @@ use serde_json::{Map, Value};
 use std::{collections::BTreeMap, path::Path, thread};
 
 mod clock;
+mod filters;
+mod format;
 mod guard;
 mod json;
+mod methods;
+mod numbers;
+mod operators;
+mod print;
 mod rewrite;
+
+use numbers::engine_value;
+pub use numbers::json;
 
 /// Bytes a template may have.
 const SOURCE_LIMIT: usize = 256 << 10;
@@ -118,8 +126,15 @@ impl ChatTemplate {
         Self { source: include_str!("qwen3_instruct.jinja").to_owned() }
     }
 
+    /// Whether the template looks at a variable `name` of its caller anywhere.
+    pub fn reads(&self, name: &str) -> bool {
+        let is_word = |c: char| c.is_alphanumeric() || c == '_';
+        self.source.split(|c| !is_word(c)).any(|word| word == name)
+    }
+
     /// The prompt for `messages`. `extra` are further variables, such as `bos_token`, `eos_token` or
-    /// `enable_thinking`.
+    /// `enable_thinking`. Numbers come out as Python prints them; [`json`] keeps those that `serde_json` would
+    /// change.
     ///
     /// Errors: [`Code::TemplateInvalid`] where the template fails, with the line, or exceeds its bounds: one
     /// million instructions, 64 MiB of text made on the way, 5 seconds, 4 MiB of prompt.
@@ -130,15 +145,17 @@ impl ChatTemplate {
         add_generation_prompt: bool,
         extra: &Map<String, Value>,
     ) -> Result<String> {
+        let turns = serde_json::to_value(messages)
+            .map_err(|e| invalid("the conversation is no JSON").have(e.to_string()))?;
         let variables = || {
             let own = [
-                ("messages", JinjaValue::from(Serde(messages))),
-                ("tools", JinjaValue::from(Serde(tools))),
-                ("documents", JinjaValue::from(())),
+                ("messages", engine_value(&turns)),
+                ("tools", tools.map_or_else(|| JinjaValue::from(()), engine_value)),
                 ("add_generation_prompt", JinjaValue::from(add_generation_prompt)),
             ];
-            let extra = extra.iter().map(|(k, v)| (k.as_str(), JinjaValue::from(Serde(v))));
-            JinjaValue::from_pairs(extra.chain(own))
+            let documents = [("documents", JinjaValue::from(()))];
+            let extra = extra.iter().map(|(k, v)| (k.as_str(), engine_value(v)));
+            JinjaValue::from_pairs(documents.into_iter().chain(extra).chain(own))
         };
         bounded(|| {
             let (root, blocks) = compiled(&self.source)?;

@@ -88,7 +88,7 @@ fn demo() -> Result<Demo> {
 }
 
 fn limits(max_tokens: usize) -> Limits {
-    Limits { max_tokens, stop_ids: vec![2, 0], stop_strings: Vec::new() }
+    Limits { max_tokens, stop_ids: vec![2, 0], stop_strings: Vec::new(), top_logprobs: 0 }
 }
 
 const TURNS: [&str; 8] = [

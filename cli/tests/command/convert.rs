@@ -69,6 +69,64 @@ fn the_summary_says_what_changed() {
 }
 
 #[test]
+fn last_bits_may_change_where_that_was_asked_for() {
+    let dir = tempfile::tempdir().unwrap();
+    for (variant, layout) in
+        [("nvfp4_modelopt", "compressed-tensors"), ("nvfp4_ct", "modelopt"), ("nvfp4_ct", "dat")]
+    {
+        let model = golden_arg(&format!("qwen3_tiny_b/{variant}"));
+        let target = dir.path().join(format!("{variant}-{layout}"));
+        let args = ["convert", &model, target.to_str().unwrap(), "--layout", layout];
+        let refused = run(&args);
+        if layout == "dat" {
+            // Scales of inputs have no place there, whatever may change.
+            assert_eq!(run(&[&args[..], &["--allow-last-bit"]].concat()).status.code(), Some(2));
+            continue;
+        }
+        assert_eq!(refused.status.code(), Some(2));
+        assert!(err(&refused).contains("fix: --allow-last-bit"), "{}", err(&refused));
+        let report = json("convert", &[&args[1..], &["--allow-last-bit"]].concat());
+        assert_eq!(report["lossless"], false);
+        let changed = report["changed"].as_array().unwrap();
+        assert!(!changed.is_empty(), "{report}");
+        for c in changed {
+            let number = |name: &str| c[name].as_f64().unwrap();
+            assert!(number("block_scales") >= 1.0 && number("block_scales") <= number("of"), "{c}");
+            assert!(number("largest_relative") > 0.0 && number("largest_relative") < 1.2e-7, "{c}");
+        }
+        // What is not named is the same, bit for bit, and so are all codes: there and back changes no more.
+        let logits = |model: &str, name: &str| {
+            let file = dir.path().join(name);
+            let options = ["--ids", "1,2,3", "--activations", "native", "--out", file.to_str().unwrap()];
+            json("logits", &[&[model], &options[..]].concat());
+            std::fs::read(file).unwrap()
+        };
+        let [a, b] = [
+            logits(&model, &format!("{variant}-a")),
+            logits(target.to_str().unwrap(), &format!("{variant}-b")),
+        ];
+        let floats = |bytes: &[u8]| -> Vec<f32> {
+            let file = safetensors::SafeTensors::deserialize(bytes).unwrap();
+            let data = file.tensor("logits").unwrap().data().to_vec();
+            data.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
+        };
+        let (a, b) = (floats(&a), floats(&b));
+        let largest = a.iter().fold(0f32, |m, v| m.max(v.abs()));
+        assert!(a.iter().zip(&b).all(|(a, b)| (a - b).abs() <= 1e-5 * largest), "{variant}");
+        let text = out(&run(&[
+            "convert",
+            &model,
+            &format!("{}-text", target.display()),
+            "--layout",
+            layout,
+            "--allow-last-bit",
+        ]));
+        assert_eq!(text.lines().filter(|l| l.contains("last bit: ")).count(), changed.len(), "{text}");
+        assert!(text.lines().last().unwrap().starts_with("read back: the values of "), "{text}");
+    }
+}
+
+#[test]
 fn what_would_change_a_value_is_refused_and_leaves_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let target = dir.path().join("out");

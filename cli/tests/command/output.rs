@@ -9,7 +9,7 @@ fn help_lists_every_verb_and_option() {
     assert_snapshot!("help", out(&help));
     for verb in [
         "generate", "chat", "explain", "inspect", "verify", "quantize", "convert", "eval", "compare",
-        "logits", "bench", "diagnose",
+        "logits", "tokenize", "bench", "diagnose",
     ] {
         let text = out(&run(&[verb, "--help"]));
         assert!(text.contains("--backend") && text.contains("--json"), "{verb}");

@@ -4,12 +4,13 @@ use crate::{err, golden_arg, json, out, run};
 #[test]
 fn every_layout_is_written_verified_and_run() {
     let dir = tempfile::tempdir().unwrap();
-    let cases: [(&str, &[&str], &str); 8] = [
+    let cases: [(&str, &[&str], &str); 9] = [
         ("modelopt", &[], "nvfp4"),
         ("modelopt-46", &["--method", "four-over-six"], "nvfp4"),
+        ("modelopt-rtn", &["--method", "rtn"], "nvfp4"),
         ("ct", &["--layout", "compressed-tensors"], "nvfp4"),
-        ("a.dat", &["--layout", "dat"], "nvfp4"),
-        ("b.dat", &["--layout", "dat", "--scales", "two-level"], "nvfp4"),
+        ("a.dat", &["--layout", "dat", "--method", "rtn"], "nvfp4"),
+        ("b.dat", &["--layout", "dat", "--scales", "two-level", "--method", "rtn"], "nvfp4"),
         ("nf4", &["--format", "nf4"], "nf4"),
         ("nf4-dq", &["--format", "nf4", "--double-quant", "--block-size", "32"], "nf4-dq"),
         ("c.dat", &["--format", "nf4", "--layout", "dat"], "nf4"),
@@ -43,7 +44,7 @@ fn every_layout_is_written_verified_and_run() {
     }
     let of = |name: &str| loss.iter().find(|l| l.0 == name).unwrap().1;
     assert!(of("b.dat") > of("a.dat"), "two levels lose less than one: {loss:?}");
-    assert!(of("modelopt-46") >= of("modelopt"), "{loss:?}");
+    assert!(of("modelopt-46") > of("modelopt-rtn") && of("modelopt") > of("modelopt-46"), "{loss:?}");
 }
 
 #[test]
@@ -59,6 +60,11 @@ fn nothing_is_overwritten_and_nothing_is_left_behind() {
     let refused = run(&["quantize", &tiny, nothing.to_str().unwrap(), "--exclude", "no.such.layer"]);
     assert_eq!(refused.status.code(), Some(2), "{}", err(&refused));
     assert!(err(&refused).contains("no.such.layer"));
+    let single = run(&["quantize", &tiny, nothing.to_str().unwrap(), "--scales", "single"]);
+    assert_eq!(single.status.code(), Some(2));
+    for part in ["have: nvfp4 with block scales alone", "fix: --layout dat"] {
+        assert!(err(&single).contains(part), "{part} in {}", err(&single));
+    }
     let four_bit = golden_arg("qwen3_tiny_a/nvfp4_ct");
     assert_eq!(run(&["quantize", &four_bit, nothing.to_str().unwrap()]).status.code(), Some(2));
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);

@@ -7,6 +7,8 @@ use super::{e2m1, e4m3};
 use crate::{Code, DType, Error, GlobalScale, Result, Rule};
 use half::{bf16, f16};
 
+mod search;
+
 /// Elements per block scale.
 pub const BLOCK: usize = 16;
 

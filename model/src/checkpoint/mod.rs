@@ -99,6 +99,7 @@ impl Checkpoint {
                 .fix("name it with --config PATH")
         })?;
         let config = Qwen3Config::parse(config)?;
+        let store = store.of_whole_model();
         // A `.dat` file says all there is about its layers; the configuration beside it is that of the
         // original model.
         let declaration = match store.container() {

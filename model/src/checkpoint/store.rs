@@ -29,6 +29,8 @@ pub struct TensorStore {
     files: Vec<(String, Bytes)>,
     table: Table,
     metadata: BTreeMap<String, String>,
+    /// Whether the names had no `model.` before them in the file.
+    base: bool,
 }
 
 /// One line of a listing.
@@ -87,6 +89,7 @@ impl TensorStore {
             files: Vec::new(),
             table: Table::default(),
             metadata: BTreeMap::new(),
+            base: false,
         };
         let (mut indexed, mut parts) = (0u64, Vec::new());
         for name in names {
@@ -144,6 +147,17 @@ impl TensorStore {
         Ok(index.tensors)
     }
 
+    /// A base model, saved without the prefix that it has as a part of the whole, under the names it has there.
+    pub(super) fn of_whole_model(self) -> Self {
+        const PREFIX: &str = "model.";
+        let is_base = self.table.find("embed_tokens.weight").is_some() && !self.table.has_prefix(PREFIX);
+        if !is_base {
+            return self;
+        }
+        let name = |n: &str| if n.starts_with("lm_head.") { n.to_owned() } else { [PREFIX, n].concat() };
+        Self { table: self.table.renamed(name), base: true, ..self }
+    }
+
     /// The same bytes where every name with `a` in it has `b` there, and the other way round.
     pub(super) fn exchanged(&self, a: &str, b: &str) -> Self {
         let name = |n: &str| if n.contains(a) { n.replace(a, b) } else { n.replace(b, a) };
@@ -152,6 +166,7 @@ impl TensorStore {
             files: self.files.clone(),
             table: self.table.renamed(name),
             metadata: self.metadata.iter().map(|(n, text)| (name(n), text.clone())).collect(),
+            base: self.base,
         }
     }
 
@@ -231,10 +246,13 @@ impl TensorStore {
 
     /// What to do about a tensor that is not there.
     pub(super) fn hint(&self, name: &str, error: Error) -> Error {
-        match name.strip_prefix("model.").filter(|short| self.table.has_prefix(short)) {
-            Some(_) => error.fix("this is a base model without its head: save it as Qwen3ForCausalLM, whose names begin with `model.`"),
-            None => error,
+        if self.base && name.starts_with("lm_head") {
+            return error.fix(
+                "this is a base model without its head: save it as Qwen3ForCausalLM, or set tie_word_embeddings if \
+                 its embedding is the head",
+            );
         }
+        error
     }
 
     /// The file that holds a tensor and where it lies in it, for owners that outlive the checkpoint.

@@ -166,9 +166,20 @@ impl ExportPlan {
             }
             _ => "layout modelopt, compressed-tensors, bitsandbytes or dat",
         };
-        Err(Error::new(Code::Usage, format!("layout {} cannot hold what is asked", self.layout.as_str()))
-            .need(need)
-            .have(format!("{:?}", self.target)))
+        let error =
+            Error::new(Code::Usage, format!("layout {} cannot hold what is asked", self.layout.as_str()))
+                .need(need)
+                .have(self.target.in_words());
+        Err(match self.target {
+            Target::Nvfp4 { scales: Scales::Single, .. } => {
+                error.fix("--layout dat has block scales alone; the others need --scales two-level")
+            }
+            Target::Nvfp4 { .. } => {
+                error.fix("--layout modelopt, compressed-tensors or dat; or --format nf4")
+            }
+            Target::Nf4 { double: true, .. } => error.fix("--layout bitsandbytes, or no --double-quant"),
+            Target::Nf4 { .. } => error.fix("--layout bitsandbytes or dat; or --format nvfp4"),
+        })
     }
 }
 

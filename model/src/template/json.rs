@@ -1,16 +1,32 @@
 //! `tojson` as transformers defines it: Python's `json.dumps` without ASCII escapes.
 //!
 //! Models were trained on `", "` and `": "`; a compact JSON is another prompt.
-use super::guard;
+use super::{guard, numbers};
 use minijinja::{Error, ErrorKind, Value, value::ValueKind};
 use std::fmt::Write;
 
 /// Nesting of values that can be written.
 const DEPTH: usize = 64;
 
-/// `value` as JSON, in one line or indented by `indent` blanks a level.
-pub(super) fn dumps(value: &Value, indent: Option<usize>) -> Result<String, Error> {
-    let mut writer = Writer { text: String::new(), indent, charged: 0 };
+/// What `json.dumps` can be told.
+#[derive(Default)]
+pub(super) struct Form {
+    /// Blanks a level; without, all stands in one line.
+    pub(super) indent: Option<usize>,
+    /// Everything beyond ASCII is escaped.
+    pub(super) ascii: bool,
+    /// Keys in their order.
+    pub(super) sorted: bool,
+    /// Between items, and between a key and its value.
+    pub(super) separators: Option<(String, String)>,
+}
+
+/// `value` as JSON.
+pub(super) fn dumps(value: &Value, form: Form) -> Result<String, Error> {
+    let item = if form.indent.is_some() { "," } else { ", " };
+    let (item, key) = form.separators.unwrap_or_else(|| (item.to_owned(), ": ".to_owned()));
+    let Form { indent, ascii, sorted, .. } = form;
+    let mut writer = Writer { text: String::new(), indent, ascii, sorted, item, key, charged: 0 };
     writer.value(value, 0)?;
     guard::charge(writer.text.len() - writer.charged)?;
     Ok(writer.text)
@@ -19,6 +35,10 @@ pub(super) fn dumps(value: &Value, indent: Option<usize>) -> Result<String, Erro
 struct Writer {
     text: String,
     indent: Option<usize>,
+    ascii: bool,
+    sorted: bool,
+    item: String,
+    key: String,
     charged: usize,
 }
 
@@ -44,10 +64,16 @@ impl Writer {
                     let item = value.get_item(&key)?;
                     Ok((Some(key), item))
                 });
-                let pairs: Vec<_> = pairs.collect::<Result<_, Error>>()?;
+                let mut pairs: Vec<(Option<Value>, Value)> = pairs.collect::<Result<_, Error>>()?;
+                if self.sorted {
+                    pairs.sort_by(|a, b| a.0.cmp(&b.0));
+                }
                 self.container(('{', '}'), pairs.into_iter(), depth)?;
             }
-            kind => return Err(fail(&format!("{kind} cannot be written as JSON"))),
+            kind => match numbers::digits(value) {
+                Some(digits) => self.text += digits,
+                None => return Err(fail(&format!("{kind} cannot be written as JSON"))),
+            },
         }
         Ok(())
     }
@@ -62,17 +88,15 @@ impl Writer {
         let mut empty = true;
         for (key, item) in items {
             if !empty {
-                self.text.push(',');
+                self.text.push_str(&self.item);
             }
-            match self.indent {
-                Some(_) => self.new_line(depth + 1),
-                None if !empty => self.text.push(' '),
-                None => {}
+            if self.indent.is_some() {
+                self.new_line(depth + 1);
             }
             empty = false;
             if let Some(key) = key {
                 self.key(&key)?;
-                self.text += ": ";
+                self.text.push_str(&self.key);
             }
             self.value(&item, depth + 1)?;
         }
@@ -123,6 +147,11 @@ impl Writer {
                 '\u{8}' => self.text += "\\b",
                 '\u{c}' => self.text += "\\f",
                 c if c < ' ' => self.text += &format!("\\u{:04x}", c as u32),
+                c if self.ascii && !c.is_ascii() => {
+                    for unit in c.encode_utf16(&mut [0; 2]) {
+                        self.text += &format!("\\u{unit:04x}");
+                    }
+                }
                 c => self.text.push(c),
             }
         }
@@ -142,13 +171,27 @@ pub(super) fn float(x: f64) -> String {
         }
         .to_owned();
     }
+    // Both are the shortest that is read back as x. Of two as near, Python takes the even one.
+    let shortest = format!("{x:e}");
+    let places = shortest.bytes().take_while(|b| *b != b'e').filter(u8::is_ascii_digit).count() - 1;
+    let even = format!("{x:.places$e}");
+    let text = if even.parse() == Ok(x) { even } else { shortest };
+    let (mantissa, exponent) = text.split_once('e').unwrap_or((&text, "0"));
+    let exponent: i32 = exponent.parse().unwrap_or(0);
     if x != 0.0 && !(1e-4..1e16).contains(&x.abs()) {
-        let text = format!("{x:e}");
-        let (digits, exponent) = text.split_once('e').unwrap_or((&text, "0"));
-        let (sign, size) = exponent.strip_prefix('-').map_or(('+', exponent), |size| ('-', size));
-        return format!("{digits}e{sign}{size:0>2}");
+        let sign = if exponent < 0 { '-' } else { '+' };
+        return format!("{mantissa}e{sign}{:02}", exponent.abs());
     }
-    format!("{x:?}")
+    let (sign, mantissa) = mantissa.strip_prefix('-').map_or(("", mantissa), |rest| ("-", rest));
+    let digits = mantissa.replace('.', "");
+    let Ok(before) = usize::try_from(exponent + 1) else {
+        return format!("{sign}0.{}{digits}", "0".repeat(exponent.unsigned_abs() as usize - 1));
+    };
+    match before {
+        0 => format!("{sign}0.{digits}"),
+        n if n < digits.len() => format!("{sign}{}.{}", &digits[..n], &digits[n..]),
+        n => format!("{sign}{digits}{}.0", "0".repeat(n - digits.len())),
+    }
 }
 
 fn fail(what: &str) -> Error {
@@ -162,7 +205,8 @@ mod tests {
     fn text(json: &str, indent: Option<usize>) -> String {
         guard::start();
         let value: serde_json::Value = serde_json::from_str(json).expect("json");
-        dumps(&Value::from(minijinja::value::Serde(value)), indent).expect("written")
+        dumps(&Value::from(minijinja::value::Serde(value)), Form { indent, ..Form::default() })
+            .expect("written")
     }
 
     #[test]
@@ -189,6 +233,15 @@ mod tests {
             (-2.5e300, "-2.5e+300"),
             (0.1, "0.1"),
             (-0.0, "-0.0"),
+            (0.0, "0.0"),
+            (0.5, "0.5"),
+            (-0.012, "-0.012"),
+            (123.0, "123.0"),
+            (5e-324, "5e-324"),
+            (1.797_693_134_862_315_7e308, "1.7976931348623157e+308"),
+            // Exactly between two of as many digits.
+            (818_239_964_236_934.25, "818239964236934.2"),
+            (32_616_687_551_106.062_5, "32616687551106.062"),
         ] {
             assert_eq!(float(x), s);
         }

@@ -10,9 +10,9 @@ use minijinja::{
     machinery::{
         Span,
         ast::{
-            BinOp, BinOpKind, Call, CallArg, CallBlock, Compare, CompareOp, Const, Do, EmitExpr, Expr,
-            Filter, FilterBlock, ForLoop, GetAttr, GetItem, IfCond, IfExpr, List, Macro, Map, Set, SetBlock,
-            Spanned, Stmt, Template, Test, Tuple, UnaryOp, UnaryOpKind, Var, WithBlock,
+            BinOp, BinOpKind, Call, CallArg, CallBlock, Compare, CompareOp, CompareOpKind, Const, Do,
+            EmitExpr, Expr, Filter, FilterBlock, ForLoop, GetAttr, GetItem, IfCond, IfExpr, List, Macro, Map,
+            Set, SetBlock, Spanned, Stmt, Template, Test, Tuple, UnaryOp, UnaryOpKind, Var, WithBlock,
         },
     },
 };
@@ -141,10 +141,15 @@ impl Rewriter {
                 Expr::UnaryOp(at(e, UnaryOp { op, expr: self.expr(&e.expr)? }))
             }
             Expr::BinOp(e) => {
-                let (left, right) = (self.expr(&e.left)?, self.expr(&e.right)?);
+                let (mut left, mut right) = (self.expr(&e.left)?, self.expr(&e.right)?);
+                if matches!(e.op, BinOpKind::Lt | BinOpKind::Lte | BinOpKind::Gt | BinOpKind::Gte) {
+                    left = through(guard::ORDERED, span, left, vec![]);
+                    right = through(guard::ORDERED, span, right, vec![]);
+                }
                 let filter = match e.op {
                     BinOpKind::Add => Some(guard::ADD),
                     BinOpKind::Mul => Some(guard::MUL),
+                    BinOpKind::Rem => Some(guard::REM),
                     BinOpKind::Concat => Some(guard::CONCAT),
                     _ => None,
                 };
@@ -158,9 +163,21 @@ impl Rewriter {
                 }
             }
             Expr::Compare(e) => {
-                let ops = e.ops.iter().map(|o| Ok(CompareOp { op: o.op, expr: self.expr(&o.expr)? }));
+                let orders = |op| {
+                    use CompareOpKind::{Gt, Gte, Lt, Lte};
+                    matches!(op, Lt | Lte | Gt | Gte)
+                };
+                let ordered =
+                    |expr, both| if both { through(guard::ORDERED, span, expr, vec![]) } else { expr };
+                // An operand stands between two operators; the first has one.
+                let next = |i: usize| e.ops.get(i + 1).is_some_and(|o| orders(o.op));
+                let ops = e.ops.iter().enumerate().map(|(i, o)| {
+                    let expr = ordered(self.expr(&o.expr)?, orders(o.op) || next(i));
+                    Ok(CompareOp { op: o.op, expr })
+                });
                 let ops = ops.collect::<Copied<_>>()?;
-                ticking(Expr::Compare(at(e, Compare { expr: self.expr(&e.expr)?, ops })))
+                let first = ordered(self.expr(&e.expr)?, e.ops.first().is_some_and(|o| orders(o.op)));
+                ticking(Expr::Compare(at(e, Compare { expr: first, ops })))
             }
             Expr::IfExpr(e) => Expr::IfExpr(at(
                 e,

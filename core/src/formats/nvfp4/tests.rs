@@ -234,6 +234,53 @@ fn four_over_six_never_has_a_larger_error_and_is_sometimes_smaller() -> Result<(
 }
 
 #[test]
+fn a_search_never_has_a_larger_error_and_beats_four_over_six() -> Result<()> {
+    // About normal, as weights are: sums of four even ones.
+    let even = |i: u32| (i.wrapping_mul(2_654_435_761) >> 8) as f32 / 16_777_216.0 - 0.5;
+    let x: Vec<f32> = (0..16 * 256u32).map(|i| (0..4).map(|j| even(4 * i + j)).sum::<f32>() * 0.02).collect();
+    let amax = x.iter().fold(0f32, |a, v| a.max(v.abs()));
+    for rule in Rule::ALL {
+        for global in [Some(global_from_amax(rule, amax, DType::F32)?), None] {
+            let scale = if global.is_some() { 1.0 } else { 1e3 };
+            let x: Vec<f32> = x.iter().map(|v| v * scale).collect();
+            let q = Quantizer { rule, global, source: DType::F32 };
+            let error = |method: u8| -> Result<Vec<f64>> {
+                let (mut codes, mut scales, mut out) = (vec![0; 2048], vec![0; 256], vec![0.0; 4096]);
+                match method {
+                    0 => q.quantize_row(&x, &mut codes, &mut scales)?,
+                    1 => q.quantize_row_four_over_six(&x, &mut codes, &mut scales)?,
+                    _ => q.quantize_row_search(&x, &mut codes, &mut scales)?,
+                }
+                dequantize_row(&codes, &scales, q.global, &mut out);
+                let error =
+                    |(x, o): (&[f32], &[f32])| x.iter().zip(o).map(|(a, b)| f64::from(a - b).powi(2)).sum();
+                Ok(x.chunks(16).zip(out.chunks(16)).map(error).collect())
+            };
+            let [rtn, four, search] = [error(0)?, error(1)?, error(2)?];
+            assert!(rtn.iter().zip(&search).all(|(r, s)| *s <= *r * (1.0 + 1e-6)), "{rule:?}");
+            let sum = |errors: &[f64]| errors.iter().sum::<f64>();
+            assert!(sum(&search) < 0.95 * sum(&four), "{rule:?}: {} {}", sum(&search), sum(&four));
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_search_keeps_what_is_exact_and_what_is_zero() {
+    let mut x = [6.0, 3.0, 2.0, 1.5, 1.0, 0.5, 0.0, -4.0].repeat(2);
+    let (mut codes, mut scales) = ([0; 8], [0]);
+    let (mut rtn, mut rtn_scale) = ([0; 8], [0]);
+    for fill in [None, Some(0.0), Some(-0.0), Some(f32::MIN_POSITIVE / 8.0), Some(f32::MAX)] {
+        if let Some(fill) = fill {
+            x.fill(fill);
+        }
+        PLAIN.quantize_row_search(&x, &mut codes, &mut scales).expect("finite");
+        PLAIN.quantize_row(&x, &mut rtn, &mut rtn_scale).expect("finite");
+        assert_eq!((codes, scales), (rtn, rtn_scale), "{fill:?}");
+    }
+}
+
+#[test]
 fn four_over_six_maps_amax_to_four_where_that_is_exact() {
     let mut x = [4.0, 3.0, 2.0, 1.5, 1.0, 0.5, 0.0, 3.0].repeat(2);
     let (mut codes, mut scales) = ([0; 8], [0]);

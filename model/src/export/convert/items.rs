@@ -2,8 +2,9 @@
 //! cannot hold.
 //!
 //! Nothing is dropped: a tensor that the layout has no place for is an error with its name.
+use super::Changed;
 use super::contents::{Content, Contents, matrices, tensors};
-use super::scale::{Used, expressed};
+use super::scale::{Used, expressed, nearest};
 use crate::checkpoint::{Checkpoint, Layer, Stored};
 use crate::export::layout;
 use crate::export::safetensors::Entry;
@@ -55,12 +56,13 @@ const MARKS: [&str; 11] = [
 ];
 
 /// Everything to be written as `layout`, sorted by name. `whole` says that all layers have that layout
-/// already.
+/// already. Where scales may change in their last bit, `changed` takes down which did.
 pub(super) fn items<'a>(
     checkpoint: &'a Checkpoint,
     contents: &'a Contents<'a>,
     layout: Layout,
     whole: bool,
+    mut changed: Option<&mut Vec<Changed>>,
 ) -> Result<Vec<Item<'a>>> {
     let dtype = checkpoint.embedding_type()?;
     let layers: Vec<_> = matrices(contents).collect();
@@ -76,7 +78,7 @@ pub(super) fn items<'a>(
                 Item { name: name.clone(), entries, data: Data::Stored(stored) }
             }
             Content::Matrix(layer) => {
-                let packed = Packed::new(layer, layout, dtype)?;
+                let packed = Packed::new(layer, layout, dtype, changed.as_deref_mut())?;
                 Item { name: name.clone(), entries: packed.entries(), data: Data::Packed(Box::new(packed)) }
             }
             Content::Tensor(stored) => {
@@ -106,11 +108,17 @@ impl Item<'_> {
 }
 
 impl<'a> Packed<'a> {
-    fn new(layer: &'a Layer<'a>, layout: Layout, dtype: DType) -> Result<Self> {
+    fn new(
+        layer: &'a Layer<'a>,
+        layout: Layout,
+        dtype: DType,
+        mut changed: Option<&mut Vec<Changed>>,
+    ) -> Result<Self> {
         let packed = |schema, global, inputs| Self { layer, layout, schema, dtype, global, inputs };
         match (layer.detected.schema, layout) {
             (Q4Schema::Nvfp4 { .. }, Layout::ModelOpt | Layout::CompressedTensors | Layout::Dat) => {
-                let (global, inputs) = (weight_scale(layer, layout)?, input_scale(layer, layout)?);
+                let global = weight_scale(layer, layout, changed.as_deref_mut())?;
+                let inputs = input_scale(layer, layout, changed)?;
                 let convention = global.map(GlobalScale::convention);
                 let schema = Q4Schema::Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: convention };
                 Ok(packed(schema, global, inputs))
@@ -199,7 +207,11 @@ fn block_scales<'a>(layer: &Layer<'a>) -> Result<Cow<'a, [u8]>> {
 }
 
 /// The per-tensor scale as `layout` has it. A scale of 1 stands only where the layout needs one.
-fn weight_scale(layer: &Layer<'_>, layout: Layout) -> Result<Option<GlobalScale>> {
+fn weight_scale(
+    layer: &Layer<'_>,
+    layout: Layout,
+    changed: Option<&mut Vec<Changed>>,
+) -> Result<Option<GlobalScale>> {
     let SegmentData::Nvfp4 { global, .. } = &layer.segment.data else { return Ok(None) };
     match (*global, &layer.detected.keys.global) {
         (None, _) if layout == Layout::Dat => Ok(None),
@@ -208,18 +220,30 @@ fn weight_scale(layer: &Layer<'_>, layout: Layout) -> Result<Option<GlobalScale>
         (Some(scale), key) => {
             let used = Used::of(&block_scales(layer)?);
             let key = key.as_deref().unwrap_or(&layer.name);
-            expressed(scale, convention(layout), &used, key, layout.as_str()).map(Some)
+            let name = format!("{}.weight", layer.name);
+            expressed(scale, convention(layout), &used, key, layout.as_str())
+                .or_else(|e| nearest(scale, convention(layout), &used, name, changed, e))
+                .map(Some)
         }
     }
 }
 
-fn input_scale(layer: &Layer<'_>, layout: Layout) -> Result<Option<GlobalScale>> {
+fn input_scale(
+    layer: &Layer<'_>,
+    layout: Layout,
+    changed: Option<&mut Vec<Changed>>,
+) -> Result<Option<GlobalScale>> {
     let (Some(scale), Some(key)) = (layer.input_scale(), &layer.detected.keys.input_global) else {
         return Ok(None);
     };
     match layout {
         Layout::Dat => Err(homeless(key, layout)),
-        _ => expressed(scale, convention(layout), &Used::all(), key, layout.as_str()).map(Some),
+        _ => expressed(scale, convention(layout), &Used::all(), key, layout.as_str())
+            .or_else(|e| {
+                let name = format!("{}.inputs", layer.name);
+                nearest(scale, convention(layout), &Used::all(), name, changed, e)
+            })
+            .map(Some),
     }
 }
 

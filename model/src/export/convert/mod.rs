@@ -29,12 +29,15 @@ pub struct Conversion {
     pub layout: Layout,
     /// Largest data size of one safetensors file in bytes; a layer that is larger has a file of its own.
     pub max_shard_bytes: u64,
+    /// A per-tensor scale without an exact counterpart becomes the nearest f32, if no factor of a block differs
+    /// by more than its last bit.
+    pub allow_last_bit: bool,
 }
 
 impl Conversion {
     /// Into `layout`, in parts of the customary size.
     pub fn new(layout: Layout) -> Self {
-        Self { layout, max_shard_bytes: DEFAULT_SHARD_BYTES }
+        Self { layout, max_shard_bytes: DEFAULT_SHARD_BYTES, allow_last_bit: false }
     }
 }
 
@@ -57,15 +60,31 @@ pub struct TensorReport {
     pub scale_out: Option<f32>,
 }
 
+/// A per-tensor scale that became the nearest f32.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Changed {
+    /// Content, e.g. `model.layers.0.mlp.up_proj.weight`, or `.inputs` for the scale of a layer's inputs.
+    pub name: String,
+    /// Block scales whose factor has another last bit.
+    pub block_scales: usize,
+    /// Block scales that were looked at: those that occur, or for inputs all there are.
+    pub of: usize,
+    /// The largest change of a factor, as a share of it.
+    pub largest_relative: f64,
+}
+
 /// What was written.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
     /// Arrangement.
     pub layout: Layout,
-    /// The output, read again, decodes to the values of the input. Always true: what does not is an error.
+    /// The output, read again, decodes to the values of the input: always, unless last bits may differ.
     pub lossless: bool,
-    /// SHA-256 of all decoded values, the same of input and output; defined in `docs/numerics.md`.
+    /// SHA-256 of all decoded values of the output, where `lossless` the same of the input; defined in
+    /// `docs/numerics.md`.
     pub sha256_decoded: String,
+    /// Scales that became the nearest f32, by name.
+    pub changed: Vec<Changed>,
     /// The 4-bit matrices by name.
     pub tensors: Vec<TensorReport>,
     /// Other tensors, copied bit for bit.
@@ -120,8 +139,11 @@ pub fn convert(
         .have(note.as_str())
         .fix("keep the layout"));
     }
-    let items = items(checkpoint, &contents, layout, whole)?;
-    let run = Run { checkpoint, contents: &contents, items: &items, conversion, whole, threads };
+    let mut changed = Vec::new();
+    let allowed = conversion.allow_last_bit.then_some(&mut changed);
+    let items = items(checkpoint, &contents, layout, whole, allowed)?;
+    let run =
+        Run { checkpoint, contents: &contents, items: &items, changed: &changed, conversion, whole, threads };
     match container {
         Container::Dat => run.file(out, progress),
         Container::Safetensors => run.directory(out, progress),
@@ -132,6 +154,7 @@ struct Run<'a> {
     checkpoint: &'a Checkpoint,
     contents: &'a Contents<'a>,
     items: &'a [Item<'a>],
+    changed: &'a [Changed],
     conversion: Conversion,
     /// All layers have the layout already.
     whole: bool,
@@ -232,9 +255,11 @@ impl Run<'_> {
         let bytes = self.bytes_out();
         again.bind_all()?;
         let written = contents(again)?;
+        let changed = self.changed.iter().map(|c| c.name.as_str()).collect();
         let sha256_decoded = proof::prove(
             (self.checkpoint, self.contents),
             (again, &written),
+            &changed,
             self.threads,
             &mut |name, done| progress(self.progress(name, self.items.len() + done, bytes)),
         )?;
@@ -244,8 +269,9 @@ impl Run<'_> {
         let tensors_in = self.contents.values().filter(|c| matches!(c, Content::Tensor(_))).count();
         Ok(Report {
             layout: self.conversion.layout,
-            lossless: true,
+            lossless: self.changed.is_empty(),
             sha256_decoded,
+            changed: self.changed.to_vec(),
             tensors,
             copied: tensors_in,
             bytes_in: self.checkpoint.store().entries().map(|e| e.bytes as u64).sum(),

@@ -3,6 +3,7 @@
 //! A reciprocal is rounded, so `scale * g` and `scale / (1/g)` differ in the last bit for most `g`: seen over
 //! random ones, one in five has a counterpart that gives the same f32 for all block scales. Powers of two
 //! always have one.
+use super::Changed;
 use q4_core::formats::e4m3;
 use q4_core::{Code, Convention, Error, GlobalScale, Result};
 
@@ -43,20 +44,58 @@ pub(super) fn expressed(
     if scale.convention() == convention {
         return Ok(scale);
     }
-    let nearest = 1.0 / scale.value();
+    match closest(scale, convention, used) {
+        Some((0, other)) => Ok(other),
+        found => Err(lossy(scale, used.iter().count(), found, tensor, layout)),
+    }
+}
+
+/// The scale of `convention` that changes the fewest factors, where last bits may change: taken down in
+/// `changed` under `name`. `exact` is why there is none that changes nothing; it stays the error where nothing
+/// may change, or where a factor would change by more.
+pub(super) fn nearest(
+    scale: GlobalScale,
+    convention: Convention,
+    used: &Used,
+    name: String,
+    changed: Option<&mut Vec<Changed>>,
+    exact: Error,
+) -> Result<GlobalScale> {
+    let Some(changed) = changed else {
+        return Err(
+            exact.fix("--allow-last-bit takes the nearest f32; or q4 quantize from the dense original")
+        );
+    };
+    let Some((_, other)) = closest(scale, convention, used) else { return Err(exact) };
+    let mut told = Changed { name, block_scales: 0, of: 0, largest_relative: 0.0 };
+    for s in used.iter() {
+        let (before, after) = (scale.effective(s), other.effective(s));
+        if before.to_bits().abs_diff(after.to_bits()) > 1 {
+            return Err(exact);
+        }
+        told.of += 1;
+        if before.to_bits() != after.to_bits() {
+            told.block_scales += 1;
+            let relative = ((f64::from(after) - f64::from(before)) / f64::from(before)).abs();
+            told.largest_relative = told.largest_relative.max(relative);
+        }
+    }
+    changed.push(told);
+    Ok(other)
+}
+
+/// Of the f32 around the reciprocal the one that changes the fewest factors, with their number.
+fn closest(scale: GlobalScale, convention: Convention, used: &Used) -> Option<(usize, GlobalScale)> {
+    let reciprocal = 1.0 / scale.value();
     let near = |ulps: i32| {
-        let bits = nearest.to_bits().checked_add_signed(ulps)?;
+        let bits = reciprocal.to_bits().checked_add_signed(ulps)?;
         GlobalScale::new(convention, f32::from_bits(bits)).ok()
     };
     let differing = |other: GlobalScale| {
         used.iter().filter(|&s| scale.effective(s).to_bits() != other.effective(s).to_bits()).count()
     };
     let order = (0..=REACH).flat_map(|d| [d, -d]);
-    let best = order.filter_map(near).map(|other| (differing(other), other)).min_by_key(|(count, _)| *count);
-    match best {
-        Some((0, other)) => Ok(other),
-        found => Err(lossy(scale, used.iter().count(), found, tensor, layout)),
-    }
+    order.filter_map(near).map(|other| (differing(other), other)).min_by_key(|(count, _)| *count)
 }
 
 fn lossy(

@@ -1,6 +1,7 @@
 //! The comparison must see whatever could go wrong between the input and what was read back.
 use super::*;
 use crate::checkpoint::TensorStore;
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 fn golden(path: &str) -> PathBuf {
@@ -19,7 +20,7 @@ fn open(files: Vec<(String, Vec<u8>)>) -> Result<Checkpoint> {
 
 fn compare(a: &Checkpoint, b: &Checkpoint) -> Result<String> {
     let (x, y) = (contents(a)?, contents(b)?);
-    proof::prove((a, &x), (b, &y), &ThreadPool::new(2), &mut |_, _| Ok(()))
+    proof::prove((a, &x), (b, &y), &BTreeSet::new(), &ThreadPool::new(2), &mut |_, _| Ok(()))
 }
 
 /// `dir` with the bits `flip` of byte `at` of `tensor` inverted.
