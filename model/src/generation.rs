@@ -28,7 +28,34 @@ pub struct GenerationConfig {
     pub eos_token_ids: Vec<u32>,
     /// Longest answer in tokens.
     pub max_new_tokens: Option<usize>,
+    /// Wishes that q4 does not follow.
+    pub ignored: Vec<String>,
 }
+
+/// Fields that would change what is sampled, with the values that change nothing. q4 has none of them.
+const UNKNOWN: [(&str, &[f64]); 21] = [
+    ("bad_words_ids", &[]),
+    ("begin_suppress_tokens", &[]),
+    ("diversity_penalty", &[0.0]),
+    ("encoder_repetition_penalty", &[1.0]),
+    ("epsilon_cutoff", &[0.0]),
+    ("eta_cutoff", &[0.0]),
+    ("exponential_decay_length_penalty", &[]),
+    ("forced_bos_token_id", &[]),
+    ("forced_eos_token_id", &[]),
+    ("frequency_penalty", &[0.0]),
+    ("guidance_scale", &[1.0]),
+    ("length_penalty", &[1.0]),
+    ("min_length", &[0.0]),
+    ("min_new_tokens", &[0.0]),
+    ("no_repeat_ngram_size", &[0.0]),
+    ("num_beams", &[1.0]),
+    ("penalty_alpha", &[0.0]),
+    ("presence_penalty", &[0.0]),
+    ("sequence_bias", &[]),
+    ("suppress_tokens", &[]),
+    ("typical_p", &[1.0]),
+];
 
 impl GenerationConfig {
     /// Reads a file of at most 1 MiB; a missing file is [`Code::ModelMissing`], damage is
@@ -60,6 +87,7 @@ impl GenerationConfig {
                 .map(|x| x as f32),
             eos_token_ids: f.token_ids("eos_token_id", vocab_size),
             max_new_tokens: f.optional_size("max_new_tokens", 1..=1 << 26),
+            ignored: ignored(&f),
         };
         f.finish()?;
         Ok(config)
@@ -83,6 +111,17 @@ impl GenerationConfig {
     }
 }
 
+fn ignored(f: &Fields) -> Vec<String> {
+    let asks = |name: &str, neutral: &[f64]| {
+        f.get(name).is_some_and(|value| match value {
+            serde_json::Value::Bool(wanted) => *wanted,
+            serde_json::Value::Array(items) => !items.is_empty(),
+            other => !other.as_f64().is_some_and(|v| neutral.contains(&v)),
+        })
+    };
+    UNKNOWN.iter().filter(|(name, neutral)| asks(name, neutral)).map(|(name, _)| (*name).to_owned()).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -97,6 +136,15 @@ mod tests {
         let p = c.sampling(5);
         assert_eq!((p.temperature, p.top_k, p.top_p, p.min_p, p.seed), (0.7, 20, 0.8, 0.0, 5));
         p.validate().expect("usable");
+    }
+
+    #[test]
+    fn wishes_that_nobody_follows_are_named_where_they_change_something() {
+        let json = br#"{"no_repeat_ngram_size":3,"presence_penalty":1.5,"typical_p":1.0,"num_beams":1,
+                        "suppress_tokens":[],"bad_words_ids":[[1]],"min_length":0,"frequency_penalty":null,
+                        "transformers_version":"4.51.0","temperature":0.7}"#;
+        let c = GenerationConfig::parse(json, 256).expect("valid");
+        assert_eq!(c.ignored, ["bad_words_ids", "no_repeat_ngram_size", "presence_penalty"]);
     }
 
     #[test]

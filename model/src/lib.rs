@@ -15,6 +15,7 @@ pub mod generation;
 pub mod graph;
 pub mod likelihood;
 pub mod load;
+pub mod memory;
 pub mod plan;
 pub mod quantize;
 mod quiet;

@@ -93,7 +93,10 @@ impl Plan {
         let layers = (0..checkpoint.config().num_hidden_layers)
             .map(|i| planner.layer(i))
             .collect::<Result<Vec<_>>>()?;
-        Ok(Self { layers, head: planner.head()? })
+        let plan = Self { layers, head: planner.head()? };
+        // Scales were looked at here and there in the files.
+        checkpoint.release_files();
+        Ok(plan)
     }
 
     /// Every product, first layer first, the head last.
