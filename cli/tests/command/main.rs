@@ -11,6 +11,7 @@ mod isolate;
 mod judge;
 mod listing;
 mod measure;
+mod memory;
 mod narrow;
 mod output;
 mod plugin;
