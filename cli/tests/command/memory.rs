@@ -116,11 +116,11 @@ fn a_context_that_fits_is_the_advice() {
         let body = json("generate", &["demo", "-p", "hello", "-n", "2", "--context", context]);
         body["memory"]["planned_bytes"].as_u64().unwrap()
     };
-    let (short, long) = (planned("64"), planned("1024"));
+    let (short, long) = (planned("1024"), planned("2048"));
     assert!(long > short);
     let limit = ((short + long) / 2).to_string();
     let args = ["--memory-limit", &limit, "generate", "demo", "-p", "hello", "-n", "2", "--context"];
-    let refused = run(&[&args[..], &["1024"]].concat());
+    let refused = run(&[&args[..], &["2048"]].concat());
     assert_eq!(refused.status.code(), Some(7));
     let text = err(&refused);
     let advice = text.split("--context ").nth(1).and_then(|rest| rest.split(',').next()).expect("advice");
