@@ -101,7 +101,8 @@ pub struct GlobalArgs {
     /// Format of the inputs of 4-bit layers; auto is what the checkpoint declares.
     #[arg(long, global = true, value_enum, default_value_t)]
     pub activations: ActivationFormat,
-    /// Where to compute: auto (the CPU; a GPU is used when it is named), cpu, cuda or cuda:N.
+    /// Where to compute: auto (a CUDA device whose kernels pass their self-check, else the CPU), cpu, cuda or
+    /// cuda:N.
     #[arg(long, global = true, value_parser = device, default_value = "auto")]
     pub device: DeviceChoice,
     /// Output type of products [default: float32 on the CPU, bfloat16 on CUDA].
@@ -172,9 +173,9 @@ pub struct AnswerArgs {
     /// System message.
     #[arg(long, value_name = "TEXT")]
     pub system: Option<String>,
-    /// Longest answer in tokens, as far as the context allows.
-    #[arg(short = 'n', long, value_name = "N", default_value_t = 256)]
-    pub max_tokens: usize,
+    /// Longest answer in tokens [default: what the context has room for].
+    #[arg(short = 'n', long, value_name = "N")]
+    pub max_tokens: Option<usize>,
     /// Divides the logits; 0 is greedy. Sampling defaults come from generation_config.json, else greedy.
     #[arg(long, value_name = "T", allow_negative_numbers = true)]
     pub temperature: Option<f32>,
@@ -196,7 +197,7 @@ pub struct AnswerArgs {
     /// End the answer before this text; may be repeated.
     #[arg(long, value_name = "TEXT")]
     pub stop: Vec<String>,
-    /// Positions of the cache.
+    /// Positions of the cache [default: the prompt and -n, or 4096 for answers; 4096 in chat].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub context: Option<u32>,
     /// Quantise dense layers while loading.

@@ -161,7 +161,7 @@ fn subject(
     budget: &Budget,
 ) -> Result<Subject> {
     let options = cx.plan_options(args.quantize, chunk)?;
-    cx.hint_of_idle_gpu();
+    cx.tell_device()?;
     let subject = match &args.shape {
         Some(name) => synthetic_subject(cx, name, args, &options, dispatch, threads, budget),
         None => file_subject(cx, args, &options, dispatch, threads, budget),

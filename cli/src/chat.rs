@@ -1,7 +1,7 @@
 //! `q4 chat`: a conversation line by line on one cache, for people and for pipes.
 use crate::args::ChatArgs;
 use crate::context::Context;
-use crate::generate::{Emitter, Turn, stats};
+use crate::generate::{Emitter, Turn, stats, tell_if_cut};
 use crate::input;
 use crate::prompt;
 use crate::report::{Outcome, error, stderr};
@@ -63,9 +63,9 @@ pub fn run(cx: &Context, args: &ChatArgs) -> Result<Outcome> {
     let limits = text.limits(&args.answer);
     let context = context_size(args.answer.context, CONTEXT, &checkpoint)?;
     let chunk = chunk(cx.device()?).min(context);
-    let session = Session::load(cx, dispatch, &checkpoint, args.answer.quantize, chunk)?;
-    let mut runner =
-        session.runner(ContextOptions { context, chunk, all_logits: false, kv: cx.kv(KvType::F16) })?;
+    let sizes = ContextOptions { context, chunk, all_logits: false, kv: cx.kv(KvType::F16) };
+    let session = Session::load(cx, dispatch, &checkpoint, args.answer.quantize, sizes)?;
+    let mut runner = session.runner()?;
     let mut sampler = Sampler::new(params.clone(), checkpoint.config().vocab_size)?;
     let load_s = start.elapsed().as_secs_f64();
     let person = report.is_interactive() && io::stdin().is_terminal();
@@ -119,6 +119,7 @@ pub fn run(cx: &Context, args: &ChatArgs) -> Result<Outcome> {
                 other => other?,
             };
             out.end(&answer)?;
+            tell_if_cut(report, &answer, context, checkpoint.config().max_position_embeddings);
             turns += 1;
             let used = talk.runner().tokens().len();
             if report.is_json() {

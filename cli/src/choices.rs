@@ -127,7 +127,7 @@ impl From<OutputLayout> for Layout {
 /// `--device`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceChoice {
-    /// The CPU: a GPU is used by who names it.
+    /// The first CUDA device whose kernels pass their self-check, else the CPU.
     Auto,
     /// The CPU.
     Cpu,

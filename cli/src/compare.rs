@@ -4,7 +4,7 @@ use crate::context::Context;
 use crate::input;
 use crate::report::Outcome;
 use crate::session::{Facts, Session};
-use crate::windows::{ROWS, Windows};
+use crate::windows::Windows;
 use q4_core::{Code, Error, Result};
 use q4_model::checkpoint::Checkpoint;
 use q4_model::likelihood::{Comparison, Summary};
@@ -53,9 +53,11 @@ pub fn run(cx: &Context, args: &CompareArgs) -> Result<Outcome> {
     let (a, b) = (cx.open(&a)?, cx.open(&b)?);
     let windows = windows_of(&text, args, &a, &b)?;
     let [dispatch_a, dispatch_b] = dispatches;
-    let session_a = Session::load(cx, dispatch_a, &a, None, ROWS)?;
-    let session_b = Session::load_beside(cx, dispatch_b, &b, args.quantize, ROWS, &session_a)?;
-    let (mut runner_a, mut runner_b) = (windows.runner(cx, &session_a)?, windows.runner(cx, &session_b)?);
+    let sizes = windows.sizes(cx);
+    let planned_a = Session::plan(cx, dispatch_a, &a, None, sizes.chunk, sizes)?;
+    let planned_b = Session::plan(cx, dispatch_b, &b, args.quantize, sizes.chunk, sizes)?;
+    let [session_a, session_b] = planned_a.load_beside(planned_b)?;
+    let (mut runner_a, mut runner_b) = (session_a.runner()?, session_b.runner()?);
     let summary = compare(cx, &windows, &mut runner_a, &mut runner_b)?;
 
     let findings = findings(&summary, args);

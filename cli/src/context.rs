@@ -8,18 +8,20 @@ use crate::args::{
 use crate::demo;
 use crate::hub;
 use crate::mistakes;
+use crate::device::{self, Choice};
 use crate::plugins::{self, Asked, Place, Tables};
 use crate::report::Report;
 use q4_conformance::{StoredPasses, certificate};
 use q4_core::memory::{Budget, ManagedSupport, Role, UnifiedMemory};
 use q4_core::{
     BuiltinOptions, Candidate, Code, ComputePath, DType, Device, Dispatch, Error, OpSet, Overrides, Policy,
-    Registry, RejectCode, Result, ThreadPool,
+    Registry, RejectCode, Result, ThreadPool, isa,
 };
 use q4_model::checkpoint::{Checkpoint, OpenOptions};
 use q4_model::cpu::KvType;
 use q4_model::load;
 use q4_model::plan::{ActivationRequest, PlanOptions};
+use std::cell::OnceCell;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -35,7 +37,11 @@ pub struct Context {
     gated: bool,
     place: Place,
     every_plugin: bool,
+    judges: bool,
     compared: Option<String>,
+    /// Instruction set that kernels are told to use.
+    isa: Option<String>,
+    chosen: OnceCell<Choice>,
 }
 
 impl Context {
@@ -49,10 +55,15 @@ impl Context {
             gated: true,
             place: if global.isolate { Place::Isolated } else { Place::Here },
             every_plugin: false,
+            judges: false,
             compared: None,
+            isa: isa::named()?,
+            chosen: OnceCell::new(),
             global,
         };
-        cx.device()?;
+        if cx.global.device != DeviceChoice::Auto {
+            cx.device()?;
+        }
         cx.check_isolation()?;
         cx.check_unified_memory()?;
         if cx.global.no_self_check {
@@ -78,7 +89,8 @@ impl Context {
         };
         let overrides = Overrides { all: Some(backend.to_owned()), ..Overrides::default() };
         let compared = Some(backend.to_owned());
-        let cx = Self { report: Report::new(&global), overrides, compared, global, ..*self };
+        let (report, chosen, isa) = (Report::new(&global), OnceCell::new(), self.isa.clone());
+        let cx = Self { report, overrides, compared, isa, chosen, global, ..*self };
         cx.device()
             .map_err(|e| e.within("--against-device").fix("--against-device cpu, or leave the option out"))?;
         Ok(cx)
@@ -93,6 +105,12 @@ impl Context {
     /// Where third-party code runs, whatever `--isolate` says.
     pub fn placed(mut self, place: Place) -> Self {
         self.place = place;
+        self
+    }
+
+    /// For the suite: `auto` is the CPU, since what passes on a device says nothing about another one.
+    pub fn judging(mut self) -> Self {
+        self.judges = true;
         self
     }
 
@@ -127,17 +145,11 @@ impl Context {
     /// The backends of this build, constructed on this machine, and the tables of those that plugins brought.
     /// Loads libraries.
     pub fn backends(&self) -> Result<(Registry, Tables)> {
-        let named = self.global.nvfp4_lib.iter().map(|path| (NVFP4_KERNEL.to_owned(), path.clone()));
         let cuda = match self.device()? {
             Device::Cuda(ordinal) => Some(ordinal),
             _ => None,
         };
-        let options = BuiltinOptions {
-            libraries: BTreeMap::from_iter(named),
-            isa: isa(),
-            cuda,
-            unified_memory: self.unified_memory(),
-        };
+        let options = self.builtin_options(cuda);
         let mut registry = Registry::builtin(&options)?;
         let asked = Asked {
             paths: &self.global.plugin,
@@ -148,6 +160,12 @@ impl Context {
         };
         let tables = plugins::add(&mut registry, &asked)?;
         Ok((registry, tables))
+    }
+
+    fn builtin_options(&self, cuda: Option<u32>) -> BuiltinOptions {
+        let named = self.global.nvfp4_lib.iter().map(|path| (NVFP4_KERNEL.to_owned(), path.clone()));
+        let libraries = BTreeMap::from_iter(named);
+        BuiltinOptions { libraries, isa: self.isa.clone(), cuda, unified_memory: self.unified_memory() }
     }
 
     /// Whether `--backend` names it.
@@ -165,7 +183,7 @@ impl Context {
         }
         let passes = certificate::data_dir().zip(std::env::current_exe().ok()).map(|(data, program)| {
             let env = dispatch.registry().env();
-            Box::new(StoredPasses::new(&data, program, env, isa().as_deref()))
+            Box::new(StoredPasses::new(&data, program, env, self.isa.as_deref()))
         });
         Ok(match passes {
             Some(passes) => dispatch.remembering(passes),
@@ -235,41 +253,54 @@ impl Context {
 
     /// What may be allocated.
     pub fn budget(&self) -> Budget {
-        self.global.memory_limit.map_or_else(Budget::of_machine, Budget::new)
+        self.global.memory_limit.map_or_else(Budget::of_process, Budget::new)
+    }
+
+    /// How many threads the whole process has.
+    pub fn thread_count(&self) -> usize {
+        self.global.threads.map_or_else(q4_core::processors, usize::from)
     }
 
     /// Threads of the whole process.
     pub fn threads(&self) -> Arc<ThreadPool> {
-        Arc::new(ThreadPool::new(self.global.threads.map_or_else(q4_core::processors, usize::from)))
+        Arc::new(ThreadPool::new(self.thread_count()))
     }
 
-    /// Says on stderr that a GPU of this machine stays idle because no device was named. Opens nothing: a
-    /// driver that is loaded has its cards in a folder.
-    pub fn hint_of_idle_gpu(&self) {
-        let is_there =
-            || std::fs::read_dir("/proc/driver/nvidia/gpus").is_ok_and(|mut cards| cards.next().is_some());
-        if self.global.device == DeviceChoice::Auto && is_there() {
-            self.report.warn("computing on the CPU while an NVIDIA GPU is idle; --device cuda uses it");
+    /// Says where a run computes, and why: with `-v`, and on stderr where a GPU stays idle that nobody wants
+    /// idle.
+    pub fn tell_device(&self) -> Result<()> {
+        let choice = self.device_choice()?;
+        if choice.idle {
+            self.report.warn(&format!("computing on the CPU while a GPU is idle: {}", choice.why));
         }
+        self.report.detail(&format!("device {} ({})", choice.device, choice.why));
+        Ok(())
     }
 
-    /// The device, and why it is that one, for people.
-    pub fn device_choice(&self) -> Result<(Device, &'static str)> {
-        let why = match self.global.device {
-            DeviceChoice::Auto => "auto: the CPU, since no run moves to a device that was not named",
-            DeviceChoice::Cpu | DeviceChoice::Cuda(_) => "as named",
-        };
-        Ok((self.device()?, why))
+    /// Where products run, and why there; found out once, when it is first asked for.
+    pub fn device_choice(&self) -> Result<&Choice> {
+        if let Some(choice) = self.chosen.get() {
+            return Ok(choice);
+        }
+        let options = self.builtin_options(None);
+        let choice = device::choose(self.global.device, self.bound_to_cpu(), &options)?;
+        Ok(self.chosen.get_or_init(|| choice))
     }
 
-    /// Where products run. `auto` is the CPU: no run moves to a device it was not told to use. A device that
-    /// was named is used, or is an error that says what is missing.
+    /// Where products run.
     pub fn device(&self) -> Result<Device> {
-        match self.global.device {
-            DeviceChoice::Auto | DeviceChoice::Cpu => Ok(Device::Cpu),
-            DeviceChoice::Cuda(n) => usable(n).map(|()| Device::Cuda(n)).map_err(|e| {
-                e.within(format!("--device cuda:{n}")).fix("--device cpu, or leave the option out")
-            }),
+        self.device_choice().map(|choice| choice.device)
+    }
+
+    /// Why `auto` is the CPU whatever the machine has.
+    fn bound_to_cpu(&self) -> Option<&'static str> {
+        let g = &self.global;
+        let named = g.plugin.is_empty() && g.plugin_dir.is_empty();
+        match self.judges {
+            true => Some("backends are judged where the user says"),
+            false if g.isolate => Some("--isolate runs there"),
+            false if !named => Some("a library of a third party runs where the user says"),
+            false => None,
         }
     }
 
@@ -350,6 +381,9 @@ impl Context {
 
     fn check_unified_memory(&self) -> Result<()> {
         let request = self.unified_memory();
+        if request == UnifiedMemory::Disabled {
+            return Ok(());
+        }
         if self.device()? != Device::Cpu {
             return Ok(()); // the backend says when it opens the device
         }
@@ -361,35 +395,6 @@ impl Context {
         }
         Ok(())
     }
-}
-
-/// Instruction set that kernels are told to use.
-fn isa() -> Option<String> {
-    std::env::var("Q4_ISA").ok().filter(|isa| !isa.is_empty())
-}
-
-/// Whether CUDA device `n` is there and can be given kernels; else what is missing.
-fn usable(n: u32) -> Result<()> {
-    let devices = q4_cuda::devices()?;
-    let Some(device) = devices.iter().find(|d| d.ordinal == n) else {
-        let names: Vec<_> = devices.iter().map(|d| format!("cuda:{} ({})", d.ordinal, d.name)).collect();
-        return Err(Error::new(Code::DeviceMissing, "no such CUDA device")
-            .need(format!("cuda:{n}"))
-            .have(if names.is_empty() { "none".to_owned() } else { names.join(", ") }));
-    };
-    if device.capability < (8, 0) {
-        return Err(Error::new(Code::DeviceMissing, device.name.clone())
-            .need("compute capability 8.0 or later")
-            .have(format!("{}.{}", device.capability.0, device.capability.1)));
-    }
-    if let q4_cuda::Found::No(why) = &q4_cuda::libraries().nvrtc
-        && q4_cuda::Cache::of_user().is_empty()
-    {
-        return Err(Error::new(Code::DeviceMissing, "kernels for CUDA")
-            .need("NVRTC (CUDA's run-time compiler), or prebuilt images")
-            .have(why.clone()));
-    }
-    Ok(())
 }
 
 fn overrides(given: &[String]) -> Result<Overrides> {

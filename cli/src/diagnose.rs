@@ -30,7 +30,7 @@ struct Host {
     cuda_libraries: CudaLibraries,
     /// Where the paths below were run, and why there.
     device: String,
-    device_why: &'static str,
+    device_why: String,
     /// Environment variables that were read, and what they say.
     environment: Vec<(String, String)>,
 }
@@ -102,7 +102,7 @@ const VARIABLES: [&str; 8] = [
 /// Runs the verb. [`Code::Findings`] when a live path is wrong, a library is refused, or no kernel works.
 pub fn run(cx: &Context, args: &DiagnoseArgs) -> Result<Outcome> {
     let (registry, _) = cx.backends()?;
-    let (device, device_why) = cx.device_choice()?;
+    let (device, device_why) = (cx.device()?, cx.device_choice()?.why.clone());
     let mut measured = check_paths(&registry, device, &cx.threads())?;
     if args.matrix {
         if cx.report().is_json() {

@@ -4,7 +4,7 @@ use crate::context::Context;
 use crate::input;
 use crate::report::Outcome;
 use crate::session::{Facts, Session};
-use crate::windows::{ROWS, Windows};
+use crate::windows::Windows;
 use q4_core::Result;
 use q4_model::likelihood::Loss;
 use serde::Serialize;
@@ -31,8 +31,8 @@ pub fn run(cx: &Context, args: &EvalArgs) -> Result<Outcome> {
     let checkpoint = cx.open(&args.model)?;
     let context = checkpoint.config().max_position_embeddings;
     let windows = Windows::new(&text, &args.data, &checkpoint, context)?;
-    let session = Session::load(cx, dispatch, &checkpoint, args.quantize, ROWS)?;
-    let mut runner = windows.runner(cx, &session)?;
+    let session = Session::load(cx, dispatch, &checkpoint, args.quantize, windows.sizes(cx))?;
+    let mut runner = session.runner()?;
 
     let mut loss = Loss::default();
     let bar = cx.report().bar("evaluating");

@@ -3,7 +3,7 @@ use crate::args::GenerateArgs;
 use crate::context::Context;
 use crate::input;
 use crate::prompt;
-use crate::report::{self, Outcome};
+use crate::report::{self, Outcome, Report};
 use crate::session::{Facts, Session, Timing, chunk};
 use crate::text::{Text, context_size};
 use crate::tokenize::{piece, quoted};
@@ -21,6 +21,8 @@ use std::time::Instant;
 
 /// Tokens a template adds around a message, generously.
 const TURN_OVERHEAD: usize = 16;
+/// Positions for answers whose length nobody says, where the model has as many.
+const ROOM: usize = 4096;
 
 /// The document of `--json`.
 #[derive(Serialize)]
@@ -112,12 +114,13 @@ pub fn run(cx: &Context, args: &GenerateArgs) -> Result<Outcome> {
     let ask = ask(args, &checkpoint, &text)?;
     let context = context_size(args.answer.context, need(&ask, &text, args)?, &checkpoint)?;
     let chunk = chunk(cx.device()?).min(context);
-    let session = Session::load(cx, dispatch, &checkpoint, args.answer.quantize, chunk)?;
-    let mut runner =
-        session.runner(ContextOptions { context, chunk, all_logits: false, kv: cx.kv(KvType::F16) })?;
+    let sizes = ContextOptions { context, chunk, all_logits: false, kv: cx.kv(KvType::F16) };
+    let session = Session::load(cx, dispatch, &checkpoint, args.answer.quantize, sizes)?;
+    let mut runner = session.runner()?;
     let mut sampler = Sampler::new(params.clone(), checkpoint.config().vocab_size)?;
     let load_s = start.elapsed().as_secs_f64();
 
+    let most = checkpoint.config().max_position_embeddings;
     let mut out = Emitter::new(!cx.report().is_json(), !args.no_stream);
     let mut answers = Vec::new();
     match &ask {
@@ -125,6 +128,7 @@ pub fn run(cx: &Context, args: &GenerateArgs) -> Result<Outcome> {
             let mut emit = |piece: &str| out.piece(piece);
             answers.push(generate(&mut runner, &text.tokenizer, prompt, &mut sampler, &limits, &mut emit)?);
             out.end(&answers[0])?;
+            tell_if_cut(cx.report(), &answers[0], context, most);
         }
         Ask::Turns(messages, template) => {
             let system = args.answer.system.as_deref();
@@ -133,6 +137,7 @@ pub fn run(cx: &Context, args: &GenerateArgs) -> Result<Outcome> {
                 let mut emit = |piece: &str| out.piece(piece);
                 answers.push(talk.turn(message, &params, &mut sampler, &limits, &mut emit)?);
                 out.end(&answers[answers.len() - 1])?;
+                tell_if_cut(cx.report(), &answers[answers.len() - 1], context, most);
             }
         }
     }
@@ -215,6 +220,26 @@ fn table(step: &[Likely], tokenizer: &Tokenizer) -> Result<String> {
     Ok(out)
 }
 
+/// Says on stderr that the model was not done with `answer`, and what would give it more room; `most` is all
+/// that the model can have. `--json` has it as `finish_reason`.
+pub fn tell_if_cut(report: &Report, answer: &Answer, context: usize, most: usize) {
+    let tokens = answer.ids.len();
+    match answer.finish {
+        _ if report.is_json() => {}
+        FinishReason::Length => {
+            report.warn(&format!("the answer is cut after {tokens} tokens; a larger -n lets it go on"));
+        }
+        FinishReason::Context => {
+            let fix =
+                if context < most { "; a larger --context has room" } else { ", all that the model has" };
+            report.warn(&format!(
+                "the answer is cut after {tokens} tokens: the context of {context} positions is full{fix}"
+            ));
+        }
+        FinishReason::Stop | FinishReason::StopString => {}
+    }
+}
+
 /// A line about the speed of `answers`.
 pub fn stats(timing: &Timing, answers: &[Answer]) -> String {
     let prompt: usize = answers.iter().map(|a| a.prompt_tokens).sum();
@@ -282,12 +307,12 @@ pub fn prompt_ids(
 fn need(ask: &Ask, text: &Text, args: &GenerateArgs) -> Result<usize> {
     let most = args.answer.max_tokens;
     match ask {
-        Ask::Once(prompt) => Ok(prompt.len().saturating_add(most)),
+        Ask::Once(prompt) => Ok(prompt.len().saturating_add(most.unwrap_or(ROOM))),
         Ask::Turns(messages, _) => {
-            let mut all = 0usize;
+            let mut all = if most.is_some() { 0 } else { ROOM };
             for message in messages.iter().chain(args.answer.system.as_ref()) {
                 let tokens = text.tokenizer.encode(message, false)?.len() + TURN_OVERHEAD;
-                all = all.saturating_add(tokens).saturating_add(most);
+                all = all.saturating_add(tokens).saturating_add(most.unwrap_or(0));
             }
             Ok(all)
         }

@@ -12,6 +12,7 @@ mod conformance;
 mod context;
 mod convert;
 mod demo;
+mod device;
 mod device_roofline;
 mod diagnose;
 mod eval;
@@ -137,7 +138,7 @@ fn run(global: GlobalArgs, verb: &Verb) -> Result<Outcome> {
             let limit = std::time::Duration::from_secs(args.time_limit.max(1));
             let place =
                 if args.in_process { plugins::Place::Debugged } else { plugins::Place::Judged(limit) };
-            cx.gated(false).placed(place)
+            cx.gated(false).placed(place).judging()
         }
         Verb::Trace(args) => cx.compared_with(Some(&args.against)),
         _ => cx,

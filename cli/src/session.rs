@@ -1,13 +1,15 @@
 //! From a checkpoint to something that runs, and what a report must say about how it ran.
 use crate::args::Format;
 use crate::context::Context;
+use crate::device::Choice;
 use crate::report::Report;
-use q4_core::memory::{Budget, UnifiedMemory, peak_resident};
+use q4_core::memory::{Budget, UnifiedMemory, human, peak_resident, resident};
 use q4_core::{Device, Dispatch, ExecPath, Executed, RejectCode, Rejection, Result};
 use q4_model::checkpoint::Checkpoint;
 use q4_model::generate::Answer;
 use q4_model::load::{self, ContextOptions, Loaded};
-use q4_model::plan::{HeadPlan, Plan, Product};
+use q4_model::memory::{MemoryPlan, Part};
+use q4_model::plan::{HeadPlan, Plan, PlanOptions, Product};
 use q4_model::runner::Runner;
 use serde::Serialize;
 use std::collections::BTreeSet;
@@ -18,13 +20,45 @@ pub fn chunk(device: Device) -> usize {
     if device == Device::Cpu { 512 } else { 2048 }
 }
 
+/// Bytes of the program and its libraries that a run touches.
+const PROGRAM: u64 = 18 << 20;
+/// Bytes a tokenizer takes for one of its file.
+const TOKENIZER: u64 = 12;
+
+/// A model that is planned and not loaded: all that a run will take is known.
+pub struct Planned<'a> {
+    cx: &'a Context,
+    dispatch: Dispatch,
+    checkpoint: &'a Checkpoint,
+    options: PlanOptions,
+    context: ContextOptions,
+    plan: Plan,
+    memory: MemoryPlan,
+    program: u64,
+}
+
 /// A loaded model with the seam that counts its products.
 pub struct Session {
     dispatch: Dispatch,
     loaded: Loaded,
+    context: ContextOptions,
     budget: Arc<Budget>,
+    memory: MemoryPlan,
+    choice: Choice,
     downgraded: usize,
     dense: Vec<String>,
+}
+
+/// What was planned of memory, and what was used.
+#[derive(Serialize)]
+pub struct Memory {
+    /// All parts.
+    planned_bytes: u64,
+    parts: Vec<Part>,
+    /// `--memory-limit`; null without.
+    limit_bytes: Option<u64>,
+    /// What a device has less of than before the model was loaded; null on the CPU.
+    device_bytes: Option<u64>,
 }
 
 /// What every report about a run says of how it was computed.
@@ -32,6 +66,12 @@ pub struct Session {
 pub struct Facts {
     /// Largest resident size of the process; null where the system does not say.
     pub peak_bytes: Option<u64>,
+    /// Where products ran.
+    pub device: String,
+    /// Why there.
+    pub device_reason: String,
+    /// What was planned, and what a device has.
+    pub memory: Memory,
     /// Products by what really ran.
     pub executed: Vec<Executed>,
     /// Third parties among those that ran.
@@ -79,41 +119,115 @@ impl Session {
         Ok(dispatch)
     }
 
-    /// Plans and prepares `checkpoint` for steps of up to `max_rows` rows. A downgrade is announced on
-    /// stderr, also under `-q`.
+    /// Plans all that a run on `checkpoint` takes. `max_rows`: rows of the largest step that products are
+    /// planned for.
+    pub fn plan<'a>(
+        cx: &'a Context,
+        dispatch: Dispatch,
+        checkpoint: &'a Checkpoint,
+        quantize: Option<Format>,
+        max_rows: usize,
+        context: ContextOptions,
+    ) -> Result<Planned<'a>> {
+        let options = cx.plan_options(quantize, max_rows)?;
+        let plan = Plan::new(checkpoint, &dispatch, &options)?;
+        plan.require(&dispatch)?;
+        let threads = cx.thread_count();
+        let program = program(checkpoint);
+        let memory = MemoryPlan::new(checkpoint, &plan, &options, &context, threads, program)?;
+        Ok(Planned { cx, dispatch, checkpoint, options, context, plan, memory, program })
+    }
+
+    /// Plans and prepares `checkpoint` for a context of these sizes, in steps of the largest it has. A
+    /// downgrade is announced on stderr, also under `-q`. [`q4_core::Code::OutOfMemory`] before anything is
+    /// loaded where not all of it fits.
     pub fn load(
         cx: &Context,
         dispatch: Dispatch,
         checkpoint: &Checkpoint,
         quantize: Option<Format>,
-        max_rows: usize,
+        context: ContextOptions,
     ) -> Result<Self> {
-        Self::within(cx, dispatch, checkpoint, quantize, max_rows, Arc::new(cx.budget()))
+        let rows = context.chunk;
+        Self::plan(cx, dispatch, checkpoint, quantize, rows, context)?.load()
     }
 
-    /// The same inside what `other` left of the memory: both stay loaded.
-    pub fn load_beside(
-        cx: &Context,
-        dispatch: Dispatch,
-        checkpoint: &Checkpoint,
-        quantize: Option<Format>,
-        max_rows: usize,
-        other: &Self,
-    ) -> Result<Self> {
-        Self::within(cx, dispatch, checkpoint, quantize, max_rows, other.budget.clone())
+    /// A context of its own, as it was planned.
+    pub fn runner(&self) -> Result<Runner> {
+        self.loaded.runner(self.context, &self.budget)
     }
 
-    fn within(
-        cx: &Context,
-        dispatch: Dispatch,
-        checkpoint: &Checkpoint,
-        quantize: Option<Format>,
-        max_rows: usize,
-        budget: Arc<Budget>,
-    ) -> Result<Self> {
-        let options = cx.plan_options(quantize, max_rows)?;
-        let plan = Plan::new(checkpoint, &dispatch, &options)?;
-        cx.hint_of_idle_gpu();
+    /// What ran so far.
+    pub fn facts(&self) -> Facts {
+        let (executed, libraries) =
+            (self.dispatch.witness().executed(), &self.dispatch.registry().env().libraries);
+        let guests = self.dispatch.registry().guests().iter();
+        let ran = guests.filter(|name| executed.iter().any(|e| e.backend == **name));
+        let plugin = |name: &String| {
+            let facts = libraries.get(name)?;
+            let (version, path, sha256) = (facts.version.clone(), facts.path.clone(), facts.sha256.clone());
+            Some(Plugin { backend: name.clone(), version, path, sha256 })
+        };
+        let plugins = ran.filter_map(plugin).collect();
+        Facts {
+            peak_bytes: peak_resident(),
+            device: self.choice.device.to_string(),
+            device_reason: self.choice.why.clone(),
+            memory: Memory {
+                planned_bytes: self.memory.total(),
+                parts: self.memory.parts().to_vec(),
+                limit_bytes: self.budget.is_named().then(|| self.budget.limit()),
+                device_bytes: self.loaded.device_bytes(),
+            },
+            executed,
+            plugins,
+            downgraded: self.downgraded,
+            dense: self.dense.clone(),
+            skipped_self_checks: self.dispatch.skipped_checks(),
+        }
+    }
+}
+
+impl Planned<'_> {
+    /// The same with `bytes` more that the verb keeps.
+    pub fn with(mut self, name: &'static str, bytes: u64) -> Self {
+        self.memory = self.memory.with(name, bytes);
+        self
+    }
+
+    /// Refuses it where not all of it fits.
+    pub fn check(&self) -> Result<()> {
+        self.memory.check(&self.cx.budget(), load::device_free(self.options.device)?)
+    }
+
+    /// Loads it alone.
+    pub fn load(self) -> Result<Session> {
+        self.check()?;
+        let budget = Arc::new(self.budget()?);
+        self.prepare(budget)
+    }
+
+    /// Loads it and `other` beside it; nothing of either where both do not fit.
+    pub fn load_beside(self, other: Self) -> Result<[Session; 2]> {
+        let both = self.memory.clone().beside(&other.memory);
+        both.check(&self.cx.budget(), load::device_free(self.options.device)?)?;
+        let budget = Arc::new(self.budget()?);
+        Ok([self.prepare(budget.clone())?, other.prepare(budget)?])
+    }
+
+    /// What is left for the model, which takes its parts as it is loaded.
+    fn budget(&self) -> Result<Budget> {
+        let budget = self.cx.budget();
+        budget.reserve(self.program, "the program")?;
+        Ok(budget)
+    }
+
+    fn prepare(self, budget: Arc<Budget>) -> Result<Session> {
+        let Self { cx, dispatch, checkpoint, options, context, plan, memory, program: _ } = self;
+        for line in memory.to_string().lines() {
+            cx.report().detail(line);
+        }
+        cx.tell_device()?;
         warn_of_plain_memory(&plan, &dispatch, options.device, cx.report());
         let bar = cx.report().bar("loading");
         let mut progress = |done: usize, all: usize| {
@@ -131,40 +245,17 @@ impl Session {
         if let HeadPlan::Dense { .. } = plan.head {
             dense.push(q4_model::checkpoint::names::HEAD.to_owned());
         }
-        Ok(Self { downgraded: plan.downgraded(), dispatch, loaded, budget, dense })
+        let downgraded = plan.downgraded();
+        let choice = cx.device_choice()?.clone();
+        Ok(Session { dispatch, loaded, context, budget, memory, choice, downgraded, dense })
     }
+}
 
-    /// Counts memory that is not the model's, before it is taken.
-    pub fn reserve(&self, bytes: u64, what: &str) -> Result<()> {
-        self.budget.reserve(bytes, what)
-    }
-
-    /// A context of its own.
-    pub fn runner(&self, options: ContextOptions) -> Result<Runner> {
-        self.loaded.runner(options, &self.budget)
-    }
-
-    /// What ran so far.
-    pub fn facts(&self) -> Facts {
-        let (executed, libraries) =
-            (self.dispatch.witness().executed(), &self.dispatch.registry().env().libraries);
-        let guests = self.dispatch.registry().guests().iter();
-        let ran = guests.filter(|name| executed.iter().any(|e| e.backend == **name));
-        let plugin = |name: &String| {
-            let facts = libraries.get(name)?;
-            let (version, path, sha256) = (facts.version.clone(), facts.path.clone(), facts.sha256.clone());
-            Some(Plugin { backend: name.clone(), version, path, sha256 })
-        };
-        let plugins = ran.filter_map(plugin).collect();
-        Facts {
-            peak_bytes: peak_resident(),
-            executed,
-            plugins,
-            downgraded: self.downgraded,
-            dense: self.dense.clone(),
-            skipped_self_checks: self.dispatch.skipped_checks(),
-        }
-    }
+/// What the process has beside the model. The same for the same files, unless more is resident already: a
+/// total that differs from run to run is hard to plan with.
+fn program(checkpoint: &Checkpoint) -> u64 {
+    let tokenizer = checkpoint.file("tokenizer.json").map_or(0, |file| file.len() as u64);
+    (PROGRAM + TOKENIZER * tokenizer).max(resident().unwrap_or(0))
 }
 
 impl Facts {
@@ -173,6 +264,12 @@ impl Facts {
         for e in &self.executed {
             report.detail(&format!("{} {} {}: {} products", e.backend, e.path, e.activations, e.calls));
         }
+        let peak = self.peak_bytes.map_or("unknown".into(), human);
+        let device = self.memory.device_bytes.map_or(String::new(), |b| format!(", device {}", human(b)));
+        report.detail(&format!(
+            "memory: {} planned, host {peak} resident at most{device}",
+            human(self.memory.planned_bytes)
+        ));
     }
 }
 

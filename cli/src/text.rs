@@ -60,7 +60,8 @@ impl Text {
         let seed = args.seed.unwrap_or_else(|| RandomState::new().build_hasher().finish() >> 32);
         let mut wishes = self.generation.clone();
         if !wishes.ignored.is_empty() {
-            report.warn(&format!("generation_config.json: nothing here does {}", wishes.ignored.join(", ")));
+            let names = wishes.ignored.join(", ");
+            report.warn(&format!("generation_config.json asks for what q4 does not do: {names}"));
         }
         if let Some(t) = args.temperature {
             wishes.do_sample = Some(t != 0.0);
@@ -84,7 +85,7 @@ impl Text {
     /// When an answer ends.
     pub fn limits(&self, args: &AnswerArgs) -> Limits {
         Limits {
-            max_tokens: args.max_tokens,
+            max_tokens: args.max_tokens.or(self.generation.max_new_tokens).unwrap_or(usize::MAX),
             stop_ids: if args.ignore_eos { Vec::new() } else { self.stop_ids.clone() },
             stop_strings: args.stop.clone(),
             top_logprobs: 0,

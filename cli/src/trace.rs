@@ -9,7 +9,7 @@ use crate::context::Context;
 use crate::generate;
 use crate::input;
 use crate::report::Outcome;
-use crate::session::{Facts, Session, chunk};
+use crate::session::{Facts, Planned, Session, chunk};
 use crate::text::{Text, context_size};
 use codes::{Codes, Flips};
 use q4_core::{Code, DType, Device, Dispatch, Error, Executed, Result};
@@ -96,8 +96,11 @@ pub fn run(cx: &Context, args: &TraceArgs) -> Result<Outcome> {
     };
     let context = context_size(None, ids.len() + DECODED, &checkpoint)?;
     let decoded = DECODED.min(context.saturating_sub(ids.len()));
-    let session = load(&other, other_dispatch, &checkpoint, args, context)?;
-    let mut runner = runner(&other, &session, &checkpoint, &ids, context)?;
+    // One after the other is loaded, and neither where the other does not fit.
+    let planned = plan(cx, dispatch, &checkpoint, args, &ids, context)?;
+    planned.check()?;
+    let session = plan(&other, other_dispatch, &checkpoint, args, &ids, context)?.load()?;
+    let mut runner = session.runner()?;
     runner.accept_watched(&ids, keep())?;
     let mut chosen = Vec::new();
     for _ in 0..decoded {
@@ -140,8 +143,8 @@ pub fn run(cx: &Context, args: &TraceArgs) -> Result<Outcome> {
             Ok(())
         })
     };
-    let session = load(cx, dispatch, &checkpoint, args, context)?;
-    let mut runner = self::runner(cx, &session, &checkpoint, &ids, context)?;
+    let session = planned.load()?;
+    let mut runner = session.runner()?;
     runner.accept_watched(&ids, compare())?;
     for id in chosen {
         runner.accept_watched(&[id], compare())?;
@@ -202,31 +205,24 @@ fn rows(ids: &[u32]) -> usize {
     ids.len().min(chunk(Device::Cpu))
 }
 
-/// Planned as `q4 generate` plans a context of this size.
-fn load(
-    cx: &Context,
+/// Planned as `q4 generate` plans a context of this size, and keeping the logits of all rows and all values of
+/// the run to compare with.
+fn plan<'a>(
+    cx: &'a Context,
     dispatch: Dispatch,
-    checkpoint: &Checkpoint,
+    checkpoint: &'a Checkpoint,
     args: &TraceArgs,
-    context: usize,
-) -> Result<Session> {
-    Session::load(cx, dispatch, checkpoint, args.quantize, chunk(cx.device()?).min(context))
-}
-
-/// A context that keeps the logits of all rows.
-fn runner(
-    cx: &Context,
-    session: &Session,
-    checkpoint: &Checkpoint,
     ids: &[u32],
     context: usize,
-) -> Result<Runner> {
+) -> Result<Planned<'a>> {
     let c = checkpoint.config();
     let (q, kv) = (c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim);
     let layer = 4 * c.hidden_size + 2 * q + 2 * kv + c.intermediate_size;
     let widths = c.hidden_size + c.vocab_size + c.num_hidden_layers * layer;
-    session.reserve(((ids.len() + DECODED) * widths * 4) as u64, "the values of the run to compare with")?;
-    session.runner(ContextOptions { context, chunk: rows(ids), all_logits: true, kv: cx.kv(KvType::F32) })
+    let kept = ((ids.len() + DECODED) * widths * 4) as u64;
+    let sizes = ContextOptions { context, chunk: rows(ids), all_logits: true, kv: cx.kv(KvType::F32) };
+    let max_rows = chunk(cx.device()?).min(context);
+    Ok(Session::plan(cx, dispatch, checkpoint, args.quantize, max_rows, sizes)?.with("values", kept))
 }
 
 /// The most likely token behind all that was accepted.

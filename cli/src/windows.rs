@@ -1,16 +1,14 @@
 //! A text as tokens, cut into windows that a model predicts one by one.
 use crate::args::DataArgs;
 use crate::context::Context;
-use crate::session::Session;
 use crate::text::Text;
 use q4_core::{Code, Error, Result};
 use q4_model::checkpoint::Checkpoint;
 use q4_model::cpu::KvType;
 use q4_model::load::ContextOptions;
-use q4_model::runner::Runner;
 
 /// Rows of a step at most: all their logits are held at once.
-pub const ROWS: usize = 64;
+const ROWS: usize = 64;
 /// Tokens of a window where the user does not say.
 const WINDOW: usize = 512;
 
@@ -86,10 +84,10 @@ impl Windows {
         })
     }
 
-    /// A context for one window over the model of `session`, which keeps the logits of whole steps.
-    pub fn runner(&self, cx: &Context, session: &Session) -> Result<Runner> {
+    /// A context for one window, which keeps the logits of whole steps.
+    pub fn sizes(&self, cx: &Context) -> ContextOptions {
         let context = self.window.min(self.ids.len());
-        session.runner(ContextOptions { context, chunk: ROWS, all_logits: true, kv: cx.kv(KvType::F16) })
+        ContextOptions { context, chunk: ROWS, all_logits: true, kv: cx.kv(KvType::F16) }
     }
 }
 

@@ -330,6 +330,11 @@ pub trait Q4Backend: Send + Sync + 'static {
         false
     }
 
+    /// What a weight of `spec` would take on `path`, before it is prepared; never less than it will.
+    fn footprint(&self, spec: &LinearSpec, path: ExecPath) -> Footprint {
+        Footprint::usual(spec, path)
+    }
+
     /// Repacks `w` for `path` and no other. `w` is in host memory, whatever `spec.device`; it is not kept,
     /// and the weight is ready when this returns. Fails rather than choose another path.
     fn prepare(
@@ -339,6 +344,32 @@ pub trait Q4Backend: Send + Sync + 'static {
         path: ExecPath,
         cx: &mut ExecContext<'_>,
     ) -> Result<Box<dyn PreparedWeight>>;
+}
+
+/// Bytes that a weight will take where it computes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Footprint {
+    /// What it keeps.
+    pub resident: u64,
+    /// Scratch of its largest call, of `max_m` rows.
+    pub workspace: u64,
+}
+
+impl Footprint {
+    /// Scratch of libraries on a device that a product may ask for besides its operands.
+    const DEVICE: u64 = 64 << 20;
+
+    /// That of a weight whose backend says nothing: the stored size up to padding, or a dense copy; and
+    /// scratch for one f32 copy of each operand.
+    pub fn usual(spec: &LinearSpec, path: ExecPath) -> Self {
+        let (n, k, m) = (spec.n(), spec.k, spec.max_m as u64);
+        let resident = match path {
+            ExecPath::DequantMatmul => (n * k.next_multiple_of(16) * spec.y.size()) as u64,
+            _ => spec.schema.stored_bytes(n.next_multiple_of(16), k.next_multiple_of(64)),
+        };
+        let on_device = if spec.device == Device::Cpu { 0 } else { Self::DEVICE };
+        Self { resident, workspace: 4 * m * (n + k.next_multiple_of(64)) as u64 + on_device }
+    }
 }
 
 /// Facts a prepared weight states about itself.

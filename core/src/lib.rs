@@ -16,6 +16,7 @@ mod error;
 pub mod exponential;
 pub mod formats;
 mod host;
+pub mod isa;
 mod linear;
 pub mod memory;
 pub mod oracle;
@@ -33,9 +34,9 @@ mod threads;
 mod weight;
 
 pub use backend::{
-    BackendDescriptor, Candidate, ComputePath, ExecContext, ExecPath, FuseSet, Fusion, LinearSpec, OpSet,
-    PreparedInfo, PreparedWeight, ProbeItem, Q4Backend, Reject, RejectCode, RmsNorm, Scratch, SegmentSpec,
-    Verdict,
+    BackendDescriptor, Candidate, ComputePath, ExecContext, ExecPath, Footprint, FuseSet, Fusion, LinearSpec,
+    OpSet, PreparedInfo, PreparedWeight, ProbeItem, Q4Backend, Reject, RejectCode, RmsNorm, Scratch,
+    SegmentSpec, Verdict,
 };
 pub use error::{Code, Error, Result};
 #[cfg(target_arch = "x86_64")]

@@ -10,18 +10,35 @@ pub const PREDICTED_FROM: u64 = 1 << 20;
 #[derive(Debug)]
 pub struct Budget {
     limit: u64,
+    named: bool,
     reserved: AtomicU64,
 }
 
 impl Budget {
-    /// A budget of `limit` bytes.
+    /// A budget of `limit` bytes, which somebody named.
     pub fn new(limit: u64) -> Self {
-        Self { limit, reserved: AtomicU64::new(0) }
+        Self { limit, named: true, reserved: AtomicU64::new(0) }
     }
 
     /// What this machine has free for us less 5 %: the smaller of available memory and the cgroup's rest.
     pub fn of_machine() -> Self {
-        Self::new(available().map_or(u64::MAX, |free| free - free / 20))
+        Self { named: false, ..Self::new(available().map_or(u64::MAX, |free| free - free / 20)) }
+    }
+
+    /// The same and what this process has already.
+    pub fn of_process() -> Self {
+        let machine = Self::of_machine();
+        Self { limit: machine.limit.saturating_add(resident().unwrap_or(0)), ..machine }
+    }
+
+    /// Whether somebody named the limit; else it is what the machine has.
+    pub fn is_named(&self) -> bool {
+        self.named
+    }
+
+    /// Bytes that nobody was promised.
+    pub fn left(&self) -> u64 {
+        self.limit.saturating_sub(self.reserved())
     }
 
     /// Bytes in all.
@@ -68,6 +85,11 @@ pub fn available() -> Option<u64> {
 /// Largest resident size this process ever had, in bytes; `None` where the system does not say.
 pub fn peak_resident() -> Option<u64> {
     kib_field(&std::fs::read_to_string("/proc/self/status").ok()?, "VmHWM:")
+}
+
+/// Resident size of this process, pages of files included, in bytes; `None` where the system does not say.
+pub fn resident() -> Option<u64> {
+    kib_field(&std::fs::read_to_string("/proc/self/status").ok()?, "VmRSS:")
 }
 
 fn kib_field(text: &str, name: &str) -> Option<u64> {

@@ -200,6 +200,16 @@ pub fn check(
     Ok(worst)
 }
 
+/// Bytes that [`check`] takes of the host for a weight of `spec`, the product's own scratch aside.
+pub fn bytes(spec: &LinearSpec, path: ExecPath) -> u64 {
+    let (n, k) = (spec.n(), spec.k);
+    let m = calls(path, n * k, spec.max_m).last().copied().unwrap_or(1);
+    // The input as f32, in its type, and widened again; every output; samples of either in f64 with their
+    // codes; and scales of the whole weight in another order.
+    let input = m * k * (8 + spec.x.size());
+    (input + m * n * spec.y.size() + (SAMPLES + 2 * INPUTS) * k * 16 + n * k / 8) as u64
+}
+
 /// Multiply-accumulates a call may take: a start must not wait for proofs.
 const fn affordable(path: ExecPath) -> usize {
     match path {

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 /// When to stop.
 #[derive(Clone, Debug, Default)]
 pub struct Limits {
-    /// Tokens to generate at most.
+    /// Tokens to generate at most; the context may hold fewer.
     pub max_tokens: usize,
     /// Ids that end an answer; they are not part of it.
     pub stop_ids: Vec<u32>,
@@ -31,8 +31,10 @@ pub enum FinishReason {
     Stop,
     /// A stop string appeared.
     StopString,
-    /// `max_tokens` were generated, or the context is full.
+    /// `max_tokens` were generated: it is cut.
     Length,
+    /// The context is full: it is cut.
+    Context,
 }
 
 /// One answer.
@@ -115,6 +117,9 @@ pub fn generate(
         }
     }
     runner.settle()?;
+    if answer.finish == FinishReason::Length && answer.ids.len() < limits.max_tokens {
+        answer.finish = FinishReason::Context;
+    }
     if !cut {
         let rest = stream.finish()?;
         let matched = matcher.push(&rest);

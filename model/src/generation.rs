@@ -12,25 +12,6 @@ use std::path::Path;
 /// Tokens kept by rank where a file asks for sampling and does not say how many, as in transformers.
 const TOP_K: usize = 50;
 
-/// Fields that would change an answer and that no sampler here obeys, with the value that means off.
-const IGNORED: [(&str, f64); 15] = [
-    ("no_repeat_ngram_size", 0.0),
-    ("encoder_no_repeat_ngram_size", 0.0),
-    ("presence_penalty", 0.0),
-    ("frequency_penalty", 0.0),
-    ("encoder_repetition_penalty", 1.0),
-    ("diversity_penalty", 0.0),
-    ("length_penalty", 1.0),
-    ("penalty_alpha", 0.0),
-    ("typical_p", 1.0),
-    ("epsilon_cutoff", 0.0),
-    ("eta_cutoff", 0.0),
-    ("num_beams", 1.0),
-    ("min_length", 0.0),
-    ("min_new_tokens", 0.0),
-    ("guidance_scale", 1.0),
-];
-
 /// The sampling wishes of a model directory.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct GenerationConfig {
@@ -51,9 +32,35 @@ pub struct GenerationConfig {
     pub eos_token_ids: Vec<u32>,
     /// Longest answer in tokens.
     pub max_new_tokens: Option<usize>,
-    /// Fields that ask for something nobody here does.
-    pub ignored: Vec<&'static str>,
+    /// Wishes that q4 does not follow.
+    pub ignored: Vec<String>,
 }
+
+/// Fields that would change what is sampled, with the values that change nothing. q4 has none of them.
+const UNKNOWN: [(&str, &[f64]); 22] = [
+    ("bad_words_ids", &[]),
+    ("begin_suppress_tokens", &[]),
+    ("diversity_penalty", &[0.0]),
+    ("encoder_no_repeat_ngram_size", &[0.0]),
+    ("encoder_repetition_penalty", &[1.0]),
+    ("epsilon_cutoff", &[0.0]),
+    ("eta_cutoff", &[0.0]),
+    ("exponential_decay_length_penalty", &[]),
+    ("forced_bos_token_id", &[]),
+    ("forced_eos_token_id", &[]),
+    ("frequency_penalty", &[0.0]),
+    ("guidance_scale", &[1.0]),
+    ("length_penalty", &[1.0]),
+    ("min_length", &[0.0]),
+    ("min_new_tokens", &[0.0]),
+    ("no_repeat_ngram_size", &[0.0]),
+    ("num_beams", &[1.0]),
+    ("penalty_alpha", &[0.0]),
+    ("presence_penalty", &[0.0]),
+    ("sequence_bias", &[]),
+    ("suppress_tokens", &[]),
+    ("typical_p", &[1.0]),
+];
 
 impl GenerationConfig {
     /// Reads a file of at most 1 MiB; a missing file is [`Code::ModelMissing`], damage is
@@ -71,11 +78,8 @@ impl GenerationConfig {
             Some(-1) => Some(0),
             _ => f.optional_size("top_k", 0..=1 << 24).or((do_sample == Some(true)).then_some(TOP_K)),
         };
-        let asks = |(name, off): &(&str, f64)| f.get(name).is_some_and(|v| v.as_f64() != Some(*off));
-        let ignored = IGNORED.iter().filter(|field| asks(field)).map(|(name, _)| *name).collect();
         let config = Self {
             do_sample,
-            ignored,
             temperature: f
                 .number("temperature", "a number from 0 to 100", |x| (0.0..=100.0).contains(&x))
                 .map(|x| x as f32),
@@ -93,6 +97,7 @@ impl GenerationConfig {
                 .map(|x| x as f32),
             eos_token_ids: f.token_ids("eos_token_id", vocab_size),
             max_new_tokens: f.optional_size("max_new_tokens", 1..=1 << 26),
+            ignored: ignored(&f),
         };
         f.finish()?;
         Ok(config)
@@ -114,6 +119,17 @@ impl GenerationConfig {
             seed,
         }
     }
+}
+
+fn ignored(f: &Fields) -> Vec<String> {
+    let asks = |name: &str, neutral: &[f64]| {
+        f.get(name).is_some_and(|value| match value {
+            serde_json::Value::Bool(wanted) => *wanted,
+            serde_json::Value::Array(items) => !items.is_empty(),
+            other => !other.as_f64().is_some_and(|v| neutral.contains(&v)),
+        })
+    };
+    UNKNOWN.iter().filter(|(name, neutral)| asks(name, neutral)).map(|(name, _)| (*name).to_owned()).collect()
 }
 
 #[cfg(test)]
@@ -149,10 +165,12 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_does_is_named() {
-        let json = br#"{"do_sample":true,"no_repeat_ngram_size":3,"num_beams":1,"typical_p":1.0,"presence_penalty":0.5}"#;
+    fn wishes_that_nobody_follows_are_named_where_they_change_something() {
+        let json = br#"{"no_repeat_ngram_size":3,"presence_penalty":1.5,"typical_p":1.0,"num_beams":1,
+                        "suppress_tokens":[],"bad_words_ids":[[1]],"min_length":0,"frequency_penalty":null,
+                        "transformers_version":"4.51.0","temperature":0.7}"#;
         let c = GenerationConfig::parse(json, 256).expect("valid");
-        assert_eq!(c.ignored, ["no_repeat_ngram_size", "presence_penalty"]);
+        assert_eq!(c.ignored, ["bad_words_ids", "no_repeat_ngram_size", "presence_penalty"]);
     }
 
     #[test]

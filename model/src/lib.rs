@@ -16,6 +16,7 @@ pub mod graph;
 pub mod likelihood;
 pub mod likely;
 pub mod load;
+pub mod memory;
 pub mod plan;
 pub mod quantize;
 mod quiet;

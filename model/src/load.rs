@@ -1,7 +1,9 @@
 //! From a checkpoint and a plan to a model that runs: one layer in flight at a time, every large allocation
 //! predicted.
 use crate::checkpoint::{Bytes, Checkpoint, names};
-use crate::cpu::{CpuEngine, CpuExecutor, CpuHead, CpuLinear, CpuNorm, CpuTable, KvCache, KvType, slots};
+use crate::cpu::{
+    CpuEngine, CpuExecutor, CpuHead, CpuLinear, CpuNorm, CpuTable, KvCache, KvType, slot_bytes, slots,
+};
 use crate::cuda::{CudaBatch, CudaEngine, CudaModel, Sizes};
 use crate::executor::Shape;
 use crate::graph::{Block, Qwen3};
@@ -35,6 +37,16 @@ pub struct Loaded {
     dtype: DType,
     pub(crate) rope: (Vec<f32>, f32),
     pub(crate) workspace: usize,
+    device: Option<DeviceMemory>,
+}
+
+/// What the memory of a device is to this process.
+pub(crate) struct DeviceMemory {
+    ordinal: u32,
+    /// Bytes that were free before anything was loaded.
+    free: u64,
+    /// What may be allocated there.
+    pub(crate) budget: Budget,
 }
 
 /// The graph with its weights, where it computes.
@@ -79,13 +91,19 @@ pub fn load(
             })),
             _ => None,
         };
-        let (model, workspace) = weights(checkpoint, plan, dispatch, options, &threads, budget, progress)?;
+        let device = DeviceMemory::of(options.device, budget)?;
+        let allowed = device.as_ref().map_or(budget, |d| &d.budget);
+        let (model, workspace) = weights(checkpoint, plan, dispatch, options, &threads, allowed, progress)?;
         let kernels = kernels.map(|k| k.join().map_err(|_| Error::new(Code::Internal, "loading kernels")));
         let _held = kernels.transpose()?.transpose()?;
         let c = checkpoint.config();
         let memory = dispatch.policy().unified_memory;
         let rope = c.rope.inv_freq(c.head_dim);
-        Loaded::new(model, options.device, threads, options.dtype, rope, workspace, memory)
+        let computed = (options.device, options.dtype);
+        let loaded = Loaded::new(model, computed, threads, rope, workspace, memory, device);
+        // Whatever is needed again is read again: a few rows, or a table that every step reads.
+        checkpoint.release_files();
+        loaded
     })
 }
 
@@ -98,8 +116,6 @@ fn weights(
     budget: &Budget,
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<(Qwen3<CpuExecutor>, usize)> {
-    let device = device_budget(options.device)?;
-    let budget = device.as_ref().unwrap_or(budget);
     let (all, before) = (plan.products().count(), budget.reserved());
     let mut loader =
         Loader { checkpoint, dispatch, options, threads, budget, workspace: 0, done: 0, all, progress };
@@ -118,11 +134,12 @@ fn weights(
             down: loader.linear(&layer.down)?,
         });
     }
-    let table = loader.table(names::EMBEDDING, c.vocab_size, c.hidden_size)?;
+    let tied = matches!(plan.head, HeadPlan::Dense { tied: true, .. });
+    let table = loader.table(names::EMBEDDING, c.vocab_size, c.hidden_size, tied)?;
     let head = match &plan.head {
         HeadPlan::Dense { tied: true, .. } => CpuHead::Dense(table.clone()),
         HeadPlan::Dense { tied: false, .. } => {
-            CpuHead::Dense(loader.table(names::HEAD, c.vocab_size, c.hidden_size)?)
+            CpuHead::Dense(loader.table(names::HEAD, c.vocab_size, c.hidden_size, true)?)
         }
         HeadPlan::Product(p) => CpuHead::Q4(loader.linear(std::slice::from_ref(&**p))?),
     };
@@ -132,11 +149,21 @@ fn weights(
     Ok((Qwen3 { shape, table, blocks, norm, head }, workspace))
 }
 
-/// What may be allocated on a CUDA device: what is free there, less 5 %. `None`: weights stay in host memory.
-pub(crate) fn device_budget(device: Device) -> Result<Option<Budget>> {
+impl DeviceMemory {
+    /// What may be allocated on a CUDA device: what is free there, less 5 %, and no more than is left of a
+    /// limit that was named. `None`: weights stay in host memory.
+    pub(crate) fn of(device: Device, budget: &Budget) -> Result<Option<Self>> {
+        let Device::Cuda(ordinal) = device else { return Ok(None) };
+        let (free, _) = q4_cuda::Gpu::open(ordinal)?.memory()?;
+        let named = if budget.is_named() { budget.left() } else { u64::MAX };
+        Ok(Some(Self { ordinal, free, budget: Budget::new(named.min(free - free / 20)) }))
+    }
+}
+
+/// Bytes that are free on a CUDA device; `None` on the CPU.
+pub fn device_free(device: Device) -> Result<Option<u64>> {
     let Device::Cuda(ordinal) = device else { return Ok(None) };
-    let (free, _) = q4_cuda::Gpu::open(ordinal)?.memory()?;
-    Ok(Some(Budget::new(free - free / 20)))
+    Ok(Some(q4_cuda::Gpu::open(ordinal)?.memory()?.0))
 }
 
 /// Sizes of the graph of a checkpoint.
@@ -154,21 +181,42 @@ pub fn shape(checkpoint: &Checkpoint) -> Shape {
 }
 
 impl Loaded {
-    /// From parts, whose products were prepared on `device`; the rest moves there.
-    pub fn new(
+    /// From parts, whose products were prepared on the device that computes them, with outputs of a type;
+    /// the rest moves there. `workspace` is the largest need of any product but the head.
+    pub(crate) fn new(
         model: Qwen3<CpuExecutor>,
-        device: Device,
+        (computes, dtype): (Device, DType),
         threads: Arc<ThreadPool>,
-        dtype: DType,
         rope: (Vec<f32>, f32),
         workspace: usize,
         memory: UnifiedMemory,
+        device: Option<DeviceMemory>,
     ) -> Result<Self> {
-        let model = match device {
+        let model = match computes {
             Device::Cuda(ordinal) => Model::Cuda(Arc::new(CudaModel::upload(model, ordinal, dtype, memory)?)),
             _ => Model::Cpu(Arc::new(model)),
         };
-        Ok(Self { model, threads, dtype, rope, workspace })
+        Ok(Self { model, threads, dtype, rope, workspace, device })
+    }
+
+    /// What the device has less of than before this model was loaded; `None` on the CPU.
+    pub fn device_bytes(&self) -> Option<u64> {
+        let device = self.device.as_ref()?;
+        let (free, _) = q4_cuda::Gpu::open(device.ordinal).and_then(|gpu| gpu.memory()).ok()?;
+        Some(device.free.saturating_sub(free))
+    }
+
+    /// Largest need of any product in steps whose head has `logit_rows` rows.
+    pub(crate) fn workspace(&self, logit_rows: usize) -> usize {
+        let head = match &self.model {
+            Model::Cpu(model) => match &model.head {
+                CpuHead::Q4(linear) => Some(linear),
+                CpuHead::Dense(_) => None,
+            },
+            Model::Cuda(model) => model.head(),
+        };
+        let parts = head.iter().flat_map(|linear| &linear.parts);
+        parts.map(|(part, _)| part.workspace(logit_rows)).fold(self.workspace, usize::max)
     }
 
     /// A context of its own over this model, inside `budget`.
@@ -179,30 +227,22 @@ impl Loaded {
         let model = match &self.model {
             Model::Cpu(model) => model,
             Model::Cuda(model) => {
-                let sizes = Sizes { rows, logit_rows, sequences: 1, context, workspace: self.workspace };
-                let engine = CudaEngine::new(model.clone(), self.threads.clone(), sizes, rope)?;
+                let workspace = self.workspace(logit_rows);
+                let sizes = Sizes { rows, logit_rows, sequences: 1, context, workspace };
+                let allowed = self.device.as_ref().map_or(u64::MAX, |d| d.budget.left());
+                let engine = CudaEngine::new(model.clone(), self.threads.clone(), sizes, rope, allowed)?;
                 return Ok(Runner::new(Box::new(engine), rows));
             }
         };
         let s = &model.shape;
         let kind = options.kv;
         budget.reserve(KvCache::bytes(kind, s.layers, s.kv_heads, s.head_dim, context), "the KV cache")?;
-        let widths = 3 * s.hidden + s.qkv() + s.q() + 3 * s.intermediate;
-        budget.reserve(((rows * widths + logit_rows * s.vocab) * 4) as u64, "the activations")?;
-        let threads = self.threads.threads();
-        budget.reserve(
-            CpuExecutor::bytes(s, threads, self.dtype, rows, context, self.workspace),
-            "the workspace",
-        )?;
-        let executor = CpuExecutor::new(
-            s.clone(),
-            self.threads.clone(),
-            self.dtype,
-            rows,
-            context,
-            self.workspace,
-            rope,
-        );
+        budget.reserve(slot_bytes(s, rows, logit_rows), "the activations")?;
+        let (threads, workspace) = (self.threads.threads(), self.workspace(logit_rows));
+        let scratch = CpuExecutor::bytes(s, threads, self.dtype, rows, context, workspace);
+        budget.reserve(scratch, "the workspace")?;
+        let threads = self.threads.clone();
+        let executor = CpuExecutor::new(s.clone(), threads, self.dtype, rows, context, workspace, rope);
         let cache = KvCache::new(kind, s.layers, s.kv_heads, s.head_dim, context);
         let slots = slots(s, rows, logit_rows);
         let engine = CpuEngine { model: model.clone(), executor, cache, slots };
@@ -218,8 +258,8 @@ impl Loaded {
                 .need("a CUDA device")
                 .have("the CPU"));
         };
-        let sizes =
-            Sizes { rows: chunk, logit_rows: sequences, sequences, context, workspace: self.workspace };
+        let workspace = self.workspace(sequences);
+        let sizes = Sizes { rows: chunk, logit_rows: sequences, sequences, context, workspace };
         let rope = (self.rope.0.as_slice(), self.rope.1);
         CudaBatch::new(model.clone(), self.threads.clone(), sizes, rope)
     }
@@ -242,20 +282,27 @@ impl Loader<'_> {
         Ok(CpuNorm { weight: self.checkpoint.norm(name, width)?, eps: self.checkpoint.config().rms_norm_eps })
     }
 
-    fn table(&self, module: &str, rows: usize, width: usize) -> Result<CpuTable> {
+    /// `whole`: every step reads all of it.
+    fn table(&self, module: &str, rows: usize, width: usize, whole: bool) -> Result<CpuTable> {
         let name = format!("{module}.weight");
-        let stored = self.checkpoint.floats_on(self.threads, &name, &[rows, width])?;
+        let stored = self.checkpoint.floats_in_passing(self.threads, &name, &[rows, width])?;
         let missing = || Error::new(Code::TensorMissing, format!("`{name}`"));
         let (bytes, range) = self.checkpoint.store().place(&name).ok_or_else(missing)?;
         // A table may lie at any offset of its file; loads of its elements may not.
         let aligned = stored.bytes.as_ptr().align_offset(stored.dtype.size()) == 0;
+        let kept = match self.options.device {
+            Device::Cpu if aligned => CpuTable::resident(&bytes, range.len(), whole),
+            _ => range.len() as u64,
+        };
+        self.budget.reserve(kept, &name)?;
         let (bytes, range) = if aligned {
             (bytes, range)
         } else {
-            self.budget.reserve(range.len() as u64, &name)?;
-            (Bytes::from(stored.bytes.to_vec()), 0..range.len())
+            let copy = Bytes::from(stored.bytes.to_vec());
+            bytes.release(range.clone());
+            (copy, 0..range.len())
         };
-        Ok(CpuTable { bytes, range, dtype: stored.dtype, rows, width, name })
+        Ok(CpuTable { bytes, range, dtype: stored.dtype, rows, width, name, whole })
     }
 
     fn linear(&mut self, products: &[Product]) -> Result<CpuLinear> {
@@ -274,16 +321,14 @@ impl Loader<'_> {
         let spec = &p.spec;
         let name = spec.name();
         let selection = p.choice.as_ref().map_err(|e| Error::from(e.clone()))?;
-        // Packed layouts keep the stored size up to padding; a dense copy has the size of its type.
-        let predicted = match selection.path {
-            q4_core::ExecPath::DequantMatmul => (spec.n() * spec.k * spec.y.size()) as u64,
-            _ => spec.schema.stored_bytes(spec.n().next_multiple_of(16), spec.k.next_multiple_of(64)),
-        };
+        let predicted = selection.backend.footprint(spec, selection.path).resident;
         self.budget.reserve(predicted, &name)?;
         let linear = if p.quantized_on_load {
             let owned = self.quantized(p)?;
             let segments = owned.iter().map(Quantized::segment).collect::<Result<Vec<_>>>()?;
-            self.seam(&segments, p)?
+            let linear = self.seam(&segments, p)?;
+            spec.segments.iter().for_each(|s| self.checkpoint.release_tensor(&format!("{}.weight", s.name)));
+            linear
         } else {
             let layers = spec
                 .segments
@@ -301,7 +346,10 @@ impl Loader<'_> {
         } else {
             self.budget.release(predicted - actual);
         }
-        self.workspace = self.workspace.max(linear.workspace(self.options.max_rows));
+        // The head's depends on the rows whose logits somebody keeps.
+        if spec.segments[0].name != names::HEAD {
+            self.workspace = self.workspace.max(linear.workspace(self.options.max_rows));
+        }
         Ok(linear)
     }
 

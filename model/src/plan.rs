@@ -97,6 +97,8 @@ impl Plan {
         let layers = (0..count).map(|i| planner.layer(i)).collect::<Result<Vec<_>>>()?;
         let plan = Self { layers, head: planner.head()? };
         span.record("products", plan.products().count());
+        // Scales were looked at here and there in the files.
+        checkpoint.release_files();
         Ok(plan)
     }
 

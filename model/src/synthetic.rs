@@ -6,7 +6,7 @@ use crate::config::{Rope, RopeScaling};
 use crate::cpu::{CpuExecutor, CpuHead, CpuLinear, CpuNorm, CpuTable};
 use crate::executor::Shape;
 use crate::graph::{Block, Qwen3};
-use crate::load::{Loaded, device_budget};
+use crate::load::{DeviceMemory, Loaded};
 use crate::plan::{head_type, input_type};
 use q4_core::memory::Budget;
 use q4_core::{
@@ -87,8 +87,8 @@ pub fn build(
     threads: Arc<ThreadPool>,
     budget: &Budget,
 ) -> Result<Loaded> {
-    let device = device_budget(recipe.device)?;
-    let budget = device.as_ref().unwrap_or(budget);
+    let device = DeviceMemory::of(recipe.device, budget)?;
+    let budget = device.as_ref().map_or(budget, |d| &d.budget);
     let mut b = Builder { recipe, dispatch, threads: &threads, budget, workspace: 0, random: Random::new() };
     let s = shape;
     let head = b.linear(&[(names::HEAD.into(), s.vocab)], s.hidden)?;
@@ -117,12 +117,13 @@ pub fn build(
         rows: s.vocab,
         width: s.hidden,
         name: names::EMBEDDING.into(),
+        whole: false,
     };
     let workspace = b.workspace;
     let model = Qwen3 { shape: s.clone(), table, blocks, norm: ones(s.hidden), head: CpuHead::Q4(head) };
     let rope = Rope { theta: 1e6, scaling: RopeScaling::None }.inv_freq(s.head_dim);
     let memory = dispatch.policy().unified_memory;
-    Loaded::new(model, recipe.device, threads, recipe.dtype, rope, workspace, memory)
+    Loaded::new(model, (recipe.device, recipe.dtype), threads, rope, workspace, memory, device)
 }
 
 fn ones(width: usize) -> CpuNorm {
@@ -156,14 +157,16 @@ impl Builder<'_> {
             ops: OpSet::FORWARD,
         };
         let selection = self.dispatch.select(&spec)?;
-        let bytes = self.recipe.schema.stored_bytes(spec.n().next_multiple_of(16), k.next_multiple_of(64));
+        let bytes = selection.backend.footprint(&spec, selection.path).resident;
         self.budget.reserve(bytes, &spec.name())?;
         let schema = &self.recipe.schema;
         let parts: Vec<Part> = members.iter().map(|(_, rows)| self.random.part(schema, *rows, k)).collect();
         let segments = parts.iter().map(|p| p.segment(k)).collect::<Result<Vec<_>>>()?;
         let weight = Q4Weight { schema: spec.schema, k, segments: &segments };
         let linear = self.dispatch.prepare(&weight, &spec, &selection, self.threads)?;
-        self.workspace = self.workspace.max(linear.workspace(spec.max_m));
+        if !head {
+            self.workspace = self.workspace.max(linear.workspace(spec.max_m));
+        }
         Ok(CpuLinear { n: spec.n(), parts: vec![(linear, 0)] })
     }
 }

@@ -3,8 +3,8 @@ use crate::prepare::Dense;
 use gemm::{Parallelism, gemm};
 use q4_core::rows::{Rows, RowsMut, activation_bytes, check_matrix, check_product};
 use q4_core::{
-    Activations, Code, DType, Error, ExecContext, OpSet, PreparedInfo, PreparedWeight, Result, Scratch,
-    TensorView, TensorViewMut, ThreadPool,
+    Activations, Code, DType, Error, ExecContext, Footprint, LinearSpec, OpSet, PreparedInfo, PreparedWeight,
+    Result, Scratch, TensorView, TensorViewMut, ThreadPool,
 };
 use std::ops::Range;
 use std::sync::Mutex;
@@ -17,17 +17,16 @@ const HEIGHT: usize = 256;
 const DEPTH: usize = 512;
 /// Most tiles at a time: each has scratch of its own.
 const SLOTS: usize = 32;
+/// Bytes the GEMM keeps for a thread, at most: its share of a large second-level cache, and packed operands.
+const GEMM: u64 = 3 << 20;
 
 impl PreparedWeight for Dense {
     fn info(&self) -> &PreparedInfo {
         &self.info
     }
 
-    /// The converted activations (nothing for native f32) and the tiles, for the direction that needs more.
     fn workspace(&self, m: usize) -> usize {
-        let (n, k) = (self.info.n, self.info.k);
-        let forward = activation_bytes(self.x, &self.info.activations, m, k) + self.tile_bytes(m, n);
-        forward.max(activation_bytes(self.y, &Activations::Native, m, n) + self.tile_bytes(m, k))
+        workspace((self.x, self.y), &self.info.activations, m, self.info.n, self.info.k)
     }
 
     fn forward(&self, x: TensorView<'_>, y: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
@@ -127,6 +126,7 @@ impl Dense {
                             (w, (ld, 1))
                         }
                     };
+                    let multiply = if self.is_plain { multiply_plainly } else { multiply };
                     multiply(x, rows.clone(), deep, w, strides, wide.len(), sums);
                 }
                 for (r, sums) in rows.zip(sums.chunks(WIDTH)) {
@@ -138,15 +138,34 @@ impl Dense {
         Ok(())
     }
 
-    fn tile_bytes(&self, m: usize, outputs: usize) -> usize {
-        Scratch::bytes(&[4 * tiles(m, outputs).1 * self.slot(m)])
-    }
-
-    /// f32 elements of scratch a tile of `m` rows needs: its sums, and a panel of widened weights.
     fn slot(&self, m: usize) -> usize {
-        let panel = if self.y == DType::F32 { 0 } else { WIDTH * DEPTH };
-        m.min(HEIGHT) * WIDTH + panel
+        slot(self.y, m)
     }
+}
+
+/// What a copy keeps and its calls take: scratch, and what the GEMM allocates for each thread.
+pub(crate) fn footprint(spec: &LinearSpec) -> Footprint {
+    let (n, k) = (spec.n(), spec.k);
+    let scales = if spec.y == DType::F16 { 4 * n } else { 0 };
+    let scratch = workspace((spec.x, spec.y), &spec.activations, spec.max_m, n, k);
+    Footprint {
+        resident: (n * k * spec.y.size() + scales) as u64,
+        workspace: scratch as u64 + GEMM * q4_core::processors() as u64,
+    }
+}
+
+/// Scratch of a call of `m` rows: the converted activations (nothing for native f32) and the tiles, for the
+/// direction that needs more.
+fn workspace((x, y): (DType, DType), activations: &Activations, m: usize, n: usize, k: usize) -> usize {
+    let tile_bytes = |outputs| Scratch::bytes(&[4 * tiles(m, outputs).1 * slot(y, m)]);
+    let forward = activation_bytes(x, activations, m, k) + tile_bytes(n);
+    forward.max(activation_bytes(y, &Activations::Native, m, n) + tile_bytes(k))
+}
+
+/// f32 elements of scratch a tile of `m` rows needs: its sums, and a panel of widened weights.
+fn slot(y: DType, m: usize) -> usize {
+    let panel = if y == DType::F32 { 0 } else { WIDTH * DEPTH };
+    m.min(HEIGHT) * WIDTH + panel
 }
 
 /// Tiles of an output, and how many of them are computed at a time.
@@ -194,5 +213,27 @@ fn multiply(
             false,
             Parallelism::None,
         );
+    }
+}
+
+/// The same in the order of the terms, with what every processor of the architecture has.
+fn multiply_plainly(
+    x: &Rows<'_>,
+    rows: Range<usize>,
+    terms: Range<usize>,
+    w: &[f32],
+    strides: (usize, usize),
+    outputs: usize,
+    sums: &mut [f32],
+) {
+    for (row, sums) in rows.zip(sums.chunks_mut(WIDTH)) {
+        let sums = &mut sums[..outputs];
+        if terms.start == 0 {
+            sums.fill(0.0);
+        }
+        for (t, x) in x.row(row)[terms.clone()].iter().enumerate() {
+            let w = w[t * strides.0..].iter().step_by(strides.1.max(1));
+            sums.iter_mut().zip(w).for_each(|(sum, w)| *sum += x * w);
+        }
     }
 }

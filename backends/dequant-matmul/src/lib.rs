@@ -17,7 +17,7 @@ mod probe;
 
 use cuda::Engine;
 use q4_core::{
-    BackendDescriptor, Built, BuiltinOptions, Code, Device, Error, ExecContext, ExecPath, HostEnv,
+    BackendDescriptor, Built, BuiltinOptions, Code, Device, Error, ExecContext, ExecPath, Footprint, HostEnv,
     LinearSpec, PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Registration, Reject, Result, Verdict,
     inventory,
 };
@@ -30,22 +30,23 @@ inventory::submit! {
 
 const NAME: &str = "dequant-matmul";
 
-/// `gemm` uses the best instruction set there is; `options.isa` chooses for kernels. A name that is unknown
-/// or that this machine lacks is a reason not to live, as it is for them.
+/// `gemm` uses the best instruction set there is. Where `options.isa` names a lesser one, products are plain
+/// loops instead. A name that is unknown or that this machine lacks is a reason not to live.
 fn construct(options: &BuiltinOptions, _: &HostEnv) -> std::result::Result<Built, Vec<Reject>> {
-    probe::check_isa(options.isa.as_deref()).map_err(|reason| vec![reason])?;
+    let is_plain = probe::is_plain(options.isa.as_deref()).map_err(|reason| vec![reason])?;
     let images = q4_cuda::images(options, &cuda::SOURCE);
-    Ok(Built { images, ..Built::new(Arc::new(DequantMatmul::new())) })
+    Ok(Built { images, ..Built::new(Arc::new(DequantMatmul::new(is_plain))) })
 }
 
-/// The backend: its descriptor, and cuBLASLt on the devices that are used.
+/// The backend: its descriptor, how it multiplies, and cuBLASLt on the devices that are used.
 struct DequantMatmul {
     descriptor: BackendDescriptor,
+    is_plain: bool,
     cuda: Engines<Engine>,
 }
 
 impl DequantMatmul {
-    fn new() -> Self {
+    fn new(is_plain: bool) -> Self {
         let descriptor = BackendDescriptor {
             name: NAME.into(),
             version: env!("CARGO_PKG_VERSION").into(),
@@ -53,7 +54,7 @@ impl DequantMatmul {
             priority: 0,
             offers: probe::SCHEMAS.map(|schema| (schema.into(), ExecPath::DequantMatmul)).into(),
         };
-        Self { descriptor, cuda: Engines::new(Engine::new) }
+        Self { descriptor, is_plain, cuda: Engines::new(Engine::new) }
     }
 
     /// What `can_prepare` would refuse of the operands is not prepared either.
@@ -77,10 +78,16 @@ impl Q4Backend for DequantMatmul {
         &self.descriptor
     }
     fn probe(&self, env: &HostEnv) -> Vec<ProbeItem> {
-        probe::probe().into_iter().chain(probe::NEEDS.items(env)).collect()
+        probe::probe(self.is_plain).into_iter().chain(probe::NEEDS.items(env)).collect()
     }
     fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
         probe::can_prepare(spec, path, env)
+    }
+    fn footprint(&self, spec: &LinearSpec, path: ExecPath) -> Footprint {
+        match spec.device {
+            Device::Cpu => forward::footprint(spec),
+            _ => Footprint::usual(spec, path),
+        }
     }
     fn prepare(
         &self,
@@ -91,7 +98,7 @@ impl Q4Backend for DequantMatmul {
     ) -> Result<Box<dyn PreparedWeight>> {
         self.agree(spec, path, cx)?;
         match spec.device {
-            Device::Cpu => Ok(Box::new(prepare::decode(w, spec, path, cx.threads)?)),
+            Device::Cpu => Ok(Box::new(prepare::decode(w, spec, path, cx.threads)?.plain(self.is_plain))),
             _ => Ok(Box::new(cuda::prepare(&self.cuda.of(spec.device)?, w, spec, path, cx)?)),
         }
     }

@@ -14,6 +14,8 @@ pub(crate) struct Dense {
     pub info: PreparedInfo,
     pub x: DType,
     pub y: DType,
+    /// Products are plain loops.
+    pub is_plain: bool,
     values: Values,
 }
 
@@ -57,10 +59,15 @@ pub(crate) fn decode(
         resident_bytes: values.bytes() as u64,
         ops: if is_exact(&spec.schema, spec.y) { OpSet::ALL } else { some },
     };
-    Ok(Dense { info, x: spec.x, y: spec.y, values })
+    Ok(Dense { info, x: spec.x, y: spec.y, is_plain: false, values })
 }
 
 impl Dense {
+    /// The same with products in plain loops, or by `gemm`.
+    pub fn plain(self, is_plain: bool) -> Self {
+        Self { is_plain, ..self }
+    }
+
     /// The copy as bytes, row-major.
     pub fn bytes(&self) -> &[u8] {
         match &self.values {

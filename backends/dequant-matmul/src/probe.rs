@@ -10,29 +10,30 @@ use q4_cuda::Needs;
 /// Every encoding there is.
 pub(crate) const SCHEMAS: [&str; 4] = ["nvfp4", "nf4", "nf4-dq", "dense"];
 
-/// The instruction set `gemm` finds by itself, and what else this machine could run.
-pub(crate) fn probe() -> Vec<ProbeItem> {
+/// The instruction set that products use, and what else this machine could run.
+pub(crate) fn probe(is_plain: bool) -> Vec<ProbeItem> {
     let could: Vec<_> = isas().into_iter().filter(|i| i.1).map(|i| i.0).collect();
-    let detail = format!("{} of {}, chosen by gemm", could[0], could.join(", "));
+    let detail = match is_plain {
+        true => format!("portable, for gemm would take {} of {}", could[0], could.join(", ")),
+        false => format!("{} of {}, chosen by gemm", could[0], could.join(", ")),
+    };
     vec![ProbeItem { id: "cpu.isa".into(), reasons: Vec::new(), detail }]
 }
 
-/// Refuses an instruction set that does not exist or that this machine lacks (`avx512vnni` and `amx` mean
-/// `avx512` here, `neondotprod` and `neoni8mm` mean `neon`).
-pub(crate) fn check_isa(name: Option<&str>) -> Result<(), Reject> {
-    let Some(name) = name else { return Ok(()) };
+/// Whether products do without `gemm`, which takes the best instruction set there is, because a lesser one is
+/// named. Refuses one that does not exist or that this machine lacks (`avx512vnni` and `amx` mean `avx512`
+/// here, `neondotprod` and `neoni8mm` mean `neon`).
+pub(crate) fn is_plain(name: Option<&str>) -> Result<bool, Reject> {
+    let Some(name) = name else { return Ok(false) };
     let plain = match name {
         "avx512vnni" | "amx" => "avx512",
         "neondotprod" | "neoni8mm" => "neon",
         _ => name,
     };
     let (need, have) = match isas().into_iter().find(|i| i.0 == plain) {
-        Some((_, true)) => return Ok(()),
+        Some((_, true)) => return Ok(isas().into_iter().find(|i| i.1).is_some_and(|best| best.0 != plain)),
         Some(_) => (format!("a processor with {plain}"), std::env::consts::ARCH.to_owned()),
-        None => {
-            let known = "isa portable, avx2, avx512, avx512vnni, amx, neon, neondotprod or neoni8mm";
-            (known.to_owned(), name.to_owned())
-        }
+        None => (format!("isa {}", q4_core::isa::ISAS.join(", ")), name.to_owned()),
     };
     Err(Reject::new(RejectCode::DeviceArch, need, have))
 }

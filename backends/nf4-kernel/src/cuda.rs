@@ -86,6 +86,32 @@ pub(crate) struct OnDevice {
     _memory: Buffer,
 }
 
+/// Bytes on the device, and how they are divided.
+struct Sizes {
+    group: usize,
+    units: usize,
+    codes: usize,
+    scales: usize,
+}
+
+impl Sizes {
+    fn of(n: usize, k: usize, block: u32) -> Self {
+        let group = scale_group(k, block);
+        let units = if group % TILE == 0 { k.div_ceil(2 * TILE) } else { 0 };
+        let (codes, scales) = match units {
+            0 => ((n * k / 2).next_multiple_of(256), n * (k / group) * 4),
+            _ => (n.div_ceil(16) * units * UNIT, 0),
+        };
+        Self { group, units, codes, scales }
+    }
+}
+
+/// Bytes that [`prepare`] will keep there.
+pub(crate) fn resident(n: usize, k: usize, block: u32) -> u64 {
+    let sizes = Sizes::of(n, k.max(1), block);
+    (sizes.codes + sizes.scales) as u64
+}
+
 /// Copies and packs `w`; waits. Fails as the preparation for the CPU does.
 pub(crate) fn prepare(
     engine: &Arc<Engine>,
@@ -101,12 +127,7 @@ pub(crate) fn prepare(
         return Err(Error::new(Code::SchemaInvalid, "weight").need("nf4").have(w.schema.to_string()));
     };
     let (n, k) = (w.n(), w.k);
-    let group = scale_group(k, block);
-    let units = if group % TILE == 0 { k.div_ceil(2 * TILE) } else { 0 };
-    let (codes, scales) = match units {
-        0 => ((n * k / 2).next_multiple_of(256), n * (k / group) * 4),
-        _ => (n.div_ceil(16) * units * UNIT, 0),
-    };
+    let Sizes { group, units, codes, scales } = Sizes::of(n, k, block);
     let memory = Buffer::lasting(&engine.gpu, codes + scales)?;
     memory.fill(0)?;
     let packed = Packed {

@@ -1,6 +1,6 @@
 //! Operand checks, scratch and the split of work over the caller's threads.
 use crate::kernel;
-use crate::prepare::{CODES, LANES, Packed, QUAD};
+use crate::prepare::{self, CODES, LANES, Packed, QUAD};
 use q4_core::rows::{Rows, RowsMut, activation_bytes, check_matrix, check_product};
 use q4_core::{ExecContext, PreparedInfo, PreparedWeight, Result, Scratch, TensorView, TensorViewMut};
 
@@ -12,10 +12,8 @@ impl PreparedWeight for Packed {
         &self.info
     }
 
-    /// The converted activations (nothing for native f32) or the widened dy, whichever is larger.
     fn workspace(&self, m: usize) -> usize {
-        let forward = activation_bytes(self.x, &self.info.activations, m, self.info.k);
-        forward.max(Scratch::bytes(&[4 * m * self.blocks() * LANES]))
+        prepare::workspace(self.x, &self.info.activations, m, self.info.n, self.info.k)
     }
 
     fn forward(&self, x: TensorView<'_>, y: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {

@@ -19,9 +19,9 @@ mod simd;
 
 use cuda::Engine;
 use q4_core::{
-    BackendDescriptor, Built, BuiltinOptions, Code, Device, Error, ExecContext, ExecPath, HostEnv,
-    LinearSpec, PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Registration, Reject, Result, Verdict,
-    inventory,
+    BackendDescriptor, Built, BuiltinOptions, Code, Device, Error, ExecContext, ExecPath, Footprint, HostEnv,
+    LinearSpec, PreparedWeight, ProbeItem, Q4Backend, Q4Schema, Q4Weight, Registration, Reject, Result,
+    Verdict, inventory,
 };
 use q4_cuda::Engines;
 use simd::Isa;
@@ -88,6 +88,16 @@ impl Q4Backend for Nf4Kernel {
     }
     fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
         probe::can_prepare(spec, path, env)
+    }
+    fn footprint(&self, spec: &LinearSpec, path: ExecPath) -> Footprint {
+        let usual = Footprint::usual(spec, path);
+        match (spec.device, spec.schema) {
+            (Device::Cpu, Q4Schema::Nf4 { block, .. }) => prepare::footprint(spec, block),
+            (_, Q4Schema::Nf4 { block, .. }) => {
+                Footprint { resident: cuda::resident(spec.n(), spec.k, block), ..usual }
+            }
+            _ => usual,
+        }
     }
     fn prepare(
         &self,

@@ -4,9 +4,10 @@ use crate::probe::scale_group;
 use crate::simd::Isa;
 use bytemuck::{Pod, Zeroable};
 use q4_core::formats::nf4;
+use q4_core::rows::activation_bytes;
 use q4_core::{
-    Absmax, Code, DType, Error, ExecPath, LinearSpec, NibbleOrder, OpSet, PreparedInfo, Q4Schema, Q4Weight,
-    Result, SegmentData, ThreadPool,
+    Absmax, Activations, Code, DType, Error, ExecPath, Footprint, LinearSpec, NibbleOrder, OpSet,
+    PreparedInfo, Q4Schema, Q4Weight, Result, Scratch, SegmentData, ThreadPool,
 };
 use std::borrow::Cow;
 use std::sync::Mutex;
@@ -65,6 +66,20 @@ impl Packed {
         let first = block / QUAD * QUAD;
         (first * lines + block - first, QUAD.min(self.blocks() - first))
     }
+}
+
+/// What [`prepare`] will keep and [`Packed`] will want as scratch.
+pub(crate) fn footprint(spec: &LinearSpec, block: u32) -> Footprint {
+    let (n, k) = (spec.n().next_multiple_of(LANES), spec.k);
+    let groups = k / scale_group(k, block).max(1);
+    let workspace = workspace(spec.x, &spec.activations, spec.max_m, spec.n(), k);
+    Footprint { resident: (n * k / 2 + 4 * n * groups) as u64, workspace: workspace as u64 }
+}
+
+/// Scratch of a call of `m` rows: the converted activations (nothing for native f32) or the widened dy,
+/// whichever is larger.
+pub(crate) fn workspace(x: DType, activations: &Activations, m: usize, n: usize, k: usize) -> usize {
+    activation_bytes(x, activations, m, k).max(Scratch::bytes(&[4 * m * n.next_multiple_of(LANES)]))
 }
 
 /// Repacks `w`. Fails on parts that contradict the schema or the spec and on scales that are not finite.

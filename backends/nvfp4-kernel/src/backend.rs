@@ -5,7 +5,7 @@ use crate::table::Ctx;
 use crate::{abi, prepare, probe};
 use q4_core::memory::UnifiedMemory;
 use q4_core::{
-    BackendDescriptor, Built, BuiltinOptions, Code, Device, Error, ExecContext, ExecPath, HostEnv,
+    BackendDescriptor, Built, BuiltinOptions, Code, Device, Error, ExecContext, ExecPath, Footprint, HostEnv,
     LibraryFacts, LinearSpec, PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Reject, RejectCode, Result,
     Verdict,
 };
@@ -51,6 +51,11 @@ impl Nvfp4Kernel {
     pub fn with_facts(facts: LibraryFacts) -> Arc<dyn Q4Backend> {
         Arc::new(Self { descriptor: descriptor(&facts), facts, engine: None })
     }
+
+    /// Whether products of many rows may run on a matrix unit, which wants operands laid out for it.
+    fn has_matrix_unit(&self) -> bool {
+        self.facts.cpu_isa.iter().any(|isa| isa == "amx")
+    }
 }
 
 impl Q4Backend for Nvfp4Kernel {
@@ -65,6 +70,14 @@ impl Q4Backend for Nvfp4Kernel {
 
     fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
         probe::verdict(spec, path, env)
+    }
+
+    fn footprint(&self, spec: &LinearSpec, path: ExecPath) -> Footprint {
+        let usual = Footprint::usual(spec, path);
+        match spec.device {
+            Device::Cpu => Footprint { workspace: prepare::workspace(spec, self.has_matrix_unit()), ..usual },
+            _ => usual,
+        }
     }
 
     fn manages_memory(&self) -> bool {

@@ -5,7 +5,7 @@ use crate::forward::{Prepared, dtype, exec};
 use crate::probe;
 use crate::table::{Ctx, Table};
 use q4_core::{
-    ActGlobal, ActQuant, Activations, Code, Convention, Error, ExecContext, ExecPath, GlobalScale,
+    ActGlobal, ActQuant, Activations, Code, Convention, DType, Error, ExecContext, ExecPath, GlobalScale,
     LinearSpec, OpSet, PreparedInfo, PreparedWeight, Q4Schema, Q4Weight, Result, Rule, ScaleLayout,
     SegmentData,
 };
@@ -41,6 +41,24 @@ pub fn prepare(
         ops: OpSet::ALL,
     };
     Ok(Box::new(Prepared::new(weight, info)))
+}
+
+/// Scratch the library asks for on the CPU, at most: activations in the form its kernels read, and panels of
+/// them for a matrix unit.
+pub fn workspace(spec: &LinearSpec, has_matrix_unit: bool) -> u64 {
+    // A block of 64 codes has four scales and four sums beside it.
+    const BLOCK: (usize, usize) = (64, 96);
+    // Rows of a panel, whole registers, each value as three of two bytes.
+    const PANEL: (usize, usize, usize) = (512, 32, 6);
+    let (m, k) = (spec.max_m, spec.k);
+    let rows = match spec.activations {
+        Activations::Native if spec.x == DType::F32 => 0,
+        Activations::Native => 4 * m * k,
+        _ => m * k.div_ceil(BLOCK.0) * BLOCK.1,
+    };
+    let (most, register, value) = PANEL;
+    let panel = m.min(most).next_multiple_of(register) * k.next_multiple_of(BLOCK.0) * value;
+    (rows.next_multiple_of(64) + if has_matrix_unit { panel } else { 0 }) as u64
 }
 
 fn segments(w: &Q4Weight<'_>) -> Result<Vec<abi::Segment>> {

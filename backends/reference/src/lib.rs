@@ -8,8 +8,8 @@ mod prepare;
 mod probe;
 
 use q4_core::{
-    BackendDescriptor, Built, BuiltinOptions, ExecContext, ExecPath, HostEnv, LinearSpec, PreparedWeight,
-    ProbeItem, Q4Backend, Q4Weight, Registration, Reject, Result, Verdict, inventory,
+    BackendDescriptor, Built, BuiltinOptions, ExecContext, ExecPath, Footprint, HostEnv, LinearSpec,
+    PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Registration, Reject, Result, Verdict, inventory,
 };
 use std::sync::Arc;
 
@@ -50,6 +50,11 @@ impl Q4Backend for Reference {
     }
     fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, _env: &HostEnv) -> Verdict {
         probe::can_prepare(spec, path)
+    }
+    fn footprint(&self, spec: &LinearSpec, _path: ExecPath) -> Footprint {
+        // Values, codes and sums in eight bytes each, which a call allocates.
+        let workspace = 16 * spec.max_m * (spec.n() + spec.k);
+        Footprint { resident: spec.schema.stored_bytes(spec.n(), spec.k), workspace: workspace as u64 }
     }
     fn prepare(
         &self,

@@ -1,5 +1,5 @@
 //! The embedded model answers as its bfloat16 original does, on packed weights, in little memory.
-use crate::{json, out, q4, run};
+use crate::{err, json, out, q4, run};
 use serde_json::Value;
 use std::io::Write;
 use std::process::Stdio;
@@ -91,9 +91,36 @@ fn stop_strings_and_limits_end_an_answer() {
     assert_eq!(short["finish_reason"], "length");
     let full = json("generate", &["-p", "Who are you?", "--context", "20"]);
     let used = full["prompt_tokens"].as_u64().unwrap() + full["token_ids"].as_array().unwrap().len() as u64;
-    assert_eq!((used, &full["finish_reason"]), (20, &"length".into()));
+    assert_eq!((used, &full["finish_reason"]), (20, &"context".into()));
     let on = json("generate", &["-p", "Who are you?", "--ignore-eos", "-n", "30"]);
     assert_eq!(on["token_ids"].as_array().unwrap().len(), 30);
+}
+
+#[test]
+fn an_answer_that_is_cut_says_so_beside_it() {
+    let told = |args: &[&str]| {
+        let output = run(&[&["generate", "-p", "Who are you?"], args].concat());
+        assert!(output.status.success());
+        assert!(!out(&output).contains("cut"), "{}", out(&output));
+        err(&output)
+    };
+    assert!(told(&["-n", "3"]).contains("cut after 3 tokens; a larger -n"));
+    assert!(told(&["--context", "20"]).contains("the context of 20 positions is full; a larger --context"));
+    assert_eq!(told(&["-n", "3", "-q"]), "");
+    assert_eq!(told(&[]), "", "an answer that ends by itself");
+    let all = told(&["--ignore-eos", "--context", "2048", "--raw"]);
+    assert!(all.contains("2048 positions is full, all that the model has"), "{all}");
+}
+
+#[test]
+fn an_instruction_set_that_is_unknown_or_not_here_is_refused() {
+    let with = |isa: &str| q4().env("Q4_ISA", isa).args(["generate", "-p", "x", "-n", "1"]).output().unwrap();
+    let unknown = with("sse9");
+    assert_eq!(unknown.status.code(), Some(2));
+    assert!(err(&unknown).contains("avx2, neoni8mm"), "{}", err(&unknown));
+    let foreign = with(if cfg!(target_arch = "x86_64") { "neon" } else { "avx2" });
+    assert_eq!(foreign.status.code(), Some(6), "{}", err(&foreign));
+    assert_eq!(with("portable").status.code(), Some(0));
 }
 
 #[test]

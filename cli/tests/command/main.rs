@@ -28,6 +28,7 @@ mod listing;
 mod loading;
 mod measure;
 mod mistakes;
+mod memory;
 mod narrow;
 mod output;
 mod plugin;

@@ -57,11 +57,33 @@ impl Bytes {
     }
 }
 
+/// What the system maps around a page that is touched, at most: a whole large page, where its cache of the
+/// file has one.
+const AROUND: usize = 2 << 20;
+
 impl Bytes {
-    /// Lets go of the pages of a mapped file; whoever reads them again gets the same bytes from the file.
+    /// Whether reading them maps pages of a file, which [`release`](Self::release) gives back.
+    pub(crate) fn is_mapped(&self) -> bool {
+        matches!(self.0, Owner::Mapped(_))
+    }
+
+    /// Whether they are part of the executable.
+    pub(crate) fn is_static(&self) -> bool {
+        matches!(self.0, Owner::Static(_))
+    }
+
+    /// Bytes of memory that reading `count` places far apart maps.
+    pub(crate) fn mapped_by(count: usize) -> usize {
+        count * AROUND
+    }
+
+    /// Lets go of the pages of a mapped file, and of those that came with them; whoever reads them again gets
+    /// the same bytes from the file.
     #[cfg(unix)]
-    pub(super) fn release(&self, range: Range<usize>) {
+    pub(crate) fn release(&self, range: Range<usize>) {
         if let Owner::Mapped(map) = &self.0 {
+            let start = range.start / AROUND * AROUND;
+            let range = start..range.end.next_multiple_of(AROUND).min(map.len());
             // SAFETY: the map is read-only, so its pages hold what the file holds and nothing is lost with
             // them.
             let advised =
@@ -72,7 +94,7 @@ impl Bytes {
         }
     }
     #[cfg(not(unix))]
-    pub(super) fn release(&self, _: Range<usize>) {}
+    pub(crate) fn release(&self, _: Range<usize>) {}
 }
 
 impl From<&'static [u8]> for Bytes {

@@ -19,6 +19,7 @@ pub(crate) mod values;
 pub use bytes::Bytes;
 pub use declared::{Declaration, Method};
 pub use layer::Layer;
+pub(crate) use store::SCANNED;
 pub use store::{Container, Entry, Stored, TensorStore};
 pub use table::Table;
 
@@ -184,10 +185,20 @@ impl Checkpoint {
     pub fn release(&self, layer: &Detected) {
         let keys = &layer.keys;
         for key in [&keys.scales, &keys.absmax].into_iter().flatten().chain([&keys.weight]) {
-            if let Some((bytes, range)) = self.store.place(key) {
-                bytes.release(range);
-            }
+            self.release_tensor(key);
         }
+    }
+
+    /// As [`release`](Self::release) for one tensor.
+    pub(crate) fn release_tensor(&self, name: &str) {
+        if let Some((bytes, range)) = self.store.place(name) {
+            bytes.release(range);
+        }
+    }
+
+    /// Tells the system that nothing of the weight files is needed in memory for now.
+    pub(crate) fn release_files(&self) {
+        self.store.release();
     }
 
     /// As [`layer`](Self::layer), but of the values only the per-tensor scales are read: for plans and
@@ -217,9 +228,22 @@ impl Checkpoint {
         self.store.floats(name, shape, Some(threads))
     }
 
+    /// As [`floats_on`](Self::floats_on) for a tensor of which a few rows are read later.
+    pub(crate) fn floats_in_passing(
+        &self,
+        threads: &ThreadPool,
+        name: &str,
+        shape: &[usize],
+    ) -> Result<Stored<'_>> {
+        self.store.floats_in_passing(name, shape, Some(threads))
+    }
+
     /// The `len` weights of the norm of module `name` (without `.weight`), finite.
     pub fn norm(&self, name: &str, len: usize) -> Result<Vec<f32>> {
-        self.store.floats(&format!("{name}.weight"), &[len], None)?.to_f32()
+        let name = format!("{name}.weight");
+        let values = self.store.floats(&name, &[len], None)?.to_f32();
+        self.release_tensor(&name);
+        values
     }
 
     /// The output projection. A 4-bit `lm_head` is used even where the configuration ties it to the

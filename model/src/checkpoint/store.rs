@@ -12,6 +12,9 @@ use std::{collections::BTreeMap, ops::Range, path::Path};
 /// Bytes of the list for a byte of header, at most: many tensors of one element.
 const HEADER: u64 = 3;
 
+/// Bytes of a tensor that are looked at together when it is read in passing: a multiple of any element.
+pub(crate) const SCANNED: usize = 16 << 20;
+
 /// How weight files are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -260,6 +263,37 @@ impl TensorStore {
         self.table.find(name).map(|t| (self.file(t).1.clone(), t.range.clone()))
     }
 
+    /// Lets go of all pages of mapped files; see [`Bytes::release`].
+    pub(crate) fn release(&self) {
+        self.files.iter().for_each(|(_, bytes)| bytes.release(0..bytes.len()));
+    }
+
+    /// Bytes of the files that are part of the executable, whose pages stay once they are read.
+    pub(crate) fn built_in(&self) -> u64 {
+        self.files.iter().filter(|(_, bytes)| bytes.is_static()).map(|(_, bytes)| bytes.len() as u64).sum()
+    }
+
+    /// As [`floats`](Self::floats) for a tensor of which a few rows are read later: at no time are more than
+    /// a few of its pages in memory.
+    pub(super) fn floats_in_passing(
+        &self,
+        name: &str,
+        shape: &[usize],
+        helpers: values::Helpers<'_>,
+    ) -> Result<Stored<'_>> {
+        let stored = self.float_type(name, shape)?;
+        let Some((bytes, range)) = self.place(name) else { return Ok(stored) };
+        for start in (0..range.len()).step_by(SCANNED) {
+            let end = range.len().min(start + SCANNED);
+            let piece = Stored { bytes: &stored.bytes[start..end], ..stored };
+            if values::non_finite(name, &piece, helpers).is_some() {
+                return self.floats(name, shape, helpers);
+            }
+            bytes.release(range.start + start..range.start + end);
+        }
+        Ok(stored)
+    }
+
     /// A tensor of exactly `shape` in an io dtype with finite values only.
     pub(super) fn floats(
         &self,
@@ -267,6 +301,14 @@ impl TensorStore {
         shape: &[usize],
         helpers: values::Helpers<'_>,
     ) -> Result<Stored<'_>> {
+        let stored = self.float_type(name, shape)?;
+        match values::non_finite(name, &stored, helpers) {
+            Some(problem) => Err(problem.into()),
+            None => Ok(stored),
+        }
+    }
+
+    fn float_type(&self, name: &str, shape: &[usize]) -> Result<Stored<'_>> {
         let stored = self.tensor(name)?;
         if !stored.dtype.is_io() {
             return Err(Error::new(Code::TensorType, format!("`{name}`"))
@@ -278,10 +320,7 @@ impl TensorStore {
                 .need(format!("{shape:?}"))
                 .have(format!("{:?}", stored.shape)));
         }
-        match values::non_finite(name, &stored, helpers) {
-            Some(problem) => Err(problem.into()),
-            None => Ok(stored),
-        }
+        Ok(stored)
     }
 }
 

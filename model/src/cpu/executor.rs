@@ -36,12 +36,24 @@ pub struct CpuTable {
     pub width: usize,
     /// Layer name, for messages.
     pub name: String,
+    /// Every element is read in every step; else only the rows of a step's tokens, whose pages of a mapped
+    /// file are given back from time to time.
+    pub whole: bool,
 }
+
+/// Rows that are read of a table before its pages are given back.
+const GATHERED: usize = 8;
 
 impl CpuTable {
     /// Their bytes.
     pub fn elements(&self) -> &[u8] {
         &self.bytes[self.range.clone()]
+    }
+
+    /// Bytes of memory that a table of `len` bytes takes where it is read from `bytes`, at most.
+    pub(crate) fn resident(bytes: &Bytes, len: usize, whole: bool) -> u64 {
+        let all = whole || !bytes.is_mapped();
+        (if all { len } else { len.min(Bytes::mapped_by(GATHERED)) }) as u64
     }
 }
 
@@ -73,6 +85,8 @@ pub struct CpuExecutor {
     /// `cos` and `sin` of every position, `[context, head_dim / 2]` each.
     rope: (Vec<f32>, Vec<f32>),
     watch: Watch,
+    /// Rows of the embeddings that were read since their pages were given back.
+    gathered: usize,
 }
 
 /// Slots for steps of up to `rows` rows; logits for `logit_rows` of them.
@@ -88,6 +102,12 @@ pub fn slots(shape: &Shape, rows: usize, logit_rows: usize) -> Slots<CpuTensor> 
         product: slot(shape.hidden),
         logits: CpuTensor::new(logit_rows, shape.vocab),
     }
+}
+
+/// Bytes of [`slots`].
+pub fn slot_bytes(shape: &Shape, rows: usize, logit_rows: usize) -> u64 {
+    let widths = 3 * shape.hidden + shape.qkv() + shape.q() + 3 * shape.intermediate;
+    ((rows * widths + logit_rows * shape.vocab) * 4) as u64
 }
 
 impl CpuExecutor {
@@ -111,6 +131,7 @@ impl CpuExecutor {
             workspace: vec![0; workspace + 64],
             rope: rotations(rope.0, rope.1, context),
             watch: Watch::Nothing,
+            gathered: 0,
             scores,
             shape,
             threads,
@@ -165,6 +186,13 @@ impl Executor for CpuExecutor {
                     .have(id.to_string()));
             };
             read_floats(bytes, table.dtype, row);
+            self.gathered += 1;
+            if self.gathered == GATHERED {
+                self.gathered = 0;
+                if !table.whole {
+                    table.bytes.release(table.range.clone());
+                }
+            }
         }
         Ok(())
     }

@@ -37,12 +37,13 @@ pub struct CudaEngine {
 }
 
 impl CudaEngine {
-    /// Allocates a context on the model's device, if it fits what is free there.
+    /// Allocates a context on the model's device, if it fits what is free there and `allowed`.
     pub fn new(
         model: Arc<CudaModel>,
         threads: Arc<ThreadPool>,
         sizes: Sizes,
         rope: (&[f32], f32),
+        allowed: u64,
     ) -> Result<Self> {
         let (gpu, s, dtype) = (&model.gpu, &model.graph.shape, model.dtype);
         let logit_rows = sizes.logit_rows;
@@ -50,13 +51,13 @@ impl CudaEngine {
         let kv = kv * sizes.sequences as u64;
         let layout = Layout::new(&model, sizes.rows, logit_rows);
         let rest = (layout.bytes() + 4 * s.vocab) as u64 + bytes(s, &sizes);
-        let (free, _) = gpu.memory()?;
+        let free = gpu.memory()?.0.min(allowed);
         if kv + rest > free {
             let human = q4_core::memory::human;
             return Err(Error::new(Code::OutOfMemory, format!("a context on {}", gpu.device()))
                 .need(format!("{} for keys and values, {} for activations", human(kv), human(rest)))
-                .have(format!("{} free", human(free)))
-                .fix("shorten the context with --context, or choose a smaller model"));
+                .have(format!("{} free and allowed", human(free)))
+                .fix("shorten the context with --context, raise --memory-limit, or choose a smaller model"));
         }
         let cache =
             CudaCache::new(gpu, dtype, (s.layers, s.kv_heads, s.head_dim), sizes.sequences, sizes.context)?;

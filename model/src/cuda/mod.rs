@@ -17,10 +17,13 @@ mod tensor;
 #[cfg(test)]
 mod tests;
 
+/// Bytes of a device that loaded kernels and the libraries behind them take, about.
+pub const KERNELS: u64 = 48 << 20;
+
 pub use batch::CudaBatch;
 pub use cache::CudaCache;
 pub use engine::CudaEngine;
 pub use executor::{CudaExecutor, CudaHead, CudaNorm, CudaTable};
 pub use model::CudaModel;
-pub use slots::Sizes;
+pub use slots::{Sizes, context_bytes};
 pub use tensor::CudaTensor;

@@ -71,14 +71,18 @@ impl CudaModel {
         self.graph.blocks.iter().all(|b| gates(&b.gate_up))
     }
 
-    /// Every product, first layer first, the head last.
-    pub fn products(&self) -> impl Iterator<Item = &Q4Linear> {
-        let head = match &self.graph.head {
+    /// The head, if it is a 4-bit product.
+    pub(crate) fn head(&self) -> Option<&CpuLinear> {
+        match &self.graph.head {
             CudaHead::Q4(linear) => Some(linear),
             CudaHead::Dense(_) => None,
-        };
+        }
+    }
+
+    /// Every product, first layer first, the head last.
+    pub fn products(&self) -> impl Iterator<Item = &Q4Linear> {
         let layers = self.graph.blocks.iter().flat_map(|b| [&b.qkv, &b.o, &b.gate_up, &b.down]);
-        layers.chain(head).flat_map(|l: &CpuLinear| l.parts.iter().map(|(p, _)| p))
+        layers.chain(self.head()).flat_map(|l: &CpuLinear| l.parts.iter().map(|(p, _)| p))
     }
 }
 

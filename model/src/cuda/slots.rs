@@ -1,6 +1,6 @@
 //! Device memory of a step's activations: one allocation, in which slots that are never alive together share
 //! bytes.
-use super::{CudaModel, CudaTensor};
+use super::{CudaModel, CudaTensor, executor};
 use crate::executor::{Shape, Slots};
 use q4_core::{DType, Result};
 use q4_cuda::{Buffer, Gpu};
@@ -55,11 +55,21 @@ pub struct Scratch {
     _memory: Arc<Buffer>,
 }
 
+/// Bytes of activations and logits, and of scratch and tables, that a context takes at most: where every gate
+/// is a product of its own.
+pub fn context_bytes(s: &Shape, dtype: DType, sizes: &Sizes) -> (u64, u64) {
+    let slots = Layout::of((s, dtype), sizes.rows, sizes.logit_rows, sizes.rows).bytes();
+    ((slots + 4 * s.vocab) as u64, executor::bytes(s, sizes))
+}
+
 impl<'a> Layout<'a> {
     /// For steps of up to `rows` rows of `model`, with logits of `logit_rows`.
     pub fn new(model: &'a CudaModel, rows: usize, logit_rows: usize) -> Self {
-        let (s, dtype) = (&model.graph.shape, model.dtype);
         let gate_up_rows = if model.gates(rows) { 0 } else { rows };
+        Self::of((&model.graph.shape, model.dtype), rows, logit_rows, gate_up_rows)
+    }
+
+    fn of((s, dtype): (&'a Shape, DType), rows: usize, logit_rows: usize, gate_up_rows: usize) -> Self {
         let (size, narrow) = (dtype.size(), DType::F32.size());
         // The byte behind `rows` rows from byte `at`, where the next slot may start.
         let behind = |at: usize, rows: usize, width: usize, size: usize| {

@@ -68,10 +68,10 @@ impl Small {
             logit_rows: 1,
             sequences: 1,
             context: CONTEXT,
-            workspace: self.loaded.workspace,
+            workspace: self.loaded.workspace(1),
         };
         let rope = (self.loaded.rope.0.as_slice(), self.loaded.rope.1);
-        CudaEngine::new(self.model().clone(), self.threads.clone(), sizes, rope)
+        CudaEngine::new(self.model().clone(), self.threads.clone(), sizes, rope, u64::MAX)
     }
 
     /// Calls of products that were counted so far.

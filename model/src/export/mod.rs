@@ -12,7 +12,7 @@ mod members;
 pub(crate) mod safetensors;
 mod work;
 
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{Checkpoint, names};
 use crate::quantize::{Method, Quantized, Rows, Scales, Target, amax, power_of_two_amax, quantize, sqnr_db};
 use atomic::Output;
 use q4_core::detect::Layout;
@@ -236,7 +236,23 @@ impl Run<'_> {
         report.notes.push(
             "a .dat file holds tensors only: pass the original's --config and --tokenizer with it".into(),
         );
+        report.notes.extend(self.changed());
         Ok(report)
+    }
+
+    /// What a `.dat` file computes otherwise than the model it is made of, but for the rounding of the layers
+    /// that every layout packs.
+    fn changed(&self) -> Option<String> {
+        let head = self.items.iter().any(|i| i.matrix.as_ref().is_some_and(|m| m.layer == names::HEAD));
+        let inputs = matches!(self.plan.target, Target::Nvfp4 { .. });
+        let changed: Vec<_> = [
+            head.then_some("the head is packed to 4 bits as well"),
+            inputs.then_some("inputs are rounded to nvfp4 unless --activations native is given"),
+        ]
+        .into_iter()
+        .flatten()
+        .collect();
+        (!changed.is_empty()).then(|| format!("a .dat file computes otherwise: {}", changed.join("; ")))
     }
 
     fn directory(

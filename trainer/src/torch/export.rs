@@ -85,8 +85,8 @@ impl Side {
     }
 }
 
-/// Writes the model to `out`, which must not exist. `base` is the checkpoint training began with, where there
-/// was one.
+/// Writes the model to `out`, which must not exist, and tells how it differs from what was trained. `base` is
+/// the checkpoint training began with, where there was one.
 pub fn write(
     params: &Params,
     kernels: &Kernels,
@@ -94,7 +94,7 @@ pub fn write(
     base: Option<&Checkpoint>,
     out: &Path,
     form: Form,
-) -> Result<()> {
+) -> Result<Vec<String>> {
     if std::fs::symlink_metadata(out).is_ok() {
         return Err(
             Error::new(Code::Usage, format!("{}: exists", out.display())).fix("name another, or remove it")
@@ -108,7 +108,7 @@ pub fn write(
     let beside = Beside::new(out)?;
     dense(params, kernels, side, base, &beside.0, form)?;
     let Form::Nvfp4(layout) = form else {
-        return std::fs::rename(&beside.0, out).map_err(|e| Error::io(out, &e));
+        return std::fs::rename(&beside.0, out).map(|()| Vec::new()).map_err(|e| Error::io(out, &e));
     };
     let scales = Some(Scales::TwoLevel);
     let plan = ExportPlan {
@@ -116,8 +116,7 @@ pub fn write(
         ..ExportPlan::nvfp4(layout, scales, Method::Rtn)
     };
     let checkpoint = Checkpoint::open(&beside.0, &OpenOptions::default())?;
-    export(&checkpoint, out, &plan, kernels.pool(), &mut |_| Ok(()))?;
-    Ok(())
+    Ok(export(&checkpoint, out, &plan, kernels.pool(), &mut |_| Ok(()))?.notes)
 }
 
 /// A directory of its own beside the target, removed with the value unless it was renamed.

@@ -173,8 +173,10 @@ impl Run<'_> {
                 Init::Checkpoint => self.base.checkpoint.as_ref(),
                 Init::Random => None,
             };
-            export::write(&self.engine.params, &self.engine.kernels, &self.base.side, base, &out, form)?;
+            let (params, kernels) = (&self.engine.params, &self.engine.kernels);
+            let notes = export::write(params, kernels, &self.base.side, base, &out, form)?;
             (self.cx.say)(&format!("wrote {}", out.display()));
+            notes.iter().for_each(|note| (self.cx.say)(&format!("{}: {note}", out.display())));
             written.push(out);
         }
         Ok(written)
