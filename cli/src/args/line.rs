@@ -25,6 +25,8 @@ pub fn parse(line: Vec<OsString>) -> Result<Cli, clap::Error> {
             _ => None,
         };
         if let Some(tip) = tip {
+            // One tip: an option that is spelt nearly so may mean something else.
+            e.remove(ContextKind::SuggestedArg);
             e.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
         }
         e
