@@ -6,9 +6,9 @@ use crate::args::{
     ActivationFormat, Compute, DeviceChoice, Dtype, Format, GlobalArgs, KvCache, ModelArgs, Unified,
 };
 use crate::demo;
+use crate::device::{self, Choice};
 use crate::hub;
 use crate::mistakes;
-use crate::device::{self, Choice};
 use crate::plugins::{self, Asked, Place, Tables};
 use crate::report::Report;
 use q4_conformance::{StoredPasses, certificate};

@@ -223,6 +223,7 @@ mod tests {
     }
 
     #[test]
+    #[allow(clippy::excessive_precision)] // ties
     fn floats_are_written_as_in_python() {
         for (x, s) in [
             (1.0, "1.0"),
