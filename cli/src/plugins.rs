@@ -61,7 +61,7 @@ pub struct Table {
 
 /// Where its checks run.
 enum Checks {
-    Here(TableCases),
+    Here(Box<TableCases>),
     There(Remote),
 }
 
@@ -254,7 +254,7 @@ impl Entry {
         let (name, facts) = Self::facts(&found);
         let (candidate, table) = if matches!(place, Place::Here | Place::Debugged) {
             let Loaded { candidate, table: cases, sha256, .. } = found.load()?;
-            (candidate, Some(Table { checks: Checks::Here(cases), sha256 }))
+            (candidate, Some(Table { checks: Checks::Here(Box::new(cases)), sha256 }))
         } else {
             elsewhere(found, place)?
         };

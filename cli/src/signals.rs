@@ -108,6 +108,7 @@ fn end() -> ! {
 /// The same.
 #[cfg(windows)]
 fn end() {
+    supervise::tell(INTERRUPTED);
     // SAFETY: this process.
     unsafe { windows::TerminateProcess(windows::GetCurrentProcess(), u32::from(INTERRUPTED)) };
 }

@@ -5,7 +5,6 @@
 //! the work and, at its real end, tells its status together with a secret. Without that it was ended by
 //! somebody else, and that is an error, whatever its status is. A library that reads and writes its own
 //! process can do as it likes; `--isolate` keeps it out.
-use q4_core::{Code, Error};
 
 #[cfg(unix)]
 pub use unix::{begin, tell};
@@ -20,18 +19,10 @@ pub fn begin(_json: bool) -> Option<u8> {
 #[cfg(not(unix))]
 pub fn tell(_status: u8) {}
 
-/// What a user reads when a library ended the program.
-fn ended(how: &str) -> Error {
-    Error::new(Code::BackendFailed, "a library ended the program before it was done")
-        .need("libraries that leave the process that loads them alone")
-        .have(how)
-        .fix("run it in a process of its own: q4 --isolate --plugin ...")
-}
-
 #[cfg(unix)]
 mod unix {
-    use super::ended;
     use crate::report;
+    use q4_core::{Code, Error};
     use std::io::Read;
     use std::os::fd::{AsRawFd, IntoRawFd, RawFd};
     use std::sync::OnceLock;
@@ -55,8 +46,8 @@ mod unix {
             0 => {
                 drop(reader);
                 // SAFETY: numbers only. The parent may have gone in between.
+                #[cfg(target_os = "linux")]
                 unsafe {
-                    #[cfg(target_os = "linux")]
                     libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
                 }
                 let _ = TOKEN.set((writer.into_raw_fd(), secret));
@@ -103,6 +94,14 @@ mod unix {
         let error = ended(&format!("exit status {}, which is not its own", libc::WEXITSTATUS(status)));
         report::error(&error, json);
         error.code().exit()
+    }
+
+    /// What a user reads when a library ended the program.
+    fn ended(how: &str) -> Error {
+        Error::new(Code::BackendFailed, "a library ended the program before it was done")
+            .need("libraries that leave the process that loads them alone")
+            .have(how)
+            .fix("run it in a process of its own: q4 --isolate --plugin ...")
     }
 
     fn wait(child: i32) -> i32 {

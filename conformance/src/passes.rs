@@ -15,7 +15,6 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -194,7 +193,7 @@ impl Facts {
     #[cfg(unix)]
     fn of(path: &Path) -> Option<Self> {
         use std::os::unix::fs::MetadataExt;
-        let m = fs::metadata(path).ok()?;
+        let m = std::fs::metadata(path).ok()?;
         Some(Self {
             bytes: m.len(),
             device: m.dev(),
@@ -220,6 +219,7 @@ impl Facts {
 mod tests {
     use super::*;
     use q4_core::LibraryFacts;
+    use std::fs;
 
     /// A program and a library that exist, and where passes go.
     struct Place(tempfile::TempDir);

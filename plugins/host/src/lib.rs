@@ -19,6 +19,9 @@ mod crash;
 mod descriptor;
 #[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
 mod elf;
+#[cfg(not(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64"))))]
+#[path = "elf_unknown.rs"]
+mod elf;
 mod file;
 mod isolation;
 mod library;

@@ -53,31 +53,24 @@ pub struct Mapped {
 /// The descriptor in the file, before anything of it is mapped; `None` where files of this system cannot be
 /// read so. `name` becomes that of the library as soon as it is known.
 pub fn describe(opened: &Opened, door: Door, name: &mut String) -> Result<Option<Descriptor>, Vec<Reject>> {
-    #[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
-    {
-        let elf = crate::elf::Elf::open(&opened.file, opened.len).map_err(|r| vec![r])?;
-        let Some(symbol) = elf.symbol(DESCRIPTOR_SYMBOL) else {
-            return Err(one(RejectCode::SymbolMissing, DESCRIPTOR_SYMBOL, "a library without it"));
-        };
-        let bytes = elf.bytes(&symbol, Descriptor::BYTES).and_then(|b| b.try_into().ok());
-        let Some(bytes) = bytes else {
-            let need = format!("{} bytes of constant data at {DESCRIPTOR_SYMBOL}", Descriptor::BYTES);
-            return Err(one(RejectCode::AbiMismatch, need, "fewer, or none in the file"));
-        };
-        let descriptor = Descriptor::parse(&bytes).map_err(|r| vec![r])?;
-        name.clone_from(&descriptor.name);
-        let doors = [(Door::C, QUERY_SYMBOL), (Door::AbiStable, typed::SYMBOL)];
-        let wanted: Vec<_> = doors.iter().filter(|d| door == Door::Any || door == d.0).map(|d| d.1).collect();
-        if !wanted.iter().any(|name| elf.symbol(name).is_some()) {
-            return Err(one(RejectCode::SymbolMissing, wanted.join(" or "), "a library without it"));
-        }
-        Ok(Some(descriptor))
+    let elf = crate::elf::Elf::known(&opened.file, opened.len).map_err(|r| vec![r])?;
+    let Some(elf) = elf else { return Ok(None) };
+    let Some(symbol) = elf.symbol(DESCRIPTOR_SYMBOL) else {
+        return Err(one(RejectCode::SymbolMissing, DESCRIPTOR_SYMBOL, "a library without it"));
+    };
+    let bytes = elf.bytes(&symbol, Descriptor::BYTES).and_then(|b| b.try_into().ok());
+    let Some(bytes) = bytes else {
+        let need = format!("{} bytes of constant data at {DESCRIPTOR_SYMBOL}", Descriptor::BYTES);
+        return Err(one(RejectCode::AbiMismatch, need, "fewer, or none in the file"));
+    };
+    let descriptor = Descriptor::parse(&bytes).map_err(|r| vec![r])?;
+    name.clone_from(&descriptor.name);
+    let doors = [(Door::C, QUERY_SYMBOL), (Door::AbiStable, typed::SYMBOL)];
+    let wanted: Vec<_> = doors.iter().filter(|d| door == Door::Any || door == d.0).map(|d| d.1).collect();
+    if !wanted.iter().any(|name| elf.symbol(name).is_some()) {
+        return Err(one(RejectCode::SymbolMissing, wanted.join(" or "), "a library without it"));
     }
-    #[cfg(not(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64"))))]
-    {
-        let _ = (opened, door, name);
-        Ok(None)
-    }
+    Ok(Some(descriptor))
 }
 
 /// How a library is mapped and asked.

@@ -7,13 +7,14 @@ use q4_core::{
     BackendDescriptor, Code, ExecContext, ExecPath, HostEnv, LinearSpec, PreparedWeight, ProbeItem,
     Q4Backend, Q4Weight, Reject, RejectCode, Result, Verdict,
 };
+use std::convert::Infallible;
 use std::process::ExitCode;
 
 /// What a system must be for it.
 const NEED: &str = "a system where a library can have a process of its own: Linux";
 
 /// A library in another process: nobody has one here.
-pub enum Remote {}
+pub struct Remote(Infallible);
 
 impl Remote {
     /// Refuses: `not-compiled-in`.
@@ -22,39 +23,39 @@ impl Remote {
     }
     /// Number of the process that runs the library.
     pub fn process(&self) -> u32 {
-        match *self {}
+        match self.0 {}
     }
     /// The same backend again.
     pub fn handle(&self) -> Self {
-        match *self {}
+        match self.0 {}
     }
     /// How that process was lost, if it was.
     pub fn lost(&self) -> Option<Loss> {
-        match *self {}
+        match self.0 {}
     }
     /// What is known of that process.
     pub fn facts(&self) -> Result<Facts> {
-        match *self {}
+        match self.0 {}
     }
     /// The same before the library was there.
     pub fn facts_before(&self) -> Facts {
-        match *self {}
+        match self.0 {}
     }
     /// Runs a check of the library's table there.
     pub fn table_case(&self, _: &str) -> Result<()> {
-        match *self {}
+        match self.0 {}
     }
 }
 
 impl Q4Backend for Remote {
     fn descriptor(&self) -> &BackendDescriptor {
-        match *self {}
+        match self.0 {}
     }
     fn probe(&self, _: &HostEnv) -> Vec<ProbeItem> {
-        match *self {}
+        match self.0 {}
     }
     fn can_prepare(&self, _: &LinearSpec, _: ExecPath, _: &HostEnv) -> Verdict {
-        match *self {}
+        match self.0 {}
     }
     fn prepare(
         &self,
@@ -63,7 +64,7 @@ impl Q4Backend for Remote {
         _: ExecPath,
         _: &mut ExecContext<'_>,
     ) -> Result<Box<dyn PreparedWeight>> {
-        match *self {}
+        match self.0 {}
     }
 }
 
