@@ -219,6 +219,8 @@ Examples:
   echo 'Tell me a story about a UFO.' | q4 generate --temperature 0.7 --seed 1
   q4 generate ./model.dat --config ./original --tokenizer ./original -p 'Hello' --json
   q4 generate ./model --turns questions.txt
+  q4 generate ./model --conversation talk.json
+  q4 generate ./other-model --turns talk.json
   q4 generate ./model -p 'Weather in Oslo?' --tools tools.json --template-arg enable_thinking=false --show-prompt
   q4 generate -p 'Who are you?' -n 1 --top-logprobs 5")]
 pub struct GenerateArgs {
@@ -228,7 +230,11 @@ pub struct GenerateArgs {
     /// The prompt; standard input when absent.
     #[arg(short, long, value_name = "TEXT", conflicts_with = "turns")]
     pub prompt: Option<String>,
-    /// A file with one user message a line, answered in one conversation; `-` is standard input.
+    /// A conversation that q4 chat saved, whose last message is answered; `-` is standard input.
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with_all = ["prompt", "turns", "raw"])]
+    pub conversation: Option<PathBuf>,
+    /// A file with one user message a line, or a saved conversation whose every message is answered anew; `-` is
+    /// standard input.
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub turns: Option<PathBuf>,
     /// Continue the prompt as it is: no chat template, no special tokens.
@@ -251,16 +257,30 @@ pub struct GenerateArgs {
 /// `q4 chat`.
 #[derive(Args, Debug)]
 #[command(after_long_help = "\
-One message a line, from the terminal or a pipe. With --json every turn is one JSON object on one line.
-Commands: /help, /reset, /system TEXT, /exit; Ctrl-D ends.
+One message at a time: from the terminal, where lines are edited and may be several, or a line each from a pipe. With --json
+every turn is one JSON object on one line. /help lists the commands; Ctrl-C stops an answer, Ctrl-D ends the conversation.
 
 Examples:
   q4 chat
+  q4 chat ./model --load talk.json
+  q4 chat ./model --turns opening.txt
   printf 'Who are you?\\nWho am I?\\n' | q4 chat --json")]
 pub struct ChatArgs {
     /// Which model.
     #[command(flatten)]
     pub model: ModelArgs,
+    /// Go on with a conversation that /save wrote.
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub load: Option<PathBuf>,
+    /// Begin with one user message a line, or those of a saved conversation, then go on by hand.
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub turns: Option<PathBuf>,
+    /// Keep nothing that is typed for the next time, and offer nothing of before.
+    #[arg(long)]
+    pub no_history: bool,
+    /// Say after each answer how fast it was.
+    #[arg(long)]
+    pub show_speed: bool,
     /// How to answer.
     #[command(flatten)]
     pub answer: AnswerArgs,

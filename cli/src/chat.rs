@@ -1,30 +1,40 @@
-//! `q4 chat`: a conversation line by line on one cache, for people and for pipes.
-use crate::args::ChatArgs;
+//! `q4 chat`: a conversation on one cache, for people at a terminal and for pipes.
+mod command;
+mod editor;
+mod history;
+mod params;
+
+use crate::args::{AnswerArgs, ChatArgs};
 use crate::context::Context;
+use crate::conversation::{Sampling, Saved, Turns, typed_path};
 use crate::generate::{Emitter, Turn, stats, tell_if_cut};
 use crate::input;
 use crate::prompt;
-use crate::report::{Outcome, error, stderr};
+use crate::report::{Outcome, Report, error, stderr};
 use crate::session::{Facts, Session, Timing, chunk};
+use crate::signals::{self, Talking};
 use crate::text::{Text, context_size};
+use command::Command;
+use editor::{Editor, Typed};
+use params::Params;
 use q4_core::{Code, Error, Result};
+use q4_model::checkpoint::Checkpoint;
 use q4_model::cpu::KvType;
-use q4_model::generate::Conversation;
+use q4_model::generate::{Answer, Conversation, FinishReason, Limits};
 use q4_model::load::ContextOptions;
 use q4_model::sampling::Sampler;
+use q4_model::template::{ChatTemplate, Message};
 use serde::Serialize;
+use serde_json::{Map, Value};
 use std::io::{self, IsTerminal};
+use std::path::Path;
 use std::time::Instant;
 
 /// Positions of a conversation, where the model has as many.
 const CONTEXT: usize = 4096;
 
-const HELP: &str = "\
-/help          this list
-/reset         forget the conversation
-/system TEXT   forget the conversation and give the model this system message
-/exit          leave; Ctrl-D does too
-";
+/// What Qwen3's template calls it.
+const THINKING: &str = "enable_thinking";
 
 /// One line of `--json`.
 #[derive(Serialize)]
@@ -38,127 +48,417 @@ struct Line<'a> {
     facts: Facts,
 }
 
-/// What a line of input means.
-#[derive(Debug, PartialEq, Eq)]
-enum Command<'a> {
-    Say(&'a str),
-    Nothing,
-    Help,
-    Reset,
-    System(&'a str),
-    Exit,
-    Unknown(&'a str),
-}
-
 /// Runs the verb.
 pub fn run(cx: &Context, args: &ChatArgs) -> Result<Outcome> {
     let start = Instant::now();
     let report = cx.report();
+    let (saved, played) = files(args, report)?;
+    let from = saved.as_ref().or_else(|| played.as_ref().and_then(|p| p.saved.as_ref()));
+    let answer = from.map_or_else(|| args.answer.clone(), |saved| saved.over(&args.answer));
     let dispatch = Session::dispatch(cx)?;
     let checkpoint = cx.open(&args.model)?;
-    let mut text = Text::of(&checkpoint)?;
+    let text = Text::of(&checkpoint)?;
     let template = Text::template(&checkpoint)?;
-    prompt::give(&mut text.variables, &args.answer.prompt, &template, report)?;
-    let params = text.sampling(&args.answer, report)?;
-    let limits = text.limits(&args.answer);
-    let context = context_size(args.answer.context, CONTEXT, &checkpoint)?;
+    let sampling = text.sampling(&answer, report)?;
+    let limits = text.limits(&answer);
+    let mut given = Map::new();
+    prompt::give(&mut given, &args.answer.prompt, &template, report)?;
+    let context = context_size(answer.context, CONTEXT, &checkpoint)?;
     let chunk = chunk(cx.device()?).min(context);
     let sizes = ContextOptions { context, chunk, all_logits: false, kv: cx.kv(KvType::F16) };
-    let session = Session::load(cx, dispatch, &checkpoint, args.answer.quantize, sizes)?;
+    let session = Session::load(cx, dispatch, &checkpoint, answer.quantize, sizes)?;
     let mut runner = session.runner()?;
-    let mut sampler = Sampler::new(params.clone(), checkpoint.config().vocab_size)?;
-    let load_s = start.elapsed().as_secs_f64();
-    let person = report.is_interactive() && io::stdin().is_terminal();
-    if person {
+    let sampler = Sampler::new(sampling.clone(), checkpoint.config().vocab_size)?;
+    let is_person = io::stdin().is_terminal() && io::stderr().is_terminal();
+    let mut chat = Chat {
+        report,
+        args: &args.answer,
+        show_speed: args.show_speed,
+        is_person,
+        checkpoint: &checkpoint,
+        text: &text,
+        template: &template,
+        session: &session,
+        talk: Conversation::new(&mut runner, &text.tokenizer, &template, &text.variables, None),
+        variables: given.clone(),
+        given,
+        params: Params::new(sampling, &limits),
+        limits: Limits { interrupt: is_person.then_some(&signals::STOP), ..limits },
+        sampler,
+        context,
+        load_s: start.elapsed().as_secs_f64(),
+        turns: 0,
+        last: None,
+    };
+    if is_person && report.is_interactive() {
         stderr(&format!("{}, {context} positions. /help lists the commands.\n", checkpoint.name()));
     }
-    let mut system = args.answer.system.clone();
-    let mut turns = 0;
-    loop {
-        let mut talk =
-            Conversation::new(&mut runner, &text.tokenizer, &template, &text.variables, system.as_deref());
-        system = loop {
-            if person {
-                stderr("> ");
-            }
-            let Some(line) = input::line()? else {
-                if person {
-                    stderr("\n");
-                }
-                return Ok(Outcome::Done);
-            };
-            let said = match command(&line) {
-                Command::Say(said) => said,
-                Command::Nothing => continue,
-                Command::Exit => return Ok(Outcome::Done),
-                Command::Reset => break system.clone(),
-                Command::System(text) => break Some(text.to_owned()),
-                Command::Help => {
-                    stderr(HELP);
-                    continue;
-                }
-                Command::Unknown(name) => {
-                    let e = Error::new(Code::Usage, format!("{name}: no such command"))
-                        .need("/help, /reset, /system TEXT or /exit")
-                        .fix("begin a message with a space if it has to begin with a slash");
-                    if person {
-                        error(&e, false);
-                        continue;
-                    }
-                    return Err(e);
-                }
-            };
-            let mut out = Emitter::new(!report.is_json(), true);
-            let answer = match talk.turn(said, &params, &mut sampler, &limits, &mut |piece| out.piece(piece))
-            {
-                // The conversation is as it was before the turn, so a person can go on.
-                Err(e) if person => {
-                    error(&e, false);
-                    continue;
-                }
-                other => other?,
-            };
-            out.end(&answer)?;
-            tell_if_cut(report, &answer, context, checkpoint.config().max_position_embeddings);
-            turns += 1;
-            let used = talk.runner().tokens().len();
-            if report.is_json() {
-                let said = Turn::new(said, &answer);
-                let line = Line { turn: turns, said, context_used: used, context, facts: session.facts() };
-                report.document("chat", &line)?;
-            }
-            let timing = Timing::of(load_s, [&answer]);
-            report.detail(&format!("{}; {used} of {context} positions", stats(&timing, &[answer])));
-        };
-    }
+    chat.begin(saved.as_ref(), played.as_ref().and_then(|p| p.saved.as_ref()))?;
+    let messages = played.map_or_else(Vec::new, |p| p.messages);
+    if is_person { chat.with_person(&messages, !args.no_history) } else { chat.with_pipe(&messages) }
 }
 
-fn command(line: &str) -> Command<'_> {
-    let Some(rest) = line.strip_prefix('/') else {
-        return if line.trim().is_empty() { Command::Nothing } else { Command::Say(line) };
-    };
-    let (name, argument) = rest.split_once(char::is_whitespace).unwrap_or((rest, ""));
-    match (name, argument.trim()) {
-        ("help", "") => Command::Help,
-        ("reset", "") => Command::Reset,
-        ("exit" | "quit", "") => Command::Exit,
-        ("system", text) if !text.is_empty() => Command::System(text),
-        _ => Command::Unknown(line),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn commands_are_told_from_messages() {
-        assert_eq!(command("Who are you?"), Command::Say("Who are you?"));
-        assert_eq!(command("  "), Command::Nothing);
-        assert_eq!(command("/system  be brief "), Command::System("be brief"));
-        assert_eq!(command("/reset"), Command::Reset);
-        for bad in ["/system", "/reset now", "/", "/etc/passwd"] {
-            assert_eq!(command(bad), Command::Unknown(bad));
+/// The files that were named; read before the model, which takes longer.
+fn files(args: &ChatArgs, report: &Report) -> Result<(Option<Saved>, Option<Turns>)> {
+    for (option, path) in [("--load", &args.load), ("--turns", &args.turns)] {
+        if path.as_deref() == Some(Path::new("-")) {
+            return Err(Error::new(Code::Usage, format!("{option} -"))
+                .need("a file; the conversation goes on from standard input"));
         }
+    }
+    let saved = args.load.as_deref().map(|path| Saved::read(path, report)).transpose()?;
+    let played = args.turns.as_deref().map(|path| Turns::read(path, report)).transpose()?;
+    Ok((saved, played))
+}
+
+/// What came of a message.
+#[derive(PartialEq, Eq)]
+enum Said {
+    Answered,
+    /// Ctrl-C; what there was of an answer is kept.
+    Interrupted,
+    /// Ctrl-C before there was anything.
+    Dropped,
+}
+
+struct Chat<'a> {
+    report: &'a Report,
+    /// The options of the command line.
+    args: &'a AnswerArgs,
+    show_speed: bool,
+    /// Somebody looks and types.
+    is_person: bool,
+    checkpoint: &'a Checkpoint,
+    text: &'a Text,
+    template: &'a ChatTemplate,
+    session: &'a Session,
+    talk: Conversation<'a>,
+    /// Variables of the template that options name, tools among them.
+    given: Map<String, Value>,
+    /// These, and those that were set here or in a file.
+    variables: Map<String, Value>,
+    params: Params,
+    limits: Limits,
+    sampler: Sampler,
+    context: usize,
+    load_s: f64,
+    turns: usize,
+    last: Option<Answer>,
+}
+
+impl Chat<'_> {
+    /// Puts what was loaded, and the system message, where a conversation begins.
+    fn begin(&mut self, saved: Option<&Saved>, played: Option<&Saved>) -> Result<()> {
+        if let Some(played) = played {
+            played.tell_of_other_model(self.checkpoint.name(), self.report);
+        }
+        let variables = played.map(Saved::variables).unwrap_or_default();
+        self.render_with(variables.into_iter().chain(self.given.clone()).collect());
+        match saved {
+            Some(saved) => self.take_up(saved),
+            None => {
+                let args = played.map_or_else(|| self.args.clone(), |played| played.over(self.args));
+                self.forget(args.system.map(|s| Message::new("system", s)))
+            }
+        }
+    }
+
+    /// Plays `messages`, then answers what is typed until somebody leaves.
+    fn with_person(&mut self, messages: &[String], history: bool) -> Result<Outcome> {
+        let mut editor = Editor::new(history, self.report)?;
+        let _talking = Talking::begin();
+        for message in messages {
+            stderr(&format!("> {message}\n"));
+            match self.say(message) {
+                Ok(Said::Answered) => {}
+                Ok(_) => break,
+                Err(e) => {
+                    error(&e, false);
+                    break;
+                }
+            }
+        }
+        let mut was_warned = false;
+        loop {
+            let line = match editor.read(self.report)? {
+                Typed::Text(line) => line,
+                Typed::End => return Ok(Outcome::Done),
+                Typed::Interrupt { empty } if empty && was_warned => return Ok(Outcome::Interrupted),
+                Typed::Interrupt { empty } => {
+                    if empty {
+                        stderr("Ctrl-D or /exit leaves, and so does Ctrl-C once more.\n");
+                    }
+                    was_warned = empty;
+                    continue;
+                }
+            };
+            was_warned = false;
+            match self.obey(Command::of(&line)) {
+                Ok(true) => {}
+                Ok(false) => return Ok(Outcome::Done),
+                // The conversation is as it was, so a person can go on.
+                Err(e) => error(&e, false),
+            }
+        }
+    }
+
+    /// Plays `messages`, then answers one message a line. The first error ends it.
+    fn with_pipe(&mut self, messages: &[String]) -> Result<Outcome> {
+        for message in messages {
+            self.say(message)?;
+        }
+        while let Some(line) = input::line()? {
+            if !self.obey(Command::of(&line))? {
+                break;
+            }
+        }
+        Ok(Outcome::Done)
+    }
+
+    /// Does what a line means; false where it ends the conversation.
+    fn obey(&mut self, command: Command<'_>) -> Result<bool> {
+        match command {
+            Command::Say(said) => drop(self.say(said)?),
+            Command::Nothing => {}
+            Command::Help => stderr(&command::help()),
+            Command::Reset => {
+                let messages = self.talk.messages();
+                let system = messages.first().filter(|m| m.role == "system").cloned();
+                self.forget(system)?;
+            }
+            Command::System(text) => self.forget(Some(Message::new("system", text)))?,
+            Command::Undo => self.undo()?,
+            Command::Retry => self.retry()?,
+            Command::Think(wish) => self.think(wish)?,
+            Command::Params(settings) => self.set(settings)?,
+            Command::Stats => match &self.last {
+                Some(answer) => stderr(&format!("{}\n", self.speed(answer))),
+                None => stderr("no answer yet\n"),
+            },
+            Command::Save { path, over } => self.save(&typed_path(path), over)?,
+            Command::Load(path) => {
+                let saved = Saved::read(&typed_path(path), self.report)?;
+                self.take_up(&saved)?;
+            }
+            Command::Exit => return Ok(false),
+            Command::Unknown(line) => {
+                return Err(Error::new(Code::Usage, format!("{line}: no such command"))
+                    .need(command::names())
+                    .fix(format!("/{line} sends it as a message")));
+            }
+        }
+        Ok(true)
+    }
+
+    /// Says `message` and writes the answer. Without a person, Ctrl-C ends the program.
+    fn say(&mut self, message: &str) -> Result<Said> {
+        let mut out = Emitter::new(!self.report.is_json(), true);
+        signals::begin_answer();
+        let (limits, sampling) = (&self.limits, &self.params.sampling);
+        let mut began = false;
+        let answer = self.talk.turn(message, sampling, &mut self.sampler, limits, &mut |piece| {
+            began = true;
+            out.piece(piece);
+        });
+        let answer = answer.map_err(|e| {
+            if began && self.is_person {
+                stderr("\n");
+            }
+            self.advised(e)
+        })?;
+        if !answer.is_said() {
+            stderr("\n[interrupted before there was an answer: the message is dropped]\n");
+            return Ok(Said::Dropped);
+        }
+        out.end(&answer)?;
+        self.turns += 1;
+        let used = self.talk.runner().tokens().len();
+        if self.report.is_json() {
+            let (said, facts) = (Turn::new(message, &answer), self.session.facts());
+            let line = Line { turn: self.turns, said, context_used: used, context: self.context, facts };
+            self.report.document("chat", &line)?;
+        } else {
+            self.mark(&answer);
+        }
+        let speed = self.speed(&answer);
+        if self.show_speed {
+            stderr(&format!("{speed}\n"))
+        } else {
+            self.report.detail(&speed)
+        }
+        let said =
+            if answer.finish == FinishReason::Interrupted { Said::Interrupted } else { Said::Answered };
+        self.last = Some(answer);
+        Ok(said)
+    }
+
+    /// Says where an answer would have gone on.
+    fn mark(&self, answer: &Answer) {
+        let tokens = answer.ids.len();
+        let text = match answer.finish {
+            _ if !self.is_person => {
+                let most = self.checkpoint.config().max_position_embeddings;
+                return tell_if_cut(self.report, answer, self.context, most);
+            }
+            FinishReason::Interrupted => "interrupted; /retry answers anew, /undo drops it".to_owned(),
+            FinishReason::Length => format!("cut after {tokens} tokens; /params max-tokens N allows more"),
+            FinishReason::Context => {
+                format!("cut: all {} positions are used; {}", self.context, self.ways_out())
+            }
+            FinishReason::Stop | FinishReason::StopString => return,
+        };
+        stderr(&format!("[{text}]\n"));
+    }
+
+    /// What helps when the context is full.
+    fn ways_out(&self) -> String {
+        let most = self.checkpoint.config().max_position_embeddings;
+        let more = match self.context < most {
+            true => format!(", --context N gives up to {most}"),
+            false => String::new(),
+        };
+        format!("/undo drops the last exchange, /reset all of them{more}")
+    }
+
+    fn advised(&self, e: Error) -> Error {
+        if e.code() == Code::ContextFull { e.fix(self.ways_out()) } else { e }
+    }
+
+    fn speed(&self, answer: &Answer) -> String {
+        let (timing, used) = (Timing::of(self.load_s, [answer]), self.talk.runner().tokens().len());
+        format!("{}; {used} of {} positions", stats(&timing, std::slice::from_ref(answer)), self.context)
+    }
+
+    fn forget(&mut self, system: Option<Message>) -> Result<()> {
+        self.talk.set_messages(system.into_iter().collect()).map(drop)
+    }
+
+    fn undo(&mut self) -> Result<()> {
+        let at = self.last_message()?;
+        let kept = self.talk.messages()[..at].to_vec();
+        self.talk.set_messages(kept)?;
+        let left = self.talk.messages().iter().filter(|m| m.role == "user").count();
+        let used = self.talk.runner().tokens().len();
+        stderr(&format!("dropped; {left} exchanges and {used} of {} positions are left\n", self.context));
+        Ok(())
+    }
+
+    fn retry(&mut self) -> Result<()> {
+        let at = self.last_message()?;
+        let before = self.talk.messages().to_vec();
+        let message = before[at].content.clone();
+        if self.is_person && self.sampler.is_greedy() && at + 1 < before.len() {
+            stderr("at temperature 0 the answer is the same; /params temperature 0.7 draws others\n");
+        }
+        self.talk.set_messages(before[..at].to_vec())?;
+        let said = self.say(&message);
+        if !matches!(said, Ok(Said::Answered | Said::Interrupted)) {
+            self.talk.set_messages(before)?;
+        }
+        said.map(drop)
+    }
+
+    /// Where the last exchange begins.
+    fn last_message(&self) -> Result<usize> {
+        self.talk.messages().iter().rposition(|m| m.role == "user").ok_or_else(|| {
+            Error::new(Code::Usage, "nothing has been said yet").need("a message in this conversation")
+        })
+    }
+
+    fn think(&mut self, wish: Option<bool>) -> Result<()> {
+        let Some(on) = wish else {
+            let state = match self.variables.get(THINKING).and_then(Value::as_bool) {
+                Some(true) => "on",
+                Some(false) => "off",
+                None => "as the model's template has it",
+            };
+            stderr(&format!("thinking: {state}\n"));
+            return Ok(());
+        };
+        let prompt = |on: bool| {
+            let mut variables = self.text.variables.clone();
+            variables.insert(THINKING.into(), on.into());
+            self.template.render(&[Message::new("user", "?")], None, true, &variables)
+        };
+        if prompt(true)? == prompt(false)? {
+            return Err(Error::new(Code::Usage, "/think: the model's template does not know it")
+                .need(format!("a chat template that asks for {THINKING}"))
+                .have("the same prompt with and without it"));
+        }
+        let mut variables = self.variables.clone();
+        variables.insert(THINKING.into(), on.into());
+        self.render_with(variables);
+        stderr(if on { "thinking: on\n" } else { "thinking: off\n" });
+        Ok(())
+    }
+
+    /// Renders what comes with these variables of the template over the model's own.
+    fn render_with(&mut self, variables: Map<String, Value>) {
+        let mut all = self.text.variables.clone();
+        all.extend(variables.clone());
+        self.talk.set_variables(all);
+        self.variables = variables;
+    }
+
+    fn set(&mut self, settings: &str) -> Result<()> {
+        let params = self.params.with(settings)?;
+        self.use_params(params)?;
+        stderr(&format!("{}\n", self.params));
+        if !settings.is_empty() && self.params.is_idle() {
+            stderr("top-p, top-k and min-p have no effect at temperature 0\n");
+        }
+        Ok(())
+    }
+
+    fn use_params(&mut self, params: Params) -> Result<()> {
+        self.sampler.set_params(params.sampling.clone())?;
+        self.limits.max_tokens = params.max_tokens.unwrap_or(usize::MAX);
+        self.params = params;
+        Ok(())
+    }
+
+    fn save(&self, path: &Path, over: bool) -> Result<()> {
+        let messages = self.talk.messages();
+        let sampling = Sampling::of(&self.params.sampling, self.params.max_tokens);
+        Saved::new(self.checkpoint.name(), messages, sampling, self.variables.clone()).write(path, over)?;
+        stderr(&format!("{}: {} messages\n", path.display(), messages.len()));
+        Ok(())
+    }
+
+    /// Goes on with a conversation from a file. On an error, this one goes on.
+    fn take_up(&mut self, saved: &Saved) -> Result<()> {
+        saved.tell_of_other_model(self.checkpoint.name(), self.report);
+        let args = saved.over(self.args);
+        let sampling = self.text.sampling(&args, self.report)?;
+        let params = Params::new(sampling, &self.text.limits(&args));
+        let messages = saved.messages_under(args.system.as_deref());
+        let (before, variables) = (self.talk.messages().to_vec(), self.variables.clone());
+        self.render_with(saved.variables().into_iter().chain(self.given.clone()).collect());
+        let taken = self.talk.set_messages(messages).and_then(|positions| {
+            if positions < self.context {
+                return Ok(positions);
+            }
+            Err(Error::new(Code::ContextFull, "the conversation does not fit into the context")
+                .need(format!("more than {positions} positions"))
+                .have(format!("{} positions", self.context))
+                .fix("q4 chat --load FILE --context N"))
+        });
+        let positions = match taken {
+            Ok(positions) => positions,
+            Err(e) => {
+                self.render_with(variables);
+                self.talk.set_messages(before)?;
+                return Err(e);
+            }
+        };
+        self.use_params(params)?;
+        if self.is_person {
+            let messages = self.talk.messages();
+            stderr(&format!("{} messages, {positions} of {} positions\n", messages.len(), self.context));
+            if messages.last().is_some_and(|m| m.role == "user") {
+                stderr("the last one has no answer yet: /retry answers it\n");
+            }
+        }
+        Ok(())
     }
 }

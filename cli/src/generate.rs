@@ -1,6 +1,7 @@
 //! `q4 generate`: one prompt or a list of turns in, text out, with an account of what computed it.
-use crate::args::GenerateArgs;
+use crate::args::{AnswerArgs, GenerateArgs};
 use crate::context::Context;
+use crate::conversation::{Saved, Turns};
 use crate::input;
 use crate::prompt;
 use crate::report::{self, Outcome, Report};
@@ -98,24 +99,55 @@ enum Ask {
     Turns(Vec<String>, ChatTemplate),
 }
 
+/// The file that was named, read before the model.
+enum Given {
+    Nothing,
+    Turns(Turns),
+    Conversation(Saved),
+}
+
+impl Given {
+    fn read(args: &GenerateArgs, report: &Report) -> Result<Self> {
+        match (&args.turns, &args.conversation) {
+            (Some(path), _) => Turns::read(path, report).map(Self::Turns),
+            (None, Some(path)) => Saved::read(path, report).map(Self::Conversation),
+            (None, None) => Ok(Self::Nothing),
+        }
+    }
+
+    fn saved(&self) -> Option<&Saved> {
+        match self {
+            Self::Nothing => None,
+            Self::Turns(turns) => turns.saved.as_ref(),
+            Self::Conversation(saved) => Some(saved),
+        }
+    }
+}
+
 /// Runs the verb.
 pub fn run(cx: &Context, args: &GenerateArgs) -> Result<Outcome> {
     if args.show_prompt {
         return show_prompt(cx, args);
     }
     let start = Instant::now();
+    let given = Given::read(args, cx.report())?;
+    let options = given.saved().map_or_else(|| args.answer.clone(), |saved| saved.over(&args.answer));
     let dispatch = Session::dispatch(cx)?;
     let checkpoint = cx.open(&args.model)?;
     let mut text = Text::of(&checkpoint)?;
+    if let Some(saved) = given.saved() {
+        saved.tell_of_other_model(checkpoint.name(), cx.report());
+        text.variables.extend(saved.variables());
+    }
     prompt::give_to(&mut text, &args.answer.prompt, &checkpoint, cx.report())?;
-    let params = text.sampling(&args.answer, cx.report())?;
+    let params = text.sampling(&options, cx.report())?;
     let top_logprobs = args.top_logprobs.map_or(0, usize::from);
-    let limits = Limits { top_logprobs, ..text.limits(&args.answer) };
-    let ask = ask(args, &checkpoint, &text)?;
-    let context = context_size(args.answer.context, need(&ask, &text, args)?, &checkpoint)?;
+    let limits = Limits { top_logprobs, ..text.limits(&options) };
+    let ask = ask(args, &options, given, &checkpoint, &text)?;
+    let context = context_size(options.context, need(&ask, &text, &options)?, &checkpoint)?;
     let chunk = chunk(cx.device()?).min(context);
     let sizes = ContextOptions { context, chunk, all_logits: false, kv: cx.kv(KvType::F16) };
-    let session = Session::load(cx, dispatch, &checkpoint, args.answer.quantize, sizes)?;
+    let session = Session::load(cx, dispatch, &checkpoint, options.quantize, sizes)?;
     let mut runner = session.runner()?;
     let mut sampler = Sampler::new(params.clone(), checkpoint.config().vocab_size)?;
     let load_s = start.elapsed().as_secs_f64();
@@ -131,7 +163,7 @@ pub fn run(cx: &Context, args: &GenerateArgs) -> Result<Outcome> {
             tell_if_cut(cx.report(), &answers[0], context, most);
         }
         Ask::Turns(messages, template) => {
-            let system = args.answer.system.as_deref();
+            let system = options.system.as_deref();
             let mut talk = Conversation::new(&mut runner, &text.tokenizer, template, &text.variables, system);
             for message in messages {
                 let mut emit = |piece: &str| out.piece(piece);
@@ -236,7 +268,7 @@ pub fn tell_if_cut(report: &Report, answer: &Answer, context: usize, most: usize
                 "the answer is cut after {tokens} tokens: the context of {context} positions is full{fix}"
             ));
         }
-        FinishReason::Stop | FinishReason::StopString => {}
+        FinishReason::Stop | FinishReason::StopString | FinishReason::Interrupted => {}
     }
 }
 
@@ -281,12 +313,26 @@ impl Emitter {
     }
 }
 
-fn ask(args: &GenerateArgs, checkpoint: &Checkpoint, text: &Text) -> Result<Ask> {
-    if let Some(path) = &args.turns {
-        return Ok(Ask::Turns(input::turns(path)?, Text::template(checkpoint)?));
+fn ask(
+    args: &GenerateArgs,
+    options: &AnswerArgs,
+    given: Given,
+    checkpoint: &Checkpoint,
+    text: &Text,
+) -> Result<Ask> {
+    match given {
+        Given::Turns(turns) => Ok(Ask::Turns(turns.messages, Text::template(checkpoint)?)),
+        Given::Conversation(saved) => {
+            let messages = saved.question(options.system.as_deref())?;
+            let tools = text.variables.get("tools");
+            let rendered = Text::template(checkpoint)?.render(&messages, tools, true, &text.variables)?;
+            text.tokenizer.encode(&rendered, false).map(Ask::Once)
+        }
+        Given::Nothing => {
+            let prompt = input::prompt(args.prompt.as_deref(), "generate")?;
+            prompt_ids(&prompt, args.raw, options.system.as_deref(), checkpoint, text).map(Ask::Once)
+        }
     }
-    let prompt = input::prompt(args.prompt.as_deref(), "generate")?;
-    prompt_ids(&prompt, args.raw, args.answer.system.as_deref(), checkpoint, text).map(Ask::Once)
 }
 
 /// What the model is given for one message: as it is, or in its chat template.
@@ -304,13 +350,13 @@ pub fn prompt_ids(
 }
 
 /// Positions that all prompts and answers take at most.
-fn need(ask: &Ask, text: &Text, args: &GenerateArgs) -> Result<usize> {
-    let most = args.answer.max_tokens;
+fn need(ask: &Ask, text: &Text, options: &AnswerArgs) -> Result<usize> {
+    let most = options.max_tokens;
     match ask {
         Ask::Once(prompt) => Ok(prompt.len().saturating_add(most.unwrap_or(ROOM))),
         Ask::Turns(messages, _) => {
             let mut all = if most.is_some() { 0 } else { ROOM };
-            for message in messages.iter().chain(args.answer.system.as_ref()) {
+            for message in messages.iter().chain(options.system.as_ref()) {
                 let tokens = text.tokenizer.encode(message, false)?.len() + TURN_OVERHEAD;
                 all = all.saturating_add(tokens).saturating_add(most.unwrap_or(0));
             }

@@ -34,18 +34,22 @@ pub fn text(given: Option<&str>, option: &str, fix: &str) -> Result<String> {
     Ok(text)
 }
 
-/// The lines of `path`, empty ones left out; `-` is standard input.
-pub fn turns(path: &Path) -> Result<Vec<String>> {
-    let text = if path == Path::new("-") {
-        read("standard input", io::stdin().lock())?
-    } else {
-        read(&path.display().to_string(), std::fs::File::open(path).map_err(|e| unreadable(path, &e))?)?
-    };
+/// The name and text of a file of messages; `-` is standard input.
+pub fn file(path: &Path) -> Result<(String, String)> {
+    if path == Path::new("-") {
+        let name = "standard input";
+        return read(name, io::stdin().lock()).map(|text| (name.to_owned(), text));
+    }
+    let name = path.display().to_string();
+    let text = read(&name, std::fs::File::open(path).map_err(|e| unreadable(path, &e))?)?;
+    Ok((name, text))
+}
+
+/// The lines of `text`, empty ones left out. Errors name where it is from.
+pub fn turns(name: &str, text: &str) -> Result<Vec<String>> {
     let lines: Vec<_> = text.lines().filter(|l| !l.trim().is_empty()).map(str::to_owned).collect();
     if lines.is_empty() {
-        return Err(
-            Error::new(Code::Usage, format!("{}: no turns", path.display())).need("one user message a line")
-        );
+        return Err(Error::new(Code::Usage, format!("{name}: no turns")).need("one user message a line"));
     }
     Ok(lines)
 }

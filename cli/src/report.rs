@@ -18,6 +18,8 @@ pub enum Outcome {
     Done,
     /// The result itself says that something is wrong; the process ends with the status of this code.
     Found(Code),
+    /// Somebody ended it with Ctrl-C.
+    Interrupted,
 }
 
 impl Outcome {
@@ -26,6 +28,7 @@ impl Outcome {
         match self {
             Self::Done => 0,
             Self::Found(code) => code.exit(),
+            Self::Interrupted => signals::INTERRUPTED,
         }
     }
 }

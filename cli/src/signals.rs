@@ -1,9 +1,11 @@
 //! What Ctrl-C and a closed pipe do.
 //!
 //! A closed pipe ends the process without a word, as with every other filter. Ctrl-C ends it at once, unless
-//! a verb is writing files that must be removed first; then it asks once and insists the second time.
+//! a verb is writing files that must be removed first; then it asks once and insists the second time. In a
+//! conversation it stops the answer and nothing else.
 use crate::supervise;
-use std::sync::atomic::{AtomicBool, Ordering};
+use crate::terminal;
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 /// Exit status after Ctrl-C.
 pub const INTERRUPTED: u8 = 130;
@@ -57,6 +59,36 @@ impl Drop for Cleanup {
     }
 }
 
+/// Set by Ctrl-C while [`Talking`] is held.
+pub static STOP: AtomicBool = AtomicBool::new(false);
+
+static TALKING: AtomicBool = AtomicBool::new(false);
+static PRESSED: AtomicU8 = AtomicU8::new(0);
+
+/// While it lives, Ctrl-C sets [`STOP`], where answers look. A second one tells that this takes a while, a
+/// third ends the program, for a backend may hang. While a line is edited, the editor has it.
+pub struct Talking(());
+
+impl Talking {
+    /// Begins a conversation.
+    pub fn begin() -> Self {
+        TALKING.store(true, Ordering::Relaxed);
+        Self(())
+    }
+}
+
+impl Drop for Talking {
+    fn drop(&mut self) {
+        TALKING.store(false, Ordering::Relaxed);
+    }
+}
+
+/// An answer begins that nobody has interrupted yet.
+pub fn begin_answer() {
+    STOP.store(false, Ordering::Relaxed);
+    PRESSED.store(0, Ordering::Relaxed);
+}
+
 /// Sets what both do; called once, before anything else.
 #[cfg(unix)]
 pub fn install() {
@@ -92,14 +124,26 @@ extern "system" fn on_event(event: u32) -> i32 {
     i32::from(is_interrupt)
 }
 
-/// Whether somebody holds Ctrl-C back, and this is the first one.
+/// Whether somebody holds Ctrl-C back: a conversation twice, others once.
 fn is_held_back() -> bool {
+    if TALKING.load(Ordering::Relaxed) {
+        STOP.store(true, Ordering::Relaxed);
+        match PRESSED.fetch_add(1, Ordering::Relaxed) {
+            0 => return true,
+            1 => {
+                terminal::say(b"\nstopping; Ctrl-C again ends q4\n");
+                return true;
+            }
+            _ => {}
+        }
+    }
     CLEANUP.load(Ordering::Relaxed) && !ASKED.swap(true, Ordering::Relaxed)
 }
 
 /// No destructor runs: a library that hangs may hold what they wait for.
 #[cfg(unix)]
 fn end() -> ! {
+    terminal::restore();
     supervise::tell(INTERRUPTED);
     // SAFETY: `_exit` may be called from a signal handler and from any thread.
     unsafe { libc::_exit(i32::from(INTERRUPTED)) }

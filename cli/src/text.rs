@@ -88,7 +88,7 @@ impl Text {
             max_tokens: args.max_tokens.or(self.generation.max_new_tokens).unwrap_or(usize::MAX),
             stop_ids: if args.ignore_eos { Vec::new() } else { self.stop_ids.clone() },
             stop_strings: args.stop.clone(),
-            top_logprobs: 0,
+            ..Limits::default()
         }
     }
 }

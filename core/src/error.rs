@@ -38,6 +38,7 @@ codes! {
     NonFinite          = "0211", 4, "a layer produced NaN or infinity, or the logits of an answer are the same for every token or position";
     ContextFull        = "0212", 4, "the prompt and the answer do not fit into the context";
     ValueInvalid       = "0213", 4, "a stored value is outside the range of its format";
+    ConversationInvalid = "0214", 4, "a conversation file is damaged or not one";
     NoneEligible       = "0301", 6, "no backend can serve a layer under the given policy";
     UnknownBackend     = "0302", 6, "no backend has that name";
     Ambiguous          = "0303", 6, "two backends are equally good";

@@ -8,6 +8,7 @@ use crate::tokenizer::Tokenizer;
 use q4_core::{Code, Error, Result};
 use serde::Serialize;
 use serde_json::{Map, Value};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// When to stop.
@@ -21,6 +22,14 @@ pub struct Limits {
     pub stop_strings: Vec<String>,
     /// Most likely tokens to note before each draw; 0 notes none.
     pub top_logprobs: usize,
+    /// Ends an answer at the next token, or a prompt before the next operation, once it is set.
+    pub interrupt: Option<&'static AtomicBool>,
+}
+
+impl Limits {
+    fn is_interrupted(&self) -> bool {
+        self.interrupt.is_some_and(|stop| stop.load(Ordering::Relaxed))
+    }
 }
 
 /// Why an answer ended.
@@ -35,6 +44,26 @@ pub enum FinishReason {
     Length,
     /// The context is full: it is cut.
     Context,
+    /// [`Limits::interrupt`] was set.
+    Interrupted,
+}
+
+impl FinishReason {
+    /// As reports spell it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Stop => "stop",
+            Self::StopString => "stop-string",
+            Self::Length => "length",
+            Self::Context => "context",
+            Self::Interrupted => "interrupted",
+        }
+    }
+
+    /// Whether the answer would have gone on.
+    pub fn is_cut(self) -> bool {
+        !matches!(self, Self::Stop | Self::StopString)
+    }
 }
 
 /// One answer.
@@ -57,8 +86,15 @@ pub struct Answer {
     pub decode: Duration,
 }
 
+impl Answer {
+    /// Whether there is an answer to keep: one that was interrupted before its first text is none.
+    pub fn is_said(&self) -> bool {
+        self.finish != FinishReason::Interrupted || !self.text.is_empty()
+    }
+}
+
 /// Continues `prompt` behind what `runner` holds. Every id of the answer is accepted into the runner; text is
-/// handed to `emit` as soon as it is complete.
+/// handed to `emit` as soon as it is complete. Nothing is accepted of a prompt that was interrupted.
 pub fn generate(
     runner: &mut Runner,
     tokenizer: &Tokenizer,
@@ -71,7 +107,7 @@ pub fn generate(
         return Err(Error::new(Code::Usage, "the prompt is empty").need("at least one token"));
     }
     let start = Instant::now();
-    runner.accept(prompt)?;
+    let is_whole = runner.accept_unless(prompt, limits.interrupt)?;
     let prefill = start.elapsed();
     let start = Instant::now();
     let mut stream = tokenizer.stream(true);
@@ -86,6 +122,10 @@ pub fn generate(
         prefill,
         decode: Duration::ZERO,
     };
+    if !is_whole {
+        answer.finish = FinishReason::Interrupted;
+        return Ok(answer);
+    }
     let mut say = |text: &str, all: &mut String| {
         all.push_str(text);
         if !text.is_empty() {
@@ -95,6 +135,10 @@ pub fn generate(
     let mut cut = false;
     let mut collapse = Collapse::default();
     while answer.ids.len() < limits.max_tokens && runner.tokens().len() < runner.context() {
+        if limits.is_interrupted() {
+            answer.finish = FinishReason::Interrupted;
+            break;
+        }
         collapse.look(runner)?;
         if limits.top_logprobs > 0 {
             answer.likely.look(runner.logits()?);
@@ -122,7 +166,10 @@ pub fn generate(
     }
     if !cut {
         let rest = stream.finish()?;
-        let matched = matcher.push(&rest);
+        // Half a character that nobody waited for is no text.
+        let is_left = answer.finish == FinishReason::Interrupted;
+        let rest = if is_left { rest.trim_end_matches(char::REPLACEMENT_CHARACTER) } else { &rest };
+        let matched = matcher.push(rest);
         say(&matched.emit, &mut answer.text);
         if matched.stopped.is_some() {
             answer.finish = FinishReason::StopString;
@@ -182,7 +229,7 @@ pub struct Conversation<'a> {
     runner: &'a mut Runner,
     tokenizer: &'a Tokenizer,
     template: &'a ChatTemplate,
-    variables: &'a Map<String, Value>,
+    variables: Map<String, Value>,
     messages: Vec<Message>,
     /// The conversation as rendered so far.
     text: String,
@@ -202,6 +249,7 @@ impl<'a> Conversation<'a> {
     ) -> Self {
         runner.truncate(0);
         let messages = system.map(|s| Message::new("system", s)).into_iter().collect();
+        let variables = variables.clone();
         Self { runner, tokenizer, template, variables, messages, text: String::new(), exact: true }
     }
 
@@ -214,8 +262,39 @@ impl<'a> Conversation<'a> {
         self.runner
     }
 
+    /// Other variables for the template from the next turn on.
+    pub fn set_variables(&mut self, variables: Map<String, Value>) {
+        self.variables = variables;
+    }
+
+    /// Puts `messages` in the place of those so far and returns the positions they take. The cache keeps what
+    /// both begin with; the rest is computed by the next turn. Nothing changes on an error:
+    /// [`Code::TemplateInvalid`] for what the template refuses.
+    pub fn set_messages(&mut self, messages: Vec<Message>) -> Result<usize> {
+        let before = std::mem::replace(&mut self.messages, messages);
+        let aligned = self.align();
+        if aligned.is_err() {
+            self.messages = before;
+        }
+        aligned
+    }
+
+    /// Cuts the cache to what it shares with the messages.
+    fn align(&mut self) -> Result<usize> {
+        // Some templates refuse a conversation in which nobody has asked.
+        let is_begun = self.messages.iter().any(|m| m.role != "system");
+        let text = if is_begun { self.render(false)? } else { String::new() };
+        let ids = self.tokenizer.encode(&text, false)?;
+        let same = shared(&ids, self.runner.tokens());
+        self.runner.truncate(same);
+        self.exact = same == ids.len();
+        self.text = text;
+        Ok(ids.len())
+    }
+
     /// Says `user`, generates the answer, and closes the turn, so that the cache ends where the next turn
-    /// begins. When a turn fails, the conversation is as it was before it.
+    /// begins. When a turn fails, or is interrupted before there is text, the conversation is as it was
+    /// before it. An answer that was cut says so in the `finish_reason` of its message.
     pub fn turn(
         &mut self,
         user: &str,
@@ -225,12 +304,11 @@ impl<'a> Conversation<'a> {
         emit: &mut dyn FnMut(&str),
     ) -> Result<Answer> {
         params.validate()?;
-        let (before, messages, text) = (self.runner.tokens().len(), self.messages.len(), self.text.len());
+        let (before, messages) = (self.runner.tokens().len(), self.messages.len());
         let result = self.try_turn(user, sampler, limits, emit);
-        if result.is_err() {
+        if !result.as_ref().is_ok_and(Answer::is_said) {
             self.runner.truncate(before);
             self.messages.truncate(messages);
-            self.text.truncate(text);
             self.exact = false;
         }
         result
@@ -246,12 +324,19 @@ impl<'a> Conversation<'a> {
         self.messages.push(Message::new("user", user));
         let prompt = self.extend_to(self.render(true)?)?;
         let answer = generate(self.runner, self.tokenizer, &prompt, sampler, limits, emit)?;
-        self.messages.push(Message::new("assistant", &answer.text));
+        if !answer.is_said() {
+            return Ok(answer);
+        }
+        let mut message = Message::new("assistant", &answer.text);
+        if answer.finish.is_cut() {
+            message.extra.insert("finish_reason".into(), answer.finish.name().into());
+        }
+        self.messages.push(message);
         // The cache holds the sampled ids; when their text is what the template repeats, only the closing is
         // new.
         self.text.push_str(&answer.text);
-        self.exact =
-            answer.finish != FinishReason::StopString && !answer.text.contains(char::REPLACEMENT_CHARACTER);
+        let is_whole = !matches!(answer.finish, FinishReason::StopString | FinishReason::Interrupted);
+        self.exact = is_whole && !answer.text.contains(char::REPLACEMENT_CHARACTER);
         let closing = self.extend_to(self.render(false)?)?;
         // A full context ends the conversation, not the answer it still had room for.
         self.exact = self.runner.tokens().len() + closing.len() <= self.runner.context();
@@ -263,7 +348,7 @@ impl<'a> Conversation<'a> {
 
     fn render(&self, add_generation_prompt: bool) -> Result<String> {
         let tools = self.variables.get("tools");
-        self.template.render(&self.messages, tools, add_generation_prompt, self.variables)
+        self.template.render(&self.messages, tools, add_generation_prompt, &self.variables)
     }
 
     /// Makes `rendered` the conversation's text and returns the ids to compute. When the template rewrote the
@@ -274,10 +359,8 @@ impl<'a> Conversation<'a> {
             Some(new) if self.exact => self.tokenizer.encode(new, false)?,
             _ => {
                 let all = self.tokenizer.encode(&rendered, false)?;
-                let held = self.runner.tokens();
                 // One token must be left to compute, or there would be no logits.
-                let same =
-                    all.iter().zip(held).take_while(|(a, b)| a == b).count().min(all.len().saturating_sub(1));
+                let same = shared(&all, self.runner.tokens()).min(all.len().saturating_sub(1));
                 self.runner.truncate(same);
                 all[same..].to_vec()
             }
@@ -285,4 +368,9 @@ impl<'a> Conversation<'a> {
         self.text = rendered;
         Ok(ids)
     }
+}
+
+/// Tokens both begin with.
+fn shared(a: &[u32], b: &[u32]) -> usize {
+    a.iter().zip(b).take_while(|(a, b)| a == b).count()
 }

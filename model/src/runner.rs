@@ -3,6 +3,7 @@ use crate::executor::Logits;
 use crate::sampling::Sampler;
 use crate::watch::{Each, Watch};
 use q4_core::{Code, Error, Result};
+use std::sync::atomic::{AtomicBool, Ordering};
 use tracing::span::EnteredSpan;
 
 /// A graph, an executor, a cache and slots of one device: what a [`Runner`] drives.
@@ -100,6 +101,19 @@ impl Runner {
             }
         }
         Ok(())
+    }
+
+    /// The same until `stop` is set, which is looked at between the operations of a step. False where it was:
+    /// nothing of `ids` is accepted then.
+    pub fn accept_unless(&mut self, ids: &[u32], stop: Option<&'static AtomicBool>) -> Result<bool> {
+        let Some(stop) = stop else { return self.accept(ids).map(|()| true) };
+        self.engine.watch(Watch::Unless(stop));
+        let accepted = self.accept(ids);
+        self.engine.watch(Watch::Nothing);
+        match accepted {
+            Err(_) if stop.load(Ordering::Relaxed) => Ok(false),
+            other => other.map(|()| true),
+        }
     }
 
     /// Accepts one token; need not wait for its logits, so the device computes while the caller goes on.
@@ -230,12 +244,15 @@ impl Runner {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::watch::go_on;
 
     /// Its logits say that the next token is the number of positions; those of `bad` positions are NaN.
     struct Counter {
         len: usize,
         bad: usize,
         logits: [f32; 8],
+        /// Looked at behind what a step computes.
+        stop: Option<&'static AtomicBool>,
     }
 
     impl Engine for Counter {
@@ -243,7 +260,7 @@ mod tests {
             self.len += ids.len();
             self.logits = [0.0; 8];
             self.logits[self.len] = if self.len == self.bad { f32::NAN } else { 1.0 };
-            Ok(())
+            self.stop.map_or(Ok(()), go_on)
         }
         fn logits(&mut self) -> Result<&mut [f32]> {
             Ok(&mut self.logits)
@@ -260,11 +277,13 @@ mod tests {
         fn truncate(&mut self, len: usize) {
             self.len = self.len.min(len);
         }
-        fn watch(&mut self, _watch: Watch) {}
+        fn watch(&mut self, watch: Watch) {
+            self.stop = if let Watch::Unless(stop) = watch { Some(stop) } else { None };
+        }
     }
 
     fn runner(bad: usize) -> Runner {
-        Runner::new(Box::new(Counter { len: 0, bad, logits: [0.0; 8] }), 4)
+        Runner::new(Box::new(Counter { len: 0, bad, logits: [0.0; 8], stop: None }), 4)
     }
 
     #[test]
@@ -293,6 +312,21 @@ mod tests {
         r.accept(&[1, 1])?; // what was forgotten is nobody's trouble
         assert_eq!((r.greedy()?, r.tokens().len()), (4, 4));
         assert_eq!(runner(3).accept(&[1, 1, 1]).expect_err("in a prompt").code(), Code::NonFinite);
+        Ok(())
+    }
+
+    #[test]
+    fn a_prompt_that_is_stopped_is_not_there() -> Result<()> {
+        static STOP: AtomicBool = AtomicBool::new(false);
+        let mut r = runner(8);
+        assert!(r.accept_unless(&[1], Some(&STOP))?);
+        STOP.store(true, Ordering::Relaxed);
+        assert!(!r.accept_unless(&[2; 5], Some(&STOP))?);
+        assert_eq!((r.tokens(), r.engine.len()), (&[1u32][..], 1));
+        r.accept(&[3; 5])?; // nobody can stop it now
+        assert_eq!(r.tokens().len(), 6);
+        let full = r.accept_unless(&[4; 5], None).expect_err("11 of 7 positions");
+        assert_eq!(full.code(), Code::ContextFull);
         Ok(())
     }
 }

@@ -112,6 +112,17 @@ impl Sampler {
         &self.params
     }
 
+    /// Goes on with other parameters. The draws go on too, unless the seed is another. On an error, as of
+    /// [`Sampler::new`], nothing changes.
+    pub fn set_params(&mut self, params: SamplingParams) -> Result<()> {
+        params.validate()?;
+        if params.seed != self.params.seed {
+            self.rng = ChaCha8Rng::seed_from_u64(params.seed);
+        }
+        self.params = params;
+        Ok(())
+    }
+
     /// Whether the next token is the most likely one, whatever came before.
     pub fn is_greedy(&self) -> bool {
         self.params.temperature == 0.0 && self.params.repetition_penalty == 1.0

@@ -1,6 +1,7 @@
 //! Looking at the values between the operations of a step.
-use q4_core::Result;
+use q4_core::{Code, Error, Result};
 use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A value that was just written.
 pub struct Written<'a> {
@@ -46,7 +47,7 @@ impl fmt::Display for Site {
 /// Called with every value of a step; an error ends the step.
 pub type Each = Box<dyn FnMut(Written<'_>) -> Result<()> + Send>;
 
-/// What an engine does between operations. Anything but `Nothing` costs speed.
+/// What an engine does between operations. Anything but `Nothing` and `Unless` costs speed.
 #[derive(Default)]
 pub enum Watch {
     /// Goes on.
@@ -56,6 +57,15 @@ pub enum Watch {
     NonFinite,
     /// Hands every value over.
     Each(Each),
+    /// Ends the step once this is set.
+    Unless(&'static AtomicBool),
+}
+
+/// The end of a step that somebody asked to stop; [`Runner::accept_unless`] takes it back, nobody else sees it.
+///
+/// [`Runner::accept_unless`]: crate::runner::Runner::accept_unless
+pub(crate) fn go_on(stop: &AtomicBool) -> Result<()> {
+    if stop.load(Ordering::Relaxed) { Err(Error::new(Code::Io, "interrupted")) } else { Ok(()) }
 }
 
 #[cfg(test)]

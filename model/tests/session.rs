@@ -3,11 +3,12 @@ mod support;
 
 use q4_core::{Code, ComputePath, DType, Result};
 use q4_model::checkpoint::{Bytes, Checkpoint, OpenOptions};
-use q4_model::generate::{Conversation, FinishReason, Limits, generate};
+use q4_model::generate::{Answer, Conversation, FinishReason, Limits, generate};
 use q4_model::plan::ActivationRequest;
 use q4_model::sampling::{Sampler, SamplingParams};
-use q4_model::template::ChatTemplate;
+use q4_model::template::{ChatTemplate, Message};
 use q4_model::tokenizer::Tokenizer;
+use std::sync::atomic::{AtomicBool, Ordering};
 use support::{Setup, golden};
 
 #[test]
@@ -88,7 +89,7 @@ fn demo() -> Result<Demo> {
 }
 
 fn limits(max_tokens: usize) -> Limits {
-    Limits { max_tokens, stop_ids: vec![2, 0], stop_strings: Vec::new(), top_logprobs: 0 }
+    Limits { max_tokens, stop_ids: vec![2, 0], ..Limits::default() }
 }
 
 const TURNS: [&str; 8] = [
@@ -164,6 +165,78 @@ fn stop_strings_cut_the_answer_and_the_next_turn_goes_on() -> Result<()> {
     let next = talk.turn("What color is the sky?", &params, &mut sampler, &limits, &mut |_| {})?;
     assert!(!next.text.is_empty());
     Ok(())
+}
+
+#[test]
+fn an_interrupted_answer_is_kept_and_the_conversation_goes_on_as_if_it_were_all() -> Result<()> {
+    static STOP: AtomicBool = AtomicBool::new(false);
+    let demo = demo()?;
+    let setup = Setup { context: 1024, chunk: 4, activations: ActivationRequest::Native, ..Setup::default() };
+    let dispatch = setup.dispatch()?;
+    let loaded = setup.load(&demo.checkpoint, &dispatch)?;
+    let (mut warm, mut cold) = (setup.runner(&loaded)?, setup.runner(&loaded)?);
+    let params = SamplingParams::default();
+    let mut sampler = Sampler::new(params.clone(), demo.checkpoint.config().vocab_size)?;
+    let variables = serde_json::Map::new();
+    let limits = Limits { interrupt: Some(&STOP), ..limits(40) };
+    let mut talk = Conversation::new(&mut warm, &demo.tokenizer, &demo.template, &variables, None);
+    let mut heard = String::new();
+    let answer = talk.turn("Who are you?", &params, &mut sampler, &limits, &mut |t| {
+        heard.push_str(t);
+        STOP.store(true, Ordering::Relaxed);
+    })?;
+    assert_eq!((answer.finish, &answer.text), (FinishReason::Interrupted, &heard));
+    assert_eq!((talk.messages().len(), &talk.messages()[1].content), (2, &heard));
+    assert_eq!(talk.messages()[1].extra["finish_reason"], "interrupted");
+    // Still asked to stop: nothing of the prompt is computed, and nobody has said anything.
+    let held = talk.runner().tokens().to_vec();
+    let none = talk.turn("Who am I?", &params, &mut sampler, &limits, &mut |_| {})?;
+    assert_eq!((none.finish, none.ids.len()), (FinishReason::Interrupted, 0));
+    assert_eq!((talk.messages().len(), talk.runner().tokens()), (2, &held[..]));
+    STOP.store(false, Ordering::Relaxed);
+    let next = talk.turn("Who am I?", &params, &mut sampler, &limits, &mut |_| {})?;
+    let text = demo.template.render(&talk.messages()[..3], None, true, &variables)?;
+    let ids = demo.tokenizer.encode(&text, false)?;
+    let fresh = generate(&mut cold, &demo.tokenizer, &ids, &mut sampler, &limits, &mut |_| {})?;
+    assert_eq!(next.ids, fresh.ids);
+    Ok(())
+}
+
+#[test]
+fn other_messages_keep_the_cache_of_what_they_share() -> Result<()> {
+    let demo = demo()?;
+    let setup =
+        Setup { context: 1024, chunk: 64, activations: ActivationRequest::Native, ..Setup::default() };
+    let dispatch = setup.dispatch()?;
+    let loaded = setup.load(&demo.checkpoint, &dispatch)?;
+    let mut runner = setup.runner(&loaded)?;
+    let params = SamplingParams::default();
+    let mut sampler = Sampler::new(params.clone(), demo.checkpoint.config().vocab_size)?;
+    let variables = serde_json::Map::new();
+    let mut talk = Conversation::new(&mut runner, &demo.tokenizer, &demo.template, &variables, None);
+    let mut say = |talk: &mut Conversation<'_>, said: &str| {
+        talk.turn(said, &params, &mut sampler, &limits(80), &mut |_| {})
+    };
+    say(&mut talk, TURNS[0])?;
+    let (first, held) = (talk.messages().to_vec(), talk.runner().tokens().to_vec());
+    let second = say(&mut talk, TURNS[1])?;
+    let (both, computed) = (talk.messages().to_vec(), talk.runner().prefilled());
+    assert_eq!(talk.set_messages(first)?, held.len());
+    assert_eq!(talk.runner().tokens(), held);
+    assert_eq!(say(&mut talk, TURNS[1])?.ids, second.ids);
+    assert_eq!(talk.runner().prefilled() - computed, both_closing(&demo, &second)?, "only the exchange anew");
+    assert_eq!(talk.messages(), both);
+    // Nobody has asked yet: nothing to compute, and nothing for a template to refuse.
+    assert_eq!(talk.set_messages(vec![Message::new("system", "Be brief.")])?, 0);
+    assert!(talk.runner().tokens().is_empty());
+    Ok(())
+}
+
+/// Tokens of the second exchange that are not its answer.
+fn both_closing(demo: &Demo, answer: &Answer) -> Result<usize> {
+    let messages = [Message::new("user", TURNS[1]), Message::new("assistant", &answer.text)];
+    let text = demo.template.render(&messages, None, false, &serde_json::Map::new())?;
+    Ok(demo.tokenizer.encode(&text, false)?.len() - answer.ids.len())
 }
 
 #[test]

@@ -63,12 +63,7 @@ impl Answer for Demo {
         let text = self.template.render(&[Message::new("user", prompt)], None, true, &Map::new())?;
         let ids = self.tokenizer.encode(&text, false)?;
         let mut sampler = Sampler::new(SamplingParams::default(), self.vocab)?;
-        let limits = Limits {
-            max_tokens: 400,
-            stop_ids: self.stop.clone(),
-            stop_strings: Vec::new(),
-            top_logprobs: 0,
-        };
+        let limits = Limits { max_tokens: 400, stop_ids: self.stop.clone(), ..Limits::default() };
         self.runner.truncate(0);
         Ok(generate(&mut self.runner, &self.tokenizer, &ids, &mut sampler, &limits, &mut |_| {})?.text)
     }

@@ -14,6 +14,7 @@ macro_rules! absent {
 
 #[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
 mod attack;
+mod chat;
 #[cfg(unix)]
 mod cli_md;
 mod convert;

@@ -4,7 +4,7 @@ use super::tensor::{Disjoint, each_row};
 use super::{CpuTensor, KvCache, simd};
 use crate::checkpoint::Bytes;
 use crate::executor::{Executor, Logits, Shape, Slots};
-use crate::watch::{Site, Watch, Written};
+use crate::watch::{Site, Watch, Written, go_on};
 use half::{bf16, f16};
 use q4_core::{
     Code, DType, Element, Error, ExecContext, FuseSet, Fusion, Q4Linear, Result, TensorView, TensorViewMut,
@@ -332,6 +332,7 @@ impl Executor for CpuExecutor {
     fn watch(&mut self, site: Site, slot: &mut CpuTensor) -> Result<()> {
         match &mut self.watch {
             Watch::Nothing => Ok(()),
+            Watch::Unless(stop) => go_on(stop),
             Watch::Each(each) => each(Written { site, rows: slot.rows(), values: slot.data_mut() }),
             Watch::NonFinite => {
                 let Some(at) = slot.data().iter().position(|v| !v.is_finite()) else { return Ok(()) };

@@ -8,7 +8,7 @@ use super::{CudaCache, CudaModel, CudaTensor};
 use crate::cpu::CpuLinear;
 use crate::executor::{Executor, Logits, Shape, Slots};
 use crate::sampling::Sampler;
-use crate::watch::{Site, Watch, Written};
+use crate::watch::{Site, Watch, Written, go_on};
 use q4_core::{
     Code, DType, Error, ExecContext, FuseSet, Fusion, Q4Linear, Result, RmsNorm, TensorView, ThreadPool,
 };
@@ -467,6 +467,7 @@ impl Executor for CudaExecutor {
     fn watch(&mut self, site: Site, slot: &mut CudaTensor) -> Result<()> {
         match &mut self.watch {
             Watch::Nothing => return Ok(()),
+            Watch::Unless(stop) => return go_on(stop),
             Watch::NonFinite => {}
             Watch::Each(each) => {
                 self.stream.synchronize()?;
