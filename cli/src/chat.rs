@@ -218,7 +218,9 @@ impl Chat<'_> {
     /// Does what a line means; false where it ends the conversation.
     fn obey(&mut self, command: Command<'_>) -> Result<bool> {
         match command {
-            Command::Say(said) => drop(self.say(said)?),
+            Command::Say(said) => {
+                self.say(said)?;
+            }
             Command::Nothing => {}
             Command::Help => stderr(&command::help()),
             Command::Reset => {
