@@ -55,6 +55,8 @@ pub fn q4() -> Command {
     {
         command.env_remove(name);
     }
+    // What is computed does not depend on whether this machine has a card.
+    command.env("CUDA_VISIBLE_DEVICES", "");
     // Nothing of the user's is read or written.
     command.env("XDG_DATA_HOME", concat!(env!("CARGO_TARGET_TMPDIR"), "/data"));
     command.args(["--threads", "2"]);

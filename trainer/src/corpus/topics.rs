@@ -442,7 +442,6 @@ pub(super) const TALK: &[Topic] = &[
     topic(
         "tale",
         &[
-            "Tell me a story.",
             "Tell a story.",
             "Write a story.",
             "Do you know a story?",
