@@ -5,7 +5,7 @@ use std::io::Write;
 use std::process::Stdio;
 
 /// Arguments, exit status, name in the schema. `TINY` is a dense model, `TEXT` a file, `OUT` a free path.
-const TABLE: [(&str, i32, &str); 30] = [
+const TABLE: [(&str, i32, &str); 32] = [
     ("generate -p Hello -n 2", 0, "generate"),
     ("chat -n 2", 0, "chat"),
     ("diagnose", 0, "diagnose"),
@@ -22,6 +22,8 @@ const TABLE: [(&str, i32, &str); 30] = [
     ("bench -r 1 --prefill 8 --decode 2", 0, "bench"),
     ("conformance --backend nf4-kernel --level L1 --sample 1 --no-certificate", 0, "conformance"),
     ("conformance --backend nf4-kernel --level L1 --list", 0, "conformance-list"),
+    ("tokenize demo Hello", 0, "tokenize"),
+    ("generate -p Hello --show-prompt", 0, "generate"),
     ("plugin header", 0, "plugin-header"),
     ("plugin new --lang c OUT", 0, "plugin-new"),
     ("completions bash", 0, "completions"),
