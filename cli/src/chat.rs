@@ -341,7 +341,7 @@ impl Chat<'_> {
         self.talk.set_messages(kept)?;
         let left = self.talk.messages().iter().filter(|m| m.role == "user").count();
         let used = self.talk.runner().tokens().len();
-        stderr(&format!("dropped; {left} exchanges and {used} of {} positions are left\n", self.context));
+        stderr(&format!("dropped; {left} before it, {used} of {} positions used\n", self.context));
         Ok(())
     }
 

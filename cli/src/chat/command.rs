@@ -1,19 +1,20 @@
 //! What a line of a conversation means: a message, or a command that begins with a slash.
 use std::fmt::Write;
 
-/// Name, arguments and meaning of every command.
-const COMMANDS: [(&str, &str, &str); 11] = [
+/// Name, arguments and meaning of every command, for a terminal of forty columns.
+const COMMANDS: [(&str, &str, &str); 12] = [
     ("help", "", "this list"),
     ("undo", "", "drop the last exchange"),
-    ("retry", "", "answer the last message anew"),
+    ("retry", "", "answer the last one anew"),
     ("reset", "", "forget the conversation"),
-    ("system", "TEXT", "forget it and give the model this system message"),
-    ("think", "on|off", "whether the model is asked to think first"),
-    ("params", "[NAME VALUE]...", "show or set temperature, top-p, max-tokens, ..."),
-    ("stats", "", "speed of the last answer, room left"),
-    ("save", "FILE", "write the conversation; /save! FILE overwrites"),
-    ("load", "FILE", "go on with one that was written"),
-    ("exit", "", "leave; Ctrl-D does too"),
+    ("system", "TEXT", "reset, new system message"),
+    ("think", "on|off", "think before answering"),
+    ("params", "...", "show or set sampling"),
+    ("stats", "", "speed, and room left"),
+    ("save", "FILE", "write the conversation"),
+    ("save!", "FILE", "the same, overwriting"),
+    ("load", "FILE", "go on with a saved one"),
+    ("exit", "", "leave, as Ctrl-D does"),
 ];
 
 /// What a line means.
@@ -101,13 +102,17 @@ pub fn names() -> String {
 pub fn help() -> String {
     let mut text = String::new();
     for (name, arguments, meaning) in COMMANDS {
-        let _ = writeln!(text, "{:<24}{meaning}", format!("/{name} {arguments}"));
+        let _ = writeln!(text, "{:<15}{meaning}", format!("/{name} {arguments}"));
     }
     text + "\
-//TEXT                  a message that begins with a slash
+//TEXT         send /TEXT
 
-Several lines: end a line with \\, press Alt-Enter, or write \"\"\" before and after them. What is pasted
-is one message. Ctrl-C stops an answer and keeps what was said. Up and Ctrl-R find earlier messages.
+/params temperature 0.7 top-p 0.9 sets
+what is named. Several lines: end one
+with \\, press Alt-Enter, or put \"\"\"
+before and after; a paste is one, too.
+Ctrl-C stops an answer. Up and Ctrl-R
+find what was typed.
 "
 }
 
@@ -134,12 +139,13 @@ mod tests {
     fn every_command_of_the_list_is_one() {
         for (name, arguments, _) in COMMANDS {
             let line = match arguments {
-                "" | "[NAME VALUE]..." => format!("/{name}"),
+                "" | "..." => format!("/{name}"),
                 "on|off" => format!("/{name} on"),
                 other => format!("/{name} {other}"),
             };
             assert!(!matches!(Command::of(&line), Command::Unknown(_) | Command::Say(_)), "{line}");
             assert!(help().contains(&format!("/{name} ")));
         }
+        assert!(help().lines().all(|line| line.len() <= 40), "{}", help());
     }
 }
