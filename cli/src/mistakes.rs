@@ -130,10 +130,14 @@ fn beside(path: &Path, fits: impl Fn(&Path) -> bool) -> Option<PathBuf> {
     Some(folder.map_or_else(|| PathBuf::from(near), |folder| folder.join(near)))
 }
 
-/// The nearest of `names`, if one is near: it begins the same, or few letters differ.
+/// The nearest of `names`, if one is near: it goes on where `asked` ends, or few letters differ.
 fn nearest<'a>(asked: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     let asked = asked.to_lowercase();
-    let near = names.map(|name| (strsim::jaro_winkler(&asked, &name.to_lowercase()), name));
+    let score = |name: &str| match name.strip_prefix(&asked) {
+        Some(_) if asked.len() > 2 => 1.0,
+        _ => strsim::jaro_winkler(&asked, name),
+    };
+    let near = names.map(|name| (score(&name.to_lowercase()), name));
     near.filter(|(score, _)| *score >= 0.85).max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, name)| name)
 }
 

@@ -254,11 +254,10 @@ fn a_list_of_tensors_stays_within_the_memory_it_may_take() {
 }
 
 #[test]
-fn a_base_model_is_told_what_its_names_lack() {
+fn a_base_model_loads_without_the_names_of_the_whole() {
     let mut m = Model::golden("a", "");
     m.tensors.iter_mut().for_each(|t| t.name = t.name.replace("model.", ""));
-    let e = m.open().unwrap().bind_all().unwrap_err().to_string();
-    assert!(e.contains("Qwen3ForCausalLM"), "{e}");
+    m.open().unwrap().bind_all().unwrap();
 }
 
 #[test]

@@ -73,15 +73,15 @@ impl Answer for Demo {
 fn it_answers_what_it_has_learnt() -> Result<()> {
     let talk = suite().into_iter().filter(|c| c.group != "story");
     let (reserved, learnt): (Vec<Case>, Vec<Case>) = talk.partition(|c| c.group.ends_with("-heldout"));
-    assert_eq!((learnt.len(), reserved.len()), (1105, 87));
+    assert_eq!((learnt.len(), reserved.len()), (666, 9));
     let mut demo = Demo::open()?;
     for case in learnt {
         assert_eq!(demo.answer(&case.prompt)?, case.must[0], "{}", case.prompt);
     }
-    // Wordings it has never seen: it answered 59, and all that it cannot know.
+    // Wordings it has never seen: it answered six.
     let report = Suite { cases: reserved }.run(&mut demo)?;
     let right = report.outcomes.iter().filter(|o| o.passed).count();
-    assert!(right >= 55, "{right} of 87: {:?}", report.outcomes);
+    assert!(right >= 6, "{right} of 9: {:?}", report.outcomes);
     Ok(())
 }
 

@@ -36,7 +36,7 @@ const TABLE: [(&str, i32, &str); 32] = [
     ("generate --seed many", 2, "error"),
     ("man nonsense", 2, "error"),
     ("plugin", 2, "error"),
-    ("generate /nonexistent -p x", 4, "error"),
+    ("generate OUT -p x", 4, "error"),
     ("--backend nobody generate -p x", 6, "error"),
     ("explain --threads 1", 2, "error"),
 ];
