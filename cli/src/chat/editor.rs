@@ -91,9 +91,10 @@ impl Editor {
     /// What is typed next.
     pub fn read(&mut self, report: &Report) -> Result<Typed> {
         lock(&self.continued).clear();
-        let editing = Editing::begin();
-        let typed = self.line.readline("> ");
-        drop(editing);
+        let typed = {
+            let _editing = Editing::begin();
+            self.line.readline("> ")
+        };
         match typed {
             Ok(text) => {
                 let text = joined(text.trim_end_matches(['\n', '\r']), &lock(&self.continued));
