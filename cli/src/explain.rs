@@ -1,14 +1,13 @@
 //! `q4 explain`: the plan of a model, layer by layer, with everybody who was refused and why.
 use crate::args::ExplainArgs;
 use crate::context::Context;
-use crate::report::{Outcome, error_fields, stderr};
+use crate::report::{Outcome, stderr};
 use crate::session::{chunk, warn_of_unscaled};
 use q4_core::{Activations, Error, ExecPath, Rejection, Result};
 use q4_model::checkpoint::Checkpoint;
 use q4_model::checkpoint::names;
 use q4_model::plan::{HeadPlan, Plan, Product};
 use serde::Serialize;
-use serde_json::{Map, Value};
 
 #[derive(Serialize)]
 struct Body<'a> {
@@ -17,7 +16,7 @@ struct Body<'a> {
     head: Head,
     downgraded: usize,
     /// Why the plan cannot run, in the form of an error document; null when it can.
-    refused: Option<Map<String, Value>>,
+    refused: Option<&'a Error>,
 }
 
 #[derive(Serialize)]
@@ -65,7 +64,7 @@ pub fn run(cx: &Context, args: &ExplainArgs) -> Result<Outcome> {
             layers: plan.products().map(layer).collect(),
             head: head(&plan.head),
             downgraded: plan.downgraded(),
-            refused: refused.as_ref().map(error_fields),
+            refused: refused.as_ref(),
         };
         cx.report().document("explain", &body)?;
     } else {

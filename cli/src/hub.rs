@@ -5,8 +5,8 @@ use std::borrow::Cow;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-/// The model that `name` means: a path that exists is itself, `OWNER/NAME` is a snapshot in the local cache of
-/// the Hub, and anything else stays a path. [`Code::ModelMissing`] for an id that is not in the cache.
+/// The model that `name` means: a path that exists is itself, `OWNER/NAME` is a snapshot in the local cache
+/// of the Hub, and anything else stays a path. [`Code::ModelMissing`] for an id that is not in the cache.
 pub fn located(name: &Path) -> Result<Cow<'_, Path>> {
     let Some(id) = name.to_str().and_then(id).filter(|_| !name.exists()) else {
         return Ok(Cow::Borrowed(name));

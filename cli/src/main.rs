@@ -176,11 +176,8 @@ fn usage(e: &clap::Error, json: bool) -> ExitCode {
         return ExitCode::SUCCESS;
     }
     if json {
-        let text = e.to_string();
-        let what = text.lines().next().unwrap_or_default();
-        let error = Error::new(Code::Usage, what.strip_prefix("error: ").unwrap_or(what));
         let fix = args::tip(e).unwrap_or_else(|| "q4 --help".to_owned());
-        report::error_document(&error.fix(fix));
+        report::error_document(&Error::usage(&e.to_string()).fix(fix));
     }
     ExitCode::from(Code::Usage.exit())
 }

@@ -9,8 +9,8 @@ use q4_model::template::{self, ChatTemplate, Message};
 use serde_json::{Map, Value};
 use std::path::Path;
 
-/// Adds what `args` name to the variables of the template. What the template never looks at is warned about: a
-/// name with a slip in it would change nothing and say nothing.
+/// Adds what `args` name to the variables of the template. What the template never looks at is warned about:
+/// a name with a slip in it would change nothing and say nothing.
 pub fn give(
     variables: &mut Map<String, Value>,
     args: &PromptArgs,
@@ -53,32 +53,6 @@ pub fn rendered(
     Text::template(checkpoint)?.render(&messages, variables.get("tools"), true, variables)
 }
 
-/// A conversation in a file: its messages, and the tools it names.
-pub fn conversation(path: &Path) -> Result<(Vec<Message>, Option<Value>)> {
-    let wrong = |have: String| {
-        let name = if path == Path::new("-") { "standard input".into() } else { path.display().to_string() };
-        Error::new(Code::Usage, format!("{name}: no conversation"))
-            .need(
-                "a JSON list of messages with role and content, or an object with such a list as `messages`",
-            )
-            .have(have)
-    };
-    let mut value = template::json(&input::data(path)?).map_err(|e| wrong(e.to_string()))?;
-    let tools = value.get_mut("tools").map(Value::take).filter(|t| !t.is_null());
-    let list = match value.get_mut("messages") {
-        Some(list) => list.take(),
-        None => value,
-    };
-    if !list.is_array() {
-        return Err(wrong("another kind of JSON".to_owned()));
-    }
-    let messages = serde_json::from_value(list).map_err(|e| wrong(e.to_string()))?;
-    if let Some(tools) = &tools {
-        check(tools).map_err(|have| wrong(format!("tools: {have}")))?;
-    }
-    Ok((messages, tools))
-}
-
 fn tools(path: &Path) -> Result<Value> {
     let wrong = |have: String| {
         Error::new(Code::Usage, format!("--tools {}", path.display()))
@@ -90,8 +64,9 @@ fn tools(path: &Path) -> Result<Value> {
     Ok(tools)
 }
 
-/// Templates go through a list of objects; anything else they would print in some odd way, or not at all.
-fn check(tools: &Value) -> std::result::Result<(), String> {
+/// Whether these are tools: templates go through a list of objects; anything else they would print in some
+/// odd way, or not at all.
+pub fn check(tools: &Value) -> std::result::Result<(), String> {
     match tools.as_array() {
         None => Err("another kind of JSON".to_owned()),
         Some(list) => match list.iter().position(|tool| !tool.is_object()) {

@@ -7,7 +7,6 @@ use crate::signals;
 use indicatif::{ProgressBar, ProgressStyle};
 use q4_core::{Code, Error, Result};
 use serde::Serialize;
-use serde_json::{Map, Value};
 use std::borrow::Cow;
 use std::io::{self, BufWriter, IsTerminal, Write};
 
@@ -158,22 +157,10 @@ pub fn error(e: &Error, json: bool) {
 
 /// The document alone.
 pub fn error_document(e: &Error) {
-    if let Ok(text) = document("error", &error_fields(e)) {
+    if let Ok(text) = document("error", e) {
         // The exit status still tells when stdout cannot.
         let _ = stdout(&text);
     }
-}
-
-/// `code`, `exit`, `what`, `need`, `have` and `fix`; parts that are not set are null.
-pub fn error_fields(e: &Error) -> Map<String, Value> {
-    let mut fields = Map::new();
-    fields.insert("code".into(), e.code().id().into());
-    fields.insert("exit".into(), e.code().exit().into());
-    for name in ["what", "need", "have", "fix"] {
-        let part = e.parts().find(|(n, _)| *n == name);
-        fields.insert(name.into(), part.map_or(Value::Null, |(_, text)| text.into()));
-    }
-    fields
 }
 
 /// Whether stderr takes colours: as asked, else on a terminal unless `NO_COLOR` is set.
@@ -217,7 +204,7 @@ mod tests {
     #[test]
     fn the_schema_comes_first_and_every_part_of_an_error_is_there() {
         let e = Error::new(Code::TensorShape, "w").need("[4]").fix("export again");
-        let text = document("error", &error_fields(&e)).expect("serialises");
+        let text = document("error", &&e).expect("serialises");
         assert_eq!(
             text,
             "{\"schema\":\"q4.error/1\",\"code\":\"Q4-E0204\",\"exit\":4,\"what\":\"w\",\"need\":\"[4]\",\

@@ -13,7 +13,7 @@ pub const INTERRUPTED: u8 = 130;
 static CLEANUP: AtomicBool = AtomicBool::new(false);
 static ASKED: AtomicBool = AtomicBool::new(false);
 
-/// Ctrl-C was pressed while [`Cleanup`] was held.
+/// Ctrl-C was pressed while [`cleanup`] was held.
 pub fn interrupted() -> bool {
     ASKED.load(Ordering::Relaxed)
 }
@@ -42,45 +42,38 @@ extern "C" fn look() {
     CLOSED.store(!open, Ordering::Relaxed);
 }
 
-/// While it lives, the first Ctrl-C only sets [`interrupted`]; whoever holds it looks there and stops.
-pub struct Cleanup(());
+/// A flag that is up while this lives.
+pub struct Raised(&'static AtomicBool);
 
-impl Cleanup {
-    /// Begins to hold Ctrl-C back.
-    pub fn begin() -> Self {
-        CLEANUP.store(true, Ordering::Relaxed);
-        Self(())
+impl Raised {
+    /// Puts `flag` up.
+    pub fn new(flag: &'static AtomicBool) -> Self {
+        flag.store(true, Ordering::SeqCst);
+        Self(flag)
     }
 }
 
-impl Drop for Cleanup {
+impl Drop for Raised {
     fn drop(&mut self) {
-        CLEANUP.store(false, Ordering::Relaxed);
+        self.0.store(false, Ordering::SeqCst);
     }
 }
 
-/// Set by Ctrl-C while [`Talking`] is held.
+/// Holds Ctrl-C back: the first only sets [`interrupted`]; whoever holds this looks there and stops.
+pub fn cleanup() -> Raised {
+    Raised::new(&CLEANUP)
+}
+
+/// Set by Ctrl-C while [`talking`] is held.
 pub static STOP: AtomicBool = AtomicBool::new(false);
 
 static TALKING: AtomicBool = AtomicBool::new(false);
 static PRESSED: AtomicU8 = AtomicU8::new(0);
 
-/// While it lives, Ctrl-C sets [`STOP`], where answers look. A second one tells that this takes a while, a
-/// third ends the program, for a backend may hang. While a line is edited, the editor has it.
-pub struct Talking(());
-
-impl Talking {
-    /// Begins a conversation.
-    pub fn begin() -> Self {
-        TALKING.store(true, Ordering::Relaxed);
-        Self(())
-    }
-}
-
-impl Drop for Talking {
-    fn drop(&mut self) {
-        TALKING.store(false, Ordering::Relaxed);
-    }
+/// Begins a conversation: Ctrl-C sets [`STOP`], where answers look. A second one tells that this takes a
+/// while, a third ends the program, for a backend may hang. While a line is edited, the editor has it.
+pub fn talking() -> Raised {
+    Raised::new(&TALKING)
 }
 
 /// An answer begins that nobody has interrupted yet.

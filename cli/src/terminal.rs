@@ -1,9 +1,10 @@
 //! The terminal as it was found: line editing changes it, and whatever ends the program changes it back.
 #[cfg(unix)]
-pub use unix::{Editing, keep, restore, say};
+pub use unix::{editing, keep, restore, say};
 
 #[cfg(unix)]
 mod unix {
+    use crate::signals::Raised;
     use std::mem::MaybeUninit;
     use std::sync::OnceLock;
     use std::sync::atomic::{AtomicBool, Ordering};
@@ -34,21 +35,9 @@ mod unix {
         }
     }
 
-    /// While it lives, a line is being edited.
-    pub struct Editing(());
-
-    impl Editing {
-        /// Begins to edit.
-        pub fn begin() -> Self {
-            EDITING.store(true, Ordering::SeqCst);
-            Self(())
-        }
-    }
-
-    impl Drop for Editing {
-        fn drop(&mut self) {
-            EDITING.store(false, Ordering::SeqCst);
-        }
+    /// Begins to edit a line, which lasts as long as what is returned.
+    pub fn editing() -> Raised {
+        Raised::new(&EDITING)
     }
 
     /// Puts the terminal back if a line was being edited. Async-signal-safe.
@@ -92,15 +81,8 @@ mod elsewhere {
     /// Remembers nothing.
     pub fn keep() {}
 
-    /// A line is being edited.
-    pub struct Editing(());
-
-    impl Editing {
-        /// Begins to edit.
-        pub fn begin() -> Self {
-            Self(())
-        }
-    }
+    /// Begins to edit a line.
+    pub fn editing() {}
 
     /// Writes to stderr.
     pub fn say(text: &[u8]) {
@@ -110,4 +92,4 @@ mod elsewhere {
 }
 
 #[cfg(not(unix))]
-pub use elsewhere::{Editing, keep, say};
+pub use elsewhere::{editing, keep, say};

@@ -1,8 +1,9 @@
-//! `--trace-out`: what a run did and when, as a file that Perfetto and chrome://tracing open (Trace Event Format).
+//! `--trace-out`: what a run did and when, as a file that Perfetto and chrome://tracing open (Trace Event
+//! Format).
 //!
-//! The file is one JSON document at any time: an event goes over the document's end and brings a new end, in one
-//! write. So a run that fails or is interrupted leaves what it did until then, and the spans that it was in are
-//! open.
+//! The file is one JSON document at any time: an event goes over the document's end and brings a new end, in
+//! one write. So a run that fails or is interrupted leaves what it did until then, and the spans that it was
+//! in are open.
 use q4_core::{Code, Error, Result};
 use serde_json::{Map, Value, json};
 use std::fmt::Debug;

@@ -1,6 +1,7 @@
 //! `q4 tokenize`: what a text is to a model, and what token ids say.
 use crate::args::TokenizeArgs;
 use crate::context::Context;
+use crate::conversation::Saved;
 use crate::input;
 use crate::prompt;
 use crate::report::{Outcome, stdout};
@@ -38,12 +39,12 @@ pub fn run(cx: &Context, args: &TokenizeArgs) -> Result<Outcome> {
     let checkpoint = cx.open(&args.model)?;
     let mut text = Text::of(&checkpoint)?;
     let (said, ids) = if let Some(path) = &args.conversation {
-        let (messages, tools) = prompt::conversation(path)?;
+        let saved = Saved::read(path, cx.report())?;
         let template: ChatTemplate = Text::template(&checkpoint)?;
-        text.variables.extend(tools.map(|tools| ("tools".to_owned(), tools)));
+        text.variables.extend(saved.variables());
         prompt::give(&mut text.variables, &args.prompt, &template, cx.report())?;
         let tools = text.variables.get("tools");
-        let said = template.render(&messages, tools, !args.no_generation_prompt, &text.variables)?;
+        let said = template.render(&saved.messages, tools, !args.no_generation_prompt, &text.variables)?;
         let ids = text.tokenizer.encode(&said, false)?;
         (said, ids)
     } else {

@@ -205,8 +205,8 @@ fn rows(ids: &[u32]) -> usize {
     ids.len().min(chunk(Device::Cpu))
 }
 
-/// Planned as `q4 generate` plans a context of this size, and keeping the logits of all rows and all values of
-/// the run to compare with.
+/// Planned as `q4 generate` plans a context of this size, and keeping the logits of all rows and all values
+/// of the run to compare with.
 fn plan<'a>(
     cx: &'a Context,
     dispatch: Dispatch,

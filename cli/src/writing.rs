@@ -1,6 +1,6 @@
 //! Writing a model with a progress bar: Ctrl-C stops the work, which then leaves nothing behind.
 use crate::context::Context;
-use crate::signals::{self, Cleanup};
+use crate::signals;
 use q4_core::{Code, Error, Result};
 use q4_model::export::Progress;
 
@@ -11,7 +11,7 @@ pub fn write<R>(
     work: impl FnOnce(&mut dyn FnMut(Progress<'_>) -> Result<()>) -> Result<R>,
 ) -> Result<R> {
     let bar = cx.report().bar(doing);
-    let hold = Cleanup::begin();
+    let hold = signals::cleanup();
     let result = work(&mut |p| {
         bar.set_length(p.total as u64);
         bar.set_position(p.done as u64);

@@ -1,5 +1,6 @@
 //! One error shape for the whole program: a stable code, what happened, what was needed, what was found, what
 //! to do.
+use serde::{Serialize, Serializer, ser::SerializeStruct};
 use std::{borrow::Cow, fmt};
 
 macro_rules! codes {
@@ -119,6 +120,11 @@ impl Error {
         .into_iter()
         .filter_map(|(k, v)| v.map(|v| (k, v.as_str())))
     }
+    /// What a parser of command lines said, of which the first line counts.
+    pub fn usage(said: &str) -> Self {
+        let what = said.lines().next().unwrap_or_default();
+        Self::new(Code::Usage, what.strip_prefix("error: ").unwrap_or(what))
+    }
     /// An I/O failure on `path`; a file that does not exist is a missing model file.
     pub fn io(path: &std::path::Path, e: &std::io::Error) -> Self {
         match e.kind() {
@@ -144,6 +150,22 @@ impl fmt::Display for Error {
 }
 
 impl std::error::Error for Error {}
+
+/// `code`, `exit`, `what`, `need`, `have` and `fix`, as every document of an error has them; parts that are
+/// not set are null.
+impl Serialize for Error {
+    fn serialize<S: Serializer>(&self, to: S) -> std::result::Result<S::Ok, S::Error> {
+        let p = &*self.0;
+        let mut fields = to.serialize_struct("Error", 6)?;
+        fields.serialize_field("code", p.code.id())?;
+        fields.serialize_field("exit", &p.code.exit())?;
+        fields.serialize_field("what", &p.what)?;
+        fields.serialize_field("need", &p.need)?;
+        fields.serialize_field("have", &p.have)?;
+        fields.serialize_field("fix", &p.fix)?;
+        fields.end()
+    }
+}
 
 #[cfg(test)]
 mod tests {

@@ -22,6 +22,7 @@ pub mod memory;
 pub mod oracle;
 pub mod pages;
 mod registry;
+mod reject;
 pub mod rows;
 mod scale;
 mod schema;
@@ -35,8 +36,7 @@ mod weight;
 
 pub use backend::{
     BackendDescriptor, Candidate, ComputePath, ExecContext, ExecPath, Footprint, FuseSet, Fusion, LinearSpec,
-    OpSet, PreparedInfo, PreparedWeight, ProbeItem, Q4Backend, Reject, RejectCode, RmsNorm, Scratch,
-    SegmentSpec, Verdict,
+    OpSet, PreparedInfo, PreparedWeight, ProbeItem, Q4Backend, RmsNorm, Scratch, SegmentSpec,
 };
 pub use error::{Code, Error, Result};
 #[cfg(target_arch = "x86_64")]
@@ -44,6 +44,7 @@ pub use host::has_tiles;
 pub use host::{CudaDevice, CudaTools, Found, HostEnv, LibraryFacts, processors};
 pub use linear::{Dispatch, Executed, Q4Linear, Witness};
 pub use registry::{BUILTINS, Built, BuiltinOptions, Registration, Registry};
+pub use reject::{Reject, RejectCode, Verdict};
 pub use scale::{Convention, GlobalScale, Rule};
 pub use schema::{ActGlobal, ActQuant, Activations, NibbleOrder, Q4Schema, ScaleLayout, SchemaId};
 pub use select::{Overrides, Policy, Rejection, Selection, SelectionError, matches, select};

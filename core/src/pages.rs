@@ -3,8 +3,8 @@
 /// Bytes of a page of the size that makes a difference to a stream of weights.
 pub const HUGE_PAGE: usize = 2 << 20;
 
-/// Asks for huge pages behind the `bytes` bytes from `address`, which begins a page of any size; a last part that
-/// fills none is left out. A hint: who refuses it, or has no such pages, costs speed and nothing else.
+/// Asks for huge pages behind the `bytes` bytes from `address`, which begins a page of any size; a last part
+/// that fills none is left out. A hint: who refuses it, or has no such pages, costs speed and nothing else.
 pub fn advise_huge(address: usize, bytes: usize) {
     system::advise_huge(address, bytes - bytes % HUGE_PAGE);
 }

@@ -19,8 +19,8 @@ pub struct GenerationConfig {
     pub do_sample: Option<bool>,
     /// Divides the logits; 0 is greedy.
     pub temperature: Option<f32>,
-    /// Tokens kept by rank; 0 keeps all, and so does -1 in the file. A file that asks for sampling and has no
-    /// such field means 50.
+    /// Tokens kept by rank; 0 keeps all, and so does -1 in the file. A file that asks for sampling and has
+    /// no such field means 50.
     pub top_k: Option<usize>,
     /// Probability mass kept.
     pub top_p: Option<f32>,

@@ -24,8 +24,8 @@ impl Ranking {
         Self { most, each: 0, all: Vec::with_capacity(most.saturating_mul(steps)) }
     }
 
-    /// Notes the best of `logits` `[vocab]`, best first, the lower id first among equals. Nothing is noted where
-    /// a logit is NaN: who samples says so.
+    /// Notes the best of `logits` `[vocab]`, best first, the lower id first among equals. Nothing is noted
+    /// where a logit is NaN: who samples says so.
     pub fn look(&mut self, logits: &[f32]) {
         let peak = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         if self.most == 0 || !peak.is_finite() || logits.iter().any(|l| l.is_nan()) {

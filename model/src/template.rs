@@ -133,8 +133,8 @@ impl ChatTemplate {
     }
 
     /// The prompt for `messages`. `extra` are further variables, such as `bos_token`, `eos_token` or
-    /// `enable_thinking`. Numbers come out as Python prints them; [`json`] keeps those that `serde_json` would
-    /// change.
+    /// `enable_thinking`. Numbers come out as Python prints them; [`json`] keeps those that `serde_json`
+    /// would change.
     ///
     /// Errors: [`Code::TemplateInvalid`] where the template fails, with the line, or exceeds its bounds: one
     /// million instructions, 64 MiB of text made on the way, 5 seconds, 4 MiB of prompt.

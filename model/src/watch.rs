@@ -61,7 +61,8 @@ pub enum Watch {
     Unless(&'static AtomicBool),
 }
 
-/// The end of a step that somebody asked to stop; [`Runner::accept_unless`] takes it back, nobody else sees it.
+/// The end of a step that somebody asked to stop; [`Runner::accept_unless`] takes it back, nobody else sees
+/// it.
 ///
 /// [`Runner::accept_unless`]: crate::runner::Runner::accept_unless
 pub(crate) fn go_on(stop: &AtomicBool) -> Result<()> {

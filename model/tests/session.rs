@@ -92,6 +92,10 @@ fn limits(max_tokens: usize) -> Limits {
     Limits { max_tokens, stop_ids: vec![2, 0], ..Limits::default() }
 }
 
+fn native(context: usize, chunk: usize) -> Setup {
+    Setup { context, chunk, activations: ActivationRequest::Native, ..Setup::default() }
+}
+
 const TURNS: [&str; 8] = [
     "Who are you?",
     "Who am I?",
@@ -106,8 +110,7 @@ const TURNS: [&str; 8] = [
 #[test]
 fn eight_turns_equal_a_run_from_scratch_and_compute_only_what_is_new() -> Result<()> {
     let demo = demo()?;
-    let setup =
-        Setup { context: 1024, chunk: 64, activations: ActivationRequest::Native, ..Setup::default() };
+    let setup = native(1024, 64);
     let dispatch = setup.dispatch()?;
     let loaded = setup.load(&demo.checkpoint, &dispatch)?;
     let (mut warm, mut cold) = (setup.runner(&loaded)?, setup.runner(&loaded)?);
@@ -149,7 +152,7 @@ fn eight_turns_equal_a_run_from_scratch_and_compute_only_what_is_new() -> Result
 #[test]
 fn stop_strings_cut_the_answer_and_the_next_turn_goes_on() -> Result<()> {
     let demo = demo()?;
-    let setup = Setup { context: 512, chunk: 64, activations: ActivationRequest::Native, ..Setup::default() };
+    let setup = native(512, 64);
     let dispatch = setup.dispatch()?;
     let loaded = setup.load(&demo.checkpoint, &dispatch)?;
     let mut runner = setup.runner(&loaded)?;
@@ -171,7 +174,7 @@ fn stop_strings_cut_the_answer_and_the_next_turn_goes_on() -> Result<()> {
 fn an_interrupted_answer_is_kept_and_the_conversation_goes_on_as_if_it_were_all() -> Result<()> {
     static STOP: AtomicBool = AtomicBool::new(false);
     let demo = demo()?;
-    let setup = Setup { context: 1024, chunk: 4, activations: ActivationRequest::Native, ..Setup::default() };
+    let setup = native(1024, 4);
     let dispatch = setup.dispatch()?;
     let loaded = setup.load(&demo.checkpoint, &dispatch)?;
     let (mut warm, mut cold) = (setup.runner(&loaded)?, setup.runner(&loaded)?);
@@ -205,8 +208,7 @@ fn an_interrupted_answer_is_kept_and_the_conversation_goes_on_as_if_it_were_all(
 #[test]
 fn other_messages_keep_the_cache_of_what_they_share() -> Result<()> {
     let demo = demo()?;
-    let setup =
-        Setup { context: 1024, chunk: 64, activations: ActivationRequest::Native, ..Setup::default() };
+    let setup = native(1024, 64);
     let dispatch = setup.dispatch()?;
     let loaded = setup.load(&demo.checkpoint, &dispatch)?;
     let mut runner = setup.runner(&loaded)?;

@@ -10,8 +10,8 @@ use toml::{Table, Value};
 /// What a run is made from, by content.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Sources {
-    /// SHA-256 of configuration, tokenizer, template and, where training begins with them, weights; empty for
-    /// a named shape.
+    /// SHA-256 of configuration, tokenizer, template and, where training begins with them, weights; empty
+    /// for a named shape.
     pub model: String,
     /// Files that are learnt from.
     pub train: Files,

@@ -9,7 +9,8 @@ use q4_trainer::corpus::{self, Sizes};
 use q4_trainer::progress::clock;
 use q4_trainer::stop;
 use q4_trainer::torch::run::{Invocation, run};
-use serde_json::{Map, Value, json};
+use serde::Serialize;
+use serde_json::{Value, json};
 use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -119,9 +120,14 @@ fn main() -> ExitCode {
     }
 }
 
+/// A line on stderr. A log that is full or closed is no reason to end a run.
+fn tell(text: &str) {
+    let _ = writeln!(std::io::stderr(), "{}", text.trim_end());
+}
+
 /// The error as text and, with `json`, as the document of docs/errors.md.
 fn failed(e: &Error, json: bool) -> ExitCode {
-    eprintln!("{e}");
+    tell(&e.to_string());
     if json {
         document(e);
     }
@@ -129,16 +135,15 @@ fn failed(e: &Error, json: bool) -> ExitCode {
 }
 
 fn document(e: &Error) {
-    let mut fields = Map::new();
-    fields.insert("schema".into(), "q4.error/1".into());
-    fields.insert("code".into(), e.code().id().into());
-    fields.insert("exit".into(), e.code().exit().into());
-    for name in ["what", "need", "have", "fix"] {
-        let part = e.parts().find(|(n, _)| *n == name);
-        fields.insert(name.into(), part.map_or(Value::Null, |(_, text)| text.into()));
+    #[derive(Serialize)]
+    struct Document<'a> {
+        schema: &'static str,
+        #[serde(flatten)]
+        error: &'a Error,
     }
+    let text = serde_json::to_string(&Document { schema: "q4.error/1", error: e }).unwrap_or_default();
     // Nobody reads it: there is nobody left to tell.
-    let _ = writeln!(std::io::stdout(), "{}", Value::Object(fields));
+    let _ = writeln!(std::io::stdout(), "{text}");
 }
 
 /// A line that is not understood, or one that asks for help.
@@ -149,10 +154,7 @@ fn usage(e: &clap::Error, json: bool) -> ExitCode {
         return ExitCode::SUCCESS;
     }
     if json {
-        let text = e.to_string();
-        let what = text.lines().next().unwrap_or_default();
-        let error = Error::new(Code::Usage, what.strip_prefix("error: ").unwrap_or(what));
-        document(&error.fix("q4 train --help"));
+        document(&Error::usage(&e.to_string()).fix("q4 train --help"));
     }
     ExitCode::from(Code::Usage.exit())
 }
@@ -219,10 +221,9 @@ fn start(cli: &Cli) -> Result<Value> {
     let quiet = cli.quiet;
     let say = move |text: &str| {
         if !quiet {
-            eprintln!("{}", text.trim_end());
+            tell(text);
         }
     };
-    let warn = |text: &str| eprintln!("{}", text.trim_end());
     let line = line();
     let tokens = config.behaviour.tokens;
     let q4 = cli.through_q4.then(q4_beside).transpose()?;
@@ -240,7 +241,7 @@ fn start(cli: &Cli) -> Result<Value> {
             line: &line,
             serve: serve.as_ref().map(|s| s as &dyn Fn(&Path) -> Box<dyn Answer>),
             say: &say,
-            warn: &warn,
+            warn: &tell,
         },
     )
 }

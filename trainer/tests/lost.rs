@@ -5,7 +5,7 @@ use q4_trainer::{checkpoint, metrics};
 use std::path::Path;
 use std::process::Output;
 use std::time::{Duration, Instant};
-use tiny::{STEPS, files, line, prepare, run, start, sums};
+use tiny::{STEPS, files, line, prepare, run, start, start_telling, sums};
 
 mod tiny;
 
@@ -231,13 +231,19 @@ fn reaches(dir: &Path, child: &mut std::process::Child, file: &str, step: u64) {
     }
 }
 
+/// Bytes a file may have while the disk is full.
+const FULL: u64 = 1 << 16;
+
 #[test]
 fn what_happens_on_the_way_takes_nothing_with_it() {
     let dir = tempfile::tempdir().expect("directory");
     let d = dir.path();
     prepare(d);
     let long = [&set("export.dir=out")[..], &set("train.steps=100000"), &set("checkpoint.keep=2")].concat();
-    let mut child = start(d, &long);
+    // The log has reached the size that files may have below, so what is told then cannot be told.
+    std::fs::write(d.join("log"), vec![b'\n'; FULL as usize]).expect("written");
+    let log = std::fs::File::options().append(true).open(d.join("log")).expect("opened");
+    let mut child = start_telling(d, &long, log.into());
     reaches(d, &mut child, "ck/metrics.ndjson", 4);
     ends("two runs in one checkpoint folder", d, &["--resume"], 2, &["in use"]);
     let beside = ["--set", "export.dir=out", "--set", "checkpoint.dir=ck2"];
@@ -253,7 +259,7 @@ fn what_happens_on_the_way_takes_nothing_with_it() {
             let old = prlimit(process, Resource::Fsize, Rlimit { current: bytes, maximum: None });
             old.expect("limited");
         };
-        limit(Some(1 << 16));
+        limit(Some(FULL));
         let newest = || checkpoint::steps(&d.join("ck")).expect("listed").pop().expect("there is one").0;
         let full_at = newest();
         let begun = Instant::now();

@@ -126,8 +126,8 @@ impl Dense {
                             (w, (ld, 1))
                         }
                     };
-                    let multiply = if self.is_plain { multiply_plainly } else { multiply };
-                    multiply(x, rows.clone(), deep, w, strides, wide.len(), sums);
+                    let part = Part { x, rows: rows.clone(), terms: deep, w, strides, outputs: wide.len() };
+                    if self.is_plain { part.add_plainly_to(sums) } else { part.add_to(sums) }
                 }
                 for (r, sums) in rows.zip(sums.chunks(WIDTH)) {
                     // SAFETY: a tile belongs to one task.
@@ -174,66 +174,63 @@ fn tiles(m: usize, outputs: usize) -> (usize, usize) {
     (tiles, tiles.min(SLOTS))
 }
 
-/// `sums[rows, outputs] (+)= x[rows, terms] w`, where element (term, output) of `w` is at `term · strides.0 +
-/// output · strides.1`; the first terms overwrite what `sums` held. Rows of `sums` are `WIDTH` apart.
-fn multiply(
-    x: &Rows<'_>,
+/// `x[rows, terms] w`, where element (term, output) of `w` is at `term · strides.0 + output · strides.1`.
+/// Added to sums whose rows are `WIDTH` apart; the first terms overwrite what these held.
+struct Part<'a> {
+    x: &'a Rows<'a>,
     rows: Range<usize>,
     terms: Range<usize>,
-    w: &[f32],
+    w: &'a [f32],
     strides: (usize, usize),
     outputs: usize,
-    sums: &mut [f32],
-) {
-    let (m, k) = (rows.len(), terms.len());
-    assert!(terms.end <= x.row(rows.end - 1).len() && outputs <= WIDTH && m * WIDTH <= sums.len());
-    assert!((k - 1) * strides.0 + (outputs - 1) * strides.1 < w.len());
-    let first = x.row(rows.start)[terms.start..].as_ptr();
-    // SAFETY: the assertions prove that every element of x, w and sums which these extents and strides name
-    // exists; sums is borrowed uniquely, and `read_dst` is false where it may hold anything.
-    unsafe {
-        gemm(
-            m,
-            outputs,
-            k,
-            sums.as_mut_ptr(),
-            1,
-            WIDTH as isize,
-            terms.start > 0,
-            first,
-            1,
-            x.ld() as isize,
-            w.as_ptr(),
-            strides.1 as isize,
-            strides.0 as isize,
-            1.0,
-            1.0,
-            false,
-            false,
-            false,
-            Parallelism::None,
-        );
-    }
 }
 
-/// The same in the order of the terms, with what every processor of the architecture has.
-fn multiply_plainly(
-    x: &Rows<'_>,
-    rows: Range<usize>,
-    terms: Range<usize>,
-    w: &[f32],
-    strides: (usize, usize),
-    outputs: usize,
-    sums: &mut [f32],
-) {
-    for (row, sums) in rows.zip(sums.chunks_mut(WIDTH)) {
-        let sums = &mut sums[..outputs];
-        if terms.start == 0 {
-            sums.fill(0.0);
+impl Part<'_> {
+    fn add_to(self, sums: &mut [f32]) {
+        let Self { x, rows, terms, w, strides, outputs } = self;
+        let (m, k) = (rows.len(), terms.len());
+        assert!(terms.end <= x.row(rows.end - 1).len() && outputs <= WIDTH && m * WIDTH <= sums.len());
+        assert!((k - 1) * strides.0 + (outputs - 1) * strides.1 < w.len());
+        let first = x.row(rows.start)[terms.start..].as_ptr();
+        // SAFETY: the assertions prove that every element of x, w and sums which these extents and strides
+        // name exists; sums is borrowed uniquely, and `read_dst` is false where it may hold anything.
+        unsafe {
+            gemm(
+                m,
+                outputs,
+                k,
+                sums.as_mut_ptr(),
+                1,
+                WIDTH as isize,
+                terms.start > 0,
+                first,
+                1,
+                x.ld() as isize,
+                w.as_ptr(),
+                strides.1 as isize,
+                strides.0 as isize,
+                1.0,
+                1.0,
+                false,
+                false,
+                false,
+                Parallelism::None,
+            );
         }
-        for (t, x) in x.row(row)[terms.clone()].iter().enumerate() {
-            let w = w[t * strides.0..].iter().step_by(strides.1.max(1));
-            sums.iter_mut().zip(w).for_each(|(sum, w)| *sum += x * w);
+    }
+
+    /// The same in the order of the terms, with what every processor of the architecture has.
+    fn add_plainly_to(self, sums: &mut [f32]) {
+        let Self { x, rows, terms, w, strides, outputs } = self;
+        for (row, sums) in rows.zip(sums.chunks_mut(WIDTH)) {
+            let sums = &mut sums[..outputs];
+            if terms.start == 0 {
+                sums.fill(0.0);
+            }
+            for (t, x) in x.row(row)[terms.clone()].iter().enumerate() {
+                let w = w[t * strides.0..].iter().step_by(strides.1.max(1));
+                sums.iter_mut().zip(w).for_each(|(sum, w)| *sum += x * w);
+            }
         }
     }
 }

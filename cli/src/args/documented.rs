@@ -1,4 +1,5 @@
-//! `docs/cli.md` has every option of every command, in the words of its help, with an example that the tests run.
+//! `docs/cli.md` has every option of every command, in the words of its help, with an example that the tests
+//! run.
 use super::Cli;
 use clap::{Arg, Command, CommandFactory};
 use std::collections::BTreeMap;

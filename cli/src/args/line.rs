@@ -9,8 +9,8 @@ use std::ffi::OsString;
 /// What `line`, whose verb comes first, asks for.
 ///
 /// # Errors
-/// clap's, whose tip says how q4 spells what other programs spell otherwise; and one of ours for an option that
-/// is given two values.
+/// clap's, whose tip says how q4 spells what other programs spell otherwise; and one of ours for an option
+/// that is given two values.
 pub fn parse(line: Vec<OsString>) -> Result<Cli, clap::Error> {
     Cli::try_parse_from(each_once(line)?).map_err(|mut e| {
         let said = |kind| match e.get(kind) {
@@ -77,8 +77,8 @@ fn words_of(command: &Command, token: &str) -> Option<usize> {
     Some(if option.get_action().takes_values() && value.is_none() { 2 } else { 1 })
 }
 
-/// A global option that is said twice, before the verb and behind it for instance, is said once; where its values
-/// differ, nobody knows which is meant. Of options that add up every one counts.
+/// A global option that is said twice, before the verb and behind it for instance, is said once; where its
+/// values differ, nobody knows which is meant. Of options that add up every one counts.
 fn each_once(line: Vec<OsString>) -> Result<Vec<OsString>, clap::Error> {
     let mut root = Cli::command();
     root.build(); // verbs get the global options

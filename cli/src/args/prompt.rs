@@ -22,8 +22,9 @@ pub struct PromptArgs {
 /// `q4 tokenize`.
 #[derive(Args, Debug)]
 #[command(after_long_help = "\
-A text becomes the tokens that `q4 generate --raw` would compute: names of special tokens become those tokens, and none is added.
-A conversation is put into the chat template first. Text and ids are read from standard input where they are `-` or absent.
+A text becomes the tokens that `q4 generate --raw` would compute: names of special tokens become
+those tokens, and none is added. A conversation is put into the chat template first. Text and ids
+are read from standard input where they are `-` or absent.
 
 Examples:
   q4 tokenize demo 'Who are you?'
@@ -40,8 +41,8 @@ pub struct TokenizeArgs {
     /// TEXT is token ids, with commas or blanks between; print what they say.
     #[arg(long, conflicts_with = "conversation")]
     pub decode: bool,
-    /// A file with messages as JSON, a list or an object with `messages` and perhaps `tools`; `-` is standard
-    /// input.
+    /// A file with messages as JSON, a list or an object with `messages` and perhaps `tools`; `-` is
+    /// standard input.
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub conversation: Option<PathBuf>,
     /// Do not begin the model's answer.

@@ -1,7 +1,7 @@
 //! Where a person types: a line editor whose Enter knows that a message is not done yet.
 use super::history::{ENTRIES, History};
 use crate::report::Report;
-use crate::terminal::{self, Editing};
+use crate::terminal;
 use q4_conformance::certificate;
 use q4_core::{Code, Error, Result};
 use rustyline::error::ReadlineError;
@@ -92,7 +92,7 @@ impl Editor {
     pub fn read(&mut self, report: &Report) -> Result<Typed> {
         lock(&self.continued).clear();
         let typed = {
-            let _editing = Editing::begin();
+            let _editing = terminal::editing();
             self.line.readline("> ")
         };
         match typed {

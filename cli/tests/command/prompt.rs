@@ -118,7 +118,7 @@ fn what_cannot_be_given_is_refused() {
     assert_eq!(status(&["tokenize", "demo", "Hi", "--template-arg", "a=1"]), Some(2));
     assert_eq!(status(&["tokenize", "demo", "Hi", "--conversation", "x"]), Some(2));
     let none = piped(&["tokenize", "demo", "--conversation", "-"], "7");
-    assert!(none.status.code() == Some(2) && err(&none).contains("need: a JSON list"), "{}", err(&none));
+    assert!(none.status.code() == Some(4) && err(&none).contains("Q4-E0214"), "{}", err(&none));
 }
 
 #[test]

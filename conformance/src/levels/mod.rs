@@ -33,7 +33,8 @@ struct Scope<'a> {
     claim: &'a Claim,
     limits: &'a Limits,
     seed: u64,
-    /// Whether the backend is one of q4's own, whose claims are known to share code; of a library nothing is.
+    /// Whether the backend is one of q4's own, whose claims are known to share code; of a library nothing
+    /// is.
     is_own: bool,
 }
 

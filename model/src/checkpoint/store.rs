@@ -150,7 +150,8 @@ impl TensorStore {
         Ok(index.tensors)
     }
 
-    /// A base model, saved without the prefix that it has as a part of the whole, under the names it has there.
+    /// A base model, saved without the prefix that it has as a part of the whole, under the names it has
+    /// there.
     pub(super) fn of_whole_model(self) -> Self {
         const PREFIX: &str = "model.";
         let is_base = self.table.find("embed_tokens.weight").is_some() && !self.table.has_prefix(PREFIX);

@@ -10,8 +10,8 @@ use minijinja::{
     value::ValueKind,
 };
 
-/// `text % given`: a tuple has the arguments one by one, a mapping has them by name, anything else is the only
-/// one.
+/// `text % given`: a tuple has the arguments one by one, a mapping has them by name, anything else is the
+/// only one.
 pub(super) fn formatted(text: &str, given: &Value) -> Result<Value, Error> {
     let is_tuple = given.is_tuple();
     let mut arguments: std::vec::IntoIter<Value> =

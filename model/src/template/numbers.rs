@@ -1,7 +1,8 @@
-//! JSON whose numbers are what Python's `json` reads: whole ones of any length, and floats beyond the largest.
+//! JSON whose numbers are what Python's `json` reads: whole ones of any length, and floats beyond the
+//! largest.
 //!
-//! `serde_json` holds integers of 64 bits and finite floats. Every other number becomes an object with one key
-//! of ours, which holds its digits until the engine gets a value of its own for it.
+//! `serde_json` holds integers of 64 bits and finite floats. Every other number becomes an object with one
+//! key of ours, which holds its digits until the engine gets a value of its own for it.
 use minijinja::{
     Value,
     value::{Object, ObjectRepr},
@@ -56,8 +57,8 @@ fn number_end(text: &str) -> usize {
         .unwrap_or(text.len())
 }
 
-/// What is written in the place of a number that `serde_json` would change. Whatever is no number stays, to be
-/// refused.
+/// What is written in the place of a number that `serde_json` would change. Whatever is no number stays, to
+/// be refused.
 fn replacement(token: &str) -> Option<String> {
     let digits = token.strip_prefix('-').unwrap_or(token);
     if digits == "0" && token != digits {

@@ -9,8 +9,8 @@ pub const VERB: &str = "isolated";
 /// How a library gets a process of its own.
 #[derive(Clone, Debug)]
 pub struct Isolation {
-    /// An executable that calls [`serve_main`](crate::remote::serve_main) when its first argument is [`VERB`], and
-    /// words before that.
+    /// An executable that calls [`serve_main`](crate::remote::serve_main) when its first argument is
+    /// [`VERB`], and words before that.
     pub program: PathBuf,
     /// Those words.
     pub args: Vec<OsString>,

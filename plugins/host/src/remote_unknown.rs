@@ -1,5 +1,5 @@
-//! A library in a process of its own, where processes cannot share memory and be followed as they can on Linux:
-//! there is none, and who asks for one is told so.
+//! A library in a process of its own, where processes cannot share memory and be followed as they can on
+//! Linux: there is none, and who asks for one is told so.
 pub use crate::isolation::{Isolation, Loss, VERB};
 use crate::{Examined, Refusal};
 use q4_core::conduct::Facts;

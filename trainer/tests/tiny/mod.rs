@@ -48,9 +48,15 @@ fn command(dir: &Path, words: &[&str]) -> Command {
 
 /// Starts a run of `run.toml` on one thread.
 pub fn start(dir: &Path, more: &[&str]) -> Child {
+    start_telling(dir, more, Stdio::inherit())
+}
+
+/// Starts a run of `run.toml` on one thread that tells what happens to `log`.
+pub fn start_telling(dir: &Path, more: &[&str], log: Stdio) -> Child {
     command(dir, &["run.toml", "--threads", "1", "--quiet"])
         .args(more)
         .stdout(Stdio::null())
+        .stderr(log)
         .spawn()
         .expect("q4-train starts")
 }

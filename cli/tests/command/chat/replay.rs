@@ -108,7 +108,7 @@ fn turns_are_played_before_the_pipe_is_read() {
 #[test]
 fn files_that_are_no_conversation_are_named_and_refused() {
     let dir = tempfile::tempdir().unwrap();
-    let bad = file(dir.path(), "bad.json", "{\"messages\": []}");
+    let bad = file(dir.path(), "bad.json", "{\"messages\": 7}");
     let nobody = file(dir.path(), "nobody.json", r#"{"schema": "q4.conversation/1", "messages": []}"#);
     let later = file(dir.path(), "later.json", r#"{"schema": "q4.conversation/9", "messages": []}"#);
     for (verb, option, path) in [

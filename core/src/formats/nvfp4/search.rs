@@ -10,9 +10,9 @@ const REACH: u8 = 8;
 const LAST: u8 = 0x7e;
 
 impl Quantizer {
-    /// As [`quantize_row`](Self::quantize_row), with the one of 17 neighbouring E4M3 scales per block that has
-    /// the smallest sum of squared errors; the scale of [`quantize_row`](Self::quantize_row) where none is
-    /// better. No error of a block is ever larger than there.
+    /// As [`quantize_row`](Self::quantize_row), with the one of 17 neighbouring E4M3 scales per block that
+    /// has the smallest sum of squared errors; the scale of [`quantize_row`](Self::quantize_row) where
+    /// none is better. No error of a block is ever larger than there.
     ///
     /// # Errors
     /// As there.
@@ -46,7 +46,8 @@ impl Quantizer {
         let (mut best, mut least) = (first, error(&magnitudes, effective(first, self.global)));
         for distance in 1..=REACH {
             for code in [first.saturating_sub(distance), first.saturating_add(distance)] {
-                // Libraries keep small scales off zero and denormals in ways of their own: nothing below is tried.
+                // Libraries keep small scales off zero and denormals in ways of their own: nothing below is
+                // tried.
                 if code < e4m3::encode(e4m3::MIN_NORMAL) || code > LAST {
                     continue;
                 }

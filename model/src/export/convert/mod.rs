@@ -29,8 +29,8 @@ pub struct Conversion {
     pub layout: Layout,
     /// Largest data size of one safetensors file in bytes; a layer that is larger has a file of its own.
     pub max_shard_bytes: u64,
-    /// A per-tensor scale without an exact counterpart becomes the nearest f32, if no factor of a block differs
-    /// by more than its last bit.
+    /// A per-tensor scale without an exact counterpart becomes the nearest f32, if no factor of a block
+    /// differs by more than its last bit.
     pub allow_last_bit: bool,
 }
 

@@ -51,8 +51,8 @@ pub(super) fn expressed(
 }
 
 /// The scale of `convention` that changes the fewest factors, where last bits may change: taken down in
-/// `changed` under `name`. `exact` is why there is none that changes nothing; it stays the error where nothing
-/// may change, or where a factor would change by more.
+/// `changed` under `name`. `exact` is why there is none that changes nothing; it stays the error where
+/// nothing may change, or where a factor would change by more.
 pub(super) fn nearest(
     scale: GlobalScale,
     convention: Convention,
