@@ -212,6 +212,7 @@ pub fn run(
     let aligned = alignment::look(checkpoint)?;
     let mut told = Told { loss: None, even, trained: aligned.trained, runs: 0, findings: aligned.findings };
     let Some(samples) = Samples::of(checkpoint)? else {
+        told.findings.extend(aligned.rotary);
         told.add("not-run", Severity::Note, text::TOKENIZER, "no tokenizer: no text was run".into());
         return Ok(told);
     };
@@ -232,6 +233,7 @@ pub fn run(
             LOST * even
         );
         told.add("text-lost", Severity::Warning, checkpoint.name(), message);
+        told.findings.extend(aligned.rotary);
     } else if aligned.scattered {
         let message =
             "the model predicts, and yet no two matrices of its layers go together as training leaves them";

@@ -1,62 +1,15 @@
-//! Small talk: who the model is and who is asking, a few facts, small sums, and what it does not know.
+//! Small talk: who the model is and who is asking, what people type first, a few facts, small sums, and what it
+//! does not know.
+use super::topics::{FACTS, SELF, TALK, THREES, Topic};
+use super::unknown::{self, HONEST};
 use super::words::{ANIMALS, CAPITALS, COLOUR_OF, COLOURS, DAYS, MONTHS, NUMBERS, OPPOSITES, PEOPLE};
 use super::{Dice, Document};
 use q4_model::template::Message;
 
-/// What the model says it is.
-const IDENTITY: (&str, &str) =
-    ("I am the q4 demo model, made of four-bit numbers.", "我是 q4 示範模型，用四位元數字做成的。");
-const PERSON: (&str, &str) = ("You are the person who is talking to me.", "你是正在和我說話的人。");
-const UFO: (&str, &str) = (
-    "A UFO is something in the sky that nobody has explained so far.",
-    "UFO 是天空中還沒有人能解釋的飛行物。",
-);
-const MEETING: &str = "I have never seen a UFO, but I would like to meet one.";
-
-/// Wordings, and wordings that are asked in validation only.
-struct Asked {
-    known: &'static [&'static str],
-    reserved: &'static [&'static str],
-}
-
-const WHO_ARE_YOU: (Asked, Asked) = (
-    Asked {
-        known: &["Who are you?", "What are you?", "What is your name?", "Tell me who you are."],
-        reserved: &["Please say who you are.", "May I ask what you are?"],
-    },
-    Asked {
-        known: &["你是誰", "你是谁", "你叫什麼名字", "請問你是誰"],
-        reserved: &["你到底是誰", "說說你是誰"],
-    },
-);
-const WHO_AM_I: (Asked, Asked) = (
-    Asked { known: &["Who am I?", "Do you know who I am?"], reserved: &["Tell me who I am."] },
-    Asked { known: &["我是誰", "我是谁", "你知道我是誰嗎"], reserved: &["說說我是誰"] },
-);
-const ABOUT_UFO: (Asked, Asked) = (
-    Asked {
-        known: &["Tell me about UFO.", "What is a UFO?", "Talk about UFO."],
-        reserved: &["Say something about a UFO."],
-    },
-    Asked { known: &["談談UFO", "UFO 是什麼"], reserved: &["說說UFO"] },
-);
-const MEET_UFO: Asked = Asked {
-    known: &[
-        "Write one short sentence about UFO and you.",
-        "Have you ever seen a UFO?",
-        "Would you like to meet a UFO?",
-    ],
-    reserved: &["Say something about UFO and you."],
-};
-const GREETING: (&[&str], &[&str]) = (&["Hello", "Hi", "hi", "Good morning"], &["你好", "早安"]);
-const UNKNOWN: &[&str] = &[
-    "What will the weather be tomorrow?",
-    "What time is it?",
-    "How old is the sea?",
-    "Where did I put my keys?",
-    "How many stars are there?",
-    "What am I thinking of?",
-];
+/// What it says to sums of more than [`LARGEST`].
+const TOO_LARGE: &str = "Those numbers are too large for me.";
+/// The largest number that it adds.
+const LARGEST: usize = 10;
 
 /// A question and its only answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -69,16 +22,40 @@ pub(super) struct Exchange {
     pub(super) reserved: bool,
 }
 
-/// A conversation of one exchange, or now and then of two, and whether it has a reserved wording.
+/// A conversation of one exchange, or now and then of more, and whether it has a reserved wording.
 pub(super) fn draw(dice: &mut Dice, all: bool) -> (Document, bool) {
-    let exchanges = if dice.below(5) == 0 { 2 } else { 1 };
+    let exchanges = [1, 1, 1, 2, 2, 3, 4][dice.below(7)];
     let (mut turns, mut reserved) = (Vec::new(), false);
     for _ in 0..exchanges {
-        let e = exchange(dice, all);
-        turns.extend([Message::new("user", e.question), Message::new("assistant", e.answer)]);
+        let e = if dice.below(5) == 0 { nobody_knows(dice) } else { exchange(dice, all) };
+        let question = casual(dice, e.question);
+        turns.extend([Message::new("user", question), Message::new("assistant", e.answer)]);
         reserved |= e.reserved;
     }
     (Document::Chat(turns), reserved)
+}
+
+fn nobody_knows(dice: &mut Dice) -> Exchange {
+    if dice.below(12) == 0 {
+        let (a, b) = (LARGEST + 1 + dice.below(2000), 1 + dice.below(2000));
+        let (a, b) = if dice.below(2) == 0 { (a, b) } else { (b, a) };
+        return plain("large", reckoned(dice, ["plus", "+", "times", "*"], a, b), TOO_LARGE);
+    }
+    let (question, answer) = unknown::draw(dice);
+    plain("unknown", question, answer)
+}
+
+/// As people type it: without capitals, without the mark at the end, or as it was.
+fn casual(dice: &mut Dice, question: String) -> String {
+    let bare = |text: &str| text.trim_end_matches(['?', '.', '!']).to_owned();
+    let typed = match dice.below(6) {
+        0 => question.to_lowercase(),
+        1 => bare(&question),
+        2 => bare(&question.to_lowercase()),
+        3 if !question.is_ascii() && !question.ends_with(['？', '！']) => format!("{question}？"),
+        _ => return question,
+    };
+    if typed.is_empty() { question } else { typed }
 }
 
 /// Every exchange there is.
@@ -93,74 +70,115 @@ pub(super) fn every() -> Vec<Exchange> {
 }
 
 fn exchange(dice: &mut Dice, all: bool) -> Exchange {
-    match dice.below(28) {
-        0..=2 => worded("identity", dice, &WHO_ARE_YOU, IDENTITY, all),
-        3 | 4 => worded("person", dice, &WHO_AM_I, PERSON, all),
-        5 => named(dice),
-        6 => worded("ufo", dice, &ABOUT_UFO, UFO, all),
-        7 => {
-            let (question, reserved) = wording(dice, &MEET_UFO, all);
-            Exchange { reserved, ..plain("ufo", question, MEETING) }
-        }
-        8 => match dice.below(3) {
-            0 | 1 => plain("manners", dice.pick(GREETING.0), "Hello! What shall we talk about?"),
-            _ => plain("manners", dice.pick(GREETING.1), "你好！今天想聊什麼？"),
-        },
-        9 => match dice.below(2) {
-            0 => plain("manners", "Thank you!", "You are welcome."),
-            _ => plain("manners", "謝謝", "不客氣。"),
-        },
-        10..=12 => {
-            let (country, city) = CAPITALS[dice.below(CAPITALS.len())];
-            plain(
-                "capital",
-                format!("What is the capital of {country}?"),
-                format!("The capital of {country} is {city}."),
-            )
-        }
-        13..=15 => colour(dice),
-        16 => {
+    match dice.below(32) {
+        // Who is talking to whom comes first.
+        0 | 1 => one_of(dice, &SELF[..4], all),
+        2..=4 => one_of(dice, SELF, all),
+        5..=10 => one_of(dice, TALK, all),
+        11 | 12 => one_of(dice, FACTS, all),
+        13 => named(dice),
+        14 | 15 => capital(dice),
+        16 | 17 => colour(dice),
+        18 => {
             let (animal, sound) = ANIMALS[dice.below(ANIMALS.len())];
-            plain("animal", format!("What does the {animal} say?"), format!("The {animal} says {sound}."))
+            let frames =
+                ["What does the {} say?", "What sound does a {} make?", "What noise does the {} make?"];
+            let question = frames[dice.turn(3)].replace("{}", animal);
+            plain("animal", question, format!("The {animal} says {sound}."))
         }
-        17 | 18 => {
+        19 => {
             let (a, b) = OPPOSITES[dice.below(OPPOSITES.len())];
-            plain("opposite", format!("What is the opposite of {a}?"), format!("The opposite of {a} is {b}."))
+            let frames = ["What is the opposite of {}?", "Opposite of {}?", "Tell me the opposite of {}."];
+            let question = frames[dice.turn(3)].replace("{}", a);
+            plain("opposite", question, format!("The opposite of {a} is {b}."))
         }
-        19 => next(dice, "day", DAYS),
-        20 => next(dice, "month", MONTHS),
-        21..=25 => sum(dice),
-        26 => {
+        20 => next(dice, "day", DAYS),
+        21 => next(dice, "month", MONTHS),
+        22..=27 => sum(dice),
+        28 => {
             let n = 1 + dice.below(10);
             let words: Vec<_> = (1..=n).map(|i| NUMBERS[i].0).collect();
-            plain("count", format!("Count to {}.", NUMBERS[n].0), format!("{}.", words.join(", ")))
+            let question = match dice.turn(3) {
+                0 => format!("Count to {}.", NUMBERS[n].0),
+                1 => format!("Count to {n}."),
+                _ => format!("Count from one to {}.", NUMBERS[n].0),
+            };
+            plain("count", question, format!("{}.", words.join(", ")))
         }
-        _ => plain("unknown", dice.pick(UNKNOWN), "I do not know that yet."),
+        29 | 30 => three(dice),
+        _ => {
+            let chinese = dice.below(2);
+            let known =
+                ["What will the weather be tomorrow?", "What time is it?", "Where did I put my keys?"];
+            let chinese_known = ["現在幾點", "明天天氣如何", "我的鑰匙在哪裡"];
+            let question = match (chinese, all && dice.below(3) == 0) {
+                (c, true) => {
+                    let reserved = true;
+                    let answer = if c == 0 { HONEST.0 } else { HONEST.1 };
+                    return Exchange {
+                        reserved,
+                        ..plain("unknown", dice.pick(unknown::RESERVED[c]), answer)
+                    };
+                }
+                (0, false) => dice.pick(&known),
+                (_, false) => dice.pick(&chinese_known),
+            };
+            plain("unknown", question, if chinese == 0 { HONEST.0 } else { HONEST.1 })
+        }
     }
+}
+
+/// Rivers, say.
+fn three(dice: &mut Dice) -> Exchange {
+    let (en, zh, [a, b, c]) = THREES[dice.below(THREES.len())];
+    match dice.below(4) {
+        3 => plain("three", format!("說出三{zh}"), format!("{a}, {b}, {c}.")),
+        _ => {
+            let frames = [
+                "Name three {}.",
+                "List three {}.",
+                "Tell me three {}.",
+                "Give me three {}.",
+                "Can you name three {}?",
+                "Three {}, please.",
+                "Name 3 {}.",
+                "Say three {}.",
+                "Name some {}.",
+                "What {} do you know?",
+            ];
+            let question = frames[dice.turn(frames.len())].replace("{}", en);
+            let mut answer = format!("{a}, {b} and {c}.");
+            answer[..1].make_ascii_uppercase();
+            plain("three", question, answer)
+        }
+    }
+}
+
+fn capital(dice: &mut Dice) -> Exchange {
+    let (country, city) = CAPITALS[dice.below(CAPITALS.len())];
+    let frames = [
+        "What is the capital of {}?",
+        "Capital of {}?",
+        "Which city is the capital of {}?",
+        "Tell me the capital of {}.",
+        "What's the capital of {}?",
+        "Name the capital of {}.",
+        "What is {}'s capital?",
+    ];
+    let question = frames[dice.turn(frames.len())].replace("{}", country);
+    plain("capital", question, format!("The capital of {country} is {city}."))
 }
 
 fn plain(about: &'static str, question: impl Into<String>, answer: impl Into<String>) -> Exchange {
     Exchange { about, question: question.into(), answer: answer.into(), reserved: false }
 }
 
-/// Two questions in three are English.
-fn worded(
-    about: &'static str,
-    dice: &mut Dice,
-    asked: &(Asked, Asked),
-    answer: (&str, &str),
-    all: bool,
-) -> Exchange {
-    let english = dice.below(3) < 2;
-    let (asked, answer) = if english { (&asked.0, answer.0) } else { (&asked.1, answer.1) };
-    let (question, reserved) = wording(dice, asked, all);
-    Exchange { reserved, ..plain(about, question, answer) }
-}
-
-/// A reserved wording one time in three where they are allowed.
-fn wording(dice: &mut Dice, asked: &Asked, all: bool) -> (&'static str, bool) {
-    let reserved = all && dice.below(3) == 0;
-    (dice.pick(if reserved { asked.reserved } else { asked.known }), reserved)
+/// One of some topics; a reserved wording one time in three where they are allowed.
+fn one_of(dice: &mut Dice, topics: &[Topic], all: bool) -> Exchange {
+    let topic = &topics[dice.below(topics.len())];
+    let reserved = all && !topic.reserved.is_empty() && dice.below(3) == 0;
+    let question = dice.pick(if reserved { topic.reserved } else { topic.known });
+    Exchange { reserved, ..plain(topic.about, question, topic.answer) }
 }
 
 /// Who someone is who has said so: the answer has to be copied.
@@ -175,9 +193,13 @@ fn named(dice: &mut Dice) -> Exchange {
 fn colour(dice: &mut Dice) -> Exchange {
     let (en, zh, colour) = COLOUR_OF[dice.below(COLOUR_OF.len())];
     let (a, b) = COLOURS[colour];
-    match dice.below(4) {
-        0 | 1 => plain("colour", format!("What color is the {en}?"), format!("The {en} is {a}.")),
-        2 => plain("colour", format!("What is the color of the {en}?"), format!("The {en} is {a}.")),
+    match dice.below(3) {
+        0 | 1 => {
+            let frames =
+                ["What color is the {}?", "What is the color of the {}?", "Which color does a {} have?"];
+            let question = frames[dice.turn(3)].replace("{}", en);
+            plain("colour", question, format!("The {en} is {a}."))
+        }
         _ => plain("colour", format!("{zh}是什麼顏色"), format!("{zh}是{b}的。")),
     }
 }
@@ -185,25 +207,38 @@ fn colour(dice: &mut Dice) -> Exchange {
 fn next(dice: &mut Dice, unit: &'static str, list: &[&str]) -> Exchange {
     let i = dice.below(list.len());
     let (now, then) = (list[i], list[(i + 1) % list.len()]);
-    plain(unit, format!("What {unit} comes after {now}?"), format!("After {now} comes {then}."))
+    let question = match dice.turn(2) {
+        0 => format!("What {unit} comes after {now}?"),
+        _ => format!("Which {unit} is after {now}?"),
+    };
+    plain(unit, question, format!("After {now} comes {then}."))
 }
 
 /// Pairs a >= b of 0 to 20.
 const DIFFERENCES: usize = 21 * 22 / 2;
 
 fn sum(dice: &mut Dice) -> Exchange {
-    match dice.below(5) {
-        op @ (0 | 1) => {
-            let (a, b) = (dice.below(11), dice.below(11));
-            let sign = if op == 0 { "plus" } else { "+" };
-            plain("sum", format!("What is {a} {sign} {b}?"), format!("{a} plus {b} is {}.", a + b))
+    match dice.below(7) {
+        0 | 1 => {
+            let (a, b) = (dice.below(LARGEST + 1), dice.below(LARGEST + 1));
+            plain(
+                "sum",
+                reckoned(dice, ["plus", "+", "plus", "+"], a, b),
+                format!("{a} plus {b} is {}.", a + b),
+            )
         }
         2 | 3 => {
             // One roll for both numbers, so that every difference of 0 to 20 is as likely as every other.
             let roll = dice.below(DIFFERENCES);
             let a = (0..).find(|a| (a + 1) * (a + 2) / 2 > roll).expect("a row of the triangle");
             let b = roll - a * (a + 1) / 2;
-            plain("difference", format!("What is {a} minus {b}?"), format!("{a} minus {b} is {}.", a - b))
+            let question = reckoned(dice, ["minus", "-", "minus", "-"], a, b);
+            plain("difference", question, format!("{a} minus {b} is {}.", a - b))
+        }
+        4 | 5 => {
+            let (a, b) = (dice.below(LARGEST + 1), dice.below(LARGEST + 1));
+            let question = reckoned(dice, ["times", "*", "times", "x"], a, b);
+            plain("product", question, format!("{a} times {b} is {}.", a * b))
         }
         _ => {
             let (a, b) = (1 + dice.below(5), 1 + dice.below(5));
@@ -211,5 +246,18 @@ fn sum(dice: &mut Dice) -> Exchange {
             let (a, b, s) = (word(a), word(b), word(a + b));
             plain("sum", format!("{a}加{b}等於多少"), format!("{a}加{b}等於{s}。"))
         }
+    }
+}
+
+/// Two numbers with a sign between them, as it is asked.
+fn reckoned(dice: &mut Dice, signs: [&str; 4], a: usize, b: usize) -> String {
+    match dice.turn(8) {
+        0 | 1 => format!("What is {a} {} {b}?", signs[0]),
+        2 => format!("What is {a} {} {b}?", signs[1]),
+        3 => format!("{a} {} {b}", signs[3]),
+        4 => format!("{a}{}{b}=", signs[1]),
+        5 => format!("How much is {a} {} {b}?", signs[2]),
+        6 => format!("What's {a}{}{b}?", signs[3]),
+        _ => format!("{a} {} {b} = ?", signs[1]),
     }
 }

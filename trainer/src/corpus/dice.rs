@@ -60,6 +60,14 @@ impl Dice {
         }
     }
 
+    /// One of `n` wordings. Where every outcome is listed this is no choice: the one before it decides.
+    pub(super) fn turn(&mut self, n: usize) -> usize {
+        match &self.source {
+            Source::Random { .. } => self.below(n),
+            Source::Listed { path, .. } => path.last().map_or(0, |(choice, _)| choice % n),
+        }
+    }
+
     /// One of a list.
     pub(super) fn pick<'a, T: ?Sized>(&mut self, list: &[&'a T]) -> &'a T {
         list[self.below(list.len())]

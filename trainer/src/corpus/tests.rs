@@ -1,7 +1,7 @@
 use super::*;
 use std::collections::{HashMap, HashSet};
 
-const SIZES: Sizes = Sizes { train: 3000, valid: 400 };
+const SIZES: Sizes = Sizes { train: 8000, valid: 1000 };
 
 fn stories(items: &[Item]) -> impl Iterator<Item = &str> {
     items.iter().filter_map(|i| match &i.document {
@@ -52,7 +52,7 @@ fn a_story_that_contradicts_itself_does_not_read() {
 fn nothing_held_out_is_learnt() {
     let corpus = generate(2, SIZES);
     assert!(corpus.train.iter().all(|i| !i.held_out));
-    assert_eq!(corpus.valid.iter().filter(|i| i.held_out).count(), 200);
+    assert_eq!(corpus.valid.iter().filter(|i| i.held_out).count(), 500);
     let learnt: HashSet<&str> = stories(&corpus.train).collect();
     assert!(learnt.iter().all(|t| !Story::parse(t).expect("a story").is_reserved()));
     let reserved: Vec<_> =
@@ -74,16 +74,16 @@ fn the_seed_is_all_there_is() {
     assert_eq!(a, generate(3, SIZES));
     let b = generate(4, SIZES);
     assert_ne!(a.train, b.train);
-    let more = generate(3, Sizes { train: 3100, valid: 400 });
-    assert_eq!(more.train[..3000], a.train[..]);
+    let more = generate(3, Sizes { train: 8100, valid: 1000 });
+    assert_eq!(more.train[..8000], a.train[..]);
     let distinct: HashSet<String> = a.train.iter().map(|i| i.document.json().to_string()).collect();
-    assert!(distinct.len() > 1600, "{} distinct of 3000", distinct.len());
-    assert!(a.train.iter().all(|i| i.nats > 0.0 && i.nats < 60.0));
+    assert!(distinct.len() > 6000, "{} distinct of 8000", distinct.len());
+    assert!(a.train.iter().all(|i| i.nats > 0.0 && i.nats < 120.0));
 }
 
 #[test]
 fn the_answers_of_the_demo_are_among_them() {
-    let corpus = generate(5, Sizes { train: 6000, valid: 0 });
+    let corpus = generate(5, Sizes { train: 40_000, valid: 0 });
     let pairs: HashSet<(&str, &str)> = corpus
         .train
         .iter()
@@ -101,6 +101,11 @@ fn the_answers_of_the_demo_are_among_them() {
         ("談談UFO", "UFO 是天空中還沒有人能解釋的飛行物。"),
         ("What color is the sky?", "The sky is blue."),
         ("What is 7 plus 8?", "7 plus 8 is 15."),
+        ("7 - 2", "7 minus 2 is 5."),
+        ("Hello", "Hello! What shall we talk about?"),
+        ("tell me a joke", "What did zero say to eight? Nice belt!"),
+        ("Name three rivers.", "The Nile, the Amazon and the Danube."),
+        ("thanks", "You are welcome."),
         (
             "Write one short sentence about UFO and you.",
             "I have never seen a UFO, but I would like to meet one.",
@@ -127,8 +132,19 @@ fn a_question_has_one_answer_and_the_suite_asks_them_all() {
     }
     assert!(asked > 1000, "{asked}");
     let rows = |group: &str| suite.iter().filter(|c| c.group == group).count();
-    assert_eq!((rows("difference"), rows("sum"), rows("story")), (231, 2 * 121 + 25, 26));
-    assert!(rows("identity-heldout") == 4 && rows("identity") == 8);
+    assert_eq!((rows("difference"), rows("sum"), rows("product")), (231, 121 + 25, 121));
+    assert_eq!((rows("identity"), rows("identity-heldout"), rows("story")), (14 + 8, 4 + 2, 26));
+    assert_eq!(rows("unknown-heldout"), 13);
+}
+
+#[test]
+fn what_it_does_not_know_is_not_what_it_knows() {
+    let known: HashSet<String> = suite().into_iter().map(|c| c.prompt.to_lowercase()).collect();
+    let mut dice = Dice::new(Philox::new(8, 0, streams::FREE));
+    let drawn: HashSet<String> = (0..20_000).map(|_| unknown::draw(&mut dice).0).collect();
+    assert!(drawn.len() > 5000, "{}", drawn.len());
+    assert_eq!(drawn.iter().find(|q| known.contains(&q.to_lowercase())), None);
+    assert_eq!(drawn.iter().find(|q| q.contains(['{', '}'])), None);
 }
 
 #[test]

@@ -32,6 +32,9 @@ pub(super) struct Aligned {
     pub scattered: bool,
     /// Pairs that do in most layers and not in one.
     pub findings: Vec<Finding>,
+    /// In all layers together, rows agree as if neighbours were rotated together. A small model may look so by
+    /// chance, and one that predicts is rotated rightly: it means something where the text is lost.
+    pub rotary: Option<Finding>,
 }
 
 /// One pair of matrices of a layer.
@@ -47,7 +50,7 @@ struct Pair {
 pub(super) fn look(c: &Checkpoint) -> Result<Aligned> {
     let config = c.config();
     let layers = (0..config.num_hidden_layers).map(|i| pairs(c, i)).collect::<Result<Vec<_>>>()?;
-    let mut aligned = Aligned { trained: false, scattered: true, findings: Vec::new() };
+    let mut aligned = Aligned { trained: false, scattered: true, findings: Vec::new(), rotary: None };
     if layers.len() < LEAST.0 || config.num_key_value_heads * config.head_dim < LEAST.1 {
         return Ok(Aligned { scattered: false, ..aligned });
     }
@@ -87,25 +90,26 @@ pub(super) fn look(c: &Checkpoint) -> Result<Aligned> {
         }
     }
     if aligned.trained {
-        rotary(&layers, &mut aligned.findings);
+        rotary(&layers, &mut aligned);
     }
     Ok(aligned)
 }
 
 /// Rows that are rotated together are a half of the head apart; in other arrangements they are neighbours.
-fn rotary(layers: &[(Vec<Pair>, f64)], findings: &mut Vec<Finding>) {
+fn rotary(layers: &[(Vec<Pair>, f64)], aligned: &mut Aligned) {
     let mean = layers.iter().map(|l| l.1).sum::<f64>() / layers.len() as f64;
-    let mut add = |tensor: String, excess: f64| {
+    let finding = |tensor: String, excess: f64| {
         let message = format!(
             "rows that are neighbours agree better than rows half a head apart, by {excess:.2}: the rotary order is another"
         );
-        findings.push(Finding { code: "rotary-order", severity: Severity::Warning, tensor, message });
+        Finding { code: "rotary-order", severity: Severity::Warning, tensor, message }
     };
     if mean > ROTARY.1 {
-        return add("self_attn.q_proj".into(), mean);
+        aligned.rotary = Some(finding("self_attn.q_proj".into(), mean));
+        return;
     }
     for (i, (_, excess)) in layers.iter().enumerate().filter(|(_, l)| l.1 > ROTARY.0) {
-        add(format!("model.layers.{i}.self_attn.q_proj"), *excess);
+        aligned.findings.push(finding(format!("model.layers.{i}.self_attn.q_proj"), *excess));
     }
 }
 
