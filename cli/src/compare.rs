@@ -33,6 +33,9 @@ struct Body<'a> {
 #[derive(Serialize)]
 struct Side<'a> {
     model: &'a str,
+    /// Named by `--against`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    backend: Option<&'a str>,
     #[serde(flatten)]
     facts: Facts,
 }
@@ -47,14 +50,16 @@ struct Finding {
 
 /// Runs the verb.
 pub fn run(cx: &Context, args: &CompareArgs) -> Result<Outcome> {
-    let dispatches = [Session::dispatch(cx)?, Session::dispatch(cx)?];
+    let other = args.against.as_deref().map(|name| cx.against(name, args.against_device)).transpose()?;
+    let cx_a = other.as_ref().unwrap_or(cx);
+    let dispatches = [Session::dispatch(cx_a)?, Session::dispatch(cx)?];
     let text = input::data(&args.data.data)?;
     let [a, b] = args.models();
     let (a, b) = (cx.open(&a)?, cx.open(&b)?);
     let windows = windows_of(&text, args, &a, &b)?;
     let [dispatch_a, dispatch_b] = dispatches;
     let sizes = windows.sizes(cx);
-    let planned_a = Session::plan(cx, dispatch_a, &a, None, sizes.chunk, sizes)?;
+    let planned_a = Session::plan(cx_a, dispatch_a, &a, None, sizes.chunk, sizes)?;
     let planned_b = Session::plan(cx, dispatch_b, &b, args.quantize, sizes.chunk, sizes)?;
     let [session_a, session_b] = planned_a.load_beside(planned_b)?;
     let (mut runner_a, mut runner_b) = (session_a.runner()?, session_b.runner()?);
@@ -74,8 +79,8 @@ pub fn run(cx: &Context, args: &CompareArgs) -> Result<Outcome> {
             tokens: summary.a.tokens(),
             window: windows.window(),
             findings,
-            a: Side { model: a.name(), facts: facts_a },
-            b: Side { model: b.name(), facts: facts_b },
+            a: Side { model: a.name(), backend: args.against.as_deref(), facts: facts_a },
+            b: Side { model: b.name(), backend: None, facts: facts_b },
         };
         cx.report().document("compare", &body)?;
     } else {

@@ -143,6 +143,7 @@ fn run(global: GlobalArgs, verb: &Verb) -> Result<Outcome> {
             cx.gated(false).placed(place).judging()
         }
         Verb::Trace(args) => cx.compared_with(Some(&args.against)),
+        Verb::Compare(args) => cx.compared_with(args.against.as_deref()),
         _ => cx,
     };
     match verb {

@@ -1,5 +1,5 @@
 //! The options of `q4 eval` and `q4 compare`: what is measured over a text.
-use super::{Format, ModelArgs};
+use super::{DeviceChoice, Format, ModelArgs, device};
 use clap::{Args, ValueHint};
 use std::path::PathBuf;
 
@@ -42,27 +42,41 @@ pub struct EvalArgs {
 /// `q4 compare`.
 #[derive(Args, Debug)]
 #[command(after_long_help = "\
-A is the reference: KL(A||B) in nats a position, its mean, 99th percentile and maximum; how often both find the same token most
-likely; and either's perplexity. The text is cut as by `q4 eval`. Both models are in memory at once and obey the same global
-options; they need one vocabulary. The exit status is 3 when a bound is exceeded.
+A is the reference: KL(A||B) in nats a position, its mean, 99th percentile and maximum; how often both find
+the same token most likely; and either's perplexity. The text is cut as by `q4 eval`. Both models are in memory at once and obey
+the same global options, but for the backend and device of A where --against names them; they need one
+vocabulary. The exit status is 3 when a bound is exceeded.
 
 Examples:
   q4 compare ./model ./model-nvfp4 --data text.txt
   q4 compare ./model ./model --quantize nvfp4 --data text.txt       what quantising would cost
+  q4 compare ./model --against reference --data text.txt            what this machine's kernels change
   q4 compare ./model ./model-nf4 --data text.txt --max-kl-mean 0.05 --min-top1 0.9")]
 pub struct CompareArgs {
     /// The reference: a model directory, a .safetensors or .dat file, or `demo`.
     #[arg(value_name = "A", value_hint = ValueHint::AnyPath)]
     pub a: PathBuf,
-    /// The model that is compared with it; may be the same.
-    #[arg(value_name = "B", value_hint = ValueHint::AnyPath)]
-    pub b: PathBuf,
+    /// The model that is compared with it; may be the same, and is where --against stands alone.
+    #[arg(value_name = "B", value_hint = ValueHint::AnyPath, required_unless_present = "against")]
+    pub b: Option<PathBuf>,
     /// config.json of both, where it is not beside the weights.
     #[arg(long, value_name = "PATH", value_hint = ValueHint::AnyPath)]
     pub config: Option<PathBuf>,
+    /// config.json of B, where it has another.
+    #[arg(long, value_name = "PATH", value_hint = ValueHint::AnyPath)]
+    pub config_b: Option<PathBuf>,
     /// tokenizer.json of both, where it is not beside the weights.
     #[arg(long, value_name = "PATH", value_hint = ValueHint::AnyPath)]
     pub tokenizer: Option<PathBuf>,
+    /// tokenizer.json of B, where it has another.
+    #[arg(long, value_name = "PATH", value_hint = ValueHint::AnyPath)]
+    pub tokenizer_b: Option<PathBuf>,
+    /// The backend that computes A; B is computed as the global options say.
+    #[arg(long, value_name = "NAME")]
+    pub against: Option<String>,
+    /// Where that one computes [default: as --device].
+    #[arg(long, value_name = "DEVICE", value_parser = device, requires = "against")]
+    pub against_device: Option<DeviceChoice>,
     /// Which text.
     #[command(flatten)]
     pub data: DataArgs,
@@ -80,11 +94,14 @@ pub struct CompareArgs {
 impl CompareArgs {
     /// A and B.
     pub fn models(&self) -> [ModelArgs; 2] {
-        [&self.a, &self.b].map(|model| ModelArgs {
-            model: model.clone(),
-            config: self.config.clone(),
-            tokenizer: self.tokenizer.clone(),
-        })
+        let (config, tokenizer) = (&self.config, &self.tokenizer);
+        let a = ModelArgs { model: self.a.clone(), config: config.clone(), tokenizer: tokenizer.clone() };
+        let b = ModelArgs {
+            model: self.b.as_ref().unwrap_or(&self.a).clone(),
+            config: self.config_b.as_ref().or(config.as_ref()).cloned(),
+            tokenizer: self.tokenizer_b.as_ref().or(tokenizer.as_ref()).cloned(),
+        };
+        [a, b]
     }
 }
 

@@ -238,3 +238,42 @@ fn two_models_share_one_memory_limit() {
         plan.as_array().unwrap().iter().filter(is_once).map(|p| p["bytes"].as_u64().unwrap()).sum();
     assert!(two.abs_diff(2 * one - once) < 1 << 18, "{one} bytes for one, {two} for two, {once} of both");
 }
+
+#[test]
+fn two_backends_are_compared() {
+    let (_dir, file) = data(TEXT);
+    let report = json("compare", &["demo", "--against", "reference", "--data", &file]);
+    let ran = |side: &str| report[side]["executed"][0]["backend"].as_str().unwrap().to_owned();
+    assert_eq!((ran("a"), ran("b")), ("reference".to_owned(), "nvfp4-kernel".to_owned()));
+    assert_eq!((&report["a"]["backend"], &report["b"]["backend"]), (&"reference".into(), &Value::Null));
+    let kl = number(&report, "kl_max");
+    assert!(kl > 0.0 && kl < 1e-2, "{report}");
+    for words in [
+        &["compare", "demo", "--data", &file][..],
+        &["compare", "demo", "--against-device", "cpu", "--data", &file],
+    ] {
+        assert_eq!(run(words).status.code(), Some(2), "{words:?}");
+    }
+    let nobody = run(&["compare", "demo", "--against", "nobody", "--data", &file]);
+    assert_eq!(nobody.status.code(), Some(6), "{}", err(&nobody));
+}
+
+#[test]
+fn each_model_has_its_configuration() {
+    let (dir, file) = data(TEXT);
+    let weights = dir.path().join("demo.dat").to_str().unwrap().to_owned();
+    assert!(run(&["convert", "demo", &weights, "--layout", "dat"]).status.success());
+    let demo = concat!(env!("CARGO_MANIFEST_DIR"), "/demo");
+    let mut config: Value =
+        serde_json::from_slice(&std::fs::read(format!("{demo}/config.json")).unwrap()).unwrap();
+    config["rms_norm_eps"] = 0.1.into();
+    let other = dir.path().join("config.json").to_str().unwrap().to_owned();
+    std::fs::write(&other, config.to_string()).unwrap();
+    let compare = |more: &[&str]| {
+        let both = [&weights, &weights, "--config", demo, "--tokenizer", demo, "--data", &file];
+        number(&json("compare", &[&both[..], more].concat()), "kl_mean")
+    };
+    assert_eq!(compare(&[]), 0.0);
+    assert!(compare(&["--config-b", &other]) > 0.0);
+    assert_eq!(compare(&["--config-b", demo, "--tokenizer-b", demo]), 0.0);
+}
