@@ -2,78 +2,12 @@
 
 import argparse
 import json
-import os
 import pathlib
-import platform
 import re
 import shutil
 import statistics
-import subprocess
-import sys
-import time
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-ROWS = []
-
-
-def row(name, value, unit, need, why="the tests did not run, or one of them failed"):
-    """A number, or no number and the reason."""
-    ROWS.append(
-        {
-            "name": name,
-            "value": value,
-            "unit": unit,
-            "need": need,
-            **({"not_measured": why} if value is None else {}),
-        }
-    )
-
-
-def run(*command, env=None, cwd=None):
-    start = time.perf_counter()
-    done = subprocess.run(
-        [str(c) for c in command], capture_output=True, text=True, env={**os.environ, **(env or {})}, cwd=cwd
-    )
-    return time.perf_counter() - start, done
-
-
-def must(*command, **kwargs):
-    seconds, done = run(*command, **kwargs)
-    if done.returncode:
-        sys.exit(f"{' '.join(map(str, command))}: {done.returncode}\n{done.stdout}{done.stderr}")
-    return seconds, done.stdout
-
-
-class Tests:
-    """What the tests printed, and which of them passed."""
-
-    def __init__(self, path):
-        self.text = path.read_text(errors="replace") if path.exists() else ""
-        # With --nocapture the verdict may follow what the test printed.
-        self.names = set(re.findall(r"^test (\S+) \.\.\.", self.text, re.M))
-        self.failed = set(
-            re.findall(
-                r"^    (\S+)$", "".join(re.findall(r"^failures:\n((?:    \S+\n)+)", self.text, re.M)), re.M
-            )
-        )
-        self.broken = "error: could not compile" in self.text
-
-    def of(self, part):
-        """Tests whose name has this part, and those of them that failed; none when none ran."""
-        found = {n for n in self.names if part in n}
-        return None if self.broken or not found else (found, found & self.failed)
-
-    def passed(self, part):
-        """Tests whose name has this part; none when there are none, or one of them failed."""
-        found = self.of(part)
-        return None if not found or found[1] else len(found[0])
-
-    def failures(self, part):
-        found = self.of(part)
-        return None if not found else len(found[1])
-
-    def numbers(self, pattern):
-        return re.search(pattern, self.text)
+from rows import ROOT, ROWS, Tests, must, row, said, write
 
 
 def mutants(args):
@@ -171,10 +105,10 @@ def vendor(args):
     row("isolate-decode-demo", round(ratio, 3), "of the rate without", "no bound; the price is said")
 
 
-def rate(report, phase):
-    """Median tokens per second of one part of `q4 --json bench`."""
+def rate(report, phase, of="median"):
+    """Tokens per second of one part of `q4 --json bench`."""
     return next(
-        r["median"]
+        r[of]
         for r in report["results"]
         if r["what"].startswith({"decode": "tg", "prefill": "pp"}[phase])
     )
@@ -247,22 +181,23 @@ def overhead(args):
             "first-start-0.6b", None, "ms more than before", "<= 300", "no revision to compare with was named"
         )
         return
-    for label, words in [("demo", ["demo", "-r", "5"]), ("0.6b", ["--shape", "qwen3-0.6b", "-r", "3"])]:
+    for label, words in [("demo", ["demo", "-r", "12"]), ("0.6b", ["--shape", "qwen3-0.6b", "-r", "6"])]:
         rates = {}
-        for _ in range(args.rounds):
-            for which in ("before", "now"):
+        for i in range(args.rounds):
+            # Whoever comes second finds another machine: turns change.
+            for which in ("before", "now") if i % 2 else ("now", "before"):
                 binary = args.before if which == "before" else args.q4
                 report = json.loads(
                     must(binary, "--json", "bench", *words, "--prefill", "128", "--decode", "32", env=env)[1]
                 )
                 for phase in ("decode", "prefill"):
-                    rates.setdefault((phase, which), []).append(rate(report, phase))
+                    rates.setdefault((phase, which), []).append(rate(report, phase, "max"))
         for phase, name in (("decode", "decode"), ("prefill", "prompt")):
             ratio = max(rates[phase, "now"]) / max(rates[phase, "before"])
             row(
                 f"{name}-{label}",
                 round(ratio, 3),
-                f"of the rate of {args.revision}, best of {args.rounds} in turns",
+                f"of the rate of {args.revision}, the fastest run of {args.rounds} x {words[-1]} in turns",
                 ">= 0.99",
             )
     model = args.work / "qwen3-0.6b"
@@ -283,25 +218,6 @@ def overhead(args):
         f"ms more than {args.revision}, best of {args.rounds + 1} in turns",
         "<= 300",
     )
-
-
-def machine():
-    facts = (
-        pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-        if pathlib.Path("/proc/cpuinfo").exists()
-        else []
-    )
-    cpu = next((l.split(":")[1].strip() for l in facts if l.startswith("model name")), platform.machine())
-    return {"cpu": cpu, "processors": os.cpu_count()}
-
-
-def said(*command):
-    try:
-        return (
-            subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip().splitlines()[0]
-        )
-    except (OSError, IndexError):
-        return None
 
 
 def main():
@@ -331,15 +247,8 @@ def main():
     files(tests)
     tables(tests)
     ROWS.extend(json.loads((args.work / "clock.json").read_text()))
-    versions = {
-        "q4": said(args.q4, "--version"),
-        "rustc": said("rustc", "--version"),
-        "cc": said("cc", "--version"),
-        "gdb": said("gdb", "--version"),
-        "valgrind": said("valgrind", "--version"),
-    }
-    commit = said("git", "rev-parse", "HEAD")
-    print(json.dumps({"machine": machine(), "commit": commit, "versions": versions, "rows": ROWS}, indent=1))
+    others = {tool: said(tool, "--version") for tool in ("rustc", "cc", "gdb", "valgrind")}
+    write(q4=said(args.q4, "--version"), **others)
 
 
 main()
