@@ -374,23 +374,24 @@ fn limited(dir: &Path, args: &[&str]) -> (Option<i32>, f64, u64, String) {
     let (out, err) = (dir.join("stdout"), dir.join("stderr"));
     command.stdout(std::fs::File::create(&out).unwrap()).stderr(std::fs::File::create(&err).unwrap());
     let start = Instant::now();
-    let mut child = command.args(args).stdin(Stdio::null()).spawn().expect("starts");
-    let status = loop {
-        if let Some(status) = child.try_wait().unwrap() {
-            break status.code();
+    let child = command.args(args).stdin(Stdio::null()).spawn().expect("starts");
+    // Of this child alone: other tests have children too.
+    // SAFETY: `usage` is plain memory that the call fills; the child is reaped here and nowhere else.
+    let reap = |options| unsafe {
+        let (mut status, mut usage) = (0, std::mem::zeroed::<libc::rusage>());
+        let pid = libc::wait4(child.id() as libc::pid_t, &mut status, options, &mut usage);
+        (pid != 0).then_some((status, usage.ru_maxrss as u64 >> 10))
+    };
+    let (status, peak) = loop {
+        if let Some((status, peak)) = reap(libc::WNOHANG) {
+            break (libc::WIFEXITED(status).then(|| libc::WEXITSTATUS(status)), peak);
         }
         if start.elapsed() > PATIENCE {
-            child.kill().unwrap();
-            child.wait().unwrap();
-            break None;
+            // SAFETY: the child is not reaped yet, so the number is its own.
+            unsafe { libc::kill(child.id() as libc::pid_t, libc::SIGKILL) };
+            break (None, reap(0).map_or(0, |r| r.1));
         }
         std::thread::sleep(Duration::from_millis(2));
-    };
-    // SAFETY: `usage` is plain memory that the call fills.
-    let peak = unsafe {
-        let mut usage: libc::rusage = std::mem::zeroed();
-        libc::getrusage(libc::RUSAGE_CHILDREN, &mut usage);
-        usage.ru_maxrss as u64 >> 10
     };
     let text =
         [&out, &err].map(|f| String::from_utf8_lossy(&std::fs::read(f).unwrap()).into_owned()).concat();
@@ -444,6 +445,7 @@ fn crafted_text_files_meet_their_bounds_and_verify_names_what_generate_refuses()
         slowest.1
     );
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(peak <= 256, "{peak} MiB resident");
 }
 
 #[test]
