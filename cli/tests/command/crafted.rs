@@ -374,6 +374,7 @@ fn limited(dir: &Path, args: &[&str]) -> (Option<i32>, f64, u64, String) {
     let (out, err) = (dir.join("stdout"), dir.join("stderr"));
     command.stdout(std::fs::File::create(&out).unwrap()).stderr(std::fs::File::create(&err).unwrap());
     let start = Instant::now();
+    #[expect(clippy::zombie_processes, reason = "reaped below by wait4, which also tells its memory")]
     let child = command.args(args).stdin(Stdio::null()).spawn().expect("starts");
     // Of this child alone: other tests have children too.
     // SAFETY: `usage` is plain memory that the call fills; the child is reaped here and nowhere else.
