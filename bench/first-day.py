@@ -48,6 +48,7 @@ def training_limits(args):
                 f"data.valid={folder}/corpus/valid.jsonl",
                 f"checkpoint.dir={folder}/ck-{number}",
                 "train.steps=2",
+                "schedule.warmup=0",
                 "data.rows=16",
                 "eval.every=0",
                 "sample.every=0",

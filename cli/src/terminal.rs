@@ -81,8 +81,13 @@ mod elsewhere {
     /// Remembers nothing.
     pub fn keep() {}
 
-    /// Begins to edit a line.
-    pub fn editing() {}
+    /// Begins to edit a line, which lasts as long as what is returned: nothing to put back is known here.
+    pub fn editing() -> Editing {
+        Editing
+    }
+
+    /// A line that is being edited.
+    pub struct Editing;
 
     /// Writes to stderr.
     pub fn say(text: &[u8]) {

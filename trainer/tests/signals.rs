@@ -135,6 +135,34 @@ fn without_a_checkpoint_folder_the_model_is_written_as_it_is() {
     println!("way to lose work: SIGTERM without a checkpoint folder");
 }
 
+/// A run that goes on behind its last step looks at the held-out rows first: a signal there costs the look.
+#[test]
+fn asked_behind_the_last_step_the_end_can_be_had_again() {
+    /// How often the rows are looked at, for seconds.
+    const LOOK: usize = 150;
+    let dir = tempfile::tempdir().expect("directory");
+    prepare(dir.path());
+    let rows = std::fs::read_to_string(dir.path().join("data.jsonl")).expect("rows");
+    std::fs::write(dir.path().join("valid.jsonl"), rows.repeat(LOOK)).expect("written");
+    let sets = ["--set", "train.steps=1", "--set", "eval.every=0", "--set", "data.valid=valid.jsonl"];
+    assert!(start(dir.path(), &sets).wait().expect("ends").success());
+    let again = [&sets[..], &["--resume", "--set", "export.dir=out"]].concat();
+    let asked = (1..).map(|tries| {
+        let mut child = start(dir.path(), &again);
+        std::thread::sleep(Duration::from_millis(700 * tries));
+        send(&child, Signal::TERM);
+        child.wait().expect("reaped")
+    });
+    // Before there is anything to put down, the signal ends the process.
+    let status = asked.take(20).find(|status| status.signal().is_none()).expect("a run that answers");
+    assert_eq!(status.code(), Some(143));
+    assert_eq!(newest(dir.path()), Some((1, false)));
+    assert!(!dir.path().join("out/modelopt").exists());
+    assert!(start(dir.path(), &again).wait().expect("ends").success());
+    assert!(dir.path().join("out/modelopt/model.safetensors").is_file());
+    println!("way to lose work: SIGTERM while the last look is taken");
+}
+
 #[test]
 fn a_closed_terminal_asks_and_nohup_is_respected() {
     let dir = tempfile::tempdir().expect("directory");

@@ -306,19 +306,16 @@ impl Run<'_> {
             "peak_bytes": self.phases.peak().max(device::Memory::of(self.device).peak(self.device)),
         });
         if let Some(signal) = stop::asked().filter(|_| store.is_some() || !self.is_over()) {
-            let guard = self.guard.clone();
-            let kept = self.put_down(store, source.cursor(), guard, self.owed)?;
-            report["interrupted"] = signal.name().into();
-            report["exit"] = signal.exit().into();
-            report["checkpoint"] = json!(self.saved.as_ref().map(|s| &s.2));
-            report["kept"] = json!(kept);
-            self.log.page(true);
-            return Ok(report);
+            return self.interrupted(report, signal, store, source.cursor());
         }
         // A run that was gone on with after its last step has not looked yet.
         let loss = match self.evaluated {
-            Some((step, loss)) if step == self.step => Some(loss),
-            _ => self.loss()?,
+            Some((step, loss)) if step == self.step => Ok(Some(loss)),
+            _ => self.loss(),
+        };
+        let loss = match (loss, stop::asked()) {
+            (Err(_), Some(signal)) => return self.interrupted(report, signal, store, source.cursor()),
+            (loss, _) => loss?,
         };
         report["valid_loss"] = loss.into();
         report["best_valid_loss"] = self.best.map(|b| b.0).into();
@@ -338,7 +335,10 @@ impl Run<'_> {
         }
         if let Some(suite) = &suite {
             let served = written.iter().find(|p| !p.ends_with("bf16")).cloned();
-            let found = self.ask(suite, served.as_deref())?;
+            let found = match (self.ask(suite, served.as_deref()), stop::asked()) {
+                (Err(_), Some(signal)) => return self.interrupted(report, signal, store, source.cursor()),
+                (found, _) => found?,
+            };
             self.tell(&found);
             report["behaviour"] = json!(found.groups);
             report["leaks"] = found.leaks.into();
@@ -346,6 +346,28 @@ impl Run<'_> {
             self.log.page(true);
             found.gate(&self.c.behaviour.gates)?;
         }
+        self.log.page(true);
+        Ok(report)
+    }
+
+    /// The report of a run that was asked to end, with where it stands written down.
+    fn interrupted(
+        &mut self,
+        mut report: Value,
+        signal: stop::Signal,
+        store: Option<&Store>,
+        cursor: Cursor,
+    ) -> Result<Value> {
+        let (guard, exported) = (self.guard.clone(), report["exports"].is_array());
+        // What was exported is what there is to keep where there are no checkpoints.
+        let kept = match store.is_none() && exported {
+            true => None,
+            false => self.put_down(store, cursor, guard, self.owed)?,
+        };
+        report["interrupted"] = signal.name().into();
+        report["exit"] = signal.exit().into();
+        report["checkpoint"] = json!(self.saved.as_ref().map(|s| &s.2));
+        report["kept"] = json!(kept);
         self.log.page(true);
         Ok(report)
     }
