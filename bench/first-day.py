@@ -64,9 +64,10 @@ def training_limits(args):
             return code, json.loads(text or "{}"), 1024 * usage.ru_maxrss, err.read_text()
 
         code, plan, _, err = train("plan", "--dry-run")
-        planned = plan.get("planned_bytes")
-        if code or not planned:
+        if code:
             return [row(name, None, "", "", err.strip()[-300:]) for name in names]
+        phases = [[part["bytes"] for part in phase["parts"]] for phase in plan["plan"]["phases"]]
+        planned = max(map(sum, phases))
         kept, refused = [], []
         for i in range(1, 21):
             limit = planned * i // 10

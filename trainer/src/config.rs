@@ -250,7 +250,18 @@ fn section<T: Serialize + DeserializeOwned>(
             _ => value.clone(),
         };
         let before = fields.insert(field.clone(), value.clone());
-        match T::deserialize(Value::Table(fields.clone())) {
+        let read = T::deserialize(Value::Table(fields.clone())).or_else(|e| match value {
+            // A folder may be called 2024, and bytes need no unit.
+            Value::Integer(n) => {
+                fields.insert(field.clone(), Value::String(n.to_string()));
+                T::deserialize(Value::Table(fields.clone())).map_err(|again| {
+                    // That one names what there is.
+                    if again.message().contains("unknown variant") { again } else { e }
+                })
+            }
+            _ => Err(e),
+        });
+        match read {
             Ok(next) => result = next,
             Err(e) => {
                 let (need, have) = plain(e.message(), &value);

@@ -63,6 +63,16 @@ fn every_problem_is_in_one_error() {
 }
 
 #[test]
+fn a_number_is_a_text_where_a_text_is_meant() {
+    let given = [("memory.limit", "129400934"), ("checkpoint.dir", "2024")];
+    let c = Config::parse(MINIMAL, &pairs(&given)).expect("valid");
+    assert_eq!(c.memory.limit.as_deref(), Some("129400934"));
+    assert_eq!(c.checkpoint.dir.as_deref(), Some(std::path::Path::new("2024")));
+    let e = Config::parse(MINIMAL, &pairs(&[("optimizer.state", "5")])).expect_err("no such state");
+    assert!(e.to_string().contains("optimizer.state: need one of"), "{e}");
+}
+
+#[test]
 fn the_effective_configuration_reads_back() {
     for preset in [Preset::None, Preset::Full128g, Preset::Full24g, Preset::Lora8g] {
         let mut c = Config::preset(preset);
