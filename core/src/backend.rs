@@ -338,6 +338,8 @@ impl FuseSet {
     pub const GATE: Self = Self(2);
     /// [`Fusion::accumulate`].
     pub const ACCUMULATE: Self = Self(4);
+    /// All of them.
+    pub const ALL: Self = Self(7);
     /// `o` is a subset.
     pub const fn contains(self, o: Self) -> bool {
         self.0 & o.0 == o.0

@@ -218,6 +218,19 @@ impl<'a> RowsMut<'a> {
     }
 }
 
+impl RowsMut<'_> {
+    /// Adds `values` to row `r` of f32 from column `c` on; panics outside the view and for another type.
+    ///
+    /// # Safety
+    /// No other task touches these elements.
+    pub unsafe fn add(&self, r: usize, c: usize, values: &[f32]) {
+        assert!(r < self.rows && c + values.len() <= self.cols && self.dtype == DType::F32, "output element");
+        // SAFETY: inside the view, which is of this type, and not shared by the caller's promise.
+        let to = unsafe { slice(self.start.cast::<f32>().add(r * self.ld + c), values.len()) };
+        to.iter_mut().zip(values).for_each(|(to, v)| *to += v);
+    }
+}
+
 /// Widens row `r` of a host matrix of f32, f16 or bf16. Exact.
 pub fn widen_row(x: &TensorView<'_>, r: usize, out: &mut [f32]) -> Result<()> {
     match x.dtype() {

@@ -414,6 +414,10 @@ static const q4_backend_v1 TABLE = {
     dequantize,
     nullptr, // backward_input: inference only
     nullptr, // probe
+    nullptr, // create_with: no options
+    nullptr, // footprint: the program estimates
+    nullptr, // fuses
+    nullptr, // forward_fused
 };
 
 q4_status q4_plugin_query(std::uint32_t abi_major, std::uint32_t id, q4_interface *out)

@@ -62,8 +62,8 @@ fn a_library_that_decodes_one_row_is_certified_for_it() {
 /// Narrow is no excuse: the checks of its table pass, its last column is wrong for more rows than those have.
 #[test]
 fn a_narrow_library_that_is_wrong_is_refused() {
-    let stores = "store(j->out + r * j->out_ld * size_of(j->out_dtype), j->out_dtype, row, acc[r][0]);";
-    let wrong = stores.replace("acc[r][0]", "acc[r][0] * (j->rows > 4 && row + 1 == p->n ? 1.5f : 1.f)");
+    let stores = "store(row, j->out_dtype, col, value[r]);";
+    let wrong = stores.replace("value[r]", "value[r] * (j->rows > 4 && col + 1 == all ? 1.5f : 1.f)");
     let user = User::new();
     let accepts = format!("{PLAIN} && {BF16}");
     let plugin = built::narrow(user.folder(), "narrow", &accepts, &[(stores, &wrong)]);

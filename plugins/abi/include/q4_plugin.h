@@ -1,4 +1,4 @@
-/* q4 plugin interface 1.1: 4-bit linear layers in a shared library.  C99 and newer, C++98 and newer.
+/* q4 plugin interface 1.2: 4-bit linear layers in a shared library.  C99 and newer, C++98 and newer.
  *
  * A library exports two symbols and nothing else is looked at:
  *   q4_plugin_descriptor  constant data, see Q4_PLUGIN_DESCRIPTOR.  It is read from the file before the file is loaded.
@@ -86,7 +86,7 @@ extern "C" {
 #define Q4_ABI_MAJOR 1u /* layout or meaning of something that exists changed */
 /* Fields or numbers were appended.  Define it as 0 before including this file to build against the first version. */
 #ifndef Q4_ABI_MINOR
-#  define Q4_ABI_MINOR 1u
+#  define Q4_ABI_MINOR 2u
 #endif
 #define Q4_INTERFACE_BACKEND 1u
 
@@ -114,6 +114,13 @@ enum {
     Q4_PATH_FUSED_ROUNDED  = 5  /* as FUSED_DEQUANT, weights rounded to bf16 in products of many rows */
 };
 enum { Q4_OP_FORWARD = 1, Q4_OP_BACKWARD_INPUT = 2, Q4_OP_DEQUANTIZE = 4 };
+enum {
+    Q4_FUSE_NORM       = 1, /* x is f32 [m, k]; x / sqrt(mean(x^2) + eps) * weight, in f32, rounded to the type of x in
+                             * the spec, is what is quantised or multiplied */
+    Q4_FUSE_GATE       = 2, /* rows of the weight are gate rows, then as many up rows: y[m, n / 2] = silu(gate) * up */
+    Q4_FUSE_ACCUMULATE = 4  /* y += product; y is f32 whatever the spec says */
+};
+enum { Q4_UNIFIED_DISABLED = 0, Q4_UNIFIED_PREFER = 1, Q4_UNIFIED_REQUIRE = 2 };
 enum {
     Q4_ACT_NATIVE = 1, /* W4A16: as they are, f32 accumulation */
     Q4_ACT_INT8   = 2, /* W4A8: per 16 of k, in f32: scale = amax/127, q = round_half_even(x * (127/amax));
@@ -231,7 +238,19 @@ typedef struct q4_cuda_device {
     uint32_t reserved;
     uint64_t memory;
     q4_str   name;
+#if Q4_ABI_MINOR >= 2
+    q4_str   unusable; /* why the device cannot be opened; empty where it can */
+#endif
 } q4_cuda_device;
+
+#if Q4_ABI_MINOR >= 2
+/* Whether a library of the device's vendor can be used. */
+typedef struct q4_found {
+    uint32_t version;  /* as it counts itself, major * 1000 + minor * 10 for NVRTC; 0: it cannot be used */
+    uint32_t reserved;
+    q4_str   missing;  /* why */
+} q4_found;
+#endif
 
 /* The machine a verdict is asked for: facts, which may be another machine's. */
 typedef struct q4_env {
@@ -242,6 +261,10 @@ typedef struct q4_env {
     uint32_t              cuda_driver;  /* e.g. 13000; 0 without one */
     uint64_t              n_cuda;
     const q4_cuda_device *cuda;         /* cuda[0].struct_size bytes apart */
+#if Q4_ABI_MINOR >= 2
+    q4_str                cuda_missing; /* what is missing where devices were looked for and none can be used */
+    q4_found              nvrtc, cublaslt;
+#endif
 } q4_env;
 
 typedef struct q4_matrix { /* row-major; data aligned for its element */
@@ -281,6 +304,32 @@ typedef struct q4_prepared_info {
     uint32_t ops;            /* what this weight really has */
     uint32_t reserved;
 } q4_prepared_info;
+
+#if Q4_ABI_MINOR >= 2
+/* What a product does besides multiplying. */
+typedef struct q4_fusion {
+    size_t           struct_size;
+    uint32_t         parts;       /* Q4_FUSE_* bits */
+    float            norm_eps;    /* with Q4_FUSE_NORM, added to the mean square; else 0 */
+    const q4_matrix *norm_weight; /* with Q4_FUSE_NORM, f32 [1, k] on the device of the call; else NULL */
+} q4_fusion;
+
+/* Bytes that a weight would take. */
+typedef struct q4_footprint {
+    size_t   struct_size;
+    uint64_t resident_bytes;  /* what it keeps */
+    uint64_t workspace_bytes; /* scratch of its largest call, of max_m rows */
+} q4_footprint;
+
+/* What a backend is told when it is made. */
+typedef struct q4_options {
+    size_t   struct_size;
+    q4_str   isa;            /* instruction set to use instead of the best one, as you spell it; empty: your choice */
+    uint32_t has_cuda, cuda; /* 1: the device of this ordinal will be used, and may be looked for now */
+    uint32_t unified_memory; /* Q4_UNIFIED_*: where weights of a device are put */
+    uint32_t reserved;
+} q4_options;
+#endif
 
 /* Takes one reason; the texts live until it returns.  Stable codes: "schema-unsupported", "path-unsupported",
  * "op-unsupported", "activations-unsupported", "dtype-unsupported", "layout-unsupported", "shape-unsupported",
@@ -327,6 +376,20 @@ typedef struct q4_backend_v1 {
 #if Q4_ABI_MINOR >= 1
     /* Checks for diagnostics; may be slow.  NULL: none. */
     q4_status (*probe)(const q4_backend *, const q4_env *, q4_probe_fn sink, void *user, q4_error *);
+#endif
+#if Q4_ABI_MINOR >= 2
+    /* create for who has options.  What cannot be had as it is asked for is Q4_E_UNSUPPORTED, and the sink received every
+     * reason: another instruction set is never taken instead.  NULL: there are none, and programs call create. */
+    q4_status (*create_with)(const q4_options *, q4_backend **out, q4_reject_fn sink, void *user, q4_error *);
+    /* Never less than a weight of the spec will take, which can_prepare accepted.  NULL: programs estimate. */
+    q4_status (*footprint)(const q4_backend *, const q4_linear_spec *, q4_footprint *out, q4_error *);
+    /* Whether forward_fused takes exactly these parts for m rows; the same for every call of a weight.  Where it does not,
+     * the program composes.  NULL: never. */
+    uint32_t  (*fuses)(const q4_prepared *, uint64_t m, uint32_t parts);
+    /* forward with what the fusion adds; parts that fuses denies are Q4_E_UNSUPPORTED.  Gates and sums are in f32 and
+     * rounded to y once.  There when fuses is. */
+    q4_status (*forward_fused)(const q4_prepared *, const q4_matrix *x, const q4_fusion *, const q4_matrix *y,
+                               const q4_exec *, q4_error *);
 #endif
 } q4_backend_v1;
 

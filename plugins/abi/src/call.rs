@@ -87,5 +87,31 @@ pub struct Q4PreparedInfo {
     pub reserved: u32,
 }
 
+/// What a product does besides multiplying. Since 1.2.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Q4Fusion {
+    /// Bytes of this structure.
+    pub struct_size: usize,
+    /// [`crate::fuse`] bits; others are `UNSUPPORTED`.
+    pub parts: u32,
+    /// With `NORM`: added to the mean square.
+    pub norm_eps: f32,
+    /// With `NORM`: f32 `[1, k]` on the device of the call, else NULL.
+    pub norm_weight: *const Q4Matrix,
+}
+
+/// Bytes that a weight would take. Since 1.2.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Q4Footprint {
+    /// Bytes of this structure as the caller knows it.
+    pub struct_size: usize,
+    /// What it keeps.
+    pub resident_bytes: u64,
+    /// Scratch of its largest call, of `max_m` rows.
+    pub workspace_bytes: u64,
+}
+
 /// Answer of `workspace` when the number of bytes overflows.
 pub const WORKSPACE_OVERFLOW: u64 = u64::MAX;

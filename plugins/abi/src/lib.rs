@@ -15,7 +15,8 @@ mod product;
 mod table;
 
 pub use call::{
-    DEVICE_CPU, DEVICE_CUDA, Q4Exec, Q4Matrix, Q4Parallel, Q4PreparedInfo, Q4TaskFn, WORKSPACE_OVERFLOW,
+    DEVICE_CPU, DEVICE_CUDA, Q4Exec, Q4Footprint, Q4Fusion, Q4Matrix, Q4Parallel, Q4PreparedInfo, Q4TaskFn,
+    WORKSPACE_OVERFLOW,
 };
 pub use product::*;
 pub use table::{
@@ -29,8 +30,9 @@ use core::ffi::c_void;
 pub const ABI_MAJOR: u32 = 1;
 /// Fields appended, numbers added. Both sides accept any minor of a known major.
 ///
-/// 1.0: everything up to `backward_input`. 1.1: `probe`.
-pub const ABI_MINOR: u32 = 1;
+/// 1.0: everything up to `backward_input`. 1.1: `probe`. 1.2: `create_with`, `footprint`, `fuses`,
+/// `forward_fused`, and what [`Q4Env`] says of a vendor's libraries.
+pub const ABI_MINOR: u32 = 2;
 /// Number of the table [`Q4BackendV1`] among the interfaces a library may have.
 pub const INTERFACE_BACKEND: u32 = 1;
 /// First bytes of a [`Q4Descriptor`].
@@ -162,18 +164,23 @@ prefixed!(
     Q4LinearSpec,
     Q4Segment,
     Q4Weight,
-    Q4Env,
-    Q4CudaDevice,
     Q4Matrix,
     Q4Exec,
+    Q4Fusion,
+    Q4Footprint,
+    Q4Options,
     Q4PreparedInfo,
     Q4Interface
 );
-
-// SAFETY: as above; `probe` came with 1.1.
-unsafe impl Prefixed for Q4BackendV1 {
-    const MIN: usize = core::mem::offset_of!(Q4BackendV1, probe);
+macro_rules! grown {
+    ($($t:ty, $first:ident;)*) => { $(
+        // SAFETY: as above; the field came after the first version.
+        unsafe impl Prefixed for $t {
+            const MIN: usize = core::mem::offset_of!($t, $first);
+        }
+    )* };
 }
+grown!(Q4Env, cuda_missing; Q4CudaDevice, unusable; Q4BackendV1, probe;);
 
 /// `q4_plugin.h`, the same contract for C and C++.
 pub const HEADER: &str = include_str!("../include/q4_plugin.h");

@@ -63,6 +63,29 @@ numbers! {
     }
 }
 numbers! {
+    /// Parts of a fused product, as bits. Since 1.2.
+    fuse {
+        /// x is f32 `[m, k]`; `x / sqrt(mean(x^2) + eps) * weight`, in f32, rounded to the spec's x type, is what is
+        /// quantised or multiplied.
+        NORM = 1,
+        /// Rows of the weight are gate rows, then as many up rows: `y[m, n / 2] = silu(gate) * up`.
+        GATE = 2,
+        /// `y += product`; y is f32 whatever the spec says.
+        ACCUMULATE = 4,
+    }
+}
+numbers! {
+    /// Where weights of a device are put. Since 1.2.
+    unified_memory {
+        /// In memory of the device alone.
+        DISABLED = 0,
+        /// In memory that host and device share, where there is some.
+        PREFER = 1,
+        /// There, or an error.
+        REQUIRE = 2,
+    }
+}
+numbers! {
     /// What happens to the input before the product.
     activations {
         /// Used as it is, f32 accumulation.
@@ -259,6 +282,42 @@ pub struct Q4Env {
     pub n_cuda: u64,
     /// Devices, `cuda[0].struct_size` bytes apart.
     pub cuda: *const Q4CudaDevice,
+    /// Since 1.2. What is missing where devices were looked for and none can be used.
+    pub cuda_missing: Q4Str,
+    /// Since 1.2. NVRTC, which compiles kernels.
+    pub nvrtc: Q4Found,
+    /// Since 1.2. cuBLASLt, behind dense products.
+    pub cublaslt: Q4Found,
+}
+
+/// Whether a library of the device's vendor can be used. Since 1.2.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Q4Found {
+    /// Its version as it counts itself, major * 1000 + minor * 10 for NVRTC; 0: it cannot be used.
+    pub version: u32,
+    /// 0.
+    pub reserved: u32,
+    /// Why it cannot be used.
+    pub missing: Q4Str,
+}
+
+/// What a backend is told when it is made. Since 1.2.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Q4Options {
+    /// Bytes of this structure.
+    pub struct_size: usize,
+    /// Name of the instruction set to use instead of the best one, as the library spells it; empty: its choice.
+    pub isa: Q4Str,
+    /// 1: the program will use the device `cuda`, so the library may look for it now. 0: it may not.
+    pub has_cuda: u32,
+    /// Ordinal of that device.
+    pub cuda: u32,
+    /// [`unified_memory`].
+    pub unified_memory: u32,
+    /// 0.
+    pub reserved: u32,
 }
 
 /// One CUDA device.
@@ -279,4 +338,6 @@ pub struct Q4CudaDevice {
     pub memory: u64,
     /// Name for display.
     pub name: Q4Str,
+    /// Since 1.2. Why the device cannot be opened; empty where it can.
+    pub unusable: Q4Str,
 }

@@ -1,7 +1,7 @@
 //! The two symbols of a library and the table behind them.
 use crate::{
-    ABI_MAJOR, ABI_MINOR, MAGIC, Q4Env, Q4Error, Q4Exec, Q4LinearSpec, Q4Matrix, Q4PreparedInfo, Q4ProbeSink,
-    Q4RejectSink, Q4Status, Q4Str, Q4Weight,
+    ABI_MAJOR, ABI_MINOR, MAGIC, Q4Env, Q4Error, Q4Exec, Q4Footprint, Q4Fusion, Q4LinearSpec, Q4Matrix,
+    Q4Options, Q4PreparedInfo, Q4ProbeSink, Q4RejectSink, Q4Status, Q4Str, Q4Weight,
 };
 use core::ffi::c_void;
 
@@ -153,6 +153,38 @@ pub struct Q4BackendV1 {
             env: *const Q4Env,
             sink: Q4ProbeSink,
             user: *mut c_void,
+            err: *mut Q4Error,
+        ) -> Q4Status,
+    >,
+    /// Since 1.2; may be NULL: there are no options.
+    pub create_with: Option<
+        unsafe extern "C" fn(
+            options: *const Q4Options,
+            out: *mut *mut Q4Backend,
+            sink: Q4RejectSink,
+            user: *mut c_void,
+            err: *mut Q4Error,
+        ) -> Q4Status,
+    >,
+    /// Since 1.2; may be NULL: the program estimates.
+    pub footprint: Option<
+        unsafe extern "C" fn(
+            b: *const Q4Backend,
+            spec: *const Q4LinearSpec,
+            out: *mut Q4Footprint,
+            err: *mut Q4Error,
+        ) -> Q4Status,
+    >,
+    /// Since 1.2; may be NULL: nothing is fused.
+    pub fuses: Option<unsafe extern "C" fn(p: *const Q4Prepared, m: u64, parts: u32) -> u32>,
+    /// Since 1.2; there when `fuses` is.
+    pub forward_fused: Option<
+        unsafe extern "C" fn(
+            p: *const Q4Prepared,
+            x: *const Q4Matrix,
+            fusion: *const Q4Fusion,
+            y: *const Q4Matrix,
+            exec: *const Q4Exec,
             err: *mut Q4Error,
         ) -> Q4Status,
     >,

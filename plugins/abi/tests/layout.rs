@@ -40,8 +40,11 @@ fn structs() -> Vec<Struct> {
             nested_absmax_bytes, nested_offset, global_scale, global_convention, reserved
         };
         Q4Weight = "q4_weight" { struct_size, n_segments, segments };
-        Q4CudaDevice = "q4_cuda_device" { struct_size, ordinal, cc_major, cc_minor, reserved, memory, name };
-        Q4Env = "q4_env" { struct_size, arch, cpu_features, processors, cuda_driver, n_cuda, cuda };
+        Q4CudaDevice = "q4_cuda_device" { struct_size, ordinal, cc_major, cc_minor, reserved, memory, name, unusable };
+        Q4Found = "q4_found" { version, reserved, missing };
+        Q4Env = "q4_env" {
+            struct_size, arch, cpu_features, processors, cuda_driver, n_cuda, cuda, cuda_missing, nvrtc, cublaslt
+        };
         Q4Matrix = "q4_matrix" {
             struct_size, data, bytes, rows, cols, ld, dtype, device_type, device_id, reserved
         };
@@ -52,9 +55,13 @@ fn structs() -> Vec<Struct> {
         Q4PreparedInfo = "q4_prepared_info" {
             struct_size, n, k, resident_bytes, path, activations, ops, reserved
         };
+        Q4Fusion = "q4_fusion" { struct_size, parts, norm_eps, norm_weight };
+        Q4Footprint = "q4_footprint" { struct_size, resident_bytes, workspace_bytes };
+        Q4Options = "q4_options" { struct_size, isa, has_cuda, cuda, unified_memory, reserved };
         Q4BackendV1 = "q4_backend_v1" {
             struct_size, abi_major, abi_minor, name, version, vendor, priority, reserved, n_offers, offers, create,
-            destroy, can_prepare, prepare, release, info, workspace, forward, dequantize, backward_input, probe
+            destroy, can_prepare, prepare, release, info, workspace, forward, dequantize, backward_input, probe,
+            create_with, footprint, fuses, forward_fused
         };
         Q4Interface = "q4_interface" { struct_size, abi_minor, reserved, table };
     }
@@ -78,6 +85,9 @@ fn constants() -> Vec<(&'static str, i64)> {
         "Q4_PATH_DEQUANT_MATMUL" = abi::path::DEQUANT_MATMUL; "Q4_PATH_REFERENCE" = abi::path::REFERENCE;
         "Q4_PATH_FUSED_ROUNDED" = abi::path::FUSED_ROUNDED;
         "Q4_OP_FORWARD" = op::FORWARD; "Q4_OP_BACKWARD_INPUT" = op::BACKWARD_INPUT; "Q4_OP_DEQUANTIZE" = op::DEQUANTIZE;
+        "Q4_FUSE_NORM" = fuse::NORM; "Q4_FUSE_GATE" = fuse::GATE; "Q4_FUSE_ACCUMULATE" = fuse::ACCUMULATE;
+        "Q4_UNIFIED_DISABLED" = unified_memory::DISABLED; "Q4_UNIFIED_PREFER" = unified_memory::PREFER;
+        "Q4_UNIFIED_REQUIRE" = unified_memory::REQUIRE;
         "Q4_ACT_NATIVE" = activations::NATIVE; "Q4_ACT_INT8" = activations::INT8; "Q4_ACT_NVFP4" = activations::NVFP4;
         "Q4_RULE_TORCHAO" = rule::TORCHAO; "Q4_RULE_MODELOPT" = rule::MODELOPT;
         "Q4_RULE_COMPRESSED_TENSORS" = rule::COMPRESSED_TENSORS;

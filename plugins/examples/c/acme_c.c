@@ -359,35 +359,60 @@ static uint64_t workspace(const q4_prepared *p, uint64_t m)
 
 /* ---- products ----------------------------------------------------------------------------------------------------- */
 
+enum { GATE = 2, ADD = 4 }; /* Q4_FUSE_GATE and Q4_FUSE_ACCUMULATE, which came with 1.2 */
+
 struct job {
     const q4_prepared *p;
     const float       *in; /* rows of f32, in_ld apart */
     uint64_t           in_ld, rows;
     char              *out; /* first row of the tile */
     uint64_t           out_ld, piece, pieces;
-    uint32_t           out_dtype;
+    uint32_t           out_dtype, parts;
 };
+
+/* Products of one row of the weight with the rows of the tile. */
+static void sums(const struct job *j, uint64_t row, float out[TILE])
+{
+    const q4_prepared *p = j->p;
+    float              acc[TILE][GROUP] = {{0}}, w[GROUP];
+    for (uint64_t g = 0; g < p->k / GROUP; g++) {
+        decode(p, row, g, w);
+        for (uint64_t r = 0; r < j->rows; r++) {
+            const float *x = j->in + r * j->in_ld + g * GROUP;
+            for (unsigned i = 0; i < GROUP; i++)
+                acc[r][i] += x[i] * w[i];
+        }
+    }
+    for (uint64_t r = 0; r < j->rows; r++) {
+        for (unsigned half = GROUP / 2; half; half /= 2)
+            for (unsigned i = 0; i < half; i++)
+                acc[r][i] += acc[r][i + half];
+        out[r] = acc[r][0];
+    }
+}
+
+/* Columns of y: with a gate, half of the rows of the weight let the other half through. */
+static uint64_t columns(const q4_prepared *p, uint32_t parts)
+{
+    return parts & GATE ? p->n / 2 : p->n;
+}
 
 static void forward_task(void *arg, size_t task)
 {
-    const struct job  *j = arg;
-    const q4_prepared *p = j->p;
-    uint64_t           end = (task + 1) * j->piece < p->n ? (task + 1) * j->piece : p->n;
-    for (uint64_t row = task * j->piece; row < end; row++) {
-        float acc[TILE][GROUP] = {{0}}, w[GROUP];
-        for (uint64_t g = 0; g < p->k / GROUP; g++) {
-            decode(p, row, g, w);
-            for (uint64_t r = 0; r < j->rows; r++) {
-                const float *x = j->in + r * j->in_ld + g * GROUP;
-                for (unsigned i = 0; i < GROUP; i++)
-                    acc[r][i] += x[i] * w[i];
-            }
-        }
+    const struct job *j = arg;
+    uint64_t          all = columns(j->p, j->parts), end = (task + 1) * j->piece < all ? (task + 1) * j->piece : all;
+    for (uint64_t col = task * j->piece; col < end; col++) {
+        float value[TILE], up[TILE];
+        sums(j, col, value);
+        if (j->parts & GATE)
+            sums(j, col + all, up);
         for (uint64_t r = 0; r < j->rows; r++) {
-            for (unsigned half = GROUP / 2; half; half /= 2)
-                for (unsigned i = 0; i < half; i++)
-                    acc[r][i] += acc[r][i + half];
-            store(j->out + r * j->out_ld * size_of(j->out_dtype), j->out_dtype, row, acc[r][0]);
+            char *row = j->out + r * j->out_ld * size_of(j->out_dtype);
+            if (j->parts & GATE)
+                value[r] = value[r] / (1.0f + expf(-value[r])) * up[r];
+            if (j->parts & ADD)
+                value[r] += ((const float *)(const void *)row)[col];
+            store(row, j->out_dtype, col, value[r]);
         }
     }
 }
@@ -479,10 +504,11 @@ static int share(const q4_matrix *a, const q4_matrix *b, const q4_exec *exec)
 }
 
 static q4_status product(const q4_prepared *p, const q4_matrix *in, const q4_matrix *out, uint64_t in_cols,
-                         uint64_t out_cols, uint64_t items, q4_task_fn task, const q4_exec *exec, q4_error *err)
+                         uint64_t out_cols, uint64_t items, q4_task_fn task, uint32_t parts, const q4_exec *exec,
+                         q4_error *err)
 {
     uint32_t in_dtype = task == forward_task ? p->x_dtype : p->y_dtype;
-    uint32_t out_dtype = task == forward_task ? p->y_dtype : p->x_dtype;
+    uint32_t out_dtype = parts & ADD ? Q4_F32 : task == forward_task ? p->y_dtype : p->x_dtype;
     uint64_t m = in->rows;
     if (!fits(in, m, in_cols) || !fits(out, m, out_cols) || m > p->max_m || in->dtype != in_dtype || out->dtype != out_dtype)
         return fail(err, Q4_E_INVALID, "operands do not fit the weight");
@@ -493,7 +519,7 @@ static q4_status product(const q4_prepared *p, const q4_matrix *in, const q4_mat
     for (uint64_t first = 0; first < m; first += TILE) {
         const char *rows = (const char *)in->data + first * in->ld * size_of(in->dtype);
         struct job  j = {p, (const float *)(const void *)rows, in->ld, m - first < TILE ? m - first : TILE, NULL, out->ld,
-                         0, 0, out->dtype};
+                         0, 0, out->dtype, parts};
         j.out = (char *)out->data + first * out->ld * size_of(out->dtype);
         if (in->dtype != Q4_F32) {
             float *wide = exec->workspace;
@@ -506,20 +532,45 @@ static q4_status product(const q4_prepared *p, const q4_matrix *in, const q4_mat
     return done(err);
 }
 
+/* y = x W^T and what the parts add. */
+static q4_status multiply(const q4_prepared *p, const q4_matrix *x, uint32_t parts, const q4_matrix *y,
+                          const q4_exec *exec, q4_error *err)
+{
+    uint64_t all = columns(p, parts);
+    return product(p, x, y, p->k, all, all, forward_task, parts, exec, err);
+}
+
 static q4_status forward(const q4_prepared *p, const q4_matrix *x, const q4_matrix *y, const q4_exec *exec, q4_error *err)
 {
-    return product(p, x, y, p->k, p->n, p->n, forward_task, exec, err);
+    return multiply(p, x, 0, y, exec, err);
 }
+
+#if Q4_ABI_MINOR >= 2
+static uint32_t fuses(const q4_prepared *p, uint64_t m, uint32_t parts)
+{
+    return m <= p->max_m && !(parts & ~(uint32_t)(GATE | ADD)) && !(parts & GATE && p->n % 2);
+}
+
+static q4_status forward_fused(const q4_prepared *p, const q4_matrix *x, const q4_fusion *f, const q4_matrix *y,
+                               const q4_exec *exec, q4_error *err)
+{
+    if (f->struct_size < sizeof *f)
+        return fail(err, Q4_E_ABI, "fusion of an unknown version");
+    if (!fuses(p, x->rows, f->parts))
+        return fail(err, Q4_E_UNSUPPORTED, "a gate or an addition, and gates of as many up rows");
+    return multiply(p, x, f->parts, y, exec, err);
+}
+#endif
 
 static q4_status backward_input(const q4_prepared *p, const q4_matrix *dy, const q4_matrix *dx, const q4_exec *exec,
                                 q4_error *err)
 {
-    return product(p, dy, dx, p->n, p->k, p->k / GROUP, backward_task, exec, err);
+    return product(p, dy, dx, p->n, p->k, p->k / GROUP, backward_task, 0, exec, err);
 }
 
 static q4_status dequantize(const q4_prepared *p, const q4_matrix *out, const q4_exec *exec, q4_error *err)
 {
-    struct job j = {p, NULL, 0, 0, out->data, out->ld, 0, 0, out->dtype};
+    struct job j = {p, NULL, 0, 0, out->data, out->ld, 0, 0, out->dtype, 0};
     if (!fits(out, p->n, p->k))
         return fail(err, Q4_E_INVALID, "output does not fit the weight");
     if (exec && exec->workspace && overlap(exec->workspace, exec->workspace_bytes, out->data, reach(out)))
@@ -579,6 +630,10 @@ static const q4_backend_v1 TABLE = {
     .backward_input = backward_input,
 #if Q4_ABI_MINOR >= 1
     .probe = probe,
+#endif
+#if Q4_ABI_MINOR >= 2
+    .fuses = fuses,
+    .forward_fused = forward_fused,
 #endif
 };
 

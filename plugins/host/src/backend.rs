@@ -1,14 +1,15 @@
 //! The table as a [`Q4Backend`]: every call is translated, its status checked, its answer compared with the
 //! request.
+use crate::descriptor::Descriptor;
 use crate::library::Mapped;
 use crate::table::{Table, checked};
 use q4_core::{
-    BackendDescriptor, Code, Device, Error, ExecContext, ExecPath, HostEnv, LinearSpec, OpSet, PreparedInfo,
-    PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Reject, RejectCode, Result, TensorView, TensorViewMut,
-    Verdict,
+    BackendDescriptor, BuiltinOptions, Code, Device, Error, ExecContext, ExecPath, Footprint, FuseSet,
+    Fusion, HostEnv, LinearSpec, OpSet, PreparedInfo, PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Reject,
+    RejectCode, Result, TensorView, TensorViewMut, Verdict,
 };
 use q4_plugin_abi as abi;
-use q4_plugin_abi::{Q4PreparedInfo, Q4Str, status};
+use q4_plugin_abi::{Q4Footprint, Q4PreparedInfo, Q4Str, status};
 use q4_plugin_sdk::lend::{self, LentEnv, LentSpec, LentWeight};
 use q4_plugin_sdk::{codes, message};
 use std::ffi::c_void;
@@ -47,27 +48,7 @@ unsafe impl Sync for Instance {}
 impl Plugin {
     /// Creates the library's backend.
     pub fn new(mapped: &Mapped) -> Result<Self, Vec<Reject>> {
-        let d = &mapped.descriptor;
-        let (table, mut raw) = (mapped.table.clone(), ptr::null_mut());
-        let refuse = |code, have: String| vec![Reject::new(code, format!("a backend `{}`", d.name), have)];
-        let Some(create) = table.api.create else {
-            return Err(refuse(RejectCode::AbiMismatch, "no `create`".into()));
-        };
-        // SAFETY: a place for a pointer and a message buffer, both alive.
-        checked("create", |err| unsafe { create(&mut raw, err) }).map_err(|(status, e)| {
-            let code = if status == status::PANICKED { RejectCode::Panicked } else { RejectCode::Internal };
-            refuse(code, message::line(&e))
-        })?;
-        if raw.is_null() {
-            return Err(refuse(RejectCode::Internal, "NULL and success".into()));
-        }
-        let descriptor = BackendDescriptor {
-            name: d.name.clone().into(),
-            version: d.version.clone().into(),
-            vendor: d.vendor.clone().into(),
-            priority: table.api.priority,
-            offers: table.offers.clone(),
-        };
+        let (d, table) = (&mapped.descriptor, &mapped.table);
         let origin = format!(
             "{} {} by {} from {} (sha256 {}, interface {}.{}, door {})",
             d.name,
@@ -79,8 +60,49 @@ impl Plugin {
             table.api.abi_minor,
             mapped.door
         );
+        Self::create(table.clone(), d, &d.name, origin, None)
+    }
+
+    /// The same under `name`, with options where there are some to give. `origin` says where it came from.
+    pub fn create(
+        table: Table,
+        d: &Descriptor,
+        name: &str,
+        origin: String,
+        options: Option<&BuiltinOptions>,
+    ) -> Result<Self, Vec<Reject>> {
+        let mut raw = ptr::null_mut();
+        let need = format!("a backend `{name}`");
+        let refuse = |code, have: String| vec![Reject::new(code, need.clone(), have)];
+        let mut reasons = Vec::<Reject>::new();
+        let done = match (options, table.api.create_with, table.api.create) {
+            (Some(options), Some(create_with), _) => {
+                let (options, user) = (lend::options(options), (&raw mut reasons).cast());
+                // SAFETY: options, a place for a pointer and a message buffer, all alive, and the sink that
+                // fits `user`.
+                checked("create_with", |err| unsafe { create_with(&options, &mut raw, on_reason, user, err) })
+            }
+            // SAFETY: a place for a pointer and a message buffer, both alive.
+            (_, _, Some(create)) => checked("create", |err| unsafe { create(&mut raw, err) }),
+            _ => return Err(refuse(RejectCode::AbiMismatch, "no `create`".into())),
+        };
+        if let Err((status, e)) = done {
+            let code = if status == status::PANICKED { RejectCode::Panicked } else { RejectCode::Internal };
+            let told = reasons.is_empty() || status != status::UNSUPPORTED;
+            return Err(if told { refuse(code, message::line(&e)) } else { reasons });
+        }
+        if raw.is_null() {
+            return Err(refuse(RejectCode::Internal, "NULL and success".into()));
+        }
+        let descriptor = BackendDescriptor {
+            name: name.to_owned().into(),
+            version: d.version.clone().into(),
+            vendor: d.vendor.clone().into(),
+            priority: table.api.priority,
+            offers: table.offers.clone(),
+        };
         let instance = Instance {
-            name: d.name.clone(),
+            name: name.to_owned(),
             table,
             raw,
             turn: Mutex::new(()),
@@ -114,6 +136,10 @@ impl Q4Backend for Plugin {
 
     fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
         self.instance.verdict(spec, path, env)
+    }
+
+    fn footprint(&self, spec: &LinearSpec, path: ExecPath) -> Footprint {
+        self.instance.footprint(spec, path).unwrap_or_else(|| Footprint::usual(spec, path))
     }
 
     fn prepare(
@@ -225,6 +251,18 @@ impl Instance {
             }
             e.within(&self.name)
         })
+    }
+
+    /// What the library says; `None` where it says nothing.
+    fn footprint(&self, spec: &LinearSpec, path: ExecPath) -> Option<Footprint> {
+        let footprint = self.table.api.footprint?;
+        let lent = LentSpec::new(spec, path).ok()?;
+        let mut out =
+            Q4Footprint { struct_size: size_of::<Q4Footprint>(), resident_bytes: 0, workspace_bytes: 0 };
+        let _turn = self.turn();
+        // SAFETY: a live backend, a spec that outlives the call, and a structure that states its size.
+        self.call("footprint", |err| unsafe { footprint(self.raw, lent.raw(), &mut out, err) }).ok()?;
+        Some(Footprint { resident: out.resident_bytes, workspace: out.workspace_bytes })
     }
 
     fn verdict(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
@@ -348,6 +386,35 @@ impl PreparedWeight for Prepared {
         // SAFETY: a live weight; operands and scratch are views, good for their bytes; those written are
         // unique.
         i.call("forward", |err| unsafe { forward(self.held.raw, &xm, &ym, &exec, err) })
+    }
+
+    fn fuses(&self, m: usize, set: FuseSet) -> bool {
+        let api = &self.held.instance.table.api;
+        let Some(fuses) = api.fuses.filter(|_| api.forward_fused.is_some()) else {
+            return set == FuseSet::NONE;
+        };
+        // SAFETY: a live weight.
+        set == FuseSet::NONE || unsafe { fuses(self.held.raw, m as u64, u32::from(set.0)) } == 1
+    }
+
+    fn forward_fused(
+        &self,
+        x: TensorView<'_>,
+        fusion: &Fusion<'_>,
+        mut y: TensorViewMut<'_>,
+        cx: &mut ExecContext<'_>,
+    ) -> Result<()> {
+        if fusion.set() == FuseSet::NONE {
+            return self.forward(x, y, cx);
+        }
+        let i = &self.held.instance;
+        let Some(forward_fused) = i.table.api.forward_fused else { return Err(i.lacks("forward_fused")) };
+        let (xm, norm, ym) = (lend::matrix(&x)?, lend::norm_weight(fusion)?, lend::matrix_mut(&mut y)?);
+        let fusion = lend::fusion(fusion, norm.as_ref());
+        self.scratch(xm.rows, cx)?;
+        let exec = lend::exec(cx)?;
+        // SAFETY: as in `forward`; the norm's weight is a view too.
+        i.call("forward_fused", |err| unsafe { forward_fused(self.held.raw, &xm, &fusion, &ym, &exec, err) })
     }
 
     fn backward_input(

@@ -23,6 +23,7 @@ mod elf;
 #[path = "elf_unknown.rs"]
 mod elf;
 mod file;
+mod found;
 mod isolation;
 mod library;
 mod maps;
@@ -39,11 +40,13 @@ pub mod remote;
 mod rounding;
 mod table;
 
+pub use backend::Plugin;
 pub use cases::TableCases;
 pub use child::{ChildVerdict, Prober, probe_main};
 #[cfg(target_os = "linux")]
 pub use crash::tell_crashes;
 pub use descriptor::Descriptor;
+pub use found::{Found, whole};
 pub use library::Door;
 pub use needs::Need;
 pub use table::Speaks;

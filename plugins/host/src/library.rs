@@ -243,7 +243,7 @@ fn query(handle: &Handle, name: &std::path::Path, door: Door) -> Result<(Door, Q
     typed::open(name).map(|query| (Door::AbiStable, query))
 }
 
-fn ask(query: &Query, speaks: Speaks) -> Result<*const q4_plugin_abi::Q4BackendV1, Vec<Reject>> {
+pub fn ask(query: &Query, speaks: Speaks) -> Result<*const q4_plugin_abi::Q4BackendV1, Vec<Reject>> {
     let mut out = Q4Interface {
         struct_size: size_of::<Q4Interface>(),
         abi_minor: speaks.minor,

@@ -105,7 +105,7 @@ fn functions(api: &Q4BackendV1, maps: &Maps) -> Vec<Reject> {
     }
     let needed =
         entries!(create, destroy, can_prepare, prepare, release, info, workspace, forward, dequantize);
-    let optional = entries!(backward_input, probe);
+    let optional = entries!(backward_input, probe, create_with, footprint, fuses, forward_fused);
     let missing = needed.iter().filter(|e| e.1.is_none()).map(|e| (e.0, "NULL".to_owned()));
     let wild =
         needed.iter().chain(&optional).filter_map(|e| Some((e.0, e.1.filter(|f| !maps.runnable(*f))?)));

@@ -56,9 +56,9 @@ fn a_library_without_a_backward_product_passes() {
 
 #[test]
 fn outputs_of_16_bits_are_compared_to_the_last_bit_and_must_all_be_written() {
-    let stores = "store(j->out + r * j->out_ld * size_of(j->out_dtype), j->out_dtype, row, acc[r][0]);";
+    let stores = "store(row, j->out_dtype, col, value[r]);";
     let pieces = "j->pieces = (items + j->piece - 1) / j->piece;";
-    let unwritten = [(stores, &*format!("if (row + 1 < p->n) {stores}"))];
+    let unwritten = [(stores, &*format!("if (col + 1 < all) {stores}"))];
     let rounded = [
         ("static void store(", "static int alone;\nstatic void store("),
         (pieces, &*format!("{pieces} alone = !(exec && exec->parallel);")),

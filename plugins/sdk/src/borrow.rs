@@ -1,12 +1,16 @@
 //! From the contract to core: what a program lent, checked and as the types a backend is written against.
 use crate::{codes, message};
+use q4_core::memory::UnifiedMemory;
 use q4_core::{
-    Absmax, ActGlobal, ActQuant, Activations, Code, CudaDevice, DType, Device, Error, ExecPath, GlobalScale,
-    HostEnv, LinearSpec, OpSet, Q4Schema, Result, Segment, SegmentData, SegmentSpec, TensorView,
-    TensorViewMut,
+    Absmax, ActGlobal, ActQuant, Activations, BuiltinOptions, Code, CudaDevice, CudaTools, DType, Device,
+    Error, ExecPath, Found, FuseSet, Fusion, GlobalScale, HostEnv, LinearSpec, OpSet, Q4Schema, Result,
+    RmsNorm, Segment, SegmentData, SegmentSpec, TensorView, TensorViewMut,
 };
 use q4_plugin_abi as abi;
-use q4_plugin_abi::{Prefixed, Q4CudaDevice, Q4Env, Q4Exec, Q4LinearSpec, Q4Matrix, Q4Segment, Q4Weight};
+use q4_plugin_abi::{
+    Prefixed, Q4CudaDevice, Q4Env, Q4Exec, Q4Found, Q4Fusion, Q4LinearSpec, Q4Matrix, Q4Options, Q4Segment,
+    Q4Weight,
+};
 use std::ffi::c_void;
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -196,7 +200,7 @@ pub unsafe fn env(raw: *const Q4Env) -> Result<HostEnv> {
     let raw = unsafe { read(raw, "facts about the machine") }?;
     // SAFETY: texts of the caller.
     let text = |t| unsafe { message::text(t, MAX_TEXT) };
-    let mut cuda = Vec::new();
+    let (mut cuda, mut tools) = (Vec::new(), CudaTools::default());
     if raw.n_cuda > 0 && !raw.cuda.is_null() && raw.cuda.is_aligned() {
         // SAFETY: at least one device, which begins with the stride of all.
         let stride = unsafe { raw.cuda.cast::<usize>().read() };
@@ -204,6 +208,10 @@ pub unsafe fn env(raw: *const Q4Env) -> Result<HostEnv> {
             let at = raw.cuda.cast::<u8>().wrapping_add(i * stride).cast::<Q4CudaDevice>();
             // SAFETY: the contract puts a device there.
             let d = unsafe { read(at, "CUDA device") }?;
+            let unusable = text(d.unusable);
+            if !unusable.is_empty() {
+                tools.unusable.insert(d.ordinal, unusable.into_owned());
+            }
             cuda.push(CudaDevice {
                 ordinal: d.ordinal,
                 capability: (d.cc_major, d.cc_minor),
@@ -212,14 +220,74 @@ pub unsafe fn env(raw: *const Q4Env) -> Result<HostEnv> {
             });
         }
     }
+    let found = |f: Q4Found| match f.version {
+        0 => Found::No(text(f.missing).into_owned()),
+        version => Found::Yes(version),
+    };
+    (tools.nvrtc, tools.cublaslt) = (found(raw.nvrtc), found(raw.cublaslt));
     Ok(HostEnv {
         arch: text(raw.arch).into_owned(),
         cpu_features: text(raw.cpu_features).split_whitespace().map(str::to_owned).collect(),
         processors: raw.processors as usize,
         cuda,
         cuda_driver: Some(raw.cuda_driver).filter(|v| *v != 0),
+        cuda_missing: Some(text(raw.cuda_missing).into_owned()).filter(|t| !t.is_empty()),
+        cuda_tools: tools,
         ..HostEnv::default()
     })
+}
+
+/// What a backend is made with.
+///
+/// # Safety
+/// `raw` and what it points to are as `q4_options` says.
+pub unsafe fn options(raw: *const Q4Options) -> Result<BuiltinOptions> {
+    // SAFETY: forwarded to the caller.
+    let raw = unsafe { read(raw, "options of a backend") }?;
+    // SAFETY: a text of the caller.
+    let isa = unsafe { message::text(raw.isa, MAX_TEXT) }.into_owned();
+    let unified_memory = match raw.unified_memory {
+        abi::unified_memory::DISABLED => UnifiedMemory::Disabled,
+        abi::unified_memory::PREFER => UnifiedMemory::Prefer,
+        abi::unified_memory::REQUIRE => UnifiedMemory::Require,
+        other => return Err(invalid("unified memory", other)),
+    };
+    Ok(BuiltinOptions {
+        isa: Some(isa).filter(|name| !name.is_empty()),
+        cuda: (raw.has_cuda != 0).then_some(raw.cuda),
+        unified_memory,
+        ..BuiltinOptions::default()
+    })
+}
+
+/// The parts of a fused product; `None` for bits that nothing stands for.
+pub fn fuse_set(parts: u32) -> Option<FuseSet> {
+    u8::try_from(parts).ok().map(FuseSet).filter(|set| FuseSet::ALL.contains(*set))
+}
+
+/// What a product does besides multiplying.
+///
+/// # Safety
+/// `raw` and what it points to are as `q4_fusion` says and live for `'a`.
+pub unsafe fn fusion<'a>(raw: *const Q4Fusion) -> Result<Fusion<'a>> {
+    // SAFETY: forwarded to the caller.
+    let raw = unsafe { read(raw, "parts of a fused product") }?;
+    let set = fuse_set(raw.parts).ok_or_else(|| {
+        Error::new(Code::Unsupported, "a fused product")
+            .need("parts that this interface knows")
+            .have(format!("{:#b}", raw.parts))
+    })?;
+    if set.contains(FuseSet::NORM) == raw.norm_weight.is_null() {
+        return Err(invalid("weight of a norm, exactly where there is one", raw.parts));
+    }
+    let norm = if raw.norm_weight.is_null() {
+        None
+    } else {
+        // SAFETY: forwarded to the caller.
+        Some(RmsNorm { weight: unsafe { view(raw.norm_weight) }?, eps: raw.norm_eps })
+    };
+    let (gate, accumulate) = (set.contains(FuseSet::GATE), set.contains(FuseSet::ACCUMULATE));
+    Ok(Fusion { norm, gate, accumulate })
 }
 
 /// An operand to read.
@@ -250,6 +318,10 @@ type Operand = (NonNull<c_void>, [i64; 2], [i64; 2], DType, Device);
 
 fn operand(m: &Q4Matrix) -> Result<Operand> {
     let data = NonNull::new(m.data).ok_or_else(|| invalid("operand at NULL", m.bytes))?;
+    let dtype = known(codes::dtype_from(m.dtype), "operand type", m.dtype)?;
+    if m.data.addr() % dtype.size() != 0 {
+        return Err(invalid("operand that is not aligned for its type", format!("{:p}", m.data)));
+    }
     let extent = |v: u64| i64::try_from(v).map_err(|_| invalid("extent", v));
     if m.ld < m.cols {
         return Err(invalid("leading stride", m.ld));
@@ -258,7 +330,7 @@ fn operand(m: &Q4Matrix) -> Result<Operand> {
         data,
         [extent(m.rows)?, extent(m.cols)?],
         [extent(m.ld)?, 1],
-        known(codes::dtype_from(m.dtype), "operand type", m.dtype)?,
+        dtype,
         known(codes::device_from(m.device_type, m.device_id), "device", m.device_type)?,
     ))
 }

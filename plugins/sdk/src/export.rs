@@ -1,13 +1,14 @@
 //! A backend behind the C table: every entry translates, calls and translates back, and no panic leaves it.
 use crate::{borrow, codes, lend, message, threads, threads::POOL};
 use q4_core::{
-    Code, Error, ExecContext, PreparedWeight, Q4Backend as Backend, Q4Weight, Result, TensorView,
-    TensorViewMut,
+    BuiltinOptions, Code, Error, ExecContext, FuseSet, PreparedWeight, Q4Backend as Backend, Q4Weight,
+    Reject, Result, TensorView, TensorViewMut,
 };
 use q4_plugin_abi as abi;
 use q4_plugin_abi::{
-    Q4Backend, Q4BackendV1, Q4Env, Q4Error, Q4Exec, Q4Interface, Q4LinearSpec, Q4Matrix, Q4Offer, Q4Prepared,
-    Q4PreparedInfo, Q4ProbeSink, Q4RejectSink, Q4Status, Q4Str, Q4Weight as RawWeight, status,
+    Q4Backend, Q4BackendV1, Q4Env, Q4Error, Q4Exec, Q4Footprint, Q4Fusion, Q4Interface, Q4LinearSpec,
+    Q4Matrix, Q4Offer, Q4Options, Q4Prepared, Q4PreparedInfo, Q4ProbeSink, Q4RejectSink, Q4Status, Q4Str,
+    Q4Weight as RawWeight, status,
 };
 use std::any::Any;
 use std::cell::RefCell;
@@ -18,11 +19,20 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 type Create = unsafe extern "C" fn(out: *mut *mut Q4Backend, err: *mut Q4Error) -> Q4Status;
+type CreateWith = unsafe extern "C" fn(
+    options: *const Q4Options,
+    out: *mut *mut Q4Backend,
+    sink: Q4RejectSink,
+    user: *mut c_void,
+    err: *mut Q4Error,
+) -> Q4Status;
+type Constructed = std::result::Result<Arc<dyn Backend>, Vec<Reject>>;
 
 /// The one backend of a library. Made by [`export_backend!`](crate::export_backend).
 pub struct Export {
-    construct: fn() -> Arc<dyn Backend>,
+    construct: fn(&BuiltinOptions) -> Constructed,
     create: Create,
+    create_with: Option<CreateWith>,
     made: OnceLock<Option<Made>>,
 }
 
@@ -39,18 +49,28 @@ unsafe impl Send for Made {}
 unsafe impl Sync for Made {}
 
 impl Export {
-    /// A backend that is built by `construct` when the library is first asked for it.
-    pub const fn new(construct: fn() -> Arc<dyn Backend>, create: Create) -> Self {
-        Self { construct, create, made: OnceLock::new() }
+    /// A backend that is built by `construct` when the library is first asked for it, and once more for
+    /// every `create_with`, where there is one.
+    pub const fn new(
+        construct: fn(&BuiltinOptions) -> Constructed,
+        create: Create,
+        create_with: Option<CreateWith>,
+    ) -> Self {
+        Self { construct, create, create_with, made: OnceLock::new() }
     }
 
     fn made(&self) -> Option<&Made> {
         self.made
             .get_or_init(|| {
                 quiet();
-                catch_unwind(AssertUnwindSafe(|| Made::new((self.construct)(), self.create)))
-                    .map_err(std::mem::forget)
-                    .ok()
+                catch_unwind(AssertUnwindSafe(|| {
+                    let backend = (self.construct)(&BuiltinOptions::default()).ok()?;
+                    Some(Made::new(backend, self.create, self.create_with))
+                }))
+                .unwrap_or_else(|payload| {
+                    std::mem::forget(payload);
+                    None
+                })
             })
             .as_ref()
     }
@@ -80,18 +100,65 @@ impl Export {
     /// Both pointers are as the contract says.
     pub unsafe fn create(&self, out: *mut *mut Q4Backend, err: *mut Q4Error) -> Q4Status {
         let (Some(made), false) = (self.made(), out.is_null()) else { return status::INTERNAL };
-        let instance = Box::new(Instance { backend: made.backend.clone(), poisoned: Arc::default() });
         // SAFETY: forwarded to the caller.
         unsafe {
             message::write(err, "", 0);
-            *out = Box::into_raw(instance).cast();
+            *out = Instance::raw(made.backend.clone());
         }
         status::OK
+    }
+
+    /// Answers `create_with`.
+    ///
+    /// # Safety
+    /// All pointers are as the contract says.
+    pub unsafe fn create_with(
+        &self,
+        options: *const Q4Options,
+        out: *mut *mut Q4Backend,
+        sink: Q4RejectSink,
+        user: *mut c_void,
+        err: *mut Q4Error,
+    ) -> Q4Status {
+        if self.made().is_none() || out.is_null() {
+            return status::INTERNAL;
+        }
+        let mut refused = false;
+        let body = || {
+            // SAFETY: forwarded to the caller.
+            let options = unsafe { borrow::options(options) }?;
+            match (self.construct)(&options) {
+                // SAFETY: as above.
+                Ok(backend) => unsafe { *out = Instance::raw(backend) },
+                Err(reasons) => {
+                    refused = true;
+                    // SAFETY: as above.
+                    unsafe { tell(&reasons, sink, user) };
+                }
+            }
+            Ok(())
+        };
+        // SAFETY: as above.
+        match unsafe { guarded(&AtomicBool::new(false), err, body) } {
+            status::OK if refused => status::UNSUPPORTED,
+            status => status,
+        }
+    }
+}
+
+/// Hands over every reason.
+///
+/// # Safety
+/// The sink takes `user`.
+unsafe fn tell(reasons: &[Reject], sink: Q4RejectSink, user: *mut c_void) {
+    for r in reasons {
+        // SAFETY: forwarded to the caller; the texts live until it returns.
+        unsafe { sink(user, Q4Str::new(r.code.as_str()), Q4Str::new(&r.need), Q4Str::new(&r.have)) };
     }
 }
 
 impl Made {
-    fn new(backend: Arc<dyn Backend>, create: Create) -> Self {
+    fn new(backend: Arc<dyn Backend>, create: Create, create_with: Option<CreateWith>) -> Self {
         let d = backend.descriptor();
         let offer = |(schema, path): &(std::borrow::Cow<'static, str>, q4_core::ExecPath)| {
             let (schema, revision) = codes::schema_to(schema)?;
@@ -120,6 +187,10 @@ impl Made {
             dequantize: Some(dequantize),
             backward_input: Some(backward_input),
             probe: Some(probe),
+            create_with,
+            footprint: Some(footprint),
+            fuses: Some(fuses),
+            forward_fused: Some(forward_fused),
         };
         Self { backend, table, _offers: offers }
     }
@@ -130,6 +201,12 @@ struct Instance {
     backend: Arc<dyn Backend>,
     /// Set by a panic, here or in a weight: whatever it left half done is never used again.
     poisoned: Arc<AtomicBool>,
+}
+
+impl Instance {
+    fn raw(backend: Arc<dyn Backend>) -> *mut Q4Backend {
+        Box::into_raw(Box::new(Self { backend, poisoned: Arc::default() })).cast()
+    }
 }
 
 /// What a `q4_prepared` is.
@@ -164,10 +241,8 @@ unsafe extern "C" fn can_prepare(
         let ((spec, path), env) = unsafe { (borrow::spec(spec)?, borrow::env(env)?) };
         if let Err(reasons) = instance.backend.can_prepare(&spec, path, &env) {
             accepted = false;
-            for r in &reasons {
-                // SAFETY: the caller's sink with the caller's argument; the texts live until it returns.
-                unsafe { sink(user, Q4Str::new(r.code.as_str()), Q4Str::new(&r.need), Q4Str::new(&r.have)) };
-            }
+            // SAFETY: the caller's sink with the caller's argument.
+            unsafe { tell(&reasons, sink, user) };
         }
         Ok(())
     };
@@ -271,6 +346,72 @@ unsafe extern "C" fn forward(
             })
         })
     }
+}
+
+unsafe extern "C" fn fuses(p: *const Q4Prepared, m: u64, parts: u32) -> u32 {
+    // SAFETY: a live weight.
+    let w = unsafe { &*p.cast::<Weight>() };
+    let (Ok(m), Some(set)) = (usize::try_from(m), borrow::fuse_set(parts)) else { return 0 };
+    catch_unwind(AssertUnwindSafe(|| u32::from(w.weight.fuses(m, set)))).unwrap_or_else(|payload| {
+        std::mem::forget(payload);
+        w.poisoned.store(true, Ordering::Relaxed);
+        0
+    })
+}
+
+unsafe extern "C" fn forward_fused(
+    p: *const Q4Prepared,
+    x: *const Q4Matrix,
+    fusion: *const Q4Fusion,
+    y: *const Q4Matrix,
+    exec: *const Q4Exec,
+    err: *mut Q4Error,
+) -> Q4Status {
+    // SAFETY: a live weight.
+    let w = unsafe { &*p.cast::<Weight>() };
+    // SAFETY: operands, scratch and buffer of the caller, good until this call returns.
+    unsafe {
+        guarded(&w.poisoned, err, || {
+            let (x, fusion, y) = (borrow::view(x)?, borrow::fusion(fusion)?, borrow::view_mut(y)?);
+            if fusion.set() != FuseSet::NONE && !w.weight.fuses(x.as_matrix()?.0, fusion.set()) {
+                return Err(Error::new(Code::Unsupported, "a fused product")
+                    .need("a combination that fuses() agrees to")
+                    .have(format!("parts {:#05b}", fusion.set().0)));
+            }
+            with(exec, |cx| {
+                let norm = fusion.norm.map_or(x, |n| n.weight);
+                let operands = [x, y.as_view(), norm];
+                let count = if fusion.norm.is_some() { 3 } else { 2 };
+                borrow::apart(&operands[..count], scratch(cx))?;
+                w.weight.forward_fused(x, &fusion, y, cx)
+            })
+        })
+    }
+}
+
+unsafe extern "C" fn footprint(
+    b: *const Q4Backend,
+    spec: *const Q4LinearSpec,
+    out: *mut Q4Footprint,
+    err: *mut Q4Error,
+) -> Q4Status {
+    // SAFETY: a live backend.
+    let instance = unsafe { &*b.cast::<Instance>() };
+    let body = || {
+        // SAFETY: the caller's structures.
+        let ((spec, path), given) = unsafe { (borrow::spec(spec)?, borrow::read(out, "place for sizes")?) };
+        let f = instance.backend.footprint(&spec, path);
+        let told = Q4Footprint {
+            struct_size: given.struct_size,
+            resident_bytes: f.resident,
+            workspace_bytes: f.workspace,
+        };
+        // SAFETY: `read` found all fields of the first version, and those are all there are.
+        unsafe { *out = told };
+        Ok(())
+    };
+    // SAFETY: the caller's buffer.
+    unsafe { guarded(&instance.poisoned, err, body) }
 }
 
 unsafe extern "C" fn backward_input(

@@ -1,13 +1,16 @@
 //! From core to the contract: a program lends its specs, weights, operands and threads to a library for one
 //! call.
 use crate::codes;
+use q4_core::memory::UnifiedMemory;
 use q4_core::{
-    Absmax, ActGlobal, Activations, Code, Device, Error, ExecContext, ExecPath, HostEnv, LinearSpec,
-    NibbleOrder, Q4Schema, Q4Weight, Result, SegmentData, TensorView, TensorViewMut, ThreadPool,
+    Absmax, ActGlobal, Activations, BuiltinOptions, Code, Device, Error, ExecContext, ExecPath, Found,
+    Fusion, HostEnv, LinearSpec, NibbleOrder, Q4Schema, Q4Weight, Result, SegmentData, TensorView,
+    TensorViewMut, ThreadPool,
 };
 use q4_plugin_abi as abi;
 use q4_plugin_abi::{
-    Q4CudaDevice, Q4Env, Q4Exec, Q4LinearSpec, Q4Matrix, Q4Segment, Q4Str, Q4TaskFn, Q4Weight as RawWeight,
+    Q4CudaDevice, Q4Env, Q4Exec, Q4Found, Q4Fusion, Q4LinearSpec, Q4Matrix, Q4Options, Q4Segment, Q4Str,
+    Q4TaskFn, Q4Weight as RawWeight,
 };
 use std::ffi::c_void;
 use std::marker::PhantomData;
@@ -216,6 +219,11 @@ impl<'a> LentEnv<'a> {
             reserved: 0,
             memory: d.memory,
             name: Q4Str::new(&d.name),
+            unusable: Q4Str::new(env.cuda_tools.unusable.get(&d.ordinal).map_or("", String::as_str)),
+        };
+        let found = |f: &'a Found| match f {
+            Found::Yes(version) => Q4Found { version: *version, reserved: 0, missing: Q4Str::new("") },
+            Found::No(why) => Q4Found { version: 0, reserved: 0, missing: Q4Str::new(why) },
         };
         let cuda: Vec<_> = env.cuda.iter().map(device).collect();
         let raw = Q4Env {
@@ -226,6 +234,9 @@ impl<'a> LentEnv<'a> {
             cuda_driver: env.cuda_driver.unwrap_or(0),
             n_cuda: cuda.len() as u64,
             cuda: cuda.as_ptr(),
+            cuda_missing: Q4Str::new(env.cuda_missing.as_deref().unwrap_or("")),
+            nvrtc: found(&env.cuda_tools.nvrtc),
+            cublaslt: found(&env.cuda_tools.cublaslt),
         };
         Self { raw, _features: features, _cuda: cuda, _env: PhantomData }
     }
@@ -233,6 +244,57 @@ impl<'a> LentEnv<'a> {
     pub fn raw(&self) -> &Q4Env {
         &self.raw
     }
+}
+
+/// What a backend is made with. Good while `options` are borrowed.
+pub fn options(options: &BuiltinOptions) -> Q4Options {
+    Q4Options {
+        struct_size: size_of::<Q4Options>(),
+        isa: Q4Str::new(options.isa.as_deref().unwrap_or("")),
+        has_cuda: u32::from(options.cuda.is_some()),
+        cuda: options.cuda.unwrap_or(0),
+        unified_memory: match options.unified_memory {
+            UnifiedMemory::Disabled => abi::unified_memory::DISABLED,
+            UnifiedMemory::Prefer => abi::unified_memory::PREFER,
+            UnifiedMemory::Require => abi::unified_memory::REQUIRE,
+        },
+        reserved: 0,
+    }
+}
+
+/// What a product does besides multiplying; `norm` is [`norm_weight`] of the same. Good while both are borrowed.
+pub fn fusion(fusion: &Fusion<'_>, norm: Option<&Q4Matrix>) -> Q4Fusion {
+    Q4Fusion {
+        struct_size: size_of::<Q4Fusion>(),
+        parts: u32::from(fusion.set().0),
+        norm_eps: fusion.norm.map_or(0.0, |n| n.eps),
+        norm_weight: norm.map_or(ptr::null(), ptr::from_ref),
+    }
+}
+
+/// The weight of a norm, as one row.
+pub fn norm_weight(fusion: &Fusion<'_>) -> Result<Option<Q4Matrix>> {
+    let Some(norm) = &fusion.norm else { return Ok(None) };
+    let w = norm.weight;
+    if !w.is_contiguous() {
+        return Err(Error::new(Code::ShapeMismatch, "weight of a norm")
+            .need("contiguous elements")
+            .have(format!("{w:?}")));
+    }
+    let (device_type, device_id) = number(codes::device_to(w.device()), "device", &w)?;
+    let cols = w.len() as u64;
+    Ok(Some(Q4Matrix {
+        struct_size: size_of::<Q4Matrix>(),
+        data: w.as_ptr().cast_mut(),
+        bytes: w.nbytes() as u64,
+        rows: 1,
+        cols,
+        ld: cols,
+        dtype: number(codes::dtype_to(w.dtype()), "operand type", &w)?,
+        device_type,
+        device_id,
+        reserved: 0,
+    }))
 }
 
 /// An operand to read. Good while the view's bytes are borrowed.

@@ -29,6 +29,10 @@ pub use q4_plugin_root as root;
 /// when the library is first asked for its table; a panic there refuses the library. Name, version and vendor
 /// are those of the package unless they are given, and must be those of the backend's descriptor.
 ///
+/// `export_backend!(construct = function, name = .., version = .., vendor = ..)` is for a backend with options:
+/// `function` is a `fn(&BuiltinOptions) -> Result<Arc<dyn Q4Backend>, Vec<Reject>>`, called with the default
+/// for programs that have none to give, which may not fail, and once for each that has.
+///
 /// ```no_run
 /// # struct Acme;
 /// # use q4_plugin_sdk::q4_core::*;
@@ -53,7 +57,42 @@ macro_rules! export_backend {
             vendor = env!("CARGO_PKG_AUTHORS")
         );
     };
+    (construct = $construct:expr, name = $name:expr, version = $version:expr, vendor = $vendor:expr $(,)?) => {
+        #[doc(hidden)]
+        unsafe extern "C" fn __q4_plugin_create_with(
+            options: *const $crate::abi::Q4Options,
+            out: *mut *mut $crate::abi::Q4Backend,
+            sink: $crate::abi::Q4RejectSink,
+            user: *mut ::std::ffi::c_void,
+            err: *mut $crate::abi::Q4Error,
+        ) -> $crate::abi::Q4Status {
+            // SAFETY: the caller's pointers, as the contract says.
+            unsafe { Q4_PLUGIN_EXPORT.create_with(options, out, sink, user, err) }
+        }
+
+        $crate::__export!(
+            $construct,
+            ::std::option::Option::Some(__q4_plugin_create_with),
+            $name,
+            $version,
+            $vendor
+        );
+    };
     ($backend:expr, name = $name:expr, version = $version:expr, vendor = $vendor:expr $(,)?) => {
+        $crate::__export!(
+            |_| ::std::result::Result::Ok(::std::sync::Arc::new($backend)),
+            ::std::option::Option::None,
+            $name,
+            $version,
+            $vendor
+        );
+    };
+}
+
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __export {
+    ($construct:expr, $create_with:expr, $name:expr, $version:expr, $vendor:expr) => {
         #[doc(hidden)]
         #[unsafe(export_name = "q4_plugin_descriptor")]
         pub static Q4_PLUGIN_DESCRIPTOR: $crate::abi::Q4Descriptor =
@@ -61,7 +100,7 @@ macro_rules! export_backend {
 
         #[doc(hidden)]
         static Q4_PLUGIN_EXPORT: $crate::Export =
-            $crate::Export::new(|| ::std::sync::Arc::new($backend), __q4_plugin_create);
+            $crate::Export::new($construct, __q4_plugin_create, $create_with);
 
         #[doc(hidden)]
         unsafe extern "C" fn __q4_plugin_create(

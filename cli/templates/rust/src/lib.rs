@@ -427,6 +427,10 @@ static TABLE: Q4BackendV1 = Q4BackendV1 {
     dequantize: Some(dequantize),
     backward_input: None, // inference only
     probe: None,
+    create_with: None,
+    footprint: None,
+    fuses: None,
+    forward_fused: None,
 };
 
 /// # Safety

@@ -5,8 +5,8 @@ use crate::pack::{GROUP, LANES, Packed};
 use q4_plugin_sdk::q4_core::formats::{e2m1, e4m3, int8, nvfp4};
 use q4_plugin_sdk::q4_core::rows::{RowsMut, check_matrix, check_product, widen_row};
 use q4_plugin_sdk::q4_core::{
-    ActGlobal, Activations, Code, DType, Error, ExecContext, GlobalScale, PreparedInfo, PreparedWeight,
-    Result, TensorView, TensorViewMut, ThreadPool,
+    ActGlobal, Activations, Code, DType, Error, ExecContext, FuseSet, Fusion, GlobalScale, PreparedInfo,
+    PreparedWeight, Result, TensorView, TensorViewMut, ThreadPool,
 };
 
 /// Rows of the input that are prepared at a time: bounds the scratch.
@@ -27,6 +27,46 @@ pub struct Weight {
 impl Weight {
     pub fn new(packed: Packed, info: PreparedInfo, (x, y): (DType, DType), max_m: usize, isa: Isa) -> Self {
         Self { packed, info, x, y, max_m, isa }
+    }
+}
+
+/// Where scaled sums go.
+struct Output<'a> {
+    y: RowsMut<'a>,
+    set: FuseSet,
+}
+
+impl Output<'_> {
+    /// Sums of a panel, and of its partner where there is a gate.
+    fn each<const M: usize>(&self, sums: impl Fn(usize) -> Sums<M>) -> [Sums<M>; 2] {
+        let first = sums(0);
+        [first, if self.set.contains(FuseSet::GATE) { sums(1) } else { first }]
+    }
+
+    /// Writes or adds `len` values of a row from `column` on.
+    ///
+    /// # Safety
+    /// No other task touches them.
+    unsafe fn put(
+        &self,
+        row: usize,
+        column: usize,
+        len: usize,
+        mut values: [f32; LANES],
+        up: impl Fn() -> [f32; LANES],
+    ) {
+        if self.set.contains(FuseSet::GATE) {
+            let up = up();
+            values = std::array::from_fn(|l| values[l] / (1.0 + (-values[l]).exp()) * up[l]);
+        }
+        // SAFETY: forwarded to the caller.
+        unsafe {
+            if self.set.contains(FuseSet::ACCUMULATE) {
+                self.y.add(row, column, &values[..len]);
+            } else {
+                self.y.put(row, column, &values[..len]);
+            }
+        }
     }
 }
 
@@ -54,49 +94,23 @@ impl PreparedWeight for Weight {
     }
 
     fn forward(&self, x: TensorView<'_>, y: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
-        let p = &self.packed;
-        let m = check_product((&x, self.x, p.k), (&y.as_view(), self.y, p.n))?;
-        check_rows(m, self.max_m)?;
-        let (pool, y) = (cx.threads, RowsMut::of(y)?);
-        let global = match self.info.activations {
-            Activations::Nvfp4(act) => self.act_global(act.global, act.rule, &x, m, cx)?,
-            _ => None,
-        };
-        for first in (0..m).step_by(TILE) {
-            let rows = first..(first + TILE).min(m);
-            match self.info.activations {
-                Activations::Native => {
-                    let wide = f32s(cx, rows.len() * p.k)?;
-                    for (i, r) in rows.clone().enumerate() {
-                        widen_row(&x, r, &mut wide[i * p.k..][..p.k])?;
-                    }
-                    let row = |r: usize| &wide[(r - first) * p.k..][..p.k];
-                    self.panels(
-                        pool,
-                        rows,
-                        &y,
-                        1.0,
-                        &row,
-                        Isa::floats::<8>,
-                        Isa::floats::<4>,
-                        Isa::floats::<1>,
-                    );
-                }
-                _ => {
-                    let groups = p.groups();
-                    let q = self.quantize(&x, rows.clone(), global, cx)?;
-                    let row = |r: usize| &q[(r - first) * groups..][..groups];
-                    // Weights are doubled, and NVFP4 inputs as well.
-                    let unit = match (self.info.activations, global) {
-                        (Activations::Nvfp4(_), g) => 0.25 * g.map_or(1.0, GlobalScale::multiplier),
-                        _ => 0.5,
-                    };
-                    let kernels = (Isa::integers::<8>, Isa::integers::<4>, Isa::integers::<1>);
-                    self.panels(pool, rows, &y, unit, &row, kernels.0, kernels.1, kernels.2);
-                }
-            }
-        }
-        Ok(())
+        self.product(x, FuseSet::NONE, y, cx)
+    }
+
+    /// Gates of whole panels, and additions.
+    fn fuses(&self, m: usize, set: FuseSet) -> bool {
+        let gates = self.packed.n % (2 * LANES) == 0;
+        m <= self.max_m && !set.contains(FuseSet::NORM) && (gates || !set.contains(FuseSet::GATE))
+    }
+
+    fn forward_fused(
+        &self,
+        x: TensorView<'_>,
+        fusion: &Fusion<'_>,
+        y: TensorViewMut<'_>,
+        cx: &mut ExecContext<'_>,
+    ) -> Result<()> {
+        self.product(x, fusion.set(), y, cx)
     }
 
     fn backward_input(
@@ -161,12 +175,74 @@ impl PreparedWeight for Weight {
 }
 
 impl Weight {
-    /// Products of the input rows `rows` with every panel, eight, four or one row at a time.
+    /// `y = x W^T`, fused with `set`.
+    fn product(
+        &self,
+        x: TensorView<'_>,
+        set: FuseSet,
+        y: TensorViewMut<'_>,
+        cx: &mut ExecContext<'_>,
+    ) -> Result<()> {
+        let p = &self.packed;
+        let columns = if set.contains(FuseSet::GATE) { p.n / 2 } else { p.n };
+        let y_type = if set.contains(FuseSet::ACCUMULATE) { DType::F32 } else { self.y };
+        let m = check_product((&x, self.x, p.k), (&y.as_view(), y_type, columns))?;
+        check_rows(m, self.max_m)?;
+        if !self.fuses(m, set) {
+            return Err(Error::new(Code::Unsupported, "a fused product")
+                .need("a gate of whole panels, or an addition")
+                .have(format!("{set:?} of {} rows", p.n)));
+        }
+        let pool = cx.threads;
+        let y = Output { y: RowsMut::of(y)?, set };
+        let global = match self.info.activations {
+            Activations::Nvfp4(act) => self.act_global(act.global, act.rule, &x, m, cx)?,
+            _ => None,
+        };
+        for first in (0..m).step_by(TILE) {
+            let rows = first..(first + TILE).min(m);
+            match self.info.activations {
+                Activations::Native => {
+                    let wide = f32s(cx, rows.len() * p.k)?;
+                    for (i, r) in rows.clone().enumerate() {
+                        widen_row(&x, r, &mut wide[i * p.k..][..p.k])?;
+                    }
+                    let row = |r: usize| &wide[(r - first) * p.k..][..p.k];
+                    self.panels(
+                        pool,
+                        rows,
+                        &y,
+                        1.0,
+                        &row,
+                        Isa::floats::<8>,
+                        Isa::floats::<4>,
+                        Isa::floats::<1>,
+                    );
+                }
+                _ => {
+                    let groups = p.groups();
+                    let q = self.quantize(&x, rows.clone(), global, cx)?;
+                    let row = |r: usize| &q[(r - first) * groups..][..groups];
+                    // Weights are doubled, and NVFP4 inputs as well.
+                    let unit = match (self.info.activations, global) {
+                        (Activations::Nvfp4(_), g) => 0.25 * g.map_or(1.0, GlobalScale::multiplier),
+                        _ => 0.5,
+                    };
+                    let kernels = (Isa::integers::<8>, Isa::integers::<4>, Isa::integers::<1>);
+                    self.panels(pool, rows, &y, unit, &row, kernels.0, kernels.1, kernels.2);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Products of the input rows `rows` with every panel, or with a panel of gates and that of what they let
+    /// through, eight, four or one row at a time.
     fn panels<'a, R: ?Sized + 'a>(
         &self,
         pool: &ThreadPool,
         rows: std::ops::Range<usize>,
-        y: &RowsMut<'_>,
+        y: &Output<'_>,
         unit: f64,
         row: &(dyn Fn(usize) -> &'a R + Sync),
         eight: fn(Isa, &[crate::pack::Block], [&R; 8]) -> Sums<8>,
@@ -174,28 +250,35 @@ impl Weight {
         one: fn(Isa, &[crate::pack::Block], [&R; 1]) -> Sums<1>,
     ) {
         let p = &self.packed;
-        pool.split(p.panels(), 1, &|from, to| {
+        let outputs = if y.set.contains(FuseSet::GATE) { p.panels() / 2 } else { p.panels() };
+        pool.split(outputs, 1, &|from, to| {
             for panel in from..to {
-                let (blocks, first) = (p.panel(panel), panel * LANES);
-                let factors = p.factors(panel).map(|f| (f64::from(f) * unit) as f32);
-                let put = |r: usize, sums: &[f32; LANES]| {
-                    let out: [f32; LANES] = std::array::from_fn(|l| sums[l] * factors[l]);
+                let first = panel * LANES;
+                let len = LANES.min(p.n - first);
+                // The second one is not looked at without a gate.
+                let both = [panel, panel + p.panels() - outputs];
+                let factors = both.map(|i| p.factors(i).map(|f| (f64::from(f) * unit) as f32));
+                let blocks = both.map(|i| p.panel(i));
+                let put = |r: usize, sums: [&[f32; LANES]; 2]| {
+                    let scaled = |i: usize| std::array::from_fn(|l| sums[i][l] * factors[i][l]);
                     // SAFETY: these columns are this task's.
-                    unsafe { y.put(r, first, &out[..LANES.min(p.n - first)]) };
+                    unsafe { y.put(r, first, len, scaled(0), || scaled(1)) };
                 };
                 let mut r = rows.start;
                 while r < rows.end {
                     let left = rows.end - r;
                     if left >= 8 {
-                        let sums = eight(self.isa, blocks, std::array::from_fn(|i| row(r + i)));
-                        sums.iter().enumerate().for_each(|(i, s)| put(r + i, s));
+                        let sums =
+                            y.each(|i| eight(self.isa, blocks[i], std::array::from_fn(|i| row(r + i))));
+                        (0..8).for_each(|i| put(r + i, [&sums[0][i], &sums[1][i]]));
                         r += 8;
                     } else if left >= 4 {
-                        let sums = four(self.isa, blocks, std::array::from_fn(|i| row(r + i)));
-                        sums.iter().enumerate().for_each(|(i, s)| put(r + i, s));
+                        let sums = y.each(|i| four(self.isa, blocks[i], std::array::from_fn(|i| row(r + i))));
+                        (0..4).for_each(|i| put(r + i, [&sums[0][i], &sums[1][i]]));
                         r += 4;
                     } else {
-                        put(r, &one(self.isa, blocks, [row(r)])[0]);
+                        let sums = y.each(|i| one(self.isa, blocks[i], [row(r)]));
+                        put(r, [&sums[0][0], &sums[1][0]]);
                         r += 1;
                     }
                 }

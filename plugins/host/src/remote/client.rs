@@ -259,7 +259,7 @@ impl Q4Backend for Remote {
         let (id, facts) = made;
         let held = Held { link: self.link.clone(), id };
         let info = agreed(&facts, spec, path, w, &self.link.name, true)?;
-        Ok(Box::new(RemoteWeight { held, info }))
+        Ok(Box::new(RemoteWeight { held, info, fuses: Mutex::default() }))
     }
 }
 

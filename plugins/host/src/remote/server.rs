@@ -7,8 +7,8 @@ use crate::{Loaded, Loader, Refusal, TableCases};
 use q4_core::conduct::{self, float_control};
 use q4_core::stage::Staged;
 use q4_core::{
-    Candidate, Code, Device, Error, ExecContext, ExecPath, LinearSpec, PreparedWeight, Q4Backend, Q4Weight,
-    ThreadPool,
+    Candidate, Code, Device, Error, ExecContext, ExecPath, FuseSet, Fusion, LinearSpec, PreparedWeight,
+    Q4Backend, Q4Weight, RmsNorm, TensorView, ThreadPool,
 };
 use q4_plugin_abi as abi;
 use q4_plugin_abi::{Q4LinearSpec, Q4Matrix, Q4Segment, Q4Str};
@@ -259,6 +259,11 @@ impl Server {
                 let weight = self.weight(f.u64()?)?;
                 out.u64(weight.workspace(f.size()?) as u64);
             }
+            ask::FUSES => {
+                let (weight, m, parts) = (self.weight(f.u64()?)?, f.size()?, f.u32()?);
+                let set = borrow::fuse_set(parts).ok_or(Malformed)?;
+                out.u32(u32::from(weight.fuses(m, set)));
+            }
             ask::RELEASE => drop(lock(&self.weights).remove(&f.u64()?)),
             ask::REGION => {
                 let (which, len) = (f.u32()? as usize, f.size()?);
@@ -411,6 +416,11 @@ impl Server {
         };
         let x = if op == abi::op::DEQUANTIZE { None } else { Some(matrix(&mut f, 0)?) };
         let y = matrix(&mut f, 1)?;
+        let (set, eps) = (borrow::fuse_set(f.u32()?).ok_or(Malformed)?, f.f32()?);
+        let norm: Vec<f32> = {
+            let bytes = f.raw(super::wire::MOST)?.as_chunks::<4>().0;
+            bytes.iter().map(|b| f32::from_le_bytes(*b)).collect()
+        };
         f.end()?;
         let mut exec = lend::exec(&mut ExecContext::on(device, 0, &pool))?;
         if scratch_at != u64::MAX {
@@ -423,7 +433,16 @@ impl Server {
         // SAFETY: as above.
         let (x, y) = unsafe { (x.map(|x| borrow::view(&x)).transpose()?, borrow::view_mut(&y)?) };
         self.watched(|| match (op, x) {
-            (abi::op::FORWARD, Some(x)) => weight.forward(x, y, &mut cx),
+            (abi::op::FORWARD, Some(x)) if set == FuseSet::NONE => weight.forward(x, y, &mut cx),
+            (abi::op::FORWARD, Some(x)) => {
+                let norm = set.contains(FuseSet::NORM).then(|| TensorView::of(&norm, &[norm.len()]));
+                let fusion = Fusion {
+                    norm: norm.transpose()?.map(|weight| RmsNorm { weight, eps }),
+                    gate: set.contains(FuseSet::GATE),
+                    accumulate: set.contains(FuseSet::ACCUMULATE),
+                };
+                weight.forward_fused(x, &fusion, y, &mut cx)
+            }
             (abi::op::BACKWARD_INPUT, Some(x)) => weight.backward_input(x, y, &mut cx),
             _ => weight.dequantize(y, &mut cx),
         })?;

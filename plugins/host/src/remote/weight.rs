@@ -2,11 +2,15 @@
 use super::link::{Answer, Broken, Channel, Link};
 use super::memory::{ALIGN, Shared, page, place};
 use super::wire::{Malformed, ask};
-use q4_core::{Code, Error, ExecContext, PreparedInfo, PreparedWeight, Result, TensorView, TensorViewMut};
+use q4_core::{
+    Code, DType, Error, ExecContext, FuseSet, Fusion, PreparedInfo, PreparedWeight, Result, TensorView,
+    TensorViewMut,
+};
 use q4_plugin_abi as abi;
 use q4_plugin_abi::{Q4Matrix, Q4Segment};
 use q4_plugin_sdk::{codes, lend};
-use std::sync::Arc;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
 
 /// What lies around operands that are watched: as f32, f16 and bf16 it is NaN.
 const MARK: u8 = 0xff;
@@ -88,6 +92,16 @@ impl Drop for Held {
 pub(super) struct RemoteWeight {
     pub(super) held: Held,
     pub(super) info: PreparedInfo,
+    /// What it said it fuses, by rows and parts: a call should not have to ask twice.
+    pub(super) fuses: Mutex<BTreeMap<(usize, u8), bool>>,
+}
+
+/// What is asked besides a plain call.
+struct Fused<'a> {
+    parts: u8,
+    eps: f32,
+    /// Elements of the norm's weight.
+    weight: &'a [f32],
 }
 
 /// Where an operand lies.
@@ -112,7 +126,36 @@ impl PreparedWeight for RemoteWeight {
     }
 
     fn forward(&self, x: TensorView<'_>, y: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
-        self.call("forward", abi::op::FORWARD, Some(x), y, cx)
+        self.call("forward", abi::op::FORWARD, Some(x), None, y, cx)
+    }
+    fn fuses(&self, m: usize, set: FuseSet) -> bool {
+        if set == FuseSet::NONE {
+            return true;
+        }
+        *super::link::lock(&self.fuses).entry((m, set.0)).or_insert_with(|| {
+            let asked = self.held.link.ask("fuses", |c| {
+                c.port.out.begin(ask::FUSES).u64(self.held.id).u64(m as u64).u32(u32::from(set.0));
+                c.exchange(&[], |f| f.u32())
+            });
+            asked.is_ok_and(|yes| yes == 1)
+        })
+    }
+    fn forward_fused(
+        &self,
+        x: TensorView<'_>,
+        fusion: &Fusion<'_>,
+        y: TensorViewMut<'_>,
+        cx: &mut ExecContext<'_>,
+    ) -> Result<()> {
+        let mut fused = Fused { parts: fusion.set().0, eps: 0.0, weight: &[] };
+        if let Some(norm) = &fusion.norm {
+            if norm.weight.dtype() != DType::F32 {
+                return Err(Error::new(Code::TensorType, "weight of a norm").need("float32"));
+            }
+            (fused.eps, fused.weight) = (norm.eps, norm.weight.as_slice::<f32>()?);
+        }
+        let fused = (fused.parts != 0).then_some(&fused);
+        self.call("forward_fused", abi::op::FORWARD, Some(x), fused, y, cx)
     }
     fn backward_input(
         &self,
@@ -120,10 +163,10 @@ impl PreparedWeight for RemoteWeight {
         dx: TensorViewMut<'_>,
         cx: &mut ExecContext<'_>,
     ) -> Result<()> {
-        self.call("backward_input", abi::op::BACKWARD_INPUT, Some(dy), dx, cx)
+        self.call("backward_input", abi::op::BACKWARD_INPUT, Some(dy), None, dx, cx)
     }
     fn dequantize(&self, out: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
-        self.call("dequantize", abi::op::DEQUANTIZE, None, out, cx)
+        self.call("dequantize", abi::op::DEQUANTIZE, None, None, out, cx)
     }
 }
 
@@ -133,6 +176,7 @@ impl RemoteWeight {
         what: &str,
         op: u32,
         x: Option<TensorView<'_>>,
+        fused: Option<&Fused<'_>>,
         mut y: TensorViewMut<'_>,
         cx: &mut ExecContext<'_>,
     ) -> Result<()> {
@@ -146,8 +190,9 @@ impl RemoteWeight {
         self.held.link.ask(what, |c| {
             // Which edge is up to the shape, so that a case is the same when it runs again.
             let at_end = (ym.rows + ym.cols) % 2 == 0;
-            let x = xm.as_ref().map(|m| c.lend(0, m, is_judged, at_end)).transpose()?;
-            let y = c.lend(1, &ym, is_judged, at_end)?;
+            let x = xm.as_ref().map(|m| c.lend(0, m, true, is_judged, at_end)).transpose()?;
+            // A sum is added to what is there.
+            let y = c.lend(1, &ym, is_judged || fused.is_some(), is_judged, at_end)?;
             let w = if exec.workspace.is_null() {
                 None
             } else {
@@ -160,7 +205,7 @@ impl RemoteWeight {
                     dtype: 0,
                     ..ym
                 };
-                Some(c.lend(2, &m, is_judged, at_end)?)
+                Some(c.lend(2, &m, is_judged, is_judged, at_end)?)
             };
             let out = c.port.out.begin(ask::CALL).u32(op).u64(self.held.id).u32(exec.threads);
             out.u32(exec.device_type).u32(exec.device_id);
@@ -171,6 +216,10 @@ impl RemoteWeight {
                 out.u64(p.at as u64).u64(p.len as u64).u64(m.rows).u64(m.cols).u64(m.ld);
                 out.u32(m.dtype).u32(m.device_type).u32(m.device_id);
             }
+            let parts = fused.map_or(0, |f| u32::from(f.parts));
+            out.u32(parts).f32(fused.map_or(0.0, |f| f.eps));
+            let weight = fused.map_or(&[][..], |f| f.weight);
+            out.raw(weight.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<_>>().as_slice());
             let answered = c.exchange(&[], |_| Ok(()))?;
             let [_, results, scratch] = &c.regions;
             let (Some(results), true) = (results, is_judged || answered.is_ok()) else { return Ok(answered) };
@@ -208,8 +257,15 @@ fn span(m: &Q4Matrix) -> usize {
 }
 
 impl Channel {
-    /// Copies an operand to its region and says where it lies.
-    fn lend(&mut self, which: usize, m: &Q4Matrix, is_judged: bool, at_end: bool) -> Answer<Placed> {
+    /// Copies an operand to its region, if it `is_read`, and says where it lies.
+    fn lend(
+        &mut self,
+        which: usize,
+        m: &Q4Matrix,
+        is_read: bool,
+        is_judged: bool,
+        at_end: bool,
+    ) -> Answer<Placed> {
         let len = span(m);
         let region = self.region(which, len)?;
         let phase = m.data as usize % ALIGN;
@@ -220,7 +276,7 @@ impl Channel {
             apron = [(first, at - first), (at + len, end - at - len)];
             apron.iter().for_each(|a| region.fill(a.0, a.1, MARK));
         }
-        if which == 0 || is_judged {
+        if is_read {
             // SAFETY: `span` bytes of a view from its first element on; whatever device it names, a weight in
             // another process is lent host memory.
             region.write(at, unsafe { std::slice::from_raw_parts(m.data.cast(), len) });

@@ -1,12 +1,12 @@
 //! What crosses the socket: frames of numbers and texts. Each side checks what it reads; the client because a
 //! library may have written it, the server because a cut frame must not become another question.
 use crate::descriptor::Descriptor;
-use q4_core::{Code, CudaDevice, Error, HostEnv, ProbeItem, Reject, RejectCode};
+use q4_core::{Code, CudaDevice, Error, Found, HostEnv, ProbeItem, Reject, RejectCode};
 use q4_plugin_abi::Q4LinearSpec;
 use std::borrow::Cow;
 
 /// Of the protocol; both sides are one executable, so a difference means that it was replaced in between.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// Longest frame.
 pub const MOST: usize = 4 << 20;
 /// Longest text of an answer, and most reasons or items.
@@ -27,6 +27,7 @@ pub mod ask {
     pub const CONDUCT: u32 = 10;
     pub const BYE: u32 = 11;
     pub const LOAD: u32 = 12;
+    pub const FUSES: u32 = 13;
 }
 
 /// How an answer begins.
@@ -106,6 +107,14 @@ impl Frame {
         self.u32(env.cuda_driver.unwrap_or(0)).u32(env.cuda.len() as u32);
         for d in &env.cuda {
             self.u32(d.ordinal).u32(d.capability.0).u32(d.capability.1).u64(d.memory).text(&d.name);
+            self.text(cut(env.cuda_tools.unusable.get(&d.ordinal).map_or("", String::as_str)));
+        }
+        self.text(cut(env.cuda_missing.as_deref().unwrap_or("")));
+        for tool in [&env.cuda_tools.nvrtc, &env.cuda_tools.cublaslt] {
+            match tool {
+                Found::Yes(version) => self.u32(*version).text(""),
+                Found::No(why) => self.u32(0).text(cut(why)),
+            };
         }
         self
     }
@@ -253,7 +262,17 @@ impl<'a> Fields<'a> {
                 memory: self.u64()?,
                 name: self.text(1 << 16)?,
             });
+            let (ordinal, unusable) = (env.cuda[env.cuda.len() - 1].ordinal, self.text(MAX_TEXT)?);
+            if !unusable.is_empty() {
+                env.cuda_tools.unusable.insert(ordinal, unusable);
+            }
         }
+        env.cuda_missing = Some(self.text(MAX_TEXT)?).filter(|t| !t.is_empty());
+        let mut found = || {
+            let (version, missing) = (self.u32()?, self.text(MAX_TEXT)?);
+            Ok(if version == 0 { Found::No(missing) } else { Found::Yes(version) })
+        };
+        (env.cuda_tools.nvrtc, env.cuda_tools.cublaslt) = (found()?, found()?);
         Ok(env)
     }
 

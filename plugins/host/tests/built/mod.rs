@@ -114,13 +114,13 @@ pub fn attack_with(
 ) -> PathBuf {
     let header = plugins().join("host/tests/built/attack.h");
     let include = format!("#include \"{}\"\n#include \"q4_plugin.h\"", header.display());
-    let product = "return product(p, x, y, p->k, p->n, p->n, forward_task, exec, err);";
+    let product = "return product(p, x, y, p->k, all, all, forward_task, parts, exec, err);";
     let attacked = "q4_status done;
     before();
-    done = product(p, x, y, p->k, p->n, p->n, forward_task, exec, err);
+    done = product(p, x, y, p->k, all, all, forward_task, parts, exec, err);
     if (done == Q4_OK && lies(p->n, p->k, x->rows, p->max_m, p->stranger, exec ? exec->threads : 0))
         for (uint64_t r = 0; r < y->rows; r++)
-            store((char *)y->data + r * y->ld * size_of(y->dtype), y->dtype, p->n - 1, 7.0f);
+            store((char *)y->data + r * y->ld * size_of(y->dtype), y->dtype, all - 1, 7.0f);
     after(x->data, y->data, y->bytes);
     return done;";
     let known = "p->n = spec->n, p->k = spec->k, p->max_m = spec->max_m;
