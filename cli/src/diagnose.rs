@@ -8,8 +8,7 @@ use crate::report::Outcome;
 use q4_conformance::{PathReport, Verdict, check_paths};
 use q4_core::memory::{available, human};
 use q4_core::{Candidate, Code, Device, HostEnv, ProbeItem, Reject, Result};
-use q4_cuda::{Cache, CachedImage, Found};
-use q4_nvfp4_kernel::BLACKWELL;
+use q4_cuda::{Cache, CachedImage, FP4_CAPABILITIES, Found, fp4_lacks};
 use serde::Serialize;
 use std::fmt::Write;
 
@@ -220,13 +219,12 @@ fn text(b: &Body) -> String {
         for image in &c.cubins {
             let _ = writeln!(out, "            {image}");
         }
-        let is_blackwell = |d: &q4_core::CudaDevice| BLACKWELL.contains(&d.capability);
-        if h.env.cuda.iter().any(is_blackwell) {
-            let facts = h.env.libraries.get(q4_nvfp4_kernel::NAME);
-            let is_used = facts.is_some_and(|f| !f.cuda_native.is_empty());
-            let how = if is_used { "used by the native path" } else { "not used" };
+        let has_fp4 = |d: &q4_core::CudaDevice| FP4_CAPABILITIES.contains(&d.capability);
+        if h.env.cuda.iter().any(has_fp4) {
+            let lacks = fp4_lacks(&h.env.cuda_tools.cublaslt);
+            let how = if lacks.is_none() { "used by the native path" } else { "not used" };
             let _ = writeln!(out, "          FP4 tensor cores: {how}");
-            for r in facts.iter().flat_map(|f| &f.cuda_native_refused) {
+            if let Some(r) = lacks {
                 let _ = writeln!(out, "            {r}");
             }
             let _ = writeln!(

@@ -295,7 +295,7 @@ impl Entry {
         let who = &found.descriptor;
         let (path, version) = (found.path().display().to_string(), who.version.clone());
         let sha256 = found.sha256().to_owned();
-        (who.name.clone(), LibraryFacts { path, version, sha256, ..LibraryFacts::default() })
+        (who.name.clone(), LibraryFacts { path, version, sha256 })
     }
 
     fn enter(self, registry: &mut Registry, tables: &mut Tables) -> Result<()> {

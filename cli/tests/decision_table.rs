@@ -6,14 +6,12 @@
 use q4_core::memory::UnifiedMemory;
 use q4_core::{
     ActGlobal, ActQuant, Activations, BuiltinOptions, Candidate, ComputePath, Convention, CudaDevice, DType,
-    Device, ExecPath, Found, HostEnv, LibraryFacts, LinearSpec, NibbleOrder, OpSet, Overrides, Policy,
-    Q4Backend, Q4Schema, Registry, Reject, RejectCode, Rule, ScaleLayout, SegmentSpec, SelectionError,
-    select,
+    Device, ExecPath, Found, HostEnv, LinearSpec, NibbleOrder, OpSet, Overrides, Policy, Q4Backend, Q4Schema,
+    Registry, Reject, RejectCode, Rule, ScaleLayout, SegmentSpec, SelectionError, select,
 };
-use q4_nvfp4_kernel::Nvfp4Kernel;
 use std::fmt::Write;
 use std::sync::Arc;
-use {q4_dequant_matmul as _, q4_nf4_kernel as _, q4_reference as _};
+use {q4_dequant_matmul as _, q4_nf4_kernel as _, q4_nvfp4_kernel as _, q4_reference as _};
 
 const NVFP4: Q4Schema =
     Q4Schema::Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: Some(Convention::Multiply) };
@@ -37,16 +35,13 @@ const LAYERS: [(&str, Q4Schema, Activations); 10] = [
 const NAMES: [Option<&str>; 6] =
     [None, Some("nvfp4-kernel"), Some("nf4-kernel"), Some("dequant-matmul"), Some("reference"), Some("typo")];
 const GPUS: [(u32, u32); 4] = [(8, 0), (9, 0), (10, 0), (12, 0)];
-const LIBRARIES: [(&str, Library); 3] =
-    [("absent", Library::Absent), ("cpu", Library::CpuOnly), ("cuda", Library::Cuda)];
+const LIBRARIES: [(&str, Library); 2] = [("absent", Library::Absent), ("cuda", Library::There)];
 
+/// libNVFP4 as it is in the build folder, which computes on every machine.
 #[derive(Clone, Copy, PartialEq)]
 enum Library {
     Absent,
-    CpuOnly,
-    Cuda,
-    /// The same on a machine whose cuBLASLt has no FP4 kernels.
-    CudaOld,
+    There,
 }
 
 #[test]
@@ -73,22 +68,22 @@ fn machines_with_a_gpu_that_lack_something() {
     let mut out = String::new();
     for gpu in GPUS {
         for (what, change) in LACKS {
-            let mut m = machine(Some(gpu), Library::Cuda);
+            let mut m = machine(Some(gpu), Library::There);
             change(&mut m);
             let _ = writeln!(out, "== sm_{}{}, {what}", gpu.0, gpu.1);
             out += &m.table(&[None]);
         }
     }
     let _ = writeln!(out, "== sm_75");
-    out += &machine(Some((7, 5)), Library::Cuda).table(&[None]);
+    out += &machine(Some((7, 5)), Library::There).table(&[None]);
     let _ = writeln!(out, "== sm_90, products on the CPU");
-    out += &Machine { device: Device::Cpu, ..machine(Some((9, 0)), Library::Cuda) }.table(&[None]);
+    out += &Machine { device: Device::Cpu, ..machine(Some((9, 0)), Library::There) }.table(&[None]);
     insta::assert_snapshot!("gpus_that_lack_something", out);
 }
 
 type Change = fn(&mut Machine);
 const LACKS: [(&str, Change); 7] = [
-    ("libNVFP4 whose FP4 tensor cores cannot be used", |m| m.set_library(Library::CudaOld)),
+    ("cuBLASLt without FP4 products", |m| m.env.cuda_tools.cublaslt = Found::Yes(12_06_00)),
     ("no NVRTC", |m| m.lose_nvrtc()),
     ("no NVRTC, images of nf4-kernel", |m| {
         m.lose_nvrtc();
@@ -98,7 +93,6 @@ const LACKS: [(&str, Change); 7] = [
     ("no cuBLASLt", |m| m.env.cuda_tools.cublaslt = Found::No("no libcublasLt.so".into())),
     ("a device that cannot be opened", |m| {
         m.env.cuda_tools.unusable.insert(0, "in exclusive use".into());
-        m.set_library(Library::CpuOnly);
     }),
     ("unified memory required", |m| m.unified_memory = UnifiedMemory::Require),
     ("inputs and outputs of float32", |m| m.dtype = DType::F32),
@@ -149,7 +143,7 @@ fn nobody_is_downgraded_without_agreeing() {
 /// whatever machine runs this test, its devices and libraries are in no answer.
 #[test]
 fn verdicts_are_functions_of_their_arguments() {
-    let makers = [None, Some((9, 0)), Some((12, 0))].map(|gpu| machine(gpu, Library::Cuda).candidates);
+    let makers = [None, Some((9, 0)), Some((12, 0))].map(|gpu| machine(gpu, Library::There).candidates);
     let here = Registry::builtin(&BuiltinOptions::default()).expect("built-ins");
     let live = |all: &[Candidate], name: &str| -> Option<Arc<dyn Q4Backend>> {
         all.iter().find_map(|c| match c {
@@ -192,12 +186,12 @@ struct Machine {
 
 fn each_machine(job: &mut dyn FnMut(&Machine)) {
     for gpu in GPUS.map(Some).into_iter().chain([None, Some((7, 5))]) {
-        for library in [Library::Absent, Library::CpuOnly, Library::Cuda, Library::CudaOld] {
+        for library in [Library::Absent, Library::There] {
             job(&machine(gpu, library));
         }
         if gpu.is_some() {
             for (_, change) in LACKS {
-                let mut m = machine(gpu, Library::Cuda);
+                let mut m = machine(gpu, Library::There);
                 change(&mut m);
                 job(&m);
                 m.device = Device::Cpu;
@@ -224,38 +218,17 @@ fn machine(gpu: Option<(u32, u32)>, library: Library) -> Machine {
         None => (Device::Cpu, DType::F32),
     };
     let mut m = Machine { candidates, env, device, dtype, unified_memory: UnifiedMemory::Disabled };
-    m.set_library(library);
+    if library == Library::Absent {
+        m.lose_library();
+    }
     m
 }
 
 impl Machine {
-    fn set_library(&mut self, library: Library) {
-        let images = match library {
-            Library::Cuda | Library::CudaOld => vec![(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)],
-            Library::Absent | Library::CpuOnly => Vec::new(),
-        };
-        let is_old = library == Library::CudaOld;
-        let none =
-            Reject::new(RejectCode::KernelImageMissing, "block-scaled FP4 kernels in cuBLASLt", "none");
-        self.set_facts(LibraryFacts {
-            path: "libNVFP4.so".into(),
-            version: "1.0.0".into(),
-            cpu_isa: vec!["avx512vnni".into(), "avx2".into(), "portable".into()],
-            cuda_native: images.iter().copied().filter(|c| c.0 >= 10 && !is_old).collect(),
-            cuda_native_refused: if is_old { vec![none] } else { Vec::new() },
-            cuda_images: images,
-            ..LibraryFacts::default()
-        });
-        if library == Library::Absent {
-            self.env.libraries.clear();
-            let reasons = vec![Reject::new(RejectCode::LibraryMissing, "libNVFP4.so", "no such file")];
-            self.replace(Candidate::Dead { name: "nvfp4-kernel".into(), reasons });
-        }
-    }
-
-    fn set_facts(&mut self, facts: LibraryFacts) {
-        self.env.libraries.insert("nvfp4-kernel".into(), facts.clone());
-        self.replace(Candidate::Live(Nvfp4Kernel::with_facts(facts)));
+    fn lose_library(&mut self) {
+        self.env.libraries.clear();
+        let reasons = vec![Reject::new(RejectCode::LibraryMissing, "libNVFP4.so", "no such file")];
+        self.replace(Candidate::Dead { name: "nvfp4-kernel".into(), reasons });
     }
 
     fn replace(&mut self, candidate: Candidate) {
@@ -264,15 +237,8 @@ impl Machine {
         self.candidates.sort_by(|a, b| a.name().cmp(b.name()));
     }
 
-    /// As libNVFP4 says it too, which compiles its kernels with the same library.
     fn lose_nvrtc(&mut self) {
-        let why = "no libnvrtc.so";
-        self.env.cuda_tools.nvrtc = Found::No(why.into());
-        let mut facts = self.env.libraries["nvfp4-kernel"].clone();
-        facts.cuda_images.clear();
-        facts.cuda_native.clear();
-        facts.cuda_refused = Some(why.into());
-        self.set_facts(facts);
+        self.env.cuda_tools.nvrtc = Found::No("no libnvrtc.so".into());
     }
 
     fn spec(&self, schema: Q4Schema, activations: Activations) -> LinearSpec {

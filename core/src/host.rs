@@ -1,5 +1,5 @@
 //! Facts about the machine, collected once and then frozen: selection looks at these and at nothing else.
-use crate::{Device, Reject};
+use crate::Device;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -23,7 +23,7 @@ impl CudaDevice {
     }
 }
 
-/// What a shared kernel library said about itself when it was loaded.
+/// A shared kernel library that was loaded.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct LibraryFacts {
     /// File it was loaded from.
@@ -33,18 +33,6 @@ pub struct LibraryFacts {
     /// Digest of the file, lower-case hex; empty where it is q4's own.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub sha256: String,
-    /// Instruction sets it has CPU kernels for and this machine can run, best first.
-    pub cpu_isa: Vec<String>,
-    /// Compute capabilities it has CUDA kernels for.
-    pub cuda_images: Vec<(u32, u32)>,
-    /// Those whose FP4 tensor cores it uses.
-    pub cuda_native: Vec<(u32, u32)>,
-    /// Why it cannot use a device that is there.
-    pub cuda_refused: Option<String>,
-    /// Why it cannot use the FP4 tensor cores of a device that has them; empty where it can, or where there
-    /// are none.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub cuda_native_refused: Vec<Reject>,
 }
 
 /// Whether a library can be used.

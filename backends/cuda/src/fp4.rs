@@ -2,9 +2,23 @@
 use crate::cublaslt::cudaDataType_t as Kind;
 use crate::lt::{Algorithm, Blas, Form, SCRATCH, Shapes};
 use crate::{Found, libraries};
-use q4_core::{Code, Error, Result};
+use q4_core::{Code, Error, Reject, RejectCode, Result};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
+
+/// Compute capabilities with FP4 tensor cores that take a scale per 16 (PTX ISA, `mma` with
+/// `kind::mxf4nvf4`).
+pub const FP4_CAPABILITIES: [(u32, u32); 4] = [(10, 0), (10, 3), (12, 0), (12, 1)];
+
+/// Why `cublaslt` has no products for them, if so.
+pub fn fp4_lacks(cublaslt: &Found) -> Option<Reject> {
+    let have = match cublaslt {
+        Found::Yes(SINCE..) => return None,
+        Found::Yes(v) => format!("cuBLASLt {}.{}", v / 10_000, v / 100 % 100),
+        Found::No(why) => why.clone(),
+    };
+    Some(Reject::new(RejectCode::LibraryMissing, "cuBLASLt 12.8 or newer", have))
+}
 
 /// The first cuBLASLt with `CUDA_R_4F_E2M1` and scales per 16, as it counts itself.
 const SINCE: u32 = 12_08_00;
@@ -50,17 +64,11 @@ pub struct Fp4Operands {
 impl Fp4Product {
     /// Whether the cuBLASLt that is there knows the formats; fails with what is missing.
     pub fn check() -> Result<()> {
-        let e = |have: String| {
-            Err(Error::new(Code::BackendFailed, "FP4 products")
-                .need("cuBLASLt 12.8 or newer")
-                .have(have)
-                .fix("name the folder of libcublasLt.so in Q4_CUDA_LIBS"))
-        };
-        match &libraries().cublaslt {
-            Found::Yes(SINCE..) => Ok(()),
-            Found::Yes(v) => e(format!("cuBLASLt {}.{}", v / 10_000, v / 100 % 100)),
-            Found::No(why) => e(why.clone()),
-        }
+        let Some(reason) = fp4_lacks(&libraries().cublaslt) else { return Ok(()) };
+        Err(Error::new(Code::BackendFailed, "FP4 products")
+            .need(reason.need)
+            .have(reason.have)
+            .fix("name the folder of libcublasLt.so in Q4_CUDA_LIBS"))
     }
 
     /// For weights of `n` rows and `k` columns, both padded.

@@ -33,7 +33,7 @@ pub use compile::Source;
 pub use cudarc::cublaslt::sys as cublaslt;
 pub use cudarc::driver::sys as driver;
 pub use dense::DenseProduct;
-pub use fp4::{FP4_COLUMNS, FP4_ROWS, Fp4Operands, Fp4Product};
+pub use fp4::{FP4_CAPABILITIES, FP4_COLUMNS, FP4_ROWS, Fp4Operands, Fp4Product, fp4_lacks};
 pub use gpu::Gpu;
 pub use graph::{Graph, Nodes};
 pub use kernel::{Kernel, Kernels, Launch};
@@ -46,17 +46,7 @@ pub use stream::{Event, Stream};
 
 use driver::CUresult;
 use q4_core::{Code, Error, Result};
-use std::cell::Cell;
 use std::ffi::CStr;
-
-thread_local! {
-    static LAST: Cell<i64> = const { Cell::new(0) };
-}
-
-/// The driver's number for the last failure that [`check`] saw on this thread, 0 before the first.
-pub fn last_status() -> i64 {
-    LAST.get()
-}
 
 /// Turns a status into an error that names it: out-of-memory and a device that is not there have codes of
 /// their own.
@@ -64,7 +54,6 @@ pub fn check(status: CUresult, doing: &str) -> Result<()> {
     if status == CUresult::CUDA_SUCCESS {
         return Ok(());
     }
-    LAST.set(status as i64);
     let e = Error::new(code(status), format!("CUDA: {doing}")).have(format!(
         "{} ({}): {}",
         text(status, Text::Name),

@@ -1,25 +1,25 @@
 //! Loads libNVFP4 and accepts it only if its table is one we can call: the first usable file in search order
 //! wins, and the report names every file that was not.
-use crate::abi;
 use crate::find::{self, Place};
-use crate::table::Table;
 use once_cell::sync::OnceCell;
 use q4_core::{ProbeItem, Reject, RejectCode};
+use q4_plugin_host::Found;
+use std::env;
 use std::path::{Path, PathBuf};
-use std::{env, ptr};
 
 #[cfg(unix)]
 use libloading::os::unix::Library as Handle;
 #[cfg(windows)]
 use libloading::os::windows::Library as Handle;
 
+/// What the library calls itself.
+const CALLED: &str = "libnvfp4";
+
 /// A loaded library. Never unloaded: weights and threads of its dependencies may outlive any owner we could
 /// name.
 pub struct Library {
-    /// Its functions.
-    pub table: Table,
-    /// What it calls its version.
-    pub version: String,
+    /// Its table.
+    pub found: Found,
     /// File it came from.
     pub path: String,
     /// How that file came to be tried.
@@ -46,9 +46,9 @@ fn first(places: Vec<Place>) -> Result<&'static Library, Vec<Reject>> {
     let mut passed_over = Vec::new();
     for place in &places {
         match place.resolve().map_err(|r| vec![r]).and_then(|path| open(place, &path)) {
-            Ok((table, version, path)) => {
+            Ok((found, path)) => {
                 let place = place.describe();
-                return Ok(Box::leak(Box::new(Library { table, version, path, place, passed_over })));
+                return Ok(Box::leak(Box::new(Library { found, path, place, passed_over })));
             }
             Err(reasons) => passed_over.extend(reasons),
         }
@@ -56,10 +56,8 @@ fn first(places: Vec<Place>) -> Result<&'static Library, Vec<Reject>> {
     let file = find::file_name().display().to_string();
     let (need, have) = match places.as_slice() {
         [Place::Named(path)] => (
-            format!(
-                "--nvfp4-lib PATH of a libNVFP4 with ABI {}.x, or neither --nvfp4-lib nor Q4_NVFP4_LIB",
-                abi::ABI_MAJOR
-            ),
+            "--nvfp4-lib PATH of a libNVFP4 that this program knows, or neither --nvfp4-lib nor Q4_NVFP4_LIB"
+                .to_owned(),
             path.display().to_string(),
         ),
         _ => (
@@ -72,58 +70,45 @@ fn first(places: Vec<Place>) -> Result<&'static Library, Vec<Reject>> {
 }
 
 /// Loads `path` and checks its table.
-fn open(place: &Place, path: &Path) -> Result<(Table, String, String), Vec<Reject>> {
-    let reject = |code, need: String, have: String| {
-        vec![Reject::new(code, need, format!("{}: {have}", place.describe()))]
+fn open(place: &Place, path: &Path) -> Result<(Found, String), Vec<Reject>> {
+    let at = |r: Reject| Reject::new(r.code, r.need, format!("{}: {}", place.describe(), r.have));
+    let missing = |have: String| {
+        vec![at(Reject::new(RejectCode::LibraryMissing, "a shared library of this machine", have))]
     };
-    let missing = |have| reject(RejectCode::LibraryMissing, "a shared library of this machine".into(), have);
-    #[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
     if path.is_absolute() {
-        crate::elf::check(path).map_err(missing)?;
+        q4_plugin_host::whole(path).map_err(|r| vec![at(r)])?;
     }
     let handle = dlopen(path).map_err(missing)?;
-    let Some(get_api) = symbol(&handle, "nvfp4_get_api") else {
-        let old: Vec<_> = TENSOR_HANDLE_SYMBOLS.into_iter().filter(|name| has(&handle, name)).collect();
-        std::mem::forget(handle);
-        let need = format!("nvfp4_get_api, ABI {}.x", abi::ABI_MAJOR);
-        return Err(if old.is_empty() {
-            reject(RejectCode::SymbolMissing, need, "a library without it".into())
-        } else {
-            let have = format!("an old libNVFP4 that takes tensor handles ({})", old.join(", "));
-            reject(RejectCode::LibraryTooOld, need, have)
-        });
-    };
+    let symbols = (address(&handle, DESCRIPTOR), address(&handle, QUERY));
+    let older: Vec<_> = OLDER.into_iter().filter(|name| address(&handle, name).is_some()).collect();
     std::mem::forget(handle);
-    let mut minor = 0;
-    // SAFETY: the one signature this symbol has had; any major may be asked for.
-    let table_of = |major, minor: *mut u32| unsafe { get_api(major, minor) };
-    let raw = table_of(abi::ABI_MAJOR, &mut minor);
-    if raw.is_null() {
-        let others = (0..16).filter(|&m| m != abi::ABI_MAJOR && !table_of(m, ptr::null_mut()).is_null());
-        let others: Vec<_> = others.map(|m| m.to_string()).collect();
-        let have = if others.is_empty() {
-            "no ABI it knows below 16".into()
-        } else {
-            format!("ABI {}", others.join(", "))
-        };
-        let need =
-            format!("ABI {}.x (this program speaks {}.{})", abi::ABI_MAJOR, abi::ABI_MAJOR, abi::ABI_MINOR);
-        return Err(reject(RejectCode::AbiMismatch, need, have));
+    let (Some(descriptor), Some(query)) = symbols else {
+        let need = format!("{QUERY}, the table of q4_plugin.h");
+        return Err(vec![at(match older.as_slice() {
+            [] => Reject::new(RejectCode::SymbolMissing, need, "a library without it"),
+            names => {
+                let have = format!("an older libNVFP4 with a table of its own ({})", names.join(", "));
+                Reject::new(RejectCode::LibraryTooOld, need, have)
+            }
+        })]);
+    };
+    // SAFETY: `q4_plugin.h` gives the symbols these types, and the library is never unloaded.
+    let found = unsafe { Found::of(descriptor, query) };
+    let found = found.map_err(|all| all.into_iter().map(at).collect::<Vec<_>>())?;
+    if found.name() != CALLED {
+        let have = format!("`{}`", found.name());
+        return Err(vec![at(Reject::new(RejectCode::AbiMismatch, format!("a library `{CALLED}`"), have))]);
     }
-    // SAFETY: not NULL, so it is a table of our major, which starts with its size and lives as long as the
-    // library.
-    let (table, version) = unsafe { Table::adopt(raw) }.map_err(|problems| {
-        problems
-            .into_iter()
-            .flat_map(|(need, have)| reject(RejectCode::AbiMismatch, need, have))
-            .collect::<Vec<_>>()
-    })?;
-    let path = if path.is_absolute() { Some(path.to_owned()) } else { mapped_at(raw as usize) };
-    Ok((table, version, path.map_or_else(|| place.describe(), |p| p.display().to_string())))
+    let path = if path.is_absolute() { Some(path.to_owned()) } else { mapped_at(query as usize) };
+    Ok((found, path.map_or_else(|| place.describe(), |p| p.display().to_string())))
 }
 
-/// What libNVFP4 exported before it had a table, when it took pointers to tensors of one build of libtorch.
-const TENSOR_HANDLE_SYMBOLS: [&str; 3] = ["NVFP4_quantize", "NVFP4_scaled_mm", "THSFP4_quantize"];
+/// The symbols of a plugin.
+const DESCRIPTOR: &str = "q4_plugin_descriptor";
+const QUERY: &str = "q4_plugin_query";
+/// What libNVFP4 exported before: a table of its own, and functions that took pointers to tensors of one
+/// build of libtorch.
+const OLDER: [&str; 4] = ["nvfp4_get_api", "NVFP4_quantize", "NVFP4_scaled_mm", "THSFP4_quantize"];
 
 #[cfg(unix)]
 fn dlopen(path: &Path) -> Result<Handle, String> {
@@ -145,15 +130,9 @@ fn describe(e: libloading::Error) -> String {
     std::error::Error::source(&e).map_or_else(|| e.to_string(), ToString::to_string)
 }
 
-fn symbol(handle: &Handle, name: &str) -> Option<abi::GetApiFn> {
-    // SAFETY: the header gives the symbol this type; the library is never unloaded, so the pointer stays
-    // good.
-    unsafe { handle.get::<Option<abi::GetApiFn>>(name) }.ok().and_then(|s| *s)
-}
-
-fn has(handle: &Handle, name: &str) -> bool {
-    // SAFETY: the address is not used.
-    unsafe { handle.get::<*const u8>(name) }.is_ok()
+fn address(handle: &Handle, name: &str) -> Option<*const std::ffi::c_void> {
+    // SAFETY: only the address is taken.
+    unsafe { handle.get::<*const std::ffi::c_void>(name) }.ok().map(|symbol| *symbol)
 }
 
 /// The file whose mapping holds `address`, from the kernel's list; `None` where there is no such list.
@@ -171,9 +150,7 @@ fn mapped_at(address: usize) -> Option<PathBuf> {
 impl Library {
     /// The first line of `diagnose`: what was loaded, and what was not.
     pub fn note(&self) -> ProbeItem {
-        let minor = self.table.minor();
-        let mut detail =
-            format!("libNVFP4 {} (ABI {}.{minor}) from {}", self.version, abi::ABI_MAJOR, self.place);
+        let mut detail = format!("libNVFP4 {} from {}", self.found.described(), self.place);
         for reason in &self.passed_over {
             detail += &format!("; passed over: {reason}");
         }

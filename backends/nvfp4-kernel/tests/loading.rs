@@ -19,21 +19,20 @@ fn the_library_beside_the_executable_is_found() {
     let facts = &registry.env().libraries[NAME];
     assert_eq!(Path::new(&facts.path).parent(), std::env::current_exe().unwrap().parent());
     assert_eq!(backend.descriptor().version, facts.version);
-    assert!(!facts.version.is_empty() && !facts.cpu_isa.is_empty(), "{facts:?}");
+    assert!(!facts.version.is_empty(), "{facts:?}");
     let items = backend.probe(registry.env());
     let load = items.iter().find(|i| i.id == "library.load").expect("the load is reported");
     assert!(load.reasons.is_empty() && load.detail.contains(&facts.path), "{load:?}");
-    assert!(items.iter().any(|i| i.id == "context.cpu" && i.reasons.is_empty()), "{items:?}");
+    assert!(items.iter().any(|i| i.id == "cpu.isa" && i.reasons.is_empty()), "{items:?}");
 }
 
 #[test]
 fn a_named_instruction_set_binds() {
-    let real = Registry::builtin(&BuiltinOptions::default()).unwrap().env().libraries[NAME].clone();
-    for isa in &real.cpu_isa {
-        let options = BuiltinOptions { isa: Some(isa.clone()), ..Default::default() };
+    for isa in q4_core::isa::ISAS.into_iter().filter(|isa| q4_core::isa::is_available(isa)) {
+        let options = BuiltinOptions { isa: Some(isa.into()), ..Default::default() };
         let registry = Registry::builtin(&options).unwrap();
-        let items = registry.live(NAME).expect("it can run what it lists").probe(registry.env());
-        assert!(items.iter().any(|i| i.detail.starts_with(&format!("runs {isa} "))), "{items:?}");
+        let items = registry.live(NAME).expect("this processor has it").probe(registry.env());
+        assert!(items.iter().any(|i| i.detail.starts_with(&format!("{isa} of "))), "{items:?}");
     }
     let reasons = dead(&BuiltinOptions { isa: Some("mmx".into()), ..Default::default() });
     assert!(reasons.iter().any(|r| r.have.contains("mmx")), "{reasons:?}");
@@ -66,39 +65,49 @@ fn a_library_that_is_not_ours_is_refused() {
 }
 
 #[test]
-fn a_tensor_handle_library_is_too_old() {
-    let (code, have) = first(&compile("void NVFP4_quantize(void *x, void **q, void **s) {}"));
-    assert_eq!(code, RejectCode::LibraryTooOld);
-    assert!(have.contains("NVFP4_quantize") && have.contains("tensor handles"), "{have}");
+fn libraries_of_earlier_interfaces_are_too_old() {
+    for symbol in ["NVFP4_quantize", "nvfp4_get_api"] {
+        let (code, have) = first(&compile(&format!("void {symbol}(void *x, void **q, void **s) {{}}")));
+        assert_eq!(code, RejectCode::LibraryTooOld);
+        assert!(have.contains(symbol) && have.contains("a table of its own"), "{have}");
+    }
+}
+
+/// A library with that descriptor, whose query hands out that table.
+fn with_table(name: &str, major: u32, table: &str) -> (tempfile::TempDir, PathBuf) {
+    compile(&format!(
+        "#define Q4_ABI_MAJOR {major}u\n{}\n\
+         Q4_PLUGIN_DESCRIPTOR(\"{name}\", \"1\", \"q4\");\n\
+         static const q4_backend_v1 t = {{ {table} }};\n\
+         q4_status q4_plugin_query(uint32_t a, uint32_t b, q4_interface *out) {{ out->table = &t; return 0; }}",
+        header().replace("#define Q4_ABI_MAJOR 1u", "")
+    ))
+}
+
+fn header() -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../plugins/abi/include/q4_plugin.h");
+    fs::read_to_string(path).unwrap()
 }
 
 #[test]
 fn another_major_version_is_a_mismatch_with_both_versions() {
-    let (code, _) = first(&compile("const void *nvfp4_get_api(unsigned a, unsigned *b) { return 0; }"));
-    assert_eq!(code, RejectCode::AbiMismatch);
-    let two =
-        "static long t[99]; const void *nvfp4_get_api(unsigned a, unsigned *b) { return a == 2 ? t : 0; }";
-    let reasons = dead(&named(&compile(two).1));
-    assert!(reasons[0].need.contains("ABI 1.x") && reasons[0].have.contains("ABI 2"), "{}", reasons[0]);
+    let reasons = dead(&named(&with_table("libnvfp4", 2, "0").1));
+    assert_eq!(reasons[0].code, RejectCode::AbiMismatch);
+    let told = (reasons[0].need.contains("interface 1.x"), reasons[0].have.contains("interface 2."));
+    assert_eq!(told, (true, true), "{}", reasons[0]);
 }
 
 #[test]
 fn a_table_we_cannot_call_is_a_mismatch() {
     // (table initialiser, what the reason says)
     let cases = [
-        (".struct_size = 16, .abi_major = 1, .version = \"1\"", "struct_size 16"),
-        (".struct_size = sizeof(nvfp4_api), .abi_major = 7, .version = \"1\"", "7.0"),
-        (".struct_size = sizeof(nvfp4_api), .abi_major = 1, .version = \"1\"", "NULL"),
-        (".struct_size = sizeof(nvfp4_api), .abi_major = 1", "NULL"),
-        (".struct_size = sizeof(nvfp4_api), .abi_major = 1, .version = \"\\xff\"", "not UTF-8"),
+        (".struct_size = 16, .abi_major = 1", "struct_size 16"),
+        (".struct_size = sizeof(q4_backend_v1), .abi_major = 7", "7.0"),
+        (".struct_size = sizeof(q4_backend_v1), .abi_major = 1", "NULL"),
+        (".struct_size = sizeof(q4_backend_v1), .abi_major = 1, .forward = (void *)&t", "which is no code"),
     ];
     for (table, want) in cases {
-        let source = format!(
-            "#include \"{}/native/include/nvfp4.h\"\nstatic const nvfp4_api t = {{ {table} }};\n\
-             const nvfp4_api *nvfp4_get_api(uint32_t a, uint32_t *b) {{ return a == 1 ? &t : 0; }}",
-            env!("CARGO_MANIFEST_DIR")
-        );
-        let reasons = dead(&named(&compile(&source).1));
+        let reasons = dead(&named(&with_table("libnvfp4", 1, table).1));
         let (told, help) = reasons.split_at(reasons.len() - 1);
         assert!(
             told.iter().all(|r| r.code == RejectCode::AbiMismatch) && help[0].need.contains("--nvfp4-lib")
@@ -107,48 +116,33 @@ fn a_table_we_cannot_call_is_a_mismatch() {
     }
 }
 
+/// The C example under the name of libNVFP4.
+fn example(name: &str, flags: &[&str]) -> (tempfile::TempDir, PathBuf) {
+    let plugins = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../plugins");
+    let source = fs::read_to_string(plugins.join("examples/c/acme_c.c")).unwrap();
+    let include = format!("-I{}", plugins.join("abi/include").display());
+    compile_with(
+        &source.replace("\"acme-c\"", &format!("\"{name}\"")),
+        &[&[include.as_str()], flags].concat(),
+    )
+}
+
+#[test]
+fn somebody_elses_plugin_is_not_libnvfp4() {
+    let (code, have) = first(&example("acme-c", &[]));
+    assert_eq!((code, have.ends_with("`acme-c`")), (RejectCode::AbiMismatch, true), "{have}");
+}
+
 /// A library made before fusions existed: its table ends where they begin.
 #[test]
-fn a_library_of_abi_1_0_still_computes_and_fuses_nothing() {
-    let source = format!(
-        r#"#include "{}/native/include/nvfp4.h"
-        #include <string.h>
-        static char one;
-        static nvfp4_status create(const nvfp4_ctx_desc *d, nvfp4_ctx **out, nvfp4_reason_fn f, void *u, nvfp4_error *e) {{
-            *out = (nvfp4_ctx *)&one;
-            return d->device_type == NVFP4_DEVICE_CPU ? NVFP4_OK : NVFP4_E_UNSUPPORTED;
-        }}
-        static void destroy(nvfp4_ctx *c) {{}}
-        static nvfp4_status info(nvfp4_ctx *c, nvfp4_device_info *i, nvfp4_error *e) {{
-            i->paths = 1u << NVFP4_PATH_FUSED_DEQUANT;
-            i->activations = 14;
-            strcpy(i->isa, "old");
-            strcpy(i->isa_available, "old");
-            return NVFP4_OK;
-        }}
-        static nvfp4_status prepare(nvfp4_ctx *c, const nvfp4_weight_desc *d, const nvfp4_exec *x, nvfp4_weight **out,
-                                    nvfp4_error *e) {{ *out = (nvfp4_weight *)&one; return NVFP4_OK; }}
-        static void release(nvfp4_weight *w) {{}}
-        static uint64_t bytes(const nvfp4_weight *w) {{ return 1; }}
-        static uint64_t workspace(const nvfp4_weight *w, uint64_t m) {{ return 0; }}
-        static nvfp4_status product(const nvfp4_weight *w, const nvfp4_matrix *x, const nvfp4_matrix *y, const nvfp4_exec *c,
-                                    nvfp4_error *e) {{ ((float *)y->data)[0] = 5; return NVFP4_OK; }}
-        static nvfp4_status decode(const nvfp4_weight *w, const nvfp4_matrix *o, const nvfp4_exec *c, nvfp4_error *e) {{
-            return NVFP4_OK; }}
-        static const nvfp4_api t = {{ .struct_size = offsetof(nvfp4_api, fuses), .abi_major = 1, .abi_minor = 0,
-            .version = "0.9", .ctx_create = create, .ctx_destroy = destroy, .device_info = info, .prepare = prepare,
-            .release = release, .weight_bytes = bytes, .workspace = workspace, .forward = product,
-            .backward_input = product, .dequantize = decode }};
-        const nvfp4_api *nvfp4_get_api(uint32_t a, uint32_t *b) {{ if (b) *b = 0; return a == 1 ? &t : 0; }}"#,
-        env!("CARGO_MANIFEST_DIR")
-    );
-    let (_dir, path) = compile(&source);
+fn a_library_of_interface_1_0_still_computes_and_fuses_nothing() {
+    let (_dir, path) = example("libnvfp4", &["-DQ4_ABI_MINOR=0u"]);
     let registry = Registry::builtin(&named(&path)).unwrap();
     let backend = registry.live(NAME).expect("an old library is a library");
     let (codes, scales) = (vec![0x22u8; 8 * 16], vec![0x38u8; 16]);
     let data = SegmentData::Nvfp4 {
         codes: TensorView::of(&codes, &[codes.len()]).unwrap(),
-        scales: TensorView::of(&scales, &[scales.len()]).unwrap(),
+        scales: TensorView::of_bytes(&scales, DType::F8E4M3, &[scales.len()]).unwrap(),
         global: None,
     };
     let schema = Q4Schema::Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: None };
@@ -168,14 +162,19 @@ fn a_library_of_abi_1_0_still_computes_and_fuses_nothing() {
     let pool = ThreadPool::new(1);
     let mut cx = ExecContext::cpu(&pool);
     let w = backend.prepare(&weight, &spec, ExecPath::FusedDequant, &mut cx).unwrap();
+    assert_eq!(w.info().backend, NAME);
     assert!(w.fuses(1, FuseSet::NONE) && !w.fuses(1, FuseSet::GATE));
+    let mut scratch = vec![0u8; w.workspace(1).max(1)];
+    let len = scratch.len();
+    cx.workspace = Some(TensorViewMut::of(&mut scratch, &[len]).unwrap());
     let (x, mut y) = ([1f32; 16], [0f32; 16]);
     let fused = |fusion: &Fusion<'_>, y: &mut [f32], cx: &mut ExecContext<'_>| {
         let y = TensorViewMut::of(y, &[1, 16]).unwrap();
         w.forward_fused(TensorView::of(&x, &[1, 16]).unwrap(), fusion, y, cx)
     };
     fused(&Fusion::default(), &mut y, &mut cx).unwrap();
-    assert_eq!(y[0], 5.0);
+    // Sixteen ones by ones.
+    assert_eq!(y, [16.0; 16]);
     assert!(fused(&Fusion { accumulate: true, ..Fusion::default() }, &mut y, &mut cx).is_err());
 }
 
@@ -223,11 +222,16 @@ fn first((_dir, path): &(tempfile::TempDir, PathBuf)) -> (RejectCode, String) {
 
 /// A shared library of a few lines of C.
 fn compile(source: &str) -> (tempfile::TempDir, PathBuf) {
+    compile_with(source, &[])
+}
+
+fn compile_with(source: &str, flags: &[&str]) -> (tempfile::TempDir, PathBuf) {
     let dir = tempfile::tempdir().unwrap();
     let (c, so) = (dir.path().join("fake.c"), dir.path().join("fake.so"));
     fs::write(&c, source).unwrap();
-    let out =
-        Command::new("cc").args(["-shared", "-fPIC", "-o"]).args([&so, &c]).output().expect("a C compiler");
+    let mut command = Command::new("cc");
+    command.args(["-shared", "-fPIC", "-w"]).args(flags).arg("-o").args([&so, &c]).arg("-lm");
+    let out = command.output().expect("a C compiler");
     assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
     (dir, so)
 }

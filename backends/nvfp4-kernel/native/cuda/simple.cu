@@ -144,23 +144,3 @@ extern "C" __global__ void q4_forward_int(Weight w, const i8 *q, const float *st
         if (lane == 0) store(y, (m + r) * y.ld + row, (float)((double)total * factor));
     }
 }
-
-// Stored NVFP4 rows to what a product needs.
-extern "C" __global__ void q4_expand(const u8 *codes, const u8 *scales, u32 is_tiled, u32 groups, i8 *q, float *steps,
-                                     u64 *bad) {
-    u32 block = blockIdx.x * 128 + threadIdx.x, row = blockIdx.y;
-    if (block >= groups) return;
-    u64 at = (u64)row * groups + block, from = at;
-    if (is_tiled) {
-        u64 tile = (u64)(row >> 7) * ((groups + 3) / 4) + (block >> 2);
-        from = tile * 512 + (row & 31) * 16 + ((row >> 5) & 3) * 4 + (block & 3);
-    }
-    u8 scale = scales[from];
-    if (scale >= 0x7f) atomicMin(bad, at);
-    steps[at] = e4m3_value(scale);
-    for (u32 i = 0; i < 8; i++) {
-        u8 c = codes[at * 8 + i];
-        q[at * 16 + 2 * i] = (i8)q4_doubled(c & 15);
-        q[at * 16 + 2 * i + 1] = (i8)q4_doubled(c >> 4);
-    }
-}

@@ -1,12 +1,11 @@
 //! Activations in the form the kernels read: widened or quantised once per call into the caller's scratch, by
 //! several threads where that pays.
-use crate::call::{Exec, Fail, Mat, Outcome, part};
+use crate::call::{Mat, Threads};
 use crate::kernels::rounding::{Rounding, start};
 use crate::kernels::{ByteBlock, ByteRows, FloatRows, GROUPS, Kernels, TILE_K};
-use q4_core::DType;
-use q4_core::formats::{e2m1, e4m3};
+use q4_core::{Code, DType, Error, Result};
+use std::slice;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
-use std::{array, slice};
 
 /// Elements of k that are worked on at once: small enough for the stack, large enough for a task.
 const CHUNK: usize = 1024;
@@ -54,10 +53,10 @@ impl Quantised {
     ///
     /// # Safety
     /// x is readable and has the rows of this scratch, which nobody else uses.
-    pub unsafe fn int8(&self, x: &Mat, kernels: &Kernels, exec: &Exec) -> Outcome {
+    pub unsafe fn int8(&self, x: &Mat, kernels: &Kernels, threads: &Threads<'_>) -> Result<()> {
         // SAFETY: forwarded; every chunk is blocks of its own.
         unsafe {
-            each_chunk(x, exec, |row, tile, values| {
+            each_chunk(x, threads, |row, tile, values| {
                 (kernels.int8)(values.as_ptr(), values.len() / 16, self.at(row, tile), self.rows)
             })
         }
@@ -67,30 +66,19 @@ impl Quantised {
     ///
     /// # Safety
     /// As there.
-    pub unsafe fn nvfp4(&self, x: &Mat, rounding: &Rounding, kernels: &Kernels, exec: &Exec) -> Outcome {
+    pub unsafe fn nvfp4(
+        &self,
+        x: &Mat,
+        rounding: &Rounding,
+        kernels: &Kernels,
+        threads: &Threads<'_>,
+    ) -> Result<()> {
         // SAFETY: forwarded; every chunk is blocks of its own.
         unsafe {
-            each_chunk(x, exec, |row, tile, values| {
+            each_chunk(x, threads, |row, tile, values| {
                 (kernels.nvfp4)(rounding, values.as_ptr(), values.len() / 16, self.at(row, tile), self.rows)
             })
         }
-    }
-
-    /// Expands tile `tile` of a row from packed NVFP4: the groups it has, each codes of 8 bytes and a scale.
-    ///
-    /// # Safety
-    /// Row and tile are inside this scratch, and the row is the caller's alone.
-    pub unsafe fn expand(&self, row: usize, tile: usize, groups: impl Iterator<Item = ([u8; 8], u8)>) {
-        let mut block = Self::ZERO;
-        for (g, (codes, scale)) in groups.enumerate().take(GROUPS) {
-            let q: [i8; 16] =
-                array::from_fn(|i| e2m1::DOUBLED[usize::from(codes[i / 2] >> (i % 2 * 4) & 15)]);
-            block.q[16 * g..][..16].copy_from_slice(&q);
-            let sum = q.iter().map(|&q| i32::from(q)).sum();
-            (block.scales[g], block.start[g]) = (e4m3::decode(scale), start(sum));
-        }
-        // SAFETY: inside, by contract.
-        unsafe { self.at(row, tile).write(block) };
     }
 }
 
@@ -98,30 +86,29 @@ impl Quantised {
 ///
 /// # Safety
 /// x is readable, `to` has room for it and is nobody else's.
-pub unsafe fn widen(x: &Mat, to: *mut f32, exec: &Exec) -> Outcome<FloatRows> {
+pub unsafe fn widen(x: &Mat, to: *mut f32, threads: &Threads<'_>) -> FloatRows {
     let out = Shared(to);
     let (items, per_row) = chunks(x);
-    let tasks = tasks(x, exec, items);
-    exec.run(tasks, |t| {
-        for i in part(items, tasks, t) {
+    threads.each(tasks(x, threads, items), items, |chunks| {
+        for i in chunks {
             let (row, col) = (i / per_row, i % per_row * CHUNK);
             let len = CHUNK.min(x.cols - col);
             // SAFETY: inside x, and every chunk is its own part of the m * k floats.
             unsafe { x.load(row, col, slice::from_raw_parts_mut(out.get().add(row * x.cols + col), len)) };
         }
-    })?;
-    Ok(FloatRows { x: to, ld: x.cols, rows: x.rows })
+    });
+    FloatRows { x: to, ld: x.cols, rows: x.rows }
 }
 
 /// Largest magnitude of x.
 ///
 /// # Safety
 /// x is readable.
-pub unsafe fn amax(x: &Mat, kernels: &Kernels, exec: &Exec) -> Outcome<f32> {
+pub unsafe fn amax(x: &Mat, kernels: &Kernels, threads: &Threads<'_>) -> Result<f32> {
     let bits = AtomicU32::new(0);
     // SAFETY: forwarded; the kernels run on this processor.
     unsafe {
-        each_chunk(x, exec, |_, _, values| {
+        each_chunk(x, threads, |_, _, values| {
             let amax = (kernels.amax)(values);
             bits.fetch_max(amax, Ordering::Relaxed);
             amax < f32::INFINITY.to_bits()
@@ -132,13 +119,16 @@ pub unsafe fn amax(x: &Mat, kernels: &Kernels, exec: &Exec) -> Outcome<f32> {
 
 /// Calls `body(row, tile, values)` for every chunk of x, values in f32; fails with the first row that it
 /// refuses.
-unsafe fn each_chunk(x: &Mat, exec: &Exec, body: impl Fn(usize, usize, &[f32]) -> bool + Sync) -> Outcome {
+unsafe fn each_chunk(
+    x: &Mat,
+    threads: &Threads<'_>,
+    body: impl Fn(usize, usize, &[f32]) -> bool + Sync,
+) -> Result<()> {
     let refused = AtomicUsize::new(usize::MAX);
     let (items, per_row) = chunks(x);
-    let tasks = tasks(x, exec, items);
-    exec.run(tasks, |t| {
+    threads.each(tasks(x, threads, items), items, |chunks| {
         let mut buffer = [0.0; CHUNK];
-        for i in part(items, tasks, t) {
+        for i in chunks {
             let (row, col) = (i / per_row, i % per_row * CHUNK);
             let len = CHUNK.min(x.cols - col);
             // SAFETY: inside x, which is readable.
@@ -154,11 +144,26 @@ unsafe fn each_chunk(x: &Mat, exec: &Exec, body: impl Fn(usize, usize, &[f32]) -
                 refused.fetch_min(row, Ordering::Relaxed);
             }
         }
-    })?;
+    });
     match refused.into_inner() {
         usize::MAX => Ok(()),
-        row => Err(Fail::invalid(format!("x: row {row}"), "finite values to quantise", "NaN or infinity")),
+        // SAFETY: forwarded.
+        row => Err(unsafe { not_finite(x, row) }),
     }
+}
+
+/// Names what of a row cannot be quantised.
+unsafe fn not_finite(x: &Mat, row: usize) -> Error {
+    let error = Error::new(Code::NonFinite, "activations of a product").need("finite values");
+    for col in 0..x.cols {
+        let mut value = [0.0];
+        // SAFETY: inside x, which is readable.
+        unsafe { x.load(row, col, &mut value) };
+        if !value[0].is_finite() {
+            return error.have(format!("x[{row}, {col}] = {}", value[0]));
+        }
+    }
+    error.have(format!("a row {row} that overflows"))
 }
 
 /// Chunks of x, and of one of its rows.
@@ -167,8 +172,8 @@ fn chunks(x: &Mat) -> (usize, usize) {
     (x.rows * per_row, per_row)
 }
 
-fn tasks(x: &Mat, exec: &Exec, items: usize) -> usize {
-    if x.rows * x.cols <= SERIAL { 1 } else { exec.tasks(items) }
+fn tasks(x: &Mat, threads: &Threads<'_>, items: usize) -> usize {
+    if x.rows * x.cols <= SERIAL { 1 } else { threads.tasks(items) }
 }
 
 /// An address that tasks write disjoint parts of.

@@ -1,8 +1,9 @@
 //! The two calls that need the weight as numbers: the gradient of the input, and the decoded matrix. Both
 //! decode tile by tile, so neither ever has a dense copy.
-use crate::call::{Exec, Mat, Outcome, part};
+use crate::call::{Mat, Threads, check_rows, invalid};
 use crate::kernels::{LANES, TILE_K};
-use crate::weight::{Weight, check_rows};
+use crate::weight::Weight;
+use q4_core::Result;
 
 /// Rows of dy that run against one decoded tile.
 const ROWS: usize = 64;
@@ -11,14 +12,13 @@ const ROWS: usize = 64;
 ///
 /// # Safety
 /// The matrices are readable and writable and do not overlap.
-pub unsafe fn backward_input(w: &Weight, dy: Mat, dx: Mat, exec: &Exec) -> Outcome {
-    check_rows(w, &dy, &dx, ["dy", "dx"])?;
+pub unsafe fn backward_input(w: &Weight, dy: Mat, dx: Mat, threads: &Threads<'_>) -> Result<()> {
+    check_rows(w.max_m, &dy, &dx)?;
     let tiles = w.tiles();
-    let tasks = exec.tasks(tiles);
-    exec.run(tasks, |t| {
+    threads.each(threads.tasks(tiles), tiles, |tiles| {
         let (mut tile, mut input) = ([[0.0; TILE_K]; LANES], [[0.0; LANES]; ROWS]);
         let mut sums = [[0.0; TILE_K]; ROWS];
-        for k in part(tiles, tasks, t) {
+        for k in tiles {
             for first in (0..dy.rows).step_by(ROWS) {
                 let m = ROWS.min(dy.rows - first);
                 sums[..m].fill([0.0; TILE_K]);
@@ -40,19 +40,22 @@ pub unsafe fn backward_input(w: &Weight, dy: Mat, dx: Mat, exec: &Exec) -> Outco
                 }
             }
         }
-    })
+    });
+    Ok(())
 }
 
 /// The whole matrix; each task has rows of its own.
 ///
 /// # Safety
 /// The matrix is writable.
-pub unsafe fn dequantize(w: &Weight, out: Mat, exec: &Exec) -> Outcome {
+pub unsafe fn dequantize(w: &Weight, out: Mat, threads: &Threads<'_>) -> Result<()> {
+    if out.rows != w.n {
+        return Err(invalid("decoded weight", format!("{} rows", w.n), out.rows));
+    }
     let blocks = w.row_blocks();
-    let tasks = exec.tasks(blocks);
-    exec.run(tasks, |t| {
+    threads.each(threads.tasks(blocks), blocks, |blocks| {
         let mut tile = [[0.0; TILE_K]; LANES];
-        for block in part(blocks, tasks, t) {
+        for block in blocks {
             for k in 0..w.tiles() {
                 let width = w.decode(block, k, &mut tile);
                 for (lane, row) in tile.iter().enumerate().take(w.n - block * LANES) {
@@ -61,5 +64,6 @@ pub unsafe fn dequantize(w: &Weight, out: Mat, exec: &Exec) -> Outcome {
                 }
             }
         }
-    })
+    });
+    Ok(())
 }

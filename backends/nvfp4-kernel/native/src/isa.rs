@@ -1,6 +1,7 @@
-//! Which instruction sets the kernels exist for and which of them this processor has: decided once per ctx,
-//! never per call.
+//! Which instruction sets the kernels exist for and which of them this processor has: decided once per
+//! backend, never per call.
 use crate::kernels::{Kernels, portable};
+use q4_core::{Reject, RejectCode};
 
 /// An instruction set, best first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,7 +37,7 @@ impl Isa {
         Self::Portable,
     ];
 
-    /// Spelling in `nvfp4_ctx_desc.isa`.
+    /// Spelling in `Q4_ISA`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Amx => "amx",
@@ -50,9 +51,26 @@ impl Isa {
         }
     }
 
-    /// The one with that spelling.
-    pub fn parse(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|isa| isa.name() == name)
+    /// The best one of this processor, or the one that is named.
+    ///
+    /// # Errors
+    /// The name is unknown, or this processor lacks the set.
+    pub fn choose(name: Option<&str>) -> Result<Self, Reject> {
+        let Some(name) = name else { return Ok(Self::available().next().unwrap_or(Self::Portable)) };
+        let list = |all: &mut dyn Iterator<Item = Self>| all.map(Self::name).collect::<Vec<_>>().join(", ");
+        match Self::ALL.into_iter().find(|isa| isa.name() == name) {
+            None => Err(Reject::new(
+                RejectCode::KernelImageMissing,
+                format!("an instruction set of {}", list(&mut Self::ALL.into_iter())),
+                format!("`{name}`"),
+            )),
+            Some(isa) if isa.is_available() => Ok(isa),
+            Some(isa) => Err(Reject::new(
+                RejectCode::DeviceArch,
+                format!("a processor with {}", isa.name()),
+                format!("one with {}", list(&mut Self::available())),
+            )),
+        }
     }
 
     /// Those this processor has, best first; never empty.
@@ -60,64 +78,9 @@ impl Isa {
         Self::ALL.into_iter().filter(|isa| isa.is_available())
     }
 
-    /// The best one of this processor.
-    pub fn best() -> Self {
-        Self::available().next().unwrap_or(Self::Portable)
-    }
-
-    /// Processor features it needs.
-    pub const fn needs(self) -> &'static str {
-        match self {
-            Self::Amx => {
-                "x86-64 with avx512vnni, what it needs, amx-tile and amx-bf16, and a system that grants tiles"
-            }
-            Self::Avx512Vnni => "x86-64 with avx512f, avx512bw, avx512dq, avx512vl, avx512vnni, fma, f16c",
-            Self::Avx512 => "x86-64 with avx512f, avx512bw, avx512dq, avx512vl, fma, f16c",
-            Self::Avx2 => "x86-64 with avx2, fma, f16c",
-            Self::NeonI8mm => "aarch64 with neon, dotprod, i8mm",
-            Self::NeonDotprod => "aarch64 with neon, dotprod",
-            Self::Neon => "aarch64 with neon",
-            Self::Portable => "any processor",
-        }
-    }
-
     /// Whether this processor has it.
-    #[cfg(target_arch = "x86_64")]
     pub fn is_available(self) -> bool {
-        let avx2 = is_x86_feature_detected!("avx2")
-            && is_x86_feature_detected!("fma")
-            && is_x86_feature_detected!("f16c");
-        let avx512 = is_x86_feature_detected!("avx512f")
-            && is_x86_feature_detected!("avx512bw")
-            && is_x86_feature_detected!("avx512dq")
-            && is_x86_feature_detected!("avx512vl");
-        match self {
-            Self::Amx => Self::Avx512Vnni.is_available() && q4_core::has_tiles(),
-            Self::Avx512Vnni => avx2 && avx512 && is_x86_feature_detected!("avx512vnni"),
-            Self::Avx512 => avx2 && avx512,
-            Self::Avx2 => avx2,
-            Self::Portable => true,
-            Self::NeonI8mm | Self::NeonDotprod | Self::Neon => false,
-        }
-    }
-    /// Whether this processor has it.
-    #[cfg(target_arch = "aarch64")]
-    pub fn is_available(self) -> bool {
-        use std::arch::is_aarch64_feature_detected;
-        let neon = is_aarch64_feature_detected!("neon");
-        let dotprod = neon && is_aarch64_feature_detected!("dotprod");
-        match self {
-            Self::NeonI8mm => dotprod && is_aarch64_feature_detected!("i8mm"),
-            Self::NeonDotprod => dotprod,
-            Self::Neon => neon,
-            Self::Portable => true,
-            Self::Amx | Self::Avx512Vnni | Self::Avx512 | Self::Avx2 => false,
-        }
-    }
-    /// Whether this processor has it.
-    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
-    pub fn is_available(self) -> bool {
-        self == Self::Portable
+        q4_core::isa::is_available(self.name())
     }
 
     /// Its kernels. They may run only where [`is_available`](Self::is_available) says so.

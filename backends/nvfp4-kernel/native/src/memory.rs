@@ -1,7 +1,7 @@
-//! Memory of packed weights. A context packs them side by side on huge pages: a product of a small model is
+//! Memory of packed weights. A backend packs them side by side on huge pages: a product of a small model is
 //! smaller than one such page, and page walks would be a tenth of its time.
-use crate::call::{Fail, Outcome};
 use q4_core::pages::{HUGE_PAGE, advise_huge};
+use q4_core::{Code, Error, Result};
 use std::alloc::{Layout, alloc, dealloc};
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,7 +11,7 @@ const CHUNK: usize = 16 * HUGE_PAGE;
 /// A cache line.
 const LINE: usize = 64;
 
-/// Where the weights of a context are put. A chunk is freed with the last weight in it; the one that is being
+/// Where the weights of a backend are put. A chunk is freed with the last weight in it; the one that is being
 /// filled starts anew.
 #[derive(Default)]
 pub struct Arena {
@@ -20,7 +20,7 @@ pub struct Arena {
 
 impl Arena {
     /// Uninitialised bytes, cache-line aligned.
-    pub fn take(&self, bytes: usize) -> Outcome<Packed> {
+    pub fn take(&self, bytes: usize) -> Result<Packed> {
         if bytes > CHUNK / 2 {
             return Packed::alone(bytes);
         }
@@ -56,7 +56,7 @@ unsafe impl Sync for Packed {}
 
 impl Packed {
     /// Uninitialised bytes of their own, cache-line aligned.
-    pub fn alone(bytes: usize) -> Outcome<Self> {
+    pub fn alone(bytes: usize) -> Result<Self> {
         let chunk = Arc::new(Chunk::new(bytes)?);
         Ok(Self { at: chunk.at, bytes, _owner: chunk })
     }
@@ -83,12 +83,13 @@ unsafe impl Sync for Chunk {}
 
 impl Chunk {
     /// Uninitialised, on huge pages where it fills one.
-    fn new(bytes: usize) -> Outcome<Self> {
+    fn new(bytes: usize) -> Result<Self> {
+        let none = || Error::new(Code::OutOfMemory, "packed weight").need(format!("{bytes} bytes"));
         let align = if bytes >= HUGE_PAGE { HUGE_PAGE } else { LINE };
         let layout = Layout::from_size_align(bytes, align).ok().filter(|l| l.size() > 0);
-        let layout = layout.ok_or_else(|| Fail::no_memory(bytes))?;
+        let layout = layout.ok_or_else(none)?;
         // SAFETY: the size is not zero.
-        let at = NonNull::new(unsafe { alloc(layout) }).ok_or_else(|| Fail::no_memory(bytes))?;
+        let at = NonNull::new(unsafe { alloc(layout) }).ok_or_else(none)?;
         if align == HUGE_PAGE {
             advise_huge(at.as_ptr().addr(), bytes);
         }

@@ -1,9 +1,9 @@
 //! Where sums go: the columns of y that two row blocks make, each sum times its factor, or a gate times what
 //! it lets through.
-use crate::call::{Finding, Mat, Outcome};
+use crate::call::{Mat, check_rows};
 use crate::kernels::{Acc, Blocks, FinishFn, GateFn, LANES, PAIR, SCALE_FACTOR};
-use crate::weight::{Weight, check_shape};
-use q4_core::{Activations, DType, FuseSet, GlobalScale};
+use crate::weight::Weight;
+use q4_core::{Activations, Code, DType, Error, FuseSet, GlobalScale, Result};
 
 /// Rows that are finished before they are written.
 const CHUNK: usize = 8;
@@ -32,12 +32,13 @@ pub fn shape(w: &Weight, set: FuseSet) -> (usize, DType) {
 }
 
 impl<'a> Output<'a> {
-    /// Of a product of `rows` rows that [`fuses`] with `set`; y has that [`shape`].
-    pub fn new(w: &'a Weight, rows: usize, set: FuseSet, y: Mat) -> Outcome<Self> {
-        check_shape([w.max_m, rows, y.rows], ["x", "y"])?;
-        if !fuses(w, rows, set) {
-            let have = format!("parts {:#b} of {rows} rows, n = {}", set.0, w.n);
-            return Err(vec![Finding::limit("path-unsupported", "parts that fuses() agrees to", have)].into());
+    /// Of a product of x that [`fuses`] with `set`; y has that [`shape`].
+    pub fn new(w: &'a Weight, x: &Mat, set: FuseSet, y: Mat) -> Result<Self> {
+        check_rows(w.max_m, x, &y)?;
+        if !fuses(w, x.rows, set) {
+            return Err(Error::new(Code::Unsupported, "a fused product")
+                .need("a combination that this weight says it fuses")
+                .have(format!("parts {:#b} of {} rows, n = {}", set.0, x.rows, w.n)));
         }
         Ok(Self { w, y, set })
     }

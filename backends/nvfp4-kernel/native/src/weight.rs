@@ -1,14 +1,15 @@
 //! A prepared weight: packed bytes in one aligned allocation and what its calls need to know. Immutable, so
 //! that any number of threads may use it.
-use crate::call::{Fail, Mat, Outcome};
 use crate::isa::Isa;
 use crate::kernels::{Blocks, GROUPS, Kernels, LANES, SCALES_AT, TILE_BYTES, TILE_K};
 use crate::memory::Packed;
 use q4_core::formats::e4m3;
-use q4_core::{Activations, DType, GlobalScale};
+use q4_core::{Activations, DType, GlobalScale, PreparedInfo};
 
-/// What `nvfp4_weight` points to on the CPU.
+/// A weight in host memory.
 pub struct Weight {
+    /// What was built.
+    pub info: PreparedInfo,
     /// Tiles, row block by row block.
     pub packed: Packed,
     /// Out features.
@@ -63,11 +64,6 @@ impl Weight {
     pub fn global(&self, row: usize) -> Option<GlobalScale> {
         self.spans.iter().find(|s| row < s.end).and_then(|s| s.global)
     }
-    /// Memory it keeps.
-    pub fn bytes(&self) -> u64 {
-        (self.packed.bytes() + size_of::<Self>() + size_of_val(&self.spans[..])) as u64
-    }
-
     /// Decodes a tile, exactly: `out[row][k]`, zero beyond n and k. Returns the columns inside k.
     pub fn decode(&self, block: usize, tile: usize, out: &mut [[f32; TILE_K]; LANES]) -> usize {
         // SAFETY: the tile is inside the allocation and initialised.
@@ -85,45 +81,5 @@ impl Weight {
         // SAFETY: the kernels run on this processor.
         unsafe { (self.kernels().decode)(at, &steps, out) };
         (self.k - tile * TILE_K).min(TILE_K)
-    }
-}
-
-/// Eight codes in the order of k to the order of a lane: 0 4 1 5 2 6 3 7.
-pub fn spread_nibbles(word: u32) -> u32 {
-    let part = |half: u32| {
-        let bytes = (half | half << 8) & 0x00ff_00ff;
-        (bytes | bytes << 4) & 0x0f0f_0f0f
-    };
-    part(word & 0xffff) | part(word >> 16) << 4
-}
-
-/// `dtype`-independent check of an operand's row count.
-pub fn check_rows(w: &Weight, x: &Mat, y: &Mat, names: [&str; 2]) -> Outcome {
-    check_shape([w.max_m, x.rows, y.rows], names)
-}
-
-/// The same from `[max_m, rows of x, rows of y]`.
-pub fn check_shape([max_m, x, y]: [usize; 3], names: [&str; 2]) -> Outcome {
-    if x != y || x > max_m {
-        let need = format!("the same number of rows, at most max_m = {max_m}");
-        return Err(Fail::invalid(names.join(" and "), need, format!("{x} and {y}")));
-    }
-    Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::kernels::SHIFTS;
-
-    #[test]
-    fn nibbles_are_interleaved_as_the_layout_says() {
-        assert_eq!(spread_nibbles(0x7654_3210), 0x7362_5140);
-        for seed in 0..1000u32 {
-            let word = seed.wrapping_mul(2_654_435_761) ^ seed << 7;
-            for (k, shift) in SHIFTS.into_iter().enumerate() {
-                assert_eq!(spread_nibbles(word) >> shift & 15, word >> (4 * k) & 15);
-            }
-        }
     }
 }

@@ -3,7 +3,7 @@
 //!
 //! A result depends neither on the number of threads nor on the other rows of a call.
 use crate::activations::Quantised;
-use crate::call::{Exec, Mat, Outcome, part};
+use crate::call::{Mat, Threads};
 use crate::isa::Isa;
 use crate::kernels::amx::{self, FLOAT_PARTS, ROWS, Register, STEP, Sums, Unit};
 use crate::kernels::{Acc, LANES, PAIR, Rows, TILE_BYTES, TILE_K};
@@ -54,23 +54,23 @@ impl Inputs {
 }
 
 /// Scratch bytes of a product with `m` rows, 0 where it is not for the unit; `None` when that overflows.
-pub fn workspace(w: &Weight, m: u64) -> Option<u64> {
-    let bytes = match w.activations {
+pub fn workspace(isa: Isa, activations: &Activations, k: usize, m: u64) -> Option<u64> {
+    let bytes = match activations {
         Activations::Native => false,
         Activations::Nvfp4(_) => true,
         // Their scales have 24 bits: the dots of the vector units are exact and cost less than three
         // products.
         Activations::Int8 => return Some(0),
     };
-    if !takes(w, m) {
+    if !takes(isa, m) {
         return Some(0);
     }
     let rows = m.min(Inputs::panel(bytes) as u64).next_multiple_of(2 * ROWS as u64);
-    rows.checked_mul((w.k.checked_next_multiple_of(TILE_K)? * 2 * Inputs::parts(bytes)) as u64)
+    rows.checked_mul((k.checked_next_multiple_of(TILE_K)? * 2 * Inputs::parts(bytes)) as u64)
 }
 
-fn takes(w: &Weight, m: u64) -> bool {
-    w.isa == Isa::Amx && m >= MIN_ROWS
+fn takes(isa: Isa, m: u64) -> bool {
+    isa == Isa::Amx && m >= MIN_ROWS
 }
 
 /// Sums over k, each made `factor * global * 2^8` times itself, to y, except for the rows it returns, whose
@@ -84,35 +84,34 @@ pub unsafe fn multiply(
     y: &Output<'_>,
     factor: f64,
     scratch: *mut u8,
-    exec: &Exec,
-) -> Outcome<Option<Vec<usize>>> {
-    if !takes(w, x.rows() as u64) {
-        return Ok(None);
+    threads: &Threads<'_>,
+) -> Option<Vec<usize>> {
+    if !takes(w.isa, x.rows() as u64) {
+        return None;
     }
     let panel = Inputs::panel(x.is_bytes());
     let pairs = y.pairs();
-    let tasks = exec.tasks(pairs);
+    let tasks = threads.tasks(pairs);
     let mut refused = Vec::new();
     for first in (0..x.rows()).step_by(panel) {
         let rows = panel.min(x.rows() - first);
         let a = Panel { at: scratch.cast(), first, rows, tiles: w.tiles(), bytes: x.is_bytes() };
         let bits = [const { AtomicU16::new(0) }; LARGEST_PANEL / ROWS];
         let blocks = rows.div_ceil(2 * ROWS) * 2;
-        let lay_out = exec.tasks(blocks);
-        exec.run(lay_out, |t| {
-            for block in part(blocks, lay_out, t) {
+        threads.each(threads.tasks(blocks), blocks, |blocks| {
+            for block in blocks {
                 // SAFETY: by contract; a row block of the panel is one task's.
                 bits[block].store(unsafe { a.lay_out(&x, w.k, block) }, Ordering::Relaxed);
             }
-        })?;
+        });
         let bits = bits.map(AtomicU16::into_inner);
         refused.extend((0..rows).filter(|r| bits[r / ROWS] >> (r % ROWS) & 1 == 1).map(|r| first + r));
-        exec.run(tasks, |t| {
+        threads.each(tasks, pairs, |pairs| {
             // SAFETY: by contract; this task alone writes the columns of its row blocks.
-            unsafe { columns(w, &a, &bits, y, factor, part(pairs, tasks, t)) };
-        })?;
+            unsafe { columns(w, &a, &bits, y, factor, pairs) };
+        });
     }
-    Ok(Some(refused))
+    Some(refused)
 }
 
 /// Some rows of x, `[16 rows][step of k][part]` registers.

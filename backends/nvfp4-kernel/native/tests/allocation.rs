@@ -1,12 +1,10 @@
 //! Calls on a prepared weight allocate nothing: they are the decode path.
 #![allow(clippy::unwrap_used)]
 mod harness;
-use NVFP4::abi;
-use harness::{Ctx, Lent, Matrix, Rng, Scratch, Source, Weight, api, weight_desc};
-use q4_core::DType;
+use harness::{Ctx, Desc, Lent, Matrix, Rng, Scratch, Source, Weight};
+use q4_core::{ActGlobal, ActQuant, Activations, DType, Rule};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
-use std::ptr;
 
 struct Counting;
 
@@ -30,53 +28,29 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Runs the tasks in order: a pool that itself allocates nothing.
-unsafe extern "C" fn in_order(
-    _: *mut std::ffi::c_void,
-    tasks: usize,
-    body: abi::TaskFn,
-    arg: *mut std::ffi::c_void,
-) {
-    // SAFETY: the library's own body and argument.
-    (0..tasks).for_each(|t| unsafe { body(arg, t) });
-}
-
 #[test]
 fn calls_on_a_weight_allocate_nothing() {
     let mut rng = Rng(1);
     let (n, k) = (200, 1040);
     let source = Source::random(n, k, None, &mut rng);
+    let w4a4 = Activations::Nvfp4(ActQuant { rule: Rule::ModelOpt, global: ActGlobal::PerCall });
+    let lent = Lent::threads(3);
     for (isa, ctx) in Ctx::all() {
-        for (activations, kind) in
-            [(abi::ACT_NATIVE, 0), (abi::ACT_INT8, 0), (abi::ACT_NVFP4, abi::GLOBAL_PER_CALL)]
-        {
+        for activations in [Activations::Native, Activations::Int8, w4a4] {
             for dtype in [DType::F32, DType::BF16, DType::F16] {
-                let segments = [source.segment()];
-                let mut desc = weight_desc(&segments, k);
-                (desc.activations, desc.act_global_kind) = (activations, kind);
-                desc.act_rule = if activations == abi::ACT_NVFP4 { abi::RULE_MODELOPT } else { 0 };
-                (desc.x_dtype, desc.y_dtype) = (harness::dtype_code(dtype), harness::dtype_code(dtype));
+                let mut desc = Desc::of(std::slice::from_ref(&source), k);
+                (desc.activations, desc.x, desc.y) = (activations, dtype, dtype);
                 let w = Weight::new(&ctx, &desc).unwrap();
                 for m in [1, 7] {
                     let x = Matrix::of(&rng.floats(m * k), m, k, dtype);
-                    let (y, dx) = (Matrix::blank(m, n, n, dtype), Matrix::blank(m, k, k, dtype));
+                    let (mut y, mut dx) = (Matrix::blank(m, n, n, dtype), Matrix::blank(m, k, k, dtype));
                     let mut scratch = Scratch::new(w.workspace(m));
-                    let mut exec = Lent::serial().exec(scratch.bytes());
-                    exec.parallel = Some(in_order);
-                    exec.threads = 3;
-                    let (x, y, dx) = (x.raw(), y.raw(), dx.raw());
+                    let mut cx = lent.context(scratch.bytes());
                     let before = COUNT.get();
-                    // SAFETY: live operands of the stated sizes.
-                    let status = unsafe {
-                        let f = api().forward.unwrap()(w.0, &x, &y, &exec, ptr::null_mut());
-                        f | api().backward_input.unwrap()(w.0, &y, &dx, &exec, ptr::null_mut())
-                    };
+                    w.0.forward(x.view(), y.view_mut(), &mut cx).unwrap();
+                    w.0.backward_input(y.view(), dx.view_mut(), &mut cx).unwrap();
                     let after = COUNT.get();
-                    assert_eq!(
-                        (status, after - before),
-                        (0, 0),
-                        "{isa} activations {activations} {dtype} m={m}"
-                    );
+                    assert_eq!(after - before, 0, "{isa} activations {activations} {dtype} m={m}");
                 }
             }
         }

@@ -2,10 +2,9 @@
 //! bits.
 #![allow(clippy::unwrap_used)]
 mod harness;
-use NVFP4::abi;
-use harness::{Ctx, Lent, Matrix, Rng, Source, Weight, convention, dtype_code, weight_desc};
+use harness::{Ctx, Desc, Lent, Matrix, Rng, Source, Weight};
 use q4_core::formats::{int8, nvfp4};
-use q4_core::{DType, GlobalScale, Rule};
+use q4_core::{ActGlobal, ActQuant, Activations, DType, GlobalScale, Rule, ScaleLayout};
 
 const MS: [usize; 8] = [1, 2, 3, 4, 5, 8, 17, 33];
 const NS: [usize; 6] = [1, 15, 16, 17, 48, 130];
@@ -19,17 +18,6 @@ enum Act {
     Native,
     Int8,
     Nvfp4(Rule, Option<GlobalScale>),
-}
-
-fn rule_code(rule: Rule) -> u32 {
-    match rule {
-        Rule::TorchAo => abi::RULE_TORCHAO,
-        Rule::ModelOpt => abi::RULE_MODELOPT,
-        Rule::CompressedTensors => abi::RULE_COMPRESSED_TENSORS,
-        Rule::TransformerEngine => abi::RULE_TRANSFORMER_ENGINE,
-        Rule::Runtime => abi::RULE_RUNTIME,
-        other => panic!("no code for {other:?}"),
-    }
 }
 
 impl Act {
@@ -46,18 +34,15 @@ impl Act {
             Self::Nvfp4(Rule::Runtime, None),
         ]
     }
-    fn apply(self, d: &mut abi::WeightDesc) {
-        match self {
-            Self::Native => {}
-            Self::Int8 => d.activations = abi::ACT_INT8,
-            Self::Nvfp4(rule, g) => {
-                d.activations = abi::ACT_NVFP4;
-                d.act_rule = rule_code(rule);
-                d.act_global_kind = if g.is_some() { abi::GLOBAL_STATIC } else { abi::GLOBAL_NONE };
-                d.act_global = g.map_or(0.0, GlobalScale::value);
-                d.act_global_convention = convention(g);
+    fn apply(self, d: &mut Desc) {
+        d.activations = match self {
+            Self::Native => Activations::Native,
+            Self::Int8 => Activations::Int8,
+            Self::Nvfp4(rule, global) => {
+                let global = global.map_or(ActGlobal::None, ActGlobal::Static);
+                Activations::Nvfp4(ActQuant { rule, global })
             }
-        }
+        };
     }
     /// The activations that really enter the product.
     fn quantised(self, x: &[f32], k: usize, source: DType) -> Vec<f64> {
@@ -118,9 +103,8 @@ fn every_kernel_meets_the_oracle_and_rows_do_not_depend_on_each_other() {
                 let source = Source::random(n, k, globals()[case / 2 % 3], &mut rng);
                 let x = Matrix::of(&rng.floats(MOST * k), MOST, k, x_type);
                 let exact = oracle(&act.quantised(&x.values(), k, x_type), &source.values(), k);
-                let segments = [source.segment()];
-                let mut desc = weight_desc(&segments, k);
-                (desc.x_dtype, desc.y_dtype) = (dtype_code(x_type), dtype_code(y_type));
+                let mut desc = Desc::of(std::slice::from_ref(&source), k);
+                (desc.x, desc.y) = (x_type, y_type);
                 act.apply(&mut desc);
                 for (isa, ctx) in &contexts {
                     let w = Weight::new(ctx, &desc).unwrap();
@@ -175,8 +159,7 @@ fn vector_kernels_agree_bit_for_bit() {
             let mut seen: Option<(String, Vec<u32>)> = None;
             let vectors = |isa: &str| isa != "portable" && !on_unit(isa, act, m);
             for (isa, ctx) in Ctx::all().into_iter().filter(|(isa, _)| vectors(isa)) {
-                let segments = [source.segment()];
-                let mut desc = weight_desc(&segments, k);
+                let mut desc = Desc::of(std::slice::from_ref(&source), k);
                 act.apply(&mut desc);
                 let mut y = Matrix::blank(m, n, n, DType::F32);
                 Weight::new(&ctx, &desc).unwrap().forward(&x, &mut y, &Lent::serial()).unwrap();
@@ -225,8 +208,7 @@ fn integer_paths_are_exact_where_f32_is() {
             );
             let want = oracle(&exact, &source.values(), k);
             for (isa, ctx) in Ctx::all() {
-                let segments = [source.segment()];
-                let mut desc = weight_desc(&segments, k);
+                let mut desc = Desc::of(std::slice::from_ref(&source), k);
                 act.apply(&mut desc);
                 let mut y = Matrix::blank(m, n, n, DType::F32);
                 let x = Matrix::of(x, m, k, DType::F32);
@@ -248,9 +230,8 @@ fn neither_threads_nor_strides_change_a_bit_and_gaps_stay_untouched() {
             let (x_type, y_type) = (IO[m % 3], IO[n % 3]);
             let values = rng.floats(m * k);
             for (isa, ctx) in Ctx::all() {
-                let segments = [source.segment()];
-                let mut desc = weight_desc(&segments, k);
-                (desc.x_dtype, desc.y_dtype, desc.max_m) = (dtype_code(x_type), dtype_code(y_type), 70);
+                let mut desc = Desc::of(std::slice::from_ref(&source), k);
+                (desc.x, desc.y, desc.max_m) = (x_type, y_type, 70);
                 act.apply(&mut desc);
                 let mut dense = Matrix::blank(m, n, n, y_type);
                 let w = Weight::new(&ctx, &desc).unwrap();
@@ -277,12 +258,11 @@ fn one_weight_serves_several_threads_at_once() {
     let (m, n, k) = (5, 96, 256);
     let source = Source::random(n, k, None, &mut rng);
     let ctx = Ctx::new("portable");
-    let segments = [source.segment()];
-    let mut desc = weight_desc(&segments, k);
+    let mut desc = Desc::of(std::slice::from_ref(&source), k);
     Act::Int8.apply(&mut desc);
     let w = Weight::new(&ctx, &desc).unwrap();
     drop(ctx); // a weight keeps what it needs
-    let w = std::sync::Arc::new(Shared(w));
+    let w = std::sync::Arc::new(w);
     let threads: Vec<_> = (0..4)
         .map(|seed| {
             let w = w.clone();
@@ -290,7 +270,7 @@ fn one_weight_serves_several_threads_at_once() {
                 let x = Matrix::of(&Rng(seed).floats(m * k), m, k, DType::F32);
                 let run = || {
                     let mut y = Matrix::blank(m, n, n, DType::F32);
-                    w.get().forward(&x, &mut y, &Lent::threads(2)).unwrap();
+                    w.forward(&x, &mut y, &Lent::threads(2)).unwrap();
                     bits(&y.values())
                 };
                 let first = run();
@@ -299,17 +279,6 @@ fn one_weight_serves_several_threads_at_once() {
         })
         .collect();
     threads.into_iter().for_each(|t| t.join().unwrap());
-}
-
-struct Shared(Weight);
-// SAFETY: the header says that weights may be shared.
-unsafe impl Send for Shared {}
-// SAFETY: as above.
-unsafe impl Sync for Shared {}
-impl Shared {
-    fn get(&self) -> &Weight {
-        &self.0
-    }
 }
 
 #[test]
@@ -323,15 +292,13 @@ fn a_scale_per_call_is_that_of_all_rows() {
             let amax = x.values().iter().fold(0f32, |a, v| a.max(v.abs()));
             let g = nvfp4::global_from_amax(rule, amax, x_type).unwrap();
             for (isa, ctx) in Ctx::all() {
-                let segments = [source.segment()];
-                let mut desc = weight_desc(&segments, k);
-                desc.x_dtype = dtype_code(x_type);
+                let mut desc = Desc::of(std::slice::from_ref(&source), k);
+                desc.x = x_type;
                 Act::Nvfp4(rule, Some(g)).apply(&mut desc);
                 let (mut stated, mut found) =
                     (Matrix::blank(m, n, n, DType::F32), Matrix::blank(m, n, n, DType::F32));
                 Weight::new(&ctx, &desc).unwrap().forward(&x, &mut stated, &Lent::serial()).unwrap();
-                (desc.act_global_kind, desc.act_global, desc.act_global_convention) =
-                    (abi::GLOBAL_PER_CALL, 0.0, 0);
+                desc.activations = Activations::Nvfp4(ActQuant { rule, global: ActGlobal::PerCall });
                 Weight::new(&ctx, &desc).unwrap().forward(&x, &mut found, &Lent::threads(3)).unwrap();
                 assert!(bits(&stated.values()) == bits(&found.values()), "{isa} {rule:?} {x_type}");
             }
@@ -343,18 +310,20 @@ fn a_scale_per_call_is_that_of_all_rows() {
 fn stacked_segments_are_the_weights_one_by_one() {
     let mut rng = Rng(7);
     let k = 144;
-    let parts: Vec<_> =
-        [7, 20, 64].iter().zip(globals()).map(|(&rows, g)| Source::random(rows, k, g, &mut rng)).collect();
+    let parts: Vec<_> = [7, 20, 64]
+        .iter()
+        .zip([0.0123, 3.5, 0.007])
+        .map(|(&rows, g)| Source::random(rows, k, GlobalScale::multiply(g).ok(), &mut rng))
+        .collect();
     let n: usize = parts.iter().map(|p| p.rows).sum();
     for act in Act::all() {
         for m in [1, 6] {
             let x = Matrix::of(&rng.floats(m * k), m, k, DType::F32);
             for (isa, ctx) in Ctx::all() {
                 let run = |sources: &[Source]| {
-                    let segments: Vec<_> = sources.iter().map(Source::segment).collect();
-                    let mut desc = weight_desc(&segments, k);
+                    let mut desc = Desc::of(sources, k);
                     act.apply(&mut desc);
-                    let n = desc.n as usize;
+                    let n = desc.n();
                     let mut y = Matrix::blank(m, n, n, DType::F32);
                     Weight::new(&ctx, &desc).unwrap().forward(&x, &mut y, &Lent::serial()).unwrap();
                     y
@@ -387,14 +356,13 @@ fn tiled_scales_are_the_same_weight() {
         let row_major = Source::random(n, k, globals()[1], &mut rng);
         let tiled = Source {
             scales: q4_core::formats::swizzle::to_blocked(&row_major.scales, n, k / 16),
-            layout: abi::SCALE_128X4,
+            layout: ScaleLayout::Swizzled128x4,
             ..row_major.clone()
         };
         let ctx = Ctx::new("portable");
         let decoded = [&row_major, &tiled].map(|s| {
-            let segments = [s.segment()];
             let mut out = Matrix::blank(n, k, k, DType::F32);
-            Weight::new(&ctx, &weight_desc(&segments, k))
+            Weight::new(&ctx, &Desc::of(std::slice::from_ref(s), k))
                 .unwrap()
                 .dequantize(&mut out, &Lent::serial())
                 .unwrap();
@@ -418,8 +386,14 @@ fn dequantize_is_exact_for_every_code_under_every_scale() {
         .chain([None]);
     let contexts = Ctx::all();
     for global in globals {
-        let source = Source { rows: n, k, codes: codes.clone(), scales: scales.clone(), layout: 1, global };
-        let segments = [source.segment()];
+        let source = Source {
+            rows: n,
+            k,
+            codes: codes.clone(),
+            scales: scales.clone(),
+            layout: ScaleLayout::RowMajor,
+            global,
+        };
         let want: Vec<f32> = (0..n * k)
             .map(|i| {
                 let s = q4_core::formats::e4m3::TABLE[usize::from(scales[i / 16])];
@@ -427,7 +401,7 @@ fn dequantize_is_exact_for_every_code_under_every_scale() {
             })
             .collect();
         for (isa, ctx) in &contexts {
-            let w = Weight::new(ctx, &weight_desc(&segments, k)).unwrap();
+            let w = Weight::new(ctx, &Desc::of(std::slice::from_ref(&source), k)).unwrap();
             for (dtype, threads) in IO.into_iter().flat_map(|d| [(d, 1), (d, 3)]) {
                 let mut out = Matrix::blank(n, k, k + 3, dtype);
                 w.dequantize(&mut out, &Lent::threads(threads)).unwrap();
@@ -447,17 +421,16 @@ fn the_gradient_of_the_input_meets_the_oracle() {
             .enumerate()
     {
         let parts = [
-            Source::random(n, k, globals()[case % 3], &mut rng),
-            Source::random(9, k, globals()[1], &mut rng),
+            Source::random(n, k, [None, GlobalScale::multiply(0.3).ok()][case % 2], &mut rng),
+            Source::random(9, k, [None, GlobalScale::multiply(0.0123).ok()][case % 2], &mut rng),
         ];
         let values: Vec<f32> = parts.iter().flat_map(Source::values).collect();
         let n = n + 9;
         let (x_type, y_type) = (IO[case % 3], IO[case / 2 % 3]);
         let dy = Matrix::of(&rng.floats(m * n), m, n + 2, y_type);
         for (isa, ctx) in Ctx::all() {
-            let segments: Vec<_> = parts.iter().map(Source::segment).collect();
-            let mut desc = weight_desc(&segments, k);
-            (desc.x_dtype, desc.y_dtype, desc.max_m) = (dtype_code(x_type), dtype_code(y_type), 70);
+            let mut desc = Desc::of(&parts, k);
+            (desc.x, desc.y, desc.max_m) = (x_type, y_type, 70);
             let w = Weight::new(&ctx, &desc).unwrap();
             let [one, three] = [1, 3].map(|threads| {
                 let mut dx = Matrix::blank(m, k, k + 1, x_type);

@@ -2,11 +2,15 @@
 use super::Weight;
 use super::forward::{Call, Fast};
 use super::simple;
-use crate::abi;
 use crate::call::Mat;
 use q4_core::{ActGlobal, Activations, Code, DType, Error, FuseSet, Result};
 use q4_cuda::{Gpu, Kernel, Launch, Source, args};
 use std::sync::{Arc, Once, OnceLock};
+
+/// Activation formats as `gemv.cu` counts them.
+const ACT_NATIVE: u32 = 1;
+const ACT_INT8: u32 = 2;
+const ACT_NVFP4: u32 = 3;
 
 pub(super) const GEMV: Source = Source {
     name: "nvfp4-gemv",
@@ -329,15 +333,14 @@ impl Fast for Kernels {
         let mut x = call.x;
         let (mut norm, eps) = call.fuse.norm.unwrap_or((0, 0.0));
         let copied;
-        let (mut act, mut rule, mut convention, mut global, mut act_global) =
-            (abi::ACT_NATIVE, 0, 0, 1.0f32, 0);
+        let (mut act, mut rule, mut convention, mut global, mut act_global) = (ACT_NATIVE, 0, 0, 1.0f32, 0);
         // SAFETY: forwarded; the workspace has the size that was asked for.
         unsafe {
             match w.activations {
                 Activations::Native => {}
-                Activations::Int8 => act = abi::ACT_INT8,
+                Activations::Int8 => act = ACT_INT8,
                 Activations::Nvfp4(a) => {
-                    (act, rule) = (abi::ACT_NVFP4, simple::rule(a.rule));
+                    (act, rule) = (ACT_NVFP4, simple::rule(a.rule));
                     match a.global {
                         ActGlobal::None => {}
                         ActGlobal::Static(g) => {

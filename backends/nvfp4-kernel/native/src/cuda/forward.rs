@@ -2,9 +2,12 @@
 //! without a fusion.
 use super::Weight;
 use super::simple::{self, Quantised, Stored};
-use crate::call::{Exec, Fail, Mat, Outcome};
-use crate::weight::check_shape;
-use q4_core::{ActGlobal, Activations, Code, DType, Error, FuseSet, Result};
+use super::weight::placed;
+use crate::call::{Mat, check_rows, invalid, scratch};
+use q4_core::{
+    ActGlobal, Activations, Code, DType, Error, ExecContext, FuseSet, Fusion, Result, TensorView,
+    TensorViewMut,
+};
 
 /// What a call does besides the product; addresses of the device.
 #[derive(Clone, Copy, Debug, Default)]
@@ -94,27 +97,49 @@ impl Scratch {
     }
 }
 
-/// `y = x W^T`, with what `fuse` adds.
-///
-/// # Safety
-/// The matrices are device memory and do not overlap; `exec` is the caller's.
-pub unsafe fn forward(w: &Weight, x: Mat, fuse: Fuse, y: Mat, exec: &Exec) -> Outcome {
-    check_shape([w.max_m, x.rows, y.rows], ["x", "y"])?;
+/// `y = x W^T`, with what `fusion` adds.
+pub fn forward(
+    w: &Weight,
+    x: &TensorView<'_>,
+    fusion: &Fusion<'_>,
+    mut y: TensorViewMut<'_>,
+    cx: &mut ExecContext<'_>,
+) -> Result<()> {
+    placed(&[x, &y.as_view()], cx)?;
+    let fuse = fused(w, fusion, cx)?;
+    let (x_type, columns, y_type) = types(w, &fuse);
+    let x = Mat::input(x, "x", w.k, x_type)?;
+    let y = Mat::output(&mut y, "y", columns, y_type)?;
+    check_rows(w.max_m, &x, &y)?;
     let (m, set) = (x.rows, fuse.set());
-    let need = workspace(w, m as u64)
-        .ok_or_else(|| Fail::invalid("x", "a workspace that fits the address space", x.rows))?;
-    let workspace = exec.scratch_aligned(need, 256)?.addr() as u64;
-    let call = Call { x, y, fuse, stream: exec.stream(), workspace };
+    let workspace = scratch(cx, workspace(w, m as u64), 256)?.addr() as u64;
+    let call = Call { x, y, fuse, stream: cx.stream, workspace };
     let outcome = match fast(w, m, set) {
-        // SAFETY: forwarded.
+        // SAFETY: views of memory of this device, y and the scratch unique ones.
         Some(f) => unsafe { f.forward(w, &call) },
-        // SAFETY: forwarded.
+        // SAFETY: as above.
         None if set == FuseSet::NONE => unsafe { plain(w, &call) },
         None => Err(Error::new(Code::Unsupported, "a fused product")
-            .need("a combination that fuses() agrees to")
+            .need("a combination that this weight says it fuses")
             .have(format!("parts {:#05b}", set.0))),
     };
     outcome.map_err(|e| w.shaped(e, "product", m))
+}
+
+/// The parts of a fusion by address.
+fn fused(w: &Weight, fusion: &Fusion<'_>, cx: &ExecContext<'_>) -> Result<Fuse> {
+    let norm = match &fusion.norm {
+        None => None,
+        Some(norm) => {
+            placed(&[&norm.weight], cx)?;
+            let weight = &norm.weight;
+            if weight.dtype() != DType::F32 || weight.len() != w.k || !weight.is_contiguous() {
+                return Err(invalid("weight of a norm", format!("float32[{}]", w.k), format!("{weight:?}")));
+            }
+            Some((weight.as_ptr().addr() as u64, norm.eps))
+        }
+    };
+    Ok(Fuse { norm, gate: fusion.gate, accumulate: fusion.accumulate })
 }
 
 /// The plain kernels.
@@ -161,7 +186,7 @@ unsafe fn plain(w: &Weight, c: &Call) -> Result<()> {
 }
 
 /// What x and y of a fused call are.
-pub fn types(w: &Weight, fuse: &Fuse) -> (DType, usize, DType) {
+fn types(w: &Weight, fuse: &Fuse) -> (DType, usize, DType) {
     let x = if fuse.norm.is_some() { DType::F32 } else { w.x };
     let y = if fuse.accumulate { DType::F32 } else { w.y };
     (x, if fuse.gate { w.n / 2 } else { w.n }, y)

@@ -6,21 +6,16 @@ mod prepare;
 #[cfg(test)]
 mod tests;
 
-pub use forward::{backward_input, dequantize, forward, workspace};
 pub use prepare::prepare;
 
 use super::Engine;
 use super::memory::Memory;
-use crate::call::{Fail, Finding};
 use crate::weight::Span;
 use kernels::{Kernels, Operand};
-use q4_core::{ActQuant, DType, Error, Result};
-use q4_cuda::{Blas, FP4_COLUMNS, FP4_ROWS, Fp4Product, Gpu};
+use q4_core::{ActQuant, DType, Error, PreparedInfo, Reject, RejectCode};
+use q4_cuda::{Blas, FP4_CAPABILITIES, FP4_COLUMNS, FP4_ROWS, Fp4Product, Gpu};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
-
-/// Compute capabilities with FP4 tensor cores that take a scale per 16 (PTX ISA, `kind::mxf4nvf4`).
-const CAPABILITIES: [(u32, u32); 4] = [(10, 0), (10, 3), (12, 0), (12, 1)];
 
 /// What the native path needs of a device, beside the engine.
 pub struct Native {
@@ -30,12 +25,13 @@ pub struct Native {
     products: Mutex<BTreeMap<[usize; 2], Arc<Fp4Product>>>,
 }
 
-/// What a native `nvfp4_weight` points to.
+/// A weight as an operand of FP4 tensor cores.
 pub struct Weight {
+    info: PreparedInfo,
     engine: Arc<Engine>,
     kernels: Arc<Kernels>,
     product: Arc<Fp4Product>,
-    memory: Memory,
+    _memory: Memory,
     operand: Operand,
     padded: [usize; 2],
     spans: Vec<Span>,
@@ -53,41 +49,35 @@ pub struct Weight {
 
 impl Native {
     /// Opens it on `gpu`; Err holds the first reason why it cannot be.
-    pub fn open(gpu: &Arc<Gpu>) -> Result<Self, Finding> {
-        let no = |code, need: String, have: String| Err(Finding::limit(code, need, have));
-        if !CAPABILITIES.contains(&gpu.capability) {
-            return Err(no_tensor_cores(&gpu.arch()));
+    pub fn open(gpu: &Arc<Gpu>) -> std::result::Result<Self, Reject> {
+        use RejectCode::{DeviceArch, KernelImageMissing, LibraryMissing};
+        let no = |code, need: String, have: String| Err(Reject::new(code, need, have));
+        if !FP4_CAPABILITIES.contains(&gpu.capability) {
+            return no(DeviceArch, "FP4 tensor cores for the native path".into(), gpu.arch());
         }
-        let opened = Fp4Product::check().and_then(|()| Blas::open(gpu));
-        let blas = match opened {
+        let blas = match Fp4Product::check().and_then(|()| Blas::open(gpu)) {
             Ok(blas) => blas,
-            Err(e) => {
-                return no(
-                    "library-missing",
-                    part(&e, "need", "cuBLASLt 12.8 or newer"),
-                    part(&e, "have", ""),
-                );
-            }
+            Err(e) => return no(LibraryMissing, "cuBLASLt with FP4 products".into(), super::parts(&e)),
         };
         // Any shape would do: after padding, shapes differ in nothing that a kernel could refuse.
         let probe = Fp4Product::new(&blas, 4096, 4096);
         let need = || format!("block-scaled FP4 kernels for {} in cuBLASLt", gpu.arch());
         match probe.lacks(128) {
             Ok(None) => {}
-            Ok(Some(m)) => return no("kernel-image-missing", need(), format!("none for {m} rows")),
-            Err(e) => return no("kernel-image-missing", need(), super::parts(&e)),
+            Ok(Some(m)) => return no(KernelImageMissing, need(), format!("none for {m} rows")),
+            Err(e) => return no(KernelImageMissing, need(), super::parts(&e)),
         }
         match Kernels::load(gpu) {
             Ok(kernels) => Ok(Self { kernels: Arc::new(kernels), blas, products: Mutex::default() }),
             Err(e) => {
                 let need = format!("kernels of libNVFP4 for {}", gpu.arch());
-                no("kernel-image-missing", need, super::parts(&e))
+                no(KernelImageMissing, need, super::parts(&e))
             }
         }
     }
 
     /// Why cuBLASLt cannot multiply up to `max_m` rows with a weight of `[n, k]`, if so.
-    pub fn refuse(&self, [n, k, max_m]: [usize; 3]) -> Option<Finding> {
+    fn refuse(&self, [n, k, max_m]: [usize; 3]) -> Option<Reject> {
         let padded = padded(n, k);
         let most = max_m.min(forward::part_rows(padded[0]));
         let have = match self.product(padded).lacks(most) {
@@ -95,7 +85,8 @@ impl Native {
             Ok(Some(m)) => format!("none for {m} rows of x"),
             Err(e) => super::parts(&e),
         };
-        Some(Finding::limit("shape-unsupported", format!("an FP4 kernel of cuBLASLt for [{n}, {k}]"), have))
+        let need = format!("an FP4 kernel of cuBLASLt for [{n}, {k}]");
+        Some(Reject::new(RejectCode::ShapeUnsupported, need, have))
     }
 
     fn product(&self, [n, k]: [usize; 2]) -> Arc<Fp4Product> {
@@ -105,28 +96,13 @@ impl Native {
 }
 
 impl Weight {
-    /// Memory it keeps on the device.
-    pub fn bytes(&self) -> u64 {
-        self.memory.len() as u64
-    }
-
     /// Puts the shape of a call into its failure.
-    fn shaped(&self, e: Error, what: &str, m: usize) -> Fail {
+    fn shaped(&self, e: Error, what: &str, m: usize) -> Error {
         super::shaped(e, what, m, [self.n, self.k], &self.engine.gpu)
     }
-}
-
-/// The refusal of a device without FP4 tensor cores.
-pub fn no_tensor_cores(device: &str) -> Finding {
-    Finding::limit("device-arch", "FP4 tensor cores for the native path", device)
 }
 
 /// Rows and columns of the operand of a weight.
 fn padded(n: usize, k: usize) -> [usize; 2] {
     [n.next_multiple_of(FP4_ROWS), k.next_multiple_of(FP4_COLUMNS)]
-}
-
-/// One part of an error.
-fn part(e: &Error, name: &str, none: &str) -> String {
-    e.parts().find(|(n, _)| *n == name).map_or(none, |p| p.1).to_owned()
 }

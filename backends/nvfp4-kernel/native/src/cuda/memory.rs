@@ -1,7 +1,10 @@
 //! Device memory of weights, plain or managed, and the pinned memory their bytes pass through.
-use crate::call::Exec;
-use q4_core::{Code, Error, Result};
-use q4_cuda::driver::{self, CUmemAttach_flags_enum, CUmemLocation, CUmemLocationType_enum};
+use crate::call::Threads;
+use q4_core::memory::UnifiedMemory;
+use q4_core::{Code, Error, Result, ThreadPool};
+use q4_cuda::driver::{
+    self, CUdevice_attribute_enum, CUmemAttach_flags_enum, CUmemLocation, CUmemLocationType_enum,
+};
 use q4_cuda::{Buffer, Event, Gpu, Pinned, check};
 use std::sync::Arc;
 
@@ -14,8 +17,13 @@ pub enum Memory {
 }
 
 impl Memory {
-    /// `bytes` of unspecified content.
-    pub fn new(gpu: &Arc<Gpu>, bytes: usize, is_managed: bool) -> Result<Self> {
+    /// `bytes` of unspecified content, shared with the host where that is asked for and there is such memory.
+    pub fn new(gpu: &Arc<Gpu>, bytes: usize, unified: UnifiedMemory) -> Result<Self> {
+        let is_managed = match unified {
+            UnifiedMemory::Disabled => false,
+            UnifiedMemory::Prefer => Managed::supported(gpu).is_ok(),
+            UnifiedMemory::Require => Managed::supported(gpu).map(|()| true)?,
+        };
         if is_managed {
             Managed::new(gpu, bytes).map(Self::Managed)
         } else {
@@ -72,14 +80,22 @@ impl Managed {
         // SAFETY: a context is current (`memory` bound it); the out pointer is valid.
         check(unsafe { driver::cuMemAllocManaged(&mut ptr, len.max(1), flags) }, "cuMemAllocManaged")?;
         let it = Self { gpu: gpu.clone(), ptr, len };
-        prefetch(gpu, ptr, len, true, 0)?;
+        prefetch(gpu, ptr, len)?;
         Ok(it)
     }
-    /// Gives the address up; the caller frees it.
-    pub fn into_raw(self) -> u64 {
-        let ptr = self.ptr;
-        std::mem::forget(self);
-        ptr
+    /// Fails on a device that host and device cannot share memory of.
+    fn supported(gpu: &Gpu) -> Result<()> {
+        let mut yes = 0;
+        let attribute = CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS;
+        // SAFETY: the device exists; the out pointer is valid.
+        let status = unsafe { driver::cuDeviceGetAttribute(&mut yes, attribute, gpu.handle()) };
+        check(status, "cuDeviceGetAttribute")?;
+        if yes != 0 {
+            return Ok(());
+        }
+        Err(Error::new(Code::UnifiedMemory, "managed memory")
+            .need("a device with concurrent managed access")
+            .have(gpu.device().to_string()))
     }
 }
 
@@ -92,18 +108,14 @@ impl Drop for Managed {
     }
 }
 
-/// Moves managed pages to the device or to the host.
-pub fn prefetch(gpu: &Gpu, ptr: u64, len: usize, to_device: bool, stream: usize) -> Result<()> {
+/// Moves managed pages to the device.
+fn prefetch(gpu: &Gpu, ptr: u64, len: usize) -> Result<()> {
     gpu.bind()?;
-    let kind = if to_device {
-        CUmemLocationType_enum::CU_MEM_LOCATION_TYPE_DEVICE
-    } else {
-        CUmemLocationType_enum::CU_MEM_LOCATION_TYPE_HOST
-    };
-    let place = CUmemLocation { type_: kind, id: if to_device { gpu.handle() } else { 0 } };
-    // SAFETY: managed memory of the caller; the driver checks the range.
+    let place =
+        CUmemLocation { type_: CUmemLocationType_enum::CU_MEM_LOCATION_TYPE_DEVICE, id: gpu.handle() };
+    // SAFETY: managed memory of ours; the driver checks the range.
     check(
-        unsafe { driver::cuMemPrefetchAsync_v2(ptr, len, place, 0, stream as driver::CUstream) },
+        unsafe { driver::cuMemPrefetchAsync_v2(ptr, len, place, 0, std::ptr::null_mut()) },
         "cuMemPrefetchAsync",
     )
 }
@@ -136,40 +148,31 @@ impl Staging {
         self.raw.as_ref().map(Buffer::ptr).ok_or_else(|| Error::new(Code::Internal, "staging"))
     }
 
-    /// Enqueues a copy of `len` bytes at `from`, in host or device memory, to the device address `to`.
+    /// Enqueues a copy of bytes of the host to the device address `to`.
     ///
     /// # Safety
-    /// `from` is readable, `to` writable, for `len` bytes.
-    pub unsafe fn copy(&mut self, from: *const u8, len: usize, to: u64, exec: &Exec) -> Result<()> {
-        if is_on_device(&self.gpu, from) {
-            // SAFETY: by contract.
-            return check(
-                unsafe { driver::cuMemcpyDtoDAsync_v2(to, from.addr() as u64, len, std::ptr::null_mut()) },
-                "cuMemcpyDtoD",
-            );
-        }
-        for at in (0..len).step_by(HALF) {
-            let bytes = HALF.min(len - at);
+    /// `to` is writable for as many bytes.
+    pub unsafe fn copy(&mut self, bytes: &[u8], to: u64, threads: &ThreadPool) -> Result<()> {
+        let threads = Threads(threads);
+        for (i, piece) in bytes.chunks(HALF).enumerate() {
             let (pinned, busy) = &mut self.halves[self.next];
             self.next = 1 - self.next;
             if let Some(event) = busy.take() {
                 event.wait()?;
             }
             let target = Bytes(pinned.as_mut_slice::<u8>().as_mut_ptr());
-            // SAFETY: inside, by contract.
-            let source = Bytes(unsafe { from.add(at) }.cast_mut());
-            let tasks = exec.tasks(bytes.div_ceil(1 << 18));
-            exec.run(tasks, |t| {
-                let part = crate::call::part(bytes, tasks, t);
-                let (source, target) = (&source, &target);
+            threads.each(threads.tasks(piece.len().div_ceil(1 << 18)), piece.len(), |part| {
+                let target = &target;
                 // SAFETY: tasks copy disjoint parts between different allocations.
                 unsafe {
-                    source.0.add(part.start).copy_to_nonoverlapping(target.0.add(part.start), part.len())
+                    piece
+                        .as_ptr()
+                        .add(part.start)
+                        .copy_to_nonoverlapping(target.0.add(part.start), part.len());
                 };
-            })
-            .map_err(|f| Error::new(Code::Internal, f.text))?;
+            });
             // SAFETY: `to` is writable; the half is left alone until its event.
-            unsafe { pinned.send(0, to + at as u64, bytes, 0)? };
+            unsafe { pinned.send(0, to + (i * HALF) as u64, piece.len(), 0)? };
             *busy = Some(Event::record(&self.gpu, 0)?);
         }
         Ok(())
@@ -180,23 +183,3 @@ impl Staging {
 struct Bytes(*mut u8);
 // SAFETY: as said.
 unsafe impl Sync for Bytes {}
-
-/// Whether the driver knows `p` as memory of a device.
-fn is_on_device(gpu: &Gpu, p: *const u8) -> bool {
-    use driver::{CUmemorytype_enum, CUpointer_attribute_enum as A};
-    pointer_attribute(gpu, p.addr() as u64, A::CU_POINTER_ATTRIBUTE_MEMORY_TYPE)
-        == CUmemorytype_enum::CU_MEMORYTYPE_DEVICE as u32
-}
-
-/// A 32-bit fact about an address; 0 for one that is not CUDA's.
-pub(super) fn pointer_attribute(gpu: &Gpu, address: u64, mut which: driver::CUpointer_attribute) -> u32 {
-    let mut value = 0u32;
-    if gpu.bind().is_err() {
-        return 0;
-    }
-    let mut to = (&raw mut value).cast();
-    // SAFETY: one attribute of four bytes; any address may be asked for, and foreign ones are no error of
-    // this call.
-    let status = unsafe { driver::cuPointerGetAttributes(1, &mut which, &mut to, address) };
-    if status == driver::CUresult::CUDA_SUCCESS { value } else { 0 }
-}

@@ -1,11 +1,12 @@
 //! A described weight to the device: raw bytes through pinned memory, packed by a kernel.
+use super::fp4;
 use super::memory::{Memory, Staging};
 use super::simple::{Raw, Span as DeviceSpan};
 use super::{Engine, Weight};
-use crate::call::{Exec, Fail, Outcome};
 use crate::prepare::{self, Part, Plan};
 use q4_core::formats::swizzle;
-use q4_core::{Convention, GlobalScale, Result};
+use q4_core::memory::UnifiedMemory;
+use q4_core::{Convention, ExecPath, GlobalScale, PreparedWeight, Result, ThreadPool};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -16,41 +17,39 @@ const COLUMNS: usize = 128;
 /// Bytes of so many rows and columns: codes and scales.
 const UNIT: usize = 1152;
 
-/// Builds the weight; waits until it is complete.
-///
-/// # Safety
-/// The segments' bytes are readable.
-pub unsafe fn prepare(engine: &Arc<Engine>, plan: &Plan, exec: &Exec) -> Outcome<Weight> {
-    // SAFETY: forwarded.
-    let built = unsafe { build(engine, plan, exec) };
-    // SAFETY: forwarded.
-    unsafe { finished(engine, plan, built) }
+/// Packs a weight on the device; waits until it is complete.
+pub fn prepare(
+    engine: &Arc<Engine>,
+    plan: &Plan<'_>,
+    unified: UnifiedMemory,
+    threads: &ThreadPool,
+) -> Result<Box<dyn PreparedWeight>> {
+    if plan.path == ExecPath::NativeKernel {
+        return Ok(Box::new(fp4::prepare(engine, plan, unified, threads)?));
+    }
+    Ok(Box::new(finished(engine, plan, build(engine, plan, unified, threads))?))
 }
 
 /// A weight that was built, unless one of its scales is none.
-///
-/// # Safety
-/// The segments' bytes are readable.
-pub(super) unsafe fn finished<W>(
+pub(super) fn finished<W>(
     engine: &Engine,
-    plan: &Plan,
+    plan: &Plan<'_>,
     built: Result<(W, Option<(usize, usize)>)>,
-) -> Outcome<W> {
+) -> Result<W> {
     let what = format!("prepare of [{}, {}] on {}", plan.n, plan.k, engine.gpu.device());
-    let (weight, bad) = built.map_err(|e| Fail::from(e.within(what)))?;
-    match bad {
-        None => Ok(weight),
-        Some((segment, at)) => {
-            let p = &plan.parts[segment];
-            let (row, group) = (at / p.groups, at % p.groups);
-            // SAFETY: inside the segment; host memory, or what the device can tell of it.
-            Err(prepare::bad_scale(segment, row, group, unsafe { scale_byte(p, row, group) }))
-        }
+    match built.map_err(|e| e.within(what))? {
+        (weight, None) => Ok(weight),
+        (_, Some((segment, at))) => Err(prepare::bad_scale(segment, &plan.parts[segment], at)),
     }
 }
 
 /// The weight, and the first scale that no weight may have.
-unsafe fn build(engine: &Arc<Engine>, plan: &Plan, exec: &Exec) -> Result<(Weight, Option<(usize, usize)>)> {
+fn build(
+    engine: &Arc<Engine>,
+    plan: &Plan<'_>,
+    unified: UnifiedMemory,
+    threads: &ThreadPool,
+) -> Result<(Weight, Option<(usize, usize)>)> {
     let gpu = &engine.gpu;
     let units = plan.k.div_ceil(COLUMNS);
     let padded: usize = plan.parts.iter().map(|p| p.rows.next_multiple_of(ROWS)).sum();
@@ -69,18 +68,20 @@ unsafe fn build(engine: &Arc<Engine>, plan: &Plan, exec: &Exec) -> Result<(Weigh
     }
     let groups_at = units_end.next_multiple_of(256);
     let spans_at = (groups_at + 8 * groups.len()).next_multiple_of(256);
-    let memory = Memory::new(gpu, spans_at + size_of_val(&table[..]), engine.is_managed)?;
+    let memory = Memory::new(gpu, spans_at + size_of_val(&table[..]), unified)?;
     let base = memory.ptr();
     memory.upload(gpu, groups_at, &groups.iter().flat_map(|g| g.to_ne_bytes()).collect::<Vec<_>>())?;
     memory.upload(gpu, spans_at, DeviceSpan::bytes(&table))?;
 
-    // SAFETY: forwarded; the memory has the size of the layout.
-    let bad_scale = unsafe {
-        stream(engine, plan, ROWS, exec, |raw, first| engine.simple.pack(raw, first, 2 * units, base, base))?
+    let pack = |raw: &Raw, first| {
+        // SAFETY: the memory has the size of the layout.
+        unsafe { engine.simple.pack(raw, first, 2 * units, base, base) }
     };
+    let bad_scale = stream(engine, plan, ROWS, threads, pack)?;
     let weight = Weight {
+        info: plan.info(memory.len() as u64),
         engine: engine.clone(),
-        memory,
+        _memory: memory,
         codes: base,
         scales: base,
         groups: base + groups_at as u64,
@@ -102,14 +103,11 @@ unsafe fn build(engine: &Arc<Engine>, plan: &Plan, exec: &Exec) -> Result<(Weigh
 /// Brings all segments to the device, piece by piece, where `pack` takes each with the number of rows before
 /// it; segments are padded to `pad` rows there. Returns segment and block of the first scale that is none;
 /// waits.
-///
-/// # Safety
-/// The segments' bytes are readable.
-pub(super) unsafe fn stream(
+pub(super) fn stream(
     engine: &Engine,
-    plan: &Plan,
+    plan: &Plan<'_>,
     pad: usize,
-    exec: &Exec,
+    threads: &ThreadPool,
     mut pack: impl FnMut(&Raw, usize) -> Result<()>,
 ) -> Result<Option<(usize, usize)>> {
     let mut staging = engine.staging.lock().unwrap_or_else(|e| e.into_inner());
@@ -122,14 +120,14 @@ pub(super) unsafe fn stream(
     let bad_bytes = (8 * pieces.len()).next_multiple_of(256);
     let bad = staging.raw(bad_bytes + largest.unwrap_or(0))?;
     let codes = bad + bad_bytes as u64;
-    // SAFETY: the caller's bytes are readable, and the device's large enough. One queue: a piece is packed
-    // before the next one takes its place.
+    // SAFETY: there is room on the device for every piece. One queue: a piece is packed before the next one
+    // takes its place.
     let found = unsafe {
         engine.simple.set_largest(bad, pieces.len())?;
         for (i, p) in pieces.iter().enumerate() {
             let scales = codes + p.code_bytes().next_multiple_of(256) as u64;
-            staging.copy(p.codes(), p.code_bytes(), codes, exec)?;
-            staging.copy(p.scales(), p.scale_bytes(), scales, exec)?;
+            staging.copy(p.codes(), codes, threads)?;
+            staging.copy(p.scales(), scales, threads)?;
             let source = Raw {
                 codes,
                 scales,
@@ -151,7 +149,7 @@ const PIECE: usize = 16 << 20;
 
 /// Rows of one segment that are on the device together before they are packed.
 struct Piece<'a> {
-    part: &'a Part,
+    part: &'a Part<'a>,
     segment: usize,
     rows: Range<usize>,
     /// Rows before the first, padding included.
@@ -159,7 +157,7 @@ struct Piece<'a> {
 }
 
 /// Pieces of whole scale tiles, top to bottom; segments are padded to `pad` rows.
-fn pieces(parts: &[Part], pad: usize) -> Vec<Piece<'_>> {
+fn pieces<'a>(parts: &'a [Part<'a>], pad: usize) -> Vec<Piece<'a>> {
     let tile = swizzle::TILE_ROWS;
     let (mut all, mut first) = (Vec::new(), 0);
     for (segment, part) in parts.iter().enumerate() {
@@ -182,32 +180,18 @@ impl Piece<'_> {
     fn scale_bytes(&self) -> usize {
         scale_bytes(self.part, self.rows.len())
     }
-    /// SAFETY: inside the segment.
-    unsafe fn codes(&self) -> *const u8 {
-        // SAFETY: by contract.
-        unsafe { self.part.codes.add(self.rows.start * self.part.groups * 8) }
+    fn codes(&self) -> &[u8] {
+        &self.part.codes[self.rows.start * self.part.groups * 8..][..self.code_bytes()]
     }
-    /// SAFETY: inside the segment.
-    unsafe fn scales(&self) -> *const u8 {
-        // SAFETY: by contract; pieces start with a tile.
-        unsafe { self.part.scales.add(scale_bytes(self.part, self.rows.start)) }
+    /// Pieces start with a tile.
+    fn scales(&self) -> &[u8] {
+        &self.part.scales[scale_bytes(self.part, self.rows.start)..][..self.scale_bytes()]
     }
 }
 
 /// Bytes of the scales of so many rows of a segment.
-pub(super) fn scale_bytes(p: &Part, rows: usize) -> usize {
+fn scale_bytes(p: &Part<'_>, rows: usize) -> usize {
     if p.is_tiled { swizzle::blocked_len(rows, p.groups) } else { rows * p.groups }
-}
-
-/// One scale, wherever it is.
-unsafe fn scale_byte(p: &Part, row: usize, group: usize) -> u8 {
-    let at = if p.is_tiled { swizzle::offset(row, group, p.groups) } else { row * p.groups + group };
-    let mut byte = 0u8;
-    // SAFETY: inside, by contract; the driver copies from host and device memory alike.
-    let status = unsafe {
-        q4_cuda::driver::cuMemcpy((&raw mut byte).addr() as u64, p.scales.add(at).addr() as u64, 1)
-    };
-    if status == q4_cuda::driver::CUresult::CUDA_SUCCESS { byte } else { 0x7f }
 }
 
 impl DeviceSpan {

@@ -24,7 +24,6 @@ pub struct Kernels {
     forward_float: Kernel,
     forward_int: Kernel,
     rows: RowKernels,
-    expand: Kernel,
 }
 
 /// `Span` of `simple.cu`.
@@ -131,7 +130,6 @@ impl Kernels {
             forward_float: all.get("q4_forward_float")?,
             forward_int: all.get("q4_forward_int")?,
             rows,
-            expand: all.get("q4_expand")?,
         })
     }
 
@@ -274,17 +272,6 @@ impl Kernels {
     ) -> Result<()> {
         // SAFETY: forwarded.
         unsafe { self.rows.nvfp4(matrix(x), r, source, global, to, stream) }
-    }
-
-    /// Stored rows to what a product needs.
-    ///
-    /// # Safety
-    /// All addresses are of device memory of the sizes that follow from rows and groups.
-    pub unsafe fn expand(&self, raw: &Raw, q: u64, steps: u64) -> Result<()> {
-        let how = grid(raw.groups.div_ceil(128), raw.rows, [128, 1, 1], 0);
-        let (tiled, groups) = (u32::from(raw.is_tiled), raw.groups as u32);
-        // SAFETY: by contract; the arguments are those of `q4_expand`.
-        unsafe { self.expand.launch(how, args![raw.codes, raw.scales, tiled, groups, q, steps, raw.bad]) }
     }
 }
 

@@ -1,7 +1,6 @@
 //! Packing: sixteen stored rows side by side, whole tiles at a time. A model is packed at every start, so
 //! this runs at the speed of memory.
 use super::{GROUPS, LANES, SCALES_AT, TILE_BYTES};
-use crate::weight::spread_nibbles;
 
 /// Where sixteen rows of a stored weight start.
 pub struct StoredRows {
@@ -15,6 +14,15 @@ pub struct StoredRows {
 
 /// Packs the first `tiles` tiles of the rows to `out`, every byte of them.
 pub type PackFn = unsafe fn(rows: &StoredRows, tiles: usize, out: *mut u8);
+
+/// Eight codes in the order of k to the order of a lane: 0 4 1 5 2 6 3 7.
+pub fn spread_nibbles(word: u32) -> u32 {
+    let part = |half: u32| {
+        let bytes = (half | half << 8) & 0x00ff_00ff;
+        (bytes | bytes << 4) & 0x0f0f_0f0f
+    };
+    part(word & 0xffff) | part(word >> 16) << 4
+}
 
 /// In plain Rust.
 pub unsafe fn portable(rows: &StoredRows, tiles: usize, out: *mut u8) {
@@ -207,6 +215,18 @@ mod x86 {
 mod tests {
     use super::*;
     use crate::isa::Isa;
+    use crate::kernels::SHIFTS;
+
+    #[test]
+    fn nibbles_are_interleaved_as_the_layout_says() {
+        assert_eq!(spread_nibbles(0x7654_3210), 0x7362_5140);
+        for seed in 0..1000u32 {
+            let word = seed.wrapping_mul(2_654_435_761) ^ seed << 7;
+            for (k, shift) in SHIFTS.into_iter().enumerate() {
+                assert_eq!(spread_nibbles(word) >> shift & 15, word >> (4 * k) & 15);
+            }
+        }
+    }
 
     #[test]
     fn every_instruction_set_packs_the_same_bytes() {

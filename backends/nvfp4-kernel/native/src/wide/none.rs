@@ -1,8 +1,10 @@
 //! No matrix unit is known here.
 use crate::activations::Quantised;
-use crate::call::{Exec, Mat, Outcome};
+use crate::call::{Mat, Threads};
+use crate::isa::Isa;
 use crate::output::Output;
 use crate::weight::Weight;
+use q4_core::Activations;
 
 /// Inputs in the form of a unit.
 pub enum Inputs {
@@ -15,7 +17,7 @@ pub enum Inputs {
 }
 
 /// No scratch.
-pub fn workspace(_: &Weight, _: u64) -> Option<u64> {
+pub fn workspace(_: Isa, _: &Activations, _: usize, _: u64) -> Option<u64> {
     Some(0)
 }
 
@@ -29,7 +31,7 @@ pub unsafe fn multiply(
     _: &Output<'_>,
     _: f64,
     _: *mut u8,
-    _: &Exec,
-) -> Outcome<Option<Vec<usize>>> {
-    Ok(None)
+    _: &Threads<'_>,
+) -> Option<Vec<usize>> {
+    None
 }

@@ -1,109 +1,31 @@
-//! What the tests share: the C table as Rust calls, random operands, and a pool of threads behind the C
-//! signature.
+//! What the tests share: the backend on every instruction set of this machine, random operands, and scratch.
 #![allow(dead_code)] // each test file uses a part
-use NVFP4::abi;
 use half::{bf16, f16};
 use q4_core::formats::nvfp4;
-use q4_core::{Convention, DType, GlobalScale};
-use std::ffi::{CStr, CString, c_char, c_void};
-use std::ptr;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use q4_core::{
+    Activations, BuiltinOptions, DType, Device, ExecContext, ExecPath, FuseSet, Fusion, GlobalScale,
+    LinearSpec, OpSet, PreparedWeight, Q4Backend, Q4Schema, Q4Weight, Reject, Result, ScaleLayout, Segment,
+    SegmentData, SegmentSpec, TensorView, TensorViewMut, ThreadPool,
+};
+use std::ffi::c_void;
+use std::ptr::NonNull;
+use std::sync::Arc;
 
-pub const ISAS: [&str; 8] =
-    ["portable", "avx2", "avx512", "avx512vnni", "amx", "neon", "neondotprod", "neoni8mm"];
-
-pub fn api() -> &'static abi::Api {
-    // SAFETY: NULL is allowed; the table is static.
-    unsafe { NVFP4::nvfp4_get_api(abi::ABI_MAJOR, ptr::null_mut()).as_ref() }.expect("ABI 1")
+pub fn construct(isa: &str) -> std::result::Result<Arc<dyn Q4Backend>, Vec<Reject>> {
+    NVFP4::construct(&BuiltinOptions { isa: Some(isa.into()), ..BuiltinOptions::default() })
 }
 
-#[derive(Debug, PartialEq)]
-pub struct Failure {
-    pub status: abi::Status,
-    pub text: String,
-}
-
-/// Calls an entry with an error buffer.
-pub fn call(f: impl FnOnce(*mut abi::Error) -> abi::Status) -> Result<(), Failure> {
-    let mut buffer = [0 as c_char; 4096];
-    let mut e = abi::Error {
-        struct_size: size_of::<abi::Error>(),
-        ptr: buffer.as_mut_ptr(),
-        cap: buffer.len(),
-        len: 7,
-        native_code: 7,
-    };
-    let status = f(&mut e);
-    // SAFETY: the entry ends its text with NUL.
-    let text = unsafe { CStr::from_ptr(buffer.as_ptr()) }.to_str().expect("UTF-8").to_owned();
-    assert_eq!((e.len, e.native_code), (text.len(), 0), "{text}");
-    assert_eq!(status == abi::OK, text.is_empty(), "{status}: {text}");
-    if status == abi::OK { Ok(()) } else { Err(Failure { status, text }) }
-}
-
-/// Reasons by code, need, have.
-pub type Reasons = Vec<[String; 3]>;
-
-pub unsafe extern "C" fn collect(
-    user: *mut c_void,
-    code: *const c_char,
-    need: *const c_char,
-    have: *const c_char,
-) {
-    // SAFETY: `user` is the Vec the test passed; the texts are NUL-terminated.
-    unsafe {
-        let all = &mut *user.cast::<Reasons>();
-        all.push([code, need, have].map(|s| CStr::from_ptr(s).to_str().expect("UTF-8").to_owned()));
-    }
-}
-
-pub struct Ctx(pub *mut abi::Ctx);
+pub struct Ctx(pub Arc<dyn Q4Backend>);
 
 impl Ctx {
     pub fn new(isa: &str) -> Self {
-        let name = CString::new(isa).expect("no NUL");
-        let desc = abi::CtxDesc { isa: name.as_ptr(), ..ctx_desc() };
-        let mut c = ptr::null_mut();
-        let create = api().ctx_create.expect("entry");
-        // SAFETY: valid arguments.
-        call(|e| unsafe { create(&desc, &mut c, None, ptr::null_mut(), e) }).expect("an available isa");
-        Self(c)
+        Self(construct(isa).unwrap_or_else(|e| panic!("{isa}: {e:?}")))
     }
     /// One for every instruction set of this machine.
     pub fn all() -> Vec<(String, Self)> {
-        available().into_iter().map(|isa| (isa.clone(), Self::new(&isa))).collect()
+        let here = q4_core::isa::ISAS.into_iter().filter(|isa| q4_core::isa::is_available(isa));
+        here.map(|isa| (isa.to_owned(), Self::new(isa))).collect()
     }
-}
-
-impl Drop for Ctx {
-    fn drop(&mut self) {
-        // SAFETY: made by `ctx_create`.
-        unsafe { api().ctx_destroy.expect("entry")(self.0) }
-    }
-}
-
-pub fn ctx_desc() -> abi::CtxDesc {
-    abi::CtxDesc {
-        struct_size: size_of::<abi::CtxDesc>(),
-        device_type: abi::DEVICE_CPU,
-        device: 0,
-        flags: 0,
-        reserved: 0,
-        isa: ptr::null(),
-    }
-}
-
-pub fn available() -> Vec<String> {
-    let portable = Ctx::new("portable");
-    // SAFETY: all-zero is a valid value of this struct.
-    let mut info: abi::DeviceInfo = unsafe { std::mem::zeroed() };
-    info.struct_size = size_of_val(&info);
-    // SAFETY: valid arguments.
-    call(|e| unsafe { api().device_info.expect("entry")(portable.0, &mut info, e) }).expect("device_info");
-    // SAFETY: NUL-terminated by the library.
-    let list = unsafe { CStr::from_ptr(info.isa_available.as_ptr()) }.to_str().expect("UTF-8").to_owned();
-    assert!(list.split(',').all(|isa| ISAS.contains(&isa)), "{list}");
-    list.split(',').map(str::to_owned).collect()
 }
 
 /// One quantised matrix.
@@ -113,7 +35,7 @@ pub struct Source {
     pub k: usize,
     pub codes: Vec<u8>,
     pub scales: Vec<u8>,
-    pub layout: u32,
+    pub layout: ScaleLayout,
     pub global: Option<GlobalScale>,
 }
 
@@ -121,21 +43,7 @@ impl Source {
     pub fn random(rows: usize, k: usize, global: Option<GlobalScale>, rng: &mut Rng) -> Self {
         let codes = (0..rows * k / 2).map(|_| rng.next() as u8).collect();
         let scales = (0..rows * k / 16).map(|_| 0x20 + (rng.next() % 0x28) as u8).collect();
-        Self { rows, k, codes, scales, layout: abi::SCALE_ROW_MAJOR, global }
-    }
-    pub fn segment(&self) -> abi::Segment {
-        abi::Segment {
-            struct_size: size_of::<abi::Segment>(),
-            rows: self.rows as u64,
-            codes: self.codes.as_ptr().cast(),
-            codes_bytes: self.codes.len() as u64,
-            scales: self.scales.as_ptr().cast(),
-            scales_bytes: self.scales.len() as u64,
-            global_scale: self.global.map_or(0.0, GlobalScale::value),
-            global_convention: convention(self.global),
-            scale_layout: self.layout,
-            reserved: 0,
-        }
+        Self { rows, k, codes, scales, layout: ScaleLayout::RowMajor, global }
     }
     /// The definition of its values.
     pub fn values(&self) -> Vec<f32> {
@@ -146,77 +54,95 @@ impl Source {
         }
         out
     }
-}
-
-pub fn convention(g: Option<GlobalScale>) -> u32 {
-    match g.map(GlobalScale::convention) {
-        None => abi::CONVENTION_NONE,
-        Some(Convention::Multiply) => abi::CONVENTION_MULTIPLY,
-        Some(Convention::Divide) => abi::CONVENTION_DIVIDE,
+    fn segment(&self) -> Segment<'_> {
+        let codes = TensorView::of(&self.codes, &[self.codes.len()]).expect("bytes");
+        let scales = TensorView::of_bytes(&self.scales, DType::F8E4M3, &[self.scales.len()]).expect("bytes");
+        Segment { rows: self.rows, data: SegmentData::Nvfp4 { codes, scales, global: self.global } }
     }
 }
 
-pub fn weight_desc(segments: &[abi::Segment], k: usize) -> abi::WeightDesc {
-    abi::WeightDesc {
-        struct_size: size_of::<abi::WeightDesc>(),
-        n: segments.iter().map(|s| s.rows).sum(),
-        k: k as u64,
-        segments: segments.as_ptr(),
-        n_segments: segments.len() as u64,
-        path: abi::PATH_FUSED_DEQUANT,
-        activations: abi::ACT_NATIVE,
-        x_dtype: abi::F32,
-        y_dtype: abi::F32,
-        act_rule: 0,
-        act_global_kind: 0,
-        act_global: 0.0,
-        act_global_convention: 0,
-        max_m: 64,
-        reserved: 0,
+/// A product of segments that are stored alike; where some have a per-tensor scale and some have none, those
+/// get one of 1.
+pub struct Desc {
+    pub sources: Vec<Source>,
+    pub k: usize,
+    pub activations: Activations,
+    pub x: DType,
+    pub y: DType,
+    pub max_m: usize,
+}
+
+impl Desc {
+    pub fn of(sources: &[Source], k: usize) -> Self {
+        let mut sources = sources.to_vec();
+        let convention = sources.iter().find_map(|s| s.global).map(|g| g.convention());
+        if let Some(convention) = convention {
+            for s in &mut sources {
+                let value = s
+                    .global
+                    .map_or(1.0, |g| if g.convention() == convention { g.value() } else { 1.0 / g.value() });
+                s.global = GlobalScale::new(convention, value).ok();
+            }
+        }
+        let (x, y) = (DType::F32, DType::F32);
+        Self { sources, k, activations: Activations::Native, x, y, max_m: 64 }
+    }
+    pub fn n(&self) -> usize {
+        self.sources.iter().map(|s| s.rows).sum()
+    }
+    pub fn spec(&self) -> LinearSpec {
+        let segment = |(i, s): (usize, &Source)| SegmentSpec { name: format!("part.{i}"), rows: s.rows };
+        let first = &self.sources[0];
+        LinearSpec {
+            segments: self.sources.iter().enumerate().map(segment).collect(),
+            schema: Q4Schema::Nvfp4 {
+                scale_layout: first.layout,
+                global: first.global.map(GlobalScale::convention),
+            },
+            k: self.k,
+            max_m: self.max_m,
+            x: self.x,
+            y: self.y,
+            activations: self.activations,
+            device: Device::Cpu,
+            ops: OpSet::ALL,
+        }
     }
 }
 
-pub struct Weight(pub *mut abi::Weight);
+pub struct Weight(pub Box<dyn PreparedWeight>);
 
 impl Weight {
-    pub fn new(ctx: &Ctx, desc: &abi::WeightDesc) -> Result<Self, Failure> {
+    pub fn new(ctx: &Ctx, desc: &Desc) -> Result<Self> {
         Self::with(ctx, desc, &Lent::serial())
     }
-    pub fn with(ctx: &Ctx, desc: &abi::WeightDesc, lent: &Lent) -> Result<Self, Failure> {
-        let mut w = ptr::null_mut();
-        let exec = lent.exec(&mut []);
-        // SAFETY: the description's pointers are those of live operands.
-        call(|e| unsafe { api().prepare.expect("entry")(ctx.0, desc, &exec, &mut w, e) }).map(|()| Self(w))
+    pub fn with(ctx: &Ctx, desc: &Desc, lent: &Lent) -> Result<Self> {
+        let (spec, segments): (_, Vec<_>) = (desc.spec(), desc.sources.iter().map(Source::segment).collect());
+        let w = Q4Weight { schema: spec.schema, k: desc.k, segments: &segments };
+        ctx.0.prepare(&w, &spec, ExecPath::FusedDequant, &mut ExecContext::cpu(&lent.0)).map(Self)
     }
     pub fn workspace(&self, m: usize) -> usize {
-        // SAFETY: a live weight.
-        unsafe { api().workspace.expect("entry")(self.0, m as u64) as usize }
+        self.0.workspace(m)
     }
-    pub fn forward(&self, x: &Matrix, y: &mut Matrix, lent: &Lent) -> Result<(), Failure> {
+    pub fn forward(&self, x: &Matrix, y: &mut Matrix, lent: &Lent) -> Result<()> {
         let mut scratch = Scratch::new(self.workspace(x.rows));
-        let exec = lent.exec(scratch.bytes());
-        let (x, y) = (x.raw(), y.raw());
-        // SAFETY: live operands of the stated sizes.
-        call(|e| unsafe { api().forward.expect("entry")(self.0, &x, &y, &exec, e) })
+        self.0.forward(x.view(), y.view_mut(), &mut lent.context(scratch.bytes()))
     }
-    pub fn backward(&self, dy: &Matrix, dx: &mut Matrix, lent: &Lent) -> Result<(), Failure> {
+    pub fn fuses(&self, m: usize, set: FuseSet) -> bool {
+        self.0.fuses(m, set)
+    }
+    pub fn fused(&self, x: &Matrix, set: FuseSet, y: &mut Matrix, lent: &Lent) -> Result<()> {
+        let mut scratch = Scratch::new(self.workspace(x.rows));
+        let (gate, accumulate) = (set.contains(FuseSet::GATE), set.contains(FuseSet::ACCUMULATE));
+        let fusion = Fusion { norm: None, gate, accumulate };
+        self.0.forward_fused(x.view(), &fusion, y.view_mut(), &mut lent.context(scratch.bytes()))
+    }
+    pub fn backward(&self, dy: &Matrix, dx: &mut Matrix, lent: &Lent) -> Result<()> {
         let mut scratch = Scratch::new(self.workspace(dy.rows));
-        let exec = lent.exec(scratch.bytes());
-        let (dy, dx) = (dy.raw(), dx.raw());
-        // SAFETY: live operands of the stated sizes.
-        call(|e| unsafe { api().backward_input.expect("entry")(self.0, &dy, &dx, &exec, e) })
+        self.0.backward_input(dy.view(), dx.view_mut(), &mut lent.context(scratch.bytes()))
     }
-    pub fn dequantize(&self, out: &mut Matrix, lent: &Lent) -> Result<(), Failure> {
-        let (out, exec) = (out.raw(), lent.exec(&mut []));
-        // SAFETY: live operands of the stated sizes.
-        call(|e| unsafe { api().dequantize.expect("entry")(self.0, &out, &exec, e) })
-    }
-}
-
-impl Drop for Weight {
-    fn drop(&mut self) {
-        // SAFETY: made by `prepare`.
-        unsafe { api().release.expect("entry")(self.0) }
+    pub fn dequantize(&self, out: &mut Matrix, lent: &Lent) -> Result<()> {
+        self.0.dequantize(out.view_mut(), &mut lent.context(&mut []))
     }
 }
 
@@ -255,17 +181,21 @@ impl Matrix {
         }
         m
     }
-    pub fn raw(&self) -> abi::Matrix {
-        abi::Matrix {
-            struct_size: size_of::<abi::Matrix>(),
-            data: self.bytes.as_ptr().cast_mut().cast(),
-            bytes: self.bytes.len() as u64,
-            rows: self.rows as u64,
-            cols: self.cols as u64,
-            ld: self.ld as u64,
-            dtype: dtype_code(self.dtype),
-            reserved: 0,
-        }
+    pub fn view(&self) -> TensorView<'_> {
+        let (data, shape, strides) = self.parts();
+        // SAFETY: our own bytes.
+        unsafe { TensorView::from_raw(data, self.bytes.len(), Device::Cpu, self.dtype, &shape, &strides) }
+            .expect("inside")
+    }
+    pub fn view_mut(&mut self) -> TensorViewMut<'_> {
+        let (data, shape, strides) = self.parts();
+        // SAFETY: our own bytes, uniquely borrowed.
+        unsafe { TensorViewMut::from_raw(data, self.bytes.len(), Device::Cpu, self.dtype, &shape, &strides) }
+            .expect("inside")
+    }
+    fn parts(&self) -> (NonNull<c_void>, [i64; 2], [i64; 2]) {
+        let data = NonNull::from(&self.bytes[..]).cast();
+        (data, [self.rows as i64, self.cols as i64], [self.ld as i64, 1])
     }
     pub fn get(&self, r: usize, c: usize) -> f32 {
         let at = (r * self.ld + c) * self.dtype.size();
@@ -292,14 +222,6 @@ impl Matrix {
     }
 }
 
-pub fn dtype_code(d: DType) -> u32 {
-    match d {
-        DType::F16 => abi::F16,
-        DType::BF16 => abi::BF16,
-        _ => abi::F32,
-    }
-}
-
 /// 64-byte aligned bytes, poisoned.
 pub struct Scratch(Vec<[u8; 64]>, usize);
 
@@ -314,45 +236,20 @@ impl Scratch {
 }
 
 /// Threads lent to a call.
-pub struct Lent(u32);
+pub struct Lent(pub ThreadPool);
 
 impl Lent {
     pub fn serial() -> Self {
-        Self(1)
+        Self::threads(1)
     }
-    pub fn threads(n: u32) -> Self {
-        Self(n)
+    pub fn threads(n: usize) -> Self {
+        Self(ThreadPool::new(n))
     }
-    pub fn exec(&self, scratch: &mut [u8]) -> abi::Exec {
-        abi::Exec {
-            struct_size: size_of::<abi::Exec>(),
-            stream: ptr::null_mut(),
-            workspace: if scratch.is_empty() { ptr::null_mut() } else { scratch.as_mut_ptr().cast() },
-            workspace_bytes: scratch.len() as u64,
-            parallel: (self.0 > 1).then_some(scoped),
-            parallel_user: ptr::without_provenance_mut(self.0 as usize),
-            threads: self.0,
-            reserved: 0,
-        }
+    pub fn context<'a>(&'a self, scratch: &'a mut [u8]) -> ExecContext<'a> {
+        let len = scratch.len();
+        let workspace = (len > 0).then(|| TensorViewMut::of(scratch, &[len]).expect("bytes"));
+        ExecContext { workspace, ..ExecContext::cpu(&self.0) }
     }
-}
-
-/// Runs the tasks on `user` threads, last task first.
-pub unsafe extern "C" fn scoped(user: *mut c_void, tasks: usize, body: abi::TaskFn, arg: *mut c_void) {
-    let left = AtomicUsize::new(tasks);
-    let arg = arg.expose_provenance();
-    std::thread::scope(|s| {
-        for _ in 0..user.addr() {
-            s.spawn(|| {
-                while let Ok(n) =
-                    left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1))
-                {
-                    // SAFETY: the library's own body and argument, which live until we return.
-                    unsafe { body(ptr::with_exposed_provenance_mut(arg), n - 1) };
-                }
-            });
-        }
-    });
 }
 
 /// SplitMix64.

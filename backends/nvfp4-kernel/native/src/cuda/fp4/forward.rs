@@ -5,10 +5,12 @@
 //! operands together may leave the range of f32.
 use super::Weight;
 use super::kernels::{Laid, Rows};
-use crate::call::{Exec, Fail, Mat, Outcome};
-use crate::weight::check_shape;
+use crate::call::{Mat, check_rows, invalid, scratch};
+use crate::cuda::weight::placed;
 use q4_core::formats::swizzle;
-use q4_core::{ActGlobal, Code, Error, Result};
+use q4_core::{
+    ActGlobal, Code, Error, ExecContext, PreparedInfo, PreparedWeight, Result, TensorView, TensorViewMut,
+};
 use q4_cuda::{Fp4Operands, Fp4Product, Stored, check, convention, driver};
 
 /// Bytes of f32 sums between the product and y, about. A call of more rows goes in parts.
@@ -75,7 +77,7 @@ impl Room {
 }
 
 /// Scratch bytes of a call of `m` rows; `None` where there is no kernel for that many.
-pub fn workspace(w: &Weight, m: u64) -> Option<u64> {
+fn workspace(w: &Weight, m: u64) -> Option<u64> {
     let m = usize::try_from(m).ok()?.clamp(1, part_rows(w.padded[0]));
     Some(room(w, m).ok()?.1.all)
 }
@@ -87,17 +89,54 @@ fn room(w: &Weight, m: usize) -> Result<(usize, Room)> {
     Ok((rows, Room::new(m, rows, w.spans.len(), w.k, w.padded)))
 }
 
-/// `y = x W^T`.
-///
-/// # Safety
-/// The matrices are device memory and do not overlap; `exec` is the caller's.
-pub unsafe fn forward(w: &Weight, x: Mat, y: Mat, exec: &Exec) -> Outcome {
-    check_shape([w.max_m, x.rows, y.rows], ["x", "y"])?;
-    let need = workspace(w, x.rows as u64)
-        .ok_or_else(|| Fail::invalid("x", "a number of rows cuBLASLt has a kernel for", x.rows))?;
-    let at = exec.scratch_aligned(need, 256)?.addr() as u64;
-    // SAFETY: forwarded; the workspace has the size that was asked for.
-    unsafe { in_parts(w, &x, &y, at, exec.stream()) }.map_err(|e| w.shaped(e, "product", x.rows))
+impl PreparedWeight for Weight {
+    fn info(&self) -> &PreparedInfo {
+        &self.info
+    }
+
+    fn workspace(&self, m: usize) -> usize {
+        let bytes = workspace(self, m as u64);
+        bytes.and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(usize::MAX)
+    }
+
+    fn forward(&self, x: TensorView<'_>, mut y: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
+        placed(&[&x, &y.as_view()], cx)?;
+        let x = Mat::input(&x, "x", self.k, self.x)?;
+        let y = Mat::output(&mut y, "y", self.n, self.y)?;
+        check_rows(self.max_m, &x, &y)?;
+        let at = scratch(cx, workspace(self, x.rows as u64), 256)?.addr() as u64;
+        // SAFETY: views of memory of this device, y and the scratch unique ones; the scratch has the size
+        // that was asked for.
+        unsafe { in_parts(self, &x, &y, at, cx.stream) }.map_err(|e| self.shaped(e, "product", x.rows))
+    }
+
+    /// `dx = dy W` with the decoded weight, on a plain kernel.
+    fn backward_input(
+        &self,
+        dy: TensorView<'_>,
+        mut dx: TensorViewMut<'_>,
+        cx: &mut ExecContext<'_>,
+    ) -> Result<()> {
+        placed(&[&dy, &dx.as_view()], cx)?;
+        let dy = Mat::input(&dy, "dy", self.n, self.y)?;
+        let dx = Mat::output(&mut dx, "dx", self.k, self.x)?;
+        check_rows(self.max_m, &dy, &dx)?;
+        // SAFETY: as in `forward`.
+        unsafe { self.kernels.backward(&self.operand, &dy, &dx, cx.stream) }
+            .map_err(|e| self.shaped(e, "gradient", dy.rows))
+    }
+
+    fn dequantize(&self, mut out: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
+        placed(&[&out.as_view()], cx)?;
+        let dtype = out.as_view().dtype();
+        let out = Mat::output(&mut out, "decoded weight", self.k, dtype)?;
+        if out.rows != self.n {
+            return Err(invalid("decoded weight", format!("{} rows", self.n), out.rows));
+        }
+        // SAFETY: as in `forward`.
+        unsafe { self.kernels.dequantize(&self.operand, &out, cx.stream) }
+            .map_err(|e| self.shaped(e, "decoding", self.n))
+    }
 }
 
 unsafe fn in_parts(w: &Weight, x: &Mat, y: &Mat, workspace: u64, stream: usize) -> Result<()> {
@@ -161,24 +200,4 @@ unsafe fn part(w: &Weight, x: &Mat, y: &Mat, workspace: u64, global: u64, stream
         w.product.run(&operands, rows, at(room.scratch), stream)?;
         w.kernels.finish(&w.operand, &laid, operands.y, w.padded[0], y, stream)
     }
-}
-
-/// `dx = dy W` with the decoded weight, on a plain kernel.
-///
-/// # Safety
-/// As for [`forward`].
-pub unsafe fn backward_input(w: &Weight, dy: Mat, dx: Mat, exec: &Exec) -> Outcome {
-    check_shape([w.max_m, dy.rows, dx.rows], ["dy", "dx"])?;
-    // SAFETY: forwarded.
-    unsafe { w.kernels.backward(&w.operand, &dy, &dx, exec.stream()) }
-        .map_err(|e| w.shaped(e, "gradient", dy.rows))
-}
-
-/// The whole matrix.
-///
-/// # Safety
-/// The matrix is device memory.
-pub unsafe fn dequantize(w: &Weight, out: Mat, exec: &Exec) -> Outcome {
-    // SAFETY: forwarded.
-    unsafe { w.kernels.dequantize(&w.operand, &out, exec.stream()) }.map_err(|e| w.shaped(e, "decoding", w.n))
 }

@@ -189,18 +189,9 @@ fn element(codes: &[u8], scales: &[u8], row: usize, k: usize, columns: usize) ->
 }
 
 fn mat(values: &mut [f32], cols: usize) -> Mat {
-    let raw = crate::abi::Matrix {
-        struct_size: size_of::<crate::abi::Matrix>(),
-        data: values.as_mut_ptr().cast(),
-        bytes: size_of_val(values) as u64,
-        rows: (values.len() / cols) as u64,
-        cols: cols as u64,
-        ld: cols as u64,
-        dtype: crate::abi::F32,
-        reserved: 0,
-    };
-    // SAFETY: a live struct.
-    unsafe { Mat::read(&raw, "matrix", None, None) }.expect("a matrix")
+    let rows = values.len() / cols;
+    let mut view = q4_core::TensorViewMut::of(values, &[rows, cols]).expect("a matrix");
+    Mat::output(&mut view, "matrix", cols, q4_core::DType::F32).expect("a matrix")
 }
 
 fn scale(c: Convention, v: f32) -> Option<GlobalScale> {
@@ -480,7 +471,7 @@ fn kernels_compile_for_every_device_with_fp4_tensor_cores() -> Result<()> {
         println!("skipped: {why}");
         return Ok(());
     }
-    for (major, minor) in super::CAPABILITIES {
+    for (major, minor) in q4_cuda::FP4_CAPABILITIES {
         let arch = format!("sm_{major}{minor}a");
         simple::SOURCE.compile(&arch, &[])?;
         q4_cuda::ROWS.compile(&arch, &[])?;

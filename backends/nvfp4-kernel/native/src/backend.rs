@@ -1,0 +1,114 @@
+//! The backend: an instruction set, memory for packed weights, and the kernels of devices.
+use crate::isa::Isa;
+use crate::memory::Arena;
+use crate::{cuda, forward, prepare, probe};
+use q4_core::memory::UnifiedMemory;
+use q4_core::{
+    BackendDescriptor, BuiltinOptions, Code, Device, Error, ExecContext, ExecPath, Footprint, HostEnv,
+    LinearSpec, PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Reject, Result, Verdict,
+};
+use q4_cuda::Engines;
+use std::sync::Arc;
+
+/// What the library calls itself.
+pub const NAME: &str = "libnvfp4";
+
+/// The best instruction set of this machine, or the one that `options.isa` names. Without `options.cuda` no
+/// device is looked for.
+///
+/// # Errors
+/// When the named set is unknown or this processor lacks it: no other is taken instead.
+pub fn construct(options: &BuiltinOptions) -> std::result::Result<Arc<dyn Q4Backend>, Vec<Reject>> {
+    let isa = Isa::choose(options.isa.as_deref()).map_err(|reason| vec![reason])?;
+    let offers = [ExecPath::NativeKernel, ExecPath::FusedDequant];
+    let descriptor = BackendDescriptor {
+        name: NAME.into(),
+        version: env!("CARGO_PKG_VERSION").into(),
+        vendor: "q4".into(),
+        priority: 0,
+        offers: offers.map(|path| ("nvfp4".into(), path)).into(),
+    };
+    Ok(Arc::new(Nvfp4 {
+        descriptor,
+        isa,
+        arena: Arena::default(),
+        images: cuda::images(options),
+        unified_memory: options.unified_memory,
+        engines: Engines::new(cuda::Engine::open),
+    }))
+}
+
+struct Nvfp4 {
+    descriptor: BackendDescriptor,
+    isa: Isa,
+    /// Where weights for the CPU are.
+    arena: Arena,
+    /// Compute capabilities whose machine code is on disk, so that no compiler is needed.
+    images: Vec<(u32, u32)>,
+    unified_memory: UnifiedMemory,
+    engines: Engines<cuda::Engine>,
+}
+
+impl Nvfp4 {
+    /// What `can_prepare` would refuse of the operands is not prepared either.
+    fn agree(&self, w: &Q4Weight<'_>, spec: &LinearSpec, path: ExecPath, cx: &ExecContext<'_>) -> Result<()> {
+        let reasons = probe::operands(spec, path);
+        if !reasons.is_empty() {
+            let list: Vec<_> = reasons.iter().map(ToString::to_string).collect();
+            return Err(Error::new(Code::Unsupported, "weight cannot be prepared").have(list.join("; ")));
+        }
+        w.validate()?;
+        if (w.n(), w.k, w.schema) != (spec.n(), spec.k, spec.schema) {
+            return Err(Error::new(Code::ShapeMismatch, "weight of another spec")
+                .need(format!("{} [{}, {}]", spec.schema, spec.n(), spec.k))
+                .have(format!("{} [{}, {}]", w.schema, w.n(), w.k)));
+        }
+        if spec.device == cx.device {
+            return Ok(());
+        }
+        Err(Error::new(Code::ShapeMismatch, "context of another device")
+            .need(spec.device.to_string())
+            .have(cx.device.to_string()))
+    }
+}
+
+impl Q4Backend for Nvfp4 {
+    fn descriptor(&self) -> &BackendDescriptor {
+        &self.descriptor
+    }
+
+    fn probe(&self, env: &HostEnv) -> Vec<ProbeItem> {
+        probe::items(self.isa, &self.images, env)
+    }
+
+    fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
+        probe::verdict(spec, path, env, &self.images)
+    }
+
+    fn manages_memory(&self) -> bool {
+        true
+    }
+
+    fn footprint(&self, spec: &LinearSpec, path: ExecPath) -> Footprint {
+        let usual = Footprint::usual(spec, path);
+        match spec.device {
+            Device::Cpu => Footprint { workspace: forward::most_workspace(spec, self.isa), ..usual },
+            _ => usual,
+        }
+    }
+
+    fn prepare(
+        &self,
+        w: &Q4Weight<'_>,
+        spec: &LinearSpec,
+        path: ExecPath,
+        cx: &mut ExecContext<'_>,
+    ) -> Result<Box<dyn PreparedWeight>> {
+        self.agree(w, spec, path, cx)?;
+        let plan = prepare::Plan::new(w, spec, path)?;
+        match spec.device {
+            Device::Cpu => Ok(Box::new(plan.build(self.isa, &self.arena, cx.threads)?)),
+            device => cuda::prepare(&self.engines.of(device)?, &plan, self.unified_memory, cx.threads),
+        }
+    }
+}
