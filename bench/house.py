@@ -1,0 +1,124 @@
+"""Compares q4 with q4 before a redesign, prints the rows of bench/results/house.json."""
+
+import argparse
+import json
+import os
+import pathlib
+import re
+import subprocess
+import tempfile
+
+from rows import ROOT, Tests, must, row, run, said, write
+
+ISAS = ["amx", "avx512vnni", "avx512", "avx2", "neoni8mm", "neondotprod", "neon", "portable"]
+BACKENDS = ["nvfp4-kernel", "nf4-kernel", "dequant-matmul", "reference"]
+LATER = "not done yet"
+
+
+def bits(args):
+    """Every combination that both programs serve: what they answer, byte for byte."""
+    models = ["demo", *os.environ.get("Q4_MODELS", "").split()]
+    compared, same, only = 0, 0, 0
+    ids = ",".join(str(5 + i) for i in range(19))
+    for model in models:
+        for isa in ISAS:
+            for backend in BACKENDS:
+                for activations in ("native", "int8", "nvfp4"):
+                    answers = []
+                    for binary in (args.before, args.q4):
+                        with tempfile.TemporaryDirectory() as folder:
+                            out = pathlib.Path(folder) / "logits"
+                            words = ["logits", model, "--ids", ids, "--greedy", "4", "--chunk", "11", "--out", out]
+                            chosen = ["--backend", backend, "--activations", activations]
+                            run(binary, *words, *chosen, env={"Q4_ISA": isa})
+                            answers.append(out.read_bytes() if out.exists() else None)
+                    only += (answers[0] is None) != (answers[1] is None)
+                    if all(answers):
+                        compared += 1
+                        same += answers[0] == answers[1]
+    names = f"models ({len(models)}) x backends x activations x instruction sets"
+    row("bits-compared", compared, names, ">= 20")
+    row("bits-equal", same, "of them byte for byte", "all")
+    row("served-by-one-alone", only, "combinations that one program serves and the other does not", "0")
+
+
+def speeds(args):
+    cells = {
+        "demo": ["demo", "-r", "12"],
+        "0.6b-nvfp4-native": ["--shape", "qwen3-0.6b", "-r", "4"],
+        "0.6b-nvfp4-int8": ["--shape", "qwen3-0.6b", "-r", "4", "--activations", "int8"],
+        "0.6b-nf4-native": ["--shape", "qwen3-0.6b", "-r", "4", "--format", "nf4"],
+    }
+    for isa in ("", "avx2"):
+        for name, words in cells.items():
+            rates = {}
+            for i in range(args.rounds):
+                # Whoever comes second finds another machine: turns change.
+                for which in ("before", "now") if i % 2 else ("now", "before"):
+                    binary = args.before if which == "before" else args.q4
+                    bench = ["--json", "bench", *words, "--prefill", "128", "--decode", "32"]
+                    report = json.loads(must(binary, *bench, env={"Q4_ISA": isa})[1])
+                    for r in report["results"]:
+                        rates.setdefault((r["what"], which), []).append(r["max"])
+            for what in sorted({what for what, _ in rates}):
+                ratio = max(rates[what, "now"]) / max(rates[what, "before"])
+                unit = f"of the rate of {args.revision}, the fastest of {args.rounds} x {words[words.index('-r') + 1]}"
+                row(f"{name}-{isa or 'best'}-{what}", round(ratio, 3), unit + " in turns", ">= 0.97")
+
+
+def lines(revision):
+    """Lines of Rust, CUDA and C outside of tests."""
+    def git(*words):
+        return subprocess.run(["git", *words], capture_output=True, text=True, cwd=ROOT, check=True).stdout
+
+    total = 0
+    for name in git("ls-tree", "-r", "--name-only", revision).splitlines():
+        path = pathlib.PurePath(name)
+        if path.suffix not in (".rs", ".cu", ".c", ".h", ".cpp", ".hpp"):
+            continue
+        if "tests" in path.parts or path.name == "tests.rs":
+            continue
+        text = git("show", f"{revision}:{name}")
+        # Tests of a file are its end.
+        total += len(re.split(r"^#\[cfg\(.*\btest\b.*\)\]\nmod \w+ \{", text, maxsplit=1, flags=re.M)[0].splitlines())
+    return total
+
+
+def smaller(args):
+    before, now = lines(args.revision), lines("HEAD")
+    row("lines-before", before, "of Rust, CUDA and C outside of tests", "said")
+    row("lines-now", now, "counted the same way", "said")
+    row("lines-fewer", before - now, "lines", ">= 4000")
+    row("circles", None, "of imports between files", "0", LATER)
+    row("cubins", None, "sections that differ without a reason", "0", "no NVRTC was asked")
+
+
+def interface(args, tests):
+    library = args.q4.parent / "libNVFP4.so"
+    report = json.loads(must(args.q4, "--json", "conformance", "--plugin", library, "--no-certificate")[1])
+    row("libnvfp4-as-plugin", report["passed"], "cases of the suite passed", "and none failed")
+    row("libnvfp4-as-plugin-failed", report["failed"], "cases", "0")
+    row("built-for-1.0-and-1.1", tests.passed("earlier_minors"), "tests, none failed", "1")
+    row("examples", tests.passed("example"), "tests of both example plugins, none failed", ">= 1")
+    row("recorded-bits", tests.passed("vector_kernels_agree"), "tests, none failed", "1")
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__)
+    p.add_argument("--q4", type=pathlib.Path, required=True)
+    p.add_argument("--before", type=pathlib.Path, required=True)
+    p.add_argument("--revision", required=True)
+    p.add_argument("--rounds", type=int, default=6)
+    p.add_argument("--work", type=pathlib.Path, required=True, help="what house.sh kept")
+    args = p.parse_args()
+    interface(args, Tests(args.work / "tests"))
+    smaller(args)
+    bits(args)
+    speeds(args)
+    for name, need in [("extending-by-doing", "format, family, device, instruction set, verb"),
+                       ("lora-on-packed-weights", "loss within the bound, memory of the packed size")]:
+        row(name, None, "", need, LATER)
+    write(q4=said(args.q4, "--version"), before=args.revision, rustc=said("rustc", "--version"))
+
+
+main()
