@@ -3,23 +3,24 @@
 //! It keeps the stored bytes, decodes a row at a time, sums in f64 and rounds once. Every step that a
 //! saboteur could get wrong is a function of [`Parts`].
 pub use super::parts::Parts;
-pub(super) use super::parts::{Block, Call, HONEST, Operand, Quantise, RowAt};
+pub(super) use super::parts::{Block, Call, FUSING, HONEST, Operand, Quantise, RowAt};
 use super::situation::{Done, Fault, Situation, View};
 use half::{bf16, f16};
 use q4_core::formats::{e2m1, e4m3, int8, nvfp4, swizzle};
 use q4_core::oracle::act_global;
+use q4_core::selfcheck::IoBuffer;
 use q4_core::{
     Absmax, ActGlobal, Activations, BackendDescriptor, Code, DType, Device, Error, ExecContext, ExecPath,
-    GlobalScale, HostEnv, LinearSpec, NibbleOrder, OpSet, PreparedInfo, PreparedWeight, ProbeItem, Q4Backend,
-    Q4Schema, Q4Weight, Reject, RejectCode, Result, ScaleLayout, Scratch, SegmentData, TensorView,
-    TensorViewMut, Verdict, f32s,
+    FuseSet, Fusion, GlobalScale, HostEnv, LinearSpec, NibbleOrder, OpSet, PreparedInfo, PreparedWeight,
+    ProbeItem, Q4Backend, Q4Schema, Q4Weight, Reject, RejectCode, Result, ScaleLayout, Scratch, SegmentData,
+    TensorView, TensorViewMut, Verdict, f32s,
 };
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 /// The correct backend.
 pub fn honest() -> Arc<dyn Q4Backend> {
-    with(HONEST)
+    with(FUSING)
 }
 
 /// The backend with these parts.
@@ -355,6 +356,21 @@ impl PreparedWeight for Kept {
         self.done.count(OpSet::FORWARD, self.product(x, y, cx))
     }
 
+    fn fuses(&self, m: usize, set: FuseSet) -> bool {
+        let halves = self.info.n % 2 == 0 || !set.contains(FuseSet::GATE);
+        halves && (self.parts.fuses)(m, set)
+    }
+
+    fn forward_fused(
+        &self,
+        x: TensorView<'_>,
+        fusion: &Fusion<'_>,
+        y: TensorViewMut<'_>,
+        cx: &mut ExecContext<'_>,
+    ) -> Result<()> {
+        self.done.count(OpSet::FORWARD, self.fused(x, fusion, y, cx))
+    }
+
     fn backward_input(
         &self,
         dy: TensorView<'_>,
@@ -375,14 +391,69 @@ impl Kept {
         let m = x.shape().first().map_or(0, |m| *m as usize);
         (p.before)(self, &mut y)?;
         (p.check)((&x, self.x, m, k), (&y.as_view(), self.y, m, n))?;
+        let out = self.sums(&x, &y.as_view(), cx)?;
+        for (r, out) in out.chunks(n).enumerate() {
+            store(&mut y, r, out.iter().map(|v| (p.round)(*v, self.y)))?;
+        }
+        (p.after)(self, &x, &mut y);
+        Ok(())
+    }
+
+    /// A product that does more.
+    fn fused(
+        &self,
+        x: TensorView<'_>,
+        fusion: &Fusion<'_>,
+        mut y: TensorViewMut<'_>,
+        cx: &mut ExecContext<'_>,
+    ) -> Result<()> {
+        let (n, k, p) = (self.info.n, self.info.k, &self.parts);
+        let m = x.shape().first().map_or(0, |m| *m as usize);
+        let asked = fusion.set();
+        if !self.fuses(m, asked) {
+            return Err(Error::new(Code::Unsupported, "a fused product").have(format!("{asked:?}")));
+        }
+        let columns = if fusion.gate { n / 2 } else { n };
+        let x_type = if fusion.norm.is_some() { DType::F32 } else { self.x };
+        let y_type = if fusion.accumulate { DType::F32 } else { self.y };
+        (p.check)((&x, x_type, m, k), (&y.as_view(), y_type, m, columns))?;
+        let done = (p.fused)(asked);
+        let mut rows = vec![0f32; m * k];
+        rows.chunks_mut(k).enumerate().try_for_each(|(r, row)| widen(&x, r, row))?;
+        if let Some(norm) = fusion.norm.as_ref().filter(|_| done.contains(FuseSet::NORM)) {
+            let weight = norm.weight.as_slice::<f32>()?;
+            rows = rows.chunks(k).flat_map(|row| (p.norm)(row, weight, norm.eps)).collect();
+        }
+        let normed = IoBuffer::new(self.x, &rows);
+        let sums = self.sums(&normed.view(m, k)?, &y.as_view(), cx)?;
+        for (r, sums) in sums.chunks(n).enumerate() {
+            let mut before = vec![0f32; columns];
+            if fusion.accumulate {
+                widen(&y.as_view(), r, &mut before)?;
+            }
+            let value = |c: usize| {
+                let gates = fusion.gate && done.contains(FuseSet::GATE);
+                let v = if gates { (p.gate)(sums[c], sums[(p.up_at)(c, columns)]) } else { sums[c] };
+                let adds = fusion.accumulate && done.contains(FuseSet::ACCUMULATE);
+                (p.round)(if adds { (p.add)(f64::from(before[c]), v, r) } else { v }, y_type)
+            };
+            store(&mut y, r, (0..columns).map(value))?;
+        }
+        Ok(())
+    }
+
+    /// `[m, n]` sums of products, not rounded yet.
+    fn sums(&self, x: &TensorView<'_>, y: &TensorView<'_>, cx: &mut ExecContext<'_>) -> Result<Vec<f64>> {
+        let (n, k, p) = (self.info.n, self.info.k, &self.parts);
+        let m = x.shape().first().map_or(0, |m| *m as usize);
         let threads = cx.threads.threads();
-        let fault = (p.fault)(&self.situation(m, cx, &View::of(&x), &View::of(&y.as_view())));
+        let fault = (p.fault)(&self.situation(m, cx, &View::of(x), &View::of(y)));
         let mut scratch = Scratch::of(cx, self.workspace(m))?;
         let wide = scratch.take::<f32>(m * k)?;
-        let call = Call { x: &x, y: &y.as_view(), threads, scratch: wide[0].to_bits() as u8 };
+        let call = Call { x, y, threads, scratch: wide[0].to_bits() as u8 };
         let is_unsteady = (p.unsteady)(self, &call);
         for (r, wide) in wide.chunks_mut(k).enumerate() {
-            (p.read)(&x, r, wide)?;
+            (p.read)(x, r, wide)?;
         }
         let input =
             (p.stage)(self, (p.quantise)(wide, k, &(p.activations)(self.info.activations), x.dtype())?);
@@ -403,11 +474,7 @@ impl Kept {
             }
         }
         fault.apply(&mut out, n);
-        for (r, out) in out.chunks(n).enumerate() {
-            store(&mut y, r, out.iter().map(|v| (p.round)(*v, self.y)))?;
-        }
-        (p.after)(self, &x, &mut y);
-        Ok(())
+        Ok(out)
     }
 
     fn gradient(&self, dy: TensorView<'_>, mut dx: TensorViewMut<'_>, cx: &ExecContext<'_>) -> Result<()> {

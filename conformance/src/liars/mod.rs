@@ -7,6 +7,7 @@ mod conduct;
 mod decode;
 mod extent;
 mod format;
+mod fused;
 mod history;
 mod honest;
 mod lent;
@@ -62,6 +63,7 @@ pub fn liars() -> impl Iterator<Item = &'static Liar> {
         .chain(history::LIARS)
         .chain(format::LIARS)
         .chain(process::LIARS)
+        .chain(fused::LIARS)
 }
 
 #[cfg(test)]

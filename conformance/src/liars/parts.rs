@@ -3,8 +3,8 @@ use super::honest::{Kept, check, quantise, right_scale, sum, widen};
 use super::situation::{Fault, Situation};
 use q4_core::formats::{e2m1, e4m3, nf4};
 use q4_core::{
-    Activations, BackendDescriptor, DType, ExecPath, GlobalScale, LinearSpec, Q4Schema, Result, Scratch,
-    TensorView, TensorViewMut, Verdict,
+    Activations, BackendDescriptor, DType, ExecPath, FuseSet, GlobalScale, LinearSpec, Q4Schema, Result,
+    Scratch, TensorView, TensorViewMut, Verdict,
 };
 
 /// Every step that can be exchanged.
@@ -82,6 +82,18 @@ pub struct Parts {
     pub(super) backward_fault: fn(&Situation<'_>) -> Fault,
     /// The same of a decoded matrix `[n, k]`.
     pub(super) decode_fault: fn(&Situation<'_>) -> Fault,
+    /// Whether a call of so many rows is fused with these parts.
+    pub(super) fuses: fn(usize, FuseSet) -> bool,
+    /// What is done besides multiplying, from what was asked for.
+    pub(super) fused: fn(FuseSet) -> FuseSet,
+    /// A row with its norm, from its elements, the weight and what is added to the mean square.
+    pub(super) norm: fn(&[f32], &[f32], f32) -> Vec<f32>,
+    /// Where the up row of column `c` of so many is.
+    pub(super) up_at: fn(usize, usize) -> usize,
+    /// What a gate lets through.
+    pub(super) gate: fn(f64, f64) -> f64,
+    /// A sum of what was there and a product, in a row.
+    pub(super) add: fn(f64, f64, usize) -> f64,
 }
 
 /// `[m, k]` of f32, k, the format and the type the values had, to what the product multiplies.
@@ -125,7 +137,20 @@ pub(super) const HONEST: Parts = Parts {
     fault: |_| Fault::None,
     backward_fault: |_| Fault::None,
     decode_fault: |_| Fault::None,
+    fuses: |_, set| set == FuseSet::NONE,
+    fused: |set| set,
+    norm: |x, weight, eps| {
+        let mean = x.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>() / x.len() as f64;
+        let inverse = 1.0 / (mean + f64::from(eps)).sqrt();
+        x.iter().zip(weight).map(|(v, w)| (f64::from(*v) * inverse * f64::from(*w)) as f32).collect()
+    },
+    up_at: |c, columns| c + columns,
+    gate: |gate, up| gate / (1.0 + (-gate).exp()) * up,
+    add: |before, v, _| before + v,
 };
+
+/// The same, which fuses everything in any number of rows.
+pub(super) const FUSING: Parts = Parts { fuses: |_, _| true, ..HONEST };
 
 /// A scale's place.
 #[derive(Clone, Copy)]
