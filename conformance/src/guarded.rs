@@ -6,6 +6,7 @@
 //! a read that is thrown away, nor a write that is undone: buffers at the end of their pages have no page
 //! behind them, and inputs there are read-only.
 use crate::pages::Pages;
+use half::slice::HalfFloatSliceExt;
 use q4_core::selfcheck::IoBuffer;
 use q4_core::{Code, DType, Device, Error, Result, TensorView, TensorViewMut, read_floats};
 use std::ffi::c_void;
@@ -61,7 +62,7 @@ impl Guarded {
     /// An input holding `values`, which are rounded to `dtype`; gaps and guards are NaN.
     pub fn input(dtype: DType, values: &[f32], rows: usize, cols: usize, layout: Layout) -> Self {
         let mut out = Self::new(dtype, rows, cols, layout, POISON);
-        let packed = crate::stored::bytes_of(&IoBuffer::new(dtype, values));
+        let packed = bytes_of(&IoBuffer::new(dtype, values));
         let row = cols * dtype.size();
         for r in 0..rows {
             let at = out.at(r);
@@ -289,6 +290,15 @@ impl Workspace {
         }
         Err(Error::new(Code::ConformanceFailed, "a byte outside the workspace was written")
             .need(format!("at most the {} bytes it asked for", self.len)))
+    }
+}
+
+/// The bytes, as they are in memory.
+pub(crate) fn bytes_of(values: &IoBuffer) -> Vec<u8> {
+    match values {
+        IoBuffer::F32(v) => bytemuck::cast_slice(v).to_vec(),
+        IoBuffer::F16(v) => bytemuck::cast_slice(v.reinterpret_cast()).to_vec(),
+        IoBuffer::BF16(v) => bytemuck::cast_slice(v.reinterpret_cast()).to_vec(),
     }
 }
 

@@ -1,8 +1,7 @@
 //! Weights the suite makes for itself: seeded ones, and ones that hold every code under every scale.
 //!
 //! They are owned, so that a case can destroy the bytes once a backend has prepared them.
-use crate::guarded::Memory;
-use half::slice::HalfFloatSliceExt;
+use crate::guarded::{Memory, bytes_of};
 use q4_core::formats::{nf4, swizzle};
 use q4_core::selfcheck::IoBuffer;
 use q4_core::{
@@ -363,15 +362,6 @@ fn padded(linear: &[u8], rows: usize, blocks: usize) -> Vec<u8> {
         tiles[swizzle::offset(i / blocks, i % blocks, blocks)] = *scale;
     }
     tiles
-}
-
-/// The bytes, as they are in memory.
-pub(crate) fn bytes_of(values: &IoBuffer) -> Vec<u8> {
-    match values {
-        IoBuffer::F32(v) => bytemuck::cast_slice(v).to_vec(),
-        IoBuffer::F16(v) => bytemuck::cast_slice(v.reinterpret_cast()).to_vec(),
-        IoBuffer::BF16(v) => bytemuck::cast_slice(v.reinterpret_cast()).to_vec(),
-    }
 }
 
 /// Counter-based: the value of an index never depends on how many were drawn before.

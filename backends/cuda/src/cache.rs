@@ -1,8 +1,23 @@
 //! Machine code on disk, by what it was made from: a second start compiles nothing.
-use crate::compile::{Image, Source};
 use sha2::{Digest, Sha256};
 use std::io::Write;
 use std::path::{Path, PathBuf};
+
+/// Header-free CUDA C++.
+#[derive(Clone, Copy, Debug)]
+pub struct Source {
+    /// Short name: of the file in the cache and in messages.
+    pub name: &'static str,
+    /// The text, usually `include_str!`.
+    pub text: &'static str,
+}
+
+/// Machine code of a source.
+pub(crate) struct Image {
+    pub bytes: Vec<u8>,
+    pub from_cache: bool,
+    pub path: Option<PathBuf>,
+}
 
 /// Folders with images: one to write, others to read.
 #[derive(Clone, Debug)]

@@ -1,19 +1,9 @@
 //! From CUDA C++ to machine code: the cache, then NVRTC, then prebuilt images.
-use crate::cache::{Cache, Key};
+use crate::cache::{Cache, Image, Key, Source};
 use crate::{Found, libraries};
 use cudarc::nvrtc::sys as nvrtc;
 use q4_core::{Code, Error, Result};
 use std::ffi::CString;
-use std::path::PathBuf;
-
-/// Header-free CUDA C++.
-#[derive(Clone, Copy, Debug)]
-pub struct Source {
-    /// Short name: of the file in the cache and in messages.
-    pub name: &'static str,
-    /// The text, usually `include_str!`.
-    pub text: &'static str,
-}
 
 impl Source {
     /// Machine code for `arch` (e.g. `sm_90a`), which need not be here; only NVRTC must.
@@ -25,13 +15,6 @@ impl Source {
         }
         compile(self, arch, options)
     }
-}
-
-/// Machine code of a source.
-pub(crate) struct Image {
-    pub bytes: Vec<u8>,
-    pub from_cache: bool,
-    pub path: Option<PathBuf>,
 }
 
 /// The machine code of `source` for `arch` (e.g. `sm_90a`).

@@ -4,8 +4,8 @@ mod prefill;
 mod rounded;
 mod simple;
 
+use crate::layout::scale_group;
 use crate::prepare::{check, finite_absmax};
-use crate::probe::scale_group;
 use q4_core::formats::nf4;
 use q4_core::rows::check_matrix;
 use q4_core::{

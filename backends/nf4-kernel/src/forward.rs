@@ -1,6 +1,7 @@
 //! Operand checks, scratch and the split of work over the caller's threads.
 use crate::kernel;
-use crate::prepare::{self, CODES, LANES, Packed, QUAD};
+use crate::layout::{CODES, LANES, QUAD};
+use crate::prepare::{self, Packed};
 use q4_core::rows::{Rows, RowsMut, activation_bytes, check_matrix, check_product};
 use q4_core::{ExecContext, PreparedInfo, PreparedWeight, Result, Scratch, TensorView, TensorViewMut};
 

@@ -5,8 +5,9 @@ use crate::neon::Neon;
 #[cfg(target_arch = "x86_64")]
 use crate::simd::{Avx2, Avx512};
 use crate::{
+    layout::{CODES, LANES},
     many::many,
-    prepare::{CHAIN, CODES, LANES, Packed},
+    prepare::{Packed, Shape},
     simd::{Isa, Lanes, Portable},
 };
 use q4_core::rows::{Rows, RowsMut};
@@ -205,50 +206,5 @@ unsafe fn word_back<L: Lanes, const M: usize>(
             }
             dx.put(r0 + r, word * CODES, &out);
         }
-    }
-}
-
-/// Loop bounds and offsets of one weight.
-pub(crate) struct Shape {
-    n: usize,
-    words: usize,
-    groups: usize,
-    pub chains: usize,
-    pub chains_per_group: usize,
-    /// 2 to 8.
-    pub words_per_chain: usize,
-}
-
-impl Shape {
-    #[inline(always)]
-    pub fn of(w: &Packed) -> Self {
-        let (k, chain) = (w.info.k, w.group.min(CHAIN));
-        Self {
-            n: w.info.n,
-            words: k / CODES,
-            groups: k / w.group,
-            chains: k / chain,
-            chains_per_group: w.group / chain,
-            words_per_chain: chain / CODES,
-        }
-    }
-    /// The first line of a block, and the elements from one to the next; scales have the same step.
-    #[inline(always)]
-    pub fn codes(&self, w: &Packed, block: usize) -> (*const u32, usize) {
-        let (at, step) = w.lines(block, self.words);
-        (w.codes[at..].as_ptr().cast(), step * LANES)
-    }
-    #[inline(always)]
-    pub fn scales(&self, w: &Packed, block: usize) -> (*const f32, usize) {
-        let (at, step) = w.lines(block, self.groups);
-        (w.scales[at..].as_ptr().cast(), step * LANES)
-    }
-    /// # Safety
-    /// Only one task has this block.
-    #[inline(always)]
-    pub unsafe fn put(&self, y: &RowsMut<'_>, r: usize, block: usize, lanes: &[f32; LANES]) {
-        let first = block * LANES;
-        // SAFETY: the caller's promise.
-        unsafe { y.put(r, first, &lanes[..LANES.min(self.n - first)]) }
     }
 }

@@ -9,6 +9,7 @@
 mod cuda;
 mod forward;
 mod kernel;
+mod layout;
 mod many;
 #[cfg(target_arch = "aarch64")]
 mod neon;

@@ -3,8 +3,8 @@
 //! What these rows have for the chain is copied together first, while the chain before it is multiplied: rows
 //! of x lie in as many pages, where nothing fetches ahead by itself, and often a multiple of a cache's ways
 //! apart, where they would push each other out before the second block of outputs comes.
-use crate::kernel::Shape;
-use crate::prepare::{CHAIN, CODES, LANES, Line, Packed, QUAD};
+use crate::layout::{CHAIN, CODES, LANES, QUAD};
+use crate::prepare::{Line, Packed, Shape};
 use crate::simd::Lanes;
 use q4_core::rows::{Rows, RowsMut};
 use std::ops::Range;

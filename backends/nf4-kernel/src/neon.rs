@@ -1,6 +1,6 @@
 //! Sixteen lanes in NEON: four registers. A value has four bytes, so four tables of 16 bytes are looked up
 //! for 16 codes at a time, and what has many of them goes quarter by quarter, where the registers suffice.
-use crate::prepare::{CODES, LANES};
+use crate::layout::{CODES, LANES};
 use crate::simd::{AHEAD, Lanes};
 use std::arch::aarch64::*;
 use std::arch::asm;

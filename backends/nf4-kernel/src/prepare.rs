@@ -1,10 +1,10 @@
 //! Interleaving sixteen output rows: what makes a lane an output row and a scale a vector.
+use crate::layout::{CHAIN, CODES, LANES, QUAD, scale_group};
 use crate::pages::Pages;
-use crate::probe::scale_group;
 use crate::simd::Isa;
 use bytemuck::{Pod, Zeroable};
 use q4_core::formats::nf4;
-use q4_core::rows::activation_bytes;
+use q4_core::rows::{RowsMut, activation_bytes};
 use q4_core::{
     Absmax, Activations, Code, DType, Error, ExecPath, Footprint, LinearSpec, NibbleOrder, OpSet,
     PreparedInfo, Q4Schema, Q4Weight, Result, Scratch, SegmentData, ThreadPool,
@@ -12,17 +12,8 @@ use q4_core::{
 use std::borrow::Cow;
 use std::sync::Mutex;
 
-/// Output rows that are interleaved.
-pub(crate) const LANES: usize = 16;
-/// Codes of one row in a 32-bit word, the first in the lowest nibble.
-pub(crate) const CODES: usize = 8;
-/// Blocks of 16 rows that lie interleaved, so that the kernel that decodes them together reads one ascending
-/// stream.
-pub(crate) const QUAD: usize = 4;
 /// Elements of k that are packed at a time: lines of a quad that stay in the first-level cache.
 const PIECE: usize = 512;
-/// Most of k that is summed before it is scaled. Bounds the rounding error whatever the block size is.
-pub(crate) const CHAIN: usize = 64;
 
 /// One cache line: a value of each of 16 rows.
 #[derive(Clone, Copy)]
@@ -211,4 +202,49 @@ fn locate<'s, 'a>(parts: &'s [Stored<'a>], row: usize) -> (&'s Stored<'a>, usize
         row -= part.rows;
     }
     unreachable!("row {row} past the last segment");
+}
+
+/// Loop bounds and offsets of one weight.
+pub(crate) struct Shape {
+    n: usize,
+    words: usize,
+    groups: usize,
+    pub chains: usize,
+    pub chains_per_group: usize,
+    /// 2 to 8.
+    pub words_per_chain: usize,
+}
+
+impl Shape {
+    #[inline(always)]
+    pub fn of(w: &Packed) -> Self {
+        let (k, chain) = (w.info.k, w.group.min(CHAIN));
+        Self {
+            n: w.info.n,
+            words: k / CODES,
+            groups: k / w.group,
+            chains: k / chain,
+            chains_per_group: w.group / chain,
+            words_per_chain: chain / CODES,
+        }
+    }
+    /// The first line of a block, and the elements from one to the next; scales have the same step.
+    #[inline(always)]
+    pub fn codes(&self, w: &Packed, block: usize) -> (*const u32, usize) {
+        let (at, step) = w.lines(block, self.words);
+        (w.codes[at..].as_ptr().cast(), step * LANES)
+    }
+    #[inline(always)]
+    pub fn scales(&self, w: &Packed, block: usize) -> (*const f32, usize) {
+        let (at, step) = w.lines(block, self.groups);
+        (w.scales[at..].as_ptr().cast(), step * LANES)
+    }
+    /// # Safety
+    /// Only one task has this block.
+    #[inline(always)]
+    pub unsafe fn put(&self, y: &RowsMut<'_>, r: usize, block: usize, lanes: &[f32; LANES]) {
+        let first = block * LANES;
+        // SAFETY: the caller's promise.
+        unsafe { y.put(r, first, &lanes[..LANES.min(self.n - first)]) }
+    }
 }

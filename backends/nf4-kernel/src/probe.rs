@@ -1,4 +1,5 @@
 //! What the kernels can serve, decided from the spec and the facts of the machine, with every reason at once.
+use crate::layout::scale_group;
 use crate::simd::Isa;
 use q4_core::{
     Activations, CudaDevice, DType, Device, ExecPath, HostEnv, LinearSpec, ProbeItem, Q4Schema, Reject,
@@ -87,30 +88,4 @@ pub(crate) fn operands(spec: &LinearSpec, path: ExecPath) -> Vec<Reject> {
         other => reject(SchemaUnsupported, "nf4 or nf4-dq", other.id().name.into()),
     }
     reasons
-}
-
-/// Elements of k that surely share an absmax. Blocks are flat over the row-major matrix, so they start at
-/// multiples of `block` and rows at multiples of k: every run of `gcd(k, block)` lies inside one block.
-pub(crate) fn scale_group(k: usize, block: u32) -> usize {
-    let (mut a, mut b) = (k, block as usize);
-    while b != 0 {
-        (a, b) = (b, a % b);
-    }
-    a
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn groups_never_straddle_a_block() {
-        for (k, block) in [(64, 64), (80, 64), (96, 64), (256, 4096), (320, 128), (4096, 64), (17, 32)] {
-            let g = scale_group(k, block);
-            assert!(
-                (0..k * 9).step_by(g).all(|i| i / block as usize == (i + g - 1) / block as usize),
-                "{k} {block}"
-            );
-        }
-    }
 }

@@ -1,5 +1,5 @@
 //! Sixteen lanes of f32 on each instruction set; here plain Rust and those of x86.
-use crate::prepare::{CODES, LANES};
+use crate::layout::{CODES, LANES};
 use q4_core::{Reject, RejectCode};
 
 /// An instruction set the kernels are compiled for.

@@ -198,7 +198,7 @@ fn same_operands(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch, _: bool) ->
                 let is_edge = i < k || i >= (m - 1) * k;
                 *x = problem.x[if is_edge { i } else { (i + turn * 37) % (m * k) }];
             }
-            buffer.copy_from_slice(&crate::stored::bytes_of(&q4_core::selfcheck::IoBuffer::new(
+            buffer.copy_from_slice(&crate::guarded::bytes_of(&q4_core::selfcheck::IoBuffer::new(
                 problem.io, &x,
             )));
             y.poison();

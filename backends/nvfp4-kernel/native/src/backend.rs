@@ -1,4 +1,5 @@
 //! The backend: an instruction set, memory for packed weights, and the kernels of devices.
+use crate::NAME;
 use crate::isa::Isa;
 use crate::memory::Arena;
 use crate::{cuda, forward, prepare, probe};
@@ -9,9 +10,6 @@ use q4_core::{
 };
 use q4_cuda::Engines;
 use std::sync::Arc;
-
-/// What the library calls itself.
-pub const NAME: &str = "libnvfp4";
 
 /// The best instruction set of this machine, or the one that `options.isa` names. Without `options.cuda` no
 /// device is looked for.

@@ -20,11 +20,14 @@ mod weight;
 #[cfg_attr(not(target_arch = "x86_64"), path = "wide/none.rs")]
 mod wide;
 
-pub use backend::{NAME, construct};
+pub use backend::construct;
+
+/// What the library calls itself.
+pub const NAME: &str = "libnvfp4";
 
 q4_plugin_sdk::export_backend!(
     construct = construct,
-    name = "libnvfp4",
+    name = NAME,
     version = env!("CARGO_PKG_VERSION"),
     vendor = "q4"
 );

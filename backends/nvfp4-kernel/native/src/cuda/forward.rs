@@ -2,11 +2,10 @@
 //! without a fusion.
 use super::Weight;
 use super::simple::{self, Quantised, Stored};
-use super::weight::placed;
 use crate::call::{Mat, check_rows, invalid, scratch};
 use q4_core::{
-    ActGlobal, Activations, Code, DType, Error, ExecContext, FuseSet, Fusion, Result, TensorView,
-    TensorViewMut,
+    ActGlobal, Activations, Code, DType, Error, ExecContext, FuseSet, Fusion, PreparedInfo, PreparedWeight,
+    Result, TensorView, TensorViewMut,
 };
 
 /// What a call does besides the product; addresses of the device.
@@ -60,17 +59,79 @@ pub trait Fast: Send + Sync {
     unsafe fn forward(&self, w: &Weight, call: &Call) -> Result<()>;
 }
 
+impl PreparedWeight for Weight {
+    fn info(&self) -> &PreparedInfo {
+        &self.info
+    }
+
+    fn workspace(&self, m: usize) -> usize {
+        let bytes = workspace(self, m as u64);
+        bytes.and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(usize::MAX)
+    }
+
+    fn forward(&self, x: TensorView<'_>, y: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
+        forward(self, &x, &Fusion::default(), y, cx)
+    }
+
+    fn fuses(&self, m: usize, set: FuseSet) -> bool {
+        set == FuseSet::NONE || fuses(self, m, set)
+    }
+
+    fn forward_fused(
+        &self,
+        x: TensorView<'_>,
+        fusion: &Fusion<'_>,
+        y: TensorViewMut<'_>,
+        cx: &mut ExecContext<'_>,
+    ) -> Result<()> {
+        forward(self, &x, fusion, y, cx)
+    }
+
+    /// `dx = dy W` with the decoded weight.
+    fn backward_input(
+        &self,
+        dy: TensorView<'_>,
+        mut dx: TensorViewMut<'_>,
+        cx: &mut ExecContext<'_>,
+    ) -> Result<()> {
+        placed(&[&dy, &dx.as_view()], cx)?;
+        let dy = Mat::input(&dy, "dy", self.n, self.y)?;
+        let dx = Mat::output(&mut dx, "dx", self.k, self.x)?;
+        check_rows(self.max_m, &dy, &dx)?;
+        // SAFETY: views of memory of this device, dx a unique one.
+        unsafe { self.engine.simple.backward(self, &dy, &dx, cx.stream) }
+            .map_err(|e| self.shaped(e, "gradient", dy.rows))
+    }
+
+    fn dequantize(&self, mut out: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
+        placed(&[&out.as_view()], cx)?;
+        let dtype = out.as_view().dtype();
+        let out = Mat::output(&mut out, "decoded weight", self.k, dtype)?;
+        if out.rows != self.n {
+            return Err(invalid("decoded weight", format!("{} rows", self.n), out.rows));
+        }
+        // SAFETY: a unique view of memory of this device.
+        unsafe { self.engine.simple.dequantize(self, &out, cx.stream) }
+            .map_err(|e| self.shaped(e, "decoding", self.n))
+    }
+}
+
+/// Fails unless all are in memory of the device of the call.
+pub(super) fn placed(views: &[&TensorView<'_>], cx: &ExecContext<'_>) -> Result<()> {
+    views.iter().try_for_each(|view| q4_cuda::check_place(view, cx))
+}
+
 fn fast(w: &Weight, m: usize, set: FuseSet) -> Option<&dyn Fast> {
     w.engine.fast.iter().map(|f| &**f).find(|f| f.takes(w, m, set))
 }
 
 /// Whether a call of `m` rows may fuse exactly `set`.
-pub fn fuses(w: &Weight, m: usize, set: FuseSet) -> bool {
+fn fuses(w: &Weight, m: usize, set: FuseSet) -> bool {
     m > 0 && m <= w.max_m && (set == FuseSet::NONE || fast(w, m, set).is_some())
 }
 
 /// Scratch bytes of any call of `m` rows; `None` when that overflows.
-pub fn workspace(w: &Weight, m: u64) -> Option<u64> {
+fn workspace(w: &Weight, m: u64) -> Option<u64> {
     let rows = usize::try_from(m).ok()?;
     let own = match w.activations {
         Activations::Native => 0,
@@ -98,7 +159,7 @@ impl Scratch {
 }
 
 /// `y = x W^T`, with what `fusion` adds.
-pub fn forward(
+fn forward(
     w: &Weight,
     x: &TensorView<'_>,
     fusion: &Fusion<'_>,

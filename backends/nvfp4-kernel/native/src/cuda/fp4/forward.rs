@@ -6,7 +6,7 @@
 use super::Weight;
 use super::kernels::{Laid, Rows};
 use crate::call::{Mat, check_rows, invalid, scratch};
-use crate::cuda::weight::placed;
+use crate::cuda::forward::placed;
 use q4_core::formats::swizzle;
 use q4_core::{
     ActGlobal, Code, Error, ExecContext, PreparedInfo, PreparedWeight, Result, TensorView, TensorViewMut,
