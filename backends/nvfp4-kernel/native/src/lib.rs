@@ -1,8 +1,8 @@
 //! libNVFP4: NVFP4 products on packed weights, as a shared library that every program can load which knows
 //! the table of `q4_plugin.h`.
 //!
-//! [`backend`] is the backend and [`probe`] what it can serve; on the CPU [`prepare`] packs a weight and
-//! [`forward`] multiplies with it, [`cuda`] does both on a device.
+//! `backend` is the backend and `probe` what it can serve; on the CPU `prepare` packs a weight and `forward`
+//! multiplies with it, `cuda` does both on a device.
 #![allow(non_snake_case)] // the library is called NVFP4
 mod activations;
 mod backend;
