@@ -1,6 +1,6 @@
 //! Launchers of `cuda/gemv.cu`: products of a few rows, with any fusion, as one kernel.
 use super::{Call, Packed};
-use q4_core::{Error, FuseSet, Result};
+use q4_core::{Code, Error, FuseSet, Result};
 use q4_cuda::{Gpu, Kernel, Kernels as Module, Launch, Source, args};
 use std::sync::Arc;
 
@@ -115,7 +115,7 @@ impl Kernels {
             self.plan_of(w, parts, rows, gate, kernel, 8 * (i + 1), SPLIT)
         };
         match rows {
-            1 => alone(&family.one, 1),
+            1 => alone(&family.one, 1).or_else(|| split(0)),
             2..=8 => alone(&family.few, 8).or_else(|| split(0)),
             // Long rows of x are worth the clusters' barriers.
             _ if w.k >= 4096 => split(1).or_else(|| alone(&family.wide, 16)),
@@ -212,7 +212,8 @@ impl Kernels {
         for first in (0..m).step_by(most) {
             let rows = most.min(m - first);
             let (mut xs, ys) = (call.x.rows_from(first, rows), call.y.rows_from(first, rows));
-            let Some(plan) = self.plan(w, call.source, rows.next_power_of_two(), call.gate) else { continue };
+            let plan = self.plan(w, call.source, rows.next_power_of_two(), call.gate);
+            let plan = plan.ok_or_else(|| Error::new(Code::Internal, format!("no launch for {rows} rows")))?;
             if !is_aligned {
                 let to = call.workspace + 4 * k as u64;
                 copy(xs.data, xs.rows, xs.ld, size, to)?;
