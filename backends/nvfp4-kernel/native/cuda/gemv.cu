@@ -150,6 +150,63 @@ __device__ __forceinline__ void quantised(const Gemv &p, float global, bool apar
     }
 }
 
+// ---- sums that bf16 and scaled products cannot hold ----
+// An element of x of 2^62 and more overflows on the way, and where a whole row is tiny its last bits go under. No model has
+// either, but a product is what it says: such sums are taken again, in f64, by one thread each.
+__device__ __forceinline__ float element(const Gemv &p, u32 col, u32 k) {
+    u64 at = col * p.ldx + k;
+    if (p.norm || p.x_dtype == F32) return ((const float *)p.x)[at];
+    u32 h = ((const u16 *)p.x)[at];
+    return p.x_dtype == BF16 ? from_bf16(h) : from_f16(h);
+}
+// Whether a row of x has no element that is not tiny, asked only where a sum is small: the first element mostly tells.
+__device__ __forceinline__ bool is_tiny(const Gemv &p, u32 col) {
+#pragma unroll 1
+    for (u32 k = 0; k < p.k; k++) {
+        float x = fabsf(element(p, col, k));
+        // A norm divides by the root mean square, which is no million: 2^-20, else 2^-40.
+        if (p.norm ? x * fabsf(p.norm[k]) >= 9.536743164e-7f : x >= 9.094947018e-13f) return false;
+    }
+    return true;
+}
+// Whether a sum, or with gate that of the up row, is none, or small as only sums of tiny rows are.
+__device__ __forceinline__ bool is_lost(const Gemv &p, float sum, float up, float small, u32 col) {
+    float low = fabsf(sum), high = low;
+    if (p.gate_at) low = fminf(low, fabsf(up)), high += fabsf(up);
+    if (low >= small && high <= 3.402823466e38f) return false;
+    return !(high <= 3.402823466e38f) || is_tiny(p, col);
+}
+// The product of row `row` of a row group with row `col` of x, with gate that of its up row behind it.
+__device__ __forceinline__ float taken_again(const Gemv &p, u32 group, u32 row, u32 col) {
+    double square = 0, inverse = 0;
+    if (p.norm) {
+#pragma unroll 1
+        for (u32 k = 0; k < p.k; k++) square += (double)element(p, col, k) * element(p, col, k);
+        inverse = rsqrt(square / p.k + p.eps);
+    }
+    float y = 0;
+#pragma unroll 1
+    for (u32 g = group; ; g += p.gate_at) {
+        double sum = 0;
+#pragma unroll 1
+        for (u32 k = 0; k < p.k; k++) {
+            u32 block = k / 16, lane = (row & 7) * 4 + (block & 3), place = (k >> 1 & 4) + (row >> 2 & 2) + (k & 1), pairs[4];
+            const u8 *unit = p.w + ((u64)g * p.units + block / 8) * UNIT;
+            decode(((const u32 *)(unit + (block >> 2 & 1) * 512 + lane * 16))[k >> 1 & 3], pairs);
+            u32 low = place & 2 ? pairs[1] : pairs[0], high = place & 2 ? pairs[3] : pairs[2];
+            double code = from_bf16((place & 4 ? high : low) >> 16 * (place & 1) & 0xffff);
+            u32 scale = unit[1024 + lane * 4 + (block >> 2 & 1) * 2 + (row >> 3)];
+            double x = element(p, col, k);
+            if (p.norm) x = rounded(p.x_dtype, (float)(x * inverse * p.norm[k]));
+            sum += x * (code * __uint_as_float((scale << 20) + 0x38000000u));
+        }
+        float v = (float)(sum * 85070591730234615865843651857942052864.0 * __uint_as_float((u32)p.groups[g])); // 2^126
+        if (!p.gate_at) return v;
+        if (g != group) return silu(y) * v;
+        y = v;
+    }
+}
+
 // x of every row to shared memory, in as many bf16 parts as it takes, times `up`: [part][row][stride]; quantised on the way.
 template <bool QUANTISE, int PARTS, bool APART, int SPLIT, int AHEAD>
 __device__ __forceinline__ void stage(const Gemv &p, u32 begin, u32 count, u16 *xs, float *xscale, float *sums, u32 stride, float up) {
@@ -198,8 +255,8 @@ template <int COLS> struct Element {
     }
 };
 // `whole`: room for the block's sums, with SPLIT.
-template <int COLS, int MATES, int SPLIT>
-__device__ __forceinline__ void finish(const Gemv &p, const Run &r, const float *part, float *whole, const u64 *places, float factor,
+template <int COLS, int MATES, int SPLIT, bool AGAIN>
+__device__ __forceinline__ void finish(const Gemv &p, const Run &r, const float *part, float *whole, const u64 *places, float small, float factor,
                                        float old) {
     u32 all = r.count * 16 * COLS, start = 0, step = THREADS / MATES;
     if (SPLIT > 1) {
@@ -220,13 +277,16 @@ __device__ __forceinline__ void finish(const Gemv &p, const Run &r, const float 
         Element<COLS> y(p, r, places, first + threadIdx.x / (SPLIT > 1 ? 1 : MATES));
         u32 e = y.row * COLS + y.col;
         float sum = SPLIT > 1 ? over_ranks<SPLIT>(whole + y.v * (16 * COLS) + e) : summed<COLS, MATES>(r, part, y.v, e);
-        sum *= y.multiplier * factor;
-        if (p.gate_at) {
-            u32 v = y.v + r.count;
-            float up = SPLIT > 1 ? over_ranks<SPLIT>(whole + v * (16 * COLS) + e) : summed<COLS, MATES>(r, part, v, e);
-            sum = silu(sum) * (up * (__uint_as_float((u32)places[v]) * factor));
-        }
+        u32 v = y.v + r.count;
+        float up = 0.0f;
+        if (p.gate_at) up = SPLIT > 1 ? over_ranks<SPLIT>(whole + v * (16 * COLS) + e) : summed<COLS, MATES>(r, part, v, e);
         if (!y.there || (SPLIT == 1 && threadIdx.x % MATES)) continue;
+        if (AGAIN && is_lost(p, sum, up, small, y.col)) {
+            sum = taken_again(p, r.first + y.v, y.row, y.col);
+        } else {
+            sum *= y.multiplier * factor;
+            if (p.gate_at) sum = silu(sum) * (up * (__uint_as_float((u32)places[v]) * factor));
+        }
         if (p.y_dtype == F32) {
             float *to = (float *)p.y + y.at;
             *to = p.accumulate ? (first == start ? old : *to) + sum : sum;
@@ -351,7 +411,8 @@ template <bool QUANTISE, int PARTS, bool APART, int STAGES, int SPLIT> __device_
         to += 16;
     }
     __syncthreads();
-    finish<1, 4, SPLIT>(p, r, part, whole, places, 4611686018427387904.0f * act_factor<QUANTISE>(p), old); // 2^(126 - 64)
+    // 2^(-12 - 62) and 2^(126 - 64)
+    finish<1, 4, SPLIT, !QUANTISE>(p, r, part, whole, places, 5.293955920e-23f, 4611686018427387904.0f * act_factor<QUANTISE>(p), old);
 }
 
 // Two to 8 * TILES rows.
@@ -438,7 +499,8 @@ template <bool QUANTISE, int PARTS, int TILES, int STAGES, int SPLIT> __device__
         to += 16 * COLS;
     }
     __syncthreads();
-    finish<COLS, 1, SPLIT>(p, r, part, whole, places, 256.0f * act_factor<QUANTISE>(p), old); // 2^(126 - 118)
+    // 2^(-12 - 8) and 2^(126 - 118)
+    finish<COLS, 1, SPLIT, !QUANTISE>(p, r, part, whole, places, 9.536743164e-7f, 256.0f * act_factor<QUANTISE>(p), old);
 }
 
 #ifndef Q4_STAGES

@@ -173,12 +173,17 @@ __device__ __forceinline__ float summed(const Gemv &p, const Part &r, const floa
     for (int d = 1; d < MATES; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
     return sum;
 }
+template <bool AGAIN>
 __device__ __forceinline__ void put(const Gemv &p, const Part &r, const float *sums, u64 place, u64 up_place, float factor, float old, u32 i) {
-    u32 row = i % 16, v = min(i / 16, r.count - 1);
-    float sum = summed(p, r, sums, v, row, 0) * (__uint_as_float((u32)place) * factor);
-    if (p.gate_at) sum = silu(sum) * (summed(p, r, sums, v, row, 1) * (__uint_as_float((u32)up_place) * factor));
-    u32 where = (u32)(place >> 32);
+    u32 row = i % 16, v = min(i / 16, r.count - 1), where = (u32)(place >> 32);
+    float sum = summed(p, r, sums, v, row, 0), up = p.gate_at ? summed(p, r, sums, v, row, 1) : 0.0f;
     if (i >= r.count * 16 || row >= (where & 31) || threadIdx.x % MATES) return;
+    if (AGAIN && is_lost(p, sum, up, 5.293955920e-23f, 0)) { // 2^(-12 - 62)
+        sum = taken_again(p, r.first + v, row, 0);
+    } else {
+        sum *= __uint_as_float((u32)place) * factor;
+        if (p.gate_at) sum = silu(sum) * (up * (__uint_as_float((u32)up_place) * factor));
+    }
     u64 at = (where >> 5) + row;
     if (p.y_dtype == F32) ((float *)p.y)[at] = p.accumulate ? old + sum : sum;
     else ((u16 *)p.y)[at] = p.y_dtype == BF16 ? to_bf16(sum) : to_f16(sum);
@@ -247,13 +252,13 @@ template <int BLOCK, bool QUANTISE, bool APART, int AHEAD> __device__ __forceinl
 summed_up:
     __syncthreads();
     float factor = 4611686018427387904.0f * act_factor<QUANTISE>(p); // 2^(126 - 64)
-    if (r.count) put(p, r, sums, place, up_place, factor, old, i);
+    if (r.count) put<!QUANTISE>(p, r, sums, place, up_place, factor, old, i);
     for (i += BLOCK / MATES; i - threadIdx.x / MATES < r.count * 16; i += BLOCK / MATES) {
         u32 g = min(i / 16, r.count - 1);
         u64 here = p.groups[r.first + g], up = p.groups[p.gate_at + r.first + g];
         where = (u32)(here >> 32);
         bool there = p.accumulate && i < r.count * 16 && i % 16 < (where & 31);
-        put(p, r, sums, here, up, factor, there ? ((const float *)p.y)[(where >> 5) + i % 16] : 0.0f, i);
+        put<!QUANTISE>(p, r, sums, here, up, factor, there ? ((const float *)p.y)[(where >> 5) + i % 16] : 0.0f, i);
     }
 }
 #define ROW(name, BLOCK, ...) \
