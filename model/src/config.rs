@@ -1,7 +1,9 @@
-//! `config.json` of a dense Qwen3 model, in the published layout and in that of transformers 5.
+//! `config.json` of a decoder, in the published layout and in that of transformers 5, read as its family's
+//! description says.
 //!
 //! Whatever the graph later multiplies by these numbers was checked here, so no layer checks it again.
 use crate::{
+    arch::{self, Arch, FieldNames, Mlp, Pairs, qwen3::QWEN3},
     fields::{FILE_LIMIT, Fields, show},
     files,
 };
@@ -9,12 +11,11 @@ use q4_core::{Code, DType, Result};
 use serde_json::Value;
 use std::{f64::consts::PI, path::Path};
 
-/// What transformers takes where the file does not say.
-const HEAD_DIM: usize = 128;
-
-/// Shapes and constants of a Qwen3 model.
+/// Shapes and constants of a decoder.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Qwen3Config {
+pub struct DecoderConfig {
+    /// Its family.
+    pub arch: &'static Arch,
     /// Width of the residual stream.
     pub hidden_size: usize,
     /// Rows of `gate_proj` and `up_proj`.
@@ -27,6 +28,8 @@ pub struct Qwen3Config {
     pub num_key_value_heads: usize,
     /// Width of a head, even. `num_attention_heads * head_dim` need not be `hidden_size`.
     pub head_dim: usize,
+    /// Elements of a head that are turned, even.
+    pub rotary_dim: usize,
     /// Rows of the embedding, which may exceed the tokenizer's vocabulary.
     pub vocab_size: usize,
     /// Positions the model was made for. Where YaRN stretches a stated original length beyond the field, as
@@ -84,7 +87,7 @@ pub enum RopeScaling {
     },
 }
 
-impl Qwen3Config {
+impl DecoderConfig {
     /// Reads a file of at most 1 MiB; errors as in [`parse`](Self::parse), a missing file is
     /// [`Code::ModelMissing`].
     pub fn from_file(path: &Path) -> Result<Self> {
@@ -95,54 +98,52 @@ impl Qwen3Config {
     /// need and have.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         let mut f = Fields::parse("config.json", bytes)?;
-        check_architecture(&mut f);
-        let heads = f.size("num_attention_heads", 1..=1 << 14);
-        let hidden_size = f.size("hidden_size", 1..=1 << 20);
-        let kv_heads = match f.get("num_key_value_heads") {
-            Some(_) => f.size("num_key_value_heads", 1..=1 << 14),
+        let arch = family(&mut f);
+        let names = &arch.fields;
+        let heads = f.size(names.heads, 1..=1 << 14);
+        let hidden_size = f.size(names.hidden, 1..=1 << 20);
+        let kv_heads = match f.get(names.kv_heads) {
+            Some(_) => f.size(names.kv_heads, 1..=1 << 14),
             None => heads,
         };
         if !heads.is_multiple_of(kv_heads) {
-            f.problem(
-                "num_key_value_heads",
-                format_args!("a divisor of num_attention_heads ({heads})"),
-                kv_heads,
-            );
+            f.problem(names.kv_heads, format_args!("a divisor of {} ({heads})", names.heads), kv_heads);
         }
-        let head_dim = match f.get("head_dim") {
-            Some(_) => f.size("head_dim", 2..=1 << 14),
-            // As in transformers: a field that is there and null asks for the quotient.
-            None if !f.names().any(|n| n == "head_dim") => HEAD_DIM,
-            None if hidden_size.is_multiple_of(heads) => hidden_size / heads,
-            None => {
-                f.problem(
-                    "head_dim",
-                    "a width, for hidden_size is no multiple of num_attention_heads",
-                    "null",
-                );
-                2
-            }
+        // As in transformers: a field that is there and null asks for the quotient.
+        let absent = !f.names().any(|n| n == names.head_dim);
+        let head_dim = match f.get(names.head_dim) {
+            Some(_) => f.size(names.head_dim, 2..=1 << 14),
+            None => arch.head_dim.filter(|_| absent).unwrap_or_else(|| {
+                if !hidden_size.is_multiple_of(heads) {
+                    let need = format!("a width, for {} is no multiple of {}", names.hidden, names.heads);
+                    f.problem(names.head_dim, need, "null");
+                    return 2;
+                }
+                hidden_size / heads
+            }),
         };
         if !head_dim.is_multiple_of(2) {
-            f.problem("head_dim", "an even number", head_dim);
+            f.problem(names.head_dim, "an even number", head_dim);
         }
-        let vocab_size = f.size("vocab_size", 1..=1 << 24);
-        let max_position_embeddings = f.size("max_position_embeddings", 1..=1 << 26);
+        let vocab_size = f.size(names.vocab, 1..=1 << 24);
+        let max_position_embeddings = f.size(names.positions, 1..=1 << 26);
         let bos = f.token_ids("bos_token_id", vocab_size);
         if bos.len() > 1 {
             f.problem("bos_token_id", "one token id", format_args!("{bos:?}"));
         }
         let rope = rope(&mut f, max_position_embeddings);
         let config = Self {
+            arch,
             hidden_size,
-            intermediate_size: f.size("intermediate_size", 1..=1 << 22),
-            num_hidden_layers: f.size("num_hidden_layers", 1..=1024),
+            intermediate_size: f.size(names.intermediate, 1..=1 << 22),
+            num_hidden_layers: f.size(names.layers, 1..=1024),
             num_attention_heads: heads,
             num_key_value_heads: kv_heads,
             head_dim,
+            rotary_dim: rotary_dim(&mut f, arch, head_dim),
             vocab_size,
             max_position_embeddings: max_position_embeddings.max(rope.stretched()),
-            rms_norm_eps: rms_norm_eps(&mut f),
+            rms_norm_eps: rms_norm_eps(&mut f, names.eps),
             rope,
             tie_word_embeddings: f.flag("tie_word_embeddings").unwrap_or(false),
             bos_token_id: bos.first().copied(),
@@ -155,6 +156,23 @@ impl Qwen3Config {
         f.finish()?;
         Ok(config)
     }
+
+    /// How heads are turned.
+    pub fn rotation(&self) -> Rotation {
+        let (inv_freq, factor) = self.rope.inv_freq(self.rotary_dim);
+        Rotation { inv_freq, factor, pairs: self.arch.rotary.pairs }
+    }
+}
+
+/// How heads are turned: what every executor is told.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rotation {
+    /// Of every pair.
+    pub inv_freq: Vec<f32>,
+    /// On cos and sin.
+    pub factor: f32,
+    /// Which elements a pair is.
+    pub pairs: Pairs,
 }
 
 impl Rope {
@@ -207,27 +225,40 @@ impl Rope {
     }
 }
 
-fn check_architecture(f: &mut Fields) {
+/// The description that a file is read by; where there is none for it, that is a problem, and the first one's
+/// finds the others.
+fn family(f: &mut Fields) -> &'static Arch {
+    let named = f.get("model_type").and_then(Value::as_str).and_then(Arch::of);
+    let arch = named.unwrap_or(&QWEN3);
     let moe = ["num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"];
     if let Some(name) = moe.into_iter().find(|name| f.get(name).is_some_and(|v| v.as_u64() != Some(0))) {
         f.problem(name, "a dense model: mixtures of experts are not supported", "an expert field");
     }
-    for (name, need) in [("model_type", "qwen3"), ("hidden_act", "silu")] {
-        let have = f.get(name).map_or("nothing".to_owned(), show);
-        let default = name == "hidden_act" && f.get(name).is_none();
-        if have != format!("\"{need}\"") && !default {
-            f.problem(name, format_args!("\"{need}\""), have);
-        }
+    if named.is_none() {
+        let known: Vec<_> = arch::ALL.iter().map(|a| format!("\"{}\"", a.model_type)).collect();
+        let have = f.get("model_type").map_or("nothing".to_owned(), show);
+        f.problem("model_type", known.join(" or "), have);
     }
-    if f.flag("attention_bias") == Some(true) {
-        f.problem("attention_bias", "false: Qwen3 projections have no bias", "true");
+    let (name, need) = (arch.fields.activation, arch.mlp.activation().as_str());
+    if let Some(have) = f.get(name).filter(|have| *have != need).map(show) {
+        f.problem(name, format_args!("\"{need}\""), have);
     }
+    if matches!(arch.mlp, Mlp::Experts(_)) {
+        f.problem("model_type", "a family of dense models: experts are not computed yet", arch.model_type);
+    }
+    (arch.check)(f);
+    check_window(f, &arch.fields);
+    arch
+}
+
+/// Attention is full.
+fn check_window(f: &mut Fields, names: &FieldNames) {
     // As in transformers: no window unless it is switched on, and then only from layer `max_window_layers`
     // on.
     let window = f.optional_size("sliding_window", 0..=1 << 26);
-    let layers = f.optional_size("num_hidden_layers", 1..=1024);
+    let layers = f.optional_size(names.layers, 1..=1024);
     let first = f.optional_size("max_window_layers", 0..=1 << 20);
-    let positions = f.optional_size("max_position_embeddings", 1..=1 << 26);
+    let positions = f.optional_size(names.positions, 1..=1 << 26);
     let reaches = window.is_some_and(|w| positions.is_none_or(|p| w < p));
     let layer = first.zip(layers).is_none_or(|(first, layers)| first < layers);
     if f.flag("use_sliding_window") == Some(true) && reaches && layer {
@@ -249,7 +280,7 @@ fn check_layer_types(f: &mut Fields, layers: usize) {
 }
 
 /// Each size alone is in range; their products must be too, or a later multiplication would wrap.
-fn check_total(f: &mut Fields, c: &Qwen3Config) {
+fn check_total(f: &mut Fields, c: &DecoderConfig) {
     let [hidden, inter, heads, kv, dim] =
         [c.hidden_size, c.intermediate_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim]
             .map(|n| n as u128);
@@ -260,9 +291,20 @@ fn check_total(f: &mut Fields, c: &Qwen3Config) {
     }
 }
 
-fn rms_norm_eps(f: &mut Fields) -> f32 {
+fn rotary_dim(f: &mut Fields, arch: &Arch, head_dim: usize) -> usize {
+    const FIELD: &str = "partial_rotary_factor";
+    let Some(default) = arch.rotary.partial else { return head_dim };
+    let share = f.number(FIELD, "above 0 and at most 1", |x| x > 0.0 && x <= 1.0).unwrap_or(default);
+    let dim = (head_dim as f64 * share) as usize;
+    if dim == 0 || !dim.is_multiple_of(2) {
+        f.problem(FIELD, format_args!("an even part of {head_dim} elements"), dim);
+    }
+    dim
+}
+
+fn rms_norm_eps(f: &mut Fields, name: &str) -> f32 {
     const NEED: &str = "a positive number below 1";
-    f.number("rms_norm_eps", NEED, |x| x as f32 > 0.0 && x < 1.0).unwrap_or(1e-6) as f32
+    f.number(name, NEED, |x| x as f32 > 0.0 && x < 1.0).unwrap_or(1e-6) as f32
 }
 
 fn dtype(f: &mut Fields) -> Option<DType> {

@@ -19,7 +19,7 @@ fn refused(change: &str) -> String {
             .expect("json");
     let change: serde_json::Map<String, Value> = serde_json::from_str(change).expect("change is json");
     json.as_object_mut().expect("object").extend(change);
-    let error = Qwen3Config::parse(json.to_string().as_bytes()).expect_err("must be refused");
+    let error = DecoderConfig::parse(json.to_string().as_bytes()).expect_err("must be refused");
     assert_eq!(error.code(), Code::ConfigInvalid);
     error.to_string()
 }
@@ -27,16 +27,18 @@ fn refused(change: &str) -> String {
 #[test]
 fn both_layouts_give_the_same_model() {
     for model in ["qwen3_tiny_a", "qwen3_tiny_b"] {
-        let old = Qwen3Config::from_file(&golden(&format!("{model}/config.json"))).expect("published layout");
-        let new = Qwen3Config::from_file(&golden(&format!("{model}/config.v5.json"))).expect("newer layout");
+        let old =
+            DecoderConfig::from_file(&golden(&format!("{model}/config.json"))).expect("published layout");
+        let new =
+            DecoderConfig::from_file(&golden(&format!("{model}/config.v5.json"))).expect("newer layout");
         assert_eq!(old, new);
         assert_eq!(old.eos_token_ids, [2]);
     }
-    let a = Qwen3Config::from_file(&golden("qwen3_tiny_a/config.json")).expect("config");
+    let a = DecoderConfig::from_file(&golden("qwen3_tiny_a/config.json")).expect("config");
     assert_eq!((a.hidden_size, a.num_attention_heads, a.num_key_value_heads, a.head_dim), (64, 4, 2, 32));
     assert_eq!(a.dtype, Some(DType::F32));
     assert!(a.tie_word_embeddings && a.quantization.is_none());
-    let q = Qwen3Config::from_file(&golden("qwen3_tiny_a/nvfp4_ct/config.json")).expect("quantised");
+    let q = DecoderConfig::from_file(&golden("qwen3_tiny_a/nvfp4_ct/config.json")).expect("quantised");
     assert_eq!(q.quantization.expect("kept")["quant_method"], "compressed-tensors");
 }
 
@@ -66,13 +68,13 @@ fn yarn_is_read_from_both_places() {
     let yarn = r#"{"rope_type":"yarn","factor":4.0,"original_max_position_embeddings":16}"#;
     let base = std::fs::read_to_string(golden("qwen3_tiny_a/config.json")).expect("golden");
     let old = base.replace("\"rope_scaling\": null", &format!("\"rope_scaling\": {yarn}"));
-    let c = Qwen3Config::parse(old.as_bytes()).expect("yarn");
+    let c = DecoderConfig::parse(old.as_bytes()).expect("yarn");
     assert!(matches!(
         c.rope.scaling,
         RopeScaling::Yarn { factor: 4.0, original_max_position_embeddings: 16, beta_fast: 32.0, .. }
     ));
     let new = old.replace("rope_scaling", "rope_parameters");
-    assert_eq!(Qwen3Config::parse(new.as_bytes()).expect("yarn"), c);
+    assert_eq!(DecoderConfig::parse(new.as_bytes()).expect("yarn"), c);
 }
 
 #[test]
@@ -131,7 +133,7 @@ fn contradictions_and_foreign_features_are_refused() {
 fn absent_head_dim_is_128_and_null_hidden_over_heads() {
     let base = std::fs::read_to_string(golden("qwen3_tiny_a/config.json")).expect("golden");
     let parse = |field: &str| {
-        Qwen3Config::parse(base.replace("\"head_dim\": 32,", field).as_bytes()).expect("config").head_dim
+        DecoderConfig::parse(base.replace("\"head_dim\": 32,", field).as_bytes()).expect("config").head_dim
     };
     assert_eq!((parse(""), parse("\"head_dim\": null,")), (128, 16));
 }
@@ -151,7 +153,7 @@ fn what_changes_nothing_is_no_reason_to_refuse() {
         for (field, value) in serde_json::from_str::<serde_json::Map<_, _>>(change).expect("json") {
             json[field] = value;
         }
-        let config = Qwen3Config::parse(json.to_string().as_bytes()).expect(change);
+        let config = DecoderConfig::parse(json.to_string().as_bytes()).expect(change);
         assert_eq!(config.rms_norm_eps, 1e-6);
     }
 }
@@ -165,6 +167,6 @@ fn yarn_beyond_the_stated_positions_extends_them() {
         (r#"{"rope_type":"yarn","factor":4.0}"#, 2048),
     ] {
         let text = base.replace("\"rope_scaling\": null", &format!("\"rope_scaling\": {yarn}"));
-        assert_eq!(Qwen3Config::parse(text.as_bytes()).expect("yarn").max_position_embeddings, positions);
+        assert_eq!(DecoderConfig::parse(text.as_bytes()).expect("yarn").max_position_embeddings, positions);
     }
 }

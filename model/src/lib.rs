@@ -2,6 +2,8 @@
 //! sampling.
 //!
 //! Files of a model come from strangers: every reader here is bounded and answers damage with an error.
+pub mod arch;
+mod assemble;
 pub mod checkpoint;
 pub mod config;
 pub mod cpu;
@@ -29,3 +31,4 @@ pub mod text;
 pub mod tokenizer;
 pub mod verify;
 pub mod watch;
+pub mod weights;

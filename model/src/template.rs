@@ -121,9 +121,9 @@ impl ChatTemplate {
         Self::compile(source).map(Some).map_err(|e| e.within("tokenizer_config.json"))
     }
 
-    /// The form Qwen3 instruct models use, for directories that ship no template.
-    pub fn qwen3() -> Self {
-        Self { source: include_str!("qwen3_instruct.jinja").to_owned() }
+    /// A template of ours, as it is.
+    pub fn of(source: &'static str) -> Self {
+        Self { source: source.to_owned() }
     }
 
     /// Whether the template looks at a variable `name` of its caller anywhere.

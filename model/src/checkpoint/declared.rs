@@ -222,7 +222,7 @@ fn bitsandbytes(c: &Value) -> Result<Declaration> {
     }
     let mut excluded = list(c, "llm_int8_skip_modules");
     if excluded.is_empty() {
-        excluded.push(super::names::HEAD.to_owned()); // what transformers leaves out by itself
+        excluded.push("lm_head".to_owned()); // what transformers leaves out by itself
     }
     Ok(Declaration { method: Method::Bitsandbytes, activations: Some(false), excluded, notes: Vec::new() })
 }

@@ -11,7 +11,7 @@ use q4_core::{
 };
 use serde::Deserialize;
 
-/// Tensors that would change a layer's product and that no layout of ours has.
+/// Tensors that would change a layer's product and that no layout of ours has; some families have biases.
 const FOREIGN: [&str; 4] = ["bias", "pre_quant_scale", "weight_zero_point", "weight_g_idx"];
 
 /// A bound linear layer, `[n, k]`.
@@ -78,7 +78,9 @@ pub(super) fn bind<'a>(c: &'a Checkpoint, name: &str, n: usize, k: usize) -> Res
         c.store().hint(name, error)
     })?;
     c.declaration().check(name, detected.layout)?;
-    if let Some(key) = FOREIGN.iter().map(|f| format!("{name}.{f}")).find(|key| table.contains_key(key)) {
+    let own = |f: &str| f == "bias" && c.config().arch.is_biased(name);
+    let foreign = FOREIGN.iter().filter(|f| !own(f)).map(|f| format!("{name}.{f}"));
+    if let Some(key) = foreign.into_iter().find(|key| table.contains_key(key)) {
         return Err(Error::new(
             Code::SchemaInvalid,
             format!("`{key}`: would change the product of its layer"),

@@ -23,7 +23,7 @@ pub(crate) use store::SCANNED;
 pub use store::{Container, Entry, Stored, TensorStore};
 pub use table::Table;
 
-use crate::config::Qwen3Config;
+use crate::config::DecoderConfig;
 use q4_core::{
     Code, DType, Error, Result, ThreadPool,
     detect::{Detected, Layout},
@@ -51,7 +51,7 @@ pub struct OpenOptions {
 pub struct Checkpoint {
     name: String,
     store: TensorStore,
-    config: Qwen3Config,
+    config: DecoderConfig,
     declaration: Declaration,
     side: BTreeMap<String, Bytes>,
     others: Vec<String>,
@@ -99,8 +99,8 @@ impl Checkpoint {
                 .need("config.json beside the weights")
                 .fix("name it with --config PATH")
         })?;
-        let config = Qwen3Config::parse(config)?;
-        let store = store.of_whole_model();
+        let config = DecoderConfig::parse(config)?;
+        let store = store.of_whole_model(config.arch);
         // A `.dat` file says all there is about its layers; the configuration beside it is that of the
         // original model.
         let declaration = match store.container() {
@@ -124,7 +124,7 @@ impl Checkpoint {
     }
 
     /// Shapes and constants.
-    pub fn config(&self) -> &Qwen3Config {
+    pub fn config(&self) -> &DecoderConfig {
         &self.config
     }
 
@@ -209,13 +209,13 @@ impl Checkpoint {
 
     /// The embedding, `[vocab, hidden]` of finite f16, bf16 or f32.
     pub fn embedding(&self) -> Result<Stored<'_>> {
-        let name = format!("{}.weight", names::EMBEDDING);
+        let name = format!("{}.weight", self.config.arch.names.embedding);
         self.store.floats(&name, &[self.config.vocab_size, self.config.hidden_size], None)
     }
 
     /// Element type of the embedding; reads nothing of it.
     pub fn embedding_type(&self) -> Result<DType> {
-        Ok(self.tensor(&format!("{}.weight", names::EMBEDDING))?.dtype)
+        Ok(self.tensor(&format!("{}.weight", self.config.arch.names.embedding))?.dtype)
     }
 
     /// A tensor of exactly `shape` in f16, bf16 or f32 with finite values only.
@@ -246,6 +246,13 @@ impl Checkpoint {
         values
     }
 
+    /// The `n` values that the projection `module` adds to its product, finite; none where the family has
+    /// none.
+    pub fn bias(&self, module: &str, n: usize) -> Result<Option<Vec<f32>>> {
+        let name = self.config.arch.is_biased(module).then(|| format!("{module}.bias"));
+        name.map(|name| self.store.floats(&name, &[n], None)?.to_f32()).transpose()
+    }
+
     /// The output projection. A 4-bit `lm_head` is used even where the configuration ties it to the
     /// embedding, as `.dat` files have it; a dense one must then equal the embedding, or the model
     /// contradicts itself.
@@ -259,7 +266,7 @@ impl Checkpoint {
             )?)));
         }
         if let Head::Dense(stored) = &head {
-            self.store.floats(&format!("{}.weight", names::HEAD), stored.shape, None)?;
+            self.store.floats(&format!("{}.weight", self.config.arch.names.head), stored.shape, None)?;
         }
         Ok(head)
     }
@@ -268,11 +275,11 @@ impl Checkpoint {
     /// compared.
     pub fn bind_head(&self) -> Result<Head<'_>> {
         let (n, k) = (self.config.vocab_size, self.config.hidden_size);
-        let tied = self.config.tie_word_embeddings;
-        if tied && !self.has_module(names::HEAD) {
+        let (tied, names) = (self.config.tie_word_embeddings, &self.config.arch.names);
+        if tied && !self.has_module(names.head) {
             return Ok(Head::Tied);
         }
-        let layer = self.bind(names::HEAD, n, k)?;
+        let layer = self.bind(names.head, n, k)?;
         if layer.detected.layout != Layout::Dense {
             return Ok(Head::Quantised(Box::new(layer)));
         }
@@ -280,15 +287,15 @@ impl Checkpoint {
         if !tied {
             return Ok(Head::Dense(stored));
         }
-        let embedding = self.tensor(&format!("{}.weight", names::EMBEDDING))?;
+        let embedding = self.tensor(&format!("{}.weight", self.config.arch.names.embedding))?;
         if (embedding.dtype, embedding.bytes) == (stored.dtype, stored.bytes) {
             return Ok(Head::Tied);
         }
         Err(Error::new(
             Code::SchemaInvalid,
-            format!("`{}.weight`: config.json ties it to the embedding", names::HEAD),
+            format!("`{}.weight`: config.json ties it to the embedding", names.head),
         )
-        .need("the same values as model.embed_tokens.weight, or no such tensor")
+        .need(format!("the same values as {}.weight, or no such tensor", names.embedding))
         .have("others")
         .fix("set tie_word_embeddings to false if the model was trained so"))
     }
@@ -302,9 +309,10 @@ impl Checkpoint {
             }
             for (name, n, k) in names::linears(&self.config, i) {
                 self.layer(&name, n, k)?;
+                self.bias(&name, n)?;
             }
         }
-        self.norm(names::FINAL_NORM, self.config.hidden_size)?;
+        self.norm(self.config.arch.names.final_norm, self.config.hidden_size)?;
         self.head().map(drop)
     }
 
@@ -312,7 +320,7 @@ impl Checkpoint {
     /// exchanged.
     pub(crate) fn changed(
         &self,
-        edit: impl FnOnce(&mut Qwen3Config),
+        edit: impl FnOnce(&mut DecoderConfig),
         exchange: Option<(&str, &str)>,
     ) -> Self {
         let mut other = self.clone();

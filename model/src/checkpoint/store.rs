@@ -5,6 +5,7 @@ use super::shards::{self, Shards};
 use super::table::{Table, Tensor};
 use super::unique::TEXT_LIMIT;
 use super::{bytes::Bytes, dat, safetensors, source::Source, values};
+use crate::arch::Arch;
 use q4_core::{Code, DType, Error, Result, TensorView, read_floats};
 use serde::Serialize;
 use std::{collections::BTreeMap, ops::Range, path::Path};
@@ -33,7 +34,7 @@ pub struct TensorStore {
     table: Table,
     metadata: BTreeMap<String, String>,
     /// Whether the names had no `model.` before them in the file.
-    base: bool,
+    base: Option<&'static Arch>,
 }
 
 /// One line of a listing.
@@ -92,7 +93,7 @@ impl TensorStore {
             files: Vec::new(),
             table: Table::default(),
             metadata: BTreeMap::new(),
-            base: false,
+            base: None,
         };
         let (mut indexed, mut parts) = (0u64, Vec::new());
         for name in names {
@@ -152,14 +153,18 @@ impl TensorStore {
 
     /// A base model, saved without the prefix that it has as a part of the whole, under the names it has
     /// there.
-    pub(super) fn of_whole_model(self) -> Self {
-        const PREFIX: &str = "model.";
-        let is_base = self.table.find("embed_tokens.weight").is_some() && !self.table.has_prefix(PREFIX);
+    pub(super) fn of_whole_model(self, arch: &'static Arch) -> Self {
+        let n = &arch.names;
+        let Some((prefix, embedding)) = n.embedding.split_once('.') else { return self };
+        let prefix = format!("{prefix}.");
+        let is_base =
+            self.table.find(&format!("{embedding}.weight")).is_some() && !self.table.has_prefix(&prefix);
         if !is_base {
             return self;
         }
-        let name = |n: &str| if n.starts_with("lm_head.") { n.to_owned() } else { [PREFIX, n].concat() };
-        Self { table: self.table.renamed(name), base: true, ..self }
+        let head = format!("{}.", n.head);
+        let name = |n: &str| if n.starts_with(&head) { n.to_owned() } else { [&prefix, n].concat() };
+        Self { table: self.table.renamed(name), base: Some(arch), ..self }
     }
 
     /// The same bytes where every name with `a` in it has `b` there, and the other way round.
@@ -250,13 +255,14 @@ impl TensorStore {
 
     /// What to do about a tensor that is not there.
     pub(super) fn hint(&self, name: &str, error: Error) -> Error {
-        if self.base && name.starts_with("lm_head") {
-            return error.fix(
-                "this is a base model without its head: save it as Qwen3ForCausalLM, or set tie_word_embeddings if \
-                 its embedding is the head",
-            );
+        match self.base.filter(|arch| name.starts_with(arch.names.head)) {
+            Some(arch) => error.fix(format!(
+                "this is a base model without its head: save it as {}, or set tie_word_embeddings if its embedding \
+                 is the head",
+                arch.class
+            )),
+            None => error,
         }
-        error
     }
 
     /// The file that holds a tensor and where it lies in it, for owners that outlive the checkpoint.

@@ -7,7 +7,6 @@ use super::members::with_members;
 use super::work::Item;
 use super::{ExportPlan, Layout};
 use crate::checkpoint::Checkpoint;
-use crate::checkpoint::names::HEAD;
 use crate::quantize::Target;
 use q4_core::{Code, DType, Error, Result};
 use serde_json::{Map, Value, json};
@@ -49,6 +48,7 @@ pub(super) fn files(
     plan: &ExportPlan,
     items: &[Item],
 ) -> Result<Vec<(String, Vec<u8>)>> {
+    let head = checkpoint.config().arch.names.head;
     let matrices = || items.iter().filter_map(|i| i.matrix.as_ref());
     let kept = items.iter().filter(|i| i.matrix.is_none()).map(|i| i.source.as_str());
     let declared = Declared {
@@ -56,7 +56,7 @@ pub(super) fn files(
         inputs: false, // they would have to be calibrated
         double: matches!(plan.target, Target::Nf4 { double: true, .. }),
         dtype: matrices().next().map(|m| m.dtype),
-        dense: dense_layers(matrices().any(|m| m.layer == HEAD), kept),
+        dense: dense_layers(matrices().all(|m| m.layer != head).then_some(head), kept),
     };
     let config = config(checkpoint)?;
     let quantised = config.parsed.get(QUANTIZATION);
@@ -145,7 +145,7 @@ impl Declared {
                 "bnb_4bit_compute_dtype": self.dtype.map(DType::as_str),
                 "bnb_4bit_quant_storage": "uint8",
                 // `null` skips lm_head and nothing else.
-                "llm_int8_skip_modules": if self.dense == [HEAD] { Value::Null } else { json!(self.dense) },
+                "llm_int8_skip_modules": if self.dense == ["lm_head"] { Value::Null } else { json!(self.dense) },
             }),
             _ => json!({
                 "config_groups": { "group_0": {
@@ -200,10 +200,10 @@ fn taken_over(checkpoint: &Checkpoint) -> impl Iterator<Item = (String, Vec<u8>)
     TAKEN_OVER.iter().filter_map(|name| Some(((*name).to_owned(), checkpoint.file(name)?.to_vec())))
 }
 
-/// Linear layers that stay dense, of the tensors that are `kept`. `lm_head` is one even where it is tied and
-/// has no tensor.
-pub(super) fn dense_layers<'a>(head_packed: bool, kept: impl Iterator<Item = &'a str>) -> Vec<String> {
-    let mut dense: Vec<String> = (!head_packed).then(|| HEAD.to_owned()).into_iter().collect();
+/// Linear layers that stay dense, of the tensors that are `kept`. The `head` is one, unless it is packed, even
+/// where it is tied and has no tensor.
+pub(super) fn dense_layers<'a>(head: Option<&str>, kept: impl Iterator<Item = &'a str>) -> Vec<String> {
+    let mut dense: Vec<String> = head.map(str::to_owned).into_iter().collect();
     let layers = kept.filter_map(|name| name.strip_suffix(".weight"));
     dense.extend(layers.filter(|layer| layer.ends_with("_proj")).map(str::to_owned));
     dense

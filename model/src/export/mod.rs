@@ -12,7 +12,7 @@ mod members;
 pub(crate) mod safetensors;
 mod work;
 
-use crate::checkpoint::{Checkpoint, names};
+use crate::checkpoint::Checkpoint;
 use crate::quantize::{Method, Quantized, Rows, Scales, Target, amax, power_of_two_amax, quantize, sqnr_db};
 use atomic::Output;
 use q4_core::detect::Layout;
@@ -243,7 +243,8 @@ impl Run<'_> {
     /// What a `.dat` file computes otherwise than the model it is made of, but for the rounding of the layers
     /// that every layout packs.
     fn changed(&self) -> Option<String> {
-        let head = self.items.iter().any(|i| i.matrix.as_ref().is_some_and(|m| m.layer == names::HEAD));
+        let name = self.checkpoint.config().arch.names.head;
+        let head = self.items.iter().filter_map(|i| i.matrix.as_ref()).any(|m| m.layer == name);
         let inputs = matches!(self.plan.target, Target::Nvfp4 { .. });
         let changed: Vec<_> = [
             head.then_some("the head is packed to 4 bits as well"),

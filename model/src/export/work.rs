@@ -3,8 +3,8 @@
 //! A glob that names nothing is an error: what was asked for and did not happen must not pass for done.
 use super::safetensors::Entry;
 use super::{ExportPlan, layout};
+use crate::arch::Names;
 use crate::checkpoint::Checkpoint;
-use crate::checkpoint::names::{EMBEDDING, HEAD};
 use crate::quantize::{Scales, Target};
 use q4_core::detect::{Layout, TensorMeta};
 use q4_core::{Code, DType, Error, Result, matches};
@@ -32,14 +32,12 @@ pub(super) struct Matrix {
     pub group: Option<String>,
 }
 
-/// The linear layers of a decoder block.
-const PROJECTIONS: [&str; 7] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
-
 /// Everything to be written, sorted by input name.
 pub(super) fn items(checkpoint: &Checkpoint, plan: &ExportPlan) -> Result<Vec<Item>> {
     let table = checkpoint.table();
     refuse_4bit(checkpoint)?;
-    let mut choice = Choice::new(plan);
+    let names = &checkpoint.config().arch.names;
+    let mut choice = Choice::new(plan, names);
     let mut items = Vec::with_capacity(table.len());
     for (name, meta) in table.iter() {
         let dtype = meta.dtype.ok_or_else(|| {
@@ -48,14 +46,14 @@ pub(super) fn items(checkpoint: &Checkpoint, plan: &ExportPlan) -> Result<Vec<It
         let mut head = None;
         // The .dat convention stores the output layer packed even where it is tied to the embedding.
         if plan.layout == Layout::Dat
-            && name.strip_suffix(".weight") == Some(EMBEDDING)
+            && name.strip_suffix(".weight") == Some(names.embedding)
             && checkpoint.config().tie_word_embeddings
-            && !table.contains_key("lm_head.weight")
-            && choice.takes(HEAD)
+            && !table.contains_key(&format!("{}.weight", names.head))
+            && choice.takes(names.head)
         {
-            head = Some(quantised(HEAD, name, meta, dtype, plan)?);
+            head = Some(quantised(names.head, name, meta, dtype, plan)?);
         }
-        let layer = name.strip_suffix(".weight").filter(|l| *l != EMBEDDING && meta.shape.len() == 2);
+        let layer = name.strip_suffix(".weight").filter(|l| *l != names.embedding && meta.shape.len() == 2);
         items.push(match layer.filter(|l| choice.takes(l)) {
             Some(layer) => quantised(layer, name, meta, dtype, plan)?,
             None => copied(name, meta, dtype),
@@ -74,18 +72,20 @@ pub(super) fn items(checkpoint: &Checkpoint, plan: &ExportPlan) -> Result<Vec<It
 /// Which layers the globs and the default set choose.
 struct Choice<'a> {
     plan: &'a ExportPlan,
+    names: &'a Names,
     /// Globs of `include` and `exclude` that matched a layer.
     used: Vec<bool>,
 }
 
 impl<'a> Choice<'a> {
-    fn new(plan: &'a ExportPlan) -> Self {
-        Self { plan, used: vec![false; plan.include.len() + plan.exclude.len()] }
+    fn new(plan: &'a ExportPlan, names: &'a Names) -> Self {
+        Self { plan, names, used: vec![false; plan.include.len() + plan.exclude.len()] }
     }
 
     fn takes(&mut self, layer: &str) -> bool {
-        let default = PROJECTIONS.iter().any(|p| layer.rsplit('.').next() == Some(p))
-            || (self.plan.layout == Layout::Dat && layer == HEAD);
+        let last = |module: &str| module.rsplit('.').next().map(str::to_owned);
+        let default = self.names.linears().iter().any(|l| last(l) == last(layer))
+            || (self.plan.layout == Layout::Dat && layer == self.names.head);
         let hit: Vec<bool> =
             self.plan.include.iter().chain(&self.plan.exclude).map(|g| matches(g, layer)).collect();
         let (included, excluded) = hit.split_at(self.plan.include.len());

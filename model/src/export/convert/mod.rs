@@ -11,7 +11,6 @@ mod scale;
 use super::atomic::Output;
 use super::declare::{self, Declared};
 use super::{DEFAULT_SHARD_BYTES, Progress, Sink, dat, safetensors};
-use crate::checkpoint::names::HEAD;
 use crate::checkpoint::{Bytes, Checkpoint, Container, Layer, OpenOptions};
 use contents::{Content, Contents, contents, matrices};
 use items::{Item, items};
@@ -213,17 +212,18 @@ impl Run<'_> {
             return Ok(declare::unchanged(self.checkpoint));
         }
         let layers: Vec<_> = matrices(self.contents).collect();
-        let packed_head = layers.iter().any(|l| l.name == HEAD);
+        let head = self.checkpoint.config().arch.names.head;
+        let dense_head = layers.iter().all(|l| l.name != head).then_some(head);
         let tensors = self.contents.iter().filter(|(_, c)| matches!(c, Content::Tensor(_)));
         let declared = Declared {
             layout: self.conversion.layout,
             inputs: layers.iter().any(|l| l.input_scale().is_some() && l.declared != Activations::Native),
             double: layers.iter().any(|l| l.detected.keys.nested_absmax.is_some()),
             dtype: Some(self.checkpoint.embedding_type()?),
-            dense: declare::dense_layers(packed_head, tensors.map(|(name, _)| name.as_str())),
+            dense: declare::dense_layers(dense_head, tensors.map(|(name, _)| name.as_str())),
         };
         // Only in .dat files does a packed head stand beside a tied one; others would ignore it.
-        let untied = packed_head && self.checkpoint.config().tie_word_embeddings;
+        let untied = dense_head.is_none() && self.checkpoint.config().tie_word_embeddings;
         let fields = untied.then(|| ("tie_word_embeddings", false.into())).into_iter().collect();
         Ok(declared.files(self.checkpoint, &declare::config(self.checkpoint)?, fields))
     }
