@@ -1,5 +1,5 @@
 //! Expressions of chat templates against what Jinja2 makes of them, as `bench/templates.py` recorded it.
-use q4_model::template::{ChatTemplate, Message};
+use q4_text::template::{ChatTemplate, Message};
 use serde_json::{Map, Value};
 
 fn rendered(expression: &str) -> Option<String> {

@@ -129,7 +129,7 @@ fn guarded<T, E: fmt::Display>(doing: &str, call: impl FnOnce() -> Result<T, E>)
 mod tests {
     use super::*;
 
-    const DEMO: &[u8] = include_bytes!("../tests/data/demo/tokenizer.json");
+    const DEMO: &[u8] = include_bytes!("../../tests/data/demo/tokenizer.json");
 
     #[test]
     fn text_survives_the_round_trip() {

@@ -172,7 +172,7 @@ impl Sampler {
     }
 
     /// The next number of the generator, in [0, 1): one for each token drawn.
-    pub(crate) fn uniform(&mut self) -> f64 {
+    pub fn uniform(&mut self) -> f64 {
         (self.rng.next_u64() >> 11) as f64 / (1u64 << 53) as f64
     }
 
@@ -253,7 +253,7 @@ fn below_share(all: u64, p: f32) -> u64 {
 }
 
 /// Index of the largest value, the first of several.
-pub(crate) fn first_maximum(logits: &[f32]) -> usize {
+pub fn first_maximum(logits: &[f32]) -> usize {
     let mut best = 0;
     for (i, logit) in logits.iter().enumerate() {
         if *logit > logits[best] {

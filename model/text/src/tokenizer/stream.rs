@@ -155,7 +155,7 @@ mod tests {
     };
 
     fn demo() -> Tokenizer {
-        Tokenizer::from_bytes(include_bytes!("../../tests/data/demo/tokenizer.json")).expect("demo")
+        Tokenizer::from_bytes(include_bytes!("../../../tests/data/demo/tokenizer.json")).expect("demo")
     }
 
     /// Byte fallback as in vocabularies made by SentencePiece: no byte-level decoder.

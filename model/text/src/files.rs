@@ -6,7 +6,7 @@ use std::{fs::File, io::Read, path::Path};
 
 /// The whole regular file as bytes; anything else might never end, or never begin. Larger than `limit` bytes:
 /// an error with `code`; missing: [`Code::ModelMissing`].
-pub(crate) fn read(path: &Path, limit: usize, code: Code) -> Result<Vec<u8>> {
+pub fn read(path: &Path, limit: usize, code: Code) -> Result<Vec<u8>> {
     if !std::fs::metadata(path).map_err(|e| Error::io(path, &e))?.is_file() {
         return Err(Error::new(code, path.display().to_string())
             .need("a regular file")
@@ -20,7 +20,7 @@ pub(crate) fn read(path: &Path, limit: usize, code: Code) -> Result<Vec<u8>> {
 }
 
 /// Refuses more than `limit` bytes of what `subject` names.
-pub(crate) fn within(bytes: &[u8], limit: usize, subject: &str, code: Code) -> Result<()> {
+pub fn within(bytes: &[u8], limit: usize, subject: &str, code: Code) -> Result<()> {
     if bytes.len() <= limit {
         return Ok(());
     }

@@ -7,10 +7,10 @@ use serde_json::{Map, Value};
 use std::ops::RangeInclusive;
 
 /// Bytes a configuration file may have.
-pub(crate) const FILE_LIMIT: usize = 1 << 20;
+pub const FILE_LIMIT: usize = 1 << 20;
 
 /// A JSON object under inspection. `null` counts as absent.
-pub(crate) struct Fields {
+pub struct Fields {
     file: &'static str,
     map: Map<String, Value>,
     problems: Vec<String>,
@@ -18,7 +18,7 @@ pub(crate) struct Fields {
 
 impl Fields {
     /// Parses `bytes` as one JSON object; `file` is how errors call it.
-    pub(crate) fn parse(file: &'static str, bytes: &[u8]) -> Result<Self> {
+    pub fn parse(file: &'static str, bytes: &[u8]) -> Result<Self> {
         files::within(bytes, FILE_LIMIT, file, Code::ConfigInvalid)?;
         match serde_json::from_slice(bytes) {
             Ok(Value::Object(map)) => Ok(Self { file, map, problems: Vec::new() }),
@@ -32,17 +32,17 @@ impl Fields {
     }
 
     /// The field, unless it is absent or null.
-    pub(crate) fn get(&self, name: &str) -> Option<&Value> {
+    pub fn get(&self, name: &str) -> Option<&Value> {
         self.map.get(name).filter(|v| !v.is_null())
     }
 
     /// Notes a problem: one line with field, need and have.
-    pub(crate) fn problem(&mut self, name: &str, need: impl std::fmt::Display, have: impl std::fmt::Display) {
+    pub fn problem(&mut self, name: &str, need: impl std::fmt::Display, have: impl std::fmt::Display) {
         self.problems.push(format!("{name}: need {need}, have {have}"));
     }
 
     /// A whole number in `range`; absent is a problem. After a problem: the start of the range.
-    pub(crate) fn size(&mut self, name: &str, range: RangeInclusive<usize>) -> usize {
+    pub fn size(&mut self, name: &str, range: RangeInclusive<usize>) -> usize {
         let start = *range.start();
         match self.get(name) {
             None => self.problem(name, bounds(&range), "nothing"),
@@ -52,7 +52,7 @@ impl Fields {
     }
 
     /// A whole number in `range`, if there is one.
-    pub(crate) fn optional_size(&mut self, name: &str, range: RangeInclusive<usize>) -> Option<usize> {
+    pub fn optional_size(&mut self, name: &str, range: RangeInclusive<usize>) -> Option<usize> {
         let value = self.get(name)?;
         let size = value.as_u64().and_then(|n| usize::try_from(n).ok()).filter(|n| range.contains(n));
         if size.is_none() {
@@ -63,7 +63,7 @@ impl Fields {
     }
 
     /// A finite number for which `accept` holds, if there is one; `need` says in words what `accept` wants.
-    pub(crate) fn number(&mut self, name: &str, need: &str, accept: impl Fn(f64) -> bool) -> Option<f64> {
+    pub fn number(&mut self, name: &str, need: &str, accept: impl Fn(f64) -> bool) -> Option<f64> {
         let value = self.get(name)?;
         let number = value.as_f64().filter(|x| x.is_finite() && accept(*x));
         if number.is_none() {
@@ -74,7 +74,7 @@ impl Fields {
     }
 
     /// A boolean, if there is one.
-    pub(crate) fn flag(&mut self, name: &str) -> Option<bool> {
+    pub fn flag(&mut self, name: &str) -> Option<bool> {
         let value = self.get(name)?;
         let flag = value.as_bool();
         if flag.is_none() {
@@ -85,7 +85,7 @@ impl Fields {
     }
 
     /// Token ids given as one number or as a list (at most 64), each below `vocab`; empty if absent.
-    pub(crate) fn token_ids(&mut self, name: &str, vocab: usize) -> Vec<u32> {
+    pub fn token_ids(&mut self, name: &str, vocab: usize) -> Vec<u32> {
         let Some(value) = self.get(name) else { return Vec::new() };
         let list = value.as_array().map_or(std::slice::from_ref(value), |l| l);
         let id = |v: &Value| {
@@ -103,12 +103,12 @@ impl Fields {
     }
 
     /// Adds problems found while reading a nested object, as `parent.field`.
-    pub(crate) fn adopt(&mut self, parent: &str, inner: Fields) {
+    pub fn adopt(&mut self, parent: &str, inner: Fields) {
         self.problems.extend(inner.problems.into_iter().map(|line| format!("{parent}.{line}")));
     }
 
     /// A nested object under inspection, if the field is there; another type is a problem.
-    pub(crate) fn object(&mut self, name: &str) -> Option<Fields> {
+    pub fn object(&mut self, name: &str) -> Option<Fields> {
         match self.get(name)? {
             Value::Object(map) => Some(Fields { file: self.file, map: map.clone(), problems: Vec::new() }),
             other => {
@@ -120,12 +120,12 @@ impl Fields {
     }
 
     /// Names of the fields that are present.
-    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
+    pub fn names(&self) -> impl Iterator<Item = &str> {
         self.map.keys().map(|k| k.as_str())
     }
 
     /// Ok without problems; otherwise one [`Code::ConfigInvalid`] with all of them.
-    pub(crate) fn finish(self) -> Result<()> {
+    pub fn finish(self) -> Result<()> {
         let n = self.problems.len();
         if n == 0 {
             return Ok(());
@@ -137,7 +137,7 @@ impl Fields {
 }
 
 /// A value as short text.
-pub(crate) fn show(value: &Value) -> String {
+pub fn show(value: &Value) -> String {
     match value {
         Value::Array(list) => format!("a list of {}", list.len()),
         Value::Object(map) => format!("an object of {}", map.len()),
