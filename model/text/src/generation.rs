@@ -1,12 +1,10 @@
 //! `generation_config.json`: how the authors of a model want it to be sampled.
 //!
 //! The file is optional and every field in it is too; what is absent stays absent, so that a caller can tell.
-use crate::{
-    fields::{FILE_LIMIT, Fields},
-    files,
-    sampling::SamplingParams,
-};
+use crate::sampling::SamplingParams;
 use q4_core::{Code, Result};
+use q4_files::fields::{FILE_LIMIT, Fields};
+use q4_files::files;
 use std::path::Path;
 
 /// Tokens kept by rank where a file asks for sampling and does not say how many, as in transformers.

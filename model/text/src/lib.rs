@@ -2,8 +2,6 @@
 //! directory about them. Nothing here knows weights.
 //!
 //! Files of a model come from strangers: every reader here is bounded and answers damage with an error.
-pub mod fields;
-pub mod files;
 pub mod generation;
 mod quiet;
 pub mod sampling;

@@ -2,13 +2,14 @@
 //!
 //! A template is a program from a stranger. It runs with the meaning transformers gives it, under hard bounds
 //! on work and memory; they are built into its syntax tree before it runs.
-use crate::{fields::FILE_LIMIT, files, quiet::quietly};
+use crate::quiet::quietly;
 use minijinja::{
     AutoEscape, Error as JinjaError, Value as JinjaValue,
     machinery::{CodeGenerator, Instructions, Span, ast::Stmt, eval, make_string_output, parse},
     syntax::SyntaxConfig,
 };
 use q4_core::{Code, Error, Result};
+use q4_files::{fields::FILE_LIMIT, files};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::{collections::BTreeMap, path::Path, thread};
@@ -116,7 +117,7 @@ impl ChatTemplate {
                     _ => return Err(wrong(format!("a list of {} without default", named.len()))),
                 }
             }
-            Some(other) => return Err(wrong(crate::fields::show(other))),
+            Some(other) => return Err(wrong(q4_files::fields::show(other))),
         };
         Self::compile(source).map(Some).map_err(|e| e.within("tokenizer_config.json"))
     }

@@ -2,8 +2,9 @@
 //!
 //! The library that reads the file panics on crafted ones, so it only sees what an audit let through,
 //! silenced.
-use crate::{files, quiet::quietly};
+use crate::quiet::quietly;
 use q4_core::{Code, Error, Result};
+use q4_files::files;
 use std::{fmt, path::Path};
 
 mod audit;

@@ -1,6 +1,6 @@
 //! Dense Qwen3: norms before each half of a layer and of every head, no biases, SiLU.
 use super::{Activation, Arch, FieldNames, Mlp, Names, Pairs, Rotary, Size, Template};
-use crate::fields::Fields;
+use q4_files::fields::Fields;
 
 /// The family.
 pub static QWEN3: Arch = Arch {

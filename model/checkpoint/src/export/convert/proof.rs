@@ -3,7 +3,7 @@
 //!
 //! The definition of the hash is in `docs/numerics.md`.
 use super::contents::{Content, Contents};
-use crate::checkpoint::{Checkpoint, Layer, Stored};
+use crate::{Checkpoint, Layer, Stored};
 use q4_core::formats::e4m3;
 use q4_core::{Code, Error, GlobalScale, Q4Weight, Result, RowDecoder, ThreadPool};
 use sha2::{Digest, Sha256};

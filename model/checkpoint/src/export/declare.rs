@@ -6,7 +6,7 @@
 use super::members::with_members;
 use super::work::Item;
 use super::{ExportPlan, Layout};
-use crate::checkpoint::Checkpoint;
+use crate::Checkpoint;
 use crate::quantize::Target;
 use q4_core::{Code, DType, Error, Result};
 use serde_json::{Map, Value, json};

@@ -3,8 +3,8 @@
 //! A glob that names nothing is an error: what was asked for and did not happen must not pass for done.
 use super::safetensors::Entry;
 use super::{ExportPlan, layout};
+use crate::Checkpoint;
 use crate::arch::Names;
-use crate::checkpoint::Checkpoint;
 use crate::quantize::{Scales, Target};
 use q4_core::detect::{Layout, TensorMeta};
 use q4_core::{Code, DType, Error, Result, matches};

@@ -1,6 +1,6 @@
 //! What a checkpoint holds, whatever its layout: matrices to be decoded, scales of inputs, and tensors as
 //! they are.
-use crate::checkpoint::{Checkpoint, Head, Layer, Stored, names};
+use crate::{Checkpoint, Head, Layer, Stored, names};
 use q4_core::detect::{Detected, Layout};
 use q4_core::{Code, Error, GlobalScale, Result};
 use std::collections::{BTreeMap, BTreeSet};

@@ -2,8 +2,8 @@
 //!
 //! An algorithm we do not compute exactly is refused by name here; decoding it as another one would give
 //! plausible nonsense.
-use crate::fields::show;
 use q4_core::{Code, Error, Result, detect::Layout};
+use q4_files::fields::show;
 use serde_json::Value;
 
 const CONFIG: &str = "config.json: quantization_config";

@@ -14,7 +14,7 @@ use std::{collections::BTreeMap, ops::Range, path::Path};
 const HEADER: u64 = 3;
 
 /// Bytes of a tensor that are looked at together when it is read in passing: a multiple of any element.
-pub(crate) const SCANNED: usize = 16 << 20;
+pub const SCANNED: usize = 16 << 20;
 
 /// How weight files are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -271,12 +271,12 @@ impl TensorStore {
     }
 
     /// Lets go of all pages of mapped files; see [`Bytes::release`].
-    pub(crate) fn release(&self) {
+    pub fn release(&self) {
         self.files.iter().for_each(|(_, bytes)| bytes.release(0..bytes.len()));
     }
 
     /// Bytes of the files that are part of the executable, whose pages stay once they are read.
-    pub(crate) fn built_in(&self) -> u64 {
+    pub fn built_in(&self) -> u64 {
         self.files.iter().filter(|(_, bytes)| bytes.is_static()).map(|(_, bytes)| bytes.len() as u64).sum()
     }
 

@@ -2,12 +2,12 @@
 //! description says.
 //!
 //! Whatever the graph later multiplies by these numbers was checked here, so no layer checks it again.
-use crate::{
-    arch::{self, Arch, FieldNames, Mlp, Pairs, qwen3::QWEN3},
+use crate::arch::{self, Arch, FieldNames, Mlp, Pairs, qwen3::QWEN3};
+use q4_core::{Code, DType, Result};
+use q4_files::{
     fields::{FILE_LIMIT, Fields, show},
     files,
 };
-use q4_core::{Code, DType, Result};
 use serde_json::Value;
 use std::{f64::consts::PI, path::Path};
 

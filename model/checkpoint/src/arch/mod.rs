@@ -3,11 +3,9 @@
 //! A new dense family is a file like [`qwen3`] and a line in [`ALL`]. What a description cannot say is refused
 //! by `check` or by the field that says it: a model is never computed as something that it is not.
 pub mod qwen3;
-#[cfg(test)]
-mod tests;
 
-use crate::fields::Fields;
 use q4_core::{Code, Error, Result};
+use q4_files::fields::Fields;
 use std::fmt;
 
 /// Families that are read, by their `model_type`.
@@ -24,7 +22,7 @@ pub struct Arch {
     /// Width of a head where the configuration has no such field; else `hidden / heads`.
     pub head_dim: Option<usize>,
     /// Adds a problem for what a configuration asks for beyond this description.
-    pub(crate) check: fn(&mut Fields),
+    pub check: fn(&mut Fields),
     /// Its modules. A norm that it lacks has no name.
     pub names: Names,
     /// Projections with a bias, as `names` has them.

@@ -1,11 +1,11 @@
 //! The comparison must see whatever could go wrong between the input and what was read back.
 use super::*;
-use crate::checkpoint::TensorStore;
+use crate::TensorStore;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 fn golden(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../conformance/golden").join(path)
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../conformance/golden").join(path)
 }
 
 fn files(dir: &Path) -> Vec<(String, Vec<u8>)> {

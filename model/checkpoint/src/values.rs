@@ -15,10 +15,14 @@ const CHUNK: usize = 1 << 14;
 
 /// Something wrong with the values of a tensor.
 #[derive(Clone, Debug)]
-pub(crate) struct Problem {
+pub struct Problem {
+    /// What kind.
     pub code: Code,
+    /// Where.
     pub tensor: String,
+    /// What a decoder takes.
     pub need: &'static str,
+    /// What is there.
     pub have: String,
 }
 
@@ -29,7 +33,7 @@ impl From<Problem> for Error {
 }
 
 /// Threads that share a scan, or nothing: this one alone.
-pub(crate) type Helpers<'a> = Option<&'a ThreadPool>;
+pub type Helpers<'a> = Option<&'a ThreadPool>;
 
 /// NaN and infinity in an f16, bf16 or f32 tensor.
 pub(super) fn non_finite(name: &str, stored: &Stored<'_>, helpers: Helpers<'_>) -> Option<Problem> {
@@ -47,7 +51,7 @@ pub(super) fn non_finite(name: &str, stored: &Stored<'_>, helpers: Helpers<'_>) 
 }
 
 /// Everything wrong with the values of a layer whose parts fit together, a problem for each tensor at most.
-pub(crate) fn problems(store: &TensorStore, layer: &Detected, helpers: Helpers<'_>) -> Result<Vec<Problem>> {
+pub fn problems(store: &TensorStore, layer: &Detected, helpers: Helpers<'_>) -> Result<Vec<Problem>> {
     let keys = &layer.keys;
     let mut problems = Vec::new();
     match layer.schema {

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 /// A file or directory under construction; dropping it without [`Output::commit`] removes it.
 #[derive(Debug)]
-pub(crate) struct Output {
+pub struct Output {
     target: PathBuf,
     partial: PathBuf,
     directory: bool,

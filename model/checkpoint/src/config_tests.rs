@@ -4,7 +4,7 @@ use safetensors::SafeTensors;
 use std::path::PathBuf;
 
 fn golden(file: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../conformance/golden").join(file)
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../conformance/golden").join(file)
 }
 
 fn f32s(tensors: &SafeTensors<'_>, name: &str) -> Vec<f32> {

@@ -63,7 +63,7 @@ const AROUND: usize = 2 << 20;
 
 impl Bytes {
     /// Whether reading them maps pages of a file, which [`release`](Self::release) gives back.
-    pub(crate) fn is_mapped(&self) -> bool {
+    pub fn is_mapped(&self) -> bool {
         matches!(self.0, Owner::Mapped(_))
     }
 
@@ -73,14 +73,14 @@ impl Bytes {
     }
 
     /// Bytes of memory that reading `count` places far apart maps.
-    pub(crate) fn mapped_by(count: usize) -> usize {
+    pub fn mapped_by(count: usize) -> usize {
         count * AROUND
     }
 
     /// Lets go of the pages of a mapped file, and of those that came with them; whoever reads them again gets
     /// the same bytes from the file.
     #[cfg(unix)]
-    pub(crate) fn release(&self, range: Range<usize>) {
+    pub fn release(&self, range: Range<usize>) {
         if let Owner::Mapped(map) = &self.0 {
             let start = range.start / AROUND * AROUND;
             let range = start..range.end.next_multiple_of(AROUND).min(map.len());
@@ -94,7 +94,7 @@ impl Bytes {
         }
     }
     #[cfg(not(unix))]
-    pub(crate) fn release(&self, _: Range<usize>) {}
+    pub fn release(&self, _: Range<usize>) {}
 }
 
 impl From<&'static [u8]> for Bytes {

@@ -5,10 +5,10 @@
 use super::Changed;
 use super::contents::{Content, Contents, matrices, tensors};
 use super::scale::{Used, expressed, nearest};
-use crate::checkpoint::{Checkpoint, Layer, Stored};
 use crate::export::layout;
 use crate::export::safetensors::Entry;
 use crate::quantize::Quantized;
+use crate::{Checkpoint, Layer, Stored};
 use q4_core::detect::Layout;
 use q4_core::formats::{nvfp4, swizzle};
 use q4_core::{

@@ -1,13 +1,13 @@
 //! What a description says is what is computed: made-up families beside a forward pass in f64.
-use super::qwen3::QWEN3;
-use super::*;
-use crate::checkpoint::{Bytes, Checkpoint};
-use crate::config::DecoderConfig;
-use crate::cpu::KvType;
-use crate::load::{ContextOptions, load};
-use crate::plan::{ActivationRequest, Plan, PlanOptions};
 use q4_core::memory::Budget;
-use q4_core::{BuiltinOptions, DType, Device, Dispatch, OpSet, Policy, Registry, ThreadPool};
+use q4_core::{BuiltinOptions, Code, DType, Device, Dispatch, OpSet, Policy, Registry, Result, ThreadPool};
+use q4_model::arch::qwen3::QWEN3;
+use q4_model::arch::{Activation, Arch, Around, Mlp, Names, Pairs, Rotary};
+use q4_model::checkpoint::{Bytes, Checkpoint, names};
+use q4_model::config::DecoderConfig;
+use q4_model::cpu::KvType;
+use q4_model::load::{ContextOptions, load};
+use q4_model::plan::{ActivationRequest, Plan, PlanOptions};
 use safetensors::tensor::{Dtype, TensorView};
 use std::collections::BTreeMap;
 use std::f64::consts::PI;
@@ -61,13 +61,13 @@ fn weights(c: &DecoderConfig) -> Vec<(String, Vec<usize>)> {
     all.push((format!("{}.weight", n.head), vec![c.vocab_size, h]));
     all.push((format!("{}.weight", n.final_norm), vec![h]));
     for i in 0..c.num_hidden_layers {
-        for (name, out, k) in crate::checkpoint::names::linears(c, i) {
+        for (name, out, k) in names::linears(c, i) {
             all.push((format!("{name}.weight"), vec![out, k]));
             if c.arch.is_biased(&name) {
                 all.push((format!("{name}.bias"), vec![out]));
             }
         }
-        let norms = crate::checkpoint::names::norms(c, i);
+        let norms = names::norms(c, i);
         all.extend(norms.into_iter().map(|(name, len)| (format!("{name}.weight"), vec![len])));
     }
     all

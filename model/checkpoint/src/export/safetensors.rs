@@ -163,7 +163,7 @@ pub(crate) fn shards(groups: &[Vec<Entry>], limit: u64) -> Vec<Range<usize>> {
 }
 
 /// Name of file `i` of `of`, as Hugging Face has it.
-pub(crate) fn file_name(i: usize, of: usize) -> String {
+pub fn file_name(i: usize, of: usize) -> String {
     match of {
         1 => "model.safetensors".into(),
         _ => format!("model-{:05}-of-{of:05}.safetensors", i + 1),

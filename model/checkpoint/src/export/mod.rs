@@ -3,16 +3,16 @@
 //!
 //! Everything that can be refused is refused before the first byte is written; the output has its name only
 //! when it is complete; the memory held is one packed tensor, whatever the size of the model.
-pub(crate) mod atomic;
+pub mod atomic;
 pub mod convert;
 mod dat;
 mod declare;
 mod layout;
 mod members;
-pub(crate) mod safetensors;
+pub mod safetensors;
 mod work;
 
-use crate::checkpoint::Checkpoint;
+use crate::Checkpoint;
 use crate::quantize::{Method, Quantized, Rows, Scales, Target, amax, power_of_two_amax, quantize, sqnr_db};
 use atomic::Output;
 use q4_core::detect::Layout;

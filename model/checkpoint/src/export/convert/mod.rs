@@ -11,7 +11,7 @@ mod scale;
 use super::atomic::Output;
 use super::declare::{self, Declared};
 use super::{DEFAULT_SHARD_BYTES, Progress, Sink, dat, safetensors};
-use crate::checkpoint::{Bytes, Checkpoint, Container, Layer, OpenOptions};
+use crate::{Bytes, Checkpoint, Container, Layer, OpenOptions};
 use contents::{Content, Contents, contents, matrices};
 use items::{Item, items};
 use q4_core::detect::Layout;

@@ -1,26 +1,30 @@
-//! Checkpoints: files are mapped and indexed once, layers are bound to their bytes by name.
+//! Checkpoints: files are mapped and indexed once, layers are bound to their bytes by name; what families call
+//! them; the same models written anew in 4 bits or in another layout.
 //!
 //! Nothing that a file says is believed before it was compared with something else: sizes with the file,
 //! parts with each other, layouts with the configuration, values with the format. Damage is an error that
 //! names file or tensor.
+pub mod arch;
 mod bytes;
+pub mod config;
 mod dat;
 mod declared;
+pub mod export;
 mod layer;
 pub mod names;
+pub mod quantize;
 mod safetensors;
 mod shards;
 mod source;
 mod store;
 mod table;
 mod unique;
-pub(crate) mod values;
+pub mod values;
 
 pub use bytes::Bytes;
 pub use declared::{Declaration, Method};
 pub use layer::Layer;
-pub(crate) use store::SCANNED;
-pub use store::{Container, Entry, Stored, TensorStore};
+pub use store::{Container, Entry, SCANNED, Stored, TensorStore};
 pub use table::Table;
 
 use crate::config::DecoderConfig;
@@ -190,14 +194,14 @@ impl Checkpoint {
     }
 
     /// As [`release`](Self::release) for one tensor.
-    pub(crate) fn release_tensor(&self, name: &str) {
+    pub fn release_tensor(&self, name: &str) {
         if let Some((bytes, range)) = self.store.place(name) {
             bytes.release(range);
         }
     }
 
     /// Tells the system that nothing of the weight files is needed in memory for now.
-    pub(crate) fn release_files(&self) {
+    pub fn release_files(&self) {
         self.store.release();
     }
 
@@ -229,12 +233,7 @@ impl Checkpoint {
     }
 
     /// As [`floats_on`](Self::floats_on) for a tensor of which a few rows are read later.
-    pub(crate) fn floats_in_passing(
-        &self,
-        threads: &ThreadPool,
-        name: &str,
-        shape: &[usize],
-    ) -> Result<Stored<'_>> {
+    pub fn floats_in_passing(&self, threads: &ThreadPool, name: &str, shape: &[usize]) -> Result<Stored<'_>> {
         self.store.floats_in_passing(name, shape, Some(threads))
     }
 
@@ -318,11 +317,7 @@ impl Checkpoint {
 
     /// The same files read as another model: with another configuration and, where named, two kinds of module
     /// exchanged.
-    pub(crate) fn changed(
-        &self,
-        edit: impl FnOnce(&mut DecoderConfig),
-        exchange: Option<(&str, &str)>,
-    ) -> Self {
+    pub fn changed(&self, edit: impl FnOnce(&mut DecoderConfig), exchange: Option<(&str, &str)>) -> Self {
         let mut other = self.clone();
         edit(&mut other.config);
         if let Some((a, b)) = exchange {
