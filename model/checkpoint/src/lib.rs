@@ -1,5 +1,5 @@
-//! Checkpoints: files are mapped and indexed once, layers are bound to their bytes by name; what families call
-//! them; the same models written anew in 4 bits or in another layout.
+//! Checkpoints: files are mapped and indexed once, layers are bound to their bytes by name. Also what families
+//! call them, and the same models written anew in 4 bits or in another layout.
 //!
 //! Nothing that a file says is believed before it was compared with something else: sizes with the file,
 //! parts with each other, layouts with the configuration, values with the format. Damage is an error that

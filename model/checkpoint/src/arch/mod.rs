@@ -1,6 +1,6 @@
 //! What a family of decoders is: a description, which the one graph, the readers and the writers look up.
 //!
-//! A new dense family is a file like [`qwen3`] and a line in [`ALL`]. What a description cannot say is refused
+//! A new dense family is a file like [`qwen3`] and a line in [`ALL`]. What a description cannot say is refused,
 //! by `check` or by the field that says it: a model is never computed as something that it is not.
 pub mod qwen3;
 
