@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compares q4's chat templates with those of Jinja2 and transformers.
 
-    python3 bench/templates.py engine --q4 target/release/q4 [--record model/tests/data/jinja.json]
+    python3 bench/templates.py engine --q4 target/release/q4 [--record model/text/tests/data/jinja.json]
     python3 bench/templates.py model  --q4 target/release/q4 --template DIR [--count 2000]
 
 `engine` renders every generated expression (values by tests, filters, methods and operators) as the chat

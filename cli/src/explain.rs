@@ -5,7 +5,6 @@ use crate::report::{Outcome, stderr};
 use crate::session::{chunk, warn_of_unscaled};
 use q4_core::{Activations, Error, ExecPath, Rejection, Result};
 use q4_model::checkpoint::Checkpoint;
-use q4_model::checkpoint::names;
 use q4_model::plan::{HeadPlan, Plan, Product};
 use serde::Serialize;
 
@@ -130,11 +129,12 @@ fn table(checkpoint: &Checkpoint, plan: &Plan) -> String {
         checkpoint.name(),
         plan.downgraded()
     );
+    let names = &checkpoint.config().arch.names;
     let mut groups: Vec<Group> = Vec::new();
     for p in plan.products() {
         let name = p.spec.name();
-        let layer = names::layer_of(&name);
-        let short = layer.and_then(|i| name.strip_prefix(&format!("model.layers.{i}.")).map(str::to_owned));
+        let layer = names.layer_of(&name);
+        let short = layer.and_then(|i| name.strip_prefix(&names.of(i, "")).map(str::to_owned));
         let lines = describe(p, &short.unwrap_or(name));
         match groups.iter_mut().find(|g| g.lines == lines) {
             Some(g) => g.layers.extend(layer),

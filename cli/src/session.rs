@@ -243,7 +243,7 @@ impl Planned<'_> {
         let mut dense: Vec<_> =
             plan.products().filter(|p| !p.spec.schema.is_4bit()).map(|p| p.spec.name()).collect();
         if let HeadPlan::Dense { .. } = plan.head {
-            dense.push(q4_model::checkpoint::names::HEAD.to_owned());
+            dense.push(checkpoint.config().arch.names.head.to_owned());
         }
         let downgraded = plan.downgraded();
         let choice = cx.device_choice()?.clone();

@@ -36,21 +36,22 @@ impl Text {
             stop_ids = config.eos_token_ids.clone();
         }
         if stop_ids.is_empty() {
-            stop_ids.extend(["<|im_end|>", "<|endoftext|>"].iter().filter_map(|t| tokenizer.id_of(t)));
+            stop_ids.extend(config.arch.template.ends.iter().filter_map(|t| tokenizer.id_of(t)));
         }
         Ok(Self { tokenizer, variables: text::variables(checkpoint)?, generation, stop_ids })
     }
 
-    /// The model's chat template, else that of Qwen3 instruct models.
+    /// The model's chat template, else that of its family's instruct models.
     pub fn template(checkpoint: &Checkpoint) -> Result<ChatTemplate> {
         match text::template(checkpoint)? {
             Some(template) => Ok(template),
             None => {
+                let family = checkpoint.config().arch.template.family;
                 tracing::info!(
                     model = checkpoint.name(),
-                    "no chat template: that of Qwen3 instruct models is used"
+                    "no chat template: that of {family} instruct models is used"
                 );
-                Ok(ChatTemplate::qwen3())
+                Ok(text::of_family(checkpoint))
             }
         }
     }

@@ -1,10 +1,11 @@
-//! What a device must be able to do to run Qwen3: coarse operations on slots the caller owns.
+//! What a device must be able to do to run a decoder: coarse operations on slots the caller owns.
 //!
 //! The graph in [`crate::graph`] is written once over this trait; inference on the CPU, inference on CUDA and
 //! training differ in nothing but the executor. A slot is `[rows, width]`; an executor never allocates one
 //! inside a step.
+use crate::arch::Activation;
 use crate::watch::Site;
-use q4_core::Result;
+use q4_core::{Code, Error, FuseSet, Result};
 
 /// Widths and limits of every slot of a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,6 +41,21 @@ impl Shape {
     }
 }
 
+/// Sizes of a context.
+#[derive(Clone, Copy, Debug)]
+pub struct Sizes {
+    /// Rows of the largest step.
+    pub rows: usize,
+    /// Rows logits are kept of.
+    pub logit_rows: usize,
+    /// Sequences that decode together.
+    pub sequences: usize,
+    /// Positions of the cache.
+    pub context: usize,
+    /// Largest need of any product at that many rows.
+    pub workspace: usize,
+}
+
 /// Activations of one step. The caller allocates them once; every operation overwrites what it produces.
 pub struct Slots<T> {
     /// Residual stream, `[rows, hidden]`.
@@ -52,7 +68,7 @@ pub struct Slots<T> {
     pub context: T,
     /// gate and up side by side, `[rows, 2 intermediate]`.
     pub gate_up: T,
-    /// `silu(gate) * up`, `[rows, intermediate]`.
+    /// `activation(gate) * up`, `[rows, intermediate]`.
     pub gated: T,
     /// A product on its way into the residual stream, `[rows, hidden]`.
     pub product: T,
@@ -98,15 +114,16 @@ pub trait Executor {
     /// `residual += x`.
     fn add(&mut self, x: &Self::Tensor, residual: &mut Self::Tensor) -> Result<()>;
 
-    /// `out = silu(gate) * up` of `gate_up`'s two halves.
-    fn silu_mul(&mut self, gate_up: &Self::Tensor, out: &mut Self::Tensor) -> Result<()>;
+    /// `out = activation(gate) * up` of `gate_up`'s two halves. Only SiLU is asked of an executor whose models
+    /// are [plain](crate::arch::Arch::plain).
+    fn gate(&mut self, activation: Activation, gate_up: &Self::Tensor, out: &mut Self::Tensor) -> Result<()>;
 
-    /// Normalises every q and k head, rotates both, and writes k and v into the cache behind what it holds.
+    /// Normalises every q and k head where there are `norms` for them, rotates both, and writes k and v into
+    /// the cache behind what it holds.
     fn rope_append(
         &mut self,
         qkv: &mut Self::Tensor,
-        q_norm: &Self::Norm,
-        k_norm: &Self::Norm,
+        norms: Option<&[Self::Norm; 2]>,
         cache: &mut Self::Cache,
         layer: usize,
     ) -> Result<()>;
@@ -125,12 +142,12 @@ pub trait Executor {
     fn rope_attention(
         &mut self,
         qkv: &mut Self::Tensor,
-        (q_norm, k_norm): (&Self::Norm, &Self::Norm),
+        norms: Option<&[Self::Norm; 2]>,
         cache: &mut Self::Cache,
         layer: usize,
         out: &mut Self::Tensor,
     ) -> Result<()> {
-        self.rope_append(qkv, q_norm, k_norm, cache, layer)?;
+        self.rope_append(qkv, norms, cache, layer)?;
         self.attention(qkv, cache, layer, out)
     }
 
@@ -154,40 +171,80 @@ pub trait Executor {
         Ok(())
     }
 
-    /// Norm, then a product. A device that fuses them overrides this.
+    /// Whether [`fused`](Self::fused) takes `set` along with a product of `x`.
+    fn fuses(&self, _x: &Self::Tensor, _weight: &Self::Linear, _set: FuseSet) -> bool {
+        false
+    }
+
+    /// A product with a `norm` of its input and the rest of `set` in one pass. A fused gate is SiLU's.
+    fn fused(
+        &mut self,
+        _x: &Self::Tensor,
+        _norm: Option<&Self::Norm>,
+        _weight: &Self::Linear,
+        _set: FuseSet,
+        _out: &mut Self::Tensor,
+    ) -> Result<()> {
+        Err(Error::new(Code::Unsupported, "a fused product"))
+    }
+
+    /// Norm, if there is one, then a product.
     fn norm_linear(
         &mut self,
         x: &Self::Tensor,
-        norm: &Self::Norm,
+        norm: Option<&Self::Norm>,
         weight: &Self::Linear,
         scratch: &mut Self::Tensor,
         out: &mut Self::Tensor,
     ) -> Result<()> {
+        let Some(norm) = norm else { return self.linear(x, weight, out) };
+        if self.fuses(x, weight, FuseSet::NORM) {
+            return self.fused(x, Some(norm), weight, FuseSet::NORM, out);
+        }
         self.norm(x, norm, scratch)?;
         self.linear(scratch, weight, out)
     }
 
-    /// A product added to the residual stream.
+    /// A product, its norm if there is one, added to the residual stream.
     fn linear_add(
         &mut self,
         x: &Self::Tensor,
         weight: &Self::Linear,
-        scratch: &mut Self::Tensor,
+        norm: Option<&Self::Norm>,
+        (product, normed): (&mut Self::Tensor, &mut Self::Tensor),
         residual: &mut Self::Tensor,
     ) -> Result<()> {
-        self.linear(x, weight, scratch)?;
-        self.add(scratch, residual)
+        if norm.is_none() && self.fuses(x, weight, FuseSet::ACCUMULATE) {
+            return self.fused(x, None, weight, FuseSet::ACCUMULATE, residual);
+        }
+        self.linear(x, weight, product)?;
+        let Some(norm) = norm else { return self.add(product, residual) };
+        self.norm(product, norm, normed)?;
+        self.add(normed, residual)
     }
 
-    /// `s.gated = silu(gate(norm(s.hidden))) * up(norm(s.hidden))`.
+    /// `s.gated = activation(gate(x)) * up(x)` of `x = norm(s.hidden)`: in one pass, or in as few as the
+    /// weight fuses.
     fn gated(
         &mut self,
-        norm: &Self::Norm,
+        norm: Option<&Self::Norm>,
         gate_up: &Self::Linear,
+        activation: Activation,
         s: &mut Slots<Self::Tensor>,
     ) -> Result<()> {
+        let gate = FuseSet::GATE;
+        if let (Activation::Silu, Some(norm)) = (activation, norm) {
+            let both = FuseSet::NORM.with(gate);
+            if self.fuses(&s.hidden, gate_up, both) {
+                return self.fused(&s.hidden, Some(norm), gate_up, both, &mut s.gated);
+            }
+            if self.fuses(&s.hidden, gate_up, gate) {
+                self.norm(&s.hidden, norm, &mut s.normed)?;
+                return self.fused(&s.normed, None, gate_up, gate, &mut s.gated);
+            }
+        }
         self.norm_linear(&s.hidden, norm, gate_up, &mut s.normed, &mut s.gate_up)?;
-        self.silu_mul(&s.gate_up, &mut s.gated)
+        self.gate(activation, &s.gate_up, &mut s.gated)
     }
 
     /// Whether somebody watches and `s.normed` holds the last norm: where products fuse it, nobody ever

@@ -1,31 +1,24 @@
-//! Everything between a model directory and the next token: configuration, tokenizer, chat template,
-//! sampling.
+//! Everything between a model directory and the next token: the graph, its executors, plans and conversations
+//! on the rooms below, whose modules are handed on: checkpoints and families, and text.
 //!
 //! Files of a model come from strangers: every reader here is bounded and answers damage with an error.
-pub mod checkpoint;
-pub mod config;
+mod assemble;
 pub mod cpu;
 pub mod cuda;
 pub mod executor;
-pub mod export;
-mod fields;
-mod files;
 pub mod generate;
-pub mod generation;
 pub mod graph;
 pub mod likelihood;
 pub mod likely;
 pub mod load;
 pub mod memory;
 pub mod plan;
-pub mod quantize;
-mod quiet;
 pub mod runner;
-pub mod sampling;
-pub mod stop;
 pub mod synthetic;
-pub mod template;
 pub mod text;
-pub mod tokenizer;
 pub mod verify;
 pub mod watch;
+pub mod weights;
+
+pub use q4_checkpoint::{self as checkpoint, arch, config, export, quantize};
+pub use q4_text::{generation, sampling, stop, template, tokenizer};

@@ -1,16 +1,16 @@
 //! From a checkpoint and a plan to a model that runs: one layer in flight at a time, every large allocation
 //! predicted.
-use crate::checkpoint::{Bytes, Checkpoint, names};
-use crate::cpu::{
-    CpuEngine, CpuExecutor, CpuHead, CpuLinear, CpuNorm, CpuTable, KvCache, KvType, slot_bytes, slots,
-};
-use crate::cuda::{CudaBatch, CudaEngine, CudaModel, Sizes};
-use crate::executor::Shape;
-use crate::graph::{Block, Qwen3};
+use crate::assemble::{Form, Source, assemble};
+use crate::checkpoint::{Bytes, Checkpoint};
+use crate::config::Rotation;
+use crate::cpu::{CpuTable, KvType};
+use crate::cuda::CudaBatch;
+use crate::executor::{Shape, Sizes};
 use crate::plan::{HeadPlan, Plan, PlanOptions, Product};
 use crate::quantize::{self, Quantized, Rows, Target};
-use crate::runner::Runner;
-use q4_core::memory::{Budget, UnifiedMemory};
+use crate::runner::{Context, Model, Runner};
+use crate::weights::{Linear, StoredTable};
+use q4_core::memory::Budget;
 use q4_core::{Code, DType, Device, Dispatch, Error, Q4Linear, Q4Weight, Result, Segment, ThreadPool};
 use std::sync::Arc;
 use tracing::{Span, field::Empty};
@@ -31,11 +31,11 @@ pub struct ContextOptions {
 /// A loaded model and what is needed to make contexts over it.
 pub struct Loaded {
     /// The graph with its weights.
-    pub model: Model,
+    pub model: Arc<dyn Model>,
     /// Threads all contexts share.
     pub threads: Arc<ThreadPool>,
     dtype: DType,
-    pub(crate) rope: (Vec<f32>, f32),
+    pub(crate) rotation: Rotation,
     pub(crate) workspace: usize,
     device: Option<DeviceMemory>,
 }
@@ -47,24 +47,6 @@ pub(crate) struct DeviceMemory {
     free: u64,
     /// What may be allocated there.
     pub(crate) budget: Budget,
-}
-
-/// The graph with its weights, where it computes.
-pub enum Model {
-    /// On the CPU.
-    Cpu(Arc<Qwen3<CpuExecutor>>),
-    /// On a CUDA device.
-    Cuda(Arc<CudaModel>),
-}
-
-impl Model {
-    /// Sizes of the graph.
-    pub fn shape(&self) -> &Shape {
-        match self {
-            Self::Cpu(m) => &m.shape,
-            Self::Cuda(m) => &m.graph.shape,
-        }
-    }
 }
 
 /// Prepares every product of `plan` and maps the rest. `progress` is called with (done, all) products.
@@ -81,72 +63,30 @@ pub fn load(
     let span = tracing::info_span!("load", model, layers, device = %options.device, bytes = Empty);
     let _in = span.enter();
     plan.require(dispatch)?;
-    let shape = shape(checkpoint);
-    std::thread::scope(|scope| {
-        // On a device, kernels that are not on disk yet compile while weights are prepared.
-        let kernels = match options.device {
-            Device::Cuda(n) => Some(scope.spawn({
-                let shape = &shape;
-                move || CudaModel::kernels(n, shape, options.dtype)
-            })),
-            _ => None,
-        };
-        let device = DeviceMemory::of(options.device, budget)?;
-        let allowed = device.as_ref().map_or(budget, |d| &d.budget);
-        let (model, workspace) = weights(checkpoint, plan, dispatch, options, &threads, allowed, progress)?;
-        let kernels = kernels.map(|k| k.join().map_err(|_| Error::new(Code::Internal, "loading kernels")));
-        let _held = kernels.transpose()?.transpose()?;
-        let c = checkpoint.config();
-        let memory = dispatch.policy().unified_memory;
-        let rope = c.rope.inv_freq(c.head_dim);
-        let computed = (options.device, options.dtype);
-        let loaded = Loaded::new(model, computed, threads, rope, workspace, memory, device);
-        // Whatever is needed again is read again: a few rows, or a table that every step reads.
-        checkpoint.release_files();
-        loaded
-    })
-}
-
-fn weights(
-    checkpoint: &Checkpoint,
-    plan: &Plan,
-    dispatch: &Dispatch,
-    options: &PlanOptions,
-    threads: &ThreadPool,
-    budget: &Budget,
-    progress: &mut dyn FnMut(usize, usize),
-) -> Result<(Qwen3<CpuExecutor>, usize)> {
-    let (all, before) = (plan.products().count(), budget.reserved());
-    let mut loader =
-        Loader { checkpoint, dispatch, options, threads, budget, workspace: 0, done: 0, all, progress };
-    let c = checkpoint.config();
-    let shape = shape(checkpoint);
-    let mut blocks = Vec::with_capacity(c.num_hidden_layers);
-    for (i, layer) in plan.layers.iter().enumerate() {
-        blocks.push(Block {
-            input_norm: loader.norm(&names::input_norm(i), c.hidden_size)?,
-            qkv: loader.linear(&layer.qkv)?,
-            q_norm: loader.norm(&names::q_norm(i), c.head_dim)?,
-            k_norm: loader.norm(&names::k_norm(i), c.head_dim)?,
-            o: loader.linear(&layer.o)?,
-            post_norm: loader.norm(&names::post_attention_norm(i), c.hidden_size)?,
-            gate_up: loader.linear(&layer.gate_up)?,
-            down: loader.linear(&layer.down)?,
-        });
-    }
-    let tied = matches!(plan.head, HeadPlan::Dense { tied: true, .. });
-    let table = loader.table(names::EMBEDDING, c.vocab_size, c.hidden_size, tied)?;
-    let head = match &plan.head {
-        HeadPlan::Dense { tied: true, .. } => CpuHead::Dense(table.clone()),
-        HeadPlan::Dense { tied: false, .. } => {
-            CpuHead::Dense(loader.table(names::HEAD, c.vocab_size, c.hidden_size, true)?)
-        }
-        HeadPlan::Product(p) => CpuHead::Q4(loader.linear(std::slice::from_ref(&**p))?),
+    let (c, shape) = (checkpoint.config(), shape(checkpoint));
+    let device = DeviceMemory::of(options.device, budget)?;
+    let budget = device.as_ref().map_or(budget, |d| &d.budget);
+    let before = budget.reserved();
+    let mut source = FromCheckpoint {
+        checkpoint,
+        plan,
+        dispatch,
+        options,
+        threads: &threads,
+        budget,
+        workspace: 0,
+        done: 0,
+        all: plan.products().count(),
+        progress,
     };
-    let norm = loader.norm(names::FINAL_NORM, c.hidden_size)?;
-    let workspace = loader.workspace;
+    let form = Form { arch: c.arch, shape: &shape, eps: c.rms_norm_eps };
+    let to = (options.device, options.dtype, dispatch.policy().unified_memory);
+    let model = assemble(form, to, &mut source)?;
+    let workspace = source.workspace;
     Span::current().record("bytes", budget.reserved().saturating_sub(before));
-    Ok((Qwen3 { shape, table, blocks, norm, head }, workspace))
+    // Whatever is needed again is read again: a few rows, or a table that every step reads.
+    checkpoint.release_files();
+    Ok(Loaded::new(model, threads, options.dtype, c.rotation(), workspace, device))
 }
 
 impl DeviceMemory {
@@ -181,22 +121,16 @@ pub fn shape(checkpoint: &Checkpoint) -> Shape {
 }
 
 impl Loaded {
-    /// From parts, whose products were prepared on the device that computes them, with outputs of a type;
-    /// the rest moves there. `workspace` is the largest need of any product but the head.
+    /// `workspace` is the largest need of any product but the head.
     pub(crate) fn new(
-        model: Qwen3<CpuExecutor>,
-        (computes, dtype): (Device, DType),
+        model: Arc<dyn Model>,
         threads: Arc<ThreadPool>,
-        rope: (Vec<f32>, f32),
+        dtype: DType,
+        rotation: Rotation,
         workspace: usize,
-        memory: UnifiedMemory,
         device: Option<DeviceMemory>,
-    ) -> Result<Self> {
-        let model = match computes {
-            Device::Cuda(ordinal) => Model::Cuda(Arc::new(CudaModel::upload(model, ordinal, dtype, memory)?)),
-            _ => Model::Cpu(Arc::new(model)),
-        };
-        Ok(Self { model, threads, dtype, rope, workspace, device })
+    ) -> Self {
+        Self { model, threads, dtype, rotation, workspace, device }
     }
 
     /// What the device has less of than before this model was loaded; `None` on the CPU.
@@ -208,65 +142,43 @@ impl Loaded {
 
     /// Largest need of any product in steps whose head has `logit_rows` rows.
     pub(crate) fn workspace(&self, logit_rows: usize) -> usize {
-        let head = match &self.model {
-            Model::Cpu(model) => match &model.head {
-                CpuHead::Q4(linear) => Some(linear),
-                CpuHead::Dense(_) => None,
-            },
-            Model::Cuda(model) => model.head(),
-        };
-        let parts = head.iter().flat_map(|linear| &linear.parts);
+        let parts = self.model.head().into_iter().flat_map(|linear| &linear.parts);
         parts.map(|(part, _)| part.workspace(logit_rows)).fold(self.workspace, usize::max)
     }
 
     /// A context of its own over this model, inside `budget`.
     pub fn runner(&self, options: ContextOptions, budget: &Budget) -> Result<Runner> {
-        let (rows, context) = (options.chunk, options.context);
+        let rows = options.chunk;
         let logit_rows = if options.all_logits { rows } else { 1 };
-        let rope = (self.rope.0.as_slice(), self.rope.1);
-        let model = match &self.model {
-            Model::Cpu(model) => model,
-            Model::Cuda(model) => {
-                let workspace = self.workspace(logit_rows);
-                let sizes = Sizes { rows, logit_rows, sequences: 1, context, workspace };
-                let allowed = self.device.as_ref().map_or(u64::MAX, |d| d.budget.left());
-                let engine = CudaEngine::new(model.clone(), self.threads.clone(), sizes, rope, allowed)?;
-                return Ok(Runner::new(Box::new(engine), rows));
-            }
-        };
-        let s = &model.shape;
-        let kind = options.kv;
-        budget.reserve(KvCache::bytes(kind, s.layers, s.kv_heads, s.head_dim, context), "the KV cache")?;
-        budget.reserve(slot_bytes(s, rows, logit_rows), "the activations")?;
-        let (threads, workspace) = (self.threads.threads(), self.workspace(logit_rows));
-        let scratch = CpuExecutor::bytes(s, threads, self.dtype, rows, context, workspace);
-        budget.reserve(scratch, "the workspace")?;
-        let threads = self.threads.clone();
-        let executor = CpuExecutor::new(s.clone(), threads, self.dtype, rows, context, workspace, rope);
-        let cache = KvCache::new(kind, s.layers, s.kv_heads, s.head_dim, context);
-        let slots = slots(s, rows, logit_rows);
-        let engine = CpuEngine { model: model.clone(), executor, cache, slots };
-        Ok(Runner::new(Box::new(engine), rows))
+        let workspace = self.workspace(logit_rows);
+        let sizes = Sizes { rows, logit_rows, sequences: 1, context: options.context, workspace };
+        let engine = self.model.clone().engine(self.context(sizes, options.kv, budget))?;
+        Ok(Runner::new(engine, rows))
     }
-}
 
-impl Loaded {
     /// `sequences` contexts of `context` positions that decode together, on a CUDA device.
     pub fn batch(&self, sequences: usize, context: usize, chunk: usize) -> Result<CudaBatch> {
-        let Model::Cuda(model) = &self.model else {
-            return Err(Error::new(Code::Unsupported, "several sequences at once")
-                .need("a CUDA device")
-                .have("the CPU"));
-        };
         let workspace = self.workspace(sequences);
         let sizes = Sizes { rows: chunk, logit_rows: sequences, sequences, context, workspace };
-        let rope = (self.rope.0.as_slice(), self.rope.1);
-        CudaBatch::new(model.clone(), self.threads.clone(), sizes, rope)
+        self.model.clone().batch(self.context(sizes, KvType::F32, &Budget::new(u64::MAX)))
+    }
+
+    fn context<'a>(&'a self, sizes: Sizes, kv: KvType, budget: &'a Budget) -> Context<'a> {
+        let budget = self.device.as_ref().map_or(budget, |d| &d.budget);
+        Context {
+            sizes,
+            kv,
+            dtype: self.dtype,
+            threads: self.threads.clone(),
+            rotation: &self.rotation,
+            budget,
+        }
     }
 }
 
-struct Loader<'a> {
+struct FromCheckpoint<'a> {
     checkpoint: &'a Checkpoint,
+    plan: &'a Plan,
     dispatch: &'a Dispatch,
     options: &'a PlanOptions,
     threads: &'a ThreadPool,
@@ -277,14 +189,37 @@ struct Loader<'a> {
     progress: &'a mut dyn FnMut(usize, usize),
 }
 
-impl Loader<'_> {
-    fn norm(&self, name: &str, width: usize) -> Result<CpuNorm> {
-        Ok(CpuNorm { weight: self.checkpoint.norm(name, width)?, eps: self.checkpoint.config().rms_norm_eps })
+impl Source for FromCheckpoint<'_> {
+    fn products(&mut self, layer: usize) -> Result<[Linear; 4]> {
+        let plan = self.plan;
+        let l = &plan.layers[layer];
+        Ok([self.linear(&l.qkv)?, self.linear(&l.o)?, self.linear(&l.gate_up)?, self.linear(&l.down)?])
     }
+    fn head(&mut self) -> Result<Option<Linear>> {
+        let plan = self.plan;
+        match &plan.head {
+            HeadPlan::Product(p) => self.linear(std::slice::from_ref(&**p)).map(Some),
+            HeadPlan::Dense { .. } => Ok(None),
+        }
+    }
+    fn embedding(&mut self) -> Result<StoredTable> {
+        let tied = matches!(self.plan.head, HeadPlan::Dense { tied: true, .. });
+        self.table(self.checkpoint.config().arch.names.embedding, tied)
+    }
+    fn dense_head(&mut self) -> Result<Option<StoredTable>> {
+        let own = matches!(self.plan.head, HeadPlan::Dense { tied: false, .. });
+        own.then(|| self.table(self.checkpoint.config().arch.names.head, true)).transpose()
+    }
+    fn norm(&mut self, name: &str, width: usize) -> Result<Vec<f32>> {
+        self.checkpoint.norm(name, width)
+    }
+}
 
+impl FromCheckpoint<'_> {
     /// `whole`: every step reads all of it.
-    fn table(&self, module: &str, rows: usize, width: usize, whole: bool) -> Result<CpuTable> {
-        let name = format!("{module}.weight");
+    fn table(&self, module: &str, whole: bool) -> Result<StoredTable> {
+        let c = self.checkpoint.config();
+        let (name, rows, width) = (format!("{module}.weight"), c.vocab_size, c.hidden_size);
         let stored = self.checkpoint.floats_in_passing(self.threads, &name, &[rows, width])?;
         let missing = || Error::new(Code::TensorMissing, format!("`{name}`"));
         let (bytes, range) = self.checkpoint.store().place(&name).ok_or_else(missing)?;
@@ -302,19 +237,27 @@ impl Loader<'_> {
             bytes.release(range.clone());
             (copy, 0..range.len())
         };
-        Ok(CpuTable { bytes, range, dtype: stored.dtype, rows, width, name, whole })
+        Ok(StoredTable { bytes, range, dtype: stored.dtype, rows, width, name, whole })
     }
 
-    fn linear(&mut self, products: &[Product]) -> Result<CpuLinear> {
+    fn linear(&mut self, products: &[Product]) -> Result<Linear> {
         let mut parts = Vec::with_capacity(products.len());
-        let mut n = 0;
+        let (mut n, mut bias) = (0, None);
         for p in products {
+            let mut at = n;
+            for s in &p.spec.segments {
+                if let Some(own) = self.checkpoint.bias(&s.name, s.rows)? {
+                    let all = products.iter().map(|p| p.spec.n()).sum();
+                    bias.get_or_insert_with(|| vec![0.0; all])[at..at + s.rows].copy_from_slice(&own);
+                }
+                at += s.rows;
+            }
             parts.push((self.prepare(p)?, n));
             n += p.spec.n();
             self.done += 1;
             (self.progress)(self.done, self.all);
         }
-        Ok(CpuLinear { parts, n })
+        Ok(Linear { parts, n, bias })
     }
 
     fn prepare(&mut self, p: &Product) -> Result<Q4Linear> {
@@ -347,7 +290,7 @@ impl Loader<'_> {
             self.budget.release(predicted - actual);
         }
         // The head's depends on the rows whose logits somebody keeps.
-        if spec.segments[0].name != names::HEAD {
+        if spec.segments[0].name != self.checkpoint.config().arch.names.head {
             self.workspace = self.workspace.max(linear.workspace(self.options.max_rows));
         }
         Ok(linear)

@@ -14,9 +14,10 @@
 //! On the CPU everything is host memory. On a device, `loading` and pinned logits are the host's, and what is
 //! not `program` or `loading` is the device's.
 use crate::checkpoint::{Checkpoint, SCANNED, names};
+use crate::config::DecoderConfig;
 use crate::cpu::{CpuExecutor, CpuTable, KvCache, slot_bytes};
 use crate::cuda;
-use crate::executor::Shape;
+use crate::executor::Sizes;
 use crate::load::{ContextOptions, shape};
 use crate::plan::{HeadPlan, Plan, PlanOptions, Product};
 use q4_core::memory::{Budget, human};
@@ -61,7 +62,7 @@ pub struct MemoryPlan {
 }
 
 /// Bytes of one product.
-struct Sizes {
+struct Taken {
     kept: Footprint,
     /// Of the host, while it is prepared.
     passing: u64,
@@ -78,26 +79,26 @@ impl MemoryPlan {
         threads: usize,
         program: u64,
     ) -> Result<Self> {
-        let shape = shape(checkpoint);
+        let (c, shape) = (checkpoint.config(), shape(checkpoint));
         let logit_rows = if context.all_logits { context.chunk } else { 1 };
         let head = match &plan.head {
             HeadPlan::Product(p) => Some(&**p),
             HeadPlan::Dense { .. } => None,
         };
-        let mut weights = norms(&shape);
+        let mut weights = small(c);
         let (mut workspace, mut passing) = (0, 0);
         for p in plan.products() {
             let is_head = head.is_some_and(|h| std::ptr::eq(h, p));
-            let sizes = Sizes::of(p, is_head.then_some(logit_rows))?;
-            weights += sizes.kept.resident;
-            workspace = workspace.max(sizes.kept.workspace);
-            passing = passing.max(sizes.passing);
+            let taken = Taken::of(p, is_head.then_some(logit_rows))?;
+            weights += taken.kept.resident;
+            workspace = workspace.max(taken.kept.workspace);
+            passing = passing.max(taken.passing);
         }
         let tied = matches!(plan.head, HeadPlan::Dense { tied: true, .. });
         let device = options.device;
-        let embedding = table(checkpoint, names::EMBEDDING, tied, device)?;
+        let embedding = table(checkpoint, c.arch.names.embedding, tied, device)?;
         let own_head = match plan.head {
-            HeadPlan::Dense { tied: false, .. } => table(checkpoint, names::HEAD, true, device)?,
+            HeadPlan::Dense { tied: false, .. } => table(checkpoint, c.arch.names.head, true, device)?,
             _ => Table::default(),
         };
         passing = passing.max(embedding.passing).max(own_head.passing);
@@ -132,7 +133,7 @@ impl MemoryPlan {
                 cache(positions) + activations + workspace
             }
             _ => {
-                let sizes = cuda::Sizes { rows, logit_rows, sequences: 1, context: positions, workspace };
+                let sizes = Sizes { rows, logit_rows, sequences: 1, context: positions, workspace };
                 let (activations, workspace) = cuda::context_bytes(&shape, options.dtype, &sizes);
                 add("activations", place, activations);
                 add("workspace", place, workspace + cuda::KERNELS);
@@ -240,7 +241,7 @@ impl fmt::Display for MemoryPlan {
     }
 }
 
-impl Sizes {
+impl Taken {
     /// Of a product whose calls have at most `rows` rows, if that is less than it is planned for.
     fn of(p: &Product, rows: Option<usize>) -> Result<Self> {
         let selection = p.choice.as_ref().map_err(|e| Error::from(e.clone()))?;
@@ -283,8 +284,12 @@ fn table(checkpoint: &Checkpoint, module: &str, whole: bool, device: Device) -> 
     Ok(Table { kept, passing: len.min(SCANNED as u64) })
 }
 
-fn norms(s: &Shape) -> u64 {
-    (4 * (s.layers * (2 * s.hidden + 2 * s.head_dim) + s.hidden)) as u64
+/// Norms and biases.
+fn small(c: &DecoderConfig) -> u64 {
+    let norms: usize = names::norms(c, 0).iter().map(|(_, len)| len).sum();
+    let linears = names::linears(c, 0);
+    let biases: usize = linears.iter().filter(|(name, ..)| c.arch.is_biased(name)).map(|(_, n, _)| n).sum();
+    (4 * (c.num_hidden_layers * (norms + biases) + c.hidden_size)) as u64
 }
 
 /// What packing weights side by side on huge pages adds: the rest of the last page of each run of them.

@@ -299,7 +299,7 @@ impl Planner<'_> {
             k: first.k,
             max_m: self.options.max_rows,
             x: input_type(self.options.device, self.options.dtype),
-            y: if first.name == names::HEAD {
+            y: if first.name == self.checkpoint.config().arch.names.head {
                 head_type(self.options.device, self.options.dtype)
             } else {
                 self.options.dtype

@@ -1,10 +1,47 @@
 //! A model with its cache: tokens in, logits out. The cache's length is always the number of accepted tokens.
-use crate::executor::Logits;
+use crate::config::Rotation;
+use crate::cpu::KvType;
+use crate::cuda::CudaBatch;
+use crate::executor::{Logits, Shape, Sizes};
 use crate::sampling::Sampler;
 use crate::watch::{Each, Watch};
-use q4_core::{Code, Error, Result};
+use crate::weights::Linear;
+use q4_core::memory::Budget;
+use q4_core::{Code, DType, Error, Result, ThreadPool};
+use std::any::Any;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tracing::span::EnteredSpan;
+
+/// A graph with its weights, where it computes.
+pub trait Model: Any + Send + Sync {
+    /// Sizes of the graph.
+    fn shape(&self) -> &Shape;
+    /// Products of every layer: q/k/v, attention output, gate/up, MLP output.
+    fn blocks(&self) -> Vec<[&Linear; 4]>;
+    /// The head, if it is a 4-bit product.
+    fn head(&self) -> Option<&Linear>;
+    /// A context of its own. [`Code::OutOfMemory`] where it does not fit.
+    fn engine(self: Arc<Self>, cx: Context<'_>) -> Result<Box<dyn Engine>>;
+    /// Several sequences that decode together. [`Code::Unsupported`] where nothing does that.
+    fn batch(self: Arc<Self>, cx: Context<'_>) -> Result<CudaBatch>;
+}
+
+/// What a context is made of.
+pub struct Context<'a> {
+    /// Sizes.
+    pub sizes: Sizes,
+    /// How keys and values are cached, where there is a choice.
+    pub kv: KvType,
+    /// Output type of products.
+    pub dtype: DType,
+    /// Threads all contexts share.
+    pub threads: Arc<ThreadPool>,
+    /// How heads are turned.
+    pub rotation: &'a Rotation,
+    /// What may be allocated where the model is.
+    pub budget: &'a Budget,
+}
 
 /// A graph, an executor, a cache and slots of one device: what a [`Runner`] drives.
 pub trait Engine: Send {

@@ -1,13 +1,15 @@
 //! Models of the published sizes with random packed weights, for measuring without a download.
 mod write;
 
-use crate::checkpoint::{Bytes, names};
-use crate::config::{Rope, RopeScaling};
-use crate::cpu::{CpuExecutor, CpuHead, CpuLinear, CpuNorm, CpuTable};
+use crate::arch::qwen3::QWEN3;
+use crate::arch::{self, Size};
+use crate::assemble::{Form, Source, assemble};
+use crate::checkpoint::Bytes;
+use crate::config::{Rope, RopeScaling, Rotation};
 use crate::executor::Shape;
-use crate::graph::{Block, Qwen3};
 use crate::load::{DeviceMemory, Loaded};
 use crate::plan::{head_type, input_type};
+use crate::weights::{Linear, StoredTable};
 use q4_core::memory::Budget;
 use q4_core::{
     Absmax, Activations, Code, Convention, DType, Device, Dispatch, Error, GlobalScale, LinearSpec,
@@ -17,25 +19,20 @@ use q4_core::{
 use std::sync::Arc;
 pub use write::write;
 
-/// Dense Qwen3 sizes as published: name, layers, hidden, intermediate, heads, kv heads, tied embeddings.
-pub const SIZES: [(&str, usize, usize, usize, usize, usize, bool); 6] = [
-    ("qwen3-0.6b", 28, 1024, 3072, 16, 8, true),
-    ("qwen3-1.7b", 28, 2048, 6144, 16, 8, true),
-    ("qwen3-4b", 36, 2560, 9728, 32, 8, true),
-    ("qwen3-8b", 36, 4096, 12288, 32, 8, false),
-    ("qwen3-14b", 40, 5120, 17408, 40, 8, false),
-    ("qwen3-32b", 64, 5120, 25600, 64, 8, false),
-];
+/// A published size. [`Code::Usage`] for a name that none has.
+pub fn size(name: &str) -> Result<&'static Size> {
+    let all = || arch::ALL.iter().flat_map(|a| a.sizes);
+    all().find(|s| s.name == name).ok_or_else(|| {
+        let names: Vec<_> = all().map(|s| s.name).collect();
+        Error::new(Code::Usage, format!("no shape is named `{name}`"))
+            .need(format!("one of {}", names.join(", ")))
+    })
+}
 
 /// The sizes of a published model.
 pub fn shape(name: &str) -> Result<Shape> {
-    let known = SIZES.iter().find(|s| s.0 == name).ok_or_else(|| {
-        let all: Vec<_> = SIZES.iter().map(|s| s.0).collect();
-        Error::new(Code::Usage, format!("no shape is named `{name}`"))
-            .need(format!("one of {}", all.join(", ")))
-    })?;
-    let &(_, layers, hidden, intermediate, heads, kv_heads, _) = known;
-    Ok(Shape { hidden, heads, kv_heads, head_dim: 128, intermediate, vocab: 151_936, layers })
+    let &Size { layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, .. } = size(name)?;
+    Ok(Shape { hidden, heads, kv_heads, head_dim, intermediate, vocab, layers })
 }
 
 /// What a random model is made of.
@@ -79,7 +76,7 @@ pub fn macs(shape: &Shape) -> (u64, u64) {
     (body, body + (shape.hidden * shape.vocab) as u64)
 }
 
-/// Builds the model in memory, one product in flight at a time, the head first because it is the largest.
+/// Builds a Qwen3 in memory, one product in flight at a time, the head first because it is the largest.
 pub fn build(
     shape: &Shape,
     recipe: &Recipe,
@@ -89,59 +86,61 @@ pub fn build(
 ) -> Result<Loaded> {
     let device = DeviceMemory::of(recipe.device, budget)?;
     let budget = device.as_ref().map_or(budget, |d| &d.budget);
-    let mut b = Builder { recipe, dispatch, threads: &threads, budget, workspace: 0, random: Random::new() };
-    let s = shape;
-    let head = b.linear(&[(names::HEAD.into(), s.vocab)], s.hidden)?;
-    let mut blocks: Vec<Block<CpuExecutor>> = Vec::with_capacity(s.layers);
-    for i in 0..s.layers {
-        let qkv = [(names::q(i), s.q()), (names::k(i), s.kv()), (names::v(i), s.kv())];
-        blocks.push(Block {
-            input_norm: ones(s.hidden),
-            qkv: b.linear(&qkv, s.hidden)?,
-            q_norm: ones(s.head_dim),
-            k_norm: ones(s.head_dim),
-            o: b.linear(&[(names::o(i), s.hidden)], s.q())?,
-            post_norm: ones(s.hidden),
-            gate_up: b
-                .linear(&[(names::gate(i), s.intermediate), (names::up(i), s.intermediate)], s.hidden)?,
-            down: b.linear(&[(names::down(i), s.hidden)], s.intermediate)?,
-        });
-    }
-    budget.reserve((s.vocab * s.hidden * 2) as u64, "the embeddings")?;
-    let table = b.random.embedding(s.vocab * s.hidden);
-    let range = 0..table.len();
-    let table = CpuTable {
-        bytes: Bytes::from(table),
-        range,
-        dtype: DType::BF16,
-        rows: s.vocab,
-        width: s.hidden,
-        name: names::EMBEDDING.into(),
-        whole: false,
-    };
+    let (workspace, random) = (0, Random::new());
+    let mut b = Builder { shape, recipe, dispatch, threads: &threads, budget, workspace, random, head: None };
+    b.head = Some(b.linear(&[(QWEN3.names.head.into(), shape.vocab)], shape.hidden)?);
+    let to = (recipe.device, recipe.dtype, dispatch.policy().unified_memory);
+    let model = assemble(Form { arch: &QWEN3, shape, eps: 1e-6 }, to, &mut b)?;
     let workspace = b.workspace;
-    let model = Qwen3 { shape: s.clone(), table, blocks, norm: ones(s.hidden), head: CpuHead::Q4(head) };
-    let rope = Rope { theta: 1e6, scaling: RopeScaling::None }.inv_freq(s.head_dim);
-    let memory = dispatch.policy().unified_memory;
-    Loaded::new(model, (recipe.device, recipe.dtype), threads, rope, workspace, memory, device)
-}
-
-fn ones(width: usize) -> CpuNorm {
-    CpuNorm { weight: vec![1.0; width], eps: 1e-6 }
+    let (inv_freq, factor) = Rope { theta: 1e6, scaling: RopeScaling::None }.inv_freq(shape.head_dim);
+    let rotation = Rotation { inv_freq, factor, pairs: QWEN3.rotary.pairs };
+    Ok(Loaded::new(model, threads, recipe.dtype, rotation, workspace, device))
 }
 
 struct Builder<'a> {
+    shape: &'a Shape,
     recipe: &'a Recipe,
     dispatch: &'a Dispatch,
     threads: &'a ThreadPool,
     budget: &'a Budget,
     workspace: usize,
     random: Random,
+    head: Option<Linear>,
+}
+
+impl Source for Builder<'_> {
+    fn products(&mut self, layer: usize) -> Result<[Linear; 4]> {
+        let (s, n) = (self.shape, &QWEN3.names);
+        let of = |name, rows| (n.of(layer, name), rows);
+        Ok([
+            self.linear(&[of(n.q, s.q()), of(n.k, s.kv()), of(n.v, s.kv())], s.hidden)?,
+            self.linear(&[of(n.o, s.hidden)], s.q())?,
+            self.linear(&[of(n.gate, s.intermediate), of(n.up, s.intermediate)], s.hidden)?,
+            self.linear(&[of(n.down, s.hidden)], s.intermediate)?,
+        ])
+    }
+    fn head(&mut self) -> Result<Option<Linear>> {
+        Ok(self.head.take())
+    }
+    fn embedding(&mut self) -> Result<StoredTable> {
+        let (rows, width) = (self.shape.vocab, self.shape.hidden);
+        self.budget.reserve((rows * width * 2) as u64, "the embeddings")?;
+        let bytes = self.random.embedding(rows * width);
+        let range = 0..bytes.len();
+        let (bytes, name) = (Bytes::from(bytes), QWEN3.names.embedding.into());
+        Ok(StoredTable { bytes, range, dtype: DType::BF16, rows, width, name, whole: false })
+    }
+    fn dense_head(&mut self) -> Result<Option<StoredTable>> {
+        Ok(None)
+    }
+    fn norm(&mut self, _name: &str, width: usize) -> Result<Vec<f32>> {
+        Ok(vec![1.0; width])
+    }
 }
 
 impl Builder<'_> {
-    fn linear(&mut self, members: &[(String, usize)], k: usize) -> Result<CpuLinear> {
-        let head = members[0].0 == names::HEAD;
+    fn linear(&mut self, members: &[(String, usize)], k: usize) -> Result<Linear> {
+        let head = members[0].0 == QWEN3.names.head;
         let spec = LinearSpec {
             segments: members
                 .iter()
@@ -167,7 +166,7 @@ impl Builder<'_> {
         if !head {
             self.workspace = self.workspace.max(linear.workspace(spec.max_m));
         }
-        Ok(CpuLinear { n: spec.n(), parts: vec![(linear, 0)] })
+        Ok(Linear { n: spec.n(), parts: vec![(linear, 0)], bias: None })
     }
 }
 

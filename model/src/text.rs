@@ -48,6 +48,11 @@ pub fn template(checkpoint: &Checkpoint) -> Result<Option<ChatTemplate>> {
     Ok(own.transpose()?.flatten())
 }
 
+/// The form that instruct models of its family use, for directories that ship no template.
+pub fn of_family(checkpoint: &Checkpoint) -> ChatTemplate {
+    ChatTemplate::of(checkpoint.config().arch.template.source)
+}
+
 /// `bos_token` and `eos_token`, for templates that print them. [`Code::TokenizerInvalid`] for a
 /// `tokenizer_config.json` that is no JSON.
 pub fn variables(checkpoint: &Checkpoint) -> Result<Map<String, Value>> {

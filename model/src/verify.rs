@@ -81,10 +81,11 @@ impl Verifier<'_> {
     fn weights(&mut self) {
         let c = self.c;
         let config = c.config();
-        self.known.insert(format!("{}.", names::EMBEDDING));
+        let modules = &config.arch.names;
+        self.known.insert(format!("{}.", modules.embedding));
         match c.embedding() {
-            Err(e) => self.error(names::EMBEDDING, &e),
-            Ok(table) => self.table(names::EMBEDDING, &table),
+            Err(e) => self.error(modules.embedding, &e),
+            Ok(table) => self.table(modules.embedding, &table),
         }
         for i in 0..config.num_hidden_layers {
             let mut inputs = BTreeMap::new();
@@ -96,23 +97,24 @@ impl Verifier<'_> {
             for (at, (name, n, k)) in names::linears(config, i).into_iter().enumerate() {
                 // q, k, v, o, gate, up, down: what a norm writes is bounded, the rest is not.
                 let norm = match at {
-                    0..=2 => inputs.get(&names::input_norm(i)),
-                    4 | 5 => inputs.get(&names::post_attention_norm(i)),
+                    0..=2 => modules.attention.before,
+                    4 | 5 => modules.mlp.before,
                     _ => None,
                 };
+                let norm = norm.and_then(|norm| inputs.get(&modules.of(i, norm)));
                 self.layer(&name, n, k, Input::behind(norm.map(|w| w.as_slice())));
             }
         }
-        self.norm(names::FINAL_NORM, config.hidden_size);
-        self.known.insert(format!("{}.", names::HEAD));
+        self.norm(modules.final_norm, config.hidden_size);
+        self.known.insert(format!("{}.", modules.head));
         match c.bind_head() {
             Ok(Head::Quantised(layer)) => self.values(&layer, Input::behind(None)),
             Ok(_) => match c.head() {
-                Err(e) => self.error(names::HEAD, &e),
-                Ok(Head::Dense(stored)) => self.table(names::HEAD, &stored),
+                Err(e) => self.error(modules.head, &e),
+                Ok(Head::Dense(stored)) => self.table(modules.head, &stored),
                 Ok(_) => {}
             },
-            Err(e) => self.error(names::HEAD, &e),
+            Err(e) => self.error(modules.head, &e),
         }
     }
 
@@ -237,7 +239,8 @@ impl Verifier<'_> {
     /// A float matrix: how much of it is zero, and how large it is. Rows that no token has may be anything.
     fn table(&mut self, name: &str, stored: &Stored<'_>) {
         let rows = stored.shape.first().copied().unwrap_or(1).max(1);
-        let used = match name == names::EMBEDDING || name == names::HEAD {
+        let modules = &self.c.config().arch.names;
+        let used = match name == modules.embedding || name == modules.head {
             true => self.tokens().map_or(rows, |n| n.min(rows)),
             false => rows,
         };
@@ -301,11 +304,11 @@ impl Verifier<'_> {
     /// Tensors that no part of the model uses. A file may be full of them: the first ones are named, the
     /// others counted.
     fn strangers(&mut self) {
-        let layers = self.c.config().num_hidden_layers;
+        let (layers, modules) = (self.c.config().num_hidden_layers, &self.c.config().arch.names);
         let mut extra = BTreeMap::<usize, usize>::new();
         let (mut told, mut untold, mut worst) = (0, 0, Severity::Note);
         for name in self.c.table().keys() {
-            let (code, severity, message) = match names::layer_of(name) {
+            let (code, severity, message) = match modules.layer_of(name) {
                 Some(i) if i >= layers && (extra.contains_key(&i) || extra.len() < NAMED) => {
                     *extra.entry(i).or_default() += 1;
                     continue;

@@ -157,7 +157,7 @@ fn a_dat_file_round_trips() {
     assert!(c.config().tie_word_embeddings);
     let Head::Quantised(head) = c.head().unwrap() else { panic!("the stored head is 4-bit") };
     assert_eq!((head.detected.n, head.detected.k), (256, 64));
-    let norm = c.norm(names::FINAL_NORM, 64).unwrap();
+    let norm = c.norm("model.norm", 64).unwrap();
     let need = m.get("model.norm.weight").f32s();
     assert!(norm.iter().zip(&need).all(|(a, b)| *a == half::f16::from_f32(*b).to_f32()));
 }

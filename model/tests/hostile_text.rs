@@ -2,7 +2,7 @@
 //! bounded memory, and without taking the process down.
 use q4_core::{Error, Result};
 use q4_model::{
-    config::Qwen3Config,
+    config::DecoderConfig,
     generation::GenerationConfig,
     template::{ChatTemplate, Message},
     tokenizer::Tokenizer,
@@ -117,8 +117,9 @@ fn cuts(text: &'static str) -> impl Iterator<Item = (usize, &'static [u8])> {
 fn configurations() {
     let mut trial = Trial::new();
     for (percent, bytes) in cuts(CONFIG) {
-        trial
-            .refuses(&format!("config cut at {percent} %"), "config.json", move || Qwen3Config::parse(bytes));
+        trial.refuses(&format!("config cut at {percent} %"), "config.json", move || {
+            DecoderConfig::parse(bytes)
+        });
     }
     for (percent, bytes) in cuts(GENERATION) {
         let parse = move || GenerationConfig::parse(bytes, 2048);
@@ -157,7 +158,7 @@ fn configurations() {
         let text = CONFIG.replacen('{', &format!("{{\"{field}\": {value},"), 1);
         // The later of two equal keys would win.
         let text = text.replace(&format!("\n  \"{field}\":"), &format!("\n  \"unused_{}\":", text.len()));
-        trial.refuses(&format!("{field} = {value}"), field, move || Qwen3Config::parse(text.as_bytes()));
+        trial.refuses(&format!("{field} = {value}"), field, move || DecoderConfig::parse(text.as_bytes()));
     }
     for value in ["NaN", "Infinity", "1e999", "\"0.7\"", "-0.1", "[]"] {
         let text = format!("{{\"temperature\": {value}}}");
@@ -173,10 +174,10 @@ fn configurations() {
         ("a large file", format!("{{\"a\": \"{}\"}}", "x".repeat(2 << 20))),
     ] {
         let copy = text.clone();
-        trial.refuses(name, "config.json", move || Qwen3Config::parse(text.as_bytes()));
+        trial.refuses(name, "config.json", move || DecoderConfig::parse(text.as_bytes()));
         trial.refuses(name, "generation_config.json", move || GenerationConfig::parse(copy.as_bytes(), 2048));
     }
-    trial.refuses("not UTF-8", "config.json", || Qwen3Config::parse(b"{\"model_type\": \"\xff\"}"));
+    trial.refuses("not UTF-8", "config.json", || DecoderConfig::parse(b"{\"model_type\": \"\xff\"}"));
     trial.end(80);
 }
 

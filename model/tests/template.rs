@@ -1,5 +1,6 @@
 //! Chat templates against prompts rendered by transformers, and against Jinja's rules where engines differ.
 use q4_core::Code;
+use q4_model::arch::qwen3::QWEN3;
 use q4_model::template::{ChatTemplate, Message};
 use serde_json::{Map, Value, json};
 use std::path::Path;
@@ -36,18 +37,19 @@ fn qwen3_renders_every_golden_case() {
         let messages: Vec<Message> = serde_json::from_value(case["messages"].clone()).expect("messages");
         let tools = Some(&case["tools"]).filter(|t| !t.is_null());
         let generate = case["add_generation_prompt"].as_bool().expect("flag");
-        let prompt = ChatTemplate::qwen3().render(&messages, tools, generate, &Map::new());
+        let prompt = ChatTemplate::of(QWEN3.template.source).render(&messages, tools, generate, &Map::new());
         assert_eq!(prompt.as_deref(), Ok(case["rendered"].as_str().expect("text")), "case {}", case["name"]);
     }
 }
 
 #[test]
 fn the_built_in_template_passes_its_own_bounds() {
-    ChatTemplate::compile(include_str!("../src/qwen3_instruct.jinja")).expect("compiles");
+    ChatTemplate::compile(QWEN3.template.source).expect("compiles");
     let long: Vec<Message> =
         (0..2000).map(|i| Message::new(["user", "assistant"][i % 2], "word ".repeat(200))).collect();
-    let prompt =
-        ChatTemplate::qwen3().render(&long, None, true, &Map::new()).expect("a long conversation fits");
+    let prompt = ChatTemplate::of(QWEN3.template.source)
+        .render(&long, None, true, &Map::new())
+        .expect("a long conversation fits");
     assert!(prompt.len() > 2_000_000);
 }
 
@@ -100,7 +102,9 @@ fn arguments_given_as_text_are_not_quoted_again() {
     let call =
         json!([{"function": {"name": "f", "arguments": "{\"a\": 1}"}}, {"name": "g", "arguments": {}}]);
     let message = Message { tool_calls: Some(call), ..Message::new("assistant", "Well.") };
-    let prompt = ChatTemplate::qwen3().render(&[message], None, false, &Map::new()).expect("renders");
+    let prompt = ChatTemplate::of(QWEN3.template.source)
+        .render(&[message], None, false, &Map::new())
+        .expect("renders");
     let calls = "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\": 1}}\n</tool_call>\n\
                  <tool_call>\n{\"name\": \"g\", \"arguments\": {}}\n</tool_call>";
     assert_eq!(prompt, format!("<|im_start|>assistant\nWell.\n{calls}<|im_end|>\n"));

@@ -16,7 +16,7 @@ use crate::config::{Config, Weights};
 use crate::optim::{StateLayout, TILE};
 use q4_core::Result;
 use q4_core::memory::{Budget, human};
-use q4_model::config::Qwen3Config;
+use q4_model::config::DecoderConfig;
 use serde::Serialize;
 use std::fmt;
 
@@ -90,7 +90,7 @@ pub struct Plan {
 
 impl Shapes {
     /// The shapes of a configuration; q/k/v and gate/up are one matrix each.
-    pub fn of(c: &Qwen3Config) -> Self {
+    pub fn of(c: &DecoderConfig) -> Self {
         let (hidden, inter) = (c.hidden_size, c.intermediate_size);
         let (q, kv) = (c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim);
         let mut tensors = vec![Tensor { shape: vec![c.vocab_size, hidden], block: None, linear: false }];
@@ -298,7 +298,7 @@ mod tests {
             "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
             "vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 5000000,
             "tie_word_embeddings": true}"#;
-        Shapes::of(&Qwen3Config::parse(json.as_bytes()).expect("configuration"))
+        Shapes::of(&DecoderConfig::parse(json.as_bytes()).expect("configuration"))
     }
 
     fn plan(preset: Preset, change: impl Fn(&mut Config)) -> Plan {

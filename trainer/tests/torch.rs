@@ -6,7 +6,7 @@ use q4_core::{
     ThreadPool,
 };
 use q4_model::checkpoint::{Checkpoint, OpenOptions};
-use q4_model::config::Qwen3Config;
+use q4_model::config::DecoderConfig;
 use q4_model::executor::{Logits, Shape};
 use q4_model::load::{ContextOptions, load};
 use q4_model::plan::{ActivationRequest, Plan, PlanOptions};
@@ -55,13 +55,13 @@ const HYPER: Hyper =
 fn engine(tied: bool, keep: Keep, options: Options) -> Result<Engine> {
     // Tests run side by side; threads of their own would only wait for each other.
     tch::set_num_threads(1);
-    let config = Qwen3Config::parse(config(tied).as_bytes())?;
+    let config = DecoderConfig::parse(config(tied).as_bytes())?;
     let kernels = Kernels::new(tch::Device::Cpu, Arc::new(ThreadPool::new(2)), ScaleChoice::PowerOfTwo)?;
     let params = Params::random(&config, keep, 11, &kernels)?;
     engine_of(&config, params, kernels, options)
 }
 
-fn engine_of(c: &Qwen3Config, params: Params, kernels: Kernels, options: Options) -> Result<Engine> {
+fn engine_of(c: &DecoderConfig, params: Params, kernels: Kernels, options: Options) -> Result<Engine> {
     let shape = Shape {
         hidden: c.hidden_size,
         heads: c.num_attention_heads,
@@ -447,7 +447,7 @@ fn a_dat_file_has_everything_trained_and_keeps_the_rest_to_the_byte() -> Result<
     // Adapters move the linear layers alone.
     let base = Checkpoint::open(&path("strange.dat"), &OpenOptions::default())?;
     let keep = Keep { lora: Some((8, 16.0)), ..KEEP };
-    let c = Qwen3Config::parse(config(false).as_bytes())?;
+    let c = DecoderConfig::parse(config(false).as_bytes())?;
     let kernels = Kernels::new(tch::Device::Cpu, Arc::new(ThreadPool::new(2)), ScaleChoice::PowerOfTwo)?;
     let params = Params::load(&base, keep, 11, &kernels)?;
     let mut adapted = engine_of(&c, params, kernels, OPTIONS)?;

@@ -5,11 +5,12 @@ use crate::context::Context;
 use crate::device_roofline::DeviceRoofline;
 use crate::report::Outcome;
 use q4_core::memory::human;
-use q4_core::{Code, DType, Dispatch, Error, ExecContext, ExecPath, Q4Linear, Result, ThreadPool};
+use q4_core::{DType, Dispatch, ExecContext, ExecPath, Q4Linear, Result, ThreadPool};
 use q4_cuda::{Buffer, Event, Gpu, Stream, libraries, view, view_mut};
 use q4_model::cuda::CudaCache;
-use q4_model::load::{ContextOptions, Model};
+use q4_model::load::ContextOptions;
 use q4_model::synthetic;
+use q4_model::weights::Linear;
 use serde::Serialize;
 use std::fmt::Write;
 use std::sync::Arc;
@@ -218,18 +219,15 @@ impl Bench<'_> {
     /// Every product of a layer and the head at several numbers of rows. A graph runs the same product of all
     /// layers one after another, so that no weight is still in the cache when its turn comes again.
     fn kernels(&mut self, gpu: &Arc<Gpu>, threads: &ThreadPool) -> Result<()> {
-        let Model::Cuda(model) = &self.subject.loaded.model else {
-            return Err(Error::new(Code::Internal, "a bench of CUDA kernels for a model on the CPU"));
-        };
-        let part = |l: &'_ q4_model::cpu::CpuLinear| l.parts.len() == 1;
-        let blocks = &model.graph.blocks;
-        let head = model.products().last();
+        let (blocks, head) = (self.subject.loaded.model.blocks(), self.subject.loaded.model.head());
+        let whole = |l: &&Linear| l.parts.len() == 1;
+        let of = |i: usize| blocks.iter().map(|b| b[i]).filter(whole).map(|l| &l.parts[0].0).collect();
         let groups: [(&str, Vec<&Q4Linear>); 5] = [
-            ("qkv", blocks.iter().filter(|b| part(&b.qkv)).map(|b| &b.qkv.parts[0].0).collect()),
-            ("o", blocks.iter().map(|b| &b.o.parts[0].0).collect()),
-            ("gate_up", blocks.iter().filter(|b| part(&b.gate_up)).map(|b| &b.gate_up.parts[0].0).collect()),
-            ("down", blocks.iter().map(|b| &b.down.parts[0].0).collect()),
-            ("lm_head", head.into_iter().collect()),
+            ("qkv", of(0)),
+            ("o", of(1)),
+            ("gate_up", of(2)),
+            ("down", of(3)),
+            ("lm_head", head.iter().flat_map(|l| &l.parts).map(|(p, _)| p).collect()),
         ];
         // Many rows of every product after few: a processor that has drawn much power runs slower for a
         // while.

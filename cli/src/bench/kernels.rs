@@ -4,9 +4,6 @@ use super::{Figure, Subject, measure, timed};
 use crate::args::BenchArgs;
 use crate::roofline::{Roofline, Work};
 use q4_core::{ExecContext, Q4Linear, Result, TensorView, TensorViewMut, ThreadPool};
-use q4_model::cpu::{CpuExecutor, CpuHead, CpuLinear};
-use q4_model::graph::Block;
-use q4_model::load::Model;
 
 /// Every product of a layer and the head, alone, at several numbers of rows. The same product of all layers
 /// comes one after another, so that no weight is still in the cache when its turn comes again.
@@ -18,16 +15,15 @@ pub(super) fn measure_all(
     threads: &ThreadPool,
     figures: &mut Vec<Figure>,
 ) -> Result<()> {
-    let Model::Cpu(model) = &subject.loaded.model else { return Ok(()) };
-    let of: [fn(&Block<CpuExecutor>) -> &CpuLinear; 4] = [|b| &b.qkv, |b| &b.o, |b| &b.gate_up, |b| &b.down];
+    let blocks = subject.loaded.model.blocks();
     let mut products = Vec::new();
-    for of in of {
-        for (i, (first, _)) in model.blocks.first().map_or(&[][..], |b| &of(b).parts).iter().enumerate() {
-            let layers = model.blocks.iter().filter_map(|b| of(b).parts.get(i)).map(|p| &p.0);
+    for of in 0..4 {
+        for (i, (first, _)) in blocks.first().map_or(&[][..], |b| &b[of].parts).iter().enumerate() {
+            let layers = blocks.iter().filter_map(|b| b[of].parts.get(i)).map(|p| &p.0);
             products.push(layers.filter(|l| is_alike(l, first)).collect());
         }
     }
-    if let CpuHead::Q4(head) = &model.head {
+    if let Some(head) = subject.loaded.model.head() {
         products.extend(head.parts.iter().map(|p| vec![&p.0]));
     }
     for layers in &products {

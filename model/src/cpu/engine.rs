@@ -1,16 +1,45 @@
 //! The CPU's side of a [`Runner`](crate::runner::Runner).
-use super::{CpuExecutor, CpuTensor, KvCache};
-use crate::executor::{Logits, Slots};
-use crate::graph::Qwen3;
-use crate::runner::Engine;
+use super::{CpuExecutor, CpuTensor, KvCache, slot_bytes, slots};
+use crate::cuda::CudaBatch;
+use crate::executor::{Logits, Shape, Slots};
+use crate::graph::Decoder;
+use crate::runner::{Context, Engine, Model};
 use crate::watch::Watch;
-use q4_core::Result;
+use crate::weights::Linear;
+use q4_core::{Code, Error, Result};
 use std::sync::Arc;
+
+impl Model for Decoder<CpuExecutor> {
+    fn shape(&self) -> &Shape {
+        &self.shape
+    }
+    fn blocks(&self) -> Vec<[&Linear; 4]> {
+        self.blocks.iter().map(|b| [&b.qkv, &b.o, &b.gate_up, &b.down]).collect()
+    }
+    fn head(&self) -> Option<&Linear> {
+        self.head.product()
+    }
+    fn engine(self: Arc<Self>, cx: Context<'_>) -> Result<Box<dyn Engine>> {
+        let Context { sizes, kv, dtype, threads, rotation, budget } = cx;
+        let (s, rows, context) = (&self.shape, sizes.rows, sizes.context);
+        budget.reserve(KvCache::bytes(kv, s.layers, s.kv_heads, s.head_dim, context), "the KV cache")?;
+        budget.reserve(slot_bytes(s, rows, sizes.logit_rows), "the activations")?;
+        let scratch = CpuExecutor::bytes(s, threads.threads(), dtype, rows, context, sizes.workspace);
+        budget.reserve(scratch, "the workspace")?;
+        let executor = CpuExecutor::new(s.clone(), threads, dtype, rows, context, sizes.workspace, rotation);
+        let cache = KvCache::new(kv, s.layers, s.kv_heads, s.head_dim, context);
+        let slots = slots(s, rows, sizes.logit_rows);
+        Ok(Box::new(CpuEngine { model: self, executor, cache, slots }))
+    }
+    fn batch(self: Arc<Self>, _cx: Context<'_>) -> Result<CudaBatch> {
+        Err(Error::new(Code::Unsupported, "several sequences at once").need("a CUDA device").have("the CPU"))
+    }
+}
 
 /// A shared model with a context of its own.
 pub struct CpuEngine {
     /// The graph with its weights.
-    pub model: Arc<Qwen3<CpuExecutor>>,
+    pub model: Arc<Decoder<CpuExecutor>>,
     /// Scratch and threads.
     pub executor: CpuExecutor,
     /// Keys and values.

@@ -2,15 +2,17 @@
 use super::attention::{self, Scores};
 use super::tensor::{Disjoint, each_row};
 use super::{CpuTensor, KvCache, simd};
+use crate::arch::{Activation, Pairs};
 use crate::checkpoint::Bytes;
+use crate::config::Rotation;
 use crate::executor::{Executor, Logits, Shape, Slots};
 use crate::watch::{Site, Watch, Written, go_on};
+use crate::weights::{Head, Home, Linear, StoredTable};
 use half::{bf16, f16};
 use q4_core::{
     Code, DType, Element, Error, ExecContext, FuseSet, Fusion, Q4Linear, Result, TensorView, TensorViewMut,
     ThreadPool, read_floats,
 };
-use std::ops::Range;
 use std::sync::Arc;
 
 /// A norm's weight and epsilon.
@@ -21,35 +23,20 @@ pub struct CpuNorm {
     pub eps: f32,
 }
 
-/// Token embeddings or a dense head, `[rows, width]`, left where the checkpoint has them.
+/// Token embeddings or a dense head, left where they are stored. Of one that is not read whole in every step,
+/// the pages of a mapped file are given back from time to time.
 #[derive(Clone)]
 pub struct CpuTable {
-    /// The file.
-    pub bytes: Bytes,
-    /// The stored elements in it, aligned for their type.
-    pub range: Range<usize>,
-    /// f32, f16 or bf16.
-    pub dtype: DType,
-    /// Rows.
-    pub rows: usize,
-    /// Elements of a row.
-    pub width: usize,
-    /// Layer name, for messages.
-    pub name: String,
-    /// Every element is read in every step; else only the rows of a step's tokens, whose pages of a mapped
-    /// file are given back from time to time.
-    pub whole: bool,
+    /// The elements.
+    pub stored: StoredTable,
+    /// What rows that are gathered are multiplied by.
+    pub scale: f32,
 }
 
 /// Rows that are read of a table before its pages are given back.
 const GATHERED: usize = 8;
 
 impl CpuTable {
-    /// Their bytes.
-    pub fn elements(&self) -> &[u8] {
-        &self.bytes[self.range.clone()]
-    }
-
     /// Bytes of memory that a table of `len` bytes takes where it is read from `bytes`, at most.
     pub(crate) fn resident(bytes: &Bytes, len: usize, whole: bool) -> u64 {
         let all = whole || !bytes.is_mapped();
@@ -57,20 +44,23 @@ impl CpuTable {
     }
 }
 
-/// One or more products that share their input and write side by side.
-pub struct CpuLinear {
-    /// The products and the column each starts at.
-    pub parts: Vec<(Q4Linear, usize)>,
-    /// Out features of all parts.
-    pub n: usize,
+/// Host memory: weights stay as they were read.
+pub struct CpuHome {
+    /// What embeddings are multiplied by.
+    pub embedding_scale: f32,
 }
 
-/// The head.
-pub enum CpuHead {
-    /// A dense matrix, tied to the embeddings or not.
-    Dense(CpuTable),
-    /// A 4-bit product.
-    Q4(CpuLinear),
+impl Home for CpuHome {
+    type Norm = CpuNorm;
+    type Table = CpuTable;
+    type Executor = CpuExecutor;
+
+    fn norm(&self, weight: Vec<f32>, eps: f32) -> Result<CpuNorm> {
+        Ok(CpuNorm { weight, eps })
+    }
+    fn table(&self, stored: StoredTable) -> Result<CpuTable> {
+        Ok(CpuTable { stored, scale: self.embedding_scale })
+    }
 }
 
 /// Scratch and threads of one context.
@@ -82,8 +72,9 @@ pub struct CpuExecutor {
     staging: Vec<u16>,
     workspace: Vec<u8>,
     scores: Scores,
-    /// `cos` and `sin` of every position, `[context, head_dim / 2]` each.
+    /// `cos` and `sin` of every position, `[context, pairs of a head]` each.
     rope: (Vec<f32>, Vec<f32>),
+    pairs: (Pairs, usize),
     watch: Watch,
     /// Rows of the embeddings that were read since their pages were given back.
     gathered: usize,
@@ -112,8 +103,7 @@ pub fn slot_bytes(shape: &Shape, rows: usize, logit_rows: usize) -> u64 {
 
 impl CpuExecutor {
     /// Allocates everything a step of up to `rows` rows over `context` positions needs.
-    /// `workspace` is the largest need of any product at that many rows; `rope` the inverse frequencies and
-    /// the factor on cos and sin.
+    /// `workspace` is the largest need of any product at that many rows.
     pub fn new(
         shape: Shape,
         threads: Arc<ThreadPool>,
@@ -121,7 +111,7 @@ impl CpuExecutor {
         rows: usize,
         context: usize,
         workspace: usize,
-        rope: (&[f32], f32),
+        rotation: &Rotation,
     ) -> Self {
         let widest = shape.qkv().max(2 * shape.intermediate).max(shape.hidden).max(shape.vocab);
         let lanes = attention::tasks(&shape, rows).min(threads.threads());
@@ -129,7 +119,8 @@ impl CpuExecutor {
         Self {
             staging: if y == DType::F32 { Vec::new() } else { vec![0; rows * widest] },
             workspace: vec![0; workspace + 64],
-            rope: rotations(rope.0, rope.1, context),
+            rope: rotations(rotation, context),
+            pairs: (rotation.pairs, rotation.inv_freq.len()),
             watch: Watch::Nothing,
             gathered: 0,
             scores,
@@ -167,14 +158,15 @@ impl CpuExecutor {
 
 impl Executor for CpuExecutor {
     type Tensor = CpuTensor;
-    type Linear = CpuLinear;
+    type Linear = Linear;
     type Norm = CpuNorm;
     type Table = CpuTable;
-    type Head = CpuHead;
+    type Head = Head<CpuTable>;
     type Cache = KvCache;
 
     fn embed(&mut self, table: &CpuTable, ids: &[u32], out: &mut CpuTensor) -> Result<()> {
         out.set_rows(ids.len());
+        let (table, scale) = (&table.stored, table.scale);
         let (width, row_bytes) = (table.width, table.width * table.dtype.size());
         for (id, row) in ids.iter().zip(out.data_mut().chunks_exact_mut(width)) {
             let at = *id as usize * row_bytes;
@@ -186,6 +178,9 @@ impl Executor for CpuExecutor {
                     .have(id.to_string()));
             };
             read_floats(bytes, table.dtype, row);
+            if scale != 1.0 {
+                row.iter_mut().for_each(|v| *v *= scale);
+            }
             self.gathered += 1;
             if self.gathered == GATHERED {
                 self.gathered = 0;
@@ -203,10 +198,14 @@ impl Executor for CpuExecutor {
         Ok(())
     }
 
-    fn linear(&mut self, x: &CpuTensor, weight: &CpuLinear, out: &mut CpuTensor) -> Result<()> {
+    fn linear(&mut self, x: &CpuTensor, weight: &Linear, out: &mut CpuTensor) -> Result<()> {
         let m = x.rows();
         out.set_rows(m);
-        self.product(x.data(), m, weight, &Fusion::default(), out.data_mut())
+        self.product(x.data(), m, weight, &Fusion::default(), out.data_mut())?;
+        if let Some(bias) = &weight.bias {
+            each_row(out.data_mut(), weight.n, &self.threads, |_, row| simd::add(bias, row));
+        }
+        Ok(())
     }
 
     fn add(&mut self, x: &CpuTensor, residual: &mut CpuTensor) -> Result<()> {
@@ -215,12 +214,15 @@ impl Executor for CpuExecutor {
         Ok(())
     }
 
-    fn silu_mul(&mut self, gate_up: &CpuTensor, out: &mut CpuTensor) -> Result<()> {
+    fn gate(&mut self, activation: Activation, gate_up: &CpuTensor, out: &mut CpuTensor) -> Result<()> {
         out.set_rows(gate_up.rows());
         let half = out.width();
         each_row(out.data_mut(), half, &self.threads, |r, row| {
             let (gate, up) = gate_up.row(r).split_at(half);
-            simd::silu_mul(gate, up, row);
+            match activation {
+                Activation::Silu => simd::silu_mul(gate, up, row),
+                Activation::GeluTanh => gelu_tanh_mul(gate, up, row),
+            }
         });
         Ok(())
     }
@@ -228,25 +230,28 @@ impl Executor for CpuExecutor {
     fn rope_append(
         &mut self,
         qkv: &mut CpuTensor,
-        q_norm: &CpuNorm,
-        k_norm: &CpuNorm,
+        norms: Option<&[CpuNorm; 2]>,
         cache: &mut KvCache,
         layer: usize,
     ) -> Result<()> {
         cache.room_for(qkv.rows())?;
         let (s, past, width) = (&self.shape, cache.len(), qkv.width());
-        let (d, half) = (s.head_dim, s.head_dim / 2);
-        let rope = &self.rope;
+        let (rope, (pairs, half)) = (&self.rope, self.pairs);
         let cache = cache.writer(layer);
         each_row(qkv.data_mut(), width, &self.threads, |r, row| {
             let at = (past + r) * half;
             let (cos, sin) = (&rope.0[at..at + half], &rope.1[at..at + half]);
             let (q, kv) = row.split_at_mut(s.q());
             let (k, v) = kv.split_at_mut(s.kv());
-            for (heads, norm) in [(q, q_norm), (&mut *k, k_norm)] {
-                for head in heads.chunks_exact_mut(d) {
-                    rms_norm_in_place(head, norm);
-                    simd::rotate(head, cos, sin);
+            for (i, heads) in [q, &mut *k].into_iter().enumerate() {
+                for head in heads.chunks_exact_mut(s.head_dim) {
+                    if let Some(norms) = norms {
+                        rms_norm_in_place(head, &norms[i]);
+                    }
+                    match pairs {
+                        Pairs::Halves => simd::rotate(&mut head[..2 * half], cos, sin),
+                        Pairs::Neighbours => rotate_neighbours(head, cos, sin),
+                    }
                 }
             }
             // SAFETY: a row is a position of its own, and the cache is read by nobody before all are written.
@@ -271,7 +276,7 @@ impl Executor for CpuExecutor {
         &mut self,
         x: &CpuTensor,
         norm: &CpuNorm,
-        head: &CpuHead,
+        head: &Head<CpuTable>,
         which: Logits,
         scratch: &mut CpuTensor,
         out: &mut CpuTensor,
@@ -286,10 +291,10 @@ impl Executor for CpuExecutor {
         }
         out.set_rows(m);
         match head {
-            CpuHead::Q4(linear) => {
+            Head::Product(linear) => {
                 self.product(scratch.data(), m, linear, &Fusion::default(), out.data_mut())
             }
-            CpuHead::Dense(table) => dense_head(table, scratch.data(), out.data_mut(), &self.threads),
+            Head::Dense(table) => dense_head(&table.stored, scratch.data(), out.data_mut(), &self.threads),
         }
     }
 
@@ -297,32 +302,23 @@ impl Executor for CpuExecutor {
         cache.advance(rows)
     }
 
-    fn linear_add(
-        &mut self,
-        x: &CpuTensor,
-        weight: &CpuLinear,
-        scratch: &mut CpuTensor,
-        residual: &mut CpuTensor,
-    ) -> Result<()> {
-        if self.fuses(weight, x.rows(), FuseSet::ACCUMULATE) {
-            let fusion = Fusion { accumulate: true, ..Fusion::default() };
-            return self.product(x.data(), x.rows(), weight, &fusion, residual.data_mut());
-        }
-        self.linear(x, weight, scratch)?;
-        self.add(scratch, residual)
+    fn fuses(&self, x: &CpuTensor, weight: &Linear, set: FuseSet) -> bool {
+        // What is rounded to a narrower type in between cannot be fused, and norms are computed here.
+        self.y == DType::F32 && !set.contains(FuseSet::NORM) && weight.fuses(x.rows(), set)
     }
 
-    fn gated(&mut self, norm: &CpuNorm, gate_up: &CpuLinear, s: &mut Slots<CpuTensor>) -> Result<()> {
-        let rows = s.hidden.rows();
-        // Gate and up in one weight, or there is nothing to fuse.
-        if gate_up.parts.len() == 1 && self.fuses(gate_up, rows, FuseSet::GATE) {
-            self.norm(&s.hidden, norm, &mut s.normed)?;
-            s.gated.set_rows(rows);
-            let fusion = Fusion { gate: true, ..Fusion::default() };
-            return self.product(s.normed.data(), rows, gate_up, &fusion, s.gated.data_mut());
-        }
-        self.norm_linear(&s.hidden, norm, gate_up, &mut s.normed, &mut s.gate_up)?;
-        self.silu_mul(&s.gate_up, &mut s.gated)
+    fn fused(
+        &mut self,
+        x: &CpuTensor,
+        _norm: Option<&CpuNorm>,
+        weight: &Linear,
+        set: FuseSet,
+        out: &mut CpuTensor,
+    ) -> Result<()> {
+        out.set_rows(x.rows());
+        let (gate, accumulate) = (set.contains(FuseSet::GATE), set.contains(FuseSet::ACCUMULATE));
+        let fusion = Fusion { norm: None, gate, accumulate };
+        self.product(x.data(), x.rows(), weight, &fusion, out.data_mut())
     }
 
     fn shows_norms(&self) -> bool {
@@ -347,16 +343,11 @@ impl Executor for CpuExecutor {
 }
 
 impl CpuExecutor {
-    /// Whether all parts of a product take `set` along; what is rounded to a narrower type in between cannot.
-    fn fuses(&self, weight: &CpuLinear, m: usize, set: FuseSet) -> bool {
-        self.y == DType::F32 && weight.parts.iter().all(|(part, _)| part.fuses(m, set))
-    }
-
     fn product(
         &mut self,
         x: &[f32],
         m: usize,
-        weight: &CpuLinear,
+        weight: &Linear,
         fusion: &Fusion<'_>,
         out: &mut [f32],
     ) -> Result<()> {
@@ -403,7 +394,7 @@ fn staged<T: Element + simd::Widen + bytemuck::Pod>(
     Ok(())
 }
 
-/// `y = w * (x * rsqrt(mean(x²) + eps))`, f32 (Qwen3RMSNorm).
+/// `y = w * (x * rsqrt(mean(x²) + eps))`, f32 (transformers' RMSNorm).
 fn rms_norm(x: &[f32], norm: &CpuNorm, out: &mut [f32]) {
     simd::scale_by(x, &norm.weight, norm_factor(x, norm), out);
 }
@@ -418,13 +409,28 @@ fn norm_factor(x: &[f32], norm: &CpuNorm) -> f32 {
 }
 
 /// `cos` and `sin` of every position, `[context, frequencies]` each.
-pub(crate) fn rotations(inv_freq: &[f32], factor: f32, context: usize) -> (Vec<f32>, Vec<f32>) {
-    let angles = (0..context).flat_map(|p| inv_freq.iter().map(move |f| p as f32 * f));
-    angles.map(|a| (a.cos() * factor, a.sin() * factor)).unzip()
+pub(crate) fn rotations(r: &Rotation, context: usize) -> (Vec<f32>, Vec<f32>) {
+    let angles = (0..context).flat_map(|p| r.inv_freq.iter().map(move |f| p as f32 * f));
+    angles.map(|a| (a.cos() * r.factor, a.sin() * r.factor)).unzip()
+}
+
+/// `(a, b) -> (a cos - b sin, b cos + a sin)` of elements side by side.
+fn rotate_neighbours(head: &mut [f32], cos: &[f32], sin: &[f32]) {
+    for (([a, b], cos), sin) in head.as_chunks_mut::<2>().0.iter_mut().zip(cos).zip(sin) {
+        (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
+    }
+}
+
+/// `out[i] = gelu(gate[i]) * up[i]`, by its tanh approximation.
+fn gelu_tanh_mul(gate: &[f32], up: &[f32], out: &mut [f32]) {
+    const ROOT: f32 = 0.797_884_6; // sqrt(2 / pi)
+    for ((o, g), u) in out.iter_mut().zip(gate).zip(up) {
+        *o = 0.5 * g * (1.0 + (ROOT * (g + 0.044_715 * g * g * g)).tanh()) * u;
+    }
 }
 
 /// `out[r, v] = x[r] · table[v]`, rows of the table in parallel, each read once for all rows of x.
-fn dense_head(table: &CpuTable, x: &[f32], out: &mut [f32], threads: &ThreadPool) -> Result<()> {
+fn dense_head(table: &StoredTable, x: &[f32], out: &mut [f32], threads: &ThreadPool) -> Result<()> {
     let bytes = table.elements();
     match table.dtype {
         DType::F32 => dense_rows::<f32>(bytes, table, x, out, threads),
@@ -438,7 +444,7 @@ fn dense_head(table: &CpuTable, x: &[f32], out: &mut [f32], threads: &ThreadPool
 
 fn dense_rows<T: simd::Lanes + bytemuck::Pod>(
     bytes: &[u8],
-    table: &CpuTable,
+    table: &StoredTable,
     x: &[f32],
     out: &mut [f32],
     threads: &ThreadPool,

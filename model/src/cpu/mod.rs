@@ -14,5 +14,5 @@ mod x86;
 pub use cache::{KvCache, KvType};
 pub use engine::CpuEngine;
 pub(crate) use executor::rotations;
-pub use executor::{CpuExecutor, CpuHead, CpuLinear, CpuNorm, CpuTable, slot_bytes, slots};
+pub use executor::{CpuExecutor, CpuHome, CpuNorm, CpuTable, slot_bytes, slots};
 pub use tensor::CpuTensor;

@@ -2,9 +2,10 @@
 use super::ahead::Stands;
 use super::executor::Step;
 use super::outbox::{Choice, Outbox, Ticket};
-use super::slots::{Layout, Sizes};
+use super::slots::Layout;
 use super::{CudaCache, CudaExecutor, CudaModel, CudaTensor};
-use crate::executor::{Executor, Logits, Slots};
+use crate::config::Rotation;
+use crate::executor::{Executor, Logits, Sizes, Slots};
 use q4_core::{Code, Error, Result, ThreadPool};
 use q4_cuda::Graph;
 use std::sync::Arc;
@@ -35,7 +36,7 @@ impl CudaBatch {
         model: Arc<CudaModel>,
         threads: Arc<ThreadPool>,
         sizes: Sizes,
-        rope: (&[f32], f32),
+        rotation: &Rotation,
     ) -> Result<Self> {
         let (gpu, s, dtype, n) = (&model.gpu, &model.graph.shape, model.dtype, sizes.sequences);
         let dims = (s.layers, s.kv_heads, s.head_dim);
@@ -49,7 +50,7 @@ impl CudaBatch {
             lens: vec![0; n],
             next: vec![0; n],
             chunk: sizes.rows,
-            executor: CudaExecutor::new(&model, threads, sizes, scratch, rope)?,
+            executor: CudaExecutor::new(&model, threads, sizes, scratch, rotation)?,
             graph: None,
             warm: false,
             model,

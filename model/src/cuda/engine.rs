@@ -4,15 +4,35 @@ use super::ahead::{Course, Stands, Start};
 use super::draw::Draw;
 use super::executor::{Step, bytes};
 use super::outbox::{Choice, Outbox};
-use super::slots::{Layout, Sizes};
-use super::{CudaCache, CudaExecutor, CudaModel, CudaTensor};
-use crate::executor::{Executor, Logits, Slots};
-use crate::runner::Engine;
+use super::slots::Layout;
+use super::{CudaBatch, CudaCache, CudaExecutor, CudaModel, CudaTensor};
+use crate::config::Rotation;
+use crate::executor::{Executor, Logits, Shape, Sizes, Slots};
+use crate::runner::{Context, Engine, Model};
 use crate::sampling::Sampler;
 use crate::watch::Watch;
+use crate::weights::Linear;
 use q4_core::{Code, DType, Error, Result, ThreadPool};
 use q4_cuda::{Buffer, Graph, Pinned};
 use std::sync::Arc;
+
+impl Model for CudaModel {
+    fn shape(&self) -> &Shape {
+        &self.graph.shape
+    }
+    fn blocks(&self) -> Vec<[&Linear; 4]> {
+        self.graph.blocks.iter().map(|b| [&b.qkv, &b.o, &b.gate_up, &b.down]).collect()
+    }
+    fn head(&self) -> Option<&Linear> {
+        self.graph.head.product()
+    }
+    fn engine(self: Arc<Self>, cx: Context<'_>) -> Result<Box<dyn Engine>> {
+        Ok(Box::new(CudaEngine::new(self, cx.threads, cx.sizes, cx.rotation, cx.budget.left())?))
+    }
+    fn batch(self: Arc<Self>, cx: Context<'_>) -> Result<CudaBatch> {
+        CudaBatch::new(self, cx.threads, cx.sizes, cx.rotation)
+    }
+}
 
 /// A shared model with a context of its own.
 pub struct CudaEngine {
@@ -42,7 +62,7 @@ impl CudaEngine {
         model: Arc<CudaModel>,
         threads: Arc<ThreadPool>,
         sizes: Sizes,
-        rope: (&[f32], f32),
+        rotation: &Rotation,
         allowed: u64,
     ) -> Result<Self> {
         let (gpu, s, dtype) = (&model.gpu, &model.graph.shape, model.dtype);
@@ -65,7 +85,7 @@ impl CudaEngine {
         let spare = CudaTensor::new(&Arc::new(Buffer::new(gpu, 4 * s.vocab)?), 0, 1, s.vocab, DType::F32);
         let outbox = Outbox::new(gpu, 1)?;
         let logits = Pinned::new(gpu, logit_rows * s.vocab * 4)?;
-        let executor = CudaExecutor::new(&model, threads, sizes, scratch, rope)?;
+        let executor = CudaExecutor::new(&model, threads, sizes, scratch, rotation)?;
         Ok(Self {
             executor,
             cache,

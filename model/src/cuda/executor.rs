@@ -3,15 +3,15 @@
 use super::draw::Draw;
 use super::kernels::{Chosen, Embedding, ModelKernels, Place, argmax_blocks};
 use super::outbox::Outbox;
-use super::slots::{Scratch, Sizes};
+use super::slots::Scratch;
 use super::{CudaCache, CudaModel, CudaTensor};
-use crate::cpu::CpuLinear;
-use crate::executor::{Executor, Logits, Shape, Slots};
+use crate::arch::Activation;
+use crate::config::Rotation;
+use crate::executor::{Executor, Logits, Shape, Sizes, Slots};
 use crate::sampling::Sampler;
 use crate::watch::{Site, Watch, Written, go_on};
-use q4_core::{
-    Code, DType, Error, ExecContext, FuseSet, Fusion, Q4Linear, Result, RmsNorm, TensorView, ThreadPool,
-};
+use crate::weights::{Head, Linear};
+use q4_core::{Code, DType, Error, ExecContext, FuseSet, Fusion, Result, RmsNorm, TensorView, ThreadPool};
 use q4_cuda::{Buffer, Gpu, Graph, Pinned, Stream, view, view_mut};
 use std::sync::Arc;
 
@@ -41,14 +41,6 @@ pub struct CudaTable {
     pub dtype: DType,
     /// Rows.
     pub rows: usize,
-}
-
-/// The head.
-pub enum CudaHead {
-    /// A dense matrix, tied to the embeddings or not.
-    Dense(CudaTable),
-    /// A 4-bit product with f32 output.
-    Q4(CpuLinear),
 }
 
 /// Stream, scratch and small state of one context.
@@ -139,17 +131,17 @@ pub(super) fn bytes(s: &Shape, sizes: &Sizes) -> u64 {
 }
 
 impl CudaExecutor {
-    /// Allocates everything a step needs. `rope`: inverse frequencies and the factor on cos and sin.
+    /// Allocates everything a step needs.
     pub fn new(
         model: &CudaModel,
         threads: Arc<ThreadPool>,
         sizes: Sizes,
         scratch: Scratch,
-        rope: (&[f32], f32),
+        rotation: &Rotation,
     ) -> Result<Self> {
         let (gpu, kernels) = (&model.gpu, model.kernels.clone());
         let Sizes { rows, sequences, context, workspace, .. } = sizes;
-        let (cos, sin) = crate::cpu::rotations(rope.0, rope.1, context);
+        let (cos, sin) = crate::cpu::rotations(rotation, context);
         let table = Buffer::new(gpu, (cos.len() + sin.len()) * 4)?;
         table.upload(0, &cos)?;
         table.upload(cos.len() * 4, &sin)?;
@@ -267,7 +259,7 @@ impl CudaExecutor {
     fn products(
         &mut self,
         x: TensorView<'_>,
-        weight: &CpuLinear,
+        weight: &Linear,
         fusion: &Fusion<'_>,
         out: &mut CudaTensor,
     ) -> Result<()> {
@@ -297,16 +289,18 @@ fn embedding(table: &CudaTable, hidden: &CudaTensor, first: usize) -> Embedding 
     Embedding::new((table.buffer.ptr(), table.dtype), hidden.row(first), hidden.width())
 }
 
-fn fuses(weight: &CpuLinear, m: usize, set: FuseSet) -> bool {
-    weight.parts.iter().all(|(p, _): &(Q4Linear, usize)| p.fuses(m, set))
+/// The norms of query and key heads; models without were refused where they were loaded.
+fn of_heads(norms: Option<&[CudaNorm; 2]>) -> Result<(u64, u64, f32)> {
+    let [q, k] = norms.ok_or_else(|| Error::new(Code::Unsupported, "heads without norms on CUDA"))?;
+    Ok((q.weight.ptr(), k.weight.ptr(), q.eps))
 }
 
 impl Executor for CudaExecutor {
     type Tensor = CudaTensor;
-    type Linear = CpuLinear;
+    type Linear = Linear;
     type Norm = CudaNorm;
     type Table = CudaTable;
-    type Head = CudaHead;
+    type Head = Head<CudaTable>;
     type Cache = CudaCache;
 
     fn embed(&mut self, table: &CudaTable, ids: &[u32], out: &mut CudaTensor) -> Result<()> {
@@ -326,7 +320,7 @@ impl Executor for CudaExecutor {
         unsafe { self.kernels.norm(x.ptr(), weight.pair(), to, (x.rows(), x.width()), self.stream.raw()) }
     }
 
-    fn linear(&mut self, x: &CudaTensor, weight: &CpuLinear, out: &mut CudaTensor) -> Result<()> {
+    fn linear(&mut self, x: &CudaTensor, weight: &Linear, out: &mut CudaTensor) -> Result<()> {
         out.set_rows(x.rows());
         self.products(x.view(0)?, weight, &Fusion::default(), out)
     }
@@ -336,7 +330,10 @@ impl Executor for CudaExecutor {
         unsafe { self.kernels.add(x.ptr(), residual.ptr(), x.rows() * x.width(), self.stream.raw()) }
     }
 
-    fn silu_mul(&mut self, gate_up: &CudaTensor, out: &mut CudaTensor) -> Result<()> {
+    fn gate(&mut self, activation: Activation, gate_up: &CudaTensor, out: &mut CudaTensor) -> Result<()> {
+        if activation != Activation::Silu {
+            return Err(Error::new(Code::Unsupported, activation.as_str()).need("silu on CUDA"));
+        }
         out.set_rows(gate_up.rows());
         let (rows, width) = (out.rows(), out.width());
         // SAFETY: gate_up is `[rows, 2 width]`.
@@ -346,12 +343,11 @@ impl Executor for CudaExecutor {
     fn rope_append(
         &mut self,
         qkv: &mut CudaTensor,
-        q_norm: &CudaNorm,
-        k_norm: &CudaNorm,
+        norms: Option<&[CudaNorm; 2]>,
         cache: &mut CudaCache,
         layer: usize,
     ) -> Result<()> {
-        let norms = (q_norm.weight.ptr(), k_norm.weight.ptr(), q_norm.eps);
+        let norms = of_heads(norms)?;
         let (place, rows) = (self.position(cache), qkv.rows());
         let s = self.stream.raw();
         // SAFETY: the engine left room in the cache; slots and queries hold `rows` rows.
@@ -385,17 +381,17 @@ impl Executor for CudaExecutor {
     fn rope_attention(
         &mut self,
         qkv: &mut CudaTensor,
-        (q_norm, k_norm): (&CudaNorm, &CudaNorm),
+        norms: Option<&[CudaNorm; 2]>,
         cache: &mut CudaCache,
         layer: usize,
         out: &mut CudaTensor,
     ) -> Result<()> {
         if self.step != Step::Decode || !self.kernels.attends_one() {
-            self.rope_append(qkv, q_norm, k_norm, cache, layer)?;
+            self.rope_append(qkv, norms, cache, layer)?;
             return self.attention(qkv, cache, layer, out);
         }
         out.set_rows(qkv.rows());
-        let norms = (q_norm.weight.ptr(), k_norm.weight.ptr(), q_norm.eps);
+        let norms = of_heads(norms)?;
         let place = self.position(cache);
         let (n, s) = (self.sequences, self.stream.raw());
         // SAFETY: `partial` has the size the kernels asked for; the rest as above.
@@ -417,7 +413,7 @@ impl Executor for CudaExecutor {
         &mut self,
         x: &CudaTensor,
         norm: &CudaNorm,
-        head: &CudaHead,
+        head: &Head<CudaTable>,
         which: Logits,
         scratch: &mut CudaTensor,
         out: &mut CudaTensor,
@@ -429,9 +425,9 @@ impl Executor for CudaExecutor {
         out.set_rows(rows);
         let s = self.stream.raw();
         match head {
-            CudaHead::Q4(linear) => {
+            Head::Product(linear) => {
                 let fused = Fusion { norm: Some(norm.fused()?), ..Fusion::default() };
-                if fuses(linear, rows, fused.set()) {
+                if linear.fuses(rows, fused.set()) {
                     return self.products(x.view(first)?, linear, &fused, out);
                 }
                 let to = (scratch.ptr(), scratch.dtype());
@@ -439,7 +435,7 @@ impl Executor for CudaExecutor {
                 unsafe { self.kernels.norm(x.row(first), norm.pair(), to, (rows, x.width()), s)? };
                 self.products(scratch.view(0)?, linear, &Fusion::default(), out)
             }
-            CudaHead::Dense(table) => {
+            Head::Dense(table) => {
                 // Tensor cores multiply two values of one type, so x takes the table's, unless f32 was asked
                 // for.
                 let exact = self.dtype == DType::F32 || table.dtype == DType::F32;
@@ -496,53 +492,21 @@ impl Executor for CudaExecutor {
             .fix("`q4 verify MODEL` checks the scales; --dtype bfloat16 has the range of float32"))
     }
 
-    fn norm_linear(
+    fn fuses(&self, x: &CudaTensor, weight: &Linear, set: FuseSet) -> bool {
+        weight.fuses(x.rows(), set)
+    }
+
+    fn fused(
         &mut self,
         x: &CudaTensor,
-        norm: &CudaNorm,
-        weight: &CpuLinear,
-        scratch: &mut CudaTensor,
+        norm: Option<&CudaNorm>,
+        weight: &Linear,
+        set: FuseSet,
         out: &mut CudaTensor,
     ) -> Result<()> {
-        if fuses(weight, x.rows(), FuseSet::NORM) {
-            out.set_rows(x.rows());
-            let fusion = Fusion { norm: Some(norm.fused()?), ..Fusion::default() };
-            return self.products(x.view(0)?, weight, &fusion, out);
-        }
-        self.norm(x, norm, scratch)?;
-        self.linear(scratch, weight, out)
-    }
-
-    fn linear_add(
-        &mut self,
-        x: &CudaTensor,
-        weight: &CpuLinear,
-        scratch: &mut CudaTensor,
-        residual: &mut CudaTensor,
-    ) -> Result<()> {
-        if fuses(weight, x.rows(), FuseSet::ACCUMULATE) {
-            let fusion = Fusion { accumulate: true, ..Fusion::default() };
-            return self.products(x.view(0)?, weight, &fusion, residual);
-        }
-        self.linear(x, weight, scratch)?;
-        self.add(scratch, residual)
-    }
-
-    fn gated(&mut self, norm: &CudaNorm, gate_up: &CpuLinear, s: &mut Slots<CudaTensor>) -> Result<()> {
-        let rows = s.hidden.rows();
-        let whole = gate_up.parts.len() == 1; // gate and up in one weight, or there is nothing to fuse
-        if whole && fuses(gate_up, rows, FuseSet::NORM.with(FuseSet::GATE)) {
-            s.gated.set_rows(rows);
-            let fusion = Fusion { norm: Some(norm.fused()?), gate: true, accumulate: false };
-            self.products(s.hidden.view(0)?, gate_up, &fusion, &mut s.gated)
-        } else if whole && fuses(gate_up, rows, FuseSet::GATE) {
-            self.norm(&s.hidden, norm, &mut s.normed)?;
-            s.gated.set_rows(rows);
-            let fusion = Fusion { gate: true, ..Fusion::default() };
-            self.products(s.normed.view(0)?, gate_up, &fusion, &mut s.gated)
-        } else {
-            self.norm_linear(&s.hidden, norm, gate_up, &mut s.normed, &mut s.gate_up)?;
-            self.silu_mul(&s.gate_up, &mut s.gated)
-        }
+        out.set_rows(x.rows());
+        let norm = norm.map(CudaNorm::fused).transpose()?;
+        let (gate, accumulate) = (set.contains(FuseSet::GATE), set.contains(FuseSet::ACCUMULATE));
+        self.products(x.view(0)?, weight, &Fusion { norm, gate, accumulate }, out)
     }
 }

@@ -1,24 +1,10 @@
 //! Device memory of a step's activations: one allocation, in which slots that are never alive together share
 //! bytes.
 use super::{CudaModel, CudaTensor, executor};
-use crate::executor::{Shape, Slots};
+use crate::executor::{Shape, Sizes, Slots};
 use q4_core::{DType, Result};
 use q4_cuda::{Buffer, Gpu};
 use std::sync::Arc;
-
-/// Sizes of a context.
-pub struct Sizes {
-    /// Rows of the largest step.
-    pub rows: usize,
-    /// Rows logits are kept of.
-    pub logit_rows: usize,
-    /// Sequences that decode together.
-    pub sequences: usize,
-    /// Positions of the cache.
-    pub context: usize,
-    /// Largest need of any product at that many rows.
-    pub workspace: usize,
-}
 
 /// Where everything lies, in bytes from the start.
 pub struct Layout<'a> {

@@ -1,8 +1,8 @@
 //! Steps that run ahead change nothing but time: the same bits as an engine that waits for every token.
 use super::ahead::Stands;
-use super::{CudaEngine, CudaModel, Sizes};
-use crate::executor::{Logits, Shape};
-use crate::load::{Loaded, Model};
+use super::{CudaEngine, CudaModel};
+use crate::executor::{Logits, Shape, Sizes};
+use crate::load::Loaded;
 use crate::runner::Engine;
 use crate::sampling::{Sampler, SamplingParams};
 use crate::synthetic::{Recipe, build};
@@ -10,6 +10,7 @@ use crate::watch::Watch;
 use q4_core::memory::Budget;
 use q4_core::{Activations, BuiltinOptions, DType, Device, Dispatch, Policy, Registry, Result, ThreadPool};
 use q4_cuda::Nodes;
+use std::any::Any;
 use std::sync::Arc;
 use {q4_dequant_matmul as _, q4_nf4_kernel as _, q4_nvfp4_kernel as _};
 
@@ -55,11 +56,9 @@ impl Small {
         Ok(Some(Self { dispatch, loaded, threads }))
     }
 
-    fn model(&self) -> &Arc<CudaModel> {
-        match &self.loaded.model {
-            Model::Cuda(model) => model,
-            Model::Cpu(_) => panic!("built for a device"),
-        }
+    fn model(&self) -> Arc<CudaModel> {
+        let model: Arc<dyn Any + Send + Sync> = self.loaded.model.clone();
+        model.downcast().expect("built for a device")
     }
 
     fn engine(&self) -> Result<CudaEngine> {
@@ -70,8 +69,7 @@ impl Small {
             context: CONTEXT,
             workspace: self.loaded.workspace(1),
         };
-        let rope = (self.loaded.rope.0.as_slice(), self.loaded.rope.1);
-        CudaEngine::new(self.model().clone(), self.threads.clone(), sizes, rope, u64::MAX)
+        CudaEngine::new(self.model(), self.threads.clone(), sizes, &self.loaded.rotation, u64::MAX)
     }
 
     /// Calls of products that were counted so far.

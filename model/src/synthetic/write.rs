@@ -1,7 +1,8 @@
 //! The same random model as a checkpoint: what it takes to load a file can be measured without a download.
 use super::Random;
+use crate::arch::qwen3::QWEN3;
 use crate::checkpoint::names;
-use crate::config::Qwen3Config;
+use crate::config::DecoderConfig;
 use crate::executor::Shape;
 use crate::export::atomic::Output;
 use crate::export::safetensors::{Entry, Writer, file_name};
@@ -16,14 +17,15 @@ use std::path::Path;
 /// to write.
 pub fn write(shape: &Shape, out: &Path) -> Result<u64> {
     let config = config(shape);
-    let parsed = Qwen3Config::parse(config.as_bytes())?;
-    let mut linears = vec![(names::HEAD.to_owned(), shape.vocab, shape.hidden)];
-    let mut norms = vec![(names::FINAL_NORM.to_owned(), shape.hidden)];
+    let parsed = DecoderConfig::parse(config.as_bytes())?;
+    let mut linears = vec![(QWEN3.names.head.to_owned(), shape.vocab, shape.hidden)];
+    let mut norms = vec![(QWEN3.names.final_norm.to_owned(), shape.hidden)];
     for i in 0..shape.layers {
         linears.extend(names::linears(&parsed, i));
         norms.extend(names::norms(&parsed, i));
     }
-    let mut entries = vec![Entry::new(weight(names::EMBEDDING), DType::BF16, &[shape.vocab, shape.hidden])];
+    let mut entries =
+        vec![Entry::new(weight(QWEN3.names.embedding), DType::BF16, &[shape.vocab, shape.hidden])];
     entries.extend(norms.iter().map(|(name, len)| Entry::new(weight(name), DType::BF16, &[*len])));
     for (name, n, k) in &linears {
         entries.push(Entry::new(weight(name), DType::U8, &[*n, k / 2]));
@@ -34,7 +36,7 @@ pub fn write(shape: &Shape, out: &Path) -> Result<u64> {
     let output = Output::directory(out)?;
     let mut file = Writer::create(&output.path().join(file_name(0, 1)), &entries)?;
     let mut random = Random::new();
-    file.write(&weight(names::EMBEDDING), &random.embedding(shape.vocab * shape.hidden))?;
+    file.write(&weight(QWEN3.names.embedding), &random.embedding(shape.vocab * shape.hidden))?;
     for (name, len) in &norms {
         file.write(&weight(name), &[0x80, 0x3f].repeat(*len))?;
     }
@@ -65,8 +67,8 @@ fn config(s: &Shape) -> String {
         "quant_method": "modelopt",
     });
     let config = json!({
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+        "architectures": [QWEN3.class],
+        "model_type": QWEN3.model_type,
         "hidden_size": s.hidden,
         "intermediate_size": s.intermediate,
         "num_hidden_layers": s.layers,

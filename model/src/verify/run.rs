@@ -6,10 +6,10 @@
 //! better, something was exchanged.
 use super::{Finding, Severity};
 use crate::checkpoint::Checkpoint;
-use crate::config::{Qwen3Config, Rope, RopeScaling};
+use crate::config::{DecoderConfig, Rope, RopeScaling};
 use crate::likelihood::Loss;
 use crate::runner::Runner;
-use crate::template::{ChatTemplate, Message};
+use crate::template::Message;
 use crate::text;
 use crate::watch::{Each, Written};
 use q4_core::{Code, Error, Result};
@@ -82,7 +82,7 @@ impl Samples {
             return Ok(None);
         }
         let tokenizer = text::tokenizer(checkpoint)?;
-        let template = text::template(checkpoint)?.unwrap_or_else(ChatTemplate::qwen3);
+        let template = text::template(checkpoint)?.unwrap_or_else(|| text::of_family(checkpoint));
         let variables = text::variables(checkpoint)?;
         let sample = |(question, answer): &(&str, &str)| {
             let prompt = template.render(&[Message::new("user", *question)], None, true, &variables)?;
@@ -166,7 +166,7 @@ fn score(runner: &mut Runner, ids: &[u32], without: Option<Part>) -> Result<Vec<
 }
 
 /// Changes that mean a fault if they make a model better, each of which takes a load of its own.
-pub fn changes(config: &Qwen3Config) -> Vec<Change> {
+pub fn changes(config: &DecoderConfig) -> Vec<Change> {
     let mut changes = Vec::new();
     for theta in [1e4, 1e5, 1e6, 5e6] {
         let rope = Rope { theta, scaling: RopeScaling::None };
@@ -191,10 +191,14 @@ fn change(code: &'static str, subject: &str, message: String, kind: Kind) -> Cha
 impl Change {
     /// The model with the change.
     pub fn of(&self, checkpoint: &Checkpoint) -> Checkpoint {
+        let n = &checkpoint.config().arch.names;
         match &self.kind {
             Kind::Rope(rope) => checkpoint.changed(|c| c.rope = rope.clone(), None),
             Kind::Epsilon(eps) => checkpoint.changed(|c| c.rms_norm_eps = *eps, None),
-            Kind::GateUp => checkpoint.changed(|_| {}, Some((".mlp.gate_proj.", ".mlp.up_proj."))),
+            Kind::GateUp => {
+                let [gate, up] = [n.gate, n.up].map(|name| format!(".{name}."));
+                checkpoint.changed(|_| {}, Some((&gate, &up)))
+            }
         }
     }
 }

@@ -1,7 +1,7 @@
 //! What no matrix tells alone: matrices against each other, and the scales of inputs against what can come
 //! in.
 use super::{Severity, Verifier};
-use crate::checkpoint::{Layer, names};
+use crate::checkpoint::Layer;
 use q4_core::{GlobalScale, detect::Layout};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
@@ -97,7 +97,7 @@ impl Verifier<'_> {
             let ratio = seen.rms / among;
             let text = if ratio > factor || ratio < 1.0 / factor {
                 format!("the root mean square is {:.3e}, that of its like {among:.3e}", seen.rms)
-            } else if seen.rms > LARGE && seen.name != names::EMBEDDING {
+            } else if seen.rms > LARGE && seen.name != self.c.config().arch.names.embedding {
                 format!("the root mean square is {:.3e}; weights of models are below {LARGE}", seen.rms)
             } else {
                 continue;

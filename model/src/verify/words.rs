@@ -1,7 +1,7 @@
 //! Tokenizer, chat template and sampling wishes: opened and used as `q4 generate` would, and held against
 //! each other.
 use super::{Severity, Verifier};
-use crate::template::{ChatTemplate, Message};
+use crate::template::Message;
 use crate::text::{self, GENERATION, TEMPLATE, TOKENIZER, TOKENIZER_CONFIG};
 use crate::tokenizer::Tokenizer;
 use serde::{
@@ -123,12 +123,15 @@ impl Verifier<'_> {
         let template = match text::template(self.c) {
             Ok(Some(template)) => template,
             Ok(None) => {
-                if tokenizer.id_of("<|im_start|>").is_none() {
-                    let message = "no chat template, and the tokenizer has none of the tokens of Qwen3's";
-                    self.add("template-missing", Severity::Note, subject, message.into());
+                let own = &self.c.config().arch.template;
+                if tokenizer.id_of(own.marker).is_none() {
+                    let family = own.family;
+                    let message =
+                        format!("no chat template, and the tokenizer has none of the tokens of {family}'s");
+                    self.add("template-missing", Severity::Note, subject, message);
                     return;
                 }
-                ChatTemplate::qwen3()
+                text::of_family(self.c)
             }
             Err(e) => return self.error(subject, &e),
         };

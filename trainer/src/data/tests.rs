@@ -13,7 +13,7 @@ struct Parts {
 impl Parts {
     fn new(template: &str) -> Self {
         let template = match template {
-            "" => ChatTemplate::qwen3(),
+            "" => ChatTemplate::of(q4_model::arch::qwen3::QWEN3.template.source),
             source => ChatTemplate::compile(source).expect("template"),
         };
         Self {

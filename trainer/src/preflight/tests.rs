@@ -72,7 +72,7 @@ fn what_is_predicted_is_compared_with_the_disk() {
     let json = r#"{"model_type": "qwen3", "hidden_act": "silu", "hidden_size": 64, "intermediate_size": 96,
         "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 2048,
         "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": true}"#;
-    let shapes = Shapes::of(&q4_model::config::Qwen3Config::parse(json.as_bytes()).expect("configuration"));
+    let shapes = Shapes::of(&q4_model::config::DecoderConfig::parse(json.as_bytes()).expect("configuration"));
     let c = config(
         dir.path(),
         "[export]\ndir = \"DIR/o\"\nlayouts = [\"bf16\", \"modelopt\"]\n[checkpoint]\ndir = \"DIR/ck\"\n",

@@ -11,6 +11,7 @@ use super::phases::Phases;
 use super::weights::{BLOCK, Params, Role, Source};
 use crate::optim::Hyper;
 use q4_core::{Code, Error, Result};
+use q4_model::arch::Activation;
 use q4_model::executor::{Executor, Logits};
 use q4_model::graph::Block;
 use tch::{Kind, Tensor};
@@ -409,14 +410,16 @@ impl Engine {
         let leaves = (first..first + BLOCK).map(|p| self.leaf(p)).collect::<Result<Vec<_>>>()?;
         let norm = |j: usize| TorchNorm { weight: leaves[j].shallow_clone(), eps: self.eps };
         let block: Block<TorchExecutor> = Block {
-            input_norm: norm(0),
+            input_norm: Some(norm(0)),
             qkv: leaves[1].shallow_clone(),
-            q_norm: norm(2),
-            k_norm: norm(3),
+            head_norms: Some([norm(2), norm(3)]),
             o: leaves[4].shallow_clone(),
-            post_norm: norm(5),
+            attention_norm: None,
+            post_norm: Some(norm(5)),
             gate_up: leaves[6].shallow_clone(),
+            activation: Activation::Silu,
             down: leaves[7].shallow_clone(),
+            mlp_norm: None,
         };
         let mut slots = TorchExecutor::slots();
         slots.hidden = x.shallow_clone();

@@ -5,7 +5,8 @@
 //! CUDA).
 use super::{Tch, activations};
 use q4_core::{Activations, Code, Error, Result};
-use q4_model::config::Qwen3Config;
+use q4_model::arch::Activation;
+use q4_model::config::DecoderConfig;
 use q4_model::executor::{Executor, Logits, Shape, Slots};
 use tch::{Device, Kind, Tensor};
 
@@ -47,7 +48,12 @@ pub struct TorchCache {
 
 impl TorchExecutor {
     /// For a model of `config`.
-    pub fn new(config: &Qwen3Config, shape: Shape, device: Device, activations: Activations) -> Result<Self> {
+    pub fn new(
+        config: &DecoderConfig,
+        shape: Shape,
+        device: Device,
+        activations: Activations,
+    ) -> Result<Self> {
         let (inv_freq, factor) = config.rope.inv_freq(config.head_dim);
         Ok(Self {
             shape,
@@ -217,7 +223,7 @@ impl Executor for TorchExecutor {
         Ok(())
     }
 
-    fn silu_mul(&mut self, gate_up: &Tensor, out: &mut Tensor) -> Result<()> {
+    fn gate(&mut self, _silu: Activation, gate_up: &Tensor, out: &mut Tensor) -> Result<()> {
         let half = gate_up.size()[1] / 2;
         let (gate, up) = (gate_up.f_narrow(1, 0, half).t()?, gate_up.f_narrow(1, half, half).t()?);
         *out = gate.f_silu().t()?.f_mul(&up).t()?;
@@ -228,8 +234,7 @@ impl Executor for TorchExecutor {
     fn rope_append(
         &mut self,
         qkv: &mut Tensor,
-        q_norm: &TorchNorm,
-        k_norm: &TorchNorm,
+        norms: Option<&[TorchNorm; 2]>,
         cache: &mut TorchCache,
         layer: usize,
     ) -> Result<()> {
@@ -245,6 +250,7 @@ impl Executor for TorchExecutor {
         let (both, half) = (heads + kv_heads, d / 2);
         let x = qkv.f_narrow(1, 0, both * d).t()?.f_view([n, both, d]).t()?.f_to_kind(Kind::Float).t()?;
         let spread = |w: &Tensor, heads| w.f_unsqueeze(0).t()?.f_expand([heads, d], false).t();
+        let [q_norm, k_norm] = norms.ok_or_else(|| Error::new(Code::Unsupported, "heads without norms"))?;
         let weights = [spread(&q_norm.weight, heads)?, spread(&k_norm.weight, kv_heads)?];
         let x = x
             .f_rms_norm([d], None::<&Tensor>, q_norm.eps)

@@ -10,7 +10,6 @@ use super::weights::{Params, Role, Source, bytes};
 use crate::optim::ScaleChoice;
 use q4_core::detect::{Layout, TensorMeta};
 use q4_core::{Code, DType, Error, Result};
-use q4_model::checkpoint::names::HEAD;
 use q4_model::checkpoint::{Bytes, Checkpoint, OpenOptions};
 use q4_model::export::{Entry, ExportPlan, Writer, export};
 use q4_model::quantize::{Method, Scales};
@@ -212,7 +211,8 @@ fn kept(params: &Params, base: Option<&Checkpoint>) -> Vec<Entry> {
     // A packed head beside a tied table is made anew where the layout wants one.
     let owned = |name: &str| {
         let of = |module: &str| name.strip_prefix(module).is_some_and(|rest| rest.starts_with('.'));
-        of(HEAD) || params.all.iter().flat_map(|p| &p.parts).any(|(module, _)| of(module))
+        of(base.config().arch.names.head)
+            || params.all.iter().flat_map(|p| &p.parts).any(|(module, _)| of(module))
     };
     let still = |name: &str| {
         let fixed = params.all.iter().filter(|p| matches!(p.source, Source::Fixed(_)));

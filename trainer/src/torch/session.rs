@@ -9,8 +9,9 @@ use crate::config::{self, Config, Init, Inputs, Weights};
 use crate::data::{Dataset, LoadOptions, Text};
 use q4_core::detect::TensorMeta;
 use q4_core::{Activations, Code, DType, Error, Result, ThreadPool};
+use q4_model::arch::qwen3::QWEN3;
 use q4_model::checkpoint::{Bytes, Checkpoint, OpenOptions};
-use q4_model::config::Qwen3Config;
+use q4_model::config::DecoderConfig;
 use q4_model::executor::Shape;
 use q4_model::synthetic;
 use q4_model::template::ChatTemplate;
@@ -27,7 +28,7 @@ pub type Demo<'a> = &'a dyn Fn() -> Result<Checkpoint>;
 /// The model a run begins with.
 pub struct Base {
     /// Sizes and constants.
-    pub config: Qwen3Config,
+    pub config: DecoderConfig,
     /// `None`: a named shape without files.
     pub checkpoint: Option<Checkpoint>,
     /// Files that go along with an export.
@@ -39,7 +40,7 @@ impl Base {
     pub fn open(model: &config::ModelConfig, demo: Demo<'_>) -> Result<Self> {
         if let Some(name) = &model.shape {
             let text = shape_config(name)?;
-            let config = Qwen3Config::parse(text.as_bytes())?;
+            let config = DecoderConfig::parse(text.as_bytes())?;
             return Ok(Self { config, checkpoint: None, side: Side::new(text.as_bytes(), Vec::new())? });
         }
         let checkpoint = if model.path == Path::new("demo") {
@@ -68,7 +69,7 @@ impl Base {
             .iter()
             .filter_map(|n| Some(((*n).to_owned(), Bytes::from(read(n).ok()?))))
             .collect();
-        Ok(Self { config: Qwen3Config::parse(&text)?, checkpoint: None, side: Side::new(&text, others)? })
+        Ok(Self { config: DecoderConfig::parse(&text)?, checkpoint: None, side: Side::new(&text, others)? })
     }
 
     /// SHA-256 of what the model is: configuration, tokenizer, template and, where training begins with
@@ -110,12 +111,11 @@ impl Base {
         let tokenizer = Tokenizer::from_bytes(&self.side.file("tokenizer.json").ok_or_else(missing)?)?;
         let own = self.side.file("chat_template.jinja");
         let text = own.map(|b| String::from_utf8_lossy(&b).into_owned());
+        let ours = || ChatTemplate::of(self.config.arch.template.source);
         let template = match (text, self.side.file("tokenizer_config.json")) {
             (Some(source), _) => ChatTemplate::compile(&source)?,
-            (None, Some(config)) => {
-                ChatTemplate::from_tokenizer_config(&config)?.unwrap_or_else(ChatTemplate::qwen3)
-            }
-            (None, None) => ChatTemplate::qwen3(),
+            (None, Some(config)) => ChatTemplate::from_tokenizer_config(&config)?.unwrap_or_else(ours),
+            (None, None) => ours(),
         };
         let end_of_text =
             tokenizer.id_of("<|endoftext|>").or_else(|| self.config.eos_token_ids.last().copied());
@@ -228,14 +228,13 @@ pub fn device(name: &str, threads: usize) -> Result<Device> {
 
 /// `config.json` of a published size.
 fn shape_config(name: &str) -> Result<String> {
-    let s = synthetic::shape(name)?;
-    let tied = synthetic::SIZES.iter().find(|k| k.0 == name).is_some_and(|k| k.6);
+    let s = synthetic::size(name)?;
     let text = json!({
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "attention_bias": false,
+        "architectures": [QWEN3.class], "model_type": QWEN3.model_type, "hidden_act": "silu", "attention_bias": false,
         "hidden_size": s.hidden, "intermediate_size": s.intermediate, "num_hidden_layers": s.layers,
         "num_attention_heads": s.heads, "num_key_value_heads": s.kv_heads, "head_dim": s.head_dim,
         "vocab_size": s.vocab, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0,
-        "tie_word_embeddings": tied, "torch_dtype": "bfloat16",
+        "tie_word_embeddings": s.tied, "torch_dtype": "bfloat16",
     });
     Ok(text.to_string())
 }

@@ -12,8 +12,8 @@ use half::bf16;
 use q4_core::detect::Layout;
 use q4_core::formats::{e2m1, nvfp4};
 use q4_core::{Code, DType, Error, GlobalScale, Q4Weight, Result, RowDecoder, Rule, read_floats};
-use q4_model::checkpoint::{Checkpoint, Head, names};
-use q4_model::config::Qwen3Config;
+use q4_model::checkpoint::{Checkpoint, Head};
+use q4_model::config::DecoderConfig;
 use q4_model::quantize::{Method, Rows, Scales, Target, amax, power_of_two_amax, quantize};
 use tch::{Device, Kind, Tensor};
 
@@ -151,7 +151,7 @@ impl Params {
 
     /// Normally distributed: 0.02, and `0.02 / sqrt(2 layers)` for what is added to the residual stream;
     /// norms are one.
-    pub fn random(config: &Qwen3Config, keep: Keep, seed: u64, kernels: &Kernels) -> Result<Self> {
+    pub fn random(config: &DecoderConfig, keep: Keep, seed: u64, kernels: &Kernels) -> Result<Self> {
         let small = 1.0 / (2.0 * config.num_hidden_layers as f32).sqrt();
         let mut stream = 0;
         Self::build(config, config.tie_word_embeddings, keep, seed, kernels, &mut |module, shape, out| {
@@ -169,7 +169,7 @@ impl Params {
     }
 
     fn build(
-        c: &Qwen3Config,
+        c: &DecoderConfig,
         tied: bool,
         keep: Keep,
         seed: u64,
@@ -177,28 +177,32 @@ impl Params {
         read: &mut Read<'_>,
     ) -> Result<Self> {
         let mut make = Maker { keep, seed, kernels, read, made: 0 };
+        c.arch.plain("training")?;
+        let names = &c.arch.names;
         let (h, d) = (c.hidden_size, c.head_dim);
         let (q, kv, i) = (c.num_attention_heads * d, c.num_key_value_heads * d, c.intermediate_size);
-        let mut all =
-            vec![make.param(vec![(names::EMBEDDING.into(), c.vocab_size)], Role::Table, Some(h))?];
+        let mut all = vec![make.param(vec![(names.embedding.into(), c.vocab_size)], Role::Table, Some(h))?];
         for l in 0..c.num_hidden_layers {
-            let one = |name: String, rows| vec![(name, rows)];
-            all.push(make.param(one(names::input_norm(l), h), Role::Norm, None)?);
+            let of = |name: &str, rows| (names.of(l, name), rows);
+            let one = |name: &str, rows| vec![of(name, rows)];
+            let norms = [names.attention.before, names.mlp.before].map(Option::unwrap_or_default);
+            let [q_norm, k_norm] = names.heads.unwrap_or_default();
+            all.push(make.param(one(norms[0], h), Role::Norm, None)?);
             all.push(make.param(
-                vec![(names::q(l), q), (names::k(l), kv), (names::v(l), kv)],
+                vec![of(names.q, q), of(names.k, kv), of(names.v, kv)],
                 Role::Linear,
                 Some(h),
             )?);
-            all.push(make.param(one(names::q_norm(l), d), Role::Norm, None)?);
-            all.push(make.param(one(names::k_norm(l), d), Role::Norm, None)?);
-            all.push(make.param(one(names::o(l), h), Role::Linear, Some(q))?);
-            all.push(make.param(one(names::post_attention_norm(l), h), Role::Norm, None)?);
-            all.push(make.param(vec![(names::gate(l), i), (names::up(l), i)], Role::Linear, Some(h))?);
-            all.push(make.param(one(names::down(l), h), Role::Linear, Some(i))?);
+            all.push(make.param(one(q_norm, d), Role::Norm, None)?);
+            all.push(make.param(one(k_norm, d), Role::Norm, None)?);
+            all.push(make.param(one(names.o, h), Role::Linear, Some(q))?);
+            all.push(make.param(one(norms[1], h), Role::Norm, None)?);
+            all.push(make.param(vec![of(names.gate, i), of(names.up, i)], Role::Linear, Some(h))?);
+            all.push(make.param(one(names.down, h), Role::Linear, Some(i))?);
         }
-        all.push(make.param(vec![(names::FINAL_NORM.into(), h)], Role::Norm, None)?);
+        all.push(make.param(vec![(names.final_norm.into(), h)], Role::Norm, None)?);
         if !tied {
-            all.push(make.param(vec![(names::HEAD.into(), c.vocab_size)], Role::Head, Some(h))?);
+            all.push(make.param(vec![(names.head.into(), c.vocab_size)], Role::Head, Some(h))?);
         }
         Ok(Self { all, layers: c.num_hidden_layers, keep })
     }
@@ -445,7 +449,7 @@ fn read(checkpoint: &Checkpoint, module: &str, shape: &[usize], out: &mut [f32])
         out.copy_from_slice(&checkpoint.norm(module, shape[0])?);
         return Ok(());
     };
-    if module != names::EMBEDDING {
+    if module != checkpoint.config().arch.names.embedding {
         let bound = checkpoint.bind(module, n, k)?;
         if bound.detected.layout != Layout::Dense {
             let layer = checkpoint.layer(module, n, k)?;

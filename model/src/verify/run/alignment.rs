@@ -123,7 +123,10 @@ fn pairs(c: &Checkpoint, i: usize) -> Result<(Vec<Pair>, f64)> {
         .collect::<Result<_>>()?;
     let [q, k, v, o, gate, up, down] = [0, 1, 2, 3, 4, 5, 6].map(|at: usize| &norms[at]);
     let (groups, dim) = (config.num_attention_heads / config.num_key_value_heads, config.head_dim);
-    let post = c.norm(&names::post_attention_norm(i), config.hidden_size)?;
+    let post = match config.arch.names.mlp.before {
+        Some(name) => c.norm(&config.arch.names.of(i, name), config.hidden_size)?,
+        None => vec![1.0; config.hidden_size],
+    };
     let post: Vec<f64> = post.iter().map(|w| f64::from(w.abs())).collect();
     let (q_rows, o_columns) = (grouped(&q.rows, groups, dim), grouped(&o.columns, groups, dim));
     let pair = |names, what, a: &[f64], b: &[f64], sized: bool| Pair {

@@ -1,0 +1,73 @@
+//! What a checkpoint holds, whatever its layout: matrices to be decoded, scales of inputs, and tensors as
+//! they are.
+use crate::{Checkpoint, Head, Layer, Stored, names};
+use q4_core::detect::{Detected, Layout};
+use q4_core::{Code, Error, GlobalScale, Result};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// One thing that has a value.
+pub(super) enum Content<'a> {
+    /// A 4-bit matrix.
+    Matrix(Box<Layer<'a>>),
+    /// The per-tensor scale of a layer's inputs.
+    Inputs(GlobalScale),
+    /// Any other tensor.
+    Tensor(Stored<'a>),
+}
+
+/// Contents by name: a matrix is `LAYER.weight` and a scale of inputs `LAYER.inputs` in every layout.
+pub(super) type Contents<'a> = BTreeMap<String, Content<'a>>;
+
+/// Everything in `checkpoint`. Errors are those of its layers; [`Code::TensorType`] for a tensor that could
+/// not be copied.
+pub(super) fn contents(checkpoint: &Checkpoint) -> Result<Contents<'_>> {
+    let config = checkpoint.config();
+    let mut layers = Vec::new();
+    for (name, n, k) in (0..config.num_hidden_layers).flat_map(|i| names::linears(config, i)) {
+        layers.push(checkpoint.bind(&name, n, k)?);
+    }
+    if let Head::Quantised(head) = checkpoint.bind_head()? {
+        layers.push(*head);
+    }
+    layers.retain(|l| l.detected.schema.is_4bit());
+    let parts: BTreeSet<String> = layers.iter().flat_map(|l| tensors(&l.detected)).collect();
+    let mut contents = Contents::new();
+    for name in checkpoint.table().keys().filter(|name| !parts.contains(*name)) {
+        contents.insert(name.to_owned(), Content::Tensor(checkpoint.tensor(name)?));
+    }
+    for layer in layers {
+        let inputs =
+            layer.input_scale().map(|scale| (format!("{}.inputs", layer.name), Content::Inputs(scale)));
+        let matrix = (format!("{}.weight", layer.name), Content::Matrix(Box::new(layer)));
+        for (name, content) in inputs.into_iter().chain([matrix]) {
+            if contents.contains_key(&name) {
+                return Err(Error::new(Code::SchemaInvalid, format!("`{name}`"))
+                    .need("no tensor of that name beside the packed layer")
+                    .have("one"));
+            }
+            contents.insert(name, content);
+        }
+    }
+    Ok(contents)
+}
+
+/// The 4-bit layers among `contents`, in order.
+pub(super) fn matrices<'c, 'a>(contents: &'c Contents<'a>) -> impl Iterator<Item = &'c Layer<'a>> {
+    contents.values().filter_map(|c| match c {
+        Content::Matrix(layer) => Some(&**layer),
+        _ => None,
+    })
+}
+
+/// Full names of all tensors of a layer.
+pub(super) fn tensors(layer: &Detected) -> Vec<String> {
+    let k = &layer.keys;
+    let scales =
+        [&k.scales, &k.global, &k.input_global, &k.absmax, &k.quant_map, &k.nested_map, &k.nested_absmax];
+    let mut names = vec![k.weight.clone()];
+    names.extend(scales.into_iter().flatten().cloned());
+    if layer.layout == Layout::Bitsandbytes {
+        names.push(format!("{}.quant_state.bitsandbytes__nf4", k.weight));
+    }
+    names
+}

@@ -1,0 +1,292 @@
+//! Decides, from names, types and scales, which tensors of the output hold which content, and refuses what it
+//! cannot hold.
+//!
+//! Nothing is dropped: a tensor that the layout has no place for is an error with its name.
+use super::Changed;
+use super::contents::{Content, Contents, matrices, tensors};
+use super::scale::{Used, expressed, nearest};
+use crate::export::layout;
+use crate::export::safetensors::Entry;
+use crate::quantize::Quantized;
+use crate::{Checkpoint, Layer, Stored};
+use q4_core::detect::Layout;
+use q4_core::formats::{nvfp4, swizzle};
+use q4_core::{
+    Code, Convention, DType, Error, GlobalScale, NibbleOrder, Q4Schema, Result, ScaleLayout, SegmentData,
+};
+use std::borrow::Cow;
+
+/// A tensor, or the tensors of a layer.
+pub(super) struct Item<'a> {
+    pub name: String,
+    pub entries: Vec<Entry>,
+    data: Data<'a>,
+}
+
+enum Data<'a> {
+    /// As they are, one for each entry.
+    Stored(Vec<Stored<'a>>),
+    /// Arranged anew.
+    Packed(Box<Packed<'a>>),
+}
+
+struct Packed<'a> {
+    layer: &'a Layer<'a>,
+    layout: Layout,
+    schema: Q4Schema,
+    dtype: DType,
+    global: Option<GlobalScale>,
+    inputs: Option<GlobalScale>,
+}
+
+/// Ends of names that only parts of quantised layers have: one that belongs to no layer we know means
+/// something else in another layout, or nothing.
+const MARKS: [&str; 11] = [
+    "_scale",
+    "_scale_2",
+    "_scale_inv",
+    ".scale",
+    "qdata",
+    "_packed",
+    "absmax",
+    "quant_map",
+    "zero_point",
+    "_g_idx",
+    "__nf4",
+];
+
+/// Everything to be written as `layout`, sorted by name. `whole` says that all layers have that layout
+/// already. Where scales may change in their last bit, `changed` takes down which did.
+pub(super) fn items<'a>(
+    checkpoint: &'a Checkpoint,
+    contents: &'a Contents<'a>,
+    layout: Layout,
+    whole: bool,
+    mut changed: Option<&mut Vec<Changed>>,
+) -> Result<Vec<Item<'a>>> {
+    let dtype = checkpoint.embedding_type()?;
+    let layers: Vec<_> = matrices(contents).collect();
+    let mut items = Vec::with_capacity(contents.len());
+    for (name, content) in contents {
+        items.push(match content {
+            Content::Inputs(_) => continue, // with its layer
+            Content::Matrix(layer) if layer.detected.layout == layout => {
+                let names = tensors(&layer.detected);
+                let stored = names.iter().map(|n| checkpoint.tensor(n)).collect::<Result<Vec<_>>>()?;
+                let entries =
+                    names.iter().zip(&stored).map(|(n, s)| Entry::new(n, s.dtype, s.shape)).collect();
+                Item { name: name.clone(), entries, data: Data::Stored(stored) }
+            }
+            Content::Matrix(layer) => {
+                let packed = Packed::new(layer, layout, dtype, changed.as_deref_mut())?;
+                Item { name: name.clone(), entries: packed.entries(), data: Data::Packed(Box::new(packed)) }
+            }
+            Content::Tensor(stored) => {
+                let owner = layers.iter().find(|l| within(name, &l.name));
+                if !whole && (owner.is_some() || MARKS.iter().any(|mark| name.ends_with(mark))) {
+                    return Err(homeless(name, layout));
+                }
+                let entries = vec![Entry::new(name, stored.dtype, stored.shape)];
+                Item { name: name.clone(), entries, data: Data::Stored(vec![*stored]) }
+            }
+        });
+    }
+    if !whole {
+        one_kind_of_inputs(&layers)?;
+    }
+    Ok(items)
+}
+
+impl Item<'_> {
+    /// Data of the tensors that `entries` lists.
+    pub fn data(&self) -> Result<Vec<Cow<'_, [u8]>>> {
+        match &self.data {
+            Data::Stored(tensors) => Ok(tensors.iter().map(|t| Cow::Borrowed(t.bytes)).collect()),
+            Data::Packed(packed) => Ok(packed.data()?.into_iter().map(Cow::Owned).collect()),
+        }
+    }
+}
+
+impl<'a> Packed<'a> {
+    fn new(
+        layer: &'a Layer<'a>,
+        layout: Layout,
+        dtype: DType,
+        mut changed: Option<&mut Vec<Changed>>,
+    ) -> Result<Self> {
+        let packed = |schema, global, inputs| Self { layer, layout, schema, dtype, global, inputs };
+        match (layer.detected.schema, layout) {
+            (Q4Schema::Nvfp4 { .. }, Layout::ModelOpt | Layout::CompressedTensors | Layout::Dat) => {
+                let global = weight_scale(layer, layout, changed.as_deref_mut())?;
+                let inputs = input_scale(layer, layout, changed)?;
+                let convention = global.map(GlobalScale::convention);
+                let schema = Q4Schema::Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: convention };
+                Ok(packed(schema, global, inputs))
+            }
+            (Q4Schema::Nf4 { block, nested, .. }, Layout::Bitsandbytes | Layout::Dat) => {
+                if layout == Layout::Dat {
+                    fits_dat(layer, block, nested)?;
+                }
+                let schema = Q4Schema::Nf4 { nibble_order: NibbleOrder::HighFirst, block, nested };
+                Ok(packed(schema, None, None))
+            }
+            (schema, _) => Err(Error::new(
+                Code::Usage,
+                format!("`{}`: layout {} cannot hold its format", layer.name, layout.as_str()),
+            )
+            .need(match layout {
+                Layout::ModelOpt | Layout::CompressedTensors => "nvfp4",
+                Layout::Bitsandbytes => "nf4",
+                _ => "nvfp4 or nf4",
+            })
+            .have(schema.to_string())
+            .fix("a layout of its format; another format is `q4 quantize` from the dense original, for from here it \
+                  would have the errors of both")),
+        }
+    }
+
+    fn entries(&self) -> Vec<Entry> {
+        let (d, layer) = (&self.layer.detected, &self.layer.name);
+        let mut entries = layout::entries(self.layout, self.schema, layer, self.dtype, d.n, d.k);
+        if self.inputs.is_some() {
+            entries.push(match self.layout {
+                Layout::CompressedTensors => {
+                    Entry::new(format!("{layer}.input_global_scale"), DType::F32, &[1])
+                }
+                _ => Entry::new(format!("{layer}.input_scale"), DType::F32, &[]),
+            });
+        }
+        entries
+    }
+
+    fn data(&self) -> Result<Vec<Vec<u8>>> {
+        let d = &self.layer.detected;
+        let mut q = Quantized {
+            schema: self.schema,
+            n: d.n,
+            k: d.k,
+            codes: Vec::new(),
+            scales: Vec::new(),
+            global: self.global,
+            absmax: Vec::new(),
+            nested: None,
+        };
+        match &self.layer.segment.data {
+            SegmentData::Nvfp4 { codes, .. } => {
+                q.codes = codes.as_bytes()?.to_vec();
+                q.scales = block_scales(self.layer)?.into_owned();
+            }
+            SegmentData::Nf4 { codes, absmax } => {
+                q.codes = codes.as_bytes()?.to_vec();
+                if matches!(d.schema, Q4Schema::Nf4 { nibble_order: NibbleOrder::LowFirst, .. }) {
+                    q.codes.iter_mut().for_each(|b| *b = b.rotate_left(4));
+                }
+                q.absmax = absmax.to_f32()?.into_owned();
+            }
+            _ => return Err(Error::new(Code::Internal, format!("{}: not a 4-bit layer", self.layer.name))),
+        }
+        let mut parts = layout::parts(self.layout, self.dtype, q)?;
+        parts.extend(self.inputs.map(|scale| scale.value().to_le_bytes().to_vec()));
+        Ok(parts)
+    }
+}
+
+/// Row-major block scales of an NVFP4 layer.
+fn block_scales<'a>(layer: &Layer<'a>) -> Result<Cow<'a, [u8]>> {
+    match (&layer.segment.data, layer.detected.schema) {
+        (SegmentData::Nvfp4 { scales, .. }, Q4Schema::Nvfp4 { scale_layout, .. }) => Ok(match scale_layout {
+            ScaleLayout::RowMajor => Cow::Borrowed(scales.as_bytes()?),
+            ScaleLayout::Swizzled128x4 => Cow::Owned(swizzle::from_blocked(
+                scales.as_bytes()?,
+                layer.detected.n,
+                layer.detected.k / nvfp4::BLOCK,
+            )?),
+        }),
+        _ => Err(Error::new(Code::Internal, format!("{}: no block scales", layer.name))),
+    }
+}
+
+/// The per-tensor scale as `layout` has it. A scale of 1 stands only where the layout needs one.
+fn weight_scale(
+    layer: &Layer<'_>,
+    layout: Layout,
+    changed: Option<&mut Vec<Changed>>,
+) -> Result<Option<GlobalScale>> {
+    let SegmentData::Nvfp4 { global, .. } = &layer.segment.data else { return Ok(None) };
+    match (*global, &layer.detected.keys.global) {
+        (None, _) if layout == Layout::Dat => Ok(None),
+        (Some(scale), _) if layout == Layout::Dat && scale.value() == 1.0 => Ok(None),
+        (None, _) => GlobalScale::new(convention(layout), 1.0).map(Some),
+        (Some(scale), key) => {
+            let used = Used::of(&block_scales(layer)?);
+            let key = key.as_deref().unwrap_or(&layer.name);
+            let name = format!("{}.weight", layer.name);
+            expressed(scale, convention(layout), &used, key, layout.as_str())
+                .or_else(|e| nearest(scale, convention(layout), &used, name, changed, e))
+                .map(Some)
+        }
+    }
+}
+
+fn input_scale(
+    layer: &Layer<'_>,
+    layout: Layout,
+    changed: Option<&mut Vec<Changed>>,
+) -> Result<Option<GlobalScale>> {
+    let (Some(scale), Some(key)) = (layer.input_scale(), &layer.detected.keys.input_global) else {
+        return Ok(None);
+    };
+    match layout {
+        Layout::Dat => Err(homeless(key, layout)),
+        _ => expressed(scale, convention(layout), &Used::all(), key, layout.as_str())
+            .or_else(|e| {
+                let name = format!("{}.inputs", layer.name);
+                nearest(scale, convention(layout), &Used::all(), name, changed, e)
+            })
+            .map(Some),
+    }
+}
+
+fn convention(layout: Layout) -> Convention {
+    if layout == Layout::CompressedTensors { Convention::Divide } else { Convention::Multiply }
+}
+
+/// NF4 in a `.dat` file has f32 absmax, one for each of several whole blocks, and two codes of a row in every
+/// byte.
+fn fits_dat(layer: &Layer<'_>, block: u32, nested: Option<u32>) -> Result<()> {
+    let (d, keys) = (&layer.detected, &layer.detected.keys);
+    let absmax = keys.absmax.as_deref().unwrap_or(&layer.name);
+    let (tensor, need, have) = if nested.is_some() {
+        (absmax, "absmax in float32", "8-bit codes of a double quantisation".to_owned())
+    } else if d.k % 2 != 0 {
+        (keys.weight.as_str(), "an even number of in features", format!("[{}, {}]", d.n, d.k))
+    } else if d.n * d.k % block as usize != 0 {
+        (absmax, "whole blocks", format!("{} elements in blocks of {block}", d.n * d.k))
+    } else {
+        return Ok(());
+    };
+    Err(Error::new(Code::Usage, format!("`{tensor}`: layout dat cannot hold it")).need(need).have(have))
+}
+
+/// Either all layers have a scale of inputs or none has: a declaration covers all of them.
+fn one_kind_of_inputs(layers: &[&Layer<'_>]) -> Result<()> {
+    let find = |has: bool| layers.iter().find(|l| l.input_scale().is_some() == has);
+    match (find(true), find(false)) {
+        (Some(with), Some(without)) => {
+            Err(Error::new(Code::Usage, format!("`{}`: no scale of its inputs", without.name))
+                .need(format!("one, as `{}` has, or none in any layer", with.name)))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn within(name: &str, module: &str) -> bool {
+    name.strip_prefix(module).is_some_and(|rest| rest.starts_with('.'))
+}
+
+fn homeless(tensor: &str, layout: Layout) -> Error {
+    Error::new(Code::Usage, format!("`{tensor}`: layout {} has no place for it", layout.as_str()))
+        .need("tensors that keep their meaning; nothing is dropped")
+        .have("a part of the quantisation of the original's layout")
+        .fix("keep the layout")
+}

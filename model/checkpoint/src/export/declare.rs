@@ -1,0 +1,219 @@
+//! The small files beside the weights: what the output says about itself, and what it takes over from the
+//! original.
+//!
+//! Other programs decide by these how to read the weights, so their fields follow those programs to the
+//! letter.
+use super::members::with_members;
+use super::work::Item;
+use super::{ExportPlan, Layout};
+use crate::Checkpoint;
+use crate::quantize::Target;
+use q4_core::{Code, DType, Error, Result};
+use serde_json::{Map, Value, json};
+
+const QUANTIZATION: &str = "quantization_config";
+const HF_QUANT: &str = "hf_quant_config.json";
+
+/// Copied as they are, where the original has them.
+const TAKEN_OVER: [&str; 11] = [
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "LICENSE",
+    "NOTICE",
+];
+
+/// What an output says about its weights.
+pub(super) struct Declared {
+    pub layout: Layout,
+    /// The inputs of its layers are NVFP4, with a stored scale each.
+    pub inputs: bool,
+    /// NF4 with quantised absmax.
+    pub double: bool,
+    /// What programs that decode compute in.
+    pub dtype: Option<DType>,
+    /// Linear layers that are not quantised.
+    pub dense: Vec<String>,
+}
+
+/// Names and contents of all small files of an output directory.
+pub(super) fn files(
+    checkpoint: &Checkpoint,
+    plan: &ExportPlan,
+    items: &[Item],
+) -> Result<Vec<(String, Vec<u8>)>> {
+    let head = checkpoint.config().arch.names.head;
+    let matrices = || items.iter().filter_map(|i| i.matrix.as_ref());
+    let kept = items.iter().filter(|i| i.matrix.is_none()).map(|i| i.source.as_str());
+    let declared = Declared {
+        layout: plan.layout,
+        inputs: false, // they would have to be calibrated
+        double: matches!(plan.target, Target::Nf4 { double: true, .. }),
+        dtype: matrices().next().map(|m| m.dtype),
+        dense: dense_layers(matrices().all(|m| m.layer != head).then_some(head), kept),
+    };
+    let config = config(checkpoint)?;
+    let quantised = config.parsed.get(QUANTIZATION);
+    if let Some(there) = quantised {
+        return Err(Error::new(Code::ConfigInvalid, "config.json")
+            .need("a JSON object that is not quantised")
+            .have(format!("{QUANTIZATION}: {there}"))
+            .fix("remove the field"));
+    }
+    Ok(declared.files(checkpoint, &config, Vec::new()))
+}
+
+/// `config.json` of an original.
+pub(super) struct Config {
+    text: String,
+    parsed: Map<String, Value>,
+}
+
+/// [`Code::ModelMissing`] without one, [`Code::ConfigInvalid`] where it is no object.
+pub(super) fn config(checkpoint: &Checkpoint) -> Result<Config> {
+    let bytes = checkpoint.file("config.json").ok_or_else(|| {
+        Error::new(Code::ModelMissing, "config.json of the original")
+            .need("the file, to be completed and written")
+    })?;
+    let invalid =
+        |have: String| Error::new(Code::ConfigInvalid, "config.json").need("a JSON object").have(have);
+    let parsed = serde_json::from_slice(&bytes).map_err(|e| invalid(e.to_string()))?;
+    let text = String::from_utf8(bytes.to_vec()).map_err(|e| invalid(e.to_string()))?;
+    Ok(Config { text, parsed })
+}
+
+impl Declared {
+    /// Names and contents of all small files: `config` with this declaration in place of its own and with
+    /// `others` in place of its fields of these names, and what is taken over from `checkpoint`.
+    pub fn files(
+        &self,
+        checkpoint: &Checkpoint,
+        config: &Config,
+        mut others: Vec<(&str, Value)>,
+    ) -> Vec<(String, Vec<u8>)> {
+        others.push((QUANTIZATION, self.quantization_config()));
+        let mut files = vec![("config.json".to_owned(), with_members(&config.text, &others).into_bytes())];
+        if self.layout == Layout::ModelOpt {
+            let quantization = json!({
+                "quant_algo": self.algorithm(),
+                "kv_cache_quant_algo": null,
+                "group_size": 16,
+                "exclude_modules": self.dense,
+            });
+            files.push((
+                HF_QUANT.into(),
+                text(&json!({ "producer": producer(), "quantization": quantization })),
+            ));
+        }
+        files.extend(taken_over(checkpoint));
+        files
+    }
+
+    /// ModelOpt's name for NVFP4 weights, and inputs or not.
+    fn algorithm(&self) -> &'static str {
+        if self.inputs { "NVFP4" } else { "W4A16_NVFP4" }
+    }
+
+    fn quantization_config(&self) -> Value {
+        match self.layout {
+            Layout::ModelOpt => {
+                let format = json!({ "dynamic": false, "num_bits": 4, "type": "float", "group_size": 16 });
+                let mut group = json!({ "weights": format, "targets": ["Linear"] });
+                if self.inputs {
+                    group["input_activations"] = format;
+                }
+                json!({
+                    "config_groups": { "group_0": group },
+                    "ignore": self.dense,
+                    "quant_algo": self.algorithm(),
+                    "producer": producer(),
+                    "quant_method": "modelopt",
+                })
+            }
+            Layout::Bitsandbytes => json!({
+                "quant_method": "bitsandbytes",
+                "load_in_4bit": true,
+                "load_in_8bit": false,
+                "bnb_4bit_quant_type": "nf4",
+                "bnb_4bit_use_double_quant": self.double,
+                "bnb_4bit_compute_dtype": self.dtype.map(DType::as_str),
+                "bnb_4bit_quant_storage": "uint8",
+                // `null` skips lm_head and nothing else.
+                "llm_int8_skip_modules": if self.dense == ["lm_head"] { Value::Null } else { json!(self.dense) },
+            }),
+            _ => json!({
+                "config_groups": { "group_0": {
+                    "format": PACKED,
+                    "input_activations": if self.inputs { compressed("local", "static_minmax") } else { Value::Null },
+                    "output_activations": null,
+                    "targets": ["Linear"],
+                    "weights": compressed(false, "memoryless_minmax"),
+                } },
+                "format": PACKED,
+                "global_compression_ratio": null,
+                "ignore": self.dense,
+                "kv_cache_scheme": null,
+                "quant_method": "compressed-tensors",
+                "quantization_status": "compressed",
+            }),
+        }
+    }
+}
+
+const PACKED: &str = "nvfp4-pack-quantized";
+
+/// How compressed-tensors describes NVFP4.
+fn compressed(dynamic: impl Into<Value>, observer: &str) -> Value {
+    json!({
+        "actorder": null,
+        "block_structure": null,
+        "dynamic": dynamic.into(),
+        "group_size": 16,
+        "num_bits": 4,
+        "observer": observer,
+        "observer_kwargs": {},
+        "scale_dtype": "torch.float8_e4m3fn",
+        "strategy": "tensor_group",
+        "symmetric": true,
+        "type": "float",
+        "zp_dtype": null,
+    })
+}
+
+/// The files that describe the quantisation, as they are: for an output whose tensors are those of the
+/// original.
+pub(super) fn unchanged(checkpoint: &Checkpoint) -> Vec<(String, Vec<u8>)> {
+    let own = ["config.json", HF_QUANT].into_iter();
+    let mut files: Vec<_> =
+        own.filter_map(|name| Some((name.to_owned(), checkpoint.file(name)?.to_vec()))).collect();
+    files.extend(taken_over(checkpoint));
+    files
+}
+
+fn taken_over(checkpoint: &Checkpoint) -> impl Iterator<Item = (String, Vec<u8>)> {
+    TAKEN_OVER.iter().filter_map(|name| Some(((*name).to_owned(), checkpoint.file(name)?.to_vec())))
+}
+
+/// Linear layers that stay dense, of the tensors that are `kept`. The `head` is one, unless it is packed, even
+/// where it is tied and has no tensor.
+pub(super) fn dense_layers<'a>(head: Option<&str>, kept: impl Iterator<Item = &'a str>) -> Vec<String> {
+    let mut dense: Vec<String> = head.map(str::to_owned).into_iter().collect();
+    let layers = kept.filter_map(|name| name.strip_suffix(".weight"));
+    dense.extend(layers.filter(|layer| layer.ends_with("_proj")).map(str::to_owned));
+    dense
+}
+
+/// Readers take a file for ModelOpt's only under this name; the version says who wrote it.
+fn producer() -> Value {
+    json!({ "name": "modelopt", "version": concat!("q4-", env!("CARGO_PKG_VERSION")) })
+}
+
+fn text(value: &Value) -> Vec<u8> {
+    format!("{value:#}\n").into_bytes()
+}

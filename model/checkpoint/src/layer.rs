@@ -1,0 +1,254 @@
+//! A linear layer as it is stored: layout, bytes, and what the checkpoint wants done with its input.
+//!
+//! Names and types say which layout it is, the configuration says what was meant, and here the two must
+//! agree.
+use super::{Checkpoint, store::Stored};
+use q4_core::{
+    Absmax, ActGlobal, ActQuant, Activations, Code, Convention, DType, Error, GlobalScale, Q4Schema, Result,
+    Rule, ScaleLayout, Segment, SegmentData, TensorView,
+    detect::{Detected, Layout, QuantState, detect},
+    formats::nvfp4,
+};
+use serde::Deserialize;
+
+/// Tensors that would change a layer's product and that no layout of ours has; some families have biases.
+const FOREIGN: [&str; 4] = ["bias", "pre_quant_scale", "weight_zero_point", "weight_g_idx"];
+
+/// A bound linear layer, `[n, k]`.
+#[derive(Clone, Debug)]
+pub struct Layer<'a> {
+    /// Module, e.g. `model.layers.0.mlp.up_proj`.
+    pub name: String,
+    /// Layout, schema, shape and tensor names.
+    pub detected: Detected,
+    /// The bytes; `rows` is `n`.
+    pub segment: Segment<'a>,
+    /// What the checkpoint declares its inputs to be.
+    pub declared: Activations,
+    input_global: Option<GlobalScale>,
+    lacks_input_scale: bool,
+}
+
+impl Layer<'_> {
+    /// The quantiser of the tool that wrote the layer; layouts without one of their own have that of `.dat`
+    /// files.
+    pub fn rule(&self) -> Rule {
+        match self.detected.layout {
+            Layout::ModelOpt => Rule::ModelOpt,
+            Layout::CompressedTensors => Rule::CompressedTensors,
+            Layout::TorchAo => Rule::TorchAo,
+            _ => Rule::Runtime,
+        }
+    }
+
+    /// The stored scale of the inputs, used or not.
+    pub fn input_scale(&self) -> Option<GlobalScale> {
+        self.input_global
+    }
+
+    /// NVFP4 inputs are declared and their scale is not there: inputs stay as they are, which is not what was
+    /// exported.
+    pub fn lacks_input_scale(&self) -> bool {
+        self.lacks_input_scale
+    }
+
+    /// What NVFP4 activations mean for this layer: its tool's rule with the stored scale of the inputs.
+    /// Without one, torchao takes a scale per call where the weight has a per-tensor scale, and the
+    /// others use none.
+    pub fn nvfp4_activations(&self) -> ActQuant {
+        let two_level = matches!(self.detected.schema, Q4Schema::Nvfp4 { global: Some(_), .. });
+        let global = match self.input_global {
+            Some(scale) => ActGlobal::Static(scale),
+            None if self.detected.layout == Layout::TorchAo && two_level => ActGlobal::PerCall,
+            None => ActGlobal::None,
+        };
+        ActQuant { rule: self.rule(), global }
+    }
+}
+
+/// Finds `name`, checks its parts against each other, the configuration and `[n, k]`, and borrows them. Of
+/// the values only the per-tensor scales are read.
+pub(super) fn bind<'a>(c: &'a Checkpoint, name: &str, n: usize, k: usize) -> Result<Layer<'a>> {
+    let table = c.table();
+    let state = |key: &str| quant_state(key, c.tensor(key)?.bytes);
+    let detected = detect(name, table, &state)?.ok_or_else(|| {
+        let error = Error::new(Code::TensorMissing, format!("`{name}.weight`"))
+            .need("a float matrix of that name, or packed codes and scales in its place")
+            .have(format!("{} tensors of other names", table.len()));
+        c.store().hint(name, error)
+    })?;
+    c.declaration().check(name, detected.layout)?;
+    let own = |f: &str| f == "bias" && c.config().arch.is_biased(name);
+    let foreign = FOREIGN.iter().filter(|f| !own(f)).map(|f| format!("{name}.{f}"));
+    if let Some(key) = foreign.into_iter().find(|key| table.contains_key(key)) {
+        return Err(Error::new(
+            Code::SchemaInvalid,
+            format!("`{key}`: would change the product of its layer"),
+        )
+        .need("a layer without it")
+        .have("it"));
+    }
+    if (detected.n, detected.k) != (n, k) {
+        return Err(Error::new(Code::TensorShape, format!("`{}`", detected.keys.weight))
+            .need(format!("[{n}, {k}], as config.json says"))
+            .have(format!("[{}, {}]", detected.n, detected.k)));
+    }
+    let convention =
+        if detected.layout == Layout::CompressedTensors { Convention::Divide } else { Convention::Multiply };
+    let scalar =
+        |key: &Option<String>| key.as_deref().map(|key| scale(key, &c.tensor(key)?, convention)).transpose();
+    let (global, input_global) = (scalar(&detected.keys.global)?, scalar(&detected.keys.input_global)?);
+    let segment = Segment { rows: n, data: data(c, &detected, global)? };
+    let tools = matches!(detected.layout, Layout::ModelOpt | Layout::CompressedTensors);
+    let lacks_input_scale = tools && input_global.is_none() && c.declaration().activations == Some(true);
+    let name = name.to_owned();
+    let native = Activations::Native;
+    let mut layer = Layer { name, detected, segment, declared: native, input_global, lacks_input_scale };
+    layer.declared = declared(c, &layer)?;
+    Ok(layer)
+}
+
+fn data<'a>(c: &'a Checkpoint, d: &Detected, global: Option<GlobalScale>) -> Result<SegmentData<'a>> {
+    let part = |key: &Option<String>| match key {
+        Some(key) => c.tensor(key),
+        None => Err(Error::new(Code::Internal, format!("{}: a part without a name", d.keys.weight))),
+    };
+    let flat =
+        |s: Stored<'a>, dtype: DType| TensorView::of_bytes(s.bytes, dtype, &[s.bytes.len() / dtype.size()]);
+    let weight = c.tensor(&d.keys.weight)?;
+    Ok(match d.schema {
+        Q4Schema::Nvfp4 { scale_layout, .. } => {
+            let scales = part(&d.keys.scales)?;
+            SegmentData::Nvfp4 {
+                codes: TensorView::of_bytes(weight.bytes, DType::U8, &[d.n, d.k / 2])?,
+                scales: match scale_layout {
+                    ScaleLayout::RowMajor => {
+                        TensorView::of_bytes(scales.bytes, DType::F8E4M3, &[d.n, d.k / nvfp4::BLOCK])?
+                    }
+                    ScaleLayout::Swizzled128x4 => flat(scales, DType::F8E4M3)?,
+                },
+                global,
+            }
+        }
+        Q4Schema::Nf4 { nested, .. } => SegmentData::Nf4 {
+            codes: flat(weight, DType::U8)?,
+            absmax: match nested {
+                None => Absmax::Plain(flat(part(&d.keys.absmax)?, DType::F32)?),
+                Some(block) => Absmax::Nested {
+                    codes: flat(part(&d.keys.absmax)?, DType::U8)?,
+                    map: flat(part(&d.keys.nested_map)?, DType::F32)?,
+                    absmax: flat(part(&d.keys.nested_absmax)?, DType::F32)?,
+                    offset: d.nested_offset,
+                    block: block as usize,
+                },
+            },
+        },
+        _ => SegmentData::Dense { weight: TensorView::of_bytes(weight.bytes, weight.dtype, &[d.n, d.k])? },
+    })
+}
+
+fn declared(c: &Checkpoint, layer: &Layer<'_>) -> Result<Activations> {
+    let quantised = Ok(Activations::Nvfp4(layer.nvfp4_activations()));
+    let stored = layer.input_global.is_some();
+    match layer.detected.layout {
+        Layout::Dat if matches!(layer.detected.schema, Q4Schema::Nvfp4 { .. }) => quantised,
+        Layout::ModelOpt if stored && c.declaration().activations != Some(false) => quantised,
+        Layout::CompressedTensors => match c.declaration().activations {
+            Some(true) if !stored => {
+                Err(Error::new(Code::SchemaInvalid, format!("`{}.input_global_scale`", layer.name))
+                    .need("a scale, for config.json declares NVFP4 input_activations")
+                    .have("no such tensor"))
+            }
+            Some(false) => Ok(Activations::Native),
+            _ if stored => quantised,
+            _ => Ok(Activations::Native),
+        },
+        Layout::TorchAo if torchao(c, layer)? => quantised,
+        _ => Ok(Activations::Native),
+    }
+}
+
+/// Whether torchao's record of the tensor asks for quantised inputs; the record must fit the tensors.
+fn torchao(c: &Checkpoint, layer: &Layer<'_>) -> Result<bool> {
+    #[derive(Deserialize)]
+    struct Record {
+        #[serde(rename = "_type")]
+        kind: String,
+        #[serde(rename = "_data")]
+        data: Option<Data>,
+        #[serde(rename = "_tensor_data_names")]
+        parts: Option<Vec<String>>,
+    }
+    #[derive(Deserialize)]
+    struct Data {
+        is_swizzled_scales: Option<bool>,
+        block_size: Option<u64>,
+        act_quant_kwargs: Option<serde_json::Value>,
+    }
+    let key = format!("{}.weight", layer.name);
+    let Some(text) = c.store().metadata().get(&key) else { return Ok(false) };
+    let wrong = |field: &str, need: &str, have: String| {
+        Error::new(Code::SchemaInvalid, format!("__metadata__ of `{key}`: {field}")).need(need).have(have)
+    };
+    let record: Record =
+        serde_json::from_str(text).map_err(|e| wrong("record", "the JSON torchao writes", e.to_string()))?;
+    if record.kind != "NVFP4Tensor" {
+        return Err(wrong("_type", "NVFP4Tensor", record.kind));
+    }
+    let data = record.data.ok_or_else(|| wrong("_data", "an object", "nothing".into()))?;
+    if let Some(parts) = record.parts {
+        let stored = |part: &str| c.table().contains_key(&format!("{}._weight_{part}", layer.name));
+        if let Some(lost) = parts.iter().find(|part| !stored(part)) {
+            return Err(wrong("_tensor_data_names", "a tensor for each name", format!("none for {lost}")));
+        }
+        if stored("per_tensor_scale") && !parts.iter().any(|p| p == "per_tensor_scale") {
+            return Err(wrong("_tensor_data_names", "per_tensor_scale, for it is stored", parts.join(", ")));
+        }
+    }
+    let swizzled =
+        matches!(layer.detected.schema, Q4Schema::Nvfp4 { scale_layout: ScaleLayout::Swizzled128x4, .. });
+    match (data.is_swizzled_scales, data.block_size) {
+        (Some(says), _) if says != swizzled => Err(wrong(
+            "is_swizzled_scales",
+            &format!("{swizzled}, as the shape of _weight_scale says"),
+            says.to_string(),
+        )),
+        (_, Some(size)) if size != nvfp4::BLOCK as u64 => Err(wrong("block_size", "16", size.to_string())),
+        _ => Ok(data.act_quant_kwargs.is_some()),
+    }
+}
+
+fn scale(key: &str, stored: &Stored<'_>, convention: Convention) -> Result<GlobalScale> {
+    let value = stored.bytes.first_chunk().map_or(f32::NAN, |b| f32::from_le_bytes(*b));
+    GlobalScale::new(convention, value).map_err(|e| e.within(format_args!("`{key}`")))
+}
+
+/// The JSON that bitsandbytes stores beside a weight, as bytes of a u8 tensor.
+fn quant_state(key: &str, bytes: &[u8]) -> Result<QuantState> {
+    #[derive(Deserialize)]
+    struct Raw {
+        quant_type: String,
+        blocksize: u32,
+        shape: Vec<usize>,
+        nested_blocksize: Option<u32>,
+        nested_offset: Option<f64>,
+        nested_dtype: Option<String>,
+    }
+    const LIMIT: usize = 1 << 16;
+    let wrong =
+        |need: &str, have: String| Error::new(Code::SchemaInvalid, format!("`{key}`")).need(need).have(have);
+    if bytes.len() > LIMIT {
+        return Err(wrong(&format!("at most {LIMIT} bytes of JSON"), bytes.len().to_string()));
+    }
+    let raw: Raw =
+        serde_json::from_slice(bytes).map_err(|e| wrong("the JSON bitsandbytes writes", e.to_string()))?;
+    let nested = match (raw.nested_blocksize, raw.nested_offset) {
+        (None, None) => None,
+        (Some(block), Some(offset)) => Some((block, offset as f32)),
+        _ => return Err(wrong("nested_blocksize and nested_offset, or neither", "one of them".into())),
+    };
+    if let Some(other) = raw.nested_dtype.filter(|d| nested.is_some() && d != "float32") {
+        return Err(wrong("nested_dtype float32", other));
+    }
+    Ok(QuantState { quant_type: raw.quant_type, block: raw.blocksize, shape: raw.shape, nested })
+}

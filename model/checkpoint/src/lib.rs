@@ -1,0 +1,332 @@
+//! Checkpoints: files are mapped and indexed once, layers are bound to their bytes by name. Also what families
+//! call them, and the same models written anew in 4 bits or in another layout.
+//!
+//! Nothing that a file says is believed before it was compared with something else: sizes with the file,
+//! parts with each other, layouts with the configuration, values with the format. Damage is an error that
+//! names file or tensor.
+pub mod arch;
+mod bytes;
+pub mod config;
+mod dat;
+mod declared;
+pub mod export;
+mod layer;
+pub mod names;
+pub mod quantize;
+mod safetensors;
+mod shards;
+mod source;
+mod store;
+mod table;
+mod unique;
+pub mod values;
+
+pub use bytes::Bytes;
+pub use declared::{Declaration, Method};
+pub use layer::Layer;
+pub use store::{Container, Entry, SCANNED, Stored, TensorStore};
+pub use table::Table;
+
+use crate::config::DecoderConfig;
+use q4_core::{
+    Code, DType, Error, Result, ThreadPool,
+    detect::{Detected, Layout},
+};
+use source::Source;
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+};
+use values::Helpers;
+
+/// Files that stand elsewhere than beside the weights.
+#[derive(Clone, Debug, Default)]
+pub struct OpenOptions {
+    /// `config.json`, or the directory that holds it.
+    pub config: Option<PathBuf>,
+    /// `tokenizer.json`, or the directory that holds it.
+    pub tokenizer: Option<PathBuf>,
+    /// Bytes that the list of tensors may take; unbounded without.
+    pub memory: Option<u64>,
+}
+
+/// A model on disk or in the executable.
+#[derive(Clone, Debug)]
+pub struct Checkpoint {
+    name: String,
+    store: TensorStore,
+    config: DecoderConfig,
+    declaration: Declaration,
+    side: BTreeMap<String, Bytes>,
+    others: Vec<String>,
+}
+
+/// What turns the last hidden state into logits, `[vocab, hidden]`.
+#[derive(Clone, Debug)]
+pub enum Head<'a> {
+    /// The embedding.
+    Tied,
+    /// A float matrix of its own.
+    Dense(Stored<'a>),
+    /// A 4-bit matrix of its own, which also takes precedence over a tied embedding.
+    Quantised(Box<Layer<'a>>),
+}
+
+impl Checkpoint {
+    /// Opens a model directory, a `.safetensors` file, an index of shards or a `.dat` file, with
+    /// `config.json` beside it or named in `options`. The weights are indexed, not read; all errors
+    /// belong to the model's files.
+    pub fn open(path: &Path, options: &OpenOptions) -> Result<Self> {
+        Self::read(path.display().to_string(), Source::of_path(path)?, options)
+    }
+
+    /// The same from files in memory, under the names they would have in a directory.
+    pub fn from_files(name: &str, files: Vec<(String, Bytes)>) -> Result<Self> {
+        let mut map = BTreeMap::new();
+        for (file, bytes) in files {
+            if map.insert(file.clone(), bytes).is_some() {
+                return Err(Error::new(Code::Container, format!("{name}: the file {file} is there twice")));
+            }
+        }
+        Self::read(
+            name.to_owned(),
+            Source::Memory { name: name.to_owned(), files: map },
+            &OpenOptions::default(),
+        )
+    }
+
+    fn read(name: String, source: Source, options: &OpenOptions) -> Result<Self> {
+        let store = TensorStore::read(&source, options.memory)?;
+        let side = source.side_files(options)?;
+        let config = side.get("config.json").ok_or_else(|| {
+            Error::new(Code::ModelMissing, format!("{}: no such file", source.label("config.json")))
+                .need("config.json beside the weights")
+                .fix("name it with --config PATH")
+        })?;
+        let config = DecoderConfig::parse(config)?;
+        let store = store.of_whole_model(config.arch);
+        // A `.dat` file says all there is about its layers; the configuration beside it is that of the
+        // original model.
+        let declaration = match store.container() {
+            Container::Dat => Declaration::none(),
+            Container::Safetensors => Declaration::read(
+                config.quantization.as_ref(),
+                side.get("hf_quant_config.json").map(|b| &b[..]),
+            )?,
+        };
+        for note in &declaration.notes {
+            tracing::warn!(model = %name, "{note}");
+        }
+        let weights: Vec<_> = store.files().map(|(name, _)| name).collect();
+        let others = source.others(&weights)?;
+        Ok(Self { name, store, config, declaration, side, others })
+    }
+
+    /// What the model was opened as.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Shapes and constants.
+    pub fn config(&self) -> &DecoderConfig {
+        &self.config
+    }
+
+    /// What the configuration says about the quantisation.
+    pub fn declaration(&self) -> &Declaration {
+        &self.declaration
+    }
+
+    /// The tensors without their meaning.
+    pub fn store(&self) -> &TensorStore {
+        &self.store
+    }
+
+    /// `config.json`, `generation_config.json`, `hf_quant_config.json`, `tokenizer.json`,
+    /// `tokenizer_config.json` or `chat_template.jinja`, if the model has it. Their sizes were bounded
+    /// when the model was opened.
+    pub fn file(&self, name: &str) -> Option<Bytes> {
+        self.side.get(name).cloned()
+    }
+
+    /// Names in the model's directory of which nothing is read.
+    pub fn others(&self) -> &[String] {
+        &self.others
+    }
+
+    /// Type and shape of every tensor.
+    pub fn table(&self) -> &Table {
+        self.store.table()
+    }
+
+    /// A tensor by its full name; [`Code::TensorMissing`] without it.
+    pub fn tensor(&self, name: &str) -> Result<Stored<'_>> {
+        self.store.tensor(name)
+    }
+
+    /// The linear layer of module `name`, which must be `[n, k]`. Every value that could make a product
+    /// non-finite has been read: scales are finite and not negative, codebooks are NF4's, dense weights
+    /// are finite.
+    pub fn layer(&self, name: &str, n: usize, k: usize) -> Result<Layer<'_>> {
+        self.checked(name, n, k, None)
+    }
+
+    /// As [`layer`](Self::layer); `threads` share the reading.
+    pub fn layer_on(&self, threads: &ThreadPool, name: &str, n: usize, k: usize) -> Result<Layer<'_>> {
+        self.checked(name, n, k, Some(threads))
+    }
+
+    fn checked(&self, name: &str, n: usize, k: usize, helpers: Helpers<'_>) -> Result<Layer<'_>> {
+        let layer = self.bind(name, n, k)?;
+        match values::problems(&self.store, &layer.detected, helpers)?.into_iter().next() {
+            Some(problem) => Err(problem.into()),
+            None => Ok(layer),
+        }
+    }
+
+    /// Tells the system that the bytes of a layer were read for the last time for now, so that a mapped file
+    /// does not count towards the size of this process. Reading them again is slower, not wrong.
+    pub fn release(&self, layer: &Detected) {
+        let keys = &layer.keys;
+        for key in [&keys.scales, &keys.absmax].into_iter().flatten().chain([&keys.weight]) {
+            self.release_tensor(key);
+        }
+    }
+
+    /// As [`release`](Self::release) for one tensor.
+    pub fn release_tensor(&self, name: &str) {
+        if let Some((bytes, range)) = self.store.place(name) {
+            bytes.release(range);
+        }
+    }
+
+    /// Tells the system that nothing of the weight files is needed in memory for now.
+    pub fn release_files(&self) {
+        self.store.release();
+    }
+
+    /// As [`layer`](Self::layer), but of the values only the per-tensor scales are read: for plans and
+    /// listings.
+    pub fn bind(&self, name: &str, n: usize, k: usize) -> Result<Layer<'_>> {
+        layer::bind(self, name, n, k)
+    }
+
+    /// The embedding, `[vocab, hidden]` of finite f16, bf16 or f32.
+    pub fn embedding(&self) -> Result<Stored<'_>> {
+        let name = format!("{}.weight", self.config.arch.names.embedding);
+        self.store.floats(&name, &[self.config.vocab_size, self.config.hidden_size], None)
+    }
+
+    /// Element type of the embedding; reads nothing of it.
+    pub fn embedding_type(&self) -> Result<DType> {
+        Ok(self.tensor(&format!("{}.weight", self.config.arch.names.embedding))?.dtype)
+    }
+
+    /// A tensor of exactly `shape` in f16, bf16 or f32 with finite values only.
+    pub fn floats(&self, name: &str, shape: &[usize]) -> Result<Stored<'_>> {
+        self.store.floats(name, shape, None)
+    }
+
+    /// As [`floats`](Self::floats); `threads` share the reading.
+    pub fn floats_on(&self, threads: &ThreadPool, name: &str, shape: &[usize]) -> Result<Stored<'_>> {
+        self.store.floats(name, shape, Some(threads))
+    }
+
+    /// As [`floats_on`](Self::floats_on) for a tensor of which a few rows are read later.
+    pub fn floats_in_passing(&self, threads: &ThreadPool, name: &str, shape: &[usize]) -> Result<Stored<'_>> {
+        self.store.floats_in_passing(name, shape, Some(threads))
+    }
+
+    /// The `len` weights of the norm of module `name` (without `.weight`), finite.
+    pub fn norm(&self, name: &str, len: usize) -> Result<Vec<f32>> {
+        let name = format!("{name}.weight");
+        let values = self.store.floats(&name, &[len], None)?.to_f32();
+        self.release_tensor(&name);
+        values
+    }
+
+    /// The `n` values that the projection `module` adds to its product, finite; none where the family has
+    /// none.
+    pub fn bias(&self, module: &str, n: usize) -> Result<Option<Vec<f32>>> {
+        let name = self.config.arch.is_biased(module).then(|| format!("{module}.bias"));
+        name.map(|name| self.store.floats(&name, &[n], None)?.to_f32()).transpose()
+    }
+
+    /// The output projection. A 4-bit `lm_head` is used even where the configuration ties it to the
+    /// embedding, as `.dat` files have it; a dense one must then equal the embedding, or the model
+    /// contradicts itself.
+    pub fn head(&self) -> Result<Head<'_>> {
+        let head = self.bind_head()?;
+        if let Head::Quantised(layer) = &head {
+            return Ok(Head::Quantised(Box::new(self.layer(
+                &layer.name,
+                layer.detected.n,
+                layer.detected.k,
+            )?)));
+        }
+        if let Head::Dense(stored) = &head {
+            self.store.floats(&format!("{}.weight", self.config.arch.names.head), stored.shape, None)?;
+        }
+        Ok(head)
+    }
+
+    /// As [`head`](Self::head) without reading values, but for those of a dense one that is tied: it is
+    /// compared.
+    pub fn bind_head(&self) -> Result<Head<'_>> {
+        let (n, k) = (self.config.vocab_size, self.config.hidden_size);
+        let (tied, names) = (self.config.tie_word_embeddings, &self.config.arch.names);
+        if tied && !self.has_module(names.head) {
+            return Ok(Head::Tied);
+        }
+        let layer = self.bind(names.head, n, k)?;
+        if layer.detected.layout != Layout::Dense {
+            return Ok(Head::Quantised(Box::new(layer)));
+        }
+        let stored = self.tensor(&layer.detected.keys.weight)?;
+        if !tied {
+            return Ok(Head::Dense(stored));
+        }
+        let embedding = self.tensor(&format!("{}.weight", self.config.arch.names.embedding))?;
+        if (embedding.dtype, embedding.bytes) == (stored.dtype, stored.bytes) {
+            return Ok(Head::Tied);
+        }
+        Err(Error::new(
+            Code::SchemaInvalid,
+            format!("`{}.weight`: config.json ties it to the embedding", names.head),
+        )
+        .need(format!("the same values as {}.weight, or no such tensor", names.embedding))
+        .have("others")
+        .fix("set tie_word_embeddings to false if the model was trained so"))
+    }
+
+    /// Binds and checks every tensor the model needs; the first problem is the error.
+    pub fn bind_all(&self) -> Result<()> {
+        self.embedding()?;
+        for i in 0..self.config.num_hidden_layers {
+            for (name, len) in names::norms(&self.config, i) {
+                self.norm(&name, len)?;
+            }
+            for (name, n, k) in names::linears(&self.config, i) {
+                self.layer(&name, n, k)?;
+                self.bias(&name, n)?;
+            }
+        }
+        self.norm(self.config.arch.names.final_norm, self.config.hidden_size)?;
+        self.head().map(drop)
+    }
+
+    /// The same files read as another model: with another configuration and, where named, two kinds of module
+    /// exchanged.
+    pub fn changed(&self, edit: impl FnOnce(&mut DecoderConfig), exchange: Option<(&str, &str)>) -> Self {
+        let mut other = self.clone();
+        edit(&mut other.config);
+        if let Some((a, b)) = exchange {
+            other.store = self.store.exchanged(a, b);
+        }
+        other
+    }
+
+    fn has_module(&self, module: &str) -> bool {
+        self.table().has_prefix(&format!("{module}."))
+    }
+}
