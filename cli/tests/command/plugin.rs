@@ -75,6 +75,7 @@ impl User {
                 .collect(),
             machine: machine(&env),
             facts: facts(&env),
+            device: None,
         }
     }
 
