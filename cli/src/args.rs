@@ -101,8 +101,8 @@ pub struct GlobalArgs {
     /// Format of the inputs of 4-bit layers; auto is what the checkpoint declares.
     #[arg(long, global = true, value_enum, default_value_t)]
     pub activations: ActivationFormat,
-    /// Where to compute: auto (a CUDA device whose kernels pass their self-check, else the CPU), cpu, cuda
-    /// or cuda:N.
+    /// Where to compute: auto (a CUDA device whose kernels pass their self-check, else the CPU), cpu, cuda,
+    /// cuda:N, or NAME:N, a device that the plugin of that name brings
     #[arg(long, global = true, value_parser = device, default_value = "auto")]
     pub device: DeviceChoice,
     /// Output type of products [default: float32 on the CPU, bfloat16 on CUDA].

@@ -1,5 +1,6 @@
 //! The values that options choose from, with the words the help explains them in.
 use clap::ValueEnum;
+use q4_core::Device;
 use q4_core::detect::Layout;
 
 macro_rules! choices {
@@ -133,6 +134,8 @@ pub enum DeviceChoice {
     Cpu,
     /// A CUDA device; the first one without a number.
     Cuda(u32),
+    /// A device that a plugin brings.
+    Vendor(Device),
 }
 
 /// Parses `--device`.
@@ -142,8 +145,17 @@ pub fn device(text: &str) -> Result<DeviceChoice, String> {
         "cpu" => Ok(DeviceChoice::Cpu),
         "cuda" => Ok(DeviceChoice::Cuda(0)),
         other => {
-            let ordinal = other.strip_prefix("cuda:").and_then(|n| n.parse().ok());
-            ordinal.map(DeviceChoice::Cuda).ok_or_else(|| "need auto, cpu, cuda or cuda:N".to_owned())
+            let choice = other.split_once(':').and_then(|(name, ordinal)| {
+                let is_plugin = name.starts_with(|c: char| c.is_ascii_lowercase())
+                    && name.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-');
+                let ordinal = ordinal.parse().ok()?;
+                match name {
+                    "cuda" => Some(DeviceChoice::Cuda(ordinal)),
+                    "cpu" | "auto" => None,
+                    _ => is_plugin.then(|| DeviceChoice::Vendor(Device::vendor(name, ordinal))),
+                }
+            });
+            choice.ok_or_else(|| "need auto, cpu, cuda, cuda:N or NAME:N of a plugin".to_owned())
         }
     }
 }
@@ -161,7 +173,10 @@ mod tests {
     fn devices_are_parsed() {
         assert_eq!(device("cuda:3"), Ok(DeviceChoice::Cuda(3)));
         assert_eq!(device("cuda"), Ok(DeviceChoice::Cuda(0)));
-        for bad in ["gpu", "cuda:", "cuda:-1", "cuda:x", ""] {
+        assert_eq!(device("acme:1"), Ok(DeviceChoice::Vendor(Device::vendor("acme", 1))));
+        for bad in
+            ["gpu", "cuda:", "cuda:-1", "cuda:x", "", "cpu:0", "acme", "acme:", ":0", "Acme:0", "a b:0"]
+        {
             assert!(device(bad).is_err(), "{bad}");
         }
     }

@@ -14,8 +14,8 @@ use crate::report::Report;
 use q4_conformance::{StoredPasses, certificate};
 use q4_core::memory::{Budget, ManagedSupport, Role, UnifiedMemory};
 use q4_core::{
-    BuiltinOptions, Candidate, Code, ComputePath, DType, Device, Dispatch, Error, OpSet, Overrides, Policy,
-    Registry, RejectCode, Result, ThreadPool, isa,
+    BuiltinOptions, Candidate, Code, ComputePath, DType, Device, Dispatch, Error, HostEnv, OpSet, Overrides,
+    Policy, Registry, RejectCode, Result, ThreadPool, isa,
 };
 use q4_model::checkpoint::{Checkpoint, OpenOptions};
 use q4_model::cpu::KvType;
@@ -155,10 +155,12 @@ impl Context {
             paths: &self.global.plugin,
             folders: &self.global.plugin_dir,
             gated: self.gated,
+            device: self.device()?,
             place: self.place,
             wanted: &|name| self.every_plugin || !self.gated || self.names(name),
         };
         let tables = plugins::add(&mut registry, &asked)?;
+        is_there(self.device()?, registry.env())?;
         Ok((registry, tables))
     }
 
@@ -395,6 +397,19 @@ impl Context {
         }
         Ok(())
     }
+}
+
+/// Fails for a device that no plugin brings.
+fn is_there(device: Device, env: &HostEnv) -> Result<()> {
+    let is_known = matches!(device, Device::Cpu | Device::Cuda(_)) || env.vendor_device(device).is_some();
+    if is_known {
+        return Ok(());
+    }
+    let all: Vec<_> = env.vendor.iter().map(|d| format!("{} ({})", d.device, d.name)).collect();
+    Err(Error::new(Code::DeviceMissing, format!("--device {device}"))
+        .need("a device of a library that is named with --plugin")
+        .have(if all.is_empty() { "no library with a device of its own".into() } else { all.join(", ") })
+        .fix("name the library with --plugin, or --device cpu"))
 }
 
 fn overrides(given: &[String]) -> Result<Overrides> {

@@ -33,6 +33,8 @@ pub fn choose(asked: DeviceChoice, bound_to_cpu: Option<&str>, options: &Builtin
                 Err(e.within(format!("--device cuda:{n}")).fix("--device cpu, or leave the option out"))
             }
         },
+        // Whether it is there is known once its library is.
+        DeviceChoice::Vendor(device) => Ok(Choice { device, why: "as named".into(), idle: false }),
         DeviceChoice::Auto => {
             if let Some(why) = bound_to_cpu {
                 return Ok(Choice::cpu(format!("auto: {why}"), is_card_there()));

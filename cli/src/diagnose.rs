@@ -141,8 +141,9 @@ pub fn run(cx: &Context, args: &DiagnoseArgs) -> Result<Outcome> {
         findings.extend(problems(&row));
         backends.push(row);
     }
-    let kernel =
-        |b: &Backend| b.name.ends_with("-kernel") && b.paths.iter().any(|p| p.verdict == Verdict::Pass);
+    // What runs on a device that a plugin brings is that plugin.
+    let is_kernel = |b: &Backend| b.name.ends_with("-kernel") || matches!(device, Device::Vendor { .. });
+    let kernel = |b: &Backend| is_kernel(b) && b.paths.iter().any(|p| p.verdict == Verdict::Pass);
     if !backends.iter().any(kernel) {
         findings.push(Finding {
             code: "no-kernel",
@@ -211,6 +212,9 @@ fn text(b: &Body) -> String {
         h.env.cuda.iter().map(|d| format!("{} ({}, {})", d.ordinal, d.name, d.arch())).collect();
     let cuda = h.env.cuda_missing.clone().unwrap_or_else(|| devices.join(", "));
     let _ = writeln!(out, "cuda      {cuda}");
+    for d in &h.env.vendor {
+        let _ = writeln!(out, "vendor    {} ({}, {})", d.device, d.name, d.fingerprint);
+    }
     let c = &h.cuda_libraries;
     if !devices.is_empty() {
         let _ = writeln!(out, "          driver {}, NVRTC {}, cuBLASLt {}", c.driver, c.nvrtc, c.cublaslt);

@@ -4,9 +4,11 @@ use crate::mistakes;
 use q4_conformance::certificate::DATA_VARIABLES;
 use q4_conformance::{AbiProbe, Certificate, Certificates, Elsewhere, Library, Needed, Outcome, Profile};
 use q4_core::conduct::Facts;
+use q4_core::stage::DeviceMemory;
 use q4_core::{
-    BackendDescriptor, Candidate, Code, Error, ExecContext, ExecPath, HostEnv, LibraryFacts, LinearSpec,
-    PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Registry, Reject, RejectCode, Result, Verdict,
+    BackendDescriptor, Candidate, Code, Device, Error, ExecContext, ExecPath, HostEnv, LibraryFacts,
+    LinearSpec, PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Registry, Reject, RejectCode, Result,
+    VendorDevice, Verdict,
 };
 use q4_plugin_host::remote::{Isolation, Remote, shield};
 use q4_plugin_host::{Examined, Loaded, Loader, Need, Prober, Refusal, TableCases, libraries};
@@ -39,6 +41,8 @@ pub struct Asked<'a> {
     pub folders: &'a [PathBuf],
     /// Whether a certificate is needed.
     pub gated: bool,
+    /// Where products run, which the certificate must be about.
+    pub device: Device,
     /// Where they run.
     pub place: Place,
     /// Whether a library of a folder is asked for.
@@ -84,7 +88,10 @@ impl Tables {
 
 impl AbiProbe for Table {
     fn cases(&self) -> Vec<String> {
-        TableCases::names()
+        match &self.checks {
+            Checks::Here(cases) => cases.cases(),
+            Checks::There(remote) => TableCases::names(!remote.devices().is_empty()),
+        }
     }
     fn run(&self, case: &str) -> Result<()> {
         match &self.checks {
@@ -159,7 +166,8 @@ pub fn add(registry: &mut Registry, asked: &Asked<'_>) -> Result<Tables> {
                 None => e,
             }
         })?;
-        let certificate = if asked.gated { Some(certified(&found, registry.env())) } else { None };
+        let certificate =
+            if asked.gated { Some(certified(&found, registry.env(), asked.device)) } else { None };
         let certificate = certificate.transpose().map_err(|reason| uncertified(&found, reason))?;
         let entry = Entry::live(found, certificate, asked.place).map_err(|refusal| match asked.place {
             Place::Judged(_) => not_loaded(refusal),
@@ -226,13 +234,13 @@ fn is_taken(registry: &Registry, name: &str) -> bool {
 }
 
 /// The certificate of what was examined.
-fn certified(found: &Examined, env: &HostEnv) -> Result<Certificate, Reject> {
+fn certified(found: &Examined, env: &HostEnv, device: Device) -> Result<Certificate, Reject> {
     let all = Certificates::of_user().ok_or_else(|| {
         let need = format!("a place for certificates: {DATA_VARIABLES}");
         Reject::new(RejectCode::ConformanceMissing, need, "neither is set")
     })?;
     let who = &found.descriptor;
-    all.find(&who.name, &who.version, &about(found), env, Profile::Inference)
+    all.find(&who.name, &who.version, &about(found), (env, device), Profile::Inference)
 }
 
 /// The error of a library that the user named and that has no certificate.
@@ -260,6 +268,12 @@ impl Entry {
         };
         let candidate = match (candidate, certificate) {
             (Candidate::Live(inner), Some(certificate)) => {
+                certificate.is_for_device(&inner.devices()).map_err(|reason| Refusal {
+                    name: name.clone(),
+                    path: PathBuf::from(&facts.path),
+                    sha256: Some(facts.sha256.clone()),
+                    reasons: vec![reason],
+                })?;
                 Candidate::Live(Arc::new(Certified { inner, certificate }))
             }
             (other, _) => other,
@@ -270,7 +284,7 @@ impl Entry {
     /// Of a folder: loaded when it is wanted and may be.
     fn found(found: Examined, env: &HostEnv, asked: &Asked<'_>) -> Result<Self, Refusal> {
         let (name, facts) = Self::facts(&found);
-        let certificate = if asked.gated { Some(certified(&found, env)) } else { None };
+        let certificate = if asked.gated { Some(certified(&found, env, asked.device)) } else { None };
         let mut reasons = Vec::new();
         if !(asked.wanted)(&name) {
             let need = format!("to be named: --backend {name}, or its file with --plugin");
@@ -353,6 +367,14 @@ impl Q4Backend for Certified {
     fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
         self.inner.can_prepare(spec, path, env)?;
         self.certificate.covers(spec, path)
+    }
+
+    fn devices(&self) -> Vec<VendorDevice> {
+        self.inner.devices()
+    }
+
+    fn memory(&self, device: Device) -> Result<Arc<dyn DeviceMemory>> {
+        self.inner.memory(device)
     }
 
     fn prepare(

@@ -114,6 +114,7 @@ impl Session {
     /// The backends of a run. First of all, so that a backend that was named and cannot be used stops the
     /// program before it asks for a prompt or reads a model.
     pub fn dispatch(cx: &Context) -> Result<Dispatch> {
+        load::require_executor(cx.device()?)?;
         let dispatch = cx.dispatch()?;
         cx.require_named(&dispatch)?;
         Ok(dispatch)

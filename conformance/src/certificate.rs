@@ -5,7 +5,9 @@
 //! writes the same file. It is sealed ([`Key`]): what somebody else wrote is none.
 use crate::key::Key;
 use crate::{Claim, Limits, Profile, Report, own};
-use q4_core::{Code, Error, ExecPath, HostEnv, LinearSpec, Reject, RejectCode, Result, Verdict};
+use q4_core::{
+    Code, Device, Error, ExecPath, HostEnv, LinearSpec, Reject, RejectCode, Result, VendorDevice, Verdict,
+};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
@@ -78,6 +80,10 @@ pub struct Certificate {
     pub machine: String,
     /// The facts behind the fingerprint.
     pub facts: Vec<String>,
+    /// The device of the library's own that it passed on, if it did: name and fingerprint, as
+    /// [`device_fact`] puts them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device: Option<String>,
 }
 
 /// A claim that passed.
@@ -130,6 +136,7 @@ impl Certificate {
                     .collect(),
                 machine: report.machine.clone(),
                 facts: report.facts.clone(),
+                device: b.device.clone(),
             })
         });
         Ok(certified.collect())
@@ -192,10 +199,31 @@ impl Certificate {
         Err(vec![Reject::new(RejectCode::ConformanceMissing, need, claim)])
     }
 
+    /// Void unless the device that it is about is still what it was. What `loaded` has is known only once the
+    /// library runs.
+    ///
+    /// # Errors
+    /// Which device it was, and which it is.
+    pub fn is_for_device(&self, loaded: &[VendorDevice]) -> std::result::Result<(), Reject> {
+        let now: Vec<_> = loaded.iter().map(device_fact).collect();
+        match &self.device {
+            Some(certified) if !now.contains(certified) => {
+                let have = if now.is_empty() { "none".into() } else { now.join(", ") };
+                let need = format!("the device that its certificate is about, {certified}");
+                Err(Reject::new(RejectCode::ConformanceMissing, need, have))
+            }
+            _ => Ok(()),
+        }
+    }
+
     fn file_name(&self) -> String {
         let name: String = self.backend.chars().filter(|c| c.is_ascii_alphanumeric() || *c == '-').collect();
         let head = |text: &str| text.get(..16).unwrap_or(text).to_owned();
-        format!("{name}-{}-{}-{}.json", head(&self.sha256), head(&self.machine), self.profile.as_str())
+        let machine = match &self.device {
+            Some(device) => hex(&Sha256::digest(format!("{}\n{device}", self.machine).as_bytes())),
+            None => self.machine.clone(),
+        };
+        format!("{name}-{}-{}-{}.json", head(&self.sha256), head(&machine), self.profile.as_str())
     }
 }
 
@@ -242,7 +270,9 @@ impl Certificates {
         Ok(path)
     }
 
-    /// The certificate of a third party's library, without which nothing of it may run.
+    /// The certificate of a third party's library for products on `device`, without which nothing of it may
+    /// run. One about a device of its own is about no other, whichever of them that was: see
+    /// [`Certificate::is_for_device`].
     ///
     /// # Errors
     /// `conformance-missing`: what voids the nearest certificate, and the command that makes a new one.
@@ -251,7 +281,7 @@ impl Certificates {
         backend: &str,
         version: &str,
         library: &Library,
-        env: &HostEnv,
+        (env, device): (&HostEnv, Device),
         profile: Profile,
     ) -> std::result::Result<Certificate, Reject> {
         let mut voids = Vec::new();
@@ -275,7 +305,18 @@ impl Certificates {
                 (About::This(value), Ok(Some(_))) => match serde_json::from_value::<Certificate>(value) {
                     Err(e) => (2, format!("fields: {e}")),
                     Ok(certificate) => match certificate.valid_for(backend, version, library, env, profile) {
-                        Ok(()) => return Ok(certificate),
+                        Ok(()) => match (&certificate.device, device) {
+                            (None, Device::Vendor { .. }) => {
+                                (0, format!("device: certified without {device}"))
+                            }
+                            (Some(own), Device::Cpu | Device::Cuda(_)) => {
+                                (0, format!("device: certified for {own}, now {device}"))
+                            }
+                            (Some(own), _) if !own.starts_with(&format!("{device} ")) => {
+                                (0, format!("device: certified for {own}, now {device}"))
+                            }
+                            _ => return Ok(certificate),
+                        },
                         // One of the same bytes is nearer than one of an older build.
                         Err(why) => (u8::from(certificate.sha256 != library.sha256), why),
                     },
@@ -285,7 +326,10 @@ impl Certificates {
         }
         let option = if profile == Profile::Training { " --profile training" } else { "" };
         // The devices that were looked for are facts of the machine.
-        let device = if env.cuda.is_empty() { "" } else { " --device cuda" };
+        let device = match device {
+            Device::Vendor { .. } => format!(" --device {device}"),
+            _ => if env.cuda.is_empty() { "" } else { " --device cuda" }.to_owned(),
+        };
         let nearest = voids.iter().min();
         let have = match nearest {
             None => format!("none in {}", self.folder.display()),
@@ -367,6 +411,11 @@ pub fn facts(env: &HostEnv) -> Vec<String> {
     facts.extend(env.cuda_driver.map(|driver| format!("CUDA driver {driver}")));
     facts.extend(env.cuda.iter().map(|d| format!("cuda:{} {} {} {}", d.ordinal, d.arch(), d.name, d.memory)));
     facts
+}
+
+/// A device of a third party's, as a certificate names it: spelling, name and fingerprint.
+pub fn device_fact(device: &VendorDevice) -> String {
+    format!("{} {} ({})", device.device, device.name, device.fingerprint)
 }
 
 /// Fingerprint of [`facts`]. Lower-case hex.

@@ -79,7 +79,7 @@ pub(crate) fn build(
         Device::Cpu => prepared,
         // It stages them there.
         _ if bench.elsewhere().is_some() => prepared,
-        device => Box::new(Staged::new(prepared, device)?),
+        device => Box::new(Staged::new(prepared, device, bench.backend.memory(device)?)),
     })
 }
 

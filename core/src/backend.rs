@@ -1,8 +1,9 @@
 //! The contract a backend implements. Small on purpose: four methods on the backend, five on a weight, a few
 //! with defaults.
+use crate::stage::DeviceMemory;
 use crate::{
     Activations, Code, DType, Device, Error, HostEnv, Q4Schema, Q4Weight, Reject, Result, TensorView,
-    TensorViewMut, ThreadPool, Verdict,
+    TensorViewMut, ThreadPool, VendorDevice, Verdict,
 };
 use serde::Serialize;
 use std::{borrow::Cow, fmt, sync::Arc};
@@ -206,7 +207,7 @@ pub struct ExecContext<'a> {
     /// Raw queue handle (`cudaStream_t`), 0 for the device's default queue and for the CPU. Work is complete
     /// only when the caller has synchronised the queue.
     pub stream: usize,
-    /// Scratch of at least `PreparedWeight::workspace(m)` bytes, 64-byte aligned on the CPU, 256 on CUDA.
+    /// Scratch of at least `PreparedWeight::workspace(m)` bytes, 64-byte aligned on the CPU, 256 on devices.
     pub workspace: Option<TensorViewMut<'a>>,
     /// Threads the caller lends. A backend starts none of its own.
     pub threads: &'a ThreadPool,
@@ -240,6 +241,20 @@ pub trait Q4Backend: Send + Sync + 'static {
     /// requires it.
     fn manages_memory(&self) -> bool {
         false
+    }
+
+    /// Devices of its own, besides the CPU and CUDA devices, the same in every call: each is
+    /// [`Device::Vendor`] with the name of this backend and its place in the list.
+    fn devices(&self) -> Vec<VendorDevice> {
+        Vec::new()
+    }
+
+    /// Memory of one of them, or of a CUDA device: for checks, which stage operands there.
+    ///
+    /// # Errors
+    /// `DeviceMissing`.
+    fn memory(&self, device: Device) -> Result<Arc<dyn DeviceMemory>> {
+        crate::stage::memory_of(device)
     }
 
     /// What a weight of `spec` would take on `path`, before it is prepared; never less than it will.

@@ -2,6 +2,7 @@
 use crate::Device;
 use serde::Serialize;
 use std::collections::BTreeMap;
+use std::fmt;
 
 /// One CUDA device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -21,6 +22,19 @@ impl CudaDevice {
     pub fn arch(&self) -> String {
         format!("sm_{}{}", self.capability.0, self.capability.1)
     }
+}
+
+/// A device that a third party's backend brings: see [`crate::Q4Backend::devices`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct VendorDevice {
+    /// As `--device` names it: `acme:0`.
+    pub device: Device,
+    /// Name for display.
+    pub name: String,
+    /// All that results there may depend on: model, driver, firmware. A certificate is about one of them.
+    pub fingerprint: String,
+    /// Bytes of its memory.
+    pub memory: u64,
 }
 
 /// A shared kernel library that was loaded.
@@ -77,7 +91,7 @@ impl Default for CudaTools {
 }
 
 /// The machine.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Default, PartialEq, Eq, Serialize)]
 pub struct HostEnv {
     /// `x86_64`, `aarch64`.
     pub arch: String,
@@ -95,6 +109,24 @@ pub struct HostEnv {
     pub cuda_tools: CudaTools,
     /// Libraries the built-in backends loaded, by backend name.
     pub libraries: BTreeMap<String, LibraryFacts>,
+    /// Devices of third parties' backends, in the order of their names.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub vendor: Vec<VendorDevice>,
+}
+
+/// Where nobody brings a device, as if there were no such thing: fingerprints are made of this text.
+impl fmt::Debug for HostEnv {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut all = f.debug_struct("HostEnv");
+        all.field("arch", &self.arch).field("cpu_features", &self.cpu_features);
+        all.field("processors", &self.processors).field("cuda", &self.cuda);
+        all.field("cuda_driver", &self.cuda_driver).field("cuda_missing", &self.cuda_missing);
+        all.field("cuda_tools", &self.cuda_tools).field("libraries", &self.libraries);
+        if !self.vendor.is_empty() {
+            all.field("vendor", &self.vendor);
+        }
+        all.finish()
+    }
 }
 
 impl HostEnv {
@@ -140,6 +172,10 @@ impl HostEnv {
                 format!("no cuda:{ordinal}, only {}", names.join(", "))
             }
         }
+    }
+    /// The facts of a third party's device.
+    pub fn vendor_device(&self, device: Device) -> Option<&VendorDevice> {
+        self.vendor.iter().find(|d| d.device == device)
     }
     /// The device with this ordinal.
     pub fn cuda_device(&self, ordinal: u32) -> Option<&CudaDevice> {

@@ -41,7 +41,7 @@ pub use backend::{
 pub use error::{Code, Error, Result};
 #[cfg(target_arch = "x86_64")]
 pub use host::has_tiles;
-pub use host::{CudaDevice, CudaTools, Found, HostEnv, LibraryFacts, processors};
+pub use host::{CudaDevice, CudaTools, Found, HostEnv, LibraryFacts, VendorDevice, processors};
 pub use linear::{Dispatch, Executed, Q4Linear, Witness};
 pub use registry::{BUILTINS, Built, BuiltinOptions, Registration, Registry};
 pub use reject::{Reject, RejectCode, Verdict};

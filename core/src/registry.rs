@@ -111,6 +111,10 @@ impl Registry {
             )
             .need("a unique name")),
             Err(at) => {
+                if let Candidate::Live(backend) = &candidate {
+                    self.env.vendor.extend(backend.devices());
+                    self.env.vendor.sort_by_key(|d| d.device);
+                }
                 self.guests.insert(candidate.name().to_owned());
                 self.candidates.insert(at, candidate);
                 Ok(())

@@ -186,7 +186,7 @@ pub fn select(
                 continue;
             }
             let is_shared = policy.unified_memory != UnifiedMemory::Require || backend.manages_memory();
-            if matches!(spec.device, Device::Cuda(_)) && !is_shared {
+            if spec.device != Device::Cpu && !is_shared {
                 let (need, have) = ("weights in managed memory, as required", "plain memory of the device");
                 lose(Some(path), vec![Reject::new(RejectCode::UnifiedMemory, need, have)]);
                 continue;

@@ -6,7 +6,8 @@
 use crate::oracle::{Column, Input, act_global, bound};
 use crate::{
     ActGlobal, ActQuant, Activations, Code, DType, Device, Error, ExecContext, ExecPath, LinearSpec,
-    PreparedWeight, Q4Weight, Result, RowDecoder, Selection, TensorView, TensorViewMut, ThreadPool,
+    PreparedWeight, Q4Backend, Q4Weight, Result, RowDecoder, Selection, TensorView, TensorViewMut,
+    ThreadPool,
 };
 use half::{bf16, f16};
 use std::collections::BTreeMap;
@@ -72,7 +73,7 @@ impl SelfChecks {
         }
         let _span = tracing::debug_span!("self-check", %kind).entered();
         let start = Instant::now();
-        let (prepared, ratio) = staged(prepared, spec.device, |p| check(p, w, spec, threads))?;
+        let (prepared, ratio) = staged(&*s.backend, prepared, spec.device, |p| check(p, w, spec, threads))?;
         tracing::debug!(%kind, ?ratio, took = ?start.elapsed(), "self-check");
         if let (Some(earlier), Ok(_)) = (&self.earlier, &ratio) {
             earlier.remember(backend, &kind);
@@ -85,6 +86,7 @@ impl SelfChecks {
 
 /// Runs `job` on a weight that takes operands in host memory, wherever its products run.
 fn staged<R>(
+    backend: &dyn Q4Backend,
     prepared: Box<dyn PreparedWeight>,
     device: Device,
     job: impl FnOnce(&dyn PreparedWeight) -> R,
@@ -93,7 +95,7 @@ fn staged<R>(
         let result = job(&*prepared);
         return Ok((prepared, result));
     }
-    let staged = crate::stage::Staged::new(prepared, device)?;
+    let staged = crate::stage::Staged::new(prepared, device, backend.memory(device)?);
     let result = job(&staged);
     Ok((staged.into_inner(), result))
 }

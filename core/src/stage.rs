@@ -86,9 +86,9 @@ const GUARD: usize = 256;
 const MARK: u8 = 0x5a;
 
 impl Staged {
-    /// `inner` was prepared for `device`.
-    pub fn new(inner: Box<dyn PreparedWeight>, device: Device) -> Result<Self> {
-        Ok(Self { inner, device, memory: memory_of(device)? })
+    /// `inner` was prepared for `device`, whose memory is `memory`.
+    pub fn new(inner: Box<dyn PreparedWeight>, device: Device, memory: Arc<dyn DeviceMemory>) -> Self {
+        Self { inner, device, memory }
     }
 
     /// The weight, to be called where it is from now on.

@@ -1,7 +1,7 @@
 //! Devices, element types and borrowed, DLPack-shaped views: the only form in which data crosses a boundary.
 use crate::{Code, Error, Result};
 use half::{bf16, f16};
-use std::{ffi::c_void, fmt, marker::PhantomData, ptr::NonNull};
+use std::{collections::BTreeSet, ffi::c_void, fmt, marker::PhantomData, ptr::NonNull, sync::Mutex};
 
 /// Where bytes live. Ordinals are those of the vendor's runtime.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -12,6 +12,28 @@ pub enum Device {
     Cpu,
     /// CUDA device with this ordinal.
     Cuda(u32),
+    /// Device of a third party's backend, which supplies its memory: see [`crate::Q4Backend::devices`].
+    Vendor {
+        /// Name of the backend. [`Device::vendor`] makes one of any text.
+        backend: &'static str,
+        /// Place among the devices of that backend.
+        ordinal: u32,
+    },
+}
+
+impl Device {
+    /// How a library calls the backend of its own devices, whatever name a program knows it by.
+    pub const OWN: &'static str = "vendor";
+
+    /// The device of a backend. Names are kept for the life of the process, each once.
+    pub fn vendor(backend: &str, ordinal: u32) -> Self {
+        static NAMES: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
+        let mut names = NAMES.lock().unwrap_or_else(|e| e.into_inner());
+        let known = names.get(backend).copied();
+        let backend = known.unwrap_or_else(|| Box::leak(backend.to_owned().into_boxed_str()));
+        names.insert(backend);
+        Self::Vendor { backend, ordinal }
+    }
 }
 
 impl fmt::Display for Device {
@@ -19,6 +41,7 @@ impl fmt::Display for Device {
         match self {
             Self::Cpu => f.write_str("cpu"),
             Self::Cuda(i) => write!(f, "cuda:{i}"),
+            Self::Vendor { backend, ordinal } => write!(f, "{backend}:{ordinal}"),
         }
     }
 }

@@ -49,6 +49,20 @@ pub(crate) struct DeviceMemory {
     pub(crate) budget: Budget,
 }
 
+/// Fails where products can run and a model cannot.
+///
+/// # Errors
+/// `Unsupported` for a device that a plugin brings.
+pub fn require_executor(device: Device) -> Result<()> {
+    match device {
+        Device::Cpu | Device::Cuda(_) => Ok(()),
+        other => Err(Error::new(Code::Unsupported, format!("a model on {other}"))
+            .need("a device with an executor: cpu or cuda:N")
+            .have(format!("products alone: q4 conformance, explain and diagnose take --device {other}"))
+            .fix("--device cpu, or leave the option out")),
+    }
+}
+
 /// Prepares every product of `plan` and maps the rest. `progress` is called with (done, all) products.
 pub fn load(
     checkpoint: &Checkpoint,
@@ -62,6 +76,7 @@ pub fn load(
     let (model, layers) = (checkpoint.name(), plan.layers.len());
     let span = tracing::info_span!("load", model, layers, device = %options.device, bytes = Empty);
     let _in = span.enter();
+    require_executor(options.device)?;
     plan.require(dispatch)?;
     let (c, shape) = (checkpoint.config(), shape(checkpoint));
     let device = DeviceMemory::of(options.device, budget)?;

@@ -75,6 +75,7 @@ impl User {
                 .collect(),
             machine: machine(&env),
             facts: facts(&env),
+            device: None,
         }
     }
 
@@ -206,6 +207,54 @@ fn the_c_example_is_certified_and_answers() {
 #[test]
 fn the_rust_example_is_certified_and_answers() {
     is_certified_and_answers(&built::acme_nvfp4(), "acme-nvfp4");
+}
+
+/// Judged, selected, shown and named by a certificate; no model runs there, which is said.
+#[test]
+fn a_device_that_a_plugin_brings_is_judged_and_no_model_runs_there() {
+    let (user, plugin, device) = (User::new(), built::acme_arena(), "acme-arena:0");
+    let run = |words: &[&str]| {
+        let output = user.q4(&plugin).args(["--device", device]).args(words).output().unwrap();
+        (output.status.code(), out(&output) + &err(&output))
+    };
+    let (code, text) = run(&["conformance", "--sample", "1", "--no-certificate"]);
+    assert_eq!(code, Some(0), "{text}");
+    assert!(text.contains("nf4@1/native/acme-arena:0/fused-dequant"), "{text}");
+    let (code, text) = run(&["generate", "demo", "-p", "x", "-n", "1"]);
+    let said = text.contains("a model on acme-arena:0") && text.contains("cpu or cuda:N");
+    assert!(code != Some(0) && said, "{code:?}: {text}");
+    // Without a certificate about this very device nothing of it runs.
+    let (code, text) = run(&["diagnose"]);
+    assert!(code == Some(6) && text.contains("--device acme-arena:0"), "{code:?}: {text}");
+    let claims = ["nvfp4@1/native/acme-arena:0/fused-dequant", "nf4@1/native/acme-arena:0/fused-dequant"];
+    let mut certificate = user.certificate(&plugin, "acme-arena", "1.0.0", &claims);
+    let mut certify = |own: Option<&str>| {
+        certificate.device = own.map(str::to_owned);
+        let path = Certificates::under(&user.data()).write(&certificate).unwrap();
+        let said = run(&["--backend", "acme-arena", "explain", "demo"]);
+        fs::remove_file(path).unwrap();
+        said
+    };
+    for (own, why) in [
+        (None, "certified without acme-arena:0"),
+        (Some("acme-arena:1 ACME arena (acme-arena 1, 4 GiB)"), "certified for acme-arena:1"),
+        (Some("acme-arena:0 ACME arena (acme-arena 2, 4 GiB)"), "the device that its certificate is about"),
+    ] {
+        let (code, text) = certify(own);
+        assert!(code == Some(6) && text.contains(why), "{own:?}, {code:?}: {text}");
+    }
+    let (code, text) = certify(Some("acme-arena:0 ACME arena (acme-arena 1, 4 GiB)"));
+    assert!(code == Some(0) && text.contains("acme-arena"), "{code:?}: {text}");
+    certificate.device = Some("acme-arena:0 ACME arena (acme-arena 1, 4 GiB)".into());
+    Certificates::under(&user.data()).write(&certificate).unwrap();
+    let (_, text) = run(&["diagnose"]);
+    assert!(text.contains("vendor    acme-arena:0 (ACME arena, acme-arena 1, 4 GiB)"), "{text}");
+    assert!(text.contains("device    acme-arena:0 (as named"), "{text}");
+    // On the CPU that certificate is about nothing.
+    let output = user.q4(&plugin).args(["explain", "demo"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(6), "{}", err(&output));
+    let output = q4().args(["--device", "acme:0", "diagnose"]).output().unwrap();
+    assert!(err(&output).contains("no library with a device of its own"), "{}", err(&output));
 }
 
 /// What replaces what in the stub, and the reason it is refused for.

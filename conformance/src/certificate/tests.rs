@@ -38,12 +38,13 @@ fn certificate() -> Certificate {
         claims: vec![Proven { claim: "nvfp4@1/native/cpu/fused-dequant".into(), limits: limits() }],
         machine: machine(&env),
         facts: facts(&env),
+        device: None,
     }
 }
 
 /// What `find` says of `library`, on the machine of [`certificate`].
 fn found(all: &Certificates, library: &Library) -> std::result::Result<(), String> {
-    let found = all.find("acme", "1.2.0", library, &machine_with("avx2"), Profile::Inference);
+    let found = all.find("acme", "1.2.0", library, (&machine_with("avx2"), Device::Cpu), Profile::Inference);
     found.map(|_| ()).map_err(|r| {
         assert_eq!(r.code, RejectCode::ConformanceMissing);
         assert!(r.need.contains(&format!("q4 conformance --plugin {}", library.path)), "{r}");
@@ -132,7 +133,7 @@ fn without_a_certificate_nobody_passes() {
     for dir in [dir.path(), Path::new("/nowhere/at/all")] {
         let (all, env) = (Certificates::under(dir), HostEnv::default());
         let find = |env: &HostEnv, profile| {
-            all.find("acme", "1.0.0", &library, env, profile).expect_err("nothing there")
+            all.find("acme", "1.0.0", &library, (env, Device::Cpu), profile).expect_err("nothing there")
         };
         let reject = find(&env, Profile::Training);
         assert!(reject.have.starts_with("none in"), "{reject}");

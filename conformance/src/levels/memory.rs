@@ -6,7 +6,7 @@ use crate::guarded::Layout;
 use crate::measure::Problem;
 use crate::memory::{resident_of, watch_in};
 use crate::product::{self, failed};
-use q4_core::stage::{DeviceMemory, memory_of};
+use q4_core::stage::DeviceMemory;
 use q4_core::{DType, Device, ExecContext, ExecPath, OpSet, Result};
 use std::sync::Arc;
 
@@ -42,7 +42,7 @@ impl Free {
         if bench.device == Device::Cpu {
             return Ok(Self(None));
         }
-        let memory = memory_of(bench.device)?;
+        let memory = bench.backend.memory(bench.device)?;
         let free = memory.free()?;
         Ok(Self(Some((memory, free))))
     }

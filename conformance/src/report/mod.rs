@@ -7,7 +7,7 @@ mod plot;
 mod text;
 
 use crate::case::{CaseResult, Outcome};
-use crate::certificate::{Library, facts, machine};
+use crate::certificate::{Library, device_fact, facts, machine};
 use crate::{Level, Limits, Options, Profile, Proof, SUITE_VERSION};
 use q4_core::{BackendDescriptor, Device, HostEnv};
 use serde::Serialize;
@@ -100,6 +100,9 @@ pub struct BackendReport {
     /// The file it was loaded from.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub library: Option<Library>,
+    /// The device of its own that it was judged on, if it was.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub device: Option<String>,
     /// All of its requested cases are right.
     pub conformant: bool,
 }
@@ -246,6 +249,7 @@ impl Report {
                 version: descriptor.version.to_string(),
                 vendor: descriptor.vendor.to_string(),
                 library: None,
+                device: env.vendor_device(options.device).map(device_fact),
                 conformant,
             }],
             claims,

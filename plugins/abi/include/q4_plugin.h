@@ -30,6 +30,11 @@
  *              With Q4_DEVICE_CUDA operands and workspace are memory of the device's primary context, and forward,
  *              backward_input and dequantize enqueue on exec->stream and do not wait: a program may be recording the
  *              stream into a graph.  A fault then shows where the program waits.
+ *              With Q4_DEVICE_VENDOR operands and workspace are memory of the backend's own device, allocated and filled
+ *              through its table.  An address is a number: what lies there nobody but the backend touches, it need not be
+ *              mapped, and address + i is that of byte i of an allocation.  A device has one queue (exec->stream is NULL);
+ *              forward, backward_input and dequantize may enqueue there and not wait.  Copies come after all that was
+ *              enqueued before them and are complete when they return.
  *   Memory     forward, backward_input and dequantize allocate nothing; scratch is what workspace() asked for.
  *   Numerics   a result depends on the operands and the machine and on nothing else: not on the number of threads, on
  *              strides, or on earlier calls; and row i of a call not on its other rows (Q4_GLOBAL_PER_CALL excepted).
@@ -138,7 +143,11 @@ enum { Q4_GLOBAL_NONE = 0, Q4_GLOBAL_STATIC = 1, Q4_GLOBAL_PER_CALL = 2 };
 enum { Q4_CONVENTION_NONE = 0, Q4_CONVENTION_MULTIPLY = 1 /* scale * g */, Q4_CONVENTION_DIVIDE = 2 /* scale / g */ };
 enum { Q4_SCALE_NONE = 0, Q4_SCALE_ROW_MAJOR = 1, Q4_SCALE_128X4 = 2 };
 enum { Q4_NIBBLE_NONE = 0, Q4_NIBBLE_LOW_FIRST = 1, Q4_NIBBLE_HIGH_FIRST = 2 };
-enum { Q4_DEVICE_CPU = 1, Q4_DEVICE_CUDA = 2 };
+enum {
+    Q4_DEVICE_CPU    = 1,
+    Q4_DEVICE_CUDA   = 2,
+    Q4_DEVICE_VENDOR = 3 /* since 1.2: device device_id of the backend that is called */
+};
 
 /* Borrowed UTF-8 without a terminator. */
 typedef struct q4_str {
@@ -284,8 +293,8 @@ typedef void (*q4_parallel_fn)(void *user, size_t tasks, q4_task_fn body, void *
 
 typedef struct q4_exec {
     size_t         struct_size;
-    void          *stream;    /* cudaStream_t; NULL is the legacy default stream; not looked at on the CPU */
-    void          *workspace; /* 64-byte aligned on the CPU, 256 on CUDA */
+    void          *stream;    /* cudaStream_t; NULL is the legacy default stream; not looked at elsewhere */
+    void          *workspace; /* 64-byte aligned on the CPU, 256 on devices */
     uint64_t       workspace_bytes;
     q4_parallel_fn parallel;  /* NULL: the calling thread runs the tasks */
     void          *parallel_user;
@@ -320,6 +329,16 @@ typedef struct q4_footprint {
     uint64_t resident_bytes;  /* what it keeps */
     uint64_t workspace_bytes; /* scratch of its largest call, of max_m rows */
 } q4_footprint;
+
+/* A device of the backend's own. */
+typedef struct q4_device {
+    size_t   struct_size;
+    q4_str   name;         /* for people, 1 to 256 bytes: "ACME A100" */
+    q4_str   fingerprint;  /* 1 to 256 bytes: all that results may depend on: model, driver, firmware.  A certificate is
+                            * about one of them.  Both texts are the same in every call and live as long as the backend. */
+    uint64_t memory_bytes; /* that it has */
+    uint64_t free_bytes;   /* of them, now: what weights and allocations take is not free, what is given back is */
+} q4_device;
 
 /* What a backend is told when it is made. */
 typedef struct q4_options {
@@ -390,6 +409,21 @@ typedef struct q4_backend_v1 {
      * rounded to y once.  There when fuses is. */
     q4_status (*forward_fused)(const q4_prepared *, const q4_matrix *x, const q4_fusion *, const q4_matrix *y,
                                const q4_exec *, q4_error *);
+
+    /* Memory of Q4_DEVICE_VENDOR: all six, or all NULL.  Any number of threads may call them at once, and they may allocate
+     * on the host.  They touch the bytes they are given and no others.
+     * Devices are counted from 0 without a gap; Q4_E_UNSUPPORTED from the first number on that is none. */
+    q4_status (*device)(const q4_backend *, uint32_t device_id, q4_device *out, q4_error *);
+    /* *out: the address of `bytes` bytes, at least 1, of any content; a multiple of 256, not 0, apart from everything else
+     * that is allocated there.  Q4_E_NOMEM where there is not so much.  Never memory of the program. */
+    q4_status (*device_alloc)(const q4_backend *, uint32_t device_id, uint64_t bytes, void **out, q4_error *);
+    /* Takes an address that device_alloc gave, once. */
+    q4_status (*device_free)(const q4_backend *, uint32_t device_id, void *at, q4_error *);
+    /* `bytes` bytes from host memory to any byte of an allocation, and back. */
+    q4_status (*copy_in)(const q4_backend *, uint32_t device_id, void *to, const void *from, uint64_t bytes, q4_error *);
+    q4_status (*copy_out)(const q4_backend *, uint32_t device_id, void *to, const void *from, uint64_t bytes, q4_error *);
+    /* Waits for all that was enqueued; Q4_E_DEVICE where some of it failed. */
+    q4_status (*synchronize)(const q4_backend *, uint32_t device_id, q4_error *);
 #endif
 } q4_backend_v1;
 

@@ -1,10 +1,13 @@
 //! What a call gets: operands, scratch, the caller's threads; and what a prepared weight says about itself.
+use crate::Q4Str;
 use core::ffi::c_void;
 
 /// Host memory. The numbers are those of DLPack.
 pub const DEVICE_CPU: u32 = 1;
 /// Memory of a CUDA device.
 pub const DEVICE_CUDA: u32 = 2;
+/// Memory of a device of the backend that is called. Since 1.2.
+pub const DEVICE_VENDOR: u32 = 3;
 
 /// A row-major matrix of borrowed elements, aligned for their type.
 #[repr(C)]
@@ -24,7 +27,7 @@ pub struct Q4Matrix {
     pub ld: u64,
     /// [`crate::dtype`].
     pub dtype: u32,
-    /// `DEVICE_CPU` or `DEVICE_CUDA`.
+    /// `DEVICE_CPU`, `DEVICE_CUDA` or `DEVICE_VENDOR`.
     pub device_type: u32,
     /// Ordinal; 0 for the CPU.
     pub device_id: u32,
@@ -45,9 +48,9 @@ pub type Q4Parallel = unsafe extern "C" fn(user: *mut c_void, tasks: usize, body
 pub struct Q4Exec {
     /// Bytes of this structure.
     pub struct_size: usize,
-    /// `cudaStream_t`; NULL is the legacy default stream. Not looked at on the CPU.
+    /// `cudaStream_t`; NULL is the legacy default stream. Not looked at elsewhere.
     pub stream: *mut c_void,
-    /// Scratch, 64-byte aligned on the CPU, 256 on CUDA.
+    /// Scratch, 64-byte aligned on the CPU, 256 on devices.
     pub workspace: *mut c_void,
     /// Bytes at `workspace`.
     pub workspace_bytes: u64,
@@ -57,7 +60,7 @@ pub struct Q4Exec {
     pub parallel_user: *mut c_void,
     /// Threads `parallel` has; results do not depend on it.
     pub threads: u32,
-    /// `DEVICE_CPU` or `DEVICE_CUDA`.
+    /// `DEVICE_CPU`, `DEVICE_CUDA` or `DEVICE_VENDOR`.
     pub device_type: u32,
     /// Ordinal; 0 for the CPU.
     pub device_id: u32,
@@ -111,6 +114,22 @@ pub struct Q4Footprint {
     pub resident_bytes: u64,
     /// Scratch of its largest call, of `max_m` rows.
     pub workspace_bytes: u64,
+}
+
+/// A device of the backend's own. Since 1.2.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Q4Device {
+    /// Bytes of this structure as the caller knows it.
+    pub struct_size: usize,
+    /// Name for display.
+    pub name: Q4Str,
+    /// All that results there may depend on: model, driver, firmware.
+    pub fingerprint: Q4Str,
+    /// Bytes of its memory.
+    pub memory_bytes: u64,
+    /// Of them, those that are free now.
+    pub free_bytes: u64,
 }
 
 /// Answer of `workspace` when the number of bytes overflows.

@@ -15,8 +15,8 @@ mod product;
 mod table;
 
 pub use call::{
-    DEVICE_CPU, DEVICE_CUDA, Q4Exec, Q4Footprint, Q4Fusion, Q4Matrix, Q4Parallel, Q4PreparedInfo, Q4TaskFn,
-    WORKSPACE_OVERFLOW,
+    DEVICE_CPU, DEVICE_CUDA, DEVICE_VENDOR, Q4Device, Q4Exec, Q4Footprint, Q4Fusion, Q4Matrix, Q4Parallel,
+    Q4PreparedInfo, Q4TaskFn, WORKSPACE_OVERFLOW,
 };
 pub use product::*;
 pub use table::{
@@ -31,7 +31,7 @@ pub const ABI_MAJOR: u32 = 1;
 /// Fields appended, numbers added. Both sides accept any minor of a known major.
 ///
 /// 1.0: everything up to `backward_input`. 1.1: `probe`. 1.2: `create_with`, `footprint`, `fuses`,
-/// `forward_fused`, and what [`Q4Env`] says of a vendor's libraries.
+/// `forward_fused`, what [`Q4Env`] says of a vendor's libraries, and memory of a vendor's device.
 pub const ABI_MINOR: u32 = 2;
 /// Number of the table [`Q4BackendV1`] among the interfaces a library may have.
 pub const INTERFACE_BACKEND: u32 = 1;
@@ -168,6 +168,7 @@ prefixed!(
     Q4Exec,
     Q4Fusion,
     Q4Footprint,
+    Q4Device,
     Q4Options,
     Q4PreparedInfo,
     Q4Interface

@@ -209,7 +209,7 @@ pub struct Q4LinearSpec {
     pub act_global_convention: u32,
     /// With `STATIC`, else 0.
     pub act_global: f32,
-    /// `DEVICE_CPU` or `DEVICE_CUDA`.
+    /// `DEVICE_CPU`, `DEVICE_CUDA` or `DEVICE_VENDOR`.
     pub device_type: u32,
     /// Ordinal; 0 for the CPU.
     pub device_id: u32,

@@ -1,7 +1,7 @@
 //! The two symbols of a library and the table behind them.
 use crate::{
-    ABI_MAJOR, ABI_MINOR, MAGIC, Q4Env, Q4Error, Q4Exec, Q4Footprint, Q4Fusion, Q4LinearSpec, Q4Matrix,
-    Q4Options, Q4PreparedInfo, Q4ProbeSink, Q4RejectSink, Q4Status, Q4Str, Q4Weight,
+    ABI_MAJOR, ABI_MINOR, MAGIC, Q4Device, Q4Env, Q4Error, Q4Exec, Q4Footprint, Q4Fusion, Q4LinearSpec,
+    Q4Matrix, Q4Options, Q4PreparedInfo, Q4ProbeSink, Q4RejectSink, Q4Status, Q4Str, Q4Weight,
 };
 use core::ffi::c_void;
 
@@ -188,7 +188,46 @@ pub struct Q4BackendV1 {
             err: *mut Q4Error,
         ) -> Q4Status,
     >,
+    /// Since 1.2; may be NULL, with the five below: it has no device of its own.
+    pub device: Option<
+        unsafe extern "C" fn(
+            b: *const Q4Backend,
+            device_id: u32,
+            out: *mut Q4Device,
+            err: *mut Q4Error,
+        ) -> Q4Status,
+    >,
+    pub device_alloc: Option<
+        unsafe extern "C" fn(
+            b: *const Q4Backend,
+            device_id: u32,
+            bytes: u64,
+            out: *mut *mut c_void,
+            err: *mut Q4Error,
+        ) -> Q4Status,
+    >,
+    pub device_free: Option<
+        unsafe extern "C" fn(
+            b: *const Q4Backend,
+            device_id: u32,
+            at: *mut c_void,
+            err: *mut Q4Error,
+        ) -> Q4Status,
+    >,
+    pub copy_in: Option<Transfer>,
+    pub copy_out: Option<Transfer>,
+    pub synchronize:
+        Option<unsafe extern "C" fn(b: *const Q4Backend, device_id: u32, err: *mut Q4Error) -> Q4Status>,
 }
+
+type Transfer = unsafe extern "C" fn(
+    b: *const Q4Backend,
+    device_id: u32,
+    to: *mut c_void,
+    from: *const c_void,
+    bytes: u64,
+    err: *mut Q4Error,
+) -> Q4Status;
 
 type Product = unsafe extern "C" fn(
     p: *const Q4Prepared,

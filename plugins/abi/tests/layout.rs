@@ -57,11 +57,12 @@ fn structs() -> Vec<Struct> {
         };
         Q4Fusion = "q4_fusion" { struct_size, parts, norm_eps, norm_weight };
         Q4Footprint = "q4_footprint" { struct_size, resident_bytes, workspace_bytes };
+        Q4Device = "q4_device" { struct_size, name, fingerprint, memory_bytes, free_bytes };
         Q4Options = "q4_options" { struct_size, isa, has_cuda, cuda, unified_memory, reserved };
         Q4BackendV1 = "q4_backend_v1" {
             struct_size, abi_major, abi_minor, name, version, vendor, priority, reserved, n_offers, offers, create,
             destroy, can_prepare, prepare, release, info, workspace, forward, dequantize, backward_input, probe,
-            create_with, footprint, fuses, forward_fused
+            create_with, footprint, fuses, forward_fused, device, device_alloc, device_free, copy_in, copy_out, synchronize
         };
         Q4Interface = "q4_interface" { struct_size, abi_minor, reserved, table };
     }
@@ -100,7 +101,7 @@ fn constants() -> Vec<(&'static str, i64)> {
         "Q4_SCALE_128X4" = scale_layout::TILES_128X4;
         "Q4_NIBBLE_NONE" = nibble_order::NONE; "Q4_NIBBLE_LOW_FIRST" = nibble_order::LOW_FIRST;
         "Q4_NIBBLE_HIGH_FIRST" = nibble_order::HIGH_FIRST;
-        "Q4_DEVICE_CPU" = DEVICE_CPU; "Q4_DEVICE_CUDA" = DEVICE_CUDA;
+        "Q4_DEVICE_CPU" = DEVICE_CPU; "Q4_DEVICE_CUDA" = DEVICE_CUDA; "Q4_DEVICE_VENDOR" = DEVICE_VENDOR;
     }
 }
 

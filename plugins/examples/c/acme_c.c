@@ -9,7 +9,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#ifndef NAME
 #define NAME    "acme-c"
+#endif
 #define VERSION "1.0.0"
 #define VENDOR  "ACME"
 #define GROUP   16u

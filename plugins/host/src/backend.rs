@@ -1,12 +1,14 @@
 //! The table as a [`Q4Backend`]: every call is translated, its status checked, its answer compared with the
 //! request.
 use crate::descriptor::Descriptor;
+use crate::device::{self, Live};
 use crate::library::Mapped;
 use crate::table::{Table, checked};
+use q4_core::stage::{DeviceMemory, memory_of};
 use q4_core::{
     BackendDescriptor, BuiltinOptions, Code, Device, Error, ExecContext, ExecPath, Footprint, FuseSet,
     Fusion, HostEnv, LinearSpec, OpSet, PreparedInfo, PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Reject,
-    RejectCode, Result, TensorView, TensorViewMut, Verdict,
+    RejectCode, Result, TensorView, TensorViewMut, VendorDevice, Verdict,
 };
 use q4_plugin_abi as abi;
 use q4_plugin_abi::{Q4Footprint, Q4PreparedInfo, Q4Str, status};
@@ -27,14 +29,16 @@ const MAX_REASONS: usize = 64;
 pub struct Plugin {
     descriptor: BackendDescriptor,
     origin: String,
+    devices: Vec<VendorDevice>,
     instance: Arc<Instance>,
 }
 
 /// The library's object. Weights hold it, so it is destroyed after the last of them.
-struct Instance {
-    name: String,
-    table: Table,
-    raw: *mut abi::Q4Backend,
+pub(crate) struct Instance {
+    pub(crate) name: String,
+    pub(crate) table: Table,
+    pub(crate) raw: *mut abi::Q4Backend,
+    pub(crate) live: Live,
     /// The contract promises one thread at a time.
     turn: Mutex<()>,
     poisoned: AtomicBool,
@@ -105,10 +109,12 @@ impl Plugin {
             name: name.to_owned(),
             table,
             raw,
+            live: Live::default(),
             turn: Mutex::new(()),
             poisoned: AtomicBool::new(false),
         };
-        Ok(Self { descriptor, origin, instance: Arc::new(instance) })
+        let devices = device::all(&instance).map_err(|reason| vec![reason])?;
+        Ok(Self { descriptor, origin, devices, instance: Arc::new(instance) })
     }
 }
 
@@ -135,7 +141,23 @@ impl Q4Backend for Plugin {
     }
 
     fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
+        owned(&self.devices, spec.device, &self.instance.name)?;
         self.instance.verdict(spec, path, env)
+    }
+
+    fn devices(&self) -> Vec<VendorDevice> {
+        self.devices.clone()
+    }
+
+    fn memory(&self, device: Device) -> Result<Arc<dyn DeviceMemory>> {
+        let Device::Vendor { ordinal, .. } = device else { return memory_of(device) };
+        let Some(facts) = self.devices.iter().find(|d| d.device == device) else {
+            return Err(Error::new(Code::DeviceMissing, format!("memory of {device}"))
+                .need(format!("a device of {}", self.instance.name))
+                .have(listed(&self.devices)));
+        };
+        let instance = self.instance.clone();
+        Ok(Arc::new(device::Memory { instance, device: ordinal, facts: facts.clone() }))
     }
 
     fn footprint(&self, spec: &LinearSpec, path: ExecPath) -> Footprint {
@@ -173,6 +195,22 @@ impl Q4Backend for Plugin {
         let info = agreed(&facts, spec, path, w, &i.name, i.table.api.backward_input.is_some())?;
         Ok(Box::new(Prepared { held, info }))
     }
+}
+
+/// Refuses a device of somebody else, or one that is not there.
+pub(crate) fn owned(devices: &[VendorDevice], device: Device, name: &str) -> Verdict {
+    let is_own =
+        matches!(device, Device::Cpu | Device::Cuda(_)) || devices.iter().any(|d| d.device == device);
+    if is_own {
+        return Ok(());
+    }
+    let have = format!("{device}, and {}", listed(devices));
+    Err(vec![Reject::new(RejectCode::DeviceAbsent, format!("a device of {name}"), have)])
+}
+
+fn listed(devices: &[VendorDevice]) -> String {
+    let all: Vec<_> = devices.iter().map(|d| format!("{} ({})", d.device, d.name)).collect();
+    if all.is_empty() { "no device of its own".into() } else { all.join(", ") }
 }
 
 /// Refuses what no library can do, whatever it says: no processor multiplies 4-bit operands, and the bound of
@@ -232,14 +270,18 @@ impl Instance {
         self.turn.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    fn lacks(&self, what: &str) -> Error {
+    pub(crate) fn lacks(&self, what: &str) -> Error {
         Error::new(Code::Unsupported, format!("{}: {what}", self.name))
             .need(what)
             .have("a library without it")
     }
 
     /// A call that can fail, of a backend that has not panicked yet.
-    fn call(&self, what: &str, call: impl FnOnce(*mut abi::Q4Error) -> abi::Q4Status) -> Result<()> {
+    pub(crate) fn call(
+        &self,
+        what: &str,
+        call: impl FnOnce(*mut abi::Q4Error) -> abi::Q4Status,
+    ) -> Result<()> {
         if self.poisoned.load(Ordering::Relaxed) {
             return Err(Error::new(Code::BackendFailed, format!("{}: {what}", self.name))
                 .need("a backend that never panicked")

@@ -2,13 +2,13 @@
 //! sizes, numbers that do not exist yet, buffers that are too small. Each is what an older or a newer program
 //! would do.
 mod accepted;
+mod device;
 mod session;
 mod stored;
 
 use crate::library::Query;
 use crate::table::{Table, checked};
 use accepted::Accepted;
-use q4_core::selfcheck::IoBuffer;
 use q4_core::{Code, Device, Error, LinearSpec, Q4Weight, Result};
 use q4_plugin_abi as abi;
 use q4_plugin_abi::{
@@ -70,19 +70,21 @@ impl TableCases {
         Self { table, query }
     }
 
-    /// Names of the checks, stable and unique; those of every library.
-    pub fn names() -> Vec<String> {
-        CASES.iter().map(|(name, _)| (*name).to_owned()).collect()
+    /// Names of the checks, stable and unique: those of every library, and those of one that has devices of
+    /// its own.
+    pub fn names(has_devices: bool) -> Vec<String> {
+        let own = device::CASES.iter().filter(|_| has_devices);
+        CASES.iter().chain(own).map(|(name, _)| (*name).to_owned()).collect()
     }
 
-    /// The same.
+    /// Those of this one.
     pub fn cases(&self) -> Vec<String> {
-        Self::names()
+        Self::names(Backend::new(&self.table).is_ok_and(|b| b.has_device()))
     }
 
     /// Runs one. The error says what is wrong.
     pub fn run(&self, case: &str) -> Result<()> {
-        match CASES.iter().find(|(name, _)| *name == case) {
+        match CASES.iter().chain(&device::CASES).find(|(name, _)| *name == case) {
             Some((_, check)) => check(self),
             None => Err(Error::new(Code::Usage, format!("no check of a table is named `{case}`"))),
         }
@@ -229,7 +231,7 @@ impl TableCases {
     fn longer_operands(&self) -> Result<()> {
         let session = self.session()?;
         let exact = session.forward(&session.exec_of(Some(1)))?;
-        session.poison();
+        session.poison()?;
         let operands = session.operands()?;
         let (mut x, mut y) = (Newer::of(operands.0), Newer::of(operands.1));
         let mut exec = Newer::of(session.exec_of(Some(1)));
@@ -239,7 +241,7 @@ impl TableCases {
         let (x, y, exec) = ((&raw const x).cast(), (&raw const y).cast(), (&raw const exec).cast());
         let code = session.call(x, y, exec, ptr::null_mut())?;
         expect("a product of longer structures", code == status::OK, "success", || format!("status {code}"))?;
-        same("a product of longer structures", &exact, &session.written())
+        same("a product of longer structures", &exact, &session.written()?)
     }
 
     /// Operands that share bytes are refused; those that only touch are not.
@@ -250,8 +252,7 @@ impl TableCases {
         let exact = session.forward(&exec)?;
         let (x, y) = session.operands()?;
         let (input, output) = (session.x.len(), exact.len());
-        let mut both = IoBuffer::new(accepted.spec.x, &[&session.x[..], &vec![f32::NAN; output]].concat());
-        let first = both.view_mut(1, input + output)?.as_mut_ptr();
+        let first = session.side_by_side()?;
         let at = |m: Q4Matrix, element: usize| Q4Matrix {
             data: first.wrapping_byte_add(element * accepted.spec.x.size()),
             ..m
@@ -260,7 +261,7 @@ impl TableCases {
         expect("a product of operands that touch", code == status::OK, "success", || {
             format!("status {code}")
         })?;
-        same("a product of operands that touch", &exact, &both.to_f32()[input..])?;
+        same("a product of operands that touch", &exact, &session.written_beside()?)?;
         let inside = Q4Matrix { data: exec.workspace, ..y };
         for (what, x, y) in [
             ("the same memory", at(x, 0), at(y, 0)),

@@ -17,6 +17,7 @@ mod child;
 #[cfg(target_os = "linux")]
 mod crash;
 mod descriptor;
+mod device;
 #[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
 mod elf;
 #[cfg(not(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64"))))]

@@ -105,11 +105,17 @@ fn functions(api: &Q4BackendV1, maps: &Maps) -> Vec<Reject> {
     }
     let needed =
         entries!(create, destroy, can_prepare, prepare, release, info, workspace, forward, dequantize);
-    let optional = entries!(backward_input, probe, create_with, footprint, fuses, forward_fused);
+    let mut optional = entries!(backward_input, probe, create_with, footprint, fuses, forward_fused).to_vec();
+    let device = entries!(device, device_alloc, device_free, copy_in, copy_out, synchronize);
+    optional.extend(device);
+    let is_part = device.iter().any(|e| e.1.is_some());
+    let lacking = device.iter().filter(|e| is_part && e.1.is_none());
+    let lacking = lacking.map(|e| (e.0, "NULL beside others of the memory of a device".to_owned()));
     let missing = needed.iter().filter(|e| e.1.is_none()).map(|e| (e.0, "NULL".to_owned()));
     let wild =
         needed.iter().chain(&optional).filter_map(|e| Some((e.0, e.1.filter(|f| !maps.runnable(*f))?)));
     missing
+        .chain(lacking)
         .chain(wild.map(|(name, at)| (name, format!("{at:#x}, which is no code"))))
         .map(|(name, have)| Reject::new(RejectCode::AbiMismatch, format!("a function `{name}`"), have))
         .collect()

@@ -97,7 +97,7 @@ fn a_folder_is_loaded_in_order() {
         .into_iter()
         .map(|r| r.map(|l| l.candidate.name().to_owned()).unwrap())
         .collect();
-    assert_eq!(names, ["acme-c", "acme-nvfp4"]);
+    assert_eq!(names, ["acme-arena", "acme-c", "acme-nvfp4"]);
 }
 
 #[test]

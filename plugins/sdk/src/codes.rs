@@ -92,20 +92,22 @@ const SCHEMAS: [(u32, &str); 4] = [
     (abi::schema::DENSE, "dense"),
 ];
 
-/// `(type, ordinal)` of a device.
+/// `(type, ordinal)` of a device; whose it is, is for the caller to look at.
 pub fn device_to(device: Device) -> Option<(u32, u32)> {
     match device {
         Device::Cpu => Some((abi::DEVICE_CPU, 0)),
         Device::Cuda(ordinal) => Some((abi::DEVICE_CUDA, ordinal)),
+        Device::Vendor { ordinal, .. } => Some((abi::DEVICE_VENDOR, ordinal)),
         _ => None,
     }
 }
 
-/// The device of a type and an ordinal.
+/// The device of a type and an ordinal; a vendor's is the library's own.
 pub fn device_from(kind: u32, ordinal: u32) -> Option<Device> {
     match (kind, ordinal) {
         (abi::DEVICE_CPU, 0) => Some(Device::Cpu),
         (abi::DEVICE_CUDA, ordinal) => Some(Device::Cuda(ordinal)),
+        (abi::DEVICE_VENDOR, ordinal) => Some(Device::Vendor { backend: Device::OWN, ordinal }),
         _ => None,
     }
 }

@@ -1,4 +1,5 @@
 //! A backend behind the C table: every entry translates, calls and translates back, and no panic leaves it.
+use crate::devices::Devices;
 use crate::{borrow, codes, lend, message, threads, threads::POOL};
 use q4_core::{
     BuiltinOptions, Code, Error, ExecContext, FuseSet, PreparedWeight, Q4Backend as Backend, Q4Weight,
@@ -6,9 +7,9 @@ use q4_core::{
 };
 use q4_plugin_abi as abi;
 use q4_plugin_abi::{
-    Q4Backend, Q4BackendV1, Q4Env, Q4Error, Q4Exec, Q4Footprint, Q4Fusion, Q4Interface, Q4LinearSpec,
-    Q4Matrix, Q4Offer, Q4Options, Q4Prepared, Q4PreparedInfo, Q4ProbeSink, Q4RejectSink, Q4Status, Q4Str,
-    Q4Weight as RawWeight, status,
+    Q4Backend, Q4BackendV1, Q4Device, Q4Env, Q4Error, Q4Exec, Q4Footprint, Q4Fusion, Q4Interface,
+    Q4LinearSpec, Q4Matrix, Q4Offer, Q4Options, Q4Prepared, Q4PreparedInfo, Q4ProbeSink, Q4RejectSink,
+    Q4Status, Q4Str, Q4Weight as RawWeight, status,
 };
 use std::any::Any;
 use std::cell::RefCell;
@@ -191,6 +192,12 @@ impl Made {
             footprint: Some(footprint),
             fuses: Some(fuses),
             forward_fused: Some(forward_fused),
+            device: Some(device),
+            device_alloc: Some(device_alloc),
+            device_free: Some(device_free),
+            copy_in: Some(copy_in),
+            copy_out: Some(copy_out),
+            synchronize: Some(synchronize),
         };
         Self { backend, table, _offers: offers }
     }
@@ -199,13 +206,15 @@ impl Made {
 /// What a `q4_backend` is.
 struct Instance {
     backend: Arc<dyn Backend>,
+    devices: Devices,
     /// Set by a panic, here or in a weight: whatever it left half done is never used again.
     poisoned: Arc<AtomicBool>,
 }
 
 impl Instance {
     fn raw(backend: Arc<dyn Backend>) -> *mut Q4Backend {
-        Box::into_raw(Box::new(Self { backend, poisoned: Arc::default() })).cast()
+        let devices = Devices::of(&*backend);
+        Box::into_raw(Box::new(Self { backend, devices, poisoned: Arc::default() })).cast()
     }
 }
 
@@ -480,6 +489,82 @@ unsafe extern "C" fn probe(
     };
     // SAFETY: the caller's buffer.
     unsafe { guarded(&instance.poisoned, err, body) }
+}
+
+unsafe extern "C" fn device(b: *const Q4Backend, id: u32, out: *mut Q4Device, err: *mut Q4Error) -> Q4Status {
+    // SAFETY: a live backend, and the caller's structure and buffer.
+    unsafe {
+        let i = &*b.cast::<Instance>();
+        guarded(&i.poisoned, err, || i.devices.tell(&*i.backend, id, out))
+    }
+}
+
+unsafe extern "C" fn device_alloc(
+    b: *const Q4Backend,
+    id: u32,
+    bytes: u64,
+    out: *mut *mut c_void,
+    err: *mut Q4Error,
+) -> Q4Status {
+    // SAFETY: a live backend, and the caller's place and buffer.
+    unsafe {
+        let i = &*b.cast::<Instance>();
+        guarded(&i.poisoned, err, || {
+            *out = std::ptr::without_provenance_mut(i.devices.alloc(&*i.backend, id, bytes)? as usize);
+            Ok(())
+        })
+    }
+}
+
+unsafe extern "C" fn device_free(
+    b: *const Q4Backend,
+    id: u32,
+    at: *mut c_void,
+    err: *mut Q4Error,
+) -> Q4Status {
+    // SAFETY: a live backend and the caller's buffer.
+    unsafe {
+        let i = &*b.cast::<Instance>();
+        guarded(&i.poisoned, err, || i.devices.free(id, at))
+    }
+}
+
+unsafe extern "C" fn copy_in(
+    b: *const Q4Backend,
+    id: u32,
+    to: *mut c_void,
+    from: *const c_void,
+    bytes: u64,
+    err: *mut Q4Error,
+) -> Q4Status {
+    // SAFETY: a live backend, and the caller's bytes and buffer.
+    unsafe {
+        let i = &*b.cast::<Instance>();
+        guarded(&i.poisoned, err, || i.devices.copy_in(id, to, from, bytes))
+    }
+}
+
+unsafe extern "C" fn copy_out(
+    b: *const Q4Backend,
+    id: u32,
+    to: *mut c_void,
+    from: *const c_void,
+    bytes: u64,
+    err: *mut Q4Error,
+) -> Q4Status {
+    // SAFETY: as above.
+    unsafe {
+        let i = &*b.cast::<Instance>();
+        guarded(&i.poisoned, err, || i.devices.copy_out(id, to, from, bytes))
+    }
+}
+
+unsafe extern "C" fn synchronize(b: *const Q4Backend, id: u32, err: *mut Q4Error) -> Q4Status {
+    // SAFETY: a live backend and the caller's buffer.
+    unsafe {
+        let i = &*b.cast::<Instance>();
+        guarded(&i.poisoned, err, || i.devices.synchronize(&*i.backend, id))
+    }
 }
 
 fn scratch<'a>(cx: &'a ExecContext<'_>) -> Option<TensorView<'a>> {

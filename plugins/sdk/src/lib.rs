@@ -9,6 +9,7 @@
 //! the threads the program lent to that call.
 pub mod borrow;
 pub mod codes;
+mod devices;
 mod export;
 pub mod lend;
 pub mod message;

@@ -431,6 +431,12 @@ static TABLE: Q4BackendV1 = Q4BackendV1 {
     footprint: None,
     fuses: None,
     forward_fused: None,
+    device: None, // and memory of its own: the CPU is all it serves
+    device_alloc: None,
+    device_free: None,
+    copy_in: None,
+    copy_out: None,
+    synchronize: None,
 };
 
 /// # Safety

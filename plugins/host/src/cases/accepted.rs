@@ -29,7 +29,11 @@ impl Accepted {
     pub fn find(backend: &Backend<'_>) -> Result<Self> {
         let offers = &backend.table.offers;
         let mut asked = 0;
-        for (spec, path) in products(offers)? {
+        let own = backend.has_device().then_some(Device::Vendor { backend: Device::OWN, ordinal: 0 });
+        let devices = [Device::Cpu].into_iter().chain(own);
+        let on =
+            |device| Ok(products(offers)?.map(move |(spec, path)| (LinearSpec { device, ..spec }, path)));
+        for (spec, path) in devices.map(on).collect::<Result<Vec<_>>>()?.into_iter().flatten() {
             asked += 1;
             if backend.verdict(LentSpec::new(&spec, path)?.raw())?.0 == status::OK {
                 return Ok(Self { spec, path });
@@ -37,8 +41,9 @@ impl Accepted {
         }
         let offers: Vec<_> = offers.iter().map(|(name, path)| format!("{name} via {path}")).collect();
         let need = format!(
-            "`can_prepare` to accept a product on the CPU: {}, one or two segments of [n, k] in \
+            "`can_prepare` to accept a product on {}: {}, one or two segments of [n, k] in \
              {SHAPES:?}, 1, 2 or 16 rows, float32, bfloat16 or float16, any encoding",
+            if own.is_some() { "the CPU or its first device" } else { "the CPU" },
             offers.join(" or ")
         );
         let have = format!("{asked} products that it refuses");

@@ -4,19 +4,20 @@ use super::{expect, need};
 use crate::table::{Table, checked};
 use half::{bf16, f16};
 use q4_core::selfcheck::IoBuffer;
-use q4_core::{ExecContext, HostEnv, Result, ThreadPool};
+use q4_core::{Code, DType, Device, Error, ExecContext, HostEnv, Result, TensorView, ThreadPool};
 use q4_plugin_abi as abi;
 use q4_plugin_abi::{Q4Error, Q4Exec, Q4LinearSpec, Q4Matrix, Q4Status, Q4Str, status};
+use q4_plugin_sdk::codes;
 use q4_plugin_sdk::lend::{self, LentEnv, LentSpec};
 use std::cell::RefCell;
 use std::ffi::c_void;
 use std::mem::size_of;
-use std::ptr;
+use std::ptr::{self, NonNull};
 
 /// A backend of a check.
 pub(super) struct Backend<'t> {
     pub table: &'t Table,
-    raw: *mut abi::Q4Backend,
+    pub(super) raw: *mut abi::Q4Backend,
     facts: HostEnv,
 }
 
@@ -53,7 +54,7 @@ impl<'t> Backend<'t> {
     ) -> Result<Session<'t>> {
         let prepare = need(self.table.api.prepare, "prepare")?;
         let (pool, mut out) = (ThreadPool::new(1), ptr::null_mut());
-        let exec = lend::exec(&mut ExecContext::cpu(&pool))?;
+        let exec = lend::exec(&mut ExecContext::on(accepted.spec.device, 0, &pool))?;
         // SAFETY: a live backend; spec, weight and context outlive the call.
         checked("prepare", |err| unsafe { prepare(self.raw, lent.raw(), weight, &exec, &mut out, err) })
             .map_err(|e| e.1)?;
@@ -71,6 +72,15 @@ impl Drop for Backend<'_> {
     }
 }
 
+/// Memory that operands lie in: the program's, or that of the library's first device.
+enum Place {
+    Host(RefCell<Vec<u64>>),
+    Device(*mut c_void),
+}
+
+/// Where the parts of a place begin.
+const ALIGN: usize = 256;
+
 /// A weight of a check, its operands and its scratch.
 pub(super) struct Session<'t> {
     pub weight: *mut abi::Q4Prepared,
@@ -79,9 +89,12 @@ pub(super) struct Session<'t> {
     pub shape: [usize; 3],
     /// Values of the input, exact in every type.
     pub x: Vec<f32>,
-    input: IoBuffer,
-    output: RefCell<IoBuffer>,
-    scratch: RefCell<Vec<u64>>,
+    types: (DType, DType),
+    device: Device,
+    place: Place,
+    /// First bytes of the input, of the output, of the scratch, and of operands side by side.
+    starts: [usize; 4],
+    scratch: usize,
     pool: ThreadPool,
 }
 
@@ -94,67 +107,130 @@ impl<'t> Session<'t> {
         let bytes = unsafe { workspace(weight, m as u64) };
         let fits = bytes < 1 << 30;
         let x: Vec<f32> = (0..m * k).map(|i| ((i * 37 % 101) as f32 - 50.0) / 32.0).collect();
-        let out = Self {
-            weight,
-            backend,
-            shape: [m, n, k],
-            input: IoBuffer::new(spec.x, &x),
-            output: IoBuffer::new(spec.y, &vec![f32::NAN; m * n]).into(),
-            x,
-            // An output fits in.
-            scratch: vec![0u64; if fits { bytes as usize / 8 + 16 + m * n } else { 0 }].into(),
-            pool: ThreadPool::new(3),
+        let (input, output) = (m * k * spec.x.size(), m * n * spec.y.size());
+        // An output fits into the scratch.
+        let scratch = if fits { bytes as usize + ALIGN + output } else { 0 };
+        let (mut starts, mut end) = ([0; 4], 0);
+        for (start, len) in starts.iter_mut().zip([input, output, scratch, input + output]) {
+            *start = end;
+            end = (end + len).next_multiple_of(ALIGN);
+        }
+        let place = match spec.device {
+            Device::Cpu => Place::Host(vec![0u64; (end + ALIGN) / 8].into()),
+            _ => Place::Device(backend.alloc(end as u64)?),
         };
-        expect("workspace", fits, "less than 1 GiB for a small product", || format!("{bytes} bytes"))
-            .map(|()| out)
+        let (types, device, pool) = ((spec.x, spec.y), spec.device, ThreadPool::new(3));
+        let shape = [m, n, k];
+        let out = Self { weight, backend, shape, x, types, device, place, starts, scratch, pool };
+        expect("workspace", fits, "less than 1 GiB for a small product", || format!("{bytes} bytes"))?;
+        out.put(out.starts[0], &packed(spec.x, &out.x))?;
+        out.poison()?;
+        Ok(out)
+    }
+
+    /// Address of a byte of the place.
+    fn address(&self, byte: usize) -> *mut c_void {
+        match &self.place {
+            Place::Host(words) => {
+                let mut words = words.borrow_mut();
+                let at = words.as_ptr().align_offset(ALIGN);
+                words[at..].as_mut_ptr().wrapping_byte_add(byte).cast()
+            }
+            Place::Device(at) => at.wrapping_byte_add(byte),
+        }
+    }
+
+    fn put(&self, byte: usize, bytes: &[u8]) -> Result<()> {
+        match self.place {
+            // SAFETY: bytes of the place, which nobody else uses now.
+            Place::Host(_) => unsafe {
+                ptr::copy_nonoverlapping(bytes.as_ptr(), self.address(byte).cast(), bytes.len());
+            },
+            Place::Device(_) => self.backend.copy_in(self.address(byte), bytes)?,
+        }
+        Ok(())
+    }
+
+    fn get(&self, byte: usize, len: usize) -> Result<Vec<u8>> {
+        let mut out = vec![0; len];
+        match self.place {
+            // SAFETY: as above.
+            Place::Host(_) => unsafe {
+                ptr::copy_nonoverlapping(self.address(byte).cast(), out.as_mut_ptr(), len);
+            },
+            Place::Device(_) => {
+                self.backend.synchronize()?;
+                self.backend.copy_out(&mut out, self.address(byte))?;
+            }
+        }
+        Ok(out)
+    }
+
+    fn matrix(&self, byte: usize, dtype: DType, rows: usize, cols: usize) -> Result<Q4Matrix> {
+        let bytes = rows * cols * dtype.size();
+        let data = NonNull::new(self.address(byte)).ok_or_else(|| Error::new(Code::Internal, "no memory"))?;
+        let (shape, strides) = ([rows as i64, cols as i64], [cols as i64, 1]);
+        // SAFETY: bytes of the place, for a description of them.
+        lend::matrix(&unsafe { TensorView::from_raw(data, bytes, self.device, dtype, &shape, &strides) }?)
     }
 
     pub fn operands(&self) -> Result<(Q4Matrix, Q4Matrix)> {
         let [m, n, k] = self.shape;
-        let x = lend::matrix(&self.input.view(m, k)?)?;
-        Ok((x, lend::matrix_mut(&mut self.output.borrow_mut().view_mut(m, n)?)?))
+        let x = self.matrix(self.starts[0], self.types.0, m, k)?;
+        Ok((x, self.matrix(self.starts[1], self.types.1, m, n)?))
+    }
+
+    /// The values of the input, and behind them an output that nobody has written: the address of the first.
+    pub fn side_by_side(&self) -> Result<*mut c_void> {
+        let [m, n, _] = self.shape;
+        let output = packed(self.types.1, &vec![f32::NAN; m * n]);
+        self.put(self.starts[3], &[packed(self.types.0, &self.x), output].concat())?;
+        Ok(self.address(self.starts[3]))
+    }
+
+    /// What was written behind that input.
+    pub fn written_beside(&self) -> Result<Vec<f32>> {
+        let [m, n, k] = self.shape;
+        let first = self.starts[3] + m * k * self.types.0.size();
+        Ok(unpacked(self.types.1, &self.get(first, m * n * self.types.1.size())?))
     }
 
     /// A context with so many threads; `None`: without a function to run them.
     pub fn exec_of(&self, threads: Option<u32>) -> Q4Exec {
-        let mut scratch = self.scratch.borrow_mut();
-        let at = scratch.as_ptr().align_offset(64);
-        let bytes = (scratch.len() - at) * 8;
         let context = lend::exec(&mut ExecContext::cpu(&self.pool)).ok();
+        let (device_type, device_id) = codes::device_to(self.device).unwrap_or((abi::DEVICE_CPU, 0));
         Q4Exec {
             struct_size: size_of::<Q4Exec>(),
             stream: ptr::null_mut(),
-            workspace: scratch[at..].as_mut_ptr().cast(),
-            workspace_bytes: bytes as u64,
+            workspace: self.address(self.starts[2]),
+            workspace_bytes: self.scratch as u64,
             parallel: context.and_then(|c| c.parallel).filter(|_| threads.is_some()),
             parallel_user: ptr::from_ref(&self.pool).cast_mut().cast(),
             threads: threads.unwrap_or(0),
-            device_type: abi::DEVICE_CPU,
-            device_id: 0,
+            device_type,
+            device_id,
             reserved: 0,
         }
     }
 
     /// Nothing that was written before can be taken for an output.
-    pub fn poison(&self) {
-        match &mut *self.output.borrow_mut() {
-            IoBuffer::F32(y) => y.fill(f32::NAN),
-            IoBuffer::F16(y) => y.fill(f16::NAN),
-            IoBuffer::BF16(y) => y.fill(bf16::NAN),
-        }
+    pub fn poison(&self) -> Result<()> {
+        let [m, n, _] = self.shape;
+        self.put(self.starts[1], &packed(self.types.1, &vec![f32::NAN; m * n]))
     }
 
     /// What was written. Each value of 16 bits has an f32 of its own: bits that differ differ here too.
-    pub fn written(&self) -> Vec<f32> {
-        self.output.borrow().to_f32()
+    pub fn written(&self) -> Result<Vec<f32>> {
+        let [m, n, _] = self.shape;
+        Ok(unpacked(self.types.1, &self.get(self.starts[1], m * n * self.types.1.size())?))
     }
 
     pub fn forward(&self, exec: &Q4Exec) -> Result<Vec<f32>> {
-        self.poison();
+        self.poison()?;
         let (x, y) = self.operands()?;
         let code = self.call(&x, &y, exec, ptr::null_mut())?;
         expect("forward", code == status::OK, "success", || format!("status {code}"))?;
-        Ok(self.written())
+        self.written()
     }
 
     pub fn call(
@@ -173,9 +249,31 @@ impl<'t> Session<'t> {
 
 impl Drop for Session<'_> {
     fn drop(&mut self) {
+        if let Place::Device(at) = self.place {
+            // What is not taken back is missed by the checks of a device.
+            let _ = self.backend.free(at);
+        }
         if let Some(release) = self.backend.table.api.release {
             // SAFETY: prepared by the same table, released once, before its backend.
             unsafe { release(self.weight) }
         }
+    }
+}
+
+/// Values as their type has them.
+fn packed(dtype: DType, values: &[f32]) -> Vec<u8> {
+    match IoBuffer::new(dtype, values) {
+        IoBuffer::F32(v) => v.iter().flat_map(|v| v.to_ne_bytes()).collect(),
+        IoBuffer::F16(v) => v.iter().flat_map(|v| v.to_bits().to_ne_bytes()).collect(),
+        IoBuffer::BF16(v) => v.iter().flat_map(|v| v.to_bits().to_ne_bytes()).collect(),
+    }
+}
+
+fn unpacked(dtype: DType, bytes: &[u8]) -> Vec<f32> {
+    let halves = || bytes.as_chunks::<2>().0.iter().map(|b| u16::from_ne_bytes(*b));
+    match dtype {
+        DType::F16 => halves().map(|b| f16::from_bits(b).to_f32()).collect(),
+        DType::BF16 => halves().map(|b| bf16::from_bits(b).to_f32()).collect(),
+        _ => bytes.as_chunks::<4>().0.iter().map(|b| f32::from_ne_bytes(*b)).collect(),
     }
 }

@@ -1,5 +1,5 @@
 //! This process's side: the backend.
-use super::link::{Broken, Channel, Link, lock};
+use super::link::{Broken, Channel, Greeting, Link, lock};
 use super::port::Port;
 use super::process::Process;
 use super::weight::{Held, RemoteWeight, lay_out};
@@ -8,9 +8,10 @@ use super::{Isolation, Loss, VERB};
 use crate::backend::agreed;
 use crate::{Examined, Refusal, one};
 use q4_core::conduct::Facts;
+use q4_core::stage::{DeviceBytes, DeviceMemory, memory_of};
 use q4_core::{
-    BackendDescriptor, ExecContext, ExecPath, HostEnv, LinearSpec, PreparedWeight, ProbeItem, Q4Backend,
-    Q4Weight, Reject, RejectCode, Result, Verdict,
+    BackendDescriptor, Code, Device, Error, ExecContext, ExecPath, HostEnv, LinearSpec, PreparedWeight,
+    ProbeItem, Q4Backend, Q4Weight, Reject, RejectCode, Result, VendorDevice, Verdict,
 };
 use q4_plugin_abi::Q4PreparedInfo;
 use q4_plugin_sdk::lend::{LentSpec, LentWeight};
@@ -27,6 +28,7 @@ const CHANNELS: usize = 8;
 pub struct Remote {
     descriptor: BackendDescriptor,
     origin: String,
+    devices: Vec<VendorDevice>,
     link: Arc<Link>,
 }
 
@@ -90,7 +92,7 @@ impl Remote {
             first.load()
         });
         drop(theirs);
-        let (said, priority, offers) = match greeted {
+        let Greeting { descriptor: said, priority, offers, devices } = match greeted {
             Ok(Ok(greeting)) => greeting,
             Ok(Err(reasons)) => return Err(reasons),
             Err(broken) => {
@@ -122,7 +124,7 @@ impl Remote {
             link.process.id
         );
         tracing::info!(path = %link.path.display(), process = link.process.id, name = %d.name, "plugin");
-        Ok(Self { descriptor, origin, link: Arc::new(link) })
+        Ok(Self { descriptor, origin, devices, link: Arc::new(link) })
     }
 
     /// Number of the process that runs the library.
@@ -132,7 +134,8 @@ impl Remote {
 
     /// The same backend again, for whoever watches it.
     pub fn handle(&self) -> Self {
-        Self { descriptor: self.descriptor.clone(), origin: self.origin.clone(), link: self.link.clone() }
+        let (descriptor, devices) = (self.descriptor.clone(), self.devices.clone());
+        Self { descriptor, origin: self.origin.clone(), devices, link: self.link.clone() }
     }
 
     /// How that process was lost, if it was.
@@ -192,6 +195,7 @@ impl Q4Backend for Remote {
     }
 
     fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
+        crate::backend::owned(&self.devices, spec.device, &self.link.name)?;
         crate::backend::possible(spec, path)?;
         let lent = LentSpec::new(spec, path).map_err(|e| {
             let need = "a product the interface can express";
@@ -205,6 +209,17 @@ impl Q4Backend for Remote {
             Ok(reasons) if reasons.is_empty() => Ok(()),
             Ok(reasons) => Err(reasons),
             Err(e) => Err(one(RejectCode::Internal, "a verdict", message::line(&e))),
+        }
+    }
+
+    fn devices(&self) -> Vec<VendorDevice> {
+        self.devices.clone()
+    }
+
+    fn memory(&self, device: Device) -> Result<Arc<dyn DeviceMemory>> {
+        match device {
+            Device::Vendor { ordinal, .. } => Ok(Arc::new(Watched { link: self.link.clone(), ordinal })),
+            other => memory_of(other),
         }
     }
 
@@ -260,6 +275,34 @@ impl Q4Backend for Remote {
         let held = Held { link: self.link.clone(), id };
         let info = agreed(&facts, spec, path, w, &self.link.name, true)?;
         Ok(Box::new(RemoteWeight { held, info, fuses: Mutex::default() }))
+    }
+}
+
+/// Memory of a device of the library. Operands are staged there by the process that has the library; from here
+/// it is only looked at.
+struct Watched {
+    link: Arc<Link>,
+    ordinal: u32,
+}
+
+impl DeviceMemory for Watched {
+    fn alloc(&self, _: usize) -> Result<Box<dyn DeviceBytes>> {
+        Err(Error::new(Code::Unsupported, "memory of a device of another process")
+            .need("the process that has the library")
+            .have(self.link.name.clone()))
+    }
+    fn stream(&self) -> usize {
+        0
+    }
+    fn synchronize(&self) -> Result<()> {
+        // Every call there has waited.
+        Ok(())
+    }
+    fn free(&self) -> Result<u64> {
+        self.link.ask("device", |c| {
+            c.port.out.begin(ask::DEVICE_FREE).u32(self.ordinal);
+            c.exchange(&[], |f| f.u64())
+        })
     }
 }
 

@@ -3,6 +3,7 @@
 //!
 //! What the C library does for them inside of itself (`printf`, `qsort`) is not seen, nor is a system call
 //! without it.
+use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,12 +19,26 @@ pub fn counts() -> [u64; 3] {
     [ALLOCATIONS, THREADS, PROCESSES].map(|kind| COUNTS[kind].load(Ordering::SeqCst))
 }
 
+thread_local! {
+    static UNCOUNTED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs what a library may allocate in, on this thread: moving operands to and from its device.
+pub fn uncounted<R>(body: impl FnOnce() -> R) -> R {
+    let before = UNCOUNTED.replace(true);
+    let out = body();
+    UNCOUNTED.set(before);
+    out
+}
+
 macro_rules! counting {
     ($($kind:ident $name:ident($($arg:ident: $type:ty),*) -> $out:ty;)*) => {
         mod counted {
             use super::*;
             $(pub unsafe extern "C" fn $name($($arg: $type),*) -> $out {
-                COUNTS[$kind].fetch_add(1, Ordering::Relaxed);
+                // A thread that is ending has no place for it any more.
+                let is_free = $kind == ALLOCATIONS && UNCOUNTED.try_with(Cell::get).unwrap_or(false);
+                COUNTS[$kind].fetch_add(u64::from(!is_free), Ordering::Relaxed);
                 // SAFETY: the same arguments, to the function that was asked for.
                 unsafe { libc::$name($($arg),*) }
             })*

@@ -7,7 +7,7 @@ use super::process::Process;
 use super::wire::{Fields, MAX_LIST, Malformed, VERSION, answer, ask};
 use crate::{Descriptor, Examined};
 use q4_core::conduct::{self, Facts};
-use q4_core::{Code, Error, ExecPath, Reject, Result};
+use q4_core::{Code, Device, Error, ExecPath, Reject, Result, VendorDevice};
 use q4_plugin_sdk::codes;
 use std::io::ErrorKind;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -77,7 +77,13 @@ pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 pub(super) type Offers = Vec<(std::borrow::Cow<'static, str>, ExecPath)>;
 
-pub(super) type Greeting = std::result::Result<(Descriptor, i32, Offers), Vec<Reject>>;
+/// What a process says of the library that it loaded.
+pub(super) struct Greeting {
+    pub(super) descriptor: Descriptor,
+    pub(super) priority: i32,
+    pub(super) offers: Offers,
+    pub(super) devices: Vec<VendorDevice>,
+}
 
 impl Channel {
     /// Says what will be asked for; the answer are digests of the environment and the locale.
@@ -89,7 +95,7 @@ impl Channel {
     }
 
     /// Has the library loaded.
-    pub(super) fn load(&mut self) -> Answer<Greeting> {
+    pub(super) fn load(&mut self) -> Answer<std::result::Result<Greeting, Vec<Reject>>> {
         self.port.out.begin(ask::LOAD);
         self.port.send(&[])?;
         self.port.receive(None)?;
@@ -105,8 +111,13 @@ impl Channel {
             let schema = codes::schema_from(f.u32()?, 1).ok_or(Malformed)?;
             offers.push((schema.into(), codes::path_from(f.u32()?).ok_or(Malformed)?));
         }
+        let mut devices = Vec::new();
+        for ordinal in 0..f.count(MAX_LIST)? {
+            let device = Device::vendor(&descriptor.name, ordinal);
+            devices.push(VendorDevice { device, name: f.line()?, fingerprint: f.line()?, memory: f.u64()? });
+        }
         f.end()?;
-        Ok(Ok((descriptor, priority, offers)))
+        Ok(Ok(Greeting { descriptor, priority, offers, devices }))
     }
 
     /// Sends what was written and reads the answer; the inner error is the library's.

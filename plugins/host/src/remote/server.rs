@@ -84,6 +84,11 @@ fn serve() -> io::Result<()> {
                 let schema = codes::schema_to(schema).map_or(0, |s| s.0);
                 out.u32(schema).u32(codes::path_to(*path).unwrap_or(0));
             }
+            let devices = backend.devices();
+            out.u32(devices.len() as u32);
+            for d in &devices {
+                out.text(&d.name).text(&d.fingerprint).u64(d.memory);
+            }
             let server = Server::new(backend.clone(), loaded.table.clone());
             server.rounding.store(u64::from(float_control() != control), Ordering::SeqCst);
             if served.set(server).is_err() {
@@ -246,7 +251,7 @@ impl Server {
         match f.u32()? {
             ask::CALL => self.call(here, f)?,
             ask::CAN_PREPARE => {
-                let (spec, path) = spec(&mut f)?;
+                let (spec, path) = self.spec(&mut f)?;
                 let env = f.env()?;
                 let reasons = self.backend()?.can_prepare(&spec, path, &env).err().unwrap_or_default();
                 out.reasons(&reasons);
@@ -263,6 +268,11 @@ impl Server {
                 let (weight, m, parts) = (self.weight(f.u64()?)?, f.size()?, f.u32()?);
                 let set = borrow::fuse_set(parts).ok_or(Malformed)?;
                 out.u32(u32::from(weight.fuses(m, set)));
+            }
+            ask::DEVICE_FREE => {
+                let (backend, ordinal) = (self.backend()?, f.u32()?);
+                let device = Device::vendor(&backend.descriptor().name, ordinal);
+                out.u64(backend.memory(device)?.free()?);
             }
             ask::RELEASE => drop(lock(&self.weights).remove(&f.u64()?)),
             ask::REGION => {
@@ -299,6 +309,15 @@ impl Server {
         lock(&self.backend).clone().ok_or(Malformed)
     }
 
+    /// A product; what the library calls its own device is one of the backend's.
+    fn spec(&self, f: &mut Fields<'_>) -> Result<(LinearSpec, ExecPath), Fault> {
+        let (mut spec, path) = spec(f)?;
+        if let Device::Vendor { ordinal, .. } = spec.device {
+            spec.device = Device::vendor(&self.backend()?.descriptor().name, ordinal);
+        }
+        Ok((spec, path))
+    }
+
     fn weight(&self, id: u64) -> Result<Arc<dyn PreparedWeight>, Fault> {
         Ok(lock(&self.weights).get(&id).cloned().ok_or(Malformed)?)
     }
@@ -331,7 +350,7 @@ impl Server {
         out: &mut Frame,
     ) -> Result<(), Fault> {
         let pool = self.pool(here, f.u32()?);
-        let (spec, path) = spec(&mut f)?;
+        let (spec, path) = self.spec(&mut f)?;
         let (stored, _) = self::spec(&mut f)?;
         let len = f.size()?;
         let pieces: Vec<(usize, usize)> =
@@ -383,7 +402,7 @@ impl Server {
         let prepared = self.watched(|| backend.prepare(&w, &spec, path, &mut cx))?;
         let prepared: Arc<dyn PreparedWeight> = match spec.device {
             Device::Cpu => prepared.into(),
-            device => Arc::new(Staged::new(prepared, device)?),
+            device => Arc::new(Staged::new(prepared, device, backend.memory(device)?)),
         };
         let i = prepared.info();
         let id = self.next.fetch_add(1, Ordering::Relaxed);

@@ -6,7 +6,7 @@ use q4_plugin_abi::Q4LinearSpec;
 use std::borrow::Cow;
 
 /// Of the protocol; both sides are one executable, so a difference means that it was replaced in between.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 /// Longest frame.
 pub const MOST: usize = 4 << 20;
 /// Longest text of an answer, and most reasons or items.
@@ -28,6 +28,7 @@ pub mod ask {
     pub const BYE: u32 = 11;
     pub const LOAD: u32 = 12;
     pub const FUSES: u32 = 13;
+    pub const DEVICE_FREE: u32 = 14;
 }
 
 /// How an answer begins.

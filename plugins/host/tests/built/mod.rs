@@ -11,7 +11,7 @@ pub fn plugins() -> PathBuf {
     above.map(|a| a.join("plugins")).find(|p| p.join("abi/include").is_dir()).unwrap()
 }
 
-/// Folder with both examples. Cargo keeps concurrent test processes from building at the same time; the copy
+/// Folder with the examples. Cargo keeps concurrent test processes from building at the same time; the copy
 /// that follows is written under another name and renamed, so nobody maps half a file.
 static EXAMPLES: LazyLock<PathBuf> = LazyLock::new(|| {
     let target = plugins().join("../target/plugin-examples");
@@ -26,7 +26,7 @@ static EXAMPLES: LazyLock<PathBuf> = LazyLock::new(|| {
     assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
     let done = target.join("out");
     std::fs::create_dir_all(&done).unwrap();
-    for name in ["libacme_c.so", "libacme_nvfp4.so"] {
+    for name in ["libacme_arena.so", "libacme_c.so", "libacme_nvfp4.so"] {
         std::fs::rename(out.join(name), done.join(name)).unwrap();
     }
     std::fs::remove_dir(&out).unwrap();
@@ -36,6 +36,11 @@ static EXAMPLES: LazyLock<PathBuf> = LazyLock::new(|| {
 /// The C example.
 pub fn acme_c() -> PathBuf {
     EXAMPLES.join("libacme_c.so")
+}
+
+/// The C example on a device of its own.
+pub fn acme_arena() -> PathBuf {
+    EXAMPLES.join("libacme_arena.so")
 }
 
 /// The Rust example.
@@ -72,6 +77,15 @@ pub fn stub(dir: &Path, name: &str, edits: &[(&str, &str)]) -> PathBuf {
 pub fn example(dir: &Path, name: &str, flags: &[&str], edits: &[(&str, &str)]) -> PathBuf {
     let source = std::fs::read_to_string(plugins().join("examples/c/acme_c.c")).unwrap();
     edited(dir, name, &source, flags, edits)
+}
+
+/// The C example on a device of its own, edited.
+pub fn arena(dir: &Path, name: &str, edits: &[(&str, &str)]) -> PathBuf {
+    let folder = plugins().join("examples/c");
+    let source = std::fs::read_to_string(folder.join("acme_arena.c")).unwrap();
+    // It includes the other one.
+    let include = format!("-I{}", folder.display());
+    edited(dir, name, &source, &["-ffp-contract=off", "-fvisibility=hidden", &include], edits)
 }
 
 /// The C example, edited, that accepts of its products only those where `accepts` holds, a condition in C on
