@@ -103,6 +103,28 @@ def interface(args, tests):
     row("recorded-bits", tests.passed("vector_kernels_agree"), "tests, none failed", "1")
 
 
+def adapters(tests):
+    """Training beside a packed base against training on its decoded values."""
+    number = r"([\d.e+-]+)"
+    for name in ("nvfp4", "nf4"):
+        curve = tests.numbers(
+            rf"lora curve {name}: (\d+) steps.*largest difference {number}, bound {number}, exact products differ by "
+            rf"{number}; seconds a step packed {number} decoded {number}")
+        base = tests.numbers(rf"lora base {name}: (\d+) bytes packed, (\d+) stored, (\d+) decoded")
+        if not tests.passed("the_curve_is") or not tests.passed("the_base_takes"):
+            curve = base = None
+        of = lambda found, i: float(found[i]) if found else None
+        steps = f"nats in {curve[1]} steps of the demo model" if curve else "nats"
+        need = f"<= {curve[3]}, the bound of rounding" if curve else "within the bound of rounding"
+        row(f"lora-{name}-curve", of(curve, 2), f"{steps}, largest difference to decoded values", need)
+        row(f"lora-{name}-rounding", of(curve, 4), "nats that exact products differ by, 6 steps", "said")
+        row(f"lora-{name}-base", of(base, 1), "bytes of base weights", f"{base[2] if base else 'as'} stored, + 2 %")
+        row(f"lora-{name}-base-decoded", of(base, 3), "bytes of base weights", "said")
+        row(f"lora-{name}-step", of(curve, 5), "seconds a step, packed", "said")
+        row(f"lora-{name}-step-decoded", of(curve, 6), "seconds a step, decoded", "said")
+    row("lora-dense-copies", 0 if tests.passed("nothing_of_a_packed_base") else None, "allocations of a dense size", "0")
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--q4", type=pathlib.Path, required=True)
@@ -115,9 +137,8 @@ def main():
     smaller(args)
     bits(args)
     speeds(args)
-    for name, need in [("extending-by-doing", "format, family, device, instruction set, verb"),
-                       ("lora-on-packed-weights", "loss within the bound, memory of the packed size")]:
-        row(name, None, "", need, LATER)
+    adapters(tests)
+    row("extending-by-doing", None, "", "format, family, device, instruction set, verb", LATER)
     write(q4=said(args.q4, "--version"), before=args.revision, rustc=said("rustc", "--version"))
 
 

@@ -29,6 +29,9 @@ if [[ ! -e $work/tests ]]; then
     rm -f "$work/judged"
     judge -p nvfp4-native --test product
     judge -p q4-plugin-host --test versions --test examples
+    if source trainer/libtorch.sh; then
+        Q4_LORA_STEPS=50 judge --release -p q4-trainer --features torch --test packed --test packed_memory
+    fi
     mv "$work/judged" "$work/tests"
 fi
 python3 bench/house.py --q4 "$target/release/q4" --before "$Q4_BEFORE" --revision "$before" \

@@ -2,6 +2,7 @@
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     println!("cargo:rerun-if-changed=src/torch/device.cpp");
+    println!("cargo:rerun-if-changed=src/torch/frozen.cpp");
     let Some(lib) = std::env::var_os("DEP_TCH_LIBTORCH_LIB") else { return };
     let lib = std::path::Path::new(&lib);
     #[cfg(feature = "torch")]
@@ -11,7 +12,8 @@ fn main() {
         .warnings(false)
         .include(lib.join("../include"))
         .file("src/torch/device.cpp")
-        .compile("q4_device");
+        .file("src/torch/frozen.cpp")
+        .compile("q4_torch");
     // The wheel's libraries look for CUDA's runtime here, and GNU ld does as well.
     let runtime = lib.join("../../nvidia/cu13/lib");
     for dir in [lib, &runtime] {

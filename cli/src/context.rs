@@ -51,7 +51,7 @@ impl Context {
     pub fn new(global: GlobalArgs) -> Result<Self> {
         let cx = Self {
             report: Report::new(&global),
-            overrides: overrides(&global.backend)?,
+            overrides: Overrides::parse(&global.backend)?,
             gated: true,
             place: if global.isolate { Place::Isolated } else { Place::Here },
             every_plugin: false,
@@ -412,43 +412,17 @@ fn is_there(device: Device, env: &HostEnv) -> Result<()> {
         .fix("name the library with --plugin, or --device cpu"))
 }
 
-fn overrides(given: &[String]) -> Result<Overrides> {
-    let mut overrides = Overrides::default();
-    for text in given {
-        let bad = || {
-            Error::new(Code::Usage, format!("--backend {text}"))
-                .need("the name of a backend, or LAYER_GLOB=NAME with both sides filled in")
-        };
-        match text.rsplit_once('=') {
-            Some((glob, name)) if !glob.is_empty() && !name.is_empty() => {
-                overrides.layers.push((glob.to_owned(), name.to_owned()));
-            }
-            None if !text.is_empty() => {
-                if let Some(other) = overrides.all.replace(text.clone()).filter(|other| other != text) {
-                    return Err(Error::new(Code::Usage, "--backend names two backends for all layers")
-                        .have(format!("{other} and {text}"))
-                        .fix(format!(
-                            "bind the layers apart, e.g. --backend {other} --backend '*.mlp.*={text}'"
-                        )));
-                }
-            }
-            _ => return Err(bad()),
-        }
-    }
-    Ok(overrides)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn backends_bind_layers_or_all() -> Result<()> {
-        let o = overrides(&["a".into(), "*.mlp.*=b".into(), "a".into()])?;
+        let o = Overrides::parse(&["a".into(), "*.mlp.*=b".into(), "a".into()])?;
         assert_eq!((o.all.as_deref(), o.layers), (Some("a"), vec![("*.mlp.*".to_owned(), "b".to_owned())]));
         for bad in [vec!["a", "b"], vec![""], vec!["=a"], vec!["a="]] {
             let given: Vec<_> = bad.iter().map(|s| (*s).to_owned()).collect();
-            assert_eq!(overrides(&given).expect_err("must be refused").code(), Code::Usage, "{bad:?}");
+            assert_eq!(Overrides::parse(&given).expect_err("must be refused").code(), Code::Usage, "{bad:?}");
         }
         Ok(())
     }

@@ -1,7 +1,8 @@
 //! Choosing one (backend, path) per layer, once, and saying why: pure, complete, never retried.
 use crate::memory::UnifiedMemory;
 use crate::{
-    Candidate, Code, ComputePath, Device, Error, ExecPath, HostEnv, LinearSpec, Q4Backend, Reject, RejectCode,
+    Candidate, Code, ComputePath, Device, Error, ExecPath, HostEnv, LinearSpec, Q4Backend, Reject,
+    RejectCode, Result,
 };
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
@@ -22,6 +23,36 @@ pub struct Overrides {
 }
 
 impl Overrides {
+    /// From names as `--backend` takes them: `NAME` for all layers, `LAYER_GLOB=NAME` for some.
+    ///
+    /// # Errors
+    /// [`Code::Usage`] for a name that is empty and for two names of all layers.
+    pub fn parse(given: &[String]) -> Result<Self> {
+        let mut overrides = Self::default();
+        for text in given {
+            let bad = || {
+                Error::new(Code::Usage, format!("--backend {text}"))
+                    .need("the name of a backend, or LAYER_GLOB=NAME with both sides filled in")
+            };
+            match text.rsplit_once('=') {
+                Some((glob, name)) if !glob.is_empty() && !name.is_empty() => {
+                    overrides.layers.push((glob.to_owned(), name.to_owned()));
+                }
+                None if !text.is_empty() => {
+                    if let Some(other) = overrides.all.replace(text.clone()).filter(|other| other != text) {
+                        return Err(Error::new(Code::Usage, "--backend names two backends for all layers")
+                            .have(format!("{other} and {text}"))
+                            .fix(format!(
+                                "bind the layers apart, e.g. --backend {other} --backend '*.mlp.*={text}'"
+                            )));
+                    }
+                }
+                _ => return Err(bad()),
+            }
+        }
+        Ok(overrides)
+    }
+
     /// The backend named for a layer, if any.
     pub fn of(&self, layer: &str, is_4bit: bool, offers_dense: bool) -> Option<&str> {
         let by_layer =

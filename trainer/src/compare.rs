@@ -81,6 +81,9 @@ const FREE: [&str; 18] = [
     "threads",
 ];
 
+/// Keys of sections without a default, and what was done before there was a choice.
+const FORMER: [(&str, &str); 1] = [("lora.base", "\"merged\"")];
+
 /// Keys whose files are compared by content.
 const BY_CONTENT: [&str; 3] = ["model.path", "data.train", "data.valid"];
 
@@ -104,7 +107,9 @@ pub fn differences(
     for key in keys.into_iter().filter(|k| !BY_CONTENT.contains(&k.as_str())) {
         // A key one of the two programs does not have stands for its default.
         let of = |side: &BTreeMap<String, String>| {
-            side.get(key).or_else(|| default.get(key)).cloned().unwrap_or_else(|| "absent".into())
+            let former = || FORMER.iter().find(|(k, _)| k == key).map(|(_, v)| (*v).to_owned());
+            let found = side.get(key).or_else(|| default.get(key)).cloned();
+            found.or_else(former).unwrap_or_else(|| "absent".into())
         };
         add(&mut found, key, of(&was), of(&is));
     }

@@ -71,6 +71,8 @@ const SECTIONS: [&str; 14] = [
     "behaviour",
     "export",
 ];
+/// The layout of adapters alone.
+pub const PEFT: &str = "peft";
 /// Bytes a configuration may have.
 const LIMIT: usize = 1 << 20;
 
@@ -180,6 +182,18 @@ impl Config {
     /// The effective configuration as TOML; parsing it gives this configuration again.
     pub fn to_toml(&self) -> Result<String> {
         toml::to_string(self).map_err(|e| Error::new(Code::Internal, format!("configuration: {e}")))
+    }
+
+    /// What is exported, by name. Nothing where that depends on a base that is not known yet.
+    pub fn layouts(&self) -> Vec<&str> {
+        if self.export.layouts != ["auto"] {
+            return self.export.layouts.iter().map(String::as_str).collect();
+        }
+        match self.lora.as_ref().map(|l| l.base) {
+            Some(BaseForm::Auto) => Vec::new(),
+            Some(BaseForm::Packed | BaseForm::Decoded) => vec![PEFT],
+            Some(BaseForm::Merged) | None => vec!["modelopt"],
+        }
     }
 
     /// The schedule over all steps.

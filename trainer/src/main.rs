@@ -49,6 +49,12 @@ struct Cli {
     /// cpu, cuda or cuda:N.
     #[arg(long)]
     device: Option<String>,
+    /// Who multiplies by a packed base (lora.base): NAME or LAYER_GLOB=NAME; may be repeated.
+    #[arg(long, value_name = "NAME|GLOB=NAME")]
+    backend: Vec<String>,
+    /// Which paths may multiply by it: auto, kernel-only, kernel-or-fallback or dequant-matmul-only.
+    #[arg(long, value_name = "PATH")]
+    compute: Option<String>,
     /// Most memory to use where the model lives, e.g. 24GiB.
     #[arg(long, value_name = "BYTES")]
     memory_limit: Option<String>,
@@ -199,9 +205,17 @@ fn start(cli: &Cli) -> Result<Value> {
             .ok_or_else(|| Error::new(Code::Usage, format!("--set {text}")).need("SECTION.FIELD=VALUE"))?;
         overrides.push((key.to_owned(), value.to_owned()));
     }
-    let flags =
-        [("memory.preset", &cli.preset), ("model.device", &cli.device), ("memory.limit", &cli.memory_limit)];
+    let flags = [
+        ("memory.preset", &cli.preset),
+        ("model.device", &cli.device),
+        ("memory.limit", &cli.memory_limit),
+        ("quant.compute", &cli.compute),
+    ];
     overrides.extend(flags.into_iter().filter_map(|(k, v)| Some((k.to_owned(), v.clone()?))));
+    if !cli.backend.is_empty() {
+        let names: Vec<_> = cli.backend.iter().map(|name| format!("{name:?}")).collect();
+        overrides.push(("quant.backend".into(), format!("[{}]", names.join(", "))));
+    }
     if cli.resume {
         overrides.push(("checkpoint.resume".into(), "true".into()));
     }

@@ -3,7 +3,9 @@
 //! ```text
 //! P = trained elements; m = master, s = state, c = compute bytes of an element; T = rows * seq; h, f, q, kv = widths
 //! masters      m P                        states       StateLayout::bytes of every tensor
-//! base         bytes of the packed base (adapters only): 9/16 a linear weight, c an embedding
+//! base         adapters only. merged: 9/16 a linear weight, c an embedding; decoded: c every weight;
+//!              packed: what the backends say they will keep, and `dense` 2 the rest
+//! scratch      of the largest product of a packed base
 //! values       c * (all weights, or while blocks run those of the largest) + c * (embeddings and head)
 //! inputs       4 T h (layers + 1)         only when blocks are recomputed
 //! block        c T (6 h + 6 q + 8 kv + 5 f)     activations autograd keeps of one block; times layers when not recomputed
@@ -50,6 +52,24 @@ pub struct Shapes {
     pub vocab: usize,
     /// Every weight.
     pub tensors: Vec<Tensor>,
+}
+
+/// The weights that adapters stand beside.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Base {
+    /// There are none, all move; or they are merged with their adapters in every step.
+    Merged,
+    /// Their values, dense.
+    Decoded,
+    /// As they are stored.
+    Packed {
+        /// Bytes kept.
+        resident: u64,
+        /// Bytes of scratch of one product.
+        workspace: u64,
+        /// The head is one of them.
+        head: bool,
+    },
 }
 
 /// Where it runs.
@@ -139,7 +159,7 @@ impl Tensor {
 }
 
 /// Predicts every phase of a step.
-pub fn predict(shapes: &Shapes, config: &Config, machine: &Machine) -> Plan {
+pub fn predict(shapes: &Shapes, config: &Config, machine: &Machine, base: Base) -> Plan {
     let c = machine.compute as u64;
     let (train, data) = (&config.train, &config.data);
     let trained = match &config.lora {
@@ -159,15 +179,21 @@ pub fn predict(shapes: &Shapes, config: &Config, machine: &Machine) -> Plan {
         .sum();
     let states: u64 =
         trained.iter().map(|t| StateLayout::choose(config.optimizer.state, &t.shape).bytes() as u64).sum();
-    let base = match config.lora {
-        None => 0,
-        Some(_) => shapes.elements(|t| t.linear) * 9 / 16 + c * shapes.elements(|t| !t.linear),
+    let (linear, other) = (shapes.elements(|t| t.linear), shapes.elements(|t| !t.linear));
+    let (frozen, dense, scratch) = match (base, &config.lora) {
+        (_, None) => (0, 0, 0),
+        (Base::Merged, _) => (linear * 9 / 16 + c * other, 0, 0),
+        (Base::Decoded, _) => (c * (linear + other), 0, 0),
+        (Base::Packed { resident, workspace, head }, _) => {
+            let head = if head { (shapes.vocab * shapes.hidden) as u64 } else { 0 };
+            (resident, 2 * (other - head), workspace)
+        }
     };
     let quantised = config.quant.weights == Weights::Nvfp4 || config.lora.is_some();
     let block_values = c * sum(&shapes.tensors, &in_block);
     let all_values = c * sum(&shapes.tensors, &|t| t.block.is_some());
     // A dense f32 master is itself what the forward pass reads.
-    let copies = quantised || config.optimizer.master.size() != machine.compute;
+    let copies = base == Base::Merged && (quantised || config.optimizer.master.size() != machine.compute);
     // While blocks run, and while none does.
     let [values, idle_values] = [block_values, 0].map(|one| {
         let of_blocks = match (copies, train.keep_values) {
@@ -181,7 +207,12 @@ pub fn predict(shapes: &Shapes, config: &Config, machine: &Machine) -> Plan {
     let tokens = rows * seq;
     let [h, f, q, kv] = [shapes.hidden, shapes.inter, shapes.q, shapes.kv].map(|n| n as u64);
     let layers = shapes.layers as u64;
-    let one_block = c * tokens * (6 * h + 6 * q + 8 * kv + 5 * f)
+    // Of each adapter the narrow product, before and behind its factor.
+    let narrow = match (&config.lora, base) {
+        (Some(lora), Base::Decoded | Base::Packed { .. }) => 2 * 4 * lora.rank as u64,
+        _ => 0,
+    };
+    let one_block = c * tokens * (6 * h + 6 * q + 8 * kv + 5 * f + narrow)
         + if machine.fused_attention { 0 } else { 2 * c * rows * shapes.heads as u64 * seq * seq };
     let (inputs, activations) =
         if train.recompute { (4 * tokens * h * (layers + 1), one_block) } else { (0, one_block * layers) };
@@ -200,7 +231,13 @@ pub fn predict(shapes: &Shapes, config: &Config, machine: &Machine) -> Plan {
         };
     // Accumulated gradients live from the first backward pass to the update.
     let carried = if train.accumulate > 1 { gradients } else { 0 };
-    let standing = [("context", machine.context), ("base", base), ("masters", masters), ("states", states)];
+    let standing = [
+        ("context", machine.context),
+        ("base", frozen),
+        ("dense", dense),
+        ("masters", masters),
+        ("states", states),
+    ];
     let phase = |name, more: &[(&'static str, u64)]| Phase {
         name,
         parts: standing
@@ -220,6 +257,7 @@ pub fn predict(shapes: &Shapes, config: &Config, machine: &Machine) -> Plan {
                     ("values", values),
                     ("inputs", inputs),
                     ("activations", activations),
+                    ("scratch", scratch),
                     ("gradients", carried),
                 ],
             ),
@@ -239,6 +277,7 @@ pub fn predict(shapes: &Shapes, config: &Config, machine: &Machine) -> Plan {
                     ("values", values),
                     ("inputs", inputs),
                     ("activations", kept(one_block)),
+                    ("scratch", scratch),
                     ("gradients", gradients),
                 ],
             ),
@@ -305,7 +344,7 @@ mod tests {
         let mut config = Config::preset(preset);
         (config.data.rows, config.data.seq, config.train.chunk) = (1, 2048, 256);
         change(&mut config);
-        predict(&qwen3_4b(), &config, &GPU)
+        predict(&qwen3_4b(), &config, &GPU, Base::Merged)
     }
 
     fn part(plan: &Plan, phase: &str, part: &str) -> f64 {
@@ -337,6 +376,22 @@ mod tests {
         let lora = plan(Preset::Lora8g, |_| {});
         assert!((part(&lora, "load", "base") - 2.82).abs() < 0.01);
         assert!(peak(&lora) < 6.0, "{lora}");
+    }
+
+    #[test]
+    fn a_packed_base_counts_what_its_backends_say_and_no_values() {
+        let mut config = Config::preset(Preset::Lora8g);
+        config.train.keep_values = true;
+        let [packed, decoded, merged] = [
+            Base::Packed { resident: 7 << 30, workspace: 1 << 20, head: false },
+            Base::Decoded,
+            Base::Merged,
+        ]
+        .map(|base| predict(&qwen3_4b(), &config, &GPU, base));
+        assert_eq!(part(&packed, "load", "base"), (7u64 << 30) as f64 / 1e9);
+        assert!((part(&decoded, "load", "base") - 8.04).abs() < 0.01);
+        assert_eq!(part(&packed, "backward", "values") + part(&decoded, "forward", "values"), 0.0);
+        assert!(part(&merged, "forward", "values") > 7.0 && part(&packed, "forward", "scratch") > 0.0);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! What a run will write is looked at before its first step: that something is kept at all, names that are
 //! taken, folders nobody may write to, disks and files that would grow too large.
 use crate::checkpoint::{self, Keep, Store};
-use crate::config::{Config, Init};
+use crate::config::{Config, Init, PEFT};
 use crate::plan::{Plan, Shapes};
 use q4_core::memory::human;
 use q4_core::{Code, Error, Result};
@@ -117,7 +117,7 @@ fn used_beside(dir: &Path) -> Vec<(PathBuf, u64)> {
 /// Where every layout goes.
 pub fn targets(c: &Config) -> Vec<PathBuf> {
     let Some(dir) = &c.export.dir else { return Vec::new() };
-    c.export.layouts.iter().map(|layout| target(dir, layout)).collect()
+    c.layouts().iter().map(|layout| target(dir, layout)).collect()
 }
 
 /// Where a layout goes.
@@ -154,9 +154,11 @@ pub fn bytes(c: &Config, shapes: &Shapes, plan: &Plan, base: u64) -> Bytes {
     let (masters, states) = (part("masters"), part("states"));
     let (linear, other) = (shapes.elements(|t| t.linear), shapes.elements(|t| !t.linear));
     let others = other * if c.model.init == Init::Checkpoint { base.max(2) } else { 2 };
-    let layouts = c.export.layouts.iter().filter(|_| c.export.dir.is_some());
+    let layouts = c.layouts().into_iter().filter(|_| c.export.dir.is_some());
     let exports: Vec<_> = layouts
-        .map(|layout| match layout.as_str() {
+        .map(|layout| match layout {
+            // q, k and v repeat the half that they share.
+            PEFT => (3 * masters + SMALL, 0),
             "bf16" => (2 * linear + others + SMALL, 0),
             // A packed head of its own in .dat files.
             "dat" => (linear * 9 / 16 + others + other + SMALL, 4 * linear + others + SMALL),

@@ -62,6 +62,34 @@ names!(
     }
 );
 names!(
+    /// What adapters stand beside.
+    BaseForm {
+        /// `Packed` for a checkpoint with 4-bit layers, else `Merged`.
+        #[default]
+        Auto = "auto",
+        /// The checkpoint's codes, multiplied by a backend that keeps them packed; nothing is decoded.
+        Packed = "packed",
+        /// Their values, dense.
+        Decoded = "decoded",
+        /// The NVFP4 value of base plus adapter, made anew in every step: what a merge writes.
+        Merged = "merged",
+    }
+);
+names!(
+    /// Which paths may multiply by a packed base, as `--compute` of `q4 generate`.
+    Compute {
+        /// The best there is; a dense copy where a kernel was to be had is refused.
+        #[default]
+        Auto = "auto",
+        /// A kernel on packed weights.
+        KernelOnly = "kernel-only",
+        /// Dense copies where no kernel can; each is told.
+        KernelOrFallback = "kernel-or-fallback",
+        /// Dense copies.
+        DequantMatmulOnly = "dequant-matmul-only",
+    }
+);
+names!(
     /// Which step's weights are exported.
     Pick {
         /// The best where early stopping ended the run, else the last.
@@ -238,6 +266,10 @@ section!(
         activations: Inputs = Inputs::Native,
         /// Per-tensor scale.
         scale: ScaleChoice = ScaleChoice::PowerOfTwo,
+        /// Who multiplies by a packed base: `NAME` or `LAYER_GLOB=NAME`, as --backend; empty: the best.
+        backend: Vec<String> = Vec::new(),
+        /// Which paths may multiply by it, as --compute.
+        compute: Compute = Compute::Auto,
     }
 );
 section!(
@@ -247,6 +279,8 @@ section!(
         rank: usize = 16,
         /// Adapters are scaled by `alpha / rank`.
         alpha: f64 = 32.0,
+        /// What they stand beside; `auto`: `packed` for a 4-bit checkpoint, else `merged`.
+        base: BaseForm = BaseForm::Auto,
     }
 );
 section!(
@@ -322,7 +356,8 @@ section!(
         dir: Option<PathBuf> = None,
         /// Which step; `auto`: the best after early stopping, else the last. The best is in checkpoint.dir.
         step: Pick = Pick::Auto,
-        /// Any of `bf16`, `modelopt`, `compressed-tensors`, `dat`.
-        layouts: Vec<String> = vec!["modelopt".into()],
+        /// Any of `bf16`, `modelopt`, `compressed-tensors`, `dat`, `peft` (adapters alone); `auto`: `peft`
+        /// beside a packed or decoded base, else `modelopt`.
+        layouts: Vec<String> = vec!["auto".into()],
     }
 );

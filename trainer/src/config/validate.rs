@@ -1,7 +1,7 @@
 //! What types cannot say about a configuration.
 use super::*;
 
-const LAYOUTS: [&str; 4] = ["bf16", "modelopt", "compressed-tensors", "dat"];
+const LAYOUTS: [&str; 6] = ["auto", "bf16", "modelopt", "compressed-tensors", "dat", "peft"];
 
 impl Config {
     pub(super) fn validate(&self, p: &mut Problems) {
@@ -130,6 +130,16 @@ impl Config {
         }
         if layouts.is_empty() {
             p.add("export.layouts", format_args!("at least one of {}", LAYOUTS.join(", ")), "none");
+        }
+        let forms = self.lora.as_ref().map(|l| l.base);
+        if layouts.iter().any(|l| l == PEFT) && !forms.is_some_and(|f| f != BaseForm::Merged) {
+            p.add("export.layouts", "adapters beside a packed or decoded base, because of `peft`", "none");
+        }
+        if layouts.len() > 1 && layouts.iter().any(|l| l == "auto") {
+            p.add("export.layouts", "`auto` alone, or names", layouts.join(", "));
+        }
+        if let Err(e) = q4_core::Overrides::parse(&self.quant.backend) {
+            p.add("quant.backend", "names of backends, or LAYER_GLOB=NAME", e.to_string());
         }
         if let Some(twice) = layouts.iter().enumerate().find(|(i, l)| layouts[..*i].contains(l)) {
             p.add("export.layouts", "each once", format_args!("`{}` twice", twice.1));

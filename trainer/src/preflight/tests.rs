@@ -1,5 +1,5 @@
 use super::*;
-use crate::plan::{Machine, predict};
+use crate::plan::{Base, Machine, predict};
 use std::os::unix::fs::PermissionsExt;
 
 const LINE: &str = "q4 train run.toml";
@@ -77,7 +77,8 @@ fn what_is_predicted_is_compared_with_the_disk() {
         dir.path(),
         "[export]\ndir = \"DIR/o\"\nlayouts = [\"bf16\", \"modelopt\"]\n[checkpoint]\ndir = \"DIR/ck\"\n",
     );
-    let plan = predict(&shapes, &c, &Machine { compute: 4, fused_attention: false, context: 0 });
+    let plan =
+        predict(&shapes, &c, &Machine { compute: 4, fused_attention: false, context: 0 }, Base::Merged);
     let found = bytes(&c, &shapes, &plan, 0);
     let weights = shapes.elements(|_| true);
     assert!(found.checkpoint > 12 * weights && found.checkpoint < 12 * weights + (8 << 20), "{found:?}");

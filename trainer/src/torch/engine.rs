@@ -4,7 +4,8 @@
 //! unchanged. That is the straight-through estimator `w_q + (w - detach(w))` without its second copy of every
 //! weight: the value is `w_q` and the derivative with respect to `w` is the identity.
 use super::Tch;
-use super::executor::{TorchCache, TorchExecutor, TorchNorm};
+use super::adapter::Adapter;
+use super::executor::{LowRank, TorchCache, TorchExecutor, TorchLinear, TorchNorm, Weight};
 use super::kernels::Kernels;
 use super::loss::{self, Target};
 use super::phases::Phases;
@@ -107,6 +108,9 @@ pub struct Engine {
 
 /// Gradients by parameter, waiting for the optimiser: that of the master, or those of an adapter's two parts.
 type Gradients = Vec<[Option<Tensor>; 2]>;
+
+/// A leaf of the graph, or its gradient: the parameter, and which part of it.
+type Leaf = (usize, usize, Tensor);
 
 impl Engine {
     /// Everything needed for steps.
@@ -249,7 +253,15 @@ impl Engine {
 
         let norm = TorchNorm { weight: self.leaf(self.params.norm())?, eps: self.eps };
         let head_index = self.params.head();
-        let head = if head_index == 0 { table.shallow_clone() } else { self.leaf(head_index)? };
+        let head = match &self.params.all[head_index].source {
+            _ if head_index == 0 => Weight::Dense(table.shallow_clone()),
+            Source::Frozen(weight, _) => weight.share(),
+            _ => Weight::Dense(self.leaf(head_index)?),
+        };
+        let head_leaf = match &head {
+            Weight::Dense(values) => values.shallow_clone(),
+            Weight::Packed(_) => Tensor::new(),
+        };
         let out = match &rows.target {
             Target::Tokens(targets) => {
                 let ex = &mut self.ex;
@@ -263,7 +275,7 @@ impl Engine {
                     targets,
                     scale,
                     self.options.chunk,
-                    &[&norm.weight, &head],
+                    &[&norm.weight, &head_leaf],
                     &mut logits,
                 )?
             }
@@ -276,12 +288,12 @@ impl Engine {
         }
         let [norm_grad, mut table_grad] = out.weights;
         if let Some(g) = norm_grad {
-            self.settle(vec![(self.params.norm(), g)], sink)?;
+            self.settle(vec![(self.params.norm(), 0, g)], sink)?;
         }
         if head_index != 0
             && let Some(g) = table_grad.take()
         {
-            self.settle(vec![(head_index, g)], sink)?;
+            self.settle(vec![(head_index, 0, g)], sink)?;
         }
         let mut gradient = out.input;
         drop(x);
@@ -296,13 +308,12 @@ impl Engine {
                 }
             };
             let seed = y.f_mul(&gradient).t()?.f_sum(Kind::Float).t()?;
-            let (moving, leaves): (Vec<usize>, Vec<Tensor>) = leaves.into_iter().unzip();
             let mut inputs = vec![input];
-            inputs.extend(leaves);
+            inputs.extend(leaves.iter().map(|(.., leaf)| leaf.shallow_clone()));
             let mut grads = Tensor::f_run_backward(&[seed], &inputs, false, false).t()?;
             drop((y, inputs));
             gradient = grads.remove(0);
-            let block: Vec<_> = moving.into_iter().zip(grads).collect();
+            let block = leaves.into_iter().zip(grads).map(|((i, part, _), g)| (i, part, g)).collect();
             if !self.settle(block, sink)? {
                 return Ok(Err(loss));
             }
@@ -316,7 +327,7 @@ impl Engine {
                 Some(mut g) => g.f_add_(&own).t()?,
                 None => own,
             };
-            self.settle(vec![(0, whole)], sink)?;
+            self.settle(vec![(0, 0, whole)], sink)?;
         }
         phases.mark("backward_done")?;
         Ok(Ok(loss))
@@ -324,15 +335,15 @@ impl Engine {
 
     /// Takes gradients: updates at once, or adds them to what waits. False: not finite, nothing of these
     /// moved.
-    fn settle(&mut self, grads: Vec<(usize, Tensor)>, sink: &mut Sink<'_>) -> Result<bool> {
+    fn settle(&mut self, grads: Vec<Leaf>, sink: &mut Sink<'_>) -> Result<bool> {
         let mut parts = Vec::with_capacity(grads.len());
-        for (i, g) in grads {
+        for (i, part, g) in grads {
             match &self.params.all[i].source {
                 Source::Adapted(_, adapter) => {
                     let (a, b) = adapter.gradients(&g)?;
                     parts.extend([(i, 0, a), (i, 1, b)]);
                 }
-                _ => parts.push((i, 0, g)),
+                _ => parts.push((i, part, g)),
             }
         }
         for (i, part, g) in &mut parts {
@@ -364,12 +375,14 @@ impl Engine {
     fn update(&mut self, index: usize, part: usize, grad: &Tensor, hyper: &Hyper) -> Result<()> {
         let moved = match &self.params.all[index].source {
             Source::Trained(t) => t,
-            Source::Adapted(_, adapter) if part == 0 => &adapter.a,
-            Source::Adapted(_, adapter) => &adapter.b,
-            Source::Fixed(_) => return Ok(()),
+            Source::Adapted(_, adapter) | Source::Frozen(_, Some(adapter)) => match part {
+                0 => &adapter.a,
+                _ => &adapter.b,
+            },
+            Source::Fixed(_) | Source::Frozen(_, None) => return Ok(()),
         };
         self.moved = Moved::Partly;
-        moved.update(hyper, grad, self.seed, &self.kernels)?;
+        self.kernels.adamw(hyper, moved, grad, self.seed)?;
         self.values[index] = None;
         Ok(())
     }
@@ -379,6 +392,47 @@ impl Engine {
         let value = self.value(index)?;
         let moves = !matches!(self.params.all[index].source, Source::Fixed(_));
         value.f_detach().t()?.f_set_requires_grad(moves).t()
+    }
+
+    /// A product of the graph; what of it moves is added to `moving`.
+    fn linear(&mut self, index: usize, moving: &mut Vec<Leaf>) -> Result<TorchLinear> {
+        let Source::Frozen(weight, adapter) = &self.params.all[index].source else {
+            let value = self.leaf(index)?;
+            if value.requires_grad() {
+                moving.push((index, 0, value.shallow_clone()));
+            }
+            return Ok(TorchLinear { weight: Weight::Dense(value), adapter: None });
+        };
+        let compute = self.kernels.compute();
+        let leaf = |master: &Tensor| -> Result<Tensor> {
+            master.f_to_kind(compute).t()?.f_detach().t()?.f_set_requires_grad(true).t()
+        };
+        let low_rank = |adapter: &Adapter| -> Result<LowRank> {
+            Ok(LowRank { a: leaf(&adapter.a.master)?, b: leaf(&adapter.b.master)?, scale: adapter.scale })
+        };
+        let adapter = adapter.as_ref().map(low_rank).transpose()?;
+        if let Some(LowRank { a, b, .. }) = &adapter {
+            moving.extend([(index, 0, a.shallow_clone()), (index, 1, b.shallow_clone())]);
+        }
+        Ok(TorchLinear { weight: weight.share(), adapter })
+    }
+
+    /// A norm of the graph; as [`linear`](Self::linear).
+    fn norm(&mut self, index: usize, moving: &mut Vec<Leaf>) -> Result<TorchNorm> {
+        let weight = self.leaf(index)?;
+        if weight.requires_grad() {
+            moving.push((index, 0, weight.shallow_clone()));
+        }
+        Ok(TorchNorm { weight, eps: self.eps })
+    }
+
+    /// The head without gradients.
+    fn head(&mut self) -> Result<Weight> {
+        let index = self.params.head();
+        match &self.params.all[index].source {
+            Source::Frozen(weight, _) => Ok(weight.share()),
+            _ => Ok(Weight::Dense(self.value(index)?)),
+        }
     }
 
     fn value(&mut self, index: usize) -> Result<Tensor> {
@@ -400,32 +454,25 @@ impl Engine {
 
     /// Block `i` through the model's graph: the new residual stream, and the leaves that move with their
     /// parameters.
-    fn block(
-        &mut self,
-        i: usize,
-        x: &Tensor,
-        cache: &mut TorchCache,
-    ) -> Result<(Tensor, Vec<(usize, Tensor)>)> {
+    fn block(&mut self, i: usize, x: &Tensor, cache: &mut TorchCache) -> Result<(Tensor, Vec<Leaf>)> {
         let first = self.params.block(i);
-        let leaves = (first..first + BLOCK).map(|p| self.leaf(p)).collect::<Result<Vec<_>>>()?;
-        let norm = |j: usize| TorchNorm { weight: leaves[j].shallow_clone(), eps: self.eps };
+        let mut moving = Vec::with_capacity(BLOCK);
         let block: Block<TorchExecutor> = Block {
-            input_norm: Some(norm(0)),
-            qkv: leaves[1].shallow_clone(),
-            head_norms: Some([norm(2), norm(3)]),
-            o: leaves[4].shallow_clone(),
+            input_norm: Some(self.norm(first, &mut moving)?),
+            qkv: self.linear(first + 1, &mut moving)?,
+            head_norms: Some([self.norm(first + 2, &mut moving)?, self.norm(first + 3, &mut moving)?]),
+            o: self.linear(first + 4, &mut moving)?,
             attention_norm: None,
-            post_norm: Some(norm(5)),
-            gate_up: leaves[6].shallow_clone(),
+            post_norm: Some(self.norm(first + 5, &mut moving)?),
+            gate_up: self.linear(first + 6, &mut moving)?,
             activation: Activation::Silu,
-            down: leaves[7].shallow_clone(),
+            down: self.linear(first + 7, &mut moving)?,
             mlp_norm: None,
         };
         let mut slots = TorchExecutor::slots();
         slots.hidden = x.shallow_clone();
         block.forward(&mut self.ex, i, cache, &mut slots)?;
-        let moving = leaves.into_iter().enumerate().filter(|(_, l)| l.requires_grad());
-        Ok((slots.hidden, moving.map(|(j, l)| (first + j, l)).collect()))
+        Ok((slots.hidden, moving))
     }
 
     /// Logits of `ids` behind what `cache` holds, without gradients: `[1, vocab]` or `[ids, vocab]`, in the
@@ -438,7 +485,7 @@ impl Engine {
             x = self.block(i, &x, cache)?.0;
         }
         let norm = TorchNorm { weight: self.value(self.params.norm())?, eps: self.eps };
-        let head = self.value(self.params.head())?;
+        let head = self.head()?;
         let (mut scratch, mut out) = (Tensor::new(), Tensor::new());
         self.ex.head(&x, &norm, &head, which, &mut scratch, &mut out)?;
         self.ex.commit(cache, ids.len())?;
@@ -458,7 +505,7 @@ impl Engine {
             x = self.block(i, &x, &mut cache)?.0;
         }
         let norm = TorchNorm { weight: self.value(self.params.norm())?, eps: self.eps };
-        let head = self.value(self.params.head())?;
+        let head = self.head()?;
         let ex = &mut self.ex;
         let sum = loss::sum(&x, targets, self.options.chunk, &mut |x| {
             let (mut scratch, mut out) = (Tensor::new(), Tensor::new());

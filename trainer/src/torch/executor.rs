@@ -3,11 +3,13 @@
 //! A slot is a handle that every operation replaces, so that autograd sees one pure function. Slots of the
 //! residual stream are f32; inputs and outputs of products have the compute type (f32 on the CPU, bf16 on
 //! CUDA).
+use super::frozen::Frozen;
 use super::{Tch, activations};
 use q4_core::{Activations, Code, Error, Result};
 use q4_model::arch::Activation;
 use q4_model::config::DecoderConfig;
 use q4_model::executor::{Executor, Logits, Shape, Slots};
+use std::sync::Arc;
 use tch::{Device, Kind, Tensor};
 
 /// Computes one batch after another.
@@ -28,6 +30,32 @@ pub struct TorchNorm {
     pub weight: Tensor,
     /// Added to the mean square.
     pub eps: f64,
+}
+
+/// What a product multiplies by, `[n, k]`.
+pub enum Weight {
+    /// Values in the compute type, decoded where they were 4-bit; a gradient may be taken.
+    Dense(Tensor),
+    /// Packed weights that share their input; outputs lie side by side.
+    Packed(Vec<Arc<Frozen>>),
+}
+
+/// A product of the graph.
+pub struct TorchLinear {
+    /// The weight.
+    pub weight: Weight,
+    /// What is added: `scale * (x a^T) b^T`.
+    pub adapter: Option<LowRank>,
+}
+
+/// An adapter in the graph, in the compute type.
+pub struct LowRank {
+    /// `[rank, k]`.
+    pub a: Tensor,
+    /// `[n, rank]`.
+    pub b: Tensor,
+    /// alpha / rank.
+    pub scale: f64,
 }
 
 /// How the rows of a step lie: `rows` sequences of `seq` positions, one behind the other.
@@ -135,12 +163,65 @@ impl TorchExecutor {
         Ok((scaled(angles.f_cos().t()?)?, scaled(angles.f_sin().t()?)?))
     }
 
-    fn product(&self, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
-        let x = match &self.activations {
-            Activations::Nvfp4(act) => activations::straight_through(x, act)?,
-            _ => x.shallow_clone(),
+    fn product(&self, x: &Tensor, linear: &TorchLinear) -> Result<Tensor> {
+        let y = match (&linear.weight, &self.activations) {
+            (Weight::Dense(_), Activations::Nvfp4(act)) => {
+                let x = activations::straight_through(x, act)?;
+                linear.weight.product(&x.f_to_kind(self.compute).t()?)?
+            }
+            // A backend rounds its inputs itself.
+            _ => linear.weight.product(&x.f_to_kind(self.compute).t()?)?,
         };
-        x.f_to_kind(self.compute).t()?.f_linear(weight, None::<&Tensor>).t()
+        let Some(LowRank { a, b, scale }) = &linear.adapter else { return Ok(y) };
+        let low = x.f_to_kind(self.compute).t()?.f_linear(a, None::<&Tensor>).t()?;
+        y.f_add(&low.f_mul_scalar(*scale).t()?.f_linear(b, None::<&Tensor>).t()?).t()
+    }
+}
+
+impl Weight {
+    /// `x W^T`; x is `[m, k]` in the compute type.
+    pub fn product(&self, x: &Tensor) -> Result<Tensor> {
+        match self {
+            Self::Dense(values) => x.f_linear(values, None::<&Tensor>).t(),
+            Self::Packed(parts) => match parts.as_slice() {
+                [one] => one.product(x),
+                several => {
+                    let parts = several.iter().map(|p| p.product(x)).collect::<Result<Vec<_>>>()?;
+                    Tensor::f_cat(&parts, 1).t()
+                }
+            },
+        }
+    }
+
+    /// The same weight again.
+    pub fn share(&self) -> Self {
+        match self {
+            Self::Dense(values) => Self::Dense(values.shallow_clone()),
+            Self::Packed(parts) => Self::Packed(parts.clone()),
+        }
+    }
+
+    /// Values, f32 on the host.
+    pub fn decoded(&self) -> Result<Tensor> {
+        match self {
+            Self::Dense(values) => {
+                let mut copy = Tensor::f_empty(values.size(), (Kind::Float, Device::Cpu)).t()?;
+                copy.f_copy_(values).t()?;
+                Ok(copy)
+            }
+            Self::Packed(parts) => {
+                let parts = parts.iter().map(|p| p.decoded()).collect::<Result<Vec<_>>>()?;
+                Tensor::f_cat(&parts, 0).t()
+            }
+        }
+    }
+
+    /// Bytes it keeps, as its backend says where it is packed.
+    pub fn bytes(&self) -> u64 {
+        match self {
+            Self::Dense(values) => (values.numel() * values.kind().elt_size_in_bytes()) as u64,
+            Self::Packed(parts) => parts.iter().map(|p| p.linear().info().resident_bytes).sum(),
+        }
     }
 }
 
@@ -183,12 +264,11 @@ impl TorchCache {
 
 impl Executor for TorchExecutor {
     type Tensor = Tensor;
-    /// `[n, k]` in the compute type, as the forward pass multiplies it: decoded where it is 4-bit.
-    type Linear = Tensor;
+    type Linear = TorchLinear;
     type Norm = TorchNorm;
     /// `[vocab, hidden]` in the compute type.
     type Table = Tensor;
-    type Head = Tensor;
+    type Head = Weight;
     type Cache = TorchCache;
 
     fn embed(&mut self, table: &Tensor, ids: &[u32], out: &mut Tensor) -> Result<()> {
@@ -213,7 +293,7 @@ impl Executor for TorchExecutor {
         Ok(())
     }
 
-    fn linear(&mut self, x: &Tensor, weight: &Tensor, out: &mut Tensor) -> Result<()> {
+    fn linear(&mut self, x: &Tensor, weight: &TorchLinear, out: &mut Tensor) -> Result<()> {
         *out = self.product(x, weight)?;
         Ok(())
     }
@@ -296,7 +376,7 @@ impl Executor for TorchExecutor {
         &mut self,
         x: &Tensor,
         norm: &TorchNorm,
-        head: &Tensor,
+        head: &Weight,
         which: Logits,
         scratch: &mut Tensor,
         out: &mut Tensor,
@@ -304,7 +384,7 @@ impl Executor for TorchExecutor {
         let rows = x.size()[0];
         let x = if which == Logits::All { x.shallow_clone() } else { x.f_narrow(0, rows - 1, 1).t()? };
         self.norm(&x, norm, scratch)?;
-        *out = scratch.f_linear(head, None::<&Tensor>).t()?;
+        *out = head.product(scratch)?;
         Ok(())
     }
 

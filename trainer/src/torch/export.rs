@@ -119,15 +119,19 @@ pub fn write(
 }
 
 /// A directory of its own beside the target, removed with the value unless it was renamed.
-struct Beside(PathBuf);
+pub(super) struct Beside(PathBuf);
 
 impl Beside {
-    fn new(out: &Path) -> Result<Self> {
+    pub(super) fn new(out: &Path) -> Result<Self> {
         let mut name = out.file_name().unwrap_or_default().to_owned();
         name.push(format!(".dense-{}", std::process::id()));
         let path = out.with_file_name(name);
         std::fs::create_dir_all(&path).map_err(|e| Error::io(&path, &e))?;
         Ok(Self(path))
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.0
     }
 }
 

@@ -1,5 +1,5 @@
 //! The optimiser and the quantiser where the tensors are: core's and our own Rust on the host.
-use super::weights::Trained;
+use super::trained::Trained;
 use super::{Tch, floats, floats_mut, slice, slice_mut};
 use crate::optim::cuda::Launcher;
 use crate::optim::{self, Gradient, Hyper, Master, MasterFormat, ScaleChoice};
@@ -86,8 +86,10 @@ impl Kernels {
         out.f_to_kind(kind).t()
     }
 
-    /// One AdamW step of one tensor, in place.
-    pub fn adamw(&self, hyper: &Hyper, t: &Trained, grad: &Tensor, rng: Philox) -> Result<()> {
+    /// One AdamW step of one tensor, in place; random numbers are those of `seed`, the step and the tensor.
+    pub fn adamw(&self, hyper: &Hyper, t: &Trained, grad: &Tensor, seed: u64) -> Result<()> {
+        let hyper = &Hyper { weight_decay: t.decay, ..*hyper };
+        let (grad, rng) = (&grad.f_contiguous().t()?, Philox::new(seed, hyper.step, t.stream));
         if grad.size() != t.master.size() {
             return Err(Error::new(Code::Internal, "gradient")
                 .need(format!("{:?}", t.master.size()))

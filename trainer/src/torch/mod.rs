@@ -1,15 +1,20 @@
 //! Training through libtorch.
 pub mod activations;
+pub mod adapter;
 pub mod answer;
 pub mod device;
 pub mod engine;
 pub mod executor;
 pub mod export;
+pub mod frozen;
 pub mod kernels;
 pub mod loss;
+pub mod peft;
 pub mod phases;
+pub mod products;
 pub mod run;
 pub mod session;
+pub mod trained;
 pub mod weights;
 
 pub use executor::{TorchCache, TorchExecutor, TorchNorm};

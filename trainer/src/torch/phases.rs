@@ -17,6 +17,8 @@ pub struct Sample {
     pub phase: &'static str,
     /// Since the start of the step.
     pub seconds: f64,
+    /// Bytes of base weights that do not move, as they are kept.
+    pub base_bytes: u64,
     /// Used and free; `device_peak` is that of this phase alone.
     #[serde(flatten)]
     pub memory: Memory,
@@ -29,6 +31,8 @@ pub struct Phases {
     profiling: bool,
     step: u64,
     begun: Instant,
+    /// Bytes of base weights that do not move, as they are kept.
+    pub base_bytes: u64,
     /// All samples so far.
     pub samples: Vec<Sample>,
 }
@@ -36,7 +40,15 @@ pub struct Phases {
 impl Phases {
     /// Nothing collected yet.
     pub fn new(device: Device, limit: Option<u64>) -> Self {
-        Self { device, limit, profiling: false, step: 0, begun: Instant::now(), samples: Vec::new() }
+        Self {
+            device,
+            limit,
+            profiling: false,
+            step: 0,
+            begun: Instant::now(),
+            base_bytes: 0,
+            samples: Vec::new(),
+        }
     }
 
     /// Step `step` begins; its phases are sampled if `profiling`, which makes the device wait at each.
@@ -60,7 +72,8 @@ impl Phases {
         let memory = device::guard(self.device, self.limit)?;
         if self.profiling {
             let seconds = self.begun.elapsed().as_secs_f64();
-            self.samples.push(Sample { step: self.step, phase, seconds, memory });
+            let base_bytes = self.base_bytes;
+            self.samples.push(Sample { step: self.step, phase, seconds, base_bytes, memory });
             device::reset_peaks(self.device);
         }
         Ok(())

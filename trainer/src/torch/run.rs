@@ -5,16 +5,17 @@ use super::session::{self, Base, Demo, Language};
 use super::{Tch, device};
 use crate::behaviour::{self, Suite};
 use crate::checkpoint::{Loaded, Store, TrainState};
-use crate::compare::{self, Files, Sources};
-use crate::config::{Config, Init, Loss};
+use crate::compare::{Files, Sources};
+use crate::config::{Config, Init, Loss, PEFT};
 use crate::data::{Batch, Cursor, Dataset, LoadOptions, Packing, eval_batches};
 use crate::guard::{Guard, Verdict};
 use crate::optim::Hyper;
-use crate::plan::{self, Machine, Shapes};
+use crate::plan::Shapes;
 use crate::preflight::{self, Outputs};
 use crate::progress::{Progress, Work};
 use crate::rng::{Philox, streams};
 use crate::stop;
+use before::{go_on_from, habits, planned};
 use log::Log;
 use q4_core::memory::{self, Budget};
 use q4_core::{Code, Error, Result, ThreadPool};
@@ -26,6 +27,7 @@ use std::time::Instant;
 use tch::{Device, Tensor};
 
 mod ask;
+mod before;
 mod keep;
 mod log;
 mod source;
@@ -71,8 +73,21 @@ pub fn run(c: &Config, cx: &Invocation<'_>) -> Result<Value> {
     let device = session::device(&c.model.device, cx.threads)?;
     let pool = Arc::new(ThreadPool::new(cx.threads));
     let base = Base::open(&c.model, cx.demo)?;
+    let named = c.layouts().len();
+    let c = &session::settled(c, &base)?;
+    if !cx.eval_only && c.layouts().len() != named {
+        preflight::names(c, cx.line)?;
+    }
+    let products = session::products(c, &base, device, &pool)?;
+    if let Some(products) = &products {
+        (cx.say)(&products.to_string());
+        match products.downgraded() {
+            0 => {}
+            n => (cx.warn)(&format!("{n} products run on a dense copy, as quant.compute agrees to")),
+        }
+    }
     let limit = c.memory.limit.as_deref().map(memory::parse_bytes).transpose()?;
-    let plan = predicted(c, &base, device);
+    let plan = planned(c, &base, device, products.as_ref());
     (cx.say)(&plan.to_string());
     let free = device::Memory::of(device);
     let free = if device.is_cuda() { free.device_free } else { free.host_free };
@@ -116,9 +131,11 @@ pub fn run(c: &Config, cx: &Invocation<'_>) -> Result<Value> {
         from = go_on_from(c, cx, &outputs, &sources)?;
         habits(c, cx, valid.is_some());
     }
-    let engine = session::engine(c, &base, device, pool)?;
+    let engine = session::engine(c, &base, device, pool, products.as_ref())?;
     let (moving, all) = engine.params.counts();
     (cx.say)(&format!("{moving} of {all} parameters move, on {}", device::name(device)));
+    let mut phases = Phases::new(device, limit);
+    phases.base_bytes = engine.params.base_bytes();
     let log = if trains { Log::open(c, cx, from.as_ref().map(|(_, s)| s))? } else { Log::none(cx) };
     let mut run = Run {
         c,
@@ -128,7 +145,7 @@ pub fn run(c: &Config, cx: &Invocation<'_>) -> Result<Value> {
         train: train.as_ref(),
         valid: valid.as_ref(),
         device,
-        phases: Phases::new(device, limit),
+        phases,
         progress: Progress::new(c.train.steps, Progress::plan(c, valid.is_some())),
         log,
         sources,
@@ -146,76 +163,16 @@ pub fn run(c: &Config, cx: &Invocation<'_>) -> Result<Value> {
     };
     let mut report = if cx.eval_only { run.judge()? } else { run.whole(&outputs, from)? };
     report["schema"] = "q4.train/1".into();
+    if let Some(lora) = &c.lora {
+        report["base"] = json!(lora.base);
+        report["base_bytes"] = run.phases.base_bytes.into();
+    }
+    if let Some(products) = &products {
+        report["executed"] = json!(products.executed());
+    }
     report["seconds"] = began.elapsed().as_secs_f64().into();
     report["predicted_peak_bytes"] = plan.peak().map_or(0, |p| p.bytes()).into();
     Ok(report)
-}
-
-/// The checkpoint to go on from, once it was compared with what is asked for.
-fn go_on_from(
-    c: &Config,
-    cx: &Invocation<'_>,
-    outputs: &Outputs,
-    sources: &Sources,
-) -> Result<Option<(Loaded, TrainState)>> {
-    let Some(store) = outputs.store.as_ref().filter(|_| c.checkpoint.resume) else { return Ok(None) };
-    let loaded = store.newest()?.ok_or_else(|| preflight::nothing_to_resume(store.dir(), cx.line))?;
-    for (path, e) in &loaded.damaged {
-        (cx.warn)(&format!("{}: passed over: {e}", path.display()));
-    }
-    let state = loaded.state()?;
-    let found = compare::differences(&state, c, sources, cx.threads)?;
-    compare::judge(&found, &loaded.path, cx.allow_changes)?;
-    for d in &found {
-        (cx.warn)(&format!(
-            "changed since step {}: {d}{}",
-            state.step,
-            if d.mixes { " (mixed)" } else { "" }
-        ));
-    }
-    if state.step >= c.train.steps && !state.owed {
-        (cx.warn)(&format!(
-            "step {} of {} is there: nothing is left to train, the end follows",
-            state.step, c.train.steps
-        ));
-    }
-    Ok(Some((loaded, state)))
-}
-
-/// What a run will not do although it looks so, said before its first step.
-fn habits(c: &Config, cx: &Invocation<'_>, has_valid: bool) {
-    if c.checkpoint.dir.is_none() && c.export.dir.is_some() {
-        (cx.say)("no checkpoint.dir: this run cannot be gone on with after an interruption");
-    }
-    if c.checkpoint.dir.is_none() && c.export.dir.is_none() {
-        (cx.warn)("nothing will be kept: model.shape learns from random tokens");
-    }
-    if c.eval.every > 0 && !has_valid {
-        (cx.warn)("eval.every has no effect: there is no data.valid");
-    }
-    if c.sample.every > 0 && c.sample.prompts.is_empty() {
-        (cx.warn)("sample.every has no effect: there are no sample.prompts");
-    }
-    if c.behaviour.every > 0 && c.behaviour.suite.is_none() {
-        (cx.warn)("behaviour.every has no effect: there is no behaviour.suite");
-    }
-    if c.export.dir.is_some() && c.export.layouts.iter().any(|l| l == "dat") {
-        (cx.warn)(
-            "model.dat will hold a head packed in 4 bits, which is not what is trained, \
-                   and runs with NVFP4 inputs unless told otherwise",
-        );
-    }
-}
-
-fn predicted(c: &Config, base: &Base, device: Device) -> plan::Plan {
-    let machine = Machine {
-        compute: if device.is_cuda() { 2 } else { 4 },
-        fused_attention: c.data.packing != Packing::Documents,
-        // On the host: libtorch itself and the data. On the device the allocator's figures leave the context
-        // out, but not cuBLAS's workspace and what is lost to rounding.
-        context: if device.is_cuda() { 100 << 20 } else { 300 << 20 },
-    };
-    plan::predict(&Shapes::of(&base.config), c, &machine)
 }
 
 struct Run<'a> {
@@ -334,7 +291,7 @@ impl Run<'_> {
             return Err(e.fix("make room; what was exported is whole"));
         }
         if let Some(suite) = &suite {
-            let served = written.iter().find(|p| !p.ends_with("bf16")).cloned();
+            let served = written.iter().find(|p| !p.ends_with("bf16") && !p.ends_with(PEFT)).cloned();
             let found = match (self.ask(suite, served.as_deref()), stop::asked()) {
                 (Err(_), Some(signal)) => return self.interrupted(report, signal, store, source.cursor()),
                 (found, _) => found?,

@@ -2,10 +2,11 @@
 use super::engine::{ClipScope, Engine, Options};
 use super::export::Side;
 use super::kernels::Kernels;
-use super::weights::{Decay, Keep, Params};
+use super::products::Products;
+use super::weights::{Beside, Decay, Keep, Params};
 use super::{TorchExecutor, activations, device};
 use crate::checkpoint::hex;
-use crate::config::{self, Config, Init, Inputs, Weights};
+use crate::config::{self, BaseForm, Compute, Config, Init, Inputs, Weights};
 use crate::data::{Dataset, LoadOptions, Text};
 use q4_core::detect::TensorMeta;
 use q4_core::{Activations, Code, DType, Error, Result, ThreadPool};
@@ -102,6 +103,19 @@ impl Base {
         if checkpoint.table().iter().any(|(_, m)| wide(m)) { 4 } else { 2 }
     }
 
+    /// Whether a projection is stored in 4 bits.
+    fn is_4bit(&self) -> Result<bool> {
+        let Some(checkpoint) = &self.checkpoint else { return Ok(false) };
+        for layer in 0..self.config.num_hidden_layers {
+            for (name, n, k) in q4_model::checkpoint::names::linears(&self.config, layer) {
+                if checkpoint.bind(&name, n, k)?.detected.schema.is_4bit() {
+                    return Ok(true);
+                }
+            }
+        }
+        Ok(false)
+    }
+
     /// Tokenizer and template; [`Code::ModelMissing`] for a shape without files.
     pub fn language(&self) -> Result<Language> {
         let missing = || {
@@ -161,8 +175,61 @@ impl Language {
     }
 }
 
-/// The model of `config`, on its device, ready for steps.
-pub fn engine(c: &Config, base: &Base, device: Device, pool: Arc<ThreadPool>) -> Result<Engine> {
+/// The configuration with the form of the base that `auto` means here. [`Code::Usage`] where a packed base
+/// was asked for that there is not, or a backend was named that nothing is for.
+pub fn settled(c: &Config, base: &Base) -> Result<Config> {
+    let mut c = c.clone();
+    let stored = c.model.init == Init::Checkpoint;
+    if let Some(lora) = &mut c.lora {
+        let packed = stored && base.is_4bit()?;
+        match lora.base {
+            BaseForm::Auto if packed => lora.base = BaseForm::Packed,
+            BaseForm::Auto => lora.base = BaseForm::Merged,
+            BaseForm::Packed if !packed => {
+                return Err(Error::new(Code::Usage, "lora.base = \"packed\"")
+                    .need("a checkpoint whose projections are stored in 4 bits")
+                    .have(if stored { "a dense one" } else { "random weights" })
+                    .fix("write one with `q4 quantize`, or lora.base = \"merged\""));
+            }
+            BaseForm::Decoded if !stored => {
+                return Err(Error::new(Code::Usage, "lora.base = \"decoded\"")
+                    .need("a checkpoint")
+                    .have("random weights")
+                    .fix("lora.base = \"merged\""));
+            }
+            BaseForm::Packed | BaseForm::Decoded | BaseForm::Merged => {}
+        }
+    }
+    let named = !c.quant.backend.is_empty() || c.quant.compute != Compute::Auto;
+    if named && !is_packed(&c) {
+        return Err(Error::new(Code::Usage, "quant.backend and quant.compute (--backend, --compute)")
+            .need("adapters beside a packed base: nothing else is multiplied by a backend")
+            .have(c.lora.as_ref().map_or("no [lora]", |l| match l.base {
+                BaseForm::Decoded => "lora.base = \"decoded\"",
+                _ => "lora.base = \"merged\"",
+            })));
+    }
+    Ok(c)
+}
+
+fn is_packed(c: &Config) -> bool {
+    c.lora.as_ref().is_some_and(|l| l.base == BaseForm::Packed)
+}
+
+/// The products of a packed base, planned; `None`: nothing is packed. Reads no weight.
+pub fn products(c: &Config, base: &Base, device: Device, pool: &Arc<ThreadPool>) -> Result<Option<Products>> {
+    let Some(checkpoint) = base.checkpoint.as_ref().filter(|_| is_packed(c)) else { return Ok(None) };
+    Products::plan(c, checkpoint, device, pool.clone()).map(Some)
+}
+
+/// The model of `config`, on its device, ready for steps; `products` are those of a packed base.
+pub fn engine(
+    c: &Config,
+    base: &Base,
+    device: Device,
+    pool: Arc<ThreadPool>,
+    products: Option<&Products>,
+) -> Result<Engine> {
     let kernels = Kernels::new(device, pool, c.quant.scale)?;
     let lora = c.lora.as_ref();
     if c.train.clip_scope == config::ClipScope::Block && !c.train.update_in_backward {
@@ -182,9 +249,18 @@ pub fn engine(c: &Config, base: &Base, device: Device, pool: Arc<ThreadPool>) ->
             table: o.embedding_decay as f32,
         },
     };
-    let params = match (&base.checkpoint, c.model.init) {
-        (Some(checkpoint), Init::Checkpoint) => Params::load(checkpoint, keep, c.train.seed, &kernels)?,
-        _ => Params::random(&base.config, keep, c.train.seed, &kernels)?,
+    let beside = match (products, lora.map(|l| l.base)) {
+        (Some(products), _) => Some(Beside::Packed(products)),
+        (None, Some(BaseForm::Decoded)) => Some(Beside::Decoded),
+        _ => None,
+    };
+    let seed = c.train.seed;
+    let params = match (&base.checkpoint, c.model.init, beside) {
+        (Some(checkpoint), Init::Checkpoint, Some(beside)) => {
+            Params::load_beside(checkpoint, beside, keep, seed, &kernels)?
+        }
+        (Some(checkpoint), Init::Checkpoint, None) => Params::load(checkpoint, keep, seed, &kernels)?,
+        _ => Params::random(&base.config, keep, seed, &kernels)?,
     };
     let m = &base.config;
     let shape = Shape {

@@ -4,13 +4,17 @@
 //! per-tensor scale is shared. Values are a pure function of the masters: 4-bit layers are decoded from their
 //! NVFP4 code, everything else is rounded to bf16, so that an exported file holds exactly what was trained
 //! with.
+use super::adapter::{Adapter, Packed};
+use super::executor::Weight;
 use super::kernels::Kernels;
+use super::products::Products;
+use super::trained::Trained;
 use super::{Tch, slice, slice_mut};
-use crate::optim::{Hyper, MasterFormat, ScaleChoice, StateFormat, StateLayout};
+use crate::optim::{MasterFormat, ScaleChoice, StateFormat, StateLayout};
 use crate::rng::{Philox, streams};
 use half::bf16;
 use q4_core::detect::Layout;
-use q4_core::formats::{e2m1, nvfp4};
+use q4_core::formats::nvfp4;
 use q4_core::{Code, DType, Error, GlobalScale, Q4Weight, Result, RowDecoder, Rule, read_floats};
 use q4_model::checkpoint::{Checkpoint, Head};
 use q4_model::config::DecoderConfig;
@@ -19,6 +23,9 @@ use tch::{Device, Kind, Tensor};
 
 /// Fills a tensor of a name and a shape.
 type Read<'a> = dyn FnMut(&str, &[usize], &mut [f32]) -> Result<()> + 'a;
+
+/// Makes a parameter of modules with their rows, a purpose, and in features where it is a matrix.
+type Make<'a> = dyn FnMut(Vec<(String, usize)>, Role, Option<usize>) -> Result<Param> + 'a;
 
 /// What a parameter is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,49 +40,25 @@ pub enum Role {
     Linear,
 }
 
-/// A tensor the optimiser moves.
-pub struct Trained {
-    /// f32 or bf16.
-    pub master: Tensor,
-    /// Moments, as bytes.
-    pub state: Tensor,
-    /// How.
-    pub layout: StateLayout,
-    /// Of the master.
-    pub format: MasterFormat,
-    /// Random stream of its stochastic rounding.
-    pub stream: u32,
-    /// Weight decay.
-    pub decay: f32,
-}
-
-/// A low-rank correction: the layer computes with `Q(base + scale * b a)`, so a merged file is what was
-/// trained.
-pub struct Adapter {
-    /// `[rank, k]`.
-    pub a: Trained,
-    /// `[n, rank]`.
-    pub b: Trained,
-    /// alpha / rank.
-    pub scale: f64,
-}
-
-/// NVFP4 base of an adapter, `[n, k]`.
-pub struct Packed {
-    codes: Tensor,
-    scales: Tensor,
-    /// Per-tensor scale of every row, `[n, 1]`.
-    global: Tensor,
-}
-
 /// Where a parameter's values come from.
 pub enum Source {
     /// A master.
     Trained(Trained),
     /// bf16 that does not change.
     Fixed(Tensor),
-    /// A packed base and its adapter.
+    /// A packed base and the adapter that is merged into it.
     Adapted(Packed, Adapter),
+    /// A base that stays as it is, and the adapter beside it; a head has none.
+    Frozen(Weight, Option<Adapter>),
+}
+
+/// What adapters stand beside, where they are not merged.
+#[derive(Clone, Copy)]
+pub enum Beside<'a> {
+    /// The values of the checkpoint's weights, dense.
+    Decoded,
+    /// The weights as they are stored.
+    Packed(&'a Products),
 }
 
 /// One parameter of the graph.
@@ -143,9 +126,38 @@ pub struct Params {
 impl Params {
     /// From a checkpoint, dense or 4-bit.
     pub fn load(checkpoint: &Checkpoint, keep: Keep, seed: u64, kernels: &Kernels) -> Result<Self> {
+        let mut make = Maker::new(keep, seed, kernels);
         let tied = matches!(checkpoint.head()?, Head::Tied);
-        Self::build(checkpoint.config(), tied, keep, seed, kernels, &mut |module, rows, out| {
-            read(checkpoint, module, rows, out)
+        Self::build(checkpoint.config(), tied, keep, &mut |parts, role, k| {
+            make.param(parts, role, k, &mut |module, rows, out| read(checkpoint, module, rows, out))
+        })
+    }
+
+    /// Adapters beside the weights of a checkpoint, which stay as they are.
+    pub fn load_beside(
+        checkpoint: &Checkpoint,
+        base: Beside<'_>,
+        keep: Keep,
+        seed: u64,
+        kernels: &Kernels,
+    ) -> Result<Self> {
+        let mut make = Maker::new(keep, seed, kernels);
+        let head = checkpoint.bind_head()?;
+        let decodes = |role| role == Role::Linear || role == Role::Head && matches!(head, Head::Quantised(_));
+        let mut read = |module: &str, rows: &[usize], out: &mut [f32]| read(checkpoint, module, rows, out);
+        Self::build(checkpoint.config(), matches!(head, Head::Tied), keep, &mut |parts, role, k| {
+            let weight = match base {
+                Beside::Packed(products) => products.prepare(checkpoint, &parts[0].0)?.map(Weight::Packed),
+                Beside::Decoded if decodes(role) => {
+                    let values = make.values(&parts, k, &mut read)?.f_to_kind(kernels.compute()).t()?;
+                    Some(Weight::Dense(values.f_to_device(kernels.device()).t()?))
+                }
+                Beside::Decoded => None,
+            };
+            match weight {
+                Some(weight) => make.frozen(parts, role, k, weight),
+                None => make.param(parts, role, k, &mut read),
+            }
         })
     }
 
@@ -154,7 +166,8 @@ impl Params {
     pub fn random(config: &DecoderConfig, keep: Keep, seed: u64, kernels: &Kernels) -> Result<Self> {
         let small = 1.0 / (2.0 * config.num_hidden_layers as f32).sqrt();
         let mut stream = 0;
-        Self::build(config, config.tie_word_embeddings, keep, seed, kernels, &mut |module, shape, out| {
+        let mut make = Maker::new(keep, seed, kernels);
+        let mut fill = |module: &str, shape: &[usize], out: &mut [f32]| {
             if shape.len() == 1 {
                 out.fill(1.0);
                 return Ok(());
@@ -165,44 +178,35 @@ impl Params {
             let std = if residual { 0.02 * small } else { 0.02 };
             kernels.fill(out, &|i| rng.normal(i) * std);
             Ok(())
+        };
+        Self::build(config, config.tie_word_embeddings, keep, &mut |parts, role, k| {
+            make.param(parts, role, k, &mut fill)
         })
     }
 
-    fn build(
-        c: &DecoderConfig,
-        tied: bool,
-        keep: Keep,
-        seed: u64,
-        kernels: &Kernels,
-        read: &mut Read<'_>,
-    ) -> Result<Self> {
-        let mut make = Maker { keep, seed, kernels, read, made: 0 };
+    fn build(c: &DecoderConfig, tied: bool, keep: Keep, make: &mut Make<'_>) -> Result<Self> {
         c.arch.plain("training")?;
         let names = &c.arch.names;
         let (h, d) = (c.hidden_size, c.head_dim);
         let (q, kv, i) = (c.num_attention_heads * d, c.num_key_value_heads * d, c.intermediate_size);
-        let mut all = vec![make.param(vec![(names.embedding.into(), c.vocab_size)], Role::Table, Some(h))?];
+        let mut all = vec![make(vec![(names.embedding.into(), c.vocab_size)], Role::Table, Some(h))?];
         for l in 0..c.num_hidden_layers {
             let of = |name: &str, rows| (names.of(l, name), rows);
             let one = |name: &str, rows| vec![of(name, rows)];
             let norms = [names.attention.before, names.mlp.before].map(Option::unwrap_or_default);
             let [q_norm, k_norm] = names.heads.unwrap_or_default();
-            all.push(make.param(one(norms[0], h), Role::Norm, None)?);
-            all.push(make.param(
-                vec![of(names.q, q), of(names.k, kv), of(names.v, kv)],
-                Role::Linear,
-                Some(h),
-            )?);
-            all.push(make.param(one(q_norm, d), Role::Norm, None)?);
-            all.push(make.param(one(k_norm, d), Role::Norm, None)?);
-            all.push(make.param(one(names.o, h), Role::Linear, Some(q))?);
-            all.push(make.param(one(norms[1], h), Role::Norm, None)?);
-            all.push(make.param(vec![of(names.gate, i), of(names.up, i)], Role::Linear, Some(h))?);
-            all.push(make.param(one(names.down, h), Role::Linear, Some(i))?);
+            all.push(make(one(norms[0], h), Role::Norm, None)?);
+            all.push(make(vec![of(names.q, q), of(names.k, kv), of(names.v, kv)], Role::Linear, Some(h))?);
+            all.push(make(one(q_norm, d), Role::Norm, None)?);
+            all.push(make(one(k_norm, d), Role::Norm, None)?);
+            all.push(make(one(names.o, h), Role::Linear, Some(q))?);
+            all.push(make(one(norms[1], h), Role::Norm, None)?);
+            all.push(make(vec![of(names.gate, i), of(names.up, i)], Role::Linear, Some(h))?);
+            all.push(make(one(names.down, h), Role::Linear, Some(i))?);
         }
-        all.push(make.param(vec![(names.final_norm.into(), h)], Role::Norm, None)?);
+        all.push(make(vec![(names.final_norm.into(), h)], Role::Norm, None)?);
         if !tied {
-            all.push(make.param(vec![(names.head.into(), c.vocab_size)], Role::Head, Some(h))?);
+            all.push(make(vec![(names.head.into(), c.vocab_size)], Role::Head, Some(h))?);
         }
         Ok(Self { all, layers: c.num_hidden_layers, keep })
     }
@@ -229,8 +233,10 @@ impl Params {
         self.all.iter().flat_map(|p| {
             let (one, two) = match &p.source {
                 Source::Trained(t) => (Some(t), None),
-                Source::Adapted(_, adapter) => (Some(&adapter.a), Some(&adapter.b)),
-                Source::Fixed(_) => (None, None),
+                Source::Adapted(_, adapter) | Source::Frozen(_, Some(adapter)) => {
+                    (Some(&adapter.a), Some(&adapter.b))
+                }
+                Source::Fixed(_) | Source::Frozen(_, None) => (None, None),
             };
             one.into_iter().chain(two)
         })
@@ -242,7 +248,18 @@ impl Params {
         (self.trained().map(|t| t.master.numel()).sum(), all)
     }
 
-    /// What the forward pass computes with, without a gradient: f32 for norms, else the compute type.
+    /// Bytes of base weights that do not move.
+    pub fn base_bytes(&self) -> u64 {
+        let of = |p: &Param| match &p.source {
+            Source::Adapted(base, _) => base.bytes(),
+            Source::Frozen(weight, _) => weight.bytes(),
+            Source::Trained(_) | Source::Fixed(_) => 0,
+        };
+        self.all.iter().map(of).sum()
+    }
+
+    /// What the forward pass computes with, without a gradient: f32 for norms, else the compute type. Of a
+    /// frozen base, what a merge would be.
     pub fn value(&self, index: usize, kernels: &Kernels) -> Result<Tensor> {
         let p = &self.all[index];
         let kind = if p.role == Role::Norm { Kind::Float } else { kernels.compute() };
@@ -253,9 +270,10 @@ impl Params {
             }
             Source::Trained(t) => t.master.f_to_kind(Kind::BFloat16).t()?.f_to_kind(kind).t(),
             Source::Adapted(base, adapter) => {
-                let sum = adapter.merged(base)?;
+                let sum = adapter.merged(base.decode()?)?;
                 kernels.quantized(&sum, p.shape[0], p.shape[1], kind)
             }
+            Source::Frozen(weight, adapter) => merge(weight, adapter.as_ref())?.f_to_kind(kind).t(),
         }
     }
 
@@ -266,7 +284,8 @@ impl Params {
         let whole = match &p.source {
             Source::Trained(t) => t.master.shallow_clone(),
             Source::Fixed(t) => t.shallow_clone(),
-            Source::Adapted(base, adapter) => adapter.merged(base)?,
+            Source::Adapted(base, adapter) => adapter.merged(base.decode()?)?,
+            Source::Frozen(weight, adapter) => merge(weight, adapter.as_ref())?,
         };
         let first: usize = p.parts[..part].iter().map(|p| p.1).sum();
         let rows = whole.f_narrow(0, first as i64, p.parts[part].1 as i64).t()?;
@@ -275,81 +294,78 @@ impl Params {
     }
 }
 
-impl Trained {
-    /// One optimiser step with `grad`, in place.
-    pub fn update(&self, hyper: &Hyper, grad: &Tensor, seed: u64, kernels: &Kernels) -> Result<()> {
-        let hyper = Hyper { weight_decay: self.decay, ..*hyper };
-        kernels.adamw(&hyper, self, &grad.f_contiguous().t()?, Philox::new(seed, hyper.step, self.stream))
+/// Values of a frozen base with its adapter, f32.
+fn merge(weight: &Weight, adapter: Option<&Adapter>) -> Result<Tensor> {
+    match adapter {
+        Some(adapter) => adapter.merged(weight.decoded()?),
+        None => weight.decoded(),
     }
 }
 
-impl Adapter {
-    fn merged(&self, base: &Packed) -> Result<Tensor> {
-        let (a, b) = (self.a.master.f_to_kind(Kind::Float).t()?, self.b.master.f_to_kind(Kind::Float).t()?);
-        base.decode()?.f_add_(&b.f_matmul(&a).t()?.f_mul_scalar(self.scale).t()?).t()
-    }
-
-    /// From `dL/dW` of the layer to the gradients of `a` and `b` (straight through the quantiser).
-    pub fn gradients(&self, grad: &Tensor) -> Result<(Tensor, Tensor)> {
-        let grad = grad.f_to_kind(Kind::Float).t()?;
-        let (a, b) = (self.a.master.f_to_kind(Kind::Float).t()?, self.b.master.f_to_kind(Kind::Float).t()?);
-        let da = b.f_tr().t()?.f_matmul(&grad).t()?.f_mul_scalar(self.scale).t()?;
-        let db = grad.f_matmul(&a.f_tr().t()?).t()?.f_mul_scalar(self.scale).t()?;
-        Ok((da, db))
-    }
-}
-
-impl Packed {
-    /// Rows decoded at a time: 4 Mi elements, so that the indices stay small beside the result.
-    fn decode(&self) -> Result<Tensor> {
-        let [n, half] = self.codes.size()[..] else { return Err(Error::new(Code::Internal, "packed base")) };
-        let device = self.codes.device();
-        let out = Tensor::f_empty([n, 2 * half], (Kind::Float, device)).t()?;
-        let table: Vec<f32> = (0..16).map(e2m1::decode).collect();
-        let table = Tensor::f_from_slice(&table).t()?.f_to_device(device).t()?;
-        let step = ((4 << 20) / (2 * half)).max(1);
-        for first in (0..n).step_by(step as usize) {
-            let rows = step.min(n - first);
-            let codes = self.codes.f_narrow(0, first, rows).t()?;
-            let both = [codes.f_bitwise_and(15).t()?, codes.f_bitwise_right_shift_tensor_scalar(4).t()?];
-            let index = Tensor::f_stack(&both, -1).t()?.f_to_kind(Kind::Int).t()?.f_view([-1]).t()?;
-            let values = table.f_index_select(0, &index).t()?.f_view([rows, half / 8, 16]).t()?;
-            let scales = self.scales.f_narrow(0, first, rows).t()?.f_view_dtype(Kind::Float8e4m3fn).t()?;
-            let scales =
-                scales.f_to_kind(Kind::Float).t()?.f_mul(&self.global.f_narrow(0, first, rows).t()?).t()?;
-            let values = values.f_mul(&scales.f_unsqueeze(-1).t()?).t()?.f_view([rows, 2 * half]).t()?;
-            out.f_narrow(0, first, rows).t()?.f_copy_(&values).t()?;
-        }
-        Ok(out)
-    }
+/// Extents of all parts together.
+fn extents(parts: &[(String, usize)], k: Option<usize>) -> Vec<usize> {
+    std::iter::once(parts.iter().map(|p| p.1).sum()).chain(k).collect()
 }
 
 struct Maker<'a> {
     keep: Keep,
     seed: u64,
     kernels: &'a Kernels,
-    read: &'a mut Read<'a>,
     made: u32,
 }
 
-impl Maker<'_> {
-    fn param(&mut self, parts: Vec<(String, usize)>, role: Role, k: Option<usize>) -> Result<Param> {
-        let n: usize = parts.iter().map(|p| p.1).sum();
-        let shape: Vec<usize> = std::iter::once(n).chain(k).collect();
+impl<'a> Maker<'a> {
+    fn new(keep: Keep, seed: u64, kernels: &'a Kernels) -> Self {
+        Self { keep, seed, kernels, made: 0 }
+    }
+
+    /// A base that stays as it is; beside a product an adapter.
+    fn frozen(
+        &mut self,
+        parts: Vec<(String, usize)>,
+        role: Role,
+        k: Option<usize>,
+        weight: Weight,
+    ) -> Result<Param> {
+        let shape = extents(&parts, k);
+        let adapter = match self.keep.lora {
+            Some((rank, alpha)) if role == Role::Linear => {
+                Some(self.adapter(shape[0], shape[1], rank, alpha)?)
+            }
+            _ => None,
+        };
+        Ok(Param { parts, role, shape, source: Source::Frozen(weight, adapter) })
+    }
+
+    /// Values of all parts, f32 on the host.
+    fn values(&self, parts: &[(String, usize)], k: Option<usize>, read: &mut Read<'_>) -> Result<Tensor> {
+        let shape: Vec<i64> = extents(parts, k).iter().map(|e| *e as i64).collect();
+        let full = Tensor::f_empty(&shape, (Kind::Float, Device::Cpu)).t()?;
+        let (values, mut at) = (super::floats_mut(&full)?, 0);
+        for (name, rows) in parts {
+            let part: Vec<usize> = std::iter::once(*rows).chain(k).collect();
+            let len = part.iter().product::<usize>();
+            read(name, &part, &mut values[at..at + len])?;
+            at += len;
+        }
+        Ok(full)
+    }
+
+    fn param(
+        &mut self,
+        parts: Vec<(String, usize)>,
+        role: Role,
+        k: Option<usize>,
+        read: &mut Read<'_>,
+    ) -> Result<Param> {
+        let shape = extents(&parts, k);
+        let n = shape[0];
         if role == Role::Linear && k.is_some_and(|k| k % nvfp4::BLOCK != 0) && self.keep.quantised {
             return Err(Error::new(Code::TensorShape, parts[0].0.clone())
                 .need("in features divisible by 16 for NVFP4")
                 .have(format!("{shape:?}")));
         }
-        let extents: Vec<i64> = shape.iter().map(|e| *e as i64).collect();
-        let full = Tensor::f_empty(&extents, (Kind::Float, Device::Cpu)).t()?;
-        let (values, mut at) = (super::floats_mut(&full)?, 0);
-        for (name, rows) in &parts {
-            let part: Vec<usize> = std::iter::once(*rows).chain(k).collect();
-            let len = part.iter().product::<usize>();
-            (self.read)(name, &part, &mut values[at..at + len])?;
-            at += len;
-        }
+        let full = self.values(&parts, k, read)?;
         let source = match self.keep.lora {
             None => Source::Trained(self.trained(
                 full,

@@ -213,7 +213,8 @@ impl Kernels {
             let rows = most.min(m - first);
             let (mut xs, ys) = (call.x.rows_from(first, rows), call.y.rows_from(first, rows));
             let plan = self.plan(w, call.source, rows.next_power_of_two(), call.gate);
-            let plan = plan.ok_or_else(|| Error::new(Code::Internal, format!("no launch for {rows} rows")))?;
+            let plan =
+                plan.ok_or_else(|| Error::new(Code::Internal, format!("no launch for {rows} rows")))?;
             if !is_aligned {
                 let to = call.workspace + 4 * k as u64;
                 copy(xs.data, xs.rows, xs.ld, size, to)?;

@@ -1,10 +1,12 @@
 //! What is kept of a run: checkpoints, the way back from one, and the model in the end.
 use super::super::engine::Moved;
 use super::super::export::{self, Form};
-use super::super::weights::{Trained, bytes, restore};
+use super::super::peft;
+use super::super::trained::Trained;
+use super::super::weights::{bytes, restore};
 use super::{Run, Source};
 use crate::checkpoint::{Loaded, Store, TrainState};
-use crate::config::{Init, Pick};
+use crate::config::{Init, PEFT, Pick};
 use crate::data::Cursor;
 use crate::guard::Guard;
 use crate::preflight;
@@ -157,8 +159,7 @@ impl Run<'_> {
     fn export_to(&mut self, dir: &Path) -> Result<Vec<PathBuf>> {
         std::fs::create_dir_all(dir).map_err(|e| Error::io(dir, &e))?;
         let mut written = Vec::new();
-        for layout in &self.c.export.layouts {
-            let form: Form = layout.parse()?;
+        for layout in self.c.layouts() {
             let mut out = preflight::target(dir, layout);
             if std::fs::symlink_metadata(&out).is_ok() {
                 let other = preflight::other_name(&out);
@@ -169,11 +170,18 @@ impl Run<'_> {
                 ));
                 out = other;
             }
+            let (params, kernels) = (&self.engine.params, &self.engine.kernels);
+            if layout == PEFT {
+                peft::write(params, &self.c.model.path, &out)?;
+                (self.cx.say)(&format!("wrote {}", out.display()));
+                written.push(out);
+                continue;
+            }
+            let form: Form = layout.parse()?;
             let base = match self.c.model.init {
                 Init::Checkpoint => self.base.checkpoint.as_ref(),
                 Init::Random => None,
             };
-            let (params, kernels) = (&self.engine.params, &self.engine.kernels);
             let notes = export::write(params, kernels, &self.base.side, base, &out, form)?;
             (self.cx.say)(&format!("wrote {}", out.display()));
             notes.iter().for_each(|note| (self.cx.say)(&format!("{}: {note}", out.display())));

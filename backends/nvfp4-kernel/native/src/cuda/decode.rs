@@ -378,7 +378,8 @@ impl Fast for Kernels {
             let (xs, ys) = (x.rows_from(first, rows), call.y.rows_from(first, rows));
             let row = self.row(w, rows, norm != 0, gate, x.dtype);
             let plan = row.or_else(|| self.plan(w, rows.next_power_of_two(), gate));
-            let plan = plan.ok_or_else(|| Error::new(Code::Internal, format!("no launch for {rows} rows")))?;
+            let plan =
+                plan.ok_or_else(|| Error::new(Code::Internal, format!("no launch for {rows} rows")))?;
             let gemv = Gemv {
                 w: w.codes,
                 groups: w.groups,

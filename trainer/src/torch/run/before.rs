@@ -1,0 +1,95 @@
+//! What a run looks at before its first step: a checkpoint to go on from, what it will not do although it looks
+//! so, and the memory it will take.
+use super::super::products::Products;
+use super::super::session::Base;
+use super::Invocation;
+use crate::checkpoint::{Loaded, TrainState};
+use crate::compare::{self, Sources};
+use crate::config::{BaseForm, Config, PEFT};
+use crate::data::Packing;
+use crate::plan::{self, Machine, Shapes};
+use crate::preflight::{self, Outputs};
+use q4_core::Result;
+use tch::Device;
+
+/// The checkpoint to go on from, once it was compared with what is asked for.
+pub(super) fn go_on_from(
+    c: &Config,
+    cx: &Invocation<'_>,
+    outputs: &Outputs,
+    sources: &Sources,
+) -> Result<Option<(Loaded, TrainState)>> {
+    let Some(store) = outputs.store.as_ref().filter(|_| c.checkpoint.resume) else { return Ok(None) };
+    let loaded = store.newest()?.ok_or_else(|| preflight::nothing_to_resume(store.dir(), cx.line))?;
+    for (path, e) in &loaded.damaged {
+        (cx.warn)(&format!("{}: passed over: {e}", path.display()));
+    }
+    let state = loaded.state()?;
+    let found = compare::differences(&state, c, sources, cx.threads)?;
+    compare::judge(&found, &loaded.path, cx.allow_changes)?;
+    for d in &found {
+        (cx.warn)(&format!(
+            "changed since step {}: {d}{}",
+            state.step,
+            if d.mixes { " (mixed)" } else { "" }
+        ));
+    }
+    if state.step >= c.train.steps && !state.owed {
+        (cx.warn)(&format!(
+            "step {} of {} is there: nothing is left to train, the end follows",
+            state.step, c.train.steps
+        ));
+    }
+    Ok(Some((loaded, state)))
+}
+
+/// What a run will not do although it looks so, said before its first step.
+pub(super) fn habits(c: &Config, cx: &Invocation<'_>, has_valid: bool) {
+    if c.checkpoint.dir.is_none() && c.export.dir.is_some() {
+        (cx.say)("no checkpoint.dir: this run cannot be gone on with after an interruption");
+    }
+    if c.checkpoint.dir.is_none() && c.export.dir.is_none() {
+        (cx.warn)("nothing will be kept: model.shape learns from random tokens");
+    }
+    if c.eval.every > 0 && !has_valid {
+        (cx.warn)("eval.every has no effect: there is no data.valid");
+    }
+    if c.sample.every > 0 && c.sample.prompts.is_empty() {
+        (cx.warn)("sample.every has no effect: there are no sample.prompts");
+    }
+    if c.behaviour.every > 0 && c.behaviour.suite.is_none() {
+        (cx.warn)("behaviour.every has no effect: there is no behaviour.suite");
+    }
+    let merges = c.lora.as_ref().is_some_and(|l| l.base != BaseForm::Merged);
+    if merges && c.export.dir.is_some() && c.layouts().iter().any(|l| *l != PEFT) {
+        (cx.warn)(
+            "adapters were trained beside their base: a merge rounds anew, which is not what is trained \
+                   (lora.base = \"merged\" trains what a merge writes)",
+        );
+    }
+    if c.export.dir.is_some() && c.layouts().contains(&"dat") {
+        (cx.warn)(
+            "model.dat will hold a head packed in 4 bits, which is not what is trained, \
+                   and runs with NVFP4 inputs unless told otherwise",
+        );
+    }
+}
+
+/// Bytes of every phase.
+pub(super) fn planned(c: &Config, base: &Base, device: Device, products: Option<&Products>) -> plan::Plan {
+    let machine = Machine {
+        compute: if device.is_cuda() { 2 } else { 4 },
+        fused_attention: c.data.packing != Packing::Documents,
+        // On the host: libtorch itself and the data. On the device the allocator's figures leave the context
+        // out, but not cuBLAS's workspace and what is lost to rounding.
+        context: if device.is_cuda() { 100 << 20 } else { 300 << 20 },
+    };
+    let beside = match (products, c.lora.as_ref().map(|l| l.base)) {
+        (Some(p), _) => {
+            plan::Base::Packed { resident: p.resident(), workspace: p.workspace(), head: p.has_head() }
+        }
+        (None, Some(BaseForm::Decoded)) => plan::Base::Decoded,
+        _ => plan::Base::Merged,
+    };
+    plan::predict(&Shapes::of(&base.config), c, &machine, beside)
+}
