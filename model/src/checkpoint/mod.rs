@@ -12,6 +12,7 @@ mod safetensors;
 mod shards;
 mod source;
 mod store;
+mod stored;
 mod table;
 mod unique;
 pub(crate) mod values;
@@ -20,7 +21,8 @@ pub use bytes::Bytes;
 pub use declared::{Declaration, Method};
 pub use layer::Layer;
 pub(crate) use store::SCANNED;
-pub use store::{Container, Entry, Stored, TensorStore};
+pub use store::{Entry, TensorStore};
+pub use stored::{Container, Stored};
 pub use table::Table;
 
 use crate::config::Qwen3Config;
@@ -174,7 +176,7 @@ impl Checkpoint {
 
     fn checked(&self, name: &str, n: usize, k: usize, helpers: Helpers<'_>) -> Result<Layer<'_>> {
         let layer = self.bind(name, n, k)?;
-        match values::problems(&self.store, &layer.detected, helpers)?.into_iter().next() {
+        match values::problems(|name| self.store.tensor(name), &layer.detected, helpers)?.into_iter().next() {
             Some(problem) => Err(problem.into()),
             None => Ok(layer),
         }
