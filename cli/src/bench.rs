@@ -16,7 +16,7 @@ use q4_core::memory::{Budget, peak_resident};
 use q4_core::{Activations, Code, Device, Dispatch, Error, Result, ThreadPool};
 use q4_model::cpu::{KvCache, KvType};
 use q4_model::executor::Shape;
-use q4_model::load::{ContextOptions, Loaded, load, shape};
+use q4_model::load::{ContextOptions, Loaded, default_target, load, shape};
 use q4_model::plan::{ActivationRequest, HeadPlan, Plan, PlanOptions};
 use q4_model::runner::Runner;
 use q4_model::synthetic::{self, Recipe};
@@ -185,7 +185,7 @@ fn synthetic_subject(
     budget: &Budget,
 ) -> Result<Subject> {
     let shape = synthetic::shape(name)?;
-    let schema = if args.format == Some(Format::Nf4) { Recipe::NF4 } else { Recipe::NVFP4 };
+    let schema = default_target(&args.format.unwrap_or_default().name())?.schema();
     let activations = match options.activations {
         ActivationRequest::Int8 => Activations::Int8,
         ActivationRequest::Nvfp4 => Activations::Nvfp4(q4_core::ActQuant {

@@ -114,6 +114,13 @@ choices! {
     }
 }
 
+impl Format {
+    /// As it is spelled, and as core names it.
+    pub fn name(self) -> String {
+        self.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
+    }
+}
+
 impl From<OutputLayout> for Layout {
     fn from(layout: OutputLayout) -> Self {
         match layout {

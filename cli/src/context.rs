@@ -323,7 +323,7 @@ impl Context {
             None if device != Device::Cpu => DType::BF16,
             None => DType::F32,
         };
-        let target = |format| load::default_target(if format == Format::Nf4 { "nf4" } else { "nvfp4" });
+        let target = |format: Format| load::default_target(&format.name());
         let quantize = quantize.map(target).transpose()?;
         Ok(PlanOptions { activations, dtype, device, quantize, max_rows, ops: OpSet::FORWARD })
     }

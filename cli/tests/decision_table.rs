@@ -6,18 +6,20 @@
 use q4_core::memory::UnifiedMemory;
 use q4_core::{
     ActGlobal, ActQuant, Activations, BuiltinOptions, Candidate, ComputePath, Convention, CudaDevice, DType,
-    Device, ExecPath, Found, HostEnv, LinearSpec, NibbleOrder, OpSet, Overrides, Policy, Q4Backend, Q4Schema,
-    Registry, Reject, RejectCode, Rule, ScaleLayout, SegmentSpec, SelectionError, select,
+    Dense, Device, ExecPath, Found, HostEnv, LinearSpec, Nf4, NibbleOrder, Nvfp4, OpSet, Overrides, Policy,
+    Q4Backend, Q4Schema, Registry, Reject, RejectCode, Result, Rule, ScaleLayout, SegmentSpec,
+    SelectionError, select,
 };
 use std::fmt::Write;
 use std::sync::Arc;
 use {q4_dequant_matmul as _, q4_nf4_kernel as _, q4_nvfp4_kernel as _, q4_reference as _};
 
 const NVFP4: Q4Schema =
-    Q4Schema::Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: Some(Convention::Multiply) };
-const NF4: Q4Schema = Q4Schema::Nf4 { nibble_order: NibbleOrder::HighFirst, block: 64, nested: None };
-const NF4_DQ: Q4Schema = Q4Schema::Nf4 { nibble_order: NibbleOrder::HighFirst, block: 64, nested: Some(256) };
-const DENSE: Q4Schema = Q4Schema::Dense { dtype: DType::BF16 };
+    Q4Schema::Nvfp4(Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: Some(Convention::Multiply) });
+const NF4: Q4Schema = Q4Schema::Nf4(Nf4 { nibble_order: NibbleOrder::HighFirst, block: 64, nested: None });
+const NF4_DQ: Q4Schema =
+    Q4Schema::Nf4(Nf4 { nibble_order: NibbleOrder::HighFirst, block: 64, nested: Some(256) });
+const DENSE: Q4Schema = Q4Schema::Dense(Dense { dtype: DType::BF16 });
 const W4A4: Activations = Activations::Nvfp4(ActQuant { rule: Rule::ModelOpt, global: ActGlobal::None });
 
 const LAYERS: [(&str, Q4Schema, Activations); 10] = [

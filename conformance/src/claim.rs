@@ -100,8 +100,6 @@ impl fmt::Display for Claim {
     }
 }
 
-/// Encodings that have claims.
-pub(crate) const SCHEMAS: [&str; 4] = ["nvfp4", "nf4", "nf4-dq", "dense"];
 /// Activation formats that have claims.
 pub(crate) const ACTIVATIONS: [&str; 3] = ["native", "int8", "nvfp4"];
 /// A claim and how far it reaches. The cases prove it: all inside is accepted and right.
@@ -134,7 +132,7 @@ pub fn proofs(backend: &dyn Q4Backend, env: &HostEnv, device: Device) -> Vec<Pro
     offers.sort();
     offers.dedup();
     let mut found = Vec::new();
-    for schema in SCHEMAS {
+    for schema in q4_core::formats::names() {
         for (_, path) in offers.iter().filter(|(name, _)| name == schema) {
             for activations in ACTIVATIONS {
                 if let Some(limits) = Limits::find(backend, env, (schema, activations), *path, device) {

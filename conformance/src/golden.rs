@@ -2,8 +2,9 @@
 use crate::measure::Problem;
 use q4_core::formats::nf4;
 use q4_core::{
-    Absmax, ActGlobal, ActQuant, Activations, Code, Convention, DType, Error, GlobalScale, NibbleOrder,
-    Q4Schema, Q4Weight, Result, Rule, ScaleLayout, Segment, SegmentData, TensorView, read_floats,
+    Absmax, ActGlobal, ActQuant, Activations, Code, Convention, DType, Error, GlobalScale, Nf4, Nf4Parts,
+    NibbleOrder, Nvfp4, Nvfp4Parts, Q4Schema, Q4Weight, Result, Rule, ScaleLayout, Segment, TensorView,
+    read_floats,
 };
 use safetensors::{SafeTensors, tensor::TensorView as Stored};
 
@@ -79,13 +80,14 @@ fn nvfp4(
     let (a_global, b_global) = (global("a_global")?, global("b_global")?);
     let segments = [Segment {
         rows: n,
-        data: SegmentData::Nvfp4 {
+        data: Nvfp4Parts {
             codes: TensorView::of(codes.data(), &[n, k / 2])?,
             scales: TensorView::of_bytes(stored.data(), DType::F8E4M3, &[stored.data().len()])?,
             global: b_global,
-        },
+        }
+        .into(),
     }];
-    let schema = Q4Schema::Nvfp4 { scale_layout, global: b_global.map(|_| Convention::Multiply) };
+    let schema = Q4Schema::Nvfp4(Nvfp4 { scale_layout, global: b_global.map(|_| Convention::Multiply) });
     let quantized =
         ActQuant { rule: Rule::TorchAo, global: a_global.map_or(ActGlobal::None, ActGlobal::Static) };
     // The largest case records one result only.
@@ -135,9 +137,9 @@ fn nf4_linear(
         },
     };
     let nested = nested_absmax.as_ref().map(|_| 256);
-    let data = SegmentData::Nf4 { codes: TensorView::of(codes.data(), &[codes.data().len()])?, absmax };
+    let data = Nf4Parts { codes: TensorView::of(codes.data(), &[codes.data().len()])?, absmax }.into();
     let segments = [Segment { rows: n, data }];
-    let schema = Q4Schema::Nf4 { nibble_order: NibbleOrder::HighFirst, block: 64, nested };
+    let schema = Q4Schema::Nf4(Nf4 { nibble_order: NibbleOrder::HighFirst, block: 64, nested });
     let rows = [(Activations::Native, Some(doubles(&get("y")?))), (Activations::Int8, None)];
     for (activations, recorded) in rows {
         // int8 inputs have a scale per 16.

@@ -3,24 +3,14 @@
 use crate::Claim;
 use crate::measure::Problem;
 use crate::stored::{Stored, mix, uniform};
+use q4_core::formats::KINDS;
 use q4_core::selfcheck::IoBuffer;
-use q4_core::{
-    ActGlobal, ActQuant, Activations, Convention, DType, ExecPath, GlobalScale, NibbleOrder, Q4Schema,
-    Result, Rule, ScaleLayout,
-};
+use q4_core::{ActGlobal, ActQuant, Activations, DType, ExecPath, GlobalScale, Q4Schema, Result, Rule};
 
 /// Every encoding a checkpoint can have, block sizes aside.
-pub const SCHEMAS: [Q4Schema; 9] = [
-    Q4Schema::Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: None },
-    Q4Schema::Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: Some(Convention::Multiply) },
-    Q4Schema::Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: Some(Convention::Divide) },
-    Q4Schema::Nvfp4 { scale_layout: ScaleLayout::Swizzled128x4, global: Some(Convention::Multiply) },
-    Q4Schema::Nf4 { nibble_order: NibbleOrder::HighFirst, block: 64, nested: None },
-    Q4Schema::Nf4 { nibble_order: NibbleOrder::LowFirst, block: 128, nested: None },
-    Q4Schema::Nf4 { nibble_order: NibbleOrder::HighFirst, block: 64, nested: Some(256) },
-    Q4Schema::Dense { dtype: DType::BF16 },
-    Q4Schema::Dense { dtype: DType::F32 },
-];
+pub fn usual() -> Vec<Q4Schema> {
+    KINDS.iter().flat_map(|kind| kind.usual).copied().collect()
+}
 
 /// Out features.
 pub(crate) const N: [usize; 13] = [1, 15, 16, 17, 31, 33, 48, 63, 64, 65, 127, 128, 130];
@@ -30,19 +20,6 @@ pub(crate) const K: [usize; 14] = [16, 32, 48, 64, 80, 112, 128, 144, 192, 240, 
 pub(crate) const RAGGED_K: [usize; 6] = [17, 31, 33, 63, 72, 100];
 /// Rows of a call.
 pub(crate) const M: [usize; 11] = [1, 2, 4, 5, 8, 16, 17, 33, 64, 65, 129];
-
-/// Encodings of a schema that forward products are tried with.
-pub(crate) fn encodings(schema: &str) -> Vec<Q4Schema> {
-    let mut all = SCHEMAS.to_vec();
-    all.push(Q4Schema::Nvfp4 { scale_layout: ScaleLayout::Swizzled128x4, global: None });
-    all.push(Q4Schema::Nvfp4 { scale_layout: ScaleLayout::Swizzled128x4, global: Some(Convention::Divide) });
-    all.push(Q4Schema::Nf4 { nibble_order: NibbleOrder::HighFirst, block: 32, nested: None });
-    all.push(Q4Schema::Nf4 { nibble_order: NibbleOrder::LowFirst, block: 4096, nested: None });
-    all.push(Q4Schema::Nf4 { nibble_order: NibbleOrder::LowFirst, block: 128, nested: Some(256) });
-    all.push(Q4Schema::Dense { dtype: DType::F16 });
-    all.retain(|s| s.id().name == schema);
-    all
-}
 
 /// The element type that a path surely takes: rounded weights are for bf16, everything else has f32.
 pub(crate) fn io_of(path: ExecPath) -> DType {
@@ -88,12 +65,7 @@ pub(crate) fn rarer_quantizers() -> Vec<Activations> {
 
 /// Activation formats that make sense for an encoding.
 pub fn activations(schema: &Q4Schema) -> Vec<Activations> {
-    let kinds: &[&str] = match schema {
-        Q4Schema::Dense { .. } => &["native"],
-        Q4Schema::Nf4 { .. } => &["native", "int8"],
-        _ => &["native", "int8", "nvfp4"],
-    };
-    kinds.iter().flat_map(|kind| quantizers(kind)).collect()
+    schema.activations().iter().flat_map(|kind| quantizers(kind)).collect()
 }
 
 /// Everything that makes one product.
@@ -204,7 +176,7 @@ impl Sketch {
     /// rows.
     pub fn name(&self) -> String {
         let rows: Vec<_> = self.rows.iter().map(ToString::to_string).collect();
-        let (schema, format, io) = (label(&self.schema), act_label(&self.activations), self.io);
+        let (schema, format, io) = (self.schema.label(), act_label(&self.activations), self.io);
         let of = if self.max_m == self.m { String::new() } else { format!("of{}", self.max_m) };
         let values = self.values.as_str();
         let dot = if values.is_empty() { "" } else { "." };
@@ -260,14 +232,14 @@ impl Sketch {
 /// all pairs of n, k and m come up over a few encodings.
 pub(crate) fn sketches(schema: Q4Schema, activations: Activations, count: usize, seed: u64) -> Vec<Sketch> {
     // Neighbouring encodings begin at different places.
-    let start = (hash(&label(&schema)) ^ hash(&act_label(&activations))) as usize % 2002;
+    let start = (hash(&schema.label()) ^ hash(&act_label(&activations))) as usize % 2002;
     let mut all = Vec::new();
     for (t, io) in [DType::F32, DType::BF16, DType::F16].into_iter().enumerate() {
         for j in 0..count {
             let at = start + t * 667 + j;
-            let is_ragged =
-                activations == Activations::Native && !matches!(schema, Q4Schema::Nvfp4 { .. }) && j % 4 == 3;
+            let is_ragged = activations == Activations::Native && schema.k_block() == 1 && j % 4 == 3;
             let k = if is_ragged { RAGGED_K[at / 4 % RAGGED_K.len()] } else { K[at % K.len()] };
+            let k = k.next_multiple_of(schema.k_block());
             let n = N[at % N.len()];
             let rows = match at % 3 {
                 0 if n > 3 => vec![n / 3, n - n / 3],
@@ -293,7 +265,7 @@ pub(crate) fn drawn(
     seed: u64,
     work: usize,
 ) -> Vec<Sketch> {
-    let salt = hash(&format!("{claim} {} {}", label(&schema), act_label(&activations))) ^ mix(seed);
+    let salt = hash(&format!("{claim} {} {}", schema.label(), act_label(&activations))) ^ mix(seed);
     let draw = |i: usize, what: u64| mix(salt ^ (i as u64) << 8 ^ what);
     // Visits all residues of a power of two, for an odd step.
     let residue = |i: usize, what: u64, modulus: usize| {
@@ -305,9 +277,7 @@ pub(crate) fn drawn(
     let between = |i: usize, what: u64, low: f32, high: f32| {
         (low.ln() + uniform(draw(i, what)) * (high / low).ln()).exp() as usize
     };
-    let is_ragged = |i: usize| {
-        activations == Activations::Native && !matches!(schema, Q4Schema::Nvfp4 { .. }) && i % 5 == 3
-    };
+    let is_ragged = |i: usize| activations == Activations::Native && schema.k_block() == 1 && i % 5 == 3;
     (0..count)
         .map(|i| {
             let is_few = draw(i, 1) % 3 == 0;
@@ -319,6 +289,7 @@ pub(crate) fn drawn(
             if is_ragged(i) {
                 k += 1 + residue(i, 8, 16) % 15;
             }
+            k = k.next_multiple_of(schema.k_block());
             // Halved in turns, residues kept, until the product is small enough.
             for turn in 0.. {
                 if m * n * k <= work {
@@ -373,27 +344,6 @@ pub fn each(schema: Q4Schema, visit: &mut dyn FnMut(&Problem<'_>) -> Result<()>)
         }
     }
     Ok(())
-}
-
-/// Identity of an encoding: `nvfp4.swizzled.divide`, `nf4.high.64`, `nf4-dq.low.128`, `dense.float16`.
-pub(crate) fn label(schema: &Q4Schema) -> String {
-    match schema {
-        Q4Schema::Nvfp4 { scale_layout, global } => {
-            let layout = if *scale_layout == ScaleLayout::RowMajor { "row-major" } else { "swizzled" };
-            let global = match global {
-                None => "single",
-                Some(Convention::Multiply) => "multiply",
-                Some(Convention::Divide) => "divide",
-            };
-            format!("nvfp4.{layout}.{global}")
-        }
-        Q4Schema::Nf4 { nibble_order, block, .. } => {
-            let order = if *nibble_order == NibbleOrder::HighFirst { "high" } else { "low" };
-            format!("{}.{order}.{block}", schema.id().name)
-        }
-        Q4Schema::Dense { dtype } => format!("dense.{dtype}"),
-        other => format!("{other:?}"),
-    }
 }
 
 /// Identity of an activation format: `native`, `int8`, `nvfp4.torchao.per-call`.
@@ -459,7 +409,7 @@ mod tests {
     fn names_are_identities() {
         let mut names = BTreeSet::new();
         let mut count = 0;
-        for schema in SCHEMAS {
+        for schema in usual() {
             for a in activations(&schema) {
                 let all: BTreeSet<_> = sketches(schema, a, 60, 7).iter().map(Sketch::name).collect();
                 count += all.len();
@@ -478,9 +428,10 @@ mod tests {
             device: q4_core::Device::Cpu,
             path: ExecPath::FusedDequant,
         };
+        let two_level = q4_core::formats::encodings("nvfp4")[1];
         let (mut most_m, mut most_k) = (0, 0);
         for seed in 0..20 {
-            let all = drawn(&claim, (SCHEMAS[1], Activations::Native), 128, seed, 4_000_000);
+            let all = drawn(&claim, (two_level, Activations::Native), 128, seed, 4_000_000);
             for r in 0..16 {
                 assert!(all.iter().any(|s| s.m % 16 == r), "m % 16 == {r} of seed {seed}");
                 assert!(all.iter().any(|s| s.k / 16 % 16 == r), "k / 16 % 16 == {r} of seed {seed}");
@@ -495,7 +446,7 @@ mod tests {
 
     #[test]
     fn the_walk_meets_every_extent() {
-        let schema = Q4Schema::Nf4 { nibble_order: NibbleOrder::HighFirst, block: 64, nested: None };
+        let schema = q4_core::formats::encodings("nf4")[0];
         let all = sketches(schema, Activations::Native, 60, 0);
         for n in N {
             assert!(all.iter().any(|s| s.rows.iter().sum::<usize>() == n), "n = {n}");

@@ -7,6 +7,7 @@
 use crate::Claim;
 use crate::claim::plain_spec;
 use crate::lattice::{self, Sketch};
+use q4_core::formats;
 use q4_core::{
     Activations, DType, Device, ExecPath, HostEnv, LinearSpec, OpSet, Q4Backend, Q4Schema, Reject,
     RejectCode, SegmentSpec, Verdict,
@@ -118,17 +119,17 @@ impl Limits {
         path: ExecPath,
         device: Device,
     ) -> Option<Self> {
-        let (encodings, quantizers) = (lattice::encodings(schema), lattice::quantizers(activations));
+        let (encodings, quantizers) = (formats::encodings(schema), lattice::quantizers(activations));
         let mut q = Question { backend, env, path, spec: plain_spec(encodings[0], quantizers[0], device) };
         q.spec = first(&q, &encodings, &quantizers)?;
         let (encoding, base) = (q.spec.schema, q.spec.clone());
-        // Blocks of 16 along k, of the weight or of the input, leave no smaller factor.
-        let is_blocked = activations != "native" || schema == "nvfp4";
+        // Blocks along k, of the weight or of the input, leave no smaller factor.
+        let blocks = [encodings[0].k_block(), if activations == "native" { 1 } else { 16 }];
         let rows = |s: &mut LinearSpec, n: usize| s.segments[0].rows = n;
         let n_multiple = FACTORS.into_iter().find(|f| TIMES.iter().all(|t| q.accepts(|s| rows(s, f * t))))?;
         let k_multiple = FACTORS
             .into_iter()
-            .filter(|f| !is_blocked || f % 16 == 0)
+            .filter(|f| blocks.iter().all(|block| f % block == 0))
             .find(|f| TIMES.iter().all(|t| q.accepts(|s| s.k = f * t)))?;
         // Of two sizes: who serves a thing in one of them says that it is served, and must then do so in all.
         let served = |edit: &dyn Fn(&mut LinearSpec)| {
@@ -161,7 +162,7 @@ impl Limits {
         });
         let is_served = |e: &&Q4Schema| **e == encoding || served(&|s| s.schema = **e);
         Some(Self {
-            encodings: listed(encodings.iter().map(|e| (lattice::label(e), is_served(&e)))),
+            encodings: listed(encodings.iter().map(|e| (e.label(), is_served(&e)))),
             quantizers: listed(
                 quantizers.iter().map(|a| (lattice::act_kind(a), served(&|s| s.activations = *a))),
             ),
@@ -209,10 +210,9 @@ impl Limits {
         let mut outside = |need: String, have: String| {
             reasons.push(Reject::new(RejectCode::ConformanceMissing, format!("certified: {need}"), have));
         };
-        for (proved, have) in [
-            (&self.encodings, lattice::label(&spec.schema)),
-            (&self.quantizers, lattice::act_kind(&spec.activations)),
-        ] {
+        for (proved, have) in
+            [(&self.encodings, spec.schema.label()), (&self.quantizers, lattice::act_kind(&spec.activations))]
+        {
             if !proved.iter().any(|p| p == ANY || *p == have) {
                 outside(proved.join(", "), have);
             }
@@ -273,8 +273,8 @@ impl Limits {
 
     /// Encodings of a claim that are inside.
     pub(crate) fn encodings(&self, claim: &Claim) -> Vec<Q4Schema> {
-        let mut all = lattice::encodings(claim.schema);
-        all.retain(|e| self.encodings.iter().any(|p| p == ANY || *p == lattice::label(e)));
+        let mut all = formats::encodings(claim.schema);
+        all.retain(|e| self.encodings.iter().any(|p| p == ANY || *p == e.label()));
         all
     }
 

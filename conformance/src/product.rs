@@ -420,7 +420,7 @@ mod tests {
     #[test]
     fn exact_products_are_pinned() -> Result<()> {
         let mut text = String::new();
-        for schema in lattice::SCHEMAS {
+        for schema in lattice::usual() {
             for kind in ["native", "int8", "nvfp4"] {
                 for activations in lattice::quantizers(kind) {
                     let sketch = Sketch::plain(schema, activations, DType::BF16, [17, 48, 5], 3);

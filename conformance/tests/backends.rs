@@ -42,7 +42,7 @@ fn problems_of_the_lattice_can_be_measured_one_by_one() -> Result<()> {
     let threads = ThreadPool::new(2);
     let backend = registry.live("nf4-kernel").expect("live everywhere");
     let mut outputs = 0;
-    lattice::each(lattice::SCHEMAS[4], &mut |problem| {
+    lattice::each(lattice::usual()[4], &mut |problem| {
         if problem.m == 1 {
             let measured = measure(&**backend, ExecPath::FusedDequant, problem, registry.env(), &threads)?;
             outputs += measured.expect("claimed").outputs;

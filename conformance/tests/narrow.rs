@@ -4,8 +4,8 @@ use q4_conformance::liars::honest;
 use q4_conformance::{Limits, Options, Profile, proofs, run};
 use q4_core::{
     Activations, BackendDescriptor, Code, Convention, DType, Device, Error, ExecContext, ExecPath, HostEnv,
-    LinearSpec, OpSet, PreparedWeight, ProbeItem, Q4Backend, Q4Schema, Q4Weight, Reject, RejectCode, Result,
-    ScaleLayout, ThreadPool, Verdict,
+    LinearSpec, Nvfp4, OpSet, PreparedWeight, ProbeItem, Q4Backend, Q4Schema, Q4Weight, Reject, RejectCode,
+    Result, ScaleLayout, ThreadPool, Verdict,
 };
 use std::sync::Arc;
 
@@ -30,8 +30,7 @@ impl Q4Backend for Narrow {
     }
     fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
         self.inner.can_prepare(spec, path, env)?;
-        let is_nvfp4 =
-            matches!(spec.schema, Q4Schema::Nvfp4 { .. }) && spec.activations == Activations::Native;
+        let is_nvfp4 = matches!(spec.schema, Q4Schema::Nvfp4(_)) && spec.activations == Activations::Native;
         if is_nvfp4 && (self.takes)(spec) {
             return Ok(());
         }
@@ -71,12 +70,12 @@ const NARROW: [Kind; 9] = [
     ("decoding", |s| s.max_m <= 16, |l| l.max_m == Some(16)),
     (
         "row-major",
-        |s| matches!(s.schema, Q4Schema::Nvfp4 { scale_layout: ScaleLayout::RowMajor, .. }),
+        |s| matches!(s.schema, Q4Schema::Nvfp4(Nvfp4 { scale_layout: ScaleLayout::RowMajor, .. })),
         |l| l.encodings.len() == 3 && l.encodings.iter().all(|e| e.contains("row-major")),
     ),
     (
         "multiplying",
-        |s| matches!(s.schema, Q4Schema::Nvfp4 { global: Some(Convention::Multiply), .. }),
+        |s| matches!(s.schema, Q4Schema::Nvfp4(Nvfp4 { global: Some(Convention::Multiply), .. })),
         |l| l.encodings.len() == 2 && l.encodings.iter().all(|e| e.ends_with("multiply")),
     ),
     ("one segment", |s| s.segments.len() == 1, |l| l.segments == 1),

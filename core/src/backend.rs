@@ -487,8 +487,8 @@ impl<'a> Scratch<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Q4Schema;
     use crate::RejectCode;
+    use crate::{Dense, Q4Schema};
 
     #[test]
     fn every_reason_has_one_spelling_and_is_documented() {
@@ -509,7 +509,7 @@ mod tests {
             segments: ["m.q_proj", "m.k_proj", "m.v_proj"]
                 .map(|n| SegmentSpec { name: n.into(), rows: 1 })
                 .into(),
-            schema: Q4Schema::Dense { dtype: DType::F32 },
+            schema: Q4Schema::Dense(Dense { dtype: DType::F32 }),
             k: 1,
             max_m: 1,
             x: DType::F32,

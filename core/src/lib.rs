@@ -21,6 +21,7 @@ mod linear;
 pub mod memory;
 pub mod oracle;
 pub mod pages;
+mod parts;
 mod registry;
 mod reject;
 pub mod rows;
@@ -39,18 +40,23 @@ pub use backend::{
     OpSet, PreparedInfo, PreparedWeight, ProbeItem, Q4Backend, RmsNorm, Scratch, SegmentSpec,
 };
 pub use error::{Code, Error, Result};
+pub use formats::Q4Schema;
+pub use formats::dense::Dense;
+pub use formats::nf4::{Absmax, Nf4, Nf4Parts};
+pub use formats::nvfp4::{Nvfp4, Nvfp4Parts};
 #[cfg(target_arch = "x86_64")]
 pub use host::has_tiles;
 pub use host::{CudaDevice, CudaTools, Found, HostEnv, LibraryFacts, VendorDevice, processors};
 pub use linear::{Dispatch, Executed, Q4Linear, Witness};
+pub use parts::{OwnedParts, Part, SegmentData, f32s, read_floats};
 pub use registry::{BUILTINS, Built, BuiltinOptions, Registration, Registry};
 pub use reject::{Reject, RejectCode, Verdict};
 pub use scale::{Convention, GlobalScale, Rule};
-pub use schema::{ActGlobal, ActQuant, Activations, NibbleOrder, Q4Schema, ScaleLayout, SchemaId};
+pub use schema::{ActGlobal, ActQuant, Activations, NibbleOrder, ScaleLayout, SchemaId};
 pub use select::{Overrides, Policy, Rejection, Selection, SelectionError, matches, select};
 pub use tensor::{DType, Device, Element, MAX_RANK, TensorView, TensorViewMut};
 pub use threads::ThreadPool;
-pub use weight::{Absmax, Q4Weight, RowDecoder, Segment, SegmentData, f32s, read_floats};
+pub use weight::{Q4Weight, RowDecoder, Segment};
 
 #[doc(hidden)]
 pub use inventory;

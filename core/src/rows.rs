@@ -3,7 +3,7 @@
 //! either.
 use crate::formats::{int8, nvfp4};
 use crate::{
-    Activations, Code, DType, Error, LinearSpec, Q4Schema, Reject, RejectCode, Result, Scratch, TensorView,
+    Activations, Code, DType, Error, LinearSpec, Reject, RejectCode, Result, Scratch, TensorView,
     TensorViewMut, ThreadPool, oracle,
 };
 use half::slice::HalfFloatSliceExt;
@@ -40,10 +40,7 @@ pub fn check_matrix(view: &TensorView<'_>, dtype: DType, rows: usize, cols: usiz
 pub fn reject_operands(spec: &LinearSpec, reasons: &mut Vec<Reject>) {
     use RejectCode::{DtypeUnsupported, ShapeUnsupported};
     let mut reject = |code, need: String, have: String| reasons.push(Reject::new(code, need, have));
-    let stored = match spec.schema {
-        Q4Schema::Dense { dtype } => Some(("weight", dtype)),
-        _ => None,
-    };
+    let stored = spec.schema.dense_dtype().map(|dtype| ("weight", dtype));
     for (name, dtype) in [("x", spec.x), ("y", spec.y)].into_iter().chain(stored) {
         if !dtype.is_io() {
             reject(DtypeUnsupported, "float32, float16 or bfloat16".into(), format!("{name} of {dtype}"));
@@ -53,14 +50,14 @@ pub fn reject_operands(spec: &LinearSpec, reasons: &mut Vec<Reject>) {
         let have = format!("[{}, {}]", spec.n(), spec.k);
         reject(ShapeUnsupported, "at least one row and one column".into(), have);
     }
-    if spec.k % 16 != 0 {
-        let have = || format!("k = {}", spec.k);
-        if matches!(spec.schema, Q4Schema::Nvfp4 { .. }) {
-            reject(ShapeUnsupported, "k % 16 == 0 for blocks of nvfp4".into(), have());
-        }
-        if spec.activations != Activations::Native {
-            reject(ShapeUnsupported, format!("k % 16 == 0 for {} activations", spec.activations), have());
-        }
+    let have = || format!("k = {}", spec.k);
+    let block = spec.schema.k_block();
+    if spec.k % block != 0 {
+        let need = format!("k % {block} == 0 for blocks of {}", spec.schema.id().name);
+        reject(ShapeUnsupported, need, have());
+    }
+    if spec.k % 16 != 0 && spec.activations != Activations::Native {
+        reject(ShapeUnsupported, format!("k % 16 == 0 for {} activations", spec.activations), have());
     }
 }
 

@@ -3,14 +3,14 @@
 use q4_core::selfcheck::Passes;
 use q4_core::{
     Activations, BackendDescriptor, BuiltinOptions, Candidate, Code, Convention, DType, Device, Dispatch,
-    ExecContext, ExecPath, GlobalScale, HostEnv, LinearSpec, OpSet, Policy, PreparedInfo, PreparedWeight,
-    ProbeItem, Q4Backend, Q4Schema, Q4Weight, Registry, Result, RowDecoder, ScaleLayout, Segment,
-    SegmentData, SegmentSpec, TensorView, TensorViewMut, ThreadPool, Verdict,
+    ExecContext, ExecPath, GlobalScale, HostEnv, LinearSpec, Nvfp4, Nvfp4Parts, OpSet, Policy, PreparedInfo,
+    PreparedWeight, ProbeItem, Q4Backend, Q4Schema, Q4Weight, Registry, Result, RowDecoder, ScaleLayout,
+    Segment, SegmentSpec, TensorView, TensorViewMut, ThreadPool, Verdict,
 };
 use std::sync::{Arc, Mutex};
 
 const SCHEMA: Q4Schema =
-    Q4Schema::Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: Some(Convention::Multiply) };
+    Q4Schema::Nvfp4(Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: Some(Convention::Multiply) });
 const PATH: ExecPath = ExecPath::FusedDequant;
 
 /// A call as the backend sees it.
@@ -147,11 +147,12 @@ fn dispatch(lies: Option<(When, Lie)>) -> (Dispatch, Arc<Mutex<Vec<Seen>>>) {
 }
 
 fn segment(rows: usize, (codes, scales): &(Vec<u8>, Vec<u8>)) -> Result<Segment<'_>> {
-    let data = SegmentData::Nvfp4 {
+    let data = Nvfp4Parts {
         codes: TensorView::of(codes, &[codes.len()])?,
         scales: TensorView::of_bytes(scales, DType::F8E4M3, &[scales.len()])?,
         global: Some(GlobalScale::multiply(0.01)?),
-    };
+    }
+    .into();
     Ok(Segment { rows, data })
 }
 

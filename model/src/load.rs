@@ -10,6 +10,7 @@ use crate::plan::{HeadPlan, Plan, PlanOptions, Product};
 use crate::quantize::{self, Quantized, Rows, Target};
 use crate::runner::{Context, Model, Runner};
 use crate::weights::{Linear, StoredTable};
+use q4_core::formats;
 use q4_core::memory::Budget;
 use q4_core::{Code, DType, Device, Dispatch, Error, Q4Linear, Q4Weight, Result, Segment, ThreadPool};
 use std::sync::Arc;
@@ -338,13 +339,13 @@ impl FromCheckpoint<'_> {
 
 /// What `--quantize` makes of a dense projection.
 pub fn default_target(format: &str) -> Result<Target> {
-    match format {
-        "nvfp4" => Ok(Target::Nvfp4 {
-            rule: q4_core::Rule::ModelOpt,
-            scales: quantize::Scales::TwoLevel,
-            method: quantize::Method::Search,
-        }),
-        "nf4" => Ok(Target::Nf4 { block: 64, double: false }),
-        other => Err(Error::new(Code::Usage, format!("--quantize {other}")).need("nvfp4 or nf4")),
-    }
+    formats::kind(format).and_then(|kind| kind.default_target).ok_or_else(|| {
+        let names: Vec<_> = formats::KINDS
+            .into_iter()
+            .filter(|kind| kind.default_target.is_some())
+            .flat_map(|kind| kind.names.first())
+            .map(|name| name.0)
+            .collect();
+        Error::new(Code::Usage, format!("--quantize {format}")).need(names.join(" or "))
+    })
 }

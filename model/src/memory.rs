@@ -295,6 +295,6 @@ fn small(c: &DecoderConfig) -> u64 {
 /// What packing weights side by side on huge pages adds: the rest of the last page of each run of them.
 fn pages(plan: &Plan, device: Device, weights: u64) -> u64 {
     const HUGE: u64 = 2 << 20;
-    let packed = |p: &Product| matches!(p.spec.schema, Q4Schema::Nvfp4 { .. });
+    let packed = |p: &Product| matches!(p.spec.schema, Q4Schema::Nvfp4(_));
     if device == Device::Cpu && plan.products().any(packed) { HUGE + weights / 24 } else { 0 }
 }

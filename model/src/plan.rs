@@ -268,7 +268,7 @@ impl Planner<'_> {
     fn part(&self, d: &Layer<'_>) -> Part {
         let stored = d.detected.schema;
         let target = self.options.quantize.as_ref().filter(|_| !stored.is_4bit());
-        let schema = target.map_or(stored, Target::schema);
+        let schema = target.map_or(stored, |target| target.schema());
         let activations = match self.options.activations {
             ActivationRequest::Auto => d.declared,
             ActivationRequest::Native => Activations::Native,

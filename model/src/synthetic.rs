@@ -12,9 +12,8 @@ use crate::plan::{head_type, input_type};
 use crate::weights::{Linear, StoredTable};
 use q4_core::memory::Budget;
 use q4_core::{
-    Absmax, Activations, Code, Convention, DType, Device, Dispatch, Error, GlobalScale, LinearSpec,
-    NibbleOrder, OpSet, Q4Schema, Q4Weight, Result, ScaleLayout, Segment, SegmentData, SegmentSpec,
-    TensorView, ThreadPool,
+    Activations, Code, Convention, DType, Device, Dispatch, Error, LinearSpec, Nf4, NibbleOrder, Nvfp4,
+    OpSet, Q4Schema, Q4Weight, Result, ScaleLayout, Segment, SegmentSpec, ThreadPool,
 };
 use std::sync::Arc;
 pub use write::write;
@@ -53,9 +52,10 @@ pub struct Recipe {
 impl Recipe {
     /// NVFP4 with two-level scales.
     pub const NVFP4: Q4Schema =
-        Q4Schema::Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: Some(Convention::Multiply) };
+        Q4Schema::Nvfp4(Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: Some(Convention::Multiply) });
     /// NF4 with blocks of 64.
-    pub const NF4: Q4Schema = Q4Schema::Nf4 { nibble_order: NibbleOrder::HighFirst, block: 64, nested: None };
+    pub const NF4: Q4Schema =
+        Q4Schema::Nf4(Nf4 { nibble_order: NibbleOrder::HighFirst, block: 64, nested: None });
 }
 
 /// Bytes of a random model: packed products with the head, and the embedding in bf16.
@@ -159,8 +159,13 @@ impl Builder<'_> {
         let bytes = selection.backend.footprint(&spec, selection.path).resident;
         self.budget.reserve(bytes, &spec.name())?;
         let schema = &self.recipe.schema;
-        let parts: Vec<Part> = members.iter().map(|(_, rows)| self.random.part(schema, *rows, k)).collect();
-        let segments = parts.iter().map(|p| p.segment(k)).collect::<Result<Vec<_>>>()?;
+        let mut part = |rows| schema.plausible([rows, k], &mut |bytes| self.random.fill(bytes));
+        let parts = members.iter().map(|(_, rows)| part(*rows)).collect::<Result<Vec<_>>>()?;
+        let segments = parts
+            .iter()
+            .zip(members)
+            .map(|(part, (_, rows))| Ok(Segment { rows: *rows, data: part.lend()? }));
+        let segments = segments.collect::<Result<Vec<_>>>()?;
         let weight = Q4Weight { schema: spec.schema, k, segments: &segments };
         let linear = self.dispatch.prepare(&weight, &spec, &selection, self.threads)?;
         if !head {
@@ -178,24 +183,6 @@ struct Random {
 impl Random {
     fn new() -> Self {
         Self { seed: 1 }
-    }
-
-    /// Codes over all values; scales that give the product's outputs the size of its inputs.
-    fn part(&mut self, schema: &Q4Schema, rows: usize, k: usize) -> Part {
-        let mut codes = vec![0; rows * k / 2];
-        self.fill(&mut codes);
-        match *schema {
-            Q4Schema::Nf4 { block, .. } => {
-                let absmax = vec![1.5 / (k as f32).sqrt(); (rows * k).div_ceil(block as usize)];
-                Part { rows, codes, scales: Vec::new(), absmax, global: 1.0 }
-            }
-            _ => {
-                let mut scales = vec![0; rows * k / 16];
-                self.fill(&mut scales);
-                scales.iter_mut().for_each(|s| *s = 0x34 + (*s & 7));
-                Part { rows, codes, scales, absmax: Vec::new(), global: 0.3 / (k as f32).sqrt() }
-            }
-        }
     }
 
     /// bf16 between 1 and 2 in size, of both signs: the first norm gives them the right one.
@@ -218,29 +205,5 @@ impl Random {
             chunk.copy_from_slice(&x.to_le_bytes()[..chunk.len()]);
         }
         self.seed = self.seed.wrapping_add(1);
-    }
-}
-
-struct Part {
-    rows: usize,
-    codes: Vec<u8>,
-    scales: Vec<u8>,
-    absmax: Vec<f32>,
-    global: f32,
-}
-
-impl Part {
-    fn segment(&self, k: usize) -> Result<Segment<'_>> {
-        let codes = TensorView::of(&self.codes, &[self.rows, k / 2])?;
-        let data = if self.absmax.is_empty() {
-            let scales = TensorView::of_bytes(&self.scales, DType::F8E4M3, &[self.rows, k / 16])?;
-            SegmentData::Nvfp4 { codes, scales, global: Some(GlobalScale::multiply(self.global)?) }
-        } else {
-            SegmentData::Nf4 {
-                codes,
-                absmax: Absmax::Plain(TensorView::of(&self.absmax, &[self.absmax.len()])?),
-            }
-        };
-        Ok(Segment { rows: self.rows, data })
     }
 }

@@ -11,10 +11,7 @@ mod words;
 use crate::checkpoint::{Checkpoint, Head, Layer, Method, Stored, names, values};
 use crate::{text, tokenizer::Tokenizer};
 use numbers::Facts;
-use q4_core::{
-    Code, Convention, Error, GlobalScale, Q4Schema, Result, ScaleLayout, SegmentData,
-    formats::{nvfp4, swizzle},
-};
+use q4_core::{Code, Convention, Error, GlobalScale, Part, Result};
 use serde::Serialize;
 use std::{borrow::Cow, collections::BTreeMap, collections::BTreeSet, ops::RangeInclusive};
 use together::{Input, Seen};
@@ -155,7 +152,7 @@ impl Verifier<'_> {
     }
 
     fn values(&mut self, layer: &Layer<'_>, input: Input) {
-        match values::problems(self.c.store(), &layer.detected, None) {
+        match values::problems(|name| self.c.tensor(name), &layer.detected, None) {
             Ok(problems) if problems.is_empty() => {
                 if let Err(e) = self.plausibility(layer, input) {
                     self.error(&layer.name, &e);
@@ -175,37 +172,29 @@ impl Verifier<'_> {
         let d = &layer.detected;
         let scales_name =
             d.keys.scales.as_deref().or(d.keys.absmax.as_deref()).unwrap_or(&d.keys.weight).to_owned();
-        let (facts, codes, global) = match &layer.segment.data {
-            SegmentData::Nvfp4 { codes, scales, global } => {
-                let stored = scales.as_bytes()?;
-                let blocks = d.k / nvfp4::BLOCK;
-                let mut linear = Cow::Borrowed(stored);
-                if matches!(d.schema, Q4Schema::Nvfp4 { scale_layout: ScaleLayout::Swizzled128x4, .. }) {
-                    linear = Cow::Owned(swizzle::from_blocked(stored, d.n, blocks)?);
-                    let used = |bytes: &[u8]| bytes.iter().filter(|b| **b != 0).count();
-                    if used(stored) != used(&linear) {
-                        let message = "bytes that pad the 128x4 tiles are not zero: the scales may not be swizzled at all";
-                        self.add("scale-padding", Severity::Warning, &scales_name, message.into());
-                    }
-                }
-                if let (Some(g), Some(name)) = (global, &d.keys.global) {
-                    self.convention(name, *g);
-                }
-                let codes = codes.as_bytes()?;
-                (numbers::nvfp4(codes, &linear, blocks, global.is_some()), codes, *global)
+        let data = &layer.segment.data;
+        if !d.schema.is_4bit() {
+            let stored = self.c.tensor(&d.keys.weight)?;
+            self.table(&layer.name, &stored);
+            return Ok(());
+        }
+        let scales = data.need(Part::Scales)?;
+        let stored = scales.as_bytes()?;
+        let linear = d.schema.in_rows(Part::Scales, stored, [d.n, d.k])?;
+        if let Cow::Owned(linear) = &linear {
+            let used = |bytes: &[u8]| bytes.iter().filter(|b| **b != 0).count();
+            if used(stored) != used(linear) {
+                let message =
+                    "bytes that pad the 128x4 tiles are not zero: the scales may not be swizzled at all";
+                self.add("scale-padding", Severity::Warning, &scales_name, message.into());
             }
-            SegmentData::Nf4 { codes, absmax } => {
-                let Q4Schema::Nf4 { block, .. } = d.schema else { return Ok(()) };
-                let codes = codes.as_bytes()?;
-                (numbers::nf4(codes, absmax, block as usize, d.n * d.k)?, codes, None)
-            }
-            SegmentData::Dense { .. } => {
-                let stored = self.c.tensor(&d.keys.weight)?;
-                self.table(&layer.name, &stored);
-                return Ok(());
-            }
-            _ => return Ok(()),
-        };
+        }
+        if let (Some(g), Some(name)) = (data.global, &d.keys.global) {
+            self.convention(name, g);
+        }
+        let Some(facts) = numbers::facts(d.schema, data, &linear, [d.n, d.k])? else { return Ok(()) };
+        let (codes, global) = (data.need(Part::Codes)?, data.global);
+        let codes = codes.as_bytes()?;
         self.amount(layer, &scales_name, facts, codes, global);
         self.inputs(layer, input);
         Ok(())

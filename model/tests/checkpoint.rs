@@ -5,7 +5,7 @@ mod handmade;
 
 use handmade::{DatEntry, Model, Tensor, VARIANTS, golden, write_dat};
 use q4_core::{
-    ActGlobal, ActQuant, Activations, Code, Convention, Q4Weight, RowDecoder, Rule, detect::Layout,
+    ActGlobal, ActQuant, Activations, Code, Convention, Nvfp4, Q4Weight, RowDecoder, Rule, detect::Layout,
 };
 use q4_model::{
     checkpoint::{Checkpoint, Container, Head, Layer, OpenOptions, TensorStore, names},
@@ -498,7 +498,7 @@ fn conventions_are_told_apart() {
     let ct = Model::golden("a", "nvfp4_ct").open().unwrap();
     let convention = |c: &Checkpoint| {
         first(c, |l| match l.detected.schema {
-            q4_core::Q4Schema::Nvfp4 { global, .. } => global,
+            q4_core::Q4Schema::Nvfp4(Nvfp4 { global, .. }) => global,
             _ => None,
         })
     };

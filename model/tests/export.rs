@@ -3,10 +3,12 @@
 #![allow(clippy::unwrap_used)]
 use q4_core::detect::Layout;
 use q4_core::formats::nf4;
-use q4_core::{Code, Convention, DType, Error, Q4Schema, Q4Weight, Result, RowDecoder, Rule, ThreadPool};
+use q4_core::{
+    Code, Convention, DType, Error, Nvfp4, Part, Q4Schema, Q4Weight, Result, RowDecoder, Rule, ThreadPool,
+};
 use q4_model::checkpoint::{Bytes, Checkpoint, Head, OpenOptions, TensorStore, names};
 use q4_model::export::{ExportPlan, Progress, Report, export};
-use q4_model::quantize::{Method, Quantized, Rows, Scales, Target, amax, quantize, sqnr_db};
+use q4_model::quantize::{Method, Quantized, Rows, Scales, Target, ToNf4, ToNvfp4, amax, quantize, sqnr_db};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
@@ -151,12 +153,20 @@ fn dat_files_come_back_as_what_was_quantised() -> Result<()> {
             let stored = dense.tensor(&source)?;
             let rows = Rows::new(&source, stored.bytes, stored.dtype, stored.shape[0], stored.shape[1])?;
             let q = quantize(&rows, &plan.target, None, &pool)?;
-            assert_eq!(packed.tensor(&format!("{layer}.weight.qdata"))?.bytes, q.codes, "{layer}");
-            assert_eq!(packed.tensor(&format!("{layer}.weight.scale"))?.bytes, q.scales, "{layer}");
+            assert_eq!(
+                packed.tensor(&format!("{layer}.weight.qdata"))?.bytes,
+                q.parts.bytes(Part::Codes),
+                "{layer}"
+            );
+            assert_eq!(
+                packed.tensor(&format!("{layer}.weight.scale"))?.bytes,
+                q.parts.bytes(Part::Scales),
+                "{layer}"
+            );
             let expected = (scales == Scales::TwoLevel).then_some(Convention::Multiply);
             let bound = packed.layer(&layer, q.n, q.k)?;
             assert!(
-                matches!(bound.detected.schema, Q4Schema::Nvfp4 { global, .. } if global == expected),
+                matches!(bound.detected.schema, Q4Schema::Nvfp4(Nvfp4 { global, .. }) if global == expected),
                 "{layer}"
             );
         }
@@ -219,11 +229,11 @@ fn the_noise_is_what_the_formats_are_known_for() -> Result<()> {
     let rows = Rows::new("gauss", &bytes, DType::F32, n, k)?;
     let pool = ThreadPool::new(2);
     let sqnr = |target: Target| sqnr_db(&rows, &quantize(&rows, &target, None, &pool)?, &pool);
-    let nvfp4 = |rule, scales, method| Target::Nvfp4 { rule, scales, method };
+    let nvfp4 = |rule, scales, method| Target::Nvfp4(ToNvfp4 { rule, scales, method });
     let single = sqnr(nvfp4(Rule::TorchAo, Scales::Single, Method::Rtn))?;
     let two = sqnr(nvfp4(Rule::ModelOpt, Scales::TwoLevel, Method::Rtn))?;
     let best = sqnr(nvfp4(Rule::ModelOpt, Scales::TwoLevel, Method::FourOverSix))?;
-    let nf4 = sqnr(Target::Nf4 { block: 64, double: false })?;
+    let nf4 = sqnr(Target::Nf4(ToNf4 { block: 64, double: false }))?;
     for (got, published) in [(single, 17.68), (two, 20.42), (best, 21.20), (nf4, 20.71)] {
         assert!((got - published).abs() < 0.5, "{got} dB, published {published}");
     }
@@ -247,18 +257,29 @@ fn a_result_depends_on_the_weights_alone() -> Result<()> {
     let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
     let rows = Rows::new("w", &bytes, DType::F32, n, k)?;
     let (one, three) = (ThreadPool::new(1), ThreadPool::new(3));
-    let nvfp4 =
-        Target::Nvfp4 { rule: Rule::CompressedTensors, scales: Scales::TwoLevel, method: Method::Rtn };
-    for target in [nvfp4, Target::Nf4 { block: 4096, double: true }, Target::Nf4 { block: 32, double: false }]
-    {
+    let nvfp4 = Target::Nvfp4(ToNvfp4 {
+        rule: Rule::CompressedTensors,
+        scales: Scales::TwoLevel,
+        method: Method::Rtn,
+    });
+    for target in [
+        nvfp4,
+        Target::Nf4(ToNf4 { block: 4096, double: true }),
+        Target::Nf4(ToNf4 { block: 32, double: false }),
+    ] {
         let (a, b) = (quantize(&rows, &target, None, &one)?, quantize(&rows, &target, None, &three)?);
-        assert_eq!((&a.codes, &a.scales, &a.absmax, &a.nested), (&b.codes, &b.scales, &b.absmax, &b.nested));
+        Part::ALL.iter().for_each(|part| assert_eq!(a.parts.bytes(*part), b.parts.bytes(*part)));
+        assert_eq!(a.parts.offset, b.parts.offset);
         assert_eq!(sqnr_db(&rows, &a, &one)?, sqnr_db(&rows, &b, &three)?);
     }
-    let q = quantize(&rows, &Target::Nf4 { block: 64, double: false }, None, &three)?;
+    let q = quantize(&rows, &Target::Nf4(ToNf4 { block: 64, double: false }), None, &three)?;
     let (mut codes, mut absmax) = (vec![0; n * k / 2], vec![0.0; (n * k).div_ceil(64)]);
     nf4::quantize(&values, 64, &mut codes, &mut absmax)?;
-    assert_eq!((q.codes, q.absmax), (codes, absmax), "pieces change nothing");
+    assert_eq!(
+        (q.parts.bytes(Part::Codes), q.parts.to_f32(Part::Scales)),
+        (&codes[..], absmax),
+        "pieces change nothing"
+    );
     assert_eq!(amax(&rows, &three)?, values.iter().fold(0.0, |a: f32, v| a.max(v.abs())));
     Ok(())
 }
@@ -268,8 +289,9 @@ fn a_shared_scale_covers_its_group() -> Result<()> {
     let bytes: Vec<u8> = gaussian(64, 1.0).into_iter().flat_map(f32::to_le_bytes).collect();
     let rows = Rows::new("w", &bytes, DType::F32, 4, 16)?;
     let pool = ThreadPool::new(1);
-    let target = Target::Nvfp4 { rule: Rule::ModelOpt, scales: Scales::TwoLevel, method: Method::Rtn };
-    let global = |q: &Quantized| q.global.unwrap().value();
+    let target =
+        Target::Nvfp4(ToNvfp4 { rule: Rule::ModelOpt, scales: Scales::TwoLevel, method: Method::Rtn });
+    let global = |q: &Quantized| q.parts.global.unwrap().value();
     assert_eq!(global(&quantize(&rows, &target, Some(2688.0), &pool)?), 1.0);
     let e = quantize(&rows, &target, Some(1e-3), &pool).expect_err("would saturate");
     assert_eq!(e.code(), Code::ValueInvalid);

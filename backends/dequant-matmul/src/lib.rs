@@ -16,6 +16,7 @@ mod prepare;
 mod probe;
 
 use cuda::Engine;
+use q4_core::formats::names;
 use q4_core::{
     BackendDescriptor, Built, BuiltinOptions, Code, Device, Error, ExecContext, ExecPath, Footprint, HostEnv,
     LinearSpec, PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Registration, Reject, Result, Verdict,
@@ -52,7 +53,7 @@ impl DequantMatmul {
             version: env!("CARGO_PKG_VERSION").into(),
             vendor: "q4".into(),
             priority: 0,
-            offers: probe::SCHEMAS.map(|schema| (schema.into(), ExecPath::DequantMatmul)).into(),
+            offers: names().map(|schema| (schema.into(), ExecPath::DequantMatmul)).collect(),
         };
         Self { descriptor, is_plain, cuda: Engines::new(Engine::new) }
     }

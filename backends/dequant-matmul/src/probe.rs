@@ -3,12 +3,9 @@
 use q4_core::rows::reject_operands;
 use q4_core::{
     ActGlobal, Activations, DType, ExecPath, HostEnv, LinearSpec, OpSet, ProbeItem, Q4Schema, Reject,
-    RejectCode, Verdict,
+    RejectCode, Result, Verdict,
 };
 use q4_cuda::Needs;
-
-/// Every encoding there is.
-pub(crate) const SCHEMAS: [&str; 4] = ["nvfp4", "nf4", "nf4-dq", "dense"];
 
 /// The instruction set that products use, and what else this machine could run.
 pub(crate) fn probe(is_plain: bool) -> Vec<ProbeItem> {
@@ -72,9 +69,6 @@ pub(crate) fn operands(spec: &LinearSpec, path: ExecPath) -> Vec<Reject> {
     if path != ExecPath::DequantMatmul {
         reject(PathUnsupported, "dequant-matmul", path.to_string());
     }
-    if !SCHEMAS.contains(&spec.schema.id().name) {
-        reject(SchemaUnsupported, &SCHEMAS.join(", "), spec.schema.to_string());
-    }
     if let Activations::Nvfp4(act) = spec.activations
         && let ActGlobal::Static(g) = act.global
         && g.convention() != act.rule.convention()
@@ -92,5 +86,5 @@ pub(crate) fn operands(spec: &LinearSpec, path: ExecPath) -> Vec<Reject> {
 
 /// The copy in the type of y loses nothing.
 pub(crate) fn is_exact(schema: &Q4Schema, y: DType) -> bool {
-    y == DType::F32 || *schema == Q4Schema::Dense { dtype: y }
+    y == DType::F32 || schema.dense_dtype() == Some(y)
 }

@@ -8,24 +8,24 @@ use q4_conformance::Problem;
 use q4_core::oracle::bound;
 use q4_core::selfcheck::IoBuffer;
 use q4_core::{
-    ActGlobal, ActQuant, Activations, Code, Convention, DType, ExecContext, ExecPath, GlobalScale,
-    NibbleOrder, OpSet, Q4Schema, Q4Weight, RejectCode, Result, Rule, ScaleLayout, Segment, SegmentData,
-    TensorView, TensorViewMut, ThreadPool,
+    ActGlobal, ActQuant, Activations, Code, Convention, DType, Dense, ExecContext, ExecPath, GlobalScale,
+    Nf4, NibbleOrder, Nvfp4, Nvfp4Parts, OpSet, Q4Schema, Q4Weight, RejectCode, Result, Rule, ScaleLayout,
+    Segment, SegmentData, TensorView, TensorViewMut, ThreadPool,
 };
 use q4_dequant_matmul as _;
 
 const NVFP4: Q4Schema =
-    Q4Schema::Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: Some(Convention::Multiply) };
+    Q4Schema::Nvfp4(Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: Some(Convention::Multiply) });
 
 #[test]
 fn every_encoding_is_decoded_rightly() -> Result<()> {
     let subject = dense_path();
     for global in [None, Some(Convention::Divide)] {
-        subject.is_right_for(Q4Schema::Nvfp4 { scale_layout: ScaleLayout::Swizzled128x4, global })?;
+        subject.is_right_for(Q4Schema::Nvfp4(Nvfp4 { scale_layout: ScaleLayout::Swizzled128x4, global }))?;
     }
     let nibble_order = NibbleOrder::LowFirst;
-    subject.is_right_for(Q4Schema::Nf4 { nibble_order, block: 4096, nested: Some(256) })?;
-    subject.is_right_for(Q4Schema::Dense { dtype: DType::F16 })?;
+    subject.is_right_for(Q4Schema::Nf4(Nf4 { nibble_order, block: 4096, nested: Some(256) }))?;
+    subject.is_right_for(Q4Schema::Dense(Dense { dtype: DType::F16 }))?;
     subject.rounds_the_decoded_matrix_once(NVFP4)?;
     subject.takes_any_type_of_x(NVFP4)
 }
@@ -148,11 +148,12 @@ fn damage_is_refused() -> Result<()> {
     subject.refuses_damage(NVFP4)?;
     let codes = [0x35u8; 32];
     let scales = [0x38, 0x38, 0x38, 0x7f];
-    let data = SegmentData::Nvfp4 {
+    let data = Nvfp4Parts {
         codes: TensorView::of(&codes, &[32])?,
         scales: TensorView::of_bytes(&scales, DType::F8E4M3, &[4])?,
         global: Some(GlobalScale::multiply(1.0)?),
-    };
+    }
+    .into();
     let weight = Q4Weight { schema: NVFP4, k: 16, segments: &[Segment { rows: 4, data }] };
     let p = Problem { weight, ..dense(&IoBuffer::F32(vec![0.0; 64]), (1, 4, 16), Vec::new(), DType::F32) };
     let e = subject.prepare(&p, (DType::F32, DType::F32), &pool).err().unwrap();
@@ -163,8 +164,8 @@ fn damage_is_refused() -> Result<()> {
 
 #[test]
 fn dispatch_checks_it_and_counts_its_calls() -> Result<()> {
-    let nf4 = Q4Schema::Nf4 { nibble_order: NibbleOrder::HighFirst, block: 64, nested: Some(256) };
-    let schemas = [NVFP4, nf4, Q4Schema::Dense { dtype: DType::BF16 }];
+    let nf4 = Q4Schema::Nf4(Nf4 { nibble_order: NibbleOrder::HighFirst, block: 64, nested: Some(256) });
+    let schemas = [NVFP4, nf4, Q4Schema::Dense(Dense { dtype: DType::BF16 })];
     schemas.into_iter().try_for_each(|schema| dense_path().is_dispatched_and_counted(schema))
 }
 
@@ -175,10 +176,10 @@ fn dense_path() -> Subject {
 /// `x[m, k]` rounded to `io` against a dense weight.
 fn dense(stored: &IoBuffer, (m, n, k): (usize, usize, usize), x: Vec<f32>, io: DType) -> Problem<'_> {
     let view = stored.view(n, k).unwrap();
-    let segments = Box::leak(Box::new([Segment { rows: n, data: SegmentData::Dense { weight: view } }]));
+    let segments = Box::leak(Box::new([Segment { rows: n, data: SegmentData::dense(view) }]));
     Problem {
         name: format!("dense/{io}/n{n}.k{k}.m{m}"),
-        weight: Q4Weight { schema: Q4Schema::Dense { dtype: view.dtype() }, k, segments },
+        weight: Q4Weight { schema: Q4Schema::Dense(Dense { dtype: view.dtype() }), k, segments },
         x: IoBuffer::new(io, &x).to_f32(),
         m,
         max_m: m,

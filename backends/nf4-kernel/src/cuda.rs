@@ -9,8 +9,8 @@ use crate::prepare::{check, finite_absmax};
 use q4_core::formats::nf4;
 use q4_core::rows::check_matrix;
 use q4_core::{
-    Activations, Code, DType, Error, ExecContext, ExecPath, FuseSet, Fusion, LinearSpec, NibbleOrder, OpSet,
-    PreparedInfo, PreparedWeight, Q4Schema, Q4Weight, Result, SegmentData, TensorView, TensorViewMut,
+    Activations, Code, DType, Error, ExecContext, ExecPath, FuseSet, Fusion, LinearSpec, Nf4, Nf4Parts,
+    NibbleOrder, OpSet, PreparedInfo, PreparedWeight, Q4Schema, Q4Weight, Result, TensorView, TensorViewMut,
 };
 use q4_cuda::{Buffer, Gpu, Matrix, RowKernels, number};
 use std::sync::Arc;
@@ -123,10 +123,11 @@ pub(crate) fn prepare(
     if path == ExecPath::FusedRounded && engine.rounded.is_none() {
         return Err(Error::new(Code::Unsupported, "rounded weights").need("sm_90").have(engine.gpu.arch()));
     }
-    let Q4Schema::Nf4 { nibble_order, block, .. } = w.schema else {
+    let Q4Schema::Nf4(format) = w.schema else {
         return Err(Error::new(Code::SchemaInvalid, "weight").need("nf4").have(w.schema.to_string()));
     };
     let (n, k) = (w.n(), w.k);
+    let Nf4 { nibble_order, block, .. } = format;
     let Sizes { group, units, codes, scales } = Sizes::of(n, k, block);
     let memory = Buffer::lasting(&engine.gpu, codes + scales)?;
     memory.fill(0)?;
@@ -140,11 +141,11 @@ pub(crate) fn prepare(
     };
     let mut first = 0;
     for (i, s) in w.segments.iter().enumerate() {
-        let SegmentData::Nf4 { codes, absmax } = &s.data else {
+        let Some(Nf4Parts { codes, absmax }) = format.of(&s.data) else {
             return Err(Error::new(Code::SchemaInvalid, format!("segment {i}")).need("the parts of nf4"));
         };
         let codes = Buffer::of(&engine.gpu, codes.as_bytes()?)?;
-        let absmax = Buffer::of(&engine.gpu, &finite_absmax(i, absmax)?)?;
+        let absmax = Buffer::of(&engine.gpu, &finite_absmax(i, &absmax)?)?;
         let raw = simple::Raw {
             codes: codes.ptr(),
             absmax: absmax.ptr(),

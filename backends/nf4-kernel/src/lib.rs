@@ -21,7 +21,7 @@ mod simd;
 use cuda::Engine;
 use q4_core::{
     BackendDescriptor, Built, BuiltinOptions, Code, Device, Error, ExecContext, ExecPath, Footprint, HostEnv,
-    LinearSpec, PreparedWeight, ProbeItem, Q4Backend, Q4Schema, Q4Weight, Registration, Reject, Result,
+    LinearSpec, Nf4, PreparedWeight, ProbeItem, Q4Backend, Q4Schema, Q4Weight, Registration, Reject, Result,
     Verdict, inventory,
 };
 use q4_cuda::Engines;
@@ -93,8 +93,8 @@ impl Q4Backend for Nf4Kernel {
     fn footprint(&self, spec: &LinearSpec, path: ExecPath) -> Footprint {
         let usual = Footprint::usual(spec, path);
         match (spec.device, spec.schema) {
-            (Device::Cpu, Q4Schema::Nf4 { block, .. }) => prepare::footprint(spec, block),
-            (_, Q4Schema::Nf4 { block, .. }) => {
+            (Device::Cpu, Q4Schema::Nf4(Nf4 { block, .. })) => prepare::footprint(spec, block),
+            (_, Q4Schema::Nf4(Nf4 { block, .. })) => {
                 Footprint { resident: cuda::resident(spec.n(), spec.k, block), ..usual }
             }
             _ => usual,

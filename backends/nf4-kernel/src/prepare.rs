@@ -6,8 +6,8 @@ use bytemuck::{Pod, Zeroable};
 use q4_core::formats::nf4;
 use q4_core::rows::{RowsMut, activation_bytes};
 use q4_core::{
-    Absmax, Activations, Code, DType, Error, ExecPath, Footprint, LinearSpec, NibbleOrder, OpSet,
-    PreparedInfo, Q4Schema, Q4Weight, Result, Scratch, SegmentData, ThreadPool,
+    Absmax, Activations, Code, DType, Error, ExecPath, Footprint, LinearSpec, Nf4, Nf4Parts, NibbleOrder,
+    OpSet, PreparedInfo, Q4Schema, Q4Weight, Result, Scratch, ThreadPool,
 };
 use std::borrow::Cow;
 use std::sync::Mutex;
@@ -82,12 +82,12 @@ pub(crate) fn prepare(
     threads: &ThreadPool,
 ) -> Result<Packed> {
     check(w, spec)?;
-    let Q4Schema::Nf4 { nibble_order, block, .. } = w.schema else {
+    let Q4Schema::Nf4(format) = w.schema else {
         return Err(Error::new(Code::SchemaInvalid, "weight").need("nf4").have(w.schema.to_string()));
     };
     let (n, k) = (w.n(), w.k);
-    let rows = Stored::rows(w, nibble_order, block as usize)?;
-    let group = scale_group(k, block);
+    let rows = Stored::rows(w, format)?;
+    let group = scale_group(k, format.block);
     let blocks = n.div_ceil(LANES);
     let (words, groups) = (k / CODES, k / group);
     let mut codes = Pages::<Line<u32>>::zeroed(blocks * words)?;
@@ -157,12 +157,13 @@ struct Stored<'a> {
 }
 
 impl<'a> Stored<'a> {
-    fn rows(w: &Q4Weight<'a>, order: NibbleOrder, block: usize) -> Result<Vec<Self>> {
+    fn rows(w: &Q4Weight<'a>, format: Nf4) -> Result<Vec<Self>> {
+        let (order, block) = (format.nibble_order, format.block as usize);
         let one = |(i, s): (usize, &q4_core::Segment<'a>)| {
-            let SegmentData::Nf4 { codes, absmax } = &s.data else {
+            let Some(Nf4Parts { codes, absmax }) = format.of(&s.data) else {
                 return Err(Error::new(Code::SchemaInvalid, format!("segment {i}")).need("the parts of nf4"));
             };
-            let absmax = finite_absmax(i, absmax)?;
+            let absmax = finite_absmax(i, &absmax)?;
             Ok(Self { rows: s.rows, codes: codes.as_bytes()?, absmax, order, block })
         };
         w.segments.iter().enumerate().map(one).collect()

@@ -2,7 +2,7 @@
 use crate::layout::scale_group;
 use crate::simd::Isa;
 use q4_core::{
-    Activations, CudaDevice, DType, Device, ExecPath, HostEnv, LinearSpec, ProbeItem, Q4Schema, Reject,
+    Activations, CudaDevice, DType, Device, ExecPath, HostEnv, LinearSpec, Nf4, ProbeItem, Q4Schema, Reject,
     RejectCode, Verdict,
 };
 use q4_cuda::Needs;
@@ -80,11 +80,11 @@ pub(crate) fn operands(spec: &LinearSpec, path: ExecPath) -> Vec<Reject> {
         reject(ShapeUnsupported, "at least one row and one column", format!("[{}, {}]", spec.n(), spec.k));
     }
     match spec.schema {
-        Q4Schema::Nf4 { block, .. } if spec.k > 0 && scale_group(spec.k, block) < LEAST_GROUP => {
+        Q4Schema::Nf4(Nf4 { block, .. }) if spec.k > 0 && scale_group(spec.k, block) < LEAST_GROUP => {
             let need = "gcd(k, block) >= 16, so that every 16 of k share an absmax";
             reject(ShapeUnsupported, need, format!("k = {}, block = {block}", spec.k));
         }
-        Q4Schema::Nf4 { .. } => {}
+        Q4Schema::Nf4(_) => {}
         other => reject(SchemaUnsupported, "nf4 or nf4-dq", other.id().name.into()),
     }
     reasons

@@ -3,8 +3,8 @@
 use q4_conformance::lattice;
 use q4_core::selfcheck::IoBuffer;
 use q4_core::{
-    BuiltinOptions, DType, Device, ExecContext, ExecPath, LinearSpec, NibbleOrder, OpSet, Q4Schema, Registry,
-    Result, SegmentSpec, TensorViewMut, ThreadPool,
+    BuiltinOptions, DType, Device, ExecContext, ExecPath, LinearSpec, Nf4, NibbleOrder, OpSet, Q4Schema,
+    Registry, Result, SegmentSpec, TensorViewMut, ThreadPool,
 };
 use q4_nf4_kernel as _;
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -32,7 +32,7 @@ static ALLOCATOR: Counting = Counting;
 #[test]
 fn no_call_allocates() -> Result<()> {
     let (pool, io) = (ThreadPool::new(2), DType::BF16);
-    let schema = Q4Schema::Nf4 { nibble_order: NibbleOrder::HighFirst, block: 64, nested: None };
+    let schema = Q4Schema::Nf4(Nf4 { nibble_order: NibbleOrder::HighFirst, block: 64, nested: None });
     let registry = Registry::builtin(&BuiltinOptions::default())?;
     let backend = registry.live("nf4-kernel").unwrap();
     let mut calls = 0;

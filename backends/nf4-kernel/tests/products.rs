@@ -6,8 +6,8 @@ mod contract;
 use contract::{Subject, built, subjects};
 use q4_core::selfcheck::plain_activations;
 use q4_core::{
-    Absmax, Activations, Code, DType, ExecPath, HostEnv, NibbleOrder, Q4Schema, Q4Weight, RejectCode, Result,
-    Segment, SegmentData, TensorView, ThreadPool,
+    Absmax, Activations, Code, DType, Dense, ExecPath, HostEnv, Nf4, Nf4Parts, NibbleOrder, Q4Schema,
+    Q4Weight, RejectCode, Result, Segment, TensorView, ThreadPool,
 };
 use q4_nf4_kernel as _;
 
@@ -63,7 +63,7 @@ fn vector_kernels_agree_bit_for_bit() -> Result<()> {
     let (absmax, x, dy) = (floats(n * k / 64), floats(most * k), floats(most * n));
     let codes: Vec<u8> = (0..n * k / 2).map(|_| next() as u8).collect();
     let absmax = Absmax::Plain(TensorView::of(&absmax, &[absmax.len()])?);
-    let data = SegmentData::Nf4 { codes: TensorView::of(&codes, &[codes.len()])?, absmax };
+    let data = Nf4Parts { codes: TensorView::of(&codes, &[codes.len()])?, absmax }.into();
     let segments = [Segment { rows: n, data }];
     let (io, pool) = ((DType::F32, DType::F32), ThreadPool::new(1));
     let mut fnv = 0xcbf2_9ce4_8422_2325u64;
@@ -114,7 +114,7 @@ fn every_reason_is_given_at_once() {
         DeviceAbsent,
     ];
     assert_eq!(codes, expect);
-    let codes = subject.reasons(Q4Schema::Dense { dtype: DType::F32 }, Activations::Native);
+    let codes = subject.reasons(Q4Schema::Dense(Dense { dtype: DType::F32 }), Activations::Native);
     assert!(codes.contains(&SchemaUnsupported), "{codes:?}");
 }
 
@@ -137,10 +137,11 @@ fn damage_is_refused() -> Result<()> {
     let (codes, mut absmax) = (vec![0x5au8; 16 * 64 / 2], vec![0.5; 16]);
     let mut prepare = |last: f32| {
         absmax[15] = last;
-        let data = SegmentData::Nf4 {
+        let data = Nf4Parts {
             codes: TensorView::of(&codes, &[codes.len()])?,
             absmax: Absmax::Plain(TensorView::of(&absmax, &[16])?),
-        };
+        }
+        .into();
         let weight = Q4Weight { schema: PLAIN, k: 64, segments: &[Segment { rows: 16, data }] };
         let (x, activations, io) = (Vec::new(), Activations::Native, DType::F32);
         let problem = q4_conformance::Problem {
@@ -166,7 +167,7 @@ fn dispatch_checks_it_and_counts_its_calls() -> Result<()> {
 }
 
 const fn nf4(nibble_order: NibbleOrder, block: u32, nested: Option<u32>) -> Q4Schema {
-    Q4Schema::Nf4 { nibble_order, block, nested }
+    Q4Schema::Nf4(Nf4 { nibble_order, block, nested })
 }
 
 fn kernels() -> Vec<Subject> {

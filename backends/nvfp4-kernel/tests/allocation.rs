@@ -3,8 +3,8 @@
 #![allow(clippy::unwrap_used)]
 use q4_core::{
     ActGlobal, ActQuant, Activations, BuiltinOptions, Candidate, DType, Device, ExecContext, ExecPath,
-    LinearSpec, OpSet, Q4Schema, Q4Weight, Registry, Rule, ScaleLayout, Segment, SegmentData, SegmentSpec,
-    TensorView, TensorViewMut, ThreadPool,
+    LinearSpec, Nvfp4, Nvfp4Parts, OpSet, Q4Schema, Q4Weight, Registry, Rule, ScaleLayout, Segment,
+    SegmentSpec, TensorView, TensorViewMut, ThreadPool,
 };
 use q4_nvfp4_kernel::NAME;
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -39,13 +39,14 @@ fn calls_allocate_nothing() {
     let (codes, scales) = (vec![0x5au8; n * k / 2], vec![0x38u8; n * k / 16]);
     let segments = [Segment {
         rows: n,
-        data: SegmentData::Nvfp4 {
+        data: Nvfp4Parts {
             codes: TensorView::of(&codes, &[n, k / 2]).unwrap(),
             scales: TensorView::of_bytes(&scales, DType::F8E4M3, &[n, k / 16]).unwrap(),
             global: None,
-        },
+        }
+        .into(),
     }];
-    let schema = Q4Schema::Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: None };
+    let schema = Q4Schema::Nvfp4(Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: None });
     let pool = ThreadPool::new(2);
     let w4a4 = Activations::Nvfp4(ActQuant { rule: Rule::ModelOpt, global: ActGlobal::PerCall });
     for activations in [Activations::Native, Activations::Int8, w4a4] {

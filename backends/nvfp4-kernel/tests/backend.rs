@@ -7,8 +7,9 @@ use q4_core::oracle::{Column, Input, bound};
 use q4_core::selfcheck::IoBuffer;
 use q4_core::{
     ActGlobal, ActQuant, Activations, BuiltinOptions, Code, Convention, DType, Device, Dispatch, ExecContext,
-    ExecPath, GlobalScale, LinearSpec, OpSet, Overrides, Policy, Q4Linear, Q4Schema, Q4Weight, Registry,
-    RowDecoder, Rule, ScaleLayout, Segment, SegmentData, SegmentSpec, TensorView, TensorViewMut, ThreadPool,
+    ExecPath, GlobalScale, LinearSpec, Nvfp4, Nvfp4Parts, OpSet, Overrides, Policy, Q4Linear, Q4Schema,
+    Q4Weight, Registry, RowDecoder, Rule, ScaleLayout, Segment, SegmentSpec, TensorView, TensorViewMut,
+    ThreadPool,
 };
 use q4_nvfp4_kernel::NAME;
 
@@ -247,7 +248,7 @@ impl Stored {
             });
             Part { rows, codes, scales, global }
         };
-        let schema = Q4Schema::Nvfp4 { scale_layout, global: convention };
+        let schema = Q4Schema::Nvfp4(Nvfp4 { scale_layout, global: convention });
         Self { k, schema, parts: rows.iter().enumerate().map(part).collect() }
     }
 
@@ -257,11 +258,12 @@ impl Stored {
             .iter()
             .map(|Part { rows, codes, scales, global }| Segment {
                 rows: *rows,
-                data: SegmentData::Nvfp4 {
+                data: Nvfp4Parts {
                     codes: TensorView::of(codes, &[codes.len()]).unwrap(),
                     scales: TensorView::of_bytes(scales, DType::F8E4M3, &[scales.len()]).unwrap(),
                     global: *global,
-                },
+                }
+                .into(),
             })
             .collect();
         use_it(&Q4Weight { schema: self.schema, k: self.k, segments: &segments })

@@ -4,8 +4,8 @@
 #![allow(clippy::unwrap_used)]
 use q4_core::{
     Activations, BuiltinOptions, Candidate, DType, Device, ExecContext, ExecPath, FuseSet, Fusion,
-    LinearSpec, OpSet, Q4Schema, Q4Weight, Registry, Reject, RejectCode, ScaleLayout, Segment, SegmentData,
-    SegmentSpec, TensorView, TensorViewMut, ThreadPool,
+    LinearSpec, Nvfp4, Nvfp4Parts, OpSet, Q4Schema, Q4Weight, Registry, Reject, RejectCode, ScaleLayout,
+    Segment, SegmentSpec, TensorView, TensorViewMut, ThreadPool,
 };
 use q4_nvfp4_kernel::NAME;
 use std::fs;
@@ -140,12 +140,13 @@ fn a_library_of_interface_1_0_still_computes_and_fuses_nothing() {
     let registry = Registry::builtin(&named(&path)).unwrap();
     let backend = registry.live(NAME).expect("an old library is a library");
     let (codes, scales) = (vec![0x22u8; 8 * 16], vec![0x38u8; 16]);
-    let data = SegmentData::Nvfp4 {
+    let data = Nvfp4Parts {
         codes: TensorView::of(&codes, &[codes.len()]).unwrap(),
         scales: TensorView::of_bytes(&scales, DType::F8E4M3, &[scales.len()]).unwrap(),
         global: None,
-    };
-    let schema = Q4Schema::Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: None };
+    }
+    .into();
+    let schema = Q4Schema::Nvfp4(Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: None });
     let segments = [Segment { rows: 16, data }];
     let weight = Q4Weight { schema, k: 16, segments: &segments };
     let spec = LinearSpec {

@@ -7,6 +7,7 @@ mod forward;
 mod prepare;
 mod probe;
 
+use q4_core::formats::names;
 use q4_core::{
     BackendDescriptor, Built, BuiltinOptions, ExecContext, ExecPath, Footprint, HostEnv, LinearSpec,
     PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Registration, Reject, Result, Verdict, inventory,
@@ -35,7 +36,7 @@ impl Reference {
             version: env!("CARGO_PKG_VERSION").into(),
             vendor: "q4".into(),
             priority: -100,
-            offers: probe::SCHEMAS.map(|schema| (schema.into(), ExecPath::Reference)).into(),
+            offers: names().map(|schema| (schema.into(), ExecPath::Reference)).collect(),
         };
         Self { descriptor }
     }

@@ -2,9 +2,6 @@
 use q4_core::rows::reject_operands;
 use q4_core::{ActGlobal, Activations, Device, ExecPath, LinearSpec, ProbeItem, Reject, RejectCode, Verdict};
 
-/// Every encoding there is.
-pub(crate) const SCHEMAS: [&str; 4] = ["nvfp4", "nf4", "nf4-dq", "dense"];
-
 /// Plain Rust: nothing to find, nothing to miss.
 pub(crate) fn probe() -> Vec<ProbeItem> {
     vec![ProbeItem { id: "cpu.scalar".into(), reasons: Vec::new(), detail: "fixed point and f64".into() }]
@@ -20,9 +17,6 @@ pub(crate) fn can_prepare(spec: &LinearSpec, path: ExecPath) -> Verdict {
     }
     if spec.device != Device::Cpu {
         reject(DeviceAbsent, "cpu", spec.device.to_string());
-    }
-    if !SCHEMAS.contains(&spec.schema.id().name) {
-        reject(SchemaUnsupported, &SCHEMAS.join(", "), spec.schema.to_string());
     }
     if let Activations::Nvfp4(act) = spec.activations
         && let ActGlobal::Static(g) = act.global

@@ -6,15 +6,16 @@ use contract::{Subject, built, forward, subjects};
 use q4_conformance::lattice;
 use q4_core::oracle::{Column, Input, roundoff};
 use q4_core::{
-    ActGlobal, ActQuant, Activations, Convention, DType, Dispatch, ExecPath, GlobalScale, NibbleOrder,
-    Policy, Q4Schema, RejectCode, Result, RowDecoder, Rule, ScaleLayout, ThreadPool,
+    ActGlobal, ActQuant, Activations, Convention, DType, Dense, Dispatch, ExecPath, GlobalScale, Nf4,
+    NibbleOrder, Nvfp4, Policy, Q4Schema, RejectCode, Result, RowDecoder, Rule, ScaleLayout, ThreadPool,
 };
 use q4_reference as _;
 
 const NVFP4: Q4Schema =
-    Q4Schema::Nvfp4 { scale_layout: ScaleLayout::Swizzled128x4, global: Some(Convention::Divide) };
-const NF4: Q4Schema = Q4Schema::Nf4 { nibble_order: NibbleOrder::LowFirst, block: 4096, nested: Some(256) };
-const DENSE: Q4Schema = Q4Schema::Dense { dtype: DType::F16 };
+    Q4Schema::Nvfp4(Nvfp4 { scale_layout: ScaleLayout::Swizzled128x4, global: Some(Convention::Divide) });
+const NF4: Q4Schema =
+    Q4Schema::Nf4(Nf4 { nibble_order: NibbleOrder::LowFirst, block: 4096, nested: Some(256) });
+const DENSE: Q4Schema = Q4Schema::Dense(Dense { dtype: DType::F16 });
 
 #[test]
 fn every_result_is_the_exact_one_rounded_once() -> Result<()> {

@@ -1,7 +1,7 @@
 //! What a certificate is about, and what voids it.
 use super::*;
 use crate::{Options, TypeLimits, liars, run};
-use q4_core::{CudaDevice, DType, OpSet, ThreadPool};
+use q4_core::{Code, CudaDevice, DType, OpSet, Result, ThreadPool};
 
 fn machine_with(feature: &str) -> HostEnv {
     HostEnv { arch: "x86_64".into(), cpu_features: vec![feature.into()], ..HostEnv::default() }
@@ -195,7 +195,7 @@ fn only_what_the_key_sealed_counts() -> Result<()> {
 
 #[test]
 fn products_of_other_kinds_are_not_covered() {
-    let schema = crate::lattice::encodings("nvfp4")[0];
+    let schema = q4_core::formats::encodings("nvfp4")[0];
     let plain = crate::claim::plain_spec(schema, q4_core::Activations::Native, q4_core::Device::Cpu);
     let spec = LinearSpec { x: DType::BF16, y: DType::BF16, ..plain.clone() };
     let c = certificate();
@@ -213,7 +213,10 @@ fn products_of_other_kinds_are_not_covered() {
         (spec.clone(), ExecPath::DequantMatmul),
         (LinearSpec { activations: q4_core::Activations::Int8, ..spec.clone() }, ExecPath::FusedDequant),
         (LinearSpec { device: q4_core::Device::Cuda(0), ..spec.clone() }, ExecPath::FusedDequant),
-        (LinearSpec { schema: crate::lattice::encodings("nf4")[0], ..spec.clone() }, ExecPath::FusedDequant),
+        (
+            LinearSpec { schema: q4_core::formats::encodings("nf4")[0], ..spec.clone() },
+            ExecPath::FusedDequant,
+        ),
     ] {
         let reasons = c.covers(&spec, path).expect_err("not certified");
         assert_eq!(reasons[0].code, RejectCode::ConformanceMissing, "{}", reasons[0]);

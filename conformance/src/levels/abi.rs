@@ -2,9 +2,10 @@
 //! one.
 use crate::Level;
 use crate::case::{AbiProbe, Bench, Case, Seen};
-use crate::claim::{SCHEMAS, plain_spec};
+use crate::claim::plain_spec;
 use crate::lattice;
 use crate::product::failed;
+use q4_core::formats::names;
 use q4_core::{
     BackendDescriptor, Device, ExecPath, LinearSpec, ProbeItem, Q4Schema, Reject, Result, Verdict,
 };
@@ -54,8 +55,10 @@ fn descriptor(bench: &Bench<'_>) -> Result<Seen> {
     if d.offers.is_empty() || unique.len() != d.offers.len() {
         return Err(failed("descriptor: offers").need("at least one, each once").have(offers(d)));
     }
-    if let Some((unknown, _)) = d.offers.iter().find(|(s, _)| !SCHEMAS.contains(&s.as_ref())) {
-        return Err(failed("descriptor: offers").need(SCHEMAS.join(", ")).have(unknown.to_string()));
+    if let Some((unknown, _)) = d.offers.iter().find(|(s, _)| names().all(|name| name != s.as_ref())) {
+        return Err(failed("descriptor: offers")
+            .need(names().collect::<Vec<_>>().join(", "))
+            .have(unknown.to_string()));
     }
     let first = described(d);
     for _ in 0..3 {
@@ -123,7 +126,7 @@ fn verdicts_repeat(bench: &Bench<'_>) -> Result<Seen> {
     for (verdict, (spec, path)) in first.iter().zip(&questions) {
         let Err(reasons) = verdict else { continue };
         if reasons.is_empty() || reasons.iter().any(|r| r.need.is_empty() || r.have.is_empty()) {
-            return Err(failed(&format!("refusing {} via {path}", lattice::label(&spec.schema)))
+            return Err(failed(&format!("refusing {} via {path}", spec.schema.label()))
                 .need("at least one reason, each with need and have")
                 .have(no(reasons)));
         }
@@ -133,7 +136,7 @@ fn verdicts_repeat(bench: &Bench<'_>) -> Result<Seen> {
         let again = ask(question);
         if again != *verdict {
             let (spec, path) = question;
-            return Err(failed(&format!("verdict on {} via {path} changed", lattice::label(&spec.schema)))
+            return Err(failed(&format!("verdict on {} via {path} changed", spec.schema.label()))
                 .need(said(verdict))
                 .have(said(&again)));
         }
@@ -164,7 +167,7 @@ fn verdicts_on_threads(bench: &Bench<'_>) -> Result<Seen> {
 fn questions(device: Device) -> Vec<(LinearSpec, ExecPath)> {
     let mut all = Vec::new();
     let kinds = ["native", "int8", "nvfp4"].map(|kind| lattice::quantizers(kind)[0]);
-    for schema in lattice::SCHEMAS {
+    for schema in lattice::usual() {
         for activations in kinds {
             for path in PATHS {
                 let plain = plain_spec(schema, activations, device);
@@ -178,5 +181,5 @@ fn questions(device: Device) -> Vec<(LinearSpec, ExecPath)> {
 }
 
 fn ragged(schema: &Q4Schema) -> usize {
-    if matches!(schema, Q4Schema::Nvfp4 { .. }) { 48 } else { 33 }
+    if schema.k_block() == 1 { 33 } else { 3 * schema.k_block() }
 }

@@ -7,7 +7,7 @@ use crate::lattice;
 use crate::measure::Problem;
 use crate::product::{self, failed};
 use crate::tolerance::bound;
-use q4_core::{DType, ExecPath, OpSet, Q4Schema, Result};
+use q4_core::{DType, ExecPath, OpSet, Result};
 
 pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
     let path = scope.claim.path;
@@ -28,8 +28,8 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
             let name = format!("lattice/{}", sketch.name());
             scope.add(all, Level::L3, name, move |bench| sketch.with(|problem| check(bench, path, problem)));
         }
-        if scope.claim.activations == "native" && matches!(schema, Q4Schema::Nf4 { .. }) && has(scope.io()) {
-            for schema in super::decode::blocks(schema) {
+        if scope.claim.activations == "native" && has(scope.io()) {
+            for schema in schema.blocks() {
                 let sketch = scope.sketch(schema, activations, scope.io(), [24, 512, 3]);
                 let name = format!("blocks/{}", sketch.name());
                 scope.add(all, Level::L3, name, move |bench| sketch.with(|p| check(bench, path, p)));

@@ -7,7 +7,7 @@ use crate::guarded::Layout;
 use crate::lattice::{self, Sketch};
 use crate::measure::Problem;
 use crate::product::{self, failed};
-use q4_core::{DType, ExecPath, OpSet, Q4Schema, Result};
+use q4_core::{DType, ExecPath, OpSet, Result};
 
 pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
     let (claim, seed, io) = (scope.claim, scope.seed, scope.io());
@@ -28,7 +28,7 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
             let name = format!("source-destroyed/{}", sketch.name());
             scope.add(all, Level::L5, name, move |bench| source_destroyed(bench, path, &sketch));
         }
-        let name = format!("info/{}/s{seed}", lattice::label(&schema));
+        let name = format!("info/{}/s{seed}", schema.label());
         let sketches = [[64, 128, 1], [17, 48, 4], [130, 256, 129]]
             .map(|shape| scope.sketch(schema, activations, io, shape));
         scope.add(all, Level::L5, name, move |bench| {
@@ -144,13 +144,7 @@ fn info(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<usiz
     }
     // Codes and scales are the least a 4-bit weight can be kept in, a half of each element the least of a
     // dense one.
-    let elements = spec.n() as u64 * spec.k as u64;
-    let least = match spec.schema {
-        Q4Schema::Nvfp4 { .. } => elements / 2 + elements / 16,
-        Q4Schema::Nf4 { block, nested: None, .. } => elements / 2 + 4 * elements / u64::from(block),
-        Q4Schema::Nf4 { block, .. } => elements / 2 + elements / u64::from(block),
-        _ => 2 * elements,
-    };
+    let least = spec.schema.least_bytes(spec.n(), spec.k);
     let have = w.info().resident_bytes;
     if have < least {
         return Err(failed("info(): resident_bytes")

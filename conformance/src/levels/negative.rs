@@ -4,23 +4,24 @@ use super::Scope;
 use super::abi::PATHS;
 use crate::Level;
 use crate::case::{Bench, Case, Seen};
-use crate::claim::{ACTIVATIONS, SCHEMAS};
+use crate::claim::ACTIVATIONS;
 use crate::lattice::{self, Sketch};
 use crate::measure::Problem;
 use crate::product::{self, failed};
 use crate::stored::Stored;
+use q4_core::formats::{encodings, names};
 use q4_core::{
     ActGlobal, ActQuant, Activations, DType, Device, ExecContext, ExecPath, GlobalScale, LinearSpec, OpSet,
-    Q4Schema, Q4Weight, Result, Rule,
+    Part, Q4Schema, Q4Weight, Result, Rule,
 };
 
 /// Everything that the descriptor does not offer.
 pub(super) fn backend_cases(all: &mut Vec<Case>) {
-    for schema in SCHEMAS {
+    for schema in names() {
         for path in PATHS {
             for kind in ACTIVATIONS {
                 let sketch = Sketch::plain(
-                    lattice::encodings(schema)[0],
+                    encodings(schema)[0],
                     lattice::quantizers(kind)[0],
                     DType::F32,
                     [128, 256, 4],
@@ -72,7 +73,7 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
     let sketch = scope.sketch(schema, activations, scope.io(), [64, 256, 4]);
     for (name, spoil) in IMPOSSIBLE {
         // Native products of encodings without blocks along k may have any k.
-        let may_be_ragged = claim.activations == "native" && claim.schema != "nvfp4";
+        let may_be_ragged = claim.activations == "native" && schema.k_block() == 1;
         if name == "half-a-block-of-activations" && may_be_ragged {
             continue;
         }
@@ -96,13 +97,13 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
             })
         });
     }
-    for (name, damage) in damages(claim.schema) {
+    for (name, damage) in damages(schema) {
         let sketch = sketch.clone();
         scope.add(all, Level::L4, format!("weight/{name}"), move |bench| {
             damaged(bench, path, &sketch, damage)
         });
     }
-    if claim.schema != "dense" && claim.activations == "native" {
+    if schema.is_4bit() && claim.activations == "native" {
         let sketch = sketch.clone();
         scope.add(all, Level::L4, "weight/nan-scale", move |bench| nan_scale(bench, path, &sketch));
     }
@@ -138,7 +139,7 @@ fn agree(bench: &Bench<'_>, path: ExecPath, w: &Q4Weight<'_>, spec: &LinearSpec)
 fn describe(spec: &LinearSpec, path: ExecPath) -> String {
     format!(
         "{} via {path} with {} activations, {} -> {}, [{}, {}] in {} segments on {}",
-        lattice::label(&spec.schema),
+        spec.schema.label(),
         spec.activations,
         spec.x,
         spec.y,
@@ -160,7 +161,7 @@ fn verdicts_bind(
     let mut seen = 0;
     for (i, n) in lattice::N.into_iter().enumerate() {
         for k in lattice::K.into_iter().take(9).chain(lattice::RAGGED_K) {
-            if k % 16 != 0 && matches!(schema, Q4Schema::Nvfp4 { .. }) {
+            if k % schema.k_block() != 0 {
                 continue;
             }
             let io = [DType::F32, DType::BF16, DType::F16][i % 3];
@@ -191,50 +192,42 @@ enum Damage {
     ShortScales,
     ForeignParts,
     MissingGlobal,
-    OddBlock,
+    Schema(Q4Schema),
 }
 
-fn damages(schema: &str) -> Vec<(&'static str, Damage)> {
+/// The first encoding of that name with a per-tensor scale.
+fn two_level(name: &str) -> Option<Q4Schema> {
+    encodings(name).into_iter().find(|s| s.global().is_some())
+}
+
+fn damages(schema: Q4Schema) -> Vec<(&'static str, Damage)> {
     let mut all = vec![("foreign-parts", Damage::ForeignParts)];
-    if schema != "dense" {
+    if schema.is_4bit() {
         all.extend([("short-codes", Damage::ShortCodes), ("short-scales", Damage::ShortScales)]);
     }
-    match schema {
-        "nvfp4" => all.push(("missing-global", Damage::MissingGlobal)),
-        "nf4" => all.push(("block-of-48", Damage::OddBlock)),
-        _ => {}
+    if two_level(schema.id().name).is_some() {
+        all.push(("missing-global", Damage::MissingGlobal));
     }
+    all.extend(schema.impossible().map(|(name, schema)| (name, Damage::Schema(schema))));
     all
 }
 
 fn damaged(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch, damage: Damage) -> Result<Seen> {
     let mut stored = sketch.weight();
-    let part = &mut stored.parts[0];
+    let part = &mut stored.parts[0].data;
     match damage {
-        Damage::ShortCodes => part.codes.truncate(part.codes.len() - 8),
-        Damage::ShortScales => {
-            part.scales.pop();
-            part.absmax.pop();
-            if let Some(n) = &mut part.nested {
-                n.codes.pop();
-            }
-        }
+        Damage::ShortCodes => part.shorten(Part::Codes, 8),
+        Damage::ShortScales => part.shorten(Part::Scales, 1),
         Damage::MissingGlobal => {
-            stored.schema = lattice::SCHEMAS[1];
+            stored.schema = two_level(stored.schema.id().name).unwrap_or(stored.schema);
             part.global = None;
         }
-        Damage::OddBlock => {
-            if let Q4Schema::Nf4 { block, .. } = &mut stored.schema {
-                *block = 48;
-            }
-        }
+        Damage::Schema(schema) => stored.schema = schema,
         Damage::ForeignParts => {}
     }
     stored.lend(|w| {
-        let foreign = match w.schema {
-            Q4Schema::Dense { .. } => Stored::random(lattice::SCHEMAS[0], &[64], 256, false, 0),
-            _ => Stored::random(lattice::SCHEMAS[8], &[64], 256, false, 0),
-        };
+        let other = if w.schema.is_4bit() { encodings("dense")[1] } else { encodings("nvfp4")[0] };
+        let foreign = Stored::random(other, &[64], 256, false, 0);
         foreign.lend(|other| {
             let is_foreign = matches!(damage, Damage::ForeignParts);
             let weight = Q4Weight { segments: if is_foreign { other.segments } else { w.segments }, ..*w };
@@ -264,12 +257,7 @@ fn nan_scale(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch) -> Result<Seen>
     let mut stored = sketch.weight();
     let (n, k) = (stored.n(), stored.k);
     let row = n / 2;
-    let part = &mut stored.parts[0];
-    match (stored.schema, &mut part.nested) {
-        (Q4Schema::Nf4 { block, .. }, None) => part.absmax[row * k / block as usize] = f32::NAN,
-        (_, Some(nested)) => nested.absmax[0] = f32::NAN,
-        _ => part.scales[row * k / 16] = 0x7f,
-    }
+    stored.schema.spoil(&mut stored.parts[0].data, row, k);
     stored.lend(|w| {
         let x = vec![1.0; k];
         let problem = Problem {

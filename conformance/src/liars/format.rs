@@ -5,7 +5,7 @@ use super::honest::{HONEST, Parts, Quantise, quantise};
 use super::situation::{Fault, Situation};
 use crate::Level::{L1, L2, L3};
 use q4_core::formats::nf4;
-use q4_core::{ActGlobal, ActQuant, Activations, DType, Q4Schema, Rule};
+use q4_core::{ActGlobal, ActQuant, Activations, DType, Nf4, Q4Schema, Rule};
 
 /// Wrong in a forward call.
 const fn on(name: &'static str, lie: &'static str, fault: fn(&Situation<'_>) -> Fault) -> Liar {
@@ -131,7 +131,7 @@ pub(super) const LIARS: &[Liar] = &[
         "products of NF4 in blocks of 256 to 2048 take another absmax",
         Parts {
             forward_row: |row, at| {
-                if let Q4Schema::Nf4 { block: 256..=2048, .. } = at.schema {
+                if let Q4Schema::Nf4(Nf4 { block: 256..=2048, .. }) = at.schema {
                     row.iter_mut().for_each(|w| *w *= 0.9);
                 }
             },
@@ -144,7 +144,7 @@ pub(super) const LIARS: &[Liar] = &[
         "gradients of NF4 in blocks of 1024 take another absmax",
         Parts {
             backward_row: |row, at| {
-                if let Q4Schema::Nf4 { block: 1024, .. } = at.schema {
+                if let Q4Schema::Nf4(Nf4 { block: 1024, .. }) = at.schema {
                     row.iter_mut().for_each(|w| *w *= 0.9);
                 }
             },

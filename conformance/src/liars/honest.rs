@@ -11,9 +11,9 @@ use q4_core::oracle::act_global;
 use q4_core::selfcheck::IoBuffer;
 use q4_core::{
     Absmax, ActGlobal, Activations, BackendDescriptor, Code, DType, Device, Error, ExecContext, ExecPath,
-    FuseSet, Fusion, GlobalScale, HostEnv, LinearSpec, NibbleOrder, OpSet, PreparedInfo, PreparedWeight,
-    ProbeItem, Q4Backend, Q4Schema, Q4Weight, Reject, RejectCode, Result, ScaleLayout, Scratch, SegmentData,
-    TensorView, TensorViewMut, Verdict, f32s,
+    FuseSet, Fusion, GlobalScale, HostEnv, LinearSpec, Nf4, Nf4Parts, NibbleOrder, Nvfp4, OpSet, Part,
+    PreparedInfo, PreparedWeight, ProbeItem, Q4Backend, Q4Schema, Q4Weight, Reject, RejectCode, Result,
+    ScaleLayout, Scratch, SegmentData, TensorView, TensorViewMut, Verdict, f32s,
 };
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -95,10 +95,10 @@ impl Q4Backend for Honest {
         let segments = w
             .segments
             .iter()
-            .map(|s| Segment::of(s.rows, &s.data, self.parts))
+            .map(|s| Segment::of(s.rows, w.schema, &s.data, self.parts))
             .collect::<Result<Vec<_>>>()?;
         let mut segments = segments;
-        if matches!(w.schema, Q4Schema::Nvfp4 { .. }) {
+        if matches!(w.schema, Q4Schema::Nvfp4(_)) {
             let globals: Vec<_> = segments.iter().map(|s| s.global).collect();
             let p = self.parts;
             for (i, s) in segments.iter_mut().enumerate() {
@@ -167,7 +167,7 @@ fn verdict(spec: &LinearSpec, path: ExecPath) -> Verdict {
     if spec.k == 0 || spec.segments.is_empty() || spec.segments.iter().any(|s| s.rows == 0) {
         no(ShapeUnsupported, "at least one row and one column", format!("[{}, {}]", spec.n(), spec.k));
     }
-    let is_blocked = matches!(spec.schema, Q4Schema::Nvfp4 { .. }) || spec.activations != Activations::Native;
+    let is_blocked = spec.schema.k_block() > 1 || spec.activations != Activations::Native;
     if is_blocked && spec.k % 16 != 0 {
         no(ShapeUnsupported, "k % 16 == 0", format!("k = {}", spec.k));
     }
@@ -219,7 +219,7 @@ struct Segment {
 }
 
 impl Segment {
-    fn of(rows: usize, data: &SegmentData<'_>, parts: Parts) -> Result<Self> {
+    fn of(rows: usize, schema: Q4Schema, data: &SegmentData<'_>, parts: Parts) -> Result<Self> {
         let mut out = Self {
             rows,
             codes: Vec::new(),
@@ -228,35 +228,41 @@ impl Segment {
             global: None,
             values: Vec::new(),
         };
-        match data {
-            SegmentData::Nvfp4 { codes, scales, global } => {
+        let codes = data.need(Part::Codes)?;
+        out.codes = codes.as_bytes()?.to_vec();
+        match schema {
+            Q4Schema::Nvfp4(_) => {
                 if parts.reads_on {
                     // SAFETY: it is not: nobody said what lies behind the codes.
                     std::hint::black_box(unsafe {
                         codes.as_ptr().cast::<u8>().add(codes.nbytes()).read_volatile()
                     });
                 }
-                (out.codes, out.scales) = (codes.as_bytes()?.to_vec(), scales.as_bytes()?.to_vec());
-                out.global = *global;
+                out.scales = data.need(Part::Scales)?.as_bytes()?.to_vec();
+                out.global = data.global;
             }
-            SegmentData::Nf4 { codes, absmax } => {
-                out.codes = codes.as_bytes()?.to_vec();
+            Q4Schema::Nf4(format) => {
+                let Some(Nf4Parts { absmax, .. }) = format.of(data) else { return Err(foreign()) };
                 out.absmax = match absmax {
-                    Absmax::Plain(a) => f32s(a)?.into_owned(),
+                    Absmax::Plain(a) => f32s(&a)?.into_owned(),
                     Absmax::Nested { codes, map, absmax, offset, block } => {
-                        let (map, absmax, codes) = (f32s(map)?, f32s(absmax)?, codes.as_bytes()?);
+                        let (map, absmax, codes) = (f32s(&map)?, f32s(&absmax)?, codes.as_bytes()?);
                         let of = |(i, &c): (usize, &u8)| {
-                            let second = (parts.nested_at)(i, *block).min(absmax.len() - 1);
-                            (parts.absmax)(map[usize::from(c)], c, absmax[second], *offset)
+                            let second = (parts.nested_at)(i, block).min(absmax.len() - 1);
+                            (parts.absmax)(map[usize::from(c)], c, absmax[second], offset)
                         };
                         codes.iter().enumerate().map(of).collect()
                     }
                 };
             }
-            _ => return Err(Error::new(Code::SchemaInvalid, "segment").need("4-bit parts")),
+            _ => return Err(foreign()),
         }
         Ok(out)
     }
+}
+
+fn foreign() -> Error {
+    Error::new(Code::SchemaInvalid, "segment").need("4-bit parts")
 }
 
 impl Drop for Kept {
@@ -267,10 +273,7 @@ impl Drop for Kept {
 }
 
 fn address(data: &SegmentData<'_>) -> usize {
-    match data {
-        SegmentData::Nvfp4 { codes, .. } | SegmentData::Nf4 { codes, .. } => codes.as_ptr() as usize,
-        _ => 0,
-    }
+    data.get(Part::Codes).map_or(0, |codes| codes.as_ptr() as usize)
 }
 
 impl Kept {
@@ -319,12 +322,12 @@ impl Kept {
         }
         let (s, k, p) = (&self.segments[segment], self.info.k, &self.parts);
         let is_tiled =
-            matches!(self.schema, Q4Schema::Nvfp4 { scale_layout: ScaleLayout::Swizzled128x4, .. });
+            matches!(self.schema, Q4Schema::Nvfp4(Nvfp4 { scale_layout: ScaleLayout::Swizzled128x4, .. }));
         let mut scale = 0;
         for (i, out) in out.iter_mut().enumerate() {
             let flat = at * k + i;
             *out = match self.schema {
-                Q4Schema::Nf4 { nibble_order, block, .. } => {
+                Q4Schema::Nf4(Nf4 { nibble_order, block, .. }) => {
                     let code = (p.nibble)(&s.codes, flat, nibble_order == NibbleOrder::LowFirst);
                     let block = (p.absmax_at)(flat, block as usize, k).min(s.absmax.len() - 1);
                     (p.nf4)(code) * (p.absmax_used)(s.absmax[block])

@@ -4,7 +4,7 @@ use super::honest::{HONEST, Parts};
 use super::situation::Fault;
 use crate::Level::{L2, L3, L4, L5};
 use q4_core::{
-    Activations, Convention, DType, ExecPath, LinearSpec, OpSet, Q4Schema, Reject, RejectCode, Rule,
+    Activations, Convention, DType, ExecPath, LinearSpec, Nvfp4, OpSet, Q4Schema, Reject, RejectCode, Rule,
     ScaleLayout, Verdict,
 };
 
@@ -41,11 +41,13 @@ pub(super) const LIARS: &[Liar] = &[
         unless(s.x == DType::F16 && s.segments.len() > 1, v)
     }),
     picky("picks-its-encodings", "tiled scales are refused in bf16", |s, _, v, _| {
-        let is_tiled = matches!(s.schema, Q4Schema::Nvfp4 { scale_layout: ScaleLayout::Swizzled128x4, .. });
+        let is_tiled =
+            matches!(s.schema, Q4Schema::Nvfp4(Nvfp4 { scale_layout: ScaleLayout::Swizzled128x4, .. }));
         unless(is_tiled && s.x == DType::BF16, v)
     }),
     picky("picks-its-blocks", "k % 128 == 64 is refused with tiled scales", |s, _, v, _| {
-        let is_tiled = matches!(s.schema, Q4Schema::Nvfp4 { scale_layout: ScaleLayout::Swizzled128x4, .. });
+        let is_tiled =
+            matches!(s.schema, Q4Schema::Nvfp4(Nvfp4 { scale_layout: ScaleLayout::Swizzled128x4, .. }));
         unless(is_tiled && s.k % 128 == 64, v)
     }),
     picky("picks-its-prompts", "long sums of long prompts are refused", |s, _, v, _| {
@@ -65,7 +67,7 @@ pub(super) const LIARS: &[Liar] = &[
         "picks-small-weights",
         "encodings with a dividing scale are for weights of at most 64 rows",
         |s, _, v, _| {
-            let divides = matches!(s.schema, Q4Schema::Nvfp4 { global: Some(Convention::Divide), .. });
+            let divides = matches!(s.schema, Q4Schema::Nvfp4(Nvfp4 { global: Some(Convention::Divide), .. }));
             unless(divides && s.n() > 64, v)
         },
     ),

@@ -2,7 +2,7 @@
 //!
 //! It has neither a header nor a checksum nor alignment, so the whole file is walked once and every length is
 //! compared with what is left before it is believed.
-use super::store::Index;
+use super::stored::Index;
 use super::table::{Kind, Tensor};
 use super::unique::{NAME_LIMIT, brief};
 use q4_core::{Code, DType, Error, Result, detect::TensorMeta};

@@ -2,12 +2,11 @@
 //!
 //! Names and types say which layout it is, the configuration says what was meant, and here the two must
 //! agree.
-use super::{Checkpoint, store::Stored};
+use super::{Checkpoint, stored::Stored};
 use q4_core::{
-    Absmax, ActGlobal, ActQuant, Activations, Code, Convention, DType, Error, GlobalScale, Q4Schema, Result,
-    Rule, ScaleLayout, Segment, SegmentData, TensorView,
+    ActGlobal, ActQuant, Activations, Code, Convention, Error, GlobalScale, Result, Rule, ScaleLayout,
+    Segment, SegmentData, TensorView,
     detect::{Detected, Layout, QuantState, detect},
-    formats::nvfp4,
 };
 use serde::Deserialize;
 
@@ -56,7 +55,7 @@ impl Layer<'_> {
     /// Without one, torchao takes a scale per call where the weight has a per-tensor scale, and the
     /// others use none.
     pub fn nvfp4_activations(&self) -> ActQuant {
-        let two_level = matches!(self.detected.schema, Q4Schema::Nvfp4 { global: Some(_), .. });
+        let two_level = self.detected.schema.global().is_some();
         let global = match self.input_global {
             Some(scale) => ActGlobal::Static(scale),
             None if self.detected.layout == Layout::TorchAo && two_level => ActGlobal::PerCall,
@@ -109,49 +108,22 @@ pub(super) fn bind<'a>(c: &'a Checkpoint, name: &str, n: usize, k: usize) -> Res
 }
 
 fn data<'a>(c: &'a Checkpoint, d: &Detected, global: Option<GlobalScale>) -> Result<SegmentData<'a>> {
-    let part = |key: &Option<String>| match key {
-        Some(key) => c.tensor(key),
-        None => Err(Error::new(Code::Internal, format!("{}: a part without a name", d.keys.weight))),
-    };
-    let flat =
-        |s: Stored<'a>, dtype: DType| TensorView::of_bytes(s.bytes, dtype, &[s.bytes.len() / dtype.size()]);
-    let weight = c.tensor(&d.keys.weight)?;
-    Ok(match d.schema {
-        Q4Schema::Nvfp4 { scale_layout, .. } => {
-            let scales = part(&d.keys.scales)?;
-            SegmentData::Nvfp4 {
-                codes: TensorView::of_bytes(weight.bytes, DType::U8, &[d.n, d.k / 2])?,
-                scales: match scale_layout {
-                    ScaleLayout::RowMajor => {
-                        TensorView::of_bytes(scales.bytes, DType::F8E4M3, &[d.n, d.k / nvfp4::BLOCK])?
-                    }
-                    ScaleLayout::Swizzled128x4 => flat(scales, DType::F8E4M3)?,
-                },
-                global,
-            }
-        }
-        Q4Schema::Nf4 { nested, .. } => SegmentData::Nf4 {
-            codes: flat(weight, DType::U8)?,
-            absmax: match nested {
-                None => Absmax::Plain(flat(part(&d.keys.absmax)?, DType::F32)?),
-                Some(block) => Absmax::Nested {
-                    codes: flat(part(&d.keys.absmax)?, DType::U8)?,
-                    map: flat(part(&d.keys.nested_map)?, DType::F32)?,
-                    absmax: flat(part(&d.keys.nested_absmax)?, DType::F32)?,
-                    offset: d.nested_offset,
-                    block: block as usize,
-                },
-            },
-        },
-        _ => SegmentData::Dense { weight: TensorView::of_bytes(weight.bytes, weight.dtype, &[d.n, d.k])? },
-    })
+    let mut data = SegmentData::default().with_global(global).with_offset(d.nested_offset);
+    for part in d.schema.parts(d.n, d.k) {
+        let key = d
+            .keys
+            .of(part.part)
+            .ok_or_else(|| Error::new(Code::Internal, format!("{}: a part without a name", d.keys.weight)))?;
+        data = data.with(part.part, TensorView::of_bytes(c.tensor(key)?.bytes, part.dtype, &part.shape)?);
+    }
+    Ok(data)
 }
 
 fn declared(c: &Checkpoint, layer: &Layer<'_>) -> Result<Activations> {
     let quantised = Ok(Activations::Nvfp4(layer.nvfp4_activations()));
     let stored = layer.input_global.is_some();
     match layer.detected.layout {
-        Layout::Dat if matches!(layer.detected.schema, Q4Schema::Nvfp4 { .. }) => quantised,
+        Layout::Dat if layer.detected.schema.activations().contains(&"nvfp4") => quantised,
         Layout::ModelOpt if stored && c.declaration().activations != Some(false) => quantised,
         Layout::CompressedTensors => match c.declaration().activations {
             Some(true) if !stored => {
@@ -205,15 +177,17 @@ fn torchao(c: &Checkpoint, layer: &Layer<'_>) -> Result<bool> {
             return Err(wrong("_tensor_data_names", "per_tensor_scale, for it is stored", parts.join(", ")));
         }
     }
-    let swizzled =
-        matches!(layer.detected.schema, Q4Schema::Nvfp4 { scale_layout: ScaleLayout::Swizzled128x4, .. });
+    let swizzled = layer.detected.schema.wire().scale_layout == Some(ScaleLayout::Swizzled128x4);
+    let block = layer.detected.schema.block();
     match (data.is_swizzled_scales, data.block_size) {
         (Some(says), _) if says != swizzled => Err(wrong(
             "is_swizzled_scales",
             &format!("{swizzled}, as the shape of _weight_scale says"),
             says.to_string(),
         )),
-        (_, Some(size)) if size != nvfp4::BLOCK as u64 => Err(wrong("block_size", "16", size.to_string())),
+        (_, Some(size)) if size != block as u64 => {
+            Err(wrong("block_size", &block.to_string(), size.to_string()))
+        }
         _ => Ok(data.act_quant_kwargs.is_some()),
     }
 }

@@ -17,6 +17,7 @@ mod safetensors;
 mod shards;
 mod source;
 mod store;
+mod stored;
 mod table;
 mod unique;
 pub mod values;
@@ -24,7 +25,8 @@ pub mod values;
 pub use bytes::Bytes;
 pub use declared::{Declaration, Method};
 pub use layer::Layer;
-pub use store::{Container, Entry, SCANNED, Stored, TensorStore};
+pub use store::{Entry, SCANNED, TensorStore};
+pub use stored::{Container, Stored};
 pub use table::Table;
 
 use crate::config::DecoderConfig;
@@ -178,7 +180,7 @@ impl Checkpoint {
 
     fn checked(&self, name: &str, n: usize, k: usize, helpers: Helpers<'_>) -> Result<Layer<'_>> {
         let layer = self.bind(name, n, k)?;
-        match values::problems(&self.store, &layer.detected, helpers)?.into_iter().next() {
+        match values::problems(|name| self.store.tensor(name), &layer.detected, helpers)?.into_iter().next() {
             Some(problem) => Err(problem.into()),
             None => Ok(layer),
         }

@@ -2,7 +2,7 @@
 //!
 //! The `safetensors` crate leaves duplicate keys, ranks and empty tensors alone, its errors do not name the
 //! tensor, and its index would stand beside ours in memory.
-use super::store::Index;
+use super::stored::Index;
 use super::table::{Kind, Tensor};
 use super::unique::{Texts, check_length, within};
 use q4_core::{Code, DType, Error, Result, detect::TensorMeta};

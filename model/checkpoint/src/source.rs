@@ -1,7 +1,7 @@
 //! Where the files of a model come from: a directory, single files, or the executable itself.
 //!
 //! What is missing or of the wrong kind is found here, before anything is parsed.
-use super::{OpenOptions, bytes::Bytes, store::Container};
+use super::{OpenOptions, bytes::Bytes, stored::Container};
 use q4_core::{Code, Error, Result};
 use std::{
     collections::BTreeMap,

@@ -2,11 +2,12 @@
 //!
 //! Nothing here knows what a tensor means; `inspect` and converters use it without a configuration.
 use super::shards::{self, Shards};
+use super::stored::{Container, Stored};
 use super::table::{Table, Tensor};
 use super::unique::TEXT_LIMIT;
 use super::{bytes::Bytes, dat, safetensors, source::Source, values};
 use crate::arch::Arch;
-use q4_core::{Code, DType, Error, Result, TensorView, read_floats};
+use q4_core::{Code, Error, Result};
 use serde::Serialize;
 use std::{collections::BTreeMap, ops::Range, path::Path};
 
@@ -15,16 +16,6 @@ const HEADER: u64 = 3;
 
 /// Bytes of a tensor that are looked at together when it is read in passing: a multiple of any element.
 pub const SCANNED: usize = 16 << 20;
-
-/// How weight files are written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Container {
-    /// `*.safetensors`, alone or in shards.
-    Safetensors,
-    /// `*.dat`.
-    Dat,
-}
 
 /// Every tensor of a checkpoint by name.
 #[derive(Clone, Debug)]
@@ -52,23 +43,6 @@ pub struct Entry<'a> {
     pub file: &'a str,
     /// First byte in that file.
     pub offset: usize,
-}
-
-/// A tensor as it is stored, borrowed from the file and perhaps not aligned.
-#[derive(Clone, Copy, Debug)]
-pub struct Stored<'a> {
-    /// Little-endian elements, row-major.
-    pub bytes: &'a [u8],
-    /// Element type.
-    pub dtype: DType,
-    /// Extents.
-    pub shape: &'a [usize],
-}
-
-/// What a container's reader hands over.
-pub(super) struct Index {
-    pub tensors: Vec<Tensor>,
-    pub metadata: BTreeMap<String, String>,
 }
 
 impl TensorStore {
@@ -328,34 +302,5 @@ impl TensorStore {
                 .have(format!("{:?}", stored.shape)));
         }
         Ok(stored)
-    }
-}
-
-impl<'a> Stored<'a> {
-    /// The same as a view; more than four dimensions are [`Code::ShapeMismatch`].
-    pub fn view(&self) -> Result<TensorView<'a>> {
-        TensorView::of_bytes(self.bytes, self.dtype, self.shape)
-    }
-
-    /// Number of elements.
-    pub fn len(&self) -> usize {
-        self.bytes.len() / self.dtype.size()
-    }
-
-    /// Never: containers with empty tensors are refused.
-    pub fn is_empty(&self) -> bool {
-        self.bytes.is_empty()
-    }
-
-    /// The elements widened to f32, exactly; [`Code::TensorType`] unless they are f16, bf16 or f32.
-    pub fn to_f32(&self) -> Result<Vec<f32>> {
-        if !self.dtype.is_io() {
-            return Err(Error::new(Code::TensorType, "a tensor of floats")
-                .need("float16, bfloat16 or float32")
-                .have(self.dtype.as_str()));
-        }
-        let mut out = vec![0.0; self.len()];
-        read_floats(self.bytes, self.dtype, &mut out);
-        Ok(out)
     }
 }

@@ -2,12 +2,9 @@
 //!
 //! A tensor is first reduced to "anything wrong here?" in loops the compiler vectorises; only a hit is
 //! located.
-use super::store::{Stored, TensorStore};
-use q4_core::{
-    Code, DType, Error, Q4Schema, Result, ScaleLayout, ThreadPool,
-    detect::Detected,
-    formats::{e4m3, nf4, nvfp4, swizzle},
-};
+use super::stored::Stored;
+use q4_core::formats::{Codebook, Test, ValueRule};
+use q4_core::{Code, DType, Error, Result, ThreadPool, detect::Detected};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Elements reduced before the result is looked at.
@@ -51,103 +48,94 @@ pub(super) fn non_finite(name: &str, stored: &Stored<'_>, helpers: Helpers<'_>) 
 }
 
 /// Everything wrong with the values of a layer whose parts fit together, a problem for each tensor at most.
-pub fn problems(store: &TensorStore, layer: &Detected, helpers: Helpers<'_>) -> Result<Vec<Problem>> {
+pub fn problems<'a>(
+    tensor: impl Fn(&str) -> Result<Stored<'a>>,
+    layer: &Detected,
+    helpers: Helpers<'_>,
+) -> Result<Vec<Problem>> {
     let keys = &layer.keys;
     let mut problems = Vec::new();
-    match layer.schema {
-        Q4Schema::Nvfp4 { scale_layout, .. } => {
-            if let Some(name) = &keys.scales {
-                problems.extend(block_scales(name, store.tensor(name)?.bytes, layer, scale_layout, helpers)?);
-            }
+    if let (Some(book), Some(name)) = (layer.schema.codebook(), &keys.quant_map) {
+        problems.extend(codebook(name, &tensor(name)?, book));
+    }
+    let before = problems.len();
+    for rule in layer.schema.values() {
+        let Some(name) = keys.of(rule.part) else { continue };
+        let stored = tensor(name)?;
+        problems.extend(match rule.test {
+            Test::Byte { .. } => bad_bytes(name, &stored, layer, &rule, helpers)?,
+            Test::Float32 { is_bad } => bad_floats(name, &stored, &rule, is_bad, helpers),
+            Test::Finite => non_finite(name, &stored, helpers),
+        });
+    }
+    if let (true, Some(map), Some(scales)) = (before == problems.len(), &keys.nested_map, &keys.nested_absmax)
+    {
+        let [map, scales] = [tensor(map)?, tensor(scales)?].map(|s| largest(&s));
+        let most = map * scales + layer.nested_offset.abs();
+        if !most.is_finite() {
+            problems.push(Problem {
+                code: Code::ScaleInvalid,
+                tensor: keys.nested_absmax.clone().unwrap_or_default(),
+                need: "products with nested_quant_map within f32",
+                have: most.to_string(),
+            });
         }
-        Q4Schema::Nf4 { nested, .. } => {
-            if let Some(name) = &keys.quant_map {
-                problems.extend(codebook(name, &store.tensor(name)?));
-            }
-            if let (None, Some(name)) = (nested, &keys.absmax) {
-                problems.extend(absmax(name, &store.tensor(name)?, helpers));
-            }
-            let before = problems.len();
-            for name in [&keys.nested_map, &keys.nested_absmax].into_iter().flatten() {
-                problems.extend(non_finite(name, &store.tensor(name)?, helpers));
-            }
-            if let (true, Some(map), Some(scales)) =
-                (before == problems.len(), &keys.nested_map, &keys.nested_absmax)
-            {
-                let [map, scales] = [store.tensor(map)?, store.tensor(scales)?].map(|s| largest(&s));
-                let most = map * scales + layer.nested_offset.abs();
-                if !most.is_finite() {
-                    problems.push(Problem {
-                        code: Code::ScaleInvalid,
-                        tensor: keys.nested_absmax.clone().unwrap_or_default(),
-                        need: "products with nested_quant_map within f32",
-                        have: most.to_string(),
-                    });
-                }
-            }
-        }
-        _ => problems.extend(non_finite(&keys.weight, &store.tensor(&keys.weight)?, helpers)),
     }
     Ok(problems)
 }
 
-/// Block scales must be finite and not negative: as bytes, below 0x7f. Padding of a swizzled buffer is not
-/// read by anyone.
-fn block_scales(
+/// One of the scales of a block along k. What pads them in another order is not read by anyone.
+fn bad_bytes(
     name: &str,
-    bytes: &[u8],
+    stored: &Stored<'_>,
     layer: &Detected,
-    order: ScaleLayout,
+    rule: &ValueRule,
     helpers: Helpers<'_>,
 ) -> Result<Option<Problem>> {
-    let bad = |b: [u8; 1]| b[0] >= 0x7f;
-    let Some(mut found) = scan::<1>(bytes, helpers, bad) else { return Ok(None) };
-    let blocks = layer.k / nvfp4::BLOCK;
-    let linear;
-    let mut scales = bytes;
-    if order == ScaleLayout::Swizzled128x4 {
-        linear = swizzle::from_blocked(bytes, layer.n, blocks)?;
-        scales = &linear;
-        match scan::<1>(scales, helpers, bad) {
-            Some(real) => found = real,
-            None => return Ok(None),
-        }
+    let Test::Byte { is_bad, in_words } = rule.test else { return Ok(None) };
+    let bad = |b: [u8; 1]| is_bad(b[0]);
+    if scan::<1>(stored.bytes, helpers, bad).is_none() {
+        return Ok(None);
     }
-    let byte = scales[found.first];
-    let value = if e4m3::is_nan(byte) { "NaN".to_owned() } else { e4m3::decode(byte).to_string() };
+    let scales = layer.schema.in_rows(rule.part, stored.bytes, [layer.n, layer.k])?;
+    let Some(found) = scan::<1>(&scales, helpers, bad) else { return Ok(None) };
+    let (byte, blocks) = (scales[found.first], layer.k / layer.schema.block());
     let place = format!("row {}, block {}", found.first / blocks, found.first % blocks);
     Ok(Some(Problem {
         code: Code::ScaleInvalid,
         tensor: name.to_owned(),
-        need: "block scales that are finite and not negative",
-        have: found.tell(&format!("{byte:#04x} ({value})"), &place),
+        need: rule.need,
+        have: found.tell(&format!("{byte:#04x} ({})", in_words(byte)), &place),
     }))
 }
 
-fn absmax(name: &str, stored: &Stored<'_>, helpers: Helpers<'_>) -> Option<Problem> {
-    let found = scan::<4>(stored.bytes, helpers, |b| {
-        let bits = u32::from_le_bytes(b);
-        bits >= 0x7f80_0000 && bits != 0x8000_0000
-    })?;
+fn bad_floats(
+    name: &str,
+    stored: &Stored<'_>,
+    rule: &ValueRule,
+    is_bad: fn(u32) -> bool,
+    helpers: Helpers<'_>,
+) -> Option<Problem> {
+    let found = scan::<4>(stored.bytes, helpers, |b| is_bad(u32::from_le_bytes(b)))?;
     let value = f32::from_le_bytes(*stored.bytes[4 * found.first..].first_chunk()?);
     Some(Problem {
         code: Code::ScaleInvalid,
         tensor: name.to_owned(),
-        need: "absmax that is finite and not negative",
+        need: rule.need,
         have: found.tell(&value.to_string(), &format!("block {}", found.first)),
     })
 }
 
-/// The 16 values must be those of NF4, bit for bit: another codebook under that name is another format.
-fn codebook(name: &str, stored: &Stored<'_>) -> Option<Problem> {
+/// The values must be those of the format, bit for bit: another codebook under that name is another format.
+fn codebook(name: &str, stored: &Stored<'_>, book: &Codebook) -> Option<Problem> {
     let values = stored.bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b));
-    let (code, value) = (0u8..)
-        .zip(values)
-        .find(|(code, value)| *code > 15 || nf4::decode(*code).to_bits() != value.to_bits())?;
+    let (code, value) = values
+        .enumerate()
+        .find(|(code, value)| book.values.get(*code).map(|v| v.to_bits()) != Some(value.to_bits()))?;
     Some(Problem {
         code: Code::ValueInvalid,
         tensor: name.to_owned(),
-        need: "the 16 values of NF4",
+        need: book.need,
         have: format!("{value} for code {code}"),
     })
 }
@@ -228,18 +216,5 @@ mod tests {
         assert_eq!(alone.have, problem.have);
         assert_eq!(problem.have, format!("NaN or infinity at index [1, {}], the first of 2", CHUNK / 2 - 2));
         assert!(non_finite("w", &Stored { dtype: DType::BF16, ..stored }, Some(&pool)).is_none());
-    }
-
-    #[test]
-    fn absmax_may_be_zero_of_either_sign_only() {
-        let check = |v: f32| {
-            absmax("a", &Stored { bytes: &v.to_le_bytes(), dtype: DType::F32, shape: &[1] }, None).is_some()
-        };
-        for good in [0.0, -0.0, 1.0, f32::MAX, f32::MIN_POSITIVE / 2.0] {
-            assert!(!check(good), "{good}");
-        }
-        for bad in [-1.0, f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -f32::MIN_POSITIVE] {
-            assert!(check(bad), "{bad}");
-        }
     }
 }

@@ -6,7 +6,7 @@ use crate::config::DecoderConfig;
 use crate::executor::Shape;
 use crate::export::atomic::Output;
 use crate::export::safetensors::{Entry, Writer, file_name};
-use q4_core::{DType, Result};
+use q4_core::{DType, GlobalScale, Part, Result};
 use serde_json::json;
 use std::path::Path;
 
@@ -41,10 +41,11 @@ pub fn write(shape: &Shape, out: &Path) -> Result<u64> {
         file.write(&weight(name), &[0x80, 0x3f].repeat(*len))?;
     }
     for (name, n, k) in &linears {
-        let part = random.part(&super::Recipe::NVFP4, *n, *k);
-        file.write(&weight(name), &part.codes)?;
-        file.write(&format!("{name}.weight_scale"), &part.scales)?;
-        file.write(&format!("{name}.weight_scale_2"), &part.global.to_le_bytes())?;
+        let part = super::Recipe::NVFP4.plausible([*n, *k], &mut |bytes| random.fill(bytes))?;
+        let global = part.global.map_or(1.0, GlobalScale::value);
+        file.write(&weight(name), part.bytes(Part::Codes))?;
+        file.write(&format!("{name}.weight_scale"), part.bytes(Part::Scales))?;
+        file.write(&format!("{name}.weight_scale_2"), &global.to_le_bytes())?;
     }
     let bytes = file.finish()? + output.write("config.json", config.as_bytes())?;
     output.commit()?;

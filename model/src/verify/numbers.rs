@@ -4,7 +4,7 @@
 //! codes follow the bell of trained (or random) weights. Bounds lie far from what quantisers of real weights
 //! do.
 use q4_core::{
-    Absmax, Result,
+    Absmax, Part, Q4Schema, Result, SegmentData,
     formats::{e2m1, e4m3, nf4, nvfp4},
 };
 
@@ -31,8 +31,28 @@ pub(super) struct Facts {
     pub odd: Vec<Oddity>,
 }
 
+/// What a matrix `[n, k]` of codes amounts to; `scales` are row-major. `None` for a format that nothing is
+/// known about.
+pub(super) fn facts(
+    schema: Q4Schema,
+    data: &SegmentData<'_>,
+    scales: &[u8],
+    [n, k]: [usize; 2],
+) -> Result<Option<Facts>> {
+    let codes = data.need(Part::Codes)?;
+    let codes = codes.as_bytes()?;
+    Ok(match schema {
+        Q4Schema::Nvfp4(_) => Some(nvfp4(codes, scales, k / nvfp4::BLOCK, data.global.is_some())),
+        Q4Schema::Nf4(format) => match format.of(data) {
+            Some(parts) => Some(nf4(codes, &parts.absmax, format.block as usize, n * k)?),
+            None => None,
+        },
+        _ => None,
+    })
+}
+
 /// `scales` are row-major; `two_level`: there is a per-tensor scale beside them.
-pub(super) fn nvfp4(codes: &[u8], scales: &[u8], blocks_per_row: usize, two_level: bool) -> Facts {
+fn nvfp4(codes: &[u8], scales: &[u8], blocks_per_row: usize, two_level: bool) -> Facts {
     let mut pairs = [0u64; 256];
     let mut used = [0u64; 128];
     let (mut empty, mut lost_rows) = (0u64, 0usize);
@@ -127,7 +147,7 @@ fn spread(used: &[u64; 128], all: u64, two_level: bool) -> Option<Oddity> {
 }
 
 /// `block` elements an absmax, `elements` in all.
-pub(super) fn nf4(codes: &[u8], absmax: &Absmax<'_>, block: usize, elements: usize) -> Result<Facts> {
+fn nf4(codes: &[u8], absmax: &Absmax<'_>, block: usize, elements: usize) -> Result<Facts> {
     let scales = absmax.to_f32()?;
     let mut counts = [0u64; 16];
     let (mut amax, mut squares, mut flat, mut negative) = (0.0f64, 0.0f64, 0u64, 0usize);

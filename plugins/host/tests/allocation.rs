@@ -3,8 +3,8 @@
 mod built;
 
 use q4_core::{
-    Activations, Candidate, DType, Device, ExecContext, ExecPath, LinearSpec, OpSet, Q4Schema, Q4Weight,
-    ScaleLayout, Segment, SegmentData, SegmentSpec, TensorView, TensorViewMut, ThreadPool,
+    Activations, Candidate, DType, Device, ExecContext, ExecPath, LinearSpec, Nvfp4, Nvfp4Parts, OpSet,
+    Q4Schema, Q4Weight, ScaleLayout, Segment, SegmentSpec, TensorView, TensorViewMut, ThreadPool,
 };
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -32,13 +32,14 @@ static ALLOCATOR: Counting = Counting;
 fn a_product_allocates_nothing() {
     let (n, k) = (64, 256);
     let (codes, scales) = (vec![0x21u8; n * k / 2], vec![0x38u8; n * k / 16]);
-    let data = SegmentData::Nvfp4 {
+    let data = Nvfp4Parts {
         codes: TensorView::of(&codes, &[n, k / 2]).unwrap(),
         scales: TensorView::of_bytes(&scales, DType::F8E4M3, &[n, k / 16]).unwrap(),
         global: None,
-    };
+    }
+    .into();
     let segments = [Segment { rows: n, data }];
-    let schema = Q4Schema::Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: None };
+    let schema = Q4Schema::Nvfp4(Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: None });
     let w = Q4Weight { schema, k, segments: &segments };
     let pool = ThreadPool::new(2);
     for path in [built::acme_c(), built::acme_nvfp4()] {

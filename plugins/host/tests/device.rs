@@ -7,8 +7,8 @@ mod built;
 use q4_conformance::{AbiProbe, InProcess, Level, Options, Profile, Report, run_with};
 use q4_core::{
     Activations, BuiltinOptions, Candidate, Code, DType, Device, Dispatch, Error, ExecPath, HostEnv,
-    LinearSpec, OpSet, Overrides, Policy, Q4Backend, Q4Schema, Q4Weight, Registry, RejectCode, Result,
-    ScaleLayout, Segment, SegmentData, SegmentSpec, TensorView, ThreadPool,
+    LinearSpec, Nvfp4, Nvfp4Parts, OpSet, Overrides, Policy, Q4Backend, Q4Schema, Q4Weight, Registry,
+    RejectCode, Result, ScaleLayout, Segment, SegmentSpec, TensorView, ThreadPool,
 };
 use q4_plugin_host::remote::{Isolation, Remote};
 use q4_plugin_host::{Loaded, Loader, Refusal, TableCases};
@@ -92,7 +92,7 @@ fn nobody_else_touches_its_memory() {
 fn spec(device: Device) -> LinearSpec {
     LinearSpec {
         segments: vec![SegmentSpec { name: "a.q_proj".into(), rows: N }],
-        schema: Q4Schema::Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: None },
+        schema: Q4Schema::Nvfp4(Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: None }),
         k: K,
         max_m: 4,
         x: DType::F32,
@@ -113,11 +113,12 @@ fn self_checked(path: &Path) -> Result<(), Error> {
     let dispatch = Dispatch::new(registry, Policy { overrides, ..Policy::default() });
     let codes: Vec<u8> = (0..N * K / 2).map(|i| ((i * 151) >> 2) as u8).collect();
     let scales: Vec<u8> = (0..N * K / 16).map(|i| 0x30 + (i % 16) as u8).collect();
-    let data = SegmentData::Nvfp4 {
+    let data = Nvfp4Parts {
         codes: TensorView::of(&codes, &[N, K / 2])?,
         scales: TensorView::of_bytes(&scales, DType::F8E4M3, &[N, K / 16])?,
         global: None,
-    };
+    }
+    .into();
     let (segments, spec) = ([Segment { rows: N, data }], spec(device()));
     let w = Q4Weight { schema: spec.schema, k: K, segments: &segments };
     let selection = dispatch.select(&spec)?;

@@ -47,7 +47,7 @@ fn products(backend: &dyn Q4Backend, schema: &str) -> Result<(usize, usize)> {
             Ok(())
         };
         golden::each(&mut visit)?;
-        for encoding in lattice::SCHEMAS.into_iter().filter(|s| s.id().name == schema) {
+        for encoding in lattice::usual().into_iter().filter(|s| s.id().name == schema) {
             lattice::each(encoding, &mut visit)?;
         }
     }
@@ -119,7 +119,7 @@ fn the_rust_example_says_what_is_missing_on_a_device() {
         let env = HostEnv { cuda: capability.map(device_of).into_iter().collect(), ..HostEnv::collect() };
         let spec = LinearSpec {
             segments: vec![SegmentSpec { name: "w".into(), rows: 64 }],
-            schema: lattice::SCHEMAS[0],
+            schema: lattice::usual()[0],
             k: 128,
             max_m: 4,
             x: DType::BF16,

@@ -4,9 +4,9 @@
 mod built;
 
 use q4_core::{
-    Activations, Candidate, Code, DType, Device, Error, ExecContext, ExecPath, HostEnv, LinearSpec, OpSet,
-    PreparedWeight, Q4Backend, Q4Schema, Q4Weight, Registry, Reject, RejectCode, ScaleLayout, Segment,
-    SegmentData, SegmentSpec, TensorView, TensorViewMut, ThreadPool,
+    Activations, Candidate, Code, DType, Device, Error, ExecContext, ExecPath, HostEnv, LinearSpec, Nvfp4,
+    Nvfp4Parts, OpSet, PreparedWeight, Q4Backend, Q4Schema, Q4Weight, Registry, Reject, RejectCode, Result,
+    ScaleLayout, Segment, SegmentSpec, TensorView, TensorViewMut, ThreadPool,
 };
 use std::sync::Arc;
 
@@ -24,7 +24,7 @@ fn load(edits: &[(&str, &str)]) -> Arc<dyn Q4Backend> {
 fn spec() -> LinearSpec {
     LinearSpec {
         segments: vec![SegmentSpec { name: "a.q_proj".into(), rows: 16 }],
-        schema: Q4Schema::Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: None },
+        schema: Q4Schema::Nvfp4(Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: None }),
         k: 32,
         max_m: 2,
         x: DType::F32,
@@ -37,11 +37,12 @@ fn spec() -> LinearSpec {
 
 fn prepare(b: &dyn Q4Backend) -> Result<Box<dyn PreparedWeight>, Error> {
     let (codes, scales, pool) = ([0u8; 16 * 16], [0u8; 16 * 2], ThreadPool::new(1));
-    let data = SegmentData::Nvfp4 {
+    let data = Nvfp4Parts {
         codes: TensorView::of(&codes, &[16, 16])?,
         scales: TensorView::of_bytes(&scales, DType::F8E4M3, &[16, 2])?,
         global: None,
-    };
+    }
+    .into();
     let segments = [Segment { rows: 16, data }];
     let spec = spec();
     let w = Q4Weight { schema: spec.schema, k: 32, segments: &segments };

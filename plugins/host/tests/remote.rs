@@ -5,9 +5,9 @@
 mod built;
 
 use q4_core::{
-    Activations, Candidate, Code, DType, Device, Error, ExecContext, ExecPath, HostEnv, LinearSpec, OpSet,
-    PreparedWeight, Q4Backend, Q4Schema, Q4Weight, RejectCode, ScaleLayout, Segment, SegmentData,
-    SegmentSpec, TensorView, TensorViewMut, ThreadPool,
+    Activations, Candidate, Code, DType, Device, Error, ExecContext, ExecPath, HostEnv, LinearSpec, Nvfp4,
+    Nvfp4Parts, OpSet, PreparedWeight, Q4Backend, Q4Schema, Q4Weight, RejectCode, Result, ScaleLayout,
+    Segment, SegmentSpec, TensorView, TensorViewMut, ThreadPool,
 };
 use q4_plugin_host::remote::{Isolation, Remote};
 use q4_plugin_host::{Loader, Refusal, TableCases};
@@ -35,7 +35,7 @@ fn start(path: &Path, is_judged: bool) -> Result<Remote, Refusal> {
 fn spec(ops: OpSet) -> LinearSpec {
     LinearSpec {
         segments: vec![SegmentSpec { name: "a.q_proj".into(), rows: N }],
-        schema: Q4Schema::Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: None },
+        schema: Q4Schema::Nvfp4(Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: None }),
         k: K,
         max_m: M,
         x: DType::F32,
@@ -49,11 +49,12 @@ fn spec(ops: OpSet) -> LinearSpec {
 fn prepare(b: &dyn Q4Backend, ops: OpSet) -> Result<Box<dyn PreparedWeight>, Error> {
     let codes: Vec<u8> = (0..N * K / 2).map(|i| ((i * 151) >> 2) as u8).collect();
     let scales: Vec<u8> = (0..N * K / 16).map(|i| 0x30 + (i % 16) as u8).collect();
-    let data = SegmentData::Nvfp4 {
+    let data = Nvfp4Parts {
         codes: TensorView::of(&codes, &[N, K / 2])?,
         scales: TensorView::of_bytes(&scales, DType::F8E4M3, &[N, K / 16])?,
         global: None,
-    };
+    }
+    .into();
     let (segments, spec, pool) = ([Segment { rows: N, data }], spec(ops), ThreadPool::new(2));
     let w = Q4Weight { schema: spec.schema, k: K, segments: &segments };
     b.prepare(&w, &spec, PATH, &mut ExecContext::cpu(&pool))

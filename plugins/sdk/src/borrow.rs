@@ -1,9 +1,10 @@
 //! From the contract to core: what a program lent, checked and as the types a backend is written against.
 use crate::{codes, message};
+use q4_core::formats::{Wire, kind};
 use q4_core::memory::UnifiedMemory;
 use q4_core::{
-    Absmax, ActGlobal, ActQuant, Activations, BuiltinOptions, Code, CudaDevice, CudaTools, DType, Device,
-    Error, ExecPath, Found, FuseSet, Fusion, GlobalScale, HostEnv, LinearSpec, OpSet, Q4Schema, Result,
+    ActGlobal, ActQuant, Activations, BuiltinOptions, Code, CudaDevice, CudaTools, DType, Device, Error,
+    ExecPath, Found, FuseSet, Fusion, GlobalScale, HostEnv, LinearSpec, OpSet, Part, Q4Schema, Result,
     RmsNorm, Segment, SegmentData, SegmentSpec, TensorView, TensorViewMut,
 };
 use q4_plugin_abi as abi;
@@ -78,19 +79,26 @@ pub unsafe fn spec(raw: *const Q4LinearSpec) -> Result<(LinearSpec, ExecPath)> {
 
 fn schema(raw: &Q4LinearSpec) -> Result<Q4Schema> {
     let name = known(codes::schema_from(raw.schema, raw.schema_revision), "schema", raw.schema)?;
-    let order = || known(codes::order_from(raw.nibble_order), "nibble order", raw.nibble_order);
-    Ok(match name {
-        "nvfp4" => Q4Schema::Nvfp4 {
-            scale_layout: known(codes::layout_from(raw.scale_layout), "scale layout", raw.scale_layout)?,
-            global: optional(raw.global_convention)?,
+    let wire = Wire {
+        scale_layout: codes::layout_from(raw.scale_layout),
+        global: match raw.global_convention {
+            abi::convention::NONE => Some(None),
+            other => codes::convention_from(other).map(Some),
         },
-        "nf4" => Q4Schema::Nf4 { nibble_order: order()?, block: raw.block, nested: None },
-        "nf4-dq" => {
-            Q4Schema::Nf4 { nibble_order: order()?, block: raw.block, nested: Some(raw.nested_block) }
-        }
-        _ => Q4Schema::Dense {
-            dtype: known(codes::dtype_from(raw.dense_dtype), "dense type", raw.dense_dtype)?,
-        },
+        nibble_order: codes::order_from(raw.nibble_order),
+        block: raw.block,
+        nested_block: raw.nested_block,
+        dense: codes::dtype_from(raw.dense_dtype),
+    };
+    let kind = known(kind(name), "schema", raw.schema)?;
+    (kind.from_wire)(name, &wire).map_err(|field| {
+        let have = match field {
+            "scale layout" => raw.scale_layout,
+            "convention" => raw.global_convention,
+            "nibble order" => raw.nibble_order,
+            _ => raw.dense_dtype,
+        };
+        invalid(field, have)
     })
 }
 
@@ -150,33 +158,23 @@ pub unsafe fn segments<'a>(raw: *const Q4Weight, spec: &LinearSpec) -> Result<Ve
 }
 
 unsafe fn segment<'a>(s: &Q4Segment, spec: &LinearSpec) -> Result<Segment<'a>> {
-    // SAFETY: every pointer of a segment is good for the bytes beside it.
-    let part = |ptr: *const c_void, bytes: u64, dtype: DType| unsafe { bytes_view(ptr, bytes, dtype) };
-    let data = match spec.schema {
-        Q4Schema::Nvfp4 { .. } => SegmentData::Nvfp4 {
-            codes: part(s.codes, s.codes_bytes, DType::U8)?,
-            scales: part(s.scales, s.scales_bytes, DType::F8E4M3)?,
-            global: optional(s.global_convention)?
-                .map(|c| GlobalScale::new(c, s.global_scale))
-                .transpose()?,
-        },
-        Q4Schema::Nf4 { nested: None, .. } => SegmentData::Nf4 {
-            codes: part(s.codes, s.codes_bytes, DType::U8)?,
-            absmax: Absmax::Plain(part(s.scales, s.scales_bytes, DType::F32)?),
-        },
-        Q4Schema::Nf4 { nested: Some(block), .. } => SegmentData::Nf4 {
-            codes: part(s.codes, s.codes_bytes, DType::U8)?,
-            absmax: Absmax::Nested {
-                codes: part(s.scales, s.scales_bytes, DType::U8)?,
-                map: part(s.nested_map, s.nested_map_bytes, DType::F32)?,
-                absmax: part(s.nested_absmax, s.nested_absmax_bytes, DType::F32)?,
-                offset: s.nested_offset,
-                block: block as usize,
-            },
-        },
-        Q4Schema::Dense { dtype } => SegmentData::Dense { weight: part(s.codes, s.codes_bytes, dtype)? },
-        _ => return Err(invalid("schema", 0u32)),
-    };
+    let mut data = SegmentData::default().with_offset(s.nested_offset);
+    // What there has to be, whatever the extents: sizes are checked with the weight.
+    for part in spec.schema.parts(0, 0) {
+        let (ptr, bytes) = match part.part {
+            Part::Codes => (s.codes, s.codes_bytes),
+            Part::Scales => (s.scales, s.scales_bytes),
+            Part::Map => (s.nested_map, s.nested_map_bytes),
+            Part::SecondScales => (s.nested_absmax, s.nested_absmax_bytes),
+            Part::Zeros => return Err(invalid("schema", 0u32)),
+        };
+        // SAFETY: every pointer of a segment is good for the bytes beside it.
+        data = data.with(part.part, unsafe { bytes_view(ptr, bytes, part.dtype) }?);
+    }
+    if spec.schema.wire().global.is_some() {
+        let convention = optional(s.global_convention)?;
+        data.global = convention.map(|c| GlobalScale::new(c, s.global_scale)).transpose()?;
+    }
     Ok(Segment { rows: size(s.rows, "rows")?, data })
 }
 

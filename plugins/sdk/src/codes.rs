@@ -1,5 +1,6 @@
 //! The numbers of the binary contract and the types they stand for, in both directions. A number without a
 //! type, or a type without a number, is `None`: nothing is guessed.
+use q4_core::formats::KINDS;
 use q4_core::{Code, Convention, DType, Device, ExecPath, NibbleOrder, RejectCode, Rule, ScaleLayout};
 use q4_plugin_abi as abi;
 use q4_plugin_abi::status;
@@ -77,20 +78,17 @@ numbers! {
 /// `(number, revision)` of a schema, by the name core gives it or the one that reports have, `nvfp4@1`.
 pub fn schema_to(name: &str) -> Option<(u32, u32)> {
     let name = name.strip_suffix("@1").unwrap_or(name);
-    SCHEMAS.iter().find(|s| s.1 == name).map(|s| (s.0, 1))
+    names().find(|n| n.0 == name).map(|n| (n.1, 1))
 }
 
 /// Name of a schema core knows.
 pub fn schema_from(number: u32, revision: u32) -> Option<&'static str> {
-    SCHEMAS.iter().find(|s| s.0 == number && revision == 1).map(|s| s.1)
+    names().find(|n| n.1 == number && revision == 1).map(|n| n.0)
 }
 
-const SCHEMAS: [(u32, &str); 4] = [
-    (abi::schema::NVFP4, "nvfp4"),
-    (abi::schema::NF4, "nf4"),
-    (abi::schema::NF4_DQ, "nf4-dq"),
-    (abi::schema::DENSE, "dense"),
-];
+fn names() -> impl Iterator<Item = &'static (&'static str, u32)> {
+    KINDS.iter().flat_map(|kind| kind.names)
+}
 
 /// `(type, ordinal)` of a device; whose it is, is for the caller to look at.
 pub fn device_to(device: Device) -> Option<(u32, u32)> {

@@ -3,9 +3,8 @@
 use crate::codes;
 use q4_core::memory::UnifiedMemory;
 use q4_core::{
-    Absmax, ActGlobal, Activations, BuiltinOptions, Code, Device, Error, ExecContext, ExecPath, Found,
-    Fusion, HostEnv, LinearSpec, NibbleOrder, Q4Schema, Q4Weight, Result, SegmentData, TensorView,
-    TensorViewMut, ThreadPool,
+    ActGlobal, Activations, BuiltinOptions, Code, Device, Error, ExecContext, ExecPath, Found, Fusion,
+    HostEnv, LinearSpec, Part, Q4Schema, Q4Weight, Result, TensorView, TensorViewMut, ThreadPool,
 };
 use q4_plugin_abi as abi;
 use q4_plugin_abi::{
@@ -73,24 +72,20 @@ impl<'a> LentSpec<'a> {
 }
 
 fn encoding(raw: &mut Q4LinearSpec, schema: &Q4Schema) -> Result<()> {
-    match *schema {
-        Q4Schema::Nvfp4 { scale_layout, global } => {
-            raw.scale_layout = number(codes::layout_to(scale_layout), "scale layout", &schema)?;
-            raw.global_convention = match global {
-                Some(c) => number(codes::convention_to(c), "convention", &schema)?,
-                None => abi::convention::NONE,
-            };
-            raw.nibble_order = number(codes::order_to(NibbleOrder::LowFirst), "nibble order", &schema)?;
-            raw.block = q4_core::formats::nvfp4::BLOCK as u32;
-        }
-        Q4Schema::Nf4 { nibble_order, block, nested } => {
-            raw.nibble_order = number(codes::order_to(nibble_order), "nibble order", &schema)?;
-            raw.block = block;
-            raw.nested_block = nested.unwrap_or(0);
-        }
-        Q4Schema::Dense { dtype } => raw.dense_dtype = number(codes::dtype_to(dtype), "dense type", &dtype)?,
-        _ => return Err(unknown("schema", schema)),
+    let wire = schema.wire();
+    if let Some(layout) = wire.scale_layout {
+        raw.scale_layout = number(codes::layout_to(layout), "scale layout", schema)?;
     }
+    if let Some(convention) = wire.global.flatten() {
+        raw.global_convention = number(codes::convention_to(convention), "convention", schema)?;
+    }
+    if let Some(order) = wire.nibble_order {
+        raw.nibble_order = number(codes::order_to(order), "nibble order", schema)?;
+    }
+    if let Some(dtype) = wire.dense {
+        raw.dense_dtype = number(codes::dtype_to(dtype), "dense type", &dtype)?;
+    }
+    (raw.block, raw.nested_block) = (wire.block, wire.nested_block);
     Ok(())
 }
 
@@ -163,29 +158,21 @@ fn segment(s: &q4_core::Segment<'_>) -> Result<Q4Segment> {
         global_convention: abi::convention::NONE,
         reserved: 0,
     };
-    match &s.data {
-        SegmentData::Nvfp4 { codes, scales, global } => {
-            (out.codes, out.codes_bytes) = bytes(codes)?;
-            (out.scales, out.scales_bytes) = bytes(scales)?;
-            if let Some(g) = global {
-                out.global_scale = g.value();
-                let convention = g.convention();
-                out.global_convention = number(codes::convention_to(convention), "convention", &convention)?;
-            }
+    for (part, view) in s.data.parts() {
+        let lent = bytes(view)?;
+        match part {
+            Part::Codes => (out.codes, out.codes_bytes) = lent,
+            Part::Scales => (out.scales, out.scales_bytes) = lent,
+            Part::Map => (out.nested_map, out.nested_map_bytes) = lent,
+            Part::SecondScales => (out.nested_absmax, out.nested_absmax_bytes) = lent,
+            Part::Zeros => return Err(unknown("segment", &s.data)),
         }
-        SegmentData::Nf4 { codes, absmax: Absmax::Plain(absmax) } => {
-            (out.codes, out.codes_bytes) = bytes(codes)?;
-            (out.scales, out.scales_bytes) = bytes(absmax)?;
-        }
-        SegmentData::Nf4 { codes, absmax: Absmax::Nested { codes: scales, map, absmax, offset, .. } } => {
-            (out.codes, out.codes_bytes) = bytes(codes)?;
-            (out.scales, out.scales_bytes) = bytes(scales)?;
-            (out.nested_map, out.nested_map_bytes) = bytes(map)?;
-            (out.nested_absmax, out.nested_absmax_bytes) = bytes(absmax)?;
-            out.nested_offset = *offset;
-        }
-        SegmentData::Dense { weight } => (out.codes, out.codes_bytes) = bytes(weight)?,
-        other => return Err(unknown("segment", &other)),
+    }
+    out.nested_offset = s.data.offset;
+    if let Some(g) = s.data.global {
+        out.global_scale = g.value();
+        let convention = g.convention();
+        out.global_convention = number(codes::convention_to(convention), "convention", &convention)?;
     }
     Ok(out)
 }

@@ -2,9 +2,9 @@
 //! run on the lent threads.
 #![allow(clippy::unwrap_used)]
 use q4_core::{
-    Activations, BackendDescriptor, Code, DType, Device, Error, ExecContext, ExecPath, HostEnv, LinearSpec,
-    OpSet, PreparedInfo, PreparedWeight, ProbeItem, Q4Backend, Q4Schema, Q4Weight, Reject, RejectCode,
-    Result, Segment, SegmentData, SegmentSpec, TensorView, TensorViewMut, ThreadPool, Verdict,
+    Activations, BackendDescriptor, Code, DType, Dense, Device, Error, ExecContext, ExecPath, HostEnv,
+    LinearSpec, OpSet, PreparedInfo, PreparedWeight, ProbeItem, Q4Backend, Q4Schema, Q4Weight, Reject,
+    RejectCode, Result, Segment, SegmentData, SegmentSpec, TensorView, TensorViewMut, ThreadPool, Verdict,
 };
 use q4_plugin_sdk::abi::{self, Q4BackendV1, Q4Interface, Q4Matrix, Q4Str, Q4TaskFn, status};
 use q4_plugin_sdk::lend::{self, LentEnv, LentSpec, LentWeight};
@@ -132,7 +132,7 @@ fn table() -> Q4BackendV1 {
 fn spec(k: usize) -> LinearSpec {
     LinearSpec {
         segments: vec![SegmentSpec { name: "w".into(), rows: 1 }],
-        schema: Q4Schema::Dense { dtype: DType::F32 },
+        schema: Q4Schema::Dense(Dense { dtype: DType::F32 }),
         k,
         max_m: 1,
         x: DType::F32,
@@ -152,7 +152,7 @@ struct Session {
 impl Session {
     fn new() -> Self {
         let (t, spec, pool, values) = (table(), spec(4), ThreadPool::new(1), [0f32; 4]);
-        let data = SegmentData::Dense { weight: TensorView::of(&values, &[1, 4]).unwrap() };
+        let data = SegmentData::dense(TensorView::of(&values, &[1, 4]).unwrap());
         let segments = [Segment { rows: 1, data }];
         let w = Q4Weight { schema: spec.schema, k: 4, segments: &segments };
         let (lent, weight) =

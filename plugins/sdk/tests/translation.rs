@@ -2,9 +2,9 @@
 //! boundary.
 #![allow(clippy::unwrap_used)]
 use q4_core::{
-    Absmax, ActGlobal, ActQuant, Activations, Convention, CudaDevice, DType, Device, ExecPath, GlobalScale,
-    HostEnv, LinearSpec, NibbleOrder, OpSet, Q4Schema, Q4Weight, Rule, ScaleLayout, Segment, SegmentData,
-    SegmentSpec, TensorView,
+    ActGlobal, ActQuant, Activations, Convention, CudaDevice, DType, Dense, Device, ExecPath, GlobalScale,
+    HostEnv, LinearSpec, Nf4, NibbleOrder, Nvfp4, OpSet, Part, Q4Schema, Q4Weight, Rule, ScaleLayout,
+    Segment, SegmentData, SegmentSpec, TensorView,
 };
 use q4_plugin_sdk::lend::{LentEnv, LentSpec, LentWeight};
 use q4_plugin_sdk::{abi, borrow};
@@ -14,15 +14,15 @@ fn schemas() -> Vec<Q4Schema> {
     let mut out = Vec::new();
     for scale_layout in [ScaleLayout::RowMajor, ScaleLayout::Swizzled128x4] {
         for global in [None, Some(Convention::Multiply), Some(Convention::Divide)] {
-            out.push(Q4Schema::Nvfp4 { scale_layout, global });
+            out.push(Q4Schema::Nvfp4(Nvfp4 { scale_layout, global }));
         }
     }
     for nibble_order in [NibbleOrder::LowFirst, NibbleOrder::HighFirst] {
         for nested in [None, Some(256)] {
-            out.push(Q4Schema::Nf4 { nibble_order, block: 64, nested });
+            out.push(Q4Schema::Nf4(Nf4 { nibble_order, block: 64, nested }));
         }
     }
-    out.extend([DType::F32, DType::F16, DType::BF16].map(|dtype| Q4Schema::Dense { dtype }));
+    out.extend([DType::F32, DType::F16, DType::BF16].map(|dtype| Q4Schema::Dense(Dense { dtype })));
     out
 }
 
@@ -103,33 +103,19 @@ fn numbers_that_are_not_in_the_contract_are_refused() {
 
 #[test]
 fn every_part_of_a_weight_survives() {
-    let (bytes, floats) = ([7u8; 5 * 64 * 4], [0.5f32; 256]);
+    let (bytes, floats) = ([7u8; 5 * 64 * 4], [0.5f32.to_ne_bytes(); 5 * 64]);
     for schema in schemas() {
-        let view = |n: usize| TensorView::of(&bytes[..n], &[n]).unwrap();
-        let f32s = |n: usize| TensorView::of(&floats[..n], &[n]).unwrap();
-        let data = |rows: usize| match schema {
-            Q4Schema::Nvfp4 { scale_layout, global } => SegmentData::Nvfp4 {
-                codes: view(rows * 32),
-                scales: view(if scale_layout == ScaleLayout::RowMajor { rows * 4 } else { 512 }),
-                global: global.map(|c| GlobalScale::new(c, rows as f32).unwrap()),
-            },
-            Q4Schema::Nf4 { nested: None, .. } => {
-                SegmentData::Nf4 { codes: view(rows * 32), absmax: Absmax::Plain(f32s(rows)) }
-            }
-            Q4Schema::Nf4 { .. } => SegmentData::Nf4 {
-                codes: view(rows * 32),
-                absmax: Absmax::Nested {
-                    codes: view(rows),
-                    map: f32s(256),
-                    absmax: f32s(1),
-                    offset: 0.25,
-                    block: 256,
+        // As many bytes as each part wants, and as many elements.
+        let data = |rows: usize| {
+            let global = schema.global().map(|c| GlobalScale::new(c, rows as f32).unwrap());
+            schema.parts(rows, 64).iter().fold(
+                SegmentData::default().with_global(global).with_offset(0.25),
+                |data, part| {
+                    let bytes: &[u8] = if part.dtype == DType::F32 { floats.as_flattened() } else { &bytes };
+                    let bytes = &bytes[..part.len() * part.dtype.size()];
+                    data.with(part.part, TensorView::of_bytes(bytes, part.dtype, &part.shape).unwrap())
                 },
-            },
-            Q4Schema::Dense { dtype } => SegmentData::Dense {
-                weight: TensorView::of_bytes(&bytes[..rows * 64 * dtype.size()], dtype, &[rows, 64]).unwrap(),
-            },
-            _ => unreachable!("all schemas are above"),
+            )
         };
         let segments = [3, 2].map(|rows| Segment { rows, data: data(rows) });
         let w = Q4Weight { schema, k: 64, segments: &segments };
@@ -139,26 +125,16 @@ fn every_part_of_a_weight_survives() {
         let back = unsafe { borrow::segments(lent.raw(), &spec) }.unwrap();
         let again = Q4Weight { schema, k: 64, segments: &back };
         again.validate().unwrap();
-        let parts = back.iter().map(|s| match &s.data {
-            SegmentData::Nvfp4 { codes, .. } | SegmentData::Nf4 { codes, .. } => codes.device(),
-            SegmentData::Dense { weight } => weight.device(),
-            _ => unreachable!("all parts are above"),
-        });
-        assert!(parts.eq([Device::Cpu; 2]), "{schema:?}: a weight for {} is in host memory", spec.device);
+        let views = back.iter().flat_map(|s| s.data.parts());
+        let is_here = views.map(|(_, view)| view.device()).all(|d| d == Device::Cpu);
+        assert!(is_here, "{schema:?}: a weight for {} is in host memory", spec.device);
+        let is_nested = schema.id().name == "nf4-dq";
         let places = |w: &Q4Weight<'_>| {
-            let one = |s: &Segment<'_>| match &s.data {
-                SegmentData::Nvfp4 { codes, scales, global } => {
-                    (codes.as_ptr(), scales.as_ptr(), codes.len(), scales.len(), global.map(|g| g.value()))
-                }
-                SegmentData::Nf4 { codes, absmax: Absmax::Plain(a) } => {
-                    (codes.as_ptr(), a.as_ptr(), codes.len(), a.len(), None)
-                }
-                SegmentData::Nf4 {
-                    codes,
-                    absmax: Absmax::Nested { codes: c, map, absmax, offset, block },
-                } => (codes.as_ptr(), c.as_ptr(), map.len() + absmax.len(), *block, Some(*offset)),
-                SegmentData::Dense { weight } => (weight.as_ptr(), weight.as_ptr(), weight.len(), 0, None),
-                _ => unreachable!("all parts are above"),
+            let part =
+                |(part, view): (Part, &TensorView<'_>)| (part, view.as_ptr(), view.len(), view.dtype());
+            let one = |s: &Segment<'_>| {
+                let parts: Vec<_> = s.data.parts().map(part).collect();
+                (parts, s.data.global, is_nested.then_some(s.data.offset))
             };
             w.segments.iter().map(one).collect::<Vec<_>>()
         };
@@ -173,8 +149,8 @@ fn a_weight_elsewhere_is_not_lent() {
     // SAFETY: as many bytes as are stated; nobody reads them.
     let weight =
         unsafe { TensorView::from_raw(place, 256, Device::Cuda(0), DType::F32, &[1, 64], &[64, 1]) }.unwrap();
-    let segments = [Segment { rows: 1, data: SegmentData::Dense { weight } }];
-    let w = Q4Weight { schema: Q4Schema::Dense { dtype: DType::F32 }, k: 64, segments: &segments };
+    let segments = [Segment { rows: 1, data: SegmentData::dense(weight) }];
+    let w = Q4Weight { schema: Q4Schema::Dense(Dense { dtype: DType::F32 }), k: 64, segments: &segments };
     assert!(LentWeight::new(&w).is_err());
 }
 

@@ -15,10 +15,10 @@ use crate::rng::{Philox, streams};
 use half::bf16;
 use q4_core::detect::Layout;
 use q4_core::formats::nvfp4;
-use q4_core::{Code, DType, Error, GlobalScale, Q4Weight, Result, RowDecoder, Rule, read_floats};
+use q4_core::{Code, DType, Error, GlobalScale, Part, Q4Weight, Result, RowDecoder, Rule, read_floats};
 use q4_model::checkpoint::{Checkpoint, Head};
 use q4_model::config::DecoderConfig;
-use q4_model::quantize::{Method, Rows, Scales, Target, amax, power_of_two_amax, quantize};
+use q4_model::quantize::{Method, Rows, Scales, Target, ToNvfp4, amax, power_of_two_amax, quantize};
 use tch::{Device, Kind, Tensor};
 
 /// Fills a tensor of a name and a shape.
@@ -428,7 +428,7 @@ impl<'a> Maker<'a> {
     fn packed(&self, full: &Tensor, n: usize, k: usize, parts: &[(String, usize)]) -> Result<Packed> {
         let values = super::floats(full)?;
         let rule = Rule::ModelOpt;
-        let target = Target::Nvfp4 { rule, scales: Scales::TwoLevel, method: Method::Rtn };
+        let target = Target::Nvfp4(ToNvfp4 { rule, scales: Scales::TwoLevel, method: Method::Rtn });
         let pool = self.kernels.pool();
         let (mut codes, mut scales, mut global) = (Vec::new(), Vec::new(), Vec::with_capacity(n));
         let mut first = 0;
@@ -441,9 +441,9 @@ impl<'a> Maker<'a> {
                 ScaleChoice::Free => own,
             };
             let packed = quantize(&part, &target, Some(shared), pool)?;
-            codes.extend(packed.codes);
-            scales.extend(packed.scales);
-            global.extend(std::iter::repeat_n(packed.global.map_or(1.0, GlobalScale::value), *rows));
+            codes.extend(packed.parts.bytes(Part::Codes));
+            scales.extend(packed.parts.bytes(Part::Scales));
+            global.extend(std::iter::repeat_n(packed.parts.global.map_or(1.0, GlobalScale::value), *rows));
             first += rows;
         }
         let on = |t: Result<Tensor, tch::TchError>, shape: [i64; 2]| {

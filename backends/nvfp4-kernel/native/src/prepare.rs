@@ -7,8 +7,8 @@ use crate::memory::Arena;
 use crate::weight::{Span, Weight};
 use q4_core::formats::swizzle;
 use q4_core::{
-    Activations, Code, DType, Error, ExecPath, GlobalScale, LinearSpec, OpSet, PreparedInfo, Q4Schema,
-    Q4Weight, Result, ScaleLayout, SegmentData, ThreadPool,
+    Activations, Code, DType, Error, ExecPath, GlobalScale, LinearSpec, Nvfp4, Nvfp4Parts, OpSet,
+    PreparedInfo, Q4Schema, Q4Weight, Result, ScaleLayout, ThreadPool,
 };
 use std::array;
 use std::ops::Range;
@@ -55,17 +55,17 @@ impl<'a> Plan<'a> {
     /// Of a weight that is valid and that of `spec`.
     pub fn new(w: &Q4Weight<'a>, spec: &LinearSpec, path: ExecPath) -> Result<Self> {
         let other = || Error::new(Code::SchemaInvalid, "weight").need("nvfp4").have(w.schema.to_string());
-        let Q4Schema::Nvfp4 { scale_layout, .. } = w.schema else { return Err(other()) };
-        let part = |s: &q4_core::Segment<'a>| match &s.data {
-            SegmentData::Nvfp4 { codes, scales, global } => Ok(Part {
+        let Q4Schema::Nvfp4(Nvfp4 { scale_layout, .. }) = w.schema else { return Err(other()) };
+        let part = |s: &q4_core::Segment<'a>| {
+            let Nvfp4Parts { codes, scales, global } = Nvfp4Parts::of(&s.data).ok_or_else(other)?;
+            Ok(Part {
                 rows: s.rows,
                 groups: w.k / 16,
-                global: *global,
+                global,
                 codes: codes.as_bytes()?,
                 scales: scales.as_bytes()?,
                 is_tiled: scale_layout == ScaleLayout::Swizzled128x4,
-            }),
-            _ => Err(other()),
+            })
         };
         Ok(Self {
             n: w.n(),

@@ -33,7 +33,7 @@ pub fn verdict(spec: &LinearSpec, path: ExecPath, env: &HostEnv, images: &[(u32,
 pub fn operands(spec: &LinearSpec, path: ExecPath) -> Vec<Reject> {
     let mut reasons = Vec::new();
     let mut no = |code, need: &str, have: String| reasons.push(Reject::new(code, need.to_owned(), have));
-    if !matches!(spec.schema, Q4Schema::Nvfp4 { .. }) {
+    if !matches!(spec.schema, Q4Schema::Nvfp4(_)) {
         no(RejectCode::SchemaUnsupported, "nvfp4", spec.schema.to_string());
     }
     if !matches!(path, ExecPath::NativeKernel | ExecPath::FusedDequant) {
@@ -114,7 +114,9 @@ fn list(capabilities: &[(u32, u32)]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use q4_core::{Convention, CudaDevice, DType, Found, GlobalScale, Rule, ScaleLayout, SegmentSpec};
+    use q4_core::{
+        Convention, CudaDevice, DType, Dense, Found, GlobalScale, Nvfp4, Rule, ScaleLayout, SegmentSpec,
+    };
 
     const W4A4: Activations = Activations::Nvfp4(ActQuant { rule: Rule::ModelOpt, global: ActGlobal::None });
     const BOTH: [ExecPath; 2] = [ExecPath::NativeKernel, ExecPath::FusedDequant];
@@ -122,7 +124,10 @@ mod tests {
     fn spec(device: Device, activations: Activations) -> LinearSpec {
         LinearSpec {
             segments: vec![SegmentSpec { name: "m.o_proj".into(), rows: 48 }],
-            schema: Q4Schema::Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: Some(Convention::Divide) },
+            schema: Q4Schema::Nvfp4(Nvfp4 {
+                scale_layout: ScaleLayout::RowMajor,
+                global: Some(Convention::Divide),
+            }),
             k: 64,
             max_m: 4,
             x: DType::BF16,
@@ -212,7 +217,7 @@ mod tests {
     fn every_reason_is_listed_at_once() {
         use RejectCode::*;
         let mut s = spec(Device::Cuda(3), Activations::Native);
-        s.schema = Q4Schema::Dense { dtype: DType::F32 };
+        s.schema = Q4Schema::Dense(Dense { dtype: DType::F32 });
         (s.x, s.y, s.k, s.max_m, s.ops) = (DType::U8, DType::F64, 24, 0, OpSet(255));
         s.segments.clear();
         let got = codes(verdict(&s, ExecPath::DequantMatmul, &HostEnv::default(), &[]));

@@ -4,8 +4,8 @@ mod harness;
 use harness::{Desc, Lent, Matrix, Rng, Source};
 use q4_core::memory::UnifiedMemory;
 use q4_core::{
-    BuiltinOptions, Code, DType, Device, ExecContext, ExecPath, PreparedWeight, Q4Weight, Result, Segment,
-    SegmentData, TensorView,
+    BuiltinOptions, Code, DType, Device, ExecContext, ExecPath, Nvfp4Parts, PreparedWeight, Q4Weight, Result,
+    Segment, TensorView,
 };
 use q4_cuda::{Buffer, Gpu, view_mut};
 use std::sync::Arc;
@@ -28,7 +28,7 @@ fn prepare(source: &Source, unified_memory: UnifiedMemory) -> Result<Box<dyn Pre
     let spec = q4_core::LinearSpec { device: Device::Cuda(0), ..desc.spec() };
     let codes = TensorView::of(&source.codes, &[source.codes.len()])?;
     let scales = TensorView::of_bytes(&source.scales, DType::F8E4M3, &[source.scales.len()])?;
-    let data = SegmentData::Nvfp4 { codes, scales, global: source.global };
+    let data = Nvfp4Parts { codes, scales, global: source.global }.into();
     let segments = [Segment { rows: source.rows, data }];
     let w = Q4Weight { schema: spec.schema, k: source.k, segments: &segments };
     let lent = Lent::threads(3);

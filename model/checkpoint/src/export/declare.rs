@@ -7,7 +7,6 @@ use super::members::with_members;
 use super::work::Item;
 use super::{ExportPlan, Layout};
 use crate::Checkpoint;
-use crate::quantize::Target;
 use q4_core::{Code, DType, Error, Result};
 use serde_json::{Map, Value, json};
 
@@ -54,7 +53,7 @@ pub(super) fn files(
     let declared = Declared {
         layout: plan.layout,
         inputs: false, // they would have to be calibrated
-        double: matches!(plan.target, Target::Nf4 { double: true, .. }),
+        double: plan.target.schema().wire().nested_block != 0,
         dtype: matrices().next().map(|m| m.dtype),
         dense: dense_layers(matrices().all(|m| m.layer != head).then_some(head), kept),
     };

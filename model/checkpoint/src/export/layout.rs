@@ -1,12 +1,14 @@
-//! How each layout names, types and arranges the parts of a quantised matrix.
+//! Names, types and bytes of the tensors that a layout keeps a quantised matrix in, as its format says
+//! ([`q4_core::formats::Format::tensors`]).
 //!
 //! [`entries`] and [`parts`] list the same tensors in the same order: sizes are promised before a value is
 //! known.
 use super::safetensors::Entry;
-use crate::quantize::{NESTED_BLOCK, Quantized};
+use crate::quantize::Quantized;
 use q4_core::detect::Layout;
-use q4_core::formats::{nf4, nvfp4};
-use q4_core::{Code, DType, Error, NibbleOrder, Q4Schema, Result};
+use q4_core::formats::nf4::NESTED_BLOCK;
+use q4_core::formats::storage::Content;
+use q4_core::{Code, DType, Error, GlobalScale, Part, Q4Schema, Result};
 
 /// Tensors that hold a matrix `[n, k]` of `layer` as `schema`; `dtype` is its type before or after that.
 pub(super) fn entries(
@@ -17,84 +19,40 @@ pub(super) fn entries(
     n: usize,
     k: usize,
 ) -> Vec<Entry> {
-    let entry = |suffix: &str, dtype, shape: &[usize]| Entry::new(format!("{layer}.{suffix}"), dtype, shape);
-    let (half, blocks) = (k / 2, k / nvfp4::BLOCK);
-    match (layout, schema) {
-        (Layout::ModelOpt, _) => vec![
-            entry("weight", DType::U8, &[n, half]),
-            entry("weight_scale", DType::F8E4M3, &[n, blocks]),
-            entry("weight_scale_2", DType::F32, &[]),
-        ],
-        (Layout::CompressedTensors, _) => vec![
-            entry("weight_packed", DType::U8, &[n, half]),
-            entry("weight_scale", DType::F8E4M3, &[n, blocks]),
-            entry("weight_global_scale", DType::F32, &[1]),
-        ],
-        (Layout::Dat, Q4Schema::Nvfp4 { global, .. }) => {
-            let mut parts = vec![
-                entry("weight.qdata", DType::U8, &[n, half]),
-                entry("weight.scale", DType::F8E4M3, &[n, blocks]),
-            ];
-            if global.is_some() {
-                parts.push(entry("weight.global_scale", DType::F32, &[1]));
-            }
-            parts
-        }
-        (Layout::Dat, Q4Schema::Nf4 { block, .. }) => vec![
-            entry("weight", DType::U8, &[n, half]),
-            entry("absmax", DType::F32, &[(n * k).div_ceil(block as usize)]),
-            entry("quant_map", DType::F32, &[16]),
-        ],
-        (_, Q4Schema::Nf4 { block, nested, .. }) => {
-            let double = nested.is_some();
-            let absmax = (n * k).div_ceil(block as usize);
-            let state = quant_state(dtype, n, k, block, double.then_some(0.0)).len();
-            let mut parts = vec![
-                entry("weight", DType::U8, &[(n * k).div_ceil(2), 1]),
-                entry("weight.absmax", if double { DType::U8 } else { DType::F32 }, &[absmax]),
-                entry("weight.quant_map", DType::F32, &[16]),
-                entry("weight.quant_state.bitsandbytes__nf4", DType::U8, &[state]),
-            ];
-            if double {
-                parts.push(entry("weight.nested_absmax", DType::F32, &[absmax.div_ceil(NESTED_BLOCK)]));
-                parts.push(entry("weight.nested_quant_map", DType::F32, &[256]));
-            }
-            parts
-        }
-        _ => Vec::new(),
-    }
+    let tensors = schema.tensors(layout, [n, k]).unwrap_or_default();
+    let entry = |t: &q4_core::formats::storage::Tensor| {
+        let state = [state(schema, dtype, [n, k], 0.0).len()];
+        let shape = if t.content == Content::State { &state[..] } else { &t.shape };
+        Entry::new(format!("{layer}.{}", t.suffix), t.dtype, shape)
+    };
+    tensors.iter().map(entry).collect()
 }
 
 /// Data of the tensors that [`entries`] lists.
-pub(super) fn parts(layout: Layout, dtype: DType, q: Quantized) -> Result<Vec<Vec<u8>>> {
-    let mut parts = Vec::with_capacity(6);
-    match (q.schema, layout) {
-        (Q4Schema::Nvfp4 { .. }, _) => {
-            parts.extend([q.codes, q.scales]);
-            parts.extend(q.global.map(|g| g.value().to_le_bytes().to_vec()));
-        }
-        (Q4Schema::Nf4 { nibble_order, .. }, Layout::Dat) => {
-            let mut codes = q.codes;
-            if nibble_order == NibbleOrder::HighFirst {
+pub(super) fn parts(layout: Layout, dtype: DType, q: &Quantized) -> Result<Vec<Vec<u8>>> {
+    let tensors = q
+        .schema
+        .tensors(layout, [q.n, q.k])
+        .ok_or_else(|| Error::new(Code::Internal, format!("{} is not written to any layout", q.schema)))?;
+    let data = |content| match content {
+        Content::Part(part) => q.parts.bytes(part).to_vec(),
+        Content::Codes(order) => {
+            let mut codes = q.parts.bytes(Part::Codes).to_vec();
+            if q.schema.wire().nibble_order != Some(order) {
                 codes.iter_mut().for_each(|b| *b = b.rotate_left(4));
             }
-            parts.extend([codes, bytes(&q.absmax), bytes(&nf4::CODEBOOK)]);
+            codes
         }
-        (Q4Schema::Nf4 { block, .. }, _) => {
-            let state = quant_state(dtype, q.n, q.k, block, q.nested.as_ref().map(|n| n.2));
-            let (codes, map) = (q.codes, bytes(&nf4::CODEBOOK));
-            match q.nested {
-                None => parts.extend([codes, bytes(&q.absmax), map, state]),
-                Some((absmax, nested, _)) => {
-                    parts.extend([codes, absmax, map, state, bytes(&nested), bytes(nf4::dynamic_map())]);
-                }
-            }
-        }
-        (schema, _) => {
-            return Err(Error::new(Code::Internal, format!("{schema} is not written to any layout")));
-        }
-    }
-    Ok(parts)
+        Content::Global => q.parts.global.map_or(1.0, GlobalScale::value).to_le_bytes().to_vec(),
+        Content::Codebook => bytes(q.schema.codebook().map_or(&[], |book| &book.values[..])),
+        Content::State => state(q.schema, dtype, [q.n, q.k], q.parts.offset),
+    };
+    Ok(tensors.iter().map(|t| data(t.content)).collect())
+}
+
+fn state(schema: Q4Schema, dtype: DType, [n, k]: [usize; 2], offset: f32) -> Vec<u8> {
+    let wire = schema.wire();
+    quant_state(dtype, n, k, wire.block, (wire.nested_block != 0).then_some(offset))
 }
 
 /// The JSON bitsandbytes keeps beside a weight. Its size must not depend on the offset, hence the spaces at

@@ -13,10 +13,12 @@ pub mod safetensors;
 mod work;
 
 use crate::Checkpoint;
-use crate::quantize::{Method, Quantized, Rows, Scales, Target, amax, power_of_two_amax, quantize, sqnr_db};
+use crate::quantize::{
+    Method, Quantized, Rows, Scales, Target, ToNf4, ToNvfp4, amax, power_of_two_amax, quantize, sqnr_db,
+};
 use atomic::Output;
 use q4_core::detect::Layout;
-use q4_core::{Code, Convention, Error, Result, Rule, ThreadPool};
+use q4_core::{Code, Error, Result, Rule, ThreadPool};
 pub use safetensors::{Entry, Writer};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -112,12 +114,12 @@ impl ExportPlan {
             (Layout::Dat, Scales::Single) => Rule::Runtime,
             _ => Rule::ModelOpt,
         };
-        Self::new(layout, Target::Nvfp4 { rule, scales, method })
+        Self::new(layout, Target::Nvfp4(ToNvfp4 { rule, scales, method }))
     }
 
     /// NF4 in `layout` with an absmax per `block` elements, itself quantised when `double`.
     pub fn nf4(layout: Layout, block: u32, double: bool) -> Self {
-        Self::new(layout, Target::Nf4 { block, double })
+        Self::new(layout, Target::Nf4(ToNf4 { block, double }))
     }
 
     fn new(layout: Layout, target: Target) -> Self {
@@ -135,51 +137,25 @@ impl ExportPlan {
 
     /// [`Code::Usage`] when the layout cannot hold the target.
     fn check(&self) -> Result<()> {
-        let need = match (self.layout, self.target) {
-            (_, Target::Nf4 { block, .. }) if !(32..=4096).contains(&block) || !block.is_power_of_two() => {
-                "a block size of 32 to 4096, a power of two"
-            }
-            (Layout::Bitsandbytes, Target::Nf4 { .. }) | (Layout::Dat, Target::Nf4 { double: false, .. }) => {
-                return Ok(());
-            }
-            (Layout::ModelOpt, Target::Nvfp4 { scales: Scales::TwoLevel, rule, .. })
-            | (Layout::Dat, Target::Nvfp4 { scales: Scales::TwoLevel, rule, .. })
-                if rule.convention() == Convention::Multiply =>
-            {
-                return Ok(());
-            }
-            (Layout::Dat, Target::Nvfp4 { scales: Scales::Single, .. }) => return Ok(()),
-            (Layout::CompressedTensors, Target::Nvfp4 { scales: Scales::TwoLevel, rule, .. })
-                if rule.convention() == Convention::Divide =>
-            {
-                return Ok(());
-            }
-            (Layout::ModelOpt, _) => {
-                "nvfp4 with two-level scales and a rule whose per-tensor scale multiplies"
-            }
-            (Layout::CompressedTensors, _) => {
+        let invalid = self.target.invalid();
+        if invalid.is_none() && self.target.fits(self.layout) {
+            return Ok(());
+        }
+        let need = invalid.unwrap_or(match self.layout {
+            Layout::ModelOpt => "nvfp4 with two-level scales and a rule whose per-tensor scale multiplies",
+            Layout::CompressedTensors => {
                 "nvfp4 with two-level scales and a rule whose per-tensor scale divides"
             }
-            (Layout::Bitsandbytes, _) => "nf4",
-            (Layout::Dat, _) => {
+            Layout::Bitsandbytes => "nf4",
+            Layout::Dat => {
                 "nvfp4 with a rule whose per-tensor scale multiplies, or nf4 without double quantisation"
             }
             _ => "layout modelopt, compressed-tensors, bitsandbytes or dat",
-        };
-        let error =
-            Error::new(Code::Usage, format!("layout {} cannot hold what is asked", self.layout.as_str()))
-                .need(need)
-                .have(self.target.in_words());
-        Err(match self.target {
-            Target::Nvfp4 { scales: Scales::Single, .. } => {
-                error.fix("--layout dat has block scales alone; the others need --scales two-level")
-            }
-            Target::Nvfp4 { .. } => {
-                error.fix("--layout modelopt, compressed-tensors or dat; or --format nf4")
-            }
-            Target::Nf4 { double: true, .. } => error.fix("--layout bitsandbytes, or no --double-quant"),
-            Target::Nf4 { .. } => error.fix("--layout bitsandbytes or dat; or --format nvfp4"),
-        })
+        });
+        Err(Error::new(Code::Usage, format!("layout {} cannot hold what is asked", self.layout.as_str()))
+            .need(need)
+            .have(self.target.in_words())
+            .fix(self.target.fix()))
     }
 }
 
@@ -245,7 +221,7 @@ impl Run<'_> {
     fn changed(&self) -> Option<String> {
         let name = self.checkpoint.config().arch.names.head;
         let head = self.items.iter().filter_map(|i| i.matrix.as_ref()).any(|m| m.layer == name);
-        let inputs = matches!(self.plan.target, Target::Nvfp4 { .. });
+        let inputs = self.plan.target.schema().activations().contains(&"nvfp4");
         let changed: Vec<_> = [
             head.then_some("the head is packed to 4 bits as well"),
             inputs.then_some("inputs are rounded to nvfp4 unless --activations native is given"),
@@ -300,8 +276,8 @@ impl Run<'_> {
                 }
                 Some(matrix) => {
                     let rows = Rows::new(&item.source, stored.bytes, matrix.dtype, matrix.n, matrix.k)?;
-                    let global_amax = match (self.group_amax(matrix)?, self.plan.target) {
-                        (group, Target::Nvfp4 { rule, .. }) if self.plan.power_of_two => {
+                    let global_amax = match (self.group_amax(matrix)?, self.plan.target.rule()) {
+                        (group, Some(rule)) if self.plan.power_of_two => {
                             let own = || amax(&rows, self.threads);
                             Some(power_of_two_amax(rule, group.map_or_else(own, Ok)?))
                         }
@@ -338,7 +314,7 @@ impl Run<'_> {
     }
 
     fn write(&self, sink: &mut dyn Sink, item: &Item, matrix: &Matrix, quantized: Quantized) -> Result<()> {
-        let parts = layout::parts(self.plan.layout, matrix.dtype, quantized)?;
+        let parts = layout::parts(self.plan.layout, matrix.dtype, &quantized)?;
         for (entry, bytes) in item.entries.iter().zip(&parts) {
             sink.write(entry, bytes)?;
         }

@@ -5,7 +5,6 @@ use super::safetensors::Entry;
 use super::{ExportPlan, layout};
 use crate::Checkpoint;
 use crate::arch::Names;
-use crate::quantize::{Scales, Target};
 use q4_core::detect::{Layout, TensorMeta};
 use q4_core::{Code, DType, Error, Result, matches};
 
@@ -111,15 +110,7 @@ fn quantised(layer: &str, source: &str, meta: &TensorMeta, dtype: DType, plan: &
     let &[n, k] = &*meta.shape else {
         return Err(Error::new(Code::TensorShape, source).need("a matrix").have(format!("{:?}", meta.shape)));
     };
-    let need = match plan.target {
-        Target::Nvfp4 { .. } => (k % 16 != 0).then_some("in features divisible by 16 for NVFP4"),
-        Target::Nf4 { .. } if plan.layout != Layout::Dat => None,
-        Target::Nf4 { .. } if k % 2 != 0 => Some("an even number of in features"),
-        // The file does not say how large a block is: readers divide.
-        Target::Nf4 { block, .. } => {
-            (n * k % block as usize != 0).then_some("whole blocks of NF4 in a .dat file")
-        }
-    };
+    let need = plan.target.lacks(plan.layout, n, k);
     if let Some(need) = need.or((n == 0 || k == 0).then_some("at least one element")) {
         return Err(Error::new(Code::TensorShape, source)
             .need(need)
@@ -131,7 +122,7 @@ fn quantised(layer: &str, source: &str, meta: &TensorMeta, dtype: DType, plan: &
             .need("float32, float16 or bfloat16")
             .have(dtype.as_str()));
     }
-    let two_level = matches!(plan.target, Target::Nvfp4 { scales: Scales::TwoLevel, .. });
+    let two_level = plan.target.schema().global().is_some();
     let group = if plan.share_groups && two_level { group_of(layer) } else { None };
     let entries = layout::entries(plan.layout, plan.target.schema(), layer, dtype, n, k);
     let matrix = Matrix { layer: layer.to_owned(), n, k, dtype, group };

@@ -7,11 +7,7 @@
 //! nothing; then nothing is said.
 use super::super::{Finding, Severity};
 use crate::checkpoint::{Checkpoint, Layer, names};
-use q4_core::{
-    Q4Schema, Result, ScaleLayout, SegmentData,
-    formats::{nf4, nvfp4, swizzle},
-};
-use std::borrow::Cow;
+use q4_core::{Q4Weight, Result, RowDecoder};
 
 /// Median over the layers from which on a pair agrees.
 const AGREES: f64 = 0.5;
@@ -119,7 +115,7 @@ fn pairs(c: &Checkpoint, i: usize) -> Result<(Vec<Pair>, f64)> {
     let config = c.config();
     let norms: Vec<Norms> = names::linears(config, i)
         .iter()
-        .map(|(name, n, k)| Norms::of(&c.layer(name, *n, *k)?, c))
+        .map(|(name, n, k)| Norms::of(&c.layer(name, *n, *k)?))
         .collect::<Result<_>>()?;
     let [q, k, v, o, gate, up, down] = [0, 1, 2, 3, 4, 5, 6].map(|at: usize| &norms[at]);
     let (groups, dim) = (config.num_attention_heads / config.num_key_value_heads, config.head_dim);
@@ -215,35 +211,15 @@ struct Norms {
 }
 
 impl Norms {
-    fn of(layer: &Layer<'_>, c: &Checkpoint) -> Result<Self> {
+    fn of(layer: &Layer<'_>) -> Result<Self> {
         let d = &layer.detected;
         let mut norms = Self { rows: Vec::with_capacity(d.n), columns: vec![0.0; d.k] };
         let mut row = vec![0.0f32; d.k];
-        match &layer.segment.data {
-            SegmentData::Nvfp4 { codes, scales, global } => {
-                let (codes, mut scales) = (codes.as_bytes()?, Cow::Borrowed(scales.as_bytes()?));
-                if matches!(d.schema, Q4Schema::Nvfp4 { scale_layout: ScaleLayout::Swizzled128x4, .. }) {
-                    scales = Cow::Owned(swizzle::from_blocked(&scales, d.n, d.k / nvfp4::BLOCK)?);
-                }
-                for (codes, scales) in codes.chunks(d.k / 2).zip(scales.chunks(d.k / nvfp4::BLOCK)) {
-                    nvfp4::dequantize_row(codes, scales, *global, &mut row);
-                    norms.add(&row);
-                }
-            }
-            SegmentData::Nf4 { codes, absmax } => {
-                let Q4Schema::Nf4 { block, .. } = d.schema else { return Ok(norms) };
-                let (codes, absmax) = (codes.as_bytes()?, absmax.to_f32()?);
-                for r in 0..d.n {
-                    for (i, v) in (r * d.k..).zip(&mut row) {
-                        *v = nf4::decode(nf4::nibble(codes, i)) * absmax[i / block as usize];
-                    }
-                    norms.add(&row);
-                }
-            }
-            _ => {
-                let stored = c.tensor(&d.keys.weight)?;
-                stored.to_f32()?.chunks(d.k).for_each(|row| norms.add(row));
-            }
+        let segments = std::slice::from_ref(&layer.segment);
+        let decoder = RowDecoder::new(&Q4Weight { schema: d.schema, k: d.k, segments })?;
+        for r in 0..d.n {
+            decoder.row(r, &mut row);
+            norms.add(&row);
         }
         norms.rows.iter_mut().chain(&mut norms.columns).for_each(|v| *v = v.sqrt());
         Ok(norms)

@@ -10,6 +10,7 @@ use cudarc::nvrtc::result::{self as compiler, NvrtcError};
 use cudarc::nvrtc::sys as nvrtc;
 use q4_plugin_sdk::q4_core::rows::{check_matrix, check_product};
 use q4_plugin_sdk::q4_core::{
+    Nvfp4,
     Code, Convention, DType, Device, Error, ExecContext, HostEnv, LinearSpec, PreparedInfo, PreparedWeight,
     ProbeItem, Q4Schema, Q4Weight, Reject, RejectCode, Result, TensorView, TensorViewMut,
 };
@@ -287,7 +288,7 @@ impl Weight {
                 bytes.extend(global.to_le_bytes());
             }
         }
-        let divides = matches!(w.schema, Q4Schema::Nvfp4 { global: Some(Convention::Divide), .. });
+        let divides = matches!(w.schema, Q4Schema::Nvfp4(Nvfp4 { global: Some(Convention::Divide), .. }));
         info.resident_bytes = bytes.len() as u64;
         let _current = Current::push(gpu.context)?;
         // SAFETY: a context is current.

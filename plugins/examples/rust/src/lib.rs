@@ -98,7 +98,7 @@ impl Q4Backend for Acme {
 fn reasons(spec: &LinearSpec, path: ExecPath) -> Vec<Reject> {
     let mut reasons = Vec::new();
     let mut reject = |code, need: &'static str, have: String| reasons.push(Reject::new(code, need, have));
-    if !matches!(spec.schema, Q4Schema::Nvfp4 { .. }) {
+    if !matches!(spec.schema, Q4Schema::Nvfp4(_)) {
         reject(RejectCode::SchemaUnsupported, "nvfp4", spec.schema.to_string());
     }
     if path != ExecPath::FusedDequant {

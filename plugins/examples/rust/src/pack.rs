@@ -2,7 +2,8 @@
 //! codes of row r, so shifting a register by four bits brings the next element of all rows into place.
 use q4_plugin_sdk::q4_core::formats::{e2m1, e4m3, swizzle};
 use q4_plugin_sdk::q4_core::{
-    Code, Convention, Error, GlobalScale, Q4Schema, Q4Weight, Result, ScaleLayout, Segment, SegmentData,
+    Nvfp4, Nvfp4Parts,
+    Code, Convention, Error, GlobalScale, Q4Schema, Q4Weight, Result, ScaleLayout, Segment,
     TensorView,
 };
 
@@ -92,7 +93,7 @@ impl Packed {
 /// Visits the stored blocks of a validated weight, segments one below the other: row, block along k, eight bytes of codes,
 /// E4M3 scale. Refuses scales that are NaN or negative.
 pub fn each_block(w: &Q4Weight<'_>, mut visit: impl FnMut(usize, usize, &[u8], u8)) -> Result<()> {
-    let Q4Schema::Nvfp4 { scale_layout, .. } = w.schema else {
+    let Q4Schema::Nvfp4(Nvfp4 { scale_layout, .. }) = w.schema else {
         return Err(Error::new(Code::Unsupported, "schema").need("nvfp4").have(w.schema.to_string()));
     };
     let (groups, mut first) = (w.k / GROUP, 0);
@@ -130,10 +131,9 @@ pub fn globals(w: &Q4Weight<'_>) -> Result<Vec<(usize, Option<GlobalScale>)>> {
 type Parts<'a> = (TensorView<'a>, TensorView<'a>, Option<GlobalScale>);
 
 fn parts<'a>(s: &Segment<'a>) -> Result<Parts<'a>> {
-    match &s.data {
-        SegmentData::Nvfp4 { codes, scales, global } => Ok((*codes, *scales, *global)),
-        _ => Err(Error::new(Code::SchemaInvalid, "segment").need("the parts of nvfp4")),
-    }
+    let parts = Nvfp4Parts::of(&s.data)
+        .ok_or_else(|| Error::new(Code::SchemaInvalid, "segment").need("the parts of nvfp4"))?;
+    Ok((parts.codes, parts.scales, parts.global))
 }
 
 /// Binary16 of an E4M3 value: both have exponents of a few bits, so shifting is exact.

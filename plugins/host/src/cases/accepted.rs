@@ -1,9 +1,10 @@
 //! The product that the checks of a table are made with: the first that the library accepts, small ones
 //! asked first.
 use super::session::Backend;
+use q4_core::formats;
 use q4_core::{
-    ActGlobal, ActQuant, Activations, Code, Convention, DType, Device, Error, ExecPath, GlobalScale,
-    LinearSpec, NibbleOrder, OpSet, Q4Schema, Result, Rule, ScaleLayout, SegmentSpec,
+    ActGlobal, ActQuant, Activations, Code, DType, Device, Error, ExecPath, GlobalScale, LinearSpec, OpSet,
+    Q4Schema, Result, Rule, SegmentSpec,
 };
 use q4_plugin_abi::status;
 use q4_plugin_sdk::lend::LentSpec;
@@ -82,32 +83,23 @@ fn products(offers: &[Offer]) -> Result<impl Iterator<Item = (LinearSpec, ExecPa
 
 /// Every encoding of what is offered with every activation format, the plainest first.
 fn kinds(offers: &[Offer]) -> Result<Vec<(Q4Schema, Activations, ExecPath)>> {
-    let formats = formats()?;
+    let formats = activations()?;
     let encodings = offers.iter().flat_map(|(name, path)| encodings(name).into_iter().map(|e| (e, *path)));
     Ok(encodings.flat_map(|(schema, path)| formats.iter().map(move |f| (schema, *f, path))).collect())
 }
 
+/// Those that the suite knows, then the other blocks of each.
 fn encodings(name: &str) -> Vec<Q4Schema> {
-    let nf4 = |nested: Option<u32>| {
-        let orders = [NibbleOrder::HighFirst, NibbleOrder::LowFirst];
-        let all = [64, 128, 32, 4096].into_iter().flat_map(|block| orders.map(|order| (block, order)));
-        all.map(|(block, nibble_order)| Q4Schema::Nf4 { nibble_order, block, nested }).collect()
-    };
-    match name {
-        "nvfp4" => [ScaleLayout::RowMajor, ScaleLayout::Swizzled128x4]
-            .into_iter()
-            .flat_map(|layout| {
-                [None, Some(Convention::Multiply), Some(Convention::Divide)].map(|g| (layout, g))
-            })
-            .map(|(scale_layout, global)| Q4Schema::Nvfp4 { scale_layout, global })
-            .collect(),
-        "nf4" => nf4(None),
-        "nf4-dq" => nf4(Some(256)),
-        _ => TYPES.map(|dtype| Q4Schema::Dense { dtype }).into(),
+    let mut all = formats::encodings(name);
+    for other in all.clone().iter().flat_map(|e| e.blocks()) {
+        if !all.contains(&other) {
+            all.push(other);
+        }
     }
+    all
 }
 
-fn formats() -> Result<Vec<Activations>> {
+fn activations() -> Result<Vec<Activations>> {
     let quantizers = [
         (Rule::ModelOpt, ActGlobal::None),
         (Rule::TorchAo, ActGlobal::PerCall),
@@ -128,7 +120,7 @@ pub(super) mod tests {
 
     /// One product of every encoding for each number of segments and each shape of at most so many elements.
     pub fn specs(most: usize) -> Result<Vec<LinearSpec>> {
-        let offers = ["nvfp4", "nf4", "nf4-dq", "dense"].map(|name| (name.into(), ExecPath::Reference));
+        let offers: Vec<_> = formats::names().map(|name| (name.into(), ExecPath::Reference)).collect();
         let plain =
             |s: &LinearSpec| s.x == DType::F32 && s.activations == Activations::Native && s.max_m == 2;
         let all = products(&offers)?.map(|(spec, _)| spec);
@@ -137,7 +129,7 @@ pub(super) mod tests {
 
     #[test]
     fn the_plainest_small_product_is_asked_for_first() -> Result<()> {
-        let schema = Q4Schema::Nf4 { nibble_order: NibbleOrder::HighFirst, block: 64, nested: None };
+        let schema = formats::encodings("nf4")[0];
         let segment = SegmentSpec { name: "check".into(), rows: 32 };
         let want = LinearSpec {
             segments: vec![segment.clone(), segment],
@@ -157,10 +149,10 @@ pub(super) mod tests {
 
     #[test]
     fn all_that_the_suite_multiplies_is_asked_for() -> Result<()> {
-        for schema in lattice::SCHEMAS {
+        for schema in lattice::usual() {
             assert!(encodings(schema.id().name).contains(&schema), "{schema:?}");
             for activations in lattice::activations(&schema) {
-                assert!(formats()?.contains(&activations), "{activations:?}");
+                assert!(super::activations()?.contains(&activations), "{activations:?}");
             }
         }
         Ok(())

@@ -4,8 +4,8 @@ use half::{bf16, f16};
 use q4_core::formats::nvfp4;
 use q4_core::{
     Activations, BuiltinOptions, DType, Device, ExecContext, ExecPath, FuseSet, Fusion, GlobalScale,
-    LinearSpec, OpSet, PreparedWeight, Q4Backend, Q4Schema, Q4Weight, Reject, Result, ScaleLayout, Segment,
-    SegmentData, SegmentSpec, TensorView, TensorViewMut, ThreadPool,
+    LinearSpec, Nvfp4, Nvfp4Parts, OpSet, PreparedWeight, Q4Backend, Q4Schema, Q4Weight, Reject, Result,
+    ScaleLayout, Segment, SegmentSpec, TensorView, TensorViewMut, ThreadPool,
 };
 use std::ffi::c_void;
 use std::ptr::NonNull;
@@ -57,7 +57,7 @@ impl Source {
     fn segment(&self) -> Segment<'_> {
         let codes = TensorView::of(&self.codes, &[self.codes.len()]).expect("bytes");
         let scales = TensorView::of_bytes(&self.scales, DType::F8E4M3, &[self.scales.len()]).expect("bytes");
-        Segment { rows: self.rows, data: SegmentData::Nvfp4 { codes, scales, global: self.global } }
+        Segment { rows: self.rows, data: Nvfp4Parts { codes, scales, global: self.global }.into() }
     }
 }
 
@@ -95,10 +95,10 @@ impl Desc {
         let first = &self.sources[0];
         LinearSpec {
             segments: self.sources.iter().enumerate().map(segment).collect(),
-            schema: Q4Schema::Nvfp4 {
+            schema: Q4Schema::Nvfp4(Nvfp4 {
                 scale_layout: first.layout,
                 global: first.global.map(GlobalScale::convention),
-            },
+            }),
             k: self.k,
             max_m: self.max_m,
             x: self.x,

@@ -10,10 +10,8 @@ use crate::export::safetensors::Entry;
 use crate::quantize::Quantized;
 use crate::{Checkpoint, Layer, Stored};
 use q4_core::detect::Layout;
-use q4_core::formats::{nvfp4, swizzle};
-use q4_core::{
-    Code, Convention, DType, Error, GlobalScale, NibbleOrder, Q4Schema, Result, ScaleLayout, SegmentData,
-};
+use q4_core::formats::{KINDS, Kind};
+use q4_core::{Code, Convention, DType, Error, GlobalScale, OwnedParts, Part, Q4Schema, Result};
 use std::borrow::Cow;
 
 /// A tensor, or the tensors of a layer.
@@ -114,35 +112,33 @@ impl<'a> Packed<'a> {
         dtype: DType,
         mut changed: Option<&mut Vec<Changed>>,
     ) -> Result<Self> {
-        let packed = |schema, global, inputs| Self { layer, layout, schema, dtype, global, inputs };
-        match (layer.detected.schema, layout) {
-            (Q4Schema::Nvfp4 { .. }, Layout::ModelOpt | Layout::CompressedTensors | Layout::Dat) => {
-                let global = weight_scale(layer, layout, changed.as_deref_mut())?;
-                let inputs = input_scale(layer, layout, changed)?;
-                let convention = global.map(GlobalScale::convention);
-                let schema = Q4Schema::Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: convention };
-                Ok(packed(schema, global, inputs))
-            }
-            (Q4Schema::Nf4 { block, nested, .. }, Layout::Bitsandbytes | Layout::Dat) => {
-                if layout == Layout::Dat {
-                    fits_dat(layer, block, nested)?;
-                }
-                let schema = Q4Schema::Nf4 { nibble_order: NibbleOrder::HighFirst, block, nested };
-                Ok(packed(schema, None, None))
-            }
-            (schema, _) => Err(Error::new(
+        let (schema, shape) = (layer.detected.schema, [layer.detected.n, layer.detected.k]);
+        if schema.tensors(layout, shape).is_none() {
+            let holds = |kind: &&Kind| kind.usual.iter().any(|s| s.tensors(layout, [1, 64]).is_some());
+            let names: Vec<_> =
+                KINDS.into_iter().filter(holds).flat_map(|kind| kind.names.first()).map(|n| n.0).collect();
+            return Err(Error::new(
                 Code::Usage,
                 format!("`{}`: layout {} cannot hold its format", layer.name, layout.as_str()),
             )
-            .need(match layout {
-                Layout::ModelOpt | Layout::CompressedTensors => "nvfp4",
-                Layout::Bitsandbytes => "nf4",
-                _ => "nvfp4 or nf4",
-            })
+            .need(names.join(" or "))
             .have(schema.to_string())
             .fix("a layout of its format; another format is `q4 quantize` from the dense original, for from here it \
-                  would have the errors of both")),
+                  would have the errors of both"));
         }
+        if let Some((part, need, have)) = schema.lacks(layout, shape) {
+            let tensor = layer.detected.keys.of(part).unwrap_or(&layer.name);
+            return Err(Error::new(
+                Code::Usage,
+                format!("`{tensor}`: layout {} cannot hold it", layout.as_str()),
+            )
+            .need(need)
+            .have(have));
+        }
+        let global = weight_scale(layer, layout, changed.as_deref_mut())?;
+        let inputs = input_scale(layer, layout, changed)?;
+        let schema = schema.plain(global.map(GlobalScale::convention));
+        Ok(Self { layer, layout, schema, dtype, global, inputs })
     }
 
     fn entries(&self) -> Vec<Entry> {
@@ -160,49 +156,22 @@ impl<'a> Packed<'a> {
     }
 
     fn data(&self) -> Result<Vec<Vec<u8>>> {
-        let d = &self.layer.detected;
-        let mut q = Quantized {
-            schema: self.schema,
-            n: d.n,
-            k: d.k,
-            codes: Vec::new(),
-            scales: Vec::new(),
-            global: self.global,
-            absmax: Vec::new(),
-            nested: None,
-        };
-        match &self.layer.segment.data {
-            SegmentData::Nvfp4 { codes, .. } => {
-                q.codes = codes.as_bytes()?.to_vec();
-                q.scales = block_scales(self.layer)?.into_owned();
-            }
-            SegmentData::Nf4 { codes, absmax } => {
-                q.codes = codes.as_bytes()?.to_vec();
-                if matches!(d.schema, Q4Schema::Nf4 { nibble_order: NibbleOrder::LowFirst, .. }) {
-                    q.codes.iter_mut().for_each(|b| *b = b.rotate_left(4));
-                }
-                q.absmax = absmax.to_f32()?.into_owned();
-            }
-            _ => return Err(Error::new(Code::Internal, format!("{}: not a 4-bit layer", self.layer.name))),
+        let (d, data) = (&self.layer.detected, &self.layer.segment.data);
+        let mut parts = OwnedParts::copy(data)?.with_global(self.global);
+        if let (Some(scales), Some(dtype)) = (data.get(Part::Scales), parts.dtype(Part::Scales)) {
+            let rows = d.schema.in_rows(Part::Scales, scales.as_bytes()?, [d.n, d.k])?.into_owned();
+            parts = parts.with(Part::Scales, dtype, &[rows.len() / dtype.size()], rows);
         }
-        let mut parts = layout::parts(self.layout, self.dtype, q)?;
+        if d.schema.wire().nibble_order != self.schema.wire().nibble_order {
+            parts.bytes_mut(Part::Codes).iter_mut().for_each(|b| *b = b.rotate_left(4));
+        }
+        let mut parts = layout::parts(
+            self.layout,
+            self.dtype,
+            &Quantized { schema: self.schema, n: d.n, k: d.k, parts },
+        )?;
         parts.extend(self.inputs.map(|scale| scale.value().to_le_bytes().to_vec()));
         Ok(parts)
-    }
-}
-
-/// Row-major block scales of an NVFP4 layer.
-fn block_scales<'a>(layer: &Layer<'a>) -> Result<Cow<'a, [u8]>> {
-    match (&layer.segment.data, layer.detected.schema) {
-        (SegmentData::Nvfp4 { scales, .. }, Q4Schema::Nvfp4 { scale_layout, .. }) => Ok(match scale_layout {
-            ScaleLayout::RowMajor => Cow::Borrowed(scales.as_bytes()?),
-            ScaleLayout::Swizzled128x4 => Cow::Owned(swizzle::from_blocked(
-                scales.as_bytes()?,
-                layer.detected.n,
-                layer.detected.k / nvfp4::BLOCK,
-            )?),
-        }),
-        _ => Err(Error::new(Code::Internal, format!("{}: no block scales", layer.name))),
     }
 }
 
@@ -212,13 +181,17 @@ fn weight_scale(
     layout: Layout,
     changed: Option<&mut Vec<Changed>>,
 ) -> Result<Option<GlobalScale>> {
-    let SegmentData::Nvfp4 { global, .. } = &layer.segment.data else { return Ok(None) };
-    match (*global, &layer.detected.keys.global) {
+    let (d, data) = (&layer.detected, &layer.segment.data);
+    if d.schema.wire().global.is_none() {
+        return Ok(None);
+    }
+    match (data.global, &d.keys.global) {
         (None, _) if layout == Layout::Dat => Ok(None),
         (Some(scale), _) if layout == Layout::Dat && scale.value() == 1.0 => Ok(None),
         (None, _) => GlobalScale::new(convention(layout), 1.0).map(Some),
         (Some(scale), key) => {
-            let used = Used::of(&block_scales(layer)?);
+            let scales = data.need(Part::Scales)?;
+            let used = Used::of(&d.schema.in_rows(Part::Scales, scales.as_bytes()?, [d.n, d.k])?);
             let key = key.as_deref().unwrap_or(&layer.name);
             let name = format!("{}.weight", layer.name);
             expressed(scale, convention(layout), &used, key, layout.as_str())
@@ -249,23 +222,6 @@ fn input_scale(
 
 fn convention(layout: Layout) -> Convention {
     if layout == Layout::CompressedTensors { Convention::Divide } else { Convention::Multiply }
-}
-
-/// NF4 in a `.dat` file has f32 absmax, one for each of several whole blocks, and two codes of a row in every
-/// byte.
-fn fits_dat(layer: &Layer<'_>, block: u32, nested: Option<u32>) -> Result<()> {
-    let (d, keys) = (&layer.detected, &layer.detected.keys);
-    let absmax = keys.absmax.as_deref().unwrap_or(&layer.name);
-    let (tensor, need, have) = if nested.is_some() {
-        (absmax, "absmax in float32", "8-bit codes of a double quantisation".to_owned())
-    } else if d.k % 2 != 0 {
-        (keys.weight.as_str(), "an even number of in features", format!("[{}, {}]", d.n, d.k))
-    } else if d.n * d.k % block as usize != 0 {
-        (absmax, "whole blocks", format!("{} elements in blocks of {block}", d.n * d.k))
-    } else {
-        return Ok(());
-    };
-    Err(Error::new(Code::Usage, format!("`{tensor}`: layout dat cannot hold it")).need(need).have(have))
 }
 
 /// Either all layers have a scale of inputs or none has: a declaration covers all of them.

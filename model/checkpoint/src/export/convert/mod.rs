@@ -15,7 +15,7 @@ use crate::{Bytes, Checkpoint, Container, Layer, OpenOptions};
 use contents::{Content, Contents, contents, matrices};
 use items::{Item, items};
 use q4_core::detect::Layout;
-use q4_core::{ActGlobal, Activations, Code, Error, GlobalScale, Result, SegmentData, ThreadPool};
+use q4_core::{ActGlobal, Activations, Code, Error, GlobalScale, Result, ThreadPool};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -298,10 +298,7 @@ impl Run<'_> {
 }
 
 fn tensor_report(source: &Layer<'_>, output: &Layer<'_>) -> TensorReport {
-    let scale = |layer: &Layer<'_>| match &layer.segment.data {
-        SegmentData::Nvfp4 { global, .. } => global.map(GlobalScale::value),
-        _ => None,
-    };
+    let scale = |layer: &Layer<'_>| layer.segment.data.global.map(GlobalScale::value);
     let d = &source.detected;
     TensorReport {
         name: source.name.clone(),

@@ -8,8 +8,8 @@ use super::kernels::{Kernels, Laid, Operand, Rows, Run, SOURCE};
 use crate::call::Mat;
 use q4_core::formats::{e2m1, e4m3, nvfp4, swizzle};
 use q4_core::{
-    ActGlobal, ActQuant, Activations, Convention, DType, ExecPath, GlobalScale, Q4Schema, Q4Weight, Result,
-    RowDecoder, Rule, ScaleLayout, Segment, SegmentData, TensorView, oracle,
+    ActGlobal, ActQuant, Activations, Convention, DType, ExecPath, GlobalScale, Nvfp4, Nvfp4Parts, Q4Schema,
+    Q4Weight, Result, RowDecoder, Rule, ScaleLayout, Segment, TensorView, oracle,
 };
 use q4_cuda::{Launch, Matrix, args, convention, number, rule};
 use std::ffi::c_void;
@@ -375,15 +375,16 @@ fn products_are_those_of_the_oracle() -> Result<()> {
                     .parts
                     .iter()
                     .map(|p| {
-                        let data = SegmentData::Nvfp4 {
+                        let data = Nvfp4Parts {
                             codes: TensorView::of(&p.codes, &[p.rows, k / 2])?,
                             scales: TensorView::of(&p.scales, &[p.rows, k / 16])?,
                             global: p.global,
-                        };
+                        }
+                        .into();
                         Ok(Segment { rows: p.rows, data })
                     })
                     .collect::<Result<Vec<_>>>()?;
-                let schema = Q4Schema::Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: Some(c) };
+                let schema = Q4Schema::Nvfp4(Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: Some(c) });
                 let decoder = RowDecoder::new(&Q4Weight { schema, k, segments: &segments })?;
                 let input = oracle::Input::new(&x, k, &Activations::Nvfp4(act), DType::F32)?;
                 for j in 0..w.n() {

@@ -1,8 +1,4 @@
-//! NF4: codes into 16 quantiles of a normal distribution, an f32 absmax per block of the flattened tensor, as
-//! bitsandbytes stores it.
-//!
-//! Blocks ignore rows, so one may begin in one row and end in the next. Double quantisation ([`Nested`])
-//! stores the absmax themselves as 8-bit codes.
+//! Codes of NF4, and the quantisation of their scales.
 use crate::{Code, Error, Result};
 use std::sync::LazyLock;
 
@@ -75,7 +71,7 @@ pub fn quantize(x: &[f32], block: usize, codes: &mut [u8], absmax: &mut [f32]) -
             .have(format!("{} bytes, {} absmax", codes.len(), absmax.len())));
     }
     if let Some(i) = x.iter().position(|v| !v.is_finite()) {
-        return Err(super::nvfp4::not_finite(i, x[i]));
+        return Err(crate::formats::nvfp4::not_finite(i, x[i]));
     }
     codes.fill(0);
     if x.len() % 2 == 1 {

@@ -3,7 +3,7 @@
 //! `value = fl32(code * fl32(scale ∘ global))`, where ∘ is × or ÷ by the [`Convention`](crate::Convention) of
 //! the scale. Decoding is one rule; quantising is one per library, because they differ in bits and a
 //! checkpoint or an activation must round as its producer does.
-use super::{e2m1, e4m3};
+use crate::formats::{e2m1, e4m3};
 use crate::{Code, DType, Error, GlobalScale, Result, Rule};
 use half::{bf16, f16};
 
@@ -206,7 +206,7 @@ pub fn global_from_amax(rule: Rule, amax: f32, source: DType) -> Result<GlobalSc
 }
 
 /// Refusal of element `i` of a tensor.
-pub(super) fn not_finite(i: usize, v: f32) -> Error {
+pub(crate) fn not_finite(i: usize, v: f32) -> Error {
     Error::new(Code::ValueInvalid, format!("element {i} cannot be quantised"))
         .need("finite values")
         .have(v.to_string())
