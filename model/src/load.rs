@@ -242,7 +242,7 @@ impl Loaded {
         let scratch = CpuExecutor::bytes(s, threads, self.dtype, rows, context, workspace);
         budget.reserve(scratch, "the workspace")?;
         let threads = self.threads.clone();
-        let executor = CpuExecutor::new(s.clone(), threads, self.dtype, rows, context, workspace, rope);
+        let executor = CpuExecutor::new(s.clone(), threads, self.dtype, rows, context, workspace, rope)?;
         let cache = KvCache::new(kind, s.layers, s.kv_heads, s.head_dim, context);
         let slots = slots(s, rows, logit_rows);
         let engine = CpuEngine { model: model.clone(), executor, cache, slots };

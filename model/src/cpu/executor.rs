@@ -10,6 +10,7 @@ use q4_core::{
     Code, DType, Element, Error, ExecContext, FuseSet, Fusion, Q4Linear, Result, TensorView, TensorViewMut,
     ThreadPool, read_floats,
 };
+use q4_simd::{Vectors, Widen};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -75,6 +76,7 @@ pub enum CpuHead {
 
 /// Scratch and threads of one context.
 pub struct CpuExecutor {
+    vectors: Vectors,
     shape: Shape,
     threads: Arc<ThreadPool>,
     /// Element type of products' outputs; f32 slots are rounded through it.
@@ -114,6 +116,9 @@ impl CpuExecutor {
     /// Allocates everything a step of up to `rows` rows over `context` positions needs.
     /// `workspace` is the largest need of any product at that many rows; `rope` the inverse frequencies and
     /// the factor on cos and sin.
+    ///
+    /// # Errors
+    /// `Q4_ISA` names an instruction set that is unknown or that this processor lacks.
     pub fn new(
         shape: Shape,
         threads: Arc<ThreadPool>,
@@ -122,11 +127,12 @@ impl CpuExecutor {
         context: usize,
         workspace: usize,
         rope: (&[f32], f32),
-    ) -> Self {
+    ) -> Result<Self> {
         let widest = shape.qkv().max(2 * shape.intermediate).max(shape.hidden).max(shape.vocab);
         let lanes = attention::tasks(&shape, rows).min(threads.threads());
         let scores = Scores::new(lanes, context);
-        Self {
+        Ok(Self {
+            vectors: Vectors::named()?,
             staging: if y == DType::F32 { Vec::new() } else { vec![0; rows * widest] },
             workspace: vec![0; workspace + 64],
             rope: rotations(rope.0, rope.1, context),
@@ -136,7 +142,7 @@ impl CpuExecutor {
             shape,
             threads,
             y,
-        }
+        })
     }
 
     /// Bytes `new` allocates, predicted.
@@ -199,7 +205,8 @@ impl Executor for CpuExecutor {
 
     fn norm(&mut self, x: &CpuTensor, weight: &CpuNorm, out: &mut CpuTensor) -> Result<()> {
         out.set_rows(x.rows());
-        each_row(out.data_mut(), x.width(), &self.threads, |r, row| rms_norm(x.row(r), weight, row));
+        let v = self.vectors;
+        each_row(out.data_mut(), x.width(), &self.threads, |r, row| rms_norm(v, x.row(r), weight, row));
         Ok(())
     }
 
@@ -210,17 +217,17 @@ impl Executor for CpuExecutor {
     }
 
     fn add(&mut self, x: &CpuTensor, residual: &mut CpuTensor) -> Result<()> {
-        let width = x.width();
-        each_row(residual.data_mut(), width, &self.threads, |r, row| simd::add(x.row(r), row));
+        let (v, width) = (self.vectors, x.width());
+        each_row(residual.data_mut(), width, &self.threads, |r, row| simd::add(v, x.row(r), row));
         Ok(())
     }
 
     fn silu_mul(&mut self, gate_up: &CpuTensor, out: &mut CpuTensor) -> Result<()> {
         out.set_rows(gate_up.rows());
-        let half = out.width();
+        let (v, half) = (self.vectors, out.width());
         each_row(out.data_mut(), half, &self.threads, |r, row| {
             let (gate, up) = gate_up.row(r).split_at(half);
-            simd::silu_mul(gate, up, row);
+            simd::silu_mul(v, gate, up, row);
         });
         Ok(())
     }
@@ -236,7 +243,7 @@ impl Executor for CpuExecutor {
         cache.room_for(qkv.rows())?;
         let (s, past, width) = (&self.shape, cache.len(), qkv.width());
         let (d, half) = (s.head_dim, s.head_dim / 2);
-        let rope = &self.rope;
+        let (vectors, rope) = (self.vectors, &self.rope);
         let cache = cache.writer(layer);
         each_row(qkv.data_mut(), width, &self.threads, |r, row| {
             let at = (past + r) * half;
@@ -245,8 +252,8 @@ impl Executor for CpuExecutor {
             let (k, v) = kv.split_at_mut(s.kv());
             for (heads, norm) in [(q, q_norm), (&mut *k, k_norm)] {
                 for head in heads.chunks_exact_mut(d) {
-                    rms_norm_in_place(head, norm);
-                    simd::rotate(head, cos, sin);
+                    rms_norm_in_place(vectors, head, norm);
+                    simd::rotate(vectors, head, cos, sin);
                 }
             }
             // SAFETY: a row is a position of its own, and the cache is read by nobody before all are written.
@@ -263,7 +270,7 @@ impl Executor for CpuExecutor {
         out: &mut CpuTensor,
     ) -> Result<()> {
         out.set_rows(qkv.rows());
-        attention::run(&self.shape, qkv, cache, layer, &mut self.scores, out, &self.threads);
+        attention::run(self.vectors, &self.shape, qkv, cache, layer, &mut self.scores, out, &self.threads);
         Ok(())
     }
 
@@ -282,14 +289,16 @@ impl Executor for CpuExecutor {
         for (x, o) in
             x.data()[first * width..].chunks_exact(width).zip(scratch.data_mut().chunks_exact_mut(width))
         {
-            rms_norm(x, norm, o);
+            rms_norm(self.vectors, x, norm, o);
         }
         out.set_rows(m);
         match head {
             CpuHead::Q4(linear) => {
                 self.product(scratch.data(), m, linear, &Fusion::default(), out.data_mut())
             }
-            CpuHead::Dense(table) => dense_head(table, scratch.data(), out.data_mut(), &self.threads),
+            CpuHead::Dense(table) => {
+                dense_head(self.vectors, table, scratch.data(), out.data_mut(), &self.threads)
+            }
         }
     }
 
@@ -385,7 +394,7 @@ impl CpuExecutor {
 }
 
 /// A product whose output type is narrower than the slots': computed into `staging`, widened into `out`.
-fn staged<T: Element + simd::Widen + bytemuck::Pod>(
+fn staged<T: Element + Widen + bytemuck::Pod>(
     part: &Q4Linear,
     x: TensorView<'_>,
     (m, n, ld, column): (usize, usize, usize, usize),
@@ -404,17 +413,17 @@ fn staged<T: Element + simd::Widen + bytemuck::Pod>(
 }
 
 /// `y = w * (x * rsqrt(mean(x²) + eps))`, f32 (Qwen3RMSNorm).
-fn rms_norm(x: &[f32], norm: &CpuNorm, out: &mut [f32]) {
-    simd::scale_by(x, &norm.weight, norm_factor(x, norm), out);
+fn rms_norm(v: Vectors, x: &[f32], norm: &CpuNorm, out: &mut [f32]) {
+    simd::scale_by(v, x, &norm.weight, norm_factor(v, x, norm), out);
 }
 
-fn rms_norm_in_place(x: &mut [f32], norm: &CpuNorm) {
-    let factor = norm_factor(x, norm);
-    simd::scale_in_place(x, &norm.weight, factor);
+fn rms_norm_in_place(v: Vectors, x: &mut [f32], norm: &CpuNorm) {
+    let factor = norm_factor(v, x, norm);
+    simd::scale_in_place(v, x, &norm.weight, factor);
 }
 
-fn norm_factor(x: &[f32], norm: &CpuNorm) -> f32 {
-    1.0 / (simd::square_sum(x) / x.len() as f32 + norm.eps).sqrt()
+fn norm_factor(v: Vectors, x: &[f32], norm: &CpuNorm) -> f32 {
+    1.0 / (simd::square_sum(v, x) / x.len() as f32 + norm.eps).sqrt()
 }
 
 /// `cos` and `sin` of every position, `[context, frequencies]` each.
@@ -424,19 +433,20 @@ pub(crate) fn rotations(inv_freq: &[f32], factor: f32, context: usize) -> (Vec<f
 }
 
 /// `out[r, v] = x[r] · table[v]`, rows of the table in parallel, each read once for all rows of x.
-fn dense_head(table: &CpuTable, x: &[f32], out: &mut [f32], threads: &ThreadPool) -> Result<()> {
+fn dense_head(v: Vectors, table: &CpuTable, x: &[f32], out: &mut [f32], threads: &ThreadPool) -> Result<()> {
     let bytes = table.elements();
     match table.dtype {
-        DType::F32 => dense_rows::<f32>(bytes, table, x, out, threads),
-        DType::F16 => dense_rows::<f16>(bytes, table, x, out, threads),
-        DType::BF16 => dense_rows::<bf16>(bytes, table, x, out, threads),
+        DType::F32 => dense_rows::<f32>(v, bytes, table, x, out, threads),
+        DType::F16 => dense_rows::<f16>(v, bytes, table, x, out, threads),
+        DType::BF16 => dense_rows::<bf16>(v, bytes, table, x, out, threads),
         other => Err(Error::new(Code::TensorType, table.name.clone())
             .need("f32, f16 or bf16")
             .have(other.to_string())),
     }
 }
 
-fn dense_rows<T: simd::Lanes + bytemuck::Pod>(
+fn dense_rows<T: Widen + bytemuck::Pod>(
+    v: Vectors,
     bytes: &[u8],
     table: &CpuTable,
     x: &[f32],
@@ -453,7 +463,7 @@ fn dense_rows<T: simd::Lanes + bytemuck::Pod>(
         for (r, x) in x.chunks_exact(k).enumerate() {
             // SAFETY: ranges of different tasks do not overlap, and `out` is [rows of x, vocab].
             let line = unsafe { out.slice(r * vocab + start, end - start) };
-            simd::dots(x, &weights[start * k..end * k], 1.0, line);
+            simd::dots(v, x, &weights[start * k..end * k], 1.0, line);
         }
     });
     Ok(())
