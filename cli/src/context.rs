@@ -15,7 +15,7 @@ use q4_conformance::{StoredPasses, certificate};
 use q4_core::memory::{Budget, ManagedSupport, Role, UnifiedMemory};
 use q4_core::{
     BuiltinOptions, Candidate, Code, ComputePath, DType, Device, Dispatch, Error, HostEnv, OpSet, Overrides,
-    Policy, Registry, RejectCode, Result, ThreadPool, isa,
+    Policy, Registry, RejectCode, Result, ThreadPool, isa::Isa,
 };
 use q4_model::checkpoint::{Checkpoint, OpenOptions};
 use q4_model::cpu::KvType;
@@ -57,7 +57,7 @@ impl Context {
             every_plugin: false,
             judges: false,
             compared: None,
-            isa: isa::named()?,
+            isa: Isa::named()?.map(|isa| isa.name().to_owned()),
             chosen: OnceCell::new(),
             global,
         };

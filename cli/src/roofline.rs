@@ -3,6 +3,7 @@
 use memmap2::MmapMut;
 use q4_core::pages::advise_huge;
 use q4_core::{Activations, ThreadPool};
+use q4_simd::{Isa, LANES, Vector, Vectors, on};
 use std::hint::black_box;
 use std::time::Instant;
 
@@ -92,11 +93,9 @@ fn read(threads: &ThreadPool) -> f64 {
 /// the memory's queue.
 fn sum(data: &[u64]) -> u64 {
     #[cfg(target_arch = "x86_64")]
-    {
-        if std::arch::is_x86_feature_detected!("avx512f") {
-            // SAFETY: the feature was found on this processor.
-            return unsafe { sum_avx512(data) };
-        }
+    if Isa::Avx512.is_available() {
+        // SAFETY: the feature was found on this processor.
+        return unsafe { sum_avx512(data) };
     }
     let quarter = data.len() / 4;
     let mut acc = [[0u64; 8]; 4];
@@ -135,7 +134,6 @@ fn sum_avx512(data: &[u64]) -> u64 {
 }
 
 const CHAINS: usize = 12;
-const LANES: usize = 16;
 const STEPS: usize = 200_000;
 
 /// Billions of products a second of `work`, which makes `CHAINS * lanes * STEPS` of them.
@@ -180,7 +178,7 @@ fn dot_product() -> Option<Dots> {
             }
             acc.iter().map(|v| _mm256_extract_epi32::<0>(*v)).fold(0, i32::wrapping_add) as f32
         }
-        if std::arch::is_x86_feature_detected!("avx512vnni") {
+        if Isa::Avx512Vnni.is_available() {
             // SAFETY: the feature was found on this processor.
             return Some((64, |x| unsafe { wide(x) }));
         }
@@ -215,11 +213,11 @@ fn dot_product() -> Option<Dots> {
         }
         chains!(matrix, "neon,i8mm", "smmla {0:v}.4s, {1:v}.16b, {1:v}.16b");
         chains!(dots, "neon,dotprod", "sdot {0:v}.4s, {1:v}.16b, {1:v}.16b");
-        if std::arch::is_aarch64_feature_detected!("i8mm") {
+        if Isa::NeonI8mm.is_available() {
             // SAFETY: the feature was found on this processor.
             return Some((32, |x| unsafe { matrix(x) }));
         }
-        if std::arch::is_aarch64_feature_detected!("dotprod") {
+        if Isa::NeonDotprod.is_available() {
             // SAFETY: as above.
             return Some((16, |x| unsafe { dots(x) }));
         }
@@ -253,72 +251,33 @@ fn tile_product() -> Option<Dots> {
             x
         }
         // Kernels that were told to do without it are not held against it.
-        let wanted = std::env::var("Q4_ISA").unwrap_or_default();
-        if matches!(wanted.as_str(), "" | "amx") && q4_core::has_tiles() {
+        if matches!(Isa::named(), Ok(None | Some(Isa::Amx))) && Isa::Amx.is_available() {
             return Some((16 * 16 * 32, tiles));
         }
     }
     None
 }
 
-/// Independent chains of multiply-adds, enough of them to hide the latency of one.
+/// Independent chains of multiply-adds, as many as the registers hold, which hides the latency of one.
 fn chains(x: f32) -> f32 {
-    #[cfg(not(target_arch = "aarch64"))]
+    /// # Safety
+    /// The processor has the set of `V`.
     #[inline(always)]
-    fn body(x: f32, step: impl Fn(f32, f32, f32) -> f32) -> f32 {
-        let mut acc = [[x; LANES]; CHAINS];
-        for _ in 0..STEPS {
-            for a in &mut acc {
-                for v in a {
-                    *v = step(*v, 0.999_999, x);
-                }
-            }
-        }
-        acc.as_flattened().iter().sum()
-    }
-    #[cfg(target_arch = "x86_64")]
-    {
-        #[target_feature(enable = "avx512f")]
-        fn avx512(x: f32) -> f32 {
-            use std::arch::x86_64::{_mm512_fmadd_ps, _mm512_reduce_add_ps, _mm512_set1_ps};
-            let (m, b) = (_mm512_set1_ps(0.999_999), _mm512_set1_ps(x));
-            let mut acc = [b; CHAINS];
-            for _ in 0..STEPS {
-                for a in &mut acc {
-                    *a = _mm512_fmadd_ps(*a, m, b);
-                }
-            }
-            acc.iter().map(|a| _mm512_reduce_add_ps(*a)).sum()
-        }
-        #[target_feature(enable = "avx2,fma")]
-        fn avx2(x: f32) -> f32 {
-            body(x, f32::mul_add)
-        }
-        if std::arch::is_x86_feature_detected!("avx512f") {
-            // SAFETY: the feature was found on this processor.
-            return unsafe { avx512(x) };
-        }
-        if std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma") {
-            // SAFETY: as above.
-            return unsafe { avx2(x) };
-        }
-    }
-    // Half the chains twice leave registers where they have four lanes; the instruction is always there.
-    #[cfg(target_arch = "aarch64")]
-    {
-        use std::arch::aarch64::*;
-        // SAFETY: the target has NEON.
+    unsafe fn some<V: Vector, const C: usize>(x: f32) -> f32 {
+        // SAFETY: the caller's.
         unsafe {
-            let (m, b) = (vdupq_n_f32(0.999_999), vdupq_n_f32(x));
-            let mut acc = [b; CHAINS * 2];
-            for _ in 0..STEPS * 2 {
+            let (factor, addend) = (V::splat(0.999_999), V::splat(x));
+            let mut acc = [addend; C];
+            for _ in 0..CHAINS / C * STEPS {
                 for a in &mut acc {
-                    *a = vfmaq_f32(b, *a, m);
+                    *a = V::fma(*a, factor, addend);
                 }
             }
-            acc.into_iter().map(|a| vaddvq_f32(a)).sum()
+            acc.into_iter().map(|a| V::sum(a)).sum()
         }
     }
-    #[cfg(not(target_arch = "aarch64"))]
-    body(x, |a, m, b| a * m + b)
+    // SAFETY: `on` runs sets of this processor.
+    on!(Vectors::best(), V => unsafe {
+        if V::SUMS >= CHAINS { some::<V, CHAINS>(x) } else { some::<V, { CHAINS / 3 }>(x) }
+    })
 }

@@ -6,10 +6,11 @@ use q4_core::{
     RejectCode, Result, Verdict,
 };
 use q4_cuda::Needs;
+use q4_simd::{Isa, Vectors};
 
 /// The instruction set that products use, and what else this machine could run.
 pub(crate) fn probe(is_plain: bool) -> Vec<ProbeItem> {
-    let could: Vec<_> = isas().into_iter().filter(|i| i.1).map(|i| i.0).collect();
+    let could: Vec<_> = Vectors::all().map(|v| v.isa().name()).collect();
     let detail = match is_plain {
         true => format!("portable, for gemm would take {} of {}", could[0], could.join(", ")),
         false => format!("{} of {}, chosen by gemm", could[0], could.join(", ")),
@@ -18,37 +19,9 @@ pub(crate) fn probe(is_plain: bool) -> Vec<ProbeItem> {
 }
 
 /// Whether products do without `gemm`, which takes the best instruction set there is, because a lesser one is
-/// named. Refuses one that does not exist or that this machine lacks (`avx512vnni` and `amx` mean `avx512`
-/// here, `neondotprod` and `neoni8mm` mean `neon`).
+/// named. Refuses one that does not exist or that this machine lacks.
 pub(crate) fn is_plain(name: Option<&str>) -> Result<bool, Reject> {
-    let Some(name) = name else { return Ok(false) };
-    let plain = match name {
-        "avx512vnni" | "amx" => "avx512",
-        "neondotprod" | "neoni8mm" => "neon",
-        _ => name,
-    };
-    let (need, have) = match isas().into_iter().find(|i| i.0 == plain) {
-        Some((_, true)) => return Ok(isas().into_iter().find(|i| i.1).is_some_and(|best| best.0 != plain)),
-        Some(_) => (format!("a processor with {plain}"), std::env::consts::ARCH.to_owned()),
-        None => (format!("isa {}", q4_core::isa::ISAS.join(", ")), name.to_owned()),
-    };
-    Err(Reject::new(RejectCode::DeviceArch, need, have))
-}
-
-/// Best first, and whether this machine has it.
-fn isas() -> [(&'static str, bool); 4] {
-    #[cfg(target_arch = "x86_64")]
-    let (avx512, avx2) = (
-        std::arch::is_x86_feature_detected!("avx512f"),
-        std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma"),
-    );
-    #[cfg(not(target_arch = "x86_64"))]
-    let (avx512, avx2) = (false, false);
-    #[cfg(target_arch = "aarch64")]
-    let neon = std::arch::is_aarch64_feature_detected!("neon");
-    #[cfg(not(target_arch = "aarch64"))]
-    let neon = false;
-    [("avx512", avx512), ("avx2", avx2), ("neon", neon), ("portable", true)]
+    Ok(Vectors::choose(name)?.isa() != Isa::best().floats())
 }
 
 /// What products on a device take.

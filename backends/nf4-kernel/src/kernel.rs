@@ -1,70 +1,35 @@
 //! The products. Written once over [`Lanes`], compiled once per instruction set, in one order of k whatever
 //! the shape.
-#[cfg(target_arch = "aarch64")]
-use crate::neon::Neon;
-#[cfg(target_arch = "x86_64")]
-use crate::simd::{Avx2, Avx512};
 use crate::{
     layout::{CODES, LANES},
     many::many,
     prepare::{Packed, Shape},
-    simd::{Isa, Lanes, Portable},
+    simd::Lanes,
 };
 use q4_core::rows::{Rows, RowsMut};
+use q4_simd::on;
 use std::ops::Range;
 
 /// Most rows that are multiplied straight from the registers a code is decoded to.
 const FEW: usize = 4;
 
-macro_rules! on_every_isa {
-    ($(#[$doc:meta])* $name:ident, $body:ident) => {
-        $(#[$doc])*
-        ///
-        /// # Safety
-        /// The range is inside the weight, no other task has any of it, and the rows have the columns stated.
-        pub(crate) unsafe fn $name(w: &Packed, x: &Rows<'_>, y: &RowsMut<'_>, range: Range<usize>) {
-            #[cfg(target_arch = "x86_64")]
-            #[target_feature(enable = "avx512f")]
-            unsafe fn avx512(w: &Packed, x: &Rows<'_>, y: &RowsMut<'_>, range: Range<usize>) {
-                // SAFETY: this function enables the features.
-                unsafe { $body::<Avx512>(w, x, y, range) }
-            }
-            #[cfg(target_arch = "x86_64")]
-            #[target_feature(enable = "avx2,fma")]
-            unsafe fn avx2(w: &Packed, x: &Rows<'_>, y: &RowsMut<'_>, range: Range<usize>) {
-                // SAFETY: this function enables the features.
-                unsafe { $body::<Avx2>(w, x, y, range) }
-            }
-            #[cfg(target_arch = "aarch64")]
-            #[target_feature(enable = "neon")]
-            unsafe fn neon(w: &Packed, x: &Rows<'_>, y: &RowsMut<'_>, range: Range<usize>) {
-                // SAFETY: this function enables the features.
-                unsafe { $body::<Neon>(w, x, y, range) }
-            }
-            // SAFETY: `Isa::choose` found the features; the rest is the caller's promise.
-            unsafe {
-                match w.isa {
-                    #[cfg(target_arch = "x86_64")]
-                    Isa::Avx512 => avx512(w, x, y, range),
-                    #[cfg(target_arch = "x86_64")]
-                    Isa::Avx2 => avx2(w, x, y, range),
-                    #[cfg(target_arch = "aarch64")]
-                    Isa::Neon => neon(w, x, y, range),
-                    _ => $body::<Portable>(w, x, y, range),
-                }
-            }
-        }
-    };
+/// `y[:, 16·range] = x W^T` for blocks of 16 output rows, whole quads. `x` has k columns, `y` n.
+///
+/// # Safety
+/// The range is inside the weight, no other task has any of it, and the rows have the columns stated.
+pub(crate) unsafe fn forward(w: &Packed, x: &Rows<'_>, y: &RowsMut<'_>, range: Range<usize>) {
+    // SAFETY: the caller's.
+    on!(w.vectors, V => unsafe { forward_on::<V>(w, x, y, range) })
 }
 
-on_every_isa! {
-    /// `y[:, 16·range] = x W^T` for blocks of 16 output rows, whole quads. `x` has k columns, `y` n.
-    forward, forward_on
-}
-on_every_isa! {
-    /// `dx[:, 8·range] = dy W` for words of 8 input features. `dy` has n columns rounded up to 16, `dx` k.
-    /// Each lane sums its rows of W in order, then the lanes are added as a tree.
-    backward, backward_on
+/// `dx[:, 8·range] = dy W` for words of 8 input features. `dy` has n columns rounded up to 16, `dx` k.
+/// Each lane sums its rows of W in order, then the lanes are added as a tree.
+///
+/// # Safety
+/// As of [`forward`].
+pub(crate) unsafe fn backward(w: &Packed, dy: &Rows<'_>, dx: &RowsMut<'_>, range: Range<usize>) {
+    // SAFETY: the caller's.
+    on!(w.vectors, V => unsafe { backward_on::<V>(w, dy, dx, range) })
 }
 
 #[inline(always)]
@@ -186,7 +151,7 @@ unsafe fn word_back<L: Lanes, const M: usize>(
                 scaled[r] = L::mul(L::load(dy[r].add(b * LANES)), scale);
             }
             for j in 0..CODES {
-                let v = L::decode(table, packed, j as i32);
+                let v = L::look_up(table, packed, j as i32);
                 for r in 0..M {
                     acc[r][j] = L::fma(v, scaled[r], acc[r][j]);
                 }
@@ -195,14 +160,7 @@ unsafe fn word_back<L: Lanes, const M: usize>(
         for r in 0..M {
             let mut out = [0.0; CODES];
             for j in 0..CODES {
-                let mut lanes = [0.0; LANES];
-                L::store(acc[r][j], lanes.as_mut_ptr());
-                for half in [8, 4, 2, 1] {
-                    for i in 0..half {
-                        lanes[i] += lanes[i + half];
-                    }
-                }
-                out[j] = lanes[0];
+                out[j] = L::sum(acc[r][j]);
             }
             dx.put(r0 + r, word * CODES, &out);
         }

@@ -25,7 +25,7 @@ use q4_core::{
     Verdict, inventory,
 };
 use q4_cuda::Engines;
-use simd::Isa;
+use q4_simd::Vectors;
 use std::sync::Arc;
 
 inventory::submit! {
@@ -34,24 +34,23 @@ inventory::submit! {
 
 const NAME: &str = "nf4-kernel";
 
-/// Best instruction set of this machine, or the one `options.isa` names: `portable`, `avx2`, `avx512`, `neon`
-/// (`avx512vnni` and `amx` mean `avx512` here, `neondotprod` and `neoni8mm` mean `neon`). A name that is
-/// unknown or that this machine lacks is a reason not to live.
+/// Best instruction set of this machine, or the one `options.isa` names. A name that is unknown or that this
+/// machine lacks is a reason not to live.
 fn construct(options: &BuiltinOptions, env: &HostEnv) -> std::result::Result<Built, Vec<Reject>> {
-    let isa = Isa::choose(options.isa.as_deref()).map_err(|reason| vec![reason])?;
+    let vectors = Vectors::choose(options.isa.as_deref()).map_err(|reason| vec![reason])?;
     let images = q4_cuda::images(options, &cuda::SOURCE);
-    Ok(Built { images, ..Built::new(Arc::new(Nf4Kernel::new(isa, env))) })
+    Ok(Built { images, ..Built::new(Arc::new(Nf4Kernel::new(vectors, env))) })
 }
 
 /// The backend: a descriptor, the instruction set its kernels use, and those of devices.
 struct Nf4Kernel {
-    isa: Isa,
+    vectors: Vectors,
     descriptor: BackendDescriptor,
     cuda: Engines<Engine>,
 }
 
 impl Nf4Kernel {
-    fn new(isa: Isa, env: &HostEnv) -> Self {
+    fn new(vectors: Vectors, env: &HostEnv) -> Self {
         let paths = probe::paths(&env.cuda);
         let offer = |schema: &'static str| paths.iter().map(move |path| (schema.into(), *path));
         let descriptor = BackendDescriptor {
@@ -61,7 +60,7 @@ impl Nf4Kernel {
             priority: 0,
             offers: ["nf4", "nf4-dq"].into_iter().flat_map(offer).collect(),
         };
-        Self { isa, descriptor, cuda: Engines::new(Engine::new) }
+        Self { vectors, descriptor, cuda: Engines::new(Engine::new) }
     }
 
     /// What `can_prepare` would refuse of the operands is not prepared either.
@@ -85,7 +84,7 @@ impl Q4Backend for Nf4Kernel {
         &self.descriptor
     }
     fn probe(&self, env: &HostEnv) -> Vec<ProbeItem> {
-        probe::probe(self.isa).into_iter().chain(probe::NEEDS.items(env)).collect()
+        probe::probe(self.vectors).into_iter().chain(probe::NEEDS.items(env)).collect()
     }
     fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
         probe::can_prepare(spec, path, env)
@@ -109,7 +108,7 @@ impl Q4Backend for Nf4Kernel {
     ) -> Result<Box<dyn PreparedWeight>> {
         self.agree(spec, path, cx)?;
         match spec.device {
-            Device::Cpu => Ok(Box::new(prepare::prepare(w, spec, path, self.isa, cx.threads)?)),
+            Device::Cpu => Ok(Box::new(prepare::prepare(w, spec, path, self.vectors, cx.threads)?)),
             _ => Ok(Box::new(cuda::prepare(&self.cuda.of(spec.device)?, w, spec, path)?)),
         }
     }

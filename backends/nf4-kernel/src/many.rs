@@ -57,7 +57,7 @@ pub(crate) unsafe fn many<L: Lanes>(w: &Packed, x: &Rows<'_>, y: &RowsMut<'_>, b
                     // SAFETY: x has k columns, a part has room for ROWS chains; a prefetch of any address is
                     // harmless.
                     unsafe {
-                        L::prefetch(row.wrapping_add(len + i).cast());
+                        L::prefetch(row.wrapping_add(len + i));
                         L::store(L::load(row.add(i)), part.add(r * len + i));
                     }
                 }

@@ -1,99 +1,15 @@
-//! Sixteen lanes in NEON: four registers. A value has four bytes, so four tables of 16 bytes are looked up
-//! for 16 codes at a time, and what has many of them goes quarter by quarter, where the registers suffice.
+//! NF4's sums in NEON: what has many registers' worth of lanes goes quarter by quarter, where the registers
+//! suffice.
 use crate::layout::{CODES, LANES};
 use crate::simd::{AHEAD, Lanes};
+use q4_simd::{Neon, Vector};
 use std::arch::aarch64::*;
-use std::arch::asm;
-
-/// NEON with its fused multiply-add, which every aarch64 has.
-pub(crate) struct Neon;
 
 /// Lanes of a register, and registers of 16 lanes.
 const QUARTER: usize = 4;
 
 impl Lanes for Neon {
-    type F = [float32x4_t; QUARTER];
-    type W = [uint32x4_t; QUARTER];
-    /// The first bytes of the values, then the second, third and fourth.
-    type T = uint8x16x4_t;
     const ACCUMULATORS: usize = 2;
-    const ROWS: usize = 4;
-    const BLOCKS: usize = 1;
-
-    #[inline(always)]
-    unsafe fn splat(v: f32) -> Self::F {
-        // SAFETY: the trait's contract: NEON is there.
-        unsafe { [vdupq_n_f32(v); QUARTER] }
-    }
-    #[inline(always)]
-    unsafe fn load(p: *const f32) -> Self::F {
-        // SAFETY: the trait's contract.
-        unsafe { [vld1q_f32(p), vld1q_f32(p.add(4)), vld1q_f32(p.add(8)), vld1q_f32(p.add(12))] }
-    }
-    #[inline(always)]
-    unsafe fn store(v: Self::F, p: *mut f32) {
-        for q in 0..QUARTER {
-            // SAFETY: the trait's contract.
-            unsafe { vst1q_f32(p.add(QUARTER * q), v[q]) };
-        }
-    }
-    #[inline(always)]
-    unsafe fn add(mut a: Self::F, b: Self::F) -> Self::F {
-        for q in 0..QUARTER {
-            // SAFETY: the trait's contract.
-            a[q] = unsafe { vaddq_f32(a[q], b[q]) };
-        }
-        a
-    }
-    #[inline(always)]
-    unsafe fn mul(mut a: Self::F, b: Self::F) -> Self::F {
-        for q in 0..QUARTER {
-            // SAFETY: the trait's contract.
-            a[q] = unsafe { vmulq_f32(a[q], b[q]) };
-        }
-        a
-    }
-    #[inline(always)]
-    unsafe fn fma(a: Self::F, b: Self::F, mut c: Self::F) -> Self::F {
-        for q in 0..QUARTER {
-            // SAFETY: the trait's contract.
-            c[q] = unsafe { vfmaq_f32(c[q], a[q], b[q]) };
-        }
-        c
-    }
-    #[inline(always)]
-    unsafe fn table(values: &[f32; 16]) -> uint8x16x4_t {
-        // SAFETY: the trait's contract; the array has 64 bytes.
-        unsafe { vld4q_u8(values.as_ptr().cast()) }
-    }
-    #[inline(always)]
-    unsafe fn words(p: *const u32) -> Self::W {
-        // SAFETY: the trait's contract.
-        unsafe { [vld1q_u32(p), vld1q_u32(p.add(4)), vld1q_u32(p.add(8)), vld1q_u32(p.add(12))] }
-    }
-    #[inline(always)]
-    unsafe fn decode(t: uint8x16x4_t, mut w: Self::W, j: i32) -> Self::F {
-        // SAFETY: the trait's contract.
-        unsafe {
-            for w in &mut w {
-                // Four times the code, each time with its table.
-                let code = vandq_u32(vshlq_u32(*w, vdupq_n_s32(-4 * j)), vdupq_n_u32(15));
-                let index = vmlaq_n_u32(vdupq_n_u32(0x3020_1000), code, 0x0101_0101);
-                *w = vreinterpretq_u32_u8(vqtbl4q_u8(t, vreinterpretq_u8_u32(index)));
-            }
-            [
-                vreinterpretq_f32_u32(w[0]),
-                vreinterpretq_f32_u32(w[1]),
-                vreinterpretq_f32_u32(w[2]),
-                vreinterpretq_f32_u32(w[3]),
-            ]
-        }
-    }
-    #[inline(always)]
-    unsafe fn prefetch(p: *const u32) {
-        // SAFETY: a hint that never faults.
-        unsafe { asm!("prfm pldl1keep, [{}]", in(reg) p, options(readonly, nostack, preserves_flags)) }
-    }
 
     #[inline(always)]
     unsafe fn chain<const B: usize, const M: usize>(

@@ -1,7 +1,6 @@
 //! Interleaving sixteen output rows: what makes a lane an output row and a scale a vector.
 use crate::layout::{CHAIN, CODES, LANES, QUAD, scale_group};
 use crate::pages::Pages;
-use crate::simd::Isa;
 use bytemuck::{Pod, Zeroable};
 use q4_core::formats::nf4;
 use q4_core::rows::{RowsMut, activation_bytes};
@@ -9,6 +8,7 @@ use q4_core::{
     Absmax, Activations, Code, DType, Error, ExecPath, Footprint, LinearSpec, Nf4, Nf4Parts, NibbleOrder,
     OpSet, PreparedInfo, Q4Schema, Q4Weight, Result, Scratch, ThreadPool,
 };
+use q4_simd::Vectors;
 use std::borrow::Cow;
 use std::sync::Mutex;
 
@@ -31,7 +31,7 @@ unsafe impl Pod for Line<f32> {}
 /// n rounded up to 16; a double-quantised absmax is decoded once, here.
 pub(crate) struct Packed {
     pub info: PreparedInfo,
-    pub isa: Isa,
+    pub vectors: Vectors,
     pub x: DType,
     pub y: DType,
     /// Elements of k under one scale.
@@ -78,7 +78,7 @@ pub(crate) fn prepare(
     w: &Q4Weight<'_>,
     spec: &LinearSpec,
     path: ExecPath,
-    isa: Isa,
+    vectors: Vectors,
     threads: &ThreadPool,
 ) -> Result<Packed> {
     check(w, spec)?;
@@ -122,7 +122,7 @@ pub(crate) fn prepare(
         resident_bytes: (size_of_val(&codes[..]) + size_of_val(&scales[..])) as u64,
         ops: OpSet::ALL,
     };
-    Ok(Packed { info, isa, x: spec.x, y: spec.y, group, codes, scales, table: nf4::CODEBOOK })
+    Ok(Packed { info, vectors, x: spec.x, y: spec.y, group, codes, scales, table: nf4::CODEBOOK })
 }
 
 /// Fails unless the parts of `w` fit together and are those of `spec`.

@@ -1,22 +1,22 @@
 //! What the kernels can serve, decided from the spec and the facts of the machine, with every reason at once.
 use crate::layout::scale_group;
-use crate::simd::Isa;
 use q4_core::{
     Activations, CudaDevice, DType, Device, ExecPath, HostEnv, LinearSpec, Nf4, ProbeItem, Q4Schema, Reject,
     RejectCode, Verdict,
 };
 use q4_cuda::Needs;
+use q4_simd::Vectors;
 
 /// Shortest run of k under one absmax that the layout can hold.
 const LEAST_GROUP: usize = 16;
 
 /// The instruction set in use and what else this machine could run.
-pub(crate) fn probe(isa: Isa) -> Vec<ProbeItem> {
-    let could: Vec<_> = Isa::ALL.into_iter().filter(|i| i.is_available()).map(Isa::as_str).collect();
+pub(crate) fn probe(vectors: Vectors) -> Vec<ProbeItem> {
+    let could: Vec<_> = Vectors::all().map(|v| v.isa().name()).collect();
     vec![ProbeItem {
         id: "cpu.isa".into(),
         reasons: Vec::new(),
-        detail: format!("{} of {}", isa.as_str(), could.join(", ")),
+        detail: format!("{} of {}", vectors.isa().name(), could.join(", ")),
     }]
 }
 

@@ -28,7 +28,7 @@ fn the_library_beside_the_executable_is_found() {
 
 #[test]
 fn a_named_instruction_set_binds() {
-    for isa in q4_core::isa::ISAS.into_iter().filter(|isa| q4_core::isa::is_available(isa)) {
+    for isa in q4_core::isa::Isa::available().map(q4_core::isa::Isa::name) {
         let options = BuiltinOptions { isa: Some(isa.into()), ..Default::default() };
         let registry = Registry::builtin(&options).unwrap();
         let items = registry.live(NAME).expect("this processor has it").probe(registry.env());

@@ -418,6 +418,7 @@ static const q4_backend_v1 TABLE = {
     nullptr, // footprint: the program estimates
     nullptr, // fuses
     nullptr, // forward_fused
+    nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, // device to synchronize: no device of its own
 };
 
 q4_status q4_plugin_query(std::uint32_t abi_major, std::uint32_t id, q4_interface *out)

@@ -1,10 +1,11 @@
 //! Causal attention over the cache, one task per key/value head and block of rows.
 use super::cache::{Head, KvCache, Positions};
 use super::simd;
-use super::sums::{self, LANES, QUERIES};
+use super::sums::{self, QUERIES};
 use super::tensor::{CpuTensor, Disjoint};
 use crate::executor::Shape;
 use q4_core::ThreadPool;
+use q4_simd::{LANES, Vectors, Widen};
 use std::array;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -43,6 +44,7 @@ pub(super) fn tasks(shape: &Shape, rows: usize) -> usize {
 /// A row's result depends on its own positions alone, in order: neither the number of threads nor the way a
 /// prompt was cut into steps changes a bit.
 pub(super) fn run(
+    vectors: Vectors,
     shape: &Shape,
     qkv: &CpuTensor,
     cache: &KvCache,
@@ -57,7 +59,7 @@ pub(super) fn run(
     let all = shape.kv_heads * row_blocks;
     let (stride, width) = (scores.stride, out.width());
     let (scores, out) = (Disjoint::new(&mut scores.buffer), Disjoint::new(out.data_mut()));
-    let step = Step { shape, qkv, cache, layer, scores, stride, out, width };
+    let step = Step { vectors, shape, qkv, cache, layer, scores, stride, out, width };
     // A lane owns its score lines and takes one task after the other, those of a head in a row: its keys and
     // values stay in the cache, and no lane waits long for another.
     let next = AtomicUsize::new(0);
@@ -72,7 +74,7 @@ pub(super) fn run(
             let mut at = first * group;
             while at < end {
                 at += match end - at {
-                    QUERIES.. if sums::queries() == QUERIES => step.queries::<QUERIES>(lane, kv, at),
+                    QUERIES.. if sums::queries(vectors) == QUERIES => step.queries::<QUERIES>(lane, kv, at),
                     4.. => step.queries::<4>(lane, kv, at),
                     2.. => step.queries::<2>(lane, kv, at),
                     _ => step.queries::<1>(lane, kv, at),
@@ -84,6 +86,7 @@ pub(super) fn run(
 
 /// What the tasks of a step share.
 struct Step<'a> {
+    vectors: Vectors,
     shape: &'a Shape,
     qkv: &'a CpuTensor,
     cache: &'a KvCache,
@@ -108,15 +111,16 @@ impl Step<'_> {
         // SAFETY: (row, head) belongs to exactly one task.
         let mut out = place.map(|(row, head)| unsafe { self.out.slice(row * self.width + head * d, d) });
         match self.cache.head(self.layer, kv, counts[N - 1]) {
-            Head::F32(head) => attend(q, head, counts, &mut lines, &mut out),
-            Head::F16(head) => attend(q, head, counts, &mut lines, &mut out),
+            Head::F32(head) => attend(self.vectors, q, head, counts, &mut lines, &mut out),
+            Head::F16(head) => attend(self.vectors, q, head, counts, &mut lines, &mut out),
         }
         N
     }
 }
 
 /// Queries of one head, each over its own count of positions.
-fn attend<T: simd::Lanes, const N: usize>(
+fn attend<T: Widen, const N: usize>(
+    v: Vectors,
     q: [&[f32]; N],
     head: Positions<'_, T>,
     counts: [usize; N],
@@ -124,13 +128,13 @@ fn attend<T: simd::Lanes, const N: usize>(
     out: &mut [&mut [f32]; N],
 ) {
     let scale = 1.0 / (q[0].len() as f32).sqrt();
-    sums::scores(q, head.keys, scale, lines);
-    let totals = array::from_fn(|i| softmax(&mut lines[i][..counts[i]]));
-    sums::weighted(array::from_fn(|i| &lines[i][..counts[i]]), head.values, totals, out);
+    sums::scores(v, q, head.keys, scale, lines);
+    let totals = array::from_fn(|i| softmax(v, &mut lines[i][..counts[i]]));
+    sums::weighted(v, array::from_fn(|i| &lines[i][..counts[i]]), head.values, totals, out);
 }
 
 /// Scores to weights; what makes them sum to one.
-fn softmax(line: &mut [f32]) -> f32 {
-    let max = simd::max(line);
-    1.0 / simd::exp_sum(line, max)
+fn softmax(v: Vectors, line: &mut [f32]) -> f32 {
+    let max = simd::max(v, line);
+    1.0 / simd::exp_sum(v, line, max)
 }

@@ -1,8 +1,8 @@
 //! Keys and values of every layer, allocated once for the whole context.
-use super::sums::LANES;
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 use q4_core::{Code, Error, Result};
+use q4_simd::LANES;
 use std::slice;
 
 /// How cached keys and values are stored.

@@ -26,7 +26,7 @@ impl Model for Decoder<CpuExecutor> {
         budget.reserve(slot_bytes(s, rows, sizes.logit_rows), "the activations")?;
         let scratch = CpuExecutor::bytes(s, threads.threads(), dtype, rows, context, sizes.workspace);
         budget.reserve(scratch, "the workspace")?;
-        let executor = CpuExecutor::new(s.clone(), threads, dtype, rows, context, sizes.workspace, rotation);
+        let executor = CpuExecutor::new(s.clone(), threads, dtype, rows, context, sizes.workspace, rotation)?;
         let cache = KvCache::new(kv, s.layers, s.kv_heads, s.head_dim, context);
         let slots = slots(s, rows, sizes.logit_rows);
         Ok(Box::new(CpuEngine { model: self, executor, cache, slots }))

@@ -13,6 +13,7 @@ use q4_core::{
     Code, DType, Element, Error, ExecContext, FuseSet, Fusion, Q4Linear, Result, TensorView, TensorViewMut,
     ThreadPool, read_floats,
 };
+use q4_simd::{Vectors, Widen};
 use std::sync::Arc;
 
 /// A norm's weight and epsilon.
@@ -65,6 +66,7 @@ impl Home for CpuHome {
 
 /// Scratch and threads of one context.
 pub struct CpuExecutor {
+    vectors: Vectors,
     shape: Shape,
     threads: Arc<ThreadPool>,
     /// Element type of products' outputs; f32 slots are rounded through it.
@@ -104,6 +106,9 @@ pub fn slot_bytes(shape: &Shape, rows: usize, logit_rows: usize) -> u64 {
 impl CpuExecutor {
     /// Allocates everything a step of up to `rows` rows over `context` positions needs.
     /// `workspace` is the largest need of any product at that many rows.
+    ///
+    /// # Errors
+    /// `Q4_ISA` names an instruction set that is unknown or that this processor lacks.
     pub fn new(
         shape: Shape,
         threads: Arc<ThreadPool>,
@@ -112,11 +117,12 @@ impl CpuExecutor {
         context: usize,
         workspace: usize,
         rotation: &Rotation,
-    ) -> Self {
+    ) -> Result<Self> {
         let widest = shape.qkv().max(2 * shape.intermediate).max(shape.hidden).max(shape.vocab);
         let lanes = attention::tasks(&shape, rows).min(threads.threads());
         let scores = Scores::new(lanes, context);
-        Self {
+        Ok(Self {
+            vectors: Vectors::named()?,
             staging: if y == DType::F32 { Vec::new() } else { vec![0; rows * widest] },
             workspace: vec![0; workspace + 64],
             rope: rotations(rotation, context),
@@ -127,7 +133,7 @@ impl CpuExecutor {
             shape,
             threads,
             y,
-        }
+        })
     }
 
     /// Bytes `new` allocates, predicted.
@@ -194,7 +200,8 @@ impl Executor for CpuExecutor {
 
     fn norm(&mut self, x: &CpuTensor, weight: &CpuNorm, out: &mut CpuTensor) -> Result<()> {
         out.set_rows(x.rows());
-        each_row(out.data_mut(), x.width(), &self.threads, |r, row| rms_norm(x.row(r), weight, row));
+        let v = self.vectors;
+        each_row(out.data_mut(), x.width(), &self.threads, |r, row| rms_norm(v, x.row(r), weight, row));
         Ok(())
     }
 
@@ -203,24 +210,25 @@ impl Executor for CpuExecutor {
         out.set_rows(m);
         self.product(x.data(), m, weight, &Fusion::default(), out.data_mut())?;
         if let Some(bias) = &weight.bias {
-            each_row(out.data_mut(), weight.n, &self.threads, |_, row| simd::add(bias, row));
+            let v = self.vectors;
+            each_row(out.data_mut(), weight.n, &self.threads, |_, row| simd::add(v, bias, row));
         }
         Ok(())
     }
 
     fn add(&mut self, x: &CpuTensor, residual: &mut CpuTensor) -> Result<()> {
-        let width = x.width();
-        each_row(residual.data_mut(), width, &self.threads, |r, row| simd::add(x.row(r), row));
+        let (v, width) = (self.vectors, x.width());
+        each_row(residual.data_mut(), width, &self.threads, |r, row| simd::add(v, x.row(r), row));
         Ok(())
     }
 
     fn gate(&mut self, activation: Activation, gate_up: &CpuTensor, out: &mut CpuTensor) -> Result<()> {
         out.set_rows(gate_up.rows());
-        let half = out.width();
+        let (v, half) = (self.vectors, out.width());
         each_row(out.data_mut(), half, &self.threads, |r, row| {
             let (gate, up) = gate_up.row(r).split_at(half);
             match activation {
-                Activation::Silu => simd::silu_mul(gate, up, row),
+                Activation::Silu => simd::silu_mul(v, gate, up, row),
                 Activation::GeluTanh => gelu_tanh_mul(gate, up, row),
             }
         });
@@ -236,7 +244,7 @@ impl Executor for CpuExecutor {
     ) -> Result<()> {
         cache.room_for(qkv.rows())?;
         let (s, past, width) = (&self.shape, cache.len(), qkv.width());
-        let (rope, (pairs, half)) = (&self.rope, self.pairs);
+        let (vectors, rope, (pairs, half)) = (self.vectors, &self.rope, self.pairs);
         let cache = cache.writer(layer);
         each_row(qkv.data_mut(), width, &self.threads, |r, row| {
             let at = (past + r) * half;
@@ -246,10 +254,10 @@ impl Executor for CpuExecutor {
             for (i, heads) in [q, &mut *k].into_iter().enumerate() {
                 for head in heads.chunks_exact_mut(s.head_dim) {
                     if let Some(norms) = norms {
-                        rms_norm_in_place(head, &norms[i]);
+                        rms_norm_in_place(vectors, head, &norms[i]);
                     }
                     match pairs {
-                        Pairs::Halves => simd::rotate(&mut head[..2 * half], cos, sin),
+                        Pairs::Halves => simd::rotate(vectors, &mut head[..2 * half], cos, sin),
                         Pairs::Neighbours => rotate_neighbours(head, cos, sin),
                     }
                 }
@@ -268,7 +276,7 @@ impl Executor for CpuExecutor {
         out: &mut CpuTensor,
     ) -> Result<()> {
         out.set_rows(qkv.rows());
-        attention::run(&self.shape, qkv, cache, layer, &mut self.scores, out, &self.threads);
+        attention::run(self.vectors, &self.shape, qkv, cache, layer, &mut self.scores, out, &self.threads);
         Ok(())
     }
 
@@ -287,14 +295,16 @@ impl Executor for CpuExecutor {
         for (x, o) in
             x.data()[first * width..].chunks_exact(width).zip(scratch.data_mut().chunks_exact_mut(width))
         {
-            rms_norm(x, norm, o);
+            rms_norm(self.vectors, x, norm, o);
         }
         out.set_rows(m);
         match head {
             Head::Product(linear) => {
                 self.product(scratch.data(), m, linear, &Fusion::default(), out.data_mut())
             }
-            Head::Dense(table) => dense_head(&table.stored, scratch.data(), out.data_mut(), &self.threads),
+            Head::Dense(table) => {
+                dense_head(self.vectors, &table.stored, scratch.data(), out.data_mut(), &self.threads)
+            }
         }
     }
 
@@ -376,7 +386,7 @@ impl CpuExecutor {
 }
 
 /// A product whose output type is narrower than the slots': computed into `staging`, widened into `out`.
-fn staged<T: Element + simd::Widen + bytemuck::Pod>(
+fn staged<T: Element + Widen + bytemuck::Pod>(
     part: &Q4Linear,
     x: TensorView<'_>,
     (m, n, ld, column): (usize, usize, usize, usize),
@@ -395,17 +405,17 @@ fn staged<T: Element + simd::Widen + bytemuck::Pod>(
 }
 
 /// `y = w * (x * rsqrt(mean(x²) + eps))`, f32 (transformers' RMSNorm).
-fn rms_norm(x: &[f32], norm: &CpuNorm, out: &mut [f32]) {
-    simd::scale_by(x, &norm.weight, norm_factor(x, norm), out);
+fn rms_norm(v: Vectors, x: &[f32], norm: &CpuNorm, out: &mut [f32]) {
+    simd::scale_by(v, x, &norm.weight, norm_factor(v, x, norm), out);
 }
 
-fn rms_norm_in_place(x: &mut [f32], norm: &CpuNorm) {
-    let factor = norm_factor(x, norm);
-    simd::scale_in_place(x, &norm.weight, factor);
+fn rms_norm_in_place(v: Vectors, x: &mut [f32], norm: &CpuNorm) {
+    let factor = norm_factor(v, x, norm);
+    simd::scale_in_place(v, x, &norm.weight, factor);
 }
 
-fn norm_factor(x: &[f32], norm: &CpuNorm) -> f32 {
-    1.0 / (simd::square_sum(x) / x.len() as f32 + norm.eps).sqrt()
+fn norm_factor(v: Vectors, x: &[f32], norm: &CpuNorm) -> f32 {
+    1.0 / (simd::square_sum(v, x) / x.len() as f32 + norm.eps).sqrt()
 }
 
 /// `cos` and `sin` of every position, `[context, frequencies]` each.
@@ -430,19 +440,26 @@ fn gelu_tanh_mul(gate: &[f32], up: &[f32], out: &mut [f32]) {
 }
 
 /// `out[r, v] = x[r] · table[v]`, rows of the table in parallel, each read once for all rows of x.
-fn dense_head(table: &StoredTable, x: &[f32], out: &mut [f32], threads: &ThreadPool) -> Result<()> {
+fn dense_head(
+    v: Vectors,
+    table: &StoredTable,
+    x: &[f32],
+    out: &mut [f32],
+    threads: &ThreadPool,
+) -> Result<()> {
     let bytes = table.elements();
     match table.dtype {
-        DType::F32 => dense_rows::<f32>(bytes, table, x, out, threads),
-        DType::F16 => dense_rows::<f16>(bytes, table, x, out, threads),
-        DType::BF16 => dense_rows::<bf16>(bytes, table, x, out, threads),
+        DType::F32 => dense_rows::<f32>(v, bytes, table, x, out, threads),
+        DType::F16 => dense_rows::<f16>(v, bytes, table, x, out, threads),
+        DType::BF16 => dense_rows::<bf16>(v, bytes, table, x, out, threads),
         other => Err(Error::new(Code::TensorType, table.name.clone())
             .need("f32, f16 or bf16")
             .have(other.to_string())),
     }
 }
 
-fn dense_rows<T: simd::Lanes + bytemuck::Pod>(
+fn dense_rows<T: Widen + bytemuck::Pod>(
+    v: Vectors,
     bytes: &[u8],
     table: &StoredTable,
     x: &[f32],
@@ -459,7 +476,7 @@ fn dense_rows<T: simd::Lanes + bytemuck::Pod>(
         for (r, x) in x.chunks_exact(k).enumerate() {
             // SAFETY: ranges of different tasks do not overlap, and `out` is [rows of x, vocab].
             let line = unsafe { out.slice(r * vocab + start, end - start) };
-            simd::dots(x, &weights[start * k..end * k], 1.0, line);
+            simd::dots(v, x, &weights[start * k..end * k], 1.0, line);
         }
     });
     Ok(())

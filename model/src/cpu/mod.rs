@@ -3,13 +3,9 @@ mod attention;
 mod cache;
 mod engine;
 mod executor;
-#[cfg(target_arch = "aarch64")]
-mod neon;
 mod simd;
 mod sums;
 mod tensor;
-#[cfg(target_arch = "x86_64")]
-mod x86;
 
 pub use cache::{KvCache, KvType};
 pub use engine::CpuEngine;

@@ -4,76 +4,34 @@
 //!
 //! A score adds its products by ascending `j`, a weighted value by ascending position, fused where the
 //! instruction set has that: bits depend neither on who shares a call nor on the width of a register.
-#[cfg(target_arch = "aarch64")]
-use super::neon;
-use super::simd::{Isa, Lanes, Widen, isa};
-#[cfg(target_arch = "x86_64")]
-use super::x86;
-
-/// Lanes that advance together: positions of a block of keys, or columns of values.
-pub const LANES: usize = 16;
+use q4_simd::{Isa, LANES, Vector, Vectors, Widen, on};
 
 /// Most queries of a call.
 pub const QUERIES: usize = 8;
 
-/// Sixteen f32 in registers, and how to get them from elements of type `T`.
-///
-/// # Safety of its functions
-/// The processor has the instruction set; pointers address sixteen elements.
-pub trait Vector<T>: Copy {
-    /// How many of them fit the registers as sums, with room for what is added.
-    const SUMS: usize;
-    unsafe fn splat(v: f32) -> Self;
-    unsafe fn widen(p: *const T) -> Self;
-    /// `self * b + c`.
-    unsafe fn mul_add(self, b: Self, c: Self) -> Self;
-    unsafe fn mul(self, b: Self) -> Self;
-    unsafe fn store(self, p: *mut f32);
-}
-
 /// How many queries are worth a call here.
-pub fn queries() -> usize {
-    match isa() {
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => QUERIES,
-        _ => 4,
-    }
+pub fn queries(v: Vectors) -> usize {
+    if v.isa() == Isa::Avx512 { QUERIES } else { 4 }
 }
 
 /// `out[i][p] = scale * Σ_j q[i][j] * keys[p / 16][j][p % 16]` for whole blocks of keys, `[blocks, d, 16]`.
-pub fn scores<T: Lanes, const N: usize>(q: [&[f32]; N], keys: &[T], scale: f32, out: &mut [&mut [f32]; N]) {
-    let d = q[0].len();
-    assert!(q.iter().all(|q| q.len() == d), "queries of {d}");
-    assert!(out.iter().all(|o| o.len() % LANES == 0 && o.len() * d == keys.len()), "keys of {d} in blocks");
-    // SAFETY: `isa` found the features, the lines above are about the lengths.
-    unsafe { scores_on(isa(), q, keys, scale, out) }
-}
-
-/// # Safety
-/// The processor has the set; lengths are what [`scores`] asserts.
-unsafe fn scores_on<T: Lanes, const N: usize>(
-    isa: Isa,
+pub fn scores<T: Widen, const N: usize>(
+    v: Vectors,
     q: [&[f32]; N],
     keys: &[T],
     scale: f32,
     out: &mut [&mut [f32]; N],
 ) {
-    // SAFETY: the caller's.
-    unsafe {
-        match isa {
-            Isa::Portable => all_scores::<[f32; LANES], T, N>(q, keys, scale, out),
-            #[cfg(target_arch = "aarch64")]
-            Isa::Neon => all_scores::<neon::Lanes16, T, N>(q, keys, scale, out),
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => x86::avx2::scores(q, keys, scale, out),
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => x86::avx512::scores(q, keys, scale, out),
-        }
-    }
+    let d = q[0].len();
+    assert!(q.iter().all(|q| q.len() == d), "queries of {d}");
+    assert!(out.iter().all(|o| o.len() % LANES == 0 && o.len() * d == keys.len()), "keys of {d} in blocks");
+    // SAFETY: the lines above are about the lengths.
+    on!(v, V => unsafe { all_scores::<V, T, N>(q, keys, scale, out) })
 }
 
 /// `out[i][j] = scales[i] * Σ_p weights[i][p] * values[p][j]`, each over the positions it has weights for.
-pub fn weighted<T: Lanes, const N: usize>(
+pub fn weighted<T: Widen, const N: usize>(
+    v: Vectors,
     weights: [&[f32]; N],
     values: &[T],
     scales: [f32; N],
@@ -83,36 +41,13 @@ pub fn weighted<T: Lanes, const N: usize>(
     assert!(out.iter().all(|o| o.len() == d), "sums of {d}");
     assert!(weights.iter().all(|w| values.len() >= d * w.len()), "values of {d} in {}", values.len());
     // SAFETY: as above.
-    unsafe { weighted_on(isa(), weights, values, scales, out) }
-}
-
-/// # Safety
-/// The processor has the set; lengths are what [`weighted`] asserts.
-unsafe fn weighted_on<T: Lanes, const N: usize>(
-    isa: Isa,
-    weights: [&[f32]; N],
-    values: &[T],
-    scales: [f32; N],
-    out: &mut [&mut [f32]; N],
-) {
-    // SAFETY: the caller's.
-    unsafe {
-        match isa {
-            Isa::Portable => all_columns::<[f32; LANES], T, N>(weights, values, scales, out),
-            #[cfg(target_arch = "aarch64")]
-            Isa::Neon => all_columns::<neon::Lanes16, T, N>(weights, values, scales, out),
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => x86::avx2::weighted(weights, values, scales, out),
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => x86::avx512::weighted(weights, values, scales, out),
-        }
-    }
+    on!(v, V => unsafe { all_columns::<V, T, N>(weights, values, scales, out) })
 }
 
 /// # Safety
 /// The processor has the set of `V`; every line of `out` has sixteen lanes for each block of keys.
 #[inline(always)]
-pub unsafe fn all_scores<V: Vector<T>, T, const N: usize>(
+unsafe fn all_scores<V: Vector, T: Widen, const N: usize>(
     q: [&[f32]; N],
     keys: &[T],
     scale: f32,
@@ -138,7 +73,7 @@ pub unsafe fn all_scores<V: Vector<T>, T, const N: usize>(
 
 /// `B` blocks of keys; returns `B`.
 #[inline(always)]
-unsafe fn some_scores<V: Vector<T>, T, const N: usize, const B: usize>(
+unsafe fn some_scores<V: Vector, T: Widen, const N: usize, const B: usize>(
     q: [*const f32; N],
     d: usize,
     keys: *const T,
@@ -151,18 +86,18 @@ unsafe fn some_scores<V: Vector<T>, T, const N: usize, const B: usize>(
         for j in 0..d {
             let mut key = [V::splat(0.0); B];
             for (b, key) in key.iter_mut().enumerate() {
-                *key = V::widen(keys.add((b * d + j) * LANES));
+                *key = T::load::<V>(keys.add((b * d + j) * LANES));
             }
             for i in 0..N {
                 let x = V::splat(*q[i].add(j));
                 for b in 0..B {
-                    acc[i][b] = x.mul_add(key[b], acc[i][b]);
+                    acc[i][b] = V::fma(x, key[b], acc[i][b]);
                 }
             }
         }
         for i in 0..N {
             for b in 0..B {
-                acc[i][b].mul(V::splat(scale)).store(out[i].add(b * LANES));
+                V::store(V::mul(acc[i][b], V::splat(scale)), out[i].add(b * LANES));
             }
         }
     }
@@ -172,7 +107,7 @@ unsafe fn some_scores<V: Vector<T>, T, const N: usize, const B: usize>(
 /// # Safety
 /// The processor has the set of `V`; all of `out` have one length d, and `values` has d for every weight.
 #[inline(always)]
-pub unsafe fn all_columns<V: Vector<T>, T: Widen, const N: usize>(
+unsafe fn all_columns<V: Vector, T: Widen, const N: usize>(
     weights: [&[f32]; N],
     values: &[T],
     scales: [f32; N],
@@ -202,7 +137,7 @@ pub unsafe fn all_columns<V: Vector<T>, T: Widen, const N: usize>(
 
 /// `16 * C` columns from `column` on; returns `C`.
 #[inline(always)]
-unsafe fn some_columns<V: Vector<T>, T, const N: usize, const C: usize>(
+unsafe fn some_columns<V: Vector, T: Widen, const N: usize, const C: usize>(
     weights: [&[f32]; N],
     values: &[T],
     d: usize,
@@ -218,53 +153,29 @@ unsafe fn some_columns<V: Vector<T>, T, const N: usize, const C: usize>(
         for p in 0..shared {
             let mut value = [V::splat(0.0); C];
             for (c, value) in value.iter_mut().enumerate() {
-                *value = V::widen(values.add(p * d + c * LANES));
+                *value = T::load::<V>(values.add(p * d + c * LANES));
             }
             for i in 0..N {
                 let w = V::splat(*weights[i].get_unchecked(p));
                 for c in 0..C {
-                    acc[i][c] = w.mul_add(value[c], acc[i][c]);
+                    acc[i][c] = V::fma(w, value[c], acc[i][c]);
                 }
             }
         }
         for i in 0..N {
             for (p, w) in weights[i].iter().enumerate().skip(shared) {
                 for c in 0..C {
-                    acc[i][c] = V::splat(*w).mul_add(V::widen(values.add(p * d + c * LANES)), acc[i][c]);
+                    let value = T::load::<V>(values.add(p * d + c * LANES));
+                    acc[i][c] = V::fma(V::splat(*w), value, acc[i][c]);
                 }
             }
             for c in 0..C {
-                acc[i][c].mul(V::splat(scales[i])).store(out[i].as_mut_ptr().add(column + c * LANES));
+                let to = out[i].as_mut_ptr().add(column + c * LANES);
+                V::store(V::mul(acc[i][c], V::splat(scales[i])), to);
             }
         }
     }
     C
-}
-
-impl<T: Widen> Vector<T> for [f32; LANES] {
-    const SUMS: usize = 4;
-    #[inline(always)]
-    unsafe fn splat(v: f32) -> Self {
-        [v; LANES]
-    }
-    #[inline(always)]
-    unsafe fn widen(p: *const T) -> Self {
-        // SAFETY: the caller's.
-        std::array::from_fn(|l| unsafe { *p.add(l) }.widen())
-    }
-    #[inline(always)]
-    unsafe fn mul_add(self, b: Self, c: Self) -> Self {
-        std::array::from_fn(|l| self[l] * b[l] + c[l])
-    }
-    #[inline(always)]
-    unsafe fn mul(self, b: Self) -> Self {
-        std::array::from_fn(|l| self[l] * b[l])
-    }
-    #[inline(always)]
-    unsafe fn store(self, p: *mut f32) {
-        // SAFETY: the caller's.
-        unsafe { p.cast::<Self>().write_unaligned(self) };
-    }
 }
 
 #[cfg(test)]
@@ -276,28 +187,17 @@ mod tests {
         (0..n).map(|i| (i as f32 * f).sin()).collect()
     }
 
-    /// Every instruction set of this processor, whatever is chosen.
-    fn here() -> Vec<Isa> {
-        #[cfg(target_arch = "x86_64")]
-        {
-            use std::arch::is_x86_feature_detected as has;
-            let avx2 = has!("avx2") && has!("fma") && has!("f16c");
-            let avx512 = avx2 && has!("avx512f") && has!("avx512bw") && has!("avx512dq") && has!("avx512vl");
-            let all = [(true, Isa::Portable), (avx2, Isa::Avx2), (avx512, Isa::Avx512)];
-            all.into_iter().filter_map(|(there, isa)| there.then_some(isa)).collect()
-        }
-        #[cfg(target_arch = "aarch64")]
-        {
-            vec![Isa::Portable, Isa::Neon]
-        }
-    }
-
     /// Both sums of N queries over `counts` positions against the promised order, written down plainly.
-    fn check<T: Lanes, const N: usize>(d: usize, counts: [usize; N], round: impl Fn(f32) -> T + Copy) {
-        here().into_iter().for_each(|isa| check_on(isa, d, counts, round));
+    fn check<T: Widen, const N: usize>(d: usize, counts: [usize; N], round: impl Fn(f32) -> T + Copy) {
+        Vectors::all().for_each(|v| check_on(v, d, counts, round));
     }
 
-    fn check_on<T: Lanes, const N: usize>(isa: Isa, d: usize, counts: [usize; N], round: impl Fn(f32) -> T) {
+    fn check_on<T: Widen, const N: usize>(
+        v: Vectors,
+        d: usize,
+        counts: [usize; N],
+        round: impl Fn(f32) -> T,
+    ) {
         let blocks = counts[N - 1].div_ceil(LANES);
         let rows: Vec<T> = wave(blocks * LANES * d, 0.3).into_iter().map(round).collect();
         let q: [Vec<f32>; N] = std::array::from_fn(|i| wave(d, 0.7 + i as f32));
@@ -305,14 +205,10 @@ mod tests {
         let factors: [f32; N] = std::array::from_fn(|i| 0.5 + i as f32);
         let mut lines: [Vec<f32>; N] = std::array::from_fn(|_| vec![0.0; blocks * LANES]);
         let mut sums: [Vec<f32>; N] = std::array::from_fn(|_| vec![0.0; d]);
-        // SAFETY: the set is here, and the buffers fit.
-        unsafe {
-            let lines = &mut lines.each_mut().map(|l| &mut l[..]);
-            scores_on(isa, q.each_ref().map(|q| &q[..]), &rows, 0.5, lines);
-            let outs = &mut sums.each_mut().map(|s| &mut s[..]);
-            weighted_on(isa, weights.each_ref().map(|w| &w[..]), &rows, factors, outs);
-        }
-        let fused = isa != Isa::Portable;
+        scores(v, q.each_ref().map(|q| &q[..]), &rows, 0.5, &mut lines.each_mut().map(|l| &mut l[..]));
+        let outs = &mut sums.each_mut().map(|s| &mut s[..]);
+        weighted(v, weights.each_ref().map(|w| &w[..]), &rows, factors, outs);
+        let (isa, fused) = (v.isa(), v.isa() != Isa::Portable);
         let add = |fused: bool, a: f32, b: f32, c: f32| if fused { a.mul_add(b, c) } else { a * b + c };
         for i in 0..N {
             for (p, got) in lines[i].iter().enumerate() {
@@ -333,7 +229,7 @@ mod tests {
         }
     }
 
-    fn all_shapes<T: Lanes>(round: impl Fn(f32) -> T + Copy) {
+    fn all_shapes<T: Widen>(round: impl Fn(f32) -> T + Copy) {
         for d in [8, 16, 64, 80, 128, 144] {
             for n in [1, 7, 16, 33, 130] {
                 check(d, [n], round);

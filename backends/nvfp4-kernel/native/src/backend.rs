@@ -1,8 +1,8 @@
 //! The backend: an instruction set, memory for packed weights, and the kernels of devices.
 use crate::NAME;
-use crate::isa::Isa;
 use crate::memory::Arena;
 use crate::{cuda, forward, prepare, probe};
+use q4_core::isa::Isa;
 use q4_core::memory::UnifiedMemory;
 use q4_core::{
     BackendDescriptor, BuiltinOptions, Code, Device, Error, ExecContext, ExecPath, Footprint, HostEnv,

@@ -2,13 +2,13 @@
 //! output is summed by one task in one order, so neither threads nor other rows can change its bits.
 use crate::activations::{self, Quantised};
 use crate::call::{Mat, Threads, on_host, scratch};
-use crate::isa::Isa;
 use crate::kernels::rounding::Rounding;
 use crate::kernels::{FloatRows, GROUPS, LANES, MOST_ROWS, PAIR, Product, Rows, TILE_BYTES, Tile};
 use crate::output::{self, Output};
 use crate::weight::Weight;
 use crate::{backward, wide};
 use q4_core::formats::nvfp4;
+use q4_core::isa::Isa;
 use q4_core::{
     ActGlobal, Activations, DType, ExecContext, FuseSet, Fusion, GlobalScale, LinearSpec, PreparedInfo,
     PreparedWeight, Result, TensorView, TensorViewMut,

@@ -17,12 +17,15 @@ pub mod amx;
 pub mod avx2;
 #[cfg(target_arch = "x86_64")]
 pub mod avx512;
+mod lanes;
 #[cfg(target_arch = "aarch64")]
 pub mod neon;
 pub mod pack;
 pub mod portable;
 pub mod rounding;
 
+use q4_core::isa::Isa;
+use q4_simd::Vector;
 use rounding::Rounding;
 
 /// Rows of a row block, and lanes of an accumulator.
@@ -249,3 +252,51 @@ pub struct Kernels {
     /// Stored rows to tiles.
     pub pack: pack::PackFn,
 }
+
+impl Kernels {
+    /// Those of `isa`. They may run only where [`Isa::is_available`] says so.
+    pub fn of(isa: Isa) -> &'static Self {
+        match isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Amx | Isa::Avx512Vnni => avx512::vnni(),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => &avx512::PLAIN,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => &avx2::KERNELS,
+            #[cfg(target_arch = "aarch64")]
+            Isa::NeonI8mm => &neon::I8MM,
+            #[cfg(target_arch = "aarch64")]
+            Isa::NeonDotprod => &neon::DOTPROD,
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => &neon::PLAIN,
+            _ => &portable::KERNELS,
+        }
+    }
+}
+
+/// Bytes that packed weights are fetched ahead of the arithmetic, which reads one row block after the other.
+#[cfg_attr(not(any(target_arch = "x86_64", target_arch = "aarch64")), allow(dead_code))] // portable has no use
+const AHEAD: usize = 16 * TILE_BYTES;
+
+/// Asks for the tile that comes [`AHEAD`] of `tile`.
+#[cfg_attr(not(any(target_arch = "x86_64", target_arch = "aarch64")), allow(dead_code))] // as above
+#[inline(always)]
+unsafe fn prefetch<V: Vector>(tile: *const u8) {
+    for line in 0..TILE_BYTES / 64 {
+        // SAFETY: a hint that never faults.
+        unsafe { V::prefetch(tile.wrapping_add(AHEAD + 64 * line)) };
+    }
+}
+
+/// Calls `f::<M>` for `rows` rows; the last number stands for more too.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+macro_rules! by_rows {
+    ($rows:expr, [$($m:literal)*; $most:literal], $f:ident $args:tt) => {
+        match $rows {
+            $($m => $f::<$m> $args,)*
+            _ => $f::<$most> $args,
+        }
+    };
+}
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+use by_rows;

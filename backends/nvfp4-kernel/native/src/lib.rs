@@ -10,7 +10,6 @@ mod backward;
 mod call;
 mod cuda;
 mod forward;
-mod isa;
 mod kernels;
 mod memory;
 mod output;

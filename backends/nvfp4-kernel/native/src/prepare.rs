@@ -1,11 +1,11 @@
 //! From a stored weight to a prepared one: its parts by address, its scales checked, then the interleaving.
 use crate::call::Threads;
-use crate::isa::Isa;
 use crate::kernels::pack::{StoredRows, spread_nibbles};
 use crate::kernels::{GROUPS, LANES, SCALES_AT, TILE_BYTES};
 use crate::memory::Arena;
 use crate::weight::{Span, Weight};
 use q4_core::formats::swizzle;
+use q4_core::isa::Isa;
 use q4_core::{
     Activations, Code, DType, Error, ExecPath, GlobalScale, LinearSpec, Nvfp4, Nvfp4Parts, OpSet,
     PreparedInfo, Q4Schema, Q4Weight, Result, ScaleLayout, ThreadPool,

@@ -1,7 +1,7 @@
 //! What the library can serve, decided from the product and the facts of a machine alone, so that `explain`
 //! and tests can ask about machines they do not have.
 use crate::NAME;
-use crate::isa::Isa;
+use q4_core::isa::Isa;
 use q4_core::{
     ActGlobal, ActQuant, Activations, Device, ExecPath, HostEnv, LinearSpec, OpSet, ProbeItem, Q4Schema,
     Reject, RejectCode, Verdict,

@@ -1,9 +1,9 @@
 //! A prepared weight: packed bytes in one aligned allocation and what its calls need to know. Immutable, so
 //! that any number of threads may use it.
-use crate::isa::Isa;
 use crate::kernels::{Blocks, GROUPS, Kernels, LANES, SCALES_AT, TILE_BYTES, TILE_K};
 use crate::memory::Packed;
 use q4_core::formats::e4m3;
+use q4_core::isa::Isa;
 use q4_core::{Activations, DType, GlobalScale, PreparedInfo};
 
 /// A weight in host memory.
@@ -50,7 +50,7 @@ impl Weight {
     }
     /// Its kernels.
     pub fn kernels(&self) -> &'static Kernels {
-        self.isa.kernels()
+        Kernels::of(self.isa)
     }
     /// `count` row blocks from `first` on.
     pub fn blocks(&self, first: usize, count: usize) -> Blocks {

@@ -4,12 +4,12 @@
 //! A result depends neither on the number of threads nor on the other rows of a call.
 use crate::activations::Quantised;
 use crate::call::{Mat, Threads};
-use crate::isa::Isa;
 use crate::kernels::amx::{self, FLOAT_PARTS, ROWS, Register, STEP, Sums, Unit};
 use crate::kernels::{Acc, LANES, PAIR, Rows, TILE_BYTES, TILE_K};
 use crate::output::Output;
 use crate::weight::Weight;
 use q4_core::Activations;
+use q4_core::isa::Isa;
 use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicU16, Ordering};
 

@@ -4,9 +4,10 @@ mod activations;
 
 use super::{
     ANCHOR, Acc, Blocks, ByteBlock, ByteRows, ByteTile, FloatRows, FloatTile, GROUP_BYTES, GROUPS, Kernels,
-    LANES, OFFSET, PAIR, Product, SCALES_AT, SHIFTS, TILE_BYTES, TILE_K, portable,
+    LANES, OFFSET, Product, SCALES_AT, SHIFTS, TILE_BYTES, TILE_K, by_rows, lanes, prefetch,
 };
 use q4_core::formats::e2m1;
+use q4_simd::{Avx2, Vector};
 use std::arch::x86_64::*;
 
 /// AVX2 with FMA and F16C.
@@ -15,30 +16,21 @@ pub static KERNELS: Kernels = Kernels {
     bytes: Product { direct: direct_bytes, direct_rows: 4, unpack: unpack_bytes, panel: panel_bytes },
     int8: activations::int8,
     nvfp4: activations::nvfp4,
-    amax,
-    finish,
-    gate,
+    amax: lanes::amax::<Avx2>,
+    finish: lanes::finish::<Avx2>,
+    gate: lanes::gate::<Avx2>,
     decode: decode_tile,
-    axpy,
+    axpy: lanes::axpy::<Avx2>,
     pack: super::pack::avx2,
 };
 
 /// Rows of a register, and registers of a row block.
 const HALF: usize = 8;
-/// Bytes that packed weights are fetched ahead of the arithmetic.
-const AHEAD: usize = 16 * TILE_BYTES;
 
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn direct(w: Blocks, x: FloatRows, out: *mut Acc) {
     // SAFETY: same contract.
-    unsafe {
-        match x.rows {
-            1 => direct_rows::<1>(w, x, out),
-            2 => direct_rows::<2>(w, x, out),
-            3 => direct_rows::<3>(w, x, out),
-            _ => direct_rows::<4>(w, x, out),
-        }
-    }
+    unsafe { by_rows!(x.rows, [1 2 3; 4], direct_rows(w, x, out)) }
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
@@ -51,7 +43,7 @@ unsafe fn direct_rows<const M: usize>(w: Blocks, x: FloatRows, out: *mut Acc) {
             for g in 0..w.groups {
                 let tile = w.tiles.add(c * w.stride + g / GROUPS * TILE_BYTES);
                 if g % GROUPS == 0 {
-                    prefetch(tile);
+                    prefetch::<Avx2>(tile);
                 }
                 let x0 = x.x.add(16 * g);
                 let scale = half_scales(tile, g % GROUPS);
@@ -74,7 +66,7 @@ unsafe fn direct_rows<const M: usize>(w: Blocks, x: FloatRows, out: *mut Acc) {
                 }
             }
             for r in 0..M {
-                put(acc[r], &mut (*out.add(r))[c]);
+                Avx2::store(acc[r], (*out.add(r))[c].as_mut_ptr());
             }
         }
     }
@@ -97,7 +89,7 @@ unsafe fn unpack(tile: *const u8, out: *mut FloatTile) {
                     }
                 }
             }
-            put(half_scales(tile, g), &mut (*out).scales[g]);
+            Avx2::store(half_scales(tile, g), (*out).scales[g].as_mut_ptr());
         }
     }
 }
@@ -109,12 +101,7 @@ unsafe fn panel(tiles: *const FloatTile, count: usize, groups: usize, x: FloatRo
             // SAFETY: same contract; rows r to r + 3 or the last one exist.
             unsafe {
                 let (tile, x0, acc) = (&*tiles.add(c), x.x.add(r * x.ld), acc.add(r));
-                match x.rows - r {
-                    1 => panel_rows::<1>(tile, groups, x0, x.ld, acc, c),
-                    2 => panel_rows::<2>(tile, groups, x0, x.ld, acc, c),
-                    3 => panel_rows::<3>(tile, groups, x0, x.ld, acc, c),
-                    _ => panel_rows::<4>(tile, groups, x0, x.ld, acc, c),
-                }
+                by_rows!(x.rows - r, [1 2 3; 4], panel_rows(tile, groups, x0, x.ld, acc, c))
             }
         }
     }
@@ -132,7 +119,7 @@ unsafe fn panel_rows<const M: usize>(
     // SAFETY: by the contract of `Kernels`, M rows and sums exist.
     unsafe {
         for g in 0..groups {
-            let scale = get(&tile.scales[g]);
+            let scale = Avx2::load(tile.scales[g].as_ptr());
             for side in 0..2 {
                 // Both chains of four rows are the eight sums that hide the latency of a multiply-add.
                 let (mut low, mut high) = ([_mm256_setzero_ps(); M], [_mm256_setzero_ps(); M]);
@@ -159,14 +146,7 @@ unsafe fn panel_rows<const M: usize>(
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn direct_bytes(w: Blocks, x: ByteRows, out: *mut Acc) {
     // SAFETY: same contract.
-    unsafe {
-        match x.rows {
-            1 => direct_bytes_rows::<1>(w, x, out),
-            2 => direct_bytes_rows::<2>(w, x, out),
-            3 => direct_bytes_rows::<3>(w, x, out),
-            _ => direct_bytes_rows::<4>(w, x, out),
-        }
-    }
+    unsafe { by_rows!(x.rows, [1 2 3; 4], direct_bytes_rows(w, x, out)) }
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
@@ -178,7 +158,7 @@ unsafe fn direct_bytes_rows<const M: usize>(w: Blocks, x: ByteRows, out: *mut Ac
             let mut acc = [[_mm256_setzero_ps(); 2]; M];
             for t in 0..w.groups.div_ceil(GROUPS) {
                 let tile = w.tiles.add(c * w.stride + t * TILE_BYTES);
-                prefetch(tile);
+                prefetch::<Avx2>(tile);
                 for g in 0..GROUPS {
                     let scale = scales(tile, g);
                     let offset = offsets(scale);
@@ -193,7 +173,7 @@ unsafe fn direct_bytes_rows<const M: usize>(w: Blocks, x: ByteRows, out: *mut Ac
                 }
             }
             for r in 0..M {
-                put(acc[r], &mut (*out.add(r))[c]);
+                Avx2::store(acc[r], (*out.add(r))[c].as_mut_ptr());
             }
         }
     }
@@ -213,8 +193,8 @@ unsafe fn unpack_bytes(tile: *const u8, out: *mut ByteTile) {
                 }
             }
             let scale = scales(tile, g);
-            put(scale, &mut (*out).scales[g]);
-            put(offsets(scale), &mut (*out).offsets[g]);
+            Avx2::store(scale, (*out).scales[g].as_mut_ptr());
+            Avx2::store(offsets(scale), (*out).offsets[g].as_mut_ptr());
         }
     }
 }
@@ -226,7 +206,8 @@ unsafe fn panel_bytes(tiles: *const ByteTile, count: usize, _: usize, x: ByteRow
             // SAFETY: by the contract of `Kernels`, `count` tiles and `rows` rows and sums exist.
             unsafe {
                 let tile = &*tiles.add(c);
-                let (scale, offset) = (get(&tile.scales[g]), get(&tile.offsets[g]));
+                let (scale, offset) =
+                    (Avx2::load(tile.scales[g].as_ptr()), Avx2::load(tile.offsets[g].as_ptr()));
                 for side in 0..2 {
                     let scale = [scale[side], offset[side]];
                     let mut codes = [_mm256_setzero_si256(); 4];
@@ -244,23 +225,6 @@ unsafe fn panel_bytes(tiles: *const ByteTile, count: usize, _: usize, x: ByteRow
             }
         }
     }
-}
-
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn amax(x: &[f32]) -> u32 {
-    portable::amax_body(x)
-}
-
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn finish(sums: &[Acc], factors: &[f64; PAIR * LANES], out: *mut f32, ld: usize) {
-    // SAFETY: same contract.
-    unsafe { portable::finish_body(sums, factors, out, ld) };
-}
-
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn gate(rows: &[[f32; PAIR * LANES]], out: *mut f32, ld: usize) {
-    // SAFETY: same contract.
-    unsafe { portable::gate_body::<true>(rows, out, ld) };
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
@@ -285,11 +249,6 @@ unsafe fn decode_tile(tile: *const u8, steps: &[[f32; GROUPS]; LANES], out: &mut
     }
 }
 
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn axpy(dy: &[[f32; LANES]], w: &[[f32; TILE_K]; LANES], dx: &mut [[f32; TILE_K]]) {
-    portable::axpy_body(dy, w, dx, f32::mul_add);
-}
-
 /// `acc + (dot * scale) * activation scale` for group `g` of an activation row, from a scale and its offset.
 /// Eight products of at most 24 * 127 fit 16 bits, so the sums of pairs do not saturate.
 #[inline]
@@ -312,14 +271,6 @@ unsafe fn add(
         let dot = _mm256_castsi256_ps(_mm256_add_epi32(dot, _mm256_set1_epi32((*row).start[g])));
         let product = _mm256_fmadd_ps(dot, scale[0], scale[1]);
         _mm256_fmadd_ps(product, _mm256_set1_ps((*row).scales[g]), acc)
-    }
-}
-
-#[inline]
-#[target_feature(enable = "avx2")]
-unsafe fn prefetch(tile: *const u8) {
-    for line in 0..TILE_BYTES / 64 {
-        _mm_prefetch::<_MM_HINT_T0>(tile.wrapping_add(AHEAD + 64 * line).cast());
     }
 }
 
@@ -385,21 +336,4 @@ unsafe fn half_scales(tile: *const u8, g: usize) -> [__m256; 2] {
     let [a, b] = unsafe { scales(tile, g) };
     let half = _mm256_set1_ps(0.5);
     [_mm256_mul_ps(a, half), _mm256_mul_ps(b, half)]
-}
-
-#[inline]
-#[target_feature(enable = "avx2")]
-fn get(lanes: &[f32; LANES]) -> [__m256; 2] {
-    // SAFETY: 16 floats.
-    unsafe { [_mm256_loadu_ps(lanes.as_ptr()), _mm256_loadu_ps(lanes.as_ptr().add(HALF))] }
-}
-
-#[inline]
-#[target_feature(enable = "avx2")]
-fn put(halves: [__m256; 2], lanes: &mut [f32; LANES]) {
-    // SAFETY: 16 floats.
-    unsafe {
-        _mm256_storeu_ps(lanes.as_mut_ptr(), halves[0]);
-        _mm256_storeu_ps(lanes.as_mut_ptr().add(HALF), halves[1]);
-    }
 }

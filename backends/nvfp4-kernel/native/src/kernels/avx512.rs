@@ -4,8 +4,9 @@ mod activations;
 mod bytes;
 mod float;
 
-use super::{Acc, GROUPS, Kernels, LANES, PAIR, SCALES_AT, SHIFTS, TILE_BYTES, TILE_K, portable};
+use super::{AHEAD, Acc, GROUPS, Kernels, LANES, PAIR, SCALES_AT, SHIFTS, TILE_BYTES, TILE_K, lanes};
 use q4_core::formats::e2m1;
+use q4_simd::Avx512;
 use std::arch::x86_64::*;
 use std::sync::OnceLock;
 
@@ -41,33 +42,13 @@ const fn table(bytes: super::Product<super::ByteRows, super::ByteTile>) -> Kerne
         bytes,
         int8: activations::int8,
         nvfp4: activations::nvfp4,
-        amax,
-        finish,
-        gate,
+        amax: lanes::amax::<Avx512>,
+        finish: lanes::finish::<Avx512>,
+        gate: lanes::gate::<Avx512>,
         decode,
-        axpy,
+        axpy: lanes::axpy::<Avx512>,
         pack: super::pack::avx2,
     }
-}
-
-/// Bytes that packed weights are fetched ahead of the arithmetic, which reads one row block after the other.
-const AHEAD: usize = 16 * TILE_BYTES;
-
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")]
-unsafe fn amax(x: &[f32]) -> u32 {
-    portable::amax_body(x)
-}
-
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")]
-unsafe fn finish(sums: &[Acc], factors: &[f64; PAIR * LANES], out: *mut f32, ld: usize) {
-    // SAFETY: same contract.
-    unsafe { portable::finish_body(sums, factors, out, ld) };
-}
-
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")]
-unsafe fn gate(rows: &[[f32; PAIR * LANES]], out: *mut f32, ld: usize) {
-    // SAFETY: same contract.
-    unsafe { portable::gate_body::<true>(rows, out, ld) };
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")]
@@ -89,11 +70,6 @@ unsafe fn decode(tile: *const u8, steps: &[[f32; GROUPS]; LANES], out: &mut [[f3
             }
         }
     }
-}
-
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")]
-unsafe fn axpy(dy: &[[f32; LANES]], w: &[[f32; TILE_K]; LANES], dx: &mut [[f32; TILE_K]]) {
-    portable::axpy_body(dy, w, dx, f32::mul_add);
 }
 
 /// Calls `f::<M, C>` for `rows` rows (4 stands for more) and `count` row blocks.
@@ -199,7 +175,7 @@ mod tests {
 
     #[test]
     fn every_table_with_integer_dots_gives_the_same_bits() {
-        if !crate::isa::Isa::Avx512Vnni.is_available() {
+        if !q4_core::isa::Isa::Avx512Vnni.is_available() {
             println!("skipped: no AVX-512 VNNI here");
             return;
         }

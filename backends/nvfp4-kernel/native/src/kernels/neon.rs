@@ -5,10 +5,10 @@ mod activations;
 mod bytes;
 mod float;
 
-use super::{GROUPS, Kernels, LANES, PAIR, SCALES_AT, TILE_BYTES, TILE_K, portable};
+use super::{GROUPS, Kernels, LANES, SCALES_AT, TILE_K, lanes};
 use q4_core::formats::e2m1;
+use q4_simd::Neon;
 use std::arch::aarch64::*;
-use std::arch::asm;
 
 /// NEON as every aarch64 has it.
 pub static PLAIN: Kernels = table(bytes::PLAIN);
@@ -23,26 +23,17 @@ const fn table(bytes: super::Product<super::ByteRows, super::ByteTile>) -> Kerne
         bytes,
         int8: activations::int8,
         nvfp4: activations::nvfp4,
-        // Plain loops without multiply-add: the target has NEON, so compilers use it.
-        amax: portable::amax,
-        finish: portable::finish,
-        gate,
+        amax: lanes::amax::<Neon>,
+        finish: lanes::finish::<Neon>,
+        gate: lanes::gate::<Neon>,
         decode,
         axpy,
         pack: super::pack::neon,
     }
 }
 
-#[target_feature(enable = "neon")]
-unsafe fn gate(rows: &[[f32; PAIR * LANES]], out: *mut f32, ld: usize) {
-    // SAFETY: same contract.
-    unsafe { portable::gate_body::<true>(rows, out, ld) };
-}
-
 /// Rows of a register, and registers of a row block.
 const QUARTER: usize = 4;
-/// Bytes that packed weights are fetched ahead of the arithmetic.
-const AHEAD: usize = 16 * TILE_BYTES;
 
 #[target_feature(enable = "neon")]
 unsafe fn decode(tile: *const u8, steps: &[[f32; GROUPS]; LANES], out: &mut [[f32; TILE_K]; LANES]) {
@@ -127,30 +118,4 @@ unsafe fn scales(tile: *const u8, g: usize) -> [float32x4_t; QUARTER] {
     let a = vreinterpretq_f16_u16(vshll_n_u8::<7>(vget_low_u8(bytes)));
     let b = vreinterpretq_f16_u16(vshll_high_n_u8::<7>(bytes));
     [vcvt_f32_f16(vget_low_f16(a)), vcvt_high_f32_f16(a), vcvt_f32_f16(vget_low_f16(b)), vcvt_high_f32_f16(b)]
-}
-
-#[inline]
-#[target_feature(enable = "neon")]
-fn prefetch(tile: *const u8) {
-    for line in 0..TILE_BYTES / 64 {
-        let at = tile.wrapping_add(AHEAD + 64 * line);
-        // SAFETY: a hint that never faults.
-        unsafe { asm!("prfm pldl1keep, [{}]", in(reg) at, options(readonly, nostack, preserves_flags)) };
-    }
-}
-
-#[inline]
-#[target_feature(enable = "neon")]
-fn get(lanes: &[f32; LANES]) -> [float32x4_t; QUARTER] {
-    // SAFETY: 16 floats.
-    std::array::from_fn(|q| unsafe { vld1q_f32(lanes.as_ptr().add(QUARTER * q)) })
-}
-
-#[inline]
-#[target_feature(enable = "neon")]
-fn put(quarters: [float32x4_t; QUARTER], lanes: &mut [f32; LANES]) {
-    for (q, v) in quarters.into_iter().enumerate() {
-        // SAFETY: 16 floats.
-        unsafe { vst1q_f32(lanes.as_mut_ptr().add(QUARTER * q), v) };
-    }
 }

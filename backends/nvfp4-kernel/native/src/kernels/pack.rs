@@ -214,8 +214,8 @@ mod x86 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::isa::Isa;
-    use crate::kernels::SHIFTS;
+    use crate::kernels::{Kernels, SHIFTS};
+    use q4_core::isa::Isa;
 
     #[test]
     fn nibbles_are_interleaved_as_the_layout_says() {
@@ -253,7 +253,7 @@ mod tests {
             for isa in Isa::available() {
                 let mut have = Out([[2; TILE_BYTES]; TILES]);
                 // SAFETY: as above; the instruction set is available.
-                unsafe { (isa.kernels().pack)(&rows, TILES, have.0.as_mut_ptr().cast()) };
+                unsafe { (Kernels::of(isa).pack)(&rows, TILES, have.0.as_mut_ptr().cast()) };
                 assert_eq!(have.0, want.0, "{isa:?}, step {scale_step}");
             }
         }

@@ -3,10 +3,10 @@
 use super::rounding::{Rounding, pad, start};
 use super::{
     ANCHOR, Acc, Blocks, ByteBlock, ByteRows, ByteTile, FloatRows, FloatTile, GROUP_BYTES, GROUPS, Kernels,
-    LANES, OFFSET, PAIR, Product, SCALES_AT, SHIFTS, TILE_BYTES, TILE_K,
+    LANES, OFFSET, Product, SCALES_AT, SHIFTS, TILE_BYTES, TILE_K, lanes,
 };
-use q4_core::exponential::silu;
 use q4_core::formats::{e2m1, e4m3, int8, nvfp4};
+use q4_simd::Portable;
 
 /// The table of this file.
 pub static KERNELS: Kernels = Kernels {
@@ -14,11 +14,11 @@ pub static KERNELS: Kernels = Kernels {
     bytes: Product { direct: never, direct_rows: 0, unpack: unpack_bytes, panel: panel_bytes },
     int8: quantise_int8,
     nvfp4: quantise_nvfp4,
-    amax,
-    finish,
-    gate,
+    amax: lanes::amax::<Portable>,
+    finish: lanes::finish::<Portable>,
+    gate: lanes::gate::<Portable>,
     decode,
-    axpy,
+    axpy: lanes::axpy::<Portable>,
     pack: super::pack::portable,
 };
 
@@ -153,58 +153,6 @@ unsafe fn each_group(
     ok
 }
 
-/// Largest magnitude as bits.
-pub unsafe fn amax(x: &[f32]) -> u32 {
-    amax_body(x)
-}
-
-/// The loop of `amax`, compiled again by each instruction set.
-#[inline(always)]
-pub fn amax_body(x: &[f32]) -> u32 {
-    x.iter().fold(0, |a, v| a.max(v.to_bits() & 0x7fff_ffff))
-}
-
-/// Sums to outputs.
-pub unsafe fn finish(sums: &[Acc], factors: &[f64; PAIR * LANES], out: *mut f32, ld: usize) {
-    // SAFETY: same contract.
-    unsafe { finish_body(sums, factors, out, ld) };
-}
-
-/// The loop of `finish`, compiled again by each instruction set.
-///
-/// # Safety
-/// `out` has as many rows of 32 as there are sums.
-#[inline(always)]
-pub unsafe fn finish_body(sums: &[Acc], factors: &[f64; PAIR * LANES], out: *mut f32, ld: usize) {
-    for (r, sums) in sums.iter().enumerate() {
-        // SAFETY: by contract.
-        let out = unsafe { &mut *out.add(r * ld).cast::<[f32; PAIR * LANES]>() };
-        for ((o, &s), f) in out.iter_mut().zip(sums.as_flattened()).zip(factors) {
-            *o = (f64::from(s) * f) as f32;
-        }
-    }
-}
-
-unsafe fn gate(rows: &[[f32; PAIR * LANES]], out: *mut f32, ld: usize) {
-    // SAFETY: same contract.
-    unsafe { gate_body::<false>(rows, out, ld) };
-}
-
-/// The loop of `gate`, compiled again by each instruction set.
-///
-/// # Safety
-/// `out` has as many rows of 16.
-#[inline(always)]
-pub unsafe fn gate_body<const FMA: bool>(rows: &[[f32; PAIR * LANES]], out: *mut f32, ld: usize) {
-    for (r, row) in rows.iter().enumerate() {
-        // SAFETY: by contract.
-        let out = unsafe { &mut *out.add(r * ld).cast::<[f32; LANES]>() };
-        for (i, o) in out.iter_mut().enumerate() {
-            *o = silu::<FMA>(row[i]) * row[LANES + i];
-        }
-    }
-}
-
 unsafe fn decode(tile: *const u8, steps: &[[f32; GROUPS]; LANES], out: &mut [[f32; TILE_K]; LANES]) {
     for (lane, out) in out.iter_mut().enumerate() {
         for (half, out) in out.as_chunks_mut::<8>().0.iter_mut().enumerate() {
@@ -214,28 +162,5 @@ unsafe fn decode(tile: *const u8, steps: &[[f32; GROUPS]; LANES], out: &mut [[f3
                 *o = e2m1::VALUES[(word >> shift & 15) as usize] * steps[lane][half / 2];
             }
         }
-    }
-}
-
-unsafe fn axpy(dy: &[[f32; LANES]], w: &[[f32; TILE_K]; LANES], dx: &mut [[f32; TILE_K]]) {
-    axpy_body(dy, w, dx, |a, b, c| a * b + c);
-}
-
-/// The loop of `axpy`, compiled again by each instruction set with its own multiply-add.
-#[inline(always)]
-pub fn axpy_body(
-    dy: &[[f32; LANES]],
-    w: &[[f32; TILE_K]; LANES],
-    dx: &mut [[f32; TILE_K]],
-    multiply_add: impl Fn(f32, f32, f32) -> f32,
-) {
-    for (dy, dx) in dy.iter().zip(dx) {
-        let mut sum = *dx;
-        for (&d, w) in dy.iter().zip(w) {
-            for (s, &w) in sum.iter_mut().zip(w) {
-                *s = multiply_add(d, w, *s);
-            }
-        }
-        *dx = sum;
     }
 }

@@ -116,8 +116,9 @@ pub const fn start(sum: i32) -> i32 {
 mod tests {
     //! Every instruction set against the codecs of q4-core.
     use super::*;
-    use crate::{isa::Isa, kernels::Kernels};
+    use crate::kernels::Kernels;
     use q4_core::formats::{e2m1, int8};
+    use q4_core::isa::Isa;
 
     const BLANK: ByteBlock = ByteBlock { q: [77; TILE_K], scales: [7.0; GROUPS], start: [7; GROUPS] };
     type Row = (Vec<i8>, Vec<u32>, Vec<i32>);
@@ -191,8 +192,8 @@ mod tests {
     fn each(mut body: impl FnMut(&Kernels, Isa, Option<&Rounding>)) {
         let all = quantizers();
         for isa in Isa::available() {
-            body(isa.kernels(), isa, None);
-            all.iter().for_each(|r| body(isa.kernels(), isa, Some(r)));
+            body(Kernels::of(isa), isa, None);
+            all.iter().for_each(|r| body(Kernels::of(isa), isa, Some(r)));
         }
     }
 
@@ -251,10 +252,10 @@ mod tests {
             x.resize(x.len().next_multiple_of(16), 0.0);
         }
         for isa in Isa::available() {
-            check(isa.kernels(), isa, &x, None);
+            check(Kernels::of(isa), isa, &x, None);
             for rule in Rule::ALL {
                 let r = Rounding::new(Quantizer { rule, global: None, source: DType::F32 });
-                check(isa.kernels(), isa, &x, Some(&r));
+                check(Kernels::of(isa), isa, &x, Some(&r));
             }
         }
     }
@@ -267,10 +268,10 @@ mod tests {
                 x[i] = bad;
                 let r = Rounding::new(Quantizer { rule: Rule::TorchAo, global: None, source: DType::F32 });
                 for isa in Isa::available() {
-                    check(isa.kernels(), isa, &x, None);
-                    check(isa.kernels(), isa, &x, Some(&r));
+                    check(Kernels::of(isa), isa, &x, None);
+                    check(Kernels::of(isa), isa, &x, Some(&r));
                     // SAFETY: the instruction set is available.
-                    assert_eq!(unsafe { (isa.kernels().amax)(&x) }, bad.abs().to_bits(), "{isa:?}");
+                    assert_eq!(unsafe { (Kernels::of(isa).amax)(&x) }, bad.abs().to_bits(), "{isa:?}");
                 }
             }
         }

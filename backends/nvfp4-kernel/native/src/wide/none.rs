@@ -1,10 +1,10 @@
 //! No matrix unit is known here.
 use crate::activations::Quantised;
 use crate::call::{Mat, Threads};
-use crate::isa::Isa;
 use crate::output::Output;
 use crate::weight::Weight;
 use q4_core::Activations;
+use q4_core::isa::Isa;
 
 /// Inputs in the form of a unit.
 pub enum Inputs {

@@ -2,6 +2,7 @@
 #![allow(dead_code)] // each test file uses a part
 use half::{bf16, f16};
 use q4_core::formats::nvfp4;
+use q4_core::isa::Isa;
 use q4_core::{
     Activations, BuiltinOptions, DType, Device, ExecContext, ExecPath, FuseSet, Fusion, GlobalScale,
     LinearSpec, Nvfp4, Nvfp4Parts, OpSet, PreparedWeight, Q4Backend, Q4Schema, Q4Weight, Reject, Result,
@@ -23,8 +24,7 @@ impl Ctx {
     }
     /// One for every instruction set of this machine.
     pub fn all() -> Vec<(String, Self)> {
-        let here = q4_core::isa::ISAS.into_iter().filter(|isa| q4_core::isa::is_available(isa));
-        here.map(|isa| (isa.to_owned(), Self::new(isa))).collect()
+        Isa::available().map(|isa| (isa.name().to_owned(), Self::new(isa.name()))).collect()
     }
 }
 

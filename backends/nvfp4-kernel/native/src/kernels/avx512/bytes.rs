@@ -3,6 +3,7 @@
 use super::{get, load, prefetch, put, scales};
 use crate::kernels::{
     ANCHOR, Acc, Blocks, ByteBlock, ByteRows, ByteTile, GROUP_BYTES, GROUPS, OFFSET, Product, TILE_BYTES,
+    by_rows,
 };
 use q4_core::formats::e2m1;
 use std::arch::x86_64::*;
@@ -37,16 +38,7 @@ macro_rules! kernels {
             unsafe fn direct(w: Blocks, x: ByteRows, acc: *mut Acc) {
                 // SAFETY: same contract.
                 unsafe {
-                    match x.rows {
-                        1 => direct_rows::<1>(w, x, acc),
-                        2 => direct_rows::<2>(w, x, acc),
-                        3 => direct_rows::<3>(w, x, acc),
-                        4 => direct_rows::<4>(w, x, acc),
-                        5 => direct_rows::<5>(w, x, acc),
-                        6 => direct_rows::<6>(w, x, acc),
-                        7 => direct_rows::<7>(w, x, acc),
-                        _ => direct_rows::<8>(w, x, acc),
-                    }
+                    by_rows!(x.rows, [1 2 3 4 5 6 7; 8], direct_rows(w, x, acc))
                 }
             }
 

@@ -1,6 +1,7 @@
 //! Activations to int8 and NVFP4 in NEON: four registers are one group.
 use crate::kernels::rounding::{GAINS, Rounding, pad, start};
 use crate::kernels::{ByteBlock, GROUPS};
+use q4_simd::{Neon, Vector};
 use std::arch::aarch64::*;
 
 #[target_feature(enable = "neon")]
@@ -9,7 +10,7 @@ pub unsafe fn int8(x: *const f32, groups: usize, out: *mut ByteBlock, ld: usize)
     unsafe {
         let mut largest = 0;
         for g in 0..groups {
-            let v = load(x.add(16 * g));
+            let v = Neon::load(x.add(16 * g));
             let amax = amax(v, &mut largest);
             let inverse = 127.0 / amax;
             let (inverse, scale) = if inverse.is_finite() { (inverse, amax / 127.0) } else { (0.0, 0.0) };
@@ -26,7 +27,7 @@ pub unsafe fn nvfp4(r: &Rounding, x: *const f32, groups: usize, out: *mut ByteBl
     unsafe {
         let mut largest = 0;
         for g in 0..groups {
-            let v = load(x.add(16 * g));
+            let v = Neon::load(x.add(16 * g));
             let (scale, factor) = r.block(amax(v, &mut largest));
             let factor = vdupq_n_f32(factor);
             let y = v.map(|v| if r.divides { vdivq_f32(v, factor) } else { vmulq_f32(v, factor) });
@@ -35,13 +36,6 @@ pub unsafe fn nvfp4(r: &Rounding, x: *const f32, groups: usize, out: *mut ByteBl
         pad(groups, out, ld);
         largest < f32::INFINITY.to_bits()
     }
-}
-
-#[inline]
-#[target_feature(enable = "neon")]
-unsafe fn load(group: *const f32) -> [float32x4_t; 4] {
-    // SAFETY: 16 floats, by the contract of the callers.
-    std::array::from_fn(|i| unsafe { vld1q_f32(group.add(4 * i)) })
 }
 
 /// Doubled codes of four scaled elements.

@@ -1,10 +1,12 @@
 //! Products with int8 activations in NEON, around the exact dot of 16 codes. Dots of signed bytes need no
 //! offset, so weights are looked up as they are.
-use super::{QUARTER, get, nibbles, prefetch, put, scales};
+use super::{QUARTER, nibbles, scales};
 use crate::kernels::{
-    Acc, Blocks, ByteBlock, ByteRows, ByteTile, GROUP_BYTES, GROUPS, LANES, Product, TILE_BYTES,
+    Acc, Blocks, ByteBlock, ByteRows, ByteTile, GROUP_BYTES, GROUPS, LANES, Product, TILE_BYTES, by_rows,
+    prefetch,
 };
 use q4_core::formats::e2m1;
+use q4_simd::{Neon, Vector};
 use std::arch::aarch64::*;
 use std::arch::asm;
 
@@ -23,12 +25,7 @@ macro_rules! kernels {
             unsafe fn direct(w: Blocks, x: ByteRows, out: *mut Acc) {
                 // SAFETY: same contract.
                 unsafe {
-                    match x.rows {
-                        1 => direct_rows::<1>(w, x, out),
-                        2 => direct_rows::<2>(w, x, out),
-                        3 => direct_rows::<3>(w, x, out),
-                        _ => direct_rows::<4>(w, x, out),
-                    }
+                    by_rows!(x.rows, [1 2 3; 4], direct_rows(w, x, out))
                 }
             }
 
@@ -42,7 +39,7 @@ macro_rules! kernels {
                         let mut acc = [[vdupq_n_f32(0.0); QUARTER]; M];
                         for t in 0..w.groups.div_ceil(GROUPS) {
                             let tile = w.tiles.add(c * w.stride + t * TILE_BYTES);
-                            prefetch(tile);
+                            prefetch::<Neon>(tile);
                             let rows: [&ByteBlock; M] = std::array::from_fn(|r| &*x.blocks.add(t * x.ld + r));
                             for g in 0..GROUPS {
                                 let scale = scales(tile, g);
@@ -55,7 +52,7 @@ macro_rules! kernels {
                             }
                         }
                         for r in 0..M {
-                            put(acc[r], &mut (*out.add(r))[c]);
+                            Neon::store(acc[r], (*out.add(r))[c].as_mut_ptr());
                         }
                     }
                 }
@@ -65,7 +62,7 @@ macro_rules! kernels {
             unsafe fn unpack(tile: *const u8, out: *mut ByteTile) {
                 // SAFETY: a tile and its buffer, by the contract of `Kernels`.
                 unsafe {
-                    prefetch(tile);
+                    prefetch::<Neon>(tile);
                     let table = table();
                     for g in 0..GROUPS {
                         for q in 0..QUARTER {
@@ -75,7 +72,7 @@ macro_rules! kernels {
                                 vst1q_s8(to.cast(), codes[j]);
                             }
                         }
-                        put(scales(tile, g), &mut (*out).scales[g]);
+                        Neon::store(scales(tile, g), (*out).scales[g].as_mut_ptr());
                     }
                 }
             }
@@ -87,12 +84,7 @@ macro_rules! kernels {
                         // SAFETY: same contract; rows r to r + 3 or the last one exist.
                         unsafe {
                             let (tile, rows, acc) = (&*tiles.add(c), x.blocks.add(r), acc.add(r));
-                            match x.rows - r {
-                                1 => panel_rows::<1>(tile, rows, acc, c),
-                                2 => panel_rows::<2>(tile, rows, acc, c),
-                                3 => panel_rows::<3>(tile, rows, acc, c),
-                                _ => panel_rows::<4>(tile, rows, acc, c),
-                            }
+                            by_rows!(x.rows - r, [1 2 3; 4], panel_rows(tile, rows, acc, c))
                         }
                     }
                 }
@@ -108,9 +100,9 @@ macro_rules! kernels {
                 // SAFETY: by the contract of `Kernels`, M rows and sums exist.
                 unsafe {
                     let rows: [&ByteBlock; M] = std::array::from_fn(|r| &*rows.add(r));
-                    let mut acc: [_; M] = std::array::from_fn(|r| get(&(*out.add(r))[c]));
+                    let mut acc: [_; M] = std::array::from_fn(|r| Neon::load((*out.add(r))[c].as_ptr()));
                     for g in 0..GROUPS {
-                        let scale = get(&tile.scales[g]);
+                        let scale = Neon::load(tile.scales[g].as_ptr());
                         for q in 0..QUARTER {
                             let at = |j: usize| tile.codes[4 * g + j].as_ptr().add(QUARTER * q);
                             let codes = std::array::from_fn(|j| vld1q_s8(at(j).cast()));
@@ -120,7 +112,7 @@ macro_rules! kernels {
                         }
                     }
                     for r in 0..M {
-                        put(acc[r], &mut (*out.add(r))[c]);
+                        Neon::store(acc[r], (*out.add(r))[c].as_mut_ptr());
                     }
                 }
             }
@@ -220,7 +212,7 @@ mod i8mm {
     pub unsafe fn unpack(tile: *const u8, out: *mut ByteTile) {
         // SAFETY: a tile and its buffer, by the contract of `Kernels`; both forms of the codes have one size.
         unsafe {
-            prefetch(tile);
+            prefetch::<Neon>(tile);
             let table = table();
             let to = &mut *(&raw mut (*out).codes).cast::<Codes>();
             for g in 0..GROUPS {
@@ -234,7 +226,7 @@ mod i8mm {
                         }
                     }
                 }
-                put(scales(tile, g), &mut (*out).scales[g]);
+                Neon::store(scales(tile, g), (*out).scales[g].as_mut_ptr());
             }
         }
     }
@@ -272,8 +264,8 @@ mod i8mm {
             // Sums of a pair and four lanes: those of the first two lanes of both rows, and of the other two.
             let mut acc = [[[vdupq_n_f32(0.0); 2]; QUARTER]; P];
             for p in 0..P {
-                let first = get(&(*out.add(2 * p))[c]);
-                let second = get(&(*out.add(row(2 * p + 1)))[c]);
+                let first = Neon::load((*out.add(2 * p))[c].as_ptr());
+                let second = Neon::load((*out.add(row(2 * p + 1)))[c].as_ptr());
                 for q in 0..QUARTER {
                     acc[p][q] = exchange(first[q], second[q]);
                 }
@@ -288,7 +280,7 @@ mod i8mm {
                         .map(|v| vreinterpretq_s8_s64(v));
                     factors[p] = vcombine_f32(vdup_n_f32(a.scales[g]), vdup_n_f32(b.scales[g]));
                 }
-                let scale = get(&tile.scales[g]);
+                let scale = Neon::load(tile.scales[g].as_ptr());
                 for q in 0..QUARTER {
                     let scale = exchange(scale[q], scale[q]);
                     let w: [_; 4] = std::array::from_fn(|i| vld1q_s8(codes[g][q][i].as_ptr()));
@@ -303,9 +295,9 @@ mod i8mm {
             }
             for p in 0..P {
                 let sums = acc[p].map(|[a, b]| exchange(a, b));
-                put(sums.map(|s| s[0]), &mut (*out.add(2 * p))[c]);
+                Neon::store(sums.map(|s| s[0]), (*out.add(2 * p))[c].as_mut_ptr());
                 if 2 * p + 1 < M {
-                    put(sums.map(|s| s[1]), &mut (*out.add(2 * p + 1))[c]);
+                    Neon::store(sums.map(|s| s[1]), (*out.add(2 * p + 1))[c].as_mut_ptr());
                 }
             }
         }

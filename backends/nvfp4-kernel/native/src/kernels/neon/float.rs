@@ -1,6 +1,9 @@
 //! Products with f32 activations in NEON.
-use super::{QUARTER, get, nibbles, prefetch, put, scales, values};
-use crate::kernels::{Acc, Blocks, FloatRows, FloatTile, GROUP_BYTES, GROUPS, Product, TILE_BYTES};
+use super::{QUARTER, nibbles, scales, values};
+use crate::kernels::{
+    Acc, Blocks, FloatRows, FloatTile, GROUP_BYTES, GROUPS, Product, TILE_BYTES, by_rows, prefetch,
+};
+use q4_simd::{Neon, Vector};
 use std::arch::aarch64::*;
 
 pub const FLOAT: Product<FloatRows, FloatTile> = Product { direct, direct_rows: 4, unpack, panel };
@@ -11,14 +14,7 @@ type Chains<const M: usize> = [[float32x4_t; 2]; M];
 #[target_feature(enable = "neon")]
 unsafe fn direct(w: Blocks, x: FloatRows, out: *mut Acc) {
     // SAFETY: same contract.
-    unsafe {
-        match x.rows {
-            1 => direct_rows::<1>(w, x, out),
-            2 => direct_rows::<2>(w, x, out),
-            3 => direct_rows::<3>(w, x, out),
-            _ => direct_rows::<4>(w, x, out),
-        }
-    }
+    unsafe { by_rows!(x.rows, [1 2 3; 4], direct_rows(w, x, out)) }
 }
 
 #[target_feature(enable = "neon")]
@@ -31,7 +27,7 @@ unsafe fn direct_rows<const M: usize>(w: Blocks, x: FloatRows, out: *mut Acc) {
             for g in 0..w.groups {
                 let tile = w.tiles.add(c * w.stride + g / GROUPS * TILE_BYTES);
                 if g % GROUPS == 0 {
-                    prefetch(tile);
+                    prefetch::<Neon>(tile);
                 }
                 let scale = scales(tile, g % GROUPS);
                 for q in 0..QUARTER {
@@ -53,7 +49,7 @@ unsafe fn direct_rows<const M: usize>(w: Blocks, x: FloatRows, out: *mut Acc) {
                 }
             }
             for r in 0..M {
-                put(acc[r], &mut (*out.add(r))[c]);
+                Neon::store(acc[r], (*out.add(r))[c].as_mut_ptr());
             }
         }
     }
@@ -63,7 +59,7 @@ unsafe fn direct_rows<const M: usize>(w: Blocks, x: FloatRows, out: *mut Acc) {
 unsafe fn unpack(tile: *const u8, out: *mut FloatTile) {
     // SAFETY: a tile and its buffer, by the contract of `Kernels`.
     unsafe {
-        prefetch(tile);
+        prefetch::<Neon>(tile);
         let table = values();
         for half in 0..2 * GROUPS {
             for q in 0..QUARTER {
@@ -77,7 +73,7 @@ unsafe fn unpack(tile: *const u8, out: *mut FloatTile) {
             }
         }
         for g in 0..GROUPS {
-            put(scales(tile, g), &mut (*out).scales[g]);
+            Neon::store(scales(tile, g), (*out).scales[g].as_mut_ptr());
         }
     }
 }
@@ -89,12 +85,7 @@ unsafe fn panel(tiles: *const FloatTile, count: usize, groups: usize, x: FloatRo
             // SAFETY: same contract; rows r to r + 3 or the last one exist.
             unsafe {
                 let (tile, x0, acc) = (&*tiles.add(c), x.x.add(r * x.ld), acc.add(r));
-                match x.rows - r {
-                    1 => panel_rows::<1>(tile, groups, x0, x.ld, acc, c),
-                    2 => panel_rows::<2>(tile, groups, x0, x.ld, acc, c),
-                    3 => panel_rows::<3>(tile, groups, x0, x.ld, acc, c),
-                    _ => panel_rows::<4>(tile, groups, x0, x.ld, acc, c),
-                }
+                by_rows!(x.rows - r, [1 2 3; 4], panel_rows(tile, groups, x0, x.ld, acc, c))
             }
         }
     }
@@ -110,7 +101,8 @@ unsafe fn panel_rows<const M: usize>(
     c: usize,
 ) {
     for g in 0..groups {
-        let scale = get(&tile.scales[g]);
+        // SAFETY: 16 lanes.
+        let scale = unsafe { Neon::load(tile.scales[g].as_ptr()) };
         for side in 0..2 {
             // Both chains of four rows and eight lanes are 16 sums, which hide the latency of a multiply-add.
             let mut chains: [Chains<M>; 2] = [[[vdupq_n_f32(0.0); 2]; M]; 2];

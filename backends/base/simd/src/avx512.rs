@@ -1,0 +1,98 @@
+//! AVX-512 F, BW, DQ and VL, beside what AVX2 has.
+use crate::{Vector, avx2};
+use half::{bf16, f16};
+use q4_core::isa::Isa;
+use std::arch::asm;
+use std::arch::x86_64::*;
+
+/// One 512-bit register; the table is one register too.
+pub struct Avx512;
+
+// SAFETY of every block: the trait's contract.
+#[allow(clippy::undocumented_unsafe_blocks)]
+impl Vector for Avx512 {
+    type F = __m512;
+    type Words = __m512i;
+    type Table = __m512;
+    const ISA: Isa = Isa::Avx512;
+    const FUSED: bool = true;
+    const SUMS: usize = 16;
+    const ROWS: usize = 4;
+
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+    unsafe fn run<R>(f: impl FnOnce() -> R) -> R {
+        f()
+    }
+    #[inline(always)]
+    unsafe fn splat(v: f32) -> __m512 {
+        unsafe { _mm512_set1_ps(v) }
+    }
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> __m512 {
+        unsafe { _mm512_loadu_ps(p) }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(p: *const f16) -> __m512 {
+        unsafe { widen_f16(p) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const bf16) -> __m512 {
+        unsafe {
+            _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast())), 16))
+        }
+    }
+    #[inline(always)]
+    unsafe fn store(v: __m512, p: *mut f32) {
+        unsafe { _mm512_storeu_ps(p, v) }
+    }
+    #[inline(always)]
+    unsafe fn add(a: __m512, b: __m512) -> __m512 {
+        unsafe { _mm512_add_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn mul(a: __m512, b: __m512) -> __m512 {
+        unsafe { _mm512_mul_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn fma(a: __m512, b: __m512, c: __m512) -> __m512 {
+        unsafe { _mm512_fmadd_ps(a, b, c) }
+    }
+    #[inline(always)]
+    unsafe fn sum(v: __m512) -> f32 {
+        unsafe {
+            let high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1));
+            avx2::tree(_mm256_add_ps(_mm512_castps512_ps256(v), high))
+        }
+    }
+    #[inline(always)]
+    unsafe fn table(values: &[f32; 16]) -> __m512 {
+        unsafe { _mm512_loadu_ps(values.as_ptr()) }
+    }
+    #[inline(always)]
+    unsafe fn words(p: *const u32) -> __m512i {
+        unsafe { _mm512_loadu_si512(p.cast()) }
+    }
+    /// The permutation looks at the low four bits of every index only.
+    #[inline(always)]
+    unsafe fn look_up(table: __m512, words: __m512i, j: i32) -> __m512 {
+        unsafe { _mm512_permutexvar_ps(_mm512_srlv_epi32(words, _mm512_set1_epi32(4 * j)), table) }
+    }
+    #[inline(always)]
+    unsafe fn prefetch<T>(p: *const T) {
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+}
+
+/// The intrinsic converts a register, which on Intel's processors takes the port of shuffles too.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn widen_f16(p: *const f16) -> __m512 {
+    let v;
+    // SAFETY: sixteen readable elements, as the trait asks.
+    unsafe {
+        asm!("vcvtph2ps {v}, ymmword ptr [{p}]", v = lateout(zmm_reg) v, p = in(reg) p,
+             options(pure, readonly, nostack, preserves_flags));
+    }
+    v
+}
