@@ -6,9 +6,9 @@ use q4_conformance::{AbiProbe, Certificate, Certificates, Elsewhere, Library, Ne
 use q4_core::conduct::Facts;
 use q4_core::stage::DeviceMemory;
 use q4_core::{
-    BackendDescriptor, Candidate, Code, Device, Error, ExecContext, ExecPath, HostEnv, LibraryFacts,
-    LinearSpec, PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Registry, Reject, RejectCode, Result,
-    VendorDevice, Verdict,
+    BackendDescriptor, Candidate, Code, Device, Error, ExecContext, ExecPath, Footprint, HostEnv,
+    LibraryFacts, LinearSpec, PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Registry, Reject, RejectCode,
+    Result, VendorDevice, Verdict,
 };
 use q4_plugin_host::remote::{Isolation, Remote, shield};
 use q4_plugin_host::{Examined, Loaded, Loader, Need, Prober, Refusal, TableCases, libraries};
@@ -367,6 +367,14 @@ impl Q4Backend for Certified {
     fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
         self.inner.can_prepare(spec, path, env)?;
         self.certificate.covers(spec, path)
+    }
+
+    fn manages_memory(&self) -> bool {
+        self.inner.manages_memory()
+    }
+
+    fn footprint(&self, spec: &LinearSpec, path: ExecPath) -> Footprint {
+        self.inner.footprint(spec, path)
     }
 
     fn devices(&self) -> Vec<VendorDevice> {
