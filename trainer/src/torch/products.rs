@@ -4,7 +4,7 @@ use crate::config::{Compute, Config, Inputs};
 use q4_core::memory::human;
 use q4_core::{
     BuiltinOptions, ComputePath, DType, Device, Dispatch, Error, Executed, OpSet, Overrides, Policy,
-    Q4Weight, Registry, Result, ThreadPool, isa,
+    Q4Weight, Registry, Result, ThreadPool, isa::Isa,
 };
 use q4_model::checkpoint::Checkpoint;
 use q4_model::plan::{ActivationRequest, HeadPlan, Plan, PlanOptions, Product};
@@ -29,7 +29,8 @@ impl Products {
     pub fn plan(c: &Config, checkpoint: &Checkpoint, on: tch::Device, pool: Arc<ThreadPool>) -> Result<Self> {
         let computes = device(on);
         let cuda = if let Device::Cuda(n) = computes { Some(n) } else { None };
-        let options = BuiltinOptions { isa: isa::named()?, cuda, ..BuiltinOptions::default() };
+        let isa = Isa::named()?.map(|isa| isa.name().to_owned());
+        let options = BuiltinOptions { isa, cuda, ..BuiltinOptions::default() };
         let policy = Policy {
             compute: c.quant.compute.into(),
             overrides: Overrides::parse(&c.quant.backend)?,

@@ -430,7 +430,8 @@ impl<'a> Maker<'a> {
         let rule = Rule::ModelOpt;
         let target = Target::Nvfp4(ToNvfp4 { rule, scales: Scales::TwoLevel, method: Method::Rtn });
         let pool = self.kernels.pool();
-        let (mut codes, mut scales, mut global) = (Vec::new(), Vec::new(), Vec::with_capacity(n));
+        let (mut codes, mut scales) = (Vec::<u8>::new(), Vec::<u8>::new());
+        let mut global = Vec::with_capacity(n);
         let mut first = 0;
         for (name, rows) in parts {
             let bytes = bytemuck::cast_slice(&values[first * k..(first + rows) * k]);
