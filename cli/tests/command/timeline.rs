@@ -154,5 +154,7 @@ fn an_interrupted_run_leaves_a_whole_document() {
     assert!(std::process::Command::new("kill").args(["-INT", &pid]).status().unwrap().success());
     assert_eq!(child.wait().unwrap().code(), Some(130));
     let (all, open) = spans(&path);
-    assert!(count(&all, "q4/decode") > 0 && open.contains(&"q4".to_owned()), "{open:?}");
+    // The signal may come in the first step of all.
+    let is_open = |name: &str| open.iter().any(|o| o == name);
+    assert!((count(&all, "q4/decode") > 0 || is_open("q4/decode")) && is_open("q4"), "{open:?}");
 }

@@ -93,6 +93,7 @@ impl Bytes {
             }
         }
     }
+    /// Nothing to give back here: pages of a mapped file stay until they are needed elsewhere.
     #[cfg(not(unix))]
     pub fn release(&self, _: Range<usize>) {}
 }
