@@ -230,7 +230,7 @@ fn facts_in_the_header_are_those_of_the_code() {
     words.sort_unstable();
     told.sort_unstable();
     assert_eq!(told, words);
-    let nf4 = read("../../core/src/formats/nf4.rs");
+    let nf4 = read("../../core/src/formats/nf4/codec.rs");
     let at = header.find("codebook: ").unwrap() + "codebook: ".len();
     let told: Vec<f32> = header[at..].split([' ', ',']).map_while(|w| w.parse().ok()).collect();
     assert_eq!(told.len(), 16);
