@@ -32,31 +32,47 @@ pub fn dots<T: Widen>(v: Vectors, q: &[f32], rows: &[T], scale: f32, out: &mut [
 /// # Safety
 /// The processor has the set of `V`; `q.len()` is a multiple of 16, and there is a row for each of `out`.
 #[inline(always)]
-unsafe fn whole_dots<V: Vector, T: Widen>(q: &[f32], mut row: *const T, scale: f32, out: &mut [f32]) {
-    let d = q.len();
-    let mut left = out;
-    while !left.is_empty() {
-        // SAFETY: as many rows are left as there are outputs, and then at most one past the end.
-        unsafe {
-            let count = match left.len() {
-                4.. if V::ROWS >= 4 => some_dots::<V, T, 4>(q, row, scale, left),
-                2.. if V::ROWS < 4 => some_dots::<V, T, 2>(q, row, scale, left),
-                _ => some_dots::<V, T, 1>(q, row, scale, left),
-            };
-            row = row.add(count * d);
-            left = &mut left[count..];
+unsafe fn whole_dots<V: Vector, T: Widen>(q: &[f32], rows: *const T, scale: f32, out: &mut [f32]) {
+    // SAFETY: the caller's.
+    unsafe {
+        if V::ROWS >= 4 {
+            grouped_dots::<V, T, 4>(q, rows, scale, out);
+        } else {
+            grouped_dots::<V, T, 2>(q, rows, scale, out);
         }
     }
 }
 
-/// The first `R` rows; returns `R`.
+/// `R` rows at a time, then those that are left one by one.
+#[inline(always)]
+unsafe fn grouped_dots<V: Vector, T: Widen, const R: usize>(
+    q: &[f32],
+    mut rows: *const T,
+    scale: f32,
+    out: &mut [f32],
+) {
+    let (groups, rest) = out.as_chunks_mut::<R>();
+    // SAFETY: as many rows are left as there are outputs, and then at most one past the end.
+    unsafe {
+        for out in groups {
+            some_dots::<V, T, R>(q, rows, scale, out);
+            rows = rows.add(R * q.len());
+        }
+        for out in rest.as_chunks_mut::<1>().0 {
+            some_dots::<V, T, 1>(q, rows, scale, out);
+            rows = rows.add(q.len());
+        }
+    }
+}
+
+/// The first `R` rows.
 #[inline(always)]
 unsafe fn some_dots<V: Vector, T: Widen, const R: usize>(
     q: &[f32],
     rows: *const T,
     scale: f32,
-    out: &mut [f32],
-) -> usize {
+    out: &mut [f32; R],
+) {
     let d = q.len();
     // SAFETY: j + 16 <= d, and R rows are there.
     unsafe {
@@ -71,7 +87,6 @@ unsafe fn some_dots<V: Vector, T: Widen, const R: usize>(
             out[r] = scale * V::sum(acc[r]);
         }
     }
-    R
 }
 
 /// Largest element, NaN if there is one; negative infinity of nothing.

@@ -15,10 +15,12 @@ pub unsafe fn finish<V: Vector>(sums: &[Acc], factors: &[f64; PAIR * LANES], out
     unsafe {
         run!(V, {
             for (r, sums) in sums.iter().enumerate() {
-                let out = &mut *out.add(r * ld).cast::<[f32; PAIR * LANES]>();
-                for ((o, &s), f) in out.iter_mut().zip(sums.as_flattened()).zip(factors) {
+                // A row of its own first: the compiler does not see that what a closure holds overlaps nothing.
+                let mut row = [0f32; PAIR * LANES];
+                for ((o, &s), f) in row.iter_mut().zip(sums.as_flattened()).zip(factors) {
                     *o = (f64::from(s) * f) as f32;
                 }
+                out.add(r * ld).cast::<[f32; PAIR * LANES]>().write(row);
             }
         });
     }
@@ -30,11 +32,12 @@ pub unsafe fn gate<V: Vector>(rows: &[[f32; PAIR * LANES]], out: *mut f32, ld: u
     unsafe {
         run!(V, {
             for (r, row) in rows.iter().enumerate() {
-                let out = &mut *out.add(r * ld).cast::<[f32; LANES]>();
-                for (i, o) in out.iter_mut().enumerate() {
+                let mut gated = [0f32; LANES];
+                for (i, o) in gated.iter_mut().enumerate() {
                     let gate = if V::FUSED { silu::<true>(row[i]) } else { silu::<false>(row[i]) };
                     *o = gate * row[LANES + i];
                 }
+                out.add(r * ld).cast::<[f32; LANES]>().write(gated);
             }
         });
     }
