@@ -1,5 +1,5 @@
-//! The contract a backend implements. Small on purpose: four methods on the backend, five on a weight, a few
-//! with defaults.
+//! The contract a backend implements. Small on purpose: four methods of a backend and five of a weight have to
+//! be written; the others have defaults.
 use crate::stage::DeviceMemory;
 use crate::{
     Activations, Code, DType, Device, Error, HostEnv, Q4Schema, Q4Weight, Reject, Result, TensorView,
