@@ -135,8 +135,12 @@ fn address(handle: &Handle, name: &str) -> Option<*const std::ffi::c_void> {
     unsafe { handle.get::<*const std::ffi::c_void>(name) }.ok().map(|symbol| *symbol)
 }
 
-/// The file whose mapping holds `address`, from the kernel's list; `None` where there is no such list.
+/// The file whose mapping holds `address`, from the kernel's list; `None` where there is no such list. Under
+/// wine there is one, of another process.
 fn mapped_at(address: usize) -> Option<PathBuf> {
+    if !cfg!(target_os = "linux") {
+        return None;
+    }
     let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
     maps.lines().find_map(|line| {
         let mut fields = line.splitn(6, ' ');
