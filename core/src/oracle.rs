@@ -41,19 +41,23 @@ impl Packed {
 /// One row of a weight, as the sums of one column of `y` take it.
 pub struct Column {
     decoded: Vec<f32>,
+    /// The same, as every sum takes them: widened once, not for each row of x.
+    wide: Vec<f64>,
     packed: Option<Packed>,
 }
 
 impl Column {
     /// Row `row` (`0..n`) of `w`.
     pub fn new(w: &RowDecoder<'_>, row: usize) -> Self {
-        let mut out = Self { decoded: vec![0.0; w.k()], packed: None };
+        let mut out = Self { decoded: vec![0.0; w.k()], wide: Vec::with_capacity(w.k()), packed: None };
         out.read(w, row);
         out
     }
     /// Takes another row, or one of another weight with as many columns.
     pub fn read(&mut self, w: &RowDecoder<'_>, row: usize) {
         w.row(row, &mut self.decoded);
+        self.wide.clear();
+        self.wide.extend(self.decoded.iter().map(|v| f64::from(*v)));
         match w.nvfp4_row(row) {
             Some((codes, scales)) => {
                 self.packed.get_or_insert_with(Packed::new).read(codes, scales, w.global(row));
@@ -121,7 +125,7 @@ impl Input {
                 let g = a.global * b.global;
                 (total * g, abs * g)
             }
-            _ => sums(self.row(r), &w.decoded),
+            _ => sums(self.row(r), &w.wide),
         }
     }
 }
@@ -162,11 +166,11 @@ fn fixed_point(a: &[i8], sa: &[i32], b: &[i8], sb: &[i32]) -> (f64, f64) {
 }
 
 /// `(Σ x·w, Σ |x·w|)`, in sums that run beside each other: one alone would wait for every addition.
-fn sums(x: &[f64], w: &[f32]) -> (f64, f64) {
+fn sums(x: &[f64], w: &[f64]) -> (f64, f64) {
     const LANES: usize = 8;
     let (mut total, mut abs) = ([0.0; LANES], [0.0; LANES]);
-    let mut add = |x: &[f64; LANES], w: &[f32; LANES]| {
-        let products: [f64; LANES] = std::array::from_fn(|i| x[i] * f64::from(w[i]));
+    let mut add = |x: &[f64; LANES], w: &[f64; LANES]| {
+        let products: [f64; LANES] = std::array::from_fn(|i| x[i] * w[i]);
         total.iter_mut().zip(&products).for_each(|(sum, p)| *sum += p);
         abs.iter_mut().zip(&products).for_each(|(sum, p)| *sum += p.abs());
     };

@@ -18,8 +18,11 @@ impl Draw {
     }
     /// Two codes in every byte, over all values.
     pub fn codes(&self, elements: usize) -> Vec<u8> {
-        let bytes = elements.div_ceil(2);
-        (0..bytes.div_ceil(8)).flat_map(|i| self.word(i).to_le_bytes()).take(bytes).collect()
+        let mut bytes = vec![0; elements.div_ceil(2)];
+        for (i, to) in bytes.chunks_mut(8).enumerate() {
+            to.copy_from_slice(&self.word(i).to_le_bytes()[..to.len()]);
+        }
+        bytes
     }
 }
 

@@ -125,12 +125,19 @@ impl Format for Dense {
 impl Dense {
     /// Appends `values` in the stored type.
     fn round(&self, values: &[f32], to: &mut Vec<u8>) {
+        let start = to.len();
+        to.resize(start + values.len() * self.dtype.size(), 0);
+        let to = &mut to[start..];
         match self.dtype {
-            DType::F16 => to.extend(values.iter().flat_map(|v| f16::from_f32(*v).to_ne_bytes())),
-            DType::BF16 => to.extend(values.iter().flat_map(|v| bf16::from_f32(*v).to_ne_bytes())),
-            _ => to.extend(values.iter().flat_map(|v| v.to_ne_bytes())),
+            DType::F16 => each(values, to, |v| f16::from_f32(v).to_ne_bytes()),
+            DType::BF16 => each(values, to, |v| bf16::from_f32(v).to_ne_bytes()),
+            _ => each(values, to, f32::to_ne_bytes),
         }
     }
+}
+
+fn each<const N: usize>(values: &[f32], to: &mut [u8], bytes: impl Fn(f32) -> [u8; N]) {
+    to.as_chunks_mut().0.iter_mut().zip(values).for_each(|(to, v)| *to = bytes(*v));
 }
 
 struct Rows<'a> {
