@@ -6,7 +6,7 @@ use crate::guarded::Layout;
 use crate::measure::Problem;
 use crate::memory::{resident_of, watch_in};
 use crate::product::{self, failed};
-use q4_core::stage::DeviceMemory;
+use q4_core::device::DeviceMemory;
 use q4_core::{DType, Device, ExecContext, ExecPath, OpSet, Result};
 use std::sync::Arc;
 

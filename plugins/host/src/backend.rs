@@ -4,7 +4,7 @@ use crate::descriptor::Descriptor;
 use crate::device::{self, Live};
 use crate::library::Mapped;
 use crate::table::{Table, checked};
-use q4_core::stage::{DeviceMemory, memory_of};
+use q4_core::device::{DeviceMemory, memory_of};
 use q4_core::{
     BackendDescriptor, BuiltinOptions, Code, Device, Error, ExecContext, ExecPath, Footprint, FuseSet,
     Fusion, HostEnv, LinearSpec, OpSet, PreparedInfo, PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Reject,

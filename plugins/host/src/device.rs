@@ -1,7 +1,7 @@
 //! Devices that a library brings, and their memory: what it says is compared with what it said before, what
 //! it hands out with what it has handed out, and with the program's own memory.
 use crate::backend::Instance;
-use q4_core::stage::{DeviceBytes, DeviceMemory};
+use q4_core::device::{DeviceBytes, DeviceMemory};
 use q4_core::{Code, Device, Error, Reject, RejectCode, Result, VendorDevice};
 use q4_plugin_abi::{Q4Device, Q4Str, status};
 use q4_plugin_sdk::message;

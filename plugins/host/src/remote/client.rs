@@ -8,7 +8,7 @@ use super::{Isolation, Loss, VERB};
 use crate::backend::agreed;
 use crate::{Examined, Refusal, one};
 use q4_core::conduct::Facts;
-use q4_core::stage::{DeviceBytes, DeviceMemory, memory_of};
+use q4_core::device::{DeviceBytes, DeviceMemory, memory_of};
 use q4_core::{
     BackendDescriptor, Code, Device, Error, ExecContext, ExecPath, HostEnv, LinearSpec, PreparedWeight,
     ProbeItem, Q4Backend, Q4Weight, Reject, RejectCode, Result, VendorDevice, Verdict,
