@@ -1,7 +1,8 @@
 //! The table as a [`Q4Backend`]: every call is translated, its status checked, its answer compared with the
 //! request.
 use crate::descriptor::Descriptor;
-use crate::device::{self, Live};
+use crate::device;
+use crate::instance::Instance;
 use crate::library::Mapped;
 use crate::table::{Table, checked};
 use q4_core::device::{DeviceMemory, memory_of};
@@ -18,8 +19,7 @@ use std::ffi::c_void;
 use std::mem::size_of;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 
 /// Longest text, and most reasons, that are taken from a library.
 const MAX_TEXT: usize = 1024;
@@ -32,22 +32,6 @@ pub struct Plugin {
     devices: Vec<VendorDevice>,
     instance: Arc<Instance>,
 }
-
-/// The library's object. Weights hold it, so it is destroyed after the last of them.
-pub(crate) struct Instance {
-    pub(crate) name: String,
-    pub(crate) table: Table,
-    pub(crate) raw: *mut abi::Q4Backend,
-    pub(crate) live: Live,
-    /// The contract promises one thread at a time.
-    turn: Mutex<()>,
-    poisoned: AtomicBool,
-}
-
-// SAFETY: the contract ties a backend to one thread at a time, not to one thread; `turn` keeps that.
-unsafe impl Send for Instance {}
-// SAFETY: as above; what weights use of it is the immutable table.
-unsafe impl Sync for Instance {}
 
 impl Plugin {
     /// Creates the library's backend.
@@ -105,14 +89,7 @@ impl Plugin {
             priority: table.api.priority,
             offers: table.offers.clone(),
         };
-        let instance = Instance {
-            name: name.to_owned(),
-            table,
-            raw,
-            live: Live::default(),
-            turn: Mutex::new(()),
-            poisoned: AtomicBool::new(false),
-        };
+        let instance = Instance::new(name, table, raw);
         let devices = device::all(&instance).map_err(|reason| vec![reason])?;
         Ok(Self { descriptor, origin, devices, instance: Arc::new(instance) })
     }
@@ -266,35 +243,6 @@ pub(crate) fn agreed(
 }
 
 impl Instance {
-    fn turn(&self) -> MutexGuard<'_, ()> {
-        self.turn.lock().unwrap_or_else(|e| e.into_inner())
-    }
-
-    pub(crate) fn lacks(&self, what: &str) -> Error {
-        Error::new(Code::Unsupported, format!("{}: {what}", self.name))
-            .need(what)
-            .have("a library without it")
-    }
-
-    /// A call that can fail, of a backend that has not panicked yet.
-    pub(crate) fn call(
-        &self,
-        what: &str,
-        call: impl FnOnce(*mut abi::Q4Error) -> abi::Q4Status,
-    ) -> Result<()> {
-        if self.poisoned.load(Ordering::Relaxed) {
-            return Err(Error::new(Code::BackendFailed, format!("{}: {what}", self.name))
-                .need("a backend that never panicked")
-                .have("an earlier call of it panicked"));
-        }
-        checked(what, call).map_err(|(status, e)| {
-            if status == status::PANICKED {
-                self.poisoned.store(true, Ordering::Relaxed);
-            }
-            e.within(&self.name)
-        })
-    }
-
     /// What the library says; `None` where it says nothing.
     fn footprint(&self, spec: &LinearSpec, path: ExecPath) -> Option<Footprint> {
         let footprint = self.table.api.footprint?;
@@ -311,7 +259,7 @@ impl Instance {
         possible(spec, path)?;
         let no_verdict = |code: Code, have: String| {
             let code = match code {
-                _ if self.poisoned.load(Ordering::Relaxed) => RejectCode::Panicked,
+                _ if self.has_panicked() => RejectCode::Panicked,
                 Code::ShapeMismatch => RejectCode::InvalidArgument,
                 _ => RejectCode::Internal,
             };
@@ -350,15 +298,6 @@ impl Instance {
             Ok(()) => {}
         }
         if reasons.is_empty() { Ok(()) } else { Err(reasons) }
-    }
-}
-
-impl Drop for Instance {
-    fn drop(&mut self) {
-        if let Some(destroy) = self.table.api.destroy {
-            // SAFETY: created by the same table, destroyed once, after the last weight.
-            unsafe { destroy(self.raw) }
-        }
     }
 }
 

@@ -25,6 +25,7 @@ mod elf;
 mod elf;
 mod file;
 mod found;
+mod instance;
 mod isolation;
 mod library;
 mod maps;
