@@ -2,9 +2,8 @@
 //! result.
 use crate::case::Bench;
 use crate::guarded::{Guarded, Layout, Workspace};
-use crate::lattice::hash;
+use crate::lattice::{Problem, hash};
 use crate::limits::segments;
-use crate::measure::Problem;
 use crate::stored::mix;
 use crate::tolerance::{Exact, Terms, backward_terms, bound_of_sum};
 use q4_core::oracle::{Column, Input};

@@ -1,11 +1,11 @@
 //! L2, drawn: products whose extents nobody chose. Every run has its seed; together they leave no size out.
 use super::Scope;
 use super::large::spread;
+use crate::Level;
 use crate::case::{Bench, Case, Seen};
 use crate::guarded::Layout;
-use crate::measure::Problem;
+use crate::lattice::{self, Problem};
 use crate::product::{self, failed};
-use crate::{Level, lattice};
 use q4_core::{ExecPath, OpSet, Result, ThreadPool};
 
 /// Products of a claim, shared out among its encodings and formats, so that each has every residue of m and

@@ -4,8 +4,7 @@ use super::Scope;
 use crate::Level;
 use crate::case::{Bench, Case, Seen};
 use crate::guarded::Layout;
-use crate::lattice::{self, Sketch};
-use crate::measure::Problem;
+use crate::lattice::{self, Problem, Sketch};
 use crate::product::{self, failed};
 use q4_core::{DType, ExecPath, OpSet, Result};
 
@@ -62,7 +61,7 @@ fn format_that_ran(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> 
     let terms = product::forward_bound(path, &problem);
     let own = product::exact_forward(&problem)?;
     let verdict = own.compare("y", &y, terms);
-    for kind in crate::claim::ACTIVATIONS {
+    for kind in lattice::ACTIVATIONS {
         if kind == problem.activations.as_str() {
             continue;
         }

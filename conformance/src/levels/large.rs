@@ -5,7 +5,7 @@ use super::Scope;
 use crate::Level;
 use crate::case::{Bench, Case, Seen};
 use crate::guarded::Layout;
-use crate::measure::Problem;
+use crate::lattice::Problem;
 use crate::product::{self, failed};
 use q4_core::{DType, Device, ExecPath, OpSet, Result};
 

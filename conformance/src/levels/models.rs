@@ -7,8 +7,7 @@ use super::Scope;
 use super::drawn::sampled;
 use crate::case::{Bench, Case, Seen};
 use crate::guarded::Layout;
-use crate::lattice::Sketch;
-use crate::measure::Problem;
+use crate::lattice::{Problem, Sketch};
 use crate::{Level, product};
 use q4_core::{ExecPath, OpSet, Result};
 

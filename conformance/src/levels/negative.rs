@@ -4,9 +4,7 @@ use super::Scope;
 use super::abi::PATHS;
 use crate::Level;
 use crate::case::{Bench, Case, Seen};
-use crate::claim::ACTIVATIONS;
-use crate::lattice::{self, Sketch};
-use crate::measure::Problem;
+use crate::lattice::{self, Problem, Sketch};
 use crate::product::{self, failed};
 use crate::stored::Stored;
 use q4_core::formats::{encodings, names};
@@ -19,7 +17,7 @@ use q4_core::{
 pub(super) fn backend_cases(all: &mut Vec<Case>) {
     for schema in names() {
         for path in PATHS {
-            for kind in ACTIVATIONS {
+            for kind in lattice::ACTIVATIONS {
                 let sketch = Sketch::plain(
                     encodings(schema)[0],
                     lattice::quantizers(kind)[0],

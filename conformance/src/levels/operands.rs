@@ -3,7 +3,7 @@ use super::Scope;
 use crate::Level;
 use crate::case::{Bench, Case, Seen};
 use crate::guarded::{Guarded, Layout, Workspace};
-use crate::measure::Problem;
+use crate::lattice::Problem;
 use crate::product::{self, failed};
 use q4_core::{
     DType, Device, ExecContext, ExecPath, OpSet, PreparedWeight, Result, TensorView, TensorViewMut,

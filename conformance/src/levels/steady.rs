@@ -3,7 +3,7 @@ use super::Scope;
 use crate::Level;
 use crate::case::{Bench, Case, Seen};
 use crate::guarded::{Guarded, Layout, Place};
-use crate::measure::Problem;
+use crate::lattice::Problem;
 use crate::product::{self, Lent, failed};
 use q4_core::{DType, ExecPath, OpSet, PreparedWeight, Result, ThreadPool};
 use std::sync::Barrier;
