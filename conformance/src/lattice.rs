@@ -235,20 +235,22 @@ impl Sketch {
         let raw: Vec<f32> = (0..self.m * self.k).map(value).collect();
         IoBuffer::new(self.io, &raw).to_f32()
     }
+    /// The problem, of a weight like its own that lies somewhere.
+    pub(crate) fn problem<'a>(&self, weight: &Q4Weight<'a>) -> Problem<'a> {
+        Problem {
+            name: self.name(),
+            weight: *weight,
+            x: self.input(),
+            m: self.m,
+            max_m: self.max_m,
+            activations: self.activations,
+            io: self.io,
+            recorded: None,
+        }
+    }
     /// Hands the problem to `body`.
     pub fn with<R>(&self, body: impl FnOnce(&Problem<'_>) -> Result<R>) -> Result<R> {
-        self.weight().lend(|w| {
-            body(&Problem {
-                name: self.name(),
-                weight: *w,
-                x: self.input(),
-                m: self.m,
-                max_m: self.max_m,
-                activations: self.activations,
-                io: self.io,
-                recorded: None,
-            })
-        })
+        self.weight().lend(|w| body(&self.problem(w)))
     }
 }
 

@@ -1,5 +1,5 @@
-//! Devices that are not the CPU, and their memory. Core opens no library; whoever can reach a device registers
-//! here.
+//! Devices that are not the CPU, and their memory. Core opens no library; whoever can reach a device
+//! registers here.
 use crate::{Code, CudaDevice, Device, Error, Found, HostEnv, Result};
 use std::sync::Arc;
 

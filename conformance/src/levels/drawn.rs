@@ -45,24 +45,21 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
 }
 
 fn check(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>, threads: usize) -> Result<Seen> {
-    let spec = product::spec(bench, problem, OpSet::FORWARD);
-    let prepared = match product::prepare(bench, path, &problem.weight, &spec)? {
-        Ok(prepared) => prepared,
-        Err(reasons) => return Ok(Seen::Refused(reasons)),
-    };
-    let pool = ThreadPool::new(threads);
-    let first = product::forward(&*prepared, problem, Layout::PLAIN, product::STALE, &pool)?;
-    let seen = sampled(path, problem, &first.values(), SAMPLE)?;
-    let again = product::forward(&*prepared, problem, Layout::HOSTILE, 0, bench.threads)?;
-    let n = problem.weight.n();
-    // Sums behind a dense copy are the library's own, which splits them by where rows lie.
-    let is_steady = path != ExecPath::DequantMatmul;
-    if let Some(at) = again.bits().iter().zip(first.bits()).position(|(a, b)| is_steady && *a != b) {
-        let at = at / problem.io.size();
-        return Err(failed("the same product gave other bits elsewhere and with other threads")
-            .have(format!("y[{}, {}] differs", at / n, at % n)));
-    }
-    Ok(seen)
+    product::with(bench, path, problem, OpSet::FORWARD, |w| {
+        let pool = ThreadPool::new(threads);
+        let first = product::forward(w, problem, Layout::PLAIN, product::STALE, &pool)?;
+        let seen = sampled(path, problem, &first.values(), SAMPLE)?;
+        let again = product::forward(w, problem, Layout::HOSTILE, 0, bench.threads)?;
+        let n = problem.weight.n();
+        // Sums behind a dense copy are the library's own, which splits them by where rows lie.
+        let is_steady = path != ExecPath::DequantMatmul;
+        if let Some(at) = again.bits().iter().zip(first.bits()).position(|(a, b)| is_steady && *a != b) {
+            let at = at / problem.io.size();
+            return Err(failed("the same product gave other bits elsewhere and with other threads")
+                .have(format!("y[{}, {}] differs", at / n, at % n)));
+        }
+        Ok(seen)
+    })
 }
 
 /// Some elements against the exact sums, and all of them in sums of blocks of columns.
