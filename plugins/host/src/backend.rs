@@ -4,6 +4,7 @@ use crate::descriptor::Descriptor;
 use crate::device;
 use crate::instance::Instance;
 use crate::library::Mapped;
+use crate::one;
 use crate::table::{Table, checked};
 use q4_core::device::{DeviceMemory, memory_of};
 use q4_core::{
@@ -118,8 +119,7 @@ impl Q4Backend for Plugin {
     }
 
     fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
-        owned(&self.devices, spec.device, &self.instance.name)?;
-        self.instance.verdict(spec, path, env)
+        self.instance.verdict(&question(spec, path, &self.devices, &self.instance.name)?, env)
     }
 
     fn devices(&self) -> Vec<VendorDevice> {
@@ -174,30 +174,34 @@ impl Q4Backend for Plugin {
     }
 }
 
-/// Refuses a device of somebody else, or one that is not there.
-pub(crate) fn owned(devices: &[VendorDevice], device: Device, name: &str) -> Verdict {
-    let is_own =
-        matches!(device, Device::Cpu | Device::Cuda(_)) || devices.iter().any(|d| d.device == device);
-    if is_own {
-        return Ok(());
+/// A product as the library of that name is asked about it. Refused without asking: a device of somebody else,
+/// or one that is not there; and what no library can do, whatever it says: no processor multiplies 4-bit
+/// operands, and the bound of that path is the widest.
+pub(crate) fn question<'a>(
+    spec: &'a LinearSpec,
+    path: ExecPath,
+    devices: &[VendorDevice],
+    name: &str,
+) -> Result<LentSpec<'a>, Vec<Reject>> {
+    let device = spec.device;
+    if !matches!(device, Device::Cpu | Device::Cuda(_)) && devices.iter().all(|d| d.device != device) {
+        let have = format!("{device}, and {}", listed(devices));
+        return Err(one(RejectCode::DeviceAbsent, format!("a device of {name}"), have));
     }
-    let have = format!("{device}, and {}", listed(devices));
-    Err(vec![Reject::new(RejectCode::DeviceAbsent, format!("a device of {name}"), have)])
+    if path == ExecPath::NativeKernel && device == Device::Cpu {
+        let need = "a device with units for 4-bit operands";
+        return Err(one(RejectCode::PathUnsupported, need, "the CPU"));
+    }
+    let unsaid = |e| {
+        let need = "a product the interface can express";
+        one(RejectCode::SchemaUnsupported, need, message::line(&e))
+    };
+    LentSpec::new(spec, path).map_err(unsaid)
 }
 
 fn listed(devices: &[VendorDevice]) -> String {
     let all: Vec<_> = devices.iter().map(|d| format!("{} ({})", d.device, d.name)).collect();
     if all.is_empty() { "no device of its own".into() } else { all.join(", ") }
-}
-
-/// Refuses what no library can do, whatever it says: no processor multiplies 4-bit operands, and the bound of
-/// that path is the widest.
-pub(crate) fn possible(spec: &LinearSpec, path: ExecPath) -> Verdict {
-    if path != ExecPath::NativeKernel || spec.device != Device::Cpu {
-        return Ok(());
-    }
-    let need = "a device with units for 4-bit operands";
-    Err(vec![Reject::new(RejectCode::PathUnsupported, need, "the CPU")])
 }
 
 /// What the library of that name says it made, if that is what was asked for.
@@ -255,8 +259,7 @@ impl Instance {
         Some(Footprint { resident: out.resident_bytes, workspace: out.workspace_bytes })
     }
 
-    fn verdict(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
-        possible(spec, path)?;
+    fn verdict(&self, lent: &LentSpec<'_>, env: &HostEnv) -> Verdict {
         let no_verdict = |code: Code, have: String| {
             let code = match code {
                 _ if self.has_panicked() => RejectCode::Panicked,
@@ -265,13 +268,6 @@ impl Instance {
             };
             Reject::new(code, "a verdict", have)
         };
-        let lent = LentSpec::new(spec, path).map_err(|e| {
-            vec![Reject::new(
-                RejectCode::SchemaUnsupported,
-                "a product the interface can express",
-                message::line(&e),
-            )]
-        })?;
         let Some(can_prepare) = self.table.api.can_prepare else {
             return Err(vec![no_verdict(Code::Internal, "no `can_prepare`".into())]);
         };
