@@ -1,7 +1,7 @@
 //! Who listens to what the program says of itself: log lines and the texts of `-v` on stderr, the timeline of
 //! `--trace-out`. With none of them a span costs one comparison.
 use crate::args::GlobalArgs;
-use crate::report;
+use crate::report::{self, DETAIL};
 use crate::timeline::Timeline;
 use std::fmt::{Debug, Write};
 use tracing::field::{Field, Visit};
@@ -10,9 +10,6 @@ use tracing_subscriber::filter::{EnvFilter, FilterExt, FilterFn, LevelFilter, fi
 use tracing_subscriber::layer::{Context, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{Layer, fmt};
-
-/// Target of the texts of `-v`, which are for people and stand alone on their lines.
-pub const DETAIL: &str = "q4::detail";
 
 /// From now on. `RUST_LOG` decides which log lines there are where it is set, else `-v` and `-q` do.
 pub fn init(global: &GlobalArgs, timeline: Option<Timeline>) {

@@ -105,7 +105,7 @@ fn main() -> ExitCode {
     }));
     let status = match result {
         Ok(Ok(outcome)) => outcome.exit(),
-        Ok(Err(_)) if signals::interrupted() => signals::INTERRUPTED,
+        Ok(Err(_)) if signals::interrupted() => Outcome::Interrupted.exit(),
         Ok(Err(e)) => {
             report::error(&e, json);
             e.code().exit()

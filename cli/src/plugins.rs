@@ -4,7 +4,7 @@ use crate::mistakes;
 use q4_conformance::certificate::DATA_VARIABLES;
 use q4_conformance::{AbiProbe, Certificate, Certificates, Elsewhere, Library, Needed, Outcome, Profile};
 use q4_core::conduct::Facts;
-use q4_core::stage::DeviceMemory;
+use q4_core::device::DeviceMemory;
 use q4_core::{
     BackendDescriptor, Candidate, Code, Device, Error, ExecContext, ExecPath, Footprint, HostEnv,
     LibraryFacts, LinearSpec, PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Registry, Reject, RejectCode,

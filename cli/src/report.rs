@@ -2,13 +2,15 @@
 //!
 //! Results go to stdout and nothing else does, so that a script can rely on every byte there.
 use crate::args::{ColorChoice, GlobalArgs};
-use crate::logging::DETAIL;
-use crate::signals;
 use indicatif::{ProgressBar, ProgressStyle};
 use q4_core::{Code, Error, Result};
 use serde::Serialize;
 use std::borrow::Cow;
 use std::io::{self, BufWriter, IsTerminal, Write};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Target of the texts of `-v`, which are for people and stand alone on their lines.
+pub const DETAIL: &str = "q4::detail";
 
 /// How a verb ended when its result was written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,12 +24,12 @@ pub enum Outcome {
 }
 
 impl Outcome {
-    /// Exit status.
+    /// Exit status: 130 after Ctrl-C, as shells have it.
     pub fn exit(self) -> u8 {
         match self {
             Self::Done => 0,
             Self::Found(code) => code.exit(),
-            Self::Interrupted => signals::INTERRUPTED,
+            Self::Interrupted => 130,
         }
     }
 }
@@ -130,8 +132,28 @@ pub fn stdout(text: &str) -> Result<()> {
     out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(unwritten)
 }
 
+/// Whether nothing was open as stdout when the program began.
+static CLOSED: AtomicBool = AtomicBool::new(false);
+
+/// Runs before `main`: the standard library opens the null device for a missing stdout before `main` could
+/// look.
+#[cfg(any(target_os = "linux", target_os = "macos"))]
+#[used]
+// SAFETY: the loader calls what stands here once with no other thread running; the function makes one system
+// call.
+#[cfg_attr(target_os = "linux", unsafe(link_section = ".init_array"))]
+#[cfg_attr(target_os = "macos", unsafe(link_section = "__DATA,__mod_init_func"))]
+static LOOK: extern "C" fn() = look;
+
+#[cfg(any(target_os = "linux", target_os = "macos"))]
+extern "C" fn look() {
+    // SAFETY: asks about a descriptor and changes nothing.
+    let open = unsafe { libc::fcntl(1, libc::F_GETFD) } != -1;
+    CLOSED.store(!open, Ordering::Relaxed);
+}
+
 fn check_stdout() -> Result<()> {
-    if signals::stdout_was_closed() {
+    if CLOSED.load(Ordering::Relaxed) {
         return Err(Error::new(Code::Io, "standard output: closed").fix("q4 ... > FILE"));
     }
     Ok(())

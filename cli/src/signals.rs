@@ -3,12 +3,10 @@
 //! A closed pipe ends the process without a word, as with every other filter. Ctrl-C ends it at once, unless
 //! a verb is writing files that must be removed first; then it asks once and insists the second time. In a
 //! conversation it stops the answer and nothing else.
+use crate::report::Outcome;
 use crate::supervise;
-use crate::terminal;
+use crate::terminal::{self, Raised};
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
-
-/// Exit status after Ctrl-C.
-pub const INTERRUPTED: u8 = 130;
 
 static CLEANUP: AtomicBool = AtomicBool::new(false);
 static ASKED: AtomicBool = AtomicBool::new(false);
@@ -16,47 +14,6 @@ static ASKED: AtomicBool = AtomicBool::new(false);
 /// Ctrl-C was pressed while [`cleanup`] was held.
 pub fn interrupted() -> bool {
     ASKED.load(Ordering::Relaxed)
-}
-
-/// Whether nothing was open as stdout when the program began.
-pub fn stdout_was_closed() -> bool {
-    CLOSED.load(Ordering::Relaxed)
-}
-
-static CLOSED: AtomicBool = AtomicBool::new(false);
-
-/// Runs before `main`: the standard library opens the null device for a missing stdout before `main` could
-/// look.
-#[cfg(any(target_os = "linux", target_os = "macos"))]
-#[used]
-// SAFETY: the loader calls what stands here once with no other thread running; the function makes one system
-// call.
-#[cfg_attr(target_os = "linux", unsafe(link_section = ".init_array"))]
-#[cfg_attr(target_os = "macos", unsafe(link_section = "__DATA,__mod_init_func"))]
-static LOOK: extern "C" fn() = look;
-
-#[cfg(any(target_os = "linux", target_os = "macos"))]
-extern "C" fn look() {
-    // SAFETY: asks about a descriptor and changes nothing.
-    let open = unsafe { libc::fcntl(1, libc::F_GETFD) } != -1;
-    CLOSED.store(!open, Ordering::Relaxed);
-}
-
-/// A flag that is up while this lives.
-pub struct Raised(&'static AtomicBool);
-
-impl Raised {
-    /// Puts `flag` up.
-    pub fn new(flag: &'static AtomicBool) -> Self {
-        flag.store(true, Ordering::SeqCst);
-        Self(flag)
-    }
-}
-
-impl Drop for Raised {
-    fn drop(&mut self) {
-        self.0.store(false, Ordering::SeqCst);
-    }
 }
 
 /// Holds Ctrl-C back: the first only sets [`interrupted`]; whoever holds this looks there and stops.
@@ -137,17 +94,19 @@ fn is_held_back() -> bool {
 #[cfg(unix)]
 fn end() -> ! {
     terminal::restore();
-    supervise::tell(INTERRUPTED);
+    let status = Outcome::Interrupted.exit();
+    supervise::tell(status);
     // SAFETY: `_exit` may be called from a signal handler and from any thread.
-    unsafe { libc::_exit(i32::from(INTERRUPTED)) }
+    unsafe { libc::_exit(i32::from(status)) }
 }
 
 /// The same.
 #[cfg(windows)]
 fn end() {
-    supervise::tell(INTERRUPTED);
+    let status = Outcome::Interrupted.exit();
+    supervise::tell(status);
     // SAFETY: this process.
-    unsafe { windows::TerminateProcess(windows::GetCurrentProcess(), u32::from(INTERRUPTED)) };
+    unsafe { windows::TerminateProcess(windows::GetCurrentProcess(), u32::from(status)) };
 }
 
 #[cfg(windows)]

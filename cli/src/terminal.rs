@@ -1,10 +1,28 @@
 //! The terminal as it was found: line editing changes it, and whatever ends the program changes it back.
+use std::sync::atomic::{AtomicBool, Ordering};
 #[cfg(unix)]
 pub use unix::{editing, keep, restore, say};
 
+/// A flag that is up while this lives.
+pub struct Raised(&'static AtomicBool);
+
+impl Raised {
+    /// Puts `flag` up.
+    pub fn new(flag: &'static AtomicBool) -> Self {
+        flag.store(true, Ordering::SeqCst);
+        Self(flag)
+    }
+}
+
+impl Drop for Raised {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::SeqCst);
+    }
+}
+
 #[cfg(unix)]
 mod unix {
-    use crate::signals::Raised;
+    use super::Raised;
     use std::mem::MaybeUninit;
     use std::sync::OnceLock;
     use std::sync::atomic::{AtomicBool, Ordering};

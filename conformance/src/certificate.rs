@@ -3,7 +3,9 @@
 //! A certificate is about bytes: of the library and of all that it loads besides itself, of the suite's
 //! meaning, of the machine's facts. When one of them changes it is void. It has no date, so the same run
 //! writes the same file. It is sealed ([`Key`]): what somebody else wrote is none.
+use crate::facts::{Library, Needed, device_fact, facts, machine};
 use crate::key::Key;
+use crate::options::SUITE_VERSION;
 use crate::{Claim, Limits, Profile, Report, own};
 use q4_core::{
     Code, Device, Error, ExecPath, HostEnv, LinearSpec, Reject, RejectCode, Result, VendorDevice, Verdict,
@@ -12,50 +14,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 use std::fs;
-use std::io::Read;
 use std::path::{Path, PathBuf};
-
-/// A file of machine code and its bytes' digest.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Library {
-    /// Where it was loaded from.
-    pub path: String,
-    /// Lower-case hex.
-    pub sha256: String,
-    /// Libraries that it needs and that are not the system's, in the order of their names.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub needs: Vec<Needed>,
-}
-
-/// A library that another one needs.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Needed {
-    /// As the other one names it: a soname or a path.
-    pub name: String,
-    /// Where it was found.
-    pub path: String,
-    /// Lower-case hex.
-    pub sha256: String,
-}
-
-impl Library {
-    /// Reads and digests a file that needs nothing but the system's libraries.
-    ///
-    /// # Errors
-    /// `Io` or `ModelMissing` when it cannot be read.
-    pub fn of(path: &Path) -> Result<Self> {
-        let mut file = fs::File::open(path).map_err(|e| Error::io(path, &e))?;
-        let (mut digest, mut buffer) = (Sha256::new(), vec![0; 1 << 16]);
-        loop {
-            match file.read(&mut buffer).map_err(|e| Error::io(path, &e))? {
-                0 => break,
-                n => digest.update(&buffer[..n]),
-            }
-        }
-        let sha256 = hex(&digest.finalize());
-        Ok(Self { path: path.display().to_string(), sha256, needs: Vec::new() })
-    }
-}
 
 /// A passing run, complete for its profile.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -153,7 +112,7 @@ impl Certificate {
         profile: Profile,
     ) -> std::result::Result<(), String> {
         let major = |v: &str| v.split('.').next().unwrap_or_default().to_owned();
-        let (own_major, suite_major) = (major(&self.suite), major(crate::SUITE_VERSION));
+        let (own_major, suite_major) = (major(&self.suite), major(SUITE_VERSION));
         let differs = [
             ("schema", self.schema.as_str(), SCHEMA),
             ("backend", &self.backend, backend),
@@ -220,7 +179,7 @@ impl Certificate {
         let name: String = self.backend.chars().filter(|c| c.is_ascii_alphanumeric() || *c == '-').collect();
         let head = |text: &str| text.get(..16).unwrap_or(text).to_owned();
         let machine = match &self.device {
-            Some(device) => hex(&Sha256::digest(format!("{}\n{device}", self.machine).as_bytes())),
+            Some(device) => format!("{:x}", Sha256::digest(format!("{}\n{device}", self.machine))),
             None => self.machine.clone(),
         };
         format!("{name}-{}-{}-{}.json", head(&self.sha256), head(&machine), self.profile.as_str())
@@ -401,30 +360,6 @@ pub fn data_dir() -> Option<PathBuf> {
         false => absolute("HOME").map(|h| h.join(".local/share")),
     };
     Some(absolute("XDG_DATA_HOME").or_else(of_user)?.join("q4"))
-}
-
-/// What decides how kernels compute: architecture, CPU features, devices and driver. How many processors a
-/// process may use and which built-in libraries it found are no part of it.
-pub fn facts(env: &HostEnv) -> Vec<String> {
-    let mut facts = vec![env.arch.clone()];
-    facts.extend(env.cpu_features.iter().cloned());
-    facts.extend(env.cuda_driver.map(|driver| format!("CUDA driver {driver}")));
-    facts.extend(env.cuda.iter().map(|d| format!("cuda:{} {} {} {}", d.ordinal, d.arch(), d.name, d.memory)));
-    facts
-}
-
-/// A device of a third party's, as a certificate names it: spelling, name and fingerprint.
-pub fn device_fact(device: &VendorDevice) -> String {
-    format!("{} {} ({})", device.device, device.name, device.fingerprint)
-}
-
-/// Fingerprint of [`facts`]. Lower-case hex.
-pub fn machine(env: &HostEnv) -> String {
-    hex(&Sha256::digest(facts(env).join("\n").as_bytes()))[..32].to_owned()
-}
-
-pub(crate) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
 #[cfg(test)]

@@ -1,11 +1,6 @@
 //! What a backend is judged for: levels, profiles, and claims, each a kind of product that it agrees to
 //! compute.
-//!
-//! A backend never lists its claims. It is asked, product by product, so that a claim and a refusal cannot
-//! disagree.
-use crate::Limits;
-use crate::limits::segments;
-use q4_core::{DType, Device, ExecPath, HostEnv, LinearSpec, OpSet, Q4Backend, Q4Schema};
+use q4_core::{Device, ExecPath};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -97,65 +92,6 @@ pub struct Claim {
 impl fmt::Display for Claim {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}@1/{}/{}/{}", self.schema, self.activations, self.device, self.path)
-    }
-}
-
-/// Activation formats that have claims.
-pub(crate) const ACTIVATIONS: [&str; 3] = ["native", "int8", "nvfp4"];
-/// A claim and how far it reaches. The cases prove it: all inside is accepted and right.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Proof {
-    /// The kind of product.
-    pub claim: Claim,
-    /// The products of that kind.
-    pub limits: Limits,
-}
-
-impl Proof {
-    /// Whether it is about the kind of product of a spec.
-    pub fn is_about(&self, spec: &LinearSpec, path: ExecPath) -> bool {
-        let c = &self.claim;
-        (c.schema, c.activations, c.device, c.path)
-            == (spec.schema.id().name, spec.activations.as_str(), spec.device, path)
-    }
-}
-
-/// Every kind of product that `backend` agrees to compute on `device`.
-pub fn claims(backend: &dyn Q4Backend, env: &HostEnv, device: Device) -> Vec<Claim> {
-    proofs(backend, env, device).into_iter().map(|p| p.claim).collect()
-}
-
-/// Every kind of product that `backend` agrees to compute on `device`, each with its limits: one product
-/// suffices, everything else is asked, and then measured.
-pub fn proofs(backend: &dyn Q4Backend, env: &HostEnv, device: Device) -> Vec<Proof> {
-    let mut offers: Vec<_> = backend.descriptor().offers.clone();
-    offers.sort();
-    offers.dedup();
-    let mut found = Vec::new();
-    for schema in q4_core::formats::names() {
-        for (_, path) in offers.iter().filter(|(name, _)| name == schema) {
-            for activations in ACTIVATIONS {
-                if let Some(limits) = Limits::find(backend, env, (schema, activations), *path, device) {
-                    found.push(Proof { claim: Claim { schema, activations, device, path: *path }, limits });
-                }
-            }
-        }
-    }
-    found
-}
-
-/// A shape that every backend has: the smallest that any tile divides.
-pub(crate) fn plain_spec(schema: Q4Schema, activations: q4_core::Activations, device: Device) -> LinearSpec {
-    LinearSpec {
-        segments: segments(&[128], 0),
-        schema,
-        k: 256,
-        max_m: 16,
-        x: DType::F32,
-        y: DType::F32,
-        activations,
-        device,
-        ops: OpSet::FORWARD,
     }
 }
 

@@ -1,5 +1,5 @@
 //! Recorded products: operands and exact results made with torchao and bitsandbytes, part of the executable.
-use crate::measure::Problem;
+use crate::lattice::Problem;
 use q4_core::formats::nf4;
 use q4_core::{
     Absmax, ActGlobal, ActQuant, Activations, Code, Convention, DType, Error, GlobalScale, Nf4, Nf4Parts,

@@ -4,7 +4,6 @@
 //! It proves that whoever wrote the file could read the key. Code that runs as the owner can: a library while
 //! it is judged, and one that is certified and loaded. Against those it is no fence; docs/threat-model.md
 //! says what is.
-use crate::certificate::hex;
 use crate::own;
 use hmac::{Hmac, Mac};
 use q4_core::{Code, Error, Result};
@@ -78,7 +77,7 @@ impl Key {
     pub fn seal(&self, document: &impl Serialize) -> Result<String> {
         let wrong = |what: String| Error::new(Code::Internal, format!("a document to seal: {what}"));
         let mut value = serde_json::to_value(document).map_err(|e| wrong(e.to_string()))?;
-        let code = hex(&self.code(&value).finalize().into_bytes());
+        let code = format!("{:x}", self.code(&value).finalize().into_bytes());
         let fields = value.as_object_mut().ok_or_else(|| wrong("no fields".into()))?;
         fields.insert(SEAL.into(), code.into());
         serde_json::to_string_pretty(&value).map(|text| text + "\n").map_err(|e| wrong(e.to_string()))

@@ -1,11 +1,32 @@
 //! The problems of the suite: every encoding, every activation format, and the shapes where kernels break,
 //! one row and many, one below, on and above every tile.
 use crate::Claim;
-use crate::measure::Problem;
 use crate::stored::{Stored, mix, uniform};
 use q4_core::formats::KINDS;
 use q4_core::selfcheck::IoBuffer;
-use q4_core::{ActGlobal, ActQuant, Activations, DType, ExecPath, GlobalScale, Q4Schema, Result, Rule};
+use q4_core::{
+    ActGlobal, ActQuant, Activations, DType, ExecPath, GlobalScale, Q4Schema, Q4Weight, Result, Rule,
+};
+
+/// A product with its operands.
+pub struct Problem<'a> {
+    /// Name, which is also its seed where it has one.
+    pub name: String,
+    /// The stored weight.
+    pub weight: Q4Weight<'a>,
+    /// `[m, k]`, already representable in `io`.
+    pub x: Vec<f32>,
+    /// Rows.
+    pub m: usize,
+    /// Most rows of a call that the weight is prepared for.
+    pub max_m: usize,
+    /// Activation format.
+    pub activations: Activations,
+    /// Type of input and output.
+    pub io: DType,
+    /// Result recorded elsewhere, `[m, n]`; it must agree with our own exact product.
+    pub recorded: Option<Vec<f64>>,
+}
 
 /// Every encoding a checkpoint can have, block sizes aside.
 pub fn usual() -> Vec<Q4Schema> {
@@ -26,7 +47,10 @@ pub(crate) fn io_of(path: ExecPath) -> DType {
     if path == ExecPath::FusedRounded { DType::BF16 } else { DType::F32 }
 }
 
-/// Activation formats of one kind: `native`, `int8`, or each quantiser of `nvfp4`.
+/// Kinds of activation formats, as claims name them.
+pub(crate) const ACTIVATIONS: [&str; 3] = ["native", "int8", "nvfp4"];
+
+/// Activation formats of one kind: each quantiser of `nvfp4`.
 pub(crate) fn quantizers(kind: &str) -> Vec<Activations> {
     let fixed = |g: Result<GlobalScale>| g.map_or(ActGlobal::None, ActGlobal::Static);
     match kind {
@@ -211,20 +235,22 @@ impl Sketch {
         let raw: Vec<f32> = (0..self.m * self.k).map(value).collect();
         IoBuffer::new(self.io, &raw).to_f32()
     }
+    /// The problem, of a weight like its own that lies somewhere.
+    pub(crate) fn problem<'a>(&self, weight: &Q4Weight<'a>) -> Problem<'a> {
+        Problem {
+            name: self.name(),
+            weight: *weight,
+            x: self.input(),
+            m: self.m,
+            max_m: self.max_m,
+            activations: self.activations,
+            io: self.io,
+            recorded: None,
+        }
+    }
     /// Hands the problem to `body`.
     pub fn with<R>(&self, body: impl FnOnce(&Problem<'_>) -> Result<R>) -> Result<R> {
-        self.weight().lend(|w| {
-            body(&Problem {
-                name: self.name(),
-                weight: *w,
-                x: self.input(),
-                m: self.m,
-                max_m: self.max_m,
-                activations: self.activations,
-                io: self.io,
-                recorded: None,
-            })
-        })
+        self.weight().lend(|w| body(&self.problem(w)))
     }
 }
 

@@ -1,12 +1,13 @@
 //! How far a claim reaches: found by asking, proved by the cases, written into the certificate, and held to
 //! ever after.
 //!
+//! A backend never lists its claims. It is asked, product by product, so that a claim and a refusal cannot
+//! disagree.
 //! A backend that computes less than everything is no worse for it. What it accepts is described by a few
 //! numbers here; cases are drawn inside them, a refusal inside them is a failure, and a product outside them
 //! is refused for it.
-use crate::Claim;
-use crate::claim::plain_spec;
-use crate::lattice::{self, Sketch};
+use crate::claim::Claim;
+use crate::lattice::{self, ACTIVATIONS, Sketch};
 use q4_core::formats;
 use q4_core::{
     Activations, DType, Device, ExecPath, HostEnv, LinearSpec, OpSet, Q4Backend, Q4Schema, Reject,
@@ -27,6 +28,48 @@ const ANY: &str = "any";
 const TIMES: [usize; 6] = [1, 2, 3, 5, 7, 11];
 /// Out and in features that some kind of backend may begin with, the smallest first.
 const FIRST: [[usize; 2]; 4] = [[128, 256], [1024, 1024], [256, 4096], [4096, 4096]];
+
+/// A claim and how far it reaches. The cases prove it: all inside is accepted and right.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Proof {
+    /// The kind of product.
+    pub claim: Claim,
+    /// The products of that kind.
+    pub limits: Limits,
+}
+
+impl Proof {
+    /// Whether it is about the kind of product of a spec.
+    pub fn is_about(&self, spec: &LinearSpec, path: ExecPath) -> bool {
+        let c = &self.claim;
+        (c.schema, c.activations, c.device, c.path)
+            == (spec.schema.id().name, spec.activations.as_str(), spec.device, path)
+    }
+}
+
+/// Every kind of product that `backend` agrees to compute on `device`.
+pub fn claims(backend: &dyn Q4Backend, env: &HostEnv, device: Device) -> Vec<Claim> {
+    proofs(backend, env, device).into_iter().map(|p| p.claim).collect()
+}
+
+/// Every kind of product that `backend` agrees to compute on `device`, each with its limits: one product
+/// suffices, everything else is asked, and then measured.
+pub fn proofs(backend: &dyn Q4Backend, env: &HostEnv, device: Device) -> Vec<Proof> {
+    let mut offers: Vec<_> = backend.descriptor().offers.clone();
+    offers.sort();
+    offers.dedup();
+    let mut found = Vec::new();
+    for schema in formats::names() {
+        for (_, path) in offers.iter().filter(|(name, _)| name == schema) {
+            for activations in ACTIVATIONS {
+                if let Some(limits) = Limits::find(backend, env, (schema, activations), *path, device) {
+                    found.push(Proof { claim: Claim { schema, activations, device, path: *path }, limits });
+                }
+            }
+        }
+    }
+    found
+}
 
 /// The products of one claim that a backend computes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -315,6 +358,21 @@ fn first(q: &Question<'_>, encodings: &[Q4Schema], quantizers: &[Activations]) -
         })
     };
     all.find_map(place)
+}
+
+/// A shape that every backend has: the smallest that any tile divides.
+pub(crate) fn plain_spec(schema: Q4Schema, activations: Activations, device: Device) -> LinearSpec {
+    LinearSpec {
+        segments: segments(&[128], 0),
+        schema,
+        k: 256,
+        max_m: 16,
+        x: DType::F32,
+        y: DType::F32,
+        activations,
+        device,
+        ops: OpSet::FORWARD,
+    }
 }
 
 /// Segments with the names that models have: nothing tells a library that it is tested.

@@ -2,30 +2,9 @@
 //! `diagnose` and the tests of backends need of the suite.
 use crate::case::Bench;
 use crate::guarded::Layout;
+use crate::lattice::Problem;
 use crate::product;
-use q4_core::{
-    Activations, DType, Device, ExecPath, HostEnv, OpSet, Q4Backend, Q4Weight, Reject, Result, ThreadPool,
-};
-
-/// A product with its operands.
-pub struct Problem<'a> {
-    /// Name, which is also its seed where it has one.
-    pub name: String,
-    /// The stored weight.
-    pub weight: Q4Weight<'a>,
-    /// `[m, k]`, already representable in `io`.
-    pub x: Vec<f32>,
-    /// Rows.
-    pub m: usize,
-    /// Most rows of a call that the weight is prepared for.
-    pub max_m: usize,
-    /// Activation format.
-    pub activations: Activations,
-    /// Type of input and output.
-    pub io: DType,
-    /// Result recorded elsewhere, `[m, n]`; it must agree with our own exact product.
-    pub recorded: Option<Vec<f64>>,
-}
+use q4_core::{DType, Device, ExecPath, HostEnv, OpSet, Q4Backend, Reject, Result, ThreadPool};
 
 /// What a backend made of a problem.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

@@ -6,7 +6,7 @@
 //! the executable and of the backend's library, the machine, the instruction set that was asked for. Anything
 //! else is as if it were not there, and is overwritten. A digest of a file that has not changed since is not
 //! computed again: that would take longer than the checks.
-use crate::certificate::{Library, hex, machine};
+use crate::facts::{Library, machine};
 use crate::key::Key;
 use crate::own;
 use q4_core::selfcheck::Passes;
@@ -67,7 +67,7 @@ impl StoredPasses {
         let libraries = env.libraries.iter().map(|(name, facts)| (name.clone(), PathBuf::from(&facts.path)));
         let (machine, isa) = (machine(env), isa.unwrap_or("best").to_owned());
         // One file for each path of an executable, so that a new build replaces what the old one left.
-        let name = hex(&Sha256::digest(program.as_os_str().as_encoded_bytes()));
+        let name = format!("{:x}", Sha256::digest(program.as_os_str().as_encoded_bytes()));
         let set: String = isa.chars().filter(char::is_ascii_alphanumeric).take(16).collect();
         let file = format!("{}-{}-{set}.json", &name[..16], &machine[..16]);
         Self {

@@ -1,10 +1,9 @@
 //! One product through one backend: prepared once, called with guarded operands, compared with the exact
 //! result.
-use crate::case::Bench;
+use crate::case::{Bench, Seen};
 use crate::guarded::{Guarded, Layout, Workspace};
-use crate::lattice::hash;
+use crate::lattice::{Problem, hash};
 use crate::limits::segments;
-use crate::measure::Problem;
 use crate::stored::mix;
 use crate::tolerance::{Exact, Terms, backward_terms, bound_of_sum};
 use q4_core::oracle::{Column, Input};
@@ -64,6 +63,20 @@ pub(crate) fn prepare(
     })?;
     check_info(bench, path, spec, &*prepared)?;
     Ok(Ok(prepared))
+}
+
+/// What `body` sees of the weight of a problem that is prepared for `ops`, or every reason why it is not.
+pub(crate) fn with(
+    bench: &Bench<'_>,
+    path: ExecPath,
+    problem: &Problem<'_>,
+    ops: OpSet,
+    body: impl FnOnce(&dyn PreparedWeight) -> Result<Seen>,
+) -> Result<Seen> {
+    match prepare(bench, path, &problem.weight, &spec(bench, problem, ops))? {
+        Ok(w) => body(&*w),
+        Err(reasons) => Ok(Seen::Refused(reasons)),
+    }
 }
 
 /// A weight that is called with operands in host memory, wherever it lives.
@@ -193,6 +206,18 @@ pub(crate) fn forward_lent(
 ) -> Result<Guarded> {
     let (from, to) = ((problem.io, &problem.x[..], problem.m), (problem.io, problem.weight.n()));
     called(w, OpSet::FORWARD, from, to, lent, threads)
+}
+
+/// The same compared with the exact one.
+pub(crate) fn checked(
+    w: &dyn PreparedWeight,
+    path: ExecPath,
+    problem: &Problem<'_>,
+    threads: &ThreadPool,
+) -> Result<Seen> {
+    let y = forward_lent(w, problem, Lent::PLAIN, threads)?.values();
+    let worst = exact_forward(problem)?.compare("y", &y, forward_bound(path, problem))?;
+    Ok(Seen::within(y.len(), worst))
 }
 
 /// `dx` of a backward call on fresh buffers.

@@ -1,6 +1,6 @@
 //! The contract a backend implements. Small on purpose: four methods of a backend and five of a weight have to
 //! be written; the others have defaults.
-use crate::stage::DeviceMemory;
+use crate::device::{DeviceMemory, memory_of};
 use crate::{
     Activations, Code, DType, Device, Error, HostEnv, Q4Schema, Q4Weight, Reject, Result, TensorView,
     TensorViewMut, ThreadPool, VendorDevice, Verdict,
@@ -254,7 +254,7 @@ pub trait Q4Backend: Send + Sync + 'static {
     /// # Errors
     /// `DeviceMissing`.
     fn memory(&self, device: Device) -> Result<Arc<dyn DeviceMemory>> {
-        crate::stage::memory_of(device)
+        memory_of(device)
     }
 
     /// What a weight of `spec` would take on `path`, before it is prepared; never less than it will.

@@ -139,29 +139,6 @@ impl HostEnv {
             ..Self::default()
         }
     }
-    /// Enters the CUDA devices and libraries, or what is missing to reach one. The device that is to be used,
-    /// if any, is opened: one that is there but cannot be is a fact too.
-    pub fn find_cuda(&mut self, used: Option<u32>) {
-        match crate::stage::devices() {
-            Ok(found) => {
-                if found.devices.is_empty() {
-                    self.cuda_missing = Some("a driver without a device".into());
-                }
-                (self.cuda, self.cuda_driver) = (found.devices, Some(found.driver));
-                self.cuda_tools.nvrtc = found.nvrtc;
-                self.cuda_tools.cublaslt = found.cublaslt;
-                if let Some(ordinal) = used.filter(|n| self.cuda_device(*n).is_some())
-                    && let Err(e) = crate::stage::memory_of(Device::Cuda(ordinal))
-                {
-                    self.cuda_tools.unusable.insert(ordinal, e.to_string());
-                }
-            }
-            Err(e) => {
-                let parts = e.parts().filter(|(name, _)| *name == "have").map(|p| p.1.to_owned());
-                self.cuda_missing = Some(parts.last().unwrap_or_else(|| e.what().to_owned()));
-            }
-        }
-    }
     /// Why there is no such device, for the `have` of a reason.
     pub fn no_cuda(&self, ordinal: u32) -> String {
         match (&self.cuda_missing, self.cuda.as_slice()) {

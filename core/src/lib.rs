@@ -12,6 +12,7 @@
 mod backend;
 pub mod conduct;
 pub mod detect;
+pub mod device;
 mod error;
 pub mod exponential;
 pub mod formats;

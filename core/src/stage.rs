@@ -1,75 +1,13 @@
-//! Memory of devices that are not the CPU, as far as checks need it: operands go up, a product runs, results
-//! come back. Core opens no library; whoever can reach a device registers here.
+//! Products on a device with operands in host memory, as checks need them: operands go up, a product runs,
+//! results come back.
+use crate::device::{DeviceBytes, DeviceMemory};
 use crate::{
-    Code, CudaDevice, Device, Error, ExecContext, Found, FuseSet, Fusion, PreparedInfo, PreparedWeight,
-    Result, TensorView, TensorViewMut,
+    Code, Device, Error, ExecContext, FuseSet, Fusion, PreparedInfo, PreparedWeight, Result, TensorView,
+    TensorViewMut,
 };
 use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::Arc;
-
-/// How a process reaches devices: `inventory::submit! { DeviceSupport { .. } }`.
-pub struct DeviceSupport {
-    /// The devices and the libraries of their vendor, or what is missing.
-    pub probe: fn() -> Result<FoundDevices>,
-    /// The memory of one of them.
-    pub memory: fn(u32) -> Result<Arc<dyn DeviceMemory>>,
-}
-inventory::collect!(DeviceSupport);
-
-/// Devices and what came with them.
-pub struct FoundDevices {
-    /// The devices, by ordinal.
-    pub devices: Vec<CudaDevice>,
-    /// Version of their driver, e.g. 13000.
-    pub driver: u32,
-    /// The run-time compiler.
-    pub nvrtc: Found,
-    /// The library of dense products.
-    pub cublaslt: Found,
-}
-
-/// Memory of one device and the queue of work on it.
-pub trait DeviceMemory: Send + Sync {
-    /// `len` bytes of unspecified content, aligned to 256.
-    fn alloc(&self, len: usize) -> Result<Box<dyn DeviceBytes>>;
-    /// The queue products are issued to.
-    fn stream(&self) -> usize;
-    /// Waits for all work in the queue; reports faults.
-    fn synchronize(&self) -> Result<()>;
-    /// Bytes of it that are free.
-    fn free(&self) -> Result<u64>;
-}
-
-/// Bytes on a device.
-pub trait DeviceBytes: Send + Sync {
-    /// Address on the device.
-    fn address(&self) -> u64;
-    /// Copies host bytes to byte `at`; waits.
-    fn upload(&self, at: usize, data: &[u8]) -> Result<()>;
-    /// Copies bytes from `at` on; waits for the copy only.
-    fn download(&self, at: usize, out: &mut [u8]) -> Result<()>;
-}
-
-/// The devices this process can reach, or what is missing to reach one.
-pub fn devices() -> Result<FoundDevices> {
-    match inventory::iter::<DeviceSupport>.into_iter().next() {
-        Some(s) => (s.probe)(),
-        None => {
-            Err(Error::new(Code::DeviceMissing, "CUDA").need("a build with CUDA support").have("this one"))
-        }
-    }
-}
-
-/// The memory of `device`.
-pub fn memory_of(device: Device) -> Result<Arc<dyn DeviceMemory>> {
-    match (device, inventory::iter::<DeviceSupport>.into_iter().next()) {
-        (Device::Cuda(ordinal), Some(s)) => (s.memory)(ordinal),
-        _ => Err(Error::new(Code::DeviceMissing, format!("memory of {device}"))
-            .need("a build that can reach the device")
-            .have("this one")),
-    }
-}
 
 /// A weight on a device that is called with operands in host memory: they are copied there, guarded on both
 /// sides, and what was written comes back, gaps between rows included. For checks; a product of a program

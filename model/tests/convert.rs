@@ -142,7 +142,7 @@ fn the_hash_is_what_the_documentation_defines() -> Result<()> {
         hash.update(format!("{name} {kind}\n"));
         hash.update(bytes);
     }
-    let expected: String = hash.finalize().iter().map(|b| format!("{b:02x}")).collect();
+    let expected = format!("{:x}", hash.finalize());
     assert_eq!(report.sha256_decoded, expected);
     Ok(())
 }

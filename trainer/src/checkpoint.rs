@@ -9,7 +9,8 @@
 //! A save writes `.partial-...`, syncs every file and the directory, renames it, syncs the parent, and only
 //! then removes what rotation no longer wants (renamed to `.removed-...` first). So at every moment the
 //! newest directory with a final name is complete, or the one before it is. Loading trusts hashes, not names.
-use crate::{compare::Sources, data::Cursor, guard::Guard};
+use crate::sources::{Sources, hash};
+use crate::{data::Cursor, guard::Guard};
 use q4_core::{Code, Error, Result};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -332,7 +333,7 @@ impl Writer<'_> {
             out.disk.sync(out.path)
         };
         write(&mut out).map_err(|e| failed(&path, &e))?;
-        let (bytes, sha256) = (out.bytes, hex(&out.hash.finalize()));
+        let (bytes, sha256) = (out.bytes, format!("{:x}", out.hash.finalize()));
         self.files.push(Entry { name: name.to_owned(), bytes, sha256 });
         Ok(())
     }
@@ -359,7 +360,7 @@ impl Writer<'_> {
         };
         let line = serde_json::to_string(&manifest)
             .map_err(|e| Error::new(Code::Internal, format!("{MANIFEST}: {e}")))?;
-        let text = format!("{line}\n{}\n", hex(&Sha256::digest(&line)));
+        let text = format!("{line}\n{:x}\n", Sha256::digest(&line));
         let path = self.dir.join(MANIFEST);
         let write = |disk: &mut dyn Disk| {
             disk.create(&path)?;
@@ -426,7 +427,7 @@ fn read_manifest(path: &Path) -> Result<Manifest> {
     let bad = |have: String| damaged(&file, "is damaged").have(have);
     let text = fs::read_to_string(&file).map_err(|e| bad(e.to_string()))?;
     let (line, rest) = text.split_once('\n').ok_or_else(|| bad("no end of line".into()))?;
-    if rest != format!("{}\n", hex(&Sha256::digest(line))) {
+    if rest != format!("{:x}\n", Sha256::digest(line)) {
         return Err(bad("another hash than it says".into()));
     }
     let manifest: Manifest = serde_json::from_str(line).map_err(|e| bad(e.to_string()))?;
@@ -434,26 +435,6 @@ fn read_manifest(path: &Path) -> Result<Manifest> {
         return Err(bad(manifest.schema).need(SCHEMA));
     }
     Ok(manifest)
-}
-
-/// Bytes and SHA-256 of a file.
-pub(crate) fn hash(path: &Path) -> io::Result<(u64, String)> {
-    let mut file = File::open(path)?;
-    let (mut hash, mut buffer, mut bytes) = (Sha256::new(), vec![0; BLOCK], 0);
-    loop {
-        match file.read(&mut buffer)? {
-            0 => return Ok((bytes, hex(&hash.finalize()))),
-            n => {
-                hash.update(&buffer[..n]);
-                bytes += n as u64;
-            }
-        }
-    }
-}
-
-/// Lower-case hexadecimal.
-pub(crate) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
 fn damaged(path: &Path, what: &str) -> Error {

@@ -17,6 +17,7 @@ pub mod preflight;
 pub mod progress;
 pub mod rng;
 pub mod schedule;
+pub mod sources;
 pub mod stop;
 #[cfg(feature = "torch")]
 pub mod torch;

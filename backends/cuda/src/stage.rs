@@ -1,7 +1,7 @@
 //! Lends device memory to the checks of core.
 use crate::{Buffer, Gpu, Stream, devices, libraries};
 use q4_core::Result;
-use q4_core::stage::{DeviceBytes, DeviceMemory, DeviceSupport, FoundDevices};
+use q4_core::device::{DeviceBytes, DeviceMemory, DeviceSupport, FoundDevices};
 use std::sync::Arc;
 
 q4_core::inventory::submit! {

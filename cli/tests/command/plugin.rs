@@ -4,7 +4,7 @@
 pub mod built;
 
 use crate::{document, err, out, q4};
-use q4_conformance::certificate::{facts, machine};
+use q4_conformance::facts::{facts, machine};
 use q4_conformance::{Certificate, Certificates, Library, Limits, Needed, Profile, Proven, SUITE_VERSION};
 use q4_core::HostEnv;
 use q4_plugin_host::{Loader, Need};

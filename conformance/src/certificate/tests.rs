@@ -196,7 +196,7 @@ fn only_what_the_key_sealed_counts() -> Result<()> {
 #[test]
 fn products_of_other_kinds_are_not_covered() {
     let schema = q4_core::formats::encodings("nvfp4")[0];
-    let plain = crate::claim::plain_spec(schema, q4_core::Activations::Native, q4_core::Device::Cpu);
+    let plain = crate::limits::plain_spec(schema, q4_core::Activations::Native, q4_core::Device::Cpu);
     let spec = LinearSpec { x: DType::BF16, y: DType::BF16, ..plain.clone() };
     let c = certificate();
     assert_eq!(c.covers(&spec, ExecPath::FusedDequant), Ok(()));

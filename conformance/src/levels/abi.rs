@@ -2,8 +2,8 @@
 //! one.
 use crate::Level;
 use crate::case::{AbiProbe, Bench, Case, Seen};
-use crate::claim::plain_spec;
 use crate::lattice;
+use crate::limits::plain_spec;
 use crate::product::failed;
 use q4_core::formats::names;
 use q4_core::{

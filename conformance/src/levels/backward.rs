@@ -3,8 +3,7 @@ use super::Scope;
 use crate::Level;
 use crate::case::{Bench, Case, Seen};
 use crate::guarded::Layout;
-use crate::lattice;
-use crate::measure::Problem;
+use crate::lattice::{self, Problem};
 use crate::product::{self, failed};
 use crate::tolerance::bound;
 use q4_core::{DType, ExecPath, OpSet, Result};
@@ -59,48 +58,42 @@ const WORK: usize = 2_000_000;
 const OPS: OpSet = OpSet::FORWARD.with(OpSet::BACKWARD_INPUT);
 
 fn check(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<Seen> {
-    let prepared = match product::prepare(bench, path, &problem.weight, &product::spec(bench, problem, OPS))?
-    {
-        Ok(prepared) => prepared,
-        Err(reasons) => return Ok(Seen::Refused(reasons)),
-    };
-    let dy = gradients(problem, problem.io);
-    let exact = product::exact_backward(problem, &dy)?;
-    let terms = product::backward_bound(path, problem);
-    let mut worst = 0f64;
-    for layout in [Layout::PLAIN, Layout::HOSTILE] {
-        let dx = product::backward(&*prepared, problem, &dy, layout, bench.threads)?;
-        worst = worst.max(exact.compare("dx", &dx.values(), terms)?);
-    }
-    Ok(Seen::within(2 * exact.values.len(), worst))
+    product::with(bench, path, problem, OPS, |w| {
+        let dy = gradients(problem, problem.io);
+        let exact = product::exact_backward(problem, &dy)?;
+        let terms = product::backward_bound(path, problem);
+        let mut worst = 0f64;
+        for layout in [Layout::PLAIN, Layout::HOSTILE] {
+            let dx = product::backward(w, problem, &dy, layout, bench.threads)?;
+            worst = worst.max(exact.compare("dx", &dx.values(), terms)?);
+        }
+        Ok(Seen::within(2 * exact.values.len(), worst))
+    })
 }
 
 /// `Σ dy·(x W^T) = Σ (dy W)·x`, within what both sides may be off.
 fn transpose(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<Seen> {
-    let prepared = match product::prepare(bench, path, &problem.weight, &product::spec(bench, problem, OPS))?
-    {
-        Ok(prepared) => prepared,
-        Err(reasons) => return Ok(Seen::Refused(reasons)),
-    };
-    let dy = gradients(problem, problem.io);
-    let y = product::forward(&*prepared, problem, Layout::PLAIN, product::STALE, bench.threads)?.values();
-    let dx = product::backward(&*prepared, problem, &dy, Layout::PLAIN, bench.threads)?.values();
-    let (exact_y, exact_dx) = (product::exact_forward(problem)?, product::exact_backward(problem, &dy)?);
-    let side =
-        |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>();
-    let slack = |values: &[(f64, f64)], by: &[f32], terms| -> f64 {
-        values.iter().zip(by).map(|(v, b)| bound(terms, v.0, v.1) * f64::from(b.abs())).sum()
-    };
-    let (left, right) = (side(&dy, &y), side(&dx, &problem.x));
-    let limit = slack(&exact_y.values, &dy, product::forward_bound(path, problem))
-        + slack(&exact_dx.values, &problem.x, product::backward_bound(path, problem));
-    let ratio = (left - right).abs() / limit;
-    if ratio <= 1.0 {
-        return Ok(Seen::within(1, ratio));
-    }
-    Err(failed("backward is not the transpose of forward")
-        .need(format!("Σ dy·y = {left:e} within {limit:e}"))
-        .have(format!("Σ dx·x = {right:e}")))
+    product::with(bench, path, problem, OPS, |w| {
+        let dy = gradients(problem, problem.io);
+        let y = product::forward(w, problem, Layout::PLAIN, product::STALE, bench.threads)?.values();
+        let dx = product::backward(w, problem, &dy, Layout::PLAIN, bench.threads)?.values();
+        let (exact_y, exact_dx) = (product::exact_forward(problem)?, product::exact_backward(problem, &dy)?);
+        let side =
+            |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>();
+        let slack = |values: &[(f64, f64)], by: &[f32], terms| -> f64 {
+            values.iter().zip(by).map(|(v, b)| bound(terms, v.0, v.1) * f64::from(b.abs())).sum()
+        };
+        let (left, right) = (side(&dy, &y), side(&dx, &problem.x));
+        let limit = slack(&exact_y.values, &dy, product::forward_bound(path, problem))
+            + slack(&exact_dx.values, &problem.x, product::backward_bound(path, problem));
+        let ratio = (left - right).abs() / limit;
+        if ratio <= 1.0 {
+            return Ok(Seen::within(1, ratio));
+        }
+        Err(failed("backward is not the transpose of forward")
+            .need(format!("Σ dy·y = {left:e} within {limit:e}"))
+            .have(format!("Σ dx·x = {right:e}")))
+    })
 }
 
 /// Heavy-tailed gradients, rounded to the type of y, with a row of zeros.

@@ -4,7 +4,7 @@ use super::Scope;
 use crate::Level;
 use crate::case::{AbiProbe, Bench, Case, Seen};
 use crate::guarded::{Guarded, Layout, Workspace};
-use crate::measure::Problem;
+use crate::lattice::Problem;
 use crate::printed::Printed;
 use crate::product::{self, failed};
 

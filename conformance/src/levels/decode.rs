@@ -2,9 +2,8 @@
 use super::Scope;
 use crate::case::{Bench, Case, Seen};
 use crate::guarded::Layout;
-use crate::lattice::Sketch;
+use crate::lattice::{Problem, Sketch};
 use crate::limits::IO;
-use crate::measure::Problem;
 use crate::stored::Stored;
 use crate::{Level, product};
 use q4_core::formats::kind;

@@ -1,11 +1,11 @@
 //! L2, drawn: products whose extents nobody chose. Every run has its seed; together they leave no size out.
 use super::Scope;
 use super::large::spread;
+use crate::Level;
 use crate::case::{Bench, Case, Seen};
 use crate::guarded::Layout;
-use crate::measure::Problem;
+use crate::lattice::{self, Problem};
 use crate::product::{self, failed};
-use crate::{Level, lattice};
 use q4_core::{ExecPath, OpSet, Result, ThreadPool};
 
 /// Products of a claim, shared out among its encodings and formats, so that each has every residue of m and
@@ -45,24 +45,21 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
 }
 
 fn check(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>, threads: usize) -> Result<Seen> {
-    let spec = product::spec(bench, problem, OpSet::FORWARD);
-    let prepared = match product::prepare(bench, path, &problem.weight, &spec)? {
-        Ok(prepared) => prepared,
-        Err(reasons) => return Ok(Seen::Refused(reasons)),
-    };
-    let pool = ThreadPool::new(threads);
-    let first = product::forward(&*prepared, problem, Layout::PLAIN, product::STALE, &pool)?;
-    let seen = sampled(path, problem, &first.values(), SAMPLE)?;
-    let again = product::forward(&*prepared, problem, Layout::HOSTILE, 0, bench.threads)?;
-    let n = problem.weight.n();
-    // Sums behind a dense copy are the library's own, which splits them by where rows lie.
-    let is_steady = path != ExecPath::DequantMatmul;
-    if let Some(at) = again.bits().iter().zip(first.bits()).position(|(a, b)| is_steady && *a != b) {
-        let at = at / problem.io.size();
-        return Err(failed("the same product gave other bits elsewhere and with other threads")
-            .have(format!("y[{}, {}] differs", at / n, at % n)));
-    }
-    Ok(seen)
+    product::with(bench, path, problem, OpSet::FORWARD, |w| {
+        let pool = ThreadPool::new(threads);
+        let first = product::forward(w, problem, Layout::PLAIN, product::STALE, &pool)?;
+        let seen = sampled(path, problem, &first.values(), SAMPLE)?;
+        let again = product::forward(w, problem, Layout::HOSTILE, 0, bench.threads)?;
+        let n = problem.weight.n();
+        // Sums behind a dense copy are the library's own, which splits them by where rows lie.
+        let is_steady = path != ExecPath::DequantMatmul;
+        if let Some(at) = again.bits().iter().zip(first.bits()).position(|(a, b)| is_steady && *a != b) {
+            let at = at / problem.io.size();
+            return Err(failed("the same product gave other bits elsewhere and with other threads")
+                .have(format!("y[{}, {}] differs", at / n, at % n)));
+        }
+        Ok(seen)
+    })
 }
 
 /// Some elements against the exact sums, and all of them in sums of blocks of columns.

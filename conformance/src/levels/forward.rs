@@ -4,8 +4,7 @@ use super::Scope;
 use super::drawn::sampled;
 use crate::case::{Bench, Case, Seen};
 use crate::guarded::Layout;
-use crate::lattice;
-use crate::measure::Problem;
+use crate::lattice::{self, Problem};
 use crate::product::{self, failed};
 use crate::{Level, golden};
 use q4_core::{Activations, DType, ExecPath, OpSet, Result};
@@ -91,29 +90,27 @@ const NOT_FINITE: [(DType, [usize; 3], [usize; 2]); 7] = [
 ];
 
 pub(super) fn check(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<Seen> {
-    let spec = product::spec(bench, problem, OpSet::FORWARD);
-    let prepared = match product::prepare(bench, path, &problem.weight, &spec)? {
-        Ok(prepared) => prepared,
-        Err(reasons) => return Ok(Seen::Refused(reasons)),
-    };
-    // Stale scratch that reads as NaN, and stale scratch that reads as a huge number.
-    let stale = [(Layout::PLAIN, 0xff), (Layout::HOSTILE, product::STALE)];
-    let call = |(layout, fill)| product::forward(&*prepared, problem, layout, fill, bench.threads);
-    let mut seen = Seen::exactly(0);
-    let is_known = bench.abi.is_none() && !super::is_packed(path);
-    if is_known && problem.recorded.is_none() && problem.m * problem.weight.n() * problem.weight.k > WORK {
-        for way in stale {
-            seen = seen.and(sampled(path, problem, &call(way)?.values(), SAMPLE)?);
+    product::with(bench, path, problem, OpSet::FORWARD, |w| {
+        // Stale scratch that reads as NaN, and stale scratch that reads as a huge number.
+        let stale = [(Layout::PLAIN, 0xff), (Layout::HOSTILE, product::STALE)];
+        let call = |(layout, fill)| product::forward(w, problem, layout, fill, bench.threads);
+        let mut seen = Seen::exactly(0);
+        let is_known = bench.abi.is_none() && !super::is_packed(path);
+        if is_known && problem.recorded.is_none() && problem.m * problem.weight.n() * problem.weight.k > WORK
+        {
+            for way in stale {
+                seen = seen.and(sampled(path, problem, &call(way)?.values(), SAMPLE)?);
+            }
+            return Ok(seen);
         }
-        return Ok(seen);
-    }
-    let exact = product::exact_forward(problem)?;
-    let terms = product::forward_bound(path, problem);
-    for way in stale {
-        let y = call(way)?.values();
-        seen = seen.and(Seen::within(y.len(), exact.compare("y", &y, terms)?));
-    }
-    Ok(seen)
+        let exact = product::exact_forward(problem)?;
+        let terms = product::forward_bound(path, problem);
+        for way in stale {
+            let y = call(way)?.values();
+            seen = seen.and(Seen::within(y.len(), exact.compare("y", &y, terms)?));
+        }
+        Ok(seen)
+    })
 }
 
 /// One element of one row is not finite: that row is not finite either, or the call fails; other rows do not
@@ -125,61 +122,58 @@ fn not_finite(
     value: f32,
     (row, column): (usize, usize),
 ) -> Result<Seen> {
-    let spec = product::spec(bench, problem, OpSet::FORWARD);
-    let prepared = match product::prepare(bench, path, &problem.weight, &spec)? {
-        Ok(prepared) => prepared,
-        Err(reasons) => return Ok(Seen::Refused(reasons)),
-    };
-    let (m, k, n) = (problem.m, problem.weight.k, problem.weight.n());
-    let before = product::forward(&*prepared, problem, Layout::PLAIN, product::STALE, bench.threads)?;
-    let clean = before.values();
-    let mut x = problem.x.clone();
-    x[row * k + column] = value;
-    let spoilt = Problem { name: String::new(), weight: problem.weight, x, recorded: None, ..*problem };
-    let spoilt = product::forward(&*prepared, &spoilt, Layout::PLAIN, product::STALE, bench.threads);
-    // It leaves nothing behind, refused or not.
-    let after = product::forward(&*prepared, problem, Layout::PLAIN, product::STALE, bench.threads)?;
-    if after.bits() != before.bits() {
-        return Err(failed("a call after one that was not finite gave other bits")
-            .need("those of the call before it")
-            .have(format!("x[{row}, {column}] was {value}")));
-    }
-    let y = match spoilt {
-        Ok(y) => y.values(),
-        Err(e) if e.code() == q4_core::Code::ConformanceFailed => return Err(e),
-        Err(_) => return Ok(Seen::exactly(m * n)),
-    };
-    let per_call = matches!(
-        problem.activations,
-        Activations::Nvfp4(q4_core::ActQuant { global: q4_core::ActGlobal::PerCall, .. })
-    );
-    let refuses = problem.activations != Activations::Native;
-    // A device whose calls do not wait cannot refuse: the row is NaN there, all rows where they share a
-    // scale.
-    if refuses && bench.device == q4_core::Device::Cpu {
-        return Err(failed("an input that cannot be quantised gave a result")
-            .need("an error")
-            .have(format!("{value}")));
-    }
-    for (i, (&got, &before)) in y.iter().zip(&clean).enumerate() {
-        let (r, c) = (i / n, i % n);
-        let is_right = match r == row {
-            true if refuses || value.is_nan() => got.is_nan(),
-            true => !got.is_finite(),
-            false if per_call => got.is_nan(),
-            false => got.to_bits() == before.to_bits(),
-        };
-        if !is_right {
-            let need = match r == row {
-                true if refuses || value.is_nan() => "NaN".to_owned(),
-                false if per_call => "NaN".to_owned(),
-                true => "infinity or NaN".to_owned(),
-                false => format!("{before:e}, as without it"),
-            };
-            return Err(failed(&format!("y[{r}, {c}] with x[{row}, {column}] = {value}"))
-                .need(need)
-                .have(format!("{got:e}")));
+    product::with(bench, path, problem, OpSet::FORWARD, |w| {
+        let (m, k, n) = (problem.m, problem.weight.k, problem.weight.n());
+        let before = product::forward(w, problem, Layout::PLAIN, product::STALE, bench.threads)?;
+        let clean = before.values();
+        let mut x = problem.x.clone();
+        x[row * k + column] = value;
+        let spoilt = Problem { name: String::new(), weight: problem.weight, x, recorded: None, ..*problem };
+        let spoilt = product::forward(w, &spoilt, Layout::PLAIN, product::STALE, bench.threads);
+        // It leaves nothing behind, refused or not.
+        let after = product::forward(w, problem, Layout::PLAIN, product::STALE, bench.threads)?;
+        if after.bits() != before.bits() {
+            return Err(failed("a call after one that was not finite gave other bits")
+                .need("those of the call before it")
+                .have(format!("x[{row}, {column}] was {value}")));
         }
-    }
-    Ok(Seen::exactly(m * n))
+        let y = match spoilt {
+            Ok(y) => y.values(),
+            Err(e) if e.code() == q4_core::Code::ConformanceFailed => return Err(e),
+            Err(_) => return Ok(Seen::exactly(m * n)),
+        };
+        let per_call = matches!(
+            problem.activations,
+            Activations::Nvfp4(q4_core::ActQuant { global: q4_core::ActGlobal::PerCall, .. })
+        );
+        let refuses = problem.activations != Activations::Native;
+        // A device whose calls do not wait cannot refuse: the row is NaN there, all rows where they share a
+        // scale.
+        if refuses && bench.device == q4_core::Device::Cpu {
+            return Err(failed("an input that cannot be quantised gave a result")
+                .need("an error")
+                .have(format!("{value}")));
+        }
+        for (i, (&got, &before)) in y.iter().zip(&clean).enumerate() {
+            let (r, c) = (i / n, i % n);
+            let is_right = match r == row {
+                true if refuses || value.is_nan() => got.is_nan(),
+                true => !got.is_finite(),
+                false if per_call => got.is_nan(),
+                false => got.to_bits() == before.to_bits(),
+            };
+            if !is_right {
+                let need = match r == row {
+                    true if refuses || value.is_nan() => "NaN".to_owned(),
+                    false if per_call => "NaN".to_owned(),
+                    true => "infinity or NaN".to_owned(),
+                    false => format!("{before:e}, as without it"),
+                };
+                return Err(failed(&format!("y[{r}, {c}] with x[{row}, {column}] = {value}"))
+                    .need(need)
+                    .have(format!("{got:e}")));
+            }
+        }
+        Ok(Seen::exactly(m * n))
+    })
 }

@@ -4,9 +4,8 @@ use super::Scope;
 use crate::Level;
 use crate::case::{Bench, Case, Seen};
 use crate::guarded::{Guarded, Layout, Workspace};
-use crate::lattice::Sketch;
+use crate::lattice::{Problem, Sketch};
 use crate::limits::IO;
-use crate::measure::Problem;
 use crate::product::{self, failed};
 use crate::tolerance::{Terms, bound};
 use q4_core::oracle::roundoff;
@@ -55,66 +54,63 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
 }
 
 fn check(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>, set: FuseSet) -> Result<Seen> {
-    let spec = product::spec(bench, problem, OpSet::FORWARD);
-    let w = match product::prepare(bench, path, &problem.weight, &spec)? {
-        Ok(w) => w,
-        Err(reasons) => return Ok(Seen::Refused(reasons)),
-    };
-    let (m, k, n) = (problem.m, problem.weight.k, problem.weight.n());
-    if !w.fuses(m, set) {
-        let have = format!("parts {:#05b} of {m} rows are left to the caller", set.0);
-        return Ok(Seen::Refused(vec![Reject::new(RejectCode::OpUnsupported, "a fused product", have)]));
-    }
-    let (norm, gate, add) =
-        (set.contains(FuseSet::NORM), set.contains(FuseSet::GATE), set.contains(FuseSet::ACCUMULATE));
-    let scale: Vec<f32> = (0..k).map(|i| 0.5 + (i * 7 % 13) as f32 / 8.0).collect();
-    let x = if norm { normed(problem, &scale) } else { problem.x.clone() };
-    let exact = product::exact_forward(&Problem { name: String::new(), x, recorded: None, ..*problem })?;
-    let columns = if gate { n / 2 } else { n };
-    let before: Vec<f32> = (0..m * columns).map(|i| (i % 23) as f32 / 4.0 - 2.5).collect();
-    let y = run(&*w, problem, &scale, set, columns, &before, bench)?.values();
-    // The last bit of a normed input is the kernel's own.
-    let slack = match (norm, problem.activations) {
-        (false, _) => 0.0,
-        (true, Activations::Native) => 2.0 * roundoff(problem.io),
-        (true, _) => 2.0 * roundoff(problem.io) + 0.01,
-    };
-    let terms = Terms { path, out: DType::F32, k };
-    let sum = |r: usize, c: usize| {
-        let (v, size) = exact.values[r * n + c];
-        (v, bound(terms, v, size) + size * slack)
-    };
-    let mut worst = 0f64;
-    for (i, got) in y.iter().enumerate() {
-        let (r, c) = (i / columns, i % columns);
-        let (mut want, mut limit) = sum(r, c);
-        if gate {
-            let (up, off) = sum(r, c + columns);
-            let silu = want / (1.0 + (-want).exp());
-            limit = 1.1 * limit * (up.abs() + off) + off * silu.abs() + 1e-5 * (silu * up).abs();
-            want = silu * up;
+    product::with(bench, path, problem, OpSet::FORWARD, |w| {
+        let (m, k, n) = (problem.m, problem.weight.k, problem.weight.n());
+        if !w.fuses(m, set) {
+            let have = format!("parts {:#05b} of {m} rows are left to the caller", set.0);
+            return Ok(Seen::Refused(vec![Reject::new(RejectCode::OpUnsupported, "a fused product", have)]));
         }
-        if add {
-            want += f64::from(before[i]);
-            limit += want.abs() * roundoff(DType::F32);
-        } else {
-            limit += want.abs() * roundoff(problem.io) + f64::from(f32::MIN_POSITIVE);
-            limit += if problem.io == DType::F16 { 0.5f64.powi(25) } else { 0.0 };
+        let (norm, gate, add) =
+            (set.contains(FuseSet::NORM), set.contains(FuseSet::GATE), set.contains(FuseSet::ACCUMULATE));
+        let scale: Vec<f32> = (0..k).map(|i| 0.5 + (i * 7 % 13) as f32 / 8.0).collect();
+        let x = if norm { normed(problem, &scale) } else { problem.x.clone() };
+        let exact = product::exact_forward(&Problem { name: String::new(), x, recorded: None, ..*problem })?;
+        let columns = if gate { n / 2 } else { n };
+        let before: Vec<f32> = (0..m * columns).map(|i| (i % 23) as f32 / 4.0 - 2.5).collect();
+        let y = run(w, problem, &scale, set, columns, &before, bench)?.values();
+        // The last bit of a normed input is the kernel's own.
+        let slack = match (norm, problem.activations) {
+            (false, _) => 0.0,
+            (true, Activations::Native) => 2.0 * roundoff(problem.io),
+            (true, _) => 2.0 * roundoff(problem.io) + 0.01,
+        };
+        let terms = Terms { path, out: DType::F32, k };
+        let sum = |r: usize, c: usize| {
+            let (v, size) = exact.values[r * n + c];
+            (v, bound(terms, v, size) + size * slack)
+        };
+        let mut worst = 0f64;
+        for (i, got) in y.iter().enumerate() {
+            let (r, c) = (i / columns, i % columns);
+            let (mut want, mut limit) = sum(r, c);
+            if gate {
+                let (up, off) = sum(r, c + columns);
+                let silu = want / (1.0 + (-want).exp());
+                limit = 1.1 * limit * (up.abs() + off) + off * silu.abs() + 1e-5 * (silu * up).abs();
+                want = silu * up;
+            }
+            if add {
+                want += f64::from(before[i]);
+                limit += want.abs() * roundoff(DType::F32);
+            } else {
+                limit += want.abs() * roundoff(problem.io) + f64::from(f32::MIN_POSITIVE);
+                limit += if problem.io == DType::F16 { 0.5f64.powi(25) } else { 0.0 };
+            }
+            // Past the range of the type, infinity is the right answer.
+            let saturates = !add && problem.io == DType::F16 && want.abs() + limit >= F16_END;
+            if saturates && got.is_infinite() && f64::from(got.signum()) == want.signum() {
+                continue;
+            }
+            let ratio = (f64::from(*got) - want).abs() / limit;
+            if ratio.is_nan() || ratio > 1.0 {
+                return Err(failed(&format!("y[{r}, {c}] of a product fused with parts {:#05b}", set.0))
+                    .need(format!("{want:e} within {limit:e}"))
+                    .have(format!("{got:e}")));
+            }
+            worst = worst.max(ratio);
         }
-        // Past the range of the type, infinity is the right answer.
-        let saturates = !add && problem.io == DType::F16 && want.abs() + limit >= F16_END;
-        if saturates && got.is_infinite() && f64::from(got.signum()) == want.signum() {
-            continue;
-        }
-        let ratio = (f64::from(*got) - want).abs() / limit;
-        if ratio.is_nan() || ratio > 1.0 {
-            return Err(failed(&format!("y[{r}, {c}] of a product fused with parts {:#05b}", set.0))
-                .need(format!("{want:e} within {limit:e}"))
-                .have(format!("{got:e}")));
-        }
-        worst = worst.max(ratio);
-    }
-    Ok(Seen::within(y.len(), worst))
+        Ok(Seen::within(y.len(), worst))
+    })
 }
 
 fn run(

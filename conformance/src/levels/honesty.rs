@@ -4,8 +4,7 @@ use super::Scope;
 use crate::Level;
 use crate::case::{Bench, Case, Seen};
 use crate::guarded::Layout;
-use crate::lattice::{self, Sketch};
-use crate::measure::Problem;
+use crate::lattice::{self, Problem, Sketch};
 use crate::product::{self, failed};
 use q4_core::{DType, ExecPath, OpSet, Result};
 
@@ -49,39 +48,32 @@ fn format_that_ran(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> 
         .collect();
     let x = q4_core::selfcheck::IoBuffer::new(problem.io, &x).to_f32();
     let problem = Problem { name: problem.name.clone(), x, recorded: None, ..*problem };
-    let w = match product::prepare(
-        bench,
-        path,
-        &problem.weight,
-        &product::spec(bench, &problem, OpSet::FORWARD),
-    )? {
-        Ok(prepared) => prepared,
-        Err(reasons) => return Ok(Seen::Refused(reasons)),
-    };
-    let y = product::forward(&*w, &problem, Layout::PLAIN, product::STALE, bench.threads)?.values();
-    let terms = product::forward_bound(path, &problem);
-    let own = product::exact_forward(&problem)?;
-    let verdict = own.compare("y", &y, terms);
-    for kind in crate::claim::ACTIVATIONS {
-        if kind == problem.activations.as_str() {
-            continue;
+    product::with(bench, path, &problem, OpSet::FORWARD, |w| {
+        let y = product::forward(w, &problem, Layout::PLAIN, product::STALE, bench.threads)?.values();
+        let terms = product::forward_bound(path, &problem);
+        let own = product::exact_forward(&problem)?;
+        let verdict = own.compare("y", &y, terms);
+        for kind in lattice::ACTIVATIONS {
+            if kind == problem.activations.as_str() {
+                continue;
+            }
+            let other = product::exact_forward_as(&problem, &lattice::quantizers(kind)[0])?;
+            // The crafted input must tell the formats apart, or this case proves nothing.
+            let exact: Vec<f32> = own.values.iter().map(|v| v.0 as f32).collect();
+            if other.compare("y", &exact, terms).is_ok() {
+                return Err(q4_core::Error::new(
+                    q4_core::Code::Internal,
+                    format!("{kind} cannot be told apart here"),
+                ));
+            }
+            if verdict.is_err() && other.compare("y", &y, terms).is_ok() {
+                return Err(failed("another activation format ran")
+                    .need(problem.activations.as_str())
+                    .have(kind));
+            }
         }
-        let other = product::exact_forward_as(&problem, &lattice::quantizers(kind)[0])?;
-        // The crafted input must tell the formats apart, or this case proves nothing.
-        let exact: Vec<f32> = own.values.iter().map(|v| v.0 as f32).collect();
-        if other.compare("y", &exact, terms).is_ok() {
-            return Err(q4_core::Error::new(
-                q4_core::Code::Internal,
-                format!("{kind} cannot be told apart here"),
-            ));
-        }
-        if verdict.is_err() && other.compare("y", &y, terms).is_ok() {
-            return Err(failed("another activation format ran")
-                .need(problem.activations.as_str())
-                .have(kind));
-        }
-    }
-    Ok(Seen::within(y.len(), verdict?))
+        Ok(Seen::within(y.len(), verdict?))
+    })
 }
 
 /// The caller's bytes are gone after `prepare`; the product is not.
@@ -89,39 +81,14 @@ fn source_destroyed(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch) -> Resul
     let mut stored = sketch.weight();
     let intact = stored.clone();
     let prepared = stored.lend(|w| {
-        let problem = Problem {
-            name: String::new(),
-            weight: *w,
-            x: Vec::new(),
-            m: sketch.m,
-            max_m: sketch.max_m,
-            activations: sketch.activations,
-            io: sketch.io,
-            recorded: None,
-        };
-        product::prepare(bench, path, w, &product::spec(bench, &problem, OpSet::FORWARD))
+        product::prepare(bench, path, w, &product::spec(bench, &sketch.problem(w), OpSet::FORWARD))
     })?;
     let w = match prepared {
         Ok(w) => w,
         Err(reasons) => return Ok(Seen::Refused(reasons)),
     };
     stored.destroy();
-    intact.lend(|weight| {
-        let problem = Problem {
-            name: String::new(),
-            weight: *weight,
-            x: sketch.input(),
-            m: sketch.m,
-            max_m: sketch.max_m,
-            activations: sketch.activations,
-            io: sketch.io,
-            recorded: None,
-        };
-        let y = product::forward(&*w, &problem, Layout::PLAIN, product::STALE, bench.threads)?.values();
-        let ratio =
-            product::exact_forward(&problem)?.compare("y", &y, product::forward_bound(path, &problem))?;
-        Ok(Seen::within(y.len(), ratio))
-    })
+    intact.lend(|weight| product::checked(&*w, path, &sketch.problem(weight), bench.threads))
 }
 
 fn described(i: &q4_core::PreparedInfo) -> String {

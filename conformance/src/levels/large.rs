@@ -5,7 +5,7 @@ use super::Scope;
 use crate::Level;
 use crate::case::{Bench, Case, Seen};
 use crate::guarded::Layout;
-use crate::measure::Problem;
+use crate::lattice::Problem;
 use crate::product::{self, failed};
 use q4_core::{DType, Device, ExecPath, OpSet, Result};
 
@@ -32,31 +32,28 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
 }
 
 fn check(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<Seen> {
-    let spec = product::spec(bench, problem, OpSet::FORWARD);
-    let prepared = match product::prepare(bench, path, &problem.weight, &spec)? {
-        Ok(prepared) => prepared,
-        Err(reasons) => return Ok(Seen::Refused(reasons)),
-    };
-    let n = problem.weight.n();
-    let (rows, columns) = (spread(problem.m, SAMPLE[0]), spread(n, SAMPLE[1]));
-    let exact = product::exact_part(problem, &problem.activations, &rows, &columns)?;
-    let first = product::forward(&*prepared, problem, Layout::PLAIN, product::STALE, bench.threads)?;
-    let y = first.values();
-    let at = |r: &usize| columns.iter().map(|c| y[r * n + c]).collect::<Vec<_>>();
-    let part: Vec<f32> = rows.iter().flat_map(at).collect();
-    let worst = exact.compare_at("y", &part, product::forward_bound(path, problem), &rows, &columns)?;
-    product::check_sums(path, problem, &y)?;
-    let want = first.bits();
-    for call in 1..CALLS {
-        let again = product::forward(&*prepared, problem, Layout::PLAIN, product::STALE, bench.threads)?;
-        if let Some(at) = again.bits().iter().zip(&want).position(|(a, b)| a != b) {
-            let at = at / problem.io.size();
-            return Err(failed("the same call gave other bits")
-                .need(format!("those of the first of {CALLS} calls"))
-                .have(format!("y[{}, {}] differs in call {}", at / n, at % n, call + 1)));
+    product::with(bench, path, problem, OpSet::FORWARD, |w| {
+        let n = problem.weight.n();
+        let (rows, columns) = (spread(problem.m, SAMPLE[0]), spread(n, SAMPLE[1]));
+        let exact = product::exact_part(problem, &problem.activations, &rows, &columns)?;
+        let first = product::forward(w, problem, Layout::PLAIN, product::STALE, bench.threads)?;
+        let y = first.values();
+        let at = |r: &usize| columns.iter().map(|c| y[r * n + c]).collect::<Vec<_>>();
+        let part: Vec<f32> = rows.iter().flat_map(at).collect();
+        let worst = exact.compare_at("y", &part, product::forward_bound(path, problem), &rows, &columns)?;
+        product::check_sums(path, problem, &y)?;
+        let want = first.bits();
+        for call in 1..CALLS {
+            let again = product::forward(w, problem, Layout::PLAIN, product::STALE, bench.threads)?;
+            if let Some(at) = again.bits().iter().zip(&want).position(|(a, b)| a != b) {
+                let at = at / problem.io.size();
+                return Err(failed("the same call gave other bits")
+                    .need(format!("those of the first of {CALLS} calls"))
+                    .have(format!("y[{}, {}] differs in call {}", at / n, at % n, call + 1)));
+            }
         }
-    }
-    Ok(Seen::within(part.len() + (CALLS - 1) * y.len(), worst))
+        Ok(Seen::within(part.len() + (CALLS - 1) * y.len(), worst))
+    })
 }
 
 /// Up to `count` of `0..n`, evenly, the last one included.

@@ -4,8 +4,7 @@ use super::Scope;
 use crate::Level;
 use crate::case::{Bench, Case, Seen};
 use crate::guarded::{Guarded, Layout, Memory, Workspace};
-use crate::lattice::Sketch;
-use crate::measure::Problem;
+use crate::lattice::{Problem, Sketch};
 use crate::memory::watch_in;
 use crate::product::{self, failed};
 use crate::stored::{Placed, mix};
@@ -80,12 +79,7 @@ fn many_weights(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch, is_long: boo
             alive[i] = sketches[i].with(|problem| prepared(bench, path, problem))?.ok();
         }
         let Some(w) = &alive[i] else { return Err(failed("the verdict on a weight changed")) };
-        let next = sketches[i].with(|problem| {
-            let y = product::forward(&**w, problem, Layout::PLAIN, product::STALE, bench.threads)?.values();
-            let terms = product::forward_bound(path, problem);
-            Ok(Seen::within(y.len(), product::exact_forward(problem)?.compare("y", &y, terms)?))
-        })?;
-        seen = seen.and(next);
+        seen = seen.and(sketches[i].with(|problem| product::checked(&**w, path, problem, bench.threads))?);
     }
     Ok(seen)
 }
@@ -99,57 +93,55 @@ fn many_calls(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch, is_long: bool)
         (true, Some(_)) => MANY_CALLS / 3,
     };
     sketch.with(|problem| {
-        let w = match prepared(bench, path, problem)? {
-            Ok(w) => w,
-            Err(reasons) => return Ok(Seen::Refused(reasons)),
-        };
-        let (m, k, n) = (problem.m, problem.weight.k, problem.weight.n());
-        // One row most of the time, and all of them now and then, as tokens and prompts come.
-        let mut calls = [1, m].map(|m| {
-            // A problem of its own: some formats have one scale for all rows of a call.
-            let part = Problem {
-                name: String::new(),
-                x: problem.x[..m * k].to_vec(),
-                m,
-                recorded: None,
-                ..*problem
+        product::with(bench, path, problem, OpSet::FORWARD, |w| {
+            let (m, k, n) = (problem.m, problem.weight.k, problem.weight.n());
+            // One row most of the time, and all of them now and then, as tokens and prompts come.
+            let mut calls = [1, m].map(|m| {
+                // A problem of its own: some formats have one scale for all rows of a call.
+                let part = Problem {
+                    name: String::new(),
+                    x: problem.x[..m * k].to_vec(),
+                    m,
+                    recorded: None,
+                    ..*problem
+                };
+                let x = Guarded::input(problem.io, &part.x, m, k, Layout::PLAIN);
+                (part, x, Guarded::output(problem.io, m, n, Layout::PLAIN), Vec::new())
+            });
+            let terms = product::forward_bound(path, problem);
+            let mut scratch = Workspace::new(w.workspace(m), product::STALE);
+            let mut call = |at: usize| -> Result<()> {
+                let (part, x, y, first) = &mut calls[usize::from(at % 7 == 6)];
+                y.poison();
+                let mut cx = ExecContext::cpu(bench.threads);
+                cx.workspace = scratch.view()?;
+                w.forward(x.view()?, y.view_mut()?, &mut cx)?;
+                let bits = y.bits();
+                if first.is_empty() {
+                    product::exact_forward(part)?.compare("y", &y.values(), terms)?;
+                    first.clone_from(&bits);
+                }
+                if *first != bits {
+                    return Err(failed("the same call gave other bits")
+                        .need("those of the first call")
+                        .have(format!("others at call {}", at + 1)));
+                }
+                Ok(())
             };
-            let x = Guarded::input(problem.io, &part.x, m, k, Layout::PLAIN);
-            (part, x, Guarded::output(problem.io, m, n, Layout::PLAIN), Vec::new())
-        });
-        let terms = product::forward_bound(path, problem);
-        let mut scratch = Workspace::new(w.workspace(m), product::STALE);
-        let mut call = |at: usize| -> Result<()> {
-            let (part, x, y, first) = &mut calls[usize::from(at % 7 == 6)];
-            y.poison();
-            let mut cx = ExecContext::cpu(bench.threads);
-            cx.workspace = scratch.view()?;
-            w.forward(x.view()?, y.view_mut()?, &mut cx)?;
-            let bits = y.bits();
-            if first.is_empty() {
-                product::exact_forward(part)?.compare("y", &y.values(), terms)?;
-                first.clone_from(&bits);
+            (0..WATCHED).try_for_each(&mut call)?;
+            let mut watched = Ok(());
+            let taken = watch_in(bench.elsewhere().map(|e| e.process()), || {
+                watched = (WATCHED..2 * WATCHED).try_for_each(&mut call);
+            });
+            watched?;
+            if let Some(left) = taken.allocated_left.filter(|left| *left >= WATCHED as u64) {
+                return Err(failed(&format!("memory after {WATCHED} calls"))
+                    .need("no growth")
+                    .have(format!("{left} bytes more than before")));
             }
-            if *first != bits {
-                return Err(failed("the same call gave other bits")
-                    .need("those of the first call")
-                    .have(format!("others at call {}", at + 1)));
-            }
-            Ok(())
-        };
-        (0..WATCHED).try_for_each(&mut call)?;
-        let mut watched = Ok(());
-        let taken = watch_in(bench.elsewhere().map(|e| e.process()), || {
-            watched = (WATCHED..2 * WATCHED).try_for_each(&mut call);
-        });
-        watched?;
-        if let Some(left) = taken.allocated_left.filter(|left| *left >= WATCHED as u64) {
-            return Err(failed(&format!("memory after {WATCHED} calls"))
-                .need("no growth")
-                .have(format!("{left} bytes more than before")));
-        }
-        (2 * WATCHED..most).try_for_each(&mut call)?;
-        Ok(Seen::exactly(most * n))
+            (2 * WATCHED..most).try_for_each(&mut call)?;
+            Ok(Seen::exactly(most * n))
+        })
     })
 }
 
@@ -161,14 +153,10 @@ fn same_address(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch, _: bool) -> 
         let next = Sketch { seed: sketch.seed ^ turn << 24, ..sketch.clone() };
         stored.overwrite(&next.weight());
         let made = stored.lend(|weight| {
-            let problem = problem_of(&next, weight);
-            let w = match prepared(bench, path, &problem)? {
-                Ok(w) => w,
-                Err(reasons) => return Ok(Seen::Refused(reasons)),
-            };
-            let y = product::forward(&*w, &problem, Layout::PLAIN, product::STALE, bench.threads)?.values();
-            let terms = product::forward_bound(path, &problem);
-            Ok(Seen::within(y.len(), product::exact_forward(&problem)?.compare("y", &y, terms)?))
+            let problem = next.problem(weight);
+            product::with(bench, path, &problem, OpSet::FORWARD, |w| {
+                product::checked(w, path, &problem, bench.threads)
+            })
         })?;
         seen = seen.and(made);
     }
@@ -179,38 +167,37 @@ fn same_address(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch, _: bool) -> 
 /// between.
 fn same_operands(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch, _: bool) -> Result<Seen> {
     sketch.with(|problem| {
-        let w = match prepared(bench, path, problem)? {
-            Ok(w) => w,
-            Err(reasons) => return Ok(Seen::Refused(reasons)),
-        };
-        let (m, k, n) = (problem.m, problem.weight.k, problem.weight.n());
-        let mut x = vec![0f32; m * k];
-        let mut y = Guarded::output(DType::F32, m, n, Layout::PLAIN);
-        if problem.io != DType::F32 {
-            y = Guarded::output(problem.io, m, n, Layout::PLAIN);
-        }
-        let mut scratch = Workspace::new(w.workspace(m), product::STALE);
-        let mut buffer = vec![0u8; m * k * problem.io.size()];
-        let mut seen = Seen::Refused(Vec::new());
-        for turn in 0..4 {
-            for (i, x) in x.iter_mut().enumerate() {
-                // The first and the last rows stay: a look at some of the values is no look at all of them.
-                let is_edge = i < k || i >= (m - 1) * k;
-                *x = problem.x[if is_edge { i } else { (i + turn * 37) % (m * k) }];
+        product::with(bench, path, problem, OpSet::FORWARD, |w| {
+            let (m, k, n) = (problem.m, problem.weight.k, problem.weight.n());
+            let mut x = vec![0f32; m * k];
+            let mut y = Guarded::output(DType::F32, m, n, Layout::PLAIN);
+            if problem.io != DType::F32 {
+                y = Guarded::output(problem.io, m, n, Layout::PLAIN);
             }
-            buffer.copy_from_slice(&crate::guarded::bytes_of(&q4_core::selfcheck::IoBuffer::new(
-                problem.io, &x,
-            )));
-            y.poison();
-            let mut cx = ExecContext::cpu(bench.threads);
-            cx.workspace = scratch.view()?;
-            w.forward(TensorView::of_bytes(&buffer, problem.io, &[m, k])?, y.view_mut()?, &mut cx)?;
-            let now = Problem { name: String::new(), x: x.clone(), recorded: None, ..*problem };
-            let terms = product::forward_bound(path, &now);
-            let worst = product::exact_forward(&now)?.compare("y", &y.values(), terms)?;
-            seen = seen.and(Seen::within(m * n, worst));
-        }
-        Ok(seen)
+            let mut scratch = Workspace::new(w.workspace(m), product::STALE);
+            let mut buffer = vec![0u8; m * k * problem.io.size()];
+            let mut seen = Seen::Refused(Vec::new());
+            for turn in 0..4 {
+                for (i, x) in x.iter_mut().enumerate() {
+                    // The first and the last rows stay: a look at some of the values is no look at all of
+                    // them.
+                    let is_edge = i < k || i >= (m - 1) * k;
+                    *x = problem.x[if is_edge { i } else { (i + turn * 37) % (m * k) }];
+                }
+                buffer.copy_from_slice(&crate::guarded::bytes_of(&q4_core::selfcheck::IoBuffer::new(
+                    problem.io, &x,
+                )));
+                y.poison();
+                let mut cx = ExecContext::cpu(bench.threads);
+                cx.workspace = scratch.view()?;
+                w.forward(TensorView::of_bytes(&buffer, problem.io, &[m, k])?, y.view_mut()?, &mut cx)?;
+                let now = Problem { name: String::new(), x: x.clone(), recorded: None, ..*problem };
+                let terms = product::forward_bound(path, &now);
+                let worst = product::exact_forward(&now)?.compare("y", &y.values(), terms)?;
+                seen = seen.and(Seen::within(m * n, worst));
+            }
+            Ok(seen)
+        })
     })
 }
 
@@ -227,38 +214,23 @@ fn ends_of_memory(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch, _: bool) -
 
 fn placed(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch, stored: &Placed) -> Result<Seen> {
     stored.lend(|weight| {
-        let problem = problem_of(sketch, weight);
-        let w = match prepared(bench, path, &problem)? {
-            Ok(w) => w,
-            Err(reasons) => return Ok(Seen::Refused(reasons)),
-        };
-        let (m, k, n) = (problem.m, problem.weight.k, problem.weight.n());
-        let x = Guarded::input(problem.io, &problem.x, m, k, Layout::HOSTILE);
-        let mut y = Guarded::output(problem.io, m, n, Layout::HOSTILE);
-        // Scratch is aligned to 64 bytes and a multiple of them long where backends ask for whole lines.
-        let need = w.workspace(m);
-        let mut scratch = Memory::before_a_hole(need.next_multiple_of(64).max(64), product::STALE);
-        let at = scratch.len() - need.next_multiple_of(64);
-        let mut cx = ExecContext::cpu(bench.threads);
-        if need > 0 {
-            cx.workspace = Some(TensorViewMut::of(&mut scratch[at..at + need], &[need])?);
-        }
-        w.forward(x.view()?, y.view_mut()?, &mut cx)?;
-        let terms = product::forward_bound(path, &problem);
-        let worst = product::exact_forward(&problem)?.compare("y", &y.values(), terms)?;
-        Ok(Seen::within(m * n, worst))
+        let problem = sketch.problem(weight);
+        product::with(bench, path, &problem, OpSet::FORWARD, |w| {
+            let (m, k, n) = (problem.m, problem.weight.k, problem.weight.n());
+            let x = Guarded::input(problem.io, &problem.x, m, k, Layout::HOSTILE);
+            let mut y = Guarded::output(problem.io, m, n, Layout::HOSTILE);
+            // Scratch is aligned to 64 bytes and a multiple of them long where backends ask for whole lines.
+            let need = w.workspace(m);
+            let mut scratch = Memory::before_a_hole(need.next_multiple_of(64).max(64), product::STALE);
+            let at = scratch.len() - need.next_multiple_of(64);
+            let mut cx = ExecContext::cpu(bench.threads);
+            if need > 0 {
+                cx.workspace = Some(TensorViewMut::of(&mut scratch[at..at + need], &[need])?);
+            }
+            w.forward(x.view()?, y.view_mut()?, &mut cx)?;
+            let terms = product::forward_bound(path, &problem);
+            let worst = product::exact_forward(&problem)?.compare("y", &y.values(), terms)?;
+            Ok(Seen::within(m * n, worst))
+        })
     })
-}
-
-fn problem_of<'a>(sketch: &Sketch, weight: &q4_core::Q4Weight<'a>) -> Problem<'a> {
-    Problem {
-        name: sketch.name(),
-        weight: *weight,
-        x: sketch.input(),
-        m: sketch.m,
-        max_m: sketch.max_m,
-        activations: sketch.activations,
-        io: sketch.io,
-        recorded: None,
-    }
 }

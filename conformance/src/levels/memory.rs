@@ -3,10 +3,10 @@ use super::Scope;
 use crate::Level;
 use crate::case::{Bench, Case, Seen};
 use crate::guarded::Layout;
-use crate::measure::Problem;
+use crate::lattice::Problem;
 use crate::memory::{resident_of, watch_in};
 use crate::product::{self, failed};
-use q4_core::stage::DeviceMemory;
+use q4_core::device::DeviceMemory;
 use q4_core::{DType, Device, ExecContext, ExecPath, OpSet, Result};
 use std::sync::Arc;
 

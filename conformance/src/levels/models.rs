@@ -8,7 +8,6 @@ use super::drawn::sampled;
 use crate::case::{Bench, Case, Seen};
 use crate::guarded::Layout;
 use crate::lattice::Sketch;
-use crate::measure::Problem;
 use crate::{Level, product};
 use q4_core::{ExecPath, OpSet, Result};
 
@@ -100,16 +99,7 @@ fn each(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch, calls: &[usize], mos
         let mut seen = Seen::Refused(Vec::new());
         for m in calls.iter().copied().filter(|m| *m <= most) {
             let sketch = Sketch { m, ..sketch.clone() };
-            let problem = Problem {
-                name: sketch.name(),
-                weight: *weight,
-                x: sketch.input(),
-                m,
-                max_m: sketch.max_m,
-                activations: sketch.activations,
-                io: sketch.io,
-                recorded: None,
-            };
+            let problem = sketch.problem(weight);
             let w = match &prepared {
                 Some(w) => w,
                 None => {

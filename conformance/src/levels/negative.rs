@@ -4,9 +4,7 @@ use super::Scope;
 use super::abi::PATHS;
 use crate::Level;
 use crate::case::{Bench, Case, Seen};
-use crate::claim::ACTIVATIONS;
-use crate::lattice::{self, Sketch};
-use crate::measure::Problem;
+use crate::lattice::{self, Problem, Sketch};
 use crate::product::{self, failed};
 use crate::stored::Stored;
 use q4_core::formats::{encodings, names};
@@ -19,7 +17,7 @@ use q4_core::{
 pub(super) fn backend_cases(all: &mut Vec<Case>) {
     for schema in names() {
         for path in PATHS {
-            for kind in ACTIVATIONS {
+            for kind in lattice::ACTIVATIONS {
                 let sketch = Sketch::plain(
                     encodings(schema)[0],
                     lattice::quantizers(kind)[0],
@@ -166,19 +164,9 @@ fn verdicts_bind(
             }
             let io = [DType::F32, DType::BF16, DType::F16][i % 3];
             let sketch = Sketch::plain(schema, activations, io, [n, k, 1], seed);
-            sketch.weight().lend(|w| {
-                let problem = Problem {
-                    name: String::new(),
-                    weight: *w,
-                    x: Vec::new(),
-                    m: 1,
-                    max_m: 1,
-                    activations,
-                    io,
-                    recorded: None,
-                };
-                agree(bench, path, w, &product::spec(bench, &problem, OpSet::FORWARD))
-            })?;
+            sketch
+                .weight()
+                .lend(|w| agree(bench, path, w, &product::spec(bench, &sketch.problem(w), OpSet::FORWARD)))?;
             seen += 1;
         }
     }
@@ -231,16 +219,7 @@ fn damaged(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch, damage: Damage) -
         foreign.lend(|other| {
             let is_foreign = matches!(damage, Damage::ForeignParts);
             let weight = Q4Weight { segments: if is_foreign { other.segments } else { w.segments }, ..*w };
-            let problem = Problem {
-                name: String::new(),
-                weight,
-                x: Vec::new(),
-                m: 1,
-                max_m: 1,
-                activations: sketch.activations,
-                io: sketch.io,
-                recorded: None,
-            };
+            let problem = Sketch { m: 1, max_m: 1, ..sketch.clone() }.problem(&weight);
             let spec = product::spec(bench, &problem, OpSet::FORWARD);
             match product::build(bench, path, &weight, &spec) {
                 Err(_) => Ok(()),
@@ -259,17 +238,8 @@ fn nan_scale(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch) -> Result<Seen>
     let row = n / 2;
     stored.schema.spoil(&mut stored.parts[0].data, row, k);
     stored.lend(|w| {
-        let x = vec![1.0; k];
-        let problem = Problem {
-            name: String::new(),
-            weight: *w,
-            x,
-            m: 1,
-            max_m: 1,
-            activations: sketch.activations,
-            io: sketch.io,
-            recorded: None,
-        };
+        let one = Sketch { m: 1, max_m: 1, ..sketch.clone() };
+        let problem = Problem { x: vec![1.0; k], ..one.problem(w) };
         let spec = product::spec(bench, &problem, OpSet::FORWARD);
         let Ok(prepared) = product::build(bench, path, w, &spec) else {
             return Ok(Seen::exactly(1));

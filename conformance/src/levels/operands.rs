@@ -3,7 +3,7 @@ use super::Scope;
 use crate::Level;
 use crate::case::{Bench, Case, Seen};
 use crate::guarded::{Guarded, Layout, Workspace};
-use crate::measure::Problem;
+use crate::lattice::Problem;
 use crate::product::{self, failed};
 use q4_core::{
     DType, Device, ExecContext, ExecPath, OpSet, PreparedWeight, Result, TensorView, TensorViewMut,
@@ -112,50 +112,51 @@ const WRONG: [Wrong; 10] = [
 ];
 
 fn refused(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>, op: Op, wrong: &Wrong) -> Result<Seen> {
-    let spec = product::spec(bench, problem, OpSet::FORWARD.with(op.set()));
-    let w = match product::prepare(bench, path, &problem.weight, &spec)? {
-        Ok(prepared) => prepared,
-        Err(reasons) => return Ok(Seen::Refused(reasons)),
-    };
-    // Decoding may go to any type of activations, so another one of them is not wrong.
-    if op == Op::Dequantize && wrong.name == "output-of-another-type" {
-        return Ok(Seen::exactly(0));
-    }
-    let (io, m, k, n) = (problem.io, problem.m, problem.weight.k, problem.weight.n());
-    let [(rows_in, cols_in), (rows_out, cols_out)] = match op {
-        Op::Forward => [(m, k), (m, n)],
-        Op::Backward => [(m, n), (m, k)],
-        Op::Dequantize => [(m, k), (n, k)],
-    };
-    let x = Guarded::input(io, &vec![0.5; rows_in * cols_in], rows_in, cols_in, Layout::PLAIN);
-    let mut y = Guarded::output(io, rows_out, cols_out, Layout::PLAIN);
-    let before = y.snapshot();
-    let mut scratch = Workspace::new(w.workspace(m), product::STALE);
-    let mut cx = ExecContext::cpu(bench.threads);
-    cx.workspace = scratch.view()?;
-    let (x, out) = match wrong.on {
-        On::Input => (
-            x.view_as((wrong.dtype)(io), wrong.device, rows_in - wrong.rows, cols_in - wrong.cols)?,
-            y.view_mut()?,
-        ),
-        On::Output => {
-            let out =
-                y.view_mut_as((wrong.dtype)(io), wrong.device, rows_out - wrong.rows, cols_out - wrong.cols)?;
-            (x.view()?, out)
+    product::with(bench, path, problem, OpSet::FORWARD.with(op.set()), |w| {
+        // Decoding may go to any type of activations, so another one of them is not wrong.
+        if op == Op::Dequantize && wrong.name == "output-of-another-type" {
+            return Ok(Seen::exactly(0));
         }
-    };
-    let described = format!("{x:?} -> {out:?}");
-    let result = run(&*w, op, x, out, &mut cx);
-    if result.is_ok() {
-        return Err(failed("a call with operands that do not fit was served").have(described));
-    }
-    y.check_unchanged("the output of a refused call", &before)?;
-    scratch.check_guards()?;
-    // It leaves nothing behind.
-    let y = product::forward(&*w, problem, Layout::PLAIN, product::STALE, bench.threads)?.values();
-    let terms = product::forward_bound(path, problem);
-    let worst = product::exact_forward(problem)?.compare("y after a refused call", &y, terms)?;
-    Ok(Seen::within(1 + y.len(), worst))
+        let (io, m, k, n) = (problem.io, problem.m, problem.weight.k, problem.weight.n());
+        let [(rows_in, cols_in), (rows_out, cols_out)] = match op {
+            Op::Forward => [(m, k), (m, n)],
+            Op::Backward => [(m, n), (m, k)],
+            Op::Dequantize => [(m, k), (n, k)],
+        };
+        let x = Guarded::input(io, &vec![0.5; rows_in * cols_in], rows_in, cols_in, Layout::PLAIN);
+        let mut y = Guarded::output(io, rows_out, cols_out, Layout::PLAIN);
+        let before = y.snapshot();
+        let mut scratch = Workspace::new(w.workspace(m), product::STALE);
+        let mut cx = ExecContext::cpu(bench.threads);
+        cx.workspace = scratch.view()?;
+        let (x, out) = match wrong.on {
+            On::Input => (
+                x.view_as((wrong.dtype)(io), wrong.device, rows_in - wrong.rows, cols_in - wrong.cols)?,
+                y.view_mut()?,
+            ),
+            On::Output => {
+                let out = y.view_mut_as(
+                    (wrong.dtype)(io),
+                    wrong.device,
+                    rows_out - wrong.rows,
+                    cols_out - wrong.cols,
+                )?;
+                (x.view()?, out)
+            }
+        };
+        let described = format!("{x:?} -> {out:?}");
+        let result = run(w, op, x, out, &mut cx);
+        if result.is_ok() {
+            return Err(failed("a call with operands that do not fit was served").have(described));
+        }
+        y.check_unchanged("the output of a refused call", &before)?;
+        scratch.check_guards()?;
+        // It leaves nothing behind.
+        let y = product::forward(w, problem, Layout::PLAIN, product::STALE, bench.threads)?.values();
+        let terms = product::forward_bound(path, problem);
+        let worst = product::exact_forward(problem)?.compare("y after a refused call", &y, terms)?;
+        Ok(Seen::within(1 + y.len(), worst))
+    })
 }
 
 fn run(
@@ -174,32 +175,28 @@ fn run(
 
 /// Less scratch than asked for: refused without a trace, or not needed after all and the result is right.
 fn short_workspace(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<Seen> {
-    let w =
-        match product::prepare(bench, path, &problem.weight, &product::spec(bench, problem, OpSet::FORWARD))?
-        {
-            Ok(prepared) => prepared,
-            Err(reasons) => return Ok(Seen::Refused(reasons)),
-        };
-    let (m, k, n) = (problem.m, problem.weight.k, problem.weight.n());
-    let need = w.workspace(m);
-    let mut sizes = vec![0, need / 2, need.saturating_sub(64)];
-    sizes.dedup();
-    for len in sizes.iter().filter(|len| **len < need) {
-        let x = Guarded::input(problem.io, &problem.x, m, k, Layout::PLAIN);
-        let mut y = Guarded::output(problem.io, m, n, Layout::PLAIN);
-        let before = y.snapshot();
-        let mut scratch = Workspace::new(*len, product::STALE);
-        match product::call(&*w, OpSet::FORWARD, ("x", &x), ("y", &mut y), &mut scratch, bench.threads) {
-            Ok(()) => {
-                let exact = product::exact_forward(problem)?;
-                exact.compare("y", &y.values(), product::forward_bound(path, problem))?;
-            }
-            Err(e) if e.code() == q4_core::Code::ConformanceFailed => return Err(e),
-            Err(_) => {
-                y.check_unchanged("the output of a refused call", &before)?;
-                scratch.check_guards()?;
+    product::with(bench, path, problem, OpSet::FORWARD, |w| {
+        let (m, k, n) = (problem.m, problem.weight.k, problem.weight.n());
+        let need = w.workspace(m);
+        let mut sizes = vec![0, need / 2, need.saturating_sub(64)];
+        sizes.dedup();
+        for len in sizes.iter().filter(|len| **len < need) {
+            let x = Guarded::input(problem.io, &problem.x, m, k, Layout::PLAIN);
+            let mut y = Guarded::output(problem.io, m, n, Layout::PLAIN);
+            let before = y.snapshot();
+            let mut scratch = Workspace::new(*len, product::STALE);
+            match product::call(w, OpSet::FORWARD, ("x", &x), ("y", &mut y), &mut scratch, bench.threads) {
+                Ok(()) => {
+                    let exact = product::exact_forward(problem)?;
+                    exact.compare("y", &y.values(), product::forward_bound(path, problem))?;
+                }
+                Err(e) if e.code() == q4_core::Code::ConformanceFailed => return Err(e),
+                Err(_) => {
+                    y.check_unchanged("the output of a refused call", &before)?;
+                    scratch.check_guards()?;
+                }
             }
         }
-    }
-    Ok(Seen::exactly(sizes.len()))
+        Ok(Seen::exactly(sizes.len()))
+    })
 }

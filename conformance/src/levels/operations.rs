@@ -3,7 +3,7 @@ use super::Scope;
 use crate::Level;
 use crate::case::{Bench, Case, Seen};
 use crate::guarded::Layout;
-use crate::measure::Problem;
+use crate::lattice::Problem;
 use crate::product::{self, failed};
 use q4_core::{DType, ExecPath, OpSet, Result, ThreadPool};
 
@@ -26,30 +26,27 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
 }
 
 fn in_turns(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>, ops: OpSet) -> Result<Seen> {
-    let spec = product::spec(bench, problem, ops);
-    let w = match product::prepare(bench, path, &problem.weight, &spec)? {
-        Ok(prepared) => prepared,
-        Err(reasons) => return Ok(Seen::Refused(reasons)),
-    };
-    let forward = || product::forward(&*w, problem, Layout::PLAIN, product::STALE, bench.threads);
-    let first = forward()?;
-    let worst = product::exact_forward(problem)?.compare(
-        "y",
-        &first.values(),
-        product::forward_bound(path, problem),
-    )?;
-    let mut seen = first.values().len();
-    let wide = Layout { gap: 100, ..Layout::PLAIN };
-    let pools = [1, 4, 7].map(ThreadPool::new);
-    for turn in 0..12 {
-        let layout = if turn % 2 == 0 { Layout::PLAIN } else { wide };
-        let dtype = [DType::F32, DType::BF16, DType::F16][turn % 3];
-        seen += product::check_decode(&*w, &problem.weight, dtype, layout, &pools[turn / 4])?;
-        if turn % 3 == 0 && forward()?.bits() != first.bits() {
-            return Err(
-                failed("the bits of y depend on the operations before").have("another y after decoding")
-            );
+    product::with(bench, path, problem, ops, |w| {
+        let forward = || product::forward(w, problem, Layout::PLAIN, product::STALE, bench.threads);
+        let first = forward()?;
+        let worst = product::exact_forward(problem)?.compare(
+            "y",
+            &first.values(),
+            product::forward_bound(path, problem),
+        )?;
+        let mut seen = first.values().len();
+        let wide = Layout { gap: 100, ..Layout::PLAIN };
+        let pools = [1, 4, 7].map(ThreadPool::new);
+        for turn in 0..12 {
+            let layout = if turn % 2 == 0 { Layout::PLAIN } else { wide };
+            let dtype = [DType::F32, DType::BF16, DType::F16][turn % 3];
+            seen += product::check_decode(w, &problem.weight, dtype, layout, &pools[turn / 4])?;
+            if turn % 3 == 0 && forward()?.bits() != first.bits() {
+                return Err(
+                    failed("the bits of y depend on the operations before").have("another y after decoding")
+                );
+            }
         }
-    }
-    Ok(Seen::within(seen, worst))
+        Ok(Seen::within(seen, worst))
+    })
 }

@@ -5,8 +5,7 @@ use super::Scope;
 use super::drawn::sampled;
 use crate::case::{Bench, Case, Seen};
 use crate::guarded::Layout;
-use crate::lattice::Sketch;
-use crate::measure::Problem;
+use crate::lattice::{Problem, Sketch};
 use crate::stored::mix;
 use crate::{Level, product};
 use q4_core::{ExecPath, OpSet, Result};
@@ -52,11 +51,8 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
 }
 
 fn check(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<Seen> {
-    let spec = product::spec(bench, problem, OpSet::FORWARD);
-    let w = match product::prepare(bench, path, &problem.weight, &spec)? {
-        Ok(prepared) => prepared,
-        Err(reasons) => return Ok(Seen::Refused(reasons)),
-    };
-    let y = product::forward(&*w, problem, Layout::PLAIN, product::STALE, bench.threads)?;
-    sampled(path, problem, &y.values(), [10, 40])
+    product::with(bench, path, problem, OpSet::FORWARD, |w| {
+        let y = product::forward(w, problem, Layout::PLAIN, product::STALE, bench.threads)?;
+        sampled(path, problem, &y.values(), [10, 40])
+    })
 }

@@ -2,8 +2,7 @@
 use super::Scope;
 use super::forward::check;
 use crate::case::{Case, Seen};
-use crate::lattice::{self, Sketch, Values};
-use crate::measure::Problem;
+use crate::lattice::{self, Problem, Sketch, Values};
 use crate::{Level, limits, product};
 use q4_core::{Activations, DType, OpSet, Q4Schema, RowDecoder};
 

@@ -1,6 +1,6 @@
 //! Liars that take an address for what lies there, or reach beyond what they were lent and leave no trace.
 use super::Liar;
-use super::honest::{HONEST, Kept, Parts};
+use super::parts::{HONEST, Kept, Parts};
 use crate::Level::{L2, L5};
 use q4_core::TensorView;
 use std::collections::BTreeMap;

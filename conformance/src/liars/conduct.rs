@@ -1,6 +1,6 @@
 //! Liars whose numbers may be right: what they say, keep, refuse, depend on, or do to the process is not.
 use super::Liar;
-use super::honest::{HONEST, Parts, check};
+use super::parts::{HONEST, Parts, check};
 use crate::Level::{L0, L2, L4, L5};
 use q4_core::formats::e4m3;
 use q4_core::{Code, Error, ExecPath, OpSet, TensorViewMut};

@@ -1,6 +1,6 @@
 //! Liars that read the stored bits wrongly: every defect that a 4-bit decoder was ever seen to have.
 use super::Liar;
-use super::honest::{Block, HONEST, Parts, right_scale};
+use super::parts::{Block, HONEST, Parts, right_scale};
 use crate::Level::L1;
 use q4_core::formats::{e2m1, e4m3, nf4, swizzle};
 use q4_core::{Convention, GlobalScale};

@@ -1,7 +1,7 @@
 //! Liars that are right where suites look and wrong where models are: other sizes, more rows, other threads,
 //! later calls.
 use super::Liar;
-use super::honest::{HONEST, Parts};
+use super::parts::{HONEST, Parts};
 use super::situation::{Fault, Situation};
 use crate::Level::{self, L1, L2, L3, L5};
 

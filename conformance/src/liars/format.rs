@@ -1,7 +1,7 @@
 //! Liars that are right about the encodings, formats and values that suites have, and wrong about others of
 //! the same kind.
 use super::Liar;
-use super::honest::{HONEST, Parts, Quantise, quantise};
+use super::parts::{HONEST, Parts, Quantise, quantise};
 use super::situation::{Fault, Situation};
 use crate::Level::{L1, L2, L3};
 use q4_core::formats::nf4;

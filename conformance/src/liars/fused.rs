@@ -1,6 +1,6 @@
 //! Liars that multiply rightly and do wrong what they do besides.
 use super::Liar;
-use super::honest::{FUSING, Parts};
+use super::parts::{FUSING, Parts};
 use crate::Level::L2;
 use half::bf16;
 use q4_core::FuseSet;

@@ -1,7 +1,7 @@
 //! Liars that are wrong at some time: after so many calls or weights, after another operation, on another
 //! thread, while others compute.
 use super::Liar;
-use super::honest::{HONEST, Parts};
+use super::parts::{HONEST, Parts};
 use super::situation::{Fault, Situation};
 use crate::Level::{self, L3, L5};
 use std::cell::Cell;

@@ -2,18 +2,15 @@
 //!
 //! It keeps the stored bytes, decodes a row at a time, sums in f64 and rounds once. Every step that a
 //! saboteur could get wrong is a function of [`Parts`].
-pub use super::parts::Parts;
-pub(super) use super::parts::{Block, Call, FUSING, HONEST, Operand, Quantise, RowAt};
+use super::parts::{Block, Call, FUSING, Kept, Parts, RowAt, Segment, widen};
 use super::situation::{Done, Fault, Situation, View};
 use half::{bf16, f16};
-use q4_core::formats::{e2m1, e4m3, int8, nvfp4, swizzle};
-use q4_core::oracle::act_global;
 use q4_core::selfcheck::IoBuffer;
 use q4_core::{
     Absmax, ActGlobal, Activations, BackendDescriptor, Code, DType, Device, Error, ExecContext, ExecPath,
-    FuseSet, Fusion, GlobalScale, HostEnv, LinearSpec, Nf4, Nf4Parts, NibbleOrder, Nvfp4, OpSet, Part,
-    PreparedInfo, PreparedWeight, ProbeItem, Q4Backend, Q4Schema, Q4Weight, Reject, RejectCode, Result,
-    ScaleLayout, Scratch, SegmentData, TensorView, TensorViewMut, Verdict, f32s,
+    FuseSet, Fusion, HostEnv, LinearSpec, Nf4, Nf4Parts, NibbleOrder, Nvfp4, OpSet, Part, PreparedInfo,
+    PreparedWeight, ProbeItem, Q4Backend, Q4Schema, Q4Weight, Reject, RejectCode, Result, ScaleLayout,
+    Scratch, SegmentData, TensorView, TensorViewMut, Verdict, f32s,
 };
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -42,19 +39,6 @@ static LIVE: AtomicU64 = AtomicU64::new(0);
 static MADE: AtomicU64 = AtomicU64::new(0);
 /// Weights that went since the last one came.
 static GONE: AtomicU64 = AtomicU64::new(0);
-
-/// Eight sums beside each other, in f64.
-pub(super) fn sum(x: &[f64], w: &[f32]) -> f64 {
-    let mut sums = [0.0; 8];
-    for (x, w) in x.chunks(8).zip(w.chunks(8)) {
-        sums.iter_mut().zip(x).zip(w).for_each(|((sum, x), w)| *sum += x * f64::from(*w));
-    }
-    sums.iter().sum()
-}
-
-pub(super) fn right_scale(b: Block) -> usize {
-    if b.is_tiled { swizzle::offset(b.row, b.block, b.blocks) } else { b.row * b.blocks + b.block }
-}
 
 struct Honest {
     descriptor: BackendDescriptor,
@@ -178,44 +162,6 @@ fn verdict(spec: &LinearSpec, path: ExecPath) -> Verdict {
         no(ActivationsUnsupported, "a scale of the rule's convention", format!("{:?}", g.convention()));
     }
     if reasons.is_empty() { Ok(()) } else { Err(reasons) }
-}
-
-/// A prepared weight.
-pub(super) struct Kept {
-    pub info: PreparedInfo,
-    pub x: DType,
-    pub y: DType,
-    pub schema: Q4Schema,
-    /// Most rows of a call.
-    pub max_m: usize,
-    /// Out features of the segments.
-    pub rows: Vec<usize>,
-    ops: OpSet,
-    was_refused: bool,
-    nth: u64,
-    done: Done,
-    /// Where the caller kept the codes.
-    pub source: usize,
-    name: String,
-    segments: Vec<Segment>,
-    parts: Parts,
-    calls: AtomicU64,
-    /// Memory that is not accounted for.
-    pub hoard: Vec<f32>,
-    /// Something of the call before.
-    pub last: AtomicU64,
-    /// A buffer that calls share.
-    pub shared: Mutex<Vec<f64>>,
-}
-
-struct Segment {
-    rows: usize,
-    codes: Vec<u8>,
-    scales: Vec<u8>,
-    absmax: Vec<f32>,
-    global: Option<GlobalScale>,
-    /// Every code under every scale byte, so that models of millions of weights are decoded in seconds.
-    values: Vec<f32>,
 }
 
 impl Segment {
@@ -521,56 +467,8 @@ impl Kept {
     }
 }
 
-/// The input in the format of the product.
-pub(super) fn quantise(x: &[f32], k: usize, activations: &Activations, source: DType) -> Result<Vec<f64>> {
-    let mut out = Vec::with_capacity(x.len());
-    match activations {
-        Activations::Native => out.extend(x.iter().map(|v| f64::from(*v))),
-        Activations::Int8 => {
-            let (mut q, mut scales) = (vec![0; k], vec![0.0; k / 16]);
-            for row in x.chunks(k) {
-                int8::quantize_row(row, &mut q, &mut scales)?;
-                out.extend(q.iter().enumerate().map(|(i, q)| f64::from(*q) * f64::from(scales[i / 16])));
-            }
-        }
-        Activations::Nvfp4(act) => {
-            let global = act_global(act, x, source)?;
-            let quantizer = nvfp4::Quantizer { rule: act.rule, global, source };
-            let (mut codes, mut scales) = (vec![0; k / 2], vec![0; k / 16]);
-            let g = global.map_or(1.0, GlobalScale::multiplier);
-            for row in x.chunks(k) {
-                quantizer.quantize_row(row, &mut codes, &mut scales)?;
-                let value = |i: usize| f64::from(e2m1::decode(codes[i / 2] >> (4 * (i % 2))));
-                out.extend((0..k).map(|i| value(i) * f64::from(e4m3::decode(scales[i / 16])) * g));
-            }
-        }
-    }
-    Ok(out)
-}
-
 fn backwards(x: &[f64], w: &[f32]) -> f64 {
     f64::from(x.iter().zip(w).rev().fold(0f32, |sum, (x, w)| sum + *x as f32 * w))
-}
-
-pub(super) fn check(input: Operand<'_>, output: Operand<'_>) -> Result<()> {
-    for (view, dtype, rows, cols) in [input, output] {
-        let (have_rows, have_cols, _) = view.as_matrix()?;
-        if (have_rows, have_cols, view.dtype()) != (rows, cols, dtype) || !dtype.is_io() {
-            return Err(Error::new(Code::ShapeMismatch, "operand of a product")
-                .need(format!("{dtype}[{rows}, {cols}]"))
-                .have(format!("{view:?}")));
-        }
-    }
-    Ok(())
-}
-
-pub(super) fn widen(x: &TensorView<'_>, r: usize, out: &mut [f32]) -> Result<()> {
-    match x.dtype() {
-        DType::F16 => x.row::<f16>(r)?.iter().zip(out).for_each(|(x, o)| *o = x.to_f32()),
-        DType::BF16 => x.row::<bf16>(r)?.iter().zip(out).for_each(|(x, o)| *o = x.to_f32()),
-        _ => out.copy_from_slice(x.row::<f32>(r)?),
-    }
-    Ok(())
 }
 
 fn store(y: &mut TensorViewMut<'_>, r: usize, values: impl Iterator<Item = f32>) -> Result<()> {

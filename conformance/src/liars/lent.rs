@@ -1,7 +1,7 @@
 //! Liars about what a caller lends: element types that differ, rows that lie apart in one operand and not in
 //! the other, addresses, what y held, and more scratch than was asked for.
 use super::Liar;
-use super::honest::{HONEST, Parts};
+use super::parts::{HONEST, Parts};
 use super::situation::{Fault, Situation};
 use crate::Level::{self, L2, L3, L4, L5};
 use q4_core::{DType, OpSet, Scratch};

@@ -1,6 +1,6 @@
 //! Liars that are right for inputs around one.
 use super::Liar;
-use super::honest::{HONEST, Parts, Quantise, quantise};
+use super::parts::{HONEST, Parts, Quantise, quantise};
 use crate::Level::L2;
 use q4_core::DType;
 

@@ -19,7 +19,8 @@ mod product;
 mod situation;
 
 use crate::Level;
-pub use honest::{Parts, honest};
+pub use honest::honest;
+pub use parts::Parts;
 use q4_core::Q4Backend;
 use std::sync::Arc;
 

@@ -1,6 +1,6 @@
 //! Liars about what they compute: they refuse just what they get wrong, or agree to more than they have.
 use super::Liar;
-use super::honest::{HONEST, Parts};
+use super::parts::{HONEST, Parts};
 use super::situation::Fault;
 use crate::Level::{L2, L3, L4, L5};
 use q4_core::{

@@ -1,11 +1,15 @@
-//! The parts of the honest backend that a saboteur may exchange, and the right ones.
-use super::honest::{Kept, check, quantise, right_scale, sum, widen};
-use super::situation::{Fault, Situation};
-use q4_core::formats::{e2m1, e4m3, nf4};
+//! The parts of the honest backend that a saboteur may exchange, and the right ones; and the weight that they
+//! work on.
+use super::situation::{Done, Fault, Situation};
+use half::{bf16, f16};
+use q4_core::formats::{e2m1, e4m3, int8, nf4, nvfp4, swizzle};
+use q4_core::oracle::act_global;
 use q4_core::{
-    Activations, BackendDescriptor, DType, ExecPath, FuseSet, GlobalScale, LinearSpec, Q4Schema, Result,
-    Scratch, TensorView, TensorViewMut, Verdict,
+    Activations, BackendDescriptor, Code, DType, Error, ExecPath, FuseSet, GlobalScale, LinearSpec, OpSet,
+    PreparedInfo, Q4Schema, Result, Scratch, TensorView, TensorViewMut, Verdict,
 };
+use std::sync::Mutex;
+use std::sync::atomic::AtomicU64;
 
 /// Every step that can be exchanged.
 #[derive(Clone, Copy)]
@@ -183,3 +187,103 @@ pub(super) struct Call<'a> {
 
 /// An operand, and its type, rows and columns as they must be.
 pub(super) type Operand<'a> = (&'a TensorView<'a>, DType, usize, usize);
+
+/// A prepared weight.
+pub(super) struct Kept {
+    pub info: PreparedInfo,
+    pub x: DType,
+    pub y: DType,
+    pub schema: Q4Schema,
+    /// Most rows of a call.
+    pub max_m: usize,
+    /// Out features of the segments.
+    pub rows: Vec<usize>,
+    pub ops: OpSet,
+    pub was_refused: bool,
+    pub nth: u64,
+    pub done: Done,
+    /// Where the caller kept the codes.
+    pub source: usize,
+    pub name: String,
+    pub segments: Vec<Segment>,
+    pub parts: Parts,
+    pub calls: AtomicU64,
+    /// Memory that is not accounted for.
+    pub hoard: Vec<f32>,
+    /// Something of the call before.
+    pub last: AtomicU64,
+    /// A buffer that calls share.
+    pub shared: Mutex<Vec<f64>>,
+}
+
+/// A segment of it, as it is stored.
+pub(super) struct Segment {
+    pub rows: usize,
+    pub codes: Vec<u8>,
+    pub scales: Vec<u8>,
+    pub absmax: Vec<f32>,
+    pub global: Option<GlobalScale>,
+    /// Every code under every scale byte, so that models of millions of weights are decoded in seconds.
+    pub values: Vec<f32>,
+}
+
+/// Eight sums beside each other, in f64.
+pub(super) fn sum(x: &[f64], w: &[f32]) -> f64 {
+    let mut sums = [0.0; 8];
+    for (x, w) in x.chunks(8).zip(w.chunks(8)) {
+        sums.iter_mut().zip(x).zip(w).for_each(|((sum, x), w)| *sum += x * f64::from(*w));
+    }
+    sums.iter().sum()
+}
+
+pub(super) fn right_scale(b: Block) -> usize {
+    if b.is_tiled { swizzle::offset(b.row, b.block, b.blocks) } else { b.row * b.blocks + b.block }
+}
+
+/// The input in the format of the product.
+pub(super) fn quantise(x: &[f32], k: usize, activations: &Activations, source: DType) -> Result<Vec<f64>> {
+    let mut out = Vec::with_capacity(x.len());
+    match activations {
+        Activations::Native => out.extend(x.iter().map(|v| f64::from(*v))),
+        Activations::Int8 => {
+            let (mut q, mut scales) = (vec![0; k], vec![0.0; k / 16]);
+            for row in x.chunks(k) {
+                int8::quantize_row(row, &mut q, &mut scales)?;
+                out.extend(q.iter().enumerate().map(|(i, q)| f64::from(*q) * f64::from(scales[i / 16])));
+            }
+        }
+        Activations::Nvfp4(act) => {
+            let global = act_global(act, x, source)?;
+            let quantizer = nvfp4::Quantizer { rule: act.rule, global, source };
+            let (mut codes, mut scales) = (vec![0; k / 2], vec![0; k / 16]);
+            let g = global.map_or(1.0, GlobalScale::multiplier);
+            for row in x.chunks(k) {
+                quantizer.quantize_row(row, &mut codes, &mut scales)?;
+                let value = |i: usize| f64::from(e2m1::decode(codes[i / 2] >> (4 * (i % 2))));
+                out.extend((0..k).map(|i| value(i) * f64::from(e4m3::decode(scales[i / 16])) * g));
+            }
+        }
+    }
+    Ok(out)
+}
+
+pub(super) fn check(input: Operand<'_>, output: Operand<'_>) -> Result<()> {
+    for (view, dtype, rows, cols) in [input, output] {
+        let (have_rows, have_cols, _) = view.as_matrix()?;
+        if (have_rows, have_cols, view.dtype()) != (rows, cols, dtype) || !dtype.is_io() {
+            return Err(Error::new(Code::ShapeMismatch, "operand of a product")
+                .need(format!("{dtype}[{rows}, {cols}]"))
+                .have(format!("{view:?}")));
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn widen(x: &TensorView<'_>, r: usize, out: &mut [f32]) -> Result<()> {
+    match x.dtype() {
+        DType::F16 => x.row::<f16>(r)?.iter().zip(out).for_each(|(x, o)| *o = x.to_f32()),
+        DType::BF16 => x.row::<bf16>(r)?.iter().zip(out).for_each(|(x, o)| *o = x.to_f32()),
+        _ => out.copy_from_slice(x.row::<f32>(r)?),
+    }
+    Ok(())
+}

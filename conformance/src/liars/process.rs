@@ -1,7 +1,7 @@
 //! Liars whose results are right and who leave the process that they are guests of another one. Each is asked
 //! in a child.
 use super::Liar;
-use super::honest::{HONEST, Parts};
+use super::parts::{HONEST, Parts};
 use crate::Level::L5;
 use q4_core::conduct::{float_control, set_float_control};
 use std::io::Write;

@@ -1,6 +1,6 @@
 //! Liars that decode rightly and multiply wrongly.
 use super::Liar;
-use super::honest::{HONEST, Parts, quantise};
+use super::parts::{HONEST, Parts, quantise};
 use crate::Level::{L2, L3, L5};
 use half::{bf16, f16};
 use q4_core::{ActGlobal, ActQuant, Activations, DType, Result, Rule, TensorView, TensorViewMut};

@@ -7,8 +7,9 @@ mod plot;
 mod text;
 
 use crate::case::{CaseResult, Outcome};
-use crate::certificate::{Library, device_fact, facts, machine};
-use crate::{Level, Limits, Options, Profile, Proof, SUITE_VERSION};
+use crate::facts::{Library, device_fact, facts, machine};
+use crate::options::{Options, SUITE_VERSION};
+use crate::{Level, Limits, Profile, Proof};
 use q4_core::{BackendDescriptor, Device, HostEnv};
 use serde::Serialize;
 use std::collections::BTreeMap;

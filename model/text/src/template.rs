@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::{collections::BTreeMap, path::Path, thread};
 
+mod budget;
 mod clock;
 mod filters;
 mod format;
@@ -162,7 +163,7 @@ impl ChatTemplate {
             let (root, blocks) = compiled(&self.source)?;
             let environment = guard::environment();
             let mut prompt = String::new();
-            guard::start();
+            budget::start();
             let mut output = make_string_output(&mut prompt);
             eval(environment, &root, variables(), &blocks, &mut output, AutoEscape::None)
                 .map_err(|e| failed(&e))?;

@@ -1,10 +1,12 @@
 //! The table as a [`Q4Backend`]: every call is translated, its status checked, its answer compared with the
 //! request.
 use crate::descriptor::Descriptor;
-use crate::device::{self, Live};
+use crate::device;
+use crate::instance::Instance;
 use crate::library::Mapped;
+use crate::one;
 use crate::table::{Table, checked};
-use q4_core::stage::{DeviceMemory, memory_of};
+use q4_core::device::{DeviceMemory, memory_of};
 use q4_core::{
     BackendDescriptor, BuiltinOptions, Code, Device, Error, ExecContext, ExecPath, Footprint, FuseSet,
     Fusion, HostEnv, LinearSpec, OpSet, PreparedInfo, PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Reject,
@@ -18,8 +20,7 @@ use std::ffi::c_void;
 use std::mem::size_of;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 
 /// Longest text, and most reasons, that are taken from a library.
 const MAX_TEXT: usize = 1024;
@@ -32,22 +33,6 @@ pub struct Plugin {
     devices: Vec<VendorDevice>,
     instance: Arc<Instance>,
 }
-
-/// The library's object. Weights hold it, so it is destroyed after the last of them.
-pub(crate) struct Instance {
-    pub(crate) name: String,
-    pub(crate) table: Table,
-    pub(crate) raw: *mut abi::Q4Backend,
-    pub(crate) live: Live,
-    /// The contract promises one thread at a time.
-    turn: Mutex<()>,
-    poisoned: AtomicBool,
-}
-
-// SAFETY: the contract ties a backend to one thread at a time, not to one thread; `turn` keeps that.
-unsafe impl Send for Instance {}
-// SAFETY: as above; what weights use of it is the immutable table.
-unsafe impl Sync for Instance {}
 
 impl Plugin {
     /// Creates the library's backend.
@@ -105,14 +90,7 @@ impl Plugin {
             priority: table.api.priority,
             offers: table.offers.clone(),
         };
-        let instance = Instance {
-            name: name.to_owned(),
-            table,
-            raw,
-            live: Live::default(),
-            turn: Mutex::new(()),
-            poisoned: AtomicBool::new(false),
-        };
+        let instance = Instance::new(name, table, raw);
         let devices = device::all(&instance).map_err(|reason| vec![reason])?;
         Ok(Self { descriptor, origin, devices, instance: Arc::new(instance) })
     }
@@ -141,8 +119,7 @@ impl Q4Backend for Plugin {
     }
 
     fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
-        owned(&self.devices, spec.device, &self.instance.name)?;
-        self.instance.verdict(spec, path, env)
+        self.instance.verdict(&question(spec, path, &self.devices, &self.instance.name)?, env)
     }
 
     fn devices(&self) -> Vec<VendorDevice> {
@@ -197,30 +174,34 @@ impl Q4Backend for Plugin {
     }
 }
 
-/// Refuses a device of somebody else, or one that is not there.
-pub(crate) fn owned(devices: &[VendorDevice], device: Device, name: &str) -> Verdict {
-    let is_own =
-        matches!(device, Device::Cpu | Device::Cuda(_)) || devices.iter().any(|d| d.device == device);
-    if is_own {
-        return Ok(());
+/// A product as the library of that name is asked about it. Refused without asking: a device of somebody else,
+/// or one that is not there; and what no library can do, whatever it says: no processor multiplies 4-bit
+/// operands, and the bound of that path is the widest.
+pub(crate) fn question<'a>(
+    spec: &'a LinearSpec,
+    path: ExecPath,
+    devices: &[VendorDevice],
+    name: &str,
+) -> Result<LentSpec<'a>, Vec<Reject>> {
+    let device = spec.device;
+    if !matches!(device, Device::Cpu | Device::Cuda(_)) && devices.iter().all(|d| d.device != device) {
+        let have = format!("{device}, and {}", listed(devices));
+        return Err(one(RejectCode::DeviceAbsent, format!("a device of {name}"), have));
     }
-    let have = format!("{device}, and {}", listed(devices));
-    Err(vec![Reject::new(RejectCode::DeviceAbsent, format!("a device of {name}"), have)])
+    if path == ExecPath::NativeKernel && device == Device::Cpu {
+        let need = "a device with units for 4-bit operands";
+        return Err(one(RejectCode::PathUnsupported, need, "the CPU"));
+    }
+    let unsaid = |e| {
+        let need = "a product the interface can express";
+        one(RejectCode::SchemaUnsupported, need, message::line(&e))
+    };
+    LentSpec::new(spec, path).map_err(unsaid)
 }
 
 fn listed(devices: &[VendorDevice]) -> String {
     let all: Vec<_> = devices.iter().map(|d| format!("{} ({})", d.device, d.name)).collect();
     if all.is_empty() { "no device of its own".into() } else { all.join(", ") }
-}
-
-/// Refuses what no library can do, whatever it says: no processor multiplies 4-bit operands, and the bound of
-/// that path is the widest.
-pub(crate) fn possible(spec: &LinearSpec, path: ExecPath) -> Verdict {
-    if path != ExecPath::NativeKernel || spec.device != Device::Cpu {
-        return Ok(());
-    }
-    let need = "a device with units for 4-bit operands";
-    Err(vec![Reject::new(RejectCode::PathUnsupported, need, "the CPU")])
 }
 
 /// What the library of that name says it made, if that is what was asked for.
@@ -266,35 +247,6 @@ pub(crate) fn agreed(
 }
 
 impl Instance {
-    fn turn(&self) -> MutexGuard<'_, ()> {
-        self.turn.lock().unwrap_or_else(|e| e.into_inner())
-    }
-
-    pub(crate) fn lacks(&self, what: &str) -> Error {
-        Error::new(Code::Unsupported, format!("{}: {what}", self.name))
-            .need(what)
-            .have("a library without it")
-    }
-
-    /// A call that can fail, of a backend that has not panicked yet.
-    pub(crate) fn call(
-        &self,
-        what: &str,
-        call: impl FnOnce(*mut abi::Q4Error) -> abi::Q4Status,
-    ) -> Result<()> {
-        if self.poisoned.load(Ordering::Relaxed) {
-            return Err(Error::new(Code::BackendFailed, format!("{}: {what}", self.name))
-                .need("a backend that never panicked")
-                .have("an earlier call of it panicked"));
-        }
-        checked(what, call).map_err(|(status, e)| {
-            if status == status::PANICKED {
-                self.poisoned.store(true, Ordering::Relaxed);
-            }
-            e.within(&self.name)
-        })
-    }
-
     /// What the library says; `None` where it says nothing.
     fn footprint(&self, spec: &LinearSpec, path: ExecPath) -> Option<Footprint> {
         let footprint = self.table.api.footprint?;
@@ -307,23 +259,15 @@ impl Instance {
         Some(Footprint { resident: out.resident_bytes, workspace: out.workspace_bytes })
     }
 
-    fn verdict(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
-        possible(spec, path)?;
+    fn verdict(&self, lent: &LentSpec<'_>, env: &HostEnv) -> Verdict {
         let no_verdict = |code: Code, have: String| {
             let code = match code {
-                _ if self.poisoned.load(Ordering::Relaxed) => RejectCode::Panicked,
+                _ if self.has_panicked() => RejectCode::Panicked,
                 Code::ShapeMismatch => RejectCode::InvalidArgument,
                 _ => RejectCode::Internal,
             };
             Reject::new(code, "a verdict", have)
         };
-        let lent = LentSpec::new(spec, path).map_err(|e| {
-            vec![Reject::new(
-                RejectCode::SchemaUnsupported,
-                "a product the interface can express",
-                message::line(&e),
-            )]
-        })?;
         let Some(can_prepare) = self.table.api.can_prepare else {
             return Err(vec![no_verdict(Code::Internal, "no `can_prepare`".into())]);
         };
@@ -350,15 +294,6 @@ impl Instance {
             Ok(()) => {}
         }
         if reasons.is_empty() { Ok(()) } else { Err(reasons) }
-    }
-}
-
-impl Drop for Instance {
-    fn drop(&mut self) {
-        if let Some(destroy) = self.table.api.destroy {
-            // SAFETY: created by the same table, destroyed once, after the last weight.
-            unsafe { destroy(self.raw) }
-        }
     }
 }
 

@@ -205,7 +205,7 @@ impl TableCases {
         let mut newer = Newer::of(*weight.raw());
         newer.known.struct_size = size_of_val(&newer);
         newer.known.segments = longer.as_ptr().cast();
-        let longer = Backend::new(&self.table)?.prepare(&accepted, &lent, (&raw const newer).cast())?;
+        let longer = Backend::new(&self.table)?.prepare(&accepted.spec, &lent, (&raw const newer).cast())?;
         let (exact, longer) =
             (exact.forward(&exact.exec_of(Some(1)))?, longer.forward(&longer.exec_of(Some(1)))?);
         same("a product of a longer weight", &exact, &longer)
@@ -310,7 +310,7 @@ impl TableCases {
         let segments = stored.segments()?;
         let w = Q4Weight { schema: accepted.spec.schema, k: accepted.spec.k, segments: &segments };
         let (lent, weight) = (LentSpec::new(&accepted.spec, accepted.path)?, LentWeight::new(&w)?);
-        Backend::new(&self.table)?.prepare(accepted, &lent, weight.raw())
+        Backend::new(&self.table)?.prepare(&accepted.spec, &lent, weight.raw())
     }
 }
 

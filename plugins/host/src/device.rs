@@ -1,15 +1,13 @@
 //! Devices that a library brings, and their memory: what it says is compared with what it said before, what
 //! it hands out with what it has handed out, and with the program's own memory.
-use crate::backend::Instance;
-use q4_core::stage::{DeviceBytes, DeviceMemory};
+use crate::instance::Instance;
+use q4_core::device::{DeviceBytes, DeviceMemory};
 use q4_core::{Code, Device, Error, Reject, RejectCode, Result, VendorDevice};
 use q4_plugin_abi::{Q4Device, Q4Str, status};
 use q4_plugin_sdk::message;
-use std::collections::BTreeMap;
 use std::ffi::c_void;
-use std::ops::Range;
 use std::ptr;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 
 /// Devices that one library may have.
 const MOST: u32 = 64;
@@ -19,23 +17,6 @@ const MAX_TEXT: usize = 256;
 const ALIGN: u64 = 256;
 /// Bytes of a call's stack that no device memory may be in.
 const STACK: u64 = 1 << 16;
-
-/// Addresses that a library has handed out and not been given back, by device.
-#[derive(Default)]
-pub struct Live(Mutex<BTreeMap<(u32, u64), u64>>);
-
-impl Live {
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<(u32, u64), u64>> {
-        self.0.lock().unwrap_or_else(|e| e.into_inner())
-    }
-
-    /// What of a device is handed out and shares a byte with `range`.
-    fn within(&self, device: u32, range: &Range<u64>) -> Option<Range<u64>> {
-        let live = self.lock();
-        let last = live.range((device, 0)..(device, range.end)).next_back();
-        last.map(|(&(_, at), len)| at..at + len).filter(|other| other.end > range.start)
-    }
-}
 
 /// A device as it says it is now, and bytes that are free there; `None` from the first number on that is
 /// none.

@@ -53,7 +53,7 @@ pub fn open(path: &Path) -> Result<Opened, Reject> {
 
 /// SHA-256 of a text, in hexadecimal.
 pub fn digest(text: &str) -> String {
-    Sha256::digest(text).iter().map(|b| format!("{b:02x}")).collect()
+    format!("{:x}", Sha256::digest(text))
 }
 
 /// SHA-256 and number of the bytes from here to the end, which are written to `copy`.
@@ -61,7 +61,7 @@ fn hash(file: &mut File, copy: &mut impl Write) -> io::Result<(String, u64)> {
     let (mut hasher, mut buffer, mut len) = (Sha256::new(), vec![0; 1 << 16], 0);
     loop {
         match file.read(&mut buffer) {
-            Ok(0) => return Ok((hasher.finalize().iter().map(|b| format!("{b:02x}")).collect(), len)),
+            Ok(0) => return Ok((format!("{:x}", hasher.finalize()), len)),
             Ok(n) => {
                 hasher.update(&buffer[..n]);
                 copy.write_all(&buffer[..n])?;
@@ -97,8 +97,7 @@ pub fn sealed(mut file: File, name: &str, sha256: &str) -> Result<File, Reject> 
 #[cfg(target_os = "linux")]
 fn called(name: &str) -> String {
     const LONGEST: usize = 246;
-    let end = (0..=LONGEST.min(name.len())).rev().find(|end| name.is_char_boundary(*end));
-    format!("q4-{}", &name[..end.unwrap_or(0)])
+    format!("q4-{}", &name[..name.floor_char_boundary(LONGEST)])
 }
 
 /// The reason against a file that is another now than when it was hashed.

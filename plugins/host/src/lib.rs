@@ -25,6 +25,7 @@ mod elf;
 mod elf;
 mod file;
 mod found;
+mod instance;
 mod isolation;
 mod library;
 mod maps;
@@ -223,10 +224,13 @@ impl Examined {
 
     /// What becomes of it where it cannot be used.
     pub fn refused(&self, reason: Reject) -> Refusal {
-        let mut refusal = Refusal::of(&self.given);
-        refusal.sha256 = Some(self.opened.sha256.clone());
-        refusal.name.clone_from(&self.descriptor.name);
-        refusal.because(vec![reason])
+        self.refusal().because(vec![reason])
+    }
+
+    /// The same before anybody has a reason.
+    fn refusal(&self) -> Refusal {
+        let (name, sha256) = (self.descriptor.name.clone(), Some(self.opened.sha256.clone()));
+        Refusal { name, sha256, ..Refusal::of(&self.given) }
     }
 
     /// One number for the bytes of the library and of all that it needs.
@@ -254,9 +258,7 @@ impl Examined {
     /// Every reason that was found at the first step that failed: the child process, other bytes by now, the
     /// system's loader, what else came into the process, door, table, construction.
     pub fn load(self) -> Result<Loaded, Refusal> {
-        let mut refusal = Refusal::of(&self.given);
-        refusal.sha256 = Some(self.opened.sha256.clone());
-        refusal.name.clone_from(&self.descriptor.name);
+        let refusal = self.refusal();
         self.finish().map_err(|reasons| refusal.because(reasons))
     }
 

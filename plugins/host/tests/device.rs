@@ -292,7 +292,7 @@ fn memory_of_the_program_is_no_memory_of_a_device() {
         live(q4_plugin_host::load(&path).unwrap()).memory(device()).unwrap()
     };
     let alloc =
-        |memory: &Arc<dyn q4_core::stage::DeviceMemory>| memory.alloc(4096).err().unwrap().to_string();
+        |memory: &Arc<dyn q4_core::device::DeviceMemory>| memory.alloc(4096).err().unwrap().to_string();
     let stack = load("stack", "*out = (void *)((uintptr_t)err / 256 * 256);");
     assert!(alloc(&stack).contains("on the stack of the call"), "{}", alloc(&stack));
     let null = load("null", "*out = NULL;");

@@ -1,7 +1,7 @@
 //! Memory of a backend's own devices behind the C table: allocations by address, so that a program may name
 //! any byte of one.
 use crate::borrow;
-use q4_core::stage::{DeviceBytes, DeviceMemory};
+use q4_core::device::{DeviceBytes, DeviceMemory};
 use q4_core::{Code, Error, Q4Backend, Result, VendorDevice};
 use q4_plugin_abi::{Q4Device, Q4Str};
 use std::collections::BTreeMap;

@@ -1,6 +1,6 @@
 //! A backend's own devices behind the exported table: addresses with offsets, both directions, refusals.
 #![allow(clippy::unwrap_used)]
-use q4_core::stage::{DeviceBytes, DeviceMemory};
+use q4_core::device::{DeviceBytes, DeviceMemory};
 use q4_core::{
     BackendDescriptor, Code, Device, Error, ExecContext, ExecPath, HostEnv, LinearSpec, PreparedWeight,
     ProbeItem, Q4Backend, Q4Weight, Result, VendorDevice, Verdict,

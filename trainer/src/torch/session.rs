@@ -5,7 +5,6 @@ use super::kernels::Kernels;
 use super::products::Products;
 use super::weights::{Beside, Decay, Keep, Params};
 use super::{TorchExecutor, activations, device};
-use crate::checkpoint::hex;
 use crate::config::{self, BaseForm, Compute, Config, Init, Inputs, Weights};
 use crate::data::{Dataset, LoadOptions, Text};
 use q4_core::detect::TensorMeta;
@@ -92,7 +91,7 @@ impl Base {
                 part(name, checkpoint.tensor(name)?.bytes);
             }
         }
-        Ok(hex(&hash.finalize()))
+        Ok(format!("{:x}", hash.finalize()))
     }
 
     /// Bytes of an element that is exported as it was read: 4 for a base with matrices in f32, else 2; 0

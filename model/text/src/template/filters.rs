@@ -1,6 +1,6 @@
 //! Filters of Jinja that make text or lists, and those that the engine reads otherwise.
 use super::{
-    guard::{charge, charge_arguments, fail, original},
+    budget::{charge, charge_arguments, fail},
     json,
     operators::add,
     print::{Paid, text_of},
@@ -9,6 +9,7 @@ use minijinja::{
     Environment, Error, Value,
     value::{Kwargs, Rest, Tuple, ValueKind, ValueOrKwargs},
 };
+use std::sync::OnceLock;
 
 /// Filters of the engine that Jinja gives the text of whatever they are called on.
 const OF_TEXT: [&str; 5] = ["capitalize", "lower", "title", "trim", "upper"];
@@ -67,6 +68,12 @@ pub(super) fn add_to(env: &mut Environment<'static>) {
     env.add_filter("wordcount", wordcount);
     env.add_filter("truncate", truncate);
     env.add_filter("format", format);
+}
+
+/// An untouched environment, to call builtins in.
+pub(super) fn original() -> &'static Environment<'static> {
+    static ORIGINAL: OnceLock<Environment<'static>> = OnceLock::new();
+    ORIGINAL.get_or_init(Environment::new)
 }
 
 fn in_order(name: &str, options: &[&str], args: &[Value]) -> Result<Value, Error> {

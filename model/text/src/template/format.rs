@@ -1,7 +1,7 @@
 //! `'%s' % x` of Python. What a number looks like is left to the engine, one conversion at a time, so that
 //! widths are paid for before they are filled.
 use super::{
-    guard::{charge, fail},
+    budget::{charge, fail},
     print::{repr_of, text_of},
 };
 use minijinja::{

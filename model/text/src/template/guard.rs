@@ -1,17 +1,16 @@
-//! The engine's environment for templates from strangers: what they may call, and what they pay for it.
-//!
-//! Text and lists made on the way are charged to a budget before they exist; long-running operations look at
-//! a clock. Both live in the thread that renders.
-use super::{clock, filters, methods, operators, print::text_of};
+//! The engine's environment for templates from strangers: what they may call, each made to pay for it.
+use super::{
+    budget::{charge, charge_arguments, fail, is_namespace, size, tick, weigh},
+    clock,
+    filters::{self, original},
+    methods, operators,
+    print::text_of,
+};
 use minijinja::{
-    Environment, Error, ErrorKind, Output, State, UndefinedBehavior, Value,
+    Environment, Error, Output, State, UndefinedBehavior, Value,
     value::{Rest, ValueKind, ValueOrKwargs},
 };
-use std::{
-    cell::Cell,
-    sync::OnceLock,
-    time::{Duration, Instant},
-};
+use std::sync::OnceLock;
 
 /// Filters that the rewriter puts into a template. One that names them itself gains nothing.
 pub(super) const ADD: &str = "q4_add";
@@ -26,14 +25,6 @@ pub(super) const SLICE: &str = "q4_slice";
 
 /// Instructions of a rendering.
 const FUEL: u64 = 1_000_000;
-/// Bytes of text and lists a rendering may make, whether it keeps them or not.
-const BUDGET: usize = 64 << 20;
-/// Bytes a single value may weigh.
-pub(super) const WEIGHT: usize = 32 << 20;
-/// Nesting of a value.
-const DEPTH: usize = 64;
-/// Time of a rendering. Honest templates need milliseconds.
-const TIME: Duration = Duration::from_secs(5);
 
 /// Builtin filters that need nothing from the environment.
 const FILTERS: [&str; 8] = ["attr", "d", "default", "groupby", "lines", "list", "safe", "split"];
@@ -62,50 +53,10 @@ const TESTS: [&str; 19] = [
     "sameas",
 ];
 
-thread_local! {
-    static LEFT: Cell<usize> = const { Cell::new(0) };
-    static DEADLINE: Cell<Option<Instant>> = const { Cell::new(None) };
-}
-
-/// Opens the budget of one rendering on this thread.
-pub(super) fn start() {
-    LEFT.set(BUDGET);
-    DEADLINE.set(Instant::now().checked_add(TIME));
-}
-
-/// Pays for `bytes` that are about to exist.
-pub(super) fn charge(bytes: usize) -> Result<(), Error> {
-    tick()?;
-    match LEFT.get().checked_sub(bytes) {
-        Some(left) => {
-            LEFT.set(left);
-            Ok(())
-        }
-        None => Err(fail("the template makes more than 64 MiB of text and lists")),
-    }
-}
-
-fn tick() -> Result<(), Error> {
-    match DEADLINE.get() {
-        Some(deadline) if Instant::now() > deadline => Err(fail("the template runs for more than 5 seconds")),
-        _ => Ok(()),
-    }
-}
-
-pub(super) fn fail(what: impl Into<String>) -> Error {
-    Error::new(ErrorKind::InvalidOperation, what.into())
-}
-
 /// The environment all templates share.
 pub(super) fn environment() -> &'static Environment<'static> {
     static SHARED: OnceLock<Environment<'static>> = OnceLock::new();
     SHARED.get_or_init(guarded_environment)
-}
-
-/// An untouched environment, to call builtins in.
-pub(super) fn original() -> &'static Environment<'static> {
-    static ORIGINAL: OnceLock<Environment<'static>> = OnceLock::new();
-    ORIGINAL.get_or_init(Environment::new)
 }
 
 fn guarded_environment() -> Environment<'static> {
@@ -173,19 +124,6 @@ fn emit(out: &mut Output<'_>, _: &mut State<'_, '_>, value: &Value) -> Result<()
     Ok(())
 }
 
-/// A builtin makes about as much as it is given.
-pub(super) fn charge_arguments(args: &[Value]) -> Result<(), Error> {
-    args.iter().try_for_each(|value| charge(size(value)))
-}
-
-/// Bytes of the outermost level.
-pub(super) fn size(value: &Value) -> usize {
-    match value.as_str() {
-        Some(text) => text.len(),
-        None => value.len().unwrap_or(0).saturating_mul(size_of::<Value>()),
-    }
-}
-
 /// Pays for a value the engine has just made, and bounds its nesting and total weight.
 fn made(value: Value) -> Result<Value, Error> {
     charge(size(&value))?;
@@ -199,42 +137,4 @@ fn kept(value: Value) -> Result<Value, Error> {
         return Err(fail("a namespace cannot be stored in another value"));
     }
     made(value)
-}
-
-pub(super) fn is_namespace(value: &Value) -> bool {
-    value.as_object().is_some_and(|object| object.type_name().ends_with("::Namespace"))
-}
-
-/// Bytes with everything inside, shared parts counted as often as they occur. Comparing, printing and freeing
-/// a value take at most about as many steps. Namespaces are refused inside of values: they could contain
-/// themselves.
-pub(super) fn weigh(value: &Value) -> Result<usize, Error> {
-    fn add(value: &Value, depth: usize, total: &mut usize) -> Result<(), Error> {
-        *total = total.saturating_add(size(value)).saturating_add(8);
-        if *total > WEIGHT {
-            return Err(fail("a value of the template is larger than 32 MiB"));
-        }
-        let container = matches!(value.kind(), ValueKind::Seq | ValueKind::Iterable | ValueKind::Map);
-        if !container {
-            return Ok(());
-        }
-        if depth > DEPTH {
-            return Err(fail("a value of the template is nested more than 64 levels"));
-        }
-        if depth > 0 && is_namespace(value) {
-            return Err(fail("a namespace cannot be stored in another value"));
-        }
-        tick()?;
-        let is_map = value.kind() == ValueKind::Map;
-        for item in value.try_iter()? {
-            if is_map {
-                add(&value.get_item(&item)?, depth + 1, total)?;
-            }
-            add(&item, depth + 1, total)?;
-        }
-        Ok(())
-    }
-    let mut total = 0;
-    add(value, 0, &mut total)?;
-    Ok(total)
 }

@@ -1,7 +1,7 @@
 //! `tojson` as transformers defines it: Python's `json.dumps` without ASCII escapes.
 //!
 //! Models were trained on `", "` and `": "`; a compact JSON is another prompt.
-use super::{guard, numbers};
+use super::{budget, numbers};
 use minijinja::{Error, ErrorKind, Value, value::ValueKind};
 use std::fmt::Write;
 
@@ -28,7 +28,7 @@ pub(super) fn dumps(value: &Value, form: Form) -> Result<String, Error> {
     let Form { indent, ascii, sorted, .. } = form;
     let mut writer = Writer { text: String::new(), indent, ascii, sorted, item, key, charged: 0 };
     writer.value(value, 0)?;
-    guard::charge(writer.text.len() - writer.charged)?;
+    budget::charge(writer.text.len() - writer.charged)?;
     Ok(writer.text)
 }
 
@@ -48,7 +48,7 @@ impl Writer {
             return Err(fail("a value is nested too deep for tojson"));
         }
         // Charged as the text grows: a shared value can be much longer as text than in memory.
-        guard::charge(self.text.len() - self.charged)?;
+        budget::charge(self.text.len() - self.charged)?;
         self.charged = self.text.len();
         match value.kind() {
             ValueKind::None => self.text += "null",
@@ -203,7 +203,7 @@ mod tests {
     use super::*;
 
     fn text(json: &str, indent: Option<usize>) -> String {
-        guard::start();
+        budget::start();
         let value: serde_json::Value = serde_json::from_str(json).expect("json");
         dumps(&Value::from(minijinja::value::Serde(value)), Form { indent, ..Form::default() })
             .expect("written")

@@ -2,9 +2,9 @@
 //!
 //! What the engine's own collection has is taken from there; here is what it lacks, or reads otherwise.
 use super::{
+    budget::{charge, charge_arguments, fail},
     filters,
     format::{formatted, widths},
-    guard::{charge, charge_arguments, fail},
     print::text_of,
 };
 use minijinja::{

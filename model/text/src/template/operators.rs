@@ -1,7 +1,7 @@
 //! Operators of Jinja that make values: their result is paid for before it exists.
 use super::{
+    budget::{WEIGHT, charge, fail, size, weigh},
     format::formatted,
-    guard::{WEIGHT, charge, fail, size, weigh},
     print::Paid,
 };
 use minijinja::{

@@ -1,6 +1,6 @@
 //! Values as Python prints them: `True`, `1e-07`, `['a', 2.0]`.
 use super::{
-    guard::{charge, fail, is_namespace},
+    budget::{charge, fail, is_namespace},
     json, numbers,
 };
 use minijinja::{Error, Value, value::ValueKind};
@@ -159,11 +159,11 @@ fn is_printable(c: char) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::template::guard;
+    use crate::template::budget;
 
     #[test]
     fn values_are_printed_as_by_python() {
-        guard::start();
+        budget::start();
         let value = Value::from(vec![
             Value::from("it's"),
             Value::from("a\"'\n\u{200b}\u{7f}談"),

@@ -50,11 +50,6 @@ impl Accepted {
         let have = format!("{asked} products that it refuses");
         Err(Error::new(Code::ConformanceFailed, "checks of the table").need(need).have(have))
     }
-
-    /// Rows of a call.
-    pub fn m(&self) -> usize {
-        self.spec.max_m.min(2)
-    }
 }
 
 /// All that are asked for, in this order.

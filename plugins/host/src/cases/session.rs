@@ -1,10 +1,9 @@
 //! Backends and weights of the checks, and calls of them.
-use super::accepted::Accepted;
 use super::{expect, need};
 use crate::table::{Table, checked};
 use half::{bf16, f16};
 use q4_core::selfcheck::IoBuffer;
-use q4_core::{Code, DType, Device, Error, ExecContext, HostEnv, Result, TensorView, ThreadPool};
+use q4_core::{Code, DType, Device, Error, ExecContext, HostEnv, LinearSpec, Result, TensorView, ThreadPool};
 use q4_plugin_abi as abi;
 use q4_plugin_abi::{Q4Error, Q4Exec, Q4LinearSpec, Q4Matrix, Q4Status, Q4Str, status};
 use q4_plugin_sdk::codes;
@@ -45,21 +44,21 @@ impl<'t> Backend<'t> {
         Ok((code, reasons))
     }
 
-    /// A weight of the product `accepted`, which `lent` describes.
+    /// A weight of a product, which `lent` describes.
     pub fn prepare(
         self,
-        accepted: &Accepted,
+        spec: &LinearSpec,
         lent: &LentSpec<'_>,
         weight: *const abi::Q4Weight,
     ) -> Result<Session<'t>> {
         let prepare = need(self.table.api.prepare, "prepare")?;
         let (pool, mut out) = (ThreadPool::new(1), ptr::null_mut());
-        let exec = lend::exec(&mut ExecContext::on(accepted.spec.device, 0, &pool))?;
+        let exec = lend::exec(&mut ExecContext::on(spec.device, 0, &pool))?;
         // SAFETY: a live backend; spec, weight and context outlive the call.
         checked("prepare", |err| unsafe { prepare(self.raw, lent.raw(), weight, &exec, &mut out, err) })
             .map_err(|e| e.1)?;
         expect("prepare", !out.is_null(), "a weight", || "NULL and success".into())?;
-        Session::new(self, out, accepted)
+        Session::new(self, out, spec)
     }
 }
 
@@ -99,10 +98,9 @@ pub(super) struct Session<'t> {
 }
 
 impl<'t> Session<'t> {
-    fn new(backend: Backend<'t>, weight: *mut abi::Q4Prepared, accepted: &Accepted) -> Result<Self> {
+    fn new(backend: Backend<'t>, weight: *mut abi::Q4Prepared, spec: &LinearSpec) -> Result<Self> {
         let workspace = need(backend.table.api.workspace, "workspace")?;
-        let (m, spec) = (accepted.m(), &accepted.spec);
-        let (n, k) = (spec.n(), spec.k);
+        let (m, n, k) = (spec.max_m.min(2), spec.n(), spec.k);
         // SAFETY: a live weight.
         let bytes = unsafe { workspace(weight, m as u64) };
         let fits = bytes < 1 << 30;

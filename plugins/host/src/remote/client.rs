@@ -1,14 +1,14 @@
 //! This process's side: the backend.
-use super::link::{Broken, Channel, Greeting, Link, lock};
+use super::link::{Broken, Channel, Greeting, Link};
 use super::port::Port;
 use super::process::Process;
 use super::weight::{Held, RemoteWeight, lay_out};
 use super::wire::ask;
-use super::{Isolation, Loss, VERB};
-use crate::backend::agreed;
+use super::{Isolation, Loss, VERB, lock};
+use crate::backend::{agreed, question};
 use crate::{Examined, Refusal, one};
 use q4_core::conduct::Facts;
-use q4_core::stage::{DeviceBytes, DeviceMemory, memory_of};
+use q4_core::device::{DeviceBytes, DeviceMemory, memory_of};
 use q4_core::{
     BackendDescriptor, Code, Device, Error, ExecContext, ExecPath, HostEnv, LinearSpec, PreparedWeight,
     ProbeItem, Q4Backend, Q4Weight, Reject, RejectCode, Result, VendorDevice, Verdict,
@@ -36,10 +36,7 @@ impl Remote {
     /// Starts a process for the library that was examined. [`RejectCode::DiedInProbe`] and
     /// [`RejectCode::TimedOut`] when that does not live to say what it loaded.
     pub fn start(found: &Examined, how: &Isolation) -> Result<Self, Refusal> {
-        let mut refusal = Refusal::of(&found.given);
-        refusal.name.clone_from(&found.descriptor.name);
-        refusal.sha256 = Some(found.sha256().to_owned());
-        Self::started(found, how).map_err(|reasons| refusal.because(reasons))
+        Self::started(found, how).map_err(|reasons| found.refusal().because(reasons))
     }
 
     fn started(found: &Examined, how: &Isolation) -> std::result::Result<Self, Vec<Reject>> {
@@ -195,12 +192,7 @@ impl Q4Backend for Remote {
     }
 
     fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
-        crate::backend::owned(&self.devices, spec.device, &self.link.name)?;
-        crate::backend::possible(spec, path)?;
-        let lent = LentSpec::new(spec, path).map_err(|e| {
-            let need = "a product the interface can express";
-            one(RejectCode::SchemaUnsupported, need, message::line(&e))
-        })?;
+        let lent = question(spec, path, &self.devices, &self.link.name)?;
         let asked = self.link.ask("can_prepare", |c| {
             c.port.out.begin(ask::CAN_PREPARE).spec(lent.raw()).names(names(spec)).env(env);
             c.exchange(&[], |f| f.reasons())
@@ -307,11 +299,5 @@ impl DeviceMemory for Watched {
 }
 
 fn names(spec: &LinearSpec) -> impl ExactSizeIterator<Item = (u64, &str)> {
-    spec.segments.iter().map(|s| {
-        let mut end = s.name.len().min(4096);
-        while !s.name.is_char_boundary(end) {
-            end -= 1;
-        }
-        (s.rows as u64, &s.name[..end])
-    })
+    spec.segments.iter().map(|s| (s.rows as u64, &s.name[..s.name.floor_char_boundary(4096)]))
 }

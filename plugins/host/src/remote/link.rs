@@ -1,10 +1,10 @@
 //! What crosses: questions and their answers, each on a channel of its own, and how a process that does not
 //! answer is lost.
-use super::Loss;
 use super::memory::{ALIGN, Shared, page};
 use super::port::Port;
 use super::process::Process;
 use super::wire::{Fields, MAX_LIST, Malformed, VERSION, answer, ask};
+use super::{Loss, lock};
 use crate::{Descriptor, Examined};
 use q4_core::conduct::{self, Facts};
 use q4_core::{Code, Device, Error, ExecPath, Reject, Result, VendorDevice};
@@ -14,7 +14,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::{Condvar, Mutex, MutexGuard, OnceLock};
+use std::sync::{Condvar, Mutex, OnceLock};
 use std::time::Duration;
 
 /// How long a process may take to end after it was told to.
@@ -70,10 +70,6 @@ impl From<std::io::Error> for Broken {
 }
 
 pub(super) type Answer<T> = std::result::Result<T, Broken>;
-
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(|e| e.into_inner())
-}
 
 pub(super) type Offers = Vec<(std::borrow::Cow<'static, str>, ExecPath)>;
 

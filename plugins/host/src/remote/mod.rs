@@ -41,6 +41,7 @@ pub use crate::isolation::{Isolation, Loss, VERB};
 pub use client::Remote;
 pub(crate) use count::uncounted;
 pub use server::serve_main;
+use std::sync::{Mutex, MutexGuard};
 
 /// Keeps other processes of this user away from this one's memory and files, those that it starts included: a
 /// library that is judged may run as the same user.
@@ -48,6 +49,11 @@ pub fn shield() {
     use rustix::process::{DumpableBehavior, set_dumpable_behavior};
     // A system that refuses protects nobody; nothing else depends on it.
     let _ = set_dumpable_behavior(DumpableBehavior::NotDumpable);
+}
+
+/// What a thread that panicked has left is as good as it was.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|e| e.into_inner())
 }
 
 /// A number that nobody can guess.

@@ -1,5 +1,6 @@
 //! The process that runs a library, seen from the one that started it: when it ends, how, and what it
 //! printed.
+use super::lock;
 use q4_core::stderr::Stderr;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::{ioctl_fionread, retry_on_intr};
@@ -7,7 +8,7 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use std::io::{self, Read};
 use std::os::fd::OwnedFd;
 use std::process::{Command, ExitStatus, Stdio};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, mpsc};
+use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::time::Duration;
 
 /// A child that is watched by a thread of its own, which lives as long as it does.
@@ -58,10 +59,6 @@ impl Read for Reader {
         *read += n as u64;
         Ok(n)
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(|e| e.into_inner())
 }
 
 impl Process {

@@ -1,8 +1,8 @@
 //! The other process: loads one library and answers for it until nobody asks any more.
-use super::count;
 use super::memory::Lent;
 use super::port::Port;
 use super::wire::{Fields, Frame, Malformed, VERSION, answer, ask};
+use super::{count, lock};
 use crate::{Loaded, Loader, Refusal, TableCases};
 use q4_core::conduct::{self, float_control};
 use q4_core::stage::Staged;
@@ -23,7 +23,7 @@ use std::os::unix::ffi::OsStringExt;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 
 /// Ends this process as one that nobody needs any more.
 const NOBODY: i32 = 130;
@@ -223,10 +223,6 @@ impl From<io::Error> for Fault {
     fn from(e: io::Error) -> Self {
         Self::Error(Error::new(Code::Io, format!("memory of operands: {e}")))
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(|e| e.into_inner())
 }
 
 impl Server {

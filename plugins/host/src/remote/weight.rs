@@ -132,7 +132,7 @@ impl PreparedWeight for RemoteWeight {
         if set == FuseSet::NONE {
             return true;
         }
-        *super::link::lock(&self.fuses).entry((m, set.0)).or_insert_with(|| {
+        *super::lock(&self.fuses).entry((m, set.0)).or_insert_with(|| {
             let asked = self.held.link.ask("fuses", |c| {
                 c.port.out.begin(ask::FUSES).u64(self.held.id).u64(m as u64).u32(u32::from(set.0));
                 c.exchange(&[], |f| f.u32())

@@ -158,11 +158,7 @@ impl Frame {
 }
 
 fn cut(text: &str) -> &str {
-    let mut end = text.len().min(MAX_TEXT);
-    while !text.is_char_boundary(end) {
-        end -= 1;
-    }
-    &text[..end]
+    &text[..text.floor_char_boundary(MAX_TEXT)]
 }
 
 /// A frame that is not what its beginning says.

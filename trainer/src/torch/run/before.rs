@@ -4,11 +4,12 @@ use super::super::products::Products;
 use super::super::session::Base;
 use super::Invocation;
 use crate::checkpoint::{Loaded, TrainState};
-use crate::compare::{self, Sources};
+use crate::compare;
 use crate::config::{BaseForm, Config, PEFT};
 use crate::data::Packing;
 use crate::plan::{self, Machine, Shapes};
 use crate::preflight::{self, Outputs};
+use crate::sources::Sources;
 use q4_core::Result;
 use tch::Device;
 

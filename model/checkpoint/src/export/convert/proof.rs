@@ -8,7 +8,6 @@ use q4_core::formats::e4m3;
 use q4_core::{Code, Error, GlobalScale, Q4Weight, Result, RowDecoder, ThreadPool};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeSet;
-use std::fmt::Write;
 use std::sync::{Mutex, PoisonError};
 
 /// Values decoded at a time on each side: 2 MiB of f32.
@@ -82,10 +81,7 @@ impl<'a> Side<'a> {
 
     fn finish(self) -> String {
         let state = self.state.into_inner().unwrap_or_else(PoisonError::into_inner);
-        state.hash.finalize().iter().fold(String::new(), |mut text, byte| {
-            let _ = write!(text, "{byte:02x}");
-            text
-        })
+        format!("{:x}", state.hash.finalize())
     }
 }
 
