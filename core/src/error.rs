@@ -60,6 +60,21 @@ codes! {
 }
 
 /// What went wrong, in the four parts a user can act on.
+///
+/// ```
+/// use q4_core::{Code, Error};
+///
+/// let e = Error::new(Code::TensorShape, "q_proj")
+///     .need("[4, 8]")
+///     .have("[4, 7]")
+///     .fix("export the model again")
+///     .within("model.safetensors");
+/// assert_eq!((e.code().id(), e.code().exit()), ("Q4-E0204", 4));
+/// assert_eq!(
+///     e.to_string(),
+///     "Q4-E0204: model.safetensors: q_proj\n  need: [4, 8]\n  have: [4, 7]\n  fix: export the model again"
+/// );
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Error(Box<Parts>);
 

@@ -1,4 +1,4 @@
-//! The one dispatch seam: every 4-bit product of the program goes through a [`Q4Linear`].
+//! The one place of dispatch: every 4-bit product of the program goes through a [`Q4Linear`].
 use crate::selfcheck::{Passes, SelfChecks};
 use crate::{
     Activations, Code, DType, Error, ExecContext, ExecPath, FuseSet, Fusion, LinearSpec, OpSet, Policy,
@@ -182,6 +182,144 @@ impl Witness {
 }
 
 /// A prepared product. Checks its operands, counts its calls, and calls the backend; nothing else does.
+///
+/// From a backend to a product, whole: the backend keeps a decoded copy, so its path is `dequant-matmul`.
+///
+/// ```
+/// use q4_core::*;
+/// use std::sync::Arc;
+///
+/// struct Plain(BackendDescriptor);
+///
+/// impl Q4Backend for Plain {
+///     fn descriptor(&self) -> &BackendDescriptor {
+///         &self.0
+///     }
+///     fn probe(&self, _: &HostEnv) -> Vec<ProbeItem> {
+///         vec![]
+///     }
+///     fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, _: &HostEnv) -> Verdict {
+///         let mut reasons = Vec::new();
+///         let mut demand = |is_met: bool, code, need: &'static str| {
+///             if !is_met {
+///                 reasons.push(Reject::new(code, need, format!("{path}, {spec:?}")));
+///             }
+///         };
+///         demand(path == ExecPath::DequantMatmul, RejectCode::PathUnsupported, "dequant-matmul");
+///         demand(spec.device == Device::Cpu, RejectCode::DeviceAbsent, "cpu");
+///         demand([spec.x, spec.y] == [DType::F32; 2], RejectCode::DtypeUnsupported, "float32");
+///         demand(spec.activations == Activations::Native, RejectCode::ActivationsUnsupported, "native");
+///         demand(spec.ops == OpSet::FORWARD, RejectCode::OpUnsupported, "forward alone");
+///         rows::reject_operands(spec, &mut reasons);
+///         if reasons.is_empty() { Ok(()) } else { Err(reasons) }
+///     }
+///     fn prepare(
+///         &self,
+///         w: &Q4Weight<'_>,
+///         spec: &LinearSpec,
+///         path: ExecPath,
+///         _: &mut ExecContext<'_>,
+///     ) -> Result<Box<dyn PreparedWeight>> {
+///         let decoder = RowDecoder::new(w)?;
+///         let (n, k) = (decoder.n(), decoder.k());
+///         let mut weight = vec![0.0; n * k];
+///         weight.chunks_mut(k).enumerate().for_each(|(row, out)| decoder.row(row, out));
+///         let (backend, ops) = ("plain".into(), OpSet::FORWARD);
+///         let resident_bytes = 4 * (n * k) as u64;
+///         let info = PreparedInfo { backend, path, activations: spec.activations, n, k, resident_bytes, ops };
+///         Ok(Box::new(Decoded { info, weight }))
+///     }
+/// }
+///
+/// struct Decoded {
+///     info: PreparedInfo,
+///     weight: Vec<f32>,
+/// }
+///
+/// impl PreparedWeight for Decoded {
+///     fn info(&self) -> &PreparedInfo {
+///         &self.info
+///     }
+///     fn workspace(&self, _m: usize) -> usize {
+///         0
+///     }
+///     fn forward(
+///         &self,
+///         x: TensorView<'_>,
+///         mut y: TensorViewMut<'_>,
+///         _: &mut ExecContext<'_>,
+///     ) -> Result<()> {
+///         let (n, k) = (self.info.n, self.info.k);
+///         let m = rows::check_product((&x, DType::F32, k), (&y.as_view(), DType::F32, n))?;
+///         for r in 0..m {
+///             let (x, y) = (x.row::<f32>(r)?, y.row_mut::<f32>(r)?);
+///             for (y, w) in y.iter_mut().zip(self.weight.chunks(k)) {
+///                 *y = x.iter().zip(w).map(|(x, w)| x * w).sum();
+///             }
+///         }
+///         Ok(())
+///     }
+///     fn backward_input(
+///         &self,
+///         _: TensorView<'_>,
+///         _: TensorViewMut<'_>,
+///         _: &mut ExecContext<'_>,
+///     ) -> Result<()> {
+///         Err(Error::new(Code::Unsupported, "a gradient"))
+///     }
+///     fn dequantize(&self, _: TensorViewMut<'_>, _: &mut ExecContext<'_>) -> Result<()> {
+///         Err(Error::new(Code::Unsupported, "decoding"))
+///     }
+/// }
+///
+/// // A layer of two rows: sixteen times 1.0 under a block scale of 1.0, and the same under 0.5.
+/// let (codes, scales) = ([0x22_u8; 16], [0x38_u8, 0x30]);
+/// let (codes, scales) = (TensorView::of(&codes, &[2, 8])?, TensorView::of(&scales, &[2, 1])?);
+/// let segments = [Segment { rows: 2, data: Nvfp4Parts { codes, scales, global: None }.into() }];
+/// let schema = formats::encodings("nvfp4")[0];
+/// let weight = Q4Weight { schema, k: 16, segments: &segments };
+/// let spec = LinearSpec {
+///     segments: vec![SegmentSpec { name: "layer".into(), rows: 2 }],
+///     schema,
+///     k: 16,
+///     max_m: 1,
+///     x: DType::F32,
+///     y: DType::F32,
+///     activations: Activations::Native,
+///     device: Device::Cpu,
+///     ops: OpSet::FORWARD,
+/// };
+///
+/// // A backend that is added serves what it is named for.
+/// let mut registry = Registry::on(HostEnv::collect(), &BuiltinOptions::default())?;
+/// let (name, path) = ("plain", ExecPath::DequantMatmul);
+/// registry.add(Candidate::Live(Arc::new(Plain(BackendDescriptor {
+///     name: name.into(),
+///     version: "1.0".into(),
+///     vendor: "example".into(),
+///     priority: 0,
+///     offers: vec![("nvfp4".into(), path)],
+/// }))))?;
+/// let overrides = Overrides::parse(&[name.into()])?;
+/// let dispatch = Dispatch::new(registry, Policy { overrides, ..Policy::default() });
+///
+/// let selection = dispatch.select(&spec)?;
+/// assert_eq!((&*selection.backend.descriptor().name, selection.path), (name, path));
+///
+/// // Prepared, and checked against the oracle.
+/// let threads = ThreadPool::new(1);
+/// let linear = dispatch.prepare(&weight, &spec, &selection, &threads)?;
+/// let (x, mut y) = ([1.0_f32; 16], [0.0_f32; 2]);
+/// let (input, output) = (TensorView::of(&x, &[1, 16])?, TensorViewMut::of(&mut y, &[1, 2])?);
+/// linear.forward(input, output, &mut ExecContext::cpu(&threads))?;
+/// assert_eq!(y, [16.0, 8.0]);
+///
+/// // Operands that do not fit never reach the backend.
+/// let (input, output) = (TensorView::of(&x, &[2, 8])?, TensorViewMut::of(&mut y, &[1, 2])?);
+/// let refused = linear.forward(input, output, &mut ExecContext::cpu(&threads)).unwrap_err();
+/// assert_eq!(refused.code(), Code::ShapeMismatch);
+/// # Ok::<(), Error>(())
+/// ```
 pub struct Q4Linear {
     x: DType,
     y: DType,

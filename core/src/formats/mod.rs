@@ -34,7 +34,24 @@ use std::fmt;
 use std::ops::Deref;
 use storage::{Layout, Rule, Tensor};
 
-/// A complete description of one weight encoding. What it can do is [`Format`]'s.
+/// A complete description of one weight encoding. What can be asked of it is in [`Format`], which it
+/// dereferences to.
+///
+/// ```
+/// use q4_core::{Convention, formats};
+///
+/// // As compressed-tensors stores NVFP4: with a per-tensor scale that divides.
+/// let all = formats::encodings("nvfp4");
+/// let nvfp4 = all.into_iter().find(|s| s.global() == Some(Convention::Divide)).unwrap();
+/// assert_eq!(nvfp4.id().to_string(), "nvfp4@1");
+/// assert_eq!(nvfp4.label(), "nvfp4.row-major.divide");
+///
+/// // Half a byte for a code, and a byte of scale for 16 of them.
+/// let [n, k] = [1024, 2048];
+/// assert_eq!(nvfp4.stored_bytes(n, k), (n * k / 2 + n * k / 16) as u64);
+/// let parts: Vec<_> = nvfp4.parts(n, k).into_iter().map(|p| (p.what, p.shape)).collect();
+/// assert_eq!(parts, [("codes", vec![n, k / 2]), ("block scales", vec![n, k / 16])]);
+/// ```
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "kebab-case", tag = "format")]
 #[non_exhaustive]

@@ -53,6 +53,29 @@ pub struct OpenOptions {
 }
 
 /// A model on disk or in the executable.
+///
+/// ```
+/// use q4_checkpoint::{Checkpoint, OpenOptions};
+/// use q4_core::{Code, RowDecoder, Q4Weight};
+/// use std::path::Path;
+///
+/// let model = Checkpoint::open(Path::new("../../cli/demo"), &OpenOptions::default())?;
+/// let (hidden, inner) = (model.config().hidden_size, model.config().intermediate_size);
+/// assert_eq!((hidden, inner), (256, 768));
+///
+/// // A linear layer by name, with the shape that the configuration gives it.
+/// let layer = model.layer("model.layers.0.mlp.down_proj", hidden, inner)?;
+/// assert_eq!(layer.detected.schema.id().to_string(), "nvfp4@1");
+/// let weight = Q4Weight { schema: layer.detected.schema, k: inner, segments: &[layer.segment] };
+/// let mut row = vec![0.0; inner];
+/// RowDecoder::new(&weight)?.row(0, &mut row);
+/// assert!(row.iter().any(|v| *v != 0.0));
+///
+/// // What the file does not say is not believed.
+/// let refused = model.layer("model.layers.0.mlp.down_proj", inner, hidden).unwrap_err();
+/// assert_eq!(refused.code(), Code::TensorShape);
+/// # Ok::<(), q4_core::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Checkpoint {
     name: String,

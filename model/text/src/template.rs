@@ -64,6 +64,19 @@ impl Message {
 }
 
 /// A template that compiles.
+///
+/// ```
+/// use q4_text::template::{ChatTemplate, Message};
+///
+/// let template = ChatTemplate::compile("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")?;
+/// let turns = [Message::new("system", "Be brief."), Message::new("user", "Who are you?")];
+/// let prompt = template.render(&turns, None, true, &serde_json::Map::new())?;
+/// assert_eq!(prompt, "<system>Be brief.<user>Who are you?");
+///
+/// // Damage is found before any conversation.
+/// assert!(ChatTemplate::compile("{% for m in messages %}").is_err());
+/// # Ok::<(), q4_core::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct ChatTemplate {
     source: String,

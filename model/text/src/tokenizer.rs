@@ -20,6 +20,21 @@ const TEXT_LIMIT: usize = 16 << 20;
 const PROBE: &str = "Hello, World 0123! \n\t don't 你好，世界 émoji 🦀\r\n  <|x|>";
 
 /// A tokenizer that has proven at load time that it can encode and decode.
+///
+/// ```
+/// use q4_text::tokenizer::Tokenizer;
+/// use std::path::Path;
+///
+/// let tokenizer = Tokenizer::from_file(Path::new("../tests/data/demo/tokenizer.json"))?;
+/// let ids = tokenizer.encode("Who are you?", false)?;
+/// assert_eq!(tokenizer.decode(&ids, false)?, "Who are you?");
+///
+/// // Tokens that steer the model are no text.
+/// let end = tokenizer.id_of("<|im_end|>").unwrap();
+/// assert!(tokenizer.is_special(end));
+/// assert_eq!(tokenizer.decode(&[end], true)?, "");
+/// # Ok::<(), q4_core::Error>(())
+/// ```
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     special: Vec<u32>,
