@@ -301,8 +301,8 @@ impl<'a> ExecContext<'a> {
 ///   path, whose GEMM packs its operands, and the oracle are excepted.
 /// * **Errors.** Operands that do not fit are [`Code::ShapeMismatch`], and nothing is written then. An
 ///   operation that the weight does not have is [`Code::Unsupported`], NaN or infinity where the input is
-///   quantised [`Code::NonFinite`], a fault of a library or device [`Code::BackendFailed`]. Nothing panics,
-///   prints, exits or changes the process.
+///   quantised [`Code::NonFinite`] or [`Code::ValueInvalid`], a fault of a library or device
+///   [`Code::BackendFailed`]. Nothing panics, prints, exits or changes the process.
 /// * **Not finite.** With native activations a NaN in row i of x makes row i of y NaN, or the call fails, and
 ///   other rows keep their bits. A device that does not wait may write NaN where an error would be too late.
 /// * **Determinism.** Bits depend on the operands and the machine: not on the number of threads, strides,
@@ -364,8 +364,8 @@ pub trait Q4Backend: Send + Sync + 'static {
     /// # Errors
     /// [`Code::Unsupported`] for what `can_prepare` refuses, [`Code::SchemaInvalid`] or
     /// [`Code::ShapeMismatch`] for a weight that contradicts its schema or the spec, [`Code::ScaleInvalid`]
-    /// for scales that no product can use, [`Code::OutOfMemory`] and errors of the device. Never another
-    /// path.
+    /// or [`Code::ValueInvalid`] for scales that no product can use, [`Code::OutOfMemory`] and errors of the
+    /// device. Never another path.
     fn prepare(
         &self,
         w: &Q4Weight<'_>,
@@ -482,8 +482,8 @@ impl Fusion<'_> {
 ///
 /// # Errors
 /// All calls: [`Code::ShapeMismatch`] for operands or a workspace that do not fit, [`Code::Unsupported`] for
-/// an operation that [`PreparedInfo::ops`] lacks, [`Code::NonFinite`] where an input that is quantised is NaN
-/// or infinite, [`Code::BackendFailed`] for faults of a library or device.
+/// an operation that [`PreparedInfo::ops`] lacks, [`Code::NonFinite`] or [`Code::ValueInvalid`] where an
+/// input that is quantised is NaN or infinite, [`Code::BackendFailed`] for faults of a library or device.
 pub trait PreparedWeight: Send + Sync {
     /// What was built.
     fn info(&self) -> &PreparedInfo;
@@ -556,7 +556,10 @@ pub struct Scratch<'a> {
 }
 
 impl<'a> Scratch<'a> {
-    /// Takes the workspace of `cx`; fails when it is smaller than `need` bytes or not on the CPU.
+    /// Takes the workspace of `cx`, of which a call needs `need` bytes.
+    ///
+    /// # Errors
+    /// [`Code::ShapeMismatch`] when it is smaller than `need` bytes, or not contiguous bytes on the CPU.
     pub fn of(cx: &'a mut ExecContext<'_>, need: usize) -> Result<Self> {
         let rest = match (&mut cx.workspace, need) {
             (_, 0) => &mut [],
@@ -571,6 +574,9 @@ impl<'a> Scratch<'a> {
         Ok(Self { rest })
     }
     /// The next `len` elements, 64-byte aligned.
+    ///
+    /// # Errors
+    /// [`Code::ShapeMismatch`] when what is left is too small.
     pub fn take<T: crate::Element>(&mut self, len: usize) -> Result<&'a mut [T]> {
         let pad = self.rest.as_ptr().align_offset(64);
         let bytes = len * size_of::<T>();

@@ -61,6 +61,9 @@ pub enum Found {
 
 impl Found {
     /// The version, or why there is none.
+    ///
+    /// # Errors
+    /// Why the library cannot be used, for people.
     pub fn version(&self) -> std::result::Result<u32, &str> {
         match self {
             Self::Yes(v) => Ok(*v),

@@ -10,7 +10,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use tracing::field::Empty;
 
-/// Everything a product needs before it exists: who may compute, under which policy, and who keeps count.
+/// Everything a product needs before it exists: who may compute, under which policy, and the execution
+/// counter.
 pub struct Dispatch {
     registry: Registry,
     policy: Policy,
@@ -43,7 +44,7 @@ impl Dispatch {
     pub fn policy(&self) -> &Policy {
         &self.policy
     }
-    /// Who keeps count.
+    /// The execution counter.
     pub fn witness(&self) -> &Arc<Witness> {
         &self.witness
     }
@@ -53,12 +54,20 @@ impl Dispatch {
     }
 
     /// The decision for one product; reads no weight.
+    ///
+    /// # Errors
+    /// As [`select`](crate::select()).
     pub fn select(&self, spec: &LinearSpec) -> Result<Selection, crate::SelectionError> {
         select(self.registry.candidates(), spec, &self.policy, self.registry.env())
     }
 
     /// Prepares `w` with the chosen backend and with no other, and checks the first weight of each kind and
     /// shape.
+    ///
+    /// # Errors
+    /// [`Code::SchemaInvalid`] and [`Code::ShapeMismatch`] for a weight that contradicts its schema or
+    /// `spec`, those of the backend, [`Code::PathBroken`] when it built something else than was selected, and
+    /// [`Code::SelfCheckFailed`] when it computes something else. Each names the layer.
     pub fn prepare(
         &self,
         w: &Q4Weight<'_>,
@@ -127,7 +136,7 @@ impl Dispatch {
     }
 }
 
-/// Counts every product, by what really ran.
+/// The execution counter: counts every product, by what really ran.
 #[derive(Default)]
 pub struct Witness(Mutex<Vec<Arc<Counter>>>);
 
@@ -225,8 +234,8 @@ impl Witness {
 ///         let mut weight = vec![0.0; n * k];
 ///         weight.chunks_mut(k).enumerate().for_each(|(row, out)| decoder.row(row, out));
 ///         let (backend, ops) = ("plain".into(), OpSet::FORWARD);
-///         let resident_bytes = 4 * (n * k) as u64;
-///         let info = PreparedInfo { backend, path, activations: spec.activations, n, k, resident_bytes, ops };
+///         let (activations, resident_bytes) = (spec.activations, 4 * (n * k) as u64);
+///         let info = PreparedInfo { backend, path, activations, n, k, resident_bytes, ops };
 ///         Ok(Box::new(Decoded { info, weight }))
 ///     }
 /// }
@@ -355,11 +364,15 @@ impl Q4Linear {
     }
 
     /// `y[m, n] = x[m, k] W^T`.
+    ///
+    /// # Errors
+    /// [`Code::ShapeMismatch`] for operands of other shapes, types or devices than `spec` had,
+    /// [`Code::Unsupported`] without the operation, and those of the backend. Each names layer and backend.
     pub fn forward(&self, x: TensorView<'_>, y: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
         let info = self.weight.info();
         self.check(OpSet::FORWARD, (&x, info.k, self.x), (&y.as_view(), info.n, self.y), cx)?;
         self.counter.calls.fetch_add(1, Ordering::Relaxed);
-        self.weight.forward(x, y, cx).map_err(|e| self.blame(e))
+        self.weight.forward(x, y, cx).map_err(|e| self.named(e))
     }
 
     /// Whether [`forward_fused`](Self::forward_fused) takes this combination for `m` rows.
@@ -369,6 +382,9 @@ impl Q4Linear {
 
     /// `forward` with a norm before it, a gate behind it, or added to y; see [`Fusion`]. One product in the
     /// count.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward); [`Code::Unsupported`] for what [`fuses`](Self::fuses) denies.
     pub fn forward_fused(
         &self,
         x: TensorView<'_>,
@@ -382,7 +398,7 @@ impl Q4Linear {
         let columns = if fusion.gate { info.n / 2 } else { info.n };
         self.check(OpSet::FORWARD, (&x, info.k, x_type), (&y.as_view(), columns, y_type), cx)?;
         if fusion.gate && info.n % 2 != 0 {
-            return Err(self.blame(
+            return Err(self.named(
                 Error::new(Code::ShapeMismatch, "a gated product")
                     .need("n % 2 == 0")
                     .have(info.n.to_string()),
@@ -391,7 +407,7 @@ impl Q4Linear {
         if let Some(norm) = &fusion.norm {
             let w = &norm.weight;
             if w.dtype() != DType::F32 || w.shape() != [info.k as i64] || w.device() != cx.device {
-                return Err(self.blame(
+                return Err(self.named(
                     Error::new(Code::ShapeMismatch, "weight of a norm")
                         .need(format!("float32[{}] on {}", info.k, cx.device))
                         .have(format!("{w:?}")),
@@ -399,10 +415,13 @@ impl Q4Linear {
             }
         }
         self.counter.calls.fetch_add(1, Ordering::Relaxed);
-        self.weight.forward_fused(x, fusion, y, cx).map_err(|e| self.blame(e))
+        self.weight.forward_fused(x, fusion, y, cx).map_err(|e| self.named(e))
     }
 
     /// `dx[m, k] = dy[m, n] W`.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
     pub fn backward_input(
         &self,
         dy: TensorView<'_>,
@@ -412,21 +431,24 @@ impl Q4Linear {
         let info = self.weight.info();
         self.check(OpSet::BACKWARD_INPUT, (&dy, info.n, self.y), (&dx.as_view(), info.k, self.x), cx)?;
         self.counter.calls.fetch_add(1, Ordering::Relaxed);
-        self.weight.backward_input(dy, dx, cx).map_err(|e| self.blame(e))
+        self.weight.backward_input(dy, dx, cx).map_err(|e| self.named(e))
     }
 
     /// The decoded matrix.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
     pub fn dequantize(&self, out: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
         let info = self.weight.info();
         let (rows, cols, _) = out.as_view().as_matrix()?;
         if (rows, cols) != (info.n, info.k) || !out.as_view().dtype().is_io() {
-            return Err(self.blame(
+            return Err(self.named(
                 Error::new(Code::ShapeMismatch, "output of dequantize")
                     .need(format!("[{}, {}] of f32, f16 or bf16", info.n, info.k))
                     .have(format!("{out:?}")),
             ));
         }
-        self.weight.dequantize(out, cx).map_err(|e| self.blame(e))
+        self.weight.dequantize(out, cx).map_err(|e| self.named(e))
     }
 
     fn check(
@@ -445,7 +467,7 @@ impl Q4Linear {
             return Ok(());
         }
         let code = if self.weight.info().ops.contains(op) { Code::ShapeMismatch } else { Code::Unsupported };
-        Err(self.blame(
+        Err(self.named(
             Error::new(code, "operands of a product")
                 .need(format!(
                     "{in_type}[1..={}, {cols_in}] and {out_type}[_, {cols_out}] on {}",
@@ -455,7 +477,7 @@ impl Q4Linear {
         ))
     }
 
-    fn blame(&self, e: Error) -> Error {
+    fn named(&self, e: Error) -> Error {
         e.within(format!("{} ({})", self.counter.layer, self.counter.backend))
     }
 }

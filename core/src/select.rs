@@ -230,9 +230,8 @@ pub fn select(
             lose(None, vec![Reject::new(RejectCode::SchemaUnsupported, schema, known.join(", "))]);
         }
         for path in paths {
-            // The oracle is served to whoever names it and asks for no other path. A dense matrix is not a
-            // 4-bit product: kernel-only is about codes that would be expanded, and there are
-            // none.
+            // The oracle runs only where it is named and no other path is asked for. A dense matrix is not a
+            // 4-bit product: kernel-only is about codes that would be expanded, and there are none.
             let open = matches!(policy.compute, ComputePath::Auto | ComputePath::KernelOrFallback);
             let named_oracle = path == ExecPath::Reference && forced.is_some() && open;
             let dense = !spec.schema.is_4bit() && path == ExecPath::DequantMatmul;

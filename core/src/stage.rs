@@ -52,6 +52,9 @@ pub trait DeviceBytes: Send + Sync {
 }
 
 /// The devices this process can reach, or what is missing to reach one.
+///
+/// # Errors
+/// [`Code::DeviceMissing`] in a build without CUDA, and what the driver says.
 pub fn devices() -> Result<FoundDevices> {
     match inventory::iter::<DeviceSupport>.into_iter().next() {
         Some(s) => (s.probe)(),
@@ -62,6 +65,9 @@ pub fn devices() -> Result<FoundDevices> {
 }
 
 /// The memory of `device`.
+///
+/// # Errors
+/// [`Code::DeviceMissing`] in a build that cannot reach the device, and what its driver says.
 pub fn memory_of(device: Device) -> Result<Arc<dyn DeviceMemory>> {
     match (device, inventory::iter::<DeviceSupport>.into_iter().next()) {
         (Device::Cuda(ordinal), Some(s)) => (s.memory)(ordinal),

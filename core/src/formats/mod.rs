@@ -174,8 +174,8 @@ pub trait Format: fmt::Debug + Send + Sync {
         Ok(Cow::Borrowed(stored))
     }
 
-    /// The tensors that a layer `[n, k]` has in a layout, in the order of the file; `None` where the layout does
-    /// not hold the format.
+    /// The tensors that a layer `[n, k]` has in a layout, in the order of the file; `None` where the layout
+    /// does not hold the format.
     fn tensors(&self, _layout: Layout, _shape: [usize; 2]) -> Option<Vec<Tensor>> {
         None
     }
@@ -192,8 +192,8 @@ pub trait Format: fmt::Debug + Send + Sync {
 
     /// Random stored parts of `[rows, k]`, a test's: every code, and scales far apart.
     fn sample(&self, shape: [usize; 2], draw: &Draw) -> OwnedParts;
-    /// Random stored parts of `[rows, k]`, a model's: codes that `fill` draws, and scales that give outputs of
-    /// a product the size of its inputs.
+    /// Random stored parts of `[rows, k]`, a model's: codes that `fill` draws, and scales that give outputs
+    /// of a product the size of its inputs.
     fn plausible(&self, shape: [usize; 2], fill: &mut dyn FnMut(&mut [u8])) -> Result<OwnedParts>;
     /// Every code under every scale at every place of a block: rows and columns are multiples of `factors`.
     fn every_code(&self, _factors: [usize; 2]) -> Option<Edge> {

@@ -47,6 +47,8 @@ pub struct Rows<'a> {
 
 impl<'a> Rows<'a> {
     /// `bytes`: little-endian `dtype` (f32, f16 or bf16) `[n, k]`, row-major; `name` is used in errors.
+    ///
+    /// # Errors
     /// [`Code::TensorType`] for another type, [`Code::TensorShape`] when bytes and extents differ.
     pub fn new(name: &'a str, bytes: &'a [u8], dtype: DType, n: usize, k: usize) -> Result<Self> {
         if !dtype.is_io() {
@@ -72,7 +74,10 @@ impl<'a> Rows<'a> {
         [self.n, self.k]
     }
 
-    /// Widens elements `start..` of the flattened matrix and returns their amax; NaN and infinity are errors.
+    /// Widens elements `start..` of the flattened matrix and returns their amax.
+    ///
+    /// # Errors
+    /// [`Code::NonFinite`] names the first NaN or infinity by row and column.
     pub fn read(&self, start: usize, out: &mut [f32]) -> Result<f32> {
         read_floats(&self.bytes[start * self.dtype.size()..], self.dtype, out);
         let mut amax = 0f32;
@@ -92,7 +97,10 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// Largest magnitude in the matrix. [`Code::NonFinite`] names the first NaN or infinity by row and column.
+/// Largest magnitude in the matrix.
+///
+/// # Errors
+/// As [`Rows::read`].
 pub fn amax(rows: &Rows<'_>, threads: &ThreadPool) -> Result<f32> {
     let elements = rows.n * rows.k;
     let pieces: Vec<usize> = (0..elements).step_by(PIECE).collect();
@@ -104,6 +112,9 @@ pub fn amax(rows: &Rows<'_>, threads: &ThreadPool) -> Result<f32> {
 }
 
 /// Runs `body` on every item; results in item order, or the error of the first item that has one.
+///
+/// # Errors
+/// Those of `body`.
 pub fn parallel<I: Send, O: Send>(
     threads: &ThreadPool,
     items: Vec<I>,

@@ -44,8 +44,10 @@ pub struct Tokenizer {
 }
 
 impl Tokenizer {
-    /// Reads a file of at most 64 MiB; errors as in [`from_bytes`](Self::from_bytes), a missing file is
-    /// [`Code::ModelMissing`].
+    /// Reads a file of at most 64 MiB.
+    ///
+    /// # Errors
+    /// As [`from_bytes`](Self::from_bytes); [`Code::ModelMissing`] without the file, [`Code::Io`].
     pub fn from_file(path: &Path) -> Result<Self> {
         Self::from_bytes(&files::read(path, FILE_LIMIT, Code::TokenizerInvalid)?)
     }
@@ -53,7 +55,8 @@ impl Tokenizer {
     /// Parses the content of a `tokenizer.json`. Truncation and padding are switched off: they would lose
     /// text.
     ///
-    /// Errors: [`Code::TokenizerInvalid`] for damage, excess, and whatever makes the library fail or panic.
+    /// # Errors
+    /// [`Code::TokenizerInvalid`] for damage, excess, and whatever makes the library fail or panic.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         files::within(bytes, FILE_LIMIT, "tokenizer.json", Code::TokenizerInvalid)?;
         let audit::Facts { byte_level, highest } = audit::audit(bytes)?;
@@ -71,6 +74,9 @@ impl Tokenizer {
     }
 
     /// Token ids of at most 16 MiB of text; `add_special` lets the post-processor add its tokens.
+    ///
+    /// # Errors
+    /// [`Code::Usage`] for a longer text, [`Code::TokenizerInvalid`] where the library fails.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
         if text.len() > TEXT_LIMIT {
             return Err(Error::new(Code::Usage, "text: too long for one call")
@@ -81,6 +87,9 @@ impl Tokenizer {
     }
 
     /// Text of token ids; `skip_special` leaves special tokens out. Unknown ids contribute nothing.
+    ///
+    /// # Errors
+    /// [`Code::TokenizerInvalid`] where the library fails.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
         guarded("decoding", || self.inner.decode(ids, skip_special))
     }

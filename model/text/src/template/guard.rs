@@ -1,4 +1,4 @@
-//! The engine's environment for templates from strangers: what they may call, and what they pay for it.
+//! The engine's environment for untrusted templates: what they may call, and what they pay for it.
 //!
 //! Text and lists made on the way are charged to a budget before they exist; long-running operations look at
 //! a clock. Both live in the thread that renders.
