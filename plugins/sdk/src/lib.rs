@@ -30,9 +30,9 @@ pub use q4_plugin_root as root;
 /// when the library is first asked for its table; a panic there refuses the library. Name, version and vendor
 /// are those of the package unless they are given, and must be those of the backend's descriptor.
 ///
-/// `export_backend!(construct = function, name = .., version = .., vendor = ..)` is for a backend with options:
-/// `function` is a `fn(&BuiltinOptions) -> Result<Arc<dyn Q4Backend>, Vec<Reject>>`, called with the default
-/// for programs that have none to give, which may not fail, and once for each that has.
+/// `export_backend!(construct = function, name = .., version = .., vendor = ..)` is for a backend with
+/// options: `function` is a `fn(&BuiltinOptions) -> Result<Arc<dyn Q4Backend>, Vec<Reject>>`, called with the
+/// default for programs that have none to give, which may not fail, and once for each that has.
 ///
 /// ```
 /// use q4_plugin_sdk::q4_core::{ExecPath, NullBackend};
