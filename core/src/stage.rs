@@ -32,16 +32,28 @@ pub struct FoundDevices {
 /// Memory of one device and the queue of work on it.
 pub trait DeviceMemory: Send + Sync {
     /// `len` bytes of unspecified content, aligned to 256.
+    ///
+    /// # Errors
+    /// [`Code::OutOfMemory`] where there is not so much, and faults of the device.
     fn alloc(&self, len: usize) -> Result<Box<dyn DeviceBytes>>;
     /// The queue products are issued to.
     fn stream(&self) -> usize;
-    /// Waits for all work in the queue; reports faults.
+    /// Waits for all work in the queue.
+    ///
+    /// # Errors
+    /// Faults of any of it.
     fn synchronize(&self) -> Result<()>;
     /// Bytes of it that are free.
+    ///
+    /// # Errors
+    /// Faults of the device.
     fn free(&self) -> Result<u64>;
 }
 
 /// Bytes on a device.
+///
+/// # Errors
+/// Copies fail with faults of the device, those of earlier work in its queue included.
 pub trait DeviceBytes: Send + Sync {
     /// Address on the device.
     fn address(&self) -> u64;

@@ -88,6 +88,10 @@ pub enum Logits {
 }
 
 /// A device with kernels.
+///
+/// # Errors
+/// Every operation: those of its products and of the device, and `ContextFull` where the cache has no room
+/// for the rows of a step.
 pub trait Executor {
     /// A slot.
     type Tensor;

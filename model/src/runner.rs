@@ -21,9 +21,15 @@ pub trait Model: Any + Send + Sync {
     fn blocks(&self) -> Vec<[&Linear; 4]>;
     /// The head, if it is a 4-bit product.
     fn head(&self) -> Option<&Linear>;
-    /// A context of its own. [`Code::OutOfMemory`] where it does not fit.
+    /// A context of its own.
+    ///
+    /// # Errors
+    /// [`Code::OutOfMemory`] where it does not fit.
     fn engine(self: Arc<Self>, cx: Context<'_>) -> Result<Box<dyn Engine>>;
-    /// Several sequences that decode together. [`Code::Unsupported`] where nothing does that.
+    /// Several sequences that decode together.
+    ///
+    /// # Errors
+    /// [`Code::Unsupported`] where nothing does that.
     fn batch(self: Arc<Self>, cx: Context<'_>) -> Result<CudaBatch>;
 }
 

@@ -159,6 +159,9 @@ pub trait Format: fmt::Debug + Send + Sync {
     }
 
     /// The exact decoder of a segment `[rows, k]` whose parts were checked: the definition of its values.
+    ///
+    /// # Errors
+    /// [`Code::ShapeMismatch`](crate::Code::ShapeMismatch) for parts that are not contiguous in host memory.
     fn decoder<'a>(&self, shape: [usize; 2], data: &SegmentData<'a>) -> Result<Box<dyn Decode + 'a>>;
 
     /// What stored values have to be.
@@ -170,6 +173,9 @@ pub trait Format: fmt::Debug + Send + Sync {
         None
     }
     /// The bytes of a part in the order of rows; copied where they are stored in another.
+    ///
+    /// # Errors
+    /// [`Code::TensorShape`](crate::Code::TensorShape) for another number of bytes.
     fn in_rows<'a>(&self, _part: Part, stored: &'a [u8], _shape: [usize; 2]) -> Result<Cow<'a, [u8]>> {
         Ok(Cow::Borrowed(stored))
     }

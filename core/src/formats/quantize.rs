@@ -29,6 +29,10 @@ pub trait Encoder: Send + Sync {
     fn lacks(&self, layout: Layout, n: usize, k: usize) -> Option<&'static str>;
     /// Quantises the matrix. `global_amax` replaces its own amax in the per-tensor scale, and must not be
     /// below it.
+    ///
+    /// # Errors
+    /// [`Code::TensorShape`] for a shape that the format does not have, [`Code::NonFinite`] for a weight that
+    /// is NaN or infinite, [`Code::ValueInvalid`] for a `global_amax` that is too small.
     fn encode(&self, rows: &Rows<'_>, global_amax: Option<f32>, threads: &ThreadPool) -> Result<OwnedParts>;
 }
 
