@@ -176,7 +176,7 @@ impl Context {
         all.as_deref() == Some(backend) || layers.iter().any(|(_, name)| name == backend)
     }
 
-    /// The seam of all products, under the policy of the options.
+    /// The dispatch of all products, under the policy of the options.
     pub fn dispatch(&self) -> Result<Dispatch> {
         let (registry, tables) = self.backends()?;
         let dispatch = Dispatch::new(registry, self.preferring(self.policy(), &tables));

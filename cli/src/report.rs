@@ -106,7 +106,7 @@ impl Report {
     }
 }
 
-/// Text that tells a terminal nothing: names of tensors and files come from strangers. Control characters but
+/// Text that tells a terminal nothing: names of tensors and files are untrusted. Control characters but
 /// newline and tab, and those that turn the direction of what is read, are written as `\u{..}`. What a model
 /// answers is not text of ours.
 pub fn plain(text: &str) -> Cow<'_, str> {

@@ -37,7 +37,7 @@ pub struct Planned<'a> {
     program: u64,
 }
 
-/// A loaded model with the seam that counts its products.
+/// A loaded model with the dispatch that counts its products.
 pub struct Session {
     dispatch: Dispatch,
     loaded: Loaded,

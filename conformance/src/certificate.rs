@@ -102,7 +102,9 @@ impl Certificate {
     }
 
     /// Void unless backend, version, bytes, the suite's major version and the machine are those of the run.
-    /// The error names what changed.
+    ///
+    /// # Errors
+    /// What changed, for people.
     pub fn valid_for(
         &self,
         backend: &str,

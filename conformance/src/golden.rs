@@ -13,6 +13,9 @@ static NF4: &[u8] = include_bytes!("../golden/nf4.safetensors");
 
 /// Hands every recorded product to `visit`: NVFP4 with one- and two-level scales, row-major and swizzled,
 /// W4A16 and W4A4; NF4 with and without double quantisation.
+///
+/// # Errors
+/// Those of `visit`.
 pub fn each(visit: &mut dyn FnMut(&Problem<'_>) -> Result<()>) -> Result<()> {
     let file = open(SCALED_MM)?;
     let mut cases: Vec<&str> = file.names().into_iter().filter_map(|n| n.strip_suffix(".x")).collect();

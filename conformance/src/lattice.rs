@@ -249,6 +249,9 @@ impl Sketch {
         }
     }
     /// Hands the problem to `body`.
+    ///
+    /// # Errors
+    /// Those of `body`.
     pub fn with<R>(&self, body: impl FnOnce(&Problem<'_>) -> Result<R>) -> Result<R> {
         self.weight().lend(|w| body(&self.problem(w)))
     }
@@ -359,6 +362,9 @@ pub(crate) fn drawn(
 
 /// Hands problems of one encoding to `visit`: every activation format that makes sense, every type.
 /// The name of a problem holds all that makes it.
+///
+/// # Errors
+/// Those of `visit`.
 pub fn each(schema: Q4Schema, visit: &mut dyn FnMut(&Problem<'_>) -> Result<()>) -> Result<()> {
     for activations in activations(&schema) {
         for sketch in sketches(schema, activations, 14, 0) {

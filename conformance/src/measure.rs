@@ -19,8 +19,11 @@ pub struct Measured {
     pub decoded: Option<usize>,
 }
 
-/// Runs `problem` through `backend` on `path`. `Ok(Err(reasons))` when it is refused beforehand; an error
-/// when a result is wrong, with the element.
+/// Runs `problem` through `backend` on `path`. `Ok(Err(reasons))` when it is refused beforehand.
+///
+/// # Errors
+/// [`Code::ConformanceFailed`](q4_core::Code::ConformanceFailed) with the element that is wrong, and those of
+/// the backend.
 pub fn measure(
     backend: &dyn Q4Backend,
     path: ExecPath,
@@ -32,6 +35,9 @@ pub fn measure(
 }
 
 /// The same on `device`.
+///
+/// # Errors
+/// As [`measure`].
 pub fn measure_on(
     device: Device,
     backend: &dyn Q4Backend,

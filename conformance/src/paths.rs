@@ -40,6 +40,9 @@ pub struct PathReport {
 }
 
 /// Runs the recorded products through every live backend on `device`; by backend name.
+///
+/// # Errors
+/// Those of reading the recorded products: a backend's failures are in its report.
 pub fn check_paths(
     registry: &Registry,
     device: Device,

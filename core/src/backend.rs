@@ -1,5 +1,5 @@
-//! The contract a backend implements. Small on purpose: four methods of a backend and five of a weight have to
-//! be written; the others have defaults.
+//! The contract that a backend implements: [`Q4Backend`] and [`PreparedWeight`]. Four methods of a backend
+//! and five of a weight have to be written; the others have defaults.
 use crate::device::{DeviceMemory, memory_of};
 use crate::{
     Activations, Code, DType, Device, Error, HostEnv, Q4Schema, Q4Weight, Reject, Result, TensorView,
@@ -46,6 +46,16 @@ impl fmt::Display for ExecPath {
 }
 
 /// What the caller accepts: a policy.
+///
+/// ```
+/// use q4_core::{ComputePath, ExecPath};
+///
+/// assert!(ComputePath::Auto.admits().contains(&ExecPath::DequantMatmul));
+/// assert!(!ComputePath::KernelOnly.admits().contains(&ExecPath::DequantMatmul));
+/// // Paths are ordered, the best first, and no policy admits the oracle: it has to be named.
+/// assert!(ExecPath::FusedDequant < ExecPath::DequantMatmul);
+/// assert!(ComputePath::ALL.iter().all(|p| !p.admits().contains(&ExecPath::Reference)));
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ComputePath {
@@ -125,6 +135,27 @@ pub struct SegmentSpec {
 }
 
 /// Everything selection may look at about one product. No pointers.
+///
+/// ```
+/// use q4_core::{Activations, DType, Device, LinearSpec, OpSet, SegmentSpec, formats};
+///
+/// // The query, key and value projections of Qwen3-0.6B share their input: one product of three segments.
+/// let rows = [("q", 2048), ("k", 1024), ("v", 1024)];
+/// let segment = |(p, rows)| SegmentSpec { name: format!("model.layers.0.self_attn.{p}_proj"), rows };
+/// let spec = LinearSpec {
+///     segments: rows.map(segment).into(),
+///     schema: formats::encodings("nvfp4")[0],
+///     k: 1024,
+///     max_m: 512,
+///     x: DType::BF16,
+///     y: DType::BF16,
+///     activations: Activations::Native,
+///     device: Device::Cpu,
+///     ops: OpSet::FORWARD,
+/// };
+/// assert_eq!((spec.n(), spec.k), (4096, 1024));
+/// assert_eq!(spec.name(), "model.layers.0.self_attn.{q,k,v}_proj");
+/// ```
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct LinearSpec {
     /// The row segments, top to bottom.
@@ -224,16 +255,81 @@ impl<'a> ExecContext<'a> {
     }
 }
 
-/// A family of kernels for 4-bit linear layers.
+/// A family of kernels for 4-bit linear layers: the contract between q4 and the code that multiplies.
+///
+/// [`select`](crate::select) asks a backend what it can do, [`Dispatch`](crate::Dispatch) has it pack a
+/// weight once, and [`Q4Linear`](crate::Q4Linear) calls the [`PreparedWeight`] for every product. To write
+/// one, copy [`NullBackend`](crate::NullBackend), which refuses everything, and accept one kind of product at
+/// a time.
+///
+/// # Selection
+///
+/// * [`descriptor`](Self::descriptor) is constant. What its `offers` do not list is never selected, and has
+///   to be refused by `can_prepare` all the same.
+/// * [`can_prepare`](Self::can_prepare) answers from its arguments alone: `env` may describe another machine.
+///   The answer binds. What it accepts, [`prepare`](Self::prepare) and every call must serve; what it
+///   refuses, `prepare` must refuse too.
+/// * A refusal is a list of [`Reject`]s, never empty, with *every* reason: a stable code, what was needed and
+///   what was found. Users read it as it is.
+/// * The path, the activations and the quantiser rule of the spec are computed, or refused. Something similar
+///   is never computed instead, and no backend falls back: who computes is decided by selection alone.
+/// * [`probe`](Self::probe) informs `q4 diagnose` and decides nothing.
+///
+/// # Preparing
+///
+/// * The bytes of a weight are in host memory, whatever `spec.device`, at any alignment, and are the caller's
+///   again when `prepare` returns. It copies or repacks them, may use `cx.threads`, and gets no workspace.
+/// * `prepare` checks the weight ([`Q4Weight::validate`]) and that it is the one of the spec. `Dispatch` does
+///   so before it, the conformance suite does not.
+/// * [`PreparedWeight::info`] states path, activations and shape as in the spec; anything else is
+///   [`Code::PathBroken`]. [`footprint`](Self::footprint) is the memory plan's, and is never too small.
+///
+/// # Calls
+///
+/// * **Shapes.** `y[m, n] = x[m, k] W^T` and `dx[m, k] = dy[m, n] W` with `1 <= m <= spec.max_m`; n are the
+///   out features of all segments, k the in features.
+/// * **Types.** x and dx have the type `spec.x`, y and dy have `spec.y`: f32, f16 or bf16, in row-major
+///   matrices with adjacent columns. Rows may lie further apart than their columns reach (`ld`); the gaps are
+///   neither read nor written. A result is rounded to its type once, to nearest even.
+/// * **Aliasing.** No operand shares a byte with another or with the workspace. The old content of an output
+///   and of the workspace is not read ([`Fusion::accumulate`] excepted), and inputs are never written.
+/// * **Place.** Operands lie on `cx.device`. Work for a device is enqueued on `cx.stream` without waiting,
+///   and the device that is current in the calling thread stays current.
+/// * **Threads.** A prepared weight is immutable and may be called by any number of threads at once. Work is
+///   shared out over `cx.threads`; a backend starts no threads.
+/// * **Memory.** A call allocates nothing: scratch is what [`PreparedWeight::workspace`] asked for. The dense
+///   path, whose GEMM packs its operands, and the oracle are excepted.
+/// * **Errors.** Operands that do not fit are [`Code::ShapeMismatch`], and nothing is written then. An
+///   operation that the weight does not have is [`Code::Unsupported`], NaN or infinity where the input is
+///   quantised [`Code::NonFinite`] or [`Code::ValueInvalid`], a fault of a library or device
+///   [`Code::BackendFailed`]. Nothing panics, prints, exits or changes the process.
+/// * **Not finite.** With native activations a NaN in row i of x makes row i of y NaN, or the call fails, and
+///   other rows keep their bits. A device that does not wait may write NaN where an error would be too late.
+/// * **Determinism.** Bits depend on the operands and the machine: not on the number of threads, strides,
+///   alignment, earlier calls or what other rows hold ([`crate::ActGlobal::PerCall`] excepted). They may
+///   depend on m where the kernel does: on the dense path, with AMX and on CUDA.
+/// * **Accuracy.** Every element is within the bound of its path (docs/numerics.md, "The bound") of the exact
+///   product; `dequantize` to f32 is exact, bit for bit.
+///
+/// # Proof
+///
+/// The first weight of each kind and shape is checked before it is used ([`crate::selfcheck`]): calls of 1,
+/// 3, 17 and as many rows as are cheap; outputs are poisoned first, all must be written, and a sample of 64
+/// is compared with the oracle. The conformance suite asks for the rest: L0 the C table of a plugin, L1
+/// decoding, L2 products, L3 gradients, L4 what must be refused, L5 that results are steady and the process
+/// stays as it was. Author's guide: docs/backend-authors.md.
 pub trait Q4Backend: Send + Sync + 'static {
-    /// Static facts. Touches no device.
+    /// Static facts, the same in every call. Touches no device.
     fn descriptor(&self) -> &BackendDescriptor;
 
     /// Dynamic checks for `diagnose`: what was loaded, from where, what it can do. May be slow.
     fn probe(&self, env: &HostEnv) -> Vec<ProbeItem>;
 
-    /// Pure: the same arguments give the same answer. Rejects whatever `prepare` or a call could not serve,
-    /// with every reason.
+    /// Whether `spec` is served on `path` on the machine `env`. Pure: the same arguments give the same
+    /// answer.
+    ///
+    /// # Errors
+    /// Every reason why `prepare` or a call could not serve it; never an empty list.
     fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict;
 
     /// Whether `prepare` puts weights of a device into memory shared with the host where
@@ -263,7 +359,13 @@ pub trait Q4Backend: Send + Sync + 'static {
     }
 
     /// Repacks `w` for `path` and no other. `w` is in host memory, whatever `spec.device`; it is not kept,
-    /// and the weight is ready when this returns. Fails rather than choose another path.
+    /// and the weight is ready when this returns.
+    ///
+    /// # Errors
+    /// [`Code::Unsupported`] for what `can_prepare` refuses, [`Code::SchemaInvalid`] or
+    /// [`Code::ShapeMismatch`] for a weight that contradicts its schema or the spec, [`Code::ScaleInvalid`]
+    /// or [`Code::ValueInvalid`] for scales that no product can use, [`Code::OutOfMemory`] and errors of the
+    /// device. Never another path.
     fn prepare(
         &self,
         w: &Q4Weight<'_>,
@@ -375,8 +477,13 @@ impl Fusion<'_> {
     }
 }
 
-/// A weight in the layout one path wants. The caller allocates every output; no call allocates, except on the
-/// dense path, whose GEMM packs its operands, and in the reference.
+/// A weight in the layout one path wants, made by [`Q4Backend::prepare`]. What its calls may assume and must
+/// do is the contract of [`Q4Backend`], "Calls": the caller allocates every output, `1 <= m <= max_m`.
+///
+/// # Errors
+/// All calls: [`Code::ShapeMismatch`] for operands or a workspace that do not fit, [`Code::Unsupported`] for
+/// an operation that [`PreparedInfo::ops`] lacks, [`Code::NonFinite`] or [`Code::ValueInvalid`] where an
+/// input that is quantised is NaN or infinite, [`Code::BackendFailed`] for faults of a library or device.
 pub trait PreparedWeight: Send + Sync {
     /// What was built.
     fn info(&self) -> &PreparedInfo;
@@ -449,7 +556,10 @@ pub struct Scratch<'a> {
 }
 
 impl<'a> Scratch<'a> {
-    /// Takes the workspace of `cx`; fails when it is smaller than `need` bytes or not on the CPU.
+    /// Takes the workspace of `cx`, of which a call needs `need` bytes.
+    ///
+    /// # Errors
+    /// [`Code::ShapeMismatch`] when it is smaller than `need` bytes, or not contiguous bytes on the CPU.
     pub fn of(cx: &'a mut ExecContext<'_>, need: usize) -> Result<Self> {
         let rest = match (&mut cx.workspace, need) {
             (_, 0) => &mut [],
@@ -464,6 +574,9 @@ impl<'a> Scratch<'a> {
         Ok(Self { rest })
     }
     /// The next `len` elements, 64-byte aligned.
+    ///
+    /// # Errors
+    /// [`Code::ShapeMismatch`] when what is left is too small.
     pub fn take<T: crate::Element>(&mut self, len: usize) -> Result<&'a mut [T]> {
         let pad = self.rest.as_ptr().align_offset(64);
         let bytes = len * size_of::<T>();

@@ -8,8 +8,11 @@ use crate::formats::storage::{Probe, Rule};
 use crate::{Code, Error, Result};
 
 /// Finds the tensors of `layer` (e.g. `model.layers.0.mlp.up_proj`) in `table`. `quant_state` reads the JSON
-/// beside a bitsandbytes weight. `Ok(None)` when nothing of that name is stored; one error with *all*
-/// problems when the parts contradict each other.
+/// beside a bitsandbytes weight. `Ok(None)` when nothing of that name is stored.
+///
+/// # Errors
+/// [`Code::SchemaInvalid`] with *all* problems when the parts contradict each other, and errors of
+/// `quant_state`.
 pub fn detect(layer: &str, table: &dyn Tensors, quant_state: StateReader<'_>) -> Result<Option<Detected>> {
     let mut probe = Probe { layer, table, problems: Vec::new() };
     let mut found: Vec<&Rule> =

@@ -27,16 +27,28 @@ pub struct FoundDevices {
 /// Memory of one device and the queue of work on it.
 pub trait DeviceMemory: Send + Sync {
     /// `len` bytes of unspecified content, aligned to 256.
+    ///
+    /// # Errors
+    /// [`Code::OutOfMemory`] where there is not so much, and faults of the device.
     fn alloc(&self, len: usize) -> Result<Box<dyn DeviceBytes>>;
     /// The queue products are issued to.
     fn stream(&self) -> usize;
-    /// Waits for all work in the queue; reports faults.
+    /// Waits for all work in the queue.
+    ///
+    /// # Errors
+    /// Faults of any of it.
     fn synchronize(&self) -> Result<()>;
     /// Bytes of it that are free.
+    ///
+    /// # Errors
+    /// Faults of the device.
     fn free(&self) -> Result<u64>;
 }
 
 /// Bytes on a device.
+///
+/// # Errors
+/// Copies fail with faults of the device, those of earlier work in its queue included.
 pub trait DeviceBytes: Send + Sync {
     /// Address on the device.
     fn address(&self) -> u64;
@@ -47,6 +59,9 @@ pub trait DeviceBytes: Send + Sync {
 }
 
 /// The devices this process can reach, or what is missing to reach one.
+///
+/// # Errors
+/// [`Code::DeviceMissing`] in a build without CUDA, and what the driver says.
 fn devices() -> Result<FoundDevices> {
     match inventory::iter::<DeviceSupport>.into_iter().next() {
         Some(s) => (s.probe)(),
@@ -57,6 +72,9 @@ fn devices() -> Result<FoundDevices> {
 }
 
 /// The memory of `device`.
+///
+/// # Errors
+/// [`Code::DeviceMissing`] in a build that cannot reach the device, and what its driver says.
 pub fn memory_of(device: Device) -> Result<Arc<dyn DeviceMemory>> {
     match (device, inventory::iter::<DeviceSupport>.into_iter().next()) {
         (Device::Cuda(ordinal), Some(s)) => (s.memory)(ordinal),

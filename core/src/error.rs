@@ -5,7 +5,8 @@ use std::{borrow::Cow, fmt};
 
 macro_rules! codes {
     ($($name:ident = $id:literal, $exit:literal, $title:literal;)*) => {
-        /// Stable identity of an error. The text of an [`Error`] may change, its code and exit status may not.
+        /// Stable identity of an error. The text of an [`Error`] may change, its code and exit status may
+        /// not.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
         #[non_exhaustive]
         pub enum Code { $(#[doc = $title] $name,)* }
@@ -24,7 +25,7 @@ macro_rules! codes {
 }
 
 codes! {
-    Usage              = "0101", 2, "the command line asks for something that does not exist or does not fit together";
+    Usage              = "0101", 2, "the command line names something that does not exist, or options that contradict each other";
     Findings           = "0102", 3, "the check ran and found problems";
     ModelMissing       = "0201", 4, "a file of the model is missing";
     Container          = "0202", 4, "a weight file is damaged or not what its name says";
@@ -60,6 +61,21 @@ codes! {
 }
 
 /// What went wrong, in the four parts a user can act on.
+///
+/// ```
+/// use q4_core::{Code, Error};
+///
+/// let e = Error::new(Code::TensorShape, "q_proj")
+///     .need("[4, 8]")
+///     .have("[4, 7]")
+///     .fix("export the model again")
+///     .within("model.safetensors");
+/// assert_eq!((e.code().id(), e.code().exit()), ("Q4-E0204", 4));
+/// assert_eq!(
+///     e.to_string(),
+///     "Q4-E0204: model.safetensors: q_proj\n  need: [4, 8]\n  have: [4, 7]\n  fix: export the model again"
+/// );
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Error(Box<Parts>);
 

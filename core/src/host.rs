@@ -61,6 +61,9 @@ pub enum Found {
 
 impl Found {
     /// The version, or why there is none.
+    ///
+    /// # Errors
+    /// Why the library cannot be used, for people.
     pub fn version(&self) -> std::result::Result<u32, &str> {
         match self {
             Self::Yes(v) => Ok(*v),
@@ -91,6 +94,20 @@ impl Default for CudaTools {
 }
 
 /// The machine.
+///
+/// ```
+/// use q4_core::{CudaDevice, HostEnv};
+///
+/// let here = HostEnv::collect();
+/// assert_eq!(here.arch, std::env::consts::ARCH);
+///
+/// // A machine that is not here is data as well: what would be selected there is an ordinary test.
+/// let h200 = CudaDevice { ordinal: 0, capability: (9, 0), name: "NVIDIA H200".into(), memory: 141 << 30 };
+/// let there = HostEnv { cuda: vec![h200], cuda_driver: Some(13000), ..here.clone() };
+/// assert_eq!(there.cuda_device(0).map(CudaDevice::arch).as_deref(), Some("sm_90"));
+/// assert_eq!(there.no_cuda(1), "no cuda:1, only cuda:0 NVIDIA H200");
+/// assert_ne!(there.fingerprint(), here.fingerprint());
+/// ```
 #[derive(Clone, Default, PartialEq, Eq, Serialize)]
 pub struct HostEnv {
     /// `x86_64`, `aarch64`.

@@ -50,7 +50,10 @@ impl Budget {
         self.reserved.load(Ordering::Relaxed)
     }
 
-    /// Promises `bytes` to `what` before they are allocated, or refuses with the plan.
+    /// Promises `bytes` to `what` before they are allocated.
+    ///
+    /// # Errors
+    /// [`Code::OutOfMemory`] when less is left.
     pub fn reserve(&self, bytes: u64, what: &str) -> Result<()> {
         let fits = |now: u64| now.checked_add(bytes).filter(|next| *next <= self.limit);
         match self.reserved.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits) {
@@ -108,6 +111,9 @@ pub fn human(bytes: u64) -> String {
 }
 
 /// Parses `24GiB`, `512M`, `1.5GB`, `4096`; powers of 1024 for `KiB` and `K`, of 1000 for `KB`.
+///
+/// # Errors
+/// [`Code::Usage`] for anything else, zero included.
 pub fn parse_bytes(text: &str) -> Result<u64> {
     let bad = || {
         Error::new(Code::Usage, format!("`{text}` is not an amount of memory"))
@@ -182,8 +188,11 @@ impl UnifiedMemory {
         }
     }
 
-    /// The whole policy as one pure decision about one tensor. `Require` fails when memory cannot be managed,
-    /// and when an activation is not managed already, because activations are never converted.
+    /// The whole policy as one pure decision about one tensor.
+    ///
+    /// # Errors
+    /// [`Code::UnifiedMemory`] for `Require` when memory cannot be managed, and when an activation is not
+    /// managed already, because activations are never converted.
     pub fn place(self, role: Role, is_managed: bool, support: &ManagedSupport) -> Result<Placement> {
         let refuse = |have: &str| {
             Error::new(Code::UnifiedMemory, "--unified-memory require")

@@ -69,6 +69,10 @@ impl Column {
 
 impl Input {
     /// Quantises `x` (`[m, k]`, row-major, of an input of type `source`) as `activations` says.
+    ///
+    /// # Errors
+    /// [`Code::NonFinite`] or [`Code::ValueInvalid`] where `activations` quantise and a value is NaN or
+    /// infinite.
     pub fn new(x: &[f32], k: usize, activations: &Activations, source: DType) -> Result<Self> {
         let m = x.len() / k;
         Ok(match activations {
@@ -131,6 +135,9 @@ impl Input {
 }
 
 /// Per-tensor scale of one call's activations, whose type was `source` before they were widened.
+///
+/// # Errors
+/// [`Code::NonFinite`] when the scale comes from the call and a value of it is NaN or infinite.
 pub fn act_global(act: &ActQuant, x: &[f32], source: DType) -> Result<Option<GlobalScale>> {
     match act.global {
         ActGlobal::None => Ok(None),

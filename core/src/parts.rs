@@ -55,6 +55,9 @@ impl<'a> SegmentData<'a> {
         self.views[part as usize].as_ref()
     }
     /// A part that has to be there.
+    ///
+    /// # Errors
+    /// [`Code::Internal`] when it is not: a weight that was validated has it.
     pub fn need(&self, part: Part) -> Result<TensorView<'a>> {
         self.get(part).copied().ok_or_else(|| self.lacks(part))
     }
@@ -88,6 +91,9 @@ struct Owned {
 
 impl OwnedParts {
     /// A copy of parts in host memory.
+    ///
+    /// # Errors
+    /// [`Code::ShapeMismatch`] for parts that are not contiguous in host memory.
     pub fn copy(data: &SegmentData<'_>) -> Result<Self> {
         let mut out = Self { global: data.global, offset: data.offset, ..Self::default() };
         for (part, view) in data.parts() {
@@ -160,10 +166,16 @@ impl OwnedParts {
         (self.global, self.offset) = (other.global, other.offset);
     }
     /// Views of all.
+    ///
+    /// # Errors
+    /// [`Code::ShapeMismatch`] for a part whose bytes are fewer than its extents say.
     pub fn lend(&self) -> Result<SegmentData<'_>> {
         self.lend_at(|part| self.bytes(part))
     }
     /// Views of the same bytes in other places.
+    ///
+    /// # Errors
+    /// As [`lend`](Self::lend), of the bytes in their places.
     pub fn lend_at<'a>(&self, place: impl Fn(Part) -> &'a [u8]) -> Result<SegmentData<'a>> {
         let mut data = SegmentData { global: self.global, offset: self.offset, ..SegmentData::default() };
         for part in Part::ALL {
@@ -176,6 +188,9 @@ impl OwnedParts {
 }
 
 /// The f32 elements of a host view; copied only when the bytes are not aligned.
+///
+/// # Errors
+/// [`Code::TensorType`] for another type or device, [`Code::ShapeMismatch`] for a view with gaps.
 pub fn f32s<'a>(view: &TensorView<'a>) -> Result<Cow<'a, [f32]>> {
     if view.dtype() != DType::F32 || view.device() != Device::Cpu {
         return Err(Error::new(Code::TensorType, "operand").need("float32 on cpu").have(format!("{view:?}")));

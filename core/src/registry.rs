@@ -40,7 +40,7 @@ impl Built {
 pub struct Registration {
     /// Its name.
     pub name: &'static str,
-    /// Builds it for a machine, or says with every reason why it cannot live there.
+    /// Builds it for a machine, or says with every reason why it cannot be used there.
     pub construct: fn(&BuiltinOptions, &HostEnv) -> std::result::Result<Built, Vec<Reject>>,
 }
 inventory::collect!(Registration);
@@ -57,6 +57,9 @@ pub struct Registry {
 
 impl Registry {
     /// Constructs every registered built-in on this machine.
+    ///
+    /// # Errors
+    /// [`Code::Internal`] for a backend that is registered twice or under a name that is not its own.
     pub fn builtin(options: &BuiltinOptions) -> Result<Self> {
         let mut env = HostEnv::collect();
         if options.cuda.is_some() {
@@ -68,6 +71,9 @@ impl Registry {
     /// The same for a machine that is described by data and need not be here: what its backends answer
     /// follows from `env` alone. Without [`BuiltinOptions::cuda`] none of them looks at a device or its
     /// libraries.
+    ///
+    /// # Errors
+    /// As [`builtin`](Self::builtin).
     pub fn on(mut env: HostEnv, options: &BuiltinOptions) -> Result<Self> {
         let mut found: BTreeMap<&'static str, Candidate> = BTreeMap::new();
         for r in inventory::iter::<Registration> {
@@ -101,8 +107,10 @@ impl Registry {
         Ok(Self { candidates: found.into_values().collect(), guests: BTreeSet::new(), env })
     }
 
-    /// Adds a loaded or refused third party, which serves what it is named for and nothing else; a name that
-    /// exists already is an error.
+    /// Adds a loaded or refused third party, which serves what it is named for and nothing else.
+    ///
+    /// # Errors
+    /// [`Code::LibraryRefused`] for a name that exists already.
     pub fn add(&mut self, candidate: Candidate) -> Result<()> {
         match self.candidates.binary_search_by(|c| c.name().cmp(candidate.name())) {
             Ok(_) => Err(Error::new(

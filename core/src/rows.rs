@@ -13,6 +13,9 @@ use std::sync::Mutex;
 
 /// Rows `m` of a product, after checking that `input` is `[m, cols]` and `output` `[m, cols]`, each of the
 /// columns and io dtype named with it.
+///
+/// # Errors
+/// [`Code::ShapeMismatch`] for another shape or type, and for columns that are not adjacent.
 pub fn check_product(
     input: (&TensorView<'_>, DType, usize),
     output: (&TensorView<'_>, DType, usize),
@@ -23,7 +26,10 @@ pub fn check_product(
     Ok(m)
 }
 
-/// Fails unless `view` is `dtype[rows, cols]` with adjacent columns and `dtype` an io dtype.
+/// Checks that `view` is `dtype[rows, cols]` with adjacent columns and `dtype` an io dtype.
+///
+/// # Errors
+/// [`Code::ShapeMismatch`] for anything else.
 pub fn check_matrix(view: &TensorView<'_>, dtype: DType, rows: usize, cols: usize) -> Result<()> {
     let (r, c, _) = view.as_matrix()?;
     if (r, c, view.dtype()) == (rows, cols, dtype) && dtype.is_io() {
@@ -75,6 +81,9 @@ unsafe impl Sync for Rows<'_> {}
 
 impl<'a> Rows<'a> {
     /// A view that holds f32 already.
+    ///
+    /// # Errors
+    /// [`Code::ShapeMismatch`] for another type, device or alignment.
     pub fn of(x: TensorView<'a>) -> Result<Self> {
         let (m, cols, ld) = x.as_matrix()?;
         let start = if m == 0 { std::ptr::null() } else { x.row::<f32>(0)?.as_ptr() };
@@ -84,6 +93,10 @@ impl<'a> Rows<'a> {
     /// `x[m, k]` as the product sees it: widened to f32 and, for int8 and nvfp4, quantised as the oracle does
     /// and decoded to f32. Borrows x itself where that is nothing to do, else takes [`activation_bytes`]
     /// of `scratch`.
+    ///
+    /// # Errors
+    /// [`Code::ShapeMismatch`] for scratch that is too small, [`Code::NonFinite`] or [`Code::ValueInvalid`]
+    /// where the format quantises and a value is NaN or infinite.
     pub fn activations(
         x: TensorView<'a>,
         format: &Activations,
@@ -131,6 +144,9 @@ impl<'a> Rows<'a> {
     }
 
     /// `x[m, cols]` widened to rows of `width >= cols`, the rest zero. Takes `4 m width` bytes of `scratch`.
+    ///
+    /// # Errors
+    /// [`Code::ShapeMismatch`] for scratch that is too small.
     pub fn padded(
         x: TensorView<'_>,
         width: usize,
@@ -183,6 +199,9 @@ unsafe impl Sync for RowsMut<'_> {}
 
 impl<'a> RowsMut<'a> {
     /// A host view of f32, f16 or bf16.
+    ///
+    /// # Errors
+    /// [`Code::ShapeMismatch`] for another type, device or alignment.
     pub fn of(mut y: TensorViewMut<'a>) -> Result<Self> {
         let (rows, cols, ld) = y.as_view().as_matrix()?;
         let dtype = y.as_view().dtype();
@@ -229,6 +248,9 @@ impl RowsMut<'_> {
 }
 
 /// Widens row `r` of a host matrix of f32, f16 or bf16. Exact.
+///
+/// # Errors
+/// [`Code::ShapeMismatch`] for another type or device.
 pub fn widen_row(x: &TensorView<'_>, r: usize, out: &mut [f32]) -> Result<()> {
     match x.dtype() {
         DType::F16 => x.row::<f16>(r)?.convert_to_f32_slice(out),

@@ -24,7 +24,10 @@ impl GlobalScale {
     /// Largest E2M1 value times largest E4M3 value: the amax a two-level scale maps to.
     pub const RANGE: f32 = 6.0 * 448.0;
 
-    /// Refuses NaN, infinity, zero and negative values.
+    /// A scale of `convention`.
+    ///
+    /// # Errors
+    /// [`Code::ScaleInvalid`] for NaN, infinity, zero and negative values.
     pub fn new(convention: Convention, value: f32) -> Result<Self> {
         if !(value.is_finite() && value > 0.0) {
             return Err(Error::new(Code::ScaleInvalid, "per-tensor scale")
@@ -34,10 +37,16 @@ impl GlobalScale {
         Ok(Self { convention, value })
     }
     /// Multiplying scale, as ModelOpt and torchao store it.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
     pub fn multiply(value: f32) -> Result<Self> {
         Self::new(Convention::Multiply, value)
     }
     /// Dividing scale, as compressed-tensors stores it.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
     pub fn divide(value: f32) -> Result<Self> {
         Self::new(Convention::Divide, value)
     }

@@ -159,6 +159,33 @@ pub enum SelectionError {
 }
 
 /// Decides once per layer. Pure apart from calling the (pure) `can_prepare`.
+///
+/// ```
+/// # use q4_core::{Activations, DType, Device, LinearSpec, OpSet, SegmentSpec, formats};
+/// # let segments = vec![SegmentSpec { name: "lm_head".into(), rows: 256 }];
+/// # let (schema, activations) = (formats::encodings("nvfp4")[0], Activations::Native);
+/// # let (x, y, device, ops) = (DType::F32, DType::F32, Device::Cpu, OpSet::FORWARD);
+/// # let spec = LinearSpec { segments, schema, k: 768, max_m: 1, x, y, activations, device, ops };
+/// use q4_core::{Candidate, Code, Error, HostEnv, Policy, Reject, RejectCode, select};
+///
+/// let why = Reject::new(RejectCode::DeviceArch, "avx2", "a processor without it");
+/// let candidates = [Candidate::Dead { name: "nvfp4-kernel".into(), reasons: vec![why.clone()] }];
+/// let mut policy = Policy::default();
+///
+/// // Nobody is left out of the answer, and a reason is passed on as it was given.
+/// let refused = select(&candidates, &spec, &policy, &HostEnv::collect()).unwrap_err();
+/// assert_eq!(refused.rejected()[0].backend, "nvfp4-kernel");
+/// assert_eq!(refused.rejected()[0].reasons, [why]);
+/// assert_eq!(Error::from(refused).code(), Code::NoneEligible);
+///
+/// // A name that does not exist is never ignored.
+/// policy.overrides.all = Some("nvfp4-kernle".into());
+/// let refused = select(&candidates, &spec, &policy, &HostEnv::collect()).unwrap_err();
+/// assert_eq!(Error::from(refused).code(), Code::UnknownBackend);
+/// ```
+///
+/// # Errors
+/// [`SelectionError`], with everybody who was refused and every reason.
 pub fn select(
     candidates: &[Candidate],
     spec: &LinearSpec,
@@ -203,9 +230,8 @@ pub fn select(
             lose(None, vec![Reject::new(RejectCode::SchemaUnsupported, schema, known.join(", "))]);
         }
         for path in paths {
-            // The oracle is served to whoever names it and asks for no other path. A dense matrix is not a
-            // 4-bit product: kernel-only is about codes that would be expanded, and there are
-            // none.
+            // The oracle runs only where it is named and no other path is asked for. A dense matrix is not a
+            // 4-bit product: kernel-only is about codes that would be expanded, and there are none.
             let open = matches!(policy.compute, ComputePath::Auto | ComputePath::KernelOrFallback);
             let named_oracle = path == ExecPath::Reference && forced.is_some() && open;
             let dense = !spec.schema.is_4bit() && path == ExecPath::DequantMatmul;

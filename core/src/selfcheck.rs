@@ -138,6 +138,10 @@ const INPUTS: usize = 8;
 /// few, and with as many as a prompt has or as are cheap, never more than `spec.max_m`. Every output must be
 /// written, and those of a sample of rows must be the oracle's. Returns the largest error over its bound, at
 /// most 1, or the element that broke it.
+///
+/// # Errors
+/// [`Code::SelfCheckFailed`] with the element that was not written or is off by more than its bound,
+/// [`Code::OutOfMemory`] for more scratch than the machine has free, and those of the calls.
 pub fn check(
     prepared: &dyn PreparedWeight,
     w: &Q4Weight<'_>,
@@ -334,6 +338,9 @@ impl IoBuffer {
         }
     }
     /// As a `[rows, cols]` view.
+    ///
+    /// # Errors
+    /// [`Code::ShapeMismatch`] for more elements than there are.
     pub fn view(&self, rows: usize, cols: usize) -> Result<TensorView<'_>> {
         match self {
             Self::F32(v) => TensorView::of(v, &[rows, cols]),
@@ -342,6 +349,9 @@ impl IoBuffer {
         }
     }
     /// As a writable `[rows, cols]` view.
+    ///
+    /// # Errors
+    /// As [`view`](Self::view).
     pub fn view_mut(&mut self, rows: usize, cols: usize) -> Result<TensorViewMut<'_>> {
         match self {
             Self::F32(v) => TensorViewMut::of(v, &[rows, cols]),

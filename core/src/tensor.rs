@@ -171,6 +171,10 @@ unsafe impl Send for TensorViewMut<'_> {}
 impl<'a> TensorView<'a> {
     /// Builds a view after checking that `shape` and `strides` stay inside `nbytes`.
     ///
+    /// # Errors
+    /// [`Code::ShapeMismatch`] for more than [`MAX_RANK`] dimensions, negative extents or strides, and
+    /// elements behind the last byte.
+    ///
     /// # Safety
     /// `data` addresses `nbytes` readable bytes on `device` for `'a`.
     pub unsafe fn from_raw(
@@ -192,11 +196,17 @@ impl<'a> TensorView<'a> {
     }
 
     /// A contiguous host view of `shape` over typed elements.
+    ///
+    /// # Errors
+    /// [`Code::ShapeMismatch`] when `data` has fewer elements.
     pub fn of<T: Element>(data: &'a [T], shape: &[usize]) -> Result<Self> {
         Self::of_bytes(bytes_of(data), T::DTYPE, shape)
     }
 
     /// A contiguous host view of `shape` over raw bytes holding `dtype` elements.
+    ///
+    /// # Errors
+    /// [`Code::ShapeMismatch`] when `data` has fewer bytes.
     pub fn of_bytes(data: &'a [u8], dtype: DType, shape: &[usize]) -> Result<Self> {
         let (shape, strides, rank) = contiguous(shape)?;
         // SAFETY: a slice is readable for its lifetime; the bounds are checked by `from_raw`.
@@ -213,6 +223,9 @@ impl<'a> TensorView<'a> {
     }
 
     /// A host matrix `[rows, cols]` whose rows start `ld` elements apart.
+    ///
+    /// # Errors
+    /// [`Code::ShapeMismatch`] when the last row ends behind `data`.
     pub fn matrix<T: Element>(data: &'a [T], rows: usize, cols: usize, ld: usize) -> Result<Self> {
         let (shape, strides) = ([rows as i64, cols as i64], [ld as i64, 1]);
         let bytes = bytes_of(data);
@@ -264,6 +277,9 @@ impl<'a> TensorView<'a> {
         })
     }
     /// `(rows, cols, leading stride)` of a rank-2 view with adjacent columns.
+    ///
+    /// # Errors
+    /// [`Code::ShapeMismatch`] for another rank or columns that are not adjacent.
     pub fn as_matrix(&self) -> Result<(usize, usize, usize)> {
         match (self.shape(), self.strides()) {
             (&[r, c], &[ld, s]) if s == 1 || c <= 1 => Ok((r as usize, c as usize, ld as usize)),
@@ -275,6 +291,10 @@ impl<'a> TensorView<'a> {
         }
     }
     /// The elements of a contiguous host view.
+    ///
+    /// # Errors
+    /// [`Code::ShapeMismatch`] for gaps, another element type, another device, or bytes that are not aligned
+    /// for it.
     pub fn as_slice<T: Element>(&self) -> Result<&'a [T]> {
         self.host::<T>()?;
         if !self.is_contiguous() {
@@ -287,6 +307,10 @@ impl<'a> TensorView<'a> {
         Ok(unsafe { std::slice::from_raw_parts(self.data.as_ptr().cast(), self.len()) })
     }
     /// Row `r` of a host matrix.
+    ///
+    /// # Errors
+    /// [`Code::ShapeMismatch`] as of [`as_matrix`](Self::as_matrix), for another element type or device, and
+    /// for bytes that are not aligned for it.
     pub fn row<T: Element>(&self, r: usize) -> Result<&'a [T]> {
         self.host::<T>()?;
         let (rows, cols, ld) = self.as_matrix()?;
@@ -295,6 +319,9 @@ impl<'a> TensorView<'a> {
         Ok(unsafe { std::slice::from_raw_parts(self.data.as_ptr().cast::<T>().add(r * ld), cols) })
     }
     /// The raw bytes of a contiguous host view, whatever its type.
+    ///
+    /// # Errors
+    /// [`Code::ShapeMismatch`] for gaps and on another device.
     pub fn as_bytes(&self) -> Result<&'a [u8]> {
         if self.device != Device::Cpu || !self.is_contiguous() {
             return Err(Error::new(Code::ShapeMismatch, "bytes of a view")
@@ -322,6 +349,9 @@ impl<'a> TensorView<'a> {
 impl<'a> TensorViewMut<'a> {
     /// As [`TensorView::from_raw`], writable.
     ///
+    /// # Errors
+    /// As there; [`Code::ShapeMismatch`] also for a view that overlaps itself.
+    ///
     /// # Safety
     /// As there, and the bytes are writable and not aliased for `'a`.
     pub unsafe fn from_raw(
@@ -340,6 +370,9 @@ impl<'a> TensorViewMut<'a> {
         Ok(Self { inner, _unique: PhantomData })
     }
     /// A contiguous writable host view of `shape`.
+    ///
+    /// # Errors
+    /// As [`TensorView::of`].
     pub fn of<T: Element>(data: &'a mut [T], shape: &[usize]) -> Result<Self> {
         let (shape, strides, rank) = contiguous(shape)?;
         let n = size_of_val(data);
@@ -356,6 +389,9 @@ impl<'a> TensorViewMut<'a> {
         }
     }
     /// A writable host matrix `[rows, cols]` whose rows start `ld` elements apart.
+    ///
+    /// # Errors
+    /// As [`TensorView::matrix`]; [`Code::ShapeMismatch`] also for rows that overlap.
     pub fn matrix<T: Element>(data: &'a mut [T], rows: usize, cols: usize, ld: usize) -> Result<Self> {
         if rows > 1 && ld < cols {
             return Err(Error::new(Code::ShapeMismatch, "rows overlap")
@@ -382,12 +418,18 @@ impl<'a> TensorViewMut<'a> {
         self.inner.data.as_ptr()
     }
     /// The elements of a contiguous host view.
+    ///
+    /// # Errors
+    /// As [`TensorView::as_slice`].
     pub fn as_mut_slice<T: Element>(&mut self) -> Result<&mut [T]> {
         let n = self.inner.as_slice::<T>()?.len();
         // SAFETY: as in `TensorView::as_slice`, and the borrow is unique.
         Ok(unsafe { std::slice::from_raw_parts_mut(self.inner.data.as_ptr().cast(), n) })
     }
     /// Row `r` of a host matrix.
+    ///
+    /// # Errors
+    /// As [`TensorView::row`].
     pub fn row_mut<T: Element>(&mut self, r: usize) -> Result<&mut [T]> {
         let n = self.inner.row::<T>(r)?.len();
         let (_, _, ld) = self.inner.as_matrix()?;

@@ -1,5 +1,5 @@
-//! A small pool of threads that costs microseconds a call: kernels borrow it through [`crate::ExecContext`],
-//! nobody else starts threads, and results never depend on how many there are.
+//! A small pool of threads that costs microseconds a call. Kernels use it through [`crate::ExecContext`] and
+//! start no threads of their own; results never depend on how many there are.
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};

@@ -4,6 +4,29 @@ use crate::{Code, Error, GlobalScale, Q4Schema, Result, SegmentData};
 
 /// One or more stored matrices `[rows_i, k]` that share their input and are multiplied as one `[n, k]`
 /// (q/k/v, gate/up). Every segment keeps its own scales.
+///
+/// ```
+/// use q4_core::{DType, Nvfp4Parts, Q4Weight, RowDecoder, Segment, TensorView, formats};
+///
+/// // One row of 16 NVFP4 codes, two a byte, the even element in the low half: 1.0 and -2.0 in turn. Their
+/// // block scale is 0.5.
+/// let (codes, scales) = ([0xc2_u8; 8], [0x30_u8]);
+/// let parts = Nvfp4Parts {
+///     codes: TensorView::of(&codes, &[1, 8])?,
+///     scales: TensorView::of_bytes(&scales, DType::F8E4M3, &[1, 1])?,
+///     global: None,
+/// };
+/// let segments = [Segment { rows: 1, data: parts.into() }];
+/// let weight = Q4Weight { schema: formats::encodings("nvfp4")[0], k: 16, segments: &segments };
+///
+/// let mut row = [0.0; 16];
+/// RowDecoder::new(&weight)?.row(0, &mut row);
+/// assert_eq!(row[..4], [0.5, -1.0, 0.5, -1.0]);
+///
+/// // Parts that contradict the schema are found before anything is decoded.
+/// assert!(Q4Weight { k: 32, ..weight }.validate().is_err());
+/// # Ok::<(), q4_core::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub struct Q4Weight<'a> {
     /// Encoding of every segment.
@@ -29,7 +52,11 @@ impl<'a> Q4Weight<'a> {
         self.segments.iter().map(|s| s.rows).sum()
     }
 
-    /// Checks every part of every segment against the schema and reports *all* contradictions at once.
+    /// Checks every part of every segment against the schema: its type and number of elements, the per-tensor
+    /// scale, k. Values are not looked at.
+    ///
+    /// # Errors
+    /// [`Code::SchemaInvalid`] with *all* contradictions at once.
     pub fn validate(&self) -> Result<()> {
         let mut problems = Vec::new();
         if self.segments.is_empty() || self.k == 0 || self.segments.iter().any(|s| s.rows == 0) {
@@ -73,6 +100,9 @@ pub struct RowDecoder<'a> {
 
 impl<'a> RowDecoder<'a> {
     /// Validates `w` and resolves its parts; the weight must be in host memory.
+    ///
+    /// # Errors
+    /// As [`Q4Weight::validate`]; [`Code::ShapeMismatch`] for parts that are not contiguous in host memory.
     pub fn new(w: &Q4Weight<'a>) -> Result<Self> {
         w.validate()?;
         let decoder = |s: &Segment<'a>| Ok((s.rows, w.schema.decoder([s.rows, w.k], &s.data)?));

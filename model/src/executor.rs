@@ -88,6 +88,10 @@ pub enum Logits {
 }
 
 /// A device with kernels.
+///
+/// # Errors
+/// Every operation: those of its products and of the device, and `ContextFull` where the cache has no room
+/// for the rows of a step.
 pub trait Executor {
     /// A slot.
     type Tensor;
@@ -114,8 +118,8 @@ pub trait Executor {
     /// `residual += x`.
     fn add(&mut self, x: &Self::Tensor, residual: &mut Self::Tensor) -> Result<()>;
 
-    /// `out = activation(gate) * up` of `gate_up`'s two halves. Only SiLU is asked of an executor whose models
-    /// are [plain](crate::arch::Arch::plain).
+    /// `out = activation(gate) * up` of `gate_up`'s two halves. Only SiLU is asked of an executor whose
+    /// models are [plain](crate::arch::Arch::plain).
     fn gate(&mut self, activation: Activation, gate_up: &Self::Tensor, out: &mut Self::Tensor) -> Result<()>;
 
     /// Normalises every q and k head where there are `norms` for them, rotates both, and writes k and v into

@@ -95,6 +95,10 @@ impl Answer {
 
 /// Continues `prompt` behind what `runner` holds. Every id of the answer is accepted into the runner; text is
 /// handed to `emit` as soon as it is complete. Nothing is accepted of a prompt that was interrupted.
+///
+/// # Errors
+/// [`Code::Usage`] for an empty prompt, and as of [`Runner::accept`], [`Sampler::sample`] and
+/// [`Tokenizer::decode`].
 pub fn generate(
     runner: &mut Runner,
     tokenizer: &Tokenizer,
@@ -268,8 +272,10 @@ impl<'a> Conversation<'a> {
     }
 
     /// Puts `messages` in the place of those so far and returns the positions they take. The cache keeps what
-    /// both begin with; the rest is computed by the next turn. Nothing changes on an error:
-    /// [`Code::TemplateInvalid`] for what the template refuses.
+    /// both begin with; the rest is computed by the next turn. Nothing changes on an error.
+    ///
+    /// # Errors
+    /// [`Code::TemplateInvalid`] for what the template refuses, [`Code::TokenizerInvalid`].
     pub fn set_messages(&mut self, messages: Vec<Message>) -> Result<usize> {
         let before = std::mem::replace(&mut self.messages, messages);
         let aligned = self.align();
@@ -295,6 +301,10 @@ impl<'a> Conversation<'a> {
     /// Says `user`, generates the answer, and closes the turn, so that the cache ends where the next turn
     /// begins. When a turn fails, or is interrupted before there is text, the conversation is as it was
     /// before it. An answer that was cut says so in the `finish_reason` of its message.
+    ///
+    /// # Errors
+    /// [`Code::Usage`] for parameters without a meaning, [`Code::TemplateInvalid`] for what the template
+    /// refuses, and as of [`generate`].
     pub fn turn(
         &mut self,
         user: &str,

@@ -44,6 +44,9 @@ pub struct Decoder<E: Executor> {
 
 impl<E: Executor> Decoder<E> {
     /// Runs `ids` behind what `cache` holds and commits them to it. Logits are left in `s.logits`.
+    ///
+    /// # Errors
+    /// Those of the executor and of its products.
     pub fn forward(
         &self,
         ex: &mut E,
@@ -67,6 +70,9 @@ impl<E: Executor> Decoder<E> {
 
 impl<E: Executor> Block<E> {
     /// Layer `i`: takes and leaves the residual stream in `s.hidden`.
+    ///
+    /// # Errors
+    /// Those of the executor and of its products.
     pub fn forward(
         &self,
         ex: &mut E,

@@ -1,7 +1,7 @@
 //! Everything between a model directory and the next token: the graph, its executors, plans and conversations
 //! on the rooms below, whose modules are handed on: checkpoints and families, and text.
 //!
-//! Files of a model come from strangers: every reader here is bounded and answers damage with an error.
+//! Files of a model are untrusted: every reader here is bounded and answers damage with an error.
 mod assemble;
 pub mod cpu;
 pub mod cuda;

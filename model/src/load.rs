@@ -65,6 +65,10 @@ pub fn require_executor(device: Device) -> Result<()> {
 }
 
 /// Prepares every product of `plan` and maps the rest. `progress` is called with (done, all) products.
+///
+/// # Errors
+/// [`Code::Unsupported`] for a device without an executor, as [`Plan::require`], [`Code::OutOfMemory`] for
+/// what does not fit into `budget`, as [`Dispatch::prepare`], damage of the files, and errors of the device.
 pub fn load(
     checkpoint: &Checkpoint,
     plan: &Plan,
@@ -117,6 +121,9 @@ impl DeviceMemory {
 }
 
 /// Bytes that are free on a CUDA device; `None` on the CPU.
+///
+/// # Errors
+/// [`Code::DeviceMissing`] for a device that cannot be opened.
 pub fn device_free(device: Device) -> Result<Option<u64>> {
     let Device::Cuda(ordinal) = device else { return Ok(None) };
     Ok(Some(q4_cuda::Gpu::open(ordinal)?.memory()?.0))
@@ -163,6 +170,9 @@ impl Loaded {
     }
 
     /// A context of its own over this model, inside `budget`.
+    ///
+    /// # Errors
+    /// [`Code::OutOfMemory`] for a cache or activations that do not fit into `budget`; errors of the device.
     pub fn runner(&self, options: ContextOptions, budget: &Budget) -> Result<Runner> {
         let rows = options.chunk;
         let logit_rows = if options.all_logits { rows } else { 1 };
@@ -173,6 +183,9 @@ impl Loaded {
     }
 
     /// `sequences` contexts of `context` positions that decode together, on a CUDA device.
+    ///
+    /// # Errors
+    /// [`Code::Unsupported`] on the CPU, and errors of the device.
     pub fn batch(&self, sequences: usize, context: usize, chunk: usize) -> Result<CudaBatch> {
         let workspace = self.workspace(sequences);
         let sizes = Sizes { rows: chunk, logit_rows: sequences, sequences, context, workspace };
@@ -285,7 +298,7 @@ impl FromCheckpoint<'_> {
         let linear = if p.quantized_on_load {
             let owned = self.quantized(p)?;
             let segments = owned.iter().map(Quantized::segment).collect::<Result<Vec<_>>>()?;
-            let linear = self.seam(&segments, p)?;
+            let linear = self.product(&segments, p)?;
             spec.segments.iter().for_each(|s| self.checkpoint.release_tensor(&format!("{}.weight", s.name)));
             linear
         } else {
@@ -295,7 +308,7 @@ impl FromCheckpoint<'_> {
                 .map(|s| self.checkpoint.layer_on(self.threads, &s.name, s.rows, spec.k))
                 .collect::<Result<Vec<_>>>()?;
             let segments: Vec<Segment<'_>> = layers.iter().map(|l| l.segment.clone()).collect();
-            let linear = self.seam(&segments, p)?;
+            let linear = self.product(&segments, p)?;
             layers.iter().for_each(|l| self.checkpoint.release(&l.detected));
             linear
         };
@@ -312,7 +325,7 @@ impl FromCheckpoint<'_> {
         Ok(linear)
     }
 
-    fn seam(&self, segments: &[Segment<'_>], p: &Product) -> Result<Q4Linear> {
+    fn product(&self, segments: &[Segment<'_>], p: &Product) -> Result<Q4Linear> {
         let weight = Q4Weight { schema: p.spec.schema, k: p.spec.k, segments };
         let selection = p.choice.as_ref().map_err(|e| Error::from(e.clone()))?;
         self.dispatch.prepare(&weight, &p.spec, selection, self.threads)
@@ -338,6 +351,9 @@ impl FromCheckpoint<'_> {
 }
 
 /// What `--quantize` makes of a dense projection.
+///
+/// # Errors
+/// [`Code::Usage`] for a format that nothing is quantised to.
 pub fn default_target(format: &str) -> Result<Target> {
     formats::kind(format).and_then(|kind| kind.default_target).ok_or_else(|| {
         let names: Vec<_> = formats::KINDS

@@ -71,6 +71,9 @@ struct Taken {
 impl MemoryPlan {
     /// What `plan` takes with a context of these sizes on `threads` threads. `program` is what the process
     /// has without the model. Reads no weight.
+    ///
+    /// # Errors
+    /// The refusal of a layer that nobody can serve, and damage of the checkpoint.
     pub fn new(
         checkpoint: &Checkpoint,
         plan: &Plan,
@@ -183,8 +186,11 @@ impl MemoryPlan {
         self.parts.iter().map(|p| p.bytes).sum()
     }
 
-    /// Refuses what does not fit: with a limit that the user named, all of it; else the host's part into
-    /// what the machine has, and the device's into `device_free`, less 5 %.
+    /// Compares it with a limit that the user named, all of it; else the host's part with what the machine
+    /// has, and the device's with `device_free` less 5 %.
+    ///
+    /// # Errors
+    /// [`Code::OutOfMemory`] with the total, the largest parts, and a context that would fit.
     pub fn check(&self, budget: &Budget, device_free: Option<u64>) -> Result<()> {
         let device_free = device_free.map(|free| free - free / 20);
         if budget.is_named() && self.total() > budget.limit() {

@@ -89,6 +89,10 @@ pub struct Plan {
 impl Plan {
     /// Plans every product of `checkpoint`. Layers nobody can serve are part of the plan; see
     /// [`Plan::require`].
+    ///
+    /// # Errors
+    /// Damage of the checkpoint, as of [`Checkpoint::bind`], and what the policy or the options name and does
+    /// not exist.
     pub fn new(checkpoint: &Checkpoint, dispatch: &Dispatch, options: &PlanOptions) -> Result<Self> {
         let count = checkpoint.config().num_hidden_layers;
         let span = tracing::info_span!("plan", model = checkpoint.name(), layers = count, products = Empty);
@@ -116,7 +120,12 @@ impl Plan {
         self.products().filter(|p| p.choice.as_ref().is_ok_and(|c| c.is_downgrade)).count()
     }
 
-    /// Fails with the first layer nobody can serve, and when what the user named would serve nothing.
+    /// Whether every layer is served, and everything that the user named serves something.
+    ///
+    /// # Errors
+    /// The first layer that nobody can serve, with all reasons ([`Code::NoneEligible`],
+    /// [`Code::DowngradeDenied`], [`Code::Ambiguous`], [`Code::UnknownBackend`]); [`Code::OverrideUnused`]
+    /// for a backend that was named and would serve no layer.
     pub fn require(&self, dispatch: &Dispatch) -> Result<()> {
         let refused: Vec<_> =
             self.products().filter_map(|p| p.choice.as_ref().err().map(|e| (p, e))).collect();

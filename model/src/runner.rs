@@ -21,9 +21,15 @@ pub trait Model: Any + Send + Sync {
     fn blocks(&self) -> Vec<[&Linear; 4]>;
     /// The head, if it is a 4-bit product.
     fn head(&self) -> Option<&Linear>;
-    /// A context of its own. [`Code::OutOfMemory`] where it does not fit.
+    /// A context of its own.
+    ///
+    /// # Errors
+    /// [`Code::OutOfMemory`] where it does not fit.
     fn engine(self: Arc<Self>, cx: Context<'_>) -> Result<Box<dyn Engine>>;
-    /// Several sequences that decode together. [`Code::Unsupported`] where nothing does that.
+    /// Several sequences that decode together.
+    ///
+    /// # Errors
+    /// [`Code::Unsupported`] where nothing does that.
     fn batch(self: Arc<Self>, cx: Context<'_>) -> Result<CudaBatch>;
 }
 
@@ -123,6 +129,10 @@ impl Runner {
 
     /// Runs `ids` behind the accepted tokens, in steps of `chunk`; leaves the logits of the last one.
     /// On an error nothing of `ids` is accepted.
+    ///
+    /// # Errors
+    /// [`Code::ContextFull`] when they do not fit, [`Code::NonFinite`] with the first layer that produced NaN
+    /// or infinity, and those of backends and devices.
     pub fn accept(&mut self, ids: &[u32]) -> Result<()> {
         let _span = self.prefill(ids);
         self.settle()?;
@@ -142,6 +152,9 @@ impl Runner {
 
     /// The same until `stop` is set, which is looked at between the operations of a step. False where it was:
     /// nothing of `ids` is accepted then.
+    ///
+    /// # Errors
+    /// As [`accept`](Self::accept).
     pub fn accept_unless(&mut self, ids: &[u32], stop: Option<&'static AtomicBool>) -> Result<bool> {
         let Some(stop) = stop else { return self.accept(ids).map(|()| true) };
         self.engine.watch(Watch::Unless(stop));
@@ -156,6 +169,9 @@ impl Runner {
     /// Accepts one token; need not wait for its logits, so the device computes while the caller goes on.
     /// Whether they are finite is looked at by the next call that needs them, and by
     /// [`settle`](Self::settle). Allocates nothing.
+    ///
+    /// # Errors
+    /// As [`accept`](Self::accept); [`Code::NonFinite`] is about the token before.
     pub fn decode(&mut self, id: u32) -> Result<()> {
         let _span = tracing::debug_span!("decode", position = self.tokens.len()).entered();
         self.settle()?;
@@ -167,7 +183,10 @@ impl Runner {
     }
 
     /// Waits for the logits of the last token. Where they are not finite, the token is no longer accepted,
-    /// and the error names the first layer to blame.
+    /// and the error names the first layer that is not.
+    ///
+    /// # Errors
+    /// [`Code::NonFinite`] with that layer, and errors of the device.
     pub fn settle(&mut self) -> Result<()> {
         if self.unchecked && !self.engine.is_finite()? {
             let id = self.tokens.pop().unwrap_or_default();
@@ -179,12 +198,18 @@ impl Runner {
     }
 
     /// Logits of the last accepted token, `[vocab]`; sampling may change them in place.
+    ///
+    /// # Errors
+    /// As [`settle`](Self::settle).
     pub fn logits(&mut self) -> Result<&mut [f32]> {
         self.settle()?;
         self.engine.logits()
     }
 
     /// The most likely next token; the lowest id of several. On a device nothing but the id leaves it.
+    ///
+    /// # Errors
+    /// As [`settle`](Self::settle).
     pub fn greedy(&mut self) -> Result<u32> {
         let _span = tracing::debug_span!("sample", position = self.tokens.len()).entered();
         let id = self.engine.greedy();
@@ -194,6 +219,9 @@ impl Runner {
 
     /// The next token by `sampler`, whose penalty applies to all accepted tokens. On a device nothing but the
     /// id leaves it, unless tokens are penalised at temperature 0.
+    ///
+    /// # Errors
+    /// As [`settle`](Self::settle) and [`Sampler::sample`].
     pub fn sample(&mut self, sampler: &mut Sampler) -> Result<u32> {
         let _span = tracing::debug_span!("sample", position = self.tokens.len()).entered();
         let id = self.engine.sample(sampler, &self.tokens);
@@ -203,6 +231,9 @@ impl Runner {
 
     /// Runs `ids` and hands the logits of every position to `sink`, `[rows, vocab]` a step. The engine must
     /// have been made with as many logit rows as steps have rows.
+    ///
+    /// # Errors
+    /// As [`accept`](Self::accept).
     pub fn accept_all(&mut self, ids: &[u32], sink: &mut dyn FnMut(&[f32])) -> Result<()> {
         let _span = self.prefill(ids);
         self.settle()?;
@@ -216,6 +247,9 @@ impl Runner {
 
     /// Runs `ids` as [`accept_all`](Self::accept_all) does and hands every value of every step to `each`, who
     /// alone looks whether they are finite.
+    ///
+    /// # Errors
+    /// As [`accept`](Self::accept), [`Code::NonFinite`] excepted.
     pub fn accept_watched(&mut self, ids: &[u32], each: Each) -> Result<()> {
         let _span = self.prefill(ids);
         self.settle()?;

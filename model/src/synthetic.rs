@@ -18,7 +18,10 @@ use q4_core::{
 use std::sync::Arc;
 pub use write::write;
 
-/// A published size. [`Code::Usage`] for a name that none has.
+/// A published size.
+///
+/// # Errors
+/// [`Code::Usage`] for a name that none has.
 pub fn size(name: &str) -> Result<&'static Size> {
     let all = || arch::ALL.iter().flat_map(|a| a.sizes);
     all().find(|s| s.name == name).ok_or_else(|| {
@@ -29,6 +32,9 @@ pub fn size(name: &str) -> Result<&'static Size> {
 }
 
 /// The sizes of a published model.
+///
+/// # Errors
+/// As [`size`].
 pub fn shape(name: &str) -> Result<Shape> {
     let &Size { layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, .. } = size(name)?;
     Ok(Shape { hidden, heads, kv_heads, head_dim, intermediate, vocab, layers })
@@ -77,6 +83,9 @@ pub fn macs(shape: &Shape) -> (u64, u64) {
 }
 
 /// Builds a Qwen3 in memory, one product in flight at a time, the head first because it is the largest.
+///
+/// # Errors
+/// As [`load`](crate::load::load), but for files: there are none.
 pub fn build(
     shape: &Shape,
     recipe: &Recipe,

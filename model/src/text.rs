@@ -18,8 +18,11 @@ pub(crate) const TEMPLATE: &str = "chat_template.jinja";
 /// Where the sampling wishes are.
 pub(crate) const GENERATION: &str = "generation_config.json";
 
-/// The tokenizer. [`Code::ModelMissing`] without one, [`Code::TokenizerInvalid`] for one that cannot be used
-/// or has ids that the embedding has no row for.
+/// The tokenizer.
+///
+/// # Errors
+/// [`Code::ModelMissing`] without one, [`Code::TokenizerInvalid`] for one that cannot be used or has ids that
+/// the embedding has no row for.
 pub fn tokenizer(checkpoint: &Checkpoint) -> Result<Tokenizer> {
     let file = checkpoint.file(TOKENIZER).ok_or_else(|| {
         Error::new(Code::ModelMissing, format!("{}: no {TOKENIZER}", checkpoint.name()))
@@ -36,7 +39,10 @@ pub fn tokenizer(checkpoint: &Checkpoint) -> Result<Tokenizer> {
     Ok(tokenizer)
 }
 
-/// The model's own chat template, if it has one. Errors: [`Code::TemplateInvalid`].
+/// The model's own chat template, if it has one.
+///
+/// # Errors
+/// [`Code::TemplateInvalid`].
 pub fn template(checkpoint: &Checkpoint) -> Result<Option<ChatTemplate>> {
     if let Some(bytes) = checkpoint.file(TEMPLATE) {
         let source = std::str::from_utf8(&bytes).map_err(|e| {
@@ -53,8 +59,10 @@ pub fn of_family(checkpoint: &Checkpoint) -> ChatTemplate {
     ChatTemplate::of(checkpoint.config().arch.template.source)
 }
 
-/// `bos_token` and `eos_token`, for templates that print them. [`Code::TokenizerInvalid`] for a
-/// `tokenizer_config.json` that is no JSON.
+/// `bos_token` and `eos_token`, for templates that print them.
+///
+/// # Errors
+/// [`Code::TokenizerInvalid`] for a `tokenizer_config.json` that is no JSON.
 pub fn variables(checkpoint: &Checkpoint) -> Result<Map<String, Value>> {
     let mut variables = Map::new();
     let Some(bytes) = checkpoint.file(TOKENIZER_CONFIG) else { return Ok(variables) };
@@ -71,7 +79,10 @@ pub fn variables(checkpoint: &Checkpoint) -> Result<Map<String, Value>> {
     Ok(variables)
 }
 
-/// The sampling wishes; empty ones without a file. [`Code::ConfigInvalid`] names every bad field.
+/// The sampling wishes; empty ones without a file.
+///
+/// # Errors
+/// [`Code::ConfigInvalid`] names every bad field.
 pub fn generation(checkpoint: &Checkpoint) -> Result<GenerationConfig> {
     match checkpoint.file(GENERATION) {
         Some(bytes) => GenerationConfig::parse(&bytes, checkpoint.config().vocab_size),

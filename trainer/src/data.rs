@@ -2,7 +2,7 @@
 //!
 //! A row of a file becomes a [`Sample`]: token ids, and which of them are to be learnt. In a conversation
 //! these are the assistant's answers, each with the token that ends its turn: a model that never sees it
-//! never stops. Files come from strangers; whatever is wrong is named with file and line.
+//! never stops. Files are untrusted: whatever is wrong is named with file and line.
 use crate::rng::{Philox, streams};
 use q4_core::{Code, Error, Result, ThreadPool};
 use q4_model::{template::ChatTemplate, tokenizer::Tokenizer};

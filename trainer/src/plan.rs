@@ -1,16 +1,19 @@
 //! Bytes a run will need, phase by phase, before anything is allocated.
 //!
 //! ```text
-//! P = trained elements; m = master, s = state, c = compute bytes of an element; T = rows * seq; h, f, q, kv = widths
+//! P = trained elements; m = master, s = state, c = compute bytes of an element; T = rows * seq;
+//! h, f, q, kv = widths
 //! masters      m P                        states       StateLayout::bytes of every tensor
 //! base         adapters only. merged: 9/16 a linear weight, c an embedding; decoded: c every weight;
 //!              packed: what the backends say they will keep, and `dense` 2 the rest
 //! scratch      of the largest product of a packed base
 //! values       c * (all weights, or while blocks run those of the largest) + c * (embeddings and head)
 //! inputs       4 T h (layers + 1)         only when blocks are recomputed
-//! block        c T (6 h + 6 q + 8 kv + 5 f)     activations autograd keeps of one block; times layers when not recomputed
+//! block        c T (6 h + 6 q + 8 kv + 5 f)     activations autograd keeps of one block;
+//!                                         times layers when not recomputed
 //! scores       2 c rows heads seq^2       where attention is not fused (CPU), as often as blocks are kept
-//! logits       12 chunk vocab + 12 T h    log-softmax and two gradients; hidden states, their gradient, those of a chunk
+//! logits       12 chunk vocab + 12 T h    log-softmax and two gradients; hidden states, their gradient,
+//!                                         those of a chunk
 //! gradients    g * (all blocks, or the largest) + 4 * (embeddings and head); g = c, 4 when accumulating
 //! ```
 //! A phase holds what its name says and everything that lives across it; the peak is the largest phase.

@@ -203,9 +203,10 @@ fn sums_differ(d: i64) -> f64 {
 /// Two layers with adapters and a linear loss, whose gradients are bilinear: what products may differ by
 /// ([`bound`] for the kernel, a chain of k for libtorch) goes through the other factors, element by element.
 ///
-/// With `E0` the difference of the first layer's outputs and `E1` that of the second's input gradients, and |.|
-/// for absolute values: `|dA1 - dA1'| <= s (|r||B1|)^T E0`, `|dB1 - dB1'| <= s |r|^T E0 |A1|^T`,
-/// `|dA0 - dA0'| <= s (E1 |B0|)^T |x|`, `|dB0 - dB0'| <= s E1^T |x| |A0|^T`, each and the rounding of its own sum.
+/// With `E0` the difference of the first layer's outputs and `E1` that of the second's input gradients, and
+/// |.| for absolute values: `|dA1 - dA1'| <= s (|r||B1|)^T E0`, `|dB1 - dB1'| <= s |r|^T E0 |A1|^T`,
+/// `|dA0 - dA0'| <= s (E1 |B0|)^T |x|`, `|dB0 - dB0'| <= s E1^T |x| |A0|^T`, each and the rounding of its own
+/// sum.
 #[test]
 fn gradients_of_adapters_are_those_on_decoded_values() -> Result<()> {
     let dir = tempfile::tempdir().expect("a folder");
@@ -273,10 +274,11 @@ fn gradients_of_adapters_are_those_on_decoded_values() -> Result<()> {
     Ok(())
 }
 
-/// Rounding is what training on decoded values differs by from products that are exact: the reference backend's,
-/// on the same packed weights. The kernels' curve may differ from the decoded one by no more than sixteen times
-/// that at its largest, and by no more than the first-order bound: in each step every product of the forward pass by
-/// `sums_differ(k)` of the loss, and as much for the backward pass. Q4_LORA_STEPS says how many steps.
+/// Rounding is what training on decoded values differs by from products that are exact: the reference
+/// backend's, on the same packed weights. The kernels' curve may differ from the decoded one by no more than
+/// sixteen times that at its largest, and by no more than the first-order bound: in each step every product
+/// of the forward pass by `sums_differ(k)` of the loss, and as much for the backward pass. Q4_LORA_STEPS says
+/// how many steps.
 #[test]
 fn the_curve_is_that_of_training_on_decoded_values() -> Result<()> {
     let steps = std::env::var("Q4_LORA_STEPS").map_or(6, |v| v.parse().expect("a number"));

@@ -18,8 +18,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use tch::Device;
 
-/// Bytes of the dense copies that there must not be, f32 and bf16 of every shape, and how often they were asked
-/// for.
+/// Bytes of the dense copies that there must not be, f32 and bf16 of every shape, and how often they were
+/// asked for.
 static WATCHED: [(AtomicUsize, AtomicUsize); 8] = [const { (AtomicUsize::new(0), AtomicUsize::new(0)) }; 8];
 static LARGEST: AtomicUsize = AtomicUsize::new(0);
 
@@ -107,7 +107,8 @@ fn hits(dir: &Path, form: &str, pool: &Arc<ThreadPool>) -> Result<(Vec<usize>, u
     let config = session::settled(&config, &base)?;
     let products = session::products(&config, &base, Device::Cpu, pool)?;
     let mut engine = session::engine(&config, &base, Device::Cpu, pool.clone(), products.as_ref())?;
-    // libNVFP4 keeps packed weights in chunks of 32 MiB, whatever their size: the largest is that of the steps.
+    // libNVFP4 keeps packed weights in chunks of 32 MiB, whatever their size: the largest is that of the
+    // steps.
     LARGEST.store(0, Relaxed);
     let ids: Vec<u32> = (0..16).map(|i| i * 5 % 90).collect();
     let targets: Vec<i64> = ids.iter().map(|id| i64::from((id + 1) % 90)).collect();

@@ -32,7 +32,7 @@ inventory::submit! {
 const NAME: &str = "dequant-matmul";
 
 /// `gemm` uses the best instruction set there is. Where `options.isa` names a lesser one, products are plain
-/// loops instead. A name that is unknown or that this machine lacks is a reason not to live.
+/// loops instead. An instruction set that is unknown or that this machine lacks is refused.
 fn construct(options: &BuiltinOptions, _: &HostEnv) -> std::result::Result<Built, Vec<Reject>> {
     let is_plain = probe::is_plain(options.isa.as_deref()).map_err(|reason| vec![reason])?;
     let images = q4_cuda::images(options, &cuda::SOURCE);

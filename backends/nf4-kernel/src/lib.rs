@@ -34,8 +34,8 @@ inventory::submit! {
 
 const NAME: &str = "nf4-kernel";
 
-/// Best instruction set of this machine, or the one `options.isa` names. A name that is unknown or that this
-/// machine lacks is a reason not to live.
+/// Best instruction set of this machine, or the one `options.isa` names: one that is unknown or that this
+/// machine lacks is refused.
 fn construct(options: &BuiltinOptions, env: &HostEnv) -> std::result::Result<Built, Vec<Reject>> {
     let vectors = Vectors::choose(options.isa.as_deref()).map_err(|reason| vec![reason])?;
     let images = q4_cuda::images(options, &cuda::SOURCE);

@@ -1,4 +1,5 @@
-// The arithmetic of {{name}}, apart from the interface: kernel.cpp is what you replace by your hardware's own.
+// The arithmetic of {{name}}, apart from the interface: kernel.cpp is what you replace by your hardware's
+// own.
 #pragma once
 #include <array>
 #include <cstddef>
@@ -18,5 +19,7 @@ struct Packed {
 // The 16 elements of a group in a row of W.
 std::array<float, GROUP> kernel_decode(const Packed &w, std::size_t row, std::size_t group);
 
-// sums[r] = the dot product of row `row` of W and row r of x, for r < rows <= TILE. Rows of x are `ld` elements apart.
-void kernel_row(const Packed &w, std::size_t row, const float *x, std::size_t ld, std::size_t rows, float *sums);
+// sums[r] = the dot product of row `row` of W and row r of x, for r < rows <= TILE. Rows of x are `ld`
+// elements apart.
+void kernel_row(const Packed &w, std::size_t row, const float *x, std::size_t ld, std::size_t rows,
+                float *sums);

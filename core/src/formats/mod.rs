@@ -34,7 +34,24 @@ use std::fmt;
 use std::ops::Deref;
 use storage::{Layout, Rule, Tensor};
 
-/// A complete description of one weight encoding. What it can do is [`Format`]'s.
+/// A complete description of one weight encoding. What can be asked of it is in [`Format`], which it
+/// dereferences to.
+///
+/// ```
+/// use q4_core::{Convention, formats};
+///
+/// // As compressed-tensors stores NVFP4: with a per-tensor scale that divides.
+/// let all = formats::encodings("nvfp4");
+/// let nvfp4 = all.into_iter().find(|s| s.global() == Some(Convention::Divide)).unwrap();
+/// assert_eq!(nvfp4.id().to_string(), "nvfp4@1");
+/// assert_eq!(nvfp4.label(), "nvfp4.row-major.divide");
+///
+/// // Half a byte for a code, and a byte of scale for 16 of them.
+/// let [n, k] = [1024, 2048];
+/// assert_eq!(nvfp4.stored_bytes(n, k), (n * k / 2 + n * k / 16) as u64);
+/// let parts: Vec<_> = nvfp4.parts(n, k).into_iter().map(|p| (p.what, p.shape)).collect();
+/// assert_eq!(parts, [("codes", vec![n, k / 2]), ("block scales", vec![n, k / 16])]);
+/// ```
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "kebab-case", tag = "format")]
 #[non_exhaustive]
@@ -142,6 +159,9 @@ pub trait Format: fmt::Debug + Send + Sync {
     }
 
     /// The exact decoder of a segment `[rows, k]` whose parts were checked: the definition of its values.
+    ///
+    /// # Errors
+    /// [`Code::ShapeMismatch`](crate::Code::ShapeMismatch) for parts that are not contiguous in host memory.
     fn decoder<'a>(&self, shape: [usize; 2], data: &SegmentData<'a>) -> Result<Box<dyn Decode + 'a>>;
 
     /// What stored values have to be.
@@ -153,12 +173,15 @@ pub trait Format: fmt::Debug + Send + Sync {
         None
     }
     /// The bytes of a part in the order of rows; copied where they are stored in another.
+    ///
+    /// # Errors
+    /// [`Code::TensorShape`](crate::Code::TensorShape) for another number of bytes.
     fn in_rows<'a>(&self, _part: Part, stored: &'a [u8], _shape: [usize; 2]) -> Result<Cow<'a, [u8]>> {
         Ok(Cow::Borrowed(stored))
     }
 
-    /// The tensors that a layer `[n, k]` has in a layout, in the order of the file; `None` where the layout does
-    /// not hold the format.
+    /// The tensors that a layer `[n, k]` has in a layout, in the order of the file; `None` where the layout
+    /// does not hold the format.
     fn tensors(&self, _layout: Layout, _shape: [usize; 2]) -> Option<Vec<Tensor>> {
         None
     }
@@ -175,8 +198,8 @@ pub trait Format: fmt::Debug + Send + Sync {
 
     /// Random stored parts of `[rows, k]`, a test's: every code, and scales far apart.
     fn sample(&self, shape: [usize; 2], draw: &Draw) -> OwnedParts;
-    /// Random stored parts of `[rows, k]`, a model's: codes that `fill` draws, and scales that give outputs of
-    /// a product the size of its inputs.
+    /// Random stored parts of `[rows, k]`, a model's: codes that `fill` draws, and scales that give outputs
+    /// of a product the size of its inputs.
     fn plausible(&self, shape: [usize; 2], fill: &mut dyn FnMut(&mut [u8])) -> Result<OwnedParts>;
     /// Every code under every scale at every place of a block: rows and columns are multiples of `factors`.
     fn every_code(&self, _factors: [usize; 2]) -> Option<Edge> {

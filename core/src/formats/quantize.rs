@@ -29,6 +29,10 @@ pub trait Encoder: Send + Sync {
     fn lacks(&self, layout: Layout, n: usize, k: usize) -> Option<&'static str>;
     /// Quantises the matrix. `global_amax` replaces its own amax in the per-tensor scale, and must not be
     /// below it.
+    ///
+    /// # Errors
+    /// [`Code::TensorShape`] for a shape that the format does not have, [`Code::NonFinite`] for a weight that
+    /// is NaN or infinite, [`Code::ValueInvalid`] for a `global_amax` that is too small.
     fn encode(&self, rows: &Rows<'_>, global_amax: Option<f32>, threads: &ThreadPool) -> Result<OwnedParts>;
 }
 
@@ -47,6 +51,8 @@ pub struct Rows<'a> {
 
 impl<'a> Rows<'a> {
     /// `bytes`: little-endian `dtype` (f32, f16 or bf16) `[n, k]`, row-major; `name` is used in errors.
+    ///
+    /// # Errors
     /// [`Code::TensorType`] for another type, [`Code::TensorShape`] when bytes and extents differ.
     pub fn new(name: &'a str, bytes: &'a [u8], dtype: DType, n: usize, k: usize) -> Result<Self> {
         if !dtype.is_io() {
@@ -72,7 +78,10 @@ impl<'a> Rows<'a> {
         [self.n, self.k]
     }
 
-    /// Widens elements `start..` of the flattened matrix and returns their amax; NaN and infinity are errors.
+    /// Widens elements `start..` of the flattened matrix and returns their amax.
+    ///
+    /// # Errors
+    /// [`Code::NonFinite`] names the first NaN or infinity by row and column.
     pub fn read(&self, start: usize, out: &mut [f32]) -> Result<f32> {
         read_floats(&self.bytes[start * self.dtype.size()..], self.dtype, out);
         let mut amax = 0f32;
@@ -92,7 +101,10 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// Largest magnitude in the matrix. [`Code::NonFinite`] names the first NaN or infinity by row and column.
+/// Largest magnitude in the matrix.
+///
+/// # Errors
+/// As [`Rows::read`].
 pub fn amax(rows: &Rows<'_>, threads: &ThreadPool) -> Result<f32> {
     let elements = rows.n * rows.k;
     let pieces: Vec<usize> = (0..elements).step_by(PIECE).collect();
@@ -104,6 +116,9 @@ pub fn amax(rows: &Rows<'_>, threads: &ThreadPool) -> Result<f32> {
 }
 
 /// Runs `body` on every item; results in item order, or the error of the first item that has one.
+///
+/// # Errors
+/// Those of `body`.
 pub fn parallel<I: Send, O: Send>(
     threads: &ThreadPool,
     items: Vec<I>,

@@ -29,6 +29,10 @@ enum Owner {
 
 impl Bytes {
     /// Maps a regular file; directories, pipes and devices are refused, for opening some of them would block.
+    ///
+    /// # Errors
+    /// [`Code::ModelMissing`] without the file, [`Code::Container`] for what is no regular file or changes
+    /// while it is opened, [`Code::Io`].
     pub fn map(path: &Path) -> Result<Self> {
         let io = |e: std::io::Error| Error::io(path, &e);
         if !std::fs::metadata(path).map_err(io)?.is_file() {

@@ -88,14 +88,18 @@ pub enum RopeScaling {
 }
 
 impl DecoderConfig {
-    /// Reads a file of at most 1 MiB; errors as in [`parse`](Self::parse), a missing file is
-    /// [`Code::ModelMissing`].
+    /// Reads a file of at most 1 MiB.
+    ///
+    /// # Errors
+    /// As [`parse`](Self::parse); [`Code::ModelMissing`] without the file, [`Code::Io`].
     pub fn from_file(path: &Path) -> Result<Self> {
         Self::parse(&files::read(path, FILE_LIMIT, Code::ConfigInvalid)?)
     }
 
-    /// Parses and validates. All problems come in one [`Code::ConfigInvalid`], a line for each with field,
-    /// need and have.
+    /// Parses and validates.
+    ///
+    /// # Errors
+    /// [`Code::ConfigInvalid`] with all problems, a line for each with field, need and have.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         let mut f = Fields::parse("config.json", bytes)?;
         let arch = family(&mut f);

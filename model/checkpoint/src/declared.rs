@@ -261,8 +261,8 @@ fn check_group(file: &str, group: &Value, activations: bool) -> Result<()> {
 /// A name, a part of one, a pattern with `*`, or a regular expression behind `re:`.
 fn matches(pattern: &str, module: &str) -> Option<bool> {
     if let Some(regex) = pattern.strip_prefix("re:") {
-        // Patterns of strangers: what is short and compiles to little is tried, the rest is nobody's to
-        // judge.
+        // The pattern is untrusted: what is short and compiles to little is tried, of the rest nothing is
+        // said.
         if regex.len() > 256 || regex.contains(['{', '(']) {
             return None;
         }

@@ -1,5 +1,5 @@
-//! Checkpoints: files are mapped and indexed once, layers are bound to their bytes by name. Also what families
-//! call them, and the same models written anew in 4 bits or in another layout.
+//! Checkpoints: files are mapped and indexed once, layers are bound to their bytes by name. Also what
+//! families call them, and the same models written anew in 4 bits or in another layout.
 //!
 //! Nothing that a file says is believed before it was compared with something else: sizes with the file,
 //! parts with each other, layouts with the configuration, values with the format. Damage is an error that
@@ -53,6 +53,29 @@ pub struct OpenOptions {
 }
 
 /// A model on disk or in the executable.
+///
+/// ```
+/// use q4_checkpoint::{Checkpoint, OpenOptions};
+/// use q4_core::{Code, RowDecoder, Q4Weight};
+/// use std::path::Path;
+///
+/// let model = Checkpoint::open(Path::new("../../cli/demo"), &OpenOptions::default())?;
+/// let (hidden, inner) = (model.config().hidden_size, model.config().intermediate_size);
+/// assert_eq!((hidden, inner), (256, 768));
+///
+/// // A linear layer by name, with the shape that the configuration gives it.
+/// let layer = model.layer("model.layers.0.mlp.down_proj", hidden, inner)?;
+/// assert_eq!(layer.detected.schema.id().to_string(), "nvfp4@1");
+/// let weight = Q4Weight { schema: layer.detected.schema, k: inner, segments: &[layer.segment] };
+/// let mut row = vec![0.0; inner];
+/// RowDecoder::new(&weight)?.row(0, &mut row);
+/// assert!(row.iter().any(|v| *v != 0.0));
+///
+/// // What the file does not say is not believed.
+/// let refused = model.layer("model.layers.0.mlp.down_proj", inner, hidden).unwrap_err();
+/// assert_eq!(refused.code(), Code::TensorShape);
+/// # Ok::<(), q4_core::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Checkpoint {
     name: String,
@@ -76,13 +99,20 @@ pub enum Head<'a> {
 
 impl Checkpoint {
     /// Opens a model directory, a `.safetensors` file, an index of shards or a `.dat` file, with
-    /// `config.json` beside it or named in `options`. The weights are indexed, not read; all errors
-    /// belong to the model's files.
+    /// `config.json` beside it or named in `options`. The weights are indexed, not read.
+    ///
+    /// # Errors
+    /// [`Code::ModelMissing`] for a file that is not there, [`Code::Container`] for one that is damaged or no
+    /// weight file, [`Code::ConfigInvalid`], [`Code::OutOfMemory`] for a list of tensors beyond
+    /// [`OpenOptions::memory`], [`Code::Io`].
     pub fn open(path: &Path, options: &OpenOptions) -> Result<Self> {
         Self::read(path.display().to_string(), Source::of_path(path)?, options)
     }
 
     /// The same from files in memory, under the names they would have in a directory.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open); [`Code::Container`] also for a name that comes twice.
     pub fn from_files(name: &str, files: Vec<(String, Bytes)>) -> Result<Self> {
         let mut map = BTreeMap::new();
         for (file, bytes) in files {
@@ -161,7 +191,10 @@ impl Checkpoint {
         self.store.table()
     }
 
-    /// A tensor by its full name; [`Code::TensorMissing`] without it.
+    /// A tensor by its full name.
+    ///
+    /// # Errors
+    /// [`Code::TensorMissing`] without it, [`Code::TensorType`] where no weight has its type.
     pub fn tensor(&self, name: &str) -> Result<Stored<'_>> {
         self.store.tensor(name)
     }
@@ -169,11 +202,19 @@ impl Checkpoint {
     /// The linear layer of module `name`, which must be `[n, k]`. Every value that could make a product
     /// non-finite has been read: scales are finite and not negative, codebooks are NF4's, dense weights
     /// are finite.
+    ///
+    /// # Errors
+    /// [`Code::TensorMissing`], [`Code::TensorShape`] for another shape, [`Code::SchemaInvalid`] for parts
+    /// that contradict each other or the configuration, [`Code::ScaleInvalid`] and [`Code::ValueInvalid`] for
+    /// values that no product can use.
     pub fn layer(&self, name: &str, n: usize, k: usize) -> Result<Layer<'_>> {
         self.checked(name, n, k, None)
     }
 
     /// As [`layer`](Self::layer); `threads` share the reading.
+    ///
+    /// # Errors
+    /// As [`layer`](Self::layer).
     pub fn layer_on(&self, threads: &ThreadPool, name: &str, n: usize, k: usize) -> Result<Layer<'_>> {
         self.checked(name, n, k, Some(threads))
     }
@@ -209,37 +250,59 @@ impl Checkpoint {
 
     /// As [`layer`](Self::layer), but of the values only the per-tensor scales are read: for plans and
     /// listings.
+    ///
+    /// # Errors
+    /// As [`layer`](Self::layer), but for the values that are not read.
     pub fn bind(&self, name: &str, n: usize, k: usize) -> Result<Layer<'_>> {
         layer::bind(self, name, n, k)
     }
 
     /// The embedding, `[vocab, hidden]` of finite f16, bf16 or f32.
+    ///
+    /// # Errors
+    /// As [`floats`](Self::floats).
     pub fn embedding(&self) -> Result<Stored<'_>> {
         let name = format!("{}.weight", self.config.arch.names.embedding);
         self.store.floats(&name, &[self.config.vocab_size, self.config.hidden_size], None)
     }
 
     /// Element type of the embedding; reads nothing of it.
+    ///
+    /// # Errors
+    /// As [`tensor`](Self::tensor).
     pub fn embedding_type(&self) -> Result<DType> {
         Ok(self.tensor(&format!("{}.weight", self.config.arch.names.embedding))?.dtype)
     }
 
     /// A tensor of exactly `shape` in f16, bf16 or f32 with finite values only.
+    ///
+    /// # Errors
+    /// As [`tensor`](Self::tensor); [`Code::TensorType`] and [`Code::TensorShape`] for another type or shape,
+    /// [`Code::ValueInvalid`] for NaN and infinity.
     pub fn floats(&self, name: &str, shape: &[usize]) -> Result<Stored<'_>> {
         self.store.floats(name, shape, None)
     }
 
     /// As [`floats`](Self::floats); `threads` share the reading.
+    ///
+    /// # Errors
+    /// As [`floats`](Self::floats).
     pub fn floats_on(&self, threads: &ThreadPool, name: &str, shape: &[usize]) -> Result<Stored<'_>> {
         self.store.floats(name, shape, Some(threads))
     }
 
     /// As [`floats_on`](Self::floats_on) for a tensor of which a few rows are read later.
+    ///
+    /// # Errors
+    /// As [`floats`](Self::floats).
     pub fn floats_in_passing(&self, threads: &ThreadPool, name: &str, shape: &[usize]) -> Result<Stored<'_>> {
         self.store.floats_in_passing(name, shape, Some(threads))
     }
 
     /// The `len` weights of the norm of module `name` (without `.weight`), finite.
+    ///
+    /// # Errors
+    /// As [`floats`](Self::floats).
     pub fn norm(&self, name: &str, len: usize) -> Result<Vec<f32>> {
         let name = format!("{name}.weight");
         let values = self.store.floats(&name, &[len], None)?.to_f32();
@@ -249,14 +312,20 @@ impl Checkpoint {
 
     /// The `n` values that the projection `module` adds to its product, finite; none where the family has
     /// none.
+    ///
+    /// # Errors
+    /// As [`floats`](Self::floats).
     pub fn bias(&self, module: &str, n: usize) -> Result<Option<Vec<f32>>> {
         let name = self.config.arch.is_biased(module).then(|| format!("{module}.bias"));
         name.map(|name| self.store.floats(&name, &[n], None)?.to_f32()).transpose()
     }
 
     /// The output projection. A 4-bit `lm_head` is used even where the configuration ties it to the
-    /// embedding, as `.dat` files have it; a dense one must then equal the embedding, or the model
-    /// contradicts itself.
+    /// embedding, as `.dat` files have it.
+    ///
+    /// # Errors
+    /// As [`layer`](Self::layer) and [`floats`](Self::floats); [`Code::SchemaInvalid`] for a dense head that
+    /// is tied to the embedding and not equal to it.
     pub fn head(&self) -> Result<Head<'_>> {
         let head = self.bind_head()?;
         if let Head::Quantised(layer) = &head {
@@ -274,6 +343,9 @@ impl Checkpoint {
 
     /// As [`head`](Self::head) without reading values, but for those of a dense one that is tied: it is
     /// compared.
+    ///
+    /// # Errors
+    /// As [`head`](Self::head), but for the values that are not read.
     pub fn bind_head(&self) -> Result<Head<'_>> {
         let (n, k) = (self.config.vocab_size, self.config.hidden_size);
         let (tied, names) = (self.config.tie_word_embeddings, &self.config.arch.names);
@@ -301,7 +373,10 @@ impl Checkpoint {
         .fix("set tie_word_embeddings to false if the model was trained so"))
     }
 
-    /// Binds and checks every tensor the model needs; the first problem is the error.
+    /// Binds and checks every tensor the model needs.
+    ///
+    /// # Errors
+    /// The first problem: as [`layer`](Self::layer), [`floats`](Self::floats) and [`head`](Self::head).
     pub fn bind_all(&self) -> Result<()> {
         self.embedding()?;
         for i in 0..self.config.num_hidden_layers {

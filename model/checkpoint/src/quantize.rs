@@ -1,5 +1,5 @@
-//! Quantising a matrix of a model: what a format makes of it ([`q4_core::formats::quantize`]), and how much is
-//! lost.
+//! Quantising a matrix of a model: what a format makes of it ([`q4_core::formats::quantize`]), and how much
+//! is lost.
 pub use q4_core::formats::Target;
 pub use q4_core::formats::nf4::ToNf4;
 pub use q4_core::formats::nvfp4::{Method, Scales, ToNvfp4, power_of_two_amax};
@@ -22,6 +22,10 @@ pub struct Quantized {
 
 impl Quantized {
     /// The parts as a borrowed weight segment, in the form every backend and decoder takes.
+    ///
+    /// # Errors
+    /// [`Code::ShapeMismatch`] for parts whose bytes are fewer than their extents say: those of [`quantize`]
+    /// are not.
     pub fn segment(&self) -> Result<Segment<'_>> {
         Ok(Segment { rows: self.n, data: self.parts.lend()? })
     }
@@ -31,6 +35,7 @@ impl Quantized {
 /// that share one; it must not be below the own amax. Reads the matrix twice with two-level scales, else
 /// once; holds the packed result and 16 Ki f32 a thread, never an f32 copy.
 ///
+/// # Errors
 /// [`Code::TensorShape`]: NVFP4 with `k % 16 != 0`. [`Code::NonFinite`]: a weight that is NaN or infinite.
 /// [`Code::Usage`]: a block size NF4 does not have.
 pub fn quantize(
@@ -45,6 +50,10 @@ pub fn quantize(
 
 /// Signal-to-noise ratio of the decoded weight: `10 log10(sum w^2 / sum (w - decoded)^2)`, in dB, summed in
 /// f64. Infinite when the decoded weight is equal to the dense one.
+///
+/// # Errors
+/// [`Code::ShapeMismatch`] for two different shapes, [`Code::NonFinite`] for a dense weight that is NaN or
+/// infinite.
 pub fn sqnr_db(rows: &Rows<'_>, quantized: &Quantized, threads: &ThreadPool) -> Result<f64> {
     let [n, k] = rows.shape();
     let segments = [quantized.segment()?];

@@ -48,12 +48,18 @@ pub struct Entry<'a> {
 impl TensorStore {
     /// Indexes a directory, a `.safetensors` file (of which a shard is read alone), its `.index.json` or a
     /// `.dat` file.
+    ///
+    /// # Errors
+    /// [`Code::ModelMissing`] for a file that is not there, [`Code::Container`] for one that is damaged or no
+    /// weight file, [`Code::Io`].
     pub fn open(path: &Path) -> Result<Self> {
         Self::open_within(path, None)
     }
 
-    /// As [`open`](Self::open) where the list of tensors may take `memory` bytes; more is
-    /// [`Code::OutOfMemory`].
+    /// As [`open`](Self::open) where the list of tensors may take `memory` bytes.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open); [`Code::OutOfMemory`] for a longer list.
     pub fn open_within(path: &Path, memory: Option<u64>) -> Result<Self> {
         Self::read(&Source::of_path(path)?, memory)
     }
@@ -211,8 +217,10 @@ impl TensorStore {
         &self.files[t.file as usize]
     }
 
-    /// A tensor's bytes; [`Code::TensorMissing`] without it, [`Code::TensorType`] where no weight has its
-    /// type.
+    /// A tensor's bytes.
+    ///
+    /// # Errors
+    /// [`Code::TensorMissing`] without it, [`Code::TensorType`] where no weight has its type.
     pub fn tensor(&self, name: &str) -> Result<Stored<'_>> {
         let Some(t) = self.table.find(name) else {
             let files: Vec<_> = self.files.iter().take(3).map(|f| f.0.as_str()).collect();

@@ -32,7 +32,10 @@ pub struct Stored<'a> {
 }
 
 impl<'a> Stored<'a> {
-    /// The same as a view; more than four dimensions are [`Code::ShapeMismatch`].
+    /// The same as a view.
+    ///
+    /// # Errors
+    /// [`Code::ShapeMismatch`] for more than four dimensions.
     pub fn view(&self) -> Result<TensorView<'a>> {
         TensorView::of_bytes(self.bytes, self.dtype, self.shape)
     }
@@ -47,7 +50,10 @@ impl<'a> Stored<'a> {
         self.bytes.is_empty()
     }
 
-    /// The elements widened to f32, exactly; [`Code::TensorType`] unless they are f16, bf16 or f32.
+    /// The elements widened to f32, exactly.
+    ///
+    /// # Errors
+    /// [`Code::TensorType`] unless they are f16, bf16 or f32.
     pub fn to_f32(&self) -> Result<Vec<f32>> {
         if !self.dtype.is_io() {
             return Err(Error::new(Code::TensorType, "a tensor of floats")

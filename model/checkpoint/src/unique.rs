@@ -1,4 +1,4 @@
-//! Names in JSON objects of strangers: bounded, and each there once.
+//! Names in untrusted JSON objects: bounded, and each there once.
 //!
 //! Two readers that keep different duplicates see different files; serde's maps keep the last one in silence.
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, Visitor};

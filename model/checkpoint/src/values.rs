@@ -48,6 +48,9 @@ pub(super) fn non_finite(name: &str, stored: &Stored<'_>, helpers: Helpers<'_>) 
 }
 
 /// Everything wrong with the values of a layer whose parts fit together, a problem for each tensor at most.
+///
+/// # Errors
+/// Those of `tensor`.
 pub fn problems<'a>(
     tensor: impl Fn(&str) -> Result<Stored<'a>>,
     layer: &Detected,

@@ -18,6 +18,9 @@ pub struct Fields {
 
 impl Fields {
     /// Parses `bytes` as one JSON object; `file` is how errors call it.
+    ///
+    /// # Errors
+    /// [`Code::ConfigInvalid`] for more than [`FILE_LIMIT`] bytes and for anything but an object.
     pub fn parse(file: &'static str, bytes: &[u8]) -> Result<Self> {
         files::within(bytes, FILE_LIMIT, file, Code::ConfigInvalid)?;
         match serde_json::from_slice(bytes) {
@@ -124,7 +127,10 @@ impl Fields {
         self.map.keys().map(|k| k.as_str())
     }
 
-    /// Ok without problems; otherwise one [`Code::ConfigInvalid`] with all of them.
+    /// Whether there were problems.
+    ///
+    /// # Errors
+    /// [`Code::ConfigInvalid`] with all of them.
     pub fn finish(self) -> Result<()> {
         let n = self.problems.len();
         if n == 0 {

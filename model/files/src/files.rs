@@ -4,8 +4,11 @@
 use q4_core::{Code, Error, Result};
 use std::{fs::File, io::Read, path::Path};
 
-/// The whole regular file as bytes; anything else might never end, or never begin. Larger than `limit` bytes:
-/// an error with `code`; missing: [`Code::ModelMissing`].
+/// The whole regular file as bytes; anything else might never end, or never begin.
+///
+/// # Errors
+/// `code` for more than `limit` bytes and for what is no regular file, [`Code::ModelMissing`] without it,
+/// [`Code::Io`].
 pub fn read(path: &Path, limit: usize, code: Code) -> Result<Vec<u8>> {
     if !std::fs::metadata(path).map_err(|e| Error::io(path, &e))?.is_file() {
         return Err(Error::new(code, path.display().to_string())
@@ -19,7 +22,10 @@ pub fn read(path: &Path, limit: usize, code: Code) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Refuses more than `limit` bytes of what `subject` names.
+/// Checks that what `subject` names has at most `limit` bytes.
+///
+/// # Errors
+/// `code` for more.
 pub fn within(bytes: &[u8], limit: usize, subject: &str, code: Code) -> Result<()> {
     if bytes.len() <= limit {
         return Ok(());

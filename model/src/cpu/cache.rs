@@ -70,12 +70,18 @@ impl KvCache {
         self.len = self.len.min(len);
     }
     /// Accepts `rows` positions that were written.
+    ///
+    /// # Errors
+    /// As [`room_for`](Self::room_for).
     pub fn advance(&mut self, rows: usize) -> Result<()> {
         self.room_for(rows)?;
         self.len += rows;
         Ok(())
     }
-    /// Fails unless `rows` more positions fit.
+    /// Whether `rows` more positions fit.
+    ///
+    /// # Errors
+    /// [`Code::ContextFull`] when they do not.
     pub fn room_for(&self, rows: usize) -> Result<()> {
         if self.len + rows > self.capacity {
             return Err(Error::new(Code::ContextFull, "the context is full")

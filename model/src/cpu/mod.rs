@@ -1,4 +1,4 @@
-//! The CPU executor: f32 activations, a preallocated cache, products through the dispatch seam.
+//! The CPU executor: f32 activations, a preallocated cache, products through dispatch.
 mod attention;
 mod cache;
 mod engine;

@@ -13,6 +13,7 @@ use std::path::Path;
 /// Writes NVFP4 weights of these sizes to the directory `out`, which must not exist, as ModelOpt arranges
 /// them, with a 4-bit head of its own; returns the bytes written. One tensor is held at a time.
 ///
+/// # Errors
 /// [`Code::Usage`](q4_core::Code::Usage): `out` exists. [`Code::Io`](q4_core::Code::Io): the system refused
 /// to write.
 pub fn write(shape: &Shape, out: &Path) -> Result<u64> {

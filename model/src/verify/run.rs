@@ -76,7 +76,10 @@ pub struct Told {
 pub struct Samples(Vec<(Vec<u32>, usize)>);
 
 impl Samples {
-    /// Renders and encodes it. `None` without a tokenizer; errors are those of the text files.
+    /// Renders and encodes it. `None` without a tokenizer.
+    ///
+    /// # Errors
+    /// Those of the text files: [`Code::TokenizerInvalid`], [`Code::TemplateInvalid`].
     pub fn of(checkpoint: &Checkpoint) -> Result<Option<Self>> {
         if checkpoint.file(text::TOKENIZER).is_none() {
             return Ok(None);
@@ -100,6 +103,9 @@ impl Samples {
     }
 
     /// Mean loss over the better half of the answers. The runner keeps nothing.
+    ///
+    /// # Errors
+    /// As [`Runner::accept_all`].
     pub fn loss(&self, runner: &mut Runner, vocab: usize, without: Option<Part>) -> Result<f64> {
         let mut losses = Vec::new();
         for (ids, from) in &self.0 {
@@ -206,6 +212,9 @@ impl Change {
 /// Runs the built-in text through `checkpoint` and through changed ones that `open` makes runners of, with a
 /// logit row for each of so many positions; then looks at the weights. `progress` is told what is done and of
 /// how much.
+///
+/// # Errors
+/// Damage of the files, and those of `open` and of the runs.
 pub fn run(
     checkpoint: &Checkpoint,
     open: &mut dyn FnMut(&Checkpoint, usize) -> Result<Runner>,

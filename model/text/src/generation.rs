@@ -61,14 +61,18 @@ const UNKNOWN: [(&str, &[f64]); 22] = [
 ];
 
 impl GenerationConfig {
-    /// Reads a file of at most 1 MiB; a missing file is [`Code::ModelMissing`], damage is
-    /// [`Code::ConfigInvalid`].
+    /// Reads a file of at most 1 MiB.
+    ///
+    /// # Errors
+    /// As [`parse`](Self::parse); [`Code::ModelMissing`] without the file, [`Code::Io`].
     pub fn from_file(path: &Path, vocab_size: usize) -> Result<Self> {
         Self::parse(&files::read(path, FILE_LIMIT, Code::ConfigInvalid)?, vocab_size)
     }
 
-    /// Parses and validates against the rows of the embedding; all problems come in one
-    /// [`Code::ConfigInvalid`].
+    /// Parses and validates against the rows of the embedding.
+    ///
+    /// # Errors
+    /// [`Code::ConfigInvalid`] with all problems.
     pub fn parse(bytes: &[u8], vocab_size: usize) -> Result<Self> {
         let mut f = Fields::parse("generation_config.json", bytes)?;
         let do_sample = f.flag("do_sample");

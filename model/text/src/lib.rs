@@ -1,7 +1,7 @@
 //! Between text and tokens: tokenizer, chat template, sampling, stop strings, and the wishes of a model
 //! directory about them. Nothing here knows weights.
 //!
-//! Files of a model come from strangers: every reader here is bounded and answers damage with an error.
+//! Files of a model are untrusted: every reader here is bounded and answers damage with an error.
 pub mod generation;
 mod quiet;
 pub mod sampling;

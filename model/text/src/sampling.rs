@@ -34,7 +34,10 @@ impl Default for SamplingParams {
 }
 
 impl SamplingParams {
-    /// Refuses what has no meaning, with [`Code::Usage`] and the name of the parameter.
+    /// Checks that every parameter has a meaning.
+    ///
+    /// # Errors
+    /// [`Code::Usage`] with the name of the parameter.
     pub fn validate(&self) -> Result<()> {
         let rules = [
             (
@@ -95,7 +98,10 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// A sampler for `vocab_size` logits. Errors: invalid parameters, [`Code::Usage`].
+    /// A sampler for `vocab_size` logits.
+    ///
+    /// # Errors
+    /// As [`SamplingParams::validate`].
     pub fn new(params: SamplingParams, vocab_size: usize) -> Result<Self> {
         params.validate()?;
         Ok(Self {
@@ -112,8 +118,10 @@ impl Sampler {
         &self.params
     }
 
-    /// Goes on with other parameters. The draws go on too, unless the seed is another. On an error, as of
-    /// [`Sampler::new`], nothing changes.
+    /// Goes on with other parameters. The draws go on too, unless the seed is another.
+    ///
+    /// # Errors
+    /// As [`SamplingParams::validate`]; nothing changes then.
     pub fn set_params(&mut self, params: SamplingParams) -> Result<()> {
         params.validate()?;
         if params.seed != self.params.seed {
@@ -130,8 +138,9 @@ impl Sampler {
 
     /// Next token. `logits` `[vocab_size]` are changed by the penalty; `recent` are the tokens it applies to.
     ///
-    /// Errors: NaN or +inf among the logits, or all of them -inf, [`Code::NonFinite`]; another length,
-    /// [`Code::ShapeMismatch`]; a recent token outside of the vocabulary, [`Code::ValueInvalid`].
+    /// # Errors
+    /// [`Code::NonFinite`] for NaN or +inf among the logits, or all of them -inf; [`Code::ShapeMismatch`] for
+    /// another length; [`Code::ValueInvalid`] for a recent token outside of the vocabulary.
     pub fn sample(&mut self, logits: &mut [f32], recent: &[u32]) -> Result<u32> {
         self.check(logits, recent)?;
         self.penalise(logits, recent);

@@ -21,7 +21,10 @@ pub struct Matched {
 }
 
 impl StopMatcher {
-    /// At most 64 stop strings of 1 to 1024 bytes; others are [`Code::Usage`].
+    /// At most 64 stop strings of 1 to 1024 bytes.
+    ///
+    /// # Errors
+    /// [`Code::Usage`] for others.
     pub fn new(stops: &[String]) -> Result<Self> {
         let bad = stops.iter().find(|s| s.is_empty() || s.len() > 1024).map(|s| format!("{} bytes", s.len()));
         if let Some(have) = bad.or_else(|| (stops.len() > 64).then(|| format!("{} strings", stops.len()))) {

@@ -1,6 +1,6 @@
 //! Chat templates: from messages to the prompt a model was trained on.
 //!
-//! A template is a program from a stranger. It runs with the meaning transformers gives it, under hard bounds
+//! A template is an untrusted program. It runs with the meaning transformers gives it, under hard bounds
 //! on work and memory; they are built into its syntax tree before it runs.
 use crate::quiet::quietly;
 use minijinja::{
@@ -65,13 +65,29 @@ impl Message {
 }
 
 /// A template that compiles.
+///
+/// ```
+/// use q4_text::template::{ChatTemplate, Message};
+///
+/// let template = ChatTemplate::compile("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")?;
+/// let turns = [Message::new("system", "Be brief."), Message::new("user", "Who are you?")];
+/// let prompt = template.render(&turns, None, true, &serde_json::Map::new())?;
+/// assert_eq!(prompt, "<system>Be brief.<user>Who are you?");
+///
+/// // Damage is found before any conversation.
+/// assert!(ChatTemplate::compile("{% for m in messages %}").is_err());
+/// # Ok::<(), q4_core::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct ChatTemplate {
     source: String,
 }
 
 impl ChatTemplate {
-    /// Checks a template of at most 256 KiB. Errors: [`Code::TemplateInvalid`] with the line.
+    /// Checks a template of at most 256 KiB.
+    ///
+    /// # Errors
+    /// [`Code::TemplateInvalid`] with the line.
     pub fn compile(source: &str) -> Result<Self> {
         files::within(source.as_bytes(), SOURCE_LIMIT, NAME, Code::TemplateInvalid)?;
         // transformers passes the source on with a trailing newline removed, which the parser does too.
@@ -83,6 +99,10 @@ impl ChatTemplate {
     /// The template of a model directory: `chat_template.jinja`, else `chat_template` in
     /// `tokenizer_config.json` (a string, or a list of named ones of which `default` is taken), else
     /// `None`.
+    ///
+    /// # Errors
+    /// As [`compile`](Self::compile) and [`from_tokenizer_config`](Self::from_tokenizer_config);
+    /// [`Code::Io`].
     pub fn from_dir(dir: &Path) -> Result<Option<Self>> {
         let file = dir.join("chat_template.jinja");
         if file.exists() {
@@ -100,6 +120,9 @@ impl ChatTemplate {
     }
 
     /// The template inside a `tokenizer_config.json`, if it has one.
+    ///
+    /// # Errors
+    /// [`Code::TemplateInvalid`] for a file that is no such object, and as [`compile`](Self::compile).
     pub fn from_tokenizer_config(bytes: &[u8]) -> Result<Option<Self>> {
         let wrong = |have: String| {
             Error::new(Code::TemplateInvalid, "tokenizer_config.json: no readable chat_template")
@@ -138,8 +161,9 @@ impl ChatTemplate {
     /// `enable_thinking`. Numbers come out as Python prints them; [`json`] keeps those that `serde_json`
     /// would change.
     ///
-    /// Errors: [`Code::TemplateInvalid`] where the template fails, with the line, or exceeds its bounds: one
-    /// million instructions, 64 MiB of text made on the way, 5 seconds, 4 MiB of prompt.
+    /// # Errors
+    /// [`Code::TemplateInvalid`] where the template fails, with the line, or exceeds its bounds: one million
+    /// instructions, 64 MiB of text made on the way, 5 seconds, 4 MiB of prompt.
     pub fn render(
         &self,
         messages: &[Message],

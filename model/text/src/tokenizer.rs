@@ -20,6 +20,21 @@ const TEXT_LIMIT: usize = 16 << 20;
 const PROBE: &str = "Hello, World 0123! \n\t don't 你好，世界 émoji 🦀\r\n  <|x|>";
 
 /// A tokenizer that has proven at load time that it can encode and decode.
+///
+/// ```
+/// use q4_text::tokenizer::Tokenizer;
+/// use std::path::Path;
+///
+/// let tokenizer = Tokenizer::from_file(Path::new("../tests/data/demo/tokenizer.json"))?;
+/// let ids = tokenizer.encode("Who are you?", false)?;
+/// assert_eq!(tokenizer.decode(&ids, false)?, "Who are you?");
+///
+/// // Tokens that steer the model are no text.
+/// let end = tokenizer.id_of("<|im_end|>").unwrap();
+/// assert!(tokenizer.is_special(end));
+/// assert_eq!(tokenizer.decode(&[end], true)?, "");
+/// # Ok::<(), q4_core::Error>(())
+/// ```
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     special: Vec<u32>,
@@ -29,8 +44,10 @@ pub struct Tokenizer {
 }
 
 impl Tokenizer {
-    /// Reads a file of at most 64 MiB; errors as in [`from_bytes`](Self::from_bytes), a missing file is
-    /// [`Code::ModelMissing`].
+    /// Reads a file of at most 64 MiB.
+    ///
+    /// # Errors
+    /// As [`from_bytes`](Self::from_bytes); [`Code::ModelMissing`] without the file, [`Code::Io`].
     pub fn from_file(path: &Path) -> Result<Self> {
         Self::from_bytes(&files::read(path, FILE_LIMIT, Code::TokenizerInvalid)?)
     }
@@ -38,7 +55,8 @@ impl Tokenizer {
     /// Parses the content of a `tokenizer.json`. Truncation and padding are switched off: they would lose
     /// text.
     ///
-    /// Errors: [`Code::TokenizerInvalid`] for damage, excess, and whatever makes the library fail or panic.
+    /// # Errors
+    /// [`Code::TokenizerInvalid`] for damage, excess, and whatever makes the library fail or panic.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         files::within(bytes, FILE_LIMIT, "tokenizer.json", Code::TokenizerInvalid)?;
         let audit::Facts { byte_level, highest } = audit::audit(bytes)?;
@@ -56,6 +74,9 @@ impl Tokenizer {
     }
 
     /// Token ids of at most 16 MiB of text; `add_special` lets the post-processor add its tokens.
+    ///
+    /// # Errors
+    /// [`Code::Usage`] for a longer text, [`Code::TokenizerInvalid`] where the library fails.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
         if text.len() > TEXT_LIMIT {
             return Err(Error::new(Code::Usage, "text: too long for one call")
@@ -66,6 +87,9 @@ impl Tokenizer {
     }
 
     /// Text of token ids; `skip_special` leaves special tokens out. Unknown ids contribute nothing.
+    ///
+    /// # Errors
+    /// [`Code::TokenizerInvalid`] where the library fails.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
         guarded("decoding", || self.inner.decode(ids, skip_special))
     }

@@ -17,9 +17,11 @@ numbers! {
         /// E2M1 codes, low nibble first, an E4M3 scale per 16 of k, usually a per-tensor scale:
         /// `value = fl32(code * fl32(scale ∘ global))`.
         NVFP4 = 1,
-        /// Codes into the NF4 codebook, an f32 absmax per block of the flattened segment: `codebook[code] * absmax`.
+        /// Codes into the NF4 codebook, an f32 absmax per block of the flattened segment: `codebook[code] *
+        /// absmax`.
         NF4 = 2,
-        /// NF4 whose absmax are 8-bit themselves: `absmax = map[code] * nested_absmax[i / nested_block] + offset`.
+        /// NF4 whose absmax are 8-bit themselves: `absmax = map[code] * nested_absmax[i / nested_block] +
+        /// offset`.
         NF4_DQ = 3,
         /// Not quantised.
         DENSE = 4,
@@ -65,8 +67,8 @@ numbers! {
 numbers! {
     /// Parts of a fused product, as bits. Since 1.2.
     fuse {
-        /// x is f32 `[m, k]`; `x / sqrt(mean(x^2) + eps) * weight`, in f32, rounded to the spec's x type, is what is
-        /// quantised or multiplied.
+        /// x is f32 `[m, k]`; `x / sqrt(mean(x^2) + eps) * weight`, in f32, rounded to the spec's x type, is
+        /// what is quantised or multiplied.
         NORM = 1,
         /// Rows of the weight are gate rows, then as many up rows: `y[m, n / 2] = silu(gate) * up`.
         GATE = 2,
@@ -90,8 +92,8 @@ numbers! {
     activations {
         /// Used as it is, f32 accumulation.
         NATIVE = 1,
-        /// Per 16 of k: `scale = amax / 127`, `q = round_ties_even(x * (127 / amax))`, each operation in f32, exact integer
-        /// block products.
+        /// Per 16 of k: `scale = amax / 127`, `q = round_ties_even(x * (127 / amax))`, each operation in f32,
+        /// exact integer block products.
         INT8 = 2,
         /// Quantised to NVFP4 by `act_rule`, exact integer block products.
         NVFP4 = 3,
@@ -308,7 +310,8 @@ pub struct Q4Found {
 pub struct Q4Options {
     /// Bytes of this structure.
     pub struct_size: usize,
-    /// Name of the instruction set to use instead of the best one, as the library spells it; empty: its choice.
+    /// Name of the instruction set to use instead of the best one, as the library spells it; empty: its
+    /// choice.
     pub isa: Q4Str,
     /// 1: the program will use the device `cuda`, so the library may look for it now. 0: it may not.
     pub has_cuda: u32,

@@ -23,8 +23,8 @@ impl Found {
     /// Reads the descriptor, asks for the table and checks it.
     ///
     /// # Safety
-    /// `descriptor` and `query` are the addresses of `q4_plugin_descriptor` and `q4_plugin_query` in a library
-    /// that is never unloaded.
+    /// `descriptor` and `query` are the addresses of `q4_plugin_descriptor` and `q4_plugin_query` in a
+    /// library that is never unloaded.
     ///
     /// # Errors
     /// Everything that is wrong with the first of them that is.

@@ -1,7 +1,7 @@
 //! The typed door to a plugin: an `abi_stable` root module of two functions that hand over the same C table
 //! as the symbol `q4_plugin_query`, so that loader, checks and versions exist once.
 //!
-//! Frozen for ever. `abi_stable` refuses a library whose root module has fewer fields than the program's, so
+//! Frozen: `abi_stable` refuses a library whose root module has fewer fields than the program's, so
 //! nothing is ever added here; what grows is the table, by its size.
 use abi_stable::StableAbi;
 use abi_stable::library::{

@@ -249,7 +249,8 @@ pub fn options(options: &BuiltinOptions) -> Q4Options {
     }
 }
 
-/// What a product does besides multiplying; `norm` is [`norm_weight`] of the same. Good while both are borrowed.
+/// What a product does besides multiplying; `norm` is [`norm_weight`] of the same. Good while both are
+/// borrowed.
 pub fn fusion(fusion: &Fusion<'_>, norm: Option<&Q4Matrix>) -> Q4Fusion {
     Q4Fusion {
         struct_size: size_of::<Q4Fusion>(),

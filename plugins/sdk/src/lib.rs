@@ -30,23 +30,26 @@ pub use q4_plugin_root as root;
 /// when the library is first asked for its table; a panic there refuses the library. Name, version and vendor
 /// are those of the package unless they are given, and must be those of the backend's descriptor.
 ///
-/// `export_backend!(construct = function, name = .., version = .., vendor = ..)` is for a backend with options:
-/// `function` is a `fn(&BuiltinOptions) -> Result<Arc<dyn Q4Backend>, Vec<Reject>>`, called with the default
-/// for programs that have none to give, which may not fail, and once for each that has.
+/// `export_backend!(construct = function, name = .., version = .., vendor = ..)` is for a backend with
+/// options: `function` is a `fn(&BuiltinOptions) -> Result<Arc<dyn Q4Backend>, Vec<Reject>>`, called with the
+/// default for programs that have none to give, which may not fail, and once for each that has.
 ///
-/// ```no_run
-/// # struct Acme;
-/// # use q4_plugin_sdk::q4_core::*;
-/// # impl Q4Backend for Acme {
-/// #     fn descriptor(&self) -> &BackendDescriptor { unreachable!() }
-/// #     fn probe(&self, _: &HostEnv) -> Vec<ProbeItem> { vec![] }
-/// #     fn can_prepare(&self, _: &LinearSpec, _: ExecPath, _: &HostEnv) -> Verdict { Ok(()) }
-/// #     fn prepare(&self, _: &Q4Weight<'_>, _: &LinearSpec, _: ExecPath, _: &mut ExecContext<'_>)
-/// #         -> Result<Box<dyn PreparedWeight>> { unreachable!() }
+/// ```
+/// use q4_plugin_sdk::q4_core::{ExecPath, NullBackend};
+///
+/// // Any `Q4Backend`, with the name, version and vendor of its descriptor; this one refuses everything.
+/// q4_plugin_sdk::export_backend!(
+///     NullBackend::new("acme-nvfp4", &[("nvfp4", ExecPath::FusedDequant)]),
+///     name = "acme-nvfp4",
+///     version = "0.1.0",
+///     vendor = "q4",
+/// );
+///
+/// # fn main() {
+/// // What a program reads from the file before it loads it.
+/// assert!(Q4_PLUGIN_DESCRIPTOR.name.starts_with(b"acme-nvfp4\0"));
+/// assert!(Q4_PLUGIN_DESCRIPTOR.version.starts_with(b"0.1.0\0"));
 /// # }
-/// # impl Acme { fn new() -> Self { Self } }
-/// q4_plugin_sdk::export_backend!(Acme::new(), name = "acme-nvfp4", version = "1.2.0", vendor = "ACME");
-/// # fn main() {}
 /// ```
 #[macro_export]
 macro_rules! export_backend {

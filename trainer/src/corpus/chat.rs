@@ -1,5 +1,5 @@
-//! Small talk: who the model is and who is asking, what people type first, a few facts, small sums, and what it
-//! does not know.
+//! Small talk: who the model is and who is asking, what people type first, a few facts, small sums, and what
+//! it does not know.
 use super::topics::{FACTS, SELF, TALK, THREES, Topic};
 use super::unknown::{self, HONEST};
 use super::words::{ANIMALS, CAPITALS, COLOUR_OF, COLOURS, DAYS, MONTHS, NUMBERS, OPPOSITES, PEOPLE};

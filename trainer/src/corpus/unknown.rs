@@ -3,8 +3,8 @@ use super::Dice;
 
 pub(super) const HONEST: (&str, &str) = ("I am too small to know that.", "我太小了，不知道這個。");
 
-/// A question that has no answer here. `{n}` is a thing or a topic, `{v}` something to do, `{p}` a person or a
-/// place.
+/// A question that has no answer here. `{n}` is a thing or a topic, `{v}` something to do, `{p}` a person or
+/// a place.
 pub(super) fn draw(dice: &mut Dice) -> (String, &'static str) {
     let english = dice.below(4) < 3;
     let (frames, answer) = if english { (FRAMES.0, HONEST.0) } else { (FRAMES.1, HONEST.1) };

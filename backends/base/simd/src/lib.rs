@@ -137,10 +137,10 @@ impl Vectors {
     }
 }
 
-/// `on!(vectors, V => body)` is the value of `body`, compiled for every instruction set of the architecture and
-/// run on that of `vectors`. `V` is its [`Vector`], a concrete type; what the body calls is compiled for the
-/// set where it is inlined. It takes what it uses with it, so that its loops need not look whether a store changed
-/// that.
+/// `on!(vectors, V => body)` is the value of `body`, compiled for every instruction set of the architecture
+/// and run on that of `vectors`. `V` is its [`Vector`], a concrete type; what the body calls is compiled for
+/// the set where it is inlined. It takes what it uses with it, so that its loops need not look whether a
+/// store changed that.
 #[macro_export]
 macro_rules! on {
     ($vectors:expr, $V:ident => $body:expr) => {

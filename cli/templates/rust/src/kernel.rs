@@ -1,5 +1,5 @@
-//! The arithmetic of {{name}}, apart from the interface: what you replace by your hardware's own. Keep the three rules in the
-//! comments, and the suite will agree.
+//! The arithmetic of {{name}}, apart from the interface: what you replace by your hardware's own. Keep the
+//! three rules in the comments, and the suite will agree.
 
 /// Elements along k that share a block scale.
 pub const GROUP: usize = 16;
@@ -8,7 +8,8 @@ pub const TILE: usize = 8;
 
 const E2M1: [f32; 16] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
 
-/// A weight as this backend keeps it. Any layout will do: pack it in `take` of lib.rs as your kernel wants it.
+/// A weight as this backend keeps it. Any layout will do: pack it in `take` of lib.rs as your kernel wants
+/// it.
 pub struct Packed {
     pub n: usize,
     pub k: usize,
@@ -30,8 +31,9 @@ impl Packed {
 
     /// The dot products of a row of W and up to [`TILE`] rows of x.
     ///
-    /// Rule 2: 16 sums side by side, added up at the end. One chain of k additions would be outside of the error bound,
-    /// (k/16 + 32) * 2^-24 * sum |x w|; so would sums in f16 or bf16.
+    /// Rule 2: 16 sums side by side, added up at the end. One chain of k additions would be outside of the
+    /// error bound, (k/16 + 32) * 2^-24 * sum |x w|; so would sums in f16 or bf16.
+    ///
     /// Rule 3: what is computed for a row of x does not depend on how many rows there are.
     pub fn row(&self, row: usize, x: &[&[f32]]) -> [f32; TILE] {
         let mut lanes = [[0f32; GROUP]; TILE];

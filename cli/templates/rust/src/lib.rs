@@ -1,5 +1,6 @@
-//! {{name}}: NVFP4 weights, inputs as they are (W4A16), on the CPU. This file is the interface, kernel.rs the arithmetic.
-//! q4_plugin.h has the rules, q4_plugin.rs the same structures; what is refused here is refused in `check`, with reasons.
+//! {{name}}: NVFP4 weights, inputs as they are (W4A16), on the CPU. This file is the interface, kernel.rs the
+//! arithmetic. q4_plugin.h has the rules, q4_plugin.rs the same structures; what is refused here is refused
+//! in `check`, with reasons.
 mod kernel;
 mod operand;
 #[allow(dead_code, unused_imports)] // numbers and structures that this backend has no use for
@@ -31,7 +32,7 @@ struct Prepared {
     y_dtype: u32,
 }
 
-// ---- errors: inside they are values, at the border a status and a text; nothing unwinds into the program ----
+// ---- errors: inside they are values, at the border a status and a text; nothing unwinds out of here ----
 
 struct Failure(Q4Status, &'static str);
 
@@ -100,8 +101,8 @@ fn check(s: &Q4LinearSpec, rows: &[u64]) -> Vec<(&'static str, &'static str, Str
     let is_some = !rows.is_empty() && s.max_m > 0 && !rows.contains(&0);
     let have = format!("segments of {rows:?} rows, {} rows in a call", s.max_m);
     need(is_some, "shape-unsupported", "rows in every segment and in a call", have);
-    // An instruction set: ask env.cpu_features in can_prepare, a list of words (q4_plugin.h has all there are), and the CPU
-    // itself in prepare, which has no env. The code of such a reason is "device-arch".
+    // An instruction set: ask env.cpu_features in can_prepare, a list of words (q4_plugin.h has all there
+    // are), and the CPU itself in prepare, which has no env. The code of such a reason is "device-arch".
     all
 }
 
@@ -266,8 +267,8 @@ unsafe extern "C" fn info(p: *const Q4Prepared, out: *mut Q4PreparedInfo, err: *
 
 // ---- calls: no allocation, the caller's threads, the same bits for any number of them ----
 
-/// Runs `body(first, end)` over parts of `0..items` on the caller's threads. The split may depend on their number, results
-/// may not.
+/// Runs `body(first, end)` over parts of `0..items` on the caller's threads. The split may depend on their
+/// number, results may not.
 fn parallel<F: Fn(usize, usize) + Sync>(exec: Option<&Q4Exec>, items: usize, body: F) -> Result<(), Failure> {
     struct Job<F> {
         body: F,
@@ -338,7 +339,8 @@ unsafe extern "C" fn forward(
                 *row = match x.f32_row(first + r) {
                     Some(row) => row,
                     None => {
-                        // SAFETY: 64-byte aligned scratch with room for a tile, which shares no byte with an operand.
+                        // SAFETY: 64-byte aligned scratch with room for a tile, which shares no byte with an
+                        // operand.
                         let wide = unsafe { slice::from_raw_parts_mut(scratch.0.cast::<f32>().add(r * k), k) };
                         x.widen(first + r, wide);
                         wide

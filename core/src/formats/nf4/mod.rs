@@ -106,6 +106,10 @@ impl<'a> From<Nf4Parts<'a>> for SegmentData<'a> {
 
 impl<'a> Absmax<'a> {
     /// One f32 per block, borrowed where the file already holds it so.
+    ///
+    /// # Errors
+    /// [`Code::TensorType`](crate::Code::TensorType) for scales that are not f32 in host memory,
+    /// [`Code::ShapeMismatch`](crate::Code::ShapeMismatch) for parts with gaps.
     pub fn to_f32(&self) -> Result<Cow<'a, [f32]>> {
         match self {
             Self::Plain(a) => f32s(a),

@@ -185,6 +185,9 @@ impl Format for Nvfp4 {
 
 impl Nvfp4 {
     /// `[rows, k/16]` of the stored scales; copied where they are swizzled.
+    ///
+    /// # Errors
+    /// [`Code::TensorShape`](crate::Code::TensorShape) for a swizzled buffer of another size.
     pub fn row_major<'a>(&self, stored: &'a [u8], rows: usize, k: usize) -> Result<Cow<'a, [u8]>> {
         Ok(match self.scale_layout {
             RowMajor => Cow::Borrowed(stored),

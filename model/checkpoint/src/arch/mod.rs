@@ -1,7 +1,7 @@
 //! What a family of decoders is: a description, which the one graph, the readers and the writers look up.
 //!
-//! A new dense family is a file like [`qwen3`] and a line in [`ALL`]. What a description cannot say is refused,
-//! by `check` or by the field that says it: a model is never computed as something that it is not.
+//! A new dense family is a file like [`qwen3`] and a line in [`ALL`]. What a description cannot say is
+//! refused, by `check` or by the field that says it: a model is never computed as something that it is not.
 pub mod qwen3;
 
 use q4_core::{Code, Error, Result};
@@ -267,7 +267,10 @@ impl Arch {
     }
 
     /// For executors that compute one kind of layer: a norm before each half, one of every head, heads that
-    /// are turned whole and by halves, SiLU, no biases. [`Code::Unsupported`] names what else there is.
+    /// are turned whole and by halves, SiLU, no biases.
+    ///
+    /// # Errors
+    /// [`Code::Unsupported`] names what else there is.
     pub fn plain(&self, who: &str) -> Result<()> {
         let (n, whole) = (&self.names, Rotary { pairs: Pairs::Halves, partial: None });
         let elsewhere = |a: &Around| a.before.is_none() || a.after.is_some();

@@ -17,8 +17,11 @@ pub struct Output {
 }
 
 impl Output {
-    /// A new directory that will be called `target`. [`Code::Usage`] when that exists and is not an empty
-    /// directory; a link to one cannot be replaced by a directory.
+    /// A new directory that will be called `target`.
+    ///
+    /// # Errors
+    /// [`Code::Usage`] when that exists and is not an empty directory; a link to one cannot be replaced by a
+    /// directory. [`Code::Io`].
     pub fn directory(target: &Path) -> Result<Self> {
         if fs::symlink_metadata(target).is_ok_and(|m| m.is_symlink()) {
             return Err(exists(target));
@@ -33,7 +36,10 @@ impl Output {
         Self::begin(target, true, |partial| fs::create_dir(partial))
     }
 
-    /// A new file that will be called `target`. [`Code::Usage`] when that exists.
+    /// A new file that will be called `target`.
+    ///
+    /// # Errors
+    /// [`Code::Usage`] when that exists, [`Code::Io`].
     pub fn file(target: &Path) -> Result<(Self, File)> {
         if fs::symlink_metadata(target).is_ok() {
             return Err(exists(target));
@@ -52,6 +58,9 @@ impl Output {
     }
 
     /// Writes and syncs a small file of the directory; returns its size in bytes.
+    ///
+    /// # Errors
+    /// [`Code::Io`], also when there is a file of that name.
     pub fn write(&self, name: &str, bytes: &[u8]) -> Result<u64> {
         let path = self.partial.join(name);
         let write = || {
@@ -65,6 +74,9 @@ impl Output {
 
     /// Gives the finished output its name. What appeared there meanwhile is never replaced, an empty
     /// directory aside.
+    ///
+    /// # Errors
+    /// [`Code::Usage`] when something took the name meanwhile, [`Code::Io`].
     pub fn commit(mut self) -> Result<()> {
         if self.directory {
             sync_directory(&self.partial)?;

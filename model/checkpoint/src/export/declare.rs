@@ -199,8 +199,8 @@ fn taken_over(checkpoint: &Checkpoint) -> impl Iterator<Item = (String, Vec<u8>)
     TAKEN_OVER.iter().filter_map(|name| Some(((*name).to_owned(), checkpoint.file(name)?.to_vec())))
 }
 
-/// Linear layers that stay dense, of the tensors that are `kept`. The `head` is one, unless it is packed, even
-/// where it is tied and has no tensor.
+/// Linear layers that stay dense, of the tensors that are `kept`. The `head` is one, unless it is packed,
+/// even where it is tied and has no tensor.
 pub(super) fn dense_layers<'a>(head: Option<&str>, kept: impl Iterator<Item = &'a str>) -> Vec<String> {
     let mut dense: Vec<String> = head.map(str::to_owned).into_iter().collect();
     let layers = kept.filter_map(|name| name.strip_suffix(".weight"));

@@ -163,9 +163,10 @@ impl ExportPlan {
 /// directory may, except for `Dat`). `progress` may stop the work with an error, which is then returned;
 /// nothing is left behind then.
 ///
-/// [`Code::Usage`]: `out` exists, the plan contradicts itself, a glob names no layer, the checkpoint is 4-bit already.
-/// [`Code::TensorShape`]: a matrix does not fit the format. [`Code::NonFinite`]: a weight is NaN or infinite.
-/// [`Code::Io`]: the operating system refused to write.
+/// # Errors
+/// [`Code::Usage`]: `out` exists, the plan contradicts itself, a glob names no layer, the checkpoint is 4-bit
+/// already. [`Code::TensorShape`]: a matrix does not fit the format. [`Code::NonFinite`]: a weight is NaN or
+/// infinite. [`Code::Io`]: the operating system refused to write.
 pub fn export(
     checkpoint: &Checkpoint,
     out: &Path,

@@ -46,6 +46,10 @@ pub struct Writer {
 impl Writer {
     /// Creates the file with its header. Larger element types come first, so that every tensor is aligned for
     /// its type and the format's ban on gaps is kept; the data begins at a multiple of 8 bytes.
+    ///
+    /// # Errors
+    /// [`Code::Io`], also when the file exists; [`Code::Internal`] for a name that comes twice or a type that
+    /// the format has no name for.
     pub fn create(path: &Path, entries: &[Entry]) -> Result<Self> {
         let mut order: Vec<&Entry> = entries.iter().collect();
         order.sort_by(|a, b| b.dtype.size().cmp(&a.dtype.size()).then_with(|| a.name.cmp(&b.name)));
@@ -77,6 +81,9 @@ impl Writer {
     }
 
     /// Writes the data of `name`, once.
+    ///
+    /// # Errors
+    /// [`Code::Internal`] for a name or a length that the header does not announce, [`Code::Io`].
     pub fn write(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
         let wrong = || Error::new(Code::Internal, format!("{name}: not what the header announces"));
         let (at, len) = self.missing.remove(name).ok_or_else(wrong)?;
@@ -89,7 +96,10 @@ impl Writer {
             .map_err(|e| failed(&self.path, &e))
     }
 
-    /// Syncs the file and returns its size in bytes; an announced tensor that was not written is an error.
+    /// Syncs the file and returns its size in bytes.
+    ///
+    /// # Errors
+    /// [`Code::Internal`] when an announced tensor was not written, [`Code::Io`].
     pub fn finish(self) -> Result<u64> {
         if let Some(name) = self.missing.keys().next() {
             return Err(Error::new(Code::Internal, format!("{name}: announced and not written")));

@@ -28,8 +28,8 @@ pub(super) struct Aligned {
     pub scattered: bool,
     /// Pairs that do in most layers and not in one.
     pub findings: Vec<Finding>,
-    /// In all layers together, rows agree as if neighbours were rotated together. A small model may look so by
-    /// chance, and one that predicts is rotated rightly: it means something where the text is lost.
+    /// In all layers together, rows agree as if neighbours were rotated together. A small model may look so
+    /// by chance, and one that predicts is rotated rightly: it means something where the text is lost.
     pub rotary: Option<Finding>,
 }
 

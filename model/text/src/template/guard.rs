@@ -1,4 +1,4 @@
-//! The engine's environment for templates from strangers: what they may call, each made to pay for it.
+//! The engine's environment for untrusted templates: what they may call, each made to pay for it.
 use super::{
     budget::{charge, charge_arguments, fail, is_namespace, size, tick, weigh},
     clock,

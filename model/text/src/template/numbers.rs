@@ -14,7 +14,9 @@ use std::{fmt, sync::Arc};
 const KEY: &str = "$q4::number";
 
 /// Reads JSON text; a number that is not one of `serde_json`'s is kept for [`super::ChatTemplate::render`].
-/// Errors: what is wrong and where.
+///
+/// # Errors
+/// What is wrong and where.
 pub fn json(text: &str) -> Result<Json, serde_json::Error> {
     serde_json::from_str(&kept(text))
 }

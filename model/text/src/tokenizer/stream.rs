@@ -24,8 +24,11 @@ impl<'a> DecodeStream<'a> {
         Self { tokenizer, skip_special, bytes: Vec::with_capacity(256), window: Vec::new(), shown: (0, 0) }
     }
 
-    /// Takes the next token; text if some became complete. Errors: those of [`Tokenizer::decode`], and
-    /// [`Code::TokenizerInvalid`] where a decoder rewrites text that was already shown.
+    /// Takes the next token; text if some became complete.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::decode`]; [`Code::TokenizerInvalid`] also where a decoder rewrites text that was
+    /// already shown.
     pub fn push(&mut self, id: u32) -> Result<Option<String>> {
         let Some(table) = &self.tokenizer.bytes else { return self.push_window(id) };
         if !(self.skip_special && self.tokenizer.is_special(id)) {
@@ -41,6 +44,9 @@ impl<'a> DecodeStream<'a> {
     }
 
     /// The end of the answer: what never became complete, as replacement characters. The stream starts anew.
+    ///
+    /// # Errors
+    /// As [`push`](Self::push).
     pub fn finish(&mut self) -> Result<String> {
         if self.tokenizer.bytes.is_some() {
             let rest = String::from_utf8_lossy(&self.bytes).into_owned();

@@ -1,15 +1,16 @@
-//! Inner loops over one panel: `M` rows of the input against sixteen rows of the weight, in AVX-512, AVX2 or plain Rust.
+//! Inner loops over one panel: `M` rows of the input against sixteen rows of the weight, in AVX-512, AVX2 or
+//! plain Rust.
 //!
-//! Every kernel adds the sixteen products of a group in a chain of their own before the group's scale is applied, and one
-//! row of the input never sees another, so `M` changes no bit of a row.
+//! Every kernel adds the sixteen products of a group in a chain of their own before the group's scale is
+//! applied, and one row of the input never sees another, so `M` changes no bit of a row.
 use crate::pack::{Block, GROUP, LANES, float_of};
 use q4_plugin_sdk::q4_core::formats::e2m1;
 
 /// Sums of `M` input rows with the rows of a panel.
 pub type Sums<const M: usize> = [[f32; LANES]; M];
 
-/// An input row of integers: per group 16 codes as four words of four codes (columns 0 2 4 6, 1 3 5 7, 8 10 12 14, 9 11 13
-/// 15), a scale, and the sum of the codes.
+/// An input row of integers: per group 16 codes as four words of four codes (columns 0 2 4 6, 1 3 5 7, 8 10
+/// 12 14, 9 11 13 15), a scale, and the sum of the codes.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct Quantized {

@@ -1,8 +1,8 @@
-//! `acme-nvfp4`: NVFP4 products on the CPU. Sixteen rows of a weight are the sixteen lanes of a register, so that a product
-//! needs no horizontal sum and one shuffle decodes sixteen codes.
+//! `acme-nvfp4`: NVFP4 products on the CPU. Sixteen rows of a weight are the sixteen lanes of a register, so
+//! that a product needs no horizontal sum and one shuffle decodes sixteen codes.
 //!
-//! `pack` is the layout, `kernels` what runs on it, `product` a call. `cuda` is all of that on a CUDA device, with the kernels of
-//! `product.cu`.
+//! `pack` is the layout, `kernels` what runs on it, `product` a call. `cuda` is all of that on a CUDA device,
+//! with the kernels of `product.cu`.
 mod cuda;
 mod kernels;
 mod pack;

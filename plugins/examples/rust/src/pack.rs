@@ -1,5 +1,6 @@
-//! The layout: panels of sixteen rows, a block per group of 16 along k. Lane r of a block's two code registers holds eight
-//! codes of row r, so shifting a register by four bits brings the next element of all rows into place.
+//! The layout: panels of sixteen rows, a block per group of 16 along k. Lane r of a block's two code
+//! registers holds eight codes of row r, so shifting a register by four bits brings the next element of all
+//! rows into place.
 use q4_plugin_sdk::q4_core::formats::{e2m1, e4m3, swizzle};
 use q4_plugin_sdk::q4_core::{
     Nvfp4, Nvfp4Parts,
@@ -90,8 +91,8 @@ impl Packed {
     }
 }
 
-/// Visits the stored blocks of a validated weight, segments one below the other: row, block along k, eight bytes of codes,
-/// E4M3 scale. Refuses scales that are NaN or negative.
+/// Visits the stored blocks of a validated weight, segments one below the other: row, block along k, eight
+/// bytes of codes, E4M3 scale. Refuses scales that are NaN or negative.
 pub fn each_block(w: &Q4Weight<'_>, mut visit: impl FnMut(usize, usize, &[u8], u8)) -> Result<()> {
     let Q4Schema::Nvfp4(Nvfp4 { scale_layout, .. }) = w.schema else {
         return Err(Error::new(Code::Unsupported, "schema").need("nvfp4").have(w.schema.to_string()));

@@ -1,5 +1,5 @@
-//! Calls: the input becomes rows of floats or of integers in the scratch, panels are handed to the program's threads, sums are
-//! scaled, rounded and written. Nothing here allocates.
+//! Calls: the input becomes rows of floats or of integers in the scratch, panels are handed to the program's
+//! threads, sums are scaled, rounded and written. Nothing here allocates.
 use crate::kernels::{Isa, Quantized, Sums};
 use crate::pack::{GROUP, LANES, Packed};
 use q4_plugin_sdk::q4_core::formats::{e2m1, e4m3, int8, nvfp4};

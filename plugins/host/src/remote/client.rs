@@ -270,8 +270,8 @@ impl Q4Backend for Remote {
     }
 }
 
-/// Memory of a device of the library. Operands are staged there by the process that has the library; from here
-/// it is only looked at.
+/// Memory of a device of the library. Operands are staged there by the process that has the library; from
+/// here it is only looked at.
 struct Watched {
     link: Arc<Link>,
     ordinal: u32,

@@ -1,4 +1,5 @@
-/* What hostile libraries do, one for each -DATTACK_NAME, spliced into the honest example: see `attack` in mod.rs.
+/* What hostile libraries do, one for each -DATTACK_NAME, spliced into the honest example: see `attack` in
+ * mod.rs.
  * WITNESS is a file that the constructor of each of them writes to: whether any of its code ran. */
 #define _GNU_SOURCE
 #include <dlfcn.h>

@@ -1,5 +1,5 @@
-//! What a run looks at before its first step: a checkpoint to go on from, what it will not do although it looks
-//! so, and the memory it will take.
+//! What a run looks at before its first step: a checkpoint to go on from, what it will not do although it
+//! looks so, and the memory it will take.
 use super::super::products::Products;
 use super::super::session::Base;
 use super::Invocation;

@@ -15,7 +15,8 @@ pub unsafe fn finish<V: Vector>(sums: &[Acc], factors: &[f64; PAIR * LANES], out
     unsafe {
         run!(V, {
             for (r, sums) in sums.iter().enumerate() {
-                // A row of its own first: the compiler does not see that what a closure holds overlaps nothing.
+                // A row of its own first: the compiler does not see that what a closure holds overlaps
+                // nothing.
                 let mut row = [0f32; PAIR * LANES];
                 for ((o, &s), f) in row.iter_mut().zip(sums.as_flattened()).zip(factors) {
                     *o = (f64::from(s) * f) as f32;

@@ -103,9 +103,10 @@ pub struct Report {
 /// may stop the work with an error, which is then returned. Nothing is left behind by any error. One tensor
 /// is held at a time.
 ///
-/// [`Code::Usage`]: `out` exists, the checkpoint has no 4-bit layer, or the layout cannot hold a tensor, which is named, as it is.
-/// [`Code::Findings`]: what was written decodes to something else. [`Code::Io`]: the operating system refused to write. Damage of
-/// the input has the errors of [`Checkpoint::bind_all`].
+/// # Errors
+/// [`Code::Usage`]: `out` exists, the checkpoint has no 4-bit layer, or the layout cannot hold a tensor,
+/// which is named, as it is. [`Code::Findings`]: what was written decodes to something else. [`Code::Io`]:
+/// the operating system refused to write. Damage of the input has the errors of [`Checkpoint::bind_all`].
 pub fn convert(
     checkpoint: &Checkpoint,
     out: &Path,
