@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 pub(crate) const SOURCE: Source = Source {
     name: "dense",
-    text: concat!(include_str!("../../cuda/cuda/rows.cu"), include_str!("../cuda/dense.cu")),
+    text: concat!(include_str!("../../base/cuda/cuda/rows.cu"), include_str!("../cuda/dense.cu")),
 };
 
 /// The kernels on one device.

@@ -9,7 +9,7 @@ const SOURCE: Source = Source {
     text: concat!(
         include_str!("../../cuda/layout.cu"),
         include_str!("../../cuda/table.cu"),
-        include_str!("../../../cuda/cuda/few.cu"),
+        include_str!("../../../base/cuda/cuda/few.cu"),
         include_str!("../../cuda/gemv.cu")
     ),
 };

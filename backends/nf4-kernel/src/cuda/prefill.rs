@@ -9,7 +9,7 @@ const GEMM: Source = Source {
     text: concat!(
         include_str!("../../cuda/layout.cu"),
         include_str!("../../cuda/table.cu"),
-        include_str!("../../../cuda/cuda/hopper.cu"),
+        include_str!("../../../base/cuda/cuda/hopper.cu"),
         include_str!("../../cuda/pieces.cu"),
         include_str!("../../cuda/gemm.cu")
     ),
@@ -18,7 +18,7 @@ const ORDER: Source = Source {
     name: "nf4-order",
     text: concat!(
         include_str!("../../cuda/layout.cu"),
-        include_str!("../../../cuda/cuda/hopper.cu"),
+        include_str!("../../../base/cuda/cuda/hopper.cu"),
         include_str!("../../cuda/pieces.cu"),
         include_str!("../../cuda/order.cu")
     ),

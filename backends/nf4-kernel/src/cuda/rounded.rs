@@ -10,7 +10,7 @@ const GEMM: Source = Source {
     name: "nf4-rounded",
     text: concat!(
         include_str!("../../cuda/layout.cu"),
-        include_str!("../../../cuda/cuda/hopper.cu"),
+        include_str!("../../../base/cuda/cuda/hopper.cu"),
         include_str!("../../cuda/pieces.cu"),
         include_str!("../../cuda/rounded.cu")
     ),
@@ -19,7 +19,7 @@ const ROWS: Source = Source {
     name: "nf4-rows",
     text: concat!(
         include_str!("../../cuda/layout.cu"),
-        include_str!("../../../cuda/cuda/hopper.cu"),
+        include_str!("../../../base/cuda/cuda/hopper.cu"),
         include_str!("../../cuda/pieces.cu"),
         include_str!("../../cuda/rows.cu")
     ),

@@ -7,7 +7,7 @@ use std::sync::Arc;
 pub(crate) const SOURCE: Source = Source {
     name: "nf4-simple",
     text: concat!(
-        include_str!("../../../cuda/cuda/rows.cu"),
+        include_str!("../../../base/cuda/cuda/rows.cu"),
         include_str!("../../cuda/layout.cu"),
         include_str!("../../cuda/simple.cu")
     ),

@@ -14,13 +14,13 @@ const ACT_NVFP4: u32 = 3;
 
 pub(super) const GEMV: Source = Source {
     name: "nvfp4-gemv",
-    text: concat!(include_str!("../../../../cuda/cuda/few.cu"), include_str!("../../cuda/gemv.cu")),
+    text: concat!(include_str!("../../../../base/cuda/cuda/few.cu"), include_str!("../../cuda/gemv.cu")),
 };
 /// An image of its own: the two compile side by side.
 pub(super) const ROW: Source = Source {
     name: "nvfp4-row",
     text: concat!(
-        include_str!("../../../../cuda/cuda/few.cu"),
+        include_str!("../../../../base/cuda/cuda/few.cu"),
         include_str!("../../cuda/gemv.cu"),
         include_str!("../../cuda/row.cu")
     ),

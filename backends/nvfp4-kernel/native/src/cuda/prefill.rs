@@ -15,7 +15,7 @@ macro_rules! source {
             name: $name,
             text: concat!(
                 include_str!("../../cuda/layout.cu"),
-                include_str!("../../../../cuda/cuda/hopper.cu"),
+                include_str!("../../../../base/cuda/cuda/hopper.cu"),
                 include_str!("../../cuda/elements.cu"),
                 $(include_str!(concat!("../../cuda/", $file))),+
             ),

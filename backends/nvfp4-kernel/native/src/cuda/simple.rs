@@ -10,7 +10,7 @@ pub(super) const SOURCE: Source = Source {
     name: "nvfp4-simple",
     text: concat!(
         include_str!("../../cuda/layout.cu"),
-        include_str!("../../../../cuda/cuda/rows.cu"),
+        include_str!("../../../../base/cuda/cuda/rows.cu"),
         include_str!("../../cuda/simple.cu")
     ),
 };

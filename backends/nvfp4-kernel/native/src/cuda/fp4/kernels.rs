@@ -11,7 +11,7 @@ pub(super) const SOURCE: Source = Source {
     name: "nvfp4-fp4",
     text: concat!(
         include_str!("../../../cuda/layout.cu"),
-        include_str!("../../../../../cuda/cuda/rows.cu"),
+        include_str!("../../../../../base/cuda/cuda/rows.cu"),
         include_str!("../../../cuda/simple.cu"),
         include_str!("../../../cuda/fp4.cu")
     ),
