@@ -1,5 +1,4 @@
 //! Launching the model's own kernels: everything between two products. `cuda/*.cu` document their arguments.
-use super::draw::Drawing;
 use crate::executor::Shape;
 use q4_core::{Code, DType, Error, Result};
 use q4_cuda::{Gpu, Kernel, Kernels, Launch, Source, args};
@@ -108,8 +107,10 @@ pub(super) unsafe fn launch_argmax(
 
 /// The kernels of one model, for one element type.
 pub struct ModelKernels {
-    gpu: Arc<Gpu>,
-    shape: Shape,
+    pub(super) gpu: Arc<Gpu>,
+    pub(super) shape: Shape,
+    /// What products read and write.
+    pub(super) dtype: DType,
     embed: [Kernel; 3],
     norm: [Kernel; 3],
     finite: [Kernel; 3],
@@ -123,7 +124,6 @@ pub struct ModelKernels {
     head_f16: [Kernel; 4],
     head_exact: [Kernel; 3],
     argmax: Kernel,
-    pub(super) drawing: Drawing,
 }
 
 /// Attention of one token of each sequence.
@@ -225,6 +225,7 @@ impl ModelKernels {
         Ok(Self {
             gpu: gpu.clone(),
             shape: shape.clone(),
+            dtype,
             embed: of(&rows, "embed")?,
             norm: of(&rows, "norm")?,
             finite: of(&rows, "finite")?,
@@ -237,7 +238,6 @@ impl ModelKernels {
             head_f16: heads("f16")?,
             head_exact: of(&head, "head_exact")?,
             argmax: sample.get("argmax")?,
-            drawing: Drawing::of(&sample)?,
         })
     }
 
