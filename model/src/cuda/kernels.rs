@@ -5,18 +5,22 @@ use q4_cuda::{Gpu, Kernel, Kernels, Launch, Source, args};
 use std::sync::Arc;
 
 macro_rules! source {
-    ($name:literal, $($file:literal),*) => {
-        Source { name: $name, text: concat!($(include_str!(concat!("../../cuda/", $file)), "\n"),*) }
+    ($name:literal, $file:literal) => {
+        Source {
+            name: $name,
+            text: include_str!(concat!("../../cuda/", $file)),
+            files: q4_cuda::files!("../../cuda/", "elements.cuh", "sample.cu"),
+        }
     };
 }
 
-const ROWS: Source = source!("rows", "elements.cu", "rows.cu");
-const ATTENTION: Source = source!("attention", "elements.cu", "attention.cu");
-const PREFILL: Source = source!("prefill", "elements.cu", "prefill.cu");
+const ROWS: Source = source!("rows", "rows.cu");
+const ATTENTION: Source = source!("attention", "attention.cu");
+const PREFILL: Source = source!("prefill", "prefill.cu");
 /// With instructions of compute capability 9.0 alone.
-const PREFILL_WIDE: Source = source!("prefill_wide", "elements.cu", "prefill_wide.cu");
-const HEAD: Source = source!("head", "elements.cu", "head.cu");
-pub(super) const SAMPLE: Source = source!("sample", "elements.cu", "sample.cu", "draw.cu");
+const PREFILL_WIDE: Source = source!("prefill_wide", "prefill_wide.cu");
+const HEAD: Source = source!("head", "head.cu");
+pub(super) const SAMPLE: Source = source!("sample", "draw.cu");
 
 /// Where a head's rotation and cache are; the same for every layer of a step.
 #[derive(Clone, Copy)]

@@ -14,7 +14,7 @@ use std::ffi::c_void;
 use std::ptr::null_mut;
 use std::sync::Arc;
 
-const SOURCE: Source = Source { name: "optimizer", text: include_str!("kernel.cu") };
+const SOURCE: Source = Source { name: "optimizer", text: include_str!("kernel.cu"), files: &[] };
 /// Contraction is off: every rounding is written out.
 const OPTIONS: [&str; 1] = ["--fmad=false"];
 const THREADS: u32 = 256;
