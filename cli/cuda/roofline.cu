@@ -1,6 +1,5 @@
 // What the device can do at most: reads from memory, and products of 16-bit values on tensor cores.
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "types.cuh"
 
 // read(data uint4[count], count, out u32[1]): grid 8 blocks a multiprocessor, block 512.
 extern "C" __global__ void __launch_bounds__(512) read(const uint4 *data, u64 count, u32 *out) {

@@ -4,7 +4,7 @@ use q4_core::Result;
 use q4_cuda::{Buffer, Event, Gpu, Kernels, Launch, Source, args};
 use std::sync::Arc;
 
-const SOURCE: Source = Source { name: "roofline", text: include_str!("../cuda/roofline.cu") };
+const SOURCE: Source = Source { name: "roofline", text: include_str!("../cuda/roofline.cu"), files: &[] };
 
 /// Limits of one device.
 #[derive(Clone, Copy, Debug)]

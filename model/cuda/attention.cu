@@ -2,6 +2,7 @@
 // the kernels `decode_*`; `attention_*` take any even head size up to 512.
 //
 // Cache: keys/values[sequence * sequence_stride + kv_head * head_stride + position * dim + i], strides in elements.
+#include "elements.cuh"
 
 // attention_T(q T[rows, heads dim], keys T, values T, head_stride, sequence_stride, position u32, batch,
 //             out T[rows, heads dim], heads, kv_heads, dim, scale)

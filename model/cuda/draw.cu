@@ -1,8 +1,9 @@
-// Drawing a token: what sampling.rs draws from the same logits, bit for bit. Needs elements.cu and sample.cu before it.
+// Drawing a token: what sampling.rs draws from the same logits, bit for bit.
 //
 // A launch of `penalise` (where something is penalised, with `argmax` after it), then of `weigh`, `narrow` and `draw`. The first
 // two of these use many multiprocessors to leave few candidates for the one block that draws. `best` is the token with the
 // largest logit; some logit is finite, none is NaN or +inf.
+#include "sample.cu"
 
 // Of one draw.
 struct Choice {

@@ -1,4 +1,5 @@
 // The dense (usually tied) head: logits f32[rows, vocab] = x[rows, width] table[vocab, width]^T.
+#include "elements.cuh"
 
 // head_T_N(table T[vocab, width], x T[rows, width], out f32[rows, vocab], vocab, width, rows), T bf16 or f16, N 1, 2, 4, 8
 //   grid (ceil(vocab / 128), ceil(rows / (8 N))), block 256; width % 8 == 0. Take the least N with 8 N >= rows, else 8.

@@ -6,6 +6,8 @@
 //   Row r stands at position[0] + r and sees the cache up to there (its own key and value were appended before).
 //   Cache: keys/values[kv_head * head_stride + p * HEAD_DIM + i] of that sequence. scale = 1/sqrt(HEAD_DIM).
 //   A warp owns 16 rows; 64 positions at a time through a two-stage ring, m16n8k16.
+#include "elements.cuh"
+
 constexpr int D = HEAD_DIM;
 constexpr int BLOCK = 64;
 constexpr int LINE = 2 * D + 16;

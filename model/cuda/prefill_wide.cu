@@ -5,6 +5,8 @@
 //   grid (heads, ceil(rows / 128)), block 384, dynamic shared memory 1024 + 5 * 256 * HEAD_DIM + 1152 bytes.
 //   Two warpgroups own 64 rows each, the third brings keys and values, 128 positions at a time, through a ring of four tiles
 //   in the order K0 K1 V0 K2 V1 ... The product with the next keys and the one with the last values run under the softmax.
+#include "elements.cuh"
+
 constexpr int D = HEAD_DIM;
 constexpr int TILE = 128 * D * 2; // bytes of 128 positions
 constexpr int GROUPS = D / 64;    // of 64 values, 16384 bytes: 128-byte lines of a position, 16-byte pieces ^ position % 8

@@ -1,4 +1,5 @@
 // The next token of every sequence, and the step to the next position.
+#include "elements.cuh"
 
 // A key that orders floats; both zeros are one.
 DEVICE u32 ordered(float x) {

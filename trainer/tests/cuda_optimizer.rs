@@ -3,6 +3,7 @@
 //! --ignored`).
 #![cfg(feature = "cuda")]
 use q4_core::ThreadPool;
+use q4_cuda::Buffer;
 use q4_trainer::optim::cuda::Launcher;
 use q4_trainer::optim::{
     Gradient, Hyper, Master, MasterFormat, ScaleChoice, StateFormat, StateLayout, adamw, quantize_dequantize,
@@ -34,17 +35,22 @@ fn to_bf16(x: &[f32]) -> Vec<u16> {
 }
 
 /// A buffer on the device, filled with a pattern first.
-fn on(cuda: &Launcher, bytes: &[u8]) -> u64 {
-    let at = cuda.allocate(bytes.len() + 64).expect("memory");
-    cuda.upload(at, &vec![0xa5; bytes.len() + 64]).expect("poisoned");
-    cuda.upload(at, bytes).expect("copied");
+fn on(cuda: &Launcher, bytes: &[u8]) -> Buffer {
+    let at = room(cuda, bytes.len() + 64);
+    at.fill(0xa5).expect("poisoned");
+    at.upload(0, bytes).expect("copied");
     at
 }
 
-/// The buffer, after checking that nothing was written behind it.
-fn back(cuda: &Launcher, at: u64, len: usize) -> Vec<u8> {
-    let mut bytes = vec![0; len + 64];
-    cuda.download(at, &mut bytes).expect("copied");
+fn room(cuda: &Launcher, bytes: usize) -> Buffer {
+    Buffer::new(cuda.gpu(), bytes).expect("memory")
+}
+
+/// Its bytes, after checking that nothing was written behind them.
+fn back(at: &Buffer) -> Vec<u8> {
+    let len = at.len() - 64;
+    let mut bytes = vec![0; at.len()];
+    at.download(0, &mut bytes).expect("copied");
     assert!(bytes[len..].iter().all(|b| *b == 0xa5), "written behind the end");
     bytes.truncate(len);
     bytes
@@ -69,7 +75,6 @@ fn steps_have_the_bits_of_the_cpu() {
                         MasterFormat::Bf16 => bytemuck::cast_slice(&b),
                     };
                     let (device_w, device_state) = (on(&cuda, start), on(&cuda, &state));
-                    let bytes_w = start.len();
                     for step in 1..=4 {
                         let g = wild(10 + step, n, 1e-4);
                         let h = to_bf16(&g);
@@ -89,39 +94,34 @@ fn steps_have_the_bits_of_the_cpu() {
                             cuda.adamw(
                                 &hyper,
                                 &layout,
-                                (device_w, master),
-                                (device_g, grad),
-                                device_state,
+                                (device_w.ptr(), master),
+                                (device_g.ptr(), grad),
+                                device_state.ptr(),
                                 rng,
                             )
                         }
                         .expect("launched");
-                        let have = back(&cuda, device_w, bytes_w);
+                        let have = back(&device_w);
                         let want: &[u8] = match master {
                             MasterFormat::F32 => bytemuck::cast_slice(&w),
                             MasterFormat::Bf16 => bytemuck::cast_slice(&b),
                         };
                         let at = have.iter().zip(want).position(|(a, b)| a != b);
                         assert_eq!(at, None, "{n} {format:?} {master:?} {grad:?} step {step}: weights");
-                        let have = back(&cuda, device_state, state.len());
+                        let have = back(&device_state);
                         let at = have.iter().zip(&state).position(|(a, b)| a != b);
                         assert_eq!(at, None, "{n} {format:?} {master:?} {grad:?} step {step}: state");
-                        compared += have.len() + bytes_w;
+                        compared += have.len() + want.len();
                         let tiles = n.div_ceil(4096);
-                        let (scratch, out) =
-                            (cuda.allocate(8 * tiles).expect("memory"), cuda.allocate(8).expect("memory"));
+                        let (scratch, out) = (room(&cuda, 8 * tiles), room(&cuda, 8));
+                        let from = (device_g.ptr(), grad);
                         // SAFETY: as above.
-                        unsafe { cuda.sum_of_squares((device_g, grad), n, scratch, out) }.expect("launched");
-                        let mut sum = [0u8; 8];
-                        cuda.download(out, &mut sum).expect("copied");
-                        let (have, want) = (f64::from_le_bytes(sum), sum_of_squares(host_g, &pool));
+                        unsafe { cuda.sum_of_squares(from, n, scratch.ptr(), out.ptr()) }.expect("launched");
+                        let mut sum = [0f64];
+                        out.download(0, &mut sum).expect("copied");
+                        let (have, want) = (sum[0], sum_of_squares(host_g, &pool));
                         assert!((have / want - 1.0).abs() < 1e-13, "{have} {want}");
-                        for at in [device_g, scratch, out] {
-                            cuda.free(at).expect("freed");
-                        }
                     }
-                    cuda.free(device_w).expect("freed");
-                    cuda.free(device_state).expect("freed");
                 }
             }
         }
@@ -151,10 +151,11 @@ fn values_have_the_bits_of_the_quantiser() {
                     let (input, info) = (on(&cuda, bytes), on(&cuda, &[0xff; 8]));
                     let out = on(&cuda, &vec![0xff; n * to.size()]);
                     // SAFETY: the buffers have the sizes of the types.
-                    unsafe { cuda.quantize_dequantize((input, from), n, choice, (out, to), info) }
-                        .expect("launched");
-                    let have = back(&cuda, out, n * to.size());
-                    let words = back(&cuda, info, 8);
+                    unsafe {
+                        cuda.quantize_dequantize((input.ptr(), from), n, choice, (out.ptr(), to), info.ptr())
+                    }
+                    .expect("launched");
+                    let (have, words) = (back(&out), back(&info));
                     assert_eq!(words[4..], scale.value().to_le_bytes(), "scale");
                     let same = match to {
                         MasterFormat::F32 => have == bytemuck::cast_slice::<f32, u8>(&want),
@@ -165,9 +166,6 @@ fn values_have_the_bits_of_the_quantiser() {
                         }
                     };
                     assert!(same, "[{rows}, {k}] {choice:?} {from:?} to {to:?}");
-                    for at in [input, info, out] {
-                        cuda.free(at).expect("freed");
-                    }
                 }
             }
         }
@@ -179,15 +177,15 @@ fn values_have_the_bits_of_the_quantiser() {
     // SAFETY: as above.
     unsafe {
         cuda.quantize_dequantize(
-            (input, MasterFormat::F32),
+            (input.ptr(), MasterFormat::F32),
             4096,
             ScaleChoice::PowerOfTwo,
-            (out, MasterFormat::F32),
-            info,
+            (out.ptr(), MasterFormat::F32),
+            info.ptr(),
         )
     }
     .expect("launched");
-    let values = back(&cuda, out, 16384);
+    let values = back(&out);
     assert!(
         values.as_chunks::<4>().0.iter().all(|b| f32::from_le_bytes(*b).is_nan()),
         "a NaN must not be hidden"
@@ -210,21 +208,19 @@ fn speed() {
     ] {
         let layout = StateLayout::new(format, n);
         let noise: Vec<u16> = (0..n).map(|i| 0x3800 | (i as u16).wrapping_mul(40503) & 0x83ff).collect();
-        let zeros = vec![0u8; layout.bytes()];
-        let buffers: Vec<[u64; 3]> = (0..copies)
+        let buffers: Vec<[Buffer; 3]> = (0..copies)
             .map(|_| {
-                let w = cuda.allocate(n * master.size()).expect("memory");
-                let (g, s) =
-                    (cuda.allocate(2 * n).expect("memory"), cuda.allocate(zeros.len()).expect("memory"));
-                cuda.upload(g, bytemuck::cast_slice(&noise)).expect("copied");
-                cuda.upload(w, bytemuck::cast_slice(&noise)).expect("copied");
-                cuda.upload(s, &zeros).expect("copied");
+                let (w, g, s) =
+                    (room(&cuda, n * master.size()), room(&cuda, 2 * n), room(&cuda, layout.bytes()));
+                g.upload(0, &noise).expect("copied");
+                w.upload(0, &noise).expect("copied");
+                s.fill(0).expect("zeroed");
                 [w, g, s]
             })
             .collect();
         let mut times = Vec::new();
         for step in 1..=9 {
-            cuda.synchronize().expect("waited");
+            cuda.gpu().synchronize().expect("waited");
             let start = Instant::now();
             for [w, g, s] in &buffers {
                 let hyper = Hyper { step, ..HYPER };
@@ -233,15 +229,15 @@ fn speed() {
                     cuda.adamw(
                         &hyper,
                         &layout,
-                        (*w, master),
-                        (*g, MasterFormat::Bf16),
-                        *s,
+                        (w.ptr(), master),
+                        (g.ptr(), MasterFormat::Bf16),
+                        s.ptr(),
                         Philox::new(1, step, 2),
                     )
                 }
                 .expect("launched");
             }
-            cuda.synchronize().expect("waited");
+            cuda.gpu().synchronize().expect("waited");
             times.push(start.elapsed().as_secs_f64() / copies as f64);
         }
         times.sort_by(f64::total_cmp);
@@ -253,38 +249,31 @@ fn speed() {
             bytes / 4.8e12 * 1e6,
             bytes / times[4] / 1e12
         );
-        for at in buffers.iter().flatten() {
-            cuda.free(*at).expect("freed");
-        }
     }
     // The value of a weight: reads the master twice, writes bf16 once.
     for from in FLOATS {
-        let input = cuda.allocate(n * from.size()).expect("memory");
-        let (out, info) = (cuda.allocate(2 * n).expect("memory"), cuda.allocate(8).expect("memory"));
-        cuda.upload(input, &vec![0x3c; n * from.size()]).expect("copied");
+        let (input, out, info) = (room(&cuda, n * from.size()), room(&cuda, 2 * n), room(&cuda, 8));
+        input.fill(0x3c).expect("filled");
         let mut times = Vec::new();
         for _ in 0..9 {
-            cuda.synchronize().expect("waited");
+            cuda.gpu().synchronize().expect("waited");
             let start = Instant::now();
             // SAFETY: the buffers have the sizes of the types.
             unsafe {
                 cuda.quantize_dequantize(
-                    (input, from),
+                    (input.ptr(), from),
                     n,
                     ScaleChoice::PowerOfTwo,
-                    (out, MasterFormat::Bf16),
-                    info,
+                    (out.ptr(), MasterFormat::Bf16),
+                    info.ptr(),
                 )
             }
             .expect("launched");
-            cuda.synchronize().expect("waited");
+            cuda.gpu().synchronize().expect("waited");
             times.push(start.elapsed().as_secs_f64());
         }
         times.sort_by(f64::total_cmp);
         let bytes = (2 * n * from.size() + 2 * n) as f64;
         println!("value {}   {:8.1} us  [{:6.1} us]", from.as_str(), times[4] * 1e6, bytes / 4.8e12 * 1e6);
-        for at in [input, out, info] {
-            cuda.free(at).expect("freed");
-        }
     }
 }

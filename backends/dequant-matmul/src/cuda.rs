@@ -11,10 +11,8 @@ use q4_cuda::{
 };
 use std::sync::Arc;
 
-pub(crate) const SOURCE: Source = Source {
-    name: "dense",
-    text: concat!(include_str!("../../cuda/cuda/rows.cu"), include_str!("../cuda/dense.cu")),
-};
+pub(crate) const SOURCE: Source =
+    Source { name: "dense", text: include_str!("../cuda/dense.cu"), files: &[] };
 
 /// The kernels on one device.
 pub(crate) struct Engine {

@@ -1,10 +1,10 @@
 // The product for many rows (prefill) on sm_90a: y[m, n] = x[m, k] W[n, k]^T with packed NF4 weights.
 //
 // wgmma with the weights as the first operand. A byte of codes becomes two pairs of bf16, the leading and the trailing parts
-// of two values, by one look-up in shared memory; table.cu says why two parts are exact enough. The sums of a tile of 64 k
+// of two values, by one look-up in shared memory; table.cuh says why two parts are exact enough. The sums of a tile of 64 k
 // have one scale a row: they come out apart and are added up in f32, times the scale, while the other warpgroup's products
 // run. One warp brings weights and x into shared memory; x is in tiles (order.cu).
-// Needs layout.cu, table.cu, hopper.cu and pieces.cu before it. Definition: TN, tokens of a tile (32, 64, 128 or 256).
+// Definition: TN, tokens of a tile (32, 64, 128 or 256).
 //
 // gemm(units, x, y, ldy, tokens, n, row_units, parts, split_tiles, row_tiles, token_tiles, partial, flags, out, aligned);
 // also gemm_gate
@@ -16,6 +16,9 @@
 //   partial: f32[gridDim][128 * TN]; flags: u32[2 gridDim], zero before (`order_*` clears them) and after every launch.
 //   grid min(multiprocessors, work), every block resident; block 384 (two consuming warpgroups, one that copies);
 //   dynamic shared memory SHARED bytes.
+#include "table.cuh"
+#include "convert.cuh"
+#include "hopper.cuh"
 
 DEVICE void barrier_arrive(u32 at) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(at) : "memory"); }
 
@@ -76,8 +79,8 @@ template <int J, int R> DEVICE void look_up(Operands &o, u32 w, u32 table, u32 c
         asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(lead), "=r"(trail) : "r"(at));
         if (FOLDED) {
             float low = __uint_as_float(lead) * o.scale[R], high = __uint_as_float(trail) * o.scale[R];
-            lead = pack_bf16(low, high);
-            trail = pack_bf16(low - __uint_as_float(lead << 16), high - __uint_as_float(lead & 0xffff0000u));
+            lead = As<bf16>::pair(low, high);
+            trail = As<bf16>::pair(low - __uint_as_float(lead << 16), high - __uint_as_float(lead & 0xffff0000u));
         }
     }
 }
@@ -150,7 +153,7 @@ template <int COUNT> DEVICE void put16(const float *d, int first, u32 buffer, in
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             float low = s[(i >> 1) * 4 + (i & 1) * 2], high = s[(i >> 1) * 4 + (i & 1) * 2 + 1];
-            v[i] = half ? pack_f16(low, high) : pack_bf16(low, high);
+            v[i] = half ? As<f16>::pair(low, high) : As<bf16>::pair(low, high);
         }
         int matrix = lane >> 3;
         store4(buffer + (8 * (n + (matrix >> 1)) + (lane & 7)) * pitch + (line + (matrix & 1) * 8) * 2, v[0], v[1], v[2], v[3]);

@@ -1,12 +1,14 @@
 // Products of packed NF4 weights with one to sixteen rows of x: y = x W^T, one node with its norm, gate and sum.
-// Header-free: NVRTC and nvcc both take it, for compute capability 8.0 on. The design is that of the NVFP4 kernels.
+// For compute capability 8.0 on. The design is that of the NVFP4 kernels.
 //
-// A block owns whole row groups, its warps equal runs of their units (16 rows x 128 k, 1152 contiguous bytes, see layout.cu).
+// A block owns whole row groups, its warps equal runs of their units (16 rows x 128 k, 1152 contiguous bytes, see layout.cuh).
 // Every warp streams its run through a ring of its own in shared memory; the ring is filled before the kernel waits for the
 // one before it. A byte of codes becomes two pairs of bf16 by one look-up of eight bytes: the leading and the trailing parts
 // of both values. A fragments of mma.m16n8k16 come about without leaving their lane; columns of B are rows of x. A scale
 // covers a tile of 64 k, so it is applied in f32 to the sums of a tile.
-// Needs layout.cu, table.cu and few.cu before it.
+#include "few.cuh"
+#include "table.cuh"
+
 enum { STAGES = 3, TABLE = TABLE_BYTES };
 
 struct Gemv {
@@ -147,7 +149,7 @@ template <int PARTS, int COLS, int SPLIT> __device__ __forceinline__ void multip
     extern __shared__ __align__(128) u8 memory[];
     enum { TILES = (COLS + 7) / 8 };
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    next_may_start();
+    let_next_start();
     Run r = run_of<SPLIT>(p, warp);
     u32 slice = (p.units + SPLIT - 1) / SPLIT, stride = slice * 128 + 8, groups = p.gate_at ? 2 * r.count : r.count;
     u32 rows = p.m <= 1 ? 1 : p.m <= 2 ? 2 : p.m <= 4 ? 4 : p.m <= 8 ? 8 : 16;
@@ -214,10 +216,10 @@ template <int PARTS, int COLS, int SPLIT> __device__ __forceinline__ void multip
                             u32 from = xat + (q * rows + 8 * j) * stride * 2 + s * 128;
                             if (COLS > 1) load_matrices(b[j], from + h * 64);
                             else if (n == 0) lds4(b[j], from + h * 16);
-                            mma(upper[j], a0[0], a0[1], a0[2], a0[3], b[j][0], b[j][1]);
-                            mma(lower[j], a1[0], a1[1], a1[2], a1[3], b[j][0], b[j][1]);
-                            mma(upper[j], a0[4], a0[5], a0[6], a0[7], b[j][2], b[j][3]);
-                            mma(lower[j], a1[4], a1[5], a1[6], a1[7], b[j][2], b[j][3]);
+                            As<bf16>::mma(upper[j], a0[0], a0[1], a0[2], a0[3], b[j][0], b[j][1]);
+                            As<bf16>::mma(lower[j], a1[0], a1[1], a1[2], a1[3], b[j][0], b[j][1]);
+                            As<bf16>::mma(upper[j], a0[4], a0[5], a0[6], a0[7], b[j][2], b[j][3]);
+                            As<bf16>::mma(lower[j], a1[4], a1[5], a1[6], a1[7], b[j][2], b[j][3]);
                         }
                     }
                 }
@@ -265,7 +267,7 @@ GEMV(nf4_gemv_f32, 3)
 extern "C" __global__ void nf4_gemv_align(const u8 *from, u64 ld, u32 k, u32 size, u8 *to) {
     u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     u64 at = blockIdx.y * ld + i, out = (u64)blockIdx.y * k + i;
-    next_may_start();
+    let_next_start();
     wait_for_previous();
     if (i >= k) return;
     if (size == 4) ((u32 *)to)[out] = ((const u32 *)from)[at];

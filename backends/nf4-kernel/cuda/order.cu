@@ -1,28 +1,19 @@
-// x to tiles for gemm.cu. Needs layout.cu, hopper.cu and pieces.cu before it.
+// x to tiles for gemm.cu.
 //
 // nf4_order_T(x T[rows, k], ld, k, row_units, out, weight f32[k] or null, eps, rounding, flags, flag_count), T f32, f16 or bf16
 //   grid (rows, any), block 256. Optional norm: x/rms(x)*weight rounded to `rounding` (1 f32, 2 f16, 3 bf16). PARTS bf16 that add up
 //   to x: one for bf16, two for f16, three for f32. out: blocks of 128 tokens x 64 k, 16384 bytes each, index
 //   (token / 128) * (2 row_units * parts) + slab; 128-byte lines of a token, 16-byte pieces in the order
 //   piece ^ (token % 8).
-
-enum { F32 = 1, F16 = 2, BF16 = 3 };
-struct bf16 { u16 bits; };
-struct f16 { u16 bits; };
-DEVICE float as_float(float x) { return x; }
-DEVICE float as_float(bf16 x) { return __uint_as_float((u32)x.bits << 16); }
-DEVICE float as_float(f16 x) {
-    float y;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
-    return y;
-}
+#include "convert.cuh"
+#include "launch.cuh"
 
 // The first parts are cut off, not rounded, so that none becomes infinite; the last is rounded, exact where x has that few bits.
 template <int PARTS> DEVICE void cut_pair(float low, float high, u32 (&cut)[PARTS]) {
 #pragma unroll
     for (int p = 0; p < PARTS; p++) {
         if (p == PARTS - 1) {
-            cut[p] = pack_bf16(low, high);
+            cut[p] = As<bf16>::pair(low, high);
             break;
         }
         u32 l = __float_as_uint(low) & 0xffff0000, h = __float_as_uint(high) & 0xffff0000;
@@ -48,7 +39,7 @@ DEVICE void order(
     float factor = 1.f;
     if (weight) {
         float sum = 0.f;
-        for (int i = threadIdx.x; i < k; i += 256) sum += as_float(row[i]) * as_float(row[i]);
+        for (int i = threadIdx.x; i < k; i += 256) sum += widen(row[i]) * widen(row[i]);
         for (int s = 16; s; s >>= 1) sum += __shfl_xor_sync(~0u, sum, s);
         if ((threadIdx.x & 31) == 0) room[threadIdx.x >> 5] = sum;
         __syncthreads();
@@ -70,17 +61,17 @@ DEVICE void order(
                 if (sizeof(T) == 4) *(uint4 *)raw = *(const uint4 *)(row + at);
                 else *(uint2 *)raw = *(const uint2 *)(row + at);
 #pragma unroll
-                for (int i = 0; i < 4; i++) f[i] = as_float(raw[i]);
+                for (int i = 0; i < 4; i++) f[i] = widen(raw[i]);
             } else {
 #pragma unroll
-                for (int i = 0; i < 4; i++) f[i] = at + i < k ? as_float(row[at + i]) : 0.f;
+                for (int i = 0; i < 4; i++) f[i] = at + i < k ? widen(row[at + i]) : 0.f;
             }
             if (weight) {
 #pragma unroll
                 for (int i = 0; i < 4; i++) f[i] = at + i < k ? f[i] * factor * weight[at + i] : 0.f;
                 if (rounding == F16) {
 #pragma unroll
-                    for (int i = 0; i < 4; i++) f[i] = as_float(f16{(u16)pack_f16(f[i], 0.f)});
+                    for (int i = 0; i < 4; i++) f[i] = widen(f16{(u16)As<f16>::pair(f[i], 0.f)});
                 }
             }
 #pragma unroll

@@ -7,7 +7,7 @@
 // instructions went into them. What of a round is beyond k is zero.
 // Blocks of a cluster: in pairs each brings half of x for both; SPLIT of them have a part of k of one tile each and send each
 // other their sums.
-// Needs layout.cu, hopper.cu and pieces.cu before it. Definitions: TN, rows of x of a tile (32, 64, 128, 176 or 256); WGS, warpgroups that
+// Definitions: TN, rows of x of a tile (32, 64, 128, 176 or 256); WGS, warpgroups that
 // multiply, 64 rows of the weight each; PAIR, 1 or 2 blocks that share rows of x; SPLIT, 1 or blocks that share k, one tile a
 // cluster; PACKS, packed weights in flight, 128 of k each; ORDERED, whether warpgroups multiply one after another.
 //
@@ -24,6 +24,9 @@
 //   launch has.
 //   grid PAIR * min(multiprocessors / PAIR, work), every block resident, with SPLIT a cluster a tile; block THREADS; dynamic
 //   shared memory SHARED bytes.
+#include "convert.cuh"
+#include "hopper.cuh"
+#include "place.cuh"
 
 #define CLUSTER (PAIR * SPLIT)
 DEVICE void barrier_wait_cluster(u32 at, u32 phase) {
@@ -112,14 +115,6 @@ struct Plan {
         return end - begin + whole * rounds;
     }
 };
-// Where a pair of tiles lies. Bands of eight token tiles: what runs at a time then shares rows of x and of the weight.
-struct Place {
-    int pair, token;
-    DEVICE Place of(int tile, int pairs, int token_tiles) {
-        int band = tile / (8 * pairs), in = tile - band * 8 * pairs, high = min(8, token_tiles - 8 * band);
-        return {in / high, (8 * band + in % high) * TN};
-    }
-};
 
 // bf16(level * UP), UP = 1.1888107612: within 2^-9.32 of the levels, the best factor.
 #define DOWN 0.84117674827575684f
@@ -136,7 +131,7 @@ DEVICE Scale scale_of(float s) {
     s *= DOWN;
     u32 bits = __float_as_uint(s);
     float rest = s - __uint_as_float(bits & 0xffff0000u);
-    return {__byte_perm(bits, 0, 0x3232), pack_bf16(rest, rest)};
+    return {__byte_perm(bits, 0, 0x3232), As<bf16>::pair(rest, rest)};
 }
 // Operands of a slab: four m64k16.
 struct Operands {
@@ -257,7 +252,7 @@ template <bool GATE> DEVICE void fill(const float *s, u32 base, int lane, int w)
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 int block = (n + i) % BLOCKS8;
-                v[i] = pack_bf16(s[4 * block], s[4 * block + 1]);
+                v[i] = As<bf16>::pair(s[4 * block], s[4 * block + 1]);
             }
             store4(P::at(base, 8 * ((n + matrix) % BLOCKS8) + (lane & 7), 8 * w), v[0], v[1], v[2], v[3]);
         }
@@ -265,8 +260,8 @@ template <bool GATE> DEVICE void fill(const float *s, u32 base, int lane, int w)
 #pragma unroll
         for (int n = 0; n < BLOCKS8; n += 2) {
             const float *a = s + 4 * n, *b = s + 4 * ((n + 1) % BLOCKS8);
-            store4(P::at(base, 8 * ((n + (matrix >> 1)) % BLOCKS8) + (lane & 7), 16 * w + (matrix & 1) * 8), pack_bf16(a[0], a[1]),
-                   pack_bf16(a[2], a[3]), pack_bf16(b[0], b[1]), pack_bf16(b[2], b[3]));
+            store4(P::at(base, 8 * ((n + (matrix >> 1)) % BLOCKS8) + (lane & 7), 16 * w + (matrix & 1) * 8), As<bf16>::pair(a[0], a[1]),
+                   As<bf16>::pair(a[2], a[3]), As<bf16>::pair(b[0], b[1]), As<bf16>::pair(b[2], b[3]));
         }
     }
 }
@@ -288,7 +283,7 @@ template <bool GATE, int OUT, int N> DEVICE void write_out(const float *s, const
             else if (OUT == OUT_F32)
                 asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p st.global.f32 [%0], %1;}" ::"l"(q), "f"(v), "r"((int)there) : "memory");
             else if (there)
-                *(u16 *)q = (u16)(to.out == OUT_F16 ? pack_f16(v, 0.f) : pack_bf16(v, 0.f));
+                *(u16 *)q = (u16)(to.out == OUT_F16 ? As<f16>::pair(v, 0.f) : As<bf16>::pair(v, 0.f));
         }
 }
 // Sums of two rows to those of one, with a gate.

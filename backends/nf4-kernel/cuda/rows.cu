@@ -1,8 +1,10 @@
-// x for rounded.cu where the copy engine cannot read it as it is. Needs layout.cu, hopper.cu and pieces.cu before it.
+// x for rounded.cu where the copy engine cannot read it as it is.
 //
 // nf4_rows(x bf16[rows, k], ld, k, out bf16[rows, k])
 // nf4_rows_normed(x f32[rows, k], ld, k, out bf16[rows, k], weight f32[k], eps): x/rms(x)*weight, rounded
 //   k a multiple of 8; grid rows, block 256.
+#include "convert.cuh"
+#include "launch.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) nf4_rows(const u16 *x, u64 ld, int k, u16 *out) {
     let_next_start();
@@ -40,6 +42,6 @@ extern "C" __global__ void __launch_bounds__(256) nf4_rows_normed(const float *x
         } else {
             for (int j = 0; j < 4; j++) v[j] = row[i + j], w[j] = weight[i + j];
         }
-        *(uint2 *)(to + i / 2) = make_uint2(pack_bf16(v[0] * factor * w[0], v[1] * factor * w[1]), pack_bf16(v[2] * factor * w[2], v[3] * factor * w[3]));
+        *(uint2 *)(to + i / 2) = make_uint2(As<bf16>::pair(v[0] * factor * w[0], v[1] * factor * w[1]), As<bf16>::pair(v[2] * factor * w[2], v[3] * factor * w[3]));
     }
 }

@@ -1,5 +1,7 @@
 // What happens to packed NF4 weights in either layout, for every shape, stride, alignment and type: packing, decoding,
-// gradients, and a product for what the fast kernels leave. Follows rows.cu and layout.cu.
+// gradients, and a product for what the fast kernels leave.
+#include "layout.cuh"
+#include "rows.cuh"
 
 __device__ const float CODEBOOK[16] = {
     -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,

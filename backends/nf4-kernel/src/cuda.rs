@@ -12,10 +12,13 @@ use q4_core::{
     Activations, Code, DType, Error, ExecContext, ExecPath, FuseSet, Fusion, LinearSpec, Nf4, Nf4Parts,
     NibbleOrder, OpSet, PreparedInfo, PreparedWeight, Q4Schema, Q4Weight, Result, TensorView, TensorViewMut,
 };
-use q4_cuda::{Buffer, Gpu, Matrix, RowKernels, number};
+use q4_cuda::{Buffer, File, Gpu, Matrix, RowKernels, number};
 use std::sync::Arc;
 
 pub(crate) use simple::SOURCE;
+
+/// What kernels include.
+const FILES: &[File] = q4_cuda::files!("../cuda/", "layout.cuh", "table.cuh");
 
 /// Bytes of 16 rows by 128 k: codes and scales.
 const UNIT: usize = 1152;
@@ -47,7 +50,7 @@ impl Engine {
     }
 }
 
-/// `Weight` of layout.cu.
+/// `Weight` of layout.cuh.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Packed {

@@ -2,7 +2,6 @@
 use super::ahead::Stands;
 use super::executor::Step;
 use super::outbox::{Choice, Outbox, Ticket};
-use super::slots::Layout;
 use super::{CudaCache, CudaExecutor, CudaModel, CudaTensor};
 use crate::config::Rotation;
 use crate::executor::{Executor, Logits, Sizes, Slots};
@@ -38,9 +37,10 @@ impl CudaBatch {
         sizes: Sizes,
         rotation: &Rotation,
     ) -> Result<Self> {
-        let (gpu, s, dtype, n) = (&model.gpu, &model.graph.shape, model.dtype, sizes.sequences);
+        let (gpu, dtype) = (&model.kernels.gpu, model.kernels.dtype);
+        let (s, n) = (&model.graph.shape, sizes.sequences);
         let dims = (s.layers, s.kv_heads, s.head_dim);
-        let (slots, scratch) = Layout::new(&model, sizes.rows.max(n), n).allocate(gpu)?;
+        let (slots, scratch) = model.layout(sizes.rows.max(n), n).allocate(gpu)?;
         Ok(Self {
             cache: CudaCache::new(gpu, dtype, dims, n, sizes.context)?,
             slots,
@@ -50,7 +50,7 @@ impl CudaBatch {
             lens: vec![0; n],
             next: vec![0; n],
             chunk: sizes.rows,
-            executor: CudaExecutor::new(&model, threads, sizes, scratch, rotation)?,
+            executor: CudaExecutor::new(&model.kernels, threads, sizes, scratch, rotation)?,
             graph: None,
             warm: false,
             model,

@@ -1,5 +1,5 @@
 //! Drawing a token on the device: what [`Sampler::sample`] draws from the same logits, bit for bit.
-use super::kernels::{Chosen, Embedding, argmax_blocks, launch_argmax};
+use super::kernels::{Chosen, Embedding, SAMPLE, argmax_blocks, launch_argmax};
 use crate::sampling::{Sampler, SamplingParams};
 use q4_core::Result;
 use q4_cuda::{Buffer, Gpu, Kernel, Kernels, Launch, Pinned, args};
@@ -21,25 +21,14 @@ const BUCKETS: usize = 2048 * 12 + 8;
 /// to add up.
 const BLOCKS: u32 = 16;
 
-/// The kernels, of `cuda/sample.cu` and `cuda/draw.cu`.
-pub(super) struct Drawing {
+/// What drawing needs besides the logits, for one sequence.
+pub(super) struct Draw {
+    /// Of `cuda/sample.cu` and `cuda/draw.cu`.
     argmax: Kernel,
     penalise: Kernel,
     weigh: Kernel,
     narrow: Kernel,
     draw: Kernel,
-}
-
-impl Drawing {
-    pub fn of(kernels: &Kernels) -> Result<Self> {
-        let get = |name| kernels.get(name);
-        let [argmax, penalise, weigh] = [get("argmax")?, get("penalise")?, get("weigh")?];
-        Ok(Self { argmax, penalise, weigh, narrow: get("narrow")?, draw: get("draw")? })
-    }
-}
-
-/// What drawing needs besides the logits, for one sequence.
-pub(super) struct Draw {
     vocab: usize,
     buckets: Buffer,
     /// 16 bytes for each token of the vocabulary.
@@ -57,7 +46,13 @@ pub(super) struct Draw {
 impl Draw {
     /// For a vocabulary, and a history of up to `context` tokens.
     pub fn new(gpu: &Arc<Gpu>, vocab: usize, context: usize) -> Result<Self> {
+        let kernels = Kernels::load(gpu, &SAMPLE, &[])?;
         Ok(Self {
+            argmax: kernels.get("argmax")?,
+            penalise: kernels.get("penalise")?,
+            weigh: kernels.get("weigh")?,
+            narrow: kernels.get("narrow")?,
+            draw: kernels.get("draw")?,
             vocab,
             buckets: Buffer::zeroed(gpu, BUCKETS)?,
             list: Buffer::new(gpu, 16 * vocab)?,
@@ -87,7 +82,6 @@ impl Draw {
     /// and no more than `context`. The temperature is above 0. The last draw's token was waited for.
     pub unsafe fn draw(
         &mut self,
-        kernels: &Drawing,
         logits: u64,
         sampler: &mut Sampler,
         recent: &[u32],
@@ -115,16 +109,15 @@ impl Draw {
                 self.staged.as_mut_slice::<u32>()[..recent.len()].copy_from_slice(recent);
                 self.staged.send(0, self.recent.ptr(), 4 * recent.len(), stream)?;
                 let (ids, count, seen) = (self.recent.ptr(), recent.len() as u32, self.seen.ptr());
-                kernels.penalise.launch(how(1, 1024), args![logits, ids, count, repetition_penalty, seen])?;
+                self.penalise.launch(how(1, 1024), args![logits, ids, count, repetition_penalty, seen])?;
                 let to = self.likeliest();
                 best = to.token;
-                launch_argmax(&kernels.argmax, (logits, self.vocab), 0, to, 1, stream)?;
+                launch_argmax(&self.argmax, (logits, self.vocab), 0, to, 1, stream)?;
             }
-            kernels.weigh.launch(how(BLOCKS, 1024), args![logits, vocab, best, flags, choice, buckets])?;
-            kernels
-                .narrow
+            self.weigh.launch(how(BLOCKS, 1024), args![logits, vocab, best, flags, choice, buckets])?;
+            self.narrow
                 .launch(how(BLOCKS, 1024), args![logits, vocab, best, flags, choice, buckets, list])?;
-            kernels.draw.launch(
+            self.draw.launch(
                 how(1, 1024),
                 args![logits, best, flags, choice, buckets, list, records, out, embedding],
             )
@@ -134,9 +127,9 @@ impl Draw {
 
 #[cfg(test)]
 mod tests {
-    use super::super::kernels::{Embedding, SAMPLE, argmax_blocks, launch_argmax};
+    use super::super::kernels::{Chosen, Embedding, SAMPLE, argmax_blocks, launch_argmax};
     use super::super::outbox::{Choice, Outbox};
-    use super::{Chosen, Draw, Drawing, Sampler, SamplingParams};
+    use super::{Draw, Sampler, SamplingParams};
     use q4_core::{DType, Result};
     use q4_cuda::{Buffer, Gpu, Kernels, Stream};
     use rand_chacha::ChaCha8Rng;
@@ -144,7 +137,7 @@ mod tests {
     use std::sync::Arc;
 
     /// None, and why, where there is no device.
-    fn device() -> Result<Option<(Arc<Gpu>, Drawing, Stream)>> {
+    fn device() -> Result<Option<(Arc<Gpu>, Stream)>> {
         let gpu = match Gpu::open(0) {
             Ok(gpu) => gpu,
             Err(e) => {
@@ -152,9 +145,8 @@ mod tests {
                 return Ok(None);
             }
         };
-        let kernels = Drawing::of(&Kernels::load(&gpu, &SAMPLE, &[])?)?;
         let stream = Stream::new(&gpu)?;
-        Ok(Some((gpu, kernels, stream)))
+        Ok(Some((gpu, stream)))
     }
 
     /// Sums of uniform numbers: a peak, a body and a tail.
@@ -165,7 +157,7 @@ mod tests {
 
     #[test]
     fn draws_what_the_host_draws() -> Result<()> {
-        let Some((gpu, kernels, stream)) = device()? else { return Ok(()) };
+        let Some((gpu, stream)) = device()? else { return Ok(()) };
         let mut rng = ChaCha8Rng::seed_from_u64(1);
         let mut drawn = 0;
         for (vocab, spread) in [(7, 3.0), (2048, 4.0), (2048, 40.0), (151_936, 6.0), (151_936, 40.0)] {
@@ -214,9 +206,7 @@ mod tests {
                             words.upload(0, &[likeliest as u32, flags])?;
                             let mut sampler = device.clone();
                             // SAFETY: as the contract asks.
-                            unsafe {
-                                draw.draw(&kernels, there.ptr(), &mut sampler, &recent, to, stream.raw())?
-                            };
+                            unsafe { draw.draw(there.ptr(), &mut sampler, &recent, to, stream.raw())? };
                             let ticket = outbox.issue(0);
                             have = outbox.wait(0, ticket, &stream)?;
                             if flags == 0 {
@@ -256,7 +246,8 @@ mod tests {
 
     #[test]
     fn the_first_of_the_largest_logits_is_chosen() -> Result<()> {
-        let Some((gpu, kernels, stream)) = device()? else { return Ok(()) };
+        let Some((gpu, stream)) = device()? else { return Ok(()) };
+        let argmax = Kernels::load(&gpu, &SAMPLE, &[])?.get("argmax")?;
         let mut rng = ChaCha8Rng::seed_from_u64(2);
         for (vocab, sequences) in
             [(1, 1), (7, 2), (1000, 3), (4099, 1), (151_936, 1), (151_936, 5), (32_000, 64)]
@@ -289,7 +280,7 @@ mod tests {
                 let there = Buffer::of(&gpu, &x)?;
                 // SAFETY: everything has the sizes the kernel asks for.
                 unsafe {
-                    launch_argmax(&kernels.argmax, (there.ptr(), vocab), 2, to, sequences, stream.raw())?;
+                    launch_argmax(&argmax, (there.ptr(), vocab), 2, to, sequences, stream.raw())?;
                 }
                 let mut inputs = vec![0f32; 3 * sequences];
                 for (s, x) in x.chunks(vocab).enumerate() {

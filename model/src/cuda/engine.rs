@@ -2,9 +2,9 @@
 //! run ahead.
 use super::ahead::{Course, Stands, Start};
 use super::draw::Draw;
-use super::executor::{Step, bytes};
+use super::executor::Step;
 use super::outbox::{Choice, Outbox};
-use super::slots::Layout;
+use super::slots::other_bytes;
 use super::{CudaBatch, CudaCache, CudaExecutor, CudaModel, CudaTensor};
 use crate::config::Rotation;
 use crate::executor::{Executor, Logits, Shape, Sizes, Slots};
@@ -65,12 +65,12 @@ impl CudaEngine {
         rotation: &Rotation,
         allowed: u64,
     ) -> Result<Self> {
-        let (gpu, s, dtype) = (&model.gpu, &model.graph.shape, model.dtype);
+        let (gpu, s, dtype) = (&model.kernels.gpu, &model.graph.shape, model.kernels.dtype);
         let logit_rows = sizes.logit_rows;
         let kv = CudaCache::bytes(dtype, s.layers, s.kv_heads, s.head_dim, sizes.context);
         let kv = kv * sizes.sequences as u64;
-        let layout = Layout::new(&model, sizes.rows, logit_rows);
-        let rest = (layout.bytes() + 4 * s.vocab) as u64 + bytes(s, &sizes);
+        let layout = model.layout(sizes.rows, logit_rows);
+        let rest = (layout.bytes() + 4 * s.vocab) as u64 + other_bytes(s, &sizes);
         let free = gpu.memory()?.0.min(allowed);
         if kv + rest > free {
             let human = q4_core::memory::human;
@@ -85,7 +85,7 @@ impl CudaEngine {
         let spare = CudaTensor::new(&Arc::new(Buffer::new(gpu, 4 * s.vocab)?), 0, 1, s.vocab, DType::F32);
         let outbox = Outbox::new(gpu, 1)?;
         let logits = Pinned::new(gpu, logit_rows * s.vocab * 4)?;
-        let executor = CudaExecutor::new(&model, threads, sizes, scratch, rotation)?;
+        let executor = CudaExecutor::new(&model.kernels, threads, sizes, scratch, rotation)?;
         Ok(Self {
             executor,
             cache,
@@ -258,7 +258,7 @@ impl Engine for CudaEngine {
         let (vocab, context) = (self.slots.logits.width(), self.cache.capacity());
         let draw = match &mut self.draw {
             Some(draw) => draw,
-            none => none.insert(Draw::new(&self.model.gpu, vocab, context)?),
+            none => none.insert(Draw::new(&self.model.kernels.gpu, vocab, context)?),
         };
         let table = &self.model.graph.table;
         self.executor.draw(draw, &self.slots, table, (sampler, recent), &self.outbox)?;

@@ -4,10 +4,10 @@ use super::draw::Draw;
 use super::kernels::{Chosen, Embedding, ModelKernels, Place, argmax_blocks};
 use super::outbox::Outbox;
 use super::slots::Scratch;
-use super::{CudaCache, CudaModel, CudaTensor};
+use super::{CudaCache, CudaTensor};
 use crate::arch::Activation;
 use crate::config::Rotation;
-use crate::executor::{Executor, Logits, Shape, Sizes, Slots};
+use crate::executor::{Executor, Logits, Sizes, Slots};
 use crate::sampling::Sampler;
 use crate::watch::{Site, Watch, Written, go_on};
 use crate::weights::{Head, Linear};
@@ -45,11 +45,9 @@ pub struct CudaTable {
 
 /// Stream, scratch and small state of one context.
 pub struct CudaExecutor {
-    gpu: Arc<Gpu>,
     /// Everything of a context is issued here.
     pub stream: Stream,
     kernels: Arc<ModelKernels>,
-    dtype: DType,
     threads: Arc<ThreadPool>,
     /// Sequences that decode together.
     sequences: usize,
@@ -125,21 +123,16 @@ impl State {
     }
 }
 
-/// Bytes the executor allocates besides its slots, predicted.
-pub(super) fn bytes(s: &Shape, sizes: &Sizes) -> u64 {
-    (sizes.workspace + sizes.context * s.head_dim * 4 + (8 << 20)) as u64
-}
-
 impl CudaExecutor {
     /// Allocates everything a step needs.
     pub fn new(
-        model: &CudaModel,
+        kernels: &Arc<ModelKernels>,
         threads: Arc<ThreadPool>,
         sizes: Sizes,
         scratch: Scratch,
         rotation: &Rotation,
     ) -> Result<Self> {
-        let (gpu, kernels) = (&model.gpu, model.kernels.clone());
+        let (gpu, kernels) = (&kernels.gpu, kernels.clone());
         let Sizes { rows, sequences, context, workspace, .. } = sizes;
         let (cos, sin) = crate::cpu::rotations(rotation, context);
         let table = Buffer::new(gpu, (cos.len() + sin.len()) * 4)?;
@@ -153,11 +146,9 @@ impl CudaExecutor {
             rope: table,
             scratch,
             partial: Buffer::zeroed(gpu, partial)?,
-            state: State::new(gpu, model.graph.shape.vocab, sequences, rows.max(sequences))?,
+            state: State::new(gpu, kernels.shape.vocab, sequences, rows.max(sequences))?,
             ids: Pinned::new(gpu, (rows.max(sequences) + sequences) * 4)?,
-            gpu: gpu.clone(),
             kernels,
-            dtype: model.dtype,
             threads,
             sequences,
             step: Step::Prompt { sequence: 0 },
@@ -228,7 +219,7 @@ impl CudaExecutor {
         let (logits, s) = (slots.logits.ptr(), self.stream.raw());
         // SAFETY: one row of logits of the vocabulary's size, of which `choose` chose last, and one word
         // each.
-        unsafe { draw.draw(&self.kernels.drawing, logits, sampler, recent, to, s) }
+        unsafe { draw.draw(logits, sampler, recent, to, s) }
     }
 
     fn position(&self, cache: &CudaCache) -> Place {
@@ -265,16 +256,11 @@ impl CudaExecutor {
     ) -> Result<()> {
         for (part, column) in &weight.parts {
             let n = part.info().n / if fusion.gate { 2 } else { 1 };
-            let mut cx = ExecContext::on(self.gpu.device(), self.stream.raw(), &self.threads);
+            let gpu = &self.kernels.gpu;
+            let mut cx = ExecContext::on(gpu.device(), self.stream.raw(), &self.threads);
             cx.workspace = Some(view_mut(&self.workspace, 0, DType::U8, &[self.workspace.len()])?);
             let (m, info) = (out.rows(), part.info());
-            self.gpu.enqueues(format_args!(
-                "`{}`, [{m}, {}] by [{}, {}]",
-                part.name(),
-                info.k,
-                info.n,
-                info.k
-            ));
+            gpu.enqueues(format_args!("`{}`, [{m}, {}] by [{}, {}]", part.name(), info.k, info.n, info.k));
             let y = out.view_mut(*column, n)?;
             match fusion.set() {
                 FuseSet::NONE => part.forward(x, y, &mut cx)?,
@@ -438,7 +424,7 @@ impl Executor for CudaExecutor {
             Head::Dense(table) => {
                 // Tensor cores multiply two values of one type, so x takes the table's, unless f32 was asked
                 // for.
-                let exact = self.dtype == DType::F32 || table.dtype == DType::F32;
+                let exact = self.kernels.dtype == DType::F32 || table.dtype == DType::F32;
                 let to = match exact {
                     true => (self.scratch.exact, DType::F32),
                     false => (scratch.ptr(), table.dtype),

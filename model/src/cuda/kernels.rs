@@ -1,23 +1,26 @@
 //! Launching the model's own kernels: everything between two products. `cuda/*.cu` document their arguments.
-use super::draw::Drawing;
 use crate::executor::Shape;
 use q4_core::{Code, DType, Error, Result};
 use q4_cuda::{Gpu, Kernel, Kernels, Launch, Source, args};
 use std::sync::Arc;
 
 macro_rules! source {
-    ($name:literal, $($file:literal),*) => {
-        Source { name: $name, text: concat!($(include_str!(concat!("../../cuda/", $file)), "\n"),*) }
+    ($name:literal, $file:literal) => {
+        Source {
+            name: $name,
+            text: include_str!(concat!("../../cuda/", $file)),
+            files: q4_cuda::files!("../../cuda/", "elements.cuh", "sample.cu"),
+        }
     };
 }
 
-const ROWS: Source = source!("rows", "elements.cu", "rows.cu");
-const ATTENTION: Source = source!("attention", "elements.cu", "attention.cu");
-const PREFILL: Source = source!("prefill", "elements.cu", "prefill.cu");
+const ROWS: Source = source!("rows", "rows.cu");
+const ATTENTION: Source = source!("attention", "attention.cu");
+const PREFILL: Source = source!("prefill", "prefill.cu");
 /// With instructions of compute capability 9.0 alone.
-const PREFILL_WIDE: Source = source!("prefill_wide", "elements.cu", "prefill_wide.cu");
-const HEAD: Source = source!("head", "elements.cu", "head.cu");
-pub(super) const SAMPLE: Source = source!("sample", "elements.cu", "sample.cu", "draw.cu");
+const PREFILL_WIDE: Source = source!("prefill_wide", "prefill_wide.cu");
+const HEAD: Source = source!("head", "head.cu");
+pub(super) const SAMPLE: Source = source!("sample", "draw.cu");
 
 /// Where a head's rotation and cache are; the same for every layer of a step.
 #[derive(Clone, Copy)]
@@ -108,8 +111,10 @@ pub(super) unsafe fn launch_argmax(
 
 /// The kernels of one model, for one element type.
 pub struct ModelKernels {
-    gpu: Arc<Gpu>,
-    shape: Shape,
+    pub(super) gpu: Arc<Gpu>,
+    pub(super) shape: Shape,
+    /// What products read and write.
+    pub(super) dtype: DType,
     embed: [Kernel; 3],
     norm: [Kernel; 3],
     finite: [Kernel; 3],
@@ -123,7 +128,6 @@ pub struct ModelKernels {
     head_f16: [Kernel; 4],
     head_exact: [Kernel; 3],
     argmax: Kernel,
-    pub(super) drawing: Drawing,
 }
 
 /// Attention of one token of each sequence.
@@ -225,6 +229,7 @@ impl ModelKernels {
         Ok(Self {
             gpu: gpu.clone(),
             shape: shape.clone(),
+            dtype,
             embed: of(&rows, "embed")?,
             norm: of(&rows, "norm")?,
             finite: of(&rows, "finite")?,
@@ -237,7 +242,6 @@ impl ModelKernels {
             head_f16: heads("f16")?,
             head_exact: of(&head, "head_exact")?,
             argmax: sample.get("argmax")?,
-            drawing: Drawing::of(&sample)?,
         })
     }
 

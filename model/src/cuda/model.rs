@@ -1,6 +1,7 @@
 //! A model on a device: weights go there as they are read, products are prepared there.
 use super::executor::{CudaExecutor, CudaNorm, CudaTable};
 use super::kernels::ModelKernels;
+use super::slots::Layout;
 use crate::executor::Shape;
 use crate::graph::Decoder;
 use crate::weights::{Home, Linear, StoredTable};
@@ -51,9 +52,7 @@ impl Home for CudaHome {
 pub struct CudaModel {
     /// The graph.
     pub graph: Decoder<CudaExecutor>,
-    pub(super) gpu: Arc<Gpu>,
     pub(super) kernels: Arc<ModelKernels>,
-    pub(super) dtype: DType,
 }
 
 impl CudaModel {
@@ -65,11 +64,17 @@ impl CudaModel {
     /// A graph whose weights came to lie in `home`. `dtype`: what products read and write.
     pub fn new(graph: Decoder<CudaExecutor>, home: CudaHome, dtype: DType) -> Result<Self> {
         let kernels = Arc::new(ModelKernels::load(&home.gpu, &graph.shape, dtype)?);
-        Ok(Self { graph, gpu: home.gpu, kernels, dtype })
+        Ok(Self { graph, kernels })
+    }
+
+    /// Memory of steps of up to `rows` rows, with logits of `logit_rows`.
+    pub(super) fn layout(&self, rows: usize, logit_rows: usize) -> Layout<'_> {
+        let gate_up_rows = if self.gates(rows) { 0 } else { rows };
+        Layout::of((&self.graph.shape, self.kernels.dtype), rows, logit_rows, gate_up_rows)
     }
 
     /// Whether every product of gate and up becomes `silu(gate) * up` itself, in steps of up to `rows` rows.
-    pub(super) fn gates(&self, rows: usize) -> bool {
+    fn gates(&self, rows: usize) -> bool {
         let alone = FuseSet::GATE;
         let all = FuseSet::NORM.with(FuseSet::GATE);
         let gates = |l: &Linear| (1..=rows).all(|m| l.fuses(m, all) || l.fuses(m, alone));

@@ -1,6 +1,6 @@
 //! Device memory of a step's activations: one allocation, in which slots that are never alive together share
 //! bytes.
-use super::{CudaModel, CudaTensor, executor};
+use super::CudaTensor;
 use crate::executor::{Shape, Sizes, Slots};
 use q4_core::{DType, Result};
 use q4_cuda::{Buffer, Gpu};
@@ -45,17 +45,18 @@ pub struct Scratch {
 /// is a product of its own.
 pub fn context_bytes(s: &Shape, dtype: DType, sizes: &Sizes) -> (u64, u64) {
     let slots = Layout::of((s, dtype), sizes.rows, sizes.logit_rows, sizes.rows).bytes();
-    ((slots + 4 * s.vocab) as u64, executor::bytes(s, sizes))
+    ((slots + 4 * s.vocab) as u64, other_bytes(s, sizes))
+}
+
+/// Bytes that the executor allocates besides its slots, predicted.
+pub(super) fn other_bytes(s: &Shape, sizes: &Sizes) -> u64 {
+    (sizes.workspace + sizes.context * s.head_dim * 4 + (8 << 20)) as u64
 }
 
 impl<'a> Layout<'a> {
-    /// For steps of up to `rows` rows of `model`, with logits of `logit_rows`.
-    pub fn new(model: &'a CudaModel, rows: usize, logit_rows: usize) -> Self {
-        let gate_up_rows = if model.gates(rows) { 0 } else { rows };
-        Self::of((&model.graph.shape, model.dtype), rows, logit_rows, gate_up_rows)
-    }
-
-    fn of((s, dtype): (&'a Shape, DType), rows: usize, logit_rows: usize, gate_up_rows: usize) -> Self {
+    /// For steps of up to `rows` rows, with logits of `logit_rows`; of `gate_up_rows` a gate is a product of
+    /// its own.
+    pub fn of((s, dtype): (&'a Shape, DType), rows: usize, logit_rows: usize, gate_up_rows: usize) -> Self {
         let (size, narrow) = (dtype.size(), DType::F32.size());
         // The byte behind `rows` rows from byte `at`, where the next slot may start.
         let behind = |at: usize, rows: usize, width: usize, size: usize| {

@@ -1,12 +1,9 @@
 // AdamW on packed moments, the NVFP4 value of a master weight, and sums of squares: the operations of kernel.rs, moments.rs
-// and weight.rs on the same bytes, in the same order, each rounded the same way. No header is needed.
+// and weight.rs on the same bytes, in the same order, each rounded the same way.
 //
 // A thread block works on one tile of 4096 elements, a thread on 16 in a row: one NVFP4 block, 1/8 of a 4-bit block,
 // 1/16 of an 8-bit block.
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "codec.cuh"
 
 #define TILE 4096
 #define EACH 16
@@ -19,11 +16,9 @@ struct Layout { u64 at[6]; u64 n; };
 struct Maps { float m8[256], m8b[256], v8[256], v8b[256], m4[16], r4[16]; };
 struct Random { u32 key[2], counter[3]; };
 
-__device__ __forceinline__ float bits_to_float(u32 b) { return __uint_as_float(b); }
-
 __device__ __forceinline__ float e4m3_decode(u32 byte) {
   u32 e = byte >> 3 & 15, m = byte & 7;
-  return e == 0 ? __fmul_rn((float)m, 0.001953125f) : bits_to_float((e + 120) << 23 | m << 20);
+  return e == 0 ? __fmul_rn((float)m, 0.001953125f) : __uint_as_float((e + 120) << 23 | m << 20);
 }
 
 // Of a finite x >= 0.
@@ -34,19 +29,15 @@ __device__ __forceinline__ u32 e4m3_encode(float x) {
   return r < 0x7e ? r : 0x7e;
 }
 
-__device__ __forceinline__ u32 e2m1_magnitude(float a) {
-  return (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) + (a > 5.0f);
-}
-
 __device__ __forceinline__ float e2m1_value(u32 code) {
   u32 e = code >> 1 & 3, m = code & 1;
-  return e == 0 ? 0.5f * (float)m : bits_to_float((e + 126) << 23 | m << 22);
+  return e == 0 ? 0.5f * (float)m : __uint_as_float((e + 126) << 23 | m << 22);
 }
 
 __device__ __forceinline__ u32 sign_bit(float x) { return __float_as_uint(x) >> 28 & 8; }
 
 __device__ __forceinline__ float e2m1_decode(u32 code) {
-  return bits_to_float(__float_as_uint(e2m1_value(code & 7)) | (code & 8) << 28);
+  return __uint_as_float(__float_as_uint(e2m1_value(code & 7)) | (code & 8) << 28);
 }
 
 __device__ __forceinline__ float root_value(u32 code) { return code == 0 ? 0.25f : e2m1_value(code); }
@@ -124,7 +115,7 @@ template <int bf16> __device__ __forceinline__ void load(const void *from, u64 f
       uint4 a = p[0], b = p[1];
       u32 w[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
-      for (int i = 0; i < 8; i++) x[2 * i] = bits_to_float(w[i] << 16), x[2 * i + 1] = bits_to_float(w[i] & 0xffff0000u);
+      for (int i = 0; i < 8; i++) x[2 * i] = __uint_as_float(w[i] << 16), x[2 * i + 1] = __uint_as_float(w[i] & 0xffff0000u);
     } else {
       const float4 *p = (const float4 *)((const float *)from + first);
 #pragma unroll
@@ -138,7 +129,7 @@ template <int bf16> __device__ __forceinline__ void load(const void *from, u64 f
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
     x[i] = 0.0f;
-    if (first + i < n) x[i] = bf16 ? bits_to_float((u32)((const u16 *)from)[first + i] << 16) : ((const float *)from)[first + i];
+    if (first + i < n) x[i] = bf16 ? __uint_as_float((u32)((const u16 *)from)[first + i] << 16) : ((const float *)from)[first + i];
   }
 }
 
@@ -341,7 +332,7 @@ template <int BF16> __device__ void amax(const void *w, u64 n, u32 *out) {
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
       float y = fabsf(x[i]);
-      a = larger(a, y <= 3.402823466e38f ? y : bits_to_float(0x7f800000u));
+      a = larger(a, y <= 3.402823466e38f ? y : __uint_as_float(0x7f800000u));
     }
   }
   a = block_max(a, shared);
@@ -353,16 +344,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) amax_bf16(const void *w, u
 
 // info[0]: bits of amax, info[1]: receives the per-tensor scale. NaN comes out where amax is not finite.
 template <int IN, int OUT> __device__ void value(const void *w, u64 n, u32 power_of_two, u32 *info, void *out) {
-  float all = bits_to_float(info[0]);
+  float all = __uint_as_float(info[0]);
   float g = __fdiv_rn(all, 2688.0f);
   if (g == 0.0f) g = 1.0f;
   if (power_of_two) {
     u32 b = __float_as_uint(larger(g, 1.17549435e-38f));
-    g = bits_to_float((b + 0x7fffff) & 0xff800000u);
+    g = __uint_as_float((b + 0x7fffff) & 0xff800000u);
   }
   bool bad = info[0] >= 0x7f800000u;
   u64 t = (u64)blockIdx.x * THREADS + threadIdx.x, first = t * EACH;
-  if (t == 0) info[1] = __float_as_uint(bad ? bits_to_float(0x7fc00000u) : g);
+  if (t == 0) info[1] = __float_as_uint(bad ? __uint_as_float(0x7fc00000u) : g);
   if (first >= n) return;
   float x[EACH];
   load<IN>(w, first, n, x);
@@ -375,7 +366,7 @@ template <int IN, int OUT> __device__ void value(const void *w, u64 n, u32 power
   for (int i = 0; i < EACH; i++) {
     float y = __fdiv_rn(x[i], step);
     float v = __fmul_rn(e2m1_decode(e2m1_magnitude(fabsf(y)) | sign_bit(y)), step);
-    if (bad) v = bits_to_float(0x7fc00000u);
+    if (bad) v = __uint_as_float(0x7fc00000u);
     x[i] = v;
     // Exact with a power of two, nearest-even else.
     u32 b = __float_as_uint(v);

@@ -1,18 +1,10 @@
 //! Launchers of `cuda/gemv.cu`: products of a few rows, with any fusion, as one kernel.
-use super::{Call, Packed};
+use super::{Call, FILES, Packed};
 use q4_core::{Code, Error, FuseSet, Result};
 use q4_cuda::{Gpu, Kernel, Kernels as Module, Launch, Source, args};
 use std::sync::Arc;
 
-const SOURCE: Source = Source {
-    name: "nf4-gemv",
-    text: concat!(
-        include_str!("../../cuda/layout.cu"),
-        include_str!("../../cuda/table.cu"),
-        include_str!("../../../cuda/cuda/few.cu"),
-        include_str!("../../cuda/gemv.cu")
-    ),
-};
+const SOURCE: Source = Source { name: "nf4-gemv", text: include_str!("../../cuda/gemv.cu"), files: FILES };
 /// Rows of the largest launch.
 pub const MOST: usize = 16;
 /// Blocks of a cluster that share row groups and split k, where the rows of x are too much for one.

@@ -1,28 +1,11 @@
 //! Launchers of `cuda/gemm.cu`: products of many rows on sm_90, with any fusion.
-use super::{Call, Packed, UNIT};
+use super::{Call, FILES, Packed, UNIT};
 use q4_core::{Code, Error, FuseSet, Result};
 use q4_cuda::{Gpu, Kernel, Kernels as Module, Launch, Source, args};
 use std::sync::{Arc, OnceLock};
 
-const GEMM: Source = Source {
-    name: "nf4-gemm",
-    text: concat!(
-        include_str!("../../cuda/layout.cu"),
-        include_str!("../../cuda/table.cu"),
-        include_str!("../../../cuda/cuda/hopper.cu"),
-        include_str!("../../cuda/pieces.cu"),
-        include_str!("../../cuda/gemm.cu")
-    ),
-};
-const ORDER: Source = Source {
-    name: "nf4-order",
-    text: concat!(
-        include_str!("../../cuda/layout.cu"),
-        include_str!("../../../cuda/cuda/hopper.cu"),
-        include_str!("../../cuda/pieces.cu"),
-        include_str!("../../cuda/order.cu")
-    ),
-};
+const GEMM: Source = Source { name: "nf4-gemm", text: include_str!("../../cuda/gemm.cu"), files: FILES };
+const ORDER: Source = Source { name: "nf4-order", text: include_str!("../../cuda/order.cu"), files: FILES };
 /// Bytes of 128 tokens by 64 of k.
 const BLOCK: usize = 16384;
 /// Rows of the weight in a tile.

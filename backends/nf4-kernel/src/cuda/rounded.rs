@@ -1,29 +1,14 @@
 //! Launchers of `cuda/rounded.cu`: products of many rows of bf16 on sm_90, weights rounded to bf16, with any
 //! fusion.
-use super::{Call, Packed, UNIT};
+use super::{Call, FILES, Packed, UNIT};
 use q4_core::{Code, DType, Error, FuseSet, Result};
 use q4_cuda::{Gpu, Kernel, Kernels as Module, Launch, Source, TensorMap, args};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-const GEMM: Source = Source {
-    name: "nf4-rounded",
-    text: concat!(
-        include_str!("../../cuda/layout.cu"),
-        include_str!("../../../cuda/cuda/hopper.cu"),
-        include_str!("../../cuda/pieces.cu"),
-        include_str!("../../cuda/rounded.cu")
-    ),
-};
-const ROWS: Source = Source {
-    name: "nf4-rows",
-    text: concat!(
-        include_str!("../../cuda/layout.cu"),
-        include_str!("../../../cuda/cuda/hopper.cu"),
-        include_str!("../../cuda/pieces.cu"),
-        include_str!("../../cuda/rows.cu")
-    ),
-};
+const GEMM: Source =
+    Source { name: "nf4-rounded", text: include_str!("../../cuda/rounded.cu"), files: FILES };
+const ROWS: Source = Source { name: "nf4-rows", text: include_str!("../../cuda/rows.cu"), files: FILES };
 /// Largest dynamic shared memory of a block.
 const SHARED: usize = 232_448;
 /// Launches that wait for a warpgroup, as in rounded.cu.

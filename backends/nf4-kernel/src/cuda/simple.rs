@@ -1,17 +1,11 @@
 //! Launchers of `cuda/simple.cu`: packing, decoding, gradients, and the product that takes every shape.
-use super::Packed;
+use super::{FILES, Packed};
 use q4_core::Result;
 use q4_cuda::{Gpu, Kernel, Kernels as Module, Launch, Matrix, Source, args};
 use std::sync::Arc;
 
-pub(crate) const SOURCE: Source = Source {
-    name: "nf4-simple",
-    text: concat!(
-        include_str!("../../../cuda/cuda/rows.cu"),
-        include_str!("../../cuda/layout.cu"),
-        include_str!("../../cuda/simple.cu")
-    ),
-};
+pub(crate) const SOURCE: Source =
+    Source { name: "nf4-simple", text: include_str!("../../cuda/simple.cu"), files: FILES };
 /// Rows of x that one pass over the weight serves, as `ROWS` in the source.
 const ROWS: usize = 8;
 

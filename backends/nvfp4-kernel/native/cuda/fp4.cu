@@ -1,8 +1,10 @@
-// Operands of FP4 tensor cores, and what comes after the product. Stands behind simple.cu. One thread does one thing and no
-// thread waits for another, so that a compiler for CPUs takes these kernels as well.
+// Operands of FP4 tensor cores, and what comes after the product. One thread does one thing and no thread waits for another, so
+// that a compiler for CPUs takes these kernels as well.
 //
 // A matrix is padded to whole tiles of scales. Codes: rows of 8 bytes per block of 16, low nibble first, no gaps. Scales: E4M3
 // in tiles of 128 rows by 4 blocks, 512 bytes each, the tiles of 128 rows side by side. Padding is zero.
+#include "codec.cuh"
+#include "spans.cuh"
 
 // Byte of the scale of a block; `groups` blocks a row, a multiple of 4.
 __device__ __forceinline__ u64 q4_tiled(u32 row, u32 block, u32 groups) {
@@ -72,13 +74,8 @@ struct Fp4 {
 // An element of the decoded matrix, by the definition of the format.
 __device__ __forceinline__ float element(const Fp4 &w, const Span &s, u32 row, u32 k) {
     u32 code = w.codes[(u64)row * w.groups * 8 + k / 2] >> 4 * (k & 1) & 15;
-    float v = __fmul_rn(0.5f * (float)q4_doubled(code & 7), effective(s, e4m3_value(w.scales[q4_tiled(row, k / 16, w.groups)])));
+    float v = __fmul_rn(0.5f * (float)doubled_e2m1(code & 7), effective(s, e4m3_value(w.scales[q4_tiled(row, k / 16, w.groups)])));
     return __uint_as_float(__float_as_uint(v) | (code & 8) << 28);
-}
-__device__ __forceinline__ Span span_of(const Fp4 &w, u32 row) {
-    u32 i = 0;
-    while (row >= w.spans[i].end) i++;
-    return w.spans[i];
 }
 
 // The whole decoded matrix: a thread per element.

@@ -5,8 +5,7 @@
 // slab), one packed weights. Blocks come in pairs (in a cluster) with the same rows of x, half of which each one loads for
 // both: without that the second cache, not the tensor cores, is what a launch waits for. Where tiles are few, several pairs
 // share the k of one: in a cluster of 2 KS blocks, which send each other sums, or through memory.
-// Needs layout.cu, hopper.cu, elements.cu, copy.cu, work.cu and output.cu before it. Definitions: TN, rows of x of a tile (32, 64,
-// 128, 176 or 256); WGS, warpgroups of 64 rows of the weight of a tile (2 or 3); KS, pairs of a cluster (1, 2 or 4); ELEMENT, bf16
+// Definitions: TN, rows of x of a tile (32, 64, 128, 176 or 256); WGS, warpgroups of 64 rows of the weight of a tile (2 or 3); KS, pairs of a cluster (1, 2 or 4); ELEMENT, bf16
 // or f16.
 //
 // gemm(x_map, units, groups u64[group_count], y, ldy, tokens, group_count, row_units, parts, whole, shares, pairs, token_tiles,
@@ -23,6 +22,8 @@
 //   KS above 1: all are whole, and each has a cluster.
 //   partial: f32[gridDim][64 * WGS * TN]; flags: u64[gridDim][8 * WGS], none of which is `key` before, nor after.
 //   grid: KS 1: at most 2 (multiprocessors / 2), every block resident; block THREADS; dynamic shared memory SHARED bytes.
+#include "output.cuh"
+#include "work.cuh"
 
 constexpr int UNIT = 1152;      // bytes of 16 rows by 128 k
 constexpr int PACK = 4 * WGS * UNIT; // packed weights of a tile's rows by 128 k

@@ -1,12 +1,14 @@
 // Products of packed NVFP4 weights with one to eight rows of x: y = x W^T, one node with its norm, quantisation, gate and sum.
-// Header-free: NVRTC and nvcc both take it, for compute capability 8.0 on.
+// For compute capability 8.0 on.
 //
 // A block owns whole row groups, its warps equal runs of their units (16 rows x 128 k, 1152 contiguous bytes). Every warp
 // streams its run through a ring of its own in shared memory; the ring is filled before the kernel waits for the one before
 // it. Codes become A fragments of mma.m16n8k16 without leaving their lane: value * 2^-126 in bf16, which the tensor cores
 // take as it is. One row of x (`one`): the eight columns of B are the eight scale blocks of a unit, so that the sums of
 // blocks come out apart and are scaled in f32. Two to eight rows (`few`): the columns are the rows, the scales multiply A.
-// Needs few.cu before it.
+#include "codec.cuh"
+#include "few.cuh"
+
 enum { NATIVE = 1, INT8 = 2, NVFP4 = 3 };
 
 struct Gemv {
@@ -57,14 +59,10 @@ __device__ __forceinline__ float rounded(u32 dtype, float v) {
 // ---- quantisers of activations, to the bit those of the formats (docs/numerics.md) ----
 enum { TORCHAO = 1, MODELOPT = 2, COMPRESSED_TENSORS = 3, TRANSFORMER_ENGINE = 4, RUNTIME = 5 };
 
-__device__ __forceinline__ float e4m3_value(u32 byte) { // without sign
+// As e4m3_value; taking a sign off that is never there would cost instructions.
+__device__ __forceinline__ float e4m3_positive(u32 byte) {
     u32 e = byte >> 3;
     return e ? __uint_as_float((e + 120) << 23 | (byte & 7) << 20) : (float)(byte & 7) * 0.001953125f;
-}
-__device__ __forceinline__ u32 e4m3_of(float x) { // x >= 0 and not NaN
-    if (x < 0.015625f) return __float2int_rn(__fmul_rn(x, 512.0f));
-    u32 bits = __float_as_uint(x), byte = ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3);
-    return byte < 0x7e ? byte : 0x7e;
 }
 __device__ __forceinline__ float clamped(float v, float lo, float hi) { return v < lo ? lo : v > hi ? hi : v; }
 
@@ -93,7 +91,7 @@ __device__ __forceinline__ Step nvfp4_step(u32 rule, u32 convention, float g, u3
     } else {
         byte = e4m3_of(clamped(__fdiv_rn(__fdiv_rn(am, 6.0f), g), 1.0f / 65536.0f, 448.0f));
     }
-    float v = e4m3_value(byte);
+    float v = e4m3_positive(byte);
     s.scale = v;
     s.divides = true;
     if (rule == TORCHAO) {
@@ -336,10 +334,10 @@ __device__ __forceinline__ void one_unit(u32 slot, u32 lane, u32 xat, u32 part, 
             decode(c0[i + 1], a1);
             decode(c1[i], a2);
             decode(c1[i + 1], a3);
-            mma(even, a0[0], a0[1], a1[0], a1[1], b[i], b[i + 1]);
-            mma(odd, a2[0], a2[1], a3[0], a3[1], b[8 + i], b[9 + i]);
-            mma(even, a0[2], a0[3], a1[2], a1[3], b[4 + i], b[5 + i]);
-            mma(odd, a2[2], a2[3], a3[2], a3[3], b[12 + i], b[13 + i]);
+            As<bf16>::mma(even, a0[0], a0[1], a1[0], a1[1], b[i], b[i + 1]);
+            As<bf16>::mma(odd, a2[0], a2[1], a3[0], a3[1], b[8 + i], b[9 + i]);
+            As<bf16>::mma(even, a0[2], a0[3], a1[2], a1[3], b[4 + i], b[5 + i]);
+            As<bf16>::mma(odd, a2[2], a2[3], a3[2], a3[3], b[12 + i], b[13 + i]);
         }
     }
     float f0, f1, f2, f3;
@@ -359,7 +357,7 @@ __device__ __forceinline__ void one_unit(u32 slot, u32 lane, u32 xat, u32 part, 
 template <bool QUANTISE, int PARTS, bool APART, int STAGES, int SPLIT> __device__ __forceinline__ void one_row(const Gemv &p) {
     extern __shared__ __align__(128) u8 memory[];
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    if (!(p.late & 1)) next_may_start();
+    if (!(p.late & 1)) let_next_start();
     Run r = run_of<SPLIT>(p, warp);
     u32 slice = (p.units + SPLIT - 1) / SPLIT, stride = slice * 128 + 8, groups = p.gate_at ? 2 * r.count : r.count;
     u16 *xs = (u16 *)(memory + WARPS * STAGES * UNIT);
@@ -379,7 +377,7 @@ template <bool QUANTISE, int PARTS, bool APART, int STAGES, int SPLIT> __device_
     u32 t = lane % 4, n = lane / 4;
 
     stage<QUANTISE, PARTS, APART, SPLIT, 1>(p, r.begin, r.units, xs, xscale, sums, stride, 18446744073709551616.0f);
-    if (p.late & 1) next_may_start();
+    if (p.late & 1) let_next_start();
     await<STAGES - 1>();
     __syncthreads(); // x and places are there
     float old = old_y<1, 4, SPLIT>(p, r, places);
@@ -420,7 +418,7 @@ template <bool QUANTISE, int PARTS, int TILES, int STAGES, int SPLIT> __device__
     extern __shared__ __align__(128) u8 memory[];
     enum { COLS = 8 * TILES };
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    if (!(p.late & 1)) next_may_start();
+    if (!(p.late & 1)) let_next_start();
     Run r = run_of<SPLIT>(p, warp);
     u32 slice = (p.units + SPLIT - 1) / SPLIT, stride = slice * 128 + 8, groups = p.gate_at ? 2 * r.count : r.count;
     u32 rows = p.m <= 1 ? 1 : p.m <= 2 ? 2 : p.m <= 4 ? 4 : p.m <= 8 ? 8 : 16;
@@ -437,7 +435,7 @@ template <bool QUANTISE, int PARTS, int TILES, int STAGES, int SPLIT> __device__
     u32 t = lane % 4, n = lane / 4;
 
     stage<QUANTISE, PARTS, false, SPLIT, QUANTISE ? 1 : CHUNKS>(p, r.begin, r.units, xs, nullptr, sums, stride, 1.0f);
-    if (p.late & 1) next_may_start();
+    if (p.late & 1) let_next_start();
     await<STAGES - 1>();
     __syncthreads(); // x and places are there
     float old = old_y<COLS, 1, SPLIT>(p, r, places);
@@ -483,8 +481,8 @@ template <bool QUANTISE, int PARTS, int TILES, int STAGES, int SPLIT> __device__
                         for (int h = 0; h < 4; h += 2) {
                             u32 b[4];
                             lds4(b, xat + (q * rows + 8 * j) * stride * 2 + s * 128 + h * 8);
-                            mma(acc[j], a[0][h], a[0][h + 1], a[1][h], a[1][h + 1], b[0], b[1]);
-                            mma(acc[j], a[2][h], a[2][h + 1], a[3][h], a[3][h + 1], b[2], b[3]);
+                            As<bf16>::mma(acc[j], a[0][h], a[0][h + 1], a[1][h], a[1][h + 1], b[0], b[1]);
+                            As<bf16>::mma(acc[j], a[2][h], a[2][h + 1], a[3][h], a[3][h + 1], b[2], b[3]);
                         }
                     }
                 }
@@ -552,7 +550,7 @@ FEW(q4_gemv_few_nvfp4, true, 1)
 extern "C" __global__ void q4_gemv_align(const u8 *from, u64 ld, u32 k, u32 size, u8 *to) {
     u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     u64 at = blockIdx.y * ld + i, out = (u64)blockIdx.y * k + i;
-    next_may_start();
+    let_next_start();
     wait_for_previous();
     if (i >= k) return;
     if (size == 4) ((u32 *)to)[out] = ((const u32 *)from)[at];

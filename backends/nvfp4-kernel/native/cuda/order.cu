@@ -1,19 +1,17 @@
-// x for gemm.cu where it cannot be read as it is. Needs layout.cu, hopper.cu and elements.cu before it.
+// x for gemm.cu where it cannot be read as it is.
 //
 // order_T_U(x T[rows, k], ld, k, out U[rows, parts * padded], padded, weight f32[k] or null, eps);
 // order_f32_parts: three bf16
 // order_codes, order_codes_parts (q i8[rows, k], steps f32[rows, k / 16], k, out, padded, factor):
 //   q * (step * factor), rounded to bf16 (exact for 4-bit codes) or as three bf16
 //   grid rows, block 256. Optional norm: x/rms(x)*weight rounded to U. padded: a multiple of 8; zeros from k on.
-
-DEVICE float as_float(float x) { return x; }
-DEVICE float as_float(bf16 x) { return Codes<bf16>::widen(x.bits); }
-DEVICE float as_float(f16 x) { return Codes<f16>::widen(x.bits); }
+#include "convert.cuh"
+#include "launch.cuh"
 
 // PARTS 1: rounded to U (exact where it was one). PARTS 3: f32 cut into three bf16 that add up to it exactly.
 template <class U, int PARTS> DEVICE void cut_pair(float low, float high, u32 (&cut)[PARTS]) {
     if constexpr (PARTS == 1) {
-        cut[0] = Codes<U>::pack(low, high);
+        cut[0] = As<U>::pair(low, high);
     } else {
 #pragma unroll
         for (int p = 0; p < PARTS; p++) {
@@ -52,7 +50,7 @@ DEVICE void order(
     float factor = 1.f;
     if (weight) {
         float sum = 0.f;
-        for (int i = threadIdx.x; i < k; i += 256) sum += as_float(row[i]) * as_float(row[i]);
+        for (int i = threadIdx.x; i < k; i += 256) sum += widen(row[i]) * widen(row[i]);
         for (int s = 16; s; s >>= 1) sum += __shfl_xor_sync(~0u, sum, s);
         if ((threadIdx.x & 31) == 0) room[threadIdx.x >> 5] = sum;
         __syncthreads();
@@ -68,10 +66,10 @@ DEVICE void order(
 #pragma unroll
             for (int i = 0; i < sizeof(T) / 2; i++) ((uint4 *)raw)[i] = ((const uint4 *)(row + at))[i];
 #pragma unroll
-            for (int i = 0; i < 8; i++) f[i] = as_float(raw[i]);
+            for (int i = 0; i < 8; i++) f[i] = widen(raw[i]);
         } else {
 #pragma unroll
-            for (int i = 0; i < 8; i++) f[i] = at + i < k ? as_float(row[at + i]) : 0.f;
+            for (int i = 0; i < 8; i++) f[i] = at + i < k ? widen(row[at + i]) : 0.f;
         }
         if (weight) {
 #pragma unroll

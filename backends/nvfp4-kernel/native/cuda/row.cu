@@ -1,10 +1,11 @@
-// The product with one row of x that is one part of bf16. Stands behind few.cu and gemv.cu, whose arithmetic it uses.
+// The product with one row of x that is one part of bf16. Its arithmetic is that of gemv.cu.
 //
 // Codes go from memory to registers, AHEAD units of a warp in flight, the first of them before the kernel waits for the one
 // before it. What is left in the loop is decoding, which the integer units bound: a copy to shared memory first would cost as
 // many instructions again as the loop can afford. Loads of a multiprocessor come back in the order they were asked for, and more
 // than some 50 KB of them keep warps waiting to ask: x comes when the units before it have come, and AHEAD is a compromise.
 // BLOCK: threads of a block.
+#include "gemv.cu"
 
 // One row of x to shared memory as stage() does, in one part and with all loads in flight at once. MOST: loads of 8 elements a
 // thread; longer rows are for stage().
@@ -64,7 +65,7 @@ __device__ __forceinline__ void stage_row(const Gemv &p, u16 *xs, float *xscale,
                 // 2^64 is exact in bf16, so it comes after the rounding.
                 u32 h[4];
 #pragma unroll
-                for (int i = 0; i < 4; i++) h[i] = to_bf16_pair(e[2 * i] * up, e[2 * i + 1] * up);
+                for (int i = 0; i < 4; i++) h[i] = As<bf16>::pair(e[2 * i] * up, e[2 * i + 1] * up);
                 *(uint4 *)(xs + k) = make_uint4(h[0], h[1], h[2], h[3]);
             }
         }
@@ -97,7 +98,7 @@ __device__ __forceinline__ void stage_row(const Gemv &p, u16 *xs, float *xscale,
             quantised(p, global, APART, e, scale);
             if (APART && k < padded && !(k & 8)) xscale[k / 16] = k < p.k ? scale : 0.0f;
 #pragma unroll
-            for (int i = 0; i < 4; i++) h[i] = to_bf16_pair(e[2 * i] * up, e[2 * i + 1] * up);
+            for (int i = 0; i < 4; i++) h[i] = As<bf16>::pair(e[2 * i] * up, e[2 * i + 1] * up);
         }
         if (k < padded) *(uint4 *)(xs + k) = make_uint4(h[0], h[1], h[2], h[3]);
     }
@@ -128,10 +129,10 @@ template <bool APART> __device__ __forceinline__ void times_x(const Unit &u, boo
         decode(u.c0[i + 1], a1);
         decode(u.c1[i], a2);
         decode(u.c1[i + 1], a3);
-        mma(even, a0[0], a0[1], a1[0], a1[1], b[i], b[i + 1]);
-        mma(odd, a2[0], a2[1], a3[0], a3[1], b[8 + i], b[9 + i]);
-        mma(even, a0[2], a0[3], a1[2], a1[3], b[4 + i], b[5 + i]);
-        mma(odd, a2[2], a2[3], a3[2], a3[3], b[12 + i], b[13 + i]);
+        As<bf16>::mma(even, a0[0], a0[1], a1[0], a1[1], b[i], b[i + 1]);
+        As<bf16>::mma(odd, a2[0], a2[1], a3[0], a3[1], b[8 + i], b[9 + i]);
+        As<bf16>::mma(even, a0[2], a0[3], a1[2], a1[3], b[4 + i], b[5 + i]);
+        As<bf16>::mma(odd, a2[2], a2[3], a3[2], a3[3], b[12 + i], b[13 + i]);
     }
     float f0, f1, f2, f3;
     from_f16_pair((u.scales & 0x00ff00ffu) << 7, f0, f2);
@@ -194,7 +195,7 @@ template <int BLOCK, bool QUANTISE, bool APART, int AHEAD> __device__ __forceinl
     extern __shared__ __align__(128) u8 memory[];
     // Told to the compiler to be the same in all lanes.
     u32 lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    next_may_start();
+    let_next_start();
     Part r = part_of<BLOCK>(p, warp);
     u16 *xs = (u16 *)memory;
     float *xscale = (float *)(xs + p.units * 128 + 8), *norms = xscale + (APART ? p.units * 8 : 0), *sums = norms + BLOCK / 32;

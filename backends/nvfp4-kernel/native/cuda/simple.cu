@@ -1,31 +1,17 @@
 // Plain kernels for every shape, type and activation format: what the fast ones do not take, and preparation. One warp sums
 // an output over blocks of 16, so that neither the number of rows nor their addresses can change a bit.
+#include "codec.cuh"
+#include "layout.cuh"
+#include "spans.cuh"
 
-// Row segments: where the rows of each lie, and its per-tensor scale.
-struct Span {
-    u32 end;   // first row behind it
-    u32 skip;  // padding rows before it
-    u32 convention;
-    float global;
-};
 struct Weight {
     const u8 *codes, *scales;
     const Span *spans;
     u32 n, k, slabs, unused;
 };
-__device__ __forceinline__ Span span_of(const Weight &w, u32 row) {
-    u32 i = 0;
-    while (row >= w.spans[i].end) i++;
-    return w.spans[i];
-}
-__device__ __forceinline__ float effective(const Span &s, float scale) {
-    return s.convention == MULTIPLY ? __fmul_rn(scale, s.global)
-         : s.convention == DIVIDE   ? __fdiv_rn(scale, s.global)
-                                    : scale;
-}
 // An element of the decoded matrix, by the definition of the format.
 __device__ __forceinline__ float decoded(u32 code, u8 scale, float step) {
-    float v = scale == 0x08 ? 0.0f : __fmul_rn(0.5f * (float)q4_doubled(code & 7), step);
+    float v = scale == 0x08 ? 0.0f : __fmul_rn(0.5f * (float)doubled_e2m1(code & 7), step);
     return __uint_as_float(__float_as_uint(v) | (code & 8) << 28);
 }
 // Raw codes and scales of one segment to the packed layout, padding included. A thread per block of 16 of rows r and r + 8;
@@ -105,7 +91,7 @@ extern "C" __global__ void q4_forward_float(Weight w, Matrix x, Matrix y) {
         float scale = q4_scale(w.scales[q4_scale_at(at, block, w.slabs)]) * 0.5f;
         for (u32 i = 0; i < 16; i++) {
             u32 code = q4_code(words[q4_word(i)], q4_place(at, i));
-            float v = (float)q4_doubled(code) * scale;
+            float v = (float)doubled_e2m1(code) * scale;
             if (code == 8) v = -0.0f;
             for (u32 r = 0; r < 4; r++)
                 if (r < count) sum[r] = fmaf(load(x, (m + r) * x.ld + block * 16 + i), v, sum[r]);
@@ -133,7 +119,7 @@ extern "C" __global__ void q4_forward_int(Weight w, const i8 *q, const float *st
         for (u32 r = 0; r < count; r++) {
             const i8 *x = q + (u64)(m + r) * w.k + block * 16;
             int dot = 0;
-            for (u32 i = 0; i < 16; i++) dot += q4_doubled(q4_code(words[q4_word(i)], q4_place(at, i))) * x[i];
+            for (u32 i = 0; i < 16; i++) dot += doubled_e2m1(q4_code(words[q4_word(i)], q4_place(at, i))) * x[i];
             sum[r] = fmaf((float)dot * scale, steps[(u64)(m + r) * groups + block], sum[r]);
         }
     }

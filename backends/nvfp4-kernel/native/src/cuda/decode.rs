@@ -1,7 +1,7 @@
 //! Launchers of `cuda/gemv.cu` and `cuda/row.cu`: products of a few rows, with any fusion, as one kernel.
-use super::Weight;
 use super::forward::{Call, Fast};
 use super::simple;
+use super::{FILES, Weight};
 use crate::call::Mat;
 use q4_core::{ActGlobal, Activations, Code, DType, Error, FuseSet, Result};
 use q4_cuda::{Gpu, Kernel, Launch, Source, args};
@@ -12,19 +12,11 @@ const ACT_NATIVE: u32 = 1;
 const ACT_INT8: u32 = 2;
 const ACT_NVFP4: u32 = 3;
 
-pub(super) const GEMV: Source = Source {
-    name: "nvfp4-gemv",
-    text: concat!(include_str!("../../../../cuda/cuda/few.cu"), include_str!("../../cuda/gemv.cu")),
-};
+pub(super) const GEMV: Source =
+    Source { name: "nvfp4-gemv", text: include_str!("../../cuda/gemv.cu"), files: FILES };
 /// An image of its own: the two compile side by side.
-pub(super) const ROW: Source = Source {
-    name: "nvfp4-row",
-    text: concat!(
-        include_str!("../../../../cuda/cuda/few.cu"),
-        include_str!("../../cuda/gemv.cu"),
-        include_str!("../../cuda/row.cu")
-    ),
-};
+pub(super) const ROW: Source =
+    Source { name: "nvfp4-row", text: include_str!("../../cuda/row.cu"), files: FILES };
 /// Longest row that `row.cu` stages with a norm, and without.
 const LONGEST: [usize; 2] = [8192, 16384];
 /// Rows of the largest call.

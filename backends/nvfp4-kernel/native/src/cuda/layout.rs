@@ -1,4 +1,4 @@
-//! A model of the device layout (cuda/layout.cu) on the CPU: what `q4_pack` must write, and its inverse.
+//! A model of the device layout (cuda/layout.cuh) on the CPU: what `q4_pack` must write, and its inverse.
 use q4_core::formats::{e2m1, e4m3};
 
 /// Bytes of 16 rows by 128 k.

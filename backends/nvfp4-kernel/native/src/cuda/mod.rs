@@ -18,9 +18,21 @@ pub use weight::Weight;
 use forward::Fast;
 use memory::Staging;
 use q4_core::{BuiltinOptions, Code, Error, Reject, RejectCode, Result};
-use q4_cuda::Gpu;
+use q4_cuda::{File, Gpu};
 use std::sync::{Arc, Mutex};
 use std::thread::ScopedJoinHandle;
+
+/// What kernels include.
+const FILES: &[File] = q4_cuda::files!(
+    "../../cuda/",
+    "layout.cuh",
+    "spans.cuh",
+    "copy.cuh",
+    "elements.cuh",
+    "output.cuh",
+    "work.cuh",
+    "gemv.cu"
+);
 
 /// What computes on one device, shared with its weights.
 pub struct Engine {

@@ -1,29 +1,17 @@
 //! Launchers of `cuda/gemm.cu`: products of many rows on sm_90, with any fusion.
-use super::Weight;
 use super::forward::{Call, Fast, Fuse};
 use super::simple::{self, Stored};
 use super::tiles::{self, Deal, LEAST_ROWS, SHAPES};
+use super::{FILES, Weight};
 use crate::call::Mat;
 use q4_core::{ActGlobal, Activations, Code, DType, Error, FuseSet, Result};
 use q4_cuda::{Gpu, Kernel, Launch, Source, TensorMap, args};
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::{Arc, OnceLock};
 
-macro_rules! source {
-    ($name:literal, $($file:literal),+) => {
-        Source {
-            name: $name,
-            text: concat!(
-                include_str!("../../cuda/layout.cu"),
-                include_str!("../../../../cuda/cuda/hopper.cu"),
-                include_str!("../../cuda/elements.cu"),
-                $(include_str!(concat!("../../cuda/", $file))),+
-            ),
-        }
-    };
-}
-const GEMM: Source = source!("nvfp4-gemm", "copy.cu", "work.cu", "output.cu", "gemm.cu");
-const ORDER: Source = source!("nvfp4-order", "order.cu");
+const GEMM: Source = Source { name: "nvfp4-gemm", text: include_str!("../../cuda/gemm.cu"), files: FILES };
+const ORDER: Source = Source { name: "nvfp4-order", text: include_str!("../../cuda/order.cu"), files: FILES };
+
 /// The two functions of gemm.cu.
 struct Pair {
     plain: Kernel,

@@ -1,19 +1,13 @@
 //! Launchers of `cuda/simple.cu`: every shape, type and activation format, without hurry.
-use super::Weight;
+use super::{FILES, Weight};
 use crate::call::Mat;
 use q4_core::{DType, GlobalScale, Result, Rule};
 use q4_cuda::{Gpu, Kernel, Launch, Matrix, RowKernels, Source, args, check, driver};
 pub use q4_cuda::{Stored, convention, number as dtype, rule};
 use std::sync::Arc;
 
-pub(super) const SOURCE: Source = Source {
-    name: "nvfp4-simple",
-    text: concat!(
-        include_str!("../../cuda/layout.cu"),
-        include_str!("../../../../cuda/cuda/rows.cu"),
-        include_str!("../../cuda/simple.cu")
-    ),
-};
+pub(super) const SOURCE: Source =
+    Source { name: "nvfp4-simple", text: include_str!("../../cuda/simple.cu"), files: FILES };
 
 /// The functions of `simple.cu`.
 pub struct Kernels {

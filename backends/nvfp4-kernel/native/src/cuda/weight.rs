@@ -5,7 +5,7 @@ use crate::weight::Span;
 use q4_core::{Activations, DType, Error, PreparedInfo};
 use std::sync::Arc;
 
-/// A weight in memory of a device. The layout is that of `cuda/layout.cu`.
+/// A weight in memory of a device. The layout is that of `cuda/layout.cuh`.
 pub struct Weight {
     /// What was built.
     pub(super) info: PreparedInfo,

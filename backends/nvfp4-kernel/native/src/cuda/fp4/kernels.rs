@@ -1,4 +1,5 @@
 //! Launchers of `cuda/fp4.cu`.
+use super::super::FILES;
 use super::super::simple::{Raw, matrix};
 use crate::call::Mat;
 use q4_core::Result;
@@ -7,15 +8,8 @@ use q4_cuda::{Gpu, Kernel, Launch, Source, args};
 use std::ffi::c_void;
 use std::sync::Arc;
 
-pub(super) const SOURCE: Source = Source {
-    name: "nvfp4-fp4",
-    text: concat!(
-        include_str!("../../../cuda/layout.cu"),
-        include_str!("../../../../../cuda/cuda/rows.cu"),
-        include_str!("../../../cuda/simple.cu"),
-        include_str!("../../../cuda/fp4.cu")
-    ),
-};
+pub(super) const SOURCE: Source =
+    Source { name: "nvfp4-fp4", text: include_str!("../../../cuda/fp4.cu"), files: FILES };
 
 /// A kernel wherever it runs: on a device, or on the CPU where tests run it.
 pub trait Run {

@@ -11,7 +11,7 @@ use q4_core::{
     ActGlobal, ActQuant, Activations, Convention, DType, ExecPath, GlobalScale, Nvfp4, Nvfp4Parts, Q4Schema,
     Q4Weight, Result, RowDecoder, Rule, ScaleLayout, Segment, TensorView, oracle,
 };
-use q4_cuda::{Launch, Matrix, args, convention, number, rule};
+use q4_cuda::{Launch, Matrix, Source, args, convention, number, rule};
 use std::ffi::c_void;
 use std::process::Command;
 use std::sync::OnceLock;
@@ -38,7 +38,9 @@ fn on_cpu() -> Option<(Kernels<OnCpu>, OnCpu)> {
         let dir = tempfile::tempdir().expect("a folder");
         let (text, image) = (dir.path().join("fp4.cpp"), dir.path().join("fp4.so"));
         let runs: String = NAMES.iter().map(|n| format!("RUN({n})\n")).collect();
-        let all = format!("{}\n{}\n{runs}", include_str!("../../../cuda/host.h"), SOURCE.text);
+        let both = concat!(include_str!("../../../cuda/fp4.cu"), "\n#include \"rows.cu\"\n");
+        let both = Source { text: both, ..SOURCE }.whole();
+        let all = format!("{}\n{both}\n{runs}", include_str!("../../../cuda/host.h"));
         std::fs::write(&text, all).expect("written");
         let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".into());
         let options = ["-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", "-o"];

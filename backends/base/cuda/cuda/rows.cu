@@ -1,71 +1,8 @@
-// Rows of activations on the device: loading and storing every float type, and the quantisers, bit for bit those of
-// core/src/formats. Header-free; shared by every backend's kernels.
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef signed char i8;
+// Rows of activations quantised on the device, bit for bit as core/src/formats does.
+#include "codec.cuh"
+#include "rows.cuh"
 
-enum { F32 = 1, F16 = 2, BF16 = 3 };
-enum { MULTIPLY = 1, DIVIDE = 2 };
 enum { TORCHAO = 1, MODELOPT = 2, COMPRESSED_TENSORS = 3, TRANSFORMER_ENGINE = 4, RUNTIME = 5 };
-
-struct Matrix {
-    u64 data, ld;
-    u32 rows, cols, dtype, unused;
-};
-
-__device__ __forceinline__ float from_f16(u16 h) {
-    float f;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
-    return f;
-}
-__device__ __forceinline__ u16 to_f16(float f) {
-    u16 h;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
-    return h;
-}
-__device__ __forceinline__ float from_bf16(u16 h) { return __uint_as_float((u32)h << 16); }
-__device__ __forceinline__ u16 to_bf16(float f) {
-    u16 h;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(f));
-    return h;
-}
-__device__ __forceinline__ float load(const Matrix &m, u64 at) {
-    if (m.dtype == F32) return ((const float *)m.data)[at];
-    u16 h = ((const u16 *)m.data)[at];
-    return m.dtype == F16 ? from_f16(h) : from_bf16(h);
-}
-__device__ __forceinline__ void store(const Matrix &m, u64 at, float v) {
-    if (m.dtype == F32) ((float *)m.data)[at] = v;
-    else ((u16 *)m.data)[at] = m.dtype == F16 ? to_f16(v) : to_bf16(v);
-}
-__device__ __forceinline__ float rounded_to(u32 dtype, float v) {
-    return dtype == F16 ? from_f16(to_f16(v)) : dtype == BF16 ? from_bf16(to_bf16(v)) : v;
-}
-__device__ __forceinline__ bool is_finite(float v) { return (__float_as_uint(v) & 0x7f800000u) != 0x7f800000u; }
-
-__device__ __forceinline__ double multiplier(u32 convention, float g) {
-    return convention == MULTIPLY ? (double)g : convention == DIVIDE ? 1.0 / (double)g : 1.0;
-}
-__device__ __forceinline__ float warp_sum(float v) {
-    for (int d = 16; d; d >>= 1) v += __shfl_xor_sync(0xffffffffu, v, d);
-    return v;
-}
-__device__ __forceinline__ int doubled_e2m1(u32 code) {
-    int v = (int)(0xC8643210u >> 4 * (code & 7) & 15);
-    return code & 8 ? -v : v;
-}
-__device__ __forceinline__ float e4m3_value(u8 byte) {
-    u32 e = byte >> 3 & 15, m = byte & 7;
-    return e ? __uint_as_float((e + 120) << 23 | m << 20) : (float)m * 0.001953125f;
-}
-__device__ __forceinline__ u8 e4m3_of(float x) { // x >= 0 and not NaN
-    if (x < 0.015625f) return (u8)__float2int_rn(__fmul_rn(x, 512.0f));
-    u32 bits = __float_as_uint(x), rounded = (bits + 0x7ffff + (bits >> 20 & 1)) >> 20;
-    u32 byte = rounded - (120 << 3);
-    return (u8)(byte < 0x7e ? byte : 0x7e);
-}
 
 // The largest magnitude of x as bits of a float; NaN is larger than everything. `out` starts at 0.
 extern "C" __global__ void q4_amax(Matrix x, u32 *out) {
@@ -113,11 +50,7 @@ extern "C" __global__ void q4_int8(Matrix x, i8 *q, float *steps) {
     steps[(u64)row * groups + block] = !fits ? __uint_as_float(0x7fc00000u) : empty ? 0.0f : __fdiv_rn(amax, 127.0f);
 }
 
-__device__ __forceinline__ u32 e2m1_even(float y) {
-    float a = fabsf(y);
-    u32 m = (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) + (a > 5.0f);
-    return m | (__float_as_uint(y) >> 28 & 8);
-}
+__device__ __forceinline__ u32 e2m1_even(float y) { return e2m1_magnitude(fabsf(y)) | (__float_as_uint(y) >> 28 & 8); }
 __device__ __forceinline__ u32 e2m1_away(float y) {
     float a = fabsf(y);
     u32 m = (a >= 0.25f) + (a >= 0.75f) + (a >= 1.25f) + (a >= 1.75f) + (a >= 2.5f) + (a >= 3.5f) + (a >= 5.0f);

@@ -107,7 +107,8 @@ impl Gpu {
 
     /// Where lasting buffers lie; `None` where the driver gives every one a block of its own.
     pub(crate) fn arena(&self) -> Option<&Arena> {
-        self.arena.get_or_init(|| Arena::new(self)).as_ref()
+        let new = || Arena::new(self.device(), self.handle, self.memory().ok()?.1);
+        self.arena.get_or_init(new).as_ref()
     }
 
     /// Free and total bytes of device memory.

@@ -1,4 +1,4 @@
-// The layout of packed NF4 weights, for every kernel that reads them. Header-free: NVRTC and nvcc both take it.
+// The layout of packed NF4 weights, for every kernel that reads them.
 //
 // Where an absmax covers whole tiles of 64 k: rows are padded to 16, k to 128. A unit is 16 rows by 128 k, 1152 bytes: two
 // tiles of 64 k with 512 bytes of codes each, then 128 bytes of scales; the units of a row group lie side by side. In a tile
@@ -6,10 +6,7 @@
 // low half and the k after it in the other, so that the codes of a lane are its part of operands of tensor cores. Scales (f32): for every row of the upper eight, its own and that of the row 8 below, in the first tile,
 // then in the second. What is padding has scale 0.
 // Elsewhere (`group` below 64): codes [n][k / 8] words, the first code in the lowest nibble; scales [n][k / group].
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "types.cuh"
 
 struct Weight {
     u64 codes, scales;    // units start at `codes`

@@ -1,8 +1,7 @@
 //! Machine code on a device, and launching it.
-use crate::cache::Source;
 use crate::cache::{Cache, Key};
 use crate::compile;
-use crate::{Gpu, check, driver};
+use crate::{Gpu, Source, check, driver};
 use q4_core::{Code, Error, Result};
 use std::collections::BTreeMap;
 use std::ffi::{CString, c_void};

@@ -33,7 +33,8 @@ impl Buffer {
     /// As [`new`](Self::new), for what stays: beside others of its kind, without the driver's rounding.
     pub fn lasting(gpu: &Arc<Gpu>, len: usize) -> Result<Self> {
         let Some(arena) = gpu.arena() else { return Self::new(gpu, len) };
-        let ptr = arena.take(gpu, len).map_err(|e| e.within(format!("{len} bytes for weights")))?;
+        let ptr = gpu.bind().and_then(|()| arena.take(len));
+        let ptr = ptr.map_err(|e| e.within(format!("{len} bytes for weights")))?;
         Ok(Self { gpu: gpu.clone(), ptr, len, in_arena: true })
     }
     /// `len` bytes of zero.
@@ -145,7 +146,11 @@ impl Drop for Buffer {
             return;
         }
         match self.gpu.arena().filter(|_| self.in_arena) {
-            Some(arena) => arena.free(&self.gpu, self.ptr, self.len),
+            Some(arena) => {
+                // An error is that of a kernel, whose stream reports it too.
+                let _ = self.gpu.synchronize();
+                arena.free(self.ptr, self.len);
+            }
             // SAFETY: allocated by `new`, freed once; the driver waits for work that uses it.
             None => drop(unsafe { driver::cuMemFree_v2(self.ptr) }),
         }

@@ -1,22 +1,9 @@
-// Element types of x and of decoded weights, for the product of many rows. Needs layout.cu and hopper.cu before it.
-
-struct bf16 { u16 bits; };
-struct f16 { u16 bits; };
+// Element types of x and of decoded weights, for the product of many rows.
+#include "convert.cuh"
 
 template <class T> struct Codes;
 template <> struct Codes<bf16> {
     static constexpr float UNDO = 256.f; // pair * scale is the weight times 2^-8
-    DEVICE u32 pack(float low, float high) {
-        u32 y;
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-        return y;
-    }
-    DEVICE u16 narrow(float x) {
-        u16 y;
-        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
-        return y;
-    }
-    DEVICE float widen(u16 x) { return __uint_as_float((u32)x << 16); }
     // A pair times one half of b.
     DEVICE u32 times_low(u32 a, u32 b) {
         u32 y;
@@ -43,21 +30,6 @@ template <> struct Codes<bf16> {
 };
 template <> struct Codes<f16> {
     static constexpr float UNDO = 128.f;
-    DEVICE u32 pack(float low, float high) {
-        u32 y;
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-        return y;
-    }
-    DEVICE u16 narrow(float x) {
-        u16 y;
-        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
-        return y;
-    }
-    DEVICE float widen(u16 x) {
-        float y;
-        asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
-        return y;
-    }
     // A pair times one half of b.
     DEVICE u32 times_low(u32 a, u32 b) {
         u32 y;

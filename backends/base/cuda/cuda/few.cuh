@@ -1,13 +1,10 @@
 // What products of packed weights with a few rows of x share: the instructions they use, the runs of units that warps stream through
-// rings in shared memory, staging x, and sums over warps. Header-free: NVRTC and nvcc both take it, for compute capability 8.0 on.
-// What functions call `p` is the kernel's argument, with the fields of Gemv in the sources that come behind this one:
-// w, x, norm, ldx, m, k, units, each, extra, gate_at, x_dtype, eps.
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+// rings in shared memory, staging x, and sums over warps; for compute capability 8.0 on. What functions call `p` is the kernel's
+// argument, with the fields of Gemv in the sources that include this one: w, x, norm, ldx, m, k, units, each, extra, gate_at,
+// x_dtype, eps.
+#include "convert.cuh"
+#include "launch.cuh"
 
-enum { F32 = 1, F16 = 2, BF16 = 3 };
 enum { UNIT = 1152, THREADS = 512, WARPS = THREADS / 32 };
 enum { CHUNKS = 5 }; // of 8 elements of x that a thread asks for at once, where there are several rows and none is quantised
 
@@ -17,16 +14,6 @@ __device__ __forceinline__ void copy16(u32 to, const void *from) {
 }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
 template <int N> __device__ __forceinline__ void await() { asm volatile("cp.async.wait_group %0;" ::"n"(N)); }
-__device__ __forceinline__ void next_may_start() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-__device__ __forceinline__ void wait_for_previous() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
 // A cluster of blocks shares row groups and splits k.
 __device__ __forceinline__ u32 rank_in_cluster() {
     u32 r = 0;
@@ -60,32 +47,6 @@ __device__ __forceinline__ u32 lds1(u32 at) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
     return v;
 }
-__device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ float from_bf16(u32 h) { return __uint_as_float(h << 16); }
-__device__ __forceinline__ u32 to_bf16(float f) {
-    u16 h;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(f));
-    return h;
-}
-__device__ __forceinline__ u32 to_bf16_pair(float lo, float hi) {
-    u32 d;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
-    return d;
-}
-__device__ __forceinline__ float from_f16(u32 h) {
-    float f;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"((u16)h));
-    return f;
-}
-__device__ __forceinline__ u32 to_f16(float f) {
-    u16 h;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
-    return h;
-}
 __device__ __forceinline__ float silu(float g) { return __fdividef(g, 1.0f + __expf(-g)); }
 
 // Eight elements: f32, 16-byte aligned, or 16 bits wide.
@@ -106,7 +67,7 @@ __device__ __forceinline__ void widen8(uint4 a, u32 dtype, float (&v)[8]) {
 __device__ __forceinline__ void take_part(float (&v)[8], bool last, u32 (&h)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        h[i] = to_bf16_pair(v[2 * i], v[2 * i + 1]);
+        h[i] = As<bf16>::pair(v[2 * i], v[2 * i + 1]);
         if (!last) {
             v[2 * i] -= from_bf16(h[i] & 0xffff);
             v[2 * i + 1] -= from_bf16(h[i] >> 16);

@@ -1,4 +1,5 @@
-// What gemm.cu asks of a cluster and of its barriers. Needs hopper.cu before it.
+// What gemm.cu asks of a cluster and of its barriers.
+#include "hopper.cuh"
 
 // A box of x to the blocks of `mask`.
 DEVICE void copy_in(u32 to, const Map *map, int k, int token, u32 barrier, int mask) {

@@ -1,6 +1,6 @@
 //! From CUDA C++ to machine code: the cache, then NVRTC, then prebuilt images.
-use crate::cache::{Cache, Image, Key, Source};
-use crate::{Found, libraries};
+use crate::cache::{Cache, Image, Key};
+use crate::{Found, Source, libraries};
 use cudarc::nvrtc::sys as nvrtc;
 use q4_core::{Code, Error, Result};
 use std::ffi::CString;
@@ -58,7 +58,7 @@ fn prebuilt(key: &Key, cache: &Cache, why: &str) -> Result<Image> {
 
 fn compile(source: &Source, arch: &str, options: &[&str]) -> Result<Vec<u8>> {
     let c = |s: &str| CString::new(s).map_err(|_| Error::new(Code::Internal, "a NUL in kernel source"));
-    let (text, name) = (c(source.text)?, c(&format!("{}.cu", source.name))?);
+    let (text, name) = (c(&source.whole())?, c(&format!("{}.cu", source.name))?);
     let mut all = vec![c(&format!("--gpu-architecture={arch}"))?, c("--std=c++17")?];
     for o in options {
         all.push(c(o)?);

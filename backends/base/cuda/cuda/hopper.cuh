@@ -1,9 +1,7 @@
-// What kernels of sm_90a ask of tensor cores, the copy engine and barriers in shared memory. Header-free: NVRTC takes it. Needs u16,
-// u32 and u64 before it. Definition, where there are products: TN, rows of x of a tile (32, 64, 128, 176 or 256).
+// What kernels of sm_90a ask of tensor cores, the copy engine and barriers in shared memory. Definition, where there are products:
+// TN, rows of x of a tile (32, 64, 128, 176 or 256).
+#include "launch.cuh"
 
-#define DEVICE static __device__ __forceinline__
-DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 
 DEVICE void barrier_init(u32 at, u32 count) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(count)); }

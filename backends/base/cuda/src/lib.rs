@@ -1,8 +1,8 @@
 //! What q4's kernels need of CUDA, opened at run time: a program that never names a CUDA device needs none of
 //! it.
 //!
-//! A [`Gpu`] is a device's primary context. [`Kernels`] come from header-free CUDA C++ that NVRTC compiles to
-//! machine code at first use and that stays on disk; where there is no NVRTC, prebuilt images stand in. A
+//! A [`Gpu`] is a device's primary context. [`Kernels`] come from CUDA C++ without headers of CUDA's, which
+//! NVRTC compiles to machine code at first use and which stays on disk; where there is no NVRTC, prebuilt images stand in. A
 //! missing library is an error value that says what was looked for. Nothing else in the workspace calls the
 //! driver.
 mod access;
@@ -21,13 +21,14 @@ mod libraries;
 mod lt;
 mod map;
 mod rows;
+mod source;
 mod stage;
 mod stream;
 
 pub use access::{Engines, Needs, images};
 pub use ahead::ahead;
 pub use buffer::{Buffer, Pinned, view, view_mut};
-pub use cache::{Cache, CachedImage, Source};
+pub use cache::{Cache, CachedImage};
 pub use call::{check_call, check_place, scratch};
 pub use cudarc::cublaslt::sys as cublaslt;
 pub use cudarc::driver::sys as driver;
@@ -41,6 +42,7 @@ pub use lt::Blas;
 pub use map::TensorMap;
 pub use q4_core::Found;
 pub use rows::{Matrix, ROWS, RowKernels, Stored, convention, number, rule};
+pub use source::{File, Source};
 pub use stream::{Event, Stream};
 
 use driver::CUresult;

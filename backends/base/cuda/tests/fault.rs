@@ -8,6 +8,7 @@ use std::sync::Arc;
 const SOURCE: Source = Source {
     name: "fault",
     text: r#"extern "C" __global__ void store(unsigned *to) { to[blockIdx.x * blockDim.x + threadIdx.x] = 7; }"#,
+    files: &[],
 };
 const CHILD: &str = "Q4_TEST_FAULTS";
 

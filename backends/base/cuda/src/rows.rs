@@ -4,7 +4,7 @@ use q4_core::{ActGlobal, Activations, Convention, DType, GlobalScale, Result, Ru
 use std::sync::Arc;
 
 /// The text, for kernels that use its functions.
-pub const ROWS: Source = Source { name: "rows", text: include_str!("../cuda/rows.cu") };
+pub const ROWS: Source = Source { name: "rows", text: include_str!("../cuda/rows.cu"), files: &[] };
 
 /// `Matrix` of `rows.cu`: row-major, `ld` elements from row to row.
 #[repr(C)]

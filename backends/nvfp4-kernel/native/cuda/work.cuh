@@ -1,4 +1,5 @@
-// How the tiles of a launch are dealt to clusters. Needs hopper.cu before it. Definitions: TN and KS, as in gemm.cu.
+// How the tiles of a launch are dealt to clusters. Definitions: TN and KS, as in gemm.cu.
+#include "place.cuh"
 
 constexpr int ROUND = 2; // units of 128 of k, in which gemm.cu has places in its rings known to the compiler
 
@@ -34,12 +35,4 @@ struct Plan {
         return sum;
     }
     static constexpr int NONE = 0x7fffffff;
-};
-// Where a pair of tiles lies. Bands of eight token tiles: what runs at a time then shares rows of x and of the weight.
-struct Place {
-    int pair, token;
-    DEVICE Place of(int tile, int pairs, int token_tiles) {
-        int band = tile / (8 * pairs), in = tile - band * 8 * pairs, high = min(8, token_tiles - 8 * band);
-        return {in / high, (8 * band + in % high) * TN};
-    }
 };

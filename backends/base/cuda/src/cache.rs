@@ -1,16 +1,8 @@
 //! Machine code on disk, by what it was made from: a second start compiles nothing.
+use crate::Source;
 use sha2::{Digest, Sha256};
 use std::io::Write;
 use std::path::{Path, PathBuf};
-
-/// Header-free CUDA C++.
-#[derive(Clone, Copy, Debug)]
-pub struct Source {
-    /// Short name: of the file in the cache and in messages.
-    pub name: &'static str,
-    /// The text, usually `include_str!`.
-    pub text: &'static str,
-}
 
 /// Machine code of a source.
 pub(crate) struct Image {
@@ -36,7 +28,7 @@ pub(crate) struct Key {
 impl Key {
     pub fn new(source: &Source, arch: &str, options: &[&str]) -> Self {
         let mut h = Sha256::new();
-        h.update(source.text);
+        h.update(source.whole());
         for o in options {
             h.update([0]);
             h.update(o);
@@ -170,7 +162,7 @@ fn checked(mut file: Vec<u8>) -> Option<Vec<u8>> {
 mod tests {
     use super::*;
 
-    const A: Source = Source { name: "a", text: "extern \"C\" __global__ void a() {}" };
+    const A: Source = Source { name: "a", text: "extern \"C\" __global__ void a() {}", files: &[] };
 
     #[test]
     fn images_come_back_and_damage_is_noticed() -> std::io::Result<()> {

@@ -1,4 +1,6 @@
-// Sums of a warpgroup from its registers to y. Needs hopper.cu, elements.cu and copy.cu before it. Definition: TN, as in gemm.cu.
+// Sums of a warpgroup from its registers to y. Definition: TN, as in gemm.cu.
+#include "copy.cuh"
+#include "elements.cuh"
 
 constexpr int PIECE = 8192; // bytes of outputs that a warpgroup puts together in shared memory
 enum { OUT_F32, OUT_ADD, OUT_BF16, OUT_F16 };
@@ -26,7 +28,7 @@ DEVICE void put_elements(const float (&d)[SUMS], const Target &to, int token, in
                 float v = d[4 * n + i];
                 if (OUT == OUT_F32) ((float *)to.y)[here] = v;
                 else if (OUT == OUT_ADD) asm volatile("red.global.add.f32 [%0], %1;" ::"l"((float *)to.y + here), "f"(v) : "memory");
-                else ((u16 *)to.y)[here] = to.out == OUT_F16 ? Codes<f16>::narrow(v) : Codes<bf16>::narrow(v);
+                else ((u16 *)to.y)[here] = to.out == OUT_F16 ? to_f16(v) : to_bf16(v);
             }
         }
         at += 8 * to.ldy;
@@ -51,7 +53,7 @@ DEVICE void put_all(const float (&d)[SUMS], const Target &to, u32 place, u32 roo
     // Lines of a token, with this warpgroup's rows: whole lines leave twice as fast as sectors. Their 16-byte pieces change places.
     constexpr int LINE = GATE ? 64 : 128, ONCE = 2048 / LINE; // bytes; tokens of which all threads have a piece
     bool half = to.out == OUT_F16;
-    auto pack = [&](float a, float b) { return half ? Codes<f16>::pack(a, b) : Codes<bf16>::pack(a, b); };
+    auto pack = [&](float a, float b) { return half ? As<f16>::pair(a, b) : As<bf16>::pair(a, b); };
     auto turned = [](int token) { return GATE ? token >> 1 & 3 : token & 7; };
     int matrix = lane >> 3, j = GATE ? lane : (matrix >> 1) * 8 + (lane & 7);
     u32 stored = room + j * LINE + ((GATE ? w : 2 * w + matrix % 2) ^ turned(j)) * 16;

@@ -1,15 +1,11 @@
-// The layout of packed NVFP4 weights, for every kernel that reads them. Header-free: NVRTC and nvcc both take it.
+// The layout of packed NVFP4 weights, for every kernel that reads them.
 //
 // Rows are padded to 16 (each segment starts at a multiple of 16), k to 128. A unit is 16 rows by 128 k, 1152 bytes: two
 // tiles of 64 k with 512 bytes of codes each, then 128 bytes of scales; the units of a row group lie side by side. In a tile
 // bytes 16 l to 16 l + 15 are four words of the rows l / 4 and l / 4 + 8, k from 16 (l % 4) on, a scale block of each. Word i has
 // k = 2 i, 2 i + 1 of both rows, then k = 2 i + 8, 2 i + 9: what lane 4 (l / 4) + i of a warp has of an m x 16 operand of tensor
 // cores, and in pairs of words lane l itself. Four bytes of scales belong to l: the two rows in the first tile, then in the second.
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef signed char i8;
+#include "types.cuh"
 
 // First byte of the words of a block (16 of k) of a padded row; `slabs` is the padded k / 64, even.
 __device__ __forceinline__ u64 q4_codes_at(u32 row, u32 block, u32 slabs) {
@@ -53,10 +49,4 @@ __device__ __forceinline__ u32 q4_word_of(u32 codes) {
 }
 __device__ __forceinline__ u32 q4_code(u32 word, u32 place) {
     return (word >> q4_magnitude_at(place) & 7) | (word >> q4_sign_at(place) & 1) << 3;
-}
-
-// Twice the value of an E2M1 code: 0 1 2 3 4 6 8 12.
-__device__ __forceinline__ int q4_doubled(u32 code) {
-    int v = (int)(0xC8643210u >> 4 * (code & 7) & 15);
-    return code & 8 ? -v : v;
 }

@@ -2,8 +2,8 @@
 //!
 //! One range of addresses a device, as long as its memory. Pages are mapped where something lies and given
 //! back when nothing does.
-use crate::{Gpu, check, driver};
-use q4_core::{Code, Error, Result};
+use crate::{check, driver};
+use q4_core::{Code, Device, Error, Result};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Mutex;
@@ -13,6 +13,7 @@ const ALIGNMENT: usize = 256;
 
 /// Places in one range of addresses of a device.
 pub(crate) struct Arena {
+    device: Device,
     base: u64,
     page: usize,
     properties: driver::CUmemAllocationProp,
@@ -25,35 +26,34 @@ unsafe impl Send for Arena {}
 unsafe impl Sync for Arena {}
 
 impl Arena {
-    /// Reserves the addresses; `None` where the device does not let us map pages.
-    pub fn new(gpu: &Gpu) -> Option<Self> {
+    /// Reserves addresses for the `all` bytes of `device`, whose context is current; `None` where it does not
+    /// let us map pages.
+    pub fn new(device: Device, handle: driver::CUdevice, all: u64) -> Option<Self> {
         let which = driver::CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED;
-        if !matches!(crate::libraries::attribute(gpu.handle(), which), Ok(1)) {
+        if !matches!(crate::libraries::attribute(handle, which), Ok(1)) {
             return None;
         }
-        let (_, all) = gpu.memory().ok()?;
         // SAFETY: all-zero is a valid value of it, meaning nothing special.
         let mut properties: driver::CUmemAllocationProp = unsafe { std::mem::zeroed() };
         properties.type_ = driver::CUmemAllocationType_enum::CU_MEM_ALLOCATION_TYPE_PINNED;
-        properties.location = location(gpu);
+        properties.location = location(handle);
         let (mut page, mut base) = (0, 0);
         let minimum = driver::CUmemAllocationGranularity_flags_enum::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
-        // SAFETY: a context is current (`memory` bound it); out pointers are valid.
+        // SAFETY: a context is current; out pointers are valid.
         unsafe {
             check(driver::cuMemGetAllocationGranularity(&mut page, &properties, minimum), "page size")
                 .ok()?;
             let bytes = (all as usize).next_multiple_of(page);
             check(driver::cuMemAddressReserve(&mut base, bytes, 0, 0, 0), "cuMemAddressReserve").ok()?;
-            Some(Self { base, page, properties, space: Mutex::new(Space::new(bytes)) })
+            Some(Self { device, base, page, properties, space: Mutex::new(Space::new(bytes)) })
         }
     }
 
-    /// The address of `len` bytes of unspecified content.
-    pub fn take(&self, gpu: &Gpu, len: usize) -> Result<u64> {
-        gpu.bind()?;
+    /// The address of `len` bytes of unspecified content; the device's context is current.
+    pub fn take(&self, len: usize) -> Result<u64> {
         let mut space = self.space.lock().unwrap_or_else(|e| e.into_inner());
         let place = space.take(len).ok_or_else(|| {
-            Error::new(Code::OutOfMemory, format!("memory of {}", gpu.device())).need(format!("{len} bytes"))
+            Error::new(Code::OutOfMemory, format!("memory of {}", self.device)).need(format!("{len} bytes"))
         })?;
         for gap in space.unmapped(&place, self.page) {
             if let Err(e) = self.map(&gap) {
@@ -65,11 +65,9 @@ impl Arena {
         Ok(self.base + place.start as u64)
     }
 
-    /// Frees what `take` gave; waits for work that may use it.
-    pub fn free(&self, gpu: &Gpu, at: u64, len: usize) {
+    /// Frees what `take` gave; the context is current, and no work that uses it is under way.
+    pub fn free(&self, at: u64, len: usize) {
         let start = (at - self.base) as usize;
-        // An error is that of a kernel, whose stream reports it too.
-        let _ = gpu.synchronize();
         let mut space = self.space.lock().unwrap_or_else(|e| e.into_inner());
         self.give_back(&mut space, start..start + rounded(len));
     }
@@ -101,11 +99,8 @@ impl Arena {
     }
 }
 
-fn location(gpu: &Gpu) -> driver::CUmemLocation {
-    driver::CUmemLocation {
-        type_: driver::CUmemLocationType_enum::CU_MEM_LOCATION_TYPE_DEVICE,
-        id: gpu.handle(),
-    }
+fn location(id: driver::CUdevice) -> driver::CUmemLocation {
+    driver::CUmemLocation { type_: driver::CUmemLocationType_enum::CU_MEM_LOCATION_TYPE_DEVICE, id }
 }
 
 fn rounded(len: usize) -> usize {
