@@ -3,7 +3,7 @@
 //! It keeps the stored bytes, decodes a row at a time, sums in f64 and rounds once. Every step that a
 //! saboteur could get wrong is a function of [`Parts`].
 pub use super::parts::Parts;
-pub(super) use super::parts::{Block, Call, FUSING, HONEST, Operand, Quantise, RowAt};
+pub(super) use super::parts::{Block, Call, FUSING, HONEST, Operand, RowAt};
 use super::situation::{Done, Fault, Situation, View};
 use half::{bf16, f16};
 use q4_core::formats::{e2m1, e4m3, int8, nvfp4, swizzle};
