@@ -3,13 +3,10 @@
 //!
 //! Whatever the graph later multiplies by these numbers was checked here, so no layer checks it again.
 use crate::arch::{self, Arch, FieldNames, Mlp, Pairs, qwen3::QWEN3};
-use q4_core::{Code, DType, Result};
-use q4_files::{
-    fields::{FILE_LIMIT, Fields, show},
-    files,
-};
+use q4_core::{DType, Result};
+use q4_files::fields::{Fields, show};
 use serde_json::Value;
-use std::{f64::consts::PI, path::Path};
+use std::f64::consts::PI;
 
 /// Shapes and constants of a decoder.
 #[derive(Clone, Debug, PartialEq)]
@@ -88,14 +85,8 @@ pub enum RopeScaling {
 }
 
 impl DecoderConfig {
-    /// Reads a file of at most 1 MiB; errors as in [`parse`](Self::parse), a missing file is
-    /// [`Code::ModelMissing`].
-    pub fn from_file(path: &Path) -> Result<Self> {
-        Self::parse(&files::read(path, FILE_LIMIT, Code::ConfigInvalid)?)
-    }
-
-    /// Parses and validates. All problems come in one [`Code::ConfigInvalid`], a line for each with field,
-    /// need and have.
+    /// Parses and validates. All problems come in one [`Code::ConfigInvalid`](q4_core::Code::ConfigInvalid), a
+    /// line for each with field, need and have.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         let mut f = Fields::parse("config.json", bytes)?;
         let arch = family(&mut f);

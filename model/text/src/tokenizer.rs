@@ -5,7 +5,7 @@
 use crate::quiet::quietly;
 use q4_core::{Code, Error, Result};
 use q4_files::files;
-use std::{fmt, path::Path};
+use std::fmt;
 
 mod audit;
 mod stream;
@@ -29,12 +29,6 @@ pub struct Tokenizer {
 }
 
 impl Tokenizer {
-    /// Reads a file of at most 64 MiB; errors as in [`from_bytes`](Self::from_bytes), a missing file is
-    /// [`Code::ModelMissing`].
-    pub fn from_file(path: &Path) -> Result<Self> {
-        Self::from_bytes(&files::read(path, FILE_LIMIT, Code::TokenizerInvalid)?)
-    }
-
     /// Parses the content of a `tokenizer.json`. Truncation and padding are switched off: they would lose
     /// text.
     ///
