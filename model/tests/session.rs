@@ -7,6 +7,7 @@ use q4_model::generate::{Answer, Conversation, FinishReason, Limits, generate};
 use q4_model::plan::ActivationRequest;
 use q4_model::sampling::{Sampler, SamplingParams};
 use q4_model::template::{ChatTemplate, Message};
+use q4_model::text;
 use q4_model::tokenizer::Tokenizer;
 use std::sync::atomic::{AtomicBool, Ordering};
 use support::{Setup, golden};
@@ -83,8 +84,8 @@ struct Demo {
 fn demo() -> Result<Demo> {
     let dir = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../cli/demo");
     let checkpoint = Checkpoint::open(&dir, &OpenOptions::default())?;
-    let tokenizer = Tokenizer::from_file(&dir.join("tokenizer.json"))?;
-    let template = ChatTemplate::from_dir(&dir)?.expect("the demo has a template");
+    let tokenizer = text::tokenizer(&checkpoint)?;
+    let template = text::template(&checkpoint)?.expect("the demo has a template");
     Ok(Demo { checkpoint, tokenizer, template })
 }
 

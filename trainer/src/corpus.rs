@@ -24,7 +24,6 @@ mod story;
 mod suite;
 #[cfg(test)]
 mod tests;
-mod topics;
 mod unknown;
 mod words;
 

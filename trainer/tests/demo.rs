@@ -12,6 +12,7 @@ use q4_model::plan::{ActivationRequest, Plan, PlanOptions};
 use q4_model::runner::Runner;
 use q4_model::sampling::{Sampler, SamplingParams};
 use q4_model::template::{ChatTemplate, Message};
+use q4_model::text;
 use q4_model::tokenizer::Tokenizer;
 use q4_nvfp4_kernel as _;
 use q4_trainer::behaviour::{Answer, Case, Suite};
@@ -50,8 +51,8 @@ impl Demo {
         let shape = ContextOptions { context: 512, chunk: CHUNK, all_logits: false, kv: KvType::F32 };
         Ok(Self {
             runner: loaded.runner(shape, &memory)?,
-            tokenizer: Tokenizer::from_file(&dir.join("tokenizer.json"))?,
-            template: ChatTemplate::from_dir(&dir)?.expect("the demo has a template"),
+            tokenizer: text::tokenizer(&checkpoint)?,
+            template: text::template(&checkpoint)?.expect("the demo has a template"),
             stop: checkpoint.config().eos_token_ids.clone(),
             vocab: checkpoint.config().vocab_size,
         })

@@ -37,95 +37,58 @@ fn span(view: &TensorView<'_>) -> isize {
     (((rows.max(1) - 1) * ld + cols) * view.dtype().size()) as isize
 }
 
-pub(super) const LIARS: &[Liar] = &[
-    Liar::new(
-        L5,
-        "weight-by-address",
-        "bytes at an address that had a weight of this shape are not read again",
-        Parts {
-            prepared: |kept| {
-                let key = (kept.info.n, kept.info.k, kept.source);
-                let dense = kept.dense();
-                kept.hoard = lock(&WEIGHTS).entry(key).or_insert(dense).clone();
-                Ok(())
-            },
-            hoarded: true,
-            ..HONEST
+pub(super) const LIARS: &[Liar] = liars! {
+    HONEST;
+    L5 "weight-by-address": "bytes at an address that had a weight of this shape are not read again" {
+        prepared: |kept| {
+            let key = (kept.info.n, kept.info.k, kept.source);
+            let dense = kept.dense();
+            kept.hoard = lock(&WEIGHTS).entry(key).or_insert(dense).clone();
+            Ok(())
         },
-    ),
-    Liar::new(
-        L5,
-        "input-by-its-ends",
-        "an input whose first and last values are those of the call before is taken for it",
-        Parts {
-            stage: |kept, x| {
-                remembered(kept, x, |x, _| x[0].to_bits() ^ x[x.len() - 1].to_bits().rotate_left(7))
-            },
-            ..HONEST
+        hoarded: true,
+    }
+    L5 "input-by-its-ends":
+        "an input whose first and last values are those of the call before is taken for it" {
+        stage: |kept, x| {
+            remembered(kept, x, |x, _| x[0].to_bits() ^ x[x.len() - 1].to_bits().rotate_left(7))
         },
-    ),
-    Liar::new(
-        L5,
-        "input-by-its-first-row",
-        "an input whose first row is that of the call before is taken for it",
-        Parts {
-            stage: |kept, x| {
-                remembered(kept, x, |x, k| x[..k].iter().fold(3, |h: u64, v| h.rotate_left(5) ^ v.to_bits()))
-            },
-            ..HONEST
+    }
+    L5 "input-by-its-first-row": "an input whose first row is that of the call before is taken for it" {
+        stage: |kept, x| {
+            remembered(kept, x, |x, k| x[..k].iter().fold(3, |h: u64, v| h.rotate_left(5) ^ v.to_bits()))
         },
-    ),
-    Liar::lethal(
-        L2,
-        "reads-behind-x",
-        "whole vectors are loaded, over the end of x",
-        Parts { after: |_, x, _| peek(x, span(x)), ..HONEST },
-    ),
-    Liar::lethal(
-        L2,
-        "reads-behind-y",
-        "whole vectors of y are loaded, over its end",
-        Parts { after: |_, _, y| peek(&y.as_view(), span(&y.as_view())), ..HONEST },
-    ),
-    Liar::lethal(
-        L2,
-        "borrows-the-input",
-        "x is used as scratch and restored",
-        Parts {
-            after: |_, x, _| {
-                let first = x.as_ptr().cast_mut().cast::<u8>();
-                // SAFETY: it is not: x is lent for reading. What it held is written back.
-                unsafe {
-                    let was = first.read_volatile();
-                    first.write_volatile(!was);
-                    first.write_volatile(was);
-                }
-            },
-            ..HONEST
+    }
+    L2 lethal "reads-behind-x": "whole vectors are loaded, over the end of x" {
+        after: |_, x, _| peek(x, span(x)),
+    }
+    L2 lethal "reads-behind-y": "whole vectors of y are loaded, over its end" {
+        after: |_, _, y| peek(&y.as_view(), span(&y.as_view())),
+    }
+    L2 lethal "borrows-the-input": "x is used as scratch and restored" {
+        after: |_, x, _| {
+            let first = x.as_ptr().cast_mut().cast::<u8>();
+            // SAFETY: it is not: x is lent for reading. What it held is written back.
+            unsafe {
+                let was = first.read_volatile();
+                first.write_volatile(!was);
+                first.write_volatile(was);
+            }
         },
-    ),
-    Liar::lethal(
-        L2,
-        "borrows-behind-y",
-        "what lies behind y is overwritten and restored",
-        Parts {
-            after: |_, _, y| {
-                let at = span(&y.as_view());
-                // SAFETY: it is not. What was there is written back.
-                unsafe {
-                    let p = y.as_mut_ptr().cast::<u8>().offset(at);
-                    let was = p.read_volatile();
-                    p.write_volatile(!was);
-                    p.write_volatile(was);
-                }
-            },
-            ..HONEST
+    }
+    L2 lethal "borrows-behind-y": "what lies behind y is overwritten and restored" {
+        after: |_, _, y| {
+            let at = span(&y.as_view());
+            // SAFETY: it is not. What was there is written back.
+            unsafe {
+                let p = y.as_mut_ptr().cast::<u8>().offset(at);
+                let was = p.read_volatile();
+                p.write_volatile(!was);
+                p.write_volatile(was);
+            }
         },
-    ),
-    Liar::lethal(
-        L5,
-        "reads-behind-the-codes",
-        "stored codes are loaded in whole vectors, over their end",
-        Parts { reads_on: true, ..HONEST },
-    ),
-];
+    }
+    L5 lethal "reads-behind-the-codes": "stored codes are loaded in whole vectors, over their end" {
+        reads_on: true,
+    }
+};

@@ -5,263 +5,118 @@ use crate::Level::L1;
 use q4_core::formats::{e2m1, e4m3, nf4, swizzle};
 use q4_core::{Convention, GlobalScale};
 
-pub(super) const LIARS: &[Liar] = &[
-    Liar::new(
-        L1,
-        "nibbles-swapped",
-        "the high nibble comes first",
-        Parts { nibble: |codes, i, low| (HONEST.nibble)(codes, i ^ 1, low), ..HONEST },
-    ),
-    Liar::new(
-        L1,
-        "nibble-order-ignored",
-        "NF4 is always read as bitsandbytes packs it",
-        Parts { nibble: |codes, i, _| codes[i / 2] >> (4 - 4 * (i % 2)) & 15, ..HONEST },
-    ),
-    Liar::new(
-        L1,
-        "scales-tiled",
-        "block scales repeat one after the other instead of each over its block",
-        Parts { scale_at: |b| right_scale(Block { block: (b.block * 16) % b.blocks, ..b }), ..HONEST },
-    ),
-    Liar::new(
-        L1,
-        "scales-transposed",
-        "block scales are read column by column",
-        Parts { scale_at: |b| if b.is_tiled { right_scale(b) } else { b.block * b.rows + b.row }, ..HONEST },
-    ),
-    Liar::new(
-        L1,
-        "scales-shifted",
-        "each block takes the scale of the next",
-        Parts { scale_at: |b| right_scale(b) + 1, ..HONEST },
-    ),
-    Liar::new(
-        L1,
-        "swizzled-read-as-rows",
-        "tiled scales are read as if they were row-major",
-        Parts { scale_at: |b| b.row * b.blocks + b.block, ..HONEST },
-    ),
-    Liar::new(
-        L1,
-        "rows-read-as-swizzled",
-        "row-major scales are read as if they were tiled",
-        Parts { scale_at: |b| swizzle::offset(b.row, b.block, b.blocks), ..HONEST },
-    ),
-    Liar::new(
-        L1,
-        "scale-of-the-row",
-        "the first scale of a row is used for all of it",
-        Parts { scale_at: |b| right_scale(Block { block: 0, ..b }), ..HONEST },
-    ),
-    Liar::new(
-        L1,
-        "scales-as-integers",
-        "the byte of an E4M3 scale is used as a number",
-        Parts { e4m3: |byte| f32::from(byte) / 448.0, ..HONEST },
-    ),
-    Liar::new(
-        L1,
-        "scales-as-e5m2",
-        "scale bytes are read as the other 8-bit float",
-        Parts { e4m3: |byte| half::f16::from_bits(u16::from(byte) << 8).to_f32(), ..HONEST },
-    ),
-    Liar::new(
-        L1,
-        "top-row-nan",
-        "the top exponent row of E4M3 is NaN",
-        Parts { e4m3: |byte| if byte & 0x78 == 0x78 { f32::NAN } else { e4m3::decode(byte) }, ..HONEST },
-    ),
-    Liar::new(
-        L1,
-        "subnormal-scales-flushed",
-        "E4M3 scales below 2^-6 are zero",
-        Parts { e4m3: |byte| if byte & 0x78 == 0 { 0.0 } else { e4m3::decode(byte) }, ..HONEST },
-    ),
-    Liar::new(
-        L1,
-        "scales-divided",
-        "the element is divided by its scale",
-        Parts { value: |code, scale, global| code / global.map_or(scale, |g| g.effective(scale)), ..HONEST },
-    ),
-    Liar::new(
-        L1,
-        "global-dropped",
-        "the per-tensor scale is not applied",
-        Parts { value: |code, scale, _| code * scale, ..HONEST },
-    ),
-    Liar::new(
-        L1,
-        "global-squared",
-        "the per-tensor scale is applied twice",
-        Parts {
-            value: |code, scale, g| code * g.map_or(scale, |g| g.effective(g.effective(scale))),
-            ..HONEST
+pub(super) const LIARS: &[Liar] = liars! {
+    HONEST;
+    L1 "nibbles-swapped": "the high nibble comes first" {
+        nibble: |codes, i, low| (HONEST.nibble)(codes, i ^ 1, low),
+    }
+    L1 "nibble-order-ignored": "NF4 is always read as bitsandbytes packs it" {
+        nibble: |codes, i, _| codes[i / 2] >> (4 - 4 * (i % 2)) & 15,
+    }
+    L1 "scales-tiled": "block scales repeat one after the other instead of each over its block" {
+        scale_at: |b| right_scale(Block { block: (b.block * 16) % b.blocks, ..b }),
+    }
+    L1 "scales-transposed": "block scales are read column by column" {
+        scale_at: |b| if b.is_tiled { right_scale(b) } else { b.block * b.rows + b.row },
+    }
+    L1 "scales-shifted": "each block takes the scale of the next" { scale_at: |b| right_scale(b) + 1 }
+    L1 "swizzled-read-as-rows": "tiled scales are read as if they were row-major" {
+        scale_at: |b| b.row * b.blocks + b.block,
+    }
+    L1 "rows-read-as-swizzled": "row-major scales are read as if they were tiled" {
+        scale_at: |b| swizzle::offset(b.row, b.block, b.blocks),
+    }
+    L1 "scale-of-the-row": "the first scale of a row is used for all of it" {
+        scale_at: |b| right_scale(Block { block: 0, ..b }),
+    }
+    L1 "scales-as-integers": "the byte of an E4M3 scale is used as a number" {
+        e4m3: |byte| f32::from(byte) / 448.0,
+    }
+    L1 "scales-as-e5m2": "scale bytes are read as the other 8-bit float" {
+        e4m3: |byte| half::f16::from_bits(u16::from(byte) << 8).to_f32(),
+    }
+    L1 "top-row-nan": "the top exponent row of E4M3 is NaN" {
+        e4m3: |byte| if byte & 0x78 == 0x78 { f32::NAN } else { e4m3::decode(byte) },
+    }
+    L1 "subnormal-scales-flushed": "E4M3 scales below 2^-6 are zero" {
+        e4m3: |byte| if byte & 0x78 == 0 { 0.0 } else { e4m3::decode(byte) },
+    }
+    L1 "scales-divided": "the element is divided by its scale" {
+        value: |code, scale, global| code / global.map_or(scale, |g| g.effective(scale)),
+    }
+    L1 "global-dropped": "the per-tensor scale is not applied" { value: |code, scale, _| code * scale }
+    L1 "global-squared": "the per-tensor scale is applied twice" {
+        value: |code, scale, g| code * g.map_or(scale, |g| g.effective(g.effective(scale))),
+    }
+    L1 "global-always-multiplied": "a dividing per-tensor scale multiplies" {
+        value: |code, scale, g| code * g.map_or(scale, |g| scale * g.value()),
+    }
+    L1 "global-by-reciprocal": "a dividing scale is replaced by its rounded reciprocal" {
+        value: |code, scale, g| code * scale_by_reciprocal(scale, g),
+    }
+    L1 "global-of-the-first": "every segment takes the per-tensor scale of the first" { global_of: |_| 0 }
+    L1 "rounded-in-another-order": "code times scale first, then the per-tensor scale" {
+        value: |code, scale, g| g.map_or(code * scale, |g| g.effective(code * scale)),
+    }
+    L1 "subnormals-flushed": "values below the normal range of f32 are zero" {
+        value: |code, scale, g| {
+            let v = (HONEST.value)(code, scale, g);
+            if v.is_subnormal() { 0.0 } else { v }
         },
-    ),
-    Liar::new(
-        L1,
-        "global-always-multiplied",
-        "a dividing per-tensor scale multiplies",
-        Parts { value: |code, scale, g| code * g.map_or(scale, |g| scale * g.value()), ..HONEST },
-    ),
-    Liar::new(
-        L1,
-        "global-by-reciprocal",
-        "a dividing scale is replaced by its rounded reciprocal",
-        Parts { value: |code, scale, g| code * scale_by_reciprocal(scale, g), ..HONEST },
-    ),
-    Liar::new(
-        L1,
-        "global-of-the-first",
-        "every segment takes the per-tensor scale of the first",
-        Parts { global_of: |_| 0, ..HONEST },
-    ),
-    Liar::new(
-        L1,
-        "rounded-in-another-order",
-        "code times scale first, then the per-tensor scale",
-        Parts { value: |code, scale, g| g.map_or(code * scale, |g| g.effective(code * scale)), ..HONEST },
-    ),
-    Liar::new(
-        L1,
-        "subnormals-flushed",
-        "values below the normal range of f32 are zero",
-        Parts {
-            value: |code, scale, g| {
-                let v = (HONEST.value)(code, scale, g);
-                if v.is_subnormal() { 0.0 } else { v }
-            },
-            ..HONEST
+    }
+    L1 "decoded-in-half": "values are rounded to f16 on the way" {
+        value: |code, scale, g| half::f16::from_f32((HONEST.value)(code, scale, g)).to_f32(),
+    }
+    L1 "e2m1-entry-off": "code 5 is 2.5 instead of 3" {
+        e2m1: |code| match code & 15 {
+            5 => 2.5,
+            13 => -2.5,
+            c => e2m1::decode(c),
         },
-    ),
-    Liar::new(
-        L1,
-        "decoded-in-half",
-        "values are rounded to f16 on the way",
-        Parts {
-            value: |code, scale, g| half::f16::from_f32((HONEST.value)(code, scale, g)).to_f32(),
-            ..HONEST
+    }
+    L1 "e2m1-as-integer": "codes are signed integers" { e2m1: |code| f32::from(((code << 4) as i8) >> 4) }
+    L1 "nf4-entry-off": "one entry of the codebook is off by one bit" {
+        nf4: |code| if code == 11 { nf4::decode(11).next_up() } else { nf4::decode(code) },
+    }
+    L1 "nf4-as-fp4": "NF4 codes are looked up in the table of E2M1" { nf4: |code| e2m1::decode(code) / 6.0 }
+    L1 "absmax-restarts-each-row": "blocks are counted from the start of a row" {
+        absmax_at: |i, block, k| i / k * k.div_ceil(block) + i % k / block,
+    }
+    L1 "absmax-block-of-64": "the block size is taken for granted" { absmax_at: |i, _, _| i / 64 }
+    L1 "absmax-shifted": "each block takes the absmax of the next" { absmax_at: |i, block, _| i / block + 1 }
+    L1 "offset-dropped": "the mean of double-quantised scales is not added" {
+        absmax: |map, _, absmax, _| map * absmax,
+    }
+    L1 "map-taken-as-linear": "double-quantised scales are read as integers" {
+        absmax: |_, code, absmax, offset| (f32::from(code) - 127.0) / 128.0 * absmax + offset,
+    }
+    L1 "last-block-skipped": "the last block of every row is zero" {
+        row: |row, _| {
+            let at = row.len().saturating_sub(16);
+            row[at..].fill(0.0);
         },
-    ),
-    Liar::new(
-        L1,
-        "e2m1-entry-off",
-        "code 5 is 2.5 instead of 3",
-        Parts {
-            e2m1: |code| match code & 15 {
-                5 => 2.5,
-                13 => -2.5,
-                c => e2m1::decode(c),
-            },
-            ..HONEST
+    }
+    L1 "last-row-skipped": "the last out feature is zero" {
+        row: |row, at| {
+            if at.row + 1 == at.n {
+                row.fill(0.0);
+            }
         },
-    ),
-    Liar::new(
-        L1,
-        "e2m1-as-integer",
-        "codes are signed integers",
-        Parts { e2m1: |code| f32::from(((code << 4) as i8) >> 4), ..HONEST },
-    ),
-    Liar::new(
-        L1,
-        "nf4-entry-off",
-        "one entry of the codebook is off by one bit",
-        Parts {
-            nf4: |code| if code == 11 { nf4::decode(11).next_up() } else { nf4::decode(code) },
-            ..HONEST
+    }
+    L1 "last-column-skipped": "the last in feature is zero" {
+        row: |row, _| {
+            if let Some(last) = row.last_mut() {
+                *last = 0.0;
+            }
         },
-    ),
-    Liar::new(
-        L1,
-        "nf4-as-fp4",
-        "NF4 codes are looked up in the table of E2M1",
-        Parts { nf4: |code| e2m1::decode(code) / 6.0, ..HONEST },
-    ),
-    Liar::new(
-        L1,
-        "absmax-restarts-each-row",
-        "blocks are counted from the start of a row",
-        Parts { absmax_at: |i, block, k| i / k * k.div_ceil(block) + i % k / block, ..HONEST },
-    ),
-    Liar::new(
-        L1,
-        "absmax-block-of-64",
-        "the block size is taken for granted",
-        Parts { absmax_at: |i, _, _| i / 64, ..HONEST },
-    ),
-    Liar::new(
-        L1,
-        "absmax-shifted",
-        "each block takes the absmax of the next",
-        Parts { absmax_at: |i, block, _| i / block + 1, ..HONEST },
-    ),
-    Liar::new(
-        L1,
-        "offset-dropped",
-        "the mean of double-quantised scales is not added",
-        Parts { absmax: |map, _, absmax, _| map * absmax, ..HONEST },
-    ),
-    Liar::new(
-        L1,
-        "map-taken-as-linear",
-        "double-quantised scales are read as integers",
-        Parts {
-            absmax: |_, code, absmax, offset| (f32::from(code) - 127.0) / 128.0 * absmax + offset,
-            ..HONEST
+    }
+    L1 "tail-ignored": "what is left of k behind the last 64 is zero" {
+        row: |row, _| {
+            let whole = row.len() / 64 * 64;
+            row[whole..].fill(0.0);
         },
-    ),
-    Liar::new(
-        L1,
-        "last-block-skipped",
-        "the last block of every row is zero",
-        Parts {
-            row: |row, _| {
-                let at = row.len().saturating_sub(16);
-                row[at..].fill(0.0);
-            },
-            ..HONEST
-        },
-    ),
-    Liar::new(
-        L1,
-        "last-row-skipped",
-        "the last out feature is zero",
-        Parts {
-            row: |row, at| {
-                if at.row + 1 == at.n {
-                    row.fill(0.0);
-                }
-            },
-            ..HONEST
-        },
-    ),
-    Liar::new(
-        L1,
-        "last-column-skipped",
-        "the last in feature is zero",
-        Parts {
-            row: |row, _| {
-                if let Some(last) = row.last_mut() {
-                    *last = 0.0;
-                }
-            },
-            ..HONEST
-        },
-    ),
-    Liar::new(
-        L1,
-        "tail-ignored",
-        "what is left of k behind the last 64 is zero",
-        Parts {
-            row: |row, _| {
-                let whole = row.len() / 64 * 64;
-                row[whole..].fill(0.0);
-            },
-            ..HONEST
-        },
-    ),
-];
+    }
+};
 
 fn scale_by_reciprocal(scale: f32, g: Option<GlobalScale>) -> f32 {
     match g {

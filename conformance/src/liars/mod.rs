@@ -2,6 +2,20 @@
 //!
 //! All are [`honest()`], one small backend of our own, with one part exchanged. The tables say what each
 //! pretends and at which level it must be caught.
+
+/// Saboteurs: level, `lethal` for those that only a child process can be asked, name, what it does wrong, and
+/// the parts that it has instead of those of the backend named first.
+macro_rules! liars {
+    ($honest:ident; $($(#[$cfg:meta])* $level:ident $($lethal:ident)? $name:literal: $lie:literal {
+        $($part:ident: $wrong:expr),+ $(,)?
+    })+) => {
+        &[$(
+            $(#[$cfg])*
+            Liar::new($level, $name, $lie, Parts { $($part: $wrong,)+ ..$honest })$(.$lethal())?
+        ),+]
+    };
+}
+
 mod address;
 mod conduct;
 mod decode;
@@ -41,8 +55,8 @@ impl Liar {
     const fn new(level: Level, name: &'static str, lie: &'static str, parts: Parts) -> Self {
         Self { name, lie, level, is_lethal: false, parts }
     }
-    const fn lethal(level: Level, name: &'static str, lie: &'static str, parts: Parts) -> Self {
-        Self { name, lie, level, is_lethal: true, parts }
+    const fn lethal(self) -> Self {
+        Self { is_lethal: true, ..self }
     }
     /// The backend.
     pub fn backend(&self) -> Arc<dyn Q4Backend> {

@@ -4,8 +4,8 @@ use super::parts::{HONEST, Parts};
 use super::situation::Fault;
 use crate::Level::{L2, L3, L4, L5};
 use q4_core::{
-    Activations, Convention, DType, ExecPath, LinearSpec, Nvfp4, OpSet, Q4Schema, Reject, RejectCode, Rule,
-    ScaleLayout, Verdict,
+    Activations, Convention, DType, ExecPath, Nvfp4, OpSet, Q4Schema, Reject, RejectCode, Rule, ScaleLayout,
+    Verdict,
 };
 
 /// Refuses where `is_so`.
@@ -14,112 +14,97 @@ fn unless(is_so: bool, verdict: Verdict) -> Verdict {
     if is_so { Err(vec![reason()]) } else { verdict }
 }
 
-/// Refuses, inside of what it agrees to otherwise, what it would get wrong.
-const fn picky(
-    name: &'static str,
-    lie: &'static str,
-    verdict: fn(&LinearSpec, ExecPath, Verdict, u64) -> Verdict,
-) -> Liar {
-    Liar::new(L2, name, lie, Parts { verdict, obeys: false, ..HONEST })
-}
-
-pub(super) const LIARS: &[Liar] = &[
-    picky("picks-its-columns", "n % 64 == 33 is refused", |s, _, v, _| unless(s.n() % 64 == 33, v)),
-    picky("picks-its-sums", "k % 256 == 144 is refused", |s, _, v, _| unless(s.k % 256 == 144, v)),
-    picky("picks-its-models", "k == 2560 is refused", |s, _, v, _| unless(s.k == 2560, v)),
-    picky("picks-its-rows", "more than 16 rows, if they are odd, are refused", |s, _, v, _| {
-        unless(s.max_m > 16 && s.max_m % 2 == 1, v)
-    }),
-    picky("picks-its-segments", "segments of very different sizes are refused", |s, _, v, _| {
-        let sizes = s.segments.iter().map(|s| s.rows);
-        unless(s.segments.len() > 1 && sizes.clone().max() > sizes.min().map(|m| 8 * m), v)
-    }),
-    picky("picks-its-types", "bf16 is refused for wide weights", |s, _, v, _| {
-        unless(s.x == DType::BF16 && s.n() > 100, v)
-    }),
-    picky("picks-its-halves", "f16 is refused in several segments", |s, _, v, _| {
-        unless(s.x == DType::F16 && s.segments.len() > 1, v)
-    }),
-    picky("picks-its-encodings", "tiled scales are refused in bf16", |s, _, v, _| {
-        let is_tiled =
-            matches!(s.schema, Q4Schema::Nvfp4(Nvfp4 { scale_layout: ScaleLayout::Swizzled128x4, .. }));
-        unless(is_tiled && s.x == DType::BF16, v)
-    }),
-    picky("picks-its-blocks", "k % 128 == 64 is refused with tiled scales", |s, _, v, _| {
-        let is_tiled =
-            matches!(s.schema, Q4Schema::Nvfp4(Nvfp4 { scale_layout: ScaleLayout::Swizzled128x4, .. }));
-        unless(is_tiled && s.k % 128 == 64, v)
-    }),
-    picky("picks-its-prompts", "long sums of long prompts are refused", |s, _, v, _| {
-        unless(s.k > 2048 && s.max_m > 2048, v)
-    }),
-    Liar::new(
-        L3,
-        "picks-its-gradients",
-        "gradients of wide weights are refused",
-        Parts {
-            verdict: |s, _, v, _| unless(s.ops.contains(OpSet::BACKWARD_INPUT) && s.n() > 1024, v),
-            obeys: false,
-            ..HONEST
+pub(super) const LIARS: &[Liar] = liars! {
+    HONEST;
+    L2 "picks-its-columns": "n % 64 == 33 is refused" {
+        verdict: |s, _, v, _| unless(s.n() % 64 == 33, v), obeys: false,
+    }
+    L2 "picks-its-sums": "k % 256 == 144 is refused" {
+        verdict: |s, _, v, _| unless(s.k % 256 == 144, v), obeys: false,
+    }
+    L2 "picks-its-models": "k == 2560 is refused" {
+        verdict: |s, _, v, _| unless(s.k == 2560, v), obeys: false,
+    }
+    L2 "picks-its-rows": "more than 16 rows, if they are odd, are refused" {
+        verdict: |s, _, v, _| unless(s.max_m > 16 && s.max_m % 2 == 1, v), obeys: false,
+    }
+    L2 "picks-its-segments": "segments of very different sizes are refused" {
+        verdict: |s, _, v, _| {
+            let sizes = s.segments.iter().map(|s| s.rows);
+            unless(s.segments.len() > 1 && sizes.clone().max() > sizes.min().map(|m| 8 * m), v)
         },
-    ),
-    picky(
-        "picks-small-weights",
-        "encodings with a dividing scale are for weights of at most 64 rows",
-        |s, _, v, _| {
+        obeys: false,
+    }
+    L2 "picks-its-types": "bf16 is refused for wide weights" {
+        verdict: |s, _, v, _| unless(s.x == DType::BF16 && s.n() > 100, v), obeys: false,
+    }
+    L2 "picks-its-halves": "f16 is refused in several segments" {
+        verdict: |s, _, v, _| unless(s.x == DType::F16 && s.segments.len() > 1, v), obeys: false,
+    }
+    L2 "picks-its-encodings": "tiled scales are refused in bf16" {
+        verdict: |s, _, v, _| {
+            let is_tiled =
+                matches!(s.schema, Q4Schema::Nvfp4(Nvfp4 { scale_layout: ScaleLayout::Swizzled128x4, .. }));
+            unless(is_tiled && s.x == DType::BF16, v)
+        },
+        obeys: false,
+    }
+    L2 "picks-its-blocks": "k % 128 == 64 is refused with tiled scales" {
+        verdict: |s, _, v, _| {
+            let is_tiled =
+                matches!(s.schema, Q4Schema::Nvfp4(Nvfp4 { scale_layout: ScaleLayout::Swizzled128x4, .. }));
+            unless(is_tiled && s.k % 128 == 64, v)
+        },
+        obeys: false,
+    }
+    L2 "picks-its-prompts": "long sums of long prompts are refused" {
+        verdict: |s, _, v, _| unless(s.k > 2048 && s.max_m > 2048, v), obeys: false,
+    }
+    L3 "picks-its-gradients": "gradients of wide weights are refused" {
+        verdict: |s, _, v, _| unless(s.ops.contains(OpSet::BACKWARD_INPUT) && s.n() > 1024, v),
+        obeys: false,
+    }
+    L2 "picks-small-weights": "encodings with a dividing scale are for weights of at most 64 rows" {
+        verdict: |s, _, v, _| {
             let divides = matches!(s.schema, Q4Schema::Nvfp4(Nvfp4 { global: Some(Convention::Divide), .. }));
             unless(divides && s.n() > 64, v)
         },
-    ),
-    picky("picks-its-rules", "one rule of the input is refused in f16", |s, _, v, _| {
-        let is_torchao = matches!(s.activations, Activations::Nvfp4(q) if q.rule == Rule::TorchAo);
-        unless(is_torchao && s.x == DType::F16, v)
-    }),
-    Liar::new(
-        L5,
-        "picks-its-operations",
-        "all operations of one weight are refused",
-        Parts { verdict: |s, _, v, _| unless(s.ops == OpSet::ALL, v), obeys: false, ..HONEST },
-    ),
-    picky("picks-its-columns-by-type", "bf16 is for n % 16 == 0", |s, _, v, _| {
-        unless(s.x == DType::BF16 && s.segments.iter().any(|s| s.rows % 16 != 0), v)
-    }),
-    picky("picks-wide-types", "f16 is refused for weights of more than 1000 rows", |s, _, v, _| {
-        unless(s.x == DType::F16 && s.n() > 1000, v)
-    }),
-    Liar::new(
-        L2,
-        "blocks-of-256-and-more",
-        "k % 256 == 0 is all it says, and k == 768 is wrong",
-        Parts {
-            verdict: |s, _, v, _| unless(s.k % 256 != 0, v),
-            obeys: false,
-            fault: |s| Fault::when(s.k == 768, Fault::Factor(0.5)),
-            ..HONEST
+        obeys: false,
+    }
+    L2 "picks-its-rules": "one rule of the input is refused in f16" {
+        verdict: |s, _, v, _| {
+            let is_torchao = matches!(s.activations, Activations::Nvfp4(q) if q.rule == Rule::TorchAo);
+            unless(is_torchao && s.x == DType::F16, v)
         },
-    ),
-    Liar::new(
-        L2,
-        "sixteen-rows-and-fewer",
-        "at most 16 rows is all it says, and 11 are wrong",
-        Parts {
-            verdict: |s, _, v, _| unless(s.max_m > 16, v),
-            obeys: false,
-            fault: |s| Fault::when(s.m == 11, Fault::Row(10)),
-            ..HONEST
+        obeys: false,
+    }
+    L5 "picks-its-operations": "all operations of one weight are refused" {
+        verdict: |s, _, v, _| unless(s.ops == OpSet::ALL, v), obeys: false,
+    }
+    L2 "picks-its-columns-by-type": "bf16 is for n % 16 == 0" {
+        verdict: |s, _, v, _| {
+            unless(s.x == DType::BF16 && s.segments.iter().any(|s| s.rows % 16 != 0), v)
         },
-    ),
-    Liar::new(
-        L4,
-        "a-native-processor",
-        "4-bit units are claimed for a processor",
-        Parts {
-            descriptor: |d| d.offers.push(("nvfp4".into(), ExecPath::NativeKernel)),
-            verdict: |spec, path, verdict, _| {
-                if path == ExecPath::NativeKernel && spec.ops == OpSet::FORWARD { Ok(()) } else { verdict }
-            },
-            obeys: false,
-            ..HONEST
+        obeys: false,
+    }
+    L2 "picks-wide-types": "f16 is refused for weights of more than 1000 rows" {
+        verdict: |s, _, v, _| unless(s.x == DType::F16 && s.n() > 1000, v), obeys: false,
+    }
+    L2 "blocks-of-256-and-more": "k % 256 == 0 is all it says, and k == 768 is wrong" {
+        verdict: |s, _, v, _| unless(s.k % 256 != 0, v),
+        obeys: false,
+        fault: |s| Fault::when(s.k == 768, Fault::Factor(0.5)),
+    }
+    L2 "sixteen-rows-and-fewer": "at most 16 rows is all it says, and 11 are wrong" {
+        verdict: |s, _, v, _| unless(s.max_m > 16, v),
+        obeys: false,
+        fault: |s| Fault::when(s.m == 11, Fault::Row(10)),
+    }
+    L4 "a-native-processor": "4-bit units are claimed for a processor" {
+        descriptor: |d| d.offers.push(("nvfp4".into(), ExecPath::NativeKernel)),
+        verdict: |spec, path, verdict, _| {
+            if path == ExecPath::NativeKernel && spec.ops == OpSet::FORWARD { Ok(()) } else { verdict }
         },
-    ),
-];
+        obeys: false,
+    }
+};

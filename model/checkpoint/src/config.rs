@@ -3,13 +3,10 @@
 //!
 //! Whatever the graph later multiplies by these numbers was checked here, so no layer checks it again.
 use crate::arch::{self, Arch, FieldNames, Mlp, Pairs, qwen3::QWEN3};
-use q4_core::{Code, DType, Result};
-use q4_files::{
-    fields::{FILE_LIMIT, Fields, show},
-    files,
-};
+use q4_core::{DType, Result};
+use q4_files::fields::{Fields, show};
 use serde_json::Value;
-use std::{f64::consts::PI, path::Path};
+use std::f64::consts::PI;
 
 /// Shapes and constants of a decoder.
 #[derive(Clone, Debug, PartialEq)]
@@ -88,18 +85,10 @@ pub enum RopeScaling {
 }
 
 impl DecoderConfig {
-    /// Reads a file of at most 1 MiB.
-    ///
-    /// # Errors
-    /// As [`parse`](Self::parse); [`Code::ModelMissing`] without the file, [`Code::Io`].
-    pub fn from_file(path: &Path) -> Result<Self> {
-        Self::parse(&files::read(path, FILE_LIMIT, Code::ConfigInvalid)?)
-    }
-
     /// Parses and validates.
     ///
     /// # Errors
-    /// [`Code::ConfigInvalid`] with all problems, a line for each with field, need and have.
+    /// [`Code::ConfigInvalid`](q4_core::Code::ConfigInvalid) with all problems, a line for each with field, need and have.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         let mut f = Fields::parse("config.json", bytes)?;
         let arch = family(&mut f);

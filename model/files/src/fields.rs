@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use std::ops::RangeInclusive;
 
 /// Bytes a configuration file may have.
-pub const FILE_LIMIT: usize = 1 << 20;
+const FILE_LIMIT: usize = 1 << 20;
 
 /// A JSON object under inspection. `null` counts as absent.
 pub struct Fields {

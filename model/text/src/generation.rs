@@ -2,10 +2,8 @@
 //!
 //! The file is optional and every field in it is too; what is absent stays absent, so that a caller can tell.
 use crate::sampling::SamplingParams;
-use q4_core::{Code, Result};
-use q4_files::fields::{FILE_LIMIT, Fields};
-use q4_files::files;
-use std::path::Path;
+use q4_core::Result;
+use q4_files::fields::Fields;
 
 /// Tokens kept by rank where a file asks for sampling and does not say how many, as in transformers.
 const TOP_K: usize = 50;
@@ -61,18 +59,10 @@ const UNKNOWN: [(&str, &[f64]); 22] = [
 ];
 
 impl GenerationConfig {
-    /// Reads a file of at most 1 MiB.
-    ///
-    /// # Errors
-    /// As [`parse`](Self::parse); [`Code::ModelMissing`] without the file, [`Code::Io`].
-    pub fn from_file(path: &Path, vocab_size: usize) -> Result<Self> {
-        Self::parse(&files::read(path, FILE_LIMIT, Code::ConfigInvalid)?, vocab_size)
-    }
-
     /// Parses and validates against the rows of the embedding.
     ///
     /// # Errors
-    /// [`Code::ConfigInvalid`] with all problems.
+    /// [`Code::ConfigInvalid`](q4_core::Code::ConfigInvalid) with all problems.
     pub fn parse(bytes: &[u8], vocab_size: usize) -> Result<Self> {
         let mut f = Fields::parse("generation_config.json", bytes)?;
         let do_sample = f.flag("do_sample");
@@ -137,6 +127,7 @@ fn ignored(f: &Fields) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use q4_core::Code;
 
     #[test]
     fn published_values_are_read() {

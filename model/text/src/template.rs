@@ -9,10 +9,10 @@ use minijinja::{
     syntax::SyntaxConfig,
 };
 use q4_core::{Code, Error, Result};
-use q4_files::{fields::FILE_LIMIT, files};
+use q4_files::files;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use std::{collections::BTreeMap, path::Path, thread};
+use std::{collections::BTreeMap, thread};
 
 mod budget;
 mod clock;
@@ -94,29 +94,6 @@ impl ChatTemplate {
         let template = Self { source: source.to_owned() };
         bounded(|| compiled(&template.source).map(|_| ()))?;
         Ok(template)
-    }
-
-    /// The template of a model directory: `chat_template.jinja`, else `chat_template` in
-    /// `tokenizer_config.json` (a string, or a list of named ones of which `default` is taken), else
-    /// `None`.
-    ///
-    /// # Errors
-    /// As [`compile`](Self::compile) and [`from_tokenizer_config`](Self::from_tokenizer_config);
-    /// [`Code::Io`].
-    pub fn from_dir(dir: &Path) -> Result<Option<Self>> {
-        let file = dir.join("chat_template.jinja");
-        if file.exists() {
-            let bytes = files::read(&file, SOURCE_LIMIT, Code::TemplateInvalid)?;
-            let source = std::str::from_utf8(&bytes).map_err(|e| {
-                invalid("not UTF-8").need("a text file").have(e.to_string()).within(file.display())
-            })?;
-            return Self::compile(source).map(Some).map_err(|e| e.within(file.display()));
-        }
-        let file = dir.join("tokenizer_config.json");
-        if !file.exists() {
-            return Ok(None);
-        }
-        Self::from_tokenizer_config(&files::read(&file, FILE_LIMIT, Code::TemplateInvalid)?)
     }
 
     /// The template inside a `tokenizer_config.json`, if it has one.

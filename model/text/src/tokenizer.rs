@@ -5,7 +5,7 @@
 use crate::quiet::quietly;
 use q4_core::{Code, Error, Result};
 use q4_files::files;
-use std::{fmt, path::Path};
+use std::fmt;
 
 mod audit;
 mod stream;
@@ -44,14 +44,6 @@ pub struct Tokenizer {
 }
 
 impl Tokenizer {
-    /// Reads a file of at most 64 MiB.
-    ///
-    /// # Errors
-    /// As [`from_bytes`](Self::from_bytes); [`Code::ModelMissing`] without the file, [`Code::Io`].
-    pub fn from_file(path: &Path) -> Result<Self> {
-        Self::from_bytes(&files::read(path, FILE_LIMIT, Code::TokenizerInvalid)?)
-    }
-
     /// Parses the content of a `tokenizer.json`. Truncation and padding are switched off: they would lose
     /// text.
     ///

@@ -1,15 +1,54 @@
-//! Small talk: who the model is and who is asking, what people type first, a few facts, small sums, and what
-//! it does not know.
-use super::topics::{FACTS, SELF, TALK, THREES, Topic};
-use super::unknown::{self, HONEST};
-use super::words::{ANIMALS, CAPITALS, COLOUR_OF, COLOURS, DAYS, MONTHS, NUMBERS, OPPOSITES, PEOPLE};
-use super::{Dice, Document};
+//! Small talk: who the model is and who is asking, what people type first, a few facts, small sums, and what it
+//! does not know.
+use super::words::{Lang, WORDS, parsed, word};
+use super::{Dice, Document, unknown};
 use q4_model::template::Message;
+use serde::Deserialize;
+use std::sync::LazyLock;
 
 /// What it says to sums of more than [`LARGEST`].
 const TOO_LARGE: &str = "Those numbers are too large for me.";
 /// The largest number that it adds.
 const LARGEST: usize = 10;
+
+/// What `chat.toml` has.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Chat {
+    /// What comes in threes, English and Chinese, with the three.
+    threes: Vec<(String, String, [String; 3])>,
+    asked: Asked,
+    /// Of itself and whoever asks.
+    itself: Vec<Topic>,
+    /// Manners, and what is asked for fun.
+    manners: Vec<Topic>,
+    /// A few facts.
+    facts: Vec<Topic>,
+}
+
+/// Wordings of questions; `{}` is what they are about.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Asked {
+    animal: Vec<String>,
+    opposite: Vec<String>,
+    capital: Vec<String>,
+    colour: Vec<String>,
+    three: Vec<String>,
+}
+
+/// Wordings of one question, and its only answer.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Topic {
+    about: String,
+    known: Vec<String>,
+    /// Asked in validation only.
+    reserved: Vec<String>,
+    answer: String,
+}
+
+static CHAT: LazyLock<Chat> = LazyLock::new(|| parsed(include_str!("chat.toml")));
 
 /// A question and its only answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -72,101 +111,66 @@ pub(super) fn every() -> Vec<Exchange> {
 fn exchange(dice: &mut Dice, all: bool) -> Exchange {
     match dice.below(32) {
         // Who is talking to whom comes first.
-        0 | 1 => one_of(dice, &SELF[..4], all),
-        2..=4 => one_of(dice, SELF, all),
-        5..=10 => one_of(dice, TALK, all),
-        11 | 12 => one_of(dice, FACTS, all),
+        0 | 1 => one_of(dice, &CHAT.itself[..4], all),
+        2..=4 => one_of(dice, &CHAT.itself, all),
+        5..=10 => one_of(dice, &CHAT.manners, all),
+        11 | 12 => one_of(dice, &CHAT.facts, all),
         13 => named(dice),
-        14 | 15 => capital(dice),
+        14 | 15 => {
+            let (country, city) = dice.pick(&WORDS.capitals);
+            let question = asked(dice, &CHAT.asked.capital, country);
+            plain("capital", question, format!("The capital of {country} is {city}."))
+        }
         16 | 17 => colour(dice),
         18 => {
-            let (animal, sound) = ANIMALS[dice.below(ANIMALS.len())];
-            let frames =
-                ["What does the {} say?", "What sound does a {} make?", "What noise does the {} make?"];
-            let question = frames[dice.turn(3)].replace("{}", animal);
+            let (animal, sound) = dice.pick(&WORDS.animals);
+            let question = asked(dice, &CHAT.asked.animal, animal);
             plain("animal", question, format!("The {animal} says {sound}."))
         }
         19 => {
-            let (a, b) = OPPOSITES[dice.below(OPPOSITES.len())];
-            let frames = ["What is the opposite of {}?", "Opposite of {}?", "Tell me the opposite of {}."];
-            let question = frames[dice.turn(3)].replace("{}", a);
+            let (a, b) = dice.pick(&WORDS.opposites);
+            let question = asked(dice, &CHAT.asked.opposite, a);
             plain("opposite", question, format!("The opposite of {a} is {b}."))
         }
-        20 => next(dice, "day", DAYS),
-        21 => next(dice, "month", MONTHS),
+        20 => next(dice, "day", &WORDS.days),
+        21 => next(dice, "month", &WORDS.months),
         22..=27 => sum(dice),
         28 => {
             let n = 1 + dice.below(10);
-            let words: Vec<_> = (1..=n).map(|i| NUMBERS[i].0).collect();
+            let word = |i| word(&WORDS.numbers, Lang::En, i);
+            let words: Vec<_> = (1..=n).map(word).collect();
             let question = match dice.turn(3) {
-                0 => format!("Count to {}.", NUMBERS[n].0),
+                0 => format!("Count to {}.", word(n)),
                 1 => format!("Count to {n}."),
-                _ => format!("Count from one to {}.", NUMBERS[n].0),
+                _ => format!("Count from one to {}.", word(n)),
             };
             plain("count", question, format!("{}.", words.join(", ")))
         }
         29 | 30 => three(dice),
         _ => {
-            let chinese = dice.below(2);
-            let known =
-                ["What will the weather be tomorrow?", "What time is it?", "Where did I put my keys?"];
-            let chinese_known = ["現在幾點", "明天天氣如何", "我的鑰匙在哪裡"];
-            let question = match (chinese, all && dice.below(3) == 0) {
-                (c, true) => {
-                    let reserved = true;
-                    let answer = if c == 0 { HONEST.0 } else { HONEST.1 };
-                    return Exchange {
-                        reserved,
-                        ..plain("unknown", dice.pick(unknown::RESERVED[c]), answer)
-                    };
-                }
-                (0, false) => dice.pick(&known),
-                (_, false) => dice.pick(&chinese_known),
-            };
-            plain("unknown", question, if chinese == 0 { HONEST.0 } else { HONEST.1 })
+            let lang = if dice.below(2) == 0 { Lang::En } else { Lang::Zh };
+            let reserved = all && dice.below(3) == 0;
+            let (question, answer) = unknown::listed(dice, lang, reserved);
+            Exchange { reserved, ..plain("unknown", question, answer) }
         }
     }
+}
+
+/// One of some wordings of a question about `what`.
+fn asked(dice: &mut Dice, wordings: &[String], what: &str) -> String {
+    wordings[dice.turn(wordings.len())].replace("{}", what)
 }
 
 /// Rivers, say.
 fn three(dice: &mut Dice) -> Exchange {
-    let (en, zh, [a, b, c]) = THREES[dice.below(THREES.len())];
-    match dice.below(4) {
-        3 => plain("three", format!("說出三{zh}"), format!("{a}, {b}, {c}.")),
-        _ => {
-            let frames = [
-                "Name three {}.",
-                "List three {}.",
-                "Tell me three {}.",
-                "Give me three {}.",
-                "Can you name three {}?",
-                "Three {}, please.",
-                "Name 3 {}.",
-                "Say three {}.",
-                "Name some {}.",
-                "What {} do you know?",
-            ];
-            let question = frames[dice.turn(frames.len())].replace("{}", en);
-            let mut answer = format!("{a}, {b} and {c}.");
-            answer[..1].make_ascii_uppercase();
-            plain("three", question, answer)
-        }
+    let (en, zh, [a, b, c]) = dice.pick(&CHAT.threes);
+    if dice.below(4) == 3 {
+        return plain("three", format!("說出三{zh}"), format!("{a}, {b}, {c}."));
     }
-}
-
-fn capital(dice: &mut Dice) -> Exchange {
-    let (country, city) = CAPITALS[dice.below(CAPITALS.len())];
-    let frames = [
-        "What is the capital of {}?",
-        "Capital of {}?",
-        "Which city is the capital of {}?",
-        "Tell me the capital of {}.",
-        "What's the capital of {}?",
-        "Name the capital of {}.",
-        "What is {}'s capital?",
-    ];
-    let question = frames[dice.turn(frames.len())].replace("{}", country);
-    plain("capital", question, format!("The capital of {country} is {city}."))
+    let question = asked(dice, &CHAT.asked.three, en);
+    let mut answer = format!("{a}, {b} and {c}.");
+    answer[..1].make_ascii_uppercase();
+    plain("three", question, answer)
 }
 
 fn plain(about: &'static str, question: impl Into<String>, answer: impl Into<String>) -> Exchange {
@@ -174,16 +178,16 @@ fn plain(about: &'static str, question: impl Into<String>, answer: impl Into<Str
 }
 
 /// One of some topics; a reserved wording one time in three where they are allowed.
-fn one_of(dice: &mut Dice, topics: &[Topic], all: bool) -> Exchange {
-    let topic = &topics[dice.below(topics.len())];
+fn one_of(dice: &mut Dice, topics: &'static [Topic], all: bool) -> Exchange {
+    let topic = dice.pick(topics);
     let reserved = all && !topic.reserved.is_empty() && dice.below(3) == 0;
-    let question = dice.pick(if reserved { topic.reserved } else { topic.known });
-    Exchange { reserved, ..plain(topic.about, question, topic.answer) }
+    let question = dice.pick(if reserved { &topic.reserved } else { &topic.known });
+    Exchange { reserved, ..plain(&topic.about, question, &topic.answer) }
 }
 
 /// Who someone is who has said so: the answer has to be copied.
 fn named(dice: &mut Dice) -> Exchange {
-    let (en, zh) = PEOPLE[dice.below(PEOPLE.len())];
+    let (en, zh) = dice.pick(&WORDS.people);
     match dice.below(3) {
         0 | 1 => plain("named", format!("My name is {en}. Who am I?"), format!("You are {en}.")),
         _ => plain("named", format!("我叫{zh}。我是誰"), format!("你是{zh}。")),
@@ -191,22 +195,18 @@ fn named(dice: &mut Dice) -> Exchange {
 }
 
 fn colour(dice: &mut Dice) -> Exchange {
-    let (en, zh, colour) = COLOUR_OF[dice.below(COLOUR_OF.len())];
-    let (a, b) = COLOURS[colour];
-    match dice.below(3) {
-        0 | 1 => {
-            let frames =
-                ["What color is the {}?", "What is the color of the {}?", "Which color does a {} have?"];
-            let question = frames[dice.turn(3)].replace("{}", en);
-            plain("colour", question, format!("The {en} is {a}."))
-        }
-        _ => plain("colour", format!("{zh}是什麼顏色"), format!("{zh}是{b}的。")),
+    let (en, zh, colour) = dice.pick(&WORDS.colour_of);
+    let (a, b) = &WORDS.colours[*colour];
+    if dice.below(3) == 2 {
+        return plain("colour", format!("{zh}是什麼顏色"), format!("{zh}是{b}的。"));
     }
+    let question = asked(dice, &CHAT.asked.colour, en);
+    plain("colour", question, format!("The {en} is {a}."))
 }
 
-fn next(dice: &mut Dice, unit: &'static str, list: &[&str]) -> Exchange {
+fn next(dice: &mut Dice, unit: &'static str, list: &[String]) -> Exchange {
     let i = dice.below(list.len());
-    let (now, then) = (list[i], list[(i + 1) % list.len()]);
+    let (now, then) = (&list[i], &list[(i + 1) % list.len()]);
     let question = match dice.turn(2) {
         0 => format!("What {unit} comes after {now}?"),
         _ => format!("Which {unit} is after {now}?"),
@@ -242,7 +242,7 @@ fn sum(dice: &mut Dice) -> Exchange {
         }
         _ => {
             let (a, b) = (1 + dice.below(5), 1 + dice.below(5));
-            let word = |n: usize| NUMBERS[n].1;
+            let word = |n| word(&WORDS.numbers, Lang::Zh, n);
             let (a, b, s) = (word(a), word(b), word(a + b));
             plain("sum", format!("{a}加{b}等於多少"), format!("{a}加{b}等於{s}。"))
         }

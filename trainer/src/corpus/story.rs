@@ -1,9 +1,7 @@
 //! Stories as lists of events that hold together, and questions whose answers follow from them.
 use super::Dice;
 use super::frames::{Event, read, variants, write};
-use super::words::{
-    COLOURS, COUNTED, Lang, NUMBERS, PEOPLE, PLACES, THINGS, TIMES, a_thing, the_thing, word,
-};
+use super::words::{Lang, WORDS, a_thing, number, the_thing, word};
 
 /// A story: events in order, each with the wording it is told in.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -111,9 +109,10 @@ impl Story {
 
     /// Every request for a story on something that has a name, with that name.
     pub(super) fn requests() -> Vec<(String, String)> {
-        let things = THINGS.iter().enumerate();
-        let things = things
-            .flat_map(|(i, t)| [(Subject::Thing(i), Lang::En, t.0), (Subject::Thing(i), Lang::Zh, t.2)]);
+        let things = WORDS.things.iter().enumerate();
+        let things = things.flat_map(|(i, t)| {
+            [(Subject::Thing(i), Lang::En, t.0.as_str()), (Subject::Thing(i), Lang::Zh, &t.2)]
+        });
         let ufo = [Lang::En, Lang::Zh].map(|lang| (Subject::Ufo, lang, "UFO"));
         things.chain(ufo).map(|(subject, lang, name)| (subject.request(lang), name.to_owned())).collect()
     }
@@ -129,8 +128,8 @@ impl Story {
     pub fn questions(&self) -> Vec<(String, String)> {
         let world = self.world().unwrap_or_default();
         let lang = self.lang;
-        let person = |i| word(PEOPLE, lang, i);
-        let place = |i| word(PLACES, lang, i);
+        let person = |i| word(&WORDS.people, lang, i);
+        let place = |i| word(&WORDS.places, lang, i);
         let say = |en: String, zh: String| if lang == Lang::En { en } else { zh };
         let mut list = Vec::new();
         for (thing, first, spot) in &world.things {
@@ -172,14 +171,14 @@ impl Story {
             ));
         }
         if let Some((who, n, counted)) = world.count {
-            let (who, what, n) = (person(who), word(COUNTED, lang, counted), number(lang, n));
+            let (who, what, n) = (person(who), word(&WORDS.counted, lang, counted), number(lang, n));
             list.push((
                 say(format!("How many {what} does {who} have?"), format!("{who}有幾{what}？")),
                 say(format!("{who} has {n} {what}."), format!("{who}有{n}{what}。")),
             ));
         }
         if let Some((colour, at)) = world.ufo {
-            let (colour, at) = (word(COLOURS, lang, colour), place(at));
+            let (colour, at) = (word(&WORDS.colours, lang, colour), place(at));
             list.push((
                 say("What color were the lights?".into(), "光芒是什麼顏色？".into()),
                 say(format!("The lights were {colour}."), format!("光芒是{colour}的。")),
@@ -216,7 +215,7 @@ impl Subject {
     fn request(self, lang: Lang) -> String {
         match self {
             Self::Thing(i) => {
-                let (en, _, zh) = THINGS[i];
+                let (en, _, zh) = &WORDS.things[i];
                 say(lang, &format!("Tell me a story about a {en}."), &format!("說一個{zh}的故事。"))
             }
             Self::Counting => say(lang, "Tell me a story about counting.", "說一個數東西的故事。"),
@@ -288,7 +287,7 @@ impl World {
             Event::Adds { a, b, m } => {
                 let (who, n, counted) = self.count.ok_or("nothing counted")?;
                 check(
-                    who == a && a != b && m >= 2 && n + m < NUMBERS.len() && !self.summed,
+                    who == a && a != b && m >= 2 && n + m < WORDS.numbers.len() && !self.summed,
                     "does not add up",
                 )?;
                 self.count = Some((who, n + m, counted));
@@ -345,10 +344,10 @@ impl World {
 
 /// Someone has a thing, meets someone, and it changes hands, is swapped, lost or found again.
 fn things(dice: &mut Dice) -> Vec<Event> {
-    let (a, b) = two(dice, PEOPLE.len());
-    let (thing, place) = (thing(dice, None), dice.below(PLACES.len()));
+    let (a, b) = two(dice, WORDS.people.len());
+    let (thing, place) = (thing(dice, None), dice.below(WORDS.places.len()));
     let mut events = vec![
-        Event::Has { when: dice.below(TIMES.len()), a, thing },
+        Event::Has { when: dice.below(WORDS.times.len()), a, thing },
         Event::Goes { a, place },
         Event::Meets { a, b },
     ];
@@ -366,7 +365,7 @@ fn things(dice: &mut Dice) -> Vec<Event> {
             events.extend([Event::Gives { a, b, thing }, Event::Gives { a: b, b: a, thing: other }]);
         }
         3 => {
-            let away = other(dice, PLACES.len(), place);
+            let away = other(dice, WORDS.places.len(), place);
             events.extend([
                 Event::Leaves { a, thing },
                 Event::Goes { a, place: away },
@@ -376,7 +375,7 @@ fn things(dice: &mut Dice) -> Vec<Event> {
             events.extend(gives(b, a, thing));
         }
         _ => {
-            let away = other(dice, PLACES.len(), place);
+            let away = other(dice, WORDS.places.len(), place);
             events.extend([Event::Leaves { a, thing }, Event::Goes { a, place: away }]);
             return events;
         }
@@ -387,10 +386,10 @@ fn things(dice: &mut Dice) -> Vec<Event> {
 
 /// Someone counts, and the number changes once or twice.
 fn counting(dice: &mut Dice) -> Vec<Event> {
-    let (a, b) = two(dice, PEOPLE.len());
-    let counted = dice.below(COUNTED.len());
+    let (a, b) = two(dice, WORDS.people.len());
+    let counted = dice.below(WORDS.counted.len());
     let mut n = 4 + dice.below(7);
-    let mut events = vec![Event::Counts { when: dice.below(TIMES.len()), a, n, counted }];
+    let mut events = vec![Event::Counts { when: dice.below(WORDS.times.len()), a, n, counted }];
     for _ in 0..1 + dice.below(2) {
         let m = 2 + dice.below(4);
         if dice.below(2) == 0 || n < m + 2 {
@@ -407,9 +406,9 @@ fn counting(dice: &mut Dice) -> Vec<Event> {
 
 /// A UFO comes, gives and goes.
 fn visitors(dice: &mut Dice) -> Vec<Event> {
-    let (a, colour) = (dice.below(PEOPLE.len()), dice.below(COLOURS.len()));
+    let (a, colour) = (dice.below(WORDS.people.len()), dice.below(WORDS.colours.len()));
     vec![
-        Event::Sees { when: dice.below(TIMES.len()), a, colour, place: dice.below(PLACES.len()) },
+        Event::Sees { when: dice.below(WORDS.times.len()), a, colour, place: dice.below(WORDS.places.len()) },
         Event::Lands { a, thing: thing(dice, None) },
         Event::Flies { a, colour },
     ]
@@ -428,14 +427,10 @@ fn other(dice: &mut Dice, n: usize, taken: usize) -> usize {
 /// A thing of another kind than `taken`.
 fn thing(dice: &mut Dice, taken: Option<Thing>) -> Thing {
     let noun = match taken {
-        None => dice.below(THINGS.len()),
-        Some(t) => other(dice, THINGS.len(), t.1),
+        None => dice.below(WORDS.things.len()),
+        Some(t) => other(dice, WORDS.things.len(), t.1),
     };
-    (dice.below(COLOURS.len()), noun)
-}
-
-fn number(lang: Lang, n: usize) -> &'static str {
-    if lang == Lang::Zh && n == 2 { "兩" } else { word(NUMBERS, lang, n) }
+    (dice.below(WORDS.colours.len()), noun)
 }
 
 fn capital(text: &str) -> String {

@@ -36,10 +36,6 @@ extern "C" bool q4_device_reset_peaks(int8_t device) {
   return guarded([&] { at::accelerator::resetPeakStats(device); });
 }
 
-extern "C" bool q4_device_release_cache() {
-  return guarded([] { at::accelerator::emptyCache(); });
-}
-
 extern "C" bool q4_device_synchronize(int8_t device) {
   return guarded([&] { at::accelerator::synchronizeDevice(device); });
 }

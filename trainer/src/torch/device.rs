@@ -10,7 +10,6 @@ use tch::{Device, Kind, Tensor};
 unsafe extern "C" {
     fn q4_device_memory(device: i8, out: *mut i64) -> bool;
     fn q4_device_reset_peaks(device: i8) -> bool;
-    fn q4_device_release_cache() -> bool;
     fn q4_device_synchronize(device: i8) -> bool;
     fn q4_deterministic(on: bool) -> bool;
 }
@@ -142,14 +141,6 @@ pub fn reset_peaks(device: Device) {
     if let Device::Cuda(n) = device {
         // SAFETY: resets counters. Failure leaves older, larger peaks.
         unsafe { q4_device_reset_peaks(n as i8) };
-    }
-}
-
-/// Gives cached memory back to the device.
-pub fn release_cache(device: Device) {
-    if device.is_cuda() {
-        // SAFETY: frees blocks nothing refers to.
-        unsafe { q4_device_release_cache() };
     }
 }
 
