@@ -3,8 +3,8 @@
 //! [`run`] is the suite: it asks a backend what it claims, enumerates the cases of levels L0 to L5, runs each
 //! and reports. [`golden`] holds operands and results recorded from the libraries that define the formats,
 //! [`lattice`] makes seeded problems over the shapes where kernels break, and every single output is compared
-//! with the exact product. A backend's word is never taken for its result. [`liars`] are backends with one
-//! fault each; the suite is as good as those it catches.
+//! with the exact product. A backend's word is never taken for its result. [`liars`] are mutants, backends
+//! with one fault each; the suite is as good as those it catches.
 mod case;
 pub mod certificate;
 mod claim;

@@ -1,5 +1,5 @@
 //! Backends that compute less than everything: each is certified for what it computes, with limits that say
-//! so, and no liar about his limits is.
+//! so, and one that is wrong about its limits is not.
 use q4_conformance::liars::honest;
 use q4_conformance::{Limits, Options, Profile, proofs, run};
 use q4_core::{
@@ -101,14 +101,14 @@ fn narrow_backends_conform_within_their_limits() {
 /// The tenth says it takes every k and refuses one that it would get wrong.
 #[test]
 fn a_refusal_inside_the_limits_is_a_failure() {
-    let liar = Narrow::of(|s| s.k != 2560);
-    assert_eq!(limits(&liar).k_multiple, 16);
+    let mutant = Narrow::of(|s| s.k != 2560);
+    assert_eq!(limits(&mutant).k_multiple, 16);
     let options = Options {
         levels: vec![q4_conformance::Level::L2],
         fail_fast: true,
         ..Options::of(Profile::Training)
     };
-    let report = run(&liar, &options, &HostEnv::default(), &ThreadPool::new(2));
+    let report = run(&mutant, &options, &HostEnv::default(), &ThreadPool::new(2));
     assert!(!report.conformant);
     let message = report.failures[0].message.clone().unwrap_or_default();
     assert!(message.contains("inside what the backend says it computes"), "{message}");

@@ -1,5 +1,5 @@
 //! The suite about itself: what it enumerates, replays, refuses to call a pass, and how it reports.
-use q4_conformance::liars::{honest, liars};
+use q4_conformance::liars::{honest, mutants};
 use q4_conformance::{
     AbiProbe, InProcess, Level, Options, Outcome, Profile, Report, Waivers, cases, claims, proofs, run,
     run_with,
@@ -11,8 +11,8 @@ use q4_core::{
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-fn liar(name: &str) -> Arc<dyn Q4Backend> {
-    liars().find(|l| l.name == name).unwrap_or_else(|| panic!("no liar {name}")).backend()
+fn mutant(name: &str) -> Arc<dyn Q4Backend> {
+    mutants().find(|l| l.name == name).unwrap_or_else(|| panic!("no liar {name}")).backend()
 }
 
 fn judge(backend: &dyn Q4Backend, options: &Options) -> Report {
@@ -41,7 +41,7 @@ fn ids_are_identities_and_do_not_depend_on_what_else_runs() {
 
 #[test]
 fn a_failure_can_be_run_again_from_its_id_alone() {
-    let backend = liar("accumulates-in-half");
+    let backend = mutant("accumulates-in-half");
     let options =
         Options { levels: vec![Level::L2], seed: 41, sample: Some(4), ..Options::of(Profile::Training) };
     let report = judge(&*backend, &options);
@@ -128,7 +128,7 @@ fn claims_are_what_can_be_prepared() {
 fn a_waiver_excuses_and_never_certifies() -> Result<()> {
     let file = "[[waiver]]\ncase = \"L1/nf4@1/*\"\nbackend = \"honest\"\ndevice = \"cpu\"\nreason = \"known\"\nexpires = \"2999-01-01\"\n";
     let options = Options { waivers: Waivers::parse(file)?, ..decode() };
-    let backend = liar("nf4-entry-off");
+    let backend = mutant("nf4-entry-off");
     let plain = judge(&*backend, &decode());
     assert!(!plain.conformant && plain.failed > 0);
     let waived = judge(&*backend, &options);
@@ -211,7 +211,7 @@ fn a_panic_is_a_crash_and_the_rest_still_runs() {
         claims: vec!["nf4@1/native".into()],
         ..Options::of(Profile::Inference)
     };
-    let report = judge(&*liar("panics"), &options);
+    let report = judge(&*mutant("panics"), &options);
     assert!(
         report.failures.iter().all(|f| f.outcome == Outcome::Crash && is_of_17(&f.id)),
         "{}",
@@ -226,7 +226,7 @@ fn old_defects_do_not_come_back() {
     for name in
         ["scales-tiled", "scales-as-integers", "nibble-order-ignored", "nibbles-swapped", "top-row-nan"]
     {
-        assert!(judge(&*liar(name), &decode()).failed > 0, "{name}");
+        assert!(judge(&*mutant(name), &decode()).failed > 0, "{name}");
     }
 }
 

@@ -23,9 +23,9 @@ struct Seen {
     names: Vec<String>,
 }
 
-/// What a backend does in calls it lies about.
+/// What a backend does in calls where it has its fault.
 #[derive(Clone, Copy, Debug)]
-enum Lie {
+enum Fault {
     /// Its last column keeps what was there.
     Leaves,
     /// Its last row is doubled.
@@ -36,10 +36,10 @@ enum Lie {
 
 type When = fn(&Seen) -> bool;
 
-/// Exact products in f64, but for the calls that it lies about.
-struct Liar {
+/// Exact products in f64, but for the calls where it has its fault.
+struct Mutant {
     descriptor: BackendDescriptor,
-    lies: Option<(When, Lie)>,
+    fault: Option<(When, Fault)>,
     log: Arc<Mutex<Vec<Seen>>>,
 }
 
@@ -47,11 +47,11 @@ struct Weight {
     info: PreparedInfo,
     dense: Vec<f32>,
     seen: Seen,
-    lies: Option<(When, Lie)>,
+    fault: Option<(When, Fault)>,
     log: Arc<Mutex<Vec<Seen>>>,
 }
 
-impl Q4Backend for Liar {
+impl Q4Backend for Mutant {
     fn descriptor(&self) -> &BackendDescriptor {
         &self.descriptor
     }
@@ -75,7 +75,7 @@ impl Q4Backend for Liar {
             decoder.row(row, out);
         }
         let info = PreparedInfo {
-            backend: "liar".into(),
+            backend: "mutant".into(),
             path,
             activations: spec.activations,
             n,
@@ -85,7 +85,7 @@ impl Q4Backend for Liar {
         };
         let names = spec.segments.iter().map(|s| s.name.clone()).collect();
         let seen = Seen { m: 0, max_m: spec.max_m, n, k, names };
-        Ok(Box::new(Weight { info, dense, seen, lies: self.lies, log: self.log.clone() }))
+        Ok(Box::new(Weight { info, dense, seen, fault: self.fault, log: self.log.clone() }))
     }
 }
 
@@ -100,20 +100,20 @@ impl PreparedWeight for Weight {
         let (m, k, _) = x.as_matrix()?;
         let (n, x) = (self.info.n, x.as_slice::<f32>()?);
         let seen = Seen { m, ..self.seen.clone() };
-        let lie = self.lies.filter(|(when, _)| when(&seen)).map(|(_, lie)| lie);
+        let fault = self.fault.filter(|(when, _)| when(&seen)).map(|(_, fault)| fault);
         self.log.lock().expect("nobody panics").push(seen);
         let rows: Vec<_> = y.as_mut_slice::<f32>()?.chunks_mut(n).map(Mutex::new).collect();
         cx.threads.run(m, &|r| {
             let mut out = rows[r].lock().expect("one task each");
             for (c, out) in out.iter_mut().enumerate() {
-                if matches!(lie, Some(Lie::Leaves)) && c + 1 == n {
+                if matches!(fault, Some(Fault::Leaves)) && c + 1 == n {
                     continue;
                 }
                 let (x, w) = (&x[r * k..][..k], &self.dense[c * k..][..k]);
                 let sum: f64 = x.iter().zip(w).map(|(x, w)| f64::from(*x) * f64::from(*w)).sum();
-                *out = match lie {
-                    Some(Lie::Doubles) if r + 1 == m => 2.0 * sum as f32,
-                    Some(Lie::Rounds) if c + 1 == n => f32::from_bits((sum as f32).to_bits() & !0xffff),
+                *out = match fault {
+                    Some(Fault::Doubles) if r + 1 == m => 2.0 * sum as f32,
+                    Some(Fault::Rounds) if c + 1 == n => f32::from_bits((sum as f32).to_bits() & !0xffff),
                     _ => sum as f32,
                 };
             }
@@ -129,20 +129,20 @@ impl PreparedWeight for Weight {
 }
 
 /// A dispatch with one backend, and what that backend sees.
-fn dispatch(lies: Option<(When, Lie)>) -> (Dispatch, Arc<Mutex<Vec<Seen>>>) {
+fn dispatch(fault: Option<(When, Fault)>) -> (Dispatch, Arc<Mutex<Vec<Seen>>>) {
     let descriptor = BackendDescriptor {
-        name: "liar".into(),
+        name: "mutant".into(),
         version: "1".into(),
         vendor: "a test".into(),
         priority: 0,
         offers: vec![("nvfp4".into(), PATH)],
     };
     let log = Arc::new(Mutex::new(Vec::new()));
-    let liar = Liar { descriptor, lies, log: log.clone() };
+    let mutant = Mutant { descriptor, fault, log: log.clone() };
     let mut registry = Registry::on(HostEnv::default(), &BuiltinOptions::default()).expect("no built-ins");
-    registry.add(Candidate::Live(Arc::new(liar))).expect("a free name");
+    registry.add(Candidate::Live(Arc::new(mutant))).expect("a free name");
     let mut policy = Policy::default();
-    policy.overrides.all = Some("liar".into());
+    policy.overrides.all = Some("mutant".into());
     (Dispatch::new(registry, policy), log)
 }
 
@@ -199,7 +199,7 @@ fn a_right_backend_is_called_as_a_model_calls_it() {
 /// Every one of these passed a check of a small weight of the same kind.
 #[test]
 fn what_depends_on_shape_rows_or_name_is_caught() {
-    let lies: [(&str, When); 10] = [
+    let calls: [(&str, When); 10] = [
         ("m < max_m", |s| s.m < s.max_m),
         ("m = 1", |s| s.m == 1),
         ("odd m", |s| s.m % 2 == 1 && s.m > 1),
@@ -211,11 +211,11 @@ fn what_depends_on_shape_rows_or_name_is_caught() {
         ("max_m of a prompt", |s| s.max_m > 64),
         ("a model's names", |s| s.names.iter().all(|n| n.starts_with("model."))),
     ];
-    for (what, when) in lies {
-        for lie in [Lie::Leaves, Lie::Doubles, Lie::Rounds] {
-            let (dispatch, _) = dispatch(Some((when, lie)));
+    for (what, when) in calls {
+        for fault in [Fault::Leaves, Fault::Doubles, Fault::Rounds] {
+            let (dispatch, _) = dispatch(Some((when, fault)));
             let e = prepare(&dispatch, &[712, 320], 128, 512).expect_err(what);
-            assert_eq!(e.code(), Code::SelfCheckFailed, "{what}, {lie:?}: {e}");
+            assert_eq!(e.code(), Code::SelfCheckFailed, "{what}, {fault:?}: {e}");
             let again = prepare(&dispatch, &[712, 320], 128, 512).expect_err("it is remembered");
             assert_eq!(again.to_string(), e.to_string());
         }
@@ -231,7 +231,7 @@ impl Passes for Kept {
         self.0.lock().expect("nobody panics").iter().any(|k| k == kind)
     }
     fn remember(&self, backend: &str, kind: &str) {
-        assert_eq!(backend, "liar");
+        assert_eq!(backend, "mutant");
         self.0.lock().expect("nobody panics").push(kind.to_owned());
     }
 }
@@ -260,8 +260,8 @@ fn a_shape_is_checked_once_and_another_shape_again() {
 #[test]
 fn a_failure_is_not_remembered() {
     let kept = Kept::default();
-    let (dispatch, _) = dispatch(Some((|_| true, Lie::Doubles)));
+    let (dispatch, _) = dispatch(Some((|_| true, Fault::Doubles)));
     let dispatch = dispatch.remembering(Box::new(kept.clone()));
-    prepare(&dispatch, &[32], 64, 16).expect_err("it lies");
+    prepare(&dispatch, &[32], 64, 16).expect_err("a mutant");
     assert!(kept.0.lock().expect("nobody panics").is_empty());
 }

@@ -2,7 +2,7 @@
 //! the shape.
 use crate::{
     layout::{CODES, LANES},
-    many::many,
+    many::gemm,
     prepare::{Packed, Shape},
     simd::Lanes,
 };
@@ -11,7 +11,7 @@ use q4_simd::on;
 use std::ops::Range;
 
 /// Most rows that are multiplied straight from the registers a code is decoded to.
-const FEW: usize = 4;
+const GEMV_ROWS: usize = 4;
 
 /// `y[:, 16·range] = x W^T` for blocks of 16 output rows, whole quads. `x` has k columns, `y` n.
 ///
@@ -38,18 +38,18 @@ unsafe fn forward_on<L: Lanes>(w: &Packed, x: &Rows<'_>, y: &RowsMut<'_>, blocks
     unsafe {
         match x.m() {
             0 => {}
-            1 => few::<L, 1>(w, x, y, blocks),
-            2 => few::<L, 2>(w, x, y, blocks),
-            3 => few::<L, 3>(w, x, y, blocks),
-            FEW => few::<L, FEW>(w, x, y, blocks),
-            _ => many::<L>(w, x, y, blocks),
+            1 => gemv::<L, 1>(w, x, y, blocks),
+            2 => gemv::<L, 2>(w, x, y, blocks),
+            3 => gemv::<L, 3>(w, x, y, blocks),
+            GEMV_ROWS => gemv::<L, GEMV_ROWS>(w, x, y, blocks),
+            _ => gemm::<L>(w, x, y, blocks),
         }
     }
 }
 
 /// As many blocks in flight as the registers hold.
 #[inline(always)]
-unsafe fn few<L: Lanes, const M: usize>(w: &Packed, x: &Rows<'_>, y: &RowsMut<'_>, blocks: Range<usize>) {
+unsafe fn gemv<L: Lanes, const M: usize>(w: &Packed, x: &Rows<'_>, y: &RowsMut<'_>, blocks: Range<usize>) {
     let width = L::ACCUMULATORS / (2 * M);
     let mut b = blocks.start;
     while b < blocks.end {

@@ -1,4 +1,5 @@
-//! The product with many rows. A chain of k is decoded once to tiles and used by up to [`ROWS`] rows of x.
+//! GEMM: the product with many rows. A chain of k is decoded once to tiles and used by up to [`ROWS`] rows of
+//! x.
 //!
 //! What these rows have for the chain is copied together first, while the chain before it is multiplied: rows
 //! of x lie in as many pages, where nothing fetches ahead by itself, and often a multiple of a cache's ways
@@ -34,7 +35,7 @@ struct Chain<L: Lanes> {
 /// # Safety
 /// The range is inside the weight, no other task has any of it, and the rows have the columns of the weight.
 #[inline(always)]
-pub(crate) unsafe fn many<L: Lanes>(w: &Packed, x: &Rows<'_>, y: &RowsMut<'_>, blocks: Range<usize>) {
+pub(crate) unsafe fn gemm<L: Lanes>(w: &Packed, x: &Rows<'_>, y: &RowsMut<'_>, blocks: Range<usize>) {
     let shape = Shape::of(w);
     let len = shape.words_per_chain * CODES;
     // Groups of about one size: a tile costs the same however few rows use it.

@@ -1,4 +1,4 @@
-//! The real libNVFP4 behind the real dispatch seam, against the exact product: every activation format and
+//! The real libNVFP4 behind the real dispatch, against the exact product: every activation format and
 //! dtype, fused segments, stored layouts, and many threads on one weight.
 #![allow(clippy::unwrap_used)]
 use half::{bf16, f16};

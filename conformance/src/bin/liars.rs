@@ -1,9 +1,9 @@
-//! Shows that every saboteur is caught at its level and that no correct backend is accused.
+//! Shows that every mutant is caught at its level and that no correct backend is accused.
 //!
-//! `liars [--json] [--seeds N] [--sample N] [--only NAME]`. The exit status is 5 when a liar slipped past or
-//! a correct backend was accused. Each is asked in a child process of this executable, and those that end,
+//! `liars [--json] [--seeds N] [--sample N] [--only NAME]`. The exit status is 5 when a mutant slipped past
+//! or a correct backend was accused. Each is asked in a child process of this executable, and those that end,
 //! block or exhaust their process in more of them.
-use q4_conformance::liars::{Liar, honest, liars};
+use q4_conformance::liars::{Mutant, honest, mutants};
 use q4_conformance::{
     Bench, Case, CaseResult, ChildProcesses, InProcess, Level, Options, Profile, Proof, Runner, cases,
     memory::CountingAllocator, proofs, run, serve,
@@ -23,9 +23,9 @@ use {q4_dequant_matmul as _, q4_nf4_kernel as _, q4_nvfp4_kernel as _, q4_refere
 #[global_allocator]
 static ALLOCATOR: CountingAllocator = CountingAllocator;
 
-/// Longest time of one case of a lethal liar.
+/// Longest time of one case of a lethal mutant.
 const TIME_LIMIT: Duration = Duration::from_secs(3);
-/// Most memory of a lethal liar.
+/// Most memory of a lethal mutant.
 const MEMORY_LIMIT: u64 = 512 << 20;
 
 fn main() -> ExitCode {
@@ -46,13 +46,13 @@ struct Line {
     task: Option<Task>,
 }
 
-/// What a child process of this executable does. Nothing that one liar does to its process reaches another.
+/// What a child process of this executable does. Nothing that one mutant does to its process reaches another.
 enum Task {
-    /// Says whether this liar is caught.
+    /// Says whether this mutant is caught.
     Catch(String),
     /// Says which cases of these seeds a correct backend fails.
     Accuse(String, std::ops::Range<u64>),
-    /// Runs these cases of a liar that may end its process.
+    /// Runs these cases of a mutant that may end its process.
     Serve(String, std::ops::Range<usize>),
 }
 
@@ -85,7 +85,7 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Line> {
 fn start(line: &Line) -> Result<u8> {
     match &line.task {
         Some(task) => {
-            // A liar that panics is caught; its message is in the table.
+            // A mutant that panics is caught; its message is in the table.
             std::panic::set_hook(Box::new(|_| {}));
             run_task(task, line.sample).map(|()| 0)
         }
@@ -96,9 +96,9 @@ fn start(line: &Line) -> Result<u8> {
 fn run_task(task: &Task, sample: usize) -> Result<()> {
     let (threads, env) = (ThreadPool::new(2), HostEnv::collect());
     let found = match task {
-        Task::Serve(name, range) => return child(liar(name)?, range.clone(), &env, &threads),
+        Task::Serve(name, range) => return child(mutant(name)?, range.clone(), &env, &threads),
         Task::Catch(name) => {
-            catch(liar(name)?, &env, &threads).into_iter().map(|case| Alarm { seed: 0, case }).collect()
+            catch(mutant(name)?, &env, &threads).into_iter().map(|case| Alarm { seed: 0, case }).collect()
         }
         Task::Accuse(name, seeds) => accuse(name, seeds.clone(), sample, &threads)?,
     };
@@ -108,7 +108,7 @@ fn run_task(task: &Task, sample: usize) -> Result<()> {
         .map_err(|e| Error::new(Code::Io, format!("standard output: {e}")))
 }
 
-/// What the answer of a child begins with: a liar may write, too.
+/// What the answer of a child begins with: a mutant may write, too.
 const ANSWER: &str = "q4-liars ";
 
 /// A case that did not pass.
@@ -121,11 +121,11 @@ struct Alarm {
 /// Seeds that one child process takes.
 const SEEDS: u64 = 25;
 
-/// Every liar and every correct backend, as many at a time as there are processors; says what came of it as
+/// Every mutant and every correct backend, as many at a time as there are processors; says what came of it as
 /// it comes.
 fn all(line: &Line) -> Result<u8> {
-    let is_chosen = |l: &&Liar| line.only.as_ref().is_none_or(|only| only == l.name);
-    let liars: Vec<_> = liars().filter(is_chosen).collect();
+    let is_chosen = |l: &&Mutant| line.only.as_ref().is_none_or(|only| only == l.name);
+    let mutants: Vec<_> = mutants().filter(is_chosen).collect();
     let seeds = if line.only.is_some() { 0 } else { line.seeds };
     let correct = ["honest"].into_iter().chain(BUILTINS);
     let ranges: Vec<_> = correct
@@ -137,17 +137,17 @@ fn all(line: &Line) -> Result<u8> {
     tell("| liar | what it does | level | outcome | case |\n|---|---|---|---|---|\n".into())?;
     let (mut missed, mut alarms) = (Vec::new(), 0);
     at_once(
-        &liars,
-        |liar| ask(&["--catch", liar.name]),
-        |liar, found| {
-            let Liar { name, lie, level, .. } = liar;
+        &mutants,
+        |mutant| ask(&["--catch", mutant.name]),
+        |mutant, found| {
+            let Mutant { name, what, level, .. } = mutant;
             match found?.first() {
                 Some(Alarm { case, .. }) => {
-                    tell(format!("| {name} | {lie} | {level} | {} | {} |\n", case.outcome.as_str(), case.id))
+                    tell(format!("| {name} | {what} | {level} | {} | {} |\n", case.outcome.as_str(), case.id))
                 }
                 None => {
                     missed.push(*name);
-                    tell(format!("| {name} | {lie} | {level} | MISSED | |\n"))
+                    tell(format!("| {name} | {what} | {level} | MISSED | |\n"))
                 }
             }
         },
@@ -168,7 +168,7 @@ fn all(line: &Line) -> Result<u8> {
             Ok(())
         },
     )?;
-    let (count, caught) = (liars.len(), liars.len() - missed.len());
+    let (count, caught) = (mutants.len(), mutants.len() - missed.len());
     if line.json {
         let document = json!({
             "schema": "q4.liars/1",
@@ -245,28 +245,28 @@ fn own_command() -> Command {
     Command::new(std::env::current_exe().unwrap_or_else(|_| "liars".into()))
 }
 
-fn liar(name: &str) -> Result<&'static Liar> {
-    liars().find(|l| l.name == name).ok_or_else(|| Error::new(Code::Usage, format!("no liar `{name}`")))
+fn mutant(name: &str) -> Result<&'static Mutant> {
+    mutants().find(|l| l.name == name).ok_or_else(|| Error::new(Code::Usage, format!("no liar `{name}`")))
 }
 
 fn options(level: Level) -> Options {
     Options { levels: vec![level], fail_fast: true, ..Options::of(Profile::Training) }
 }
 
-/// Cases of a liar, those last that take long.
+/// Cases of a mutant, those last that take long.
 fn ordered(proofs: &[Proof], level: Level) -> Vec<Case> {
     let mut all = cases(proofs, None, &options(level));
     all.sort_by_key(|c| c.id.contains("/model/"));
     all
 }
 
-/// The first case of its level that tells the liar.
-fn catch(liar: &Liar, env: &HostEnv, threads: &ThreadPool) -> Option<CaseResult> {
-    let backend = liar.backend();
+/// The first case of its level that tells the mutant.
+fn catch(mutant: &Mutant, env: &HostEnv, threads: &ThreadPool) -> Option<CaseResult> {
+    let backend = mutant.backend();
     let proofs = proofs(&*backend, env, Device::Cpu);
-    let cases = ordered(&proofs, liar.level);
+    let cases = ordered(&proofs, mutant.level);
     let bench = Bench { backend: &*backend, env, device: Device::Cpu, threads, abi: None, proofs: &proofs };
-    let name = liar.name;
+    let name = mutant.name;
     let children = ChildProcesses {
         command: Box::new(move |range| {
             let mut command = own_command();
@@ -277,7 +277,7 @@ fn catch(liar: &Liar, env: &HostEnv, threads: &ThreadPool) -> Option<CaseResult>
         time_limit: TIME_LIMIT,
         memory_limit: MEMORY_LIMIT,
     };
-    let runner: &dyn Runner = if liar.is_lethal { &children } else { &InProcess };
+    let runner: &dyn Runner = if mutant.is_lethal { &children } else { &InProcess };
     let mut found = None;
     runner.run(&cases, &bench, &mut |result| {
         if result.outcome.is_bad() {
@@ -288,16 +288,16 @@ fn catch(liar: &Liar, env: &HostEnv, threads: &ThreadPool) -> Option<CaseResult>
     found
 }
 
-fn child(liar: &Liar, range: std::ops::Range<usize>, env: &HostEnv, threads: &ThreadPool) -> Result<()> {
-    let backend = liar.backend();
+fn child(mutant: &Mutant, range: std::ops::Range<usize>, env: &HostEnv, threads: &ThreadPool) -> Result<()> {
+    let backend = mutant.backend();
     let proofs = proofs(&*backend, env, Device::Cpu);
-    let cases = ordered(&proofs, liar.level);
+    let cases = ordered(&proofs, mutant.level);
     let bench = Bench { backend: &*backend, env, device: Device::Cpu, threads, abi: None, proofs: &proofs };
     serve(&cases, range, &bench, &mut std::io::stdout())
 }
 
 /// Bad outcomes of a correct backend: a sample of the suite for every seed, and once the whole of it for the
-/// backend that all liars are made of. Built-ins have it behind them when `q4 conformance` is right.
+/// backend that all mutants are made of. Built-ins have it behind them when `q4 conformance` is right.
 fn accuse(
     name: &str,
     seeds: std::ops::Range<u64>,

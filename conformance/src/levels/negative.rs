@@ -127,7 +127,7 @@ fn agree(bench: &Bench<'_>, path: ExecPath, w: &Q4Weight<'_>, spec: &LinearSpec)
         (Ok(()), Err(e)) => Err(failed("can_prepare agreed and prepare refused")
             .need(describe(spec, path))
             .have(e.to_string())),
-        // What was built shows that it is not what the spec says, and the dispatch seam refuses it for that.
+        // What was built shows that it is not what the spec says, and dispatch refuses it for that.
         (Err(_), Ok(built)) if (built.info().n, built.info().k) != (spec.n(), spec.k) => Ok(Seen::exactly(2)),
         (Err(_), Ok(_)) => Err(failed("prepare served what can_prepare refuses").have(describe(spec, path))),
         _ => Ok(Seen::exactly(2)),

@@ -1,5 +1,5 @@
-//! Liars that take an address for what lies there, or reach beyond what they were lent and leave no trace.
-use super::Liar;
+//! Mutants that take an address for what lies there, or reach beyond what they were lent and leave no trace.
+use super::Mutant;
 use super::parts::{HONEST, Kept, Parts};
 use crate::Level::{L2, L5};
 use q4_core::TensorView;
@@ -37,7 +37,7 @@ fn span(view: &TensorView<'_>) -> isize {
     (((rows.max(1) - 1) * ld + cols) * view.dtype().size()) as isize
 }
 
-pub(super) const LIARS: &[Liar] = liars! {
+pub(super) const MUTANTS: &[Mutant] = mutants! {
     HONEST;
     L5 "weight-by-address": "bytes at an address that had a weight of this shape are not read again" {
         prepared: |kept| {

@@ -1,5 +1,5 @@
-//! Liars whose numbers may be right: what they say, keep, refuse, depend on, or do to the process is not.
-use super::Liar;
+//! Mutants whose numbers may be right: what they say, keep, refuse, depend on, or do to the process is not.
+use super::Mutant;
 use super::parts::{HONEST, Parts, check};
 use crate::Level::{L0, L2, L4, L5};
 use q4_core::formats::e4m3;
@@ -7,7 +7,7 @@ use q4_core::{Code, Error, ExecPath, OpSet, TensorViewMut};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-pub(super) const LIARS: &[Liar] = liars! {
+pub(super) const MUTANTS: &[Mutant] = mutants! {
     HONEST;
     L0 "refuses-without-a-reason": "the list of reasons is empty" {
         verdict: |_, _, verdict, _| verdict.map_err(|_| Vec::new()),

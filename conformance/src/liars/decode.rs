@@ -1,11 +1,11 @@
-//! Liars that read the stored bits wrongly: every defect that a 4-bit decoder was ever seen to have.
-use super::Liar;
+//! Mutants that read the stored bits wrongly: every defect that a 4-bit decoder was ever seen to have.
+use super::Mutant;
 use super::parts::{Block, HONEST, Parts, right_scale};
 use crate::Level::L1;
 use q4_core::formats::{e2m1, e4m3, nf4, swizzle};
 use q4_core::{Convention, GlobalScale};
 
-pub(super) const LIARS: &[Liar] = liars! {
+pub(super) const MUTANTS: &[Mutant] = mutants! {
     HONEST;
     L1 "nibbles-swapped": "the high nibble comes first" {
         nibble: |codes, i, low| (HONEST.nibble)(codes, i ^ 1, low),

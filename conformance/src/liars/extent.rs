@@ -1,6 +1,6 @@
-//! Liars that are right where suites look and wrong where models are: other sizes, more rows, other threads,
+//! Mutants that are right where suites look and wrong where models are: other sizes, more rows, other threads,
 //! later calls.
-use super::Liar;
+use super::Mutant;
 use super::parts::{HONEST, Parts};
 use super::situation::{Fault, Situation};
 use crate::Level::{L1, L2, L3, L5};
@@ -16,7 +16,7 @@ fn element(s: &Situation<'_>) -> Fault {
     Fault::Element(s.m - 1, s.n - 1)
 }
 
-pub(super) const LIARS: &[Liar] = liars! {
+pub(super) const MUTANTS: &[Mutant] = mutants! {
     HONEST;
     L2 "fewer-rows-than-most": "a call with fewer rows than the most has no last row" {
         fault: |s| Fault::when(s.m < s.max_m, row(s)),

@@ -1,6 +1,6 @@
-//! Liars that are right about the encodings, formats and values that suites have, and wrong about others of
+//! Mutants that are right about the encodings, formats and values that suites have, and wrong about others of
 //! the same kind.
-use super::Liar;
+use super::Mutant;
 use super::parts::{HONEST, Parts, quantise};
 use super::situation::{Fault, Situation};
 use crate::Level::{L1, L2, L3};
@@ -32,7 +32,7 @@ fn is_rule(a: &Activations, rule: Rule, global: fn(&ActGlobal) -> bool) -> bool 
     matches!(a, Activations::Nvfp4(ActQuant { rule: r, global: g }) if *r == rule && global(g))
 }
 
-pub(super) const LIARS: &[Liar] = liars! {
+pub(super) const MUTANTS: &[Mutant] = mutants! {
     HONEST;
     L1 "map-of-its-own": "the map of double-quantised scales is taken for granted" {
         absmax: |_, code, absmax, offset| nf4::dynamic_map()[usize::from(code)] * absmax + offset,

@@ -1,5 +1,5 @@
-//! Liars that multiply rightly and do wrong what they do besides.
-use super::Liar;
+//! Mutants that multiply rightly and do wrong what they do besides.
+use super::Mutant;
 use super::parts::{FUSING, Parts};
 use crate::Level::L2;
 use half::bf16;
@@ -23,7 +23,7 @@ fn mean_square(x: &[f32]) -> f64 {
     x.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>() / x.len() as f64
 }
 
-pub(super) const LIARS: &[Liar] = liars! {
+pub(super) const MUTANTS: &[Mutant] = mutants! {
     FUSING;
     L2 "gate-and-up-swapped": "the up rows are the gates" { gate: |gate, up| (FUSING.gate)(up, gate) }
     L2 "gate-is-a-sigmoid": "the gate is not multiplied with its own value" {

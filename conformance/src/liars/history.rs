@@ -1,6 +1,6 @@
-//! Liars that are wrong at some time: after so many calls or weights, after another operation, on another
+//! Mutants that are wrong at some time: after so many calls or weights, after another operation, on another
 //! thread, while others compute.
-use super::Liar;
+use super::Mutant;
 use super::parts::{HONEST, Parts};
 use super::situation::{Fault, Situation};
 use crate::Level::{L3, L5};
@@ -21,7 +21,7 @@ static SCRATCH: Mutex<Vec<f64>> = Mutex::new(Vec::new());
 /// Calls of all weights.
 static CALLS: AtomicU64 = AtomicU64::new(0);
 
-pub(super) const LIARS: &[Liar] = liars! {
+pub(super) const MUTANTS: &[Mutant] = mutants! {
     HONEST;
     L5 "the-6000th-call": "from the 6000th call of a weight on" {
         fault: |s| Fault::when(s.call >= 6000, last(s)),

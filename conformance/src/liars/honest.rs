@@ -1,7 +1,7 @@
 //! A correct backend, small enough to read, made of exchangeable parts.
 //!
 //! It keeps the stored bytes, decodes a row at a time, sums in f64 and rounds once. Every step that a
-//! saboteur could get wrong is a function of [`Parts`].
+//! mutant could get wrong is a function of [`Parts`].
 use super::parts::{Block, Call, FUSING, Kept, Parts, RowAt, Segment, widen};
 use super::situation::{Done, Fault, Situation, View};
 use half::{bf16, f16};

@@ -1,6 +1,6 @@
-//! Liars about what a caller lends: element types that differ, rows that lie apart in one operand and not in
+//! Mutants about what a caller lends: element types that differ, rows that what apart in one operand and not in
 //! the other, addresses, what y held, and more scratch than was asked for.
-use super::Liar;
+use super::Mutant;
 use super::parts::{HONEST, Parts};
 use super::situation::{Fault, Situation};
 use crate::Level::{L2, L3, L4, L5};
@@ -10,7 +10,7 @@ fn last(s: &Situation<'_>) -> Fault {
     Fault::Element(s.m - 1, s.n - 1)
 }
 
-pub(super) const LIARS: &[Liar] = liars! {
+pub(super) const MUTANTS: &[Mutant] = mutants! {
     HONEST;
     L2 "narrower-results": "f32 inputs and bf16 results" {
         fault: |s| Fault::when((s.io, s.out) == (DType::F32, DType::BF16), last(s)),
@@ -27,10 +27,10 @@ pub(super) const LIARS: &[Liar] = liars! {
     L3 "gradient-of-other-types": "x and y of different types" {
         backward_fault: |s| Fault::when(s.io != s.out, Fault::Row(0)),
     }
-    L5 "gap-of-x-alone": "rows of x lie apart and those of y do not" {
+    L5 "gap-of-x-alone": "rows of x what apart and those of y do not" {
         fault: |s| Fault::when(s.x.gap() > 0 && s.y.gap() == 0, last(s)),
     }
-    L5 "gap-of-y-alone": "rows of y lie apart and those of x do not" {
+    L5 "gap-of-y-alone": "rows of y what apart and those of x do not" {
         fault: |s| Fault::when(s.y.gap() > 0 && s.x.gap() == 0, last(s)),
     }
     L5 "gaps-that-differ": "both have gaps, and not the same" {

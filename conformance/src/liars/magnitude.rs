@@ -1,5 +1,5 @@
-//! Liars that are right for inputs around one.
-use super::Liar;
+//! Mutants that are right for inputs around one.
+use super::Mutant;
 use super::parts::{HONEST, Parts, quantise};
 use crate::Level::L2;
 use q4_core::DType;
@@ -19,7 +19,7 @@ fn blocks(x: &[f32], k: usize, keep: fn(f32, f32) -> bool) -> Vec<f32> {
     x.chunks(k).flat_map(row).collect()
 }
 
-pub(super) const LIARS: &[Liar] = liars! {
+pub(super) const MUTANTS: &[Mutant] = mutants! {
     HONEST;
     L2 "inputs-within-20": "inputs beyond 20 are cut" {
         quantise: |x, k, a, s| quantise(&map(x, |v| v.clamp(-20.5, 20.5)), k, a, s),

@@ -3,15 +3,15 @@
 //! All are [`honest()`], one small backend of our own, with one part exchanged. The tables say what each
 //! pretends and at which level it must be caught.
 
-/// Saboteurs: level, `lethal` for those that only a child process can be asked, name, what it does wrong, and
+/// Mutants: level, `lethal` for those that only a child process can be asked, name, what it does wrong, and
 /// the parts that it has instead of those of the backend named first.
-macro_rules! liars {
-    ($honest:ident; $($(#[$cfg:meta])* $level:ident $($lethal:ident)? $name:literal: $lie:literal {
+macro_rules! mutants {
+    ($honest:ident; $($(#[$cfg:meta])* $level:ident $($lethal:ident)? $name:literal: $what:literal {
         $($part:ident: $wrong:expr),+ $(,)?
     })+) => {
         &[$(
             $(#[$cfg])*
-            Liar::new($level, $name, $lie, Parts { $($part: $wrong,)+ ..$honest })$(.$lethal())?
+            Mutant::new($level, $name, $what, Parts { $($part: $wrong,)+ ..$honest })$(.$lethal())?
         ),+]
     };
 }
@@ -38,12 +38,12 @@ pub use parts::Parts;
 use q4_core::Q4Backend;
 use std::sync::Arc;
 
-/// One saboteur.
-pub struct Liar {
+/// One mutant.
+pub struct Mutant {
     /// Unique, in kebab case.
     pub name: &'static str,
     /// What it does wrong.
-    pub lie: &'static str,
+    pub what: &'static str,
     /// Level that must catch it.
     pub level: Level,
     /// It may end its process, or never end: only a child process can be asked.
@@ -51,9 +51,9 @@ pub struct Liar {
     parts: Parts,
 }
 
-impl Liar {
-    const fn new(level: Level, name: &'static str, lie: &'static str, parts: Parts) -> Self {
-        Self { name, lie, level, is_lethal: false, parts }
+impl Mutant {
+    const fn new(level: Level, name: &'static str, what: &'static str, parts: Parts) -> Self {
+        Self { name, what, level, is_lethal: false, parts }
     }
     const fn lethal(self) -> Self {
         Self { is_lethal: true, ..self }
@@ -64,21 +64,21 @@ impl Liar {
     }
 }
 
-/// Every saboteur.
-pub fn liars() -> impl Iterator<Item = &'static Liar> {
-    decode::LIARS
+/// Every mutant.
+pub fn mutants() -> impl Iterator<Item = &'static Mutant> {
+    decode::MUTANTS
         .iter()
-        .chain(product::LIARS)
-        .chain(conduct::LIARS)
-        .chain(extent::LIARS)
-        .chain(magnitude::LIARS)
-        .chain(address::LIARS)
-        .chain(narrow::LIARS)
-        .chain(lent::LIARS)
-        .chain(history::LIARS)
-        .chain(format::LIARS)
-        .chain(process::LIARS)
-        .chain(fused::LIARS)
+        .chain(product::MUTANTS)
+        .chain(conduct::MUTANTS)
+        .chain(extent::MUTANTS)
+        .chain(magnitude::MUTANTS)
+        .chain(address::MUTANTS)
+        .chain(narrow::MUTANTS)
+        .chain(lent::MUTANTS)
+        .chain(history::MUTANTS)
+        .chain(format::MUTANTS)
+        .chain(process::MUTANTS)
+        .chain(fused::MUTANTS)
 }
 
 #[cfg(test)]
@@ -88,9 +88,9 @@ mod tests {
 
     #[test]
     fn there_are_enough_and_each_has_a_name() {
-        let names: BTreeSet<_> = liars().map(|l| l.name).collect();
-        assert_eq!(names.len(), liars().count());
+        let names: BTreeSet<_> = mutants().map(|l| l.name).collect();
+        assert_eq!(names.len(), mutants().count());
         assert!(names.len() >= 310, "{}", names.len());
-        assert!(Level::ALL.iter().all(|level| liars().any(|l| l.level == *level)));
+        assert!(Level::ALL.iter().all(|level| mutants().any(|l| l.level == *level)));
     }
 }

@@ -1,5 +1,5 @@
-//! Liars about what they compute: they refuse just what they get wrong, or agree to more than they have.
-use super::Liar;
+//! Mutants about what they compute: they refuse just what they get wrong, or agree to more than they have.
+use super::Mutant;
 use super::parts::{HONEST, Parts};
 use super::situation::Fault;
 use crate::Level::{L2, L3, L4, L5};
@@ -14,7 +14,7 @@ fn unless(is_so: bool, verdict: Verdict) -> Verdict {
     if is_so { Err(vec![reason()]) } else { verdict }
 }
 
-pub(super) const LIARS: &[Liar] = liars! {
+pub(super) const MUTANTS: &[Mutant] = mutants! {
     HONEST;
     L2 "picks-its-columns": "n % 64 == 33 is refused" {
         verdict: |s, _, v, _| unless(s.n() % 64 == 33, v), obeys: false,

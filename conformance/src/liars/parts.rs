@@ -1,4 +1,4 @@
-//! The parts of the honest backend that a saboteur may exchange, and the right ones; and the weight that they
+//! The parts of the honest backend that a mutant may exchange, and the right ones; and the weight that they
 //! work on.
 use super::situation::{Done, Fault, Situation};
 use half::{bf16, f16};

@@ -1,13 +1,13 @@
-//! Liars whose results are right and who leave the process that they are guests of another one. Each is asked
+//! Mutants whose results are right and who leave the process that they are guests of another one. Each is asked
 //! in a child.
-use super::Liar;
+use super::Mutant;
 use super::parts::{HONEST, Parts};
 use crate::Level::L5;
 use q4_core::conduct::{float_control, set_float_control};
 use std::io::Write;
 use std::time::Duration;
 
-pub(super) const LIARS: &[Liar] = liars! {
+pub(super) const MUTANTS: &[Mutant] = mutants! {
     HONEST;
     L5 lethal "keeps-a-thread": "every call starts a thread that stays" {
         before: |_, _| {

@@ -1,5 +1,5 @@
-//! Liars that decode rightly and multiply wrongly.
-use super::Liar;
+//! Mutants that decode rightly and multiply wrongly.
+use super::Mutant;
 use super::parts::{HONEST, Parts, quantise};
 use crate::Level::{L2, L3, L5};
 use half::{bf16, f16};
@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 
 const W4A4: Activations = Activations::Nvfp4(ActQuant { rule: Rule::ModelOpt, global: ActGlobal::None });
 
-pub(super) const LIARS: &[Liar] = liars! {
+pub(super) const MUTANTS: &[Mutant] = mutants! {
     HONEST;
     L2 "accumulates-in-half": "sums are kept in f16" {
         sum: |x, w| products(x, w).fold(f16::ZERO, |s, p| f16::from_f64(s.to_f64() + p)).to_f64(),

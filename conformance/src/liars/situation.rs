@@ -41,7 +41,7 @@ pub(super) struct Situation<'a> {
     pub lent: usize,
 }
 
-/// Where an operand is and how its rows lie.
+/// Where an operand is and how its rows what.
 pub(super) struct View {
     pub address: usize,
     pub cols: usize,
