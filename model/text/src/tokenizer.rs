@@ -23,9 +23,8 @@ const PROBE: &str = "Hello, World 0123! \n\t don't 你好，世界 émoji 🦀\r
 ///
 /// ```
 /// use q4_text::tokenizer::Tokenizer;
-/// use std::path::Path;
 ///
-/// let tokenizer = Tokenizer::from_file(Path::new("../tests/data/demo/tokenizer.json"))?;
+/// let tokenizer = Tokenizer::from_bytes(include_bytes!("../../tests/data/demo/tokenizer.json"))?;
 /// let ids = tokenizer.encode("Who are you?", false)?;
 /// assert_eq!(tokenizer.decode(&ids, false)?, "Who are you?");
 ///
