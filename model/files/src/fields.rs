@@ -20,7 +20,7 @@ impl Fields {
     /// Parses `bytes` as one JSON object; `file` is how errors call it.
     ///
     /// # Errors
-    /// [`Code::ConfigInvalid`] for more than [`FILE_LIMIT`] bytes and for anything but an object.
+    /// [`Code::ConfigInvalid`] for more than 1 MiB and for anything but an object.
     pub fn parse(file: &'static str, bytes: &[u8]) -> Result<Self> {
         files::within(bytes, FILE_LIMIT, file, Code::ConfigInvalid)?;
         match serde_json::from_slice(bytes) {
