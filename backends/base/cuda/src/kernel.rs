@@ -75,13 +75,11 @@ impl Kernels {
         // SAFETY: the module is loaded; the name is NUL-terminated; the out pointer is valid.
         let status = unsafe { driver::cuModuleGetFunction(&mut raw, self.0.raw, text.as_ptr()) };
         check(status, &format!("kernel `{name}` of `{}`", self.0.name))?;
+        let kernel = Kernel { module: self.0.clone(), raw, name: name.into() };
         // One division of the on-chip memory for all: a processor must drain before it changes it, and
         // kernels that overlap would wait for that.
-        let which = driver::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
-        // SAFETY: the function was just found.
-        let status = unsafe { driver::cuFuncSetAttribute(raw, which, 100) };
-        check(status, &format!("on-chip memory of kernel `{name}`"))?;
-        Ok(Kernel { module: self.0.clone(), raw, name: name.into() })
+        kernel.carve(100)?;
+        Ok(kernel)
     }
 }
 
@@ -135,6 +133,24 @@ impl Kernel {
     /// Its name.
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// Lets the driver divide the on-chip memory, whose larger part may then be cache: for kernels that
+    /// stream, and beside which no others run. Once, when the kernel is prepared.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn prefer_cache(&self) -> Result<()> {
+        self.module.gpu.bind()?;
+        self.carve(-1)
+    }
+
+    /// `percent` of the on-chip memory as shared memory, -1: the driver's choice. Its context is current.
+    fn carve(&self, percent: i32) -> Result<()> {
+        let which = driver::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
+        // SAFETY: the function is alive.
+        let status = unsafe { driver::cuFuncSetAttribute(self.raw, which, percent) };
+        check(status, &format!("on-chip memory of kernel `{}`", self.name))
     }
 
     /// Raises the limit on dynamic shared memory; once, when the kernel is prepared.

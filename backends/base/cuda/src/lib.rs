@@ -2,9 +2,9 @@
 //! it.
 //!
 //! A [`Gpu`] is a device's primary context. [`Kernels`] come from CUDA C++ without headers of CUDA's, which
-//! NVRTC compiles to machine code at first use and which stays on disk; where there is no NVRTC, prebuilt images stand in. A
-//! missing library is an error value that says what was looked for. Nothing else in the workspace calls the
-//! driver.
+//! NVRTC compiles to machine code at first use and which stays on disk; where there is no NVRTC, prebuilt
+//! images stand in. A missing library is an error value that says what was looked for. Nothing else in the
+//! workspace calls the driver.
 mod access;
 mod ahead;
 mod arena;
