@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Compiles every CUDA kernel with NVRTC as the program does and writes a hash of its instructions.
 
-cubins.py OUT.json [--against OLD.json] [--only NAME] needs no device: only NVRTC, found in Q4_CUDA_LIBS or by the loader. A row is
-one kernel of one program (source, architecture, options): bytes of instructions, their hash, registers, bytes of its frame. Compared with OLD.json it
-prints what differs, and takes over what has the text it had there.
+cubins.py OUT.json [--against OLD.json] [--only NAME] needs no device: only NVRTC, found in Q4_CUDA_LIBS or by
+the loader. A row is one kernel of one program (source, architecture, options): bytes of instructions, their
+hash, registers, bytes of its frame. Compared with OLD.json it prints what differs, and takes over what has the
+text it had there.
 """
 import argparse
 import concurrent.futures

@@ -22,7 +22,8 @@ extern "C" __global__ void fill(u32 *data, u64 count) {
     }
 }
 
-// multiply(rounds, seed u32[4096], out float[1]): grid 1 block a multiprocessor, block 256, 48 KiB of shared memory.
+// multiply(rounds, seed u32[4096], out float[1]): grid 1 block a multiprocessor, block 256, 48 KiB of shared
+// memory.
 //   Every warpgroup (or warp) does `rounds` times 4 products; see FLOP below.
 extern "C" __global__ void __launch_bounds__(256, 1) multiply(int rounds, const u32 *seed, float *out) {
     extern __shared__ __align__(1024) u32 tile[];

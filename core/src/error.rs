@@ -25,7 +25,7 @@ macro_rules! codes {
 }
 
 codes! {
-    Usage              = "0101", 2, "the command line names something that does not exist, or options that contradict each other";
+    Usage              = "0101", 2, "the command line names what does not exist, or contradicts itself";
     Findings           = "0102", 3, "the check ran and found problems";
     ModelMissing       = "0201", 4, "a file of the model is missing";
     Container          = "0202", 4, "a weight file is damaged or not what its name says";

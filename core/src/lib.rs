@@ -16,6 +16,7 @@ pub mod device;
 mod error;
 pub mod exponential;
 pub mod formats;
+mod fusion;
 mod host;
 pub mod isa;
 mod linear;
@@ -38,14 +39,15 @@ mod threads;
 mod weight;
 
 pub use backend::{
-    BackendDescriptor, Candidate, ComputePath, ExecContext, ExecPath, Footprint, FuseSet, Fusion, LinearSpec,
-    OpSet, PreparedInfo, PreparedWeight, ProbeItem, Q4Backend, RmsNorm, Scratch, SegmentSpec,
+    BackendDescriptor, Candidate, ComputePath, ExecContext, ExecPath, Footprint, LinearSpec, OpSet,
+    PreparedInfo, PreparedWeight, ProbeItem, Q4Backend, Scratch, SegmentSpec,
 };
 pub use error::{Code, Error, Result};
 pub use formats::Q4Schema;
 pub use formats::dense::Dense;
 pub use formats::nf4::{Absmax, Nf4, Nf4Parts};
 pub use formats::nvfp4::{Nvfp4, Nvfp4Parts};
+pub use fusion::{FuseSet, Fusion, RmsNorm};
 #[cfg(target_arch = "x86_64")]
 pub use host::has_tiles;
 pub use host::{CudaDevice, CudaTools, Found, HostEnv, LibraryFacts, VendorDevice, processors};

@@ -89,3 +89,28 @@ impl fmt::Display for Reject {
 
 /// `Ok(())`, or *every* reason (never an empty list).
 pub type Verdict = std::result::Result<(), Vec<Reject>>;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_reason_has_one_spelling_and_is_documented() {
+        let page = include_str!("../../docs/errors.md");
+        for (i, c) in RejectCode::ALL.iter().enumerate() {
+            assert_eq!(RejectCode::parse(c.as_str()), Some(*c));
+            assert_eq!(serde_json::to_value(c).ok(), Some(c.as_str().into()));
+            assert!(RejectCode::ALL[..i].iter().all(|other| other.title() != c.title()), "{c:?}");
+            let row = format!("| `{}` | {} |", c.as_str(), c.title());
+            assert!(page.contains(&row), "docs/errors.md lacks {row}");
+        }
+        assert_eq!(RejectCode::parse("Internal"), None);
+    }
+
+    #[test]
+    fn reject_codes_round_trip() {
+        for c in ["device-arch", "shape-unsupported", "internal", "library-too-old"] {
+            assert_eq!(RejectCode::parse(c).map(RejectCode::as_str), Some(c));
+        }
+    }
+}

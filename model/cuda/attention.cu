@@ -1,7 +1,8 @@
 // Attention of one step's queries over the cache. HEAD_DIM (64, 80, 96 or 128) is defined at compilation for
 // the kernels `decode_*`; `attention_*` take any even head size up to 512.
 //
-// Cache: keys/values[sequence * sequence_stride + kv_head * head_stride + position * dim + i], strides in elements.
+// Cache: keys/values[sequence * sequence_stride + kv_head * head_stride + position * dim + i], strides in
+// elements.
 #include "elements.cuh"
 
 // attention_T(q T[rows, heads dim], keys T, values T, head_stride, sequence_stride, position u32, batch,
@@ -88,8 +89,9 @@ constexpr u32 TRIES = 64;
 // Halves of tiles a warp has on their way.
 constexpr int AHEAD = SLOTS == 1 ? 2 : 3;
 
-// 16 positions in shared memory: a half of keys, a half of values. The same 16 bytes of eight rows are in different banks: in
-// rows of 128 bytes or twice that their number is turned by the row's, others are 16 bytes apart.
+// 16 positions in shared memory: a half of keys, a half of values. The same 16 bytes of eight rows are in
+// different banks: in rows of 128 bytes or twice that their number is turned by the row's, others are 16
+// bytes apart.
 struct Tile {
     static constexpr bool TURNED = D % 64 == 0;
     static constexpr u32 PITCH = TURNED ? 2 * D : 2 * D + 16, HALF = 16 * PITCH, BYTES = 2 * HALF;
@@ -169,7 +171,8 @@ template <class X> struct Head {
     }
 };
 
-// Value i of head h in a warp's sums: runs of every eighth value, so that a lane stores four at once, and no bank is met twice.
+// Value i of head h in a warp's sums: runs of every eighth value, so that a lane stores four at once, and no
+// bank is met twice.
 constexpr int RUN = D > 96 ? 20 : 12, PAIR = 16 * RUN + 8;
 DEVICE int sum_at(int h, int i) { return (h >> 1) * PAIR + ((h & 1) * 8 + i % 8) * RUN + i / 8; }
 static_assert(4 * PAIR * sizeof(float) <= Tile::BYTES, "a warp's sums take the place of its first tile");
@@ -181,8 +184,8 @@ DEVICE u32 transposed(u32 x) {
     return y;
 }
 
-// What a split hands on of two values of a head: their sums, the peak these stand below, the total. Words are inverted, so
-// that none is zero (no sum is the NaN of all ones): a zero has not come yet.
+// What a split hands on of two values of a head: their sums, the peak these stand below, the total. Words are
+// inverted, so that none is zero (no sum is the NaN of all ones): a zero has not come yet.
 struct Share {
     u32 word[4];
     DEVICE void put(u32 *to, float x, float y, float peak, float total) {
@@ -199,9 +202,9 @@ struct Share {
     DEVICE float at(const Share &s, int i) { return __uint_as_float(~s.word[i]); }
 };
 
-// A block that waits for others keeps its multiprocessor, which these may need. `state` counts the splits that run, << 32, and
-// has a bit for every run of sums that was left by who had waited too long: to the last split that comes to run, which makes
-// `state` zero again. From then on nobody leaves anything.
+// A block that waits for others keeps its multiprocessor, which these may need. `state` counts the splits
+// that run, << 32, and has a bit for every run of sums that was left by who had waited too long: to the last
+// split that comes to run, which makes `state` zero again. From then on nobody leaves anything.
 DEVICE bool leave(u64 *state, u32 run, u32 active) {
     bool left = false;
     if ((threadIdx.x & 31) == 0) {
@@ -227,7 +230,8 @@ DEVICE void decode(
     int mine = min(8, group - first_head);
     const T *row = qkv + (u64)blockIdx.z * (heads + 2 * kv_heads) * D;
     bool query = warp < mine, key = warp == WARPS - 1, value = warp == WARPS - 2;
-    // Positions, and keys and values before this one, are older than the step: only q, k and v come from the kernel before.
+    // Positions, and keys and values before this one, are older than the step: only q, k and v come from the
+    // kernel before.
     u32 at = position[blockIdx.z];
     u32 active = min(gridDim.x, (at + STEP) / STEP), stride = gridDim.x * STEP;
     if (blockIdx.x >= active) return;
@@ -237,8 +241,8 @@ DEVICE void decode(
     u64 *state = (u64 *)(shares + gridDim.x * (16 * D)), before = 0;
     u32 begin = blockIdx.x * STEP + warp * 16, end = at + 1;
     u32 room = (u32)__cvta_generic_to_shared(tiles) + warp * SLOTS * Tile::BYTES;
-    // The hth half from the tile of position p in `slot` on: keys, values, keys of the next tile. More before the wait would let
-    // q wait behind them.
+    // The hth half from the tile of position p in `slot` on: keys, values, keys of the next tile. More before
+    // the wait would let q wait behind them.
     auto fetch = [&](u32 p, u32 slot, int h) {
         p += h / 2 * stride, slot = (slot + h / 2) % SLOTS;
         u32 to = room + slot * Tile::BYTES + h % 2 * Tile::HALF;
@@ -283,8 +287,8 @@ DEVICE void decode(
 #pragma unroll
     for (int h = 2; h < AHEAD; h++) fetch(begin, 0, h);
 
-    // Keys are the first operand, rows g and g + 8 of a warp's 16 positions; q is the second, a head a column. So scores, sums
-    // and their factors are of heads 2 t and 2 t + 1.
+    // Keys are the first operand, rows g and g + 8 of a warp's 16 positions; q is the second, a head a
+    // column. So scores, sums and their factors are of heads 2 t and 2 t + 1.
     constexpr int N = D / 16;
     u32 a[D / 32 * 4 + 4];
 #pragma unroll
@@ -393,8 +397,8 @@ DEVICE void decode(
         }
     }
     if (active == 1) return;
-    // Every block adds runs of 32 values over the splits, a warp a run. All stay until then: blocks of the next kernel that start
-    // earlier ask for weights, which the shares would wait behind.
+    // Every block adds runs of 32 values over the splits, a warp a run. All stay until then: blocks of the
+    // next kernel that start earlier ask for weights, which the shares would wait behind.
     u32 runs = (mine * D + 31) / 32, todo = warp == 0 ? left_to_us : 0;
     for (u32 run = active - 1 - blockIdx.x + warp * active; run < runs; run += WARPS * active) todo |= 1u << run;
     constexpr int MOST = 8;

@@ -1,8 +1,8 @@
 // Drawing a token: what sampling.rs draws from the same logits, bit for bit.
 //
-// A launch of `penalise` (where something is penalised, with `argmax` after it), then of `weigh`, `narrow` and `draw`. The first
-// two of these use many multiprocessors to leave few candidates for the one block that draws. `best` is the token with the
-// largest logit; some logit is finite, none is NaN or +inf.
+// A launch of `penalise` (where something is penalised, with `argmax` after it), then of `weigh`, `narrow`
+// and `draw`. The first two of these use many multiprocessors to leave few candidates for the one block that
+// draws. `best` is the token with the largest logit; some logit is finite, none is NaN or +inf.
 #include "sample.cu"
 
 // Of one draw.
@@ -16,8 +16,8 @@ struct Choice {
 struct alignas(16) Candidate {
     u64 key, mass;
 };
-// Candidates by how far their logits are below the largest: a bucket's come before those of the next one in rank. All zero
-// before `weigh` and after `draw`.
+// Candidates by how far their logits are below the largest: a bucket's come before those of the next one in
+// rank. All zero before `weigh` and after `draw`.
 constexpr int BUCKETS = 2048;
 struct Buckets {
     u64 mass[BUCKETS];
@@ -102,7 +102,8 @@ extern "C" __global__ void __launch_bounds__(1024) penalise(float *logits, const
     for (u32 i = threadIdx.x; i < count; i += 1024) seen[recent[i] / 32] = 0;
 }
 
-// weigh(logits f32[vocab], vocab, best u32, flags u32, choice, buckets); grid about 16, block 1024. Counts and weighs the candidates.
+// weigh(logits f32[vocab], vocab, best u32, flags u32, choice, buckets); grid about 16, block 1024. Counts
+// and weighs the candidates.
 extern "C" __global__ void __launch_bounds__(1024) weigh(
     const float *logits, int vocab, const u32 *best, const u32 *flags, const Choice choice, Buckets *buckets) {
     __shared__ u64 mass[BUCKETS];
@@ -128,8 +129,8 @@ extern "C" __global__ void __launch_bounds__(1024) weigh(
         if (count[i]) atomicAdd(buckets->mass + i, mass[i]), atomicAdd(buckets->count + i, count[i]);
 }
 
-// narrow(logits, vocab, best, flags, choice, buckets, list Candidate[vocab]); grid about 16, block 1024. Lists the candidates of the
-// first buckets, as many as the draw can need, in any order.
+// narrow(logits, vocab, best, flags, choice, buckets, list Candidate[vocab]); grid about 16, block 1024.
+// Lists the candidates of the first buckets, as many as the draw can need, in any order.
 extern "C" __global__ void __launch_bounds__(1024) narrow(
     const float *logits, int vocab, const u32 *best, const u32 *flags, const Choice choice, Buckets *buckets, Candidate *list) {
     __shared__ u64 room[32];
@@ -140,7 +141,8 @@ extern "C" __global__ void __launch_bounds__(1024) narrow(
     float t = choice.temperature, peak = logits[*best], least = least_of(peak, t);
     u64 m[2] = {buckets->mass[2 * me], buckets->mass[2 * me + 1]};
     u32 c[2] = {buckets->count[2 * me], buckets->count[2 * me + 1]};
-    // The last bucket needed: where the k-th candidate is, or the one that crosses the share, or the one that is drawn.
+    // The last bucket needed: where the k-th candidate is, or the one that crosses the share, or the one that
+    // is drawn.
     u64 within, ahead, own[2];
     if (choice.top_k) {
         within = choice.top_k - 1, own[0] = c[0], own[1] = c[1];
@@ -168,7 +170,8 @@ extern "C" __global__ void __launch_bounds__(1024) narrow(
 
 constexpr int SORTED = 1024;
 
-// What is listed. Up to SORTED lie in rank in shared memory, a thread's one in `own`; more lie as they came in `list`.
+// What is listed. Up to SORTED lie in rank in shared memory, a thread's one in `own`; more lie as they came
+// in `list`.
 struct Candidates {
     const Candidate *list;
     u64 *sorted, *room;
@@ -176,8 +179,8 @@ struct Candidates {
     int count;
     bool small;
 
-    // The key of the last candidate in rank that has at most `before` of mass before it (of candidates, by count). Candidates
-    // below the key `low` do not count.
+    // The key of the last candidate in rank that has at most `before` of mass before it (of candidates, by
+    // count). Candidates below the key `low` do not count.
     __device__ __forceinline__ u64 last_within(u64 low, u64 before, bool by_count) {
         int me = threadIdx.x;
         if (small) {
@@ -213,8 +216,8 @@ struct Candidates {
     }
 };
 
-// draw(logits, best, flags, choice, buckets, list, records u32, out u64[2], embedding); grid 1, block 1024. Embeds the token and hands
-// it over with the flags; 0 where they are not 0.
+// draw(logits, best, flags, choice, buckets, list, records u32, out u64[2], embedding); grid 1, block 1024.
+// Embeds the token and hands it over with the flags; 0 where they are not 0.
 extern "C" __global__ void __launch_bounds__(1024, 1) draw(
     const float *logits, const u32 *best, const u32 *flags, const Choice choice, Buckets *buckets, const Candidate *list,
     u32 *records, u64 *out, const Embedding embedding) {

@@ -1,7 +1,8 @@
 // The dense (usually tied) head: logits f32[rows, vocab] = x[rows, width] table[vocab, width]^T.
 #include "elements.cuh"
 
-// head_T_N(table T[vocab, width], x T[rows, width], out f32[rows, vocab], vocab, width, rows), T bf16 or f16, N 1, 2, 4, 8
+// head_T_N(table T[vocab, width], x T[rows, width], out f32[rows, vocab], vocab, width, rows), T bf16 or f16,
+// N 1, 2, 4, 8
 //   grid (ceil(vocab / 128), ceil(rows / (8 N))), block 256; width % 8 == 0. Take the least N with 8 N >= rows, else 8.
 //   A warp owns 16 rows of the table as the first operand of m16n8k16, straight from memory; x is staged in 32 KiB.
 template <class T, int N> DEVICE void head(const T *table, const T *x, float *out, int vocab, int width, int rows) {
@@ -65,7 +66,8 @@ template <class T, int N> DEVICE void head(const T *table, const T *x, float *ou
         }
 }
 
-// head_exact_T(table T[vocab, width], x f32[rows, width], out f32[rows, vocab], vocab, width), T f32, bf16 or f16
+// head_exact_T(table T[vocab, width], x f32[rows, width], out f32[rows, vocab], vocab, width), T f32, bf16 or
+// f16
 //   grid (ceil(vocab / 8), rows), block 256, any width. f32 products: a warp adds one row.
 template <class T> DEVICE void head_exact(const T *table, const float *x, float *out, int vocab, int width) {
     int row = blockIdx.x * 8 + (threadIdx.x >> 5), lane = threadIdx.x & 31;

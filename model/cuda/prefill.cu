@@ -1,6 +1,8 @@
-// Causal attention of many rows of one sequence on tensor cores; HEAD_DIM (64, 80, 96 or 128) is defined at compilation.
+// Causal attention of many rows of one sequence on tensor cores; HEAD_DIM (64, 80, 96 or 128) is defined at
+// compilation.
 //
-// prefill_T(q T[rows, heads HEAD_DIM], keys T, values T, head_stride, position u32[1], out T[rows, heads HEAD_DIM],
+// prefill_T(q T[rows, heads HEAD_DIM], keys T, values T, head_stride, position u32[1], out T[rows, heads
+// HEAD_DIM],
 //           rows, heads, kv_heads, scale)
 //   grid (heads, ceil(rows / 128)), block 256, dynamic shared memory 4 * 64 * (2 HEAD_DIM + 16) bytes.
 //   Row r stands at position[0] + r and sees the cache up to there (its own key and value were appended before).

@@ -1,6 +1,8 @@
-// Causal attention of many rows of one sequence with wgmma (sm_90a); HEAD_DIM (64 or 128) is defined at compilation.
+// Causal attention of many rows of one sequence with wgmma (sm_90a); HEAD_DIM (64 or 128) is defined at
+// compilation.
 //
-// prefill_wide_T(q T[rows, heads HEAD_DIM], keys T, values T, head_stride, position u32[1], out T[rows, heads HEAD_DIM],
+// prefill_wide_T(q T[rows, heads HEAD_DIM], keys T, values T, head_stride, position u32[1], out T[rows, heads
+// HEAD_DIM],
 //                rows, heads, kv_heads, scale): the arguments of prefill_T.
 //   grid (heads, ceil(rows / 128)), block 384, dynamic shared memory 1024 + 5 * 256 * HEAD_DIM + 1152 bytes.
 //   Two warpgroups own 64 rows each, the third brings keys and values, 128 positions at a time, through a ring of four tiles
@@ -95,8 +97,8 @@ DEVICE void for_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "
 DEVICE void meet(int id) { asm volatile("bar.sync %0, 256;" ::"r"(id) : "memory"); }
 DEVICE void announce(int id) { asm volatile("bar.arrive %0, 256;" ::"r"(id) : "memory"); }
 
-// 128 positions (or rows) of D values from `from`, `stride` values apart, those from `real` on zero, by 128 threads. A thread
-// has one piece of every `STEP`th line, so that all but one address are constants away.
+// 128 positions (or rows) of D values from `from`, `stride` values apart, those from `real` on zero, by 128
+// threads. A thread has one piece of every `STEP`th line, so that all but one address are constants away.
 template <class T> DEVICE void bring(u32 to, const T *from, u64 stride, int real, int me) {
     constexpr int PIECES = D / 8, STEP = 128 / PIECES;
     int piece = me % PIECES, line = me / PIECES;

@@ -1,6 +1,7 @@
 // Row operations of the model: embedding, norms, rotation with cache append, gating, addition.
 //
-// Every tensor is row-major and dense. `f32`, `bf16`, `f16` in a name are the types of the arguments marked T.
+// Every tensor is row-major and dense. `f32`, `bf16`, `f16` in a name are the types of the arguments marked
+// T.
 #include "elements.cuh"
 
 // embed_T(table T[vocab, width], ids u32[rows], out f32[rows, width], width)

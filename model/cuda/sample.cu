@@ -7,8 +7,9 @@ DEVICE u32 ordered(float x) {
     return bits & 0x80000000 ? ~bits : bits | 0x80000000;
 }
 
-// Hands a sequence's token to the host as its n-th record, with n's lowest 30 bits and two flags above the token. `out` is host
-// memory; the parity of n chooses the half, so the record before stays until the host has read it.
+// Hands a sequence's token to the host as its n-th record, with n's lowest 30 bits and two flags above the
+// token. `out` is host memory; the parity of n chooses the half, so the record before stays until the host
+// has read it.
 DEVICE void hand_over(volatile u64 *out, u32 sequences, u32 sequence, u32 n, u32 token, u32 flags) {
     out[(n & 1) * sequences + sequence] = (u64)(n << 2 | flags) << 32 | token;
 }
@@ -29,7 +30,8 @@ DEVICE void embed_next(const Embedding &e, u32 sequence, u32 token, int threads)
     if (e.type == 3) widen_row((const f16 *)e.table + at, to, e.width, threadIdx.x, threads);
 }
 
-// argmax(logits f32[sequences, vocab], vocab, rows, keys u64[sequences, B], turns u32[sequences], token u32[sequences],
+// argmax(logits f32[sequences, vocab], vocab, rows, keys u64[sequences, B], turns u32[sequences], token
+// u32[sequences],
 //        position u32[sequences], flags u32[sequences], records u32[sequences], out u64[2, sequences], stride, embedding)
 //   grid (B, sequences), block 256; the same B in every launch with these `keys` and `turns`, which start at zero.
 //   The largest logit, the first of several: token = it, embedded, position += rows; handed over (out = 0: not), `stride`
@@ -39,8 +41,8 @@ extern "C" __global__ void __launch_bounds__(256) argmax(
     const float *logits, int vocab, u32 rows, u64 *keys, u32 *turns, u32 *token, u32 *position, u32 *flags, u32 *records,
     u64 *out, u32 stride, const Embedding embedding) {
     __shared__ u64 of_warp[8];
-    // Orders logits, then ids backwards. The lowest bit is the launch's parity: what a block left for the launch before is not
-    // taken for this one's.
+    // Orders logits, then ids backwards. The lowest bit is the launch's parity: what a block left for the
+    // launch before is not taken for this one's.
     constexpr u64 UNUSABLE = ~1ull; // above the key of every number
     let_next_start();
     u32 sequence = blockIdx.y;

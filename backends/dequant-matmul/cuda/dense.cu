@@ -1,5 +1,5 @@
-// What surrounds a dense product on the device: copies into the shape cuBLASLt gets and out of it, and a plain product for
-// what it does not take.
+// What surrounds a dense product on the device: copies into the shape cuBLASLt gets and out of it, and a
+// plain product for what it does not take.
 #include "rows.cuh"
 
 // A dense copy [n][ld] of f32, f16 or bf16; a row is multiplied by its scale, a power of two.

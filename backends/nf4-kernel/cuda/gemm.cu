@@ -1,10 +1,10 @@
 // The product for many rows (prefill) on sm_90a: y[m, n] = x[m, k] W[n, k]^T with packed NF4 weights.
 //
-// wgmma with the weights as the first operand. A byte of codes becomes two pairs of bf16, the leading and the trailing parts
-// of two values, by one look-up in shared memory; table.cuh says why two parts are exact enough. The sums of a tile of 64 k
-// have one scale a row: they come out apart and are added up in f32, times the scale, while the other warpgroup's products
-// run. One warp brings weights and x into shared memory; x is in tiles (order.cu).
-// Definition: TN, tokens of a tile (32, 64, 128 or 256).
+// wgmma with the weights as the first operand. A byte of codes becomes two pairs of bf16, the leading and the
+// trailing parts of two values, by one look-up in shared memory; table.cuh says why two parts are exact
+// enough. The sums of a tile of 64 k have one scale a row: they come out apart and are added up in f32, times
+// the scale, while the other warpgroup's products run. One warp brings weights and x into shared memory; x is
+// in tiles (order.cu). Definition: TN, tokens of a tile (32, 64, 128 or 256).
 //
 // gemm(units, x, y, ldy, tokens, n, row_units, parts, split_tiles, row_tiles, token_tiles, partial, flags, out, aligned);
 // also gemm_gate
@@ -67,8 +67,8 @@ struct Operands {
     u32 lead[4][4], trail[4][4];
     float scale[2]; // of rows g and g + 8
 };
-// With 256 tokens there are no registers for sums beside sums: the scale goes into the operands, which are cut in two then,
-// within 2^-17 of the weight, and the tensor cores add up all of k.
+// With 256 tokens there are no registers for sums beside sums: the scale goes into the operands, which are
+// cut in two then, within 2^-17 of the weight, and the tensor cores add up all of k.
 #define FOLDED (TN == 256)
 // Eight codes of a row to four pairs: registers `R` and `R` + 2 of the products `J` and `J` + 1.
 template <int J, int R> DEVICE void look_up(Operands &o, u32 w, u32 table, u32 copy) {
@@ -251,8 +251,8 @@ DEVICE void multiply(
 #pragma unroll
             for (int s = 0; s < 2; s++) {
                 u64 b = (u64)((ring + stage * STAGE + s * SLAB) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
-                // The operands of the slab after this one come about between the products: an issued product holds its warp
-                // until the one before it has started.
+                // The operands of the slab after this one come about between the products: an issued product
+                // holds its warp until the one before it has started.
                 Operands &now = o[s], &next = o[s ^ 1];
                 u32 then = stage;
                 if (s == 1 && u + 1 < work.to) {

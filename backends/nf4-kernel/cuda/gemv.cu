@@ -1,11 +1,12 @@
-// Products of packed NF4 weights with one to sixteen rows of x: y = x W^T, one node with its norm, gate and sum.
-// For compute capability 8.0 on. The design is that of the NVFP4 kernels.
+// Products of packed NF4 weights with one to sixteen rows of x: y = x W^T, one node with its norm, gate and
+// sum. For compute capability 8.0 on. The design is that of the NVFP4 kernels.
 //
-// A block owns whole row groups, its warps equal runs of their units (16 rows x 128 k, 1152 contiguous bytes, see layout.cuh).
-// Every warp streams its run through a ring of its own in shared memory; the ring is filled before the kernel waits for the
-// one before it. A byte of codes becomes two pairs of bf16 by one look-up of eight bytes: the leading and the trailing parts
-// of both values. A fragments of mma.m16n8k16 come about without leaving their lane; columns of B are rows of x. A scale
-// covers a tile of 64 k, so it is applied in f32 to the sums of a tile.
+// A block owns whole row groups, its warps equal runs of their units (16 rows x 128 k, 1152 contiguous bytes,
+// see layout.cuh). Every warp streams its run through a ring of its own in shared memory; the ring is filled
+// before the kernel waits for the one before it. A byte of codes becomes two pairs of bf16 by one look-up of
+// eight bytes: the leading and the trailing parts of both values. A fragments of mma.m16n8k16 come about
+// without leaving their lane; columns of B are rows of x. A scale covers a tile of 64 k, so it is applied in
+// f32 to the sums of a tile.
 #include "few.cuh"
 #include "table.cuh"
 
@@ -29,7 +30,8 @@ struct Gemv {
 __device__ __forceinline__ void load_matrices(u32 (&v)[4], u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(at));
 }
-// Eight codes to four pairs of leading parts (even places) and of trailing ones (odd); `copy` picks the lane's copy of the table.
+// Eight codes to four pairs of leading parts (even places) and of trailing ones (odd); `copy` picks the
+// lane's copy of the table.
 __device__ __forceinline__ void decode(u32 w, u32 table, u32 copy, u32 (&a)[8]) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -38,8 +40,8 @@ __device__ __forceinline__ void decode(u32 w, u32 table, u32 copy, u32 (&a)[8]) 
     }
 }
 
-// The same without the table: bytes of PARTS_OF are picked from registers. Slower alone, but by pipes that are idle while
-// the table is read: a quarter of the codes so is 3 to 8 % faster than none.
+// The same without the table: bytes of PARTS_OF are picked from registers. Slower alone, but by pipes that
+// are idle while the table is read: a quarter of the codes so is 3 to 8 % faster than none.
 __device__ __forceinline__ void select(u32 w, u32 (&a)[8]) {
     u32 m = w & 0x77777777u, s = (w >> 1 & 0x44444444u) | 0x32103210u;
 #pragma unroll
@@ -55,9 +57,9 @@ __device__ __forceinline__ void select(u32 w, u32 (&a)[8]) {
     }
 }
 
-// x of every row to shared memory, in as many bf16 parts as it takes: [part][row][stride]; a team of threads to a row. With one
-// row the 16 of every 64 that a lane multiplies lie side by side (k = 8 i + 2 t + b at 16 t + 2 i + b), since only four lanes
-// read; with more, matrices are loaded from rows in the order of k.
+// x of every row to shared memory, in as many bf16 parts as it takes: [part][row][stride]; a team of threads
+// to a row. With one row the 16 of every 64 that a lane multiplies lie side by side (k = 8 i + 2 t + b at 16
+// t + 2 i + b), since only four lanes read; with more, matrices are loaded from rows in the order of k.
 template <int PARTS, int COLS, int SPLIT>
 __device__ __forceinline__ void stage(const Gemv &p, u32 begin, u32 count, u16 *xs, float *sums, u32 stride) {
     auto chunk = [&](const Row &of, u32 k, bool, float (&v)[8]) {
@@ -144,7 +146,8 @@ template <int COLS, int MATES, int SPLIT> __device__ __forceinline__ float old_y
     Element<COLS> y(p, r, SPLIT > 1 ? rank_in_cluster() * THREADS + threadIdx.x : threadIdx.x / MATES);
     return y.there ? ((const float *)p.y)[y.at] : 0.0f;
 }
-// Shared memory: the table, rings, then x, sums of the norm, partial sums, whole sums (SPLIT). COLS: 1, or 8 a tile.
+// Shared memory: the table, rings, then x, sums of the norm, partial sums, whole sums (SPLIT). COLS: 1, or 8
+// a tile.
 template <int PARTS, int COLS, int SPLIT> __device__ __forceinline__ void multiply(const Gemv &p) {
     extern __shared__ __align__(128) u8 memory[];
     enum { TILES = (COLS + 7) / 8 };
@@ -196,8 +199,8 @@ template <int PARTS, int COLS, int SPLIT> __device__ __forceinline__ void multip
             slot = slot + UNIT == ring + STAGES * UNIT ? ring : slot + UNIT;
 #pragma unroll
             for (int s = 0; s < 2; s++) {
-                // Of the sixteen rows of A, eight are leading parts and eight the trailing parts of the same rows of the weight: what
-                // a look-up returns then lies as the product wants it.
+                // Of the sixteen rows of A, eight are leading parts and eight the trailing parts of the same
+                // rows of the weight: what a look-up returns then lies as the product wants it.
                 float upper[TILES][4], lower[TILES][4];
 #pragma unroll
                 for (int j = 0; j < TILES; j++)

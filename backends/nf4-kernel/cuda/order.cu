@@ -1,6 +1,7 @@
 // x to tiles for gemm.cu.
 //
-// nf4_order_T(x T[rows, k], ld, k, row_units, out, weight f32[k] or null, eps, rounding, flags, flag_count), T f32, f16 or bf16
+// nf4_order_T(x T[rows, k], ld, k, row_units, out, weight f32[k] or null, eps, rounding, flags, flag_count),
+// T f32, f16 or bf16
 //   grid (rows, any), block 256. Optional norm: x/rms(x)*weight rounded to `rounding` (1 f32, 2 f16, 3 bf16). PARTS bf16 that add up
 //   to x: one for bf16, two for f16, three for f32. out: blocks of 128 tokens x 64 k, 16384 bytes each, index
 //   (token / 128) * (2 row_units * parts) + slab; 128-byte lines of a token, 16-byte pieces in the order
@@ -8,7 +9,8 @@
 #include "convert.cuh"
 #include "launch.cuh"
 
-// The first parts are cut off, not rounded, so that none becomes infinite; the last is rounded, exact where x has that few bits.
+// The first parts are cut off, not rounded, so that none becomes infinite; the last is rounded, exact where x
+// has that few bits.
 template <int PARTS> DEVICE void cut_pair(float low, float high, u32 (&cut)[PARTS]) {
 #pragma unroll
     for (int p = 0; p < PARTS; p++) {

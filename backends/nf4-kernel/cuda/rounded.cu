@@ -1,17 +1,19 @@
-// The product for many rows of bf16 on sm_90a, with weights rounded to bf16: y[m, n] = x[m, k] W[n, k]^T with packed NF4 weights.
+// The product for many rows of bf16 on sm_90a, with weights rounded to bf16: y[m, n] = x[m, k] W[n, k]^T with
+// packed NF4 weights.
 //
-// wgmma with the weights as the first operand, from registers. A byte of codes becomes two values by one look-up in shared
-// memory, and these the weights by two operations of bf16, the last of which rounds: within 1.41 * 2^-8 of the weight.
-// Operands of a slab (64 of k) come about while the slab before it is multiplied. One warp brings weights, one x, by the tensor
-// copy engine as it is. Four slabs are a round, in which places in the rings are known to the compiler: a fifth of a warp's
-// instructions went into them. What of a round is beyond k is zero.
-// Blocks of a cluster: in pairs each brings half of x for both; SPLIT of them have a part of k of one tile each and send each
-// other their sums.
-// Definitions: TN, rows of x of a tile (32, 64, 128, 176 or 256); WGS, warpgroups that
-// multiply, 64 rows of the weight each; PAIR, 1 or 2 blocks that share rows of x; SPLIT, 1 or blocks that share k, one tile a
-// cluster; PACKS, packed weights in flight, 128 of k each; ORDERED, whether warpgroups multiply one after another.
+// wgmma with the weights as the first operand, from registers. A byte of codes becomes two values by one
+// look-up in shared memory, and these the weights by two operations of bf16, the last of which rounds: within
+// 1.41 * 2^-8 of the weight. Operands of a slab (64 of k) come about while the slab before it is multiplied.
+// One warp brings weights, one x, by the tensor copy engine as it is. Four slabs are a round, in which places
+// in the rings are known to the compiler: a fifth of a warp's instructions went into them. What of a round is
+// beyond k is zero. Blocks of a cluster: in pairs each brings half of x for both; SPLIT of them have a part
+// of k of one tile each and send each other their sums. Definitions: TN, rows of x of a tile (32, 64, 128,
+// 176 or 256); WGS, warpgroups that multiply, 64 rows of the weight each; PAIR, 1 or 2 blocks that share rows
+// of x; SPLIT, 1 or blocks that share k, one tile a cluster; PACKS, packed weights in flight, 128 of k each;
+// ORDERED, whether warpgroups multiply one after another.
 //
-// nf4_rounded(x_map, y_map, units, y, ldy, tokens, n, rounds, split_tiles, pairs, token_tiles, partial, flags, mark, out,
+// nf4_rounded(x_map, y_map, units, y, ldy, tokens, n, rounds, split_tiles, pairs, token_tiles, partial,
+// flags, mark, out,
 //             aligned); also nf4_rounded_gate
 //   x_map: tensor map of x, boxes of 64 by TN / PAIR, 128-byte swizzle. y_map, if `aligned`: of y in bf16, boxes of 128 bytes
 //   (gates: 64) by as many tokens as a piece has, swizzled as wide. units: tensor map of packed weights, 8-byte words [row
@@ -69,8 +71,8 @@ constexpr int PACK = GROUPS * UNIT;
 // Bytes from an entry of the table to the next: a byte is an address where there is room.
 constexpr int ENTRY = TN > 64 && TN < 256 ? 256 : 128;
 constexpr int TABLE = 256 * ENTRY;
-// Where two pairs share k: the tokens whose outputs a block writes are the first ones of its tile, x lies so; and a sum has
-// three bytes on its way to another block.
+// Where two pairs share k: the tokens whose outputs a block writes are the first ones of its tile, x lies so;
+// and a sum has three bytes on its way to another block.
 #define OF_TWO (SPLIT == 2 && PAIR == 2)
 constexpr int SENT = OF_TWO ? 3 : 4;
 constexpr int RECEIVED = (SPLIT - 1) * ROWS * KEPT * SENT; // sums from the others of a cluster
@@ -154,7 +156,8 @@ struct Raw {
     u32 c[4];
     float s[2];
 };
-// Where a lane's scales and codes are: rows g and g + 8 of a group; with a gate, row g of half a group of gate and of up.
+// Where a lane's scales and codes are: rows g and g + 8 of a group; with a gate, row g of half a group of
+// gate and of up.
 template <bool GATE> struct Lane {
     u32 codes_at, scales_at; // in a pack
     DEVICE Lane of(int w, int half, int lane) {
@@ -177,13 +180,15 @@ template <bool GATE> struct Lane {
         }
     }
 };
-// Levels of a slab in the places of operands, and what they are to be multiplied by: where weights go, products may still read.
+// Levels of a slab in the places of operands, and what they are to be multiplied by: where weights go,
+// products may still read.
 struct Levels {
     u32 v[4][4];
     Scale one, two;
 };
-// Eight codes of a row to four pairs: registers R and R + 2 of the products J and J + 1. A byte is looked up: entry b of the
-// table holds the levels of its low code, then of its high code, 32 times, so that no two lanes share a bank.
+// Eight codes of a row to four pairs: registers R and R + 2 of the products J and J + 1. A byte is looked up:
+// entry b of the table holds the levels of its low code, then of its high code, 32 times, so that no two
+// lanes share a bank.
 template <int J, int R> DEVICE void look_up(Levels &l, u32 w, u32 table, u32 copy) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -218,7 +223,8 @@ DEVICE void scale(Operands &o, const Levels &l) {
 
 enum { OUT_F32, OUT_ADD, OUT_BF16, OUT_F16 };
 
-// Outputs of a warpgroup in bf16 in shared memory: WIDTH rows of the weight by COUNT tokens, a line of LINE bytes a token.
+// Outputs of a warpgroup in bf16 in shared memory: WIDTH rows of the weight by COUNT tokens, a line of LINE
+// bytes a token.
 template <bool GATE> struct Piece {
     static constexpr int WIDTH = GATE ? 32 : 64, LINE = WIDTH * 2;
     static constexpr int COUNT = SPLIT > 1 ? KEPT : PIECE / LINE;
@@ -239,8 +245,9 @@ struct Target {
 // All that this thread sent off but the last PIECES - 1 has left shared memory.
 DEVICE void piece_left() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PIECES - 1) : "memory"); }
 
-// One piece of the sums of a warpgroup to shared memory. Without a gate a lane has rows g and g + 8 of its warp's 16, with one
-// the products of two rows, in d[4 n] and d[4 n + 1]; two tokens, 2 t and 2 t + 1 of eight.
+// One piece of the sums of a warpgroup to shared memory. Without a gate a lane has rows g and g + 8 of its
+// warp's 16, with one the products of two rows, in d[4 n] and d[4 n + 1]; two tokens, 2 t and 2 t + 1 of
+// eight.
 template <bool GATE> DEVICE void fill(const float *s, u32 base, int lane, int w) {
     using P = Piece<GATE>;
     constexpr int BLOCKS8 = P::COUNT / 8;
@@ -265,7 +272,8 @@ template <bool GATE> DEVICE void fill(const float *s, u32 base, int lane, int w)
         }
     }
 }
-// Outputs of N tokens straight from registers: f32, of which eight lanes have 32 bytes side by side, and what the copy engine cannot write.
+// Outputs of N tokens straight from registers: f32, of which eight lanes have 32 bytes side by side, and what
+// the copy engine cannot write.
 template <bool GATE, int OUT, int N> DEVICE void write_out(const float *s, const Target &to, int token, int row, int lane, int w) {
     constexpr int SIZE = OUT >= OUT_BF16 ? 2 : 4;
     int g = lane >> 2, t = lane & 3, at = row + (GATE ? 8 : 16) * w + g, tokens = to.tokens - token - 2 * t;
@@ -301,8 +309,9 @@ template <bool GATE, int N> DEVICE void write_any(const float *s, const Target &
     else if (to.out == OUT_ADD) write_out<GATE, OUT_ADD, N>(s, to, token, row, lane, w);
     else write_out<GATE, OUT_BF16, N>(s, to, token, row, lane, w);
 }
-// Outputs of a tile. Code that runs once waits for its instructions, so what differs between calls has straight code of its own.
-// After the last tile there is room for all at `last`, in the ring of x; else for PIECES pieces at a time.
+// Outputs of a tile. Code that runs once waits for its instructions, so what differs between calls has
+// straight code of its own. After the last tile there is room for all at `last`, in the ring of x; else for
+// PIECES pieces at a time.
 template <bool GATE>
 DEVICE void put_all(float *d, const Target &to, u32 base, u32 last, int token, int row, int lane, int w, int me, int own, u32 &turn) {
     using P = Piece<GATE>;
@@ -358,8 +367,8 @@ DEVICE void put_shared(float *d, const Target &to, u32 last, int token, int row,
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Flags of a launch: of each warpgroup, for up to READERS that wait for it. What is raised is the launch's own mark, and who has
-// seen it takes it away, so that whatever was there before does no harm.
+// Flags of a launch: of each warpgroup, for up to READERS that wait for it. What is raised is the launch's
+// own mark, and who has seen it takes it away, so that whatever was there before does no harm.
 constexpr int READERS = 8;
 DEVICE u64 *flag_at(u64 *flags, u32 block, int half, int reader) { return flags + (block * WGS + half) * READERS + reader; }
 DEVICE void raise(u64 *flag, u64 mark) { asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(mark) : "memory"); }
@@ -368,7 +377,8 @@ DEVICE void await(u64 *flag, u64 mark) {
     while (seen != mark) asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(flag) : "memory");
     *flag = 0;
 }
-// Where `share` neighbours have a part of k of one tile each: every one adds up some of its tokens. Whether there are any.
+// Where `share` neighbours have a part of k of one tile each: every one adds up some of its tokens. Whether
+// there are any.
 template <bool GATE> DEVICE bool add_share(float (&d)[SUMS], int me, int own, int half, float *partial, u64 *flags, u64 mark, int mine, int share) {
     constexpr int TURNS = TN / TOGETHER<GATE>, EACH = TOGETHER<GATE> / 8;
     int readers = min(share, TURNS);
@@ -409,8 +419,8 @@ DEVICE void exchange_two(float (&d)[SUMS], u32 received, u32 barrier, int part, 
     barrier_wait_cluster(barrier, 0);
     Sent::add_all(d, received, threadIdx.x);
 }
-// Where the blocks of a cluster have a part of k of one tile each: every one adds up its share of the tokens, which come first
-// in `d` then, all in one order.
+// Where the blocks of a cluster have a part of k of one tile each: every one adds up its share of the tokens,
+// which come first in `d` then, all in one order.
 DEVICE void exchange(float (&d)[SUMS], u32 received, u32 barrier, int part, int rank) {
     constexpr int EACH = SUMS / SPLIT, BYTES = 128 * WGS * 16; // of four sums of all threads
     u32 at = received + threadIdx.x * 16;
@@ -589,7 +599,8 @@ DEVICE void multiply(
                     leave(i > 0 ? stage + i - 1 : (stage > 0 ? stage : STAGES) - 1);
                     add = 1;
                     if (s == 0) {
-                        // The unit's codes have been looked up, so they are in registers: an arrival does not wait for loads.
+                        // The unit's codes have been looked up, so they are in registers: an arrival does not
+                        // wait for loads.
                         __syncwarp();
                         barrier_arrive_there(decoded + 8 * (slot + i / 2), copy == 0);
                         if (next_unit == 0) next_packs();

@@ -1,5 +1,5 @@
-// What happens to packed NF4 weights in either layout, for every shape, stride, alignment and type: packing, decoding,
-// gradients, and a product for what the fast kernels leave.
+// What happens to packed NF4 weights in either layout, for every shape, stride, alignment and type: packing,
+// decoding, gradients, and a product for what the fast kernels leave.
 #include "layout.cuh"
 #include "rows.cuh"
 
@@ -64,8 +64,9 @@ __device__ __forceinline__ void load8(const Matrix &x, u64 at, float *v) {
     for (u32 i = 0; i < 8; i++) v[i] = x.dtype == F16 ? from_f16(h[i]) : from_bf16(h[i]);
 }
 
-// y = x W^T: a warp per row of the weight, up to ROWS rows of x. A lane takes eight codes, looks their values up in a table
-// of its own (16 values by 32 lanes, so that no two lanes share a bank), and scales the sum of eight once.
+// y = x W^T: a warp per row of the weight, up to ROWS rows of x. A lane takes eight codes, looks their values
+// up in a table of its own (16 values by 32 lanes, so that no two lanes share a bank), and scales the sum of
+// eight once.
 enum { ROWS = 8 };
 extern "C" __global__ void __launch_bounds__(256) nf4_forward(Weight w, Matrix x, Matrix y) {
     __shared__ float table[16 * 32];

@@ -1,9 +1,10 @@
-// How tensor cores see NF4: a byte of codes becomes two pairs of bf16 by one look-up of eight bytes in shared memory, the
-// leading parts of both values and the trailing ones.
+// How tensor cores see NF4: a byte of codes becomes two pairs of bf16 by one look-up of eight bytes in shared
+// memory, the leading parts of both values and the trailing ones.
 //
-// Exactness: the codebook times UP is the sum of two bf16 within 2^-20.79 of it (of all UP in [1, 2), about the best), 9.2
-// units of 2^-24. Products with bf16 x have 16 bits and are exact in the tensor cores, whose sums end after 64 of k; what is
-// left of the bound's K/16 + 32 units, at least 23 + K/16, is for additions. f16 x is two bf16, f32 x three, exactly.
+// Exactness: the codebook times UP is the sum of two bf16 within 2^-20.79 of it (of all UP in [1, 2), about
+// the best), 9.2 units of 2^-24. Products with bf16 x have 16 bits and are exact in the tensor cores, whose
+// sums end after 64 of k; what is left of the bound's K/16 + 32 units, at least 23 + K/16, is for additions.
+// f16 x is two bf16, f32 x three, exactly.
 #include "types.cuh"
 
 #define DOWN 0.742811501f // 1 / UP, UP = 1.34623659

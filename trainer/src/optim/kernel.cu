@@ -1,8 +1,8 @@
-// AdamW on packed moments, the NVFP4 value of a master weight, and sums of squares: the operations of kernel.rs, moments.rs
-// and weight.rs on the same bytes, in the same order, each rounded the same way.
+// AdamW on packed moments, the NVFP4 value of a master weight, and sums of squares: the operations of
+// kernel.rs, moments.rs and weight.rs on the same bytes, in the same order, each rounded the same way.
 //
-// A thread block works on one tile of 4096 elements, a thread on 16 in a row: one NVFP4 block, 1/8 of a 4-bit block,
-// 1/16 of an 8-bit block.
+// A thread block works on one tile of 4096 elements, a thread on 16 in a row: one NVFP4 block, 1/8 of a 4-bit
+// block, 1/16 of an 8-bit block.
 #include "codec.cuh"
 
 #define TILE 4096
@@ -157,7 +157,8 @@ __device__ __forceinline__ void store16(u16 *to, u64 first, u64 n, const u32 *bi
     if (first + i < n) to[first + i] = (u16)bits[i];
 }
 
-// FORMAT: 0 f32, 1 8-bit, 2 4-bit, 3 NVFP4. SQUARE: v instead of m. `t`: this thread's 16 elements, counted over the tensor.
+// FORMAT: 0 f32, 1 8-bit, 2 4-bit, 3 NVFP4. SQUARE: v instead of m. `t`: this thread's 16 elements, counted
+// over the tensor.
 template <int FORMAT, int SQUARE>
 __device__ __forceinline__ void unpack(u8 *state, const Layout &l, const Maps *maps, u64 t, bool live, float *x) {
   const u8 *codes = state + l.at[SQUARE], *scales = state + l.at[2 + SQUARE], *second = state + l.at[4 + SQUARE];

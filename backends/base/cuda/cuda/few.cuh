@@ -1,7 +1,7 @@
-// What products of packed weights with a few rows of x share: the instructions they use, the runs of units that warps stream through
-// rings in shared memory, staging x, and sums over warps; for compute capability 8.0 on. What functions call `p` is the kernel's
-// argument, with the fields of Gemv in the sources that include this one: w, x, norm, ldx, m, k, units, each, extra, gate_at,
-// x_dtype, eps.
+// What products of packed weights with a few rows of x share: the instructions they use, the runs of units
+// that warps stream through rings in shared memory, staging x, and sums over warps; for compute capability
+// 8.0 on. What functions call `p` is the kernel's argument, with the fields of Gemv in the sources that
+// include this one: w, x, norm, ldx, m, k, units, each, extra, gate_at, x_dtype, eps.
 #include "convert.cuh"
 #include "launch.cuh"
 
@@ -80,9 +80,10 @@ struct Row {
     u32 row, rows, padded;
     bool here;
 };
-// Rows of x, eight elements a thread and chunk: of k what this block has, `count` units from `begin` on. Norm and rounding to the type of
-// x on the way. `start` is called when the kernel before is done, chunk(row, k, in, v) for every chunk, by whole warps; v is zero
-// where no element is `in`. x and norm are 16-byte aligned, row by row. sums: 2 WARPS floats of shared memory.
+// Rows of x, eight elements a thread and chunk: of k what this block has, `count` units from `begin` on. Norm
+// and rounding to the type of x on the way. `start` is called when the kernel before is done, chunk(row, k,
+// in, v) for every chunk, by whole warps; v is zero where no element is `in`. x and norm are 16-byte aligned,
+// row by row. sums: 2 WARPS floats of shared memory.
 template <int SPLIT, int AHEAD, class G, class Start, class Chunk>
 __device__ __forceinline__ void stage_rows(const G &p, u32 begin, u32 count, float *sums, Start start, Chunk chunk) {
     u32 shift = p.m <= 1 ? 0 : p.m <= 2 ? 1 : p.m <= 4 ? 2 : p.m <= 8 ? 3 : 4, rows = 1 << shift, team = THREADS >> shift;
@@ -187,8 +188,9 @@ __device__ __forceinline__ void stage_rows(const G &p, u32 begin, u32 count, flo
     }
 }
 
-// What a warp streams: units [from, to) of the block's, `per` of them at most. The block's groups are [first, first + count)
-// and, with gate, as many from gate_at + first on; of each it has `units` units from `begin` on.
+// What a warp streams: units [from, to) of the block's, `per` of them at most. The block's groups are [first,
+// first + count) and, with gate, as many from gate_at + first on; of each it has `units` units from `begin`
+// on.
 struct Run {
     u32 first, count, begin, units, per, from, to;
 };
@@ -207,8 +209,8 @@ template <int SPLIT, class G> __device__ __forceinline__ Run run_of(const G &p, 
     r.to = min(r.from + r.per, total);
     return r;
 }
-// The source of a warp's ring: the next unit for this lane, how many are left, how many before the up rows begin, and with
-// SPLIT how many of the group at hand.
+// The source of a warp's ring: the next unit for this lane, how many are left, how many before the up rows
+// begin, and with SPLIT how many of the group at hand.
 struct Feed {
     const u8 *next;
     u32 left, straight, jump, group;

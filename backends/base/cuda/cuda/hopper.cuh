@@ -1,5 +1,5 @@
-// What kernels of sm_90a ask of tensor cores, the copy engine and barriers in shared memory. Definition, where there are products:
-// TN, rows of x of a tile (32, 64, 128, 176 or 256).
+// What kernels of sm_90a ask of tensor cores, the copy engine and barriers in shared memory. Definition,
+// where there are products: TN, rows of x of a tile (32, 64, 128, 176 or 256).
 #include "launch.cuh"
 
 DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
@@ -11,7 +11,8 @@ DEVICE u32 address_in(u32 at, u32 rank) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
     return there;
 }
-// Of this block or another of the cluster, for those who `may`: without a branch, which products must not run across.
+// Of this block or another of the cluster, for those who `may`: without a branch, which products must not run
+// across.
 DEVICE void barrier_arrive_there(u32 there, bool may) {
     asm volatile("{.reg .pred p; setp.ne.u32 p, %1, 0; @p mbarrier.arrive.shared::cluster.b64 _, [%0];}" ::"r"(there), "r"((u32)may) : "memory");
 }
@@ -111,8 +112,9 @@ DEVICE void finish_products(float (&d)[SUMS]) {
 }
 // A tile of lines of 128 bytes, swizzled, as products take it.
 DEVICE u64 tile_at(u32 at) { return (u64)(at >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62; }
-// N sums of each of THREADS threads on their way to another block, three bytes each: the 24 leading bits, so less than 2^-15
-// of one is cut off. A thread's words lie four by four beside those of the others, the last ones one by one.
+// N sums of each of THREADS threads on their way to another block, three bytes each: the 24 leading bits, so
+// less than 2^-15 of one is cut off. A thread's words lie four by four beside those of the others, the last
+// ones one by one.
 template <int N, int THREADS> struct Short {
     static constexpr int WORDS = N / 4 * 3, FOURS = WORDS / 4 * 4, BYTES = WORDS * THREADS * 4;
     static_assert(N % 4 == 0, "four sums are three words");

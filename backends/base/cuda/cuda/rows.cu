@@ -57,8 +57,8 @@ __device__ __forceinline__ u32 e2m1_away(float y) {
     return m | (y < 0 ? 8u : 0u);
 }
 
-// Rows to NVFP4 by one of the rules. Writes what a product needs (`q` doubled values, `steps` block scales) or what is
-// stored (`codes`, `bytes`), whichever is not NULL. `global` is NULL or one float.
+// Rows to NVFP4 by one of the rules. Writes what a product needs (`q` doubled values, `steps` block scales)
+// or what is stored (`codes`, `bytes`), whichever is not NULL. `global` is NULL or one float.
 extern "C" __global__ void q4_nvfp4(Matrix x, u32 rule, u32 source, const float *global, i8 *q, float *steps, u8 *codes,
                                     u8 *bytes, u32 *bad) {
     u32 block = blockIdx.x * 128 + threadIdx.x, row = blockIdx.y, groups = x.cols / 16;
@@ -117,7 +117,8 @@ extern "C" __global__ void q4_nvfp4(Matrix x, u32 rule, u32 source, const float 
 }
 
 
-// Quantised rows as f32 values: fl(q * (step * factor * global)) with the factor applied first where it is exact.
+// Quantised rows as f32 values: fl(q * (step * factor * global)) with the factor applied first where it is
+// exact.
 extern "C" __global__ void q4_values(const i8 *q, const float *steps, const float *global, u32 convention, double factor,
                                      u32 rows, u32 cols, float *out) {
     u32 c = blockIdx.x * 256 + threadIdx.x, r = blockIdx.y;

@@ -1,4 +1,5 @@
-// Rows of activations on the device, loaded and stored as every float type; for every backend's plain kernels.
+// Rows of activations on the device, loaded and stored as every float type; for every backend's plain
+// kernels.
 #include "convert.cuh"
 #include "sums.cuh"
 

@@ -1,5 +1,5 @@
-// Types that every kernel uses, and numbers of element types. Sources include these files and each other by name, and nothing else:
-// neither NVRTC nor nvcc needs a header of CUDA's.
+// Types that every kernel uses, and numbers of element types. Sources include these files and each other by
+// name, and nothing else: neither NVRTC nor nvcc needs a header of CUDA's.
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;

@@ -1,8 +1,9 @@
-// Operands of FP4 tensor cores, and what comes after the product. One thread does one thing and no thread waits for another, so
-// that a compiler for CPUs takes these kernels as well.
+// Operands of FP4 tensor cores, and what comes after the product. One thread does one thing and no thread
+// waits for another, so that a compiler for CPUs takes these kernels as well.
 //
-// A matrix is padded to whole tiles of scales. Codes: rows of 8 bytes per block of 16, low nibble first, no gaps. Scales: E4M3
-// in tiles of 128 rows by 4 blocks, 512 bytes each, the tiles of 128 rows side by side. Padding is zero.
+// A matrix is padded to whole tiles of scales. Codes: rows of 8 bytes per block of 16, low nibble first, no
+// gaps. Scales: E4M3 in tiles of 128 rows by 4 blocks, 512 bytes each, the tiles of 128 rows side by side.
+// Padding is zero.
 #include "codec.cuh"
 #include "spans.cuh"
 
@@ -12,8 +13,8 @@ __device__ __forceinline__ u64 q4_tiled(u32 row, u32 block, u32 groups) {
     return tile * 512 + (row & 31) * 16 + (row >> 5 & 3) * 4 + (block & 3);
 }
 
-// Stored rows of one segment behind `first` rows of others, to zeroed memory. `bad` gets the first block whose scale is NaN
-// or negative, counted over these rows.
+// Stored rows of one segment behind `first` rows of others, to zeroed memory. `bad` gets the first block
+// whose scale is NaN or negative, counted over these rows.
 extern "C" __global__ void q4_fp4_pack(const u64 *codes, const u8 *scales, u32 is_tiled, u32 rows, u32 groups, u64 *bad,
                                        u32 first, u32 out_groups, u64 *out_codes, u8 *out_scales) {
     u32 block = blockIdx.x * 32 + threadIdx.x, row = blockIdx.y * 8 + threadIdx.y;
@@ -25,15 +26,16 @@ extern "C" __global__ void q4_fp4_pack(const u64 *codes, const u8 *scales, u32 i
     out_scales[q4_tiled(first + row, block, out_groups)] = scale;
 }
 
-// What a row segment's sums are multiplied with: m * 2^e, 1 <= m < 2, so that no product of scales leaves the range of f32
-// before the result does.
+// What a row segment's sums are multiplied with: m * 2^e, 1 <= m < 2, so that no product of scales leaves the
+// range of f32 before the result does.
 struct Factor {
     float m;
     int e;
 };
 
-// Quantised rows, as q4_nvfp4 stores them, to an operand: `code_rows` of codes, scales of the rows up to the next multiple of
-// 128. Sets bad[row] where a row cannot be quantised. Also computes the factors of the segments of W.
+// Quantised rows, as q4_nvfp4 stores them, to an operand: `code_rows` of codes, scales of the rows up to the
+// next multiple of 128. Sets bad[row] where a row cannot be quantised. Also computes the factors of the
+// segments of W.
 extern "C" __global__ void q4_fp4_operand(const u64 *codes, const u8 *scales, const float *steps, u32 rows, u32 groups,
                                           u32 code_rows, u32 out_groups, u64 *out_codes, u8 *out_scales, u32 *bad,
                                           const Span *spans, u32 span_count, const float *act_global, u32 act_convention,

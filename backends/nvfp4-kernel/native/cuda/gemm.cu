@@ -1,14 +1,16 @@
 // The product for many rows on sm_90a: y[m, n] = x[m, k] W[n, k]^T with packed NVFP4 weights.
 //
-// wgmma with the weight in registers: warpgroups of 64 rows each decode packed weights from shared memory into operands, ahead
-// of the products, so that decoding runs beside the tensor cores. One warp has the copy engine bring TN rows of x by 64 of k (a
-// slab), one packed weights. Blocks come in pairs (in a cluster) with the same rows of x, half of which each one loads for
-// both: without that the second cache, not the tensor cores, is what a launch waits for. Where tiles are few, several pairs
-// share the k of one: in a cluster of 2 KS blocks, which send each other sums, or through memory.
-// Definitions: TN, rows of x of a tile (32, 64, 128, 176 or 256); WGS, warpgroups of 64 rows of the weight of a tile (2 or 3); KS, pairs of a cluster (1, 2 or 4); ELEMENT, bf16
-// or f16.
+// wgmma with the weight in registers: warpgroups of 64 rows each decode packed weights from shared memory
+// into operands, ahead of the products, so that decoding runs beside the tensor cores. One warp has the copy
+// engine bring TN rows of x by 64 of k (a slab), one packed weights. Blocks come in pairs (in a cluster) with
+// the same rows of x, half of which each one loads for both: without that the second cache, not the tensor
+// cores, is what a launch waits for. Where tiles are few, several pairs share the k of one: in a cluster of 2
+// KS blocks, which send each other sums, or through memory. Definitions: TN, rows of x of a tile (32, 64,
+// 128, 176 or 256); WGS, warpgroups of 64 rows of the weight of a tile (2 or 3); KS, pairs of a cluster (1, 2
+// or 4); ELEMENT, bf16 or f16.
 //
-// gemm(x_map, units, groups u64[group_count], y, ldy, tokens, group_count, row_units, parts, whole, shares, pairs, token_tiles,
+// gemm(x_map, units, groups u64[group_count], y, ldy, tokens, group_count, row_units, parts, whole, shares,
+// pairs, token_tiles,
 //      partial, flags, key, out, aligned, global, convention); also gemm_gate
 //   x_map: tensor map of x, 16 bits, rows of row_units * 128 * parts (or fewer: the copy engine fills up with zeros), boxes
 //   of 64 by TN / 2, 128-byte swizzle. units: tensor map of packed weights, 8-byte words [groups, row_units, 144], boxes of
@@ -36,10 +38,11 @@ constexpr int SLABS = 2 * ROUND / SETS; // of a round, that a set has
 // Sums of the second set on their way to the first, and then outputs on theirs.
 constexpr int MEETING = SETS == 2 ? WGS * 128 * SUMS * 4 : WGS * PIECE;
 constexpr int BOX = 16; // tokens that one of those who share a tile through memory sums up at least
-// Tokens of each of KS pieces of k in the end, and bytes of them that arrive from the others. Of two pieces each has its tokens
-// first in its tile, x lies so.
+// Tokens of each of KS pieces of k in the end, and bytes of them that arrive from the others. Of two pieces
+// each has its tokens first in its tile, x lies so.
 constexpr int EACH = TN / KS, ARRIVING = (KS - 1) * EACH * 256 * WGS;
-// What the others of those who share a tile through memory send comes to where x and packed weights were, and behind them.
+// What the others of those who share a tile through memory send comes to where x and packed weights were, and
+// behind them.
 DEVICE constexpr int gathered_bytes() {
     int most = 0;
     for (int count = 2; count <= 8; count++) {
@@ -60,8 +63,8 @@ constexpr int THREADS = 32 * WORKERS + 128;
 constexpr int REGISTERS = SETS == 2 ? 112 : WGS == 3 ? 160 : 232; // of a thread that multiplies
 static_assert(SETS == 1 || WGS == 2, "four warpgroups fit the registers");
 
-// What a lane decodes: its word of every 16 of k of a slab, which has rows g and g + 8 of its warp's 16; of gate and up it takes one
-// row each.
+// What a lane decodes: its word of every 16 of k of a slab, which has rows g and g + 8 of its warp's 16; of
+// gate and up it takes one row each.
 template <class T, bool GATE> struct Weights {
     static constexpr int BOTH = GATE ? 2 : 1, UP = 2 * WGS * UNIT; // the rows of up follow those of gate
     u32 codes_at, scales_at;
@@ -203,7 +206,8 @@ DEVICE void multiply(
         auto next_packs = [&]() {
             if (PACKS == ROUND || (slot += ROUND) == PACKS) slot = 0, turn ^= 1;
         };
-        // A stage that is used again is left to whoever fills it: without those that are not, nothing is under way to a block that ends.
+        // A stage that is used again is left to whoever fills it: without those that are not, nothing is
+        // under way to a block that ends.
         u32 alike = __shfl_sync(~0u, lane, lane); // the lane, which the compiler asks for every time else
         u32 empty_there = address_in(empty + 8 * set, 2 * piece + (lane & 1));
         u32 refills = alike < 2 ? max(2 * ROUND * left - STAGES, 0) / SETS : 0, slabs = ~0u;
@@ -211,7 +215,8 @@ DEVICE void multiply(
         float d[SUMS];
         u32 operands[2][TOGETHER][4];
         Weights<T, GATE> weights = Weights<T, GATE>::of(warp % (4 * WGS), lane, set);
-        // From product `b` on of slab `i` of a round. What does not come any more is not waited for: the phase before is over.
+        // From product `b` on of slab `i` of a round. What does not come any more is not waited for: the
+        // phase before is over.
         auto fetch = [&](int b, int i, bool comes) {
             int unit = SETS == 1 ? i / 2 : i;
             u32 pack = packs + (slot + unit) * PACK;
@@ -240,7 +245,8 @@ DEVICE void multiply(
             Place place = Place::of(work.tile, pairs, token_tiles);
 #pragma unroll
             for (int i = 0; i < SUMS; i++) d[i] = 0.f;
-            // The rows of a warp are of one group, or of one of each half. What becomes of them is asked for before it is needed.
+            // The rows of a warp are of one group, or of one of each half. What becomes of them is asked for
+            // before it is needed.
             int row_tile = place.pair * 2 + rank, group = (row_tile * WGS + half) * (GATE ? 2 : 4);
             int mine = min(group + (GATE ? w / 2 : w), own_groups - 1);
             u64 row_group = groups[mine], up_group = GATE ? groups[mine + own_groups] : 0;

@@ -1,11 +1,12 @@
-// Products of packed NVFP4 weights with one to eight rows of x: y = x W^T, one node with its norm, quantisation, gate and sum.
-// For compute capability 8.0 on.
+// Products of packed NVFP4 weights with one to eight rows of x: y = x W^T, one node with its norm,
+// quantisation, gate and sum. For compute capability 8.0 on.
 //
-// A block owns whole row groups, its warps equal runs of their units (16 rows x 128 k, 1152 contiguous bytes). Every warp
-// streams its run through a ring of its own in shared memory; the ring is filled before the kernel waits for the one before
-// it. Codes become A fragments of mma.m16n8k16 without leaving their lane: value * 2^-126 in bf16, which the tensor cores
-// take as it is. One row of x (`one`): the eight columns of B are the eight scale blocks of a unit, so that the sums of
-// blocks come out apart and are scaled in f32. Two to eight rows (`few`): the columns are the rows, the scales multiply A.
+// A block owns whole row groups, its warps equal runs of their units (16 rows x 128 k, 1152 contiguous
+// bytes). Every warp streams its run through a ring of its own in shared memory; the ring is filled before
+// the kernel waits for the one before it. Codes become A fragments of mma.m16n8k16 without leaving their
+// lane: value * 2^-126 in bf16, which the tensor cores take as it is. One row of x (`one`): the eight columns
+// of B are the eight scale blocks of a unit, so that the sums of blocks come out apart and are scaled in f32.
+// Two to eight rows (`few`): the columns are the rows, the scales multiply A.
 #include "codec.cuh"
 #include "few.cuh"
 
@@ -40,7 +41,8 @@ __device__ __forceinline__ u32 times(u32 a, u32 b) { // bf16 pairs
 #endif
     return d;
 }
-// Eight codes to four pairs of bf16, times 2^-126. Pairs 0 and 1 of two words are an A fragment with x as it lies, and so are 2 and 3.
+// Eight codes to four pairs of bf16, times 2^-126. Pairs 0 and 1 of two words are an A fragment with x as it
+// lies, and so are 2 and 3.
 __device__ __forceinline__ void decode(u32 w, u32 (&a)[4]) {
     const u32 m = 0x81C081C0u;
     a[0] = w & m;
@@ -119,8 +121,8 @@ __device__ __forceinline__ float e2m1_nearest(float y, bool away) {
       : a >= 0.75f ? 1.0f : a > 0.25f ? 0.5f : 0.0f;
     return __uint_as_float(__float_as_uint(v) | (__float_as_uint(y) & 0x80000000u));
 }
-// Eight elements of a block whose other eight are in the neighbouring lane, as the values they stand for; with INT8 and
-// `apart` the integers, and their scale in `scale`. A block with NaN or infinity becomes NaN.
+// Eight elements of a block whose other eight are in the neighbouring lane, as the values they stand for;
+// with INT8 and `apart` the integers, and their scale in `scale`. A block with NaN or infinity becomes NaN.
 __device__ __forceinline__ void quantised(const Gemv &p, float global, bool apart, float (&v)[8], float &scale) {
     u32 top = 0;
 #pragma unroll
@@ -148,16 +150,17 @@ __device__ __forceinline__ void quantised(const Gemv &p, float global, bool apar
     }
 }
 
-// ---- sums that bf16 and scaled products cannot hold ----
-// An element of x of 2^62 and more overflows on the way, and where a whole row is tiny its last bits go under. No model has
-// either, but a product is what it says: such sums are taken again, in f64, by one thread each.
+// ---- sums that bf16 and scaled products cannot hold ---- An element of x of 2^62 and more overflows on the
+// way, and where a whole row is tiny its last bits go under. No model has either, but a product is what it
+// says: such sums are taken again, in f64, by one thread each.
 __device__ __forceinline__ float element(const Gemv &p, u32 col, u32 k) {
     u64 at = col * p.ldx + k;
     if (p.norm || p.x_dtype == F32) return ((const float *)p.x)[at];
     u32 h = ((const u16 *)p.x)[at];
     return p.x_dtype == BF16 ? from_bf16(h) : from_f16(h);
 }
-// Whether a row of x has no element that is not tiny, asked only where a sum is small: the first element mostly tells.
+// Whether a row of x has no element that is not tiny, asked only where a sum is small: the first element
+// mostly tells.
 __device__ __forceinline__ bool is_tiny(const Gemv &p, u32 col) {
 #pragma unroll 1
     for (u32 k = 0; k < p.k; k++) {
@@ -205,7 +208,8 @@ __device__ __forceinline__ float taken_again(const Gemv &p, u32 group, u32 row, 
     }
 }
 
-// x of every row to shared memory, in as many bf16 parts as it takes, times `up`: [part][row][stride]; quantised on the way.
+// x of every row to shared memory, in as many bf16 parts as it takes, times `up`: [part][row][stride];
+// quantised on the way.
 template <bool QUANTISE, int PARTS, bool APART, int SPLIT, int AHEAD>
 __device__ __forceinline__ void stage(const Gemv &p, u32 begin, u32 count, u16 *xs, float *xscale, float *sums, u32 stride, float up) {
     float global = 1.0f;
@@ -353,7 +357,8 @@ __device__ __forceinline__ void one_unit(u32 slot, u32 lane, u32 xat, u32 part, 
     high = fmaf(odd[2], f3, high);
 }
 
-// Shared memory: rings, then x, then the scales of x (APART), sums of the norm, table entries, partial sums, whole sums (SPLIT).
+// Shared memory: rings, then x, then the scales of x (APART), sums of the norm, table entries, partial sums,
+// whole sums (SPLIT).
 template <bool QUANTISE, int PARTS, bool APART, int STAGES, int SPLIT> __device__ __forceinline__ void one_row(const Gemv &p) {
     extern __shared__ __align__(128) u8 memory[];
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;

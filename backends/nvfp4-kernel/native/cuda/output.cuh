@@ -5,8 +5,8 @@
 constexpr int PIECE = 8192; // bytes of outputs that a warpgroup puts together in shared memory
 enum { OUT_F32, OUT_ADD, OUT_BF16, OUT_F16 };
 
-// Where outputs go. end: rows of the weight, of a gate half of them. aligned: y and its rows start at multiples of 16 bytes, group i
-// has rows 16 i to 16 i + 15, and end is a multiple of eight.
+// Where outputs go. end: rows of the weight, of a gate half of them. aligned: y and its rows start at
+// multiples of 16 bytes, group i has rows 16 i to 16 i + 15, and end is a multiple of eight.
 struct Target {
     u64 y, ldy;
     int tokens, group_count, end, out, aligned;
@@ -35,9 +35,10 @@ DEVICE void put_elements(const float (&d)[SUMS], const Target &to, int token, in
     }
 }
 
-// Tokens from `low` to `high` of the tile that starts at `token`; rows from group `group` on. Without a gate a lane has rows g and
-// g + 8 of its warp's 16, with one the products of row g of 8, in d[4 n] and d[4 n + 1]; two tokens, 2 t and 2 t + 1 of eight.
-// place: first row * 32 + rows of this warp's group. room: PIECE bytes of this warpgroup, whose barrier is `own`.
+// Tokens from `low` to `high` of the tile that starts at `token`; rows from group `group` on. Without a gate
+// a lane has rows g and g + 8 of its warp's 16, with one the products of row g of 8, in d[4 n] and d[4 n +
+// 1]; two tokens, 2 t and 2 t + 1 of eight. place: first row * 32 + rows of this warp's group. room: PIECE
+// bytes of this warpgroup, whose barrier is `own`.
 template <bool GATE>
 DEVICE void put_all(const float (&d)[SUMS], const Target &to, u32 place, u32 room, int token, int low, int high, int group, int lane, int w, int me, int own) {
     high = min(high, to.tokens - token);
@@ -50,7 +51,8 @@ DEVICE void put_all(const float (&d)[SUMS], const Target &to, u32 place, u32 roo
         else put_elements<GATE, OUT_BF16>(d, to, token, low, high, first, rows, lane);
         return;
     }
-    // Lines of a token, with this warpgroup's rows: whole lines leave twice as fast as sectors. Their 16-byte pieces change places.
+    // Lines of a token, with this warpgroup's rows: whole lines leave twice as fast as sectors. Their 16-byte
+    // pieces change places.
     constexpr int LINE = GATE ? 64 : 128, ONCE = 2048 / LINE; // bytes; tokens of which all threads have a piece
     bool half = to.out == OUT_F16;
     auto pack = [&](float a, float b) { return half ? As<f16>::pair(a, b) : As<bf16>::pair(a, b); };

@@ -1,14 +1,14 @@
 // The product with one row of x that is one part of bf16. Its arithmetic is that of gemv.cu.
 //
-// Codes go from memory to registers, AHEAD units of a warp in flight, the first of them before the kernel waits for the one
-// before it. What is left in the loop is decoding, which the integer units bound: a copy to shared memory first would cost as
-// many instructions again as the loop can afford. Loads of a multiprocessor come back in the order they were asked for, and more
-// than some 50 KB of them keep warps waiting to ask: x comes when the units before it have come, and AHEAD is a compromise.
-// BLOCK: threads of a block.
+// Codes go from memory to registers, AHEAD units of a warp in flight, the first of them before the kernel
+// waits for the one before it. What is left in the loop is decoding, which the integer units bound: a copy to
+// shared memory first would cost as many instructions again as the loop can afford. Loads of a multiprocessor
+// come back in the order they were asked for, and more than some 50 KB of them keep warps waiting to ask: x
+// comes when the units before it have come, and AHEAD is a compromise. BLOCK: threads of a block.
 #include "gemv.cu"
 
-// One row of x to shared memory as stage() does, in one part and with all loads in flight at once. MOST: loads of 8 elements a
-// thread; longer rows are for stage().
+// One row of x to shared memory as stage() does, in one part and with all loads in flight at once. MOST:
+// loads of 8 elements a thread; longer rows are for stage().
 template <int BLOCK, bool QUANTISE, bool APART>
 __device__ __forceinline__ void stage_row(const Gemv &p, u16 *xs, float *xscale, float *sums) {
     const u32 padded = p.units * 128, at = threadIdx.x * 8;
@@ -147,7 +147,8 @@ template <bool APART> __device__ __forceinline__ void times_x(const Unit &u, boo
     high = fmaf(odd[2], f3, high);
 }
 
-// The warps' shares of the block's row groups: with gate one half of the warps has the gate rows, the other the up rows.
+// The warps' shares of the block's row groups: with gate one half of the warps has the gate rows, the other
+// the up rows.
 struct Part {
     u32 first, count, per, from, to, warps;
 };

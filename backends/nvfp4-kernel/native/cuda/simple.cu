@@ -1,5 +1,6 @@
-// Plain kernels for every shape, type and activation format: what the fast ones do not take, and preparation. One warp sums
-// an output over blocks of 16, so that neither the number of rows nor their addresses can change a bit.
+// Plain kernels for every shape, type and activation format: what the fast ones do not take, and preparation.
+// One warp sums an output over blocks of 16, so that neither the number of rows nor their addresses can
+// change a bit.
 #include "codec.cuh"
 #include "layout.cuh"
 #include "spans.cuh"
@@ -104,8 +105,8 @@ extern "C" __global__ void q4_forward_float(Weight w, Matrix x, Matrix y) {
     }
 }
 
-// y = q W^T with quantised rows: `q` [m][k] integers, `steps` [m][k / 16], NaN where a row cannot be quantised.
-// `act_global` is NULL or the per-tensor scale of the rows.
+// y = q W^T with quantised rows: `q` [m][k] integers, `steps` [m][k / 16], NaN where a row cannot be
+// quantised. `act_global` is NULL or the per-tensor scale of the rows.
 extern "C" __global__ void q4_forward_int(Weight w, const i8 *q, const float *steps, const float *act_global,
                                           u32 act_convention, double factor, Matrix y) {
     u32 row = blockIdx.x * 8 + threadIdx.y, lane = threadIdx.x, m = blockIdx.y * 4;

@@ -3,12 +3,13 @@
 
 constexpr int ROUND = 2; // units of 128 of k, in which gemm.cu has places in its rings known to the compiler
 
-// What a pair has to do, the same for those who load and those who multiply: rounds of k of a tile. Of a tile that `count` pairs share
-// it is the `part`th piece, and the last work of each of them.
+// What a pair has to do, the same for those who load and those who multiply: rounds of k of a tile. Of a tile
+// that `count` pairs share it is the `part`th piece, and the last work of each of them.
 struct Work {
     int tile, from, to, part, count;
 };
-// First whole tiles in turn, of which every pair of a cluster does a piece of k, then a piece of one of the rest.
+// First whole tiles in turn, of which every pair of a cluster does a piece of k, then a piece of one of the
+// rest.
 struct Plan {
     int rounds, whole, tiles, shares, next;
     DEVICE Plan start(int rounds, int whole, int tiles, int shares) { return {rounds, whole, tiles, shares, (int)blockIdx.x / (2 * KS)}; }
