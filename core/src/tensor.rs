@@ -142,6 +142,8 @@ struct Dims {
     rank: usize,
     shape: [i64; MAX_RANK],
     strides: [i64; MAX_RANK],
+    /// Elements from the first to the last one, inclusive.
+    span: usize,
 }
 
 /// Borrowed strided tensor. Copying it copies a pointer.
@@ -177,6 +179,7 @@ impl<'a> TensorView<'a> {
     ///
     /// # Safety
     /// `data` addresses `nbytes` readable bytes on `device` for `'a`.
+    #[inline]
     pub unsafe fn from_raw(
         data: NonNull<c_void>,
         nbytes: usize,
@@ -186,11 +189,9 @@ impl<'a> TensorView<'a> {
         strides: &[i64],
     ) -> Result<Self> {
         let dims = Dims::new(shape, strides)?;
-        let need = dims.span().and_then(|n| n.checked_mul(dtype.size())).ok_or_else(|| overflow(shape))?;
+        let need = dims.span.checked_mul(dtype.size()).ok_or_else(|| overflow(shape))?;
         if need > nbytes {
-            return Err(Error::new(Code::ShapeMismatch, "view reaches past its allocation")
-                .need(format!("{need} bytes for {shape:?} {dtype}"))
-                .have(format!("{nbytes} bytes")));
+            return Err(too_short(need, shape, dtype, nbytes));
         }
         Ok(Self { data, nbytes, device, dtype, dims, _borrow: PhantomData })
     }
@@ -265,7 +266,11 @@ impl<'a> TensorView<'a> {
     }
     /// No element at all.
     pub fn is_empty(&self) -> bool {
-        self.len() == 0
+        self.dims.span == 0
+    }
+    /// Bytes from the first element to the end of the last.
+    pub fn span(&self) -> usize {
+        self.dims.span * self.dtype.size()
     }
     /// Row-major without gaps.
     pub fn is_contiguous(&self) -> bool {
@@ -354,6 +359,7 @@ impl<'a> TensorViewMut<'a> {
     ///
     /// # Safety
     /// As there, and the bytes are writable and not aliased for `'a`.
+    #[inline]
     pub unsafe fn from_raw(
         data: NonNull<c_void>,
         nbytes: usize,
@@ -450,33 +456,52 @@ impl fmt::Debug for TensorViewMut<'_> {
 }
 
 impl Dims {
+    /// Every operand of every product passes here, several times: one loop, and errors out of the way.
+    #[inline]
     fn new(shape: &[i64], strides: &[i64]) -> Result<Self> {
-        if shape.len() != strides.len() || shape.len() > MAX_RANK {
-            return Err(Error::new(Code::ShapeMismatch, "rank of a view")
-                .need(format!("at most {MAX_RANK}, the same for shape and strides"))
-                .have(format!("{} and {}", shape.len(), strides.len())));
+        let rank = shape.len();
+        if rank != strides.len() || rank > MAX_RANK {
+            return Err(wrong_rank(rank, strides.len()));
         }
-        if shape.iter().chain(strides).any(|&v| v < 0) {
-            return Err(Error::new(Code::ShapeMismatch, "negative extent or stride")
-                .have(format!("{shape:?} {strides:?}")));
-        }
-        let mut d = Self { rank: shape.len(), shape: [1; MAX_RANK], strides: [1; MAX_RANK] };
-        d.shape[..shape.len()].copy_from_slice(shape);
-        d.strides[..strides.len()].copy_from_slice(strides);
-        d.span().map(|_| d).ok_or_else(|| overflow(shape))
-    }
-    /// Elements from the first to the last one, inclusive; `None` when that overflows.
-    fn span(&self) -> Option<usize> {
-        let mut last = 0i64;
-        let mut count = 1i64;
-        for (&d, &s) in self.shape[..self.rank].iter().zip(&self.strides) {
-            count = count.checked_mul(d)?;
-            if d > 0 {
-                last = last.checked_add((d - 1).checked_mul(s)?)?;
+        let mut d = Self { rank, shape: [1; MAX_RANK], strides: [1; MAX_RANK], span: 0 };
+        let (mut last, mut count) = (0i64, 1i64);
+        for i in 0..rank {
+            let (extent, stride) = (shape[i], strides[i]);
+            if extent < 0 || stride < 0 {
+                return Err(negative(shape, strides));
             }
+            (d.shape[i], d.strides[i]) = (extent, stride);
+            let reach = (extent - 1).max(0).checked_mul(stride).and_then(|reach| last.checked_add(reach));
+            let (Some(reach), Some(all)) = (reach, count.checked_mul(extent)) else {
+                return Err(overflow(shape));
+            };
+            (last, count) = (reach, all);
         }
-        if count == 0 { Some(0) } else { usize::try_from(last).ok()?.checked_add(1) }
+        if count > 0 {
+            let span = usize::try_from(last).ok().and_then(|last| last.checked_add(1));
+            d.span = span.ok_or_else(|| overflow(shape))?;
+        }
+        Ok(d)
     }
+}
+
+#[cold]
+fn wrong_rank(shape: usize, strides: usize) -> Error {
+    Error::new(Code::ShapeMismatch, "rank of a view")
+        .need(format!("at most {MAX_RANK}, the same for shape and strides"))
+        .have(format!("{shape} and {strides}"))
+}
+
+#[cold]
+fn negative(shape: &[i64], strides: &[i64]) -> Error {
+    Error::new(Code::ShapeMismatch, "negative extent or stride").have(format!("{shape:?} {strides:?}"))
+}
+
+#[cold]
+fn too_short(need: usize, shape: &[i64], dtype: DType, nbytes: usize) -> Error {
+    Error::new(Code::ShapeMismatch, "view reaches past its allocation")
+        .need(format!("{need} bytes for {shape:?} {dtype}"))
+        .have(format!("{nbytes} bytes"))
 }
 
 fn contiguous(shape: &[usize]) -> Result<([i64; MAX_RANK], [i64; MAX_RANK], usize)> {
@@ -497,6 +522,7 @@ fn contiguous(shape: &[usize]) -> Result<([i64; MAX_RANK], [i64; MAX_RANK], usiz
     Ok((s, st, shape.len()))
 }
 
+#[cold]
 fn overflow(shape: &[i64]) -> Error {
     Error::new(Code::ShapeMismatch, "number of elements overflows").have(format!("{shape:?}"))
 }

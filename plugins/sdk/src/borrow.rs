@@ -13,7 +13,6 @@ use q4_plugin_abi::{
     Q4Weight,
 };
 use std::ffi::c_void;
-use std::ops::Range;
 use std::ptr::NonNull;
 
 /// Most row segments a product has; more is a damaged spec.
@@ -333,31 +332,31 @@ fn operand(m: &Q4Matrix) -> Result<Operand> {
     ))
 }
 
+/// Operands of a call, its scratch among them, at most.
+pub const OPERANDS: usize = 4;
+
 /// Fails unless operands and scratch share no byte, from the first element of each to its last.
-pub fn apart(operands: &[TensorView<'_>], scratch: Option<TensorView<'_>>) -> Result<()> {
-    let all = || operands.iter().copied().chain(scratch);
-    for (i, a) in all().enumerate() {
-        for b in all().skip(i + 1) {
-            let (a, b) = (reach(&a)?, reach(&b)?);
-            if a.start < b.end && b.start < a.end {
-                return Err(Error::new(Code::ShapeMismatch, "operands of a plugin call")
-                    .need("operands and scratch that share no byte")
-                    .have(format!("{a:#x?} and {b:#x?}")));
+pub fn apart(operands: [Option<&TensorView<'_>>; OPERANDS]) -> Result<()> {
+    let reach = |view: &TensorView<'_>| {
+        let start = view.as_ptr() as usize;
+        (start, start + view.span())
+    };
+    let reaches = operands.map(|view| view.map_or((0, 0), reach));
+    for (i, a) in reaches.iter().enumerate() {
+        for b in &reaches[..i] {
+            if a.0 < b.1 && b.0 < a.1 {
+                return Err(shared(a, b));
             }
         }
     }
     Ok(())
 }
 
-/// Addresses from the first element to the end of the last.
-fn reach(view: &TensorView<'_>) -> Result<Range<usize>> {
-    let start = view.as_ptr() as usize;
-    if view.is_empty() {
-        return Ok(start..start);
-    }
-    let last: i64 =
-        view.shape().iter().zip(view.strides()).map(|(extent, stride)| (extent - 1) * stride).sum();
-    Ok(start..start + (size(last as u64, "extent")? + 1) * view.dtype().size())
+#[cold]
+fn shared(a: &(usize, usize), b: &(usize, usize)) -> Error {
+    Error::new(Code::ShapeMismatch, "operands of a plugin call")
+        .need("operands and scratch that share no byte")
+        .have(format!("{:#x?} and {:#x?}", a.0..a.1, b.0..b.1))
 }
 
 /// Scratch of a call and the device it runs on.

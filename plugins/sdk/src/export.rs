@@ -350,7 +350,7 @@ unsafe extern "C" fn forward(
         guarded(&w.poisoned, err, || {
             let (x, y) = (borrow::view(x)?, borrow::view_mut(y)?);
             with(exec, |cx| {
-                borrow::apart(&[x, y.as_view()], scratch(cx))?;
+                borrow::apart([Some(&x), Some(&y.as_view()), scratch(cx).as_ref(), None])?;
                 w.weight.forward(x, y, cx)
             })
         })
@@ -388,10 +388,8 @@ unsafe extern "C" fn forward_fused(
                     .have(format!("parts {:#05b}", fusion.set().0)));
             }
             with(exec, |cx| {
-                let norm = fusion.norm.map_or(x, |n| n.weight);
-                let operands = [x, y.as_view(), norm];
-                let count = if fusion.norm.is_some() { 3 } else { 2 };
-                borrow::apart(&operands[..count], scratch(cx))?;
+                let norm = fusion.norm.as_ref().map(|norm| &norm.weight);
+                borrow::apart([Some(&x), Some(&y.as_view()), norm, scratch(cx).as_ref()])?;
                 w.weight.forward_fused(x, &fusion, y, cx)
             })
         })
@@ -437,7 +435,7 @@ unsafe extern "C" fn backward_input(
         guarded(&w.poisoned, err, || {
             let (dy, dx) = (borrow::view(dy)?, borrow::view_mut(dx)?);
             with(exec, |cx| {
-                borrow::apart(&[dy, dx.as_view()], scratch(cx))?;
+                borrow::apart([Some(&dy), Some(&dx.as_view()), scratch(cx).as_ref(), None])?;
                 w.weight.backward_input(dy, dx, cx)
             })
         })
@@ -457,7 +455,7 @@ unsafe extern "C" fn dequantize(
         guarded(&w.poisoned, err, || {
             let out = borrow::view_mut(out)?;
             with(exec, |cx| {
-                borrow::apart(&[out.as_view()], scratch(cx))?;
+                borrow::apart([Some(&out.as_view()), scratch(cx).as_ref(), None, None])?;
                 w.weight.dequantize(out, cx)
             })
         })
