@@ -12,7 +12,8 @@ use crate::context::Context;
 use crate::report::Outcome;
 use crate::roofline::{Roofline, Work};
 use crate::session::warn_of_unscaled;
-use q4_core::memory::{Budget, peak_resident};
+use crate::writing;
+use q4_core::memory::{Budget, forget_peak, peak_resident};
 use q4_core::{Activations, Code, Device, Dispatch, Error, Result, ThreadPool};
 use q4_model::cpu::{KvCache, KvType};
 use q4_model::executor::Shape;
@@ -73,6 +74,7 @@ pub fn run(cx: &Context, args: &BenchArgs) -> Result<Outcome> {
         return on_cuda(cx, args, ordinal, &dispatch, &threads);
     }
     let before = Roofline::measure(&threads);
+    forget_peak(); // what was read to measure bandwidth is no memory of the model's
     let longest = args.prefill.iter().copied().max().unwrap_or(PROMPT).max(PROMPT);
     let chunk = longest.min(crate::session::chunk(cx.device()?));
     let budget = cx.budget();
@@ -105,6 +107,7 @@ pub fn run(cx: &Context, args: &BenchArgs) -> Result<Outcome> {
     let body = Body {
         model: subject.name.clone(),
         threads: threads.threads(),
+        isa: cx.isa(),
         activations: subject.activations.as_str(),
         read_gb_s: roofline.read_gb_s,
         gmac_s,
@@ -141,7 +144,8 @@ fn write(cx: &Context, args: &BenchArgs, out: &std::path::Path) -> Result<Outcom
         return Err(Error::new(Code::Usage, "--write").need("--format nvfp4").have("--format nf4"));
     }
     let name = args.shape.as_deref().unwrap_or_default();
-    let bytes = synthetic::write(&synthetic::shape(name)?, out)?;
+    let shape = synthetic::shape(name)?;
+    let bytes = writing::write(cx, "writing", |progress| synthetic::write(&shape, out, progress))?;
     if cx.report().is_json() {
         let body = serde_json::json!({ "model": name, "out": out, "bytes_out": bytes });
         cx.report().document("bench", &body)?;

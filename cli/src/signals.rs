@@ -1,8 +1,8 @@
 //! What Ctrl-C and a closed pipe do.
 //!
 //! A closed pipe ends the process without a word, as with every other filter. Ctrl-C ends it at once, unless
-//! a verb is writing files that must be removed first; then it asks once and insists the second time. In a
-//! conversation it stops the answer and nothing else.
+//! a verb is writing files that must be removed first; then it asks once and insists the second time. SIGTERM
+//! does the same. In a conversation Ctrl-C stops the answer and nothing else.
 use crate::report::Outcome;
 use crate::supervise;
 use crate::terminal::{self, Raised};
@@ -42,11 +42,23 @@ pub fn begin_answer() {
 /// Sets what both do; called once, before anything else.
 #[cfg(unix)]
 pub fn install() {
-    // SAFETY: the dispositions are set before any thread starts, and the handler only touches atomics and
-    // `_exit`.
+    // SAFETY: the dispositions are set before any thread starts, and the handlers only touch atomics, raise a
+    // signal, or call `_exit`.
     unsafe {
         libc::signal(libc::SIGPIPE, libc::SIG_DFL);
+        // A file that grows past the limit is an error of whoever writes it, who then removes it.
+        libc::signal(libc::SIGXFSZ, libc::SIG_IGN);
         libc::signal(libc::SIGINT, on_interrupt as *const () as libc::sighandler_t);
+        libc::signal(libc::SIGTERM, on_end as *const () as libc::sighandler_t);
+    }
+}
+
+/// SIGTERM: as Ctrl-C where files must be removed first, else what it always does.
+#[cfg(unix)]
+extern "C" fn on_end(signal: libc::c_int) {
+    let is_held_back = CLEANUP.load(Ordering::Relaxed) && !ASKED.swap(true, Ordering::Relaxed);
+    if !is_held_back {
+        terminal::end_by(signal);
     }
 }
 

@@ -1,7 +1,7 @@
 //! The terminal as it was found: line editing changes it, and whatever ends the program changes it back.
 use std::sync::atomic::{AtomicBool, Ordering};
 #[cfg(unix)]
-pub use unix::{editing, keep, restore, say};
+pub use unix::{editing, end_by, keep, restore, say};
 
 /// A flag that is up while this lives.
 pub struct Raised(&'static AtomicBool);
@@ -79,8 +79,12 @@ mod unix {
         unsafe { libc::write(2, text.as_ptr().cast(), text.len()) };
     }
 
-    /// Ends the process as the signal would have, with the terminal as it was found.
     extern "C" fn on_end(signal: libc::c_int) {
+        end_by(signal);
+    }
+
+    /// Ends the process as the signal would have, with the terminal as it was found. Async-signal-safe.
+    pub fn end_by(signal: libc::c_int) {
         restore();
         // SAFETY: numbers only; both calls may be made from a signal handler. The signal is delivered when
         // this returns.

@@ -85,9 +85,16 @@ pub fn available() -> Option<u64> {
     Some(cgroup.map_or(free, |c| c.min(free)))
 }
 
-/// Largest resident size this process ever had, in bytes; `None` where the system does not say.
+/// Largest resident size this process ever had, or since [`forget_peak`], in bytes; `None` where the system
+/// does not say.
 pub fn peak_resident() -> Option<u64> {
     kib_field(&std::fs::read_to_string("/proc/self/status").ok()?, "VmHWM:")
+}
+
+/// Begins [`peak_resident`] anew at what is resident now, where the system can.
+pub fn forget_peak() {
+    // 5 resets the peak (proc(5)); a system without it goes on with the old one.
+    let _ = std::fs::write("/proc/self/clear_refs", "5");
 }
 
 /// Resident size of this process, pages of files included, in bytes; `None` where the system does not say.

@@ -18,16 +18,21 @@ use q4_core::{
 use std::sync::Arc;
 pub use write::write;
 
-/// A published size.
+/// A published size; upper and lower case are one, as publishers write both.
 ///
 /// # Errors
 /// [`Code::Usage`] for a name that none has.
 pub fn size(name: &str) -> Result<&'static Size> {
     let all = || arch::ALL.iter().flat_map(|a| a.sizes);
-    all().find(|s| s.name == name).ok_or_else(|| {
+    all().find(|s| s.name.eq_ignore_ascii_case(name)).ok_or_else(|| {
         let names: Vec<_> = all().map(|s| s.name).collect();
-        Error::new(Code::Usage, format!("no shape is named `{name}`"))
-            .need(format!("one of {}", names.join(", ")))
+        let e = Error::new(Code::Usage, format!("no shape is named `{name}`"))
+            .need(format!("one of {}", names.join(", ")));
+        let end = format!("-{}", name.to_ascii_lowercase());
+        match names.iter().find(|known| known.ends_with(&end)) {
+            Some(near) => e.fix(format!("--shape {near}")),
+            None => e,
+        }
     })
 }
 

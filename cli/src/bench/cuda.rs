@@ -1,4 +1,5 @@
 //! `q4 bench` on a CUDA device: prompts, decoding, batches and single products beside what the device allows.
+use super::report::{Row, table};
 use super::{PROMPT, Subject, prompt};
 use crate::args::BenchArgs;
 use crate::context::Context;
@@ -15,19 +16,6 @@ use serde::Serialize;
 use std::fmt::Write;
 use std::sync::Arc;
 use std::time::Instant;
-
-/// One figure.
-#[derive(Serialize)]
-struct Row {
-    what: String,
-    shape: String,
-    median: f64,
-    min: f64,
-    max: f64,
-    unit: &'static str,
-    roofline: f64,
-    fraction: f64,
-}
 
 #[derive(Serialize)]
 struct Memory {
@@ -321,20 +309,7 @@ fn text(b: &Body) -> String {
         "{}, {} activations, {} on {}; measured here: reads {:.0} GB/s, bf16 products {:.0} GMAC/s; loaded in {:.2} s",
         b.model, b.activations, b.dtype, b.device, b.read_gb_s, b.gmac_s, b.load_s
     );
-    let header = ["what", "median", "min", "max", "roofline", "of it"];
-    let _ = writeln!(
-        out,
-        "{:<22} {:>10} {:>10} {:>10} {:>10} {:>7}  unit",
-        header[0], header[1], header[2], header[3], header[4], header[5]
-    );
-    for r in &b.results {
-        let fraction = r.fraction * 100.0;
-        let _ = writeln!(
-            out,
-            "{:<22} {:>10.2} {:>10.2} {:>10.2} {:>10.1} {fraction:>6.0}%  {}",
-            r.what, r.median, r.min, r.max, r.roofline, r.unit
-        );
-    }
+    table(&b.results, &mut out);
     let m = &b.memory;
     let _ = writeln!(
         out,

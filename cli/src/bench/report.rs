@@ -5,6 +5,12 @@ use q4_core::memory::human;
 use serde::Serialize;
 use std::fmt::Write;
 
+/// What the table's words mean.
+const LEGEND: &str = "\
+ppN: a prompt of N tokens; tgN: N tokens one after another; roofline: what reads and arithmetic would allow at
+best; of it: the median as a share of the roofline
+";
+
 /// One figure.
 #[derive(Serialize)]
 pub(super) struct Row {
@@ -34,6 +40,8 @@ pub(super) struct Memory {
 pub(super) struct Body {
     pub model: String,
     pub threads: usize,
+    /// The best instruction set that kernels may use.
+    pub isa: Option<&'static str>,
     pub activations: &'static str,
     pub read_gb_s: f64,
     pub gmac_s: f64,
@@ -105,31 +113,37 @@ impl Body {
         let mut out = String::new();
         let _ = writeln!(
             out,
-            "{}, {} activations, {} threads; measured here: reads {:.1} GB/s, arithmetic {:.0} GMAC/s",
-            self.model, self.activations, self.threads, self.read_gb_s, self.gmac_s
+            "{}, {} activations, {} threads, {}; measured here: reads {:.1} GB/s, arithmetic {:.0} GMAC/s",
+            self.model,
+            self.activations,
+            self.threads,
+            self.isa.unwrap_or_default(),
+            self.read_gb_s,
+            self.gmac_s
         );
-        let _ = writeln!(
-            out,
-            "{:<22} {:>10} {:>10} {:>10} {:>10} {:>7}  unit",
-            "what", "median", "min", "max", "roofline", "of it"
-        );
-        for r in &self.results {
-            let _ = writeln!(
-                out,
-                "{:<22} {:>10.2} {:>10.2} {:>10.2} {:>10.1} {:>6.0}%  {}",
-                r.what,
-                r.median,
-                r.min,
-                r.max,
-                r.roofline,
-                r.fraction * 100.0,
-                r.unit
-            );
-        }
+        table(&self.results, &mut out);
         self.memory.text(&mut out);
         executed(&self.executed, &mut out);
         out
     }
+}
+
+/// The figures, one a line, and what their names mean.
+pub(super) fn table(rows: &[Row], out: &mut String) {
+    let _ = writeln!(
+        out,
+        "{:<22} {:>10} {:>10} {:>10} {:>10} {:>7}  unit",
+        "what", "median", "min", "max", "roofline", "of it"
+    );
+    for r in rows {
+        let fraction = r.fraction * 100.0;
+        let _ = writeln!(
+            out,
+            "{:<22} {:>10.2} {:>10.2} {:>10.2} {:>10.1} {fraction:>6.0}%  {}",
+            r.what, r.median, r.min, r.max, r.roofline, r.unit
+        );
+    }
+    out.push_str(LEGEND);
 }
 
 impl FirstToken {

@@ -79,7 +79,7 @@ fn a_file_keeps_its_limit_or_is_refused() {
         Ok(name) => (synthetic::shape(&name).unwrap(), 20),
         Err(_) => (SMALL, 4),
     };
-    synthetic::write(&shape, &out).unwrap();
+    synthetic::write(&shape, &out, &mut |_| Ok(())).unwrap();
     let (model, ids) =
         (out.display().to_string(), (1..=40).map(|i| (i * 1000).to_string()).collect::<Vec<_>>());
     let logits = dir.path().join("logits").display().to_string();

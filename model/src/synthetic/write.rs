@@ -4,6 +4,7 @@ use crate::arch::qwen3::QWEN3;
 use crate::checkpoint::names;
 use crate::config::DecoderConfig;
 use crate::executor::Shape;
+use crate::export::Progress;
 use crate::export::atomic::Output;
 use crate::export::safetensors::{Entry, Writer, file_name};
 use q4_core::{DType, GlobalScale, Part, Result};
@@ -11,12 +12,13 @@ use serde_json::json;
 use std::path::Path;
 
 /// Writes NVFP4 weights of these sizes to the directory `out`, which must not exist, as ModelOpt arranges
-/// them, with a 4-bit head of its own; returns the bytes written. One tensor is held at a time.
+/// them, with a 4-bit head of its own; returns the bytes written. One tensor is held at a time. `progress` is
+/// called before each product; its error ends the work, and nothing is left of it.
 ///
 /// # Errors
 /// [`Code::Usage`](q4_core::Code::Usage): `out` exists. [`Code::Io`](q4_core::Code::Io): the system refused
 /// to write.
-pub fn write(shape: &Shape, out: &Path) -> Result<u64> {
+pub fn write(shape: &Shape, out: &Path, progress: &mut dyn FnMut(Progress<'_>) -> Result<()>) -> Result<u64> {
     let config = config(shape);
     let parsed = DecoderConfig::parse(config.as_bytes())?;
     let mut linears = vec![(QWEN3.names.head.to_owned(), shape.vocab, shape.hidden)];
@@ -37,17 +39,23 @@ pub fn write(shape: &Shape, out: &Path) -> Result<u64> {
     let output = Output::directory(out)?;
     let mut file = Writer::create(&output.path().join(file_name(0, 1)), &entries)?;
     let mut random = Random::new();
+    let (total, bytes_total) = (linears.len(), entries.iter().map(Entry::bytes).sum());
+    let mut bytes_done = 0;
+    progress(Progress { tensor: QWEN3.names.embedding, done: 0, total, bytes_done, bytes_total })?;
     file.write(&weight(QWEN3.names.embedding), &random.embedding(shape.vocab * shape.hidden))?;
     for (name, len) in &norms {
         file.write(&weight(name), &[0x80, 0x3f].repeat(*len))?;
     }
-    for (name, n, k) in &linears {
+    for (done, (name, n, k)) in linears.iter().enumerate() {
+        progress(Progress { tensor: name, done, total, bytes_done, bytes_total })?;
         let part = super::Recipe::NVFP4.plausible([*n, *k], &mut |bytes| random.fill(bytes))?;
         let global = part.global.map_or(1.0, GlobalScale::value);
         file.write(&weight(name), part.bytes(Part::Codes))?;
         file.write(&format!("{name}.weight_scale"), part.bytes(Part::Scales))?;
         file.write(&format!("{name}.weight_scale_2"), &global.to_le_bytes())?;
+        bytes_done += super::Recipe::NVFP4.stored_bytes(*n, *k);
     }
+    progress(Progress { tensor: "", done: total, total, bytes_done: bytes_total, bytes_total })?;
     let bytes = file.finish()? + output.write("config.json", config.as_bytes())?;
     output.commit()?;
     Ok(bytes)
@@ -93,7 +101,7 @@ fn config(s: &Shape) -> String {
 mod tests {
     use super::*;
     use crate::checkpoint::{Checkpoint, Head, OpenOptions};
-    use q4_core::Code;
+    use q4_core::{Code, Error};
 
     #[test]
     fn the_checkpoint_binds() -> Result<()> {
@@ -101,7 +109,7 @@ mod tests {
         let out = dir.path().join("model");
         let shape =
             Shape { hidden: 64, heads: 2, kv_heads: 1, head_dim: 32, intermediate: 96, vocab: 50, layers: 2 };
-        let bytes = write(&shape, &out)?;
+        let bytes = write(&shape, &out, &mut |_| Ok(()))?;
         let files = std::fs::read_dir(&out)
             .expect("listing")
             .map(|f| f.expect("entry").metadata().expect("size").len());
@@ -109,7 +117,14 @@ mod tests {
         let checkpoint = Checkpoint::open(&out, &OpenOptions::default())?;
         checkpoint.bind_all()?;
         assert!(matches!(checkpoint.bind_head()?, Head::Quantised(_)));
-        assert_eq!(write(&shape, &out).expect_err("exists").code(), Code::Usage);
+        let again = write(&shape, &out, &mut |_| Ok(()));
+        assert_eq!(again.expect_err("exists").code(), Code::Usage);
+        let stopped = write(&shape, &dir.path().join("stopped"), &mut |p| match p.done {
+            0..5 => Ok(()),
+            _ => Err(Error::new(Code::Io, "interrupted")),
+        });
+        assert_eq!(stopped.expect_err("told to stop").code(), Code::Io);
+        assert_eq!(std::fs::read_dir(dir.path()).expect("listing").count(), 1, "nothing is left of it");
         Ok(())
     }
 }
