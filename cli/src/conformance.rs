@@ -10,8 +10,8 @@ use crate::plugins::{self, Tables};
 use crate::report::Outcome;
 use q4_conformance::certificate::DATA_VARIABLES;
 use q4_conformance::{
-    Bench, Certificate, Certificates, ChildProcesses, InProcess, Level, Library, Options, Profile, Report,
-    Runner, SUITE_VERSION, Waivers, cases, claims, proofs, run_with, serve,
+    Bench, Case, CaseResult, Certificate, Certificates, ChildProcesses, InProcess, Level, Library, Options,
+    Profile, Proof, Report, Runner, SUITE_VERSION, Waivers, cases, claims, proofs, run_with, serve,
 };
 use q4_core::memory::Budget;
 use q4_core::{
@@ -66,14 +66,21 @@ pub fn run(cx: &Context, args: &ConformanceArgs) -> Result<Outcome> {
     if args.list {
         return list(cx, &chosen, registry, &tables, &options);
     }
+    there_are_cases(args, &chosen, registry, &tables, &options)?;
     if !args.in_process && q4_conformance::memory::resident().is_none() {
         let os = std::env::consts::OS;
         cx.report()
             .warn(&format!("--case-memory bounds nothing here: {os} does not tell what a process has"));
     }
+    if chosen.iter().any(|b| is_plugin(&**b)) && !args.in_process && can_read_its_judge() {
+        cx.report().warn(
+            "this process may trace any other (CAP_SYS_PTRACE, as root has it), and so may the library that is judged; \
+             judge what you do not trust as a user without privileges",
+        );
+    }
     let mut whole: Option<Report> = None;
     for backend in &chosen {
-        let report = judge(backend, &tables, args, registry, &options, (&threads, &cx.budget()))?;
+        let report = judge(cx, backend, &tables, args, registry, &options, &threads)?;
         whole = Some(match whole {
             Some(before) => before.merge(report),
             None => report,
@@ -93,6 +100,63 @@ pub fn run(cx: &Context, args: &ConformanceArgs) -> Result<Outcome> {
     certify(cx, args, &report)?;
     cx.report().text(&if cx.report().is_json() { report.json() } else { report.text() })?;
     Ok(if report.conformant { Outcome::Done } else { Outcome::Found(Code::ConformanceFailed) })
+}
+
+/// Whether a library in a child of this process could read and write the memory of the one that judges it.
+fn can_read_its_judge() -> bool {
+    const CAP_SYS_PTRACE: u64 = 19;
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
+    let bits = effective.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok()).unwrap_or(0);
+    bits >> CAP_SYS_PTRACE & 1 == 1
+}
+
+/// A name with a slip in it selects nothing, which says nothing about the backend.
+fn there_are_cases(
+    args: &ConformanceArgs,
+    chosen: &[Arc<dyn Q4Backend>],
+    registry: &Registry,
+    tables: &Tables,
+    options: &Options,
+) -> Result<()> {
+    let (what, asked) = match (&args.replay, args.claim.is_empty()) {
+        (Some(id), _) => ("--replay", id.clone()),
+        (None, false) => ("--claim", args.claim.join(" ")),
+        (None, true) => return Ok(()),
+    };
+    let all: Vec<_> = chosen.iter().map(|b| (b, proofs(&**b, registry.env(), options.device))).collect();
+    let has_cases = |(b, proofs): &(&Arc<dyn Q4Backend>, Vec<Proof>)| {
+        !cases(proofs, tables.of(&b.descriptor().name), options).is_empty()
+    };
+    if all.iter().any(has_cases) {
+        return Ok(());
+    }
+    let claims: Vec<_> = all.iter().flat_map(|(_, proofs)| proofs).map(|p| p.claim.to_string()).collect();
+    let error = Error::new(Code::Usage, format!("{what} {asked}: there is no such case"));
+    Err(match (what, claims.is_empty()) {
+        ("--claim", false) => error.need(format!("one of {}", claims.join(", "))),
+        ("--claim", true) => error.need("a claim of the backend, which makes none here"),
+        _ => error
+            .need("a case of this backend, as it is on this machine")
+            .fix("q4 conformance --list has them all"),
+    })
+}
+
+/// Runs cases with a bar for whoever looks: one that hangs stops it long before the time limit ends it.
+struct Watched<'a> {
+    inner: &'a dyn Runner,
+    bar: indicatif::ProgressBar,
+}
+
+impl Runner for Watched<'_> {
+    fn run(&self, cases: &[Case], bench: &Bench<'_>, each: &mut dyn FnMut(CaseResult) -> bool) {
+        self.bar.set_length(cases.len() as u64);
+        self.inner.run(cases, bench, &mut |result| {
+            self.bar.inc(1);
+            each(result)
+        });
+        self.bar.finish_and_clear();
+    }
 }
 
 fn options(args: &ConformanceArgs) -> Result<Options> {
@@ -166,17 +230,19 @@ fn is_plugin(backend: &dyn Q4Backend) -> bool {
 }
 
 fn judge(
+    cx: &Context,
     backend: &Arc<dyn Q4Backend>,
     tables: &Tables,
     args: &ConformanceArgs,
     registry: &Registry,
     options: &Options,
-    (threads, budget): (&ThreadPool, &Budget),
+    threads: &ThreadPool,
 ) -> Result<Report> {
     let name = backend.descriptor().name.to_string();
-    let apart = children(args, &name, options.device, budget);
+    let apart = children(args, &name, options.device, &cx.budget());
     let runner: &dyn Runner = if args.in_process { &InProcess } else { &apart };
-    let mut report = run_with(runner, &**backend, tables.of(&name), options, registry.env(), threads);
+    let runner = Watched { inner: runner, bar: cx.report().bar("judging") };
+    let mut report = run_with(&runner, &**backend, tables.of(&name), options, registry.env(), threads);
     if args.in_process {
         // A crash would have been the end of the report too.
         report.complete = false;

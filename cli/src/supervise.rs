@@ -78,6 +78,9 @@ mod unix {
     fn conclude(status: i32, told: Option<u8>, json: bool) -> u8 {
         if libc::WIFSIGNALED(status) {
             let signal = libc::WTERMSIG(status);
+            if let Some(name) = crash(signal) {
+                report::error(&crashed(name), json);
+            }
             // As the shell would have seen it. A core was written by the process that had something to show.
             // SAFETY: numbers, and a limit that lives as long as the call.
             unsafe {
@@ -94,6 +97,26 @@ mod unix {
         let error = ended(&format!("exit status {}, which is not its own", libc::WEXITSTATUS(status)));
         report::error(&error, json);
         error.code().exit()
+    }
+
+    /// The name of a signal that wrong code raises in its own process.
+    fn crash(signal: i32) -> Option<&'static str> {
+        let names = [
+            (libc::SIGSEGV, "SIGSEGV"),
+            (libc::SIGBUS, "SIGBUS"),
+            (libc::SIGILL, "SIGILL"),
+            (libc::SIGFPE, "SIGFPE"),
+            (libc::SIGABRT, "SIGABRT"),
+        ];
+        names.iter().find(|(number, _)| *number == signal).map(|(_, name)| *name)
+    }
+
+    /// What a user reads when the process that maps a library crashed.
+    fn crashed(name: &str) -> Error {
+        Error::new(Code::BackendFailed, "the program crashed with a library of a third party in it")
+            .need("libraries that leave the process that loads them alone")
+            .have(name)
+            .fix("run it in a process of its own: q4 --isolate --plugin ...; docs/backend-authors.md tells how to find the place")
     }
 
     /// What a user reads when a library ended the program.

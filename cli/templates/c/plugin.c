@@ -75,8 +75,10 @@ static void check(const q4_linear_spec *s, struct verdict *v)
         refuse(v, "activations-unsupported", "native activations", "activations", s->activations);
     if (s->ops & ~(uint32_t)(Q4_OP_FORWARD | Q4_OP_DEQUANTIZE))
         refuse(v, "op-unsupported", "forward and dequantize", "ops", s->ops);
-    if (!is_float(s->x_dtype) || !is_float(s->y_dtype))
-        refuse(v, "dtype-unsupported", "float32, float16 or bfloat16", "x and y", s->x_dtype * 100u + s->y_dtype);
+    if (!is_float(s->x_dtype))
+        refuse(v, "dtype-unsupported", "float32, float16 or bfloat16", "x of type", s->x_dtype);
+    if (!is_float(s->y_dtype))
+        refuse(v, "dtype-unsupported", "float32, float16 or bfloat16", "y of type", s->y_dtype);
     if (s->scale_layout != Q4_SCALE_ROW_MAJOR && s->scale_layout != Q4_SCALE_128X4)
         refuse(v, "layout-unsupported", "row-major scales or tiles of 128 x 4", "layout", s->scale_layout);
     if (s->device_type != Q4_DEVICE_CPU)

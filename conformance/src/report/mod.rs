@@ -10,7 +10,7 @@ use crate::case::{CaseResult, Outcome};
 use crate::facts::{Library, device_fact, facts, machine};
 use crate::options::{Options, SUITE_VERSION};
 use crate::{Level, Limits, Profile, Proof};
-use q4_core::{BackendDescriptor, Device, HostEnv};
+use q4_core::{BackendDescriptor, Device, ExecPath, HostEnv};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -224,7 +224,14 @@ impl Report {
         };
         let claims_nothing = of_products && claims.iter().all(|c| c.claim == "backend");
         if claims_nothing && !results.is_empty() {
-            notes.push(format!("nothing executed: {backend} claims no product"));
+            let on_cpu = options.device == Device::Cpu
+                && descriptor.offers.iter().all(|(_, path)| *path == ExecPath::NativeKernel);
+            let why = if on_cpu && !descriptor.offers.is_empty() {
+                ": it offers native-kernel alone, for devices with units for 4-bit operands, and this is the CPU"
+            } else {
+                ""
+            };
+            notes.push(format!("nothing executed: {backend} claims no product{why}"));
         }
         let count = |is: &dyn Fn(Outcome) -> bool| results.iter().filter(|r| is(r.outcome)).count();
         let failed = count(&Outcome::is_bad);

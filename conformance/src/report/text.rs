@@ -14,7 +14,11 @@ pub(super) fn render(r: &Report) -> String {
     let _ = writeln!(out, "machine {}, {}", r.machine, r.host);
     let width = r.claims.iter().map(|c| c.claim.len()).max().unwrap_or(0);
     for b in &r.backends {
-        let verdict = if b.conformant { "conformant" } else { "NOT CONFORMANT" };
+        let verdict = match (b.conformant, r.complete) {
+            (true, true) => "conformant",
+            (true, false) => "nothing wrong in the part that ran",
+            (false, _) => "NOT CONFORMANT",
+        };
         let _ = writeln!(out, "\n{} {} ({}): {verdict}", b.name, b.version, b.vendor);
         if let Some(library) = &b.library {
             let _ = writeln!(out, "  {}\n  sha256 {}", library.path, library.sha256);
@@ -62,9 +66,12 @@ pub(super) fn render(r: &Report) -> String {
     for note in &r.notes {
         let _ = writeln!(out, "\nnote: {note}");
     }
+    let unjudged = r.failures.iter().filter(|f| f.outcome == Outcome::Error).count();
+    let unjudged = if unjudged > 0 { format!(" ({unjudged} of them not judged)") } else { String::new() };
     let _ = writeln!(
         out,
-        "\n{} passed, {} failed, {} unsupported, {} waived; {} values compared, largest error {:.3} of its bound; {:.1} s",
+        "\n{} passed, {} failed{unjudged}, {} unsupported, {} waived; {} values compared, largest error {:.3} of its bound; \
+         {:.1} s",
         r.passed, r.failed, r.skipped, r.waived, r.values, r.max_error_over_bound, r.seconds
     );
     let verdict = match (r.conformant, r.complete) {

@@ -156,7 +156,7 @@ fn untrusted(path: &Path) -> Reject {
     Reject::new(
         RejectCode::LibraryUntrusted,
         "a file and folders that not everybody may write",
-        format!("{} is writable by everybody", path.display()),
+        format!("{0} is writable by everybody; chmod o-w {0}", path.display()),
     )
 }
 
