@@ -197,7 +197,8 @@ pub struct AnswerArgs {
     /// End the answer before this text; may be repeated.
     #[arg(long, value_name = "TEXT")]
     pub stop: Vec<String>,
-    /// Positions of the cache [default: the prompt and -n, or 4096 for answers; 4096 in chat].
+    /// Positions of the cache [default: the prompt and -n, or 4096 for answers; 4096 in chat; never more than
+    /// the model has].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub context: Option<u32>,
     /// Quantise dense layers while loading.

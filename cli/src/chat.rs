@@ -58,7 +58,7 @@ pub fn run(cx: &Context, args: &ChatArgs) -> Result<Outcome> {
     let dispatch = Session::dispatch(cx)?;
     let checkpoint = cx.open(&args.model)?;
     let text = Text::of(&checkpoint)?;
-    let template = Text::template(&checkpoint)?;
+    let template = text.template(&checkpoint)?;
     let sampling = text.sampling(&answer, report)?;
     let limits = text.limits(&answer);
     let mut given = Map::new();

@@ -40,18 +40,23 @@ choices! {
     Dtype {
         /// IEEE binary32.
         #[default]
+        #[value(aliases = ["f32", "fp32", "float"])]
         Float32,
         /// IEEE binary16.
+        #[value(aliases = ["f16", "fp16", "half"])]
         Float16,
         /// Upper half of a float32.
+        #[value(alias = "bf16")]
         Bfloat16,
     }
     /// `--kv-cache`.
     KvCache {
         /// IEEE binary16.
         #[default]
+        #[value(aliases = ["f16", "fp16"])]
         Float16,
         /// IEEE binary32.
+        #[value(aliases = ["f32", "fp32"])]
         Float32,
     }
     /// `--unified-memory`.

@@ -18,6 +18,9 @@ struct Body<'a> {
     kl_p99: f64,
     kl_max: f64,
     top1_agreement: f64,
+    /// Mean of -ln p over the predicted tokens, as `q4 eval` has it.
+    loss_a: f64,
+    loss_b: f64,
     /// exp(loss); null where no f64 is that large.
     ppl_a: f64,
     ppl_b: f64,
@@ -74,6 +77,8 @@ pub fn run(cx: &Context, args: &CompareArgs) -> Result<Outcome> {
             kl_p99: summary.kl_p99,
             kl_max: summary.kl_max,
             top1_agreement: summary.top1_agreement,
+            loss_a: summary.a.mean(),
+            loss_b: summary.b.mean(),
             ppl_a: summary.a.perplexity(),
             ppl_b: summary.b.perplexity(),
             tokens: summary.a.tokens(),
@@ -150,11 +155,14 @@ fn findings(summary: &Summary, args: &CompareArgs) -> Vec<Finding> {
 fn lines(summary: &Summary, findings: &[Finding]) -> String {
     let mut text = format!(
         "KL mean          {:.6}\nKL p99           {:.6}\nKL max           {:.6}\ntop-1 agreement  {:.4}\n\
-         perplexity A     {:.4}\nperplexity B     {:.4}\ntokens           {}\n",
+         loss A           {:.4}\nloss B           {:.4}\nperplexity A     {:.4}\nperplexity B     {:.4}\n\
+         tokens           {}\n",
         summary.kl_mean,
         summary.kl_p99,
         summary.kl_max,
         summary.top1_agreement,
+        summary.a.mean(),
+        summary.b.mean(),
         summary.a.perplexity(),
         summary.b.perplexity(),
         summary.a.tokens()

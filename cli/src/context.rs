@@ -66,6 +66,12 @@ impl Context {
         }
         cx.check_isolation()?;
         cx.check_unified_memory()?;
+        let (threads, processors) = (cx.thread_count(), q4_core::processors());
+        if threads > processors {
+            cx.report.warn(&format!(
+                "--threads {threads}: this process has {processors} processors; more are slower"
+            ));
+        }
         if cx.global.no_self_check {
             cx.report.warn("--no-self-check: backends are trusted without a check of their first product");
         }
@@ -268,6 +274,13 @@ impl Context {
         Arc::new(ThreadPool::new(self.thread_count()))
     }
 
+    /// The best instruction set that kernels may use; a kernel that is not written for it uses the next one
+    /// down. None where a device computes.
+    pub fn isa(&self) -> Option<&'static str> {
+        let is_cpu = self.device().is_ok_and(|device| device == Device::Cpu);
+        Isa::choose(self.isa.as_deref()).ok().filter(|_| is_cpu).map(Isa::name)
+    }
+
     /// Says where a run computes, and why: with `-v`, and on stderr where a GPU stays idle that nobody wants
     /// idle.
     pub fn tell_device(&self) -> Result<()> {
@@ -275,7 +288,8 @@ impl Context {
         if choice.idle {
             self.report.warn(&format!("computing on the CPU while a GPU is idle: {}", choice.why));
         }
-        self.report.detail(&format!("device {} ({})", choice.device, choice.why));
+        let isa = self.isa().map_or_else(String::new, |isa| format!(", instruction set {isa}"));
+        self.report.detail(&format!("device {} ({}){isa}", choice.device, choice.why));
         Ok(())
     }
 

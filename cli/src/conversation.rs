@@ -138,7 +138,7 @@ impl Saved {
         let text = serde_json::to_string_pretty(self)
             .map_err(|e| Error::new(Code::Internal, format!("the conversation: {e}")))?;
         let dir = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let mut file = NamedTempFile::new_in(dir).map_err(|e| failed(&e))?;
+        let mut file = NamedTempFile::new_in(dir).map_err(|e| uncreated(path, dir, &e))?;
         let written = file.write_all(text.as_bytes()).and_then(|()| file.write_all(b"\n"));
         written.and_then(|()| file.as_file().sync_all()).map_err(|e| failed(&e))?;
         let named = if over { file.persist(path) } else { file.persist_noclobber(path) };
@@ -230,7 +230,14 @@ impl Turns {
     pub fn read(path: &Path, report: &Report) -> Result<Self> {
         let (name, text) = input::file(path)?;
         if !is_conversation(&text) {
-            return input::turns(&name, &text).map(|messages| Self { messages, saved: None });
+            let messages = input::turns(&name, &text)?;
+            if messages.iter().all(|line| matches!(template::json(line), Ok(Value::Object(_)))) {
+                report.insist(&format!(
+                    "{name}: every line is a JSON object, and the model gets it as a text; a conversation is one list \
+                     of messages"
+                ));
+            }
+            return Ok(Self { messages, saved: None });
         }
         let saved = Saved::parse(&text, report).map_err(|e| e.within(&name))?;
         let messages = saved.turns().map_err(|e| e.within(&name))?;
@@ -256,6 +263,13 @@ fn is_conversation(text: &str) -> bool {
         Ok(Value::Array(list)) => list.first().is_some_and(|m| m.get("role").is_some()),
         _ => false,
     }
+}
+
+/// A file beside `path` was refused; its name, which nobody asked for, stays out of the text.
+fn uncreated(path: &Path, dir: &Path, e: &io::Error) -> Error {
+    let system = e.get_ref().and_then(|e| e.source()).map_or_else(|| e.to_string(), ToString::to_string);
+    let error = Error::new(Code::Io, format!("{}: {system}", path.display()));
+    if e.kind() == io::ErrorKind::NotFound { error.fix(format!("mkdir -p {}", dir.display())) } else { error }
 }
 
 fn nobody_asks() -> Error {
@@ -300,6 +314,8 @@ mod tests {
         assert_eq!(saved.write(&path, false).expect_err("exists").code(), Code::Usage);
         saved.write(&path, true)?;
         assert_eq!(std::fs::read_dir(dir.path()).expect("listing").count(), 1, "nothing is left behind");
+        let e = saved.write(&dir.path().join("absent/talk.json"), false).expect_err("no folder").to_string();
+        assert!(e.contains("mkdir -p") && !e.contains(".tmp"), "{e}");
         Ok(())
     }
 

@@ -1,11 +1,13 @@
 //! `q4 convert`: a 4-bit model in another layout of its format, with the proof that no value changed.
-use crate::args::{ConvertArgs, ModelArgs};
+use crate::args::{ConvertArgs, ModelArgs, OutputLayout};
 use crate::context::Context;
+use crate::mistakes::quoted;
 use crate::report::Outcome;
 use crate::writing::write;
 use q4_core::Result;
 use q4_core::memory::human;
 use q4_model::export::convert::{Conversion, Report, convert};
+use std::path::Path;
 
 /// Runs the verb.
 pub fn run(cx: &Context, args: &ConvertArgs) -> Result<Outcome> {
@@ -58,5 +60,14 @@ fn summary(args: &ConvertArgs, report: &Report) -> String {
              SHA-256 {sha}\n"
         ),
     });
+    if matches!(args.layout, OutputLayout::Dat) {
+        text.push_str(&how_to_run(&args.output, args.config.as_deref().unwrap_or(&args.input)));
+    }
     text
+}
+
+/// The line that runs a `.dat` file, which has no configuration and no tokenizer of its own.
+pub fn how_to_run(file: &Path, original: &Path) -> String {
+    let [file, original] = [file, original].map(|path| quoted(&path.display().to_string()));
+    format!("q4 generate {file} --config {original} --tokenizer {original} -p TEXT\n")
 }

@@ -3,7 +3,7 @@ use crate::args::ExplainArgs;
 use crate::context::Context;
 use crate::report::{Outcome, stderr};
 use crate::session::{chunk, warn_of_unscaled};
-use q4_core::{Activations, Error, ExecPath, Rejection, Result};
+use q4_core::{Error, ExecPath, RejectCode, Rejection, Result};
 use q4_model::checkpoint::Checkpoint;
 use q4_model::plan::{HeadPlan, Plan, Product};
 use serde::Serialize;
@@ -11,6 +11,8 @@ use serde::Serialize;
 #[derive(Serialize)]
 struct Body<'a> {
     model: &'a str,
+    /// The best instruction set that kernels of the CPU may use; null where a device computes.
+    isa: Option<&'static str>,
     layers: Vec<Layer>,
     head: Head,
     downgraded: usize,
@@ -60,6 +62,7 @@ pub fn run(cx: &Context, args: &ExplainArgs) -> Result<Outcome> {
     if cx.report().is_json() {
         let body = Body {
             model: checkpoint.name(),
+            isa: cx.isa(),
             layers: plan.products().map(layer).collect(),
             head: head(&plan.head),
             downgraded: plan.downgraded(),
@@ -67,7 +70,7 @@ pub fn run(cx: &Context, args: &ExplainArgs) -> Result<Outcome> {
         };
         cx.report().document("explain", &body)?;
     } else {
-        cx.report().text(&table(&checkpoint, &plan))?;
+        cx.report().text(&table(&checkpoint, &plan, cx.isa()))?;
     }
     Ok(refused.map_or(Outcome::Done, |e| failed(&e)))
 }
@@ -121,11 +124,13 @@ struct Group {
     lines: String,
 }
 
-fn table(checkpoint: &Checkpoint, plan: &Plan) -> String {
+fn table(checkpoint: &Checkpoint, plan: &Plan, isa: Option<&str>) -> String {
     let all = plan.products().count();
     let four_bit = plan.products().filter(|p| p.spec.schema.is_4bit()).count();
+    let matrices: usize = plan.products().map(|p| p.spec.segments.len()).sum();
+    let isa = isa.map_or_else(String::new, |isa| format!("; instruction set {isa}"));
     let mut text = format!(
-        "{}: {all} products, {four_bit} of them 4-bit, {} downgraded\n",
+        "{}: {matrices} matrices in {all} products, {four_bit} of them 4-bit, {} downgraded{isa}\n",
         checkpoint.name(),
         plan.downgraded()
     );
@@ -161,13 +166,15 @@ fn table(checkpoint: &Checkpoint, plan: &Plan) -> String {
 
 fn describe(p: &Product, name: &str) -> String {
     let spec = &p.spec;
-    let inputs = match spec.activations {
-        Activations::Native => "float inputs".to_owned(),
-        other => format!("{other} inputs"),
-    };
     let origin = if p.quantized_on_load { ", quantised while loading" } else { "" };
-    let mut text =
-        format!("{name}  {} [{}, {}] {}{origin}, {inputs}\n", spec.schema, spec.n(), spec.k, p.layout);
+    let mut text = format!(
+        "{name}  {} [{}, {}] {}{origin}, {} activations\n",
+        spec.schema,
+        spec.n(),
+        spec.k,
+        p.layout,
+        spec.activations
+    );
     match &p.choice {
         Ok(c) => {
             let mark = if c.is_downgrade { " (a downgrade)" } else { "" };
@@ -184,7 +191,9 @@ fn describe(p: &Product, name: &str) -> String {
     for r in rejected(p) {
         let path = r.path.map_or("-", ExecPath::as_str);
         for reason in &r.reasons {
-            text.push_str(&format!("  refused  {:<14} {path:<14} {reason}\n", r.backend));
+            // Nothing is wrong with one that another was preferred to.
+            let label = if reason.code == RejectCode::NotSelected { "not used" } else { "refused " };
+            text.push_str(&format!("  {label} {:<14} {path:<14} {reason}\n", r.backend));
         }
     }
     text

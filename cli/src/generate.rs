@@ -18,6 +18,7 @@ use q4_model::sampling::Sampler;
 use q4_model::template::ChatTemplate;
 use q4_model::tokenizer::Tokenizer;
 use serde::Serialize;
+use std::rc::Rc;
 use std::time::Instant;
 
 /// Tokens a template adds around a message, generously.
@@ -96,7 +97,7 @@ struct Candidate {
 /// What is asked.
 enum Ask {
     Once(Vec<u32>),
-    Turns(Vec<String>, ChatTemplate),
+    Turns(Vec<String>, Rc<ChatTemplate>),
 }
 
 /// The file that was named, read before the model.
@@ -220,7 +221,7 @@ fn show_prompt(cx: &Context, args: &GenerateArgs) -> Result<Outcome> {
     let given = input::prompt(args.prompt.as_deref(), "generate")?;
     let prompt = match args.raw {
         true => given,
-        false => prompt::rendered(&given, args.answer.system.as_deref(), &checkpoint, &text.variables)?,
+        false => prompt::rendered(&given, args.answer.system.as_deref(), &checkpoint, &text)?,
     };
     let ids = text.tokenizer.encode(&prompt, false)?;
     if cx.report().is_json() {
@@ -321,11 +322,11 @@ fn ask(
     text: &Text,
 ) -> Result<Ask> {
     match given {
-        Given::Turns(turns) => Ok(Ask::Turns(turns.messages, Text::template(checkpoint)?)),
+        Given::Turns(turns) => Ok(Ask::Turns(turns.messages, text.template(checkpoint)?)),
         Given::Conversation(saved) => {
             let messages = saved.question(options.system.as_deref())?;
             let tools = text.variables.get("tools");
-            let rendered = Text::template(checkpoint)?.render(&messages, tools, true, &text.variables)?;
+            let rendered = text.template(checkpoint)?.render(&messages, tools, true, &text.variables)?;
             text.tokenizer.encode(&rendered, false).map(Ask::Once)
         }
         Given::Nothing => {
@@ -346,7 +347,7 @@ pub fn prompt_ids(
     if raw {
         return text.tokenizer.encode(prompt, false);
     }
-    text.tokenizer.encode(&prompt::rendered(prompt, system, checkpoint, &text.variables)?, false)
+    text.tokenizer.encode(&prompt::rendered(prompt, system, checkpoint, text)?, false)
 }
 
 /// Positions that all prompts and answers take at most.

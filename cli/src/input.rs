@@ -1,4 +1,5 @@
 //! Where text comes from: an option, a file, or standard input.
+use crate::mistakes;
 use q4_core::{Code, Error, Result};
 use std::io::{self, BufRead, IsTerminal, Read};
 use std::path::Path;
@@ -110,5 +111,10 @@ fn failed(name: &str, e: &io::Error) -> Error {
 }
 
 fn unreadable(path: &Path, e: &io::Error) -> Error {
-    failed(&path.display().to_string(), e)
+    let error = failed(&path.display().to_string(), e);
+    match e.kind() {
+        io::ErrorKind::NotFound => error.fix(mistakes::file(path)),
+        io::ErrorKind::IsADirectory => error.need("a file").have("a folder"),
+        _ => error,
+    }
 }

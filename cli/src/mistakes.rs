@@ -3,7 +3,7 @@ use q4_core::{Code, Error, Result};
 use std::path::{Path, PathBuf};
 
 /// Words of other programs for an option, and how q4 says it.
-const OPTIONS: [(&[&str], &str); 11] = [
+const OPTIONS: [(&[&str], &str); 21] = [
     (&["-m", "--model"], "the model stands alone, without an option: q4 generate MODEL -p TEXT"),
     (&["-p", "--prompt"], "the verb comes before its options: q4 generate MODEL -p TEXT"),
     (&["-f", "--file", "--prompt-file"], "a prompt is read from standard input: q4 generate MODEL < FILE"),
@@ -12,10 +12,36 @@ const OPTIONS: [(&[&str], &str); 11] = [
     (&["--n-predict", "--max-new-tokens", "--num-predict"], "the longest answer: --max-tokens N"),
     (&["--temp"], "--temperature T"),
     (
-        &["-ngl", "--n-gpu-layers", "--gpu-layers", "--gpu", "--cuda"],
+        &["-ngl", "--ngl", "--n-gpu-layers", "--gpu-layers", "--gpu", "--cuda"],
         "all layers on the first card: --device cuda",
     ),
-    (&["-i", "--interactive", "-cnv"], "to talk: q4 chat MODEL"),
+    (
+        &[
+            "-tp",
+            "--tensor-parallel-size",
+            "--tp",
+            "-sm",
+            "--split-mode",
+            "-ts",
+            "--tensor-split",
+            "-mg",
+            "--main-gpu",
+        ],
+        "a model is on one device: --device cuda:N",
+    ),
+    (&["-ctk", "-ctv", "--cache-type-k", "--cache-type-v", "--kv-cache-dtype"], "--kv-cache TYPE"),
+    (&["-cnv", "-i", "--interactive", "--conversation-mode"], "to talk: q4 chat MODEL"),
+    (&["--stream"], "answers come as they are made; --no-stream waits for the whole"),
+    (&["--format", "--output-format"], "one JSON document instead of text: --json"),
+    (
+        &["-o", "--output", "--outdir", "--outfile", "--out"],
+        "what is written comes second: q4 quantize MODEL DIR",
+    ),
+    (&["--repeat-penalty", "--frequency-penalty"], "--repetition-penalty R"),
+    (&["-r", "--reverse-prompt", "--stop-sequence", "--stop-sequences"], "--stop TEXT"),
+    (&["--gpu-memory-utilization", "--max-memory"], "--memory-limit BYTES, e.g. 24GiB"),
+    (&["--chat-template-kwargs"], "--template-arg NAME=VALUE"),
+    (&["--verbose-prompt"], "--show-prompt"),
     (&["--quantization", "--load-in-4bit", "--isq"], "a dense model in 4 bits: --quantize nvfp4"),
     (&["--system-prompt"], "--system TEXT"),
 ];
@@ -35,17 +61,50 @@ const VERBS: [(&[&str], &str); 8] = [
     (&["info", "show", "list"], "q4 inspect MODEL"),
 ];
 
-/// What to type instead of the option `word`, which no verb has or not this one.
-pub fn option(word: &str) -> Option<String> {
+/// Values of other programs, by option, and what q4 takes.
+const VALUES: [(&str, &[&str], &str); 3] = [
+    ("--format", &["json"], "one JSON document instead of text: --json"),
+    ("--format", &["int4", "awq", "gptq", "mxfp4", "fp8", "gguf", "q4_0", "q4_k_m"], FORMATS),
+    ("--quantize", &["int4", "awq", "gptq", "mxfp4", "fp8", "gguf", "q4_0", "q4_k_m"], FORMATS),
+];
+const FORMATS: &str = "q4 writes and runs nvfp4 and nf4";
+
+/// What to type instead of the option `word`, which no verb has or not `verb`.
+pub fn option(verb: &str, word: &str) -> Option<String> {
     let name = word.split_once('=').map_or(word, |(name, _)| name);
     let known = OPTIONS.iter().find(|(words, _)| words.contains(&name)).map(|(_, tip)| (*tip).to_owned());
-    // Not an option at all: a text after the model.
-    let text = !word.starts_with('-') && !word.is_empty();
-    known.or_else(|| text.then(|| format!("a text is an option: q4 generate MODEL -p {}", quoted(word))))
+    // Not an option at all: something after the model.
+    let is_bare = !word.starts_with('-') && !word.is_empty();
+    known.or_else(|| match () {
+        () if !is_bare => None,
+        () if is_library(Path::new(word)) => Some(format!("--plugin {}", as_found(word))),
+        () if matches!(verb, "generate" | "chat" | "trace") || is_text(word) => {
+            Some(format!("a text is an option: q4 generate MODEL -p {}", quoted(word)))
+        }
+        () => None,
+    })
 }
 
-/// What to type instead of the verb `word`.
-pub fn verb(word: &str) -> Option<String> {
+/// What to type instead of `value`, which `option` does not take.
+pub fn value(option: &str, value: &str) -> Option<String> {
+    let asked = value.to_lowercase();
+    let fits = |(name, words, _): &&(&str, &[&str], &str)| *name == option && words.contains(&&*asked);
+    VALUES.iter().find(fits).map(|(_, _, tip)| (*tip).to_owned())
+}
+
+/// What to type instead of a word of `line` that other programs read as one option and q4 letter by letter.
+pub fn long_with_one_dash<'a>(verb: &str, mut line: impl Iterator<Item = &'a str>) -> Option<String> {
+    let is_one = |word: &str| word.starts_with('-') && !word.starts_with("--") && word.len() > 2;
+    line.find_map(|word| if is_one(word) { option(verb, word) } else { None })
+}
+
+/// What to type instead of the verb `word`, which `q4` or its verb `under` does not have.
+pub fn verb(under: &str, word: &str) -> Option<String> {
+    if under == "plugin" {
+        let lists = matches!(word, "list" | "ls" | "show" | "info");
+        let tip = "q4 diagnose --plugin PATH shows what a library computes here, q4 conformance --plugin PATH judges it";
+        return lists.then(|| tip.to_owned());
+    }
     let known = VERBS.iter().find(|(words, _)| words.contains(&word)).map(|(_, tip)| (*tip).to_owned());
     known.or_else(|| match () {
         () if is_text(word) => Some(format!("q4 generate demo -p {}", quoted(word))),
@@ -72,6 +131,14 @@ pub fn model(path: &Path) -> Result<()> {
         Some(near) => e.fix(format!("{} is there", near.display())),
         None => e.fix("name a folder that exists, or try q4 generate demo -p TEXT"),
     })
+}
+
+/// What to do about a text file that is not at `path`.
+pub fn file(path: &Path) -> String {
+    match beside(path, |_| true) {
+        Some(near) => format!("{} is there", near.display()),
+        None => "name a file that exists".to_owned(),
+    }
 }
 
 /// The line that names a library so that it is found, if `path` nearly does.
@@ -111,6 +178,12 @@ fn is_library(path: &Path) -> bool {
     path.extension().is_some_and(|e| e == std::env::consts::DLL_EXTENSION)
 }
 
+/// The name of a library so that no search path is asked.
+fn as_found(word: &str) -> String {
+    let is_bare = !word.contains(['/', '\\']);
+    quoted(&if is_bare { format!("./{word}") } else { word.to_owned() })
+}
+
 /// Entries of a folder that are looked at.
 const LOOKED_AT: usize = 2000;
 
@@ -142,7 +215,7 @@ fn nearest<'a>(asked: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a 
 }
 
 /// As a shell reads it back.
-fn quoted(text: &str) -> String {
+pub fn quoted(text: &str) -> String {
     let is_plain = |c: char| c.is_alphanumeric() || "/._-:+,@%".contains(c);
     match () {
         () if !text.is_empty() && text.chars().all(is_plain) => text.to_owned(),
@@ -157,14 +230,30 @@ mod tests {
 
     #[test]
     fn words_of_other_programs_lead_to_ours() {
+        let option = |word| option("generate", word);
         assert_eq!(option("--ctx-size=4096").as_deref(), Some("the context: --context TOKENS"));
         assert_eq!(option("--no-such-option"), None);
         let text = option("hello there").expect("a text");
         assert!(text.ends_with("-p \"hello there\""), "{text}");
-        assert!(verb("run").expect("known").contains("q4 chat"));
-        assert_eq!(verb("nonsense"), None);
-        assert_eq!(verb("Who are you?").as_deref(), Some("q4 generate demo -p \"Who are you?\""));
-        assert_eq!(verb("It's $5!").as_deref(), Some(r"q4 generate demo -p 'It'\''s $5!'"));
+        assert_eq!(super::option("verify", "hello"), None);
+        assert!(super::option("verify", "hello there").is_some());
+        assert!(verb("", "run").expect("known").contains("q4 chat"));
+        assert_eq!(verb("", "nonsense"), None);
+        assert_eq!(verb("", "Who are you?").as_deref(), Some("q4 generate demo -p \"Who are you?\""));
+        assert_eq!(verb("", "It's $5!").as_deref(), Some(r"q4 generate demo -p 'It'\''s $5!'"));
+        assert!(verb("plugin", "list").expect("known").contains("q4 diagnose"));
+    }
+
+    #[test]
+    fn one_dash_and_several_letters_are_read_as_they_are_meant() {
+        let tip = |line: &str| long_with_one_dash("generate", line.split(' '));
+        assert_eq!(
+            tip("q4 generate demo -ngl 99").as_deref(),
+            Some("all layers on the first card: --device cuda")
+        );
+        assert_eq!(tip("q4 generate demo -n8 -p x"), None);
+        assert!(value("--format", "INT4").expect("known").contains("nf4"));
+        assert_eq!(value("--format", "nvfp5"), None);
     }
 
     #[test]
@@ -194,5 +283,8 @@ mod tests {
         assert_eq!(plugin(&file.with_file_name(format!("libmin.{}", std::env::consts::DLL_EXTENSION))), want);
         assert_eq!(plugin(&dir.path().join("another")), None);
         assert_eq!(plugin(&file), None);
+        let bare = format!("libmine.{}", std::env::consts::DLL_EXTENSION);
+        assert_eq!(option("conformance", &bare), Some(format!("--plugin ./{bare}")));
+        assert_eq!(option("conformance", &file.display().to_string()), want);
     }
 }

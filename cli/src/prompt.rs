@@ -38,19 +38,16 @@ pub fn give_to(text: &mut Text, args: &PromptArgs, checkpoint: &Checkpoint, repo
     if args.template_arg.is_empty() && args.tools.is_none() {
         return Ok(());
     }
-    give(&mut text.variables, args, &Text::template(checkpoint)?, report)
+    let template = text.template(checkpoint)?;
+    give(&mut text.variables, args, &template, report)
 }
 
 /// One message and perhaps a system message before it, as the template has them.
-pub fn rendered(
-    prompt: &str,
-    system: Option<&str>,
-    checkpoint: &Checkpoint,
-    variables: &Map<String, Value>,
-) -> Result<String> {
+pub fn rendered(prompt: &str, system: Option<&str>, checkpoint: &Checkpoint, text: &Text) -> Result<String> {
     let system = system.map(|s| Message::new("system", s));
     let messages: Vec<_> = system.into_iter().chain([Message::new("user", prompt)]).collect();
-    Text::template(checkpoint)?.render(&messages, variables.get("tools"), true, variables)
+    let tools = text.variables.get("tools");
+    text.template(checkpoint)?.render(&messages, tools, true, &text.variables)
 }
 
 fn tools(path: &Path) -> Result<Value> {

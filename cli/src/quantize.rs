@@ -1,6 +1,7 @@
 //! `q4 quantize`: a dense model in, a 4-bit one out, with the loss of every matrix.
 use crate::args::{Format, ModelArgs, OutputLayout, QuantizeArgs, ScaleLevels, ScaleMethod};
 use crate::context::Context;
+use crate::convert::how_to_run;
 use crate::report::Outcome;
 use crate::writing::write;
 use q4_core::memory::human;
@@ -28,7 +29,7 @@ pub fn run(cx: &Context, args: &QuantizeArgs) -> Result<Outcome> {
 }
 
 fn summary(args: &QuantizeArgs, report: &Report) -> String {
-    let mut text = String::new();
+    let mut text = format!("{:<44} [out, in]  signal to quantisation noise\n", "layer");
     for t in &report.tensors {
         text.push_str(&format!("{:<44} [{}, {}] {:>7.2} dB\n", t.name, t.n, t.k, t.sqnr_db));
     }
@@ -41,6 +42,9 @@ fn summary(args: &QuantizeArgs, report: &Report) -> String {
         human(report.bytes_in),
         human(report.bytes_out)
     ));
+    if matches!(args.layout, Some(OutputLayout::Dat)) {
+        text.push_str(&how_to_run(&args.output, args.config.as_deref().unwrap_or(&args.input)));
+    }
     text
 }
 

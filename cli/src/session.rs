@@ -45,6 +45,7 @@ pub struct Session {
     budget: Arc<Budget>,
     memory: MemoryPlan,
     choice: Choice,
+    isa: Option<&'static str>,
     downgraded: usize,
     dense: Vec<String>,
 }
@@ -70,6 +71,8 @@ pub struct Facts {
     pub device: String,
     /// Why there.
     pub device_reason: String,
+    /// The best instruction set that kernels of the CPU may use; null where a device computes.
+    pub isa: Option<&'static str>,
     /// What was planned, and what a device has.
     pub memory: Memory,
     /// Products by what really ran.
@@ -174,6 +177,7 @@ impl Session {
             peak_bytes: peak_resident(),
             device: self.choice.device.to_string(),
             device_reason: self.choice.why.clone(),
+            isa: self.isa,
             memory: Memory {
                 planned_bytes: self.memory.total(),
                 parts: self.memory.parts().to_vec(),
@@ -248,7 +252,8 @@ impl Planned<'_> {
         }
         let downgraded = plan.downgraded();
         let choice = cx.device_choice()?.clone();
-        Ok(Session { dispatch, loaded, context, budget, memory, choice, downgraded, dense })
+        let isa = cx.isa();
+        Ok(Session { dispatch, loaded, context, budget, memory, choice, isa, downgraded, dense })
     }
 }
 

@@ -1,6 +1,7 @@
 //! The text side of a model: tokenizer, chat template, sampling wishes, and what the options make of them.
 use crate::args::AnswerArgs;
 use crate::report::Report;
+use once_cell::unsync::OnceCell;
 use q4_core::{Code, Error, Result};
 use q4_model::checkpoint::Checkpoint;
 use q4_model::generate::Limits;
@@ -11,6 +12,7 @@ use q4_model::text;
 use q4_model::tokenizer::Tokenizer;
 use serde_json::{Map, Value};
 use std::hash::{BuildHasher, Hasher, RandomState};
+use std::rc::Rc;
 
 /// Cache positions are allocated in steps of this many.
 const CONTEXT_STEP: usize = 64;
@@ -23,6 +25,7 @@ pub struct Text {
     pub variables: Map<String, Value>,
     generation: GenerationConfig,
     stop_ids: Vec<u32>,
+    template: OnceCell<Rc<ChatTemplate>>,
 }
 
 impl Text {
@@ -38,22 +41,24 @@ impl Text {
         if stop_ids.is_empty() {
             stop_ids.extend(config.arch.template.ends.iter().filter_map(|t| tokenizer.id_of(t)));
         }
-        Ok(Self { tokenizer, variables: text::variables(checkpoint)?, generation, stop_ids })
+        let variables = text::variables(checkpoint)?;
+        Ok(Self { tokenizer, variables, generation, stop_ids, template: OnceCell::new() })
     }
 
-    /// The model's chat template, else that of its family's instruct models.
-    pub fn template(checkpoint: &Checkpoint) -> Result<ChatTemplate> {
-        match text::template(checkpoint)? {
-            Some(template) => Ok(template),
+    /// The chat template of `checkpoint`, else that of its family's instruct models, which is said once.
+    pub fn template(&self, checkpoint: &Checkpoint) -> Result<Rc<ChatTemplate>> {
+        let read = || match text::template(checkpoint)? {
+            Some(template) => Ok(Rc::new(template)),
             None => {
                 let family = checkpoint.config().arch.template.family;
-                tracing::info!(
+                tracing::warn!(
                     model = checkpoint.name(),
-                    "no chat template: that of {family} instruct models is used"
+                    "no chat template: that of {family} instruct models is used; --raw takes a prompt as it is"
                 );
-                Ok(text::of_family(checkpoint))
+                Ok(Rc::new(text::of_family(checkpoint)))
             }
-        }
+        };
+        self.template.get_or_try_init(read).cloned()
     }
 
     /// The model's wishes with the options over them. An option that can have no effect is warned about.

@@ -7,7 +7,6 @@ use crate::prompt;
 use crate::report::{Outcome, stdout};
 use crate::text::Text;
 use q4_core::{Code, Error, Result};
-use q4_model::template::ChatTemplate;
 use q4_model::tokenizer::Tokenizer;
 use serde::Serialize;
 
@@ -40,7 +39,7 @@ pub fn run(cx: &Context, args: &TokenizeArgs) -> Result<Outcome> {
     let mut text = Text::of(&checkpoint)?;
     let (said, ids) = if let Some(path) = &args.conversation {
         let saved = Saved::read(path, cx.report())?;
-        let template: ChatTemplate = Text::template(&checkpoint)?;
+        let template = text.template(&checkpoint)?;
         text.variables.extend(saved.variables());
         prompt::give(&mut text.variables, &args.prompt, &template, cx.report())?;
         let tools = text.variables.get("tools");

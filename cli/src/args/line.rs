@@ -12,25 +12,40 @@ use std::ffi::OsString;
 /// clap's, whose tip says how q4 spells what other programs spell otherwise; and one of ours for an option
 /// that is given two values.
 pub fn parse(line: Vec<OsString>) -> Result<Cli, clap::Error> {
+    let words: Vec<_> = line.iter().map(|word| word.to_string_lossy().into_owned()).collect();
     Cli::try_parse_from(each_once(line)?).map_err(|mut e| {
-        let said = |kind| match e.get(kind) {
-            Some(ContextValue::String(word)) => Some(word.clone()),
-            _ => None,
-        };
-        let tip = match e.kind() {
-            ErrorKind::UnknownArgument => said(ContextKind::InvalidArg).and_then(|w| mistakes::option(&w)),
-            ErrorKind::InvalidSubcommand => {
-                said(ContextKind::InvalidSubcommand).and_then(|w| mistakes::verb(&w))
-            }
-            _ => None,
-        };
-        if let Some(tip) = tip {
+        if let Some(tip) = meant(&e, &words) {
             // One tip: an option that is spelt nearly so may mean something else.
             e.remove(ContextKind::SuggestedArg);
+            e.remove(ContextKind::SuggestedValue);
             e.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
         }
         e
     })
+}
+
+/// What the user of `words` probably meant where clap gave up.
+fn meant(e: &clap::Error, words: &[String]) -> Option<String> {
+    let said = |kind| match e.get(kind) {
+        Some(ContextValue::String(word)) => Some(word.as_str()),
+        _ => None,
+    };
+    let verb = words.get(1).map_or("", String::as_str);
+    let one_dash = || mistakes::long_with_one_dash(verb, words.iter().map(String::as_str));
+    match e.kind() {
+        ErrorKind::UnknownArgument => {
+            one_dash().or_else(|| said(ContextKind::InvalidArg).and_then(|word| mistakes::option(verb, word)))
+        }
+        ErrorKind::InvalidSubcommand => {
+            said(ContextKind::InvalidSubcommand).and_then(|word| mistakes::verb(verb, word))
+        }
+        ErrorKind::InvalidValue | ErrorKind::ValueValidation => one_dash().or_else(|| {
+            // clap names it as its help does: `--format <FORMAT>`.
+            let option = said(ContextKind::InvalidArg)?.split(' ').next()?;
+            mistakes::value(option, said(ContextKind::InvalidValue)?)
+        }),
+        _ => None,
+    }
 }
 
 /// What an error of clap's proposes.
@@ -218,5 +233,20 @@ mod tests {
             assert!(refused(line).contains("q4 generate MODEL"), "{}", refused(line));
         }
         assert!(refused("q4 - generate").contains("'-'"));
+        for line in ["q4 generate demo -ngl 99", "q4 explain -ngl 99", "q4 generate --ngl 99"] {
+            assert!(
+                refused(line).contains("tip: all layers on the first card: --device cuda"),
+                "{}",
+                refused(line)
+            );
+        }
+        for (line, tip) in [
+            ("q4 quantize a b --format int4", "q4 writes and runs nvfp4 and nf4"),
+            ("q4 generate --format json", "--json"),
+            ("q4 plugin list", "q4 diagnose"),
+            ("q4 generate --tensor-parallel-size 2", "--device cuda:N"),
+        ] {
+            assert!(refused(line).contains(tip) && refused(line).contains("tip: "), "{}", refused(line));
+        }
     }
 }

@@ -131,9 +131,14 @@ impl Checkpoint {
         let store = TensorStore::read(&source, options.memory)?;
         let side = source.side_files(options)?;
         let config = side.get("config.json").ok_or_else(|| {
+            // Both at once: whoever adds one should not be sent back for the other.
+            let fix = match side.get("tokenizer.json") {
+                Some(_) => "--config DIR, the folder of the model that it was made from",
+                None => "--config DIR --tokenizer DIR, the folder of the model that it was made from",
+            };
             Error::new(Code::ModelMissing, format!("{}: no such file", source.label("config.json")))
                 .need("config.json beside the weights")
-                .fix("name it with --config PATH")
+                .fix(fix)
         })?;
         let config = DecoderConfig::parse(config)?;
         let store = store.of_whole_model(config.arch);

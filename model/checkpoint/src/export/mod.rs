@@ -211,7 +211,7 @@ impl Run<'_> {
         report.files.push((out.file_name().unwrap_or_default().to_string_lossy().into_owned(), bytes));
         report.bytes_out = bytes;
         report.notes.push(
-            "a .dat file holds tensors only: pass the original's --config and --tokenizer with it".into(),
+            "a .dat file holds tensors only: run it with --config and --tokenizer of the original".into(),
         );
         report.notes.extend(self.changed());
         Ok(report)
@@ -225,7 +225,9 @@ impl Run<'_> {
         let inputs = self.plan.target.schema().activations().contains(&"nvfp4");
         let changed: Vec<_> = [
             head.then_some("the head is packed to 4 bits as well"),
-            inputs.then_some("inputs are rounded to nvfp4 unless --activations native is given"),
+            inputs.then_some(
+                "inputs are rounded to nvfp4, and answers differ, unless it is run with --activations native",
+            ),
         ]
         .into_iter()
         .flatten()

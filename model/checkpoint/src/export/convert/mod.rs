@@ -177,7 +177,7 @@ impl Run<'_> {
         let again = Checkpoint::from_files(&out.display().to_string(), again)?;
         let mut report = self.proven(&again, files, progress)?;
         report.notes.push(
-            "a .dat file holds tensors only: pass the original's --config and --tokenizer with it".into(),
+            "a .dat file holds tensors only: run it with --config and --tokenizer of the original".into(),
         );
         drop(again);
         output.commit()?;
@@ -323,7 +323,8 @@ fn input_notes<'c>(pairs: impl Iterator<Item = (&'c Layer<'c>, &'c Layer<'c>)>) 
     }
     let note = |((before, after), layers): (&(String, String), &usize)| {
         format!(
-            "inputs of {layers} layers: declared {before}, now {after}; --activations native leaves them as they are in both"
+            "answers differ: inputs of {layers} layers were declared {before} and are now {after}; run either with \
+             --activations native for equal answers"
         )
     };
     changes.iter().map(note).collect()
