@@ -7,7 +7,7 @@ mod first_token;
 mod kernels;
 mod report;
 
-use crate::args::{BenchArgs, Format};
+use crate::args::BenchArgs;
 use crate::context::Context;
 use crate::report::Outcome;
 use crate::roofline::{Roofline, Work};
@@ -16,7 +16,7 @@ use q4_core::memory::{Budget, peak_resident};
 use q4_core::{Activations, Code, Device, Dispatch, Error, Result, ThreadPool};
 use q4_model::cpu::{KvCache, KvType};
 use q4_model::executor::Shape;
-use q4_model::load::{ContextOptions, Loaded, default_target, load, shape};
+use q4_model::load::{ContextOptions, Loaded, load, shape};
 use q4_model::plan::{ActivationRequest, HeadPlan, Plan, PlanOptions};
 use q4_model::runner::Runner;
 use q4_model::synthetic::{self, Recipe};
@@ -137,8 +137,10 @@ fn on_cuda(
 }
 
 fn write(cx: &Context, args: &BenchArgs, out: &std::path::Path) -> Result<Outcome> {
-    if args.format.is_some_and(|f| f != Format::Nvfp4) {
-        return Err(Error::new(Code::Usage, "--write").need("--format nvfp4").have("--format nf4"));
+    if let Some(format) = args.format.filter(|f| f.name != synthetic::WRITTEN) {
+        return Err(Error::new(Code::Usage, "--write")
+            .need(format!("--format {}", synthetic::WRITTEN))
+            .have(format!("--format {}", format.name)));
     }
     let name = args.shape.as_deref().unwrap_or_default();
     let bytes = synthetic::write(&synthetic::shape(name)?, out)?;
@@ -185,7 +187,7 @@ fn synthetic_subject(
     budget: &Budget,
 ) -> Result<Subject> {
     let shape = synthetic::shape(name)?;
-    let schema = default_target(&args.format.unwrap_or_default().name())?.schema();
+    let schema = args.format.unwrap_or_default().how.default_target().schema();
     let activations = match options.activations {
         ActivationRequest::Int8 => Activations::Int8,
         ActivationRequest::Nvfp4 => Activations::Nvfp4(q4_core::ActQuant {

@@ -1,6 +1,9 @@
 //! Exports are compared, bit for bit, with what the tools whose layouts they have wrote from the same dense
 //! weights.
 #![allow(clippy::unwrap_used)]
+mod plans;
+
+use plans::{nf4, nvfp4};
 use q4_core::detect::Layout;
 use q4_core::formats::nf4;
 use q4_core::{
@@ -19,7 +22,7 @@ const NVFP4: [Layout; 3] = [Layout::ModelOpt, Layout::CompressedTensors, Layout:
 #[test]
 fn modelopt_is_what_modelopt_writes() -> Result<()> {
     for model in MODELS {
-        let (_dir, out, _) = exported(model, &ExportPlan::nvfp4(Layout::ModelOpt, None, Method::Rtn))?;
+        let (_dir, out, _) = exported(model, &nvfp4(Layout::ModelOpt, None, Method::Rtn))?;
         let same = |name: &str| !name.ends_with(".input_scale");
         assert_same_tensors(
             &TensorStore::open(&out)?,
@@ -38,8 +41,7 @@ fn modelopt_is_what_modelopt_writes() -> Result<()> {
 #[test]
 fn compressed_tensors_is_what_llm_compressor_writes() -> Result<()> {
     for model in MODELS {
-        let (_dir, out, _) =
-            exported(model, &ExportPlan::nvfp4(Layout::CompressedTensors, None, Method::Rtn))?;
+        let (_dir, out, _) = exported(model, &nvfp4(Layout::CompressedTensors, None, Method::Rtn))?;
         let reference = golden(model).join("nvfp4_ct_w4a16");
         assert_same_tensors(&TensorStore::open(&out)?, &TensorStore::open(&reference)?, &|_| true)?;
         assert_config_fields(&out, &reference);
@@ -50,7 +52,7 @@ fn compressed_tensors_is_what_llm_compressor_writes() -> Result<()> {
 #[test]
 fn bitsandbytes_is_what_bitsandbytes_writes() -> Result<()> {
     for model in MODELS {
-        let (_dir, out, _) = exported(model, &ExportPlan::nf4(Layout::Bitsandbytes, 64, false))?;
+        let (_dir, out, _) = exported(model, &nf4(Layout::Bitsandbytes, 64, false))?;
         let reference = golden(model).join("nf4_bnb");
         assert_same_tensors(&TensorStore::open(&out)?, &TensorStore::open(&reference)?, &|_| true)?;
         let own = json(&out.join("config.json"))["quantization_config"].clone();
@@ -65,7 +67,7 @@ fn double_quantisation_stays_within_half_a_step_of_the_map() -> Result<()> {
     let map = nf4::dynamic_map();
     let half_step = map.windows(2).map(|w| w[1] - w[0]).fold(0f32, f32::max) / 2.0 * 1.0001;
     for model in MODELS {
-        let (_dir, out, _) = exported(model, &ExportPlan::nf4(Layout::Bitsandbytes, 64, true))?;
+        let (_dir, out, _) = exported(model, &nf4(Layout::Bitsandbytes, 64, true))?;
         let own = TensorStore::open(&out)?;
         let reference = TensorStore::open(&golden(model).join("nf4_bnb_dq"))?;
         let exact = TensorStore::open(&golden(model).join("nf4_bnb"))?;
@@ -117,7 +119,7 @@ fn dat_files_come_back_as_what_was_quantised() -> Result<()> {
     let pool = ThreadPool::new(2);
     for (model, scales) in MODELS.into_iter().flat_map(|m| [(m, Scales::Single), (m, Scales::TwoLevel)]) {
         let dense = open(model)?;
-        let plan = ExportPlan::nvfp4(Layout::Dat, Some(scales), Method::Rtn);
+        let plan = nvfp4(Layout::Dat, Some(scales), Method::Rtn);
         let dir = tempfile::tempdir().unwrap();
         let out = dir.path().join("model.dat");
         let report = export(
@@ -177,10 +179,9 @@ fn dat_files_come_back_as_what_was_quantised() -> Result<()> {
 #[test]
 fn every_export_binds_and_decodes_to_the_reported_error() -> Result<()> {
     let pool = ThreadPool::new(2);
-    let mut plans: Vec<_> =
-        NVFP4.into_iter().map(|l| ExportPlan::nvfp4(l, None, Method::FourOverSix)).collect();
-    plans.push(ExportPlan::nf4(Layout::Bitsandbytes, 64, true));
-    plans.push(ExportPlan::nf4(Layout::Dat, 32, false));
+    let mut plans: Vec<_> = NVFP4.into_iter().map(|l| nvfp4(l, None, Method::FourOverSix)).collect();
+    plans.push(nf4(Layout::Bitsandbytes, 64, true));
+    plans.push(nf4(Layout::Dat, 32, false));
     for (model, plan) in MODELS.into_iter().flat_map(|m| plans.iter().map(move |p| (m, p))) {
         let dense = open(model)?;
         let dir = tempfile::tempdir().unwrap();
@@ -296,7 +297,7 @@ fn a_shared_scale_covers_its_group() -> Result<()> {
     let e = quantize(&rows, &target, Some(1e-3), &pool).expect_err("would saturate");
     assert_eq!(e.code(), Code::ValueInvalid);
     // Without sharing each matrix has its own scale.
-    let plan = ExportPlan { share_groups: false, ..ExportPlan::nvfp4(Layout::ModelOpt, None, Method::Rtn) };
+    let plan = ExportPlan { share_groups: false, ..nvfp4(Layout::ModelOpt, None, Method::Rtn) };
     let (_dir, out, _) = exported(MODELS[0], &plan)?;
     let store = TensorStore::open(&out)?;
     let scale = |p: &str| {
@@ -308,7 +309,7 @@ fn a_shared_scale_covers_its_group() -> Result<()> {
 
 #[test]
 fn layers_are_chosen_by_name() -> Result<()> {
-    let base = ExportPlan::nvfp4(Layout::CompressedTensors, None, Method::Rtn);
+    let base = nvfp4(Layout::CompressedTensors, None, Method::Rtn);
     let plan = ExportPlan {
         include: vec!["lm_head".into()],
         exclude: vec!["model.layers.0.*".into(), "down_proj".into()],
@@ -342,30 +343,26 @@ fn layers_are_chosen_by_name() -> Result<()> {
     }
     let e = exported("qwen3_tiny_b", &ExportPlan { exclude: vec!["*_proj".into()], ..base });
     assert_eq!(e.expect_err("nothing left").code(), Code::Usage);
-    let dat =
-        ExportPlan { exclude: vec!["lm_head".into()], ..ExportPlan::nvfp4(Layout::Dat, None, Method::Rtn) };
+    let dat = ExportPlan { exclude: vec!["lm_head".into()], ..nvfp4(Layout::Dat, None, Method::Rtn) };
     assert!(exported("qwen3_tiny_a", &dat)?.2.tensors.iter().all(|t| t.name != "lm_head"));
     Ok(())
 }
 
 #[test]
 fn large_outputs_are_cut_into_files() -> Result<()> {
-    let plan =
-        ExportPlan { max_shard_bytes: 40_000, ..ExportPlan::nvfp4(Layout::ModelOpt, None, Method::Rtn) };
+    let plan = ExportPlan { max_shard_bytes: 40_000, ..nvfp4(Layout::ModelOpt, None, Method::Rtn) };
     let (_dir, out, report) = exported("qwen3_tiny_b", &plan)?;
     let parts = report.files.iter().filter(|f| f.0.ends_with(".safetensors")).count();
     assert!(parts > 2, "{:?}", report.files);
     let packed = Checkpoint::open(&out, &OpenOptions::default())?;
     packed.bind_all()?;
-    let (_whole_dir, whole, _) =
-        exported("qwen3_tiny_b", &ExportPlan::nvfp4(Layout::ModelOpt, None, Method::Rtn))?;
+    let (_whole_dir, whole, _) = exported("qwen3_tiny_b", &nvfp4(Layout::ModelOpt, None, Method::Rtn))?;
     assert_same_tensors(packed.store(), &TensorStore::open(&whole)?, &|_| true)
 }
 
 #[test]
 fn the_other_files_come_along() -> Result<()> {
-    let (_dir, out, report) =
-        exported("qwen3_tiny_a", &ExportPlan::nvfp4(Layout::CompressedTensors, None, Method::Rtn))?;
+    let (_dir, out, report) = exported("qwen3_tiny_a", &nvfp4(Layout::CompressedTensors, None, Method::Rtn))?;
     let original = golden("qwen3_tiny_a");
     let read = |p: &Path| std::fs::read(p).unwrap();
     assert_eq!(read(&out.join("generation_config.json")), read(&original.join("generation_config.json")));
@@ -390,7 +387,7 @@ fn what_exists_is_not_overwritten() -> Result<()> {
     std::fs::write(full.join("x"), b"mine").unwrap();
     std::fs::create_dir(&empty).unwrap();
     for layout in NVFP4 {
-        let plan = ExportPlan::nvfp4(layout, None, Method::Rtn);
+        let plan = nvfp4(layout, None, Method::Rtn);
         for out in [&file, &full] {
             let e = export(&dense, out, &plan, &pool, &mut |_| panic!("no work before the check"))
                 .expect_err("exists");
@@ -398,7 +395,7 @@ fn what_exists_is_not_overwritten() -> Result<()> {
             assert!(e.what().contains("exists"), "{e}");
         }
     }
-    export(&dense, &empty, &ExportPlan::nvfp4(Layout::ModelOpt, None, Method::Rtn), &pool, &mut |_| Ok(()))?;
+    export(&dense, &empty, &nvfp4(Layout::ModelOpt, None, Method::Rtn), &pool, &mut |_| Ok(()))?;
     assert_eq!(std::fs::read(&file).unwrap(), b"mine");
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 3);
     Ok(())
@@ -421,9 +418,9 @@ fn bad_weights_and_bad_plans_are_named() -> Result<()> {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("out");
     for plan in [
-        ExportPlan::nvfp4(Layout::ModelOpt, None, Method::Rtn),
-        ExportPlan::nvfp4(Layout::Dat, None, Method::Rtn),
-        ExportPlan::nf4(Layout::Bitsandbytes, 64, true),
+        nvfp4(Layout::ModelOpt, None, Method::Rtn),
+        nvfp4(Layout::Dat, None, Method::Rtn),
+        nf4(Layout::Bitsandbytes, 64, true),
     ] {
         let e = export(&damaged, &out, &plan, &pool, &mut |_| Ok(())).expect_err("NaN");
         assert_eq!(e.code(), Code::NonFinite);
@@ -431,16 +428,16 @@ fn bad_weights_and_bad_plans_are_named() -> Result<()> {
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "nothing is left");
     }
     let dense = open(MODELS[0])?;
-    let single = ExportPlan::nvfp4(Layout::ModelOpt, Some(Scales::Single), Method::Rtn);
+    let single = nvfp4(Layout::ModelOpt, Some(Scales::Single), Method::Rtn);
     let crossed = ExportPlan {
-        target: ExportPlan::nvfp4(Layout::ModelOpt, None, Method::Rtn).target,
-        ..ExportPlan::nvfp4(Layout::CompressedTensors, None, Method::Rtn)
+        target: nvfp4(Layout::ModelOpt, None, Method::Rtn).target,
+        ..nvfp4(Layout::CompressedTensors, None, Method::Rtn)
     };
     let others = [
-        ExportPlan::nf4(Layout::ModelOpt, 64, false),
-        ExportPlan::nf4(Layout::Dat, 64, true),
-        ExportPlan::nf4(Layout::Bitsandbytes, 48, false),
-        ExportPlan::nvfp4(Layout::TorchAo, None, Method::Rtn),
+        nf4(Layout::ModelOpt, 64, false),
+        nf4(Layout::Dat, 64, true),
+        nf4(Layout::Bitsandbytes, 48, false),
+        nvfp4(Layout::TorchAo, None, Method::Rtn),
     ];
     for plan in others.into_iter().chain([single, crossed]) {
         assert_eq!(
@@ -451,21 +448,15 @@ fn bad_weights_and_bad_plans_are_named() -> Result<()> {
     }
     for packed in ["nvfp4_modelopt", "nvfp4_ct", "nf4_bnb"] {
         let packed = Checkpoint::open(&golden(MODELS[0]).join(packed), &OpenOptions::default())?;
-        let e = export(
-            &packed,
-            &out,
-            &ExportPlan::nvfp4(Layout::ModelOpt, None, Method::Rtn),
-            &pool,
-            &mut |_| Ok(()),
-        );
+        let e = export(&packed, &out, &nvfp4(Layout::ModelOpt, None, Method::Rtn), &pool, &mut |_| Ok(()));
         assert!(e.expect_err("4-bit already").to_string().contains("the original"));
     }
-    let ragged = ExportPlan::nf4(Layout::Dat, 4096, false);
+    let ragged = nf4(Layout::Dat, 4096, false);
     let e = exported(MODELS[1], &ragged).expect_err("21504 weights are 5.25 blocks");
     assert!(e.code() == Code::TensorShape && e.to_string().contains("whole blocks"), "{e}");
     let narrow = [0u8; 3 * 24 * 4];
     let rows = Rows::new("narrow.weight", &narrow, DType::F32, 3, 24)?;
-    let e = quantize(&rows, &ExportPlan::nvfp4(Layout::Dat, None, Method::Rtn).target, None, &pool)
+    let e = quantize(&rows, &nvfp4(Layout::Dat, None, Method::Rtn).target, None, &pool)
         .expect_err("24 is not 16 n");
     assert_eq!(e.code(), Code::TensorShape);
     assert!(e.to_string().contains("narrow.weight"));
@@ -476,7 +467,7 @@ fn bad_weights_and_bad_plans_are_named() -> Result<()> {
 fn an_interrupted_export_leaves_nothing() -> Result<()> {
     let (dense, pool) = (open(MODELS[0])?, ThreadPool::new(1));
     for layout in NVFP4 {
-        let plan = ExportPlan::nvfp4(layout, None, Method::Rtn);
+        let plan = nvfp4(layout, None, Method::Rtn);
         let dir = tempfile::tempdir().unwrap();
         let out = dir.path().join("out");
         let list =

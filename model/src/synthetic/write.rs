@@ -6,9 +6,14 @@ use crate::config::DecoderConfig;
 use crate::executor::Shape;
 use crate::export::atomic::Output;
 use crate::export::safetensors::{Entry, Writer, file_name};
-use q4_core::{DType, GlobalScale, Part, Result};
+use q4_core::{Convention, DType, GlobalScale, Nvfp4, Part, Q4Schema, Result, ScaleLayout};
 use serde_json::json;
 use std::path::Path;
+
+/// The format of what [`write`] writes.
+pub const WRITTEN: &str = "nvfp4";
+const SCHEMA: Q4Schema =
+    Q4Schema::Nvfp4(Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: Some(Convention::Multiply) });
 
 /// Writes NVFP4 weights of these sizes to the directory `out`, which must not exist, as ModelOpt arranges
 /// them, with a 4-bit head of its own; returns the bytes written. One tensor is held at a time.
@@ -42,7 +47,7 @@ pub fn write(shape: &Shape, out: &Path) -> Result<u64> {
         file.write(&weight(name), &[0x80, 0x3f].repeat(*len))?;
     }
     for (name, n, k) in &linears {
-        let part = super::Recipe::NVFP4.plausible([*n, *k], &mut |bytes| random.fill(bytes))?;
+        let part = SCHEMA.plausible([*n, *k], &mut |bytes| random.fill(bytes))?;
         let global = part.global.map_or(1.0, GlobalScale::value);
         file.write(&weight(name), part.bytes(Part::Codes))?;
         file.write(&format!("{name}.weight_scale"), part.bytes(Part::Scales))?;

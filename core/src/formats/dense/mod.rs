@@ -31,7 +31,7 @@ pub static KIND: Kind = Kind {
     usual: &[encoding(DType::BF16), encoding(DType::F32)],
     rarer: &[encoding(DType::F16)],
     from_wire: |_, wire| Ok(encoding(wire.dense.ok_or("dense type")?)),
-    default_target: None,
+    quantization: None,
     edges: |_, _| Vec::new(),
     rules: &[Rule {
         layout: Layout::Dense,

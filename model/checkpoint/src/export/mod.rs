@@ -13,12 +13,11 @@ pub mod safetensors;
 mod work;
 
 use crate::Checkpoint;
-use crate::quantize::{
-    Method, Quantized, Rows, Scales, Target, ToNf4, ToNvfp4, amax, power_of_two_amax, quantize, sqnr_db,
-};
+use crate::quantize::{Quantized, Rows, Target, amax, power_of_two_amax, quantize, sqnr_db};
 use atomic::Output;
 use q4_core::detect::Layout;
-use q4_core::{Code, Error, Result, Rule, ThreadPool};
+use q4_core::formats::quantizations;
+use q4_core::{Code, Error, Result, ThreadPool};
 pub use safetensors::{Entry, Writer};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -105,24 +104,9 @@ pub struct Report {
 pub const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
 
 impl ExportPlan {
-    /// NVFP4 in `layout`, rounded as the layout's own tool rounds. `scales: None` is the layout's convention:
-    /// single-level in `Dat`, two-level elsewhere.
-    pub fn nvfp4(layout: Layout, scales: Option<Scales>, method: Method) -> Self {
-        let scales = scales.unwrap_or(if layout == Layout::Dat { Scales::Single } else { Scales::TwoLevel });
-        let rule = match (layout, scales) {
-            (Layout::CompressedTensors, _) => Rule::CompressedTensors,
-            (Layout::Dat, Scales::Single) => Rule::Runtime,
-            _ => Rule::ModelOpt,
-        };
-        Self::new(layout, Target::Nvfp4(ToNvfp4 { rule, scales, method }))
-    }
-
-    /// NF4 in `layout` with an absmax per `block` elements, itself quantised when `double`.
-    pub fn nf4(layout: Layout, block: u32, double: bool) -> Self {
-        Self::new(layout, Target::Nf4(ToNf4 { block, double }))
-    }
-
-    fn new(layout: Layout, target: Target) -> Self {
+    /// Every layer that is quantised by default becomes `target` and lies in `layout`, which has to hold it
+    /// ([`export`] refuses others).
+    pub fn new(layout: Layout, target: Target) -> Self {
         let (include, exclude) = (Vec::new(), Vec::new());
         Self {
             layout,
@@ -141,17 +125,12 @@ impl ExportPlan {
         if invalid.is_none() && self.target.fits(self.layout) {
             return Ok(());
         }
-        let need = invalid.unwrap_or(match self.layout {
-            Layout::ModelOpt => "nvfp4 with two-level scales and a rule whose per-tensor scale multiplies",
-            Layout::CompressedTensors => {
-                "nvfp4 with two-level scales and a rule whose per-tensor scale divides"
-            }
-            Layout::Bitsandbytes => "nf4",
-            Layout::Dat => {
-                "nvfp4 with a rule whose per-tensor scale multiplies, or nf4 without double quantisation"
-            }
-            _ => "layout modelopt, compressed-tensors, bitsandbytes or dat",
-        });
+        let held: Vec<_> = quantizations().filter_map(|(_, q)| (q.held)(self.layout)).collect();
+        let need = match invalid {
+            Some(need) => need.to_owned(),
+            None if held.is_empty() => "layout modelopt, compressed-tensors, bitsandbytes or dat".to_owned(),
+            None => held.join(", or "),
+        };
         Err(Error::new(Code::Usage, format!("layout {} cannot hold what is asked", self.layout.as_str()))
             .need(need)
             .have(self.target.in_words())
