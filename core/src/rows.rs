@@ -335,14 +335,16 @@ unsafe fn slice<'a, T>(p: *mut T, len: usize) -> &'a mut [T] {
 mod tests {
     use super::*;
     use crate::ExecContext;
-    use crate::selfcheck::{IoBuffer, plain_activations};
+    use crate::selfcheck::IoBuffer;
+    use crate::{ActGlobal, ActQuant, Rule};
 
     #[test]
     fn activations_take_the_scratch_they_state() -> Result<()> {
         let (m, k, pool) = (3, 48, ThreadPool::new(2));
         let values: Vec<f32> = (0..m * k).map(|i| (i % 29) as f32 / 8.0 - 1.5).collect();
         for x in [DType::F32, DType::F16, DType::BF16] {
-            for format in plain_activations() {
+            let quantised = ActQuant { rule: Rule::ModelOpt, global: ActGlobal::None };
+            for format in [Activations::Native, Activations::Int8, Activations::Nvfp4(quantised)] {
                 let mut bytes = vec![0xffu8; activation_bytes(x, &format, m, k)];
                 let len = bytes.len();
                 let workspace = Some(TensorViewMut::of(&mut bytes, &[len])?);

@@ -8,7 +8,7 @@ use q4_conformance::facts::{facts, machine};
 use q4_conformance::{Certificate, Certificates, Library, Limits, Needed, Profile, Proven, SUITE_VERSION};
 use q4_core::HostEnv;
 use q4_plugin_host::{Loader, Need};
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -61,6 +61,13 @@ impl User {
             path: n.path.display().to_string(),
             sha256: n.sha256.clone(),
         };
+        let ops = |dtype| json!({ "dtype": dtype, "backward": true, "dequantize": true });
+        let types = ["float32", "bfloat16", "float16"].map(ops);
+        let everything: Limits = serde_json::from_value(json!({
+            "encodings": ["any"], "quantizers": ["any"], "types": types,
+            "segments": 3, "n_multiple": 1, "k_multiple": 1,
+        }))
+        .unwrap();
         Certificate {
             schema: "q4.certificate/2".into(),
             backend: backend.into(),
@@ -71,7 +78,7 @@ impl User {
             profile: Profile::Inference,
             claims: claims
                 .iter()
-                .map(|claim| Proven { claim: (*claim).to_owned(), limits: Limits::everything() })
+                .map(|claim| Proven { claim: (*claim).to_owned(), limits: everything.clone() })
                 .collect(),
             machine: machine(&env),
             facts: facts(&env),

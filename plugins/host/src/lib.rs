@@ -120,11 +120,6 @@ impl Refusal {
         tracing::debug!(path = %self.path.display(), reasons = ?self.reasons, "plugin refused");
         self
     }
-
-    /// `Candidate::Dead`, so that reports and errors know of it.
-    pub fn candidate(&self) -> Candidate {
-        Candidate::Dead { name: self.name.clone().into(), reasons: self.reasons.clone() }
-    }
 }
 
 impl fmt::Display for Refusal {
