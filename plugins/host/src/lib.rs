@@ -50,6 +50,7 @@ pub use crash::tell_crashes;
 pub use descriptor::Descriptor;
 pub use found::{Found, whole};
 pub use library::Door;
+pub use maps::file_at;
 pub use needs::Need;
 pub use table::Speaks;
 
