@@ -113,11 +113,7 @@ pub fn run(cx: &Context, args: &BenchArgs) -> Result<Outcome> {
         executed: dispatch.witness().executed(),
         downgraded: dispatch.witness().downgraded().len(),
     };
-    if cx.report().is_json() {
-        cx.report().document("bench", &body)?;
-    } else {
-        cx.report().text(&body.text())?;
-    }
+    cx.report().result("bench", &body, || body.text())?;
     Ok(Outcome::Done)
 }
 
@@ -144,13 +140,10 @@ fn write(cx: &Context, args: &BenchArgs, out: &std::path::Path) -> Result<Outcom
     }
     let name = args.shape.as_deref().unwrap_or_default();
     let bytes = synthetic::write(&synthetic::shape(name)?, out)?;
-    if cx.report().is_json() {
-        let body = serde_json::json!({ "model": name, "out": out, "bytes_out": bytes });
-        cx.report().document("bench", &body)?;
-    } else {
-        let size = q4_core::memory::human(bytes);
-        cx.report().text(&format!("{}: {name} with random weights, {size}\n", out.display()))?;
-    }
+    let body = serde_json::json!({ "model": name, "out": out, "bytes_out": bytes });
+    cx.report().result("bench", &body, || {
+        format!("{}: {name} with random weights, {}\n", out.display(), q4_core::memory::human(bytes))
+    })?;
     Ok(Outcome::Done)
 }
 

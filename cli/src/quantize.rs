@@ -21,11 +21,7 @@ pub fn run(cx: &Context, args: &QuantizeArgs) -> Result<Outcome> {
     for note in &report.notes {
         cx.report().warn(note);
     }
-    if cx.report().is_json() {
-        cx.report().document("quantize", &report)?;
-    } else {
-        cx.report().text(&summary(args, &report))?;
-    }
+    cx.report().result("quantize", &report, || summary(args, &report))?;
     Ok(Outcome::Done)
 }
 

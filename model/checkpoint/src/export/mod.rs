@@ -9,12 +9,13 @@ mod dat;
 mod declare;
 mod layout;
 mod members;
+mod put;
 pub mod safetensors;
 mod work;
 
 use crate::Checkpoint;
 use crate::quantize::{Quantized, Rows, Target, amax, power_of_two_amax, quantize, sqnr_db};
-use atomic::Output;
+use put::{FILE_NOTE, Put};
 use q4_core::detect::Layout;
 use q4_core::formats::quantizations;
 use q4_core::{Code, Error, Result, ThreadPool};
@@ -156,10 +157,7 @@ pub fn export(
     plan.check()?;
     let items = work::items(checkpoint, plan)?;
     let mut run = Run { checkpoint, plan, threads, amax: BTreeMap::new(), items: &items };
-    if plan.layout == Layout::Dat {
-        return run.file(out, progress);
-    }
-    run.directory(out, progress)
+    run.write_to(out, progress)
 }
 
 /// Where finished tensors go, item by item in order.
@@ -180,19 +178,26 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    fn file(&mut self, out: &Path, progress: &mut dyn FnMut(Progress<'_>) -> Result<()>) -> Result<Report> {
-        let count = self.items.iter().map(|i| i.entries.len()).sum();
-        let (output, file) = Output::file(out)?;
-        let mut sink = dat::Writer::new(file, output.path(), count)?;
-        let mut report = self.tensors(&mut sink, progress)?;
-        let bytes = sink.finish()?;
+    fn write_to(
+        &mut self,
+        out: &Path,
+        progress: &mut dyn FnMut(Progress<'_>) -> Result<()>,
+    ) -> Result<Report> {
+        let (plan, is_file) = (self.plan, self.plan.layout == Layout::Dat);
+        let small = match is_file {
+            true => Vec::new(),
+            false => declare::files(self.checkpoint, plan, self.items)?,
+        };
+        let groups = self.items.iter().map(|i| i.entries.clone()).collect();
+        let put = Put { out, is_file, groups, max_shard_bytes: plan.max_shard_bytes, small };
+        let (output, files, mut report) = put.all(|sink| self.tensors(sink, progress))?;
         output.commit()?;
-        report.files.push((out.file_name().unwrap_or_default().to_string_lossy().into_owned(), bytes));
-        report.bytes_out = bytes;
-        report.notes.push(
-            "a .dat file holds tensors only: pass the original's --config and --tokenizer with it".into(),
-        );
-        report.notes.extend(self.changed());
+        report.bytes_out = files.iter().map(|f| f.1).sum();
+        report.files = files;
+        if is_file {
+            report.notes.push(FILE_NOTE.into());
+            report.notes.extend(self.changed());
+        }
         Ok(report)
     }
 
@@ -210,31 +215,6 @@ impl Run<'_> {
         .flatten()
         .collect();
         (!changed.is_empty()).then(|| format!("a .dat file computes otherwise: {}", changed.join("; ")))
-    }
-
-    fn directory(
-        &mut self,
-        out: &Path,
-        progress: &mut dyn FnMut(Progress<'_>) -> Result<()>,
-    ) -> Result<Report> {
-        let mut small = declare::files(self.checkpoint, self.plan, self.items)?;
-        let groups: Vec<_> = self.items.iter().map(|i| i.entries.clone()).collect();
-        let shards = safetensors::shards(&groups, self.plan.max_shard_bytes);
-        if shards.len() > 1 {
-            let index = safetensors::index(&groups, &shards);
-            small.push(("model.safetensors.index.json".into(), index.into_bytes()));
-        }
-        let output = Output::directory(out)?;
-        let mut sink = safetensors::Shards::new(output.path(), &groups, shards);
-        let mut report = self.tensors(&mut sink, progress)?;
-        report.files = sink.finish()?;
-        for (name, bytes) in small {
-            let size = output.write(&name, &bytes)?;
-            report.files.push((name, size));
-        }
-        output.commit()?;
-        report.bytes_out = report.files.iter().map(|f| f.1).sum();
-        Ok(report)
     }
 
     fn tensors(
