@@ -7,7 +7,7 @@ mod first_token;
 mod kernels;
 mod report;
 
-use crate::args::{BenchArgs, Format};
+use crate::args::BenchArgs;
 use crate::context::Context;
 use crate::report::Outcome;
 use crate::roofline::{Roofline, Work};
@@ -17,7 +17,7 @@ use q4_core::memory::{Budget, forget_peak, peak_resident};
 use q4_core::{Activations, Code, Device, Dispatch, Error, Result, ThreadPool};
 use q4_model::cpu::{KvCache, KvType};
 use q4_model::executor::Shape;
-use q4_model::load::{ContextOptions, Loaded, default_target, load, shape};
+use q4_model::load::{ContextOptions, Loaded, load, shape};
 use q4_model::plan::{ActivationRequest, HeadPlan, Plan, PlanOptions};
 use q4_model::runner::Runner;
 use q4_model::synthetic::{self, Recipe};
@@ -116,11 +116,7 @@ pub fn run(cx: &Context, args: &BenchArgs) -> Result<Outcome> {
         executed: dispatch.witness().executed(),
         downgraded: dispatch.witness().downgraded().len(),
     };
-    if cx.report().is_json() {
-        cx.report().document("bench", &body)?;
-    } else {
-        cx.report().text(&body.text())?;
-    }
+    cx.report().result("bench", &body, || body.text())?;
     Ok(Outcome::Done)
 }
 
@@ -140,19 +136,18 @@ fn on_cuda(
 }
 
 fn write(cx: &Context, args: &BenchArgs, out: &std::path::Path) -> Result<Outcome> {
-    if args.format.is_some_and(|f| f != Format::Nvfp4) {
-        return Err(Error::new(Code::Usage, "--write").need("--format nvfp4").have("--format nf4"));
+    if let Some(format) = args.format.filter(|f| f.name != synthetic::WRITTEN) {
+        return Err(Error::new(Code::Usage, "--write")
+            .need(format!("--format {}", synthetic::WRITTEN))
+            .have(format!("--format {}", format.name)));
     }
     let name = args.shape.as_deref().unwrap_or_default();
     let shape = synthetic::shape(name)?;
     let bytes = writing::write(cx, "writing", |progress| synthetic::write(&shape, out, progress))?;
-    if cx.report().is_json() {
-        let body = serde_json::json!({ "model": name, "out": out, "bytes_out": bytes });
-        cx.report().document("bench", &body)?;
-    } else {
-        let size = q4_core::memory::human(bytes);
-        cx.report().text(&format!("{}: {name} with random weights, {size}\n", out.display()))?;
-    }
+    let body = serde_json::json!({ "model": name, "out": out, "bytes_out": bytes });
+    cx.report().result("bench", &body, || {
+        format!("{}: {name} with random weights, {}\n", out.display(), q4_core::memory::human(bytes))
+    })?;
     Ok(Outcome::Done)
 }
 
@@ -189,7 +184,7 @@ fn synthetic_subject(
     budget: &Budget,
 ) -> Result<Subject> {
     let shape = synthetic::shape(name)?;
-    let schema = default_target(&args.format.unwrap_or_default().name())?.schema();
+    let schema = args.format.unwrap_or_default().how.default_target().schema();
     let activations = match options.activations {
         ActivationRequest::Int8 => Activations::Int8,
         ActivationRequest::Nvfp4 => Activations::Nvfp4(q4_core::ActQuant {

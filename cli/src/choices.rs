@@ -1,7 +1,10 @@
 //! The values that options choose from, with the words the help explains them in.
 use clap::ValueEnum;
+use clap::builder::PossibleValue;
 use q4_core::Device;
 use q4_core::detect::Layout;
+use q4_core::formats::{Quantization, quantizations};
+use std::sync::LazyLock;
 
 macro_rules! choices {
     ($($(#[$doc:meta])* $name:ident { $($(#[$vdoc:meta])* $variant:ident),* $(,)? })*) => { $(
@@ -79,14 +82,6 @@ choices! {
         /// Never.
         Never,
     }
-    /// `--format` and `--quantize`.
-    Format {
-        /// E2M1 with an E4M3 scale per 16.
-        #[default]
-        Nvfp4,
-        /// Normal-float codebook with a float scale per block.
-        Nf4,
-    }
     /// `--layout`.
     OutputLayout {
         /// NVIDIA ModelOpt.
@@ -119,10 +114,31 @@ choices! {
     }
 }
 
-impl Format {
+/// `--format` and `--quantize`: a format that dense matrices are quantised to.
+#[derive(Clone, Copy, Debug)]
+pub struct Format {
     /// As it is spelled, and as core names it.
-    pub fn name(self) -> String {
-        self.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
+    pub name: &'static str,
+    /// How they are.
+    pub how: &'static Quantization,
+}
+
+static FORMATS: LazyLock<Vec<Format>> =
+    LazyLock::new(|| quantizations().map(|(kind, how)| Format { name: kind.name(), how }).collect());
+
+impl ValueEnum for Format {
+    fn value_variants<'a>() -> &'a [Self] {
+        &FORMATS
+    }
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        Some(PossibleValue::new(self.name).help(self.how.about))
+    }
+}
+
+/// The first that core lists.
+impl Default for Format {
+    fn default() -> Self {
+        FORMATS[0]
     }
 }
 

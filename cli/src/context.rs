@@ -19,7 +19,6 @@ use q4_core::{
 };
 use q4_model::checkpoint::{Checkpoint, OpenOptions};
 use q4_model::cpu::KvType;
-use q4_model::load;
 use q4_model::plan::{ActivationRequest, PlanOptions};
 use std::cell::OnceCell;
 use std::collections::BTreeMap;
@@ -337,8 +336,7 @@ impl Context {
             None if device != Device::Cpu => DType::BF16,
             None => DType::F32,
         };
-        let target = |format: Format| load::default_target(&format.name());
-        let quantize = quantize.map(target).transpose()?;
+        let quantize = quantize.map(|format| format.how.default_target());
         Ok(PlanOptions { activations, dtype, device, quantize, max_rows, ops: OpSet::FORWARD })
     }
 

@@ -22,11 +22,7 @@ pub fn run(cx: &Context, args: &ConvertArgs) -> Result<Outcome> {
     for note in &report.notes {
         cx.report().warn(note);
     }
-    if cx.report().is_json() {
-        cx.report().document("convert", &report)?;
-    } else {
-        cx.report().text(&summary(args, &report))?;
-    }
+    cx.report().result("convert", &report, || summary(args, &report))?;
     Ok(Outcome::Done)
 }
 

@@ -104,11 +104,9 @@ pub fn run(cx: &Context, args: &DiagnoseArgs) -> Result<Outcome> {
     let (device, device_why) = (cx.device()?, cx.device_choice()?.why.clone());
     let mut measured = check_paths(&registry, device, &cx.threads())?;
     if args.matrix {
-        if cx.report().is_json() {
-            cx.report().document("diagnose-matrix", &Matrix { rows: matrix_rows(&measured) })?;
-        } else {
-            cx.report().text(&matrix(&matrix_rows(&measured)))?;
-        }
+        cx.report().result("diagnose-matrix", &Matrix { rows: matrix_rows(&measured) }, || {
+            matrix(&matrix_rows(&measured))
+        })?;
         return Ok(Outcome::Done);
     }
     let mut env = registry.env().clone();
@@ -166,11 +164,7 @@ pub fn run(cx: &Context, args: &DiagnoseArgs) -> Result<Outcome> {
         backends,
         findings,
     };
-    if cx.report().is_json() {
-        cx.report().document("diagnose", &body)?;
-    } else {
-        cx.report().text(&text(&body))?;
-    }
+    cx.report().result("diagnose", &body, || text(&body))?;
     Ok(if body.findings.is_empty() { Outcome::Done } else { Outcome::Found(Code::Findings) })
 }
 

@@ -59,19 +59,15 @@ pub fn run(cx: &Context, args: &ExplainArgs) -> Result<Outcome> {
     let plan = Plan::new(&checkpoint, &dispatch, &cx.plan_options(args.quantize, chunk(cx.device()?))?)?;
     warn_of_unscaled(&plan, cx.report());
     let refused = cx.require_named(&dispatch).and_then(|()| plan.require(&dispatch)).err();
-    if cx.report().is_json() {
-        let body = Body {
-            model: checkpoint.name(),
-            isa: cx.isa(),
-            layers: plan.products().map(layer).collect(),
-            head: head(&plan.head),
-            downgraded: plan.downgraded(),
-            refused: refused.as_ref(),
-        };
-        cx.report().document("explain", &body)?;
-    } else {
-        cx.report().text(&table(&checkpoint, &plan, cx.isa()))?;
-    }
+    let body = Body {
+        model: checkpoint.name(),
+        isa: cx.isa(),
+        layers: plan.products().map(layer).collect(),
+        head: head(&plan.head),
+        downgraded: plan.downgraded(),
+        refused: refused.as_ref(),
+    };
+    cx.report().result("explain", &body, || table(&checkpoint, &plan, cx.isa()))?;
     Ok(refused.map_or(Outcome::Done, |e| failed(&e)))
 }
 

@@ -4,6 +4,8 @@ use crate::context::Context;
 use crate::convert::how_to_run;
 use crate::report::Outcome;
 use crate::writing::write;
+use q4_core::detect::Layout;
+use q4_core::formats::{Choices, quantizations};
 use q4_core::memory::human;
 use q4_core::{Code, Error, Result};
 use q4_model::export::{ExportPlan, Report, export};
@@ -20,11 +22,7 @@ pub fn run(cx: &Context, args: &QuantizeArgs) -> Result<Outcome> {
     for note in &report.notes {
         cx.report().warn(note);
     }
-    if cx.report().is_json() {
-        cx.report().document("quantize", &report)?;
-    } else {
-        cx.report().text(&summary(args, &report))?;
-    }
+    cx.report().result("quantize", &report, || summary(args, &report))?;
     Ok(Outcome::Done)
 }
 
@@ -48,36 +46,37 @@ fn summary(args: &QuantizeArgs, report: &Report) -> String {
     text
 }
 
-/// Options of the other format are refused: they would do nothing.
+/// Options of another format are refused: they would do nothing.
 fn plan(args: &QuantizeArgs) -> Result<ExportPlan> {
-    let nvfp4 = args.format == Format::Nvfp4;
-    let foreign = match nvfp4 {
-        true => [("--block-size", args.block_size.is_some()), ("--double-quant", args.double_quant)],
-        false => [("--scales", args.scales.is_some()), ("--method", args.method.is_some())],
-    };
-    if let Some((option, _)) = foreign.iter().find(|(_, given)| *given) {
-        let (this, other) = if nvfp4 { ("nvfp4", "nf4") } else { ("nf4", "nvfp4") };
-        return Err(Error::new(Code::Usage, format!("{option} is about {other}"))
-            .have(format!("--format {this}"))
-            .fix(format!("--format {other}, or leave {option} out")));
+    let Format { name, how } = args.format;
+    let given = [
+        ("--scales", args.scales.is_some()),
+        ("--method", args.method.is_some()),
+        ("--block-size", args.block_size.is_some()),
+        ("--double-quant", args.double_quant),
+    ];
+    if let Some((option, _)) = given.iter().find(|(o, given)| *given && !how.options.contains(o)) {
+        let others = quantizations().filter(|(_, q)| q.options.contains(option));
+        let others = others.map(|(kind, _)| kind.name()).collect::<Vec<_>>().join(" or ");
+        return Err(Error::new(Code::Usage, format!("{option} is about {others}"))
+            .have(format!("--format {name}"))
+            .fix(format!("--format {others}, or leave {option} out")));
     }
-    let default = if nvfp4 { OutputLayout::Modelopt } else { OutputLayout::Bitsandbytes };
-    let layout = args.layout.unwrap_or(default).into();
-    let mut plan = match nvfp4 {
-        false => ExportPlan::nf4(layout, args.block_size.unwrap_or(64), args.double_quant),
-        true => {
-            let scales = args.scales.map(|s| match s {
-                ScaleLevels::TwoLevel => Scales::TwoLevel,
-                ScaleLevels::Single => Scales::Single,
-            });
-            let method = match args.method.unwrap_or_default() {
-                ScaleMethod::Search => Method::Search,
-                ScaleMethod::Rtn => Method::Rtn,
-                ScaleMethod::FourOverSix => Method::FourOverSix,
-            };
-            ExportPlan::nvfp4(layout, scales, method)
-        }
+    let choices = Choices {
+        scales: args.scales.map(|s| match s {
+            ScaleLevels::TwoLevel => Scales::TwoLevel,
+            ScaleLevels::Single => Scales::Single,
+        }),
+        method: args.method.map(|m| match m {
+            ScaleMethod::Search => Method::Search,
+            ScaleMethod::Rtn => Method::Rtn,
+            ScaleMethod::FourOverSix => Method::FourOverSix,
+        }),
+        block: args.block_size,
+        double: args.double_quant,
     };
+    let layout = args.layout.map_or(how.layout, Layout::from);
+    let mut plan = ExportPlan::new(layout, (how.target)(layout, &choices));
     plan.include.clone_from(&args.include);
     plan.exclude.clone_from(&args.exclude);
     Ok(plan)

@@ -63,7 +63,12 @@ impl Report {
         stdout(&document(verb, body)?)
     }
 
-    /// The same, written as it is made: for a document that is as large as what it tells of.
+    /// [`document`](Self::document) for who asked for JSON, [`text`](Self::text) for others.
+    pub fn result(&self, verb: &str, body: &impl Serialize, text: impl FnOnce() -> String) -> Result<()> {
+        if self.json { self.document(verb, body) } else { self.text(&text()) }
+    }
+
+    /// A document, written as it is made: for a document that is as large as what it tells of.
     pub fn long_document(&self, verb: &str, body: &impl Serialize) -> Result<()> {
         check_stdout()?;
         let mut out = BufWriter::new(io::stdout().lock());

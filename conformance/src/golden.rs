@@ -1,15 +1,94 @@
 //! Recorded products: operands and exact results made with torchao and bitsandbytes, part of the executable.
 use crate::lattice::Problem;
-use q4_core::formats::nf4;
+use q4_core::formats::{encodings, names as schemas, nf4};
 use q4_core::{
-    Absmax, ActGlobal, ActQuant, Activations, Code, Convention, DType, Error, GlobalScale, Nf4, Nf4Parts,
-    NibbleOrder, Nvfp4, Nvfp4Parts, Q4Schema, Q4Weight, Result, Rule, ScaleLayout, Segment, TensorView,
-    read_floats,
+    ActGlobal, ActQuant, Activations, Code, DType, Error, GlobalScale, OwnedParts, Part, Q4Schema, Q4Weight,
+    Result, Rule, Segment, read_floats,
 };
 use safetensors::{SafeTensors, tensor::TensorView as Stored};
 
-static SCALED_MM: &[u8] = include_bytes!("../golden/nvfp4_scaled_mm.safetensors");
-static NF4: &[u8] = include_bytes!("../golden/nf4.safetensors");
+/// One file of recorded products. A case is what it has the inputs `CASE.x` of.
+struct Recording {
+    file: &'static [u8],
+    /// Of names of problems.
+    family: &'static str,
+    /// Those that cases are recorded in; one whose parts a case lacks is none of its.
+    encodings: &'static [Encoding],
+    /// Kinds of activations with the names of their results: in problems and, if there is one, in the file.
+    results: &'static [(&'static str, &'static str, Option<&'static str>)],
+}
+
+/// Where a file has the parts of one encoding, behind the name of a case.
+struct Encoding {
+    /// Its label.
+    schema: &'static str,
+    /// Of names of problems, between those of the case and of the result.
+    name: &'static str,
+    /// Before every name below.
+    under: &'static str,
+    parts: &'static [(Part, &'static str)],
+    offset: Option<&'static str>,
+    /// What no file has, because all have the same.
+    map: Option<fn() -> &'static [f32; 256]>,
+}
+
+const fn nvfp4(
+    schema: &'static str,
+    [name, under]: [&'static str; 2],
+    parts: &'static [(Part, &'static str)],
+) -> Encoding {
+    Encoding { schema, name, under, parts, offset: None, map: None }
+}
+
+const ROW_MAJOR: &[(Part, &str)] = &[(Part::Codes, "b_codes"), (Part::Scales, "b_scale")];
+/// The largest case is recorded row-major only.
+const SWIZZLED: &[(Part, &str)] = &[(Part::Codes, "b_codes"), (Part::Scales, "b_scale_blocked")];
+const NF4: Encoding = Encoding {
+    schema: "nf4.high.64",
+    name: "",
+    under: "",
+    parts: &[(Part::Codes, "w.packed"), (Part::Scales, "w.absmax")],
+    offset: None,
+    map: None,
+};
+
+static RECORDINGS: [Recording; 2] = [
+    Recording {
+        file: include_bytes!("../golden/nvfp4_scaled_mm.safetensors"),
+        family: "nvfp4",
+        encodings: &[
+            nvfp4("nvfp4.row-major.single", ["nogs/row-major/", "nogs."], ROW_MAJOR),
+            nvfp4("nvfp4.swizzled.single", ["nogs/swizzled/", "nogs."], SWIZZLED),
+            nvfp4("nvfp4.row-major.multiply", ["gs/row-major/", "gs."], ROW_MAJOR),
+            nvfp4("nvfp4.swizzled.multiply", ["gs/swizzled/", "gs."], SWIZZLED),
+        ],
+        // No library defines W4A8 as we do: the oracle alone judges it.
+        results: &[
+            ("native", "w4a16", Some("w4a16")),
+            ("nvfp4", "w4a4", Some("w4a4")),
+            ("int8", "w4a8", None),
+        ],
+    },
+    Recording {
+        file: include_bytes!("../golden/nf4.safetensors"),
+        family: "nf4",
+        encodings: &[
+            NF4,
+            Encoding {
+                schema: "nf4-dq.high.64",
+                parts: &[
+                    (Part::Codes, "w.packed"),
+                    (Part::Scales, "w.absmax"),
+                    (Part::SecondScales, "w.nested_absmax"),
+                ],
+                offset: Some("w.nested_offset"),
+                map: Some(nf4::dynamic_map),
+                ..NF4
+            },
+        ],
+        results: &[("native", "native", Some("y")), ("int8", "int8", None)],
+    },
+];
 
 /// Hands every recorded product to `visit`: NVFP4 with one- and two-level scales, row-major and swizzled,
 /// W4A16 and W4A4; NF4 with and without double quantisation.
@@ -17,21 +96,19 @@ static NF4: &[u8] = include_bytes!("../golden/nf4.safetensors");
 /// # Errors
 /// Those of `visit`.
 pub fn each(visit: &mut dyn FnMut(&Problem<'_>) -> Result<()>) -> Result<()> {
-    let file = open(SCALED_MM)?;
-    let mut cases: Vec<&str> = file.names().into_iter().filter_map(|n| n.strip_suffix(".x")).collect();
-    cases.sort_unstable();
-    for case in cases {
-        for scales in ["nogs", "gs"] {
-            for layout in [ScaleLayout::RowMajor, ScaleLayout::Swizzled128x4] {
-                nvfp4(&file, case, scales, layout, visit)?;
+    for recording in &RECORDINGS {
+        let file = SafeTensors::deserialize(recording.file).map_err(|e| broken(&e))?;
+        let mut cases: Vec<&str> = file.names().into_iter().filter_map(|n| n.strip_suffix(".x")).collect();
+        cases.sort_unstable();
+        for case in cases {
+            let mut is_read = false;
+            for encoding in recording.encodings {
+                is_read |= recording.read(&file, case, encoding, visit)?;
+            }
+            if !is_read {
+                return Err(broken(&format!("{case} is of no encoding")));
             }
         }
-    }
-    let file = open(NF4)?;
-    let mut cases: Vec<&str> = file.names().into_iter().filter_map(|n| n.strip_suffix(".w.packed")).collect();
-    cases.sort_unstable();
-    for case in cases {
-        nf4_linear(&file, case, visit)?;
     }
     Ok(())
 }
@@ -61,126 +138,109 @@ pub(crate) fn one<R>(name: &str, body: impl Fn(&Problem<'_>) -> Result<R>) -> Re
     found.unwrap_or_else(|| Err(Error::new(Code::Internal, format!("no recorded product is called {name}"))))
 }
 
-fn nvfp4(
-    file: &SafeTensors<'_>,
-    case: &str,
-    scales: &str,
-    scale_layout: ScaleLayout,
-    visit: &mut dyn FnMut(&Problem<'_>) -> Result<()>,
-) -> Result<()> {
-    let get = |what: &str| tensor(file, &format!("{case}.{scales}.{what}"));
-    let x = tensor(file, &format!("{case}.x"))?;
-    let (m, k) = (x.shape()[0], x.shape()[1]);
-    let codes = get("b_codes")?;
-    let n = codes.shape()[0];
-    // The largest case is recorded row-major only.
-    let stored = match (scale_layout, get("b_scale_blocked")) {
-        (ScaleLayout::RowMajor, _) => get("b_scale")?,
-        (ScaleLayout::Swizzled128x4, Ok(blocked)) => blocked,
-        (ScaleLayout::Swizzled128x4, Err(_)) => return Ok(()),
-    };
-    let global = |name: &str| get(name).ok().map(|t| GlobalScale::multiply(scalar(&t))).transpose();
-    let (a_global, b_global) = (global("a_global")?, global("b_global")?);
-    let segments = [Segment {
-        rows: n,
-        data: Nvfp4Parts {
-            codes: TensorView::of(codes.data(), &[n, k / 2])?,
-            scales: TensorView::of_bytes(stored.data(), DType::F8E4M3, &[stored.data().len()])?,
-            global: b_global,
+impl Recording {
+    /// Whether the case is recorded in the encoding.
+    fn read(
+        &self,
+        file: &SafeTensors<'_>,
+        case: &str,
+        encoding: &Encoding,
+        visit: &mut dyn FnMut(&Problem<'_>) -> Result<()>,
+    ) -> Result<bool> {
+        let schema = schema(encoding.schema)?;
+        let get = |name: &str| file.tensor(&format!("{case}.{}{name}", encoding.under)).ok();
+        let x = file.tensor(&format!("{case}.x")).map_err(|e| broken(&e))?;
+        let (m, k) = (x.shape()[0], x.shape()[1]);
+        let results: Vec<_> =
+            self.results.iter().map(|(kind, name, stored)| (*kind, *name, stored.and_then(get))).collect();
+        let Some(n) = results.iter().find_map(|(.., y)| Some(y.as_ref()?.shape()[1])) else {
+            return Ok(false);
+        };
+        let Some(parts) = encoding.parts(schema, [n, k], &get)? else { return Ok(false) };
+        let segments = [Segment { rows: n, data: parts.lend()? }];
+        // The largest case records one result only.
+        for (kind, result, recorded) in results {
+            // int8 inputs have a scale per 16.
+            if kind == "int8" && k % 16 != 0 {
+                continue;
+            }
+            visit(&Problem {
+                name: format!("golden/{}/{case}/{}{result}", self.family, encoding.name),
+                weight: Q4Weight { schema, k, segments: &segments },
+                x: floats(&x)?,
+                m,
+                max_m: m,
+                activations: activations(kind, get("a_global"))?,
+                io: DType::F32,
+                recorded: recorded.map(|y| doubles(&y)),
+            })?;
         }
-        .into(),
-    }];
-    let schema = Q4Schema::Nvfp4(Nvfp4 { scale_layout, global: b_global.map(|_| Convention::Multiply) });
-    let quantized =
-        ActQuant { rule: Rule::TorchAo, global: a_global.map_or(ActGlobal::None, ActGlobal::Static) };
-    // The largest case records one result only.
-    let recorded = |name: &str| get(name).ok().map(|t| doubles(&t));
-    // No library defines W4A8 as we do: the oracle alone judges it.
-    let rows = [
-        (Activations::Native, "w4a16", recorded("w4a16")),
-        (Activations::Nvfp4(quantized), "w4a4", recorded("w4a4")),
-        (Activations::Int8, "w4a8", None),
-    ];
-    for (activations, result, recorded) in rows {
-        let layout = if scale_layout == ScaleLayout::RowMajor { "row-major" } else { "swizzled" };
-        visit(&Problem {
-            name: format!("golden/nvfp4/{case}/{scales}/{layout}/{result}"),
-            weight: Q4Weight { schema, k, segments: &segments },
-            x: floats(&x)?,
-            m,
-            max_m: m,
-            activations,
-            io: DType::F32,
-            recorded,
-        })?;
+        Ok(true)
     }
-    Ok(())
 }
 
-fn nf4_linear(
-    file: &SafeTensors<'_>,
-    case: &str,
-    visit: &mut dyn FnMut(&Problem<'_>) -> Result<()>,
-) -> Result<()> {
-    let get = |what: &str| tensor(file, &format!("{case}.{what}"));
-    let x = get("x")?;
-    let dense = get("w_dequant")?;
-    let (m, n, k) = (x.shape()[0], dense.shape()[0], dense.shape()[1]);
-    let (codes, absmax) = (get("w.packed")?, get("w.absmax")?);
-    let nested_absmax = get("w.nested_absmax").ok().map(|t| floats(&t)).transpose()?;
-    let plain = if nested_absmax.is_some() { Vec::new() } else { floats(&absmax)? };
-    let absmax = match &nested_absmax {
-        None => Absmax::Plain(TensorView::of(&plain, &[plain.len()])?),
-        Some(nested) => Absmax::Nested {
-            codes: TensorView::of(absmax.data(), &[absmax.data().len()])?,
-            map: TensorView::of(nf4::dynamic_map().as_slice(), &[256])?,
-            absmax: TensorView::of(nested, &[nested.len()])?,
-            offset: scalar(&get("w.nested_offset")?),
-            block: 256,
-        },
-    };
-    let nested = nested_absmax.as_ref().map(|_| 256);
-    let data = Nf4Parts { codes: TensorView::of(codes.data(), &[codes.data().len()])?, absmax }.into();
-    let segments = [Segment { rows: n, data }];
-    let schema = Q4Schema::Nf4(Nf4 { nibble_order: NibbleOrder::HighFirst, block: 64, nested });
-    let rows = [(Activations::Native, Some(doubles(&get("y")?))), (Activations::Int8, None)];
-    for (activations, recorded) in rows {
-        // int8 inputs have a scale per 16.
-        if activations == Activations::Int8 && k % 16 != 0 {
-            continue;
+impl Encoding {
+    /// `None`: the file has a part of another type, or none.
+    fn parts<'a>(
+        &self,
+        schema: Q4Schema,
+        [n, k]: [usize; 2],
+        get: &dyn Fn(&str) -> Option<Stored<'a>>,
+    ) -> Result<Option<OwnedParts>> {
+        let mut parts = OwnedParts::default();
+        let specs = schema.parts(n, k);
+        for (part, name) in self.parts {
+            let spec = specs.iter().find(|s| s.part == *part);
+            let spec = spec.ok_or_else(|| broken(&format!("{name} is no part of {schema}")))?;
+            let is_it = |t: &Stored<'_>| dtype(t).is_some_and(|d| d == spec.dtype || Some(d) == spec.or);
+            let Some(stored) = get(name).filter(is_it) else { return Ok(None) };
+            parts = parts.with(*part, spec.dtype, &spec.shape, stored.data().to_vec());
         }
-        visit(&Problem {
-            name: format!("golden/nf4/{case}/{activations}"),
-            weight: Q4Weight { schema, k, segments: &segments },
-            x: floats(&x)?,
-            m,
-            max_m: m,
-            activations,
-            io: DType::F32,
-            recorded,
-        })?;
+        if let Some(map) = self.map {
+            parts = parts.with_f32(Part::Map, map());
+        }
+        if let Some(offset) = self.offset.and_then(get) {
+            parts = parts.with_offset(scalar(&offset));
+        }
+        let global = get("b_global").map(|t| GlobalScale::multiply(scalar(&t))).transpose()?;
+        Ok(Some(parts.with_global(global)))
     }
-    Ok(())
 }
 
-fn open(bytes: &[u8]) -> Result<SafeTensors<'_>> {
-    SafeTensors::deserialize(bytes).map_err(|e| Error::new(Code::Internal, format!("recorded products: {e}")))
+fn schema(label: &str) -> Result<Q4Schema> {
+    let found = schemas().flat_map(encodings).find(|s| s.label() == label);
+    found.ok_or_else(|| broken(&format!("no encoding is called {label}")))
 }
 
-fn tensor<'a>(file: &SafeTensors<'a>, name: &str) -> Result<Stored<'a>> {
-    file.tensor(name).map_err(|e| Error::new(Code::Internal, format!("recorded products: {name}: {e}")))
+/// `global` is the per-tensor scale that inputs were recorded with.
+fn activations(kind: &str, global: Option<Stored<'_>>) -> Result<Activations> {
+    Ok(match kind {
+        "native" => Activations::Native,
+        "int8" => Activations::Int8,
+        _ => {
+            let global = global.map(|t| GlobalScale::multiply(scalar(&t))).transpose()?;
+            let global = global.map_or(ActGlobal::None, ActGlobal::Static);
+            Activations::Nvfp4(ActQuant { rule: Rule::TorchAo, global })
+        }
+    })
+}
+
+fn broken(why: &dyn std::fmt::Display) -> Error {
+    Error::new(Code::Internal, format!("recorded products: {why}"))
+}
+
+fn dtype(t: &Stored<'_>) -> Option<DType> {
+    Some(match t.dtype() {
+        safetensors::Dtype::F32 => DType::F32,
+        safetensors::Dtype::BF16 => DType::BF16,
+        safetensors::Dtype::F8_E4M3 => DType::F8E4M3,
+        safetensors::Dtype::U8 => DType::U8,
+        _ => return None,
+    })
 }
 
 fn floats(t: &Stored<'_>) -> Result<Vec<f32>> {
-    let dtype = match t.dtype() {
-        safetensors::Dtype::F32 => DType::F32,
-        safetensors::Dtype::BF16 => DType::BF16,
-        other => {
-            return Err(Error::new(Code::Internal, "recorded products")
-                .need("f32 or bf16")
-                .have(format!("{other:?}")));
-        }
-    };
+    let dtype = dtype(t).filter(|d| d.is_io()).ok_or_else(|| broken(&"inputs are neither f32 nor bf16"))?;
     let mut out = vec![0.0; t.data().len() / dtype.size()];
     read_floats(t.data(), dtype, &mut out);
     Ok(out)

@@ -40,7 +40,7 @@ pub use key::Key;
 pub use lattice::Problem;
 pub use levels::cases;
 pub use limits::{Limits, Proof, TypeLimits, claims, proofs};
-pub use measure::{Measured, measure, measure_on};
+pub use measure::{Measured, measure};
 pub use options::{Options, SUITE_VERSION};
 pub use passes::StoredPasses;
 pub use paths::{PathReport, Verdict, check_paths};

@@ -217,20 +217,6 @@ impl Limits {
         })
     }
 
-    /// Those of a backend that leaves nothing out.
-    pub fn everything() -> Self {
-        let all = |io: DType| TypeLimits { dtype: io.as_str().into(), backward: true, dequantize: true };
-        Self {
-            encodings: vec![ANY.into()],
-            quantizers: vec![ANY.into()],
-            types: IO.map(all).into(),
-            segments: 3,
-            n_multiple: 1,
-            k_multiple: 1,
-            max_m: None,
-        }
-    }
-
     /// Whether nothing is left out.
     pub fn is_everything(&self) -> bool {
         let is_any = |list: &[String]| list.iter().any(|name| name == ANY);

@@ -19,26 +19,12 @@ pub struct Measured {
     pub decoded: Option<usize>,
 }
 
-/// Runs `problem` through `backend` on `path`. `Ok(Err(reasons))` when it is refused beforehand.
+/// Runs `problem` through `backend` on `path` and `device`. `Ok(Err(reasons))` when it is refused beforehand.
 ///
 /// # Errors
 /// [`Code::ConformanceFailed`](q4_core::Code::ConformanceFailed) with the element that is wrong, and those of
 /// the backend.
 pub fn measure(
-    backend: &dyn Q4Backend,
-    path: ExecPath,
-    problem: &Problem<'_>,
-    env: &HostEnv,
-    threads: &ThreadPool,
-) -> Result<std::result::Result<Measured, Vec<Reject>>> {
-    measure_on(Device::Cpu, backend, path, problem, env, threads)
-}
-
-/// The same on `device`.
-///
-/// # Errors
-/// As [`measure`].
-pub fn measure_on(
     device: Device,
     backend: &dyn Q4Backend,
     path: ExecPath,

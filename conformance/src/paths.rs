@@ -1,6 +1,6 @@
 //! Every live path of every backend on the recorded products: what `diagnose` shows, because availability
 //! probes lie.
-use crate::{golden, measure::measure_on};
+use crate::{golden, measure::measure};
 use q4_core::{Candidate, Device, ExecPath, Registry, Reject, Result, ThreadPool};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -73,7 +73,7 @@ pub fn check_paths(
                     rows.push(fresh);
                     rows.len() - 1
                 });
-                rows[at].add(measure_on(device, &**backend, *path, problem, registry.env(), threads));
+                rows[at].add(measure(device, &**backend, *path, problem, registry.env(), threads));
             }
             Ok(())
         })?;

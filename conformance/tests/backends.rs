@@ -1,7 +1,7 @@
 //! Every built-in backend through the suite, on every instruction set, and through the records that
 //! `diagnose` shows.
 use q4_conformance::{Level, Options, Profile, Verdict, check_paths, golden, lattice, measure, run};
-use q4_core::{BuiltinOptions, Candidate, ExecPath, Registry, Result, ThreadPool};
+use q4_core::{BuiltinOptions, Candidate, Device, ExecPath, Registry, Result, ThreadPool};
 use {q4_dequant_matmul as _, q4_nf4_kernel as _, q4_nvfp4_kernel as _, q4_reference as _};
 
 #[test]
@@ -44,7 +44,8 @@ fn problems_of_the_lattice_can_be_measured_one_by_one() -> Result<()> {
     let mut outputs = 0;
     lattice::each(lattice::usual()[4], &mut |problem| {
         if problem.m == 1 {
-            let measured = measure(&**backend, ExecPath::FusedDequant, problem, registry.env(), &threads)?;
+            let measured =
+                measure(Device::Cpu, &**backend, ExecPath::FusedDequant, problem, registry.env(), &threads)?;
             outputs += measured.expect("claimed").outputs;
         }
         Ok(())

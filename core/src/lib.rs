@@ -51,7 +51,7 @@ pub use fusion::{FuseSet, Fusion, RmsNorm};
 #[cfg(target_arch = "x86_64")]
 pub use host::has_tiles;
 pub use host::{CudaDevice, CudaTools, Found, HostEnv, LibraryFacts, VendorDevice, processors};
-pub use linear::{Dispatch, Executed, Q4Linear, Witness};
+pub use linear::{Dispatch, Executed, ExecutionCounter, Q4Linear};
 pub use null::NullBackend;
 pub use parts::{OwnedParts, Part, SegmentData, f32s, read_floats};
 pub use registry::{BUILTINS, Built, BuiltinOptions, Registration, Registry};

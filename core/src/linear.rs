@@ -15,7 +15,7 @@ use tracing::field::Empty;
 pub struct Dispatch {
     registry: Registry,
     policy: Policy,
-    witness: Arc<Witness>,
+    witness: Arc<ExecutionCounter>,
     checks: SelfChecks,
 }
 
@@ -45,7 +45,7 @@ impl Dispatch {
         &self.policy
     }
     /// The execution counter.
-    pub fn witness(&self) -> &Arc<Witness> {
+    pub fn witness(&self) -> &Arc<ExecutionCounter> {
         &self.witness
     }
     /// Self-checks that were skipped.
@@ -136,9 +136,9 @@ impl Dispatch {
     }
 }
 
-/// The execution counter: counts every product, by what really ran.
+/// Counts every product, by what really ran.
 #[derive(Default)]
-pub struct Witness(Mutex<Vec<Arc<Counter>>>);
+pub struct ExecutionCounter(Mutex<Vec<Arc<Counter>>>);
 
 struct Counter {
     layer: String,
@@ -162,7 +162,7 @@ pub struct Executed {
     pub calls: u64,
 }
 
-impl Witness {
+impl ExecutionCounter {
     /// What ran so far, most calls first. Products that were prepared and never called are not in it.
     pub fn executed(&self) -> Vec<Executed> {
         let mut out: Vec<Executed> = Vec::new();

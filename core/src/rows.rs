@@ -3,8 +3,8 @@
 //! either.
 use crate::formats::{int8, nvfp4};
 use crate::{
-    Activations, Code, DType, Error, LinearSpec, Reject, RejectCode, Result, Scratch, TensorView,
-    TensorViewMut, ThreadPool, oracle,
+    Activations, Code, DType, Error, ExecContext, LinearSpec, Q4Weight, Reject, RejectCode, Result, Scratch,
+    TensorView, TensorViewMut, ThreadPool, oracle,
 };
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
@@ -65,6 +65,30 @@ pub fn reject_operands(spec: &LinearSpec, reasons: &mut Vec<Reject>) {
     if spec.k % 16 != 0 && spec.activations != Activations::Native {
         reject(ShapeUnsupported, format!("k % 16 == 0 for {} activations", spec.activations), have());
     }
+}
+
+/// Whether `w` may be prepared for `spec`: `can_prepare` has no `reasons` against its operands, its parts fit
+/// together and are those of `spec`, and the context is of its device.
+///
+/// # Errors
+/// [`Code::Unsupported`] with all reasons, those of [`Q4Weight::validate`], [`Code::ShapeMismatch`] for another
+/// weight or device.
+pub fn agree(w: &Q4Weight<'_>, spec: &LinearSpec, reasons: &[Reject], cx: &ExecContext<'_>) -> Result<()> {
+    let differs = |what: &str, need, have| Err(Error::new(Code::ShapeMismatch, what).need(need).have(have));
+    if !reasons.is_empty() {
+        let list: Vec<_> = reasons.iter().map(ToString::to_string).collect();
+        return Err(Error::new(Code::Unsupported, "weight cannot be prepared").have(list.join("; ")));
+    }
+    w.validate()?;
+    if (w.n(), w.k, w.schema) != (spec.n(), spec.k, spec.schema) {
+        let told = |schema, n, k| format!("{schema} [{n}, {k}]");
+        let (need, have) = (told(spec.schema, spec.n(), spec.k), told(w.schema, w.n(), w.k));
+        return differs("weight and spec differ", need, have);
+    }
+    if spec.device != cx.device {
+        return differs("context of another device", spec.device.to_string(), cx.device.to_string());
+    }
+    Ok(())
 }
 
 /// A matrix `[m, cols]` of f32 whose rows start `ld` elements apart.
@@ -335,14 +359,16 @@ unsafe fn slice<'a, T>(p: *mut T, len: usize) -> &'a mut [T] {
 mod tests {
     use super::*;
     use crate::ExecContext;
-    use crate::selfcheck::{IoBuffer, plain_activations};
+    use crate::selfcheck::IoBuffer;
+    use crate::{ActGlobal, ActQuant, Rule};
 
     #[test]
     fn activations_take_the_scratch_they_state() -> Result<()> {
         let (m, k, pool) = (3, 48, ThreadPool::new(2));
         let values: Vec<f32> = (0..m * k).map(|i| (i % 29) as f32 / 8.0 - 1.5).collect();
         for x in [DType::F32, DType::F16, DType::BF16] {
-            for format in plain_activations() {
+            let quantised = ActQuant { rule: Rule::ModelOpt, global: ActGlobal::None };
+            for format in [Activations::Native, Activations::Int8, Activations::Nvfp4(quantised)] {
                 let mut bytes = vec![0xffu8; activation_bytes(x, &format, m, k)];
                 let len = bytes.len();
                 let workspace = Some(TensorViewMut::of(&mut bytes, &[len])?);

@@ -382,15 +382,6 @@ fn noise(i: u64) -> f32 {
     (mix(i) >> 40) as f32 / (1u32 << 24) as f32
 }
 
-/// Activation formats a self-check can be asked for without a checkpoint.
-pub fn plain_activations() -> [Activations; 3] {
-    [
-        Activations::Native,
-        Activations::Int8,
-        Activations::Nvfp4(ActQuant { rule: crate::Rule::ModelOpt, global: ActGlobal::None }),
-    ]
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

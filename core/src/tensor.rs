@@ -415,10 +415,6 @@ impl<'a> TensorViewMut<'a> {
     pub fn as_view(&self) -> TensorView<'_> {
         self.inner
     }
-    /// A shorter unique borrow of the same bytes.
-    pub fn reborrow(&mut self) -> TensorViewMut<'_> {
-        TensorViewMut { inner: self.inner, _unique: PhantomData }
-    }
     /// Writable base address.
     pub fn as_mut_ptr(&mut self) -> *mut c_void {
         self.inner.data.as_ptr()

@@ -7,10 +7,9 @@ use crate::cpu::{CpuTable, KvType};
 use crate::cuda::CudaBatch;
 use crate::executor::{Shape, Sizes};
 use crate::plan::{HeadPlan, Plan, PlanOptions, Product};
-use crate::quantize::{self, Quantized, Rows, Target};
+use crate::quantize::{self, Quantized, Rows};
 use crate::runner::{Context, Model, Runner};
 use crate::weights::{Linear, StoredTable};
-use q4_core::formats;
 use q4_core::memory::Budget;
 use q4_core::{Code, DType, Device, Dispatch, Error, Q4Linear, Q4Weight, Result, Segment, ThreadPool};
 use std::sync::Arc;
@@ -348,20 +347,4 @@ impl FromCheckpoint<'_> {
         };
         p.spec.segments.iter().map(quantize).collect()
     }
-}
-
-/// What `--quantize` makes of a dense projection.
-///
-/// # Errors
-/// [`Code::Usage`] for a format that nothing is quantised to.
-pub fn default_target(format: &str) -> Result<Target> {
-    formats::kind(format).and_then(|kind| kind.default_target).ok_or_else(|| {
-        let names: Vec<_> = formats::KINDS
-            .into_iter()
-            .filter(|kind| kind.default_target.is_some())
-            .flat_map(|kind| kind.names.first())
-            .map(|name| name.0)
-            .collect();
-        Error::new(Code::Usage, format!("--quantize {format}")).need(names.join(" or "))
-    })
 }

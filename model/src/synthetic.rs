@@ -12,11 +12,11 @@ use crate::plan::{head_type, input_type};
 use crate::weights::{Linear, StoredTable};
 use q4_core::memory::Budget;
 use q4_core::{
-    Activations, Code, Convention, DType, Device, Dispatch, Error, LinearSpec, Nf4, NibbleOrder, Nvfp4,
-    OpSet, Q4Schema, Q4Weight, Result, ScaleLayout, Segment, SegmentSpec, ThreadPool,
+    Activations, Code, DType, Device, Dispatch, Error, LinearSpec, OpSet, Q4Schema, Q4Weight, Result,
+    Segment, SegmentSpec, ThreadPool,
 };
 use std::sync::Arc;
-pub use write::write;
+pub use write::{WRITTEN, write};
 
 /// A published size; upper and lower case are one, as publishers write both.
 ///
@@ -60,13 +60,14 @@ pub struct Recipe {
     pub device: Device,
 }
 
+#[cfg(test)]
 impl Recipe {
-    /// NVFP4 with two-level scales.
-    pub const NVFP4: Q4Schema =
-        Q4Schema::Nvfp4(Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: Some(Convention::Multiply) });
     /// NF4 with blocks of 64.
-    pub const NF4: Q4Schema =
-        Q4Schema::Nf4(Nf4 { nibble_order: NibbleOrder::HighFirst, block: 64, nested: None });
+    pub(crate) const NF4: Q4Schema = Q4Schema::Nf4(q4_core::Nf4 {
+        nibble_order: q4_core::NibbleOrder::HighFirst,
+        block: 64,
+        nested: None,
+    });
 }
 
 /// Bytes of a random model: packed products with the head, and the embedding in bf16.

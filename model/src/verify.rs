@@ -3,14 +3,13 @@
 //! A scale of the wrong convention or a buffer in the wrong order decodes to finite, plausible, useless
 //! weights; nothing but a look at the numbers tells.
 mod declared;
-mod numbers;
 pub mod run;
 mod together;
 mod words;
 
 use crate::checkpoint::{Checkpoint, Head, Layer, Method, Stored, names, values};
 use crate::{text, tokenizer::Tokenizer};
-use numbers::Facts;
+use q4_core::formats::facts::Facts;
 use q4_core::{Code, Convention, Error, GlobalScale, Part, Result};
 use serde::Serialize;
 use std::{borrow::Cow, collections::BTreeMap, collections::BTreeSet, ops::RangeInclusive};
@@ -192,7 +191,7 @@ impl Verifier<'_> {
         if let (Some(g), Some(name)) = (data.global, &d.keys.global) {
             self.convention(name, g);
         }
-        let Some(facts) = numbers::facts(d.schema, data, &linear, [d.n, d.k])? else { return Ok(()) };
+        let Some(facts) = d.schema.facts([d.n, d.k], data, &linear)? else { return Ok(()) };
         let (codes, global) = (data.need(Part::Codes)?, data.global);
         let codes = codes.as_bytes()?;
         self.amount(layer, &scales_name, facts, codes, global);

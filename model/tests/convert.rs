@@ -2,9 +2,11 @@
 //! counterpart refused.
 #![allow(clippy::unwrap_used)]
 mod handmade;
+mod plans;
 mod support;
 
 use handmade::{Model, Tensor};
+use plans::{nf4, nvfp4};
 use q4_core::detect::Layout;
 use q4_core::{Activations, Code, Error, Result, ThreadPool};
 use q4_model::checkpoint::{Checkpoint, Head, OpenOptions, TensorStore};
@@ -23,12 +25,10 @@ const NF4: [Layout; 2] = [Layout::Bitsandbytes, Layout::Dat];
 #[test]
 fn every_pair_of_layouts_there_and_back() -> Result<()> {
     for model in ["a", "b"] {
-        let mut plans: Vec<_> = NVFP4
-            .into_iter()
-            .map(|l| (ExportPlan::nvfp4(l, Some(Scales::TwoLevel), Method::Rtn), &NVFP4[..]))
-            .collect();
-        plans.push((ExportPlan::nvfp4(Layout::Dat, Some(Scales::Single), Method::Rtn), &NVFP4));
-        plans.extend(NF4.map(|l| (ExportPlan::nf4(l, 32, false), &NF4[..])));
+        let mut plans: Vec<_> =
+            NVFP4.into_iter().map(|l| (nvfp4(l, Some(Scales::TwoLevel), Method::Rtn), &NVFP4[..])).collect();
+        plans.push((nvfp4(Layout::Dat, Some(Scales::Single), Method::Rtn), &NVFP4));
+        plans.extend(NF4.map(|l| (nf4(l, 32, false), &NF4[..])));
         for (plan, layouts) in plans {
             let dir = tempfile::tempdir().unwrap();
             let source = dir.path().join("source");
@@ -175,7 +175,7 @@ fn what_a_layout_cannot_hold_is_refused_by_name() -> Result<()> {
     // Blocks of 4096 that do not fill the last one: a .dat file has no place for their size.
     let dir = tempfile::tempdir().unwrap();
     let dense = Checkpoint::open(&handmade::golden("b", ""), &OpenOptions::default())?;
-    let ragged = ExportPlan::nf4(Layout::Bitsandbytes, 4096, false);
+    let ragged = nf4(Layout::Bitsandbytes, 4096, false);
     export(&dense, &dir.path().join("ragged"), &ragged, &ThreadPool::new(1), &mut |_| Ok(()))?;
     let parts = [".weight.absmax`", "need: whole blocks", "in blocks of 4096"];
     refused(&opened(&dir.path().join("ragged"), "b")?, dat, Code::Usage, &parts);
@@ -321,7 +321,7 @@ fn other_files_are_carried_or_told() -> Result<()> {
     assert_on_disk(&out, &report);
 
     // A tied model with a packed head of its own is one that is not tied.
-    let single = ExportPlan::nvfp4(Layout::Dat, None, Method::Rtn);
+    let single = nvfp4(Layout::Dat, None, Method::Rtn);
     let dense = Checkpoint::open(&handmade::golden("a", ""), &OpenOptions::default())?;
     let dat = dir.path().join("m.dat");
     export(&dense, &dat, &single, &ThreadPool::new(1), &mut |_| Ok(()))?;
@@ -345,7 +345,7 @@ fn layers_that_are_dense_stay_so() -> Result<()> {
         power_of_two: true,
         exclude: vec!["model.layers.0.*".into()],
         include: vec!["lm_head".into()],
-        ..ExportPlan::nvfp4(Layout::ModelOpt, None, Method::Rtn)
+        ..nvfp4(Layout::ModelOpt, None, Method::Rtn)
     };
     let dense = Checkpoint::open(&handmade::golden("b", ""), &OpenOptions::default())?;
     let source = dir.path().join("source");

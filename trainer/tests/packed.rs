@@ -11,12 +11,13 @@ use q4_core::{
 use q4_model::checkpoint::{Checkpoint, OpenOptions};
 use q4_model::executor::Executor;
 use q4_model::export::{ExportPlan, export};
+use q4_model::quantize::{Target, ToNf4};
 use q4_trainer::config::{BaseForm, Config};
 use q4_trainer::data::{LoadOptions, Loader, LoaderOptions};
 use q4_trainer::optim::Hyper;
 use q4_trainer::torch::engine::{Engine, Rows};
 use q4_trainer::torch::executor::{LowRank, TorchLinear, Weight};
-use q4_trainer::torch::loss::Target;
+use q4_trainer::torch::loss;
 use q4_trainer::torch::phases::Phases;
 use q4_trainer::torch::products::Products;
 use q4_trainer::torch::session::{self, Base};
@@ -108,7 +109,7 @@ impl Start {
                 ids: &ids,
                 positions: &b.positions,
                 documents: b.documents.iter().any(|d| *d != 0).then_some(&b.documents),
-                target: Target::Tokens(&b.targets),
+                target: loss::Target::Tokens(&b.targets),
             };
             let o = &c.optimizer;
             let (beta1, beta2, eps) = (o.beta1 as f32, o.beta2 as f32, o.eps as f32);
@@ -132,7 +133,7 @@ fn nf4(dir: &Path) -> Result<PathBuf> {
     q4_trainer::torch::export::write(params, kernels, side, base, &dense, "bf16".parse()?)?;
     let out = dir.join("nf4");
     let dense = Checkpoint::open(&dense, &OpenOptions::default())?;
-    let plan = ExportPlan::nf4(Layout::Bitsandbytes, 64, false);
+    let plan = ExportPlan::new(Layout::Bitsandbytes, Target::Nf4(ToNf4 { block: 64, double: false }));
     export(&dense, &out, &plan, &start.pool, &mut |_| Ok(()))?;
     Ok(out)
 }

@@ -17,10 +17,10 @@ mod probe;
 
 use cuda::Engine;
 use q4_core::formats::names;
+use q4_core::rows;
 use q4_core::{
-    BackendDescriptor, Built, BuiltinOptions, Code, Device, Error, ExecContext, ExecPath, Footprint, HostEnv,
-    LinearSpec, PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Registration, Reject, Result, Verdict,
-    inventory,
+    BackendDescriptor, Built, BuiltinOptions, Device, ExecContext, ExecPath, Footprint, HostEnv, LinearSpec,
+    PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Registration, Reject, Result, Verdict, inventory,
 };
 use q4_cuda::Engines;
 use std::sync::Arc;
@@ -57,21 +57,6 @@ impl DequantMatmul {
         };
         Self { descriptor, is_plain, cuda: Engines::new(Engine::new) }
     }
-
-    /// What `can_prepare` would refuse of the operands is not prepared either.
-    fn agree(&self, spec: &LinearSpec, path: ExecPath, cx: &ExecContext<'_>) -> Result<()> {
-        let reasons = probe::operands(spec, path);
-        if !reasons.is_empty() {
-            let list: Vec<_> = reasons.iter().map(ToString::to_string).collect();
-            return Err(Error::new(Code::Unsupported, "weight cannot be prepared").have(list.join("; ")));
-        }
-        if spec.device == cx.device {
-            return Ok(());
-        }
-        Err(Error::new(Code::ShapeMismatch, "context of another device")
-            .need(spec.device.to_string())
-            .have(cx.device.to_string()))
-    }
 }
 
 impl Q4Backend for DequantMatmul {
@@ -97,7 +82,7 @@ impl Q4Backend for DequantMatmul {
         path: ExecPath,
         cx: &mut ExecContext<'_>,
     ) -> Result<Box<dyn PreparedWeight>> {
-        self.agree(spec, path, cx)?;
+        rows::agree(w, spec, &probe::operands(spec, path), cx)?;
         match spec.device {
             Device::Cpu => Ok(Box::new(prepare::decode(w, spec, path, cx.threads)?.plain(self.is_plain))),
             _ => Ok(Box::new(cuda::prepare(&self.cuda.of(spec.device)?, w, spec, path, cx)?)),

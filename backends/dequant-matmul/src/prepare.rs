@@ -28,8 +28,7 @@ enum Values {
     F16(Vec<f16>, Vec<f32>),
 }
 
-/// Decodes `w`. Fails on parts that contradict the schema or the spec and on a value that the type of y
-/// cannot hold, so no infinity is ever made here.
+/// Decodes `w`. Fails on a value that the type of y cannot hold, so no infinity is ever made here.
 pub(crate) fn decode(
     w: &Q4Weight<'_>,
     spec: &LinearSpec,
@@ -38,11 +37,6 @@ pub(crate) fn decode(
 ) -> Result<Dense> {
     let decoder = RowDecoder::new(w)?;
     let (n, k) = (decoder.n(), decoder.k());
-    if (n, k) != (spec.n(), spec.k) || w.schema != spec.schema {
-        return Err(Error::new(Code::ShapeMismatch, "weight and spec differ")
-            .need(format!("{} [{}, {}]", spec.schema, spec.n(), spec.k))
-            .have(format!("{} [{n}, {k}]", w.schema)));
-    }
     let values = Values::of(&decoder, spec.y, threads).map_err(|row| {
         Error::new(Code::ValueInvalid, format!("row {row} of the weight"))
             .need(format!("values that {} can hold", spec.y))

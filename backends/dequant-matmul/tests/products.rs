@@ -9,8 +9,8 @@ use q4_core::oracle::bound;
 use q4_core::selfcheck::IoBuffer;
 use q4_core::{
     ActGlobal, ActQuant, Activations, Code, Convention, DType, Dense, ExecContext, ExecPath, GlobalScale,
-    Nf4, NibbleOrder, Nvfp4, Nvfp4Parts, OpSet, Q4Schema, Q4Weight, RejectCode, Result, Rule, ScaleLayout,
-    Segment, SegmentData, TensorView, TensorViewMut, ThreadPool,
+    Nf4, NibbleOrder, Nvfp4, Nvfp4Parts, OpSet, Part, Q4Schema, Q4Weight, RejectCode, Result, Rule,
+    ScaleLayout, Segment, SegmentData, TensorView, TensorViewMut, ThreadPool,
 };
 use q4_dequant_matmul as _;
 
@@ -176,7 +176,8 @@ fn dense_path() -> Subject {
 /// `x[m, k]` rounded to `io` against a dense weight.
 fn dense(stored: &IoBuffer, (m, n, k): (usize, usize, usize), x: Vec<f32>, io: DType) -> Problem<'_> {
     let view = stored.view(n, k).unwrap();
-    let segments = Box::leak(Box::new([Segment { rows: n, data: SegmentData::dense(view) }]));
+    let segments =
+        Box::leak(Box::new([Segment { rows: n, data: SegmentData::default().with(Part::Codes, view) }]));
     Problem {
         name: format!("dense/{io}/n{n}.k{k}.m{m}"),
         weight: Q4Weight { schema: Q4Schema::Dense(Dense { dtype: view.dtype() }), k, segments },

@@ -5,7 +5,7 @@ mod rounded;
 mod simple;
 
 use crate::layout::scale_group;
-use crate::prepare::{check, finite_absmax};
+use crate::prepare::finite_absmax;
 use q4_core::formats::nf4;
 use q4_core::rows::check_matrix;
 use q4_core::{
@@ -122,7 +122,6 @@ pub(crate) fn prepare(
     spec: &LinearSpec,
     path: ExecPath,
 ) -> Result<OnDevice> {
-    check(w, spec)?;
     if path == ExecPath::FusedRounded && engine.rounded.is_none() {
         return Err(Error::new(Code::Unsupported, "rounded weights").need("sm_90").have(engine.gpu.arch()));
     }

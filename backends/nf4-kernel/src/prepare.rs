@@ -73,7 +73,7 @@ pub(crate) fn workspace(x: DType, activations: &Activations, m: usize, n: usize,
     activation_bytes(x, activations, m, k).max(Scratch::bytes(&[4 * m * n.next_multiple_of(LANES)]))
 }
 
-/// Repacks `w`. Fails on parts that contradict the schema or the spec and on scales that are not finite.
+/// Repacks `w`. Fails on scales that are not finite.
 pub(crate) fn prepare(
     w: &Q4Weight<'_>,
     spec: &LinearSpec,
@@ -81,7 +81,6 @@ pub(crate) fn prepare(
     vectors: Vectors,
     threads: &ThreadPool,
 ) -> Result<Packed> {
-    check(w, spec)?;
     let Q4Schema::Nf4(format) = w.schema else {
         return Err(Error::new(Code::SchemaInvalid, "weight").need("nf4").have(w.schema.to_string()));
     };
@@ -123,17 +122,6 @@ pub(crate) fn prepare(
         ops: OpSet::ALL,
     };
     Ok(Packed { info, vectors, x: spec.x, y: spec.y, group, codes, scales, table: nf4::CODEBOOK })
-}
-
-/// Fails unless the parts of `w` fit together and are those of `spec`.
-pub(crate) fn check(w: &Q4Weight<'_>, spec: &LinearSpec) -> Result<()> {
-    w.validate()?;
-    if (w.n(), w.k) != (spec.n(), spec.k) || w.schema != spec.schema {
-        return Err(Error::new(Code::ShapeMismatch, "weight and spec differ")
-            .need(format!("{} [{}, {}]", spec.schema, spec.n(), spec.k))
-            .have(format!("{} [{}, {}]", w.schema, w.n(), w.k)));
-    }
-    Ok(())
 }
 
 /// Scales of segment `i`, decoded; none is NaN or infinite.

@@ -4,10 +4,9 @@
 mod contract;
 
 use contract::{Subject, built, subjects};
-use q4_core::selfcheck::plain_activations;
 use q4_core::{
-    Absmax, Activations, Code, DType, Dense, ExecPath, HostEnv, Nf4, Nf4Parts, NibbleOrder, Q4Schema,
-    Q4Weight, RejectCode, Result, Segment, TensorView, ThreadPool,
+    Absmax, ActGlobal, ActQuant, Activations, Code, DType, Dense, ExecPath, HostEnv, Nf4, Nf4Parts,
+    NibbleOrder, Q4Schema, Q4Weight, RejectCode, Result, Rule, Segment, TensorView, ThreadPool,
 };
 use q4_nf4_kernel as _;
 
@@ -104,7 +103,8 @@ fn vector_kernels_agree_bit_for_bit() -> Result<()> {
 fn every_reason_is_given_at_once() {
     use RejectCode::*;
     let subject = &kernels()[0];
-    let codes = subject.reasons(PLAIN, plain_activations()[2]);
+    let quantised = ActQuant { rule: Rule::ModelOpt, global: ActGlobal::None };
+    let codes = subject.reasons(PLAIN, Activations::Nvfp4(quantised));
     let expect = [
         PathUnsupported,
         ActivationsUnsupported,

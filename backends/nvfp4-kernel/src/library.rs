@@ -5,7 +5,7 @@ use once_cell::sync::OnceCell;
 use q4_core::{ProbeItem, Reject, RejectCode};
 use q4_plugin_host::Found;
 use std::env;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 #[cfg(unix)]
 use libloading::os::unix::Library as Handle;
@@ -99,7 +99,8 @@ fn open(place: &Place, path: &Path) -> Result<(Found, String), Vec<Reject>> {
         let have = format!("`{}`", found.name());
         return Err(vec![at(Reject::new(RejectCode::AbiMismatch, format!("a library `{CALLED}`"), have))]);
     }
-    let path = if path.is_absolute() { Some(path.to_owned()) } else { mapped_at(query as usize) };
+    let path =
+        if path.is_absolute() { Some(path.to_owned()) } else { q4_plugin_host::file_at(query as usize) };
     Ok((found, path.map_or_else(|| place.describe(), |p| p.display().to_string())))
 }
 
@@ -135,22 +136,6 @@ fn address(handle: &Handle, name: &str) -> Option<*const std::ffi::c_void> {
     unsafe { handle.get::<*const std::ffi::c_void>(name) }.ok().map(|symbol| *symbol)
 }
 
-/// The file whose mapping holds `address`, from the kernel's list; `None` where there is no such list. Under
-/// wine there is one, of another process.
-fn mapped_at(address: usize) -> Option<PathBuf> {
-    if !cfg!(target_os = "linux") {
-        return None;
-    }
-    let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
-    maps.lines().find_map(|line| {
-        let mut fields = line.splitn(6, ' ');
-        let (start, end) = fields.next()?.split_once('-')?;
-        let range = usize::from_str_radix(start, 16).ok()?..usize::from_str_radix(end, 16).ok()?;
-        let file = fields.nth(4)?.trim_start();
-        (range.contains(&address) && file.starts_with('/')).then(|| file.into())
-    })
-}
-
 impl Library {
     /// The first line of `diagnose`: what was loaded, and what was not.
     pub fn note(&self) -> ProbeItem {
@@ -159,19 +144,5 @@ impl Library {
             detail += &format!("; passed over: {reason}");
         }
         ProbeItem { id: "library.load".into(), reasons: Vec::new(), detail }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[cfg(target_os = "linux")]
-    #[test]
-    fn an_address_leads_to_its_file() {
-        let own = env::current_exe().and_then(std::fs::canonicalize).ok();
-        assert!(own.is_some());
-        assert_eq!(mapped_at(mapped_at as fn(usize) -> Option<PathBuf> as usize), own);
-        assert_eq!(mapped_at(1), None);
     }
 }

@@ -62,8 +62,8 @@ impl Q4Backend for Reference {
         w: &Q4Weight<'_>,
         spec: &LinearSpec,
         path: ExecPath,
-        _cx: &mut ExecContext<'_>,
+        cx: &mut ExecContext<'_>,
     ) -> Result<Box<dyn PreparedWeight>> {
-        Ok(Box::new(prepare::prepare(w, spec, path)?))
+        Ok(Box::new(prepare::prepare(w, spec, path, cx)?))
     }
 }

@@ -1,7 +1,8 @@
 //! An owned copy of the stored bytes: the caller's file may be unmapped after `prepare`.
 use crate::probe::can_prepare;
+use q4_core::rows;
 use q4_core::{
-    Code, DType, Error, ExecPath, LinearSpec, OpSet, OwnedParts, PreparedInfo, Q4Schema, Q4Weight, Result,
+    DType, ExecContext, ExecPath, LinearSpec, OpSet, OwnedParts, PreparedInfo, Q4Schema, Q4Weight, Result,
     Segment,
 };
 
@@ -15,26 +16,21 @@ pub(crate) struct Stored {
 }
 
 /// Copies `w`. Fails on parts that contradict the schema and on a spec that `can_prepare` refuses.
-pub(crate) fn prepare(w: &Q4Weight<'_>, spec: &LinearSpec, path: ExecPath) -> Result<Stored> {
-    can_prepare(spec, path).map_err(|reasons| {
-        let list: Vec<_> = reasons.iter().map(ToString::to_string).collect();
-        Error::new(Code::Unsupported, "weight cannot be prepared").have(list.join("; "))
-    })?;
-    w.validate()?;
-    let (n, k) = (w.n(), w.k);
-    if (n, k) != (spec.n(), spec.k) || w.schema != spec.schema {
-        return Err(Error::new(Code::ShapeMismatch, "weight and spec differ")
-            .need(format!("{} [{}, {}]", spec.schema, spec.n(), spec.k))
-            .have(format!("{} [{n}, {k}]", w.schema)));
-    }
+pub(crate) fn prepare(
+    w: &Q4Weight<'_>,
+    spec: &LinearSpec,
+    path: ExecPath,
+    cx: &ExecContext<'_>,
+) -> Result<Stored> {
+    rows::agree(w, spec, &can_prepare(spec, path).err().unwrap_or_default(), cx)?;
     let copy = |s: &Segment<'_>| Ok((s.rows, OwnedParts::copy(&s.data)?));
     let parts = w.segments.iter().map(copy).collect::<Result<Vec<_>>>()?;
     let info = PreparedInfo {
         backend: crate::NAME.into(),
         path,
         activations: spec.activations,
-        n,
-        k,
+        n: w.n(),
+        k: w.k,
         resident_bytes: parts.iter().map(|p| p.1.len() as u64).sum(),
         ops: OpSet::ALL,
     };

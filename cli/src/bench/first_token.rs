@@ -51,10 +51,6 @@ pub(super) fn run(
         executed: dispatch.witness().executed(),
         downgraded: dispatch.witness().downgraded().len(),
     };
-    if cx.report().is_json() {
-        cx.report().document("bench", &body)?;
-    } else {
-        cx.report().text(&body.text())?;
-    }
+    cx.report().result("bench", &body, || body.text())?;
     Ok(Outcome::Done)
 }

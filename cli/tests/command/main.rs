@@ -23,6 +23,7 @@ mod demo;
 #[cfg(unix)]
 mod documented;
 mod exit;
+mod hostile;
 mod isolate;
 mod judge;
 mod listing;

@@ -1,90 +1,85 @@
 //! The report as one page: no scripts, no fonts, no other file, readable in the dark and on paper.
-use super::junit::escape;
 use super::{BackendReport, ClaimReport, LevelReport, Report, plot};
 use crate::Level;
 use crate::case::Outcome;
-use std::fmt::Write;
+use maud::{DOCTYPE, Markup, PreEscaped, html};
 
 const STYLE: &str = include_str!("page.css");
 /// Failures that are listed.
 const SHOWN: usize = 200;
 
 pub(super) fn render(r: &Report) -> String {
-    let mut out = String::with_capacity(1 << 16);
     let (class, verdict) = match (r.conformant, r.complete) {
         (true, true) => ("good", "Conformant"),
         (true, false) => ("partial", "Nothing wrong in the part that ran"),
         (false, _) => ("bad", "Not conformant"),
     };
-    let names: Vec<_> = r.backends.iter().map(|b| escape(&b.name)).collect();
-    let _ = write!(
-        out,
-        "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n<meta name=\"color-scheme\" content=\"light dark\">\n<title>{}: {verdict}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n<main>\n",
-        names.join(", ")
-    );
-    hero(&mut out, r, class, verdict);
-    facts(&mut out, r);
-    levels(&mut out, r);
-    matrix(&mut out, r);
-    failures(&mut out, r);
-    plots(&mut out, r);
-    footer(&mut out, r);
-    out.push_str("</main>\n</body>\n</html>\n");
-    out
+    let parts = [hero(r, class, verdict), facts(r), levels(r), matrix(r), failures(r), plots(r), footer(r)];
+    let page = html! {
+        (DOCTYPE)
+        html lang="en" {
+            head {
+                meta charset="utf-8";
+                meta name="viewport" content="width=device-width, initial-scale=1";
+                meta name="color-scheme" content="light dark";
+                title { (names(r).join(", ")) ": " (verdict) }
+                style { (PreEscaped(STYLE)) }
+            }
+            body { main { @for part in parts { (part) } } }
+        }
+    };
+    page.into_string() + "\n"
+}
+
+fn names(r: &Report) -> Vec<&str> {
+    r.backends.iter().map(|b| &*b.name).collect()
 }
 
 /// Who, and the verdict.
-fn hero(out: &mut String, r: &Report, class: &str, verdict: &str) {
-    let (title, by) = match r.backends.as_slice() {
-        [b] => (
-            format!("{} <small>{}</small>", escape(&b.name), escape(&b.version)),
-            format!("by {}", escape(&b.vendor)),
-        ),
-        all => (
-            format!("{} backends", all.len()),
-            all.iter().map(|b| escape(&b.name)).collect::<Vec<_>>().join(" · "),
-        ),
-    };
-    let failed = match r.failed {
-        0 => "none failed".to_owned(),
-        n => format!("{} failed", thousands(n as u64)),
-    };
-    let _ = writeln!(
-        out,
-        "<header><div><p class=\"eyebrow\">q4 conformance {}</p><h1>{title}</h1><p class=\"by\">{by}</p></div><div class=\"verdict {class}\">{}<div><b>{verdict}</b><span>{} cases, {failed}</span></div></div></header>",
-        escape(&r.suite),
-        seal(r.conformant),
-        thousands((r.passed + r.failed + r.waived) as u64),
-    );
+fn hero(r: &Report, class: &str, verdict: &str) -> Markup {
+    let failed = if r.failed == 0 { "none".to_owned() } else { thousands(r.failed as u64) };
+    let cases = thousands((r.passed + r.failed + r.waived) as u64);
+    html! {
+        header {
+            div {
+                p.eyebrow { "q4 conformance " (r.suite) }
+                @if let [b] = r.backends.as_slice() {
+                    h1 { (b.name) " " small { (b.version) } } p.by { "by " (b.vendor) }
+                } @else {
+                    h1 { (r.backends.len()) " backends" } p.by { (names(r).join(" · ")) }
+                }
+            }
+            div.verdict.(class) {
+                (seal(r.conformant)) div { b { (verdict) } span { (cases) " cases, " (failed) " failed" } }
+            }
+        }
+    }
 }
 
 /// What the verdict is about: device, bytes, profile, and how much was compared.
-fn facts(out: &mut String, r: &Report) {
-    let mut cells = vec![("device", escape(&r.device), escape(&r.host))];
-    if let [BackendReport { library: Some(library), .. }] = r.backends.as_slice() {
-        let name = library.path.rsplit('/').next().unwrap_or(&library.path);
-        cells.push(("library", escape(name), format!("<code>sha256 {}</code>", escape(&library.sha256))));
-    }
+fn facts(r: &Report) -> Markup {
     let claims = r.claims.iter().filter(|c| c.claim != "backend").count();
-    cells.push((
-        "profile",
-        r.profile.as_str().to_owned(),
-        format!("{claims} claims, {} values compared, seed {}", thousands(r.values), r.seed),
-    ));
     let worst = r.claims.iter().fold(0f64, |a, c| a.max(c.float32.max));
-    cells.push((
-        "accuracy",
-        format!("{worst:.3} of the bound"),
-        match r.failed {
-            0 => "largest error of any f32 result, elementwise".into(),
-            _ => "largest error of the f32 cases that passed".into(),
-        },
-    ));
-    out.push_str("<dl class=\"facts\">");
-    for (name, value, detail) in cells {
-        let _ = write!(out, "<div><dt>{name}</dt><dd><b>{value}</b><span>{detail}</span></dd></div>");
+    html! {
+        dl.facts {
+            (fact("device", &r.device, html! { (r.host) }))
+            @if let [BackendReport { library: Some(library), .. }] = r.backends.as_slice() {
+                @let name = library.path.rsplit('/').next().unwrap_or(&library.path);
+                (fact("library", name, html! { code { "sha256 " (library.sha256) } }))
+            }
+            (fact("profile", r.profile.as_str(), html! {
+                (claims) " claims, " (thousands(r.values)) " values compared, seed " (r.seed)
+            }))
+            (fact("accuracy", &format!("{worst:.3} of the bound"), html! {
+                @if r.failed == 0 { "largest error of any f32 result, elementwise" }
+                @else { "largest error of the f32 cases that passed" }
+            }))
+        }
     }
-    out.push_str("</dl>\n");
+}
+
+fn fact(name: &str, value: &str, detail: Markup) -> Markup {
+    html! { div { dt { (name) } dd { b { (value) } span { (detail) } } } }
 }
 
 const fn meaning(level: Level) -> &'static str {
@@ -99,194 +94,184 @@ const fn meaning(level: Level) -> &'static str {
 }
 
 /// One tile a level: what it means and what came of it.
-fn levels(out: &mut String, r: &Report) {
-    out.push_str("<section class=\"levels\">");
-    for level in Level::ALL {
-        let counts = r.claims.iter().filter_map(|c| c.levels.get(&level));
-        let (mut passed, mut failed, mut asked) = (0, 0, false);
-        for l in counts {
-            passed += l.passed;
-            failed += l.failed + usize::from(l.executed() == 0);
-            asked = true;
-        }
-        let (class, mark, text) = match (asked, failed) {
-            (false, _) => ("none", "", "not asked".to_owned()),
-            (true, 0) => ("good", mark(true), format!("{} passed", thousands(passed as u64))),
-            (true, n) => ("bad", mark(false), format!("{} wrong", thousands(n as u64))),
+fn levels(r: &Report) -> Markup {
+    let tile = |level: Level| {
+        let counts: Vec<_> = r.claims.iter().filter_map(|c| c.levels.get(&level)).collect();
+        let passed: usize = counts.iter().map(|l| l.passed).sum();
+        let failed: usize = counts.iter().map(|l| l.failed + usize::from(l.executed() == 0)).sum();
+        let (class, mark, text) = match (counts.len(), failed) {
+            (0, _) => ("none", None, "not asked".to_owned()),
+            (_, 0) => ("good", Some(mark(true)), format!("{} passed", thousands(passed as u64))),
+            (_, n) => ("bad", Some(mark(false)), format!("{} wrong", thousands(n as u64))),
         };
-        let _ = write!(
-            out,
-            "<div class=\"{class}\"><h3><b>{level}</b> {}{mark}</h3><p>{}</p><span>{text}</span></div>",
-            level.title(),
-            meaning(level)
-        );
-    }
-    out.push_str("</section>\n");
-}
-
-fn matrix(out: &mut String, r: &Report) {
-    let levels: Vec<Level> =
-        Level::ALL.into_iter().filter(|l| r.claims.iter().any(|c| c.levels.contains_key(l))).collect();
-    out.push_str("<section><h2>What was claimed, and what was found</h2><div class=\"scroll\"><table class=\"matrix\"><thead><tr><th>encoding</th><th>activations</th><th>path</th>");
-    for l in &levels {
-        let _ = write!(out, "<th class=\"level\"><b>{l}</b> {}</th>", l.title());
-    }
-    out.push_str("<th class=\"ratio\">error / bound</th></tr></thead>");
-    for b in &r.backends {
-        let _ = write!(
-            out,
-            "<tbody><tr class=\"backend\"><th colspan=\"{}\">{}<b>{}</b> {} <span>{}</span></th></tr>",
-            levels.len() + 4,
-            mark(b.conformant),
-            escape(&b.name),
-            escape(&b.version),
-            escape(&b.vendor)
-        );
-        for c in r.claims.iter().filter(|c| c.backend == b.name) {
-            let parts: Vec<&str> = c.claim.split('/').collect();
-            match parts.as_slice() {
-                [schema, activations, device, path] => {
-                    let _ = write!(
-                        out,
-                        "<tr><td class=\"schema\">{}</td><td>{}</td><td class=\"path\">{} <span>{}</span></td>",
-                        escape(schema),
-                        escape(activations),
-                        escape(path),
-                        escape(device)
-                    );
-                }
-                _ => out.push_str("<tr><td colspan=\"3\">descriptor, probe, verdicts</td>"),
+        html! {
+            div class=(class) {
+                h3 { b { (level) } " " (level.title()) @if let Some(mark) = mark { (mark) } }
+                p { (meaning(level)) }
+                span { (text) }
             }
-            for l in &levels {
-                out.push_str(&cell(*l, c.levels.get(l)));
-            }
-            let ratio = if c.float32.cases() > 0 { c.float32.max } else { c.half.max };
-            if has_ratios(c) {
-                let _ = write!(out, "<td class=\"ratio\">{}<b>{ratio:.3}</b></td></tr>", plot::bar(ratio));
-            } else {
-                out.push_str("<td class=\"none\">–</td></tr>");
-            }
-        }
-        out.push_str("</tbody>");
-    }
-    out.push_str("</table></div></section>\n");
-}
-
-fn cell(level: Level, counts: Option<&LevelReport>) -> String {
-    let Some(l) = counts else { return "<td class=\"none\">–</td>".into() };
-    let (class, text) = match l {
-        l if l.failed > 0 => {
-            ("bad", format!("{}<small>{} of {} wrong</small>", mark(false), l.failed, l.executed()))
-        }
-        l if l.executed() == 0 => ("bad", "nothing ran".to_owned()),
-        l => {
-            let mut text = format!("{}<small>{}</small>", mark(true), thousands(l.passed as u64));
-            for (n, what) in [(l.waived, "waived"), (l.unsupported, "refused")] {
-                if n > 0 {
-                    let _ = write!(text, "<small class=\"more\">{n} {what}</small>");
-                }
-            }
-            ("good", text)
         }
     };
-    format!("<td class=\"{class}\" data-level=\"{level}\">{text}</td>")
+    html! { section.levels { @for level in Level::ALL { (tile(level)) } } }
 }
 
-fn plots(out: &mut String, r: &Report) {
-    let shown: Vec<&ClaimReport> = r.claims.iter().filter(|c| has_ratios(c)).collect();
-    if shown.is_empty() {
-        return;
-    }
-    out.push_str("<section><h2>How far from the bound</h2><p class=\"lead\">Every output is compared with the exact product. The bound of each is derived from the terms of its sum; a bar counts the cases whose largest error takes that share of it, and everything must lie left of the line at the end. <span class=\"key f32\">f32 results</span> show the arithmetic; in <span class=\"key half\">16-bit results</span> the last rounding alone may take the whole bound.</p><div class=\"plots\">");
-    for c in shown {
-        let backend =
-            if r.backends.len() > 1 { format!("<em>{}</em><br>", escape(&c.backend)) } else { String::new() };
-        let name = match c.claim.split('/').collect::<Vec<_>>().as_slice() {
-            [schema, activations, device, path] => format!(
-                "{} {} <small>{}, {}</small>",
-                escape(schema),
-                escape(activations),
-                escape(path),
-                escape(device)
-            ),
-            _ => escape(&c.claim),
-        };
-        let _ = write!(
-            out,
-            "<figure><figcaption><span>{backend}{name}</span><b>{:.3}</b></figcaption>{}</figure>",
-            if c.float32.cases() > 0 { c.float32.max } else { c.half.max },
-            plot::histogram(c)
-        );
-    }
-    out.push_str("</div></section>\n");
-}
-
-fn failures(out: &mut String, r: &Report) {
-    if r.failures.is_empty() && r.notes.is_empty() {
-        return;
-    }
-    out.push_str("<section><h2>What is not right</h2>");
-    for note in &r.notes {
-        let _ = write!(out, "<p class=\"note\">{}</p>", escape(note));
-    }
-    for (i, f) in r.failures.iter().take(SHOWN).enumerate() {
-        let open = if i == 0 { " open" } else { "" };
-        let class = if f.outcome == Outcome::Waived { "waived" } else { "bad" };
-        let text = f.waiver.as_deref().map(|w| format!("waived: {w}\n")).unwrap_or_default()
-            + f.message.as_deref().unwrap_or("");
-        let _ = write!(
-            out,
-            "<details class=\"{class}\"{open}><summary><b>{}</b> <code>{}</code></summary><pre>{}</pre><pre class=\"again\">{}</pre></details>",
-            f.outcome.as_str(),
-            escape(&f.id),
-            escape(&text).replace("&#10;", "\n"),
-            escape(&f.replay)
-        );
-    }
-    if r.failures.len() > SHOWN {
-        let _ =
-            write!(out, "<p class=\"note\">{} more are in the JSON report.</p>", r.failures.len() - SHOWN);
-    }
-    out.push_str("</section>\n");
-}
-
-fn footer(out: &mut String, r: &Report) {
-    out.push_str("<footer><dl>");
-    for b in &r.backends {
-        if let Some(library) = &b.library {
-            let (name, path, sha) = (escape(&b.name), escape(&library.path), escape(&library.sha256));
-            let _ = write!(out, "<dt>{name}</dt><dd>{path}<br><code>sha256 {sha}</code></dd>");
+fn matrix(r: &Report) -> Markup {
+    let levels: Vec<Level> =
+        Level::ALL.into_iter().filter(|l| r.claims.iter().any(|c| c.levels.contains_key(l))).collect();
+    html! {
+        section {
+            h2 { "What was claimed, and what was found" }
+            div.scroll { table.matrix {
+                thead { tr {
+                    th { "encoding" } th { "activations" } th { "path" }
+                    @for l in &levels { th.level { b { (l) } " " (l.title()) } }
+                    th.ratio { "error / bound" }
+                } }
+                @for b in &r.backends { tbody {
+                    tr.backend { th colspan=(levels.len() + 4) {
+                        (mark(b.conformant)) b { (b.name) } " " (b.version) " " span { (b.vendor) }
+                    } }
+                    @for c in r.claims.iter().filter(|c| c.backend == b.name) { (row(&levels, c)) }
+                } }
+            } }
         }
     }
-    let _ = writeln!(
-        out,
-        "<dt>machine</dt><dd>{}<br><code>{}</code></dd><dt>run</dt><dd>{:.1} s, {} cases refused beforehand, {} waived</dd></dl></footer>",
-        escape(&r.host),
-        escape(&r.machine),
-        r.seconds,
-        thousands(r.skipped as u64),
-        r.waived
-    );
+}
+
+fn row(levels: &[Level], c: &ClaimReport) -> Markup {
+    html! {
+        tr {
+            @if let [schema, activations, device, path] = parts(c)[..] {
+                td.schema { (schema) } td { (activations) } td.path { (path) " " span { (device) } }
+            } @else {
+                td colspan="3" { "descriptor, probe, verdicts" }
+            }
+            @for l in levels { (cell(*l, c.levels.get(l))) }
+            @if has_ratios(c) {
+                td.ratio { (plot::bar(ratio(c))) b { (format_args!("{:.3}", ratio(c))) } }
+            } @else {
+                td.none { "–" }
+            }
+        }
+    }
+}
+
+fn cell(level: Level, counts: Option<&LevelReport>) -> Markup {
+    let Some(l) = counts else { return html! { td.none { "–" } } };
+    let class = if l.failed > 0 || l.executed() == 0 { "bad" } else { "good" };
+    html! {
+        td class=(class) data-level=(level) {
+            @if l.failed > 0 {
+                (mark(false)) small { (l.failed) " of " (l.executed()) " wrong" }
+            } @else if l.executed() == 0 {
+                "nothing ran"
+            } @else {
+                (mark(true)) small { (thousands(l.passed as u64)) }
+                @for (n, what) in [(l.waived, "waived"), (l.unsupported, "refused")] {
+                    @if n > 0 { small.more { (n) " " (what) } }
+                }
+            }
+        }
+    }
+}
+
+fn plots(r: &Report) -> Markup {
+    let shown: Vec<&ClaimReport> = r.claims.iter().filter(|c| has_ratios(c)).collect();
+    if shown.is_empty() {
+        return Markup::default();
+    }
+    html! {
+        section {
+            h2 { "How far from the bound" }
+            p.lead {
+                "Every output is compared with the exact product. The bound of each is derived from the terms "
+                "of its sum; a bar counts the cases whose largest error takes that share of it, and everything "
+                "must lie left of the line at the end. " span.key.f32 { "f32 results" } " show the arithmetic; "
+                "in " span.key.half { "16-bit results" } " the last rounding alone may take the whole bound."
+            }
+            div.plots { @for c in shown { figure {
+                figcaption {
+                    span {
+                        @if r.backends.len() > 1 { em { (c.backend) } br; }
+                        @if let [schema, activations, device, path] = parts(c)[..] {
+                            (schema) " " (activations) " " small { (path) ", " (device) }
+                        } @else {
+                            (c.claim)
+                        }
+                    }
+                    b { (format_args!("{:.3}", ratio(c))) }
+                }
+                (plot::histogram(c))
+            } } }
+        }
+    }
+}
+
+fn failures(r: &Report) -> Markup {
+    if r.failures.is_empty() && r.notes.is_empty() {
+        return Markup::default();
+    }
+    html! {
+        section {
+            h2 { "What is not right" }
+            @for note in &r.notes { p.note { (note) } }
+            @for (i, f) in r.failures.iter().take(SHOWN).enumerate() {
+                details class=(if f.outcome == Outcome::Waived { "waived" } else { "bad" }) open[i == 0] {
+                    summary { b { (f.outcome.as_str()) } " " code { (f.id) } }
+                    pre {
+                        @if let Some(waiver) = &f.waiver { "waived: " (waiver) "\n" }
+                        @if let Some(message) = &f.message { (message) }
+                    }
+                    pre.again { (f.replay) }
+                }
+            }
+            @if r.failures.len() > SHOWN {
+                p.note { (r.failures.len() - SHOWN) " more are in the JSON report." }
+            }
+        }
+    }
+}
+
+fn footer(r: &Report) -> Markup {
+    html! {
+        footer { dl {
+            @for b in &r.backends {
+                @if let Some(library) = &b.library {
+                    dt { (b.name) } dd { (library.path) br; code { "sha256 " (library.sha256) } }
+                }
+            }
+            dt { "machine" } dd { (r.host) br; code { (r.machine) } }
+            dt { "run" } dd {
+                (format_args!("{:.1}", r.seconds)) " s, " (thousands(r.skipped as u64))
+                " cases refused beforehand, " (r.waived) " waived"
+            }
+        } }
+    }
 }
 
 fn has_ratios(c: &ClaimReport) -> bool {
     c.float32.cases() + c.half.cases() > 0
 }
 
-fn seal(good: bool) -> &'static str {
-    if good {
-        "<svg class=\"seal\" viewBox=\"0 0 48 48\" aria-hidden=\"true\"><circle cx=\"24\" cy=\"24\" r=\"22\"/><path d=\"M14 25l7 7 13-15\"/></svg>"
-    } else {
-        "<svg class=\"seal\" viewBox=\"0 0 48 48\" aria-hidden=\"true\"><circle cx=\"24\" cy=\"24\" r=\"22\"/><path d=\"M16 16l16 16M32 16L16 32\"/></svg>"
+/// Encoding, activations, device and path.
+fn parts(c: &ClaimReport) -> Vec<&str> {
+    c.claim.split('/').collect()
+}
+
+fn ratio(c: &ClaimReport) -> f64 {
+    if c.float32.cases() > 0 { c.float32.max } else { c.half.max }
+}
+
+fn seal(good: bool) -> Markup {
+    let d = if good { "M14 25l7 7 13-15" } else { "M16 16l16 16M32 16L16 32" };
+    html! {
+        svg.seal viewBox="0 0 48 48" aria-hidden="true" { circle cx="24" cy="24" r="22" {} path d=(d) {} }
     }
 }
 
-fn mark(good: bool) -> &'static str {
-    if good {
-        "<svg class=\"mark\" viewBox=\"0 0 16 16\" aria-hidden=\"true\"><path d=\"M3 8.5l3.2 3.2L13 4.8\"/></svg>"
-    } else {
-        "<svg class=\"mark\" viewBox=\"0 0 16 16\" aria-hidden=\"true\"><path d=\"M4 4l8 8M12 4l-8 8\"/></svg>"
-    }
+fn mark(good: bool) -> Markup {
+    let d = if good { "M3 8.5l3.2 3.2L13 4.8" } else { "M4 4l8 8M12 4l-8 8" };
+    html! { svg.mark viewBox="0 0 16 16" aria-hidden="true" { path d=(d) {} } }
 }
 
 /// `12 345`, with thin spaces.

@@ -64,8 +64,8 @@ fn one(out: &mut String, suite: &str, c: &CaseResult) {
     };
 }
 
-/// Text for XML and HTML; characters that XML has no place for become spaces.
-pub(super) fn escape(text: &str) -> String {
+/// Text of an attribute of XML; characters that XML has no place for become spaces.
+fn escape(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
         match c {

@@ -9,6 +9,7 @@
 pub mod dense;
 pub mod e2m1;
 pub mod e4m3;
+pub mod facts;
 pub mod int8;
 pub mod nf4;
 pub mod nvfp4;
@@ -24,8 +25,9 @@ use crate::{
     Convention, DType, GlobalScale, NibbleOrder, OwnedParts, Part, Result, ScaleLayout, SchemaId, SegmentData,
 };
 use dense::Dense;
+use facts::Facts;
 use nf4::{Nf4, ToNf4};
-use nvfp4::{Nvfp4, ToNvfp4};
+use nvfp4::{Method, Nvfp4, Scales, ToNvfp4};
 use quantize::Encoder;
 use sample::{Draw, Edge};
 use serde::Serialize;
@@ -109,6 +111,41 @@ impl Deref for Target {
     }
 }
 
+/// What users say of a quantiser. A format takes some of it ([`Quantization::options`]).
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Choices {
+    /// How many scales a value has.
+    pub scales: Option<Scales>,
+    /// How a block scale is chosen.
+    pub method: Option<Method>,
+    /// Elements per scale.
+    pub block: Option<u32>,
+    /// Quantise the scales too.
+    pub double: bool,
+}
+
+/// How dense matrices become those of a format.
+#[derive(Clone, Copy, Debug)]
+pub struct Quantization {
+    /// The format in one line of a help.
+    pub about: &'static str,
+    /// Where it is written if nobody says.
+    pub layout: Layout,
+    /// Options about it.
+    pub options: &'static [&'static str],
+    /// What a matrix becomes in a layout, whether that holds it ([`Encoder::fits`]) or not.
+    pub target: fn(Layout, &Choices) -> Target,
+    /// What of it a layout holds, as errors say it.
+    pub held: fn(Layout) -> Option<&'static str>,
+}
+
+impl Quantization {
+    /// What a dense matrix becomes where nothing is said but the format.
+    pub fn default_target(&self) -> Target {
+        (self.target)(self.layout, &Choices::default())
+    }
+}
+
 /// One weight encoding, its parameters included.
 pub trait Format: fmt::Debug + Send + Sync {
     /// Name and revision.
@@ -167,6 +204,14 @@ pub trait Format: fmt::Debug + Send + Sync {
     /// What stored values have to be.
     fn values(&self) -> Vec<ValueRule> {
         Vec::new()
+    }
+    /// What a matrix `[n, k]` of checked values amounts to; `scales` are in the order of rows. `None` where
+    /// nothing is known of the format.
+    ///
+    /// # Errors
+    /// As [`decoder`](Self::decoder).
+    fn facts(&self, _shape: [usize; 2], _data: &SegmentData<'_>, _scales: &[u8]) -> Result<Option<Facts>> {
+        Ok(None)
     }
     /// The values of all codes, where checkpoints store them beside the weight.
     fn codebook(&self) -> Option<&'static Codebook> {
@@ -332,12 +377,19 @@ pub struct Kind {
     pub rarer: &'static [Q4Schema],
     /// The encoding of a name and its parameters, or the field that is missing.
     pub from_wire: fn(&str, &Wire) -> std::result::Result<Q4Schema, &'static str>,
-    /// What a dense matrix becomes where nothing is said but the format.
-    pub default_target: Option<Target>,
+    /// How dense matrices become weights of it; `None` where they do not.
+    pub quantization: Option<Quantization>,
     /// Weights at the edges of the encodings of a name, whose rows and columns are multiples of factors.
     pub edges: fn(&str, [usize; 2]) -> Vec<Edge>,
     /// The layouts that checkpoints store it in.
     pub(crate) rules: &'static [Rule],
+}
+
+impl Kind {
+    /// The first of its names: how users call the format.
+    pub fn name(&self) -> &'static str {
+        self.names[0].0
+    }
 }
 
 /// Every format, in the order of reports.
@@ -351,6 +403,11 @@ pub fn names() -> impl Iterator<Item = &'static str> + Clone {
 /// The format that has encodings of this name.
 pub fn kind(name: &str) -> Option<&'static Kind> {
     KINDS.into_iter().find(|kind| kind.names.iter().any(|n| n.0 == name))
+}
+
+/// The formats that dense matrices are quantised to, each with how.
+pub fn quantizations() -> impl Iterator<Item = (&'static Kind, &'static Quantization)> + Clone {
+    KINDS.iter().filter_map(|kind| Some((*kind, kind.quantization.as_ref()?)))
 }
 
 /// Encodings of a name that are tried, those that checkpoints have first.

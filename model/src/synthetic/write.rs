@@ -7,9 +7,14 @@ use crate::executor::Shape;
 use crate::export::Progress;
 use crate::export::atomic::Output;
 use crate::export::safetensors::{Entry, Writer, file_name};
-use q4_core::{DType, GlobalScale, Part, Result};
+use q4_core::{Convention, DType, GlobalScale, Nvfp4, Part, Q4Schema, Result, ScaleLayout};
 use serde_json::json;
 use std::path::Path;
+
+/// The format of what [`write`] writes.
+pub const WRITTEN: &str = "nvfp4";
+const SCHEMA: Q4Schema =
+    Q4Schema::Nvfp4(Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: Some(Convention::Multiply) });
 
 /// Writes NVFP4 weights of these sizes to the directory `out`, which must not exist, as ModelOpt arranges
 /// them, with a 4-bit head of its own; returns the bytes written. One tensor is held at a time. `progress` is
@@ -48,12 +53,12 @@ pub fn write(shape: &Shape, out: &Path, progress: &mut dyn FnMut(Progress<'_>) -
     }
     for (done, (name, n, k)) in linears.iter().enumerate() {
         progress(Progress { tensor: name, done, total, bytes_done, bytes_total })?;
-        let part = super::Recipe::NVFP4.plausible([*n, *k], &mut |bytes| random.fill(bytes))?;
+        let part = SCHEMA.plausible([*n, *k], &mut |bytes| random.fill(bytes))?;
         let global = part.global.map_or(1.0, GlobalScale::value);
         file.write(&weight(name), part.bytes(Part::Codes))?;
         file.write(&format!("{name}.weight_scale"), part.bytes(Part::Scales))?;
         file.write(&format!("{name}.weight_scale_2"), &global.to_le_bytes())?;
-        bytes_done += super::Recipe::NVFP4.stored_bytes(*n, *k);
+        bytes_done += SCHEMA.stored_bytes(*n, *k);
     }
     progress(Progress { tensor: "", done: total, total, bytes_done: bytes_total, bytes_total })?;
     let bytes = file.finish()? + output.write("config.json", config.as_bytes())?;

@@ -3,6 +3,7 @@
 //! as it would have without.
 //!
 //! Everything here that runs after the signal uses system calls, static memory and nothing else.
+use crate::maps::{Mapping, mappings};
 use q4_core::stderr::CRASH;
 use std::cell::UnsafeCell;
 use std::ffi::{c_int, c_void};
@@ -161,33 +162,6 @@ fn callers(line: &mut Line, maps: &[u8], sp: usize) {
 }
 
 const MEMFD: &[u8] = b"/memfd:q4-";
-
-/// One line of the list.
-#[derive(Clone, Copy)]
-struct Mapping<'m> {
-    start: usize,
-    end: usize,
-    is_code: bool,
-    name: &'m [u8],
-}
-
-fn mappings(maps: &[u8]) -> impl Iterator<Item = Mapping<'_>> {
-    maps.split(|b| *b == b'\n').filter_map(|line| {
-        let (start, rest) = hex(line)?;
-        let (end, rest) = hex(rest.strip_prefix(b"-")?)?;
-        let is_code = rest.get(3) == Some(&b'x');
-        // Permissions, offset, device, inode; then blanks and the name.
-        let name = rest.split(|b| *b == b' ').skip(5).find(|word| !word.is_empty());
-        let at = name.map_or(rest.len(), |name| name.as_ptr() as usize - rest.as_ptr() as usize);
-        Some(Mapping { start, end, is_code, name: &rest[at..] })
-    })
-}
-
-fn hex(text: &[u8]) -> Option<(usize, &[u8])> {
-    let len = text.iter().take_while(|b| b.is_ascii_hexdigit()).count();
-    let digit = |value: usize, b: &u8| value << 4 | (*b as char).to_digit(16).unwrap_or(0) as usize;
-    (len > 0).then(|| (text[..len].iter().fold(0, digit), &text[len..]))
-}
 
 /// Text of fixed room; what does not fit is left out.
 struct Line {

@@ -50,6 +50,7 @@ pub use crash::tell_crashes;
 pub use descriptor::Descriptor;
 pub use found::{Found, whole};
 pub use library::Door;
+pub use maps::file_at;
 pub use needs::Need;
 pub use table::Speaks;
 
@@ -119,11 +120,6 @@ impl Refusal {
         self.reasons = reasons.collect();
         tracing::debug!(path = %self.path.display(), reasons = ?self.reasons, "plugin refused");
         self
-    }
-
-    /// `Candidate::Dead`, so that reports and errors know of it.
-    pub fn candidate(&self) -> Candidate {
-        Candidate::Dead { name: self.name.clone().into(), reasons: self.reasons.clone() }
     }
 }
 

@@ -32,7 +32,7 @@ fn products(backend: &dyn Q4Backend, schema: &str) -> Result<(usize, usize)> {
             if problem.weight.schema.id().name != schema || (threads == 3 && problem.io != DType::F32) {
                 return Ok(());
             }
-            match measure(backend, ExecPath::FusedDequant, problem, &env, &pool)? {
+            match measure(Device::Cpu, backend, ExecPath::FusedDequant, problem, &env, &pool)? {
                 Ok(m) => {
                     count.0 += m.outputs;
                     count.1 += m.decoded.unwrap();

@@ -4,7 +4,7 @@
 mod built;
 
 use q4_conformance::{Level, Options, Profile, golden, measure, run};
-use q4_core::{Activations, Candidate, ExecPath, HostEnv, Result, ThreadPool};
+use q4_core::{Activations, Candidate, Device, ExecPath, HostEnv, Result, ThreadPool};
 use q4_plugin_host::{Door, Loader, Speaks};
 
 /// As they were built when those versions were new; the sources have gone on.
@@ -60,7 +60,7 @@ fn four_pairs_of_ages_work() -> Result<()> {
             let (pool, mut outputs) = (ThreadPool::new(1), 0);
             golden::each(&mut |problem| {
                 if problem.activations == Activations::Native && problem.weight.k % 16 == 0 {
-                    outputs += measure(&*backend, ExecPath::FusedDequant, problem, &env, &pool)?
+                    outputs += measure(Device::Cpu, &*backend, ExecPath::FusedDequant, problem, &env, &pool)?
                         .map_or(0, |m| m.outputs);
                 }
                 Ok(())

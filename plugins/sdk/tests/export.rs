@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)]
 use q4_core::{
     Activations, BackendDescriptor, Code, DType, Dense, Device, Error, ExecContext, ExecPath, HostEnv,
-    LinearSpec, OpSet, PreparedInfo, PreparedWeight, ProbeItem, Q4Backend, Q4Schema, Q4Weight, Reject,
+    LinearSpec, OpSet, Part, PreparedInfo, PreparedWeight, ProbeItem, Q4Backend, Q4Schema, Q4Weight, Reject,
     RejectCode, Result, Segment, SegmentData, SegmentSpec, TensorView, TensorViewMut, ThreadPool, Verdict,
 };
 use q4_plugin_sdk::abi::{self, Q4BackendV1, Q4Interface, Q4Matrix, Q4Str, Q4TaskFn, status};
@@ -152,7 +152,7 @@ struct Session {
 impl Session {
     fn new() -> Self {
         let (t, spec, pool, values) = (table(), spec(4), ThreadPool::new(1), [0f32; 4]);
-        let data = SegmentData::dense(TensorView::of(&values, &[1, 4]).unwrap());
+        let data = SegmentData::default().with(Part::Codes, TensorView::of(&values, &[1, 4]).unwrap());
         let segments = [Segment { rows: 1, data }];
         let w = Q4Weight { schema: spec.schema, k: 4, segments: &segments };
         let (lent, weight) =

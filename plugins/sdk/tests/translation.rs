@@ -149,7 +149,7 @@ fn a_weight_elsewhere_is_not_lent() {
     // SAFETY: as many bytes as are stated; nobody reads them.
     let weight =
         unsafe { TensorView::from_raw(place, 256, Device::Cuda(0), DType::F32, &[1, 64], &[64, 1]) }.unwrap();
-    let segments = [Segment { rows: 1, data: SegmentData::dense(weight) }];
+    let segments = [Segment { rows: 1, data: SegmentData::default().with(Part::Codes, weight) }];
     let w = Q4Weight { schema: Q4Schema::Dense(Dense { dtype: DType::F32 }), k: 64, segments: &segments };
     assert!(LentWeight::new(&w).is_err());
 }

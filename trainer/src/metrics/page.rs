@@ -2,6 +2,7 @@
 use super::Record;
 use super::svg::{Chart, Series, Unit};
 use crate::progress::clock;
+use maud::{DOCTYPE, Markup, PreEscaped, html};
 use std::time::Duration;
 
 /// Kind and field of the records a curve is drawn from, its label and its colour.
@@ -30,23 +31,29 @@ const CHARTS: [Panel; 5] = [
 
 /// The whole page; needs no other file and no network.
 pub fn page(title: &str, config: &str, records: &[Record]) -> String {
-    let charts: String = CHARTS.iter().filter_map(|c| chart(c, records)).collect();
-    let style = include_str!("page.css");
-    let (title, config) = (escape(title), escape(config));
-    let figures: String = figures(records)
-        .into_iter()
-        .map(|(name, value)| format!("<div><b>{}</b><span>{}</span></div>\n", escape(&value), escape(&name)))
-        .collect();
-    let empty = if charts.is_empty() { "<p>Nothing was logged yet.</p>\n" } else { "" };
-    format!(
-        "<!doctype html>\n<html lang=\"en\">\n<meta charset=\"utf-8\">\n\
-         <meta name=\"viewport\" content=\"width=device-width\">\n<title>{title}</title>\n<style>\n{style}</style>\n\
-         <h1>{title}</h1>\n<section class=\"figures\">\n{figures}</section>\n<main>\n{empty}{charts}</main>\n\
-         <details><summary>Configuration</summary><pre>{config}</pre></details>\n</html>\n"
-    )
+    let charts: Vec<_> = CHARTS.iter().filter_map(|c| chart(c, records)).collect();
+    let page = html! {
+        (DOCTYPE)
+        html lang="en" {
+            meta charset="utf-8";
+            meta name="viewport" content="width=device-width";
+            title { (title) }
+            style { (PreEscaped(include_str!("page.css"))) }
+            h1 { (title) }
+            section.figures {
+                @for (name, value) in figures(records) { div { b { (value) } span { (name) } } }
+            }
+            main {
+                @if charts.is_empty() { p { "Nothing was logged yet." } }
+                @for chart in charts { (chart) }
+            }
+            details { summary { "Configuration" } pre { (config) } }
+        }
+    };
+    page.into_string() + "\n"
 }
 
-fn chart(&(title, unit, log, series): &Panel, records: &[Record]) -> Option<String> {
+fn chart(&(title, unit, log, series): &Panel, records: &[Record]) -> Option<Markup> {
     let series: Vec<_> = series
         .iter()
         .map(|(kind, field, label, colour)| Series {
@@ -85,17 +92,4 @@ fn figures(records: &[Record]) -> Vec<(String, String)> {
     let skipped = last("train", "skipped").filter(|n| *n > 0.0);
     add("steps skipped", skipped.map(|n| format!("{n:.0}")));
     list
-}
-
-fn escape(text: &str) -> String {
-    text.chars().fold(String::new(), |mut out, c| {
-        match c {
-            '&' => out += "&amp;",
-            '<' => out += "&lt;",
-            '>' => out += "&gt;",
-            '"' => out += "&quot;",
-            c => out.push(c),
-        }
-        out
-    })
 }

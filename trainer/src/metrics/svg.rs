@@ -1,5 +1,6 @@
 //! One chart as a `figure` with inline SVG: a grid with round numbers, a line per series, thinned out to the
 //! pixels.
+use maud::{Markup, html};
 use std::fmt::Write;
 
 const WIDTH: f64 = 600.0;
@@ -38,7 +39,7 @@ pub(super) struct Chart<'a> {
 }
 
 impl Chart<'_> {
-    pub fn svg(&self) -> String {
+    pub fn svg(&self) -> Markup {
         let all = || self.series.iter().flat_map(|s| &s.points).filter(|(_, y)| y.is_finite());
         let log = self.log && all().all(|(_, y)| *y > 0.0);
         let scale = |y: f64| if log { y.log10() } else { y };
@@ -50,59 +51,39 @@ impl Chart<'_> {
         let y1 = high + room;
         let px = |x: f64| LEFT + (x - x0) / (x1 - x0) * (WIDTH - LEFT - RIGHT);
         let py = |y: f64| TOP + (y1 - y) / (y1 - y0) * (HEIGHT - TOP - BOTTOM);
-        let mut out = format!("<figure><figcaption>{}", self.title);
-        for s in &self.series {
-            let last = s.points.last().map_or(String::new(), |(_, y)| self.unit.show(*y));
-            let _ = write!(out, "<span><i style=\"background:{}\"></i>{} {last}</span>", s.colour, s.label);
-        }
-        let _ = writeln!(
-            out,
-            "</figcaption>\n<svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" aria-label=\"{} over steps\">",
-            self.title
-        );
-        for y in if log { log_ticks(y0, y1) } else { ticks(y0, y1, 5) } {
-            let (at, text) = (py(y), self.unit.show(if log { 10f64.powf(y) } else { y }));
-            let _ = writeln!(
-                out,
-                "<line class=\"grid\" x1=\"{LEFT}\" x2=\"{}\" y1=\"{at:.1}\" y2=\"{at:.1}\"/>",
-                WIDTH - RIGHT
-            );
-            let _ = writeln!(
-                out,
-                "<text x=\"{}\" y=\"{:.1}\" text-anchor=\"end\">{text}</text>",
-                LEFT - 6.0,
-                at + 4.0
-            );
-        }
-        for x in ticks(x0, x1, 6) {
-            let _ = writeln!(
-                out,
-                "<text x=\"{:.1}\" y=\"{}\" text-anchor=\"middle\">{}</text>",
-                px(x),
-                HEIGHT - 8.0,
-                Unit::Thousands.show(x)
-            );
-        }
-        for s in &self.series {
-            let points: Vec<_> = s
-                .points
-                .iter()
-                .filter(|(_, y)| y.is_finite())
-                .map(|(x, y)| (px(*x), py(scale(*y))))
-                .collect();
-            let _ = match points.as_slice() {
-                [(x, y)] => {
-                    writeln!(out, "<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"3\" fill=\"{}\"/>", s.colour)
+        let tenths = |v: f64| format!("{v:.1}");
+        let text = |x: f64, y: f64, anchor: &str, text: String| {
+            html! { text x=(tenths(x)) y=(tenths(y)) text-anchor=(anchor) { (text) } }
+        };
+        html! { figure {
+            figcaption {
+                (self.title)
+                @for s in &self.series {
+                    @let last = s.points.last().map_or(String::new(), |(_, y)| self.unit.show(*y));
+                    span { i style={ "background:" (s.colour) } {} (s.label) " " (last) }
                 }
-                _ => writeln!(
-                    out,
-                    "<polyline fill=\"none\" stroke=\"{}\" stroke-width=\"1.5\" stroke-linejoin=\"round\" points=\"{}\"/>",
-                    s.colour,
-                    thinned(&points)
-                ),
-            };
-        }
-        out + "</svg></figure>\n"
+            }
+            svg viewBox={ "0 0 " (WIDTH) " " (HEIGHT) } role="img" aria-label={ (self.title) " over steps" } {
+                @for y in if log { log_ticks(y0, y1) } else { ticks(y0, y1, 5) } {
+                    @let at = py(y);
+                    line.grid x1=(LEFT) x2=(WIDTH - RIGHT) y1=(tenths(at)) y2=(tenths(at)) {}
+                    (text(LEFT - 6.0, at + 4.0, "end", self.unit.show(if log { 10f64.powf(y) } else { y })))
+                }
+                @for x in ticks(x0, x1, 6) {
+                    (text(px(x), HEIGHT - 8.0, "middle", Unit::Thousands.show(x)))
+                }
+                @for s in &self.series {
+                    @let finite = s.points.iter().filter(|(_, y)| y.is_finite());
+                    @let points: Vec<_> = finite.map(|(x, y)| (px(*x), py(scale(*y)))).collect();
+                    @if let [(x, y)] = points[..] {
+                        circle cx=(tenths(x)) cy=(tenths(y)) r="3" fill=(s.colour) {}
+                    } @else {
+                        polyline fill="none" stroke=(s.colour) stroke-width="1.5" stroke-linejoin="round"
+                            points=(thinned(&points)) {}
+                    }
+                }
+            }
+        } }
     }
 }
 
@@ -228,7 +209,7 @@ mod tests {
                 log: true,
                 series: vec![Series { label: "a", colour: "red", points }],
             };
-            let svg = chart.svg();
+            let svg = chart.svg().into_string();
             assert!(!svg.contains("NaN\"") && !svg.contains("inf\""), "{svg}");
         }
     }

@@ -12,7 +12,7 @@ use q4_core::detect::{Layout, TensorMeta};
 use q4_core::{Code, DType, Error, Result};
 use q4_model::checkpoint::{Bytes, Checkpoint, OpenOptions};
 use q4_model::export::{Entry, ExportPlan, Writer, export};
-use q4_model::quantize::{Method, Scales};
+use q4_model::quantize::{Method, Scales, Target, ToNvfp4};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -109,10 +109,10 @@ pub fn write(
     let Form::Nvfp4(layout) = form else {
         return std::fs::rename(&beside.0, out).map(|()| Vec::new()).map_err(|e| Error::io(out, &e));
     };
-    let scales = Some(Scales::TwoLevel);
+    let target = Target::Nvfp4(ToNvfp4::new(layout, Some(Scales::TwoLevel), Method::Rtn));
     let plan = ExportPlan {
         power_of_two: kernels.scale() == ScaleChoice::PowerOfTwo,
-        ..ExportPlan::nvfp4(layout, scales, Method::Rtn)
+        ..ExportPlan::new(layout, target)
     };
     let checkpoint = Checkpoint::open(&beside.0, &OpenOptions::default())?;
     Ok(export(&checkpoint, out, &plan, kernels.pool(), &mut |_| Ok(()))?.notes)

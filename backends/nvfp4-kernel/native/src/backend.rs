@@ -4,9 +4,10 @@ use crate::memory::Arena;
 use crate::{cuda, forward, prepare, probe};
 use q4_core::isa::Isa;
 use q4_core::memory::UnifiedMemory;
+use q4_core::rows;
 use q4_core::{
-    BackendDescriptor, BuiltinOptions, Code, Device, Error, ExecContext, ExecPath, Footprint, HostEnv,
-    LinearSpec, PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Reject, Result, Verdict,
+    BackendDescriptor, BuiltinOptions, Device, ExecContext, ExecPath, Footprint, HostEnv, LinearSpec,
+    PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Reject, Result, Verdict,
 };
 use q4_cuda::Engines;
 use std::sync::Arc;
@@ -47,29 +48,6 @@ struct Nvfp4 {
     engines: Engines<cuda::Engine>,
 }
 
-impl Nvfp4 {
-    /// What `can_prepare` would refuse of the operands is not prepared either.
-    fn agree(&self, w: &Q4Weight<'_>, spec: &LinearSpec, path: ExecPath, cx: &ExecContext<'_>) -> Result<()> {
-        let reasons = probe::operands(spec, path);
-        if !reasons.is_empty() {
-            let list: Vec<_> = reasons.iter().map(ToString::to_string).collect();
-            return Err(Error::new(Code::Unsupported, "weight cannot be prepared").have(list.join("; ")));
-        }
-        w.validate()?;
-        if (w.n(), w.k, w.schema) != (spec.n(), spec.k, spec.schema) {
-            return Err(Error::new(Code::ShapeMismatch, "weight of another spec")
-                .need(format!("{} [{}, {}]", spec.schema, spec.n(), spec.k))
-                .have(format!("{} [{}, {}]", w.schema, w.n(), w.k)));
-        }
-        if spec.device == cx.device {
-            return Ok(());
-        }
-        Err(Error::new(Code::ShapeMismatch, "context of another device")
-            .need(spec.device.to_string())
-            .have(cx.device.to_string()))
-    }
-}
-
 impl Q4Backend for Nvfp4 {
     fn descriptor(&self) -> &BackendDescriptor {
         &self.descriptor
@@ -102,7 +80,7 @@ impl Q4Backend for Nvfp4 {
         path: ExecPath,
         cx: &mut ExecContext<'_>,
     ) -> Result<Box<dyn PreparedWeight>> {
-        self.agree(w, spec, path, cx)?;
+        rows::agree(w, spec, &probe::operands(spec, path), cx)?;
         let plan = prepare::Plan::new(w, spec, path)?;
         match spec.device {
             Device::Cpu => Ok(Box::new(plan.build(self.isa, &self.arena, cx.threads)?)),

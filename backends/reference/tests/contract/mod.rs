@@ -44,7 +44,14 @@ impl Subject {
 
     /// `problem` is computed, and rightly.
     pub fn is_right(&self, problem: &Problem<'_>) -> Result<Measured> {
-        let measured = measure(&*self.backend, self.path, problem, &HostEnv::default(), &ThreadPool::new(2))?;
+        let measured = measure(
+            Device::Cpu,
+            &*self.backend,
+            self.path,
+            problem,
+            &HostEnv::default(),
+            &ThreadPool::new(2),
+        )?;
         Ok(measured.unwrap_or_else(|reasons| panic!("{} refuses {}: {reasons:?}", self.isa, problem.name)))
     }
 

@@ -3,7 +3,7 @@ use super::sample::{Draw, uniform};
 use super::storage::{Detected, LayerKeys, Layout, Probe, Rule, StateReader};
 use super::{Decode, Format, Kind, PartSpec, Q4Schema, Test, ValueRule, Wire};
 use crate::Convention;
-use crate::{DType, OwnedParts, Part, Result, SchemaId, SegmentData, TensorView, read_floats};
+use crate::{DType, OwnedParts, Part, Result, SchemaId, SegmentData, read_floats};
 use half::{bf16, f16};
 use serde::Serialize;
 
@@ -12,13 +12,6 @@ use serde::Serialize;
 pub struct Dense {
     /// Stored type.
     pub dtype: DType,
-}
-
-impl<'a> SegmentData<'a> {
-    /// The parts of a matrix that is not quantised: `[rows, k]` of an io dtype.
-    pub fn dense(weight: TensorView<'a>) -> Self {
-        Self::default().with(Part::Codes, weight)
-    }
 }
 
 const fn encoding(dtype: DType) -> Q4Schema {
@@ -31,7 +24,7 @@ pub static KIND: Kind = Kind {
     usual: &[encoding(DType::BF16), encoding(DType::F32)],
     rarer: &[encoding(DType::F16)],
     from_wire: |_, wire| Ok(encoding(wire.dense.ok_or("dense type")?)),
-    default_target: None,
+    quantization: None,
     edges: |_, _| Vec::new(),
     rules: &[Rule {
         layout: Layout::Dense,

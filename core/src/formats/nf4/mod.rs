@@ -4,14 +4,18 @@
 //! Blocks ignore rows, so one may begin in one row and end in the next. Double quantisation ([`Nested`])
 //! stores the absmax themselves as 8-bit codes.
 mod codec;
+mod facts;
 mod quantize;
 mod sample;
 mod storage;
 
 pub use self::quantize::ToNf4;
+use super::facts::Facts;
 use super::sample::Draw;
 use super::storage::{Layout, Tensor};
-use super::{Codebook, Decode, Format, Kind, PartSpec, Q4Schema, Target, Test, ValueRule, Wire};
+use super::{
+    Codebook, Decode, Format, Kind, PartSpec, Q4Schema, Quantization, Target, Test, ValueRule, Wire,
+};
 use crate::Convention;
 use crate::{DType, NibbleOrder, OwnedParts, Part, Result, SchemaId, SegmentData, TensorView, f32s};
 pub use codec::{
@@ -151,7 +155,19 @@ pub static KIND: Kind = Kind {
         let nested = (name == "nf4-dq").then_some(wire.nested_block);
         Ok(encoding(wire.nibble_order.ok_or("nibble order")?, wire.block, nested))
     },
-    default_target: Some(Target::Nf4(ToNf4 { block: 64, double: false })),
+    quantization: Some(Quantization {
+        about: "Normal-float codebook with a float scale per block",
+        layout: Layout::Bitsandbytes,
+        options: &["--block-size", "--double-quant"],
+        target: |_, choices| {
+            Target::Nf4(ToNf4 { block: choices.block.unwrap_or(64), double: choices.double })
+        },
+        held: |layout| match layout {
+            Layout::Bitsandbytes => Some("nf4"),
+            Layout::Dat => Some("nf4 without double quantisation"),
+            _ => None,
+        },
+    }),
     edges: sample::edges,
     rules: &storage::RULES,
 };
@@ -234,6 +250,10 @@ impl Format for Nf4 {
             }
             Some(_) => [Part::Map, Part::SecondScales].map(|p| rule(p, "finite values", Test::Finite)).into(),
         }
+    }
+    fn facts(&self, [n, k]: [usize; 2], data: &SegmentData<'_>, _: &[u8]) -> Result<Option<Facts>> {
+        let Some(Nf4Parts { codes, absmax }) = self.of(data) else { return Ok(None) };
+        facts::facts(codes.as_bytes()?, &absmax, self.block as usize, n * k).map(Some)
     }
     fn codebook(&self) -> Option<&'static Codebook> {
         static BOOK: Codebook = Codebook { values: CODEBOOK, need: "the 16 values of NF4" };

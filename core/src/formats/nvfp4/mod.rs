@@ -1,12 +1,16 @@
 //! NVFP4: E2M1 codes with an E4M3 scale per 16 elements along k and, usually, one f32 scale per tensor.
 mod codec;
+mod facts;
 mod quantize;
 mod sample;
 mod storage;
 
+use super::facts::Facts;
 use super::sample::{Draw, Edge};
 use super::storage::{Layout, Tensor};
-use super::{Decode, Format, Kind, PartSpec, Q4Schema, Target, Test, ValueRule, Wire, e4m3, swizzle};
+use super::{
+    Decode, Format, Kind, PartSpec, Q4Schema, Quantization, Target, Test, ValueRule, Wire, e4m3, swizzle,
+};
 use crate::{
     Convention, DType, GlobalScale, NibbleOrder, OwnedParts, Part, Result, ScaleLayout, SchemaId,
     SegmentData, TensorView,
@@ -72,11 +76,25 @@ pub static KIND: Kind = Kind {
         let scale_layout = wire.scale_layout.ok_or("scale layout")?;
         Ok(encoding(scale_layout, wire.global.ok_or("convention")?))
     },
-    default_target: Some(Target::Nvfp4(ToNvfp4 {
-        rule: crate::Rule::ModelOpt,
-        scales: Scales::TwoLevel,
-        method: Method::Search,
-    })),
+    quantization: Some(Quantization {
+        about: "E2M1 with an E4M3 scale per 16",
+        layout: Layout::ModelOpt,
+        options: &["--scales", "--method"],
+        target: |layout, choices| {
+            let method = choices.method.unwrap_or(Method::Search);
+            Target::Nvfp4(ToNvfp4::new(layout, choices.scales, method))
+        },
+        held: |layout| match layout {
+            Layout::ModelOpt => {
+                Some("nvfp4 with two-level scales and a rule whose per-tensor scale multiplies")
+            }
+            Layout::CompressedTensors => {
+                Some("nvfp4 with two-level scales and a rule whose per-tensor scale divides")
+            }
+            Layout::Dat => Some("nvfp4 with a rule whose per-tensor scale multiplies"),
+            _ => None,
+        },
+    }),
     edges: sample::edges,
     rules: &storage::RULES,
 };
@@ -143,6 +161,10 @@ impl Format for Nvfp4 {
         let in_words = |b| if e4m3::is_nan(b) { "NaN".to_owned() } else { e4m3::decode(b).to_string() };
         let need = "block scales that are finite and not negative";
         vec![ValueRule { part: Part::Scales, need, test: Test::Byte { is_bad, in_words } }]
+    }
+    fn facts(&self, [_, k]: [usize; 2], data: &SegmentData<'_>, scales: &[u8]) -> Result<Option<Facts>> {
+        let codes = data.need(Part::Codes)?;
+        Ok(Some(facts::facts(codes.as_bytes()?, scales, k / BLOCK, data.global.is_some())))
     }
     fn in_rows<'a>(&self, part: Part, stored: &'a [u8], [rows, k]: [usize; 2]) -> Result<Cow<'a, [u8]>> {
         if part == Part::Scales { self.row_major(stored, rows, k) } else { Ok(Cow::Borrowed(stored)) }

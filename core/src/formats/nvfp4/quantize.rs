@@ -41,6 +41,18 @@ pub struct ToNvfp4 {
 }
 
 impl ToNvfp4 {
+    /// As the tool whose layout it is rounds. `scales: None` is the layout's convention: single-level in
+    /// `Dat`, two-level elsewhere.
+    pub fn new(layout: Layout, scales: Option<Scales>, method: Method) -> Self {
+        let scales = scales.unwrap_or(if layout == Layout::Dat { Scales::Single } else { Scales::TwoLevel });
+        let rule = match (layout, scales) {
+            (Layout::CompressedTensors, _) => Rule::CompressedTensors,
+            (Layout::Dat, Scales::Single) => Rule::Runtime,
+            _ => Rule::ModelOpt,
+        };
+        Self { rule, scales, method }
+    }
+
     const fn format(&self) -> Nvfp4 {
         let global = match self.scales {
             Scales::TwoLevel => Some(self.rule.convention()),

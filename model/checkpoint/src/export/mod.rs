@@ -9,16 +9,16 @@ mod dat;
 mod declare;
 mod layout;
 mod members;
+mod put;
 pub mod safetensors;
 mod work;
 
 use crate::Checkpoint;
-use crate::quantize::{
-    Method, Quantized, Rows, Scales, Target, ToNf4, ToNvfp4, amax, power_of_two_amax, quantize, sqnr_db,
-};
-use atomic::Output;
+use crate::quantize::{Quantized, Rows, Target, amax, power_of_two_amax, quantize, sqnr_db};
+use put::{FILE_NOTE, Put};
 use q4_core::detect::Layout;
-use q4_core::{Code, Error, Result, Rule, ThreadPool};
+use q4_core::formats::quantizations;
+use q4_core::{Code, Error, Result, ThreadPool};
 pub use safetensors::{Entry, Writer};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -105,24 +105,9 @@ pub struct Report {
 pub const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
 
 impl ExportPlan {
-    /// NVFP4 in `layout`, rounded as the layout's own tool rounds. `scales: None` is the layout's convention:
-    /// single-level in `Dat`, two-level elsewhere.
-    pub fn nvfp4(layout: Layout, scales: Option<Scales>, method: Method) -> Self {
-        let scales = scales.unwrap_or(if layout == Layout::Dat { Scales::Single } else { Scales::TwoLevel });
-        let rule = match (layout, scales) {
-            (Layout::CompressedTensors, _) => Rule::CompressedTensors,
-            (Layout::Dat, Scales::Single) => Rule::Runtime,
-            _ => Rule::ModelOpt,
-        };
-        Self::new(layout, Target::Nvfp4(ToNvfp4 { rule, scales, method }))
-    }
-
-    /// NF4 in `layout` with an absmax per `block` elements, itself quantised when `double`.
-    pub fn nf4(layout: Layout, block: u32, double: bool) -> Self {
-        Self::new(layout, Target::Nf4(ToNf4 { block, double }))
-    }
-
-    fn new(layout: Layout, target: Target) -> Self {
+    /// Every layer that is quantised by default becomes `target` and lies in `layout`, which has to hold it
+    /// ([`export`] refuses others).
+    pub fn new(layout: Layout, target: Target) -> Self {
         let (include, exclude) = (Vec::new(), Vec::new());
         Self {
             layout,
@@ -141,17 +126,12 @@ impl ExportPlan {
         if invalid.is_none() && self.target.fits(self.layout) {
             return Ok(());
         }
-        let need = invalid.unwrap_or(match self.layout {
-            Layout::ModelOpt => "nvfp4 with two-level scales and a rule whose per-tensor scale multiplies",
-            Layout::CompressedTensors => {
-                "nvfp4 with two-level scales and a rule whose per-tensor scale divides"
-            }
-            Layout::Bitsandbytes => "nf4",
-            Layout::Dat => {
-                "nvfp4 with a rule whose per-tensor scale multiplies, or nf4 without double quantisation"
-            }
-            _ => "layout modelopt, compressed-tensors, bitsandbytes or dat",
-        });
+        let held: Vec<_> = quantizations().filter_map(|(_, q)| (q.held)(self.layout)).collect();
+        let need = match invalid {
+            Some(need) => need.to_owned(),
+            None if held.is_empty() => "layout modelopt, compressed-tensors, bitsandbytes or dat".to_owned(),
+            None => held.join(", or "),
+        };
         Err(Error::new(Code::Usage, format!("layout {} cannot hold what is asked", self.layout.as_str()))
             .need(need)
             .have(self.target.in_words())
@@ -177,10 +157,7 @@ pub fn export(
     plan.check()?;
     let items = work::items(checkpoint, plan)?;
     let mut run = Run { checkpoint, plan, threads, amax: BTreeMap::new(), items: &items };
-    if plan.layout == Layout::Dat {
-        return run.file(out, progress);
-    }
-    run.directory(out, progress)
+    run.write_to(out, progress)
 }
 
 /// Where finished tensors go, item by item in order.
@@ -201,19 +178,26 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    fn file(&mut self, out: &Path, progress: &mut dyn FnMut(Progress<'_>) -> Result<()>) -> Result<Report> {
-        let count = self.items.iter().map(|i| i.entries.len()).sum();
-        let (output, file) = Output::file(out)?;
-        let mut sink = dat::Writer::new(file, output.path(), count)?;
-        let mut report = self.tensors(&mut sink, progress)?;
-        let bytes = sink.finish()?;
+    fn write_to(
+        &mut self,
+        out: &Path,
+        progress: &mut dyn FnMut(Progress<'_>) -> Result<()>,
+    ) -> Result<Report> {
+        let (plan, is_file) = (self.plan, self.plan.layout == Layout::Dat);
+        let small = match is_file {
+            true => Vec::new(),
+            false => declare::files(self.checkpoint, plan, self.items)?,
+        };
+        let groups = self.items.iter().map(|i| i.entries.clone()).collect();
+        let put = Put { out, is_file, groups, max_shard_bytes: plan.max_shard_bytes, small };
+        let (output, files, mut report) = put.all(|sink| self.tensors(sink, progress))?;
         output.commit()?;
-        report.files.push((out.file_name().unwrap_or_default().to_string_lossy().into_owned(), bytes));
-        report.bytes_out = bytes;
-        report.notes.push(
-            "a .dat file holds tensors only: run it with --config and --tokenizer of the original".into(),
-        );
-        report.notes.extend(self.changed());
+        report.bytes_out = files.iter().map(|f| f.1).sum();
+        report.files = files;
+        if is_file {
+            report.notes.push(FILE_NOTE.into());
+            report.notes.extend(self.changed());
+        }
         Ok(report)
     }
 
@@ -233,31 +217,6 @@ impl Run<'_> {
         .flatten()
         .collect();
         (!changed.is_empty()).then(|| format!("a .dat file computes otherwise: {}", changed.join("; ")))
-    }
-
-    fn directory(
-        &mut self,
-        out: &Path,
-        progress: &mut dyn FnMut(Progress<'_>) -> Result<()>,
-    ) -> Result<Report> {
-        let mut small = declare::files(self.checkpoint, self.plan, self.items)?;
-        let groups: Vec<_> = self.items.iter().map(|i| i.entries.clone()).collect();
-        let shards = safetensors::shards(&groups, self.plan.max_shard_bytes);
-        if shards.len() > 1 {
-            let index = safetensors::index(&groups, &shards);
-            small.push(("model.safetensors.index.json".into(), index.into_bytes()));
-        }
-        let output = Output::directory(out)?;
-        let mut sink = safetensors::Shards::new(output.path(), &groups, shards);
-        let mut report = self.tensors(&mut sink, progress)?;
-        report.files = sink.finish()?;
-        for (name, bytes) in small {
-            let size = output.write(&name, &bytes)?;
-            report.files.push((name, size));
-        }
-        output.commit()?;
-        report.bytes_out = report.files.iter().map(|f| f.1).sum();
-        Ok(report)
     }
 
     fn tensors(

@@ -8,9 +8,9 @@ mod items;
 mod proof;
 mod scale;
 
-use super::atomic::Output;
 use super::declare::{self, Declared};
-use super::{DEFAULT_SHARD_BYTES, Progress, Sink, dat, safetensors};
+use super::put::{FILE_NOTE, Put};
+use super::{DEFAULT_SHARD_BYTES, Progress, Sink, safetensors};
 use crate::{Bytes, Checkpoint, Container, Layer, OpenOptions};
 use contents::{Content, Contents, contents, matrices};
 use items::{Item, items};
@@ -144,10 +144,7 @@ pub fn convert(
     let items = items(checkpoint, &contents, layout, whole, allowed)?;
     let run =
         Run { checkpoint, contents: &contents, items: &items, changed: &changed, conversion, whole, threads };
-    match container {
-        Container::Dat => run.file(out, progress),
-        Container::Safetensors => run.directory(out, progress),
-    }
+    run.write_to(out, progress)
 }
 
 struct Run<'a> {
@@ -165,43 +162,25 @@ struct Run<'a> {
 type Tell<'t> = &'t mut dyn FnMut(Progress<'_>) -> Result<()>;
 
 impl Run<'_> {
-    fn file(&self, out: &Path, progress: Tell<'_>) -> Result<Report> {
-        let count = self.items.iter().map(|i| i.entries.len()).sum();
-        let (output, file) = Output::file(out)?;
-        let mut sink = dat::Writer::new(file, output.path(), count)?;
-        self.write(&mut sink, progress)?;
-        let name = out.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let files = vec![(name, sink.finish()?)];
-        let mut again = vec![("model.dat".to_owned(), Bytes::map(output.path())?)];
-        again.extend(self.checkpoint.file("config.json").map(|bytes| ("config.json".to_owned(), bytes)));
-        let again = Checkpoint::from_files(&out.display().to_string(), again)?;
+    fn write_to(&self, out: &Path, progress: Tell<'_>) -> Result<Report> {
+        let is_file = self.conversion.layout == Layout::Dat;
+        let small = if is_file { Vec::new() } else { self.small_files()? };
+        let groups = self.items.iter().map(|i| i.entries.clone()).collect();
+        let put = Put { out, is_file, groups, max_shard_bytes: self.conversion.max_shard_bytes, small };
+        let (output, files, ()) = put.all(|sink| self.write(sink, progress))?;
+        let again = match is_file {
+            false => Checkpoint::open(output.path(), &OpenOptions::default())?,
+            true => {
+                let mut again = vec![("model.dat".to_owned(), Bytes::map(output.path())?)];
+                let config = self.checkpoint.file("config.json");
+                again.extend(config.map(|bytes| ("config.json".to_owned(), bytes)));
+                Checkpoint::from_files(&out.display().to_string(), again)?
+            }
+        };
         let mut report = self.proven(&again, files, progress)?;
-        report.notes.push(
-            "a .dat file holds tensors only: run it with --config and --tokenizer of the original".into(),
-        );
-        drop(again);
-        output.commit()?;
-        Ok(report)
-    }
-
-    fn directory(&self, out: &Path, progress: Tell<'_>) -> Result<Report> {
-        let mut small = self.small_files()?;
-        let groups: Vec<_> = self.items.iter().map(|i| i.entries.clone()).collect();
-        let shards = safetensors::shards(&groups, self.conversion.max_shard_bytes);
-        if shards.len() > 1 {
-            let index = safetensors::index(&groups, &shards);
-            small.push(("model.safetensors.index.json".into(), index.into_bytes()));
+        if is_file {
+            report.notes.push(FILE_NOTE.into());
         }
-        let output = Output::directory(out)?;
-        let mut sink = safetensors::Shards::new(output.path(), &groups, shards);
-        self.write(&mut sink, progress)?;
-        let mut files = sink.finish()?;
-        for (name, bytes) in small {
-            let size = output.write(&name, &bytes)?;
-            files.push((name, size));
-        }
-        let again = Checkpoint::open(output.path(), &OpenOptions::default())?;
-        let report = self.proven(&again, files, progress)?;
         drop(again);
         output.commit()?;
         Ok(report)
