@@ -267,7 +267,9 @@ fn is_conversation(text: &str) -> bool {
 
 /// A file beside `path` was refused; its name, which nobody asked for, stays out of the text.
 fn uncreated(path: &Path, dir: &Path, e: &io::Error) -> Error {
-    let system = e.get_ref().and_then(|e| e.source()).map_or_else(|| e.to_string(), ToString::to_string);
+    let text = e.to_string();
+    // tempfile puts it behind the system's words.
+    let system = text.split(" at path ").next().unwrap_or_default();
     let error = Error::new(Code::Io, format!("{}: {system}", path.display()));
     if e.kind() == io::ErrorKind::NotFound { error.fix(format!("mkdir -p {}", dir.display())) } else { error }
 }

@@ -33,13 +33,17 @@ pub(super) fn index(file: &str, bytes: &[u8]) -> Result<Index> {
                 "at most {}, what the file holds after its first 8 bytes",
                 HEADER_LIMIT.min(rest.len() as u64)
             ))
-            .have(length.to_string()));
+            .have(length.to_string())
+            .fix("copy or download the file again"));
     }
     let (json, data) = rest.split_at(length as usize);
     if json.first() != Some(&b'{') {
         return Err(damaged("header".into()).need("JSON that begins with `{`").have("something else"));
     }
-    let unreadable = |have: String| damaged("header".into()).need("JSON as the format defines it").have(have);
+    let unreadable = |have: String| {
+        let error = damaged("header".into()).need("JSON as the format defines it").have(have);
+        error.fix("copy or download the file again")
+    };
     let mut index = parse(json).map_err(|e| unreadable(e.to_string()))?;
     let tensors = &mut index.tensors;
     tensors.sort_unstable_by(|a, b| a.name.cmp(&b.name));
