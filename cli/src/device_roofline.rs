@@ -45,7 +45,7 @@ impl DeviceRoofline {
             multiply.launch(launch(gpu.processors, 256, 48 << 10), args![rounds, p, o])
         })?;
         // Per round and multiprocessor: 2 warpgroups of 4 products m64n256k16, or 8 warps of 64 m16n8k16.
-        let macs = if gpu.capability == (9, 0) { 2 * 4 * 64 * 256 * 16 } else { 8 * 64 * 16 * 8 * 16 };
+        let macs = if gpu.arch.wgmma { 2 * 4 * 64 * 256 * 16 } else { 8 * 64 * 16 * 8 * 16 };
         Ok(Self {
             read_gb_s: bytes as f64 / read_s / 1e9,
             gmac_s: f64::from(macs) * f64::from(rounds) * f64::from(gpu.processors) / product_s / 1e9,

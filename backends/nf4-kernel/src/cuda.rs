@@ -12,7 +12,7 @@ use q4_core::{
     Activations, Code, DType, Error, ExecContext, ExecPath, FuseSet, Fusion, LinearSpec, Nf4, Nf4Parts,
     NibbleOrder, OpSet, PreparedInfo, PreparedWeight, Q4Schema, Q4Weight, Result, TensorView, TensorViewMut,
 };
-use q4_cuda::{Buffer, File, Gpu, Matrix, RowKernels, number};
+use q4_cuda::{Arch, Buffer, File, Gpu, Matrix, RowKernels, number};
 use std::sync::Arc;
 
 pub(crate) use simple::SOURCE;
@@ -124,7 +124,9 @@ pub(crate) fn prepare(
 ) -> Result<OnDevice> {
     check(w, spec)?;
     if path == ExecPath::FusedRounded && engine.rounded.is_none() {
-        return Err(Error::new(Code::Unsupported, "rounded weights").need("sm_90").have(engine.gpu.arch()));
+        return Err(Error::new(Code::Unsupported, "rounded weights")
+            .need(Arch::names(|a| a.wgmma))
+            .have(engine.gpu.arch.target()));
     }
     let Q4Schema::Nf4(format) = w.schema else {
         return Err(Error::new(Code::SchemaInvalid, "weight").need("nf4").have(w.schema.to_string()));

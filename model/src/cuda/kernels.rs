@@ -17,7 +17,7 @@ macro_rules! source {
 const ROWS: Source = source!("rows", "rows.cu");
 const ATTENTION: Source = source!("attention", "attention.cu");
 const PREFILL: Source = source!("prefill", "prefill.cu");
-/// With instructions of compute capability 9.0 alone.
+/// With `wgmma`.
 const PREFILL_WIDE: Source = source!("prefill_wide", "prefill_wide.cu");
 const HEAD: Source = source!("head", "head.cu");
 pub(super) const SAMPLE: Source = source!("sample", "draw.cu");
@@ -164,7 +164,7 @@ struct Prefill {
 
 impl Prefill {
     fn load(gpu: &Arc<Gpu>, head_dim: usize, option: &str, t: &str) -> Result<Self> {
-        let wide = gpu.capability == (9, 0) && matches!(head_dim, 64 | 128);
+        let wide = gpu.arch.wgmma && matches!(head_dim, 64 | 128);
         let (source, stem, threads, shared) = match wide {
             true => (&PREFILL_WIDE, "prefill_wide", 384, 1024 + 5 * 256 * head_dim + 1152),
             false => (&PREFILL, "prefill", 256, 4 * 64 * (2 * head_dim + 16)),

@@ -196,11 +196,11 @@ fn kernels_compile_under_their_names() -> Result<()> {
         println!("skipped: {why}");
         return Ok(());
     }
-    for arch in ["sm_80", "sm_90a", "sm_100a", "sm_120a"] {
-        let image = SOURCE.compile(arch, &OPTIONS)?;
+    for arch in q4_cuda::Arch::majors() {
+        let image = SOURCE.compile(&arch, &OPTIONS)?;
         for name in names() {
             let section = format!(".text.{name}\0");
-            assert!(image.windows(section.len()).any(|w| w == section.as_bytes()), "{name} for {arch}");
+            assert!(image.windows(section.len()).any(|w| w == section.as_bytes()), "{name} for {arch:?}");
         }
     }
     Ok(())

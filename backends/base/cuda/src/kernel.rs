@@ -33,12 +33,12 @@ impl Kernels {
             return Ok(Self(module));
         }
         let cache = Cache::of_user();
-        let image = compile::image(source, &gpu.arch(), options, &cache)?;
+        let image = compile::image(source, &gpu.arch, options, &cache)?;
         let kernels = match Self::of_image(gpu, source.name, &image.bytes) {
             // What is on disk may be damaged: compile it again, once.
             Err(_) if image.from_cache => {
                 cache.forget(&image);
-                let image = compile::image(source, &gpu.arch(), options, &cache)?;
+                let image = compile::image(source, &gpu.arch, options, &cache)?;
                 Self::of_image(gpu, source.name, &image.bytes)?
             }
             other => other?,
@@ -49,7 +49,7 @@ impl Kernels {
 
     /// Whether [`load`](Self::load) would find the image or could make it; compiles nothing.
     pub fn available(gpu: &Gpu, source: &Source, options: &[&str]) -> Result<()> {
-        compile::available(source, &gpu.arch(), options, &Cache::of_user())
+        compile::available(source, &gpu.arch, options, &Cache::of_user())
     }
 
     fn of_image(gpu: &Arc<Gpu>, name: &'static str, image: &[u8]) -> Result<Self> {
@@ -57,7 +57,7 @@ impl Kernels {
         let mut raw = std::ptr::null_mut();
         // SAFETY: a cubin states its own size; the driver checks what it reads and keeps nothing of ours.
         let status = unsafe { driver::cuModuleLoadData(&mut raw, image.as_ptr().cast()) };
-        check(status, &format!("loading kernels `{name}` for {}", gpu.arch()))?;
+        check(status, &format!("loading kernels `{name}` for {}", gpu.arch.target()))?;
         Ok(Self(Arc::new(Module { gpu: gpu.clone(), name, raw })))
     }
 
@@ -95,7 +95,7 @@ impl Drop for Module {
 /// Where the module of an image is kept while someone has it; its lock is held while it is made.
 fn loaded(gpu: &Gpu, source: &Source, options: &[&str]) -> Arc<Mutex<Weak<Module>>> {
     static ALL: Mutex<BTreeMap<String, Arc<Mutex<Weak<Module>>>>> = Mutex::new(BTreeMap::new());
-    let name = format!("{} {}", gpu.device(), Key::new(source, &gpu.arch(), options).prefix());
+    let name = format!("{} {}", gpu.device(), Key::new(source, &gpu.arch, options).prefix());
     ALL.lock().unwrap_or_else(|e| e.into_inner()).entry(name).or_default().clone()
 }
 
@@ -124,8 +124,8 @@ pub struct Launch {
     /// The queue; 0 is the default one.
     pub stream: usize,
     /// The kernel may start while the one before it in the stream drains: it executes `griddepcontrol.wait`
-    /// before it touches anything the one before writes or reads. Without effect below compute
-    /// capability 9.0.
+    /// before it touches anything the one before writes or reads. Without effect where the device has
+    /// no clusters.
     pub overlap: bool,
 }
 
@@ -163,23 +163,6 @@ impl Kernel {
         check(status, &format!("{bytes} bytes of shared memory for kernel `{}`", self.name))
     }
 
-    /// Blocks of `threads` threads and `shared` bytes that one multiprocessor runs at a time.
-    pub fn occupancy(&self, threads: u32, shared: u32) -> Result<u32> {
-        self.module.gpu.bind()?;
-        let mut blocks = 0;
-        // SAFETY: the function is alive; the out pointer is valid.
-        let status = unsafe {
-            driver::cuOccupancyMaxActiveBlocksPerMultiprocessor(
-                &mut blocks,
-                self.raw,
-                threads as i32,
-                shared as usize,
-            )
-        };
-        check(status, &format!("occupancy of kernel `{}`", self.name))?;
-        Ok(blocks as u32)
-    }
-
     /// Enqueues it. A fault of the kernel surfaces when its stream is waited for.
     ///
     /// # Safety
@@ -193,7 +176,7 @@ impl Kernel {
             pad: [0; 4],
             value: driver::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
         };
-        let overlap = how.overlap && self.module.gpu.capability.0 >= 9;
+        let overlap = how.overlap && self.module.gpu.arch.clusters;
         let config = driver::CUlaunchConfig {
             gridDimX: how.grid[0],
             gridDimY: how.grid[1],

@@ -7,6 +7,7 @@
 //! workspace calls the driver.
 mod access;
 mod ahead;
+mod arch;
 mod arena;
 mod buffer;
 mod cache;
@@ -27,13 +28,14 @@ mod stream;
 
 pub use access::{Engines, Needs, images};
 pub use ahead::ahead;
+pub use arch::{ARCHS, Arch, HOPPER};
 pub use buffer::{Buffer, Pinned, view, view_mut};
 pub use cache::{Cache, CachedImage};
 pub use call::{check_call, check_place, scratch};
 pub use cudarc::cublaslt::sys as cublaslt;
 pub use cudarc::driver::sys as driver;
 pub use dense::DenseProduct;
-pub use fp4::{FP4_CAPABILITIES, FP4_COLUMNS, FP4_ROWS, Fp4Operands, Fp4Product, fp4_lacks};
+pub use fp4::{FP4_COLUMNS, FP4_ROWS, Fp4Operands, Fp4Product, fp4_lacks};
 pub use gpu::Gpu;
 pub use graph::{Graph, Nodes};
 pub use kernel::{Kernel, Kernels, Launch};

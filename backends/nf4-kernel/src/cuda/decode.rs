@@ -79,13 +79,12 @@ impl Kernels {
             Ok::<_, Error>(kernel)
         };
         let family = |x: &str, parts| {
-            let split = gpu.capability >= (9, 0);
             let get = |kind: &str| get(format!("nf4_gemv_{x}_{kind}"));
             Ok::<_, Error>(Family {
                 one: get("one")?,
                 few: get("few")?,
                 wide: get("wide")?,
-                split: if split { Some([get("few_split")?, get("wide_split")?]) } else { None },
+                split: if gpu.arch.clusters { Some([get("few_split")?, get("wide_split")?]) } else { None },
                 parts,
             })
         };
@@ -252,9 +251,9 @@ fn kernels_compile_for_old_devices_and_new() -> Result<()> {
         println!("skipped: {why}");
         return Ok(());
     }
-    for arch in ["sm_80", "sm_90a"] {
-        SOURCE.compile(arch, &[])?;
-        super::simple::SOURCE.compile(arch, &[])?;
+    for arch in q4_cuda::Arch::majors() {
+        SOURCE.compile(&arch, &[])?;
+        super::simple::SOURCE.compile(&arch, &[])?;
     }
     Ok(())
 }

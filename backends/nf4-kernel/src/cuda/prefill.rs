@@ -1,7 +1,7 @@
 //! Launchers of `cuda/gemm.cu`: products of many rows on sm_90, with any fusion.
 use super::{Call, FILES, Packed, UNIT};
 use q4_core::{Code, Error, FuseSet, Result};
-use q4_cuda::{Gpu, Kernel, Kernels as Module, Launch, Source, args};
+use q4_cuda::{Gpu, HOPPER, Kernel, Kernels as Module, Launch, Source, args};
 use std::sync::{Arc, OnceLock};
 
 const GEMM: Source = Source { name: "nf4-gemm", text: include_str!("../../cuda/gemm.cu"), files: FILES };
@@ -41,7 +41,7 @@ fn size_of(w: &Packed, m: usize) -> usize {
 /// `SHARED` of gemm.cu.
 fn shared_of(tokens: usize) -> u32 {
     let (table, pieces, stage) = (32_768, 2 * 9216, 256 * tokens + 8 * UNIT);
-    let stages = ((232_448 - table - pieces - 256) / stage).min(10);
+    let stages = ((HOPPER.shared - table - pieces - 256) / stage).min(10);
     (stages * stage + table + pieces + 16 * stages) as u32
 }
 
@@ -60,7 +60,7 @@ struct Room {
 impl Kernels {
     /// Finds what orders x; `None` where the device has no wgmma.
     pub fn load(gpu: &Arc<Gpu>) -> Result<Option<Self>> {
-        if gpu.capability != (9, 0) {
+        if !gpu.arch.wgmma {
             return Ok(None);
         }
         let all = Module::load(gpu, &ORDER, &[])?;
@@ -222,7 +222,7 @@ fn every_size_compiles() -> Result<()> {
         return Ok(());
     }
     for tokens in TOKENS {
-        GEMM.compile("sm_90a", &[&format!("-DTN={tokens}")])?;
+        GEMM.compile(&HOPPER, &[&format!("-DTN={tokens}")])?;
     }
-    ORDER.compile("sm_90a", &[]).map(drop)
+    ORDER.compile(&HOPPER, &[]).map(drop)
 }

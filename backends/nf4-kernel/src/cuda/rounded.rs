@@ -2,15 +2,13 @@
 //! fusion.
 use super::{Call, FILES, Packed, UNIT};
 use q4_core::{Code, DType, Error, FuseSet, Result};
-use q4_cuda::{Gpu, Kernel, Kernels as Module, Launch, Source, TensorMap, args};
+use q4_cuda::{Gpu, HOPPER, Kernel, Kernels as Module, Launch, Source, TensorMap, args};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 const GEMM: Source =
     Source { name: "nf4-rounded", text: include_str!("../../cuda/rounded.cu"), files: FILES };
 const ROWS: Source = Source { name: "nf4-rows", text: include_str!("../../cuda/rows.cu"), files: FILES };
-/// Largest dynamic shared memory of a block.
-const SHARED: usize = 232_448;
 /// Launches that wait for a warpgroup, as in rounded.cu.
 const READERS: usize = 8;
 /// Units of k of a round, as in rounded.cu.
@@ -130,7 +128,7 @@ impl Shape {
         let (slab, pack, (piece, times)) = (128 * self.tokens, 4 * self.groups * UNIT, self.pieces());
         let received = (self.split - 1) * self.rows() * (self.tokens / self.split) * self.sent();
         let fixed = self.table() + times * self.groups * piece + self.packs * pack + received;
-        let stages = ((SHARED - 512 - fixed) / slab).min(16) / (2 * ROUND) * (2 * ROUND);
+        let stages = ((HOPPER.shared - 512 - fixed) / slab).min(16) / (2 * ROUND) * (2 * ROUND);
         (stages * (slab + 16) + fixed + 16 * self.packs + 8) as u32
     }
     fn options(&self) -> Vec<String> {
@@ -176,7 +174,7 @@ struct Room {
 impl Kernels {
     /// Finds what prepares x; `None` where the device has no wgmma.
     pub fn load(gpu: &Arc<Gpu>) -> Result<Option<Self>> {
-        if gpu.capability != (9, 0) {
+        if !gpu.arch.wgmma {
             return Ok(None);
         }
         let all = Module::load(gpu, &ROWS, &[])?;
@@ -374,7 +372,7 @@ fn shapes_fit_the_device() {
     for s in &SHAPES {
         let ring = 2 * ROUND * (128 * s.tokens + 16);
         let shared = s.shared() as usize;
-        assert!(shared <= SHARED, "{} tokens: {shared}", s.tokens);
+        assert!(shared <= HOPPER.shared, "{} tokens: {shared}", s.tokens);
         assert!(shared >= s.table() + ring + s.packs * 4 * s.groups * UNIT, "{} tokens: {shared}", s.tokens);
         assert!(s.packs % ROUND == 0, "{} tokens", s.tokens);
         assert!(s.pair * s.split <= 8 && s.tokens % (8 * s.split) == 0, "{} tokens", s.tokens);
@@ -417,9 +415,9 @@ fn every_shape_compiles() -> Result<()> {
     }
     for shape in &SHAPES {
         let options = shape.options();
-        GEMM.compile("sm_90a", &options.iter().map(String::as_str).collect::<Vec<_>>())?;
+        GEMM.compile(&HOPPER, &options.iter().map(String::as_str).collect::<Vec<_>>())?;
     }
-    ROWS.compile("sm_90a", &[]).map(drop)
+    ROWS.compile(&HOPPER, &[]).map(drop)
 }
 
 /// What rounded.cu computes of a code and a scale is within `oracle::ROUNDED` of the weight, whatever the

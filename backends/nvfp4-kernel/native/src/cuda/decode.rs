@@ -142,7 +142,7 @@ impl Families {
         let few = Some(get(&all, format!("q4_gemv_few{name}"))?);
         let wide = Some(get(&all, format!("q4_gemv_few{name}_wide"))?);
         let split =
-            has_clusters(&self.gpu).then(|| get(&all, format!("q4_gemv_few{name}_split"))).transpose()?;
+            self.gpu.arch.clusters.then(|| get(&all, format!("q4_gemv_few{name}_split"))).transpose()?;
         let row = rows.as_ref().map(|r| get(r, format!("q4_row{name}"))).transpose()?;
         let narrow =
             rows.as_ref().filter(|_| family == 0).map(|r| get(r, "q4_row_narrow".into())).transpose()?;
@@ -193,9 +193,8 @@ impl Kernels {
             2..=8 => self.plan_of(w, rows, gate, Rows::Few, 8, 1),
             _ => {
                 let wide = || self.plan_of(w, rows, gate, Rows::Wide, 16, 1);
-                let split = || {
-                    self.plan_of(w, rows, gate, Rows::Split, 16, SPLIT).filter(|_| has_clusters(&self.gpu))
-                };
+                let split =
+                    || self.plan_of(w, rows, gate, Rows::Split, 16, SPLIT).filter(|_| self.gpu.arch.clusters);
                 // Long rows of x are worth the clusters' barriers.
                 if w.k >= 4096 { split().or_else(wide) } else { wide().or_else(split) }
             }
@@ -283,10 +282,6 @@ pub(super) fn options(family: usize) -> [String; 4] {
         format!("-DQ4_FAMILY={family}"),
         "-DQ4_ROW".into(),
     ]
-}
-
-fn has_clusters(gpu: &Gpu) -> bool {
-    gpu.capability >= (9, 0)
 }
 
 /// Whether rows of `x` can be read 16 bytes at a time.
@@ -424,9 +419,9 @@ fn every_family_compiles() -> Result<()> {
     for (place, family) in FAMILIES.iter().enumerate() {
         let options = options(place);
         let options = options.each_ref().map(String::as_str);
-        GEMV.compile("sm_90a", &options[..3])?;
+        GEMV.compile(&q4_cuda::HOPPER, &options[..3])?;
         if family.parts[0] == 1 {
-            ROW.compile("sm_90a", &options)?;
+            ROW.compile(&q4_cuda::HOPPER, &options)?;
         }
     }
     Ok(())

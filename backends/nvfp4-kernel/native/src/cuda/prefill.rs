@@ -44,7 +44,7 @@ struct Room {
 impl Kernels {
     /// Compiles or finds them; `None` where the device has no wgmma.
     pub fn load(gpu: &Arc<Gpu>) -> Result<Option<Self>> {
-        if gpu.capability != (9, 0) {
+        if !gpu.arch.wgmma {
             return Ok(None);
         }
         let all = q4_cuda::Kernels::load(gpu, &ORDER, &[])?;
@@ -282,8 +282,8 @@ fn every_shape_compiles() -> Result<()> {
     for shape in &SHAPES {
         let [tokens, groups, pieces] = &shape.options();
         for element in ["-DELEMENT=bf16", "-DELEMENT=f16"] {
-            GEMM.compile("sm_90a", &[tokens, groups, pieces, element])?;
+            GEMM.compile(&q4_cuda::HOPPER, &[tokens, groups, pieces, element])?;
         }
     }
-    ORDER.compile("sm_90a", &[]).map(drop)
+    ORDER.compile(&q4_cuda::HOPPER, &[]).map(drop)
 }

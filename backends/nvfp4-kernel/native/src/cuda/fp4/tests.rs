@@ -474,8 +474,7 @@ fn kernels_compile_for_every_device_with_fp4_tensor_cores() -> Result<()> {
         println!("skipped: {why}");
         return Ok(());
     }
-    for (major, minor) in q4_cuda::FP4_CAPABILITIES {
-        let arch = format!("sm_{major}{minor}a");
+    for arch in q4_cuda::ARCHS.into_iter().filter(|a| a.fp4) {
         simple::SOURCE.compile(&arch, &[])?;
         q4_cuda::ROWS.compile(&arch, &[])?;
         for family in [0, 4] {
@@ -487,7 +486,7 @@ fn kernels_compile_for_every_device_with_fp4_tensor_cores() -> Result<()> {
         let image = SOURCE.compile(&arch, &[])?;
         assert!(image.starts_with(b"\x7fELF"));
         for name in &NAMES[..5] {
-            assert!(image.windows(name.len()).any(|w| w == name.as_bytes()), "{name} for {major}.{minor}");
+            assert!(image.windows(name.len()).any(|w| w == name.as_bytes()), "{name} for {arch:?}");
         }
     }
     Ok(())
