@@ -7,7 +7,7 @@ use q4_core::{
     Q4Weight, Result, TensorView, TensorViewMut,
 };
 use q4_cuda::{
-    Blas, Buffer, DenseProduct, Gpu, Kernel, Kernels, Launch, Matrix, RowKernels, Source, args, number,
+    Blas, Buffer, DenseProduct, Gpu, Kernel, Kernels, Launch, Matrix, RowKernels, Source, mirror, number,
 };
 use std::sync::Arc;
 
@@ -19,11 +19,11 @@ pub(crate) struct Engine {
     gpu: Arc<Gpu>,
     blas: Arc<Blas>,
     rows: RowKernels,
-    copy_in: Kernel,
-    copy_out: Kernel,
-    decode: Kernel,
-    forward: Kernel,
-    backward: Kernel,
+    copy_in: Kernel<In>,
+    copy_out: Kernel<Out>,
+    decode: Kernel<Decode>,
+    forward: Kernel<Forward>,
+    backward: Kernel<Backward>,
 }
 
 impl Engine {
@@ -44,17 +44,15 @@ impl Engine {
     }
 }
 
-/// `Dense` of `dense.cu`.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Packed {
-    values: u64,
-    ld: u64,
-    scales: u64,
-    n: u32,
-    k: u32,
-    dtype: u32,
-    unused: u32,
+mirror! {
+    /// `Dense` of `dense.cu`.
+    struct Packed { values: u64, ld: u64, scales: u64, n: u32, k: u32, dtype: u32, unused: u32 }
+
+    struct In { x: Matrix, to: Matrix }
+    struct Out { sums: Matrix, scales: u64, y: Matrix }
+    struct Decode { w: Packed, out: Matrix }
+    struct Forward { w: Packed, x: Matrix, y: Matrix }
+    struct Backward { w: Packed, dy: Matrix, dx: Matrix }
 }
 
 /// A dense copy on a device.
@@ -136,17 +134,17 @@ impl OnDevice {
         let at = self.pieces(m);
         let to = Matrix::new(scratch, self.y, m, ld, ld);
         let sums = Matrix::new(scratch + at.sums as u64, DType::F32, m, n, n);
-        // SAFETY: by contract; the pieces of the workspace do not overlap; the arguments are those of the
-        // kernels.
+        // SAFETY: by contract; the pieces of the workspace do not overlap.
         unsafe {
             for (first, to) in to.parts() {
                 let x = x.rows_from(first, to.rows as usize);
-                e.copy_in.launch(plane(ld, to.rows, stream), args![x, to])?;
+                e.copy_in.launch(plane(ld, to.rows, stream), In { x, to })?;
             }
             self.product.run(self.packed.values, to.data, sums.data, m, scratch + at.blas as u64, stream)?;
             for (first, y) in y.parts() {
                 let sums = sums.rows_from(first, y.rows as usize);
-                e.copy_out.launch(plane(n, y.rows, stream), args![sums, self.packed.scales, y])?;
+                let args = Out { sums, scales: self.packed.scales, y };
+                e.copy_out.launch(plane(n, y.rows, stream), args)?;
             }
         }
         Ok(())
@@ -189,7 +187,7 @@ impl PreparedWeight for OnDevice {
                 let x = x.rows_from(first, y.rows as usize);
                 let grid = [self.info.n.div_ceil(8) as u32, y.rows.div_ceil(4), 1];
                 let how = Launch { grid, block: [32, 8, 1], shared: 0, stream, overlap: false };
-                e.forward.launch(how, args![self.packed, x, y])?;
+                e.forward.launch(how, Forward { w: self.packed, x, y })?;
             }
             Ok(())
         };
@@ -208,7 +206,7 @@ impl PreparedWeight for OnDevice {
             let grid = [self.info.k.div_ceil(32) as u32, dx.rows, 1];
             let how = Launch { grid, block: [32, 16, 1], shared: 0, stream: cx.stream, overlap: false };
             // SAFETY: as in `forward`.
-            unsafe { self.engine.backward.launch(how, args![self.packed, dy, dx]) }
+            unsafe { self.engine.backward.launch(how, Backward { w: self.packed, dy, dx }) }
                 .map_err(|e| self.shaped(e, "dense gradient", m))?;
         }
         Ok(())
@@ -225,8 +223,17 @@ impl PreparedWeight for OnDevice {
         q4_cuda::check_place(&out.as_view(), cx)?;
         let grid = [k.div_ceil(256) as u32, n.min(32768) as u32, n.div_ceil(32768) as u32];
         let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: cx.stream, overlap: false };
+        let args = Decode { w: self.packed, out: Matrix::of(&out.as_view())? };
         // SAFETY: as in `forward`.
-        unsafe { self.engine.decode.launch(how, args![self.packed, Matrix::of(&out.as_view())?]) }
-            .map_err(|e| self.shaped(e, "decoding", n))
+        unsafe { self.engine.decode.launch(how, args) }.map_err(|e| self.shaped(e, "decoding", n))
     }
+}
+
+#[test]
+fn kernels_take_what_they_are_given() -> Result<()> {
+    SOURCE.takes::<In>("dense_in")?;
+    SOURCE.takes::<Out>("dense_out")?;
+    SOURCE.takes::<Decode>("dense_decode")?;
+    SOURCE.takes::<Forward>("dense_forward")?;
+    SOURCE.takes::<Backward>("dense_backward")
 }

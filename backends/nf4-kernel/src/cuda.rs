@@ -50,17 +50,9 @@ impl Engine {
     }
 }
 
-/// `Weight` of layout.cuh.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Packed {
-    codes: u64,
-    scales: u64,
-    n: u32,
-    k: u32,
-    group: u32,
-    /// Units of 16 rows, 0 where scales do not cover whole tiles.
-    units: u32,
+q4_cuda::mirror! {
+    /// `Weight` of layout.cuh; no units of 16 rows where scales do not cover whole tiles.
+    struct Packed { codes: u64, scales: u64, n: u32, k: u32, group: u32, units: u32 }
 }
 
 /// A product to enqueue; addresses of the device.

@@ -1,10 +1,11 @@
 //! Machine code on a device, and launching it.
 use crate::cache::{Cache, Key};
 use crate::compile;
-use crate::{Gpu, Source, check, driver};
+use crate::{Gpu, Mirror, Source, addresses, check, driver};
 use q4_core::{Code, Error, Result};
 use std::collections::BTreeMap;
-use std::ffi::{CString, c_void};
+use std::ffi::CString;
+use std::marker::PhantomData;
 use std::sync::{Arc, Mutex, Weak};
 
 /// The functions of one source, loaded on one device.
@@ -13,7 +14,7 @@ pub struct Kernels(Arc<Module>);
 
 struct Module {
     gpu: Arc<Gpu>,
-    name: &'static str,
+    source: Source,
     raw: driver::CUmodule,
 }
 
@@ -34,12 +35,12 @@ impl Kernels {
         }
         let cache = Cache::of_user();
         let image = compile::image(source, &gpu.arch, options, &cache)?;
-        let kernels = match Self::of_image(gpu, source.name, &image.bytes) {
+        let kernels = match Self::of_image(gpu, source, &image.bytes) {
             // What is on disk may be damaged: compile it again, once.
             Err(_) if image.from_cache => {
                 cache.forget(&image);
                 let image = compile::image(source, &gpu.arch, options, &cache)?;
-                Self::of_image(gpu, source.name, &image.bytes)?
+                Self::of_image(gpu, source, &image.bytes)?
             }
             other => other?,
         };
@@ -52,13 +53,13 @@ impl Kernels {
         compile::available(source, &gpu.arch, options, &Cache::of_user())
     }
 
-    fn of_image(gpu: &Arc<Gpu>, name: &'static str, image: &[u8]) -> Result<Self> {
+    fn of_image(gpu: &Arc<Gpu>, source: &Source, image: &[u8]) -> Result<Self> {
         gpu.bind()?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: a cubin states its own size; the driver checks what it reads and keeps nothing of ours.
         let status = unsafe { driver::cuModuleLoadData(&mut raw, image.as_ptr().cast()) };
-        check(status, &format!("loading kernels `{name}` for {}", gpu.arch.target()))?;
-        Ok(Self(Arc::new(Module { gpu: gpu.clone(), name, raw })))
+        check(status, &format!("loading kernels `{}` for {}", source.name, gpu.arch.target()))?;
+        Ok(Self(Arc::new(Module { gpu: gpu.clone(), source: *source, raw })))
     }
 
     /// The device they are loaded on.
@@ -67,15 +68,19 @@ impl Kernels {
     }
 
     /// The function `name` (`extern "C" __global__` in the source).
-    pub fn get(&self, name: &str) -> Result<Kernel> {
+    ///
+    /// # Errors
+    /// Unless it takes what `A` says: [`Source::takes`]; what the driver says.
+    pub fn get<A: Mirror>(&self, name: &str) -> Result<Kernel<A>> {
+        self.0.source.takes::<A>(name)?;
         self.0.gpu.bind()?;
         let text =
             CString::new(name).map_err(|_| Error::new(Code::Internal, "a kernel's name with a NUL in it"))?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: the module is loaded; the name is NUL-terminated; the out pointer is valid.
         let status = unsafe { driver::cuModuleGetFunction(&mut raw, self.0.raw, text.as_ptr()) };
-        check(status, &format!("kernel `{name}` of `{}`", self.0.name))?;
-        let kernel = Kernel { module: self.0.clone(), raw, name: name.into() };
+        check(status, &format!("kernel `{name}` of `{}`", self.0.source.name))?;
+        let kernel = Kernel { module: self.0.clone(), raw, name: name.into(), takes: PhantomData };
         // One division of the on-chip memory for all: a processor must drain before it changes it, and
         // kernels that overlap would wait for that.
         kernel.carve(100)?;
@@ -99,18 +104,19 @@ fn loaded(gpu: &Gpu, source: &Source, options: &[&str]) -> Arc<Mutex<Weak<Module
     ALL.lock().unwrap_or_else(|e| e.into_inner()).entry(name).or_default().clone()
 }
 
-/// One function on a device.
+/// One function on a device, which takes the fields of `A`.
 #[derive(Clone)]
-pub struct Kernel {
+pub struct Kernel<A> {
     module: Arc<Module>,
     raw: driver::CUfunction,
     name: Arc<str>,
+    takes: PhantomData<fn(A)>,
 }
 
 // SAFETY: function handles may be used from any thread.
-unsafe impl Send for Kernel {}
+unsafe impl<A> Send for Kernel<A> {}
 // SAFETY: as above.
-unsafe impl Sync for Kernel {}
+unsafe impl<A> Sync for Kernel<A> {}
 
 /// How a kernel is launched.
 #[derive(Clone, Copy, Debug)]
@@ -129,7 +135,7 @@ pub struct Launch {
     pub overlap: bool,
 }
 
-impl Kernel {
+impl<A: Mirror> Kernel<A> {
     /// Its name.
     pub fn name(&self) -> &str {
         &self.name
@@ -166,9 +172,8 @@ impl Kernel {
     /// Enqueues it. A fault of the kernel surfaces when its stream is waited for.
     ///
     /// # Safety
-    /// `args` points to one value of the right type per parameter; what they address is valid on the device
-    /// until the work is done, and large enough for this launch.
-    pub unsafe fn launch(&self, how: Launch, args: &mut [*mut c_void]) -> Result<()> {
+    /// What `args` address is valid on the device until the work is done, and large enough for this launch.
+    pub unsafe fn launch(&self, how: Launch, args: A) -> Result<()> {
         use driver::CUlaunchAttributeID_enum as Id;
         self.module.gpu.bind()?;
         let mut attribute = driver::CUlaunchAttribute {
@@ -190,9 +195,11 @@ impl Kernel {
             numAttrs: u32::from(overlap),
         };
         self.module.gpu.launched(&self.name, how.grid, how.block);
-        // SAFETY: by contract; the configuration outlives the call.
+        let mut at = addresses(&args);
+        // SAFETY: by contract; the configuration and the arguments outlive the call, and are as many and as large
+        // as the kernel's parameters.
         let status =
-            unsafe { driver::cuLaunchKernelEx(&config, self.raw, args.as_mut_ptr(), std::ptr::null_mut()) };
+            unsafe { driver::cuLaunchKernelEx(&config, self.raw, at.as_mut_ptr(), std::ptr::null_mut()) };
         if status == driver::CUresult::CUDA_SUCCESS {
             return Ok(());
         }

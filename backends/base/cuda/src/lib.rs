@@ -21,6 +21,7 @@ mod kernel;
 mod libraries;
 mod lt;
 mod map;
+mod mirror;
 mod rows;
 mod source;
 mod stage;
@@ -42,6 +43,7 @@ pub use kernel::{Kernel, Kernels, Launch};
 pub use libraries::{Libraries, devices, libraries};
 pub use lt::Blas;
 pub use map::TensorMap;
+pub use mirror::{Field, Mirror, addresses};
 pub use q4_core::Found;
 pub use rows::{Matrix, ROWS, RowKernels, Stored, convention, number, rule};
 pub use source::{File, Source};
@@ -136,10 +138,4 @@ fn text(status: CUresult, what: Text) -> String {
     }
     // SAFETY: NUL-terminated and static, by the driver's contract.
     unsafe { CStr::from_ptr(p) }.to_string_lossy().into_owned()
-}
-
-/// The arguments of a launch: pointers to the values named, which live as long as the statement.
-#[macro_export]
-macro_rules! args {
-    ($($e:expr),* $(,)?) => { &mut [$( ::std::ptr::from_ref(&$e).cast::<::std::ffi::c_void>().cast_mut() ),*] };
 }

@@ -1,7 +1,7 @@
 //! Launchers of `cuda/gemv.cu`: products of a few rows, with any fusion, as one kernel.
 use super::{Call, FILES, Packed};
 use q4_core::{Code, Error, FuseSet, Result};
-use q4_cuda::{Gpu, Kernel, Kernels as Module, Launch, Source, args};
+use q4_cuda::{Gpu, Kernel, Kernels as Module, Launch, Source, mirror};
 use std::sync::Arc;
 
 const SOURCE: Source = Source { name: "nf4-gemv", text: include_str!("../../cuda/gemv.cu"), files: FILES };
@@ -16,37 +16,23 @@ const TABLE: usize = 32_768;
 const UNIT: usize = super::UNIT;
 const STAGES: usize = 3;
 
-/// `Gemv` of gemv.cu.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Gemv {
-    w: u64,
-    x: u64,
-    y: u64,
-    norm: u64,
-    ldx: u64,
-    ldy: u64,
-    m: u32,
-    n: u32,
-    k: u32,
-    units: u32,
-    each: u32,
-    extra: u32,
-    gate_at: u32,
-    x_dtype: u32,
-    y_dtype: u32,
-    accumulate: u32,
-    eps: f32,
-    unused: u32,
+mirror! {
+    /// `Gemv` of gemv.cu.
+    struct Gemv {
+        w: u64, x: u64, y: u64, norm: u64, ldx: u64, ldy: u64, m: u32, n: u32, k: u32, units: u32,
+        each: u32, extra: u32, gate_at: u32, x_dtype: u32, y_dtype: u32, accumulate: u32, eps: f32, unused: u32,
+    }
+    struct Product { p: Gemv }
+    struct Align { from: u64, ld: u64, k: u32, size: u32, to: u64 }
 }
 
 /// Kernels for one type of x: one row, up to eight, up to sixteen; the last two also by clusters, where the
 /// device has them.
 struct Family {
-    one: Kernel,
-    few: Kernel,
-    wide: Kernel,
-    split: Option<[Kernel; 2]>,
+    one: Kernel<Product>,
+    few: Kernel<Product>,
+    wide: Kernel<Product>,
+    split: Option<[Kernel<Product>; 2]>,
     /// Parts of bf16 an element of x becomes.
     parts: usize,
 }
@@ -56,13 +42,13 @@ pub struct Kernels {
     gpu: Arc<Gpu>,
     /// f32, f16, bf16.
     families: [Family; 3],
-    align: Kernel,
+    align: Kernel<Align>,
 }
 
 /// A launch: the kernel, its blocks (or clusters), how many row groups (or pairs of them) they share, bytes
 /// of shared memory.
 struct Plan<'a> {
-    kernel: &'a Kernel,
+    kernel: &'a Kernel<Product>,
     teams: usize,
     split: usize,
     work: usize,
@@ -121,7 +107,7 @@ impl Kernels {
         parts: usize,
         rows: usize,
         gate: bool,
-        kernel: &'a Kernel,
+        kernel: &'a Kernel<Product>,
         columns: usize,
         split: usize,
     ) -> Option<Plan<'a>> {
@@ -189,8 +175,8 @@ impl Kernels {
         let copy = |from: u64, rows: u32, ld: u64, size: u32, to: u64| {
             let grid = [w.k.div_ceil(256), rows, 1];
             let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: call.stream, overlap: true };
-            // SAFETY: by contract; the arguments are those of `nf4_gemv_align`.
-            unsafe { self.align.launch(how, args![from, ld, w.k, size, to]) }
+            // SAFETY: by contract.
+            unsafe { self.align.launch(how, Align { from, ld, k: w.k, size, to }) }
         };
         if norm % 16 != 0 {
             copy(norm, 1, k as u64, 4, call.workspace)?;
@@ -238,11 +224,21 @@ impl Kernels {
                 stream: call.stream,
                 overlap: true,
             };
-            // SAFETY: by contract; the argument is the kernel's.
-            unsafe { plan.kernel.launch(how, args![gemv])? };
+            // SAFETY: by contract.
+            unsafe { plan.kernel.launch(how, Product { p: gemv })? };
         }
         Ok(())
     }
+}
+
+#[test]
+fn kernels_take_what_they_are_given() -> Result<()> {
+    for x in ["f32", "f16", "bf16"] {
+        for kind in ["one", "few", "wide", "few_split", "wide_split"] {
+            SOURCE.takes::<Product>(&format!("nf4_gemv_{x}_{kind}"))?;
+        }
+    }
+    SOURCE.takes::<Align>("nf4_gemv_align")
 }
 
 #[test]

@@ -2,7 +2,7 @@
 //! fusion.
 use super::{Call, FILES, Packed, UNIT};
 use q4_core::{Code, DType, Error, FuseSet, Result};
-use q4_cuda::{Gpu, HOPPER, Kernel, Kernels as Module, Launch, Source, TensorMap, args};
+use q4_cuda::{Gpu, HOPPER, Kernel, Kernels as Module, Launch, Source, TensorMap, mirror};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -149,18 +149,28 @@ fn rounds(w: &Packed) -> usize {
     (w.units as usize).div_ceil(ROUND)
 }
 
+mirror! {
+    struct Gemm {
+        x_map: TensorMap, y_map: TensorMap, units: TensorMap, y: u64, ldy: u64, tokens: i32, n: i32,
+        rounds: i32, split_tiles: i32, pairs: i32, token_tiles: i32, partial: u64, flags: u64, mark: u64,
+        out: i32, aligned: i32,
+    }
+    struct Plain { x: u64, ld: u64, k: i32, out: u64 }
+    struct Normed { x: u64, ld: u64, k: i32, out: u64, weight: u64, eps: f32 }
+}
+
 /// The two functions of rounded.cu.
 struct Pair {
-    plain: Kernel,
-    gate: Kernel,
+    plain: Kernel<Gemm>,
+    gate: Kernel<Gemm>,
 }
 
 /// Kernels for calls of many rows. A shape is compiled when a call first needs it.
 pub struct Kernels {
     gpu: Arc<Gpu>,
     pairs: [OnceLock<Pair>; SHAPES.len()],
-    rows: Kernel,
-    normed: Kernel,
+    rows: Kernel<Plain>,
+    normed: Kernel<Normed>,
 }
 
 /// Where the parts of the workspace lie, in bytes.
@@ -242,21 +252,21 @@ impl Kernels {
         let (x, ldx) = if is_readable {
             (call.x.data, call.x.ld as usize)
         } else {
-            let (from, ld, out) = (call.x.data, call.x.ld, at(room.rows));
+            let (x, ld, k, out) = (call.x.data, call.x.ld, k as i32, at(room.rows));
             let (weight, eps) = call.norm;
-            // SAFETY: by contract; the arguments are those of `nf4_rows` and `nf4_rows_normed`.
+            // SAFETY: by contract.
             unsafe {
                 match weight {
-                    0 => self.rows.launch(how(m, 256, 0), args![from, ld, w.k, out])?,
-                    _ => self.normed.launch(how(m, 256, 0), args![from, ld, w.k, out, weight, eps])?,
+                    0 => self.rows.launch(how(m, 256, 0), Plain { x, ld, k, out })?,
+                    _ => self.normed.launch(how(m, 256, 0), Normed { x, ld, k, out, weight, eps })?,
                 }
             }
-            (out, k)
+            (out, w.k as usize)
         };
         let x_map = TensorMap::new(x, DType::BF16, [m, k, ldx], [64, shape.tokens / shape.pair])?;
         let (row_groups, boxed) = (n.div_ceil(16), shape.rows() / if call.gate { 32 } else { 16 });
         let units_map = TensorMap::of_words(w.codes, [row_groups, w.units as usize, 144], [boxed, 1, 144])?;
-        let (out, dtype): (u32, _) = match (call.accumulate, call.y.dtype) {
+        let (out, dtype) = match (call.accumulate, call.y.dtype) {
             (true, 1) => (1, DType::F32),
             (_, 3) => (2, DType::BF16),
             (_, 2) => (3, DType::F16),
@@ -278,36 +288,30 @@ impl Kernels {
             1 => deal(tiles, token_tiles, rounds(w), self.gpu.processors as usize / shape.pair),
             split => (tiles * split, tiles),
         };
-        let [rows, split, row_tiles, token_tiles, rounds] =
-            [m, split, row_tiles, token_tiles, rounds(w)].map(|v| v as u32);
-        let (partial, flags) = (at(room.partial), at(room.flags));
-        let (mark, aligned) = (mark(), u32::from(is_aligned));
+        let [tokens, split_tiles, pairs, token_tiles, rounds] =
+            [m, split, row_tiles, token_tiles, rounds(w)].map(|v| v as i32);
+        let args = Gemm {
+            x_map,
+            y_map,
+            units: units_map,
+            y,
+            ldy,
+            tokens,
+            n: w.n as i32,
+            rounds,
+            split_tiles,
+            pairs,
+            token_tiles,
+            partial: at(room.partial),
+            flags: at(room.flags),
+            mark: mark(),
+            out,
+            aligned: is_aligned.into(),
+        };
         let pair = self.pair(index)?;
         let kernel = if call.gate { &pair.gate } else { &pair.plain };
-        // SAFETY: by contract; the arguments are those of `nf4_rounded`.
-        unsafe {
-            kernel.launch(
-                how(grid * shape.pair, shape.threads(), shape.shared()),
-                args![
-                    x_map,
-                    y_map,
-                    units_map,
-                    y,
-                    ldy,
-                    rows,
-                    w.n,
-                    rounds,
-                    split,
-                    row_tiles,
-                    token_tiles,
-                    partial,
-                    flags,
-                    mark,
-                    out,
-                    aligned
-                ],
-            )
-        }
+        // SAFETY: by contract.
+        unsafe { kernel.launch(how(grid * shape.pair, shape.threads(), shape.shared()), args) }
     }
 }
 
@@ -405,6 +409,14 @@ fn the_fastest_is_taken() {
     assert_eq!(taken(512, 2560, 4096), (176, 2, 2));
     assert_eq!(taken(512, 2560, 9728), (176, 2, 2));
     assert_eq!(taken(512, 19456, 2560), (256, 2, 1));
+}
+
+#[test]
+fn kernels_take_what_they_are_given() -> Result<()> {
+    GEMM.takes::<Gemm>("nf4_rounded")?;
+    GEMM.takes::<Gemm>("nf4_rounded_gate")?;
+    ROWS.takes::<Plain>("nf4_rows")?;
+    ROWS.takes::<Normed>("nf4_rows_normed")
 }
 
 #[test]

@@ -4,7 +4,7 @@ use super::simple;
 use super::{FILES, Weight};
 use crate::call::Mat;
 use q4_core::{ActGlobal, Activations, Code, DType, Error, FuseSet, Result};
-use q4_cuda::{Gpu, Kernel, Launch, Source, args};
+use q4_cuda::{Gpu, Kernel, Launch, Source, mirror};
 use std::sync::{Arc, Once, OnceLock};
 
 /// Activation formats as `gemv.cu` counts them.
@@ -33,34 +33,15 @@ const WARPS: usize = THREADS / 32;
 /// Units a warp has in flight.
 const STAGES: usize = 3;
 
-/// `Gemv` of gemv.cu.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Gemv {
-    w: u64,
-    groups: u64,
-    x: u64,
-    y: u64,
-    norm: u64,
-    act_global: u64,
-    ldx: u64,
-    ldy: u64,
-    m: u32,
-    k: u32,
-    units: u32,
-    each: u32,
-    extra: u32,
-    gate_at: u32,
-    x_dtype: u32,
-    y_dtype: u32,
-    accumulate: u32,
-    act: u32,
-    rule: u32,
-    convention: u32,
-    eps: f32,
-    global: f32,
-
-    late: u32,
+mirror! {
+    /// `Gemv` of gemv.cu.
+    struct Gemv {
+        w: u64, groups: u64, x: u64, y: u64, norm: u64, act_global: u64, ldx: u64, ldy: u64,
+        m: u32, k: u32, units: u32, each: u32, extra: u32, gate_at: u32, x_dtype: u32, y_dtype: u32,
+        accumulate: u32, act: u32, rule: u32, convention: u32, eps: f32, global: f32, late: u32,
+    }
+    struct Product { p: Gemv }
+    struct Align { from: u64, ld: u64, k: u32, size: u32, to: u64 }
 }
 
 /// What x is: kernels of its own, compiled when a product first needs them.
@@ -99,8 +80,8 @@ enum Rows {
 
 /// By [`Rows`].
 struct Loaded {
-    rows: [Option<Kernel>; 6],
-    align: Kernel,
+    rows: [Option<Kernel<Product>>; 6],
+    align: Kernel<Align>,
 }
 
 /// Those of every family that a product needed, or will.
@@ -343,7 +324,7 @@ impl Fast for Kernels {
             let copy = |from: u64, rows: usize, ld: usize, size: usize, to: u64| {
                 let grid = [(w.k as u32).div_ceil(256), rows as u32, 1];
                 let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: call.stream, overlap: true };
-                kernels.align.launch(how, args![from, ld as u64, w.k as u32, size as u32, to])
+                kernels.align.launch(how, Align { from, ld: ld as u64, k: w.k as u32, size: size as u32, to })
             };
             // A product reads its norm's weight before it waits for the kernel ahead, unless that one writes
             // it.
@@ -390,7 +371,6 @@ impl Fast for Kernels {
                 convention,
                 eps,
                 global,
-
                 late: 0,
             };
             let how = Launch {
@@ -403,11 +383,28 @@ impl Fast for Kernels {
             let kernel = kernels.rows[plan.kernel as usize].as_ref();
             let kernel =
                 kernel.ok_or_else(|| Error::new(Code::Internal, "clusters the device does not have"))?;
-            // SAFETY: forwarded; the argument is the kernel's.
-            unsafe { kernel.launch(how, args![gemv])? };
+            // SAFETY: forwarded.
+            unsafe { kernel.launch(how, Product { p: gemv })? };
         }
         Ok(())
     }
+}
+
+#[test]
+fn kernels_take_what_they_are_given() -> Result<()> {
+    for Family { name, parts, .. } in &FAMILIES {
+        for kernel in ["one", "few"] {
+            GEMV.takes::<Product>(&format!("q4_gemv_{kernel}{name}"))?;
+        }
+        for width in ["wide", "split"] {
+            GEMV.takes::<Product>(&format!("q4_gemv_few{name}_{width}"))?;
+        }
+        if parts[0] == 1 {
+            ROW.takes::<Product>(&format!("q4_row{name}"))?;
+        }
+    }
+    ROW.takes::<Product>("q4_row_narrow")?;
+    GEMV.takes::<Align>("q4_gemv_align")
 }
 
 #[test]

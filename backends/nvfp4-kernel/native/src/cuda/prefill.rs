@@ -4,18 +4,28 @@ use super::simple::{self, Stored};
 use super::tiles::{self, Deal, LEAST_ROWS, SHAPES};
 use super::{FILES, Weight};
 use crate::call::Mat;
-use q4_core::{ActGlobal, Activations, Code, DType, Error, FuseSet, Result};
-use q4_cuda::{Gpu, Kernel, Launch, Source, TensorMap, args};
+use q4_core::{ActGlobal, Activations, DType, Error, FuseSet, Result};
+use q4_cuda::{Gpu, Kernel, Launch, Source, TensorMap, mirror};
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::{Arc, OnceLock};
 
 const GEMM: Source = Source { name: "nvfp4-gemm", text: include_str!("../../cuda/gemm.cu"), files: FILES };
 const ORDER: Source = Source { name: "nvfp4-order", text: include_str!("../../cuda/order.cu"), files: FILES };
 
+mirror! {
+    struct Gemm {
+        x_map: TensorMap, units: TensorMap, groups: u64, y: u64, ldy: u64, tokens: i32, group_count: i32,
+        row_units: i32, parts: i32, whole: i32, shares: i32, pairs: i32, token_tiles: i32, partial: u64,
+        flags: u64, key: u64, out: i32, aligned: i32, global: u64, convention: i32,
+    }
+    struct Order { x: u64, ld: u64, k: i32, out: u64, padded: i32, weight: u64, eps: f32 }
+    struct OrderCodes { q: u64, steps: u64, k: i32, out: u64, padded: i32, factor: f32 }
+}
+
 /// The two functions of gemm.cu.
 struct Pair {
-    plain: Kernel,
-    gate: Kernel,
+    plain: Kernel<Gemm>,
+    gate: Kernel<Gemm>,
 }
 
 /// Kernels for calls of many rows. A shape is compiled when a call first needs it.
@@ -24,8 +34,8 @@ pub struct Kernels {
     quantise: simple::Kernels,
     /// By shape, then bf16 and f16.
     pairs: [[OnceLock<Pair>; 2]; SHAPES.len()],
-    order: [Kernel; 5],
-    order_codes: [Kernel; 2],
+    order: [Kernel<Order>; 5],
+    order_codes: [Kernel<OrderCodes>; 2],
     /// What a flag of gemm.cu is when it is set: 64 random bits, which no workspace has before.
     key: u64,
 }
@@ -48,12 +58,8 @@ impl Kernels {
             return Ok(None);
         }
         let all = q4_cuda::Kernels::load(gpu, &ORDER, &[])?;
-        let names = ["order_bf16", "order_f16", "order_f32_bf16", "order_f32_f16", "order_f32_parts"];
-        let mut order = Vec::new();
-        for name in names {
-            order.push(all.get(name)?);
-        }
-        let order = order.try_into().map_err(|_| Error::new(Code::Internal, "kernels that order x"))?;
+        let get = |name: &str| all.get(&format!("order_{name}"));
+        let order = [get("bf16")?, get("f16")?, get("f32_bf16")?, get("f32_f16")?, get("f32_parts")?];
         let order_codes = [all.get("order_codes")?, all.get("order_codes_parts")?];
         let quantise = simple::Kernels::load(gpu)?;
         let key = RandomState::new().build_hasher().finish();
@@ -101,7 +107,7 @@ impl Kernels {
             stream: c.stream,
             overlap: true,
         };
-        let (m, k, padded) = (c.x.rows, w.k as u32, (w.slabs * 64) as u32);
+        let (m, k, padded) = (c.x.rows, w.k as i32, (w.slabs * 64) as i32);
         let out = c.workspace + room.ordered as u64;
         let (q, steps, global) =
             (c.workspace + room.q as u64, c.workspace + room.steps as u64, c.workspace + room.global as u64);
@@ -109,7 +115,7 @@ impl Kernels {
         let columns = padded as usize * parts(w);
         let written =
             |global, convention| Staged { x: out, element, shape: [m, columns, columns], global, convention };
-        // SAFETY: forwarded; the arguments are those of the kernels.
+        // SAFETY: forwarded.
         unsafe {
             if w.activations == Activations::Native {
                 let is_readable = c.x.address() % 16 == 0 && (m == 1 || c.x.ld * 2 % 16 == 0);
@@ -125,9 +131,8 @@ impl Kernels {
                     _ => 4,
                 };
                 let (weight, eps) = c.fuse.norm.unwrap_or((0, 0.0));
-                let ld = c.x.ld as u64;
-                let x = c.x.address();
-                self.order[kernel].launch(how(m), args![x, ld, k, out, padded, weight, eps])?;
+                let (x, ld) = (c.x.address(), c.x.ld as u64);
+                self.order[kernel].launch(how(m), Order { x, ld, k, out, padded, weight, eps })?;
                 return Ok(written(0, 0));
             }
             let (kernel, factor, at, convention) = match w.activations {
@@ -145,7 +150,7 @@ impl Kernels {
                     };
                     let to = Stored { q, steps, ..Stored::default() };
                     self.quantise.nvfp4(&c.x, act.rule, w.x, at, &to, c.stream)?;
-                    let convention = if at == 0 { 0 } else { simple::convention(act.rule) };
+                    let convention = if at == 0 { 0 } else { simple::convention(act.rule) as i32 };
                     (&self.order_codes[0], 0.5f32, at, convention)
                 }
                 _ => {
@@ -153,7 +158,7 @@ impl Kernels {
                     (&self.order_codes[1], 1.0f32, 0, 0)
                 }
             };
-            kernel.launch(how(m), args![q, steps, k, out, padded, factor])?;
+            kernel.launch(how(m), OrderCodes { q, steps, k, out, padded, factor })?;
             Ok(written(at, convention))
         }
     }
@@ -166,7 +171,7 @@ struct Staged {
     element: DType,
     shape: [usize; 3],
     global: u64,
-    convention: u32,
+    convention: i32,
 }
 
 /// Whether products are of f16 numbers.
@@ -219,7 +224,7 @@ impl Fast for Kernels {
         let (pairs, token_tiles) = (shape.pairs(groups, gate), m.div_ceil(shape.tokens));
         // SAFETY: forwarded.
         let x = unsafe { self.stage(w, c, &room)? };
-        let out: u32 = match (accumulate, c.y.dtype) {
+        let out = match (accumulate, c.y.dtype) {
             (true, _) => 1,
             (_, DType::BF16) => 2,
             (_, DType::F16) => 3,
@@ -237,40 +242,44 @@ impl Fast for Kernels {
             stream: c.stream,
             overlap: true,
         };
-        let (partial, flags) = (c.workspace + room.partial as u64, c.workspace + room.flags as u64);
-        let (y, ldy, aligned) = (c.y.address(), c.y.ld as u64, u32::from(aligned(w, &c.y, gate)));
-        let [m, groups, units, parts, whole, shares, pairs, token_tiles] =
-            [m, groups, units, parts, whole, shares, pairs, token_tiles].map(|v| v as u32);
-        // SAFETY: forwarded; the arguments are those of `gemm_*`, the workspace has the size that was asked
-        // for.
-        unsafe {
-            kernel.launch(
-                how,
-                args![
-                    x_map,
-                    units_map,
-                    w.groups,
-                    y,
-                    ldy,
-                    m,
-                    groups,
-                    units,
-                    parts,
-                    whole,
-                    shares,
-                    pairs,
-                    token_tiles,
-                    partial,
-                    flags,
-                    self.key,
-                    out,
-                    aligned,
-                    x.global,
-                    x.convention
-                ],
-            )
-        }
+        let [tokens, group_count, row_units, parts, whole, shares, pairs, token_tiles] =
+            [m, groups, units, parts, whole, shares, pairs, token_tiles].map(|v| v as i32);
+        let args = Gemm {
+            x_map,
+            units: units_map,
+            groups: w.groups,
+            y: c.y.address(),
+            ldy: c.y.ld as u64,
+            tokens,
+            group_count,
+            row_units,
+            parts,
+            whole,
+            shares,
+            pairs,
+            token_tiles,
+            partial: c.workspace + room.partial as u64,
+            flags: c.workspace + room.flags as u64,
+            key: self.key,
+            out,
+            aligned: aligned(w, &c.y, gate).into(),
+            global: x.global,
+            convention: x.convention,
+        };
+        // SAFETY: forwarded; the workspace has the size that was asked for.
+        unsafe { kernel.launch(how, args) }
     }
+}
+
+#[test]
+fn kernels_take_what_they_are_given() -> Result<()> {
+    GEMM.takes::<Gemm>("gemm")?;
+    GEMM.takes::<Gemm>("gemm_gate")?;
+    for name in ["order_bf16", "order_f16", "order_f32_bf16", "order_f32_f16", "order_f32_parts"] {
+        ORDER.takes::<Order>(name)?;
+    }
+    ORDER.takes::<OrderCodes>("order_codes")?;
+    ORDER.takes::<OrderCodes>("order_codes_parts")
 }
 
 #[test]

@@ -2,7 +2,7 @@
 use super::{FILES, Weight};
 use crate::call::Mat;
 use q4_core::{DType, GlobalScale, Result, Rule};
-use q4_cuda::{Gpu, Kernel, Launch, Matrix, RowKernels, Source, args, check, driver};
+use q4_cuda::{Gpu, Kernel, Launch, Matrix, RowKernels, Source, check, driver, mirror};
 pub use q4_cuda::{Stored, convention, number as dtype, rule};
 use std::sync::Arc;
 
@@ -12,11 +12,11 @@ pub(super) const SOURCE: Source =
 /// The functions of `simple.cu`.
 pub struct Kernels {
     gpu: Arc<Gpu>,
-    pack: Kernel,
-    dequantize: Kernel,
-    backward: Kernel,
-    forward_float: Kernel,
-    forward_int: Kernel,
+    pack: Kernel<Pack>,
+    dequantize: Kernel<Dequantize>,
+    backward: Kernel<Backward>,
+    forward_float: Kernel<ForwardFloat>,
+    forward_int: Kernel<ForwardInt>,
     rows: RowKernels,
 }
 
@@ -42,17 +42,20 @@ impl Span {
     }
 }
 
-/// `Weight` of `simple.cu`.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Packed {
-    codes: u64,
-    scales: u64,
-    spans: u64,
-    n: u32,
-    k: u32,
-    slabs: u32,
-    unused: u32,
+mirror! {
+    /// `Weight` of `simple.cu`.
+    struct Packed { codes: u64, scales: u64, spans: u64, n: u32, k: u32, slabs: u32, unused: u32 }
+
+    struct Pack {
+        codes: u64, scales: u64, is_tiled: u32, rows: u32, groups: u32, first: u32, slabs: u32,
+        out_codes: u64, out_scales: u64, bad: u64,
+    }
+    struct Dequantize { w: Packed, out: Matrix }
+    struct Backward { w: Packed, dy: Matrix, dx: Matrix }
+    struct ForwardFloat { w: Packed, x: Matrix, y: Matrix }
+    struct ForwardInt {
+        w: Packed, q: u64, steps: u64, act_global: u64, act_convention: u32, factor: f64, y: Matrix,
+    }
 }
 
 /// A checked matrix as kernels take it.
@@ -158,15 +161,20 @@ impl Kernels {
     pub unsafe fn pack(&self, raw: &Raw, first: usize, slabs: usize, codes: u64, scales: u64) -> Result<()> {
         let padded = raw.rows.next_multiple_of(16);
         let how = grid((slabs * 4).div_ceil(32), padded / 16, [32, 8, 1], 0);
-        let (tiled, rows, groups) = (u32::from(raw.is_tiled), raw.rows as u32, raw.groups as u32);
-        let (first, slabs) = (first as u32, slabs as u32);
-        // SAFETY: by contract; the arguments are those of `q4_pack`.
-        unsafe {
-            self.pack.launch(
-                how,
-                args![raw.codes, raw.scales, tiled, rows, groups, first, slabs, codes, scales, raw.bad],
-            )
-        }
+        let args = Pack {
+            codes: raw.codes,
+            scales: raw.scales,
+            is_tiled: raw.is_tiled.into(),
+            rows: raw.rows as u32,
+            groups: raw.groups as u32,
+            first: first as u32,
+            slabs: slabs as u32,
+            out_codes: codes,
+            out_scales: scales,
+            bad: raw.bad,
+        };
+        // SAFETY: by contract.
+        unsafe { self.pack.launch(how, args) }
     }
 
     /// The decoded matrix.
@@ -176,8 +184,8 @@ impl Kernels {
     pub unsafe fn dequantize(&self, w: &Weight, out: &Mat, stream: usize) -> Result<()> {
         let mut how = grid(w.k.div_ceil(256), w.n.min(32768), [256, 1, 1], stream);
         how.grid[2] = w.n.div_ceil(32768) as u32;
-        // SAFETY: by contract; the arguments are those of `q4_dequantize`.
-        unsafe { self.dequantize.launch(how, args![packed(w), matrix(out)]) }
+        // SAFETY: by contract.
+        unsafe { self.dequantize.launch(how, Dequantize { w: packed(w), out: matrix(out) }) }
     }
 
     /// `dx = dy W`.
@@ -187,8 +195,8 @@ impl Kernels {
     pub unsafe fn backward(&self, w: &Weight, dy: &Mat, dx: &Mat, stream: usize) -> Result<()> {
         each_rows(dy, dx, MAX_ROWS, |dy, dx| {
             let how = grid(w.k.div_ceil(32), dy.rows, [32, 16, 1], stream);
-            // SAFETY: by contract; the arguments are those of `q4_backward`.
-            unsafe { self.backward.launch(how, args![packed(w), matrix(dy), matrix(dx)]) }
+            // SAFETY: by contract.
+            unsafe { self.backward.launch(how, Backward { w: packed(w), dy: matrix(dy), dx: matrix(dx) }) }
         })
     }
 
@@ -199,8 +207,10 @@ impl Kernels {
     pub unsafe fn forward_float(&self, w: &Weight, x: &Mat, y: &Mat, stream: usize) -> Result<()> {
         each_rows(x, y, MAX_ROWS, |x, y| {
             let how = grid(w.n.div_ceil(8), y.rows.div_ceil(4), [32, 8, 1], stream);
-            // SAFETY: by contract; the arguments are those of `q4_forward_float`.
-            unsafe { self.forward_float.launch(how, args![packed(w), matrix(x), matrix(y)]) }
+            // SAFETY: by contract.
+            unsafe {
+                self.forward_float.launch(how, ForwardFloat { w: packed(w), x: matrix(x), y: matrix(y) })
+            }
         })
     }
 
@@ -212,14 +222,17 @@ impl Kernels {
         for first in (0..y.rows).step_by(MAX_ROWS) {
             let y = y.rows_from(first, MAX_ROWS.min(y.rows - first));
             let how = grid(w.n.div_ceil(8), y.rows.div_ceil(4), [32, 8, 1], stream);
-            let (codes, steps) = (q.q + (first * w.k) as u64, q.steps + (first * (w.k / 16) * 4) as u64);
-            // SAFETY: by contract; the arguments are those of `q4_forward_int`.
-            unsafe {
-                self.forward_int.launch(
-                    how,
-                    args![packed(w), codes, steps, q.global, q.convention, q.factor, matrix(&y)],
-                )?;
-            }
+            let args = ForwardInt {
+                w: packed(w),
+                q: q.q + (first * w.k) as u64,
+                steps: q.steps + (first * (w.k / 16) * 4) as u64,
+                act_global: q.global,
+                act_convention: q.convention,
+                factor: q.factor,
+                y: matrix(&y),
+            };
+            // SAFETY: by contract.
+            unsafe { self.forward_int.launch(how, args)? };
         }
         Ok(())
     }
@@ -278,4 +291,13 @@ fn each_rows(a: &Mat, b: &Mat, step: usize, mut run: impl FnMut(&Mat, &Mat) -> R
         run(&a.rows_from(first, rows), &b.rows_from(first, rows))?;
     }
     Ok(())
+}
+
+#[test]
+fn kernels_take_what_they_are_given() -> Result<()> {
+    SOURCE.takes::<Pack>("q4_pack")?;
+    SOURCE.takes::<Dequantize>("q4_dequantize")?;
+    SOURCE.takes::<Backward>("q4_backward")?;
+    SOURCE.takes::<ForwardFloat>("q4_forward_float")?;
+    SOURCE.takes::<ForwardInt>("q4_forward_int")
 }
