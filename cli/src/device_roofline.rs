@@ -31,25 +31,21 @@ impl DeviceRoofline {
         let data = Buffer::new(gpu, bytes)?;
         let out = Buffer::new(gpu, 4)?;
         let (data, out) = (data.ptr(), out.ptr());
-        let launch = |grid: u32, block: u32, shared: u32| Launch {
-            grid: [grid, 1, 1],
-            block: [block, 1, 1],
-            shared,
-            stream: 0,
-            overlap: false,
-        };
+        let processors = gpu.processors as usize;
+        let all = Launch::new([8 * processors, 1, 1], [512, 1, 1], 0);
         let words = (bytes / 4) as u64;
         // SAFETY: the buffer holds `words` words; so for the launches below with the sizes they are given.
-        unsafe { fill.launch(launch(gpu.processors * 8, 512, 0), Fill { data, count: words })? };
+        unsafe { fill.launch(all, Fill { data, count: words })? };
         let vectors = (bytes / 16) as u64;
         let read_s = median(gpu, || unsafe {
             // SAFETY: see above.
-            read.launch(launch(gpu.processors * 8, 512, 0), Read { data, count: vectors, out })
+            read.launch(all, Read { data, count: vectors, out })
         })?;
         let rounds = 2000i32;
         let product_s = median(gpu, || unsafe {
             // SAFETY: see above; 48 KiB of shared memory need no permission.
-            multiply.launch(launch(gpu.processors, 256, 48 << 10), Multiply { rounds, seed: data, out })
+            let how = Launch { shared: 48 << 10, ..Launch::new([processors, 1, 1], [256, 1, 1], 0) };
+            multiply.launch(how, Multiply { rounds, seed: data, out })
         })?;
         // Per round and multiprocessor: 2 warpgroups of 4 products m64n256k16, or 8 warps of 64 m16n8k16.
         let macs = if gpu.arch.wgmma { 2 * 4 * 64 * 256 * 16 } else { 8 * 64 * 16 * 8 * 16 };

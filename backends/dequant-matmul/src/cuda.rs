@@ -7,7 +7,7 @@ use q4_core::{
     Q4Weight, Result, TensorView, TensorViewMut,
 };
 use q4_cuda::{
-    Blas, Buffer, DenseProduct, Gpu, Kernel, Kernels, Launch, Matrix, RowKernels, Source, mirror, number,
+    Blas, Buffer, DenseProduct, Gpu, Kernel, Kernels, Launch, Matrix, RowKernels, Source, mirror, number, over_rows,
 };
 use std::sync::Arc;
 
@@ -156,8 +156,7 @@ impl OnDevice {
 }
 
 fn plane(columns: usize, rows: u32, stream: usize) -> Launch {
-    let grid = [columns.div_ceil(256) as u32, rows, 1];
-    Launch { grid, block: [256, 1, 1], shared: 0, stream, overlap: false }
+    Launch::new([columns.div_ceil(256), rows as usize, 1], [256, 1, 1], stream)
 }
 
 impl PreparedWeight for OnDevice {
@@ -185,8 +184,8 @@ impl PreparedWeight for OnDevice {
             let x = e.rows.rounded(x, &self.info.activations, self.x, scratch, stream)?;
             for (first, y) in y.parts() {
                 let x = x.rows_from(first, y.rows as usize);
-                let grid = [self.info.n.div_ceil(8) as u32, y.rows.div_ceil(4), 1];
-                let how = Launch { grid, block: [32, 8, 1], shared: 0, stream, overlap: false };
+                let grid = [self.info.n.div_ceil(8), (y.rows as usize).div_ceil(4), 1];
+                let how = Launch::new(grid, [32, 8, 1], stream);
                 e.forward.launch(how, Forward { w: self.packed, x, y })?;
             }
             Ok(())
@@ -203,8 +202,8 @@ impl PreparedWeight for OnDevice {
         let (dy, dx) = (Matrix::of(&dy)?, Matrix::of(&dx.as_view())?);
         for (first, dx) in dx.parts() {
             let dy = dy.rows_from(first, dx.rows as usize);
-            let grid = [self.info.k.div_ceil(32) as u32, dx.rows, 1];
-            let how = Launch { grid, block: [32, 16, 1], shared: 0, stream: cx.stream, overlap: false };
+            let grid = [self.info.k.div_ceil(32), dx.rows as usize, 1];
+            let how = Launch::new(grid, [32, 16, 1], cx.stream);
             // SAFETY: as in `forward`.
             unsafe { self.engine.backward.launch(how, Backward { w: self.packed, dy, dx }) }
                 .map_err(|e| self.shaped(e, "dense gradient", m))?;
@@ -221,8 +220,7 @@ impl PreparedWeight for OnDevice {
         let (n, k) = (self.info.n, self.info.k);
         check_matrix(&out.as_view(), out.as_view().dtype(), n, k)?;
         q4_cuda::check_place(&out.as_view(), cx)?;
-        let grid = [k.div_ceil(256) as u32, n.min(32768) as u32, n.div_ceil(32768) as u32];
-        let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: cx.stream, overlap: false };
+        let how = Launch::new(over_rows(k.div_ceil(256), n), [256, 1, 1], cx.stream);
         let args = Decode { w: self.packed, out: Matrix::of(&out.as_view())? };
         // SAFETY: as in `forward`.
         unsafe { self.engine.decode.launch(how, args) }.map_err(|e| self.shaped(e, "decoding", n))

@@ -22,7 +22,7 @@ mirror! {
 const BUCKETS: usize = 2048 * 12 + 8;
 /// Blocks that narrow the vocabulary down: more weigh it faster, but each leaves its counts of every bucket
 /// to add up.
-const BLOCKS: u32 = 16;
+const BLOCKS: usize = 16;
 
 /// What drawing needs besides the logits, for one sequence.
 pub(super) struct Draw {
@@ -95,13 +95,7 @@ impl Draw {
         let top_k = top_k.min(self.vocab) as u32;
         let choice = Choice { uniform: sampler.uniform(), temperature, top_p, min_p, top_k };
         let vocab = self.vocab as i32;
-        let how = |blocks, threads| Launch {
-            grid: [blocks, 1, 1],
-            block: [threads, 1, 1],
-            shared: 0,
-            stream,
-            overlap: true,
-        };
+        let how = |blocks| Launch::overlapping([blocks, 1, 1], 1024, 0, stream);
         let (buckets, list) = (self.buckets.ptr(), self.list.ptr());
         let Chosen { token, flags, records, out, embedding, .. } = to;
         let mut best = token;
@@ -113,17 +107,17 @@ impl Draw {
                 self.staged.send(0, self.recent.ptr(), 4 * recent.len(), stream)?;
                 let (count, penalty, seen) = (recent.len() as u32, repetition_penalty, self.seen.ptr());
                 let args = Penalise { logits, recent: self.recent.ptr(), count, penalty, seen };
-                self.penalise.launch(how(1, 1024), args)?;
+                self.penalise.launch(how(1), args)?;
                 let to = self.likeliest();
                 best = to.token;
                 launch_argmax(&self.argmax, (logits, self.vocab), 0, to, 1, stream)?;
             }
             let args = Weigh { logits, vocab, best, flags, choice, buckets };
-            self.weigh.launch(how(BLOCKS, 1024), args)?;
+            self.weigh.launch(how(BLOCKS), args)?;
             let args = Narrow { logits, vocab, best, flags, choice, buckets, list };
-            self.narrow.launch(how(BLOCKS, 1024), args)?;
+            self.narrow.launch(how(BLOCKS), args)?;
             let args = Last { logits, best, flags, choice, buckets, list, records, out, embedding };
-            self.draw.launch(how(1, 1024), args)
+            self.draw.launch(how(1), args)
         }
     }
 }

@@ -126,8 +126,7 @@ pub(super) unsafe fn launch_argmax(
     stream: usize,
 ) -> Result<()> {
     let (vocab, rows) = (vocab as i32, rows as u32);
-    let grid = [to.blocks, sequences as u32, 1];
-    let how = Launch { grid, block: [256, 1, 1], shared: 0, stream, overlap: true };
+    let how = Launch::overlapping([to.blocks as usize, sequences, 1], 256, 0, stream);
     let Chosen { keys, turns, token, position, flags, records, out, stride, embedding, .. } = to;
     let args =
         Argmax { logits, vocab, rows, keys, turns, token, position, flags, records, out, stride, embedding };
@@ -308,9 +307,9 @@ impl ModelKernels {
         rows: usize,
         s: usize,
     ) -> Result<()> {
-        let width = self.shape.hidden as i32;
-        let grid = [rows as u32, (width as u32).div_ceil(1024), 1];
-        let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: s, overlap: true };
+        let width = self.shape.hidden;
+        let how = Launch::overlapping([rows, width.div_ceil(1024), 1], 256, 0, s);
+        let width = width as i32;
         // SAFETY: by contract.
         unsafe { self.embed[index(dtype)].launch(how, Embed { table, ids, out, width }) }
     }
@@ -327,8 +326,7 @@ impl ModelKernels {
         (rows, width): (usize, usize),
         s: usize,
     ) -> Result<()> {
-        let how =
-            Launch { grid: [rows as u32, 1, 1], block: [256, 1, 1], shared: 0, stream: s, overlap: true };
+        let how = Launch::overlapping([rows, 1, 1], 256, 0, s);
         let width = width as i32;
         // SAFETY: by contract.
         unsafe { self.norm[index(dtype)].launch(how, Norm { x, weight, eps, out, width }) }
@@ -339,8 +337,7 @@ impl ModelKernels {
     /// # Safety
     /// As above.
     pub unsafe fn add(&self, x: u64, residual: u64, count: usize, s: usize) -> Result<()> {
-        let grid = [count.div_ceil(1024) as u32, 1, 1];
-        let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: s, overlap: true };
+        let how = Launch::overlapping([count.div_ceil(1024), 1, 1], 256, 0, s);
         let count = count as u64;
         // SAFETY: by contract.
         unsafe { self.add.launch(how, Add { x, residual, count }) }
@@ -351,8 +348,7 @@ impl ModelKernels {
     /// # Safety
     /// As above.
     pub unsafe fn silu_mul(&self, gate_up: u64, out: u64, rows: usize, width: usize, s: usize) -> Result<()> {
-        let grid = [width.div_ceil(1024) as u32, rows as u32, 1];
-        let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: s, overlap: true };
+        let how = Launch::overlapping([width.div_ceil(1024), rows, 1], 256, 0, s);
         let width = width as i32;
         // SAFETY: by contract.
         unsafe { self.silu_mul.launch(how, SiluMul { gate_up, out, width }) }
@@ -373,8 +369,8 @@ impl ModelKernels {
         s: usize,
     ) -> Result<()> {
         let [heads, kv_heads, dim] = self.heads();
-        let grid = [rows as u32, ((heads + 2 * kv_heads) as u32).div_ceil(8), 1];
-        let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: s, overlap: true };
+        let grid = [rows, (self.shape.heads + 2 * self.shape.kv_heads).div_ceil(8), 1];
+        let how = Launch::overlapping(grid, 256, 0, s);
         let Place { rope: (cosine, sine), position, strides: (head_stride, sequence_stride), .. } = p;
         let args = RotateAppend {
             qkv,
@@ -415,27 +411,15 @@ impl ModelKernels {
         let Place { position, strides: (head_stride, sequence_stride), .. } = p;
         let scale = 1.0 / (self.shape.head_dim as f32).sqrt();
         if let (Some((_, prefill)), false) = (&self.fast, p.batch) {
-            let grid = [heads as u32, rows.div_ceil(128) as u32, 1];
-            let how = Launch {
-                grid,
-                block: [prefill.threads, 1, 1],
-                shared: prefill.shared,
-                stream: s,
-                overlap: true,
-            };
+            let grid = [self.shape.heads, rows.div_ceil(128), 1];
+            let how = Launch::overlapping(grid, prefill.threads, prefill.shared, s);
             let rows = rows as i32;
             let args =
                 AttendMany { q, keys, values, head_stride, position, out, rows, heads, kv_heads, scale };
             // SAFETY: by contract.
             return unsafe { prefill.kernel.launch(how, args) };
         }
-        let how = Launch {
-            grid: [heads as u32, rows as u32, 1],
-            block: [256, 1, 1],
-            shared: 0,
-            stream: s,
-            overlap: true,
-        };
+        let how = Launch::overlapping([self.shape.heads, rows, 1], 256, 0, s);
         let args = Attend {
             q,
             keys,
@@ -478,9 +462,8 @@ impl ModelKernels {
         let [heads, kv_heads, _] = self.heads();
         let Place { rope: (cosine, sine), position, strides: (head_stride, sequence_stride), .. } = p;
         let scale = 1.0 / (self.shape.head_dim as f32).sqrt();
-        let grid =
-            [self.splits(sequences) as u32, (self.shape.kv_heads * self.groups()) as u32, sequences as u32];
-        let how = Launch { grid, block: [256, 1, 1], shared: decode.shared, stream: s, overlap: true };
+        let grid = [self.splits(sequences), self.shape.kv_heads * self.groups(), sequences];
+        let how = Launch::overlapping(grid, 256, decode.shared, s);
         let args = AttendOne {
             qkv,
             q_weight,
@@ -517,8 +500,7 @@ impl ModelKernels {
     ) -> Result<()> {
         let (vocab, width) = (self.shape.vocab as i32, self.shape.hidden as i32);
         if x_type == DType::F32 {
-            let grid = [(vocab as u32).div_ceil(8), rows as u32, 1];
-            let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: s, overlap: true };
+            let how = Launch::overlapping([self.shape.vocab.div_ceil(8), rows, 1], 256, 0, s);
             let args = HeadExact { table, x, out, vocab, width };
             // SAFETY: by contract.
             return unsafe { self.head_exact[index(dtype)].launch(how, args) };
@@ -526,8 +508,8 @@ impl ModelKernels {
         let which = [1usize, 2, 4, 8].iter().position(|n| 8 * n >= rows).unwrap_or(3);
         let kernel = if dtype == DType::F16 { &self.head_f16[which] } else { &self.head[which] };
         let per_block = 8usize << which;
-        let grid = [(vocab as u32).div_ceil(128), rows.div_ceil(per_block) as u32, 1];
-        let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: s, overlap: true };
+        let grid = [self.shape.vocab.div_ceil(128), rows.div_ceil(per_block), 1];
+        let how = Launch::overlapping(grid, 256, 0, s);
         let rows = rows as i32;
         // SAFETY: by contract.
         unsafe { kernel.launch(how, Head { table, x, out, vocab, width, rows }) }
@@ -555,8 +537,7 @@ impl ModelKernels {
     /// # Safety
     /// As above.
     pub unsafe fn finite(&self, (x, dtype): (u64, DType), count: usize, flag: u64, s: usize) -> Result<()> {
-        let grid = [count.div_ceil(1024).clamp(1, 1024) as u32, 1, 1];
-        let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: s, overlap: true };
+        let how = Launch::overlapping([count.div_ceil(1024).clamp(1, 1024), 1, 1], 256, 0, s);
         let count = count as u64;
         // SAFETY: by contract.
         unsafe { self.finite[index(dtype)].launch(how, Finite { x, count, flag }) }

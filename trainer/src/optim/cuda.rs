@@ -180,9 +180,8 @@ unsafe fn launch<A: Mirror>(kernels: &Named<A>, name: &str, blocks: usize, args:
     }
     let kernel = kernels.get(name);
     let kernel = kernel.ok_or_else(|| Error::new(Code::Internal, format!("no kernel {name}")))?;
-    let (grid, block) = ([blocks as u32, 1, 1], [THREADS, 1, 1]);
     // SAFETY: by contract; stream zero is the default one.
-    unsafe { kernel.launch(Launch { grid, block, shared: 0, stream: 0, overlap: false }, args) }
+    unsafe { kernel.launch(Launch::new([blocks, 1, 1], [THREADS, 1, 1], 0), args) }
 }
 
 fn adamw_name(state: StateFormat, master: MasterFormat, grad: MasterFormat) -> String {

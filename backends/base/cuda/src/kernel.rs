@@ -135,6 +135,18 @@ pub struct Launch {
     pub overlap: bool,
 }
 
+impl Launch {
+    /// Blocks of `block` threads, once everything before them in `stream` is done.
+    pub fn new(grid: [usize; 3], block: [u32; 3], stream: usize) -> Self {
+        Self { grid: grid.map(|n| n as u32), block, shared: 0, stream, overlap: false }
+    }
+
+    /// Blocks of `threads` threads and `shared` bytes, which may start while the kernel before them drains.
+    pub fn overlapping(grid: [usize; 3], threads: u32, shared: u32, stream: usize) -> Self {
+        Self { shared, overlap: true, ..Self::new(grid, [threads, 1, 1], stream) }
+    }
+}
+
 impl<A: Mirror> Kernel<A> {
     /// Its name.
     pub fn name(&self) -> &str {

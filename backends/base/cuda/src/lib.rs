@@ -45,7 +45,7 @@ pub use lt::Blas;
 pub use map::TensorMap;
 pub use mirror::{Field, Mirror, addresses};
 pub use q4_core::Found;
-pub use rows::{Matrix, ROWS, RowKernels, Stored, convention, number, rule};
+pub use rows::{Matrix, ROWS, RowKernels, Stored, convention, number, over_rows, rule};
 pub use source::{File, Source};
 pub use stream::{Event, Stream};
 

@@ -1,6 +1,6 @@
 //! Launchers of `cuda/rows.cu`: activations of every float type, quantised by every rule, on the device.
 use crate::{Gpu, Kernel, Kernels, Launch, Source, check, driver, mirror};
-use q4_core::{ActGlobal, Activations, Convention, DType, GlobalScale, Result, Rule, TensorView};
+use q4_core::{ActGlobal, ActQuant, Activations, Convention, DType, GlobalScale, Result, Rule, TensorView};
 use std::sync::Arc;
 
 /// The text, for kernels that use its functions.
@@ -58,8 +58,13 @@ impl Matrix {
     }
 }
 
-/// Rows of one launch.
+/// Rows of one launch: what the second dimension of a grid holds, rounded down.
 const MAX_ROWS: usize = 32768;
+
+/// A grid with a block for each row, over its second and third dimension.
+pub fn over_rows(x: usize, rows: usize) -> [usize; 3] {
+    [x, rows.min(MAX_ROWS), rows.div_ceil(MAX_ROWS)]
+}
 
 /// A type's number in kernels.
 pub fn number(d: DType) -> u32 {
@@ -112,7 +117,7 @@ pub struct RowKernels {
 }
 
 fn grid(x: usize, y: usize, threads: u32, stream: usize) -> Launch {
-    Launch { grid: [x as u32, y as u32, 1], block: [threads, 1, 1], shared: 0, stream, overlap: false }
+    Launch::new([x, y, 1], [threads, 1, 1], stream)
 }
 
 impl RowKernels {
@@ -199,6 +204,48 @@ impl RowKernels {
         Ok(())
     }
 
+    /// The address of the per-tensor scale that `act` asks for, 0 where it asks for none: `at`, where it is put.
+    ///
+    /// # Safety
+    /// x and `at` are device memory.
+    pub unsafe fn scale(&self, x: Matrix, act: &ActQuant, source: DType, at: u64, stream: usize) -> Result<u64> {
+        // SAFETY: forwarded.
+        unsafe {
+            match act.global {
+                ActGlobal::None => return Ok(0),
+                ActGlobal::Static(g) => self.set_global(g, at, stream)?,
+                ActGlobal::PerCall => self.global_of(x, act.rule, source, at, stream)?,
+            }
+        }
+        Ok(at)
+    }
+
+    /// Rows to int8, as `activations` that are not native say; the address and the convention of their
+    /// per-tensor scale, or 0.
+    ///
+    /// # Safety
+    /// x is device memory; so are a float, room for its rows and for their steps.
+    pub unsafe fn quantised(
+        &self,
+        x: Matrix,
+        activations: &Activations,
+        source: DType,
+        [global, q, steps]: [u64; 3],
+        stream: usize,
+    ) -> Result<(u64, u32)> {
+        let Activations::Nvfp4(act) = activations else {
+            // SAFETY: forwarded.
+            return unsafe { self.int8(x, q, steps, stream) }.map(|()| (0, 0));
+        };
+        let to = Stored { q, steps, ..Stored::default() };
+        // SAFETY: forwarded.
+        unsafe {
+            let global = self.scale(x, act, source, global, stream)?;
+            self.nvfp4(x, act.rule, source, global, &to, stream)?;
+            Ok((global, convention(act.rule)))
+        }
+    }
+
     /// Scratch bytes of [`rounded`](Self::rounded).
     pub fn rounded_bytes(activations: &Activations, m: usize, k: usize) -> usize {
         match activations {
@@ -223,32 +270,14 @@ impl RowKernels {
         let (m, k) = (x.rows as usize, x.cols as usize);
         let (q, steps) = (scratch + 256, scratch + steps_at(m, k) as u64);
         let out = scratch + values_at(m, k) as u64;
-        // SAFETY: by contract; the parts of the scratch do not overlap.
-        let (global, convention, factor) = unsafe {
-            match activations {
-                Activations::Native => return Ok(x),
-                Activations::Int8 => {
-                    self.int8(x, q, steps, stream)?;
-                    (0, 0, 1.0)
-                }
-                Activations::Nvfp4(act) => {
-                    let global = match act.global {
-                        ActGlobal::None => 0,
-                        ActGlobal::Static(g) => {
-                            self.set_global(g, scratch, stream)?;
-                            scratch
-                        }
-                        ActGlobal::PerCall => {
-                            self.global_of(x, act.rule, source, scratch, stream)?;
-                            scratch
-                        }
-                    };
-                    let to = Stored { q, steps, ..Stored::default() };
-                    self.nvfp4(x, act.rule, source, global, &to, stream)?;
-                    (global, convention(act.rule), 0.5)
-                }
-            }
+        let factor = match activations {
+            Activations::Native => return Ok(x),
+            Activations::Int8 => 1.0,
+            Activations::Nvfp4(_) => 0.5,
         };
+        // SAFETY: by contract; the parts of the scratch do not overlap.
+        let (global, convention) =
+            unsafe { self.quantised(x, activations, source, [scratch, q, steps], stream)? };
         let values = Matrix::new(out, DType::F32, m, k, k);
         for (first, part) in values.parts() {
             let how = grid(k.div_ceil(256), part.rows as usize, 256, stream);

@@ -24,7 +24,7 @@ fn gpu() -> Option<Arc<Gpu>> {
 /// Stores to `to` and waits.
 fn store(gpu: &Arc<Gpu>, to: u64) -> q4_core::Result<()> {
     let kernel = Kernels::load(gpu, &SOURCE, &[])?.get("store")?;
-    let how = Launch { grid: [2, 1, 1], block: [32, 1, 1], shared: 0, stream: 0, overlap: false };
+    let how = Launch::new([2, 1, 1], [32, 1, 1], 0);
     gpu.enqueues(format_args!("`layer`, [1, 32] by [64, 32]"));
     // SAFETY: 64 words at `to`, or, in a child, nothing anyone needs.
     unsafe { kernel.launch(how, Store { to })? };

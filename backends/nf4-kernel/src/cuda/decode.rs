@@ -173,8 +173,7 @@ impl Kernels {
     pub unsafe fn forward(&self, w: &Packed, call: &Call) -> Result<()> {
         let (mut norm, k) = (call.norm.0, w.k as usize);
         let copy = |from: u64, rows: u32, ld: u64, size: u32, to: u64| {
-            let grid = [w.k.div_ceil(256), rows, 1];
-            let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: call.stream, overlap: true };
+            let how = Launch::overlapping([k.div_ceil(256), rows as usize, 1], 256, 0, call.stream);
             // SAFETY: by contract.
             unsafe { self.align.launch(how, Align { from, ld, k: w.k, size, to }) }
         };

@@ -132,13 +132,6 @@ impl Kernels {
         let processors = self.gpu.processors as usize;
         let (grid, split) = deal(row_tiles * token_tiles, columns, units * parts, processors);
         let (partial, flags) = (call.workspace + room.partial as u64, call.workspace + room.flags as u64);
-        let how = |grid: usize, block: u32, shared: u32| Launch {
-            grid: [grid as u32, 1, 1],
-            block: [block, 1, 1],
-            shared,
-            stream: call.stream,
-            overlap: true,
-        };
         let (weight, eps) = call.norm;
         let order = &self.order[usize::from(weight != 0)][call.source as usize - 1];
         let args = Order {
@@ -154,11 +147,9 @@ impl Kernels {
             flag_count: 2 * self.gpu.processors as i32,
         };
         // With a norm every block sums a whole row: as few as there are rows.
-        let pieces = if weight == 0 { (8 * w.units).div_ceil(256) } else { 1 };
-        let mut shape = how(m, 256, 0);
-        shape.grid[1] = pieces;
+        let pieces = if weight == 0 { (8 * units).div_ceil(256) } else { 1 };
         // SAFETY: by contract.
-        unsafe { order.launch(shape, args)? };
+        unsafe { order.launch(Launch::overlapping([m, pieces, 1], 256, 0, call.stream), args)? };
         let out = match (call.accumulate, call.y.dtype) {
             (true, _) => 1,
             (_, 3) => 2,
@@ -174,7 +165,7 @@ impl Kernels {
             whole(call.y.data) && whole(call.y.ld * size) && whole(u64::from(call.y.cols) * size);
         let pair = self.pair(size_of(w, m))?;
         let kernel = if call.gate { &pair.gate } else { &pair.plain };
-        let how = how(grid, 384, shared_of(tokens));
+        let how = Launch::overlapping([grid, 1, 1], 384, shared_of(tokens), call.stream);
         let [tokens, row_units, parts, split_tiles, row_tiles, token_tiles] =
             [m, units, parts, split, row_tiles, token_tiles].map(|v| v as i32);
         let args = Gemm {

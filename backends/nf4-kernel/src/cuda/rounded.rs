@@ -240,13 +240,6 @@ impl Kernels {
         let index = Shape::of(w, m, self.gpu.processors as usize);
         let shape = &SHAPES[index];
         let at = |part: usize| call.workspace + part as u64;
-        let how = |grid: usize, block: u32, shared: u32| Launch {
-            grid: [grid as u32, 1, 1],
-            block: [block, 1, 1],
-            shared,
-            stream: call.stream,
-            overlap: true,
-        };
         // The copy engine wants rows that begin at multiples of 16 bytes.
         let is_readable = call.norm.0 == 0 && call.x.data % 16 == 0 && call.x.ld % 8 == 0;
         let (x, ldx) = if is_readable {
@@ -254,11 +247,12 @@ impl Kernels {
         } else {
             let (x, ld, k, out) = (call.x.data, call.x.ld, k as i32, at(room.rows));
             let (weight, eps) = call.norm;
+            let how = Launch::overlapping([m, 1, 1], 256, 0, call.stream);
             // SAFETY: by contract.
             unsafe {
                 match weight {
-                    0 => self.rows.launch(how(m, 256, 0), Plain { x, ld, k, out })?,
-                    _ => self.normed.launch(how(m, 256, 0), Normed { x, ld, k, out, weight, eps })?,
+                    0 => self.rows.launch(how, Plain { x, ld, k, out })?,
+                    _ => self.normed.launch(how, Normed { x, ld, k, out, weight, eps })?,
                 }
             }
             (out, w.k as usize)
@@ -310,8 +304,10 @@ impl Kernels {
         };
         let pair = self.pair(index)?;
         let kernel = if call.gate { &pair.gate } else { &pair.plain };
+        let grid = [grid * shape.pair, 1, 1];
+        let how = Launch::overlapping(grid, shape.threads(), shape.shared(), call.stream);
         // SAFETY: by contract.
-        unsafe { kernel.launch(how(grid * shape.pair, shape.threads(), shape.shared()), args) }
+        unsafe { kernel.launch(how, args) }
     }
 }
 

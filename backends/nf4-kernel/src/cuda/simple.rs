@@ -1,7 +1,7 @@
 //! Launchers of `cuda/simple.cu`: packing, decoding, gradients, and the product that takes every shape.
 use super::{FILES, Packed};
 use q4_core::Result;
-use q4_cuda::{Gpu, Kernel, Kernels as Module, Launch, Matrix, Source, mirror};
+use q4_cuda::{Gpu, Kernel, Kernels as Module, Launch, Matrix, Source, mirror, over_rows};
 use std::sync::Arc;
 
 pub(crate) const SOURCE: Source =
@@ -33,15 +33,6 @@ mirror! {
     struct Dequantize { w: Packed, out: Matrix }
 }
 
-fn how(grid: [usize; 3], block: [u32; 3], stream: usize) -> Launch {
-    Launch { grid: grid.map(|d| d as u32), block, shared: 0, stream, overlap: false }
-}
-
-/// Rows over the second and third dimension of a grid.
-fn over_rows(x: usize, rows: usize) -> [usize; 3] {
-    [x, rows.min(32768), rows.div_ceil(32768)]
-}
-
 impl Kernels {
     /// Compiles or finds them.
     pub fn load(gpu: &Arc<Gpu>) -> Result<Self> {
@@ -64,7 +55,7 @@ impl Kernels {
         let (high_first, rows, first) = (is_high_first.into(), rows as u32, first as u32);
         let args = Pack { codes, absmax, high_first, block, rows, first, w: *w };
         // SAFETY: by contract.
-        unsafe { self.pack.launch(how(grid, [128, 1, 1], 0), args) }
+        unsafe { self.pack.launch(Launch::new(grid, [128, 1, 1], 0), args) }
     }
 
     /// `y = x W^T`.
@@ -77,7 +68,7 @@ impl Kernels {
             let x = x.rows_from(first, rows);
             let grid = [(w.n as usize).div_ceil(8), rows.div_ceil(ROWS), 1];
             // SAFETY: by contract.
-            unsafe { self.forward.launch(how(grid, [32, 8, 1], stream), Forward { w: *w, x, y })? };
+            unsafe { self.forward.launch(Launch::new(grid, [32, 8, 1], stream), Forward { w: *w, x, y })? };
         }
         Ok(())
     }
@@ -91,7 +82,7 @@ impl Kernels {
             let dy = dy.rows_from(first, dx.rows as usize);
             let grid = [(w.k as usize).div_ceil(32), dx.rows as usize, 1];
             // SAFETY: by contract.
-            unsafe { self.backward.launch(how(grid, [32, 16, 1], stream), Backward { w: *w, dy, dx })? };
+            unsafe { self.backward.launch(Launch::new(grid, [32, 16, 1], stream), Backward { w: *w, dy, dx })? };
         }
         Ok(())
     }
@@ -103,7 +94,7 @@ impl Kernels {
     pub unsafe fn dequantize(&self, w: &Packed, out: Matrix, stream: usize) -> Result<()> {
         let grid = over_rows((w.k as usize).div_ceil(256), w.n as usize);
         // SAFETY: by contract.
-        unsafe { self.dequantize.launch(how(grid, [256, 1, 1], stream), Dequantize { w: *w, out }) }
+        unsafe { self.dequantize.launch(Launch::new(grid, [256, 1, 1], stream), Dequantize { w: *w, out }) }
     }
 }
 

@@ -1,10 +1,10 @@
 //! Launchers of `cuda/gemv.cu` and `cuda/row.cu`: products of a few rows, with any fusion, as one kernel.
 use super::forward::{Call, Fast};
-use super::simple;
+use super::simple::matrix;
 use super::{FILES, Weight};
 use crate::call::Mat;
 use q4_core::{ActGlobal, Activations, Code, DType, Error, FuseSet, Result};
-use q4_cuda::{Gpu, Kernel, Launch, Source, mirror};
+use q4_cuda::{Gpu, Kernel, Launch, RowKernels, Source, mirror, number};
 use std::sync::{Arc, Once, OnceLock};
 
 /// Activation formats as `gemv.cu` counts them.
@@ -95,7 +95,7 @@ struct Families {
 pub struct Kernels {
     gpu: Arc<Gpu>,
     families: Arc<Families>,
-    simple: simple::Kernels,
+    quantise: RowKernels,
 }
 
 impl Families {
@@ -153,7 +153,7 @@ impl Kernels {
             loaded: Default::default(),
             expected: [const { Once::new() }; FAMILIES.len()],
         };
-        Ok(Self { gpu: gpu.clone(), families: families.into(), simple: simple::Kernels::load(gpu)? })
+        Ok(Self { gpu: gpu.clone(), families: families.into(), quantise: RowKernels::load(gpu)? })
     }
 
     /// The place in [`FAMILIES`] of a product with `w`.
@@ -308,22 +308,21 @@ impl Fast for Kernels {
                 Activations::Native => {}
                 Activations::Int8 => act = ACT_INT8,
                 Activations::Nvfp4(a) => {
-                    (act, rule) = (ACT_NVFP4, simple::rule(a.rule));
+                    (act, rule) = (ACT_NVFP4, q4_cuda::rule(a.rule));
                     match a.global {
                         ActGlobal::None => {}
                         ActGlobal::Static(g) => {
-                            (convention, global) = (simple::convention(a.rule), g.value())
+                            (convention, global) = (q4_cuda::convention(a.rule), g.value())
                         }
                         ActGlobal::PerCall => {
-                            self.simple.global_of(&x, a.rule, w.x, call.workspace, call.stream)?;
-                            (convention, act_global) = (simple::convention(a.rule), call.workspace);
+                            self.quantise.scale(matrix(&x), &a, w.x, call.workspace, call.stream)?;
+                            (convention, act_global) = (q4_cuda::convention(a.rule), call.workspace);
                         }
                     }
                 }
             }
             let copy = |from: u64, rows: usize, ld: usize, size: usize, to: u64| {
-                let grid = [(w.k as u32).div_ceil(256), rows as u32, 1];
-                let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: call.stream, overlap: true };
+                let how = Launch::overlapping([w.k.div_ceil(256), rows, 1], 256, 0, call.stream);
                 kernels.align.launch(how, Align { from, ld: ld as u64, k: w.k as u32, size: size as u32, to })
             };
             // A product reads its norm's weight before it waits for the kernel ahead, unless that one writes
@@ -363,8 +362,8 @@ impl Fast for Kernels {
                 each: (plan.work / plan.teams) as u32,
                 extra: (plan.work % plan.teams) as u32,
                 gate_at: if gate { plan.work as u32 } else { 0 },
-                x_dtype: simple::dtype(w.x),
-                y_dtype: simple::dtype(ys.dtype),
+                x_dtype: number(w.x),
+                y_dtype: number(ys.dtype),
                 accumulate: call.fuse.accumulate.into(),
                 act,
                 rule,

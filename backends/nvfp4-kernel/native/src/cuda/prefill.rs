@@ -1,11 +1,11 @@
 //! Launchers of `cuda/gemm.cu`: products of many rows on sm_90, with any fusion.
 use super::forward::{Call, Fast, Fuse};
-use super::simple::{self, Stored};
+use super::simple::matrix;
 use super::tiles::{self, Deal, LEAST_ROWS, SHAPES};
 use super::{FILES, Weight};
 use crate::call::Mat;
-use q4_core::{ActGlobal, Activations, DType, Error, FuseSet, Result};
-use q4_cuda::{Gpu, Kernel, Launch, Source, TensorMap, mirror};
+use q4_core::{Activations, DType, Error, FuseSet, Result};
+use q4_cuda::{Gpu, Kernel, Launch, RowKernels, Source, TensorMap, mirror};
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::{Arc, OnceLock};
 
@@ -31,7 +31,7 @@ struct Pair {
 /// Kernels for calls of many rows. A shape is compiled when a call first needs it.
 pub struct Kernels {
     gpu: Arc<Gpu>,
-    quantise: simple::Kernels,
+    quantise: RowKernels,
     /// By shape, then bf16 and f16.
     pairs: [[OnceLock<Pair>; 2]; SHAPES.len()],
     order: [Kernel<Order>; 5],
@@ -61,7 +61,7 @@ impl Kernels {
         let get = |name: &str| all.get(&format!("order_{name}"));
         let order = [get("bf16")?, get("f16")?, get("f32_bf16")?, get("f32_f16")?, get("f32_parts")?];
         let order_codes = [all.get("order_codes")?, all.get("order_codes_parts")?];
-        let quantise = simple::Kernels::load(gpu)?;
+        let quantise = RowKernels::load(gpu)?;
         let key = RandomState::new().build_hasher().finish();
         Ok(Some(Self { gpu: gpu.clone(), quantise, pairs: Default::default(), order, order_codes, key }))
     }
@@ -100,13 +100,7 @@ impl Kernels {
 
     /// x as the copy engine can read it: as it is, or written to the workspace.
     unsafe fn stage(&self, w: &Weight, c: &Call, room: &Room) -> Result<Staged> {
-        let how = |grid: usize| Launch {
-            grid: [grid as u32, 1, 1],
-            block: [256, 1, 1],
-            shared: 0,
-            stream: c.stream,
-            overlap: true,
-        };
+        let how = Launch::overlapping([c.x.rows, 1, 1], 256, 0, c.stream);
         let (m, k, padded) = (c.x.rows, w.k as i32, (w.slabs * 64) as i32);
         let out = c.workspace + room.ordered as u64;
         let (q, steps, global) =
@@ -132,34 +126,17 @@ impl Kernels {
                 };
                 let (weight, eps) = c.fuse.norm.unwrap_or((0, 0.0));
                 let (x, ld) = (c.x.address(), c.x.ld as u64);
-                self.order[kernel].launch(how(m), Order { x, ld, k, out, padded, weight, eps })?;
+                self.order[kernel].launch(how, Order { x, ld, k, out, padded, weight, eps })?;
                 return Ok(written(0, 0));
             }
-            let (kernel, factor, at, convention) = match w.activations {
-                Activations::Nvfp4(act) => {
-                    let at = match act.global {
-                        ActGlobal::None => 0,
-                        ActGlobal::Static(g) => {
-                            self.quantise.set_global(g, global, c.stream)?;
-                            global
-                        }
-                        ActGlobal::PerCall => {
-                            self.quantise.global_of(&c.x, act.rule, w.x, global, c.stream)?;
-                            global
-                        }
-                    };
-                    let to = Stored { q, steps, ..Stored::default() };
-                    self.quantise.nvfp4(&c.x, act.rule, w.x, at, &to, c.stream)?;
-                    let convention = if at == 0 { 0 } else { simple::convention(act.rule) as i32 };
-                    (&self.order_codes[0], 0.5f32, at, convention)
-                }
-                _ => {
-                    self.quantise.int8(&c.x, q, steps, c.stream)?;
-                    (&self.order_codes[1], 1.0f32, 0, 0)
-                }
+            let (x, to) = (matrix(&c.x), [global, q, steps]);
+            let (at, convention) = self.quantise.quantised(x, &w.activations, w.x, to, c.stream)?;
+            let (kernel, factor) = match w.activations {
+                Activations::Nvfp4(_) => (&self.order_codes[0], 0.5),
+                _ => (&self.order_codes[1], 1.0),
             };
-            kernel.launch(how(m), OrderCodes { q, steps, k, out, padded, factor })?;
-            Ok(written(at, convention))
+            kernel.launch(how, OrderCodes { q, steps, k, out, padded, factor })?;
+            Ok(written(at, if at == 0 { 0 } else { convention as i32 }))
         }
     }
 }
@@ -235,13 +212,8 @@ impl Fast for Kernels {
         let x_map = TensorMap::new(x.x, x.element, x.shape, [64, shape.tokens / 2])?;
         let boxed = shape.rows() / if gate { 32 } else { 16 };
         let units_map = TensorMap::of_words(w.codes, [groups, units, 144], [boxed, 1, 144])?;
-        let how = Launch {
-            grid: [(2 * shape.pieces * grid) as u32, 1, 1],
-            block: [shape.threads(), 1, 1],
-            shared: shape.shared(),
-            stream: c.stream,
-            overlap: true,
-        };
+        let grid = [2 * shape.pieces * grid, 1, 1];
+        let how = Launch::overlapping(grid, shape.threads(), shape.shared(), c.stream);
         let [tokens, group_count, row_units, parts, whole, shares, pairs, token_tiles] =
             [m, groups, units, parts, whole, shares, pairs, token_tiles].map(|v| v as i32);
         let args = Gemm {

@@ -4,7 +4,7 @@ use super::super::simple::{Raw, matrix};
 use crate::call::Mat;
 use q4_core::Result;
 use q4_core::formats::swizzle::TILE_ROWS;
-use q4_cuda::{Gpu, Kernel, Launch, Matrix, Mirror, Source, mirror};
+use q4_cuda::{Gpu, Kernel, Launch, Matrix, Mirror, Source, mirror, over_rows};
 use std::sync::Arc;
 
 pub(super) const SOURCE: Source =
@@ -111,16 +111,6 @@ pub struct Laid {
     pub factors: u64,
 }
 
-fn grid(x: usize, y: usize, block: [u32; 2], stream: usize) -> Launch {
-    Launch {
-        grid: [x as u32, y as u32, 1],
-        block: [block[0], block[1], 1],
-        shared: 0,
-        stream,
-        overlap: false,
-    }
-}
-
 impl Kernels {
     /// Compiles or finds them for `gpu`.
     pub fn load(gpu: &Arc<Gpu>) -> Result<Self> {
@@ -141,7 +131,7 @@ impl<P: Place> Kernels<P> {
     /// # Safety
     /// All addresses are of memory of the sizes the layout says.
     pub unsafe fn pack(&self, raw: &Raw, first: usize, to: &Operand) -> Result<()> {
-        let how = grid(raw.groups.div_ceil(32), raw.rows.div_ceil(8), [32, 8], 0);
+        let how = Launch::new([raw.groups.div_ceil(32), raw.rows.div_ceil(8), 1], [32, 8, 1], 0);
         let args = Pack {
             codes: raw.codes,
             scales: raw.scales,
@@ -164,7 +154,7 @@ impl<P: Place> Kernels<P> {
     /// As above.
     pub unsafe fn operand(&self, w: &Operand, x: &Rows, to: &Laid, stream: usize) -> Result<()> {
         let scale_rows = to.rows.next_multiple_of(TILE_ROWS);
-        let how = grid((w.groups as usize).div_ceil(32), scale_rows / 8, [32, 8], stream);
+        let how = Launch::new([(w.groups as usize).div_ceil(32), scale_rows / 8, 1], [32, 8, 1], stream);
         let args = ToOperand {
             codes: x.codes,
             scales: x.scales,
@@ -199,7 +189,7 @@ impl<P: Place> Kernels<P> {
         y: &Mat,
         stream: usize,
     ) -> Result<()> {
-        let how = grid(y.cols.div_ceil(256), y.rows, [256, 1], stream);
+        let how = Launch::new([y.cols.div_ceil(256), y.rows, 1], [256, 1, 1], stream);
         let args =
             Finish { sums, ld: ld as u64, bad: x.bad, spans: w.spans, factors: x.factors, y: matrix(y) };
         // SAFETY: by contract.
@@ -211,9 +201,8 @@ impl<P: Place> Kernels<P> {
     /// # Safety
     /// `out` is memory where the weight is.
     pub unsafe fn dequantize(&self, w: &Operand, out: &Mat, stream: usize) -> Result<()> {
-        let (n, k) = (w.n as usize, w.k as usize);
-        let mut how = grid(k.div_ceil(256), n.min(MAX_ROWS), [256, 1], stream);
-        how.grid[2] = n.div_ceil(MAX_ROWS) as u32;
+        let grid = over_rows((w.k as usize).div_ceil(256), w.n as usize);
+        let how = Launch::new(grid, [256, 1, 1], stream);
         // SAFETY: by contract.
         unsafe { P::run(&self.dequantize, how, Dequantize { w: *w, out: matrix(out) }) }
     }
@@ -223,16 +212,13 @@ impl<P: Place> Kernels<P> {
     /// # Safety
     /// Both are memory where the weight is.
     pub unsafe fn backward(&self, w: &Operand, dy: &Mat, dx: &Mat, stream: usize) -> Result<()> {
-        for first in (0..dy.rows).step_by(MAX_ROWS) {
-            let rows = MAX_ROWS.min(dy.rows - first);
-            let how = grid((w.k as usize).div_ceil(128), rows, [128, 1], stream);
-            let (dy, dx) = (matrix(&dy.rows_from(first, rows)), matrix(&dx.rows_from(first, rows)));
+        for (first, dx) in matrix(dx).parts() {
+            let dy = matrix(dy).rows_from(first, dx.rows as usize);
+            let grid = [(w.k as usize).div_ceil(128), dx.rows as usize, 1];
+            let how = Launch::new(grid, [128, 1, 1], stream);
             // SAFETY: by contract.
             unsafe { P::run(&self.backward, how, Backward { w: *w, dy, dx })? };
         }
         Ok(())
     }
 }
-
-/// Rows of one launch: what the second dimension of a grid holds, rounded down.
-const MAX_ROWS: usize = 32768;

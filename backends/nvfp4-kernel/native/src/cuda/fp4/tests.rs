@@ -324,13 +324,7 @@ fn product(
         factors: place(room.factors),
     };
     let input = Matrix::new(at(x), DType::F32, m, k, k);
-    let how = Launch {
-        grid: [(k / 16).div_ceil(128) as u32, m as u32, 1],
-        block: [128, 1, 1],
-        shared: 0,
-        stream: 0,
-        overlap: false,
-    };
+    let how = Launch::new([(k / 16).div_ceil(128), m, 1], [128, 1, 1], 0);
     let args = Quantise {
         x: input,
         rule: rule(act.rule),
