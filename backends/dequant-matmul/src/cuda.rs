@@ -7,7 +7,8 @@ use q4_core::{
     Q4Weight, Result, TensorView, TensorViewMut,
 };
 use q4_cuda::{
-    Blas, Buffer, DenseProduct, Gpu, Kernel, Kernels, Launch, Matrix, RowKernels, Source, mirror, number, over_rows,
+    Blas, Buffer, DenseProduct, Gpu, Kernel, Kernels, Launch, Matrix, RowKernels, Source, mirror, number,
+    over_rows,
 };
 use std::sync::Arc;
 

@@ -208,16 +208,7 @@ impl OnDevice {
         let m = q4_cuda::check_call((&x, x_type, k), (&y.as_view(), y_type, columns), cx)?;
         let norm = match &fusion.norm {
             None => (0, 0.0),
-            Some(norm) => {
-                q4_cuda::check_place(&norm.weight, cx)?;
-                let w = &norm.weight;
-                if w.dtype() != DType::F32 || w.len() != k || !w.is_contiguous() {
-                    return Err(Error::new(Code::ShapeMismatch, "weight of a norm")
-                        .need(format!("float32[{k}]"))
-                        .have(format!("{w:?}")));
-                }
-                (w.as_ptr().addr() as u64, norm.eps)
-            }
+            Some(norm) => (q4_cuda::check_norm(&norm.weight, k, cx)?, norm.eps),
         };
         let scratch = q4_cuda::scratch(cx, self.workspace(m))?;
         let (e, w, stream) = (&*self.engine, &self.packed, cx.stream);

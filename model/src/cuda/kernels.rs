@@ -174,9 +174,7 @@ impl Decode {
     }
     fn load(gpu: &Arc<Gpu>, attention: &Kernels, head_dim: usize, t: &str) -> Result<Self> {
         let shared = (8 * Self::slots(gpu, head_dim) * Self::tile(head_dim)) as u32;
-        let kernel: Kernel<_> = attention.get(&format!("decode_{t}"))?;
-        kernel.allow_shared(shared)?;
-        Ok(Self { kernel, shared })
+        Ok(Self { kernel: attention.get_with(&format!("decode_{t}"), shared)?, shared })
     }
 }
 
@@ -194,9 +192,8 @@ impl Prefill {
             true => (&PREFILL_WIDE, "prefill_wide", 384, 1024 + 5 * 256 * head_dim + 1152),
             false => (&PREFILL, "prefill", 256, 4 * 64 * (2 * head_dim + 16)),
         };
-        let kernel: Kernel<_> = Kernels::load(gpu, source, &[option])?.get(&format!("{stem}_{t}"))?;
-        kernel.allow_shared(shared as u32)?;
-        Ok(Self { kernel, threads, shared: shared as u32 })
+        let (kernels, shared) = (Kernels::load(gpu, source, &[option])?, shared as u32);
+        Ok(Self { kernel: kernels.get_with(&format!("{stem}_{t}"), shared)?, threads, shared })
     }
 }
 

@@ -86,6 +86,12 @@ impl Kernels {
         kernel.carve(100)?;
         Ok(kernel)
     }
+
+    /// The same with up to `shared` bytes of dynamic shared memory.
+    pub fn get_with<A: Mirror>(&self, name: &str, shared: u32) -> Result<Kernel<A>> {
+        let kernel = self.get(name)?;
+        kernel.allow_shared(shared).map(|()| kernel)
+    }
 }
 
 impl Drop for Module {
@@ -125,7 +131,7 @@ pub struct Launch {
     pub grid: [u32; 3],
     /// Threads of a block.
     pub block: [u32; 3],
-    /// Bytes of dynamic shared memory; above 48 KiB after [`Kernel::allow_shared`].
+    /// Bytes of dynamic shared memory; above 48 KiB from [`Kernels::get_with`].
     pub shared: u32,
     /// The queue; 0 is the default one.
     pub stream: usize,
@@ -171,8 +177,8 @@ impl<A: Mirror> Kernel<A> {
         check(status, &format!("on-chip memory of kernel `{}`", self.name))
     }
 
-    /// Raises the limit on dynamic shared memory; once, when the kernel is prepared.
-    pub fn allow_shared(&self, bytes: u32) -> Result<()> {
+    /// Raises the limit on dynamic shared memory.
+    fn allow_shared(&self, bytes: u32) -> Result<()> {
         use driver::CUfunction_attribute_enum as A;
         self.module.gpu.bind()?;
         let which = A::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;

@@ -44,10 +44,17 @@ impl Matrix {
         let (rows, cols, ld) = view.as_matrix()?;
         Ok(Self::new(view.as_ptr().addr() as u64, view.dtype(), rows, cols, ld))
     }
+    /// Bytes of an element.
+    pub fn size(&self) -> u64 {
+        if self.dtype == number(DType::F32) { 4 } else { 2 }
+    }
+    /// Whether its rows can be read 16 bytes at a time.
+    pub fn is_aligned(&self) -> bool {
+        self.data % 16 == 0 && (self.rows == 1 || self.ld * self.size() % 16 == 0)
+    }
     /// `count` of its rows from `first` on.
     pub fn rows_from(&self, first: usize, count: usize) -> Self {
-        let size = if self.dtype == 1 { 4 } else { 2 };
-        Self { data: self.data + first as u64 * self.ld * size, rows: count as u32, ..*self }
+        Self { data: self.data + first as u64 * self.ld * self.size(), rows: count as u32, ..*self }
     }
     /// Parts that fit the second dimension of a grid, with their first rows.
     pub fn parts(self) -> impl Iterator<Item = (usize, Self)> {
@@ -72,6 +79,16 @@ pub fn number(d: DType) -> u32 {
         DType::F16 => 2,
         DType::BF16 => 3,
         _ => 1,
+    }
+}
+
+/// The number that products of many rows have for what they do to y, of the type with number `y`.
+pub fn output(accumulate: bool, y: u32) -> i32 {
+    match (accumulate, y) {
+        (true, _) => 1,
+        (_, 1) => 0,
+        (_, 2) => 3,
+        _ => 2,
     }
 }
 
@@ -208,7 +225,14 @@ impl RowKernels {
     ///
     /// # Safety
     /// x and `at` are device memory.
-    pub unsafe fn scale(&self, x: Matrix, act: &ActQuant, source: DType, at: u64, stream: usize) -> Result<u64> {
+    pub unsafe fn scale(
+        &self,
+        x: Matrix,
+        act: &ActQuant,
+        source: DType,
+        at: u64,
+        stream: usize,
+    ) -> Result<u64> {
         // SAFETY: forwarded.
         unsafe {
             match act.global {

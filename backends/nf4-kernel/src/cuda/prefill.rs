@@ -1,7 +1,7 @@
 //! Launchers of `cuda/gemm.cu`: products of many rows on sm_90, with any fusion.
 use super::{Call, FILES, Packed, UNIT};
-use q4_core::{Code, Error, FuseSet, Result};
-use q4_cuda::{Gpu, HOPPER, Kernel, Kernels as Module, Launch, Source, mirror};
+use q4_core::{FuseSet, Result};
+use q4_cuda::{Gpu, HOPPER, Kernel, Kernels as Module, Launch, Source, mirror, output};
 use std::sync::{Arc, OnceLock};
 
 const GEMM: Source = Source { name: "nf4-gemm", text: include_str!("../../cuda/gemm.cu"), files: FILES };
@@ -89,11 +89,7 @@ impl Kernels {
         }
         let tokens = TOKENS[size];
         let all = Module::load(&self.gpu, &GEMM, &[&format!("-DTN={tokens}")])?;
-        let get = |name: &str| {
-            let kernel = all.get(name)?;
-            kernel.allow_shared(shared_of(tokens))?;
-            Ok::<_, Error>(kernel)
-        };
+        let get = |name| all.get_with(name, shared_of(tokens));
         let pair = Pair { plain: get("nf4_gemm")?, gate: get("nf4_gemm_gate")? };
         Ok(self.pairs[size].get_or_init(|| pair))
     }
@@ -108,7 +104,7 @@ impl Kernels {
 
     /// Whether they take such calls. Gate and up rows start a group each.
     pub fn takes(&self, w: &Packed, m: usize, set: FuseSet) -> bool {
-        w.units > 0 && m > super::decode::MOST && (!set.contains(FuseSet::GATE) || w.n % 32 == 0)
+        w.units > 0 && m > q4_cuda::FEW_ROWS && (!set.contains(FuseSet::GATE) || w.n % 32 == 0)
     }
 
     /// Scratch bytes of calls they take.
@@ -150,17 +146,7 @@ impl Kernels {
         let pieces = if weight == 0 { (8 * units).div_ceil(256) } else { 1 };
         // SAFETY: by contract.
         unsafe { order.launch(Launch::overlapping([m, pieces, 1], 256, 0, call.stream), args)? };
-        let out = match (call.accumulate, call.y.dtype) {
-            (true, _) => 1,
-            (_, 3) => 2,
-            (_, 2) => 3,
-            (_, 1) => 0,
-            (_, other) => {
-                return Err(Error::new(Code::Internal, "type of y").have(other.to_string()));
-            }
-        };
-        let size = if call.y.dtype == 1 { 4u64 } else { 2 };
-        let whole = |bytes: u64| bytes % 16 == 0;
+        let (size, whole) = (call.y.size(), |bytes: u64| bytes % 16 == 0);
         let is_aligned =
             whole(call.y.data) && whole(call.y.ld * size) && whole(u64::from(call.y.cols) * size);
         let pair = self.pair(size_of(w, m))?;
@@ -182,7 +168,7 @@ impl Kernels {
             token_tiles,
             partial,
             flags,
-            out,
+            out: output(call.accumulate, call.y.dtype),
             aligned: is_aligned.into(),
         };
         // SAFETY: by contract.

@@ -1,8 +1,8 @@
 //! Launchers of `cuda/rounded.cu`: products of many rows of bf16 on sm_90, weights rounded to bf16, with any
 //! fusion.
 use super::{Call, FILES, Packed, UNIT};
-use q4_core::{Code, DType, Error, FuseSet, Result};
-use q4_cuda::{Gpu, HOPPER, Kernel, Kernels as Module, Launch, Source, TensorMap, mirror};
+use q4_core::{DType, FuseSet, Result};
+use q4_cuda::{Gpu, HOPPER, Kernel, Kernels as Module, Launch, Source, TensorMap, mirror, output};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -199,11 +199,7 @@ impl Kernels {
         let options = SHAPES[shape].options();
         let options: Vec<_> = options.iter().map(String::as_str).collect();
         let all = Module::load(&self.gpu, &GEMM, &options)?;
-        let get = |name: &str| {
-            let kernel = all.get(name)?;
-            kernel.allow_shared(SHAPES[shape].shared())?;
-            Ok::<_, Error>(kernel)
-        };
+        let get = |name| all.get_with(name, SHAPES[shape].shared());
         let pair = Pair { plain: get("nf4_rounded")?, gate: get("nf4_rounded_gate")? };
         Ok(self.pairs[shape].get_or_init(|| pair))
     }
@@ -220,7 +216,7 @@ impl Kernels {
 
     /// Whether they take such calls. Gate and up rows start a group each.
     pub fn takes(&self, w: &Packed, m: usize, set: FuseSet) -> bool {
-        w.units > 0 && m > super::decode::MOST && (!set.contains(FuseSet::GATE) || w.n % 32 == 0)
+        w.units > 0 && m > q4_cuda::FEW_ROWS && (!set.contains(FuseSet::GATE) || w.n % 32 == 0)
     }
 
     /// Scratch bytes of calls they take of up to `m` rows: fewer may need more, where clusters take more.
@@ -260,19 +256,13 @@ impl Kernels {
         let x_map = TensorMap::new(x, DType::BF16, [m, k, ldx], [64, shape.tokens / shape.pair])?;
         let (row_groups, boxed) = (n.div_ceil(16), shape.rows() / if call.gate { 32 } else { 16 });
         let units_map = TensorMap::of_words(w.codes, [row_groups, w.units as usize, 144], [boxed, 1, 144])?;
-        let (out, dtype) = match (call.accumulate, call.y.dtype) {
-            (true, 1) => (1, DType::F32),
-            (_, 3) => (2, DType::BF16),
-            (_, 2) => (3, DType::F16),
-            (_, 1) => (0, DType::F32),
-            (_, other) => return Err(Error::new(Code::Internal, "type of y").have(other.to_string())),
-        };
+        let out = output(call.accumulate, call.y.dtype);
         let (y, ldy) = (call.y.data, call.y.ld);
         // The copy engine writes outputs of bf16.
         let is_aligned = out == 2 && y % 16 == 0 && ldy % 8 == 0;
         let y_map = if is_aligned {
             let (width, columns) = if call.gate { (32, n / 2) } else { (64, n) };
-            TensorMap::new(y, dtype, [m, columns, ldy as usize], [width, shape.boxed(call.gate)])?
+            TensorMap::new(y, DType::BF16, [m, columns, ldy as usize], [width, shape.boxed(call.gate)])?
         } else {
             x_map
         };

@@ -82,7 +82,9 @@ impl Kernels {
             let dy = dy.rows_from(first, dx.rows as usize);
             let grid = [(w.k as usize).div_ceil(32), dx.rows as usize, 1];
             // SAFETY: by contract.
-            unsafe { self.backward.launch(Launch::new(grid, [32, 16, 1], stream), Backward { w: *w, dy, dx })? };
+            unsafe {
+                self.backward.launch(Launch::new(grid, [32, 16, 1], stream), Backward { w: *w, dy, dx })?
+            };
         }
         Ok(())
     }

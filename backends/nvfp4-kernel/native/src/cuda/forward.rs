@@ -4,8 +4,8 @@ use super::Weight;
 use super::simple::{Quantised, matrix};
 use crate::call::{Mat, check_rows, invalid, scratch};
 use q4_core::{
-    Activations, Code, DType, Error, ExecContext, FuseSet, Fusion, PreparedInfo, PreparedWeight,
-    Result, TensorView, TensorViewMut,
+    Activations, Code, DType, Error, ExecContext, FuseSet, Fusion, PreparedInfo, PreparedWeight, Result,
+    TensorView, TensorViewMut,
 };
 
 /// What a call does besides the product; addresses of the device.
@@ -189,17 +189,9 @@ fn forward(
 
 /// The parts of a fusion by address.
 fn fused(w: &Weight, fusion: &Fusion<'_>, cx: &ExecContext<'_>) -> Result<Fuse> {
-    let norm = match &fusion.norm {
-        None => None,
-        Some(norm) => {
-            placed(&[&norm.weight], cx)?;
-            let weight = &norm.weight;
-            if weight.dtype() != DType::F32 || weight.len() != w.k || !weight.is_contiguous() {
-                return Err(invalid("weight of a norm", format!("float32[{}]", w.k), format!("{weight:?}")));
-            }
-            Some((weight.as_ptr().addr() as u64, norm.eps))
-        }
-    };
+    let norm = fusion.norm.as_ref();
+    let norm = norm.map(|norm| q4_cuda::check_norm(&norm.weight, w.k, cx).map(|at| (at, norm.eps)));
+    let norm = norm.transpose()?;
     Ok(Fuse { norm, gate: fusion.gate, accumulate: fusion.accumulate })
 }
 

@@ -4,8 +4,8 @@ use super::simple::matrix;
 use super::tiles::{self, Deal, LEAST_ROWS, SHAPES};
 use super::{FILES, Weight};
 use crate::call::Mat;
-use q4_core::{Activations, DType, Error, FuseSet, Result};
-use q4_cuda::{Gpu, Kernel, Launch, RowKernels, Source, TensorMap, mirror};
+use q4_core::{Activations, DType, FuseSet, Result};
+use q4_cuda::{Gpu, Kernel, Launch, RowKernels, Source, TensorMap, mirror, number, output};
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::{Arc, OnceLock};
 
@@ -75,11 +75,7 @@ impl Kernels {
         let [tokens, groups, pieces] = &shape.options();
         let element = if half { "-DELEMENT=f16" } else { "-DELEMENT=bf16" };
         let all = q4_cuda::Kernels::load(&self.gpu, &GEMM, &[tokens, groups, pieces, element])?;
-        let get = |name: &str| {
-            let kernel = all.get(name)?;
-            kernel.allow_shared(shape.shared())?;
-            Ok::<_, Error>(kernel)
-        };
+        let get = |name| all.get_with(name, shape.shared());
         let pair = Pair { plain: get("gemm")?, gate: get("gemm_gate")? };
         Ok(place.get_or_init(|| pair))
     }
@@ -201,12 +197,6 @@ impl Fast for Kernels {
         let (pairs, token_tiles) = (shape.pairs(groups, gate), m.div_ceil(shape.tokens));
         // SAFETY: forwarded.
         let x = unsafe { self.stage(w, c, &room)? };
-        let out = match (accumulate, c.y.dtype) {
-            (true, _) => 1,
-            (_, DType::BF16) => 2,
-            (_, DType::F16) => 3,
-            _ => 0,
-        };
         let pair = self.pair(index, is_half(w))?;
         let kernel = if gate { &pair.gate } else { &pair.plain };
         let x_map = TensorMap::new(x.x, x.element, x.shape, [64, shape.tokens / 2])?;
@@ -233,7 +223,7 @@ impl Fast for Kernels {
             partial: c.workspace + room.partial as u64,
             flags: c.workspace + room.flags as u64,
             key: self.key,
-            out,
+            out: output(accumulate, number(c.y.dtype)),
             aligned: aligned(w, &c.y, gate).into(),
             global: x.global,
             convention: x.convention,

@@ -9,9 +9,7 @@ use crate::call::{Mat, check_rows, invalid, scratch};
 use crate::cuda::forward::placed;
 use crate::cuda::simple::matrix;
 use q4_core::formats::swizzle;
-use q4_core::{
-    Code, Error, ExecContext, PreparedInfo, PreparedWeight, Result, TensorView, TensorViewMut,
-};
+use q4_core::{Code, Error, ExecContext, PreparedInfo, PreparedWeight, Result, TensorView, TensorViewMut};
 use q4_cuda::{Fp4Operands, Fp4Product, Stored, check, convention, driver};
 
 /// Bytes of f32 sums between the product and y, about. A call of more rows goes in parts.
