@@ -19,7 +19,15 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SHARED = "backends/base/cuda/cuda"
-ALL, HOPPER, FP4 = ["sm_80", "sm_90a", "sm_100a", "sm_120a"], ["sm_90a"], ["sm_100a", "sm_103a", "sm_120a", "sm_121a"]
+# q4-cuda's table of architectures: one of each major number, those with wgmma, those with FP4 tensor cores.
+TABLE = sorted(
+    (int(major), int(minor), int(kib), wgmma == "true", fp4 == "true")
+    for major, minor, kib, wgmma, fp4 in re.findall(
+        r"row\(\((\d+), (\d+)\), (\d+), \w+, (\w+), (\w+)\)", (ROOT / SHARED / "../src/arch.rs").read_text()
+    )
+)
+SHARED_OF = {f"sm_{major}{minor}{'a' if major >= 9 else ''}": kib << 10 for major, minor, kib, *_ in TABLE}
+ALL, HOPPER, FP4 = ([a for a, row in zip(SHARED_OF, TABLE) if has(row)] for has in (lambda r: r[1] == 0, lambda r: r[3], lambda r: r[4]))
 PLAIN = [[]]
 
 
@@ -90,7 +98,7 @@ def compiled(job):
     """Rows of a program: kernel, registers, bytes of instructions, their hash."""
     name, text, arch, options = job
     nvrtc = library()
-    options = [f"--gpu-architecture={arch}", "--std=c++17", *options]
+    options = [f"--gpu-architecture={arch}", "--std=c++17", f"-DQ4_SHARED={SHARED_OF[arch]}", *options]
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), f"{name}.cu".encode(), 0, None, None)
     status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*map(str.encode, options)))
@@ -104,7 +112,7 @@ def compiled(job):
     nvrtc.nvrtcGetCUBIN(program, image)
     nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
     if folder := os.environ.get("Q4_CUBINS_KEEP"):
-        file = pathlib.Path(folder) / ("_".join([name, arch, *options[2:]]) + ".cubin")
+        file = pathlib.Path(folder) / ("_".join([name, arch, *options[3:]]) + ".cubin")
         file.write_bytes(image.raw)
     return sections(image.raw)
 

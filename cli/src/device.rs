@@ -86,9 +86,10 @@ fn usable(n: u32) -> Result<()> {
             .need(format!("cuda:{n}"))
             .have(if names.is_empty() { "none".to_owned() } else { names.join(", ") }));
     };
-    if device.capability < (8, 0) {
+    let oldest = q4_cuda::ARCHS[0].capability;
+    if device.capability < oldest {
         return Err(Error::new(Code::DeviceMissing, device.name.clone())
-            .need("compute capability 8.0 or later")
+            .need(format!("compute capability {}.{} or later", oldest.0, oldest.1))
             .have(format!("{}.{}", device.capability.0, device.capability.1)));
     }
     if let q4_cuda::Found::No(why) = &q4_cuda::libraries().nvrtc

@@ -1,10 +1,16 @@
 //! What a CUDA device allows, measured like [`crate::roofline`]: reads, and bf16 products on its tensor
 //! cores.
 use q4_core::Result;
-use q4_cuda::{Buffer, Event, Gpu, Kernels, Launch, Source, args};
+use q4_cuda::{Buffer, Event, Gpu, Kernels, Launch, Source, mirror};
 use std::sync::Arc;
 
 const SOURCE: Source = Source { name: "roofline", text: include_str!("../cuda/roofline.cu"), files: &[] };
+
+mirror! {
+    struct Fill { data: u64, count: u64 }
+    struct Read { data: u64, count: u64, out: u64 }
+    struct Multiply { rounds: i32, seed: u64, out: u64 }
+}
 
 /// Limits of one device.
 #[derive(Clone, Copy, Debug)]
@@ -19,33 +25,30 @@ impl DeviceRoofline {
     /// The median of several runs of each.
     pub fn measure(gpu: &Arc<Gpu>) -> Result<Self> {
         let kernels = Kernels::load(gpu, &SOURCE, &[])?;
-        let (read, fill, multiply) = (kernels.get("read")?, kernels.get("fill")?, kernels.get("multiply")?);
+        let fill = kernels.get::<Fill>("fill")?;
+        let (read, multiply) = (kernels.get::<Read>("read")?, kernels.get::<Multiply>("multiply")?);
         let bytes = (gpu.memory()?.0 / 4).min(2 << 30) as usize;
         let data = Buffer::new(gpu, bytes)?;
         let out = Buffer::new(gpu, 4)?;
-        let (p, o) = (data.ptr(), out.ptr());
-        let launch = |grid: u32, block: u32, shared: u32| Launch {
-            grid: [grid, 1, 1],
-            block: [block, 1, 1],
-            shared,
-            stream: 0,
-            overlap: false,
-        };
+        let (data, out) = (data.ptr(), out.ptr());
+        let processors = gpu.processors as usize;
+        let all = Launch::new([8 * processors, 1, 1], [512, 1, 1], 0);
         let words = (bytes / 4) as u64;
         // SAFETY: the buffer holds `words` words; so for the launches below with the sizes they are given.
-        unsafe { fill.launch(launch(gpu.processors * 8, 512, 0), args![p, words])? };
+        unsafe { fill.launch(all, Fill { data, count: words })? };
         let vectors = (bytes / 16) as u64;
         let read_s = median(gpu, || unsafe {
             // SAFETY: see above.
-            read.launch(launch(gpu.processors * 8, 512, 0), args![p, vectors, o])
+            read.launch(all, Read { data, count: vectors, out })
         })?;
         let rounds = 2000i32;
         let product_s = median(gpu, || unsafe {
             // SAFETY: see above; 48 KiB of shared memory need no permission.
-            multiply.launch(launch(gpu.processors, 256, 48 << 10), args![rounds, p, o])
+            let how = Launch { shared: 48 << 10, ..Launch::new([processors, 1, 1], [256, 1, 1], 0) };
+            multiply.launch(how, Multiply { rounds, seed: data, out })
         })?;
         // Per round and multiprocessor: 2 warpgroups of 4 products m64n256k16, or 8 warps of 64 m16n8k16.
-        let macs = if gpu.capability == (9, 0) { 2 * 4 * 64 * 256 * 16 } else { 8 * 64 * 16 * 8 * 16 };
+        let macs = if gpu.arch.wgmma { 2 * 4 * 64 * 256 * 16 } else { 8 * 64 * 16 * 8 * 16 };
         Ok(Self {
             read_gb_s: bytes as f64 / read_s / 1e9,
             gmac_s: f64::from(macs) * f64::from(rounds) * f64::from(gpu.processors) / product_s / 1e9,

@@ -8,7 +8,7 @@ use crate::report::Outcome;
 use q4_conformance::{PathReport, Verdict, check_paths};
 use q4_core::memory::{available, human};
 use q4_core::{Candidate, Code, Device, HostEnv, ProbeItem, Reject, Result};
-use q4_cuda::{Cache, CachedImage, FP4_CAPABILITIES, Found, fp4_lacks};
+use q4_cuda::{Arch, Cache, CachedImage, Found, fp4_lacks};
 use serde::Serialize;
 use std::fmt::Write;
 
@@ -217,7 +217,7 @@ fn text(b: &Body) -> String {
         for image in &c.cubins {
             let _ = writeln!(out, "            {image}");
         }
-        let has_fp4 = |d: &q4_core::CudaDevice| FP4_CAPABILITIES.contains(&d.capability);
+        let has_fp4 = |d: &q4_core::CudaDevice| Arch::of(d.capability).fp4;
         if h.env.cuda.iter().any(has_fp4) {
             let lacks = fp4_lacks(&h.env.cuda_tools.cublaslt);
             let how = if lacks.is_none() { "used by the native path" } else { "not used" };

@@ -19,15 +19,15 @@ struct Embedding {
     const void *table;
     float *hidden;
     int width;
-    int type; // 1: f32, 2: bf16, 3: f16; 0: leave it
+    int kind; // 1: f32, 2: bf16, 3: f16; 0: leave it
 };
 // By the `threads` threads of a block.
 DEVICE void embed_next(const Embedding &e, u32 sequence, u32 token, int threads) {
     float *to = e.hidden + (u64)sequence * e.width;
     u64 at = (u64)token * e.width;
-    if (e.type == 1) widen_row((const float *)e.table + at, to, e.width, threadIdx.x, threads);
-    if (e.type == 2) widen_row((const bf16 *)e.table + at, to, e.width, threadIdx.x, threads);
-    if (e.type == 3) widen_row((const f16 *)e.table + at, to, e.width, threadIdx.x, threads);
+    if (e.kind == 1) widen_row((const float *)e.table + at, to, e.width, threadIdx.x, threads);
+    if (e.kind == 2) widen_row((const bf16 *)e.table + at, to, e.width, threadIdx.x, threads);
+    if (e.kind == 3) widen_row((const f16 *)e.table + at, to, e.width, threadIdx.x, threads);
 }
 
 // argmax(logits f32[sequences, vocab], vocab, rows, keys u64[sequences, B], turns u32[sequences], token

@@ -99,7 +99,6 @@ impl Gradient<'_> {
 
 /// The scalars of a step, rounded to f32 once.
 #[derive(Clone, Copy, Debug)]
-#[repr(C)]
 pub(crate) struct Scalars {
     pub grad_scale: f32,
     pub beta1: f32,

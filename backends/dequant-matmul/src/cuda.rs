@@ -7,7 +7,8 @@ use q4_core::{
     Q4Weight, Result, TensorView, TensorViewMut,
 };
 use q4_cuda::{
-    Blas, Buffer, DenseProduct, Gpu, Kernel, Kernels, Launch, Matrix, RowKernels, Source, args, number,
+    Blas, Buffer, DenseProduct, Gpu, Kernel, Kernels, Launch, Matrix, RowKernels, Source, mirror, number,
+    over_rows,
 };
 use std::sync::Arc;
 
@@ -19,11 +20,11 @@ pub(crate) struct Engine {
     gpu: Arc<Gpu>,
     blas: Arc<Blas>,
     rows: RowKernels,
-    copy_in: Kernel,
-    copy_out: Kernel,
-    decode: Kernel,
-    forward: Kernel,
-    backward: Kernel,
+    copy_in: Kernel<In>,
+    copy_out: Kernel<Out>,
+    decode: Kernel<Decode>,
+    forward: Kernel<Forward>,
+    backward: Kernel<Backward>,
 }
 
 impl Engine {
@@ -44,17 +45,15 @@ impl Engine {
     }
 }
 
-/// `Dense` of `dense.cu`.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Packed {
-    values: u64,
-    ld: u64,
-    scales: u64,
-    n: u32,
-    k: u32,
-    dtype: u32,
-    unused: u32,
+mirror! {
+    /// `Dense` of `dense.cu`.
+    struct Packed { values: u64, ld: u64, scales: u64, n: u32, k: u32, dtype: u32, unused: u32 }
+
+    struct In { x: Matrix, to: Matrix }
+    struct Out { sums: Matrix, scales: u64, y: Matrix }
+    struct Decode { w: Packed, out: Matrix }
+    struct Forward { w: Packed, x: Matrix, y: Matrix }
+    struct Backward { w: Packed, dy: Matrix, dx: Matrix }
 }
 
 /// A dense copy on a device.
@@ -136,17 +135,17 @@ impl OnDevice {
         let at = self.pieces(m);
         let to = Matrix::new(scratch, self.y, m, ld, ld);
         let sums = Matrix::new(scratch + at.sums as u64, DType::F32, m, n, n);
-        // SAFETY: by contract; the pieces of the workspace do not overlap; the arguments are those of the
-        // kernels.
+        // SAFETY: by contract; the pieces of the workspace do not overlap.
         unsafe {
             for (first, to) in to.parts() {
                 let x = x.rows_from(first, to.rows as usize);
-                e.copy_in.launch(plane(ld, to.rows, stream), args![x, to])?;
+                e.copy_in.launch(plane(ld, to.rows, stream), In { x, to })?;
             }
             self.product.run(self.packed.values, to.data, sums.data, m, scratch + at.blas as u64, stream)?;
             for (first, y) in y.parts() {
                 let sums = sums.rows_from(first, y.rows as usize);
-                e.copy_out.launch(plane(n, y.rows, stream), args![sums, self.packed.scales, y])?;
+                let args = Out { sums, scales: self.packed.scales, y };
+                e.copy_out.launch(plane(n, y.rows, stream), args)?;
             }
         }
         Ok(())
@@ -158,8 +157,7 @@ impl OnDevice {
 }
 
 fn plane(columns: usize, rows: u32, stream: usize) -> Launch {
-    let grid = [columns.div_ceil(256) as u32, rows, 1];
-    Launch { grid, block: [256, 1, 1], shared: 0, stream, overlap: false }
+    Launch::new([columns.div_ceil(256), rows as usize, 1], [256, 1, 1], stream)
 }
 
 impl PreparedWeight for OnDevice {
@@ -187,9 +185,9 @@ impl PreparedWeight for OnDevice {
             let x = e.rows.rounded(x, &self.info.activations, self.x, scratch, stream)?;
             for (first, y) in y.parts() {
                 let x = x.rows_from(first, y.rows as usize);
-                let grid = [self.info.n.div_ceil(8) as u32, y.rows.div_ceil(4), 1];
-                let how = Launch { grid, block: [32, 8, 1], shared: 0, stream, overlap: false };
-                e.forward.launch(how, args![self.packed, x, y])?;
+                let grid = [self.info.n.div_ceil(8), (y.rows as usize).div_ceil(4), 1];
+                let how = Launch::new(grid, [32, 8, 1], stream);
+                e.forward.launch(how, Forward { w: self.packed, x, y })?;
             }
             Ok(())
         };
@@ -205,10 +203,10 @@ impl PreparedWeight for OnDevice {
         let (dy, dx) = (Matrix::of(&dy)?, Matrix::of(&dx.as_view())?);
         for (first, dx) in dx.parts() {
             let dy = dy.rows_from(first, dx.rows as usize);
-            let grid = [self.info.k.div_ceil(32) as u32, dx.rows, 1];
-            let how = Launch { grid, block: [32, 16, 1], shared: 0, stream: cx.stream, overlap: false };
+            let grid = [self.info.k.div_ceil(32), dx.rows as usize, 1];
+            let how = Launch::new(grid, [32, 16, 1], cx.stream);
             // SAFETY: as in `forward`.
-            unsafe { self.engine.backward.launch(how, args![self.packed, dy, dx]) }
+            unsafe { self.engine.backward.launch(how, Backward { w: self.packed, dy, dx }) }
                 .map_err(|e| self.shaped(e, "dense gradient", m))?;
         }
         Ok(())
@@ -223,10 +221,18 @@ impl PreparedWeight for OnDevice {
         let (n, k) = (self.info.n, self.info.k);
         check_matrix(&out.as_view(), out.as_view().dtype(), n, k)?;
         q4_cuda::check_place(&out.as_view(), cx)?;
-        let grid = [k.div_ceil(256) as u32, n.min(32768) as u32, n.div_ceil(32768) as u32];
-        let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: cx.stream, overlap: false };
+        let how = Launch::new(over_rows(k.div_ceil(256), n), [256, 1, 1], cx.stream);
+        let args = Decode { w: self.packed, out: Matrix::of(&out.as_view())? };
         // SAFETY: as in `forward`.
-        unsafe { self.engine.decode.launch(how, args![self.packed, Matrix::of(&out.as_view())?]) }
-            .map_err(|e| self.shaped(e, "decoding", n))
+        unsafe { self.engine.decode.launch(how, args) }.map_err(|e| self.shaped(e, "decoding", n))
     }
+}
+
+#[test]
+fn kernels_take_what_they_are_given() -> Result<()> {
+    SOURCE.takes::<In>("dense_in")?;
+    SOURCE.takes::<Out>("dense_out")?;
+    SOURCE.takes::<Decode>("dense_decode")?;
+    SOURCE.takes::<Forward>("dense_forward")?;
+    SOURCE.takes::<Backward>("dense_backward")
 }

@@ -27,7 +27,7 @@ constexpr int SLAB = TN * 128;               // x of a tile by 64 of k
 constexpr int STAGE = 2 * SLAB, WEIGHTS = GROUPS * UNIT;
 constexpr int TABLE = TABLE_BYTES;
 constexpr int PIECE = 9216;                  // outputs of one warpgroup on their way to memory
-constexpr int ROOM = 232448 - TABLE - 2 * PIECE - 256;
+constexpr int ROOM = Q4_SHARED - TABLE - 2 * PIECE - 256;
 static_assert(TN <= 128 || TN == 256, "a tile of x has whole blocks");
 constexpr int STAGES = ROOM / (STAGE + WEIGHTS) < 10 ? ROOM / (STAGE + WEIGHTS) : 10;
 constexpr int SHARED = STAGES * (STAGE + WEIGHTS) + TABLE + 2 * PIECE + 16 * STAGES;

@@ -76,7 +76,7 @@ constexpr int TABLE = 256 * ENTRY;
 #define OF_TWO (SPLIT == 2 && PAIR == 2)
 constexpr int SENT = OF_TWO ? 3 : 4;
 constexpr int RECEIVED = (SPLIT - 1) * ROWS * KEPT * SENT; // sums from the others of a cluster
-constexpr int FITTING = (232448 - 512 - PIECES * WGS * PIECE - PACKS * PACK - TABLE - RECEIVED) / SLAB;
+constexpr int FITTING = (Q4_SHARED - 512 - PIECES * WGS * PIECE - PACKS * PACK - TABLE - RECEIVED) / SLAB;
 constexpr int ROUND = 2; // units
 constexpr int STAGES = (FITTING < 16 ? FITTING : 16) / (2 * ROUND) * (2 * ROUND);
 static_assert(PACKS % ROUND == 0 && STAGES > 0, "rings hold rounds");

@@ -12,7 +12,7 @@ use q4_core::{
     Activations, Code, DType, Error, ExecContext, ExecPath, FuseSet, Fusion, LinearSpec, Nf4, Nf4Parts,
     NibbleOrder, OpSet, PreparedInfo, PreparedWeight, Q4Schema, Q4Weight, Result, TensorView, TensorViewMut,
 };
-use q4_cuda::{Buffer, File, Gpu, Matrix, RowKernels, number};
+use q4_cuda::{Arch, Buffer, File, Gpu, Matrix, RowKernels, number};
 use std::sync::Arc;
 
 pub(crate) use simple::SOURCE;
@@ -50,17 +50,9 @@ impl Engine {
     }
 }
 
-/// `Weight` of layout.cuh.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Packed {
-    codes: u64,
-    scales: u64,
-    n: u32,
-    k: u32,
-    group: u32,
-    /// Units of 16 rows, 0 where scales do not cover whole tiles.
-    units: u32,
+q4_cuda::mirror! {
+    /// `Weight` of layout.cuh; no units of 16 rows where scales do not cover whole tiles.
+    struct Packed { codes: u64, scales: u64, n: u32, k: u32, group: u32, units: u32 }
 }
 
 /// A product to enqueue; addresses of the device.
@@ -123,7 +115,9 @@ pub(crate) fn prepare(
     path: ExecPath,
 ) -> Result<OnDevice> {
     if path == ExecPath::FusedRounded && engine.rounded.is_none() {
-        return Err(Error::new(Code::Unsupported, "rounded weights").need("sm_90").have(engine.gpu.arch()));
+        return Err(Error::new(Code::Unsupported, "rounded weights")
+            .need(Arch::names(|a| a.wgmma))
+            .have(engine.gpu.arch.target()));
     }
     let Q4Schema::Nf4(format) = w.schema else {
         return Err(Error::new(Code::SchemaInvalid, "weight").need("nf4").have(w.schema.to_string()));
@@ -213,16 +207,7 @@ impl OnDevice {
         let m = q4_cuda::check_call((&x, x_type, k), (&y.as_view(), y_type, columns), cx)?;
         let norm = match &fusion.norm {
             None => (0, 0.0),
-            Some(norm) => {
-                q4_cuda::check_place(&norm.weight, cx)?;
-                let w = &norm.weight;
-                if w.dtype() != DType::F32 || w.len() != k || !w.is_contiguous() {
-                    return Err(Error::new(Code::ShapeMismatch, "weight of a norm")
-                        .need(format!("float32[{k}]"))
-                        .have(format!("{w:?}")));
-                }
-                (w.as_ptr().addr() as u64, norm.eps)
-            }
+            Some(norm) => (q4_cuda::check_norm(&norm.weight, k, cx)?, norm.eps),
         };
         let scratch = q4_cuda::scratch(cx, self.workspace(m))?;
         let (e, w, stream) = (&*self.engine, &self.packed, cx.stream);

@@ -4,7 +4,7 @@ use q4_core::{
     Activations, CudaDevice, DType, Device, ExecPath, HostEnv, LinearSpec, Nf4, ProbeItem, Q4Schema, Reject,
     RejectCode, Verdict,
 };
-use q4_cuda::Needs;
+use q4_cuda::{Arch, Needs};
 use q4_simd::Vectors;
 
 /// Shortest run of k under one absmax that the layout can hold.
@@ -20,12 +20,9 @@ pub(crate) fn probe(vectors: Vectors) -> Vec<ProbeItem> {
     }]
 }
 
-/// The only capability with wgmma.
-const WGMMA: (u32, u32) = (9, 0);
-
 /// The paths there are with these devices, best first.
 pub(crate) fn paths(devices: &[CudaDevice]) -> Vec<ExecPath> {
-    let rounded = devices.iter().any(|d| d.capability == WGMMA);
+    let rounded = devices.iter().any(|d| Arch::of(d.capability).wgmma);
     rounded.then_some(ExecPath::FusedRounded).into_iter().chain([ExecPath::FusedDequant]).collect()
 }
 
@@ -36,9 +33,9 @@ pub(crate) const NEEDS: Needs = Needs { backend: crate::NAME, cublaslt: false };
 pub(crate) fn can_prepare(spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
     let mut reasons = Vec::new();
     if let (ExecPath::FusedRounded, Device::Cuda(ordinal)) = (path, spec.device)
-        && let Some(gpu) = env.cuda_device(ordinal).filter(|gpu| gpu.capability != WGMMA)
+        && let Some(gpu) = env.cuda_device(ordinal).filter(|gpu| !Arch::of(gpu.capability).wgmma)
     {
-        reasons.push(Reject::new(RejectCode::DeviceArch, "sm_90", gpu.arch()));
+        reasons.push(Reject::new(RejectCode::DeviceArch, Arch::names(|a| a.wgmma), gpu.arch()));
     }
     reasons.extend(operands(spec, path));
     reasons.extend(NEEDS.verdict(spec.device, env).err().into_iter().flatten());
@@ -55,7 +52,7 @@ pub(crate) fn operands(spec: &LinearSpec, path: ExecPath) -> Vec<Reject> {
     }
     if path == ExecPath::FusedRounded {
         if spec.device == Device::Cpu {
-            reject(DeviceArch, "sm_90", spec.device.to_string());
+            reject(DeviceArch, &Arch::names(|a| a.wgmma), spec.device.to_string());
         }
         if spec.activations != Activations::Native {
             reject(ActivationsUnsupported, "native, for rounded weights", spec.activations.to_string());

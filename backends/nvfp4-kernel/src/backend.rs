@@ -4,7 +4,7 @@ use q4_core::{
     BackendDescriptor, Built, BuiltinOptions, ExecContext, ExecPath, Footprint, HostEnv, LibraryFacts,
     LinearSpec, PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Reject, Result, Verdict,
 };
-use q4_cuda::FP4_CAPABILITIES;
+use q4_cuda::Arch;
 use q4_plugin_host::Plugin;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -30,7 +30,7 @@ pub fn construct(options: &BuiltinOptions, env: &HostEnv) -> std::result::Result
     let plugin = library.found.create(NAME, options)?;
     let mut descriptor = plugin.descriptor().clone();
     // Where no device has them, that it lacks FP4 tensor cores is no news of any layer.
-    if !env.cuda.iter().any(|d| FP4_CAPABILITIES.contains(&d.capability)) {
+    if !env.cuda.iter().any(|d| Arch::of(d.capability).fp4) {
         descriptor.offers.retain(|(_, path)| *path != ExecPath::NativeKernel);
     }
     let facts = LibraryFacts {

@@ -1,34 +1,37 @@
 //! Drawing a token on the device: what [`Sampler::sample`] draws from the same logits, bit for bit.
-use super::kernels::{Chosen, Embedding, SAMPLE, argmax_blocks, launch_argmax};
+use super::kernels::{Argmax, Chosen, Embedding, SAMPLE, argmax_blocks, launch_argmax};
 use crate::sampling::{Sampler, SamplingParams};
 use q4_core::Result;
-use q4_cuda::{Buffer, Gpu, Kernel, Kernels, Launch, Pinned, args};
+use q4_cuda::{Buffer, Gpu, Kernel, Kernels, Launch, Pinned, mirror};
 use std::sync::Arc;
 
-/// `Choice` of `cuda/draw.cu`.
-#[repr(C)]
-struct Choice {
-    uniform: f64,
-    temperature: f32,
-    top_p: f32,
-    min_p: f32,
-    top_k: u32,
+mirror! {
+    /// `Choice` of `cuda/draw.cu`.
+    struct Choice { uniform: f64, temperature: f32, top_p: f32, min_p: f32, top_k: u32 }
+
+    struct Penalise { logits: u64, recent: u64, count: u32, penalty: f32, seen: u64 }
+    struct Weigh { logits: u64, vocab: i32, best: u64, flags: u64, choice: Choice, buckets: u64 }
+    struct Narrow { logits: u64, vocab: i32, best: u64, flags: u64, choice: Choice, buckets: u64, list: u64 }
+    struct Last {
+        logits: u64, best: u64, flags: u64, choice: Choice, buckets: u64, list: u64, records: u64, out: u64,
+        embedding: Embedding,
+    }
 }
 
 /// Bytes of its `Buckets`.
 const BUCKETS: usize = 2048 * 12 + 8;
 /// Blocks that narrow the vocabulary down: more weigh it faster, but each leaves its counts of every bucket
 /// to add up.
-const BLOCKS: u32 = 16;
+const BLOCKS: usize = 16;
 
 /// What drawing needs besides the logits, for one sequence.
 pub(super) struct Draw {
     /// Of `cuda/sample.cu` and `cuda/draw.cu`.
-    argmax: Kernel,
-    penalise: Kernel,
-    weigh: Kernel,
-    narrow: Kernel,
-    draw: Kernel,
+    argmax: Kernel<Argmax>,
+    penalise: Kernel<Penalise>,
+    weigh: Kernel<Weigh>,
+    narrow: Kernel<Narrow>,
+    draw: Kernel<Last>,
     vocab: usize,
     buckets: Buffer,
     /// 16 bytes for each token of the vocabulary.
@@ -92,13 +95,7 @@ impl Draw {
         let top_k = top_k.min(self.vocab) as u32;
         let choice = Choice { uniform: sampler.uniform(), temperature, top_p, min_p, top_k };
         let vocab = self.vocab as i32;
-        let how = |blocks, threads| Launch {
-            grid: [blocks, 1, 1],
-            block: [threads, 1, 1],
-            shared: 0,
-            stream,
-            overlap: true,
-        };
+        let how = |blocks| Launch::overlapping([blocks, 1, 1], 1024, 0, stream);
         let (buckets, list) = (self.buckets.ptr(), self.list.ptr());
         let Chosen { token, flags, records, out, embedding, .. } = to;
         let mut best = token;
@@ -108,21 +105,29 @@ impl Draw {
                 // The last draw came behind what read the staging memory.
                 self.staged.as_mut_slice::<u32>()[..recent.len()].copy_from_slice(recent);
                 self.staged.send(0, self.recent.ptr(), 4 * recent.len(), stream)?;
-                let (ids, count, seen) = (self.recent.ptr(), recent.len() as u32, self.seen.ptr());
-                self.penalise.launch(how(1, 1024), args![logits, ids, count, repetition_penalty, seen])?;
+                let (count, penalty, seen) = (recent.len() as u32, repetition_penalty, self.seen.ptr());
+                let args = Penalise { logits, recent: self.recent.ptr(), count, penalty, seen };
+                self.penalise.launch(how(1), args)?;
                 let to = self.likeliest();
                 best = to.token;
                 launch_argmax(&self.argmax, (logits, self.vocab), 0, to, 1, stream)?;
             }
-            self.weigh.launch(how(BLOCKS, 1024), args![logits, vocab, best, flags, choice, buckets])?;
-            self.narrow
-                .launch(how(BLOCKS, 1024), args![logits, vocab, best, flags, choice, buckets, list])?;
-            self.draw.launch(
-                how(1, 1024),
-                args![logits, best, flags, choice, buckets, list, records, out, embedding],
-            )
+            let args = Weigh { logits, vocab, best, flags, choice, buckets };
+            self.weigh.launch(how(BLOCKS), args)?;
+            let args = Narrow { logits, vocab, best, flags, choice, buckets, list };
+            self.narrow.launch(how(BLOCKS), args)?;
+            let args = Last { logits, best, flags, choice, buckets, list, records, out, embedding };
+            self.draw.launch(how(1), args)
         }
     }
+}
+
+#[test]
+fn kernels_take_what_they_are_given() -> Result<()> {
+    SAMPLE.takes::<Penalise>("penalise")?;
+    SAMPLE.takes::<Weigh>("weigh")?;
+    SAMPLE.takes::<Narrow>("narrow")?;
+    SAMPLE.takes::<Last>("draw")
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! Launching the model's own kernels: everything between two products. `cuda/*.cu` document their arguments.
 use crate::executor::Shape;
 use q4_core::{Code, DType, Error, Result};
-use q4_cuda::{Gpu, Kernel, Kernels, Launch, Source, args};
+use q4_cuda::{Gpu, Kernel, Kernels, Launch, Mirror, Source, mirror};
 use std::sync::Arc;
 
 macro_rules! source {
@@ -17,7 +17,7 @@ macro_rules! source {
 const ROWS: Source = source!("rows", "rows.cu");
 const ATTENTION: Source = source!("attention", "attention.cu");
 const PREFILL: Source = source!("prefill", "prefill.cu");
-/// With instructions of compute capability 9.0 alone.
+/// With `wgmma`.
 const PREFILL_WIDE: Source = source!("prefill_wide", "prefill_wide.cu");
 const HEAD: Source = source!("head", "head.cu");
 pub(super) const SAMPLE: Source = source!("sample", "draw.cu");
@@ -60,14 +60,40 @@ pub struct Chosen {
     pub embedding: Embedding,
 }
 
-/// `Embedding` of `cuda/sample.cu`.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub struct Embedding {
-    table: u64,
-    hidden: u64,
-    width: i32,
-    kind: i32,
+mirror! {
+    /// `Embedding` of `cuda/sample.cu`.
+    pub struct Embedding { table: u64, hidden: u64, width: i32, kind: i32 }
+
+    /// Of `argmax`.
+    pub(super) struct Argmax {
+        logits: u64, vocab: i32, rows: u32, keys: u64, turns: u64, token: u64, position: u64, flags: u64,
+        records: u64, out: u64, stride: u32, embedding: Embedding,
+    }
+    struct Embed { table: u64, ids: u64, out: u64, width: i32 }
+    struct Norm { x: u64, weight: u64, eps: f32, out: u64, width: i32 }
+    struct Finite { x: u64, count: u64, flag: u64 }
+    struct Add { x: u64, residual: u64, count: u64 }
+    struct SiluMul { gate_up: u64, out: u64, width: i32 }
+    struct RotateAppend {
+        qkv: u64, q_weight: u64, k_weight: u64, eps: f32, cosine: u64, sine: u64, position: u64, batch: i32,
+        keys: u64, values: u64, head_stride: u64, sequence_stride: u64, q: u64, heads: i32, kv_heads: i32,
+        dim: i32,
+    }
+    struct Attend {
+        q: u64, keys: u64, values: u64, head_stride: u64, sequence_stride: u64, position: u64, batch: i32,
+        out: u64, heads: i32, kv_heads: i32, dim: i32, scale: f32,
+    }
+    struct AttendOne {
+        qkv: u64, q_weight: u64, k_weight: u64, eps: f32, cosine: u64, sine: u64, position: u64, keys: u64,
+        values: u64, head_stride: u64, sequence_stride: u64, partial: u64, out: u64, heads: i32,
+        kv_heads: i32, scale: f32,
+    }
+    struct AttendMany {
+        q: u64, keys: u64, values: u64, head_stride: u64, position: u64, out: u64, rows: i32, heads: i32,
+        kv_heads: i32, scale: f32,
+    }
+    struct Head { table: u64, x: u64, out: u64, vocab: i32, width: i32, rows: i32 }
+    struct HeadExact { table: u64, x: u64, out: u64, vocab: i32, width: i32 }
 }
 
 impl Embedding {
@@ -92,7 +118,7 @@ pub(super) fn argmax_blocks(gpu: &Gpu, vocab: usize, sequences: usize) -> u32 {
 /// # Safety
 /// As there.
 pub(super) unsafe fn launch_argmax(
-    argmax: &Kernel,
+    argmax: &Kernel<Argmax>,
     (logits, vocab): (u64, usize),
     rows: usize,
     to: Chosen,
@@ -100,11 +126,10 @@ pub(super) unsafe fn launch_argmax(
     stream: usize,
 ) -> Result<()> {
     let (vocab, rows) = (vocab as i32, rows as u32);
-    let grid = [to.blocks, sequences as u32, 1];
-    let how = Launch { grid, block: [256, 1, 1], shared: 0, stream, overlap: true };
+    let how = Launch::overlapping([to.blocks as usize, sequences, 1], 256, 0, stream);
     let Chosen { keys, turns, token, position, flags, records, out, stride, embedding, .. } = to;
     let args =
-        args![logits, vocab, rows, keys, turns, token, position, flags, records, out, stride, embedding];
+        Argmax { logits, vocab, rows, keys, turns, token, position, flags, records, out, stride, embedding };
     // SAFETY: by contract.
     unsafe { argmax.launch(how, args) }
 }
@@ -115,24 +140,24 @@ pub struct ModelKernels {
     pub(super) shape: Shape,
     /// What products read and write.
     pub(super) dtype: DType,
-    embed: [Kernel; 3],
-    norm: [Kernel; 3],
-    finite: [Kernel; 3],
-    add: Kernel,
-    silu_mul: Kernel,
-    rotate_append: Kernel,
-    attention: Kernel,
+    embed: [Kernel<Embed>; 3],
+    norm: [Kernel<Norm>; 3],
+    finite: [Kernel<Finite>; 3],
+    add: Kernel<Add>,
+    silu_mul: Kernel<SiluMul>,
+    rotate_append: Kernel<RotateAppend>,
+    attention: Kernel<Attend>,
     /// Tensor-core attention: one token of each sequence, and many rows of one.
     fast: Option<(Decode, Prefill)>,
-    head: [Kernel; 4],
-    head_f16: [Kernel; 4],
-    head_exact: [Kernel; 3],
-    argmax: Kernel,
+    head: [Kernel<Head>; 4],
+    head_f16: [Kernel<Head>; 4],
+    head_exact: [Kernel<HeadExact>; 3],
+    argmax: Kernel<Argmax>,
 }
 
 /// Attention of one token of each sequence.
 struct Decode {
-    kernel: Kernel,
+    kernel: Kernel<AttendOne>,
     shared: u32,
 }
 
@@ -149,29 +174,26 @@ impl Decode {
     }
     fn load(gpu: &Arc<Gpu>, attention: &Kernels, head_dim: usize, t: &str) -> Result<Self> {
         let shared = (8 * Self::slots(gpu, head_dim) * Self::tile(head_dim)) as u32;
-        let kernel = attention.get(&format!("decode_{t}"))?;
-        kernel.allow_shared(shared)?;
-        Ok(Self { kernel, shared })
+        Ok(Self { kernel: attention.get_with(&format!("decode_{t}"), shared)?, shared })
     }
 }
 
 /// Attention of many rows of one sequence, 128 rows of a head a block.
 struct Prefill {
-    kernel: Kernel,
+    kernel: Kernel<AttendMany>,
     threads: u32,
     shared: u32,
 }
 
 impl Prefill {
     fn load(gpu: &Arc<Gpu>, head_dim: usize, option: &str, t: &str) -> Result<Self> {
-        let wide = gpu.capability == (9, 0) && matches!(head_dim, 64 | 128);
+        let wide = gpu.arch.wgmma && matches!(head_dim, 64 | 128);
         let (source, stem, threads, shared) = match wide {
             true => (&PREFILL_WIDE, "prefill_wide", 384, 1024 + 5 * 256 * head_dim + 1152),
             false => (&PREFILL, "prefill", 256, 4 * 64 * (2 * head_dim + 16)),
         };
-        let kernel = Kernels::load(gpu, source, &[option])?.get(&format!("{stem}_{t}"))?;
-        kernel.allow_shared(shared as u32)?;
-        Ok(Self { kernel, threads, shared: shared as u32 })
+        let (kernels, shared) = (Kernels::load(gpu, source, &[option])?, shared as u32);
+        Ok(Self { kernel: kernels.get_with(&format!("{stem}_{t}"), shared)?, threads, shared })
     }
 }
 
@@ -190,6 +212,12 @@ fn name(dtype: DType) -> Result<&'static str> {
 
 fn index(dtype: DType) -> usize {
     TYPES.iter().position(|t| *t == dtype).unwrap_or(0)
+}
+
+/// By [`index`].
+fn of<A: Mirror>(kernels: &Kernels, stem: &str) -> Result<[Kernel<A>; 3]> {
+    let get = |t| kernels.get(&format!("{stem}_{t}"));
+    Ok([get("f32")?, get("bf16")?, get("f16")?])
 }
 
 impl ModelKernels {
@@ -215,14 +243,7 @@ impl ModelKernels {
             Some(prefill) => Some((Decode::load(gpu, &attention, shape.head_dim, t)?, prefill)),
             None => None,
         };
-        let of = |k: &Kernels, stem: &str| -> Result<[Kernel; 3]> {
-            Ok([
-                k.get(&format!("{stem}_f32"))?,
-                k.get(&format!("{stem}_bf16"))?,
-                k.get(&format!("{stem}_f16"))?,
-            ])
-        };
-        let heads = |t: &str| -> Result<[Kernel; 4]> {
+        let heads = |t: &str| -> Result<[Kernel<Head>; 4]> {
             let one = |n: u32| head.get(&format!("head_{t}_{n}"));
             Ok([one(1)?, one(2)?, one(4)?, one(8)?])
         };
@@ -243,6 +264,11 @@ impl ModelKernels {
             head_exact: of(&head, "head_exact")?,
             argmax: sample.get("argmax")?,
         })
+    }
+
+    /// Heads of queries, of keys and values, and the size of one, as kernels take them.
+    fn heads(&self) -> [i32; 3] {
+        [self.shape.heads, self.shape.kv_heads, self.shape.head_dim].map(|n| n as i32)
     }
 
     /// Query heads of one key/value head that a block of `decode` takes, at most 8, make a group.
@@ -270,12 +296,19 @@ impl ModelKernels {
     ///
     /// # Safety
     /// Addresses are of device memory of the sizes `embed_T` documents; so below.
-    pub unsafe fn embed(&self, table: (u64, DType), ids: u64, out: u64, rows: usize, s: usize) -> Result<()> {
-        let width = self.shape.hidden as i32;
-        let grid = [rows as u32, (width as u32).div_ceil(1024), 1];
-        let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: s, overlap: true };
+    pub unsafe fn embed(
+        &self,
+        (table, dtype): (u64, DType),
+        ids: u64,
+        out: u64,
+        rows: usize,
+        s: usize,
+    ) -> Result<()> {
+        let width = self.shape.hidden;
+        let how = Launch::overlapping([rows, width.div_ceil(1024), 1], 256, 0, s);
+        let width = width as i32;
         // SAFETY: by contract.
-        unsafe { self.embed[index(table.1)].launch(how, args![table.0, ids, out, width]) }
+        unsafe { self.embed[index(dtype)].launch(how, Embed { table, ids, out, width }) }
     }
 
     /// `out = T(x / rms(x) * weight)`, `[rows, width]`.
@@ -290,11 +323,10 @@ impl ModelKernels {
         (rows, width): (usize, usize),
         s: usize,
     ) -> Result<()> {
-        let how =
-            Launch { grid: [rows as u32, 1, 1], block: [256, 1, 1], shared: 0, stream: s, overlap: true };
+        let how = Launch::overlapping([rows, 1, 1], 256, 0, s);
         let width = width as i32;
         // SAFETY: by contract.
-        unsafe { self.norm[index(dtype)].launch(how, args![x, weight, eps, out, width]) }
+        unsafe { self.norm[index(dtype)].launch(how, Norm { x, weight, eps, out, width }) }
     }
 
     /// `residual += x`, `count` elements.
@@ -302,11 +334,10 @@ impl ModelKernels {
     /// # Safety
     /// As above.
     pub unsafe fn add(&self, x: u64, residual: u64, count: usize, s: usize) -> Result<()> {
-        let grid = [count.div_ceil(1024) as u32, 1, 1];
-        let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: s, overlap: true };
+        let how = Launch::overlapping([count.div_ceil(1024), 1, 1], 256, 0, s);
         let count = count as u64;
         // SAFETY: by contract.
-        unsafe { self.add.launch(how, args![x, residual, count]) }
+        unsafe { self.add.launch(how, Add { x, residual, count }) }
     }
 
     /// `out[rows, width] = silu(gate) * up`.
@@ -314,11 +345,10 @@ impl ModelKernels {
     /// # Safety
     /// As above.
     pub unsafe fn silu_mul(&self, gate_up: u64, out: u64, rows: usize, width: usize, s: usize) -> Result<()> {
-        let grid = [width.div_ceil(1024) as u32, rows as u32, 1];
-        let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: s, overlap: true };
+        let how = Launch::overlapping([width.div_ceil(1024), rows, 1], 256, 0, s);
         let width = width as i32;
         // SAFETY: by contract.
-        unsafe { self.silu_mul.launch(how, args![gate_up, out, width]) }
+        unsafe { self.silu_mul.launch(how, SiluMul { gate_up, out, width }) }
     }
 
     /// Norms and rotates q and k, writes q to `q`, appends k and v.
@@ -328,42 +358,37 @@ impl ModelKernels {
     pub unsafe fn rotate_append(
         &self,
         qkv: u64,
-        (q_norm, k_norm, eps): (u64, u64, f32),
+        (q_weight, k_weight, eps): (u64, u64, f32),
         p: Place,
         (keys, values): (u64, u64),
         q: u64,
         rows: usize,
         s: usize,
     ) -> Result<()> {
-        let (heads, kv, dim) =
-            (self.shape.heads as i32, self.shape.kv_heads as i32, self.shape.head_dim as i32);
-        let grid = [rows as u32, ((heads + 2 * kv) as u32).div_ceil(8), 1];
-        let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: s, overlap: true };
-        let batch = i32::from(p.batch);
+        let [heads, kv_heads, dim] = self.heads();
+        let grid = [rows, (self.shape.heads + 2 * self.shape.kv_heads).div_ceil(8), 1];
+        let how = Launch::overlapping(grid, 256, 0, s);
+        let Place { rope: (cosine, sine), position, strides: (head_stride, sequence_stride), .. } = p;
+        let args = RotateAppend {
+            qkv,
+            q_weight,
+            k_weight,
+            eps,
+            cosine,
+            sine,
+            position,
+            batch: p.batch.into(),
+            keys,
+            values,
+            head_stride,
+            sequence_stride,
+            q,
+            heads,
+            kv_heads,
+            dim,
+        };
         // SAFETY: by contract.
-        unsafe {
-            self.rotate_append.launch(
-                how,
-                args![
-                    qkv,
-                    q_norm,
-                    k_norm,
-                    eps,
-                    p.rope.0,
-                    p.rope.1,
-                    p.position,
-                    batch,
-                    keys,
-                    values,
-                    p.strides.0,
-                    p.strides.1,
-                    q,
-                    heads,
-                    kv,
-                    dim
-                ],
-            )
-        }
+        unsafe { self.rotate_append.launch(how, args) }
     }
 
     /// Attention of `rows` queries whose keys and values were appended.
@@ -379,55 +404,35 @@ impl ModelKernels {
         rows: usize,
         s: usize,
     ) -> Result<()> {
-        let (heads, kv, dim) =
-            (self.shape.heads as i32, self.shape.kv_heads as i32, self.shape.head_dim as i32);
+        let [heads, kv_heads, dim] = self.heads();
+        let Place { position, strides: (head_stride, sequence_stride), .. } = p;
         let scale = 1.0 / (self.shape.head_dim as f32).sqrt();
         if let (Some((_, prefill)), false) = (&self.fast, p.batch) {
-            let grid = [heads as u32, rows.div_ceil(128) as u32, 1];
-            let how = Launch {
-                grid,
-                block: [prefill.threads, 1, 1],
-                shared: prefill.shared,
-                stream: s,
-                overlap: true,
-            };
-            let count = rows as i32;
+            let grid = [self.shape.heads, rows.div_ceil(128), 1];
+            let how = Launch::overlapping(grid, prefill.threads, prefill.shared, s);
+            let rows = rows as i32;
+            let args =
+                AttendMany { q, keys, values, head_stride, position, out, rows, heads, kv_heads, scale };
             // SAFETY: by contract.
-            return unsafe {
-                prefill.kernel.launch(
-                    how,
-                    args![q, keys, values, p.strides.0, p.position, out, count, heads, kv, scale],
-                )
-            };
+            return unsafe { prefill.kernel.launch(how, args) };
         }
-        let how = Launch {
-            grid: [heads as u32, rows as u32, 1],
-            block: [256, 1, 1],
-            shared: 0,
-            stream: s,
-            overlap: true,
+        let how = Launch::overlapping([self.shape.heads, rows, 1], 256, 0, s);
+        let args = Attend {
+            q,
+            keys,
+            values,
+            head_stride,
+            sequence_stride,
+            position,
+            batch: p.batch.into(),
+            out,
+            heads,
+            kv_heads,
+            dim,
+            scale,
         };
-        let batch = i32::from(p.batch);
         // SAFETY: by contract.
-        unsafe {
-            self.attention.launch(
-                how,
-                args![
-                    q,
-                    keys,
-                    values,
-                    p.strides.0,
-                    p.strides.1,
-                    p.position,
-                    batch,
-                    out,
-                    heads,
-                    kv,
-                    dim,
-                    scale
-                ],
-            )
-        }
+        unsafe { self.attention.launch(how, args) }
     }
 
     /// One token of each of `sequences` sequences: norms, rotation, append and attention in one kernel.
@@ -437,7 +442,7 @@ impl ModelKernels {
     pub unsafe fn attend_one(
         &self,
         qkv: u64,
-        (q_norm, k_norm, eps): (u64, u64, f32),
+        (q_weight, k_weight, eps): (u64, u64, f32),
         p: Place,
         (keys, values): (u64, u64),
         partial: u64,
@@ -451,35 +456,31 @@ impl ModelKernels {
                 "attention in one kernel for a head size it does not have",
             ));
         };
-        let (heads, kv) = (self.shape.heads as i32, self.shape.kv_heads as i32);
+        let [heads, kv_heads, _] = self.heads();
+        let Place { rope: (cosine, sine), position, strides: (head_stride, sequence_stride), .. } = p;
         let scale = 1.0 / (self.shape.head_dim as f32).sqrt();
-        let grid =
-            [self.splits(sequences) as u32, (self.shape.kv_heads * self.groups()) as u32, sequences as u32];
-        let how = Launch { grid, block: [256, 1, 1], shared: decode.shared, stream: s, overlap: true };
+        let grid = [self.splits(sequences), self.shape.kv_heads * self.groups(), sequences];
+        let how = Launch::overlapping(grid, 256, decode.shared, s);
+        let args = AttendOne {
+            qkv,
+            q_weight,
+            k_weight,
+            eps,
+            cosine,
+            sine,
+            position,
+            keys,
+            values,
+            head_stride,
+            sequence_stride,
+            partial,
+            out,
+            heads,
+            kv_heads,
+            scale,
+        };
         // SAFETY: by contract.
-        unsafe {
-            decode.kernel.launch(
-                how,
-                args![
-                    qkv,
-                    q_norm,
-                    k_norm,
-                    eps,
-                    p.rope.0,
-                    p.rope.1,
-                    p.position,
-                    keys,
-                    values,
-                    p.strides.0,
-                    p.strides.1,
-                    partial,
-                    out,
-                    heads,
-                    kv,
-                    scale
-                ],
-            )
-        }
+        unsafe { decode.kernel.launch(how, args) }
     }
 
     /// `out = x table^T` with 16-bit `x` of the table's type, or f32 `x`.
@@ -496,19 +497,19 @@ impl ModelKernels {
     ) -> Result<()> {
         let (vocab, width) = (self.shape.vocab as i32, self.shape.hidden as i32);
         if x_type == DType::F32 {
-            let grid = [(vocab as u32).div_ceil(8), rows as u32, 1];
-            let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: s, overlap: true };
+            let how = Launch::overlapping([self.shape.vocab.div_ceil(8), rows, 1], 256, 0, s);
+            let args = HeadExact { table, x, out, vocab, width };
             // SAFETY: by contract.
-            return unsafe { self.head_exact[index(dtype)].launch(how, args![table, x, out, vocab, width]) };
+            return unsafe { self.head_exact[index(dtype)].launch(how, args) };
         }
         let which = [1usize, 2, 4, 8].iter().position(|n| 8 * n >= rows).unwrap_or(3);
         let kernel = if dtype == DType::F16 { &self.head_f16[which] } else { &self.head[which] };
         let per_block = 8usize << which;
-        let grid = [(vocab as u32).div_ceil(128), rows.div_ceil(per_block) as u32, 1];
-        let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: s, overlap: true };
-        let count = rows as i32;
+        let grid = [self.shape.vocab.div_ceil(128), rows.div_ceil(per_block), 1];
+        let how = Launch::overlapping(grid, 256, 0, s);
+        let rows = rows as i32;
         // SAFETY: by contract.
-        unsafe { kernel.launch(how, args![table, x, out, vocab, width, count]) }
+        unsafe { kernel.launch(how, Head { table, x, out, vocab, width, rows }) }
     }
 
     /// The largest logit of every sequence: writes and embeds `token`, steps `position` by `rows`, sets
@@ -533,10 +534,29 @@ impl ModelKernels {
     /// # Safety
     /// As above.
     pub unsafe fn finite(&self, (x, dtype): (u64, DType), count: usize, flag: u64, s: usize) -> Result<()> {
-        let grid = [count.div_ceil(1024).clamp(1, 1024) as u32, 1, 1];
-        let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: s, overlap: true };
+        let how = Launch::overlapping([count.div_ceil(1024).clamp(1, 1024), 1, 1], 256, 0, s);
         let count = count as u64;
         // SAFETY: by contract.
-        unsafe { self.finite[index(dtype)].launch(how, args![x, count, flag]) }
+        unsafe { self.finite[index(dtype)].launch(how, Finite { x, count, flag }) }
     }
+}
+
+#[test]
+fn kernels_take_what_they_are_given() -> Result<()> {
+    for t in ["bf16", "f16"] {
+        let of = |stem: &str| format!("{stem}_{t}");
+        ROWS.takes::<Embed>(&of("embed"))?;
+        ROWS.takes::<Norm>(&of("norm"))?;
+        ROWS.takes::<Finite>(&of("finite"))?;
+        ROWS.takes::<Add>(&of("add"))?;
+        ROWS.takes::<SiluMul>(&of("silu_mul"))?;
+        ROWS.takes::<RotateAppend>(&of("rotate_append"))?;
+        ATTENTION.takes::<Attend>(&of("attention"))?;
+        ATTENTION.takes::<AttendOne>(&of("decode"))?;
+        PREFILL.takes::<AttendMany>(&of("prefill"))?;
+        PREFILL_WIDE.takes::<AttendMany>(&of("prefill_wide"))?;
+        HEAD.takes::<Head>(&format!("head_{t}_8"))?;
+        HEAD.takes::<HeadExact>(&of("head_exact"))?;
+    }
+    SAMPLE.takes::<Argmax>("argmax")
 }

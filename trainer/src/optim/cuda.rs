@@ -8,9 +8,8 @@ use super::maps::{ROOT4, SIGNED4, SIGNED8, UNSIGNED8};
 use super::{Hyper, ScaleChoice, TILE};
 use crate::rng::Philox;
 use q4_core::{Code, Error, Result};
-use q4_cuda::{Buffer, Gpu, Kernel, Kernels, Launch, Source, args, check, driver};
+use q4_cuda::{Buffer, Gpu, Kernel, Kernels, Launch, Mirror, Source, check, driver, mirror};
 use std::collections::BTreeMap;
-use std::ffi::c_void;
 use std::ptr::null_mut;
 use std::sync::Arc;
 
@@ -22,22 +21,33 @@ const THREADS: u32 = 256;
 /// The kernels on one device.
 pub struct Launcher {
     gpu: Arc<Gpu>,
-    kernels: BTreeMap<String, Kernel>,
+    adamw: Named<Adamw>,
+    amax: Named<Amax>,
+    value: Named<Value>,
+    squares: Named<Squares>,
+    total: Named<Total>,
     /// The code books on the device.
     maps: Buffer,
 }
 
-/// `Layout` of `kernel.cu`.
-#[repr(C)]
-struct Sections {
-    at: [u64; 6],
-    n: u64,
-}
+type Named<A> = BTreeMap<String, Kernel<A>>;
 
-#[repr(C)]
-struct Random {
-    key: [u32; 2],
-    counter: [u32; 3],
+mirror! {
+    struct Scalars {
+        grad_scale: f32, beta1: f32, rest1: f32, beta2: f32, rest2: f32, unbias1: f32, unbias2: f32,
+        eps: f32, minus_lr: f32, keep: f32, limit: f32,
+    }
+    /// `Layout` of `kernel.cu`.
+    struct Sections { at: [u64; 6], n: u64 }
+    struct Random { key: [u32; 2], counter: [u32; 3] }
+
+    struct Adamw {
+        s: Scalars, l: Sections, maps: u64, master: u64, grad: u64, state: u64, random: Random,
+    }
+    struct Amax { w: u64, n: u64, out: u64 }
+    struct Value { w: u64, n: u64, power_of_two: u32, info: u64, out: u64 }
+    struct Squares { g: u64, n: u64, partial: u64 }
+    struct Total { partial: u64, tiles: u64, out: u64 }
 }
 
 impl Launcher {
@@ -49,17 +59,13 @@ impl Launcher {
     pub fn new(ordinal: usize) -> Result<Self> {
         let gpu = Gpu::open(ordinal as u32)?;
         let all = Kernels::load(&gpu, &SOURCE, &OPTIONS)?;
-        // They stream: with all of the on-chip memory shared, f32 masters take 7 to 12 % longer on an H100.
-        let get = |name: String| {
-            let kernel = all.get(&name)?;
-            kernel.prefer_cache().map(|()| (name, kernel))
-        };
-        let kernels = names().into_iter().map(get).collect::<Result<_>>()?;
         let books = [&SIGNED8.values, &SIGNED8.bounds, &UNSIGNED8.values, &UNSIGNED8.bounds];
         let mut floats: Vec<f32> = books.into_iter().flatten().copied().collect();
         floats.extend(SIGNED4.iter().chain(ROOT4.iter()));
         let maps = Buffer::of(&gpu, &floats)?;
-        Ok(Self { gpu, kernels, maps })
+        let (adamw, value) = (named(&all, adamw_names())?, named(&all, value_names())?);
+        let (amax, squares) = (named(&all, of_floats("amax"))?, named(&all, of_floats("squares"))?);
+        Ok(Self { gpu, adamw, amax, value, squares, total: named(&all, vec!["total".into()])?, maps })
     }
 
     /// The device.
@@ -82,16 +88,14 @@ impl Launcher {
         rng: Philox,
     ) -> Result<()> {
         aligned(&[master, grad, state])?;
-        let scalars = hyper.scalars()?;
-        let sections =
-            Sections { at: layout.sections().map(|range| range.start as u64), n: layout.len() as u64 };
+        let s = Scalars::of(&hyper.scalars()?);
+        let l = Sections { at: layout.sections().map(|range| range.start as u64), n: layout.len() as u64 };
         let (key, counter) = rng.parts();
         let random = Random { key, counter };
         let name = adamw_name(layout.format(), master_format, grad_format);
-        let maps = self.maps.ptr();
-        let args = args![scalars, sections, maps, master, grad, state, random];
-        // SAFETY: the arguments are those of the kernel; the caller vouches for the memory.
-        unsafe { self.launch(&name, layout.len().div_ceil(TILE), args) }
+        let args = Adamw { s, l, maps: self.maps.ptr(), master, grad, state, random };
+        // SAFETY: the caller vouches for the memory.
+        unsafe { launch(&self.adamw, &name, layout.len().div_ceil(TILE), args) }
     }
 
     /// As [`super::quantize_dequantize`] for `n` elements whose rows are multiples of 16, from and to f32 or
@@ -115,15 +119,16 @@ impl Launcher {
                 .need("a multiple of 16")
                 .have(n.to_string()));
         }
-        let (count, power) = (n as u64, u32::from(choice == ScaleChoice::PowerOfTwo));
-        let tiles = n.div_ceil(TILE);
+        let (tiles, n) = (n.div_ceil(TILE), n as u64);
+        let power_of_two = (choice == ScaleChoice::PowerOfTwo).into();
         self.gpu.bind()?;
         // SAFETY: the caller vouches for `info`; the rest as in `adamw`.
         unsafe {
             check(driver::cuMemsetD32Async(info, 0, 2, null_mut()), "cuMemsetD32Async")?;
-            self.launch(&format!("amax_{}", from.as_str()), tiles.min(1024), args![w, count, info])?;
+            let name = format!("amax_{}", from.as_str());
+            launch(&self.amax, &name, tiles.min(1024), Amax { w, n, out: info })?;
             let name = format!("value_{}_{}", from.as_str(), to.as_str());
-            self.launch(&name, tiles, args![w, count, power, info, out])
+            launch(&self.value, &name, tiles, Value { w, n, power_of_two, info, out })
         }
     }
 
@@ -140,45 +145,62 @@ impl Launcher {
         out: u64,
     ) -> Result<()> {
         aligned(&[grad])?;
-        let (count, tiles) = (n as u64, n.div_ceil(TILE) as u64);
+        let (tiles, name) = (n.div_ceil(TILE), format!("squares_{}", format.as_str()));
+        let squares = Squares { g: grad, n: n as u64, partial: scratch };
         // SAFETY: as in `adamw`.
         unsafe {
-            let name = format!("squares_{}", format.as_str());
-            self.launch(&name, tiles as usize, args![grad, count, scratch])?;
-            self.launch("total", 1, args![scratch, tiles, out])
+            launch(&self.squares, &name, tiles, squares)?;
+            launch(&self.total, "total", 1, Total { partial: scratch, tiles: tiles as u64, out })
         }
     }
+}
 
-    /// # Safety
-    /// `args` must fit the kernel.
-    unsafe fn launch(&self, name: &str, blocks: usize, args: &mut [*mut c_void]) -> Result<()> {
-        if blocks == 0 {
-            return Ok(());
-        }
-        let kernel = self.kernels.get(name);
-        let kernel = kernel.ok_or_else(|| Error::new(Code::Internal, format!("no kernel {name}")))?;
-        let (grid, block) = ([blocks as u32, 1, 1], [THREADS, 1, 1]);
-        // SAFETY: the caller vouches for the arguments; stream zero is the default one.
-        unsafe { kernel.launch(Launch { grid, block, shared: 0, stream: 0, overlap: false }, args) }
+impl Scalars {
+    fn of(s: &super::Scalars) -> Self {
+        let &super::Scalars { grad_scale, beta1, rest1, beta2, rest2, unbias1, unbias2, .. } = s;
+        let &super::Scalars { eps, minus_lr, keep, limit, .. } = s;
+        Self { grad_scale, beta1, rest1, beta2, rest2, unbias1, unbias2, eps, minus_lr, keep, limit }
     }
+}
+
+fn named<A: Mirror>(all: &Kernels, names: Vec<String>) -> Result<Named<A>> {
+    // They stream: with all of the on-chip memory shared, f32 masters take 7 to 12 % longer on an H100.
+    let get = |name: String| {
+        let kernel = all.get(&name)?;
+        kernel.prefer_cache().map(|()| (name, kernel))
+    };
+    names.into_iter().map(get).collect()
+}
+
+/// # Safety
+/// As of [`Kernel::launch`].
+unsafe fn launch<A: Mirror>(kernels: &Named<A>, name: &str, blocks: usize, args: A) -> Result<()> {
+    if blocks == 0 {
+        return Ok(());
+    }
+    let kernel = kernels.get(name);
+    let kernel = kernel.ok_or_else(|| Error::new(Code::Internal, format!("no kernel {name}")))?;
+    // SAFETY: by contract; stream zero is the default one.
+    unsafe { kernel.launch(Launch::new([blocks, 1, 1], [THREADS, 1, 1], 0), args) }
 }
 
 fn adamw_name(state: StateFormat, master: MasterFormat, grad: MasterFormat) -> String {
     format!("adamw_{}_{}_{}", state.as_str(), master.as_str(), grad.as_str())
 }
 
-/// Every kernel of the source.
-fn names() -> Vec<String> {
-    let floats = [MasterFormat::F32, MasterFormat::Bf16];
-    let pairs = || floats.into_iter().flat_map(|a| floats.map(|b| (a, b)));
-    let mut names: Vec<String> =
-        StateFormat::ALL.into_iter().flat_map(|s| pairs().map(move |(a, b)| adamw_name(s, a, b))).collect();
-    names.extend(pairs().map(|(a, b)| format!("value_{}_{}", a.as_str(), b.as_str())));
-    names.extend(
-        floats.iter().flat_map(|f| [format!("amax_{}", f.as_str()), format!("squares_{}", f.as_str())]),
-    );
-    names.push("total".into());
-    names
+const FLOATS: [MasterFormat; 2] = [MasterFormat::F32, MasterFormat::Bf16];
+
+fn of_floats(stem: &str) -> Vec<String> {
+    FLOATS.map(|f| format!("{stem}_{}", f.as_str())).into()
+}
+
+fn value_names() -> Vec<String> {
+    of_floats("value").iter().flat_map(|from| of_floats(from)).collect()
+}
+
+fn adamw_names() -> Vec<String> {
+    let of_state = |s| FLOATS.into_iter().flat_map(move |a| FLOATS.map(|b| adamw_name(s, a, b)));
+    StateFormat::ALL.into_iter().flat_map(of_state).collect()
 }
 
 fn aligned(pointers: &[u64]) -> Result<()> {
@@ -191,16 +213,26 @@ fn aligned(pointers: &[u64]) -> Result<()> {
 }
 
 #[test]
+fn kernels_take_what_they_are_given() -> Result<()> {
+    adamw_names().iter().try_for_each(|name| SOURCE.takes::<Adamw>(name))?;
+    value_names().iter().try_for_each(|name| SOURCE.takes::<Value>(name))?;
+    of_floats("amax").iter().try_for_each(|name| SOURCE.takes::<Amax>(name))?;
+    of_floats("squares").iter().try_for_each(|name| SOURCE.takes::<Squares>(name))?;
+    SOURCE.takes::<Total>("total")
+}
+
+#[test]
 fn kernels_compile_under_their_names() -> Result<()> {
     if let Err(why) = q4_cuda::libraries().nvrtc.version() {
         println!("skipped: {why}");
         return Ok(());
     }
-    for arch in ["sm_80", "sm_90a", "sm_100a", "sm_120a"] {
-        let image = SOURCE.compile(arch, &OPTIONS)?;
-        for name in names() {
+    for arch in q4_cuda::Arch::majors() {
+        let image = SOURCE.compile(&arch, &OPTIONS)?;
+        let alone = [of_floats("amax"), of_floats("squares"), vec!["total".into()]];
+        for name in alone.concat().into_iter().chain(adamw_names()).chain(value_names()) {
             let section = format!(".text.{name}\0");
-            assert!(image.windows(section.len()).any(|w| w == section.as_bytes()), "{name} for {arch}");
+            assert!(image.windows(section.len()).any(|w| w == section.as_bytes()), "{name} for {arch:?}");
         }
     }
     Ok(())

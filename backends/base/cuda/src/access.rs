@@ -1,14 +1,10 @@
 //! Whether a backend has a device, decided from facts, and its engine on that device, built when it is first
 //! needed.
 use crate::compile::on_disk;
-use crate::gpu::arch;
-use crate::{Gpu, Source, devices};
+use crate::{ARCHS, Arch, Gpu, Source, devices};
 use q4_core::{BuiltinOptions, Device, Found, HostEnv, ProbeItem, Reject, RejectCode, Result, Verdict};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock};
-
-/// Oldest capability kernels are written for.
-const SINCE: (u32, u32) = (8, 0);
 
 /// What the products of a backend need of CUDA besides a device and its driver.
 #[derive(Clone, Copy, Debug)]
@@ -39,8 +35,9 @@ impl Needs {
             let need = "a CUDA device that can be opened";
             reasons.push(Reject::new(RejectCode::DeviceAbsent, need, why.clone()));
         }
-        if gpu.capability < SINCE {
-            reasons.push(Reject::new(RejectCode::DeviceArch, "sm_80 or newer", gpu.arch()));
+        if gpu.capability < ARCHS[0].capability {
+            let need = format!("{} or newer", ARCHS[0].target());
+            reasons.push(Reject::new(RejectCode::DeviceArch, need, gpu.arch()));
         }
         let has_image = tools.images.get(self.backend).is_some_and(|all| all.contains(&gpu.capability));
         if let (Found::No(why), false) = (&tools.nvrtc, has_image) {
@@ -73,7 +70,7 @@ pub fn images(options: &BuiltinOptions, source: &Source) -> Vec<(u32, u32)> {
     let mut all: Vec<_> = devices().unwrap_or_default().into_iter().map(|d| d.capability).collect();
     all.sort_unstable();
     all.dedup();
-    all.retain(|capability| on_disk(source, &arch(*capability)));
+    all.retain(|capability| on_disk(source, &Arch::of(*capability)));
     all
 }
 

@@ -1,5 +1,5 @@
 //! Machine code on disk, by what it was made from: a second start compiles nothing.
-use crate::Source;
+use crate::{Arch, Source};
 use sha2::{Digest, Sha256};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -26,15 +26,15 @@ pub(crate) struct Key {
 }
 
 impl Key {
-    pub fn new(source: &Source, arch: &str, options: &[&str]) -> Self {
+    pub fn new(source: &Source, arch: &Arch, options: &[&str]) -> Self {
         let mut h = Sha256::new();
         h.update(source.whole());
-        for o in options {
+        for o in options.iter().chain([&arch.option().as_str()]) {
             h.update([0]);
             h.update(o);
         }
         let hash = h.finalize().iter().take(12).map(|b| format!("{b:02x}")).collect();
-        Self { name: source.name, arch: arch.into(), hash }
+        Self { name: source.name, arch: arch.target(), hash }
     }
     /// `gemv-sm_90a-0123456789abcdef01234567`: the start of every name of this image.
     pub fn prefix(&self) -> String {
@@ -161,6 +161,7 @@ fn checked(mut file: Vec<u8>) -> Option<Vec<u8>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{ARCHS, HOPPER};
 
     const A: Source = Source { name: "a", text: "extern \"C\" __global__ void a() {}", files: &[] };
 
@@ -168,7 +169,7 @@ mod tests {
     fn images_come_back_and_damage_is_noticed() -> std::io::Result<()> {
         let dir = tempfile::tempdir()?;
         let cache = Cache::at(dir.path().join("new"));
-        let key = Key::new(&A, "sm_90a", &["-DX=1"]);
+        let key = Key::new(&A, &HOPPER, &["-DX=1"]);
         let bytes = |found: Option<(Vec<u8>, PathBuf)>| found.map(|f| f.0);
         assert_eq!(bytes(cache.read(&key, 13000)), None);
         let path = cache.write(&key, 13000, b"image")?;
@@ -176,8 +177,8 @@ mod tests {
         assert_eq!(cache.images().len(), 1);
         assert_eq!(bytes(cache.read(&key, 13010)), None, "another compiler");
         assert_eq!(bytes(cache.any(&key)).as_deref(), Some(&b"image"[..]));
-        assert_eq!(bytes(cache.read(&Key::new(&A, "sm_90a", &["-DX=2"]), 13000)), None, "other options");
-        assert_eq!(bytes(cache.read(&Key::new(&A, "sm_80", &["-DX=1"]), 13000)), None, "another device");
+        assert_eq!(bytes(cache.read(&Key::new(&A, &HOPPER, &["-DX=2"]), 13000)), None, "other options");
+        assert_eq!(bytes(cache.read(&Key::new(&A, &ARCHS[0], &["-DX=1"]), 13000)), None, "another device");
         let mut damaged = std::fs::read(&path)?;
         damaged[2] ^= 1;
         std::fs::write(&path, damaged)?;

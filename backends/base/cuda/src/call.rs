@@ -40,3 +40,13 @@ pub fn scratch(cx: &mut ExecContext<'_>, need: usize) -> Result<u64> {
     }
     Ok(at)
 }
+
+/// The address of a norm's weight, f32 `[k]` on the device of the call.
+pub fn check_norm(weight: &TensorView<'_>, k: usize, cx: &ExecContext<'_>) -> Result<u64> {
+    check_place(weight, cx)?;
+    if weight.dtype() == DType::F32 && weight.len() == k && weight.is_contiguous() {
+        return Ok(weight.as_ptr().addr() as u64);
+    }
+    let what = "weight of a norm";
+    Err(Error::new(Code::ShapeMismatch, what).need(format!("float32[{k}]")).have(format!("{weight:?}")))
+}

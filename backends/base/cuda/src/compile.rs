@@ -1,24 +1,27 @@
 //! From CUDA C++ to machine code: the cache, then NVRTC, then prebuilt images.
 use crate::cache::{Cache, Image, Key};
-use crate::{Found, Source, libraries};
+use crate::{Arch, Found, Source, libraries};
 use cudarc::nvrtc::sys as nvrtc;
 use q4_core::{Code, Error, Result};
 use std::ffi::CString;
 
 impl Source {
-    /// Machine code for `arch` (e.g. `sm_90a`), which need not be here; only NVRTC must.
-    pub fn compile(&self, arch: &str, options: &[&str]) -> Result<Vec<u8>> {
+    /// Machine code for `arch`, which need not be here; only NVRTC must.
+    pub fn compile(&self, arch: &Arch, options: &[&str]) -> Result<Vec<u8>> {
         if let Found::No(why) = &libraries().nvrtc {
-            return Err(Error::new(Code::BackendFailed, format!("kernels `{}` for {arch}", self.name))
-                .need("NVRTC")
-                .have(why.clone()));
+            return Err(Error::new(
+                Code::BackendFailed,
+                format!("kernels `{}` for {}", self.name, arch.target()),
+            )
+            .need("NVRTC")
+            .have(why.clone()));
         }
         compile(self, arch, options)
     }
 }
 
-/// The machine code of `source` for `arch` (e.g. `sm_90a`).
-pub(crate) fn image(source: &Source, arch: &str, options: &[&str], cache: &Cache) -> Result<Image> {
+/// The machine code of `source` for `arch`.
+pub(crate) fn image(source: &Source, arch: &Arch, options: &[&str], cache: &Cache) -> Result<Image> {
     let key = Key::new(source, arch, options);
     let version = match &libraries().nvrtc {
         Found::Yes(v) => *v,
@@ -34,7 +37,7 @@ pub(crate) fn image(source: &Source, arch: &str, options: &[&str], cache: &Cache
 }
 
 /// Whether [`image`] would find or could make it.
-pub(crate) fn available(source: &Source, arch: &str, options: &[&str], cache: &Cache) -> Result<()> {
+pub(crate) fn available(source: &Source, arch: &Arch, options: &[&str], cache: &Cache) -> Result<()> {
     match &libraries().nvrtc {
         Found::Yes(_) => Ok(()),
         Found::No(why) => prebuilt(&Key::new(source, arch, options), cache, why).map(drop),
@@ -42,7 +45,7 @@ pub(crate) fn available(source: &Source, arch: &str, options: &[&str], cache: &C
 }
 
 /// Whether an image of any compiler is there, so that none is needed.
-pub(crate) fn on_disk(source: &Source, arch: &str) -> bool {
+pub(crate) fn on_disk(source: &Source, arch: &Arch) -> bool {
     Cache::of_user().any(&Key::new(source, arch, &[])).is_some()
 }
 
@@ -56,10 +59,11 @@ fn prebuilt(key: &Key, cache: &Cache, why: &str) -> Result<Image> {
     }
 }
 
-fn compile(source: &Source, arch: &str, options: &[&str]) -> Result<Vec<u8>> {
+fn compile(source: &Source, arch: &Arch, options: &[&str]) -> Result<Vec<u8>> {
     let c = |s: &str| CString::new(s).map_err(|_| Error::new(Code::Internal, "a NUL in kernel source"));
     let (text, name) = (c(&source.whole())?, c(&format!("{}.cu", source.name))?);
-    let mut all = vec![c(&format!("--gpu-architecture={arch}"))?, c("--std=c++17")?];
+    let mut all =
+        vec![c(&format!("--gpu-architecture={}", arch.target()))?, c("--std=c++17")?, c(&arch.option())?];
     for o in options {
         all.push(c(o)?);
     }
@@ -83,8 +87,8 @@ fn compile(source: &Source, arch: &str, options: &[&str]) -> Result<Vec<u8>> {
             let mut log = vec![0u8; size.max(1)];
             nvrtc::nvrtcGetProgramLog(program, log.as_mut_ptr().cast());
             let log = String::from_utf8_lossy(&log).trim_end_matches('\0').trim().to_owned();
-            Err(Error::new(Code::BackendFailed, format!("compiling kernels `{}` for {arch}", source.name))
-                .have(format!("{status:?}: {log}")))
+            let what = format!("compiling kernels `{}` for {}", source.name, arch.target());
+            Err(Error::new(Code::BackendFailed, what).have(format!("{status:?}: {log}")))
         };
         nvrtc::nvrtcDestroyProgram(&mut program);
         outcome

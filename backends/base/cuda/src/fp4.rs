@@ -6,11 +6,7 @@ use q4_core::{Code, Error, Reject, RejectCode, Result};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
-/// Compute capabilities with FP4 tensor cores that take a scale per 16 (PTX ISA, `mma` with
-/// `kind::mxf4nvf4`).
-pub const FP4_CAPABILITIES: [(u32, u32); 4] = [(10, 0), (10, 3), (12, 0), (12, 1)];
-
-/// Why `cublaslt` has no products for them, if so.
+/// Why `cublaslt` has no products for FP4 tensor cores, if so.
 pub fn fp4_lacks(cublaslt: &Found) -> Option<Reject> {
     let have = match cublaslt {
         Found::Yes(SINCE..) => return None,

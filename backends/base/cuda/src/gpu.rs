@@ -1,7 +1,7 @@
 //! A device: its primary context and the facts kernels are chosen by.
 use crate::arena::Arena;
 use crate::libraries::{attribute, capability, handle};
-use crate::{Found, check, driver, libraries};
+use crate::{Arch, Found, check, driver, libraries};
 use q4_core::memory::ManagedSupport;
 use q4_core::{Code, Device, Error, Result};
 use std::fmt::Write;
@@ -12,8 +12,8 @@ pub struct Gpu {
     ordinal: u32,
     context: driver::CUcontext,
     handle: driver::CUdevice,
-    /// Compute capability, e.g. `(9, 0)`.
-    pub capability: (u32, u32),
+    /// What such devices can do.
+    pub arch: Arch,
     /// Multiprocessors.
     pub processors: u32,
     /// Bytes of shared memory a block may ask for.
@@ -43,11 +43,6 @@ unsafe impl Send for Gpu {}
 // SAFETY: as above; the rest is plain data behind a lock.
 unsafe impl Sync for Gpu {}
 
-/// The name of the machine code that devices of a capability run best.
-pub(crate) fn arch((major, minor): (u32, u32)) -> String {
-    format!("sm_{major}{minor}{}", if major >= 9 { "a" } else { "" })
-}
-
 impl Gpu {
     /// Device `ordinal`. One per device and process; the context lives until the process ends.
     pub fn open(ordinal: u32) -> Result<Arc<Self>> {
@@ -76,7 +71,7 @@ impl Gpu {
             ordinal,
             context,
             handle,
-            capability: capability(handle)?,
+            arch: Arch::of(capability(handle)?),
             processors: attribute(handle, A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
             shared: attribute(handle, A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
             l2: attribute(handle, A::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?,
@@ -92,11 +87,6 @@ impl Gpu {
     /// Its handle, for calls this crate does not wrap.
     pub fn handle(&self) -> driver::CUdevice {
         self.handle
-    }
-    /// The name of the machine code it runs best: `sm_90a` where the architecture has instructions of its
-    /// own.
-    pub fn arch(&self) -> String {
-        arch(self.capability)
     }
 
     /// Makes it current on this thread; cheap, and done by every method that needs it.

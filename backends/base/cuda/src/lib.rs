@@ -7,12 +7,14 @@
 //! workspace calls the driver.
 mod access;
 mod ahead;
+mod arch;
 mod arena;
 mod buffer;
 mod cache;
 mod call;
 mod compile;
 mod dense;
+mod few;
 mod fp4;
 mod gpu;
 mod graph;
@@ -20,6 +22,7 @@ mod kernel;
 mod libraries;
 mod lt;
 mod map;
+mod mirror;
 mod rows;
 mod source;
 mod stage;
@@ -27,21 +30,24 @@ mod stream;
 
 pub use access::{Engines, Needs, images};
 pub use ahead::ahead;
+pub use arch::{ARCHS, Arch, HOPPER};
 pub use buffer::{Buffer, Pinned, view, view_mut};
 pub use cache::{Cache, CachedImage};
-pub use call::{check_call, check_place, scratch};
+pub use call::{check_call, check_norm, check_place, scratch};
 pub use cudarc::cublaslt::sys as cublaslt;
 pub use cudarc::driver::sys as driver;
 pub use dense::DenseProduct;
-pub use fp4::{FP4_CAPABILITIES, FP4_COLUMNS, FP4_ROWS, Fp4Operands, Fp4Product, fp4_lacks};
+pub use few::{Align, Chip, FEW_ROWS, FEW_STAGES, FewPlan, FewRows, Width};
+pub use fp4::{FP4_COLUMNS, FP4_ROWS, Fp4Operands, Fp4Product, fp4_lacks};
 pub use gpu::Gpu;
 pub use graph::{Graph, Nodes};
 pub use kernel::{Kernel, Kernels, Launch};
 pub use libraries::{Libraries, devices, libraries};
 pub use lt::Blas;
 pub use map::TensorMap;
+pub use mirror::{Field, Mirror, addresses};
 pub use q4_core::Found;
-pub use rows::{Matrix, ROWS, RowKernels, Stored, convention, number, rule};
+pub use rows::{Matrix, ROWS, RowKernels, Stored, convention, number, output, over_rows, rule};
 pub use source::{File, Source};
 pub use stream::{Event, Stream};
 
@@ -134,10 +140,4 @@ fn text(status: CUresult, what: Text) -> String {
     }
     // SAFETY: NUL-terminated and static, by the driver's contract.
     unsafe { CStr::from_ptr(p) }.to_string_lossy().into_owned()
-}
-
-/// The arguments of a launch: pointers to the values named, which live as long as the statement.
-#[macro_export]
-macro_rules! args {
-    ($($e:expr),* $(,)?) => { &mut [$( ::std::ptr::from_ref(&$e).cast::<::std::ffi::c_void>().cast_mut() ),*] };
 }

@@ -1,5 +1,5 @@
 //! Tensor maps: what the copy engine of sm_90 and newer is told of a matrix.
-use crate::{check, driver};
+use crate::{Mirror, check, driver};
 use q4_core::{DType, Result};
 use std::ffi::c_void;
 use std::ptr::from_ref;
@@ -10,6 +10,11 @@ use std::ptr::from_ref;
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug)]
 pub struct TensorMap(#[allow(dead_code)] driver::CUtensorMap);
+
+// SAFETY: 128 bytes, aligned to 64.
+unsafe impl Mirror for TensorMap {
+    const TYPES: &'static [&'static str] = &["Map"];
+}
 
 impl TensorMap {
     /// `[rows, cols]` of `dtype` at `data`, `ld` elements from one row to the next; boxes of `width` columns

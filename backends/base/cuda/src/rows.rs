@@ -1,26 +1,36 @@
 //! Launchers of `cuda/rows.cu`: activations of every float type, quantised by every rule, on the device.
-use crate::{Gpu, Kernel, Kernels, Launch, Source, args, check, driver};
-use q4_core::{ActGlobal, Activations, Convention, DType, GlobalScale, Result, Rule, TensorView};
+use crate::{Gpu, Kernel, Kernels, Launch, Source, check, driver, mirror};
+use q4_core::{ActGlobal, ActQuant, Activations, Convention, DType, GlobalScale, Result, Rule, TensorView};
 use std::sync::Arc;
 
 /// The text, for kernels that use its functions.
 pub const ROWS: Source = Source { name: "rows", text: include_str!("../cuda/rows.cu"), files: &[] };
 
-/// `Matrix` of `rows.cu`: row-major, `ld` elements from row to row.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct Matrix {
-    /// Device address.
-    pub data: u64,
-    /// Leading stride.
-    pub ld: u64,
-    /// Rows.
-    pub rows: u32,
-    /// Columns.
-    pub cols: u32,
-    /// 1 (f32), 2 (f16) or 3 (bf16).
-    pub dtype: u32,
-    unused: u32,
+mirror! {
+    /// `Matrix` of `rows.cu`: row-major, `ld` elements from row to row.
+    pub struct Matrix {
+        /// Device address.
+        pub data: u64,
+        /// Leading stride.
+        pub ld: u64,
+        /// Rows.
+        pub rows: u32,
+        /// Columns.
+        pub cols: u32,
+        /// 1 (f32), 2 (f16) or 3 (bf16).
+        pub dtype: u32,
+        unused: u32,
+    }
+
+    struct Amax { x: Matrix, out: u64 }
+    struct Global { amax: u64, rule: u32, source: u32 }
+    struct Int8 { x: Matrix, q: u64, steps: u64 }
+    struct Nvfp4 {
+        x: Matrix, rule: u32, source: u32, global: u64, q: u64, steps: u64, codes: u64, bytes: u64, bad: u64,
+    }
+    struct Values {
+        q: u64, steps: u64, global: u64, convention: u32, factor: f64, rows: u32, cols: u32, out: u64,
+    }
 }
 
 impl Matrix {
@@ -34,10 +44,17 @@ impl Matrix {
         let (rows, cols, ld) = view.as_matrix()?;
         Ok(Self::new(view.as_ptr().addr() as u64, view.dtype(), rows, cols, ld))
     }
+    /// Bytes of an element.
+    pub fn size(&self) -> u64 {
+        if self.dtype == number(DType::F32) { 4 } else { 2 }
+    }
+    /// Whether its rows can be read 16 bytes at a time.
+    pub fn is_aligned(&self) -> bool {
+        self.data % 16 == 0 && (self.rows == 1 || self.ld * self.size() % 16 == 0)
+    }
     /// `count` of its rows from `first` on.
     pub fn rows_from(&self, first: usize, count: usize) -> Self {
-        let size = if self.dtype == 1 { 4 } else { 2 };
-        Self { data: self.data + first as u64 * self.ld * size, rows: count as u32, ..*self }
+        Self { data: self.data + first as u64 * self.ld * self.size(), rows: count as u32, ..*self }
     }
     /// Parts that fit the second dimension of a grid, with their first rows.
     pub fn parts(self) -> impl Iterator<Item = (usize, Self)> {
@@ -48,8 +65,13 @@ impl Matrix {
     }
 }
 
-/// Rows of one launch.
+/// Rows of one launch: what the second dimension of a grid holds, rounded down.
 const MAX_ROWS: usize = 32768;
+
+/// A grid with a block for each row, over its second and third dimension.
+pub fn over_rows(x: usize, rows: usize) -> [usize; 3] {
+    [x, rows.min(MAX_ROWS), rows.div_ceil(MAX_ROWS)]
+}
 
 /// A type's number in kernels.
 pub fn number(d: DType) -> u32 {
@@ -57,6 +79,16 @@ pub fn number(d: DType) -> u32 {
         DType::F16 => 2,
         DType::BF16 => 3,
         _ => 1,
+    }
+}
+
+/// The number that products of many rows have for what they do to y, of the type with number `y`.
+pub fn output(accumulate: bool, y: u32) -> i32 {
+    match (accumulate, y) {
+        (true, _) => 1,
+        (_, 1) => 0,
+        (_, 2) => 3,
+        _ => 2,
     }
 }
 
@@ -94,15 +126,15 @@ pub struct Stored {
 /// The functions of `rows.cu` on one device.
 pub struct RowKernels {
     gpu: Arc<Gpu>,
-    amax: Kernel,
-    global: Kernel,
-    int8: Kernel,
-    nvfp4: Kernel,
-    values: Kernel,
+    amax: Kernel<Amax>,
+    global: Kernel<Global>,
+    int8: Kernel<Int8>,
+    nvfp4: Kernel<Nvfp4>,
+    values: Kernel<Values>,
 }
 
 fn grid(x: usize, y: usize, threads: u32, stream: usize) -> Launch {
-    Launch { grid: [x as u32, y as u32, 1], block: [threads, 1, 1], shared: 0, stream, overlap: false }
+    Launch::new([x, y, 1], [threads, 1, 1], stream)
 }
 
 impl RowKernels {
@@ -125,12 +157,12 @@ impl RowKernels {
     /// x and `out` are device memory.
     pub unsafe fn global_of(&self, x: Matrix, r: Rule, source: DType, out: u64, stream: usize) -> Result<()> {
         self.gpu.bind()?;
-        let (number, source) = (rule(r), number(source));
-        // SAFETY: by contract; the arguments are those of `q4_amax` and `q4_global`.
+        let (rule, source) = (rule(r), number(source));
+        // SAFETY: by contract.
         unsafe {
             check(driver::cuMemsetD32Async(out, 0, 1, stream as driver::CUstream), "cuMemsetD32Async")?;
-            self.amax.launch(grid(x.rows as usize, 1, 256, stream), args![x, out])?;
-            self.global.launch(grid(1, 1, 1, stream), args![out, number, source])
+            self.amax.launch(grid(x.rows as usize, 1, 256, stream), Amax { x, out })?;
+            self.global.launch(grid(1, 1, 1, stream), Global { amax: out, rule, source })
         }
     }
 
@@ -157,8 +189,8 @@ impl RowKernels {
         for (first, part) in x.parts() {
             let how = grid(groups.div_ceil(128), part.rows as usize, 128, stream);
             let (q, steps) = (q + (first * x.cols as usize) as u64, steps + (first * groups * 4) as u64);
-            // SAFETY: by contract; the arguments are those of `q4_int8`.
-            unsafe { self.int8.launch(how, args![part, q, steps])? };
+            // SAFETY: by contract.
+            unsafe { self.int8.launch(how, Int8 { x: part, q, steps })? };
         }
         Ok(())
     }
@@ -176,19 +208,66 @@ impl RowKernels {
         to: &Stored,
         stream: usize,
     ) -> Result<()> {
-        let (number, source, k) = (rule(r), number(source), x.cols as usize);
-        for (first, part) in x.parts() {
-            let how = grid((k / 16).div_ceil(128), part.rows as usize, 128, stream);
+        let (rule, source, k) = (rule(r), number(source), x.cols as usize);
+        for (first, x) in x.parts() {
+            let how = grid((k / 16).div_ceil(128), x.rows as usize, 128, stream);
             let at = |base: u64, bytes: usize| if base == 0 { 0 } else { base + (first * bytes) as u64 };
             let (q, steps) = (at(to.q, k), at(to.steps, k / 16 * 4));
             let (codes, bytes) = (at(to.codes, k / 2), at(to.scales, k / 16));
-            // SAFETY: by contract; the arguments are those of `q4_nvfp4`.
-            unsafe {
-                self.nvfp4
-                    .launch(how, args![part, number, source, global, q, steps, codes, bytes, to.bad])?;
-            }
+            let args = Nvfp4 { x, rule, source, global, q, steps, codes, bytes, bad: to.bad };
+            // SAFETY: by contract.
+            unsafe { self.nvfp4.launch(how, args)? };
         }
         Ok(())
+    }
+
+    /// The address of the per-tensor scale that `act` asks for, 0 where it asks for none: `at`, where it is put.
+    ///
+    /// # Safety
+    /// x and `at` are device memory.
+    pub unsafe fn scale(
+        &self,
+        x: Matrix,
+        act: &ActQuant,
+        source: DType,
+        at: u64,
+        stream: usize,
+    ) -> Result<u64> {
+        // SAFETY: forwarded.
+        unsafe {
+            match act.global {
+                ActGlobal::None => return Ok(0),
+                ActGlobal::Static(g) => self.set_global(g, at, stream)?,
+                ActGlobal::PerCall => self.global_of(x, act.rule, source, at, stream)?,
+            }
+        }
+        Ok(at)
+    }
+
+    /// Rows to int8, as `activations` that are not native say; the address and the convention of their
+    /// per-tensor scale, or 0.
+    ///
+    /// # Safety
+    /// x is device memory; so are a float, room for its rows and for their steps.
+    pub unsafe fn quantised(
+        &self,
+        x: Matrix,
+        activations: &Activations,
+        source: DType,
+        [global, q, steps]: [u64; 3],
+        stream: usize,
+    ) -> Result<(u64, u32)> {
+        let Activations::Nvfp4(act) = activations else {
+            // SAFETY: forwarded.
+            return unsafe { self.int8(x, q, steps, stream) }.map(|()| (0, 0));
+        };
+        let to = Stored { q, steps, ..Stored::default() };
+        // SAFETY: forwarded.
+        unsafe {
+            let global = self.scale(x, act, source, global, stream)?;
+            self.nvfp4(x, act.rule, source, global, &to, stream)?;
+            Ok((global, convention(act.rule)))
+        }
     }
 
     /// Scratch bytes of [`rounded`](Self::rounded).
@@ -215,40 +294,22 @@ impl RowKernels {
         let (m, k) = (x.rows as usize, x.cols as usize);
         let (q, steps) = (scratch + 256, scratch + steps_at(m, k) as u64);
         let out = scratch + values_at(m, k) as u64;
-        // SAFETY: by contract; the parts of the scratch do not overlap.
-        let (global, kind, factor) = unsafe {
-            match activations {
-                Activations::Native => return Ok(x),
-                Activations::Int8 => {
-                    self.int8(x, q, steps, stream)?;
-                    (0, 0, 1.0)
-                }
-                Activations::Nvfp4(act) => {
-                    let global = match act.global {
-                        ActGlobal::None => 0,
-                        ActGlobal::Static(g) => {
-                            self.set_global(g, scratch, stream)?;
-                            scratch
-                        }
-                        ActGlobal::PerCall => {
-                            self.global_of(x, act.rule, source, scratch, stream)?;
-                            scratch
-                        }
-                    };
-                    let to = Stored { q, steps, ..Stored::default() };
-                    self.nvfp4(x, act.rule, source, global, &to, stream)?;
-                    (global, convention(act.rule), 0.5)
-                }
-            }
+        let factor = match activations {
+            Activations::Native => return Ok(x),
+            Activations::Int8 => 1.0,
+            Activations::Nvfp4(_) => 0.5,
         };
+        // SAFETY: by contract; the parts of the scratch do not overlap.
+        let (global, convention) =
+            unsafe { self.quantised(x, activations, source, [scratch, q, steps], stream)? };
         let values = Matrix::new(out, DType::F32, m, k, k);
         for (first, part) in values.parts() {
             let how = grid(k.div_ceil(256), part.rows as usize, 256, stream);
             let (q, steps) = (q + (first * k) as u64, steps + (first * (k / 16) * 4) as u64);
-            // SAFETY: as above; the arguments are those of `q4_values`.
+            let Matrix { rows, cols, data: out, .. } = part;
+            // SAFETY: as above.
             unsafe {
-                self.values
-                    .launch(how, args![q, steps, global, kind, factor, part.rows, part.cols, part.data])?;
+                self.values.launch(how, Values { q, steps, global, convention, factor, rows, cols, out })?;
             }
         }
         Ok(values)
@@ -261,4 +322,13 @@ fn steps_at(m: usize, k: usize) -> usize {
 
 fn values_at(m: usize, k: usize) -> usize {
     steps_at(m, k) + (m * (k / 16) * 4).next_multiple_of(256)
+}
+
+#[test]
+fn kernels_take_what_they_are_given() -> Result<()> {
+    ROWS.takes::<Amax>("q4_amax")?;
+    ROWS.takes::<Global>("q4_global")?;
+    ROWS.takes::<Int8>("q4_int8")?;
+    ROWS.takes::<Nvfp4>("q4_nvfp4")?;
+    ROWS.takes::<Values>("q4_values")
 }

@@ -1,7 +1,7 @@
 //! What becomes of failures on a device. A fault ends its process's context, so it happens in a child.
 #![allow(clippy::unwrap_used)]
 use q4_core::Code;
-use q4_cuda::{Buffer, Gpu, Kernels, Launch, Source, args, devices};
+use q4_cuda::{Buffer, Gpu, Kernels, Launch, Source, devices, mirror};
 use std::process::Command;
 use std::sync::Arc;
 
@@ -10,6 +10,7 @@ const SOURCE: Source = Source {
     text: r#"extern "C" __global__ void store(unsigned *to) { to[blockIdx.x * blockDim.x + threadIdx.x] = 7; }"#,
     files: &[],
 };
+mirror! { struct Store { to: u64 } }
 const CHILD: &str = "Q4_TEST_FAULTS";
 
 fn gpu() -> Option<Arc<Gpu>> {
@@ -23,10 +24,10 @@ fn gpu() -> Option<Arc<Gpu>> {
 /// Stores to `to` and waits.
 fn store(gpu: &Arc<Gpu>, to: u64) -> q4_core::Result<()> {
     let kernel = Kernels::load(gpu, &SOURCE, &[])?.get("store")?;
-    let how = Launch { grid: [2, 1, 1], block: [32, 1, 1], shared: 0, stream: 0, overlap: false };
+    let how = Launch::new([2, 1, 1], [32, 1, 1], 0);
     gpu.enqueues(format_args!("`layer`, [1, 32] by [64, 32]"));
     // SAFETY: 64 words at `to`, or, in a child, nothing anyone needs.
-    unsafe { kernel.launch(how, args![to])? };
+    unsafe { kernel.launch(how, Store { to })? };
     gpu.synchronize()
 }
 

@@ -1,52 +1,27 @@
 //! Launchers of `cuda/gemv.cu`: products of a few rows, with any fusion, as one kernel.
 use super::{Call, FILES, Packed};
-use q4_core::{Code, Error, FuseSet, Result};
-use q4_cuda::{Gpu, Kernel, Kernels as Module, Launch, Source, args};
+use q4_core::{Code, DType, Error, FuseSet, Result};
+use q4_cuda::{
+    Align, Chip, FEW_ROWS, FewRows, Gpu, Kernel, Kernels as Module, Launch, Matrix, Source, Width, mirror,
+};
 use std::sync::Arc;
 
 const SOURCE: Source = Source { name: "nf4-gemv", text: include_str!("../../cuda/gemv.cu"), files: FILES };
-/// Rows of the largest launch.
-pub const MOST: usize = 16;
-/// Blocks of a cluster that share row groups and split k, where the rows of x are too much for one.
-const SPLIT: usize = 4;
-const THREADS: usize = 512;
-const WARPS: usize = THREADS / 32;
-/// Bytes of the table, of 16 rows by 128 k of a weight, and units a warp has in flight; as in the source.
+/// Bytes of the table, as in the source.
 const TABLE: usize = 32_768;
-const UNIT: usize = super::UNIT;
-const STAGES: usize = 3;
 
-/// `Gemv` of gemv.cu.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Gemv {
-    w: u64,
-    x: u64,
-    y: u64,
-    norm: u64,
-    ldx: u64,
-    ldy: u64,
-    m: u32,
-    n: u32,
-    k: u32,
-    units: u32,
-    each: u32,
-    extra: u32,
-    gate_at: u32,
-    x_dtype: u32,
-    y_dtype: u32,
-    accumulate: u32,
-    eps: f32,
-    unused: u32,
+mirror! {
+    /// `Gemv` of gemv.cu.
+    struct Gemv {
+        w: u64, x: u64, y: u64, norm: u64, ldx: u64, ldy: u64, m: u32, n: u32, k: u32, units: u32,
+        each: u32, extra: u32, gate_at: u32, x_dtype: u32, y_dtype: u32, accumulate: u32, eps: f32, unused: u32,
+    }
+    struct Product { p: Gemv }
 }
 
-/// Kernels for one type of x: one row, up to eight, up to sixteen; the last two also by clusters, where the
-/// device has them.
+/// Kernels for one type of x.
 struct Family {
-    one: Kernel,
-    few: Kernel,
-    wide: Kernel,
-    split: Option<[Kernel; 2]>,
+    widths: [Option<Kernel<Product>>; 5],
     /// Parts of bf16 an element of x becomes.
     parts: usize,
 }
@@ -56,38 +31,27 @@ pub struct Kernels {
     gpu: Arc<Gpu>,
     /// f32, f16, bf16.
     families: [Family; 3],
-    align: Kernel,
+    align: Kernel<Align>,
 }
 
-/// A launch: the kernel, its blocks (or clusters), how many row groups (or pairs of them) they share, bytes
-/// of shared memory.
-struct Plan<'a> {
-    kernel: &'a Kernel,
-    teams: usize,
-    split: usize,
-    work: usize,
-    shared: usize,
+/// The name of a kernel for x of a type.
+fn gemv(width: Width, x: &str) -> String {
+    format!("nf4_gemv_{x}_{}", ["one", "few", "wide", "wide_split", "few_split"][width as usize])
+}
+
+/// Products with `w`, for x of so many parts.
+fn few(w: &Packed, parts: usize, gate: bool, on: Chip) -> FewRows {
+    let (groups, units, k) = (w.n.div_ceil(16) as usize, w.units as usize, w.k as usize);
+    let (parts, beside) = ([parts; 2], [TABLE; 2]);
+    FewRows { on, few_split: true, groups, units, k, gate, parts, beside, per_group: 0 }
 }
 
 impl Kernels {
     /// Compiles or finds them.
     pub fn load(gpu: &Arc<Gpu>) -> Result<Self> {
         let all = Module::load(gpu, &SOURCE, &[])?;
-        let get = |name: String| {
-            let kernel = all.get(&name)?;
-            kernel.allow_shared(gpu.shared)?;
-            Ok::<_, Error>(kernel)
-        };
         let family = |x: &str, parts| {
-            let split = gpu.capability >= (9, 0);
-            let get = |kind: &str| get(format!("nf4_gemv_{x}_{kind}"));
-            Ok::<_, Error>(Family {
-                one: get("one")?,
-                few: get("few")?,
-                wide: get("wide")?,
-                split: if split { Some([get("few_split")?, get("wide_split")?]) } else { None },
-                parts,
-            })
+            Ok::<_, Error>(Family { widths: all.widths(true, |width| gemv(width, x))?, parts })
         };
         Ok(Self {
             gpu: gpu.clone(),
@@ -96,73 +60,8 @@ impl Kernels {
         })
     }
 
-    /// A launch of `rows` rows, a power of two; `None` if no number of blocks makes it fit. `dtype` is a
-    /// type's number.
-    fn plan(&self, w: &Packed, dtype: u32, rows: usize, gate: bool) -> Option<Plan<'_>> {
-        let family = &self.families[dtype as usize - 1];
-        let parts = family.parts;
-        let alone = |kernel, columns| self.plan_of(w, parts, rows, gate, kernel, columns, 1);
-        let split = |i: usize| {
-            let kernel = &family.split.as_ref()?[i];
-            self.plan_of(w, parts, rows, gate, kernel, 8 * (i + 1), SPLIT)
-        };
-        match rows {
-            1 => alone(&family.one, 1).or_else(|| split(0)),
-            2..=8 => alone(&family.few, 8).or_else(|| split(0)),
-            // Long rows of x are worth the clusters' barriers.
-            _ if w.k >= 4096 => split(1).or_else(|| alone(&family.wide, 16)),
-            _ => alone(&family.wide, 16).or_else(|| split(1)),
-        }
-    }
-
-    #[allow(clippy::too_many_arguments)]
-    fn plan_of<'a>(
-        &self,
-        w: &Packed,
-        parts: usize,
-        rows: usize,
-        gate: bool,
-        kernel: &'a Kernel,
-        columns: usize,
-        split: usize,
-    ) -> Option<Plan<'a>> {
-        let (units, both) = (w.units as usize, if gate { 2 } else { 1 });
-        let (slice, work) = (units.div_ceil(split), (w.n as usize).div_ceil(16) / both);
-        if units < split {
-            return None;
-        }
-        let x = parts * rows * (slice * 128 + 8) * 2;
-        let fixed = TABLE + WARPS * STAGES * UNIT + x + 2 * WARPS * 4;
-        // Some processors have no place in a cluster.
-        let most = if split > 1 {
-            self.gpu.processors as usize / split * 15 / 16
-        } else {
-            self.gpu.processors as usize
-        };
-        let mut teams = work.min(most.max(1));
-        loop {
-            let groups = work.div_ceil(teams) * both;
-            let whole = if split > 1 { groups } else { 0 };
-            let shared = fixed + (groups + 1 + WARPS + whole) * 64 * columns;
-            // Quotients of units are taken in f32.
-            if shared <= self.gpu.shared as usize && groups * slice < 1 << 17 {
-                // More than half, or a processor that the kernel before leaves early gets two blocks and the
-                // launch takes twice as long.
-                let shared = shared.max(self.gpu.shared as usize / 2 + 2048);
-                return Some(Plan { kernel, teams, split, work, shared });
-            }
-            if teams == work {
-                return None;
-            }
-            teams = work.min(2 * teams);
-        }
-    }
-
-    /// Most rows of a launch, a power of two.
-    fn rows(&self, w: &Packed, dtype: u32, m: usize, gate: bool) -> Option<usize> {
-        let enough = m.next_power_of_two();
-        let fits = |r: &usize| self.plan(w, dtype, *r, gate).is_some();
-        [16, 8, 4, 2, 1].into_iter().filter(|r| *r <= enough).find(fits)
+    fn few(&self, w: &Packed, dtype: u32, gate: bool) -> FewRows {
+        few(w, self.families[dtype as usize - 1].parts, gate, (&*self.gpu).into())
     }
 
     /// Whether they take calls of `m` rows of x (`dtype` as rounded after a norm); any number without a
@@ -170,14 +69,14 @@ impl Kernels {
     pub fn takes(&self, w: &Packed, dtype: u32, m: usize, set: FuseSet) -> bool {
         let gate = set.contains(FuseSet::GATE);
         w.units > 0
-            && (set == FuseSet::NONE || m <= MOST)
+            && (set == FuseSet::NONE || m <= FEW_ROWS)
             && !(gate && w.n % 32 != 0)
-            && self.rows(w, dtype, m.min(MOST), gate).is_some()
+            && self.few(w, dtype, gate).rows(m.min(FEW_ROWS)).is_some()
     }
 
     /// Room for aligned copies of the norm's weight and of one launch's x.
     pub fn workspace(&self, w: &Packed, m: usize) -> usize {
-        if w.units == 0 { 0 } else { ((m.min(MOST) + 1) * w.k as usize * 4).next_multiple_of(256) }
+        if w.units == 0 { 0 } else { ((m.min(FEW_ROWS) + 1) * w.k as usize * 4).next_multiple_of(256) }
     }
 
     /// Enqueues the product.
@@ -187,31 +86,28 @@ impl Kernels {
     /// asked for.
     pub unsafe fn forward(&self, w: &Packed, call: &Call) -> Result<()> {
         let (mut norm, k) = (call.norm.0, w.k as usize);
-        let copy = |from: u64, rows: u32, ld: u64, size: u32, to: u64| {
-            let grid = [w.k.div_ceil(256), rows, 1];
-            let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: call.stream, overlap: true };
-            // SAFETY: by contract; the arguments are those of `nf4_gemv_align`.
-            unsafe { self.align.launch(how, args![from, ld, w.k, size, to]) }
-        };
         if norm % 16 != 0 {
-            copy(norm, 1, k as u64, 4, call.workspace)?;
+            let weight = Matrix::new(norm, DType::F32, 1, k, k);
+            // SAFETY: by contract.
+            unsafe { self.align.copy(weight, call.workspace, call.stream)? };
             norm = call.workspace;
         }
-        let size = if call.x.dtype == 1 { 4 } else { 2 };
-        let is_aligned = call.x.data % 16 == 0 && (call.x.rows == 1 || call.x.ld * u64::from(size) % 16 == 0);
-        let m = call.x.rows as usize;
-        let most = self.rows(w, call.source, m.min(MOST), call.gate).unwrap_or(1);
+        let (m, of) = (call.x.rows as usize, self.few(w, call.source, call.gate));
+        let most = of.rows(m.min(FEW_ROWS)).unwrap_or(1);
         for first in (0..m).step_by(most) {
             let rows = most.min(m - first);
             let (mut xs, ys) = (call.x.rows_from(first, rows), call.y.rows_from(first, rows));
-            let plan = self.plan(w, call.source, rows.next_power_of_two(), call.gate);
-            let plan =
-                plan.ok_or_else(|| Error::new(Code::Internal, format!("no launch for {rows} rows")))?;
-            if !is_aligned {
+            let none = || Error::new(Code::Internal, format!("no launch for {rows} rows"));
+            let (width, plan) = of.plan(rows.next_power_of_two()).ok_or_else(none)?;
+            let kernel = self.families[call.source as usize - 1].widths[width as usize].as_ref();
+            let kernel = kernel.ok_or_else(none)?;
+            if !call.x.is_aligned() {
                 let to = call.workspace + 4 * k as u64;
-                copy(xs.data, xs.rows, xs.ld, size, to)?;
+                // SAFETY: by contract.
+                unsafe { self.align.copy(xs, to, call.stream)? };
                 (xs.data, xs.ld) = (to, k as u64);
             }
+            let [each, extra, gate_at] = plan.deal(call.gate);
             let gemv = Gemv {
                 w: w.codes,
                 x: xs.data,
@@ -223,38 +119,94 @@ impl Kernels {
                 n: w.n,
                 k: w.k,
                 units: w.units,
-                each: (plan.work / plan.teams) as u32,
-                extra: (plan.work % plan.teams) as u32,
-                gate_at: if call.gate { plan.work as u32 } else { 0 },
+                each,
+                extra,
+                gate_at,
                 x_dtype: call.source,
                 y_dtype: ys.dtype,
                 accumulate: call.accumulate.into(),
                 eps: call.norm.1,
                 unused: 0,
             };
-            let how = Launch {
-                grid: [(plan.teams * plan.split) as u32, 1, 1],
-                block: [THREADS as u32, 1, 1],
-                shared: plan.shared as u32,
-                stream: call.stream,
-                overlap: true,
-            };
-            // SAFETY: by contract; the argument is the kernel's.
-            unsafe { plan.kernel.launch(how, args![gemv])? };
+            let how = Launch { stream: call.stream, ..plan.how };
+            // SAFETY: by contract.
+            unsafe { kernel.launch(how, Product { p: gemv })? };
         }
         Ok(())
     }
 }
 
-#[test]
-fn kernels_compile_for_old_devices_and_new() -> Result<()> {
-    if let Err(why) = q4_cuda::libraries().nvrtc.version() {
-        println!("skipped: {why}");
-        return Ok(());
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use q4_cuda::FewPlan;
+
+    #[test]
+    fn kernels_take_what_they_are_given() -> Result<()> {
+        for x in ["f32", "f16", "bf16"] {
+            for width in [Width::One, Width::Few, Width::Wide, Width::WideSplit, Width::FewSplit] {
+                SOURCE.takes::<Product>(&gemv(width, x))?;
+            }
+        }
+        SOURCE.takes::<Align>("nf4_gemv_align")
     }
-    for arch in ["sm_80", "sm_90a"] {
-        SOURCE.compile(arch, &[])?;
-        super::simple::SOURCE.compile(arch, &[])?;
+
+    #[test]
+    fn kernels_compile_for_old_devices_and_new() -> Result<()> {
+        if let Err(why) = q4_cuda::libraries().nvrtc.version() {
+            println!("skipped: {why}");
+            return Ok(());
+        }
+        for arch in q4_cuda::Arch::majors() {
+            SOURCE.compile(&arch, &[])?;
+            super::super::simple::SOURCE.compile(&arch, &[])?;
+        }
+        Ok(())
     }
-    Ok(())
+
+    /// Every launch of many shapes on many devices, as a hash for each: what they were when NVFP4 and NF4 had
+    /// a planner each.
+    #[test]
+    fn launches_are_what_they_were() {
+        // Multiprocessors, KiB of shared memory, clusters.
+        let devices = [
+            (16, 163, false, 0x9ae8_f832_7b0f_82ba),
+            (58, 99, false, 0x7b2e_3aab_3df2_9a06),
+            (108, 163, false, 0x9e4c_0573_2441_4bad),
+            (114, 227, true, 0x3a76_4f39_a597_f7e6),
+            (132, 227, true, 0x46d7_f019_1cd9_8190),
+            (148, 227, true, 0x3469_cc8e_191c_5fca),
+            (170, 99, true, 0xc488_398f_1fcc_e474),
+        ];
+        let ns: [usize; 15] =
+            [16, 48, 96, 320, 1000, 1024, 2560, 4096, 6144, 9728, 19456, 32000, 50_257, 151_936, 1_000_000];
+        let ks: [usize; 13] = [16, 128, 400, 512, 1024, 2560, 3984, 4096, 8192, 9728, 16384, 17408, 25600];
+        for (processors, kib, clusters, want) in devices {
+            let on = Chip { processors, shared: kib << 10, clusters };
+            let mut hash = 0xcbf2_9ce4_8422_2325u64;
+            let mut put = |numbers: &[usize]| {
+                numbers.iter().for_each(|n| hash = (hash ^ *n as u64).wrapping_mul(0x100_0000_01b3));
+            };
+            let shapes = ns.into_iter().flat_map(|n| ks.map(|k| [(n, k, false), (n, k, true)])).flatten();
+            for (n, k, gate) in shapes.filter(|(n, _, gate)| !gate || n % 32 == 0) {
+                let units = k.div_ceil(128) as u32;
+                let w = Packed { codes: 0, scales: 0, n: n as u32, k: k as u32, group: 64, units };
+                for parts in [3, 2, 1] {
+                    let of = few(&w, parts, gate, on);
+                    for rows in [1, 2, 4, 8, 16] {
+                        match of.plan(rows) {
+                            None => put(&[0]),
+                            Some((width, FewPlan { how, work, teams })) => {
+                                let [blocks, threads, shared] =
+                                    [how.grid[0], how.block[0], how.shared].map(|v| v as usize);
+                                put(&[width as usize + 1, threads, teams, blocks / teams, work, shared]);
+                            }
+                        }
+                        put(&[of.rows(rows).unwrap_or(0)]);
+                    }
+                }
+            }
+            assert_eq!(hash, want, "{on:?}");
+        }
+    }
 }

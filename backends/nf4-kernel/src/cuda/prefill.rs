@@ -1,7 +1,7 @@
 //! Launchers of `cuda/gemm.cu`: products of many rows on sm_90, with any fusion.
 use super::{Call, FILES, Packed, UNIT};
-use q4_core::{Code, Error, FuseSet, Result};
-use q4_cuda::{Gpu, Kernel, Kernels as Module, Launch, Source, args};
+use q4_core::{FuseSet, Result};
+use q4_cuda::{Gpu, HOPPER, Kernel, Kernels as Module, Launch, Source, mirror, output};
 use std::sync::{Arc, OnceLock};
 
 const GEMM: Source = Source { name: "nf4-gemm", text: include_str!("../../cuda/gemm.cu"), files: FILES };
@@ -16,10 +16,21 @@ const TOKENS: [usize; 4] = [32, 64, 128, 256];
 /// for additions.
 const LEAST_FOLDED: u32 = 2048;
 
+mirror! {
+    struct Gemm {
+        units: u64, x: u64, y: u64, ldy: u64, tokens: i32, n: i32, row_units: i32, parts: i32,
+        split_tiles: i32, row_tiles: i32, token_tiles: i32, partial: u64, flags: u64, out: i32, aligned: i32,
+    }
+    struct Order {
+        x: u64, ld: u64, k: i32, row_units: i32, out: u64, weight: u64, eps: f32, rounding: u32, flags: u64,
+        flag_count: i32,
+    }
+}
+
 /// The two functions of gemm.cu.
 struct Pair {
-    plain: Kernel,
-    gate: Kernel,
+    plain: Kernel<Gemm>,
+    gate: Kernel<Gemm>,
 }
 
 /// Kernels for calls of many rows. A size is compiled when a call first needs it.
@@ -27,7 +38,7 @@ pub struct Kernels {
     gpu: Arc<Gpu>,
     pairs: [OnceLock<Pair>; TOKENS.len()],
     /// x of f32, f16 and bf16; then normed rows, rounded to those.
-    order: [[Kernel; 3]; 2],
+    order: [[Kernel<Order>; 3]; 2],
 }
 
 /// Index into [`TOKENS`] of a call of `m` rows. The widest tiles need enough of them, by rows of x or of the
@@ -41,7 +52,7 @@ fn size_of(w: &Packed, m: usize) -> usize {
 /// `SHARED` of gemm.cu.
 fn shared_of(tokens: usize) -> u32 {
     let (table, pieces, stage) = (32_768, 2 * 9216, 256 * tokens + 8 * UNIT);
-    let stages = ((232_448 - table - pieces - 256) / stage).min(10);
+    let stages = ((HOPPER.shared - table - pieces - 256) / stage).min(10);
     (stages * stage + table + pieces + 16 * stages) as u32
 }
 
@@ -60,7 +71,7 @@ struct Room {
 impl Kernels {
     /// Finds what orders x; `None` where the device has no wgmma.
     pub fn load(gpu: &Arc<Gpu>) -> Result<Option<Self>> {
-        if gpu.capability != (9, 0) {
+        if !gpu.arch.wgmma {
             return Ok(None);
         }
         let all = Module::load(gpu, &ORDER, &[])?;
@@ -78,11 +89,7 @@ impl Kernels {
         }
         let tokens = TOKENS[size];
         let all = Module::load(&self.gpu, &GEMM, &[&format!("-DTN={tokens}")])?;
-        let get = |name: &str| {
-            let kernel = all.get(name)?;
-            kernel.allow_shared(shared_of(tokens))?;
-            Ok::<_, Error>(kernel)
-        };
+        let get = |name| all.get_with(name, shared_of(tokens));
         let pair = Pair { plain: get("nf4_gemm")?, gate: get("nf4_gemm_gate")? };
         Ok(self.pairs[size].get_or_init(|| pair))
     }
@@ -97,7 +104,7 @@ impl Kernels {
 
     /// Whether they take such calls. Gate and up rows start a group each.
     pub fn takes(&self, w: &Packed, m: usize, set: FuseSet) -> bool {
-        w.units > 0 && m > super::decode::MOST && (!set.contains(FuseSet::GATE) || w.n % 32 == 0)
+        w.units > 0 && m > q4_cuda::FEW_ROWS && (!set.contains(FuseSet::GATE) || w.n % 32 == 0)
     }
 
     /// Scratch bytes of calls they take.
@@ -121,68 +128,51 @@ impl Kernels {
         let processors = self.gpu.processors as usize;
         let (grid, split) = deal(row_tiles * token_tiles, columns, units * parts, processors);
         let (partial, flags) = (call.workspace + room.partial as u64, call.workspace + room.flags as u64);
-        let how = |grid: usize, block: u32, shared: u32| Launch {
-            grid: [grid as u32, 1, 1],
-            block: [block, 1, 1],
-            shared,
-            stream: call.stream,
-            overlap: true,
-        };
         let (weight, eps) = call.norm;
         let order = &self.order[usize::from(weight != 0)][call.source as usize - 1];
-        let flag_count = 2 * self.gpu.processors;
-        // SAFETY: by contract; the arguments are those of `nf4_order_*`.
-        unsafe {
-            let (x, ld, out) = (call.x.data, call.x.ld, call.workspace);
-            let args = args![x, ld, w.k, w.units, out, weight, eps, call.source, flags, flag_count];
-            // With a norm every block sums a whole row: as few as there are rows.
-            let pieces = if weight == 0 { (8 * w.units).div_ceil(256) } else { 1 };
-            let mut shape = how(m, 256, 0);
-            shape.grid[1] = pieces;
-            order.launch(shape, args)?;
-        }
-        let out: u32 = match (call.accumulate, call.y.dtype) {
-            (true, _) => 1,
-            (_, 3) => 2,
-            (_, 2) => 3,
-            (_, 1) => 0,
-            (_, other) => {
-                return Err(Error::new(Code::Internal, "type of y").have(other.to_string()));
-            }
+        let args = Order {
+            x: call.x.data,
+            ld: call.x.ld,
+            k: w.k as i32,
+            row_units: w.units as i32,
+            out: call.workspace,
+            weight,
+            eps,
+            rounding: call.source,
+            flags,
+            flag_count: 2 * self.gpu.processors as i32,
         };
-        let size = if call.y.dtype == 1 { 4u64 } else { 2 };
-        let whole = |bytes: u64| bytes % 16 == 0;
+        // With a norm every block sums a whole row: as few as there are rows.
+        let pieces = if weight == 0 { (8 * units).div_ceil(256) } else { 1 };
+        // SAFETY: by contract.
+        unsafe { order.launch(Launch::overlapping([m, pieces, 1], 256, 0, call.stream), args)? };
+        let (size, whole) = (call.y.size(), |bytes: u64| bytes % 16 == 0);
         let is_aligned =
             whole(call.y.data) && whole(call.y.ld * size) && whole(u64::from(call.y.cols) * size);
-        let aligned = u32::from(is_aligned);
         let pair = self.pair(size_of(w, m))?;
         let kernel = if call.gate { &pair.gate } else { &pair.plain };
-        let [m, units, parts, split, row_tiles, token_tiles] =
-            [m, units, parts, split, row_tiles, token_tiles].map(|v| v as u32);
-        let (x, y, ldy) = (call.workspace, call.y.data, call.y.ld);
-        // SAFETY: by contract; the arguments are those of `nf4_gemm`.
-        unsafe {
-            kernel.launch(
-                how(grid, 384, shared_of(tokens)),
-                args![
-                    w.codes,
-                    x,
-                    y,
-                    ldy,
-                    m,
-                    w.n,
-                    units,
-                    parts,
-                    split,
-                    row_tiles,
-                    token_tiles,
-                    partial,
-                    flags,
-                    out,
-                    aligned
-                ],
-            )
-        }
+        let how = Launch::overlapping([grid, 1, 1], 384, shared_of(tokens), call.stream);
+        let [tokens, row_units, parts, split_tiles, row_tiles, token_tiles] =
+            [m, units, parts, split, row_tiles, token_tiles].map(|v| v as i32);
+        let args = Gemm {
+            units: w.codes,
+            x: call.workspace,
+            y: call.y.data,
+            ldy: call.y.ld,
+            tokens,
+            n: w.n as i32,
+            row_units,
+            parts,
+            split_tiles,
+            row_tiles,
+            token_tiles,
+            partial,
+            flags,
+            out: output(call.accumulate, call.y.dtype),
+            aligned: is_aligned.into(),
+        };
+        // SAFETY: by contract.
+        unsafe { kernel.launch(how, args) }
     }
 }
 
@@ -216,13 +206,23 @@ fn every_block_has_work() {
 }
 
 #[test]
+fn kernels_take_what_they_are_given() -> Result<()> {
+    GEMM.takes::<Gemm>("nf4_gemm")?;
+    GEMM.takes::<Gemm>("nf4_gemm_gate")?;
+    for name in ["f32", "f16", "bf16", "normed_f16", "normed_bf16"] {
+        ORDER.takes::<Order>(&format!("nf4_order_{name}"))?;
+    }
+    Ok(())
+}
+
+#[test]
 fn every_size_compiles() -> Result<()> {
     if let Err(why) = q4_cuda::libraries().nvrtc.version() {
         println!("skipped: {why}");
         return Ok(());
     }
     for tokens in TOKENS {
-        GEMM.compile("sm_90a", &[&format!("-DTN={tokens}")])?;
+        GEMM.compile(&HOPPER, &[&format!("-DTN={tokens}")])?;
     }
-    ORDER.compile("sm_90a", &[]).map(drop)
+    ORDER.compile(&HOPPER, &[]).map(drop)
 }

@@ -1,16 +1,14 @@
 //! Launchers of `cuda/rounded.cu`: products of many rows of bf16 on sm_90, weights rounded to bf16, with any
 //! fusion.
 use super::{Call, FILES, Packed, UNIT};
-use q4_core::{Code, DType, Error, FuseSet, Result};
-use q4_cuda::{Gpu, Kernel, Kernels as Module, Launch, Source, TensorMap, args};
+use q4_core::{DType, FuseSet, Result};
+use q4_cuda::{Gpu, HOPPER, Kernel, Kernels as Module, Launch, Source, TensorMap, mirror, output};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 const GEMM: Source =
     Source { name: "nf4-rounded", text: include_str!("../../cuda/rounded.cu"), files: FILES };
 const ROWS: Source = Source { name: "nf4-rows", text: include_str!("../../cuda/rows.cu"), files: FILES };
-/// Largest dynamic shared memory of a block.
-const SHARED: usize = 232_448;
 /// Launches that wait for a warpgroup, as in rounded.cu.
 const READERS: usize = 8;
 /// Units of k of a round, as in rounded.cu.
@@ -130,7 +128,7 @@ impl Shape {
         let (slab, pack, (piece, times)) = (128 * self.tokens, 4 * self.groups * UNIT, self.pieces());
         let received = (self.split - 1) * self.rows() * (self.tokens / self.split) * self.sent();
         let fixed = self.table() + times * self.groups * piece + self.packs * pack + received;
-        let stages = ((SHARED - 512 - fixed) / slab).min(16) / (2 * ROUND) * (2 * ROUND);
+        let stages = ((HOPPER.shared - 512 - fixed) / slab).min(16) / (2 * ROUND) * (2 * ROUND);
         (stages * (slab + 16) + fixed + 16 * self.packs + 8) as u32
     }
     fn options(&self) -> Vec<String> {
@@ -151,18 +149,28 @@ fn rounds(w: &Packed) -> usize {
     (w.units as usize).div_ceil(ROUND)
 }
 
+mirror! {
+    struct Gemm {
+        x_map: TensorMap, y_map: TensorMap, units: TensorMap, y: u64, ldy: u64, tokens: i32, n: i32,
+        rounds: i32, split_tiles: i32, pairs: i32, token_tiles: i32, partial: u64, flags: u64, mark: u64,
+        out: i32, aligned: i32,
+    }
+    struct Plain { x: u64, ld: u64, k: i32, out: u64 }
+    struct Normed { x: u64, ld: u64, k: i32, out: u64, weight: u64, eps: f32 }
+}
+
 /// The two functions of rounded.cu.
 struct Pair {
-    plain: Kernel,
-    gate: Kernel,
+    plain: Kernel<Gemm>,
+    gate: Kernel<Gemm>,
 }
 
 /// Kernels for calls of many rows. A shape is compiled when a call first needs it.
 pub struct Kernels {
     gpu: Arc<Gpu>,
     pairs: [OnceLock<Pair>; SHAPES.len()],
-    rows: Kernel,
-    normed: Kernel,
+    rows: Kernel<Plain>,
+    normed: Kernel<Normed>,
 }
 
 /// Where the parts of the workspace lie, in bytes.
@@ -176,7 +184,7 @@ struct Room {
 impl Kernels {
     /// Finds what prepares x; `None` where the device has no wgmma.
     pub fn load(gpu: &Arc<Gpu>) -> Result<Option<Self>> {
-        if gpu.capability != (9, 0) {
+        if !gpu.arch.wgmma {
             return Ok(None);
         }
         let all = Module::load(gpu, &ROWS, &[])?;
@@ -191,11 +199,7 @@ impl Kernels {
         let options = SHAPES[shape].options();
         let options: Vec<_> = options.iter().map(String::as_str).collect();
         let all = Module::load(&self.gpu, &GEMM, &options)?;
-        let get = |name: &str| {
-            let kernel = all.get(name)?;
-            kernel.allow_shared(SHAPES[shape].shared())?;
-            Ok::<_, Error>(kernel)
-        };
+        let get = |name| all.get_with(name, SHAPES[shape].shared());
         let pair = Pair { plain: get("nf4_rounded")?, gate: get("nf4_rounded_gate")? };
         Ok(self.pairs[shape].get_or_init(|| pair))
     }
@@ -212,7 +216,7 @@ impl Kernels {
 
     /// Whether they take such calls. Gate and up rows start a group each.
     pub fn takes(&self, w: &Packed, m: usize, set: FuseSet) -> bool {
-        w.units > 0 && m > super::decode::MOST && (!set.contains(FuseSet::GATE) || w.n % 32 == 0)
+        w.units > 0 && m > q4_cuda::FEW_ROWS && (!set.contains(FuseSet::GATE) || w.n % 32 == 0)
     }
 
     /// Scratch bytes of calls they take of up to `m` rows: fewer may need more, where clusters take more.
@@ -232,45 +236,33 @@ impl Kernels {
         let index = Shape::of(w, m, self.gpu.processors as usize);
         let shape = &SHAPES[index];
         let at = |part: usize| call.workspace + part as u64;
-        let how = |grid: usize, block: u32, shared: u32| Launch {
-            grid: [grid as u32, 1, 1],
-            block: [block, 1, 1],
-            shared,
-            stream: call.stream,
-            overlap: true,
-        };
         // The copy engine wants rows that begin at multiples of 16 bytes.
         let is_readable = call.norm.0 == 0 && call.x.data % 16 == 0 && call.x.ld % 8 == 0;
         let (x, ldx) = if is_readable {
             (call.x.data, call.x.ld as usize)
         } else {
-            let (from, ld, out) = (call.x.data, call.x.ld, at(room.rows));
+            let (x, ld, k, out) = (call.x.data, call.x.ld, k as i32, at(room.rows));
             let (weight, eps) = call.norm;
-            // SAFETY: by contract; the arguments are those of `nf4_rows` and `nf4_rows_normed`.
+            let how = Launch::overlapping([m, 1, 1], 256, 0, call.stream);
+            // SAFETY: by contract.
             unsafe {
                 match weight {
-                    0 => self.rows.launch(how(m, 256, 0), args![from, ld, w.k, out])?,
-                    _ => self.normed.launch(how(m, 256, 0), args![from, ld, w.k, out, weight, eps])?,
+                    0 => self.rows.launch(how, Plain { x, ld, k, out })?,
+                    _ => self.normed.launch(how, Normed { x, ld, k, out, weight, eps })?,
                 }
             }
-            (out, k)
+            (out, w.k as usize)
         };
         let x_map = TensorMap::new(x, DType::BF16, [m, k, ldx], [64, shape.tokens / shape.pair])?;
         let (row_groups, boxed) = (n.div_ceil(16), shape.rows() / if call.gate { 32 } else { 16 });
         let units_map = TensorMap::of_words(w.codes, [row_groups, w.units as usize, 144], [boxed, 1, 144])?;
-        let (out, dtype): (u32, _) = match (call.accumulate, call.y.dtype) {
-            (true, 1) => (1, DType::F32),
-            (_, 3) => (2, DType::BF16),
-            (_, 2) => (3, DType::F16),
-            (_, 1) => (0, DType::F32),
-            (_, other) => return Err(Error::new(Code::Internal, "type of y").have(other.to_string())),
-        };
+        let out = output(call.accumulate, call.y.dtype);
         let (y, ldy) = (call.y.data, call.y.ld);
         // The copy engine writes outputs of bf16.
         let is_aligned = out == 2 && y % 16 == 0 && ldy % 8 == 0;
         let y_map = if is_aligned {
             let (width, columns) = if call.gate { (32, n / 2) } else { (64, n) };
-            TensorMap::new(y, dtype, [m, columns, ldy as usize], [width, shape.boxed(call.gate)])?
+            TensorMap::new(y, DType::BF16, [m, columns, ldy as usize], [width, shape.boxed(call.gate)])?
         } else {
             x_map
         };
@@ -280,36 +272,32 @@ impl Kernels {
             1 => deal(tiles, token_tiles, rounds(w), self.gpu.processors as usize / shape.pair),
             split => (tiles * split, tiles),
         };
-        let [rows, split, row_tiles, token_tiles, rounds] =
-            [m, split, row_tiles, token_tiles, rounds(w)].map(|v| v as u32);
-        let (partial, flags) = (at(room.partial), at(room.flags));
-        let (mark, aligned) = (mark(), u32::from(is_aligned));
+        let [tokens, split_tiles, pairs, token_tiles, rounds] =
+            [m, split, row_tiles, token_tiles, rounds(w)].map(|v| v as i32);
+        let args = Gemm {
+            x_map,
+            y_map,
+            units: units_map,
+            y,
+            ldy,
+            tokens,
+            n: w.n as i32,
+            rounds,
+            split_tiles,
+            pairs,
+            token_tiles,
+            partial: at(room.partial),
+            flags: at(room.flags),
+            mark: mark(),
+            out,
+            aligned: is_aligned.into(),
+        };
         let pair = self.pair(index)?;
         let kernel = if call.gate { &pair.gate } else { &pair.plain };
-        // SAFETY: by contract; the arguments are those of `nf4_rounded`.
-        unsafe {
-            kernel.launch(
-                how(grid * shape.pair, shape.threads(), shape.shared()),
-                args![
-                    x_map,
-                    y_map,
-                    units_map,
-                    y,
-                    ldy,
-                    rows,
-                    w.n,
-                    rounds,
-                    split,
-                    row_tiles,
-                    token_tiles,
-                    partial,
-                    flags,
-                    mark,
-                    out,
-                    aligned
-                ],
-            )
-        }
+        let grid = [grid * shape.pair, 1, 1];
+        let how = Launch::overlapping(grid, shape.threads(), shape.shared(), call.stream);
+        // SAFETY: by contract.
+        unsafe { kernel.launch(how, args) }
     }
 }
 
@@ -374,7 +362,7 @@ fn shapes_fit_the_device() {
     for s in &SHAPES {
         let ring = 2 * ROUND * (128 * s.tokens + 16);
         let shared = s.shared() as usize;
-        assert!(shared <= SHARED, "{} tokens: {shared}", s.tokens);
+        assert!(shared <= HOPPER.shared, "{} tokens: {shared}", s.tokens);
         assert!(shared >= s.table() + ring + s.packs * 4 * s.groups * UNIT, "{} tokens: {shared}", s.tokens);
         assert!(s.packs % ROUND == 0, "{} tokens", s.tokens);
         assert!(s.pair * s.split <= 8 && s.tokens % (8 * s.split) == 0, "{} tokens", s.tokens);
@@ -410,6 +398,14 @@ fn the_fastest_is_taken() {
 }
 
 #[test]
+fn kernels_take_what_they_are_given() -> Result<()> {
+    GEMM.takes::<Gemm>("nf4_rounded")?;
+    GEMM.takes::<Gemm>("nf4_rounded_gate")?;
+    ROWS.takes::<Plain>("nf4_rows")?;
+    ROWS.takes::<Normed>("nf4_rows_normed")
+}
+
+#[test]
 fn every_shape_compiles() -> Result<()> {
     if let Err(why) = q4_cuda::libraries().nvrtc.version() {
         println!("skipped: {why}");
@@ -417,9 +413,9 @@ fn every_shape_compiles() -> Result<()> {
     }
     for shape in &SHAPES {
         let options = shape.options();
-        GEMM.compile("sm_90a", &options.iter().map(String::as_str).collect::<Vec<_>>())?;
+        GEMM.compile(&HOPPER, &options.iter().map(String::as_str).collect::<Vec<_>>())?;
     }
-    ROWS.compile("sm_90a", &[]).map(drop)
+    ROWS.compile(&HOPPER, &[]).map(drop)
 }
 
 /// What rounded.cu computes of a code and a scale is within `oracle::ROUNDED` of the weight, whatever the

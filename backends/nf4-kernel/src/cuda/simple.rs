@@ -1,7 +1,7 @@
 //! Launchers of `cuda/simple.cu`: packing, decoding, gradients, and the product that takes every shape.
 use super::{FILES, Packed};
 use q4_core::Result;
-use q4_cuda::{Gpu, Kernel, Kernels as Module, Launch, Matrix, Source, args};
+use q4_cuda::{Gpu, Kernel, Kernels as Module, Launch, Matrix, Source, mirror, over_rows};
 use std::sync::Arc;
 
 pub(crate) const SOURCE: Source =
@@ -20,19 +20,17 @@ pub struct Raw {
 
 /// The functions of simple.cu.
 pub struct Kernels {
-    pack: Kernel,
-    forward: Kernel,
-    backward: Kernel,
-    dequantize: Kernel,
+    pack: Kernel<Pack>,
+    forward: Kernel<Forward>,
+    backward: Kernel<Backward>,
+    dequantize: Kernel<Dequantize>,
 }
 
-fn how(grid: [usize; 3], block: [u32; 3], stream: usize) -> Launch {
-    Launch { grid: grid.map(|d| d as u32), block, shared: 0, stream, overlap: false }
-}
-
-/// Rows over the second and third dimension of a grid.
-fn over_rows(x: usize, rows: usize) -> [usize; 3] {
-    [x, rows.min(32768), rows.div_ceil(32768)]
+mirror! {
+    struct Pack { codes: u64, absmax: u64, high_first: u32, block: u32, rows: u32, first: u32, w: Packed }
+    struct Forward { w: Packed, x: Matrix, y: Matrix }
+    struct Backward { w: Packed, dy: Matrix, dx: Matrix }
+    struct Dequantize { w: Packed, out: Matrix }
 }
 
 impl Kernels {
@@ -53,12 +51,11 @@ impl Kernels {
     /// The addresses are device memory of the sizes the shapes say, until the default queue is waited for.
     pub unsafe fn pack(&self, raw: &Raw, first: usize, w: &Packed) -> Result<()> {
         let grid = over_rows((w.k as usize / 8).div_ceil(128), raw.rows);
-        let (high, rows, first) = (u32::from(raw.is_high_first), raw.rows as u32, first as u32);
-        // SAFETY: by contract; the arguments are those of `nf4_pack`.
-        unsafe {
-            let args = args![raw.codes, raw.absmax, high, raw.block, rows, first, *w];
-            self.pack.launch(how(grid, [128, 1, 1], 0), args)
-        }
+        let &Raw { codes, absmax, is_high_first, block, rows } = raw;
+        let (high_first, rows, first) = (is_high_first.into(), rows as u32, first as u32);
+        let args = Pack { codes, absmax, high_first, block, rows, first, w: *w };
+        // SAFETY: by contract.
+        unsafe { self.pack.launch(Launch::new(grid, [128, 1, 1], 0), args) }
     }
 
     /// `y = x W^T`.
@@ -70,8 +67,8 @@ impl Kernels {
             let rows = y.rows as usize;
             let x = x.rows_from(first, rows);
             let grid = [(w.n as usize).div_ceil(8), rows.div_ceil(ROWS), 1];
-            // SAFETY: by contract; the arguments are those of `nf4_forward`.
-            unsafe { self.forward.launch(how(grid, [32, 8, 1], stream), args![*w, x, y])? };
+            // SAFETY: by contract.
+            unsafe { self.forward.launch(Launch::new(grid, [32, 8, 1], stream), Forward { w: *w, x, y })? };
         }
         Ok(())
     }
@@ -84,8 +81,10 @@ impl Kernels {
         for (first, dx) in dx.parts() {
             let dy = dy.rows_from(first, dx.rows as usize);
             let grid = [(w.k as usize).div_ceil(32), dx.rows as usize, 1];
-            // SAFETY: by contract; the arguments are those of `nf4_backward`.
-            unsafe { self.backward.launch(how(grid, [32, 16, 1], stream), args![*w, dy, dx])? };
+            // SAFETY: by contract.
+            unsafe {
+                self.backward.launch(Launch::new(grid, [32, 16, 1], stream), Backward { w: *w, dy, dx })?
+            };
         }
         Ok(())
     }
@@ -96,7 +95,15 @@ impl Kernels {
     /// `out` is device memory that fits the weight.
     pub unsafe fn dequantize(&self, w: &Packed, out: Matrix, stream: usize) -> Result<()> {
         let grid = over_rows((w.k as usize).div_ceil(256), w.n as usize);
-        // SAFETY: by contract; the arguments are those of `nf4_dequantize`.
-        unsafe { self.dequantize.launch(how(grid, [256, 1, 1], stream), args![*w, out]) }
+        // SAFETY: by contract.
+        unsafe { self.dequantize.launch(Launch::new(grid, [256, 1, 1], stream), Dequantize { w: *w, out }) }
     }
+}
+
+#[test]
+fn kernels_take_what_they_are_given() -> Result<()> {
+    SOURCE.takes::<Pack>("nf4_pack")?;
+    SOURCE.takes::<Forward>("nf4_forward")?;
+    SOURCE.takes::<Backward>("nf4_backward")?;
+    SOURCE.takes::<Dequantize>("nf4_dequantize")
 }

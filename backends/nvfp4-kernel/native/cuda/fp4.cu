@@ -71,7 +71,7 @@ extern "C" __global__ void q4_fp4_finish(const float *sums, u64 ld, const u32 *b
 struct Fp4 {
     const u8 *codes, *scales;
     const Span *spans;
-    u32 n, k, groups, unused;
+    u32 n, k, groups, span_count;
 };
 // An element of the decoded matrix, by the definition of the format.
 __device__ __forceinline__ float element(const Fp4 &w, const Span &s, u32 row, u32 k) {

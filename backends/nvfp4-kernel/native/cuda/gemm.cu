@@ -52,12 +52,12 @@ DEVICE constexpr int gathered_bytes() {
     return KS == 1 ? most : 0;
 }
 constexpr int FIXED = 8 * WGS + MEETING + ARRIVING + PACKS * (PACK + 16);
-constexpr int FITTING = (232448 - FIXED) / (STAGE + 16);
+constexpr int FITTING = (Q4_SHARED - FIXED) / (STAGE + 16);
 // Of one set as many as a round has: its places in the ring are constants then.
 constexpr int MOST = SETS == 1 ? 2 * ROUND : 16, STAGES = (FITTING < MOST ? FITTING : MOST) / (2 * ROUND) * (2 * ROUND);
 constexpr int RINGS = STAGES * STAGE + PACKS * PACK, ROOM = RINGS > gathered_bytes() ? RINGS : gathered_bytes();
 constexpr int SHARED = FIXED + STAGES * (STAGE + 16) + ROOM - RINGS;
-static_assert(PACKS % ROUND == 0 && STAGES > 0 && SHARED <= 232448, "rings hold rounds");
+static_assert(PACKS % ROUND == 0 && STAGES > 0 && SHARED <= Q4_SHARED, "rings hold rounds");
 constexpr int WORKERS = 4 * WGS * SETS; // warps that multiply
 constexpr int THREADS = 32 * WORKERS + 128;
 constexpr int REGISTERS = SETS == 2 ? 112 : WGS == 3 ? 160 : 232; // of a thread that multiplies

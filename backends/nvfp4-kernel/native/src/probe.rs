@@ -6,7 +6,7 @@ use q4_core::{
     ActGlobal, ActQuant, Activations, Device, ExecPath, HostEnv, LinearSpec, OpSet, ProbeItem, Q4Schema,
     Reject, RejectCode, Verdict,
 };
-use q4_cuda::{FP4_CAPABILITIES, Needs, fp4_lacks};
+use q4_cuda::{Arch, Needs, fp4_lacks};
 
 /// What products on a device take.
 const NEEDS: Needs = Needs { backend: NAME, cublaslt: false };
@@ -18,10 +18,10 @@ pub fn verdict(spec: &LinearSpec, path: ExecPath, env: &HostEnv, images: &[(u32,
     if let (ExecPath::NativeKernel, Device::Cuda(ordinal)) = (path, spec.device)
         && let Some(gpu) = env.cuda_device(ordinal)
     {
-        if FP4_CAPABILITIES.contains(&gpu.capability) {
+        if Arch::of(gpu.capability).fp4 {
             reasons.extend(fp4_lacks(&env.cuda_tools.cublaslt));
         } else {
-            let need = format!("FP4 tensor cores: {}", list(&FP4_CAPABILITIES));
+            let need = format!("FP4 tensor cores: {}", Arch::names(|a| a.fp4));
             reasons.push(Reject::new(RejectCode::DeviceArch, need, gpu.arch()));
         }
     }
@@ -87,7 +87,7 @@ pub fn items(isa: Isa, images: &[(u32, u32)], env: &HostEnv) -> Vec<ProbeItem> {
         detail: format!("{} of {}", isa.name(), could.join(", ")),
     }];
     all.extend(NEEDS.items(&with(env, images)));
-    let has_fp4 = |d: &&q4_core::CudaDevice| FP4_CAPABILITIES.contains(&d.capability);
+    let has_fp4 = |d: &&q4_core::CudaDevice| Arch::of(d.capability).fp4;
     all.extend(env.cuda.iter().filter(has_fp4).map(|d| ProbeItem {
         id: format!("fp4.cuda:{}", d.ordinal).into(),
         reasons: fp4_lacks(&env.cuda_tools.cublaslt).into_iter().collect(),
@@ -104,11 +104,6 @@ fn with<'e>(env: &'e HostEnv, images: &[(u32, u32)]) -> std::borrow::Cow<'e, Hos
     let mut env = env.clone();
     env.cuda_tools.images.insert(NAME.to_owned(), images.to_vec());
     std::borrow::Cow::Owned(env)
-}
-
-fn list(capabilities: &[(u32, u32)]) -> String {
-    let names: Vec<_> = capabilities.iter().map(|(major, minor)| format!("sm_{major}{minor}")).collect();
-    names.join(", ")
 }
 
 #[cfg(test)]

@@ -1,10 +1,12 @@
 //! Launchers of `cuda/gemv.cu` and `cuda/row.cu`: products of a few rows, with any fusion, as one kernel.
 use super::forward::{Call, Fast};
-use super::simple;
+use super::simple::matrix;
 use super::{FILES, Weight};
-use crate::call::Mat;
 use q4_core::{ActGlobal, Activations, Code, DType, Error, FuseSet, Result};
-use q4_cuda::{Gpu, Kernel, Launch, Source, args};
+use q4_cuda::{
+    Align, Chip, FEW_ROWS, FEW_STAGES, FewPlan, FewRows, Gpu, Kernel, Launch, Matrix, RowKernels, Source,
+    Width, mirror, number,
+};
 use std::sync::{Arc, Once, OnceLock};
 
 /// Activation formats as `gemv.cu` counts them.
@@ -19,48 +21,20 @@ pub(super) const ROW: Source =
     Source { name: "nvfp4-row", text: include_str!("../../cuda/row.cu"), files: FILES };
 /// Longest row that `row.cu` stages with a norm, and without.
 const LONGEST: [usize; 2] = [8192, 16384];
-/// Rows of the largest call.
-const MOST: usize = 16;
-/// Blocks of a cluster that share row groups and split k, where sixteen rows of x are too much for one.
-const SPLIT: usize = 4;
-/// Bytes of 16 rows by 128 k of a weight.
-const UNIT: usize = 1152;
-const THREADS: usize = 512;
-/// Threads of [`Rows::Narrow`], and from how many units a block on it is slower.
+/// Threads of the kernels of `row.cu`: the narrow one has fewer warps, each with more units in flight. It is
+/// slower from so many units of a block on.
+const ROW_THREADS: usize = 512;
 const NARROW: usize = 384;
 const MANY: usize = 192;
-const WARPS: usize = THREADS / 32;
-/// Units a warp has in flight.
-const STAGES: usize = 3;
 
-/// `Gemv` of gemv.cu.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Gemv {
-    w: u64,
-    groups: u64,
-    x: u64,
-    y: u64,
-    norm: u64,
-    act_global: u64,
-    ldx: u64,
-    ldy: u64,
-    m: u32,
-    k: u32,
-    units: u32,
-    each: u32,
-    extra: u32,
-    gate_at: u32,
-    x_dtype: u32,
-    y_dtype: u32,
-    accumulate: u32,
-    act: u32,
-    rule: u32,
-    convention: u32,
-    eps: f32,
-    global: f32,
-
-    late: u32,
+mirror! {
+    /// `Gemv` of gemv.cu.
+    struct Gemv {
+        w: u64, groups: u64, x: u64, y: u64, norm: u64, act_global: u64, ldx: u64, ldy: u64,
+        m: u32, k: u32, units: u32, each: u32, extra: u32, gate_at: u32, x_dtype: u32, y_dtype: u32,
+        accumulate: u32, act: u32, rule: u32, convention: u32, eps: f32, global: f32, late: u32,
+    }
+    struct Product { p: Gemv }
 }
 
 /// What x is: kernels of its own, compiled when a product first needs them.
@@ -82,25 +56,11 @@ const FAMILIES: [Family; 5] = [
 ];
 
 /// A family's kernels.
-#[derive(Clone, Copy)]
-enum Rows {
-    One,
-    /// Up to eight.
-    Few,
-    /// Up to sixteen.
-    Wide,
-    /// The same by clusters, where the device has them.
-    Split,
-    /// One, of one part and not too long.
-    Row,
-    /// The same by fewer warps, each with more units in flight: native bf16, where a block has few units.
-    Narrow,
-}
-
-/// By [`Rows`].
 struct Loaded {
-    rows: [Option<Kernel>; 6],
-    align: Kernel,
+    widths: [Option<Kernel<Product>>; 5],
+    /// Of `row.cu`; the narrow one for native bf16.
+    row: [Option<Kernel<Product>>; 2],
+    align: Kernel<Align>,
 }
 
 /// Those of every family that a product needed, or will.
@@ -114,7 +74,7 @@ struct Families {
 pub struct Kernels {
     gpu: Arc<Gpu>,
     families: Arc<Families>,
-    simple: simple::Kernels,
+    quantise: RowKernels,
 }
 
 impl Families {
@@ -133,33 +93,28 @@ impl Families {
             (all, rows.map(|r| r.join().map_err(|_| Error::new(Code::Internal, "loading kernels"))))
         });
         let (all, rows) = (all?, rows.transpose()?.transpose()?);
-        let get = |from: &q4_cuda::Kernels, name: String| {
-            let kernel = from.get(&name)?;
-            kernel.allow_shared(self.gpu.shared)?;
-            Ok::<_, Error>(kernel)
+        let row = |stem: &str, there: bool| {
+            let Some(rows) = rows.as_ref().filter(|_| there) else { return Ok(None) };
+            rows.get_with(&format!("{stem}{name}"), self.gpu.shared).map(Some)
         };
-        let one = Some(get(&all, format!("q4_gemv_one{name}"))?);
-        let few = Some(get(&all, format!("q4_gemv_few{name}"))?);
-        let wide = Some(get(&all, format!("q4_gemv_few{name}_wide"))?);
-        let split =
-            has_clusters(&self.gpu).then(|| get(&all, format!("q4_gemv_few{name}_split"))).transpose()?;
-        let row = rows.as_ref().map(|r| get(r, format!("q4_row{name}"))).transpose()?;
-        let narrow =
-            rows.as_ref().filter(|_| family == 0).map(|r| get(r, "q4_row_narrow".into())).transpose()?;
-        let loaded = Loaded { rows: [one, few, wide, split, row, narrow], align: all.get("q4_gemv_align")? };
+        let loaded = Loaded {
+            widths: all.widths(false, |width| gemv(width, name))?,
+            row: [row("q4_row", true)?, row("q4_row_narrow", family == 0)?],
+            align: all.get("q4_gemv_align")?,
+        };
         Ok(self.loaded[family].get_or_init(|| loaded))
     }
 }
 
-/// A launch: the kernel, threads of a block, its blocks (or clusters), how many row groups (or pairs of them)
-/// they share, bytes of shared memory.
-struct Plan {
-    kernel: Rows,
-    threads: usize,
-    teams: usize,
-    split: usize,
-    work: usize,
-    shared: usize,
+/// The name of a kernel of a family.
+fn gemv(width: Width, family: &str) -> String {
+    let (stem, split) = match width {
+        Width::One => ("one", ""),
+        Width::Wide => ("few", "_wide"),
+        Width::WideSplit => ("few", "_split"),
+        _ => ("few", ""),
+    };
+    format!("q4_gemv_{stem}{family}{split}")
 }
 
 impl Kernels {
@@ -172,7 +127,7 @@ impl Kernels {
             loaded: Default::default(),
             expected: [const { Once::new() }; FAMILIES.len()],
         };
-        Ok(Self { gpu: gpu.clone(), families: families.into(), simple: simple::Kernels::load(gpu)? })
+        Ok(Self { gpu: gpu.clone(), families: families.into(), quantise: RowKernels::load(gpu)? })
     }
 
     /// The place in [`FAMILIES`] of a product with `w`.
@@ -186,112 +141,43 @@ impl Kernels {
         }
     }
 
-    /// A launch of `rows` rows, a power of two; `None` if no number of blocks makes it fit.
-    fn plan(&self, w: &Weight, rows: usize, gate: bool) -> Option<Plan> {
-        match rows {
-            1 => self.plan_of(w, rows, gate, Rows::One, 1, 1),
-            2..=8 => self.plan_of(w, rows, gate, Rows::Few, 8, 1),
-            _ => {
-                let wide = || self.plan_of(w, rows, gate, Rows::Wide, 16, 1);
-                let split = || {
-                    self.plan_of(w, rows, gate, Rows::Split, 16, SPLIT).filter(|_| has_clusters(&self.gpu))
-                };
-                // Long rows of x are worth the clusters' barriers.
-                if w.k >= 4096 { split().or_else(wide) } else { wide().or_else(split) }
-            }
-        }
+    fn few(&self, w: &Weight, gate: bool) -> FewRows {
+        few(Self::family(w), [w.padded / 16, w.slabs / 2, w.k], gate, (&*self.gpu).into())
     }
+}
 
-    /// A launch of `row.cu`, which takes one row if it can be staged at once.
-    fn row(&self, w: &Weight, rows: usize, norm: bool, gate: bool, x: DType) -> Option<Plan> {
-        let place = Self::family(w);
-        let family = &FAMILIES[place];
-        let staged = w.k <= LONGEST[usize::from(!norm)] && (norm || x != DType::F32);
-        if rows != 1 || family.parts[0] != 1 || !staged {
-            return None;
-        }
-        let (units, both) = (w.slabs / 2, if gate { 2 } else { 1 });
-        let work = w.padded / 16 / both;
-        let teams = work.min(self.gpu.processors as usize).max(1);
-        let groups = work.div_ceil(teams) * both;
-        let (kernel, threads) = match place == 0 && groups * units < MANY {
-            true => (Rows::Narrow, NARROW),
-            false => (Rows::Row, THREADS),
-        };
-        let scales = if family.apart { units * 32 } else { 0 };
-        let shared = units * 256 + 16 + scales + threads / 8 + (groups + 1 + threads / 32) * 64;
-        // Quotients of units are taken in f32.
-        let fits = shared <= self.gpu.shared as usize && groups * units < 1 << 17;
-        fits.then_some(Plan { kernel, threads, teams, split: 1, work, shared })
-    }
+/// Products of the family at `place` with a weight of so many row groups, units and columns.
+fn few(place: usize, [groups, units, k]: [usize; 3], gate: bool, on: Chip) -> FewRows {
+    let Family { parts, apart, .. } = FAMILIES[place];
+    let beside = [if apart { units * 32 } else { 0 }, 0];
+    FewRows { on, few_split: false, groups, units, k, gate, parts, beside, per_group: 8 }
+}
 
-    fn plan_of(
-        &self,
-        w: &Weight,
-        rows: usize,
-        gate: bool,
-        kernel: Rows,
-        columns: usize,
-        split: usize,
-    ) -> Option<Plan> {
-        let family = &FAMILIES[Self::family(w)];
-        let (units, both) = (w.slabs / 2, if gate { 2 } else { 1 });
-        let (slice, work) = (units.div_ceil(split), w.padded / 16 / both);
-        if units < split {
-            return None;
-        }
-        let x = family.parts[usize::from(rows > 1)] * rows * (slice * 128 + 8) * 2;
-        let scales = if family.apart && rows == 1 { slice * 32 } else { 0 };
-        let fixed = WARPS * STAGES * UNIT + x + scales + 2 * WARPS * 4;
-        // Some processors have no place in a cluster.
-        let most = if split > 1 {
-            self.gpu.processors as usize / split * 15 / 16
-        } else {
-            self.gpu.processors as usize
-        };
-        let mut teams = work.min(most.max(1));
-        loop {
-            let groups = work.div_ceil(teams) * both;
-            let whole = if split > 1 { groups } else { 0 };
-            let shared = fixed + groups * 8 + (groups + 1 + WARPS + whole) * 64 * columns;
-            // Quotients of units are taken in f32.
-            if shared <= self.gpu.shared as usize && groups * slice < 1 << 17 {
-                // More than half, or a processor that the kernel before leaves early gets two blocks and the
-                // launch takes twice as long.
-                let shared = shared.max(self.gpu.shared as usize / 2 + 2048);
-                return Some(Plan { kernel, threads: THREADS, teams, split, work, shared });
-            }
-            if teams == work {
-                return None;
-            }
-            teams = work.min(2 * teams);
-        }
+/// A launch of `row.cu`, which takes one row if it can be staged at once.
+fn row(place: usize, of: &FewRows, rows: usize, norm: bool, x: DType) -> Option<FewPlan> {
+    let staged = of.k <= LONGEST[usize::from(!norm)] && (norm || x != DType::F32);
+    if rows != 1 || of.parts[0] != 1 || !staged {
+        return None;
     }
-
-    /// Most rows of a launch, a power of two.
-    fn rows(&self, w: &Weight, m: usize, gate: bool) -> Option<usize> {
-        let enough = m.next_power_of_two();
-        [16, 8, 4, 2, 1].into_iter().filter(|r| *r <= enough).find(|r| self.plan(w, *r, gate).is_some())
-    }
+    let work = of.groups / of.both();
+    let teams = work.min(of.on.processors).max(1);
+    let groups = work.div_ceil(teams) * of.both();
+    let threads = if place == 0 && groups * of.units < MANY { NARROW } else { ROW_THREADS };
+    let shared = of.units * 256 + 16 + of.beside[0] + threads / 8 + (groups + 1 + threads / 32) * 64;
+    // Quotients of units are taken in f32.
+    let fits = shared <= of.on.shared && groups * of.units < 1 << 17;
+    let how = Launch::overlapping([teams, 1, 1], threads as u32, shared as u32, 0);
+    fits.then_some(FewPlan { how, work, teams })
 }
 
 /// What the compiler is told for a family; the last for [`ROW`] alone.
 pub(super) fn options(family: usize) -> [String; 4] {
     [
-        format!("-DQ4_STAGES={STAGES}"),
-        format!("-DQ4_STAGES_FEW={STAGES}"),
+        format!("-DQ4_STAGES={FEW_STAGES}"),
+        format!("-DQ4_STAGES_FEW={FEW_STAGES}"),
         format!("-DQ4_FAMILY={family}"),
         "-DQ4_ROW".into(),
     ]
-}
-
-fn has_clusters(gpu: &Gpu) -> bool {
-    gpu.capability >= (9, 0)
-}
-
-/// Whether rows of `x` can be read 16 bytes at a time.
-fn is_aligned(x: &Mat) -> bool {
-    x.address() % 16 == 0 && (x.rows == 1 || x.ld * x.dtype.size() % 16 == 0)
 }
 
 impl Fast for Kernels {
@@ -307,16 +193,16 @@ impl Fast for Kernels {
     fn takes(&self, w: &Weight, m: usize, set: FuseSet) -> bool {
         let gate = set.contains(FuseSet::GATE);
         let per_call = matches!(w.activations, Activations::Nvfp4(a) if a.global == ActGlobal::PerCall);
-        m <= MOST
+        m <= FEW_ROWS
             && !(gate && !(w.is_plain() && w.n % 32 == 0))
             // That scale is of the rows after the norm.
             && !(per_call && set.contains(FuseSet::NORM))
-            && self.rows(w, m, gate).is_some()
+            && self.few(w, gate).rows(m).is_some()
     }
 
     /// The per-tensor scale of x, then room for aligned copies of the norm's weight and of x.
     fn workspace(&self, w: &Weight, m: usize) -> usize {
-        if m <= MOST { 256 + (m + 1) * w.k * 4 } else { 0 }
+        if m <= FEW_ROWS { 256 + (m + 1) * w.k * 4 } else { 0 }
     }
 
     unsafe fn forward(&self, w: &Weight, call: &Call) -> Result<()> {
@@ -332,46 +218,49 @@ impl Fast for Kernels {
                 Activations::Native => {}
                 Activations::Int8 => act = ACT_INT8,
                 Activations::Nvfp4(a) => {
-                    (act, rule) = (ACT_NVFP4, simple::rule(a.rule));
+                    (act, rule) = (ACT_NVFP4, q4_cuda::rule(a.rule));
                     match a.global {
                         ActGlobal::None => {}
                         ActGlobal::Static(g) => {
-                            (convention, global) = (simple::convention(a.rule), g.value())
+                            (convention, global) = (q4_cuda::convention(a.rule), g.value())
                         }
                         ActGlobal::PerCall => {
-                            self.simple.global_of(&x, a.rule, w.x, call.workspace, call.stream)?;
-                            (convention, act_global) = (simple::convention(a.rule), call.workspace);
+                            self.quantise.scale(matrix(&x), &a, w.x, call.workspace, call.stream)?;
+                            (convention, act_global) = (q4_cuda::convention(a.rule), call.workspace);
                         }
                     }
                 }
             }
-            let copy = |from: u64, rows: usize, ld: usize, size: usize, to: u64| {
-                let grid = [(w.k as u32).div_ceil(256), rows as u32, 1];
-                let how = Launch { grid, block: [256, 1, 1], shared: 0, stream: call.stream, overlap: true };
-                kernels.align.launch(how, args![from, ld as u64, w.k as u32, size as u32, to])
-            };
             // A product reads its norm's weight before it waits for the kernel ahead, unless that one writes
             // it.
             copied = norm % 16 != 0;
             if copied {
                 let to = call.workspace + 256;
-                copy(norm, 1, w.k, 4, to)?;
+                kernels.align.copy(Matrix::new(norm, DType::F32, 1, w.k, w.k), to, call.stream)?;
                 norm = to;
             }
-            if !is_aligned(&x) {
+            if !matrix(&x).is_aligned() {
                 let to = call.workspace + 256 + 4 * w.k as u64;
-                copy(x.address(), x.rows, x.ld, x.dtype.size(), to)?;
+                kernels.align.copy(matrix(&x), to, call.stream)?;
                 x = x.moved(to, w.k);
             }
         }
-        let most = self.rows(w, x.rows, gate).unwrap_or(1);
+        let (place, of) = (Self::family(w), self.few(w, gate));
+        let most = of.rows(x.rows).unwrap_or(1);
         for first in (0..x.rows).step_by(most) {
             let rows = most.min(x.rows - first);
             let (xs, ys) = (x.rows_from(first, rows), call.y.rows_from(first, rows));
-            let row = self.row(w, rows, norm != 0, gate, x.dtype);
-            let plan = row.or_else(|| self.plan(w, rows.next_power_of_two(), gate));
-            let plan =
-                plan.ok_or_else(|| Error::new(Code::Internal, format!("no launch for {rows} rows")))?;
+            let launch = match row(place, &of, rows, norm != 0, x.dtype) {
+                Some(plan) => {
+                    kernels.row[usize::from(plan.how.block[0] == NARROW as u32)].as_ref().zip(Some(plan))
+                }
+                None => of
+                    .plan(rows.next_power_of_two())
+                    .and_then(|(width, plan)| kernels.widths[width as usize].as_ref().zip(Some(plan))),
+            };
+            let none = || Error::new(Code::Internal, format!("no launch for {rows} rows"));
+            let (kernel, plan) = launch.ok_or_else(none)?;
+            let [each, extra, gate_at] = plan.deal(gate);
             let gemv = Gemv {
                 w: w.codes,
                 groups: w.groups,
@@ -384,50 +273,113 @@ impl Fast for Kernels {
                 m: rows as u32,
                 k: w.k as u32,
                 units: (w.slabs / 2) as u32,
-                each: (plan.work / plan.teams) as u32,
-                extra: (plan.work % plan.teams) as u32,
-                gate_at: if gate { plan.work as u32 } else { 0 },
-                x_dtype: simple::dtype(w.x),
-                y_dtype: simple::dtype(ys.dtype),
+                each,
+                extra,
+                gate_at,
+                x_dtype: number(w.x),
+                y_dtype: number(ys.dtype),
                 accumulate: call.fuse.accumulate.into(),
                 act,
                 rule,
                 convention,
                 eps,
                 global,
-
                 late: 0,
             };
-            let how = Launch {
-                grid: [(plan.teams * plan.split) as u32, 1, 1],
-                block: [plan.threads as u32, 1, 1],
-                shared: plan.shared as u32,
-                stream: call.stream,
-                overlap: !copied,
-            };
-            let kernel = kernels.rows[plan.kernel as usize].as_ref();
-            let kernel =
-                kernel.ok_or_else(|| Error::new(Code::Internal, "clusters the device does not have"))?;
-            // SAFETY: forwarded; the argument is the kernel's.
-            unsafe { kernel.launch(how, args![gemv])? };
+            let how = Launch { stream: call.stream, overlap: !copied, ..plan.how };
+            // SAFETY: forwarded.
+            unsafe { kernel.launch(how, Product { p: gemv })? };
         }
         Ok(())
     }
 }
 
-#[test]
-fn every_family_compiles() -> Result<()> {
-    if let Err(why) = q4_cuda::libraries().nvrtc.version() {
-        println!("skipped: {why}");
-        return Ok(());
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_take_what_they_are_given() -> Result<()> {
+        for Family { name, parts, .. } in &FAMILIES {
+            for width in [Width::One, Width::Few, Width::Wide, Width::WideSplit] {
+                GEMV.takes::<Product>(&gemv(width, name))?;
+            }
+            if parts[0] == 1 {
+                ROW.takes::<Product>(&format!("q4_row{name}"))?;
+            }
+        }
+        ROW.takes::<Product>("q4_row_narrow")?;
+        GEMV.takes::<Align>("q4_gemv_align")
     }
-    for (place, family) in FAMILIES.iter().enumerate() {
-        let options = options(place);
-        let options = options.each_ref().map(String::as_str);
-        GEMV.compile("sm_90a", &options[..3])?;
-        if family.parts[0] == 1 {
-            ROW.compile("sm_90a", &options)?;
+
+    #[test]
+    fn every_family_compiles() -> Result<()> {
+        if let Err(why) = q4_cuda::libraries().nvrtc.version() {
+            println!("skipped: {why}");
+            return Ok(());
+        }
+        for (place, family) in FAMILIES.iter().enumerate() {
+            let options = options(place);
+            let options = options.each_ref().map(String::as_str);
+            GEMV.compile(&q4_cuda::HOPPER, &options[..3])?;
+            if family.parts[0] == 1 {
+                ROW.compile(&q4_cuda::HOPPER, &options)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Every launch of many shapes on many devices, as a hash for each: what they were when NVFP4 and NF4 had
+    /// a planner each.
+    #[test]
+    fn launches_are_what_they_were() {
+        // Multiprocessors, KiB of shared memory, clusters.
+        let devices = [
+            (16, 163, false, 0xd5b9_96d0_a7d5_1b51),
+            (58, 99, false, 0xa389_6f39_1c78_86c8),
+            (108, 163, false, 0x86ff_c121_31e0_2e13),
+            (114, 227, true, 0xa39b_4593_d2d5_9721),
+            (132, 227, true, 0x2c2b_0bdf_c1c9_7ec5),
+            (148, 227, true, 0x0198_e086_2231_5a83),
+            (170, 99, true, 0x8eb7_b8a9_b09b_4923),
+        ];
+        let ns: [usize; 15] =
+            [16, 48, 96, 320, 1000, 1024, 2560, 4096, 6144, 9728, 19456, 32000, 50_257, 151_936, 1_000_000];
+        let ks: [usize; 13] = [16, 128, 400, 512, 1024, 2560, 3984, 4096, 8192, 9728, 16384, 17408, 25600];
+        for (processors, kib, clusters, want) in devices {
+            let on = Chip { processors, shared: kib << 10, clusters };
+            let mut hash = 0xcbf2_9ce4_8422_2325u64;
+            let mut put = |numbers: &[usize]| {
+                numbers.iter().for_each(|n| hash = (hash ^ *n as u64).wrapping_mul(0x100_0000_01b3));
+            };
+            let shapes = ns.into_iter().flat_map(|n| ks.map(|k| [(n, k, false), (n, k, true)])).flatten();
+            for (n, k, gate) in shapes.filter(|(n, _, gate)| !gate || n % 32 == 0) {
+                for place in 0..FAMILIES.len() {
+                    let of = few(place, [n.div_ceil(16), k.div_ceil(128), k], gate, on);
+                    for rows in [1, 2, 4, 8, 16] {
+                        match of.plan(rows) {
+                            None => put(&[0]),
+                            Some((width, FewPlan { how, work, teams })) => {
+                                let [blocks, threads, shared] =
+                                    [how.grid[0], how.block[0], how.shared].map(|v| v as usize);
+                                put(&[width as usize + 1, threads, teams, blocks / teams, work, shared]);
+                            }
+                        }
+                        put(&[of.rows(rows).unwrap_or(0)]);
+                    }
+                    for (norm, x) in
+                        [(false, DType::BF16), (true, DType::BF16), (false, DType::F32), (true, DType::F32)]
+                    {
+                        match row(place, &of, 1, norm, x) {
+                            None => put(&[0]),
+                            Some(FewPlan { how, work, teams }) => {
+                                put(&[how.block[0] as usize, teams, work, how.shared as usize]);
+                            }
+                        }
+                    }
+                }
+            }
+            assert_eq!(hash, want, "{on:?}");
         }
     }
-    Ok(())
 }

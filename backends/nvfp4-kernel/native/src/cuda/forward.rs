@@ -1,11 +1,11 @@
 //! The product on a device: the fast kernels that take a call, in order, then the plain ones, which take all
 //! without a fusion.
 use super::Weight;
-use super::simple::{self, Quantised, Stored};
+use super::simple::{Quantised, matrix};
 use crate::call::{Mat, check_rows, invalid, scratch};
 use q4_core::{
-    ActGlobal, Activations, Code, DType, Error, ExecContext, FuseSet, Fusion, PreparedInfo, PreparedWeight,
-    Result, TensorView, TensorViewMut,
+    Activations, Code, DType, Error, ExecContext, FuseSet, Fusion, PreparedInfo, PreparedWeight, Result,
+    TensorView, TensorViewMut,
 };
 
 /// What a call does besides the product; addresses of the device.
@@ -189,17 +189,9 @@ fn forward(
 
 /// The parts of a fusion by address.
 fn fused(w: &Weight, fusion: &Fusion<'_>, cx: &ExecContext<'_>) -> Result<Fuse> {
-    let norm = match &fusion.norm {
-        None => None,
-        Some(norm) => {
-            placed(&[&norm.weight], cx)?;
-            let weight = &norm.weight;
-            if weight.dtype() != DType::F32 || weight.len() != w.k || !weight.is_contiguous() {
-                return Err(invalid("weight of a norm", format!("float32[{}]", w.k), format!("{weight:?}")));
-            }
-            Some((weight.as_ptr().addr() as u64, norm.eps))
-        }
-    };
+    let norm = fusion.norm.as_ref();
+    let norm = norm.map(|norm| q4_cuda::check_norm(&norm.weight, w.k, cx).map(|at| (at, norm.eps)));
+    let norm = norm.transpose()?;
     Ok(Fuse { norm, gate: fusion.gate, accumulate: fusion.accumulate })
 }
 
@@ -208,41 +200,19 @@ unsafe fn plain(w: &Weight, c: &Call) -> Result<()> {
     let k = &w.engine.simple;
     let too_large =
         || Error::new(Code::ShapeMismatch, "workspace").need("a size that fits the address space");
+    let factor = match w.activations {
+        // SAFETY: forwarded.
+        Activations::Native => return unsafe { k.forward_float(w, &c.x, &c.y, c.stream) },
+        Activations::Int8 => 0.5,
+        Activations::Nvfp4(_) => 0.25,
+    };
+    let s = Scratch::of(c.x.rows, w.k).ok_or_else(too_large)?;
+    let (q, steps) = (c.workspace + s.q, c.workspace + s.steps);
     // SAFETY: forwarded; the workspace has the size that was asked for.
     unsafe {
-        match w.activations {
-            Activations::Native => k.forward_float(w, &c.x, &c.y, c.stream),
-            Activations::Int8 => {
-                let s = Scratch::of(c.x.rows, w.k).ok_or_else(too_large)?;
-                let (q, steps) = (c.workspace + s.q, c.workspace + s.steps);
-                k.int8(&c.x, q, steps, c.stream)?;
-                k.forward_int(
-                    w,
-                    Quantised { q, steps, global: 0, convention: 0, factor: 0.5 },
-                    &c.y,
-                    c.stream,
-                )
-            }
-            Activations::Nvfp4(act) => {
-                let s = Scratch::of(c.x.rows, w.k).ok_or_else(too_large)?;
-                let (q, steps) = (c.workspace + s.q, c.workspace + s.steps);
-                let global = match act.global {
-                    ActGlobal::None => 0,
-                    ActGlobal::Static(g) => {
-                        k.set_global(g, c.workspace, c.stream)?;
-                        c.workspace
-                    }
-                    ActGlobal::PerCall => {
-                        k.global_of(&c.x, act.rule, w.x, c.workspace, c.stream)?;
-                        c.workspace
-                    }
-                };
-                let to = Stored { q, steps, ..Stored::default() };
-                k.nvfp4(&c.x, act.rule, w.x, global, &to, c.stream)?;
-                let convention = simple::convention(act.rule);
-                k.forward_int(w, Quantised { q, steps, global, convention, factor: 0.25 }, &c.y, c.stream)
-            }
-        }
+        let to = [c.workspace, q, steps];
+        let (global, convention) = k.rows.quantised(matrix(&c.x), &w.activations, w.x, to, c.stream)?;
+        k.forward_int(w, Quantised { q, steps, global, convention, factor }, &c.y, c.stream)
     }
 }
 

@@ -13,7 +13,7 @@ use super::memory::Memory;
 use crate::weight::Span;
 use kernels::{Kernels, Operand};
 use q4_core::{ActQuant, DType, Error, PreparedInfo, Reject, RejectCode};
-use q4_cuda::{Blas, FP4_CAPABILITIES, FP4_COLUMNS, FP4_ROWS, Fp4Product, Gpu};
+use q4_cuda::{Blas, FP4_COLUMNS, FP4_ROWS, Fp4Product, Gpu};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
@@ -52,8 +52,8 @@ impl Native {
     pub fn open(gpu: &Arc<Gpu>) -> std::result::Result<Self, Reject> {
         use RejectCode::{DeviceArch, KernelImageMissing, LibraryMissing};
         let no = |code, need: String, have: String| Err(Reject::new(code, need, have));
-        if !FP4_CAPABILITIES.contains(&gpu.capability) {
-            return no(DeviceArch, "FP4 tensor cores for the native path".into(), gpu.arch());
+        if !gpu.arch.fp4 {
+            return no(DeviceArch, "FP4 tensor cores for the native path".into(), gpu.arch.target());
         }
         let blas = match Fp4Product::check().and_then(|()| Blas::open(gpu)) {
             Ok(blas) => blas,
@@ -61,7 +61,7 @@ impl Native {
         };
         // Any shape would do: after padding, shapes differ in nothing that a kernel could refuse.
         let probe = Fp4Product::new(&blas, 4096, 4096);
-        let need = || format!("block-scaled FP4 kernels for {} in cuBLASLt", gpu.arch());
+        let need = || format!("block-scaled FP4 kernels for {} in cuBLASLt", gpu.arch.target());
         match probe.lacks(128) {
             Ok(None) => {}
             Ok(Some(m)) => return no(KernelImageMissing, need(), format!("none for {m} rows")),
@@ -70,7 +70,7 @@ impl Native {
         match Kernels::load(gpu) {
             Ok(kernels) => Ok(Self { kernels: Arc::new(kernels), blas, products: Mutex::default() }),
             Err(e) => {
-                let need = format!("kernels of libNVFP4 for {}", gpu.arch());
+                let need = format!("kernels of libNVFP4 for {}", gpu.arch.target());
                 no(KernelImageMissing, need, super::parts(&e))
             }
         }

@@ -1,31 +1,41 @@
 //! Launchers of `cuda/gemm.cu`: products of many rows on sm_90, with any fusion.
 use super::forward::{Call, Fast, Fuse};
-use super::simple::{self, Stored};
+use super::simple::matrix;
 use super::tiles::{self, Deal, LEAST_ROWS, SHAPES};
 use super::{FILES, Weight};
 use crate::call::Mat;
-use q4_core::{ActGlobal, Activations, Code, DType, Error, FuseSet, Result};
-use q4_cuda::{Gpu, Kernel, Launch, Source, TensorMap, args};
+use q4_core::{Activations, DType, FuseSet, Result};
+use q4_cuda::{Gpu, Kernel, Launch, RowKernels, Source, TensorMap, mirror, number, output};
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::{Arc, OnceLock};
 
 const GEMM: Source = Source { name: "nvfp4-gemm", text: include_str!("../../cuda/gemm.cu"), files: FILES };
 const ORDER: Source = Source { name: "nvfp4-order", text: include_str!("../../cuda/order.cu"), files: FILES };
 
+mirror! {
+    struct Gemm {
+        x_map: TensorMap, units: TensorMap, groups: u64, y: u64, ldy: u64, tokens: i32, group_count: i32,
+        row_units: i32, parts: i32, whole: i32, shares: i32, pairs: i32, token_tiles: i32, partial: u64,
+        flags: u64, key: u64, out: i32, aligned: i32, global: u64, convention: i32,
+    }
+    struct Order { x: u64, ld: u64, k: i32, out: u64, padded: i32, weight: u64, eps: f32 }
+    struct OrderCodes { q: u64, steps: u64, k: i32, out: u64, padded: i32, factor: f32 }
+}
+
 /// The two functions of gemm.cu.
 struct Pair {
-    plain: Kernel,
-    gate: Kernel,
+    plain: Kernel<Gemm>,
+    gate: Kernel<Gemm>,
 }
 
 /// Kernels for calls of many rows. A shape is compiled when a call first needs it.
 pub struct Kernels {
     gpu: Arc<Gpu>,
-    quantise: simple::Kernels,
+    quantise: RowKernels,
     /// By shape, then bf16 and f16.
     pairs: [[OnceLock<Pair>; 2]; SHAPES.len()],
-    order: [Kernel; 5],
-    order_codes: [Kernel; 2],
+    order: [Kernel<Order>; 5],
+    order_codes: [Kernel<OrderCodes>; 2],
     /// What a flag of gemm.cu is when it is set: 64 random bits, which no workspace has before.
     key: u64,
 }
@@ -44,18 +54,14 @@ struct Room {
 impl Kernels {
     /// Compiles or finds them; `None` where the device has no wgmma.
     pub fn load(gpu: &Arc<Gpu>) -> Result<Option<Self>> {
-        if gpu.capability != (9, 0) {
+        if !gpu.arch.wgmma {
             return Ok(None);
         }
         let all = q4_cuda::Kernels::load(gpu, &ORDER, &[])?;
-        let names = ["order_bf16", "order_f16", "order_f32_bf16", "order_f32_f16", "order_f32_parts"];
-        let mut order = Vec::new();
-        for name in names {
-            order.push(all.get(name)?);
-        }
-        let order = order.try_into().map_err(|_| Error::new(Code::Internal, "kernels that order x"))?;
+        let get = |name: &str| all.get(&format!("order_{name}"));
+        let order = [get("bf16")?, get("f16")?, get("f32_bf16")?, get("f32_f16")?, get("f32_parts")?];
         let order_codes = [all.get("order_codes")?, all.get("order_codes_parts")?];
-        let quantise = simple::Kernels::load(gpu)?;
+        let quantise = RowKernels::load(gpu)?;
         let key = RandomState::new().build_hasher().finish();
         Ok(Some(Self { gpu: gpu.clone(), quantise, pairs: Default::default(), order, order_codes, key }))
     }
@@ -69,11 +75,7 @@ impl Kernels {
         let [tokens, groups, pieces] = &shape.options();
         let element = if half { "-DELEMENT=f16" } else { "-DELEMENT=bf16" };
         let all = q4_cuda::Kernels::load(&self.gpu, &GEMM, &[tokens, groups, pieces, element])?;
-        let get = |name: &str| {
-            let kernel = all.get(name)?;
-            kernel.allow_shared(shape.shared())?;
-            Ok::<_, Error>(kernel)
-        };
+        let get = |name| all.get_with(name, shape.shared());
         let pair = Pair { plain: get("gemm")?, gate: get("gemm_gate")? };
         Ok(place.get_or_init(|| pair))
     }
@@ -94,14 +96,8 @@ impl Kernels {
 
     /// x as the copy engine can read it: as it is, or written to the workspace.
     unsafe fn stage(&self, w: &Weight, c: &Call, room: &Room) -> Result<Staged> {
-        let how = |grid: usize| Launch {
-            grid: [grid as u32, 1, 1],
-            block: [256, 1, 1],
-            shared: 0,
-            stream: c.stream,
-            overlap: true,
-        };
-        let (m, k, padded) = (c.x.rows, w.k as u32, (w.slabs * 64) as u32);
+        let how = Launch::overlapping([c.x.rows, 1, 1], 256, 0, c.stream);
+        let (m, k, padded) = (c.x.rows, w.k as i32, (w.slabs * 64) as i32);
         let out = c.workspace + room.ordered as u64;
         let (q, steps, global) =
             (c.workspace + room.q as u64, c.workspace + room.steps as u64, c.workspace + room.global as u64);
@@ -109,7 +105,7 @@ impl Kernels {
         let columns = padded as usize * parts(w);
         let written =
             |global, convention| Staged { x: out, element, shape: [m, columns, columns], global, convention };
-        // SAFETY: forwarded; the arguments are those of the kernels.
+        // SAFETY: forwarded.
         unsafe {
             if w.activations == Activations::Native {
                 let is_readable = c.x.address() % 16 == 0 && (m == 1 || c.x.ld * 2 % 16 == 0);
@@ -125,36 +121,18 @@ impl Kernels {
                     _ => 4,
                 };
                 let (weight, eps) = c.fuse.norm.unwrap_or((0, 0.0));
-                let ld = c.x.ld as u64;
-                let x = c.x.address();
-                self.order[kernel].launch(how(m), args![x, ld, k, out, padded, weight, eps])?;
+                let (x, ld) = (c.x.address(), c.x.ld as u64);
+                self.order[kernel].launch(how, Order { x, ld, k, out, padded, weight, eps })?;
                 return Ok(written(0, 0));
             }
-            let (kernel, factor, at, convention) = match w.activations {
-                Activations::Nvfp4(act) => {
-                    let at = match act.global {
-                        ActGlobal::None => 0,
-                        ActGlobal::Static(g) => {
-                            self.quantise.set_global(g, global, c.stream)?;
-                            global
-                        }
-                        ActGlobal::PerCall => {
-                            self.quantise.global_of(&c.x, act.rule, w.x, global, c.stream)?;
-                            global
-                        }
-                    };
-                    let to = Stored { q, steps, ..Stored::default() };
-                    self.quantise.nvfp4(&c.x, act.rule, w.x, at, &to, c.stream)?;
-                    let convention = if at == 0 { 0 } else { simple::convention(act.rule) };
-                    (&self.order_codes[0], 0.5f32, at, convention)
-                }
-                _ => {
-                    self.quantise.int8(&c.x, q, steps, c.stream)?;
-                    (&self.order_codes[1], 1.0f32, 0, 0)
-                }
+            let (x, to) = (matrix(&c.x), [global, q, steps]);
+            let (at, convention) = self.quantise.quantised(x, &w.activations, w.x, to, c.stream)?;
+            let (kernel, factor) = match w.activations {
+                Activations::Nvfp4(_) => (&self.order_codes[0], 0.5),
+                _ => (&self.order_codes[1], 1.0),
             };
-            kernel.launch(how(m), args![q, steps, k, out, padded, factor])?;
-            Ok(written(at, convention))
+            kernel.launch(how, OrderCodes { q, steps, k, out, padded, factor })?;
+            Ok(written(at, if at == 0 { 0 } else { convention as i32 }))
         }
     }
 }
@@ -166,7 +144,7 @@ struct Staged {
     element: DType,
     shape: [usize; 3],
     global: u64,
-    convention: u32,
+    convention: i32,
 }
 
 /// Whether products are of f16 numbers.
@@ -219,58 +197,51 @@ impl Fast for Kernels {
         let (pairs, token_tiles) = (shape.pairs(groups, gate), m.div_ceil(shape.tokens));
         // SAFETY: forwarded.
         let x = unsafe { self.stage(w, c, &room)? };
-        let out: u32 = match (accumulate, c.y.dtype) {
-            (true, _) => 1,
-            (_, DType::BF16) => 2,
-            (_, DType::F16) => 3,
-            _ => 0,
-        };
         let pair = self.pair(index, is_half(w))?;
         let kernel = if gate { &pair.gate } else { &pair.plain };
         let x_map = TensorMap::new(x.x, x.element, x.shape, [64, shape.tokens / 2])?;
         let boxed = shape.rows() / if gate { 32 } else { 16 };
         let units_map = TensorMap::of_words(w.codes, [groups, units, 144], [boxed, 1, 144])?;
-        let how = Launch {
-            grid: [(2 * shape.pieces * grid) as u32, 1, 1],
-            block: [shape.threads(), 1, 1],
-            shared: shape.shared(),
-            stream: c.stream,
-            overlap: true,
+        let grid = [2 * shape.pieces * grid, 1, 1];
+        let how = Launch::overlapping(grid, shape.threads(), shape.shared(), c.stream);
+        let [tokens, group_count, row_units, parts, whole, shares, pairs, token_tiles] =
+            [m, groups, units, parts, whole, shares, pairs, token_tiles].map(|v| v as i32);
+        let args = Gemm {
+            x_map,
+            units: units_map,
+            groups: w.groups,
+            y: c.y.address(),
+            ldy: c.y.ld as u64,
+            tokens,
+            group_count,
+            row_units,
+            parts,
+            whole,
+            shares,
+            pairs,
+            token_tiles,
+            partial: c.workspace + room.partial as u64,
+            flags: c.workspace + room.flags as u64,
+            key: self.key,
+            out: output(accumulate, number(c.y.dtype)),
+            aligned: aligned(w, &c.y, gate).into(),
+            global: x.global,
+            convention: x.convention,
         };
-        let (partial, flags) = (c.workspace + room.partial as u64, c.workspace + room.flags as u64);
-        let (y, ldy, aligned) = (c.y.address(), c.y.ld as u64, u32::from(aligned(w, &c.y, gate)));
-        let [m, groups, units, parts, whole, shares, pairs, token_tiles] =
-            [m, groups, units, parts, whole, shares, pairs, token_tiles].map(|v| v as u32);
-        // SAFETY: forwarded; the arguments are those of `gemm_*`, the workspace has the size that was asked
-        // for.
-        unsafe {
-            kernel.launch(
-                how,
-                args![
-                    x_map,
-                    units_map,
-                    w.groups,
-                    y,
-                    ldy,
-                    m,
-                    groups,
-                    units,
-                    parts,
-                    whole,
-                    shares,
-                    pairs,
-                    token_tiles,
-                    partial,
-                    flags,
-                    self.key,
-                    out,
-                    aligned,
-                    x.global,
-                    x.convention
-                ],
-            )
-        }
+        // SAFETY: forwarded; the workspace has the size that was asked for.
+        unsafe { kernel.launch(how, args) }
     }
+}
+
+#[test]
+fn kernels_take_what_they_are_given() -> Result<()> {
+    GEMM.takes::<Gemm>("gemm")?;
+    GEMM.takes::<Gemm>("gemm_gate")?;
+    for name in ["order_bf16", "order_f16", "order_f32_bf16", "order_f32_f16", "order_f32_parts"] {
+        ORDER.takes::<Order>(name)?;
+    }
+    ORDER.takes::<OrderCodes>("order_codes")?;
+    ORDER.takes::<OrderCodes>("order_codes_parts")
 }
 
 #[test]
@@ -282,8 +253,8 @@ fn every_shape_compiles() -> Result<()> {
     for shape in &SHAPES {
         let [tokens, groups, pieces] = &shape.options();
         for element in ["-DELEMENT=bf16", "-DELEMENT=f16"] {
-            GEMM.compile("sm_90a", &[tokens, groups, pieces, element])?;
+            GEMM.compile(&q4_cuda::HOPPER, &[tokens, groups, pieces, element])?;
         }
     }
-    ORDER.compile("sm_90a", &[]).map(drop)
+    ORDER.compile(&q4_cuda::HOPPER, &[]).map(drop)
 }

@@ -1,9 +1,8 @@
 //! Launchers of `cuda/simple.cu`: every shape, type and activation format, without hurry.
 use super::{FILES, Weight};
 use crate::call::Mat;
-use q4_core::{DType, GlobalScale, Result, Rule};
-use q4_cuda::{Gpu, Kernel, Launch, Matrix, RowKernels, Source, args, check, driver};
-pub use q4_cuda::{Stored, convention, number as dtype, rule};
+use q4_core::Result;
+use q4_cuda::{Gpu, Kernel, Launch, Matrix, RowKernels, Source, check, driver, mirror, over_rows};
 use std::sync::Arc;
 
 pub(super) const SOURCE: Source =
@@ -12,12 +11,13 @@ pub(super) const SOURCE: Source =
 /// The functions of `simple.cu`.
 pub struct Kernels {
     gpu: Arc<Gpu>,
-    pack: Kernel,
-    dequantize: Kernel,
-    backward: Kernel,
-    forward_float: Kernel,
-    forward_int: Kernel,
-    rows: RowKernels,
+    pack: Kernel<Pack>,
+    dequantize: Kernel<Dequantize>,
+    backward: Kernel<Backward>,
+    forward_float: Kernel<ForwardFloat>,
+    forward_int: Kernel<ForwardInt>,
+    /// What quantises activations.
+    pub rows: RowKernels,
 }
 
 /// `Span` of `simple.cu`.
@@ -42,17 +42,20 @@ impl Span {
     }
 }
 
-/// `Weight` of `simple.cu`.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Packed {
-    codes: u64,
-    scales: u64,
-    spans: u64,
-    n: u32,
-    k: u32,
-    slabs: u32,
-    unused: u32,
+mirror! {
+    /// `Weight` of `simple.cu`.
+    struct Packed { codes: u64, scales: u64, spans: u64, n: u32, k: u32, slabs: u32, unused: u32 }
+
+    struct Pack {
+        codes: u64, scales: u64, is_tiled: u32, rows: u32, groups: u32, first: u32, slabs: u32,
+        out_codes: u64, out_scales: u64, bad: u64,
+    }
+    struct Dequantize { w: Packed, out: Matrix }
+    struct Backward { w: Packed, dy: Matrix, dx: Matrix }
+    struct ForwardFloat { w: Packed, x: Matrix, y: Matrix }
+    struct ForwardInt {
+        w: Packed, q: u64, steps: u64, act_global: u64, act_convention: u32, factor: f64, y: Matrix,
+    }
 }
 
 /// A checked matrix as kernels take it.
@@ -101,10 +104,6 @@ fn packed(w: &Weight) -> Packed {
         slabs: w.slabs as u32,
         unused: 0,
     }
-}
-
-fn grid(x: usize, y: usize, block: [u32; 3], stream: usize) -> Launch {
-    Launch { grid: [x as u32, y as u32, 1], block, shared: 0, stream, overlap: false }
 }
 
 impl Kernels {
@@ -157,16 +156,21 @@ impl Kernels {
     /// All addresses are of device memory of the sizes the layout says.
     pub unsafe fn pack(&self, raw: &Raw, first: usize, slabs: usize, codes: u64, scales: u64) -> Result<()> {
         let padded = raw.rows.next_multiple_of(16);
-        let how = grid((slabs * 4).div_ceil(32), padded / 16, [32, 8, 1], 0);
-        let (tiled, rows, groups) = (u32::from(raw.is_tiled), raw.rows as u32, raw.groups as u32);
-        let (first, slabs) = (first as u32, slabs as u32);
-        // SAFETY: by contract; the arguments are those of `q4_pack`.
-        unsafe {
-            self.pack.launch(
-                how,
-                args![raw.codes, raw.scales, tiled, rows, groups, first, slabs, codes, scales, raw.bad],
-            )
-        }
+        let how = Launch::new([(slabs * 4).div_ceil(32), padded / 16, 1], [32, 8, 1], 0);
+        let args = Pack {
+            codes: raw.codes,
+            scales: raw.scales,
+            is_tiled: raw.is_tiled.into(),
+            rows: raw.rows as u32,
+            groups: raw.groups as u32,
+            first: first as u32,
+            slabs: slabs as u32,
+            out_codes: codes,
+            out_scales: scales,
+            bad: raw.bad,
+        };
+        // SAFETY: by contract.
+        unsafe { self.pack.launch(how, args) }
     }
 
     /// The decoded matrix.
@@ -174,10 +178,9 @@ impl Kernels {
     /// # Safety
     /// `out` is device memory.
     pub unsafe fn dequantize(&self, w: &Weight, out: &Mat, stream: usize) -> Result<()> {
-        let mut how = grid(w.k.div_ceil(256), w.n.min(32768), [256, 1, 1], stream);
-        how.grid[2] = w.n.div_ceil(32768) as u32;
-        // SAFETY: by contract; the arguments are those of `q4_dequantize`.
-        unsafe { self.dequantize.launch(how, args![packed(w), matrix(out)]) }
+        let how = Launch::new(over_rows(w.k.div_ceil(256), w.n), [256, 1, 1], stream);
+        // SAFETY: by contract.
+        unsafe { self.dequantize.launch(how, Dequantize { w: packed(w), out: matrix(out) }) }
     }
 
     /// `dx = dy W`.
@@ -185,11 +188,13 @@ impl Kernels {
     /// # Safety
     /// Both are device memory.
     pub unsafe fn backward(&self, w: &Weight, dy: &Mat, dx: &Mat, stream: usize) -> Result<()> {
-        each_rows(dy, dx, MAX_ROWS, |dy, dx| {
-            let how = grid(w.k.div_ceil(32), dy.rows, [32, 16, 1], stream);
-            // SAFETY: by contract; the arguments are those of `q4_backward`.
-            unsafe { self.backward.launch(how, args![packed(w), matrix(dy), matrix(dx)]) }
-        })
+        for (first, dx) in matrix(dx).parts() {
+            let dy = matrix(dy).rows_from(first, dx.rows as usize);
+            let how = Launch::new([w.k.div_ceil(32), dx.rows as usize, 1], [32, 16, 1], stream);
+            // SAFETY: by contract.
+            unsafe { self.backward.launch(how, Backward { w: packed(w), dy, dx })? };
+        }
+        Ok(())
     }
 
     /// `y = x W^T` with x as it is.
@@ -197,11 +202,12 @@ impl Kernels {
     /// # Safety
     /// Both are device memory.
     pub unsafe fn forward_float(&self, w: &Weight, x: &Mat, y: &Mat, stream: usize) -> Result<()> {
-        each_rows(x, y, MAX_ROWS, |x, y| {
-            let how = grid(w.n.div_ceil(8), y.rows.div_ceil(4), [32, 8, 1], stream);
-            // SAFETY: by contract; the arguments are those of `q4_forward_float`.
-            unsafe { self.forward_float.launch(how, args![packed(w), matrix(x), matrix(y)]) }
-        })
+        for (first, y) in matrix(y).parts() {
+            let x = matrix(x).rows_from(first, y.rows as usize);
+            // SAFETY: by contract.
+            unsafe { self.forward_float.launch(tiles(w, y, stream), ForwardFloat { w: packed(w), x, y })? };
+        }
+        Ok(())
     }
 
     /// `y = q W^T`.
@@ -209,73 +215,33 @@ impl Kernels {
     /// # Safety
     /// `q` has the rows of y.
     pub unsafe fn forward_int(&self, w: &Weight, q: Quantised, y: &Mat, stream: usize) -> Result<()> {
-        for first in (0..y.rows).step_by(MAX_ROWS) {
-            let y = y.rows_from(first, MAX_ROWS.min(y.rows - first));
-            let how = grid(w.n.div_ceil(8), y.rows.div_ceil(4), [32, 8, 1], stream);
-            let (codes, steps) = (q.q + (first * w.k) as u64, q.steps + (first * (w.k / 16) * 4) as u64);
-            // SAFETY: by contract; the arguments are those of `q4_forward_int`.
-            unsafe {
-                self.forward_int.launch(
-                    how,
-                    args![packed(w), codes, steps, q.global, q.convention, q.factor, matrix(&y)],
-                )?;
-            }
+        for (first, y) in matrix(y).parts() {
+            let args = ForwardInt {
+                w: packed(w),
+                q: q.q + (first * w.k) as u64,
+                steps: q.steps + (first * (w.k / 16) * 4) as u64,
+                act_global: q.global,
+                act_convention: q.convention,
+                factor: q.factor,
+                y,
+            };
+            // SAFETY: by contract.
+            unsafe { self.forward_int.launch(tiles(w, y, stream), args)? };
         }
         Ok(())
     }
-
-    /// The per-tensor scale of all rows of x, to the f32 at `out`.
-    ///
-    /// # Safety
-    /// x and `out` are device memory.
-    pub unsafe fn global_of(&self, x: &Mat, r: Rule, source: DType, out: u64, stream: usize) -> Result<()> {
-        // SAFETY: forwarded.
-        unsafe { self.rows.global_of(matrix(x), r, source, out, stream) }
-    }
-
-    /// A per-tensor scale to the f32 at `out`.
-    ///
-    /// # Safety
-    /// `out` is device memory.
-    pub unsafe fn set_global(&self, g: GlobalScale, out: u64, stream: usize) -> Result<()> {
-        // SAFETY: forwarded.
-        unsafe { self.rows.set_global(g, out, stream) }
-    }
-
-    /// Rows to int8.
-    ///
-    /// # Safety
-    /// x is device memory, `q` and `steps` have room for its rows.
-    pub unsafe fn int8(&self, x: &Mat, q: u64, steps: u64, stream: usize) -> Result<()> {
-        // SAFETY: forwarded.
-        unsafe { self.rows.int8(matrix(x), q, steps, stream) }
-    }
-
-    /// Rows to NVFP4; outputs at 0 are left out.
-    ///
-    /// # Safety
-    /// x is device memory, the outputs have room for its rows.
-    pub unsafe fn nvfp4(
-        &self,
-        x: &Mat,
-        r: Rule,
-        source: DType,
-        global: u64,
-        to: &Stored,
-        stream: usize,
-    ) -> Result<()> {
-        // SAFETY: forwarded.
-        unsafe { self.rows.nvfp4(matrix(x), r, source, global, to, stream) }
-    }
 }
 
-/// Rows of one launch: what the second dimension of a grid holds.
-const MAX_ROWS: usize = 32768;
+/// A warp for each row of the weight and four of y.
+fn tiles(w: &Weight, y: Matrix, stream: usize) -> Launch {
+    Launch::new([w.n.div_ceil(8), (y.rows as usize).div_ceil(4), 1], [32, 8, 1], stream)
+}
 
-fn each_rows(a: &Mat, b: &Mat, step: usize, mut run: impl FnMut(&Mat, &Mat) -> Result<()>) -> Result<()> {
-    for first in (0..a.rows).step_by(step) {
-        let rows = step.min(a.rows - first);
-        run(&a.rows_from(first, rows), &b.rows_from(first, rows))?;
-    }
-    Ok(())
+#[test]
+fn kernels_take_what_they_are_given() -> Result<()> {
+    SOURCE.takes::<Pack>("q4_pack")?;
+    SOURCE.takes::<Dequantize>("q4_dequantize")?;
+    SOURCE.takes::<Backward>("q4_backward")?;
+    SOURCE.takes::<ForwardFloat>("q4_forward_float")?;
+    SOURCE.takes::<ForwardInt>("q4_forward_int")
 }

@@ -1,9 +1,8 @@
 //! Shapes of the tiles of `cuda/gemm.cu`, and which a call takes.
+use q4_cuda::HOPPER;
 
 /// The most pairs of blocks that share a tile through memory, as in gemm.cu.
 const SHARES: usize = 8;
-/// Largest dynamic shared memory of a block.
-const SHARED: usize = 232_448;
 /// Bytes of outputs that a warpgroup puts together, as in gemm.cu.
 const PIECE: usize = 8192;
 /// Bytes of 16 rows by 128 k of a weight.
@@ -77,7 +76,7 @@ impl Shape {
         let (pack, stage) = (4 * self.groups * UNIT, self.tokens * 128);
         let fixed = 8 * self.groups + meeting + arriving + packs * (pack + 16);
         let most = if self.sets() == 1 { 2 * ROUND } else { 16 };
-        let stages = ((SHARED - fixed) / (stage + 16)).min(most) / (2 * ROUND) * (2 * ROUND);
+        let stages = ((HOPPER.shared - fixed) / (stage + 16)).min(most) / (2 * ROUND) * (2 * ROUND);
         let rings = stages * stage + packs * pack;
         (fixed + stages * (stage + 16) + rings.max(self.gathered()) - rings) as u32
     }
@@ -191,7 +190,7 @@ mod tests {
     fn shapes_fit_the_device() {
         for s in &SHAPES {
             let shared = s.shared() as usize;
-            assert!(shared <= SHARED && shared > 2 * ROUND * s.tokens * 128, "{s:?}");
+            assert!(shared <= HOPPER.shared && shared > 2 * ROUND * s.tokens * 128, "{s:?}");
             assert!(s.tokens % (8 * s.pieces) == 0 && s.pieces <= 4, "{s:?}");
         }
         for m in LEAST_ROWS..700 {

@@ -7,10 +7,9 @@ use super::Weight;
 use super::kernels::{Laid, Rows};
 use crate::call::{Mat, check_rows, invalid, scratch};
 use crate::cuda::forward::placed;
+use crate::cuda::simple::matrix;
 use q4_core::formats::swizzle;
-use q4_core::{
-    ActGlobal, Code, Error, ExecContext, PreparedInfo, PreparedWeight, Result, TensorView, TensorViewMut,
-};
+use q4_core::{Code, Error, ExecContext, PreparedInfo, PreparedWeight, Result, TensorView, TensorViewMut};
 use q4_cuda::{Fp4Operands, Fp4Product, Stored, check, convention, driver};
 
 /// Bytes of f32 sums between the product and y, about. A call of more rows goes in parts.
@@ -140,19 +139,10 @@ impl PreparedWeight for Weight {
 }
 
 unsafe fn in_parts(w: &Weight, x: &Mat, y: &Mat, workspace: u64, stream: usize) -> Result<()> {
-    let simple = &w.engine.simple;
-    let global = match w.act.global {
-        ActGlobal::None => 0,
-        _ => workspace,
-    };
     // SAFETY: forwarded.
     unsafe {
-        match w.act.global {
-            ActGlobal::None => {}
-            ActGlobal::Static(g) => simple.set_global(g, global, stream)?,
-            // From all rows, not from those of a part.
-            ActGlobal::PerCall => simple.global_of(x, w.act.rule, w.x, global, stream)?,
-        }
+        // From all rows, not from those of a part.
+        let global = w.engine.simple.rows.scale(matrix(x), &w.act, w.x, workspace, stream)?;
         let most = part_rows(w.padded[0]);
         for first in (0..x.rows).step_by(most) {
             let m = most.min(x.rows - first);
@@ -195,7 +185,7 @@ unsafe fn part(w: &Weight, x: &Mat, y: &Mat, workspace: u64, global: u64, stream
     unsafe {
         let status = driver::cuMemsetD32Async(laid.bad, 0, x.rows, stream as driver::CUstream);
         check(status, "cuMemsetD32Async")?;
-        w.engine.simple.nvfp4(x, w.act.rule, w.x, global, &stored, stream)?;
+        w.engine.simple.rows.nvfp4(matrix(x), w.act.rule, w.x, global, &stored, stream)?;
         w.kernels.operand(&w.operand, &quantised, &laid, stream)?;
         w.product.run(&operands, rows, at(room.scratch), stream)?;
         w.kernels.finish(&w.operand, &laid, operands.y, w.padded[0], y, stream)

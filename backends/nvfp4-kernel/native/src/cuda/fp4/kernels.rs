@@ -4,56 +4,79 @@ use super::super::simple::{Raw, matrix};
 use crate::call::Mat;
 use q4_core::Result;
 use q4_core::formats::swizzle::TILE_ROWS;
-use q4_cuda::{Gpu, Kernel, Launch, Source, args};
-use std::ffi::c_void;
+use q4_cuda::{Gpu, Kernel, Launch, Matrix, Mirror, Source, mirror, over_rows};
 use std::sync::Arc;
 
 pub(super) const SOURCE: Source =
     Source { name: "nvfp4-fp4", text: include_str!("../../../cuda/fp4.cu"), files: FILES };
 
-/// A kernel wherever it runs: on a device, or on the CPU where tests run it.
-pub trait Run {
+/// Where kernels run: on a device, or on the CPU where tests run them.
+pub trait Place {
+    /// A function that takes the fields of `A`.
+    type Kernel<A: Mirror>;
     /// Runs or enqueues it.
     ///
     /// # Safety
-    /// `args` points to one value of the right type per parameter; what they address is valid where it runs.
-    unsafe fn run(&self, how: Launch, args: &mut [*mut c_void]) -> Result<()>;
+    /// What `args` address is valid where it runs.
+    unsafe fn run<A: Mirror>(kernel: &Self::Kernel<A>, how: Launch, args: A) -> Result<()>;
 }
 
-impl Run for Kernel {
-    unsafe fn run(&self, how: Launch, args: &mut [*mut c_void]) -> Result<()> {
+/// The device that they are loaded on.
+pub struct OnDevice;
+
+impl Place for OnDevice {
+    type Kernel<A: Mirror> = Kernel<A>;
+    unsafe fn run<A: Mirror>(kernel: &Kernel<A>, how: Launch, args: A) -> Result<()> {
         // SAFETY: forwarded.
-        unsafe { self.launch(how, args) }
+        unsafe { kernel.launch(how, args) }
     }
 }
 
 /// The functions of `fp4.cu`.
-pub struct Kernels<K = Kernel> {
-    pub(super) pack: K,
-    pub(super) operand: K,
-    pub(super) finish: K,
-    pub(super) dequantize: K,
-    pub(super) backward: K,
+pub struct Kernels<P: Place = OnDevice> {
+    pub(super) pack: P::Kernel<Pack>,
+    pub(super) operand: P::Kernel<ToOperand>,
+    pub(super) finish: P::Kernel<Finish>,
+    pub(super) dequantize: P::Kernel<Dequantize>,
+    pub(super) backward: P::Kernel<Backward>,
 }
 
-/// `Fp4` of `fp4.cu`: a weight as an operand.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct Operand {
-    /// Device address of the codes.
-    pub codes: u64,
-    /// That of the block scales.
-    pub scales: u64,
-    /// That of the row segments (`simple::Span`).
-    pub spans: u64,
-    /// Rows.
-    pub n: u32,
-    /// Columns.
-    pub k: u32,
-    /// Blocks a row, padding included.
-    pub groups: u32,
-    /// Row segments; the kernels that take the struct need no count.
-    pub span_count: u32,
+mirror! {
+    /// `Fp4` of `fp4.cu`: a weight as an operand.
+    pub struct Operand {
+        /// Device address of the codes.
+        pub codes: u64,
+        /// That of the block scales.
+        pub scales: u64,
+        /// That of the row segments (`simple::Span`).
+        pub spans: u64,
+        /// Rows.
+        pub n: u32,
+        /// Columns.
+        pub k: u32,
+        /// Blocks a row, padding included.
+        pub groups: u32,
+        /// Row segments; the kernels that take the struct need no count.
+        pub span_count: u32,
+    }
+
+    /// Of `q4_fp4_pack`.
+    pub struct Pack {
+        codes: u64, scales: u64, is_tiled: u32, rows: u32, groups: u32, bad: u64, first: u32,
+        out_groups: u32, out_codes: u64, out_scales: u64,
+    }
+    /// Of `q4_fp4_operand`.
+    pub struct ToOperand {
+        codes: u64, scales: u64, steps: u64, rows: u32, groups: u32, code_rows: u32, out_groups: u32,
+        out_codes: u64, out_scales: u64, bad: u64, spans: u64, span_count: u32, act_global: u64,
+        act_convention: u32, factors: u64,
+    }
+    /// Of `q4_fp4_finish`.
+    pub struct Finish { sums: u64, ld: u64, bad: u64, spans: u64, factors: u64, y: Matrix }
+    /// Of `q4_fp4_dequantize`.
+    pub struct Dequantize { w: Operand, out: Matrix }
+    /// Of `q4_fp4_backward`.
+    pub struct Backward { w: Operand, dy: Matrix, dx: Matrix }
 }
 
 /// Quantised rows of x on their way to the operand; device addresses.
@@ -88,16 +111,6 @@ pub struct Laid {
     pub factors: u64,
 }
 
-fn grid(x: usize, y: usize, block: [u32; 2], stream: usize) -> Launch {
-    Launch {
-        grid: [x as u32, y as u32, 1],
-        block: [block[0], block[1], 1],
-        shared: 0,
-        stream,
-        overlap: false,
-    }
-}
-
 impl Kernels {
     /// Compiles or finds them for `gpu`.
     pub fn load(gpu: &Arc<Gpu>) -> Result<Self> {
@@ -112,25 +125,27 @@ impl Kernels {
     }
 }
 
-impl<K: Run> Kernels<K> {
+impl<P: Place> Kernels<P> {
     /// Stored rows to rows `first` and on of the operand, whose memory is zero; on the default stream.
     ///
     /// # Safety
     /// All addresses are of memory of the sizes the layout says.
     pub unsafe fn pack(&self, raw: &Raw, first: usize, to: &Operand) -> Result<()> {
-        let how = grid(raw.groups.div_ceil(32), raw.rows.div_ceil(8), [32, 8], 0);
-        let (tiled, rows, groups) = (u32::from(raw.is_tiled), raw.rows as u32, raw.groups as u32);
-        let first = first as u32;
-        // SAFETY: by contract; the arguments are those of `q4_fp4_pack`.
-        unsafe {
-            self.pack.run(
-                how,
-                args![
-                    raw.codes, raw.scales, tiled, rows, groups, raw.bad, first, to.groups, to.codes,
-                    to.scales
-                ],
-            )
-        }
+        let how = Launch::new([raw.groups.div_ceil(32), raw.rows.div_ceil(8), 1], [32, 8, 1], 0);
+        let args = Pack {
+            codes: raw.codes,
+            scales: raw.scales,
+            is_tiled: raw.is_tiled.into(),
+            rows: raw.rows as u32,
+            groups: raw.groups as u32,
+            bad: raw.bad,
+            first: first as u32,
+            out_groups: to.groups,
+            out_codes: to.codes,
+            out_scales: to.scales,
+        };
+        // SAFETY: by contract.
+        unsafe { P::run(&self.pack, how, args) }
     }
 
     /// Quantised rows to an operand, padding included, and the factors of a product with `w`.
@@ -139,31 +154,26 @@ impl<K: Run> Kernels<K> {
     /// As above.
     pub unsafe fn operand(&self, w: &Operand, x: &Rows, to: &Laid, stream: usize) -> Result<()> {
         let scale_rows = to.rows.next_multiple_of(TILE_ROWS);
-        let how = grid((w.groups as usize).div_ceil(32), scale_rows / 8, [32, 8], stream);
-        let (rows, groups, code_rows) = (x.rows as u32, w.k / 16, to.rows as u32);
-        // SAFETY: by contract; the arguments are those of `q4_fp4_operand`.
-        unsafe {
-            self.operand.run(
-                how,
-                args![
-                    x.codes,
-                    x.scales,
-                    x.steps,
-                    rows,
-                    groups,
-                    code_rows,
-                    w.groups,
-                    to.codes,
-                    to.scales,
-                    to.bad,
-                    w.spans,
-                    w.span_count,
-                    x.global,
-                    x.convention,
-                    to.factors
-                ],
-            )
-        }
+        let how = Launch::new([(w.groups as usize).div_ceil(32), scale_rows / 8, 1], [32, 8, 1], stream);
+        let args = ToOperand {
+            codes: x.codes,
+            scales: x.scales,
+            steps: x.steps,
+            rows: x.rows as u32,
+            groups: w.k / 16,
+            code_rows: to.rows as u32,
+            out_groups: w.groups,
+            out_codes: to.codes,
+            out_scales: to.scales,
+            bad: to.bad,
+            spans: w.spans,
+            span_count: w.span_count,
+            act_global: x.global,
+            act_convention: x.convention,
+            factors: to.factors,
+        };
+        // SAFETY: by contract.
+        unsafe { P::run(&self.operand, how, args) }
     }
 
     /// f32 sums at `sums`, `ld` a row, to y.
@@ -179,9 +189,11 @@ impl<K: Run> Kernels<K> {
         y: &Mat,
         stream: usize,
     ) -> Result<()> {
-        let how = grid(y.cols.div_ceil(256), y.rows, [256, 1], stream);
-        // SAFETY: by contract; the arguments are those of `q4_fp4_finish`.
-        unsafe { self.finish.run(how, args![sums, ld as u64, x.bad, w.spans, x.factors, matrix(y)]) }
+        let how = Launch::new([y.cols.div_ceil(256), y.rows, 1], [256, 1, 1], stream);
+        let args =
+            Finish { sums, ld: ld as u64, bad: x.bad, spans: w.spans, factors: x.factors, y: matrix(y) };
+        // SAFETY: by contract.
+        unsafe { P::run(&self.finish, how, args) }
     }
 
     /// The decoded matrix.
@@ -189,11 +201,10 @@ impl<K: Run> Kernels<K> {
     /// # Safety
     /// `out` is memory where the weight is.
     pub unsafe fn dequantize(&self, w: &Operand, out: &Mat, stream: usize) -> Result<()> {
-        let (n, k) = (w.n as usize, w.k as usize);
-        let mut how = grid(k.div_ceil(256), n.min(MAX_ROWS), [256, 1], stream);
-        how.grid[2] = n.div_ceil(MAX_ROWS) as u32;
-        // SAFETY: by contract; the arguments are those of `q4_fp4_dequantize`.
-        unsafe { self.dequantize.run(how, args![*w, matrix(out)]) }
+        let grid = over_rows((w.k as usize).div_ceil(256), w.n as usize);
+        let how = Launch::new(grid, [256, 1, 1], stream);
+        // SAFETY: by contract.
+        unsafe { P::run(&self.dequantize, how, Dequantize { w: *w, out: matrix(out) }) }
     }
 
     /// `dx = dy W`.
@@ -201,16 +212,13 @@ impl<K: Run> Kernels<K> {
     /// # Safety
     /// Both are memory where the weight is.
     pub unsafe fn backward(&self, w: &Operand, dy: &Mat, dx: &Mat, stream: usize) -> Result<()> {
-        for first in (0..dy.rows).step_by(MAX_ROWS) {
-            let rows = MAX_ROWS.min(dy.rows - first);
-            let how = grid((w.k as usize).div_ceil(128), rows, [128, 1], stream);
-            let (dy, dx) = (dy.rows_from(first, rows), dx.rows_from(first, rows));
-            // SAFETY: by contract; the arguments are those of `q4_fp4_backward`.
-            unsafe { self.backward.run(how, args![*w, matrix(&dy), matrix(&dx)])? };
+        for (first, dx) in matrix(dx).parts() {
+            let dy = matrix(dy).rows_from(first, dx.rows as usize);
+            let grid = [(w.k as usize).div_ceil(128), dx.rows as usize, 1];
+            let how = Launch::new(grid, [128, 1, 1], stream);
+            // SAFETY: by contract.
+            unsafe { P::run(&self.backward, how, Backward { w: *w, dy, dx })? };
         }
         Ok(())
     }
 }
-
-/// Rows of one launch: what the second dimension of a grid holds, rounded down.
-const MAX_ROWS: usize = 32768;

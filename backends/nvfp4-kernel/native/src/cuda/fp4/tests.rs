@@ -4,27 +4,39 @@
 use super::super::decode;
 use super::super::simple::{self, Raw, Span};
 use super::forward::Room;
-use super::kernels::{Kernels, Laid, Operand, Rows, Run, SOURCE};
+use super::kernels::{
+    Backward, Dequantize, Finish, Kernels, Laid, Operand, Pack, Place, Rows, SOURCE, ToOperand,
+};
 use crate::call::Mat;
 use q4_core::formats::{e2m1, e4m3, nvfp4, swizzle};
 use q4_core::{
     ActGlobal, ActQuant, Activations, Convention, DType, ExecPath, GlobalScale, Nvfp4, Nvfp4Parts, Q4Schema,
     Q4Weight, Result, RowDecoder, Rule, ScaleLayout, Segment, TensorView, oracle,
 };
-use q4_cuda::{Launch, Matrix, Source, args, convention, number, rule};
+use q4_cuda::{Launch, Matrix, Mirror, Source, addresses, convention, mirror, number, rule};
 use std::ffi::c_void;
 use std::process::Command;
 use std::sync::OnceLock;
 
-/// A kernel on this CPU.
-struct OnCpu(unsafe extern "C" fn(*const u32, *mut *mut c_void));
+/// This CPU.
+struct OnCpu;
 
-impl Run for OnCpu {
-    unsafe fn run(&self, how: Launch, args: &mut [*mut c_void]) -> Result<()> {
+impl Place for OnCpu {
+    type Kernel<A: Mirror> = unsafe extern "C" fn(*const u32, *mut *mut c_void);
+    unsafe fn run<A: Mirror>(kernel: &Self::Kernel<A>, how: Launch, args: A) -> Result<()> {
         let dimensions = [how.grid, how.block];
         // SAFETY: by contract.
-        unsafe { (self.0)(dimensions.as_ptr().cast(), args.as_mut_ptr()) };
+        unsafe { kernel(dimensions.as_ptr().cast(), addresses(&args).as_mut_ptr()) };
         Ok(())
+    }
+}
+
+type Quantiser = <OnCpu as Place>::Kernel<Quantise>;
+
+mirror! {
+    /// Of `q4_nvfp4`.
+    struct Quantise {
+        x: Matrix, rule: u32, source: u32, global: u64, q: u64, steps: u64, codes: u64, bytes: u64, bad: u64,
     }
 }
 
@@ -32,7 +44,7 @@ const NAMES: [&str; 6] =
     ["q4_fp4_pack", "q4_fp4_operand", "q4_fp4_finish", "q4_fp4_dequantize", "q4_fp4_backward", "q4_nvfp4"];
 
 /// The kernels of `fp4.cu` and the quantiser of `rows.cu`; `None`, said in words, without a C++ compiler.
-fn on_cpu() -> Option<(Kernels<OnCpu>, OnCpu)> {
+fn on_cpu() -> Option<(Kernels<OnCpu>, Quantiser)> {
     static BUILT: OnceLock<Option<libloading::Library>> = OnceLock::new();
     let built = BUILT.get_or_init(|| {
         let dir = tempfile::tempdir().expect("a folder");
@@ -59,8 +71,7 @@ fn on_cpu() -> Option<(Kernels<OnCpu>, OnCpu)> {
     let library = built.as_ref()?;
     let [pack, operand, finish, dequantize, backward, quantise] = NAMES.map(|name| {
         // SAFETY: host.h declares it so; the library is never closed.
-        let f = unsafe { library.get(format!("run_{name}").as_bytes()) }.expect("an entry");
-        OnCpu(*f)
+        *unsafe { library.get::<Quantiser>(format!("run_{name}").as_bytes()) }.expect("an entry")
     });
     Some((Kernels { pack, operand, finish, dequantize, backward }, quantise))
 }
@@ -274,7 +285,7 @@ fn a_bad_scale_is_found() -> Result<()> {
 
 /// `x W^T` as the device computes it, cuBLASLt's part by the documented layout in f64. Rows of x are f32.
 fn product(
-    (kernels, quantise): &(Kernels<OnCpu>, OnCpu),
+    (kernels, quantise): &(Kernels<OnCpu>, Quantiser),
     w: &mut Packed,
     x: &mut [f32],
     act: ActQuant,
@@ -313,20 +324,21 @@ fn product(
         factors: place(room.factors),
     };
     let input = Matrix::new(at(x), DType::F32, m, k, k);
-    let how = Launch {
-        grid: [(k / 16).div_ceil(128) as u32, m as u32, 1],
-        block: [128, 1, 1],
-        shared: 0,
-        stream: 0,
-        overlap: false,
+    let how = Launch::new([(k / 16).div_ceil(128), m, 1], [128, 1, 1], 0);
+    let args = Quantise {
+        x: input,
+        rule: rule(act.rule),
+        source: number(DType::F32),
+        global,
+        q: 0,
+        steps: stored.steps,
+        codes: stored.codes,
+        bytes: stored.scales,
+        bad: 0,
     };
-    let (rule, source, none) = (rule(act.rule), number(DType::F32), 0u64);
-    // SAFETY: memory of the sizes of the layout; the arguments are those of `q4_nvfp4`.
+    // SAFETY: memory of the sizes of the layout.
     unsafe {
-        quantise.run(
-            how,
-            args![input, rule, source, global, none, stored.steps, stored.codes, stored.scales, none],
-        )?;
+        OnCpu::run::<Quantise>(quantise, how, args)?;
         kernels.operand(&w.operand, &stored, &laid, 0)?;
     }
     let (tiles, codes) = (room.tiles as usize, room.laid as usize);
@@ -467,6 +479,16 @@ fn gradients_are_those_of_the_decoded_weight() -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn kernels_take_what_they_are_given() -> Result<()> {
+    SOURCE.takes::<Pack>("q4_fp4_pack")?;
+    SOURCE.takes::<ToOperand>("q4_fp4_operand")?;
+    SOURCE.takes::<Finish>("q4_fp4_finish")?;
+    SOURCE.takes::<Dequantize>("q4_fp4_dequantize")?;
+    SOURCE.takes::<Backward>("q4_fp4_backward")?;
+    q4_cuda::ROWS.takes::<Quantise>("q4_nvfp4")
+}
+
 /// Those of the native path, and the others without which such a device cannot be opened or used.
 #[test]
 fn kernels_compile_for_every_device_with_fp4_tensor_cores() -> Result<()> {
@@ -474,8 +496,7 @@ fn kernels_compile_for_every_device_with_fp4_tensor_cores() -> Result<()> {
         println!("skipped: {why}");
         return Ok(());
     }
-    for (major, minor) in q4_cuda::FP4_CAPABILITIES {
-        let arch = format!("sm_{major}{minor}a");
+    for arch in q4_cuda::ARCHS.into_iter().filter(|a| a.fp4) {
         simple::SOURCE.compile(&arch, &[])?;
         q4_cuda::ROWS.compile(&arch, &[])?;
         for family in [0, 4] {
@@ -487,7 +508,7 @@ fn kernels_compile_for_every_device_with_fp4_tensor_cores() -> Result<()> {
         let image = SOURCE.compile(&arch, &[])?;
         assert!(image.starts_with(b"\x7fELF"));
         for name in &NAMES[..5] {
-            assert!(image.windows(name.len()).any(|w| w == name.as_bytes()), "{name} for {major}.{minor}");
+            assert!(image.windows(name.len()).any(|w| w == name.as_bytes()), "{name} for {arch:?}");
         }
     }
     Ok(())
