@@ -54,7 +54,10 @@ fn snapshot(cache: &Path, id: &str) -> Result<PathBuf> {
         )
         .need(format!("a path, or a model of the Hub in {}", cache.display()))
         .have(have)
-        .fix(format!("hf download {id}, then the same command; HF_HOME says where another cache is")))
+        .fix(format!(
+            "a folder: see that it was written, and where you stand; a model of the Hub: hf download {id}, then the same \
+             command; HF_HOME says where another cache is"
+        )))
     };
     let folder = cache.join(format!("models--{}", id.replace('/', "--")));
     if !folder.is_dir() {

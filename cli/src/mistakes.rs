@@ -47,7 +47,7 @@ const OPTIONS: [(&[&str], &str); 21] = [
 ];
 
 /// Words of other programs for a verb.
-const VERBS: [(&[&str], &str); 8] = [
+const VERBS: [(&[&str], &str); 9] = [
     (&["run", "complete", "completion", "predict"], "q4 generate MODEL -p TEXT, or q4 chat MODEL"),
     (&["demo"], "the built-in model: q4 generate demo -p TEXT, or q4 chat demo"),
     (&["serve", "server", "api"], "there is no server; to talk: q4 chat MODEL"),
@@ -56,6 +56,10 @@ const VERBS: [(&[&str], &str); 8] = [
         "q4 fetches nothing: hf download OWNER/NAME --local-dir DIR, then q4 generate DIR -p TEXT",
     ),
     (&["version"], "q4 --version"),
+    (
+        &["finetune", "fine-tune", "sft", "lora", "qlora"],
+        "q4 train CONFIG.toml; q4 train init CONFIG.toml writes one",
+    ),
     (&["perplexity", "ppl"], "q4 eval MODEL --data FILE"),
     (&["test", "selftest", "doctor"], "q4 diagnose, or q4 conformance"),
     (&["info", "show", "list"], "q4 inspect MODEL"),

@@ -17,7 +17,7 @@ pub fn run(args: &TrainArgs) -> Result<Outcome> {
             .have("none in either place")
             .fix(
                 "in the source tree: source trainer/libtorch.sh && \
-                 cargo build --release -p q4 -p q4-trainer --features q4-trainer/torch",
+                 cargo build --release -p q4 -p q4-trainer --features q4-trainer/torch; docs/training.md has its options",
             )
     })?;
     start(&program, &args.line)
