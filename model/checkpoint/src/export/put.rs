@@ -9,6 +9,9 @@ use std::path::Path;
 pub(super) const FILE_NOTE: &str =
     "a .dat file holds tensors only: run it with --config and --tokenizer of the original";
 
+/// Names of what was written, with bytes.
+type Files = Vec<(String, u64)>;
+
 /// What is written: where, in which parts, and what stands beside them.
 pub(super) struct Put<'a> {
     pub out: &'a Path,
@@ -24,10 +27,7 @@ pub(super) struct Put<'a> {
 impl Put<'_> {
     /// Has `write` hand over the tensors. The output gets its name when it is committed; the files are told
     /// with their bytes.
-    pub fn all<R>(
-        mut self,
-        write: impl FnOnce(&mut dyn Sink) -> Result<R>,
-    ) -> Result<(Output, Vec<(String, u64)>, R)> {
+    pub fn all<R>(mut self, write: impl FnOnce(&mut dyn Sink) -> Result<R>) -> Result<(Output, Files, R)> {
         if self.is_file {
             let (output, file) = Output::file(self.out)?;
             let count = self.groups.iter().map(Vec::len).sum();
