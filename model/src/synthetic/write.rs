@@ -11,7 +11,7 @@ use q4_core::{Convention, DType, GlobalScale, Nvfp4, Part, Q4Schema, Result, Sca
 use serde_json::json;
 use std::path::Path;
 
-/// The format of what [`write`] writes.
+/// The format of what [`write()`] writes.
 pub const WRITTEN: &str = "nvfp4";
 const SCHEMA: Q4Schema =
     Q4Schema::Nvfp4(Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: Some(Convention::Multiply) });
