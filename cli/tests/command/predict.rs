@@ -99,7 +99,7 @@ fn a_model_does_not_diverge_from_itself() {
         assert_eq!(report[side]["executed"], alone["executed"], "each counts its own products");
     }
     let text = out(&run(&["compare", "demo", "demo", "--data", &file]));
-    assert!(text.starts_with("KL mean          0.000000\n") && text.lines().count() == 7, "{text}");
+    assert!(text.starts_with("KL mean          0.000000\n") && text.lines().count() == 9, "{text}");
 }
 
 /// A tokenizer of the words `w0`, `w1`, ... for recorded models, which have none, and a text of them.
