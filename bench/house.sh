@@ -4,7 +4,8 @@
 #   bench/house.sh REVISION [ROUNDS]
 #
 # Bits and speeds are those of q4 built from both commits, on this machine; Q4_MODELS names folders with small
-# checkpoints whose logits are compared too. It wants an idle machine. What is missing is a row that says so.
+# checkpoints whose logits are compared too, Q4_CUBINS a file of bench/cubins.py about the kernels of before,
+# Q4_CUDA_LIBS then where NVRTC is. It wants an idle machine. What is missing is a row that says so.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 before=${1:?need the commit before the redesign}
