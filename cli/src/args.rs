@@ -369,13 +369,14 @@ pub struct QuantizeArgs {
     /// 4-bit format.
     #[arg(long, value_enum, default_value_t)]
     pub format: Format,
-    /// Arrangement of the tensors [default: modelopt for nvfp4, bitsandbytes for nf4].
+    /// Arrangement of the tensors [default: modelopt for nvfp4, bitsandbytes for nf4,
+    /// compressed-tensors for mxfp4].
     #[arg(long, value_enum)]
     pub layout: Option<OutputLayout>,
     /// Scales of nvfp4 [default: single for dat, else two-level].
     #[arg(long, value_enum)]
     pub scales: Option<ScaleLevels>,
-    /// Choice of the block scales of nvfp4 [default: search].
+    /// Choice of the block scales of nvfp4 and mxfp4 [default: search].
     #[arg(long, value_enum)]
     pub method: Option<ScaleMethod>,
     /// Quantise these layers too; a glob, may be repeated.

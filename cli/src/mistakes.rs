@@ -68,10 +68,10 @@ const VERBS: [(&[&str], &str); 9] = [
 /// Values of other programs, by option, and what q4 takes.
 const VALUES: [(&str, &[&str], &str); 3] = [
     ("--format", &["json"], "one JSON document instead of text: --json"),
-    ("--format", &["int4", "awq", "gptq", "mxfp4", "fp8", "gguf", "q4_0", "q4_k_m"], FORMATS),
-    ("--quantize", &["int4", "awq", "gptq", "mxfp4", "fp8", "gguf", "q4_0", "q4_k_m"], FORMATS),
+    ("--format", &["int4", "awq", "gptq", "fp8", "gguf", "q4_0", "q4_k_m"], FORMATS),
+    ("--quantize", &["int4", "awq", "gptq", "fp8", "gguf", "q4_0", "q4_k_m"], FORMATS),
 ];
-const FORMATS: &str = "q4 writes and runs nvfp4 and nf4";
+const FORMATS: &str = "q4 writes and runs nvfp4, nf4 and mxfp4";
 
 /// What to type instead of the option `word`, which no verb has or not `verb`.
 pub fn option(verb: &str, word: &str) -> Option<String> {

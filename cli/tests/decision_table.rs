@@ -6,23 +6,26 @@
 use q4_core::memory::UnifiedMemory;
 use q4_core::{
     ActGlobal, ActQuant, Activations, BuiltinOptions, Candidate, ComputePath, Convention, CudaDevice, DType,
-    Dense, Device, ExecPath, Found, HostEnv, LinearSpec, Nf4, NibbleOrder, Nvfp4, OpSet, Overrides, Policy,
-    Q4Backend, Q4Schema, Registry, Reject, RejectCode, Result, Rule, ScaleLayout, SegmentSpec,
+    Dense, Device, ExecPath, Found, HostEnv, LinearSpec, Mxfp4, Nf4, NibbleOrder, Nvfp4, OpSet, Overrides,
+    Policy, Q4Backend, Q4Schema, Registry, Reject, RejectCode, Result, Rule, ScaleLayout, SegmentSpec,
     SelectionError, select,
 };
 use std::fmt::Write;
 use std::sync::Arc;
-use {q4_dequant_matmul as _, q4_nf4_kernel as _, q4_nvfp4_kernel as _, q4_reference as _};
+use {
+    q4_dequant_matmul as _, q4_mxfp4_kernel as _, q4_nf4_kernel as _, q4_nvfp4_kernel as _, q4_reference as _,
+};
 
 const NVFP4: Q4Schema =
     Q4Schema::Nvfp4(Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: Some(Convention::Multiply) });
 const NF4: Q4Schema = Q4Schema::Nf4(Nf4 { nibble_order: NibbleOrder::HighFirst, block: 64, nested: None });
 const NF4_DQ: Q4Schema =
     Q4Schema::Nf4(Nf4 { nibble_order: NibbleOrder::HighFirst, block: 64, nested: Some(256) });
+const MXFP4: Q4Schema = Q4Schema::Mxfp4(Mxfp4);
 const DENSE: Q4Schema = Q4Schema::Dense(Dense { dtype: DType::BF16 });
 const W4A4: Activations = Activations::Nvfp4(ActQuant { rule: Rule::ModelOpt, global: ActGlobal::None });
 
-const LAYERS: [(&str, Q4Schema, Activations); 10] = [
+const LAYERS: [(&str, Q4Schema, Activations); 13] = [
     ("nvfp4 W4A16", NVFP4, Activations::Native),
     ("nvfp4 W4A8", NVFP4, Activations::Int8),
     ("nvfp4 W4A4", NVFP4, W4A4),
@@ -32,10 +35,20 @@ const LAYERS: [(&str, Q4Schema, Activations); 10] = [
     ("nf4-dq W4A16", NF4_DQ, Activations::Native),
     ("nf4-dq W4A8", NF4_DQ, Activations::Int8),
     ("nf4-dq W4A4", NF4_DQ, W4A4),
+    ("mxfp4 W4A16", MXFP4, Activations::Native),
+    ("mxfp4 W4A8", MXFP4, Activations::Int8),
+    ("mxfp4 W4A4", MXFP4, W4A4),
     ("dense", DENSE, Activations::Native),
 ];
-const NAMES: [Option<&str>; 6] =
-    [None, Some("nvfp4-kernel"), Some("nf4-kernel"), Some("dequant-matmul"), Some("reference"), Some("typo")];
+const NAMES: [Option<&str>; 7] = [
+    None,
+    Some("nvfp4-kernel"),
+    Some("nf4-kernel"),
+    Some("mxfp4-kernel"),
+    Some("dequant-matmul"),
+    Some("reference"),
+    Some("typo"),
+];
 const GPUS: [(u32, u32); 4] = [(8, 0), (9, 0), (10, 0), (12, 0)];
 const LIBRARIES: [(&str, Library); 2] = [("absent", Library::Absent), ("cuda", Library::There)];
 
@@ -155,7 +168,7 @@ fn verdicts_are_functions_of_their_arguments() {
     };
     let mut asked = 0;
     each_machine(&mut |m| {
-        for name in ["dequant-matmul", "nf4-kernel", "nvfp4-kernel", "reference"] {
+        for name in ["dequant-matmul", "mxfp4-kernel", "nf4-kernel", "nvfp4-kernel", "reference"] {
             let all: Vec<_> =
                 makers.iter().filter_map(|c| live(c, name)).chain(live(here.candidates(), name)).collect();
             for (_, schema, activations) in LAYERS {

@@ -1,4 +1,5 @@
-//! Recorded products: operands and exact results made with torchao and bitsandbytes, part of the executable.
+//! Recorded products: operands and exact results made with torchao, bitsandbytes and compressed-tensors, part
+//! of the executable.
 use crate::lattice::Problem;
 use q4_core::formats::{encodings, names as schemas, nf4};
 use q4_core::{
@@ -52,7 +53,7 @@ const NF4: Encoding = Encoding {
     map: None,
 };
 
-static RECORDINGS: [Recording; 2] = [
+static RECORDINGS: [Recording; 3] = [
     Recording {
         file: include_bytes!("../golden/nvfp4_scaled_mm.safetensors"),
         family: "nvfp4",
@@ -88,10 +89,20 @@ static RECORDINGS: [Recording; 2] = [
         ],
         results: &[("native", "native", Some("y")), ("int8", "int8", None)],
     },
+    Recording {
+        file: include_bytes!("../golden/mxfp4_products.safetensors"),
+        family: "mxfp4",
+        encodings: &[Encoding {
+            schema: "mxfp4",
+            parts: &[(Part::Codes, "w.codes"), (Part::Scales, "w.scale")],
+            ..NF4
+        }],
+        results: &[("native", "native", Some("y")), ("int8", "int8", None)],
+    },
 ];
 
 /// Hands every recorded product to `visit`: NVFP4 with one- and two-level scales, row-major and swizzled,
-/// W4A16 and W4A4; NF4 with and without double quantisation.
+/// W4A16 and W4A4; NF4 with and without double quantisation; MXFP4.
 ///
 /// # Errors
 /// Those of `visit`.

@@ -217,8 +217,9 @@ impl Limits {
         })
     }
 
-    /// Whether nothing is left out.
-    pub fn is_everything(&self) -> bool {
+    /// Whether nothing is left out of the products of `schema`.
+    pub fn is_everything(&self, schema: &str) -> bool {
+        let block = formats::encodings(schema).first().map_or(1, |s| s.k_block()).max(16);
         let is_any = |list: &[String]| list.iter().any(|name| name == ANY);
         let all_types = self.types.len() == IO.len() && self.types.iter().all(|t| t.backward && t.dequantize);
         is_any(&self.encodings)
@@ -226,7 +227,7 @@ impl Limits {
             && all_types
             && self.segments >= 3
             && self.n_multiple == 1
-            && self.k_multiple <= 16
+            && self.k_multiple <= block
             && self.max_m.is_none()
     }
 

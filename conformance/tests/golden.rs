@@ -4,7 +4,7 @@
 //! The manifest drives the test: a file, case or tensor that nobody compares or names as foreign fails it.
 #![allow(clippy::unwrap_used)]
 use half::{bf16, f16};
-use q4_core::formats::{e2m1, e4m3, nf4, nvfp4, swizzle};
+use q4_core::formats::{e2m1, e4m3, e8m0, mxfp4, nf4, nvfp4, swizzle};
 use q4_core::{Code, DType, GlobalScale, Rule};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde_json::Value;
@@ -16,9 +16,9 @@ use std::{
 };
 
 /// Files of the manifest that hold formats q4 does not have and are not in the repository.
-const FOREIGN_FILES: [&str; 2] = ["mxfp4.safetensors", "gguf.safetensors"];
+const FOREIGN_FILES: [&str; 1] = ["gguf.safetensors"];
 /// Tensors of formats q4 does not have.
-const FOREIGN_TENSORS: [&str; 3] = ["e8m0", "bnb_fp4", "emul_ggml.blocks"];
+const FOREIGN_TENSORS: [&str; 2] = ["bnb_fp4", "emul_ggml.blocks"];
 
 #[test]
 fn golden_vectors() {
@@ -34,6 +34,7 @@ fn golden_vectors() {
             "nvfp4_swizzle.safetensors" => swizzled,
             "nvfp4_scaled_mm.safetensors" => products,
             "nf4.safetensors" => nf4_case,
+            "mxfp4.safetensors" => mxfp4_case,
             // Logits and layer probes of whole models are compared where the models run.
             model if model.starts_with("qwen3_tiny_") => continue,
             foreign if FOREIGN_FILES.contains(&foreign) => continue,
@@ -74,6 +75,7 @@ fn tables(case: &Case<'_>) {
         "decode" => {
             case.same_f32("e2m1", &e2m1::VALUES, &case.f32s("e2m1"));
             case.same_f32("e4m3fn", &e4m3::TABLE, &case.f32s("e4m3fn"));
+            case.same_f32("e8m0", &(0..=255).map(e8m0::decode).collect::<Vec<_>>(), &case.f32s("e8m0"));
             case.same_f32("nf4", &nf4::CODEBOOK, &case.f32s("nf4"));
             case.same_f32("bnb_dynamic_map", nf4::dynamic_map(), &case.f32s("bnb_dynamic_map"));
         }
@@ -278,6 +280,33 @@ fn products(case: &Case<'_>) {
             case.near(&key("w4a16"), &rounded);
         }
     }
+}
+
+/// Scales are chosen in several ways: q4 writes those of compressed-tensors, which torchao calls EVEN.
+fn mxfp4_case(case: &Case<'_>) {
+    if case.has("blocks") {
+        let (blocks, scales) = (case.bytes("blocks"), case.bytes("scales"));
+        let [experts, n, groups, _] = case.shape("blocks")[..] else { panic!("{}: extents", case.name) };
+        let k = groups * mxfp4::BLOCK;
+        let mut out = vec![0.0; experts * n * k];
+        mxfp4::dequantize_row(blocks, scales, &mut out);
+        // transformers has the experts transposed.
+        let by_k = |i: usize| out[(i / (k * n) * n + i % n) * k + i / n % k];
+        let got: Vec<f32> = (0..out.len()).map(by_k).collect();
+        case.same_f32("dequant", &unsigned_zeros(&got), &unsigned_zeros(&case.f32s("dequant")));
+        return;
+    }
+    let x = case.f32s("input");
+    let (mut codes, mut scales) = (vec![0; x.len() / 2], vec![0; x.len() / mxfp4::BLOCK]);
+    mxfp4::quantize(&x, nvfp4::Method::Rtn, &mut codes, &mut scales).unwrap();
+    for library in ["ct", "torchao_even"] {
+        let key = |part: &str| format!("{library}.{part}");
+        case.same(&key("scale"), &scales, case.bytes(&key("scale")));
+        case.same(&key("codes"), &one_zero_each(&codes), &one_zero_each(case.bytes(&key("codes"))));
+    }
+    case.skip(|t| {
+        ["torchao_floor", "torchao_ceil", "torchao_rceil", "modelopt"].iter().any(|l| t.starts_with(l))
+    });
 }
 
 fn nf4_case(case: &Case<'_>) {

@@ -294,11 +294,22 @@ fn algorithms_we_do_not_compute_are_named() {
     for algo in ["NVFP4_AWQ", "NVFP4_SVD", "W4A8_NVFP4_FP8", "FP8", "MIXED_PRECISION"] {
         refused("nvfp4_modelopt", "/quant_algo", json!(algo));
     }
-    refused("nvfp4_ct", "/config_groups/group_0/format", json!("mxfp4-pack-quantized"));
+    refused("nvfp4_ct", "/config_groups/group_0/format", json!("pack-quantized"));
+    // Inputs of MXFP4 weights are used as they are.
+    let inputs = json!({"num_bits": 4, "type": "float", "group_size": 32, "dynamic": true});
+    refused("mxfp4_ct", "/config_groups/group_0/input_activations", inputs);
+    refused("mxfp4_ct", "/config_groups/group_0/weights/group_size", json!(16));
     refused("nvfp4_ct", "/config_groups/group_0/weights/num_bits", json!(8));
     refused("nvfp4_ct", "/config_groups/group_0/weights/group_size", json!(32));
     refused("nvfp4_ct", "/transform_config", json!({"config_groups": {"u": {}}}));
     refused("nf4_bnb", "/bnb_4bit_quant_type", json!("fp4"));
+    // The bytes of one format under the name of another.
+    let mut m = Model::golden("a", "mxfp4_ct");
+    m.config["quantization_config"] =
+        Model::golden("a", "nvfp4_ct_w4a16").config["quantization_config"].clone();
+    let c = m.open().unwrap();
+    let e = c.layer("model.layers.0.mlp.up_proj", 192, 64).unwrap_err().to_string();
+    assert!(e.contains("another format than config.json declares") && e.contains("need: nvfp4"), "{e}");
     refused("nf4_bnb", "/quant_method", json!("gptq"));
     let mut m = Model::golden("a", "nvfp4_modelopt");
     m.hf_quant.as_mut().unwrap()["quantization"]["quant_algo"] = json!("W4A16_NVFP4");

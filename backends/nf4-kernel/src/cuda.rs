@@ -4,13 +4,13 @@ mod prefill;
 mod rounded;
 mod simple;
 
-use crate::layout::scale_group;
-use crate::prepare::finite_absmax;
+use crate::prepare::{finite_absmax, format, parts};
+use q4_codebook::scale_group;
 use q4_core::formats::nf4;
 use q4_core::rows::check_matrix;
 use q4_core::{
     Activations, Code, DType, Error, ExecContext, ExecPath, FuseSet, Fusion, LinearSpec, Nf4, Nf4Parts,
-    NibbleOrder, OpSet, PreparedInfo, PreparedWeight, Q4Schema, Q4Weight, Result, TensorView, TensorViewMut,
+    NibbleOrder, OpSet, PreparedInfo, PreparedWeight, Q4Weight, Result, TensorView, TensorViewMut,
 };
 use q4_cuda::{Arch, Buffer, File, Gpu, Matrix, RowKernels, number};
 use std::sync::Arc;
@@ -119,9 +119,7 @@ pub(crate) fn prepare(
             .need(Arch::names(|a| a.wgmma))
             .have(engine.gpu.arch.target()));
     }
-    let Q4Schema::Nf4(format) = w.schema else {
-        return Err(Error::new(Code::SchemaInvalid, "weight").need("nf4").have(w.schema.to_string()));
-    };
+    let format = format(w)?;
     let (n, k) = (w.n(), w.k);
     let Nf4 { nibble_order, block, .. } = format;
     let Sizes { group, units, codes, scales } = Sizes::of(n, k, block);
@@ -137,9 +135,7 @@ pub(crate) fn prepare(
     };
     let mut first = 0;
     for (i, s) in w.segments.iter().enumerate() {
-        let Some(Nf4Parts { codes, absmax }) = format.of(&s.data) else {
-            return Err(Error::new(Code::SchemaInvalid, format!("segment {i}")).need("the parts of nf4"));
-        };
+        let Nf4Parts { codes, absmax } = parts(i, &format, s)?;
         let codes = Buffer::of(&engine.gpu, codes.as_bytes()?)?;
         let absmax = Buffer::of(&engine.gpu, &finite_absmax(i, &absmax)?)?;
         let raw = simple::Raw {

@@ -1,22 +1,10 @@
 //! NF4 products on packed weights, in process: the weights stay 4-bit from memory to register.
 //!
-//! Sixteen output rows are interleaved so that a lane is an output row and no horizontal sum is needed.
-//! Arithmetic, which is part of the numerics: `y = Σ_blocks absmax · Σ_k codebook[code] · x` in f32. The
-//! inner sum runs over at most 64 of k in two chains (even and odd k) and is scaled once; the outer sum adds
-//! those in order of k. The order depends on k alone, so neither the number of rows in a call nor the number
-//! of threads changes a bit. NF4 has no integer form: `int8` activations are rounded to int8 with an f32
-//! scale per 16, and `q · scale`, rounded to f32, takes the place of x.
+//! On the CPU the products are those of `q4-codebook`, which says how they sum. On a CUDA device the kernels
+//! are NF4's own.
 mod cuda;
-mod forward;
-mod kernel;
-mod layout;
-mod many;
-#[cfg(target_arch = "aarch64")]
-mod neon;
-mod pages;
 mod prepare;
 mod probe;
-mod simd;
 
 use cuda::Engine;
 use q4_core::rows;
@@ -70,7 +58,7 @@ impl Q4Backend for Nf4Kernel {
         &self.descriptor
     }
     fn probe(&self, env: &HostEnv) -> Vec<ProbeItem> {
-        probe::probe(self.vectors).into_iter().chain(probe::NEEDS.items(env)).collect()
+        q4_codebook::probe(self.vectors).into_iter().chain(probe::NEEDS.items(env)).collect()
     }
     fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
         probe::can_prepare(spec, path, env)
@@ -78,7 +66,9 @@ impl Q4Backend for Nf4Kernel {
     fn footprint(&self, spec: &LinearSpec, path: ExecPath) -> Footprint {
         let usual = Footprint::usual(spec, path);
         match (spec.device, spec.schema) {
-            (Device::Cpu, Q4Schema::Nf4(Nf4 { block, .. })) => prepare::footprint(spec, block),
+            (Device::Cpu, Q4Schema::Nf4(Nf4 { block, .. })) => {
+                q4_codebook::footprint(spec, block, size_of::<f32>())
+            }
             (_, Q4Schema::Nf4(Nf4 { block, .. })) => {
                 Footprint { resident: cuda::resident(spec.n(), spec.k, block), ..usual }
             }

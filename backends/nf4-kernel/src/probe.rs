@@ -1,24 +1,9 @@
 //! What the kernels can serve, decided from the spec and the facts of the machine, with every reason at once.
-use crate::layout::scale_group;
 use q4_core::{
-    Activations, CudaDevice, DType, Device, ExecPath, HostEnv, LinearSpec, Nf4, ProbeItem, Q4Schema, Reject,
-    RejectCode, Verdict,
+    Activations, CudaDevice, DType, Device, ExecPath, HostEnv, LinearSpec, Nf4, Q4Schema, Reject, RejectCode,
+    Verdict,
 };
 use q4_cuda::{Arch, Needs};
-use q4_simd::Vectors;
-
-/// Shortest run of k under one absmax that the layout can hold.
-const LEAST_GROUP: usize = 16;
-
-/// The instruction set in use and what else this machine could run.
-pub(crate) fn probe(vectors: Vectors) -> Vec<ProbeItem> {
-    let could: Vec<_> = Vectors::all().map(|v| v.isa().name()).collect();
-    vec![ProbeItem {
-        id: "cpu.isa".into(),
-        reasons: Vec::new(),
-        detail: format!("{} of {}", vectors.isa().name(), could.join(", ")),
-    }]
-}
 
 /// The paths there are with these devices, best first.
 pub(crate) fn paths(devices: &[CudaDevice]) -> Vec<ExecPath> {
@@ -61,28 +46,14 @@ pub(crate) fn operands(spec: &LinearSpec, path: ExecPath) -> Vec<Reject> {
             reject(DtypeUnsupported, "x of bfloat16, for rounded weights", spec.x.to_string());
         }
     }
-    if matches!(spec.activations, Activations::Nvfp4(_)) {
-        reject(
-            ActivationsUnsupported,
-            "native or int8: NF4 codes have no exact product with NVFP4",
-            "nvfp4".into(),
-        );
-    }
-    for (name, dtype) in [("x", spec.x), ("y", spec.y)] {
-        if !dtype.is_io() {
-            reject(DtypeUnsupported, "float32, float16 or bfloat16", format!("{name} of {dtype}"));
-        }
-    }
-    if spec.k == 0 || spec.segments.is_empty() || spec.segments.iter().any(|s| s.rows == 0) {
-        reject(ShapeUnsupported, "at least one row and one column", format!("[{}, {}]", spec.n(), spec.k));
-    }
-    match spec.schema {
-        Q4Schema::Nf4(Nf4 { block, .. }) if spec.k > 0 && scale_group(spec.k, block) < LEAST_GROUP => {
-            let need = "gcd(k, block) >= 16, so that every 16 of k share an absmax";
-            reject(ShapeUnsupported, need, format!("k = {}, block = {block}", spec.k));
-        }
-        Q4Schema::Nf4(_) => {}
-        other => reject(SchemaUnsupported, "nf4 or nf4-dq", other.id().name.into()),
+    let block = match spec.schema {
+        Q4Schema::Nf4(Nf4 { block, .. }) => Some(block),
+        _ => None,
+    };
+    reasons.extend(q4_codebook::operands(spec, block));
+    if block.is_none() {
+        let have = spec.schema.id().name.to_owned();
+        reasons.push(Reject::new(SchemaUnsupported, "nf4 or nf4-dq".to_owned(), have));
     }
     reasons
 }

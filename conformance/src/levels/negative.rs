@@ -236,10 +236,20 @@ fn nan_scale(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch) -> Result<Seen>
     let mut stored = sketch.weight();
     let (n, k) = (stored.n(), stored.k);
     let row = n / 2;
-    stored.schema.spoil(&mut stored.parts[0].data, row, k);
+    // Terms of one sign, none of them zero: an infinity in the scale's place would stay one.
+    let schema = stored.schema;
+    stored.parts[0].data.bytes_mut(Part::Codes).iter_mut().for_each(|b| *b = schema.loudest(*b));
+    let mut x = vec![0f32; k];
+    stored.lend(|w| {
+        let segment = &w.segments[0];
+        schema.decoder([segment.rows, k], &segment.data)?.row(row, &mut x);
+        Ok(())
+    })?;
+    x.iter_mut().for_each(|v| *v = if *v < 0.0 { -1.0 } else { 1.0 });
+    schema.spoil(&mut stored.parts[0].data, row, k);
     stored.lend(|w| {
         let one = Sketch { m: 1, max_m: 1, ..sketch.clone() };
-        let problem = Problem { x: vec![1.0; k], ..one.problem(w) };
+        let problem = Problem { x, ..one.problem(w) };
         let spec = product::spec(bench, &problem, OpSet::FORWARD);
         let Ok(prepared) = product::build(bench, path, w, &spec) else {
             return Ok(Seen::exactly(1));

@@ -1,8 +1,8 @@
 //! Mutants that read the stored bits wrongly: every defect that a 4-bit decoder was ever seen to have.
 use super::Mutant;
 use super::parts::{Block, HONEST, Parts, right_scale};
-use crate::Level::L1;
-use q4_core::formats::{e2m1, e4m3, nf4, swizzle};
+use crate::Level::{L1, L4};
+use q4_core::formats::{e2m1, e4m3, e8m0, nf4, swizzle};
 use q4_core::{Convention, GlobalScale};
 
 pub(super) const MUTANTS: &[Mutant] = mutants! {
@@ -75,6 +75,32 @@ pub(super) const MUTANTS: &[Mutant] = mutants! {
         },
     }
     L1 "e2m1-as-integer": "codes are signed integers" { e2m1: |code| f32::from(((code << 4) as i8) >> 4) }
+    L1 "powers-of-two-halved": "E8M0 scales are half of what they are" {
+        e8m0: |byte| e8m0::decode(byte) / 2.0,
+    }
+    L1 "powers-of-two-as-e4m3": "E8M0 scales are read as those of NVFP4" { e8m0: e4m3::decode }
+    L1 "powers-of-two-as-numbers": "E8M0 scales are read as integers" { e8m0: f32::from }
+    L1 "least-power-lost": "E8M0 scales of 2^-127 are zero" {
+        e8m0: |byte| if byte == 0 { 0.0 } else { e8m0::decode(byte) },
+    }
+    L1 "powers-within-half": "E8M0 scales are kept within the range of f16" {
+        e8m0: |byte| e8m0::decode(byte.clamp(127 - 14, 127 + 15)),
+    }
+    L1 "powers-of-two-rounded-up": "E8M0 scales are even powers" { e8m0: |byte| e8m0::decode(byte | 1) }
+    L1 "mxfp4-in-blocks-of-16": "MXFP4 has a scale for 16 elements" { power_at: |i| i / 16 }
+    L1 "mxfp4-in-blocks-of-64": "MXFP4 has a scale for 64 elements" { power_at: |i| i / 64 }
+    L1 "mxfp4-scale-of-the-row": "the first scale of an MXFP4 row is used for all of it" { power_at: |_| 0 }
+    L1 "mxfp4-scales-shifted": "each block of MXFP4 takes the scale of the next" { power_at: |i| i / 32 + 1 }
+    L1 "halves-of-a-block": "a byte holds elements j and j + 16 of 32, as in GGUF" {
+        nibble: |codes, i, low| {
+            let (block, j) = (i / 32, i % 32);
+            let from = 32 * block + 2 * (j % 16) + j / 16;
+            (HONEST.nibble)(codes, if from / 2 < codes.len() { from } else { i }, low)
+        },
+    }
+    L4 "nan-power-is-infinite": "the E8M0 byte of NaN is 2^128" {
+        e8m0: |byte| if byte == e8m0::NAN { f32::INFINITY } else { e8m0::decode(byte) },
+    }
     L1 "nf4-entry-off": "one entry of the codebook is off by one bit" {
         nf4: |code| if code == 11 { nf4::decode(11).next_up() } else { nf4::decode(code) },
     }

@@ -5,6 +5,7 @@
 use super::parts::{Block, Call, FUSING, Kept, Parts, RowAt, Segment, widen};
 use super::situation::{Done, Fault, Situation, View};
 use half::{bf16, f16};
+use q4_core::formats::mxfp4;
 use q4_core::selfcheck::IoBuffer;
 use q4_core::{
     Absmax, ActGlobal, Activations, BackendDescriptor, Code, DType, Device, Error, ExecContext, ExecPath,
@@ -27,7 +28,7 @@ pub(super) fn with(parts: Parts) -> Arc<dyn Q4Backend> {
         version: "1.0.0".into(),
         vendor: "q4".into(),
         priority: -200,
-        offers: ["nvfp4", "nf4", "nf4-dq"].map(|s| (s.into(), ExecPath::FusedDequant)).into(),
+        offers: ["nvfp4", "nf4", "nf4-dq", "mxfp4"].map(|s| (s.into(), ExecPath::FusedDequant)).into(),
     };
     (parts.descriptor)(&mut descriptor);
     Arc::new(Honest { descriptor, parts, asked: AtomicU64::new(0), refused: AtomicU64::new(0) })
@@ -82,12 +83,17 @@ impl Q4Backend for Honest {
             .map(|s| Segment::of(s.rows, w.schema, &s.data, self.parts))
             .collect::<Result<Vec<_>>>()?;
         let mut segments = segments;
-        if matches!(w.schema, Q4Schema::Nvfp4(_)) {
+        let scale = match w.schema {
+            Q4Schema::Nvfp4(_) => Some(self.parts.e4m3),
+            Q4Schema::Mxfp4(_) => Some(self.parts.e8m0),
+            _ => None,
+        };
+        if let Some(scale) = scale {
             let globals: Vec<_> = segments.iter().map(|s| s.global).collect();
             let p = self.parts;
             for (i, s) in segments.iter_mut().enumerate() {
                 let value = |at: usize| {
-                    let (scale, code) = ((p.e4m3)((at >> 4) as u8), (p.e2m1)((at & 15) as u8));
+                    let (scale, code) = (scale((at >> 4) as u8), (p.e2m1)((at & 15) as u8));
                     (p.value)(code, scale, globals[(p.global_of)(i)])
                 };
                 s.values = (0..256 * 16).map(value).collect();
@@ -143,7 +149,7 @@ fn verdict(spec: &LinearSpec, path: ExecPath) -> Verdict {
         no(DeviceAbsent, "cpu", spec.device.to_string());
     }
     if !spec.schema.is_4bit() {
-        no(SchemaUnsupported, "nvfp4, nf4 or nf4-dq", spec.schema.to_string());
+        no(SchemaUnsupported, "a format of 4 bits", spec.schema.to_string());
     }
     for dtype in [spec.x, spec.y].into_iter().filter(|d| !d.is_io()) {
         no(DtypeUnsupported, "float32, float16 or bfloat16", dtype.to_string());
@@ -152,8 +158,9 @@ fn verdict(spec: &LinearSpec, path: ExecPath) -> Verdict {
         no(ShapeUnsupported, "at least one row and one column", format!("[{}, {}]", spec.n(), spec.k));
     }
     let is_blocked = spec.schema.k_block() > 1 || spec.activations != Activations::Native;
-    if is_blocked && spec.k % 16 != 0 {
-        no(ShapeUnsupported, "k % 16 == 0", format!("k = {}", spec.k));
+    let block = spec.schema.k_block().max(16);
+    if is_blocked && spec.k % block != 0 {
+        no(ShapeUnsupported, &format!("k % {block} == 0"), format!("k = {}", spec.k));
     }
     if let Activations::Nvfp4(q) = spec.activations
         && let ActGlobal::Static(g) = q.global
@@ -187,6 +194,7 @@ impl Segment {
                 out.scales = data.need(Part::Scales)?.as_bytes()?.to_vec();
                 out.global = data.global;
             }
+            Q4Schema::Mxfp4(_) => out.scales = data.need(Part::Scales)?.as_bytes()?.to_vec(),
             Q4Schema::Nf4(format) => {
                 let Some(Nf4Parts { absmax, .. }) = format.of(data) else { return Err(foreign()) };
                 out.absmax = match absmax {
@@ -277,6 +285,10 @@ impl Kept {
                     let code = (p.nibble)(&s.codes, flat, nibble_order == NibbleOrder::LowFirst);
                     let block = (p.absmax_at)(flat, block as usize, k).min(s.absmax.len() - 1);
                     (p.nf4)(code) * (p.absmax_used)(s.absmax[block])
+                }
+                Q4Schema::Mxfp4(_) => {
+                    let scale = s.scales[(at * (k / mxfp4::BLOCK) + (p.power_at)(i)).min(s.scales.len() - 1)];
+                    s.values[usize::from(scale) * 16 + usize::from((p.nibble)(&s.codes, flat, true) & 15)]
                 }
                 _ => {
                     if i % 16 == 0 {

@@ -2,7 +2,7 @@
 //! work on.
 use super::situation::{Done, Fault, Situation};
 use half::{bf16, f16};
-use q4_core::formats::{e2m1, e4m3, int8, nf4, nvfp4, swizzle};
+use q4_core::formats::{e2m1, e4m3, e8m0, int8, mxfp4, nf4, nvfp4, swizzle};
 use q4_core::oracle::act_global;
 use q4_core::{
     Activations, BackendDescriptor, Code, DType, Error, ExecPath, FuseSet, GlobalScale, LinearSpec, OpSet,
@@ -32,6 +32,10 @@ pub struct Parts {
     pub(super) scale_at: fn(Block) -> usize,
     /// Value of a scale byte.
     pub(super) e4m3: fn(u8) -> f32,
+    /// Value of a power of two.
+    pub(super) e8m0: fn(u8) -> f32,
+    /// Block of column `i` of an MXFP4 row.
+    pub(super) power_at: fn(usize) -> usize,
     /// Value of an element from code, block scale and per-tensor scale.
     pub(super) value: fn(f32, f32, Option<GlobalScale>) -> f32,
     /// Whose per-tensor scale a segment uses.
@@ -114,6 +118,8 @@ pub(super) const HONEST: Parts = Parts {
     nf4: nf4::decode,
     scale_at: right_scale,
     e4m3: e4m3::decode,
+    e8m0: e8m0::decode,
+    power_at: |i| i / mxfp4::BLOCK,
     value: |code, scale, global| code * global.map_or(scale, |g| g.effective(scale)),
     global_of: |segment| segment,
     absmax_at: |i, block, _| i / block,

@@ -49,7 +49,8 @@ pub(super) fn render(r: &Report) -> String {
                 }
             }
             out.push('\n');
-            if let Some(limits) = c.limits.as_ref().filter(|l| !l.is_everything()) {
+            let schema = c.claim.split('@').next().unwrap_or_default();
+            if let Some(limits) = c.limits.as_ref().filter(|l| !l.is_everything(schema)) {
                 let _ = writeln!(out, "      only {limits}");
             }
         }

@@ -24,3 +24,13 @@ pub struct Facts {
     /// What no quantiser writes.
     pub odd: Vec<Oddity>,
 }
+
+/// Trained weights use small codes of E2M1 more than large ones, and quantisers see to it that some are the
+/// largest.
+pub(crate) fn even(counts: &[u64; 16]) -> Option<Oddity> {
+    let all: u64 = counts.iter().sum();
+    let mean = all as f64 / 16.0;
+    let deviation = counts.iter().map(|c| (*c as f64 - mean).powi(2)).sum::<f64>() / mean / all as f64;
+    (all >= SAMPLE && deviation < 0.01)
+        .then(|| ("codes-even", "all 16 codes are equally frequent, as those of no weights are".to_owned()))
+}

@@ -9,8 +9,10 @@
 pub mod dense;
 pub mod e2m1;
 pub mod e4m3;
+pub mod e8m0;
 pub mod facts;
 pub mod int8;
+pub mod mxfp4;
 pub mod nf4;
 pub mod nvfp4;
 pub mod quantize;
@@ -26,6 +28,7 @@ use crate::{
 };
 use dense::Dense;
 use facts::Facts;
+use mxfp4::{Mxfp4, ToMxfp4};
 use nf4::{Nf4, ToNf4};
 use nvfp4::{Method, Nvfp4, Scales, ToNvfp4};
 use quantize::Encoder;
@@ -34,7 +37,7 @@ use serde::Serialize;
 use std::borrow::Cow;
 use std::fmt;
 use std::ops::Deref;
-use storage::{Layout, Rule, Tensor};
+use storage::{Described, Layout, Rule, Tensor};
 
 /// A complete description of one weight encoding. What can be asked of it is in [`Format`], which it
 /// dereferences to.
@@ -62,6 +65,8 @@ pub enum Q4Schema {
     Nvfp4(Nvfp4),
     /// Codes into a codebook of 16, an absmax per block.
     Nf4(Nf4),
+    /// E2M1 codes, a power of two per 32.
+    Mxfp4(Mxfp4),
     /// Not quantised.
     Dense(Dense),
 }
@@ -73,6 +78,7 @@ impl Deref for Q4Schema {
         match self {
             Self::Nvfp4(format) => format,
             Self::Nf4(format) => format,
+            Self::Mxfp4(format) => format,
             Self::Dense(format) => format,
         }
     }
@@ -98,6 +104,8 @@ pub enum Target {
     Nvfp4(ToNvfp4),
     /// NF4 codes with an absmax per block.
     Nf4(ToNf4),
+    /// E2M1 codes with a power of two per 32.
+    Mxfp4(ToMxfp4),
 }
 
 impl Deref for Target {
@@ -107,6 +115,7 @@ impl Deref for Target {
         match self {
             Self::Nvfp4(to) => to,
             Self::Nf4(to) => to,
+            Self::Mxfp4(to) => to,
         }
     }
 }
@@ -228,6 +237,10 @@ pub trait Format: fmt::Debug + Send + Sync {
     /// The tensors that a layer `[n, k]` has in a layout, in the order of the file; `None` where the layout
     /// does not hold the format.
     fn tensors(&self, _layout: Layout, _shape: [usize; 2]) -> Option<Vec<Tensor>> {
+        None
+    }
+    /// How compressed-tensors describes it; `None` where it has no name there.
+    fn described(&self) -> Option<Described> {
         None
     }
     /// The same encoding in the order that writers have it in, with a per-tensor scale of this convention.
@@ -393,7 +406,7 @@ impl Kind {
 }
 
 /// Every format, in the order of reports.
-pub static KINDS: [&Kind; 3] = [&nvfp4::KIND, &nf4::KIND, &dense::KIND];
+pub static KINDS: [&Kind; 4] = [&nvfp4::KIND, &nf4::KIND, &mxfp4::KIND, &dense::KIND];
 
 /// Names of all encodings: what overrides and reports spell.
 pub fn names() -> impl Iterator<Item = &'static str> + Clone {

@@ -102,6 +102,21 @@ impl LayerKeys {
     }
 }
 
+/// How compressed-tensors describes the weights of a format in `quantization_config`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Described {
+    /// `format`, of a group and of the whole.
+    pub format: &'static str,
+    /// `type` of the numbers.
+    pub kind: &'static str,
+    /// `strategy`: how far a scale reaches.
+    pub strategy: &'static str,
+    /// `group_size`.
+    pub group_size: u32,
+    /// `scale_dtype`.
+    pub scale_dtype: &'static str,
+}
+
 /// What bitsandbytes writes as JSON beside a weight.
 #[derive(Clone, Debug, PartialEq)]
 pub struct QuantState {

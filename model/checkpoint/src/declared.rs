@@ -2,7 +2,9 @@
 //!
 //! An algorithm we do not compute exactly is refused by name here; decoding it as another one would give
 //! plausible nonsense.
-use q4_core::{Code, Error, Result, detect::Layout};
+use q4_core::detect::{Detected, Layout};
+use q4_core::formats::{self, storage::Described};
+use q4_core::{Code, Error, Q4Schema, Result};
 use q4_files::fields::show;
 use serde_json::Value;
 
@@ -31,6 +33,8 @@ pub struct Declaration {
     pub method: Method,
     /// Whether inputs of quantised layers are NVFP4 too; `None` where only the tensors can tell.
     pub activations: Option<bool>,
+    /// Formats of the groups, as their schemas are called; none where the tool's layout says it.
+    pub schemas: Vec<&'static str>,
     /// Modules that are declared not to be quantised, as the tool spells them.
     pub excluded: Vec<String>,
     /// Things that are declared but not done, for the user to know.
@@ -40,7 +44,8 @@ pub struct Declaration {
 impl Declaration {
     /// A checkpoint without one.
     pub(super) fn none() -> Self {
-        Self { method: Method::None, activations: None, excluded: Vec::new(), notes: Vec::new() }
+        let (schemas, excluded, notes) = (Vec::new(), Vec::new(), Vec::new());
+        Self { method: Method::None, activations: None, schemas, excluded, notes }
     }
 
     /// Reads `quantization_config` and `hf_quant_config.json`, which must agree. Contradictions and
@@ -117,8 +122,16 @@ impl Declaration {
         (!unsure).then_some(false)
     }
 
-    /// Refuses a layer whose layout another tool writes.
-    pub(super) fn check(&self, layer: &str, layout: Layout) -> Result<()> {
+    /// Refuses a layer whose layout another tool writes, or whose format is none of those declared.
+    pub(super) fn check(&self, layer: &str, found: &Detected) -> Result<()> {
+        let (layout, schema) = (found.layout, found.schema.id().name);
+        if found.schema.is_4bit() && !self.schemas.is_empty() && !self.schemas.contains(&schema) {
+            let what = format!("{layer}: stored in another format than config.json declares");
+            return Err(Error::new(Code::SchemaInvalid, what)
+                .need(self.schemas.join(" or "))
+                .have(format!("the tensors of {schema}"))
+                .fix("use the config.json that was written with these weights"));
+        }
         let fits = match self.method {
             Method::None => true,
             Method::ModelOpt => matches!(layout, Layout::ModelOpt | Layout::Dense),
@@ -160,28 +173,39 @@ fn model_opt(file: &str, c: &Value) -> Result<Declaration> {
         return Err(refuse(file, "group_size", "16", Some(size)));
     }
     for group in groups(c) {
-        check_group(file, group, activations)?;
+        check_group(file, group, activations, 16)?;
     }
     let mut notes = Vec::new();
     if let Some(kv) = present(c, "kv_cache_quant_algo").or(present(c, "kv_cache_scheme")) {
         notes.push(kv_note(file, kv));
     }
     let excluded = [list(c, "exclude_modules"), list(c, "ignore")].concat();
-    Ok(Declaration { method: Method::ModelOpt, activations: Some(activations), excluded, notes })
+    Ok(Declaration {
+        method: Method::ModelOpt,
+        activations: Some(activations),
+        excluded,
+        notes,
+        ..Declaration::none()
+    })
 }
 
 fn compressed_tensors(c: &Value) -> Result<Declaration> {
-    const FORMAT: &str = "nvfp4-pack-quantized";
+    let mut known: Vec<(Described, Q4Schema)> =
+        formats::names().flat_map(formats::encodings).filter_map(|s| Some((s.described()?, s))).collect();
+    known.dedup_by_key(|k| k.0.format);
+    let names = known.iter().map(|k| k.0.format).collect::<Vec<_>>().join(" or ");
+    let named = |v: Option<&Value>| known.iter().find(|k| v.and_then(Value::as_str) == Some(k.0.format));
     let groups = groups(c);
     let Some(first) = groups.first() else {
         return Err(refuse(CONFIG, "config_groups", "at least one group", c.get("config_groups")));
     };
     let activations = present(first, "input_activations").is_some();
+    let mut schemas = Vec::new();
     for group in &groups {
         let format = present(group, "format").or(present(c, "format"));
-        if format.and_then(Value::as_str) != Some(FORMAT) {
-            return Err(refuse(CONFIG, "format", FORMAT, format));
-        }
+        let Some((described, schema)) = named(format) else {
+            return Err(refuse(CONFIG, "format", &names, format));
+        };
         if present(group, "input_activations").is_some() != activations {
             return Err(refuse(
                 CONFIG,
@@ -190,11 +214,18 @@ fn compressed_tensors(c: &Value) -> Result<Declaration> {
                 group.get("input_activations"),
             ));
         }
-        check_group(CONFIG, group, activations)?;
+        if let Some(inputs) = present(group, "input_activations")
+            && !schema.activations().contains(&"nvfp4")
+        {
+            let need = format!("null: inputs of {} weights are not quantised here", schema.id().name);
+            return Err(refuse(CONFIG, "config_groups.input_activations", &need, Some(inputs)));
+        }
+        check_group(CONFIG, group, activations, described.group_size)?;
+        schemas.push(schema.id().name);
     }
-    let top = present(c, "format").filter(|f| !matches!(f.as_str(), Some(FORMAT | "mixed-precision")));
-    if top.is_some() {
-        return Err(refuse(CONFIG, "format", FORMAT, top));
+    let top = present(c, "format").filter(|f| f.as_str() != Some("mixed-precision"));
+    if top.is_some() && named(top).is_none() {
+        return Err(refuse(CONFIG, "format", &names, top));
     }
     let idle = |v: &&Value| !v.as_object().is_some_and(|o| o.is_empty());
     if let Some(t) = present(c, "transform_config").filter(idle) {
@@ -208,7 +239,8 @@ fn compressed_tensors(c: &Value) -> Result<Declaration> {
     }
     let notes = present(c, "kv_cache_scheme").map(|kv| kv_note(CONFIG, kv)).into_iter().collect();
     let excluded = list(c, "ignore");
-    Ok(Declaration { method: Method::CompressedTensors, activations: Some(activations), excluded, notes })
+    let (method, activations) = (Method::CompressedTensors, Some(activations));
+    Ok(Declaration { method, activations, schemas, excluded, notes })
 }
 
 fn bitsandbytes(c: &Value) -> Result<Declaration> {
@@ -224,11 +256,12 @@ fn bitsandbytes(c: &Value) -> Result<Declaration> {
     if excluded.is_empty() {
         excluded.push("lm_head".to_owned()); // what transformers leaves out by itself
     }
-    Ok(Declaration { method: Method::Bitsandbytes, activations: Some(false), excluded, notes: Vec::new() })
+    let (method, activations) = (Method::Bitsandbytes, Some(false));
+    Ok(Declaration { method, activations, excluded, ..Declaration::none() })
 }
 
-/// Weights (and inputs) of a group must be 4-bit floats in blocks of 16, symmetric.
-fn check_group(file: &str, group: &Value, activations: bool) -> Result<()> {
+/// Weights (and inputs) of a group must be 4-bit floats in blocks of `size`, symmetric.
+fn check_group(file: &str, group: &Value, activations: bool, size: u32) -> Result<()> {
     for side in ["weights", "input_activations"] {
         let Some(format) = present(group, side) else {
             if side == "weights" {
@@ -248,7 +281,7 @@ fn check_group(file: &str, group: &Value, activations: bool) -> Result<()> {
         let checks: [(&str, &str, bool); 4] = [
             ("num_bits", "4", format.get("num_bits").is_some_and(|v| v.as_u64() == Some(4))),
             ("type", "float", is("type", &|v| v.as_str() == Some("float"))),
-            ("group_size", "16", is("group_size", &|v| v.as_u64() == Some(16))),
+            ("group_size", &size.to_string(), is("group_size", &|v| v.as_u64() == Some(size.into()))),
             ("symmetric", "true", is("symmetric", &|v| v.as_bool() == Some(true))),
         ];
         if let Some((field, need, _)) = checks.into_iter().find(|c| !c.2) {

@@ -76,7 +76,7 @@ pub(super) fn bind<'a>(c: &'a Checkpoint, name: &str, n: usize, k: usize) -> Res
             .have(format!("{} tensors of other names", table.len()));
         c.store().hint(name, error)
     })?;
-    c.declaration().check(name, detected.layout)?;
+    c.declaration().check(name, &detected)?;
     let own = |f: &str| f == "bias" && c.config().arch.is_biased(name);
     let foreign = FOREIGN.iter().filter(|f| !own(f)).map(|f| format!("{name}.{f}"));
     if let Some(key) = foreign.into_iter().find(|key| table.contains_key(key)) {

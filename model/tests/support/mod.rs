@@ -12,7 +12,9 @@ use q4_model::plan::{ActivationRequest, Plan, PlanOptions};
 use q4_model::runner::Runner;
 use std::path::PathBuf;
 use std::sync::Arc;
-use {q4_dequant_matmul as _, q4_nf4_kernel as _, q4_nvfp4_kernel as _, q4_reference as _};
+use {
+    q4_dequant_matmul as _, q4_mxfp4_kernel as _, q4_nf4_kernel as _, q4_nvfp4_kernel as _, q4_reference as _,
+};
 
 pub fn golden(path: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../conformance/golden").join(path)

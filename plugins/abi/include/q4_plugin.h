@@ -49,10 +49,12 @@
  *   Libraries  a library is never unloaded.
  *
  * Numbers of the formats
- *   E2M1       codes 0 to 15 are 0 .5 1 1.5 2 3 4 6 -0 -.5 -1 -1.5 -2 -3 -4 -6.  In NVFP4 the even element is
- *              in bits 0 to 3 of its byte, and nibble_order says Q4_NIBBLE_LOW_FIRST.
+ *   E2M1       codes 0 to 15 are 0 .5 1 1.5 2 3 4 6 -0 -.5 -1 -1.5 -2 -3 -4 -6.  The even element is in bits
+ *              0 to 3 of its byte, and nibble_order says Q4_NIBBLE_LOW_FIRST.
  *   E4M3       s eeee mmm, without infinities: e = 0: m * 2^-9, else (8 + m) * 2^(e - 10); the largest is
  *              0x7e = 448.  0x7f and 0xff are NaN, and nothing else is.
+ *   E8M0       a byte b is 2^(b - 127), which for 0 is subnormal in f32; 255 is NaN.  Scales above 252, under
+ *              which 6 is no f32, are in no weight that q4 accepts.
  *   Scales     A block scale that is NaN is refused with Q4_E_SCALE_INVALID, or every result it is part of is
  *              NaN.  One with a sign bit (0x80 and above, -0 included), which no checkpoint has, is refused
  *              with Q4_E_SCALE_INVALID, or means the negative number that it is.  global_scale is finite and
@@ -126,7 +128,13 @@ enum {
     Q4_E_PANICKED      = -99 /* caught a panic or an exception; the backend must not be used any more */
 };
 
-enum { Q4_SCHEMA_NVFP4 = 1, Q4_SCHEMA_NF4 = 2, Q4_SCHEMA_NF4_DQ = 3, Q4_SCHEMA_DENSE = 4 };
+enum {
+    Q4_SCHEMA_NVFP4  = 1,
+    Q4_SCHEMA_NF4    = 2,
+    Q4_SCHEMA_NF4_DQ = 3,
+    Q4_SCHEMA_DENSE  = 4,
+    Q4_SCHEMA_MXFP4  = 5 /* since 1.2 */
+};
 enum { Q4_F32 = 1, Q4_F16 = 2, Q4_BF16 = 3 };
 enum {
     Q4_PATH_NATIVE_KERNEL  = 1, /* 4-bit operands reach the arithmetic units */
@@ -209,8 +217,10 @@ typedef struct q4_linear_spec {
     uint32_t        schema_revision;   /* 1 */
     uint32_t        scale_layout;      /* Q4_SCALE_*, of each NVFP4 segment by itself */
     uint32_t        global_convention; /* Q4_CONVENTION_*, of every segment's per-tensor scale */
-    uint32_t        nibble_order;      /* Q4_NIBBLE_*: LOW_FIRST with NVFP4, either with NF4, else NONE */
-    uint32_t        block;             /* elements per scale: 16 for NVFP4, 32 to 4096 for NF4, 0 for dense */
+    uint32_t        nibble_order;      /* Q4_NIBBLE_*: LOW_FIRST with NVFP4 and MXFP4, either with NF4, NONE
+                                        * with DENSE */
+    uint32_t        block;             /* elements per scale: 16 for NVFP4, 32 for MXFP4, 32 to 4096 for NF4, 0
+                                        * for DENSE */
     uint32_t        nested_block;      /* NF4_DQ: absmax codes per nested absmax, else 0 */
     uint32_t        dense_dtype;       /* Q4_F32..Q4_BF16 of a dense weight, else 0 */
     uint64_t        n_segments;        /* row segments, top to bottom; at least one */
@@ -241,7 +251,9 @@ typedef struct q4_linear_spec {
  *   NF4_DQ  scales are 8-bit codes of the absmax:
  *           absmax[i] = map[scales[i]] * nested_absmax[i / nested_block] + offset, each operation rounded to
  *           f32
- *   DENSE   codes are the elements [rows][k] */
+ *   DENSE   codes are the elements [rows][k]
+ *   MXFP4   codes [rows][k/2], low nibble = even element; scales E8M0, one per 32 of k.
+ *           value = e2m1(code) * 2^(scale - 127), which is exact in f32 */
 typedef struct q4_segment {
     size_t      struct_size;
     uint64_t    rows;

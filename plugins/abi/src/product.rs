@@ -25,6 +25,9 @@ numbers! {
         NF4_DQ = 3,
         /// Not quantised.
         DENSE = 4,
+        /// E2M1 codes, low nibble first, an E8M0 scale per 32 of k: `value = code * 2^(scale - 127)`. Since
+        /// 1.2.
+        MXFP4 = 5,
     }
 }
 numbers! {
@@ -175,7 +178,7 @@ pub struct Q4LinearSpec {
     pub global_convention: u32,
     /// [`nibble_order`].
     pub nibble_order: u32,
-    /// Elements per scale: 16 for NVFP4, any power of two from 32 to 4096 for NF4, 0 for dense.
+    /// Elements per scale: 16 for NVFP4, 32 for MXFP4, any power of two from 32 to 4096 for NF4, 0 for dense.
     pub block: u32,
     /// Absmax codes per nested absmax; 0 unless NF4_DQ.
     pub nested_block: u32,
@@ -232,7 +235,7 @@ pub struct Q4Segment {
     pub codes: *const c_void,
     /// Bytes at `codes`.
     pub codes_bytes: u64,
-    /// NVFP4: E4M3. NF4: f32 absmax. NF4_DQ: 8-bit absmax codes. Dense: NULL.
+    /// NVFP4: E4M3. MXFP4: E8M0. NF4: f32 absmax. NF4_DQ: 8-bit absmax codes. Dense: NULL.
     pub scales: *const c_void,
     /// Bytes at `scales`.
     pub scales_bytes: u64,

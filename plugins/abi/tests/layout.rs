@@ -80,7 +80,7 @@ fn constants() -> Vec<(&'static str, i64)> {
         "Q4_E_INTERNAL" = status::INTERNAL; "Q4_E_NON_FINITE" = status::NON_FINITE;
         "Q4_E_SCALE_INVALID" = status::SCALE_INVALID; "Q4_E_PANICKED" = status::PANICKED;
         "Q4_SCHEMA_NVFP4" = schema::NVFP4; "Q4_SCHEMA_NF4" = schema::NF4; "Q4_SCHEMA_NF4_DQ" = schema::NF4_DQ;
-        "Q4_SCHEMA_DENSE" = schema::DENSE;
+        "Q4_SCHEMA_DENSE" = schema::DENSE; "Q4_SCHEMA_MXFP4" = schema::MXFP4;
         "Q4_F32" = dtype::F32; "Q4_F16" = dtype::F16; "Q4_BF16" = dtype::BF16;
         "Q4_PATH_NATIVE_KERNEL" = abi::path::NATIVE_KERNEL; "Q4_PATH_FUSED_DEQUANT" = abi::path::FUSED_DEQUANT;
         "Q4_PATH_DEQUANT_MATMUL" = abi::path::DEQUANT_MATMUL; "Q4_PATH_REFERENCE" = abi::path::REFERENCE;

@@ -11,7 +11,9 @@ use q4_model::plan::{ActivationRequest, HeadPlan, Plan, PlanOptions, Product};
 use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
-use {q4_dequant_matmul as _, q4_nf4_kernel as _, q4_nvfp4_kernel as _, q4_reference as _};
+use {
+    q4_dequant_matmul as _, q4_mxfp4_kernel as _, q4_nf4_kernel as _, q4_nvfp4_kernel as _, q4_reference as _,
+};
 
 /// Every product of a checkpoint, with its choice.
 pub struct Products {

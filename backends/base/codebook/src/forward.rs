@@ -1,14 +1,14 @@
 //! Operand checks, scratch and the split of work over the caller's threads.
 use crate::kernel;
 use crate::layout::{CODES, LANES, QUAD};
-use crate::prepare::{self, Packed};
+use crate::prepare::{self, Packed, Scale};
 use q4_core::rows::{Rows, RowsMut, activation_bytes, check_matrix, check_product};
 use q4_core::{ExecContext, PreparedInfo, PreparedWeight, Result, Scratch, TensorView, TensorViewMut};
 
 /// Fewest words of 8 input features a task of the backward product takes.
 const LEAST_WORDS: usize = 8;
 
-impl PreparedWeight for Packed {
+impl<S: Scale> PreparedWeight for Packed<S> {
     fn info(&self) -> &PreparedInfo {
         &self.info
     }
@@ -52,7 +52,7 @@ impl PreparedWeight for Packed {
         Ok(())
     }
 
-    /// `codebook[code] * absmax`, rounded to f32 as the schema says, then to the type of `out`.
+    /// `values[code] * scale`, rounded to f32 as the schema says, then to the type of `out`.
     fn dequantize(&self, out: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
         let (n, k) = (self.info.n, self.info.k);
         check_matrix(&out.as_view(), out.as_view().dtype(), n, k)?;
@@ -65,7 +65,7 @@ impl PreparedWeight for Packed {
                 let (scales, _) = self.lines(block, groups);
                 for i in 0..words {
                     let word = self.codes[codes + i * step].0[lane];
-                    let scale = self.scales[scales + i * CODES / self.group * step].0[lane];
+                    let scale = self.scales[scales + i * CODES / self.group * step][lane].widen();
                     let value = |j| self.table[(word >> (4 * j) & 15) as usize] * scale;
                     let values: [f32; CODES] = std::array::from_fn(value);
                     // SAFETY: a row belongs to one task.

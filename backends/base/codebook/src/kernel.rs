@@ -3,7 +3,7 @@
 use crate::{
     layout::{CODES, LANES},
     many::gemm,
-    prepare::{Packed, Shape},
+    prepare::{Packed, Scale, Shape},
     simd::Lanes,
 };
 use q4_core::rows::{Rows, RowsMut};
@@ -17,9 +17,9 @@ const GEMV_ROWS: usize = 4;
 ///
 /// # Safety
 /// The range is inside the weight, no other task has any of it, and the rows have the columns stated.
-pub(crate) unsafe fn forward(w: &Packed, x: &Rows<'_>, y: &RowsMut<'_>, range: Range<usize>) {
+pub(crate) unsafe fn forward<S: Scale>(w: &Packed<S>, x: &Rows<'_>, y: &RowsMut<'_>, range: Range<usize>) {
     // SAFETY: the caller's.
-    on!(w.vectors, V => unsafe { forward_on::<V>(w, x, y, range) })
+    on!(w.vectors, V => unsafe { forward_on::<V, S>(w, x, y, range) })
 }
 
 /// `dx[:, 8·range] = dy W` for words of 8 input features. `dy` has n columns rounded up to 16, `dx` k.
@@ -27,29 +27,34 @@ pub(crate) unsafe fn forward(w: &Packed, x: &Rows<'_>, y: &RowsMut<'_>, range: R
 ///
 /// # Safety
 /// As of [`forward`].
-pub(crate) unsafe fn backward(w: &Packed, dy: &Rows<'_>, dx: &RowsMut<'_>, range: Range<usize>) {
+pub(crate) unsafe fn backward<S: Scale>(w: &Packed<S>, dy: &Rows<'_>, dx: &RowsMut<'_>, range: Range<usize>) {
     // SAFETY: the caller's.
-    on!(w.vectors, V => unsafe { backward_on::<V>(w, dy, dx, range) })
+    on!(w.vectors, V => unsafe { backward_on::<V, S>(w, dy, dx, range) })
 }
 
 #[inline(always)]
-unsafe fn forward_on<L: Lanes>(w: &Packed, x: &Rows<'_>, y: &RowsMut<'_>, blocks: Range<usize>) {
+unsafe fn forward_on<L: Lanes, S: Scale>(w: &Packed<S>, x: &Rows<'_>, y: &RowsMut<'_>, blocks: Range<usize>) {
     // SAFETY: forwarded.
     unsafe {
         match x.m() {
             0 => {}
-            1 => gemv::<L, 1>(w, x, y, blocks),
-            2 => gemv::<L, 2>(w, x, y, blocks),
-            3 => gemv::<L, 3>(w, x, y, blocks),
-            GEMV_ROWS => gemv::<L, GEMV_ROWS>(w, x, y, blocks),
-            _ => gemm::<L>(w, x, y, blocks),
+            1 => gemv::<L, S, 1>(w, x, y, blocks),
+            2 => gemv::<L, S, 2>(w, x, y, blocks),
+            3 => gemv::<L, S, 3>(w, x, y, blocks),
+            GEMV_ROWS => gemv::<L, S, GEMV_ROWS>(w, x, y, blocks),
+            _ => gemm::<L, S>(w, x, y, blocks),
         }
     }
 }
 
 /// As many blocks in flight as the registers hold.
 #[inline(always)]
-unsafe fn gemv<L: Lanes, const M: usize>(w: &Packed, x: &Rows<'_>, y: &RowsMut<'_>, blocks: Range<usize>) {
+unsafe fn gemv<L: Lanes, S: Scale, const M: usize>(
+    w: &Packed<S>,
+    x: &Rows<'_>,
+    y: &RowsMut<'_>,
+    blocks: Range<usize>,
+) {
     let width = L::ACCUMULATORS / (2 * M);
     let mut b = blocks.start;
     while b < blocks.end {
@@ -57,13 +62,13 @@ unsafe fn gemv<L: Lanes, const M: usize>(w: &Packed, x: &Rows<'_>, y: &RowsMut<'
         // SAFETY: blocks b to b + width are inside the range.
         unsafe {
             if width >= 4 && left >= 4 {
-                stream::<L, 4, M>(w, x, y, b);
+                stream::<L, S, 4, M>(w, x, y, b);
                 b += 4;
             } else if width >= 2 && left >= 2 {
-                stream::<L, 2, M>(w, x, y, b);
+                stream::<L, S, 2, M>(w, x, y, b);
                 b += 2;
             } else {
-                stream::<L, 1, M>(w, x, y, b);
+                stream::<L, S, 1, M>(w, x, y, b);
                 b += 1;
             }
         }
@@ -72,8 +77,8 @@ unsafe fn gemv<L: Lanes, const M: usize>(w: &Packed, x: &Rows<'_>, y: &RowsMut<'
 
 /// `M` rows of x against `B` blocks of one quad, decoded in registers.
 #[inline(always)]
-unsafe fn stream<L: Lanes, const B: usize, const M: usize>(
-    w: &Packed,
+unsafe fn stream<L: Lanes, S: Scale, const B: usize, const M: usize>(
+    w: &Packed<S>,
     x: &Rows<'_>,
     y: &RowsMut<'_>,
     b0: usize,
@@ -93,7 +98,7 @@ unsafe fn stream<L: Lanes, const B: usize, const M: usize>(
             word += shape.words_per_chain;
             let group = chain / shape.chains_per_group;
             for b in 0..B {
-                let scale = L::load(scales.add(group * step + b * LANES));
+                let scale = S::load::<L>(scales.add(group * step + b * LANES));
                 for r in 0..M {
                     total[r][b] = L::fma(scale, L::add(acc[r][b][0], acc[r][b][1]), total[r][b]);
                 }
@@ -110,16 +115,21 @@ unsafe fn stream<L: Lanes, const B: usize, const M: usize>(
 }
 
 #[inline(always)]
-unsafe fn backward_on<L: Lanes>(w: &Packed, dy: &Rows<'_>, dx: &RowsMut<'_>, words: Range<usize>) {
+unsafe fn backward_on<L: Lanes, S: Scale>(
+    w: &Packed<S>,
+    dy: &Rows<'_>,
+    dx: &RowsMut<'_>,
+    words: Range<usize>,
+) {
     for word in words {
         let mut r = 0;
         while r < dy.m() {
             // SAFETY: rows r to r + step exist.
             unsafe {
                 match dy.m() - r {
-                    1 => word_back::<L, 1>(w, dy, dx, word, r),
-                    2 => word_back::<L, 2>(w, dy, dx, word, r),
-                    _ => word_back::<L, 3>(w, dy, dx, word, r),
+                    1 => word_back::<L, S, 1>(w, dy, dx, word, r),
+                    2 => word_back::<L, S, 2>(w, dy, dx, word, r),
+                    _ => word_back::<L, S, 3>(w, dy, dx, word, r),
                 }
             }
             r += 3;
@@ -129,8 +139,8 @@ unsafe fn backward_on<L: Lanes>(w: &Packed, dy: &Rows<'_>, dx: &RowsMut<'_>, wor
 
 /// Eight columns of W against `M` rows of dy.
 #[inline(always)]
-unsafe fn word_back<L: Lanes, const M: usize>(
-    w: &Packed,
+unsafe fn word_back<L: Lanes, S: Scale, const M: usize>(
+    w: &Packed<S>,
     dy: &Rows<'_>,
     dx: &RowsMut<'_>,
     word: usize,
@@ -145,7 +155,7 @@ unsafe fn word_back<L: Lanes, const M: usize>(
         for b in 0..w.blocks() {
             let ((codes, step), (scales, _)) = (shape.codes(w, b), shape.scales(w, b));
             let packed = L::words(codes.add(word * step));
-            let scale = L::load(scales.add(word * CODES / w.group * step));
+            let scale = S::load::<L>(scales.add(word * CODES / w.group * step));
             let mut scaled = [scale; M];
             for r in 0..M {
                 scaled[r] = L::mul(L::load(dy[r].add(b * LANES)), scale);

@@ -5,7 +5,7 @@
 //! of x lie in as many pages, where nothing fetches ahead by itself, and often a multiple of a cache's ways
 //! apart, where they would push each other out before the second block of outputs comes.
 use crate::layout::{CHAIN, CODES, LANES, QUAD};
-use crate::prepare::{Line, Packed, Shape};
+use crate::prepare::{Line, Packed, Scale, Shape};
 use crate::simd::Lanes;
 use q4_core::rows::{Rows, RowsMut};
 use std::ops::Range;
@@ -35,7 +35,12 @@ struct Chain<L: Lanes> {
 /// # Safety
 /// The range is inside the weight, no other task has any of it, and the rows have the columns of the weight.
 #[inline(always)]
-pub(crate) unsafe fn gemm<L: Lanes>(w: &Packed, x: &Rows<'_>, y: &RowsMut<'_>, blocks: Range<usize>) {
+pub(crate) unsafe fn gemm<L: Lanes, S: Scale>(
+    w: &Packed<S>,
+    x: &Rows<'_>,
+    y: &RowsMut<'_>,
+    blocks: Range<usize>,
+) {
     let shape = Shape::of(w);
     let len = shape.words_per_chain * CODES;
     // Groups of about one size: a tile costs the same however few rows use it.
@@ -99,7 +104,14 @@ pub(crate) unsafe fn gemm<L: Lanes>(w: &Packed, x: &Rows<'_>, y: &RowsMut<'_>, b
 impl<L: Lanes> Chain<L> {
     /// Decodes chain `chain` of `block` to tile `c`.
     #[inline(always)]
-    unsafe fn decode(&mut self, w: &Packed, shape: &Shape, block: usize, chain: usize, c: usize) {
+    unsafe fn decode<S: Scale>(
+        &mut self,
+        w: &Packed<S>,
+        shape: &Shape,
+        block: usize,
+        chain: usize,
+        c: usize,
+    ) {
         // SAFETY: every index is below the length the layout has for n and k; a tile holds a chain.
         unsafe {
             let table = L::table(&w.table);
@@ -109,7 +121,7 @@ impl<L: Lanes> Chain<L> {
                 L::unpack(table, start.add(i * step), self.tiles[c][i * CODES].0.as_mut_ptr());
             }
             let (scales, step) = shape.scales(w, block);
-            self.scales[c] = L::load(scales.add(chain / shape.chains_per_group * step));
+            self.scales[c] = S::load::<L>(scales.add(chain / shape.chains_per_group * step));
         }
     }
 

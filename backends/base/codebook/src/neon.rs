@@ -1,4 +1,4 @@
-//! NF4's sums in NEON: what has many registers' worth of lanes goes quarter by quarter, where the registers
+//! The sums in NEON: what has many registers' worth of lanes goes quarter by quarter, where the registers
 //! suffice.
 use crate::layout::{CODES, LANES};
 use crate::simd::{AHEAD, Lanes};

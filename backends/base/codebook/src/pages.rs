@@ -19,7 +19,7 @@ impl<T: Pod> Pages<T> {
     /// `len` zeroes, at least one.
     pub fn zeroed(len: usize) -> Result<Self> {
         let no_memory = |have: String| {
-            Error::new(Code::OutOfMemory, "packed NF4 weight").need(format!("{len} lines")).have(have)
+            Error::new(Code::OutOfMemory, "packed weight").need(format!("{len} lines")).have(have)
         };
         let bytes = len.checked_mul(size_of::<T>()).ok_or_else(|| no_memory("an overflow".into()))?;
         let slack = if bytes >= HUGE_PAGE { HUGE_PAGE } else { 0 };

@@ -44,6 +44,15 @@ impl Vector for Avx2 {
             [p, p.add(8)].map(|p| _mm256_castsi256_ps(_mm256_slli_epi32(eight(p), 16)))
         }
     }
+    /// The power below the normal range has the bit below its exponent.
+    #[inline(always)]
+    unsafe fn load_e8m0(p: *const u8) -> Self::F {
+        unsafe {
+            let eight = |p: *const u8| _mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast())), 23);
+            let least = _mm256_set1_epi32(0x0040_0000);
+            [p, p.add(8)].map(|p| _mm256_castsi256_ps(_mm256_max_epi32(eight(p), least)))
+        }
+    }
     #[inline(always)]
     unsafe fn store(v: Self::F, p: *mut f32) {
         unsafe {

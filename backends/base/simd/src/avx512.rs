@@ -43,6 +43,13 @@ impl Vector for Avx512 {
         }
     }
     #[inline(always)]
+    unsafe fn load_e8m0(p: *const u8) -> __m512 {
+        unsafe {
+            let bits = _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast())), 23);
+            _mm512_castsi512_ps(_mm512_max_epi32(bits, _mm512_set1_epi32(0x0040_0000)))
+        }
+    }
+    #[inline(always)]
     unsafe fn store(v: __m512, p: *mut f32) {
         unsafe { _mm512_storeu_ps(p, v) }
     }

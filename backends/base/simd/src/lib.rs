@@ -21,7 +21,7 @@ pub use avx512::Avx512;
 pub use neon::Neon;
 pub use portable::Portable;
 pub use q4_core::isa::Isa;
-pub use widen::Widen;
+pub use widen::{E8m0, Widen};
 
 use half::{bf16, f16};
 use q4_core::{Reject, Result};
@@ -64,6 +64,8 @@ pub trait Vector {
     unsafe fn load_f16(p: *const f16) -> Self::F;
     /// Sixteen bf16, widened.
     unsafe fn load_bf16(p: *const bf16) -> Self::F;
+    /// Sixteen powers of two, `2^(byte - 127)`; 255 is not among them.
+    unsafe fn load_e8m0(p: *const u8) -> Self::F;
     /// Writes all lanes.
     unsafe fn store(v: Self::F, p: *mut f32);
     /// `a + b`.
@@ -184,6 +186,7 @@ mod tests {
         let (half, brain) = (a.map(f16::from_f32), a.map(bf16::from_f32));
         let words: [u32; LANES + 1] =
             array::from_fn(|l| (l as u32).wrapping_mul(2_654_435_761) ^ 0x1234_5678);
+        let powers: [u8; LANES + 1] = array::from_fn(|l| [0, 1, 2, 126, 127, 128, 252, 253, 254][l % 9]);
         let values: [f32; 16] = array::from_fn(|c| c as f32 * 0.1 - 1.0);
         let equal = |what: &str, got: V::F, want: &dyn Fn(usize) -> f32| {
             let mut lanes = [0.0; LANES + 1];
@@ -200,6 +203,7 @@ mod tests {
             equal("load", x, &|l| a[l]);
             equal("f16", V::load_f16(half[1..].as_ptr()), &|l| half[l].to_f32());
             equal("bf16", V::load_bf16(brain[1..].as_ptr()), &|l| brain[l].to_f32());
+            equal("e8m0", V::load_e8m0(powers[1..].as_ptr()), &|l| E8m0(powers[l]).widen());
             equal("add", V::add(x, y), &|l| a[l] + b[l]);
             equal("mul", V::mul(x, y), &|l| a[l] * b[l]);
             let fma = |l: usize| if V::FUSED { a[l].mul_add(b[l], a[l]) } else { a[l] * b[l] + a[l] };

@@ -1,5 +1,5 @@
 //! Plain Rust, which compilers turn into whatever vectors there are.
-use crate::{LANES, Vector, Widen};
+use crate::{E8m0, LANES, Vector, Widen};
 use half::{bf16, f16};
 use q4_core::isa::Isa;
 use std::array;
@@ -38,6 +38,11 @@ impl Vector for Portable {
     unsafe fn load_bf16(p: *const bf16) -> Self::F {
         // SAFETY: as above.
         array::from_fn(|l| unsafe { p.add(l).read_unaligned() }.widen())
+    }
+    #[inline(always)]
+    unsafe fn load_e8m0(p: *const u8) -> Self::F {
+        // SAFETY: as above.
+        array::from_fn(|l| E8m0(unsafe { p.add(l).read() }).widen())
     }
     #[inline(always)]
     unsafe fn store(v: Self::F, p: *mut f32) {

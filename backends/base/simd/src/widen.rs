@@ -1,6 +1,8 @@
 //! Elements that widen to f32 exactly, one by one or sixteen at a time.
 use crate::Vector;
+use bytemuck::{Pod, Zeroable};
 use half::{bf16, f16};
+use q4_core::formats::e8m0;
 
 /// An element type that widens to f32 exactly.
 pub trait Widen: Copy + Sync {
@@ -52,6 +54,23 @@ impl Widen for f16 {
     unsafe fn load<V: Vector>(p: *const Self) -> V::F {
         // SAFETY: the caller's.
         unsafe { V::load_f16(p) }
+    }
+}
+
+/// A power of two ([`e8m0`]); the byte of NaN is none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[repr(transparent)]
+pub struct E8m0(pub u8);
+
+impl Widen for E8m0 {
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        e8m0::decode(self.0)
+    }
+    #[inline(always)]
+    unsafe fn load<V: Vector>(p: *const Self) -> V::F {
+        // SAFETY: the caller's; the struct is its byte.
+        unsafe { V::load_e8m0(p.cast()) }
     }
 }
 

@@ -1,6 +1,6 @@
 //! What an NVFP4 matrix amounts to.
 use super::BLOCK;
-use crate::formats::facts::{Facts, Oddity, SAMPLE};
+use crate::formats::facts::{Facts, Oddity, even};
 use crate::formats::{e2m1, e4m3};
 
 /// Block scales from here on are rounded finely enough that a block under one has a large code.
@@ -61,15 +61,6 @@ pub(super) fn facts(codes: &[u8], scales: &[u8], blocks_per_row: usize, two_leve
         odd.extend(spread(&used, all, two_level));
     }
     Facts { amax, mean_square: squares / (all.max(1) as f64 * 16.0), lost, all_zero: used[0] == all, odd }
-}
-
-/// Trained weights use small codes more than large ones, and quantisers see to it that some are the largest.
-fn even(counts: &[u64; 16]) -> Option<Oddity> {
-    let all: u64 = counts.iter().sum();
-    let mean = all as f64 / 16.0;
-    let deviation = counts.iter().map(|c| (*c as f64 - mean).powi(2)).sum::<f64>() / mean / all as f64;
-    (all >= SAMPLE && deviation < 0.01)
-        .then(|| ("codes-even", "all 16 codes are equally frequent, as those of no weights are".to_owned()))
 }
 
 /// Block scales lie within few powers of two of each other; beside a per-tensor scale the largest is near

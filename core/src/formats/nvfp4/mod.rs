@@ -7,7 +7,7 @@ mod storage;
 
 use super::facts::Facts;
 use super::sample::{Draw, Edge};
-use super::storage::{Layout, Tensor};
+use super::storage::{Described, Layout, Tensor};
 use super::{
     Decode, Format, Kind, PartSpec, Q4Schema, Quantization, Target, Test, ValueRule, Wire, e4m3, swizzle,
 };
@@ -172,6 +172,9 @@ impl Format for Nvfp4 {
 
     fn tensors(&self, layout: Layout, shape: [usize; 2]) -> Option<Vec<Tensor>> {
         storage::tensors(layout, shape, self.global.is_some())
+    }
+    fn described(&self) -> Option<Described> {
+        Some(storage::DESCRIBED)
     }
     fn plain(&self, global: Option<Convention>) -> Q4Schema {
         encoding(RowMajor, global)

@@ -1,13 +1,21 @@
 //! The layouts that NVFP4 is stored in.
 use super::{BLOCK, RowMajor, Swizzled128x4, encoding};
-use crate::formats::storage::{Content, Detected, LayerKeys, Layout, Probe, Rule, Tensor};
-use crate::formats::swizzle;
+use crate::formats::storage::{Content, Described, Detected, LayerKeys, Layout, Probe, Rule, Tensor};
+use crate::formats::{mxfp4, swizzle};
 use crate::{Convention, DType, Part};
+
+pub(super) const DESCRIBED: Described = Described {
+    format: "nvfp4-pack-quantized",
+    kind: "float",
+    strategy: "tensor_group",
+    group_size: 16,
+    scale_dtype: "torch.float8_e4m3fn",
+};
 
 pub(super) static RULES: [Rule; 4] = [
     Rule {
         layout: Layout::CompressedTensors,
-        is_there: |p| p.has("weight_packed"),
+        is_there: |p| p.has("weight_packed") && !mxfp4::is_compressed_tensors(p),
         read: |p, _| {
             Ok(read(
                 p,

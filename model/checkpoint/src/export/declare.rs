@@ -7,6 +7,7 @@ use super::members::with_members;
 use super::work::Item;
 use super::{ExportPlan, Layout};
 use crate::Checkpoint;
+use q4_core::formats::storage::Described;
 use q4_core::{Code, DType, Error, Result};
 use serde_json::{Map, Value, json};
 
@@ -31,6 +32,8 @@ const TAKEN_OVER: [&str; 11] = [
 /// What an output says about its weights.
 pub(super) struct Declared {
     pub layout: Layout,
+    /// As compressed-tensors describes the weights.
+    pub described: Option<Described>,
     /// The inputs of its layers are NVFP4, with a stored scale each.
     pub inputs: bool,
     /// NF4 with quantised absmax.
@@ -52,6 +55,7 @@ pub(super) fn files(
     let kept = items.iter().filter(|i| i.matrix.is_none()).map(|i| i.source.as_str());
     let declared = Declared {
         layout: plan.layout,
+        described: plan.target.schema().described(),
         inputs: false, // they would have to be calibrated
         double: plan.target.schema().wire().nested_block != 0,
         dtype: matrices().next().map(|m| m.dtype),
@@ -148,13 +152,13 @@ impl Declared {
             }),
             _ => json!({
                 "config_groups": { "group_0": {
-                    "format": PACKED,
-                    "input_activations": if self.inputs { compressed("local", "static_minmax") } else { Value::Null },
+                    "format": self.described.map(|d| d.format),
+                    "input_activations": self.inputs.then(|| self.compressed("local", "static_minmax")),
                     "output_activations": null,
                     "targets": ["Linear"],
-                    "weights": compressed(false, "memoryless_minmax"),
+                    "weights": self.compressed(false, "memoryless_minmax"),
                 } },
-                "format": PACKED,
+                "format": self.described.map(|d| d.format),
                 "global_compression_ratio": null,
                 "ignore": self.dense,
                 "kv_cache_scheme": null,
@@ -163,26 +167,25 @@ impl Declared {
             }),
         }
     }
-}
 
-const PACKED: &str = "nvfp4-pack-quantized";
-
-/// How compressed-tensors describes NVFP4.
-fn compressed(dynamic: impl Into<Value>, observer: &str) -> Value {
-    json!({
-        "actorder": null,
-        "block_structure": null,
-        "dynamic": dynamic.into(),
-        "group_size": 16,
-        "num_bits": 4,
-        "observer": observer,
-        "observer_kwargs": {},
-        "scale_dtype": "torch.float8_e4m3fn",
-        "strategy": "tensor_group",
-        "symmetric": true,
-        "type": "float",
-        "zp_dtype": null,
-    })
+    /// How compressed-tensors describes the weights, or inputs of their format.
+    fn compressed(&self, dynamic: impl Into<Value>, observer: &str) -> Value {
+        let Some(of) = self.described else { return Value::Null };
+        json!({
+            "actorder": null,
+            "block_structure": null,
+            "dynamic": dynamic.into(),
+            "group_size": of.group_size,
+            "num_bits": 4,
+            "observer": observer,
+            "observer_kwargs": {},
+            "scale_dtype": of.scale_dtype,
+            "strategy": of.strategy,
+            "symmetric": true,
+            "type": of.kind,
+            "zp_dtype": null,
+        })
+    }
 }
 
 /// The files that describe the quantisation, as they are: for an output whose tensors are those of the

@@ -197,6 +197,7 @@ impl Run<'_> {
         let tensors = self.contents.iter().filter(|(_, c)| matches!(c, Content::Tensor(_)));
         let declared = Declared {
             layout: self.conversion.layout,
+            described: layers.first().and_then(|l| l.detected.schema.described()),
             inputs: layers.iter().any(|l| l.input_scale().is_some() && l.declared != Activations::Native),
             double: layers.iter().any(|l| l.detected.keys.nested_absmax.is_some()),
             dtype: Some(self.checkpoint.embedding_type()?),

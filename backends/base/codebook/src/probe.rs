@@ -1,0 +1,42 @@
+//! What the kernels can serve, decided from the spec alone, with every reason at once.
+use crate::layout::scale_group;
+use q4_core::{Activations, LinearSpec, ProbeItem, Reject, RejectCode};
+use q4_simd::Vectors;
+
+/// Shortest run of k under one scale that the layout can hold.
+const LEAST_GROUP: usize = 16;
+
+/// The instruction set in use and what else this machine could run.
+pub fn probe(vectors: Vectors) -> Vec<ProbeItem> {
+    let could: Vec<_> = Vectors::all().map(|v| v.isa().name()).collect();
+    vec![ProbeItem {
+        id: "cpu.isa".into(),
+        reasons: Vec::new(),
+        detail: format!("{} of {}", vectors.isa().name(), could.join(", ")),
+    }]
+}
+
+/// What is wrong with `spec` on every machine, its schema and path aside; a scale has `block` elements.
+pub fn operands(spec: &LinearSpec, block: Option<u32>) -> Vec<Reject> {
+    use RejectCode::*;
+    let mut reasons = Vec::new();
+    let mut reject = |code, need: &str, have: String| reasons.push(Reject::new(code, need.to_owned(), have));
+    let name = spec.schema.id().name;
+    if matches!(spec.activations, Activations::Nvfp4(_)) {
+        let need = format!("native or int8: {name} codes have no exact product with NVFP4");
+        reject(ActivationsUnsupported, &need, "nvfp4".into());
+    }
+    for (name, dtype) in [("x", spec.x), ("y", spec.y)] {
+        if !dtype.is_io() {
+            reject(DtypeUnsupported, "float32, float16 or bfloat16", format!("{name} of {dtype}"));
+        }
+    }
+    if spec.k == 0 || spec.segments.is_empty() || spec.segments.iter().any(|s| s.rows == 0) {
+        reject(ShapeUnsupported, "at least one row and one column", format!("[{}, {}]", spec.n(), spec.k));
+    }
+    if let Some(block) = block.filter(|b| spec.k > 0 && scale_group(spec.k, *b) < LEAST_GROUP) {
+        let need = "gcd(k, block) >= 16, so that every 16 of k share a scale";
+        reject(ShapeUnsupported, need, format!("k = {}, block = {block}", spec.k));
+    }
+    reasons
+}

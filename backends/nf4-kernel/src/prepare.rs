@@ -1,0 +1,51 @@
+//! What NF4 stores, as the kernels of `q4-codebook` take it: a double-quantised absmax is decoded once, here.
+use q4_codebook::{Codes, Packed, Stored};
+use q4_core::formats::nf4::CODEBOOK;
+use q4_core::{
+    Absmax, Code, Error, ExecPath, LinearSpec, Nf4, Nf4Parts, Q4Schema, Q4Weight, Result, Segment, ThreadPool,
+};
+use q4_simd::Vectors;
+use std::borrow::Cow;
+
+/// Repacks `w`. Fails on scales that are not finite.
+pub(crate) fn prepare<'a>(
+    w: &Q4Weight<'a>,
+    spec: &LinearSpec,
+    path: ExecPath,
+    vectors: Vectors,
+    threads: &ThreadPool,
+) -> Result<Packed<f32>> {
+    let format = format(w)?;
+    let one = |(i, s): (usize, &Segment<'a>)| {
+        let Nf4Parts { codes, absmax } = parts(i, &format, s)?;
+        Ok(Stored { rows: s.rows, codes: codes.as_bytes()?, scales: finite_absmax(i, &absmax)? })
+    };
+    let stored = w.segments.iter().enumerate().map(one).collect::<Result<Vec<_>>>()?;
+    let codes = Codes { values: CODEBOOK, order: format.nibble_order, block: format.block };
+    q4_codebook::pack((crate::NAME, path), &stored, &codes, spec, vectors, threads)
+}
+
+/// The encoding of a weight that is NF4.
+pub(crate) fn format(w: &Q4Weight<'_>) -> Result<Nf4> {
+    match w.schema {
+        Q4Schema::Nf4(format) => Ok(format),
+        other => Err(Error::new(Code::SchemaInvalid, "weight").need("nf4").have(other.to_string())),
+    }
+}
+
+/// The parts of segment `i`.
+pub(crate) fn parts<'a>(i: usize, format: &Nf4, s: &Segment<'a>) -> Result<Nf4Parts<'a>> {
+    let lacks = || Error::new(Code::SchemaInvalid, format!("segment {i}")).need("the parts of nf4");
+    format.of(&s.data).ok_or_else(lacks)
+}
+
+/// Scales of segment `i`, decoded; none is NaN or infinite.
+pub(crate) fn finite_absmax<'a>(i: usize, absmax: &Absmax<'a>) -> Result<Cow<'a, [f32]>> {
+    let absmax = absmax.to_f32()?;
+    match absmax.iter().position(|a| !a.is_finite()) {
+        None => Ok(absmax),
+        Some(at) => Err(Error::new(Code::ScaleInvalid, format!("segment {i}: absmax of block {at}"))
+            .need("a finite value")
+            .have(absmax[at].to_string())),
+    }
+}
