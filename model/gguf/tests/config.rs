@@ -2,7 +2,7 @@
 mod support;
 
 use q4_core::Code;
-use q4_gguf::{Gguf, config, gguf_name, hf_name, weights};
+use q4_gguf::{Gguf, config, generation_config, gguf_name, hf_name, tokenizer_config, weights};
 use serde_json::{Value, json};
 use support::{File, small};
 
@@ -163,4 +163,36 @@ fn weights_have_the_names_of_transformers() {
     let gguf = Gguf::parse("a.gguf", &bytes).expect("valid");
     let text = q4_gguf::weights(&gguf).expect_err("two of a name").to_string();
     assert!(text.contains("`model.norm.weight` is stored twice"), "{text}");
+}
+
+#[test]
+fn what_stands_beside_the_tokenizer() {
+    let made = |file: File, of: fn(&Gguf<'_>) -> q4_core::Result<Value>| {
+        of(&Gguf::parse("a.gguf", &file.bytes()).expect("a file"))
+    };
+    let file = small()
+        .without("tokenizer.ggml.eos_token_id")
+        .u32("tokenizer.ggml.eos_token_id", 5)
+        .u32("tokenizer.ggml.bos_token_id", 4)
+        .text("tokenizer.chat_template", "{{ messages }}");
+    let c = made(file.clone(), tokenizer_config).expect("valid");
+    assert_eq!((&c["eos_token"], &c["bos_token"]), (&json!("<think>"), &json!("<|endoftext|>")));
+    assert_eq!(c["chat_template"], "{{ messages }}");
+    assert!(c.get("pad_token").is_none());
+    let c = made(file.clone(), generation_config).expect("valid");
+    assert_eq!(c, json!({ "bos_token_id": 4, "eos_token_id": [5, 4], "do_sample": false }));
+
+    let file =
+        file.f32("general.sampling.temp", 0.6).entry("general.sampling.top_k", 5, &20i32.to_le_bytes());
+    let c = made(file.clone(), generation_config).expect("valid");
+    assert_eq!((&c["do_sample"], &c["temperature"], &c["top_k"]), (&json!(true), &json!(0.6), &json!(20)));
+    let error = made(file.text("general.sampling.top_p", "x"), generation_config).expect_err("a text");
+    assert_eq!(error.code(), Code::ConfigInvalid);
+
+    let beyond = small().u32("tokenizer.ggml.padding_token_id", 6);
+    for of in [tokenizer_config, generation_config] {
+        assert_eq!(made(beyond.clone(), of).expect_err("no token").code(), Code::TokenizerInvalid);
+    }
+    let error = made(small().u32("tokenizer.chat_template", 1), tokenizer_config).expect_err("no text");
+    assert_eq!(error.code(), Code::TemplateInvalid);
 }
