@@ -33,6 +33,7 @@ reject_codes! {
     ShapeUnsupported       = "shape-unsupported", "the shape does not fit the kernel";
     NotCompiledIn          = "not-compiled-in", "this build does not contain it";
     DeviceAbsent           = "device-absent", "the device does not exist";
+    DeviceUnsupported      = "device-unsupported", "it computes on devices of another kind";
     DeviceArch             = "device-arch", "the device is of another architecture";
     KernelImageMissing     = "kernel-image-missing", "the library has no kernel for this device";
     DriverTooOld           = "driver-too-old", "the driver is older than needed";

@@ -291,8 +291,9 @@ pub fn select(
 
 /// A candidate that would have been better than `path`, or is dead and might have been.
 fn lost_to_circumstance(r: &Rejection, path: ExecPath) -> bool {
-    let chosen_against =
-        |x: &Reject| matches!(x.code, RejectCode::NotSelected | RejectCode::SchemaUnsupported);
+    use RejectCode::{DeviceUnsupported, NotSelected, SchemaUnsupported};
+    // A kernel for devices of another kind is none for this one.
+    let chosen_against = |x: &Reject| matches!(x.code, NotSelected | SchemaUnsupported | DeviceUnsupported);
     path == ExecPath::DequantMatmul
         && r.path.is_none_or(|p| p < ExecPath::DequantMatmul)
         && !r.reasons.iter().any(chosen_against)

@@ -211,7 +211,7 @@ fn a_directory_says_what_it_lacks() {
     let dir = tempfile::tempdir().unwrap();
     let open = || Checkpoint::open(dir.path(), &OpenOptions::default()).unwrap_err();
     assert_eq!(open().code(), Code::ModelMissing);
-    for (name, part) in [("pytorch_model.bin", "pickle"), ("tiny.gguf", "GGUF")] {
+    for (name, part) in [("pytorch_model.bin", "pickle"), ("tiny.onnx", "ONNX")] {
         std::fs::write(dir.path().join(name), b"x").unwrap();
         for e in [open(), Checkpoint::open(&dir.path().join(name), &OpenOptions::default()).unwrap_err()] {
             assert!(e.to_string().contains(part) && e.to_string().contains("fix:"), "{e}");

@@ -14,7 +14,7 @@ pub(crate) fn operands(spec: &LinearSpec, path: ExecPath) -> Vec<Reject> {
         reject(PathUnsupported, "fused-dequant", path.to_string());
     }
     if spec.device != Device::Cpu {
-        reject(DeviceAbsent, "cpu: mxfp4-kernel has no kernels for devices", spec.device.to_string());
+        reject(DeviceUnsupported, "cpu", spec.device.to_string());
     }
     let is_mxfp4 = matches!(spec.schema, Q4Schema::Mxfp4(_));
     if !is_mxfp4 {

@@ -10,6 +10,7 @@ pub mod config;
 mod dat;
 mod declared;
 pub mod export;
+mod gguf;
 mod layer;
 pub mod names;
 pub mod quantize;
@@ -86,6 +87,11 @@ pub struct Checkpoint {
     others: Vec<String>,
 }
 
+/// Whether a file beside the weights is about texts.
+fn is_of_tokenizer(name: &str) -> bool {
+    !["config.json", "generation_config.json", "hf_quant_config.json"].contains(&name)
+}
+
 /// What turns the last hidden state into logits, `[vocab, hidden]`.
 #[derive(Clone, Debug)]
 pub enum Head<'a> {
@@ -99,7 +105,8 @@ pub enum Head<'a> {
 
 impl Checkpoint {
     /// Opens a model directory, a `.safetensors` file, an index of shards or a `.dat` file, with
-    /// `config.json` beside it or named in `options`. The weights are indexed, not read.
+    /// `config.json` beside it or named in `options`, or a `.gguf` file, which holds it. The weights are
+    /// indexed, not read, but for blocks of GGUF that are taken apart.
     ///
     /// # Errors
     /// [`Code::ModelMissing`] for a file that is not there, [`Code::Container`] for one that is damaged or no
@@ -129,7 +136,17 @@ impl Checkpoint {
 
     fn read(name: String, source: Source, options: &OpenOptions) -> Result<Self> {
         let store = TensorStore::read(&source, options.memory)?;
-        let side = source.side_files(options)?;
+        let mut side = source.side_files(options)?;
+        if store.container() == Container::Gguf {
+            store.foreign().map_or(Ok(()), |(name, spelled)| Err(gguf::refusal(name, spelled)))?;
+            let bytes = store.file_alone().map_or(&[][..], |bytes| &bytes[..]);
+            // What lies beside it is of other models, unless it was named.
+            let (config, tokenizer) = (options.config.is_none(), options.tokenizer.is_none());
+            side.retain(|name, _| if is_of_tokenizer(name) { !tokenizer } else { !config });
+            for (name, bytes) in gguf::files(&name, bytes, [config, tokenizer])? {
+                side.entry(name).or_insert(bytes);
+            }
+        }
         let config = side.get("config.json").ok_or_else(|| {
             // Both at once: whoever adds one should not be sent back for the other.
             let fix = match side.get("tokenizer.json") {
@@ -142,10 +159,10 @@ impl Checkpoint {
         })?;
         let config = DecoderConfig::parse(config)?;
         let store = store.of_whole_model(config.arch);
-        // A `.dat` file says all there is about its layers; the configuration beside it is that of the
-        // original model.
+        // A `.dat` or `.gguf` file says all there is about its layers; the configuration beside it is that of
+        // the original model.
         let declaration = match store.container() {
-            Container::Dat => Declaration::none(),
+            Container::Dat | Container::Gguf => Declaration::none(),
             Container::Safetensors => Declaration::read(
                 config.quantization.as_ref(),
                 side.get("hf_quant_config.json").map(|b| &b[..]),

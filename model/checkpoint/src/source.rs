@@ -29,7 +29,7 @@ const SIDE: [(&str, usize); 13] = [
 ];
 
 /// Files that a user may take for weights, and what to do instead.
-const REFUSED: [(&str, &str, &str); 6] = [
+const REFUSED: [(&str, &str, &str); 5] = [
     ("bin", "a pickle, which runs code when it is read", "save it again with safe_serialization=True"),
     ("pt", "a pickle, which runs code when it is read", "save its tensors with safetensors.torch.save_file"),
     ("pth", "a pickle, which runs code when it is read", "save its tensors with safetensors.torch.save_file"),
@@ -38,7 +38,6 @@ const REFUSED: [(&str, &str, &str); 6] = [
         "a pickle, which runs code when it is read",
         "save its tensors with safetensors.torch.save_file",
     ),
-    ("gguf", "GGUF, whose blocks are other formats", "use the safetensors files that it was made from"),
     ("onnx", "ONNX, which is a graph and no checkpoint", "use the safetensors files that it was made from"),
 ];
 
@@ -106,7 +105,9 @@ impl Source {
             [] => match names.iter().find(|n| refused(n).is_some()) {
                 Some(name) => Err(refusal(&self.label(name), name)),
                 None => Err(Error::new(Code::ModelMissing, format!("{}: no weights", self.label("")))
-                    .need(format!("{MODEL}, {INDEX} with its shards, or one .safetensors or .dat file"))
+                    .need(format!(
+                        "{MODEL}, {INDEX} with its shards, or one .safetensors, .gguf or .dat file"
+                    ))
                     .have(listed(&names))
                     .fix("name the folder that the model was downloaded or exported to")),
             },
@@ -218,6 +219,7 @@ fn container_of(name: &str) -> Option<Container> {
     match extension(name).as_str() {
         "safetensors" => Some(Container::Safetensors),
         "dat" => Some(Container::Dat),
+        "gguf" => Some(Container::Gguf),
         _ => None,
     }
 }
@@ -240,7 +242,7 @@ fn refusal(label: &str, name: &str) -> Error {
     let (have, fix) =
         refused(name).unwrap_or(("another kind of file", "name a model directory or a weight file"));
     Error::new(Code::Container, format!("{label}: not a checkpoint that can be read"))
-        .need(".safetensors or .dat")
+        .need(".safetensors, .gguf or .dat")
         .have(have)
         .fix(fix)
 }

@@ -5,7 +5,7 @@ use super::shards::{self, Shards};
 use super::stored::{Container, Stored};
 use super::table::{Table, Tensor};
 use super::unique::TEXT_LIMIT;
-use super::{bytes::Bytes, dat, safetensors, source::Source, values};
+use super::{bytes::Bytes, dat, gguf, safetensors, source::Source, values};
 use crate::arch::Arch;
 use q4_core::{Code, Error, Result};
 use serde::Serialize;
@@ -46,8 +46,8 @@ pub struct Entry<'a> {
 }
 
 impl TensorStore {
-    /// Indexes a directory, a `.safetensors` file (of which a shard is read alone), its `.index.json` or a
-    /// `.dat` file.
+    /// Indexes a directory, a `.safetensors` file (of which a shard is read alone), its `.index.json`, a
+    /// `.gguf` or a `.dat` file.
     ///
     /// # Errors
     /// [`Code::ModelMissing`] for a file that is not there, [`Code::Container`] for one that is damaged or no
@@ -92,7 +92,7 @@ impl TensorStore {
                 .have(format!("{memory} bytes"))
                 .fix("raise --memory-limit"));
             }
-            parts.push(store.add(name, source, bytes)?);
+            store.add(name, source, bytes, &mut parts)?;
         }
         let names: Vec<_> = store.files().map(|(name, _)| name).collect();
         store.table = Table::of(parts, &names)?;
@@ -110,11 +110,27 @@ impl TensorStore {
         }
     }
 
-    /// The tensors of one more file.
-    fn add(&mut self, name: String, source: &Source, bytes: Bytes) -> Result<Vec<Tensor>> {
+    /// The tensors of one more file, `parts` of which are lists of one file each.
+    fn add(
+        &mut self,
+        name: String,
+        source: &Source,
+        bytes: Bytes,
+        parts: &mut Vec<Vec<Tensor>>,
+    ) -> Result<()> {
         let mut index = match self.container {
             Container::Safetensors => safetensors::index(&source.label(&name), &bytes)?,
             Container::Dat => dat::index(&source.label(&name), &bytes)?,
+            Container::Gguf => {
+                let opened = gguf::open(&source.label(&name), &bytes)?;
+                parts.push(opened.tensors);
+                self.files.push((name.clone(), bytes));
+                if !opened.parts.0.is_empty() {
+                    parts.push(opened.parts.0);
+                    self.files.push((format!("{name}, blocks apart"), opened.parts.1));
+                }
+                return Ok(());
+            }
         };
         // What was read of a mapped file need not stay in memory: the index says it all.
         bytes.release(0..self.headers(&bytes) as usize);
@@ -128,7 +144,8 @@ impl TensorStore {
             .need(format!("at most {TEXT_LIMIT} texts"))
             .have(self.metadata.len().to_string()));
         }
-        Ok(index.tensors)
+        parts.push(index.tensors);
+        Ok(())
     }
 
     /// A base model, saved without the prefix that it has as a part of the whole, under the names it has
@@ -170,6 +187,17 @@ impl TensorStore {
             }
         }
         Ok(())
+    }
+
+    /// The first tensor of a type that no weight of ours has.
+    pub(super) fn foreign(&self) -> Option<(&str, &'static str)> {
+        let t = self.table.tensors().iter().find(|t| t.kind.dtype.is_none())?;
+        Some((&t.name, t.kind.spelled))
+    }
+
+    /// The weight file where it is one.
+    pub(super) fn file_alone(&self) -> Option<&Bytes> {
+        self.files.first().map(|f| &f.1)
     }
 
     /// How the files are written.

@@ -12,6 +12,8 @@ pub enum Container {
     Safetensors,
     /// `*.dat`.
     Dat,
+    /// `*.gguf`, which holds configuration and tokenizer too.
+    Gguf,
 }
 
 /// What a container's reader hands over.

@@ -393,8 +393,8 @@ typedef struct q4_options {
 
 /* Takes one reason; the texts live until it returns.  Stable codes: "schema-unsupported", "path-unsupported",
  * "op-unsupported", "activations-unsupported", "dtype-unsupported", "layout-unsupported",
- * "shape-unsupported", "device-absent", "device-arch", "kernel-image-missing", "driver-too-old",
- * "library-missing", "internal".  need and have are short: "k % 32 == 0", "k = 4000". */
+ * "shape-unsupported", "device-absent", "device-unsupported", "device-arch", "kernel-image-missing",
+ * "driver-too-old", "library-missing", "internal".  need and have are short: "k % 32 == 0", "k = 4000". */
 typedef void (*q4_reject_fn)(void *user, q4_str code, q4_str need, q4_str have);
 /* Takes the outcome of one check; with failed not 0, detail says why. */
 typedef void (*q4_probe_fn)(void *user, q4_str id, uint32_t failed, q4_str detail);

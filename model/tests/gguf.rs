@@ -1,0 +1,86 @@
+//! GGUF files give what the checkpoints give whose codes and scales they hold.
+mod support;
+
+use q4_core::{Code, Q4Weight, Result, RowDecoder};
+use q4_model::checkpoint::{Checkpoint, Container, OpenOptions, names};
+use q4_model::plan::ActivationRequest;
+use std::path::Path;
+use support::{Setup, golden};
+
+const FILES: [(&str, &str, &str); 2] =
+    [("mxfp4.gguf", "mxfp4_ct", "mxfp4@1"), ("nvfp4.gguf", "nvfp4_modelopt", "nvfp4@1")];
+
+#[test]
+fn weights_are_those_of_the_checkpoint_bit_for_bit() -> Result<()> {
+    let decoded = |checkpoint: &Checkpoint, name: &str, n, k| -> Result<Vec<u32>> {
+        let layer = checkpoint.layer(name, n, k)?;
+        let weight = Q4Weight { schema: layer.detected.schema, k, segments: &[layer.segment] };
+        let (decoder, mut row, mut all) = (RowDecoder::new(&weight)?, vec![0.0; k], Vec::new());
+        (0..n).for_each(|r| {
+            decoder.row(r, &mut row);
+            all.extend(row.iter().map(|v| v.to_bits()));
+        });
+        Ok(all)
+    };
+    for (file, folder, schema) in FILES {
+        let (gguf, other) = (open(file)?, open(folder)?);
+        assert_eq!(gguf.store().container(), Container::Gguf);
+        gguf.bind_all()?;
+        for i in 0..gguf.config().num_hidden_layers {
+            for (name, n, k) in names::linears(gguf.config(), i) {
+                assert_eq!(gguf.layer(&name, n, k)?.detected.schema.id().to_string(), schema);
+                assert_eq!(decoded(&gguf, &name, n, k)?, decoded(&other, &name, n, k)?, "{file}: {name}");
+            }
+        }
+        let (a, b) = (gguf.embedding()?.to_f32()?, other.embedding()?.to_f32()?);
+        assert_eq!(a, b, "{file}: embedding");
+    }
+    Ok(())
+}
+
+#[test]
+fn logits_are_those_of_the_checkpoint() -> Result<()> {
+    for (file, folder, _) in FILES {
+        let logits = |path: &str| -> Result<Vec<f32>> {
+            let activations = ActivationRequest::Native;
+            let setup = Setup { activations, all_logits: true, ..Setup::default() };
+            let (_dispatch, mut runner) = setup.open(&format!("qwen3_tiny_a/{path}"))?;
+            let mut all = Vec::new();
+            runner.accept_all(&[5, 17, 3, 200, 41], &mut |rows| all.extend_from_slice(rows))?;
+            Ok(all)
+        };
+        let (a, b) = (logits(file)?, logits(folder)?);
+        let largest = b.iter().fold(0f32, |l, v| l.max(v.abs()));
+        let worst = a.iter().zip(&b).fold(0f32, |w, (a, b)| w.max((a - b).abs()));
+        println!("{file}: {worst:e} of {largest}");
+        // The embedding, which is the head, is of another type.
+        assert!(a.len() == b.len() && worst <= 2e-6 * largest, "{file}: {worst:e} of {largest}");
+    }
+    Ok(())
+}
+
+#[test]
+fn damage_is_refused() -> Result<()> {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("damaged.gguf");
+    let whole = std::fs::read(golden("qwen3_tiny_a/mxfp4.gguf")).unwrap();
+    for cut in [0, 4, 100, whole.len() / 2, whole.len() - 64] {
+        std::fs::write(&path, &whole[..cut]).unwrap();
+        let e = Checkpoint::open(&path, &OpenOptions::default()).unwrap_err();
+        assert_eq!(e.code(), Code::Container, "{cut}: {e}");
+    }
+    // The number of the type of a weight in blocks: that of IQ4_NL, whose blocks are larger.
+    let at = |needle: &[u8]| whole.windows(needle.len()).position(|w| w == needle).unwrap();
+    let kind = at(b"blk.0.ffn_down.weight") + b"blk.0.ffn_down.weight".len() + 4 + 2 * 8;
+    assert_eq!(whole[kind..][..4], 39u32.to_le_bytes());
+    let mut other = whole.clone();
+    other[kind..][..4].copy_from_slice(&20u32.to_le_bytes());
+    std::fs::write(&path, &other).unwrap();
+    let e = Checkpoint::open(&path, &OpenOptions::default()).unwrap_err();
+    assert!(e.to_string().contains("damaged.gguf"), "{e}");
+    Ok(())
+}
+
+fn open(path: &str) -> Result<Checkpoint> {
+    Checkpoint::open(&golden("qwen3_tiny_a").join(Path::new(path)), &OpenOptions::default())
+}
