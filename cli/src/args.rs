@@ -156,7 +156,7 @@ pub struct GlobalArgs {
 /// Which model.
 #[derive(Args, Clone, Debug)]
 pub struct ModelArgs {
-    /// A model directory, a .safetensors or .dat file, or `demo`, the model inside the executable.
+    /// A model directory, a .safetensors, .gguf or .dat file, or `demo`, the model inside the executable.
     #[arg(default_value = "demo", value_hint = ValueHint::AnyPath)]
     pub model: PathBuf,
     /// config.json, where it is not beside the weights.
@@ -321,7 +321,7 @@ Examples:
   q4 inspect ./model
   q4 inspect ./model-00001-of-00002.safetensors --json")]
 pub struct InspectArgs {
-    /// A model directory, a .safetensors or .dat file, or `demo`. A configuration is not needed.
+    /// A model directory, a .safetensors, .gguf or .dat file, or `demo`. A configuration is not needed.
     #[arg(default_value = "demo", value_name = "FILE|MODEL", value_hint = ValueHint::AnyPath)]
     pub model: PathBuf,
 }

@@ -127,7 +127,7 @@ pub fn model(path: &Path) -> Result<()> {
     }
     let name = path.display().to_string();
     let e = Error::new(Code::ModelMissing, format!("{name}: there is no such model"))
-        .need("a folder with config.json and safetensors, a .safetensors or .dat file, or `demo`, the built-in model");
+        .need("a folder with config.json and safetensors, a .safetensors, .gguf or .dat file, or `demo`, the built-in model");
     if is_text(&name) {
         return Err(e.have("what looks like a prompt").fix(format!("q4 generate demo -p {}", quoted(&name))));
     }

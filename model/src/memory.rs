@@ -13,7 +13,7 @@
 //! ```
 //! On the CPU everything is host memory. On a device, `loading` and pinned logits are the host's, and what is
 //! not `program` or `loading` is the device's.
-use crate::checkpoint::{Checkpoint, SCANNED, names};
+use crate::checkpoint::{Checkpoint, Container, SCANNED, names};
 use crate::config::DecoderConfig;
 use crate::cpu::{CpuExecutor, CpuTable, KvCache, slot_bytes};
 use crate::cuda;
@@ -123,8 +123,10 @@ impl MemoryPlan {
         add("weights", place, weights + pages(plan, device, weights));
         add("embedding", place, embedding.kept);
         add("head", place, own_head.kept);
-        let tables = if device == Device::Cpu { embedding.kept + own_head.kept } else { 0 };
-        add("file", Place::Host, checkpoint.store().built_in().saturating_sub(tables));
+        // Of a built-in model the tables are read where they lie; of GGUF only what was taken apart is unmapped.
+        let is_apart = checkpoint.store().container() == Container::Gguf;
+        let tables = if device == Device::Cpu && !is_apart { embedding.kept + own_head.kept } else { 0 };
+        add("file", Place::Host, checkpoint.store().unmapped().saturating_sub(tables));
         add("cache", place, cache(positions));
         let with_context = match device {
             Device::Cpu => {

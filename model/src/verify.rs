@@ -7,7 +7,7 @@ pub mod run;
 mod together;
 mod words;
 
-use crate::checkpoint::{Checkpoint, Head, Layer, Method, Stored, names, values};
+use crate::checkpoint::{Checkpoint, Container, Head, Layer, Method, Stored, names, values};
 use crate::{text, tokenizer::Tokenizer};
 use q4_core::formats::facts::Facts;
 use q4_core::{Code, Convention, Error, GlobalScale, Part, Result};
@@ -365,7 +365,9 @@ impl Verifier<'_> {
         for note in &self.c.declaration().notes {
             self.add("kv-cache-float", Severity::Note, "config.json", note.clone());
         }
-        let undeclared = self.c.declaration().method == Method::None;
+        // GGUF says it by the types of its tensors.
+        let undeclared =
+            self.c.declaration().method == Method::None && self.c.store().container() != Container::Gguf;
         let marks = [".weight_scale_2", ".weight_packed"];
         if undeclared && self.c.table().keys().any(|name| marks.iter().any(|m| name.ends_with(m))) {
             let message =

@@ -1,4 +1,5 @@
 //! GGUF files give what the checkpoints give whose codes and scales they hold.
+#![allow(clippy::unwrap_used)]
 mod support;
 
 use q4_core::{Code, Q4Weight, Result, RowDecoder};

@@ -53,7 +53,7 @@ Examples:
   q4 compare ./model --against reference --data text.txt            what this machine's kernels change
   q4 compare ./model ./model-nf4 --data text.txt --max-kl-mean 0.05 --min-top1 0.9")]
 pub struct CompareArgs {
-    /// The reference: a model directory, a .safetensors or .dat file, or `demo`.
+    /// The reference: a model directory, a .safetensors, .gguf or .dat file, or `demo`.
     #[arg(value_name = "A", value_hint = ValueHint::AnyPath)]
     pub a: PathBuf,
     /// The model that is compared with it; may be the same, and is where --against stands alone.

@@ -71,11 +71,6 @@ impl Bytes {
         matches!(self.0, Owner::Mapped(_))
     }
 
-    /// Whether they are part of the executable.
-    pub(crate) fn is_static(&self) -> bool {
-        matches!(self.0, Owner::Static(_))
-    }
-
     /// Bytes of memory that reading `count` places far apart maps.
     pub fn mapped_by(count: usize) -> usize {
         count * AROUND

@@ -285,9 +285,10 @@ impl TensorStore {
         self.files.iter().for_each(|(_, bytes)| bytes.release(0..bytes.len()));
     }
 
-    /// Bytes of the files that are part of the executable, whose pages stay once they are read.
-    pub fn built_in(&self) -> u64 {
-        self.files.iter().filter(|(_, bytes)| bytes.is_static()).map(|(_, bytes)| bytes.len() as u64).sum()
+    /// Bytes of what no file is mapped for: part of the executable, whose pages stay once they are read, or
+    /// blocks that were taken apart.
+    pub fn unmapped(&self) -> u64 {
+        self.files.iter().filter(|(_, bytes)| !bytes.is_mapped()).map(|(_, bytes)| bytes.len() as u64).sum()
     }
 
     /// As [`floats`](Self::floats) for a tensor of which a few rows are read later: at no time are more than
