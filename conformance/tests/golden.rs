@@ -15,7 +15,7 @@ use std::{
     path::Path,
 };
 
-/// Files of the manifest that hold formats q4 does not have and are not in the repository.
+/// Files of the manifest that are compared elsewhere: where blocks of GGUF are taken apart.
 const FOREIGN_FILES: [&str; 1] = ["gguf.safetensors"];
 /// Tensors of formats q4 does not have.
 const FOREIGN_TENSORS: [&str; 2] = ["bnb_fp4", "emul_ggml.blocks"];

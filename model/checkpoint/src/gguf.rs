@@ -23,11 +23,20 @@ pub(super) struct Opened {
 /// Tensors of `bytes`; `file` is how errors call it.
 ///
 /// # Errors
-/// [`Code::Container`] for damage.
-pub(super) fn open(file: &str, bytes: &[u8]) -> Result<Opened> {
+/// [`Code::Container`] for damage, [`Code::OutOfMemory`] for more than `memory` bytes of parts.
+pub(super) fn open(file: &str, bytes: &[u8], memory: Option<u64>) -> Result<Opened> {
     let gguf = Gguf::parse(file, bytes)?;
     let weights = q4_gguf::weights(&gguf)?;
-    let (mut tensors, mut parts, mut packed) = (Vec::new(), Vec::new(), Vec::new());
+    let is_apart = |kind| matches!(kind, GgmlType::MXFP4 | GgmlType::NVFP4);
+    let apart_bytes: usize =
+        weights.iter().filter(|(_, t)| is_apart(t.kind)).map(|(_, t)| t.range.len() + size_of::<f32>()).sum();
+    if let Some(memory) = memory.filter(|m| apart_bytes as u64 > *m) {
+        return Err(Error::new(Code::OutOfMemory, format!("{file}: its blocks taken apart"))
+            .need(format!("{apart_bytes} bytes"))
+            .have(format!("{memory} bytes"))
+            .fix("raise --memory-limit"));
+    }
+    let (mut tensors, mut parts, mut packed) = (Vec::new(), Vec::new(), Vec::with_capacity(apart_bytes));
     let names: BTreeSet<&str> = weights.iter().map(|(name, _)| name.as_str()).collect();
     for (name, stored) in &weights {
         let blocks = &bytes[stored.range.clone()];

@@ -92,7 +92,7 @@ impl TensorStore {
                 .have(format!("{memory} bytes"))
                 .fix("raise --memory-limit"));
             }
-            store.add(name, source, bytes, &mut parts)?;
+            store.add(name, source, bytes, memory, &mut parts)?;
         }
         let names: Vec<_> = store.files().map(|(name, _)| name).collect();
         store.table = Table::of(parts, &names)?;
@@ -116,13 +116,14 @@ impl TensorStore {
         name: String,
         source: &Source,
         bytes: Bytes,
+        memory: Option<u64>,
         parts: &mut Vec<Vec<Tensor>>,
     ) -> Result<()> {
         let mut index = match self.container {
             Container::Safetensors => safetensors::index(&source.label(&name), &bytes)?,
             Container::Dat => dat::index(&source.label(&name), &bytes)?,
             Container::Gguf => {
-                let opened = gguf::open(&source.label(&name), &bytes)?;
+                let opened = gguf::open(&source.label(&name), &bytes, memory)?;
                 parts.push(opened.tensors);
                 self.files.push((name.clone(), bytes));
                 if !opened.parts.0.is_empty() {
