@@ -13,7 +13,8 @@ use q4_model::runner::Runner;
 use std::path::PathBuf;
 use std::sync::Arc;
 use {
-    q4_dequant_matmul as _, q4_mxfp4_kernel as _, q4_nf4_kernel as _, q4_nvfp4_kernel as _, q4_reference as _,
+    q4_dequant_matmul as _, q4_int4_kernel as _, q4_mxfp4_kernel as _, q4_nf4_kernel as _,
+    q4_nvfp4_kernel as _, q4_reference as _,
 };
 
 pub fn golden(path: &str) -> PathBuf {
@@ -30,6 +31,7 @@ pub struct Setup {
     pub all_logits: bool,
     pub threads: usize,
     pub kv: KvType,
+    pub isa: Option<&'static str>,
 }
 
 impl Default for Setup {
@@ -44,6 +46,7 @@ impl Default for Setup {
             all_logits: false,
             threads: 2,
             kv: KvType::F32,
+            isa: None,
         }
     }
 }
@@ -52,7 +55,8 @@ impl Setup {
     pub fn dispatch(&self) -> Result<Dispatch> {
         let overrides = Overrides { all: self.backend.map(str::to_owned), ..Overrides::default() };
         let policy = Policy { compute: self.compute, overrides, ..Policy::default() };
-        Ok(Dispatch::new(Registry::builtin(&BuiltinOptions::default())?, policy))
+        let options = BuiltinOptions { isa: self.isa.map(str::to_owned), ..BuiltinOptions::default() };
+        Ok(Dispatch::new(Registry::builtin(&options)?, policy))
     }
 
     pub fn load(&self, checkpoint: &Checkpoint, dispatch: &Dispatch) -> Result<Loaded> {
