@@ -26,7 +26,7 @@ pub(crate) fn prepare<'a>(
                 .have("NaN"));
         }
         let scales = scales.iter().map(|s| E8m0(*s)).collect::<Vec<_>>().into();
-        Ok(Stored { rows: s.rows, codes, scales })
+        Ok(Stored { rows: s.rows, codes, scales, zeros: &[] })
     };
     let stored = w.segments.iter().enumerate().map(one).collect::<Result<Vec<_>>>()?;
     let codes = Codes { values: e2m1::VALUES, order: NibbleOrder::LowFirst, block: crate::probe::BLOCK };

@@ -18,7 +18,7 @@ pub(crate) fn prepare<'a>(
     let format = format(w)?;
     let one = |(i, s): (usize, &Segment<'a>)| {
         let Nf4Parts { codes, absmax } = parts(i, &format, s)?;
-        Ok(Stored { rows: s.rows, codes: codes.as_bytes()?, scales: finite_absmax(i, &absmax)? })
+        Ok(Stored { rows: s.rows, codes: codes.as_bytes()?, scales: finite_absmax(i, &absmax)?, zeros: &[] })
     };
     let stored = w.segments.iter().enumerate().map(one).collect::<Result<Vec<_>>>()?;
     let codes = Codes { values: CODEBOOK, order: format.nibble_order, block: format.block };

@@ -3,7 +3,7 @@
 #[path = "../../reference/tests/contract/mod.rs"]
 mod contract;
 
-use contract::{Subject, built, subjects};
+use contract::{Subject, built, subjects, vector_kernels_agree};
 use q4_core::{
     Absmax, ActGlobal, ActQuant, Activations, Code, DType, Dense, ExecPath, HostEnv, Nf4, Nf4Parts,
     NibbleOrder, Q4Schema, Q4Weight, RejectCode, Result, Rule, Segment, TensorView, ThreadPool,
@@ -64,39 +64,8 @@ fn vector_kernels_agree_bit_for_bit() -> Result<()> {
     let absmax = Absmax::Plain(TensorView::of(&absmax, &[absmax.len()])?);
     let data = Nf4Parts { codes: TensorView::of(&codes, &[codes.len()])?, absmax }.into();
     let segments = [Segment { rows: n, data }];
-    let (io, pool) = ((DType::F32, DType::F32), ThreadPool::new(1));
-    let mut fnv = 0xcbf2_9ce4_8422_2325u64;
-    let subjects: Vec<_> = kernels().into_iter().filter(|s| s.isa != "portable").collect();
-    for m in [1, 2, 3, 4, 9] {
-        let mut seen: Option<(&str, Vec<u32>)> = None;
-        for subject in &subjects {
-            let weight = Q4Weight { schema: PLAIN, k, segments: &segments };
-            let problem = q4_conformance::Problem {
-                name: "bits".into(),
-                weight,
-                x: x[..m * k].to_vec(),
-                m,
-                max_m: m,
-                activations: Activations::Native,
-                io: DType::F32,
-                recorded: None,
-            };
-            let w = subject.prepare(&problem, io, &pool)?;
-            let (y, dx) = contract::both(&*w, &problem.x, &dy[..m * n], io, &pool)?;
-            let bits: Vec<u32> = y.into_iter().chain(dx).collect();
-            let (other, want) = seen.get_or_insert_with(|| (subject.isa, bits.clone()));
-            assert!(bits == *want, "m = {m}: {} differs from {other}", subject.isa);
-        }
-        for bits in seen.into_iter().flat_map(|(_, bits)| bits) {
-            fnv = (fnv ^ u64::from(bits)).wrapping_mul(0x100_0000_01b3);
-        }
-    }
-    if subjects.is_empty() {
-        println!("skipped: this processor has no vector kernels");
-        return Ok(());
-    }
-    assert_eq!(fnv, RECORDED, "{fnv:#x}: not the bits of other architectures");
-    Ok(())
+    let weight = Q4Weight { schema: PLAIN, k, segments: &segments };
+    vector_kernels_agree(&kernels(), weight, [&x, &dy], RECORDED)
 }
 
 #[test]

@@ -8,7 +8,7 @@ use q4_core::{ExecContext, PreparedInfo, PreparedWeight, Result, Scratch, Tensor
 /// Fewest words of 8 input features a task of the backward product takes.
 const LEAST_WORDS: usize = 8;
 
-impl<S: Scale> PreparedWeight for Packed<S> {
+impl<S: Scale, const ZEROS: bool> PreparedWeight for Packed<S, ZEROS> {
     fn info(&self) -> &PreparedInfo {
         &self.info
     }
@@ -52,7 +52,7 @@ impl<S: Scale> PreparedWeight for Packed<S> {
         Ok(())
     }
 
-    /// `values[code] * scale`, rounded to f32 as the schema says, then to the type of `out`.
+    /// `(values[code] - zero) * scale`, rounded to f32 as the schema says, then to the type of `out`.
     fn dequantize(&self, out: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
         let (n, k) = (self.info.n, self.info.k);
         check_matrix(&out.as_view(), out.as_view().dtype(), n, k)?;
@@ -65,8 +65,10 @@ impl<S: Scale> PreparedWeight for Packed<S> {
                 let (scales, _) = self.lines(block, groups);
                 for i in 0..words {
                     let word = self.codes[codes + i * step].0[lane];
-                    let scale = self.scales[scales + i * CODES / self.group * step][lane].widen();
-                    let value = |j| self.table[(word >> (4 * j) & 15) as usize] * scale;
+                    let at = scales + i * CODES / self.group * step;
+                    let scale = self.scales[at][lane].widen();
+                    let zero = self.zeros.as_ref().map_or(0.0, |zeros| f32::from(zeros[at][lane]));
+                    let value = |j| (self.table[(word >> (4 * j) & 15) as usize] - zero) * scale;
                     let values: [f32; CODES] = std::array::from_fn(value);
                     // SAFETY: a row belongs to one task.
                     unsafe { out.put(row, i * CODES, &values) };

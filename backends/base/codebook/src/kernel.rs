@@ -17,9 +17,14 @@ const GEMV_ROWS: usize = 4;
 ///
 /// # Safety
 /// The range is inside the weight, no other task has any of it, and the rows have the columns stated.
-pub(crate) unsafe fn forward<S: Scale>(w: &Packed<S>, x: &Rows<'_>, y: &RowsMut<'_>, range: Range<usize>) {
+pub(crate) unsafe fn forward<S: Scale, const Z: bool>(
+    w: &Packed<S, Z>,
+    x: &Rows<'_>,
+    y: &RowsMut<'_>,
+    range: Range<usize>,
+) {
     // SAFETY: the caller's.
-    on!(w.vectors, V => unsafe { forward_on::<V, S>(w, x, y, range) })
+    on!(w.vectors, V => unsafe { forward_on::<V, S, Z>(w, x, y, range) })
 }
 
 /// `dx[:, 8·range] = dy W` for words of 8 input features. `dy` has n columns rounded up to 16, `dx` k.
@@ -27,30 +32,40 @@ pub(crate) unsafe fn forward<S: Scale>(w: &Packed<S>, x: &Rows<'_>, y: &RowsMut<
 ///
 /// # Safety
 /// As of [`forward`].
-pub(crate) unsafe fn backward<S: Scale>(w: &Packed<S>, dy: &Rows<'_>, dx: &RowsMut<'_>, range: Range<usize>) {
+pub(crate) unsafe fn backward<S: Scale, const Z: bool>(
+    w: &Packed<S, Z>,
+    dy: &Rows<'_>,
+    dx: &RowsMut<'_>,
+    range: Range<usize>,
+) {
     // SAFETY: the caller's.
-    on!(w.vectors, V => unsafe { backward_on::<V, S>(w, dy, dx, range) })
+    on!(w.vectors, V => unsafe { backward_on::<V, S, Z>(w, dy, dx, range) })
 }
 
 #[inline(always)]
-unsafe fn forward_on<L: Lanes, S: Scale>(w: &Packed<S>, x: &Rows<'_>, y: &RowsMut<'_>, blocks: Range<usize>) {
+unsafe fn forward_on<L: Lanes, S: Scale, const Z: bool>(
+    w: &Packed<S, Z>,
+    x: &Rows<'_>,
+    y: &RowsMut<'_>,
+    blocks: Range<usize>,
+) {
     // SAFETY: forwarded.
     unsafe {
         match x.m() {
             0 => {}
-            1 => gemv::<L, S, 1>(w, x, y, blocks),
-            2 => gemv::<L, S, 2>(w, x, y, blocks),
-            3 => gemv::<L, S, 3>(w, x, y, blocks),
-            GEMV_ROWS => gemv::<L, S, GEMV_ROWS>(w, x, y, blocks),
-            _ => gemm::<L, S>(w, x, y, blocks),
+            1 => gemv::<L, S, Z, 1>(w, x, y, blocks),
+            2 => gemv::<L, S, Z, 2>(w, x, y, blocks),
+            3 => gemv::<L, S, Z, 3>(w, x, y, blocks),
+            GEMV_ROWS => gemv::<L, S, Z, GEMV_ROWS>(w, x, y, blocks),
+            _ => gemm::<L, S, Z>(w, x, y, blocks),
         }
     }
 }
 
 /// As many blocks in flight as the registers hold.
 #[inline(always)]
-unsafe fn gemv<L: Lanes, S: Scale, const M: usize>(
-    w: &Packed<S>,
+unsafe fn gemv<L: Lanes, S: Scale, const Z: bool, const M: usize>(
+    w: &Packed<S, Z>,
     x: &Rows<'_>,
     y: &RowsMut<'_>,
     blocks: Range<usize>,
@@ -62,13 +77,13 @@ unsafe fn gemv<L: Lanes, S: Scale, const M: usize>(
         // SAFETY: blocks b to b + width are inside the range.
         unsafe {
             if width >= 4 && left >= 4 {
-                stream::<L, S, 4, M>(w, x, y, b);
+                stream::<L, S, Z, 4, M>(w, x, y, b);
                 b += 4;
             } else if width >= 2 && left >= 2 {
-                stream::<L, S, 2, M>(w, x, y, b);
+                stream::<L, S, Z, 2, M>(w, x, y, b);
                 b += 2;
             } else {
-                stream::<L, S, 1, M>(w, x, y, b);
+                stream::<L, S, Z, 1, M>(w, x, y, b);
                 b += 1;
             }
         }
@@ -77,8 +92,8 @@ unsafe fn gemv<L: Lanes, S: Scale, const M: usize>(
 
 /// `M` rows of x against `B` blocks of one quad, decoded in registers.
 #[inline(always)]
-unsafe fn stream<L: Lanes, S: Scale, const B: usize, const M: usize>(
-    w: &Packed<S>,
+unsafe fn stream<L: Lanes, S: Scale, const Z: bool, const B: usize, const M: usize>(
+    w: &Packed<S, Z>,
     x: &Rows<'_>,
     y: &RowsMut<'_>,
     b0: usize,
@@ -94,9 +109,11 @@ unsafe fn stream<L: Lanes, S: Scale, const B: usize, const M: usize>(
         let mut total = [[L::splat(0.0); B]; M];
         let mut word = 0;
         for chain in 0..shape.chains {
-            let acc = L::chain(table, codes, step, shape.words_per_chain, x, word);
-            word += shape.words_per_chain;
             let group = chain / shape.chains_per_group;
+            let offsets: [L::F; B] =
+                std::array::from_fn(|b| shape.offset::<L, S, Z>(w, b0, group * step + b * LANES));
+            let acc = L::chain::<B, M, Z>(table, offsets, codes, step, shape.words_per_chain, x, word);
+            word += shape.words_per_chain;
             for b in 0..B {
                 let scale = S::load::<L>(scales.add(group * step + b * LANES));
                 for r in 0..M {
@@ -115,8 +132,8 @@ unsafe fn stream<L: Lanes, S: Scale, const B: usize, const M: usize>(
 }
 
 #[inline(always)]
-unsafe fn backward_on<L: Lanes, S: Scale>(
-    w: &Packed<S>,
+unsafe fn backward_on<L: Lanes, S: Scale, const Z: bool>(
+    w: &Packed<S, Z>,
     dy: &Rows<'_>,
     dx: &RowsMut<'_>,
     words: Range<usize>,
@@ -127,9 +144,9 @@ unsafe fn backward_on<L: Lanes, S: Scale>(
             // SAFETY: rows r to r + step exist.
             unsafe {
                 match dy.m() - r {
-                    1 => word_back::<L, S, 1>(w, dy, dx, word, r),
-                    2 => word_back::<L, S, 2>(w, dy, dx, word, r),
-                    _ => word_back::<L, S, 3>(w, dy, dx, word, r),
+                    1 => word_back::<L, S, Z, 1>(w, dy, dx, word, r),
+                    2 => word_back::<L, S, Z, 2>(w, dy, dx, word, r),
+                    _ => word_back::<L, S, Z, 3>(w, dy, dx, word, r),
                 }
             }
             r += 3;
@@ -139,8 +156,8 @@ unsafe fn backward_on<L: Lanes, S: Scale>(
 
 /// Eight columns of W against `M` rows of dy.
 #[inline(always)]
-unsafe fn word_back<L: Lanes, S: Scale, const M: usize>(
-    w: &Packed<S>,
+unsafe fn word_back<L: Lanes, S: Scale, const Z: bool, const M: usize>(
+    w: &Packed<S, Z>,
     dy: &Rows<'_>,
     dx: &RowsMut<'_>,
     word: usize,
@@ -155,13 +172,14 @@ unsafe fn word_back<L: Lanes, S: Scale, const M: usize>(
         for b in 0..w.blocks() {
             let ((codes, step), (scales, _)) = (shape.codes(w, b), shape.scales(w, b));
             let packed = L::words(codes.add(word * step));
-            let scale = S::load::<L>(scales.add(word * CODES / w.group * step));
+            let at = word * CODES / w.group * step;
+            let (scale, offset) = (S::load::<L>(scales.add(at)), shape.offset::<L, S, Z>(w, b, at));
             let mut scaled = [scale; M];
             for r in 0..M {
                 scaled[r] = L::mul(L::load(dy[r].add(b * LANES)), scale);
             }
             for j in 0..CODES {
-                let v = L::look_up(table, packed, j as i32);
+                let v = L::decode::<Z>(table, offset, packed, j as i32);
                 for r in 0..M {
                     acc[r][j] = L::fma(v, scaled[r], acc[r][j]);
                 }

@@ -35,8 +35,8 @@ struct Chain<L: Lanes> {
 /// # Safety
 /// The range is inside the weight, no other task has any of it, and the rows have the columns of the weight.
 #[inline(always)]
-pub(crate) unsafe fn gemm<L: Lanes, S: Scale>(
-    w: &Packed<S>,
+pub(crate) unsafe fn gemm<L: Lanes, S: Scale, const Z: bool>(
+    w: &Packed<S, Z>,
     x: &Rows<'_>,
     y: &RowsMut<'_>,
     blocks: Range<usize>,
@@ -104,9 +104,9 @@ pub(crate) unsafe fn gemm<L: Lanes, S: Scale>(
 impl<L: Lanes> Chain<L> {
     /// Decodes chain `chain` of `block` to tile `c`.
     #[inline(always)]
-    unsafe fn decode<S: Scale>(
+    unsafe fn decode<S: Scale, const Z: bool>(
         &mut self,
-        w: &Packed<S>,
+        w: &Packed<S, Z>,
         shape: &Shape,
         block: usize,
         chain: usize,
@@ -117,11 +117,13 @@ impl<L: Lanes> Chain<L> {
             let table = L::table(&w.table);
             let (codes, step) = shape.codes(w, block);
             let start = codes.add(chain * shape.words_per_chain * step);
+            let (scales, across) = shape.scales(w, block);
+            let at = chain / shape.chains_per_group * across;
+            let offset = shape.offset::<L, S, Z>(w, block, at);
             for i in 0..shape.words_per_chain {
-                L::unpack(table, start.add(i * step), self.tiles[c][i * CODES].0.as_mut_ptr());
+                L::unpack::<Z>(table, offset, start.add(i * step), self.tiles[c][i * CODES].0.as_mut_ptr());
             }
-            let (scales, step) = shape.scales(w, block);
-            self.scales[c] = S::load::<L>(scales.add(chain / shape.chains_per_group * step));
+            self.scales[c] = S::load::<L>(scales.add(at));
         }
     }
 

@@ -12,8 +12,9 @@ impl Lanes for Neon {
     const ACCUMULATORS: usize = 2;
 
     #[inline(always)]
-    unsafe fn chain<const B: usize, const M: usize>(
+    unsafe fn chain<const B: usize, const M: usize, const Z: bool>(
         t: uint8x16x4_t,
+        offsets: [Self::F; B],
         codes: [*const u32; B],
         step: usize,
         count: usize,
@@ -30,7 +31,7 @@ impl Lanes for Neon {
                 for q in 0..QUARTER {
                     let mut acc = [[vdupq_n_f32(0.0); 2]; M];
                     for i in word..word + count {
-                        let [even, odd] = eight(t, codes[b].add(i * step + QUARTER * q));
+                        let [even, odd] = eight::<Z>(t, offsets[b][q], codes[b].add(i * step + QUARTER * q));
                         for r in 0..M {
                             let (low, high) =
                                 (vld1q_f32(x[r].add(i * CODES)), vld1q_f32(x[r].add(i * CODES + 4)));
@@ -54,11 +55,11 @@ impl Lanes for Neon {
     }
 
     #[inline(always)]
-    unsafe fn unpack(t: uint8x16x4_t, p: *const u32, out: *mut f32) {
+    unsafe fn unpack<const Z: bool>(t: uint8x16x4_t, offset: Self::F, p: *const u32, out: *mut f32) {
         // SAFETY: the trait's contract.
         unsafe {
             for q in 0..QUARTER {
-                let [even, odd] = eight(t, p.add(QUARTER * q));
+                let [even, odd] = eight::<Z>(t, offset[q], p.add(QUARTER * q));
                 for i in 0..CODES / 2 {
                     vst1q_f32(out.add(2 * i * LANES + QUARTER * q), even[i]);
                     vst1q_f32(out.add((2 * i + 1) * LANES + QUARTER * q), odd[i]);
@@ -105,14 +106,15 @@ impl Lanes for Neon {
     }
 }
 
-/// Values of the 8 codes of four words at `p`: of even, and of odd k. Bytes of the four tables are put beside
-/// each other, by two and by four.
+/// Values of the 8 codes of four words at `p`, with `offset` if there are zero points: of even, and of odd k.
+/// Bytes of the four tables are put beside each other, by two and by four.
 #[inline(always)]
-unsafe fn eight(t: uint8x16x4_t, p: *const u32) -> [[float32x4_t; 4]; 2] {
+unsafe fn eight<const Z: bool>(t: uint8x16x4_t, offset: float32x4_t, p: *const u32) -> [[float32x4_t; 4]; 2] {
     // SAFETY: called by `Neon` only; four words are readable.
     unsafe {
         let w = vld1q_u8(p.cast());
-        [values(t, vandq_u8(w, vdupq_n_u8(15))), values(t, vshrq_n_u8::<4>(w))]
+        let both = [values(t, vandq_u8(w, vdupq_n_u8(15))), values(t, vshrq_n_u8::<4>(w))];
+        if Z { both.map(|four| four.map(|v| vaddq_f32(v, offset))) } else { both }
     }
 }
 

@@ -7,7 +7,7 @@ use q4_core::{
     Activations, DType, ExecPath, Footprint, LinearSpec, NibbleOrder, OpSet, PreparedInfo, Result, Scratch,
     ThreadPool,
 };
-use q4_simd::{Vectors, Widen};
+use q4_simd::{Vector, Vectors, Widen};
 use std::borrow::Cow;
 use std::sync::Mutex;
 
@@ -19,6 +19,17 @@ pub trait Scale: Widen + Pod + Send {}
 
 impl<T: Widen + Pod + Send> Scale for T {}
 
+/// Scales as they are stored; copied where they are not aligned.
+///
+/// # Panics
+/// If the bytes are no whole number of scales.
+pub fn scales<S: Scale>(bytes: &[u8]) -> Cow<'_, [S]> {
+    match bytemuck::try_cast_slice(bytes) {
+        Ok(scales) => Cow::Borrowed(scales),
+        Err(_) => bytes.chunks_exact(size_of::<S>()).map(bytemuck::pod_read_unaligned).collect(),
+    }
+}
+
 /// One cache line: a value of each of 16 rows.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
@@ -29,9 +40,9 @@ unsafe impl<T: Zeroable> Zeroable for Line<T> {}
 // SAFETY: as above; only 4-byte types are used, so that the alignment adds nothing.
 unsafe impl Pod for Line<u32> {}
 
-/// A weight as the kernels read it. Resident: n·k/2 bytes of codes and a scale per `group` of k and row, n
-/// rounded up to 16.
-pub struct Packed<S> {
+/// A weight as the kernels read it, with zero points or without. Resident: n·k/2 bytes of codes and a scale per
+/// `group` of k and row, with a byte for its zero point, n rounded up to 16.
+pub struct Packed<S, const ZEROS: bool = false> {
     pub(crate) info: PreparedInfo,
     pub(crate) vectors: Vectors,
     pub(crate) x: DType,
@@ -43,11 +54,13 @@ pub struct Packed<S> {
     pub(crate) codes: Pages<Line<u32>>,
     /// `[quads, k / group, blocks of the quad]`: a scale of each of 16 rows. Rows past n have zeroes.
     pub(crate) scales: Pages<[S; LANES]>,
+    /// As the scales: what is taken off a value before it is scaled; empty without zero points.
+    pub(crate) zeros: Option<Pages<[u8; LANES]>>,
     /// Values of the codes.
     pub(crate) table: [f32; 16],
 }
 
-impl<S> Packed<S> {
+impl<S, const ZEROS: bool> Packed<S, ZEROS> {
     /// Blocks of 16 output rows.
     pub(crate) fn blocks(&self) -> usize {
         self.info.n.div_ceil(LANES)
@@ -61,8 +74,8 @@ impl<S> Packed<S> {
     }
 }
 
-/// What [`pack`] will keep of a weight with a scale of `scale` bytes for `block` elements, and [`Packed`] want
-/// as scratch.
+/// What [`pack`] will keep of a weight with `scale` bytes of scale and zero point for `block` elements, and
+/// [`Packed`] want as scratch.
 pub fn footprint(spec: &LinearSpec, block: u32, scale: usize) -> Footprint {
     let (n, k) = (spec.n().next_multiple_of(LANES), spec.k);
     let groups = k / scale_group(k, block).max(1);
@@ -95,6 +108,8 @@ pub struct Stored<'a, S: Clone> {
     pub codes: &'a [u8],
     /// One for each block.
     pub scales: Cow<'a, [S]>,
+    /// One for each block, of weights with zero points.
+    pub zeros: &'a [u8],
 }
 
 /// Repacks the segments of a weight with `k` in features. Rows past the last take a code of zero and a scale
@@ -105,25 +120,31 @@ pub struct Stored<'a, S: Clone> {
 ///
 /// # Panics
 /// If a segment is shorter than its rows.
-pub fn pack<S: Scale>(
+pub fn pack<S: Scale, const ZEROS: bool>(
     (backend, path): (&'static str, ExecPath),
     parts: &[Stored<'_, S>],
     of: &Codes,
     spec: &LinearSpec,
     vectors: Vectors,
     threads: &ThreadPool,
-) -> Result<Packed<S>> {
+) -> Result<Packed<S, ZEROS>> {
     let (n, k) = (parts.iter().map(|p| p.rows).sum::<usize>(), spec.k);
     let group = scale_group(k, of.block);
     let blocks = n.div_ceil(LANES);
     let (words, groups) = (k / CODES, k / group);
     let mut codes = Pages::<Line<u32>>::zeroed(blocks * words)?;
     let mut scales = Pages::<[S; LANES]>::zeroed(blocks * groups)?;
-    let quads = codes.chunks_mut(QUAD * words).zip(scales.chunks_mut(QUAD * groups));
+    let mut zeros = ZEROS.then(|| Pages::<[u8; LANES]>::zeroed(blocks * groups)).transpose()?;
+    let mut taken: Vec<_> = match &mut zeros {
+        Some(zeros) => zeros.chunks_mut(QUAD * groups).collect(),
+        None => Vec::new(),
+    };
+    taken.resize_with(blocks.div_ceil(QUAD), Default::default);
+    let quads = codes.chunks_mut(QUAD * words).zip(scales.chunks_mut(QUAD * groups)).zip(taken);
     let quads: Vec<_> = quads.map(Mutex::new).collect();
     threads.run(quads.len(), &|quad| {
         let mut quarter = quads[quad].lock().unwrap_or_else(|e| e.into_inner());
-        let (codes, scales) = &mut *quarter;
+        let ((codes, scales), zeros) = &mut *quarter;
         let first = quad * QUAD * LANES;
         let width = codes.len() / words;
         for from in (0..k).step_by(PIECE) {
@@ -137,6 +158,9 @@ pub fn pack<S: Scale>(
                 for g in from.div_ceil(group)..to.div_ceil(group) {
                     let at = (row * k + g * group) / of.block as usize;
                     scales[g * width + block][lane] = stored.scales[at];
+                    if ZEROS {
+                        zeros[g * width + block][lane] = stored.zeros[at];
+                    }
                 }
             }
         }
@@ -148,10 +172,12 @@ pub fn pack<S: Scale>(
         activations: spec.activations,
         n,
         k,
-        resident_bytes: (size_of_val(&codes[..]) + size_of_val(&scales[..])) as u64,
+        resident_bytes: (size_of_val(&codes[..])
+            + size_of_val(&scales[..])
+            + zeros.as_ref().map_or(0, |zeros| size_of_val(&zeros[..]))) as u64,
         ops: OpSet::ALL,
     };
-    Ok(Packed { info, vectors, x: spec.x, y: spec.y, group, codes, scales, table: of.values })
+    Ok(Packed { info, vectors, x: spec.x, y: spec.y, group, codes, scales, zeros, table: of.values })
 }
 
 /// Writes codes into `lane` of the lines: 8 in each, the first in the lowest nibble.
@@ -190,8 +216,8 @@ pub(crate) struct Shape {
 
 impl Shape {
     #[inline(always)]
-    pub fn of<S>(w: &Packed<S>) -> Self {
-        let (k, chain) = (w.info.k, w.group.min(CHAIN));
+    pub fn of<S, const ZEROS: bool>(w: &Packed<S, ZEROS>) -> Self {
+        let (k, chain) = (w.info.k, scale_group(w.group, CHAIN as u32));
         Self {
             n: w.info.n,
             words: k / CODES,
@@ -203,14 +229,42 @@ impl Shape {
     }
     /// The first line of a block, and the elements from one to the next; scales have the same step.
     #[inline(always)]
-    pub fn codes<S>(&self, w: &Packed<S>, block: usize) -> (*const u32, usize) {
+    pub fn codes<S, const ZEROS: bool>(&self, w: &Packed<S, ZEROS>, block: usize) -> (*const u32, usize) {
         let (at, step) = w.lines(block, self.words);
         (w.codes[at..].as_ptr().cast(), step * LANES)
     }
     #[inline(always)]
-    pub fn scales<S: Scale>(&self, w: &Packed<S>, block: usize) -> (*const S, usize) {
+    pub fn scales<S: Scale, const ZEROS: bool>(
+        &self,
+        w: &Packed<S, ZEROS>,
+        block: usize,
+    ) -> (*const S, usize) {
         let (at, step) = w.lines(block, self.groups);
         (w.scales[at..].as_ptr().cast(), step * LANES)
+    }
+    /// What is added to the values of a block under scale `at`, an index into those from [`Self::scales`] on:
+    /// its zero points, negative. Nothing where there are none.
+    ///
+    /// # Safety
+    /// As of [`Vector`]'s functions; there is such a scale.
+    #[inline(always)]
+    pub unsafe fn offset<L: Vector, S, const ZEROS: bool>(
+        &self,
+        w: &Packed<S, ZEROS>,
+        block: usize,
+        at: usize,
+    ) -> L::F {
+        // SAFETY: the caller's; zero points lie as scales do.
+        unsafe {
+            match &w.zeros {
+                Some(zeros) if ZEROS => {
+                    let (first, _) = w.lines(block, self.groups);
+                    let zeros: *const u8 = zeros[first..].as_ptr().cast();
+                    L::mul(L::load_u8(zeros.add(at)), L::splat(-1.0))
+                }
+                _ => L::splat(0.0),
+            }
+        }
     }
     /// # Safety
     /// Only one task has this block.

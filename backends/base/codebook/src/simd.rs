@@ -18,11 +18,22 @@ pub(crate) trait Lanes: Vector {
     /// for each pair of them.
     const BLOCKS: usize = 1;
 
+    /// Values of code `j` of every word, with `offset` added if there are zero points (`Z`).
+    #[inline(always)]
+    unsafe fn decode<const Z: bool>(t: Self::Table, offset: Self::F, words: Self::Words, j: i32) -> Self::F {
+        // SAFETY: the trait's contract.
+        unsafe {
+            let value = Self::look_up(t, words, j);
+            if Z { Self::add(value, offset) } else { value }
+        }
+    }
+
     /// The two sums, over even and over odd k, of a chain of `count` words from `word` on: `M` rows of `x`
     /// with `B` blocks, whose lines are `step` words of memory apart.
     #[inline(always)]
-    unsafe fn chain<const B: usize, const M: usize>(
+    unsafe fn chain<const B: usize, const M: usize, const Z: bool>(
         t: Self::Table,
+        offsets: [Self::F; B],
         codes: [*const u32; B],
         step: usize,
         count: usize,
@@ -38,7 +49,7 @@ pub(crate) trait Lanes: Vector {
                     Self::prefetch(p.wrapping_add(AHEAD));
                     let packed = Self::words(p);
                     for j in 0..CODES {
-                        let v = Self::look_up(t, packed, j as i32);
+                        let v = Self::decode::<Z>(t, offsets[b], packed, j as i32);
                         for r in 0..M {
                             let xv = Self::splat(*x[r].add(word * CODES + j));
                             acc[r][b][j & 1] = Self::fma(v, xv, acc[r][b][j & 1]);
@@ -52,12 +63,12 @@ pub(crate) trait Lanes: Vector {
 
     /// Values of the 8 codes of each of 16 words at `p`, one code after the other.
     #[inline(always)]
-    unsafe fn unpack(t: Self::Table, p: *const u32, out: *mut f32) {
+    unsafe fn unpack<const Z: bool>(t: Self::Table, offset: Self::F, p: *const u32, out: *mut f32) {
         // SAFETY: the trait's contract; `out` has 8 times 16 elements.
         unsafe {
             let packed = Self::words(p);
             for j in 0..CODES {
-                Self::store(Self::look_up(t, packed, j as i32), out.add(j * LANES));
+                Self::store(Self::decode::<Z>(t, offset, packed, j as i32), out.add(j * LANES));
             }
         }
     }

@@ -54,6 +54,10 @@ impl Vector for Avx2 {
         }
     }
     #[inline(always)]
+    unsafe fn load_u8(p: *const u8) -> Self::F {
+        unsafe { [p, p.add(8)].map(|p| _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast())))) }
+    }
+    #[inline(always)]
     unsafe fn store(v: Self::F, p: *mut f32) {
         unsafe {
             _mm256_storeu_ps(p, v[0]);

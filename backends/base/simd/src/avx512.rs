@@ -50,6 +50,10 @@ impl Vector for Avx512 {
         }
     }
     #[inline(always)]
+    unsafe fn load_u8(p: *const u8) -> __m512 {
+        unsafe { _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast()))) }
+    }
+    #[inline(always)]
     unsafe fn store(v: __m512, p: *mut f32) {
         unsafe { _mm512_storeu_ps(p, v) }
     }

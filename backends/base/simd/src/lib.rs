@@ -66,6 +66,8 @@ pub trait Vector {
     unsafe fn load_bf16(p: *const bf16) -> Self::F;
     /// Sixteen powers of two, `2^(byte - 127)`; 255 is not among them.
     unsafe fn load_e8m0(p: *const u8) -> Self::F;
+    /// Sixteen bytes as numbers.
+    unsafe fn load_u8(p: *const u8) -> Self::F;
     /// Writes all lanes.
     unsafe fn store(v: Self::F, p: *mut f32);
     /// `a + b`.

@@ -50,17 +50,13 @@ impl Vector for Neon {
     #[inline(always)]
     unsafe fn load_e8m0(p: *const u8) -> Self::F {
         unsafe {
-            let bytes = vld1q_u8(p);
-            let (low, high) = (vmovl_u8(vget_low_u8(bytes)), vmovl_high_u8(bytes));
-            let fours = [
-                vmovl_u16(vget_low_u16(low)),
-                vmovl_high_u16(low),
-                vmovl_u16(vget_low_u16(high)),
-                vmovl_high_u16(high),
-            ];
             let least = vdupq_n_u32(0x0040_0000);
-            fours.map(|four| vreinterpretq_f32_u32(vmaxq_u32(vshlq_n_u32::<23>(four), least)))
+            fours(p).map(|four| vreinterpretq_f32_u32(vmaxq_u32(vshlq_n_u32::<23>(four), least)))
         }
+    }
+    #[inline(always)]
+    unsafe fn load_u8(p: *const u8) -> Self::F {
+        unsafe { fours(p).map(|four| vcvtq_f32_u32(four)) }
     }
     #[inline(always)]
     unsafe fn store(v: Self::F, p: *mut f32) {
@@ -107,5 +103,21 @@ impl Vector for Neon {
     #[inline(always)]
     unsafe fn prefetch<T>(p: *const T) {
         unsafe { asm!("prfm pldl1keep, [{}]", in(reg) p, options(readonly, nostack, preserves_flags)) }
+    }
+}
+
+/// Sixteen bytes, four to a register.
+#[inline(always)]
+unsafe fn fours(p: *const u8) -> [uint32x4_t; LANES / QUARTER] {
+    // SAFETY: called by `Neon` only; sixteen bytes are readable.
+    unsafe {
+        let bytes = vld1q_u8(p);
+        let (low, high) = (vmovl_u8(vget_low_u8(bytes)), vmovl_high_u8(bytes));
+        [
+            vmovl_u16(vget_low_u16(low)),
+            vmovl_high_u16(low),
+            vmovl_u16(vget_low_u16(high)),
+            vmovl_high_u16(high),
+        ]
     }
 }

@@ -45,6 +45,11 @@ impl Vector for Portable {
         array::from_fn(|l| E8m0(unsafe { p.add(l).read() }).widen())
     }
     #[inline(always)]
+    unsafe fn load_u8(p: *const u8) -> Self::F {
+        // SAFETY: as above.
+        array::from_fn(|l| f32::from(unsafe { p.add(l).read() }))
+    }
+    #[inline(always)]
     unsafe fn store(v: Self::F, p: *mut f32) {
         // SAFETY: as above.
         unsafe { p.cast::<Self::F>().write_unaligned(v) }

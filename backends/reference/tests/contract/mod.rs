@@ -2,6 +2,7 @@
 //! one file for all of them, since a promise differs only in who makes it.
 #![allow(dead_code, clippy::unwrap_used)] // no backend makes every promise
 use q4_conformance::{Measured, Problem, lattice, measure};
+use q4_core::isa::Isa;
 use q4_core::selfcheck::IoBuffer;
 use q4_core::{
     ActGlobal, Activations, BuiltinOptions, Code, DType, Device, Dispatch, Error, ExecContext, ExecPath,
@@ -22,11 +23,12 @@ pub struct Subject {
 
 /// The backend as it is on every instruction set of this machine.
 pub fn subjects(name: &'static str, path: ExecPath) -> Vec<Subject> {
-    let one = |isa| {
-        let backend = built(Some(isa)).live(name)?.clone();
-        Some(Subject { name, isa, path, backend })
+    let one = |isa: Isa| {
+        let backend = built(Some(isa.name())).live(name)?.clone();
+        Some(Subject { name, isa: isa.name(), path, backend })
     };
-    let found: Vec<_> = ["portable", "avx2", "avx512vnni", "neon"].into_iter().filter_map(one).collect();
+    let mut found: Vec<_> = Isa::available().filter(|isa| isa.floats() == *isa).filter_map(one).collect();
+    found.reverse();
     assert_eq!(found[0].isa, "portable");
     found
 }
@@ -346,6 +348,49 @@ pub fn backward(
     let (dy, mut dx) = (IoBuffer::new(yt, dy), IoBuffer::new(xt, &vec![f32::NAN; m * k]));
     with_scratch(w, m, pool, |cx| w.backward_input(dy.view(m, n)?, dx.view_mut(m, k)?, cx))?;
     Ok(dx.to_f32())
+}
+
+/// Sets with vectors give the same bits for calls of one to nine rows, of which `x` and `dy` have nine: FNV-1a
+/// over all of them is `recorded`, on every architecture.
+pub fn vector_kernels_agree(
+    subjects: &[Subject],
+    weight: Q4Weight<'_>,
+    [x, dy]: [&[f32]; 2],
+    recorded: u64,
+) -> Result<()> {
+    let (io, pool) = ((DType::F32, DType::F32), ThreadPool::new(1));
+    let (n, k) = (weight.n(), weight.k);
+    let mut fnv = 0xcbf2_9ce4_8422_2325u64;
+    let subjects: Vec<_> = subjects.iter().filter(|s| s.isa != "portable").collect();
+    for m in [1, 2, 3, 4, 9] {
+        let mut seen: Option<(&str, Vec<u32>)> = None;
+        for subject in &subjects {
+            let problem = Problem {
+                name: "bits".into(),
+                weight,
+                x: x[..m * k].to_vec(),
+                m,
+                max_m: m,
+                activations: Activations::Native,
+                io: DType::F32,
+                recorded: None,
+            };
+            let w = subject.prepare(&problem, io, &pool)?;
+            let (y, dx) = both(&*w, &problem.x, &dy[..m * n], io, &pool)?;
+            let bits: Vec<u32> = y.into_iter().chain(dx).collect();
+            let (other, want) = seen.get_or_insert_with(|| (subject.isa, bits.clone()));
+            assert!(bits == *want, "m = {m}: {} differs from {other}", subject.isa);
+        }
+        for bits in seen.into_iter().flat_map(|(_, bits)| bits) {
+            fnv = (fnv ^ u64::from(bits)).wrapping_mul(0x100_0000_01b3);
+        }
+    }
+    if subjects.is_empty() {
+        println!("skipped: this processor has no vector kernels");
+        return Ok(());
+    }
+    assert_eq!(fnv, recorded, "{fnv:#x}: not the bits of other architectures");
+    Ok(())
 }
 
 /// The bits of `y` and of `dx`.
