@@ -370,13 +370,13 @@ pub struct QuantizeArgs {
     #[arg(long, value_enum, default_value_t)]
     pub format: Format,
     /// Arrangement of the tensors [default: modelopt for nvfp4, bitsandbytes for nf4,
-    /// compressed-tensors for mxfp4].
+    /// compressed-tensors for mxfp4 and int4].
     #[arg(long, value_enum)]
     pub layout: Option<OutputLayout>,
     /// Scales of nvfp4 [default: single for dat, else two-level].
     #[arg(long, value_enum)]
     pub scales: Option<ScaleLevels>,
-    /// Choice of the block scales of nvfp4 and mxfp4 [default: search].
+    /// Choice of the block scales of nvfp4, mxfp4 and int4 [default: search].
     #[arg(long, value_enum)]
     pub method: Option<ScaleMethod>,
     /// Quantise these layers too; a glob, may be repeated.
@@ -385,7 +385,7 @@ pub struct QuantizeArgs {
     /// Keep these layers dense; a glob, may be repeated, wins over --include.
     #[arg(long, value_name = "GLOB")]
     pub exclude: Vec<String>,
-    /// Elements per scale of nf4 [default: 64].
+    /// Elements per scale of nf4 [default: 64] and int4 [default: 128].
     #[arg(long, value_name = "N")]
     pub block_size: Option<u32>,
     /// Quantise the scales of nf4 too.

@@ -7,7 +7,7 @@ use crate::demo;
 use crate::hub;
 use crate::mistakes;
 use crate::report::Outcome;
-use q4_core::detect::{Detected, QuantState, detect};
+use q4_core::detect::{QuantState, detect};
 use q4_core::memory::human;
 use q4_core::{Code, Error, Result};
 use q4_model::checkpoint::{Table, TensorStore};
@@ -144,7 +144,8 @@ impl Found {
             let state = |key: &str| quant_state(key, store);
             match detect(module, table, &state) {
                 Ok(Some(d)) => {
-                    let bytes: u64 = parts(&d).filter_map(|p| store.entry(p)).map(|e| e.bytes as u64).sum();
+                    let bytes: u64 =
+                        d.keys.all().filter_map(|p| store.entry(p)).map(|e| e.bytes as u64).sum();
                     let weights = d.n as u64 * d.k as u64;
                     let (layout, schema) = (d.layout.as_str(), d.schema.to_string());
                     let kind = kinds.entry((layout, schema.clone())).or_insert(Kind {
@@ -184,7 +185,8 @@ impl Found {
 /// Modules that may be matrices, in order: those whose codes or weights are stored. Vectors of floats are
 /// norms.
 fn modules(table: &Table) -> Vec<&str> {
-    const CODES: [&str; 5] = [".weight_packed", "._weight_qdata", ".weight.qdata", ".qdata", ".weight"];
+    const CODES: [&str; 6] =
+        [".weight_packed", "._weight_qdata", ".weight.qdata", ".qdata", ".qweight", ".weight"];
     let mut modules: Vec<_> = table
         .iter()
         .filter_map(|(name, meta)| {
@@ -196,14 +198,6 @@ fn modules(table: &Table) -> Vec<&str> {
     modules.sort_unstable();
     modules.dedup();
     modules
-}
-
-/// Names of a matrix's own tensors.
-fn parts(d: &Detected) -> impl Iterator<Item = &str> {
-    let k = &d.keys;
-    let optional =
-        [&k.scales, &k.global, &k.input_global, &k.absmax, &k.quant_map, &k.nested_map, &k.nested_absmax];
-    optional.into_iter().flatten().map(String::as_str).chain([k.weight.as_str()])
 }
 
 /// `a.b` and `a` of `a.b.c`.

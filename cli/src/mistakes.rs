@@ -68,10 +68,10 @@ const VERBS: [(&[&str], &str); 9] = [
 /// Values of other programs, by option, and what q4 takes.
 const VALUES: [(&str, &[&str], &str); 3] = [
     ("--format", &["json"], "one JSON document instead of text: --json"),
-    ("--format", &["int4", "awq", "gptq", "fp8", "gguf", "q4_0", "q4_k_m"], FORMATS),
-    ("--quantize", &["int4", "awq", "gptq", "fp8", "gguf", "q4_0", "q4_k_m"], FORMATS),
+    ("--format", &["awq", "gptq", "fp8", "gguf", "q4_0", "q4_k_m"], FORMATS),
+    ("--quantize", &["awq", "gptq", "fp8", "gguf", "q4_0", "q4_k_m"], FORMATS),
 ];
-const FORMATS: &str = "q4 writes and runs nvfp4, nf4 and mxfp4";
+const FORMATS: &str = "q4 writes and runs nvfp4, nf4, mxfp4 and int4";
 
 /// What to type instead of the option `word`, which no verb has or not `verb`.
 pub fn option(verb: &str, word: &str) -> Option<String> {
@@ -256,7 +256,7 @@ mod tests {
             Some("all layers on the first card: --device cuda")
         );
         assert_eq!(tip("q4 generate demo -n8 -p x"), None);
-        assert!(value("--format", "INT4").expect("known").contains("nf4"));
+        assert!(value("--format", "AWQ").expect("known").contains("int4"));
         assert_eq!(value("--format", "nvfp5"), None);
     }
 

@@ -6,14 +6,15 @@
 use q4_core::memory::UnifiedMemory;
 use q4_core::{
     ActGlobal, ActQuant, Activations, BuiltinOptions, Candidate, ComputePath, Convention, CudaDevice, DType,
-    Dense, Device, ExecPath, Found, HostEnv, LinearSpec, Mxfp4, Nf4, NibbleOrder, Nvfp4, OpSet, Overrides,
-    Policy, Q4Backend, Q4Schema, Registry, Reject, RejectCode, Result, Rule, ScaleLayout, SegmentSpec,
-    SelectionError, select,
+    Dense, Device, ExecPath, Found, HostEnv, Int4, LinearSpec, Mxfp4, Nf4, NibbleOrder, Nvfp4, OpSet,
+    Overrides, Policy, Q4Backend, Q4Schema, Registry, Reject, RejectCode, Result, Rule, ScaleLayout,
+    SegmentSpec, SelectionError, select,
 };
 use std::fmt::Write;
 use std::sync::Arc;
 use {
-    q4_dequant_matmul as _, q4_mxfp4_kernel as _, q4_nf4_kernel as _, q4_nvfp4_kernel as _, q4_reference as _,
+    q4_dequant_matmul as _, q4_int4_kernel as _, q4_mxfp4_kernel as _, q4_nf4_kernel as _,
+    q4_nvfp4_kernel as _, q4_reference as _,
 };
 
 const NVFP4: Q4Schema =
@@ -22,10 +23,12 @@ const NF4: Q4Schema = Q4Schema::Nf4(Nf4 { nibble_order: NibbleOrder::HighFirst, 
 const NF4_DQ: Q4Schema =
     Q4Schema::Nf4(Nf4 { nibble_order: NibbleOrder::HighFirst, block: 64, nested: Some(256) });
 const MXFP4: Q4Schema = Q4Schema::Mxfp4(Mxfp4);
+const INT4: Q4Schema = Q4Schema::Int4(Int4 { group: 128, scales: DType::BF16, symmetric: true });
+const INT4_ASYM: Q4Schema = Q4Schema::Int4(Int4 { group: 128, scales: DType::F16, symmetric: false });
 const DENSE: Q4Schema = Q4Schema::Dense(Dense { dtype: DType::BF16 });
 const W4A4: Activations = Activations::Nvfp4(ActQuant { rule: Rule::ModelOpt, global: ActGlobal::None });
 
-const LAYERS: [(&str, Q4Schema, Activations); 13] = [
+const LAYERS: [(&str, Q4Schema, Activations); 19] = [
     ("nvfp4 W4A16", NVFP4, Activations::Native),
     ("nvfp4 W4A8", NVFP4, Activations::Int8),
     ("nvfp4 W4A4", NVFP4, W4A4),
@@ -38,13 +41,20 @@ const LAYERS: [(&str, Q4Schema, Activations); 13] = [
     ("mxfp4 W4A16", MXFP4, Activations::Native),
     ("mxfp4 W4A8", MXFP4, Activations::Int8),
     ("mxfp4 W4A4", MXFP4, W4A4),
+    ("int4 W4A16", INT4, Activations::Native),
+    ("int4 W4A8", INT4, Activations::Int8),
+    ("int4 W4A4", INT4, W4A4),
+    ("int4-asym W4A16", INT4_ASYM, Activations::Native),
+    ("int4-asym W4A8", INT4_ASYM, Activations::Int8),
+    ("int4-asym W4A4", INT4_ASYM, W4A4),
     ("dense", DENSE, Activations::Native),
 ];
-const NAMES: [Option<&str>; 7] = [
+const NAMES: [Option<&str>; 8] = [
     None,
     Some("nvfp4-kernel"),
     Some("nf4-kernel"),
     Some("mxfp4-kernel"),
+    Some("int4-kernel"),
     Some("dequant-matmul"),
     Some("reference"),
     Some("typo"),
@@ -168,7 +178,9 @@ fn verdicts_are_functions_of_their_arguments() {
     };
     let mut asked = 0;
     each_machine(&mut |m| {
-        for name in ["dequant-matmul", "mxfp4-kernel", "nf4-kernel", "nvfp4-kernel", "reference"] {
+        for name in
+            ["dequant-matmul", "int4-kernel", "mxfp4-kernel", "nf4-kernel", "nvfp4-kernel", "reference"]
+        {
             let all: Vec<_> =
                 makers.iter().filter_map(|c| live(c, name)).chain(live(here.candidates(), name)).collect();
             for (_, schema, activations) in LAYERS {

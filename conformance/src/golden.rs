@@ -53,7 +53,9 @@ const NF4: Encoding = Encoding {
     map: None,
 };
 
-static RECORDINGS: [Recording; 3] = [
+const INT4: Encoding = Encoding { parts: &[(Part::Codes, "codes"), (Part::Scales, "scale")], ..NF4 };
+
+static RECORDINGS: [Recording; 4] = [
     Recording {
         file: include_bytes!("../golden/nvfp4_scaled_mm.safetensors"),
         family: "nvfp4",
@@ -99,10 +101,25 @@ static RECORDINGS: [Recording; 3] = [
         }],
         results: &[("native", "native", Some("y")), ("int8", "int8", None)],
     },
+    Recording {
+        file: include_bytes!("../golden/int4_products.safetensors"),
+        family: "int4",
+        encodings: &[
+            Encoding { schema: "int4.128.bf16", under: "int4.128.bf16.", ..INT4 },
+            Encoding { schema: "int4.32.f16", under: "int4.32.f16.", ..INT4 },
+            Encoding {
+                schema: "int4-asym.128.f16",
+                under: "int4-asym.128.f16.",
+                parts: &[(Part::Codes, "codes"), (Part::Scales, "scale"), (Part::Zeros, "zero")],
+                ..INT4
+            },
+        ],
+        results: &[("native", "native", Some("y")), ("int8", "int8", None)],
+    },
 ];
 
 /// Hands every recorded product to `visit`: NVFP4 with one- and two-level scales, row-major and swizzled,
-/// W4A16 and W4A4; NF4 with and without double quantisation; MXFP4.
+/// W4A16 and W4A4; NF4 with and without double quantisation; MXFP4; int4 with and without zero points.
 ///
 /// # Errors
 /// Those of `visit`.
@@ -244,6 +261,7 @@ fn dtype(t: &Stored<'_>) -> Option<DType> {
     Some(match t.dtype() {
         safetensors::Dtype::F32 => DType::F32,
         safetensors::Dtype::BF16 => DType::BF16,
+        safetensors::Dtype::F16 => DType::F16,
         safetensors::Dtype::F8_E4M3 => DType::F8E4M3,
         safetensors::Dtype::U8 => DType::U8,
         _ => return None,

@@ -153,6 +153,12 @@ impl Question<'_> {
     }
 }
 
+/// The least k that is a multiple of `factor` and of the blocks of `schema`.
+fn whole(factor: usize, schema: &Q4Schema) -> usize {
+    let block = schema.k_block();
+    (1..=block).map(|i| i * factor).find(|k| k.is_multiple_of(block)).unwrap_or(factor)
+}
+
 impl Limits {
     /// What `backend` says it computes of one kind of product; `None` when that is nothing.
     pub fn find(
@@ -166,21 +172,24 @@ impl Limits {
         let mut q = Question { backend, env, path, spec: plain_spec(encodings[0], quantizers[0], device) };
         q.spec = first(&q, &encodings, &quantizers)?;
         let (encoding, base) = (q.spec.schema, q.spec.clone());
-        // Blocks along k, of the weight or of the input, leave no smaller factor.
-        let blocks = [encodings[0].k_block(), if activations == "native" { 1 } else { 16 }];
+        // Blocks along k, of the weight or of the input, leave no smaller factor: the shortest that are served.
+        let served = encodings.iter().filter(|e| q.accepts(|s| s.schema = **e));
+        let shortest = *served.min_by_key(|e| e.k_block()).unwrap_or(&encoding);
+        let blocks = [shortest.k_block(), if activations == "native" { 1 } else { 16 }];
         let rows = |s: &mut LinearSpec, n: usize| s.segments[0].rows = n;
         let n_multiple = FACTORS.into_iter().find(|f| TIMES.iter().all(|t| q.accepts(|s| rows(s, f * t))))?;
         let k_multiple = FACTORS
             .into_iter()
             .filter(|f| blocks.iter().all(|block| f % block == 0))
-            .find(|f| TIMES.iter().all(|t| q.accepts(|s| s.k = f * t)))?;
+            .find(|f| TIMES.iter().all(|t| q.accepts(|s| (s.schema, s.k) = (shortest, f * t))))?;
         // Of two sizes: who serves a thing in one of them says that it is served, and must then do so in all.
         let served = |edit: &dyn Fn(&mut LinearSpec)| {
             q.accepts(|s| edit(s))
                 || q.accepts(|s| {
-                    (s.k, s.max_m) = (k_multiple, 1);
+                    s.max_m = 1;
                     s.segments[0].rows = n_multiple;
                     edit(s);
+                    s.k = whole(k_multiple, &s.schema);
                 })
         };
         let types: Vec<_> = IO
@@ -219,7 +228,7 @@ impl Limits {
 
     /// Whether nothing is left out of the products of `schema`.
     pub fn is_everything(&self, schema: &str) -> bool {
-        let block = formats::encodings(schema).first().map_or(1, |s| s.k_block()).max(16);
+        let block = formats::encodings(schema).iter().map(|s| s.k_block()).min().unwrap_or(1).max(16);
         let is_any = |list: &[String]| list.iter().any(|name| name == ANY);
         let all_types = self.types.len() == IO.len() && self.types.iter().all(|t| t.backward && t.dequantize);
         is_any(&self.encodings)
@@ -284,7 +293,7 @@ impl Limits {
             sketch.rows = if self.segments == 1 { vec![n] } else { vec![n - n / 2, n / 2] };
         }
         sketch.rows.iter_mut().for_each(|n| *n = up(*n, self.n_multiple));
-        sketch.k = up(sketch.k, self.k_multiple);
+        sketch.k = up(sketch.k, whole(self.k_multiple, &sketch.schema));
         if !self.types.iter().any(|t| t.dtype == sketch.io.as_str())
             && let Some(io) = IO.into_iter().find(|io| self.types.iter().any(|t| t.dtype == io.as_str()))
         {

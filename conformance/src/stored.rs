@@ -65,9 +65,7 @@ impl Stored {
             *byte = schema.loudest(*byte);
         }
         if let Some(part) = self.parts.last_mut() {
-            let codes = part.data.bytes_mut(Part::Codes);
-            let from = codes.len().saturating_sub(self.k / 2);
-            codes[from..].fill(schema.silent());
+            schema.silence(&mut part.data, part.rows - 1, self.k);
         }
     }
 
@@ -175,7 +173,8 @@ mod tests {
     fn every_encoding_and_every_edge_has_its_parts() -> Result<()> {
         for name in q4_core::formats::names() {
             for schema in q4_core::formats::encodings(name) {
-                Stored::random(schema, &[3, 5], 64, true, 9).lend(|w| w.validate())?;
+                let k = 64usize.next_multiple_of(schema.k_block());
+                Stored::random(schema, &[3, 5], k, true, 9).lend(|w| w.validate())?;
             }
             for edge in q4_core::formats::kind(name).into_iter().flat_map(|kind| (kind.edges)(name, [1, 1])) {
                 Stored::of(&edge)?.lend(|w| w.validate())?;

@@ -45,6 +45,7 @@ pub use backend::{
 pub use error::{Code, Error, Result};
 pub use formats::Q4Schema;
 pub use formats::dense::Dense;
+pub use formats::int4::Int4;
 pub use formats::mxfp4::Mxfp4;
 pub use formats::nf4::{Absmax, Nf4, Nf4Parts};
 pub use formats::nvfp4::{Nvfp4, Nvfp4Parts};

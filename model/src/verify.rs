@@ -332,12 +332,18 @@ impl Verifier<'_> {
 
     /// Whether `name` is a tensor of a module of the model with a suffix that some layout has.
     fn is_part(&self, name: &str) -> bool {
-        const SUFFIXES: [&str; 24] = [
+        const SUFFIXES: [&str; 30] = [
             "weight",
             "weight_scale",
             "weight_scale_2",
             "input_scale",
             "weight_packed",
+            "weight_zero_point",
+            "weight_shape",
+            "qweight",
+            "scales",
+            "qzeros",
+            "g_idx",
             "weight_global_scale",
             "input_global_scale",
             "_weight_qdata",

@@ -294,7 +294,7 @@ fn algorithms_we_do_not_compute_are_named() {
     for algo in ["NVFP4_AWQ", "NVFP4_SVD", "W4A8_NVFP4_FP8", "FP8", "MIXED_PRECISION"] {
         refused("nvfp4_modelopt", "/quant_algo", json!(algo));
     }
-    refused("nvfp4_ct", "/config_groups/group_0/format", json!("pack-quantized"));
+    refused("nvfp4_ct", "/config_groups/group_0/format", json!("float-quantized"));
     // Inputs of MXFP4 weights are used as they are.
     let inputs = json!({"num_bits": 4, "type": "float", "group_size": 32, "dynamic": true});
     refused("mxfp4_ct", "/config_groups/group_0/input_activations", inputs);
@@ -310,7 +310,7 @@ fn algorithms_we_do_not_compute_are_named() {
     let c = m.open().unwrap();
     let e = c.layer("model.layers.0.mlp.up_proj", 192, 64).unwrap_err().to_string();
     assert!(e.contains("another format than config.json declares") && e.contains("need: nvfp4"), "{e}");
-    refused("nf4_bnb", "/quant_method", json!("gptq"));
+    refused("nf4_bnb", "/quant_method", json!("hqq"));
     let mut m = Model::golden("a", "nvfp4_modelopt");
     m.hf_quant.as_mut().unwrap()["quantization"]["quant_algo"] = json!("W4A16_NVFP4");
     assert!(m.open().unwrap_err().to_string().contains("the same as in config.json"));

@@ -67,24 +67,36 @@ fn logits_and_greedy_tokens_are_those_of_the_libraries() -> Result<()> {
     Ok(())
 }
 
-/// Written by compressed-tensors, decoded by it, and run by transformers in f32.
+/// Written by other tools, decoded by them, and run by transformers in f32.
 #[test]
-fn mxfp4_gives_the_logits_of_transformers() -> Result<()> {
-    let bytes = std::fs::read(golden("qwen3_tiny_a/mxfp4_ct/expected.safetensors")).expect("record");
-    let expected = SafeTensors::deserialize(&bytes).expect("record");
-    let (ids, want) = (integers(&expected, "ids"), floats(&expected, "logits"));
-    let largest = want.iter().fold(0f32, |w, v| w.max(v.abs()));
-    for backend in [None, Some("dequant-matmul"), Some("reference")] {
-        let setup = Setup { backend, all_logits: true, chunk: 64, ..Setup::default() };
-        let (dispatch, mut runner) = setup.open("qwen3_tiny_a/mxfp4_ct")?;
-        let mut got = Vec::new();
-        runner.accept_all(&ids, &mut |rows| got.extend_from_slice(rows))?;
-        let worst = got.iter().zip(&want).fold(0f32, |w, (a, b)| w.max((a - b).abs()));
-        println!("mxfp4 {backend:?}: {worst:e} of {largest}");
-        assert!(got.len() == want.len() && worst <= 1e-5 * largest, "{backend:?}: {worst:e} of {largest}");
-        let executed = dispatch.witness().executed();
-        let name = backend.unwrap_or("mxfp4-kernel");
-        assert!(!executed.is_empty() && executed.iter().all(|e| e.backend == name), "{executed:?}");
+fn what_other_tools_packed_gives_the_logits_of_transformers() -> Result<()> {
+    for (name, kernel) in [
+        ("mxfp4_ct", "mxfp4-kernel"),
+        ("int4_ct", "int4-kernel"),
+        ("int4_channel_ct", "int4-kernel"),
+        ("int4_asym_ct", "int4-kernel"),
+        ("gptq", "int4-kernel"),
+        ("gptq_v2", "int4-kernel"),
+        ("awq", "int4-kernel"),
+        ("auto_round", "int4-kernel"),
+    ] {
+        let path = format!("qwen3_tiny_a/{name}");
+        let bytes = std::fs::read(golden(&format!("{path}/expected.safetensors"))).expect("record");
+        let expected = SafeTensors::deserialize(&bytes).expect("record");
+        let (ids, want) = (integers(&expected, "ids"), floats(&expected, "logits"));
+        let largest = want.iter().fold(0f32, |w, v| w.max(v.abs()));
+        for backend in [None, Some("dequant-matmul"), Some("reference")] {
+            let setup = Setup { backend, all_logits: true, chunk: 64, ..Setup::default() };
+            let (dispatch, mut runner) = setup.open(&path)?;
+            let mut got = Vec::new();
+            runner.accept_all(&ids, &mut |rows| got.extend_from_slice(rows))?;
+            let worst = got.iter().zip(&want).fold(0f32, |w, (a, b)| w.max((a - b).abs()));
+            println!("{name} {backend:?}: {worst:e} of {largest}");
+            assert!(got.len() == want.len() && worst <= 1e-5 * largest, "{name} {backend:?}: {worst:e}");
+            let executed = dispatch.witness().executed();
+            let by = backend.unwrap_or(kernel);
+            assert!(!executed.is_empty() && executed.iter().all(|e| e.backend == by), "{executed:?}");
+        }
     }
     Ok(())
 }

@@ -241,7 +241,7 @@ mod tests {
             );
         }
         for (line, tip) in [
-            ("q4 quantize a b --format int4", "q4 writes and runs nvfp4, nf4 and mxfp4"),
+            ("q4 quantize a b --format gptq", "q4 writes and runs nvfp4, nf4, mxfp4 and int4"),
             ("q4 generate --format json", "--json"),
             ("q4 plugin list", "q4 diagnose"),
             ("q4 generate --tensor-parallel-size 2", "--device cuda:N"),

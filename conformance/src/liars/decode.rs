@@ -1,9 +1,9 @@
 //! Mutants that read the stored bits wrongly: every defect that a 4-bit decoder was ever seen to have.
 use super::Mutant;
-use super::parts::{Block, HONEST, Parts, right_scale};
+use super::parts::{Block, HONEST, Parts, float, right_scale};
 use crate::Level::{L1, L4};
 use q4_core::formats::{e2m1, e4m3, e8m0, nf4, swizzle};
-use q4_core::{Convention, GlobalScale};
+use q4_core::{Convention, DType, GlobalScale};
 
 pub(super) const MUTANTS: &[Mutant] = mutants! {
     HONEST;
@@ -91,6 +91,57 @@ pub(super) const MUTANTS: &[Mutant] = mutants! {
     L1 "mxfp4-in-blocks-of-64": "MXFP4 has a scale for 64 elements" { power_at: |i| i / 64 }
     L1 "mxfp4-scale-of-the-row": "the first scale of an MXFP4 row is used for all of it" { power_at: |_| 0 }
     L1 "mxfp4-scales-shifted": "each block of MXFP4 takes the scale of the next" { power_at: |i| i / 32 + 1 }
+    L1 "int4-zero-one-less": "zero points are those of GPTQ's first format, which stores one less" {
+        int4: |code, zero, scale| (HONEST.int4)(code, zero.wrapping_add(1), scale),
+    }
+    L1 "int4-zero-taken-for-granted": "the zero point is always 8" {
+        int4: |code, _, scale| (HONEST.int4)(code, 8, scale),
+    }
+    L1 "int4-zero-signed": "zero points are signed numbers" {
+        int4: |code, zero, scale| {
+            f32::from(i16::from(code) - i16::from(((zero << 4) as i8) >> 4)) * scale
+        },
+    }
+    L1 "int4-zero-unscaled": "the zero point is taken off after scaling" {
+        int4: |code, zero, scale| f32::from(code) * scale - f32::from(zero),
+    }
+    L1 "int4-zero-rounded": "code and zero point are scaled and rounded each for itself" {
+        int4: |code, zero, scale| f32::from(code) * scale - f32::from(zero) * scale,
+    }
+    L1 "int4-zero-of-fifteen-lost": "a zero point of 15 is taken for 14" {
+        int4: |code, zero, scale| (HONEST.int4)(code, zero.min(14), scale),
+    }
+    L1 "int4-zeros-transposed": "zero points are read column by column" {
+        zero_at: |b| b.block * b.rows + b.row,
+    }
+    L1 "int4-zero-of-the-row": "the first zero point of a row is used for all of it" {
+        zero_at: |b| b.row * b.blocks,
+    }
+    L1 "int4-zeros-of-eight-rows": "eight out features have the zero points of the first of them" {
+        zero_at: |b| b.row / 8 * 8 * b.blocks + b.block,
+    }
+    L1 "int4-twos-complement": "codes are signed integers" {
+        int4: |code, _, scale| f32::from(((code << 4) as i8) >> 4) * scale,
+    }
+    L1 "int4-in-groups-of-32": "a group of int4 has 32 elements" { group_at: |i, _| i / 32 }
+    L1 "int4-in-groups-of-128": "a group of int4 has 128 elements" { group_at: |i, _| i / 128 }
+    L1 "int4-scale-of-the-row": "the first scale of an int4 row is used for all of it" { group_at: |_, _| 0 }
+    L1 "int4-groups-shifted": "each group takes scale and zero point of the next" {
+        group_at: |i, group| i / group + 1,
+    }
+    L1 "int4-halves-exchanged": "scales of 16 bits are read as the other type of 16 bits" {
+        int4_scale: |bytes, dtype| match dtype {
+            DType::F16 => float(bytes, DType::BF16),
+            DType::BF16 => float(bytes, DType::F16),
+            other => float(bytes, other),
+        },
+    }
+    L1 "int4-scales-within-half": "scales are rounded to f16" {
+        int4_scale: |bytes, dtype| half::f16::from_f32(float(bytes, dtype)).to_f32(),
+    }
+    L1 "int4-scales-unsigned": "the sign of a scale is lost" {
+        int4_scale: |bytes, dtype| float(bytes, dtype).abs(),
+    }
     L1 "halves-of-a-block": "a byte holds elements j and j + 16 of 32, as in GGUF" {
         nibble: |codes, i, low| {
             let (block, j) = (i / 32, i % 32);

@@ -5,11 +5,11 @@
 use super::parts::{Block, Call, FUSING, Kept, Parts, RowAt, Segment, widen};
 use super::situation::{Done, Fault, Situation, View};
 use half::{bf16, f16};
-use q4_core::formats::mxfp4;
+use q4_core::formats::{int4, mxfp4};
 use q4_core::selfcheck::IoBuffer;
 use q4_core::{
     Absmax, ActGlobal, Activations, BackendDescriptor, Code, DType, Device, Error, ExecContext, ExecPath,
-    FuseSet, Fusion, HostEnv, LinearSpec, Nf4, Nf4Parts, NibbleOrder, Nvfp4, OpSet, Part, PreparedInfo,
+    FuseSet, Fusion, HostEnv, Int4, LinearSpec, Nf4, Nf4Parts, NibbleOrder, Nvfp4, OpSet, Part, PreparedInfo,
     PreparedWeight, ProbeItem, Q4Backend, Q4Schema, Q4Weight, Reject, RejectCode, Result, ScaleLayout,
     Scratch, SegmentData, TensorView, TensorViewMut, Verdict, f32s,
 };
@@ -28,7 +28,9 @@ pub(super) fn with(parts: Parts) -> Arc<dyn Q4Backend> {
         version: "1.0.0".into(),
         vendor: "q4".into(),
         priority: -200,
-        offers: ["nvfp4", "nf4", "nf4-dq", "mxfp4"].map(|s| (s.into(), ExecPath::FusedDequant)).into(),
+        offers: ["nvfp4", "nf4", "nf4-dq", "mxfp4", "int4", "int4-asym"]
+            .map(|s| (s.into(), ExecPath::FusedDequant))
+            .into(),
     };
     (parts.descriptor)(&mut descriptor);
     Arc::new(Honest { descriptor, parts, asked: AtomicU64::new(0), refused: AtomicU64::new(0) })
@@ -108,7 +110,7 @@ impl Q4Backend for Honest {
                 k: w.k,
                 resident_bytes: segments
                     .iter()
-                    .map(|s| (s.codes.len() + s.scales.len() + 4 * s.absmax.len()) as u64)
+                    .map(|s| (s.codes.len() + s.scales.len() + 4 * s.absmax.len() + s.zeros.len()) as u64)
                     .sum(),
                 ops: OpSet::ALL,
             },
@@ -178,6 +180,7 @@ impl Segment {
             codes: Vec::new(),
             scales: Vec::new(),
             absmax: Vec::new(),
+            zeros: Vec::new(),
             global: None,
             values: Vec::new(),
         };
@@ -208,6 +211,13 @@ impl Segment {
                         codes.iter().enumerate().map(of).collect()
                     }
                 };
+            }
+            Q4Schema::Int4(format) => {
+                let bytes = data.need(Part::Scales)?.as_bytes()?.chunks_exact(format.scales.size());
+                out.absmax = bytes.map(|bytes| (parts.int4_scale)(bytes, format.scales)).collect();
+                if !format.symmetric {
+                    out.zeros = data.need(Part::Zeros)?.as_bytes()?.to_vec();
+                }
             }
             _ => return Err(foreign()),
         }
@@ -289,6 +299,14 @@ impl Kept {
                 Q4Schema::Mxfp4(_) => {
                     let scale = s.scales[(at * (k / mxfp4::BLOCK) + (p.power_at)(i)).min(s.scales.len() - 1)];
                     s.values[usize::from(scale) * 16 + usize::from((p.nibble)(&s.codes, flat, true) & 15)]
+                }
+                Q4Schema::Int4(Int4 { group, symmetric, .. }) => {
+                    let (group, groups) = ((p.group_at)(i, group as usize), k / group as usize);
+                    let b = Block { row: at, block: group, rows: s.rows, blocks: groups, is_tiled: false };
+                    let zero =
+                        if symmetric { int4::ZERO } else { s.zeros[(p.zero_at)(b).min(s.zeros.len() - 1)] };
+                    let code = (p.nibble)(&s.codes, flat, true);
+                    (p.int4)(code, zero, s.absmax[(at * groups + group).min(s.absmax.len() - 1)])
                 }
                 _ => {
                     if i % 16 == 0 {

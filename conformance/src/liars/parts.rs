@@ -6,7 +6,7 @@ use q4_core::formats::{e2m1, e4m3, e8m0, int8, mxfp4, nf4, nvfp4, swizzle};
 use q4_core::oracle::act_global;
 use q4_core::{
     Activations, BackendDescriptor, Code, DType, Error, ExecPath, FuseSet, GlobalScale, LinearSpec, OpSet,
-    PreparedInfo, Q4Schema, Result, Scratch, TensorView, TensorViewMut, Verdict,
+    PreparedInfo, Q4Schema, Result, Scratch, TensorView, TensorViewMut, Verdict, read_floats,
 };
 use std::sync::Mutex;
 use std::sync::atomic::AtomicU64;
@@ -36,6 +36,14 @@ pub struct Parts {
     pub(super) e8m0: fn(u8) -> f32,
     /// Block of column `i` of an MXFP4 row.
     pub(super) power_at: fn(usize) -> usize,
+    /// Value of an int4 code under a zero point and a scale.
+    pub(super) int4: fn(u8, u8, f32) -> f32,
+    /// Value of a scale of int4, of this type.
+    pub(super) int4_scale: fn(&[u8], DType) -> f32,
+    /// Group of column `i` of an int4 row, in groups of so many.
+    pub(super) group_at: fn(usize, usize) -> usize,
+    /// Where the zero point of a group is.
+    pub(super) zero_at: fn(Block) -> usize,
     /// Value of an element from code, block scale and per-tensor scale.
     pub(super) value: fn(f32, f32, Option<GlobalScale>) -> f32,
     /// Whose per-tensor scale a segment uses.
@@ -120,6 +128,10 @@ pub(super) const HONEST: Parts = Parts {
     e4m3: e4m3::decode,
     e8m0: e8m0::decode,
     power_at: |i| i / mxfp4::BLOCK,
+    int4: |code, zero, scale| f32::from(i16::from(code) - i16::from(zero)) * scale,
+    int4_scale: float,
+    group_at: |i, group| i / group,
+    zero_at: right_scale,
     value: |code, scale, global| code * global.map_or(scale, |g| g.effective(scale)),
     global_of: |segment| segment,
     absmax_at: |i, block, _| i / block,
@@ -228,9 +240,17 @@ pub(super) struct Segment {
     pub codes: Vec<u8>,
     pub scales: Vec<u8>,
     pub absmax: Vec<f32>,
+    pub zeros: Vec<u8>,
     pub global: Option<GlobalScale>,
     /// Every code under every scale byte, so that models of millions of weights are decoded in seconds.
     pub values: Vec<f32>,
+}
+
+/// One element of an io dtype.
+pub(super) fn float(bytes: &[u8], dtype: DType) -> f32 {
+    let mut out = [0.0];
+    read_floats(bytes, dtype, &mut out);
+    out[0]
 }
 
 /// Eight sums beside each other, in f64.

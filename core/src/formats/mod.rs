@@ -11,6 +11,7 @@ pub mod e2m1;
 pub mod e4m3;
 pub mod e8m0;
 pub mod facts;
+pub mod int4;
 pub mod int8;
 pub mod mxfp4;
 pub mod nf4;
@@ -28,6 +29,7 @@ use crate::{
 };
 use dense::Dense;
 use facts::Facts;
+use int4::{Int4, ToInt4};
 use mxfp4::{Mxfp4, ToMxfp4};
 use nf4::{Nf4, ToNf4};
 use nvfp4::{Method, Nvfp4, Scales, ToNvfp4};
@@ -67,6 +69,8 @@ pub enum Q4Schema {
     Nf4(Nf4),
     /// E2M1 codes, a power of two per 32.
     Mxfp4(Mxfp4),
+    /// Integers of four bits, a scale and maybe a zero point per group.
+    Int4(Int4),
     /// Not quantised.
     Dense(Dense),
 }
@@ -79,6 +83,7 @@ impl Deref for Q4Schema {
             Self::Nvfp4(format) => format,
             Self::Nf4(format) => format,
             Self::Mxfp4(format) => format,
+            Self::Int4(format) => format,
             Self::Dense(format) => format,
         }
     }
@@ -106,6 +111,8 @@ pub enum Target {
     Nf4(ToNf4),
     /// E2M1 codes with a power of two per 32.
     Mxfp4(ToMxfp4),
+    /// Integers with a scale per group.
+    Int4(ToInt4),
 }
 
 impl Deref for Target {
@@ -116,6 +123,7 @@ impl Deref for Target {
             Self::Nvfp4(to) => to,
             Self::Nf4(to) => to,
             Self::Mxfp4(to) => to,
+            Self::Int4(to) => to,
         }
     }
 }
@@ -273,9 +281,9 @@ pub trait Format: fmt::Debug + Send + Sync {
     }
     /// The largest code of either sign in place of each.
     fn loudest(&self, byte: u8) -> u8;
-    /// A byte of two codes of zero.
-    fn silent(&self) -> u8 {
-        0
+    /// Makes a row of whole bytes zero.
+    fn silence(&self, parts: &mut OwnedParts, row: usize, k: usize) {
+        parts.bytes_mut(Part::Codes)[row * k / 2..][..k / 2].fill(0);
     }
     /// Makes a scale of `row` NaN.
     fn spoil(&self, parts: &mut OwnedParts, row: usize, k: usize);
@@ -376,6 +384,8 @@ pub struct Wire {
     pub block: u32,
     /// Scales per second scale.
     pub nested_block: u32,
+    /// Type of scales, where a format has several.
+    pub scales: Option<DType>,
     /// Type of a dense matrix.
     pub dense: Option<DType>,
 }
@@ -406,7 +416,7 @@ impl Kind {
 }
 
 /// Every format, in the order of reports.
-pub static KINDS: [&Kind; 4] = [&nvfp4::KIND, &nf4::KIND, &mxfp4::KIND, &dense::KIND];
+pub static KINDS: [&Kind; 5] = [&nvfp4::KIND, &nf4::KIND, &mxfp4::KIND, &int4::KIND, &dense::KIND];
 
 /// Names of all encodings: what overrides and reports spell.
 pub fn names() -> impl Iterator<Item = &'static str> + Clone {

@@ -50,6 +50,10 @@ pub enum Layout {
     Dat,
     /// `weight`, `weight.absmax`, `weight.quant_map`, `weight.quant_state.bitsandbytes__nf4`, nested ones.
     Bitsandbytes,
+    /// `qweight`, `scales`, `qzeros`, perhaps `g_idx`: eight in features in a word.
+    Gptq,
+    /// `qweight`, `scales`, `qzeros`: eight out features in a word.
+    Awq,
     /// `weight` of floats.
     Dense,
 }
@@ -63,6 +67,8 @@ impl Layout {
             Self::TorchAo => "torchao",
             Self::Dat => "dat",
             Self::Bitsandbytes => "bitsandbytes",
+            Self::Gptq => "gptq",
+            Self::Awq => "awq",
             Self::Dense => "dense",
         }
     }
@@ -75,6 +81,8 @@ pub struct LayerKeys {
     pub weight: String,
     /// Block scales.
     pub scales: Option<String>,
+    /// Zero points of blocks.
+    pub zeros: Option<String>,
     /// Per-tensor scale.
     pub global: Option<String>,
     /// Calibrated per-tensor scale of the activations, of the same convention as `global`.
@@ -90,12 +98,21 @@ pub struct LayerKeys {
 }
 
 impl LayerKeys {
+    /// All there are.
+    pub fn all(&self) -> impl Iterator<Item = &str> {
+        let Self {
+            scales, zeros, global, input_global, absmax, quant_map, nested_map, nested_absmax, ..
+        } = self;
+        let optional = [scales, zeros, global, input_global, absmax, quant_map, nested_map, nested_absmax];
+        [self.weight.as_str()].into_iter().chain(optional.into_iter().flatten().map(String::as_str))
+    }
+
     /// The tensor that holds a part.
     pub fn of(&self, part: Part) -> Option<&str> {
         match part {
             Part::Codes => Some(&self.weight),
             Part::Scales => self.scales.as_deref().or(self.absmax.as_deref()),
-            Part::Zeros => None,
+            Part::Zeros => self.zeros.as_deref(),
             Part::Map => self.nested_map.as_deref(),
             Part::SecondScales => self.nested_absmax.as_deref(),
         }
@@ -111,10 +128,12 @@ pub struct Described {
     pub kind: &'static str,
     /// `strategy`: how far a scale reaches.
     pub strategy: &'static str,
-    /// `group_size`.
+    /// `group_size`; 0 where a scale reaches over all of k.
     pub group_size: u32,
-    /// `scale_dtype`.
-    pub scale_dtype: &'static str,
+    /// `scale_dtype`; none where it is that of the stored scales.
+    pub scale_dtype: Option<&'static str>,
+    /// `symmetric`: without zero points.
+    pub symmetric: bool,
 }
 
 /// What bitsandbytes writes as JSON beside a weight.
@@ -171,6 +190,10 @@ pub enum Content {
     Global,
     /// The values of the codes.
     Codebook,
+    /// Zero points, those of eight out features in a word.
+    ZeroWords,
+    /// The extents of the matrix.
+    Shape([usize; 2]),
     /// The JSON of bitsandbytes.
     State,
 }

@@ -2,11 +2,13 @@
 //!
 //! An algorithm we do not compute exactly is refused by name here; decoding it as another one would give
 //! plausible nonsense.
+use crate::words::{Packing, Words};
 use q4_core::detect::{Detected, Layout};
-use q4_core::formats::{self, storage::Described};
+use q4_core::formats::{self, Wire, storage::Described};
 use q4_core::{Code, Error, Q4Schema, Result};
 use q4_files::fields::show;
 use serde_json::Value;
+use std::fmt;
 
 const CONFIG: &str = "config.json: quantization_config";
 const HF_QUANT: &str = "hf_quant_config.json";
@@ -24,6 +26,10 @@ pub enum Method {
     Bitsandbytes,
     /// torchao.
     TorchAo,
+    /// GPTQModel, AutoGPTQ, or AutoRound in their packing.
+    Gptq,
+    /// AutoAWQ and those who write as it did.
+    Awq,
 }
 
 /// The quantisation a checkpoint declares.
@@ -33,19 +39,63 @@ pub struct Declaration {
     pub method: Method,
     /// Whether inputs of quantised layers are NVFP4 too; `None` where only the tensors can tell.
     pub activations: Option<bool>,
-    /// Formats of the groups, as their schemas are called; none where the tool's layout says it.
-    pub schemas: Vec<&'static str>,
+    /// Formats of the groups; none where the tool's layout says it.
+    pub formats: Vec<Declared>,
+    /// How words are packed, of tools that pack all of a layer so.
+    pub packing: Option<Packing>,
     /// Modules that are declared not to be quantised, as the tool spells them.
     pub excluded: Vec<String>,
     /// Things that are declared but not done, for the user to know.
     pub notes: Vec<String>,
 }
 
+/// A format that layers are declared to have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Declared {
+    /// As its schema is called.
+    pub schema: &'static str,
+    /// How far a scale reaches.
+    pub reach: Reach,
+}
+
+/// How many elements of k a scale is declared to have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reach {
+    /// Nobody says.
+    Unsaid,
+    /// This many.
+    Block(u32),
+    /// All of an out feature.
+    Row,
+}
+
+impl Declared {
+    fn holds(&self, found: &Detected) -> bool {
+        let block = found.schema.block();
+        let fits = match self.reach {
+            Reach::Unsaid => true,
+            Reach::Block(size) => block == size as usize,
+            Reach::Row => block == found.k,
+        };
+        fits && self.schema == found.schema.id().name
+    }
+}
+
+impl fmt::Display for Declared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.reach {
+            Reach::Unsaid => f.write_str(self.schema),
+            Reach::Block(size) => write!(f, "{} with a scale per {size}", self.schema),
+            Reach::Row => write!(f, "{} with a scale per out feature", self.schema),
+        }
+    }
+}
+
 impl Declaration {
     /// A checkpoint without one.
     pub(super) fn none() -> Self {
-        let (schemas, excluded, notes) = (Vec::new(), Vec::new(), Vec::new());
-        Self { method: Method::None, activations: None, schemas, excluded, notes }
+        let (formats, excluded, notes) = (Vec::new(), Vec::new(), Vec::new());
+        Self { method: Method::None, activations: None, formats, packing: None, excluded, notes }
     }
 
     /// Reads `quantization_config` and `hf_quant_config.json`, which must agree. Contradictions and
@@ -100,9 +150,12 @@ impl Declaration {
             }
             (Some("compressed-tensors"), Some(c), _) => compressed_tensors(c),
             (Some("bitsandbytes"), Some(c), _) => bitsandbytes(c),
+            (Some("gptq"), Some(c), _) => gptq(c),
+            (Some("awq"), Some(c), _) => awq(c),
+            (Some("auto-round" | "intel/auto-round"), Some(c), _) => auto_round(c),
             (Some("torchao"), ..) => Ok(Self { method: Method::TorchAo, ..Self::none() }),
             (Some(other), ..) => {
-                let need = "modelopt, compressed-tensors, bitsandbytes or torchao";
+                let need = "modelopt, compressed-tensors, bitsandbytes, torchao, gptq, awq or auto-round";
                 Err(refuse(CONFIG, "quant_method", need, Some(&other.into())))
             }
         }
@@ -125,11 +178,13 @@ impl Declaration {
     /// Refuses a layer whose layout another tool writes, or whose format is none of those declared.
     pub(super) fn check(&self, layer: &str, found: &Detected) -> Result<()> {
         let (layout, schema) = (found.layout, found.schema.id().name);
-        if found.schema.is_4bit() && !self.schemas.is_empty() && !self.schemas.contains(&schema) {
+        let is_said = found.schema.is_4bit() && !self.formats.is_empty();
+        if is_said && !self.formats.iter().any(|format| format.holds(found)) {
             let what = format!("{layer}: stored in another format than config.json declares");
+            let need: Vec<_> = self.formats.iter().map(Declared::to_string).collect();
             return Err(Error::new(Code::SchemaInvalid, what)
-                .need(self.schemas.join(" or "))
-                .have(format!("the tensors of {schema}"))
+                .need(need.join(" or "))
+                .have(format!("the tensors of {schema} with a scale per {}", found.schema.block()))
                 .fix("use the config.json that was written with these weights"));
         }
         let fits = match self.method {
@@ -138,6 +193,8 @@ impl Declaration {
             Method::CompressedTensors => matches!(layout, Layout::CompressedTensors | Layout::Dense),
             Method::Bitsandbytes => matches!(layout, Layout::Bitsandbytes | Layout::Dense),
             Method::TorchAo => matches!(layout, Layout::TorchAo | Layout::Dense),
+            Method::Gptq => matches!(layout, Layout::Gptq | Layout::Dense),
+            Method::Awq => matches!(layout, Layout::Awq | Layout::Dense),
         };
         if fits {
             return Ok(());
@@ -173,7 +230,7 @@ fn model_opt(file: &str, c: &Value) -> Result<Declaration> {
         return Err(refuse(file, "group_size", "16", Some(size)));
     }
     for group in groups(c) {
-        check_group(file, group, activations, 16)?;
+        check_group(file, group, activations, ("float", true, &|size| size == 16, "16"))?;
     }
     let mut notes = Vec::new();
     if let Some(kv) = present(c, "kv_cache_quant_algo").or(present(c, "kv_cache_scheme")) {
@@ -192,20 +249,26 @@ fn model_opt(file: &str, c: &Value) -> Result<Declaration> {
 fn compressed_tensors(c: &Value) -> Result<Declaration> {
     let mut known: Vec<(Described, Q4Schema)> =
         formats::names().flat_map(formats::encodings).filter_map(|s| Some((s.described()?, s))).collect();
-    known.dedup_by_key(|k| k.0.format);
-    let names = known.iter().map(|k| k.0.format).collect::<Vec<_>>().join(" or ");
-    let named = |v: Option<&Value>| known.iter().find(|k| v.and_then(Value::as_str) == Some(k.0.format));
+    known.dedup_by_key(|k| (k.0.format, k.0.symmetric));
+    let mut names: Vec<_> = known.iter().map(|k| k.0.format).collect();
+    names.dedup();
+    let names = names.join(" or ");
     let groups = groups(c);
     let Some(first) = groups.first() else {
         return Err(refuse(CONFIG, "config_groups", "at least one group", c.get("config_groups")));
     };
     let activations = present(first, "input_activations").is_some();
-    let mut schemas = Vec::new();
+    let mut declared = Vec::new();
     for group in &groups {
         let format = present(group, "format").or(present(c, "format"));
-        let Some((described, schema)) = named(format) else {
+        let called: Vec<_> =
+            known.iter().filter(|k| format.and_then(Value::as_str) == Some(k.0.format)).collect();
+        let Some(usual) = called.first() else {
             return Err(refuse(CONFIG, "format", &names, format));
         };
+        let weights = present(group, "weights");
+        let symmetric = weights.and_then(|w| present(w, "symmetric")).and_then(Value::as_bool);
+        let (described, schema) = called.iter().find(|k| Some(k.0.symmetric) == symmetric).unwrap_or(usual);
         if present(group, "input_activations").is_some() != activations {
             return Err(refuse(
                 CONFIG,
@@ -220,11 +283,28 @@ fn compressed_tensors(c: &Value) -> Result<Declaration> {
             let need = format!("null: inputs of {} weights are not quantised here", schema.id().name);
             return Err(refuse(CONFIG, "config_groups.input_activations", &need, Some(inputs)));
         }
-        check_group(CONFIG, group, activations, described.group_size)?;
-        schemas.push(schema.id().name);
+        let need = if schema.blocks().is_empty() {
+            described.group_size.to_string()
+        } else {
+            "a multiple of 16".to_owned()
+        };
+        check_group(
+            CONFIG,
+            group,
+            activations,
+            (described.kind, described.symmetric, &|size| has_block(schema, size), &need),
+        )?;
+        let by_row = weights.and_then(|w| text(w, "strategy")) == Some("channel");
+        let size = weights.and_then(|w| present(w, "group_size")).and_then(Value::as_u64);
+        let reach = match size.and_then(|size| u32::try_from(size).ok()) {
+            _ if by_row && !schema.blocks().is_empty() => Reach::Row,
+            Some(size) => Reach::Block(size),
+            None => Reach::Unsaid,
+        };
+        declared.push(Declared { schema: schema.id().name, reach });
     }
     let top = present(c, "format").filter(|f| f.as_str() != Some("mixed-precision"));
-    if top.is_some() && named(top).is_none() {
+    if top.is_some_and(|top| !known.iter().any(|k| top.as_str() == Some(k.0.format))) {
         return Err(refuse(CONFIG, "format", &names, top));
     }
     let idle = |v: &&Value| !v.as_object().is_some_and(|o| o.is_empty());
@@ -240,7 +320,7 @@ fn compressed_tensors(c: &Value) -> Result<Declaration> {
     let notes = present(c, "kv_cache_scheme").map(|kv| kv_note(CONFIG, kv)).into_iter().collect();
     let excluded = list(c, "ignore");
     let (method, activations) = (Method::CompressedTensors, Some(activations));
-    Ok(Declaration { method, activations, schemas, excluded, notes })
+    Ok(Declaration { method, activations, formats: declared, excluded, notes, packing: None })
 }
 
 fn bitsandbytes(c: &Value) -> Result<Declaration> {
@@ -260,12 +340,116 @@ fn bitsandbytes(c: &Value) -> Result<Declaration> {
     Ok(Declaration { method, activations, excluded, ..Declaration::none() })
 }
 
-/// Weights (and inputs) of a group must be 4-bit floats in blocks of `size`, symmetric.
-fn check_group(file: &str, group: &Value, activations: bool, size: u32) -> Result<()> {
+/// GPTQ's own fields.
+fn gptq(c: &Value) -> Result<Declaration> {
+    let form = present(c, "checkpoint_format");
+    let words = match form.map(|f| f.as_str().unwrap_or_default()) {
+        None | Some("gptq") => Words::Gptq,
+        Some("gptq_v2") => Words::GptqV2,
+        Some(_) => return Err(refuse(CONFIG, "checkpoint_format", "gptq or gptq_v2", form)),
+    };
+    let idle = |v: &&Value| v.as_object().is_none_or(|o| !o.is_empty());
+    if let Some(dynamic) = present(c, "dynamic").filter(idle) {
+        let need = "nothing: bits and groups of single modules are not read yet";
+        return Err(refuse(CONFIG, "dynamic", need, Some(dynamic)));
+    }
+    let symmetric = present(c, "sym").and_then(Value::as_bool).unwrap_or(true);
+    int4(c, (Method::Gptq, Packing { words, symmetric }), ["bits", "group_size"], Vec::new())
+}
+
+/// AWQ's own fields, by the names of transformers or of AutoAWQ.
+fn awq(c: &Value) -> Result<Declaration> {
+    let is = |field: &str, words: &str| text(c, field).is_none_or(|v| v.eq_ignore_ascii_case(words));
+    if !is("version", "gemm") {
+        return Err(refuse(CONFIG, "version", "gemm", c.get("version")));
+    }
+    if let Some(zeros) = present(c, "zero_point").filter(|z| z.as_bool() != Some(true)) {
+        return Err(refuse(CONFIG, "zero_point", "true", Some(zeros)));
+    }
+    let named = |ours, theirs| if present(c, ours).is_some() { ours } else { theirs };
+    let fields = [named("bits", "w_bit"), named("group_size", "q_group_size")];
+    let packing = Packing { words: Words::Awq, symmetric: false };
+    int4(c, (Method::Awq, packing), fields, list(c, "modules_to_not_convert"))
+}
+
+/// AutoRound's fields, whose words are those of GPTQ or of AWQ.
+fn auto_round(c: &Value) -> Result<Declaration> {
+    let packing = present(c, "packing_format");
+    let (method, words) = match packing.and_then(Value::as_str) {
+        Some("auto_round:auto_gptq" | "auto_gptq") => (Method::Gptq, Words::Gptq),
+        Some("auto_round:auto_awq" | "auto_awq") => (Method::Awq, Words::Awq),
+        _ => {
+            let need = "auto_round:auto_gptq or auto_round:auto_awq";
+            return Err(refuse(CONFIG, "packing_format", need, packing));
+        }
+    };
+    if let Some(kind) = present(c, "data_type").filter(|kind| kind.as_str() != Some("int")) {
+        return Err(refuse(CONFIG, "data_type", "int", Some(kind)));
+    }
+    // Layers with fields of their own: those that stay as they were are no layers of int4.
+    let mut excluded = Vec::new();
+    for (layer, own) in present(c, "extra_config").and_then(Value::as_object).into_iter().flatten() {
+        if present(own, "bits").and_then(Value::as_u64).is_none_or(|bits| bits < 16) {
+            let field = format!("extra_config.{layer}");
+            return Err(refuse(CONFIG, &field, "bits of 16, a layer that is not quantised", Some(own)));
+        }
+        excluded.push(layer.clone());
+    }
+    let sym = present(c, "sym").and_then(Value::as_bool).unwrap_or(true);
+    let packing = Packing { words, symmetric: sym && words != Words::Awq };
+    int4(c, (method, packing), ["bits", "group_size"], excluded)
+}
+
+fn int4(
+    c: &Value,
+    (method, packing): (Method, Packing),
+    [bits, size]: [&str; 2],
+    excluded: Vec<String>,
+) -> Result<Declaration> {
+    if present(c, bits).and_then(Value::as_u64) != Some(4) {
+        return Err(refuse(CONFIG, bits, "4", c.get(bits)));
+    }
+    let reach = match present(c, size).and_then(Value::as_i64) {
+        Some(-1) => Reach::Row,
+        Some(size) if size > 0 && size % 16 == 0 && u32::try_from(size).is_ok() => Reach::Block(size as u32),
+        _ => {
+            return Err(refuse(
+                CONFIG,
+                size,
+                "a multiple of 16, or -1 for a scale per out feature",
+                c.get(size),
+            ));
+        }
+    };
+    let formats = vec![Declared { schema: if packing.symmetric { "int4" } else { "int4-asym" }, reach }];
+    let (activations, packing) = (Some(false), Some(packing));
+    Ok(Declaration { method, activations, formats, packing, excluded, notes: Vec::new() })
+}
+
+/// Whether an encoding of this kind has blocks of `size`.
+fn has_block(schema: &Q4Schema, size: u64) -> bool {
+    let (Ok(block), Some(kind)) = (u32::try_from(size), formats::kind(schema.id().name)) else {
+        return false;
+    };
+    let Ok(other) = (kind.from_wire)(schema.id().name, &Wire { block, ..schema.wire() }) else {
+        return false;
+    };
+    let mut is_fine = other.block() as u64 == size;
+    other.check(other.block(), &mut |_| is_fine = false);
+    is_fine
+}
+
+/// What numbers a group has: their type, whether zero is in their middle, blocks that there are, and these in
+/// words.
+type Numbers<'a> = (&'a str, bool, &'a dyn Fn(u64) -> bool, &'a str);
+
+/// Weights (and inputs) of a group must be 4-bit `numbers`.
+fn check_group(file: &str, group: &Value, activations: bool, numbers: Numbers<'_>) -> Result<()> {
+    let (kind, symmetric, is_block, blocks) = numbers;
     for side in ["weights", "input_activations"] {
         let Some(format) = present(group, side) else {
             if side == "weights" {
-                return Err(refuse(file, "config_groups.weights", "num_bits 4, type float", None));
+                return Err(refuse(file, "config_groups.weights", &format!("num_bits 4, type {kind}"), None));
             }
             continue;
         };
@@ -280,9 +464,13 @@ fn check_group(file: &str, group: &Value, activations: bool, size: u32) -> Resul
         let is = |field: &str, ok: &dyn Fn(&Value) -> bool| present(format, field).is_none_or(ok);
         let checks: [(&str, &str, bool); 4] = [
             ("num_bits", "4", format.get("num_bits").is_some_and(|v| v.as_u64() == Some(4))),
-            ("type", "float", is("type", &|v| v.as_str() == Some("float"))),
-            ("group_size", &size.to_string(), is("group_size", &|v| v.as_u64() == Some(size.into()))),
-            ("symmetric", "true", is("symmetric", &|v| v.as_bool() == Some(true))),
+            ("type", kind, is("type", &|v| v.as_str() == Some(kind))),
+            ("group_size", blocks, is("group_size", &|v| v.as_u64().is_some_and(is_block))),
+            (
+                "symmetric",
+                if symmetric { "true" } else { "false" },
+                is("symmetric", &|v| v.as_bool() == Some(symmetric)),
+            ),
         ];
         if let Some((field, need, _)) = checks.into_iter().find(|c| !c.2) {
             return Err(refuse(file, &format!("config_groups.{side}.{field}"), need, format.get(field)));

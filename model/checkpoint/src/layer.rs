@@ -2,7 +2,7 @@
 //!
 //! Names and types say which layout it is, the configuration says what was meant, and here the two must
 //! agree.
-use super::{Checkpoint, stored::Stored};
+use super::{Checkpoint, stored::Stored, words};
 use q4_core::{
     ActGlobal, ActQuant, Activations, Code, Convention, Error, GlobalScale, Result, Rule, ScaleLayout,
     Segment, SegmentData, TensorView,
@@ -77,7 +77,11 @@ pub(super) fn bind<'a>(c: &'a Checkpoint, name: &str, n: usize, k: usize) -> Res
         c.store().hint(name, error)
     })?;
     c.declaration().check(name, &detected)?;
-    let own = |f: &str| f == "bias" && c.config().arch.is_biased(name);
+    let own = |f: &str| match f {
+        "bias" => c.config().arch.is_biased(name),
+        "weight_zero_point" => detected.keys.zeros.is_some(),
+        _ => false,
+    };
     let foreign = FOREIGN.iter().filter(|f| !own(f)).map(|f| format!("{name}.{f}"));
     if let Some(key) = foreign.into_iter().find(|key| table.contains_key(key)) {
         return Err(Error::new(
@@ -87,6 +91,7 @@ pub(super) fn bind<'a>(c: &'a Checkpoint, name: &str, n: usize, k: usize) -> Res
         .need("a layer without it")
         .have("it"));
     }
+    words::refuse_packed(&detected, table)?;
     if (detected.n, detected.k) != (n, k) {
         return Err(Error::new(Code::TensorShape, format!("`{}`", detected.keys.weight))
             .need(format!("[{n}, {k}], as config.json says"))

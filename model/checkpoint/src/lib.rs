@@ -22,6 +22,7 @@ mod stored;
 mod table;
 mod unique;
 pub mod values;
+mod words;
 
 pub use bytes::Bytes;
 pub use declared::{Declaration, Method};
@@ -29,6 +30,7 @@ pub use layer::Layer;
 pub use store::{Entry, SCANNED, TensorStore};
 pub use stored::{Container, Stored};
 pub use table::Table;
+pub use words::{Packing, Words};
 
 use crate::config::DecoderConfig;
 use q4_core::{
@@ -168,6 +170,8 @@ impl Checkpoint {
                 side.get("hf_quant_config.json").map(|b| &b[..]),
             )?,
         };
+        let apart = words::apart(&store, declaration.packing, options.memory)?;
+        let store = store.with("words taken apart", apart.tensors, apart.bytes.into(), &apart.gone);
         for note in &declaration.notes {
             tracing::warn!(model = %name, "{note}");
         }
@@ -260,9 +264,7 @@ impl Checkpoint {
 
     /// As [`release`](Self::release) for one tensor.
     pub fn release_tensor(&self, name: &str) {
-        if let Some((bytes, range)) = self.store.place(name) {
-            bytes.release(range);
-        }
+        self.store.release_tensor(name);
     }
 
     /// Tells the system that nothing of the weight files is needed in memory for now.

@@ -165,6 +165,18 @@ impl TensorStore {
         Self { table: self.table.renamed(name), base: Some(arch), ..self }
     }
 
+    /// With `tensors` of `bytes`, which no file has, in place of those of their names, and without what is
+    /// `gone`.
+    pub(super) fn with(mut self, label: &str, tensors: Vec<Tensor>, bytes: Bytes, gone: &[String]) -> Self {
+        if !tensors.is_empty() {
+            let file = self.files.len() as u32;
+            self.files.push((label.to_owned(), bytes));
+            self.table.replace(tensors.into_iter().map(|t| Tensor { file, ..t }));
+        }
+        gone.iter().for_each(|name| self.table.remove(name));
+        self
+    }
+
     /// The same bytes where every name with `a` in it has `b` there, and the other way round.
     pub(super) fn exchanged(&self, a: &str, b: &str) -> Self {
         let name = |n: &str| if n.contains(a) { n.replace(a, b) } else { n.replace(b, a) };
@@ -279,6 +291,14 @@ impl TensorStore {
     /// The file that holds a tensor and where it lies in it, for owners that outlive the checkpoint.
     pub fn place(&self, name: &str) -> Option<(Bytes, Range<usize>)> {
         self.table.find(name).map(|t| (self.file(t).1.clone(), t.range.clone()))
+    }
+
+    /// Tells the system that the bytes of a tensor were read for the last time for now; see
+    /// [`Bytes::release`].
+    pub(super) fn release_tensor(&self, name: &str) {
+        if let Some((bytes, range)) = self.place(name) {
+            bytes.release(range);
+        }
     }
 
     /// Lets go of all pages of mapped files; see [`Bytes::release`].

@@ -65,6 +65,22 @@ impl Table {
         Self(tensors)
     }
 
+    /// Puts tensors in the places of those of their names.
+    pub(super) fn replace(&mut self, tensors: impl Iterator<Item = Tensor>) {
+        for tensor in tensors {
+            if let Ok(at) = self.0.binary_search_by(|t| t.name.cmp(&tensor.name)) {
+                self.0[at] = tensor;
+            }
+        }
+    }
+
+    /// Drops the tensor of that name.
+    pub(super) fn remove(&mut self, name: &str) {
+        if let Ok(at) = self.0.binary_search_by(|t| (*t.name).cmp(name)) {
+            self.0.remove(at);
+        }
+    }
+
     pub(super) fn find(&self, name: &str) -> Option<&Tensor> {
         self.0.binary_search_by(|t| (*t.name).cmp(name)).ok().map(|at| &self.0[at])
     }

@@ -133,7 +133,9 @@ enum {
     Q4_SCHEMA_NF4    = 2,
     Q4_SCHEMA_NF4_DQ = 3,
     Q4_SCHEMA_DENSE  = 4,
-    Q4_SCHEMA_MXFP4  = 5 /* since 1.2 */
+    Q4_SCHEMA_MXFP4  = 5, /* since 1.2, as those below */
+    Q4_SCHEMA_INT4   = 6,
+    Q4_SCHEMA_INT4_ASYM = 7
 };
 enum { Q4_F32 = 1, Q4_F16 = 2, Q4_BF16 = 3 };
 enum {
@@ -217,10 +219,9 @@ typedef struct q4_linear_spec {
     uint32_t        schema_revision;   /* 1 */
     uint32_t        scale_layout;      /* Q4_SCALE_*, of each NVFP4 segment by itself */
     uint32_t        global_convention; /* Q4_CONVENTION_*, of every segment's per-tensor scale */
-    uint32_t        nibble_order;      /* Q4_NIBBLE_*: LOW_FIRST with NVFP4 and MXFP4, either with NF4, NONE
-                                        * with DENSE */
-    uint32_t        block;             /* elements per scale: 16 for NVFP4, 32 for MXFP4, 32 to 4096 for NF4, 0
-                                        * for DENSE */
+    uint32_t        nibble_order;      /* Q4_NIBBLE_*: either with NF4, NONE with DENSE, else LOW_FIRST */
+    uint32_t        block;             /* elements per scale: 16 for NVFP4, 32 for MXFP4, 32 to 4096 for NF4, a
+                                        * multiple of 16 that divides k for INT4*, 0 for DENSE */
     uint32_t        nested_block;      /* NF4_DQ: absmax codes per nested absmax, else 0 */
     uint32_t        dense_dtype;       /* Q4_F32..Q4_BF16 of a dense weight, else 0 */
     uint64_t        n_segments;        /* row segments, top to bottom; at least one */
@@ -238,7 +239,7 @@ typedef struct q4_linear_spec {
     float           act_global;        /* with Q4_GLOBAL_STATIC */
     uint32_t        device_type;       /* Q4_DEVICE_* */
     uint32_t        device_id;
-    uint32_t        reserved;
+    uint32_t        scale_dtype;       /* Q4_F32..Q4_BF16 of the scales of INT4*, else 0; since 1.2 */
 } q4_linear_spec;
 
 /* Some rows of a stored matrix.  In an array, elements are segments[0].struct_size bytes apart and all have
@@ -253,7 +254,12 @@ typedef struct q4_linear_spec {
  *           f32
  *   DENSE   codes are the elements [rows][k]
  *   MXFP4   codes [rows][k/2], low nibble = even element; scales E8M0, one per 32 of k.
- *           value = e2m1(code) * 2^(scale - 127), which is exact in f32 */
+ *           value = e2m1(code) * 2^(scale - 127), which is exact in f32
+ *   INT4    codes [rows][k/2], 0 to 15, low nibble = even element; scales of scale_dtype [rows][k/block],
+ *           finite, of either sign.
+ *           value = fl32((code - 8) * scale)
+ *   INT4_ASYM  zeros a byte of 0 to 15 for each scale.
+ *           value = fl32((code - zero) * scale) */
 typedef struct q4_segment {
     size_t      struct_size;
     uint64_t    rows;
@@ -269,6 +275,10 @@ typedef struct q4_segment {
     float       global_scale;      /* finite and above 0, or 0 with Q4_CONVENTION_NONE */
     uint32_t    global_convention; /* that of the spec */
     uint32_t    reserved;
+#if Q4_ABI_MINOR >= 2
+    const void *zeros;             /* INT4_ASYM, else NULL */
+    uint64_t    zeros_bytes;
+#endif
 } q4_segment;
 
 typedef struct q4_weight {

@@ -162,7 +162,6 @@ macro_rules! prefixed {
 prefixed!(
     Q4Error,
     Q4LinearSpec,
-    Q4Segment,
     Q4Weight,
     Q4Matrix,
     Q4Exec,
@@ -181,7 +180,7 @@ macro_rules! grown {
         }
     )* };
 }
-grown!(Q4Env, cuda_missing; Q4CudaDevice, unusable; Q4BackendV1, probe;);
+grown!(Q4Env, cuda_missing; Q4CudaDevice, unusable; Q4Segment, zeros; Q4BackendV1, probe;);
 
 /// `q4_plugin.h`, the same contract for C and C++.
 pub const HEADER: &str = include_str!("../include/q4_plugin.h");

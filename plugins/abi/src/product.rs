@@ -28,6 +28,10 @@ numbers! {
         /// E2M1 codes, low nibble first, an E8M0 scale per 32 of k: `value = code * 2^(scale - 127)`. Since
         /// 1.2.
         MXFP4 = 5,
+        /// Codes of 0 to 15, low nibble first, a scale per block of k: `value = (code - 8) * scale`. Since 1.2.
+        INT4 = 6,
+        /// As `INT4` with a zero point per block: `value = (code - zero) * scale`. Since 1.2.
+        INT4_ASYM = 7,
     }
 }
 numbers! {
@@ -178,7 +182,8 @@ pub struct Q4LinearSpec {
     pub global_convention: u32,
     /// [`nibble_order`].
     pub nibble_order: u32,
-    /// Elements per scale: 16 for NVFP4, 32 for MXFP4, any power of two from 32 to 4096 for NF4, 0 for dense.
+    /// Elements per scale: 16 for NVFP4, 32 for MXFP4, any power of two from 32 to 4096 for NF4, any multiple of
+    /// 16 that divides k for INT4 and INT4_ASYM, 0 for dense.
     pub block: u32,
     /// Absmax codes per nested absmax; 0 unless NF4_DQ.
     pub nested_block: u32,
@@ -218,8 +223,8 @@ pub struct Q4LinearSpec {
     pub device_type: u32,
     /// Ordinal; 0 for the CPU.
     pub device_id: u32,
-    /// 0.
-    pub reserved: u32,
+    /// [`dtype`] of the scales of INT4 and INT4_ASYM, else 0. Since 1.2.
+    pub scale_dtype: u32,
 }
 
 /// Some rows of a stored matrix, with scales of their own. In an array, elements are
@@ -235,7 +240,8 @@ pub struct Q4Segment {
     pub codes: *const c_void,
     /// Bytes at `codes`.
     pub codes_bytes: u64,
-    /// NVFP4: E4M3. MXFP4: E8M0. NF4: f32 absmax. NF4_DQ: 8-bit absmax codes. Dense: NULL.
+    /// NVFP4: E4M3. MXFP4: E8M0. INT4 and INT4_ASYM: of the spec's `scale_dtype`. NF4: f32 absmax. NF4_DQ: 8-bit
+    /// absmax codes. Dense: NULL.
     pub scales: *const c_void,
     /// Bytes at `scales`.
     pub scales_bytes: u64,
@@ -255,6 +261,10 @@ pub struct Q4Segment {
     pub global_convention: u32,
     /// 0.
     pub reserved: u32,
+    /// INT4_ASYM: a byte of 0 to 15 for each scale, else NULL. Since 1.2.
+    pub zeros: *const c_void,
+    /// Bytes at `zeros`.
+    pub zeros_bytes: u64,
 }
 
 /// A stored weight: the segments of its spec, with bytes, on the device of the spec.

@@ -33,11 +33,11 @@ fn structs() -> Vec<Struct> {
         Q4LinearSpec = "q4_linear_spec" {
             struct_size, schema, schema_revision, scale_layout, global_convention, nibble_order, block, nested_block,
             dense_dtype, n_segments, segment_rows, segment_names, n, k, max_m, x_dtype, y_dtype, path, ops, activations,
-            act_rule, act_global_kind, act_global_convention, act_global, device_type, device_id, reserved
+            act_rule, act_global_kind, act_global_convention, act_global, device_type, device_id, scale_dtype
         };
         Q4Segment = "q4_segment" {
             struct_size, rows, codes, codes_bytes, scales, scales_bytes, nested_map, nested_map_bytes, nested_absmax,
-            nested_absmax_bytes, nested_offset, global_scale, global_convention, reserved
+            nested_absmax_bytes, nested_offset, global_scale, global_convention, reserved, zeros, zeros_bytes
         };
         Q4Weight = "q4_weight" { struct_size, n_segments, segments };
         Q4CudaDevice = "q4_cuda_device" { struct_size, ordinal, cc_major, cc_minor, reserved, memory, name, unusable };
@@ -81,6 +81,7 @@ fn constants() -> Vec<(&'static str, i64)> {
         "Q4_E_SCALE_INVALID" = status::SCALE_INVALID; "Q4_E_PANICKED" = status::PANICKED;
         "Q4_SCHEMA_NVFP4" = schema::NVFP4; "Q4_SCHEMA_NF4" = schema::NF4; "Q4_SCHEMA_NF4_DQ" = schema::NF4_DQ;
         "Q4_SCHEMA_DENSE" = schema::DENSE; "Q4_SCHEMA_MXFP4" = schema::MXFP4;
+        "Q4_SCHEMA_INT4" = schema::INT4; "Q4_SCHEMA_INT4_ASYM" = schema::INT4_ASYM;
         "Q4_F32" = dtype::F32; "Q4_F16" = dtype::F16; "Q4_BF16" = dtype::BF16;
         "Q4_PATH_NATIVE_KERNEL" = abi::path::NATIVE_KERNEL; "Q4_PATH_FUSED_DEQUANT" = abi::path::FUSED_DEQUANT;
         "Q4_PATH_DEQUANT_MATMUL" = abi::path::DEQUANT_MATMUL; "Q4_PATH_REFERENCE" = abi::path::REFERENCE;

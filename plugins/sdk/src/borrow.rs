@@ -88,6 +88,7 @@ fn schema(raw: &Q4LinearSpec) -> Result<Q4Schema> {
         block: raw.block,
         nested_block: raw.nested_block,
         dense: codes::dtype_from(raw.dense_dtype),
+        scales: codes::dtype_from(raw.scale_dtype),
     };
     let kind = known(kind(name), "schema", raw.schema)?;
     (kind.from_wire)(name, &wire).map_err(|field| {
@@ -95,6 +96,7 @@ fn schema(raw: &Q4LinearSpec) -> Result<Q4Schema> {
             "scale layout" => raw.scale_layout,
             "convention" => raw.global_convention,
             "nibble order" => raw.nibble_order,
+            "type of scales" => raw.scale_dtype,
             _ => raw.dense_dtype,
         };
         invalid(field, have)
@@ -165,7 +167,7 @@ unsafe fn segment<'a>(s: &Q4Segment, spec: &LinearSpec) -> Result<Segment<'a>> {
             Part::Scales => (s.scales, s.scales_bytes),
             Part::Map => (s.nested_map, s.nested_map_bytes),
             Part::SecondScales => (s.nested_absmax, s.nested_absmax_bytes),
-            Part::Zeros => return Err(invalid("schema", 0u32)),
+            Part::Zeros => (s.zeros, s.zeros_bytes),
         };
         // SAFETY: every pointer of a segment is good for the bytes beside it.
         data = data.with(part.part, unsafe { bytes_view(ptr, bytes, part.dtype) }?);

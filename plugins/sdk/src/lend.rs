@@ -59,7 +59,7 @@ impl<'a> LentSpec<'a> {
             act_global: 0.0,
             device_type,
             device_id,
-            reserved: 0,
+            scale_dtype: 0,
         };
         encoding(&mut raw, &spec.schema)?;
         activations(&mut raw, &spec.activations)?;
@@ -84,6 +84,9 @@ fn encoding(raw: &mut Q4LinearSpec, schema: &Q4Schema) -> Result<()> {
     }
     if let Some(dtype) = wire.dense {
         raw.dense_dtype = number(codes::dtype_to(dtype), "dense type", &dtype)?;
+    }
+    if let Some(dtype) = wire.scales {
+        raw.scale_dtype = number(codes::dtype_to(dtype), "type of scales", &dtype)?;
     }
     (raw.block, raw.nested_block) = (wire.block, wire.nested_block);
     Ok(())
@@ -157,6 +160,8 @@ fn segment(s: &q4_core::Segment<'_>) -> Result<Q4Segment> {
         global_scale: 0.0,
         global_convention: abi::convention::NONE,
         reserved: 0,
+        zeros: ptr::null(),
+        zeros_bytes: 0,
     };
     for (part, view) in s.data.parts() {
         let lent = bytes(view)?;
@@ -165,7 +170,7 @@ fn segment(s: &q4_core::Segment<'_>) -> Result<Q4Segment> {
             Part::Scales => (out.scales, out.scales_bytes) = lent,
             Part::Map => (out.nested_map, out.nested_map_bytes) = lent,
             Part::SecondScales => (out.nested_absmax, out.nested_absmax_bytes) = lent,
-            Part::Zeros => return Err(unknown("segment", &s.data)),
+            Part::Zeros => (out.zeros, out.zeros_bytes) = lent,
         }
     }
     out.nested_offset = s.data.offset;

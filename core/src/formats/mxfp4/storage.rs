@@ -8,7 +8,8 @@ pub(super) const DESCRIBED: Described = Described {
     kind: "float",
     strategy: "group",
     group_size: 32,
-    scale_dtype: "torch.uint8",
+    scale_dtype: Some("torch.uint8"),
+    symmetric: true,
 };
 
 pub(super) static RULES: [Rule; 1] =

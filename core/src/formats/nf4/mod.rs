@@ -296,8 +296,8 @@ impl Format for Nf4 {
         let nibble = |c: u8| if c & 8 == 0 { 0 } else { 15 };
         nibble(byte & 15) | nibble(byte >> 4) << 4
     }
-    fn silent(&self) -> u8 {
-        ZERO | ZERO << 4
+    fn silence(&self, parts: &mut OwnedParts, row: usize, k: usize) {
+        parts.bytes_mut(Part::Codes)[row * k / 2..][..k / 2].fill(ZERO | ZERO << 4);
     }
     fn spoil(&self, parts: &mut OwnedParts, row: usize, k: usize) {
         match self.nested {

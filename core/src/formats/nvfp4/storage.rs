@@ -1,7 +1,7 @@
 //! The layouts that NVFP4 is stored in.
 use super::{BLOCK, RowMajor, Swizzled128x4, encoding};
 use crate::formats::storage::{Content, Described, Detected, LayerKeys, Layout, Probe, Rule, Tensor};
-use crate::formats::{mxfp4, swizzle};
+use crate::formats::{int4, mxfp4, swizzle};
 use crate::{Convention, DType, Part};
 
 pub(super) const DESCRIBED: Described = Described {
@@ -9,13 +9,17 @@ pub(super) const DESCRIBED: Described = Described {
     kind: "float",
     strategy: "tensor_group",
     group_size: 16,
-    scale_dtype: "torch.float8_e4m3fn",
+    scale_dtype: Some("torch.float8_e4m3fn"),
+    symmetric: true,
 };
 
 pub(super) static RULES: [Rule; 4] = [
     Rule {
         layout: Layout::CompressedTensors,
-        is_there: |p| p.has("weight_packed") && !mxfp4::is_compressed_tensors(p),
+        is_there: |p| {
+            let is_other = mxfp4::is_compressed_tensors(p) || int4::is_compressed_tensors(p);
+            p.has("weight_packed") && !is_other
+        },
         read: |p, _| {
             Ok(read(
                 p,

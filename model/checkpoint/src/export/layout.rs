@@ -45,9 +45,22 @@ pub(super) fn parts(layout: Layout, dtype: DType, q: &Quantized) -> Result<Vec<V
         }
         Content::Global => q.parts.global.map_or(1.0, GlobalScale::value).to_le_bytes().to_vec(),
         Content::Codebook => bytes(q.schema.codebook().map_or(&[], |book| &book.values[..])),
+        Content::ZeroWords => zero_words(q.parts.bytes(Part::Zeros), q.n),
+        Content::Shape(extents) => extents.iter().flat_map(|v| (*v as i64).to_le_bytes()).collect(),
         Content::State => state(q.schema, dtype, [q.n, q.k], q.parts.offset),
     };
     Ok(tensors.iter().map(|t| data(t.content)).collect())
+}
+
+/// Zero points `[n, groups]` as words of eight out features, the first in the lowest bits.
+fn zero_words(zeros: &[u8], n: usize) -> Vec<u8> {
+    let groups = zeros.len() / n.max(1);
+    let mut words = vec![0u32; n.div_ceil(8) * groups];
+    for (i, zero) in zeros.iter().enumerate() {
+        let (row, group) = (i / groups, i % groups);
+        words[row / 8 * groups + group] |= u32::from(*zero & 15) << (4 * (row % 8));
+    }
+    words.into_iter().flat_map(u32::to_le_bytes).collect()
 }
 
 fn state(schema: Q4Schema, dtype: DType, [n, k]: [usize; 2], offset: f32) -> Vec<u8> {

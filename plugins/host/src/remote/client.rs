@@ -247,7 +247,7 @@ impl Q4Backend for Remote {
             for piece in &pieces {
                 out.u64(piece.0 as u64).u64(piece.1 as u64);
             }
-            for (s, places) in segments.iter().zip(places.chunks(4)) {
+            for (s, places) in segments.iter().zip(places.chunks(5)) {
                 for place in places {
                     out.u64(place.0).u64(place.1);
                 }

@@ -367,6 +367,7 @@ impl Server {
         let mut raw = Vec::new();
         for s in &stored.segments {
             let [codes, scales, map, absmax] = [part(&mut f)?, part(&mut f)?, part(&mut f)?, part(&mut f)?];
+            let zeros = part(&mut f)?;
             raw.push(Q4Segment {
                 struct_size: size_of::<Q4Segment>(),
                 rows: s.rows as u64,
@@ -382,6 +383,8 @@ impl Server {
                 global_scale: f.f32()?,
                 global_convention: f.u32()?,
                 reserved: 0,
+                zeros: zeros.0,
+                zeros_bytes: zeros.1,
             });
         }
         f.end()?;

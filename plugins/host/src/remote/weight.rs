@@ -24,7 +24,7 @@ type Pieces = Vec<(usize, usize)>;
 type Laid = (Shared, Pieces, Vec<(u64, u64)>);
 
 /// The bytes of a weight as the other process will see them: memory, the pages of it that can be read there,
-/// and the place and length of each part, four to a segment. With `is_judged`, every part ends or begins
+/// and the place and length of each part, five to a segment. With `is_judged`, every part ends or begins
 /// where the pages do.
 pub(super) fn lay_out(segments: &[Q4Segment], is_judged: bool) -> Answer<Laid> {
     let parts = segments.iter().flat_map(|s| {
@@ -33,6 +33,7 @@ pub(super) fn lay_out(segments: &[Q4Segment], is_judged: bool) -> Answer<Laid> {
             (s.scales, s.scales_bytes),
             (s.nested_map, s.nested_map_bytes),
             (s.nested_absmax, s.nested_absmax_bytes),
+            (s.zeros, s.zeros_bytes),
         ]
     });
     let (mut end, mut pieces, mut places) = (0, Pieces::new(), Vec::new());

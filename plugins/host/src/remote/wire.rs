@@ -139,6 +139,7 @@ impl Frame {
             s.act_rule,
             s.act_global_kind,
             s.act_global_convention,
+            s.scale_dtype,
             s.device_type,
             s.device_id,
         ] {
@@ -275,13 +276,13 @@ impl<'a> Fields<'a> {
 
     /// A product without segments, whose arrays are NULL.
     pub fn spec(&mut self) -> Read<Q4LinearSpec> {
-        let mut v = [0; 18];
+        let mut v = [0; 19];
         for v in &mut v {
             *v = self.u32()?;
         }
         let [schema, schema_revision, scale_layout, global_convention, nibble_order, block, nested_block, ..] =
             v;
-        let [.., act_rule, act_global_kind, act_global_convention, device_type, device_id] = v;
+        let [.., act_rule, act_global_kind, act_global_convention, scale_dtype, device_type, device_id] = v;
         let [dense_dtype, x_dtype, y_dtype, path, ops, activations] = [v[7], v[8], v[9], v[10], v[11], v[12]];
         Ok(Q4LinearSpec {
             struct_size: size_of::<Q4LinearSpec>(),
@@ -310,7 +311,7 @@ impl<'a> Fields<'a> {
             act_global_convention,
             device_type,
             device_id,
-            reserved: 0,
+            scale_dtype,
         })
     }
 

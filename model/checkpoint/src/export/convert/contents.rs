@@ -59,15 +59,17 @@ pub(super) fn matrices<'c, 'a>(contents: &'c Contents<'a>) -> impl Iterator<Item
     })
 }
 
-/// Full names of all tensors of a layer.
+/// Full names of all tensors that a layer may have.
 pub(super) fn tensors(layer: &Detected) -> Vec<String> {
-    let k = &layer.keys;
-    let scales =
-        [&k.scales, &k.global, &k.input_global, &k.absmax, &k.quant_map, &k.nested_map, &k.nested_absmax];
-    let mut names = vec![k.weight.clone()];
-    names.extend(scales.into_iter().flatten().cloned());
-    if layer.layout == Layout::Bitsandbytes {
-        names.push(format!("{}.quant_state.bitsandbytes__nf4", k.weight));
+    let mut names: Vec<_> = layer.keys.all().map(str::to_owned).collect();
+    let weight = &layer.keys.weight;
+    let module = weight.rsplit_once('.').map_or("", |(module, _)| module);
+    match layer.layout {
+        Layout::Bitsandbytes => names.push(format!("{weight}.quant_state.bitsandbytes__nf4")),
+        // They say again what shapes and order of the others do.
+        Layout::CompressedTensors => names.push(format!("{module}.weight_shape")),
+        Layout::Gptq => names.push(format!("{module}.g_idx")),
+        _ => {}
     }
     names
 }

@@ -68,8 +68,12 @@ pub(super) fn items<'a>(
     for (name, content) in contents {
         items.push(match content {
             Content::Inputs(_) => continue, // with its layer
-            Content::Matrix(layer) if layer.detected.layout == layout => {
-                let names = tensors(&layer.detected);
+            // Zero points were taken apart, and are packed again.
+            Content::Matrix(layer)
+                if layer.detected.layout == layout && layer.detected.keys.zeros.is_none() =>
+            {
+                let mut names = tensors(&layer.detected);
+                names.retain(|name| checkpoint.table().contains_key(name));
                 let stored = names.iter().map(|n| checkpoint.tensor(n)).collect::<Result<Vec<_>>>()?;
                 let entries =
                     names.iter().zip(&stored).map(|(n, s)| Entry::new(n, s.dtype, s.shape)).collect();

@@ -15,6 +15,7 @@ use crate::{Bytes, Checkpoint, Container, Layer, OpenOptions};
 use contents::{Content, Contents, contents, matrices};
 use items::{Item, items};
 use q4_core::detect::Layout;
+use q4_core::formats::storage::Described;
 use q4_core::{ActGlobal, Activations, Code, Error, GlobalScale, Result, ThreadPool};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -147,6 +148,30 @@ pub fn convert(
     run.write_to(out, progress)
 }
 
+/// What compressed-tensors says of all `layers` together: one format, and scales that reach equally far.
+fn described(layers: &[&Layer<'_>]) -> Result<Option<Described>> {
+    let Some(first) = layers.first() else { return Ok(None) };
+    let of = |layer: &&Layer<'_>| layer.detected.schema.described();
+    if layers.iter().all(|layer| of(layer) == of(first)) {
+        return Ok(of(first));
+    }
+    let by_row = |layer: &&Layer<'_>| {
+        let whole = Described { group_size: 0, strategy: "channel", ..of(layer)? };
+        (layer.detected.schema.block() == layer.detected.k).then_some(whole)
+    };
+    if by_row(first).is_some() && layers.iter().all(|layer| by_row(layer) == by_row(first)) {
+        return Ok(by_row(first));
+    }
+    let other = layers.iter().find(|layer| of(layer) != of(first)).unwrap_or(first);
+    let words = |layer: &Layer<'_>| {
+        let schema = layer.detected.schema;
+        format!("{} with a scale per {} in `{}`", schema, schema.block(), layer.name)
+    };
+    Err(Error::new(Code::Usage, "layers of several formats: the layout describes one for all")
+        .need(words(first))
+        .have(words(other)))
+}
+
 struct Run<'a> {
     checkpoint: &'a Checkpoint,
     contents: &'a Contents<'a>,
@@ -197,7 +222,7 @@ impl Run<'_> {
         let tensors = self.contents.iter().filter(|(_, c)| matches!(c, Content::Tensor(_)));
         let declared = Declared {
             layout: self.conversion.layout,
-            described: layers.first().and_then(|l| l.detected.schema.described()),
+            described: described(&layers)?,
             inputs: layers.iter().any(|l| l.input_scale().is_some() && l.declared != Activations::Native),
             double: layers.iter().any(|l| l.detected.keys.nested_absmax.is_some()),
             dtype: Some(self.checkpoint.embedding_type()?),
