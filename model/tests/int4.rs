@@ -181,6 +181,24 @@ fn a_contradiction_names_its_layer_and_both_places() {
         t.bytes.truncate(t.bytes.len() / 2);
     });
     refused("gptq_v2", &shorter, SchemaInvalid, &[UP, "qzeros"]);
+    let declared = |m: &mut Model| {
+        m.config["quantization_config"]["desc_act"] = json!(true);
+        m.remove(&format!("{UP}.g_idx"));
+    };
+    refused("gptq", &declared, SchemaInvalid, &[UP, "g_idx", "desc_act"]);
+    // What a reader puts in place of words is no word of a file.
+    let bytes = |t: &mut handmade::Tensor| {
+        t.dtype = "U8".into();
+        t.shape[1] *= 4;
+    };
+    for (name, part) in [
+        ("gptq", "qweight"),
+        ("awq", "qweight"),
+        ("gptq_v2", "qzeros"),
+        ("int4_asym_ct", "weight_zero_point"),
+    ] {
+        refused(name, &edit(part, bytes), SchemaInvalid, &[UP, part, "words: i32", "u8"]);
+    }
     let index = |m: &mut Model| {
         let name = format!("{UP}.weight_g_idx");
         m.tensors.push(handmade::Tensor::new(&name, "I32", &[64], vec![0; 256]));

@@ -354,7 +354,8 @@ fn gptq(c: &Value) -> Result<Declaration> {
         return Err(refuse(CONFIG, "dynamic", need, Some(dynamic)));
     }
     let symmetric = present(c, "sym").and_then(Value::as_bool).unwrap_or(true);
-    int4(c, (Method::Gptq, Packing { words, symmetric }), ["bits", "group_size"], Vec::new())
+    let in_order = present(c, "desc_act").and_then(Value::as_bool) != Some(true);
+    int4(c, (Method::Gptq, Packing { words, symmetric, in_order }), ["bits", "group_size"], Vec::new())
 }
 
 /// AWQ's own fields, by the names of transformers or of AutoAWQ.
@@ -368,7 +369,7 @@ fn awq(c: &Value) -> Result<Declaration> {
     }
     let named = |ours, theirs| if present(c, ours).is_some() { ours } else { theirs };
     let fields = [named("bits", "w_bit"), named("group_size", "q_group_size")];
-    let packing = Packing { words: Words::Awq, symmetric: false };
+    let packing = Packing { words: Words::Awq, symmetric: false, in_order: true };
     int4(c, (Method::Awq, packing), fields, list(c, "modules_to_not_convert"))
 }
 
@@ -396,7 +397,7 @@ fn auto_round(c: &Value) -> Result<Declaration> {
         excluded.push(layer.clone());
     }
     let sym = present(c, "sym").and_then(Value::as_bool).unwrap_or(true);
-    let packing = Packing { words, symmetric: sym && words != Words::Awq };
+    let packing = Packing { words, symmetric: sym && words != Words::Awq, in_order: true };
     int4(c, (method, packing), ["bits", "group_size"], excluded)
 }
 

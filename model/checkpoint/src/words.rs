@@ -15,6 +15,9 @@ pub struct Packing {
     pub words: Words,
     /// Every zero point is to be the middle, and none is kept.
     pub symmetric: bool,
+    /// Groups are in the order of the in features unless `g_idx` says otherwise; without this it has to be
+    /// there and say so.
+    pub in_order: bool,
 }
 
 /// What a word holds.
@@ -53,10 +56,21 @@ const ASCENDING: [usize; 8] = [0, 1, 2, 3, 4, 5, 6, 7];
 /// is, for whoever reads the layer to refuse.
 ///
 /// # Errors
-/// [`Code::OutOfMemory`] for more than `memory` bytes, [`Code::SchemaInvalid`] for groups of GPTQ that are not
-/// in the order of the in features, or a layer of which nobody says how it is packed.
+/// [`Code::OutOfMemory`] for more than `memory` bytes, [`Code::SchemaInvalid`] for a file that stores as bytes
+/// what tools store as words, groups of GPTQ that are not in the order of the in features, or a layer of which
+/// nobody says how it is packed.
 pub(super) fn apart(store: &TensorStore, packing: Option<Packing>, memory: Option<u64>) -> Result<Apart> {
     let mut out = Apart::default();
+    // Bytes are what this file puts in the words' place: stored, they would be taken for them.
+    let is_word = |name: &str| match name.strip_suffix(".weight_zero_point") {
+        Some(layer) => store.table().contains_key(&format!("{layer}.weight_packed")),
+        None => name.ends_with(".qweight") || name.ends_with(".qzeros"),
+    };
+    let bytes = |meta: &TensorMeta| matches!(meta.dtype, Some(DType::U8 | DType::I8));
+    if let Some((name, meta)) = store.table().iter().find(|(name, meta)| is_word(name) && bytes(meta)) {
+        let have = meta.dtype.map_or("another type", DType::as_str);
+        return Err(Error::new(Code::SchemaInvalid, format!("`{name}`")).need("words: i32").have(have));
+    }
     let names: Vec<&str> = store.table().keys().collect();
     let layers = names.iter().filter_map(|name| Layer::of(store, name));
     let layers: Vec<_> = layers.collect();
@@ -174,7 +188,13 @@ impl<'a> Layer<'a> {
                 .need(format!("eight {need} features in a word, as config.json declares"))
                 .have(format!("eight {have} features")));
         }
-        if !is_awq && store.table().contains_key(&format!("{name}.g_idx")) {
+        let has_index = store.table().contains_key(&format!("{name}.g_idx"));
+        if !is_awq && !has_index && !packing.in_order {
+            return Err(Error::new(Code::SchemaInvalid, format!("`{name}`"))
+                .need("g_idx, as desc_act of config.json declares")
+                .have("no such tensor"));
+        }
+        if !is_awq && has_index {
             let of = |word: &[u8; 4]| u32::from_le_bytes(*word) as usize;
             let wrong = words("g_idx")?.iter().enumerate().find(|(i, g)| of(g) != i / (k / groups));
             if let Some((i, group)) = wrong {
