@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)]
 mod built;
 
-use q4_conformance::{AbiProbe, InProcess, Options, Profile, Report, run_with};
+use q4_conformance::{AbiProbe, CaseResult, InProcess, Options, Outcome, Profile, Report, run_with};
 use q4_core::{Candidate, HostEnv, Result, ThreadPool};
 use q4_plugin_host::{Loaded, TableCases};
 use std::path::Path;
@@ -19,10 +19,10 @@ impl AbiProbe for Abi {
     }
 }
 
-fn suite(path: &Path) -> Report {
+fn suite(path: &Path, profile: Profile) -> Report {
     let Loaded { candidate, table, .. } = q4_plugin_host::load(path).unwrap();
     let Candidate::Live(backend) = candidate else { unreachable!("loaded libraries live") };
-    let options = Options::of(Profile::Training);
+    let options = Options::of(profile);
     /// Cases measure what the process has taken; two suites at once would measure each other.
     static ONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
     let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
@@ -31,14 +31,28 @@ fn suite(path: &Path) -> Report {
 
 #[test]
 fn the_rust_example_is_conformant() {
-    let report = suite(&built::acme_nvfp4());
+    let report = suite(&built::acme_nvfp4(), Profile::Training);
     assert!(report.conformant && report.complete, "{}", report.text());
 }
 
 #[test]
 fn the_c_example_is_conformant() {
-    let report = suite(&built::acme_c());
+    let report = suite(&built::acme_c(), Profile::Training);
     assert!(report.conformant && report.complete, "{}", report.text());
+}
+
+/// Zero points and types of scales reach a library.
+#[test]
+fn a_library_of_int4_is_conformant() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = built::groups::acme_int4(dir.path());
+    let report = suite(&path, Profile::Inference);
+    assert!(report.conformant, "{}", report.text());
+    for schema in ["int4@1", "int4-asym@1"] {
+        let passed = |case: &CaseResult| case.outcome == Outcome::Pass && case.id.contains(schema);
+        let count = report.cases.iter().filter(|(_, case)| passed(case)).count();
+        assert!(count > 100, "{schema}: {count}");
+    }
 }
 
 /// A check, and an edit of the C example that it catches.

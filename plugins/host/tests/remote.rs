@@ -5,9 +5,9 @@
 mod built;
 
 use q4_core::{
-    Activations, Candidate, Code, DType, Device, Error, ExecContext, ExecPath, HostEnv, LinearSpec, Nvfp4,
-    Nvfp4Parts, OpSet, PreparedWeight, Q4Backend, Q4Schema, Q4Weight, RejectCode, Result, ScaleLayout,
-    Segment, SegmentSpec, TensorView, TensorViewMut, ThreadPool,
+    Activations, Candidate, Code, DType, Device, Error, ExecContext, ExecPath, HostEnv, Int4, LinearSpec,
+    Nvfp4, Nvfp4Parts, OpSet, OwnedParts, Part, PreparedWeight, Q4Backend, Q4Schema, Q4Weight, RejectCode,
+    Result, ScaleLayout, Segment, SegmentSpec, TensorView, TensorViewMut, ThreadPool,
 };
 use q4_plugin_host::remote::{Isolation, Remote};
 use q4_plugin_host::{Loader, Refusal, TableCases};
@@ -120,6 +120,34 @@ fn what_is_computed_elsewhere_is_what_is_computed_here() {
         assert!(process.exists());
         drop((w, remote));
         assert!(!process.exists(), "it ends with the last that uses it");
+    }
+}
+
+#[test]
+fn zero_points_reach_the_other_process() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = built::groups::acme_int4(dir.path());
+    let Candidate::Live(here) = q4_plugin_host::load(&path).unwrap().candidate else { unreachable!() };
+    let remote = start(&path, true).unwrap();
+    for scales in [DType::F32, DType::F16, DType::BF16] {
+        let schema = Q4Schema::Int4(Int4 { group: 32, scales, symmetric: false });
+        let codes = (0..N * K / 2).map(|i| (i * 151 >> 2) as u8).collect();
+        // Finite in every type.
+        let bytes = (0..N * K / 32 * scales.size()).map(|i| (i * 37 % 64) as u8).collect();
+        let zeros = (0..N * K / 32).map(|i| (i % 16) as u8).collect();
+        let parts = OwnedParts::default()
+            .with(Part::Codes, DType::U8, &[N, K / 2], codes)
+            .with(Part::Scales, scales, &[N, K / 32], bytes)
+            .with(Part::Zeros, DType::U8, &[N, K / 32], zeros);
+        let computed = |b: &dyn Q4Backend| {
+            let (segments, pool) = ([Segment { rows: N, data: parts.lend().unwrap() }], ThreadPool::new(2));
+            let spec = LinearSpec { schema, ..spec(OpSet::FORWARD) };
+            let w = Q4Weight { schema, k: K, segments: &segments };
+            let w = b.prepare(&w, &spec, PATH, &mut ExecContext::cpu(&pool)).unwrap();
+            forward(&*w, M, 0, 2).unwrap()
+        };
+        let (want, have) = (computed(&*here), computed(&remote));
+        assert!(have == want && want.iter().any(|y| *y != 0.0), "{scales}");
     }
 }
 

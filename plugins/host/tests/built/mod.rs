@@ -1,6 +1,8 @@
 //! Libraries for the tests: the examples, built once as their authors would build them, and C sources
 //! compiled with `cc`.
 #![allow(dead_code, clippy::unwrap_used)] // every test file uses a part of it
+pub mod groups;
+
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::LazyLock;
