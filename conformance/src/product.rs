@@ -10,7 +10,7 @@ use q4_core::oracle::{Column, Input};
 use q4_core::stage::Staged;
 use q4_core::{
     Code, DType, Device, Error, ExecContext, ExecPath, LinearSpec, OpSet, PreparedWeight, Q4Weight, Reject,
-    Result, RowDecoder, ThreadPool,
+    Result, RowDecoder, ThreadPool, wide,
 };
 
 /// Stale scratch of calls that do not vary it; as f32 a huge number.
@@ -298,10 +298,7 @@ pub(crate) fn check_sums(path: ExecPath, problem: &Problem<'_>, y: &[f32]) -> Re
         let signs: Vec<f64> = block.clone().map(|c| 1.0 - 2.0 * (mix(c as u64 ^ salt) & 1) as f64).collect();
         for (c, sign) in block.clone().zip(&signs) {
             decoder.row(c, &mut decoded);
-            for ((signed, size), w) in signed.iter_mut().zip(&mut sizes).zip(&decoded) {
-                *signed += sign * f64::from(*w);
-                *size += f64::from(w.abs());
-            }
+            add_row(*sign, &decoded, &mut signed, &mut sizes);
         }
         for r in 0..m {
             let (want, abs) = signed_sum(input.row(r), &signed, &sizes);
@@ -322,17 +319,36 @@ pub(crate) fn check_sums(path: ExecPath, problem: &Problem<'_>, y: &[f32]) -> Re
     Ok(seen)
 }
 
-/// `(Σ x·w, Σ |x|·size)`, in sums that run beside each other.
-fn signed_sum(x: &[f64], w: &[f64], sizes: &[f64]) -> (f64, f64) {
-    const LANES: usize = 8;
-    let (mut sum, mut abs) = ([0.0; LANES], [0.0; LANES]);
-    for ((x, w), size) in x.chunks(LANES).zip(w.chunks(LANES)).zip(sizes.chunks(LANES)) {
-        for (i, ((x, w), size)) in x.iter().zip(w).zip(size).enumerate() {
-            sum[i] += x * w;
-            abs[i] += x.abs() * size;
+wide! {
+    /// Adds `factor · w` to the sums and its magnitude to the sizes.
+    fn add_row(factor: f64, w: &[f32], sums: &mut [f64], sizes: &mut [f64]) {
+        for ((sum, size), w) in sums.iter_mut().zip(sizes).zip(w) {
+            let product = factor * f64::from(*w);
+            *sum += product;
+            *size += product.abs();
         }
     }
-    (sum.iter().sum(), abs.iter().sum())
+}
+
+wide! {
+    /// `(Σ x·w, Σ |x|·size)`, in sums that run beside each other.
+    fn signed_sum(x: &[f64], w: &[f64], sizes: &[f64]) -> (f64, f64) {
+        const LANES: usize = 8;
+        let (mut sum, mut abs) = ([0.0; LANES], [0.0; LANES]);
+        let mut add = |i: usize, x: f64, w: f64, size: f64| {
+            sum[i] += x * w;
+            abs[i] += x.abs() * size;
+        };
+        let ((x, last_x), (w, last_w)) = (x.as_chunks::<LANES>(), w.as_chunks::<LANES>());
+        let (sizes, last_sizes) = sizes.as_chunks::<LANES>();
+        for ((x, w), sizes) in x.iter().zip(w).zip(sizes) {
+            (0..LANES).for_each(|i| add(i, x[i], w[i], sizes[i]));
+        }
+        for (i, x) in last_x.iter().enumerate() {
+            add(i, *x, last_w[i], last_sizes[i]);
+        }
+        (sum.iter().sum(), abs.iter().sum())
+    }
 }
 
 /// First columns of the blocks to look at.
@@ -366,11 +382,7 @@ pub(crate) fn exact_backward(problem: &Problem<'_>, dy: &[f32]) -> Result<Exact>
         for r in 0..m {
             let factor = f64::from(dy[r * n + j]);
             let (sums, sizes) = (&mut sums[r * k..][..k], &mut sizes[r * k..][..k]);
-            for ((sum, size), w) in sums.iter_mut().zip(sizes).zip(&row) {
-                let product = factor * f64::from(*w);
-                *sum += product;
-                *size += product.abs();
-            }
+            add_row(factor, &row, sums, sizes);
         }
     }
     let values = sums.into_iter().zip(sizes).collect();

@@ -37,6 +37,7 @@ pub mod stderr;
 mod tensor;
 mod threads;
 mod weight;
+mod wide;
 
 pub use backend::{
     BackendDescriptor, Candidate, ComputePath, ExecContext, ExecPath, Footprint, LinearSpec, OpSet,

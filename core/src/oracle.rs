@@ -1,7 +1,8 @@
 //! The exact product every backend is measured against: integers where the format makes them, f64 otherwise.
 use crate::formats::{e2m1, e4m3, int8, nvfp4};
 use crate::{
-    ActGlobal, ActQuant, Activations, Code, DType, Error, ExecPath, GlobalScale, Result, RowDecoder,
+    ActGlobal, ActQuant, Activations, Code, DType, Error, ExecPath, GlobalScale, Result, RowDecoder, wide,
+    wide::widen,
 };
 
 /// `m` rows of activations in the format a product uses them in.
@@ -25,9 +26,10 @@ const NAN: i32 = i32::MAX;
 impl Packed {
     /// Takes these bytes instead of what was there.
     fn read(&mut self, codes: &[u8], scales: &[u8], global: Option<GlobalScale>) {
-        let doubled = |code: &u8| [code & 15, code >> 4].map(|c| e2m1::DOUBLED[usize::from(c)]);
-        self.codes.clear();
-        self.codes.extend(codes.iter().flat_map(doubled));
+        self.codes.resize(2 * codes.len(), 0);
+        for (pair, code) in self.codes.as_chunks_mut::<2>().0.iter_mut().zip(codes) {
+            *pair = [code & 15, code >> 4].map(|c| e2m1::DOUBLED[usize::from(c)]);
+        }
         self.scales.clear();
         let units = |s: &u8| if e4m3::is_nan(*s) { NAN } else { (e4m3::decode(*s) * 512.0) as i32 };
         self.scales.extend(scales.iter().map(units));
@@ -49,15 +51,15 @@ pub struct Column {
 impl Column {
     /// Row `row` (`0..n`) of `w`.
     pub fn new(w: &RowDecoder<'_>, row: usize) -> Self {
-        let mut out = Self { decoded: vec![0.0; w.k()], wide: Vec::with_capacity(w.k()), packed: None };
+        let mut out = Self { decoded: vec![0.0; w.k()], wide: vec![0.0; w.k()], packed: None };
         out.read(w, row);
         out
     }
     /// Takes another row, or one of another weight with as many columns.
     pub fn read(&mut self, w: &RowDecoder<'_>, row: usize) {
         w.row(row, &mut self.decoded);
-        self.wide.clear();
-        self.wide.extend(self.decoded.iter().map(|v| f64::from(*v)));
+        self.wide.resize(self.decoded.len(), 0.0);
+        widen(&mut self.wide, &self.decoded);
         match w.nvfp4_row(row) {
             Some((codes, scales)) => {
                 self.packed.get_or_insert_with(Packed::new).read(codes, scales, w.global(row));
@@ -172,24 +174,11 @@ fn fixed_point(a: &[i8], sa: &[i32], b: &[i8], sb: &[i32]) -> (f64, f64) {
     (total as f64 * unit, abs as f64 * unit)
 }
 
-/// `(Σ x·w, Σ |x·w|)`, the same bits on every processor: no product is fused with its addition.
-fn sums(x: &[f64], w: &[f64]) -> (f64, f64) {
-    #[cfg(target_arch = "x86_64")]
-    if std::arch::is_x86_feature_detected!("avx") {
-        #[target_feature(enable = "avx")]
-        fn wide(x: &[f64], w: &[f64]) -> (f64, f64) {
-            lanes(x, w)
-        }
-        // SAFETY: the feature was found on this processor.
-        return unsafe { wide(x, w) };
+wide! {
+    /// `(Σ x·w, Σ |x·w|)`.
+    fn sums(x: &[f64], w: &[f64]) -> (f64, f64) {
+        lanes(x, w)
     }
-    narrow(x, w)
-}
-
-/// Inlined into what calls it, this was compiled one lane at a time.
-#[inline(never)]
-fn narrow(x: &[f64], w: &[f64]) -> (f64, f64) {
-    lanes(x, w)
 }
 
 /// Sums that run beside each other: one alone would wait for every addition.
@@ -259,7 +248,7 @@ mod tests {
         for len in (0..40).chain([1027]) {
             let x: Vec<f64> = (0..len).map(|i| value(i, 1013)).collect();
             let w: Vec<f64> = (0..len).map(|i| value(i, 997)).collect();
-            assert_eq!(sums(&x, &w), narrow(&x, &w), "{len} terms");
+            assert_eq!(sums(&x, &w), lanes(&x, &w), "{len} terms");
             let plain: f64 = x.iter().zip(&w).map(|(x, w)| x * w).sum();
             assert!((sums(&x, &w).0 - plain).abs() <= 1e-6, "{len} terms");
         }

@@ -3,10 +3,14 @@
 /// Bytes of a page of the size that makes a difference to a stream of weights.
 pub const HUGE_PAGE: usize = 2 << 20;
 
-/// Asks for huge pages behind the `bytes` bytes from `address`, which begins a page of any size; a last part
-/// that fills none is left out. A hint: who refuses it, or has no such pages, costs speed and nothing else.
+/// Asks for huge pages behind the `bytes` bytes from `address`; what fills none at either end is left out. A
+/// hint: who refuses it, or has no such pages, costs speed and nothing else.
 pub fn advise_huge(address: usize, bytes: usize) {
-    system::advise_huge(address, bytes - bytes % HUGE_PAGE);
+    let (first, end) = (address.next_multiple_of(HUGE_PAGE), address.saturating_add(bytes));
+    let whole = end.saturating_sub(first) / HUGE_PAGE * HUGE_PAGE;
+    if whole > 0 {
+        system::advise_huge(first, whole);
+    }
 }
 
 #[cfg(target_os = "linux")]

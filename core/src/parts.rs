@@ -1,5 +1,6 @@
 //! The stored parts of a weight, by name: borrowed as a file or a caller has them, or owned.
 use crate::{Code, DType, Device, Error, GlobalScale, Result, TensorView};
+use half::slice::HalfFloatSliceExt;
 use std::borrow::Cow;
 
 /// What a stored part is for. A format uses some of them.
@@ -217,6 +218,12 @@ pub fn read_floats(bytes: &[u8], dtype: DType, out: &mut [f32]) {
             }
         }
         DType::F16 => {
+            // Many at a time where the processor can.
+            if let Some(Ok(halves)) =
+                bytes.get(..2 * out.len()).map(bytemuck::try_cast_slice::<u8, half::f16>)
+            {
+                return halves.convert_to_f32_slice(out);
+            }
             for (o, b) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
                 *o = half::f16::from_le_bytes(*b).to_f32();
             }

@@ -81,9 +81,11 @@ impl ThreadPool {
         // A machine that refuses a thread still computes, on fewer.
         let helpers: Vec<_> = (1..threads).map_while(|i| spawn(i).ok()).collect();
         // A thread allocates while it starts; from here on none does.
+        let mut guard = shared.sleepers.lock().unwrap_or_else(|e| e.into_inner());
         while shared.ready.load(Ordering::Acquire) < helpers.len() {
-            std::thread::yield_now();
+            guard = shared.wake.wait(guard).unwrap_or_else(|e| e.into_inner());
         }
+        drop(guard);
         Self { shared, helpers, busy: AtomicBool::new(false), lent: None }
     }
 
@@ -169,7 +171,10 @@ impl Shared {
 
     fn help(&self, thread: usize) {
         let mut seen = 0;
+        let guard = self.sleepers.lock();
         self.ready.fetch_add(1, Ordering::Release);
+        self.wake.notify_all();
+        drop(guard);
         loop {
             seen = self.await_call(seen);
             if self.stop.load(Ordering::Relaxed) {

@@ -1,7 +1,9 @@
 //! The dense copy: decoded by the exact decoder, each value rounded once to the type of y.
 use crate::probe::is_exact;
+use bytemuck::Zeroable;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
+use q4_core::pages::advise_huge;
 use q4_core::{
     Code, DType, Error, ExecPath, LinearSpec, OpSet, PreparedInfo, Q4Weight, Result, RowDecoder, ThreadPool,
 };
@@ -117,27 +119,29 @@ impl Values {
     fn of(decoder: &RowDecoder<'_>, y: DType, threads: &ThreadPool) -> Result<Self, usize> {
         Ok(match y {
             DType::F16 => {
-                let (values, scales) = decoded(decoder, threads, &|row: &mut [f32], out: &mut [f16]| {
-                    let scale = normalise(row);
-                    out.convert_from_f32_slice(row);
+                let (values, scales) = decoded(decoder, threads, &|r, wide, out: &mut [f16]| {
+                    decoder.row(r, wide);
+                    let scale = normalise(wide);
+                    out.convert_from_f32_slice(wide);
                     out.iter().all(|v| v.is_finite()).then_some(scale)
                 })?;
                 Self::F16(values, scales)
             }
-            DType::BF16 => Self::BF16(
-                decoded(decoder, threads, &|row: &mut [f32], out: &mut [bf16]| {
-                    out.convert_from_f32_slice(row);
+            DType::BF16 => {
+                let (values, _) = decoded(decoder, threads, &|r, wide, out: &mut [bf16]| {
+                    decoder.row(r, wide);
+                    out.convert_from_f32_slice(wide);
                     out.iter().all(|v| v.is_finite()).then_some(1.0)
-                })?
-                .0,
-            ),
-            _ => Self::F32(
-                decoded(decoder, threads, &|row: &mut [f32], out: &mut [f32]| {
-                    out.copy_from_slice(row);
+                })?;
+                Self::BF16(values)
+            }
+            _ => {
+                let (values, _) = decoded(decoder, threads, &|r, _, out: &mut [f32]| {
+                    decoder.row(r, out);
                     out.iter().all(|v| v.is_finite()).then_some(1.0)
-                })?
-                .0,
-            ),
+                })?;
+                Self::F32(values)
+            }
         })
     }
 
@@ -150,25 +154,26 @@ impl Values {
     }
 }
 
-/// Rounds one decoded row and returns its scale; `None` when a value does not fit.
-type Round<'a, T> = &'a (dyn Fn(&mut [f32], &mut [T]) -> Option<f32> + Sync);
+/// Decodes one row, with room for it in f32, and returns its scale; `None` when a value does not fit.
+type Round<'a, T> = &'a (dyn Fn(usize, &mut [f32], &mut [T]) -> Option<f32> + Sync);
 
-fn decoded<T: Clone + Default + Send>(
+fn decoded<T: Zeroable + Send>(
     decoder: &RowDecoder<'_>,
     threads: &ThreadPool,
     round: Round<'_, T>,
 ) -> Result<(Vec<T>, Vec<f32>), usize> {
     let (n, k) = (decoder.n(), decoder.k());
-    let (mut values, mut scales) = (vec![T::default(); n * k], vec![1.0; n]);
+    // Not touched before the threads decode into them: they share the cost, and find huge pages.
+    let (mut values, mut scales) = (bytemuck::zeroed_vec::<T>(n * k), vec![1.0; n]);
+    advise_huge(values.as_ptr().addr(), size_of_val(&*values));
     let rows: Vec<_> = values.chunks_mut(k).zip(&mut scales).map(Mutex::new).collect();
     let first_bad = AtomicUsize::new(n);
     threads.split(n, 16, &|start, end| {
         let mut wide = vec![0.0; k];
         for r in start..end {
-            decoder.row(r, &mut wide);
             let mut row = rows[r].lock().unwrap_or_else(|e| e.into_inner());
             let (values, scale) = &mut *row;
-            match round(&mut wide, values) {
+            match round(r, &mut wide, values) {
                 Some(s) => **scale = s,
                 None => drop(first_bad.fetch_min(r, Ordering::Relaxed)),
             }

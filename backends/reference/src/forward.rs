@@ -4,7 +4,7 @@ use half::{bf16, f16};
 use q4_core::oracle::{Column, Input};
 use q4_core::rows::{check_matrix, check_product, widen_row};
 use q4_core::{
-    DType, ExecContext, PreparedInfo, PreparedWeight, Result, RowDecoder, TensorView, TensorViewMut,
+    DType, ExecContext, PreparedInfo, PreparedWeight, Result, RowDecoder, TensorView, TensorViewMut, wide,
 };
 use std::sync::Mutex;
 
@@ -57,7 +57,7 @@ impl PreparedWeight for Stored {
                 decoder.row(row, &mut decoded);
                 for (r, sums) in sums.chunks_mut(k).enumerate() {
                     let factor = f64::from(dy[r * n + row]);
-                    sums.iter_mut().zip(&decoded).for_each(|(s, w)| *s += factor * f64::from(*w));
+                    add_row(factor, &decoded, sums);
                 }
             }
             Ok(())
@@ -76,6 +76,13 @@ impl PreparedWeight for Stored {
                 store(&mut out, row, decoded.iter().map(|v| f64::from(*v)))
             })
         })
+    }
+}
+
+wide! {
+    /// Adds `factor · w` to the sums.
+    fn add_row(factor: f64, w: &[f32], sums: &mut [f64]) {
+        sums.iter_mut().zip(w).for_each(|(sum, w)| *sum += factor * f64::from(*w));
     }
 }
 

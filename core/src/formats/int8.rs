@@ -3,7 +3,7 @@
 //!
 //! `value = q * scale`. The block is that of NVFP4, so one weight scale and one activation scale cover each
 //! integer sum.
-use crate::{Code, Error, Result};
+use crate::{Code, Error, Result, wide};
 
 /// Elements per scale.
 pub const BLOCK: usize = 16;
@@ -22,23 +22,29 @@ pub fn quantize_row(x: &[f32], q: &mut [i8], scales: &mut [f32]) -> Result<()> {
             .need(format!("k % {BLOCK} == 0, k codes and k/{BLOCK} scales for k = {}", x.len()))
             .have(format!("{} codes and {} scales", q.len(), scales.len())));
     }
-    for (b, ((block, q), scale)) in blocks.iter().zip(q.as_chunks_mut::<BLOCK>().0).zip(scales).enumerate() {
-        if let Some(i) = block.iter().position(|v| !v.is_finite()) {
-            return Err(super::nvfp4::not_finite(b * BLOCK + i, block[i]));
-        }
-        let amax = block.iter().fold(0f32, |a, v| a.max(v.abs()));
-        let inverse = 127.0 / amax;
-        if inverse.is_finite() {
-            *scale = amax / 127.0;
-            for (q, v) in q.iter_mut().zip(block) {
-                *q = (v * inverse).round_ties_even() as i8;
+    quantize_blocks(blocks, q.as_chunks_mut::<BLOCK>().0, scales)
+}
+
+wide! {
+    fn quantize_blocks(x: &[[f32; BLOCK]], q: &mut [[i8; BLOCK]], scales: &mut [f32]) -> Result<()> {
+        for (b, ((block, q), scale)) in x.iter().zip(q).zip(scales).enumerate() {
+            if let Some(i) = block.iter().position(|v| !v.is_finite()) {
+                return Err(super::nvfp4::not_finite(b * BLOCK + i, block[i]));
             }
-        } else {
-            *scale = 0.0;
-            q.fill(0);
+            let amax = block.iter().fold(0f32, |a, v| a.max(v.abs()));
+            let inverse = 127.0 / amax;
+            if inverse.is_finite() {
+                *scale = amax / 127.0;
+                for (q, v) in q.iter_mut().zip(block) {
+                    *q = (v * inverse).round_ties_even() as i8;
+                }
+            } else {
+                *scale = 0.0;
+                q.fill(0);
+            }
         }
+        Ok(())
     }
-    Ok(())
 }
 
 #[cfg(test)]

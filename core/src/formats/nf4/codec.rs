@@ -39,6 +39,21 @@ pub fn decode(code: u8) -> f32 {
     CODEBOOK[usize::from(code & 15)]
 }
 
+/// What both codes of a byte stand for, the one in the low half first and the one in the high half first.
+pub(super) static PAIRS: [[[f32; 2]; 256]; 2] = pairs();
+
+const fn pairs() -> [[[f32; 2]; 256]; 2] {
+    let mut all = [[[0.0; 2]; 256]; 2];
+    let mut byte = 0;
+    while byte < 256 {
+        let (low, high) = (CODEBOOK[byte & 15], CODEBOOK[byte >> 4]);
+        all[0][byte] = [low, high];
+        all[1][byte] = [high, low];
+        byte += 1;
+    }
+    all
+}
+
 /// Nearest code of `v`, an element divided by its absmax; a tie goes to the lower code. NaN has no code and
 /// gives 0.
 #[inline]

@@ -324,11 +324,11 @@ impl Decode for Rows<'_> {
             let from = r * k + done;
             let len = (block - from % block).min(k - done);
             let scale = absmax[from / block];
-            let (run, shift) = (&mut out[done..done + len], 4 * u8::from(*high_first));
+            let run = &mut out[done..done + len];
             if from % 2 == 0 && len % 2 == 0 {
-                for (pair, code) in run.chunks_exact_mut(2).zip(&codes[from / 2..]) {
-                    pair[0] = decode(code >> shift) * scale;
-                    pair[1] = decode(code >> (4 - shift)) * scale;
+                let pairs = &codec::PAIRS[usize::from(*high_first)];
+                for (pair, code) in run.as_chunks_mut::<2>().0.iter_mut().zip(&codes[from / 2..]) {
+                    *pair = pairs[usize::from(*code)].map(|value| value * scale);
                 }
             } else {
                 for (i, o) in (from..).zip(run) {
