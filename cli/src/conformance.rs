@@ -66,7 +66,7 @@ pub fn run(cx: &Context, args: &ConformanceArgs) -> Result<Outcome> {
     if args.list {
         return list(cx, &chosen, registry, &tables, &options);
     }
-    there_are_cases(args, &chosen, registry, &tables, &options)?;
+    let chosen = with_cases(args, chosen, registry, &tables, &options)?;
     if !args.in_process && q4_conformance::memory::resident().is_none() {
         let os = std::env::consts::OS;
         cx.report()
@@ -111,27 +111,32 @@ fn can_read_its_judge() -> bool {
     bits >> CAP_SYS_PTRACE & 1 == 1
 }
 
-/// A name with a slip in it selects nothing, which says nothing about the backend.
-fn there_are_cases(
+/// Those of `chosen` that have cases which were asked for. A name with a slip in it selects nothing, which says
+/// nothing about the backend; a claim of some says nothing about the other built-ins.
+fn with_cases(
     args: &ConformanceArgs,
-    chosen: &[Arc<dyn Q4Backend>],
+    chosen: Vec<Arc<dyn Q4Backend>>,
     registry: &Registry,
     tables: &Tables,
     options: &Options,
-) -> Result<()> {
+) -> Result<Vec<Arc<dyn Q4Backend>>> {
     let (what, asked) = match (&args.replay, args.claim.is_empty()) {
         (Some(id), _) => ("--replay", id.clone()),
         (None, false) => ("--claim", args.claim.join(" ")),
-        (None, true) => return Ok(()),
+        (None, true) => return Ok(chosen),
     };
     let all: Vec<_> = chosen.iter().map(|b| (b, proofs(&**b, registry.env(), options.device))).collect();
     let has_cases = |(b, proofs): &(&Arc<dyn Q4Backend>, Vec<Proof>)| {
         !cases(proofs, tables.of(&b.descriptor().name), options).is_empty()
     };
     // What is hidden from this process is no slip: the report names it.
-    let is_hidden = args.in_process && !hidden_features(registry.env()).is_empty();
-    if is_hidden || all.iter().any(has_cases) {
-        return Ok(());
+    if args.in_process && !hidden_features(registry.env()).is_empty() {
+        return Ok(chosen);
+    }
+    let asked_for: Vec<bool> = all.iter().map(has_cases).collect();
+    if asked_for.contains(&true) {
+        let all = chosen.iter().zip(asked_for);
+        return Ok(all.filter(|(b, asked)| *asked || is_plugin(&***b)).map(|(b, _)| b.clone()).collect());
     }
     let claims: Vec<_> = all.iter().flat_map(|(_, proofs)| proofs).map(|p| p.claim.to_string()).collect();
     let error = Error::new(Code::Usage, format!("{what} {asked}: there is no such case"));

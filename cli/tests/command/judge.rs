@@ -20,6 +20,19 @@ fn a_sample_is_no_complete_run() {
     assert_eq!(crate::run(&["conformance", "--sample", "0"]).status.code(), Some(2));
 }
 
+#[test]
+fn a_claim_of_some_says_nothing_about_others() {
+    let part = ["--json", "conformance", "--claim", "mxfp4*", "--level", "L1", "--sample", "1"];
+    let output = q4().args(part).arg("--no-certificate").output().unwrap();
+    let report = document("conformance", &output);
+    let judged: Vec<_> = report["backends"].as_array().unwrap().iter().map(|b| &b["name"]).collect();
+    assert_eq!(judged, ["dequant-matmul", "mxfp4-kernel", "reference"], "those that multiply by it");
+    assert_eq!((output.status.code(), &report["conformant"]), (Some(0), &true.into()), "{report}");
+    // Whoever is named is judged, or the line is wrong.
+    let part = ["--backend", "nf4-kernel", "conformance", "--claim", "mxfp4*", "--no-certificate"];
+    assert_eq!(crate::run(&part).status.code(), Some(2));
+}
+
 #[cfg(unix)]
 #[test]
 fn a_runner_starts_the_children() {
