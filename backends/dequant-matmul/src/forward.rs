@@ -1,6 +1,7 @@
 //! Operand checks, scratch, and the cut of a product into tiles that one thread hands to the GEMM.
 use crate::prepare::Dense;
-use gemm::{Parallelism, gemm};
+use gemm_common::Parallelism;
+use gemm_f32::gemm::f32::get_gemm_fn;
 use q4_core::rows::{Rows, RowsMut, activation_bytes, check_matrix, check_product};
 use q4_core::{
     Activations, Code, DType, Error, ExecContext, Footprint, LinearSpec, OpSet, PreparedInfo, PreparedWeight,
@@ -195,20 +196,21 @@ impl Part<'_> {
         // SAFETY: the assertions prove that every element of x, w and sums which these extents and strides
         // name exists; sums is borrowed uniquely, and `read_dst` is false where it may hold anything.
         unsafe {
-            gemm(
-                m,
+            // Outputs are its rows, which it wants beside each other.
+            get_gemm_fn()(
                 outputs,
+                m,
                 k,
                 sums.as_mut_ptr(),
-                1,
                 WIDTH as isize,
-                terms.start > 0,
-                first,
                 1,
-                x.ld() as isize,
+                terms.start > 0,
                 w.as_ptr(),
-                strides.1 as isize,
                 strides.0 as isize,
+                strides.1 as isize,
+                first,
+                x.ld() as isize,
+                1,
                 1.0,
                 1.0,
                 false,
