@@ -44,7 +44,7 @@ fn packed<S: Scale + 'static, const ZEROS: bool>(
     let zero = if ZEROS { 0 } else { i16::from(ZERO) };
     let values = std::array::from_fn(|code| f32::from(code as i16 - zero));
     let codes = Codes { values, order: NibbleOrder::LowFirst, block: format.group };
-    let of = (crate::NAME, path);
+    let of = (crate::OWN.name, path);
     Ok(Box::new(q4_codebook::pack::<S, ZEROS>(of, &stored, &codes, spec, vectors, threads)?))
 }
 

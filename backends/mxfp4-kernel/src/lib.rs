@@ -1,70 +1,28 @@
 //! MXFP4 products on packed weights, in process, on the CPU: the weights stay 4-bit from memory to register,
 //! their scales a byte. `q4-codebook` has the products and says how they sum.
 mod prepare;
-mod probe;
 
-use q4_core::rows;
-use q4_core::{
-    BackendDescriptor, Built, BuiltinOptions, ExecContext, ExecPath, Footprint, HostEnv, LinearSpec,
-    PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Registration, Reject, Result, Verdict, inventory,
-};
-use q4_simd::Vectors;
-use std::sync::Arc;
+use q4_codebook::Own;
+use q4_core::formats::mxfp4::BLOCK;
+use q4_core::{LinearSpec, Q4Schema, Registration, RejectCode, inventory};
 
 inventory::submit! {
-    Registration { name: NAME, construct }
+    Registration { name: OWN.name, construct: |options, _| OWN.construct(options) }
 }
 
-const NAME: &str = "mxfp4-kernel";
+static OWN: Own = Own {
+    name: "mxfp4-kernel",
+    version: env!("CARGO_PKG_VERSION"),
+    schemas: &["mxfp4"],
+    refuse,
+    scale: |schema| matches!(schema, Q4Schema::Mxfp4(_)).then_some((BLOCK as u32, 1)),
+    prepare: prepare::prepare,
+};
 
-/// Best instruction set of this machine, or the one `options.isa` names: one that is unknown or that this
-/// machine lacks is refused.
-fn construct(options: &BuiltinOptions, _: &HostEnv) -> std::result::Result<Built, Vec<Reject>> {
-    let vectors = Vectors::choose(options.isa.as_deref()).map_err(|reason| vec![reason])?;
-    Ok(Built::new(Arc::new(Mxfp4Kernel::new(vectors))))
-}
-
-/// The backend: a descriptor, and the instruction set its kernels use.
-struct Mxfp4Kernel {
-    vectors: Vectors,
-    descriptor: BackendDescriptor,
-}
-
-impl Mxfp4Kernel {
-    fn new(vectors: Vectors) -> Self {
-        let descriptor = BackendDescriptor {
-            name: NAME.into(),
-            version: env!("CARGO_PKG_VERSION").into(),
-            vendor: "q4".into(),
-            priority: 0,
-            offers: vec![("mxfp4".into(), ExecPath::FusedDequant)],
-        };
-        Self { vectors, descriptor }
-    }
-}
-
-impl Q4Backend for Mxfp4Kernel {
-    fn descriptor(&self) -> &BackendDescriptor {
-        &self.descriptor
-    }
-    fn probe(&self, _: &HostEnv) -> Vec<ProbeItem> {
-        q4_codebook::probe(self.vectors)
-    }
-    fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, _: &HostEnv) -> Verdict {
-        let reasons = probe::operands(spec, path);
-        if reasons.is_empty() { Ok(()) } else { Err(reasons) }
-    }
-    fn footprint(&self, spec: &LinearSpec, _: ExecPath) -> Footprint {
-        q4_codebook::footprint(spec, probe::BLOCK, 1)
-    }
-    fn prepare(
-        &self,
-        w: &Q4Weight<'_>,
-        spec: &LinearSpec,
-        path: ExecPath,
-        cx: &mut ExecContext<'_>,
-    ) -> Result<Box<dyn PreparedWeight>> {
-        rows::agree(w, spec, &probe::operands(spec, path), cx)?;
-        Ok(Box::new(prepare::prepare(w, spec, path, self.vectors, cx.threads)?))
+fn refuse(spec: &LinearSpec, reject: &mut dyn FnMut(RejectCode, &str, String)) {
+    if !matches!(spec.schema, Q4Schema::Mxfp4(_)) {
+        reject(RejectCode::SchemaUnsupported, "mxfp4", spec.schema.id().name.into());
+    } else if spec.k % BLOCK != 0 {
+        reject(RejectCode::ShapeUnsupported, "k % 32 == 0", format!("k = {}", spec.k));
     }
 }

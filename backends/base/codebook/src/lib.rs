@@ -8,6 +8,7 @@
 //! in order of k. The order depends on k alone, so neither the number of rows in a call nor the number of
 //! threads changes a bit. `int8` activations are rounded to int8 with an f32 scale per 16, and `q · scale`,
 //! rounded to f32, takes the place of x.
+mod backend;
 mod forward;
 mod kernel;
 mod layout;
@@ -19,6 +20,7 @@ mod prepare;
 mod probe;
 mod simd;
 
+pub use backend::{Own, Prepare};
 pub use layout::scale_group;
 pub use prepare::{Codes, Packed, Scale, Stored, footprint, pack, scales};
 pub use probe::{operands, probe};
