@@ -4,7 +4,7 @@ use crate::context::Context;
 use crate::device::Choice;
 use crate::report::Report;
 use q4_core::memory::{Budget, UnifiedMemory, human, peak_resident, resident};
-use q4_core::{Device, Dispatch, ExecPath, Executed, RejectCode, Rejection, Result};
+use q4_core::{Device, Dispatch, ExecPath, Executed, Policy, RejectCode, Rejection, Result, Selection};
 use q4_model::checkpoint::Checkpoint;
 use q4_model::generate::Answer;
 use q4_model::load::{self, ContextOptions, Loaded};
@@ -243,6 +243,7 @@ impl Planned<'_> {
         bar.finish_and_clear();
         let loaded = loaded?;
         warn_of_downgrades(&plan, cx.report());
+        warn_of_copies(&plan, dispatch.policy(), options.device, cx.report());
         warn_of_unscaled(&plan, cx.report());
         warn_of_parts(&plan, &dispatch, cx.report());
         let mut dense: Vec<_> =
@@ -306,6 +307,30 @@ fn warn_of_downgrades(plan: &Plan, report: &Report) {
         downgraded.len(),
         plan.products().count(),
         reason(first).unwrap_or_else(|| "see q4 explain".into())
+    ));
+}
+
+/// Says which formats have no kernel on this device, where nobody asked for dense copies: they take several
+/// times the memory.
+fn warn_of_copies(plan: &Plan, policy: &Policy, device: Device, report: &Report) {
+    let named = |backend: &str| policy.overrides.layers.iter().any(|(_, name)| name == backend);
+    let is_asked = policy.overrides.all.is_some() || policy.compute.admits()[0] >= ExecPath::DequantMatmul;
+    let is_copy = |p: &&Product| {
+        let copied = |c: &Selection| {
+            c.path == ExecPath::DequantMatmul && !c.is_downgrade && !named(&c.backend.descriptor().name)
+        };
+        p.spec.schema.is_4bit() && p.choice.as_ref().is_ok_and(copied)
+    };
+    let copies: Vec<_> = plan.products().filter(is_copy).collect();
+    if is_asked || copies.is_empty() {
+        return;
+    }
+    let formats: BTreeSet<_> = copies.iter().map(|p| p.spec.schema.id().name).collect();
+    let formats = formats.into_iter().collect::<Vec<_>>().join(" and ");
+    report.warn(&format!(
+        "{} of {} products run on dense copies of their 4-bit weights: no kernel of {formats} is for {device}",
+        copies.len(),
+        plan.products().count()
     ));
 }
 
