@@ -1,7 +1,8 @@
 """Writes the weights of two checkpoints of qwen3_tiny_a as GGUF with the gguf package: the same codes and scales,
-in blocks. Run in this folder:
+in blocks. Then those of qwen3_tiny_a as that package quantises them to Q4_0 and Q8_0, with the logits of
+transformers on what it decodes, and random blocks of integers with what it decodes them to. Run in this folder:
 
-    python3 gguf.py         # gguf 0.19.0, numpy 2
+    python3 gguf.py         # gguf 0.19.0, numpy 2, torch 2.11.0, transformers 5.23.0, safetensors
 """
 import json
 import pathlib
@@ -10,6 +11,10 @@ import sys
 sys.path.remove(str(pathlib.Path(__file__).resolve().parent))  # this file has the package's name
 import gguf
 import numpy as np
+import torch
+from gguf.quants import dequantize, quantize
+from safetensors.numpy import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 TINY = pathlib.Path("qwen3_tiny_a")
 NAMES = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
@@ -56,7 +61,7 @@ def read(path):
     return {name: array(entry) for name, entry in header.items()}
 
 
-def write(folder, out):
+def writer(folder, out):
     config = json.loads((TINY / folder / "config.json").read_text())
     w = gguf.GGUFWriter(out, "qwen3")
     w.add_context_length(config["max_position_embeddings"])
@@ -70,6 +75,22 @@ def write(folder, out):
     w.add_layer_norm_rms_eps(config["rms_norm_eps"])
     w.add_rope_freq_base(float(config["rope_theta"]))
     w.add_vocab_size(config["vocab_size"])
+    return w
+
+
+def finish(w):
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+
+
+def floats_of(kind, data):
+    return data.view(np.float32) if kind == "F32" else (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def write(folder, out):
+    w = writer(folder, out)
     file = read(TINY / folder / "model.safetensors")
     for name in sorted(file):
         layer, part = name.rsplit(".", 1)
@@ -82,14 +103,47 @@ def write(folder, out):
             w.add_tensor(f"{renamed(layer)}.weight", data, raw_dtype=gguf.GGMLQuantizationType.NVFP4)
             w.add_tensor(f"{renamed(layer)}.scale", raw(name).view(np.float32).reshape(1))
         elif part == "weight" and f"{layer}.weight_scale" not in file:
-            kind, data = file[name]
-            floats = data.view(np.float32) if kind == "F32" else (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-            w.add_tensor(f"{renamed(layer)}.weight", floats)
-    w.write_header_to_file()
-    w.write_kv_data_to_file()
-    w.write_tensors_to_file()
-    w.close()
+            w.add_tensor(f"{renamed(layer)}.weight", floats_of(*file[name]))
+    finish(w)
 
 
+def quantised(out):
+    """Layers in Q4_0, the embedding, which is the head too, in Q8_0."""
+    w, decoded = writer("", out), {}
+    for name, (kind, data) in sorted(read(TINY / "model.safetensors").items()):
+        floats, to = floats_of(kind, data), f"{renamed(name.removesuffix('.weight'))}.weight"
+        kinds = gguf.GGMLQuantizationType
+        kind = kinds.Q4_0 if name.endswith("_proj.weight") else kinds.Q8_0 if "embed" in name else kinds.F32
+        packed = quantize(floats, kind) if floats.ndim == 2 else floats
+        w.add_tensor(to, packed, raw_dtype=kind)
+        decoded[name] = torch.from_numpy((dequantize(packed, kind) if floats.ndim == 2 else floats).copy())
+    finish(w)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TINY), dtype=torch.float32).eval()
+    missing = model.load_state_dict(decoded, strict=False)
+    assert set(missing.missing_keys) <= {"lm_head.weight"} and not missing.unexpected_keys, missing
+    model.tie_weights()
+    ids = load_file(TINY / "expected.safetensors")["inputs.ids.len33"]
+    with torch.no_grad():
+        logits = model(torch.from_numpy(ids)[None]).logits[0].float().numpy()
+    save_file({"ids": ids, "logits": logits}, out.with_suffix(".expected.safetensors"))
+
+
+def record(path):
+    """Blocks of any bytes, with finite scales of both signs, and what the package decodes them to."""
+    rng, all = np.random.default_rng(21), {}
+    kinds = gguf.GGMLQuantizationType
+    for name, kind, size, scale, count in [
+        ("q4_0", kinds.Q4_0, 18, 0, 256), ("q8_0", kinds.Q8_0, 34, 0, 256), ("q6_k", kinds.Q6_K, 210, 208, 64)
+    ]:
+        blocks = rng.integers(0, 256, (count, size), dtype=np.uint8)
+        scales = rng.integers(0, 0x7C00, count).astype(np.uint16) | rng.integers(0, 2, count).astype(np.uint16) << 15
+        scales[:6] = [0, 0x8000, 1, 0x8001, 0x3FF, 0x7BFF]
+        blocks[:, scale:scale + 2] = scales.view(np.uint8).reshape(-1, 2)
+        all |= {f"{name}.blocks": blocks, f"{name}.dequant": dequantize(blocks, kind).astype(np.float32)}
+    save_file(all, path)
+
+
+record(pathlib.Path("gguf_integers.safetensors"))
+quantised(TINY / "q4_0.gguf")
 write("mxfp4_ct", TINY / "mxfp4.gguf")
 write("nvfp4_modelopt", TINY / "nvfp4.gguf")

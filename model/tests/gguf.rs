@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used)]
 mod support;
 
-use q4_core::{Code, Q4Weight, Result, RowDecoder};
+use q4_core::{Code, DType, Int4, Q4Schema, Q4Weight, Result, RowDecoder};
 use q4_model::checkpoint::{Checkpoint, Container, OpenOptions, names};
 use q4_model::plan::ActivationRequest;
 use std::path::Path;
@@ -58,6 +58,51 @@ fn logits_are_those_of_the_checkpoint() -> Result<()> {
         assert!(a.len() == b.len() && worst <= 2e-6 * largest, "{file}: {worst:e} of {largest}");
     }
     Ok(())
+}
+
+/// Layers of Q4_0 are int4 in groups of 32; the embedding, which is the head, is decoded.
+#[test]
+fn blocks_of_integers_give_the_logits_of_transformers() -> Result<()> {
+    let checkpoint = open("q4_0.gguf")?;
+    let layer = checkpoint.layer("model.layers.0.mlp.up_proj", 192, 64)?;
+    let int4 = Int4 { group: 32, scales: DType::F16, symmetric: true };
+    assert_eq!(layer.detected.schema, Q4Schema::Int4(int4));
+    assert_eq!(checkpoint.embedding_type()?, DType::F32);
+    let bytes = std::fs::read(golden("qwen3_tiny_a/q4_0.expected.safetensors")).unwrap();
+    let expected = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let ids = expected.tensor("ids").unwrap().data().as_chunks::<8>().0;
+    let ids: Vec<u32> = ids.iter().map(|id| u64::from_le_bytes(*id) as u32).collect();
+    let logits = expected.tensor("logits").unwrap().data().as_chunks::<4>().0;
+    let want: Vec<f32> = logits.iter().map(|v| f32::from_le_bytes(*v)).collect();
+    let largest = want.iter().fold(0f32, |l, v| l.max(v.abs()));
+    for backend in ["int4-kernel", "dequant-matmul", "reference"] {
+        let activations = ActivationRequest::Native;
+        let setup = Setup { backend: Some(backend), activations, all_logits: true, ..Setup::default() };
+        let (_dispatch, mut runner) = setup.open("qwen3_tiny_a/q4_0.gguf")?;
+        let mut got = Vec::new();
+        runner.accept_all(&ids, &mut |rows| got.extend_from_slice(rows))?;
+        let worst = got.iter().zip(&want).fold(0f32, |w, (a, b)| w.max((a - b).abs()));
+        println!("{backend}: {worst:e} of {largest}");
+        assert!(got.len() == want.len() && worst <= 1e-4 * largest, "{backend}: {worst:e} of {largest}");
+    }
+    Ok(())
+}
+
+/// A layer in blocks that nobody multiplies by is named with them, whatever the embedding may be.
+#[test]
+fn other_blocks_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("other.gguf");
+    let mut whole = std::fs::read(golden("qwen3_tiny_a/q4_0.gguf")).unwrap();
+    let name = b"blk.0.ffn_down.weight";
+    let at = whole.windows(name.len()).position(|w| w == name).unwrap() + name.len() + 4 + 2 * 8;
+    // IQ4_NL, whose blocks have the size of those of Q4_0.
+    assert_eq!(whole[at..][..4], 2u32.to_le_bytes());
+    whole[at..][..4].copy_from_slice(&20u32.to_le_bytes());
+    std::fs::write(&path, &whole).unwrap();
+    let e = Checkpoint::open(&path, &OpenOptions::default()).unwrap_err();
+    let text = e.to_string();
+    assert!(e.code() == Code::TensorType && text.contains("down_proj") && text.contains("IQ4_NL"), "{text}");
 }
 
 #[test]

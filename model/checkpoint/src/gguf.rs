@@ -1,10 +1,12 @@
 //! GGUF files as checkpoints: their tensors under the names of Hugging Face, and the files that their metadata
 //! stand for.
 //!
-//! Blocks of MXFP4 and NVFP4 hold codes and scales side by side and halves of a block in a byte. They are taken
-//! apart once, into the parts that those formats have elsewhere, which is exact; everything else is read where
-//! it lies. Of other blocks the list says the type, and nobody multiplies by them.
+//! Blocks of MXFP4, NVFP4 and Q4_0, which is int4 in groups of 32, hold codes and scales side by side and halves
+//! of a block in a byte. They are taken apart once, into the parts that those formats have elsewhere, which is
+//! exact. Blocks of an embedding or a head, which are Q6_K or Q8_0 in most files, are decoded to F32. Everything
+//! else is read where it lies; of other blocks the list says the type, and nobody multiplies by them.
 use super::Bytes;
+use super::blocks::{apart, decode, is_decoded};
 use super::table::{Kind, Tensor};
 use super::unique::brief;
 use q4_core::detect::TensorMeta;
@@ -27,9 +29,7 @@ pub(super) struct Opened {
 pub(super) fn open(file: &str, bytes: &[u8], memory: Option<u64>) -> Result<Opened> {
     let gguf = Gguf::parse(file, bytes)?;
     let weights = q4_gguf::weights(&gguf)?;
-    let is_apart = |kind| matches!(kind, GgmlType::MXFP4 | GgmlType::NVFP4);
-    let apart_bytes: usize =
-        weights.iter().filter(|(_, t)| is_apart(t.kind)).map(|(_, t)| t.range.len() + size_of::<f32>()).sum();
+    let apart_bytes: usize = weights.iter().map(|(name, stored)| taken(name, stored)).sum();
     if let Some(memory) = memory.filter(|m| apart_bytes as u64 > *m) {
         return Err(Error::new(Code::OutOfMemory, format!("{file}: its blocks taken apart"))
             .need(format!("{apart_bytes} bytes"))
@@ -41,30 +41,60 @@ pub(super) fn open(file: &str, bytes: &[u8], memory: Option<u64>) -> Result<Open
     for (name, stored) in &weights {
         let blocks = &bytes[stored.range.clone()];
         let (shape, layer) = (stored.shape(), name.strip_suffix(".weight"));
-        let mut part = |name: String, kind: &'static Kind, shape: &[usize], data: Vec<u8>| {
-            let range = packed.len()..packed.len() + data.len();
-            packed.extend(data);
-            parts.push(tensor(&name, kind, shape, range));
+        let mut part = |name: String, kind: &'static Kind, shape: &[usize], fill: &dyn Fn(&mut Vec<u8>)| {
+            let start = packed.len();
+            fill(&mut packed);
+            parts.push(tensor(&name, kind, shape, start..packed.len()));
         };
+        if is_floats(name, stored) {
+            let kind = decoded(stored.kind);
+            part(name.clone(), kind, shape, &|to| decode(stored.kind, blocks, to));
+            continue;
+        }
         match (stored.kind, layer, shape) {
             (GgmlType::MXFP4, Some(layer), &[n, k]) => {
                 let (codes, scales) = apart::<17, 1, 16>(blocks);
-                part(format!("{layer}.weight_packed"), &U8, &[n, k / 2], codes);
-                part(format!("{layer}.weight_scale"), &U8, &[n, k / 32], scales);
+                part(format!("{layer}.weight_packed"), &U8, &[n, k / 2], &|to| to.extend(&codes));
+                part(format!("{layer}.weight_scale"), &U8, &[n, k / 32], &|to| to.extend(&scales));
             }
             (GgmlType::NVFP4, Some(layer), &[n, k]) => {
                 let (codes, scales) = apart::<36, 4, 8>(blocks);
-                part(format!("{layer}.weight"), &U8, &[n, k / 2], codes);
-                part(format!("{layer}.weight_scale"), &E4M3, &[n, k / 16], scales);
+                part(format!("{layer}.weight"), &U8, &[n, k / 2], &|to| to.extend(&codes));
+                part(format!("{layer}.weight_scale"), &E4M3, &[n, k / 16], &|to| to.extend(&scales));
                 let global = format!("{layer}.weight_scale_2");
                 if !names.contains(global.as_str()) {
-                    part(global, &F32, &[], 1f32.to_le_bytes().to_vec());
+                    part(global, &F32, &[], &|to| to.extend(1f32.to_le_bytes()));
                 }
+            }
+            (GgmlType::Q4_0, Some(layer), &[n, k]) => {
+                let (codes, scales) = apart::<18, 2, 16>(blocks);
+                part(format!("{layer}.weight_packed"), &I32, &[n, k / 8], &|to| to.extend(&codes));
+                part(format!("{layer}.weight_scale"), &F16, &[n, k / 32], &|to| to.extend(&scales));
             }
             _ => tensors.push(tensor(name, kind(stored.kind), shape, stored.range.clone())),
         }
     }
     Ok(Opened { tensors, parts: (parts, packed.into()) })
+}
+
+/// Whether a tensor is an embedding or a head in blocks that are decoded. A head of Q4_0 is a product of int4.
+fn is_floats(name: &str, stored: &q4_gguf::Tensor<'_>) -> bool {
+    match name {
+        "model.embed_tokens.weight" => is_decoded(stored.kind),
+        "lm_head.weight" => is_decoded(stored.kind) && stored.kind != GgmlType::Q4_0,
+        _ => false,
+    }
+}
+
+/// Bytes that take the place of those of a tensor.
+fn taken(name: &str, stored: &q4_gguf::Tensor<'_>) -> usize {
+    match stored.kind {
+        _ if is_floats(name, stored) => {
+            stored.shape().iter().product::<usize>().saturating_mul(size_of::<f32>())
+        }
+        GgmlType::MXFP4 | GgmlType::NVFP4 | GgmlType::Q4_0 => stored.range.len() + size_of::<f32>(),
+        _ => 0,
+    }
 }
 
 /// Files that the metadata stand for, by the names they have in a directory: configuration and tokenizer, unless
@@ -93,24 +123,6 @@ pub(super) fn files(
     Ok(files)
 }
 
-/// Codes, low nibble first, and scales of blocks of `BLOCK` bytes: `SCALES` of those first, then as many runs
-/// of `CODES` bytes, byte j of which holds elements j and `CODES` + j.
-fn apart<const BLOCK: usize, const SCALES: usize, const CODES: usize>(blocks: &[u8]) -> (Vec<u8>, Vec<u8>) {
-    let count = blocks.len() / BLOCK;
-    let (mut codes, mut scales) =
-        (Vec::with_capacity(count * SCALES * CODES), Vec::with_capacity(count * SCALES));
-    for block in blocks.as_chunks::<BLOCK>().0 {
-        let (of, runs) = block.split_at(SCALES);
-        scales.extend_from_slice(of);
-        for run in runs.as_chunks::<CODES>().0 {
-            let pairs = run.as_chunks::<2>().0;
-            codes.extend(pairs.iter().map(|[a, b]| a & 15 | (b & 15) << 4));
-            codes.extend(pairs.iter().map(|[a, b]| a >> 4 | b & 0xf0));
-        }
-    }
-    (codes, scales)
-}
-
 fn tensor(name: &str, kind: &'static Kind, shape: &[usize], range: std::ops::Range<usize>) -> Tensor {
     let meta = TensorMeta { dtype: kind.dtype, shape: shape.into() };
     Tensor { name: name.into(), meta, kind, file: 0, range }
@@ -118,9 +130,24 @@ fn tensor(name: &str, kind: &'static Kind, shape: &[usize], range: std::ops::Ran
 
 static U8: Kind = Kind::new("U8", 8, Some(DType::U8));
 static E4M3: Kind = Kind::new("F8_E4M3", 8, Some(DType::F8E4M3));
+static I32: Kind = Kind::new("I32", 32, Some(DType::I32));
 static F32: Kind = Kind::new("F32", 32, Some(DType::F32));
 static F16: Kind = Kind::new("F16", 16, Some(DType::F16));
 static BF16: Kind = Kind::new("BF16", 16, Some(DType::BF16));
+
+/// F32, and what it was decoded from.
+fn decoded(from: GgmlType) -> &'static Kind {
+    static KINDS: [Kind; 3] = [
+        Kind::new("F32 of Q4_0", 32, Some(DType::F32)),
+        Kind::new("F32 of Q8_0", 32, Some(DType::F32)),
+        Kind::new("F32 of Q6_K", 32, Some(DType::F32)),
+    ];
+    match from {
+        GgmlType::Q4_0 => &KINDS[0],
+        GgmlType::Q8_0 => &KINDS[1],
+        _ => &KINDS[2],
+    }
+}
 
 /// Types of floats, and names of the others, which no weight of ours has.
 fn kind(of: GgmlType) -> &'static Kind {
@@ -150,7 +177,7 @@ const LAST: usize = 41;
 /// What to say of blocks that no kernel takes.
 pub(super) fn refusal(name: &str, spelled: &str) -> Error {
     Error::new(Code::TensorType, format!("`{}`", brief(name)))
-        .need("F32, F16, BF16, MXFP4 or NVFP4")
+        .need("F32, F16, BF16, Q4_0, MXFP4 or NVFP4; for an embedding or a head also Q8_0 or Q6_K")
         .have(format!("blocks of {spelled}"))
         .fix("a GGUF of one of those, or the safetensors files that it was made from")
 }
@@ -158,33 +185,6 @@ pub(super) fn refusal(name: &str, spelled: &str) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use q4_core::formats::{mxfp4, nvfp4};
-    use safetensors::SafeTensors;
-
-    /// Blocks, and what the gguf package decodes them to.
-    fn recorded(name: &str) -> (Vec<u8>, Vec<f32>) {
-        let file = include_bytes!("../../../conformance/golden/gguf.safetensors");
-        let file = SafeTensors::deserialize(file).expect("the record");
-        let get = |part: &str| file.tensor(&format!("{name}.{part}")).expect(part).data().to_vec();
-        let floats = get("dequant").as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
-        (get("blocks"), floats)
-    }
-
-    #[test]
-    fn blocks_decode_as_the_gguf_package_decodes_them() {
-        let (blocks, want) = recorded("mxfp4");
-        let ((codes, scales), mut got) = (apart::<17, 1, 16>(&blocks), vec![0.0; want.len()]);
-        mxfp4::dequantize_row(&codes, &scales, &mut got);
-        assert_eq!(got, want);
-        for name in ["nvfp4", "nvfp4_raw"] {
-            let (blocks, want) = recorded(name);
-            let ((codes, scales), mut got) = (apart::<36, 4, 8>(&blocks), vec![0.0; want.len()]);
-            // GGML takes the byte of NaN for zero, which q4 refuses.
-            let scales: Vec<u8> = scales.into_iter().map(|s| if s == 0x7f { 0 } else { s }).collect();
-            nvfp4::dequantize_row(&codes, &scales, None, &mut got);
-            assert_eq!(got, want, "{name}");
-        }
-    }
 
     #[test]
     fn every_type_has_its_name() {

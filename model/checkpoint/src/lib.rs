@@ -5,6 +5,7 @@
 //! parts with each other, layouts with the configuration, values with the format. Damage is an error that
 //! names file or tensor.
 pub mod arch;
+mod blocks;
 mod bytes;
 pub mod config;
 mod dat;

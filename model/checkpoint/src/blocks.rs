@@ -1,0 +1,123 @@
+//! Blocks of GGML: taken apart into the codes and scales of a format, or decoded, in the order of operations
+//! that GGML has.
+use half::f16;
+use q4_gguf::GgmlType;
+
+/// Codes, low nibble first, and scales of blocks of `BLOCK` bytes: `SCALES` bytes of those first, then as many
+/// runs of `CODES` bytes as fit, byte j of which holds elements j and `CODES` + j.
+pub(super) fn apart<const BLOCK: usize, const SCALES: usize, const CODES: usize>(
+    blocks: &[u8],
+) -> (Vec<u8>, Vec<u8>) {
+    let count = blocks.len() / BLOCK;
+    let mut codes = Vec::with_capacity(count * (BLOCK - SCALES));
+    let mut scales = Vec::with_capacity(count * SCALES);
+    for block in blocks.as_chunks::<BLOCK>().0 {
+        let (of, runs) = block.split_at(SCALES);
+        scales.extend_from_slice(of);
+        for run in runs.as_chunks::<CODES>().0 {
+            let pairs = run.as_chunks::<2>().0;
+            codes.extend(pairs.iter().map(|[a, b]| a & 15 | (b & 15) << 4));
+            codes.extend(pairs.iter().map(|[a, b]| a >> 4 | b & 0xf0));
+        }
+    }
+    (codes, scales)
+}
+
+/// Whether [`decode`] knows these blocks.
+pub(super) fn is_decoded(kind: GgmlType) -> bool {
+    matches!(kind, GgmlType::Q4_0 | GgmlType::Q8_0 | GgmlType::Q6_K)
+}
+
+/// Appends what `blocks` stand for, in f32. Of types that are not decoded nothing.
+pub(super) fn decode(kind: GgmlType, blocks: &[u8], to: &mut Vec<u8>) {
+    let mut put = |values: &[f32]| to.extend_from_slice(bytemuck::cast_slice(values));
+    match kind {
+        GgmlType::Q4_0 => blocks.as_chunks().0.iter().for_each(|block| put(&q4_0(block))),
+        GgmlType::Q8_0 => blocks.as_chunks().0.iter().for_each(|block| put(&q8_0(block))),
+        GgmlType::Q6_K => blocks.as_chunks().0.iter().for_each(|block| put(&q6_k(block))),
+        _ => {}
+    }
+}
+
+/// A scale, then a byte for elements j and 16 + j: `(code - 8) · scale`.
+fn q4_0(block: &[u8; 18]) -> [f32; 32] {
+    let scale = f16::from_le_bytes([block[0], block[1]]).to_f32();
+    std::array::from_fn(|i| {
+        let code = block[2 + i % 16] >> (i / 16 * 4) & 15;
+        f32::from(i16::from(code) - 8) * scale
+    })
+}
+
+/// A scale, then signed bytes: `code · scale`.
+fn q8_0(block: &[u8; 34]) -> [f32; 32] {
+    let scale = f16::from_le_bytes([block[0], block[1]]).to_f32();
+    std::array::from_fn(|i| f32::from(block[2 + i].cast_signed()) * scale)
+}
+
+/// Codes of six bits, a signed scale for 16 of them, and a scale of the scales: `(scale · scales) · (code - 32)`.
+/// In each half of the block, four runs of 32 share their bytes: the first and third a nibble of `low`, all
+/// four two bits of `high`.
+fn q6_k(block: &[u8; 210]) -> [f32; 256] {
+    let (low, rest) = block.split_at(128);
+    let (high, rest) = rest.split_at(64);
+    let scale = f16::from_le_bytes([rest[16], rest[17]]).to_f32();
+    std::array::from_fn(|i| {
+        let (half, run, at) = (i / 128, i / 32 % 4, i % 32);
+        let nibble = low[half * 64 + run % 2 * 32 + at] >> (run / 2 * 4) & 15;
+        let bits = high[half * 32 + at] >> (2 * run) & 3;
+        let code = i16::from(nibble | bits << 4) - 32;
+        scale * f32::from(rest[i / 16].cast_signed()) * f32::from(code)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use q4_core::formats::{mxfp4, nvfp4};
+    use safetensors::SafeTensors;
+
+    const BLOCKS: &[u8] = include_bytes!("../../../conformance/golden/gguf.safetensors");
+    const INTEGERS: &[u8] = include_bytes!("../../../conformance/golden/gguf_integers.safetensors");
+
+    /// Blocks, and what the gguf package decodes them to.
+    fn recorded(file: &[u8], name: &str) -> (Vec<u8>, Vec<f32>) {
+        let file = SafeTensors::deserialize(file).expect("the record");
+        let get = |part: &str| file.tensor(&format!("{name}.{part}")).expect(part).data().to_vec();
+        let floats = get("dequant").as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+        (get("blocks"), floats)
+    }
+
+    #[test]
+    fn blocks_decode_as_the_gguf_package_decodes_them() {
+        let (blocks, want) = recorded(BLOCKS, "mxfp4");
+        let ((codes, scales), mut got) = (apart::<17, 1, 16>(&blocks), vec![0.0; want.len()]);
+        mxfp4::dequantize_row(&codes, &scales, &mut got);
+        assert_eq!(got, want);
+        for name in ["nvfp4", "nvfp4_raw"] {
+            let (blocks, want) = recorded(BLOCKS, name);
+            let ((codes, scales), mut got) = (apart::<36, 4, 8>(&blocks), vec![0.0; want.len()]);
+            // GGML takes the byte of NaN for zero, which q4 refuses.
+            let scales: Vec<u8> = scales.into_iter().map(|s| if s == 0x7f { 0 } else { s }).collect();
+            nvfp4::dequantize_row(&codes, &scales, None, &mut got);
+            assert_eq!(got, want, "{name}");
+        }
+    }
+
+    #[test]
+    fn blocks_of_integers_decode_to_the_same_bits() {
+        for (kind, name) in [(GgmlType::Q4_0, "q4_0"), (GgmlType::Q8_0, "q8_0"), (GgmlType::Q6_K, "q6_k")] {
+            let (blocks, want) = recorded(INTEGERS, name);
+            let mut got = Vec::new();
+            decode(kind, &blocks, &mut got);
+            assert!(is_decoded(kind) && !want.is_empty());
+            assert!(got == bytemuck::cast_slice::<f32, u8>(&want), "{name}");
+        }
+        // Taken apart, Q4_0 is int4 in groups of 32 with scales of f16.
+        let (blocks, want) = recorded(INTEGERS, "q4_0");
+        let (codes, scales) = apart::<18, 2, 16>(&blocks);
+        let scales: Vec<f32> =
+            scales.as_chunks::<2>().0.iter().map(|s| f16::from_le_bytes(*s).to_f32()).collect();
+        let value = |i: usize| f32::from(i16::from(codes[i / 2] >> (i % 2 * 4) & 15) - 8) * scales[i / 32];
+        assert!((0..want.len()).all(|i| value(i).to_bits() == want[i].to_bits()));
+    }
+}
