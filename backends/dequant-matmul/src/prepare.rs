@@ -3,7 +3,6 @@ use crate::probe::is_exact;
 use bytemuck::Zeroable;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
-use q4_core::pages::advise_huge;
 use q4_core::{
     Code, DType, Error, ExecPath, LinearSpec, OpSet, PreparedInfo, Q4Weight, Result, RowDecoder, ThreadPool,
 };
@@ -163,9 +162,8 @@ fn decoded<T: Zeroable + Send>(
     round: Round<'_, T>,
 ) -> Result<(Vec<T>, Vec<f32>), usize> {
     let (n, k) = (decoder.n(), decoder.k());
-    // Not touched before the threads decode into them: they share the cost, and find huge pages.
+    // Not touched before the threads decode into them: they share the cost.
     let (mut values, mut scales) = (bytemuck::zeroed_vec::<T>(n * k), vec![1.0; n]);
-    advise_huge(values.as_ptr().addr(), size_of_val(&*values));
     let rows: Vec<_> = values.chunks_mut(k).zip(&mut scales).map(Mutex::new).collect();
     let first_bad = AtomicUsize::new(n);
     threads.split(n, 16, &|start, end| {
