@@ -116,7 +116,9 @@ pub(super) fn files(
         add("config.json", q4_gguf::config(&gguf)?);
         add("generation_config.json", q4_gguf::generation_config(&gguf)?);
     }
-    if tokenizer && gguf.get("tokenizer.ggml.model").is_some() {
+    // `none` is how files say that they have none.
+    let is_there = |model: &q4_gguf::Value<'_>| model.text() != Some("none");
+    if tokenizer && gguf.get("tokenizer.ggml.model").is_some_and(is_there) {
         add("tokenizer.json", q4_gguf::tokenizer(&gguf)?);
         add("tokenizer_config.json", q4_gguf::tokenizer_config(&gguf)?);
     }
