@@ -138,7 +138,7 @@ fn all(line: &Line) -> Result<u8> {
         .collect();
     let tell = |text: String| if line.json { Ok(()) } else { say(&text) };
     tell("| liar | what it does | level | outcome | case |\n|---|---|---|---|---|\n".into())?;
-    let (mut missed, mut alarms) = (Vec::new(), 0);
+    let (mut missed, mut alarms) = (Vec::new(), Vec::new());
     at_once(
         &mutants,
         |mutant| ask(&["--catch", mutant.name]),
@@ -163,10 +163,10 @@ fn all(line: &Line) -> Result<u8> {
         },
         |(name, _), found| {
             for Alarm { seed, case } in found? {
-                alarms += 1;
                 let message = case.message.as_deref().unwrap_or("").replace('\n', " ");
                 let (outcome, id) = (case.outcome.as_str(), &case.id);
                 tell(format!("\nfalse alarm: {name}, seed {seed}: {outcome} {id}: {message}\n"))?;
+                alarms.push(json!({ "backend": name, "seed": seed, "case": case }));
             }
             Ok(())
         },
@@ -178,14 +178,15 @@ fn all(line: &Line) -> Result<u8> {
             "liars": count,
             "caught": caught,
             "missed": missed,
-            "false_alarms": alarms,
+            "false_alarms": alarms.len(),
+            "accused": alarms,
             "seeds": seeds,
         });
         say(&format!("{document}\n"))?;
     } else {
-        say(&format!("\n{caught} of {count} caught, {alarms} false alarms over {seeds} seeds\n"))?;
+        say(&format!("\n{caught} of {count} caught, {} false alarms over {seeds} seeds\n", alarms.len()))?;
     }
-    Ok(if missed.is_empty() && alarms == 0 { 0 } else { Code::ConformanceFailed.exit() })
+    Ok(if missed.is_empty() && alarms.is_empty() { 0 } else { Code::ConformanceFailed.exit() })
 }
 
 fn say(text: &str) -> Result<()> {
