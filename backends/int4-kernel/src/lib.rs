@@ -2,7 +2,7 @@
 //! as wide as they are stored, zero points a byte. `q4-codebook` has the products and says how they sum.
 mod prepare;
 
-use q4_codebook::Own;
+use q4_codebook::{Own, Refuse};
 use q4_core::{LinearSpec, Q4Schema, Registration, RejectCode, inventory};
 
 inventory::submit! {
@@ -21,7 +21,7 @@ static OWN: Own = Own {
     prepare: prepare::prepare,
 };
 
-fn refuse(spec: &LinearSpec, reject: &mut dyn FnMut(RejectCode, &str, String)) {
+fn refuse(spec: &LinearSpec, reject: &mut Refuse<'_>) {
     use RejectCode::*;
     let Q4Schema::Int4(format) = spec.schema else {
         return reject(SchemaUnsupported, "int4 or int4-asym", spec.schema.id().name.into());

@@ -2,7 +2,7 @@
 //! their scales a byte. `q4-codebook` has the products and says how they sum.
 mod prepare;
 
-use q4_codebook::Own;
+use q4_codebook::{Own, Refuse};
 use q4_core::formats::mxfp4::BLOCK;
 use q4_core::{LinearSpec, Q4Schema, Registration, RejectCode, inventory};
 
@@ -19,7 +19,7 @@ static OWN: Own = Own {
     prepare: prepare::prepare,
 };
 
-fn refuse(spec: &LinearSpec, reject: &mut dyn FnMut(RejectCode, &str, String)) {
+fn refuse(spec: &LinearSpec, reject: &mut Refuse<'_>) {
     if !matches!(spec.schema, Q4Schema::Mxfp4(_)) {
         reject(RejectCode::SchemaUnsupported, "mxfp4", spec.schema.id().name.into());
     } else if spec.k % BLOCK != 0 {

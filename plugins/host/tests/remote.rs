@@ -131,7 +131,7 @@ fn zero_points_reach_the_other_process() {
     let remote = start(&path, true).unwrap();
     for scales in [DType::F32, DType::F16, DType::BF16] {
         let schema = Q4Schema::Int4(Int4 { group: 32, scales, symmetric: false });
-        let codes = (0..N * K / 2).map(|i| (i * 151 >> 2) as u8).collect();
+        let codes = (0..N * K / 2).map(|i| ((i * 151) >> 2) as u8).collect();
         // Finite in every type.
         let bytes = (0..N * K / 32 * scales.size()).map(|i| (i * 37 % 64) as u8).collect();
         let zeros = (0..N * K / 32).map(|i| (i % 16) as u8).collect();

@@ -19,12 +19,15 @@ pub struct Own {
     /// Schemas that it multiplies by.
     pub schemas: &'static [&'static str],
     /// What is wrong with the schema of a product, or with its shape under that schema.
-    pub refuse: fn(&LinearSpec, &mut dyn FnMut(RejectCode, &str, String)),
+    pub refuse: fn(&LinearSpec, &mut Refuse<'_>),
     /// Elements per scale and what is kept for each, in bytes; `None` for other schemas.
     pub scale: fn(&Q4Schema) -> Option<(u32, usize)>,
     /// Repacks a weight that was not refused.
     pub prepare: Prepare,
 }
+
+/// Takes a reason: its code, what is needed, what is there.
+pub type Refuse<'a> = dyn FnMut(RejectCode, &str, String) + 'a;
 
 /// Repacks a weight for a spec and a path.
 pub type Prepare =

@@ -20,7 +20,7 @@ mod prepare;
 mod probe;
 mod simd;
 
-pub use backend::{Own, Prepare};
+pub use backend::{Own, Prepare, Refuse};
 pub use layout::scale_group;
 pub use prepare::{Codes, Packed, Scale, Stored, footprint, pack, scales};
 pub use probe::{operands, probe};
