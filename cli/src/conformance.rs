@@ -111,8 +111,8 @@ fn can_read_its_judge() -> bool {
     bits >> CAP_SYS_PTRACE & 1 == 1
 }
 
-/// Those of `chosen` that have cases which were asked for. A name with a slip in it selects nothing, which says
-/// nothing about the backend; a claim of some says nothing about the other built-ins.
+/// Those of `chosen` that have cases which were asked for. A name with a slip in it selects nothing, which
+/// says nothing about the backend; a claim of some says nothing about the other built-ins.
 fn with_cases(
     args: &ConformanceArgs,
     chosen: Vec<Arc<dyn Q4Backend>>,

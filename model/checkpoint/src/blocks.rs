@@ -54,7 +54,8 @@ fn q8_0(block: &[u8; 34]) -> [f32; 32] {
     std::array::from_fn(|i| f32::from(block[2 + i].cast_signed()) * scale)
 }
 
-/// Codes of six bits, a signed scale for 16 of them, and a scale of the scales: `(scale · scales) · (code - 32)`.
+/// Codes of six bits, a signed scale for 16 of them, and a scale of the scales:
+/// `(scale · scales) · (code - 32)`.
 /// In each half of the block, four runs of 32 share their bytes: the first and third a nibble of `low`, all
 /// four two bits of `high`.
 fn q6_k(block: &[u8; 210]) -> [f32; 256] {

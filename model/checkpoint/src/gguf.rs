@@ -1,10 +1,11 @@
 //! GGUF files as checkpoints: their tensors under the names of Hugging Face, and the files that their metadata
 //! stand for.
 //!
-//! Blocks of MXFP4, NVFP4 and Q4_0, which is int4 in groups of 32, hold codes and scales side by side and halves
-//! of a block in a byte. They are taken apart once, into the parts that those formats have elsewhere, which is
-//! exact. Blocks of an embedding or a head, which are Q6_K or Q8_0 in most files, are decoded to F32. Everything
-//! else is read where it lies; of other blocks the list says the type, and nobody multiplies by them.
+//! Blocks of MXFP4, NVFP4 and Q4_0, which is int4 in groups of 32, hold codes and scales side by side and
+//! halves of a block in a byte. They are taken apart once, into the parts that those formats have elsewhere,
+//! which is exact. Blocks of an embedding or a head, which are Q6_K or Q8_0 in most files, are decoded to F32.
+//! Everything else is read where it lies; of other blocks the list says the type, and nobody multiplies by
+//! them.
 use super::Bytes;
 use super::blocks::{apart, decode, is_decoded};
 use super::table::{Kind, Tensor};
