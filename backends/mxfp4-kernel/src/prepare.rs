@@ -1,6 +1,6 @@
 //! What MXFP4 stores, as the kernels of `q4-codebook` take it.
 use crate::OWN;
-use q4_codebook::{Codes, E8m0, Stored};
+use q4_codebook::{E8m0, Flat, Plain, Values};
 use q4_core::formats::{e2m1, e8m0, mxfp4};
 use q4_core::{
     Code, Error, ExecPath, LinearSpec, NibbleOrder, Part, PreparedWeight, Q4Schema, Q4Weight, Result,
@@ -19,12 +19,12 @@ pub(crate) fn prepare(
     if !matches!(w.schema, Q4Schema::Mxfp4(_)) {
         return Err(Error::new(Code::SchemaInvalid, "weight").need("mxfp4").have(w.schema.to_string()));
     }
-    let stored = w.segments.iter().enumerate().map(|(i, s)| stored(i, s)).collect::<Result<Vec<_>>>()?;
-    let codes = Codes { values: e2m1::VALUES, order: NibbleOrder::LowFirst, block: mxfp4::BLOCK as u32 };
-    Ok(Box::new(q4_codebook::pack::<E8m0, false>((OWN.name, path), &stored, &codes, spec, vectors, threads)?))
+    let stored = w.segments.iter().enumerate().map(|(i, s)| stored(i, w.k, s)).collect::<Result<Vec<_>>>()?;
+    let values = (Values::of(e2m1::VALUES), mxfp4::BLOCK as u32);
+    Ok(Box::new(q4_codebook::pack::<Plain<E8m0>>((OWN.name, path), &stored, values, spec, vectors, threads)?))
 }
 
-fn stored<'a>(i: usize, s: &Segment<'a>) -> Result<Stored<'a, E8m0>> {
+fn stored<'a>(i: usize, k: usize, s: &Segment<'a>) -> Result<Flat<'a, E8m0>> {
     let [codes, scales] = [Part::Codes, Part::Scales].map(|part| s.data.need(part)?.as_bytes());
     let (codes, scales) = (codes?, scales?);
     if let Some(at) = scales.iter().position(|s| *s == e8m0::NAN) {
@@ -33,5 +33,6 @@ fn stored<'a>(i: usize, s: &Segment<'a>) -> Result<Stored<'a, E8m0>> {
             .have("NaN"));
     }
     let scales = scales.iter().map(|s| E8m0(*s)).collect::<Vec<_>>().into();
-    Ok(Stored { rows: s.rows, codes, scales, zeros: &[] })
+    let (order, block) = (NibbleOrder::LowFirst, mxfp4::BLOCK as u32);
+    Ok(Flat { rows: s.rows, k, codes, order, block, scales, zeros: &[] })
 }

@@ -1,5 +1,5 @@
 //! What NF4 stores, as the kernels of `q4-codebook` take it: a double-quantised absmax is decoded once, here.
-use q4_codebook::{Codes, Packed, Stored};
+use q4_codebook::{Flat, Packed, Plain, Values};
 use q4_core::formats::nf4::CODEBOOK;
 use q4_core::{
     Absmax, Code, Error, ExecPath, LinearSpec, Nf4, Nf4Parts, Q4Schema, Q4Weight, Result, Segment, ThreadPool,
@@ -14,15 +14,23 @@ pub(crate) fn prepare<'a>(
     path: ExecPath,
     vectors: Vectors,
     threads: &ThreadPool,
-) -> Result<Packed<f32>> {
+) -> Result<Packed<Plain<f32>>> {
     let format = format(w)?;
     let one = |(i, s): (usize, &Segment<'a>)| {
         let Nf4Parts { codes, absmax } = parts(i, &format, s)?;
-        Ok(Stored { rows: s.rows, codes: codes.as_bytes()?, scales: finite_absmax(i, &absmax)?, zeros: &[] })
+        Ok(Flat {
+            rows: s.rows,
+            k: w.k,
+            codes: codes.as_bytes()?,
+            order: format.nibble_order,
+            block: format.block,
+            scales: finite_absmax(i, &absmax)?,
+            zeros: &[],
+        })
     };
     let stored = w.segments.iter().enumerate().map(one).collect::<Result<Vec<_>>>()?;
-    let codes = Codes { values: CODEBOOK, order: format.nibble_order, block: format.block };
-    q4_codebook::pack((crate::NAME, path), &stored, &codes, spec, vectors, threads)
+    let values = (Values::of(CODEBOOK), format.block);
+    q4_codebook::pack((crate::NAME, path), &stored, values, spec, vectors, threads)
 }
 
 /// The encoding of a weight that is NF4.

@@ -1,14 +1,16 @@
 //! Operand checks, scratch and the split of work over the caller's threads.
+use crate::encoding::{Encoding, NEST, Offset, share};
 use crate::kernel;
 use crate::layout::{CODES, LANES, QUAD};
-use crate::prepare::{self, Packed, Scale};
+use crate::prepare::{self, Packed};
 use q4_core::rows::{Rows, RowsMut, activation_bytes, check_matrix, check_product};
 use q4_core::{ExecContext, PreparedInfo, PreparedWeight, Result, Scratch, TensorView, TensorViewMut};
+use q4_simd::Widen;
 
 /// Fewest words of 8 input features a task of the backward product takes.
 const LEAST_WORDS: usize = 8;
 
-impl<S: Scale, const ZEROS: bool> PreparedWeight for Packed<S, ZEROS> {
+impl<E: Encoding> PreparedWeight for Packed<E> {
     fn info(&self) -> &PreparedInfo {
         &self.info
     }
@@ -52,29 +54,53 @@ impl<S: Scale, const ZEROS: bool> PreparedWeight for Packed<S, ZEROS> {
         Ok(())
     }
 
-    /// `(values[code] - zero) * scale`, rounded to f32 as the schema says, then to the type of `out`.
+    /// Values of the encoding, rounded to f32 as the schema says, then to the type of `out`.
     fn dequantize(&self, out: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
         let (n, k) = (self.info.n, self.info.k);
         check_matrix(&out.as_view(), out.as_view().dtype(), n, k)?;
         let out = RowsMut::of(out)?;
-        let (words, groups) = (k / CODES, k / self.group);
+        let words = k / CODES;
         cx.threads.split(self.blocks(), 1, &|start, end| {
             for row in start * LANES..(end * LANES).min(n) {
-                let (block, lane) = (row / LANES, row % LANES);
-                let (codes, step) = self.lines(block, words);
-                let (scales, _) = self.lines(block, groups);
-                for i in 0..words {
-                    let word = self.codes[codes + i * step].0[lane];
-                    let at = scales + i * CODES / self.group * step;
-                    let scale = self.scales[at][lane].widen();
-                    let zero = self.zeros.as_ref().map_or(0.0, |zeros| f32::from(zeros[at][lane]));
-                    let value = |j| (self.table[(word >> (4 * j) & 15) as usize] - zero) * scale;
-                    let values: [f32; CODES] = std::array::from_fn(value);
+                for word in 0..words {
+                    let values = self.values_of(row, word);
                     // SAFETY: a row belongs to one task.
-                    unsafe { out.put(row, i * CODES, &values) };
+                    unsafe { out.put(row, word * CODES, &values) };
                 }
             }
         });
         Ok(())
+    }
+}
+
+impl<E: Encoding> Packed<E> {
+    /// Values of word `word` of a row.
+    fn values_of(&self, row: usize, word: usize) -> [f32; CODES] {
+        let (k, block, lane) = (self.info.k, row / LANES, row % LANES);
+        let line = |lines: usize, at: usize| {
+            let (first, step) = self.lines(block, lines);
+            first + at * step
+        };
+        let share = share::<E>();
+        let low = self.codes[line(k / CODES, word)].0[lane];
+        let high = self.high.as_ref().map_or(0, |h| h[line(k / CODES / share, word / share)].0[lane]);
+        let group = line(k / self.group, word * CODES / self.group);
+        let offset = self.offsets.as_ref().map_or(0.0, |offsets| f32::from(offsets[group][lane]));
+        let nest = self.nests.as_ref().map_or([1.0; 2], |nests| {
+            let [scale, min] = nests[line(k / NEST, word * CODES / NEST)];
+            [scale[lane].widen(), min[lane].widen()]
+        });
+        let scale = self.scales[group][lane].widen() * nest[0];
+        std::array::from_fn(|j| {
+            let mut value = self.values.low[(low >> (4 * j) & 15) as usize];
+            if E::HIGH > 0 {
+                value += self.values.high[word % share][(high >> (4 * j) & 15) as usize];
+            }
+            match E::OFFSET {
+                Offset::None => value * scale,
+                Offset::Zero => (value - offset) * scale,
+                Offset::Minimum => value * scale + offset * nest[1],
+            }
+        })
     }
 }

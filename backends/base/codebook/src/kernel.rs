@@ -1,10 +1,12 @@
 //! The products. Written once over [`Lanes`], compiled once per instruction set, in one order of k whatever
 //! the shape.
 use crate::{
+    encoding::{Encoding, share},
     layout::{CODES, LANES},
     many::gemm,
-    prepare::{Packed, Scale, Shape},
-    simd::Lanes,
+    prepare::Packed,
+    shape::{Codes, Group, Place, Shape},
+    simd::{Lanes, Tables},
 };
 use q4_core::rows::{Rows, RowsMut};
 use q4_simd::on;
@@ -17,14 +19,9 @@ const GEMV_ROWS: usize = 4;
 ///
 /// # Safety
 /// The range is inside the weight, no other task has any of it, and the rows have the columns stated.
-pub(crate) unsafe fn forward<S: Scale, const Z: bool>(
-    w: &Packed<S, Z>,
-    x: &Rows<'_>,
-    y: &RowsMut<'_>,
-    range: Range<usize>,
-) {
+pub(crate) unsafe fn forward<E: Encoding>(w: &Packed<E>, x: &Rows<'_>, y: &RowsMut<'_>, range: Range<usize>) {
     // SAFETY: the caller's.
-    on!(w.vectors, V => unsafe { forward_on::<V, S, Z>(w, x, y, range) })
+    on!(w.vectors, V => unsafe { forward_on::<V, E>(w, x, y, range) })
 }
 
 /// `dx[:, 8·range] = dy W` for words of 8 input features. `dy` has n columns rounded up to 16, `dx` k.
@@ -32,19 +29,19 @@ pub(crate) unsafe fn forward<S: Scale, const Z: bool>(
 ///
 /// # Safety
 /// As of [`forward`].
-pub(crate) unsafe fn backward<S: Scale, const Z: bool>(
-    w: &Packed<S, Z>,
+pub(crate) unsafe fn backward<E: Encoding>(
+    w: &Packed<E>,
     dy: &Rows<'_>,
     dx: &RowsMut<'_>,
     range: Range<usize>,
 ) {
     // SAFETY: the caller's.
-    on!(w.vectors, V => unsafe { backward_on::<V, S, Z>(w, dy, dx, range) })
+    on!(w.vectors, V => unsafe { backward_on::<V, E>(w, dy, dx, range) })
 }
 
 #[inline(always)]
-unsafe fn forward_on<L: Lanes, S: Scale, const Z: bool>(
-    w: &Packed<S, Z>,
+unsafe fn forward_on<L: Lanes, E: Encoding>(
+    w: &Packed<E>,
     x: &Rows<'_>,
     y: &RowsMut<'_>,
     blocks: Range<usize>,
@@ -53,19 +50,19 @@ unsafe fn forward_on<L: Lanes, S: Scale, const Z: bool>(
     unsafe {
         match x.m() {
             0 => {}
-            1 => gemv::<L, S, Z, 1>(w, x, y, blocks),
-            2 => gemv::<L, S, Z, 2>(w, x, y, blocks),
-            3 => gemv::<L, S, Z, 3>(w, x, y, blocks),
-            GEMV_ROWS => gemv::<L, S, Z, GEMV_ROWS>(w, x, y, blocks),
-            _ => gemm::<L, S, Z>(w, x, y, blocks),
+            1 => gemv::<L, E, 1>(w, x, y, blocks),
+            2 => gemv::<L, E, 2>(w, x, y, blocks),
+            3 => gemv::<L, E, 3>(w, x, y, blocks),
+            GEMV_ROWS => gemv::<L, E, GEMV_ROWS>(w, x, y, blocks),
+            _ => gemm::<L, E>(w, x, y, blocks),
         }
     }
 }
 
 /// As many blocks in flight as the registers hold.
 #[inline(always)]
-unsafe fn gemv<L: Lanes, S: Scale, const Z: bool, const M: usize>(
-    w: &Packed<S, Z>,
+unsafe fn gemv<L: Lanes, E: Encoding, const M: usize>(
+    w: &Packed<E>,
     x: &Rows<'_>,
     y: &RowsMut<'_>,
     blocks: Range<usize>,
@@ -77,13 +74,13 @@ unsafe fn gemv<L: Lanes, S: Scale, const Z: bool, const M: usize>(
         // SAFETY: blocks b to b + width are inside the range.
         unsafe {
             if width >= 4 && left >= 4 {
-                stream::<L, S, Z, 4, M>(w, x, y, b);
+                stream::<L, E, 4, M>(w, x, y, b);
                 b += 4;
             } else if width >= 2 && left >= 2 {
-                stream::<L, S, Z, 2, M>(w, x, y, b);
+                stream::<L, E, 2, M>(w, x, y, b);
                 b += 2;
             } else {
-                stream::<L, S, Z, 1, M>(w, x, y, b);
+                stream::<L, E, 1, M>(w, x, y, b);
                 b += 1;
             }
         }
@@ -92,8 +89,8 @@ unsafe fn gemv<L: Lanes, S: Scale, const Z: bool, const M: usize>(
 
 /// `M` rows of x against `B` blocks of one quad, decoded in registers.
 #[inline(always)]
-unsafe fn stream<L: Lanes, S: Scale, const Z: bool, const B: usize, const M: usize>(
-    w: &Packed<S, Z>,
+unsafe fn stream<L: Lanes, E: Encoding, const B: usize, const M: usize>(
+    w: &Packed<E>,
     x: &Rows<'_>,
     y: &RowsMut<'_>,
     b0: usize,
@@ -101,21 +98,19 @@ unsafe fn stream<L: Lanes, S: Scale, const Z: bool, const B: usize, const M: usi
     let shape = Shape::of(w);
     // SAFETY: every index is below the length the layout has for n and k; x has k columns.
     unsafe {
-        let table = L::table(&w.table);
-        let (codes, step) = shape.codes(w, b0);
-        let codes: [*const u32; B] = std::array::from_fn(|b| codes.add(b * LANES));
-        let (scales, _) = shape.scales(w, b0);
+        let tables = Tables::<L>::of(&w.values);
+        let places: [Place<E>; B] = std::array::from_fn(|b| shape.place(w, b0 + b));
+        let codes: [Codes; B] = std::array::from_fn(|b| places[b].codes);
         let x: [*const f32; M] = std::array::from_fn(|r| x.row(r).as_ptr());
         let mut total = [[L::splat(0.0); B]; M];
         let mut word = 0;
         for chain in 0..shape.chains {
-            let group = chain / shape.chains_per_group;
-            let offsets: [L::F; B] =
-                std::array::from_fn(|b| shape.offset::<L, S, Z>(w, b0, group * step + b * LANES));
-            let acc = L::chain::<B, M, Z>(table, offsets, codes, step, shape.words_per_chain, x, word);
+            let at = chain / shape.chains_per_group;
+            let groups: [Group<L>; B] = std::array::from_fn(|b| places[b].group(at, w.group));
+            let acc = L::chain::<E, B, M>(&tables, &groups, &codes, shape.words_per_chain, x, word);
             word += shape.words_per_chain;
             for b in 0..B {
-                let scale = S::load::<L>(scales.add(group * step + b * LANES));
+                let scale = groups[b].outer::<E>();
                 for r in 0..M {
                     total[r][b] = L::fma(scale, L::add(acc[r][b][0], acc[r][b][1]), total[r][b]);
                 }
@@ -132,8 +127,8 @@ unsafe fn stream<L: Lanes, S: Scale, const Z: bool, const B: usize, const M: usi
 }
 
 #[inline(always)]
-unsafe fn backward_on<L: Lanes, S: Scale, const Z: bool>(
-    w: &Packed<S, Z>,
+unsafe fn backward_on<L: Lanes, E: Encoding>(
+    w: &Packed<E>,
     dy: &Rows<'_>,
     dx: &RowsMut<'_>,
     words: Range<usize>,
@@ -144,9 +139,9 @@ unsafe fn backward_on<L: Lanes, S: Scale, const Z: bool>(
             // SAFETY: rows r to r + step exist.
             unsafe {
                 match dy.m() - r {
-                    1 => word_back::<L, S, Z, 1>(w, dy, dx, word, r),
-                    2 => word_back::<L, S, Z, 2>(w, dy, dx, word, r),
-                    _ => word_back::<L, S, Z, 3>(w, dy, dx, word, r),
+                    1 => word_back::<L, E, 1>(w, dy, dx, word, r),
+                    2 => word_back::<L, E, 2>(w, dy, dx, word, r),
+                    _ => word_back::<L, E, 3>(w, dy, dx, word, r),
                 }
             }
             r += 3;
@@ -156,8 +151,8 @@ unsafe fn backward_on<L: Lanes, S: Scale, const Z: bool>(
 
 /// Eight columns of W against `M` rows of dy.
 #[inline(always)]
-unsafe fn word_back<L: Lanes, S: Scale, const Z: bool, const M: usize>(
-    w: &Packed<S, Z>,
+unsafe fn word_back<L: Lanes, E: Encoding, const M: usize>(
+    w: &Packed<E>,
     dy: &Rows<'_>,
     dx: &RowsMut<'_>,
     word: usize,
@@ -166,20 +161,19 @@ unsafe fn word_back<L: Lanes, S: Scale, const Z: bool, const M: usize>(
     let shape = Shape::of(w);
     // SAFETY: as in `stream`; dy has 16 columns a block.
     unsafe {
-        let table = L::table(&w.table);
+        let tables = Tables::<L>::of(&w.values);
         let dy: [*const f32; M] = std::array::from_fn(|r| dy.row(r0 + r).as_ptr());
         let mut acc = [[L::splat(0.0); CODES]; M];
         for b in 0..w.blocks() {
-            let ((codes, step), (scales, _)) = (shape.codes(w, b), shape.scales(w, b));
-            let packed = L::words(codes.add(word * step));
-            let at = word * CODES / w.group * step;
-            let (scale, offset) = (S::load::<L>(scales.add(at)), shape.offset::<L, S, Z>(w, b, at));
-            let mut scaled = [scale; M];
+            let place = shape.place(w, b);
+            let packed = place.codes.words::<L, E>(word);
+            let group: Group<L> = place.group(word * CODES / w.group, w.group);
+            let mut scaled = [group.scale; M];
             for r in 0..M {
-                scaled[r] = L::mul(L::load(dy[r].add(b * LANES)), scale);
+                scaled[r] = L::mul(L::load(dy[r].add(b * LANES)), group.outer::<E>());
             }
             for j in 0..CODES {
-                let v = L::decode::<Z>(table, offset, packed, j as i32);
+                let v = tables.decode::<E>(&group, packed, word % share::<E>(), j as i32);
                 for r in 0..M {
                     acc[r][j] = L::fma(v, scaled[r], acc[r][j]);
                 }

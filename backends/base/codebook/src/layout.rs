@@ -10,6 +10,9 @@ pub(crate) const QUAD: usize = 4;
 /// Most of k that is summed before it is scaled. Bounds the rounding error whatever the block size is.
 pub(crate) const CHAIN: usize = 64;
 
+/// Shortest run of k under one scale that the layout can hold.
+pub(crate) const LEAST_GROUP: usize = 16;
+
 /// Elements of k that surely share a scale. Blocks are flat over the row-major matrix, so they start at
 /// multiples of `block` and rows at multiples of k: every run of `gcd(k, block)` lies inside one block.
 pub fn scale_group(k: usize, block: u32) -> usize {

@@ -1,14 +1,16 @@
-//! Products on packed weights whose 4-bit codes name one of sixteen values: what NF4, MXFP4 and int4 share on
-//! the CPU. The weights stay 4-bit from memory to register.
+//! Products on packed weights whose codes name values, sixteen of them or sums of two of sixteen: what NF4,
+//! MXFP4, int4 and blocks of GGML share on the CPU. The weights stay packed from memory to register.
 //!
 //! Sixteen output rows are interleaved so that a lane is an output row and no horizontal sum is needed.
 //! Arithmetic, which is part of the numerics: `y = Σ_blocks scale · Σ_k (values[code] - zero) · x` in f32,
-//! where few formats have a zero point and the difference is exact. The inner
-//! sum runs over at most 64 of k in two chains (even and odd k) and is scaled once; the outer sum adds those
+//! where few formats have a zero point and the difference is exact. Where groups have minima the sum is
+//! `Σ_blocks Σ_k (values[code] · scale - minimum) · x`, of values rounded as the format says. The inner sum
+//! runs over at most 64 of k in two chains (even and odd k) and is scaled once; the outer sum adds those
 //! in order of k. The order depends on k alone, so neither the number of rows in a call nor the number of
 //! threads changes a bit. `int8` activations are rounded to int8 with an f32 scale per 16, and `q · scale`,
 //! rounded to f32, takes the place of x.
 mod backend;
+mod encoding;
 mod forward;
 mod kernel;
 mod layout;
@@ -18,10 +20,14 @@ mod neon;
 mod pages;
 mod prepare;
 mod probe;
+mod shape;
 mod simd;
+mod stored;
 
 pub use backend::{Own, Prepare, Refuse};
+pub use encoding::{Encoding, NEST, Offset, Plain, Scale, Signed, Zeros};
 pub use layout::scale_group;
-pub use prepare::{Codes, Packed, Scale, Stored, footprint, pack, scales};
+pub use prepare::{Packed, Values, footprint, pack};
 pub use probe::{operands, probe};
 pub use q4_simd::{E8m0, Widen};
+pub use stored::{Flat, Run, Stored, scales};

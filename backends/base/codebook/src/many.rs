@@ -4,9 +4,11 @@
 //! What these rows have for the chain is copied together first, while the chain before it is multiplied: rows
 //! of x lie in as many pages, where nothing fetches ahead by itself, and often a multiple of a cache's ways
 //! apart, where they would push each other out before the second block of outputs comes.
+use crate::encoding::Encoding;
 use crate::layout::{CHAIN, CODES, LANES, QUAD};
-use crate::prepare::{Line, Packed, Scale, Shape};
-use crate::simd::Lanes;
+use crate::prepare::{Line, Packed};
+use crate::shape::Shape;
+use crate::simd::{Lanes, Tables};
 use q4_core::rows::{Rows, RowsMut};
 use std::ops::Range;
 
@@ -35,8 +37,8 @@ struct Chain<L: Lanes> {
 /// # Safety
 /// The range is inside the weight, no other task has any of it, and the rows have the columns of the weight.
 #[inline(always)]
-pub(crate) unsafe fn gemm<L: Lanes, S: Scale, const Z: bool>(
-    w: &Packed<S, Z>,
+pub(crate) unsafe fn gemm<L: Lanes, E: Encoding>(
+    w: &Packed<E>,
     x: &Rows<'_>,
     y: &RowsMut<'_>,
     blocks: Range<usize>,
@@ -104,9 +106,9 @@ pub(crate) unsafe fn gemm<L: Lanes, S: Scale, const Z: bool>(
 impl<L: Lanes> Chain<L> {
     /// Decodes chain `chain` of `block` to tile `c`.
     #[inline(always)]
-    unsafe fn decode<S: Scale, const Z: bool>(
+    unsafe fn decode<E: Encoding>(
         &mut self,
-        w: &Packed<S, Z>,
+        w: &Packed<E>,
         shape: &Shape,
         block: usize,
         chain: usize,
@@ -114,16 +116,15 @@ impl<L: Lanes> Chain<L> {
     ) {
         // SAFETY: every index is below the length the layout has for n and k; a tile holds a chain.
         unsafe {
-            let table = L::table(&w.table);
-            let (codes, step) = shape.codes(w, block);
-            let start = codes.add(chain * shape.words_per_chain * step);
-            let (scales, across) = shape.scales(w, block);
-            let at = chain / shape.chains_per_group * across;
-            let offset = shape.offset::<L, S, Z>(w, block, at);
+            let tables = Tables::<L>::of(&w.values);
+            let place = shape.place(w, block);
+            let group = place.group(chain / shape.chains_per_group, w.group);
+            let first = chain * shape.words_per_chain;
             for i in 0..shape.words_per_chain {
-                L::unpack::<Z>(table, offset, start.add(i * step), self.tiles[c][i * CODES].0.as_mut_ptr());
+                let tile = self.tiles[c][i * CODES].0.as_mut_ptr();
+                L::unpack::<E>(&tables, &group, &place.codes, first + i, tile);
             }
-            self.scales[c] = S::load::<L>(scales.add(at));
+            self.scales[c] = group.outer::<E>();
         }
     }
 

@@ -1,7 +1,9 @@
 //! The sums in NEON: what has many registers' worth of lanes goes quarter by quarter, where the registers
 //! suffice.
+use crate::encoding::{Encoding, Offset};
 use crate::layout::{CODES, LANES};
-use crate::simd::{AHEAD, Lanes};
+use crate::shape::{Codes, Group};
+use crate::simd::{self, AHEAD, Lanes, Tables};
 use q4_simd::{Neon, Vector};
 use std::arch::aarch64::*;
 
@@ -12,26 +14,30 @@ impl Lanes for Neon {
     const ACCUMULATORS: usize = 2;
 
     #[inline(always)]
-    unsafe fn chain<const B: usize, const M: usize, const Z: bool>(
-        t: uint8x16x4_t,
-        offsets: [Self::F; B],
-        codes: [*const u32; B],
-        step: usize,
+    unsafe fn chain<E: Encoding, const B: usize, const M: usize>(
+        tables: &Tables<Self>,
+        groups: &[Group<Self>; B],
+        codes: &[Codes; B],
         count: usize,
         x: [*const f32; M],
         word: usize,
     ) -> [[[Self::F; 2]; B]; M] {
         // SAFETY: the trait's contract.
         unsafe {
+            if !by_quarters::<E>() {
+                return simd::chain::<Self, E, B, M>(tables, groups, codes, count, x, word);
+            }
             let mut out = [[[Self::splat(0.0); 2]; B]; M];
             for b in 0..B {
+                let Codes { low, step, .. } = codes[b];
                 for i in word..word + count {
-                    Self::prefetch(codes[b].wrapping_add(i * step + AHEAD));
+                    Self::prefetch(low.wrapping_add(i * step + AHEAD));
                 }
                 for q in 0..QUARTER {
                     let mut acc = [[vdupq_n_f32(0.0); 2]; M];
                     for i in word..word + count {
-                        let [even, odd] = eight::<Z>(t, offsets[b][q], codes[b].add(i * step + QUARTER * q));
+                        let four = low.add(i * step + QUARTER * q);
+                        let [even, odd] = eight::<E>(tables.low(), groups[b].offset[q], four);
                         for r in 0..M {
                             let (low, high) =
                                 (vld1q_f32(x[r].add(i * CODES)), vld1q_f32(x[r].add(i * CODES + 4)));
@@ -55,11 +61,21 @@ impl Lanes for Neon {
     }
 
     #[inline(always)]
-    unsafe fn unpack<const Z: bool>(t: uint8x16x4_t, offset: Self::F, p: *const u32, out: *mut f32) {
+    unsafe fn unpack<E: Encoding>(
+        tables: &Tables<Self>,
+        group: &Group<Self>,
+        codes: &Codes,
+        word: usize,
+        out: *mut f32,
+    ) {
         // SAFETY: the trait's contract.
         unsafe {
+            if !by_quarters::<E>() {
+                return simd::unpack::<Self, E>(tables, group, codes, word, out);
+            }
+            let p = codes.low.add(word * codes.step);
             for q in 0..QUARTER {
-                let [even, odd] = eight::<Z>(t, offset[q], p.add(QUARTER * q));
+                let [even, odd] = eight::<E>(tables.low(), group.offset[q], p.add(QUARTER * q));
                 for i in 0..CODES / 2 {
                     vst1q_f32(out.add(2 * i * LANES + QUARTER * q), even[i]);
                     vst1q_f32(out.add((2 * i + 1) * LANES + QUARTER * q), odd[i]);
@@ -106,15 +122,24 @@ impl Lanes for Neon {
     }
 }
 
+/// Whether all that a code is worth is in one table.
+const fn by_quarters<E: Encoding>() -> bool {
+    E::HIGH == 0 && !matches!(E::OFFSET, Offset::Minimum)
+}
+
 /// Values of the 8 codes of four words at `p`, with `offset` if there are zero points: of even, and of odd k.
 /// Bytes of the four tables are put beside each other, by two and by four.
 #[inline(always)]
-unsafe fn eight<const Z: bool>(t: uint8x16x4_t, offset: float32x4_t, p: *const u32) -> [[float32x4_t; 4]; 2] {
+unsafe fn eight<E: Encoding>(t: uint8x16x4_t, offset: float32x4_t, p: *const u32) -> [[float32x4_t; 4]; 2] {
     // SAFETY: called by `Neon` only; four words are readable.
     unsafe {
         let w = vld1q_u8(p.cast());
         let both = [values(t, vandq_u8(w, vdupq_n_u8(15))), values(t, vshrq_n_u8::<4>(w))];
-        if Z { both.map(|four| four.map(|v| vaddq_f32(v, offset))) } else { both }
+        if matches!(E::OFFSET, Offset::Zero) {
+            both.map(|four| four.map(|v| vaddq_f32(v, offset)))
+        } else {
+            both
+        }
     }
 }
 

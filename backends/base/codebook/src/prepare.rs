@@ -1,34 +1,16 @@
 //! Interleaving sixteen output rows: what makes a lane an output row and a scale a vector.
-use crate::layout::{CHAIN, CODES, LANES, QUAD, scale_group};
+use crate::encoding::{Encoding, NEST, Offset, share};
+use crate::layout::{CODES, LANES, QUAD, scale_group};
 use crate::pages::Pages;
+use crate::stored::{PIECE, Run, Stored};
 use bytemuck::{Pod, Zeroable};
-use q4_core::rows::{RowsMut, activation_bytes};
+use half::f16;
+use q4_core::rows::activation_bytes;
 use q4_core::{
-    Activations, DType, ExecPath, Footprint, LinearSpec, NibbleOrder, OpSet, PreparedInfo, Result, Scratch,
-    ThreadPool,
+    Activations, DType, ExecPath, Footprint, LinearSpec, OpSet, PreparedInfo, Result, Scratch, ThreadPool,
 };
-use q4_simd::{Vector, Vectors, Widen};
-use std::borrow::Cow;
+use q4_simd::Vectors;
 use std::sync::Mutex;
-
-/// Elements of k that are packed at a time: lines of a quad that stay in the first-level cache.
-const PIECE: usize = 512;
-
-/// A type that scales are kept in.
-pub trait Scale: Widen + Pod + Send {}
-
-impl<T: Widen + Pod + Send> Scale for T {}
-
-/// Scales as they are stored; copied where they are not aligned.
-///
-/// # Panics
-/// If the bytes are no whole number of scales.
-pub fn scales<S: Scale>(bytes: &[u8]) -> Cow<'_, [S]> {
-    match bytemuck::try_cast_slice(bytes) {
-        Ok(scales) => Cow::Borrowed(scales),
-        Err(_) => bytes.chunks_exact(size_of::<S>()).map(bytemuck::pod_read_unaligned).collect(),
-    }
-}
 
 /// One cache line: a value of each of 16 rows.
 #[derive(Clone, Copy)]
@@ -40,9 +22,9 @@ unsafe impl<T: Zeroable> Zeroable for Line<T> {}
 // SAFETY: as above; only 4-byte types are used, so that the alignment adds nothing.
 unsafe impl Pod for Line<u32> {}
 
-/// A weight as the kernels read it, with zero points or without. Resident: n·k/2 bytes of codes and a scale per
-/// `group` of k and row, with a byte for its zero point, n rounded up to 16.
-pub struct Packed<S, const ZEROS: bool = false> {
+/// A weight as the kernels read it. Resident: n·k/2 bytes of codes, n·k/8 for each bit above four, and for
+/// each group and row a scale and the byte of its offset, n rounded up to 16.
+pub struct Packed<E: Encoding> {
     pub(crate) info: PreparedInfo,
     pub(crate) vectors: Vectors,
     pub(crate) x: DType,
@@ -52,15 +34,51 @@ pub struct Packed<S, const ZEROS: bool = false> {
     /// `[quads, k / 8, blocks of the quad]`: 8 codes of each of 16 rows. The last quad may have fewer
     /// blocks.
     pub(crate) codes: Pages<Line<u32>>,
+    /// `[quads, k / 8 / share, blocks of the quad]`: what codes have above four bits. Nibble `j` has those of
+    /// code `j` of each word that shares it, the first in its lowest bits.
+    pub(crate) high: Option<Pages<Line<u32>>>,
     /// `[quads, k / group, blocks of the quad]`: a scale of each of 16 rows. Rows past n have zeroes.
-    pub(crate) scales: Pages<[S; LANES]>,
-    /// As the scales: what is taken off a value before it is scaled; empty without zero points.
-    pub(crate) zeros: Option<Pages<[u8; LANES]>>,
-    /// Values of the codes.
-    pub(crate) table: [f32; 16],
+    pub(crate) scales: Pages<[E::Scale; LANES]>,
+    /// As the scales: zero points or minima.
+    pub(crate) offsets: Option<Pages<[u8; LANES]>>,
+    /// `[quads, k / NEST, blocks of the quad]`: what scales, and the negative of what minima are multiplied
+    /// by.
+    pub(crate) nests: Option<Pages<[[f16; LANES]; 2]>>,
+    pub(crate) values: Values,
 }
 
-impl<S, const ZEROS: bool> Packed<S, ZEROS> {
+/// What codes are worth.
+#[derive(Clone, Copy, Debug)]
+pub struct Values {
+    /// By the lowest four bits.
+    pub low: [f32; 16],
+    /// What is added: by a nibble of upper bits, for each word that shares it.
+    pub high: [[f32; 16]; 4],
+}
+
+impl Values {
+    /// Of codes of four bits.
+    pub const fn of(low: [f32; 16]) -> Self {
+        Self { low, high: [[0.0; 16]; 4] }
+    }
+    /// Of the numbers that codes of `4 + high` bits are, less `zero`.
+    pub fn numbers(high: usize, zero: u8) -> Self {
+        let above = |shift: usize, nibble: usize| (nibble >> shift & ((1 << high) - 1)) << 4;
+        let of = |word: usize| {
+            std::array::from_fn(|nibble| match high {
+                0 => 0.0,
+                _ => above(word * high % 4, nibble) as f32 - f32::from(zero),
+            })
+        };
+        let taken = if high == 0 { zero } else { 0 };
+        Self {
+            low: std::array::from_fn(|code| code as f32 - f32::from(taken)),
+            high: std::array::from_fn(of),
+        }
+    }
+}
+
+impl<E: Encoding> Packed<E> {
     /// Blocks of 16 output rows.
     pub(crate) fn blocks(&self) -> usize {
         self.info.n.div_ceil(LANES)
@@ -74,13 +92,13 @@ impl<S, const ZEROS: bool> Packed<S, ZEROS> {
     }
 }
 
-/// What [`pack`] will keep of a weight with `scale` bytes of scale and zero point for `block` elements, and
+/// What [`pack`] will keep of a weight with `bytes` beside four bits of each code for `block` elements, and
 /// [`Packed`] want as scratch.
-pub fn footprint(spec: &LinearSpec, block: u32, scale: usize) -> Footprint {
+pub fn footprint(spec: &LinearSpec, block: u32, bytes: usize) -> Footprint {
     let (n, k) = (spec.n().next_multiple_of(LANES), spec.k);
     let groups = k / scale_group(k, block).max(1);
     let workspace = workspace(spec.x, &spec.activations, spec.max_m, spec.n(), k);
-    Footprint { resident: (n * k / 2 + scale * n * groups) as u64, workspace: workspace as u64 }
+    Footprint { resident: (n * k / 2 + bytes * n * groups) as u64, workspace: workspace as u64 }
 }
 
 /// Scratch of a call of `m` rows: the converted activations (nothing for native f32) or the widened dy,
@@ -89,83 +107,84 @@ pub(crate) fn workspace(x: DType, activations: &Activations, m: usize, n: usize,
     activation_bytes(x, activations, m, k).max(Scratch::bytes(&[4 * m * n.next_multiple_of(LANES)]))
 }
 
-/// What codes are: their values, and how many elements of the flattened matrix have a scale together.
-#[derive(Clone, Copy, Debug)]
-pub struct Codes {
-    /// By code.
-    pub values: [f32; 16],
-    /// Order in a byte.
-    pub order: NibbleOrder,
-    /// Elements.
-    pub block: u32,
+/// Lines of one kind of a whole weight, quad by quad; as many times nothing where there are none.
+fn quads<T: Pod>(pages: &mut Option<Pages<T>>, lines: usize, count: usize) -> Vec<&mut [T]> {
+    let mut all: Vec<_> = match pages {
+        Some(pages) => pages.chunks_mut(QUAD * lines).collect(),
+        None => Vec::new(),
+    };
+    all.resize_with(count, Default::default);
+    all
 }
 
-/// One stored matrix, flat over its rows.
-pub struct Stored<'a, S: Clone> {
-    /// Out features.
-    pub rows: usize,
-    /// Two in a byte.
-    pub codes: &'a [u8],
-    /// One for each block.
-    pub scales: Cow<'a, [S]>,
-    /// One for each block, of weights with zero points.
-    pub zeros: &'a [u8],
+/// The lines of a quad.
+struct Quad<'a, E: Encoding> {
+    codes: &'a mut [Line<u32>],
+    high: &'a mut [Line<u32>],
+    scales: &'a mut [[E::Scale; LANES]],
+    offsets: &'a mut [[u8; LANES]],
+    nests: &'a mut [[[f16; LANES]; 2]],
 }
 
-/// Repacks the segments of a weight with `k` in features. Rows past the last take a code of zero and a scale
-/// of zero bytes, whatever these mean: what is computed with them is not kept.
+/// Repacks the segments of a weight with `k` in features and scales for `block` elements of them. Rows past
+/// the last take a code of zero and a scale of zero bytes, whatever these mean: what is computed with them is
+/// not kept.
 ///
 /// # Errors
 /// [`Code::OutOfMemory`](q4_core::Code::OutOfMemory).
 ///
 /// # Panics
 /// If a segment is shorter than its rows.
-pub fn pack<S: Scale, const ZEROS: bool>(
+pub fn pack<E: Encoding>(
     (backend, path): (&'static str, ExecPath),
-    parts: &[Stored<'_, S>],
-    of: &Codes,
+    segments: &[impl Stored<E>],
+    (values, block): (Values, u32),
     spec: &LinearSpec,
     vectors: Vectors,
     threads: &ThreadPool,
-) -> Result<Packed<S, ZEROS>> {
-    let (n, k) = (parts.iter().map(|p| p.rows).sum::<usize>(), spec.k);
-    let group = scale_group(k, of.block);
+) -> Result<Packed<E>> {
+    let (n, k) = (segments.iter().map(Stored::rows).sum::<usize>(), spec.k);
+    let group = scale_group(k, block);
     let blocks = n.div_ceil(LANES);
-    let (words, groups) = (k / CODES, k / group);
-    let mut codes = Pages::<Line<u32>>::zeroed(blocks * words)?;
-    let mut scales = Pages::<[S; LANES]>::zeroed(blocks * groups)?;
-    let mut zeros = ZEROS.then(|| Pages::<[u8; LANES]>::zeroed(blocks * groups)).transpose()?;
-    let mut taken: Vec<_> = match &mut zeros {
-        Some(zeros) => zeros.chunks_mut(QUAD * groups).collect(),
-        None => Vec::new(),
-    };
-    taken.resize_with(blocks.div_ceil(QUAD), Default::default);
-    let quads = codes.chunks_mut(QUAD * words).zip(scales.chunks_mut(QUAD * groups)).zip(taken);
-    let quads: Vec<_> = quads.map(Mutex::new).collect();
-    threads.run(quads.len(), &|quad| {
-        let mut quarter = quads[quad].lock().unwrap_or_else(|e| e.into_inner());
-        let ((codes, scales), zeros) = &mut *quarter;
+    let (words, groups, nests) = (k / CODES, k / group, k / NEST);
+    let shared = words / share::<E>();
+    let mut codes = Some(Pages::<Line<u32>>::zeroed(blocks * words)?);
+    let mut high = (E::HIGH > 0).then(|| Pages::<Line<u32>>::zeroed(blocks * shared)).transpose()?;
+    let mut scales = Some(Pages::<[E::Scale; LANES]>::zeroed(blocks * groups)?);
+    let has_offsets = E::OFFSET != Offset::None;
+    let mut offsets = has_offsets.then(|| Pages::<[u8; LANES]>::zeroed(blocks * groups)).transpose()?;
+    let mut nested = E::NESTED.then(|| Pages::<[[f16; LANES]; 2]>::zeroed(blocks * nests)).transpose()?;
+    let count = blocks.div_ceil(QUAD);
+    let mut parts = (
+        quads(&mut codes, words, count).into_iter(),
+        quads(&mut high, shared, count).into_iter(),
+        quads(&mut scales, groups, count).into_iter(),
+        quads(&mut offsets, groups, count).into_iter(),
+        quads(&mut nested, nests, count).into_iter(),
+    );
+    let mut all = Vec::with_capacity(count);
+    while let (Some(codes), Some(high), Some(scales), Some(offsets), Some(nests)) =
+        (parts.0.next(), parts.1.next(), parts.2.next(), parts.3.next(), parts.4.next())
+    {
+        all.push(Mutex::new(Quad::<E> { codes, high, scales, offsets, nests }));
+    }
+    threads.run(count, &|quad| {
+        let mut to = all[quad].lock().unwrap_or_else(|e| e.into_inner());
         let first = quad * QUAD * LANES;
-        let width = codes.len() / words;
+        let width = to.codes.len() / words;
+        let mut run = Run::<E>::empty();
         for from in (0..k).step_by(PIECE) {
-            let to = (from + PIECE).min(k);
+            let len = PIECE.min(k - from);
             for i in 0..(width * LANES).min(n - first) {
-                let (block, lane) = (i / LANES, i % LANES);
-                let (stored, row) = locate(parts, first + i);
-                let lines = codes[from / CODES * width..].iter_mut().skip(block).step_by(width);
-                let bytes = &stored.codes[(row * k + from) / 2..][..(to - from) / 2];
-                put(bytes, of.order, lines, lane);
-                for g in from.div_ceil(group)..to.div_ceil(group) {
-                    let at = (row * k + g * group) / of.block as usize;
-                    scales[g * width + block][lane] = stored.scales[at];
-                    if ZEROS {
-                        zeros[g * width + block][lane] = stored.zeros[at];
-                    }
-                }
+                let (segment, row) = locate(segments, first + i);
+                segment.read(row, from, len, &mut run);
+                to.put(&run, (from, len, group), (i / LANES, width), i % LANES);
             }
         }
     });
-    drop(quads);
+    drop(all);
+    let (Some(codes), Some(scales)) = (codes, scales) else { unreachable!("made above") };
+    let bytes = |pages: Option<usize>| pages.unwrap_or(0);
     let info = PreparedInfo {
         backend: backend.into(),
         path,
@@ -173,105 +192,90 @@ pub fn pack<S: Scale, const ZEROS: bool>(
         n,
         k,
         resident_bytes: (size_of_val(&codes[..])
+            + bytes(high.as_ref().map(|p| size_of_val(&p[..])))
             + size_of_val(&scales[..])
-            + zeros.as_ref().map_or(0, |zeros| size_of_val(&zeros[..]))) as u64,
+            + bytes(offsets.as_ref().map(|p| size_of_val(&p[..])))
+            + bytes(nested.as_ref().map(|p| size_of_val(&p[..])))) as u64,
         ops: OpSet::ALL,
     };
-    Ok(Packed { info, vectors, x: spec.x, y: spec.y, group, codes, scales, zeros, table: of.values })
+    Ok(Packed {
+        info,
+        vectors,
+        x: spec.x,
+        y: spec.y,
+        group,
+        codes,
+        high,
+        scales,
+        offsets,
+        nests: nested,
+        values,
+    })
 }
 
-/// Writes codes into `lane` of the lines: 8 in each, the first in the lowest nibble.
-#[inline]
-fn put<'l>(bytes: &[u8], order: NibbleOrder, lines: impl Iterator<Item = &'l mut Line<u32>>, lane: usize) {
-    let words = bytes.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).zip(lines);
-    match order {
-        NibbleOrder::LowFirst => words.for_each(|(w, line)| line.0[lane] = w),
-        NibbleOrder::HighFirst => {
-            words.for_each(|(w, line)| line.0[lane] = (w & 0x0f0f_0f0f) << 4 | w >> 4 & 0x0f0f_0f0f)
+impl<E: Encoding> Quad<'_, E> {
+    /// Puts `len` elements of a row from `from` on into `lane` of block `block` of `width`.
+    #[inline]
+    fn put(
+        &mut self,
+        run: &Run<E>,
+        (from, len, group): (usize, usize, usize),
+        (block, width): (usize, usize),
+        lane: usize,
+    ) {
+        let words = from / CODES..(from + len) / CODES;
+        let lines = self.codes[words.start * width..].iter_mut().skip(block).step_by(width);
+        lines.zip(&run.codes[..words.len()]).for_each(|(line, word)| line.0[lane] = *word);
+        if E::HIGH > 0 {
+            let share = share::<E>();
+            for (at, of) in run.high[..words.len()].chunks_exact(share).enumerate() {
+                let line = &mut self.high[(words.start / share + at) * width + block].0[lane];
+                *line = of.iter().enumerate().fold(0, |all, (i, bits)| all | bits << (i * E::HIGH));
+            }
+        }
+        for (at, g) in (from.div_ceil(group)..(from + len).div_ceil(group)).enumerate() {
+            self.scales[g * width + block][lane] = run.scales[at];
+            if E::OFFSET != Offset::None {
+                self.offsets[g * width + block][lane] = run.offsets[at];
+            }
+        }
+        if E::NESTED {
+            for (at, [scale, min]) in run.nests[..len / NEST].iter().enumerate() {
+                let to = &mut self.nests[(from / NEST + at) * width + block];
+                (to[0][lane], to[1][lane]) = (*scale, -*min);
+            }
         }
     }
 }
 
-fn locate<'s, 'a, S: Clone>(parts: &'s [Stored<'a, S>], row: usize) -> (&'s Stored<'a, S>, usize) {
+fn locate<E: Encoding, T: Stored<E>>(segments: &[T], row: usize) -> (&T, usize) {
     let mut row = row;
-    for part in parts {
-        if row < part.rows {
-            return (part, row);
+    for segment in segments {
+        if row < segment.rows() {
+            return (segment, row);
         }
-        row -= part.rows;
+        row -= segment.rows();
     }
     unreachable!("row {row} past the last segment");
 }
 
-/// Loop bounds and offsets of one weight.
-pub(crate) struct Shape {
-    n: usize,
-    words: usize,
-    groups: usize,
-    pub chains: usize,
-    pub chains_per_group: usize,
-    /// 2 to 8.
-    pub words_per_chain: usize,
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-impl Shape {
-    #[inline(always)]
-    pub fn of<S, const ZEROS: bool>(w: &Packed<S, ZEROS>) -> Self {
-        let (k, chain) = (w.info.k, scale_group(w.group, CHAIN as u32));
-        Self {
-            n: w.info.n,
-            words: k / CODES,
-            groups: k / w.group,
-            chains: k / chain,
-            chains_per_group: w.group / chain,
-            words_per_chain: chain / CODES,
-        }
-    }
-    /// The first line of a block, and the elements from one to the next; scales have the same step.
-    #[inline(always)]
-    pub fn codes<S, const ZEROS: bool>(&self, w: &Packed<S, ZEROS>, block: usize) -> (*const u32, usize) {
-        let (at, step) = w.lines(block, self.words);
-        (w.codes[at..].as_ptr().cast(), step * LANES)
-    }
-    #[inline(always)]
-    pub fn scales<S: Scale, const ZEROS: bool>(
-        &self,
-        w: &Packed<S, ZEROS>,
-        block: usize,
-    ) -> (*const S, usize) {
-        let (at, step) = w.lines(block, self.groups);
-        (w.scales[at..].as_ptr().cast(), step * LANES)
-    }
-    /// What is added to the values of a block under scale `at`, an index into those from [`Self::scales`] on:
-    /// its zero points, negative. Nothing where there are none.
-    ///
-    /// # Safety
-    /// As of [`Vector`]'s functions; there is such a scale.
-    #[inline(always)]
-    pub unsafe fn offset<L: Vector, S, const ZEROS: bool>(
-        &self,
-        w: &Packed<S, ZEROS>,
-        block: usize,
-        at: usize,
-    ) -> L::F {
-        // SAFETY: the caller's; zero points lie as scales do.
-        unsafe {
-            match &w.zeros {
-                Some(zeros) if ZEROS => {
-                    let (first, _) = w.lines(block, self.groups);
-                    let zeros: *const u8 = zeros[first..].as_ptr().cast();
-                    L::mul(L::load_u8(zeros.add(at)), L::splat(-1.0))
-                }
-                _ => L::splat(0.0),
+    #[test]
+    fn numbers_are_the_sum_of_both_parts_of_a_code() {
+        for (high, zero) in [(0, 8), (1, 0), (2, 32), (4, 128)] {
+            let values = Values::numbers(high, zero);
+            let share = 4usize.checked_div(high).unwrap_or(1);
+            for (code, word) in (0..1u32 << (4 + high)).flat_map(|code| (0..share).map(move |w| (code, w))) {
+                // Other words have all their bits.
+                let others = 15u32 & !(((1 << high) - 1) << (word * high));
+                let nibble = others | code >> 4 << (word * high);
+                let have = values.low[(code & 15) as usize] + values.high[word][nibble as usize];
+                let have = if high == 0 { values.low[(code & 15) as usize] } else { have };
+                assert_eq!(have, code as f32 - f32::from(zero), "{high} {code} {word}");
             }
         }
-    }
-    /// # Safety
-    /// Only one task has this block.
-    #[inline(always)]
-    pub unsafe fn put(&self, y: &RowsMut<'_>, r: usize, block: usize, lanes: &[f32; LANES]) {
-        let first = block * LANES;
-        // SAFETY: the caller's promise.
-        unsafe { y.put(r, first, &lanes[..LANES.min(self.n - first)]) }
     }
 }

@@ -1,10 +1,7 @@
 //! What the kernels can serve, decided from the spec alone, with every reason at once.
-use crate::layout::scale_group;
+use crate::layout::{LEAST_GROUP, scale_group};
 use q4_core::{Activations, LinearSpec, ProbeItem, Reject, RejectCode};
 use q4_simd::Vectors;
-
-/// Shortest run of k under one scale that the layout can hold.
-const LEAST_GROUP: usize = 16;
 
 /// The instruction set in use and what else this machine could run.
 pub fn probe(vectors: Vectors) -> Vec<ProbeItem> {

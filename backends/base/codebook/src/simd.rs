@@ -1,5 +1,8 @@
 //! What the kernels make of sixteen lanes, where a set may do better than the common loops.
+use crate::encoding::{Encoding, Offset, share};
 use crate::layout::{CODES, LANES};
+use crate::prepare::Values;
+use crate::shape::{Codes, Group};
 #[cfg(target_arch = "x86_64")]
 use q4_simd::{Avx2, Avx512};
 use q4_simd::{Portable, Vector};
@@ -7,70 +10,110 @@ use q4_simd::{Portable, Vector};
 /// Words ahead of the one in use that codes are fetched: 8 KiB.
 pub(crate) const AHEAD: usize = 2048;
 
+/// What codes are worth, in registers.
+#[derive(Clone, Copy)]
+pub(crate) struct Tables<L: Vector> {
+    low: L::Table,
+    high: [L::Table; 4],
+}
+
+impl<L: Vector> Tables<L> {
+    /// # Safety
+    /// As of [`Vector`]'s functions.
+    #[inline(always)]
+    pub unsafe fn of(values: &Values) -> Self {
+        // SAFETY: the caller's.
+        unsafe { Self { low: L::table(&values.low), high: values.high.each_ref().map(|v| L::table(v)) } }
+    }
+    /// That of codes of four bits.
+    #[cfg(target_arch = "aarch64")]
+    #[inline(always)]
+    pub fn low(&self) -> L::Table {
+        self.low
+    }
+
+    /// Values of code `j` of words of codes, the `word`th of those that share `high`: scaled where each has
+    /// its minimum.
+    ///
+    /// # Safety
+    /// As of [`Vector`]'s functions.
+    #[inline(always)]
+    pub unsafe fn decode<E: Encoding>(
+        &self,
+        group: &Group<L>,
+        [low, high]: [L::Words; 2],
+        word: usize,
+        j: i32,
+    ) -> L::F {
+        // SAFETY: the caller's.
+        unsafe {
+            let mut value = L::look_up(self.low, low, j);
+            if E::HIGH > 0 {
+                value = L::add(value, L::look_up(self.high[word], high, j));
+            }
+            match E::OFFSET {
+                Offset::None => value,
+                Offset::Zero => L::add(value, group.offset),
+                Offset::Minimum => L::fma(value, group.scale, group.offset),
+            }
+        }
+    }
+}
+
+impl Codes {
+    /// Word `word` of 16 rows, and that of upper bits which it shares.
+    ///
+    /// # Safety
+    /// As of [`Vector`]'s functions; there is such a word.
+    #[inline(always)]
+    pub unsafe fn words<L: Vector, E: Encoding>(&self, word: usize) -> [L::Words; 2] {
+        // SAFETY: the caller's.
+        unsafe {
+            let low = L::words(self.low.add(word * self.step));
+            let high =
+                if E::HIGH > 0 { L::words(self.high.add(word / share::<E>() * self.step)) } else { low };
+            [low, high]
+        }
+    }
+}
+
 /// Sums of products with decoded codes.
 ///
 /// # Safety
 /// As of [`Vector`]'s functions.
-pub(crate) trait Lanes: Vector {
+pub(crate) trait Lanes: Vector + Sized {
     /// Accumulators of a [`chain`](Self::chain) that fit into the registers.
     const ACCUMULATORS: usize = Self::SUMS;
     /// Blocks (1 or 2) of one [`tile`](Self::tile) with up to `ROWS` input rows, which has two accumulators
     /// for each pair of them.
     const BLOCKS: usize = 1;
 
-    /// Values of code `j` of every word, with `offset` added if there are zero points (`Z`).
-    #[inline(always)]
-    unsafe fn decode<const Z: bool>(t: Self::Table, offset: Self::F, words: Self::Words, j: i32) -> Self::F {
-        // SAFETY: the trait's contract.
-        unsafe {
-            let value = Self::look_up(t, words, j);
-            if Z { Self::add(value, offset) } else { value }
-        }
-    }
-
     /// The two sums, over even and over odd k, of a chain of `count` words from `word` on: `M` rows of `x`
-    /// with `B` blocks, whose lines are `step` words of memory apart.
+    /// with `B` blocks.
     #[inline(always)]
-    unsafe fn chain<const B: usize, const M: usize, const Z: bool>(
-        t: Self::Table,
-        offsets: [Self::F; B],
-        codes: [*const u32; B],
-        step: usize,
+    unsafe fn chain<E: Encoding, const B: usize, const M: usize>(
+        tables: &Tables<Self>,
+        groups: &[Group<Self>; B],
+        codes: &[Codes; B],
         count: usize,
         x: [*const f32; M],
         word: usize,
     ) -> [[[Self::F; 2]; B]; M] {
         // SAFETY: the trait's contract.
-        unsafe {
-            let mut acc = [[[Self::splat(0.0); 2]; B]; M];
-            for word in word..word + count {
-                for b in 0..B {
-                    let p = codes[b].add(word * step);
-                    Self::prefetch(p.wrapping_add(AHEAD));
-                    let packed = Self::words(p);
-                    for j in 0..CODES {
-                        let v = Self::decode::<Z>(t, offsets[b], packed, j as i32);
-                        for r in 0..M {
-                            let xv = Self::splat(*x[r].add(word * CODES + j));
-                            acc[r][b][j & 1] = Self::fma(v, xv, acc[r][b][j & 1]);
-                        }
-                    }
-                }
-            }
-            acc
-        }
+        unsafe { chain::<Self, E, B, M>(tables, groups, codes, count, x, word) }
     }
 
-    /// Values of the 8 codes of each of 16 words at `p`, one code after the other.
+    /// Values of the 8 codes of each of 16 rows in word `word`, one code after the other.
     #[inline(always)]
-    unsafe fn unpack<const Z: bool>(t: Self::Table, offset: Self::F, p: *const u32, out: *mut f32) {
+    unsafe fn unpack<E: Encoding>(
+        tables: &Tables<Self>,
+        group: &Group<Self>,
+        codes: &Codes,
+        word: usize,
+        out: *mut f32,
+    ) {
         // SAFETY: the trait's contract; `out` has 8 times 16 elements.
-        unsafe {
-            let packed = Self::words(p);
-            for j in 0..CODES {
-                Self::store(Self::decode::<Z>(t, offset, packed, j as i32), out.add(j * LANES));
-            }
-        }
+        unsafe { unpack::<Self, E>(tables, group, codes, word, out) }
     }
 
     /// The two sums of `R` rows of `x` with `C` decoded tiles of `len` k.
@@ -98,6 +141,64 @@ pub(crate) trait Lanes: Vector {
                 }
             }
             acc
+        }
+    }
+}
+
+/// What [`Lanes::chain`] is where a set does no better.
+///
+/// # Safety
+/// As of [`Lanes`].
+#[inline(always)]
+pub(crate) unsafe fn chain<L: Vector, E: Encoding, const B: usize, const M: usize>(
+    tables: &Tables<L>,
+    groups: &[Group<L>; B],
+    codes: &[Codes; B],
+    count: usize,
+    x: [*const f32; M],
+    word: usize,
+) -> [[[L::F; 2]; B]; M] {
+    // SAFETY: the caller's; a chain has whole words of upper bits.
+    unsafe {
+        let mut acc = [[[L::splat(0.0); 2]; B]; M];
+        for first in (word..word + count).step_by(share::<E>()) {
+            for sharing in 0..share::<E>() {
+                let word = first + sharing;
+                for b in 0..B {
+                    L::prefetch(codes[b].low.wrapping_add(word * codes[b].step + AHEAD));
+                    let packed = codes[b].words::<L, E>(word);
+                    for j in 0..CODES {
+                        let v = tables.decode::<E>(&groups[b], packed, sharing, j as i32);
+                        for r in 0..M {
+                            let xv = L::splat(*x[r].add(word * CODES + j));
+                            acc[r][b][j & 1] = L::fma(v, xv, acc[r][b][j & 1]);
+                        }
+                    }
+                }
+            }
+        }
+        acc
+    }
+}
+
+/// What [`Lanes::unpack`] is where a set does no better.
+///
+/// # Safety
+/// As of [`Lanes`].
+#[inline(always)]
+pub(crate) unsafe fn unpack<L: Vector, E: Encoding>(
+    tables: &Tables<L>,
+    group: &Group<L>,
+    codes: &Codes,
+    word: usize,
+    out: *mut f32,
+) {
+    // SAFETY: the caller's.
+    unsafe {
+        let packed = codes.words::<L, E>(word);
+        for j in 0..CODES {
+            let v = tables.decode::<E>(group, packed, word % share::<E>(), j as i32);
+            L::store(v, out.add(j * LANES));
         }
     }
 }

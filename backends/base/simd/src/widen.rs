@@ -57,6 +57,18 @@ impl Widen for f16 {
     }
 }
 
+impl Widen for u8 {
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        f32::from(self)
+    }
+    #[inline(always)]
+    unsafe fn load<V: Vector>(p: *const Self) -> V::F {
+        // SAFETY: the caller's.
+        unsafe { V::load_u8(p) }
+    }
+}
+
 /// A power of two ([`e8m0`]); the byte of NaN is none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[repr(transparent)]

@@ -1,0 +1,131 @@
+//! Loop bounds of one weight, and where its blocks lie.
+use crate::encoding::{Encoding, NEST, Offset, share};
+use crate::layout::{CHAIN, CODES, LANES, scale_group};
+use crate::prepare::Packed;
+use half::f16;
+use q4_core::rows::RowsMut;
+use q4_simd::{Vector, Widen};
+
+/// Loop bounds of one weight.
+pub(crate) struct Shape {
+    n: usize,
+    words: usize,
+    groups: usize,
+    pub chains: usize,
+    pub chains_per_group: usize,
+    /// 2 to 8.
+    pub words_per_chain: usize,
+}
+
+/// Where a block of 16 rows has its lines.
+pub(crate) struct Place<E: Encoding> {
+    /// Codes and their upper bits.
+    pub codes: Codes,
+    scales: *const E::Scale,
+    offsets: *const u8,
+    nests: *const [[f16; LANES]; 2],
+    /// Lines from one to the next of the same block.
+    step: usize,
+}
+
+/// Where a block has its codes.
+#[derive(Clone, Copy)]
+pub(crate) struct Codes {
+    pub low: *const u32,
+    pub high: *const u32,
+    /// Words of memory from one line to the next.
+    pub step: usize,
+}
+
+/// What the elements of a group have in common.
+#[derive(Clone, Copy)]
+pub(crate) struct Group<L: Vector> {
+    /// What their values are multiplied by.
+    pub scale: L::F,
+    /// What is added to values, scaled or not.
+    pub offset: L::F,
+}
+
+impl<L: Vector> Group<L> {
+    /// What sums of values are multiplied by: nothing where values are scaled one by one.
+    #[inline(always)]
+    pub unsafe fn outer<E: Encoding>(&self) -> L::F {
+        match E::OFFSET {
+            // SAFETY: the caller's.
+            Offset::Minimum => unsafe { L::splat(1.0) },
+            _ => self.scale,
+        }
+    }
+}
+
+impl Shape {
+    #[inline(always)]
+    pub fn of<E: Encoding>(w: &Packed<E>) -> Self {
+        let (k, chain) = (w.info.k, scale_group(w.group, CHAIN as u32));
+        Self {
+            n: w.info.n,
+            words: k / CODES,
+            groups: k / w.group,
+            chains: k / chain,
+            chains_per_group: w.group / chain,
+            words_per_chain: chain / CODES,
+        }
+    }
+
+    /// Where `block` lies.
+    #[inline(always)]
+    pub fn place<E: Encoding>(&self, w: &Packed<E>, block: usize) -> Place<E> {
+        let (codes, step) = w.lines(block, self.words);
+        let (scales, _) = w.lines(block, self.groups);
+        let low = w.codes[codes..].as_ptr().cast();
+        let high = match &w.high {
+            Some(high) => high[w.lines(block, self.words / share::<E>()).0..].as_ptr().cast(),
+            None => low,
+        };
+        Place {
+            codes: Codes { low, high, step: step * LANES },
+            scales: w.scales[scales..].as_ptr().cast(),
+            offsets: w.offsets.as_ref().map_or(std::ptr::null(), |o| o[scales..].as_ptr().cast()),
+            nests: w.nests.as_ref().map_or(std::ptr::null(), |nests| {
+                nests[w.lines(block, self.words * CODES / NEST).0..].as_ptr()
+            }),
+            step,
+        }
+    }
+
+    /// # Safety
+    /// Only one task has this block.
+    #[inline(always)]
+    pub unsafe fn put(&self, y: &RowsMut<'_>, r: usize, block: usize, lanes: &[f32; LANES]) {
+        let first = block * LANES;
+        // SAFETY: the caller's promise.
+        unsafe { y.put(r, first, &lanes[..LANES.min(self.n - first)]) }
+    }
+}
+
+impl<E: Encoding> Place<E> {
+    /// What group `g`, of `group` elements, has.
+    ///
+    /// # Safety
+    /// As of [`Vector`]'s functions; there is such a group.
+    #[inline(always)]
+    pub unsafe fn group<L: Vector>(&self, g: usize, group: usize) -> Group<L> {
+        // SAFETY: the caller's; offsets lie as scales do, and there are nests where the encoding has them.
+        unsafe {
+            let at = g * self.step * LANES;
+            let nest = || {
+                let nest = self.nests.add(g * group / NEST * self.step);
+                [&raw const (*nest)[0], &raw const (*nest)[1]].map(|nest| L::load_f16(nest.cast()))
+            };
+            let scale = E::Scale::load::<L>(self.scales.add(at));
+            let scale = if E::NESTED { L::mul(scale, nest()[0]) } else { scale };
+            let offset = match E::OFFSET {
+                Offset::None => L::splat(0.0),
+                Offset::Zero => L::mul(L::load_u8(self.offsets.add(at)), L::splat(-1.0)),
+                // What minima are multiplied by is kept negative.
+                Offset::Minimum => L::mul(L::load_u8(self.offsets.add(at)), nest()[1]),
+            };
+            Group { scale, offset }
+        }
+    }
+}

@@ -1,0 +1,118 @@
+//! Where weights come from: rows that are taken apart piece by piece.
+use crate::encoding::{Encoding, NEST, Plain, Scale, Zeros};
+use crate::layout::{CODES, LEAST_GROUP, scale_group};
+use half::f16;
+use q4_core::NibbleOrder;
+use std::borrow::Cow;
+
+/// Elements of k that are packed at a time: lines of a quad that stay in the first-level cache. A multiple of
+/// [`NEST`].
+pub(crate) const PIECE: usize = 512;
+
+/// One stored matrix.
+pub trait Stored<E: Encoding>: Sync {
+    /// Out features.
+    fn rows(&self) -> usize;
+    /// Reads `len` elements of `row` from `from` on, which are multiples of 8 and at most those of a
+    /// [`Run`], with the groups that begin among them.
+    fn read(&self, row: usize, from: usize, len: usize, out: &mut Run<E>);
+}
+
+/// A piece of a row taken apart.
+pub struct Run<E: Encoding> {
+    /// The lowest four bits of eight codes, the first in the lowest nibble.
+    pub codes: [u32; PIECE / CODES],
+    /// The bits above them, of the same eight codes, each in a nibble.
+    pub high: [u32; PIECE / CODES],
+    /// Of each group.
+    pub scales: [E::Scale; PIECE / LEAST_GROUP],
+    /// Of each group.
+    pub offsets: [u8; PIECE / LEAST_GROUP],
+    /// What scales and what minima are multiplied by, for each [`NEST`].
+    pub nests: [[f16; 2]; PIECE / NEST],
+}
+
+impl<E: Encoding> Run<E> {
+    pub(crate) fn empty() -> Self {
+        Self {
+            codes: [0; _],
+            high: [0; _],
+            scales: [bytemuck::Zeroable::zeroed(); _],
+            offsets: [0; _],
+            nests: [[f16::ZERO; 2]; _],
+        }
+    }
+}
+
+/// Codes of four bits, two in a byte, flat over the rows of a matrix, and scales beside them.
+pub struct Flat<'a, S: Clone> {
+    /// Out features.
+    pub rows: usize,
+    /// In features.
+    pub k: usize,
+    /// Two in a byte.
+    pub codes: &'a [u8],
+    /// Order in a byte.
+    pub order: NibbleOrder,
+    /// Elements under one scale.
+    pub block: u32,
+    /// One for each block.
+    pub scales: Cow<'a, [S]>,
+    /// One for each block, of weights with zero points.
+    pub zeros: &'a [u8],
+}
+
+/// Scales as they are stored; copied where they are not aligned.
+///
+/// # Panics
+/// If the bytes are no whole number of scales.
+pub fn scales<S: Scale>(bytes: &[u8]) -> Cow<'_, [S]> {
+    match bytemuck::try_cast_slice(bytes) {
+        Ok(scales) => Cow::Borrowed(scales),
+        Err(_) => bytes.chunks_exact(size_of::<S>()).map(bytemuck::pod_read_unaligned).collect(),
+    }
+}
+
+impl<S: Scale> Flat<'_, S> {
+    fn codes(&self, row: usize, from: usize, len: usize, out: &mut [u32]) {
+        let bytes = self.codes[(row * self.k + from) / 2..][..len / 2].as_chunks::<4>().0;
+        let words = out.iter_mut().zip(bytes.iter().map(|b| u32::from_le_bytes(*b)));
+        match self.order {
+            NibbleOrder::LowFirst => words.for_each(|(to, w)| *to = w),
+            NibbleOrder::HighFirst => {
+                words.for_each(|(to, w)| *to = (w & 0x0f0f_0f0f) << 4 | w >> 4 & 0x0f0f_0f0f)
+            }
+        }
+    }
+    /// Blocks that groups which begin in a piece lie in, in order.
+    fn blocks(&self, row: usize, from: usize, len: usize) -> impl Iterator<Item = usize> {
+        let group = scale_group(self.k, self.block);
+        let (first, block) = (row * self.k, self.block as usize);
+        (from.div_ceil(group)..(from + len).div_ceil(group)).map(move |g| (first + g * group) / block)
+    }
+}
+
+impl<S: Scale + 'static> Stored<Plain<S>> for Flat<'_, S> {
+    fn rows(&self) -> usize {
+        self.rows
+    }
+    fn read(&self, row: usize, from: usize, len: usize, out: &mut Run<Plain<S>>) {
+        self.codes(row, from, len, &mut out.codes);
+        for (to, at) in out.scales.iter_mut().zip(self.blocks(row, from, len)) {
+            *to = self.scales[at];
+        }
+    }
+}
+
+impl<S: Scale + 'static> Stored<Zeros<S>> for Flat<'_, S> {
+    fn rows(&self) -> usize {
+        self.rows
+    }
+    fn read(&self, row: usize, from: usize, len: usize, out: &mut Run<Zeros<S>>) {
+        self.codes(row, from, len, &mut out.codes);
+        let to = out.scales.iter_mut().zip(&mut out.offsets);
+        for ((scale, zero), at) in to.zip(self.blocks(row, from, len)) {
+            (*scale, *zero) = (self.scales[at], self.zeros[at]);
+        }
+    }
+}
