@@ -1,6 +1,7 @@
 """Writes a Qwen3 GGUF of a published size with random weights: gguf_model.py SHAPE TYPE OUT.
 
-TYPE is that of the linear layers; the tied embedding and head are Q6_K, as llama.cpp's own quantiser leaves them.
+TYPE is that of the linear layers, or Q4_K_M, which mixes Q4_K and Q6_K; the tied embedding and head are Q6_K,
+as llama.cpp's own quantiser leaves them.
 """
 import os
 import sys
@@ -27,6 +28,14 @@ def random_blocks(kind, n, k):
     if kind == GGMLQuantizationType.Q4_0:  # f16 scale, 32 nibbles less 8
         blocks = raw.reshape(-1, 18)
         blocks[:, :2] = f16(np.resize(spread / 4.6, len(blocks)))
+    elif kind == GGMLQuantizationType.Q4_K:  # f16 of scales and of minima, 8 of each in 6 bits, 256 nibbles
+        blocks = raw.reshape(-1, 144)
+        # Scales and minima are alike, 32 and up, so that 7.5 scales are a minimum.
+        upper = blocks[:, 4:8] & 31 | 32 | blocks[:, 4:8] & 64 | 128
+        blocks[:, 4:8] = blocks[:, 8:12] = upper
+        blocks[:, 12:16] = blocks[:, 12:16] & 15 | blocks[:, 12:16] << 4
+        scale = np.resize(spread / (4.6 * 48), len(blocks))
+        blocks[:, :2], blocks[:, 2:4] = f16(scale), f16(7.5 * scale)
     elif kind == GGMLQuantizationType.Q6_K:  # 256 values of 6 bits less 32, 16 int8 scales, f16 scale
         blocks = raw.reshape(-1, 210)
         blocks[:, 192:208] = 32 + (blocks[:, 192:208] & 31)
@@ -39,7 +48,8 @@ def random_blocks(kind, n, k):
 
 def main(shape, type_name, out):
     layers, hidden, inner, heads, kv_heads = SHAPES[shape]
-    kind = GGMLQuantizationType[type_name]
+    mixes = type_name == "Q4_K_M"
+    kind = GGMLQuantizationType["Q4_K" if mixes else type_name]
     tensors = [("token_embd.weight", GGMLQuantizationType.Q6_K, (VOCAB, hidden)), ("output_norm.weight", F32, (hidden,))]
     for i in range(layers):
         for name, n, k in [
@@ -47,7 +57,9 @@ def main(shape, type_name, out):
             ("attn_v", kv_heads * HEAD_DIM, hidden), ("attn_output", hidden, heads * HEAD_DIM),
             ("ffn_gate", inner, hidden), ("ffn_up", inner, hidden), ("ffn_down", hidden, inner),
         ]:
-            tensors.append((f"blk.{i}.{name}.weight", kind, (n, k)))
+            is_wider = i < layers // 8 or i >= 7 * layers // 8 or (i - layers // 8) % 3 == 2
+            wide = mixes and is_wider and name in ("attn_v", "ffn_down")
+            tensors.append((f"blk.{i}.{name}.weight", GGMLQuantizationType.Q6_K if wide else kind, (n, k)))
             if kind == GGMLQuantizationType.NVFP4:
                 tensors.append((f"blk.{i}.{name}.scale", F32, (1,)))
         for name, n in [("attn_norm", hidden), ("ffn_norm", hidden), ("attn_q_norm", HEAD_DIM), ("attn_k_norm", HEAD_DIM)]:

@@ -7,6 +7,7 @@ use q4_core::{Error, ExecPath, RejectCode, Rejection, Result};
 use q4_model::checkpoint::Checkpoint;
 use q4_model::plan::{HeadPlan, Plan, Product};
 use serde::Serialize;
+use std::collections::BTreeMap;
 
 #[derive(Serialize)]
 struct Body<'a> {
@@ -114,6 +115,18 @@ fn head(plan: &HeadPlan) -> Head {
     }
 }
 
+/// How many products are of codes of 4 bits, and of others: `28 of them 4-bit, 4 6-bit`.
+fn widths(plan: &Plan) -> String {
+    let mut counts = BTreeMap::from([(4, 0usize)]);
+    for p in plan.products().filter(|p| p.spec.schema.is_packed()) {
+        *counts.entry(p.spec.schema.code_bits()).or_default() += 1;
+    }
+    let first = format!("{} of them 4-bit", counts[&4]);
+    let others =
+        counts.into_iter().filter(|(bits, _)| *bits != 4).map(|(bits, n)| format!(", {n} {bits}-bit"));
+    [first].into_iter().chain(others).collect()
+}
+
 /// Products that differ in nothing but their layer, as one entry.
 struct Group {
     layers: Vec<usize>,
@@ -122,11 +135,11 @@ struct Group {
 
 fn table(checkpoint: &Checkpoint, plan: &Plan, isa: Option<&str>) -> String {
     let all = plan.products().count();
-    let four_bit = plan.products().filter(|p| p.spec.schema.is_4bit()).count();
+    let widths = widths(plan);
     let matrices: usize = plan.products().map(|p| p.spec.segments.len()).sum();
     let isa = isa.map_or_else(String::new, |isa| format!("; instruction set {isa}"));
     let mut text = format!(
-        "{}: {matrices} matrices in {all} products, {four_bit} of them 4-bit, {} downgraded{isa}\n",
+        "{}: {matrices} matrices in {all} products, {widths}, {} downgraded{isa}\n",
         checkpoint.name(),
         plan.downgraded()
     );

@@ -247,7 +247,7 @@ impl Planned<'_> {
         warn_of_unscaled(&plan, cx.report());
         warn_of_parts(&plan, &dispatch, cx.report());
         let mut dense: Vec<_> =
-            plan.products().filter(|p| !p.spec.schema.is_4bit()).map(|p| p.spec.name()).collect();
+            plan.products().filter(|p| !p.spec.schema.is_packed()).map(|p| p.spec.name()).collect();
         if let HeadPlan::Dense { .. } = plan.head {
             dense.push(checkpoint.config().arch.names.head.to_owned());
         }
@@ -319,7 +319,7 @@ fn warn_of_copies(plan: &Plan, policy: &Policy, device: Device, report: &Report)
         let copied = |c: &Selection| {
             c.path == ExecPath::DequantMatmul && !c.is_downgrade && !named(&c.backend.descriptor().name)
         };
-        p.spec.schema.is_4bit() && p.choice.as_ref().is_ok_and(copied)
+        p.spec.schema.is_packed() && p.choice.as_ref().is_ok_and(copied)
     };
     let copies: Vec<_> = plan.products().filter(is_copy).collect();
     if is_asked || copies.is_empty() {
@@ -349,7 +349,7 @@ pub fn warn_of_unscaled(plan: &Plan, report: &Report) {
 /// the rest.
 fn warn_of_parts(plan: &Plan, dispatch: &Dispatch, report: &Report) {
     for name in &dispatch.policy().overrides.preferred {
-        let four_bit = || plan.products().filter(|p| p.spec.schema.is_4bit());
+        let four_bit = || plan.products().filter(|p| p.spec.schema.is_packed());
         let chosen = |p: &&Product| p.choice.as_ref().is_ok_and(|c| c.backend.descriptor().name == *name);
         let (served, all) = (four_bit().filter(chosen).count(), four_bit().count());
         let Some(other) = four_bit().find(|p| !chosen(p)) else { continue };

@@ -3,18 +3,19 @@
 //!
 //! Selection is a pure function of facts, so a card nobody has plugged in is a value like any other. A change
 //! of priority that moves one layer of one machine to another path shows here before it ships.
+use q4_core::formats::ggml::Blocks;
 use q4_core::memory::UnifiedMemory;
 use q4_core::{
     ActGlobal, ActQuant, Activations, BuiltinOptions, Candidate, ComputePath, Convention, CudaDevice, DType,
-    Dense, Device, ExecPath, Found, HostEnv, Int4, LinearSpec, Mxfp4, Nf4, NibbleOrder, Nvfp4, OpSet,
+    Dense, Device, ExecPath, Found, Ggml, HostEnv, Int4, LinearSpec, Mxfp4, Nf4, NibbleOrder, Nvfp4, OpSet,
     Overrides, Policy, Q4Backend, Q4Schema, Registry, Reject, RejectCode, Result, Rule, ScaleLayout,
     SegmentSpec, SelectionError, select,
 };
 use std::fmt::Write;
 use std::sync::Arc;
 use {
-    q4_dequant_matmul as _, q4_int4_kernel as _, q4_mxfp4_kernel as _, q4_nf4_kernel as _,
-    q4_nvfp4_kernel as _, q4_reference as _,
+    q4_dequant_matmul as _, q4_ggml_kernel as _, q4_int4_kernel as _, q4_mxfp4_kernel as _,
+    q4_nf4_kernel as _, q4_nvfp4_kernel as _, q4_reference as _,
 };
 
 const NVFP4: Q4Schema =
@@ -24,11 +25,14 @@ const NF4_DQ: Q4Schema =
     Q4Schema::Nf4(Nf4 { nibble_order: NibbleOrder::HighFirst, block: 64, nested: Some(256) });
 const MXFP4: Q4Schema = Q4Schema::Mxfp4(Mxfp4);
 const INT4: Q4Schema = Q4Schema::Int4(Int4 { group: 128, scales: DType::BF16, symmetric: true });
+const Q4_K: Q4Schema = Q4Schema::Ggml(Ggml { blocks: Blocks::Q4K });
+const Q6_K: Q4Schema = Q4Schema::Ggml(Ggml { blocks: Blocks::Q6K });
+const Q8_0: Q4Schema = Q4Schema::Ggml(Ggml { blocks: Blocks::Q80 });
 const INT4_ASYM: Q4Schema = Q4Schema::Int4(Int4 { group: 128, scales: DType::F16, symmetric: false });
 const DENSE: Q4Schema = Q4Schema::Dense(Dense { dtype: DType::BF16 });
 const W4A4: Activations = Activations::Nvfp4(ActQuant { rule: Rule::ModelOpt, global: ActGlobal::None });
 
-const LAYERS: [(&str, Q4Schema, Activations); 19] = [
+const LAYERS: [(&str, Q4Schema, Activations); 24] = [
     ("nvfp4 W4A16", NVFP4, Activations::Native),
     ("nvfp4 W4A8", NVFP4, Activations::Int8),
     ("nvfp4 W4A4", NVFP4, W4A4),
@@ -47,13 +51,19 @@ const LAYERS: [(&str, Q4Schema, Activations); 19] = [
     ("int4-asym W4A16", INT4_ASYM, Activations::Native),
     ("int4-asym W4A8", INT4_ASYM, Activations::Int8),
     ("int4-asym W4A4", INT4_ASYM, W4A4),
+    ("q4_k native", Q4_K, Activations::Native),
+    ("q4_k int8", Q4_K, Activations::Int8),
+    ("q4_k NVFP4", Q4_K, W4A4),
+    ("q6_k native", Q6_K, Activations::Native),
+    ("q8_0 int8", Q8_0, Activations::Int8),
     ("dense", DENSE, Activations::Native),
 ];
-const NAMES: [Option<&str>; 8] = [
+const NAMES: [Option<&str>; 9] = [
     None,
     Some("nvfp4-kernel"),
     Some("nf4-kernel"),
     Some("mxfp4-kernel"),
+    Some("ggml-kernel"),
     Some("int4-kernel"),
     Some("dequant-matmul"),
     Some("reference"),
@@ -130,7 +140,7 @@ fn kernel_only_never_yields_a_dense_product_of_a_4bit_layer() {
     each_machine(&mut |m| {
         for (_, schema, activations) in LAYERS {
             if let Ok(s) = m.select(schema, activations, ComputePath::KernelOnly, None) {
-                assert!(s.path < ExecPath::DequantMatmul || !schema.is_4bit(), "{schema}");
+                assert!(s.path < ExecPath::DequantMatmul || !schema.is_packed(), "{schema}");
                 assert!(!s.is_downgrade);
             }
         }
@@ -178,9 +188,15 @@ fn verdicts_are_functions_of_their_arguments() {
     };
     let mut asked = 0;
     each_machine(&mut |m| {
-        for name in
-            ["dequant-matmul", "int4-kernel", "mxfp4-kernel", "nf4-kernel", "nvfp4-kernel", "reference"]
-        {
+        for name in [
+            "dequant-matmul",
+            "ggml-kernel",
+            "int4-kernel",
+            "mxfp4-kernel",
+            "nf4-kernel",
+            "nvfp4-kernel",
+            "reference",
+        ] {
             let all: Vec<_> =
                 makers.iter().filter_map(|c| live(c, name)).chain(live(here.candidates(), name)).collect();
             for (_, schema, activations) in LAYERS {

@@ -1,5 +1,5 @@
-//! Recorded products: operands and exact results made with torchao, bitsandbytes and compressed-tensors, part
-//! of the executable.
+//! Recorded products: operands and exact results made with torchao, bitsandbytes, compressed-tensors and
+//! gguf, part of the executable.
 use crate::lattice::Problem;
 use q4_core::formats::{encodings, names as schemas, nf4};
 use q4_core::{
@@ -55,7 +55,9 @@ const NF4: Encoding = Encoding {
 
 const INT4: Encoding = Encoding { parts: &[(Part::Codes, "codes"), (Part::Scales, "scale")], ..NF4 };
 
-static RECORDINGS: [Recording; 4] = [
+const GGML: Encoding = Encoding { parts: &[(Part::Codes, "blocks")], ..NF4 };
+
+static RECORDINGS: [Recording; 5] = [
     Recording {
         file: include_bytes!("../golden/nvfp4_scaled_mm.safetensors"),
         family: "nvfp4",
@@ -116,10 +118,22 @@ static RECORDINGS: [Recording; 4] = [
         ],
         results: &[("native", "native", Some("y")), ("int8", "int8", None)],
     },
+    Recording {
+        file: include_bytes!("../golden/ggml_products.safetensors"),
+        family: "ggml",
+        encodings: &[
+            Encoding { schema: "q4_k", under: "q4_k.", ..GGML },
+            Encoding { schema: "q5_k", under: "q5_k.", ..GGML },
+            Encoding { schema: "q6_k", under: "q6_k.", ..GGML },
+            Encoding { schema: "q8_0", under: "q8_0.", ..GGML },
+        ],
+        results: &[("native", "native", Some("y")), ("int8", "int8", None)],
+    },
 ];
 
 /// Hands every recorded product to `visit`: NVFP4 with one- and two-level scales, row-major and swizzled,
-/// W4A16 and W4A4; NF4 with and without double quantisation; MXFP4; int4 with and without zero points.
+/// W4A16 and W4A4; NF4 with and without double quantisation; MXFP4; int4 with and without zero points; blocks of
+/// GGML.
 ///
 /// # Errors
 /// Those of `visit`.

@@ -57,13 +57,11 @@ impl Stored {
 
     /// The largest code of either sign everywhere, but for the last row, which is zero, as a pruned one is.
     pub(crate) fn loudest(&mut self) {
-        if !self.schema.is_4bit() {
+        if !self.schema.is_packed() {
             return;
         }
         let schema = self.schema;
-        for byte in self.parts.iter_mut().flat_map(|p| p.data.bytes_mut(Part::Codes)) {
-            *byte = schema.loudest(*byte);
-        }
+        self.parts.iter_mut().for_each(|p| schema.loudest(&mut p.data));
         if let Some(part) = self.parts.last_mut() {
             schema.silence(&mut part.data, part.rows - 1, self.k);
         }
@@ -116,7 +114,7 @@ impl Stored {
                     Some(DType::F32) if part != Part::Codes => {
                         (0..p.data.bytes(part).len() / 4).for_each(|i| p.data.set_f32(part, i, 1e30));
                     }
-                    _ if part == Part::Codes && self.schema.is_4bit() => p.data.bytes_mut(part).fill(0x55),
+                    _ if part == Part::Codes && self.schema.is_packed() => p.data.bytes_mut(part).fill(0x55),
                     _ if part == Part::Codes => p.data.bytes_mut(part).fill(0x3c),
                     _ => p.data.bytes_mut(part).fill(0x01),
                 }
@@ -159,8 +157,9 @@ mod tests {
 
     #[test]
     fn a_seed_is_all_that_makes_a_weight() {
-        for schema in lattice::usual().into_iter().filter(|s| s.is_4bit()) {
-            let make = |seed| Stored::random(schema, &[3, 5], 64, false, seed);
+        for schema in lattice::usual().into_iter().filter(|s| s.is_packed()) {
+            let k = 64usize.next_multiple_of(schema.k_block());
+            let make = |seed| Stored::random(schema, &[3, 5], k, false, seed);
             let codes = |seed| make(seed).parts[1].data.bytes(Part::Codes).to_vec();
             assert_eq!(codes(1), codes(1));
             assert_ne!(codes(1), codes(2));

@@ -46,8 +46,15 @@ pub struct Registration {
 inventory::collect!(Registration);
 
 /// Names every complete build has. A name that nobody registered stays in the list as a dead candidate.
-pub const BUILTINS: [&str; 6] =
-    ["dequant-matmul", "int4-kernel", "mxfp4-kernel", "nf4-kernel", "nvfp4-kernel", "reference"];
+pub const BUILTINS: [&str; 7] = [
+    "dequant-matmul",
+    "ggml-kernel",
+    "int4-kernel",
+    "mxfp4-kernel",
+    "nf4-kernel",
+    "nvfp4-kernel",
+    "reference",
+];
 
 /// All candidates of this process, sorted by name, names unique.
 pub struct Registry {

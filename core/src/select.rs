@@ -54,11 +54,11 @@ impl Overrides {
     }
 
     /// The backend named for a layer, if any.
-    pub fn of(&self, layer: &str, is_4bit: bool, offers_dense: bool) -> Option<&str> {
+    pub fn of(&self, layer: &str, is_packed: bool, offers_dense: bool) -> Option<&str> {
         let by_layer =
             self.layers.iter().rev().find(|(glob, _)| matches(glob, layer)).map(|(_, b)| b.as_str());
         // A backend named for the whole model is about its 4-bit layers; dense ones follow if it offers them.
-        by_layer.or_else(|| self.all.as_deref().filter(|_| is_4bit || offers_dense))
+        by_layer.or_else(|| self.all.as_deref().filter(|_| is_packed || offers_dense))
     }
 }
 
@@ -234,7 +234,7 @@ pub fn select(
             // 4-bit product: kernel-only is about codes that would be expanded, and there are none.
             let open = matches!(policy.compute, ComputePath::Auto | ComputePath::KernelOrFallback);
             let named_oracle = path == ExecPath::Reference && forced.is_some() && open;
-            let dense = !spec.schema.is_4bit() && path == ExecPath::DequantMatmul;
+            let dense = !spec.schema.is_packed() && path == ExecPath::DequantMatmul;
             if !policy.compute.admits().contains(&path) && !named_oracle && !dense {
                 lose(
                     Some(path),
@@ -281,7 +281,7 @@ pub fn select(
         });
     }
     let wanted_better =
-        forced.is_none() && unnamed && spec.schema.is_4bit() && policy.compute.admits()[0] < path;
+        forced.is_none() && unnamed && spec.schema.is_packed() && policy.compute.admits()[0] < path;
     let is_downgrade = wanted_better && rejected.iter().any(|r| lost_to_circumstance(r, path));
     if policy.compute == ComputePath::Auto && is_downgrade {
         return Err(SelectionError::DowngradeDenied { layer: spec.name(), got: path, rejected });
@@ -313,7 +313,7 @@ fn forced(
     let mut asked: Vec<_> = spec
         .segments
         .iter()
-        .map(|s| policy.overrides.of(&s.name, spec.schema.is_4bit(), offers_dense).map(str::to_owned))
+        .map(|s| policy.overrides.of(&s.name, spec.schema.is_packed(), offers_dense).map(str::to_owned))
         .collect();
     asked.dedup();
     // A misspelt name is an error wherever it stands, also where this layer would not be bound by it.

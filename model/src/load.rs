@@ -1,7 +1,7 @@
 //! From a checkpoint and a plan to a model that runs: one layer in flight at a time, every large allocation
 //! predicted.
 use crate::assemble::{Form, Source, assemble};
-use crate::checkpoint::{Bytes, Checkpoint};
+use crate::checkpoint::{Bytes, Checkpoint, Matrix};
 use crate::config::Rotation;
 use crate::cpu::{CpuTable, KvType};
 use crate::cuda::CudaBatch;
@@ -247,25 +247,27 @@ impl FromCheckpoint<'_> {
     /// `whole`: every step reads all of it.
     fn table(&self, module: &str, whole: bool) -> Result<StoredTable> {
         let c = self.checkpoint.config();
-        let (name, rows, width) = (format!("{module}.weight"), c.vocab_size, c.hidden_size);
-        let stored = self.checkpoint.floats_in_passing(self.threads, &name, &[rows, width])?;
+        let (rows, width) = (c.vocab_size, c.hidden_size);
+        let Matrix { name, elements, bytes: stored, .. } =
+            self.checkpoint.matrix_in_passing(module, self.threads)?;
         let missing = || Error::new(Code::TensorMissing, format!("`{name}`"));
         let (bytes, range) = self.checkpoint.store().place(&name).ok_or_else(missing)?;
         // A table may lie at any offset of its file; loads of its elements may not.
-        let aligned = stored.bytes.as_ptr().align_offset(stored.dtype.size()) == 0;
+        let aligned = stored.as_ptr().align_offset(elements.align()) == 0;
         let kept = match self.options.device {
             Device::Cpu if aligned => CpuTable::resident(&bytes, range.len(), whole),
-            _ => range.len() as u64,
+            Device::Cpu => range.len() as u64,
+            _ => (rows * width * elements.dtype().size()) as u64,
         };
         self.budget.reserve(kept, &name)?;
         let (bytes, range) = if aligned {
             (bytes, range)
         } else {
-            let copy = Bytes::from(stored.bytes.to_vec());
+            let copy = Bytes::from(stored.to_vec());
             bytes.release(range.clone());
             (copy, 0..range.len())
         };
-        Ok(StoredTable { bytes, range, dtype: stored.dtype, rows, width, name, whole })
+        Ok(StoredTable { bytes, range, elements, rows, width, name, whole })
     }
 
     fn linear(&mut self, products: &[Product]) -> Result<Linear> {

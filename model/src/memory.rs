@@ -13,7 +13,7 @@
 //! ```
 //! On the CPU everything is host memory. On a device, `loading` and pinned logits are the host's, and what is
 //! not `program` or `loading` is the device's.
-use crate::checkpoint::{Checkpoint, Container, SCANNED, names};
+use crate::checkpoint::{Checkpoint, Container, Elements, SCANNED, names};
 use crate::config::DecoderConfig;
 use crate::cpu::{CpuExecutor, CpuTable, KvCache, slot_bytes};
 use crate::cuda;
@@ -276,15 +276,22 @@ struct Table {
 
 /// A table of the file: `whole` where every step reads all of it.
 fn table(checkpoint: &Checkpoint, module: &str, whole: bool, device: Device) -> Result<Table> {
-    let name = format!("{module}.weight");
+    let floats = format!("{module}.weight");
+    let is_embedding = module == checkpoint.config().arch.names.embedding;
+    let (name, elements) = match if is_embedding { Some(checkpoint.embedding_elements()?) } else { None } {
+        Some(elements @ Elements::Blocks(blocks)) => (blocks.tensor(&floats), elements),
+        _ => (floats.clone(), Elements::Floats(checkpoint.tensor(&floats)?.dtype)),
+    };
     let stored = checkpoint.tensor(&name)?;
     let missing = || Error::new(Code::TensorMissing, format!("`{name}`"));
     let (bytes, _) = checkpoint.store().place(&name).ok_or_else(missing)?;
     let len = stored.bytes.len() as u64;
     if device != Device::Cpu {
-        return Ok(Table { kept: len, passing: len });
+        let c = checkpoint.config();
+        let kept = (c.vocab_size * c.hidden_size * elements.dtype().size()) as u64;
+        return Ok(Table { kept, passing: len.max(kept) });
     }
-    let aligned = stored.bytes.as_ptr().align_offset(stored.dtype.size()) == 0;
+    let aligned = stored.bytes.as_ptr().align_offset(elements.align()) == 0;
     if !aligned {
         return Ok(Table { kept: len, passing: len });
     }

@@ -141,7 +141,7 @@ impl Plan {
             return Err(e);
         }
         let policy = dispatch.policy();
-        let four_bit = self.products().any(|p| p.spec.schema.is_4bit());
+        let four_bit = self.products().any(|p| p.spec.schema.is_packed());
         if policy.compute == q4_core::ComputePath::KernelOnly && !four_bit {
             return Err(Error::new(
                 Code::NoneEligible,
@@ -248,7 +248,9 @@ impl Planner<'_> {
 
     fn head(&self) -> Result<HeadPlan> {
         Ok(match self.checkpoint.bind_head()? {
-            Head::Tied => HeadPlan::Dense { dtype: self.checkpoint.embedding_type()?, tied: true },
+            Head::Tied => {
+                HeadPlan::Dense { dtype: self.checkpoint.embedding_elements()?.dtype(), tied: true }
+            }
             Head::Dense(stored) => HeadPlan::Dense { dtype: stored.dtype, tied: false },
             Head::Quantised(layer) => HeadPlan::Product(Box::new(self.product(vec![self.part(&layer)]))),
         })
@@ -260,7 +262,7 @@ impl Planner<'_> {
             |(name, n, k): &(String, usize, usize)| Ok(self.part(&self.checkpoint.bind(name, *n, *k)?));
         let parts = members.iter().map(bind).collect::<Result<Vec<_>>>()?;
         let overrides = &self.dispatch.policy().overrides;
-        let bound = |p: &Part| overrides.of(&p.name, p.schema.is_4bit(), true).map(str::to_owned);
+        let bound = |p: &Part| overrides.of(&p.name, p.schema.is_packed(), true).map(str::to_owned);
         let first = &parts[0];
         let alike = parts.iter().all(|p| {
             p.schema == first.schema
@@ -276,7 +278,7 @@ impl Planner<'_> {
 
     fn part(&self, d: &Layer<'_>) -> Part {
         let stored = d.detected.schema;
-        let target = self.options.quantize.as_ref().filter(|_| !stored.is_4bit());
+        let target = self.options.quantize.as_ref().filter(|_| !stored.is_packed());
         let schema = target.map_or(stored, |target| target.schema());
         let activations = match self.options.activations {
             ActivationRequest::Auto => d.declared,
@@ -288,7 +290,7 @@ impl Planner<'_> {
             ActivationRequest::Nvfp4 => Activations::Nvfp4(d.nvfp4_activations()),
         };
         // An activation format is about 4-bit products; a dense matrix is multiplied as it is.
-        let activations = if schema.is_4bit() { activations } else { Activations::Native };
+        let activations = if schema.is_packed() { activations } else { Activations::Native };
         Part {
             name: d.name.clone(),
             n: d.detected.n,

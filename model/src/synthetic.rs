@@ -4,7 +4,7 @@ mod write;
 use crate::arch::qwen3::QWEN3;
 use crate::arch::{self, Size};
 use crate::assemble::{Form, Source, assemble};
-use crate::checkpoint::Bytes;
+use crate::checkpoint::{Bytes, Elements};
 use crate::config::{Rope, RopeScaling, Rotation};
 use crate::executor::Shape;
 use crate::load::{DeviceMemory, Loaded};
@@ -143,7 +143,15 @@ impl Source for Builder<'_> {
         let bytes = self.random.embedding(rows * width);
         let range = 0..bytes.len();
         let (bytes, name) = (Bytes::from(bytes), QWEN3.names.embedding.into());
-        Ok(StoredTable { bytes, range, dtype: DType::BF16, rows, width, name, whole: false })
+        Ok(StoredTable {
+            bytes,
+            range,
+            elements: Elements::Floats(DType::BF16),
+            rows,
+            width,
+            name,
+            whole: false,
+        })
     }
     fn dense_head(&mut self) -> Result<Option<StoredTable>> {
         Ok(None)

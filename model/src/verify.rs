@@ -7,7 +7,7 @@ pub mod run;
 mod together;
 mod words;
 
-use crate::checkpoint::{Checkpoint, Container, Head, Layer, Method, Stored, names, values};
+use crate::checkpoint::{Checkpoint, Container, Elements, Head, Layer, Method, Stored, names, values};
 use crate::{text, tokenizer::Tokenizer};
 use q4_core::formats::facts::Facts;
 use q4_core::{Code, Convention, Error, GlobalScale, Part, Result};
@@ -79,9 +79,14 @@ impl Verifier<'_> {
         let config = c.config();
         let modules = &config.arch.names;
         self.known.insert(format!("{}.", modules.embedding));
-        match c.embedding() {
-            Err(e) => self.error(modules.embedding, &e),
-            Ok(table) => self.table(modules.embedding, &table),
+        let (vocab, hidden) = (config.vocab_size, config.hidden_size);
+        let is_block = matches!(c.embedding_elements(), Ok(Elements::Blocks(_)));
+        match is_block {
+            true => self.layer(modules.embedding, vocab, hidden, Input::behind(None)),
+            false => match c.floats(&format!("{}.weight", modules.embedding), &[vocab, hidden]) {
+                Err(e) => self.error(modules.embedding, &e),
+                Ok(table) => self.table(modules.embedding, &table),
+            },
         }
         for i in 0..config.num_hidden_layers {
             let mut inputs = BTreeMap::new();
@@ -104,6 +109,8 @@ impl Verifier<'_> {
         self.norm(modules.final_norm, config.hidden_size);
         self.known.insert(format!("{}.", modules.head));
         match c.bind_head() {
+            // Blocks of the embedding under another name.
+            Ok(Head::Quantised(_)) if is_block && config.tie_word_embeddings => {}
             Ok(Head::Quantised(layer)) => self.values(&layer, Input::behind(None)),
             Ok(_) => match c.head() {
                 Err(e) => self.error(modules.head, &e),
@@ -172,13 +179,13 @@ impl Verifier<'_> {
         let scales_name =
             d.keys.scales.as_deref().or(d.keys.absmax.as_deref()).unwrap_or(&d.keys.weight).to_owned();
         let data = &layer.segment.data;
-        if !d.schema.is_4bit() {
+        if !d.schema.is_packed() {
             let stored = self.c.tensor(&d.keys.weight)?;
             self.table(&layer.name, &stored);
             return Ok(());
         }
-        let scales = data.need(Part::Scales)?;
-        let stored = scales.as_bytes()?;
+        // Of blocks, scales are a part of the codes.
+        let stored = data.get(Part::Scales).map_or(Ok(&[][..]), |scales| scales.as_bytes())?;
         let linear = d.schema.in_rows(Part::Scales, stored, [d.n, d.k])?;
         if let Cow::Owned(linear) = &linear {
             let used = |bytes: &[u8]| bytes.iter().filter(|b| **b != 0).count();

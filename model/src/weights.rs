@@ -1,7 +1,7 @@
 //! Weights on their way from where they are stored to an executor, and those that executors have alike.
-use crate::checkpoint::Bytes;
+use crate::checkpoint::{Bytes, Elements};
 use crate::executor::Executor;
-use q4_core::{DType, FuseSet, Q4Linear, Result};
+use q4_core::{FuseSet, Q4Linear, Result};
 use std::ops::Range;
 
 /// Where the weights of a model come to lie: what is read goes there at once, in the form its executor wants.
@@ -27,8 +27,8 @@ pub struct StoredTable {
     pub bytes: Bytes,
     /// The stored elements in it, aligned for their type.
     pub range: Range<usize>,
-    /// f32, f16 or bf16.
-    pub dtype: DType,
+    /// What they are.
+    pub elements: Elements,
     /// Rows.
     pub rows: usize,
     /// Elements of a row.
@@ -40,8 +40,8 @@ pub struct StoredTable {
 }
 
 impl StoredTable {
-    /// Their bytes.
-    pub fn elements(&self) -> &[u8] {
+    /// Its bytes.
+    pub fn stored(&self) -> &[u8] {
         &self.bytes[self.range.clone()]
     }
 }

@@ -2,8 +2,9 @@
 #![allow(clippy::unwrap_used)]
 mod support;
 
-use q4_core::{Code, DType, Int4, Q4Schema, Q4Weight, Result, RowDecoder};
-use q4_model::checkpoint::{Checkpoint, Container, OpenOptions, names};
+use q4_core::formats::ggml::Blocks;
+use q4_core::{Code, DType, Ggml, Int4, Part, Q4Schema, Q4Weight, Result, RowDecoder};
+use q4_model::checkpoint::{Checkpoint, Container, Elements, Head, OpenOptions, names};
 use q4_model::plan::ActivationRequest;
 use std::path::Path;
 use support::{Setup, golden};
@@ -33,7 +34,7 @@ fn weights_are_those_of_the_checkpoint_bit_for_bit() -> Result<()> {
                 assert_eq!(decoded(&gguf, &name, n, k)?, decoded(&other, &name, n, k)?, "{file}: {name}");
             }
         }
-        let (a, b) = (gguf.embedding()?.to_f32()?, other.embedding()?.to_f32()?);
+        let (a, b) = (gguf.embedding()?.to_f32(), other.embedding()?.to_f32());
         assert_eq!(a, b, "{file}: embedding");
     }
     Ok(())
@@ -60,30 +61,74 @@ fn logits_are_those_of_the_checkpoint() -> Result<()> {
     Ok(())
 }
 
-/// Layers of Q4_0 are int4 in groups of 32; the embedding, which is the head, is decoded.
+/// Layers of Q4_0 are int4 in groups of 32; the embedding is a product where it is the head.
 #[test]
 fn blocks_of_integers_give_the_logits_of_transformers() -> Result<()> {
     let checkpoint = open("q4_0.gguf")?;
     let layer = checkpoint.layer("model.layers.0.mlp.up_proj", 192, 64)?;
     let int4 = Int4 { group: 32, scales: DType::F16, symmetric: true };
     assert_eq!(layer.detected.schema, Q4Schema::Int4(int4));
-    assert_eq!(checkpoint.embedding_type()?, DType::F32);
-    let bytes = std::fs::read(golden("qwen3_tiny_a/q4_0.expected.safetensors")).unwrap();
+    assert_eq!(checkpoint.embedding_elements()?, Elements::Blocks(Blocks::Q80));
+    let Head::Quantised(head) = checkpoint.head()? else { panic!("a head of blocks") };
+    assert_eq!(head.detected.schema, Q4Schema::Ggml(Ggml { blocks: Blocks::Q80 }));
+    for (file, backends) in [
+        ("qwen3_tiny_a/q4_0", [None, Some("dequant-matmul"), Some("reference")]),
+        ("k_quants", [Some("ggml-kernel"), Some("dequant-matmul"), Some("reference")]),
+    ] {
+        is_transformers(file, &backends)?;
+    }
+    Ok(())
+}
+
+fn is_transformers(file: &str, backends: &[Option<&'static str>]) -> Result<()> {
+    let bytes = std::fs::read(golden(&format!("{file}.expected.safetensors"))).unwrap();
     let expected = safetensors::SafeTensors::deserialize(&bytes).unwrap();
     let ids = expected.tensor("ids").unwrap().data().as_chunks::<8>().0;
     let ids: Vec<u32> = ids.iter().map(|id| u64::from_le_bytes(*id) as u32).collect();
     let logits = expected.tensor("logits").unwrap().data().as_chunks::<4>().0;
     let want: Vec<f32> = logits.iter().map(|v| f32::from_le_bytes(*v)).collect();
     let largest = want.iter().fold(0f32, |l, v| l.max(v.abs()));
-    for backend in ["int4-kernel", "dequant-matmul", "reference"] {
+    for backend in backends {
         let activations = ActivationRequest::Native;
-        let setup = Setup { backend: Some(backend), activations, all_logits: true, ..Setup::default() };
-        let (_dispatch, mut runner) = setup.open("qwen3_tiny_a/q4_0.gguf")?;
+        let setup = Setup { backend: *backend, activations, all_logits: true, ..Setup::default() };
+        let (_dispatch, mut runner) = setup.open(&format!("{file}.gguf"))?;
         let mut got = Vec::new();
         runner.accept_all(&ids, &mut |rows| got.extend_from_slice(rows))?;
         let worst = got.iter().zip(&want).fold(0f32, |w, (a, b)| w.max((a - b).abs()));
-        println!("{backend}: {worst:e} of {largest}");
-        assert!(got.len() == want.len() && worst <= 1e-4 * largest, "{backend}: {worst:e} of {largest}");
+        println!("{file}, {backend:?}: {worst:e} of {largest}");
+        assert!(got.len() == want.len() && worst <= 1e-4 * largest, "{backend:?}: {worst:e} of {largest}");
+    }
+    Ok(())
+}
+
+/// A mixture, as llama.cpp makes them: what lies where it was, and what of it is refused.
+#[test]
+fn mixtures_of_blocks_are_read_where_they_lie() -> Result<()> {
+    let path = golden("k_quants.gguf");
+    let checkpoint = Checkpoint::open(&path, &OpenOptions::default())?;
+    let of = |name: &str, n| checkpoint.layer(name, n, 256).map(|l| l.detected.schema.id().to_string());
+    for (name, n, want) in [
+        ("model.layers.0.self_attn.q_proj", 256, "q4_k@1"),
+        ("model.layers.0.self_attn.v_proj", 64, "q6_k@1"),
+        ("model.layers.1.self_attn.o_proj", 256, "q8_0@1"),
+        ("model.layers.1.mlp.up_proj", 256, "q5_k@1"),
+    ] {
+        assert_eq!(of(name, n)?, want, "{name}");
+    }
+    let layer = checkpoint.layer("model.layers.0.mlp.up_proj", 256, 256)?;
+    let (whole, blocks) = (std::fs::read(&path).unwrap(), layer.segment.data.need(Part::Codes)?.as_bytes()?);
+    let at = whole.windows(blocks.len()).position(|w| w == blocks).unwrap();
+    // An infinite scale, and the minimum of the block behind it.
+    let dir = tempfile::tempdir().unwrap();
+    let damaged = dir.path().join("damaged.gguf");
+    for place in [at, at + 144 + 2] {
+        let mut other = whole.clone();
+        other[place..][..2].copy_from_slice(&0x7c00u16.to_le_bytes());
+        std::fs::write(&damaged, &other).unwrap();
+        let checkpoint = Checkpoint::open(&damaged, &OpenOptions::default())?;
+        let e = checkpoint.layer("model.layers.0.mlp.up_proj", 256, 256).unwrap_err();
+        assert_eq!(e.code(), Code::ScaleInvalid, "{e}");
+        assert!(e.to_string().contains("up_proj.weight.q4_k"), "{e}");
     }
     Ok(())
 }

@@ -22,7 +22,7 @@ const SLACK: u64 = 3 << 20;
 pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
     let path = scope.claim.path;
     let Some((schema, activations)) = scope.usual() else { return };
-    if path != ExecPath::DequantMatmul && schema.is_4bit() {
+    if path != ExecPath::DequantMatmul && schema.is_packed() {
         let sketch = scope.sketch(schema, activations, DType::BF16, SHAPE);
         scope.add(all, Level::L5, format!("no-dense-copy/{}", sketch.name()), move |bench| {
             sketch.with(|problem| every_time(|| no_dense_copy(bench, path, problem)))

@@ -101,7 +101,7 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
             damaged(bench, path, &sketch, damage)
         });
     }
-    if schema.is_4bit() && claim.activations == "native" {
+    if schema.is_packed() && claim.activations == "native" {
         let sketch = sketch.clone();
         scope.add(all, Level::L4, "weight/nan-scale", move |bench| nan_scale(bench, path, &sketch));
     }
@@ -190,8 +190,11 @@ fn two_level(name: &str) -> Option<Q4Schema> {
 
 fn damages(schema: Q4Schema) -> Vec<(&'static str, Damage)> {
     let mut all = vec![("foreign-parts", Damage::ForeignParts)];
-    if schema.is_4bit() {
-        all.extend([("short-codes", Damage::ShortCodes), ("short-scales", Damage::ShortScales)]);
+    if schema.is_packed() {
+        all.push(("short-codes", Damage::ShortCodes));
+    }
+    if schema.parts(1, schema.k_block()).iter().any(|p| p.part == Part::Scales) {
+        all.push(("short-scales", Damage::ShortScales));
     }
     if two_level(schema.id().name).is_some() {
         all.push(("missing-global", Damage::MissingGlobal));
@@ -214,7 +217,7 @@ fn damaged(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch, damage: Damage) -
         Damage::ForeignParts => {}
     }
     stored.lend(|w| {
-        let other = if w.schema.is_4bit() { encodings("dense")[1] } else { encodings("nvfp4")[0] };
+        let other = if w.schema.is_packed() { encodings("dense")[1] } else { encodings("nvfp4")[0] };
         let foreign = Stored::random(other, &[64], 256, false, 0);
         foreign.lend(|other| {
             let is_foreign = matches!(damage, Damage::ForeignParts);
@@ -238,7 +241,7 @@ fn nan_scale(bench: &Bench<'_>, path: ExecPath, sketch: &Sketch) -> Result<Seen>
     let row = n / 2;
     // Terms of one sign, none of them zero: an infinity in the scale's place would stay one.
     let schema = stored.schema;
-    stored.parts[0].data.bytes_mut(Part::Codes).iter_mut().for_each(|b| *b = schema.loudest(*b));
+    schema.loudest(&mut stored.parts[0].data);
     let mut x = vec![0f32; k];
     stored.lend(|w| {
         let segment = &w.segments[0];

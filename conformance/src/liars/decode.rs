@@ -1,7 +1,8 @@
 //! Mutants that read the stored bits wrongly: every defect that a 4-bit decoder was ever seen to have.
 use super::Mutant;
-use super::parts::{Block, HONEST, Parts, float, right_scale};
+use super::parts::{Block, Element, HONEST, Parts, float, right_scale};
 use crate::Level::{L1, L4};
+use q4_core::formats::ggml::Blocks;
 use q4_core::formats::{e2m1, e4m3, e8m0, nf4, swizzle};
 use q4_core::{Convention, DType, GlobalScale};
 
@@ -141,6 +142,127 @@ pub(super) const MUTANTS: &[Mutant] = mutants! {
     }
     L1 "int4-scales-unsigned": "the sign of a scale is lost" {
         int4_scale: |bytes, dtype| float(bytes, dtype).abs(),
+    }
+    L1 "ggml-minima-added": "minima are added instead of taken off" {
+        ggml: |e| (HONEST.ggml)(Element { of_mins: -e.of_mins, ..e }),
+    }
+    L1 "ggml-minima-dropped": "minima are taken for nothing" {
+        ggml: |e| (HONEST.ggml)(Element { min: 0, ..e }),
+    }
+    L1 "ggml-minima-by-the-scale": "minima are multiplied by the f16 of scales" {
+        ggml: |e| (HONEST.ggml)(Element { of_mins: e.of_scales, ..e }),
+    }
+    L1 "ggml-minima-under-the-scale": "minima are taken off codes, before these are scaled" {
+        ggml: |e| {
+            let code = f32::from(i16::from(e.code) - i16::from(e.zero));
+            e.of_scales * f32::from(e.scale) * (code - f32::from(e.min))
+        },
+    }
+    L1 "ggml-scales-of-four-bits": "the last four scales of a block lack their upper bits" {
+        apart: |blocks, block| {
+            let mut apart = blocks.apart(block);
+            if blocks.has_mins() {
+                apart.scales[4..8].iter_mut().for_each(|s| *s &= 15);
+            }
+            apart
+        },
+    }
+    L1 "ggml-upper-bits-exchanged": "the last four scales and minima have each other's upper bits" {
+        apart: |blocks, block| {
+            let mut apart = blocks.apart(block);
+            for g in (4..8).filter(|_| blocks.has_mins()) {
+                let (scale, min) = (apart.scales[g].cast_unsigned(), apart.mins[g]);
+                apart.scales[g] = (scale & 15 | min & 48).cast_signed();
+                apart.mins[g] = min & 15 | scale & 48;
+            }
+            apart
+        },
+    }
+    L1 "ggml-scales-and-minima-exchanged": "minima are taken for scales" {
+        ggml: |e| match e.blocks.has_mins() {
+            true => (HONEST.ggml)(Element { scale: e.min.cast_signed(), min: e.scale.cast_unsigned(), ..e }),
+            false => (HONEST.ggml)(e),
+        },
+    }
+    L1 "ggml-fifth-bit-dropped": "codes of more than four bits are cut" {
+        ggml: |e| (HONEST.ggml)(Element { code: e.code & 15, ..e }),
+    }
+    L1 "ggml-fifth-bit-of-the-next": "the fifth bits of two runs are exchanged" {
+        apart: |blocks, block| {
+            let mut apart = blocks.apart(block);
+            if blocks == Blocks::Q5K {
+                let codes = apart.codes;
+                for (i, code) in apart.codes.iter_mut().enumerate() {
+                    *code = *code & 15 | codes[i ^ 32] & 16;
+                }
+            }
+            apart
+        },
+    }
+    L1 "ggml-six-bits-in-order": "codes of Q6_K lie in the order of their bytes" {
+        apart: |blocks, block| {
+            let mut apart = blocks.apart(block);
+            if blocks == Blocks::Q6K {
+                let codes = apart.codes;
+                for (i, code) in apart.codes.iter_mut().enumerate() {
+                    let (half, at) = (i / 128 * 128, i % 128);
+                    *code = codes[half + at % 2 * 64 + at / 2];
+                }
+            }
+            apart
+        },
+    }
+    L1 "ggml-nibbles-in-order": "a byte of Q4_K holds neighbours" {
+        apart: |blocks, block| {
+            let mut apart = blocks.apart(block);
+            if blocks == Blocks::Q4K {
+                let codes = apart.codes;
+                for (i, code) in apart.codes.iter_mut().enumerate() {
+                    let (run, at) = (i / 64 * 64, i % 64);
+                    *code = codes[run + at % 2 * 32 + at / 2];
+                }
+            }
+            apart
+        },
+    }
+    L1 "ggml-scales-unsigned": "scales of Q6_K are unsigned" {
+        ggml: |e| {
+            let code = f32::from(i16::from(e.code) - i16::from(e.zero));
+            let scale = e.of_scales * f32::from(e.scale.cast_unsigned());
+            scale * code - e.of_mins * f32::from(e.min)
+        },
+    }
+    L1 "ggml-zero-one-less": "codes are counted from one less" {
+        ggml: |e| (HONEST.ggml)(Element { zero: e.zero.saturating_sub(1), ..e }),
+    }
+    L1 "ggml-bytes-unsigned": "bytes of Q8_0 are unsigned" {
+        ggml: |e| match e.blocks {
+            Blocks::Q80 => (HONEST.ggml)(Element { code: e.code ^ 128, zero: 0, ..e }),
+            _ => (HONEST.ggml)(e),
+        },
+    }
+    L1 "ggml-groups-of-32": "every scale is for 32 elements" { ggml_group: |i, _| i / 32 }
+    L1 "ggml-groups-of-16": "every scale is for 16 elements" { ggml_group: |i, _| i / 16 }
+    L1 "ggml-scale-of-the-block": "the first group of a block lends its scale to all" {
+        ggml_group: |_, _| 0,
+    }
+    L1 "ggml-floats-of-the-row": "a row has the f16 of its first block" { floats_of: |_, _| 0 }
+    L1 "ggml-floats-shifted": "each block takes the f16 of the next" { floats_of: |b, all| (b + 1) % all }
+    L1 "ggml-floats-unsigned": "the sign of an f16 is lost" {
+        ggml: |e| (HONEST.ggml)(Element { of_scales: e.of_scales.abs(), of_mins: e.of_mins.abs(), ..e }),
+    }
+    L1 "ggml-scales-within-half": "the product of both scales is rounded to f16" {
+        ggml: |e| {
+            let half = |v: f32| half::f16::from_f32(v).to_f32();
+            let scale = half(e.of_scales * f32::from(e.scale));
+            scale * f32::from(i16::from(e.code) - i16::from(e.zero)) - half(e.of_mins * f32::from(e.min))
+        },
+    }
+    L1 "ggml-subnormals-flushed": "an f16 below the normal range is zero" {
+        ggml: |e| {
+            let flushed = |v: f32| if v.abs() < 6.103_515_6e-5 { 0.0 } else { v };
+            (HONEST.ggml)(Element { of_scales: flushed(e.of_scales), of_mins: flushed(e.of_mins), ..e })
+        },
     }
     L1 "halves-of-a-block": "a byte holds elements j and j + 16 of 32, as in GGUF" {
         nibble: |codes, i, low| {

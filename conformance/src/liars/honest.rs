@@ -2,10 +2,11 @@
 //!
 //! It keeps the stored bytes, decodes a row at a time, sums in f64 and rounds once. Every step that a
 //! mutant could get wrong is a function of [`Parts`].
-use super::parts::{Block, Call, FUSING, Kept, Parts, RowAt, Segment, widen};
+use super::parts::{Block, Call, Element, FUSING, Kept, Parts, RowAt, Segment, widen};
 use super::situation::{Done, Fault, Situation, View};
 use half::{bf16, f16};
-use q4_core::formats::{int4, mxfp4};
+use q4_core::formats::ggml::{Blocks, Ggml};
+use q4_core::formats::{self, int4, mxfp4};
 use q4_core::selfcheck::IoBuffer;
 use q4_core::{
     Absmax, ActGlobal, Activations, BackendDescriptor, Code, DType, Device, Error, ExecContext, ExecPath,
@@ -28,9 +29,10 @@ pub(super) fn with(parts: Parts) -> Arc<dyn Q4Backend> {
         version: "1.0.0".into(),
         vendor: "q4".into(),
         priority: -200,
-        offers: ["nvfp4", "nf4", "nf4-dq", "mxfp4", "int4", "int4-asym"]
-            .map(|s| (s.into(), ExecPath::FusedDequant))
-            .into(),
+        offers: formats::names()
+            .filter(|name| *name != "dense")
+            .map(|name| (name.into(), ExecPath::FusedDequant))
+            .collect(),
     };
     (parts.descriptor)(&mut descriptor);
     Arc::new(Honest { descriptor, parts, asked: AtomicU64::new(0), refused: AtomicU64::new(0) })
@@ -150,8 +152,8 @@ fn verdict(spec: &LinearSpec, path: ExecPath) -> Verdict {
     if spec.device != Device::Cpu {
         no(DeviceAbsent, "cpu", spec.device.to_string());
     }
-    if !spec.schema.is_4bit() {
-        no(SchemaUnsupported, "a format of 4 bits", spec.schema.to_string());
+    if !spec.schema.is_packed() {
+        no(SchemaUnsupported, "a format of codes", spec.schema.to_string());
     }
     for dtype in [spec.x, spec.y].into_iter().filter(|d| !d.is_io()) {
         no(DtypeUnsupported, "float32, float16 or bfloat16", dtype.to_string());
@@ -219,6 +221,7 @@ impl Segment {
                     out.zeros = data.need(Part::Zeros)?.as_bytes()?.to_vec();
                 }
             }
+            Q4Schema::Ggml(_) => {}
             _ => return Err(foreign()),
         }
         Ok(out)
@@ -277,6 +280,27 @@ impl Kept {
         copy
     }
 
+    /// A row of blocks of GGML.
+    fn blocks(&self, blocks: Blocks, row: &[u8], out: &mut [f32]) {
+        let p = &self.parts;
+        let all: Vec<_> = row.chunks_exact(blocks.bytes()).map(|block| (p.apart)(blocks, block)).collect();
+        for (b, out) in out.chunks_exact_mut(blocks.elements()).enumerate() {
+            let (own, floats) = (&all[b], &all[(p.floats_of)(b, all.len())]);
+            for (i, out) in out.iter_mut().enumerate() {
+                let group = (p.ggml_group)(i, blocks.group());
+                *out = (p.ggml)(Element {
+                    blocks,
+                    code: own.codes[i],
+                    zero: blocks.zero(),
+                    scale: own.scales[group],
+                    min: own.mins[group],
+                    of_scales: floats.scale.to_f32(),
+                    of_mins: floats.min.to_f32(),
+                });
+            }
+        }
+    }
+
     /// Row `row` of all segments.
     pub fn decode(&self, row: usize, out: &mut [f32]) -> RowAt {
         let (mut at, mut segment) = (row, 0);
@@ -288,6 +312,10 @@ impl Kept {
         let is_tiled =
             matches!(self.schema, Q4Schema::Nvfp4(Nvfp4 { scale_layout: ScaleLayout::Swizzled128x4, .. }));
         let mut scale = 0;
+        if let Q4Schema::Ggml(Ggml { blocks }) = self.schema {
+            let row = &s.codes[at * blocks.row(k)..][..blocks.row(k)];
+            self.blocks(blocks, row, out);
+        }
         for (i, out) in out.iter_mut().enumerate() {
             let flat = at * k + i;
             *out = match self.schema {
@@ -308,6 +336,7 @@ impl Kept {
                     let code = (p.nibble)(&s.codes, flat, true);
                     (p.int4)(code, zero, s.absmax[(at * groups + group).min(s.absmax.len() - 1)])
                 }
+                Q4Schema::Ggml(_) => break,
                 _ => {
                     if i % 16 == 0 {
                         let b = Block { row: at, block: i / 16, rows: s.rows, blocks: k / 16, is_tiled };

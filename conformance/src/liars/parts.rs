@@ -2,6 +2,7 @@
 //! work on.
 use super::situation::{Done, Fault, Situation};
 use half::{bf16, f16};
+use q4_core::formats::ggml::{Apart, Blocks};
 use q4_core::formats::{e2m1, e4m3, e8m0, int8, mxfp4, nf4, nvfp4, swizzle};
 use q4_core::oracle::act_global;
 use q4_core::{
@@ -44,6 +45,14 @@ pub struct Parts {
     pub(super) group_at: fn(usize, usize) -> usize,
     /// Where the zero point of a group is.
     pub(super) zero_at: fn(Block) -> usize,
+    /// A block of GGML taken apart.
+    pub(super) apart: fn(Blocks, &[u8]) -> Apart,
+    /// Group of element `i` of a block of GGML, in groups of so many.
+    pub(super) ggml_group: fn(usize, usize) -> usize,
+    /// Value of an element of a block of GGML.
+    pub(super) ggml: fn(Element) -> f32,
+    /// The block of a row, of so many, whose f16 block `i` has.
+    pub(super) floats_of: fn(usize, usize) -> usize,
     /// Value of an element from code, block scale and per-tensor scale.
     pub(super) value: fn(f32, f32, Option<GlobalScale>) -> f32,
     /// Whose per-tensor scale a segment uses.
@@ -112,6 +121,18 @@ pub struct Parts {
     pub(super) add: fn(f64, f64, usize) -> f64,
 }
 
+/// What an element of a block of GGML is made of.
+#[derive(Clone, Copy)]
+pub(super) struct Element {
+    pub blocks: Blocks,
+    pub code: u8,
+    pub zero: u8,
+    pub scale: i8,
+    pub min: u8,
+    pub of_scales: f32,
+    pub of_mins: f32,
+}
+
 /// `[m, k]` of f32, k, the format and the type the values had, to what the product multiplies.
 pub(super) type Quantise = fn(&[f32], usize, &Activations, DType) -> Result<Vec<f64>>;
 
@@ -132,6 +153,13 @@ pub(super) const HONEST: Parts = Parts {
     int4_scale: float,
     group_at: |i, group| i / group,
     zero_at: right_scale,
+    apart: Blocks::apart,
+    ggml_group: |i, group| i / group,
+    ggml: |e| {
+        let scale = e.of_scales * f32::from(e.scale);
+        scale * f32::from(i16::from(e.code) - i16::from(e.zero)) - e.of_mins * f32::from(e.min)
+    },
+    floats_of: |block, _| block,
     value: |code, scale, global| code * global.map_or(scale, |g| g.effective(scale)),
     global_of: |segment| segment,
     absmax_at: |i, block, _| i / block,

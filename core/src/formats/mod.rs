@@ -11,6 +11,7 @@ pub mod e2m1;
 pub mod e4m3;
 pub mod e8m0;
 pub mod facts;
+pub mod ggml;
 pub mod int4;
 pub mod int8;
 pub mod mxfp4;
@@ -29,6 +30,7 @@ use crate::{
 };
 use dense::Dense;
 use facts::Facts;
+use ggml::Ggml;
 use int4::{Int4, ToInt4};
 use mxfp4::{Mxfp4, ToMxfp4};
 use nf4::{Nf4, ToNf4};
@@ -71,6 +73,8 @@ pub enum Q4Schema {
     Mxfp4(Mxfp4),
     /// Integers of four bits, a scale and maybe a zero point per group.
     Int4(Int4),
+    /// Blocks of GGML.
+    Ggml(Ggml),
     /// Not quantised.
     Dense(Dense),
 }
@@ -84,6 +88,7 @@ impl Deref for Q4Schema {
             Self::Nf4(format) => format,
             Self::Mxfp4(format) => format,
             Self::Int4(format) => format,
+            Self::Ggml(format) => format,
             Self::Dense(format) => format,
         }
     }
@@ -97,7 +102,7 @@ impl fmt::Debug for Q4Schema {
 
 impl fmt::Display for Q4Schema {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.is_4bit() { f.pad(&self.in_words()) } else { f.write_str(&self.in_words()) }
+        if self.is_packed() { f.pad(&self.in_words()) } else { f.write_str(&self.in_words()) }
     }
 }
 
@@ -173,13 +178,17 @@ pub trait Format: fmt::Debug + Send + Sync {
     fn in_words(&self) -> String {
         self.id().to_string()
     }
-    /// The stored type of a matrix that is not quantised; `None` for codes of 4 bits.
+    /// The stored type of a matrix that is not quantised; `None` for codes.
     fn dense_dtype(&self) -> Option<DType> {
         None
     }
-    /// Codes of 4 bits, as opposed to a dense matrix.
-    fn is_4bit(&self) -> bool {
+    /// Codes, as opposed to a dense matrix.
+    fn is_packed(&self) -> bool {
         self.dense_dtype().is_none()
+    }
+    /// Bits of a code.
+    fn code_bits(&self) -> u32 {
+        4
     }
 
     /// In features are a multiple of this: elements of a block that no row may cut.
@@ -279,8 +288,8 @@ pub trait Format: fmt::Debug + Send + Sync {
     fn impossible(&self) -> Option<(&'static str, Q4Schema)> {
         None
     }
-    /// The largest code of either sign in place of each.
-    fn loudest(&self, byte: u8) -> u8;
+    /// Puts the largest code of either sign in place of each.
+    fn loudest(&self, parts: &mut OwnedParts);
     /// Makes a row of whole bytes zero.
     fn silence(&self, parts: &mut OwnedParts, row: usize, k: usize) {
         parts.bytes_mut(Part::Codes)[row * k / 2..][..k / 2].fill(0);
@@ -317,6 +326,13 @@ pub enum Test {
     },
     /// NaN or infinite, in an io dtype.
     Finite,
+    /// NaN or infinite, an f16 within a block.
+    Blocks {
+        /// Of a block.
+        bytes: usize,
+        /// Where each is in a block.
+        floats: &'static [usize],
+    },
 }
 
 /// The values of all codes.
@@ -416,7 +432,8 @@ impl Kind {
 }
 
 /// Every format, in the order of reports.
-pub static KINDS: [&Kind; 5] = [&nvfp4::KIND, &nf4::KIND, &mxfp4::KIND, &int4::KIND, &dense::KIND];
+pub static KINDS: [&Kind; 6] =
+    [&nvfp4::KIND, &nf4::KIND, &mxfp4::KIND, &int4::KIND, &ggml::KIND, &dense::KIND];
 
 /// Names of all encodings: what overrides and reports spell.
 pub fn names() -> impl Iterator<Item = &'static str> + Clone {

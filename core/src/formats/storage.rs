@@ -54,6 +54,8 @@ pub enum Layout {
     Gptq,
     /// `qweight`, `scales`, `qzeros`: eight out features in a word.
     Awq,
+    /// `weight.q4_k` and the like: blocks of a GGUF file.
+    Gguf,
     /// `weight` of floats.
     Dense,
 }
@@ -69,6 +71,7 @@ impl Layout {
             Self::Bitsandbytes => "bitsandbytes",
             Self::Gptq => "gptq",
             Self::Awq => "awq",
+            Self::Gguf => "gguf",
             Self::Dense => "dense",
         }
     }

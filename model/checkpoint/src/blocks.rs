@@ -1,6 +1,7 @@
 //! Blocks of GGML: taken apart into the codes and scales of a format, or decoded, in the order of operations
 //! that GGML has.
 use half::f16;
+use q4_core::formats::ggml::Blocks;
 use q4_gguf::GgmlType;
 
 /// Codes, low nibble first, and scales of blocks of `BLOCK` bytes: `SCALES` bytes of those first, then as many
@@ -23,20 +24,20 @@ pub(super) fn apart<const BLOCK: usize, const SCALES: usize, const CODES: usize>
     (codes, scales)
 }
 
-/// Whether [`decode`] knows these blocks.
-pub(super) fn is_decoded(kind: GgmlType) -> bool {
-    matches!(kind, GgmlType::Q4_0 | GgmlType::Q8_0 | GgmlType::Q6_K)
+/// The format that blocks of a type are.
+pub(super) fn own(kind: GgmlType) -> Option<Blocks> {
+    match kind {
+        GgmlType::Q4_K => Some(Blocks::Q4K),
+        GgmlType::Q5_K => Some(Blocks::Q5K),
+        GgmlType::Q6_K => Some(Blocks::Q6K),
+        GgmlType::Q8_0 => Some(Blocks::Q80),
+        _ => None,
+    }
 }
 
-/// Appends what `blocks` stand for, in f32. Of types that are not decoded nothing.
-pub(super) fn decode(kind: GgmlType, blocks: &[u8], to: &mut Vec<u8>) {
-    let mut put = |values: &[f32]| to.extend_from_slice(bytemuck::cast_slice(values));
-    match kind {
-        GgmlType::Q4_0 => blocks.as_chunks().0.iter().for_each(|block| put(&q4_0(block))),
-        GgmlType::Q8_0 => blocks.as_chunks().0.iter().for_each(|block| put(&q8_0(block))),
-        GgmlType::Q6_K => blocks.as_chunks().0.iter().for_each(|block| put(&q6_k(block))),
-        _ => {}
-    }
+/// Appends what blocks of Q4_0 stand for, in f32.
+pub(super) fn decode(blocks: &[u8], to: &mut Vec<u8>) {
+    blocks.as_chunks().0.iter().for_each(|block| to.extend_from_slice(bytemuck::cast_slice(&q4_0(block))));
 }
 
 /// A scale, then a byte for elements j and 16 + j: `(code - 8) · scale`.
@@ -45,29 +46,6 @@ fn q4_0(block: &[u8; 18]) -> [f32; 32] {
     std::array::from_fn(|i| {
         let code = block[2 + i % 16] >> (i / 16 * 4) & 15;
         f32::from(i16::from(code) - 8) * scale
-    })
-}
-
-/// A scale, then signed bytes: `code · scale`.
-fn q8_0(block: &[u8; 34]) -> [f32; 32] {
-    let scale = f16::from_le_bytes([block[0], block[1]]).to_f32();
-    std::array::from_fn(|i| f32::from(block[2 + i].cast_signed()) * scale)
-}
-
-/// Codes of six bits, a signed scale for 16 of them, and a scale of the scales:
-/// `(scale · scales) · (code - 32)`.
-/// In each half of the block, four runs of 32 share their bytes: the first and third a nibble of `low`, all
-/// four two bits of `high`.
-fn q6_k(block: &[u8; 210]) -> [f32; 256] {
-    let (low, rest) = block.split_at(128);
-    let (high, rest) = rest.split_at(64);
-    let scale = f16::from_le_bytes([rest[16], rest[17]]).to_f32();
-    std::array::from_fn(|i| {
-        let (half, run, at) = (i / 128, i / 32 % 4, i % 32);
-        let nibble = low[half * 64 + run % 2 * 32 + at] >> (run / 2 * 4) & 15;
-        let bits = high[half * 32 + at] >> (2 * run) & 3;
-        let code = i16::from(nibble | bits << 4) - 32;
-        scale * f32::from(rest[i / 16].cast_signed()) * f32::from(code)
     })
 }
 
@@ -106,15 +84,18 @@ mod tests {
 
     #[test]
     fn blocks_of_integers_decode_to_the_same_bits() {
-        for (kind, name) in [(GgmlType::Q4_0, "q4_0"), (GgmlType::Q8_0, "q8_0"), (GgmlType::Q6_K, "q6_k")] {
-            let (blocks, want) = recorded(INTEGERS, name);
-            let mut got = Vec::new();
-            decode(kind, &blocks, &mut got);
-            assert!(is_decoded(kind) && !want.is_empty());
-            assert!(got == bytemuck::cast_slice::<f32, u8>(&want), "{name}");
+        for kind in [GgmlType::Q4_K, GgmlType::Q5_K, GgmlType::Q6_K, GgmlType::Q8_0] {
+            let (blocks, want) = recorded(INTEGERS, &kind.name().to_lowercase());
+            let mut got = vec![0.0; want.len()];
+            own(kind).expect("a format").decode(&blocks, &mut got);
+            let bits = |v: &[f32]| v.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+            assert!(!want.is_empty() && bits(&got) == bits(&want), "{kind}");
         }
-        // Taken apart, Q4_0 is int4 in groups of 32 with scales of f16.
         let (blocks, want) = recorded(INTEGERS, "q4_0");
+        let mut got = Vec::new();
+        decode(&blocks, &mut got);
+        assert!(got == bytemuck::cast_slice::<f32, u8>(&want));
+        // Taken apart, Q4_0 is int4 in groups of 32 with scales of f16.
         let (codes, scales) = apart::<18, 2, 16>(&blocks);
         let scales: Vec<f32> =
             scales.as_chunks::<2>().0.iter().map(|s| f16::from_le_bytes(*s).to_f32()).collect();

@@ -178,7 +178,7 @@ impl Declaration {
     /// Refuses a layer whose layout another tool writes, or whose format is none of those declared.
     pub(super) fn check(&self, layer: &str, found: &Detected) -> Result<()> {
         let (layout, schema) = (found.layout, found.schema.id().name);
-        let is_said = found.schema.is_4bit() && !self.formats.is_empty();
+        let is_said = found.schema.is_packed() && !self.formats.is_empty();
         if is_said && !self.formats.iter().any(|format| format.holds(found)) {
             let what = format!("{layer}: stored in another format than config.json declares");
             let need: Vec<_> = self.formats.iter().map(Declared::to_string).collect();

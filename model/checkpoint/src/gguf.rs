@@ -3,14 +3,16 @@
 //!
 //! Blocks of MXFP4, NVFP4 and Q4_0, which is int4 in groups of 32, hold codes and scales side by side and
 //! halves of a block in a byte. They are taken apart once, into the parts that those formats have elsewhere,
-//! which is exact. Blocks of an embedding or a head, which are Q6_K or Q8_0 in most files, are decoded to F32.
-//! Everything else is read where it lies; of other blocks the list says the type, and nobody multiplies by
-//! them.
+//! which is exact. Blocks that are a format of their own are read where they lie, under a name that says
+//! their type, an embedding's, where it is the head too, also under that of the head. An embedding of Q4_0,
+//! whose rows are looked up, is decoded to F32. Everything else is read where it lies; of other blocks the
+//! list says the type, and nobody multiplies by them.
 use super::Bytes;
-use super::blocks::{apart, decode, is_decoded};
+use super::blocks::{apart, decode, own};
 use super::table::{Kind, Tensor};
 use super::unique::brief;
 use q4_core::detect::TensorMeta;
+use q4_core::formats::ggml::Blocks;
 use q4_core::{Code, DType, Error, Result};
 use q4_gguf::{GgmlType, Gguf};
 use std::collections::{BTreeMap, BTreeSet};
@@ -39,17 +41,24 @@ pub(super) fn open(file: &str, bytes: &[u8], memory: Option<u64>) -> Result<Open
     }
     let (mut tensors, mut parts, mut packed) = (Vec::new(), Vec::new(), Vec::with_capacity(apart_bytes));
     let names: BTreeSet<&str> = weights.iter().map(|(name, _)| name.as_str()).collect();
+    let has_head = names.contains(HEAD);
     for (name, stored) in &weights {
         let blocks = &bytes[stored.range.clone()];
         let (shape, layer) = (stored.shape(), name.strip_suffix(".weight"));
+        if let (Some(of), &[n, k]) = (own(stored.kind), shape) {
+            let shape = [n, of.row(k)];
+            let named = |name: &str| tensor(&of.tensor(name), block_kind(of), &shape, stored.range.clone());
+            tensors.push(named(name));
+            tensors.extend((name == EMBEDDING && !has_head).then(|| named(HEAD)));
+            continue;
+        }
         let mut part = |name: String, kind: &'static Kind, shape: &[usize], fill: &dyn Fn(&mut Vec<u8>)| {
             let start = packed.len();
             fill(&mut packed);
             parts.push(tensor(&name, kind, shape, start..packed.len()));
         };
         if is_floats(name, stored) {
-            let kind = decoded(stored.kind);
-            part(name.clone(), kind, shape, &|to| decode(stored.kind, blocks, to));
+            part(name.clone(), &DECODED, shape, &|to| decode(blocks, to));
             continue;
         }
         match (stored.kind, layer, shape) {
@@ -78,13 +87,12 @@ pub(super) fn open(file: &str, bytes: &[u8], memory: Option<u64>) -> Result<Open
     Ok(Opened { tensors, parts: (parts, packed.into()) })
 }
 
-/// Whether a tensor is an embedding or a head in blocks that are decoded. A head of Q4_0 is a product of int4.
+const EMBEDDING: &str = "model.embed_tokens.weight";
+const HEAD: &str = "lm_head.weight";
+
+/// Whether a tensor is an embedding in blocks that are decoded.
 fn is_floats(name: &str, stored: &q4_gguf::Tensor<'_>) -> bool {
-    match name {
-        "model.embed_tokens.weight" => is_decoded(stored.kind),
-        "lm_head.weight" => is_decoded(stored.kind) && stored.kind != GgmlType::Q4_0,
-        _ => false,
-    }
+    name == EMBEDDING && stored.kind == GgmlType::Q4_0
 }
 
 /// Bytes that take the place of those of a tensor.
@@ -137,18 +145,21 @@ static I32: Kind = Kind::new("I32", 32, Some(DType::I32));
 static F32: Kind = Kind::new("F32", 32, Some(DType::F32));
 static F16: Kind = Kind::new("F16", 16, Some(DType::F16));
 static BF16: Kind = Kind::new("BF16", 16, Some(DType::BF16));
+static DECODED: Kind = Kind::new("F32 of Q4_0", 32, Some(DType::F32));
 
-/// F32, and what it was decoded from.
-fn decoded(from: GgmlType) -> &'static Kind {
-    static KINDS: [Kind; 3] = [
-        Kind::new("F32 of Q4_0", 32, Some(DType::F32)),
-        Kind::new("F32 of Q8_0", 32, Some(DType::F32)),
-        Kind::new("F32 of Q6_K", 32, Some(DType::F32)),
+/// Blocks that are a format of their own.
+fn block_kind(of: Blocks) -> &'static Kind {
+    static KINDS: [Kind; 4] = [
+        Kind::new("Q4_K", 8, Some(DType::U8)),
+        Kind::new("Q5_K", 8, Some(DType::U8)),
+        Kind::new("Q6_K", 8, Some(DType::U8)),
+        Kind::new("Q8_0", 8, Some(DType::U8)),
     ];
-    match from {
-        GgmlType::Q4_0 => &KINDS[0],
-        GgmlType::Q8_0 => &KINDS[1],
-        _ => &KINDS[2],
+    match of {
+        Blocks::Q4K => &KINDS[0],
+        Blocks::Q5K => &KINDS[1],
+        Blocks::Q6K => &KINDS[2],
+        Blocks::Q80 => &KINDS[3],
     }
 }
 
@@ -180,7 +191,7 @@ const LAST: usize = 41;
 /// What to say of blocks that no kernel takes.
 pub(super) fn refusal(name: &str, spelled: &str) -> Error {
     Error::new(Code::TensorType, format!("`{}`", brief(name)))
-        .need("F32, F16, BF16, Q4_0, MXFP4 or NVFP4; for an embedding or a head also Q8_0 or Q6_K")
+        .need("F32, F16, BF16, Q4_0, Q4_K, Q5_K, Q6_K, Q8_0, MXFP4 or NVFP4")
         .have(format!("blocks of {spelled}"))
         .fix("a GGUF of one of those, or the safetensors files that it was made from")
 }

@@ -13,6 +13,7 @@ mod declared;
 pub mod export;
 mod gguf;
 mod layer;
+mod matrix;
 pub mod names;
 pub mod quantize;
 mod safetensors;
@@ -28,6 +29,7 @@ mod words;
 pub use bytes::Bytes;
 pub use declared::{Declaration, Method};
 pub use layer::Layer;
+pub use matrix::{Elements, Matrix};
 pub use store::{Entry, SCANNED, TensorStore};
 pub use stored::{Container, Stored};
 pub use table::Table;
@@ -35,7 +37,7 @@ pub use words::{Packing, Words};
 
 use crate::config::DecoderConfig;
 use q4_core::{
-    Code, DType, Error, Result, ThreadPool,
+    Code, Error, Result, ThreadPool,
     detect::{Detected, Layout},
 };
 use source::Source;
@@ -282,23 +284,6 @@ impl Checkpoint {
         layer::bind(self, name, n, k)
     }
 
-    /// The embedding, `[vocab, hidden]` of finite f16, bf16 or f32.
-    ///
-    /// # Errors
-    /// As [`floats`](Self::floats).
-    pub fn embedding(&self) -> Result<Stored<'_>> {
-        let name = format!("{}.weight", self.config.arch.names.embedding);
-        self.store.floats(&name, &[self.config.vocab_size, self.config.hidden_size], None)
-    }
-
-    /// Element type of the embedding; reads nothing of it.
-    ///
-    /// # Errors
-    /// As [`tensor`](Self::tensor).
-    pub fn embedding_type(&self) -> Result<DType> {
-        Ok(self.tensor(&format!("{}.weight", self.config.arch.names.embedding))?.dtype)
-    }
-
     /// A tensor of exactly `shape` in f16, bf16 or f32 with finite values only.
     ///
     /// # Errors
@@ -385,8 +370,10 @@ impl Checkpoint {
         if !tied {
             return Ok(Head::Dense(stored));
         }
-        let embedding = self.tensor(&format!("{}.weight", self.config.arch.names.embedding))?;
-        if (embedding.dtype, embedding.bytes) == (stored.dtype, stored.bytes) {
+        let name = format!("{}.weight", names.embedding);
+        let is_same =
+            |embedding: &Stored<'_>| (embedding.dtype, embedding.bytes) == (stored.dtype, stored.bytes);
+        if self.blocks_of(names.embedding).is_none() && is_same(&self.tensor(&name)?) {
             return Ok(Head::Tied);
         }
         Err(Error::new(

@@ -69,6 +69,7 @@ pub fn problems<'a>(
             Test::Byte { .. } => bad_bytes(name, &stored, layer, &rule, helpers)?,
             Test::Float32 { is_bad } => bad_floats(name, &stored, &rule, is_bad, helpers),
             Test::Finite => non_finite(name, &stored, helpers),
+            Test::Blocks { bytes, floats } => bad_blocks(name, &stored, layer, &rule, (bytes, floats)),
         });
     }
     if let (true, Some(map), Some(scales)) = (before == problems.len(), &keys.nested_map, &keys.nested_absmax)
@@ -126,6 +127,29 @@ fn bad_floats(
         tensor: name.to_owned(),
         need: rule.need,
         have: found.tell(&value.to_string(), &format!("block {}", found.first)),
+    })
+}
+
+/// An f16 of a block of `bytes` that is NaN or infinite.
+fn bad_blocks(
+    name: &str,
+    stored: &Stored<'_>,
+    layer: &Detected,
+    rule: &ValueRule,
+    (bytes, floats): (usize, &[usize]),
+) -> Option<Problem> {
+    let exponent = |block: &[u8], at: usize| block[at + 1] & 0x7c == 0x7c;
+    let is_bad = |block: &[u8]| floats.iter().any(|at| exponent(block, *at));
+    let mut bad = stored.bytes.chunks_exact(bytes).enumerate().filter(|(_, block)| is_bad(block));
+    let (first, _) = bad.next()?;
+    let found = Found { first, count: 1 + bad.count() };
+    let blocks = (stored.bytes.len() / bytes / layer.n.max(1)).max(1);
+    let place = format!("row {}, block {}", first / blocks, first % blocks);
+    Some(Problem {
+        code: Code::ScaleInvalid,
+        tensor: name.to_owned(),
+        need: rule.need,
+        have: found.tell("NaN or infinity", &place),
     })
 }
 

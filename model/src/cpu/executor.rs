@@ -11,7 +11,7 @@ use crate::weights::{Head, Home, Linear, StoredTable};
 use half::{bf16, f16};
 use q4_core::{
     Code, DType, Element, Error, ExecContext, FuseSet, Fusion, Q4Linear, Result, TensorView, TensorViewMut,
-    ThreadPool, read_floats,
+    ThreadPool,
 };
 use q4_simd::{Vectors, Widen};
 use std::sync::Arc;
@@ -173,17 +173,16 @@ impl Executor for CpuExecutor {
     fn embed(&mut self, table: &CpuTable, ids: &[u32], out: &mut CpuTensor) -> Result<()> {
         out.set_rows(ids.len());
         let (table, scale) = (&table.stored, table.scale);
-        let (width, row_bytes) = (table.width, table.width * table.dtype.size());
+        let (width, row_bytes) = (table.width, table.elements.row_bytes(table.width));
         for (id, row) in ids.iter().zip(out.data_mut().chunks_exact_mut(width)) {
             let at = *id as usize * row_bytes;
-            let Some(bytes) =
-                table.elements().get(at..at + row_bytes).filter(|_| (*id as usize) < table.rows)
+            let Some(bytes) = table.stored().get(at..at + row_bytes).filter(|_| (*id as usize) < table.rows)
             else {
                 return Err(Error::new(Code::ValueInvalid, "token id")
                     .need(format!("below {}", table.rows))
                     .have(id.to_string()));
             };
-            read_floats(bytes, table.dtype, row);
+            table.elements.read(bytes, row);
             if scale != 1.0 {
                 row.iter_mut().for_each(|v| *v *= scale);
             }
@@ -447,8 +446,8 @@ fn dense_head(
     out: &mut [f32],
     threads: &ThreadPool,
 ) -> Result<()> {
-    let bytes = table.elements();
-    match table.dtype {
+    let bytes = table.stored();
+    match table.elements.dtype() {
         DType::F32 => dense_rows::<f32>(v, bytes, table, x, out, threads),
         DType::F16 => dense_rows::<f16>(v, bytes, table, x, out, threads),
         DType::BF16 => dense_rows::<bf16>(v, bytes, table, x, out, threads),

@@ -2,6 +2,7 @@
 use super::executor::{CudaExecutor, CudaNorm, CudaTable};
 use super::kernels::ModelKernels;
 use super::slots::Layout;
+use crate::checkpoint::Elements;
 use crate::executor::Shape;
 use crate::graph::Decoder;
 use crate::weights::{Home, Linear, StoredTable};
@@ -43,8 +44,17 @@ impl Home for CudaHome {
         Ok(CudaNorm { weight: self.stored(&weight)?, eps })
     }
     fn table(&self, table: StoredTable) -> Result<CudaTable> {
-        let buffer = self.stored(table.elements()).map_err(|e| e.within(&table.name))?;
-        Ok(CudaTable { buffer: Arc::new(buffer), dtype: table.dtype, rows: table.rows })
+        let buffer = match table.elements {
+            Elements::Floats(_) => self.stored(table.stored()),
+            // Its kernels read floats.
+            Elements::Blocks(_) => {
+                let mut values = vec![0f32; table.rows * table.width];
+                table.elements.read(table.stored(), &mut values);
+                self.stored(bytemuck::cast_slice::<f32, u8>(&values))
+            }
+        };
+        let buffer = buffer.map_err(|e| e.within(&table.name))?;
+        Ok(CudaTable { buffer: Arc::new(buffer), dtype: table.elements.dtype(), rows: table.rows })
     }
 }
 

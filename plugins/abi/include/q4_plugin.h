@@ -135,7 +135,11 @@ enum {
     Q4_SCHEMA_DENSE  = 4,
     Q4_SCHEMA_MXFP4  = 5, /* since 1.2, as those below */
     Q4_SCHEMA_INT4   = 6,
-    Q4_SCHEMA_INT4_ASYM = 7
+    Q4_SCHEMA_INT4_ASYM = 7,
+    Q4_SCHEMA_Q4_K   = 8, /* blocks of GGML, as GGUF files hold them */
+    Q4_SCHEMA_Q5_K   = 9,
+    Q4_SCHEMA_Q6_K   = 10,
+    Q4_SCHEMA_Q8_0   = 11
 };
 enum { Q4_F32 = 1, Q4_F16 = 2, Q4_BF16 = 3 };
 enum {
@@ -220,8 +224,9 @@ typedef struct q4_linear_spec {
     uint32_t        scale_layout;      /* Q4_SCALE_*, of each NVFP4 segment by itself */
     uint32_t        global_convention; /* Q4_CONVENTION_*, of every segment's per-tensor scale */
     uint32_t        nibble_order;      /* Q4_NIBBLE_*: either with NF4, NONE with DENSE, else LOW_FIRST */
-    uint32_t        block;             /* elements per scale: 16 for NVFP4, 32 for MXFP4, 32 to 4096 for NF4, a
-                                        * multiple of 16 that divides k for INT4*, 0 for DENSE */
+    uint32_t        block;             /* elements per scale: 16 for NVFP4 and Q6_K, 32 for MXFP4, Q4_K, Q5_K
+                                        * and Q8_0, 32 to 4096 for NF4, a multiple of 16 that divides k for
+                                        * INT4*, 0 for DENSE */
     uint32_t        nested_block;      /* NF4_DQ: absmax codes per nested absmax, else 0 */
     uint32_t        dense_dtype;       /* Q4_F32..Q4_BF16 of a dense weight, else 0 */
     uint64_t        n_segments;        /* row segments, top to bottom; at least one */
@@ -259,7 +264,20 @@ typedef struct q4_linear_spec {
  *           finite, of either sign.
  *           value = fl32((code - 8) * scale)
  *   INT4_ASYM  zeros a byte of 0 to 15 for each scale.
- *           value = fl32((code - zero) * scale) */
+ *           value = fl32((code - zero) * scale)
+ *   Q4_K    codes are the blocks of GGML, [rows][k/256] of 144 bytes: d and dmin, f16; 12 bytes of eight
+ *           scales and eight minima of 6 bits, for 32 elements each; 128 bytes of codes, of which each 32
+ *           have elements j and j + 32 of 64 in their low and high nibbles.  For i < 4, byte i has scale i
+ *           and byte 4+i minimum i in its low 6 bits; byte 8+i has the low 4 bits of scale 4+i and, above
+ *           them, of minimum 4+i, whose upper 2 bits are those of bytes i and 4+i.
+ *           value = fl32(d * scale * code - dmin * minimum), of which only the difference is rounded
+ *   Q5_K    blocks of 176 bytes: as Q4_K, with 32 bytes before the codes, bit i of which is the fifth bit of
+ *           elements 32*i to 32*i+31
+ *   Q6_K    blocks of 210 bytes: 128 of lower and 64 of upper bits, 16 scales (int8, for 16 elements), d
+ *           (f16).  Element i of a half of 128 has bits 4*(i/64) and up of lower byte 64*half + i%64, and
+ *           above them two bits from 2*(i/32) of upper byte 32*half + i%32.
+ *           value = d * scale * (code - 32), which is exact in f32
+ *   Q8_0    [rows][k/32] blocks of 34 bytes: d (f16), 32 codes (int8).  value = d * code, exact in f32 */
 typedef struct q4_segment {
     size_t      struct_size;
     uint64_t    rows;

@@ -32,6 +32,14 @@ numbers! {
         INT4 = 6,
         /// As `INT4` with a zero point per block: `value = (code - zero) * scale`. Since 1.2.
         INT4_ASYM = 7,
+        /// Blocks of GGML, 256 codes of 4 bits in 144 bytes; `q4_plugin.h` has their layout. Since 1.2.
+        Q4_K = 8,
+        /// As `Q4_K`, 5 bits in 176 bytes. Since 1.2.
+        Q5_K = 9,
+        /// 256 codes of 6 bits in 210 bytes. Since 1.2.
+        Q6_K = 10,
+        /// 32 codes of 8 bits in 34 bytes. Since 1.2.
+        Q8_0 = 11,
     }
 }
 numbers! {
@@ -182,8 +190,8 @@ pub struct Q4LinearSpec {
     pub global_convention: u32,
     /// [`nibble_order`].
     pub nibble_order: u32,
-    /// Elements per scale: 16 for NVFP4, 32 for MXFP4, any power of two from 32 to 4096 for NF4, any multiple of
-    /// 16 that divides k for INT4 and INT4_ASYM, 0 for dense.
+    /// Elements per scale: 16 for NVFP4 and Q6_K, 32 for MXFP4, Q4_K, Q5_K and Q8_0, any power of two from 32
+    /// to 4096 for NF4, any multiple of 16 that divides k for INT4 and INT4_ASYM, 0 for dense.
     pub block: u32,
     /// Absmax codes per nested absmax; 0 unless NF4_DQ.
     pub nested_block: u32,
@@ -236,12 +244,12 @@ pub struct Q4Segment {
     pub struct_size: usize,
     /// Out features.
     pub rows: u64,
-    /// Packed codes, or the elements of a dense weight.
+    /// Packed codes, blocks of GGML, or the elements of a dense weight.
     pub codes: *const c_void,
     /// Bytes at `codes`.
     pub codes_bytes: u64,
     /// NVFP4: E4M3. MXFP4: E8M0. INT4 and INT4_ASYM: of the spec's `scale_dtype`. NF4: f32 absmax. NF4_DQ: 8-bit
-    /// absmax codes. Dense: NULL.
+    /// absmax codes. Dense and blocks of GGML: NULL.
     pub scales: *const c_void,
     /// Bytes at `scales`.
     pub scales_bytes: u64,

@@ -103,11 +103,11 @@ impl Base {
     }
 
     /// Whether a projection is stored in 4 bits.
-    fn is_4bit(&self) -> Result<bool> {
+    fn is_packed(&self) -> Result<bool> {
         let Some(checkpoint) = &self.checkpoint else { return Ok(false) };
         for layer in 0..self.config.num_hidden_layers {
             for (name, n, k) in q4_model::checkpoint::names::linears(&self.config, layer) {
-                if checkpoint.bind(&name, n, k)?.detected.schema.is_4bit() {
+                if checkpoint.bind(&name, n, k)?.detected.schema.is_packed() {
                     return Ok(true);
                 }
             }
@@ -180,7 +180,7 @@ pub fn settled(c: &Config, base: &Base) -> Result<Config> {
     let mut c = c.clone();
     let stored = c.model.init == Init::Checkpoint;
     if let Some(lora) = &mut c.lora {
-        let packed = stored && base.is_4bit()?;
+        let packed = stored && base.is_packed()?;
         match lora.base {
             BaseForm::Auto if packed => lora.base = BaseForm::Packed,
             BaseForm::Auto => lora.base = BaseForm::Merged,

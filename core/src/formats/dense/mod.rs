@@ -56,6 +56,9 @@ impl Format for Dense {
     fn dense_dtype(&self) -> Option<DType> {
         Some(self.dtype)
     }
+    fn code_bits(&self) -> u32 {
+        8 * self.dtype.size() as u32
+    }
     fn block(&self) -> usize {
         1
     }
@@ -106,9 +109,7 @@ impl Format for Dense {
         self.round(&values, &mut bytes);
         Ok(OwnedParts::default().with(Part::Codes, self.dtype, &[rows, k], bytes))
     }
-    fn loudest(&self, byte: u8) -> u8 {
-        byte
-    }
+    fn loudest(&self, _: &mut OwnedParts) {}
     fn spoil(&self, parts: &mut OwnedParts, row: usize, k: usize) {
         let size = self.dtype.size();
         parts.bytes_mut(Part::Codes)[row * k * size..][..size].fill(0xff);

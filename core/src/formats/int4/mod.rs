@@ -177,9 +177,10 @@ impl Format for Int4 {
     fn impossible(&self) -> Option<(&'static str, Q4Schema)> {
         Some(("group-of-24", Q4Schema::Int4(Self { group: 24, ..*self })))
     }
-    fn loudest(&self, byte: u8) -> u8 {
+    fn loudest(&self, parts: &mut OwnedParts) {
         let nibble = |code: u8| if code >= ZERO { 15 } else { 0 };
-        nibble(byte & 15) | nibble(byte >> 4) << 4
+        let loudest = |byte: &mut u8| *byte = nibble(*byte & 15) | nibble(*byte >> 4) << 4;
+        parts.bytes_mut(Part::Codes).iter_mut().for_each(loudest);
     }
     fn silence(&self, parts: &mut OwnedParts, row: usize, k: usize) {
         parts.bytes_mut(Part::Codes)[row * k / 2..][..k / 2].fill(ZERO | ZERO << 4);

@@ -115,8 +115,8 @@ impl Format for Mxfp4 {
     fn every_code(&self, factors: [usize; 2]) -> Option<Edge> {
         Some(sample::edge("every-code".into(), 0..=LARGEST, factors))
     }
-    fn loudest(&self, byte: u8) -> u8 {
-        byte | 0x77
+    fn loudest(&self, parts: &mut OwnedParts) {
+        parts.bytes_mut(Part::Codes).iter_mut().for_each(|byte| *byte |= 0x77);
     }
     fn spoil(&self, parts: &mut OwnedParts, row: usize, k: usize) {
         parts.bytes_mut(Part::Scales)[row * k / BLOCK] = e8m0::NAN;

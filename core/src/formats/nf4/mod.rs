@@ -292,9 +292,10 @@ impl Format for Nf4 {
         // Double quantisation has the same rule.
         self.nested.is_none().then_some(("block-of-48", Q4Schema::Nf4(Self { block: 48, ..*self })))
     }
-    fn loudest(&self, byte: u8) -> u8 {
+    fn loudest(&self, parts: &mut OwnedParts) {
         let nibble = |c: u8| if c & 8 == 0 { 0 } else { 15 };
-        nibble(byte & 15) | nibble(byte >> 4) << 4
+        let loudest = |byte: &mut u8| *byte = nibble(*byte & 15) | nibble(*byte >> 4) << 4;
+        parts.bytes_mut(Part::Codes).iter_mut().for_each(loudest);
     }
     fn silence(&self, parts: &mut OwnedParts, row: usize, k: usize) {
         parts.bytes_mut(Part::Codes)[row * k / 2..][..k / 2].fill(ZERO | ZERO << 4);

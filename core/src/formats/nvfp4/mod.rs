@@ -200,8 +200,8 @@ impl Format for Nvfp4 {
         let global = self.global.map(|convention| (convention, 1.0));
         Some(sample::edge("every-code".into(), *self, global, 0..0x7f, factors))
     }
-    fn loudest(&self, byte: u8) -> u8 {
-        byte | 0x77
+    fn loudest(&self, parts: &mut OwnedParts) {
+        parts.bytes_mut(Part::Codes).iter_mut().for_each(|byte| *byte |= 0x77);
     }
     fn spoil(&self, parts: &mut OwnedParts, row: usize, k: usize) {
         parts.bytes_mut(Part::Scales)[row * k / BLOCK] = 0x7f;

@@ -7,8 +7,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// One thing that has a value.
 pub(super) enum Content<'a> {
-    /// A 4-bit matrix.
+    /// A packed matrix.
     Matrix(Box<Layer<'a>>),
+    /// An embedding or a head in blocks that only GGUF files hold, to be written in floats.
+    Decoded(Box<Layer<'a>>),
     /// The per-tensor scale of a layer's inputs.
     Inputs(GlobalScale),
     /// Any other tensor.
@@ -29,11 +31,20 @@ pub(super) fn contents(checkpoint: &Checkpoint) -> Result<Contents<'_>> {
     if let Head::Quantised(head) = checkpoint.bind_head()? {
         layers.push(*head);
     }
-    layers.retain(|l| l.detected.schema.is_4bit());
-    let parts: BTreeSet<String> = layers.iter().flat_map(|l| tensors(&l.detected)).collect();
+    layers.retain(|l| l.detected.schema.is_packed());
+    let module = config.arch.names.embedding;
+    let bind = |_| checkpoint.bind(module, config.vocab_size, config.hidden_size);
+    let embedding = checkpoint.blocks_of(module).map(bind).transpose()?;
+    let parts: BTreeSet<String> =
+        layers.iter().chain(&embedding).flat_map(|l| tensors(&l.detected)).collect();
+    let blocks = layers.pop_if(|l| l.name == config.arch.names.head && l.detected.layout == Layout::Gguf);
     let mut contents = Contents::new();
     for name in checkpoint.table().keys().filter(|name| !parts.contains(*name)) {
         contents.insert(name.to_owned(), Content::Tensor(checkpoint.tensor(name)?));
+    }
+    // Those of a tied head are the embedding's.
+    for layer in blocks.filter(|_| !config.tie_word_embeddings).into_iter().chain(embedding) {
+        contents.insert(format!("{}.weight", layer.name), Content::Decoded(Box::new(layer)));
     }
     for layer in layers {
         let inputs =
@@ -51,7 +62,7 @@ pub(super) fn contents(checkpoint: &Checkpoint) -> Result<Contents<'_>> {
     Ok(contents)
 }
 
-/// The 4-bit layers among `contents`, in order.
+/// The packed layers among `contents`, in order.
 pub(super) fn matrices<'c, 'a>(contents: &'c Contents<'a>) -> impl Iterator<Item = &'c Layer<'a>> {
     contents.values().filter_map(|c| match c {
         Content::Matrix(layer) => Some(&**layer),

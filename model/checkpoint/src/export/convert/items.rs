@@ -26,6 +26,8 @@ enum Data<'a> {
     Stored(Vec<Stored<'a>>),
     /// Arranged anew.
     Packed(Box<Packed<'a>>),
+    /// As f32.
+    Decoded(&'a Layer<'a>),
 }
 
 struct Packed<'a> {
@@ -62,7 +64,7 @@ pub(super) fn items<'a>(
     whole: bool,
     mut changed: Option<&mut Vec<Changed>>,
 ) -> Result<Vec<Item<'a>>> {
-    let dtype = checkpoint.embedding_type()?;
+    let dtype = checkpoint.embedding_elements()?.dtype();
     let layers: Vec<_> = matrices(contents).collect();
     let mut items = Vec::with_capacity(contents.len());
     for (name, content) in contents {
@@ -82,6 +84,10 @@ pub(super) fn items<'a>(
             Content::Matrix(layer) => {
                 let packed = Packed::new(layer, layout, dtype, changed.as_deref_mut())?;
                 Item { name: name.clone(), entries: packed.entries(), data: Data::Packed(Box::new(packed)) }
+            }
+            Content::Decoded(head) => {
+                let entries = vec![Entry::new(name, DType::F32, &[head.detected.n, head.detected.k])];
+                Item { name: name.clone(), entries, data: Data::Decoded(head) }
             }
             Content::Tensor(stored) => {
                 let owner = layers.iter().find(|l| within(name, &l.name));
@@ -105,6 +111,13 @@ impl Item<'_> {
         match &self.data {
             Data::Stored(tensors) => Ok(tensors.iter().map(|t| Cow::Borrowed(t.bytes)).collect()),
             Data::Packed(packed) => Ok(packed.data()?.into_iter().map(Cow::Owned).collect()),
+            Data::Decoded(layer) => {
+                let shape @ [n, k] = [layer.detected.n, layer.detected.k];
+                let rows = layer.detected.schema.decoder(shape, &layer.segment.data)?;
+                let mut values = vec![0f32; n * k];
+                values.chunks_exact_mut(k).enumerate().for_each(|(r, out)| rows.row(r, out));
+                Ok(vec![Cow::Owned(values.iter().flat_map(|v| v.to_le_bytes()).collect())])
+            }
         }
     }
 }

@@ -225,7 +225,7 @@ impl Run<'_> {
             described: described(&layers)?,
             inputs: layers.iter().any(|l| l.input_scale().is_some() && l.declared != Activations::Native),
             double: layers.iter().any(|l| l.detected.keys.nested_absmax.is_some()),
-            dtype: Some(self.checkpoint.embedding_type()?),
+            dtype: Some(self.checkpoint.embedding_elements()?.dtype()),
             dense: declare::dense_layers(dense_head, tensors.map(|(name, _)| name.as_str())),
         };
         // Only in .dat files does a packed head stand beside a tied one; others would ignore it.

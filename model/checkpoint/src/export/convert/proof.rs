@@ -5,7 +5,7 @@
 use super::contents::{Content, Contents};
 use crate::{Checkpoint, Layer, Stored};
 use q4_core::formats::e4m3;
-use q4_core::{Code, Error, GlobalScale, Q4Weight, Result, RowDecoder, ThreadPool};
+use q4_core::{Code, DType, Error, GlobalScale, Q4Weight, Result, RowDecoder, ThreadPool, read_floats};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeSet;
 use std::sync::{Mutex, PoisonError};
@@ -44,6 +44,7 @@ pub(super) fn prove(
         match (a, b) {
             (Content::Matrix(a), Content::Matrix(b)) => matrices(name, [a, b], &sides, ulps, threads)?,
             (Content::Inputs(a), Content::Inputs(b)) => inputs(name, [*a, *b], &sides, ulps)?,
+            (Content::Decoded(a), Content::Tensor(b)) => decoded(name, a, b, &sides)?,
             (Content::Tensor(a), Content::Tensor(b)) => plain(name, [a, b], &sides, threads)?,
             _ => return Err(differs(name, "the same kind of tensor", "another")),
         }
@@ -89,6 +90,30 @@ impl<'a> Side<'a> {
 fn header(name: &str, dtype: &str, shape: &[usize]) -> String {
     let extents: Vec<_> = shape.iter().map(usize::to_string).collect();
     format!("{name} {dtype} [{}]\n", extents.join(","))
+}
+
+/// Blocks against the floats that were written of them.
+fn decoded(name: &str, layer: &Layer<'_>, stored: &Stored<'_>, sides: &[Side<'_>; 2]) -> Result<()> {
+    let shape @ [n, k] = [layer.detected.n, layer.detected.k];
+    if (stored.dtype, stored.shape) != (DType::F32, &shape[..]) {
+        return Err(differs(
+            name,
+            &format!("float32 {shape:?}"),
+            &format!("{} {:?}", stored.dtype, stored.shape),
+        ));
+    }
+    let rows = layer.detected.schema.decoder(shape, &layer.segment.data)?;
+    sides.iter().for_each(|side| side.begin(name, "float32", &shape));
+    let (mut have, mut want) = (vec![0f32; k], vec![0f32; k]);
+    for (r, bytes) in stored.bytes.chunks_exact(4 * k).take(n).enumerate() {
+        rows.row(r, &mut want);
+        read_floats(bytes, DType::F32, &mut have);
+        if let Some((column, a, b)) = first_difference(&want, &have, 0) {
+            return Err(differs(&format!("{name}: row {r}, column {column}"), &bits(a), &bits(b)));
+        }
+        sides.iter().for_each(|side| side.with(|s| s.hash.update(bytes)));
+    }
+    Ok(())
 }
 
 fn matrices(
