@@ -133,6 +133,23 @@ fn mixtures_of_blocks_are_read_where_they_lie() -> Result<()> {
     Ok(())
 }
 
+/// A configuration from elsewhere that says something else of the head is not followed, nor is the file.
+#[test]
+fn a_tie_that_the_file_contradicts_is_refused() -> Result<()> {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, config) = (golden("k_quants.gguf"), dir.path().join("config.json"));
+    let own = Checkpoint::open(&path, &OpenOptions::default())?.file("config.json").unwrap();
+    for tied in [true, false] {
+        let mut fields: serde_json::Value = serde_json::from_slice(&own).unwrap();
+        fields["tie_word_embeddings"] = tied.into();
+        std::fs::write(&config, fields.to_string()).unwrap();
+        let options = OpenOptions { config: Some(config.clone()), ..OpenOptions::default() };
+        let head = Checkpoint::open(&path, &options)?.head().map(drop);
+        assert_eq!(head.err().map(|e| e.code()), (!tied).then_some(Code::SchemaInvalid), "{tied}");
+    }
+    Ok(())
+}
+
 /// A layer in blocks that nobody multiplies by is named with them, whatever the embedding may be.
 #[test]
 fn other_blocks_are_refused() {

@@ -2,7 +2,7 @@
 //!
 //! Names and types say which layout it is, the configuration says what was meant, and here the two must
 //! agree.
-use super::{Checkpoint, stored::Stored, words};
+use super::{Checkpoint, Container, stored::Stored, words};
 use q4_core::{
     ActGlobal, ActQuant, Activations, Code, Convention, Error, GlobalScale, Result, Rule, ScaleLayout,
     Segment, SegmentData, TensorView,
@@ -92,6 +92,11 @@ pub(super) fn bind<'a>(c: &'a Checkpoint, name: &str, n: usize, k: usize) -> Res
         .have("it"));
     }
     words::refuse_packed(&detected, table)?;
+    if detected.layout == Layout::Gguf && c.store().container() != Container::Gguf {
+        return Err(Error::new(Code::SchemaInvalid, format!("`{}`", detected.keys.weight))
+            .need("blocks of GGML in a GGUF file")
+            .have("a tensor of that name in another"));
+    }
     if (detected.n, detected.k) != (n, k) {
         return Err(Error::new(Code::TensorShape, format!("`{}`", detected.keys.weight))
             .need(format!("[{n}, {k}], as config.json says"))

@@ -363,6 +363,9 @@ impl Checkpoint {
             return Ok(Head::Tied);
         }
         let layer = self.bind(names.head, n, k)?;
+        if layer.detected.layout == Layout::Gguf {
+            self.agrees_about_head(&layer.detected)?;
+        }
         if layer.detected.layout != Layout::Dense {
             return Ok(Head::Quantised(Box::new(layer)));
         }
@@ -383,6 +386,27 @@ impl Checkpoint {
         .need(format!("the same values as {}.weight, or no such tensor", names.embedding))
         .have("others")
         .fix("set tie_word_embeddings to false if the model was trained so"))
+    }
+
+    /// A GGUF file has a head of its own, or its embedding's blocks under that name: a configuration from
+    /// elsewhere may say otherwise.
+    fn agrees_about_head(&self, head: &Detected) -> Result<()> {
+        let (tied, names) = (self.config.tie_word_embeddings, &self.config.arch.names);
+        let at = |name: &str| self.tensor(name).map(|stored| stored.bytes.as_ptr());
+        let embedding = format!("{}.weight", names.embedding);
+        let is_embedding = match self.blocks_of(names.embedding) {
+            Some(blocks) => at(&blocks.tensor(&embedding))? == at(&head.keys.weight)?,
+            None => false,
+        };
+        if is_embedding == tied {
+            return Ok(());
+        }
+        let stored =
+            |is_embedding| if is_embedding { "no head beside the embedding" } else { "a head of its own" };
+        Err(Error::new(Code::SchemaInvalid, format!("tie_word_embeddings is {tied}"))
+            .need(format!("a file with {}", stored(tied)))
+            .have(stored(is_embedding))
+            .fix("leave --config out: a GGUF file has its own"))
     }
 
     /// Binds and checks every tensor the model needs.
