@@ -1,6 +1,7 @@
 //! What a program lends is what a library borrows: every spec, weight and machine survives the way across the
 //! boundary.
 #![allow(clippy::unwrap_used)]
+use q4_core::formats::KINDS;
 use q4_core::{
     ActGlobal, ActQuant, Activations, Convention, CudaDevice, DType, Dense, Device, ExecPath, GlobalScale,
     HostEnv, LinearSpec, Nf4, NibbleOrder, Nvfp4, OpSet, Part, Q4Schema, Q4Weight, Rule, ScaleLayout,
@@ -9,6 +10,9 @@ use q4_core::{
 use q4_plugin_sdk::lend::{LentEnv, LentSpec, LentWeight};
 use q4_plugin_sdk::{abi, borrow};
 use std::ptr::NonNull;
+
+/// In features: whole blocks of every format.
+const K: usize = 256;
 
 fn schemas() -> Vec<Q4Schema> {
     let mut out = Vec::new();
@@ -23,6 +27,7 @@ fn schemas() -> Vec<Q4Schema> {
         }
     }
     out.extend([DType::F32, DType::F16, DType::BF16].map(|dtype| Q4Schema::Dense(Dense { dtype })));
+    out.extend(KINDS.iter().flat_map(|kind| kind.usual.iter().chain(kind.rarer)));
     out
 }
 
@@ -42,7 +47,7 @@ fn spec(schema: Q4Schema, activations: Activations) -> LinearSpec {
     LinearSpec {
         segments: vec![segment("model.layers.0.self_attn.q_proj", 3), segment("größer", 2)],
         schema,
-        k: 64,
+        k: K,
         max_m: 7,
         x: DType::BF16,
         y: DType::F16,
@@ -77,9 +82,10 @@ fn every_spec_survives() {
 fn numbers_that_are_not_in_the_contract_are_refused() {
     let spec = spec(schemas()[0], Activations::Native);
     let lent = LentSpec::new(&spec, ExecPath::FusedDequant).unwrap();
-    let edits: [fn(&mut abi::Q4LinearSpec); 14] = [
+    let edits: [fn(&mut abi::Q4LinearSpec); 15] = [
         |s| s.struct_size -= 8,
-        |s| s.schema = 9,
+        |s| s.schema = 0,
+        |s| s.schema = 1 + KINDS.iter().flat_map(|kind| kind.names).map(|n| n.1).max().unwrap(),
         |s| s.schema_revision = 2,
         |s| s.scale_layout = 0,
         |s| s.global_convention = 3,
@@ -103,12 +109,12 @@ fn numbers_that_are_not_in_the_contract_are_refused() {
 
 #[test]
 fn every_part_of_a_weight_survives() {
-    let (bytes, floats) = ([7u8; 5 * 64 * 4], [0.5f32.to_ne_bytes(); 5 * 64]);
+    let (bytes, floats) = ([7u8; 5 * K * 4], [0.5f32.to_ne_bytes(); 5 * K]);
     for schema in schemas() {
         // As many bytes as each part wants, and as many elements.
         let data = |rows: usize| {
             let global = schema.global().map(|c| GlobalScale::new(c, rows as f32).unwrap());
-            schema.parts(rows, 64).iter().fold(
+            schema.parts(rows, K).iter().fold(
                 SegmentData::default().with_global(global).with_offset(0.25),
                 |data, part| {
                     let bytes: &[u8] = if part.dtype == DType::F32 { floats.as_flattened() } else { &bytes };
@@ -118,12 +124,12 @@ fn every_part_of_a_weight_survives() {
             )
         };
         let segments = [3, 2].map(|rows| Segment { rows, data: data(rows) });
-        let w = Q4Weight { schema, k: 64, segments: &segments };
+        let w = Q4Weight { schema, k: K, segments: &segments };
         let lent = LentWeight::new(&w).unwrap();
         let spec = spec(schema, Activations::Native);
         // SAFETY: a live weight of this program.
         let back = unsafe { borrow::segments(lent.raw(), &spec) }.unwrap();
-        let again = Q4Weight { schema, k: 64, segments: &back };
+        let again = Q4Weight { schema, k: K, segments: &back };
         again.validate().unwrap();
         let views = back.iter().flat_map(|s| s.data.parts());
         let is_here = views.map(|(_, view)| view.device()).all(|d| d == Device::Cpu);
