@@ -189,11 +189,13 @@ def overhead(args):
         )
         return
     # A run of the demo takes a tenth of a second, and where its pages land moves its rate by more than a
-    # percent: many short processes, of which each side has its luck.
-    many = [("demo", ["demo", "-r", "6"], 5 * args.rounds)]
+    # percent: many short processes, of which each side has its luck. Of 0.6B, whose rate falls to a half while
+    # others have the machine, many short runs: a side shows its own speed only where both processors are
+    # its own for a whole one.
+    many = [("demo", ["demo", "-r", "60", "--decode", "32"], 5 * args.rounds)]
     # The fastest of many processes of the same program differs by 3 % between two runs of this script where
     # others have the machine too, so that a side has the mean of its fastest sixth.
-    many += [("0.6b", ["--shape", "qwen3-0.6b", "-r", "6"], 3 * args.rounds)]
+    many += [("0.6b", ["--shape", "qwen3-0.6b", "-r", "24", "--decode", "8"], 3 * args.rounds)]
     for label, words, rounds in many:
         rates = {}
         for i in range(rounds):
@@ -201,7 +203,7 @@ def overhead(args):
             for which in ("before", "now") if i % 2 else ("now", "before"):
                 binary = args.before if which == "before" else args.q4
                 report = json.loads(
-                    must(binary, "--json", "bench", *words, "--prefill", "128", "--decode", "32", env=env)[1]
+                    must(binary, "--json", "bench", *words, "--prefill", "128", env=env)[1]
                 )
                 for phase in ("decode", "prefill"):
                     rates.setdefault((phase, which), []).append(rate(report, phase, "max"))

@@ -33,6 +33,10 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
     };
     let sketches = lattice::drawn(scope.claim, (*schema, *activations), COUNT, scope.seed, work);
     for (i, sketch) in sketches.into_iter().enumerate() {
+        // Of dense paths; all residues are among those of a part.
+        if !scope.is_packed() && !scope.has_turn(i + i / 16) {
+            continue;
+        }
         // Residues walk with i: encodings take every one of them in turns of their own.
         let (schema, activations) = kinds[(i / 16 + i) % kinds.len()];
         let sketch = scope.limits.fit(lattice::Sketch { schema, activations, ..sketch });

@@ -25,8 +25,13 @@ use crate::case::{Bench, Seen};
 use crate::lattice::{self, Sketch, hash};
 use crate::limits::IO;
 use crate::{Case, Claim, Level, Limits, Options, Proof};
-use q4_core::{Activations, DType, ExecPath, OpSet, Q4Schema, Result};
+use q4_core::{Activations, DType, ExecPath, OpSet, Q4Schema, Result, formats};
 use std::collections::{BTreeMap, BTreeSet};
+
+/// Formats that q4's own dense paths have all extents of.
+const WHOLE: [&str; 2] = ["nvfp4", "dense"];
+/// Parts that the others share them out in.
+const PARTS: usize = 4;
 
 /// A claim whose cases are made, within its limits.
 struct Scope<'a> {
@@ -69,6 +74,22 @@ impl Scope<'_> {
     /// one piece of code in q4's own backends, whatever it is multiplied by.
     fn repeats(&self) -> bool {
         !self.is_packed() && self.claim.activations != "native"
+    }
+    /// Whether the claim sees the `i`th product of those that are about extents. A library sees all of them.
+    /// Claims of q4's own that are one piece of code but for the format share them out, and seeds change who
+    /// has which: of packed kernels the names of one format, of dense paths all formats but the usual one and
+    /// what is stored dense. Every product is some claim's.
+    fn has_turn(&self, i: usize) -> bool {
+        let name = self.claim.schema;
+        if !self.is_own || !self.is_packed() && WHOLE.contains(&name) {
+            return true;
+        }
+        let (names, parts): (Vec<_>, _) = match formats::kind(name) {
+            Some(kind) if self.is_packed() => (kind.names.iter().map(|n| n.0).collect(), kind.names.len()),
+            _ => (formats::names().collect(), PARTS),
+        };
+        let at = names.iter().position(|n| *n == name).unwrap_or(0);
+        (i + at + self.seed as usize % parts) % parts == 0
     }
     /// Whether its sums are known to be those of the oracle.
     fn is_oracle(&self) -> bool {

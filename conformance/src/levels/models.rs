@@ -58,6 +58,10 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
         if scope.repeats() && (macs > REPEATED || i % PER_MODEL != scope.seed as usize % PER_MODEL) {
             continue;
         }
+        // Kinds of products walk with i: whoever has a turn has one of each.
+        if !scope.has_turn(i + i / PER_MODEL) {
+            continue;
+        }
         // Of stored floats a model has one wide product, its head.
         if scope.is_own && scope.claim.schema == "dense" && macs > REPEATED && i != WIDEST {
             continue;
@@ -83,7 +87,7 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
     }
     let Some((schema, format)) = scope.usual() else { return };
     let others = if scope.repeats() { 4 } else { OTHERS.len() };
-    for (i, k) in OTHERS.into_iter().enumerate().take(others) {
+    for (i, k) in OTHERS.into_iter().enumerate().take(others).filter(|(i, _)| scope.has_turn(*i)) {
         let n = 24 + crate::stored::mix(scope.seed ^ 77 ^ i as u64) as usize % 200;
         let sketch =
             scope.limits.fit(Sketch { max_m: 8, ..scope.sketch(schema, format, scope.io(), [n, k, 5]) });
