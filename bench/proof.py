@@ -192,10 +192,10 @@ def overhead(args):
     # percent: many short processes, of which each side has its luck. Of 0.6B, whose rate falls to a half while
     # others have the machine, many short runs: a side shows its own speed only where both processors are
     # its own for a whole one.
-    many = [("demo", ["demo", "-r", "60", "--decode", "32"], 5 * args.rounds)]
+    many = [("demo", ["demo", "-r", "40", "--decode", "32"], 5 * args.rounds)]
     # The fastest of many processes of the same program differs by 3 % between two runs of this script where
     # others have the machine too, so that a side has the mean of its fastest sixth.
-    many += [("0.6b", ["--shape", "qwen3-0.6b", "-r", "24", "--decode", "8"], 3 * args.rounds)]
+    many += [("0.6b", ["--shape", "qwen3-0.6b", "-r", "16", "--decode", "8"], 3 * args.rounds)]
     for label, words, rounds in many:
         rates = {}
         for i in range(rounds):
