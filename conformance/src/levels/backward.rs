@@ -23,7 +23,10 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
         }
         let mut checked = lattice::sketches(schema, activations, 14, scope.seed);
         checked.extend(lattice::drawn(scope.claim, (schema, activations), DRAWN, scope.seed, WORK));
-        for sketch in checked.into_iter().map(|s| scope.limits.fit(s)).filter(|s| has(s.io)) {
+        for (j, sketch) in checked.into_iter().map(|s| scope.limits.fit(s)).enumerate() {
+            if !has(sketch.io) || !scope.has_turn_of_weight(i + j) {
+                continue;
+            }
             let name = format!("lattice/{}", sketch.name());
             scope.add(all, Level::L3, name, move |bench| sketch.with(|problem| check(bench, path, problem)));
         }

@@ -17,7 +17,8 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
     let path = claim.path;
     let plan = Plan { path, format, io };
     let factors = [scope.limits.n_multiple, scope.limits.k_multiple];
-    for edge in kind(claim.schema).into_iter().flat_map(|kind| (kind.edges)(claim.schema, factors)) {
+    let edges = kind(claim.schema).into_iter().flat_map(|kind| (kind.edges)(claim.schema, factors));
+    for (_, edge) in edges.enumerate().filter(|(i, _)| scope.has_turn_of_weight(*i)) {
         scope.add(all, Level::L1, edge.id.clone(), move |bench| {
             run(bench, plan, &Stored::of(&edge)?, !edge.is_rare)
         });
@@ -25,7 +26,7 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
     for (i, schema) in scope.encodings().into_iter().enumerate() {
         for (j, (rows, k)) in SHAPES.iter().enumerate() {
             // Large ones in turns: every encoding has two of them.
-            if j >= SMALL && ((j + i) % 3 != 0 || scope.repeats()) {
+            if j >= SMALL && ((j + i) % 3 != 0 || scope.repeats()) || !scope.has_turn_of_weight(i + j) {
                 continue;
             }
             let base = scope.sketch(schema, format, io, [1, *k, 1]);

@@ -28,9 +28,7 @@ use crate::{Case, Claim, Level, Limits, Options, Proof};
 use q4_core::{Activations, DType, ExecPath, OpSet, Q4Schema, Result, formats};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Formats that q4's own dense paths have all extents of.
-const WHOLE: [&str; 2] = ["nvfp4", "dense"];
-/// Parts that the others share them out in.
+/// Parts that q4's own claims share out in what they have in common.
 const PARTS: usize = 4;
 
 /// A claim whose cases are made, within its limits.
@@ -77,11 +75,12 @@ impl Scope<'_> {
     }
     /// Whether the claim sees the `i`th product of those that are about extents. A library sees all of them.
     /// Claims of q4's own that are one piece of code but for the format share them out, and seeds change who
-    /// has which: of packed kernels the names of one format, of dense paths all formats but the usual one and
-    /// what is stored dense. Every product is some claim's.
+    /// has which: of packed kernels the names of one format, of dense paths all formats but those that always
+    /// see the whole. Every product is some claim's.
     fn has_turn(&self, i: usize) -> bool {
         let name = self.claim.schema;
-        if !self.is_own || !self.is_packed() && WHOLE.contains(&name) {
+        let is_whole = name == "dense" || name == "nvfp4" && !self.is_oracle();
+        if !self.is_own || !self.is_packed() && is_whole {
             return true;
         }
         let (names, parts): (Vec<_>, _) = match formats::kind(name) {
@@ -90,6 +89,16 @@ impl Scope<'_> {
         };
         let at = names.iter().position(|n| *n == name).unwrap_or(0);
         (i + at + self.seed as usize % parts) % parts == 0
+    }
+    /// The same of the `i`th case of those that know the weight alone: decoding, and gradients. Claims of
+    /// q4's own with native inputs see all, those with others, whose weights are the same, a part.
+    fn has_turn_of_weight(&self, i: usize) -> bool {
+        let at = match self.claim.activations {
+            "native" => return true,
+            "int8" => 0,
+            _ => PARTS / 2,
+        };
+        !self.is_own || (i + at + self.seed as usize % PARTS) % PARTS == 0
     }
     /// Whether its sums are known to be those of the oracle.
     fn is_oracle(&self) -> bool {

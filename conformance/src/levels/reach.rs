@@ -37,8 +37,9 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
     // A library sees them all; so do q4's own packed kernels, whose other activations, and whose dense paths,
     // share their code and see a part that the seed chooses.
     let is_whole = !scope.is_own || scope.is_packed() && scope.claim.activations == "native";
+    let every = if scope.repeats() { 8 } else { 4 };
     for (i, ([n, k, m], max_m)) in REACH.into_iter().enumerate() {
-        if !(if is_whole { scope.has_turn(i) } else { (i + turn) % 4 == 0 }) {
+        if !(if is_whole { scope.has_turn(i) } else { (i + turn) % every == 0 }) {
             continue;
         }
         let (schema, format) = (encodings[(i + turn) % encodings.len()], formats[i % formats.len()]);
