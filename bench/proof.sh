@@ -29,12 +29,14 @@ if [[ $# -gt 0 ]]; then
 fi
 rows=(--q4 "$target/release/q4" --work "$work" "${before[@]}")
 
-if [[ ! -e $work/clock.json ]]; then
-    say "times"
-    rm -rf "$work"/new-* "$work"/fresh-* "$work/qwen3-0.6b"
-    python3 bench/proof.py clock "${rows[@]}" > "$work/clock"
-    mv "$work/clock" "$work/clock.json"
-fi
+for part in suite speed vendor; do
+    if [[ ! -e $work/$part.json ]]; then
+        say "times: $part"
+        rm -rf "$work"/new-* "$work"/fresh-* "$work/qwen3-0.6b"
+        python3 bench/proof.py "$part" "${rows[@]}" > "$work/$part"
+        mv "$work/$part" "$work/$part.json"
+    fi
+done
 
 if [[ ! -e $work/liars.json ]]; then
     say "mutants, and 200 seeds of correct backends"
