@@ -88,6 +88,24 @@ fn products_are_those_the_tools_recorded() {
     assert!(products > 20_000, "{products}");
 }
 
+/// A name that the reader of GGUF files makes says nothing in another file.
+#[test]
+fn names_of_blocks_are_refused_elsewhere() {
+    let mut m = Model::golden("a", "");
+    let name = "model.layers.0.self_attn.q_proj";
+    let weight = m.remove(&format!("{name}.weight"));
+    let [n, k] = [weight.shape[0], weight.shape[1]];
+    let bytes = k / 32 * 34;
+    m.tensors.push(Tensor::new(&format!("{name}.weight.q8_0"), "U8", &[n, bytes], vec![0; n * bytes]));
+    let e = m.open().unwrap().layer(name, n, k).map(drop).unwrap_err();
+    let text = e.to_string();
+    let says = |part: &str| text.contains(part);
+    assert!(
+        e.code() == Code::SchemaInvalid && says("q_proj.weight.q8_0`") && says("in a GGUF file"),
+        "{text}"
+    );
+}
+
 #[test]
 fn inputs_are_what_the_tool_declares() {
     let declared = |m: &Model| first(&m.open().unwrap(), |l| (l.declared, l.nvfp4_activations()));
