@@ -83,7 +83,8 @@ def said(*command):
         return None
 
 
-def write(**versions):
-    """Prints the result file."""
+def write(at=None, **versions):
+    """Prints the result file; `at`: the machine, where it is not this one."""
     commit = said("git", "rev-parse", "HEAD")
-    print(json.dumps({"machine": machine(), "commit": commit, "versions": versions, "rows": ROWS}, indent=1))
+    result = {"machine": at or machine(), "commit": commit, "versions": versions, "rows": ROWS}
+    print(json.dumps(result, indent=1))

@@ -1,0 +1,135 @@
+"""Times the host of a card, reads what bench/h200.sh measured, prints bench/results/cards.json."""
+
+import argparse
+import json
+import os
+import pathlib
+
+from rows import ROOT, ROWS, machine, must, row, said, write
+
+Q4 = os.environ.get("Q4", "target/release/q4")
+SHAPES = ["qwen3-0.6b", "qwen3-4b"]
+THREADS = [1, 2, 4, 8, 16]
+NO_KERNELS = "there are no CUDA kernels of int4, MXFP4 and FP8: the first two are dense copies there"
+NO_SERVER = "there is no server"
+NO_RANKS = "the trainer has one device"
+NO_PEER = "the peer is not installed on the host of a card"
+
+
+def host(args):
+    """Rates of the processors beside the card, and their share of what reads and arithmetic allow."""
+    for shape in SHAPES:
+        for threads in THREADS:
+            if threads > (os.cpu_count() or 1):
+                continue
+            words = ["--json", "--device", "cpu", "--threads", threads, "bench", "--shape", shape]
+            report = json.loads(must(Q4, *words, "-r", 3, "--prefill", 256, "--decode", 16)[1])
+            for part in report["results"]:
+                what = {"pp": "prompt", "tg": "decode"}[part["what"][:2]]
+                name = f"host-{what}-{shape}-{threads}"
+                need = "no bound" if what == "prompt" else ">= 0.85 of the floor"
+                row(name, round(part["max"], 1), f"tok/s, {isa(report)}", "no bound")
+                row(f"{name}-of-floor", round(part["max"] / part["roofline"], 3), "of the floor", need)
+    print(json.dumps({"machine": machine(), "rows": ROWS}))
+
+
+def isa(report):
+    """The instruction set that was used."""
+    return report.get("isa", "instruction set not told")
+
+
+class Card:
+    """What bench/h200.sh wrote."""
+
+    def __init__(self, path):
+        self.all = json.loads(path.read_text()) if path.exists() else {}
+        self.figures = {f["name"]: f for f in self.all.get("figures", [])}
+
+    def value(self, name):
+        figure = self.figures.get(name)
+        return None if figure is None else figure["q4"]
+
+    def rate(self, name, figure, need, of=None):
+        """A rate, or how many times another one it is."""
+        value = self.value(figure)
+        floor = self.figures.get(figure, {}).get("floor")
+        unit = f"tok/s; floor {floor:.0f}" if floor else "tok/s"
+        if of is not None:
+            other = self.value(of)
+            value, unit = (value / other if value and other else None), f"of {of}"
+        row(name, value and round(value, 3), unit, need, "bench/h200.sh did not come so far")
+
+
+def promised(card):
+    """What bench/h200.sh promises of itself."""
+    done = bool(card.figures)
+    judged = [f for f in card.figures.values() if f["met"] is not None]
+    missed = [f["name"] for f in judged if not f["met"]]
+    row("card-bars", len(judged) or None, "bars", "> 0", "bench/h200.sh did not run")
+    row("card-bars-missed", len(missed) if done else None, f"bars: {'; '.join(missed) or 'none'}", "0")
+    row("card-failures", len(card.all["failures"]) if done else None, "commands that failed", "0")
+    for what, need in [
+        ("decode", ">= 1000"),
+        ("decode at 4096", ">= 870"),
+        ("prefill 512", ">= 70000"),
+        ("prefill 4096", ">= 70000"),
+        ("batch 64", "no bound"),
+    ]:
+        card.rate(f"{what.replace(' ', '-')}-4b", f"{what}, NVFP4 native", need)
+    recorded = Card(ROOT / "bench/results/h200.json")
+    name = lambda c: c.all.get("gpu", "").split(",")[0]
+    same = bool(name(card)) and name(card) == name(recorded)
+    rates = {n: f for n, f in recorded.figures.items() if f["unit"] == "tok/s" and card.value(n)}
+    least = min((card.value(n) / f["q4"] for n, f in rates.items()), default=None) if same else None
+    why = f"this is another card than the one of the recorded figures, {name(recorded)}"
+    row("card-lost", least and round(least, 3), "of the recorded rate, the lowest", ">= 0.98", why)
+
+
+def kernels(card):
+    share = card.figures.get("decode, NVFP4 native", {}).get("fraction")
+    row("decode-4b-of-floor", share and round(share, 3), "of the floor", ">= 0.636: 1250 tok/s of 1966")
+    card.rate("decode-4b-nf4", "decode, NF4 native", ">= 900")
+    for activations in ("nvfp4", "int8"):
+        for what in ("prefill 512", "prefill 4096"):
+            of = f"{what}, NVFP4 native"
+            card.rate(f"{what.replace(' ', '-')}-{activations}", f"{what}, NVFP4 {activations}", ">= 1", of)
+
+
+def missing():
+    """What nothing was built for yet."""
+    for name, unit, need, why in [
+        ("kernels-of-other-formats", "of the fastest peer", ">= 1", NO_KERNELS),
+        ("server-64-users", "of the rate of bench", ">= 0.9", NO_SERVER),
+        ("server-first-token", "ms, 99 of 100", "< 250", NO_SERVER),
+        ("server-1000-answers", "answers that differ", "0", NO_SERVER),
+        ("cards-2-step", "times the rate of one", ">= 1.85", NO_RANKS),
+        ("cards-8-step", "times the rate of one", ">= 7", NO_RANKS),
+        ("cards-resume", "runs that differ", "0", NO_RANKS),
+        ("host-llama.cpp", "times llama.cpp, the lowest", ">= 1", NO_PEER),
+        ("host-int8-openvino", "times OpenVINO", ">= 1", NO_PEER),
+    ]:
+        row(name, None, unit, need, why)
+
+
+def whole(args):
+    card, there = Card(args.work / "card.json"), args.work / "host.json"
+    promised(card)
+    kernels(card)
+    beside = json.loads(there.read_text()) if there.exists() else None
+    if beside:
+        ROWS.extend(beside["rows"])
+    else:
+        row("host", None, "tok/s", ">= 0.85 of the floor", "the processors were not timed")
+    missing()
+    write(at=beside and beside["machine"], q4=said(Q4, "--version"), gpu=card.all.get("gpu"))
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__)
+    p.add_argument("part", choices=["host", "whole"])
+    p.add_argument("--work", type=pathlib.Path, required=True, help="where card.json and host.json are")
+    args = p.parse_args()
+    {"host": host, "whole": whole}[args.part](args)
+
+
+main()
