@@ -10,6 +10,9 @@ from rows import ROOT, ROWS, machine, must, row, said, write
 Q4 = os.environ.get("Q4", "target/release/q4")
 SHAPES = ["qwen3-0.6b", "qwen3-4b"]
 THREADS = [1, 2, 4, 8, 16]
+# Of bench/h200.sh; of the last, by whom.
+STEPS = ["speed", "kernels", "first_token", "exits", "agreement"]
+JUDGED = ["nvfp4-kernel", "nf4-kernel", "dequant-matmul"]
 NO_KERNELS = "there are no CUDA kernels of int4, MXFP4 and FP8: the first two are dense copies there"
 NO_SERVER = "there is no server"
 NO_RANKS = "the trainer has one device"
@@ -65,11 +68,14 @@ def promised(card):
     done = bool(card.figures)
     judged = [f for f in card.figures.values() if f["met"] is not None]
     missed = [f["name"] for f in judged if not f["met"]]
+    left = [s for s in STEPS if s not in card.all.get("steps", {})]
+    left += [f"conformance of {b}" for b in JUDGED if card.value(f"conformance {b}: failed") is None]
+    row("card-steps-not-run", len(left), f"steps: {', '.join(left) or 'none'}", "0")
     row("card-bars", len(judged) or None, "bars", "> 0", "bench/h200.sh did not run")
     row("card-bars-missed", len(missed) if done else None, f"bars: {'; '.join(missed) or 'none'}", "0")
     row("card-failures", len(card.all["failures"]) if done else None, "commands that failed", "0")
     for what, need in [
-        ("decode", ">= 1000"),
+        ("decode", ">= 1000, then 1250 and 1480, on an H200"),
         ("decode at 4096", ">= 870"),
         ("prefill 512", ">= 70000"),
         ("prefill 4096", ">= 70000"),
@@ -81,13 +87,11 @@ def promised(card):
     same = bool(name(card)) and name(card) == name(recorded)
     rates = {n: f for n, f in recorded.figures.items() if f["unit"] == "tok/s" and card.value(n)}
     least = min((card.value(n) / f["q4"] for n, f in rates.items()), default=None) if same else None
-    why = f"this is another card than the one of the recorded figures, {name(recorded)}"
+    why = f"{name(card) or 'nothing'} was measured; the recorded figures are of {name(recorded)}"
     row("card-lost", least and round(least, 3), "of the recorded rate, the lowest", ">= 0.98", why)
 
 
 def kernels(card):
-    share = card.figures.get("decode, NVFP4 native", {}).get("fraction")
-    row("decode-4b-of-floor", share and round(share, 3), "of the floor", ">= 0.636: 1250 tok/s of 1966")
     card.rate("decode-4b-nf4", "decode, NF4 native", ">= 900")
     for activations in ("nvfp4", "int8"):
         for what in ("prefill 512", "prefill 4096"):

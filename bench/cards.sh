@@ -13,7 +13,15 @@ mkdir -p "$work"
 export Q4="${Q4:-$PWD/target/release/q4}"
 python=${PYTHON:-python3}
 for part in "${@:-all}"; do
-    if [[ $part == card || $part == all ]]; then bench/h200.sh "$work/card.json" || true; fi
+    case $part in
+        card | host | whole | all) ;;
+        *) echo "need card, host or whole; have $part" >&2; exit 2 ;;
+    esac
+    if [[ $part == card || $part == all ]]; then
+        # What failed there is a row; what ran before is not taken for it.
+        rm -f "$work/card.json"
+        bench/h200.sh "$work/card.json" || true
+    fi
     if [[ $part == host || $part == all ]]; then
         "$python" bench/cards.py host --work "$work" > "$work/host.new"
         mv "$work/host.new" "$work/host.json"

@@ -1,4 +1,4 @@
-"""Times what bench/proof.sh is about, reads what tests printed, prints the rows of bench/results/proof.json."""
+"""Times what bench/proof.sh is about, reads what tests printed, prints bench/results/proof.json."""
 
 import argparse
 import json
@@ -189,9 +189,9 @@ def speed(args):
         )
         return
     # A run of the demo takes a tenth of a second, and where its pages land moves its rate by more than a
-    # percent: many short processes, of which each side has its luck. Of 0.6B, whose rate falls to a half while
-    # others have the machine, many short runs: a side shows its own speed only where both processors are
-    # its own for a whole one.
+    # percent: many short processes, of which each side has its luck. Of 0.6B, whose rate falls to a half
+    # while others have the machine, many short runs: a side shows its own speed only where both processors
+    # are its own for a whole one.
     many = [("demo", ["demo", "-r", "40", "--decode", "32"], 5 * args.rounds)]
     # The fastest of many processes of the same program differs by 3 % between two runs of this script where
     # others have the machine too, so that a side has the mean of its fastest sixth.
@@ -203,7 +203,7 @@ def speed(args):
             for which in ("before", "now") if i % 2 else ("now", "before"):
                 binary = args.before if which == "before" else args.q4
                 report = json.loads(
-                    must(binary, "--json", "bench", *words, "--prefill", "128", env=env)[1]
+                    must(binary, *CPU, "--json", "bench", *words, "--prefill", "128", env=env)[1]
                 )
                 for phase in ("decode", "prefill"):
                     rates.setdefault((phase, which), []).append(rate(report, phase, "max"))
@@ -225,7 +225,7 @@ def speed(args):
             fresh = args.work / f"fresh-{which}-{i}"
             env = {"XDG_CACHE_HOME": str(fresh / "cache"), "XDG_DATA_HOME": str(fresh / "data")}
             first.setdefault(which, []).append(
-                must(binary, "--json", "bench", model, "--first-token", "-r", "1", env=env)[0]
+                must(binary, *CPU, "--json", "bench", model, "--first-token", "-r", "1", env=env)[0]
             )
     more = 1000 * (min(first["now"]) - min(first["before"]))
     row(
@@ -236,6 +236,8 @@ def speed(args):
     )
 
 
+# Where there is a card, the later of two programs may take it by itself.
+CPU = ["--device", "cpu"]
 TIMED = {"suite": suite, "speed": speed, "vendor": vendor}
 
 
