@@ -5,7 +5,7 @@ import json
 import os
 import pathlib
 
-from rows import ROOT, ROWS, machine, must, row, said, write
+from rows import ROOT, ROWS, must, row, said, timed, write
 
 Q4 = os.environ.get("Q4", "target/release/q4")
 SHAPES = ["qwen3-0.6b", "qwen3-4b"]
@@ -33,7 +33,7 @@ def host(args):
                 need = "no bound" if what == "prompt" else ">= 0.85 of the floor"
                 row(name, round(part["max"], 1), f"tok/s, {isa(report)}", "no bound")
                 row(f"{name}-of-floor", round(part["max"] / part["roofline"], 3), "of the floor", need)
-    print(json.dumps({"machine": machine(), "rows": ROWS}))
+    timed()
 
 
 def isa(report):

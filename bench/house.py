@@ -1,4 +1,5 @@
-"""Compares q4 with q4 before a redesign, prints the rows of bench/results/house.json."""
+"""Compares q4 with q4 before a redesign, prints the rows of bench/results/house.json; `bits` and `speeds` are
+measured apart, speeds on whatever machine is idle, with nothing but Python and both programs."""
 
 import argparse
 import json
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 
-from rows import ROOT, Tests, must, row, run, said, write
+from rows import ROOT, Tests, must, row, run, said, take, timed, write
 
 ISAS = ["amx", "avx512vnni", "avx512", "avx2", "neoni8mm", "neondotprod", "neon", "portable"]
 BACKENDS = ["nvfp4-kernel", "nf4-kernel", "dequant-matmul", "reference"]
@@ -72,7 +73,7 @@ def speeds(args):
                 # Whoever comes second finds another machine: turns change.
                 for which in ("before", "now") if i % 2 else ("now", "before"):
                     binary = args.before if which == "before" else args.q4
-                    bench = ["--json", "bench", *words, "--prefill", "128", "--decode", "32"]
+                    bench = ["--device", "cpu", "--json", "bench", *words, "--prefill", "128", "--decode", "32"]
                     report = json.loads(must(binary, *bench, env={"Q4_ISA": isa})[1])
                     for r in report["results"]:
                         rates.setdefault((r["what"], which), []).append(r["max"])
@@ -151,17 +152,21 @@ def adapters(tests):
 
 def main():
     p = argparse.ArgumentParser(description=__doc__)
+    p.add_argument("part", choices=["bits", "speeds", "whole"], help="what takes long, or everything")
     p.add_argument("--q4", type=pathlib.Path, required=True)
     p.add_argument("--before", type=pathlib.Path, required=True)
     p.add_argument("--revision", required=True)
     p.add_argument("--rounds", type=int, default=6)
     p.add_argument("--work", type=pathlib.Path, required=True, help="what house.sh kept")
     args = p.parse_args()
+    if args.part != "whole":
+        {"bits": bits, "speeds": speeds}[args.part](args)
+        return timed()
     tests = Tests(args.work / "tests")
     interface(args, tests)
     smaller(args)
-    bits(args)
-    speeds(args)
+    for part in ("bits", "speeds"):
+        take(args.work / f"{part}.json")
     adapters(tests)
     for what, (files, most) in DONE.items():
         unit = "files outside its folder, counted by hand on a branch"

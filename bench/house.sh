@@ -5,7 +5,8 @@
 #
 # Bits and speeds are those of q4 built from both commits, on this machine; Q4_MODELS names folders with small
 # checkpoints whose logits are compared too, Q4_CUBINS a file of bench/cubins.py about the kernels of before,
-# Q4_CUDA_LIBS then where NVRTC is. It wants an idle machine. What is missing is a row that says so.
+# Q4_CUDA_LIBS then where NVRTC is. It wants an idle machine; bits and speeds are kept in house-HEAD of the target
+# folder, where those of another machine may lie already. What is missing is a row that says so.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 before=${1:?need the commit before the redesign}
@@ -35,6 +36,13 @@ if [[ ! -e $work/tests ]]; then
     fi
     mv "$work/judged" "$work/tests"
 fi
-python3 bench/house.py --q4 "$target/release/q4" --before "$Q4_BEFORE" --revision "$before" \
-    --rounds "${2:-6}" --work "$work" > "$work/house.json"
+rows=(--q4 "$target/release/q4" --before "$Q4_BEFORE" --revision "$before" --rounds "${2:-6}" --work "$work")
+for part in bits speeds; do
+    if [[ ! -e $work/$part.json ]]; then
+        say "$part"
+        python3 bench/house.py "$part" "${rows[@]}" > "$work/$part"
+        mv "$work/$part" "$work/$part.json"
+    fi
+done
+python3 bench/house.py whole "${rows[@]}" > "$work/house.json"
 mv "$work/house.json" bench/results/house.json

@@ -7,7 +7,7 @@ import re
 import shutil
 import statistics
 
-from rows import ROOT, ROWS, Tests, must, row, said, write
+from rows import ROOT, Tests, must, row, said, take, timed, write
 
 
 def mutants(args):
@@ -255,7 +255,7 @@ def main():
     args.q4, args.work = args.q4.resolve(), args.work.resolve()
     if args.part in TIMED:
         TIMED[args.part](args)
-        return print(json.dumps(ROWS))
+        return timed()
     tests = Tests(args.work / "tests")
     mutants(args)
     hostile(tests)
@@ -264,7 +264,7 @@ def main():
     files(tests)
     tables(tests)
     for part in TIMED:
-        ROWS.extend(json.loads((args.work / f"{part}.json").read_text()))
+        take(args.work / f"{part}.json")
     others = {tool: said(tool, "--version") for tool in ("rustc", "cc", "gdb", "valgrind")}
     write(q4=said(args.q4, "--version"), **others)
 

@@ -71,7 +71,20 @@ def machine():
     cpus = pathlib.Path("/proc/cpuinfo")
     facts = cpus.read_text().splitlines() if cpus.exists() else []
     cpu = next((l.split(":")[1].strip() for l in facts if l.startswith("model name")), platform.machine())
-    return {"cpu": cpu, "processors": os.cpu_count()}
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"cpu": cpu, "processors": own}
+
+
+def timed():
+    """Prints the rows of a part that is measured by itself, with the machine."""
+    print(json.dumps({"machine": machine(), "rows": ROWS}))
+
+
+def take(path):
+    """Takes the rows of such a part; what was measured elsewhere says where."""
+    part = json.loads(path.read_text())
+    where = "" if part["machine"] == machine() else "; {cpu}, {processors} of its processors".format(**part["machine"])
+    ROWS.extend({**r, "unit": r["unit"] + where} for r in part["rows"])
 
 
 def said(*command):
