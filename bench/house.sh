@@ -36,7 +36,7 @@ if [[ ! -e $work/tests ]]; then
     fi
     mv "$work/judged" "$work/tests"
 fi
-rows=(--q4 "$target/release/q4" --before "$Q4_BEFORE" --revision "$before" --rounds "${2:-6}" --work "$work")
+rows=(--q4 "$target/release/q4" --before "$Q4_BEFORE" --revision "$before" --rounds "${2:-12}" --work "$work")
 for part in bits speeds; do
     if [[ ! -e $work/$part.json ]]; then
         say "$part"
