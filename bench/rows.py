@@ -72,7 +72,8 @@ def machine():
     facts = cpus.read_text().splitlines() if cpus.exists() else []
     cpu = next((l.split(":")[1].strip() for l in facts if l.startswith("model name")), platform.machine())
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {"cpu": cpu, "processors": own}
+    some = {"of": os.cpu_count()} if own != os.cpu_count() else {}
+    return {"cpu": cpu, "processors": own, **some}
 
 
 def timed():
@@ -83,7 +84,9 @@ def timed():
 def take(path):
     """Takes the rows of such a part; what was measured elsewhere says where."""
     part = json.loads(path.read_text())
-    where = "" if part["machine"] == machine() else "; {cpu}, {processors} of its processors".format(**part["machine"])
+    at = part["machine"]
+    of = f" of {at['of']}" if "of" in at else ""
+    where = "" if at == machine() else f"; {at['cpu']}, {at['processors']}{of} processors"
     ROWS.extend({**r, "unit": r["unit"] + where} for r in part["rows"])
 
 
