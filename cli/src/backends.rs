@@ -1,6 +1,7 @@
 //! The backends of this executable: naming a crate here is all it takes for its registration to be linked in.
 use q4_cuda as _;
 use q4_dequant_matmul as _;
+use q4_fp8_kernel as _;
 use q4_ggml_kernel as _;
 use q4_int4_kernel as _;
 use q4_mxfp4_kernel as _;

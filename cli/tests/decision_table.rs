@@ -7,15 +7,15 @@ use q4_core::formats::ggml::Blocks;
 use q4_core::memory::UnifiedMemory;
 use q4_core::{
     ActGlobal, ActQuant, Activations, BuiltinOptions, Candidate, ComputePath, Convention, CudaDevice, DType,
-    Dense, Device, ExecPath, Found, Ggml, HostEnv, Int4, LinearSpec, Mxfp4, Nf4, NibbleOrder, Nvfp4, OpSet,
-    Overrides, Policy, Q4Backend, Q4Schema, Registry, Reject, RejectCode, Result, Rule, ScaleLayout,
+    Dense, Device, ExecPath, Found, Fp8, Ggml, HostEnv, Int4, LinearSpec, Mxfp4, Nf4, NibbleOrder, Nvfp4,
+    OpSet, Overrides, Policy, Q4Backend, Q4Schema, Registry, Reject, RejectCode, Result, Rule, ScaleLayout,
     SegmentSpec, SelectionError, select,
 };
 use std::fmt::Write;
 use std::sync::Arc;
 use {
-    q4_dequant_matmul as _, q4_ggml_kernel as _, q4_int4_kernel as _, q4_mxfp4_kernel as _,
-    q4_nf4_kernel as _, q4_nvfp4_kernel as _, q4_reference as _,
+    q4_dequant_matmul as _, q4_fp8_kernel as _, q4_ggml_kernel as _, q4_int4_kernel as _,
+    q4_mxfp4_kernel as _, q4_nf4_kernel as _, q4_nvfp4_kernel as _, q4_reference as _,
 };
 
 const NVFP4: Q4Schema =
@@ -28,11 +28,12 @@ const INT4: Q4Schema = Q4Schema::Int4(Int4 { group: 128, scales: DType::BF16, sy
 const Q4_K: Q4Schema = Q4Schema::Ggml(Ggml { blocks: Blocks::Q4K });
 const Q6_K: Q4Schema = Q4Schema::Ggml(Ggml { blocks: Blocks::Q6K });
 const Q8_0: Q4Schema = Q4Schema::Ggml(Ggml { blocks: Blocks::Q80 });
+const FP8: Q4Schema = Q4Schema::Fp8(Fp8 { tile: [128, 128], scales: DType::BF16 });
 const INT4_ASYM: Q4Schema = Q4Schema::Int4(Int4 { group: 128, scales: DType::F16, symmetric: false });
 const DENSE: Q4Schema = Q4Schema::Dense(Dense { dtype: DType::BF16 });
 const W4A4: Activations = Activations::Nvfp4(ActQuant { rule: Rule::ModelOpt, global: ActGlobal::None });
 
-const LAYERS: [(&str, Q4Schema, Activations); 24] = [
+const LAYERS: [(&str, Q4Schema, Activations); 27] = [
     ("nvfp4 W4A16", NVFP4, Activations::Native),
     ("nvfp4 W4A8", NVFP4, Activations::Int8),
     ("nvfp4 W4A4", NVFP4, W4A4),
@@ -56,14 +57,18 @@ const LAYERS: [(&str, Q4Schema, Activations); 24] = [
     ("q4_k NVFP4", Q4_K, W4A4),
     ("q6_k native", Q6_K, Activations::Native),
     ("q8_0 int8", Q8_0, Activations::Int8),
+    ("fp8 native", FP8, Activations::Native),
+    ("fp8 int8", FP8, Activations::Int8),
+    ("fp8 NVFP4", FP8, W4A4),
     ("dense", DENSE, Activations::Native),
 ];
-const NAMES: [Option<&str>; 9] = [
+const NAMES: [Option<&str>; 10] = [
     None,
     Some("nvfp4-kernel"),
     Some("nf4-kernel"),
     Some("mxfp4-kernel"),
     Some("ggml-kernel"),
+    Some("fp8-kernel"),
     Some("int4-kernel"),
     Some("dequant-matmul"),
     Some("reference"),
@@ -190,6 +195,7 @@ fn verdicts_are_functions_of_their_arguments() {
     each_machine(&mut |m| {
         for name in [
             "dequant-matmul",
+            "fp8-kernel",
             "ggml-kernel",
             "int4-kernel",
             "mxfp4-kernel",

@@ -55,9 +55,10 @@ const NF4: Encoding = Encoding {
 
 const INT4: Encoding = Encoding { parts: &[(Part::Codes, "codes"), (Part::Scales, "scale")], ..NF4 };
 
+const FP8: Encoding = INT4;
 const GGML: Encoding = Encoding { parts: &[(Part::Codes, "blocks")], ..NF4 };
 
-static RECORDINGS: [Recording; 5] = [
+static RECORDINGS: [Recording; 6] = [
     Recording {
         file: include_bytes!("../golden/nvfp4_scaled_mm.safetensors"),
         family: "nvfp4",
@@ -129,11 +130,21 @@ static RECORDINGS: [Recording; 5] = [
         ],
         results: &[("native", "native", Some("y")), ("int8", "int8", None)],
     },
+    Recording {
+        file: include_bytes!("../golden/fp8_products.safetensors"),
+        family: "fp8",
+        encodings: &[
+            Encoding { schema: "fp8.128x128.bf16", under: "fp8.128x128.bf16.", ..FP8 },
+            Encoding { schema: "fp8.channel.bf16", under: "fp8.channel.bf16.", ..FP8 },
+            Encoding { schema: "fp8.tensor.f32", under: "fp8.tensor.f32.", ..FP8 },
+        ],
+        results: &[("native", "native", Some("y")), ("int8", "int8", None)],
+    },
 ];
 
 /// Hands every recorded product to `visit`: NVFP4 with one- and two-level scales, row-major and swizzled,
 /// W4A16 and W4A4; NF4 with and without double quantisation; MXFP4; int4 with and without zero points; blocks of
-/// GGML.
+/// GGML; FP8 under scales of every reach.
 ///
 /// # Errors
 /// Those of `visit`.

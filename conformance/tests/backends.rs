@@ -3,8 +3,8 @@
 use q4_conformance::{Level, Options, Profile, Verdict, check_paths, golden, lattice, measure, run};
 use q4_core::{BuiltinOptions, Candidate, Device, ExecPath, Registry, Result, ThreadPool};
 use {
-    q4_dequant_matmul as _, q4_ggml_kernel as _, q4_int4_kernel as _, q4_mxfp4_kernel as _,
-    q4_nf4_kernel as _, q4_nvfp4_kernel as _, q4_reference as _,
+    q4_dequant_matmul as _, q4_fp8_kernel as _, q4_ggml_kernel as _, q4_int4_kernel as _,
+    q4_mxfp4_kernel as _, q4_nf4_kernel as _, q4_nvfp4_kernel as _, q4_reference as _,
 };
 
 #[test]

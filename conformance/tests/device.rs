@@ -3,8 +3,8 @@ use q4_conformance::{InProcess, Options, Profile, Report, run_with};
 use q4_core::{BuiltinOptions, Candidate, Device, Registry, Result, ThreadPool};
 use q4_cuda as _;
 use {
-    q4_dequant_matmul as _, q4_ggml_kernel as _, q4_int4_kernel as _, q4_mxfp4_kernel as _,
-    q4_nf4_kernel as _, q4_nvfp4_kernel as _,
+    q4_dequant_matmul as _, q4_fp8_kernel as _, q4_ggml_kernel as _, q4_int4_kernel as _,
+    q4_mxfp4_kernel as _, q4_nf4_kernel as _, q4_nvfp4_kernel as _,
 };
 
 /// The report of `backend` on `cuda:0`; `None`, said in words, without a device.

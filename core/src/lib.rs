@@ -46,6 +46,7 @@ pub use backend::{
 pub use error::{Code, Error, Result};
 pub use formats::Q4Schema;
 pub use formats::dense::Dense;
+pub use formats::fp8::Fp8;
 pub use formats::ggml::Ggml;
 pub use formats::int4::Int4;
 pub use formats::mxfp4::Mxfp4;

@@ -46,8 +46,9 @@ pub struct Registration {
 inventory::collect!(Registration);
 
 /// Names every complete build has. A name that nobody registered stays in the list as a dead candidate.
-pub const BUILTINS: [&str; 7] = [
+pub const BUILTINS: [&str; 8] = [
     "dequant-matmul",
+    "fp8-kernel",
     "ggml-kernel",
     "int4-kernel",
     "mxfp4-kernel",

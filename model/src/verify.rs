@@ -339,9 +339,10 @@ impl Verifier<'_> {
 
     /// Whether `name` is a tensor of a module of the model with a suffix that some layout has.
     fn is_part(&self, name: &str) -> bool {
-        const SUFFIXES: [&str; 30] = [
+        const SUFFIXES: [&str; 31] = [
             "weight",
             "weight_scale",
+            "weight_scale_inv",
             "weight_scale_2",
             "input_scale",
             "weight_packed",
@@ -376,7 +377,7 @@ impl Verifier<'_> {
 
     fn declaration(&mut self) {
         for note in &self.c.declaration().notes {
-            self.add("kv-cache-float", Severity::Note, "config.json", note.clone());
+            self.add(note.code, Severity::Note, "config.json", note.text.clone());
         }
         // GGUF says it by the types of its tensors.
         let undeclared =

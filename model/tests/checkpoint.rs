@@ -309,10 +309,21 @@ fn algorithms_we_do_not_compute_are_named() {
         assert!(e.contains(last) && e.starts_with("Q4-E0208"), "{e}");
         assert!(value.as_str().is_none_or(|v| e.contains(v)), "{e}");
     };
-    for algo in ["NVFP4_AWQ", "NVFP4_SVD", "W4A8_NVFP4_FP8", "FP8", "MIXED_PRECISION"] {
+    for algo in ["NVFP4_AWQ", "NVFP4_SVD", "W4A8_NVFP4_FP8", "MXFP8", "MIXED_PRECISION"] {
         refused("nvfp4_modelopt", "/quant_algo", json!(algo));
     }
-    refused("nvfp4_ct", "/config_groups/group_0/format", json!("float-quantized"));
+    refused("nvfp4_ct", "/config_groups/group_0/format", json!("naive-quantized"));
+    // One that is read, of weights that are none of its.
+    for (variant, field, value) in [
+        ("nvfp4_modelopt", "/quant_algo", "FP8"),
+        ("nvfp4_ct", "/config_groups/group_0/format", "float-quantized"),
+    ] {
+        let mut m = Model::golden("a", variant);
+        *m.config["quantization_config"].pointer_mut(field).unwrap() = json!(value);
+        m.hf_quant = None;
+        let e = m.open().unwrap_err().to_string();
+        assert!(e.contains("num_bits") && e.contains("need: 8") && e.contains("have: 4"), "{e}");
+    }
     // Inputs of MXFP4 weights are used as they are.
     let inputs = json!({"num_bits": 4, "type": "float", "group_size": 32, "dynamic": true});
     refused("mxfp4_ct", "/config_groups/group_0/input_activations", inputs);

@@ -79,6 +79,9 @@ fn what_other_tools_packed_gives_the_logits_of_transformers() -> Result<()> {
         ("gptq_v2", "int4-kernel"),
         ("awq", "int4-kernel"),
         ("auto_round", "int4-kernel"),
+        ("fp8_channel_ct", "fp8-kernel"),
+        ("fp8_tensor_ct", "fp8-kernel"),
+        ("fp8_blocks", "fp8-kernel"),
     ] {
         let path = format!("qwen3_tiny_a/{name}");
         let bytes = std::fs::read(golden(&format!("{path}/expected.safetensors"))).expect("record");
@@ -125,4 +128,23 @@ fn floats(file: &SafeTensors<'_>, name: &str) -> Vec<f32> {
 fn integers(file: &SafeTensors<'_>, name: &str) -> Vec<u32> {
     let t = file.tensor(name).unwrap_or_else(|e| panic!("{name}: {e}"));
     t.data().as_chunks::<8>().0.iter().map(|b| i64::from_le_bytes(*b) as u32).collect()
+}
+
+#[test]
+fn layers_of_two_formats_give_the_logits_of_transformers() -> Result<()> {
+    let path = "qwen3_tiny_a/mixed_ct";
+    let bytes = std::fs::read(golden(&format!("{path}/expected.safetensors"))).expect("record");
+    let expected = SafeTensors::deserialize(&bytes).expect("record");
+    let (ids, want) = (integers(&expected, "ids"), floats(&expected, "logits"));
+    let largest = want.iter().fold(0f32, |w, v| w.max(v.abs()));
+    let setup = Setup { compute: ComputePath::KernelOnly, all_logits: true, chunk: 64, ..Setup::default() };
+    let (dispatch, mut runner) = setup.open(path)?;
+    let mut got = Vec::new();
+    runner.accept_all(&ids, &mut |rows| got.extend_from_slice(rows))?;
+    let worst = got.iter().zip(&want).fold(0f32, |w, (a, b)| w.max((a - b).abs()));
+    assert!(got.len() == want.len() && worst <= 1e-5 * largest, "{worst:e} of {largest}");
+    let executed = dispatch.witness().executed();
+    let by: std::collections::BTreeSet<_> = executed.iter().map(|e| e.backend.to_string()).collect();
+    assert_eq!(by.into_iter().collect::<Vec<_>>(), ["fp8-kernel", "nvfp4-kernel"]);
+    Ok(())
 }

@@ -15,7 +15,7 @@ static OWN: Own = Own {
     version: env!("CARGO_PKG_VERSION"),
     schemas: &["q4_k", "q5_k", "q6_k", "q8_0"],
     refuse,
-    scale: |schema| match schema {
+    scale: |spec| match spec.schema {
         Q4Schema::Ggml(format) => Some(prepare::beside(format.blocks)),
         _ => None,
     },

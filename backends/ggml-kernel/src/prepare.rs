@@ -1,6 +1,6 @@
 //! What blocks hold, as the kernels of `q4-codebook` take it.
 use half::f16;
-use q4_codebook::{Encoding, Offset, Run, Signed, Stored, Values};
+use q4_codebook::{Bytes, Encoding, Offset, Run, Signed, Stored, Values};
 use q4_core::formats::ggml::{Apart, Blocks};
 use q4_core::{
     Code, Error, ExecPath, LinearSpec, Part, PreparedWeight, Q4Schema, Q4Weight, Result, ThreadPool,
@@ -27,12 +27,12 @@ impl Encoding for SixBits {
     const NESTED: bool = true;
 }
 
-/// Bytes, groups with an f16: Q8_0.
-struct Bytes;
+/// Signed bytes, groups with an f16: Q8_0.
+struct EightBits;
 
-impl Encoding for Bytes {
+impl Encoding for EightBits {
     type Scale = f16;
-    const HIGH: usize = 4;
+    const BYTES: Option<Bytes> = Some(Bytes::Signed);
 }
 
 /// An encoding of blocks: what of them becomes a group's scale.
@@ -52,7 +52,7 @@ impl OfBlocks for SixBits {
     }
 }
 
-impl OfBlocks for Bytes {
+impl OfBlocks for EightBits {
     fn scale(apart: &Apart, _: usize) -> f16 {
         apart.scale
     }
@@ -88,7 +88,7 @@ pub(crate) fn prepare(
         Blocks::Q4K => packed::<Minima<0>>,
         Blocks::Q5K => packed::<Minima<1>>,
         Blocks::Q6K => packed::<SixBits>,
-        Blocks::Q80 => packed::<Bytes>,
+        Blocks::Q80 => packed::<EightBits>,
     };
     pack(format.blocks, w, spec, path, vectors, threads)
 }
@@ -115,7 +115,11 @@ fn packed<E: OfBlocks>(
         }
         segments.push(Rows::<E> { blocks, rows: s.rows, k: w.k, bytes, _as: PhantomData });
     }
-    let values = (Values::numbers(E::HIGH, blocks.zero()), blocks.group() as u32);
+    let values = match E::BYTES {
+        Some(_) => Values::BYTES,
+        None => Values::numbers(E::HIGH, blocks.zero()),
+    };
+    let values = (values, blocks.group() as u32);
     Ok(Box::new(q4_codebook::pack::<E>((crate::OWN.name, path), &segments, values, spec, vectors, threads)?))
 }
 
@@ -141,9 +145,18 @@ impl<E: OfBlocks> Stored<E> for Rows<'_, E> {
             let eight = |codes: &[u8], shift: u32| {
                 codes.iter().rev().fold(0, |word, code| word << 4 | u32::from(code >> shift & 15))
             };
+            // Counted from their zero, which codes are stored from.
+            let four = |codes: &[u8]| {
+                codes
+                    .iter()
+                    .rev()
+                    .fold(0, |word, code| word << 8 | u32::from(code.wrapping_sub(blocks.zero())))
+            };
             for (j, codes) in apart.codes[..elements].chunks_exact(8).enumerate() {
-                out.codes[i * words + j] = eight(codes, 0);
-                out.high[i * words + j] = eight(codes, 4);
+                (out.codes[i * words + j], out.high[i * words + j]) = match E::BYTES {
+                    Some(_) => (four(&codes[..4]), four(&codes[4..])),
+                    None => (eight(codes, 0), eight(codes, 4)),
+                };
             }
             for g in 0..groups {
                 out.scales[i * groups + g] = E::scale(&apart, g);

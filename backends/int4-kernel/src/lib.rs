@@ -14,7 +14,7 @@ static OWN: Own = Own {
     version: env!("CARGO_PKG_VERSION"),
     schemas: &["int4", "int4-asym"],
     refuse,
-    scale: |schema| match schema {
+    scale: |spec| match spec.schema {
         Q4Schema::Int4(format) => Some((format.group, format.scales.size() + usize::from(!format.symmetric))),
         _ => None,
     },

@@ -15,7 +15,7 @@ static OWN: Own = Own {
     version: env!("CARGO_PKG_VERSION"),
     schemas: &["mxfp4"],
     refuse,
-    scale: |schema| matches!(schema, Q4Schema::Mxfp4(_)).then_some((BLOCK as u32, 1)),
+    scale: |spec| matches!(spec.schema, Q4Schema::Mxfp4(_)).then_some((BLOCK as u32, 1)),
     prepare: prepare::prepare,
 };
 

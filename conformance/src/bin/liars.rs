@@ -19,8 +19,8 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 // Naming them links them in.
 use {
-    q4_dequant_matmul as _, q4_ggml_kernel as _, q4_int4_kernel as _, q4_mxfp4_kernel as _,
-    q4_nf4_kernel as _, q4_nvfp4_kernel as _, q4_reference as _,
+    q4_dequant_matmul as _, q4_fp8_kernel as _, q4_ggml_kernel as _, q4_int4_kernel as _,
+    q4_mxfp4_kernel as _, q4_nf4_kernel as _, q4_nvfp4_kernel as _, q4_reference as _,
 };
 
 #[global_allocator]

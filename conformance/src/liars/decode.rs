@@ -1,6 +1,6 @@
 //! Mutants that read the stored bits wrongly: every defect that a 4-bit decoder was ever seen to have.
 use super::Mutant;
-use super::parts::{Block, Element, HONEST, Parts, float, right_scale};
+use super::parts::{Block, Element, Element8, HONEST, Parts, float, right_scale};
 use crate::Level::{L1, L4};
 use q4_core::formats::ggml::Blocks;
 use q4_core::formats::{e2m1, e4m3, e8m0, nf4, swizzle};
@@ -262,6 +262,71 @@ pub(super) const MUTANTS: &[Mutant] = mutants! {
         ggml: |e| {
             let flushed = |v: f32| if v.abs() < 6.103_515_6e-5 { 0.0 } else { v };
             (HONEST.ggml)(Element { of_scales: flushed(e.of_scales), of_mins: flushed(e.of_mins), ..e })
+        },
+    }
+    L1 "fp8-as-e5m2": "FP8 codes are read as the other 8-bit float" {
+        fp8: |code| half::f16::from_bits(u16::from(code) << 8).to_f32(),
+    }
+    L1 "fp8-as-fnuz": "FP8 codes have an exponent bias of 8" { fp8: |code| e4m3::decode(code) / 2.0 }
+    L1 "fp8-top-row-lost": "FP8 codes from 256 on are 240, as where infinity has their row" {
+        fp8: |code| e4m3::decode(code).clamp(-240.0, 240.0),
+    }
+    L1 "fp8-subnormals-flushed": "FP8 codes below 2^-6 are zero" {
+        fp8: |code| if code & 0x78 == 0 { 0.0 } else { e4m3::decode(code) },
+    }
+    L1 "fp8-subnormals-normal": "FP8 codes below 2^-6 have a leading one" {
+        fp8: |code| match code & 0x78 {
+            0 => f32::from_bits(u32::from(code & 0x80) << 24 | ((u32::from(code & 7) << 20) + (120 << 23))),
+            _ => e4m3::decode(code),
+        },
+    }
+    L1 "fp8-sign-dropped": "the sign of FP8 codes is lost" { fp8: |code| e4m3::decode(code & 0x7f) }
+    L1 "fp8-as-integers": "FP8 codes are signed integers" { fp8: |code| f32::from(code.cast_signed()) }
+    L1 "fp8-largest-off": "the largest FP8 code is taken for 480" {
+        fp8: |code| if code & 0x7f == 0x7e { 480f32.copysign(e4m3::decode(code)) } else { e4m3::decode(code) },
+    }
+    L1 "fp8-scales-divide": "FP8 codes are divided by their scale, as its name says inverse" {
+        fp8_value: |code, scale| code / scale,
+    }
+    L1 "fp8-scaled-in-bfloat16": "FP8 weights are rounded to bfloat16" {
+        fp8_value: |code, scale| half::bf16::from_f32(code * scale).to_f32(),
+    }
+    L1 "fp8-scaled-in-half": "FP8 weights are rounded to f16" {
+        fp8_value: |code, scale| half::f16::from_f32(code * scale).to_f32(),
+    }
+    L1 "fp8-scale-of-the-first-tile": "the first scale of FP8 is used for all of a matrix" { tile_of: |_| 0 }
+    L1 "fp8-scale-of-the-row": "the first scale of an FP8 row is used for all of it" {
+        tile_of: |e| (HONEST.tile_of)(Element8 { column: 0, ..e }),
+    }
+    L1 "fp8-scale-of-the-first-row": "scales of FP8 are those of the first out feature" {
+        tile_of: |e| (HONEST.tile_of)(Element8 { row: 0, ..e }),
+    }
+    L1 "fp8-tiles-transposed": "scales of FP8 tiles are read column by column" {
+        tile_of: |e| {
+            let [rows, columns] = e.format.grid(e.rows, e.k);
+            let at = (HONEST.tile_of)(e);
+            at % columns * rows + at / columns
+        },
+    }
+    L1 "fp8-tiles-shifted": "each FP8 tile takes the scale of the next" {
+        tile_of: |e| (HONEST.tile_of)(e) + 1,
+    }
+    L1 "fp8-tiles-of-64": "tiles of FP8 have 64 in features" {
+        tile_of: |e| (HONEST.tile_of)(Element8 { column: 2 * e.column, ..e }),
+    }
+    L1 "fp8-last-tile-lost": "a tile that is cut has the scale of the one before" {
+        tile_of: |e| {
+            let whole = e.k / e.format.reach(e.k) * e.format.reach(e.k);
+            (HONEST.tile_of)(Element8 { column: e.column.min(whole.max(1) - 1), ..e })
+        },
+    }
+    L1 "fp8-rows-cut-lost": "out features behind the last whole tile have the scale of those before" {
+        tile_of: |e| match e.format.tile[0] as usize {
+            0 => 0,
+            tile => {
+                let whole = (e.rows / tile * tile).max(1);
+                (HONEST.tile_of)(Element8 { row: e.row.min(whole - 1), ..e })
+            }
         },
     }
     L1 "halves-of-a-block": "a byte holds elements j and j + 16 of 32, as in GGUF" {

@@ -2,7 +2,7 @@
 //!
 //! It keeps the stored bytes, decodes a row at a time, sums in f64 and rounds once. Every step that a
 //! mutant could get wrong is a function of [`Parts`].
-use super::parts::{Block, Call, Element, FUSING, Kept, Parts, RowAt, Segment, widen};
+use super::parts::{Block, Call, Element, Element8, FUSING, Kept, Parts, RowAt, Segment, widen};
 use super::situation::{Done, Fault, Situation, View};
 use half::{bf16, f16};
 use q4_core::formats::ggml::{Blocks, Ggml};
@@ -221,6 +221,10 @@ impl Segment {
                     out.zeros = data.need(Part::Zeros)?.as_bytes()?.to_vec();
                 }
             }
+            Q4Schema::Fp8(format) => {
+                let bytes = data.need(Part::Scales)?.as_bytes()?.chunks_exact(format.scales.size());
+                out.absmax = bytes.map(|bytes| (parts.int4_scale)(bytes, format.scales)).collect();
+            }
             Q4Schema::Ggml(_) => {}
             _ => return Err(foreign()),
         }
@@ -335,6 +339,11 @@ impl Kept {
                         if symmetric { int4::ZERO } else { s.zeros[(p.zero_at)(b).min(s.zeros.len() - 1)] };
                     let code = (p.nibble)(&s.codes, flat, true);
                     (p.int4)(code, zero, s.absmax[(at * groups + group).min(s.absmax.len() - 1)])
+                }
+                Q4Schema::Fp8(format) => {
+                    let e = Element8 { format, row: at, column: i, rows: s.rows, k };
+                    let scale = s.absmax[(p.tile_of)(e).min(s.absmax.len() - 1)];
+                    (p.fp8_value)((p.fp8)(s.codes[flat]), scale)
                 }
                 Q4Schema::Ggml(_) => break,
                 _ => {

@@ -6,8 +6,8 @@ use q4_core::formats::ggml::{Apart, Blocks};
 use q4_core::formats::{e2m1, e4m3, e8m0, int8, mxfp4, nf4, nvfp4, swizzle};
 use q4_core::oracle::act_global;
 use q4_core::{
-    Activations, BackendDescriptor, Code, DType, Error, ExecPath, FuseSet, GlobalScale, LinearSpec, OpSet,
-    PreparedInfo, Q4Schema, Result, Scratch, TensorView, TensorViewMut, Verdict, read_floats,
+    Activations, BackendDescriptor, Code, DType, Error, ExecPath, Fp8, FuseSet, GlobalScale, LinearSpec,
+    OpSet, PreparedInfo, Q4Schema, Result, Scratch, TensorView, TensorViewMut, Verdict, read_floats,
 };
 use std::sync::Mutex;
 use std::sync::atomic::AtomicU64;
@@ -39,7 +39,7 @@ pub struct Parts {
     pub(super) power_at: fn(usize) -> usize,
     /// Value of an int4 code under a zero point and a scale.
     pub(super) int4: fn(u8, u8, f32) -> f32,
-    /// Value of a scale of int4, of this type.
+    /// Value of a scale of int4 or FP8, of this type.
     pub(super) int4_scale: fn(&[u8], DType) -> f32,
     /// Group of column `i` of an int4 row, in groups of so many.
     pub(super) group_at: fn(usize, usize) -> usize,
@@ -53,6 +53,12 @@ pub struct Parts {
     pub(super) ggml: fn(Element) -> f32,
     /// The block of a row, of so many, whose f16 block `i` has.
     pub(super) floats_of: fn(usize, usize) -> usize,
+    /// Value of an FP8 code.
+    pub(super) fp8: fn(u8) -> f32,
+    /// Value of an FP8 code under a scale.
+    pub(super) fp8_value: fn(f32, f32) -> f32,
+    /// Which scale an element of FP8 has.
+    pub(super) tile_of: fn(Element8) -> usize,
     /// Value of an element from code, block scale and per-tensor scale.
     pub(super) value: fn(f32, f32, Option<GlobalScale>) -> f32,
     /// Whose per-tensor scale a segment uses.
@@ -121,6 +127,16 @@ pub struct Parts {
     pub(super) add: fn(f64, f64, usize) -> f64,
 }
 
+/// An element of FP8, and how its matrix is cut.
+#[derive(Clone, Copy)]
+pub(super) struct Element8 {
+    pub format: Fp8,
+    pub row: usize,
+    pub column: usize,
+    pub rows: usize,
+    pub k: usize,
+}
+
 /// What an element of a block of GGML is made of.
 #[derive(Clone, Copy)]
 pub(super) struct Element {
@@ -160,6 +176,9 @@ pub(super) const HONEST: Parts = Parts {
         scale * f32::from(i16::from(e.code) - i16::from(e.zero)) - e.of_mins * f32::from(e.min)
     },
     floats_of: |block, _| block,
+    fp8: e4m3::decode,
+    fp8_value: |code, scale| code * scale,
+    tile_of: |e| e.format.scale_of(e.row, e.column, e.k),
     value: |code, scale, global| code * global.map_or(scale, |g| g.effective(scale)),
     global_of: |segment| segment,
     absmax_at: |i, block, _| i / block,

@@ -1,4 +1,4 @@
-//! The 4-bit formats, one folder each: what a code is, how it is stored, recognised, passed on and tested.
+//! The formats of weights, one folder each: what a code is, how it is stored, recognised, passed on and tested.
 //!
 //! A [`Format`] is one encoding with its parameters; everybody else asks it and knows none by name, but for
 //! backends whose kernels are made for one. [`KINDS`] lists what there is. A new format is a folder here, a
@@ -11,6 +11,7 @@ pub mod e2m1;
 pub mod e4m3;
 pub mod e8m0;
 pub mod facts;
+pub mod fp8;
 pub mod ggml;
 pub mod int4;
 pub mod int8;
@@ -30,6 +31,7 @@ use crate::{
 };
 use dense::Dense;
 use facts::Facts;
+use fp8::Fp8;
 use ggml::Ggml;
 use int4::{Int4, ToInt4};
 use mxfp4::{Mxfp4, ToMxfp4};
@@ -75,6 +77,8 @@ pub enum Q4Schema {
     Int4(Int4),
     /// Blocks of GGML.
     Ggml(Ggml),
+    /// Bytes of E4M3, a scale per tile.
+    Fp8(Fp8),
     /// Not quantised.
     Dense(Dense),
 }
@@ -89,6 +93,7 @@ impl Deref for Q4Schema {
             Self::Mxfp4(format) => format,
             Self::Int4(format) => format,
             Self::Ggml(format) => format,
+            Self::Fp8(format) => format,
             Self::Dense(format) => format,
         }
     }
@@ -197,6 +202,10 @@ pub trait Format: fmt::Debug + Send + Sync {
     }
     /// Elements that share a scale.
     fn block(&self) -> usize;
+    /// Out and in features under one scale, 0 for all there are, of formats whose scales reach over rows.
+    fn tile(&self) -> Option<[u32; 2]> {
+        None
+    }
     /// Convention of the per-tensor scale, where there is one.
     fn global(&self) -> Option<Convention> {
         None
@@ -319,6 +328,11 @@ pub enum Test {
         /// Its value.
         in_words: fn(u8) -> String,
     },
+    /// By its byte, one for each element.
+    Code {
+        /// It may not be.
+        is_bad: fn(u8) -> bool,
+    },
     /// By the bits of an f32.
     Float32 {
         /// It may not be.
@@ -432,8 +446,8 @@ impl Kind {
 }
 
 /// Every format, in the order of reports.
-pub static KINDS: [&Kind; 6] =
-    [&nvfp4::KIND, &nf4::KIND, &mxfp4::KIND, &int4::KIND, &ggml::KIND, &dense::KIND];
+pub static KINDS: [&Kind; 7] =
+    [&nvfp4::KIND, &nf4::KIND, &mxfp4::KIND, &int4::KIND, &ggml::KIND, &fp8::KIND, &dense::KIND];
 
 /// Names of all encodings: what overrides and reports spell.
 pub fn names() -> impl Iterator<Item = &'static str> + Clone {

@@ -1,6 +1,7 @@
 //! Weights made up for tests and measurements: every format makes its own of the same draws.
 use super::Q4Schema;
-use crate::{OwnedParts, Result};
+use crate::{DType, OwnedParts, Result};
+use half::{bf16, f16};
 
 /// Random words for one segment, the same on every machine.
 #[derive(Clone, Copy, Debug)]
@@ -36,6 +37,15 @@ pub fn mix(i: u64) -> u64 {
 /// `[0, 1)` from the upper bits.
 pub fn uniform(word: u64) -> f32 {
     (word >> 40) as f32 / (1u32 << 24) as f32
+}
+
+/// A scale as it is stored, in an io dtype.
+pub(super) fn bytes_of(value: f32, scales: DType) -> Vec<u8> {
+    match scales {
+        DType::F16 => f16::from_f32(value).to_le_bytes().to_vec(),
+        DType::BF16 => bf16::from_f32(value).to_le_bytes().to_vec(),
+        _ => value.to_le_bytes().to_vec(),
+    }
 }
 
 /// A weight at the edge of a format: every code under every scale, scales at the ends of their type.

@@ -56,6 +56,8 @@ pub enum Layout {
     Awq,
     /// `weight.q4_k` and the like: blocks of a GGUF file.
     Gguf,
+    /// `weight` of E4M3, `weight_scale` or `weight_scale_inv`, perhaps `input_scale`: FP8 of several tools.
+    Fp8,
     /// `weight` of floats.
     Dense,
 }
@@ -72,6 +74,7 @@ impl Layout {
             Self::Gptq => "gptq",
             Self::Awq => "awq",
             Self::Gguf => "gguf",
+            Self::Fp8 => "fp8",
             Self::Dense => "dense",
         }
     }
@@ -129,6 +132,8 @@ pub struct Described {
     pub format: &'static str,
     /// `type` of the numbers.
     pub kind: &'static str,
+    /// `num_bits` of a code.
+    pub bits: u64,
     /// `strategy`: how far a scale reaches.
     pub strategy: &'static str,
     /// `group_size`; 0 where a scale reaches over all of k.

@@ -109,11 +109,12 @@ pub(super) fn bind<'a>(c: &'a Checkpoint, name: &str, n: usize, k: usize) -> Res
     let (global, input_global) = (scalar(&detected.keys.global)?, scalar(&detected.keys.input_global)?);
     let segment = Segment { rows: n, data: data(c, &detected, global)? };
     let tools = matches!(detected.layout, Layout::ModelOpt | Layout::CompressedTensors);
-    let lacks_input_scale = tools && input_global.is_none() && c.declaration().activations == Some(true);
+    let inputs = c.declaration().inputs(name)?;
+    let lacks_input_scale = tools && input_global.is_none() && inputs == Some(true);
     let name = name.to_owned();
     let native = Activations::Native;
     let mut layer = Layer { name, detected, segment, declared: native, input_global, lacks_input_scale };
-    layer.declared = declared(c, &layer)?;
+    layer.declared = declared(c, &layer, inputs)?;
     Ok(layer)
 }
 
@@ -129,13 +130,14 @@ fn data<'a>(c: &'a Checkpoint, d: &Detected, global: Option<GlobalScale>) -> Res
     Ok(data)
 }
 
-fn declared(c: &Checkpoint, layer: &Layer<'_>) -> Result<Activations> {
+/// `inputs`: whether the configuration says that they are NVFP4.
+fn declared(c: &Checkpoint, layer: &Layer<'_>, inputs: Option<bool>) -> Result<Activations> {
     let quantised = Ok(Activations::Nvfp4(layer.nvfp4_activations()));
     let stored = layer.input_global.is_some();
     match layer.detected.layout {
         Layout::Dat if layer.detected.schema.activations().contains(&"nvfp4") => quantised,
-        Layout::ModelOpt if stored && c.declaration().activations != Some(false) => quantised,
-        Layout::CompressedTensors => match c.declaration().activations {
+        Layout::ModelOpt if stored && inputs != Some(false) => quantised,
+        Layout::CompressedTensors => match inputs {
             Some(true) if !stored => {
                 Err(Error::new(Code::SchemaInvalid, format!("`{}.input_global_scale`", layer.name))
                     .need("a scale, for config.json declares NVFP4 input_activations")

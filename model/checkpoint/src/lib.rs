@@ -176,7 +176,7 @@ impl Checkpoint {
         let apart = words::apart(&store, declaration.packing, options.memory)?;
         let store = store.with("words taken apart", apart.tensors, apart.bytes.into(), &apart.gone);
         for note in &declaration.notes {
-            tracing::warn!(model = %name, "{note}");
+            tracing::warn!(model = %name, "{}", note.text);
         }
         let weights: Vec<_> = store.files().map(|(name, _)| name).collect();
         let others = source.others(&weights)?;

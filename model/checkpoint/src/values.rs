@@ -68,6 +68,7 @@ pub fn problems<'a>(
         problems.extend(match rule.test {
             Test::Byte { .. } => bad_bytes(name, &stored, layer, &rule, helpers)?,
             Test::Float32 { is_bad } => bad_floats(name, &stored, &rule, is_bad, helpers),
+            Test::Code { is_bad } => bad_codes(name, &stored, layer, &rule, is_bad, helpers),
             Test::Finite => non_finite(name, &stored, helpers),
             Test::Blocks { bytes, floats } => bad_blocks(name, &stored, layer, &rule, (bytes, floats)),
         });
@@ -111,6 +112,24 @@ fn bad_bytes(
         need: rule.need,
         have: found.tell(&format!("{byte:#04x} ({})", in_words(byte)), &place),
     }))
+}
+
+fn bad_codes(
+    name: &str,
+    stored: &Stored<'_>,
+    layer: &Detected,
+    rule: &ValueRule,
+    is_bad: fn(u8) -> bool,
+    helpers: Helpers<'_>,
+) -> Option<Problem> {
+    let found = scan::<1>(stored.bytes, helpers, |b| is_bad(b[0]))?;
+    let place = format!("row {}, column {}", found.first / layer.k, found.first % layer.k);
+    Some(Problem {
+        code: Code::ValueInvalid,
+        tensor: name.to_owned(),
+        need: rule.need,
+        have: found.tell(&format!("{:#04x}", stored.bytes[found.first]), &place),
+    })
 }
 
 fn bad_floats(

@@ -7,8 +7,10 @@ impl Verifier<'_> {
     /// A packed layer that is excluded from quantisation, and a dense one that is not.
     pub(super) fn declared(&mut self, name: &str, layout: Layout) {
         let declaration = self.c.declaration();
-        let listed =
-            matches!(declaration.method, Method::ModelOpt | Method::CompressedTensors | Method::Bitsandbytes);
+        let listed = matches!(
+            declaration.method,
+            Method::ModelOpt | Method::CompressedTensors | Method::Bitsandbytes | Method::Fp8
+        );
         let excluded = declaration.excludes(name);
         let message = match (excluded, layout == Layout::Dense) {
             (Some(true), false) => "is packed, and config.json excludes it from quantisation",

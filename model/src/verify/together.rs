@@ -111,7 +111,8 @@ impl Verifier<'_> {
 
     /// The stored scale of a layer's inputs against what its input can be.
     pub(super) fn inputs(&mut self, layer: &Layer<'_>, input: Input) {
-        let declared = self.c.declaration().activations;
+        // Targets that cannot be read are an error of the layer, told before.
+        let declared = self.c.declaration().inputs(&layer.name).unwrap_or(None);
         let tools = matches!(layer.detected.layout, Layout::ModelOpt | Layout::CompressedTensors);
         let Some(scale) = layer.input_scale() else {
             if layer.lacks_input_scale() {

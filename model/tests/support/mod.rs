@@ -13,8 +13,8 @@ use q4_model::runner::Runner;
 use std::path::PathBuf;
 use std::sync::Arc;
 use {
-    q4_dequant_matmul as _, q4_ggml_kernel as _, q4_int4_kernel as _, q4_mxfp4_kernel as _,
-    q4_nf4_kernel as _, q4_nvfp4_kernel as _, q4_reference as _,
+    q4_dequant_matmul as _, q4_fp8_kernel as _, q4_ggml_kernel as _, q4_int4_kernel as _,
+    q4_mxfp4_kernel as _, q4_nf4_kernel as _, q4_nvfp4_kernel as _, q4_reference as _,
 };
 
 pub fn golden(path: &str) -> PathBuf {

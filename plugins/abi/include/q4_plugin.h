@@ -139,7 +139,8 @@ enum {
     Q4_SCHEMA_Q4_K   = 8, /* blocks of GGML, as GGUF files hold them */
     Q4_SCHEMA_Q5_K   = 9,
     Q4_SCHEMA_Q6_K   = 10,
-    Q4_SCHEMA_Q8_0   = 11
+    Q4_SCHEMA_Q8_0   = 11,
+    Q4_SCHEMA_FP8    = 12
 };
 enum { Q4_F32 = 1, Q4_F16 = 2, Q4_BF16 = 3 };
 enum {
@@ -223,11 +224,13 @@ typedef struct q4_linear_spec {
     uint32_t        schema_revision;   /* 1 */
     uint32_t        scale_layout;      /* Q4_SCALE_*, of each NVFP4 segment by itself */
     uint32_t        global_convention; /* Q4_CONVENTION_*, of every segment's per-tensor scale */
-    uint32_t        nibble_order;      /* Q4_NIBBLE_*: either with NF4, NONE with DENSE, else LOW_FIRST */
+    uint32_t        nibble_order;      /* Q4_NIBBLE_*: either with NF4, NONE with DENSE and FP8, else LOW_FIRST */
     uint32_t        block;             /* elements per scale: 16 for NVFP4 and Q6_K, 32 for MXFP4, Q4_K, Q5_K
                                         * and Q8_0, 32 to 4096 for NF4, a multiple of 16 that divides k for
-                                        * INT4*, 0 for DENSE */
-    uint32_t        nested_block;      /* NF4_DQ: absmax codes per nested absmax, else 0 */
+                                        * INT4*, 0 for DENSE; of FP8 the in features of a tile, a multiple of
+                                        * 16, or 0 for all */
+    uint32_t        nested_block;      /* NF4_DQ: absmax codes per nested absmax; of FP8 the out features of a
+                                        * tile, or 0 for all of a segment; else 0 */
     uint32_t        dense_dtype;       /* Q4_F32..Q4_BF16 of a dense weight, else 0 */
     uint64_t        n_segments;        /* row segments, top to bottom; at least one */
     const uint64_t *segment_rows;
@@ -244,7 +247,8 @@ typedef struct q4_linear_spec {
     float           act_global;        /* with Q4_GLOBAL_STATIC */
     uint32_t        device_type;       /* Q4_DEVICE_* */
     uint32_t        device_id;
-    uint32_t        scale_dtype;       /* Q4_F32..Q4_BF16 of the scales of INT4*, else 0; since 1.2 */
+    uint32_t        scale_dtype;       /* Q4_F32..Q4_BF16 of the scales of INT4* and FP8, else 0; since
+                                        * 1.2 */
 } q4_linear_spec;
 
 /* Some rows of a stored matrix.  In an array, elements are segments[0].struct_size bytes apart and all have
@@ -277,7 +281,10 @@ typedef struct q4_linear_spec {
  *           (f16).  Element i of a half of 128 has bits 4*(i/64) and up of lower byte 64*half + i%64, and
  *           above them two bits from 2*(i/32) of upper byte 32*half + i%32.
  *           value = d * scale * (code - 32), which is exact in f32
- *   Q8_0    [rows][k/32] blocks of 34 bytes: d (f16), 32 codes (int8).  value = d * code, exact in f32 */
+ *   Q8_0    [rows][k/32] blocks of 34 bytes: d (f16), 32 codes (int8).  value = d * code, exact in f32
+ *   FP8     codes [rows][k], E4M3, none of them NaN; scales of scale_dtype
+ *           [ceil(rows/nested_block)][ceil(k/block)], of which a size of 0 has one, finite, of either sign.
+ *           value = fl32(e4m3(code) * scale) */
 typedef struct q4_segment {
     size_t      struct_size;
     uint64_t    rows;

@@ -40,6 +40,9 @@ numbers! {
         Q6_K = 10,
         /// 32 codes of 8 bits in 34 bytes. Since 1.2.
         Q8_0 = 11,
+        /// Codes of E4M3, none of them NaN, a scale per tile of `nested_block` out and `block` in features:
+        /// `value = fl32(code * scale)`. Since 1.2.
+        FP8 = 12,
     }
 }
 numbers! {
@@ -191,9 +194,10 @@ pub struct Q4LinearSpec {
     /// [`nibble_order`].
     pub nibble_order: u32,
     /// Elements per scale: 16 for NVFP4 and Q6_K, 32 for MXFP4, Q4_K, Q5_K and Q8_0, any power of two from 32
-    /// to 4096 for NF4, any multiple of 16 that divides k for INT4 and INT4_ASYM, 0 for dense.
+    /// to 4096 for NF4, any multiple of 16 that divides k for INT4 and INT4_ASYM, 0 for dense. Of FP8 the in
+    /// features of a tile, a multiple of 16, or 0 for all.
     pub block: u32,
-    /// Absmax codes per nested absmax; 0 unless NF4_DQ.
+    /// NF4_DQ: absmax codes per nested absmax. FP8: out features of a tile, or 0 for all of a segment. Else 0.
     pub nested_block: u32,
     /// [`dtype`] of a dense weight, else 0.
     pub dense_dtype: u32,
@@ -231,7 +235,7 @@ pub struct Q4LinearSpec {
     pub device_type: u32,
     /// Ordinal; 0 for the CPU.
     pub device_id: u32,
-    /// [`dtype`] of the scales of INT4 and INT4_ASYM, else 0. Since 1.2.
+    /// [`dtype`] of the scales of INT4, INT4_ASYM and FP8, else 0. Since 1.2.
     pub scale_dtype: u32,
 }
 
@@ -244,12 +248,12 @@ pub struct Q4Segment {
     pub struct_size: usize,
     /// Out features.
     pub rows: u64,
-    /// Packed codes, blocks of GGML, or the elements of a dense weight.
+    /// Packed codes, bytes, blocks of GGML, or the elements of a dense weight.
     pub codes: *const c_void,
     /// Bytes at `codes`.
     pub codes_bytes: u64,
-    /// NVFP4: E4M3. MXFP4: E8M0. INT4 and INT4_ASYM: of the spec's `scale_dtype`. NF4: f32 absmax. NF4_DQ: 8-bit
-    /// absmax codes. Dense and blocks of GGML: NULL.
+    /// NVFP4: E4M3. MXFP4: E8M0. INT4, INT4_ASYM and FP8: of the spec's `scale_dtype`. NF4: f32 absmax.
+    /// NF4_DQ: 8-bit absmax codes. Dense and blocks of GGML: NULL.
     pub scales: *const c_void,
     /// Bytes at `scales`.
     pub scales_bytes: u64,

@@ -12,8 +12,8 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
 use {
-    q4_dequant_matmul as _, q4_ggml_kernel as _, q4_int4_kernel as _, q4_mxfp4_kernel as _,
-    q4_nf4_kernel as _, q4_nvfp4_kernel as _, q4_reference as _,
+    q4_dequant_matmul as _, q4_fp8_kernel as _, q4_ggml_kernel as _, q4_int4_kernel as _,
+    q4_mxfp4_kernel as _, q4_nf4_kernel as _, q4_nvfp4_kernel as _, q4_reference as _,
 };
 
 /// Every product of a checkpoint, with its choice.

@@ -4,8 +4,7 @@ use crate::probe::{operands, probe};
 use q4_core::rows;
 use q4_core::{
     BackendDescriptor, Built, BuiltinOptions, Device, ExecContext, ExecPath, Footprint, HostEnv, LinearSpec,
-    PreparedWeight, ProbeItem, Q4Backend, Q4Schema, Q4Weight, Reject, RejectCode, Result, ThreadPool,
-    Verdict,
+    PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Reject, RejectCode, Result, ThreadPool, Verdict,
 };
 use q4_simd::Vectors;
 use std::sync::Arc;
@@ -20,8 +19,9 @@ pub struct Own {
     pub schemas: &'static [&'static str],
     /// What is wrong with the schema of a product, or with its shape under that schema.
     pub refuse: fn(&LinearSpec, &mut Refuse<'_>),
-    /// Elements per scale and what is kept for each, in bytes; `None` for other schemas.
-    pub scale: fn(&Q4Schema) -> Option<(u32, usize)>,
+    /// Elements per scale and what is kept for each beside four bits of each code, in bytes; `None` for other
+    /// schemas.
+    pub scale: fn(&LinearSpec) -> Option<(u32, usize)>,
     /// Repacks a weight that was not refused.
     pub prepare: Prepare,
 }
@@ -87,7 +87,7 @@ impl Q4Backend for OnCpu {
         if reasons.is_empty() { Ok(()) } else { Err(reasons) }
     }
     fn footprint(&self, spec: &LinearSpec, path: ExecPath) -> Footprint {
-        match (self.own.scale)(&spec.schema) {
+        match (self.own.scale)(spec) {
             Some((block, bytes)) => footprint(spec, block, bytes),
             None => Footprint::usual(spec, path),
         }

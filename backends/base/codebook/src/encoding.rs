@@ -1,5 +1,6 @@
 //! What codes and scales of a weight are, as the kernels are compiled for them.
 use bytemuck::{Pod, Zeroable};
+use q4_core::formats::e4m3;
 use q4_simd::{Vector, Widen};
 use std::marker::PhantomData;
 
@@ -18,10 +19,31 @@ pub trait Encoding: Send + Sync + 'static {
     type Scale: Scale;
     /// What a group has besides.
     const OFFSET: Offset = Offset::None;
-    /// Bits of a code above the lowest four: 0, 1, 2 or 4. A code is worth the sum of what both are.
+    /// Bits of a code above the lowest four: 0, 1 or 2. A code is worth the sum of what both are.
     const HIGH: usize = 0;
+    /// Codes that are bytes, and numbers by themselves.
+    const BYTES: Option<Bytes> = None;
     /// Scales, and minima, have an f16 for each [`NEST`] of k, by which they are multiplied.
     const NESTED: bool = false;
+}
+
+/// What a byte is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Bytes {
+    /// A signed number.
+    Signed,
+    /// An E4M3 that is not NaN.
+    E4m3,
+}
+
+impl Bytes {
+    /// What a byte is worth.
+    pub(crate) fn value(self, byte: u8) -> f32 {
+        match self {
+            Self::Signed => f32::from(byte.cast_signed()),
+            Self::E4m3 => e4m3::decode(byte),
+        }
+    }
 }
 
 /// What a group has besides its scale.
@@ -72,6 +94,11 @@ impl Widen for Signed {
         // SAFETY: the caller's; the struct is its byte.
         unsafe { V::add(V::load_u8(p.cast()), V::splat(-128.0)) }
     }
+}
+
+/// Whether codes have a second word: upper bits, or the second four of eight bytes.
+pub(crate) const fn is_wide<E: Encoding>() -> bool {
+    E::HIGH > 0 || E::BYTES.is_some()
 }
 
 /// Words of codes that share a word of upper bits; 1 where there are none.

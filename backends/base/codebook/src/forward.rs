@@ -92,10 +92,14 @@ impl<E: Encoding> Packed<E> {
         });
         let scale = self.scales[group][lane].widen() * nest[0];
         std::array::from_fn(|j| {
-            let mut value = self.values.low[(low >> (4 * j) & 15) as usize];
-            if E::HIGH > 0 {
-                value += self.values.high[word % share][(high >> (4 * j) & 15) as usize];
-            }
+            let nibble = |word: u32| (word >> (4 * j) & 15) as usize;
+            let value = match E::BYTES {
+                Some(bytes) => bytes.value([low, high][j / 4].to_le_bytes()[j % 4]),
+                None if E::HIGH > 0 => {
+                    self.values.low[nibble(low)] + self.values.high[word % share][nibble(high)]
+                }
+                None => self.values.low[nibble(low)],
+            };
             match E::OFFSET {
                 Offset::None => value * scale,
                 Offset::Zero => (value - offset) * scale,

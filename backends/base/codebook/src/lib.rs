@@ -1,5 +1,6 @@
-//! Products on packed weights whose codes name values, sixteen of them or sums of two of sixteen: what NF4,
-//! MXFP4, int4 and blocks of GGML share on the CPU. The weights stay packed from memory to register.
+//! Products on packed weights whose codes name values, sixteen of them or sums of two of sixteen, or are bytes
+//! that are numbers: what NF4, MXFP4, int4, blocks of GGML and FP8 share on the CPU. The weights stay packed
+//! from memory to register.
 //!
 //! Sixteen output rows are interleaved so that a lane is an output row and no horizontal sum is needed.
 //! Arithmetic, which is part of the numerics: `y = Σ_blocks scale · Σ_k (values[code] - zero) · x` in f32,
@@ -25,7 +26,7 @@ mod simd;
 mod stored;
 
 pub use backend::{Own, Prepare, Refuse};
-pub use encoding::{Encoding, NEST, Offset, Plain, Scale, Signed, Zeros};
+pub use encoding::{Bytes, Encoding, NEST, Offset, Plain, Scale, Signed, Zeros};
 pub use layout::scale_group;
 pub use prepare::{Packed, Values, footprint, pack};
 pub use probe::{operands, probe};

@@ -1,6 +1,6 @@
 //! The sums in NEON: what has many registers' worth of lanes goes quarter by quarter, where the registers
 //! suffice.
-use crate::encoding::{Encoding, Offset};
+use crate::encoding::{Encoding, Offset, is_wide};
 use crate::layout::{CODES, LANES};
 use crate::shape::{Codes, Group};
 use crate::simd::{self, AHEAD, Lanes, Tables};
@@ -124,7 +124,7 @@ impl Lanes for Neon {
 
 /// Whether all that a code is worth is in one table.
 const fn by_quarters<E: Encoding>() -> bool {
-    E::HIGH == 0 && !matches!(E::OFFSET, Offset::Minimum)
+    !is_wide::<E>() && !matches!(E::OFFSET, Offset::Minimum)
 }
 
 /// Values of the 8 codes of four words at `p`, with `offset` if there are zero points: of even, and of odd k.

@@ -1,5 +1,5 @@
 //! What the kernels make of sixteen lanes, where a set may do better than the common loops.
-use crate::encoding::{Encoding, Offset, share};
+use crate::encoding::{Bytes, Encoding, Offset, is_wide, share};
 use crate::layout::{CODES, LANES};
 use crate::prepare::Values;
 use crate::shape::{Codes, Group};
@@ -47,10 +47,15 @@ impl<L: Vector> Tables<L> {
     ) -> L::F {
         // SAFETY: the caller's.
         unsafe {
-            let mut value = L::look_up(self.low, low, j);
-            if E::HIGH > 0 {
-                value = L::add(value, L::look_up(self.high[word], high, j));
-            }
+            let four = if j < 4 { low } else { high };
+            let value = match E::BYTES {
+                Some(Bytes::Signed) => L::signed(four, j % 4),
+                Some(Bytes::E4m3) => L::e4m3(four, j % 4),
+                None if E::HIGH > 0 => {
+                    L::add(L::look_up(self.low, low, j), L::look_up(self.high[word], high, j))
+                }
+                None => L::look_up(self.low, low, j),
+            };
             match E::OFFSET {
                 Offset::None => value,
                 Offset::Zero => L::add(value, group.offset),
@@ -61,7 +66,7 @@ impl<L: Vector> Tables<L> {
 }
 
 impl Codes {
-    /// Word `word` of 16 rows, and that of upper bits which it shares.
+    /// Word `word` of 16 rows, and that of upper bits which it shares, or of the second four bytes.
     ///
     /// # Safety
     /// As of [`Vector`]'s functions; there is such a word.
@@ -71,7 +76,7 @@ impl Codes {
         unsafe {
             let low = L::words(self.low.add(word * self.step));
             let high =
-                if E::HIGH > 0 { L::words(self.high.add(word / share::<E>() * self.step)) } else { low };
+                if is_wide::<E>() { L::words(self.high.add(word / share::<E>() * self.step)) } else { low };
             [low, high]
         }
     }

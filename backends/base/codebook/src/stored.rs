@@ -20,9 +20,9 @@ pub trait Stored<E: Encoding>: Sync {
 
 /// A piece of a row taken apart.
 pub struct Run<E: Encoding> {
-    /// The lowest four bits of eight codes, the first in the lowest nibble.
+    /// The lowest four bits of eight codes, the first in the lowest nibble; or the first four of eight bytes.
     pub codes: [u32; PIECE / CODES],
-    /// The bits above them, of the same eight codes, each in a nibble.
+    /// The bits above them, of the same eight codes, each in a nibble; or the second four bytes.
     pub high: [u32; PIECE / CODES],
     /// Of each group.
     pub scales: [E::Scale; PIECE / LEAST_GROUP],

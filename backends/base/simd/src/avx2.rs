@@ -93,8 +93,46 @@ impl Vector for Avx2 {
         unsafe { [half(table, words[0], j), half(table, words[1], j)] }
     }
     #[inline(always)]
+    unsafe fn signed(words: Self::Words, j: i32) -> Self::F {
+        unsafe { [eight_signed(words[0], j), eight_signed(words[1], j)] }
+    }
+    #[inline(always)]
+    unsafe fn e4m3(words: Self::Words, j: i32) -> Self::F {
+        unsafe { [eight_e4m3(words[0], j), eight_e4m3(words[1], j)] }
+    }
+    #[inline(always)]
     unsafe fn prefetch<T>(p: *const T) {
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+}
+
+/// Byte `j` of every word where the highest is.
+#[inline(always)]
+unsafe fn upper_byte(words: __m256i, j: i32) -> __m256i {
+    // SAFETY: called by `Avx2` only.
+    unsafe { _mm256_sllv_epi32(words, _mm256_set1_epi32(24 - 8 * j)) }
+}
+
+/// Byte `j` of every word, a signed number. No closure: one that is not inlined has no instruction set.
+#[inline(always)]
+unsafe fn eight_signed(w: __m256i, j: i32) -> __m256 {
+    // SAFETY: called by `Avx2` only.
+    unsafe { _mm256_cvtepi32_ps(_mm256_srai_epi32::<24>(upper_byte(w, j))) }
+}
+
+/// Byte `j` of every word, an E4M3, as with AVX-512.
+#[inline(always)]
+unsafe fn eight_e4m3(w: __m256i, j: i32) -> __m256 {
+    // SAFETY: called by `Avx2` only.
+    unsafe {
+        let byte = upper_byte(w, j);
+        let bits = _mm256_and_si256(_mm256_srli_epi32::<4>(byte), _mm256_set1_epi32(0x07f0_0000));
+        let value = _mm256_castsi256_ps(_mm256_add_epi32(bits, _mm256_set1_epi32(120 << 23)));
+        let exponent = _mm256_and_si256(byte, _mm256_set1_epi32(0x7800_0000));
+        let small = _mm256_castsi256_ps(_mm256_cmpeq_epi32(exponent, _mm256_setzero_si256()));
+        let of_small = _mm256_fmadd_ps(value, _mm256_set1_ps(2.0), _mm256_set1_ps(-0.015_625));
+        let sign = _mm256_castsi256_ps(_mm256_and_si256(byte, _mm256_set1_epi32(i32::MIN)));
+        _mm256_or_ps(_mm256_blendv_ps(value, of_small, small), sign)
     }
 }
 

@@ -90,9 +90,35 @@ impl Vector for Avx512 {
         unsafe { _mm512_permutexvar_ps(_mm512_srlv_epi32(words, _mm512_set1_epi32(4 * j)), table) }
     }
     #[inline(always)]
+    unsafe fn signed(words: __m512i, j: i32) -> __m512 {
+        unsafe { _mm512_cvtepi32_ps(_mm512_srai_epi32::<24>(upper_byte(words, j))) }
+    }
+    /// Exponent and mantissa are put where an f32 has them. Below the normal range that makes `2^-7 (1 + m/8)`,
+    /// and twice that less `2^-6` is `2^-6 m/8`.
+    #[inline(always)]
+    unsafe fn e4m3(words: __m512i, j: i32) -> __m512 {
+        unsafe {
+            let byte = upper_byte(words, j);
+            let bits = _mm512_and_si512(_mm512_srli_epi32::<4>(byte), _mm512_set1_epi32(0x07f0_0000));
+            let value = _mm512_castsi512_ps(_mm512_add_epi32(bits, _mm512_set1_epi32(120 << 23)));
+            let small = _mm512_testn_epi32_mask(byte, _mm512_set1_epi32(0x7800_0000));
+            let (two, least) = (_mm512_set1_ps(2.0), _mm512_set1_ps(-0.015_625));
+            let value = _mm512_castps_si512(_mm512_mask_fmadd_ps(value, small, two, least));
+            let sign = _mm512_and_si512(byte, _mm512_set1_epi32(i32::MIN));
+            _mm512_castsi512_ps(_mm512_or_si512(value, sign))
+        }
+    }
+    #[inline(always)]
     unsafe fn prefetch<T>(p: *const T) {
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
     }
+}
+
+/// Byte `j` of every word where the highest is.
+#[inline(always)]
+unsafe fn upper_byte(words: __m512i, j: i32) -> __m512i {
+    // SAFETY: called by `Avx512` only.
+    unsafe { _mm512_sllv_epi32(words, _mm512_set1_epi32(24 - 8 * j)) }
 }
 
 /// The intrinsic converts a register, which on Intel's processors takes the port of shuffles too.

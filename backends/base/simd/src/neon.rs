@@ -101,9 +101,33 @@ impl Vector for Neon {
         })
     }
     #[inline(always)]
+    unsafe fn signed(words: Self::Words, j: i32) -> Self::F {
+        words.map(|w| unsafe { vcvtq_f32_s32(vshrq_n_s32::<24>(vreinterpretq_s32_u32(upper_byte(w, j)))) })
+    }
+    /// As with AVX-512.
+    #[inline(always)]
+    unsafe fn e4m3(words: Self::Words, j: i32) -> Self::F {
+        words.map(|w| unsafe {
+            let byte = upper_byte(w, j);
+            let bits = vandq_u32(vshrq_n_u32::<4>(byte), vdupq_n_u32(0x07f0_0000));
+            let value = vreinterpretq_f32_u32(vaddq_u32(bits, vdupq_n_u32(120 << 23)));
+            let normal = vtstq_u32(byte, vdupq_n_u32(0x7800_0000));
+            let of_small = vfmaq_f32(vdupq_n_f32(-0.015_625), value, vdupq_n_f32(2.0));
+            let value = vreinterpretq_u32_f32(vbslq_f32(normal, value, of_small));
+            vreinterpretq_f32_u32(vbslq_u32(vdupq_n_u32(0x8000_0000), byte, value))
+        })
+    }
+    #[inline(always)]
     unsafe fn prefetch<T>(p: *const T) {
         unsafe { asm!("prfm pldl1keep, [{}]", in(reg) p, options(readonly, nostack, preserves_flags)) }
     }
+}
+
+/// Byte `j` of every word where the highest is.
+#[inline(always)]
+unsafe fn upper_byte(words: uint32x4_t, j: i32) -> uint32x4_t {
+    // SAFETY: called by `Neon` only.
+    unsafe { vshlq_u32(words, vdupq_n_s32(24 - 8 * j)) }
 }
 
 /// Sixteen bytes, four to a register.

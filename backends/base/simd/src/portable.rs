@@ -102,5 +102,19 @@ impl Vector for Portable {
         out
     }
     #[inline(always)]
+    unsafe fn signed(words: Self::Words, j: i32) -> Self::F {
+        words.map(|word| f32::from(((word >> (8 * j)) as u8).cast_signed()))
+    }
+    #[inline(always)]
+    unsafe fn e4m3(words: Self::Words, j: i32) -> Self::F {
+        words.map(|word| {
+            let (sign, code) = (word >> (8 * j) << 24 & 0x8000_0000, word >> (8 * j) & 0x7f);
+            // Below the normal range are multiples of 2^-9.
+            let normal = f32::from_bits((code << 20) + (120 << 23));
+            let value = if code < 8 { code as f32 * 0.001_953_125 } else { normal };
+            f32::from_bits(value.to_bits() | sign)
+        })
+    }
+    #[inline(always)]
     unsafe fn prefetch<T>(_: *const T) {}
 }

@@ -9,7 +9,7 @@ pub use self::quantize::ToInt4;
 pub(super) use self::storage::is_compressed_tensors;
 use super::facts::Facts;
 use super::nvfp4::Method;
-use super::sample::{Draw, Edge};
+use super::sample::{Draw, Edge, bytes_of};
 use super::storage::{Described, Layout, Tensor};
 use super::{Decode, Format, Kind, PartSpec, Q4Schema, Quantization, Target, Test, ValueRule, Wire};
 use crate::{Convention, DType, NibbleOrder, OwnedParts, Part, Result, SchemaId, SegmentData, read_floats};
@@ -190,7 +190,7 @@ impl Format for Int4 {
         }
     }
     fn spoil(&self, parts: &mut OwnedParts, row: usize, k: usize) {
-        let nan = sample::bytes_of(f32::NAN, self.scales);
+        let nan = bytes_of(f32::NAN, self.scales);
         parts.bytes_mut(Part::Scales)[row * self.groups(k) * nan.len()..][..nan.len()].copy_from_slice(&nan);
     }
 }

@@ -1,20 +1,10 @@
 //! Weights made up in int4.
 use super::Int4;
-use crate::formats::sample::{Draw, Edge, uniform};
+use crate::formats::sample::{Draw, Edge, bytes_of, uniform};
 use crate::{DType, OwnedParts, Part, Q4Schema};
-use half::{bf16, f16};
 
 /// Groups that checkpoints have; the last stands for one scale per out feature.
 pub(super) const GROUPS: [u32; 5] = [16, 32, 64, 128, 256];
-
-/// A scale as it is stored.
-pub(super) fn bytes_of(value: f32, scales: DType) -> Vec<u8> {
-    match scales {
-        DType::F16 => f16::from_f32(value).to_le_bytes().to_vec(),
-        DType::BF16 => bf16::from_f32(value).to_le_bytes().to_vec(),
-        _ => value.to_le_bytes().to_vec(),
-    }
-}
 
 pub(super) fn parts(
     format: &Int4,

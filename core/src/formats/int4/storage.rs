@@ -8,6 +8,7 @@ pub(super) fn described(format: &Int4) -> Described {
     Described {
         format: "pack-quantized",
         kind: "int",
+        bits: 4,
         strategy: "group",
         group_size: format.group,
         scale_dtype: None,

@@ -6,6 +6,7 @@ use crate::{DType, Part};
 pub(super) const DESCRIBED: Described = Described {
     format: "mxfp4-pack-quantized",
     kind: "float",
+    bits: 4,
     strategy: "group",
     group_size: 32,
     scale_dtype: Some("torch.uint8"),

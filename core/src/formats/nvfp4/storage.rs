@@ -1,12 +1,13 @@
 //! The layouts that NVFP4 is stored in.
 use super::{BLOCK, RowMajor, Swizzled128x4, encoding};
 use crate::formats::storage::{Content, Described, Detected, LayerKeys, Layout, Probe, Rule, Tensor};
-use crate::formats::{int4, mxfp4, swizzle};
+use crate::formats::{fp8, int4, mxfp4, swizzle};
 use crate::{Convention, DType, Part};
 
 pub(super) const DESCRIBED: Described = Described {
     format: "nvfp4-pack-quantized",
     kind: "float",
+    bits: 4,
     strategy: "tensor_group",
     group_size: 16,
     scale_dtype: Some("torch.float8_e4m3fn"),
@@ -74,7 +75,9 @@ pub(super) static RULES: [Rule; 4] = [
     },
     Rule {
         layout: Layout::ModelOpt,
-        is_there: |p| (p.has("weight_scale") || p.has("weight_scale_2")) && p.has("weight"),
+        is_there: |p| {
+            (p.has("weight_scale") || p.has("weight_scale_2")) && p.has("weight") && !fp8::is_stored(p)
+        },
         read: |p, _| {
             if p.has("pre_quant_scale") {
                 p.problem("pre_quant_scale", "a checkpoint without it", "an AWQ or SVD export");

@@ -176,7 +176,7 @@ impl Declared {
             "block_structure": null,
             "dynamic": dynamic.into(),
             "group_size": (of.group_size != 0).then_some(of.group_size),
-            "num_bits": 4,
+            "num_bits": of.bits,
             "observer": observer,
             "observer_kwargs": {},
             "scale_dtype": of.scale_dtype,

@@ -137,7 +137,7 @@ pub fn convert(
             format!("layout {} cannot say what the original says", layout.as_str()),
         )
         .need("a declaration of weights and inputs, nothing else")
-        .have(note.as_str())
+        .have(note.text.as_str())
         .fix("keep the layout"));
     }
     let mut changed = Vec::new();
