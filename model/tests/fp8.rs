@@ -48,7 +48,8 @@ fn layers(c: &Checkpoint) -> Result<()> {
     Ok(())
 }
 
-/// ModelOpt's mixture: attention in FP8 under one scale, what is left in NVFP4, each layer by name in two files.
+/// ModelOpt's mixture: attention in FP8 under one scale, what is left in NVFP4, each layer by name in two
+/// files.
 fn modelopt() -> Model {
     let mut m = Model::golden("a", "nvfp4_modelopt");
     let fp8 = Model::golden("a", "fp8_tensor_ct");

@@ -1,4 +1,5 @@
-//! The formats of weights, one folder each: what a code is, how it is stored, recognised, passed on and tested.
+//! The formats of weights, one folder each: what a code is, how it is stored, recognised, passed on and
+//! tested.
 //!
 //! A [`Format`] is one encoding with its parameters; everybody else asks it and knows none by name, but for
 //! backends whose kernels are made for one. [`KINDS`] lists what there is. A new format is a folder here, a

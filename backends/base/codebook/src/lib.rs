@@ -1,6 +1,6 @@
-//! Products on packed weights whose codes name values, sixteen of them or sums of two of sixteen, or are bytes
-//! that are numbers: what NF4, MXFP4, int4, blocks of GGML and FP8 share on the CPU. The weights stay packed
-//! from memory to register.
+//! Products on packed weights whose codes name values, sixteen of them or sums of two of sixteen, or are
+//! bytes that are numbers: what NF4, MXFP4, int4, blocks of GGML and FP8 share on the CPU. The weights stay
+//! packed from memory to register.
 //!
 //! Sixteen output rows are interleaved so that a lane is an output row and no horizontal sum is needed.
 //! Arithmetic, which is part of the numerics: `y = Σ_blocks scale · Σ_k (values[code] - zero) · x` in f32,

@@ -35,8 +35,8 @@ pub struct Packed<E: Encoding> {
     /// blocks.
     pub(crate) codes: Pages<Line<u32>>,
     /// `[quads, k / 8 / share, blocks of the quad]`: what codes have above four bits. Nibble `j` has those of
-    /// code `j` of each word that shares it, the first in its lowest bits. Of bytes, `codes` has the first and
-    /// this the second four of eight.
+    /// code `j` of each word that shares it, the first in its lowest bits. Of bytes, `codes` has the first
+    /// and this the second four of eight.
     pub(crate) high: Option<Pages<Line<u32>>>,
     /// `[quads, k / group, blocks of the quad]`: a scale of each of 16 rows. Rows past n have zeroes.
     pub(crate) scales: Pages<[E::Scale; LANES]>,

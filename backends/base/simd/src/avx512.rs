@@ -93,8 +93,8 @@ impl Vector for Avx512 {
     unsafe fn signed(words: __m512i, j: i32) -> __m512 {
         unsafe { _mm512_cvtepi32_ps(_mm512_srai_epi32::<24>(upper_byte(words, j))) }
     }
-    /// Exponent and mantissa are put where an f32 has them. Below the normal range that makes `2^-7 (1 + m/8)`,
-    /// and twice that less `2^-6` is `2^-6 m/8`.
+    /// Exponent and mantissa are put where an f32 has them. Below the normal range that makes
+    /// `2^-7 (1 + m/8)`, and twice that less `2^-6` is `2^-6 m/8`.
     #[inline(always)]
     unsafe fn e4m3(words: __m512i, j: i32) -> __m512 {
         unsafe {

@@ -13,8 +13,8 @@ use super::{Decode, Format, Kind, PartSpec, Q4Schema, Test, ValueRule, Wire, e4m
 use crate::{Convention, DType, OwnedParts, Part, Result, SchemaId, SegmentData, read_floats};
 use serde::Serialize;
 
-/// Codes of E4M3FN, none of them NaN, under a scale for each tile of the matrix: `value = e4m3(code) * scale`,
-/// rounded once to f32, which is exact for scales of 16 bits.
+/// Codes of E4M3FN, none of them NaN, under a scale for each tile of the matrix:
+/// `value = e4m3(code) * scale`, rounded once to f32, which is exact for scales of 16 bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct Fp8 {
     /// Out and in features under one scale, from the first of a segment on; 0 for all there are. The last

@@ -124,8 +124,8 @@ fn has_block(schema: &Q4Schema, size: u64) -> bool {
     is_fine
 }
 
-/// What numbers a group has: bits of each, their type, whether zero is in their middle, blocks that there are, and these in
-/// words.
+/// What numbers a group has: bits of each, their type, whether zero is in their middle, blocks that there are,
+/// and these in words.
 type Numbers<'a> = (u64, &'a str, bool, &'a dyn Fn(u64) -> bool, &'a str);
 
 /// Weights (and inputs) of a group must be such `numbers`.

@@ -56,7 +56,7 @@ pub(super) fn first<'a>(groups: &'a [Group], layer: &str) -> Result<Option<&'a G
             Ok(false) => {}
             Err(pattern) => {
                 return Err(Error::new(Code::ConfigInvalid, format!("{}: targets", super::CONFIG))
-                    .need("names, classes, or regular expressions of at most 256 characters without look-around")
+                    .need("names, classes, or regular expressions of at most 256 bytes without look-around")
                     .have(pattern));
             }
         }
