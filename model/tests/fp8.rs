@@ -164,6 +164,13 @@ fn a_contradiction_names_its_layer_and_both_places() {
     };
     refused(modelopt(), &none, ConfigInvalid, &["quantized_layers", "MIXED_PRECISION"]);
 
+    // One algorithm for all, and a layer of another: told by the tensors alone it would be taken.
+    let one = |m: &mut Model| {
+        m.hf_quant = None;
+        m.config["quantization_config"] = json!({"quant_method": "modelopt", "quant_algo": "NVFP4"});
+    };
+    refused(modelopt(), &one, SchemaInvalid, &[Q, other, "need: nvfp4", "fp8 with one scale"]);
+
     // The lists against the tensors.
     refused(modelopt(), &both(UP, json!({"quant_algo": "FP8"})), SchemaInvalid, &[UP, other, "nvfp4"]);
     let nvfp4 = json!({"quant_algo": "NVFP4"});

@@ -312,10 +312,8 @@ fn kv_note(file: &str, kv: &Value) -> Note {
 
 /// Inputs of FP8 layers are declared to be rounded.
 fn inputs_note(file: &str, have: &str) -> Note {
-    let text = format!(
-        "{file}: inputs of FP8 layers are declared as {have}; they are multiplied as they are, which is closer \
-         to the model before it was quantised"
-    );
+    let text =
+        format!("{file}: inputs of FP8 layers are declared as {have}; they are multiplied as they are");
     Note { code: "inputs-float", text }
 }
 

@@ -34,14 +34,12 @@ pub(super) fn read(files: &[(&'static str, &Value)]) -> Result<Declaration> {
         return Err(refuse(first.name, "quantized_layers", need, first.said.get("quantized_layers")));
     }
     let mut declaration = Declaration { method: Method::ModelOpt, ..Declaration::none() };
-    let mut has_fp8 = None;
+    let has_fp8;
     match (first.all, layers) {
         (Some((format, activations)), _) => {
             declaration.activations = Some(activations);
-            if format.schema == "fp8" {
-                has_fp8 = Some(first.name);
-                declaration.groups.push(Group { targets: Targets::All, format, activations });
-            }
+            has_fp8 = (format.schema == "fp8").then_some(first.name);
+            declaration.groups.push(Group { targets: Targets::All, format, activations });
         }
         (None, layers) => {
             let mut named: BTreeMap<_, (Algorithm, BTreeSet<String>)> = BTreeMap::new();
