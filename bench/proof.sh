@@ -29,7 +29,7 @@ if [[ $# -gt 0 ]]; then
 fi
 rows=(--q4 "$target/release/q4" --work "$work" "${before[@]}")
 
-for part in suite speed vendor; do
+for part in suite start speed vendor; do
     if [[ ! -e $work/$part.json ]]; then
         say "times: $part"
         rm -rf "$work"/new-* "$work"/fresh-* "$work/qwen3-0.6b"
