@@ -1,9 +1,10 @@
-//! Between text and tokens: tokenizer, chat template, sampling, stop strings, and the wishes of a model
-//! directory about them. Nothing here knows weights.
+//! Between text and tokens: tokenizer, chat template, sampling, stop strings, the parts of an answer,
+//! and the wishes of a model directory about them. Nothing here knows weights.
 //!
 //! Files of a model are untrusted: every reader here is bounded and answers damage with an error.
 pub mod generation;
 mod quiet;
+pub mod reply;
 pub mod sampling;
 pub mod stop;
 pub mod template;

@@ -115,6 +115,12 @@ impl Tokenizer {
         self.inner.id_to_token(id)
     }
 
+    /// The bytes a token of a byte-level vocabulary stands for, which may be half a character; `None` for other
+    /// vocabularies, whose tokens are no bytes.
+    pub fn bytes_of(&self, id: u32) -> Option<&[u8]> {
+        self.bytes.as_ref().map(|table| table.of(id))
+    }
+
     /// Whether the token steers the model and is no text.
     pub fn is_special(&self, id: u32) -> bool {
         self.special.binary_search(&id).is_ok()
@@ -166,5 +172,14 @@ mod tests {
         assert_eq!(t.decode(&[end], true).expect("decodes"), "");
         assert_eq!(t.decode(&[end], false).expect("decodes"), "<|im_end|>");
         assert_eq!(t.id_of("no such token"), None);
+    }
+
+    #[test]
+    fn the_bytes_of_all_tokens_are_the_bytes_of_the_text() {
+        let t = Tokenizer::from_bytes(DEMO).expect("demo");
+        let ids = t.encode(PROBE, false).expect("encodes");
+        let bytes: Vec<u8> =
+            ids.iter().flat_map(|id| t.bytes_of(*id).expect("byte-level")).copied().collect();
+        assert_eq!(bytes, PROBE.as_bytes());
     }
 }

@@ -134,7 +134,7 @@ impl TokenBytes {
         table
     }
 
-    fn of(&self, id: u32) -> &[u8] {
+    pub(super) fn of(&self, id: u32) -> &[u8] {
         let Some(&end) = self.ends.get(id as usize) else { return &[] };
         let start = if id == 0 { 0 } else { self.ends[id as usize - 1] };
         &self.bytes[start as usize..end as usize]
