@@ -15,7 +15,7 @@ use crate::session::warn_of_unscaled;
 use crate::writing;
 use q4_core::memory::{Budget, forget_peak, peak_resident};
 use q4_core::{Activations, Code, Device, Dispatch, Error, Result, ThreadPool};
-use q4_model::cpu::{KvCache, KvType};
+use q4_model::cpu::{KvCache, KvShape, KvType};
 use q4_model::executor::Shape;
 use q4_model::load::{ContextOptions, Loaded, load, shape};
 use q4_model::plan::{ActivationRequest, HeadPlan, Plan, PlanOptions};
@@ -82,7 +82,7 @@ pub fn run(cx: &Context, args: &BenchArgs) -> Result<Outcome> {
     let context = longest.max(PROMPT + args.decode) + 1;
     let mut runner = subject
         .loaded
-        .runner(ContextOptions { context, chunk, all_logits: false, kv: subject.kv }, &budget)?;
+        .runner(ContextOptions { context, chunk, all_logits: false, kv: subject.kv, many: None }, &budget)?;
     // Self-checks and first touches of memory are no part of any figure.
     runner.accept(&prompt(PROMPT, &subject.shape))?;
     runner.decode(0)?;
@@ -254,7 +254,7 @@ impl Subject {
 
     fn memory(&self, context: usize, peak_bytes: Option<u64>) -> Memory {
         let s = &self.shape;
-        let kv_bytes = KvCache::bytes(self.kv, s.layers, s.kv_heads, s.head_dim, context);
+        let kv_bytes = KvCache::bytes(self.kv, KvShape::of(s), context);
         Memory::new(self.packed_bytes, self.embedding_bytes, kv_bytes, peak_bytes)
     }
 }

@@ -65,7 +65,7 @@ pub fn run(cx: &Context, args: &ChatArgs) -> Result<Outcome> {
     prompt::give(&mut given, &args.answer.prompt, &template, report)?;
     let context = context_size(answer.context, CONTEXT, &checkpoint)?;
     let chunk = chunk(cx.device()?).min(context);
-    let sizes = ContextOptions { context, chunk, all_logits: false, kv: cx.kv(KvType::F16) };
+    let sizes = ContextOptions { context, chunk, all_logits: false, kv: cx.kv(KvType::F16), many: None };
     let session = Session::load(cx, dispatch, &checkpoint, answer.quantize, sizes)?;
     let mut runner = session.runner()?;
     let sampler = Sampler::new(sampling.clone(), checkpoint.config().vocab_size)?;

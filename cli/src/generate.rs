@@ -147,7 +147,7 @@ pub fn run(cx: &Context, args: &GenerateArgs) -> Result<Outcome> {
     let ask = ask(args, &options, given, &checkpoint, &text)?;
     let context = context_size(options.context, need(&ask, &text, &options)?, &checkpoint)?;
     let chunk = chunk(cx.device()?).min(context);
-    let sizes = ContextOptions { context, chunk, all_logits: false, kv: cx.kv(KvType::F16) };
+    let sizes = ContextOptions { context, chunk, all_logits: false, kv: cx.kv(KvType::F16), many: None };
     let session = Session::load(cx, dispatch, &checkpoint, options.quantize, sizes)?;
     let mut runner = session.runner()?;
     let mut sampler = Sampler::new(params.clone(), checkpoint.config().vocab_size)?;

@@ -36,7 +36,7 @@ pub fn run(cx: &Context, args: &LogitsArgs) -> Result<Outcome> {
     let positions = args.ids.len();
     let context = context_size(None, positions.saturating_add(args.greedy), &checkpoint)?;
     let chunk = args.chunk.map_or(chunk(cx.device()?), |c| c as usize).min(positions);
-    let sizes = ContextOptions { context, chunk, all_logits: true, kv: cx.kv(KvType::F32) };
+    let sizes = ContextOptions { context, chunk, all_logits: true, kv: cx.kv(KvType::F32), many: None };
     let session = Session::load(cx, dispatch, &checkpoint, args.quantize, sizes)?;
     let mut runner = session.runner()?;
 

@@ -220,7 +220,8 @@ fn plan<'a>(
     let layer = 4 * c.hidden_size + 2 * q + 2 * kv + c.intermediate_size;
     let widths = c.hidden_size + c.vocab_size + c.num_hidden_layers * layer;
     let kept = ((ids.len() + DECODED) * widths * 4) as u64;
-    let sizes = ContextOptions { context, chunk: rows(ids), all_logits: true, kv: cx.kv(KvType::F32) };
+    let sizes =
+        ContextOptions { context, chunk: rows(ids), all_logits: true, kv: cx.kv(KvType::F32), many: None };
     let max_rows = chunk(cx.device()?).min(context);
     Ok(Session::plan(cx, dispatch, checkpoint, args.quantize, max_rows, sizes)?.with("values", kept))
 }

@@ -79,7 +79,13 @@ pub fn run(cx: &Context, args: &VerifyArgs) -> Result<Outcome> {
 fn run_text(cx: &Context, checkpoint: &Checkpoint) -> Result<Told> {
     let bar = cx.report().bar("running");
     let mut open = |checkpoint: &Checkpoint, rows: usize| {
-        let sizes = ContextOptions { context: rows, chunk: rows, all_logits: true, kv: cx.kv(KvType::F32) };
+        let sizes = ContextOptions {
+            context: rows,
+            chunk: rows,
+            all_logits: true,
+            kv: cx.kv(KvType::F32),
+            many: None,
+        };
         Session::load(cx, Session::dispatch(cx)?, checkpoint, None, sizes)?.runner()
     };
     let told = run::run(checkpoint, &mut open, &mut |done, all| {

@@ -87,7 +87,7 @@ impl Windows {
     /// A context for one window, which keeps the logits of whole steps.
     pub fn sizes(&self, cx: &Context) -> ContextOptions {
         let context = self.window.min(self.ids.len());
-        ContextOptions { context, chunk: ROWS, all_logits: true, kv: cx.kv(KvType::F16) }
+        ContextOptions { context, chunk: ROWS, all_logits: true, kv: cx.kv(KvType::F16), many: None }
     }
 }
 

@@ -76,15 +76,37 @@ pub struct Slots<T> {
     pub logits: T,
 }
 
-/// Which positions the head is computed for.
+/// Which rows of a step the head is computed for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Logits {
+pub enum Logits<'a> {
     /// None: a chunk of a prompt that others follow.
     Skip,
     /// The last one: what sampling needs.
     Last,
-    /// Every position: parity checks, perplexity.
+    /// Every row: parity checks, perplexity.
     All,
+    /// These, in this order: where a step has rows of several sequences.
+    Rows(&'a [usize]),
+}
+
+impl Logits<'_> {
+    /// How many, of `all` rows.
+    pub fn rows(self, all: usize) -> usize {
+        match self {
+            Self::Skip => 0,
+            Self::Last => 1,
+            Self::All => all,
+            Self::Rows(rows) => rows.len(),
+        }
+    }
+    /// Which row of `all` is number `i`.
+    pub fn row(self, i: usize, all: usize) -> usize {
+        match self {
+            Self::Skip | Self::Last => all - 1,
+            Self::All => i,
+            Self::Rows(rows) => rows[i],
+        }
+    }
 }
 
 /// A device with kernels.
@@ -161,7 +183,7 @@ pub trait Executor {
         x: &Self::Tensor,
         norm: &Self::Norm,
         head: &Self::Head,
-        which: Logits,
+        which: Logits<'_>,
         scratch: &mut Self::Tensor,
         out: &mut Self::Tensor,
     ) -> Result<()>;

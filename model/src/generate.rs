@@ -1,97 +1,13 @@
 //! Generating text: prompt in, sampled tokens out, stopped by ids, strings or a limit.
-use crate::likely::Ranking;
+use crate::draft::Draft;
+pub use crate::draft::{Answer, FinishReason, Limits};
 use crate::runner::Runner;
 use crate::sampling::{Sampler, SamplingParams};
-use crate::stop::StopMatcher;
 use crate::template::{ChatTemplate, Message};
 use crate::tokenizer::Tokenizer;
 use q4_core::{Code, Error, Result};
-use serde::Serialize;
 use serde_json::{Map, Value};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
-
-/// When to stop.
-#[derive(Clone, Debug, Default)]
-pub struct Limits {
-    /// Tokens to generate at most; the context may hold fewer.
-    pub max_tokens: usize,
-    /// Ids that end an answer; they are not part of it.
-    pub stop_ids: Vec<u32>,
-    /// Texts that end an answer; they are not part of it.
-    pub stop_strings: Vec<String>,
-    /// Most likely tokens to note before each draw; 0 notes none.
-    pub top_logprobs: usize,
-    /// Ends an answer at the next token, or a prompt before the next operation, once it is set.
-    pub interrupt: Option<&'static AtomicBool>,
-}
-
-impl Limits {
-    fn is_interrupted(&self) -> bool {
-        self.interrupt.is_some_and(|stop| stop.load(Ordering::Relaxed))
-    }
-}
-
-/// Why an answer ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum FinishReason {
-    /// A stop id was sampled.
-    Stop,
-    /// A stop string appeared.
-    StopString,
-    /// `max_tokens` were generated: it is cut.
-    Length,
-    /// The context is full: it is cut.
-    Context,
-    /// [`Limits::interrupt`] was set.
-    Interrupted,
-}
-
-impl FinishReason {
-    /// As reports spell it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Stop => "stop",
-            Self::StopString => "stop-string",
-            Self::Length => "length",
-            Self::Context => "context",
-            Self::Interrupted => "interrupted",
-        }
-    }
-
-    /// Whether the answer would have gone on.
-    pub fn is_cut(self) -> bool {
-        !matches!(self, Self::Stop | Self::StopString)
-    }
-}
-
-/// One answer.
-#[derive(Clone, Debug)]
-pub struct Answer {
-    /// The text, without stop string.
-    pub text: String,
-    /// The sampled ids, without stop id.
-    pub ids: Vec<u32>,
-    /// Tokens of the prompt that had to be computed.
-    pub prompt_tokens: usize,
-    /// Why it ended.
-    pub finish: FinishReason,
-    /// The most likely tokens before each draw, by the model alone: no penalty, no temperature. A draw that
-    /// ended the answer is among them.
-    pub likely: Ranking,
-    /// Computing the prompt.
-    pub prefill: Duration,
-    /// Computing the answer.
-    pub decode: Duration,
-}
-
-impl Answer {
-    /// Whether there is an answer to keep: one that was interrupted before its first text is none.
-    pub fn is_said(&self) -> bool {
-        self.finish != FinishReason::Interrupted || !self.text.is_empty()
-    }
-}
+use std::time::Instant;
 
 /// Continues `prompt` behind what `runner` holds. Every id of the answer is accepted into the runner; text is
 /// handed to `emit` as soon as it is complete. Nothing is accepted of a prompt that was interrupted.
@@ -114,118 +30,37 @@ pub fn generate(
     let is_whole = runner.accept_unless(prompt, limits.interrupt)?;
     let prefill = start.elapsed();
     let start = Instant::now();
-    let mut stream = tokenizer.stream(true);
-    let mut matcher = StopMatcher::new(&limits.stop_strings)?;
-    let most = limits.max_tokens.min(runner.context());
-    let mut answer = Answer {
-        text: String::new(),
-        ids: Vec::with_capacity(most),
-        likely: Ranking::new(limits.top_logprobs, most),
-        prompt_tokens: prompt.len(),
-        finish: FinishReason::Length,
-        prefill,
-        decode: Duration::ZERO,
-    };
+    let room = runner.context() - runner.tokens().len();
+    let mut draft = Draft::new(tokenizer, limits, prompt.len(), room)?;
+    draft.answer.prefill = prefill;
     if !is_whole {
-        answer.finish = FinishReason::Interrupted;
-        return Ok(answer);
+        draft.answer.finish = FinishReason::Interrupted;
+        return Ok(draft.answer);
     }
-    let mut say = |text: &str, all: &mut String| {
-        all.push_str(text);
+    let mut say = |text: String| {
         if !text.is_empty() {
-            emit(text);
+            emit(&text);
         }
     };
-    let mut cut = false;
-    let mut collapse = Collapse::default();
-    while answer.ids.len() < limits.max_tokens && runner.tokens().len() < runner.context() {
+    while draft.has_room() {
         if limits.is_interrupted() {
-            answer.finish = FinishReason::Interrupted;
+            draft.end(FinishReason::Interrupted);
             break;
         }
-        collapse.look(runner)?;
-        if limits.top_logprobs > 0 {
-            answer.likely.look(runner.logits()?);
+        if draft.looks() {
+            draft.look(runner.logits()?)?;
         }
         let id = runner.sample(sampler)?;
-        if limits.stop_ids.contains(&id) {
-            answer.finish = FinishReason::Stop;
+        if !draft.take(id) {
             break;
         }
-        answer.ids.push(id);
         runner.decode(id)?;
-        if let Some(piece) = stream.push(id)? {
-            let matched = matcher.push(&piece);
-            say(&matched.emit, &mut answer.text);
-            if matched.stopped.is_some() {
-                answer.finish = FinishReason::StopString;
-                cut = true;
-                break;
-            }
-        }
+        say(draft.spell(id)?);
     }
     runner.settle()?;
-    if answer.finish == FinishReason::Length && answer.ids.len() < limits.max_tokens {
-        answer.finish = FinishReason::Context;
-    }
-    if !cut {
-        let rest = stream.finish()?;
-        // Half a character that nobody waited for is no text.
-        let is_left = answer.finish == FinishReason::Interrupted;
-        let rest = if is_left { rest.trim_end_matches(char::REPLACEMENT_CHARACTER) } else { &rest };
-        let matched = matcher.push(rest);
-        say(&matched.emit, &mut answer.text);
-        if matched.stopped.is_some() {
-            answer.finish = FinishReason::StopString;
-        } else {
-            say(&matcher.finish(), &mut answer.text);
-        }
-    }
-    answer.decode = start.elapsed();
-    Ok(answer)
-}
-
-/// Tells logits that are finite and know nothing: all equal, or the same for every one of the first tokens of
-/// an answer. Whoever repeats himself has other logits each time, so nothing is looked at once two rows
-/// differ.
-#[derive(Default)]
-struct Collapse {
-    before: Option<u64>,
-    same: usize,
-    over: bool,
-}
-
-impl Collapse {
-    /// Rows in a row that are the same, bit for bit.
-    const ROWS: usize = 8;
-
-    /// Call before a token is drawn, which may change the logits.
-    fn look(&mut self, runner: &mut Runner) -> Result<()> {
-        if self.over {
-            return Ok(());
-        }
-        let logits = runner.logits()?;
-        let told = |have: &str| {
-            Err(Error::new(Code::NonFinite, "the logits say nothing about the next token")
-                .need("logits that differ from token to token, and from position to position")
-                .have(have)
-                .fix("`q4 verify --run MODEL` looks for the cause"))
-        };
-        if logits.len() > 1 && logits.iter().all(|l| *l == logits[0]) {
-            return told("the same logit for every token");
-        }
-        // FNV-1a over the bits.
-        let row = logits.iter().fold(0xcbf2_9ce4_8422_2325, |hash: u64, l| {
-            (hash ^ u64::from(l.to_bits())).wrapping_mul(0x0000_0100_0000_01b3)
-        });
-        self.over = self.before.is_some_and(|before| before != row);
-        self.before = Some(row);
-        self.same += 1;
-        if !self.over && self.same == Self::ROWS {
-            return told("the same logits at every position");
-        }
-        Ok(())
-    }
+    say(draft.finish()?);
+    draft.answer.decode = start.elapsed();
+    Ok(draft.answer)
 }
 
 /// A conversation on one cache: each turn computes only what is new.

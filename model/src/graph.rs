@@ -53,7 +53,7 @@ impl<E: Executor> Decoder<E> {
         ids: &[u32],
         cache: &mut E::Cache,
         s: &mut Slots<E::Tensor>,
-        logits: Logits,
+        logits: Logits<'_>,
     ) -> Result<()> {
         ex.embed(&self.table, ids, &mut s.hidden)?;
         ex.watch(Site { layer: None, call: "embed_tokens" }, &mut s.hidden)?;

@@ -3,8 +3,10 @@
 //!
 //! Files of a model are untrusted: every reader here is bounded and answers damage with an error.
 mod assemble;
+pub mod batch;
 pub mod cpu;
 pub mod cuda;
+pub mod draft;
 pub mod executor;
 pub mod generate;
 pub mod graph;
@@ -21,4 +23,4 @@ pub mod watch;
 pub mod weights;
 
 pub use q4_checkpoint::{self as checkpoint, arch, config, export, quantize};
-pub use q4_text::{generation, sampling, stop, template, tokenizer};
+pub use q4_text::{generation, reply, sampling, stop, template, tokenizer};

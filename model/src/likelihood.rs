@@ -41,6 +41,11 @@ impl Loss {
     }
 }
 
+/// ln of the probability of token `id` after a row of logits, `[vocab]`.
+pub fn logprob(logits: &[f32], id: u32) -> f32 {
+    LogSum::of(logits).ln_p(logits[id as usize]) as f32
+}
+
 /// Two models over the same text. A is the reference.
 #[derive(Clone, Debug, Default)]
 pub struct Comparison {

@@ -1,6 +1,7 @@
 //! From a checkpoint and a plan to a model that runs: one layer in flight at a time, every large allocation
 //! predicted.
 use crate::assemble::{Form, Source, assemble};
+use crate::batch::{PAGE, Sequences};
 use crate::checkpoint::{Bytes, Checkpoint, Matrix};
 use crate::config::Rotation;
 use crate::cpu::{CpuTable, KvType};
@@ -26,6 +27,41 @@ pub struct ContextOptions {
     pub all_logits: bool,
     /// How keys and values are cached.
     pub kv: KvType,
+    /// Several sequences that share the cache; none for one that has it alone.
+    pub many: Option<Many>,
+}
+
+/// Sequences that share a cache.
+#[derive(Clone, Copy, Debug)]
+pub struct Many {
+    /// How many at most are computed at once.
+    pub sequences: usize,
+    /// Pages of the cache, of [`PAGE`](crate::batch::PAGE) positions each.
+    pub pages: usize,
+}
+
+/// Rows of a step of several sequences that logits are kept of, at least: of prompts whose own tokens are
+/// weighed.
+const WEIGHED: usize = 32;
+
+impl ContextOptions {
+    /// What a context with them takes of everything; `workspace` is the largest need of any product.
+    pub fn sizes(&self, workspace: usize) -> Sizes {
+        let sequences = self.many.map_or(1, |many| many.sequences);
+        Sizes { rows: self.chunk, logit_rows: self.logit_rows(), sequences, context: self.context, workspace }
+    }
+    /// Rows of a step that logits are kept of.
+    pub fn logit_rows(&self) -> usize {
+        match self.many {
+            Some(many) => many.sequences.max(WEIGHED).min(self.chunk),
+            None if self.all_logits => self.chunk,
+            None => 1,
+        }
+    }
+    /// Positions of the cache.
+    pub fn positions(&self) -> usize {
+        self.many.map_or(self.context, |many| many.pages * PAGE)
+    }
 }
 
 /// A loaded model and what is needed to make contexts over it.
@@ -173,12 +209,24 @@ impl Loaded {
     /// # Errors
     /// [`Code::OutOfMemory`] for a cache or activations that do not fit into `budget`; errors of the device.
     pub fn runner(&self, options: ContextOptions, budget: &Budget) -> Result<Runner> {
-        let rows = options.chunk;
-        let logit_rows = if options.all_logits { rows } else { 1 };
-        let workspace = self.workspace(logit_rows);
-        let sizes = Sizes { rows, logit_rows, sequences: 1, context: options.context, workspace };
+        let sizes = options.sizes(self.workspace(options.logit_rows()));
         let engine = self.model.clone().engine(self.context(sizes, options.kv, budget))?;
-        Ok(Runner::new(engine, rows))
+        Ok(Runner::new(engine, options.chunk))
+    }
+
+    /// Several sequences that share a cache over this model, inside `budget`.
+    ///
+    /// # Errors
+    /// As [`runner`](Self::runner); [`Code::Unsupported`] where nothing does that.
+    pub fn sequences(
+        &self,
+        options: ContextOptions,
+        many: Many,
+        budget: &Budget,
+    ) -> Result<Box<dyn Sequences>> {
+        let options = ContextOptions { many: Some(many), ..options };
+        let sizes = options.sizes(self.workspace(options.logit_rows()));
+        self.model.clone().sequences(self.context(sizes, options.kv, budget), many.pages)
     }
 
     /// `sequences` contexts of `context` positions that decode together, on a CUDA device.

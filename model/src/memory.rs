@@ -15,9 +15,8 @@
 //! not `program` or `loading` is the device's.
 use crate::checkpoint::{Checkpoint, Container, Elements, SCANNED, names};
 use crate::config::DecoderConfig;
-use crate::cpu::{CpuExecutor, CpuTable, KvCache, slot_bytes};
+use crate::cpu::{CpuExecutor, CpuTable, KvCache, KvShape, slot_bytes};
 use crate::cuda;
-use crate::executor::Sizes;
 use crate::load::{ContextOptions, shape};
 use crate::plan::{HeadPlan, Plan, PlanOptions, Product};
 use q4_core::memory::{Budget, human};
@@ -83,7 +82,7 @@ impl MemoryPlan {
         program: u64,
     ) -> Result<Self> {
         let (c, shape) = (checkpoint.config(), shape(checkpoint));
-        let logit_rows = if context.all_logits { context.chunk } else { 1 };
+        let logit_rows = context.logit_rows();
         let head = match &plan.head {
             HeadPlan::Product(p) => Some(&**p),
             HeadPlan::Dense { .. } => None,
@@ -107,15 +106,14 @@ impl MemoryPlan {
         passing = passing.max(embedding.passing).max(own_head.passing);
 
         let cache = |positions| match device {
-            Device::Cpu => {
-                KvCache::bytes(context.kv, shape.layers, shape.kv_heads, shape.head_dim, positions)
-            }
+            Device::Cpu => KvCache::bytes(context.kv, KvShape::of(&shape), positions),
             _ => {
                 cuda::CudaCache::bytes(options.dtype, shape.layers, shape.kv_heads, shape.head_dim, positions)
             }
         };
-        let (rows, positions, workspace) = (context.chunk, context.context, workspace as usize);
-        let sampler = 16 * shape.vocab as u64;
+        let (rows, positions, workspace) = (context.chunk, context.positions(), workspace as usize);
+        let sizes = context.sizes(workspace);
+        let sampler = (16 * sizes.sequences * shape.vocab) as u64;
         let mut parts = Vec::new();
         let mut add = |name, place, bytes| parts.push(Part { name, place, bytes });
         let place = if device == Device::Cpu { Place::Host } else { Place::Device };
@@ -131,14 +129,12 @@ impl MemoryPlan {
         let with_context = match device {
             Device::Cpu => {
                 let activations = slot_bytes(&shape, rows, logit_rows) + sampler;
-                let workspace =
-                    CpuExecutor::bytes(&shape, threads, options.dtype, rows, positions, workspace);
+                let workspace = CpuExecutor::bytes(&shape, threads, options.dtype, &sizes);
                 add("activations", place, activations);
                 add("workspace", place, workspace);
                 cache(positions) + activations + workspace
             }
             _ => {
-                let sizes = Sizes { rows, logit_rows, sequences: 1, context: positions, workspace };
                 let (activations, workspace) = cuda::context_bytes(&shape, options.dtype, &sizes);
                 add("activations", place, activations);
                 add("workspace", place, workspace + cuda::KERNELS);

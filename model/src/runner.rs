@@ -1,4 +1,5 @@
 //! A model with its cache: tokens in, logits out. The cache's length is always the number of accepted tokens.
+use crate::batch::Sequences;
 use crate::config::Rotation;
 use crate::cpu::KvType;
 use crate::cuda::CudaBatch;
@@ -26,7 +27,12 @@ pub trait Model: Any + Send + Sync {
     /// # Errors
     /// [`Code::OutOfMemory`] where it does not fit.
     fn engine(self: Arc<Self>, cx: Context<'_>) -> Result<Box<dyn Engine>>;
-    /// Several sequences that decode together.
+    /// Several sequences that share a cache of `pages` pages and their steps.
+    ///
+    /// # Errors
+    /// As [`engine`](Self::engine); [`Code::Unsupported`] where nothing does that.
+    fn sequences(self: Arc<Self>, cx: Context<'_>, pages: usize) -> Result<Box<dyn Sequences>>;
+    /// Several sequences that decode together, greedily.
     ///
     /// # Errors
     /// [`Code::Unsupported`] where nothing does that.
@@ -52,7 +58,7 @@ pub struct Context<'a> {
 /// A graph, an executor, a cache and slots of one device: what a [`Runner`] drives.
 pub trait Engine: Send {
     /// Runs `ids` behind what the cache holds and commits them to it; need not wait for it.
-    fn step(&mut self, ids: &[u32], which: Logits) -> Result<()>;
+    fn step(&mut self, ids: &[u32], which: Logits<'_>) -> Result<()>;
     /// The logits of the last step, `[rows, vocab]`, in host memory; waits for them. Always of the last
     /// [`step`](Self::step) that was asked for: an engine may compute behind a chosen token before it is
     /// asked to, and keeps that to itself until it is.
@@ -287,7 +293,7 @@ impl Runner {
         Ok(())
     }
 
-    fn step(&mut self, ids: &[u32], which: Logits) -> Result<()> {
+    fn step(&mut self, ids: &[u32], which: Logits<'_>) -> Result<()> {
         self.room_for(ids.len())?;
         self.engine.step(ids, which)?;
         if which != Logits::Skip && !self.engine.is_finite()? {
@@ -298,7 +304,7 @@ impl Runner {
     }
 
     /// Repeats the step and names the first layer whose output is not finite.
-    fn find_non_finite(&mut self, ids: &[u32], which: Logits) -> Error {
+    fn find_non_finite(&mut self, ids: &[u32], which: Logits<'_>) -> Error {
         self.engine.truncate(self.tokens.len());
         self.engine.watch(Watch::NonFinite);
         let again = self.engine.step(ids, which);
@@ -327,7 +333,7 @@ mod tests {
     }
 
     impl Engine for Counter {
-        fn step(&mut self, ids: &[u32], _which: Logits) -> Result<()> {
+        fn step(&mut self, ids: &[u32], _which: Logits<'_>) -> Result<()> {
             self.len += ids.len();
             self.logits = [0.0; 8];
             self.logits[self.len] = if self.len == self.bad { f32::NAN } else { 1.0 };

@@ -85,7 +85,8 @@ pub(crate) mod tests {
     pub(crate) fn check(loaded: &Loaded) -> Result<()> {
         const IDS: [u32; 3] = [3, 1, 4];
         let run = |each: Each| -> Result<Vec<f32>> {
-            let options = ContextOptions { context: 16, chunk: 16, all_logits: true, kv: KvType::F32 };
+            let options =
+                ContextOptions { context: 16, chunk: 16, all_logits: true, kv: KvType::F32, many: None };
             let mut runner = loaded.runner(options, &Budget::of_machine())?;
             runner.accept_watched(&IDS, each)?;
             runner.logits().map(|l| l.to_vec())

@@ -223,7 +223,7 @@ fn described_families_match_a_reference_in_f64() -> Result<()> {
         let loaded = load(&checkpoint, &plan, &dispatch, &options, threads, &budget, &mut |_, _| {})?;
         // At once, and the last tokens one by one.
         for at_once in [IDS.len(), 4] {
-            let cx = ContextOptions { context: 32, chunk: 16, all_logits: true, kv: KvType::F32 };
+            let cx = ContextOptions { context: 32, chunk: 16, all_logits: true, kv: KvType::F32, many: None };
             let (mut runner, mut have) = (loaded.runner(cx, &budget)?, Vec::new());
             runner.accept_all(&IDS[..at_once], &mut |rows| have.extend_from_slice(rows))?;
             for id in &IDS[at_once..] {

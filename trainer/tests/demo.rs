@@ -48,7 +48,8 @@ impl Demo {
         let plan = Plan::new(&checkpoint, &dispatch, &options)?;
         let (threads, memory) = (Arc::new(ThreadPool::new(2)), Budget::of_machine());
         let loaded = load(&checkpoint, &plan, &dispatch, &options, threads, &memory, &mut |_, _| {})?;
-        let shape = ContextOptions { context: 512, chunk: CHUNK, all_logits: false, kv: KvType::F32 };
+        let shape =
+            ContextOptions { context: 512, chunk: CHUNK, all_logits: false, kv: KvType::F32, many: None };
         Ok(Self {
             runner: loaded.runner(shape, &memory)?,
             tokenizer: text::tokenizer(&checkpoint)?,

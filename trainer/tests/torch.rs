@@ -312,7 +312,13 @@ fn served(dir: &Path, ids: &[u32], backend: &str) -> Result<Vec<f32>> {
     let threads = Arc::new(ThreadPool::new(2));
     let budget = Budget::of_machine();
     let loaded = load(&checkpoint, &plan, &dispatch, &options, threads, &budget, &mut |_, _| {})?;
-    let sizes = ContextOptions { context: 64, chunk: 64, all_logits: true, kv: q4_model::cpu::KvType::F32 };
+    let sizes = ContextOptions {
+        context: 64,
+        chunk: 64,
+        all_logits: true,
+        kv: q4_model::cpu::KvType::F32,
+        many: None,
+    };
     let mut logits = Vec::new();
     loaded.runner(sizes, &budget)?.accept_all(ids, &mut |rows| logits.extend_from_slice(rows))?;
     Ok(logits)

@@ -74,7 +74,7 @@ pub(super) fn run(
     let budget = cx.budget();
     let mut runner = subject
         .loaded
-        .runner(ContextOptions { context, chunk, all_logits: false, kv: subject.kv }, &budget)?;
+        .runner(ContextOptions { context, chunk, all_logits: false, kv: subject.kv, many: None }, &budget)?;
     let (rest, _) = gpu.memory()?;
     let (macs, _) = synthetic::macs(s);
     for &n in &args.prefill {

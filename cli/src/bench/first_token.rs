@@ -25,7 +25,7 @@ pub(super) fn run(
     let context = chunk + 1;
     let mut runner = subject
         .loaded
-        .runner(ContextOptions { context, chunk, all_logits: false, kv: subject.kv }, &budget)?;
+        .runner(ContextOptions { context, chunk, all_logits: false, kv: subject.kv, many: None }, &budget)?;
     let load_s = start.elapsed().as_secs_f64();
     let ids = prompt(PROMPT, &subject.shape);
     let first_s = timed(|| runner.accept(&ids))?;

@@ -1,12 +1,13 @@
-//! Causal attention over the cache, one task per key/value head and block of rows.
-use super::cache::{Head, KvCache, Positions};
+//! Causal attention over the cache, one task per key/value head and block of a sequence's rows.
+use super::cache::{Head, KvCache, Place, Positions};
 use super::simd;
 use super::sums::{self, QUERIES};
 use super::tensor::{CpuTensor, Disjoint};
 use crate::executor::Shape;
 use q4_core::ThreadPool;
-use q4_simd::{LANES, Vectors, Widen};
+use q4_simd::{LANES, Vectors};
 use std::array;
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Query rows of a task: enough to amortise a task, few enough to balance.
@@ -34,32 +35,32 @@ impl Scores {
     }
 }
 
-/// Tasks a step of `rows` rows is cut into.
-pub(super) fn tasks(shape: &Shape, rows: usize) -> usize {
-    shape.kv_heads * rows.div_ceil(ROWS)
+/// Tasks that a step of `rows` rows of `sequences` sequences is cut into at most.
+pub(super) fn tasks(shape: &Shape, rows: usize, sequences: usize) -> usize {
+    shape.kv_heads * (rows.div_ceil(ROWS) + sequences.min(rows) - 1)
 }
 
-/// `out[r, h] = softmax(q[r, h] · K^T / sqrt(d)) V` over positions `0..=len + r`.
+/// `out[r, h] = softmax(q[r, h] · K^T / sqrt(d)) V` over the positions of r's sequence up to its own.
 ///
-/// A row's result depends on its own positions alone, in order: neither the number of threads nor the way a
-/// prompt was cut into steps changes a bit.
+/// A row's result depends on its own positions alone, in order: neither the number of threads, nor the way a
+/// prompt was cut into steps, nor who else is in a step, nor where the pages lie changes a bit.
 pub(super) fn run(
     vectors: Vectors,
     shape: &Shape,
     qkv: &CpuTensor,
-    cache: &KvCache,
+    (cache, places): (&KvCache, &[Place]),
     layer: usize,
     scores: &mut Scores,
     out: &mut CpuTensor,
     threads: &ThreadPool,
 ) {
-    let (rows, group) = (qkv.rows(), shape.heads / shape.kv_heads);
+    let group = shape.heads / shape.kv_heads;
     let lanes = scores.buffer.len() / (scores.stride * QUERIES);
-    let row_blocks = rows.div_ceil(ROWS);
+    let row_blocks: usize = cache.parts().iter().map(|part| part.rows.div_ceil(ROWS)).sum();
     let all = shape.kv_heads * row_blocks;
     let (stride, width) = (scores.stride, out.width());
     let (scores, out) = (Disjoint::new(&mut scores.buffer), Disjoint::new(out.data_mut()));
-    let step = Step { vectors, shape, qkv, cache, layer, scores, stride, out, width };
+    let step = Step { vectors, shape, qkv, cache, places, layer, scores, stride, out, width };
     // A lane owns its score lines and takes one task after the other, those of a head in a row: its keys and
     // values stay in the cache, and no lane waits long for another.
     let next = AtomicUsize::new(0);
@@ -69,9 +70,8 @@ pub(super) fn run(
             if task >= all {
                 break;
             }
-            let (kv, first) = (task / row_blocks, task % row_blocks * ROWS);
-            let end = (rows.min(first + ROWS)) * group;
-            let mut at = first * group;
+            let (kv, rows) = (task / row_blocks, step.rows(task % row_blocks));
+            let (mut at, end) = (rows.start * group, rows.end * group);
             while at < end {
                 at += match end - at {
                     QUERIES.. if sums::queries(vectors) == QUERIES => step.queries::<QUERIES>(lane, kv, at),
@@ -90,6 +90,7 @@ struct Step<'a> {
     shape: &'a Shape,
     qkv: &'a CpuTensor,
     cache: &'a KvCache,
+    places: &'a [Place],
     layer: usize,
     scores: Disjoint,
     stride: usize,
@@ -98,11 +99,26 @@ struct Step<'a> {
 }
 
 impl Step<'_> {
+    /// The rows of block number `block`, all of one sequence.
+    fn rows(&self, mut block: usize) -> Range<usize> {
+        let mut first = 0;
+        for part in self.cache.parts() {
+            let blocks = part.rows.div_ceil(ROWS);
+            if block < blocks {
+                return first + block * ROWS..first + part.rows.min((block + 1) * ROWS);
+            }
+            block -= blocks;
+            first += part.rows;
+        }
+        first..first
+    }
+
     /// N queries of one key/value head from number `at` on, which counts them by rows; returns N.
     fn queries<const N: usize>(&self, lane: usize, kv: usize, at: usize) -> usize {
         let (d, group) = (self.shape.head_dim, self.shape.heads / self.shape.kv_heads);
         let place: [_; N] = array::from_fn(|i| ((at + i) / group, kv * group + (at + i) % group));
-        let counts = place.map(|(row, _)| self.cache.len() + row + 1);
+        let sequence = self.places[place[0].0].sequence;
+        let counts = place.map(|(row, _)| self.places[row].position + 1);
         let q = place.map(|(row, head)| &self.qkv.row(row)[head * d..][..d]);
         let blocks = counts[N - 1].next_multiple_of(LANES);
         // SAFETY: a lane number is handed out once per run, and lines of different lanes do not overlap.
@@ -110,27 +126,33 @@ impl Step<'_> {
             array::from_fn(|i| unsafe { self.scores.slice((lane * QUERIES + i) * self.stride, blocks) });
         // SAFETY: (row, head) belongs to exactly one task.
         let mut out = place.map(|(row, head)| unsafe { self.out.slice(row * self.width + head * d, d) });
-        match self.cache.head(self.layer, kv, counts[N - 1]) {
-            Head::F32(head) => attend(self.vectors, q, head, counts, &mut lines, &mut out),
-            Head::F16(head) => attend(self.vectors, q, head, counts, &mut lines, &mut out),
+        let (most, page) = (counts[N - 1], self.cache.page());
+        let pages = most.div_ceil(page);
+        let head = |at: usize| self.cache.head(self.layer, kv, sequence, at, page.min(most - at * page));
+        let (v, scale) = (self.vectors, 1.0 / (d as f32).sqrt());
+        for (at, start) in (0..most).step_by(page).enumerate() {
+            let lines = &mut lines.each_mut().map(|line| &mut line[start..blocks.min(start + page)]);
+            match head(at) {
+                Head::F32(Positions { keys, .. }) => sums::scores(v, q, keys, scale, lines),
+                Head::F16(Positions { keys, .. }) => sums::scores(v, q, keys, scale, lines),
+            }
+        }
+        let totals = array::from_fn(|i| softmax(v, &mut lines[i][..counts[i]]));
+        for (at, start) in (0..most).step_by(page).enumerate() {
+            let scales = if at + 1 == pages { totals } else { [1.0; N] };
+            let end = |i: usize| counts[i].clamp(start, start + page);
+            let weights = array::from_fn(|i| &lines[i][start..end(i)]);
+            match head(at) {
+                Head::F32(Positions { values, .. }) => {
+                    sums::weighted(v, weights, values, at > 0, scales, &mut out)
+                }
+                Head::F16(Positions { values, .. }) => {
+                    sums::weighted(v, weights, values, at > 0, scales, &mut out)
+                }
+            }
         }
         N
     }
-}
-
-/// Queries of one head, each over its own count of positions.
-fn attend<T: Widen, const N: usize>(
-    v: Vectors,
-    q: [&[f32]; N],
-    head: Positions<'_, T>,
-    counts: [usize; N],
-    lines: &mut [&mut [f32]; N],
-    out: &mut [&mut [f32]; N],
-) {
-    let scale = 1.0 / (q[0].len() as f32).sqrt();
-    sums::scores(v, q, head.keys, scale, lines);
-    let totals = array::from_fn(|i| softmax(v, &mut lines[i][..counts[i]]));
-    sums::weighted(v, array::from_fn(|i| &lines[i][..counts[i]]), head.values, totals, out);
 }
 
 /// Scores to weights; what makes them sum to one.

@@ -1,5 +1,7 @@
 //! The CPU's side of a [`Runner`](crate::runner::Runner).
-use super::{CpuExecutor, CpuTensor, KvCache, slot_bytes, slots};
+use super::sequences::CpuSequences;
+use super::{CpuExecutor, CpuTensor, KvCache, KvShape, Part, slot_bytes, slots};
+use crate::batch::Sequences;
 use crate::cuda::CudaBatch;
 use crate::executor::{Logits, Shape, Slots};
 use crate::graph::Decoder;
@@ -21,15 +23,18 @@ impl Model for Decoder<CpuExecutor> {
     }
     fn engine(self: Arc<Self>, cx: Context<'_>) -> Result<Box<dyn Engine>> {
         let Context { sizes, kv, dtype, threads, rotation, budget } = cx;
-        let (s, rows, context) = (&self.shape, sizes.rows, sizes.context);
-        budget.reserve(KvCache::bytes(kv, s.layers, s.kv_heads, s.head_dim, context), "the KV cache")?;
+        let (s, rows) = (&self.shape, sizes.rows);
+        budget.reserve(KvCache::bytes(kv, KvShape::of(s), sizes.context), "the KV cache")?;
         budget.reserve(slot_bytes(s, rows, sizes.logit_rows), "the activations")?;
-        let scratch = CpuExecutor::bytes(s, threads.threads(), dtype, rows, context, sizes.workspace);
+        let scratch = CpuExecutor::bytes(s, threads.threads(), dtype, &sizes);
         budget.reserve(scratch, "the workspace")?;
-        let executor = CpuExecutor::new(s.clone(), threads, dtype, rows, context, sizes.workspace, rotation)?;
-        let cache = KvCache::new(kv, s.layers, s.kv_heads, s.head_dim, context);
+        let executor = CpuExecutor::new(s.clone(), threads, dtype, &sizes, rotation)?;
+        let cache = KvCache::new(kv, KvShape::of(s), sizes.context, rows);
         let slots = slots(s, rows, sizes.logit_rows);
         Ok(Box::new(CpuEngine { model: self, executor, cache, slots }))
+    }
+    fn sequences(self: Arc<Self>, cx: Context<'_>, pages: usize) -> Result<Box<dyn Sequences>> {
+        Ok(Box::new(CpuSequences::new(self, cx, pages)?))
     }
     fn batch(self: Arc<Self>, _cx: Context<'_>) -> Result<CudaBatch> {
         Err(Error::new(Code::Unsupported, "several sequences at once").need("a CUDA device").have("the CPU"))
@@ -49,7 +54,8 @@ pub struct CpuEngine {
 }
 
 impl Engine for CpuEngine {
-    fn step(&mut self, ids: &[u32], which: Logits) -> Result<()> {
+    fn step(&mut self, ids: &[u32], which: Logits<'_>) -> Result<()> {
+        self.cache.place(&[Part { sequence: 0, rows: ids.len() }])?;
         self.model.forward(&mut self.executor, ids, &mut self.cache, &mut self.slots, which)
     }
     fn logits(&mut self) -> Result<&mut [f32]> {
@@ -59,13 +65,13 @@ impl Engine for CpuEngine {
         Ok(self.slots.logits.data().iter().all(|v| v.is_finite()))
     }
     fn len(&self) -> usize {
-        self.cache.len()
+        self.cache.len(0)
     }
     fn capacity(&self) -> usize {
-        self.cache.capacity()
+        self.cache.capacity(0)
     }
     fn truncate(&mut self, len: usize) {
-        self.cache.truncate(len);
+        self.cache.truncate(0, len);
     }
     fn watch(&mut self, watch: Watch) {
         self.executor.set_watch(watch);

@@ -5,7 +5,7 @@ use super::{CpuTensor, KvCache, simd};
 use crate::arch::{Activation, Pairs};
 use crate::checkpoint::Bytes;
 use crate::config::Rotation;
-use crate::executor::{Executor, Logits, Shape, Slots};
+use crate::executor::{Executor, Logits, Shape, Sizes, Slots};
 use crate::watch::{Site, Watch, Written, go_on};
 use crate::weights::{Head, Home, Linear, StoredTable};
 use half::{bf16, f16};
@@ -104,8 +104,7 @@ pub fn slot_bytes(shape: &Shape, rows: usize, logit_rows: usize) -> u64 {
 }
 
 impl CpuExecutor {
-    /// Allocates everything a step of up to `rows` rows over `context` positions needs.
-    /// `workspace` is the largest need of any product at that many rows.
+    /// Allocates everything that steps of these sizes need.
     ///
     /// # Errors
     /// `Q4_ISA` names an instruction set that is unknown or that this processor lacks.
@@ -113,13 +112,11 @@ impl CpuExecutor {
         shape: Shape,
         threads: Arc<ThreadPool>,
         y: DType,
-        rows: usize,
-        context: usize,
-        workspace: usize,
+        &Sizes { rows, sequences, context, workspace, .. }: &Sizes,
         rotation: &Rotation,
     ) -> Result<Self> {
         let widest = shape.qkv().max(2 * shape.intermediate).max(shape.hidden).max(shape.vocab);
-        let lanes = attention::tasks(&shape, rows).min(threads.threads());
+        let lanes = attention::tasks(&shape, rows, sequences).min(threads.threads());
         let scores = Scores::new(lanes, context);
         Ok(Self {
             vectors: Vectors::named()?,
@@ -137,17 +134,11 @@ impl CpuExecutor {
     }
 
     /// Bytes `new` allocates, predicted.
-    pub fn bytes(
-        shape: &Shape,
-        threads: usize,
-        y: DType,
-        rows: usize,
-        context: usize,
-        workspace: usize,
-    ) -> u64 {
+    pub fn bytes(shape: &Shape, threads: usize, y: DType, sizes: &Sizes) -> u64 {
+        let &Sizes { rows, sequences, context, workspace, .. } = sizes;
         let widest = shape.qkv().max(2 * shape.intermediate).max(shape.hidden).max(shape.vocab);
         let staging = if y == DType::F32 { 0 } else { rows * widest * 2 };
-        let lanes = attention::tasks(shape, rows).min(threads);
+        let lanes = attention::tasks(shape, rows, sequences).min(threads);
         (staging + workspace + context * shape.head_dim * 4) as u64 + Scores::bytes(lanes, context)
     }
 
@@ -241,12 +232,13 @@ impl Executor for CpuExecutor {
         cache: &mut KvCache,
         layer: usize,
     ) -> Result<()> {
-        cache.room_for(qkv.rows())?;
-        let (s, past, width) = (&self.shape, cache.len(), qkv.width());
+        let rows = qkv.rows();
+        cache.places(rows)?;
+        let (s, width) = (&self.shape, qkv.width());
         let (vectors, rope, (pairs, half)) = (self.vectors, &self.rope, self.pairs);
         let cache = cache.writer(layer);
         each_row(qkv.data_mut(), width, &self.threads, |r, row| {
-            let at = (past + r) * half;
+            let at = cache.position(r) * half;
             let (cos, sin) = (&rope.0[at..at + half], &rope.1[at..at + half]);
             let (q, kv) = row.split_at_mut(s.q());
             let (k, v) = kv.split_at_mut(s.kv());
@@ -261,8 +253,8 @@ impl Executor for CpuExecutor {
                     }
                 }
             }
-            // SAFETY: a row is a position of its own, and the cache is read by nobody before all are written.
-            unsafe { cache.write(past + r, k, v) };
+            // SAFETY: a row has a place of its own, and the cache is read by nobody before all are written.
+            unsafe { cache.write(r, k, v) };
         });
         Ok(())
     }
@@ -275,7 +267,8 @@ impl Executor for CpuExecutor {
         out: &mut CpuTensor,
     ) -> Result<()> {
         out.set_rows(qkv.rows());
-        attention::run(self.vectors, &self.shape, qkv, cache, layer, &mut self.scores, out, &self.threads);
+        let placed = (cache, cache.places(qkv.rows())?);
+        attention::run(self.vectors, &self.shape, qkv, placed, layer, &mut self.scores, out, &self.threads);
         Ok(())
     }
 
@@ -284,17 +277,14 @@ impl Executor for CpuExecutor {
         x: &CpuTensor,
         norm: &CpuNorm,
         head: &Head<CpuTable>,
-        which: Logits,
+        which: Logits<'_>,
         scratch: &mut CpuTensor,
         out: &mut CpuTensor,
     ) -> Result<()> {
-        let first = if which == Logits::All { 0 } else { x.rows() - 1 };
-        let (m, width) = (x.rows() - first, x.width());
+        let (m, v) = (which.rows(x.rows()), self.vectors);
         scratch.set_rows(m);
-        for (x, o) in
-            x.data()[first * width..].chunks_exact(width).zip(scratch.data_mut().chunks_exact_mut(width))
-        {
-            rms_norm(self.vectors, x, norm, o);
+        for (i, o) in scratch.data_mut().chunks_exact_mut(x.width()).enumerate() {
+            rms_norm(v, x.row(which.row(i, x.rows())), norm, o);
         }
         out.set_rows(m);
         match head {
@@ -308,7 +298,9 @@ impl Executor for CpuExecutor {
     }
 
     fn commit(&mut self, cache: &mut KvCache, rows: usize) -> Result<()> {
-        cache.advance(rows)
+        cache.places(rows)?;
+        cache.commit();
+        Ok(())
     }
 
     fn fuses(&self, x: &CpuTensor, weight: &Linear, set: FuseSet) -> bool {

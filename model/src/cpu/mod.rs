@@ -3,11 +3,12 @@ mod attention;
 mod cache;
 mod engine;
 mod executor;
+mod sequences;
 mod simd;
 mod sums;
 mod tensor;
 
-pub use cache::{KvCache, KvType};
+pub use cache::{KvCache, KvShape, KvType, Part};
 pub use engine::CpuEngine;
 pub(crate) use executor::rotations;
 pub use executor::{CpuExecutor, CpuHome, CpuNorm, CpuTable, slot_bytes, slots};

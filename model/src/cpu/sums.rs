@@ -29,11 +29,14 @@ pub fn scores<T: Widen, const N: usize>(
     on!(v, V => unsafe { all_scores::<V, T, N>(q, keys, scale, out) })
 }
 
-/// `out[i][j] = scales[i] * Σ_p weights[i][p] * values[p][j]`, each over the positions it has weights for.
+/// `out[i][j] = scales[i] * (s + Σ_p weights[i][p] * values[p][j])`, each over the positions it has weights
+/// for; s is `out[i][j]` where `goes_on`, else 0. A sum over positions that lie in several places goes on with
+/// scales of 1 until the last, and has the bits it would have had in one.
 pub fn weighted<T: Widen, const N: usize>(
     v: Vectors,
     weights: [&[f32]; N],
     values: &[T],
+    goes_on: bool,
     scales: [f32; N],
     out: &mut [&mut [f32]; N],
 ) {
@@ -41,7 +44,7 @@ pub fn weighted<T: Widen, const N: usize>(
     assert!(out.iter().all(|o| o.len() == d), "sums of {d}");
     assert!(weights.iter().all(|w| values.len() >= d * w.len()), "values of {d} in {}", values.len());
     // SAFETY: as above.
-    on!(v, V => unsafe { all_columns::<V, T, N>(weights, values, scales, out) })
+    on!(v, V => unsafe { all_columns::<V, T, N>(weights, values, goes_on, scales, out) })
 }
 
 /// # Safety
@@ -110,6 +113,7 @@ unsafe fn some_scores<V: Vector, T: Widen, const N: usize, const B: usize>(
 unsafe fn all_columns<V: Vector, T: Widen, const N: usize>(
     weights: [&[f32]; N],
     values: &[T],
+    goes_on: bool,
     scales: [f32; N],
     out: &mut [&mut [f32]; N],
 ) {
@@ -120,16 +124,24 @@ unsafe fn all_columns<V: Vector, T: Widen, const N: usize>(
         column += LANES
             * unsafe {
                 match (V::SUMS / N, (d - column) / LANES) {
-                    (8.., 8..) => some_columns::<V, T, N, 8>(weights, values, d, column, scales, out),
-                    (4.., 4..) => some_columns::<V, T, N, 4>(weights, values, d, column, scales, out),
-                    (2.., 2..) => some_columns::<V, T, N, 2>(weights, values, d, column, scales, out),
-                    _ => some_columns::<V, T, N, 1>(weights, values, d, column, scales, out),
+                    (8.., 8..) => {
+                        some_columns::<V, T, N, 8>(weights, values, d, column, goes_on, scales, out)
+                    }
+                    (4.., 4..) => {
+                        some_columns::<V, T, N, 4>(weights, values, d, column, goes_on, scales, out)
+                    }
+                    (2.., 2..) => {
+                        some_columns::<V, T, N, 2>(weights, values, d, column, goes_on, scales, out)
+                    }
+                    _ => some_columns::<V, T, N, 1>(weights, values, d, column, goes_on, scales, out),
                 }
             };
     }
     for ((weights, scale), out) in weights.into_iter().zip(scales).zip(out) {
         for j in column..d {
-            let sum = weights.iter().zip(values.chunks_exact(d)).fold(0.0, |s, (w, v)| s + w * v[j].widen());
+            let start = if goes_on { out[j] } else { 0.0 };
+            let sum =
+                weights.iter().zip(values.chunks_exact(d)).fold(start, |s, (w, v)| s + w * v[j].widen());
             out[j] = scale * sum;
         }
     }
@@ -142,6 +154,7 @@ unsafe fn some_columns<V: Vector, T: Widen, const N: usize, const C: usize>(
     values: &[T],
     d: usize,
     column: usize,
+    goes_on: bool,
     scales: [f32; N],
     out: &mut [&mut [f32]; N],
 ) -> usize {
@@ -150,6 +163,13 @@ unsafe fn some_columns<V: Vector, T: Widen, const N: usize, const C: usize>(
     unsafe {
         let values = values.as_ptr().add(column);
         let mut acc = [[V::splat(0.0); C]; N];
+        if goes_on {
+            for i in 0..N {
+                for c in 0..C {
+                    acc[i][c] = V::load(out[i].as_ptr().add(column + c * LANES));
+                }
+            }
+        }
         for p in 0..shared {
             let mut value = [V::splat(0.0); C];
             for (c, value) in value.iter_mut().enumerate() {
@@ -207,7 +227,15 @@ mod tests {
         let mut sums: [Vec<f32>; N] = std::array::from_fn(|_| vec![0.0; d]);
         scores(v, q.each_ref().map(|q| &q[..]), &rows, 0.5, &mut lines.each_mut().map(|l| &mut l[..]));
         let outs = &mut sums.each_mut().map(|s| &mut s[..]);
-        weighted(v, weights.each_ref().map(|w| &w[..]), &rows, factors, outs);
+        weighted(v, weights.each_ref().map(|w| &w[..]), &rows, false, factors, outs);
+        // In two places, the first of which ends anywhere.
+        let cut = counts[N - 1] / 3;
+        let mut parts: [Vec<f32>; N] = std::array::from_fn(|_| vec![f32::NAN; d]);
+        let halves = weights.each_ref().map(|w| w.split_at(cut.min(w.len())));
+        let outs = &mut parts.each_mut().map(|s| &mut s[..]);
+        weighted(v, halves.map(|h| h.0), &rows, false, [1.0; N], outs);
+        weighted(v, halves.map(|h| h.1), &rows[cut * d..], true, factors, outs);
+        assert_eq!(parts, sums, "{:?}: {counts:?} in two places, d = {d}", v.isa());
         let (isa, fused) = (v.isa(), v.isa() != Isa::Portable);
         let add = |fused: bool, a: f32, b: f32, c: f32| if fused { a.mul_add(b, c) } else { a * b + c };
         for i in 0..N {

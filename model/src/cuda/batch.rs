@@ -146,7 +146,7 @@ impl CudaBatch {
         }
     }
 
-    fn forward(&mut self, ids: &[u32], which: Logits) -> Result<()> {
+    fn forward(&mut self, ids: &[u32], which: Logits<'_>) -> Result<()> {
         self.model.graph.forward(&mut self.executor, ids, &mut self.cache, &mut self.slots, which)
     }
 

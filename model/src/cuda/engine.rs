@@ -6,6 +6,7 @@ use super::executor::Step;
 use super::outbox::{Choice, Outbox};
 use super::slots::other_bytes;
 use super::{CudaBatch, CudaCache, CudaExecutor, CudaModel, CudaTensor};
+use crate::batch::Sequences;
 use crate::config::Rotation;
 use crate::executor::{Executor, Logits, Shape, Sizes, Slots};
 use crate::runner::{Context, Engine, Model};
@@ -28,6 +29,11 @@ impl Model for CudaModel {
     }
     fn engine(self: Arc<Self>, cx: Context<'_>) -> Result<Box<dyn Engine>> {
         Ok(Box::new(CudaEngine::new(self, cx.threads, cx.sizes, cx.rotation, cx.budget.left())?))
+    }
+    fn sequences(self: Arc<Self>, _cx: Context<'_>, _pages: usize) -> Result<Box<dyn Sequences>> {
+        Err(Error::new(Code::Unsupported, "several sequences that share steps on a CUDA device")
+            .need("--device cpu")
+            .fix("--device cpu; `q4 generate` runs one sequence on the device"))
     }
     fn batch(self: Arc<Self>, cx: Context<'_>) -> Result<CudaBatch> {
         CudaBatch::new(self, cx.threads, cx.sizes, cx.rotation)
@@ -104,13 +110,13 @@ impl CudaEngine {
     }
 
     /// Enqueues a step whose ids are on the device.
-    fn issue(&mut self, ids: &[u32], which: Logits) -> Result<()> {
+    fn issue(&mut self, ids: &[u32], which: Logits<'_>) -> Result<()> {
         self.model.graph.forward(&mut self.executor, ids, &mut self.cache, &mut self.slots, which)?;
         match which {
             Logits::Last => {
                 self.executor.choose(&self.slots, &self.model.graph.table, ids.len(), &self.outbox)
             }
-            Logits::Skip | Logits::All => Ok(()),
+            Logits::Skip | Logits::All | Logits::Rows(_) => Ok(()),
         }
     }
 
@@ -186,7 +192,7 @@ impl CudaEngine {
 }
 
 impl Engine for CudaEngine {
-    fn step(&mut self, ids: &[u32], which: Logits) -> Result<()> {
+    fn step(&mut self, ids: &[u32], which: Logits<'_>) -> Result<()> {
         let vocab = self.model.graph.table.rows;
         if let Some(bad) = ids.iter().find(|id| **id as usize >= vocab) {
             return Err(Error::new(Code::ValueInvalid, "token id")

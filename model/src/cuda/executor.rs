@@ -400,10 +400,13 @@ impl Executor for CudaExecutor {
         x: &CudaTensor,
         norm: &CudaNorm,
         head: &Head<CudaTable>,
-        which: Logits,
+        which: Logits<'_>,
         scratch: &mut CudaTensor,
         out: &mut CudaTensor,
     ) -> Result<()> {
+        if let Logits::Rows(_) = which {
+            return Err(Error::new(Code::Unsupported, "logits of some rows of a step on a CUDA device"));
+        }
         let every = which == Logits::All || self.step == Step::Decode;
         let first = if every { 0 } else { x.rows() - 1 };
         let rows = x.rows() - first;

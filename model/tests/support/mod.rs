@@ -79,6 +79,7 @@ impl Setup {
             chunk: self.chunk,
             all_logits: self.all_logits,
             kv: self.kv,
+            many: None,
         };
         loaded.runner(options, &Budget::of_machine())
     }

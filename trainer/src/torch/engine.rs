@@ -477,7 +477,7 @@ impl Engine {
 
     /// Logits of `ids` behind what `cache` holds, without gradients: `[1, vocab]` or `[ids, vocab]`, in the
     /// compute type.
-    pub fn logits(&mut self, ids: &[u32], cache: &mut TorchCache, which: Logits) -> Result<Tensor> {
+    pub fn logits(&mut self, ids: &[u32], cache: &mut TorchCache, which: Logits<'_>) -> Result<Tensor> {
         let _guard = tch::no_grad_guard();
         let table = self.value(0)?;
         let mut x = self.embed(&table, ids)?;

@@ -377,12 +377,16 @@ impl Executor for TorchExecutor {
         x: &Tensor,
         norm: &TorchNorm,
         head: &Weight,
-        which: Logits,
+        which: Logits<'_>,
         scratch: &mut Tensor,
         out: &mut Tensor,
     ) -> Result<()> {
         let rows = x.size()[0];
-        let x = if which == Logits::All { x.shallow_clone() } else { x.f_narrow(0, rows - 1, 1).t()? };
+        let x = match which {
+            Logits::All => x.shallow_clone(),
+            Logits::Last | Logits::Skip => x.f_narrow(0, rows - 1, 1).t()?,
+            Logits::Rows(_) => return Err(Error::new(Code::Unsupported, "logits of some rows of a step")),
+        };
         self.norm(&x, norm, scratch)?;
         *out = head.product(scratch)?;
         Ok(())

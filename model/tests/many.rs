@@ -1,0 +1,328 @@
+//! Many sequences at once: every answer is the one it gets alone, whoever shares its steps.
+mod support;
+
+use q4_core::isa::Isa;
+use q4_core::memory::Budget;
+use q4_core::{Code, Result};
+use q4_model::batch::{Event, Options, PAGE, Request, Scheduler, Sink, Weighed};
+use q4_model::checkpoint::{Checkpoint, OpenOptions};
+use q4_model::generate::{Answer, FinishReason, Limits, generate};
+use q4_model::likelihood::logprob;
+use q4_model::load::{ContextOptions, Loaded, Many};
+use q4_model::sampling::{Sampler, SamplingParams};
+use q4_model::text;
+use q4_model::tokenizer::Tokenizer;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use support::Setup;
+
+const CONTEXT: usize = 192;
+
+/// What one asker was told.
+#[derive(Default)]
+struct Told {
+    text: String,
+    ids: Vec<u32>,
+    prompt: Vec<Weighed>,
+    tokens: Vec<Weighed>,
+    cached: Option<usize>,
+    answer: Option<Answer>,
+    failed: Option<q4_core::Error>,
+}
+
+#[derive(Clone, Default)]
+struct Asker {
+    told: Arc<Mutex<Told>>,
+    leaves_after: Option<usize>,
+    gone: Arc<AtomicBool>,
+}
+
+impl Sink for Asker {
+    fn tell(&mut self, event: Event) {
+        let mut told = self.told.lock().expect("one thread");
+        match event {
+            Event::Started { cached, prompt } => (told.cached, told.prompt) = (Some(cached), prompt),
+            Event::Token { token, text } => {
+                told.text.push_str(&text);
+                told.ids.push(token.id);
+                told.tokens.push(token);
+                let leaves = self.leaves_after.is_some_and(|n| told.ids.len() >= n);
+                self.gone.store(leaves, Ordering::Relaxed);
+            }
+            Event::Ended { text, answer } => {
+                told.text.push_str(&text);
+                told.answer = Some(*answer);
+            }
+            Event::Failed(e) => told.failed = Some(e),
+        }
+    }
+    fn is_gone(&self) -> bool {
+        self.gone.load(Ordering::Relaxed)
+    }
+}
+
+struct Model {
+    loaded: Loaded,
+    tokenizer: Tokenizer,
+    vocab: usize,
+    stop_ids: Vec<u32>,
+}
+
+fn demo(isa: Isa, threads: usize) -> Result<Model> {
+    let setup = Setup { isa: Some(isa.name()), threads, chunk: 64, context: CONTEXT, ..Setup::default() };
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../cli/demo");
+    let checkpoint = Checkpoint::open(&path, &OpenOptions::default())?;
+    let dispatch = setup.dispatch()?;
+    let loaded = setup.load(&checkpoint, &dispatch)?;
+    let stop_ids = text::generation(&checkpoint)?.eos_token_ids;
+    let (tokenizer, vocab) = (text::tokenizer(&checkpoint)?, checkpoint.config().vocab_size);
+    Ok(Model { loaded, tokenizer, vocab, stop_ids })
+}
+
+impl Model {
+    fn scheduler(&self, sequences: usize, rows: usize, pages: usize) -> Result<Scheduler<'_>> {
+        let many = Many { sequences, pages };
+        let sizes = ContextOptions {
+            context: CONTEXT,
+            chunk: rows,
+            all_logits: false,
+            kv: q4_model::cpu::KvType::F16,
+            many: Some(many),
+        };
+        let engine = self.loaded.sequences(sizes, many, &Budget::of_machine())?;
+        let logit_rows = sizes.logit_rows();
+        let options = Options { sequences, rows, logit_rows, context: CONTEXT, pages };
+        Ok(Scheduler::new(engine, &self.tokenizer, options))
+    }
+
+    fn alone(&self, request: &Request) -> Result<Answer> {
+        let sizes = ContextOptions {
+            context: CONTEXT,
+            chunk: 64,
+            all_logits: false,
+            kv: q4_model::cpu::KvType::F16,
+            many: None,
+        };
+        let mut runner = self.loaded.runner(sizes, &Budget::of_machine())?;
+        let mut sampler = Sampler::new(request.params.clone(), self.vocab)?;
+        let Request { prompt, limits, .. } = request;
+        generate(&mut runner, &self.tokenizer, prompt, &mut sampler, limits, &mut |_| {})
+    }
+
+    /// Questions and stories of many lengths, drawn in many ways; some begin alike.
+    fn requests(&self, count: usize) -> Result<Vec<Request>> {
+        let says = ["Who are you?", "Tell me a story about a cat and a boat.", "你是誰", "What is 3 plus 4?"];
+        let system = "You are a patient helper who answers in one short sentence. ".repeat(4);
+        (0..count)
+            .map(|i| {
+                let begins = if i % 3 == 0 { system.as_str() } else { "" };
+                let prompt = format!("{begins}<|im_start|>user\n{} {i}<|im_end|>\n", says[i % says.len()]);
+                let temperature = [0.0, 0.8][i % 2];
+                let params = SamplingParams {
+                    temperature,
+                    top_k: 40,
+                    top_p: 0.95,
+                    repetition_penalty: [1.0, 1.1][i % 5 / 4],
+                    seed: i as u64,
+                    ..SamplingParams::default()
+                };
+                let limits = Limits {
+                    // Four in a row go on until they want pages that there are not.
+                    max_tokens: if i % 12 > 7 { 120 } else { [7, 24][i % 2] },
+                    stop_ids: if i % 12 > 7 { Vec::new() } else { self.stop_ids.clone() },
+                    stop_strings: if i % 7 == 6 { vec!["e".to_owned()] } else { Vec::new() },
+                    ..Limits::default()
+                };
+                let prompt = self.tokenizer.encode(&prompt, false)?;
+                Ok(Request { prompt, params, limits, reuse: i % 6 != 5, prompt_logprobs: false })
+            })
+            .collect()
+    }
+}
+
+fn same(told: &Told, alone: &Answer, what: &str) {
+    let answer = told.answer.as_ref().unwrap_or_else(|| panic!("{what}: {:?}", told.failed));
+    assert_eq!(answer.ids, alone.ids, "{what}");
+    assert_eq!((&answer.text, answer.finish), (&alone.text, alone.finish), "{what}");
+    assert_eq!((&told.text, &told.ids), (&answer.text, &answer.ids), "{what}: told piece by piece");
+}
+
+/// Of instruction sets whose rows do not depend on their company: tiles add up otherwise from nine rows on.
+fn sets() -> impl Iterator<Item = Isa> {
+    Isa::available().filter(|isa| *isa != Isa::Amx)
+}
+
+#[test]
+fn every_answer_is_the_one_it_gets_alone() -> Result<()> {
+    for (i, isa) in sets().enumerate() {
+        let one = demo(isa, 1)?;
+        let requests = one.requests(if i == 0 { 48 } else { 12 })?;
+        let alone: Vec<_> = requests.iter().map(|r| one.alone(r)).collect::<Result<_>>()?;
+        let two = demo(isa, 2)?;
+        // Many or few at once, steps of many or few rows, a cache that holds all or makes them wait and give
+        // their pages back.
+        for (model, sequences, rows, pages) in [(&one, 8, 64, 40), (&two, 16, 16, 5), (&two, 3, 5, 3)] {
+            let what = |i| format!("{isa:?}, request {i}, {sequences} sequences, {rows} rows, {pages} pages");
+            let mut scheduler = model.scheduler(sequences, rows, pages)?;
+            let askers: Vec<Asker> = requests.iter().map(|_| Asker::default()).collect();
+            // Somebody leaves in the middle of an answer, somebody else before his turn.
+            let deserters = [Some(3), Some(0)].map(|leaves_after| Asker { leaves_after, ..Asker::default() });
+            deserters[1].gone.store(true, Ordering::Relaxed);
+            for (i, (request, asker)) in requests.iter().zip(&askers).enumerate() {
+                if let Some(deserter) = deserters.get(i) {
+                    scheduler.submit(request.clone(), Box::new(deserter.clone()));
+                }
+                scheduler.submit(request.clone(), Box::new(asker.clone()));
+                if i % 5 == 0 {
+                    scheduler.step();
+                }
+            }
+            while !scheduler.is_idle() {
+                scheduler.step();
+            }
+            for (i, (asker, alone)) in askers.iter().zip(&alone).enumerate() {
+                same(&asker.told.lock().expect("one thread"), alone, &what(i));
+            }
+            let gauges = scheduler.gauges();
+            assert_eq!((gauges.running, gauges.waiting, gauges.pages_used), (0, 0, 0), "{}", what(0));
+            assert!(gauges.cached_tokens > 0, "{}: nothing was shared", what(0));
+            assert!(gauges.preempted > 0 || pages != 5 || requests.len() < 48, "{}: {gauges:?}", what(0));
+            let left = deserters[0].told.lock().expect("one thread");
+            assert!(left.answer.is_none() && left.ids.len() == 3, "{}: told {:?}", what(0), left.ids);
+            assert!(deserters[1].told.lock().expect("one thread").cached.is_none(), "was never begun");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_second_turn_computes_what_is_new() -> Result<()> {
+    let model = demo(Isa::Portable, 2)?;
+    let mut scheduler = model.scheduler(4, 64, 12)?;
+    let mut request = model.requests(1)?.remove(0);
+    let run = |scheduler: &mut Scheduler<'_>, request: &Request| {
+        let asker = Asker::default();
+        scheduler.submit(request.clone(), Box::new(asker.clone()));
+        while !scheduler.is_idle() {
+            scheduler.step();
+        }
+        asker
+    };
+    let first = run(&mut scheduler, &request);
+    assert_eq!(first.told.lock().expect("one thread").cached, Some(0));
+    let again = run(&mut scheduler, &request);
+    let kept = (request.prompt.len() - 1) / PAGE * PAGE;
+    assert!(kept > 0, "a prompt of {} tokens", request.prompt.len());
+    assert_eq!(again.told.lock().expect("one thread").cached, Some(kept));
+    assert_eq!(first.told.lock().expect("one thread").ids, again.told.lock().expect("one thread").ids);
+    request.reuse = false;
+    let without = run(&mut scheduler, &request);
+    assert_eq!(without.told.lock().expect("one thread").cached, Some(0), "switched off");
+    Ok(())
+}
+
+#[test]
+fn tokens_are_weighed_as_the_logits_say() -> Result<()> {
+    let model = demo(Isa::Portable, 2)?;
+    let mut request = model.requests(2)?.remove(1);
+    request.prompt_logprobs = true;
+    request.limits.top_logprobs = 3;
+    let mut scheduler = model.scheduler(40, 64, 12)?;
+    let asker = Asker::default();
+    scheduler.submit(request.clone(), Box::new(asker.clone()));
+    while !scheduler.is_idle() {
+        scheduler.step();
+    }
+    let told = asker.told.lock().expect("one thread");
+    let sizes = ContextOptions {
+        context: CONTEXT,
+        chunk: 64,
+        all_logits: true,
+        kv: q4_model::cpu::KvType::F16,
+        many: None,
+    };
+    let mut runner = model.loaded.runner(sizes, &Budget::of_machine())?;
+    let all = [&request.prompt[..], &told.ids].concat();
+    let mut want = Vec::new();
+    runner.accept_all(&all, &mut |rows| {
+        want.extend(rows.chunks_exact(model.vocab).map(<[f32]>::to_vec));
+    })?;
+    let weighed: Vec<&Weighed> = told.prompt.iter().chain(&told.tokens).collect();
+    assert_eq!(weighed.iter().map(|w| w.id).collect::<Vec<_>>(), all);
+    assert_eq!(weighed[0].logprob, None);
+    for (w, logits) in weighed[1..].iter().zip(&want) {
+        assert_eq!(w.logprob, Some(logprob(logits, w.id)), "token {}", w.id);
+        assert_eq!(w.top.len(), 3);
+        assert!(w.top.windows(2).all(|p| p[0].logprob >= p[1].logprob), "{:?}", w.top);
+    }
+    Ok(())
+}
+
+#[test]
+fn what_cannot_be_answered_is_told_at_once() -> Result<()> {
+    let model = demo(Isa::Portable, 1)?;
+    let mut scheduler = model.scheduler(2, 8, 3)?;
+    let good = model.requests(1)?.remove(0);
+    let cases = [
+        (Request { prompt: Vec::new(), ..good.clone() }, Code::Usage),
+        (Request { prompt: vec![1; CONTEXT + 1], ..good.clone() }, Code::ContextFull),
+        (Request { prompt: vec![model.vocab as u32], ..good.clone() }, Code::ValueInvalid),
+        (
+            Request { params: SamplingParams { top_p: 0.0, ..good.params.clone() }, ..good.clone() },
+            Code::Usage,
+        ),
+        (
+            Request {
+                limits: Limits { stop_strings: vec![String::new()], ..good.limits.clone() },
+                ..good.clone()
+            },
+            Code::Usage,
+        ),
+    ];
+    for (request, code) in cases {
+        let asker = Asker::default();
+        scheduler.submit(request, Box::new(asker.clone()));
+        let told = asker.told.lock().expect("one thread");
+        assert_eq!(told.failed.as_ref().map(q4_core::Error::code), Some(code));
+        assert!(scheduler.is_idle());
+    }
+    // A prompt that fills the context has no room for an answer, which is not an error.
+    let asker = Asker::default();
+    let prompt = good.prompt.iter().copied().cycle().take(CONTEXT).collect();
+    scheduler.submit(Request { prompt, ..good.clone() }, Box::new(asker.clone()));
+    while !scheduler.is_idle() {
+        scheduler.step();
+    }
+    let told = asker.told.lock().expect("one thread");
+    let answer = told.answer.as_ref().expect("an answer");
+    assert_eq!((answer.finish, answer.ids.len()), (FinishReason::Context, 0));
+    Ok(())
+}
+
+#[test]
+fn answers_that_are_interrupted_say_so() -> Result<()> {
+    static TOLD: AtomicUsize = AtomicUsize::new(0);
+    let model = demo(Isa::Portable, 1)?;
+    let mut scheduler = model.scheduler(2, 16, 6)?;
+    let askers: Vec<Asker> = (0..4).map(|_| Asker::default()).collect();
+    for (request, asker) in model.requests(4)?.into_iter().zip(&askers) {
+        let limits = Limits { max_tokens: 60, stop_ids: Vec::new(), ..Limits::default() };
+        scheduler.submit(Request { limits, ..request }, Box::new(asker.clone()));
+    }
+    for _ in 0..12 {
+        scheduler.step();
+    }
+    scheduler.interrupt();
+    assert!(scheduler.is_idle());
+    for asker in &askers {
+        let told = asker.told.lock().expect("one thread");
+        let answer = told.answer.as_ref().expect("an end");
+        assert_eq!(answer.finish, FinishReason::Interrupted);
+        assert_eq!(answer.text, told.text);
+        TOLD.fetch_add(answer.ids.len(), Ordering::Relaxed);
+    }
+    assert!(TOLD.load(Ordering::Relaxed) > 0, "two of them had begun");
+    assert_eq!(scheduler.gauges().pages_used, 0);
+    Ok(())
+}
