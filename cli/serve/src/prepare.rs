@@ -1,0 +1,155 @@
+//! From what is asked to what the engine takes: templates are rendered, texts become tokens, and everything
+//! is checked that can be checked before a place in the queue is taken. It computes, so it runs on threads
+//! that may block.
+use crate::ask::{Ask, Prompt, Talk};
+use crate::options::Options;
+use crate::refusal::{Kind, Refusal};
+use crate::served::Served;
+use crate::words::random;
+use q4_core::{Code, Error};
+use q4_model::batch::Request;
+use q4_model::generate::Limits;
+use q4_model::reply;
+use q4_model::stop::StopMatcher;
+
+/// Answers to all prompts of one request.
+const MOST_SEQUENCES: usize = 128;
+
+/// A prompt as the engine gets it.
+#[derive(Clone, Debug)]
+pub struct Given {
+    /// Its tokens.
+    pub ids: Vec<u32>,
+    /// Its text, where it is to be repeated.
+    pub text: String,
+    /// How to take the reply apart, which only conversations are.
+    pub reading: Option<reply::Options>,
+}
+
+/// Everything that one request makes the engine do.
+#[derive(Debug)]
+pub struct Job {
+    /// One for each answer: those to the first prompt come first.
+    pub requests: Vec<Request>,
+    /// The prompts, each of which has `requests / prompts` answers.
+    pub prompts: Vec<Given>,
+    /// See [`Ask::stop`].
+    pub stop: Vec<String>,
+    /// See [`Ask::parallel_calls`].
+    pub parallel_calls: bool,
+    /// Likely tokens to tell at each place; those that the engine was asked for may be more.
+    pub logprobs: Option<usize>,
+}
+
+/// Makes a job of what is asked.
+///
+/// # Errors
+/// 400 for everything that no engine could do.
+pub fn prepare(served: &Served, options: &Options, constrains: bool, ask: Ask) -> Result<Job, Refusal> {
+    if let Some(constraint) = ask.constraint.as_ref().filter(|_| !constrains) {
+        let what = format!("{} is not supported by this engine", constraint.name());
+        return Err(Refusal::new(Kind::Invalid, what).coded("unsupported"));
+    }
+    let sequences = ask.prompts.len().saturating_mul(ask.n);
+    if sequences == 0 || sequences > MOST_SEQUENCES {
+        let need = format!("1 to {MOST_SEQUENCES} answers in one request");
+        return Err(Refusal::field("prompt", &need, sequences));
+    }
+    StopMatcher::new(&ask.stop)?;
+    let first_seed = ask.wishes.seed.unwrap_or_else(|| random() >> 32);
+    let params = ask.wishes.over(&served.generation, first_seed)?;
+    let given = ask.prompts.iter().map(|prompt| give(served, prompt)).collect::<Result<Vec<_>, _>>()?;
+    let mut requests = Vec::with_capacity(sequences);
+    for prompt in &given {
+        let room = room(served, options, prompt, ask.max_tokens)?;
+        for answer in 0..ask.n as u64 {
+            let mut params = params.clone();
+            params.seed = first_seed.wrapping_add(answer);
+            requests.push(Request {
+                prompt: prompt.ids.clone(),
+                params,
+                limits: Limits {
+                    max_tokens: ask.max_tokens.or(served.generation.max_new_tokens).unwrap_or(room).min(room),
+                    stop_ids: if ask.ignore_eos { Vec::new() } else { served.stop_ids.clone() },
+                    stop_strings: ask.stop.clone(),
+                    // The drawn token is weighed only where others are.
+                    top_logprobs: ask.logprobs.map_or(0, |most| most.max(1)),
+                    interrupt: None,
+                },
+                reuse: ask.reuse,
+                prompt_logprobs: ask.echo && ask.logprobs.is_some(),
+            });
+        }
+    }
+    Ok(Job {
+        requests,
+        prompts: given,
+        stop: ask.stop,
+        parallel_calls: ask.parallel_calls,
+        logprobs: ask.logprobs,
+    })
+}
+
+fn give(served: &Served, prompt: &Prompt) -> Result<Given, Refusal> {
+    let given = match prompt {
+        Prompt::Talk(talk) => {
+            let text = rendered(served, talk)?;
+            let reading = reply::Options {
+                thinking: text.trim_end().ends_with("<think>"),
+                tools: talk.tools.is_some(),
+                schemas: talk.tools.clone(),
+            };
+            let ids = served.tokenizer.encode(&text, false)?;
+            Given { ids, text, reading: Some(reading) }
+        }
+        Prompt::Text(text) => {
+            let ids = served.tokenizer.encode(text, true)?;
+            Given { ids, text: text.clone(), reading: None }
+        }
+        Prompt::Ids(ids) => {
+            let highest = served.tokenizer.highest_id();
+            if let Some(id) = ids.iter().find(|id| **id > highest) {
+                return Err(Refusal::field("prompt", &format!("token ids up to {highest}"), id));
+            }
+            Given { ids: ids.clone(), text: served.tokenizer.decode(ids, false)?, reading: None }
+        }
+    };
+    if given.ids.is_empty() {
+        return Err(Refusal::field("prompt", "at least one token", "none"));
+    }
+    Ok(given)
+}
+
+/// The prompt of a conversation.
+pub fn rendered(served: &Served, talk: &Talk) -> Result<String, Refusal> {
+    let mut variables = served.variables.clone();
+    variables.extend(talk.variables.clone());
+    if talk.tools.is_some() && !served.template.reads("tools") {
+        tracing::debug!(model = served.name, "the chat template knows no tools: the model does not see them");
+    }
+    Ok(served.template.render(&talk.messages, talk.tools.as_ref(), true, &variables)?)
+}
+
+/// Positions that are left for an answer.
+fn room(
+    served: &Served,
+    options: &Options,
+    prompt: &Given,
+    max_tokens: Option<usize>,
+) -> Result<usize, Refusal> {
+    let full = |need: String| {
+        Error::new(Code::ContextFull, "the prompt is too long")
+            .need(need)
+            .have(format!("{} tokens", prompt.ids.len()))
+            .fix("send less of the conversation, or serve the model with a larger context")
+    };
+    let most = options.max_prompt.unwrap_or(served.context);
+    if prompt.ids.len() > most {
+        return Err(full(format!("at most {most} tokens")).into());
+    }
+    let room = served.context.saturating_sub(prompt.ids.len());
+    if room == 0 && max_tokens != Some(0) {
+        return Err(full(format!("fewer tokens than the {} of the context", served.context)).into());
+    }
+    Ok(room)
+}

@@ -1,0 +1,114 @@
+//! Which path leads where.
+use crate::dialect::{Dialect, json_of};
+use crate::fields;
+use crate::refusal::{Kind, Refusal};
+use crate::server::Server;
+use crate::trail::Trail;
+use crate::{anthropic, gate, openai, page, probes, tokens};
+use axum::Router;
+use axum::body::{Body, HttpBody};
+use axum::extract::{Extension, Path, Request, State};
+use axum::http::Uri;
+use axum::middleware;
+use axum::response::Response;
+use axum::routing::{MethodRouter, get, post};
+use futures_util::StreamExt;
+use serde_json::Value;
+use std::sync::Arc;
+
+/// All routes of a server.
+pub fn router(server: Arc<Server>) -> Router {
+    let mut files = Router::new();
+    for (path, text, kind) in page::FILES {
+        files = files.route(path, get(move || async move { page::file(text, kind) }));
+    }
+    files
+        .route("/v1/chat/completions", answering(openai::chat::post))
+        .route("/v1/completions", answering(openai::completions::post))
+        .route("/v1/responses", answering(openai::responses::post))
+        .route("/v1/messages", answering(anthropic::post))
+        .route("/v1/messages/count_tokens", answering(anthropic::count))
+        .route("/tokenize", answering(tokens::encode))
+        .route("/detokenize", answering(tokens::decode))
+        .route("/v1/models", get(models))
+        .route("/v1/models/{*name}", get(model))
+        .route("/v1/q4/explain", get(probes::explain))
+        .route("/health", get(probes::health))
+        .route("/ready", get(probes::ready))
+        .route("/version", get(probes::version))
+        .route("/metrics", get(probes::metrics))
+        .fallback(missing)
+        .method_not_allowed_fallback(wrong_method)
+        .layer(middleware::from_fn_with_state(server.clone(), gate::pass))
+        .with_state(server)
+}
+
+/// A route that reads a JSON object and answers it in the dialect of its path.
+fn answering<Answer>(of: fn(Arc<Server>, Arc<Trail>, Value) -> Answer) -> MethodRouter<Arc<Server>>
+where
+    Answer: Future<Output = Result<Response, Refusal>> + Send + 'static,
+{
+    post(
+        move |State(server): State<Arc<Server>>,
+              Extension(trail): Extension<Arc<Trail>>,
+              uri: Uri,
+              request: Request| async move {
+            let read = || async {
+                let bytes = body(&server, request.into_body()).await?;
+                server.aside(move |_| fields::parse(&bytes)).await
+            };
+            let answer = match read().await {
+                Ok(asked) => of(server.clone(), trail, asked).await,
+                Err(refusal) => Err(refusal),
+            };
+            answer.unwrap_or_else(|refusal| Dialect::of(uri.path()).refuse(&refusal))
+        },
+    )
+}
+
+async fn models(State(server): State<Arc<Server>>) -> Response {
+    json_of(&openai::models::list(&server.served))
+}
+
+async fn model(State(server): State<Arc<Server>>, Path(name): Path<String>) -> Response {
+    match openai::models::one(&server.served, &name) {
+        Ok(model) => json_of(&model),
+        Err(refusal) => Dialect::OpenAi.refuse(&refusal),
+    }
+}
+
+async fn missing(uri: Uri) -> Response {
+    let what = format!("nothing is at {}", uri.path());
+    Dialect::of(uri.path()).refuse(&Refusal::new(Kind::Missing, what).coded("not_found"))
+}
+
+async fn wrong_method(uri: Uri) -> Response {
+    let what = format!("{} takes another method", uri.path());
+    Dialect::of(uri.path()).refuse(&Refusal::new(Kind::Method, what).coded("method_not_allowed"))
+}
+
+/// Reads all of a body within bounds of size and time.
+async fn body(server: &Server, body: Body) -> Result<Vec<u8>, Refusal> {
+    let most = server.options.max_body;
+    let too_large = || {
+        let what = format!("the body is too long: need at most {most} bytes");
+        Refusal::new(Kind::TooLarge, what).coded("body_too_large")
+    };
+    if body.size_hint().lower() > most as u64 {
+        return Err(too_large());
+    }
+    let read = async {
+        let (mut all, mut chunks) = (Vec::new(), body.into_data_stream());
+        while let Some(chunk) = chunks.next().await {
+            let chunk =
+                chunk.map_err(|e| Refusal::new(Kind::Invalid, format!("the body cannot be read: {e}")))?;
+            if all.len() + chunk.len() > most {
+                return Err(too_large());
+            }
+            all.extend_from_slice(&chunk);
+        }
+        Ok(all)
+    };
+    let slow = |_| Err(Refusal::new(Kind::Slow, "the body took too long"));
+    tokio::time::timeout(server.options.read_timeout, read).await.unwrap_or_else(slow)
+}

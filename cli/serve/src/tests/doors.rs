@@ -1,0 +1,278 @@
+use super::engine::{Mood, Scripted};
+use super::{Got, House};
+use crate::engine::Readiness;
+use crate::options::Options;
+use crate::router::router;
+use crate::server::{Phase, Server};
+use axum::body::{Body, Bytes};
+use axum::http::Request;
+use q4_core::{Code, Error};
+use serde_json::json;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::SeqCst;
+
+const CHAT: &str = "/v1/chat/completions";
+
+fn hello() -> String {
+    json!({"messages": [{"role": "user", "content": "Hi"}]}).to_string()
+}
+
+fn locked() -> House {
+    let options = Options { keys: vec!["secret".into(), "other".into()], ..Options::default() };
+    House::with(Scripted::saying("Hello"), options)
+}
+
+async fn with_header(house: &House, path: &str, name: &str, value: &str) -> Got {
+    let request = Request::post(path).header(name, value).body(Body::from(hello()));
+    house.send(request.expect("a request")).await
+}
+
+#[tokio::test]
+async fn a_key_opens_the_door_in_either_header() {
+    let house = locked();
+    for (name, value, status) in [
+        ("authorization", "Bearer secret", 200),
+        ("authorization", "bearer other", 200),
+        ("x-api-key", "secret", 200),
+        ("authorization", "Bearer secre", 401),
+        ("authorization", "Bearer secrets", 401),
+        ("authorization", "Basic secret", 401),
+        ("authorization", "Bearer", 401),
+        ("x-api-key", "", 401),
+        ("x-other", "secret", 401),
+    ] {
+        assert_eq!(with_header(&house, CHAT, name, value).await.status, status, "{name}: {value}");
+    }
+    let got = with_header(&house, CHAT, "x", "y").await;
+    assert_eq!(got.header("www-authenticate"), "Bearer");
+    assert_eq!(got.json()["error"]["code"], "invalid_api_key");
+    let got = with_header(&house, "/v1/messages", "x", "y").await;
+    assert_eq!((got.status, got.json()["error"]["type"].as_str()), (401, Some("authentication_error")));
+}
+
+#[tokio::test]
+async fn only_the_page_and_the_probes_need_no_key() {
+    let house = locked();
+    for path in ["/", "/app.js", "/view.js", "/style.css", "/health", "/ready"] {
+        assert_eq!(house.get(path).await.status, 200, "{path}");
+    }
+    for path in ["/v1/models", "/metrics", "/version", "/v1/q4/explain", "/nothing"] {
+        assert_eq!(house.get(path).await.status, 401, "{path}");
+    }
+}
+
+#[tokio::test]
+async fn wrong_paths_and_methods_are_told_apart() {
+    let house = House::saying("Hello");
+    let missing = house.get("/v1/nothing").await;
+    assert_eq!((missing.status, missing.json()["error"]["type"].as_str()), (404, Some("not_found_error")));
+    let wrong = house.get(CHAT).await;
+    assert_eq!((wrong.status, wrong.json()["error"]["code"].as_str()), (405, Some("method_not_allowed")));
+    assert!(wrong.header("allow").contains("POST"));
+    assert_eq!(house.post("/health", &json!({})).await.status, 405);
+}
+
+#[tokio::test]
+async fn bodies_that_are_no_objects_are_refused() {
+    let house = House::saying("Hello");
+    for body in ["", "{", "[]", "7", "null", "{\"messages\": [}", "\u{0}", "{\"a\": 1e999}", "{} {}"] {
+        let (status, message) = house.post_text(CHAT, body).await.error();
+        assert_eq!(status, 400, "{body}");
+        assert!(message.starts_with("the body"), "{message}");
+    }
+    let deep = format!("{{\"messages\": {}{}}}", "[".repeat(200_000), "]".repeat(200_000));
+    assert_eq!(house.post_text(CHAT, deep).await.status, 400);
+    assert_eq!(house.post_text(CHAT, &b"{\"a\": \"\xff\"}"[..]).await.status, 400);
+}
+
+#[tokio::test]
+async fn a_body_that_is_too_long_is_refused_whether_or_not_it_says_so() {
+    let options = Options { max_body: 100, ..Options::default() };
+    let house = House::with(Scripted::saying("Hello"), options);
+    assert_eq!(house.post_text(CHAT, hello()).await.status, 200);
+    let long = "x".repeat(101);
+    let (status, message) = house.post_text(CHAT, long.clone()).await.error();
+    assert_eq!(status, 413);
+    assert!(message.contains("at most 100 bytes"), "{message}");
+    let pieces = long
+        .into_bytes()
+        .chunks(10)
+        .map(|c| Ok::<_, std::io::Error>(Bytes::copy_from_slice(c)))
+        .collect::<Vec<_>>();
+    let body = Body::from_stream(futures_util::stream::iter(pieces));
+    assert_eq!(house.post_text(CHAT, body).await.status, 413);
+    let got = house.post_text("/v1/messages", "x".repeat(101)).await;
+    assert_eq!(got.json()["error"]["type"], "request_too_large");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_body_that_does_not_come_is_not_waited_for() {
+    let house = House::saying("Hello");
+    let body = Body::from_stream(futures_util::stream::pending::<Result<Bytes, std::io::Error>>());
+    assert_eq!(house.post_text(CHAT, body).await.status, 408);
+}
+
+#[tokio::test]
+async fn a_full_queue_says_when_to_come_again() {
+    let house = House::with(Scripted::in_mood(Mood::Full), Options::default());
+    let got = house.post_text(CHAT, hello()).await;
+    assert_eq!((got.status, got.header("retry-after")), (429, "3"));
+    assert_eq!(got.json()["error"]["type"], "rate_limit_error");
+}
+
+#[tokio::test]
+async fn before_it_is_ready_a_server_says_why() {
+    let house = House::saying("Hello");
+    *house.engine.readiness.lock().expect("lock") = Readiness::NotYet("layer 3 of 6 proves itself".into());
+    for got in [house.get("/ready").await, house.post_text(CHAT, hello()).await] {
+        assert_eq!((got.status, got.header("retry-after")), (503, "1"));
+        assert_eq!(got.error().1, "not ready yet: layer 3 of 6 proves itself");
+    }
+    assert_eq!(house.get("/health").await.status, 200);
+    let error = Error::new(Code::SelfCheckFailed, "layer 3").need("1.0").have("1.1");
+    *house.engine.readiness.lock().expect("lock") = Readiness::Failed(error);
+    let got = house.get("/ready").await;
+    assert_eq!((got.status, got.json()["error"]["code"].as_str()), (503, Some("Q4-E0307")));
+    assert_eq!(got.error().1, "Q4-E0307: layer 3; need: 1.0; have: 1.1");
+}
+
+#[tokio::test]
+async fn a_fault_of_the_engine_is_no_fault_of_the_client() {
+    let house = House::with(Scripted::in_mood(Mood::Failing), Options::default());
+    let got = house.post_text(CHAT, hello()).await;
+    assert_eq!((got.status, got.json()["error"]["type"].as_str()), (500, Some("server_error")));
+    // In the middle of a stream it is the last event.
+    let body = json!({"messages": [{"role": "user", "content": "Hi"}], "stream": true});
+    let got = house.post(CHAT, &body).await;
+    let last = got.events().pop().expect("events");
+    assert_eq!((got.status, &last["error"]["code"]), (200, &json!("Q4-E0211")));
+}
+
+#[tokio::test]
+async fn requests_have_names() {
+    let house = House::saying("Hello");
+    let named = with_header(&house, CHAT, "x-request-id", "abc-1:2").await;
+    assert_eq!(named.header("x-request-id"), "abc-1:2");
+    for bad in ["a b", "a\"b", &"x".repeat(129)] {
+        let got = with_header(&house, CHAT, "x-request-id", bad).await;
+        assert!(got.header("x-request-id").starts_with("req_"), "{bad}");
+    }
+    assert!(house.get("/nothing").await.header("x-request-id").starts_with("req_"));
+}
+
+#[tokio::test]
+async fn pages_of_other_sites_ask_only_where_they_are_listed() {
+    let listed = "https://app.example";
+    let options = Options { origins: vec![listed.into()], keys: vec!["k".into()], ..Options::default() };
+    let house = House::with(Scripted::saying("Hello"), options);
+    let preflight = |origin: &str| {
+        let request = Request::options(CHAT)
+            .header("origin", origin)
+            .header("access-control-request-method", "POST")
+            .header("access-control-request-headers", "authorization,x-stainless-os");
+        request.body(Body::empty()).expect("a request")
+    };
+    let got = house.send(preflight(listed)).await;
+    assert_eq!((got.status, got.header("access-control-allow-origin")), (204, listed));
+    assert_eq!(got.header("access-control-allow-headers"), "authorization,x-stainless-os");
+    assert_eq!(got.header("vary"), "origin");
+    let got = house.send(preflight("https://evil.example")).await;
+    assert_eq!((got.status, got.header("access-control-allow-origin")), (403, ""));
+    let ask = |origin: &str| {
+        let request = Request::post(CHAT).header("origin", origin).header("host", "localhost:8000");
+        request.header("x-api-key", "k").body(Body::from(hello())).expect("a request")
+    };
+    let got = house.send(ask(listed)).await;
+    assert_eq!((got.status, got.header("access-control-allow-origin")), (200, listed));
+    for (origin, status) in [
+        ("http://localhost:8000", 200),
+        ("http://localhost:8001", 403),
+        ("null", 403),
+        ("https://app.example.evil", 403),
+    ] {
+        assert_eq!(house.send(ask(origin)).await.status, status, "{origin}");
+    }
+    // Without a list nobody else may ask.
+    let house = House::saying("Hello");
+    assert_eq!(house.send(preflight(listed)).await.status, 403);
+    assert_eq!(house.send(ask(listed)).await.status, 403);
+}
+
+#[tokio::test]
+async fn without_keys_a_name_that_may_point_anywhere_is_no_origin_of_ours() {
+    let house = House::saying("Hello");
+    for (host, status) in [
+        ("localhost:8000", 200),
+        ("q4.localhost", 200),
+        ("127.0.0.1:8000", 200),
+        ("[::1]:8000", 200),
+        ("192.168.1.5", 200),
+        ("evil.example:8000", 403),
+        ("localhost.evil.example", 403),
+    ] {
+        let request = Request::post(CHAT).header("origin", format!("http://{host}")).header("host", host);
+        let got = house.send(request.body(Body::from(hello())).expect("a request")).await;
+        assert_eq!(got.status, status, "{host}");
+        let request = Request::post(CHAT).header("origin", format!("http://{host}")).header("host", host);
+        let request = request.header("x-api-key", "secret").body(Body::from(hello())).expect("a request");
+        assert_eq!(locked().send(request).await.status, 200, "{host} with a key");
+    }
+}
+
+#[tokio::test]
+async fn a_server_that_stops_can_still_be_watched() {
+    let engine = Arc::new(Scripted::saying("Hello"));
+    let server = Server::new(engine.served.clone(), engine.clone(), Options::default());
+    let house = House { routes: router(server.clone()), engine };
+    server.phase.send_replace(Phase::Draining);
+    for (path, status) in [("/health", 200), ("/metrics", 200), ("/v1/models", 200), ("/ready", 503)] {
+        let got = house.get(path).await;
+        assert_eq!((got.status, got.header("connection")), (status, "close"), "{path}");
+    }
+    let got = house.post_text(CHAT, hello()).await;
+    assert_eq!((got.status, got.header("connection")), (503, "close"));
+    assert_eq!(got.json()["error"]["code"], "shutting_down");
+    let got = house.post_text("/v1/messages", hello()).await;
+    assert_eq!((got.status, got.json()["error"]["type"].as_str()), (503, Some("overloaded_error")));
+}
+
+#[tokio::test]
+async fn where_there_is_no_room_for_all_answers_none_is_given() {
+    let house = House::with(Scripted::in_mood(Mood::Small), Options::default());
+    let body = json!({"messages": [{"role": "user", "content": "Hi"}], "n": 2});
+    assert_eq!(house.post(CHAT, &body).await.status, 429);
+    // The first one notices that nobody listens.
+    while house.engine.left.load(SeqCst) == 0 {
+        tokio::task::yield_now().await;
+    }
+}
+
+#[tokio::test]
+async fn an_answer_that_the_engine_breaks_off_is_no_answer() {
+    let house = House::with(Scripted::in_mood(Mood::Ending), Options::default());
+    let got = house.post_text(CHAT, hello()).await;
+    assert_eq!((got.status, got.json()["error"]["code"].as_str()), (503, Some("shutting_down")));
+}
+
+#[tokio::test]
+async fn an_engine_that_forgets_is_a_fault() {
+    let house = House::with(Scripted::in_mood(Mood::Silent), Options::default());
+    let (status, message) = house.post_text(CHAT, hello()).await.error();
+    assert_eq!((status, message.as_str()), (500, "the engine has stopped"));
+}
+
+#[tokio::test]
+async fn a_bug_is_an_answer() {
+    let house = House::with(Scripted::in_mood(Mood::Panicking), Options::default());
+    let got = house.post_text(CHAT, hello()).await;
+    assert_eq!((got.status, got.json()["error"]["type"].as_str()), (500, Some("server_error")));
+}
+
+#[tokio::test]
+async fn a_prompt_may_have_a_bound_of_its_own() {
+    let options = Options { max_prompt: Some(5), ..Options::default() };
+    let house = House::with(Scripted::saying("Hello"), options);
+    let (status, message) = house.post_text(CHAT, hello()).await.error();
+    assert_eq!(status, 400);
+    assert!(message.contains("need: at most 5 tokens"), "{message}");
+}
