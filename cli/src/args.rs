@@ -8,6 +8,7 @@ mod line;
 mod measure;
 mod plugin;
 mod prompt;
+mod serve;
 mod trace;
 
 pub use crate::choices::*;
@@ -17,6 +18,7 @@ pub use line::{parse, tip, verb_first};
 pub use measure::{CompareArgs, DataArgs, EvalArgs};
 pub use plugin::{Language, NewArgs, PluginArgs, PluginVerb};
 pub use prompt::{PromptArgs, TokenizeArgs};
+pub use serve::ServeArgs;
 use std::ffi::OsString;
 use std::path::PathBuf;
 pub use trace::TraceArgs;
@@ -52,6 +54,8 @@ pub enum Verb {
     Generate(GenerateArgs),
     /// Talk in the terminal; the cache is kept between turns.
     Chat(ChatArgs),
+    /// Answer over HTTP, many requests at once, as clients of OpenAI and Anthropic ask.
+    Serve(ServeArgs),
     /// Show this machine, its backends, and whether each computes what it claims.
     Diagnose(DiagnoseArgs),
     /// Show who would compute each layer and why others were refused; reads no weights.
@@ -223,6 +227,7 @@ Examples:
   q4 generate ./model --conversation talk.json
   q4 generate ./other-model --turns talk.json
   q4 generate ./model -p 'Weather in Oslo?' --tools tools.json --show-prompt
+  q4 generate ./model --batch questions.jsonl -o answers.jsonl
   q4 generate -p 'Who are you?' -n 1 --top-logprobs 5")]
 pub struct GenerateArgs {
     /// Which model.
@@ -251,9 +256,29 @@ pub struct GenerateArgs {
     /// Print the answer when it is complete.
     #[arg(long)]
     pub no_stream: bool,
+    /// Many requests at once.
+    #[command(flatten)]
+    pub batch: BatchArgs,
     /// How to answer.
     #[command(flatten)]
     pub answer: AnswerArgs,
+}
+
+/// Many requests at once.
+#[derive(Args, Clone, Debug)]
+pub struct BatchArgs {
+    /// A file with a request on each line, as JSON with `prompt` or `messages`; a line of JSON is written for
+    /// each answer, in the same order. `-` is standard input.
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath,
+          conflicts_with_all = ["prompt", "turns", "conversation", "show_prompt", "top_logprobs", "no_stream"])]
+    pub batch: Option<PathBuf>,
+    /// Where the answers of --batch go [default: standard output]; those that are there already are kept, and
+    /// what is missing is added.
+    #[arg(short, long, value_name = "FILE", value_hint = ValueHint::FilePath, requires = "batch")]
+    pub output: Option<PathBuf>,
+    /// Requests of --batch that are computed at once [default: 16].
+    #[arg(long, value_name = "N", requires = "batch", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub parallel: Option<u16>,
 }
 
 /// `q4 chat`.

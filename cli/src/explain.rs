@@ -3,10 +3,11 @@ use crate::args::ExplainArgs;
 use crate::context::Context;
 use crate::report::{Outcome, stderr};
 use crate::session::{chunk, warn_of_unscaled};
-use q4_core::{Error, ExecPath, RejectCode, Rejection, Result};
+use q4_core::{Code, Error, ExecPath, RejectCode, Rejection, Result};
 use q4_model::checkpoint::Checkpoint;
 use q4_model::plan::{HeadPlan, Plan, Product};
 use serde::Serialize;
+use serde_json::Value;
 use std::collections::BTreeMap;
 
 #[derive(Serialize)]
@@ -60,16 +61,26 @@ pub fn run(cx: &Context, args: &ExplainArgs) -> Result<Outcome> {
     let plan = Plan::new(&checkpoint, &dispatch, &cx.plan_options(args.quantize, chunk(cx.device()?))?)?;
     warn_of_unscaled(&plan, cx.report());
     let refused = cx.require_named(&dispatch).and_then(|()| plan.require(&dispatch)).err();
-    let body = Body {
+    let body = body(cx, &checkpoint, &plan, refused.as_ref());
+    cx.report().result("explain", &body, || table(&checkpoint, &plan, cx.isa()))?;
+    Ok(refused.map_or(Outcome::Done, |e| failed(&e)))
+}
+
+/// The document of a plan that can run.
+pub fn document(cx: &Context, checkpoint: &Checkpoint, plan: &Plan) -> Result<Value> {
+    serde_json::to_value(body(cx, checkpoint, plan, None))
+        .map_err(|e| Error::new(Code::Internal, format!("the plan: {e}")))
+}
+
+fn body<'a>(cx: &Context, checkpoint: &'a Checkpoint, plan: &Plan, refused: Option<&'a Error>) -> Body<'a> {
+    Body {
         model: checkpoint.name(),
         isa: cx.isa(),
         layers: plan.products().map(layer).collect(),
         head: head(&plan.head),
         downgraded: plan.downgraded(),
-        refused: refused.as_ref(),
-    };
-    cx.report().result("explain", &body, || table(&checkpoint, &plan, cx.isa()))?;
-    Ok(refused.map_or(Outcome::Done, |e| failed(&e)))
+        refused,
+    }
 }
 
 /// The plan was the result, so the error goes to stderr only.

@@ -8,7 +8,7 @@ use crate::report::{self, Outcome, Report};
 use crate::session::{Facts, Session, Timing, chunk};
 use crate::text::{Text, context_size};
 use crate::tokenize::{piece, quoted};
-use q4_core::Result;
+use q4_core::{Code, Error, Result};
 use q4_model::checkpoint::Checkpoint;
 use q4_model::cpu::KvType;
 use q4_model::generate::{Answer, Conversation, FinishReason, Limits, generate};
@@ -24,7 +24,7 @@ use std::time::Instant;
 /// Tokens a template adds around a message, generously.
 const TURN_OVERHEAD: usize = 16;
 /// Positions for answers whose length nobody says, where the model has as many.
-const ROOM: usize = 4096;
+pub const ROOM: usize = 4096;
 
 /// The document of `--json`.
 #[derive(Serialize)]
@@ -129,6 +129,12 @@ impl Given {
 pub fn run(cx: &Context, args: &GenerateArgs) -> Result<Outcome> {
     if args.show_prompt {
         return show_prompt(cx, args);
+    }
+    // clap lets this pass beside a prompt, with which --batch could not be.
+    if args.batch.output.is_some() || args.batch.parallel.is_some() {
+        return Err(Error::new(Code::Usage, "--output and --parallel without --batch")
+            .need("--batch FILE")
+            .fix("a shell writes one answer to a file: q4 generate -p 'Who are you?' > answer.txt"));
     }
     let start = Instant::now();
     let given = Given::read(args, cx.report())?;
@@ -287,7 +293,7 @@ pub fn stats(timing: &Timing, answers: &[Answer]) -> String {
 pub struct Emitter {
     text: bool,
     stream: bool,
-    failed: Option<q4_core::Error>,
+    failed: Option<Error>,
 }
 
 impl Emitter {

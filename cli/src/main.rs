@@ -3,6 +3,7 @@
 //! Verbs return values; only this file decides how a process ends.
 mod args;
 mod backends;
+mod batch;
 mod bench;
 mod chat;
 mod choices;
@@ -32,6 +33,7 @@ mod quantize;
 mod report;
 mod roofline;
 mod scaffold;
+mod serve;
 mod session;
 mod signals;
 mod supervise;
@@ -147,8 +149,12 @@ fn run(global: GlobalArgs, verb: &Verb) -> Result<Outcome> {
         _ => cx,
     };
     match verb {
-        Verb::Generate(args) => generate::run(&cx, args),
+        Verb::Generate(args) => match &args.batch.batch {
+            Some(file) => batch::run(&cx, args, file),
+            None => generate::run(&cx, args),
+        },
         Verb::Chat(args) => chat::run(&cx, args),
+        Verb::Serve(args) => serve::run(&cx, args),
         Verb::Explain(args) => explain::run(&cx, args),
         Verb::Inspect(args) => inspect::run(&cx, args),
         Verb::Verify(args) => verify::run(&cx, args),

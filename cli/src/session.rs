@@ -4,10 +4,14 @@ use crate::context::Context;
 use crate::device::Choice;
 use crate::report::Report;
 use q4_core::memory::{Budget, UnifiedMemory, human, peak_resident, resident};
-use q4_core::{Device, Dispatch, ExecPath, Executed, Policy, RejectCode, Rejection, Result, Selection};
+use q4_core::{
+    Code, Device, Dispatch, Error, ExecPath, Executed, Policy, RejectCode, Rejection, Result, Selection,
+};
+use q4_model::batch::company::{self, Dependent};
+use q4_model::batch::{self, PAGE, Sequences};
 use q4_model::checkpoint::Checkpoint;
 use q4_model::generate::Answer;
-use q4_model::load::{self, ContextOptions, Loaded};
+use q4_model::load::{self, ContextOptions, Loaded, Many};
 use q4_model::memory::{MemoryPlan, Part};
 use q4_model::plan::{HeadPlan, Plan, PlanOptions, Product};
 use q4_model::runner::Runner;
@@ -156,6 +160,47 @@ impl Session {
         Self::plan(cx, dispatch, checkpoint, quantize, rows, context)?.load()
     }
 
+    /// Plans and prepares `checkpoint` for `sequences` sequences of a context of these sizes, which share a
+    /// cache: one that holds them all, else as many pages as there is memory for, at least those of one.
+    pub fn load_many(
+        cx: &Context,
+        dispatch: Dispatch,
+        checkpoint: &Checkpoint,
+        quantize: Option<Format>,
+        context: ContextOptions,
+        sequences: usize,
+    ) -> Result<Self> {
+        let least = context.context.div_ceil(PAGE);
+        let many = |pages| ContextOptions { many: Some(Many { sequences, pages }), ..context };
+        let mut pages = sequences * least;
+        let mut planned = Self::plan(cx, dispatch, checkpoint, quantize, context.chunk, many(pages))?;
+        while pages > least && planned.check().is_err() {
+            pages = (pages / 2).max(least);
+            planned = planned.sized(many(pages))?;
+        }
+        planned.load()
+    }
+
+    /// A cache for many and its bounds; for a model that was [loaded for many](Self::load_many).
+    pub fn sequences(&self) -> Result<(Box<dyn Sequences>, batch::Options)> {
+        let context = self.context;
+        let many = context.many.ok_or_else(|| Error::new(Code::Internal, "a model for one sequence"))?;
+        let engine = self.loaded.sequences(context, many, &self.budget)?;
+        let options = batch::Options {
+            sequences: many.sequences,
+            rows: context.chunk,
+            logit_rows: context.logit_rows(),
+            context: context.context,
+            pages: many.pages,
+        };
+        Ok((engine, options))
+    }
+
+    /// Layers whose rows depend on their company.
+    pub fn dependents(&self) -> Result<Vec<Dependent>> {
+        company::dependents(&self.loaded, self.context.chunk)
+    }
+
     /// A context of its own, as it was planned.
     pub fn runner(&self) -> Result<Runner> {
         self.loaded.runner(self.context, &self.budget)
@@ -198,6 +243,15 @@ impl Planned<'_> {
     pub fn with(mut self, name: &'static str, bytes: u64) -> Self {
         self.memory = self.memory.with(name, bytes);
         self
+    }
+
+    /// The same plan for a context of other sizes, whose steps have as many rows.
+    fn sized(mut self, context: ContextOptions) -> Result<Self> {
+        let threads = self.cx.thread_count();
+        let (plan, options) = (&self.plan, &self.options);
+        self.memory = MemoryPlan::new(self.checkpoint, plan, options, &context, threads, self.program)?;
+        self.context = context;
+        Ok(self)
     }
 
     /// Refuses it where not all of it fits.

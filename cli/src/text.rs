@@ -61,6 +61,16 @@ impl Text {
         self.template.get_or_try_init(read).cloned()
     }
 
+    /// How the model wishes to be sampled.
+    pub fn generation(&self) -> &GenerationConfig {
+        &self.generation
+    }
+
+    /// Ids that end an answer.
+    pub fn stop_ids(&self) -> &[u32] {
+        &self.stop_ids
+    }
+
     /// The model's wishes with the options over them. An option that can have no effect is warned about.
     pub fn sampling(&self, args: &AnswerArgs, report: &Report) -> Result<SamplingParams> {
         let seed = args.seed.unwrap_or_else(|| RandomState::new().build_hasher().finish() >> 32);

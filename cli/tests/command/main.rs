@@ -14,6 +14,7 @@ macro_rules! absent {
 
 #[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
 mod attack;
+mod batch;
 mod chat;
 #[cfg(unix)]
 mod cli_md;
@@ -39,6 +40,8 @@ mod prompt;
 mod quantize;
 mod schemas;
 mod selfcheck;
+#[cfg(unix)]
+mod serve;
 mod signals;
 mod timeline;
 mod tiny;

@@ -1,0 +1,60 @@
+//! The options of `q4 serve`.
+use crate::args::{Format, ModelArgs};
+use clap::{Args, ValueHint};
+use std::path::PathBuf;
+
+/// `q4 serve`.
+#[derive(Args, Debug)]
+#[command(after_long_help = "\
+Answers /v1/chat/completions, /v1/completions, /v1/responses (OpenAI) and /v1/messages (Anthropic), many
+requests at once; a page to talk with the model is at /. On the CPU an answer does not depend on who else
+is served: it is what `q4 generate` says with the same prompt and seed. Listens on this machine alone
+unless --host says otherwise, and speaks no TLS: put a proxy before it. Ctrl-C or SIGTERM: no new
+requests, answers in flight end.
+
+Examples:
+  q4 serve
+  q4 serve ./qwen3-8b-nvfp4 --port 8000 --parallel 32
+  q4 serve ./model --host 0.0.0.0 --api-key-file keys.txt
+  curl http://127.0.0.1:8080/v1/chat/completions -d '{\"messages\": [{\"role\": \"user\", \"content\": \"Who are you?\"}]}'")]
+pub struct ServeArgs {
+    /// Which model.
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Address to listen on.
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
+    pub host: String,
+    /// Port to listen on; 0 takes a free one, which is said.
+    #[arg(long, value_name = "N", default_value_t = 8080)]
+    pub port: u16,
+    /// What the model is called [default: its own name].
+    #[arg(long, value_name = "NAME")]
+    pub alias: Option<String>,
+    /// Positions of a sequence, prompt and answer [default: 8192, or what the model has].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub context: Option<u32>,
+    /// Requests that are computed at once.
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub parallel: u16,
+    /// Requests that may wait; who comes then is told to come back (429).
+    #[arg(long, value_name = "N", default_value_t = 256)]
+    pub queue: usize,
+    /// A key that requests must have; may be repeated. Others see it in the list of processes.
+    #[arg(long, value_name = "KEY", env = "Q4_API_KEY", hide_env_values = true)]
+    pub api_key: Vec<String>,
+    /// A file with a key on each line.
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub api_key_file: Option<PathBuf>,
+    /// A site whose pages may ask, e.g. https://example.org; may be repeated.
+    #[arg(long, value_name = "ORIGIN")]
+    pub cors_origin: Vec<String>,
+    /// Refuse to serve where an answer depends on who else is served, and name the layer.
+    #[arg(long)]
+    pub reproducible: bool,
+    /// Seconds that answers in flight have when the server is to stop.
+    #[arg(long, value_name = "SECONDS", default_value_t = 30)]
+    pub drain_timeout: u64,
+    /// Quantise dense layers while loading.
+    #[arg(long, value_enum, value_name = "FORMAT")]
+    pub quantize: Option<Format>,
+}

@@ -1,0 +1,157 @@
+//! `q4 serve`: a model over HTTP.
+use crate::args::ServeArgs;
+use crate::context::Context;
+use crate::explain;
+use crate::report::Outcome;
+use crate::session::Session;
+use crate::signals;
+use crate::text::{Text, context_size};
+use q4_core::{Code, Device, Error, Result};
+use q4_model::batch::company;
+use q4_model::cpu::KvType;
+use q4_model::load::ContextOptions;
+use q4_model::plan::Plan;
+use q4_serve::{Options, Served, Worker};
+use serde::Serialize;
+use serde_json::{Value, json};
+use std::net::TcpListener;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+/// Positions of a sequence where nobody says.
+const CONTEXT: usize = 8192;
+/// Rows of a step: enough for prompts, few enough that others get their next token soon.
+const ROWS: usize = 128;
+/// Bytes of a file of keys.
+const KEYS: u64 = 1 << 20;
+/// How often the server looks whether it is to stop.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// The document of `--json`, written once requests are taken.
+#[derive(Serialize)]
+struct Begun<'a> {
+    model: &'a str,
+    url: String,
+    context: usize,
+    parallel: usize,
+    reproducible: bool,
+}
+
+/// Runs the verb.
+pub fn run(cx: &Context, args: &ServeArgs) -> Result<Outcome> {
+    // From here on somebody who stops the server is heard, also while it loads.
+    let _hold = signals::cleanup();
+    let options = Options {
+        keys: keys(args)?,
+        origins: args.cors_origin.clone(),
+        drain_timeout: Duration::from_secs(args.drain_timeout),
+        ..Options::default()
+    };
+    options.check()?;
+    // An address that is taken is no reason to load a model first.
+    let address = format!("{}:{}", args.host, args.port);
+    let listener = TcpListener::bind(&*address).map_err(|e| {
+        Error::new(Code::Io, format!("{address}: {e}")).fix("another --port, or 0 for one that is free")
+    })?;
+    let dispatch = Session::dispatch(cx)?;
+    if cx.device()? != Device::Cpu {
+        return Err(Error::new(Code::Unsupported, "many requests at once on a CUDA device")
+            .need("--device cpu")
+            .have(cx.device()?.to_string())
+            .fix("q4 --device cpu serve"));
+    }
+    let checkpoint = cx.open(&args.model)?;
+    let text = Text::of(&checkpoint)?;
+    let context = context_size(args.context, CONTEXT, &checkpoint)?;
+    let sequences = usize::from(args.parallel);
+    let sizes = ContextOptions {
+        context,
+        chunk: ROWS.max(sequences),
+        all_logits: false,
+        kv: cx.kv(KvType::F16),
+        many: None,
+    };
+    let plan = Plan::new(&checkpoint, &dispatch, &cx.plan_options(args.quantize, sizes.chunk)?)?;
+    plan.require(&dispatch)?;
+    let explained = explain::document(cx, &checkpoint, &plan)?;
+    let session = Session::load_many(cx, dispatch, &checkpoint, args.quantize, sizes, sequences)?;
+    let dependents = session.dependents()?;
+    if let (true, Some(first)) = (args.reproducible, dependents.first()) {
+        return Err(Error::new(Code::Unsupported, format!("--reproducible: {}", first.layer))
+            .need("a row whose bits do not depend on its company")
+            .have(first.why.clone())
+            .fix("an instruction set whose sums have one order, e.g. Q4_ISA=avx512vnni, or a kernel on packed weights"));
+    }
+    let served = Arc::new(Served {
+        name: args.alias.clone().unwrap_or_else(|| checkpoint.name().to_owned()),
+        template: text.template(&checkpoint)?.as_ref().clone(),
+        variables: text.variables.clone(),
+        generation: text.generation().clone(),
+        stop_ids: text.stop_ids().to_vec(),
+        context,
+        explain: with(explained, cx.device()?, &dependents),
+        created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs()),
+        tokenizer: text.tokenizer,
+    });
+    let (engine, bounds) = session.sequences()?;
+    let worker = Worker::start(engine, bounds, served.clone(), args.queue)?;
+    let at = listener.local_addr().map_err(|e| Error::new(Code::Io, e.to_string()))?;
+    let begun = Begun {
+        model: &served.name,
+        url: format!("http://{at}/"),
+        context,
+        parallel: sequences,
+        reproducible: dependents.is_empty(),
+    };
+    cx.report().result("serve", &begun, || format!("{} at {}\n", begun.model, begun.url))?;
+    if !at.ip().is_loopback() && options.keys.is_empty() {
+        cx.report().insist("everybody who reaches this machine may ask: --api-key-file FILE asks for a key");
+    }
+    if let Some(first) = dependents.first() {
+        cx.report().warn(&format!(
+            "answers may depend on who else is served: {}: {}; --reproducible refuses that",
+            first.layer, first.why
+        ));
+    }
+    let stop = async {
+        while !signals::interrupted() {
+            tokio::time::sleep(LOOK).await;
+        }
+    };
+    q4_serve::run(listener, served, Arc::new(worker), options, stop)?;
+    session.facts().detail(cx.report());
+    Ok(Outcome::Done)
+}
+
+fn keys(args: &ServeArgs) -> Result<Vec<String>> {
+    let mut keys = args.api_key.clone();
+    if let Some(path) = &args.api_key_file {
+        let name = path.display();
+        let failed = |e: std::io::Error| Error::new(Code::Io, format!("--api-key-file {name}: {e}"));
+        let len = std::fs::metadata(path).map_err(failed)?.len();
+        if len > KEYS {
+            return Err(Error::new(Code::Usage, format!("--api-key-file {name}"))
+                .need(format!("at most {KEYS} bytes"))
+                .have(format!("{len} bytes")));
+        }
+        let text = std::fs::read_to_string(path).map_err(failed)?;
+        keys.extend(text.lines().map(str::trim).filter(|l| !l.is_empty()).map(str::to_owned));
+        if keys.is_empty() {
+            // No key at all would let everybody in.
+            return Err(Error::new(Code::Usage, format!("--api-key-file {name}"))
+                .need("a key on each line")
+                .have("none"));
+        }
+    }
+    Ok(keys)
+}
+
+/// The plan, with what was found out about rows and their company.
+fn with(mut explained: Value, device: Device, dependents: &[company::Dependent]) -> Value {
+    if let Value::Object(fields) = &mut explained {
+        fields.insert("device".to_owned(), device.to_string().into());
+        fields.insert("reproducible".to_owned(), dependents.is_empty().into());
+        fields.insert("not_reproducible".to_owned(), json!(dependents));
+    }
+    explained
+}

@@ -1,0 +1,113 @@
+//! `q4 generate --batch`: a line an answer, the one its request gets alone, and nothing twice.
+use crate::{err, out, q4, run};
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
+
+const REQUESTS: &str = r#"{"prompt": "Who are you?", "id": "first"}
+{"prompt": "Tell me a story.", "max_tokens": 30}
+
+{"messages": [{"role": "user", "content": "What is 3 plus 4?"}], "id": 7, "temperature": 0.8, "seed": 5}
+{"prompt": "Once", "raw": true, "max_tokens": 9}
+{"prompt": "你是誰", "stop": ["q4"]}
+"#;
+
+fn lines(text: &str) -> Vec<Value> {
+    text.lines().map(|line| serde_json::from_str(line).expect("a line of JSON")).collect()
+}
+
+fn batch(file: &Path, more: &[&str]) -> std::process::Output {
+    q4().args(["generate", "--seed", "3", "--batch"]).arg(file).args(more).output().unwrap()
+}
+
+#[test]
+fn every_line_is_answered_as_it_is_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("requests.jsonl");
+    fs::write(&file, REQUESTS).unwrap();
+    let output = batch(&file, &[]);
+    assert!(output.status.success(), "{}", err(&output));
+    let answers = lines(&out(&output));
+    let alone = [
+        &["-p", "Who are you?"][..],
+        &["-p", "Tell me a story.", "-n", "30"],
+        &["-p", "What is 3 plus 4?", "--temperature", "0.8", "--seed", "5"],
+        &["-p", "Once", "--raw", "-n", "9"],
+        &["-p", "你是誰", "--stop", "q4"],
+    ];
+    assert_eq!(answers.len(), alone.len());
+    for (i, (answer, args)) in answers.iter().zip(alone).enumerate() {
+        assert_eq!(answer["index"], i);
+        let one = run(&[&["--json", "generate"], args].concat());
+        let one: Value = serde_json::from_str(&out(&one)).unwrap();
+        for field in ["text", "token_ids", "prompt_tokens", "finish_reason"] {
+            assert_eq!(answer[field], one[field], "{args:?}: {field}");
+        }
+    }
+    assert_eq!((&answers[0]["id"], &answers[2]["id"]), (&"first".into(), &7.into()));
+    assert!(answers[1].get("id").is_none());
+}
+
+#[test]
+fn a_run_that_was_cut_goes_on_where_it_was() {
+    let dir = tempfile::tempdir().unwrap();
+    let (file, answers) = (dir.path().join("requests.jsonl"), dir.path().join("answers.jsonl"));
+    let to = ["-o", answers.to_str().unwrap(), "--parallel", "2"];
+    fs::write(&file, REQUESTS).unwrap();
+    assert!(batch(&file, &to).status.success());
+    let whole = fs::read(&answers).unwrap();
+    let second = whole.iter().position(|b| *b == b'\n').unwrap() + 1;
+    // Nothing, a line, a line and a half, all but the last byte, everything.
+    for cut in [0, second, second + 20, whole.len() - 1, whole.len()] {
+        fs::write(&answers, &whole[..cut]).unwrap();
+        let output = batch(&file, &to);
+        assert!(output.status.success(), "{}", err(&output));
+        assert_eq!(fs::read(&answers).unwrap(), whole, "cut behind byte {cut}");
+    }
+    // What is there and is something else is not touched.
+    for other in ["notes\n", "{\"index\": 1}\n", "{\"index\": 0, \"id\": \"last\"}\n"] {
+        fs::write(&answers, other).unwrap();
+        let output = batch(&file, &to);
+        assert_eq!(output.status.code(), Some(2), "{other}: {}", err(&output));
+        assert_eq!(fs::read_to_string(&answers).unwrap(), other);
+    }
+    let output = batch(&file, &["-o", file.to_str().unwrap()]);
+    assert_eq!(output.status.code(), Some(2));
+    assert_eq!(fs::read_to_string(&file).unwrap(), REQUESTS, "the requests are still there");
+}
+
+#[test]
+fn what_is_no_request_is_named_by_its_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("requests.jsonl");
+    for (bad, word) in [
+        ("x", "expected"),
+        ("7", "expected"),
+        ("{}", "neither"),
+        (r#"{"prompt": "a", "messages": []}"#, "both"),
+        (r#"{"promt": "a"}"#, "promt"),
+        (r#"{"prompt": ""}"#, "empty"),
+        (r#"{"prompt": [], "max_tokens": 1}"#, "empty"),
+        (r#"{"prompt": [99999999]}"#, "99999999"),
+        (r#"{"prompt": "a", "top_p": 7}"#, "top_p"),
+        (r#"{"prompt": "a", "stop": [""]}"#, "stop"),
+        (r#"{"prompt": "a", "tools": {}}"#, "tools"),
+        (r#"{"prompt": "a", "max_tokens": -1}"#, "-1"),
+    ] {
+        fs::write(&file, format!("{{\"prompt\": \"a\"}}\n{bad}\n")).unwrap();
+        let output = batch(&file, &[]);
+        let text = err(&output);
+        // An empty text has the tokens of its template.
+        if word == "empty" && bad.contains("\"\"") {
+            assert!(output.status.success(), "{text}");
+            continue;
+        }
+        assert_eq!(output.status.code(), Some(2), "{bad}: {text}");
+        assert!(text.contains("line 2") && text.contains(word), "{bad}: {text}");
+        assert_eq!(out(&output), "", "{bad}: nothing was computed");
+    }
+    fs::write(&file, "\n").unwrap();
+    assert_eq!(batch(&file, &[]).status.code(), Some(2));
+    assert_eq!(run(&["generate", "-p", "a", "--parallel", "2"]).status.code(), Some(2));
+    assert_eq!(batch(&file, &["-p", "a"]).status.code(), Some(2));
+}
