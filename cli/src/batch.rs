@@ -143,7 +143,7 @@ pub fn run(cx: &Context, args: &GenerateArgs, batch: &Path) -> Result<Outcome> {
     }
     let mut out = Answers::open(how.output.as_deref(), &requests)?;
     let sequences = usize::from(how.parallel.unwrap_or(PARALLEL)).min(requests.len()).max(1);
-    let rows = ROWS.max(sequences);
+    let rows = ROWS.max(2 * sequences);
     let sizes =
         ContextOptions { context, chunk: rows, all_logits: false, kv: cx.kv(KvType::F16), many: None };
     let session = Session::load_many(cx, dispatch, &checkpoint, args.answer.quantize, sizes, sequences)?;

@@ -66,7 +66,7 @@ pub fn run(cx: &Context, args: &ServeArgs) -> Result<Outcome> {
     let sequences = usize::from(args.parallel);
     let sizes = ContextOptions {
         context,
-        chunk: ROWS.max(sequences),
+        chunk: ROWS.max(2 * sequences),
         all_logits: false,
         kv: cx.kv(KvType::F16),
         many: None,

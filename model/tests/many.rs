@@ -3,8 +3,8 @@ mod support;
 
 use q4_core::isa::Isa;
 use q4_core::memory::Budget;
-use q4_core::{Code, Result};
-use q4_model::batch::{Event, Options, PAGE, Request, Scheduler, Sink, Weighed};
+use q4_core::{Code, Error, Result};
+use q4_model::batch::{Event, Options, PAGE, Part, Request, Scheduler, Sequences, Sink, Weighed};
 use q4_model::checkpoint::{Checkpoint, OpenOptions};
 use q4_model::generate::{Answer, FinishReason, Limits, generate};
 use q4_model::likelihood::logprob;
@@ -82,6 +82,11 @@ fn demo(isa: Isa, threads: usize) -> Result<Model> {
 
 impl Model {
     fn scheduler(&self, sequences: usize, rows: usize, pages: usize) -> Result<Scheduler<'_>> {
+        let (engine, options) = self.engine(sequences, rows, pages)?;
+        Ok(Scheduler::new(engine, &self.tokenizer, options))
+    }
+
+    fn engine(&self, sequences: usize, rows: usize, pages: usize) -> Result<(Box<dyn Sequences>, Options)> {
         let many = Many { sequences, pages };
         let sizes = ContextOptions {
             context: CONTEXT,
@@ -92,8 +97,7 @@ impl Model {
         };
         let engine = self.loaded.sequences(sizes, many, &Budget::of_machine())?;
         let logit_rows = sizes.logit_rows();
-        let options = Options { sequences, rows, logit_rows, context: CONTEXT, pages };
-        Ok(Scheduler::new(engine, &self.tokenizer, options))
+        Ok((engine, Options { sequences, rows, logit_rows, context: CONTEXT, pages }))
     }
 
     fn alone(&self, request: &Request) -> Result<Answer> {
@@ -256,6 +260,65 @@ fn tokens_are_weighed_as_the_logits_say() -> Result<()> {
         assert_eq!(w.top.len(), 3);
         assert!(w.top.windows(2).all(|p| p[0].logprob >= p[1].logprob), "{:?}", w.top);
     }
+    Ok(())
+}
+
+/// Fails every step that has a certain token.
+struct Poisoned(Box<dyn Sequences>, u32);
+
+impl Sequences for Poisoned {
+    fn step(&mut self, ids: &[u32], parts: &[Part], logits: &[usize]) -> Result<()> {
+        match ids.contains(&self.1) {
+            true => Err(Error::new(Code::NonFinite, "poison")),
+            false => self.0.step(ids, parts, logits),
+        }
+    }
+    fn logits(&mut self, i: usize) -> Result<&mut [f32]> {
+        self.0.logits(i)
+    }
+    fn vocab(&self) -> usize {
+        self.0.vocab()
+    }
+    fn add_page(&mut self, sequence: usize, page: u32) {
+        self.0.add_page(sequence, page);
+    }
+    fn adopt(&mut self, sequence: usize, len: usize) {
+        self.0.adopt(sequence, len);
+    }
+    fn clear(&mut self, sequence: usize) {
+        self.0.clear(sequence);
+    }
+}
+
+#[test]
+fn who_fails_fails_alone() -> Result<()> {
+    let model = demo(Isa::Portable, 1)?;
+    let (engine, options) = model.engine(4, 16, 12)?;
+    let requests = model.requests(6)?;
+    let poison = requests.iter().flat_map(|r| &r.prompt).max().map_or(0, |id| id + 1);
+    let mut scheduler = Scheduler::new(Box::new(Poisoned(engine, poison)), &model.tokenizer, options);
+    let mut asked = Vec::new();
+    for (i, request) in requests.iter().enumerate() {
+        let mut request = request.clone();
+        request.prompt_logprobs = i == 4;
+        if i == 2 {
+            request.prompt.insert(7, poison);
+        }
+        let asker = Asker::default();
+        scheduler.submit(request, Box::new(asker.clone()));
+        asked.push(asker);
+    }
+    while !scheduler.is_idle() {
+        scheduler.step();
+    }
+    for (i, (asker, request)) in asked.iter().zip(&requests).enumerate() {
+        let told = asker.told.lock().expect("one thread");
+        match i {
+            2 => assert_eq!(told.failed.as_ref().map(Error::code), Some(Code::NonFinite)),
+            _ => same(&told, &model.alone(request)?, &format!("request {i}")),
+        }
+    }
+    assert_eq!(scheduler.gauges().pages_used, 0);
     Ok(())
 }
 

@@ -47,7 +47,7 @@ pub fn dependents(loaded: &Loaded, rows: usize) -> Result<Vec<Dependent>> {
             found.push(Dependent {
                 layer: part.name().to_owned(),
                 why: format!(
-                    "{} ({}): row {row} of {together} has other bits than among {alone}",
+                    "{} ({}): row {row} has other bits among {together} rows than among {alone}",
                     info.backend, info.path
                 ),
             });

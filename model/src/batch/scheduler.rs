@@ -172,8 +172,8 @@ impl<'a> Scheduler<'a> {
         }
     }
 
-    /// Makes one step, and tells everybody what it was for him. Whoever is gone is dropped before it. Where a
-    /// step fails all who were in it are told; the next one starts without them.
+    /// Makes one step, and tells everybody what it was for him. Whoever is gone is dropped before it. A step
+    /// that fails is made again for each sequence by itself, and those that still fail are told.
     pub fn step(&mut self) {
         self.drop_the_gone();
         self.admit();
@@ -183,14 +183,9 @@ impl<'a> Scheduler<'a> {
         }
         self.gauges.steps += 1;
         match self.engine.step(&self.ids, &self.parts, &self.rows) {
-            Ok(()) => self.advance(),
-            Err(e) => {
-                for at in (0..self.running.len()).rev() {
-                    if self.running[at].step.0 > 0 {
-                        self.remove(at).sink.tell(Event::Failed(e.clone()));
-                    }
-                }
-            }
+            Ok(()) => self.each_of_step(|_, _| Ok(())),
+            Err(e) if self.parts.len() == 1 => self.each_of_step(|_, _| Err(e.clone())),
+            Err(_) => self.each_of_step(Self::step_alone),
         }
     }
 
@@ -350,24 +345,15 @@ impl<'a> Scheduler<'a> {
         sequence
     }
 
-    /// What the step that was made means to each.
-    fn advance(&mut self) {
+    /// What the step means to each sequence that is in it: `made` says whether it was made.
+    fn each_of_step(&mut self, made: impl Fn(&mut Self, usize) -> Result<()>) {
         let mut at = 0;
         while at < self.running.len() {
-            let sequence = &mut self.running[at];
-            let (count, first) = sequence.step;
-            if count == 0 {
+            if self.running[at].step.0 == 0 {
                 at += 1;
                 continue;
             }
-            sequence.place.computed += count;
-            if sequence.reuse {
-                sequence.place.keep(&sequence.tokens, &mut self.pages);
-            }
-            let before = sequence.draft.answer.ids.len();
-            let goes_on = sequence.after_step(&mut *self.engine, first);
-            self.gauges.answer_tokens += (sequence.draft.answer.ids.len() - before) as u64;
-            match goes_on {
+            match made(self, at).and_then(|()| self.advance(at)) {
                 Ok(true) => {
                     at += 1;
                     continue;
@@ -377,6 +363,35 @@ impl<'a> Scheduler<'a> {
             }
             self.gauges.ended += 1;
         }
+    }
+
+    /// The step of one sequence, without the others.
+    fn step_alone(&mut self, at: usize) -> Result<()> {
+        let sequence = &mut self.running[at];
+        let pending = &sequence.tokens[sequence.place.computed..];
+        let count = sequence.step.0;
+        let first = if sequence.prompt.is_some() { 0 } else { count - 1 };
+        self.rows.clear();
+        if sequence.prompt.is_some() || count == pending.len() {
+            self.rows.extend(first..count);
+        }
+        let part = Part { sequence: sequence.place.number, rows: count };
+        sequence.step = (count, 0);
+        self.engine.step(&pending[..count], &[part], &self.rows)
+    }
+
+    /// Behind a step that has rows of a sequence; false where its answer ends.
+    fn advance(&mut self, at: usize) -> Result<bool> {
+        let sequence = &mut self.running[at];
+        let (count, first) = sequence.step;
+        sequence.place.computed += count;
+        if sequence.reuse {
+            sequence.place.keep(&sequence.tokens, &mut self.pages);
+        }
+        let before = sequence.draft.answer.ids.len();
+        let goes_on = sequence.after_step(&mut *self.engine, first);
+        self.gauges.answer_tokens += (sequence.draft.answer.ids.len() - before) as u64;
+        goes_on
     }
 }
 
