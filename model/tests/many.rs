@@ -161,12 +161,13 @@ fn sets() -> impl Iterator<Item = Isa> {
 fn every_answer_is_the_one_it_gets_alone() -> Result<()> {
     for (i, isa) in sets().enumerate() {
         let one = demo(isa, 1)?;
-        let requests = one.requests(if i == 0 { 48 } else { 12 })?;
+        let requests = one.requests(if i == 0 { 48 } else { 8 })?;
         let alone: Vec<_> = requests.iter().map(|r| one.alone(r)).collect::<Result<_>>()?;
         let two = demo(isa, 2)?;
         // Many or few at once, steps of many or few rows, a cache that holds all or makes them wait and give
         // their pages back.
-        for (model, sequences, rows, pages) in [(&one, 8, 64, 40), (&two, 16, 16, 5), (&two, 3, 5, 3)] {
+        let ways = [(&two, 16, 16, 5), (&one, 8, 64, 40), (&two, 3, 5, 3)];
+        for (model, sequences, rows, pages) in ways.into_iter().take(if i == 0 { 3 } else { 1 }) {
             let what = |i| format!("{isa:?}, request {i}, {sequences} sequences, {rows} rows, {pages} pages");
             let mut scheduler = model.scheduler(sequences, rows, pages)?;
             let askers: Vec<Asker> = requests.iter().map(|_| Asker::default()).collect();
