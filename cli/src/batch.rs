@@ -12,7 +12,7 @@ use crate::session::Session;
 use crate::signals;
 use crate::text::{Text, context_size};
 use q4_core::{Code, Error, Result};
-use q4_model::batch::{Event, Request, Scheduler, Sink};
+use q4_model::batch::{Event, Nudges, Request, Scheduler, Sink};
 use q4_model::checkpoint::Checkpoint;
 use q4_model::cpu::KvType;
 use q4_model::generate::{Answer, FinishReason, Limits};
@@ -235,7 +235,8 @@ impl Reader<'_> {
             ..limits
         };
         q4_model::stop::StopMatcher::new(&limits.stop_strings)?;
-        Ok((line.id, Request { prompt, params, limits, reuse: true, prompt_logprobs: false }))
+        let nudges = Nudges::default();
+        Ok((line.id, Request { prompt, params, nudges, limits, reuse: true, prompt_logprobs: false }))
     }
 
     fn prompt(&self, line: &Line, template: &Result<Rc<ChatTemplate>>) -> Result<Vec<u32>> {

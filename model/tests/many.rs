@@ -4,7 +4,7 @@ mod support;
 use q4_core::isa::Isa;
 use q4_core::memory::Budget;
 use q4_core::{Code, Error, Result};
-use q4_model::batch::{Event, Options, PAGE, Part, Request, Scheduler, Sequences, Sink, Weighed};
+use q4_model::batch::{Event, Nudges, Options, PAGE, Part, Request, Scheduler, Sequences, Sink, Weighed};
 use q4_model::checkpoint::{Checkpoint, OpenOptions};
 use q4_model::generate::{Answer, FinishReason, Limits, generate};
 use q4_model::likelihood::logprob;
@@ -139,7 +139,8 @@ impl Model {
                     ..Limits::default()
                 };
                 let prompt = self.tokenizer.encode(&prompt, false)?;
-                Ok(Request { prompt, params, limits, reuse: i % 6 != 5, prompt_logprobs: false })
+                let nudges = Nudges::default();
+                Ok(Request { prompt, params, nudges, limits, reuse: i % 6 != 5, prompt_logprobs: false })
             })
             .collect()
     }
@@ -320,6 +321,36 @@ fn who_fails_fails_alone() -> Result<()> {
         }
     }
     assert_eq!(scheduler.gauges().pages_used, 0);
+    Ok(())
+}
+
+#[test]
+fn nudges_decide_what_is_said() -> Result<()> {
+    let model = demo(Isa::Portable, 1)?;
+    let mut scheduler = model.scheduler(4, 64, 12)?;
+    let mut base = model.requests(1)?.remove(0);
+    base.limits = Limits { max_tokens: 24, ..Limits::default() };
+    let mut said = |nudges: Nudges| {
+        let asker = Asker::default();
+        scheduler.submit(Request { nudges, ..base.clone() }, Box::new(asker.clone()));
+        while !scheduler.is_idle() {
+            scheduler.step();
+        }
+        let told = asker.told.lock().expect("one thread");
+        told.ids.clone()
+    };
+    let plain = said(Nudges::default());
+    let banned = said(Nudges { bias: vec![(plain[0], -100.0)], ..Nudges::default() });
+    assert!(!banned.contains(&plain[0]), "{banned:?}");
+    let forced = said(Nudges { bias: vec![(7, 100.0)], ..Nudges::default() });
+    assert_eq!(forced, [7; 24]);
+    // The bias is lost after so many times.
+    let tired = said(Nudges { bias: vec![(7, 100.0)], frequency: 2.0, presence: 2.0 });
+    let distinct = |ids: &[u32]| ids.iter().collect::<std::collections::HashSet<_>>().len();
+    assert_eq!(tired[0], 7);
+    let varied = said(Nudges { frequency: 2.0, presence: 2.0, ..Nudges::default() });
+    assert!(distinct(&varied) >= distinct(&plain), "{varied:?} and {plain:?}");
+    assert_ne!(varied, plain);
     Ok(())
 }
 

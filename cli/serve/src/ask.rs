@@ -2,6 +2,7 @@
 use crate::constraint::Constraint;
 use crate::fields::Fields;
 use crate::refusal::{Refusal, shown};
+use q4_model::batch::Nudges;
 use q4_model::generation::GenerationConfig;
 use q4_model::sampling::SamplingParams;
 use q4_model::template::Message;
@@ -11,6 +12,8 @@ use serde_json::{Map, Value};
 pub const MOST_STOPS: usize = 16;
 /// Answers to one prompt.
 pub const MOST_ANSWERS: usize = 8;
+/// Tokens with a bias.
+pub const MOST_BIASES: usize = 1024;
 /// Likely tokens at one place.
 pub const MOST_LIKELY: usize = 20;
 
@@ -51,6 +54,8 @@ pub struct Wishes {
     pub repetition_penalty: Option<f32>,
     /// Seed of the draws.
     pub seed: Option<u64>,
+    /// What is added to logits.
+    pub nudges: Nudges,
 }
 
 impl Wishes {
@@ -65,6 +70,11 @@ impl Wishes {
             min_p: f.number("min_p")?,
             repetition_penalty: f.number("repetition_penalty")?,
             seed: f.whole("seed", i64::MIN..=i64::MAX)?.map(|seed| seed as u64),
+            nudges: Nudges {
+                frequency: penalty(f, "frequency_penalty")?,
+                presence: penalty(f, "presence_penalty")?,
+                bias: biases(f)?,
+            },
         })
     }
 
@@ -86,6 +96,29 @@ impl Wishes {
         params.validate()?;
         Ok(params)
     }
+}
+
+fn penalty(f: &Fields, name: &str) -> Result<f32, Refusal> {
+    match f.number(name)?.unwrap_or(0.0) {
+        by if (-2.0..=2.0).contains(&by) => Ok(by),
+        _ => Err(f.wrong(name, "a number from -2 to 2")),
+    }
+}
+
+/// `logit_bias`: token ids, as the keys of an object can only be texts, and what each gets.
+fn biases(f: &Fields) -> Result<Vec<(u32, f32)>, Refusal> {
+    let Some(fields) = f.object("logit_bias")? else { return Ok(Vec::new()) };
+    if fields.map().len() > MOST_BIASES {
+        return Err(f.wrong("logit_bias", &format!("at most {MOST_BIASES} tokens")));
+    }
+    let bias = |name: &String| {
+        let id = name.parse().map_err(|_| f.wrong("logit_bias", "token ids as names"))?;
+        match fields.number(name)? {
+            Some(by) if (-100.0..=100.0).contains(&by) => Ok((id, by)),
+            _ => Err(f.wrong("logit_bias", "numbers from -100 to 100")),
+        }
+    };
+    fields.map().keys().map(bias).collect()
 }
 
 /// A request.

@@ -2,7 +2,7 @@
 use crate::engine::{Busy, Engine, Readiness};
 use crate::served::Served;
 use q4_core::{Code, Error, Result};
-use q4_model::batch::{Event, Gauges, Options, Request, Scheduler, Sequences, Sink};
+use q4_model::batch::{Event, Gauges, Nudges, Options, Request, Scheduler, Sequences, Sink};
 use q4_model::generate::Limits;
 use q4_model::sampling::SamplingParams;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -146,6 +146,7 @@ fn check(scheduler: &mut Scheduler<'_>, options: &Options) -> Result<()> {
         // Any token is as good as another.
         prompt: vec![0; rows],
         params: SamplingParams::default(),
+        nudges: Nudges::default(),
         limits: Limits { max_tokens: 2, ..Limits::default() },
         reuse: false,
         prompt_logprobs: false,

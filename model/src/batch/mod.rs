@@ -4,11 +4,13 @@
 //! An answer does not depend on who else is served: a row's sums have their own order, whoever shares a step,
 //! however its prompt was cut, and wherever its pages lie.
 pub mod company;
+mod nudges;
 mod pages;
 mod request;
 mod scheduler;
 
 pub use crate::cpu::Part;
+pub use nudges::Nudges;
 use q4_core::Result;
 pub use request::{Event, Request, Sink, Weighed};
 pub use scheduler::{Gauges, Options, Scheduler};

@@ -1,4 +1,5 @@
 //! What is asked of a [`Scheduler`](super::Scheduler), and what it tells while it answers.
+use super::Nudges;
 use crate::draft::{Answer, Limits};
 use crate::likely::Likely;
 use crate::sampling::SamplingParams;
@@ -11,6 +12,8 @@ pub struct Request {
     pub prompt: Vec<u32>,
     /// How to draw.
     pub params: SamplingParams,
+    /// What is added to logits before each draw.
+    pub nudges: Nudges,
     /// When to stop. `interrupt` is nobody's here: whoever asked stops by being [gone](Sink::is_gone).
     pub limits: Limits,
     /// Whether the cache of another sequence that began alike may be read, and this one's may be kept for

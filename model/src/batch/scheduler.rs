@@ -4,6 +4,7 @@
 //! the order in which they were admitted. A request is admitted when the cache has pages for all of its prompt;
 //! where decoding needs a page and there is none, the sequence that was admitted last gives its own back and
 //! waits at the front: it is computed again, with the same bits, and goes on where it was.
+use super::nudges::Nudging;
 use super::pages::{Chain, Pages};
 use super::{Event, PAGE, Part, Request, Sequences, Sink, Weighed};
 use crate::draft::{Draft, FinishReason};
@@ -78,6 +79,7 @@ pub struct Scheduler<'a> {
 struct Sequence<'a> {
     sink: Box<dyn Sink>,
     sampler: Sampler,
+    nudging: Nudging,
     draft: Draft<'a>,
     /// Prompt and answer.
     tokens: Vec<u32>,
@@ -137,11 +139,12 @@ impl<'a> Scheduler<'a> {
             Ok(begun) => begun,
             Err(e) => return sink.tell(Event::Failed(e)),
         };
-        let Request { prompt, limits, reuse, prompt_logprobs, .. } = request;
+        let Request { prompt, limits, nudges, reuse, prompt_logprobs, .. } = request;
         self.gauges.prompt_tokens += prompt.len() as u64;
         self.waiting.push_back(Sequence {
             sink,
             sampler,
+            nudging: Nudging::new(nudges),
             draft,
             tokens: prompt,
             // What is in the cache has no logits any longer.
@@ -215,6 +218,7 @@ impl<'a> Scheduler<'a> {
             let need = format!("below {vocab}");
             return Err(Error::new(Code::ValueInvalid, "token id").need(need).have(id.to_string()));
         }
+        request.nudges.validate(vocab)?;
         let sampler = Sampler::new(request.params.clone(), vocab)?;
         let draft = Draft::new(self.tokenizer, &request.limits, prompt.len(), context - prompt.len())?;
         Ok((sampler, draft))
@@ -435,10 +439,12 @@ impl Sequence<'_> {
         self.draft.look(finite(logits)?)?;
         // Before the draw, which may change the logits.
         let whole = self.weighs_answer.then(|| logits.to_vec());
+        self.nudging.apply(logits);
         let id = self.sampler.sample(logits, &self.tokens)?;
         if !self.draft.take(id) {
             return Ok(false);
         }
+        self.nudging.said(id);
         self.tokens.push(id);
         let text = self.draft.spell(id)?;
         let logprob = whole.map(|logits| logprob(&logits, id));

@@ -39,10 +39,7 @@ fn read_shared(ask: &mut Ask, f: &Fields) -> Result<(), Refusal> {
     ask.n = f.count("n", 1..=MOST_ANSWERS)?.unwrap_or(1);
     ask.stop = f.texts("stop", MOST_STOPS)?;
     let is_zero = |v: &Value| v.as_f64() == Some(0.0);
-    f.neutral("presence_penalty", is_zero)?;
-    f.neutral("frequency_penalty", is_zero)?;
     f.neutral("min_tokens", is_zero)?;
-    f.neutral("logit_bias", |v| v.as_object().is_some_and(|map| map.is_empty()))?;
     ask.constraint = match f.object("response_format")? {
         Some(format) => Constraint::of_format(&format)?,
         None => None,

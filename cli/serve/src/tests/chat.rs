@@ -1,4 +1,5 @@
 use super::House;
+use q4_model::batch::Nudges;
 use serde_json::{Value, json};
 
 const PATH: &str = "/v1/chat/completions";
@@ -74,13 +75,15 @@ async fn sampling_and_limits_reach_the_engine() {
     let body = hello(json!({
         "temperature": 0.5, "top_p": 0.9, "top_k": -1, "min_p": 0.1, "repetition_penalty": 1.1,
         "max_completion_tokens": 9, "max_tokens": 3, "stop": "END", "cache_prompt": false,
-        "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "user": "me", "store": true,
+        "presence_penalty": 0.5, "frequency_penalty": -1, "logit_bias": {"5": 2}, "user": "me", "store": true,
     }));
     assert_eq!(house.post(PATH, &body).await.status, 200);
     let request = house.engine.last();
     let params = &request.params;
     assert_eq!((params.temperature, params.top_p, params.top_k, params.min_p), (0.5, 0.9, 0, 0.1));
     assert_eq!(params.repetition_penalty, 1.1);
+    let nudges = Nudges { presence: 0.5, frequency: -1.0, bias: vec![(5, 2.0)] };
+    assert_eq!(request.nudges, nudges);
     assert_eq!((request.limits.max_tokens, request.limits.stop_strings.as_slice()), (9, &["END".into()][..]));
     assert!(!request.reuse);
 }
@@ -156,9 +159,12 @@ async fn what_nobody_does_is_refused_by_its_name() {
         {"type": "image_url", "image_url": {"url": "data:"}}]}]});
     let tool = json!([{"type": "function", "function": {"name": "f"}}]);
     for (body, param, part) in [
-        (hello(json!({"logit_bias": {"5": 1}})), "logit_bias", "not supported by this engine"),
-        (hello(json!({"presence_penalty": 0.5})), "presence_penalty", "have the number 0.5"),
-        (hello(json!({"frequency_penalty": -1})), "frequency_penalty", "not supported"),
+        (hello(json!({"logit_bias": {"5": 101}})), "logit_bias", "-100 to 100"),
+        (hello(json!({"logit_bias": {"five": 1}})), "logit_bias", "token ids"),
+        (hello(json!({"logit_bias": {"99999999": 1}})), "logit_bias", "token ids up to"),
+        (hello(json!({"logit_bias": [1]})), "logit_bias", "object"),
+        (hello(json!({"presence_penalty": 2.5})), "presence_penalty", "-2 to 2"),
+        (hello(json!({"frequency_penalty": "much"})), "frequency_penalty", "number"),
         (hello(json!({"min_tokens": 3})), "min_tokens", "not supported"),
         (picture, "messages[0].content[0].type", "this model reads text only"),
         (hello(json!({"temperature": "hot"})), "temperature", "need a number, have the text \"hot\""),
