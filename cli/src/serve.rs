@@ -22,6 +22,9 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 const CONTEXT: usize = 8192;
 /// Rows of a step: enough for prompts, few enough that others get their next token soon.
 const ROWS: usize = 128;
+/// Bytes of a request for other things than its prompt, tools among them, and for each token of a context.
+const BODY: usize = 512 << 10;
+const TOKEN: usize = 64;
 /// Bytes of a file of keys.
 const KEYS: u64 = 1 << 20;
 /// How often the server looks whether it is to stop.
@@ -41,7 +44,7 @@ struct Begun<'a> {
 pub fn run(cx: &Context, args: &ServeArgs) -> Result<Outcome> {
     // From here on somebody who stops the server is heard, also while it loads.
     let _hold = signals::cleanup();
-    let options = Options {
+    let mut options = Options {
         keys: keys(args)?,
         origins: args.cors_origin.clone(),
         drain_timeout: Duration::from_secs(args.drain_timeout),
@@ -63,6 +66,8 @@ pub fn run(cx: &Context, args: &ServeArgs) -> Result<Outcome> {
     let checkpoint = cx.open(&args.model)?;
     let text = Text::of(&checkpoint)?;
     let context = context_size(args.context, CONTEXT, &checkpoint)?;
+    // What is read into memory before it can be counted in tokens.
+    options.max_body = BODY + context * TOKEN;
     let sequences = usize::from(args.parallel);
     let sizes = ContextOptions {
         context,

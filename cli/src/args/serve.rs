@@ -16,7 +16,7 @@ Examples:
   q4 serve
   q4 serve ./qwen3-8b-nvfp4 --port 8000 --parallel 32
   q4 serve ./model --host 0.0.0.0 --api-key-file keys.txt
-  curl http://127.0.0.1:8080/v1/chat/completions -d '{\"messages\": [{\"role\": \"user\", \"content\": \"Who are you?\"}]}'")]
+  curl http://127.0.0.1:8080/v1/completions -d '{\"prompt\": \"I am\", \"max_tokens\": 8}'")]
 pub struct ServeArgs {
     /// Which model.
     #[command(flatten)]
@@ -28,13 +28,14 @@ pub struct ServeArgs {
     #[arg(long, value_name = "N", default_value_t = 8080)]
     pub port: u16,
     /// What the model is called [default: its own name].
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = alias)]
     pub alias: Option<String>,
     /// Positions of a sequence, prompt and answer [default: 8192, or what the model has].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub context: Option<u32>,
     /// Requests that are computed at once.
-    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    #[arg(long, value_name = "N", default_value_t = 16,
+          value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub parallel: u16,
     /// Requests that may wait; who comes then is told to come back (429).
     #[arg(long, value_name = "N", default_value_t = 256)]
@@ -52,9 +53,17 @@ pub struct ServeArgs {
     #[arg(long)]
     pub reproducible: bool,
     /// Seconds that answers in flight have when the server is to stop.
-    #[arg(long, value_name = "SECONDS", default_value_t = 30)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 30,
+          value_parser = clap::value_parser!(u64).range(..=86_400))]
     pub drain_timeout: u64,
     /// Quantise dense layers while loading.
     #[arg(long, value_enum, value_name = "FORMAT")]
     pub quantize: Option<Format>,
+}
+
+fn alias(text: &str) -> Result<String, String> {
+    match text.trim().is_empty() || text.chars().any(char::is_control) {
+        true => Err("need a name that can be read".to_owned()),
+        false => Ok(text.to_owned()),
+    }
 }

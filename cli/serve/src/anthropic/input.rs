@@ -13,6 +13,12 @@ pub fn read(f: &Fields) -> Result<Ask, Refusal> {
         Some(Value::Array(tools)) => tools.iter().map(|tool| &tool["function"]["name"]).collect(),
         _ => Vec::new(),
     };
+    if talk.messages.last().is_some_and(|last| last.role == "assistant") {
+        return Err(
+            f.wrong("messages", "a last message that is not the assistant's: none is gone on with here")
+        );
+    }
+    f.neutral("output_format", |_| false)?;
     let (constraint, parallel_calls) = choice(f, &names)?;
     let mut ask = Ask::new(Prompt::Talk(Talk::default()));
     ask.read_shared(f)?;

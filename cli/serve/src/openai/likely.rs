@@ -60,9 +60,11 @@ impl Lists {
     /// Adds tokens. One that nothing precedes has no probability. Offsets count characters.
     pub fn add(&mut self, tokenizer: &Tokenizer, tokens: &[Weighed]) {
         for token in tokens {
-            let own = text(&bytes(tokenizer, token.id));
+            let bytes_of = bytes(tokenizer, token.id);
+            let own = text(&bytes_of);
             self.offsets.push(self.offset.into());
-            self.offset += own.chars().count();
+            // Characters that begin in it: half a character is written longer than it is.
+            self.offset += bytes_of.iter().filter(|byte| **byte & 0xc0 != 0x80).count();
             let Some(logprob) = token.logprob else {
                 self.tokens.push(own.into());
                 self.logprobs.push(Value::Null);

@@ -40,6 +40,11 @@ fn read_shared(ask: &mut Ask, f: &Fields) -> Result<(), Refusal> {
     ask.stop = f.texts("stop", MOST_STOPS)?;
     let is_zero = |v: &Value| v.as_f64() == Some(0.0);
     f.neutral("min_tokens", is_zero)?;
+    // Other servers' names for what would change the answer.
+    for name in ["grammar", "json_schema", "allowed_token_ids", "stop_token_ids", "bad_words"] {
+        f.neutral(name, |v| v.as_array().is_some_and(Vec::is_empty) || v.as_str() == Some(""))?;
+    }
+    f.neutral("continue_final_message", |v| v == &Value::Bool(false))?;
     ask.constraint = match f.object("response_format")? {
         Some(format) => Constraint::of_format(&format)?,
         None => None,
