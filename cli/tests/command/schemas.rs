@@ -76,8 +76,9 @@ fn the_table_has_every_verb() {
     let help = out(&run(&["--help"]));
     let list = help.split_once("Commands:\n").unwrap().1.split_once("\n\n").unwrap().0;
     for verb in list.lines().filter_map(|l| l.split_whitespace().next()) {
-        // The last two are not about results of this program.
+        // A server's document comes before its end and has a test of its own; the other two are not about results
+        // of this program.
         let is_here = TABLE.iter().any(|(line, ..)| line.split(' ').next() == Some(verb));
-        assert!(is_here || matches!(verb, "train" | "help"), "{verb}");
+        assert!(is_here || matches!(verb, "serve" | "train" | "help"), "{verb}");
     }
 }
