@@ -36,7 +36,7 @@ pub struct ContextOptions {
 pub struct Many {
     /// How many at most are computed at once.
     pub sequences: usize,
-    /// Pages of the cache, of [`PAGE`](crate::batch::PAGE) positions each.
+    /// Pages of the cache, of [`PAGE`] positions each.
     pub pages: usize,
 }
 

@@ -46,7 +46,7 @@ pub struct ServeArgs {
     /// A file with a key on each line.
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub api_key_file: Option<PathBuf>,
-    /// A site whose pages may ask, e.g. https://example.org; may be repeated.
+    /// A site whose pages may ask, with its scheme; may be repeated.
     #[arg(long, value_name = "ORIGIN")]
     pub cors_origin: Vec<String>,
     /// Refuse to serve where an answer depends on who else is served, and name the layer.
