@@ -50,7 +50,7 @@ const OPTIONS: [(&[&str], &str); 21] = [
 const VERBS: [(&[&str], &str); 9] = [
     (&["run", "complete", "completion", "predict"], "q4 generate MODEL -p TEXT, or q4 chat MODEL"),
     (&["demo"], "the built-in model: q4 generate demo -p TEXT, or q4 chat demo"),
-    (&["server", "api", "start"], "q4 serve MODEL"),
+    (&["api", "start", "daemon"], "q4 serve MODEL"),
     (
         &["pull", "download", "get"],
         "q4 fetches nothing: hf download OWNER/NAME --local-dir DIR, then q4 generate DIR -p TEXT",

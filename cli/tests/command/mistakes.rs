@@ -41,7 +41,7 @@ fn a_prompt_in_the_place_of_the_model_leads_to_a_line_that_answers() {
 fn what_other_programs_call_it_leads_to_what_q4_calls_it() {
     for (words, want) in [
         (&["run", "demo"][..], "q4 generate MODEL -p TEXT"),
-        (&["server", "demo"], "q4 serve MODEL"),
+        (&["api", "demo"], "q4 serve MODEL"),
         (&["pull", "Qwen/Qwen3-0.6B"], "hf download"),
         (&["demo"], "q4 generate demo -p TEXT"),
         (&["-p", "hi"], "q4 generate MODEL -p TEXT"),
