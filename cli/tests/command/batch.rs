@@ -64,6 +64,25 @@ fn a_run_that_was_cut_goes_on_where_it_was() {
         assert!(output.status.success(), "{}", err(&output));
         assert_eq!(fs::read(&answers).unwrap(), whole, "cut behind byte {cut}");
     }
+    // Answers that this run would not have given: other options, another kernel, another model, other requests.
+    for (other, word) in [
+        (&["--seed", "3", "--max-tokens", "5"][..], "other options"),
+        (&["--seed", "3", "--temperature", "0.3"], "other options"),
+        (&["--seed", "4"], "other options"),
+        (&["--seed", "3", "--system", "Be brief."], "other options"),
+        (&["--seed", "3", "--stop", "x"], "other options"),
+    ] {
+        let output = q4().arg("generate").args(other).arg("--batch").arg(&file).args(to).output();
+        refused(&output.unwrap(), word, &answers, &whole);
+    }
+    let words = ["--backend", "reference", "generate", "--seed", "3", "--batch"];
+    refused(&q4().args(words).arg(&file).args(to).output().unwrap(), "computed otherwise", &answers, &whole);
+    let words = ["generate", "--seed", "3", "--batch"];
+    let output = q4().env("Q4_ISA", "portable").args(words).arg(&file).args(to).output().unwrap();
+    refused(&output, "computed otherwise", &answers, &whole);
+    fs::write(&file, REQUESTS.replace("Who are", "What are")).unwrap();
+    refused(&batch(&file, &to), "another request", &answers, &whole);
+    fs::write(&file, REQUESTS).unwrap();
     // What is there and is something else is not touched.
     for other in ["notes\n", "{\"index\": 1}\n", "{\"index\": 0, \"id\": \"last\"}\n"] {
         fs::write(&answers, other).unwrap();
@@ -74,6 +93,51 @@ fn a_run_that_was_cut_goes_on_where_it_was() {
     let output = batch(&file, &["-o", file.to_str().unwrap()]);
     assert_eq!(output.status.code(), Some(2));
     assert_eq!(fs::read_to_string(&file).unwrap(), REQUESTS, "the requests are still there");
+}
+
+fn refused(output: &std::process::Output, word: &str, answers: &Path, whole: &[u8]) {
+    assert_eq!(output.status.code(), Some(2), "{word}: {}", err(output));
+    assert!(err(output).contains(word), "{word}: {}", err(output));
+    assert_eq!(fs::read(answers).unwrap(), whole, "{word}");
+}
+
+/// A line that failed counts in every run on its file.
+#[test]
+fn an_error_of_an_earlier_run_is_not_forgotten() {
+    let dir = tempfile::tempdir().unwrap();
+    let (file, answers) = (dir.path().join("requests.jsonl"), dir.path().join("answers.jsonl"));
+    let to = ["-o", answers.to_str().unwrap(), "--parallel", "2"];
+    fs::write(&file, REQUESTS).unwrap();
+    assert!(batch(&file, &to).status.success());
+    let mut said = lines(&fs::read_to_string(&answers).unwrap());
+    for field in ["text", "token_ids", "prompt_tokens", "finish_reason", "seed"] {
+        said[1].as_object_mut().unwrap().remove(field);
+    }
+    said[1]["error"] = serde_json::json!({"code": "Q4-E0212", "what": "the context is full"});
+    // With lines behind it that are missing, and with all of them.
+    for kept in [3, said.len()] {
+        let text: String = said[..kept].iter().map(|line| format!("{line}\n")).collect();
+        fs::write(&answers, text).unwrap();
+        let output = batch(&file, &to);
+        assert_eq!(output.status.code(), Some(4), "{}", err(&output));
+        assert!(err(&output).contains("before line 2"), "{}", err(&output));
+        assert_eq!(lines(&fs::read_to_string(&answers).unwrap()), said, "{kept} lines kept");
+    }
+}
+
+/// Dense products have no promise about the company of a row, and are measured.
+#[test]
+fn products_that_depend_on_their_company_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("requests.jsonl");
+    fs::write(&file, REQUESTS).unwrap();
+    let words = ["--compute", "dequant-matmul-only", "generate", "--max-tokens", "2", "--batch"];
+    let output = q4().args(words).arg(&file).output().unwrap();
+    assert!(output.status.success(), "{}", err(&output));
+    assert!(err(&output).contains("may differ in the last bits"), "{}", err(&output));
+    let output =
+        q4().env("Q4_ISA", "portable").args(["generate", "-n", "2", "--batch"]).arg(&file).output().unwrap();
+    assert!(!err(&output).contains("may differ"), "{}", err(&output));
 }
 
 #[test]

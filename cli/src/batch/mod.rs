@@ -2,28 +2,31 @@
 //!
 //! An answer is the one that `q4 generate` gives to its request alone. A run that was cut short is taken up
 //! where its file of answers ends.
+mod answers;
+mod identity;
+
 use crate::args::{AnswerArgs, GenerateArgs};
 use crate::context::Context;
 use crate::generate::ROOM;
 use crate::input;
 use crate::prompt;
-use crate::report::{Outcome, stdout};
+use crate::report::Outcome;
 use crate::session::Session;
 use crate::signals;
 use crate::text::{Text, context_size};
+use answers::Answers;
 use q4_core::{Code, Error, Result};
 use q4_model::batch::{Event, Nudges, Request, Scheduler, Sink};
 use q4_model::checkpoint::Checkpoint;
 use q4_model::cpu::KvType;
-use q4_model::generate::{Answer, FinishReason, Limits};
+use q4_model::generate::{Answer, Limits};
 use q4_model::load::ContextOptions;
+use q4_model::plan::Plan;
 use q4_model::sampling::SamplingParams;
 use q4_model::template::{self, ChatTemplate, Message};
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use serde_json::{Map, Value};
-use std::fs::{File, OpenOptions};
-use std::io::{self, BufRead, BufReader, Seek, SeekFrom, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -76,29 +79,11 @@ enum Prompt {
     Ids(Vec<u32>),
 }
 
-/// One line of answers.
-#[derive(Serialize)]
-struct Said<'a> {
-    index: usize,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    id: Option<&'a Value>,
-    #[serde(flatten)]
-    outcome: Spoken<'a>,
-}
-
-#[derive(Serialize)]
-#[serde(untagged)]
-enum Spoken<'a> {
-    Answer {
-        text: &'a str,
-        token_ids: &'a [u32],
-        prompt_tokens: usize,
-        finish_reason: FinishReason,
-        seed: u64,
-    },
-    Error {
-        error: &'a Error,
-    },
+/// A request of the file.
+struct Asked {
+    id: Option<Value>,
+    request: Request,
+    identity: String,
 }
 
 /// What became of a request, once it is known.
@@ -128,25 +113,41 @@ pub fn run(cx: &Context, args: &GenerateArgs, batch: &Path) -> Result<Outcome> {
     let base = (text.sampling(&args.answer, cx.report())?, text.limits(&args.answer));
     let reader = Reader { args, checkpoint: &checkpoint, text: &text, base };
     let requests = reader.read(batch)?;
-    let need = |(_, r): &(Option<Value>, Request)| {
-        r.prompt.len().saturating_add(r.limits.max_tokens.min(ROOM.max(args.answer.max_tokens.unwrap_or(0))))
-    };
+    let room = ROOM.max(args.answer.max_tokens.unwrap_or(0));
+    let need = |a: &Asked| a.request.prompt.len().saturating_add(a.request.limits.max_tokens.min(room));
     let most = requests.iter().map(need).max().unwrap_or(1);
     let context = context_size(args.answer.context, most, &checkpoint)?;
-    if let Some(at) = requests.iter().position(|(_, r)| r.prompt.len() > context) {
+    if let Some(at) = requests.iter().position(|a| a.request.prompt.len() > context) {
         return Err(Error::new(
             Code::ContextFull,
             format!("{}: line {}: the prompt", batch.display(), at + 1),
         )
-        .need(format!("{} positions", requests[at].1.prompt.len()))
+        .need(format!("{} positions", requests[at].request.prompt.len()))
         .have(format!("{context} positions")));
     }
-    let mut out = Answers::open(how.output.as_deref(), &requests)?;
     let sequences = usize::from(how.parallel.unwrap_or(PARALLEL)).min(requests.len()).max(1);
     let rows = ROWS.max(2 * sequences);
     let sizes =
         ContextOptions { context, chunk: rows, all_logits: false, kv: cx.kv(KvType::F16), many: None };
+    let plan = Plan::new(&checkpoint, &dispatch, &cx.plan_options(args.answer.quantize, rows)?)?;
+    plan.require(&dispatch)?;
+    let computed = format!("{} {:?} {:?}", cx.device()?, cx.isa(), sizes.kv);
+    let run = identity::run(&checkpoint, &plan, &computed);
+    let mut out = Answers::open(how.output.as_deref(), &requests, run)?;
+    if let Some((count, first)) = out.stale {
+        cx.report().warn(&format!(
+            "{count} requests failed in an earlier run and are not asked again; cut the file of answers before line {} \
+             to ask from there on",
+            first + 1
+        ));
+    }
     let session = Session::load_many(cx, dispatch, &checkpoint, args.answer.quantize, sizes, sequences)?;
+    if let Some(first) = session.dependents()?.first() {
+        cx.report().warn(&format!(
+            "answers may differ in the last bits from those of q4 generate: {}: {}",
+            first.layer, first.why
+        ));
+    }
     let (engine, bounds) = session.sequences()?;
     let mut scheduler = Scheduler::new(engine, &text.tokenizer, bounds);
     let hold = signals::cleanup();
@@ -159,7 +160,7 @@ pub fn run(cx: &Context, args: &GenerateArgs, batch: &Path) -> Result<Outcome> {
         while next < requests.len() && scheduler.gauges().waiting < sequences {
             kept.push(Kept::default());
             let keeper = Keeper(kept[next - first].clone());
-            scheduler.submit(requests[next].1.clone(), Box::new(keeper));
+            scheduler.submit(requests[next].request.clone(), Box::new(keeper));
             next += 1;
         }
         scheduler.step();
@@ -170,14 +171,12 @@ pub fn run(cx: &Context, args: &GenerateArgs, batch: &Path) -> Result<Outcome> {
     bar.finish_and_clear();
     drop(hold);
     let (gauges, seconds) = (scheduler.gauges(), start.elapsed().as_secs_f64());
+    let (tokens, prompts, shared) = (gauges.answer_tokens, gauges.prompt_tokens, gauges.cached_tokens);
     cx.report().detail(&format!(
-        "{} answers, {} tokens in {seconds:.2} s, {:.1} tok/s; prompts {} tokens, {} of them shared; {} sequences at once",
+        "{} answers, {tokens} tokens in {seconds:.2} s, {:.1} tok/s; prompts {prompts} tokens, {shared} of them \
+         shared; {sequences} sequences at once",
         out.written - first,
-        gauges.answer_tokens,
-        gauges.answer_tokens as f64 / seconds,
-        gauges.prompt_tokens,
-        gauges.cached_tokens,
-        sequences
+        tokens as f64 / seconds,
     ));
     session.facts().detail(cx.report());
     match (out.written < requests.len(), out.failed) {
@@ -197,7 +196,7 @@ struct Reader<'a> {
 
 impl Reader<'_> {
     /// All of a file; `-` is standard input.
-    fn read(&self, path: &Path) -> Result<Vec<(Option<Value>, Request)>> {
+    fn read(&self, path: &Path) -> Result<Vec<Asked>> {
         let (name, text) = input::file(path)?;
         let lines: Vec<_> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
         if lines.is_empty() {
@@ -217,7 +216,7 @@ impl Reader<'_> {
             .collect()
     }
 
-    fn request(&self, line: Line, template: &Result<Rc<ChatTemplate>>) -> Result<(Option<Value>, Request)> {
+    fn request(&self, line: Line, template: &Result<Rc<ChatTemplate>>) -> Result<Asked> {
         let prompt = self.prompt(&line, template)?;
         let (params, limits) = self.base.clone();
         let params = SamplingParams {
@@ -235,8 +234,10 @@ impl Reader<'_> {
             ..limits
         };
         q4_model::stop::StopMatcher::new(&limits.stop_strings)?;
+        let seeded = line.seed.or(self.args.answer.seed).is_some();
         let nudges = Nudges::default();
-        Ok((line.id, Request { prompt, params, nudges, limits, reuse: true, prompt_logprobs: false }))
+        let request = Request { prompt, params, nudges, limits, reuse: true, prompt_logprobs: false };
+        Ok(Asked { id: line.id, identity: identity::request(&request, seeded), request })
     }
 
     fn prompt(&self, line: &Line, template: &Result<Rc<ChatTemplate>>) -> Result<Vec<u32>> {
@@ -278,92 +279,6 @@ impl Reader<'_> {
         let tools = line.tools.as_ref().or(variables.get("tools")).cloned();
         let rendered = template.render(messages, tools.as_ref(), true, &variables)?;
         self.text.tokenizer.encode(&rendered, false)
-    }
-}
-
-/// Where answers go.
-struct Answers {
-    file: Option<(PathBuf, File)>,
-    /// Lines that are there.
-    written: usize,
-    /// The first failure.
-    failed: Option<Code>,
-}
-
-impl Answers {
-    /// Standard output, or a file, behind the whole lines that are in it.
-    fn open(path: Option<&Path>, requests: &[(Option<Value>, Request)]) -> Result<Self> {
-        let Some(path) = path else { return Ok(Self { file: None, written: 0, failed: None }) };
-        let failed = |e: io::Error| Error::new(Code::Io, format!("{}: {e}", path.display()));
-        let mut file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .open(path)
-            .map_err(failed)?;
-        let (mut whole, mut written, mut line) = (0, 0, Vec::new());
-        let mut reader = BufReader::new(&file);
-        loop {
-            line.clear();
-            reader.read_until(b'\n', &mut line).map_err(failed)?;
-            if line.last() != Some(&b'\n') {
-                break; // half a line, or the end
-            }
-            let other = |have: String| {
-                Error::new(Code::Usage, format!("{}: line {}", path.display(), written + 1))
-                    .need("the answers of an earlier run on the same file")
-                    .have(have)
-                    .fix("another name for --output")
-            };
-            let value: Value = serde_json::from_slice(&line).map_err(|e| other(e.to_string()))?;
-            let Some((id, _)) = requests.get(written) else {
-                return Err(other(format!("more lines than the {} requests", requests.len())));
-            };
-            if value.get("index").and_then(Value::as_u64) != Some(written as u64)
-                || value.get("id") != id.as_ref()
-            {
-                return Err(other("the answer to another request".to_owned()));
-            }
-            whole += line.len() as u64;
-            written += 1;
-        }
-        file.set_len(whole).and_then(|()| file.seek(SeekFrom::End(0))).map_err(failed)?;
-        Ok(Self { file: Some((path.to_owned(), file)), written, failed: None })
-    }
-
-    /// Writes the next answer, if it is known.
-    fn say(&mut self, requests: &[(Option<Value>, Request)], kept: &Kept) -> Result<bool> {
-        let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(outcome) = &*kept else { return Ok(false) };
-        let (id, request) = &requests[self.written];
-        let spoken = match outcome {
-            Ok(answer) => Spoken::Answer {
-                text: &answer.text,
-                token_ids: &answer.ids,
-                prompt_tokens: answer.prompt_tokens,
-                finish_reason: answer.finish,
-                seed: request.params.seed,
-            },
-            Err(error) => {
-                self.failed = self.failed.or(Some(error.code()));
-                Spoken::Error { error }
-            }
-        };
-        let said = Said { index: self.written, id: id.as_ref(), outcome: spoken };
-        let mut line = serde_json::to_string(&said)
-            .map_err(|e| Error::new(Code::Internal, format!("an answer: {e}")))?;
-        line.push('\n');
-        match &mut self.file {
-            None => stdout(&line)?,
-            Some((path, file)) => file
-                .write_all(line.as_bytes())
-                .map_err(|e| Error::new(Code::Io, format!("{}: {e}", path.display())))?,
-        }
-        // Its text is not needed any longer.
-        *kept = None;
-        self.written += 1;
-        Ok(true)
     }
 }
 
