@@ -19,6 +19,7 @@ pub use measure::{CompareArgs, DataArgs, EvalArgs};
 pub use plugin::{Language, NewArgs, PluginArgs, PluginVerb};
 pub use prompt::{PromptArgs, TokenizeArgs};
 pub use serve::ServeArgs;
+use q4_model::wishes::Wishes;
 use std::ffi::OsString;
 use std::path::PathBuf;
 pub use trace::TraceArgs;
@@ -214,6 +215,20 @@ pub struct AnswerArgs {
     /// What the chat template is given.
     #[command(flatten)]
     pub prompt: PromptArgs,
+}
+
+impl AnswerArgs {
+    /// The sampling that is asked for.
+    pub fn wishes(&self) -> Wishes {
+        Wishes {
+            temperature: self.temperature,
+            top_p: self.top_p,
+            top_k: self.top_k,
+            min_p: self.min_p,
+            repetition_penalty: self.repetition_penalty,
+            seed: self.seed,
+        }
+    }
 }
 
 /// `q4 generate`.

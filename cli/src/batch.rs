@@ -17,8 +17,8 @@ use q4_model::checkpoint::Checkpoint;
 use q4_model::cpu::KvType;
 use q4_model::generate::{Answer, FinishReason, Limits};
 use q4_model::load::ContextOptions;
-use q4_model::sampling::SamplingParams;
 use q4_model::template::{self, ChatTemplate, Message};
+use q4_model::wishes::Wishes;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::fs::{File, OpenOptions};
@@ -67,6 +67,19 @@ struct Line {
     max_tokens: Option<usize>,
     #[serde(default)]
     stop: Vec<String>,
+}
+
+impl Line {
+    fn wishes(&self) -> Wishes {
+        Wishes {
+            temperature: self.temperature,
+            top_p: self.top_p,
+            top_k: self.top_k,
+            min_p: self.min_p,
+            repetition_penalty: self.repetition_penalty,
+            seed: self.seed,
+        }
+    }
 }
 
 #[derive(Debug, Deserialize)]
@@ -125,8 +138,9 @@ pub fn run(cx: &Context, args: &GenerateArgs, batch: &Path) -> Result<Outcome> {
     let checkpoint = cx.open(&args.model)?;
     let mut text = Text::of(&checkpoint)?;
     prompt::give_to(&mut text, &args.answer.prompt, &checkpoint, cx.report())?;
-    let base = (text.sampling(&args.answer, cx.report())?, text.limits(&args.answer));
-    let reader = Reader { args, checkpoint: &checkpoint, text: &text, base };
+    let seed = text.sampling(&args.answer, cx.report())?.seed;
+    let limits = text.limits(&args.answer);
+    let reader = Reader { args, checkpoint: &checkpoint, text: &text, seed, limits };
     let requests = reader.read(batch)?;
     let need = |(_, r): &(Option<Value>, Request)| {
         r.prompt.len().saturating_add(r.limits.max_tokens.min(ROOM.max(args.answer.max_tokens.unwrap_or(0))))
@@ -192,7 +206,9 @@ struct Reader<'a> {
     args: &'a GenerateArgs,
     checkpoint: &'a Checkpoint,
     text: &'a Text,
-    base: (SamplingParams, Limits),
+    /// Of requests that name none.
+    seed: u64,
+    limits: Limits,
 }
 
 impl Reader<'_> {
@@ -219,16 +235,9 @@ impl Reader<'_> {
 
     fn request(&self, line: Line, template: &Result<Rc<ChatTemplate>>) -> Result<(Option<Value>, Request)> {
         let prompt = self.prompt(&line, template)?;
-        let (params, limits) = self.base.clone();
-        let params = SamplingParams {
-            temperature: line.temperature.unwrap_or(params.temperature),
-            top_k: line.top_k.unwrap_or(params.top_k),
-            top_p: line.top_p.unwrap_or(params.top_p),
-            min_p: line.min_p.unwrap_or(params.min_p),
-            repetition_penalty: line.repetition_penalty.unwrap_or(params.repetition_penalty),
-            seed: line.seed.unwrap_or(params.seed),
-        };
-        params.validate()?;
+        let (seed, limits) = (self.seed, self.limits.clone());
+        let wishes = line.wishes().or(&self.args.answer.wishes());
+        let params = wishes.over(self.text.generation(), seed)?;
         let limits = Limits {
             max_tokens: line.max_tokens.unwrap_or(limits.max_tokens),
             stop_strings: if line.stop.is_empty() { limits.stop_strings } else { line.stop },
