@@ -9,6 +9,7 @@ mod measure;
 mod plugin;
 mod prompt;
 mod serve;
+mod server;
 mod trace;
 
 pub use crate::choices::*;
@@ -18,7 +19,9 @@ pub use line::{parse, tip, verb_first};
 pub use measure::{CompareArgs, DataArgs, EvalArgs};
 pub use plugin::{Language, NewArgs, PluginArgs, PluginVerb};
 pub use prompt::{PromptArgs, TokenizeArgs};
+use q4_model::wishes::Wishes;
 pub use serve::ServeArgs;
+pub use server::{LoadArgs, ServerArgs};
 use std::ffi::OsString;
 use std::path::PathBuf;
 pub use trace::TraceArgs;
@@ -52,7 +55,7 @@ pub struct Cli {
 pub enum Verb {
     /// Answer one prompt, or one message a line with --turns.
     Generate(GenerateArgs),
-    /// Talk in the terminal; the cache is kept between turns.
+    /// Talk in the terminal, with a model here or on a server; the cache is kept between turns.
     Chat(ChatArgs),
     /// Answer over HTTP, many requests at once, as clients of OpenAI and Anthropic ask.
     Serve(ServeArgs),
@@ -78,7 +81,7 @@ pub enum Verb {
     Tokenize(TokenizeArgs),
     /// Compare two backends call by call and name the first that differs.
     Trace(TraceArgs),
-    /// Measure prefill, decode and kernels.
+    /// Measure prefill, decode and kernels, or what users of a server get.
     Bench(BenchArgs),
     /// Judge a backend against exact references and write a certificate.
     Conformance(ConformanceArgs),
@@ -216,6 +219,20 @@ pub struct AnswerArgs {
     pub prompt: PromptArgs,
 }
 
+impl AnswerArgs {
+    /// The sampling that is asked for.
+    pub fn wishes(&self) -> Wishes {
+        Wishes {
+            temperature: self.temperature,
+            top_p: self.top_p,
+            top_k: self.top_k,
+            min_p: self.min_p,
+            repetition_penalty: self.repetition_penalty,
+            seed: self.seed,
+        }
+    }
+}
+
 /// `q4 generate`.
 #[derive(Args, Debug)]
 #[command(after_long_help = "\
@@ -292,11 +309,15 @@ Examples:
   q4 chat
   q4 chat ./model --load talk.json
   q4 chat ./model --turns opening.txt
+  q4 chat --server http://127.0.0.1:8080
   printf 'Who are you?\\nWho am I?\\n' | q4 chat --json")]
 pub struct ChatArgs {
     /// Which model.
     #[command(flatten)]
     pub model: ModelArgs,
+    /// Or which server.
+    #[command(flatten)]
+    pub server: ServerArgs,
     /// Go on with a conversation that /save wrote.
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub load: Option<PathBuf>,
@@ -486,31 +507,41 @@ pub struct LogitsArgs {
 /// `q4 bench`.
 #[derive(Args, Debug)]
 #[command(after_long_help = "\
-Every figure stands beside the machine's limit, measured before and after on the same threads.
+Every figure stands beside the machine's limit, measured before and after on the same threads. With
+--server it is users of a server that are measured: what they get together, and how long each waits
+for his first token and for the next. The exit status is 3 when a request failed.
 
 Examples:
   q4 bench --shape qwen3-4b --activations int8
   q4 bench --shape qwen3-0.6b --format nf4 --prefill 512 --decode 64
   q4 bench --shape qwen3-4b --kernels --decode 0
-  q4 bench --shape qwen3-4b --write ./random-4b && q4 bench ./random-4b --first-token")]
+  q4 bench --shape qwen3-4b --write ./random-4b && q4 bench ./random-4b --first-token
+  q4 bench --server http://127.0.0.1:8080 --users 1,8,32 --plot users.svg
+  q4 bench --server http://127.0.0.1:8080 --compare http://127.0.0.1:8000 --rate 2,4")]
 pub struct BenchArgs {
     /// Which model.
     #[command(flatten)]
     pub model: ModelArgs,
+    /// Or which server.
+    #[command(flatten)]
+    pub server: ServerArgs,
+    /// What a server is asked.
+    #[command(flatten)]
+    pub load: LoadArgs,
     /// Prompt lengths to measure.
-    #[arg(long, value_delimiter = ',', value_name = "N,...", default_values_t = [128, 512])]
+    #[arg(long, value_delimiter = ',', value_name = "N,...", default_values_t = [128, 512], conflicts_with = "server")]
     pub prefill: Vec<usize>,
     /// Tokens to decode.
-    #[arg(long, value_name = "N", default_value_t = 32)]
+    #[arg(long, value_name = "N", default_value_t = 32, conflicts_with = "server")]
     pub decode: usize,
     /// Measure decoding behind this many tokens too (CUDA).
-    #[arg(long, value_delimiter = ',', value_name = "N,...")]
+    #[arg(long, value_delimiter = ',', value_name = "N,...", conflicts_with = "server")]
     pub depth: Vec<usize>,
     /// Sequences that decode together, to measure too (CUDA).
-    #[arg(long, value_delimiter = ',', value_name = "N,...")]
+    #[arg(long, value_delimiter = ',', value_name = "N,...", conflicts_with = "server")]
     pub batch: Vec<usize>,
     /// A model of this size with random weights instead of MODEL, e.g. qwen3-0.6b.
-    #[arg(long, value_name = "NAME", conflicts_with_all = ["model", "config", "tokenizer"])]
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["model", "config", "tokenizer", "server"])]
     pub shape: Option<String>,
     /// Encoding of --shape's weights [default: nvfp4].
     #[arg(long, value_enum, value_name = "FORMAT", requires = "shape")]
@@ -519,19 +550,19 @@ pub struct BenchArgs {
     #[arg(long, value_name = "DIR", value_hint = ValueHint::AnyPath, requires = "shape")]
     pub write: Option<PathBuf>,
     /// Measure the way to the first token of a short prompt instead of rates.
-    #[arg(long, conflicts_with_all = ["write", "kernels"])]
+    #[arg(long, conflicts_with_all = ["write", "kernels", "server"])]
     pub first_token: bool,
     /// Measure single products too.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "server")]
     pub kernels: bool,
     /// Measured repetitions after the warm-up.
-    #[arg(short, long, value_name = "N", default_value_t = 5)]
+    #[arg(short, long, value_name = "N", default_value_t = 5, conflicts_with = "server")]
     pub repetitions: usize,
     /// Count the first run of everything too.
     #[arg(long)]
     pub no_warm_up: bool,
     /// Quantise dense layers while loading.
-    #[arg(long, value_enum, value_name = "FORMAT", conflicts_with = "shape")]
+    #[arg(long, value_enum, value_name = "FORMAT", conflicts_with_all = ["shape", "server"])]
     pub quantize: Option<Format>,
 }
 

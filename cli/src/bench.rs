@@ -1,4 +1,5 @@
-//! `q4 bench`: tokens a second beside what the machine's bandwidth and arithmetic would allow.
+//! `q4 bench`: tokens a second beside what the machine's bandwidth and arithmetic would allow, or what users of
+//! a server get.
 //!
 //! The machine's limits are measured before and after the work, on the same threads: a noisy machine moves
 //! both.
@@ -6,8 +7,10 @@ mod cuda;
 mod first_token;
 mod kernels;
 mod report;
+mod server;
 
 use crate::args::BenchArgs;
+use crate::client::Server;
 use crate::context::Context;
 use crate::report::Outcome;
 use crate::roofline::{Roofline, Work};
@@ -54,6 +57,9 @@ struct Figure {
 
 /// Runs the verb.
 pub fn run(cx: &Context, args: &BenchArgs) -> Result<Outcome> {
+    if let Some(server) = Server::of(&args.server, "bench")? {
+        return server::run(cx, args, server);
+    }
     let start = Instant::now();
     if args.repetitions == 0 || args.prefill.contains(&0) {
         return Err(

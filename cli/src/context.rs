@@ -131,6 +131,32 @@ impl Context {
         self
     }
 
+    /// Refuses what says how to compute here, for a verb that asks a server instead. Variables of the
+    /// environment, and the threads, say nothing about one request.
+    pub fn nothing_here(&self) -> Result<()> {
+        let g = &self.global;
+        let asked = [
+            ("--backend", !g.backend.is_empty()),
+            ("--compute", g.compute != Compute::default()),
+            ("--activations", g.activations != ActivationFormat::default()),
+            ("--device", g.device != DeviceChoice::Auto),
+            ("--dtype", g.dtype.is_some()),
+            ("--kv-cache", g.kv_cache.is_some()),
+            ("--unified-memory", g.unified_memory != Unified::default()),
+            ("--memory-limit", g.memory_limit.is_some()),
+            ("--plugin", !g.plugin.is_empty()),
+            ("--plugin-dir", !g.plugin_dir.is_empty()),
+            ("--isolate", g.isolate),
+            ("--no-self-check", g.no_self_check),
+        ];
+        match asked.iter().find(|(_, is_asked)| *is_asked) {
+            None => Ok(()),
+            Some((option, _)) => Err(Error::new(Code::Usage, format!("{option} beside --server"))
+                .need("nothing about computing here: the server computes")
+                .fix(format!("{option} where the server is begun"))),
+        }
+    }
+
     /// Where results go.
     pub fn report(&self) -> &Report {
         &self.report

@@ -8,6 +8,7 @@ use crate::report::Report;
 use q4_core::{Code, Error, Result};
 use q4_model::sampling::SamplingParams;
 use q4_model::template::{self, Message};
+use q4_model::wishes::Wishes;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use std::io::{self, Write};
@@ -44,18 +45,8 @@ pub struct Saved {
 /// Sampling settings; what is absent is as the model wishes.
 #[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Sampling {
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    temperature: Option<f32>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    top_p: Option<f32>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    top_k: Option<usize>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    min_p: Option<f32>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    repetition_penalty: Option<f32>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    seed: Option<u64>,
+    #[serde(flatten)]
+    wishes: Wishes,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     max_tokens: Option<usize>,
     #[serde(flatten, skip_serializing)]
@@ -66,16 +57,20 @@ impl Sampling {
     /// The settings in force. What has no effect at temperature 0 is left out.
     pub fn of(params: &SamplingParams, max_tokens: Option<usize>) -> Self {
         let drawn = params.temperature != 0.0;
-        Self {
+        let wishes = Wishes {
             temperature: Some(params.temperature),
             top_p: drawn.then_some(params.top_p),
             top_k: drawn.then_some(params.top_k),
             min_p: drawn.then_some(params.min_p),
             repetition_penalty: Some(params.repetition_penalty),
             seed: Some(params.seed),
-            max_tokens,
-            unknown: Map::new(),
-        }
+        };
+        Self::wished(wishes, max_tokens)
+    }
+
+    /// Settings as far as somebody asked for them.
+    pub fn wished(wishes: Wishes, max_tokens: Option<usize>) -> Self {
+        Self { wishes, max_tokens, unknown: Map::new() }
     }
 }
 
@@ -156,13 +151,15 @@ impl Saved {
     /// The options with what the file says where they are silent, its system message among it.
     pub fn over(&self, args: &AnswerArgs) -> AnswerArgs {
         let (args, own) = (args.clone(), &self.sampling);
+        let Wishes { temperature, top_p, top_k, min_p, repetition_penalty, seed } =
+            args.wishes().or(&own.wishes);
         AnswerArgs {
-            temperature: args.temperature.or(own.temperature),
-            top_p: args.top_p.or(own.top_p),
-            top_k: args.top_k.or(own.top_k),
-            min_p: args.min_p.or(own.min_p),
-            repetition_penalty: args.repetition_penalty.or(own.repetition_penalty),
-            seed: args.seed.or(own.seed),
+            temperature,
+            top_p,
+            top_k,
+            min_p,
+            repetition_penalty,
+            seed,
             max_tokens: args.max_tokens.or(own.max_tokens),
             system: args.system.or_else(|| self.system().map(str::to_owned)),
             ..args

@@ -166,7 +166,7 @@ pub fn run(cx: &Context, args: &GenerateArgs) -> Result<Outcome> {
         Ask::Once(prompt) => {
             let mut emit = |piece: &str| out.piece(piece);
             answers.push(generate(&mut runner, &text.tokenizer, prompt, &mut sampler, &limits, &mut emit)?);
-            out.end(&answers[0])?;
+            out.end(&answers[0].text)?;
             tell_if_cut(cx.report(), &answers[0], context, most);
         }
         Ask::Turns(messages, template) => {
@@ -175,7 +175,7 @@ pub fn run(cx: &Context, args: &GenerateArgs) -> Result<Outcome> {
             for message in messages {
                 let mut emit = |piece: &str| out.piece(piece);
                 answers.push(talk.turn(message, &params, &mut sampler, &limits, &mut emit)?);
-                out.end(&answers[answers.len() - 1])?;
+                out.end(&answers[answers.len() - 1].text)?;
                 tell_if_cut(cx.report(), &answers[answers.len() - 1], context, most);
             }
         }
@@ -309,13 +309,13 @@ impl Emitter {
         }
     }
 
-    /// The end of an answer.
-    pub fn end(&mut self, answer: &Answer) -> Result<()> {
+    /// The end of an answer, which is `text` as a whole.
+    pub fn end(&mut self, text: &str) -> Result<()> {
         match self.failed.take() {
             Some(e) => Err(e),
             None if !self.text => Ok(()),
             None if self.stream => report::stdout("\n"),
-            None => report::stdout(&format!("{}\n", answer.text)),
+            None => report::stdout(&format!("{text}\n")),
         }
     }
 }

@@ -7,6 +7,7 @@ mod batch;
 mod bench;
 mod chat;
 mod choices;
+mod client;
 mod compare;
 mod completions;
 mod conformance;

@@ -3,7 +3,7 @@ use q4_core::{Code, Error, Result};
 use std::path::{Path, PathBuf};
 
 /// Words of other programs for an option, and how q4 says it.
-const OPTIONS: [(&[&str], &str); 21] = [
+const OPTIONS: [(&[&str], &str); 27] = [
     (&["-m", "--model"], "the model stands alone, without an option: q4 generate MODEL -p TEXT"),
     (&["-p", "--prompt"], "the verb comes before its options: q4 generate MODEL -p TEXT"),
     (&["-f", "--file", "--prompt-file"], "a prompt is read from standard input: q4 generate MODEL < FILE"),
@@ -44,10 +44,25 @@ const OPTIONS: [(&[&str], &str); 21] = [
     (&["--verbose-prompt"], "--show-prompt"),
     (&["--quantization", "--load-in-4bit", "--isq"], "a dense model in 4 bits: --quantize nvfp4"),
     (&["--system-prompt"], "--system TEXT"),
+    (
+        &["--url", "--base-url", "--api-base", "--endpoint", "--remote", "--api-url"],
+        "a server: q4 chat --server URL, q4 bench --server URL",
+    ),
+    (&["--api-key", "--token"], "a key is in a file, or in the variable Q4_API_KEY: --api-key-file FILE"),
+    (
+        &["--concurrency", "--max-concurrency", "--num-users", "--clients"],
+        "q4 bench --server URL --users N,...",
+    ),
+    (&["--request-rate", "--qps", "--rps"], "q4 bench --server URL --rate R,..."),
+    (&["--num-prompts", "--num-requests"], "q4 bench --server URL --requests N"),
+    (
+        &["--input-len", "--random-input-len", "--output-len", "--random-output-len"],
+        "q4 bench --server URL --prompt-tokens N --answer-tokens N",
+    ),
 ];
 
 /// Words of other programs for a verb.
-const VERBS: [(&[&str], &str); 9] = [
+const VERBS: [(&[&str], &str); 11] = [
     (&["run", "complete", "completion", "predict"], "q4 generate MODEL -p TEXT, or q4 chat MODEL"),
     (&["demo"], "the built-in model: q4 generate demo -p TEXT, or q4 chat demo"),
     (&["api", "start", "daemon"], "q4 serve MODEL"),
@@ -55,6 +70,8 @@ const VERBS: [(&[&str], &str); 9] = [
         &["pull", "download", "get"],
         "q4 fetches nothing: hf download OWNER/NAME --local-dir DIR, then q4 generate DIR -p TEXT",
     ),
+    (&["connect", "client", "remote"], "q4 chat --server URL"),
+    (&["benchmark", "load-test", "loadtest", "stress"], "q4 bench MODEL, or q4 bench --server URL"),
     (&["version"], "q4 --version"),
     (
         &["finetune", "fine-tune", "sft", "lora", "qlora"],

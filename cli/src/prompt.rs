@@ -50,7 +50,8 @@ pub fn rendered(prompt: &str, system: Option<&str>, checkpoint: &Checkpoint, tex
     text.template(checkpoint)?.render(&messages, tools, true, &text.variables)
 }
 
-fn tools(path: &Path) -> Result<Value> {
+/// The tools of a file. [`Code::Usage`] for what is no list of them.
+pub fn tools(path: &Path) -> Result<Value> {
     let wrong = |have: String| {
         Error::new(Code::Usage, format!("--tools {}", path.display()))
             .need(r#"a JSON list of objects, e.g. [{"type": "function", "function": {"name": "f", "parameters": {}}}]"#)

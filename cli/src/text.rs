@@ -73,28 +73,19 @@ impl Text {
 
     /// The model's wishes with the options over them. An option that can have no effect is warned about.
     pub fn sampling(&self, args: &AnswerArgs, report: &Report) -> Result<SamplingParams> {
-        let seed = args.seed.unwrap_or_else(|| RandomState::new().build_hasher().finish() >> 32);
-        let mut wishes = self.generation.clone();
-        if !wishes.ignored.is_empty() {
-            let names = wishes.ignored.join(", ");
+        let seed = RandomState::new().build_hasher().finish() >> 32;
+        let ignored = &self.generation.ignored;
+        if !ignored.is_empty() {
+            let names = ignored.join(", ");
             report.warn(&format!("generation_config.json asks for what q4 does not do: {names}"));
         }
-        if let Some(t) = args.temperature {
-            wishes.do_sample = Some(t != 0.0);
-        }
-        let mut params = wishes.sampling(seed);
-        params.temperature = args.temperature.unwrap_or(params.temperature);
-        params.top_p = args.top_p.unwrap_or(params.top_p);
-        params.top_k = args.top_k.unwrap_or(params.top_k);
-        params.min_p = args.min_p.unwrap_or(params.min_p);
-        params.repetition_penalty = args.repetition_penalty.unwrap_or(params.repetition_penalty);
+        let params = args.wishes().over(&self.generation, seed)?;
         let filtered = args.top_p.is_some() || args.top_k.is_some() || args.min_p.is_some();
         if params.temperature == 0.0 && filtered {
             report.warn(
                 "--top-p, --top-k and --min-p have no effect at temperature 0; --temperature 0.7 samples",
             );
         }
-        params.validate()?;
         Ok(params)
     }
 

@@ -56,6 +56,8 @@ codes! {
     BackendFailed      = "0313", 6, "a backend failed during a call";
     OutOfMemory        = "0401", 7, "the program would need more memory than it may use";
     Io                 = "0501", 8, "the operating system refused to read or write";
+    ServerRefused      = "0502", 8, "a server refused a request";
+    ServerFailed       = "0503", 8, "a server failed, went away, or does not speak the protocol";
     ConformanceFailed  = "0601", 5, "a backend does not meet the suite";
     Internal           = "0901", 1, "a bug in q4";
 }

@@ -3,9 +3,8 @@ use crate::constraint::Constraint;
 use crate::fields::Fields;
 use crate::refusal::{Refusal, shown};
 use q4_model::batch::Nudges;
-use q4_model::generation::GenerationConfig;
-use q4_model::sampling::SamplingParams;
 use q4_model::template::Message;
+use q4_model::wishes::Wishes;
 use serde_json::{Map, Value};
 
 /// Stop strings of one request.
@@ -39,63 +38,27 @@ pub enum Prompt {
     Ids(Vec<u32>),
 }
 
-/// Sampling as far as it was asked for; the rest is the model's.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Wishes {
-    /// Divides the logits.
-    pub temperature: Option<f32>,
-    /// Probability mass kept.
-    pub top_p: Option<f32>,
-    /// Tokens kept by rank.
-    pub top_k: Option<usize>,
-    /// Least probability kept.
-    pub min_p: Option<f32>,
-    /// Penalty of tokens seen before.
-    pub repetition_penalty: Option<f32>,
-    /// Seed of the draws.
-    pub seed: Option<u64>,
-    /// What is added to logits.
-    pub nudges: Nudges,
+/// The sampling that the fields all dialects share ask for.
+fn wishes(f: &Fields) -> Result<Wishes, Refusal> {
+    // -1 keeps all, as 0 does.
+    let top_k = f.whole("top_k", -1..=1 << 24)?.map(|k| usize::try_from(k).unwrap_or(0));
+    Ok(Wishes {
+        temperature: f.number("temperature")?,
+        top_p: f.number("top_p")?,
+        top_k,
+        min_p: f.number("min_p")?,
+        repetition_penalty: f.number("repetition_penalty")?,
+        seed: f.whole("seed", i64::MIN..=i64::MAX)?.map(|seed| seed as u64),
+    })
 }
 
-impl Wishes {
-    /// The fields all dialects share.
-    pub fn read(f: &Fields) -> Result<Self, Refusal> {
-        // -1 keeps all, as 0 does.
-        let top_k = f.whole("top_k", -1..=1 << 24)?.map(|k| usize::try_from(k).unwrap_or(0));
-        Ok(Self {
-            temperature: f.number("temperature")?,
-            top_p: f.number("top_p")?,
-            top_k,
-            min_p: f.number("min_p")?,
-            repetition_penalty: f.number("repetition_penalty")?,
-            seed: f.whole("seed", i64::MIN..=i64::MAX)?.map(|seed| seed as u64),
-            nudges: Nudges {
-                frequency: penalty(f, "frequency_penalty")?,
-                presence: penalty(f, "presence_penalty")?,
-                bias: biases(f)?,
-            },
-        })
-    }
-
-    /// The model's wishes with these over them.
-    ///
-    /// # Errors
-    /// 400 for what has no meaning.
-    pub fn over(&self, model: &GenerationConfig, seed: u64) -> Result<SamplingParams, Refusal> {
-        let mut model = model.clone();
-        if let Some(temperature) = self.temperature {
-            model.do_sample = Some(temperature != 0.0);
-        }
-        let mut params = model.sampling(seed);
-        params.temperature = self.temperature.unwrap_or(params.temperature);
-        params.top_p = self.top_p.unwrap_or(params.top_p);
-        params.top_k = self.top_k.unwrap_or(params.top_k);
-        params.min_p = self.min_p.unwrap_or(params.min_p);
-        params.repetition_penalty = self.repetition_penalty.unwrap_or(params.repetition_penalty);
-        params.validate()?;
-        Ok(params)
-    }
+/// What is added to logits.
+fn nudges(f: &Fields) -> Result<Nudges, Refusal> {
+    Ok(Nudges {
+        frequency: penalty(f, "frequency_penalty")?,
+        presence: penalty(f, "presence_penalty")?,
+        bias: biases(f)?,
+    })
 }
 
 fn penalty(f: &Fields, name: &str) -> Result<f32, Refusal> {
@@ -130,8 +93,10 @@ pub struct Ask {
     pub n: usize,
     /// Tokens of an answer at most; absent is the model's wish, else what the context holds.
     pub max_tokens: Option<usize>,
-    /// How to draw.
+    /// How to draw; what is not asked for is the model's.
     pub wishes: Wishes,
+    /// What is added to logits.
+    pub nudges: Nudges,
     /// Texts that end an answer.
     pub stop: Vec<String>,
     /// Whether the model's own end does not end an answer, as in measurements.
@@ -156,6 +121,7 @@ impl Ask {
             n: 1,
             max_tokens: None,
             wishes: Wishes::default(),
+            nudges: Nudges::default(),
             stop: Vec::new(),
             ignore_eos: false,
             logprobs: None,
@@ -168,7 +134,8 @@ impl Ask {
 
     /// The fields that mean the same in every dialect: sampling, reuse, `ignore_eos`.
     pub fn read_shared(&mut self, f: &Fields) -> Result<(), Refusal> {
-        self.wishes = Wishes::read(f)?;
+        self.wishes = wishes(f)?;
+        self.nudges = nudges(f)?;
         self.ignore_eos = f.flag("ignore_eos")?.unwrap_or(false);
         self.reuse = f.flag("q4_reuse")?.unwrap_or(true) && f.flag("cache_prompt")?.unwrap_or(true);
         Ok(())
@@ -231,23 +198,4 @@ pub fn function(name: &str, description: Option<&str>, parameters: Option<&Value
 /// A call as templates know it.
 pub fn call(id: &str, name: &str, arguments: Value) -> Value {
     serde_json::json!({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}})
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn wishes_go_over_those_of_the_model() {
-        let model = GenerationConfig { do_sample: Some(true), top_p: Some(0.8), ..Default::default() };
-        let wishes = Wishes { temperature: Some(0.5), top_k: Some(3), ..Wishes::default() };
-        let params = wishes.over(&model, 9).expect("valid");
-        assert_eq!((params.temperature, params.top_p, params.top_k, params.seed), (0.5, 0.8, 3, 9));
-        // Who asks for a temperature samples, also where the model would not.
-        let params = wishes.over(&GenerationConfig::default(), 1).expect("valid");
-        assert_eq!(params.temperature, 0.5);
-        let params = Wishes { temperature: Some(0.0), ..wishes }.over(&model, 9).expect("valid");
-        assert_eq!((params.temperature, params.top_p), (0.0, 1.0));
-        assert!(Wishes { top_p: Some(2.0), ..Wishes::default() }.over(&model, 0).is_err());
-    }
 }

@@ -59,7 +59,7 @@ pub fn prepare(served: &Served, options: &Options, constrains: bool, ask: Ask) -
     let first_seed = ask.wishes.seed.unwrap_or_else(|| random() >> 32);
     let params = ask.wishes.over(&served.generation, first_seed)?;
     let highest = served.tokenizer.highest_id();
-    if let Some((id, _)) = ask.wishes.nudges.bias.iter().find(|(id, _)| *id > highest) {
+    if let Some((id, _)) = ask.nudges.bias.iter().find(|(id, _)| *id > highest) {
         return Err(Refusal::field("logit_bias", &format!("token ids up to {highest}"), id));
     }
     let given = ask.prompts.iter().map(|prompt| give(served, prompt)).collect::<Result<Vec<_>, _>>()?;
@@ -72,7 +72,7 @@ pub fn prepare(served: &Served, options: &Options, constrains: bool, ask: Ask) -
             requests.push(Request {
                 prompt: prompt.ids.clone(),
                 params,
-                nudges: ask.wishes.nudges.clone(),
+                nudges: ask.nudges.clone(),
                 limits: Limits {
                     max_tokens: ask.max_tokens.or(served.generation.max_new_tokens).unwrap_or(room).min(room),
                     stop_ids: if ask.ignore_eos { Vec::new() } else { served.stop_ids.clone() },

@@ -22,8 +22,8 @@ use q4_model::cpu::KvType;
 use q4_model::generate::{Answer, Limits};
 use q4_model::load::ContextOptions;
 use q4_model::plan::Plan;
-use q4_model::sampling::SamplingParams;
 use q4_model::template::{self, ChatTemplate, Message};
+use q4_model::wishes::Wishes;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::path::Path;
@@ -72,6 +72,19 @@ struct Line {
     stop: Vec<String>,
 }
 
+impl Line {
+    fn wishes(&self) -> Wishes {
+        Wishes {
+            temperature: self.temperature,
+            top_p: self.top_p,
+            top_k: self.top_k,
+            min_p: self.min_p,
+            repetition_penalty: self.repetition_penalty,
+            seed: self.seed,
+        }
+    }
+}
+
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 enum Prompt {
@@ -110,8 +123,9 @@ pub fn run(cx: &Context, args: &GenerateArgs, batch: &Path) -> Result<Outcome> {
     let checkpoint = cx.open(&args.model)?;
     let mut text = Text::of(&checkpoint)?;
     prompt::give_to(&mut text, &args.answer.prompt, &checkpoint, cx.report())?;
-    let base = (text.sampling(&args.answer, cx.report())?, text.limits(&args.answer));
-    let reader = Reader { args, checkpoint: &checkpoint, text: &text, base };
+    let seed = text.sampling(&args.answer, cx.report())?.seed;
+    let limits = text.limits(&args.answer);
+    let reader = Reader { args, checkpoint: &checkpoint, text: &text, seed, limits };
     let requests = reader.read(batch)?;
     let room = ROOM.max(args.answer.max_tokens.unwrap_or(0));
     let need = |a: &Asked| a.request.prompt.len().saturating_add(a.request.limits.max_tokens.min(room));
@@ -191,7 +205,9 @@ struct Reader<'a> {
     args: &'a GenerateArgs,
     checkpoint: &'a Checkpoint,
     text: &'a Text,
-    base: (SamplingParams, Limits),
+    /// Of requests that name none.
+    seed: u64,
+    limits: Limits,
 }
 
 impl Reader<'_> {
@@ -218,16 +234,9 @@ impl Reader<'_> {
 
     fn request(&self, line: Line, template: &Result<Rc<ChatTemplate>>) -> Result<Asked> {
         let prompt = self.prompt(&line, template)?;
-        let (params, limits) = self.base.clone();
-        let params = SamplingParams {
-            temperature: line.temperature.unwrap_or(params.temperature),
-            top_k: line.top_k.unwrap_or(params.top_k),
-            top_p: line.top_p.unwrap_or(params.top_p),
-            min_p: line.min_p.unwrap_or(params.min_p),
-            repetition_penalty: line.repetition_penalty.unwrap_or(params.repetition_penalty),
-            seed: line.seed.unwrap_or(params.seed),
-        };
-        params.validate()?;
+        let (seed, limits) = (self.seed, self.limits.clone());
+        let wishes = line.wishes().or(&self.args.answer.wishes());
+        let params = wishes.over(self.text.generation(), seed)?;
         let limits = Limits {
             max_tokens: line.max_tokens.unwrap_or(limits.max_tokens),
             stop_strings: if line.stop.is_empty() { limits.stop_strings } else { line.stop },

@@ -2,6 +2,7 @@
 use q4_core::{Code, Error, Result};
 use q4_model::generate::Limits;
 use q4_model::sampling::SamplingParams;
+use q4_model::wishes::Wishes;
 use std::fmt;
 use std::str::FromStr;
 
@@ -14,6 +15,14 @@ pub struct Params {
     pub max_tokens: Option<usize>,
 }
 
+/// What a line of settings asks for.
+pub struct Settings {
+    /// How tokens are drawn.
+    pub wishes: Wishes,
+    /// Longest answer, where it is among them; none is no bound.
+    pub max_tokens: Option<Option<usize>>,
+}
+
 const NAMES: &str = "temperature, top-p, top-k, min-p, repetition-penalty, seed or max-tokens";
 
 impl Params {
@@ -23,25 +32,41 @@ impl Params {
         Self { sampling, max_tokens }
     }
 
-    /// These with the settings of `text`, pairs of a name and a value: `temperature 0.7 top-p=0.9`.
-    /// [`Code::Usage`] for the first that has no meaning; nothing is set then.
+    /// These with the settings of `text` over them. [`Code::Usage`] for the first that has no meaning; nothing
+    /// is set then.
     pub fn with(&self, text: &str) -> Result<Self> {
-        let mut new = self.clone();
+        let Settings { wishes, max_tokens } = Settings::of(text)?;
+        let sampling = wishes.upon(self.sampling.clone())?;
+        Ok(Self { sampling, max_tokens: max_tokens.unwrap_or(self.max_tokens) })
+    }
+
+    /// Whether what was set has no effect, because nothing is drawn.
+    pub fn is_idle(&self) -> bool {
+        let p = &self.sampling;
+        p.temperature == 0.0 && (p.top_p < 1.0 || p.top_k > 0 || p.min_p > 0.0)
+    }
+}
+
+impl Settings {
+    /// Reads pairs of a name and a value: `temperature 0.7 top-p=0.9`. [`Code::Usage`] for the first that is no
+    /// such pair.
+    pub fn of(text: &str) -> Result<Self> {
+        let mut new = Self { wishes: Wishes::default(), max_tokens: None };
         let mut words = text.split(|c: char| c.is_whitespace() || c == '=').filter(|w| !w.is_empty());
         while let Some(word) = words.next() {
             // As config files spell them, too.
             let name = word.replace('_', "-");
             let value = words.next();
-            let p = &mut new.sampling;
+            let w = &mut new.wishes;
             match &*name {
-                "temperature" => p.temperature = number(&name, value)?,
-                "top-p" => p.top_p = number(&name, value)?,
-                "top-k" => p.top_k = number(&name, value)?,
-                "min-p" => p.min_p = number(&name, value)?,
-                "repetition-penalty" => p.repetition_penalty = number(&name, value)?,
-                "seed" => p.seed = number(&name, value)?,
-                "max-tokens" if value == Some("none") => new.max_tokens = None,
-                "max-tokens" => new.max_tokens = Some(number(&name, value)?),
+                "temperature" => w.temperature = Some(number(&name, value)?),
+                "top-p" => w.top_p = Some(number(&name, value)?),
+                "top-k" => w.top_k = Some(number(&name, value)?),
+                "min-p" => w.min_p = Some(number(&name, value)?),
+                "repetition-penalty" => w.repetition_penalty = Some(number(&name, value)?),
+                "seed" => w.seed = Some(number(&name, value)?),
+                "max-tokens" if value == Some("none") => new.max_tokens = Some(None),
+                "max-tokens" => new.max_tokens = Some(Some(number(&name, value)?)),
                 _ => {
                     return Err(Error::new(Code::Usage, format!("/params {word}: no such setting"))
                         .need(NAMES)
@@ -49,14 +74,7 @@ impl Params {
                 }
             }
         }
-        new.sampling.validate()?;
         Ok(new)
-    }
-
-    /// Whether what was set has no effect, because nothing is drawn.
-    pub fn is_idle(&self) -> bool {
-        let p = &self.sampling;
-        p.temperature == 0.0 && (p.top_p < 1.0 || p.top_k > 0 || p.min_p > 0.0)
     }
 }
 

@@ -48,6 +48,26 @@ fn every_line_is_answered_as_it_is_alone() {
     assert!(answers[1].get("id").is_none());
 }
 
+/// Whoever names a temperature draws as the model wishes, in a line as in an option.
+#[test]
+fn what_a_line_leaves_out_is_as_the_model_wishes() {
+    let dir = tempfile::tempdir().unwrap();
+    let (model, file) = (dir.path().join("model"), dir.path().join("requests.jsonl"));
+    let model_arg = model.to_str().unwrap();
+    assert!(run(&["convert", "demo", model_arg, "--layout", "modelopt"]).status.success());
+    // Greedy by itself; with a temperature, one token of all.
+    fs::write(model.join("generation_config.json"), r#"{"eos_token_id": 2, "top_k": 1}"#).unwrap();
+    fs::write(&file, r#"{"prompt": "Tell me a story.", "temperature": 3, "max_tokens": 12}"#).unwrap();
+    let output = q4().args(["generate", model_arg, "--seed", "3", "--batch"]).arg(&file).output().unwrap();
+    assert!(output.status.success(), "{}", err(&output));
+    let args = ["--json", "generate", model_arg, "-p", "Tell me a story.", "--seed", "3", "-n", "12"];
+    let hot = run(&[&args[..], &["--temperature", "3"]].concat());
+    let alone: Value = serde_json::from_str(&out(&hot)).unwrap();
+    assert_eq!(lines(&out(&output))[0]["text"], alone["text"]);
+    let greedy: Value = serde_json::from_str(&out(&run(&args))).unwrap();
+    assert_eq!(alone["text"], greedy["text"], "the wish for one token counts");
+}
+
 #[test]
 fn a_run_that_was_cut_goes_on_where_it_was() {
     let dir = tempfile::tempdir().unwrap();

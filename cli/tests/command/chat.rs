@@ -3,4 +3,4 @@
 mod hands;
 mod replay;
 #[cfg(unix)]
-mod terminal;
+pub mod terminal;

@@ -18,6 +18,8 @@ mod batch;
 mod chat;
 #[cfg(unix)]
 mod cli_md;
+#[cfg(unix)]
+mod client;
 mod convert;
 mod crafted;
 mod demo;
@@ -55,8 +57,16 @@ use std::process::{Command, Output};
 /// The executable without the settings of whoever runs the tests.
 pub fn q4() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_q4"));
-    for name in ["RUST_LOG", "Q4_THREADS", "Q4_NVFP4_LIB", "Q4_ISA", "NO_COLOR", "CLICOLOR_FORCE", "COLUMNS"]
-    {
+    for name in [
+        "RUST_LOG",
+        "Q4_THREADS",
+        "Q4_NVFP4_LIB",
+        "Q4_ISA",
+        "Q4_API_KEY",
+        "NO_COLOR",
+        "CLICOLOR_FORCE",
+        "COLUMNS",
+    ] {
         command.env_remove(name);
     }
     // What is computed does not depend on whether this machine has a card.

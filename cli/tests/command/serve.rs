@@ -6,19 +6,25 @@ use std::net::TcpStream;
 use std::process::{Child, Command, Stdio};
 
 /// A server that takes requests; ended when it is dropped.
-struct Server {
+pub struct Server {
     child: Child,
-    address: String,
+    pub address: String,
     begun: Value,
+}
+
+/// Has it compute with sums of one order.
+pub fn of_one_order(command: &mut Command) -> &mut Command {
+    if cfg!(target_arch = "x86_64") {
+        command.env("Q4_ISA", if std::is_x86_feature_detected!("avx2") { "avx2" } else { "portable" });
+    }
+    command
 }
 
 impl Server {
     /// On a free port, with sums of one order.
-    fn start(args: &[&str]) -> Self {
+    pub fn start(args: &[&str]) -> Self {
         let mut command = q4();
-        if cfg!(target_arch = "x86_64") {
-            command.env("Q4_ISA", if std::is_x86_feature_detected!("avx2") { "avx2" } else { "portable" });
-        }
+        of_one_order(&mut command);
         let line = ["--json", "--device", "cpu", "serve", "demo", "--port", "0"];
         let mut child = command.args(line).args(args).stdout(Stdio::piped()).spawn().unwrap();
         let mut first = String::new();
@@ -55,7 +61,7 @@ impl Server {
         serde_json::from_str(&body).unwrap()
     }
 
-    fn wait_until_ready(&self) {
+    pub fn wait_until_ready(&self) {
         while self.ask("GET /ready", "").0 != 200 {
             std::thread::yield_now();
         }

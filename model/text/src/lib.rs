@@ -9,3 +9,4 @@ pub mod sampling;
 pub mod stop;
 pub mod template;
 pub mod tokenizer;
+pub mod wishes;
