@@ -4,6 +4,7 @@
 //! where its file of answers ends.
 use crate::args::{AnswerArgs, GenerateArgs};
 use crate::context::Context;
+use crate::form;
 use crate::generate::ROOM;
 use crate::input;
 use crate::prompt;
@@ -14,6 +15,7 @@ use crate::text::{Text, context_size};
 use q4_core::{Code, Error, Result};
 use q4_model::batch::{Event, Nudges, Request, Scheduler, Sink};
 use q4_model::checkpoint::Checkpoint;
+use q4_model::constraint::{Constraint, Thoughts};
 use q4_model::cpu::KvType;
 use q4_model::generate::{Answer, FinishReason, Limits};
 use q4_model::load::ContextOptions;
@@ -67,6 +69,32 @@ struct Line {
     max_tokens: Option<usize>,
     #[serde(default)]
     stop: Vec<String>,
+    #[serde(default)]
+    json_schema: Option<Value>,
+    #[serde(default)]
+    regex: Option<String>,
+    #[serde(default)]
+    choice: Option<Vec<String>>,
+    #[serde(default)]
+    grammar: Option<String>,
+}
+
+impl Line {
+    /// What the answer must be, where the line says so.
+    fn form(&mut self) -> Result<Option<Constraint>> {
+        let asked = [
+            self.json_schema.take().map(Constraint::JsonSchema),
+            self.regex.take().map(Constraint::Regex),
+            self.choice.take().map(Constraint::Choice),
+            self.grammar.take().map(Constraint::Grammar),
+        ];
+        let mut asked = asked.into_iter().flatten();
+        let first = asked.next();
+        match asked.next() {
+            Some(_) => Err(invalid("a request", "two forms of its answer".to_owned())),
+            None => Ok(first),
+        }
+    }
 }
 
 #[derive(Debug, Deserialize)]
@@ -126,7 +154,8 @@ pub fn run(cx: &Context, args: &GenerateArgs, batch: &Path) -> Result<Outcome> {
     let mut text = Text::of(&checkpoint)?;
     prompt::give_to(&mut text, &args.answer.prompt, &checkpoint, cx.report())?;
     let base = (text.sampling(&args.answer, cx.report())?, text.limits(&args.answer));
-    let reader = Reader { args, checkpoint: &checkpoint, text: &text, base };
+    let form = form::asked(&args.form)?;
+    let reader = Reader { args, checkpoint: &checkpoint, text: &text, base, form };
     let requests = reader.read(batch)?;
     let need = |(_, r): &(Option<Value>, Request)| {
         r.prompt.len().saturating_add(r.limits.max_tokens.min(ROOM.max(args.answer.max_tokens.unwrap_or(0))))
@@ -193,6 +222,8 @@ struct Reader<'a> {
     checkpoint: &'a Checkpoint,
     text: &'a Text,
     base: (SamplingParams, Limits),
+    /// Of answers whose line says nothing else.
+    form: Option<Constraint>,
 }
 
 impl Reader<'_> {
@@ -217,8 +248,15 @@ impl Reader<'_> {
             .collect()
     }
 
-    fn request(&self, line: Line, template: &Result<Rc<ChatTemplate>>) -> Result<(Option<Value>, Request)> {
-        let prompt = self.prompt(&line, template)?;
+    fn request(
+        &self,
+        mut line: Line,
+        template: &Result<Rc<ChatTemplate>>,
+    ) -> Result<(Option<Value>, Request)> {
+        let (prompt, thoughts) = self.prompt(&line, template)?;
+        let form = line.form()?.or_else(|| self.form.clone());
+        let compile = |form| self.text.grammars.compile(&self.text.tokenizer, &form, thoughts);
+        let form = form.map(compile).transpose()?;
         let (params, limits) = self.base.clone();
         let params = SamplingParams {
             temperature: line.temperature.unwrap_or(params.temperature),
@@ -231,6 +269,7 @@ impl Reader<'_> {
         params.validate()?;
         let limits = Limits {
             max_tokens: line.max_tokens.unwrap_or(limits.max_tokens),
+            form,
             stop_strings: if line.stop.is_empty() { limits.stop_strings } else { line.stop },
             ..limits
         };
@@ -239,12 +278,13 @@ impl Reader<'_> {
         Ok((line.id, Request { prompt, params, nudges, limits, reuse: true, prompt_logprobs: false }))
     }
 
-    fn prompt(&self, line: &Line, template: &Result<Rc<ChatTemplate>>) -> Result<Vec<u32>> {
+    /// The tokens, and what the model may think behind them.
+    fn prompt(&self, line: &Line, template: &Result<Rc<ChatTemplate>>) -> Result<(Vec<u32>, Thoughts)> {
         let AnswerArgs { system, .. } = &self.args.answer;
-        let ids = match (&line.prompt, &line.messages) {
-            (Some(Prompt::Ids(ids)), None) => ids.clone(),
+        let (ids, thoughts) = match (&line.prompt, &line.messages) {
+            (Some(Prompt::Ids(ids)), None) => (ids.clone(), Thoughts::None),
             (Some(Prompt::Text(text)), None) if line.raw || self.args.raw => {
-                self.text.tokenizer.encode(text, false)?
+                (self.text.tokenizer.encode(text, false)?, Thoughts::None)
             }
             (Some(Prompt::Text(text)), None) => {
                 let system = system.as_ref().map(|s| Message::new("system", s));
@@ -259,7 +299,7 @@ impl Reader<'_> {
         match ids.iter().find(|id| **id as usize >= rows) {
             _ if ids.is_empty() => Err(invalid("a request", "an empty prompt".to_owned())),
             Some(id) => Err(invalid("a token id", id.to_string()).need(format!("below {rows}"))),
-            None => Ok(ids),
+            None => Ok((ids, thoughts)),
         }
     }
 
@@ -268,7 +308,7 @@ impl Reader<'_> {
         messages: &[Message],
         line: &Line,
         template: &Result<Rc<ChatTemplate>>,
-    ) -> Result<Vec<u32>> {
+    ) -> Result<(Vec<u32>, Thoughts)> {
         let template = template.as_ref().map_err(Clone::clone)?;
         if let Some(tools) = &line.tools {
             prompt::check(tools).map_err(|have| invalid("tools", have))?;
@@ -277,7 +317,7 @@ impl Reader<'_> {
         variables.extend(line.template_args.clone());
         let tools = line.tools.as_ref().or(variables.get("tools")).cloned();
         let rendered = template.render(messages, tools.as_ref(), true, &variables)?;
-        self.text.tokenizer.encode(&rendered, false)
+        Ok((self.text.tokenizer.encode(&rendered, false)?, Thoughts::of(&rendered, template)))
     }
 }
 

@@ -24,6 +24,7 @@ mod demo;
 #[cfg(unix)]
 mod documented;
 mod exit;
+mod forms;
 mod hostile;
 mod isolate;
 mod judge;
