@@ -15,7 +15,7 @@ use crate::text::{Text, context_size};
 use q4_core::{Code, Error, Result};
 use q4_model::batch::{Event, Nudges, Request, Scheduler, Sink};
 use q4_model::checkpoint::Checkpoint;
-use q4_model::constraint::{Constraint, Thoughts};
+use q4_model::constraint::{Constraint, Grammar, Thoughts};
 use q4_model::cpu::KvType;
 use q4_model::generate::{Answer, FinishReason, Limits};
 use q4_model::load::ContextOptions;
@@ -23,6 +23,7 @@ use q4_model::sampling::SamplingParams;
 use q4_model::template::{self, ChatTemplate, Message};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
+use std::cell::RefCell;
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
@@ -155,7 +156,7 @@ pub fn run(cx: &Context, args: &GenerateArgs, batch: &Path) -> Result<Outcome> {
     prompt::give_to(&mut text, &args.answer.prompt, &checkpoint, cx.report())?;
     let base = (text.sampling(&args.answer, cx.report())?, text.limits(&args.answer));
     let form = form::asked(&args.form)?;
-    let reader = Reader { args, checkpoint: &checkpoint, text: &text, base, form };
+    let reader = Reader { args, checkpoint: &checkpoint, text: &text, base, form, last: RefCell::default() };
     let requests = reader.read(batch)?;
     let need = |(_, r): &(Option<Value>, Request)| {
         r.prompt.len().saturating_add(r.limits.max_tokens.min(ROOM.max(args.answer.max_tokens.unwrap_or(0))))
@@ -224,6 +225,8 @@ struct Reader<'a> {
     base: (SamplingParams, Limits),
     /// Of answers whose line says nothing else.
     form: Option<Constraint>,
+    /// The form that was compiled last.
+    last: RefCell<Option<(Constraint, Thoughts, Grammar)>>,
 }
 
 impl Reader<'_> {
@@ -255,8 +258,7 @@ impl Reader<'_> {
     ) -> Result<(Option<Value>, Request)> {
         let (prompt, thoughts) = self.prompt(&line, template)?;
         let form = line.form()?.or_else(|| self.form.clone());
-        let compile = |form| self.text.grammars.compile(&self.text.tokenizer, &form, thoughts);
-        let form = form.map(compile).transpose()?;
+        let form = form.map(|form| self.compiled(form, thoughts)).transpose()?;
         let (params, limits) = self.base.clone();
         let params = SamplingParams {
             temperature: line.temperature.unwrap_or(params.temperature),
@@ -276,6 +278,19 @@ impl Reader<'_> {
         q4_model::stop::StopMatcher::new(&limits.stop_strings)?;
         let nudges = Nudges::default();
         Ok((line.id, Request { prompt, params, nudges, limits, reuse: true, prompt_logprobs: false }))
+    }
+
+    /// A form, which lines in a row that have the same one share.
+    fn compiled(&self, form: Constraint, thoughts: Thoughts) -> Result<Grammar> {
+        let mut last = self.last.borrow_mut();
+        match &*last {
+            Some((same, before, grammar)) if *same == form && *before == thoughts => Ok(grammar.clone()),
+            _ => {
+                let grammar = self.text.grammars.compile(&self.text.tokenizer, &form, thoughts)?;
+                *last = Some((form, thoughts, grammar.clone()));
+                Ok(grammar)
+            }
+        }
     }
 
     /// The tokens, and what the model may think behind them.

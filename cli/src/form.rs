@@ -33,7 +33,7 @@ pub fn compiled(
         true => Thoughts::None,
         false => {
             let prompt = prompt::rendered("?", system, checkpoint, text)?;
-            Thoughts::of(&prompt, &*text.template(checkpoint)?)
+            Thoughts::of(&prompt, &text.template(checkpoint)?)
         }
     };
     text.grammars.compile(&text.tokenizer, constraint, thoughts)
