@@ -4,6 +4,7 @@
 mod conformance;
 #[cfg(test)]
 mod documented;
+mod form;
 mod line;
 mod measure;
 mod plugin;
@@ -15,6 +16,7 @@ mod trace;
 pub use crate::choices::*;
 use clap::{ArgAction, Args, Parser, Subcommand, ValueHint};
 pub use conformance::{Child, ConformanceArgs};
+pub use form::FormArgs;
 pub use line::{parse, tip, verb_first};
 pub use measure::{CompareArgs, DataArgs, EvalArgs};
 pub use plugin::{Language, NewArgs, PluginArgs, PluginVerb};
@@ -245,6 +247,8 @@ Examples:
   q4 generate ./other-model --turns talk.json
   q4 generate ./model -p 'Weather in Oslo?' --tools tools.json --show-prompt
   q4 generate ./model --batch questions.jsonl -o answers.jsonl
+  q4 generate ./model -p 'Is 7 prime?' --choice yes --choice no
+  q4 generate ./model -p 'A city in Norway.' --json-schema schema.json
   q4 generate -p 'Who are you?' -n 1 --top-logprobs 5")]
 pub struct GenerateArgs {
     /// Which model.
@@ -273,6 +277,9 @@ pub struct GenerateArgs {
     /// Print the answer when it is complete.
     #[arg(long)]
     pub no_stream: bool,
+    /// What the answer must be.
+    #[command(flatten)]
+    pub form: FormArgs,
     /// Many requests at once.
     #[command(flatten)]
     pub batch: BatchArgs,

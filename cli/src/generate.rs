@@ -2,6 +2,7 @@
 use crate::args::{AnswerArgs, GenerateArgs};
 use crate::context::Context;
 use crate::conversation::{Saved, Turns};
+use crate::form;
 use crate::input;
 use crate::prompt;
 use crate::report::{self, Outcome, Report};
@@ -138,6 +139,7 @@ pub fn run(cx: &Context, args: &GenerateArgs) -> Result<Outcome> {
     }
     let start = Instant::now();
     let given = Given::read(args, cx.report())?;
+    let asked = form::asked(&args.form)?;
     let options = given.saved().map_or_else(|| args.answer.clone(), |saved| saved.over(&args.answer));
     let dispatch = Session::dispatch(cx)?;
     let checkpoint = cx.open(&args.model)?;
@@ -149,7 +151,9 @@ pub fn run(cx: &Context, args: &GenerateArgs) -> Result<Outcome> {
     prompt::give_to(&mut text, &args.answer.prompt, &checkpoint, cx.report())?;
     let params = text.sampling(&options, cx.report())?;
     let top_logprobs = args.top_logprobs.map_or(0, usize::from);
-    let limits = Limits { top_logprobs, ..text.limits(&options) };
+    let system = options.system.as_deref();
+    let form = asked.map(|asked| form::compiled(&asked, args.raw, system, &checkpoint, &text)).transpose()?;
+    let limits = Limits { top_logprobs, form, ..text.limits(&options) };
     let ask = ask(args, &options, given, &checkpoint, &text)?;
     let context = context_size(options.context, need(&ask, &text, &options)?, &checkpoint)?;
     let chunk = chunk(cx.device()?).min(context);

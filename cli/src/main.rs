@@ -20,6 +20,7 @@ mod device_roofline;
 mod diagnose;
 mod eval;
 mod explain;
+mod form;
 mod generate;
 mod hub;
 mod input;

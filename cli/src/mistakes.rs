@@ -3,7 +3,7 @@ use q4_core::{Code, Error, Result};
 use std::path::{Path, PathBuf};
 
 /// Words of other programs for an option, and how q4 says it.
-const OPTIONS: [(&[&str], &str); 27] = [
+const OPTIONS: &[(&[&str], &str)] = &[
     (&["-m", "--model"], "the model stands alone, without an option: q4 generate MODEL -p TEXT"),
     (&["-p", "--prompt"], "the verb comes before its options: q4 generate MODEL -p TEXT"),
     (&["-f", "--file", "--prompt-file"], "a prompt is read from standard input: q4 generate MODEL < FILE"),
@@ -59,6 +59,9 @@ const OPTIONS: [(&[&str], &str); 27] = [
         &["--input-len", "--random-input-len", "--output-len", "--random-output-len"],
         "q4 bench --server URL --prompt-tokens N --answer-tokens N",
     ),
+    (&["--json-schema-file", "-jf", "--guided-json"], "an answer of a schema: --json-schema FILE"),
+    (&["--grammar-file", "--guided-grammar"], "an answer of a grammar of Lark: --grammar FILE"),
+    (&["--guided-regex", "--guided-choice"], "an answer of a form: --regex PATTERN, --choice TEXT"),
 ];
 
 /// Words of other programs for a verb.

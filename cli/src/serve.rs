@@ -8,6 +8,7 @@ use crate::signals;
 use crate::text::{Text, context_size};
 use q4_core::{Code, Device, Error, Result};
 use q4_model::batch::company;
+use q4_model::constraint::Grammars;
 use q4_model::cpu::KvType;
 use q4_model::load::ContextOptions;
 use q4_model::plan::Plan;
@@ -97,6 +98,7 @@ pub fn run(cx: &Context, args: &ServeArgs) -> Result<Outcome> {
         explain: with(explained, cx.device()?, &dependents),
         created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs()),
         tokenizer: text.tokenizer,
+        grammars: Grammars::default(),
     });
     let (engine, bounds) = session.sequences()?;
     let worker = Worker::start(engine, bounds, served.clone(), args.queue)?;

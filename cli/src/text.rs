@@ -4,6 +4,7 @@ use crate::report::Report;
 use once_cell::unsync::OnceCell;
 use q4_core::{Code, Error, Result};
 use q4_model::checkpoint::Checkpoint;
+use q4_model::constraint::Grammars;
 use q4_model::generate::Limits;
 use q4_model::generation::GenerationConfig;
 use q4_model::sampling::SamplingParams;
@@ -23,6 +24,8 @@ pub struct Text {
     pub tokenizer: Tokenizer,
     /// `bos_token` and `eos_token`, for templates that print them.
     pub variables: Map<String, Value>,
+    /// What compiles forms of answers for it.
+    pub grammars: Grammars,
     generation: GenerationConfig,
     stop_ids: Vec<u32>,
     template: OnceCell<Rc<ChatTemplate>>,
@@ -42,7 +45,8 @@ impl Text {
             stop_ids.extend(config.arch.template.ends.iter().filter_map(|t| tokenizer.id_of(t)));
         }
         let variables = text::variables(checkpoint)?;
-        Ok(Self { tokenizer, variables, generation, stop_ids, template: OnceCell::new() })
+        let grammars = Grammars::default();
+        Ok(Self { tokenizer, variables, grammars, generation, stop_ids, template: OnceCell::new() })
     }
 
     /// The chat template of `checkpoint`, else that of its family's instruct models, which is said once.

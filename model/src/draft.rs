@@ -1,4 +1,5 @@
 //! An answer, and one in the making: what every token does to it, whoever computes the logits.
+use crate::constraint::{Grammar, Matcher};
 use crate::likely::Ranking;
 use crate::stop::StopMatcher;
 use crate::tokenizer::{DecodeStream, Tokenizer};
@@ -7,7 +8,7 @@ use serde::Serialize;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// When to stop.
+/// What an answer is held to: when it ends, and what it must be.
 #[derive(Clone, Debug, Default)]
 pub struct Limits {
     /// Tokens to generate at most; the context may hold fewer.
@@ -18,6 +19,9 @@ pub struct Limits {
     pub stop_strings: Vec<String>,
     /// Most likely tokens to note before each draw; 0 notes none.
     pub top_logprobs: usize,
+    /// What it must be, if that is not left to the model. Ids of `stop_ids` end it where its form may end and
+    /// nowhere else; where nothing but the end is left it ends without one.
+    pub form: Option<Grammar>,
     /// Ends an answer at the next token, or a prompt before the next operation, once it is set.
     pub interrupt: Option<&'static AtomicBool>,
 }
@@ -32,7 +36,7 @@ impl Limits {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum FinishReason {
-    /// A stop id was sampled.
+    /// A stop id was sampled, or the form it must have was complete.
     Stop,
     /// A stop string appeared.
     StopString,
@@ -89,13 +93,14 @@ impl Answer {
     }
 }
 
-/// For each token: [`look`](Self::look) at its logits, [`take`](Self::take) what was drawn, [`spell`](Self::spell)
-/// it; [`finish`](Self::finish) at the end.
+/// For each token: [`look`](Self::look) at its logits, [`bind`](Self::bind) them, [`take`](Self::take) what was
+/// drawn, [`spell`](Self::spell) it; [`finish`](Self::finish) at the end.
 pub struct Draft<'a> {
     /// What there is of it.
     pub answer: Answer,
     stream: DecodeStream<'a>,
     matcher: StopMatcher,
+    form: Option<Matcher>,
     collapse: Collapse,
     stop_ids: Vec<u32>,
     top_logprobs: usize,
@@ -126,6 +131,7 @@ impl<'a> Draft<'a> {
             answer,
             stream: tokenizer.stream(true),
             matcher: StopMatcher::new(&limits.stop_strings)?,
+            form: limits.form.as_ref().map(Grammar::matcher),
             collapse: Collapse::default(),
             stop_ids: limits.stop_ids.clone(),
             top_logprobs: limits.top_logprobs,
@@ -157,14 +163,42 @@ impl<'a> Draft<'a> {
         Ok(())
     }
 
+    /// Whether [`bind`](Self::bind) has anything to do: a device may draw by itself otherwise.
+    pub fn is_bound(&self) -> bool {
+        self.form.is_some()
+    }
+
+    /// Takes all tokens out of `logits` that the answer's form does not admit; the last thing that is done to
+    /// them before a draw, so that nothing lifts one again. False where the answer is complete: it ends without a
+    /// draw. This allocates.
+    ///
+    /// # Errors
+    /// As [`Matcher::mask`].
+    pub fn bind(&mut self, logits: &mut [f32]) -> Result<bool> {
+        let Some(form) = &mut self.form else { return Ok(true) };
+        let goes_on = form.mask(logits, &self.stop_ids)?;
+        if !goes_on {
+            self.ended = Some(FinishReason::Stop);
+        }
+        Ok(goes_on)
+    }
+
     /// Takes the token that was drawn. False where it ends the answer and is none of it.
-    pub fn take(&mut self, id: u32) -> bool {
+    ///
+    /// # Errors
+    /// As [`Matcher::accept`].
+    pub fn take(&mut self, id: u32) -> Result<bool> {
         if self.stop_ids.contains(&id) {
             self.ended = Some(FinishReason::Stop);
-            return false;
+            return Ok(false);
+        }
+        if let Some(form) = &mut self.form
+            && !form.accept(id)?
+        {
+            self.ended = Some(FinishReason::Stop);
         }
         self.answer.ids.push(id);
-        true
+        Ok(true)
     }
 
     /// The text that became complete with a token that was taken; none while it may still become a stop

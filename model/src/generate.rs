@@ -50,8 +50,12 @@ pub fn generate(
         if draft.looks() {
             draft.look(runner.logits()?)?;
         }
-        let id = runner.sample(sampler)?;
-        if !draft.take(id) {
+        let drawn = match draft.is_bound() {
+            true => runner.sample_bound(sampler, &mut |logits| draft.bind(logits))?,
+            false => Some(runner.sample(sampler)?),
+        };
+        let Some(id) = drawn else { break };
+        if !draft.take(id)? {
             break;
         }
         runner.decode(id)?;

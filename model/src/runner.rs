@@ -235,6 +235,25 @@ impl Runner {
         id
     }
 
+    /// The same from logits that `bind` has changed in host memory, wherever they were computed; `None` where it
+    /// says that there is nothing to draw.
+    ///
+    /// # Errors
+    /// As [`sample`](Self::sample), and those of `bind`.
+    pub fn sample_bound(
+        &mut self,
+        sampler: &mut Sampler,
+        bind: &mut dyn FnMut(&mut [f32]) -> Result<bool>,
+    ) -> Result<Option<u32>> {
+        let _span = tracing::debug_span!("sample", position = self.tokens.len()).entered();
+        self.settle()?;
+        let logits = self.engine.logits()?;
+        if !bind(logits)? {
+            return Ok(None);
+        }
+        sampler.sample(logits, &self.tokens).map(Some)
+    }
+
     /// Runs `ids` and hands the logits of every position to `sink`, `[rows, vocab]` a step. The engine must
     /// have been made with as many logit rows as steps have rows.
     ///

@@ -1,120 +1,23 @@
 //! Many sequences at once: every answer is the one it gets alone, whoever shares its steps.
+#[path = "support/company.rs"]
+mod company;
 mod support;
 
+use company::{Asker, CONTEXT, Model, Told, demo};
 use q4_core::isa::Isa;
 use q4_core::memory::Budget;
 use q4_core::{Code, Error, Result};
-use q4_model::batch::{Event, Nudges, Options, PAGE, Part, Request, Scheduler, Sequences, Sink, Weighed};
-use q4_model::checkpoint::{Checkpoint, OpenOptions};
-use q4_model::generate::{Answer, FinishReason, Limits, generate};
+use q4_model::batch::{Nudges, PAGE, Part, Request, Scheduler, Sequences, Weighed};
+use q4_model::constraint::{Constraint, Thoughts};
+use q4_model::generate::{Answer, FinishReason, Limits};
 use q4_model::likelihood::logprob;
-use q4_model::load::{ContextOptions, Loaded, Many};
-use q4_model::sampling::{Sampler, SamplingParams};
-use q4_model::text;
-use q4_model::tokenizer::Tokenizer;
-use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
-use support::Setup;
-
-const CONTEXT: usize = 192;
-
-/// What one asker was told.
-#[derive(Default)]
-struct Told {
-    text: String,
-    ids: Vec<u32>,
-    prompt: Vec<Weighed>,
-    tokens: Vec<Weighed>,
-    cached: Option<usize>,
-    answer: Option<Answer>,
-    failed: Option<q4_core::Error>,
-}
-
-#[derive(Clone, Default)]
-struct Asker {
-    told: Arc<Mutex<Told>>,
-    leaves_after: Option<usize>,
-    gone: Arc<AtomicBool>,
-}
-
-impl Sink for Asker {
-    fn tell(&mut self, event: Event) {
-        let mut told = self.told.lock().expect("one thread");
-        match event {
-            Event::Started { cached, prompt } => (told.cached, told.prompt) = (Some(cached), prompt),
-            Event::Token { token, text } => {
-                told.text.push_str(&text);
-                told.ids.push(token.id);
-                told.tokens.push(token);
-                let leaves = self.leaves_after.is_some_and(|n| told.ids.len() >= n);
-                self.gone.store(leaves, Ordering::Relaxed);
-            }
-            Event::Ended { text, answer } => {
-                told.text.push_str(&text);
-                told.answer = Some(*answer);
-            }
-            Event::Failed(e) => told.failed = Some(e),
-        }
-    }
-    fn is_gone(&self) -> bool {
-        self.gone.load(Ordering::Relaxed)
-    }
-}
-
-struct Model {
-    loaded: Loaded,
-    tokenizer: Tokenizer,
-    vocab: usize,
-    stop_ids: Vec<u32>,
-}
-
-fn demo(isa: Isa, threads: usize) -> Result<Model> {
-    let setup = Setup { isa: Some(isa.name()), threads, chunk: 64, context: CONTEXT, ..Setup::default() };
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../cli/demo");
-    let checkpoint = Checkpoint::open(&path, &OpenOptions::default())?;
-    let dispatch = setup.dispatch()?;
-    let loaded = setup.load(&checkpoint, &dispatch)?;
-    let stop_ids = text::generation(&checkpoint)?.eos_token_ids;
-    let (tokenizer, vocab) = (text::tokenizer(&checkpoint)?, checkpoint.config().vocab_size);
-    Ok(Model { loaded, tokenizer, vocab, stop_ids })
-}
+use q4_model::load::ContextOptions;
+use q4_model::sampling::SamplingParams;
+use serde_json::json;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 impl Model {
-    fn scheduler(&self, sequences: usize, rows: usize, pages: usize) -> Result<Scheduler<'_>> {
-        let (engine, options) = self.engine(sequences, rows, pages)?;
-        Ok(Scheduler::new(engine, &self.tokenizer, options))
-    }
-
-    fn engine(&self, sequences: usize, rows: usize, pages: usize) -> Result<(Box<dyn Sequences>, Options)> {
-        let many = Many { sequences, pages };
-        let sizes = ContextOptions {
-            context: CONTEXT,
-            chunk: rows,
-            all_logits: false,
-            kv: q4_model::cpu::KvType::F16,
-            many: Some(many),
-        };
-        let engine = self.loaded.sequences(sizes, many, &Budget::of_machine())?;
-        let logit_rows = sizes.logit_rows();
-        Ok((engine, Options { sequences, rows, logit_rows, context: CONTEXT, pages }))
-    }
-
-    fn alone(&self, request: &Request) -> Result<Answer> {
-        let sizes = ContextOptions {
-            context: CONTEXT,
-            chunk: 64,
-            all_logits: false,
-            kv: q4_model::cpu::KvType::F16,
-            many: None,
-        };
-        let mut runner = self.loaded.runner(sizes, &Budget::of_machine())?;
-        let mut sampler = Sampler::new(request.params.clone(), self.vocab)?;
-        let Request { prompt, limits, .. } = request;
-        generate(&mut runner, &self.tokenizer, prompt, &mut sampler, limits, &mut |_| {})
-    }
-
-    /// Questions and stories of many lengths, drawn in many ways; some begin alike.
+    /// Questions and stories of many lengths, drawn in many ways; some begin alike, some must have a form.
     fn requests(&self, count: usize) -> Result<Vec<Request>> {
         let says = ["Who are you?", "Tell me a story about a cat and a boat.", "你是誰", "What is 3 plus 4?"];
         let system = "You are a patient helper who answers in one short sentence. ".repeat(4);
@@ -131,7 +34,17 @@ impl Model {
                     seed: i as u64,
                     ..SamplingParams::default()
                 };
+                let form = match i % 16 {
+                    3 => Some(Constraint::JsonSchema(json!({
+                        "type": "object", "required": ["n", "s"], "additionalProperties": false,
+                        "properties": {"n": {"type": "integer"}, "s": {"type": "string", "maxLength": 30}}}))),
+                    6 => Some(Constraint::Regex("[a-z]{2,9}( [a-z]{2,9}){3,12}[.]".to_owned())),
+                    11 => Some(Constraint::Grammar("start: /[a-z]+/ (\",\" start)?\n".to_owned())),
+                    _ => None,
+                };
+                let compile = |form| self.grammars.compile(&self.tokenizer, &form, Thoughts::None);
                 let limits = Limits {
+                    form: form.map(compile).transpose()?,
                     // Four in a row go on until they want pages that there are not.
                     max_tokens: if i % 12 > 7 { 120 } else { [7, 24][i % 2] },
                     stop_ids: if i % 12 > 7 { Vec::new() } else { self.stop_ids.clone() },

@@ -273,9 +273,7 @@ impl Server {
         if let Some(refusal) = self.unready() {
             return Err(refusal);
         }
-        let job = self
-            .aside(|server| prepare(&server.served, &server.options, server.engine.constrains(), ask))
-            .await?;
+        let job = self.aside(|server| prepare(&server.served, &server.options, ask)).await?;
         Answers::begin(self.clone(), trail.clone(), job)
     }
 }

@@ -1,74 +1,121 @@
 //! What an answer must look like, where a request says so.
 use crate::fields::Fields;
-use crate::refusal::Refusal;
+use crate::refusal::{Kind, Refusal};
+use q4_model::constraint::{self, CallForm, Calls, MOST_CHOICES};
+use q4_model::template::ChatTemplate;
 use serde_json::Value;
 
-/// A form that every token of an answer must keep to.
+/// What a request demands of its answers, and the field that does.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Constraint {
-    /// Any JSON object.
-    JsonObject,
-    /// JSON that a schema admits.
-    JsonSchema(Value),
-    /// Text that a pattern matches as a whole.
-    Regex(String),
-    /// One of these texts.
-    Choice(Vec<String>),
-    /// Text of a context-free grammar.
-    Grammar(String),
+pub struct Constraint {
+    /// Path of the field.
+    pub at: String,
+    /// What it demands.
+    pub what: Demand,
+}
+
+/// What may be demanded.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Demand {
+    /// A form that every token of an answer must keep to.
+    Form(constraint::Constraint),
     /// At least one call: of the named tool, else of any.
-    Tool(Option<String>),
+    Call(Option<String>),
 }
 
 impl Constraint {
-    /// As a refusal names it.
-    pub fn name(&self) -> &'static str {
-        match self {
-            Self::JsonObject => "JSON output",
-            Self::JsonSchema(_) => "output by a JSON schema",
-            Self::Regex(_) => "output by a pattern",
-            Self::Choice(_) => "output by a list of choices",
-            Self::Grammar(_) => "output by a grammar",
-            Self::Tool(_) => "a call that must happen",
-        }
+    /// What the field `name` of `f` demands.
+    pub fn of(f: &Fields, name: &str, what: Demand) -> Self {
+        Self { at: f.path(name), what }
+    }
+
+    fn form(f: &Fields, name: &str, form: constraint::Constraint) -> Self {
+        Self::of(f, name, Demand::Form(form))
     }
 
     /// OpenAI's `response_format`, or `text.format` of responses, whose schema lies one level higher.
     pub fn of_format(format: &Fields) -> Result<Option<Self>, Refusal> {
         match format.needed_text("type")? {
             "text" => Ok(None),
-            "json_object" => Ok(Some(Self::JsonObject)),
+            "json_object" => Ok(Some(Self::form(format, "type", constraint::Constraint::JsonObject))),
             "json_schema" => {
                 let inner = format.object("json_schema")?.unwrap_or_else(|| format.clone());
                 let schema = inner.get("schema").ok_or_else(|| inner.wrong("schema", "a JSON schema"))?;
-                Ok(Some(Self::JsonSchema(schema.clone())))
+                Ok(Some(Self::form(&inner, "schema", constraint::Constraint::JsonSchema(schema.clone()))))
             }
             _ => Err(format.wrong("type", "text, json_object or json_schema")),
         }
     }
 
-    /// The object `structured_outputs`, and the older fields `guided_...` beside the others.
+    /// The object `structured_outputs`, and the older fields `guided_...` beside the others: one of them.
     pub fn of_structure(f: &Fields) -> Result<Option<Self>, Refusal> {
+        let mut found = None;
         let inner = f.object("structured_outputs")?;
-        let read = |name: &str| {
-            let guided = format!("guided_{name}");
-            match &inner {
-                Some(inner) if inner.get(name).is_some() => Some((inner.clone(), name.to_owned())),
-                _ => f.get(&guided).map(|_| (f.clone(), guided)),
+        for name in ["json", "json_object", "regex", "choice", "grammar"] {
+            if let Some(inner) = &inner {
+                unite(&mut found, structure(inner, name, name)?)?;
             }
-        };
-        if let Some((f, name)) = read("json") {
-            return Ok(f.get(&name).map(|schema| Self::JsonSchema(schema.clone())));
+            unite(&mut found, structure(f, &format!("guided_{name}"), name)?)?;
         }
-        if let Some((f, name)) = read("regex") {
-            return Ok(Some(Self::Regex(f.needed_text(&name)?.to_owned())));
+        if let Some(inner) = &inner {
+            inner.neutral("structural_tag", |_| false)?;
         }
-        if let Some((f, name)) = read("choice") {
-            return Ok(Some(Self::Choice(f.texts(&name, 1024)?)));
-        }
-        if let Some((f, name)) = read("grammar") {
-            return Ok(Some(Self::Grammar(f.needed_text(&name)?.to_owned())));
-        }
-        Ok(None)
+        Ok(found)
     }
+
+    /// As the grammar's compiler takes it. `tools` are those that the model sees, and `several` says whether it
+    /// may call more than one.
+    pub fn over(
+        &self,
+        template: &ChatTemplate,
+        tools: Option<&Value>,
+        several: bool,
+    ) -> constraint::Constraint {
+        match &self.what {
+            Demand::Form(form) => form.clone(),
+            Demand::Call(named) => constraint::Constraint::Calls(Calls {
+                tools: tools.cloned().unwrap_or_default(),
+                named: named.clone(),
+                several,
+                form: CallForm::of(template),
+            }),
+        }
+    }
+}
+
+/// One kind of structure, if the field `name` asks for it.
+fn structure(f: &Fields, name: &str, kind: &str) -> Result<Option<Constraint>, Refusal> {
+    let Some(value) = f.get(name) else { return Ok(None) };
+    let form = match kind {
+        "json" => constraint::Constraint::JsonSchema(match value {
+            // Some clients send the schema as a text.
+            Value::String(text) => serde_json::from_str(text).map_err(|_| f.wrong(name, "a JSON schema"))?,
+            schema => schema.clone(),
+        }),
+        "json_object" => match f.flag(name)? {
+            Some(true) => constraint::Constraint::JsonObject,
+            _ => return Ok(None),
+        },
+        "regex" => constraint::Constraint::Regex(f.needed_text(name)?.to_owned()),
+        "choice" => constraint::Constraint::Choice(f.texts(name, MOST_CHOICES)?),
+        _ => constraint::Constraint::Grammar(f.needed_text(name)?.to_owned()),
+    };
+    Ok(Some(Constraint::form(f, name, form)))
+}
+
+/// Adds what another field demands.
+///
+/// # Errors
+/// 400 where there is something already: nothing could keep to both.
+pub fn unite(all: &mut Option<Constraint>, more: Option<Constraint>) -> Result<(), Refusal> {
+    match (&all, more) {
+        (_, None) => {}
+        (None, more) => *all = more,
+        (Some(first), Some(second)) => {
+            let what = format!("{} and {}: an answer can keep to one of them", first.at, second.at);
+            let refusal = Refusal::new(Kind::Invalid, what);
+            return Err(Refusal { param: Some(second.at), ..refusal }.coded("contradiction"));
+        }
+    }
+    Ok(())
 }

@@ -31,8 +31,4 @@ pub trait Engine: Send + Sync {
     fn gauges(&self) -> Gauges;
     /// Whether it answers.
     fn readiness(&self) -> Readiness;
-    /// Whether it can keep answers to a form. As long as it cannot, requests that ask for one are refused.
-    fn constrains(&self) -> bool {
-        false
-    }
 }

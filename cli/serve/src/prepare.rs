@@ -2,12 +2,14 @@
 //! is checked that can be checked before a place in the queue is taken. It computes, so it runs on threads
 //! that may block.
 use crate::ask::{Ask, Prompt, Talk};
+use crate::constraint::{Constraint, Demand};
 use crate::options::Options;
-use crate::refusal::{Kind, Refusal};
+use crate::refusal::Refusal;
 use crate::served::Served;
 use crate::words::random;
 use q4_core::{Code, Error};
 use q4_model::batch::Request;
+use q4_model::constraint::{Grammar, Thoughts};
 use q4_model::generate::Limits;
 use q4_model::reply;
 use q4_model::stop::StopMatcher;
@@ -45,11 +47,7 @@ pub struct Job {
 ///
 /// # Errors
 /// 400 for everything that no engine could do.
-pub fn prepare(served: &Served, options: &Options, constrains: bool, ask: Ask) -> Result<Job, Refusal> {
-    if let Some(constraint) = ask.constraint.as_ref().filter(|_| !constrains) {
-        let what = format!("{} is not supported by this engine", constraint.name());
-        return Err(Refusal::new(Kind::Invalid, what).coded("unsupported"));
-    }
+pub fn prepare(served: &Served, options: &Options, ask: Ask) -> Result<Job, Refusal> {
     let sequences = ask.prompts.len().saturating_mul(ask.n);
     if sequences == 0 || sequences > MOST_SEQUENCES {
         let need = format!("1 to {MOST_SEQUENCES} answers in one request");
@@ -62,7 +60,8 @@ pub fn prepare(served: &Served, options: &Options, constrains: bool, ask: Ask) -
     if let Some((id, _)) = ask.nudges.bias.iter().find(|(id, _)| *id > highest) {
         return Err(Refusal::field("logit_bias", &format!("token ids up to {highest}"), id));
     }
-    let given = ask.prompts.iter().map(|prompt| give(served, prompt)).collect::<Result<Vec<_>, _>>()?;
+    let given = ask.prompts.iter().map(|prompt| give(served, prompt, &ask)).collect::<Result<Vec<_>, _>>()?;
+    let form = form(served, &ask, &given)?;
     let mut requests = Vec::with_capacity(sequences);
     for prompt in &given {
         let room = room(served, options, prompt, ask.max_tokens)?;
@@ -79,6 +78,7 @@ pub fn prepare(served: &Served, options: &Options, constrains: bool, ask: Ask) -
                     stop_strings: ask.stop.clone(),
                     // The drawn token is weighed only where others are.
                     top_logprobs: ask.logprobs.map_or(0, |most| most.max(1)),
+                    form: form.clone(),
                     interrupt: None,
                 },
                 reuse: ask.reuse,
@@ -95,13 +95,31 @@ pub fn prepare(served: &Served, options: &Options, constrains: bool, ask: Ask) -
     })
 }
 
-fn give(served: &Served, prompt: &Prompt) -> Result<Given, Refusal> {
+/// The form of all answers. Prompts that are not alone are texts as they are, behind which nobody thinks.
+fn form(served: &Served, ask: &Ask, given: &[Given]) -> Result<Option<Grammar>, Refusal> {
+    let (Some(constraint), Some(first)) = (&ask.constraint, given.first()) else { return Ok(None) };
+    let (tools, thoughts) = match ask.prompts.first() {
+        Some(Prompt::Talk(talk)) => (talk.tools.as_ref(), Thoughts::of(&first.text, &served.template)),
+        _ => (None, Thoughts::None),
+    };
+    let what = constraint.over(&served.template, tools, ask.parallel_calls);
+    let compiled = served.grammars.compile(&served.tokenizer, &what, thoughts);
+    compiled.map(Some).map_err(|e| {
+        let refusal = Refusal::from(e);
+        let message = format!("{}: {}", constraint.at, refusal.message);
+        Refusal { param: Some(constraint.at.clone()), message, ..refusal }
+    })
+}
+
+fn give(served: &Served, prompt: &Prompt, ask: &Ask) -> Result<Given, Refusal> {
     let given = match prompt {
         Prompt::Talk(talk) => {
             let text = rendered(served, talk)?;
+            // What must have a form is told as it is, whatever it looks like, unless its form is a call.
+            let is_form = matches!(&ask.constraint, Some(Constraint { what: Demand::Form(_), .. }));
             let reading = reply::Options {
                 thinking: text.trim_end().ends_with("<think>"),
-                tools: talk.tools.is_some(),
+                tools: talk.tools.is_some() && !is_form,
                 schemas: talk.tools.clone(),
             };
             let ids = served.tokenizer.encode(&text, false)?;

@@ -1,4 +1,5 @@
 //! The model that is served.
+use q4_model::constraint::Grammars;
 use q4_model::generation::GenerationConfig;
 use q4_model::template::ChatTemplate;
 use q4_model::tokenizer::Tokenizer;
@@ -11,6 +12,8 @@ pub struct Served {
     pub name: String,
     /// Its tokenizer.
     pub tokenizer: Tokenizer,
+    /// What compiles forms of answers for it.
+    pub grammars: Grammars,
     /// Its chat template.
     pub template: ChatTemplate,
     /// Variables of the template that belong to the model: `bos_token`, `eos_token`.

@@ -1,5 +1,6 @@
 //! The file of answers: a line each, in the order of the requests, and what an earlier run left in it.
-use super::{Asked, Kept};
+use super::Kept;
+use super::requests::Asked;
 use crate::report::stdout;
 use q4_core::{Code, Error, Result};
 use q4_model::generate::FinishReason;

@@ -1,6 +1,7 @@
 //! What an answer is of, in 16 hexadecimal digits: a run that goes on can tell whether it would have given it.
 use q4_model::batch::Request;
 use q4_model::checkpoint::Checkpoint;
+use q4_model::constraint::{Constraint, Thoughts};
 use q4_model::plan::Plan;
 use sha2::{Digest, Sha256};
 use std::fmt::Write;
@@ -8,15 +9,16 @@ use std::fmt::Write;
 /// Bytes at either end of a tensor that stand for it.
 const END: usize = 4096;
 
-/// Of a request: its tokens, how they are continued and where that ends. A seed counts where it was `seeded`.
-pub fn request(request: &Request, seeded: bool) -> String {
+/// Of a request: its tokens, how they are continued, the form of that and where it ends. A seed counts where it was
+/// `seeded`.
+pub fn request(request: &Request, form: Option<&(Constraint, Thoughts)>, seeded: bool) -> String {
     let Request { prompt, params, nudges, limits, .. } = request;
     let mut params = params.clone();
     if !seeded {
         params.seed = 0;
     }
     let (stops, strings, max) = (&limits.stop_ids, &limits.stop_strings, limits.max_tokens);
-    digest([format!("{prompt:?} {params:?} {nudges:?} {stops:?} {strings:?} {max}").as_bytes()])
+    digest([format!("{prompt:?} {params:?} {nudges:?} {stops:?} {strings:?} {max} {form:?}").as_bytes()])
 }
 
 /// Of what answers: the model, by its configuration, its texts, and the type, shape and both ends of each tensor;

@@ -4,11 +4,11 @@
 //! where its file of answers ends.
 mod answers;
 mod identity;
+mod requests;
 
-use crate::args::{AnswerArgs, GenerateArgs};
+use crate::args::GenerateArgs;
 use crate::context::Context;
 use crate::generate::ROOM;
-use crate::input;
 use crate::prompt;
 use crate::report::Outcome;
 use crate::session::Session;
@@ -16,18 +16,13 @@ use crate::signals;
 use crate::text::{Text, context_size};
 use answers::Answers;
 use q4_core::{Code, Error, Result};
-use q4_model::batch::{Event, Nudges, Request, Scheduler, Sink};
-use q4_model::checkpoint::Checkpoint;
+use q4_model::batch::{Event, Scheduler, Sink};
 use q4_model::cpu::KvType;
-use q4_model::generate::{Answer, Limits};
+use q4_model::generate::Answer;
 use q4_model::load::ContextOptions;
 use q4_model::plan::Plan;
-use q4_model::template::{self, ChatTemplate, Message};
-use q4_model::wishes::Wishes;
-use serde::Deserialize;
-use serde_json::{Map, Value};
+use requests::{Asked, Reader};
 use std::path::Path;
-use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
@@ -36,68 +31,6 @@ const ROWS: usize = 128;
 
 /// Requests at once where nobody says.
 const PARALLEL: u16 = 16;
-
-/// One line of the file.
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Line {
-    /// Handed on with the answer.
-    #[serde(default, alias = "custom_id")]
-    id: Option<Value>,
-    #[serde(default)]
-    prompt: Option<Prompt>,
-    #[serde(default)]
-    messages: Option<Vec<Message>>,
-    #[serde(default)]
-    tools: Option<Value>,
-    #[serde(default, alias = "chat_template_kwargs")]
-    template_args: Map<String, Value>,
-    #[serde(default)]
-    raw: bool,
-    #[serde(default)]
-    temperature: Option<f32>,
-    #[serde(default)]
-    top_p: Option<f32>,
-    #[serde(default)]
-    top_k: Option<usize>,
-    #[serde(default)]
-    min_p: Option<f32>,
-    #[serde(default)]
-    repetition_penalty: Option<f32>,
-    #[serde(default)]
-    seed: Option<u64>,
-    #[serde(default)]
-    max_tokens: Option<usize>,
-    #[serde(default)]
-    stop: Vec<String>,
-}
-
-impl Line {
-    fn wishes(&self) -> Wishes {
-        Wishes {
-            temperature: self.temperature,
-            top_p: self.top_p,
-            top_k: self.top_k,
-            min_p: self.min_p,
-            repetition_penalty: self.repetition_penalty,
-            seed: self.seed,
-        }
-    }
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(untagged)]
-enum Prompt {
-    Text(String),
-    Ids(Vec<u32>),
-}
-
-/// A request of the file.
-struct Asked {
-    id: Option<Value>,
-    request: Request,
-    identity: String,
-}
 
 /// What became of a request, once it is known.
 type Kept = Arc<Mutex<Option<Result<Answer>>>>;
@@ -125,7 +58,7 @@ pub fn run(cx: &Context, args: &GenerateArgs, batch: &Path) -> Result<Outcome> {
     prompt::give_to(&mut text, &args.answer.prompt, &checkpoint, cx.report())?;
     let seed = text.sampling(&args.answer, cx.report())?.seed;
     let limits = text.limits(&args.answer);
-    let reader = Reader { args, checkpoint: &checkpoint, text: &text, seed, limits };
+    let reader = Reader::new(args, &checkpoint, &text, seed, limits)?;
     let requests = reader.read(batch)?;
     let room = ROOM.max(args.answer.max_tokens.unwrap_or(0));
     let need = |a: &Asked| a.request.prompt.len().saturating_add(a.request.limits.max_tokens.min(room));
@@ -198,101 +131,4 @@ pub fn run(cx: &Context, args: &GenerateArgs, batch: &Path) -> Result<Outcome> {
         (false, None) => Ok(Outcome::Done),
         (false, Some(code)) => Ok(Outcome::Found(code)),
     }
-}
-
-/// Makes requests of lines.
-struct Reader<'a> {
-    args: &'a GenerateArgs,
-    checkpoint: &'a Checkpoint,
-    text: &'a Text,
-    /// Of requests that name none.
-    seed: u64,
-    limits: Limits,
-}
-
-impl Reader<'_> {
-    /// All of a file; `-` is standard input.
-    fn read(&self, path: &Path) -> Result<Vec<Asked>> {
-        let (name, text) = input::file(path)?;
-        let lines: Vec<_> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
-        if lines.is_empty() {
-            return Err(invalid(name, "no lines".to_owned()));
-        }
-        let template = self.text.template(self.checkpoint);
-        lines
-            .iter()
-            .enumerate()
-            .map(|(i, line)| {
-                let at = || format!("{name}: line {}", i + 1);
-                // Numbers of messages and tools stay as they are written.
-                let value = template::json(line).map_err(|e| invalid(at(), e.to_string()))?;
-                let line: Line = serde_json::from_value(value).map_err(|e| invalid(at(), e.to_string()))?;
-                self.request(line, &template).map_err(|e| e.within(at()))
-            })
-            .collect()
-    }
-
-    fn request(&self, line: Line, template: &Result<Rc<ChatTemplate>>) -> Result<Asked> {
-        let prompt = self.prompt(&line, template)?;
-        let (seed, limits) = (self.seed, self.limits.clone());
-        let wishes = line.wishes().or(&self.args.answer.wishes());
-        let params = wishes.over(self.text.generation(), seed)?;
-        let limits = Limits {
-            max_tokens: line.max_tokens.unwrap_or(limits.max_tokens),
-            stop_strings: if line.stop.is_empty() { limits.stop_strings } else { line.stop },
-            ..limits
-        };
-        q4_model::stop::StopMatcher::new(&limits.stop_strings)?;
-        let seeded = line.seed.or(self.args.answer.seed).is_some();
-        let nudges = Nudges::default();
-        let request = Request { prompt, params, nudges, limits, reuse: true, prompt_logprobs: false };
-        Ok(Asked { id: line.id, identity: identity::request(&request, seeded), request })
-    }
-
-    fn prompt(&self, line: &Line, template: &Result<Rc<ChatTemplate>>) -> Result<Vec<u32>> {
-        let AnswerArgs { system, .. } = &self.args.answer;
-        let ids = match (&line.prompt, &line.messages) {
-            (Some(Prompt::Ids(ids)), None) => ids.clone(),
-            (Some(Prompt::Text(text)), None) if line.raw || self.args.raw => {
-                self.text.tokenizer.encode(text, false)?
-            }
-            (Some(Prompt::Text(text)), None) => {
-                let system = system.as_ref().map(|s| Message::new("system", s));
-                let messages: Vec<_> = system.into_iter().chain([Message::new("user", text)]).collect();
-                self.rendered(&messages, line, template)?
-            }
-            (None, Some(messages)) => self.rendered(messages, line, template)?,
-            (Some(_), Some(_)) => return Err(invalid("a request", "both prompt and messages".to_owned())),
-            (None, None) => return Err(invalid("a request", "neither prompt nor messages".to_owned())),
-        };
-        let rows = self.checkpoint.config().vocab_size;
-        match ids.iter().find(|id| **id as usize >= rows) {
-            _ if ids.is_empty() => Err(invalid("a request", "an empty prompt".to_owned())),
-            Some(id) => Err(invalid("a token id", id.to_string()).need(format!("below {rows}"))),
-            None => Ok(ids),
-        }
-    }
-
-    fn rendered(
-        &self,
-        messages: &[Message],
-        line: &Line,
-        template: &Result<Rc<ChatTemplate>>,
-    ) -> Result<Vec<u32>> {
-        let template = template.as_ref().map_err(Clone::clone)?;
-        if let Some(tools) = &line.tools {
-            prompt::check(tools).map_err(|have| invalid("tools", have))?;
-        }
-        let mut variables = self.text.variables.clone();
-        variables.extend(line.template_args.clone());
-        let tools = line.tools.as_ref().or(variables.get("tools")).cloned();
-        let rendered = template.render(messages, tools.as_ref(), true, &variables)?;
-        self.text.tokenizer.encode(&rendered, false)
-    }
-}
-
-fn invalid(what: impl Into<String>, have: String) -> Error {
-    Error::new(Code::Usage, what)
-        .need(r#"lines like {"prompt": "Who are you?", "max_tokens": 64} or {"messages": [...], "id": 7}"#)
-        .have(have)
 }

@@ -10,6 +10,10 @@ const REQUESTS: &str = r#"{"prompt": "Who are you?", "id": "first"}
 {"messages": [{"role": "user", "content": "What is 3 plus 4?"}], "id": 7, "temperature": 0.8, "seed": 5}
 {"prompt": "Once", "raw": true, "max_tokens": 9}
 {"prompt": "你是誰", "stop": ["q4"]}
+{"prompt": "When?", "regex": "[0-2][0-9]:[0-5][0-9]", "temperature": 0.9}
+{"prompt": "Who?", "json_schema": {"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}}, "required": ["n"], "additionalProperties": false}}
+{"prompt": "Is it so?", "choice": ["yes", "no"], "temperature": 2, "seed": 9}
+{"prompt": "Is it so?", "grammar": "start: \"yes\" | \"no\"", "raw": true}
 "#;
 
 fn lines(text: &str) -> Vec<Value> {
@@ -28,12 +32,21 @@ fn every_line_is_answered_as_it_is_alone() {
     let output = batch(&file, &[]);
     assert!(output.status.success(), "{}", err(&output));
     let answers = lines(&out(&output));
+    let lark = dir.path().join("answer.lark");
+    fs::write(&lark, "start: \"yes\" | \"no\"").unwrap();
+    let lark = lark.to_str().unwrap();
+    let schema = r#"{"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}}, "required": ["n"],
+        "additionalProperties": false}"#;
     let alone = [
         &["-p", "Who are you?"][..],
         &["-p", "Tell me a story.", "-n", "30"],
         &["-p", "What is 3 plus 4?", "--temperature", "0.8", "--seed", "5"],
         &["-p", "Once", "--raw", "-n", "9"],
         &["-p", "你是誰", "--stop", "q4"],
+        &["-p", "When?", "--regex", "[0-2][0-9]:[0-5][0-9]", "--temperature", "0.9", "--seed", "3"],
+        &["-p", "Who?", "--json-schema", schema],
+        &["-p", "Is it so?", "--choice", "yes", "--choice", "no", "--temperature", "2", "--seed", "9"],
+        &["-p", "Is it so?", "--grammar", lark, "--raw"],
     ];
     assert_eq!(answers.len(), alone.len());
     for (i, (answer, args)) in answers.iter().zip(alone).enumerate() {
@@ -46,6 +59,10 @@ fn every_line_is_answered_as_it_is_alone() {
     }
     assert_eq!((&answers[0]["id"], &answers[2]["id"]), (&"first".into(), &7.into()));
     assert!(answers[1].get("id").is_none());
+    let text = |i: usize| answers[i]["text"].as_str().unwrap();
+    assert!(text(5).len() == 5 && text(5).as_bytes()[2] == b':', "{}", text(5));
+    assert!(serde_json::from_str::<Value>(text(6)).unwrap()["n"].as_f64().unwrap() <= 99.0);
+    assert!(["yes", "no"].contains(&text(7)) && ["yes", "no"].contains(&text(8)), "{} {}", text(7), text(8));
 }
 
 /// Whoever names a temperature draws as the model wishes, in a line as in an option.
@@ -177,6 +194,9 @@ fn what_is_no_request_is_named_by_its_line() {
         (r#"{"prompt": "a", "stop": [""]}"#, "stop"),
         (r#"{"prompt": "a", "tools": {}}"#, "tools"),
         (r#"{"prompt": "a", "max_tokens": -1}"#, "-1"),
+        (r#"{"prompt": "a", "regex": "a", "choice": ["a"]}"#, "two forms"),
+        (r#"{"prompt": "a", "json_schema": {"uniqueItems": true}}"#, "uniqueItems"),
+        (r#"{"prompt": "a", "grammar": "root ::= \"a\""}"#, "GBNF"),
     ] {
         fs::write(&file, format!("{{\"prompt\": \"a\"}}\n{bad}\n")).unwrap();
         let output = batch(&file, &[]);

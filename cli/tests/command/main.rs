@@ -26,6 +26,7 @@ mod demo;
 #[cfg(unix)]
 mod documented;
 mod exit;
+mod forms;
 mod hostile;
 mod isolate;
 mod judge;

@@ -56,6 +56,8 @@ fn what_other_programs_call_it_leads_to_what_q4_calls_it() {
         (&["generate", "demo", "-p", "hi", "--ctx-size", "64"], "--context TOKENS"),
         (&["generate", "demo", "-p", "hi", "--n-gpu-layers", "9"], "--device cuda"),
         (&["generate", "demo", "-f", "prompt.txt"], "q4 generate MODEL < FILE"),
+        (&["generate", "demo", "-p", "hi", "--json-schema-file", "s.json"], "--json-schema FILE"),
+        (&["generate", "demo", "-p", "hi", "--grammar-file", "g.gbnf"], "--grammar FILE"),
         (&["--backend", "nvfp4", "generate", "demo", "-p", "hi"], "--backend nvfp4-kernel"),
         (&["--backend", "cuda", "generate", "demo", "-p", "hi"], "--device cuda"),
     ] {

@@ -86,6 +86,10 @@ impl Drop for Server {
     }
 }
 
+/// A question whose answers have a form.
+const FORMED: &str = "What is 3 plus 4?";
+const FORM: &str = "([a-z]{2,7} ){4,9}[0-9]{2}[.]";
+
 #[test]
 fn answers_are_those_of_generate_whoever_else_is_served() {
     let says = ["Who are you?", "Tell me a story about a cat and a boat.", "你是誰", "What is 3 plus 4?"];
@@ -97,7 +101,11 @@ fn answers_are_those_of_generate_whoever_else_is_served() {
                 command.env("Q4_ISA", "avx2");
             }
             let args = ["generate", "-n", "40", "--temperature", "0.9", "--seed", "11", "--no-stream", "-p"];
-            out(&command.args(["--device", "cpu"]).args(args).arg(prompt).output().unwrap())
+            command.args(["--device", "cpu"]).args(args).arg(prompt);
+            if *prompt == FORMED {
+                command.args(["--regex", FORM]);
+            }
+            out(&command.output().unwrap())
         })
         .collect();
     let server = Server::start(&["--reproducible", "--parallel", "5"]);
@@ -109,10 +117,13 @@ fn answers_are_those_of_generate_whoever_else_is_served() {
             scope.spawn(move || {
                 for turn in 0..6 {
                     let which = (client + turn) % says.len();
-                    let body = json!({
+                    let mut body = json!({
                         "messages": [{"role": "user", "content": says[which]}],
                         "max_tokens": 40, "temperature": 0.9, "seed": 11,
                     });
+                    if says[which] == FORMED {
+                        body["structured_outputs"] = json!({"regex": FORM});
+                    }
                     // Somebody who leaves changes nothing for those who stay.
                     if turn == 3 && client % 2 == 0 {
                         drop(server.send("POST /v1/chat/completions", &body.to_string()));

@@ -440,8 +440,11 @@ impl Sequence<'_> {
         // Before the draw, which may change the logits.
         let whole = self.weighs_answer.then(|| logits.to_vec());
         self.nudging.apply(logits);
+        if !self.draft.bind(logits)? {
+            return Ok(false);
+        }
         let id = self.sampler.sample(logits, &self.tokens)?;
-        if !self.draft.take(id) {
+        if !self.draft.take(id)? {
             return Ok(false);
         }
         self.nudging.said(id);

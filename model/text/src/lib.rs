@@ -2,6 +2,7 @@
 //! and the wishes of a model directory about them. Nothing here knows weights.
 //!
 //! Files of a model are untrusted: every reader here is bounded and answers damage with an error.
+pub mod constraint;
 pub mod generation;
 mod quiet;
 pub mod reply;

@@ -21,6 +21,7 @@ use hermes::Hermes;
 use serde_json::Value;
 use telling::{Tag, Telling};
 use xml::Xml;
+pub(crate) use xml::types;
 
 /// What is known of an answer before it begins.
 #[derive(Clone, Debug, Default)]

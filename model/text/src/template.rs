@@ -2,7 +2,7 @@
 //!
 //! A template is an untrusted program. It runs with the meaning transformers gives it, under hard bounds
 //! on work and memory; they are built into its syntax tree before it runs.
-use crate::quiet::quietly;
+use crate::quiet::deeply;
 use minijinja::{
     AutoEscape, Error as JinjaError, Value as JinjaValue,
     machinery::{CodeGenerator, Instructions, Span, ast::Stmt, eval, make_string_output, parse},
@@ -12,7 +12,7 @@ use q4_core::{Code, Error, Result};
 use q4_files::files;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use std::{collections::BTreeMap, thread};
+use std::collections::BTreeMap;
 
 mod budget;
 mod clock;
@@ -33,9 +33,6 @@ pub use numbers::json;
 const SOURCE_LIMIT: usize = 256 << 10;
 /// Bytes a prompt may have.
 const OUTPUT_LIMIT: usize = 4 << 20;
-/// Address space for the stack; pages that are not used cost nothing. Deep syntax trees are freed
-/// recursively.
-const STACK: usize = 256 << 20;
 const NAME: &str = "chat template";
 
 /// One turn of a conversation. Fields a template may know and we do not are kept.
@@ -128,6 +125,11 @@ impl ChatTemplate {
         Self { source: source.to_owned() }
     }
 
+    /// Whether the template's source has this text.
+    pub fn says(&self, text: &str) -> bool {
+        self.source.contains(text)
+    }
+
     /// Whether the template looks at a variable `name` of its caller anywhere.
     pub fn reads(&self, name: &str) -> bool {
         let is_word = |c: char| c.is_alphanumeric() || c == '_';
@@ -200,16 +202,10 @@ fn syntax() -> Result<SyntaxConfig> {
     builder.build().map_err(|e| failed(&e))
 }
 
-/// Runs `work` on a stack that no accepted template can exhaust; a panic becomes an error.
+/// Runs `work` on a stack that no accepted template can exhaust, for deep syntax trees are freed recursively; a
+/// panic becomes an error.
 fn bounded<T: Send>(work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
-    let run = || quietly(work).unwrap_or_else(|panic| Err(invalid("the engine failed").have(panic)));
-    thread::scope(|scope| {
-        let thread =
-            thread::Builder::new().name("chat-template".into()).stack_size(STACK).spawn_scoped(scope, run);
-        let thread =
-            thread.map_err(|e| Error::new(Code::OutOfMemory, format!("chat template: no thread: {e}")))?;
-        thread.join().unwrap_or_else(|_| Err(invalid("the engine failed")))
-    })
+    deeply(NAME, |panic| invalid("the engine failed").have(panic), work)
 }
 
 /// What the engine says, with the line where it says so.

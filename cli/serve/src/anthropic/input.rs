@@ -1,6 +1,6 @@
 //! Blocks as turns of a conversation.
 use crate::ask::{Ask, MOST_STOPS, Prompt, Talk, call, function, no_text, text_of};
-use crate::constraint::Constraint;
+use crate::constraint::{Constraint, Demand, unite};
 use crate::fields::Fields;
 use crate::refusal::Refusal;
 use q4_model::template::Message;
@@ -31,7 +31,7 @@ pub fn read(f: &Fields) -> Result<Ask, Refusal> {
     if let Some(format) =
         f.object("output_config")?.and_then(|c| c.object("format").transpose()).transpose()?
     {
-        ask.constraint = Constraint::of_format(&format)?;
+        unite(&mut ask.constraint, Constraint::of_format(&format)?)?;
     }
     ask.parallel_calls = parallel_calls;
     ask.prompts = vec![Prompt::Talk(talk)];
@@ -85,19 +85,20 @@ fn tools(f: &Fields) -> Result<Option<Value>, Refusal> {
 /// What `tool_choice` forces, and whether several calls may be made.
 fn choice(f: &Fields, names: &[&Value]) -> Result<(Option<Constraint>, bool), Refusal> {
     let Some(choice) = f.object("tool_choice")? else { return Ok((None, true)) };
-    let constraint = match choice.needed_text("type")? {
+    let called = match choice.needed_text("type")? {
         "auto" | "none" => None,
         "any" if names.is_empty() => return Err(choice.wrong("type", "tools to choose from")),
-        "any" => Some(Constraint::Tool(None)),
+        "any" => Some(None),
         "tool" => {
             let name = choice.needed_text("name")?;
             if !names.iter().any(|known| *known == name) {
                 return Err(choice.wrong("name", "the name of one of the tools"));
             }
-            Some(Constraint::Tool(Some(name.to_owned())))
+            Some(Some(name.to_owned()))
         }
         _ => return Err(choice.wrong("type", "auto, any, tool or none")),
     };
+    let constraint = called.map(|named| Constraint::of(f, "tool_choice", Demand::Call(named)));
     Ok((constraint, !choice.flag("disable_parallel_tool_use")?.unwrap_or(false)))
 }
 

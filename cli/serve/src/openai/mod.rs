@@ -8,7 +8,7 @@ pub mod tools;
 
 use crate::answer::{Finish, Usage};
 use crate::ask::{Ask, MOST_ANSWERS, MOST_STOPS};
-use crate::constraint::Constraint;
+use crate::constraint::{Constraint, unite};
 use crate::fields::Fields;
 use crate::refusal::Refusal;
 use crate::whole::Whole;
@@ -45,14 +45,10 @@ fn read_shared(ask: &mut Ask, f: &Fields) -> Result<(), Refusal> {
         f.neutral(name, |v| v.as_array().is_some_and(Vec::is_empty) || v.as_str() == Some(""))?;
     }
     f.neutral("continue_final_message", |v| v == &Value::Bool(false))?;
-    ask.constraint = match f.object("response_format")? {
-        Some(format) => Constraint::of_format(&format)?,
-        None => None,
-    };
-    if ask.constraint.is_none() {
-        ask.constraint = Constraint::of_structure(f)?;
+    if let Some(format) = f.object("response_format")? {
+        unite(&mut ask.constraint, Constraint::of_format(&format)?)?;
     }
-    Ok(())
+    unite(&mut ask.constraint, Constraint::of_structure(f)?)
 }
 
 fn finish_reason(finish: &Finish) -> &'static str {

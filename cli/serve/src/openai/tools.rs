@@ -1,6 +1,6 @@
 //! Tools and the choice among them, as chat and responses offer them.
 use crate::ask::Ask;
-use crate::constraint::Constraint;
+use crate::constraint::{Constraint, Demand, unite};
 use crate::fields::Fields;
 use crate::refusal::Refusal;
 use serde_json::Value;
@@ -49,7 +49,8 @@ fn choose(ask: &mut Ask, f: &Fields, tools: &[Value]) -> Result<bool, Refusal> {
         Some(name) if !is_there(name) => Err(f.wrong("tool_choice", "the name of one of the tools")),
         None if tools.is_empty() => Err(f.wrong("tool_choice", "tools to choose from")),
         _ => {
-            ask.constraint = Some(Constraint::Tool(named));
+            let demand = Constraint::of(f, "tool_choice", Demand::Call(named));
+            unite(&mut ask.constraint, Some(demand))?;
             Ok(true)
         }
     }

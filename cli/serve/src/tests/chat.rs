@@ -206,24 +206,3 @@ async fn what_nobody_does_is_refused_by_its_name() {
     assert!(message.contains("stop strings"), "{message}");
     assert!(house.engine.asked.lock().expect("lock").is_empty(), "nothing reached the engine");
 }
-
-#[tokio::test]
-async fn forms_of_answers_are_refused_in_one_way() {
-    let house = House::saying("Hello");
-    let tool = json!([{"type": "function", "function": {"name": "f"}}]);
-    for more in [
-        json!({"response_format": {"type": "json_object"}}),
-        json!({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}}),
-        json!({"structured_outputs": {"regex": "a+"}}),
-        json!({"structured_outputs": {"choice": ["a", "b"]}}),
-        json!({"structured_outputs": {"grammar": "root ::= \"a\""}}),
-        json!({"guided_json": {"type": "object"}}),
-        json!({"tools": tool, "tool_choice": "required"}),
-        json!({"tools": tool, "tool_choice": {"type": "function", "function": {"name": "f"}}}),
-    ] {
-        let (status, message) = house.post(PATH, &hello(more.clone())).await.error();
-        assert_eq!(status, 400, "{more}");
-        assert!(message.ends_with("is not supported by this engine"), "{message}");
-    }
-    assert_eq!(house.post(PATH, &hello(json!({"response_format": {"type": "text"}}))).await.status, 200);
-}

@@ -3,6 +3,7 @@ use crate::engine::{Busy, Engine, Readiness};
 use crate::served::Served;
 use q4_core::{Code, Error};
 use q4_model::batch::{Event, Gauges, Request, Sink, Weighed};
+use q4_model::constraint::Grammars;
 use q4_model::generate::{Answer, FinishReason};
 use q4_model::generation::GenerationConfig;
 use q4_model::likely::{Likely, Ranking};
@@ -65,6 +66,7 @@ fn served() -> Served {
         name: "demo".to_owned(),
         stop_ids: vec![tokenizer.id_of("<|im_end|>").expect("a token")],
         tokenizer,
+        grammars: Grammars::default(),
         template: ChatTemplate::compile(template).expect("compiles"),
         variables: Map::new(),
         generation: GenerationConfig::default(),

@@ -51,6 +51,19 @@ fn valid() -> Vec<(&'static str, Value)> {
                 "tool_choice": {"type": "auto"}, "stop_sequences": ["z"], "stream": true,
                 "thinking": {"type": "disabled"}}),
         ),
+        (
+            "/v1/chat/completions",
+            json!({"messages": [{"role": "user", "content": "Hi"}], "structured_outputs": {"json":
+                {"type": "object", "properties": {"a": {"type": "array", "items": {"enum": [1, "b"]},
+                    "maxItems": 3}}, "required": ["a"], "$defs": {"c": {"pattern": "^a+$", "minLength": 2}}}},
+                "max_tokens": 8}),
+        ),
+        (
+            "/v1/messages",
+            json!({"max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}], "tools": [{"name": "f",
+                "input_schema": {"type": "object", "properties": {"n": {"type": "number", "minimum": 1}}}}],
+                "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": true}}),
+        ),
         ("/tokenize", json!({"content": "a🦀", "with_pieces": true, "add_special": true})),
         ("/detokenize", json!({"tokens": [1, 2, 1000, 70000]})),
     ]

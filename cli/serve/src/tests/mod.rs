@@ -5,6 +5,7 @@ mod chat;
 mod completions;
 mod doors;
 pub mod engine;
+mod forms;
 mod hostile;
 mod log;
 mod others;

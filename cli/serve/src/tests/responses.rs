@@ -73,7 +73,7 @@ async fn what_is_not_kept_is_refused_clearly() {
         (json!({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}), "reads text only"),
         (json!({"input": []}), "input: need a text"),
         (json!({}), "input: need a text"),
-        (json!({"input": "a", "text": {"format": {"type": "json_object"}}}), "not supported by this engine"),
+        (json!({"input": "a", "text": {"format": {"type": "xml"}}}), "text.format.type: need text"),
     ] {
         let (status, message) = house.post(PATH, &body).await.error();
         assert_eq!(status, 400);

@@ -119,7 +119,7 @@ fn json(value: &str, schema: Option<&Value>) -> String {
 }
 
 /// The types that a schema allows: its own, or those of its alternatives.
-fn types(schema: &Value) -> Vec<&str> {
+pub(crate) fn types(schema: &Value) -> Vec<&str> {
     let alternatives = ["anyOf", "oneOf"].iter().filter_map(|key| schema.get(key)?.as_array()).flatten();
     alternatives
         .chain([schema])

@@ -1,6 +1,6 @@
 //! Items as turns of a conversation.
 use crate::ask::{Ask, Prompt, Talk, arguments, call, function, text_of};
-use crate::constraint::Constraint;
+use crate::constraint::{Constraint, unite};
 use crate::fields::Fields;
 use crate::openai::{chat, tools};
 use crate::refusal::Refusal;
@@ -22,7 +22,7 @@ pub fn read(body: &Value) -> Result<(Ask, bool), Refusal> {
     f.neutral("background", |v| *v == false)?;
     f.neutral("top_logprobs", |v| v.as_f64() == Some(0.0))?;
     if let Some(format) = f.object("text")?.and_then(|text| text.object("format").transpose()).transpose()? {
-        ask.constraint = Constraint::of_format(&format)?;
+        unite(&mut ask.constraint, Constraint::of_format(&format)?)?;
     }
     let tools = tools::read(&mut ask, &f, tool)?;
     let mut variables = chat::variables(&f)?;
