@@ -130,7 +130,11 @@ impl<'a> Rows<'a> {
     /// [`Code::ShapeMismatch`] for another type, device or alignment.
     pub fn of(x: TensorView<'a>) -> Result<Self> {
         let (m, cols, ld) = x.as_matrix()?;
-        let start = if m == 0 { std::ptr::null() } else { x.row::<f32>(0)?.as_ptr() };
+        if m > 0 {
+            x.row::<f32>(0)?;
+        }
+        // Of the view, not of its first row: every row is reached from here.
+        let start = x.as_ptr().cast();
         Ok(Self { start, m, cols, ld, _borrow: PhantomData })
     }
 
