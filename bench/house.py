@@ -15,22 +15,79 @@ from rows import ROOT, Tests, must, row, run, said, take, timed, write
 
 ISAS = ["amx", "avx512vnni", "avx512", "avx2", "neoni8mm", "neondotprod", "neon", "portable"]
 BACKENDS = ["nvfp4-kernel", "nf4-kernel", "dequant-matmul", "reference"]
-# What the program did not do before, and the lines it took: the rest of the difference is the redesign's. Commits
-# that mend what a user met, and the documentation of errors and contracts, count as what was not there.
+# What the program did not do before, and the lines it took: the rest of the difference is the redesign's.
+# Commits that mend what a user met, and the documentation of errors and contracts, count as what was not
+# there.
 FEATURES = {
-    "a8ef6c1": "plugins fuse, take options, say sizes", "e2c1531": "mutants of fused products",
-    "c891efb": "devices of a plugin's own", "9a77b57": "their proof", "175ea45": "adapters beside a packed base",
-    "8b26f58": "sums that leave the range", "0c952a0": "long products", "f8823df": "contract, NullBackend",
-    "c790c19": "errors documented", "08b9883": "errors documented", "3ac0d24": "errors documented",
-    "864f43d": "nothing left behind", "1c5da73": "told to a plugin's author", "2566ee9": "told to newcomers",
+    "a8ef6c1": "plugins fuse, take options, say sizes",
+    "e2c1531": "mutants of fused products",
+    "c891efb": "devices of a plugin's own",
+    "9a77b57": "their proof",
+    "175ea45": "adapters beside a packed base",
+    "8b26f58": "sums that leave the range",
+    "0c952a0": "long products",
+    "f8823df": "contract, NullBackend",
+    "c790c19": "errors documented",
+    "08b9883": "errors documented",
+    "3ac0d24": "errors documented",
+    "864f43d": "nothing left behind",
+    "1c5da73": "told to a plugin's author",
+    "2566ee9": "told to newcomers",
     "e83de64": "told to newcomers",
 }
-# Files that each extension took, by hand and outside its own folder or file; snapshots that tests write are not
-# counted. Branches that were not kept: E3M0 in blocks of 32, the family Qwen2, a device of compute capability 11.0,
-# AVX-VNNI, a list of layers. Nothing here measures them again.
+# Files that each extension took, by hand and outside its own folder or file; snapshots that tests write are
+# not counted. Branches that were not kept: E3M0 in blocks of 32, the family Qwen2, a device of compute
+# capability 11.0, AVX-VNNI, a list of layers. Nothing here measures them again.
 DONE = {"format": (1, 10), "family": (4, 5), "device": (3, 3), "instruction-set": (6, 6), "verb": (4, 4)}
 # The first commit behind the redesign: what came later is not of it.
 LAST = "36152f6"
+# What stood more than once: how it is told, where it is looked for, and how often it may be there. Tests are
+# not looked at but for what they are said to share; nor are examples and templates of plugins, which stand
+# alone, and what a platform has that lacks something.
+CONCEPTS = {
+    "instruction sets": (r"^pub enum Isa\b", "*.rs", 1),
+    "reader of Q4_ISA": (r'= "Q4_ISA";', "*.rs", 1),
+    "tables of C functions": (r"^pub struct Q4\w*V1\b", "*.rs", 1),
+    "contract of libNVFP4": (r"nvfp4\.h\b", "*.h", 0),
+    "reader of ELF files": (r"^(pub )?(struct|fn) \w*[Ee]lf\w*[ ({<]", "*.rs", 1),
+    "sixteen lanes": (r"^pub trait Vector\b", "*.rs", 1),
+    "types of device code": (r"^typedef unsigned char u8;", "*.cu*", 1),
+    "planner of decode steps": (r"^ *(pub )?fn plan_of\b", "*.rs", 1),
+    "table of architectures": (r"^pub const ARCHS\b", "*.rs", 1),
+    "shared memory of a block": (r"232_?448", "*.[rc]*", 0),
+    "bytes of a unit, Rust": (r"= 1152;", "*.rs", 1),
+    "bytes of a unit, CUDA": (r"UNIT = 1152\b", "*.cu*", 1),
+    "dealing of tiles": (r"^struct Work\b", "*.cu*", 1),
+    "codec of E4M3, CUDA": (r"\b(e4m3_encode|e4m3_of)\(float \w+\) \{", "*.cu*", 1),
+    "positional launches": (r"\bargs!\[", "*.rs", 0),
+    "fused or composed gates": (r"fn gated_mlp\b", "*.rs", 1),
+    "agreement of a backend": (r"^pub fn agree\b", "*.rs", 1),
+    "placement of weights": (r"\bfn (place\(self, role|grant\(self)", "*.rs", 1),
+    "schema by its text": (r"default_target\(\"", "*.rs", 0),
+}
+SHARED_BY_TESTS = {
+    "counting allocators": (r"GlobalAlloc for", "*.rs", 1),
+    "generators of stored weights": (r"^struct Stored \{", "*.rs", 0),
+}
+NOT_COUNTED = re.compile(r"^plugins/examples/|^cli/templates/|_unknown\.rs$")
+# Files that a product of one row on AVX-512 goes through, from the call of a layer to the sums, by reading.
+CROSSED = {
+    "nvfp4": [
+        "core/src/linear.rs",
+        "plugins/host/src/backend.rs",
+        "plugins/sdk/src/export/calls.rs",
+        "backends/nvfp4-kernel/native/src/forward.rs",
+        "backends/nvfp4-kernel/native/src/kernels.rs",
+        "backends/nvfp4-kernel/native/src/kernels/avx512/float.rs",
+    ],
+    "nf4": [
+        "core/src/linear.rs",
+        "backends/base/codebook/src/forward.rs",
+        "backends/base/codebook/src/kernel.rs",
+        "backends/base/codebook/src/simd.rs",
+        "backends/base/simd/src/avx512.rs",
+    ],
+}
 
 
 def bits(args):
@@ -42,14 +99,8 @@ def bits(args):
         for isa in ISAS:
             for backend in BACKENDS:
                 for activations in ("native", "int8", "nvfp4"):
-                    answers = []
-                    for binary in (args.before, args.q4):
-                        with tempfile.TemporaryDirectory() as folder:
-                            out = pathlib.Path(folder) / "logits"
-                            words = ["logits", model, "--ids", ids, "--greedy", "4", "--chunk", "11", "--out", out]
-                            chosen = ["--backend", backend, "--activations", activations]
-                            run(binary, *words, *chosen, env={"Q4_ISA": isa})
-                            answers.append(out.read_bytes() if out.exists() else None)
+                    chosen = ["--backend", backend, "--activations", activations]
+                    answers = [answer(binary, model, ids, chosen, isa) for binary in (args.before, args.q4)]
                     only += (answers[0] is None) != (answers[1] is None)
                     if all(answers):
                         compared += 1
@@ -58,6 +109,15 @@ def bits(args):
     row("bits-compared", compared, names, ">= 20")
     row("bits-equal", same, "of them byte for byte", "all")
     row("served-by-one-alone", only, "combinations that one program serves and the other does not", "0")
+
+
+def answer(binary, model, ids, chosen, isa):
+    """Logits as they are written; none where the program refuses."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = pathlib.Path(folder) / "logits"
+        words = ["logits", model, "--ids", ids, "--greedy", "4", "--chunk", "11", "--out", out]
+        run(binary, *words, *chosen, env={"Q4_ISA": isa})
+        return out.read_bytes() if out.exists() else None
 
 
 def speeds(args):
@@ -75,21 +135,37 @@ def speeds(args):
                 rates = {}
                 for which in ("before", "now") if i % 2 else ("now", "before"):
                     binary = args.before if which == "before" else args.q4
-                    bench = ["--device", "cpu", "--json", "bench", *words, "--prefill", "128", "--decode", "32"]
-                    report = json.loads(must(binary, *bench, env={"Q4_ISA": isa})[1])
-                    rates[which] = {r["what"]: r["max"] for r in report["results"]}
+                    rates[which] = rate(binary, words, isa)
                 for what, now in rates["now"].items():
                     found.setdefault(what, []).append(now / rates["before"][what])
+            runs = words[words.index("-r") + 1]
+            unit = f"of the rate of {args.revision}, median of {args.rounds} pairs of {runs} runs"
             for what, ratios in sorted(found.items()):
-                unit = f"of the rate of {args.revision}, median of {args.rounds} pairs of {words[words.index('-r') + 1]} runs"
                 row(f"{name}-{isa or 'best'}-{what}", round(statistics.median(ratios), 3), unit, ">= 0.97")
+
+
+def rate(binary, words, isa):
+    """Tokens a second of each phase, the best of the runs."""
+    bench = ["--device", "cpu", "--json", "bench", *words, "--prefill", "128", "--decode", "32"]
+    report = json.loads(must(binary, *bench, env={"Q4_ISA": isa})[1])
+    return {r["what"]: r["max"] for r in report["results"]}
+
+
+def git(*words):
+    return subprocess.run(["git", *words], capture_output=True, text=True, cwd=ROOT, check=True).stdout
+
+
+def without_tests(name, text):
+    """A source as far as it is no test; nothing of a file of tests."""
+    path = pathlib.PurePath(name)
+    if "tests" in path.parts or path.name.startswith("tests.") or path.name.endswith("_tests.rs"):
+        return ""
+    # Tests of a file are its end.
+    return re.split(r"^#\[cfg\(.*\btest\b.*\)\]\nmod \w+ \{", text, maxsplit=1, flags=re.M)[0]
 
 
 def lines(revision):
     """Lines of Rust, CUDA and C outside of tests."""
-    def git(*words):
-        return subprocess.run(["git", *words], capture_output=True, text=True, cwd=ROOT, check=True).stdout
-
     total = 0
     for name in git("ls-tree", "-r", "--name-only", revision).splitlines():
         path = pathlib.PurePath(name)
@@ -99,7 +175,8 @@ def lines(revision):
             continue
         text = git("show", f"{revision}:{name}")
         # Tests of a file are its end.
-        total += len(re.split(r"^#\[cfg\(.*\btest\b.*\)\]\nmod \w+ \{", text, maxsplit=1, flags=re.M)[0].splitlines())
+        parts = re.split(r"^#\[cfg\(.*\btest\b.*\)\]\nmod \w+ \{", text, maxsplit=1, flags=re.M)
+        total += len(parts[0].splitlines())
     return total
 
 
@@ -112,12 +189,43 @@ def smaller(args):
         row(f"lines-{commit}", count, f"lines of what was not there: {FEATURES[commit]}", "said")
     row("lines-fewer", before + sum(features.values()) - now, "lines, features unchanged", ">= 4000")
     found = run(ROOT / ".ci/circles")[1]
-    row("circles", 0 if found.returncode == 0 else len(found.stdout.splitlines()), "of imports between files", "0")
+    circles = 0 if found.returncode == 0 else len(found.stdout.splitlines())
+    row("circles", circles, "of imports between files", "0")
+
+
+def once():
+    """What the reading before the redesign found more than once, in the tree as it is."""
+    names = git("ls-files", "*.rs", "*.cu", "*.cuh", "*.h", "*.c").splitlines()
+    texts = {n: (ROOT / n).read_text(errors="replace") for n in names if not NOT_COUNTED.search(n)}
+    bare = {n: without_tests(n, text) for n, text in texts.items()}
+    # What is left of a file without its tests is its start.
+    tests = {n: text[len(bare[n]) :] for n, text in texts.items()}
+    twice = []
+    for concepts, sources in ((CONCEPTS, bare), (SHARED_BY_TESTS, tests)):
+        for what, (pattern, files, most) in concepts.items():
+            of = {n: text for n, text in sources.items() if pathlib.PurePath(n).match(files)}
+            at = [n for n, text in of.items() for _ in re.finditer(pattern, text, re.M)]
+            if len(at) > most:
+                twice.append(f"{what} ({len(at)}: {', '.join(sorted(set(at)))})")
+    all_of = len(CONCEPTS) + len(SHARED_BY_TESTS)
+    unit = f"of {all_of} concepts that stood more than once" + "".join(f"; {t}" for t in twice)
+    row("concepts-twice", len(twice), unit, "0")
+
+
+def cubins(args):
     old = os.environ.get("Q4_CUBINS")
-    said_by = run(sys.executable, ROOT / "bench/cubins.py", args.work / "cubins.json", "--against", old)[1] if old else None
-    differs = re.search(r"^(\d+) kernels differ", said_by.stdout, re.M) if said_by else None
-    why = "Q4_CUBINS names no file of cubins.py" if not old else said_by.stderr
-    row("cubins", int(differs[1]) if differs else None, "kernels that differ in text, registers or frame", "0", why)
+    if not old:
+        why = "Q4_CUBINS names no file of cubins.py"
+        row("cubins", None, "kernels that NVRTC compiles, one for each architecture", "all", why)
+        row("cubins-changed", None, "kernels that differ in text, registers or frame", "0", why)
+        return
+    out = args.work / "cubins.json"
+    done = run(sys.executable, ROOT / "bench/cubins.py", out, "--against", old)[1]
+    differs = re.search(r"^(\d+) kernels differ", done.stdout, re.M)
+    compiled = len(json.loads(out.read_text())) if out.exists() else None
+    row("cubins", compiled, "kernels that NVRTC compiles, one for each architecture", "all", done.stderr)
+    changed = int(differs[1]) if differs else None
+    row("cubins-changed", changed, "kernels that differ in text, registers or frame", "0", done.stderr)
 
 
 def interface(args, tests):
@@ -127,7 +235,15 @@ def interface(args, tests):
     row("libnvfp4-as-plugin-failed", report["failed"], "cases", "0")
     row("built-for-1.0-and-1.1", tests.passed("earlier_minors"), "tests, none failed", "1")
     row("examples", tests.passed("example"), "tests of both example plugins, none failed", ">= 1")
+    fused = tests.passed("fuse_a_gate_and_a_residual")
+    row("examples-fuse", fused, "tests that both examples fuse a gate and a residual, none failed", "1")
     row("recorded-bits", tests.passed("vector_kernels_agree"), "tests, none failed", "1")
+    for name, files in CROSSED.items():
+        missing = [f for f in files if not (ROOT / f).exists()]
+        unit = "files that a product on the CPU goes through, by reading"
+        count = None if missing else len(files)
+        need = f"<= {len(CROSSED['nf4'])}, as NF4's" if name == "nvfp4" else "said"
+        row(f"files-crossed-{name}", count, unit, need, f"gone: {', '.join(missing)}")
 
 
 def adapters(tests):
@@ -135,8 +251,9 @@ def adapters(tests):
     number = r"([\d.e+-]+)"
     for name in ("nvfp4", "nf4"):
         curve = tests.numbers(
-            rf"lora curve {name}: (\d+) steps.*largest difference {number}, bound {number}, exact products differ by "
-            rf"{number}; seconds a step packed {number} decoded {number}")
+            rf"lora curve {name}: (\d+) steps.*largest difference {number}, bound {number}, exact products "
+            rf"differ by {number}; seconds a step packed {number} decoded {number}"
+        )
         base = tests.numbers(rf"lora base {name}: (\d+) bytes packed, (\d+) stored, (\d+) decoded")
         if not tests.passed("the_curve_is") or not tests.passed("the_base_takes"):
             curve = base = None
@@ -145,16 +262,32 @@ def adapters(tests):
         need = f"<= {curve[3]}, the bound of rounding" if curve else "within the bound of rounding"
         row(f"lora-{name}-curve", of(curve, 2), f"{steps}, largest difference to decoded values", need)
         row(f"lora-{name}-rounding", of(curve, 4), "nats that exact products differ by, 6 steps", "said")
-        row(f"lora-{name}-base", of(base, 1), "bytes of base weights", f"{base[2] if base else 'as'} stored, + 2 %")
+        stored = f"{base[2] if base else 'as'} stored, + 2 %"
+        row(f"lora-{name}-base", of(base, 1), "bytes of base weights, in the report by phase", stored)
         row(f"lora-{name}-base-decoded", of(base, 3), "bytes of base weights", "said")
         row(f"lora-{name}-step", of(curve, 5), "seconds a step, packed", "said")
         row(f"lora-{name}-step-decoded", of(curve, 6), "seconds a step, decoded", "said")
-    row("lora-dense-copies", 0 if tests.passed("nothing_of_a_packed_base") else None, "allocations of a dense size", "0")
+    none = 0 if tests.passed("nothing_of_a_packed_base") else None
+    row("lora-dense-copies", none, "allocations of a dense size", "0")
+
+
+def whole_run():
+    """Seconds of .ci/run in fresh clones, from what it printed: Q4_CI_BEFORE and Q4_CI_NOW name the files."""
+    seconds = {}
+    for name in ("BEFORE", "NOW"):
+        path = os.environ.get(f"Q4_CI_{name}")
+        text = pathlib.Path(path).read_text(errors="replace") if path else ""
+        ended = re.search(r"^== (\d+) s: done$", text, re.M)
+        seconds[name] = int(ended[1]) if ended else None
+    why = "Q4_CI_BEFORE and Q4_CI_NOW name no output of a .ci/run that came to its end"
+    row("ci-run-before", seconds["BEFORE"], "s, .ci/run in a fresh clone", "said", why)
+    need = f"<= {seconds['BEFORE']}, as before" if seconds["BEFORE"] else "no more than before"
+    row("ci-run", seconds["NOW"], "s, .ci/run in a fresh clone, every stage passed", need, why)
 
 
 def main():
     p = argparse.ArgumentParser(description=__doc__)
-    p.add_argument("part", choices=["bits", "speeds", "whole"], help="what takes long, or everything")
+    p.add_argument("part", choices=["bits", "speeds", "once", "whole"], help="what takes long, or everything")
     p.add_argument("--q4", type=pathlib.Path, required=True)
     p.add_argument("--before", type=pathlib.Path, required=True)
     p.add_argument("--revision", required=True)
@@ -162,17 +295,20 @@ def main():
     p.add_argument("--work", type=pathlib.Path, required=True, help="what house.sh kept")
     args = p.parse_args()
     if args.part != "whole":
-        {"bits": bits, "speeds": speeds}[args.part](args)
+        {"bits": bits, "speeds": speeds, "once": lambda _: once()}[args.part](args)
         return timed()
     tests = Tests(args.work / "tests")
     interface(args, tests)
     smaller(args)
+    once()
+    cubins(args)
     for part in ("bits", "speeds"):
         take(args.work / f"{part}.json")
     adapters(tests)
     for what, (files, most) in DONE.items():
         unit = "files outside its folder, counted by hand on a branch"
         row(f"extending-{what}", files, unit, f"<= {most}", "nobody counted one")
+    whole_run()
     write(q4=said(args.q4, "--version"), before=args.revision, rustc=said("rustc", "--version"))
 
 

@@ -5,8 +5,9 @@
 #
 # Bits and speeds are those of q4 built from both commits, on this machine; Q4_MODELS names folders with small
 # checkpoints whose logits are compared too, Q4_CUBINS a file of bench/cubins.py about the kernels of before,
-# Q4_CUDA_LIBS then where NVRTC is. It wants an idle machine; bits and speeds are kept in house-HEAD of the target
-# folder, where those of another machine may lie already. What is missing is a row that says so.
+# Q4_CUDA_LIBS then where NVRTC is, Q4_CI_BEFORE and Q4_CI_NOW what .ci/run printed in fresh clones. It wants
+# an idle machine; bits and speeds are kept in house-HEAD of the target folder, where those of another machine
+# may lie already. What is missing is a row that says so.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 before=${1:?need the commit before the redesign}
@@ -27,7 +28,9 @@ if [[ -z ${Q4_BEFORE:-} ]]; then
 fi
 if [[ ! -e $work/tests ]]; then
     say "tests"
-    judge() { cargo test --locked --no-fail-fast "$@" -- --nocapture --test-threads 2 >> "$work/judged" 2>&1 || true; }
+    judge() {
+        cargo test --locked --no-fail-fast "$@" -- --nocapture --test-threads 2 >> "$work/judged" 2>&1 || true
+    }
     rm -f "$work/judged"
     judge -p nvfp4-native --test product
     judge -p q4-plugin-host --test versions --test examples

@@ -12,7 +12,7 @@ use crate::mistakes;
 use crate::plugins::{self, Asked, Place, Tables};
 use crate::report::Report;
 use q4_conformance::{StoredPasses, certificate};
-use q4_core::memory::{Budget, ManagedSupport, Role, UnifiedMemory};
+use q4_core::memory::{Budget, ManagedSupport, UnifiedMemory};
 use q4_core::{
     BuiltinOptions, Candidate, Code, ComputePath, DType, Device, Dispatch, Error, HostEnv, OpSet, Overrides,
     Policy, Registry, RejectCode, Result, ThreadPool, isa::Isa,
@@ -428,8 +428,8 @@ impl Context {
             return Ok(()); // the backend says when it opens the device
         }
         let why = "--device cpu, where host memory is all there is";
-        let placed = request.place(Role::Weight, false, &ManagedSupport::No(why.into()));
-        placed.map_err(|e| e.fix("--unified-memory prefer goes on without"))?;
+        let granted = request.grant(&ManagedSupport::No(why.into()));
+        granted.map_err(|e| e.fix("--unified-memory prefer goes on without"))?;
         if request == UnifiedMemory::Prefer {
             self.report.warn(&format!("--unified-memory prefer: none to be had: {why}"));
         }

@@ -7,8 +7,8 @@ use q4_core::conduct::Facts;
 use q4_core::device::DeviceMemory;
 use q4_core::{
     BackendDescriptor, Candidate, Code, Device, Error, ExecContext, ExecPath, Footprint, HostEnv,
-    LibraryFacts, LinearSpec, PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Registry, Reject, RejectCode,
-    Result, VendorDevice, Verdict,
+    LibraryFacts, LinearSpec, PreparedGroup, PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Registry,
+    Reject, RejectCode, Result, VendorDevice, Verdict,
 };
 use q4_plugin_host::remote::{Isolation, Remote, shield};
 use q4_plugin_host::{Examined, Loaded, Loader, Need, Prober, Refusal, TableCases, libraries};
@@ -397,5 +397,13 @@ impl Q4Backend for Certified {
             Error::new(Code::Unsupported, "a product that no certificate is about").have(all.join("\n"))
         })?;
         self.inner.prepare(w, spec, path, cx)
+    }
+
+    fn group(
+        &self,
+        weights: &[Arc<dyn PreparedWeight>],
+        cx: &mut ExecContext<'_>,
+    ) -> Result<Option<Box<dyn PreparedGroup>>> {
+        self.inner.group(weights, cx)
     }
 }

@@ -6,7 +6,7 @@ use crate::{
     TensorView, TensorViewMut, ThreadPool, VendorDevice, Verdict,
 };
 use serde::Serialize;
-use std::{borrow::Cow, fmt, sync::Arc};
+use std::{any::Any, borrow::Cow, fmt, sync::Arc};
 
 /// How a product is really computed: a fact, recorded on every prepared weight. Ordered best first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
@@ -281,6 +281,7 @@ impl<'a> ExecContext<'a> {
 ///   again when `prepare` returns. It copies or repacks them, may use `cx.threads`, and gets no workspace.
 /// * `prepare` checks the weight ([`Q4Weight::validate`]) and that it is the one of the spec. `Dispatch` does
 ///   so before it, the conformance suite does not.
+/// * [`group`](Self::group) is for layers of experts and may be left out: weights are then called one by one.
 /// * [`PreparedWeight::info`] states path, activations and shape as in the spec; anything else is
 ///   [`Code::PathBroken`]. [`footprint`](Self::footprint) is the memory plan's, and is never too small.
 ///
@@ -373,6 +374,22 @@ pub trait Q4Backend: Send + Sync + 'static {
         path: ExecPath,
         cx: &mut ExecContext<'_>,
     ) -> Result<Box<dyn PreparedWeight>>;
+
+    /// Weights that it prepared, for calls that multiply rows of x by all of them: experts. Their specs
+    /// differ in names, and in a recorded scale of the input, at most; none has a scale of the whole call
+    /// ([`crate::ActGlobal::PerCall`]). They live at least as long as what is made of them. `None`, which is
+    /// what happens where nothing is said, for weights that are called one after the other.
+    ///
+    /// # Errors
+    /// [`Code::OutOfMemory`] and errors of the device.
+    fn group(
+        &self,
+        weights: &[Arc<dyn PreparedWeight>],
+        cx: &mut ExecContext<'_>,
+    ) -> Result<Option<Box<dyn PreparedGroup>>> {
+        let _ = (weights, cx);
+        Ok(None)
+    }
 }
 
 /// Bytes that a weight will take where it computes.
@@ -427,7 +444,7 @@ pub struct PreparedInfo {
 /// All calls: [`Code::ShapeMismatch`] for operands or a workspace that do not fit, [`Code::Unsupported`] for
 /// an operation that [`PreparedInfo::ops`] lacks, [`Code::NonFinite`] or [`Code::ValueInvalid`] where an
 /// input that is quantised is NaN or infinite, [`Code::BackendFailed`] for faults of a library or device.
-pub trait PreparedWeight: Send + Sync {
+pub trait PreparedWeight: Any + Send + Sync {
     /// What was built.
     fn info(&self) -> &PreparedInfo;
     /// Scratch bytes for `m` rows, for any operation. Below one dense copy unless the path is
@@ -469,6 +486,28 @@ pub trait PreparedWeight: Send + Sync {
     fn dequantize(&self, out: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()>;
 }
 
+/// Weights that one call multiplies, made by [`Q4Backend::group`]: experts. Rows of
+/// x are sorted by expert; `offsets` says where those of each begin.
+///
+/// # Errors
+/// Those of [`PreparedWeight::forward`], and [`Code::ShapeMismatch`] for offsets that fall, or do not begin
+/// with 0 and end with m.
+pub trait PreparedGroup: Send + Sync {
+    /// Scratch bytes for a call of `m` rows in all.
+    fn workspace(&self, m: usize) -> usize;
+    /// Row r of `y[m, n]` is row r of `x[m, k]` times the weight e for which
+    /// `offsets[e] <= r < offsets[e + 1]`. `offsets` are as many i32 as there are weights and one more, on
+    /// the device of the call, where the host need not know them. An expert may have no row. Types, strides
+    /// and everything else are as in [`PreparedWeight::forward`], with `1 <= m <= max_m` of the weights.
+    fn forward(
+        &self,
+        x: TensorView<'_>,
+        offsets: TensorView<'_>,
+        y: TensorViewMut<'_>,
+        cx: &mut ExecContext<'_>,
+    ) -> Result<()>;
+}
+
 /// A backend the process knows, usable or not.
 #[derive(Clone)]
 pub enum Candidate {
@@ -490,53 +529,6 @@ impl Candidate {
             Self::Live(b) => &b.descriptor().name,
             Self::Dead { name, .. } => name,
         }
-    }
-}
-
-/// Splits the scratch of a call into typed, aligned pieces without allocating.
-pub struct Scratch<'a> {
-    rest: &'a mut [u8],
-}
-
-impl<'a> Scratch<'a> {
-    /// Takes the workspace of `cx`, of which a call needs `need` bytes.
-    ///
-    /// # Errors
-    /// [`Code::ShapeMismatch`] when it is smaller than `need` bytes, or not contiguous bytes on the CPU.
-    pub fn of(cx: &'a mut ExecContext<'_>, need: usize) -> Result<Self> {
-        let rest = match (&mut cx.workspace, need) {
-            (_, 0) => &mut [],
-            (Some(w), _) => w.as_mut_slice::<u8>()?,
-            (None, _) => &mut [],
-        };
-        if rest.len() < need {
-            return Err(Error::new(Code::ShapeMismatch, "workspace of a product")
-                .need(format!("{need} bytes"))
-                .have(format!("{} bytes", rest.len())));
-        }
-        Ok(Self { rest })
-    }
-    /// The next `len` elements, 64-byte aligned.
-    ///
-    /// # Errors
-    /// [`Code::ShapeMismatch`] when what is left is too small.
-    pub fn take<T: crate::Element>(&mut self, len: usize) -> Result<&'a mut [T]> {
-        let pad = self.rest.as_ptr().align_offset(64);
-        let bytes = len * size_of::<T>();
-        let have = self.rest.len();
-        if pad + bytes > have {
-            return Err(Error::new(Code::ShapeMismatch, "workspace of a product")
-                .need(format!("{} bytes", pad + bytes))
-                .have(format!("{have} bytes")));
-        }
-        let (now, rest) = std::mem::take(&mut self.rest)[pad..].split_at_mut(bytes);
-        self.rest = rest;
-        // SAFETY: the piece is unique, 64-byte aligned and `bytes` long; every bit pattern is an Element.
-        Ok(unsafe { std::slice::from_raw_parts_mut(now.as_mut_ptr().cast(), len) })
-    }
-    /// Bytes to reserve so that pieces of these sizes can be taken.
-    pub fn bytes(pieces: &[usize]) -> usize {
-        pieces.iter().map(|b| b.next_multiple_of(64)).sum::<usize>() + if pieces.is_empty() { 0 } else { 64 }
     }
 }
 
@@ -566,19 +558,5 @@ mod tests {
         spec.segments =
             ["mlp.gate_proj", "mlp.up_proj"].map(|n| SegmentSpec { name: n.into(), rows: 1 }).into();
         assert_eq!(spec.name(), "mlp.{gate,up}_proj");
-    }
-
-    #[test]
-    fn scratch_is_aligned_and_bounded() -> Result<()> {
-        let pool = ThreadPool::new(1);
-        let mut bytes = [0u8; 512];
-        let mut cx = ExecContext::cpu(&pool);
-        cx.workspace = Some(TensorViewMut::of(&mut bytes[1..], &[511])?);
-        let mut s = Scratch::of(&mut cx, Scratch::bytes(&[64, 40]))?;
-        let a = s.take::<f32>(16)?;
-        assert_eq!(a.as_ptr() as usize % 64, 0);
-        assert_eq!(s.take::<i8>(40)?.as_ptr() as usize % 64, 0);
-        assert!(s.take::<f32>(400).is_err());
-        Ok(())
     }
 }

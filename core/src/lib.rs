@@ -30,6 +30,7 @@ mod reject;
 pub mod rows;
 mod scale;
 mod schema;
+mod scratch;
 mod select;
 pub mod selfcheck;
 pub mod stage;
@@ -41,7 +42,7 @@ mod wide;
 
 pub use backend::{
     BackendDescriptor, Candidate, ComputePath, ExecContext, ExecPath, Footprint, LinearSpec, OpSet,
-    PreparedInfo, PreparedWeight, ProbeItem, Q4Backend, Scratch, SegmentSpec,
+    PreparedGroup, PreparedInfo, PreparedWeight, ProbeItem, Q4Backend, SegmentSpec,
 };
 pub use error::{Code, Error, Result};
 pub use formats::Q4Schema;
@@ -56,13 +57,14 @@ pub use fusion::{FuseSet, Fusion, RmsNorm};
 #[cfg(target_arch = "x86_64")]
 pub use host::has_tiles;
 pub use host::{CudaDevice, CudaTools, Found, HostEnv, LibraryFacts, VendorDevice, processors};
-pub use linear::{Dispatch, Executed, ExecutionCounter, Q4Linear};
+pub use linear::{Dispatch, Executed, ExecutionCounter, Q4Group, Q4Linear};
 pub use null::NullBackend;
 pub use parts::{OwnedParts, Part, SegmentData, f32s, read_floats};
 pub use registry::{BUILTINS, Built, BuiltinOptions, Registration, Registry};
 pub use reject::{Reject, RejectCode, Verdict};
 pub use scale::{Convention, GlobalScale, Rule};
 pub use schema::{ActGlobal, ActQuant, Activations, NibbleOrder, ScaleLayout, SchemaId};
+pub use scratch::Scratch;
 pub use select::{Overrides, Policy, Rejection, Selection, SelectionError, matches, select};
 pub use tensor::{DType, Device, Element, MAX_RANK, TensorView, TensorViewMut};
 pub use threads::ThreadPool;

@@ -1,4 +1,8 @@
 //! The one place of dispatch: every 4-bit product of the program goes through a [`Q4Linear`].
+mod group;
+
+pub use group::Q4Group;
+
 use crate::selfcheck::{Passes, SelfChecks};
 use crate::{
     Activations, Code, DType, Error, ExecContext, ExecPath, FuseSet, Fusion, LinearSpec, OpSet, Policy,
@@ -97,10 +101,11 @@ impl Dispatch {
                 .have(format!("{} of rows {rows:?}, k = {}", w.schema, w.k)));
         }
         let mut cx = ExecContext { device: spec.device, stream: 0, workspace: None, threads };
-        let weight = selection
+        let weight: Arc<dyn PreparedWeight> = selection
             .backend
             .prepare(w, spec, selection.path, &mut cx)
-            .map_err(|e| e.within(format!("{name}: {}", selection.backend.descriptor().name)))?;
+            .map_err(|e| e.within(format!("{name}: {}", selection.backend.descriptor().name)))?
+            .into();
         let info = weight.info();
         span.record("bytes", info.resident_bytes);
         if info.path != selection.path
@@ -333,7 +338,7 @@ pub struct Q4Linear {
     x: DType,
     y: DType,
     max_m: usize,
-    weight: Box<dyn PreparedWeight>,
+    weight: Arc<dyn PreparedWeight>,
     counter: Arc<Counter>,
 }
 

@@ -153,15 +153,6 @@ pub enum UnifiedMemory {
     Require,
 }
 
-/// What a tensor is, as far as promotion goes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Role {
-    /// Weights and optimiser state: promoted once.
-    Weight,
-    /// Activations: never converted; a promoted copy per layer once froze whole hosts.
-    Activation,
-}
-
 /// Whether managed memory can be had, and why not.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ManagedSupport {
@@ -169,17 +160,6 @@ pub enum ManagedSupport {
     Yes,
     /// It cannot.
     No(String),
-}
-
-/// What to do with one tensor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Placement {
-    /// Leave it where it is.
-    Keep,
-    /// Leave it, and move its managed pages to the device that will read them.
-    Prefetch,
-    /// Convert it to managed memory, once.
-    Promote,
 }
 
 impl UnifiedMemory {
@@ -192,26 +172,20 @@ impl UnifiedMemory {
         }
     }
 
-    /// The whole policy as one pure decision about one tensor.
+    /// Whether weights go to memory that host and device share. Activations never do: a shared copy per layer
+    /// once froze whole hosts.
     ///
     /// # Errors
-    /// [`Code::UnifiedMemory`] for `Require` when memory cannot be managed, and when an activation is not
-    /// managed already, because activations are never converted.
-    pub fn place(self, role: Role, is_managed: bool, support: &ManagedSupport) -> Result<Placement> {
-        let refuse = |have: &str| {
-            Error::new(Code::UnifiedMemory, "--unified-memory require")
-                .need("managed memory on a CUDA device")
-                .have(have)
-        };
-        match (self, role, is_managed, support) {
-            (Self::Disabled, ..) => Ok(Placement::Keep),
-            (Self::Require, _, _, ManagedSupport::No(why)) => Err(refuse(why)),
-            (Self::Prefer, _, false, ManagedSupport::No(_)) => Ok(Placement::Keep),
-            (_, Role::Weight, false, ManagedSupport::Yes) => Ok(Placement::Promote),
-            (Self::Prefer, Role::Activation, false, _) => Ok(Placement::Keep),
-            (Self::Require, Role::Activation, false, _) => Err(refuse("an activation in ordinary memory")),
-            (_, Role::Activation, true, _) => Ok(Placement::Prefetch),
-            (_, Role::Weight, true, _) => Ok(Placement::Keep),
+    /// [`Code::UnifiedMemory`] for `Require` where there is no such memory.
+    pub fn grant(self, support: &ManagedSupport) -> Result<bool> {
+        match (self, support) {
+            (Self::Disabled, _) | (Self::Prefer, ManagedSupport::No(_)) => Ok(false),
+            (_, ManagedSupport::Yes) => Ok(true),
+            (Self::Require, ManagedSupport::No(why)) => {
+                Err(Error::new(Code::UnifiedMemory, "--unified-memory require")
+                    .need("managed memory on a CUDA device")
+                    .have(why))
+            }
         }
     }
 }
@@ -249,25 +223,14 @@ mod tests {
 
     #[test]
     fn unified_memory_keeps_its_contract() -> Result<()> {
-        use {Placement::*, Role::*, UnifiedMemory::*};
+        use UnifiedMemory::*;
         let no = ManagedSupport::No("no CUDA device".into());
-        for managed in [false, true] {
-            for role in [Weight, Activation] {
-                assert_eq!(Disabled.place(role, managed, &no)?, Keep);
-                assert_eq!(Disabled.place(role, managed, &ManagedSupport::Yes)?, Keep);
-                assert_eq!(
-                    Require.place(role, managed, &no).expect_err("must be loud").code(),
-                    Code::UnifiedMemory
-                );
-            }
-        }
-        assert_eq!(Prefer.place(Weight, false, &ManagedSupport::Yes)?, Promote);
-        assert_eq!(Prefer.place(Weight, true, &ManagedSupport::Yes)?, Keep);
-        assert_eq!(Prefer.place(Weight, false, &no)?, Keep);
-        assert_eq!(Prefer.place(Activation, false, &ManagedSupport::Yes)?, Keep);
-        assert_eq!(Prefer.place(Activation, true, &ManagedSupport::Yes)?, Prefetch);
-        assert_eq!(Require.place(Weight, false, &ManagedSupport::Yes)?, Promote);
-        assert!(Require.place(Activation, false, &ManagedSupport::Yes).is_err());
+        assert!(!Disabled.grant(&no)? && !Disabled.grant(&ManagedSupport::Yes)?);
+        assert!(!Prefer.grant(&no)? && Prefer.grant(&ManagedSupport::Yes)?);
+        assert!(Require.grant(&ManagedSupport::Yes)?);
+        let refused = Require.grant(&no).expect_err("must be loud");
+        assert_eq!(refused.code(), Code::UnifiedMemory);
+        assert!(refused.to_string().contains("no CUDA device"), "{refused}");
         Ok(())
     }
 

@@ -41,6 +41,26 @@ pub fn check_matrix(view: &TensorView<'_>, dtype: DType, rows: usize, cols: usiz
         .have(format!("{view:?}")))
 }
 
+/// The offsets of a call of `m` rows to `count` weights, in host memory.
+///
+/// # Errors
+/// [`Code::ShapeMismatch`] for other than `count + 1` adjacent i32, and for offsets that fall, or do not
+/// begin with 0 and end with `m`.
+pub fn offsets<'a>(view: &TensorView<'a>, count: usize, m: usize) -> Result<&'a [i32]> {
+    let all = view.as_slice::<i32>()?;
+    let fits = all.len() == count + 1
+        && all.first() == Some(&0)
+        && all.last().is_some_and(|end| usize::try_from(*end) == Ok(m))
+        && all.is_sorted();
+    if fits {
+        return Ok(all);
+    }
+    let shown: Vec<_> = all.iter().take(9).collect();
+    Err(Error::new(Code::ShapeMismatch, "offsets of a grouped product")
+        .need(format!("{} numbers from 0 to {m} that never fall", count + 1))
+        .have(format!("{} of them: {shown:?}", all.len())))
+}
+
 /// Adds every reason in dtypes and shapes why a product cannot be computed in f32, in blocks of 16 of k where
 /// there are any.
 pub fn reject_operands(spec: &LinearSpec, reasons: &mut Vec<Reject>) {
@@ -110,7 +130,11 @@ impl<'a> Rows<'a> {
     /// [`Code::ShapeMismatch`] for another type, device or alignment.
     pub fn of(x: TensorView<'a>) -> Result<Self> {
         let (m, cols, ld) = x.as_matrix()?;
-        let start = if m == 0 { std::ptr::null() } else { x.row::<f32>(0)?.as_ptr() };
+        if m > 0 {
+            x.row::<f32>(0)?;
+        }
+        // Of the view, not of its first row: every row is reached from here.
+        let start = x.as_ptr().cast();
         Ok(Self { start, m, cols, ld, _borrow: PhantomData })
     }
 

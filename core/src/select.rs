@@ -96,8 +96,6 @@ pub struct Selection {
     /// A dense copy, though a kernel exists for this schema, or would if a dead candidate lived. Only under
     /// [`ComputePath::KernelOrFallback`]; a backend that the user named is a request and no downgrade.
     pub is_downgrade: bool,
-    /// Machine the decision was made for.
-    pub env_fingerprint: u64,
 }
 
 impl fmt::Debug for Selection {
@@ -286,7 +284,7 @@ pub fn select(
     if policy.compute == ComputePath::Auto && is_downgrade {
         return Err(SelectionError::DowngradeDenied { layer: spec.name(), got: path, rejected });
     }
-    Ok(Selection { backend, path, rejected, is_downgrade, env_fingerprint: env.fingerprint() })
+    Ok(Selection { backend, path, rejected, is_downgrade })
 }
 
 /// A candidate that would have been better than `path`, or is dead and might have been.

@@ -3,7 +3,10 @@
 //!
 //! A library cannot tell these calls from use: names, shapes, bytes and the largest number of rows are the
 //! model's.
+mod group;
+
 use crate::oracle::{Column, Input, act_global, bound};
+use crate::stage::Staged;
 use crate::{
     ActGlobal, ActQuant, Activations, Code, DType, Device, Error, ExecContext, ExecPath, LinearSpec,
     PreparedWeight, Q4Backend, Q4Weight, Result, RowDecoder, Selection, TensorView, TensorViewMut,
@@ -11,8 +14,8 @@ use crate::{
 };
 use half::{bf16, f16};
 use std::collections::BTreeMap;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 /// Passes that earlier processes of this build saw on this machine. A kind it does not vouch for is checked.
@@ -50,9 +53,9 @@ impl SelfChecks {
         s: &Selection,
         spec: &LinearSpec,
         w: &Q4Weight<'_>,
-        prepared: Box<dyn PreparedWeight>,
+        prepared: Arc<dyn PreparedWeight>,
         threads: &ThreadPool,
-    ) -> Result<Box<dyn PreparedWeight>> {
+    ) -> Result<Arc<dyn PreparedWeight>> {
         if self.skip {
             self.skips.fetch_add(1, Ordering::Relaxed);
             return Ok(prepared);
@@ -87,15 +90,15 @@ impl SelfChecks {
 /// Runs `job` on a weight that takes operands in host memory, wherever its products run.
 fn staged<R>(
     backend: &dyn Q4Backend,
-    prepared: Box<dyn PreparedWeight>,
+    prepared: Arc<dyn PreparedWeight>,
     device: Device,
     job: impl FnOnce(&dyn PreparedWeight) -> R,
-) -> Result<(Box<dyn PreparedWeight>, R)> {
+) -> Result<(Arc<dyn PreparedWeight>, R)> {
     if device == Device::Cpu {
         let result = job(&*prepared);
         return Ok((prepared, result));
     }
-    let staged = crate::stage::Staged::new(prepared, device, backend.memory(device)?);
+    let staged = Staged::new(prepared, device, backend.memory(device)?);
     let result = job(&staged);
     Ok((staged.into_inner(), result))
 }
@@ -158,21 +161,12 @@ pub fn check(
     let x: Vec<f32> = (0..most * k).map(|i| (noise(i as u64) - 0.5) * 4.0).collect();
     let x = IoBuffer::new(spec.x, &x);
     let values = x.to_f32();
-    let scratch_bytes = calls.iter().map(|m| prepared.workspace(*m)).max().unwrap_or(0);
-    // Whoever asks for more than there is, is refused before the machine is.
-    let free = crate::memory::available().unwrap_or(u64::MAX);
-    if scratch_bytes as u64 > free {
-        let backend = &prepared.info().backend;
-        return Err(Error::new(Code::OutOfMemory, format!("scratch of {backend} for one product"))
-            .need(crate::memory::human(scratch_bytes as u64))
-            .have(crate::memory::human(free)));
-    }
-    let mut scratch = vec![0u8; scratch_bytes + 256];
-    let at = scratch.as_ptr().align_offset(256);
+    let bytes = calls.iter().map(|m| prepared.workspace(*m)).max().unwrap_or(0);
+    let mut scratch = Room::of(bytes, &prepared.info().backend)?;
     let mut worst = 0f64;
     for m in calls {
         let mut cx = ExecContext::cpu(threads);
-        cx.workspace = Some(TensorViewMut::of(&mut scratch[at..at + scratch_bytes], &[scratch_bytes])?);
+        cx.workspace = Some(scratch.view()?);
         let mut y = IoBuffer::poisoned(spec.y, m * n);
         prepared.forward(x.rows(m, k)?, y.view_mut(m, n)?, &mut cx)?;
         let fail = |what: String| {
@@ -204,6 +198,33 @@ pub fn check(
         }
     }
     Ok(worst)
+}
+
+/// Scratch of checks in host memory.
+struct Room {
+    bytes: Vec<u8>,
+    len: usize,
+}
+
+impl Room {
+    const ALIGN: usize = 256;
+
+    /// So many bytes, or [`Code::OutOfMemory`]: whoever asks for more than there is, is refused before the
+    /// machine is.
+    fn of(len: usize, backend: &str) -> Result<Self> {
+        let free = crate::memory::available().unwrap_or(u64::MAX);
+        if len as u64 > free {
+            return Err(Error::new(Code::OutOfMemory, format!("scratch of {backend} for one product"))
+                .need(crate::memory::human(len as u64))
+                .have(crate::memory::human(free)));
+        }
+        Ok(Self { bytes: vec![0; len + Self::ALIGN], len })
+    }
+
+    fn view(&mut self) -> Result<TensorViewMut<'_>> {
+        let at = self.bytes.as_ptr().align_offset(Self::ALIGN);
+        TensorViewMut::of(&mut self.bytes[at..at + self.len], &[self.len])
+    }
 }
 
 /// Bytes that [`check`] takes of the host for a weight of `spec`, the product's own scratch aside.

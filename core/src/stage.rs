@@ -2,9 +2,10 @@
 //! results come back.
 use crate::device::{DeviceBytes, DeviceMemory};
 use crate::{
-    Code, Device, Error, ExecContext, FuseSet, Fusion, PreparedInfo, PreparedWeight, Result, TensorView,
-    TensorViewMut,
+    Code, Device, Error, ExecContext, FuseSet, Fusion, PreparedGroup, PreparedInfo, PreparedWeight, Result,
+    TensorView, TensorViewMut,
 };
+use std::any::Any;
 use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -13,7 +14,18 @@ use std::sync::Arc;
 /// sides, and what was written comes back, gaps between rows included. For checks; a product of a program
 /// stays on its device.
 pub struct Staged {
-    inner: Box<dyn PreparedWeight>,
+    inner: Arc<dyn PreparedWeight>,
+    there: There,
+}
+
+/// The same of a group of weights: its offsets are copied there too.
+pub struct StagedGroup {
+    inner: Box<dyn PreparedGroup>,
+    there: There,
+}
+
+/// Where operands are staged.
+struct There {
     device: Device,
     memory: Arc<dyn DeviceMemory>,
 }
@@ -25,15 +37,61 @@ const MARK: u8 = 0x5a;
 
 impl Staged {
     /// `inner` was prepared for `device`, whose memory is `memory`.
-    pub fn new(inner: Box<dyn PreparedWeight>, device: Device, memory: Arc<dyn DeviceMemory>) -> Self {
-        Self { inner, device, memory }
+    pub fn new(
+        inner: impl Into<Arc<dyn PreparedWeight>>,
+        device: Device,
+        memory: Arc<dyn DeviceMemory>,
+    ) -> Self {
+        let inner = inner.into();
+        Self { inner, there: There { device, memory } }
     }
 
     /// The weight, to be called where it is from now on.
-    pub fn into_inner(self) -> Box<dyn PreparedWeight> {
+    pub fn into_inner(self) -> Arc<dyn PreparedWeight> {
         self.inner
     }
 
+    /// The weight that a backend prepared, whether it is staged or not.
+    pub fn unstaged(weight: &Arc<dyn PreparedWeight>) -> Arc<dyn PreparedWeight> {
+        let staged = (&**weight as &dyn Any).downcast_ref::<Self>();
+        staged.map_or_else(|| weight.clone(), |staged| staged.inner.clone())
+    }
+}
+
+impl StagedGroup {
+    /// `inner` was made of weights for `device`, whose memory is `memory`.
+    pub fn new(inner: Box<dyn PreparedGroup>, device: Device, memory: Arc<dyn DeviceMemory>) -> Self {
+        Self { inner, there: There { device, memory } }
+    }
+
+    /// The group, to be called where it is from now on.
+    pub fn into_inner(self) -> Box<dyn PreparedGroup> {
+        self.inner
+    }
+}
+
+impl PreparedGroup for StagedGroup {
+    fn workspace(&self, m: usize) -> usize {
+        self.inner.workspace(m)
+    }
+    fn forward(
+        &self,
+        x: TensorView<'_>,
+        offsets: TensorView<'_>,
+        y: TensorViewMut<'_>,
+        cx: &mut ExecContext<'_>,
+    ) -> Result<()> {
+        let copy = Copy::of(&*self.there.memory, &offsets)?;
+        self.there.run(Some(&x), y, cx, |x, y, cx| match x {
+            Some(x) => self.inner.forward(x, copy.view(&offsets, self.there.device)?, y, cx),
+            None => Ok(()),
+        })?;
+        copy.check_guards("offsets")?;
+        copy.check_same(&offsets)
+    }
+}
+
+impl There {
     /// Runs `call` with operands of the device in place of host ones; waits.
     fn run(
         &self,
@@ -87,7 +145,7 @@ impl PreparedWeight for Staged {
         self.inner.workspace(m)
     }
     fn forward(&self, x: TensorView<'_>, y: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
-        self.run(Some(&x), y, cx, |x, y, cx| match x {
+        self.there.run(Some(&x), y, cx, |x, y, cx| match x {
             Some(x) => self.inner.forward(x, y, cx),
             None => Ok(()),
         })
@@ -102,11 +160,11 @@ impl PreparedWeight for Staged {
         y: TensorViewMut<'_>,
         cx: &mut ExecContext<'_>,
     ) -> Result<()> {
-        let weight = fusion.norm.as_ref().map(|n| Copy::of(&*self.memory, &n.weight)).transpose()?;
-        self.run(Some(&x), y, cx, |x, y, cx| {
+        let weight = fusion.norm.as_ref().map(|n| Copy::of(&*self.there.memory, &n.weight)).transpose()?;
+        self.there.run(Some(&x), y, cx, |x, y, cx| {
             let mut fusion = *fusion;
             if let (Some(norm), Some(copy)) = (&mut fusion.norm, &weight) {
-                norm.weight = copy.view(&norm.weight, self.device)?;
+                norm.weight = copy.view(&norm.weight, self.there.device)?;
             }
             match x {
                 Some(x) => self.inner.forward_fused(x, &fusion, y, cx),
@@ -120,13 +178,13 @@ impl PreparedWeight for Staged {
         dx: TensorViewMut<'_>,
         cx: &mut ExecContext<'_>,
     ) -> Result<()> {
-        self.run(Some(&dy), dx, cx, |dy, dx, cx| match dy {
+        self.there.run(Some(&dy), dx, cx, |dy, dx, cx| match dy {
             Some(dy) => self.inner.backward_input(dy, dx, cx),
             None => Ok(()),
         })
     }
     fn dequantize(&self, out: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
-        self.run(None, out, cx, |_, out, cx| self.inner.dequantize(out, cx))
+        self.there.run(None, out, cx, |_, out, cx| self.inner.dequantize(out, cx))
     }
 }
 
@@ -324,8 +382,8 @@ mod tests {
             resident_bytes: 0,
             ops: OpSet::FORWARD,
         };
-        let inner = Box::new(Doubler { info, past, spoils, refuses });
-        let staged = Staged { inner, device: Device::Cuda(0), memory: Arc::new(Fake) };
+        let inner: Arc<dyn PreparedWeight> = Arc::new(Doubler { info, past, spoils, refuses });
+        let staged = Staged::new(inner, Device::Cuda(0), Arc::new(Fake));
         let (x, mut y) = ([1f32, 2.0, 3.0], [9f32; 4]);
         let pool = ThreadPool::new(1);
         let call = |y: &mut [f32]| {

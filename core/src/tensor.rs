@@ -323,6 +323,26 @@ impl<'a> TensorView<'a> {
         // SAFETY: `from_raw` proved that (rows - 1) * ld + cols elements are inside the allocation.
         Ok(unsafe { std::slice::from_raw_parts(self.data.as_ptr().cast::<T>().add(r * ld), cols) })
     }
+    /// `count` rows of a matrix from row `from` on, wherever it lives.
+    ///
+    /// # Errors
+    /// [`Code::ShapeMismatch`] as of [`as_matrix`](Self::as_matrix), and for rows that it does not have.
+    pub fn rows(&self, from: usize, count: usize) -> Result<Self> {
+        let (rows, cols, ld) = self.as_matrix()?;
+        if from.checked_add(count).is_none_or(|end| end > rows) {
+            return Err(Error::new(Code::ShapeMismatch, "rows of a matrix")
+                .need(format!("some of {rows}"))
+                .have(format!("{count} from {from} on")));
+        }
+        let at = if count == 0 { 0 } else { from * ld * self.dtype.size() };
+        let (shape, strides) = ([count as i64, cols as i64], [ld as i64, 1]);
+        // SAFETY: a part of what `from_raw` was promised, on the same device for the same time; a row that is
+        // there begins inside of it.
+        unsafe {
+            let data = self.data.cast::<u8>().add(at).cast();
+            Self::from_raw(data, self.nbytes - at, self.device, self.dtype, &shape, &strides)
+        }
+    }
     /// The raw bytes of a contiguous host view, whatever its type.
     ///
     /// # Errors
@@ -418,6 +438,13 @@ impl<'a> TensorViewMut<'a> {
     /// Writable base address.
     pub fn as_mut_ptr(&mut self) -> *mut c_void {
         self.inner.data.as_ptr()
+    }
+    /// `count` rows of a matrix from row `from` on.
+    ///
+    /// # Errors
+    /// As [`TensorView::rows`].
+    pub fn rows_mut(&mut self, from: usize, count: usize) -> Result<TensorViewMut<'_>> {
+        Ok(TensorViewMut { inner: self.inner.rows(from, count)?, _unique: PhantomData })
     }
     /// The elements of a contiguous host view.
     ///

@@ -12,7 +12,7 @@ use q4_core::{
     Activations, Code, DType, Error, ExecContext, ExecPath, FuseSet, Fusion, LinearSpec, Nf4, Nf4Parts,
     NibbleOrder, OpSet, PreparedInfo, PreparedWeight, Q4Weight, Result, TensorView, TensorViewMut,
 };
-use q4_cuda::{Arch, Buffer, File, Gpu, Matrix, RowKernels, number};
+use q4_cuda::{Arch, Buffer, File, Gpu, Matrix, RowKernels, UNIT, number};
 use std::sync::Arc;
 
 pub(crate) use simple::SOURCE;
@@ -20,8 +20,6 @@ pub(crate) use simple::SOURCE;
 /// What kernels include.
 const FILES: &[File] = q4_cuda::files!("../cuda/", "layout.cuh", "table.cuh");
 
-/// Bytes of 16 rows by 128 k: codes and scales.
-const UNIT: usize = 1152;
 /// Elements of k under one scale in a unit.
 const TILE: usize = 64;
 

@@ -2,7 +2,7 @@
 use crate::library;
 use q4_core::{
     BackendDescriptor, Built, BuiltinOptions, ExecContext, ExecPath, Footprint, HostEnv, LibraryFacts,
-    LinearSpec, PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Reject, Result, Verdict,
+    LinearSpec, PreparedGroup, PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Reject, Result, Verdict,
 };
 use q4_cuda::Arch;
 use q4_plugin_host::Plugin;
@@ -73,5 +73,13 @@ impl Q4Backend for Nvfp4Kernel {
         cx: &mut ExecContext<'_>,
     ) -> Result<Box<dyn PreparedWeight>> {
         self.plugin.prepare(w, spec, path, cx)
+    }
+
+    fn group(
+        &self,
+        weights: &[Arc<dyn PreparedWeight>],
+        cx: &mut ExecContext<'_>,
+    ) -> Result<Option<Box<dyn PreparedGroup>>> {
+        self.plugin.group(weights, cx)
     }
 }

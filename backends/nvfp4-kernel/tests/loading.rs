@@ -120,10 +120,10 @@ fn a_table_we_cannot_call_is_a_mismatch() {
 fn example(name: &str, flags: &[&str]) -> (tempfile::TempDir, PathBuf) {
     let plugins = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../plugins");
     let source = fs::read_to_string(plugins.join("examples/c/acme_c.c")).unwrap();
-    let include = format!("-I{}", plugins.join("abi/include").display());
+    let [include, beside] = ["abi/include", "examples/c"].map(|f| format!("-I{}", plugins.join(f).display()));
     compile_with(
         &source.replace("\"acme-c\"", &format!("\"{name}\"")),
-        &[&[include.as_str()], flags].concat(),
+        &[&[include.as_str(), beside.as_str()], flags].concat(),
     )
 }
 

@@ -12,7 +12,7 @@ use std::time::Duration;
 /// The C example, which does in a call what the environment says, and its certificate.
 static SWITCHED: LazyLock<(User, PathBuf)> = LazyLock::new(|| {
     let user = User::new();
-    let source = std::fs::read_to_string(built::plugins().join("examples/c/acme_c.c")).unwrap();
+    let source = built::acme_c_source();
     let at = source.find("static q4_status forward(").unwrap();
     let open = at + source[at..].find('{').unwrap() + 1;
     let body = "

@@ -3,12 +3,12 @@
 //! `liars [--json] [--seeds N] [--sample N] [--only NAME]`. The exit status is 5 when a mutant slipped past
 //! or a correct backend was accused. Each is asked in a child process of this executable, and those that end,
 //! block or exhaust their process in more of them.
-use q4_conformance::liars::{Mutant, honest, mutants};
+use q4_conformance::liars::{Mutant, device_of, honest, honest_on_card, mutants};
 use q4_conformance::{
     Bench, Case, CaseResult, ChildProcesses, InProcess, Level, Options, Profile, Proof, Runner, cases,
     memory::CountingAllocator, proofs, run, serve,
 };
-use q4_core::{BUILTINS, BuiltinOptions, Code, Device, Error, HostEnv, Registry, Result, ThreadPool};
+use q4_core::{BUILTINS, BuiltinOptions, Code, Error, HostEnv, Registry, Result, ThreadPool};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::io::Write;
@@ -26,6 +26,8 @@ use {
 #[global_allocator]
 static ALLOCATOR: CountingAllocator = CountingAllocator;
 
+/// The correct backend on a device of its own.
+const ON_CARD: &str = "honest-on-card";
 /// Longest time of one case of a lethal mutant.
 const TIME_LIMIT: Duration = Duration::from_secs(3);
 /// Most memory of a lethal mutant.
@@ -130,7 +132,7 @@ fn all(line: &Line) -> Result<u8> {
     let is_chosen = |l: &&Mutant| line.only.as_ref().is_none_or(|only| only == l.name);
     let mutants: Vec<_> = mutants().filter(is_chosen).collect();
     let seeds = if line.only.is_some() { 0 } else { line.seeds };
-    let correct = ["honest"].into_iter().chain(BUILTINS);
+    let correct = ["honest", ON_CARD].into_iter().chain(BUILTINS);
     let ranges: Vec<_> = correct
         .flat_map(|name| {
             (0..seeds.div_ceil(SEEDS)).map(move |i| (name, i * SEEDS..seeds.min((i + 1) * SEEDS)))
@@ -267,9 +269,10 @@ fn ordered(proofs: &[Proof], level: Level) -> Vec<Case> {
 /// The first case of its level that tells the mutant.
 fn catch(mutant: &Mutant, env: &HostEnv, threads: &ThreadPool) -> Option<CaseResult> {
     let backend = mutant.backend();
-    let proofs = proofs(&*backend, env, Device::Cpu);
+    let device = device_of(&*backend);
+    let proofs = proofs(&*backend, env, device);
     let cases = ordered(&proofs, mutant.level);
-    let bench = Bench { backend: &*backend, env, device: Device::Cpu, threads, abi: None, proofs: &proofs };
+    let bench = Bench { backend: &*backend, env, device, threads, abi: None, proofs: &proofs };
     let name = mutant.name;
     let children = ChildProcesses {
         command: Box::new(move |range| {
@@ -294,9 +297,10 @@ fn catch(mutant: &Mutant, env: &HostEnv, threads: &ThreadPool) -> Option<CaseRes
 
 fn child(mutant: &Mutant, range: std::ops::Range<usize>, env: &HostEnv, threads: &ThreadPool) -> Result<()> {
     let backend = mutant.backend();
-    let proofs = proofs(&*backend, env, Device::Cpu);
+    let device = device_of(&*backend);
+    let proofs = proofs(&*backend, env, device);
     let cases = ordered(&proofs, mutant.level);
-    let bench = Bench { backend: &*backend, env, device: Device::Cpu, threads, abi: None, proofs: &proofs };
+    let bench = Bench { backend: &*backend, env, device, threads, abi: None, proofs: &proofs };
     serve(&cases, range, &bench, &mut std::io::stdout())
 }
 
@@ -311,16 +315,19 @@ fn accuse(
     let registry = Registry::builtin(&BuiltinOptions::default())?;
     let backend = match name {
         "honest" => honest(),
+        ON_CARD => honest_on_card(),
         _ => registry
             .live(name)
             .cloned()
             .ok_or_else(|| Error::new(Code::LibraryRefused, format!("{name} is not live here")))?,
     };
+    let env = HostEnv { vendor: backend.devices(), ..registry.env().clone() };
     let mut alarms = Vec::new();
     for seed in seeds {
-        let sample = (seed > 0 || name != "honest").then_some(sample);
-        let options = Options { seed, sample, ..Options::of(Profile::Training) };
-        let report = run(&*backend, &options, registry.env(), threads);
+        let sample = (seed > 0 || BUILTINS.contains(&name)).then_some(sample);
+        let device = device_of(&*backend);
+        let options = Options { seed, sample, device, ..Options::of(Profile::Training) };
+        let report = run(&*backend, &options, &env, threads);
         alarms.extend(report.failures.into_iter().map(|f| Alarm { seed, case: f.case }));
         if !report.conformant && alarms.is_empty() {
             return Err(Error::new(Code::ConformanceFailed, format!("{name}, seed {seed}"))

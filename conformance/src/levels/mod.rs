@@ -8,6 +8,7 @@ mod drawn;
 mod forward;
 mod fused;
 mod gradients;
+mod grouped;
 mod honesty;
 mod large;
 mod life;
@@ -150,6 +151,7 @@ pub fn cases(proofs: &[Proof], abi: Option<&dyn crate::AbiProbe>, options: &Opti
                     models::cases(scope, &mut all);
                     reach::cases(scope, &mut all);
                     fused::cases(scope, &mut all);
+                    grouped::cases(scope, &mut all);
                     large::cases(scope, &mut all);
                 }
                 Level::L3 => {
@@ -160,6 +162,7 @@ pub fn cases(proofs: &[Proof], abi: Option<&dyn crate::AbiProbe>, options: &Opti
                 Level::L4 => {
                     negative::cases(scope, &mut all);
                     operands::cases(scope, &mut all);
+                    grouped::refused_cases(scope, &mut all);
                 }
                 Level::L5 => {
                     conduct::cases(scope, &mut all);

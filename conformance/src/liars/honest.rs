@@ -2,24 +2,35 @@
 //!
 //! It keeps the stored bytes, decodes a row at a time, sums in f64 and rounds once. Every step that a
 //! mutant could get wrong is a function of [`Parts`].
-use super::parts::{Block, Call, Element, Element8, FUSING, Kept, Parts, RowAt, Segment, widen};
+use super::card::{Card, Memory};
+use super::group::Group;
+use super::on_card::{GroupOnCard, OnCard};
+use super::parts::{Block, Call, Element, Element8, FUSING, Kept, ON_CARD, Parts, RowAt, Segment, widen};
 use super::situation::{Done, Fault, Situation, View};
 use half::{bf16, f16};
+use q4_core::device::{DeviceMemory, memory_of};
 use q4_core::formats::ggml::{Blocks, Ggml};
 use q4_core::formats::{self, int4, mxfp4};
 use q4_core::selfcheck::IoBuffer;
 use q4_core::{
     Absmax, ActGlobal, Activations, BackendDescriptor, Code, DType, Device, Error, ExecContext, ExecPath,
-    FuseSet, Fusion, HostEnv, Int4, LinearSpec, Nf4, Nf4Parts, NibbleOrder, Nvfp4, OpSet, Part, PreparedInfo,
-    PreparedWeight, ProbeItem, Q4Backend, Q4Schema, Q4Weight, Reject, RejectCode, Result, ScaleLayout,
-    Scratch, SegmentData, TensorView, TensorViewMut, Verdict, f32s,
+    FuseSet, Fusion, HostEnv, Int4, LinearSpec, Nf4, Nf4Parts, NibbleOrder, Nvfp4, OpSet, Part,
+    PreparedGroup, PreparedInfo, PreparedWeight, ProbeItem, Q4Backend, Q4Schema, Q4Weight, Reject,
+    RejectCode, Result, ScaleLayout, Scratch, SegmentData, TensorView, TensorViewMut, VendorDevice, Verdict,
+    f32s,
 };
+use std::any::Any;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 /// The correct backend.
 pub fn honest() -> Arc<dyn Q4Backend> {
     with(FUSING)
+}
+
+/// The same on a device of its own.
+pub fn honest_on_card() -> Arc<dyn Q4Backend> {
+    with(ON_CARD)
 }
 
 /// The backend with these parts.
@@ -35,7 +46,8 @@ pub(super) fn with(parts: Parts) -> Arc<dyn Q4Backend> {
             .collect(),
     };
     (parts.descriptor)(&mut descriptor);
-    Arc::new(Honest { descriptor, parts, asked: AtomicU64::new(0), refused: AtomicU64::new(0) })
+    let card = parts.card.map(|card| Card::new(&descriptor.name, card));
+    Arc::new(Honest { descriptor, parts, card, asked: AtomicU64::new(0), refused: AtomicU64::new(0) })
 }
 
 /// Prepared weights that live.
@@ -48,6 +60,8 @@ static GONE: AtomicU64 = AtomicU64::new(0);
 struct Honest {
     descriptor: BackendDescriptor,
     parts: Parts,
+    /// Its own device, if that is where it computes.
+    card: Option<Arc<Card>>,
     asked: AtomicU64,
     /// Whether the last weight that was to be prepared was refused.
     refused: AtomicU64,
@@ -62,7 +76,7 @@ impl Q4Backend for Honest {
     }
     fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, _: &HostEnv) -> Verdict {
         let asked = self.asked.fetch_add(1, Ordering::Relaxed);
-        (self.parts.verdict)(spec, path, verdict(spec, path), asked)
+        (self.parts.verdict)(spec, path, self.right(spec, path), asked)
     }
     fn prepare(
         &self,
@@ -73,7 +87,7 @@ impl Q4Backend for Honest {
     ) -> Result<Box<dyn PreparedWeight>> {
         let was_refused = self.refused.swap(1, Ordering::Relaxed) == 1;
         if self.parts.obeys {
-            verdict(spec, path).map_err(|r| {
+            self.right(spec, path).map_err(|r| {
                 Error::new(Code::Unsupported, "weight cannot be prepared").have(format!("{r:?}"))
             })?;
         }
@@ -138,19 +152,59 @@ impl Q4Backend for Honest {
         GONE.store(0, Ordering::Relaxed);
         (self.parts.prepared)(&mut kept)?;
         self.refused.store(0, Ordering::Relaxed);
-        Ok(Box::new(kept))
+        Ok(match &self.card {
+            Some(card) => Box::new(OnCard::new(kept, card)),
+            None => Box::new(kept),
+        })
+    }
+
+    fn devices(&self) -> Vec<VendorDevice> {
+        self.card.iter().map(|card| card.facts()).collect()
+    }
+
+    fn memory(&self, device: Device) -> Result<Arc<dyn DeviceMemory>> {
+        match &self.card {
+            Some(card) if card.device() == device => Ok(Arc::new(Memory(card.clone()))),
+            _ => memory_of(device),
+        }
+    }
+
+    fn group(
+        &self,
+        weights: &[Arc<dyn PreparedWeight>],
+        _: &mut ExecContext<'_>,
+    ) -> Result<Option<Box<dyn PreparedGroup>>> {
+        let kept = |w: &dyn Any| -> Option<(DType, DType)> {
+            let kept = w.downcast_ref().or_else(|| w.downcast_ref().map(|w: &OnCard| &w.kept));
+            kept.map(|kept: &Kept| (kept.x, kept.y))
+        };
+        let Some(types) = weights.first().and_then(|w| kept(&**w)).filter(|_| self.parts.groups) else {
+            return Ok(None);
+        };
+        let group = Group { weights: weights.to_vec(), parts: self.parts, types };
+        Ok(Some(match &self.card {
+            Some(card) => Box::new(GroupOnCard { group, card: card.clone() }),
+            None => Box::new(group),
+        }))
     }
 }
 
-fn verdict(spec: &LinearSpec, path: ExecPath) -> Verdict {
+impl Honest {
+    /// The right answer.
+    fn right(&self, spec: &LinearSpec, path: ExecPath) -> Verdict {
+        verdict(spec, path, self.card.as_ref().map_or(Device::Cpu, |card| card.device()))
+    }
+}
+
+fn verdict(spec: &LinearSpec, path: ExecPath, own: Device) -> Verdict {
     use RejectCode::*;
     let mut reasons = Vec::new();
     let mut no = |code, need: &str, have: String| reasons.push(Reject::new(code, need.to_owned(), have));
     if path != ExecPath::FusedDequant {
         no(PathUnsupported, "fused-dequant", path.to_string());
     }
-    if spec.device != Device::Cpu {
-        no(DeviceAbsent, "cpu", spec.device.to_string());
+    if spec.device != own {
+        no(DeviceAbsent, &own.to_string(), spec.device.to_string());
     }
     if !spec.schema.is_packed() {
         no(SchemaUnsupported, "a format of codes", spec.schema.to_string());

@@ -17,25 +17,30 @@ macro_rules! mutants {
 }
 
 mod address;
+mod card;
 mod conduct;
 mod decode;
+mod device;
 mod extent;
 mod format;
 mod fused;
+mod group;
+mod grouped;
 mod history;
 mod honest;
 mod lent;
 mod magnitude;
 mod narrow;
+mod on_card;
 mod parts;
 mod process;
 mod product;
 mod situation;
 
 use crate::Level;
-pub use honest::honest;
+pub use honest::{honest, honest_on_card};
 pub use parts::Parts;
-use q4_core::Q4Backend;
+use q4_core::{Device, Q4Backend};
 use std::sync::Arc;
 
 /// One mutant.
@@ -64,6 +69,11 @@ impl Mutant {
     }
 }
 
+/// The device that a backend is about: its own, if it has one.
+pub fn device_of(backend: &dyn Q4Backend) -> Device {
+    backend.devices().first().map_or(Device::Cpu, |d| d.device)
+}
+
 /// Every mutant.
 pub fn mutants() -> impl Iterator<Item = &'static Mutant> {
     decode::MUTANTS
@@ -79,6 +89,8 @@ pub fn mutants() -> impl Iterator<Item = &'static Mutant> {
         .chain(format::MUTANTS)
         .chain(process::MUTANTS)
         .chain(fused::MUTANTS)
+        .chain(grouped::MUTANTS)
+        .chain(device::MUTANTS)
 }
 
 #[cfg(test)]
@@ -90,7 +102,7 @@ mod tests {
     fn there_are_enough_and_each_has_a_name() {
         let names: BTreeSet<_> = mutants().map(|l| l.name).collect();
         assert_eq!(names.len(), mutants().count());
-        assert!(names.len() >= 310, "{}", names.len());
+        assert!(names.len() >= 430, "{}", names.len());
         assert!(Level::ALL.iter().all(|level| mutants().any(|l| l.level == *level)));
     }
 }

@@ -1,5 +1,6 @@
 //! The parts of the honest backend that a mutant may exchange, and the right ones; and the weight that they
 //! work on.
+use super::card::{self, CardParts};
 use super::situation::{Done, Fault, Situation};
 use half::{bf16, f16};
 use q4_core::formats::ggml::{Apart, Blocks};
@@ -7,7 +8,7 @@ use q4_core::formats::{e2m1, e4m3, e8m0, int8, mxfp4, nf4, nvfp4, swizzle};
 use q4_core::oracle::act_global;
 use q4_core::{
     Activations, BackendDescriptor, Code, DType, Error, ExecPath, Fp8, FuseSet, GlobalScale, LinearSpec,
-    OpSet, PreparedInfo, Q4Schema, Result, Scratch, TensorView, TensorViewMut, Verdict, read_floats,
+    OpSet, PreparedInfo, Q4Schema, Result, Scratch, TensorView, TensorViewMut, Verdict, read_floats, rows,
 };
 use std::sync::Mutex;
 use std::sync::atomic::AtomicU64;
@@ -125,7 +126,18 @@ pub struct Parts {
     pub(super) gate: fn(f64, f64) -> f64,
     /// A sum of what was there and a product, in a row.
     pub(super) add: fn(f64, f64, usize) -> f64,
+    /// The device that it computes on, where that is not the CPU.
+    pub(super) card: Option<CardParts>,
+    /// Whether several weights are multiplied in one call.
+    pub(super) groups: bool,
+    /// The offsets of a call to so many weights with so many rows.
+    pub(super) offsets: fn(&TensorView<'_>, usize, usize) -> Result<Vec<i32>>,
+    /// The weight of a row, or [`NOBODY`].
+    pub(super) expert: fn(usize, &[i32]) -> usize,
 }
+
+/// A row that no weight multiplies.
+pub(super) const NOBODY: usize = usize::MAX;
 
 /// An element of FP8, and how its matrix is cut.
 #[derive(Clone, Copy)]
@@ -216,10 +228,17 @@ pub(super) const HONEST: Parts = Parts {
     up_at: |c, columns| c + columns,
     gate: |gate, up| gate / (1.0 + (-gate).exp()) * up,
     add: |before, v, _| before + v,
+    card: None,
+    groups: false,
+    offsets: |at, count, m| rows::offsets(at, count, m).map(<[i32]>::to_vec),
+    expert: |r, at| at.partition_point(|from| *from as usize <= r).max(1) - 1,
 };
 
-/// The same, which fuses everything in any number of rows.
-pub(super) const FUSING: Parts = Parts { fuses: |_, _| true, ..HONEST };
+/// The same, which fuses everything in any number of rows, and multiplies several weights in one call.
+pub(super) const FUSING: Parts = Parts { fuses: |_, _| true, groups: true, ..HONEST };
+
+/// The same on a device of its own.
+pub(super) const ON_CARD: Parts = Parts { card: Some(card::RIGHT), ..FUSING };
 
 /// A scale's place.
 #[derive(Clone, Copy)]

@@ -7,7 +7,7 @@ use crate::executor::Shape;
 use crate::graph::Decoder;
 use crate::weights::{Home, Linear, StoredTable};
 use bytemuck::Pod;
-use q4_core::memory::{Placement, Role, UnifiedMemory};
+use q4_core::memory::UnifiedMemory;
 use q4_core::{DType, FuseSet, Q4Linear, Result};
 use q4_cuda::{Buffer, Gpu};
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use std::sync::Arc;
 /// The memory of a device.
 pub struct CudaHome {
     gpu: Arc<Gpu>,
-    place: Placement,
+    is_shared: bool,
 }
 
 impl CudaHome {
@@ -23,15 +23,12 @@ impl CudaHome {
     /// required and cannot be.
     pub fn new(ordinal: u32, memory: UnifiedMemory) -> Result<Self> {
         let gpu = Gpu::open(ordinal)?;
-        let place = memory.place(Role::Weight, false, &gpu.managed())?;
-        Ok(Self { gpu, place })
+        let is_shared = memory.grant(&gpu.managed())?;
+        Ok(Self { gpu, is_shared })
     }
 
     fn stored<T: Pod>(&self, data: &[T]) -> Result<Buffer> {
-        match self.place {
-            Placement::Promote => Buffer::managed_of(&self.gpu, data),
-            Placement::Keep | Placement::Prefetch => Buffer::lasting_of(&self.gpu, data),
-        }
+        if self.is_shared { Buffer::managed_of(&self.gpu, data) } else { Buffer::lasting_of(&self.gpu, data) }
     }
 }
 

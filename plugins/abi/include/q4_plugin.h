@@ -436,6 +436,7 @@ typedef void (*q4_probe_fn)(void *user, q4_str id, uint32_t failed, q4_str detai
 
 typedef struct q4_backend q4_backend;   /* yours */
 typedef struct q4_prepared q4_prepared; /* yours */
+typedef struct q4_group q4_group;       /* yours */
 
 typedef struct q4_backend_v1 {
     size_t          struct_size;
@@ -510,6 +511,24 @@ typedef struct q4_backend_v1 {
                           q4_error *);
     /* Waits for all that was enqueued; Q4_E_DEVICE where some of it failed. */
     q4_status (*synchronize)(const q4_backend *, uint32_t device_id, q4_error *);
+
+    /* Several weights in one call, as a layer of experts has them: all four, or all NULL, and programs call
+     * one weight after the other. */
+    /* Weights of this backend, one at least, whose specs differ in segment_names and act_global at most.  The
+     * array is the caller's; the weights outlive the group and may be called besides.  As create, can_prepare
+     * and prepare: one thread at a time.  Q4_E_UNSUPPORTED, always with Q4_GLOBAL_PER_CALL: this one is left
+     * to the caller. */
+    q4_status (*group)(const q4_backend *, const q4_prepared *const *weights, uint64_t n_weights,
+                       const q4_exec *, q4_group **out, q4_error *);
+    void      (*release_group)(q4_group *);
+    /* As workspace, for m rows in all. */
+    uint64_t  (*group_workspace)(const q4_group *, uint64_t m);
+    /* Rows offsets[e] to offsets[e + 1] - 1 of y are those of x times weight e; everything else as in
+     * forward, with 1 to max_m rows in all.  offsets are n_weights + 1 numbers on the device of the call,
+     * which begin with 0, never fall and end with m; an expert may have no row.  Others are Q4_E_INVALID
+     * before anything is written; a device that does not wait writes any values of y and nothing else. */
+    q4_status (*forward_grouped)(const q4_group *, const q4_matrix *x, const int32_t *offsets,
+                                 const q4_matrix *y, const q4_exec *, q4_error *);
 #endif
 } q4_backend_v1;
 

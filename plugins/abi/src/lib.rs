@@ -20,8 +20,8 @@ pub use call::{
 };
 pub use product::*;
 pub use table::{
-    DESCRIPTOR_SYMBOL, Q4Backend, Q4BackendV1, Q4Descriptor, Q4Interface, Q4Offer, Q4PluginQuery, Q4Prepared,
-    QUERY_SYMBOL,
+    DESCRIPTOR_SYMBOL, Q4Backend, Q4BackendV1, Q4Descriptor, Q4Group, Q4Interface, Q4Offer, Q4PluginQuery,
+    Q4Prepared, QUERY_SYMBOL,
 };
 
 use core::ffi::c_void;
@@ -31,7 +31,8 @@ pub const ABI_MAJOR: u32 = 1;
 /// Fields appended, numbers added. Both sides accept any minor of a known major.
 ///
 /// 1.0: everything up to `backward_input`. 1.1: `probe`. 1.2: `create_with`, `footprint`, `fuses`,
-/// `forward_fused`, what [`Q4Env`] says of a vendor's libraries, and memory of a vendor's device.
+/// `forward_fused`, what [`Q4Env`] says of a vendor's libraries, memory of a vendor's device, and grouped
+/// products.
 pub const ABI_MINOR: u32 = 2;
 /// Number of the table [`Q4BackendV1`] among the interfaces a library may have.
 pub const INTERFACE_BACKEND: u32 = 1;

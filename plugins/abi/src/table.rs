@@ -90,6 +90,12 @@ pub struct Q4Prepared {
     _private: [u8; 0],
 }
 
+/// Weights of the library that one call multiplies, opaque. Since 1.2.
+#[repr(C)]
+pub struct Q4Group {
+    _private: [u8; 0],
+}
+
 /// Interface [`crate::INTERFACE_BACKEND`]. Everything without a remark must be there; the header says what
 /// each does.
 #[repr(C)]
@@ -218,6 +224,29 @@ pub struct Q4BackendV1 {
     pub copy_out: Option<Transfer>,
     pub synchronize:
         Option<unsafe extern "C" fn(b: *const Q4Backend, device_id: u32, err: *mut Q4Error) -> Q4Status>,
+    /// Since 1.2; may be NULL, with the three below: weights are called one by one.
+    pub group: Option<
+        unsafe extern "C" fn(
+            b: *const Q4Backend,
+            weights: *const *const Q4Prepared,
+            n_weights: u64,
+            exec: *const Q4Exec,
+            out: *mut *mut Q4Group,
+            err: *mut Q4Error,
+        ) -> Q4Status,
+    >,
+    pub release_group: Option<unsafe extern "C" fn(g: *mut Q4Group)>,
+    pub group_workspace: Option<unsafe extern "C" fn(g: *const Q4Group, m: u64) -> u64>,
+    pub forward_grouped: Option<
+        unsafe extern "C" fn(
+            g: *const Q4Group,
+            x: *const Q4Matrix,
+            offsets: *const i32,
+            y: *const Q4Matrix,
+            exec: *const Q4Exec,
+            err: *mut Q4Error,
+        ) -> Q4Status,
+    >,
 }
 
 type Transfer = unsafe extern "C" fn(

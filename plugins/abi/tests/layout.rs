@@ -62,7 +62,8 @@ fn structs() -> Vec<Struct> {
         Q4BackendV1 = "q4_backend_v1" {
             struct_size, abi_major, abi_minor, name, version, vendor, priority, reserved, n_offers, offers, create,
             destroy, can_prepare, prepare, release, info, workspace, forward, dequantize, backward_input, probe,
-            create_with, footprint, fuses, forward_fused, device, device_alloc, device_free, copy_in, copy_out, synchronize
+            create_with, footprint, fuses, forward_fused, device, device_alloc, device_free, copy_in, copy_out, synchronize,
+            group, release_group, group_workspace, forward_grouped
         };
         Q4Interface = "q4_interface" { struct_size, abi_minor, reserved, table };
     }

@@ -1,34 +1,29 @@
-/* acme-c: NVFP4 and NF4 products on the CPU with the input as it is (W4A16), in one C11 file without dependencies.
+/* acme-c: NVFP4 and NF4 products on the CPU with the input as it is (W4A16), in C11 without dependencies.
  *
- * All encodings become one layout: 16-element groups along k, codes packed low nibble first, one f32 scale per group and a
- * table of 16 values.  A group never crosses an absmax block, because k and every block size are multiples of 16.  Weights
- * stay packed; a group is decoded into registers where it is used. */
+ * All encodings become one layout: 16-element groups along k, codes packed low nibble first, one f32 scale per
+ * group and a table of 16 values.  A group never crosses an absmax block, because k and every block size are
+ * multiples of 16.  Weights stay packed; a group is decoded into registers where it is used.
+ *
+ * What numbers are is in acme_numbers.h, what a task computes in acme_kernels.h, and everything that the table
+ * hands out is here. */
 #include "q4_plugin.h"
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include "acme_numbers.h"
+#include "acme_kernels.h"
 
 #ifndef NAME
 #define NAME    "acme-c"
 #endif
 #define VERSION "1.0.0"
 #define VENDOR  "ACME"
-#define GROUP   16u
-#define TILE    8u /* rows of the input that share one decoded group */
 
 Q4_PLUGIN_DESCRIPTOR(NAME, VERSION, VENDOR);
 
 struct q4_backend {
     int unused; /* there is no state; an object makes create and destroy mean something */
-};
-
-struct q4_prepared {
-    uint64_t n, k, max_m;
-    uint32_t ops, x_dtype, y_dtype;
-    float    table[16];
-    uint8_t *codes;  /* [n][k/2] */
-    float   *scales; /* [n][k/16] */
 };
 
 /* ---- errors ------------------------------------------------------------------------------------------------------- */
@@ -48,107 +43,6 @@ static q4_status fail(q4_error *err, q4_status status, const char *text)
 static q4_status done(q4_error *err)
 {
     return fail(err, Q4_OK, "");
-}
-
-/* ---- numbers ------------------------------------------------------------------------------------------------------ */
-
-static const float E2M1[16] = {0.f, .5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f, -0.f, -.5f, -1.f, -1.5f, -2.f, -3.f, -4.f, -6.f};
-static const float NF4[16] = {-1.0f,       -0.6961928f, -0.52507305f, -0.3949175f, -0.28444138f, -0.18477343f,
-                              -0.091050036f, 0.0f,        0.0795803f,   0.1609302f,  0.2461123f,   0.33791524f,
-                              0.44070983f, 0.562617f,   0.72295684f,  1.0f};
-
-/* E4M3 without sign; 0x7f and everything above is refused before. */
-static float e4m3(uint8_t b)
-{
-    int exponent = b >> 3, mantissa = b & 7;
-    return exponent ? ldexpf((float)(8 + mantissa), exponent - 10) : ldexpf((float)mantissa, -9);
-}
-
-static uint32_t bits(float v)
-{
-    uint32_t u;
-    memcpy(&u, &v, 4);
-    return u;
-}
-
-static float from_bits(uint32_t u)
-{
-    float v;
-    memcpy(&v, &u, 4);
-    return v;
-}
-
-static float from_f16(uint16_t h)
-{
-    uint32_t sign = (uint32_t)(h & 0x8000) << 16, e = h >> 10 & 31, m = h & 1023;
-    if (e == 31)
-        return from_bits(sign | 0x7f800000u | m << 13);
-    if (e == 0) {
-        float v = (float)m * 0x1p-24f;
-        return sign ? -v : v;
-    }
-    return from_bits(sign | (e + 112) << 23 | m << 13);
-}
-
-/* Ties to even. */
-static uint16_t to_f16(float v)
-{
-    uint32_t u = bits(v), sign = u >> 16 & 0x8000, a = u & 0x7fffffff;
-    if (a > 0x7f800000u)
-        return (uint16_t)(sign | 0x7e00);
-    if (a >= 0x477ff000u) /* 65520 and above round to infinity */
-        return (uint16_t)(sign | 0x7c00);
-    if (a < 0x38800000u) { /* below 2^-14: multiples of 2^-24, rounded by an addition */
-        float sum = from_bits(a) + 0.5f;
-        return (uint16_t)(sign | (bits(sum) - bits(0.5f)));
-    }
-    a += 0xfff + (a >> 13 & 1);
-    return (uint16_t)(sign | ((a >> 13) - (112u << 10)));
-}
-
-static uint16_t to_bf16(float v)
-{
-    uint32_t u = bits(v);
-    if ((u & 0x7fffffff) > 0x7f800000u)
-        return (uint16_t)(u >> 16 | 0x40);
-    return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
-}
-
-static size_t size_of(uint32_t dtype)
-{
-    return dtype == Q4_F32 ? 4 : 2;
-}
-
-static void load_row(float *out, const void *row, uint32_t dtype, uint64_t count)
-{
-    uint64_t i;
-    if (dtype == Q4_F32) {
-        memcpy(out, row, count * 4);
-    } else if (dtype == Q4_F16) {
-        for (i = 0; i < count; i++)
-            out[i] = from_f16(((const uint16_t *)row)[i]);
-    } else {
-        for (i = 0; i < count; i++)
-            out[i] = from_bits((uint32_t)((const uint16_t *)row)[i] << 16);
-    }
-}
-
-static void store(void *row, uint32_t dtype, uint64_t i, float v)
-{
-    if (dtype == Q4_F32)
-        ((float *)row)[i] = v;
-    else
-        ((uint16_t *)row)[i] = dtype == Q4_F16 ? to_f16(v) : to_bf16(v);
-}
-
-static void decode(const q4_prepared *p, uint64_t row, uint64_t group, float out[GROUP])
-{
-    const uint8_t *c = p->codes + row * (p->k / 2) + group * (GROUP / 2);
-    float          s = p->scales[row * (p->k / GROUP) + group];
-    for (unsigned i = 0; i < GROUP / 2; i++) {
-        out[2 * i] = p->table[c[i] & 15] * s;
-        out[2 * i + 1] = p->table[c[i] >> 4] * s;
-    }
 }
 
 /* ---- can_prepare -------------------------------------------------------------------------------------------------- */
@@ -361,120 +255,6 @@ static uint64_t workspace(const q4_prepared *p, uint64_t m)
 
 /* ---- products ----------------------------------------------------------------------------------------------------- */
 
-enum { GATE = 2, ADD = 4 }; /* Q4_FUSE_GATE and Q4_FUSE_ACCUMULATE, which came with 1.2 */
-
-struct job {
-    const q4_prepared *p;
-    const float       *in; /* rows of f32, in_ld apart */
-    uint64_t           in_ld, rows;
-    char              *out; /* first row of the tile */
-    uint64_t           out_ld, piece, pieces;
-    uint32_t           out_dtype, parts;
-};
-
-/* Products of one row of the weight with the rows of the tile. */
-static void sums(const struct job *j, uint64_t row, float out[TILE])
-{
-    const q4_prepared *p = j->p;
-    float              acc[TILE][GROUP] = {{0}}, w[GROUP];
-    for (uint64_t g = 0; g < p->k / GROUP; g++) {
-        decode(p, row, g, w);
-        for (uint64_t r = 0; r < j->rows; r++) {
-            const float *x = j->in + r * j->in_ld + g * GROUP;
-            for (unsigned i = 0; i < GROUP; i++)
-                acc[r][i] += x[i] * w[i];
-        }
-    }
-    for (uint64_t r = 0; r < j->rows; r++) {
-        for (unsigned half = GROUP / 2; half; half /= 2)
-            for (unsigned i = 0; i < half; i++)
-                acc[r][i] += acc[r][i + half];
-        out[r] = acc[r][0];
-    }
-}
-
-/* Columns of y: with a gate, half of the rows of the weight let the other half through. */
-static uint64_t columns(const q4_prepared *p, uint32_t parts)
-{
-    return parts & GATE ? p->n / 2 : p->n;
-}
-
-static void forward_task(void *arg, size_t task)
-{
-    const struct job *j = arg;
-    uint64_t          all = columns(j->p, j->parts), end = (task + 1) * j->piece < all ? (task + 1) * j->piece : all;
-    for (uint64_t col = task * j->piece; col < end; col++) {
-        float value[TILE], up[TILE];
-        sums(j, col, value);
-        if (j->parts & GATE)
-            sums(j, col + all, up);
-        for (uint64_t r = 0; r < j->rows; r++) {
-            char *row = j->out + r * j->out_ld * size_of(j->out_dtype);
-            if (j->parts & GATE)
-                value[r] = value[r] / (1.0f + expf(-value[r])) * up[r];
-            if (j->parts & ADD)
-                value[r] += ((const float *)(const void *)row)[col];
-            store(row, j->out_dtype, col, value[r]);
-        }
-    }
-}
-
-static void backward_task(void *arg, size_t task)
-{
-    const struct job  *j = arg;
-    const q4_prepared *p = j->p;
-    uint64_t           groups = p->k / GROUP, end = (task + 1) * j->piece < groups ? (task + 1) * j->piece : groups;
-    for (uint64_t g = task * j->piece; g < end; g++) {
-        float acc[TILE][GROUP] = {{0}}, w[GROUP];
-        for (uint64_t row = 0; row < p->n; row += GROUP) { /* short chains keep the rounding error small */
-            float    part[TILE][GROUP] = {{0}};
-            uint64_t last = row + GROUP < p->n ? row + GROUP : p->n;
-            for (uint64_t o = row; o < last; o++) {
-                decode(p, o, g, w);
-                for (uint64_t r = 0; r < j->rows; r++)
-                    for (unsigned i = 0; i < GROUP; i++)
-                        part[r][i] += j->in[r * j->in_ld + o] * w[i];
-            }
-            for (uint64_t r = 0; r < j->rows; r++)
-                for (unsigned i = 0; i < GROUP; i++)
-                    acc[r][i] += part[r][i];
-        }
-        for (uint64_t r = 0; r < j->rows; r++)
-            for (unsigned i = 0; i < GROUP; i++)
-                store(j->out + r * j->out_ld * size_of(j->out_dtype), j->out_dtype, g * GROUP + i, acc[r][i]);
-    }
-}
-
-static void dequantize_task(void *arg, size_t task)
-{
-    const struct job  *j = arg;
-    const q4_prepared *p = j->p;
-    uint64_t           end = (task + 1) * j->piece < p->n ? (task + 1) * j->piece : p->n;
-    float              w[GROUP];
-    for (uint64_t row = task * j->piece; row < end; row++)
-        for (uint64_t g = 0; g < p->k / GROUP; g++) {
-            decode(p, row, g, w);
-            for (unsigned i = 0; i < GROUP; i++)
-                store(j->out + row * j->out_ld * size_of(j->out_dtype), j->out_dtype, g * GROUP + i, w[i]);
-        }
-}
-
-/* Splits `items` over the caller's threads; the split changes no result. */
-static void run(const q4_exec *exec, struct job *j, uint64_t items, q4_task_fn task)
-{
-    uint64_t pieces = exec && exec->threads ? 4 * (uint64_t)exec->threads : 1;
-    if (pieces > items)
-        pieces = items;
-    j->piece = (items + pieces - 1) / pieces;
-    j->pieces = (items + j->piece - 1) / j->piece;
-    if (exec && exec->parallel && j->pieces > 1) {
-        exec->parallel(exec->parallel_user, (size_t)j->pieces, task, j);
-        return;
-    }
-    for (uint64_t i = 0; i < j->pieces; i++)
-        task(j, (size_t)i);
-}
-
 static int fits(const q4_matrix *m, uint64_t rows, uint64_t cols)
 {
     uint64_t last;
@@ -562,6 +342,78 @@ static q4_status forward_fused(const q4_prepared *p, const q4_matrix *x, const q
         return fail(err, Q4_E_UNSUPPORTED, "a gate or an addition, and gates of as many up rows");
     return multiply(p, x, f->parts, y, exec, err);
 }
+
+/* Several weights in one call: their rows of x are multiplied one weight after the other. */
+struct q4_group {
+    uint64_t           count;
+    const q4_prepared *weights[];
+};
+
+static q4_status group(const q4_backend *b, const q4_prepared *const *weights, uint64_t count, const q4_exec *exec,
+                       q4_group **out, q4_error *err)
+{
+    q4_group *g;
+    (void)b, (void)exec;
+    for (uint64_t i = 0; i < count; i++)
+        if (weights[i]->n != weights[0]->n || weights[i]->k != weights[0]->k || weights[i]->max_m != weights[0]->max_m ||
+            weights[i]->x_dtype != weights[0]->x_dtype || weights[i]->y_dtype != weights[0]->y_dtype)
+            return fail(err, Q4_E_UNSUPPORTED, "weights of one shape and type");
+    if (count == 0 || count > 65536)
+        return fail(err, Q4_E_INVALID, "1 to 65536 weights");
+    g = malloc(sizeof *g + (size_t)count * sizeof *weights);
+    if (!g)
+        return fail(err, Q4_E_NOMEM, "group");
+    g->count = count;
+    memcpy(g->weights, weights, (size_t)count * sizeof *weights);
+    *out = g;
+    return done(err);
+}
+
+static void release_group(q4_group *g)
+{
+    free(g);
+}
+
+static uint64_t group_workspace(const q4_group *g, uint64_t m)
+{
+    return workspace(g->weights[0], m);
+}
+
+/* Rows first to last - 1 of a matrix. */
+static q4_matrix rows_of(const q4_matrix *m, int32_t first, int32_t last)
+{
+    q4_matrix part = *m;
+    uint64_t  skipped = (uint64_t)first * m->ld * size_of(m->dtype);
+    part.data = (char *)m->data + skipped;
+    part.bytes -= skipped;
+    part.rows = (uint64_t)(last - first);
+    return part;
+}
+
+static q4_status forward_grouped(const q4_group *g, const q4_matrix *x, const int32_t *offsets, const q4_matrix *y,
+                                 const q4_exec *exec, q4_error *err)
+{
+    const q4_prepared *p = g->weights[0];
+    uint64_t           bytes = (g->count + 1) * sizeof *offsets;
+    if (!fits(x, x->rows, p->k) || !fits(y, x->rows, p->n) || x->rows > p->max_m)
+        return fail(err, Q4_E_INVALID, "operands do not fit the weights");
+    if (share(x, y, exec) || overlap(offsets, bytes, x->data, reach(x)) || overlap(offsets, bytes, y->data, reach(y)))
+        return fail(err, Q4_E_INVALID, "operands overlap");
+    if (offsets[0] != 0 || offsets[g->count] < 0 || (uint64_t)offsets[g->count] != x->rows)
+        return fail(err, Q4_E_INVALID, "offsets from 0 to the number of rows");
+    for (uint64_t e = 0; e < g->count; e++)
+        if (offsets[e + 1] < offsets[e])
+            return fail(err, Q4_E_INVALID, "offsets that never fall");
+    for (uint64_t e = 0; e < g->count; e++) {
+        if (offsets[e] < offsets[e + 1]) {
+            q4_matrix in = rows_of(x, offsets[e], offsets[e + 1]), out = rows_of(y, offsets[e], offsets[e + 1]);
+            q4_status status = multiply(g->weights[e], &in, 0, &out, exec, err);
+            if (status != Q4_OK)
+                return status;
+        }
+    }
+    return done(err);
+}
 #endif
 
 static q4_status backward_input(const q4_prepared *p, const q4_matrix *dy, const q4_matrix *dx, const q4_exec *exec,
@@ -636,6 +488,10 @@ static const q4_backend_v1 TABLE = {
 #if Q4_ABI_MINOR >= 2
     .fuses = fuses,
     .forward_fused = forward_fused,
+    .group = group,
+    .release_group = release_group,
+    .group_workspace = group_workspace,
+    .forward_grouped = forward_grouped,
 #endif
 };
 

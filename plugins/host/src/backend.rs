@@ -1,5 +1,7 @@
 //! The table as a [`Q4Backend`]: every call is translated, its status checked, its answer compared with the
 //! request.
+mod group;
+
 use crate::descriptor::Descriptor;
 use crate::device;
 use crate::instance::Instance;
@@ -9,13 +11,14 @@ use crate::table::{Table, checked};
 use q4_core::device::{DeviceMemory, memory_of};
 use q4_core::{
     BackendDescriptor, BuiltinOptions, Code, Device, Error, ExecContext, ExecPath, Footprint, FuseSet,
-    Fusion, HostEnv, LinearSpec, OpSet, PreparedInfo, PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Reject,
-    RejectCode, Result, TensorView, TensorViewMut, VendorDevice, Verdict,
+    Fusion, HostEnv, LinearSpec, OpSet, PreparedGroup, PreparedInfo, PreparedWeight, ProbeItem, Q4Backend,
+    Q4Weight, Reject, RejectCode, Result, TensorView, TensorViewMut, VendorDevice, Verdict,
 };
 use q4_plugin_abi as abi;
 use q4_plugin_abi::{Q4Footprint, Q4PreparedInfo, Q4Str, status};
 use q4_plugin_sdk::lend::{self, LentEnv, LentSpec, LentWeight};
 use q4_plugin_sdk::{codes, message};
+use std::any::Any;
 use std::ffi::c_void;
 use std::mem::size_of;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -172,6 +175,28 @@ impl Q4Backend for Plugin {
         let info = agreed(&facts, spec, path, w, &i.name, i.table.api.backward_input.is_some())?;
         Ok(Box::new(Prepared { held, info }))
     }
+
+    fn group(
+        &self,
+        weights: &[Arc<dyn PreparedWeight>],
+        cx: &mut ExecContext<'_>,
+    ) -> Result<Option<Box<dyn PreparedGroup>>> {
+        let own = |w: &Arc<dyn PreparedWeight>| {
+            let w = (&**w as &dyn Any).downcast_ref::<Prepared>()?;
+            Arc::ptr_eq(&w.held.instance, &self.instance).then_some(w.held.raw)
+        };
+        let raw: Option<Vec<_>> = weights.iter().map(own).collect();
+        let Some(raw) = raw else { return Err(strangers(&self.instance.name)) };
+        let group = group::Group::new(&self.instance, &raw, weights, cx)?;
+        Ok(group.map(|g| Box::new(g) as _))
+    }
+}
+
+/// Why a group is none.
+pub(crate) fn strangers(name: &str) -> Error {
+    Error::new(Code::Internal, "a group of weights")
+        .need(format!("weights of {name}"))
+        .have("one of another backend")
 }
 
 /// A product as the library of that name is asked about it. Refused without asking: a device of somebody else,
@@ -419,17 +444,20 @@ impl PreparedWeight for Prepared {
 }
 
 impl Prepared {
-    /// A library may rely on the scratch it asked for.
     fn scratch(&self, m: u64, cx: &ExecContext<'_>) -> Result<()> {
-        let need = self.workspace(m as usize);
-        let have = cx.workspace.as_ref().map_or(0, |w| w.as_view().nbytes());
-        if have >= need {
-            return Ok(());
-        }
-        Err(Error::new(Code::ShapeMismatch, "workspace of a product")
-            .need(format!("{need} bytes"))
-            .have(format!("{have} bytes")))
+        enough(self.workspace(m as usize), cx)
     }
+}
+
+/// A library may rely on the scratch it asked for.
+fn enough(need: usize, cx: &ExecContext<'_>) -> Result<()> {
+    let have = cx.workspace.as_ref().map_or(0, |w| w.as_view().nbytes());
+    if have >= need {
+        return Ok(());
+    }
+    Err(Error::new(Code::ShapeMismatch, "workspace of a product")
+        .need(format!("{need} bytes"))
+        .have(format!("{have} bytes")))
 }
 
 /// Takes one reason; `user` is a `Vec<Reject>`.

@@ -107,10 +107,14 @@ fn functions(api: &Q4BackendV1, maps: &Maps) -> Vec<Reject> {
         entries!(create, destroy, can_prepare, prepare, release, info, workspace, forward, dequantize);
     let mut optional = entries!(backward_input, probe, create_with, footprint, fuses, forward_fused).to_vec();
     let device = entries!(device, device_alloc, device_free, copy_in, copy_out, synchronize);
-    optional.extend(device);
-    let is_part = device.iter().any(|e| e.1.is_some());
-    let lacking = device.iter().filter(|e| is_part && e.1.is_none());
-    let lacking = lacking.map(|e| (e.0, "NULL beside others of the memory of a device".to_owned()));
+    let grouped = entries!(group, release_group, group_workspace, forward_grouped);
+    let mut lacking = Vec::new();
+    for (whole, of) in [(&device[..], "the memory of a device"), (&grouped, "grouped products")] {
+        optional.extend(whole);
+        let is_part = whole.iter().any(|e| e.1.is_some());
+        let absent = whole.iter().filter(|e| is_part && e.1.is_none());
+        lacking.extend(absent.map(|e| (e.0, format!("NULL beside others of {of}"))));
+    }
     let missing = needed.iter().filter(|e| e.1.is_none()).map(|e| (e.0, "NULL".to_owned()));
     let wild =
         needed.iter().chain(&optional).filter_map(|e| Some((e.0, e.1.filter(|f| !maps.runnable(*f))?)));

@@ -5,8 +5,8 @@ mod built;
 
 use q4_conformance::{golden, lattice, measure};
 use q4_core::{
-    Activations, Candidate, CudaDevice, DType, Device, ExecPath, HostEnv, LinearSpec, OpSet, Q4Backend,
-    RejectCode, Result, SegmentSpec, ThreadPool,
+    Activations, Candidate, CudaDevice, DType, Device, ExecContext, ExecPath, FuseSet, HostEnv, LinearSpec,
+    OpSet, Q4Backend, RejectCode, Result, SegmentSpec, ThreadPool,
 };
 use q4_plugin_host::{Door, Loader};
 use std::path::Path;
@@ -74,6 +74,37 @@ fn the_c_example_computes_nvfp4_and_nf4() -> Result<()> {
     }
     let refusal = Loader { door: Door::AbiStable, ..Loader::default() }.load(&built::acme_c()).err().unwrap();
     assert_eq!((refusal.reasons[0].code, &*refusal.name), (RejectCode::SymbolMissing, "acme-c"));
+    Ok(())
+}
+
+/// The suite lets a weight decline what it does not fuse; these do not.
+#[test]
+fn both_examples_fuse_a_gate_and_a_residual() -> Result<()> {
+    let pool = ThreadPool::new(1);
+    for path in [built::acme_c(), built::acme_nvfp4()] {
+        let backend = load(&path, Door::C);
+        let sketch =
+            lattice::Sketch::plain(lattice::usual()[0], Activations::Native, DType::F32, [96, 256, 4], 0);
+        let weight = sketch.with(|problem| {
+            let spec = LinearSpec {
+                segments: vec![SegmentSpec { name: "mlp.{gate,up}_proj".into(), rows: 96 }],
+                schema: problem.weight.schema,
+                k: 256,
+                max_m: 4,
+                x: DType::F32,
+                y: DType::F32,
+                activations: Activations::Native,
+                device: Device::Cpu,
+                ops: OpSet::FORWARD,
+            };
+            let mut cx = ExecContext::cpu(&pool);
+            backend.prepare(&problem.weight, &spec, ExecPath::FusedDequant, &mut cx)
+        })?;
+        let both = FuseSet::GATE.with(FuseSet::ACCUMULATE);
+        for set in [FuseSet::GATE, FuseSet::ACCUMULATE, both] {
+            assert!((1..=4).all(|m| weight.fuses(m, set)), "{} of {}", set.0, path.display());
+        }
+    }
     Ok(())
 }
 

@@ -174,7 +174,7 @@ fn many_threads_call_at_once() {
 /// What the fault in the example, at the start of its `forward`, is told as.
 fn in_forward(dir: &Path, name: &str, body: &str) -> Error {
     let call = "const q4_exec *exec, q4_error *err)\n{";
-    let source = std::fs::read_to_string(built::plugins().join("examples/c/acme_c.c")).unwrap();
+    let source = built::acme_c_source();
     let at = source.find("static q4_status forward(").unwrap();
     let open = at + source[at..].find('{').unwrap() + 1;
     assert!(source[at..open].contains("const q4_matrix *x") && call.ends_with('{'));

@@ -43,7 +43,7 @@ fn four_pairs_of_ages_work() -> Result<()> {
                 "static const q4_backend_v1 TABLE = {\n    .struct_size = sizeof(q4_backend_v1),",
                 "typedef struct { q4_backend_v1 now; q4_status (*later)(void); } newer_table;\nstatic q4_status later(void) { return Q4_OK; }\nstatic const newer_table NEWER = {.later = later, .now = {\n    .struct_size = sizeof(newer_table),",
             ),
-            ("forward_fused,\n#endif\n};", "forward_fused,\n#endif\n}};"),
+            ("forward_grouped,\n#endif\n};", "forward_grouped,\n#endif\n}};"),
             (".abi_minor = Q4_ABI_MINOR", ".abi_minor = Q4_ABI_MINOR + 1"),
             ("out->table = &TABLE;", "out->table = &NEWER;"),
         ],

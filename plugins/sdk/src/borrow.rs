@@ -313,6 +313,19 @@ pub unsafe fn view_mut<'a>(raw: *const Q4Matrix) -> Result<TensorViewMut<'a>> {
     unsafe { TensorViewMut::from_raw(data, size(m.bytes, "bytes")?, device, dtype, &shape, &strides) }
 }
 
+/// Where the rows of each of `count` weights begin, and where the last ones end.
+///
+/// # Safety
+/// `raw` addresses `count + 1` numbers on `device` for `'a`.
+pub unsafe fn offsets<'a>(raw: *const i32, count: usize, device: Device) -> Result<TensorView<'a>> {
+    let Some(data) = NonNull::new(raw.cast_mut()).filter(|data| data.is_aligned()) else {
+        return Err(invalid("offsets", format!("{raw:p}")));
+    };
+    let bytes = (count + 1) * size_of::<i32>();
+    // SAFETY: forwarded to the caller.
+    unsafe { TensorView::from_raw(data.cast(), bytes, device, DType::I32, &[count as i64 + 1], &[1]) }
+}
+
 type Operand = (NonNull<c_void>, [i64; 2], [i64; 2], DType, Device);
 
 fn operand(m: &Q4Matrix) -> Result<Operand> {

@@ -1,5 +1,6 @@
 //! A backend behind the C table.
 mod calls;
+mod group;
 
 use crate::devices::Devices;
 use crate::panics::{guarded, quiet, quietly};
@@ -190,6 +191,10 @@ impl Made {
             copy_in: Some(calls::copy_in),
             copy_out: Some(calls::copy_out),
             synchronize: Some(calls::synchronize),
+            group: Some(group::group),
+            release_group: Some(group::release_group),
+            group_workspace: Some(group::group_workspace),
+            forward_grouped: Some(group::forward_grouped),
         };
         Self { backend, table, _offers: offers }
     }
@@ -212,6 +217,6 @@ impl Instance {
 
 /// What a `q4_prepared` is.
 struct Weight {
-    weight: Box<dyn PreparedWeight>,
+    weight: Arc<dyn PreparedWeight>,
     poisoned: Arc<AtomicBool>,
 }

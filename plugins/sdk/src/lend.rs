@@ -3,7 +3,7 @@
 use crate::codes;
 use q4_core::memory::UnifiedMemory;
 use q4_core::{
-    ActGlobal, Activations, BuiltinOptions, Code, Device, Error, ExecContext, ExecPath, Found, Fusion,
+    ActGlobal, Activations, BuiltinOptions, Code, DType, Device, Error, ExecContext, ExecPath, Found, Fusion,
     HostEnv, LinearSpec, Part, Q4Schema, Q4Weight, Result, TensorView, TensorViewMut, ThreadPool,
 };
 use q4_plugin_abi as abi;
@@ -312,6 +312,18 @@ pub fn matrix(view: &TensorView<'_>) -> Result<Q4Matrix> {
 /// An operand to write.
 pub fn matrix_mut(view: &mut TensorViewMut<'_>) -> Result<Q4Matrix> {
     Ok(Q4Matrix { data: view.as_mut_ptr(), ..matrix(&view.as_view())? })
+}
+
+/// Where the rows of each weight of a group begin, and where the last ones end. Good while the view's bytes
+/// are borrowed.
+pub fn offsets(view: &TensorView<'_>, count: usize) -> Result<*const i32> {
+    let data = view.as_ptr().cast::<i32>();
+    if view.dtype() == DType::I32 && view.is_contiguous() && view.len() == count + 1 && data.is_aligned() {
+        return Ok(data);
+    }
+    Err(Error::new(Code::ShapeMismatch, "offsets of a grouped product")
+        .need(format!("i32[{}], aligned", count + 1))
+        .have(format!("{view:?}")))
 }
 
 /// What a call may use. Good while `cx` is borrowed.

@@ -3,16 +3,17 @@
 #![allow(clippy::unwrap_used)]
 use q4_core::{
     Activations, BackendDescriptor, Code, DType, Dense, Device, Error, ExecContext, ExecPath, HostEnv,
-    LinearSpec, OpSet, Part, PreparedInfo, PreparedWeight, ProbeItem, Q4Backend, Q4Schema, Q4Weight, Reject,
-    RejectCode, Result, Segment, SegmentData, SegmentSpec, TensorView, TensorViewMut, ThreadPool, Verdict,
+    LinearSpec, OpSet, Part, PreparedGroup, PreparedInfo, PreparedWeight, ProbeItem, Q4Backend, Q4Schema,
+    Q4Weight, Reject, RejectCode, Result, Segment, SegmentData, SegmentSpec, TensorView, TensorViewMut,
+    ThreadPool, Verdict,
 };
 use q4_plugin_sdk::abi::{self, Q4BackendV1, Q4Interface, Q4Matrix, Q4Str, Q4TaskFn, status};
 use q4_plugin_sdk::lend::{self, LentEnv, LentSpec, LentWeight};
 use q4_plugin_sdk::message;
 use std::ffi::c_void;
 use std::ptr;
-use std::sync::LazyLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, LazyLock};
 
 /// Does to its caller what the first input says.
 struct Faulty(BackendDescriptor);
@@ -64,6 +65,36 @@ impl Q4Backend for Faulty {
             resident_bytes: 17,
             ops: OpSet::ALL,
         })))
+    }
+    fn group(
+        &self,
+        weights: &[Arc<dyn PreparedWeight>],
+        _: &mut ExecContext<'_>,
+    ) -> Result<Option<Box<dyn PreparedGroup>>> {
+        Ok((weights.len() != 5).then(|| Box::new(Group(weights.to_vec())) as _))
+    }
+}
+
+/// Writes the number of the weight that a row belongs to.
+struct Group(Vec<Arc<dyn PreparedWeight>>);
+
+impl PreparedGroup for Group {
+    fn workspace(&self, m: usize) -> usize {
+        m * self.0.len()
+    }
+    fn forward(
+        &self,
+        x: TensorView<'_>,
+        offsets: TensorView<'_>,
+        mut y: TensorViewMut<'_>,
+        _: &mut ExecContext<'_>,
+    ) -> Result<()> {
+        let at = offsets.as_slice::<i32>()?;
+        for r in 0..x.as_matrix()?.0 {
+            assert!(x.row::<f32>(r)?[0] != 1.0, "row {r} of a group");
+            y.row_mut::<f32>(r)?[0] = (at.iter().filter(|from| **from as usize <= r).count() - 1) as f32;
+        }
+        Ok(())
     }
 }
 
@@ -335,4 +366,47 @@ fn every_reason_crosses() {
     let status = unsafe { can_prepare(session.backend, lent.raw(), env.raw(), sink, user, ptr::null_mut()) };
     assert_eq!(status, status::UNSUPPORTED);
     assert_eq!(reasons, vec![["shape-unsupported", "k = 4", "k = 5"].map(String::from); 2]);
+}
+
+#[test]
+fn several_weights_are_one_call() {
+    let (session, pool) = (Session::new(), ThreadPool::new(1));
+    let mut cx = ExecContext::cpu(&pool);
+    let exec = lend::exec(&mut cx).unwrap();
+    let t = table();
+    let make = |count: usize| {
+        let (weights, mut out) = (vec![session.weight.cast_const(); count], ptr::null_mut());
+        let group = t.group.unwrap();
+        // SAFETY: a live backend and as many live weights of it.
+        let code = unsafe {
+            group(session.backend, weights.as_ptr(), count as u64, &exec, &mut out, ptr::null_mut())
+        };
+        (code, out)
+    };
+    assert_eq!(make(0).0, status::INVALID_ARGUMENT);
+    assert_eq!(make(5).0, status::UNSUPPORTED, "these are left to the caller");
+    let (code, group) = make(3);
+    assert_eq!(code, status::OK);
+    // SAFETY: a live group.
+    assert_eq!(unsafe { t.group_workspace.unwrap()(group, 7) }, 21);
+    let (mut x, mut y) = ([0f32; 16], [9f32; 4]);
+    let mut call = |x: &[f32], offsets: *const i32| {
+        let xm = lend::matrix(&TensorView::of(x, &[4, 4]).unwrap()).unwrap();
+        let ym = lend::matrix_mut(&mut TensorViewMut::of(&mut y, &[4, 1]).unwrap()).unwrap();
+        // SAFETY: a live group, and operands of this test.
+        let code = unsafe { t.forward_grouped.unwrap()(group, &xm, offsets, &ym, &exec, ptr::null_mut()) };
+        (code, y)
+    };
+    for wrong in [[0, 1, 5, 4], [1, 1, 2, 4], [0, 1, 2, 3], [0, 1, 2, 5], [0, -1, 2, 4]] {
+        assert_eq!(call(&x, wrong.as_ptr()), (status::INVALID_ARGUMENT, [9.0; 4]), "{wrong:?}");
+    }
+    assert_eq!(call(&x, ptr::null()).0, status::INVALID_ARGUMENT);
+    assert_eq!(call(&x, [0i32, 1, 1, 4].as_ptr()), (status::OK, [0.0, 2.0, 2.0, 2.0]));
+    // Offsets among the numbers of x.
+    assert_eq!(call(&x, x.as_ptr().cast()).0, status::INVALID_ARGUMENT);
+    x[4] = 1.0;
+    assert_eq!(call(&x, [0i32, 4, 4, 4].as_ptr()).0, status::PANICKED);
+    // SAFETY: made by the same table, released once, before its weight.
+    unsafe { t.release_group.unwrap()(group) };
+    assert_eq!(make(2).0, status::PANICKED, "the backend is not used any more");
 }

@@ -8,8 +8,8 @@ use q4_core::Result;
 pub const FEW_ROWS: usize = 16;
 /// Units a warp has in flight.
 pub const FEW_STAGES: usize = 3;
-/// Bytes of 16 rows by 128 k of a weight.
-const UNIT: usize = 1152;
+/// Bytes of 16 rows by 128 k of a weight: codes and scales.
+pub const UNIT: usize = 1152;
 const THREADS: usize = 512;
 const WARPS: usize = THREADS / 32;
 

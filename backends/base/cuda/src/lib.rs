@@ -37,7 +37,7 @@ pub use call::{check_call, check_norm, check_place, scratch};
 pub use cudarc::cublaslt::sys as cublaslt;
 pub use cudarc::driver::sys as driver;
 pub use dense::DenseProduct;
-pub use few::{Align, Chip, FEW_ROWS, FEW_STAGES, FewPlan, FewRows, Width};
+pub use few::{Align, Chip, FEW_ROWS, FEW_STAGES, FewPlan, FewRows, UNIT, Width};
 pub use fp4::{FP4_COLUMNS, FP4_ROWS, Fp4Operands, Fp4Product, fp4_lacks};
 pub use gpu::Gpu;
 pub use graph::{Graph, Nodes};

@@ -2,20 +2,21 @@
 use super::link::{Broken, Channel, Greeting, Link};
 use super::port::Port;
 use super::process::Process;
-use super::weight::{Held, RemoteWeight, lay_out};
+use super::weight::{Held, RemoteGroup, RemoteWeight, lay_out};
 use super::wire::ask;
 use super::{Isolation, Loss, VERB, lock};
-use crate::backend::{agreed, question};
+use crate::backend::{agreed, question, strangers};
 use crate::{Examined, Refusal, one};
 use q4_core::conduct::Facts;
 use q4_core::device::{DeviceBytes, DeviceMemory, memory_of};
 use q4_core::{
-    BackendDescriptor, Code, Device, Error, ExecContext, ExecPath, HostEnv, LinearSpec, PreparedWeight,
-    ProbeItem, Q4Backend, Q4Weight, Reject, RejectCode, Result, VendorDevice, Verdict,
+    BackendDescriptor, Code, Device, Error, ExecContext, ExecPath, HostEnv, LinearSpec, PreparedGroup,
+    PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Reject, RejectCode, Result, VendorDevice, Verdict,
 };
 use q4_plugin_abi::Q4PreparedInfo;
-use q4_plugin_sdk::lend::{LentSpec, LentWeight};
+use q4_plugin_sdk::lend::{self, LentSpec, LentWeight};
 use q4_plugin_sdk::message;
+use std::any::Any;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
@@ -267,6 +268,30 @@ impl Q4Backend for Remote {
         let held = Held { link: self.link.clone(), id };
         let info = agreed(&facts, spec, path, w, &self.link.name, true)?;
         Ok(Box::new(RemoteWeight { held, info, fuses: Mutex::default() }))
+    }
+
+    fn group(
+        &self,
+        weights: &[Arc<dyn PreparedWeight>],
+        cx: &mut ExecContext<'_>,
+    ) -> Result<Option<Box<dyn PreparedGroup>>> {
+        let own = |w: &Arc<dyn PreparedWeight>| {
+            let w = (&**w as &dyn Any).downcast_ref::<RemoteWeight>()?;
+            Arc::ptr_eq(&w.held.link, &self.link).then_some(w.held.id)
+        };
+        let ids: Option<Vec<_>> = weights.iter().map(own).collect();
+        let Some(ids) = ids else { return Err(strangers(&self.link.name)) };
+        let exec = lend::exec(cx)?;
+        let (made, id) = self.link.ask("group", |c| {
+            let out = c.port.out.begin(ask::GROUP).u32(exec.threads).u32(exec.device_type);
+            out.u32(exec.device_id).u32(ids.len() as u32);
+            for id in &ids {
+                out.u64(*id);
+            }
+            c.exchange(&[], |f| Ok((f.u32()?, f.u64()?)))
+        })?;
+        let group = || RemoteGroup { link: self.link.clone(), id, weights: weights.to_vec() };
+        Ok((made == 1).then(|| Box::new(group()) as _))
     }
 }
 

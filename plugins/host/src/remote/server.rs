@@ -1,14 +1,14 @@
 //! The other process: loads one library and answers for it until nobody asks any more.
 use super::memory::Lent;
 use super::port::Port;
-use super::wire::{Fields, Frame, Malformed, VERSION, answer, ask};
+use super::wire::{Fields, Frame, GROUPED, Malformed, VERSION, answer, ask};
 use super::{count, lock};
 use crate::{Loaded, Loader, Refusal, TableCases};
 use q4_core::conduct::{self, float_control};
-use q4_core::stage::Staged;
+use q4_core::stage::{Staged, StagedGroup};
 use q4_core::{
-    Candidate, Code, Device, Error, ExecContext, ExecPath, FuseSet, Fusion, LinearSpec, PreparedWeight,
-    Q4Backend, Q4Weight, RmsNorm, TensorView, ThreadPool,
+    Candidate, Code, Device, Error, ExecContext, ExecPath, FuseSet, Fusion, LinearSpec, PreparedGroup,
+    PreparedWeight, Q4Backend, Q4Weight, RmsNorm, TensorView, ThreadPool,
 };
 use q4_plugin_abi as abi;
 use q4_plugin_abi::{Q4LinearSpec, Q4Matrix, Q4Segment, Q4Str};
@@ -29,6 +29,8 @@ use std::sync::{Arc, Mutex, OnceLock};
 const NOBODY: i32 = 130;
 /// Most threads that a call may ask for.
 const MOST_THREADS: u32 = 1024;
+/// Most weights of a group.
+const MOST_WEIGHTS: u32 = 1 << 16;
 
 /// What the process does whose standard input is the socket of a client: everything a client asks, of the
 /// library that it names first. Returns when the client has said good-bye or is gone.
@@ -191,6 +193,7 @@ struct Server {
     backend: Mutex<Option<Arc<dyn Q4Backend>>>,
     table: TableCases,
     weights: Mutex<BTreeMap<u64, Arc<dyn PreparedWeight>>>,
+    groups: Mutex<BTreeMap<u64, Arc<dyn PreparedGroup>>>,
     next: AtomicU64,
     pools: Mutex<BTreeMap<usize, Arc<ThreadPool>>>,
     /// Calls after which the thread rounded in another way than before.
@@ -231,6 +234,7 @@ impl Server {
             backend: Mutex::new(Some(backend)),
             table,
             weights: Mutex::default(),
+            groups: Mutex::default(),
             next: AtomicU64::new(1),
             pools: Mutex::default(),
             rounding: AtomicU64::new(0),
@@ -270,6 +274,12 @@ impl Server {
                 let device = Device::vendor(&backend.descriptor().name, ordinal);
                 out.u64(backend.memory(device)?.free()?);
             }
+            ask::GROUP => self.group(here, f, out)?,
+            ask::GROUP_WORKSPACE => {
+                let group = self.grouped(f.u64()?)?;
+                out.u64(group.workspace(f.size()?) as u64);
+            }
+            ask::RELEASE_GROUP => drop(lock(&self.groups).remove(&f.u64()?)),
             ask::RELEASE => drop(lock(&self.weights).remove(&f.u64()?)),
             ask::REGION => {
                 let (which, len) = (f.u32()? as usize, f.size()?);
@@ -291,6 +301,7 @@ impl Server {
                 });
             }
             ask::BYE => {
+                lock(&self.groups).clear();
                 lock(&self.weights).clear();
                 drop(lock(&self.backend).take());
                 // As a program ends that had the library in itself.
@@ -308,14 +319,23 @@ impl Server {
     /// A product; what the library calls its own device is one of the backend's.
     fn spec(&self, f: &mut Fields<'_>) -> Result<(LinearSpec, ExecPath), Fault> {
         let (mut spec, path) = spec(f)?;
-        if let Device::Vendor { ordinal, .. } = spec.device {
-            spec.device = Device::vendor(&self.backend()?.descriptor().name, ordinal);
-        }
+        spec.device = self.device(spec.device)?;
         Ok((spec, path))
+    }
+
+    fn device(&self, named: Device) -> Result<Device, Malformed> {
+        Ok(match named {
+            Device::Vendor { ordinal, .. } => Device::vendor(&self.backend()?.descriptor().name, ordinal),
+            other => other,
+        })
     }
 
     fn weight(&self, id: u64) -> Result<Arc<dyn PreparedWeight>, Fault> {
         Ok(lock(&self.weights).get(&id).cloned().ok_or(Malformed)?)
+    }
+
+    fn grouped(&self, id: u64) -> Result<Arc<dyn PreparedGroup>, Fault> {
+        Ok(lock(&self.groups).get(&id).cloned().ok_or(Malformed)?)
     }
 
     fn pool(&self, here: &mut Here, threads: u32) -> Arc<ThreadPool> {
@@ -411,12 +431,36 @@ impl Server {
         Ok(())
     }
 
+    fn group(&self, here: &mut Here, mut f: Fields<'_>, out: &mut Frame) -> Result<(), Fault> {
+        let pool = self.pool(here, f.u32()?);
+        let device = self.device(codes::device_from(f.u32()?, f.u32()?).ok_or(Malformed)?)?;
+        let mut weights = Vec::new();
+        for _ in 0..f.count(MOST_WEIGHTS)? {
+            weights.push(Staged::unstaged(&self.weight(f.u64()?)?));
+        }
+        f.end()?;
+        let (backend, mut cx) = (self.backend()?, ExecContext::on(device, 0, &pool));
+        let Some(group) = self.watched(|| backend.group(&weights, &mut cx))? else {
+            out.u32(0).u64(0);
+            return Ok(());
+        };
+        let group: Arc<dyn PreparedGroup> = match device {
+            Device::Cpu => group.into(),
+            device => Arc::new(StagedGroup::new(group, device, backend.memory(device)?)),
+        };
+        let id = self.next.fetch_add(1, Ordering::Relaxed);
+        lock(&self.groups).insert(id, group);
+        out.u32(1).u64(id);
+        Ok(())
+    }
+
     fn call(&self, here: &mut Here, mut f: Fields<'_>) -> Result<(), Fault> {
         let (op, id, threads) = (f.u32()?, f.u64()?, f.u32()?);
         let device = codes::device_from(f.u32()?, f.u32()?).ok_or(Malformed)?;
         let (scratch_at, scratch_len) = (f.u64()?, f.u64()?);
         let pool = self.pool(here, threads);
-        let weight = self.weight(id)?;
+        let group = (op == GROUPED).then(|| self.grouped(id)).transpose()?;
+        let weight = if group.is_some() { None } else { Some(self.weight(id)?) };
         let matrix = |f: &mut Fields<'_>, region: usize| -> Result<Q4Matrix, Malformed> {
             let (at, bytes) = (f.u64()?, f.u64()?);
             Ok(Q4Matrix {
@@ -439,6 +483,8 @@ impl Server {
             let bytes = f.raw(super::wire::MOST)?.as_chunks::<4>().0;
             bytes.iter().map(|b| f32::from_le_bytes(*b)).collect()
         };
+        let told = f.raw(super::wire::MOST)?;
+        let offsets: Vec<i32> = told.as_chunks::<4>().0.iter().map(|b| i32::from_le_bytes(*b)).collect();
         f.end()?;
         let mut exec = lend::exec(&mut ExecContext::on(device, 0, &pool))?;
         if scratch_at != u64::MAX {
@@ -450,6 +496,15 @@ impl Server {
         cx.workspace = unsafe { borrow::workspace(&exec) }?.1;
         // SAFETY: as above.
         let (x, y) = unsafe { (x.map(|x| borrow::view(&x)).transpose()?, borrow::view_mut(&y)?) };
+        if let (Some(group), Some(x)) = (group, x) {
+            let at = TensorView::of(&offsets, &[offsets.len()])?;
+            self.watched(|| group.forward(x, at, y, &mut cx))?;
+            if offsets.iter().flat_map(|v| v.to_le_bytes()).ne(told.iter().copied()) {
+                return Err(Error::new(Code::ConformanceFailed, "the offsets were modified").into());
+            }
+            return Ok(());
+        }
+        let weight = weight.ok_or(Malformed)?;
         self.watched(|| match (op, x) {
             (abi::op::FORWARD, Some(x)) if set == FuseSet::NONE => weight.forward(x, y, &mut cx),
             (abi::op::FORWARD, Some(x)) => {

@@ -1,10 +1,10 @@
 //! A weight there: how its bytes and the operands of its calls are lent, and what comes back.
 use super::link::{Answer, Broken, Channel, Link};
 use super::memory::{ALIGN, Shared, page, place};
-use super::wire::{Malformed, ask};
+use super::wire::{GROUPED, Malformed, ask};
 use q4_core::{
-    Code, DType, Error, ExecContext, FuseSet, Fusion, PreparedInfo, PreparedWeight, Result, TensorView,
-    TensorViewMut,
+    Code, DType, Error, ExecContext, FuseSet, Fusion, PreparedGroup, PreparedInfo, PreparedWeight, Result,
+    TensorView, TensorViewMut,
 };
 use q4_plugin_abi as abi;
 use q4_plugin_abi::{Q4Matrix, Q4Segment};
@@ -97,6 +97,59 @@ pub(super) struct RemoteWeight {
     pub(super) fuses: Mutex<BTreeMap<(usize, u8), bool>>,
 }
 
+/// Weights there that one call multiplies; released with this, and before them.
+pub(super) struct RemoteGroup {
+    pub(super) link: Arc<Link>,
+    pub(super) id: u64,
+    pub(super) weights: Vec<Arc<dyn PreparedWeight>>,
+}
+
+impl Drop for RemoteGroup {
+    fn drop(&mut self) {
+        // As of a weight.
+        let _ = self.link.ask("release_group", |c| {
+            c.port.out.begin(ask::RELEASE_GROUP).u64(self.id);
+            c.exchange(&[], |_| Ok(()))
+        });
+    }
+}
+
+impl PreparedGroup for RemoteGroup {
+    fn workspace(&self, m: usize) -> usize {
+        let asked = self.link.ask("group_workspace", |c| {
+            c.port.out.begin(ask::GROUP_WORKSPACE).u64(self.id).u64(m as u64);
+            c.exchange(&[], |f| f.u64())
+        });
+        asked.ok().and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(usize::MAX)
+    }
+
+    fn forward(
+        &self,
+        x: TensorView<'_>,
+        offsets: TensorView<'_>,
+        y: TensorViewMut<'_>,
+        cx: &mut ExecContext<'_>,
+    ) -> Result<()> {
+        let at = lend::offsets(&offsets, self.weights.len())?;
+        // SAFETY: as many numbers as were checked; whatever device they name, another process is lent host
+        // memory.
+        let offsets = unsafe { std::slice::from_raw_parts(at, self.weights.len() + 1) };
+        let asked = Asked { what: "forward_grouped", op: GROUPED, id: self.id, fused: None, offsets };
+        call(&self.link, &asked, Some(x), y, cx)
+    }
+}
+
+/// A call.
+struct Asked<'a> {
+    what: &'a str,
+    op: u32,
+    /// The weight or the group.
+    id: u64,
+    fused: Option<&'a Fused<'a>>,
+    /// Of a group.
+    offsets: &'a [i32],
+}
+
 /// What is asked besides a plain call.
 struct Fused<'a> {
     parts: u8,
@@ -178,68 +231,82 @@ impl RemoteWeight {
         op: u32,
         x: Option<TensorView<'_>>,
         fused: Option<&Fused<'_>>,
-        mut y: TensorViewMut<'_>,
+        y: TensorViewMut<'_>,
         cx: &mut ExecContext<'_>,
     ) -> Result<()> {
-        let xm = x.as_ref().map(lend::matrix).transpose()?;
-        let ym = lend::matrix_mut(&mut y)?;
-        let mut exec = lend::exec(cx)?;
-        let is_judged = self.held.link.is_judged;
-        if let Some(scratch) = &mut cx.workspace {
-            exec.workspace = scratch.as_mut_ptr();
-        }
-        self.held.link.ask(what, |c| {
-            // Which edge is up to the shape, so that a case is the same when it runs again.
-            let at_end = (ym.rows + ym.cols) % 2 == 0;
-            let x = xm.as_ref().map(|m| c.lend(0, m, true, is_judged, at_end)).transpose()?;
-            // A sum is added to what is there.
-            let y = c.lend(1, &ym, is_judged || fused.is_some(), is_judged, at_end)?;
-            let w = if exec.workspace.is_null() {
-                None
-            } else {
-                // As bytes.
-                let m = Q4Matrix {
-                    data: exec.workspace,
-                    rows: 1,
-                    cols: exec.workspace_bytes,
-                    ld: exec.workspace_bytes,
-                    dtype: 0,
-                    ..ym
-                };
-                Some(c.lend(2, &m, is_judged, is_judged, at_end)?)
-            };
-            let out = c.port.out.begin(ask::CALL).u32(op).u64(self.held.id).u32(exec.threads);
-            out.u32(exec.device_type).u32(exec.device_id);
-            let none = Placed { at: usize::MAX, len: 0, apron: [(0, 0); 2] };
-            let scratch = w.as_ref().unwrap_or(&none);
-            out.u64(scratch.at as u64).u64(scratch.len as u64);
-            for (m, p) in xm.iter().zip(&x).chain([(&ym, &y)]) {
-                out.u64(p.at as u64).u64(p.len as u64).u64(m.rows).u64(m.cols).u64(m.ld);
-                out.u32(m.dtype).u32(m.device_type).u32(m.device_id);
-            }
-            let parts = fused.map_or(0, |f| u32::from(f.parts));
-            out.u32(parts).f32(fused.map_or(0.0, |f| f.eps));
-            let weight = fused.map_or(&[][..], |f| f.weight);
-            out.raw(weight.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<_>>().as_slice());
-            let answered = c.exchange(&[], |_| Ok(()))?;
-            let [_, results, scratch] = &c.regions;
-            let (Some(results), true) = (results, is_judged || answered.is_ok()) else { return Ok(answered) };
-            // SAFETY: the bytes of y, a unique view, and no others.
-            unsafe { take(results, &y, &ym, is_judged) };
-            if !is_judged {
-                return Ok(answered);
-            }
-            let around = |of: &str, region: &Shared, placed: &Placed| {
-                let hit = placed.apron.iter().find_map(|a| region.other_than(a.0, a.1, MARK));
-                hit.map_or(Ok(()), |hit| Err(outside(of, hit as i64 - placed.at as i64, placed.len)))
-            };
-            let mut checked = around("the output", results, &y);
-            if let (Some(region), Some(w)) = (scratch, &w) {
-                checked = checked.and_then(|()| around("the workspace", region, w));
-            }
-            Ok(answered.and(checked))
-        })
+        let asked = Asked { what, op, id: self.held.id, fused, offsets: &[] };
+        call(&self.held.link, &asked, x, y, cx)
     }
+}
+
+/// Lends the operands, asks, and takes what was written.
+fn call(
+    link: &Link,
+    asked: &Asked<'_>,
+    x: Option<TensorView<'_>>,
+    mut y: TensorViewMut<'_>,
+    cx: &mut ExecContext<'_>,
+) -> Result<()> {
+    let fused = asked.fused;
+    let xm = x.as_ref().map(lend::matrix).transpose()?;
+    let ym = lend::matrix_mut(&mut y)?;
+    let mut exec = lend::exec(cx)?;
+    let is_judged = link.is_judged;
+    if let Some(scratch) = &mut cx.workspace {
+        exec.workspace = scratch.as_mut_ptr();
+    }
+    link.ask(asked.what, |c| {
+        // Which edge is up to the shape, so that a case is the same when it runs again.
+        let at_end = (ym.rows + ym.cols) % 2 == 0;
+        let x = xm.as_ref().map(|m| c.lend(0, m, true, is_judged, at_end)).transpose()?;
+        // A sum is added to what is there.
+        let y = c.lend(1, &ym, is_judged || fused.is_some(), is_judged, at_end)?;
+        let w = if exec.workspace.is_null() {
+            None
+        } else {
+            // As bytes.
+            let m = Q4Matrix {
+                data: exec.workspace,
+                rows: 1,
+                cols: exec.workspace_bytes,
+                ld: exec.workspace_bytes,
+                dtype: 0,
+                ..ym
+            };
+            Some(c.lend(2, &m, is_judged, is_judged, at_end)?)
+        };
+        let out = c.port.out.begin(ask::CALL).u32(asked.op).u64(asked.id).u32(exec.threads);
+        out.u32(exec.device_type).u32(exec.device_id);
+        let none = Placed { at: usize::MAX, len: 0, apron: [(0, 0); 2] };
+        let scratch = w.as_ref().unwrap_or(&none);
+        out.u64(scratch.at as u64).u64(scratch.len as u64);
+        for (m, p) in xm.iter().zip(&x).chain([(&ym, &y)]) {
+            out.u64(p.at as u64).u64(p.len as u64).u64(m.rows).u64(m.cols).u64(m.ld);
+            out.u32(m.dtype).u32(m.device_type).u32(m.device_id);
+        }
+        let parts = fused.map_or(0, |f| u32::from(f.parts));
+        out.u32(parts).f32(fused.map_or(0.0, |f| f.eps));
+        let weight = fused.map_or(&[][..], |f| f.weight);
+        out.raw(weight.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<_>>().as_slice());
+        out.raw(asked.offsets.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<_>>().as_slice());
+        let answered = c.exchange(&[], |_| Ok(()))?;
+        let [_, results, scratch] = &c.regions;
+        let (Some(results), true) = (results, is_judged || answered.is_ok()) else { return Ok(answered) };
+        // SAFETY: the bytes of y, a unique view, and no others.
+        unsafe { take(results, &y, &ym, is_judged) };
+        if !is_judged {
+            return Ok(answered);
+        }
+        let around = |of: &str, region: &Shared, placed: &Placed| {
+            let hit = placed.apron.iter().find_map(|a| region.other_than(a.0, a.1, MARK));
+            hit.map_or(Ok(()), |hit| Err(outside(of, hit as i64 - placed.at as i64, placed.len)))
+        };
+        let mut checked = around("the output", results, &y);
+        if let (Some(region), Some(w)) = (scratch, &w) {
+            checked = checked.and_then(|()| around("the workspace", region, w));
+        }
+        Ok(answered.and(checked))
+    })
 }
 
 fn outside(of: &str, at: i64, len: usize) -> Error {

@@ -6,7 +6,7 @@ use q4_plugin_abi::Q4LinearSpec;
 use std::borrow::Cow;
 
 /// Of the protocol; both sides are one executable, so a difference means that it was replaced in between.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 /// Longest frame.
 pub const MOST: usize = 4 << 20;
 /// Longest text of an answer, and most reasons or items.
@@ -29,7 +29,13 @@ pub mod ask {
     pub const LOAD: u32 = 12;
     pub const FUSES: u32 = 13;
     pub const DEVICE_FREE: u32 = 14;
+    pub const GROUP: u32 = 15;
+    pub const GROUP_WORKSPACE: u32 = 16;
+    pub const RELEASE_GROUP: u32 = 17;
 }
+
+/// The operation of a [`CALL`](ask::CALL) to a group, beside those of [`q4_plugin_abi::op`].
+pub const GROUPED: u32 = 1 << 31;
 
 /// How an answer begins.
 pub mod answer {

@@ -77,8 +77,18 @@ pub fn stub(dir: &Path, name: &str, edits: &[(&str, &str)]) -> PathBuf {
 
 /// The C example, edited, with the flags of a compiler.
 pub fn example(dir: &Path, name: &str, flags: &[&str], edits: &[(&str, &str)]) -> PathBuf {
-    let source = std::fs::read_to_string(plugins().join("examples/c/acme_c.c")).unwrap();
-    edited(dir, name, &source, flags, edits)
+    edited(dir, name, &acme_c_source(), flags, edits)
+}
+
+/// The C example as one source, with what it includes of its own.
+pub fn acme_c_source() -> String {
+    let read = |file: &str| std::fs::read_to_string(plugins().join("examples/c").join(file)).unwrap();
+    let mut source = read("acme_c.c");
+    for header in ["acme_numbers.h", "acme_kernels.h"] {
+        let text = read(header).replace("#include \"acme_numbers.h\"\n", "");
+        source = source.replace(&format!("#include \"{header}\"\n"), &text);
+    }
+    source
 }
 
 /// The C example on a device of its own, edited.

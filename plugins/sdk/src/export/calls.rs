@@ -66,7 +66,7 @@ pub(super) unsafe extern "C" fn prepare(
         weight.validate()?;
         // SAFETY: as above.
         let prepared = unsafe { with(exec, |cx| instance.backend.prepare(&weight, &spec, path, cx)) }?;
-        let made = Box::new(Weight { weight: prepared, poisoned: instance.poisoned.clone() });
+        let made = Box::new(Weight { weight: prepared.into(), poisoned: instance.poisoned.clone() });
         if out.is_null() {
             return Err(Error::new(Code::ShapeMismatch, "prepare")
                 .need("a place for the weight")
@@ -322,7 +322,11 @@ pub(super) unsafe extern "C" fn synchronize(b: *const Q4Backend, id: u32, err: *
 ///
 /// # Safety
 /// `b` is a live backend, `err` as the contract says.
-unsafe fn of(b: *const Q4Backend, err: *mut Q4Error, body: impl FnOnce(&Instance) -> Result<()>) -> Q4Status {
+pub(super) unsafe fn of(
+    b: *const Q4Backend,
+    err: *mut Q4Error,
+    body: impl FnOnce(&Instance) -> Result<()>,
+) -> Q4Status {
     // SAFETY: forwarded to the caller.
     unsafe {
         let instance = &*b.cast::<Instance>();
@@ -342,7 +346,7 @@ unsafe fn on(p: *const Q4Prepared, err: *mut Q4Error, body: impl FnOnce(&Weight)
     }
 }
 
-fn scratch<'a>(cx: &'a ExecContext<'_>) -> Option<TensorView<'a>> {
+pub(super) fn scratch<'a>(cx: &'a ExecContext<'_>) -> Option<TensorView<'a>> {
     cx.workspace.as_ref().map(TensorViewMut::as_view)
 }
 
@@ -350,7 +354,10 @@ fn scratch<'a>(cx: &'a ExecContext<'_>) -> Option<TensorView<'a>> {
 ///
 /// # Safety
 /// `exec` is as the contract says.
-unsafe fn with<R>(exec: *const Q4Exec, body: impl FnOnce(&mut ExecContext<'_>) -> Result<R>) -> Result<R> {
+pub(super) unsafe fn with<R>(
+    exec: *const Q4Exec,
+    body: impl FnOnce(&mut ExecContext<'_>) -> Result<R>,
+) -> Result<R> {
     if exec.is_null() {
         return body(&mut ExecContext::cpu(&POOL));
     }

@@ -1,8 +1,7 @@
 //! A model of the device layout (cuda/layout.cuh) on the CPU: what `q4_pack` must write, and its inverse.
 use q4_core::formats::{e2m1, e4m3};
+use q4_cuda::UNIT;
 
-/// Bytes of 16 rows by 128 k.
-pub const UNIT: usize = 1152;
 /// Lowest bit of the magnitude of pair p in its half of a word.
 const MAGNITUDE: [u32; 4] = [6, 3, 0, 9];
 /// Its sign.

@@ -2,9 +2,7 @@
 use crate::call::Threads;
 use q4_core::memory::UnifiedMemory;
 use q4_core::{Code, Error, Result, ThreadPool};
-use q4_cuda::driver::{
-    self, CUdevice_attribute_enum, CUmemAttach_flags_enum, CUmemLocation, CUmemLocationType_enum,
-};
+use q4_cuda::driver::{self, CUmemAttach_flags_enum, CUmemLocation, CUmemLocationType_enum};
 use q4_cuda::{Buffer, Event, Gpu, Pinned, check};
 use std::sync::Arc;
 
@@ -19,11 +17,7 @@ pub enum Memory {
 impl Memory {
     /// `bytes` of unspecified content, shared with the host where that is asked for and there is such memory.
     pub fn new(gpu: &Arc<Gpu>, bytes: usize, unified: UnifiedMemory) -> Result<Self> {
-        let is_managed = match unified {
-            UnifiedMemory::Disabled => false,
-            UnifiedMemory::Prefer => Managed::supported(gpu).is_ok(),
-            UnifiedMemory::Require => Managed::supported(gpu).map(|()| true)?,
-        };
+        let is_managed = unified.grant(&gpu.managed())?;
         if is_managed {
             Managed::new(gpu, bytes).map(Self::Managed)
         } else {
@@ -82,20 +76,6 @@ impl Managed {
         let it = Self { gpu: gpu.clone(), ptr, len };
         prefetch(gpu, ptr, len)?;
         Ok(it)
-    }
-    /// Fails on a device that host and device cannot share memory of.
-    fn supported(gpu: &Gpu) -> Result<()> {
-        let mut yes = 0;
-        let attribute = CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS;
-        // SAFETY: the device exists; the out pointer is valid.
-        let status = unsafe { driver::cuDeviceGetAttribute(&mut yes, attribute, gpu.handle()) };
-        check(status, "cuDeviceGetAttribute")?;
-        if yes != 0 {
-            return Ok(());
-        }
-        Err(Error::new(Code::UnifiedMemory, "managed memory")
-            .need("a device with concurrent managed access")
-            .have(gpu.device().to_string()))
     }
 }
 

@@ -7,6 +7,7 @@ use crate::prepare::{self, Part, Plan};
 use q4_core::formats::swizzle;
 use q4_core::memory::UnifiedMemory;
 use q4_core::{Convention, ExecPath, GlobalScale, PreparedWeight, Result, ThreadPool};
+use q4_cuda::UNIT;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -14,8 +15,6 @@ use std::sync::Arc;
 const ROWS: usize = 16;
 /// Columns k is padded to.
 const COLUMNS: usize = 128;
-/// Bytes of so many rows and columns: codes and scales.
-const UNIT: usize = 1152;
 
 /// Packs a weight on the device; waits until it is complete.
 pub fn prepare(

@@ -1,12 +1,10 @@
 //! Shapes of the tiles of `cuda/gemm.cu`, and which a call takes.
-use q4_cuda::HOPPER;
+use q4_cuda::{HOPPER, UNIT};
 
 /// The most pairs of blocks that share a tile through memory, as in gemm.cu.
 const SHARES: usize = 8;
 /// Bytes of outputs that a warpgroup puts together, as in gemm.cu.
 const PIECE: usize = 8192;
-/// Bytes of 16 rows by 128 k of a weight.
-const UNIT: usize = 1152;
 /// Units of 128 of k that are done as one, as in gemm.cu.
 pub const ROUND: usize = 2;
 /// Tokens that one of those who share a tile through memory sums up at least, as in gemm.cu.
