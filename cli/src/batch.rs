@@ -1,6 +1,6 @@
 //! `q4 generate --batch`: a file of requests, many computed at once, a line an answer in the order of the file.
 //!
-//! An answer is the one that `q4 generate` gives to its request alone. A run that was cut short is taken up
+//! On the CPU an answer is the one that `q4 generate` gives to its request alone. A run that was cut short is taken up
 //! where its file of answers ends.
 use crate::args::{AnswerArgs, GenerateArgs};
 use crate::context::Context;
@@ -8,7 +8,7 @@ use crate::generate::ROOM;
 use crate::input;
 use crate::prompt;
 use crate::report::{Outcome, stdout};
-use crate::session::Session;
+use crate::session::{Session, shared_chunk};
 use crate::signals;
 use crate::text::{Text, context_size};
 use q4_core::{Code, Error, Result};
@@ -27,9 +27,6 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
-
-/// Rows of a step: enough for prompts, few enough that nobody waits long for his next token.
-const ROWS: usize = 128;
 
 /// Requests at once where nobody says.
 const PARALLEL: u16 = 16;
@@ -143,7 +140,7 @@ pub fn run(cx: &Context, args: &GenerateArgs, batch: &Path) -> Result<Outcome> {
     }
     let mut out = Answers::open(how.output.as_deref(), &requests)?;
     let sequences = usize::from(how.parallel.unwrap_or(PARALLEL)).min(requests.len()).max(1);
-    let rows = ROWS.max(2 * sequences);
+    let rows = shared_chunk(cx.device()?, sequences);
     let sizes =
         ContextOptions { context, chunk: rows, all_logits: false, kv: cx.kv(KvType::F16), many: None };
     let session = Session::load_many(cx, dispatch, &checkpoint, args.answer.quantize, sizes, sequences)?;
