@@ -3,7 +3,7 @@ use crate::args::ServeArgs;
 use crate::context::Context;
 use crate::explain;
 use crate::report::Outcome;
-use crate::session::Session;
+use crate::session::{Session, shared_chunk};
 use crate::signals;
 use crate::text::{Text, context_size};
 use q4_core::{Code, Device, Error, Result};
@@ -21,8 +21,6 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// Positions of a sequence where nobody says.
 const CONTEXT: usize = 8192;
-/// Rows of a step: enough for prompts, few enough that others get their next token soon.
-const ROWS: usize = 128;
 /// Bytes of a request for other things than its prompt, tools among them, and for each token of a context.
 const BODY: usize = 512 << 10;
 const TOKEN: usize = 64;
@@ -58,12 +56,6 @@ pub fn run(cx: &Context, args: &ServeArgs) -> Result<Outcome> {
         Error::new(Code::Io, format!("{address}: {e}")).fix("another --port, or 0 for one that is free")
     })?;
     let dispatch = Session::dispatch(cx)?;
-    if cx.device()? != Device::Cpu {
-        return Err(Error::new(Code::Unsupported, "many requests at once on a CUDA device")
-            .need("--device cpu")
-            .have(cx.device()?.to_string())
-            .fix("q4 --device cpu serve"));
-    }
     let checkpoint = cx.open(&args.model)?;
     let text = Text::of(&checkpoint)?;
     let context = context_size(args.context, CONTEXT, &checkpoint)?;
@@ -72,7 +64,7 @@ pub fn run(cx: &Context, args: &ServeArgs) -> Result<Outcome> {
     let sequences = usize::from(args.parallel);
     let sizes = ContextOptions {
         context,
-        chunk: ROWS.max(2 * sequences),
+        chunk: shared_chunk(cx.device()?, sequences),
         all_logits: false,
         kv: cx.kv(KvType::F16),
         many: None,
@@ -86,7 +78,7 @@ pub fn run(cx: &Context, args: &ServeArgs) -> Result<Outcome> {
         return Err(Error::new(Code::Unsupported, format!("--reproducible: {}", first.layer))
             .need("a row whose bits do not depend on its company")
             .have(first.why.clone())
-            .fix("an instruction set whose sums have one order, e.g. Q4_ISA=avx512vnni, or a kernel on packed weights"));
+            .fix("--device cpu, a kernel on packed weights, and an instruction set whose sums have one order, e.g. Q4_ISA=avx512vnni"));
     }
     let served = Arc::new(Served {
         name: args.alias.clone().unwrap_or_else(|| checkpoint.name().to_owned()),

@@ -1,24 +1,21 @@
 // Attention of one step's queries over the cache. HEAD_DIM (64, 80, 96 or 128) is defined at compilation for
 // the kernels `decode_*`; `attention_*` take any even head size up to 512.
-//
-// Cache: keys/values[sequence * sequence_stride + kv_head * head_stride + position * dim + i], strides in
-// elements.
 #include "elements.cuh"
+#include "pages.cuh"
 
-// attention_T(q T[rows, heads dim], keys T, values T, head_stride, sequence_stride, position u32, batch,
-//             out T[rows, heads dim], heads, kv_heads, dim, scale)
-//   grid (heads, rows), block 256. scale = 1/sqrt(dim). Positions as in rotate_append.
+// attention_T(q T[rows, heads dim], keys T, values T, pages, out T[rows, heads dim], heads, kv_heads, dim, scale)
+//   grid (heads, rows), block 256. scale = 1/sqrt(dim).
 //   f32 arithmetic without tensor cores: `--dtype f32` and head sizes the other kernels do not have.
 template <class T>
 DEVICE void attention(
-    const T *q, const T *keys, const T *values, u64 head_stride, u64 sequence_stride, const u32 *position, int batch,
-    T *out, int heads, int kv_heads, int dim, float scale) {
+    const T *q, const T *keys, const T *values, const Pages &pages, T *out, int heads, int kv_heads, int dim, float scale) {
     __shared__ float best[8], total[8], sums[8][512];
     let_next_start();
     wait_for_previous();
     int head = blockIdx.x, row = blockIdx.y, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    int count = (batch ? position[row] : position[0] + row) + 1;
-    u64 base = (batch ? row * sequence_stride : 0) + (u64)(head / (heads / kv_heads)) * head_stride;
+    int count = position_of(pages, row) + 1;
+    u64 base = (u64)(head / (heads / kv_heads)) * pages.head_stride;
+    const u32 *list = list_of(pages, row);
     const T *from = q + ((u64)row * heads + head) * dim;
     constexpr int PARTS = 16;
     float x[PARTS], o[PARTS], m = MINUS_INFINITY, l = 0.f;
@@ -28,7 +25,8 @@ DEVICE void attention(
         o[j] = 0.f;
     }
     for (int p = warp; p < count; p += 8) {
-        const T *k = keys + base + (u64)p * dim, *v = values + base + (u64)p * dim;
+        u64 at = base + place_of(list, pages.page_stride, p, dim);
+        const T *k = keys + at, *v = values + at;
         float s = 0.f;
 #pragma unroll
         for (int j = 0; j < PARTS; j++)
@@ -61,9 +59,8 @@ DEVICE void attention(
 
 #define ATTENTION(T, N) \
     extern "C" __global__ void __launch_bounds__(256) attention_##N( \
-        const T *q, const T *keys, const T *values, u64 head_stride, u64 sequence_stride, const u32 *position, int batch, \
-        T *out, int heads, int kv_heads, int dim, float scale) { \
-        attention<T>(q, keys, values, head_stride, sequence_stride, position, batch, out, heads, kv_heads, dim, scale); \
+        const T *q, const T *keys, const T *values, const Pages pages, T *out, int heads, int kv_heads, int dim, float scale) { \
+        attention<T>(q, keys, values, pages, out, heads, kv_heads, dim, scale); \
     }
 ATTENTION(float, f32)
 ATTENTION(bf16, bf16)
@@ -71,14 +68,13 @@ ATTENTION(f16, f16)
 
 #ifdef HEAD_DIM
 // decode_T(qkv T[sequences, (heads + 2 kv_heads) HEAD_DIM], q_weight f32, k_weight f32, eps,
-//            cosine f32[context, HEAD_DIM/2], sine, position u32[sequences], keys T, values T, head_stride,
-//            sequence_stride, partial u32[sequences * kv_heads * groups * (splits * 16 HEAD_DIM + 4)], 16-byte aligned,
+//            cosine f32[context, HEAD_DIM/2], sine, pages, keys T, values T, partial u32[sequences * kv_heads * groups * (splits * 16 HEAD_DIM + 4)], 16-byte aligned,
 //            out T[sequences, heads HEAD_DIM], heads, kv_heads, scale)
 //   grid (splits, kv_heads * groups, sequences), groups = ceil(heads / kv_heads / 8), block 256,
 //   shared 8 SLOTS tiles (SLOTS 1 or 2, defined at compilation);
 //   splits: 1 to 32; a grid of no more blocks than multiprocessors is fastest, for blocks wait for each other.
-//   One token a sequence: norm and rotation of its q and k, append of k and v at position[sequence], attention over
-//   position[sequence] + 1 positions. `partial` is zero before the first launch and after every launch.
+//   One token a sequence, a row each: norm and rotation of its q and k, append of k and v at its position, attention over
+//   all up to there. `partial` is zero before the first launch and after every launch.
 //   Splits take turns in runs of 128 positions, 16 a warp.
 constexpr int D = HEAD_DIM;
 constexpr int WARPS = 8;
@@ -218,8 +214,7 @@ DEVICE bool leave(u64 *state, u32 run, u32 active) {
 template <class T>
 DEVICE void decode(
     const T *qkv, const float *q_weight, const float *k_weight, float eps, const float *cosine, const float *sine,
-    const u32 *position, T *keys, T *values, u64 head_stride, u64 sequence_stride, u32 *partial, T *out, int heads,
-    int kv_heads, float scale) {
+    const Pages &pages, T *keys, T *values, u32 *partial, T *out, int heads, int kv_heads, float scale) {
     extern __shared__ __align__(128) u8 tiles[];
     __shared__ __align__(16) T q[8][D + 8];
     __shared__ __align__(16) T fresh[2][D];
@@ -232,11 +227,12 @@ DEVICE void decode(
     bool query = warp < mine, key = warp == WARPS - 1, value = warp == WARPS - 2;
     // Positions, and keys and values before this one, are older than the step: only q, k and v come from the
     // kernel before.
-    u32 at = position[blockIdx.z];
+    u32 at = position_of(pages, blockIdx.z);
+    const u32 *list = list_of(pages, blockIdx.z);
     u32 active = min(gridDim.x, (at + STEP) / STEP), stride = gridDim.x * STEP;
     if (blockIdx.x >= active) return;
-    keys += blockIdx.z * sequence_stride + kv * head_stride;
-    values += blockIdx.z * sequence_stride + kv * head_stride;
+    keys += kv * pages.head_stride;
+    values += kv * pages.head_stride;
     u32 *shares = partial + ((u64)blockIdx.z * gridDim.y + blockIdx.y) * (gridDim.x * (16 * D) + 4);
     u64 *state = (u64 *)(shares + gridDim.x * (16 * D)), before = 0;
     u32 begin = blockIdx.x * STEP + warp * 16, end = at + 1;
@@ -246,7 +242,7 @@ DEVICE void decode(
     auto fetch = [&](u32 p, u32 slot, int h) {
         p += h / 2 * stride, slot = (slot + h / 2) % SLOTS;
         u32 to = room + slot * Tile::BYTES + h % 2 * Tile::HALF;
-        if (p < end) Tile::fetch(to, (h % 2 ? values : keys) + (u64)p * D, (int)at - (int)p);
+        if (p < end) Tile::fetch(to, (h % 2 ? values : keys) + place_of(list, pages.page_stride, p, D), (int)at - (int)p);
         asm volatile("cp.async.commit_group;" ::: "memory");
     };
     fetch(begin, 0, 0);
@@ -280,8 +276,9 @@ DEVICE void decode(
     // Behind the barrier, which would wait for the answer.
     if (threadIdx.x == 0 && active > 1) before = atomicAdd(state, 1ull << 32);
     if (owner && threadIdx.x < D) {
-        keys[(u64)at * D + threadIdx.x] = fresh[0][threadIdx.x];
-        values[(u64)at * D + threadIdx.x] = fresh[1][threadIdx.x];
+        u64 place = place_of(list, pages.page_stride, at, D) + threadIdx.x;
+        keys[place] = fresh[0][threadIdx.x];
+        values[place] = fresh[1][threadIdx.x];
     }
 
 #pragma unroll
@@ -448,10 +445,8 @@ DEVICE void decode(
 #define DECODE(T) \
     extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) decode_##T( \
         const T *qkv, const float *q_weight, const float *k_weight, float eps, const float *cosine, const float *sine, \
-        const u32 *position, T *keys, T *values, u64 head_stride, u64 sequence_stride, u32 *partial, T *out, int heads, \
-        int kv_heads, float scale) { \
-        decode<T>(qkv, q_weight, k_weight, eps, cosine, sine, position, keys, values, head_stride, sequence_stride, partial, out, \
-                  heads, kv_heads, scale); \
+        const Pages pages, T *keys, T *values, u32 *partial, T *out, int heads, int kv_heads, float scale) { \
+        decode<T>(qkv, q_weight, k_weight, eps, cosine, sine, pages, keys, values, partial, out, heads, kv_heads, scale); \
     }
 DECODE(bf16)
 DECODE(f16)

@@ -216,11 +216,11 @@ struct Candidates {
     }
 };
 
-// draw(logits, best, flags, choice, buckets, list, records u32, out u64[2], embedding); grid 1, block 1024.
+// draw(logits, best, flags, choice, buckets, list, records u32, out u64[2, stride], stride, embedding); grid 1, block 1024.
 // Embeds the token and hands it over with the flags; 0 where they are not 0.
 extern "C" __global__ void __launch_bounds__(1024, 1) draw(
     const float *logits, const u32 *best, const u32 *flags, const Choice choice, Buckets *buckets, const Candidate *list,
-    u32 *records, u64 *out, const Embedding embedding) {
+    u32 *records, u64 *out, u32 stride, const Embedding embedding) {
     __shared__ u64 sorted[SORTED], room[32];
     __shared__ u32 kept;
     let_next_start();
@@ -228,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) draw(
     int me = threadIdx.x;
     u32 record = *records + 1;
     if (*flags) {
-        if (me == 0) hand_over(out, 1, 0, record, 0, *flags), *records = record;
+        if (me == 0) hand_over(out, stride, 0, record, 0, *flags), *records = record;
         return;
     }
     Candidates all = {list, sorted, room, {0, 0}, (int)buckets->listed, false};
@@ -280,6 +280,6 @@ extern "C" __global__ void __launch_bounds__(1024, 1) draw(
         whole = all.total(low);
     }
     u64 key = all.last_within(low, target_of(choice.uniform, whole), false);
-    if (me == 0) hand_over(out, 1, 0, record, ~(u32)key, 0), *records = record;
+    if (me == 0) hand_over(out, stride, 0, record, ~(u32)key, 0), *records = record;
     embed_next(embedding, 0, ~(u32)key, 1024);
 }

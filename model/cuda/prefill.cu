@@ -1,17 +1,17 @@
-// Causal attention of many rows of one sequence on tensor cores; HEAD_DIM (64, 80, 96 or 128) is defined at
-// compilation.
+// Causal attention of many rows of a sequence, and of several sequences, on tensor cores; HEAD_DIM (64, 80, 96 or 128) is
+// defined at compilation.
 //
-// prefill_T(q T[rows, heads HEAD_DIM], keys T, values T, head_stride, position u32[1], out T[rows, heads
-// HEAD_DIM],
-//           rows, heads, kv_heads, scale)
-//   grid (heads, ceil(rows / 128)), block 256, dynamic shared memory 4 * 64 * (2 HEAD_DIM + 16) bytes.
-//   Row r stands at position[0] + r and sees the cache up to there (its own key and value were appended before).
-//   Cache: keys/values[kv_head * head_stride + p * HEAD_DIM + i] of that sequence. scale = 1/sqrt(HEAD_DIM).
+// prefill_T(q T[rows, heads HEAD_DIM], keys T, values T, pages, runs, out T[rows, heads HEAD_DIM], heads, kv_heads, scale)
+//   grid (heads, runs), block 256, dynamic shared memory 4 * 64 * (2 HEAD_DIM + 16) bytes.
+//   Row i of a run stands at run.position + i and sees the cache up to there (its own key and value were appended before).
+//   scale = 1/sqrt(HEAD_DIM).
 //   A warp owns 16 rows; 64 positions at a time through a two-stage ring, m16n8k16.
 #include "elements.cuh"
+#include "pages.cuh"
+#include "runs.cuh"
 
 constexpr int D = HEAD_DIM;
-constexpr int BLOCK = 64;
+constexpr int BLOCK = PAGE;
 constexpr int LINE = 2 * D + 16;
 
 DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
@@ -29,23 +29,24 @@ DEVICE void matrix4_turned(u32 (&x)[4], u32 at) {
 
 template <class T>
 DEVICE void prefill(
-    const T *q, const T *keys, const T *values, u64 head_stride, const u32 *position, T *out, int rows, int heads,
-    int kv_heads, float scale) {
+    const T *q, const T *keys, const T *values, const Pages &pages, const Run *runs, T *out, int heads, int kv_heads, float scale) {
     extern __shared__ __align__(16) u8 ring[];
     let_next_start();
     wait_for_previous();
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    // The longest rows first.
-    int head = blockIdx.x, first = (gridDim.y - 1 - blockIdx.y) * 128, past = position[0];
-    u64 base = (u64)(head / (heads / kv_heads)) * head_stride;
-    int count = past + min(first + 128, rows), blocks = (count + BLOCK - 1) / BLOCK;
+    const Run run = runs[blockIdx.y];
+    const u32 *list = list_at(pages, run.list);
+    int head = blockIdx.x, first = run.first, rows = first + run.rows;
+    u64 base = (u64)(head / (heads / kv_heads)) * pages.head_stride;
+    int count = run.position + run.rows, blocks = (count + BLOCK - 1) / BLOCK;
     u32 k_ring = shared_address(ring), v_ring = k_ring + 2 * BLOCK * LINE;
 
     auto load = [&](int block) {
         u32 stage = (block & 1) * BLOCK * LINE;
+        u64 page = base + place_of(list, pages.page_stride, block * BLOCK, D);
         for (int e = threadIdx.x; e < BLOCK * (D / 8); e += 256) {
             int p = e / (D / 8), i = e % (D / 8), at = block * BLOCK + p;
-            u64 from = base + (u64)min(at, count - 1) * D + i * 8;
+            u64 from = page + (u64)(min(at, count - 1) - block * BLOCK) * D + i * 8;
             copy16(k_ring + stage + p * LINE + i * 16, keys + from, at < count);
             copy16(v_ring + stage + p * LINE + i * 16, values + from, at < count);
         }
@@ -69,7 +70,7 @@ DEVICE void prefill(
     // Rows of a matrix8 that this lane addresses: keys as they lie, values turned.
     u32 k_line = ((lane & 7) + (lane >> 4) * 8) * LINE + ((lane >> 3) & 1) * 16;
     u32 v_line = (lane & 15) * LINE + (lane >> 4) * 16;
-    int seen = past + first + warp * 16;
+    int seen = run.position + warp * 16;
 
     for (int block = 0; block < blocks; block++) {
         asm volatile("cp.async.wait_group 0;" ::: "memory");
@@ -144,9 +145,9 @@ DEVICE void prefill(
 
 #define PREFILL(T, M) \
     extern "C" __global__ void __launch_bounds__(256, 1) prefill_##M( \
-        const T *q, const T *keys, const T *values, u64 head_stride, const u32 *position, T *out, int rows, int heads, \
-        int kv_heads, float scale) { \
-        prefill<T>(q, keys, values, head_stride, position, out, rows, heads, kv_heads, scale); \
+        const T *q, const T *keys, const T *values, const Pages pages, const Run *runs, T *out, int heads, int kv_heads, \
+        float scale) { \
+        prefill<T>(q, keys, values, pages, runs, out, heads, kv_heads, scale); \
     }
 PREFILL(bf16, bf16)
 PREFILL(f16, f16)

@@ -1,13 +1,14 @@
-// Causal attention of many rows of one sequence with wgmma (sm_90a); HEAD_DIM (64 or 128) is defined at
-// compilation.
+// Causal attention of many rows of a sequence, and of several sequences, with wgmma (sm_90a); HEAD_DIM (64 or 128) is
+// defined at compilation.
 //
-// prefill_wide_T(q T[rows, heads HEAD_DIM], keys T, values T, head_stride, position u32[1], out T[rows, heads
-// HEAD_DIM],
-//                rows, heads, kv_heads, scale): the arguments of prefill_T.
-//   grid (heads, ceil(rows / 128)), block 384, dynamic shared memory 1024 + 5 * 256 * HEAD_DIM + 1152 bytes.
+// prefill_wide_T(q T[rows, heads HEAD_DIM], keys T, values T, pages, runs, out T[rows, heads HEAD_DIM], heads, kv_heads, scale):
+//   the arguments of prefill_T.
+//   grid (heads, runs), block 384, dynamic shared memory 1024 + 5 * 256 * HEAD_DIM + 1152 bytes.
 //   Two warpgroups own 64 rows each, the third brings keys and values, 128 positions at a time, through a ring of four tiles
 //   in the order K0 K1 V0 K2 V1 ... The product with the next keys and the one with the last values run under the softmax.
 #include "elements.cuh"
+#include "pages.cuh"
+#include "runs.cuh"
 
 constexpr int D = HEAD_DIM;
 constexpr int TILE = 128 * D * 2; // bytes of 128 positions
@@ -97,26 +98,31 @@ DEVICE void for_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "
 DEVICE void meet(int id) { asm volatile("bar.sync %0, 256;" ::"r"(id) : "memory"); }
 DEVICE void announce(int id) { asm volatile("bar.arrive %0, 256;" ::"r"(id) : "memory"); }
 
-// 128 positions (or rows) of D values from `from`, `stride` values apart, those from `real` on zero, by 128
-// threads. A thread has one piece of every `STEP`th line, so that all but one address are constants away.
-template <class T> DEVICE void bring(u32 to, const T *from, u64 stride, int real, int me) {
-    constexpr int PIECES = D / 8, STEP = 128 / PIECES;
+// 128 positions (or rows) of D values, 64 from `low` and 64 from `high`, `stride` values apart, those from `real` on zero,
+// by 128 threads. A thread has one piece of every `STEP`th line, so that all but two addresses are constants away.
+template <class T> DEVICE void bring(u32 to, const T *low, const T *high, u64 stride, int real, int me) {
+    constexpr int PIECES = D / 8, STEP = 128 / PIECES, HALF = PIECES / 2;
+    static_assert(HALF * STEP == PAGE, "a half is a page");
     int piece = me % PIECES, line = me / PIECES;
     to += (piece >> 3) * 16384 + line * 128 + ((piece ^ line) & 7) * 16;
-    from += line * stride + piece * 8;
+    low += line * stride + piece * 8, high += line * stride + piece * 8;
     if (real >= 128) {
 #pragma unroll
-        for (int i = 0; i < PIECES; i++) copy16(to + i * STEP * 128, from + i * STEP * stride, true);
+        for (int i = 0; i < HALF; i++) copy16(to + i * STEP * 128, low + i * STEP * stride, true);
+#pragma unroll
+        for (int i = 0; i < HALF; i++) copy16(to + (HALF + i) * STEP * 128, high + i * STEP * stride, true);
     } else {
 #pragma unroll
-        for (int i = 0; i < PIECES; i++) copy16(to + i * STEP * 128, from + i * STEP * stride, line + i * STEP < real);
+        for (int i = 0; i < HALF; i++) copy16(to + i * STEP * 128, low + i * STEP * stride, line + i * STEP < real);
+#pragma unroll
+        for (int i = 0; i < HALF; i++)
+            copy16(to + (HALF + i) * STEP * 128, high + i * STEP * stride, line + (HALF + i) * STEP < real);
     }
 }
 
 template <class T>
 DEVICE void prefill(
-    const T *q, const T *keys, const T *values, u64 head_stride, const u32 *position, T *out, int rows, int heads,
-    int kv_heads, float scale) {
+    const T *q, const T *keys, const T *values, const Pages &pages, const Run *runs, T *out, int heads, int kv_heads, float scale) {
     extern __shared__ u8 room[];
     u32 q_tile = (shared_address(room) + 1023) & ~1023u, ring = q_tile + TILE, full = ring + 4 * TILE, empty = full + 32, q_full = empty + 32;
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -128,23 +134,28 @@ DEVICE void prefill(
     __syncthreads();
     let_next_start();
     wait_for_previous();
-    // The longest rows first.
-    int head = blockIdx.x, first = (gridDim.y - 1 - blockIdx.y) * 128, past = position[0];
-    int count = past + min(first + 128, rows), blocks = (count + 127) / 128;
-    u64 base = (u64)(head / (heads / kv_heads)) * head_stride;
+    const Run run = runs[blockIdx.y];
+    const u32 *list = list_at(pages, run.list);
+    int head = blockIdx.x, first = run.first, rows = first + run.rows;
+    int count = run.position + run.rows, blocks = (count + 127) / 128;
+    u64 base = (u64)(head / (heads / kv_heads)) * pages.head_stride;
 
     if (warp >= 8) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         int me = threadIdx.x - 256;
-        bring(q_tile, q + ((u64)first * heads + head) * D, (u64)heads * D, min(rows - first, 128), me);
+        const T *queries = q + ((u64)first * heads + head) * D;
+        bring(q_tile, queries, queries + (u64)PAGE * heads * D, (u64)heads * D, run.rows, me);
         barrier_arrive_copied(q_full);
         int items = 2 * blocks;
         for (int i = 0; i < items; i++) {
             if (i >= 4) barrier_wait(empty + 8 * (i & 3), (i / 4 - 1) & 1);
             bool key = i == 0 || (i & 1 && i < items - 1);
             int block = key ? (i + 1) / 2 : i == items - 1 ? blocks - 1 : i / 2 - 1;
-            const T *from = (key ? keys : values) + base + (u64)block * 128 * D;
-            bring(ring + (i & 3) * TILE, from, D, min(count - block * 128, 128), me);
+            const T *from = (key ? keys : values) + base;
+            // A page that would begin behind the last position is on no list.
+            u64 low = place_of(list, pages.page_stride, block * 128, D);
+            u64 high = block * 128 + (int)PAGE < count ? place_of(list, pages.page_stride, block * 128 + PAGE, D) : low;
+            bring(ring + (i & 3) * TILE, from + low, from + high, D, min(count - block * 128, 128), me);
             barrier_arrive_copied(full + 8 * (i & 3));
         }
         asm volatile("cp.async.wait_all;" ::: "memory");
@@ -152,7 +163,7 @@ DEVICE void prefill(
     }
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     int half = warp >> 2, w = warp & 3, g = lane >> 2, t = lane & 3;
-    int seen = past + first + half * 64;
+    int seen = run.position + half * 64;
     constexpr u64 KEYS = (u64)1 << 62 | (u64)64 << 32 | (u64)1 << 16;
     constexpr u64 VALUES = (u64)1 << 62 | (u64)64 << 32 | (u64)1024 << 16;
     float s[64], o[D / 2], m[2] = {MINUS_INFINITY, MINUS_INFINITY}, l[2] = {}, keep[2];
@@ -276,9 +287,9 @@ DEVICE void prefill(
 
 #define PREFILL(T, M) \
     extern "C" __global__ void __launch_bounds__(384, 1) prefill_wide_##M( \
-        const T *q, const T *keys, const T *values, u64 head_stride, const u32 *position, T *out, int rows, int heads, \
-        int kv_heads, float scale) { \
-        prefill<T>(q, keys, values, head_stride, position, out, rows, heads, kv_heads, scale); \
+        const T *q, const T *keys, const T *values, const Pages pages, const Run *runs, T *out, int heads, int kv_heads, \
+        float scale) { \
+        prefill<T>(q, keys, values, pages, runs, out, heads, kv_heads, scale); \
     }
 PREFILL(bf16, bf16)
 PREFILL(f16, f16)

@@ -3,6 +3,7 @@
 // Every tensor is row-major and dense. `f32`, `bf16`, `f16` in a name are the types of the arguments marked
 // T.
 #include "elements.cuh"
+#include "pages.cuh"
 
 // embed_T(table T[vocab, width], ids u32[rows], out f32[rows, width], width)
 //   grid (rows, ceil(width / 1024)), block 256. out[r] = table[ids[r]].
@@ -14,7 +15,7 @@ template <class T> DEVICE void embed(const T *table, const u32 *ids, float *out,
 }
 
 // norm_T(x f32[rows, width], weight f32[width], eps, out T[rows, width], width)
-//   grid rows, block 256. out = T(x / sqrt(mean(x^2) + eps) * weight).
+//   grid rows, block 256. out = T(x / sqrt(mean(x^2) + eps) * weight). out may be x.
 template <class T> DEVICE void norm(const float *x, const float *weight, float eps, T *out, int width) {
     __shared__ float room[32];
     let_next_start();
@@ -64,26 +65,24 @@ template <class T> DEVICE void norm(const float *x, const float *weight, float e
 }
 
 // rotate_append_T(qkv T[rows, (heads + 2 kv_heads) dim], q_weight f32[dim], k_weight f32[dim], eps,
-//                 cosine f32[context, dim/2], sine f32[context, dim/2], position u32[batch ? rows : 1], batch,
-//                 keys T, values T, head_stride, sequence_stride, q T[rows, heads dim], heads, kv_heads, dim)
+//                 cosine f32[context, dim/2], sine f32[context, dim/2], pages, keys T, values T, q T[rows, heads dim], heads,
+//                 kv_heads, dim)
 //   grid (rows, ceil((heads + 2 kv_heads) / 8)), block 256: a warp per head.
-//   Row r stands at position[r] of sequence r (batch = 1), or at position[0] + r of sequence 0 (batch = 0).
-//   Norms q and k heads, rotates pairs (i, i + dim/2), writes q to `q`, k and v to
-//   keys/values[sequence * sequence_stride + head * head_stride + position * dim + i]. Strides in elements.
+//   Norms q and k heads, rotates pairs (i, i + dim/2), writes q to `q`, k and v to a row's place in the layer's keys and
+//   values.
 template <class T>
 DEVICE void rotate_append(
     const T *qkv, const float *q_weight, const float *k_weight, float eps, const float *cosine, const float *sine,
-    const u32 *position, int batch, T *keys, T *values, u64 head_stride, u64 sequence_stride, T *q, int heads,
-    int kv_heads, int dim) {
+    const Pages &pages, T *keys, T *values, T *q, int heads, int kv_heads, int dim) {
     let_next_start();
     wait_for_previous();
     int row = blockIdx.x, lane = threadIdx.x & 31, head = blockIdx.y * 8 + (threadIdx.x >> 5), half = dim / 2;
     if (head >= heads + 2 * kv_heads) return;
-    u32 at = batch ? position[row] : position[0] + row;
+    u32 at = position_of(pages, row);
     const T *from = qkv + ((u64)row * (heads + 2 * kv_heads) + head) * dim;
-    u64 place = (batch ? row * sequence_stride : 0) + (u64)at * dim;
+    u64 place = place_of(list_of(pages, row), pages.page_stride, at, dim);
     if (head >= heads + kv_heads) {
-        T *to = values + place + (u64)(head - heads - kv_heads) * head_stride;
+        T *to = values + place + (u64)(head - heads - kv_heads) * pages.head_stride;
         if (dim % 4 == 0 && ((u64)qkv & 15) == 0) {
             float x[4];
             for (int i = 4 * lane; i < dim; i += 128) load4(from + i, x), store4(to + i, x);
@@ -93,7 +92,7 @@ DEVICE void rotate_append(
         return;
     }
     bool key = head >= heads;
-    T *to = key ? keys + place + (u64)(head - heads) * head_stride : q + ((u64)row * heads + head) * dim;
+    T *to = key ? keys + place + (u64)(head - heads) * pages.head_stride : q + ((u64)row * heads + head) * dim;
     const float *weight = key ? k_weight : q_weight;
     // Four values a lane: the pairs of the first half lie dim / 8 lanes further on.
     if (dim % 8 == 0 && dim <= 128 && ((u64)qkv & 15) == 0) {
@@ -190,10 +189,8 @@ template <class T> DEVICE void finite(const T *x, u64 count, u32 *flag) {
     } \
     extern "C" __global__ void __launch_bounds__(256) rotate_append_##N( \
         const T *qkv, const float *q_weight, const float *k_weight, float eps, const float *cosine, const float *sine, \
-        const u32 *position, int batch, T *keys, T *values, u64 head_stride, u64 sequence_stride, T *q, int heads, \
-        int kv_heads, int dim) { \
-        rotate_append<T>(qkv, q_weight, k_weight, eps, cosine, sine, position, batch, keys, values, head_stride, \
-                         sequence_stride, q, heads, kv_heads, dim); \
+        const Pages pages, T *keys, T *values, T *q, int heads, int kv_heads, int dim) { \
+        rotate_append<T>(qkv, q_weight, k_weight, eps, cosine, sine, pages, keys, values, q, heads, kv_heads, dim); \
     } \
     extern "C" __global__ void __launch_bounds__(256) silu_mul_##N(const T *gate_up, T *out, int width) { \
         silu_mul<T>(gate_up, out, width); \

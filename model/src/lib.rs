@@ -14,6 +14,7 @@ pub mod likelihood;
 pub mod likely;
 pub mod load;
 pub mod memory;
+pub mod places;
 pub mod plan;
 pub mod runner;
 pub mod synthetic;

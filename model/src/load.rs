@@ -5,7 +5,6 @@ use crate::batch::{PAGE, Sequences};
 use crate::checkpoint::{Bytes, Checkpoint, Matrix};
 use crate::config::Rotation;
 use crate::cpu::{CpuTable, KvType};
-use crate::cuda::CudaBatch;
 use crate::executor::{Shape, Sizes};
 use crate::plan::{HeadPlan, Plan, PlanOptions, Product};
 use crate::quantize::{self, Quantized, Rows};
@@ -217,7 +216,7 @@ impl Loaded {
     /// Several sequences that share a cache over this model, inside `budget`.
     ///
     /// # Errors
-    /// As [`runner`](Self::runner); [`Code::Unsupported`] where nothing does that.
+    /// As [`runner`](Self::runner).
     pub fn sequences(
         &self,
         options: ContextOptions,
@@ -227,16 +226,6 @@ impl Loaded {
         let options = ContextOptions { many: Some(many), ..options };
         let sizes = options.sizes(self.workspace(options.logit_rows()));
         self.model.clone().sequences(self.context(sizes, options.kv, budget), many.pages)
-    }
-
-    /// `sequences` contexts of `context` positions that decode together, on a CUDA device.
-    ///
-    /// # Errors
-    /// [`Code::Unsupported`] on the CPU, and errors of the device.
-    pub fn batch(&self, sequences: usize, context: usize, chunk: usize) -> Result<CudaBatch> {
-        let workspace = self.workspace(sequences);
-        let sizes = Sizes { rows: chunk, logit_rows: sequences, sequences, context, workspace };
-        self.model.clone().batch(self.context(sizes, KvType::F32, &Budget::new(u64::MAX)))
     }
 
     fn context<'a>(&'a self, sizes: Sizes, kv: KvType, budget: &'a Budget) -> Context<'a> {

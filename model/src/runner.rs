@@ -2,7 +2,6 @@
 use crate::batch::Sequences;
 use crate::config::Rotation;
 use crate::cpu::KvType;
-use crate::cuda::CudaBatch;
 use crate::executor::{Logits, Shape, Sizes};
 use crate::sampling::Sampler;
 use crate::watch::{Each, Watch};
@@ -30,13 +29,13 @@ pub trait Model: Any + Send + Sync {
     /// Several sequences that share a cache of `pages` pages and their steps.
     ///
     /// # Errors
-    /// As [`engine`](Self::engine); [`Code::Unsupported`] where nothing does that.
+    /// As [`engine`](Self::engine).
     fn sequences(self: Arc<Self>, cx: Context<'_>, pages: usize) -> Result<Box<dyn Sequences>>;
-    /// Several sequences that decode together, greedily.
-    ///
-    /// # Errors
-    /// [`Code::Unsupported`] where nothing does that.
-    fn batch(self: Arc<Self>, cx: Context<'_>) -> Result<CudaBatch>;
+    /// Why the bits of a row depend on who else is in a step, whatever products do; `None` where all between
+    /// them promises that they do not.
+    fn mixes_rows(&self) -> Option<&'static str> {
+        None
+    }
 }
 
 /// What a context is made of.

@@ -1,7 +1,7 @@
 //! `q4 generate --batch`: a file of requests, many computed at once, a line an answer in the order of the file.
 //!
-//! An answer is the one that `q4 generate` gives to its request alone. A run that was cut short is taken up
-//! where its file of answers ends.
+//! On the CPU an answer is the one that `q4 generate` gives to its request alone. A run that was cut short is
+//! taken up where its file of answers ends.
 mod answers;
 mod identity;
 mod requests;
@@ -11,7 +11,7 @@ use crate::context::Context;
 use crate::generate::ROOM;
 use crate::prompt;
 use crate::report::Outcome;
-use crate::session::Session;
+use crate::session::{Session, shared_chunk};
 use crate::signals;
 use crate::text::{Text, context_size};
 use answers::Answers;
@@ -25,9 +25,6 @@ use requests::{Asked, Reader};
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
-
-/// Rows of a step: enough for prompts, few enough that nobody waits long for his next token.
-const ROWS: usize = 128;
 
 /// Requests at once where nobody says.
 const PARALLEL: u16 = 16;
@@ -73,7 +70,7 @@ pub fn run(cx: &Context, args: &GenerateArgs, batch: &Path) -> Result<Outcome> {
         .have(format!("{context} positions")));
     }
     let sequences = usize::from(how.parallel.unwrap_or(PARALLEL)).min(requests.len()).max(1);
-    let rows = ROWS.max(2 * sequences);
+    let rows = shared_chunk(cx.device()?, sequences);
     let sizes =
         ContextOptions { context, chunk: rows, all_logits: false, kv: cx.kv(KvType::F16), many: None };
     let plan = Plan::new(&checkpoint, &dispatch, &cx.plan_options(args.answer.quantize, rows)?)?;

@@ -2,7 +2,8 @@
 //!
 //! Kernels of the CPU promise that they do not, some with exceptions (tiles of matrices add up in another order
 //! from nine rows on); dense products and the kernels of third parties promise nothing. Who serves many wants
-//! to know what holds here, so it is looked at: a row alone and among others, by every product there is.
+//! to know what holds here, so it is looked at: a row alone and among others, by every product there is. A device
+//! whose attention mixes rows by design says so, and is not looked at.
 use crate::load::Loaded;
 use crate::weights::Linear;
 use half::{bf16, f16};
@@ -28,6 +29,10 @@ const COMPANY: [usize; 14] = [1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 31, 33, 64, 100];
 /// # Errors
 /// Those of backends.
 pub fn dependents(loaded: &Loaded, rows: usize) -> Result<Vec<Dependent>> {
+    // What mixes rows by design need not be looked at, and what products add to it changes nothing.
+    if let Some(why) = loaded.model.mixes_rows() {
+        return Ok(vec![Dependent { layer: "self_attn".to_owned(), why: why.to_owned() }]);
+    }
     let (mut seen, mut found) = (HashSet::new(), Vec::new());
     let blocks = loaded.model.blocks();
     let linears = blocks.iter().flatten().copied().chain(loaded.model.head());

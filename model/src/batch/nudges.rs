@@ -53,6 +53,11 @@ impl Nudging {
         Self { nudges, counts: HashMap::new() }
     }
 
+    /// Whether logits are to be changed at all.
+    pub(super) fn changes(&self) -> bool {
+        self.nudges != Nudges::default()
+    }
+
     /// A token was said.
     pub(super) fn said(&mut self, id: u32) {
         if self.nudges.frequency != 0.0 || self.nudges.presence != 0.0 {

@@ -6,7 +6,7 @@
 //! waits at the front: it is computed again, with the same bits, and goes on where it was.
 use super::nudges::Nudging;
 use super::pages::{Chain, Pages};
-use super::{Event, PAGE, Part, Request, Sequences, Sink, Weighed};
+use super::{Event, PAGE, Part, Request, Sequences, Sink, Weighed, finite};
 use crate::draft::{Draft, FinishReason};
 use crate::likelihood::logprob;
 use crate::likely::Ranking;
@@ -435,15 +435,21 @@ impl Sequence<'_> {
         if !self.draft.has_room() {
             return Ok(false);
         }
-        let logits = engine.logits(last)?;
-        self.draft.look(finite(logits)?)?;
-        // Before the draw, which may change the logits.
-        let whole = self.weighs_answer.then(|| logits.to_vec());
-        self.nudging.apply(logits);
-        if !self.draft.bind(logits)? {
-            return Ok(false);
-        }
-        let id = self.sampler.sample(logits, &self.tokens)?;
+        let mut whole = None;
+        let is_bound = self.draft.is_bound();
+        let id = if self.weighs_answer || is_bound || self.draft.looks() || self.nudging.changes() {
+            let logits = engine.logits(last)?;
+            self.draft.look(finite(logits)?)?;
+            // Before the draw, which may change the logits.
+            whole = self.weighs_answer.then(|| logits.to_vec());
+            self.nudging.apply(logits);
+            if !self.draft.bind(logits)? {
+                return Ok(false);
+            }
+            self.sampler.sample(logits, &self.tokens)?
+        } else {
+            engine.sample(last, &mut self.sampler, &self.tokens)?
+        };
         if !self.draft.take(id)? {
             return Ok(false);
         }
@@ -476,16 +482,6 @@ impl Sequence<'_> {
             }
             Err(e) => self.sink.tell(Event::Failed(e)),
         }
-    }
-}
-
-fn finite(logits: &[f32]) -> Result<&[f32]> {
-    match logits.iter().position(|l| !l.is_finite()) {
-        None => Ok(logits),
-        Some(at) => Err(Error::new(Code::NonFinite, "logits are not finite")
-            .need("finite logits")
-            .have(format!("{} for token {at}", logits[at]))
-            .fix("`q4 generate` with the same prompt names the layer")),
     }
 }
 

@@ -1,9 +1,10 @@
 //! Causal attention over the cache, one task per key/value head and block of a sequence's rows.
-use super::cache::{Head, KvCache, Place, Positions};
+use super::cache::{Head, KvCache, Positions};
 use super::simd;
 use super::sums::{self, QUERIES};
 use super::tensor::{CpuTensor, Disjoint};
 use crate::executor::Shape;
+use crate::places::Place;
 use q4_core::ThreadPool;
 use q4_simd::{LANES, Vectors};
 use std::array;
@@ -56,7 +57,7 @@ pub(super) fn run(
 ) {
     let group = shape.heads / shape.kv_heads;
     let lanes = scores.buffer.len() / (scores.stride * QUERIES);
-    let row_blocks: usize = cache.parts().iter().map(|part| part.rows.div_ceil(ROWS)).sum();
+    let row_blocks: usize = cache.places.parts().iter().map(|part| part.rows.div_ceil(ROWS)).sum();
     let all = shape.kv_heads * row_blocks;
     let (stride, width) = (scores.stride, out.width());
     let (scores, out) = (Disjoint::new(&mut scores.buffer), Disjoint::new(out.data_mut()));
@@ -102,7 +103,7 @@ impl Step<'_> {
     /// The rows of block number `block`, all of one sequence.
     fn rows(&self, mut block: usize) -> Range<usize> {
         let mut first = 0;
-        for part in self.cache.parts() {
+        for part in self.cache.places.parts() {
             let blocks = part.rows.div_ceil(ROWS);
             if block < blocks {
                 return first + block * ROWS..first + part.rows.min((block + 1) * ROWS);
@@ -126,7 +127,7 @@ impl Step<'_> {
             array::from_fn(|i| unsafe { self.scores.slice((lane * QUERIES + i) * self.stride, blocks) });
         // SAFETY: (row, head) belongs to exactly one task.
         let mut out = place.map(|(row, head)| unsafe { self.out.slice(row * self.width + head * d, d) });
-        let (most, page) = (counts[N - 1], self.cache.page());
+        let (most, page) = (counts[N - 1], self.cache.places.page());
         let pages = most.div_ceil(page);
         let head = |at: usize| self.cache.head(self.layer, kv, sequence, at, page.min(most - at * page));
         let (v, scale) = (self.vectors, 1.0 / (d as f32).sqrt());

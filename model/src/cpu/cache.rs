@@ -1,8 +1,8 @@
 //! Keys and values of every layer, allocated once for all positions.
-use crate::executor::Shape;
+use crate::executor::{Shape, Sizes};
+use crate::places::Places;
 use half::f16;
 use half::slice::HalfFloatSliceExt;
-use q4_core::{Code, Error, Result};
 use q4_simd::LANES;
 use std::slice;
 
@@ -47,44 +47,13 @@ impl KvShape {
     }
 }
 
-/// Rows of a step that belong to one sequence, in order.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Part {
-    /// Which sequence.
-    pub sequence: usize,
-    /// How many rows, at least one.
-    pub rows: usize,
-}
-
-/// Keys and values of several sequences, in pages of positions: `[page][layer][k or v][kv head]`, of values
-/// `[position][head_dim]`, of keys blocks of 16 positions, `[block][head_dim][16]`. A sequence is a list of
-/// pages, whose positions follow each other; positions `0..len` are valid. Who may have a page is decided
-/// outside; several sequences may read one.
+/// Keys and values of several sequences, in [pages](Places) of positions: `[page][layer][k or v][kv head]`, of
+/// values `[position][head_dim]`, of keys blocks of 16 positions, `[block][head_dim][16]`.
 pub struct KvCache {
     store: Store,
     shape: KvShape,
-    /// Positions of a page: whole blocks.
-    page: usize,
-    pages: usize,
-    sequences: Vec<Sequence>,
-    /// The rows of the step that was [placed](Self::place).
-    places: Vec<Place>,
-    parts: Vec<Part>,
-}
-
-#[derive(Default)]
-struct Sequence {
-    pages: Vec<u32>,
-    len: usize,
-    /// Positions it may have at most.
-    most: usize,
-}
-
-/// Where a row of a step goes.
-#[derive(Clone, Copy)]
-pub(super) struct Place {
-    pub(super) sequence: usize,
-    pub(super) position: usize,
+    /// Whose the pages are, and where rows of a step go.
+    pub places: Places,
 }
 
 enum Store {
@@ -101,118 +70,24 @@ impl KvCache {
     /// One sequence of up to `capacity` positions, which is there from the start; memory is touched only
     /// where it is used. Steps have at most `rows` rows.
     pub fn new(kind: KvType, shape: KvShape, capacity: usize, rows: usize) -> Self {
-        let mut cache = Self::paged(kind, shape, capacity.next_multiple_of(LANES), 1, 1, rows);
-        cache.sequences[0] = Sequence { pages: vec![0], len: 0, most: capacity };
-        cache
+        let page = capacity.next_multiple_of(LANES);
+        Self::of(kind, shape, page, Places::one(capacity, page, rows))
     }
 
-    /// `pages` pages of `page` positions, a multiple of 16, for up to `sequences` sequences, all empty.
-    pub fn paged(
-        kind: KvType,
-        shape: KvShape,
-        page: usize,
-        pages: usize,
-        sequences: usize,
-        rows: usize,
-    ) -> Self {
-        let bytes = shape.bytes(kind) * page * pages;
+    /// `pages` pages of `page` positions, a multiple of 16, for the sequences of `sizes`, all empty.
+    pub fn paged(kind: KvType, shape: KvShape, (page, pages): (usize, usize), sizes: &Sizes) -> Self {
+        let Sizes { sequences, context, rows, .. } = *sizes;
+        let places = Places::many((page, pages), (sequences, context), rows);
+        Self::of(kind, shape, page * pages, places)
+    }
+
+    fn of(kind: KvType, shape: KvShape, positions: usize, places: Places) -> Self {
+        let bytes = shape.bytes(kind) * positions;
         let store = match kind {
             KvType::F32 => Store::F32(vec![0.0; bytes / size_of::<f32>()]),
             KvType::F16 => Store::F16(vec![f16::ZERO; bytes / size_of::<f16>()]),
         };
-        let mut all = Vec::new();
-        // A list of pages never grows in a step.
-        all.resize_with(sequences, || Sequence {
-            pages: Vec::with_capacity(pages),
-            len: 0,
-            most: page * pages,
-        });
-        let (places, parts) = (Vec::with_capacity(rows), Vec::with_capacity(rows));
-        Self { store, shape, page, pages, sequences: all, places, parts }
-    }
-
-    /// Positions of a sequence that are valid: tokens accepted.
-    pub fn len(&self, sequence: usize) -> usize {
-        self.sequences[sequence].len
-    }
-    /// Positions a sequence has room for.
-    pub fn capacity(&self, sequence: usize) -> usize {
-        let s = &self.sequences[sequence];
-        (s.pages.len() * self.page).min(s.most)
-    }
-    /// Forgets everything of a sequence behind its first `len` positions; its pages stay.
-    pub fn truncate(&mut self, sequence: usize, len: usize) {
-        let s = &mut self.sequences[sequence];
-        s.len = s.len.min(len);
-    }
-    /// Gives a sequence one more page.
-    pub fn add_page(&mut self, sequence: usize, page: u32) {
-        assert!((page as usize) < self.pages, "page {page} of {}", self.pages);
-        self.sequences[sequence].pages.push(page);
-    }
-    /// Says that the first `len` positions of a sequence, which has the pages for them, are valid: another
-    /// sequence wrote them.
-    pub fn adopt(&mut self, sequence: usize, len: usize) {
-        assert!(len <= self.capacity(sequence), "{len} positions of {}", self.capacity(sequence));
-        self.sequences[sequence].len = len;
-    }
-    /// Pages of a sequence, first to last.
-    pub fn pages(&self, sequence: usize) -> &[u32] {
-        &self.sequences[sequence].pages
-    }
-    /// Takes all pages away.
-    pub fn clear(&mut self, sequence: usize) {
-        let s = &mut self.sequences[sequence];
-        s.pages.clear();
-        s.len = 0;
-    }
-
-    /// Says whose the rows of the next step are, part after part; a sequence has one part at most. The step
-    /// [commits](Self::commit) them at its end.
-    ///
-    /// # Errors
-    /// [`Code::ContextFull`] where a sequence has no room for its rows.
-    pub fn place(&mut self, parts: &[Part]) -> Result<()> {
-        self.places.clear();
-        self.parts.clear();
-        for part in parts {
-            let (len, capacity) = (self.len(part.sequence), self.capacity(part.sequence));
-            if len + part.rows > capacity {
-                return Err(Error::new(Code::ContextFull, "the context is full")
-                    .need(format!("{} positions", len + part.rows))
-                    .have(format!("{capacity} positions"))
-                    .fix("raise --context, or start a new conversation"));
-            }
-            let place = |row| Place { sequence: part.sequence, position: len + row };
-            self.places.extend((0..part.rows).map(place));
-            self.parts.push(*part);
-        }
-        Ok(())
-    }
-    /// Accepts the rows of the step.
-    pub fn commit(&mut self) {
-        for part in self.parts.drain(..) {
-            self.sequences[part.sequence].len += part.rows;
-        }
-    }
-    pub(super) fn parts(&self) -> &[Part] {
-        &self.parts
-    }
-    /// Where each of the `rows` rows of the step goes.
-    ///
-    /// # Errors
-    /// [`Code::Internal`] where another number of rows was placed.
-    pub(super) fn places(&self, rows: usize) -> Result<&[Place]> {
-        match self.places.len() == rows {
-            true => Ok(&self.places),
-            false => Err(Error::new(Code::Internal, "rows of a step that have no place in the cache")
-                .need(rows.to_string())
-                .have(self.places.len().to_string())),
-        }
-    }
-    /// Positions of a page.
-    pub(super) fn page(&self) -> usize {
-        self.page
+        Self { store, shape, places }
     }
 
     /// Writes keys and values of layer `layer`.
@@ -238,7 +113,7 @@ impl KvCache {
             let blocks = count.next_multiple_of(LANES);
             Positions { keys: &all[keys..][..blocks * d], values: &all[values..][..count * d] }
         }
-        let page = self.sequences[sequence].pages[at];
+        let page = self.places.pages(sequence)[at];
         let (keys, values) = (self.offset(page, layer, KEYS, head), self.offset(page, layer, VALUES, head));
         match &self.store {
             Store::F32(all) => Head::F32(of(all, keys, values, count, self.shape.head_dim)),
@@ -248,7 +123,7 @@ impl KvCache {
 
     fn offset(&self, page: u32, layer: usize, kv: usize, head: usize) -> usize {
         let KvShape { layers, kv_heads, head_dim } = self.shape;
-        (((page as usize * layers + layer) * 2 + kv) * kv_heads + head) * self.page * head_dim
+        (((page as usize * layers + layer) * 2 + kv) * kv_heads + head) * self.places.page() * head_dim
     }
 }
 
@@ -276,7 +151,7 @@ unsafe impl Sync for Writer<'_> {}
 impl Writer<'_> {
     /// Position of a row of the step in its sequence.
     pub(super) fn position(&self, row: usize) -> usize {
-        self.cache.places[row].position
+        self.cache.places.position(row)
     }
 
     /// Writes all heads of a row of the step to its place; both are `[kv heads, head_dim]`.
@@ -285,11 +160,9 @@ impl Writer<'_> {
     /// Nobody else writes this row, or reads its place.
     pub(super) unsafe fn write(&self, row: usize, keys: &[f32], values: &[f32]) {
         let c = self.cache;
-        let Place { sequence, position } = c.places[row];
         let width = c.shape.kv_heads * c.shape.head_dim;
-        assert!(position < c.capacity(sequence), "position {position} of sequence {sequence}");
         assert!(keys.len() == width && values.len() == width, "keys and values of all heads");
-        let place = (c.sequences[sequence].pages[position / c.page], position % c.page);
+        let place = c.places.page_of(row);
         // SAFETY: inside the store by the assertion, and nobody else's by contract.
         unsafe {
             match self.start {

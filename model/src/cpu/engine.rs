@@ -1,14 +1,14 @@
 //! The CPU's side of a [`Runner`](crate::runner::Runner).
 use super::sequences::CpuSequences;
-use super::{CpuExecutor, CpuTensor, KvCache, KvShape, Part, slot_bytes, slots};
+use super::{CpuExecutor, CpuTensor, KvCache, KvShape, slot_bytes, slots};
 use crate::batch::Sequences;
-use crate::cuda::CudaBatch;
 use crate::executor::{Logits, Shape, Slots};
 use crate::graph::Decoder;
+use crate::places::Part;
 use crate::runner::{Context, Engine, Model};
 use crate::watch::Watch;
 use crate::weights::Linear;
-use q4_core::{Code, Error, Result};
+use q4_core::Result;
 use std::sync::Arc;
 
 impl Model for Decoder<CpuExecutor> {
@@ -36,9 +36,6 @@ impl Model for Decoder<CpuExecutor> {
     fn sequences(self: Arc<Self>, cx: Context<'_>, pages: usize) -> Result<Box<dyn Sequences>> {
         Ok(Box::new(CpuSequences::new(self, cx, pages)?))
     }
-    fn batch(self: Arc<Self>, _cx: Context<'_>) -> Result<CudaBatch> {
-        Err(Error::new(Code::Unsupported, "several sequences at once").need("a CUDA device").have("the CPU"))
-    }
 }
 
 /// A shared model with a context of its own.
@@ -55,7 +52,7 @@ pub struct CpuEngine {
 
 impl Engine for CpuEngine {
     fn step(&mut self, ids: &[u32], which: Logits<'_>) -> Result<()> {
-        self.cache.place(&[Part { sequence: 0, rows: ids.len() }])?;
+        self.cache.places.place(&[Part { sequence: 0, rows: ids.len() }])?;
         self.model.forward(&mut self.executor, ids, &mut self.cache, &mut self.slots, which)
     }
     fn logits(&mut self) -> Result<&mut [f32]> {
@@ -65,13 +62,13 @@ impl Engine for CpuEngine {
         Ok(self.slots.logits.data().iter().all(|v| v.is_finite()))
     }
     fn len(&self) -> usize {
-        self.cache.len(0)
+        self.cache.places.len(0)
     }
     fn capacity(&self) -> usize {
-        self.cache.capacity(0)
+        self.cache.places.capacity(0)
     }
     fn truncate(&mut self, len: usize) {
-        self.cache.truncate(0, len);
+        self.cache.places.truncate(0, len);
     }
     fn watch(&mut self, watch: Watch) {
         self.executor.set_watch(watch);

@@ -233,7 +233,7 @@ impl Executor for CpuExecutor {
         layer: usize,
     ) -> Result<()> {
         let rows = qkv.rows();
-        cache.places(rows)?;
+        cache.places.rows(rows)?;
         let (s, width) = (&self.shape, qkv.width());
         let (vectors, rope, (pairs, half)) = (self.vectors, &self.rope, self.pairs);
         let cache = cache.writer(layer);
@@ -267,7 +267,7 @@ impl Executor for CpuExecutor {
         out: &mut CpuTensor,
     ) -> Result<()> {
         out.set_rows(qkv.rows());
-        let placed = (cache, cache.places(qkv.rows())?);
+        let placed = (cache, cache.places.rows(qkv.rows())?);
         attention::run(self.vectors, &self.shape, qkv, placed, layer, &mut self.scores, out, &self.threads);
         Ok(())
     }
@@ -298,8 +298,8 @@ impl Executor for CpuExecutor {
     }
 
     fn commit(&mut self, cache: &mut KvCache, rows: usize) -> Result<()> {
-        cache.places(rows)?;
-        cache.commit();
+        cache.places.rows(rows)?;
+        cache.places.commit();
         Ok(())
     }
 

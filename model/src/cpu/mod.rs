@@ -8,7 +8,7 @@ mod simd;
 mod sums;
 mod tensor;
 
-pub use cache::{KvCache, KvShape, KvType, Part};
+pub use cache::{KvCache, KvShape, KvType};
 pub use engine::CpuEngine;
 pub(crate) use executor::rotations;
 pub use executor::{CpuExecutor, CpuHome, CpuNorm, CpuTable, slot_bytes, slots};

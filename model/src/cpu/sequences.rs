@@ -1,8 +1,9 @@
 //! Several sequences on the CPU: one cache in pages, steps with rows of many.
-use super::{CpuExecutor, CpuTensor, KvCache, KvShape, Part, slot_bytes, slots};
+use super::{CpuExecutor, CpuTensor, KvCache, KvShape, slot_bytes, slots};
 use crate::batch::{PAGE, Sequences};
 use crate::executor::{Logits, Slots};
 use crate::graph::Decoder;
+use crate::places::Part;
 use crate::runner::Context;
 use q4_core::Result;
 use std::sync::Arc;
@@ -24,7 +25,7 @@ impl CpuSequences {
         budget.reserve(slot_bytes(s, sizes.rows, sizes.logit_rows), "the activations")?;
         budget.reserve(CpuExecutor::bytes(s, threads.threads(), dtype, &sizes), "the workspace")?;
         let executor = CpuExecutor::new(s.clone(), threads, dtype, &sizes, rotation)?;
-        let cache = KvCache::paged(kv, shape, PAGE, pages, sizes.sequences, sizes.rows);
+        let cache = KvCache::paged(kv, shape, (PAGE, pages), &sizes);
         let slots = slots(s, sizes.rows, sizes.logit_rows);
         Ok(Self { model, executor, cache, slots })
     }
@@ -32,7 +33,7 @@ impl CpuSequences {
 
 impl Sequences for CpuSequences {
     fn step(&mut self, ids: &[u32], parts: &[Part], logits: &[usize]) -> Result<()> {
-        self.cache.place(parts)?;
+        self.cache.places.place(parts)?;
         let which = if logits.is_empty() { Logits::Skip } else { Logits::Rows(logits) };
         self.model.forward(&mut self.executor, ids, &mut self.cache, &mut self.slots, which)
     }
@@ -44,12 +45,12 @@ impl Sequences for CpuSequences {
         self.model.shape.vocab
     }
     fn add_page(&mut self, sequence: usize, page: u32) {
-        self.cache.add_page(sequence, page);
+        self.cache.places.add_page(sequence, page);
     }
     fn adopt(&mut self, sequence: usize, len: usize) {
-        self.cache.adopt(sequence, len);
+        self.cache.places.adopt(sequence, len);
     }
     fn clear(&mut self, sequence: usize) {
-        self.cache.clear(sequence);
+        self.cache.places.clear(sequence);
     }
 }

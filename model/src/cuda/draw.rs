@@ -14,7 +14,7 @@ mirror! {
     struct Narrow { logits: u64, vocab: i32, best: u64, flags: u64, choice: Choice, buckets: u64, list: u64 }
     struct Last {
         logits: u64, best: u64, flags: u64, choice: Choice, buckets: u64, list: u64, records: u64, out: u64,
-        embedding: Embedding,
+        stride: u32, embedding: Embedding,
     }
 }
 
@@ -97,7 +97,7 @@ impl Draw {
         let vocab = self.vocab as i32;
         let how = |blocks| Launch::overlapping([blocks, 1, 1], 1024, 0, stream);
         let (buckets, list) = (self.buckets.ptr(), self.list.ptr());
-        let Chosen { token, flags, records, out, embedding, .. } = to;
+        let Chosen { token, flags, records, out, stride, embedding, .. } = to;
         let mut best = token;
         // SAFETY: by contract; the buffers have the sizes the kernels ask for.
         unsafe {
@@ -116,7 +116,7 @@ impl Draw {
             self.weigh.launch(how(BLOCKS), args)?;
             let args = Narrow { logits, vocab, best, flags, choice, buckets, list };
             self.narrow.launch(how(BLOCKS), args)?;
-            let args = Last { logits, best, flags, choice, buckets, list, records, out, embedding };
+            let args = Last { logits, best, flags, choice, buckets, list, records, out, stride, embedding };
             self.draw.launch(how(1), args)
         }
     }

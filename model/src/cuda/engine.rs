@@ -5,10 +5,12 @@ use super::draw::Draw;
 use super::executor::Step;
 use super::outbox::{Choice, Outbox};
 use super::slots::other_bytes;
-use super::{CudaBatch, CudaCache, CudaExecutor, CudaModel, CudaTensor};
+use super::state::State;
+use super::{CudaCache, CudaExecutor, CudaModel, CudaSequences, CudaTensor};
 use crate::batch::Sequences;
 use crate::config::Rotation;
 use crate::executor::{Executor, Logits, Shape, Sizes, Slots};
+use crate::places::Part;
 use crate::runner::{Context, Engine, Model};
 use crate::sampling::Sampler;
 use crate::watch::Watch;
@@ -30,13 +32,13 @@ impl Model for CudaModel {
     fn engine(self: Arc<Self>, cx: Context<'_>) -> Result<Box<dyn Engine>> {
         Ok(Box::new(CudaEngine::new(self, cx.threads, cx.sizes, cx.rotation, cx.budget.left())?))
     }
-    fn sequences(self: Arc<Self>, _cx: Context<'_>, _pages: usize) -> Result<Box<dyn Sequences>> {
-        Err(Error::new(Code::Unsupported, "several sequences that share steps on a CUDA device")
-            .need("--device cpu")
-            .fix("--device cpu; `q4 generate` runs one sequence on the device"))
+    fn sequences(self: Arc<Self>, cx: Context<'_>, pages: usize) -> Result<Box<dyn Sequences>> {
+        Ok(Box::new(CudaSequences::new(self, cx, pages)?))
     }
-    fn batch(self: Arc<Self>, cx: Context<'_>) -> Result<CudaBatch> {
-        CudaBatch::new(self, cx.threads, cx.sizes, cx.rotation)
+    fn mixes_rows(&self) -> Option<&'static str> {
+        Some(
+            "attention on a CUDA device divides positions among more blocks where fewer sequences share a step",
+        )
     }
 }
 
@@ -73,25 +75,16 @@ impl CudaEngine {
     ) -> Result<Self> {
         let (gpu, s, dtype) = (&model.kernels.gpu, &model.graph.shape, model.kernels.dtype);
         let logit_rows = sizes.logit_rows;
-        let kv = CudaCache::bytes(dtype, s.layers, s.kv_heads, s.head_dim, sizes.context);
-        let kv = kv * sizes.sequences as u64;
         let layout = model.layout(sizes.rows, logit_rows);
         let rest = (layout.bytes() + 4 * s.vocab) as u64 + other_bytes(s, &sizes);
-        let free = gpu.memory()?.0.min(allowed);
-        if kv + rest > free {
-            let human = q4_core::memory::human;
-            return Err(Error::new(Code::OutOfMemory, format!("a context on {}", gpu.device()))
-                .need(format!("{} for keys and values, {} for activations", human(kv), human(rest)))
-                .have(format!("{} free and allowed", human(free)))
-                .fix("shorten the context with --context, raise --memory-limit, or choose a smaller model"));
-        }
-        let cache =
-            CudaCache::new(gpu, dtype, (s.layers, s.kv_heads, s.head_dim), sizes.sequences, sizes.context)?;
+        model.has_room(sizes.context, rest, allowed)?;
+        let cache = CudaCache::alone(gpu, dtype, s, &sizes)?;
         let (slots, scratch) = layout.allocate(gpu)?;
         let spare = CudaTensor::new(&Arc::new(Buffer::new(gpu, 4 * s.vocab)?), 0, 1, s.vocab, DType::F32);
         let outbox = Outbox::new(gpu, 1)?;
         let logits = Pinned::new(gpu, logit_rows * s.vocab * 4)?;
-        let executor = CudaExecutor::new(&model.kernels, threads, sizes, scratch, rotation)?;
+        let state = State::alone(gpu, s.vocab, sizes.rows)?;
+        let executor = CudaExecutor::new(&model.kernels, threads, sizes, scratch, rotation, state)?;
         Ok(Self {
             executor,
             cache,
@@ -114,14 +107,14 @@ impl CudaEngine {
         self.model.graph.forward(&mut self.executor, ids, &mut self.cache, &mut self.slots, which)?;
         match which {
             Logits::Last => {
-                self.executor.choose(&self.slots, &self.model.graph.table, ids.len(), &self.outbox)
+                let next = (Some(&self.model.graph.table), ids.len());
+                self.executor.choose(&self.slots, next, 1, &self.outbox)
             }
             Logits::Skip | Logits::All | Logits::Rows(_) => Ok(()),
         }
     }
 
     fn replay(&mut self, ids: &[u32]) -> Result<()> {
-        let len = self.cache.len();
         let graph = match &mut self.graphs[self.side] {
             Some(graph) => {
                 self.model.products().for_each(q4_core::Q4Linear::replayed);
@@ -129,17 +122,22 @@ impl CudaEngine {
             }
             // Recording counts as the first replay: it counts calls and runs none.
             None => {
-                let recorded = self.record(ids);
-                self.cache.truncate(len);
-                self.graphs[self.side].insert(recorded?)
+                let recorded = self.record(ids)?;
+                self.graphs[self.side].insert(recorded)
             }
         };
         graph.launch(self.executor.stream.raw())?;
-        self.cache.advance(1);
+        self.accepted();
         Ok(())
     }
 
+    /// A step of one row ran that nothing was placed for here.
+    fn accepted(&mut self) {
+        self.cache.places.adopt(0, self.len() + 1);
+    }
+
     fn record(&mut self, ids: &[u32]) -> Result<Graph> {
+        self.cache.places.place(&[])?; // nothing runs, so nothing is committed
         self.executor.begin_recording()?;
         let body = self.issue(ids, Logits::Last);
         let graph = self.executor.end_recording();
@@ -150,7 +148,7 @@ impl CudaEngine {
     /// Launches the step behind the chosen token, which the device has: it need not wait for the host to ask
     /// for it.
     fn run_ahead(&mut self) -> Result<()> {
-        let room = self.cache.len() < self.cache.capacity();
+        let room = self.len() < self.capacity();
         if self.course.stands() != Stands::Ready || !room || self.watching {
             return Ok(());
         }
@@ -203,26 +201,28 @@ impl Engine for CudaEngine {
         let start = if one { self.course.start(ids[0]) } else { Start::Placed };
         if start == Start::Running {
             self.model.products().for_each(q4_core::Q4Linear::replayed);
-            self.cache.advance(1);
+            self.accepted();
             self.course.asked(Some(self.outbox.last(0)));
             return Ok(());
         }
         self.leave();
         self.course.forget();
         let replays = one && self.warm;
+        let mut runs = 0;
         if start == Start::Placed || !replays {
-            self.executor.place(ids, &[self.cache.len() as u32])?;
+            runs = self.executor.place(ids, self.len())?;
         }
         if one || self.side == 1 {
             self.turn();
         }
-        self.executor.step = if one { Step::Decode } else { Step::Prompt { sequence: 0 } };
+        self.executor.step = if one { Step::Decode } else { Step::Prompt { runs } };
         if replays {
             if start == Start::Placed {
                 self.executor.embed(&self.model.graph.table, ids, &mut self.slots.hidden)?;
             }
             self.replay(ids)?;
         } else {
+            self.cache.places.place(&[Part { sequence: 0, rows: ids.len() }])?;
             self.issue(ids, which)?;
             self.warm |= one;
         }
@@ -261,29 +261,29 @@ impl Engine for CudaEngine {
         if sampler.params().temperature == 0.0 || self.course.stands() != Stands::Ready {
             return sampler.sample(self.logits()?, recent);
         }
-        let (vocab, context) = (self.slots.logits.width(), self.cache.capacity());
+        let (vocab, context) = (self.slots.logits.width(), self.capacity());
         let draw = match &mut self.draw {
             Some(draw) => draw,
             none => none.insert(Draw::new(&self.model.kernels.gpu, vocab, context)?),
         };
-        let table = &self.model.graph.table;
-        self.executor.draw(draw, &self.slots, table, (sampler, recent), &self.outbox)?;
+        let next = (Some(&self.model.graph.table), 0);
+        self.executor.draw(draw, &self.slots, next, (sampler, recent), &self.outbox)?;
         self.course.redrawn(self.outbox.issue(0));
         self.run_ahead()?;
         Ok(self.choice()?.token)
     }
 
     fn len(&self) -> usize {
-        self.cache.len()
+        self.cache.places.len(0)
     }
     fn capacity(&self) -> usize {
-        self.cache.capacity()
+        self.cache.places.capacity(0)
     }
     fn truncate(&mut self, len: usize) {
-        if len < self.cache.len() {
+        if len < self.len() {
             self.leave();
         }
-        self.cache.truncate(len);
+        self.cache.places.truncate(0, len);
     }
     fn watch(&mut self, watch: Watch) {
         self.leave();

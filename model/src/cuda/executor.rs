@@ -1,9 +1,10 @@
 //! [`Executor`] on CUDA: everything between products in kernels of its own, every product through
 //! [`Q4Linear`].
 use super::draw::Draw;
-use super::kernels::{Chosen, Embedding, ModelKernels, Place, argmax_blocks};
+use super::kernels::{Embedding, ModelKernels, Pages, Rope};
 use super::outbox::Outbox;
 use super::slots::Scratch;
+use super::state::{RUN, Staged, State};
 use super::{CudaCache, CudaTensor};
 use crate::arch::Activation;
 use crate::config::Rotation;
@@ -12,7 +13,7 @@ use crate::sampling::Sampler;
 use crate::watch::{Site, Watch, Written, go_on};
 use crate::weights::{Head, Linear};
 use q4_core::{Code, DType, Error, ExecContext, FuseSet, Fusion, Result, RmsNorm, TensorView, ThreadPool};
-use q4_cuda::{Buffer, Gpu, Graph, Pinned, Stream, view, view_mut};
+use q4_cuda::{Buffer, Graph, Stream, view, view_mut};
 use std::sync::Arc;
 
 /// A norm's weight on the device.
@@ -49,12 +50,9 @@ pub struct CudaExecutor {
     pub stream: Stream,
     kernels: Arc<ModelKernels>,
     threads: Arc<ThreadPool>,
-    /// Sequences that decode together.
-    sequences: usize,
     /// What the rows of the next step are.
     pub(super) step: Step,
-    /// What is issued is recorded: a decode step without its embedding, which is there when a step is
-    /// replayed.
+    /// A decode step of one sequence is recorded: without its embedding, which is there when it is replayed.
     recording: bool,
     workspace: Buffer,
     rope: Buffer,
@@ -62,78 +60,32 @@ pub struct CudaExecutor {
     scratch: Scratch,
     partial: Buffer,
     state: State,
-    ids: Pinned,
     watch: Watch,
 }
 
 /// What the rows of a step are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
-    /// Consecutive tokens of one sequence.
-    Prompt { sequence: usize },
-    /// One token of each sequence.
+    /// Consecutive tokens of one sequence, in so many runs.
+    Prompt { runs: usize },
+    /// One token of one sequence.
     Decode,
-}
-
-/// Small arrays of u32 on the device, side by side: what a replayed step reads and leaves.
-struct State {
-    buffer: Buffer,
-    sequences: usize,
-    rows: usize,
-    /// Blocks that choose for a sequence, and u64 for each.
-    blocks: u32,
-    keys: Buffer,
-}
-
-impl State {
-    fn new(gpu: &Arc<Gpu>, vocab: usize, sequences: usize, rows: usize) -> Result<Self> {
-        let words = 5 * sequences + rows + 1;
-        let blocks = argmax_blocks(gpu, vocab, sequences);
-        let keys = Buffer::zeroed(gpu, 8 * sequences * blocks as usize)?;
-        Ok(Self { buffer: Buffer::zeroed(gpu, words * 4)?, sequences, rows, blocks, keys })
-    }
-    fn word(&self, at: usize) -> u64 {
-        self.buffer.ptr() + 4 * at as u64
-    }
-    /// What choosing needs, from sequence `first` on.
-    fn chosen(&self, first: usize, outbox: &Outbox, embedding: Embedding) -> Chosen {
-        let of = |array| self.word(array * self.sequences + first);
-        Chosen {
-            keys: self.keys.ptr() + 8 * first as u64 * u64::from(self.blocks),
-            blocks: self.blocks,
-            turns: of(0),
-            token: of(1),
-            flags: of(2),
-            records: of(3),
-            position: of(4),
-            out: outbox.address() + 8 * first as u64,
-            stride: outbox.sequences() as u32,
-            embedding,
-        }
-    }
-    /// Of every sequence; the ids of a step lie behind.
-    fn position(&self) -> u64 {
-        self.word(4 * self.sequences)
-    }
-    fn ids(&self) -> u64 {
-        self.word(5 * self.sequences)
-    }
-    fn non_finite(&self) -> u64 {
-        self.word(5 * self.sequences + self.rows)
-    }
+    /// Of many sequences: `singles` rows of as many first, then `runs` runs.
+    Many { singles: usize, runs: usize },
 }
 
 impl CudaExecutor {
     /// Allocates everything a step needs.
-    pub fn new(
+    pub(super) fn new(
         kernels: &Arc<ModelKernels>,
         threads: Arc<ThreadPool>,
         sizes: Sizes,
         scratch: Scratch,
         rotation: &Rotation,
+        state: State,
     ) -> Result<Self> {
         let (gpu, kernels) = (&kernels.gpu, kernels.clone());
-        let Sizes { rows, sequences, context, workspace, .. } = sizes;
+        let Sizes { sequences, context, workspace, .. } = sizes;
         let (cos, sin) = crate::cpu::rotations(rotation, context);
         let table = Buffer::new(gpu, (cos.len() + sin.len()) * 4)?;
         table.upload(0, &cos)?;
@@ -146,12 +98,10 @@ impl CudaExecutor {
             rope: table,
             scratch,
             partial: Buffer::zeroed(gpu, partial)?,
-            state: State::new(gpu, kernels.shape.vocab, sequences, rows.max(sequences))?,
-            ids: Pinned::new(gpu, (rows.max(sequences) + sequences) * 4)?,
+            state,
             kernels,
             threads,
-            sequences,
-            step: Step::Prompt { sequence: 0 },
+            step: Step::Decode,
             recording: false,
             watch: Watch::Nothing,
         })
@@ -162,10 +112,10 @@ impl CudaExecutor {
         self.watch = watch;
     }
 
-    /// Starts recording the decode step that is issued next, behind its embedding.
+    /// Starts recording the step that is issued next; that of one sequence behind its embedding.
     pub(super) fn begin_recording(&mut self) -> Result<()> {
         self.stream.begin_capture()?;
-        self.recording = true;
+        self.recording = self.step == Step::Decode;
         Ok(())
     }
     /// What was issued since.
@@ -174,77 +124,112 @@ impl CudaExecutor {
         self.stream.end_capture()
     }
 
-    /// Puts on the device where every sequence stands and the ids of the next step, which are below the
-    /// table's rows.
-    pub(super) fn place(&mut self, ids: &[u32], positions: &[u32]) -> Result<()> {
+    /// Puts on the device where the one sequence stands and the ids of its next step, which are below the
+    /// table's rows. The runs they make.
+    pub(super) fn place(&mut self, ids: &[u32], position: usize) -> Result<usize> {
         self.stream.synchronize()?; // the staging memory may still be read
-        let staged = self.ids.as_mut_slice::<u32>();
-        staged[..positions.len()].copy_from_slice(positions);
-        staged[positions.len()..][..ids.len()].copy_from_slice(ids);
-        let bytes = 4 * (positions.len() + ids.len());
-        // SAFETY: both fit by the engine's chunk, the staging memory and the state have room for them, one
-        // behind the other, and nobody writes the staging memory before the next wait above.
-        unsafe { self.ids.send(0, self.state.position(), bytes, self.stream.raw()) }
+        let staged = self.state.stage();
+        staged.position[0] = position as u32;
+        staged.ids[..ids.len()].copy_from_slice(ids);
+        let runs = lay_runs(staged.runs, 0, ids.len(), position, 0);
+        // SAFETY: the next stage is behind the wait above.
+        unsafe { self.state.send_rows(ids.len(), self.stream.raw())? };
+        Ok(runs)
     }
 
-    /// Chooses the next token of the rows whose logits are there and hands it over. Behind a step of `rows`
-    /// rows its embedding is the next step's input, at the position after them.
+    /// The same for a step of many sequences: `fill` says it, and how many page numbers there are.
+    pub(super) fn place_many(&mut self, fill: impl FnOnce(Staged<'_>) -> usize) -> Result<()> {
+        self.stream.synchronize()?; // as above
+        let numbers = fill(self.state.stage());
+        // SAFETY: as above.
+        unsafe { self.state.send_all(numbers, self.stream.raw()) }
+    }
+
+    /// Chooses the next tokens of the first `count` rows whose logits are there and hands them over. Where
+    /// there is a `table`, behind a step of `rows` rows, its embedding is the next step's input, at the
+    /// position after them.
     pub(super) fn choose(
         &mut self,
         slots: &Slots<CudaTensor>,
-        table: &CudaTable,
-        rows: usize,
+        (table, rows): (Option<&CudaTable>, usize),
+        count: usize,
         outbox: &Outbox,
     ) -> Result<()> {
-        let (first, count) = match self.step {
-            Step::Prompt { sequence } => (sequence, 1),
-            Step::Decode => (0, self.sequences),
-        };
-        let to = self.state.chosen(first, outbox, embedding(table, &slots.hidden, first));
+        let to = self.state.chosen(0, outbox, embedding(table, &slots.hidden));
         // SAFETY: sizes as `State`, the outbox and the slots have them.
         unsafe { self.kernels.argmax(slots.logits.ptr(), rows, to, count, self.stream.raw()) }
     }
 
-    /// Draws the first sequence's next token instead of the chosen one: hands it over, and its embedding is
-    /// the next step's input.
+    /// Draws the next token of row `row` of the logits instead of the chosen one and hands it over. Where
+    /// there is a `table`, its embedding is the next step's input.
     pub(super) fn draw(
         &self,
         draw: &mut Draw,
         slots: &Slots<CudaTensor>,
-        table: &CudaTable,
+        (table, row): (Option<&CudaTable>, usize),
         (sampler, recent): (&mut Sampler, &[u32]),
         outbox: &Outbox,
     ) -> Result<()> {
-        let to = self.state.chosen(0, outbox, embedding(table, &slots.hidden, 0));
-        let (logits, s) = (slots.logits.ptr(), self.stream.raw());
-        // SAFETY: one row of logits of the vocabulary's size, of which `choose` chose last, and one word
-        // each.
+        let to = self.state.chosen(row, outbox, embedding(table, &slots.hidden));
+        let (logits, s) = (slots.logits.row(row), self.stream.raw());
+        // SAFETY: a row of logits of the vocabulary's size, of which `choose` chose last, and one word each.
         unsafe { draw.draw(logits, sampler, recent, to, s) }
     }
 
-    fn position(&self, cache: &CudaCache) -> Place {
-        let sequence = match self.step {
-            Step::Prompt { sequence } => sequence,
-            Step::Decode => 0,
-        };
-        Place {
-            rope: (self.rope.ptr(), self.rope.ptr() + self.rope_half),
-            position: self.state.position() + 4 * sequence as u64,
-            batch: self.step == Step::Decode && self.sequences > 1,
-            strides: (cache.head_stride(), cache.sequence_stride()),
+    fn rope(&self) -> Rope {
+        (self.rope.ptr(), self.rope.ptr() + self.rope_half)
+    }
+
+    /// Where the rows of the step are in the cache.
+    fn pages(&self, cache: &CudaCache) -> Pages {
+        let (state, shape) = (&self.state, &self.kernels.shape);
+        match self.step {
+            Step::Prompt { .. } | Step::Decode => {
+                Pages::alone(state.position(), cache.places.capacity(0), shape.head_dim)
+            }
+            Step::Many { .. } => {
+                let words = (state.position(), state.lists(), state.numbers());
+                Pages::shared(words, shape.kv_heads, shape.head_dim)
+            }
         }
     }
 
-    /// Keys and values of the sequence a step writes to, or of the first.
-    fn layer(&self, cache: &CudaCache, layer: usize) -> (u64, u64) {
-        let (keys, values) = cache.layer(layer);
-        let skip = match self.step {
-            Step::Prompt { sequence } => {
-                sequence as u64 * cache.sequence_stride() * cache.dtype().size() as u64
-            }
-            Step::Decode => 0,
-        };
-        (keys + skip, values + skip)
+    /// Attention of the step's runs, whose queries were rotated.
+    fn attend_runs(&self, pages: Pages, cache: (u64, u64), runs: usize, out: &CudaTensor) -> Result<()> {
+        let (queries, runs) = (self.scratch.queries, (self.state.runs(), runs));
+        // SAFETY: the runs are inside the step, whose keys and values are in the cache.
+        unsafe { self.kernels.attend_many(queries, pages, cache, out.ptr(), runs, self.stream.raw()) }
+    }
+
+    /// Norms, rotates and appends the rows from `first` on.
+    fn append(
+        &self,
+        qkv: &CudaTensor,
+        norms: Option<&[CudaNorm; 2]>,
+        pages: Pages,
+        cache: (u64, u64),
+        first: usize,
+    ) -> Result<()> {
+        let queries = self.scratch.queries + (first * self.kernels.shape.q() * qkv.dtype().size()) as u64;
+        let (at, rows, s) = ((self.rope(), pages), qkv.rows() - first, self.stream.raw());
+        // SAFETY: there is room in the cache for what was placed; slots and queries hold all rows.
+        unsafe { self.kernels.rotate_append(qkv.row(first), of_heads(norms)?, at, cache, queries, rows, s) }
+    }
+
+    /// Attention of the first `count` rows, each a sequence's only one, with norms, rotation and append.
+    fn attend_singles(
+        &self,
+        qkv: &CudaTensor,
+        norms: Option<&[CudaNorm; 2]>,
+        pages: Pages,
+        cache: (u64, u64),
+        count: usize,
+        out: &CudaTensor,
+    ) -> Result<()> {
+        let (at, s) = ((self.rope(), pages), self.stream.raw());
+        let (partial, out) = (self.partial.ptr(), out.ptr());
+        // SAFETY: `partial` has the size the kernels asked for; the rest as above.
+        unsafe { self.kernels.attend_one(qkv.ptr(), of_heads(norms)?, at, cache, partial, out, count, s) }
     }
 
     fn products(
@@ -271,8 +256,25 @@ impl CudaExecutor {
     }
 }
 
-fn embedding(table: &CudaTable, hidden: &CudaTensor, first: usize) -> Embedding {
-    Embedding::new((table.buffer.ptr(), table.dtype), hidden.row(first), hidden.width())
+fn embedding(table: Option<&CudaTable>, hidden: &CudaTensor) -> Embedding {
+    let of = |t: &CudaTable| Embedding::new((t.buffer.ptr(), t.dtype), hidden.ptr(), hidden.width());
+    table.map_or_else(Embedding::none, of)
+}
+
+/// Rows `first..first + rows` of a step, at `position` on, as runs; the longest first. How many they are.
+pub(super) fn lay_runs(
+    runs: &mut [[u32; 4]],
+    first: usize,
+    rows: usize,
+    position: usize,
+    list: usize,
+) -> usize {
+    let count = rows.div_ceil(RUN);
+    for (run, at) in runs[..count].iter_mut().zip((0..count).rev().map(|i| i * RUN)) {
+        let words = [first + at, RUN.min(rows - at), position + at, list];
+        *run = words.map(|word| word as u32);
+    }
+    count
 }
 
 /// The norms of query and key heads; models without were refused where they were loaded.
@@ -308,7 +310,7 @@ impl Executor for CudaExecutor {
 
     fn linear(&mut self, x: &CudaTensor, weight: &Linear, out: &mut CudaTensor) -> Result<()> {
         out.set_rows(x.rows());
-        self.products(x.view(0)?, weight, &Fusion::default(), out)
+        self.products(x.view(0, x.rows())?, weight, &Fusion::default(), out)
     }
 
     fn add(&mut self, x: &CudaTensor, residual: &mut CudaTensor) -> Result<()> {
@@ -333,21 +335,7 @@ impl Executor for CudaExecutor {
         cache: &mut CudaCache,
         layer: usize,
     ) -> Result<()> {
-        let norms = of_heads(norms)?;
-        let (place, rows) = (self.position(cache), qkv.rows());
-        let s = self.stream.raw();
-        // SAFETY: the engine left room in the cache; slots and queries hold `rows` rows.
-        unsafe {
-            self.kernels.rotate_append(
-                qkv.ptr(),
-                norms,
-                place,
-                self.layer(cache, layer),
-                self.scratch.queries,
-                rows,
-                s,
-            )
-        }
+        self.append(qkv, norms, self.pages(cache), cache.layer(layer), 0)
     }
 
     fn attention(
@@ -358,10 +346,13 @@ impl Executor for CudaExecutor {
         out: &mut CudaTensor,
     ) -> Result<()> {
         out.set_rows(qkv.rows());
-        let place = self.position(cache);
+        let (pages, layer) = (self.pages(cache), cache.layer(layer));
+        if let (Step::Prompt { runs }, true) = (self.step, self.kernels.attends_fast()) {
+            return self.attend_runs(pages, layer, runs, out);
+        }
         let (queries, rows, s) = (self.scratch.queries, qkv.rows(), self.stream.raw());
         // SAFETY: as above.
-        unsafe { self.kernels.attend(queries, place, self.layer(cache, layer), out.ptr(), rows, s) }
+        unsafe { self.kernels.attend(queries, pages, layer, out.ptr(), rows, s) }
     }
 
     fn rope_attention(
@@ -372,27 +363,24 @@ impl Executor for CudaExecutor {
         layer: usize,
         out: &mut CudaTensor,
     ) -> Result<()> {
-        if self.step != Step::Decode || !self.kernels.attends_one() {
-            self.rope_append(qkv, norms, cache, layer)?;
-            return self.attention(qkv, cache, layer, out);
-        }
+        let (singles, runs) = match self.step {
+            Step::Decode if self.kernels.attends_fast() => (1, 0),
+            Step::Many { singles, runs } if self.kernels.attends_fast() => (singles, runs),
+            _ => {
+                self.rope_append(qkv, norms, cache, layer)?;
+                return self.attention(qkv, cache, layer, out);
+            }
+        };
         out.set_rows(qkv.rows());
-        let norms = of_heads(norms)?;
-        let place = self.position(cache);
-        let (n, s) = (self.sequences, self.stream.raw());
-        // SAFETY: `partial` has the size the kernels asked for; the rest as above.
-        unsafe {
-            self.kernels.attend_one(
-                qkv.ptr(),
-                norms,
-                place,
-                self.layer(cache, layer),
-                self.partial.ptr(),
-                out.ptr(),
-                n,
-                s,
-            )
+        let (pages, layer) = (self.pages(cache), cache.layer(layer));
+        if singles > 0 {
+            self.attend_singles(qkv, norms, pages, layer, singles, out)?;
         }
+        if runs > 0 {
+            self.append(qkv, norms, pages.behind(singles), layer, singles)?;
+            self.attend_runs(pages, layer, runs, out)?;
+        }
+        Ok(())
     }
 
     fn head(
@@ -404,32 +392,38 @@ impl Executor for CudaExecutor {
         scratch: &mut CudaTensor,
         out: &mut CudaTensor,
     ) -> Result<()> {
-        if let Logits::Rows(_) = which {
-            return Err(Error::new(Code::Unsupported, "logits of some rows of a step on a CUDA device"));
-        }
-        let every = which == Logits::All || self.step == Step::Decode;
-        let first = if every { 0 } else { x.rows() - 1 };
-        let rows = x.rows() - first;
+        let (rows, s) = (which.rows(x.rows()), self.stream.raw());
+        let lie_apart = (1..rows).any(|i| which.row(i, x.rows()) != which.row(0, x.rows()) + i);
+        let mut picked = self.scratch.picked.clone();
+        picked.set_rows(rows);
+        let (x, first) = match lie_apart {
+            false => (x, which.row(0, x.rows())),
+            true => {
+                let (from, to) = ((x.ptr(), DType::F32), picked.ptr());
+                // SAFETY: the step was placed with these rows as its picks; they are below those of x.
+                unsafe { self.kernels.embed(from, self.state.picks(), to, rows, s)? };
+                (&picked, 0)
+            }
+        };
         scratch.set_rows(rows);
         out.set_rows(rows);
-        let s = self.stream.raw();
         match head {
             Head::Product(linear) => {
                 let fused = Fusion { norm: Some(norm.fused()?), ..Fusion::default() };
                 if linear.fuses(rows, fused.set()) {
-                    return self.products(x.view(first)?, linear, &fused, out);
+                    return self.products(x.view(first, rows)?, linear, &fused, out);
                 }
                 let to = (scratch.ptr(), scratch.dtype());
                 // SAFETY: rows `first..` of x, and as many of scratch.
                 unsafe { self.kernels.norm(x.row(first), norm.pair(), to, (rows, x.width()), s)? };
-                self.products(scratch.view(0)?, linear, &Fusion::default(), out)
+                self.products(scratch.view(0, rows)?, linear, &Fusion::default(), out)
             }
             Head::Dense(table) => {
                 // Tensor cores multiply two values of one type, so x takes the table's, unless f32 was asked
                 // for.
                 let exact = self.kernels.dtype == DType::F32 || table.dtype == DType::F32;
                 let to = match exact {
-                    true => (self.scratch.exact, DType::F32),
+                    true => (self.scratch.picked.ptr(), DType::F32),
                     false => (scratch.ptr(), table.dtype),
                 };
                 // SAFETY: as above; the table is `[vocab, hidden]`.
@@ -441,11 +435,8 @@ impl Executor for CudaExecutor {
         }
     }
 
-    fn commit(&mut self, cache: &mut CudaCache, rows: usize) -> Result<()> {
-        // Sequences that share a cache have lengths of their own, which their engine keeps.
-        if self.sequences == 1 {
-            cache.advance(rows);
-        }
+    fn commit(&mut self, cache: &mut CudaCache, _rows: usize) -> Result<()> {
+        cache.places.commit();
         Ok(())
     }
 
@@ -461,18 +452,12 @@ impl Executor for CudaExecutor {
                 return slot.upload(&values);
             }
         }
-        let mut flag = [0u32];
-        let at = (self.state.non_finite() - self.state.buffer.ptr()) as usize;
-        self.state.buffer.upload(at, &flag)?;
+        let flag = self.state.clear_non_finite()?;
         let count = slot.rows() * slot.width();
         // SAFETY: the slot holds `count` elements.
-        unsafe {
-            let x = (slot.ptr(), slot.dtype());
-            self.kernels.finite(x, count, self.state.non_finite(), self.stream.raw())?;
-        }
+        unsafe { self.kernels.finite((slot.ptr(), slot.dtype()), count, flag, self.stream.raw())? };
         self.stream.synchronize()?;
-        self.state.buffer.download(at, &mut flag)?;
-        if flag == [0] {
+        if !self.state.is_non_finite()? {
             return Ok(());
         }
         Err(Error::new(Code::NonFinite, format!("{site}: a value is not finite"))
@@ -496,6 +481,6 @@ impl Executor for CudaExecutor {
         out.set_rows(x.rows());
         let norm = norm.map(CudaNorm::fused).transpose()?;
         let (gate, accumulate) = (set.contains(FuseSet::GATE), set.contains(FuseSet::ACCUMULATE));
-        self.products(x.view(0)?, weight, &Fusion { norm, gate, accumulate }, out)
+        self.products(x.view(0, x.rows())?, weight, &Fusion { norm, gate, accumulate }, out)
     }
 }

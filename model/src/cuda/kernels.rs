@@ -1,4 +1,5 @@
 //! Launching the model's own kernels: everything between two products. `cuda/*.cu` document their arguments.
+use crate::batch::PAGE;
 use crate::executor::Shape;
 use q4_core::{Code, DType, Error, Result};
 use q4_cuda::{Gpu, Kernel, Kernels, Launch, Mirror, Source, mirror};
@@ -9,7 +10,7 @@ macro_rules! source {
         Source {
             name: $name,
             text: include_str!(concat!("../../cuda/", $file)),
-            files: q4_cuda::files!("../../cuda/", "elements.cuh", "sample.cu"),
+            files: q4_cuda::files!("../../cuda/", "elements.cuh", "pages.cuh", "runs.cuh", "sample.cu"),
         }
     };
 }
@@ -22,18 +23,8 @@ const PREFILL_WIDE: Source = source!("prefill_wide", "prefill_wide.cu");
 const HEAD: Source = source!("head", "head.cu");
 pub(super) const SAMPLE: Source = source!("sample", "draw.cu");
 
-/// Where a head's rotation and cache are; the same for every layer of a step.
-#[derive(Clone, Copy)]
-pub struct Place {
-    /// `cos` and `sin`, f32 `[context, head_dim / 2]` each.
-    pub rope: (u64, u64),
-    /// u32 per sequence: positions its cache holds.
-    pub position: u64,
-    /// Every row is a sequence of its own.
-    pub batch: bool,
-    /// Elements between heads, and between sequences.
-    pub strides: (u64, u64),
-}
+/// Where a head's rotation is: `cos` and `sin`, f32 `[context, head_dim / 2]` each.
+pub type Rope = (u64, u64);
 
 /// Where `argmax` keeps and leaves what it does, for the first of its sequences.
 #[derive(Clone, Copy)]
@@ -64,6 +55,9 @@ mirror! {
     /// `Embedding` of `cuda/sample.cu`.
     pub struct Embedding { table: u64, hidden: u64, width: i32, kind: i32 }
 
+    /// `Pages` of `cuda/pages.cuh`, the same for every layer of a step.
+    pub struct Pages { position: u64, lists: u64, numbers: u64, page_stride: u64, head_stride: u64 }
+
     /// Of `argmax`.
     pub(super) struct Argmax {
         logits: u64, vocab: i32, rows: u32, keys: u64, turns: u64, token: u64, position: u64, flags: u64,
@@ -75,22 +69,18 @@ mirror! {
     struct Add { x: u64, residual: u64, count: u64 }
     struct SiluMul { gate_up: u64, out: u64, width: i32 }
     struct RotateAppend {
-        qkv: u64, q_weight: u64, k_weight: u64, eps: f32, cosine: u64, sine: u64, position: u64, batch: i32,
-        keys: u64, values: u64, head_stride: u64, sequence_stride: u64, q: u64, heads: i32, kv_heads: i32,
-        dim: i32,
+        qkv: u64, q_weight: u64, k_weight: u64, eps: f32, cosine: u64, sine: u64, pages: Pages, keys: u64,
+        values: u64, q: u64, heads: i32, kv_heads: i32, dim: i32,
     }
     struct Attend {
-        q: u64, keys: u64, values: u64, head_stride: u64, sequence_stride: u64, position: u64, batch: i32,
-        out: u64, heads: i32, kv_heads: i32, dim: i32, scale: f32,
+        q: u64, keys: u64, values: u64, pages: Pages, out: u64, heads: i32, kv_heads: i32, dim: i32, scale: f32,
     }
     struct AttendOne {
-        qkv: u64, q_weight: u64, k_weight: u64, eps: f32, cosine: u64, sine: u64, position: u64, keys: u64,
-        values: u64, head_stride: u64, sequence_stride: u64, partial: u64, out: u64, heads: i32,
-        kv_heads: i32, scale: f32,
+        qkv: u64, q_weight: u64, k_weight: u64, eps: f32, cosine: u64, sine: u64, pages: Pages, keys: u64,
+        values: u64, partial: u64, out: u64, heads: i32, kv_heads: i32, scale: f32,
     }
     struct AttendMany {
-        q: u64, keys: u64, values: u64, head_stride: u64, position: u64, out: u64, rows: i32, heads: i32,
-        kv_heads: i32, scale: f32,
+        q: u64, keys: u64, values: u64, pages: Pages, runs: u64, out: u64, heads: i32, kv_heads: i32, scale: f32,
     }
     struct Head { table: u64, x: u64, out: u64, vocab: i32, width: i32, rows: i32 }
     struct HeadExact { table: u64, x: u64, out: u64, vocab: i32, width: i32 }
@@ -104,6 +94,24 @@ impl Embedding {
     /// Nothing is embedded.
     pub fn none() -> Self {
         Self { table: 0, hidden: 0, width: 0, kind: 0 }
+    }
+}
+
+impl Pages {
+    /// One sequence alone, `capacity` positions: row 0 stands at the word `position`.
+    pub fn alone(position: u64, capacity: usize, head_dim: usize) -> Self {
+        let head_stride = (capacity * head_dim) as u64;
+        Self { position, lists: 0, numbers: 0, page_stride: 0, head_stride }
+    }
+    /// Many sequences, in pages: the words of every row, and the page numbers their lists are among.
+    pub fn shared((position, lists, numbers): (u64, u64, u64), kv_heads: usize, head_dim: usize) -> Self {
+        let head_stride = (PAGE * head_dim) as u64;
+        Self { position, lists, numbers, page_stride: kv_heads as u64 * head_stride, head_stride }
+    }
+    /// The rows from `row` on, of many sequences.
+    pub fn behind(self, row: usize) -> Self {
+        let by = 4 * row as u64;
+        Self { position: self.position + by, lists: self.lists + by, ..self }
     }
 }
 
@@ -147,7 +155,7 @@ pub struct ModelKernels {
     silu_mul: Kernel<SiluMul>,
     rotate_append: Kernel<RotateAppend>,
     attention: Kernel<Attend>,
-    /// Tensor-core attention: one token of each sequence, and many rows of one.
+    /// Tensor-core attention: one token of each sequence, and many rows of some.
     fast: Option<(Decode, Prefill)>,
     head: [Kernel<Head>; 4],
     head_f16: [Kernel<Head>; 4],
@@ -178,7 +186,7 @@ impl Decode {
     }
 }
 
-/// Attention of many rows of one sequence, 128 rows of a head a block.
+/// Attention of many rows of sequences, 128 rows of a head a block.
 struct Prefill {
     kernel: Kernel<AttendMany>,
     threads: u32,
@@ -195,6 +203,10 @@ impl Prefill {
         let (kernels, shared) = (Kernels::load(gpu, source, &[option])?, shared as u32);
         Ok(Self { kernel: kernels.get_with(&format!("{stem}_{t}"), shared)?, threads, shared })
     }
+}
+
+fn not_fast() -> Error {
+    Error::new(Code::Internal, "attention on tensor cores for a head size they do not have")
 }
 
 const TYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
@@ -271,6 +283,11 @@ impl ModelKernels {
         [self.shape.heads, self.shape.kv_heads, self.shape.head_dim].map(|n| n as i32)
     }
 
+    /// What scores are multiplied with.
+    fn scale(&self) -> f32 {
+        1.0 / (self.shape.head_dim as f32).sqrt()
+    }
+
     /// Query heads of one key/value head that a block of `decode` takes, at most 8, make a group.
     fn groups(&self) -> usize {
         (self.shape.heads / self.shape.kv_heads).div_ceil(8)
@@ -281,14 +298,16 @@ impl ModelKernels {
         (self.gpu.processors as usize / (self.shape.kv_heads * self.groups() * sequences)).clamp(1, 32)
     }
 
-    /// Bytes of partial results that [`ModelKernels::attend_one`] needs; they start at zero.
+    /// Bytes of partial results that [`ModelKernels::attend_one`] needs for up to so many sequences; they
+    /// start at zero.
     pub fn attention_scratch(&self, sequences: usize) -> usize {
-        let heads = sequences * self.shape.kv_heads * self.groups();
-        heads * (self.splits(sequences) * 16 * self.shape.head_dim + 4) * 4
+        let heads = self.shape.kv_heads * self.groups();
+        let of = |n: usize| n * heads * (self.splits(n) * 16 * self.shape.head_dim + 4) * 4;
+        (1..=sequences).map(of).max().unwrap_or(0)
     }
 
-    /// Whether [`ModelKernels::attend_one`] can be used.
-    pub fn attends_one(&self) -> bool {
+    /// Whether [`ModelKernels::attend_one`] and [`ModelKernels::attend_many`] can be used.
+    pub fn attends_fast(&self) -> bool {
         self.fast.is_some()
     }
 
@@ -311,7 +330,7 @@ impl ModelKernels {
         unsafe { self.embed[index(dtype)].launch(how, Embed { table, ids, out, width }) }
     }
 
-    /// `out = T(x / rms(x) * weight)`, `[rows, width]`.
+    /// `out = T(x / rms(x) * weight)`, `[rows, width]`; in place where both are the same.
     ///
     /// # Safety
     /// As above.
@@ -359,7 +378,7 @@ impl ModelKernels {
         &self,
         qkv: u64,
         (q_weight, k_weight, eps): (u64, u64, f32),
-        p: Place,
+        ((cosine, sine), pages): (Rope, Pages),
         (keys, values): (u64, u64),
         q: u64,
         rows: usize,
@@ -368,7 +387,6 @@ impl ModelKernels {
         let [heads, kv_heads, dim] = self.heads();
         let grid = [rows, (self.shape.heads + 2 * self.shape.kv_heads).div_ceil(8), 1];
         let how = Launch::overlapping(grid, 256, 0, s);
-        let Place { rope: (cosine, sine), position, strides: (head_stride, sequence_stride), .. } = p;
         let args = RotateAppend {
             qkv,
             q_weight,
@@ -376,12 +394,9 @@ impl ModelKernels {
             eps,
             cosine,
             sine,
-            position,
-            batch: p.batch.into(),
+            pages,
             keys,
             values,
-            head_stride,
-            sequence_stride,
             q,
             heads,
             kv_heads,
@@ -391,48 +406,45 @@ impl ModelKernels {
         unsafe { self.rotate_append.launch(how, args) }
     }
 
-    /// Attention of `rows` queries whose keys and values were appended.
+    /// Attention of `rows` queries whose keys and values were appended, one by one.
     ///
     /// # Safety
     /// As above.
     pub unsafe fn attend(
         &self,
         q: u64,
-        p: Place,
+        pages: Pages,
         (keys, values): (u64, u64),
         out: u64,
         rows: usize,
         s: usize,
     ) -> Result<()> {
         let [heads, kv_heads, dim] = self.heads();
-        let Place { position, strides: (head_stride, sequence_stride), .. } = p;
-        let scale = 1.0 / (self.shape.head_dim as f32).sqrt();
-        if let (Some((_, prefill)), false) = (&self.fast, p.batch) {
-            let grid = [self.shape.heads, rows.div_ceil(128), 1];
-            let how = Launch::overlapping(grid, prefill.threads, prefill.shared, s);
-            let rows = rows as i32;
-            let args =
-                AttendMany { q, keys, values, head_stride, position, out, rows, heads, kv_heads, scale };
-            // SAFETY: by contract.
-            return unsafe { prefill.kernel.launch(how, args) };
-        }
         let how = Launch::overlapping([self.shape.heads, rows, 1], 256, 0, s);
-        let args = Attend {
-            q,
-            keys,
-            values,
-            head_stride,
-            sequence_stride,
-            position,
-            batch: p.batch.into(),
-            out,
-            heads,
-            kv_heads,
-            dim,
-            scale,
-        };
+        let args = Attend { q, keys, values, pages, out, heads, kv_heads, dim, scale: self.scale() };
         // SAFETY: by contract.
         unsafe { self.attention.launch(how, args) }
+    }
+
+    /// The same, of `count` `Run`s of `cuda/runs.cuh` at `runs`.
+    ///
+    /// # Safety
+    /// As above.
+    pub unsafe fn attend_many(
+        &self,
+        q: u64,
+        pages: Pages,
+        (keys, values): (u64, u64),
+        out: u64,
+        (runs, count): (u64, usize),
+        s: usize,
+    ) -> Result<()> {
+        let Some((_, prefill)) = &self.fast else { return Err(not_fast()) };
+        let [heads, kv_heads, _] = self.heads();
+        let how = Launch::overlapping([self.shape.heads, count, 1], prefill.threads, prefill.shared, s);
+        let args = AttendMany { q, keys, values, pages, runs, out, heads, kv_heads, scale: self.scale() };
+        // SAFETY: by contract.
+        unsafe { prefill.kernel.launch(how, args) }
     }
 
     /// One token of each of `sequences` sequences: norms, rotation, append and attention in one kernel.
@@ -443,22 +455,15 @@ impl ModelKernels {
         &self,
         qkv: u64,
         (q_weight, k_weight, eps): (u64, u64, f32),
-        p: Place,
+        ((cosine, sine), pages): (Rope, Pages),
         (keys, values): (u64, u64),
         partial: u64,
         out: u64,
         sequences: usize,
         s: usize,
     ) -> Result<()> {
-        let Some((decode, _)) = &self.fast else {
-            return Err(Error::new(
-                Code::Internal,
-                "attention in one kernel for a head size it does not have",
-            ));
-        };
+        let Some((decode, _)) = &self.fast else { return Err(not_fast()) };
         let [heads, kv_heads, _] = self.heads();
-        let Place { rope: (cosine, sine), position, strides: (head_stride, sequence_stride), .. } = p;
-        let scale = 1.0 / (self.shape.head_dim as f32).sqrt();
         let grid = [self.splits(sequences), self.shape.kv_heads * self.groups(), sequences];
         let how = Launch::overlapping(grid, 256, decode.shared, s);
         let args = AttendOne {
@@ -468,16 +473,14 @@ impl ModelKernels {
             eps,
             cosine,
             sine,
-            position,
+            pages,
             keys,
             values,
-            head_stride,
-            sequence_stride,
             partial,
             out,
             heads,
             kv_heads,
-            scale,
+            scale: self.scale(),
         };
         // SAFETY: by contract.
         unsafe { decode.kernel.launch(how, args) }
@@ -559,4 +562,35 @@ fn kernels_take_what_they_are_given() -> Result<()> {
         HEAD.takes::<HeadExact>(&of("head_exact"))?;
     }
     SAMPLE.takes::<Argmax>("argmax")
+}
+
+#[test]
+fn pages_have_as_many_positions_there() {
+    assert!(include_str!("../../cuda/pages.cuh").contains(&format!("constexpr u32 PAGE = {PAGE};")));
+    let run = format!("// Up to {} rows", super::state::RUN);
+    assert!(include_str!("../../cuda/runs.cuh").starts_with(&run));
+}
+
+#[test]
+fn kernels_compile_for_old_devices_and_new() -> Result<()> {
+    if let Err(why) = q4_cuda::libraries().nvrtc.version() {
+        println!("skipped: {why}");
+        return Ok(());
+    }
+    for arch in q4_cuda::Arch::majors() {
+        for source in [&ROWS, &HEAD, &SAMPLE, &ATTENTION] {
+            source.compile(&arch, &[])?;
+        }
+        for dim in [64, 80, 96, 128] {
+            let dim = format!("-DHEAD_DIM={dim}");
+            for slots in ["-DSLOTS=1", "-DSLOTS=2"] {
+                ATTENTION.compile(&arch, &[&dim, slots])?;
+            }
+            PREFILL.compile(&arch, &[&dim])?;
+        }
+    }
+    for dim in ["-DHEAD_DIM=64", "-DHEAD_DIM=128"] {
+        PREFILL_WIDE.compile(&q4_cuda::HOPPER, &[dim])?;
+    }
+    Ok(())
 }

@@ -1,4 +1,5 @@
 //! A model on a device: weights go there as they are read, products are prepared there.
+use super::CudaCache;
 use super::executor::{CudaExecutor, CudaNorm, CudaTable};
 use super::kernels::ModelKernels;
 use super::slots::Layout;
@@ -7,8 +8,8 @@ use crate::executor::Shape;
 use crate::graph::Decoder;
 use crate::weights::{Home, Linear, StoredTable};
 use bytemuck::Pod;
-use q4_core::memory::UnifiedMemory;
-use q4_core::{DType, FuseSet, Q4Linear, Result};
+use q4_core::memory::{Placement, Role, UnifiedMemory};
+use q4_core::{Code, DType, Error, FuseSet, Q4Linear, Result};
 use q4_cuda::{Buffer, Gpu};
 use std::sync::Arc;
 
@@ -78,6 +79,20 @@ impl CudaModel {
     pub(super) fn layout(&self, rows: usize, logit_rows: usize) -> Layout<'_> {
         let gate_up_rows = if self.gates(rows) { 0 } else { rows };
         Layout::of((&self.graph.shape, self.kernels.dtype), rows, logit_rows, gate_up_rows)
+    }
+
+    /// Whether a cache of so many positions and `rest` bytes more fit what is free and `allowed`.
+    pub(super) fn has_room(&self, positions: usize, rest: u64, allowed: u64) -> Result<()> {
+        let (gpu, s, human) = (&self.kernels.gpu, &self.graph.shape, q4_core::memory::human);
+        let kv = CudaCache::bytes(self.kernels.dtype, s.layers, s.kv_heads, s.head_dim, positions);
+        let free = gpu.memory()?.0.min(allowed);
+        if kv + rest <= free {
+            return Ok(());
+        }
+        Err(Error::new(Code::OutOfMemory, format!("a context on {}", gpu.device()))
+            .need(format!("{} for keys and values, {} for activations", human(kv), human(rest)))
+            .have(format!("{} free and allowed", human(free)))
+            .fix("shorten the context with --context, raise --memory-limit, or choose a smaller model"))
     }
 
     /// Whether every product of gate and up becomes `silu(gate) * up` itself, in steps of up to `rows` rows.

@@ -20,7 +20,7 @@ struct Places {
     hidden: usize,
     normed: usize,
     product: usize,
-    exact: usize,
+    picked: usize,
     logits: usize,
     /// Of attention: dead when the MLP starts.
     qkv: usize,
@@ -34,11 +34,10 @@ struct Places {
 
 /// The parts of one step's memory that are not slots of the graph.
 pub struct Scratch {
-    /// The head's input in f32, `[logit rows, hidden]`.
-    pub exact: u64,
+    /// Rows of the residual stream that logits are kept of, or the head's input, f32 `[logit rows, hidden]`.
+    pub picked: CudaTensor,
     /// Rotated queries of a step, `[rows, q]`, where attention is a kernel of its own.
     pub queries: u64,
-    _memory: Arc<Buffer>,
 }
 
 /// Bytes of activations and logits, and of scratch and tables, that a context takes at most: where every gate
@@ -48,9 +47,12 @@ pub fn context_bytes(s: &Shape, dtype: DType, sizes: &Sizes) -> (u64, u64) {
     ((slots + 4 * s.vocab) as u64, other_bytes(s, sizes))
 }
 
-/// Bytes that the executor allocates besides its slots, predicted.
+/// Bytes that the executor allocates besides its slots, predicted: scratch of products, rotations, sums of
+/// attention of many sequences, and small things.
 pub(super) fn other_bytes(s: &Shape, sizes: &Sizes) -> u64 {
-    (sizes.workspace + sizes.context * s.head_dim * 4 + (8 << 20)) as u64
+    let heads = s.kv_heads * (s.heads / s.kv_heads).div_ceil(8);
+    let sums = (sizes.sequences - 1) * heads * 16 * s.head_dim * 4;
+    (sizes.workspace + sizes.context * s.head_dim * 4 + sums + (8 << 20)) as u64
 }
 
 impl<'a> Layout<'a> {
@@ -65,8 +67,8 @@ impl<'a> Layout<'a> {
         let hidden = 0;
         let normed = behind(hidden, rows, s.hidden, narrow);
         let product = behind(normed, rows, s.hidden, size);
-        let exact = behind(product, rows, s.hidden, size);
-        let logits = behind(exact, logit_rows, s.hidden, narrow);
+        let picked = behind(product, rows, s.hidden, size);
+        let logits = behind(picked, logit_rows, s.hidden, narrow);
         let qkv = behind(logits, logit_rows, s.vocab, narrow);
         let context = behind(qkv, rows, s.qkv(), size);
         let queries = behind(context, rows, s.q(), size);
@@ -75,7 +77,7 @@ impl<'a> Layout<'a> {
         let end =
             behind(queries, rows, s.q(), size).max(behind(gate_up, gate_up_rows, 2 * s.intermediate, size));
         let places =
-            Places { hidden, normed, product, exact, logits, qkv, context, queries, gated, gate_up, end };
+            Places { hidden, normed, product, picked, logits, qkv, context, queries, gated, gate_up, end };
         Self { shape: s, dtype, rows, logit_rows, gate_up_rows, places }
     }
 
@@ -98,7 +100,7 @@ impl<'a> Layout<'a> {
             product: slot(p.product, s.hidden, self.dtype),
             logits: CudaTensor::new(&memory, p.logits, self.logit_rows, s.vocab, DType::F32),
         };
-        let at = |place: usize| memory.ptr() + place as u64;
-        Ok((slots, Scratch { exact: at(p.exact), queries: at(p.queries), _memory: memory.clone() }))
+        let picked = CudaTensor::new(&memory, p.picked, self.logit_rows, s.hidden, DType::F32);
+        Ok((slots, Scratch { picked, queries: memory.ptr() + p.queries as u64 }))
     }
 }

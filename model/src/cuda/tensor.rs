@@ -6,7 +6,8 @@ use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-/// `[rows, width]`, room for `capacity` rows.
+/// `[rows, width]`, room for `capacity` rows. A clone is the same memory with rows of its own.
+#[derive(Clone)]
 pub struct CudaTensor {
     memory: Arc<Buffer>,
     at: usize,
@@ -49,10 +50,11 @@ impl CudaTensor {
         self.rows = rows;
     }
 
-    /// Rows `first..` in use as the input of a product.
-    pub fn view(&self, first: usize) -> Result<TensorView<'_>> {
+    /// `rows` rows in use, `first` and behind it, as the input of a product. Panics where there are fewer.
+    pub fn view(&self, first: usize, rows: usize) -> Result<TensorView<'_>> {
+        assert!(first + rows <= self.rows, "rows {first}..{} of {}", first + rows, self.rows);
         let (ptr, bytes) = self.from(first, 0)?;
-        let (rows, width) = ((self.rows - first) as i64, self.width as i64);
+        let (rows, width) = (rows as i64, self.width as i64);
         // SAFETY: `bytes` bytes from `ptr` belong to the memory, which the view keeps alive through the slot
         // it borrows.
         unsafe { TensorView::from_raw(ptr, bytes, self.device(), self.dtype, &[rows, width], &[width, 1]) }

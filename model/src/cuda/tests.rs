@@ -1,8 +1,10 @@
 //! Steps that run ahead change nothing but time: the same bits as an engine that waits for every token.
 use super::ahead::Stands;
 use super::{CudaEngine, CudaModel};
+use crate::cpu::KvType;
 use crate::executor::{Logits, Shape, Sizes};
-use crate::load::Loaded;
+use crate::load::{ContextOptions, Loaded, Many};
+use crate::places::Part;
 use crate::runner::Engine;
 use crate::sampling::{Sampler, SamplingParams};
 use crate::synthetic::{Recipe, build};
@@ -28,8 +30,12 @@ struct Small {
 }
 
 impl Small {
-    /// None, and why, where there is no device.
     fn new() -> Result<Option<Self>> {
+        Self::of(DType::BF16)
+    }
+
+    /// None, and why, where there is no device.
+    fn of(dtype: DType) -> Result<Option<Self>> {
         if let Err(e) = q4_cuda::Gpu::open(0) {
             println!("skipped: no CUDA device ({e})");
             return Ok(None);
@@ -46,7 +52,7 @@ impl Small {
         let recipe = Recipe {
             schema: Recipe::NF4,
             activations: Activations::Native,
-            dtype: DType::BF16,
+            dtype,
             max_rows: 16,
             device: Device::Cuda(0),
         };
@@ -233,35 +239,104 @@ fn a_step_without_finite_logits_is_refused_and_leaves_nothing() -> Result<()> {
     Ok(())
 }
 
+/// Prompts of three sequences come in pieces while others decode; all of them cross pages.
 #[test]
-fn a_batch_that_runs_ahead_changes_no_token() -> Result<()> {
+fn many_sequences_have_the_logits_that_each_has_alone() -> Result<()> {
+    const SEQUENCES: usize = 3;
+    for (dtype, bound) in [(DType::BF16, 0.05), (DType::F16, 0.01), (DType::F32, 1e-4)] {
+        let Some(small) = Small::of(dtype)? else { return Ok(()) };
+        let (context, rows) = (200, 16);
+        let many = Many { sequences: SEQUENCES, pages: 12 };
+        let options = ContextOptions { context, chunk: rows, all_logits: false, kv: KvType::F32, many: None };
+        let mut together = small.loaded.sequences(options, many, &Budget::of_machine())?;
+        // Pages lie anywhere.
+        for page in 0..12 {
+            together.add_page(page % SEQUENCES, (page * 5 % 12) as u32);
+        }
+        let sizes =
+            Sizes { rows, logit_rows: 1, sequences: 1, context, workspace: small.loaded.workspace(1) };
+        let mut alone = Vec::new();
+        for _ in 0..SEQUENCES {
+            let threads = small.threads.clone();
+            alone.push(CudaEngine::new(small.model(), threads, sizes, &small.loaded.rotation, u64::MAX)?);
+        }
+        let mut tokens: Vec<Vec<u32>> = [1u32, 70, 130]
+            .iter()
+            .map(|len| (0..*len).map(|i| (i * 37 + len) % VOCAB as u32).collect())
+            .collect();
+        let mut computed = [0; SEQUENCES];
+        let drawn = SamplingParams { temperature: 1.0, top_k: 40, seed: 3, ..SamplingParams::default() };
+        let mut samplers = Vec::new();
+        for i in 0..SEQUENCES {
+            let params = if i == 0 { SamplingParams::default() } else { drawn.clone() };
+            samplers.push(Sampler::new(params, VOCAB)?);
+        }
+        let (mut worst, mut steps, mut decoded) = (0f32, 0, 0);
+        while tokens.iter().all(|all| all.len() < context) {
+            let (mut ids, mut parts, mut picks) = (Vec::new(), Vec::new(), Vec::new());
+            for (sequence, all) in tokens.iter().enumerate() {
+                let rows = (all.len() - computed[sequence]).min([1, 7, 5][(sequence + steps) % 3]);
+                ids.extend_from_slice(&all[computed[sequence]..][..rows]);
+                parts.push(Part { sequence, rows });
+                picks.push(ids.len() - 1);
+            }
+            together.step(&ids, &parts, &picks)?;
+            steps += 1;
+            for (i, Part { sequence, rows }) in parts.into_iter().enumerate() {
+                let ids = &tokens[sequence][computed[sequence]..][..rows];
+                alone[sequence].step(ids, Logits::Last)?;
+                computed[sequence] += rows;
+                let need = alone[sequence].logits()?;
+                let have = together.logits(i)?.to_vec();
+                assert!(have.iter().all(|v| v.is_finite()), "step {steps}");
+                let largest = need.iter().fold(0f32, |m, v| m.max(v.abs()));
+                let apart = need.iter().zip(&have).fold(0f32, |m, (a, b)| m.max((a - b).abs()));
+                worst = worst.max(apart / largest);
+                if computed[sequence] < tokens[sequence].len() {
+                    continue;
+                }
+                decoded += 1;
+                let mut host = samplers[sequence].clone();
+                let id = together.sample(i, &mut samplers[sequence], &tokens[sequence])?;
+                assert_eq!(id, host.sample(&mut have.clone(), &tokens[sequence])?, "step {steps}");
+                tokens[sequence].push(id);
+            }
+        }
+        assert!(decoded > 150, "{decoded} tokens decoded");
+        println!("{dtype}: {steps} steps, {decoded} tokens, logits apart by {worst:e} of the largest");
+        assert!(worst < bound, "{dtype}: logits apart by {worst:e} of the largest");
+    }
+    Ok(())
+}
+
+/// A step of many that decodes alone runs, is recorded when it comes again, and is replayed then.
+#[test]
+fn a_recorded_step_of_many_changes_no_bit() -> Result<()> {
     let Some(small) = Small::new()? else { return Ok(()) };
-    let prompts: [&[u32]; 3] = [&[3, 1, 4], &[1, 5, 9, 2], &[6]];
-    let run = |ahead: bool| -> Result<Vec<u32>> {
-        let mut batch = small.loaded.batch(3, 34, 16)?;
-        let mut all = Vec::new();
-        for (i, prompt) in prompts.iter().enumerate() {
-            all.push(batch.accept(i, prompt)?);
-        }
-        for step in 0..30 {
-            if step == 11 {
-                all.push(batch.accept(2, &[7, 7])?);
+    let many = Many { sequences: 4, pages: 8 };
+    let options = ContextOptions { context: 100, chunk: 16, all_logits: false, kv: KvType::F32, many: None };
+    let mut together = small.loaded.sequences(options, many, &Budget::of_machine())?;
+    (0..8).for_each(|page| together.add_page(page % 4, page as u32));
+    let (parts, start) = ([0, 1, 2, 3].map(|sequence| Part { sequence, rows: 1 }), small.calls());
+    let (mut before, mut steps) = (Vec::new(), 0);
+    for step in 0..70 {
+        let ids = [1, 2, 3, 4].map(|i| (step * 31 + i * 7) % VOCAB as u32);
+        let mut bits = || -> Result<Vec<u32>> {
+            (0..4).for_each(|sequence| together.adopt(sequence, step as usize));
+            together.step(&ids, &parts, &[0, 1, 2, 3])?;
+            steps += 1;
+            let mut bits = Vec::new();
+            for i in 0..4 {
+                bits.extend(together.logits(i)?.iter().map(|v| v.to_bits()));
             }
-            all.extend_from_slice(batch.step()?);
-            let stands = if step < 1 || step == 29 { Stands::Ready } else { Stands::Ahead };
-            assert_eq!(batch.stands, stands, "step {step}");
-            if !ahead {
-                batch.executor.stream.synchronize()?;
-                batch.stands = Stands::Elsewhere;
-            }
-        }
-        Ok(all)
-    };
-    let start = small.calls();
-    let need = run(false)?;
-    let between = small.calls();
-    assert_eq!(run(true)?, need);
-    assert_eq!(small.calls() - between, between - start, "only steps that were asked for count");
+            Ok(bits)
+        };
+        let first = bits()?;
+        assert!(first == bits()? && first == bits()?, "step {step}, once more");
+        assert!(first != before, "step {step}: logits of the one before");
+        before = first;
+    }
+    assert_eq!((small.calls() - start) % steps, 0, "as many calls in every step");
     Ok(())
 }
 
