@@ -57,7 +57,7 @@ pub struct Cli {
 pub enum Verb {
     /// Answer one prompt, or one message a line with --turns.
     Generate(GenerateArgs),
-    /// Talk in the terminal, with a model here or on a server; the cache is kept between turns.
+    /// Talk in the terminal, with a model here or on a server.
     Chat(ChatArgs),
     /// Answer over HTTP, many requests at once, as clients of OpenAI and Anthropic ask.
     Serve(ServeArgs),

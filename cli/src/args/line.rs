@@ -17,6 +17,7 @@ pub fn parse(line: Vec<OsString>) -> Result<Cli, clap::Error> {
         if let Some(tip) = meant(&e, &words) {
             // One tip: an option that is spelt nearly so may mean something else.
             e.remove(ContextKind::SuggestedArg);
+            e.remove(ContextKind::SuggestedSubcommand);
             e.remove(ContextKind::SuggestedValue);
             e.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
         }

@@ -174,7 +174,9 @@ impl Remote<'_> {
             // A note of q4's own.
             message.remove("finish_reason");
         }
-        let mut body = serde_json::to_value(&self.wishes).map_err(unwritten)?;
+        // By way of a text, in which 0.3 is 0.3.
+        let wishes = serde_json::to_string(&self.wishes).map_err(unwritten)?;
+        let mut body: Value = serde_json::from_str(&wishes).map_err(unwritten)?;
         let mut variables = self.variables.clone();
         let tools = variables.shift_remove("tools");
         let mut put = |name: &str, value: Option<Value>| {

@@ -40,10 +40,15 @@ impl Address {
         if uri.query().is_some() {
             return Err(wrong("a query"));
         }
+        let port = match authority.as_str().strip_prefix(authority.host()) {
+            Some("") => 80,
+            Some(port) => port[1..].parse().map_err(|_| wrong(&format!("the port {}", &port[1..])))?,
+            None => return Err(wrong("no host")),
+        };
         let path = uri.path().trim_end_matches('/');
         Ok(Self {
             host: authority.host().trim_matches(['[', ']']).to_owned(),
-            port: authority.port_u16().unwrap_or(80),
+            port,
             authority: authority.as_str().to_owned(),
             path: path.strip_suffix("/v1").unwrap_or(path).to_owned(),
         })
@@ -105,7 +110,8 @@ mod tests {
             ("http://x/?key=1", "query"),
             ("http://", "need"),
             ("", "need"),
-            ("http://x:99999", "need"),
+            ("http://x:99999", "the port 99999"),
+            ("http://x:", "the port"),
             ("/path", "no host"),
         ] {
             let e = Address::parse(url).expect_err(url);
