@@ -7,6 +7,7 @@ mod doors;
 pub mod engine;
 mod hostile;
 mod log;
+mod openapi;
 mod others;
 mod responses;
 mod sockets;
