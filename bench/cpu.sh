@@ -3,8 +3,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+source bench/llama.sh
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/q4-bench
-llama_version=0.3.36 # of llama-cpp-python, whose source package holds llama.cpp
 openvino_version=2026.4.1
 peers=1
 amx=$(grep -cwm1 amx_int8 /proc/cpuinfo 2>/dev/null || true)
@@ -23,7 +23,6 @@ fi
 mkdir -p "$cache"
 
 say() { printf '%s\n' "$*" >&2; }
-jobs=$(nproc)
 python=$cache/venv/bin/python
 
 if [[ -z ${Q4_BIN:-} ]]; then
@@ -46,15 +45,11 @@ tools() {
 
 llama() {
     local source=$cache/llama_cpp_python-$llama_version/vendor/llama.cpp
-    if [[ ! -d $source ]]; then
-        "$python" -m pip download --quiet --no-deps --no-build-isolation --no-binary :all: \
-            --dest "$cache" "llama-cpp-python==$llama_version" || return
-        tar -xf "$cache/llama_cpp_python-$llama_version.tar.gz" -C "$cache" || return
-    fi
+    llama_source "$cache" "$cache/venv/bin" || return
     # The processor's own instructions, first without AMX, then, where there is AMX, its library again with it.
-    build "$source" build -mno-amx-int8 llama-bench || return
+    build build -mno-amx-int8 llama-bench || return
     if ((amx && !without_amx)); then
-        build "$source" build-amx "" ggml-cpu || return
+        build build-amx "" ggml-cpu || return
     fi
     for shape in 0.6b 4b; do
         gguf "$source" "$shape" Q4_0 || return
@@ -62,17 +57,9 @@ llama() {
     gguf "$source" 0.6b NVFP4
 }
 
-build() { # SOURCE FOLDER FLAGS TARGET
-    [[ -e $cache/$2/done ]] && return
-    say "building llama.cpp ($2); this takes minutes"
-    # Its commit is asked of git, which must not find somebody else's repository above it.
-    PATH=$cache/venv/bin:$PATH GIT_CEILING_DIRECTORIES=$(dirname "$1") cmake -G Ninja -S "$1" -B "$cache/$2" -DCMAKE_BUILD_TYPE=Release \
-        -DBUILD_SHARED_LIBS=ON -DGGML_NATIVE=ON -DGGML_CCACHE=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF \
-        -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_APP=OFF \
-        -DCMAKE_C_FLAGS="$3" -DCMAKE_CXX_FLAGS="$3" >"$cache/$2.log" 2>&1 &&
-        PATH=$cache/venv/bin:$PATH nice ninja -C "$cache/$2" -j"$jobs" "$4" >>"$cache/$2.log" 2>&1 &&
-        touch "$cache/$2/done" ||
-        { say "llama.cpp does not build; see $cache/$2.log"; return 1; }
+build() { # FOLDER FLAGS TARGET
+    llama_build "$cache" "$cache/venv/bin" "$@" ||
+        { say "llama.cpp does not build; see $cache/$1.log"; return 1; }
 }
 
 gguf() { # SOURCE SHAPE TYPE

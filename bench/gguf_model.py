@@ -1,11 +1,14 @@
-"""Writes a Qwen3 GGUF of a published size with random weights: gguf_model.py SHAPE TYPE OUT.
+"""Writes a Qwen3 GGUF of a published size with random weights: gguf_model.py SHAPE TYPE OUT [TOKENIZER].
 
 TYPE is that of the linear layers, or Q4_K_M, which mixes Q4_K and Q6_K; the tied embedding and head are Q6_K,
-as llama.cpp's own quantiser leaves them.
+as llama.cpp's own quantiser leaves them. TOKENIZER is a tokenizer.json of byte-level BPE; without it the file
+has no words, which is enough where nobody asks for text.
 """
+import json
 import os
 import sys
 
+import gguf
 import numpy as np
 from gguf import GGUFWriter, GGMLQuantizationType, quant_shape_to_byte_shape
 
@@ -46,7 +49,20 @@ def random_blocks(kind, n, k):
     return raw
 
 
-def main(shape, type_name, out):
+def add_words(w, path):
+    with open(path) as file:
+        found = json.load(file)
+    words, special = found["model"]["vocab"], {t["id"] for t in found["added_tokens"] if t["special"]}
+    w.add_tokenizer_model("gpt2")
+    w.add_tokenizer_pre("gpt-2")
+    w.add_token_list(sorted(words, key=words.get))
+    w.add_token_types([gguf.TokenType.CONTROL if i in special else gguf.TokenType.NORMAL for i in range(len(words))])
+    w.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in found["model"]["merges"]])
+    w.add_eos_token_id(words["<|im_end|>"])
+    w.add_add_bos_token(False)
+
+
+def main(shape, type_name, out, tokenizer=None):
     layers, hidden, inner, heads, kv_heads = SHAPES[shape]
     mixes = type_name == "Q4_K_M"
     kind = GGMLQuantizationType["Q4_K" if mixes else type_name]
@@ -77,7 +93,10 @@ def main(shape, type_name, out):
     w.add_rope_freq_base(1e6)
     w.add_layer_norm_rms_eps(1e-6)
     w.add_vocab_size(VOCAB)
-    w.add_tokenizer_model("none")
+    if tokenizer:
+        add_words(w, tokenizer)
+    else:
+        w.add_tokenizer_model("none")
     for name, kind_, dims in tensors:
         if kind_ == F32:
             w.add_tensor_info(name, dims, np.dtype(np.float32), 4 * int(np.prod(dims)))

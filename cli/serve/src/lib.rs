@@ -13,6 +13,7 @@ mod fields;
 mod gate;
 mod metrics;
 mod openai;
+mod openapi;
 mod options;
 mod page;
 mod patience;

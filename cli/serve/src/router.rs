@@ -4,9 +4,10 @@ use crate::fields;
 use crate::refusal::{Kind, Refusal};
 use crate::server::Server;
 use crate::trail::Trail;
-use crate::{anthropic, gate, openai, page, probes, tokens};
+use crate::{anthropic, gate, openai, openapi, page, probes, tokens};
 use axum::Router;
 use axum::body::{Body, HttpBody};
+use axum::extract::rejection::PathRejection;
 use axum::extract::{Extension, Path, Request, State};
 use axum::http::Uri;
 use axum::middleware;
@@ -16,31 +17,40 @@ use futures_util::StreamExt;
 use serde_json::Value;
 use std::sync::Arc;
 
-/// All routes of a server.
+/// The service of a server.
 pub fn router(server: Arc<Server>) -> Router {
-    let mut files = Router::new();
+    let mut all = Router::new();
     for (path, text, kind) in page::FILES {
-        files = files.route(path, get(move || async move { page::file(text, kind) }));
+        all = all.route(path, get(move || async move { page::file(text, kind) }));
     }
-    files
-        .route("/v1/chat/completions", answering(openai::chat::post))
-        .route("/v1/completions", answering(openai::completions::post))
-        .route("/v1/responses", answering(openai::responses::post))
-        .route("/v1/messages", answering(anthropic::post))
-        .route("/v1/messages/count_tokens", answering(anthropic::count))
-        .route("/tokenize", answering(tokens::encode))
-        .route("/detokenize", answering(tokens::decode))
-        .route("/v1/models", get(models))
-        .route("/v1/models/{*name}", get(model))
-        .route("/v1/q4/explain", get(probes::explain))
-        .route("/health", get(probes::health))
-        .route("/ready", get(probes::ready))
-        .route("/version", get(probes::version))
-        .route("/metrics", get(probes::metrics))
-        .fallback(missing)
+    for (path, answers) in routes() {
+        all = all.route(path, answers);
+    }
+    all.fallback(missing)
         .method_not_allowed_fallback(wrong_method)
         .layer(middleware::from_fn_with_state(server.clone(), gate::pass))
         .with_state(server)
+}
+
+/// Everything but the page; all of it is in `openapi.json`.
+pub fn routes() -> Vec<(&'static str, MethodRouter<Arc<Server>>)> {
+    vec![
+        ("/v1/chat/completions", answering(openai::chat::post)),
+        ("/v1/completions", answering(openai::completions::post)),
+        ("/v1/responses", answering(openai::responses::post)),
+        ("/v1/messages", answering(anthropic::post)),
+        ("/v1/messages/count_tokens", answering(anthropic::count)),
+        ("/tokenize", answering(tokens::encode)),
+        ("/detokenize", answering(tokens::decode)),
+        ("/v1/models", get(models)),
+        ("/v1/models/{*name}", get(model)),
+        ("/v1/q4/explain", get(probes::explain)),
+        ("/health", get(probes::health)),
+        ("/ready", get(probes::ready)),
+        ("/version", get(probes::version)),
+        ("/metrics", get(probes::metrics)),
+        ("/openapi.json", get(openapi::get)),
+    ]
 }
 
 /// A route that reads a JSON object and answers it in the dialect of its path.
@@ -70,7 +80,13 @@ async fn models(State(server): State<Arc<Server>>) -> Response {
     json_of(&openai::models::list(&server.served))
 }
 
-async fn model(State(server): State<Arc<Server>>, Path(name): Path<String>) -> Response {
+async fn model(
+    State(server): State<Arc<Server>>,
+    name: Result<Path<String>, PathRejection>,
+    uri: Uri,
+) -> Response {
+    // A name that is no UTF-8 is nobody's: it is shown as it was sent.
+    let name = name.map_or_else(|_| uri.path().to_owned(), |Path(name)| name);
     match openai::models::one(&server.served, &name) {
         Ok(model) => json_of(&model),
         Err(refusal) => Dialect::OpenAi.refuse(&refusal),

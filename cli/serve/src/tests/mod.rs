@@ -8,6 +8,7 @@ pub mod engine;
 mod forms;
 mod hostile;
 mod log;
+mod openapi;
 mod others;
 mod responses;
 mod sockets;

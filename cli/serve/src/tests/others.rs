@@ -40,6 +40,9 @@ async fn the_model_is_listed_in_both_ways() {
     let got = house.get("/v1/models/org/other").await;
     assert_eq!((got.status, got.json()["error"]["code"].as_str()), (404, Some("model_not_found")));
     assert!(got.error().1.contains("\"org/other\""));
+    // What is no text is refused like any other name.
+    let got = house.get("/v1/models/%ff").await;
+    assert_eq!((got.status, got.json()["error"]["code"].as_str()), (404, Some("model_not_found")));
 }
 
 #[tokio::test]

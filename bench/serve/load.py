@@ -1,0 +1,86 @@
+"""Many users at once, beside one, and beside the engine without a server."""
+
+import json
+import statistics
+
+from rows import must, row
+
+from . import model
+from .asked import of_batch
+from .crowd import bodies, crowd, middle, share, together
+from .server import Server, say
+
+# Tokens of a prompt and of an answer.
+PROMPT, ANSWER = 96, 64
+WORK = f"prompts of {PROMPT} random tokens, answers of {ANSWER}"
+MOST = 32
+WORDS = ("--parallel", MOST, "--context", 512)
+# What products multiply by: floats, as the model declares, or int8, as llama.cpp always does.
+INPUTS = {"": (), "int8-": ("--activations", "int8")}
+
+
+def load(args):
+    """1, 8 and 32 users of q4, in turns."""
+    for prefix, inputs in INPUTS.items():
+        loaded(args, prefix, inputs)
+
+
+def loaded(args, prefix, inputs):
+    folder = model.shaped(args.q4, args.models)
+    runs = {1: [], 8: [], MOST: []}
+    with Server(args.q4, *WORDS, *inputs, model=folder, isa=args.isa) as server:
+        crowd(server.port, 8, 1, bodies(8, PROMPT, 8))
+        for turn in range(args.rounds):
+            for users, done in runs.items():
+                asked = bodies(users * args.answers, PROMPT, ANSWER, seed=100 * turn + users)
+                done.append(crowd(server.port, users, args.answers, asked))
+                say(f"{prefix}{users} users: {done[-1].rate:.1f} tok/s")
+    for users, done in runs.items():
+        name = f"{prefix}users-{users}"
+        firsts, gaps = together(done)
+        unit = f"tok/s of all answers, median of {args.rounds}; {WORK}"
+        row(f"{name}-rate", round(middle(done), 1), unit, "said")
+        first = statistics.median(firsts)
+        row(f"{name}-first", round(1000 * first, 1), "ms to the first token, median", "said")
+        # Nobody waits for a place where there are as many places as users.
+        row(f"{name}-first-most", round(max(firsts) / first, 2), "of that, the longest", "said")
+        row(f"{name}-next", round(1000 * statistics.median(gaps), 2), "ms between tokens", "said")
+        row(f"{name}-next-99", round(1000 * share(gaps, 0.99), 1), "ms, 99 of 100 below", "said")
+    ratio = middle(runs[MOST]) / middle(runs[1])
+    row(f"{prefix}users-{MOST}-to-1", round(ratio, 2), f"rate of {MOST} users to one's", ">= 3")
+
+
+def cost(args):
+    """What HTTP and scheduling cost: the server beside the engine without it, in turns."""
+    for prefix, inputs in INPUTS.items():
+        costs(args, prefix, inputs)
+
+
+def costs(args, prefix, inputs):
+    folder = model.shaped(args.q4, args.models)
+    env = {"Q4_ISA": args.isa} if args.isa else {}
+    # The bench decodes behind a prompt of 16 tokens too.
+    short, steps, batches = 16, [], []
+    bench = ["--json", "bench", folder, *inputs, "--prefill", short, "--decode", ANSWER, "-r", 3]
+    bound = ("--ignore-eos", *WORDS, *inputs, folder)
+    kept = ("prompt", "max_tokens", "temperature")
+    for turn in range(args.rounds):
+        asked = bodies(2 * MOST, PROMPT, ANSWER, seed=turn)
+        with Server(args.q4, *WORDS, *inputs, model=folder, isa=args.isa) as server:
+            crowd(server.port, 1, 1, bodies(1, short, 8))
+            one = crowd(server.port, 1, 3, bodies(3, short, ANSWER, seed=turn))
+            all_ = crowd(server.port, MOST, 2, asked)
+        report = json.loads(must(args.q4, *bench, env=env)[1])
+        rate = next(r["median"] for r in report["results"] if r["what"].startswith("tg"))
+        steps.append(statistics.median(one.gaps) * rate - 1)
+        lines = [{name: body[name] for name in kept} for body in asked]
+        # Loading is none of it.
+        least, _ = of_batch(args.q4, [{**lines[0], "max_tokens": 1}], args.isa, *bound)
+        seconds, answers = of_batch(args.q4, lines, args.isa, *bound)
+        assert sum(tokens for *_, tokens in answers) == all_.tokens, "the answers are not as long"
+        batches.append(all_.seconds / (seconds - least) - 1)
+        say(f"{prefix}more for a step: {steps[-1]:.1%}; for all: {batches[-1]:.1%}")
+    unit = f"% more for a step of one user over HTTP than in q4 bench, median of {args.rounds}"
+    row(f"{prefix}cost-step", round(100 * statistics.median(steps), 1), unit, "<= 3")
+    unit = f"% more for {2 * MOST} answers to {MOST} users than by generate --batch, without loading"
+    row(f"{prefix}cost-{MOST}", round(100 * statistics.median(batches), 1), unit, "<= 3")
