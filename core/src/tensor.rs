@@ -405,7 +405,7 @@ impl<'a> TensorViewMut<'a> {
         // SAFETY: a unique slice is writable for its lifetime; bounds are checked by `from_raw`.
         unsafe {
             Self::from_raw(
-                dangling_or(data.as_ptr().cast()),
+                dangling_or(data.as_mut_ptr().cast()),
                 n,
                 Device::Cpu,
                 T::DTYPE,
@@ -428,7 +428,7 @@ impl<'a> TensorViewMut<'a> {
         let (shape, strides) = ([rows as i64, cols as i64], [ld as i64, 1]);
         // SAFETY: as in `of`.
         unsafe {
-            Self::from_raw(dangling_or(data.as_ptr().cast()), n, Device::Cpu, T::DTYPE, &shape, &strides)
+            Self::from_raw(dangling_or(data.as_mut_ptr().cast()), n, Device::Cpu, T::DTYPE, &shape, &strides)
         }
     }
     /// Reborrow for reading.

@@ -48,5 +48,6 @@ pub(super) const MUTANTS: &[Mutant] = mutants! {
             let end = usize::try_from(all[count]).unwrap_or(m).min(m);
             rows::offsets(at, count, end).map(<[i32]>::to_vec)
         },
+        expert: |r, at| if r < at[at.len() - 1] as usize { right(r, at) } else { NOBODY },
     }
 };
