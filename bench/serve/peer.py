@@ -134,7 +134,8 @@ def by_guidellm(args, program, who, url, turn):
         "--constraint", f"kind=max_requests,count={2 * MOST}",
         "--data", f"kind=synthetic_text,prompt_tokens={PROMPT},output_tokens={ANSWER}",
         "--tokenizer", f"kind=huggingface_auto,model={model.DEMO}", "--seed", f"kind=static,value={turn}",
-        "--output", f"kind=json,path={report}", "--disable-console", env={"HF_HUB_OFFLINE": "1"},
+        "--output", f"kind=json,path={report}", "--disable-console",
+        env={"HF_HUB_OFFLINE": "1", "PYTHONPATH": ""},
     )
     metrics = json.loads(report.read_text())["benchmarks"][0]["metrics"]
     done = metrics["request_totals"]["successful"]
