@@ -128,6 +128,11 @@ impl ChatTemplate {
         Self { source: source.to_owned() }
     }
 
+    /// The template as it is written.
+    pub fn source(&self) -> &str {
+        &self.source
+    }
+
     /// Whether the template looks at a variable `name` of its caller anywhere.
     pub fn reads(&self, name: &str) -> bool {
         let is_word = |c: char| c.is_alphanumeric() || c == '_';
