@@ -171,7 +171,8 @@ pub fn run(cx: &Context, args: &GenerateArgs, batch: &Path) -> Result<Outcome> {
     drop(hold);
     let (gauges, seconds) = (scheduler.gauges(), start.elapsed().as_secs_f64());
     cx.report().detail(&format!(
-        "{} answers, {} tokens in {seconds:.2} s, {:.1} tok/s; prompts {} tokens, {} of them shared; {} sequences at once",
+        "{} answers, {} tokens in {seconds:.2} s, {:.1} tok/s; prompts {} tokens, {} of them shared; \
+         {} sequences at once",
         out.written - first,
         gauges.answer_tokens,
         gauges.answer_tokens as f64 / seconds,
