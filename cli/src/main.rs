@@ -29,6 +29,7 @@ mod man;
 mod mistakes;
 mod plugins;
 mod prompt;
+mod proof;
 mod quantize;
 mod report;
 mod roofline;

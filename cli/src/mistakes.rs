@@ -3,7 +3,7 @@ use q4_core::{Code, Error, Result};
 use std::path::{Path, PathBuf};
 
 /// Words of other programs for an option, and how q4 says it.
-const OPTIONS: [(&[&str], &str); 21] = [
+const OPTIONS: [(&[&str], &str); 23] = [
     (&["-m", "--model"], "the model stands alone, without an option: q4 generate MODEL -p TEXT"),
     (&["-p", "--prompt"], "the verb comes before its options: q4 generate MODEL -p TEXT"),
     (&["-f", "--file", "--prompt-file"], "a prompt is read from standard input: q4 generate MODEL < FILE"),
@@ -44,6 +44,8 @@ const OPTIONS: [(&[&str], &str); 21] = [
     (&["--verbose-prompt"], "--show-prompt"),
     (&["--quantization", "--load-in-4bit", "--isq"], "a dense model in 4 bits: --quantize nvfp4"),
     (&["--system-prompt"], "--system TEXT"),
+    (&["--allowed-hosts", "--trusted-host", "--trusted-hosts"], "--allowed-host NAME, once for each"),
+    (&["--log-json", "--json-logs"], "--log-format json"),
 ];
 
 /// Words of other programs for a verb.

@@ -69,7 +69,7 @@ impl Wishes {
             top_k,
             min_p: f.number("min_p")?,
             repetition_penalty: f.number("repetition_penalty")?,
-            seed: f.whole("seed", i64::MIN..=i64::MAX)?.map(|seed| seed as u64),
+            seed: f.seed("seed")?,
             nudges: Nudges {
                 frequency: penalty(f, "frequency_penalty")?,
                 presence: penalty(f, "presence_penalty")?,
