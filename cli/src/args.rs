@@ -157,6 +157,9 @@ pub struct GlobalArgs {
     /// Log errors only.
     #[arg(short, long, global = true)]
     pub quiet: bool,
+    /// How log lines are written.
+    #[arg(long, global = true, value_enum, default_value_t, value_name = "FORMAT")]
+    pub log_format: LogFormat,
     /// Colour on stderr.
     #[arg(long, global = true, value_enum, default_value_t, value_name = "WHEN")]
     pub color: ColorChoice,

@@ -27,6 +27,14 @@ choices! {
         /// A dense copy always.
         DequantMatmulOnly,
     }
+    /// `--log-format`.
+    LogFormat {
+        /// Lines for people.
+        #[default]
+        Text,
+        /// A JSON object a line, with the time.
+        Json,
+    }
     /// `--activations`.
     ActivationFormat {
         /// What the checkpoint declares.

@@ -259,7 +259,7 @@ impl Stream {
     /// an error.
     pub async fn next(&mut self) -> Result<Option<Value>> {
         loop {
-            while let Some(data) = self.ready.pop_front() {
+            if let Some(data) = self.ready.pop_front() {
                 if data == "[DONE]" {
                     self.is_over = true;
                     self.ready.clear();

@@ -33,7 +33,8 @@ pub fn compiled(
         true => Thoughts::None,
         false => {
             let prompt = prompt::rendered("?", system, checkpoint, text)?;
-            Thoughts::of(&prompt, &text.template(checkpoint)?)
+            let template = text.template(checkpoint)?;
+            Thoughts::of(&prompt, &template)
         }
     };
     text.grammars.compile(&text.tokenizer, constraint, thoughts)

@@ -1,6 +1,6 @@
 //! Who listens to what the program says of itself: log lines and the texts of `-v` on stderr, the timeline of
 //! `--trace-out`. With none of them a span costs one comparison.
-use crate::args::GlobalArgs;
+use crate::args::{GlobalArgs, LogFormat};
 use crate::report::{self, DETAIL};
 use crate::timeline::Timeline;
 use std::fmt::{Debug, Write};
@@ -20,12 +20,13 @@ pub fn init(global: &GlobalArgs, timeline: Option<Timeline>) {
         _ => "debug",
     };
     let chosen = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(default));
-    let lines = fmt::layer()
-        .with_writer(std::io::stderr)
-        .with_ansi(report::color_stderr(global.color))
-        .with_target(false)
-        .without_time()
-        .with_filter(chosen.and(only(LevelFilter::TRACE, |m| m.is_event() && m.target() != DETAIL)));
+    let lines = fmt::layer().with_writer(std::io::stderr).with_target(false);
+    let lines = match global.log_format {
+        LogFormat::Text => lines.with_ansi(report::color_stderr(global.color)).without_time().boxed(),
+        LogFormat::Json => lines.json().flatten_event(true).with_span_list(false).boxed(),
+    };
+    let lines =
+        lines.with_filter(chosen.and(only(LevelFilter::TRACE, |m| m.is_event() && m.target() != DETAIL)));
     let wanted = if global.verbose > 0 { LevelFilter::INFO } else { LevelFilter::OFF };
     let details = Details.with_filter(only(wanted, |m| m.target() == DETAIL));
     // What other people's crates say is not about what q4 did.

@@ -31,6 +31,7 @@ mod man;
 mod mistakes;
 mod plugins;
 mod prompt;
+mod proof;
 mod quantize;
 mod report;
 mod roofline;

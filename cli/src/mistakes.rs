@@ -62,6 +62,8 @@ const OPTIONS: &[(&[&str], &str)] = &[
     (&["--json-schema-file", "-jf", "--guided-json"], "an answer of a schema: --json-schema FILE"),
     (&["--grammar-file", "--guided-grammar"], "an answer of a grammar of Lark: --grammar FILE"),
     (&["--guided-regex", "--guided-choice"], "an answer of a form: --regex PATTERN, --choice TEXT"),
+    (&["--allowed-hosts", "--trusted-host", "--trusted-hosts"], "--allowed-host NAME, once for each"),
+    (&["--log-json", "--json-logs"], "--log-format json"),
 ];
 
 /// Words of other programs for a verb.

@@ -218,6 +218,20 @@ pub fn library(path: &Path) -> Result<Library> {
     Ok(about(&Loader::default().examine(path)?))
 }
 
+/// The certificate that a library was loaded with; nothing of it runs.
+///
+/// # Errors
+/// [`Code::LibraryRefused`] where it is gone since, or the file is another one.
+pub fn certificate(library: &LibraryFacts, env: &HostEnv, device: Device) -> Result<Certificate> {
+    let found = Loader::default().examine(Path::new(&library.path))?;
+    if found.sha256() != library.sha256 {
+        return Err(Error::new(Code::LibraryRefused, format!("plugin {} has changed", library.path))
+            .need(format!("the file that was loaded, sha256 {}", library.sha256))
+            .have(found.sha256()));
+    }
+    certified(&found, env, device).map_err(|reason| uncertified(&found, reason))
+}
+
 fn about(found: &Examined) -> Library {
     let needed = |n: &Need| Needed {
         name: n.name.clone(),

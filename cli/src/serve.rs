@@ -2,7 +2,8 @@
 use crate::args::ServeArgs;
 use crate::context::Context;
 use crate::explain;
-use crate::report::Outcome;
+use crate::proof::Proofs;
+use crate::report::{Outcome, stderr};
 use crate::session::{Session, shared_chunk};
 use crate::signals;
 use crate::text::{Text, context_size};
@@ -12,10 +13,10 @@ use q4_model::constraint::Grammars;
 use q4_model::cpu::KvType;
 use q4_model::load::ContextOptions;
 use q4_model::plan::Plan;
-use q4_serve::{Options, Served, Worker};
+use q4_serve::{Keys, Options, Served, Worker};
 use serde::Serialize;
 use serde_json::{Value, json};
-use std::net::TcpListener;
+use std::net::{IpAddr, TcpListener};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -44,8 +45,10 @@ pub fn run(cx: &Context, args: &ServeArgs) -> Result<Outcome> {
     // From here on somebody who stops the server is heard, also while it loads.
     let _hold = signals::cleanup();
     let mut options = Options {
-        keys: keys(args)?,
+        keys: Keys::new(keys(args)?)?,
         origins: args.cors_origin.clone(),
+        hosts: hosts(args),
+        request_memory: args.request_memory,
         drain_timeout: Duration::from_secs(args.drain_timeout),
         ..Options::default()
     };
@@ -72,14 +75,21 @@ pub fn run(cx: &Context, args: &ServeArgs) -> Result<Outcome> {
     let plan = Plan::new(&checkpoint, &dispatch, &cx.plan_options(args.quantize, sizes.chunk)?)?;
     plan.require(&dispatch)?;
     let explained = explain::document(cx, &checkpoint, &plan)?;
-    let session = Session::load_many(cx, dispatch, &checkpoint, args.quantize, sizes, sequences)?;
+    let proofs = Proofs::new(cx, checkpoint.name(), &dispatch, &plan)?;
+    let memory = args.request_memory;
+    let session = Session::load_many(cx, dispatch, &checkpoint, args.quantize, sizes, sequences, memory)?;
     let dependents = session.dependents()?;
     if let (true, Some(first)) = (args.reproducible, dependents.first()) {
         return Err(Error::new(Code::Unsupported, format!("--reproducible: {}", first.layer))
             .need("a row whose bits do not depend on its company")
             .have(first.why.clone())
-            .fix("--device cpu, a kernel on packed weights, and an instruction set whose sums have one order, e.g. Q4_ISA=avx512vnni"));
+            .fix(
+                "--device cpu, a kernel on packed weights, and an instruction set whose sums have one order, e.g. \
+                 Q4_ISA=avx512vnni",
+            ));
     }
+    let proofs = serde_json::to_value(proofs.loaded(session.facts().skipped_self_checks))
+        .map_err(|e| Error::new(Code::Internal, format!("the certificates: {e}")))?;
     let served = Arc::new(Served {
         name: args.alias.clone().unwrap_or_else(|| checkpoint.name().to_owned()),
         template: text.template(&checkpoint)?.as_ref().clone(),
@@ -88,6 +98,7 @@ pub fn run(cx: &Context, args: &ServeArgs) -> Result<Outcome> {
         stop_ids: text.stop_ids().to_vec(),
         context,
         explain: with(explained, cx.device()?, &dependents),
+        certificates: proofs,
         created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs()),
         tokenizer: text.tokenizer,
         grammars: Grammars::default(),
@@ -112,14 +123,40 @@ pub fn run(cx: &Context, args: &ServeArgs) -> Result<Outcome> {
             first.layer, first.why
         ));
     }
+    // Without a file there is nothing to read again, and SIGHUP ends the server as every other program.
+    let _reloads = args.api_key_file.is_some().then(signals::hangups);
+    let door = options.keys.clone();
     let stop = async {
         while !signals::interrupted() {
+            if signals::hung_up() {
+                reload(cx, args, &door).await;
+            }
             tokio::time::sleep(LOOK).await;
         }
     };
     q4_serve::run(listener, served, Arc::new(worker), options, stop)?;
     session.facts().detail(cx.report());
     Ok(Outcome::Done)
+}
+
+/// Exchanges the keys; what cannot be read or used leaves the old ones. Somewhere else, since a file may make
+/// whoever reads it wait.
+async fn reload(cx: &Context, args: &ServeArgs, door: &Keys) {
+    let (args, keys) = (args.clone(), door.clone());
+    let read = tokio::task::spawn_blocking(move || keys.replace(self::keys(&args)?).map(|()| keys.len()));
+    let why = match read.await {
+        Ok(Ok(count)) => return stderr(&format!("SIGHUP: keys are read again: {count}\n")),
+        Ok(Err(e)) => e.to_string(),
+        Err(e) => format!("a bug in q4: {e}"),
+    };
+    cx.report().insist(&format!("SIGHUP: keys stay as they were: {}: {why}", door.len()));
+}
+
+/// Names that the server is known by; that of `--host` is one.
+fn hosts(args: &ServeArgs) -> Vec<String> {
+    let address = args.host.trim_start_matches('[').trim_end_matches(']');
+    let own = Some(&args.host).filter(|_| address.parse::<IpAddr>().is_err());
+    args.allowed_host.iter().chain(own).cloned().collect()
 }
 
 fn keys(args: &ServeArgs) -> Result<Vec<String>> {

@@ -33,6 +33,8 @@ pub fn shared_chunk(device: Device, sequences: usize) -> usize {
 
 /// Bytes of the program and its libraries that a run touches.
 const PROGRAM: u64 = 21 << 20;
+/// The part of a server's requests in flight.
+const REQUESTS: &str = "requests";
 /// Bytes a tokenizer takes for one of its file.
 const TOKENIZER: u64 = 12;
 
@@ -169,6 +171,7 @@ impl Session {
 
     /// Plans and prepares `checkpoint` for `sequences` sequences of a context of these sizes, which share a
     /// cache: one that holds them all, else as many pages as there is memory for, at least those of one.
+    /// `requests`: bytes that what is asked takes beside the model.
     pub fn load_many(
         cx: &Context,
         dispatch: Dispatch,
@@ -176,16 +179,20 @@ impl Session {
         quantize: Option<Format>,
         context: ContextOptions,
         sequences: usize,
+        requests: u64,
     ) -> Result<Self> {
         let least = context.context.div_ceil(PAGE);
         let many = |pages| ContextOptions { many: Some(Many { sequences, pages }), ..context };
         let mut pages = sequences * least;
-        let mut planned = Self::plan(cx, dispatch, checkpoint, quantize, context.chunk, many(pages))?;
+        let planned = Self::plan(cx, dispatch, checkpoint, quantize, context.chunk, many(pages))?;
+        let mut planned = planned.with(REQUESTS, requests);
         while pages > least && planned.check().is_err() {
             pages = (pages / 2).max(least);
-            planned = planned.sized(many(pages))?;
+            planned = planned.sized(many(pages))?.with(REQUESTS, requests);
         }
-        planned.load()
+        let session = planned.load()?;
+        session.budget.reserve(requests, REQUESTS)?;
+        Ok(session)
     }
 
     /// A cache for many and its bounds; for a model that was [loaded for many](Self::load_many).

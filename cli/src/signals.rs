@@ -2,7 +2,8 @@
 //!
 //! A closed pipe ends the process without a word, as with every other filter. Ctrl-C ends it at once, unless
 //! a verb is writing files that must be removed first; then it asks once and insists the second time. SIGTERM
-//! does the same. In a conversation Ctrl-C stops the answer and nothing else.
+//! does the same. In a conversation Ctrl-C stops the answer and nothing else. SIGHUP ends the process, unless
+//! a server has a file to read again.
 use crate::report::Outcome;
 use crate::supervise;
 use crate::terminal::{self, Raised};
@@ -23,6 +24,33 @@ pub fn cleanup() -> Raised {
 
 /// Set by Ctrl-C while [`talking`] is held.
 pub static STOP: AtomicBool = AtomicBool::new(false);
+
+static RELOADS: AtomicBool = AtomicBool::new(false);
+static HUNG_UP: AtomicBool = AtomicBool::new(false);
+
+/// From now on SIGHUP only makes [`hung_up`] true, until this is dropped.
+pub fn hangups() -> Raised {
+    let raised = Raised::new(&RELOADS);
+    #[cfg(unix)]
+    // SAFETY: the handler touches atomics, or ends the process by the signal.
+    unsafe {
+        libc::signal(libc::SIGHUP, on_hangup as *const () as libc::sighandler_t);
+    }
+    raised
+}
+
+/// Whether SIGHUP came since this was asked the last time.
+pub fn hung_up() -> bool {
+    HUNG_UP.swap(false, Ordering::Relaxed)
+}
+
+#[cfg(unix)]
+extern "C" fn on_hangup(signal: libc::c_int) {
+    match RELOADS.load(Ordering::Relaxed) {
+        true => HUNG_UP.store(true, Ordering::Relaxed),
+        false => terminal::end_by(signal),
+    }
+}
 
 static TALKING: AtomicBool = AtomicBool::new(false);
 static PRESSED: AtomicU8 = AtomicU8::new(0);

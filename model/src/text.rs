@@ -69,7 +69,7 @@ pub fn variables(checkpoint: &Checkpoint) -> Result<Map<String, Value>> {
     let config: Value = serde_json::from_slice(&bytes).map_err(|e| {
         Error::new(Code::TokenizerInvalid, TOKENIZER_CONFIG).need("valid JSON").have(e.to_string())
     })?;
-    for name in ["bos_token", "eos_token"] {
+    for name in ["bos_token", "eos_token", "pad_token", "unk_token"] {
         // Either the token's text, or an object that describes it.
         let token = config.get(name).map(|t| t.get("content").unwrap_or(t));
         if let Some(Value::String(text)) = token {

@@ -177,9 +177,10 @@ async function answer(old) {
     sent.model ??= models[0];
     const headers = { 'Content-Type': 'application/json' };
     const init = { method: 'POST', headers, body: JSON.stringify(sent), signal: stopper.signal };
+    const clock = { asked: performance.now() };
     const response = await request('/v1/chat/completions', init);
     if (!response.ok) throw await refusal(response);
-    await receive(reply, response.body);
+    await receive(reply, response.body, clock);
     conclude(reply);
   } catch (error) {
     if (stopper.signal.aborted) stopped(reply);
@@ -194,8 +195,7 @@ async function answer(old) {
   save();
 }
 
-async function receive(reply, stream) {
-  const clock = {};
+async function receive(reply, stream, clock) {
   for await (const chunk of events(stream)) {
     if (chunk.error) throw new Refusal('The server could not finish the answer.', inWords(chunk.error));
     if (chunk.usage) reply.tokens = chunk.usage.completion_tokens;
@@ -222,14 +222,16 @@ function take(reply, delta, clock) {
     call.arguments += part?.arguments ?? '';
   }
   if (reasoning) reply.thought = (now - clock.first) / 1000;
-  // What came in one go says nothing about how fast it was made.
-  reply.seconds = now - clock.first > 50 ? (now - clock.first) / 1000 : 0;
+  // What came in one go says nothing about how fast it was made, but the wait for it does.
+  reply.atOnce = now - clock.first <= 50;
+  reply.seconds = (now - (reply.atOnce ? clock.asked : clock.first)) / 1000;
 }
 
-/** The first token stands for the prompt, so one less was made in the time measured. */
+/** The first token stands for the prompt, so one less was made in the time measured from there on. */
 function measure(reply) {
-  const made = (reply.tokens ?? reply.pieces) - 1;
-  if (reply.seconds && made > 0) reply.rate = made / reply.seconds;
+  const many = reply.tokens ?? reply.pieces;
+  const made = reply.atOnce ? many : many - 1;
+  if (reply.seconds && many > 1) reply.rate = made / reply.seconds;
 }
 
 function conclude(reply) {

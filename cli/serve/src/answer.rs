@@ -1,5 +1,6 @@
 //! Answers as they come: one stream of happenings for all answers to a request, whatever the dialect.
 use crate::ask::Ask;
+use crate::memory::Held;
 use crate::metrics::Outcome;
 use crate::prepare::{Given, Job, prepare};
 use crate::refusal::{Kind, Refusal};
@@ -12,7 +13,7 @@ use q4_model::reply::{self, ReplyParser};
 use std::sync::Arc;
 use std::time::Instant;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
-use tokio::sync::watch;
+use tokio::sync::{OwnedSemaphorePermit, watch};
 
 /// A piece of an answer.
 #[derive(Clone, Debug, PartialEq)]
@@ -131,6 +132,8 @@ pub struct Answers {
     stop: Vec<String>,
     logprobs: Option<usize>,
     progress: Vec<Progress>,
+    /// What the prompts take.
+    _held: Held,
 }
 
 impl Answers {
@@ -138,7 +141,7 @@ impl Answers {
     ///
     /// # Errors
     /// 429 where the queue is full; then none of them is answered.
-    fn begin(server: Arc<Server>, trail: Arc<Trail>, job: Job) -> Result<Self, Refusal> {
+    fn begin(server: Arc<Server>, trail: Arc<Trail>, job: Job, held: Held) -> Result<Self, Refusal> {
         let (to, heard) = unbounded_channel();
         let each = job.requests.len() / job.prompts.len().max(1);
         let progress = (0..job.requests.len())
@@ -153,7 +156,7 @@ impl Answers {
         }
         let phase = server.phase.subscribe();
         let (prompts, stop, logprobs) = (job.prompts, job.stop, job.logprobs);
-        Ok(Self { server, trail, heard, phase, prompts, stop, logprobs, progress })
+        Ok(Self { server, trail, heard, phase, prompts, stop, logprobs, progress, _held: held })
     }
 
     /// The prompts that are answered, each by the same number of answers.
@@ -265,16 +268,36 @@ impl Answers {
 }
 
 impl Server {
-    /// Gives the engine what is asked.
+    /// Gives the engine what is asked. `work` is given back once the prompts are there, `held` with the
+    /// answers.
     ///
     /// # Errors
-    /// 400 for what cannot be, 429 where the queue is full, 503 before the engine is ready.
-    pub async fn ask(self: &Arc<Self>, ask: Ask, trail: &Arc<Trail>) -> Result<Answers, Refusal> {
+    /// 400 for what cannot be, 429 where the queue or memory is full, 503 before the engine is ready.
+    pub async fn ask(
+        self: &Arc<Self>,
+        ask: Ask,
+        trail: &Arc<Trail>,
+        mut held: Held,
+        work: OwnedSemaphorePermit,
+    ) -> Result<Answers, Refusal> {
         if let Some(refusal) = self.unready() {
             return Err(refusal);
         }
-        let job = self.aside(|server| prepare(&server.served, &server.options, ask)).await?;
-        Answers::begin(self.clone(), trail.clone(), job)
+        let (most, answers) = (self.engine.capacity(), ask.prompts.len().saturating_mul(ask.n));
+        if answers > most {
+            // Trying again would not help.
+            let need = format!("at most {most} answers in one request, as --parallel and --queue hold");
+            return Err(Refusal::field(if ask.n > 1 { "n" } else { "prompt" }, &need, answers));
+        }
+        let (job, held) = self
+            .aside(move |server| {
+                let job = prepare(&server.served, &server.options, ask)?;
+                held.keep(job.bytes())?;
+                drop(work);
+                Ok((job, held))
+            })
+            .await?;
+        Answers::begin(self.clone(), trail.clone(), job, held)
     }
 }
 

@@ -48,7 +48,7 @@ fn wishes(f: &Fields) -> Result<Wishes, Refusal> {
         top_k,
         min_p: f.number("min_p")?,
         repetition_penalty: f.number("repetition_penalty")?,
-        seed: f.whole("seed", i64::MIN..=i64::MAX)?.map(|seed| seed as u64),
+        seed: f.seed("seed")?,
     })
 }
 

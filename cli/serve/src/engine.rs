@@ -27,6 +27,8 @@ pub trait Engine: Send + Sync {
     /// # Errors
     /// [`Busy`] where the queue is full: `sink` is told nothing.
     fn submit(&self, request: Request, sink: Box<dyn Sink>) -> Result<(), Busy>;
+    /// Requests that it can have at once, those that wait included; more never fit.
+    fn capacity(&self) -> usize;
     /// What it is doing now, and what it has done since it began.
     fn gauges(&self) -> Gauges;
     /// Whether it answers.

@@ -94,6 +94,17 @@ impl<'a> Fields<'a> {
             v.as_i64().or(exact).filter(|x| range.contains(x))
         })
     }
+    /// A whole number of 64 bits, whether it counts from 0 or from -2^63: one below 0 is its complement.
+    pub fn seed(&self, name: &str) -> Result<Option<u64>, Refusal> {
+        match self.get(name).and_then(Value::as_u64) {
+            Some(seed) => Ok(Some(seed)),
+            None => {
+                let seed = self.whole(name, i64::MIN..=i64::MAX);
+                let wide = |_| self.wrong(name, "a whole number from -2^63 to 2^64 - 1");
+                Ok(seed.map_err(wide)?.map(|seed| seed as u64))
+            }
+        }
+    }
     /// A whole number that counts something.
     pub fn count(&self, name: &str, range: RangeInclusive<usize>) -> Result<Option<usize>, Refusal> {
         let bound = |n: usize| i64::try_from(n).unwrap_or(i64::MAX);

@@ -1,7 +1,8 @@
 //! What every request goes through: a name, the door, and the books.
+use crate::context::TraceContext;
 use crate::dialect::Dialect;
 use crate::page;
-use crate::refusal::{Kind, Refusal};
+use crate::refusal::{Kind, Refusal, shown};
 use crate::server::Server;
 use crate::trail::{Flight, Followed, Trail};
 use crate::words;
@@ -14,7 +15,6 @@ use futures_util::FutureExt;
 use std::net::IpAddr;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
-use subtle::{Choice, ConstantTimeEq};
 use tracing::Instrument;
 
 /// Name of a request, which a client may choose.
@@ -25,7 +25,9 @@ const PROBES: [&str; 2] = ["/health", "/ready"];
 /// Lets a request in, or says why not; names and follows it either way.
 pub async fn pass(State(server): State<Arc<Server>>, mut request: Request, next: Next) -> Response {
     let path = request.uri().path().to_owned();
-    let trail = Arc::new(Trail::new(id(request.headers()), request.method().as_str(), &path));
+    let headers = request.headers();
+    let trail = Trail::new(id(headers), TraceContext::of(headers), request.method().as_str(), &path);
+    let trail = Arc::new(trail);
     let flight = Flight::new(server.clone());
     let origin = request.headers().get(header::ORIGIN).cloned();
     request.extensions_mut().insert(trail.clone());
@@ -33,7 +35,7 @@ pub async fn pass(State(server): State<Arc<Server>>, mut request: Request, next:
         Ok(Some(preflight)) => preflight,
         // A bug in a handler is an answer too.
         Ok(None) => {
-            let span = tracing::info_span!("request", id = trail.id);
+            let span = tracing::info_span!("request", id = trail.id, trace_id = trail.trace_id());
             let answered = AssertUnwindSafe(next.run(request).instrument(span)).catch_unwind().await;
             answered.unwrap_or_else(|_| {
                 let bug = Refusal::new(Kind::Fault, "a bug in q4: a handler panicked");
@@ -73,9 +75,16 @@ fn id(headers: &HeaderMap) -> String {
 /// Whether a request may go on; a question of a browser about another site is answered here.
 fn admit(server: &Server, request: &Request, path: &str) -> Result<Option<Response>, Refusal> {
     let headers = request.headers();
+    if let Some(host) = asked(request).filter(|host| !is_ours(server, host)) {
+        let what = format!(
+            "the server is not known as {}: need an address, localhost, or a name that --allowed-host gives",
+            shown(&host.into())
+        );
+        return Err(Refusal::new(Kind::Origin, what).coded("host_not_allowed"));
+    }
     if let Some(origin) = headers.get(header::ORIGIN) {
         let is_listed = is_listed(server, origin);
-        if !is_listed && !is_own(server, origin, headers) {
+        if !is_listed && !is_own(server, origin, request) {
             let what = "pages of this origin may not ask here: it is not listed";
             return Err(Refusal::new(Kind::Origin, what).coded("origin_not_allowed"));
         }
@@ -86,7 +95,8 @@ fn admit(server: &Server, request: &Request, path: &str) -> Result<Option<Respon
     if PROBES.contains(&path) || page::FILES.iter().any(|(file, ..)| *file == path) {
         return Ok(None);
     }
-    if !server.options.keys.is_empty() && !has_key(server, headers) {
+    let keys = &server.options.keys;
+    if !keys.is_empty() && !keys.admit(keys_of(headers)) {
         let what = "a valid API key is needed, as `Authorization: Bearer KEY` or `x-api-key: KEY`";
         return Err(Refusal::new(Kind::Key, what).coded("invalid_api_key"));
     }
@@ -102,20 +112,32 @@ fn is_listed(server: &Server, origin: &HeaderValue) -> bool {
     server.options.origins.iter().any(|listed| listed.as_bytes() == origin.as_bytes())
 }
 
-/// Whether a page asks the server that it came from. Without keys that is believed only where its address is
-/// no name: whoever owns a name can let it point here after his page has been loaded.
-fn is_own(server: &Server, origin: &HeaderValue, headers: &HeaderMap) -> bool {
+/// Whether a page asks the server that it came from.
+fn is_own(server: &Server, origin: &HeaderValue, request: &Request) -> bool {
     let host = origin.to_str().ok().and_then(|o| o.split_once("://")).map(|(_, host)| host);
-    let asked = headers.get(header::HOST).and_then(|h| h.to_str().ok());
-    host.is_some_and(|host| Some(host) == asked && (!server.options.keys.is_empty() || is_fixed(host)))
+    host.is_some_and(|host| asked(request) == Some(host) && is_ours(server, host))
 }
 
-/// Whether no name server is asked for an address.
-fn is_fixed(authority: &str) -> bool {
+/// The name and port that a request is for. Every browser says it; a header that is no text is nobody's name.
+fn asked(request: &Request) -> Option<&str> {
+    let named = request.headers().get(header::HOST).map(|host| host.to_str().unwrap_or("?"));
+    request.uri().authority().map(|authority| authority.as_str()).or(named)
+}
+
+/// Whether this server is known by a name. Whoever owns another can let it point here after his page has been
+/// loaded, which then reads what it likes. With keys it does not matter: his page has none.
+fn is_ours(server: &Server, authority: &str) -> bool {
     let is_port = |port: &str| port.bytes().all(|b| b.is_ascii_digit());
     let host =
         authority.rsplit_once(':').filter(|(_, port)| is_port(port)).map_or(authority, |(host, _)| host);
+    let is_listed = |listed: &String| listed == "*" || listed.eq_ignore_ascii_case(host);
+    !server.options.keys.is_empty() || is_fixed(host) || server.options.hosts.iter().any(is_listed)
+}
+
+/// Whether no name server is asked for an address.
+fn is_fixed(host: &str) -> bool {
     let address = host.trim_start_matches('[').trim_end_matches(']');
+    let host = host.to_ascii_lowercase();
     host == "localhost" || host.ends_with(".localhost") || address.parse::<IpAddr>().is_ok()
 }
 
@@ -132,16 +154,12 @@ fn preflight(headers: &HeaderMap) -> Response {
     response
 }
 
-/// Compares with every key to the end, so that the time says nothing about any of them.
-fn has_key(server: &Server, headers: &HeaderMap) -> bool {
+/// What a request shows as keys.
+fn keys_of(headers: &HeaderMap) -> impl Iterator<Item = &[u8]> {
     let bearer = headers.get(header::AUTHORIZATION).and_then(|value| {
         let (scheme, key) = value.as_bytes().split_at_checked(7)?;
         scheme.eq_ignore_ascii_case(b"bearer ").then_some(key)
     });
     let own = headers.get("x-api-key").map(HeaderValue::as_bytes);
-    let matches = |given: &[u8]| {
-        server.options.keys.iter().fold(Choice::from(0), |any, key| any | key.as_bytes().ct_eq(given))
-    };
-    let found = [bearer, own].into_iter().flatten().fold(Choice::from(0), |any, given| any | matches(given));
-    found.into()
+    [bearer, own].into_iter().flatten()
 }

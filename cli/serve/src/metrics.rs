@@ -134,8 +134,8 @@ impl Metrics {
         self.responses[class].fetch_add(1, Relaxed);
     }
 
-    /// Text in the format of Prometheus 0.0.4.
-    pub fn text(&self, model: &str, gauges: &Gauges) -> String {
+    /// Text in the format of Prometheus 0.0.4; requests in flight keep `kept` bytes.
+    pub fn text(&self, model: &str, gauges: &Gauges, kept: u64) -> String {
         let mut out = String::new();
         head(&mut out, "q4_info", "gauge", "What is served.");
         let model = model.replace('\\', r"\\").replace('"', "\\\"").replace('\n', "\\n");
@@ -148,6 +148,8 @@ impl Metrics {
         }
         head(&mut out, "q4_steps_total", "counter", "Steps over all sequences.");
         line(&mut out, format_args!("q4_steps_total {}", gauges.steps));
+        head(&mut out, "q4_request_memory_bytes", "gauge", "What requests in flight keep.");
+        line(&mut out, format_args!("q4_request_memory_bytes {kept}"));
         for prefix in ["q4_", "vllm:"] {
             self.write(&mut out, prefix, gauges);
         }
@@ -212,13 +214,14 @@ mod tests {
         metrics.first_token(Duration::from_millis(3));
         metrics.next_token(Duration::from_millis(10));
         metrics.over(Outcome::Length, Duration::from_secs(1000), Duration::from_millis(10), 2);
-        let text = metrics
-            .text("a\"b", &Gauges { running: 2, pages_used: 1, pages: 4, steps: 9, ..Gauges::default() });
+        let gauges = Gauges { running: 2, pages_used: 1, pages: 4, steps: 9, ..Gauges::default() };
+        let text = metrics.text("a\"b", &gauges, 17);
         for line in [
             "q4_info{model_name=\"a\\\"b\",version=\"0.1.0\"} 1",
             "vllm:num_requests_running 2",
             "q4_kv_cache_usage_perc 0.25",
             "q4_steps_total 9",
+            "q4_request_memory_bytes 17",
             "vllm:prompt_tokens_total 7",
             "q4_generation_tokens_total 2",
             "vllm:request_success_total{finished_reason=\"length\"} 1",

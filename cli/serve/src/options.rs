@@ -1,4 +1,7 @@
 //! How the server behaves.
+use crate::keys::Keys;
+use crate::memory;
+use q4_core::memory::human;
 use q4_core::{Code, Error, Result};
 use std::time::Duration;
 
@@ -6,17 +9,24 @@ use std::time::Duration;
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Keys, one of which a request must have; none lets everybody in.
-    pub keys: Vec<String>,
+    pub keys: Keys,
     /// Origins of other sites whose pages may ask, such as `https://example.org`.
     pub origins: Vec<String>,
+    /// Names that this server is asked by, without a port, beside `localhost` and addresses, which nobody
+    /// else can let point here; `*` is every name. Not looked at where keys are needed.
+    pub hosts: Vec<String>,
     /// Bytes of a body.
     pub max_body: usize,
+    /// Bytes that all requests in flight may take, their bodies as they come, are read and become prompts.
+    pub request_memory: u64,
     /// Tokens of a prompt; absent is the context of the model.
     pub max_prompt: Option<usize>,
     /// Connections at once; more wait.
     pub connections: usize,
     /// How long a request may take to arrive, once for its head and once for its body.
     pub read_timeout: Duration,
+    /// How long the next piece of a body may take to arrive.
+    pub idle_timeout: Duration,
     /// How long a client may take nothing of an answer that is there.
     pub write_timeout: Duration,
     /// How often an event stream says that it is alive.
@@ -28,12 +38,15 @@ pub struct Options {
 impl Default for Options {
     fn default() -> Self {
         Self {
-            keys: Vec::new(),
+            keys: Keys::default(),
             origins: Vec::new(),
+            hosts: Vec::new(),
             max_body: 8 << 20,
+            request_memory: 256 << 20,
             max_prompt: None,
             connections: 4096,
             read_timeout: Duration::from_secs(20),
+            idle_timeout: Duration::from_secs(5),
             write_timeout: Duration::from_secs(60),
             keep_alive: Duration::from_secs(10),
             drain_timeout: Duration::from_secs(30),
@@ -45,11 +58,22 @@ impl Options {
     /// Checks that every option does what it looks like.
     ///
     /// # Errors
-    /// [`Code::Usage`] for a key that everybody or nobody could send, and for an origin that no browser
-    /// sends.
+    /// [`Code::Usage`] for an origin that no browser sends, a host that is no name, and memory that no
+    /// request could be read in.
     pub fn check(&self) -> Result<()> {
-        if self.keys.iter().any(|key| key.is_empty() || !key.bytes().all(|b| b.is_ascii_graphic())) {
-            return Err(Error::new(Code::Usage, "API key: not usable").need("printable ASCII without spaces"));
+        if self.request_memory < memory::LEAST {
+            return Err(Error::new(Code::Usage, "memory for requests")
+                .need(format!("at least {}", human(memory::LEAST)))
+                .have(human(self.request_memory)));
+        }
+        let is_name = |host: &str| {
+            host == "*"
+                || !host.is_empty() && host.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._".contains(&b))
+        };
+        if let Some(host) = self.hosts.iter().find(|host| !is_name(host)) {
+            return Err(Error::new(Code::Usage, "host: not one")
+                .need("a name without scheme and port, e.g. q4.example.org, or * for every name")
+                .have(host));
         }
         let is_origin = |origin: &str| {
             let rest = origin.strip_prefix("https://").or_else(|| origin.strip_prefix("http://"));
@@ -70,12 +94,14 @@ mod tests {
 
     #[test]
     fn doors_that_would_not_be_what_they_look_like_are_refused() {
-        let keys = |key: &str| Options { keys: vec!["good".into(), key.into()], ..Options::default() };
+        let hosts = |host: &str| Options { hosts: vec![host.into()], ..Options::default() };
         let origins = |origin: &str| Options { origins: vec![origin.into()], ..Options::default() };
         for options in [
-            keys(""),
-            keys("a b"),
-            keys("ключ"),
+            Options { request_memory: 1 << 20, ..Options::default() },
+            hosts(""),
+            hosts("https://example.org"),
+            hosts("example.org:80"),
+            hosts("*.example.org"),
             origins("*"),
             origins("https://example.org/"),
             origins("example.org"),
@@ -83,7 +109,8 @@ mod tests {
         ] {
             assert_eq!(options.check().expect_err("refused").code(), Code::Usage, "{options:?}");
         }
-        keys("sk-1_2").check().expect("fine");
+        hosts("q4.example.org").check().expect("fine");
+        hosts("*").check().expect("fine");
         origins("http://localhost:3000").check().expect("fine");
         Options::default().check().expect("fine");
     }

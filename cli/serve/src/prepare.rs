@@ -16,6 +16,8 @@ use q4_model::stop::StopMatcher;
 
 /// Answers to all prompts of one request.
 const MOST_SEQUENCES: usize = 128;
+/// Bytes of an answer or a stop string beside its texts and tokens.
+const ANSWER: usize = 1 << 10;
 
 /// A prompt as the engine gets it.
 #[derive(Clone, Debug)]
@@ -24,6 +26,8 @@ pub struct Given {
     pub ids: Vec<u32>,
     /// Its text, where it is to be repeated.
     pub text: String,
+    /// What its model may think before an answer has its form.
+    pub thoughts: Thoughts,
     /// How to take the reply apart, which only conversations are.
     pub reading: Option<reply::Options>,
 }
@@ -43,6 +47,18 @@ pub struct Job {
     pub logprobs: Option<usize>,
 }
 
+impl Job {
+    /// Bytes that it takes, here and in the engine, until its answers are over.
+    pub fn bytes(&self) -> u64 {
+        let prompts = self.prompts.iter().map(|given| given.text.capacity() + 4 * given.ids.capacity());
+        let each = |request: &Request| {
+            let stops = request.limits.stop_strings.iter().map(|stop| ANSWER + stop.len()).sum::<usize>();
+            ANSWER + 4 * request.prompt.capacity() + 8 * request.nudges.bias.capacity() + stops
+        };
+        (prompts.sum::<usize>() + self.requests.iter().map(each).sum::<usize>()) as u64
+    }
+}
+
 /// Makes a job of what is asked.
 ///
 /// # Errors
@@ -60,11 +76,13 @@ pub fn prepare(served: &Served, options: &Options, ask: Ask) -> Result<Job, Refu
     if let Some((id, _)) = ask.nudges.bias.iter().find(|(id, _)| *id > highest) {
         return Err(Refusal::field("logit_bias", &format!("token ids up to {highest}"), id));
     }
-    let given = ask.prompts.iter().map(|prompt| give(served, prompt, &ask)).collect::<Result<Vec<_>, _>>()?;
+    let most = options.max_prompt.unwrap_or(served.context);
+    let give = |prompt| give(served, prompt, most, &ask);
+    let given = ask.prompts.iter().map(give).collect::<Result<Vec<_>, _>>()?;
     let form = form(served, &ask, &given)?;
     let mut requests = Vec::with_capacity(sequences);
     for prompt in &given {
-        let room = room(served, options, prompt, ask.max_tokens)?;
+        let room = room(served, prompt, ask.max_tokens)?;
         for answer in 0..ask.n as u64 {
             let mut params = params.clone();
             params.seed = first_seed.wrapping_add(answer);
@@ -95,15 +113,15 @@ pub fn prepare(served: &Served, options: &Options, ask: Ask) -> Result<Job, Refu
     })
 }
 
-/// The form of all answers. Prompts that are not alone are texts as they are, behind which nobody thinks.
+/// The form of all answers.
 fn form(served: &Served, ask: &Ask, given: &[Given]) -> Result<Option<Grammar>, Refusal> {
     let (Some(constraint), Some(first)) = (&ask.constraint, given.first()) else { return Ok(None) };
-    let (tools, thoughts) = match ask.prompts.first() {
-        Some(Prompt::Talk(talk)) => (talk.tools.as_ref(), Thoughts::of(&first.text, &served.template)),
-        _ => (None, Thoughts::None),
+    let tools = match ask.prompts.first() {
+        Some(Prompt::Talk(talk)) => talk.tools.as_ref(),
+        _ => None,
     };
     let what = constraint.over(&served.template, tools, ask.parallel_calls);
-    let compiled = served.grammars.compile(&served.tokenizer, &what, thoughts);
+    let compiled = served.grammars.compile(&served.tokenizer, &what, first.thoughts);
     compiled.map(Some).map_err(|e| {
         let refusal = Refusal::from(e);
         let message = format!("{}: {}", constraint.at, refusal.message);
@@ -111,10 +129,18 @@ fn form(served: &Served, ask: &Ask, given: &[Given]) -> Result<Option<Grammar>, 
     })
 }
 
-fn give(served: &Served, prompt: &Prompt, ask: &Ask) -> Result<Given, Refusal> {
+/// A prompt of at most `most` tokens, with its text if that is to be repeated. What cannot be as short is
+/// refused before it becomes tokens, which is most of the work.
+fn give(served: &Served, prompt: &Prompt, most: usize, ask: &Ask) -> Result<Given, Refusal> {
+    let fits = |tokens: usize, counted: &str| match tokens > most {
+        true => Err(full(format!("at most {most} tokens"), format!("{counted}{tokens} tokens"))),
+        false => Ok(()),
+    };
+    let repeated = |text: &str| if ask.echo { text.to_owned() } else { String::new() };
     let given = match prompt {
         Prompt::Talk(talk) => {
             let text = rendered(served, talk)?;
+            fits(served.tokenizer.least(&text), "at least ")?;
             // What must have a form is told as it is, whatever it looks like, unless its form is a call.
             let is_form = matches!(&ask.constraint, Some(Constraint { what: Demand::Form(_), .. }));
             let reading = reply::Options {
@@ -123,24 +149,38 @@ fn give(served: &Served, prompt: &Prompt, ask: &Ask) -> Result<Given, Refusal> {
                 schemas: talk.tools.clone(),
             };
             let ids = served.tokenizer.encode(&text, false)?;
-            Given { ids, text, reading: Some(reading) }
+            let thoughts = Thoughts::of(&text, &served.template);
+            Given { ids, text: repeated(&text), thoughts, reading: Some(reading) }
         }
         Prompt::Text(text) => {
+            fits(served.tokenizer.least(text), "at least ")?;
             let ids = served.tokenizer.encode(text, true)?;
-            Given { ids, text: text.clone(), reading: None }
+            Given { ids, text: repeated(text), thoughts: Thoughts::None, reading: None }
         }
         Prompt::Ids(ids) => {
+            fits(ids.len(), "")?;
             let highest = served.tokenizer.highest_id();
             if let Some(id) = ids.iter().find(|id| **id > highest) {
                 return Err(Refusal::field("prompt", &format!("token ids up to {highest}"), id));
             }
-            Given { ids: ids.clone(), text: served.tokenizer.decode(ids, false)?, reading: None }
+            let text = if ask.echo { served.tokenizer.decode(ids, false)? } else { String::new() };
+            Given { ids: ids.clone(), text, thoughts: Thoughts::None, reading: None }
         }
     };
     if given.ids.is_empty() {
         return Err(Refusal::field("prompt", "at least one token", "none"));
     }
+    fits(given.ids.len(), "")?;
     Ok(given)
+}
+
+/// The refusal of a prompt that is too long.
+fn full(need: String, have: String) -> Refusal {
+    Error::new(Code::ContextFull, "the prompt is too long")
+        .need(need)
+        .have(have)
+        .fix("send less of the conversation, or serve the model with a larger context")
+        .into()
 }
 
 /// The prompt of a conversation.
@@ -154,25 +194,11 @@ pub fn rendered(served: &Served, talk: &Talk) -> Result<String, Refusal> {
 }
 
 /// Positions that are left for an answer.
-fn room(
-    served: &Served,
-    options: &Options,
-    prompt: &Given,
-    max_tokens: Option<usize>,
-) -> Result<usize, Refusal> {
-    let full = |need: String| {
-        Error::new(Code::ContextFull, "the prompt is too long")
-            .need(need)
-            .have(format!("{} tokens", prompt.ids.len()))
-            .fix("send less of the conversation, or serve the model with a larger context")
-    };
-    let most = options.max_prompt.unwrap_or(served.context);
-    if prompt.ids.len() > most {
-        return Err(full(format!("at most {most} tokens")).into());
-    }
+fn room(served: &Served, prompt: &Given, max_tokens: Option<usize>) -> Result<usize, Refusal> {
     let room = served.context.saturating_sub(prompt.ids.len());
     if room == 0 && max_tokens != Some(0) {
-        return Err(full(format!("fewer tokens than the {} of the context", served.context)).into());
+        let need = format!("fewer tokens than the {} of the context", served.context);
+        return Err(full(need, format!("{} tokens", prompt.ids.len())));
     }
     Ok(room)
 }

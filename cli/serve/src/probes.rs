@@ -28,11 +28,16 @@ pub async fn version() -> Response {
 
 /// `GET /metrics`.
 pub async fn metrics(State(server): State<Arc<Server>>) -> Response {
-    let text = server.metrics.text(&server.served.name, &server.engine.gauges());
+    let text = server.metrics.text(&server.served.name, &server.engine.gauges(), server.memory.kept());
     let mut response = Response::new(Body::from(text));
     let kind = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
     response.headers_mut().insert(header::CONTENT_TYPE, kind);
     response
+}
+
+/// `GET /v1/q4/certificates`: what proof there is of those who compute the model.
+pub async fn certificates(State(server): State<Arc<Server>>) -> Response {
+    json_of(&server.served.certificates)
 }
 
 /// `GET /v1/q4/explain`: what computes the model, and why.

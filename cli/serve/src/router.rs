@@ -1,6 +1,7 @@
 //! Which path leads where.
 use crate::dialect::{Dialect, json_of};
 use crate::fields;
+use crate::memory::Held;
 use crate::refusal::{Kind, Refusal};
 use crate::server::Server;
 use crate::trail::Trail;
@@ -16,6 +17,8 @@ use axum::routing::{MethodRouter, get, post};
 use futures_util::StreamExt;
 use serde_json::Value;
 use std::sync::Arc;
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::{Instant, timeout_at};
 
 /// The service of a server.
 pub fn router(server: Arc<Server>) -> Router {
@@ -42,9 +45,11 @@ pub fn routes() -> Vec<(&'static str, MethodRouter<Arc<Server>>)> {
         ("/v1/messages/count_tokens", answering(anthropic::count)),
         ("/tokenize", answering(tokens::encode)),
         ("/detokenize", answering(tokens::decode)),
+        ("/tokenizer_info", get(tokens::info)),
         ("/v1/models", get(models)),
         ("/v1/models/{*name}", get(model)),
         ("/v1/q4/explain", get(probes::explain)),
+        ("/v1/q4/certificates", get(probes::certificates)),
         ("/health", get(probes::health)),
         ("/ready", get(probes::ready)),
         ("/version", get(probes::version)),
@@ -53,8 +58,19 @@ pub fn routes() -> Vec<(&'static str, MethodRouter<Arc<Server>>)> {
     ]
 }
 
+/// A JSON object that somebody sent, with what it takes of memory.
+#[derive(Debug)]
+pub struct Asked {
+    /// The object.
+    pub body: Value,
+    /// What the request keeps.
+    pub held: Held,
+    /// For reading it, until its prompts are there.
+    pub work: OwnedSemaphorePermit,
+}
+
 /// A route that reads a JSON object and answers it in the dialect of its path.
-fn answering<Answer>(of: fn(Arc<Server>, Arc<Trail>, Value) -> Answer) -> MethodRouter<Arc<Server>>
+fn answering<Answer>(of: fn(Arc<Server>, Arc<Trail>, Asked) -> Answer) -> MethodRouter<Arc<Server>>
 where
     Answer: Future<Output = Result<Response, Refusal>> + Send + 'static,
 {
@@ -64,8 +80,11 @@ where
               uri: Uri,
               request: Request| async move {
             let read = || async {
-                let bytes = body(&server, request.into_body()).await?;
-                server.aside(move |_| fields::parse(&bytes)).await
+                let mut held = server.memory.hold();
+                let bytes = body(&server, request.into_body(), &mut held).await?;
+                let work = server.memory.work(&bytes).await?;
+                let body = server.aside(move |_| fields::parse(&bytes)).await?;
+                Ok(Asked { body, held, work })
             };
             let answer = match read().await {
                 Ok(asked) => of(server.clone(), trail, asked).await,
@@ -103,8 +122,9 @@ async fn wrong_method(uri: Uri) -> Response {
     Dialect::of(uri.path()).refuse(&Refusal::new(Kind::Method, what).coded("method_not_allowed"))
 }
 
-/// Reads all of a body within bounds of size and time.
-async fn body(server: &Server, body: Body) -> Result<Vec<u8>, Refusal> {
+/// Reads all of a body within bounds of size and time. A server that is about to stop waits for no body:
+/// nothing has begun yet.
+async fn body(server: &Server, body: Body, held: &mut Held) -> Result<Vec<u8>, Refusal> {
     let most = server.options.max_body;
     let too_large = || {
         let what = format!("the body is too long: need at most {most} bytes");
@@ -113,18 +133,25 @@ async fn body(server: &Server, body: Body) -> Result<Vec<u8>, Refusal> {
     if body.size_hint().lower() > most as u64 {
         return Err(too_large());
     }
+    let deadline = Instant::now() + server.options.read_timeout;
     let read = async {
         let (mut all, mut chunks) = (Vec::new(), body.into_data_stream());
-        while let Some(chunk) = chunks.next().await {
+        loop {
+            let until = deadline.min(Instant::now() + server.options.idle_timeout);
+            let slow = |_| Refusal::new(Kind::Slow, "the body took too long").coded("body_too_slow");
+            let Some(chunk) = timeout_at(until, chunks.next()).await.map_err(slow)? else { return Ok(all) };
             let chunk =
                 chunk.map_err(|e| Refusal::new(Kind::Invalid, format!("the body cannot be read: {e}")))?;
             if all.len() + chunk.len() > most {
                 return Err(too_large());
             }
+            held.grow(all.len() + chunk.len())?;
             all.extend_from_slice(&chunk);
         }
-        Ok(all)
     };
-    let slow = |_| Err(Refusal::new(Kind::Slow, "the body took too long"));
-    tokio::time::timeout(server.options.read_timeout, read).await.unwrap_or_else(slow)
+    tokio::select! {
+        biased;
+        all = read => all,
+        () = server.drains() => Err(Refusal::draining()),
+    }
 }

@@ -18,6 +18,8 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 /// How long answers that were told to end may take for that.
 const FAREWELL: Duration = Duration::from_secs(2);
+/// Bytes of a connection that are read and not yet taken, the most that a head may have.
+const BUFFER: usize = 32 << 10;
 
 /// Serves on a runtime of its own until `stop` is over; see [`serve`].
 ///
@@ -29,7 +31,7 @@ pub fn run(
     served: Arc<Served>,
     engine: Arc<dyn Engine>,
     options: Options,
-    stop: impl Future<Output = ()> + Send,
+    stop: impl Future<Output = ()>,
 ) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
@@ -54,7 +56,7 @@ pub async fn serve(
     served: Arc<Served>,
     engine: Arc<dyn Engine>,
     options: Options,
-    stop: impl Future<Output = ()> + Send,
+    stop: impl Future<Output = ()>,
 ) -> Result<()> {
     options.check()?;
     let unusable = |e: std::io::Error| Error::new(Code::Io, format!("the listener cannot be used: {e}"));
@@ -108,6 +110,7 @@ fn connect(
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(server.options.read_timeout)
+        .max_buf_size(BUFFER)
         .serve_connection(stream, TowerToHyperService::new(routes));
     let connection = graceful.watch(connection);
     tokio::spawn(async move {

@@ -16,7 +16,7 @@ pub struct Served {
     pub grammars: Grammars,
     /// Its chat template.
     pub template: ChatTemplate,
-    /// Variables of the template that belong to the model: `bos_token`, `eos_token`.
+    /// Variables of the template that belong to the model: its tokens with a role, such as `eos_token`.
     pub variables: Map<String, Value>,
     /// How it wishes to be sampled.
     pub generation: GenerationConfig,
@@ -26,6 +26,8 @@ pub struct Served {
     pub context: usize,
     /// Document of `GET /v1/q4/explain`.
     pub explain: Value,
+    /// Document of `GET /v1/q4/certificates`.
+    pub certificates: Value,
     /// Since when it is served, in seconds since 1970.
     pub created: u64,
 }

@@ -1,5 +1,6 @@
 //! What every handler knows: the model, the engine, the figures, and whether the server is about to stop.
 use crate::engine::{Engine, Readiness};
+use crate::memory::Memory;
 use crate::metrics::Metrics;
 use crate::options::Options;
 use crate::refusal::{Kind, Refusal};
@@ -27,6 +28,8 @@ pub struct Server {
     pub engine: Arc<dyn Engine>,
     /// Bounds and doors.
     pub options: Options,
+    /// What requests in flight take.
+    pub memory: Arc<Memory>,
     /// Figures since the start.
     pub metrics: Metrics,
     /// Only ever goes on.
@@ -44,10 +47,12 @@ impl fmt::Debug for Server {
 impl Server {
     /// A server that takes requests.
     pub fn new(served: Arc<Served>, engine: Arc<dyn Engine>, options: Options) -> Arc<Self> {
+        let memory = Memory::new(options.request_memory);
         Arc::new(Self {
             served,
             engine,
             options,
+            memory,
             metrics: Metrics::default(),
             phase: watch::Sender::new(Phase::Open),
             flights: watch::Sender::new(0),
@@ -68,6 +73,12 @@ impl Server {
             }
         };
         Some(why.again_after(1))
+    }
+
+    /// Waits until no new request is taken.
+    pub async fn drains(&self) {
+        // The sender is in here: it cannot be gone.
+        let _ = self.phase.subscribe().wait_for(|phase| *phase >= Phase::Draining).await;
     }
 
     /// Whether no new request is taken.

@@ -1,20 +1,30 @@
-//! `POST /tokenize` and `POST /detokenize`, with the fields of vLLM and of llama-server.
+//! `POST /tokenize`, `POST /detokenize` and `GET /tokenizer_info`, with the fields of vLLM and llama-server.
 use crate::dialect::json_of;
 use crate::fields::Fields;
 use crate::openai::chat;
 use crate::prepare::rendered;
-use crate::refusal::Refusal;
+use crate::refusal::{Refusal, shown};
+use crate::router::Asked;
 use crate::server::Server;
 use crate::trail::Trail;
+use axum::extract::State;
 use axum::response::Response;
 use serde_json::{Value, json};
 use std::sync::Arc;
+
+/// Bytes of a token in a document: a number, and as JSON.
+const NUMBER: usize = 128;
+/// The same with its text or its bytes.
+const DESCRIBED: usize = 1 << 10;
+/// Times that a text is there while it is told: as tokens, as a text under two names, and as JSON.
+const TEXTS: usize = 8;
 
 /// Tokens of a text (`prompt` or `content`) or of a conversation (`messages`).
 ///
 /// # Errors
 /// 400 for anything else.
-pub async fn encode(server: Arc<Server>, _: Arc<Trail>, body: Value) -> Result<Response, Refusal> {
+pub async fn encode(server: Arc<Server>, _: Arc<Trail>, asked: Asked) -> Result<Response, Refusal> {
+    let Asked { body, mut held, work } = asked;
     let f = Fields::of("", &body)?;
     let talk = match f.get("messages") {
         Some(_) => Some(chat::talk(&f)?),
@@ -42,15 +52,21 @@ pub async fn encode(server: Arc<Server>, _: Arc<Trail>, body: Value) -> Result<R
                 None => text,
             };
             let ids = tokenizer.encode(&text, special)?;
+            let each = if with_pieces || with_texts { DESCRIBED } else { NUMBER };
+            held.keep((each * ids.len()) as u64)?;
+            drop(work);
             let texts = || ids.iter().map(|id| tokenizer.token_of(*id)).collect::<Vec<_>>();
             let tokens = match with_pieces {
                 true => ids.iter().map(|id| piece(server, *id)).collect(),
                 false => json!(ids),
             };
             let texts = with_texts.then(texts);
-            Ok(json!({"count": ids.len(), "max_model_len": max, "tokens": tokens, "token_strs": texts}))
+            let document =
+                json!({"count": ids.len(), "max_model_len": max, "tokens": tokens, "token_strs": texts});
+            Ok((document, held))
         })
         .await?;
+    let (document, _held) = document;
     Ok(json_of(&document))
 }
 
@@ -68,17 +84,50 @@ fn piece(server: &Server, id: u32) -> Value {
 ///
 /// # Errors
 /// 400 for what is no list of token ids.
-pub async fn decode(server: Arc<Server>, _: Arc<Trail>, body: Value) -> Result<Response, Refusal> {
+pub async fn decode(server: Arc<Server>, _: Arc<Trail>, asked: Asked) -> Result<Response, Refusal> {
+    let Asked { body, mut held, work } = asked;
     let f = Fields::of("", &body)?;
-    let need = "a list of token ids";
-    let list = f.list("tokens")?.ok_or_else(|| f.wrong("tokens", need))?;
-    let ids = list
-        .iter()
-        .map(|(path, id)| {
-            let id = id.as_u64().and_then(|id| u32::try_from(id).ok());
-            id.ok_or_else(|| Refusal::field(path, "a token id", "something else"))
+    let list = f.list("tokens")?.ok_or_else(|| f.wrong("tokens", "a list of token ids"))?;
+    let read = |(path, value): &(String, &Value)| {
+        let id = value.as_u64().and_then(|id| u32::try_from(id).ok());
+        id.ok_or_else(|| Refusal::field(path, "a token id", shown(value)))
+    };
+    let ids = list.iter().map(read).collect::<Result<Vec<u32>, _>>()?;
+    drop(list);
+    drop(body);
+    let (text, _held) = server
+        .aside(move |server| {
+            let tokenizer = &server.served.tokenizer;
+            let mut bytes = 0;
+            for (at, id) in ids.iter().enumerate() {
+                let token = tokenizer.token_of(*id).ok_or_else(|| {
+                    Refusal::field(&format!("tokens[{at}]"), "the id of a token of this model", id)
+                })?;
+                bytes += token.len();
+            }
+            held.keep((TEXTS * bytes) as u64)?;
+            drop(work);
+            Ok((tokenizer.decode(&ids, false)?, held))
         })
-        .collect::<Result<Vec<u32>, _>>()?;
-    let text = server.aside(move |server| Ok(server.served.tokenizer.decode(&ids, false)?)).await?;
+        .await?;
     Ok(json_of(&json!({"prompt": text, "content": text})))
+}
+
+/// What a client needs that renders conversations itself and tells texts from their ends.
+pub async fn info(State(server): State<Arc<Server>>) -> Response {
+    let served = &server.served;
+    let named = |name: &str| served.variables.get(name).cloned().unwrap_or_default();
+    let end = served.stop_ids.first().and_then(|id| served.tokenizer.token_of(*id));
+    let eos = Some(named("eos_token")).filter(Value::is_string).unwrap_or_else(|| end.into());
+    json_of(&json!({
+        // What reads a tokenizer.json in transformers.
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": served.template.source(),
+        "bos_token": named("bos_token"),
+        "eos_token": eos,
+        "pad_token": named("pad_token"),
+        "unk_token": named("unk_token"),
+        "model_max_length": served.context,
+        "vocab_size": served.tokenizer.vocab_size(),
+    }))
 }

@@ -1,4 +1,5 @@
 //! What is known of one request: it ends as one line of the log, once the last byte of its response is gone.
+use crate::context::TraceContext;
 use crate::metrics::Outcome;
 use crate::server::Server;
 use axum::body::{Body, Bytes, HttpBody};
@@ -14,6 +15,7 @@ use std::time::Instant;
 pub struct Trail {
     /// Name of the request: the client's, or ours.
     pub id: String,
+    context: Option<TraceContext>,
     method: String,
     path: String,
     since: Instant,
@@ -27,12 +29,13 @@ const UNKNOWN: usize = usize::MAX;
 
 impl Trail {
     /// At the first byte of a request.
-    pub fn new(id: String, method: &str, path: &str) -> Self {
+    pub fn new(id: String, context: Option<TraceContext>, method: &str, path: &str) -> Self {
         let path = path.chars().take(200).collect();
         let [prompt, cached, generated] = [0; 3].map(AtomicUsize::new);
         let outcome = AtomicUsize::new(UNKNOWN);
         Self {
             id,
+            context,
             method: method.to_owned(),
             path,
             since: Instant::now(),
@@ -41,6 +44,10 @@ impl Trail {
             generated,
             outcome,
         }
+    }
+    /// The trace that it belongs to, if somebody began one.
+    pub fn trace_id(&self) -> Option<&str> {
+        self.context.as_ref().map(|context| context.trace.as_str())
     }
     /// A prompt is in the cache, where some of it was before.
     pub fn started(&self, prompt: usize, cached: usize) {
@@ -59,6 +66,9 @@ impl Trail {
         let read = |counter: &AtomicUsize| counter.load(Relaxed);
         tracing::info!(
             id = self.id,
+            trace_id = self.trace_id(),
+            span_id = self.context.as_ref().map(|context| context.span.as_str()),
+            parent_id = self.context.as_ref().map(|context| context.parent.as_str()),
             method = self.method,
             path = self.path,
             status,

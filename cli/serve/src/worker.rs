@@ -97,6 +97,9 @@ impl Engine for Worker {
         let _ = self.inbox.send((request, sink));
         Ok(())
     }
+    fn capacity(&self) -> usize {
+        self.queue.saturating_add(self.sequences)
+    }
     fn gauges(&self) -> Gauges {
         let shared = lock(&self.shared);
         Gauges { waiting: shared.gauges.waiting + shared.unseen, ..shared.gauges }

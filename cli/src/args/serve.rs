@@ -1,10 +1,11 @@
 //! The options of `q4 serve`.
 use crate::args::{Format, ModelArgs};
+use crate::choices::bytes;
 use clap::{Args, ValueHint};
 use std::path::PathBuf;
 
 /// `q4 serve`.
-#[derive(Args, Debug)]
+#[derive(Args, Clone, Debug)]
 #[command(after_long_help = "\
 Answers /v1/chat/completions, /v1/completions, /v1/responses (OpenAI) and /v1/messages (Anthropic), many
 requests at once; a page to talk with the model is at /. On the CPU an answer does not depend on who else
@@ -40,15 +41,22 @@ pub struct ServeArgs {
     /// Requests that may wait; who comes then is told to come back (429).
     #[arg(long, value_name = "N", default_value_t = 256)]
     pub queue: usize,
+    /// Most memory that requests in flight may take, whose bodies are read and become prompts, e.g. 1GiB.
+    #[arg(long, value_name = "BYTES", default_value = "256MiB", value_parser = bytes)]
+    pub request_memory: u64,
     /// A key that requests must have; may be repeated. Others see it in the list of processes.
     #[arg(long, value_name = "KEY", env = "Q4_API_KEY", hide_env_values = true)]
     pub api_key: Vec<String>,
-    /// A file with a key on each line.
+    /// A file with a key on each line, which SIGHUP makes the server read again.
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub api_key_file: Option<PathBuf>,
     /// A site whose pages may ask, with its scheme; may be repeated.
     #[arg(long, value_name = "ORIGIN")]
     pub cors_origin: Vec<String>,
+    /// A name that this server is asked by, beside localhost and addresses; may be repeated, * is every name.
+    /// Not looked at where keys are needed.
+    #[arg(long, value_name = "NAME")]
+    pub allowed_host: Vec<String>,
     /// Refuse to serve where an answer depends on who else is served, and name the layer.
     #[arg(long)]
     pub reproducible: bool,

@@ -85,7 +85,7 @@ pub fn run(cx: &Context, args: &GenerateArgs, batch: &Path) -> Result<Outcome> {
             first + 1
         ));
     }
-    let session = Session::load_many(cx, dispatch, &checkpoint, args.answer.quantize, sizes, sequences)?;
+    let session = Session::load_many(cx, dispatch, &checkpoint, args.answer.quantize, sizes, sequences, 0)?;
     if let Some(first) = session.dependents()?.first() {
         cx.report().warn(&format!(
             "answers may differ in the last bits from those of q4 generate: {}: {}",

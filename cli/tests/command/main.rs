@@ -24,6 +24,8 @@ mod convert;
 mod crafted;
 mod demo;
 #[cfg(unix)]
+mod deploy;
+#[cfg(unix)]
 mod documented;
 mod exit;
 mod forms;

@@ -142,6 +142,19 @@ fn is_certified_and_answers(plugin: &Path, backend: &str) {
         assert_eq!((&report["downgraded"], &executed[0]["path"]), (&0.into(), &"fused-dequant".into()));
     }
 
+    // A server shows the certificate of whoever computes.
+    #[cfg(unix)]
+    {
+        let proofs = crate::serve::certificates(user.q4(plugin), &["--backend", backend]);
+        let proof = &proofs["backends"][0];
+        let certificate: Certificate = serde_json::from_value(proof["certificate"].clone()).unwrap();
+        assert_eq!((&proof["backend"], &proof["origin"]), (&backend.into(), &"plugin".into()), "{proofs}");
+        assert_eq!(
+            (&*certificate.backend, proof["library"]["sha256"].as_str()),
+            (backend, Some(&*certificate.sha256))
+        );
+    }
+
     // One byte voids the certificate.
     let changed = user.0.path().join("changed.so");
     let mut bytes = fs::read(plugin).unwrap();

@@ -8,7 +8,7 @@ use crate::executor::Shape;
 use crate::graph::Decoder;
 use crate::weights::{Home, Linear, StoredTable};
 use bytemuck::Pod;
-use q4_core::memory::{Placement, Role, UnifiedMemory};
+use q4_core::memory::UnifiedMemory;
 use q4_core::{Code, DType, Error, FuseSet, Q4Linear, Result};
 use q4_cuda::{Buffer, Gpu};
 use std::sync::Arc;

@@ -125,6 +125,11 @@ impl ChatTemplate {
         Self { source: source.to_owned() }
     }
 
+    /// The template as it is written.
+    pub fn source(&self) -> &str {
+        &self.source
+    }
+
     /// Whether the template's source has this text.
     pub fn says(&self, text: &str) -> bool {
         self.source.contains(text)

@@ -8,6 +8,7 @@ use q4_files::files;
 use std::fmt;
 
 mod audit;
+mod bound;
 mod stream;
 
 pub use stream::DecodeStream;
@@ -40,6 +41,7 @@ pub struct Tokenizer {
     highest: u32,
     /// Bytes of every token, if the decoder is plain byte-level: then streams need no library call.
     bytes: Option<stream::TokenBytes>,
+    bound: Option<bound::Bound>,
 }
 
 impl Tokenizer {
@@ -50,7 +52,7 @@ impl Tokenizer {
     /// [`Code::TokenizerInvalid`] for damage, excess, and whatever makes the library fail or panic.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         files::within(bytes, FILE_LIMIT, "tokenizer.json", Code::TokenizerInvalid)?;
-        let audit::Facts { byte_level, highest } = audit::audit(bytes)?;
+        let audit::Facts { byte_level, highest, kept } = audit::audit(bytes)?;
         let mut inner = guarded("loading", || tokenizers::Tokenizer::from_bytes(bytes))?;
         guarded("loading", || inner.with_truncation(None).map(|_| ()))?;
         inner.with_padding(None);
@@ -58,7 +60,8 @@ impl Tokenizer {
             inner.get_added_tokens_decoder().iter().filter(|(_, t)| t.special).map(|(id, _)| *id).collect();
         special.sort_unstable();
         let bytes = byte_level.then(|| stream::TokenBytes::new(&inner));
-        let tokenizer = Self { inner, special, bytes, highest };
+        let bound = bytes.as_ref().and_then(|tokens| bound::Bound::new(kept, tokens));
+        let tokenizer = Self { inner, special, bytes, bound, highest };
         let ids = tokenizer.encode(PROBE, true)?;
         tokenizer.decode(&ids, false)?;
         Ok(tokenizer)
@@ -75,6 +78,12 @@ impl Tokenizer {
                 .have(format!("{} bytes", text.len())));
         }
         Ok(guarded("encoding", || self.inner.encode_fast(text, add_special))?.get_ids().to_vec())
+    }
+
+    /// Tokens that `text` has at least, told in one pass over its bytes; 0 where the vocabulary promises
+    /// nothing about that.
+    pub fn least(&self, text: &str) -> usize {
+        self.bound.as_ref().map_or(0, |bound| bound.of(text))
     }
 
     /// Text of token ids; `skip_special` leaves special tokens out. Unknown ids contribute nothing.

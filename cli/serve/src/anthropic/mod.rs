@@ -8,6 +8,7 @@ use crate::dialect::json_of;
 use crate::fields::Fields;
 use crate::prepare::rendered;
 use crate::refusal::Refusal;
+use crate::router::Asked;
 use crate::server::Server;
 use crate::stream::respond;
 use crate::trail::Trail;
@@ -22,11 +23,13 @@ use std::sync::Arc;
 ///
 /// # Errors
 /// Why it is not answered.
-pub async fn post(server: Arc<Server>, trail: Arc<Trail>, body: Value) -> Result<Response, Refusal> {
+pub async fn post(server: Arc<Server>, trail: Arc<Trail>, asked: Asked) -> Result<Response, Refusal> {
+    let Asked { body, held, work } = asked;
     let f = Fields::of("", &body)?;
     let ask = input::read(&f)?;
     let stream = f.flag("stream")?.unwrap_or(false);
-    let answers = server.ask(ask, &trail).await?;
+    drop(body);
+    let answers = server.ask(ask, &trail, held, work).await?;
     if stream {
         let prompt = answers.prompts().first().map_or(0, |given| given.ids.len());
         return Ok(respond(answers, Events::new(server.served.name.clone(), prompt)));
@@ -46,8 +49,8 @@ pub async fn post(server: Arc<Server>, trail: Arc<Trail>, body: Value) -> Result
 ///
 /// # Errors
 /// Why they cannot be counted.
-pub async fn count(server: Arc<Server>, _: Arc<Trail>, body: Value) -> Result<Response, Refusal> {
-    let talk = input::talk(&Fields::of("", &body)?)?;
+pub async fn count(server: Arc<Server>, _: Arc<Trail>, asked: Asked) -> Result<Response, Refusal> {
+    let talk = input::talk(&Fields::of("", &asked.body)?)?;
     let count = server
         .aside(move |server| {
             let text = rendered(&server.served, &talk)?;

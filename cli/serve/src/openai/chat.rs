@@ -5,6 +5,7 @@ use crate::ask::{Ask, MOST_LIKELY, Prompt, Talk, arguments, call, text_of};
 use crate::dialect::{Dialect, json_of};
 use crate::fields::Fields;
 use crate::refusal::Refusal;
+use crate::router::Asked;
 use crate::server::Server;
 use crate::stream::{Frame, Render, respond};
 use crate::trail::Trail;
@@ -21,10 +22,12 @@ use std::sync::Arc;
 ///
 /// # Errors
 /// Why it is not answered.
-pub async fn post(server: Arc<Server>, trail: Arc<Trail>, body: Value) -> Result<Response, Refusal> {
+pub async fn post(server: Arc<Server>, trail: Arc<Trail>, asked: Asked) -> Result<Response, Refusal> {
+    let Asked { body, held, work } = asked;
     let (ask, form) = read(&body)?;
+    drop(body);
     let is_weighed = ask.logprobs.is_some();
-    let answers = server.ask(ask, &trail).await?;
+    let answers = server.ask(ask, &trail, held, work).await?;
     let chunks = Chunks::new(server.clone(), answers.len(), form, is_weighed);
     if form.stream {
         return Ok(respond(answers, chunks));

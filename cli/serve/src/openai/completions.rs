@@ -6,6 +6,7 @@ use crate::ask::{Ask, MOST_LIKELY, Prompt};
 use crate::dialect::{Dialect, json_of};
 use crate::fields::Fields;
 use crate::refusal::Refusal;
+use crate::router::Asked;
 use crate::server::Server;
 use crate::stream::{Frame, Render, respond};
 use crate::trail::Trail;
@@ -23,10 +24,12 @@ const MAX_TOKENS: usize = 16;
 ///
 /// # Errors
 /// Why it is not answered.
-pub async fn post(server: Arc<Server>, trail: Arc<Trail>, body: Value) -> Result<Response, Refusal> {
+pub async fn post(server: Arc<Server>, trail: Arc<Trail>, asked: Asked) -> Result<Response, Refusal> {
+    let Asked { body, held, work } = asked;
     let (ask, form) = read(&body)?;
+    drop(body);
     let (echo, is_weighed, each) = (ask.echo, ask.logprobs.is_some(), ask.n);
-    let answers = server.ask(ask, &trail).await?;
+    let answers = server.ask(ask, &trail, held, work).await?;
     let mut chunks = Chunks::new(&answers, form, echo, is_weighed, each);
     if form.stream {
         return Ok(respond(answers, chunks));

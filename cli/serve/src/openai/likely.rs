@@ -1,4 +1,4 @@
-//! Tokens with their probabilities, in the two shapes that OpenAI has for them.
+//! Tokens with their probabilities, in the shapes that OpenAI has for them.
 use q4_model::batch::Weighed;
 use q4_model::tokenizer::Tokenizer;
 use serde_json::{Map, Value, json};
@@ -11,7 +11,7 @@ fn finite(logprob: f32) -> f32 {
 }
 
 /// The bytes of a token as they come out of a text.
-fn bytes(tokenizer: &Tokenizer, id: u32) -> Vec<u8> {
+pub fn bytes(tokenizer: &Tokenizer, id: u32) -> Vec<u8> {
     tokenizer
         .bytes_of(id)
         .map_or_else(|| tokenizer.decode(&[id], false).unwrap_or_default().into_bytes(), <[u8]>::to_vec)
@@ -30,11 +30,16 @@ fn text(bytes: &[u8]) -> String {
 
 /// The shape of chat.
 pub fn chat(tokenizer: &Tokenizer, tokens: &[Weighed]) -> Value {
+    json!({"content": entries(tokenizer, tokens), "refusal": null})
+}
+
+/// Tokens, each with the likely ones at its place, as chat and responses have them.
+pub fn entries(tokenizer: &Tokenizer, tokens: &[Weighed]) -> Vec<Value> {
     let entry = |id: u32, logprob: f32| {
         let bytes = bytes(tokenizer, id);
         json!({"token": text(&bytes), "logprob": finite(logprob), "bytes": bytes})
     };
-    let content: Vec<Value> = tokens
+    tokens
         .iter()
         .map(|token| {
             let mut whole = entry(token.id, token.logprob.unwrap_or(LEAST));
@@ -42,8 +47,7 @@ pub fn chat(tokenizer: &Tokenizer, tokens: &[Weighed]) -> Value {
             whole["top_logprobs"] = top.into();
             whole
         })
-        .collect();
-    json!({"content": content, "refusal": null})
+        .collect()
 }
 
 /// The shape of completions: lists side by side, with the places of the tokens in the text.

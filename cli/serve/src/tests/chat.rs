@@ -60,6 +60,28 @@ async fn several_answers_have_seeds_in_a_row() {
 }
 
 #[tokio::test]
+async fn a_seed_has_64_bits_however_they_are_written() {
+    let house = House::saying("Hello");
+    for (seed, taken) in [
+        (json!(0), 0),
+        (json!(7.0), 7),
+        (json!(-1), u64::MAX),
+        (json!(i64::MIN), 1 << 63),
+        (json!(i64::MAX), i64::MAX as u64),
+        (json!(u64::MAX), u64::MAX),
+    ] {
+        assert_eq!(house.post(PATH, &hello(json!({"seed": seed}))).await.status, 200, "{seed}");
+        assert_eq!(house.engine.last().params.seed, taken, "{seed}");
+    }
+    for seed in ["18446744073709551616", "-9223372036854775809", "0.5", "\"7\""] {
+        let body = hello(json!({"seed": "SEED"})).to_string().replace("\"SEED\"", seed);
+        let (status, message) = house.post_text(PATH, body).await.error();
+        assert_eq!(status, 400, "{seed}");
+        assert!(message.starts_with("seed: need a whole number from -2^63 to 2^64 - 1"), "{message}");
+    }
+}
+
+#[tokio::test]
 async fn without_a_seed_every_request_has_another() {
     let house = House::saying("Hello");
     for _ in 0..2 {

@@ -1,15 +1,21 @@
 use super::engine::{Mood, Scripted};
 use super::{Got, House};
 use crate::engine::Readiness;
+use crate::keys::Keys;
 use crate::options::Options;
 use crate::router::router;
 use crate::server::{Phase, Server};
 use axum::body::{Body, Bytes};
 use axum::http::Request;
+use futures_util::stream::unfold;
+use futures_util::{FutureExt, StreamExt};
 use q4_core::{Code, Error};
 use serde_json::json;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
+use std::time::Duration;
+use tokio::time::Instant;
+use tower::ServiceExt;
 
 const CHAT: &str = "/v1/chat/completions";
 
@@ -18,8 +24,8 @@ fn hello() -> String {
 }
 
 fn locked() -> House {
-    let options = Options { keys: vec!["secret".into(), "other".into()], ..Options::default() };
-    House::with(Scripted::saying("Hello"), options)
+    let keys = Keys::new(vec!["secret".into(), "other".into()]).expect("usable");
+    House::with(Scripted::saying("Hello"), Options { keys, ..Options::default() })
 }
 
 async fn with_header(house: &House, path: &str, name: &str, value: &str) -> Got {
@@ -105,11 +111,129 @@ async fn a_body_that_is_too_long_is_refused_whether_or_not_it_says_so() {
     assert_eq!(got.json()["error"]["type"], "request_too_large");
 }
 
+/// Half of a body, and then nothing.
+fn half() -> Body {
+    let begun = Ok::<_, std::io::Error>(Bytes::from_static(b"{\"messages\": ["));
+    Body::from_stream(futures_util::stream::iter([begun]).chain(futures_util::stream::pending()))
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_body_that_does_not_come_is_not_waited_for() {
     let house = House::saying("Hello");
     let body = Body::from_stream(futures_util::stream::pending::<Result<Bytes, std::io::Error>>());
-    assert_eq!(house.post_text(CHAT, body).await.status, 408);
+    for body in [body, half()] {
+        let begun = Instant::now();
+        assert_eq!(house.post_text(CHAT, body).await.status, 408);
+        // The clock stands still but for what is waited for.
+        assert_eq!(begun.elapsed().as_secs(), Options::default().idle_timeout.as_secs());
+    }
+    // A byte now and then does not keep it either.
+    let drop = |at: u8| async move {
+        tokio::time::sleep(Duration::from_secs(4)).await;
+        Some((Ok::<_, std::io::Error>(Bytes::from_static(b" ")), at))
+    };
+    let begun = Instant::now();
+    assert_eq!(house.post_text(CHAT, Body::from_stream(unfold(0, drop))).await.status, 408);
+    assert_eq!(begun.elapsed().as_secs(), Options::default().read_timeout.as_secs());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_server_that_stops_waits_for_no_body() {
+    let engine = Arc::new(Scripted::saying("Hello"));
+    let server = Server::new(engine.served.clone(), engine.clone(), Options::default());
+    let house = House { routes: router(server.clone()), engine };
+    let begun = Instant::now();
+    let stop = async {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        server.phase.send_replace(Phase::Draining);
+    };
+    let (got, ()) = tokio::join!(house.post_text(CHAT, half()), stop);
+    assert_eq!((got.status, got.json()["error"]["code"].as_str()), (503, Some("shutting_down")));
+    assert_eq!(begun.elapsed().as_secs(), 1);
+    assert_eq!((*server.flights.borrow(), server.memory.kept()), (0, 0));
+}
+
+#[tokio::test]
+async fn bodies_in_flight_are_counted() {
+    let (engine, options) = (Arc::new(Scripted::in_mood(Mood::Endless)), Options::default());
+    let server =
+        Server::new(engine.served.clone(), engine.clone(), Options { request_memory: 16 << 20, ..options });
+    let house = House { routes: router(server.clone()), engine };
+    // Three bodies of two MiB that never end take six MiB each of the eight.
+    let long = || {
+        let begun = Ok::<_, std::io::Error>(Bytes::from(vec![b' '; 2 << 20]));
+        Body::from_stream(futures_util::stream::iter([begun]).chain(futures_util::stream::pending()))
+    };
+    let first = house.post_text(CHAT, long());
+    tokio::pin!(first);
+    assert!(first.as_mut().now_or_never().is_none());
+    assert_eq!(server.memory.kept(), 6 << 20);
+    let got = house.post_text(CHAT, long()).await;
+    assert_eq!((got.status, got.header("retry-after")), (429, "1"));
+    assert_eq!(got.json()["error"]["code"], "memory_full");
+    // What is small is answered all the same.
+    assert_eq!(house.post_text("/tokenize", json!({"prompt": "a"}).to_string()).await.status, 200);
+    assert_eq!(server.memory.kept(), 6 << 20);
+    let got = house.post_text("/v1/messages", long()).await;
+    assert_eq!(got.json()["error"]["type"], "rate_limit_error");
+}
+
+#[tokio::test]
+async fn a_body_that_is_too_much_to_read_is_refused_whatever_comes() {
+    let options = Options { request_memory: 16 << 20, ..Options::default() };
+    let house = House::with(Scripted::saying("Hello"), options);
+    let body = format!("{{\"messages\": [{}]}}", vec!["[]"; 20_000].join(","));
+    let (status, message) = house.post_text(CHAT, body).await.error();
+    assert_eq!(status, 413);
+    assert!(message.contains("need at most 8.00 MiB") && message.contains("40003 values"), "{message}");
+}
+
+#[tokio::test]
+async fn an_answer_keeps_its_prompt_and_nothing_else() {
+    let (engine, options) = (Arc::new(Scripted::in_mood(Mood::Slow)), Options::default());
+    let server = Server::new(engine.served.clone(), engine.clone(), options);
+    let house = House { routes: router(server.clone()), engine };
+    let body = json!({"prompt": "Hello", "stream": true, "user": "u".repeat(100_000)});
+    let request = Request::post("/v1/completions").body(Body::from(body.to_string())).expect("a request");
+    let response = house.routes.clone().oneshot(request).await.expect("no service fails");
+    let kept = server.memory.kept();
+    assert!((1..10_000).contains(&kept), "{kept}");
+    drop(response);
+    assert_eq!(server.memory.kept(), 0);
+}
+
+#[tokio::test]
+async fn more_answers_than_ever_fit_are_no_reason_to_come_again() {
+    let house = House::with(Scripted { capacity: 3, ..Scripted::saying("Hello") }, Options::default());
+    let body = |n: usize| json!({"messages": [{"role": "user", "content": "Hi"}], "n": n});
+    assert_eq!(house.post(CHAT, &body(3)).await.status, 200);
+    let got = house.post(CHAT, &body(4)).await;
+    let (status, message) = got.error();
+    assert_eq!((status, got.header("retry-after"), &got.json()["error"]["param"]), (400, "", &json!("n")));
+    assert!(
+        message.starts_with("n: need at most 3 answers in one request") && message.ends_with("have 4"),
+        "{message}"
+    );
+    let got = house.post("/v1/completions", &json!({"prompt": ["a", "b", "c", "d"]})).await;
+    assert_eq!((got.status, &got.json()["error"]["param"]), (400, &json!("prompt")));
+}
+
+#[tokio::test]
+async fn a_prompt_that_is_far_too_long_never_becomes_tokens() {
+    let house = House::saying("Hello");
+    let long = "the same words ".repeat(10_000);
+    let talk = json!({"messages": [{"role": "user", "content": long}]});
+    for (path, body) in [("/v1/completions", json!({"prompt": long})), (CHAT, talk)] {
+        let (status, message) = house.post(path, &body).await.error();
+        assert_eq!(status, 400);
+        assert!(message.contains("need: at most 200 tokens; have: at least "), "{message}");
+    }
+    // What a bound cannot tell is told by counting.
+    let (_, message) = house.post("/v1/completions", &json!({"prompt": "a b ".repeat(120)})).await.error();
+    assert!(message.contains("need: at most 200 tokens; have: 24"), "{message}");
+    let ids = vec![5; 300];
+    let (_, message) = house.post("/v1/completions", &json!({"prompt": ids})).await.error();
+    assert!(message.contains("have: 300 tokens"), "{message}");
 }
 
 #[tokio::test]
@@ -163,7 +287,8 @@ async fn requests_have_names() {
 #[tokio::test]
 async fn pages_of_other_sites_ask_only_where_they_are_listed() {
     let listed = "https://app.example";
-    let options = Options { origins: vec![listed.into()], keys: vec!["k".into()], ..Options::default() };
+    let keys = Keys::new(vec!["k".into()]).expect("usable");
+    let options = Options { origins: vec![listed.into()], keys, ..Options::default() };
     let house = House::with(Scripted::saying("Hello"), options);
     let preflight = |origin: &str| {
         let request = Request::options(CHAT)
@@ -217,6 +342,56 @@ async fn without_keys_a_name_that_may_point_anywhere_is_no_origin_of_ours() {
         let request = request.header("x-api-key", "secret").body(Body::from(hello())).expect("a request");
         assert_eq!(locked().send(request).await.status, 200, "{host} with a key");
     }
+}
+
+#[tokio::test]
+async fn a_name_that_may_point_anywhere_is_not_answered_whatever_is_asked() {
+    let named = |house: &House, path: &str, host: &str| {
+        let request = Request::get(path).header("host", host).body(Body::empty()).expect("a request");
+        house.routes.clone().oneshot(request)
+    };
+    let options = Options { hosts: vec!["q4.example".into()], ..Options::default() };
+    let (plain, listed) = (House::saying(""), House::with(Scripted::saying(""), options));
+    let every = House::with(Scripted::saying(""), Options { hosts: vec!["*".into()], ..Options::default() });
+    let keyed = locked();
+    for (host, statuses) in [
+        ("localhost:8080", [200, 200, 200]),
+        ("LOCALHOST", [200, 200, 200]),
+        ("127.0.0.1:8080", [200, 200, 200]),
+        ("10.1.2.3", [200, 200, 200]),
+        ("[::1]:8080", [200, 200, 200]),
+        ("q4.example", [403, 200, 200]),
+        ("Q4.Example:8080", [403, 200, 200]),
+        ("evil.example:8080", [403, 403, 200]),
+        ("q4.example.evil", [403, 403, 200]),
+        ("127.0.0.1.evil.example", [403, 403, 200]),
+        ("", [403, 403, 200]),
+    ] {
+        for path in ["/", "/v1/models", "/v1/q4/explain", "/metrics", "/health", "/ready"] {
+            for (house, status) in [&plain, &listed, &every].into_iter().zip(statuses) {
+                let got = named(house, path, host).await.expect("no service fails");
+                assert_eq!(got.status(), status, "{host} {path}");
+            }
+        }
+        // His page has no key, and what needs none has no secrets.
+        assert_eq!(named(&keyed, "/health", host).await.expect("no service fails").status(), 200, "{host}");
+    }
+    let request = Request::get("http://evil.example/v1/models").body(Body::empty()).expect("a request");
+    let got = plain.send(request).await;
+    assert_eq!((got.status, got.json()["error"]["code"].as_str()), (403, Some("host_not_allowed")));
+    assert!(got.error().1.contains("--allowed-host"), "{}", got.body);
+    assert_eq!(plain.get("/v1/models").await.status, 200, "who says no name is no browser");
+}
+
+#[tokio::test]
+async fn keys_are_exchanged_while_requests_are_served() {
+    let keys = Keys::new(vec!["old".into()]).expect("usable");
+    let options = Options { keys: keys.clone(), ..Options::default() };
+    let house = House::with(Scripted::saying("Hello"), options);
+    assert_eq!(with_header(&house, CHAT, "x-api-key", "old").await.status, 200);
+    keys.replace(vec!["new".into()]).expect("usable");
+    assert_eq!(with_header(&house, CHAT, "x-api-key", "old").await.status, 401);
+    assert_eq!(with_header(&house, CHAT, "x-api-key", "new").await.status, 200);
 }
 
 #[tokio::test]

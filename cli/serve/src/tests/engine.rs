@@ -51,6 +51,7 @@ pub struct Scripted {
     /// How many have left before their answer was over.
     pub left: Arc<AtomicUsize>,
     pub text: String,
+    pub capacity: usize,
 }
 
 pub fn tokenizer() -> Tokenizer {
@@ -72,6 +73,7 @@ fn served() -> Served {
         generation: GenerationConfig::default(),
         context: CONTEXT,
         explain: json!({"schema": "q4.explain/1"}),
+        certificates: json!({"schema": "q4.certificates/1"}),
         created: 7,
     }
 }
@@ -85,6 +87,7 @@ impl Scripted {
             asked: Mutex::default(),
             left: Arc::default(),
             text: text.to_owned(),
+            capacity: 1000,
         }
     }
     pub fn in_mood(mood: Mood) -> Self {
@@ -122,6 +125,9 @@ impl Engine for Scripted {
             _ => work(),
         }
         Ok(())
+    }
+    fn capacity(&self) -> usize {
+        self.capacity
     }
     fn gauges(&self) -> Gauges {
         let (pages_used, pages) = (2, 4);

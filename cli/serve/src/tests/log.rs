@@ -48,8 +48,10 @@ async fn every_request_is_one_line() {
     tracing::subscriber::set_global_default(subscriber).expect("nobody else does");
     let house = House::saying("Hello, you.");
     let body = json!({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "stream": true});
+    let trace = "0af7651916cd43dd8448eb211c80319c";
     let ask = |id: &str| {
         let request = Request::post("/v1/chat/completions").header("x-request-id", id);
+        let request = request.header("traceparent", format!("00-{trace}-b7ad6b7169203331-01"));
         request.body(Body::from(body.to_string())).expect("a request")
     };
     house.send(ask("log-first")).await;
@@ -63,9 +65,17 @@ async fn every_request_is_one_line() {
     drop(events);
     let lines = kept.lines();
     assert_eq!(lines.len(), 3, "{lines:?}");
+    assert!(!lines[1].contains("trace_id"), "{lines:?}");
     let answered = "prompt=13 cached=6 generated=2 outcome=\"length\" whole=true";
     for (line, parts) in lines.iter().zip([
-        &["INFO", "id=\"log-first\"", "status=200", answered][..],
+        &[
+            "INFO",
+            "id=\"log-first\"",
+            "trace_id=\"0af7651916cd43dd8448eb211c80319c\" span_id=\"",
+            "parent_id=\"b7ad6b7169203331\"",
+            "status=200",
+            answered,
+        ][..],
         &["id=\"req_", "method=\"GET\" path=\"/log/nothing\" status=404", "outcome=\"-\" whole=true"],
         &["id=\"log-third\"", "status=200", "outcome=\"abort\" whole=false"],
     ]) {

@@ -29,7 +29,30 @@ async fn texts_become_tokens_and_texts_again() {
         assert_eq!(status, 400);
         assert!(message.contains(part), "{message}");
     }
-    assert_eq!(house.post("/detokenize", &json!({"tokens": [4_000_000_000_u32]})).await.json()["prompt"], "");
+    for (tokens, part) in [
+        (json!([1, 4_000_000_000_u32]), "tokens[1]: need the id of a token of this model, have 4000000000"),
+        (json!([1440]), "tokens[0]: need the id of a token of this model, have 1440"),
+        (json!([0, 1, 1_u64 << 40]), "tokens[2]: need a token id, have the number 1099511627776"),
+    ] {
+        let (status, message) = house.post("/detokenize", &json!({"tokens": tokens})).await.error();
+        assert_eq!((status, message.as_str()), (400, part));
+    }
+}
+
+/// What lm-eval reads before it measures over completions.
+#[tokio::test]
+async fn the_tokenizer_is_described() {
+    let house = House::saying("");
+    let got = house.get("/tokenizer_info").await.json();
+    let template = house.engine.served.template.source();
+    assert_eq!((&got["eos_token"], &got["chat_template"]), (&json!("<|im_end|>"), &json!(template)));
+    for absent in ["bos_token", "pad_token"] {
+        assert_eq!(got.get(absent), Some(&json!(null)), "{absent}");
+    }
+    let end = json!({"prompt": got["eos_token"], "add_special_tokens": false});
+    let ids = house.post("/tokenize", &end).await.json()["tokens"].clone();
+    assert_eq!(ids, json!(house.engine.served.stop_ids));
+    assert_eq!(house.post("/detokenize", &json!({"tokens": ids})).await.json()["prompt"], "<|im_end|>");
 }
 
 #[tokio::test]
@@ -52,6 +75,7 @@ async fn probes_answer() {
     assert_eq!(house.get("/ready").await.json()["model"], "demo");
     assert_eq!(house.get("/version").await.json()["version"], env!("CARGO_PKG_VERSION"));
     assert_eq!(house.get("/v1/q4/explain").await.json()["schema"], "q4.explain/1");
+    assert_eq!(house.get("/v1/q4/certificates").await.json()["schema"], "q4.certificates/1");
 }
 
 #[tokio::test]

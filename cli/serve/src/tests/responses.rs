@@ -73,6 +73,15 @@ async fn what_is_not_kept_is_refused_clearly() {
         (json!({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}), "reads text only"),
         (json!({"input": []}), "input: need a text"),
         (json!({}), "input: need a text"),
+        (json!({"input": "a", "truncation": "auto"}), "truncation: no turns are left out here"),
+        (json!({"input": "a", "truncation": "some"}), "truncation: need disabled, have the text \"some\""),
+        (json!({"input": "a", "include": ["everything"]}), "include[0]: need message.output_text.logprobs"),
+        (json!({"input": "a", "include": "logprobs"}), "include: need a list"),
+        (json!({"input": "a", "top_logprobs": 2}), "top_logprobs: need include to have message.output"),
+        (
+            json!({"input": "a", "include": ["message.output_text.logprobs"], "top_logprobs": 21}),
+            "from 0 to 20",
+        ),
         (json!({"input": "a", "text": {"format": {"type": "xml"}}}), "text.format.type: need text"),
     ] {
         let (status, message) = house.post(PATH, &body).await.error();
@@ -88,4 +97,49 @@ async fn a_failure_in_the_middle_is_told_by_the_response() {
         house.post(PATH, &json!({"input": "Hi", "stream": true})).await.events().pop().expect("events");
     assert_eq!((&last["type"], &last["response"]["status"]), (&json!("response.failed"), &json!("failed")));
     assert_eq!(last["response"]["error"]["code"], "Q4-E0211");
+}
+
+#[tokio::test]
+async fn what_changes_nothing_may_be_asked_for() {
+    let house = House::saying("Hello");
+    for more in [
+        json!({"truncation": "disabled"}),
+        json!({"truncation": null, "include": null}),
+        json!({"include": []}),
+        json!({"include": ["reasoning.encrypted_content", "web_search_call.action.sources"]}),
+    ] {
+        let mut body = json!({"input": "Hi"});
+        body.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());
+        let got = house.post(PATH, &body).await.json();
+        assert_eq!((&got["status"], &got["truncation"]), (&json!("completed"), &json!("disabled")), "{more}");
+        assert_eq!(got["output"][0]["content"][0]["logprobs"], json!([]));
+        assert_eq!(house.engine.last().limits.top_logprobs, 0);
+    }
+}
+
+/// Each token of the text once, whether it comes as a whole or event by event; none of a thought or a tag.
+#[tokio::test]
+async fn tokens_of_the_text_come_with_their_probabilities() {
+    let house = House::saying("<think>hm, so</think>\n\nHello, 你好 there.");
+    let mut body = json!({"input": "Hi", "include": ["message.output_text.logprobs"], "top_logprobs": 2});
+    let got = house.post(PATH, &body).await.json();
+    let message = &got["output"][1]["content"][0];
+    let told = message["logprobs"].as_array().expect("a list");
+    let bytes: Vec<u8> = told
+        .iter()
+        .flat_map(|token| token["bytes"].as_array().expect("bytes"))
+        .map(|byte| byte.as_u64().expect("a byte") as u8)
+        .collect();
+    assert_eq!(String::from_utf8(bytes).expect("UTF-8"), message["text"].as_str().expect("a text"));
+    assert_eq!(message["text"], "Hello, 你好 there.");
+    assert!(told.iter().all(|token| token["top_logprobs"].as_array().map(Vec::len) == Some(2)), "{told:?}");
+    body["stream"] = true.into();
+    let events = house.post(PATH, &body).await.events();
+    let of = |kind: &str| events.iter().filter(|event| event["type"] == kind).cloned().collect::<Vec<_>>();
+    let deltas = of("response.output_text.delta");
+    let pieces: Vec<_> = deltas.iter().flat_map(|e| e["logprobs"].as_array().expect("a list")).collect();
+    assert_eq!(pieces, told.iter().collect::<Vec<_>>());
+    assert_eq!(&of("response.output_text.done")[0]["logprobs"], &message["logprobs"]);
+    let last = events.last().expect("events");
+    assert_eq!(last["response"]["output"][1]["content"][0]["logprobs"], message["logprobs"]);
 }

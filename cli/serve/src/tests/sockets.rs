@@ -38,7 +38,7 @@ impl Running {
         let body = json!({"messages": [{"role": "user", "content": "Hi"}], "stream": stream}).to_string();
         let mut socket = TcpStream::connect(self.address).await.expect("connects");
         let head = format!(
-            "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n{body}",
+            "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {}\r\n\r\n{body}",
             body.len()
         );
         socket.write_all(head.as_bytes()).await.expect("writes");

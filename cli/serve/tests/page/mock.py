@@ -1,6 +1,6 @@
 """A server that speaks as `q4 serve` does and answers from a script. A word in square brackets in the last
-message picks the scene: [slow], [think], [fault], [drop], [busy], [long], [tool]; "Say X" gets X, anything
-else a page of Markdown. `python3 mock.py [PORT]` serves it for a browser."""
+message picks the scene: [slow], [think], [fault], [drop], [busy], [long], [tool], [once]; "Say X" gets X,
+anything else a page of Markdown. `python3 mock.py [PORT]` serves it for a browser."""
 import json
 import sys
 import threading
@@ -145,6 +145,10 @@ class Handler(BaseHTTPRequestHandler):
             for piece in ['{"city": ', '"Oslo", ', '"days": 3}']:
                 self.delta(tool_calls=[{"index": 0, "function": {"arguments": piece}}])
             count, finish = 4, "tool_calls"
+        elif scene == "once":
+            time.sleep(0.2)
+            self.delta(content="An answer that comes in one piece")
+            count = 7
         elif scene == "long":
             count, finish = self.words("An answer that has more to say than it may", 0.02), "length"
         elif last.startswith("Say "):

@@ -464,6 +464,17 @@ def a_busy_server_is_named_so(v):
 
 
 @test()
+def an_answer_in_one_piece_has_a_rate_too(v):
+    v.ask("[once]")
+    v.whole()
+    meta = v.answer.locator(".meta")
+    expect(meta).to_have_text(re.compile(r"^7 tokens · [\d.]+ tokens/s$"))
+    # The wait for it counts: 7 tokens in at least 0.2 s.
+    rate = float(meta.inner_text().split()[3])
+    assert 0 < rate <= 35, rate
+
+
+@test()
 def a_cut_answer_says_after_how_many_tokens(v):
     v.ask("[long]")
     v.whole()

@@ -7,11 +7,13 @@ mod entries;
 mod parts;
 mod pattern;
 mod tree;
+mod whole;
 
 use entries::{Contents, Count, Entries, Merges};
 use q4_core::{Code, Error, Result};
 use serde::Deserialize;
 use tree::Tree;
+pub(super) use whole::Kept;
 
 /// Nesting of the JSON.
 const DEPTH: usize = 64;
@@ -34,6 +36,8 @@ pub(super) struct Facts {
     pub byte_level: bool,
     /// The largest token id.
     pub highest: u32,
+    /// What encoding keeps of a text.
+    pub kept: Kept,
 }
 
 /// Errors: [`Code::TokenizerInvalid`], naming what is out of bounds.
@@ -51,7 +55,8 @@ pub(super) fn audit(bytes: &[u8]) -> Result<Facts> {
         ("decoder", &file.decoder.0),
     ])?;
     check_truncation(&file.truncation.0)?;
-    Ok(Facts { byte_level: file.decoder.0.get("type").is_some_and(|t| t == "ByteLevel"), highest })
+    let byte_level = file.decoder.0.get("type").is_some_and(|t| t == "ByteLevel");
+    Ok(Facts { byte_level, highest, kept: whole::kept(&file) })
 }
 
 /// Counts brackets outside of strings, so that no recursive parser sees deep nesting.
@@ -176,6 +181,8 @@ struct File {
 
 #[derive(Deserialize)]
 struct Model {
+    #[serde(default, rename = "type")]
+    kind: Option<String>,
     vocab: Entries,
     #[serde(default)]
     merges: Count,

@@ -134,6 +134,11 @@ impl TokenBytes {
         table
     }
 
+    /// The bytes of every token.
+    pub(super) fn all(&self) -> impl Iterator<Item = &[u8]> {
+        (0..self.ends.len() as u32).map(|id| self.of(id))
+    }
+
     pub(super) fn of(&self, id: u32) -> &[u8] {
         let Some(&end) = self.ends.get(id as usize) else { return &[] };
         let start = if id == 0 { 0 } else { self.ends[id as usize - 1] };

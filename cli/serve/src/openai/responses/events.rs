@@ -1,4 +1,5 @@
 //! The typed events of a response, in their order.
+use super::told::Told;
 use super::{Envelope, call, message, status, text_part, thought, thought_part};
 use crate::answer::{End, Happened, Part};
 use crate::refusal::Refusal;
@@ -9,7 +10,7 @@ use std::collections::VecDeque;
 
 /// The item that grows.
 enum Open {
-    Text { id: String, text: String },
+    Text { id: String, text: String, logprobs: Vec<Value> },
     Thought { id: String, text: String },
     Call { id: String, call: String, tool: String, arguments: String },
 }
@@ -22,12 +23,22 @@ pub struct Events {
     /// Items that are complete.
     output: Vec<Value>,
     end: Option<End>,
+    /// Where tokens are told with their texts.
+    told: Option<Told>,
 }
 
 impl Events {
     /// Before anything has happened.
-    pub fn new(envelope: Envelope) -> Self {
-        Self { envelope, sequence: 0, open: None, output: Vec::new(), end: None }
+    pub fn new(envelope: Envelope, told: Option<Told>) -> Self {
+        Self { envelope, sequence: 0, open: None, output: Vec::new(), end: None, told }
+    }
+
+    /// The response once the answer is over, as who does not read events gets it: with no call that is not
+    /// complete, for nobody should run one.
+    pub fn whole(mut self) -> Value {
+        self.output.retain(|item| item["type"] != "function_call" || item["status"] == "completed");
+        let status = self.end.as_ref().map_or("failed", status);
+        self.envelope.document(status, self.output, self.end.as_ref(), None)
     }
 
     fn send(&mut self, kind: &'static str, mut fields: Value, out: &mut VecDeque<Frame>) {
@@ -47,18 +58,25 @@ impl Events {
     }
 
     fn part(&mut self, part: Part, out: &mut VecDeque<Frame>) {
+        if let (Some(told), false) = (&mut self.told, matches!(part, Part::Text(_))) {
+            told.other();
+        }
         let at = |id: &str, index: usize| json!({"item_id": id, "output_index": index, "content_index": 0});
         match part {
             Part::Text(delta) => {
-                if !matches!(self.open, Some(Open::Text { .. })) {
+                let is_begun = matches!(self.open, Some(Open::Text { .. }));
+                if !is_begun {
                     self.leave(out);
-                    self.begin(Open::Text { id: name("msg_"), text: String::new() }, out);
+                    let open = Open::Text { id: name("msg_"), text: String::new(), logprobs: Vec::new() };
+                    self.begin(open, out);
                 }
-                if let Some(Open::Text { id, text }) = &mut self.open {
+                let more = self.told.as_mut().map(|told| told.text(&delta, is_begun)).unwrap_or_default();
+                if let Some(Open::Text { id, text, logprobs }) = &mut self.open {
                     text.push_str(&delta);
                     let mut fields = at(id, self.output.len());
                     fields["delta"] = delta.into();
-                    fields["logprobs"] = json!([]);
+                    fields["logprobs"] = more.as_slice().into();
+                    logprobs.extend(more);
                     self.send("response.output_text.delta", fields, out);
                 }
             }
@@ -93,7 +111,7 @@ impl Events {
     fn begin(&mut self, open: Open, out: &mut VecDeque<Frame>) {
         let index = self.output.len();
         let (item, part) = match &open {
-            Open::Text { id, .. } => (message(id, "in_progress", None), Some((id, text_part("")))),
+            Open::Text { id, .. } => (message(id, "in_progress", None), Some((id, text_part("", &[])))),
             Open::Thought { id, .. } => (thought(id, "in_progress", None), Some((id, thought_part("")))),
             Open::Call { id, call: name, tool, .. } => (call(id, name, tool, "", "in_progress"), None),
         };
@@ -114,24 +132,25 @@ impl Events {
     fn close(&mut self, status: &str, out: &mut VecDeque<Frame>) {
         let Some(open) = self.open.take() else { return };
         let index = self.output.len();
-        let mut close_part = |kind, id: &str, text: &str, part: Value| {
+        let mut close_part = |kind, id: &str, text: &str, part: &Value| {
             let at = json!({"item_id": id, "output_index": index, "content_index": 0});
             let (mut whole, mut done) = (at.clone(), at);
             whole["text"] = text.into();
-            if kind == "response.output_text.done" {
-                whole["logprobs"] = json!([]);
+            if let Some(logprobs) = part.get("logprobs") {
+                whole["logprobs"] = logprobs.clone();
             }
             self.send(kind, whole, out);
-            done["part"] = part;
+            done["part"] = part.clone();
             self.send("response.content_part.done", done, out);
         };
         let item = match &open {
-            Open::Text { id, text } => {
-                close_part("response.output_text.done", id, text, text_part(text));
-                message(id, status, Some(text))
+            Open::Text { id, text, logprobs } => {
+                let part = text_part(text, logprobs);
+                close_part("response.output_text.done", id, text, &part);
+                message(id, status, Some(part))
             }
             Open::Thought { id, text } => {
-                close_part("response.reasoning_text.done", id, text, thought_part(text));
+                close_part("response.reasoning_text.done", id, text, &thought_part(text));
                 thought(id, status, Some(text))
             }
             Open::Call { id, call: name, tool, arguments } => {
@@ -156,7 +175,12 @@ impl Render for Events {
     fn happened(&mut self, _: usize, what: Happened, out: &mut VecDeque<Frame>) {
         match what {
             Happened::Started { .. } => {}
-            Happened::Step { parts, .. } => parts.into_iter().for_each(|part| self.part(part, out)),
+            Happened::Step { parts, token } => {
+                if let Some(told) = &mut self.told {
+                    told.add(token);
+                }
+                parts.into_iter().for_each(|part| self.part(part, out));
+            }
             Happened::Ended { parts, end } => {
                 parts.into_iter().for_each(|part| self.part(part, out));
                 match status(&end) {
@@ -182,12 +206,11 @@ impl Render for Events {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::openai::responses::item;
     use crate::tests::calls;
     use q4_model::sampling::SamplingParams;
 
     fn events() -> Events {
-        Events::new(Envelope::new("demo", &json!({}), &SamplingParams::default()).expect("an object"))
+        Events::new(Envelope::new("demo", &json!({}), &SamplingParams::default()).expect("an object"), None)
     }
 
     #[test]
@@ -196,19 +219,16 @@ mod tests {
     }
 
     #[test]
-    fn the_last_event_has_the_items_of_a_whole_answer() {
-        let text = calls::rendered(events());
-        let last: Value = serde_json::from_str(text.rsplit("data: ").next().expect("events")).expect("JSON");
-        let mut output = last["response"]["output"].clone();
-        let mut whole: Value = calls::whole().blocks.iter().map(|block| item(block, "completed")).collect();
-        for items in [&mut output, &mut whole] {
-            for item in items.as_array_mut().expect("items") {
-                item["id"] = Value::Null;
-                if item["type"] == "function_call" {
-                    item["call_id"] = Value::Null;
-                }
-            }
-        }
-        assert_eq!(output, whole);
+    fn a_call_that_is_not_complete_is_in_no_whole_answer() {
+        let mut events = events();
+        let mut happenings = calls::happenings();
+        // The second call comes before the first is complete.
+        happenings.remove(6);
+        happenings.into_iter().for_each(|what| events.happened(0, what, &mut VecDeque::new()));
+        let whole = events.whole();
+        let kinds: Vec<_> =
+            whole["output"].as_array().expect("items").iter().map(|item| &item["type"]).collect();
+        assert_eq!(kinds, ["reasoning", "message", "function_call"]);
+        assert_eq!((&whole["output"][2]["arguments"], &whole["status"]), (&json!("{}"), &json!("completed")));
     }
 }

@@ -1,9 +1,9 @@
 //! Items as turns of a conversation.
-use crate::ask::{Ask, Prompt, Talk, arguments, call, function, text_of};
+use crate::ask::{Ask, MOST_LIKELY, Prompt, Talk, arguments, call, function, text_of};
 use crate::constraint::{Constraint, unite};
 use crate::fields::Fields;
 use crate::openai::{chat, tools};
-use crate::refusal::Refusal;
+use crate::refusal::{Refusal, shown};
 use q4_model::template::Message;
 use serde_json::Value;
 
@@ -20,7 +20,8 @@ pub fn read(body: &Value) -> Result<(Ask, bool), Refusal> {
         f.neutral(name, |_| false).map_err(|refusal| Refusal { message: what, ..refusal })?;
     }
     f.neutral("background", |v| *v == false)?;
-    f.neutral("top_logprobs", |v| v.as_f64() == Some(0.0))?;
+    ask.logprobs = logprobs(&f)?;
+    truncation(&f)?;
     if let Some(format) = f.object("text")?.and_then(|text| text.object("format").transpose()).transpose()? {
         unite(&mut ask.constraint, Constraint::of_format(&format)?)?;
     }
@@ -31,6 +32,53 @@ pub fn read(body: &Value) -> Result<(Ask, bool), Refusal> {
     }
     ask.prompts = vec![Prompt::Talk(Talk { messages: messages(&f)?, tools, variables })];
     Ok((ask, f.flag("stream")?.unwrap_or(false)))
+}
+
+/// What an answer may be asked to include beside what it has anyway.
+const LOGPROBS: &str = "message.output_text.logprobs";
+/// Known to clients, and nothing here: thoughts are told as they are, so nothing has to come back encrypted,
+/// and no tool that has results or pictures of its own runs here.
+const NOTHING: [&str; 7] = [
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+];
+
+/// Likely tokens to tell at each place of the text.
+fn logprobs(f: &Fields) -> Result<Option<usize>, Refusal> {
+    let mut is_asked = false;
+    for (path, value) in f.list("include")?.unwrap_or_default() {
+        match value.as_str() {
+            Some(LOGPROBS) => is_asked = true,
+            Some(name) if NOTHING.contains(&name) => {}
+            _ => {
+                let need = format!("{LOGPROBS}, or what has no effect here: {}", NOTHING.join(", "));
+                return Err(Refusal::field(&path, &need, shown(value)));
+            }
+        }
+    }
+    let top = f.count("top_logprobs", 0..=MOST_LIKELY)?;
+    if !is_asked && top.is_some_and(|top| top > 0) {
+        return Err(f.wrong("top_logprobs", &format!("include to have {LOGPROBS}")));
+    }
+    Ok(is_asked.then_some(top.unwrap_or(0)))
+}
+
+/// A conversation that is too long is refused; which turns to leave out is not for the server to choose.
+fn truncation(f: &Fields) -> Result<(), Refusal> {
+    match f.text("truncation")? {
+        None | Some("disabled") => Ok(()),
+        Some("auto") => {
+            let what = "truncation: no turns are left out here, have the text \"auto\"; send disabled, and \
+                        less of the conversation where it is refused";
+            Err(Refusal::unsupported("truncation", what))
+        }
+        Some(_) => Err(f.wrong("truncation", "disabled")),
+    }
 }
 
 fn tool(tool: &Fields) -> Result<Option<Value>, Refusal> {

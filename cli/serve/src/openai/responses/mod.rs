@@ -1,45 +1,48 @@
 //! `POST /v1/responses`: items in, items out.
 mod events;
 mod input;
+mod told;
 
 use crate::answer::{End, Finish, Usage};
 use crate::dialect::json_of;
 use crate::fields::Fields;
 use crate::refusal::Refusal;
+use crate::router::Asked;
 use crate::server::Server;
-use crate::stream::respond;
+use crate::stream::{Render, respond};
 use crate::trail::Trail;
-use crate::whole::Block;
 use crate::words::{name, now};
 use axum::response::Response;
 use events::Events;
 use q4_model::sampling::SamplingParams;
 use serde_json::{Map, Value, json};
+use std::collections::VecDeque;
 use std::sync::Arc;
+use told::Told;
 
 /// Answers a request.
 ///
 /// # Errors
 /// Why it is not answered.
-pub async fn post(server: Arc<Server>, trail: Arc<Trail>, body: Value) -> Result<Response, Refusal> {
+pub async fn post(server: Arc<Server>, trail: Arc<Trail>, asked: Asked) -> Result<Response, Refusal> {
+    let Asked { body, held, work } = asked;
     let (ask, stream) = input::read(&body)?;
     let params = ask.wishes.over(&server.served.generation, 0)?;
     let envelope = Envelope::new(&server.served.name, &body, &params)?;
-    let answers = server.ask(ask, &trail).await?;
+    drop(body);
+    let told = ask.logprobs.is_some().then(|| Told::new(server.served.clone()));
+    let mut answers = server.ask(ask, &trail, held, work).await?;
+    let mut events = Events::new(envelope, told);
     if stream {
-        return Ok(respond(answers, Events::new(envelope)));
+        return Ok(respond(answers, events));
     }
-    let mut output = Vec::new();
-    let mut end = None;
-    for whole in answers.all().await? {
-        output.extend(whole.blocks.iter().map(|block| item(block, "completed")));
-        end = whole.end;
+    let mut unsent = VecDeque::new();
+    while let Some(next) = answers.next().await {
+        let (choice, happened) = next?;
+        events.happened(choice, happened, &mut unsent);
+        unsent.clear();
     }
-    let status = end.as_ref().map_or("failed", status);
-    if let Some(last) = output.last_mut().filter(|_| status == "incomplete") {
-        last["status"] = status.into();
-    }
-    Ok(json_of(&envelope.document(status, output, end.as_ref(), None)))
+    Ok(json_of(&events.whole()))
 }
 
 /// What a response repeats of its request.
@@ -140,22 +143,13 @@ fn usage(usage: Usage) -> Value {
     })
 }
 
-/// A piece of an answer as an item.
-fn item(block: &Block, status: &str) -> Value {
-    match block {
-        Block::Text(text) => message(&name("msg_"), status, Some(text)),
-        Block::Thought(text) => thought(&name("rs_"), status, Some(text)),
-        Block::Call { id, name: tool, arguments, .. } => call(&name("fc_"), id, tool, arguments, status),
-    }
-}
-
-fn message(id: &str, status: &str, text: Option<&str>) -> Value {
-    let content: Vec<Value> = text.map(text_part).into_iter().collect();
+fn message(id: &str, status: &str, part: Option<Value>) -> Value {
+    let content: Vec<Value> = part.into_iter().collect();
     json!({"id": id, "type": "message", "status": status, "role": "assistant", "content": content})
 }
 
-fn text_part(text: &str) -> Value {
-    json!({"type": "output_text", "text": text, "annotations": [], "logprobs": []})
+fn text_part(text: &str, logprobs: &[Value]) -> Value {
+    json!({"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs})
 }
 
 fn thought(id: &str, status: &str, text: Option<&str>) -> Value {

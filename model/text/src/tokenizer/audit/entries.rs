@@ -119,6 +119,8 @@ pub(super) struct Contents {
     pub highest: u64,
     pub longest: usize,
     pub bytes: usize,
+    /// One takes the white space beside it too, however much there is.
+    pub strips: bool,
 }
 
 impl<'de> Deserialize<'de> for Contents {
@@ -128,6 +130,10 @@ impl<'de> Deserialize<'de> for Contents {
             id: u64,
             #[serde(default)]
             content: Length,
+            #[serde(default)]
+            lstrip: bool,
+            #[serde(default)]
+            rstrip: bool,
         }
         struct List;
         impl<'de> Visitor<'de> for List {
@@ -140,7 +146,8 @@ impl<'de> Deserialize<'de> for Contents {
             }
             fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Contents, A::Error> {
                 let mut seen = Contents::default();
-                while let Some(Added { id, content }) = list.next_element()? {
+                while let Some(Added { id, content, lstrip, rstrip }) = list.next_element()? {
+                    seen.strips |= lstrip || rstrip;
                     seen.count += 1;
                     seen.highest = seen.highest.max(id);
                     seen.longest = seen.longest.max(content.0);
