@@ -175,3 +175,8 @@ impl State {
         Ok(flag != [0])
     }
 }
+
+#[test]
+fn runs_have_as_many_rows_there() {
+    assert!(include_str!("../../cuda/runs.cuh").starts_with(&format!("// Up to {RUN} rows")));
+}
