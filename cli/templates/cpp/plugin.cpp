@@ -419,6 +419,7 @@ static const q4_backend_v1 TABLE = {
     nullptr, // fuses
     nullptr, // forward_fused
     nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, // device to synchronize: no device of its own
+    nullptr, nullptr, nullptr, nullptr, // group to forward_grouped: nor weights of experts in one call
 };
 
 q4_status q4_plugin_query(std::uint32_t abi_major, std::uint32_t id, q4_interface *out)

@@ -55,8 +55,7 @@ async fn every_dialect_has_its_words_for_a_form() {
     let chat = json!([
         {"type": "function", "function": {"name": "f", "parameters": city()}},
         {"type": "function", "function": {"name": "g"}}]);
-    let claude =
-        json!([{"name": "f", "input_schema": city()}, {"name": "g", "input_schema": {"type": "object"}}]);
+    let claude = json!([{"name": "f", "input_schema": city()}, {"name": "g", "input_schema": {}}]);
     let responses = json!([{"type": "function", "name": "f", "parameters": city()}]);
     let schema = |strict| json!({"type": "json_schema", "json_schema": {"name": "x", "schema": city(), "strict": strict}});
     let named = json!({"type": "function", "function": {"name": "f"}});

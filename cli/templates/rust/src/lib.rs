@@ -439,6 +439,10 @@ static TABLE: Q4BackendV1 = Q4BackendV1 {
     copy_in: None,
     copy_out: None,
     synchronize: None,
+    group: None, // nor weights of experts in one call
+    release_group: None,
+    group_workspace: None,
+    forward_grouped: None,
 };
 
 /// # Safety
