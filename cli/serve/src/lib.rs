@@ -6,6 +6,7 @@
 mod answer;
 mod anthropic;
 mod ask;
+mod asked;
 mod constraint;
 mod context;
 mod dialect;

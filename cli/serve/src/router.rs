@@ -1,4 +1,5 @@
 //! Which path leads where.
+use crate::asked::Asked;
 use crate::dialect::{Dialect, json_of};
 use crate::fields;
 use crate::memory::Held;
@@ -15,9 +16,7 @@ use axum::middleware;
 use axum::response::Response;
 use axum::routing::{MethodRouter, get, post};
 use futures_util::StreamExt;
-use serde_json::Value;
 use std::sync::Arc;
-use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, timeout_at};
 
 /// The service of a server.
@@ -56,17 +55,6 @@ pub fn routes() -> Vec<(&'static str, MethodRouter<Arc<Server>>)> {
         ("/metrics", get(probes::metrics)),
         ("/openapi.json", get(openapi::get)),
     ]
-}
-
-/// A JSON object that somebody sent, with what it takes of memory.
-#[derive(Debug)]
-pub struct Asked {
-    /// The object.
-    pub body: Value,
-    /// What the request keeps.
-    pub held: Held,
-    /// For reading it, until its prompts are there.
-    pub work: OwnedSemaphorePermit,
 }
 
 /// A route that reads a JSON object and answers it in the dialect of its path.

@@ -1,10 +1,10 @@
 //! `POST /tokenize`, `POST /detokenize` and `GET /tokenizer_info`, with the fields of vLLM and llama-server.
+use crate::asked::Asked;
 use crate::dialect::json_of;
 use crate::fields::Fields;
 use crate::openai::chat;
 use crate::prepare::rendered;
 use crate::refusal::{Refusal, shown};
-use crate::router::Asked;
 use crate::server::Server;
 use crate::trail::Trail;
 use axum::extract::State;

@@ -14,6 +14,7 @@ mod matcher;
 mod schema;
 #[cfg(test)]
 mod tests;
+mod words;
 
 use crate::template::ChatTemplate;
 use crate::tokenizer::Tokenizer;

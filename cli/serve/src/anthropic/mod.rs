@@ -4,11 +4,11 @@ mod events;
 mod input;
 
 use crate::answer::{End, Finish, Usage};
+use crate::asked::Asked;
 use crate::dialect::json_of;
 use crate::fields::Fields;
 use crate::prepare::rendered;
 use crate::refusal::Refusal;
-use crate::router::Asked;
 use crate::server::Server;
 use crate::stream::respond;
 use crate::trail::Trail;

@@ -2,10 +2,10 @@
 use super::{Form, finish_reason, likely, read_shared, tools, usage, usage_of};
 use crate::answer::{Happened, Part, Usage};
 use crate::ask::{Ask, MOST_LIKELY, Prompt, Talk, arguments, call, text_of};
+use crate::asked::Asked;
 use crate::dialect::{Dialect, json_of};
 use crate::fields::Fields;
 use crate::refusal::Refusal;
-use crate::router::Asked;
 use crate::server::Server;
 use crate::stream::{Frame, Render, respond};
 use crate::trail::Trail;

@@ -1,5 +1,5 @@
 //! Calls of tools as grammars, in the two forms that [`reply`](crate::reply) reads.
-use super::compile::{SCHEMA_LIMIT, quoted, within};
+use super::words::{SCHEMA_LIMIT, quoted, within};
 use super::{CallForm, Calls, schema};
 use crate::reply::types;
 use llguidance::api::{GrammarWithLexer, TopLevelGrammar};

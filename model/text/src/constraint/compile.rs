@@ -1,5 +1,6 @@
 //! From what is asked to what tokens are matched with, under bounds.
 use super::lexicon::{Lexicon, Marks};
+use super::words::{SOURCE_LIMIT, plain, quoted, within};
 use super::{Constraint, MOST_CHOICES, Matcher, Thoughts, calls, schema};
 use crate::quiet::deeply;
 use llguidance::TokenParser;
@@ -8,10 +9,6 @@ use q4_core::{Code, Error, Result};
 use serde_json::json;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
-
-/// Bytes of a schema, of all schemas of tools together, and of a grammar or a pattern.
-const SOURCE_LIMIT: usize = 64 << 10;
-pub(super) const SCHEMA_LIMIT: usize = 256 << 10;
 
 /// A constraint that compiled; cheap to clone.
 #[derive(Clone)]
@@ -87,14 +84,6 @@ fn source(constraint: &Constraint) -> Result<TopLevelGrammar> {
     })
 }
 
-pub(super) fn within(len: usize, most: usize, what: &str) -> Result<()> {
-    if len <= most {
-        return Ok(());
-    }
-    let too_long = Error::new(Code::Usage, format!("{what}: too long"));
-    Err(too_long.need(format!("at most {most} bytes")).have(format!("{len} bytes")))
-}
-
 /// A pattern is matched as a whole, so what holds it to the ends of the text says nothing new.
 fn unanchored(pattern: &str) -> &str {
     let pattern = pattern.strip_prefix('^').unwrap_or(pattern);
@@ -118,16 +107,4 @@ fn choice(texts: &[String]) -> Result<String> {
     within(texts.iter().map(String::len).sum(), SOURCE_LIMIT, "a list of choices")?;
     let quoted: Vec<_> = texts.iter().map(|text| quoted(text)).collect();
     Ok(format!("start: CHOICE\nCHOICE: {}\n", quoted.join(" | ")))
-}
-
-/// A text as a grammar of Lark has it.
-pub(super) fn quoted(text: &str) -> String {
-    serde_json::Value::from(text).to_string()
-}
-
-/// What the library says, without what it says to those who debug it.
-pub(super) fn plain(why: &str) -> String {
-    let words = ["\n<state>", "\n<non-verbose/>", "\n<backtrace>"];
-    let end = words.iter().filter_map(|word| why.find(word)).min().unwrap_or(why.len());
-    why[..end].split_whitespace().collect::<Vec<_>>().join(" ").chars().take(300).collect()
 }

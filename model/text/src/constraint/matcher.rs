@@ -1,7 +1,7 @@
 //! One answer on its way through a grammar.
 use super::Thoughts;
-use super::compile::plain;
 use super::lexicon::{CLOSE, Marks, find_close, leaves};
+use super::words::plain;
 use llguidance::TokenParser;
 use llguidance::toktrie::SimpleVob;
 use q4_core::{Code, Error, Result};

@@ -1,6 +1,6 @@
 //! A JSON schema before it is compiled: what it asks for that would be passed over is refused, and white space
 //! has an end.
-use super::compile::{SCHEMA_LIMIT, within};
+use super::words::{SCHEMA_LIMIT, within};
 use llguidance::JsonCompileOptions;
 use q4_core::{Code, Error, Result};
 use serde_json::{Map, Value};

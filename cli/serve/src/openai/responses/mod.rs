@@ -4,10 +4,10 @@ mod input;
 mod told;
 
 use crate::answer::{End, Finish, Usage};
+use crate::asked::Asked;
 use crate::dialect::json_of;
 use crate::fields::Fields;
 use crate::refusal::Refusal;
-use crate::router::Asked;
 use crate::server::Server;
 use crate::stream::{Render, respond};
 use crate::trail::Trail;
