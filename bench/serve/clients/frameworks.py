@@ -236,7 +236,7 @@ def through_instructor(c):
     # Unasked, the demo model fills nothing in: what counts is that the request is taken and the reason told.
     formed = ["an answer"] if c.forms else ["not supported by this engine"]
     for mode, want in (
-        ("MD_JSON", ["validation", "JSON"]), ("TOOLS", formed), ("JSON", ["validation", "JSON", *formed]),
+        ("MD_JSON", ["validation", "JSON"]), ("TOOLS", formed), ("JSON", ["validation", "JSON", "incomplete", *formed]),
         ("JSON_SCHEMA", formed),
     ):
         with c.part(mode):

@@ -27,6 +27,9 @@ pub fn checked(schema: &Value) -> Result<Value> {
         }
     };
     look(&schema, 0)?;
+    if !is_composed(&schema) {
+        close(&mut schema);
+    }
     let white = Some(WHITE.to_owned());
     JsonCompileOptions { whitespace_pattern: white, ..JsonCompileOptions::default() }.apply_to(&mut schema);
     Ok(schema)
@@ -45,11 +48,73 @@ fn look(schema: &Value, depth: usize) -> Result<()> {
             if depth > 0 && fields.get("$id").is_some_and(Value::is_string) {
                 return Err(refused("one schema, not several in one document", "$id below the root"));
             }
+            narrow(fields)?;
             fields.values().try_for_each(|field| look(field, depth + 1))
         }
         Value::Array(items) => items.iter().try_for_each(|item| look(item, depth + 1)),
         _ => Ok(()),
     }
+}
+
+/// Refuses a range that leaves out its whole-numbered end and is narrower than one: the library lets that end in.
+fn narrow(fields: &Map<String, Value>) -> Result<()> {
+    let bound = |name: &str| fields.get(name).and_then(Value::as_f64);
+    let most = [bound("maximum"), bound("exclusiveMaximum")];
+    let least = [bound("minimum"), bound("exclusiveMinimum")];
+    for (name, others) in [("exclusiveMinimum", most), ("exclusiveMaximum", least)] {
+        let Some(end) = bound(name).filter(|end| end.fract() == 0.0) else { continue };
+        let is_near = |other: &f64| (other - end).abs() < 1.0;
+        if fields.get("type").is_none_or(|kind| kind != "integer") && others.iter().flatten().any(is_near) {
+            let have = format!("{name} {end} and a bound less than 1 from it");
+            return Err(refused("ranges of numbers as wide as 1 where a whole number is left out", &have));
+        }
+    }
+    Ok(())
+}
+
+/// Whether an object's properties may be named in several places: there no place knows all of them.
+fn is_composed(schema: &Value) -> bool {
+    let has = |fields: &Map<String, Value>, names: &[&str]| names.iter().any(|n| fields.contains_key(*n));
+    match schema {
+        Value::Object(fields) => {
+            has(fields, &["allOf", "dependentSchemas", "unevaluatedProperties"])
+                || (has(fields, &["properties"]) && has(fields, &["$ref", "anyOf", "oneOf"]))
+                || fields.values().any(is_composed)
+        }
+        Value::Array(items) => items.iter().any(is_composed),
+        _ => false,
+    }
+}
+
+/// An object whose properties are named has no others, unless its schema speaks of them: what is left out would
+/// admit everything, and a model that may go on with properties of its own does.
+fn close(schema: &mut Value) {
+    let Value::Object(fields) = schema else { return };
+    if names_all(fields) {
+        fields.insert("additionalProperties".to_owned(), false.into());
+    }
+    for (name, field) in fields.iter_mut() {
+        match (name.as_str(), field) {
+            ("properties" | "patternProperties" | "$defs" | "definitions", Value::Object(schemas)) => {
+                schemas.values_mut().for_each(close);
+            }
+            ("anyOf" | "oneOf" | "prefixItems", Value::Array(schemas)) => {
+                schemas.iter_mut().for_each(close);
+            }
+            ("items" | "additionalProperties", schema) => close(schema),
+            _ => {}
+        }
+    }
+}
+
+/// Whether the properties that are named are all that an object needs, and nothing is said of others.
+fn names_all(fields: &Map<String, Value>) -> bool {
+    let Some(Value::Object(properties)) = fields.get("properties") else { return false };
+    let is_known = |name: &Value| name.as_str().is_some_and(|name| properties.contains_key(name));
+    let required = fields.get("required").and_then(Value::as_array);
+    let others = ["additionalProperties", "patternProperties", "minProperties"];
+    required.is_none_or(|required| required.iter().all(is_known))
+        && !others.iter().any(|name| fields.contains_key(*name))
 }
 
 pub(super) fn refused(need: &str, have: &str) -> Error {

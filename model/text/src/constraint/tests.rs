@@ -77,7 +77,8 @@ impl House {
     /// Takes the tokens of a text one by one; where one is not admitted, its index.
     fn takes(&self, matcher: &mut Matcher, text: &str) -> std::result::Result<(), usize> {
         for (i, id) in self.tokenizer.encode(text, false).expect("encodes").into_iter().enumerate() {
-            let admitted = self.allowed(matcher).is_some_and(|allowed| allowed.contains(&id));
+            let admitted =
+                !matcher.is_over() && self.allowed(matcher).is_some_and(|allowed| allowed.contains(&id));
             if !admitted || matcher.accept(id).is_err() {
                 return Err(i);
             }
@@ -202,6 +203,66 @@ fn a_schema_is_kept_to_by_whatever_is_drawn() {
 }
 
 #[test]
+fn a_number_that_is_left_out_does_not_come() {
+    let house = House::new();
+    let bounds = ["exclusiveMinimum", "minimum", "maximum", "exclusiveMaximum"];
+    let mut compiled = 0;
+    for low in [-2.0, -0.5, 0.0, 0.5, 3.0] {
+        for high in [-1.5, -1.0, 0.0, 0.25, 1.0, 3.5, 4.0, 12.0] {
+            for (from, to) in [(0, 2), (0, 3), (1, 2), (1, 3)] {
+                let schema = json!({"type": "number", bounds[from]: low, bounds[to]: high});
+                let grammar = house.compile(&Constraint::JsonSchema(schema.clone()));
+                let Some(grammar) = grammar.ok().filter(|_| low < high) else { continue };
+                compiled += 1;
+                for quarter in -12..=52 {
+                    let value = f64::from(quarter) / 4.0;
+                    let is_in = (if from == 0 { value > low } else { value >= low })
+                        && (if to == 3 { value < high } else { value <= high });
+                    for text in [format!("{value}"), format!("{value:.1}"), format!("{value:.2}")] {
+                        // Not every way to write a number has to come, but nothing else may.
+                        let comes = house.admits(&grammar, &text);
+                        assert!(is_in || !comes, "{schema}: {text}");
+                    }
+                    assert!(!is_in || house.admits(&grammar, &format!("{value}")), "{schema}: {value}");
+                }
+            }
+        }
+    }
+    assert!(compiled > 60, "{compiled}");
+}
+
+#[test]
+fn an_object_has_the_properties_that_its_schema_names() {
+    let house = House::new();
+    let city = json!({"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]});
+    let list = json!({"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/city"}, {"type": "null"}]},
+        "$defs": {"city": city}});
+    let (known, more) = (r#"{"city": "Oslo"}"#, r#"{"city": "Oslo", "x": 1}"#);
+    let with = |field: &str, value: Value| {
+        let mut schema = city.clone();
+        schema[field] = value;
+        schema
+    };
+    for (schema, of, opens) in [
+        (city.clone(), "", false),
+        (list, "[]", false),
+        (with("additionalProperties", true.into()), "", true),
+        (with("additionalProperties", json!({"type": "integer"})), "", true),
+        (with("required", json!(["city", "x"])), "", true),
+        // Nobody knows all properties of what is said in two places.
+        (json!({"allOf": [city, {"type": "object", "properties": {"x": {"type": "integer"}}}]}), "", true),
+    ] {
+        let grammar = house.grammar(&Constraint::JsonSchema(schema.clone()));
+        let text = |inner: &str| if of.is_empty() { inner.to_owned() } else { format!("[{inner}]") };
+        assert_eq!(house.admits(&grammar, &text(more)), opens, "{schema}");
+        let is_enough = schema["required"].as_array().is_none_or(|names| names.len() < 2);
+        assert_eq!(house.admits(&grammar, &text(known)), is_enough, "{schema}");
+    }
+    let any = house.grammar(&Constraint::JsonSchema(json!({"type": "object"})));
+    assert!(house.admits(&any, more));
+}
+
+#[test]
 fn any_object_is_an_object_and_white_space_ends() {
     let house = House::new();
     let grammar = house.grammar(&Constraint::JsonObject);
@@ -231,6 +292,8 @@ fn what_cannot_be_kept_to_is_refused_by_name() {
         (json!({"x-guidance": {"lenient": true}, "not": {}}), "x-guidance"),
         (json!({"properties": {"a": {"$id": "b", "$ref": "#/$defs/c"}}}), "$id"),
         (json!({"type": "integer", "minimum": 5, "maximum": 4}), "minimum"),
+        (json!({"type": "number", "exclusiveMinimum": 5, "maximum": 5.5}), "exclusiveMinimum 5"),
+        (json!({"minimum": -11.5, "exclusiveMaximum": -11.0}), "exclusiveMaximum -11"),
         (json!(false), "nothing"),
         (json!([]), "object"),
     ] {
