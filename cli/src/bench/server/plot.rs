@@ -9,12 +9,16 @@ const LEFT: f64 = 64.0;
 const TOP: f64 = 48.0;
 const GAP: f64 = 90.0;
 
+/// Plain colours: not every program that shows an SVG knows variables.
 const STYLE: &str = "\
-svg { color-scheme: light dark; font: 12px sans-serif; --ink: #222; --faint: #bbb; --a: #0b62c4; --b: #b8480a; }
-@media (prefers-color-scheme: dark) { svg { --ink: #ddd; --faint: #555; --a: #6cb2ff; --b: #ffa366; } }
-text { fill: var(--ink); } .axis { stroke: var(--faint); fill: none; }
-.a { stroke: var(--a); fill: none; stroke-width: 2; } .b { stroke: var(--b); fill: none; stroke-width: 2; }
-.worst { stroke-dasharray: 5 4; } .a.dot { fill: var(--a); } .b.dot { fill: var(--b); }
+svg { color-scheme: light dark; font: 12px sans-serif; }
+text { fill: #222; } .axis { stroke: #bbb; fill: none; } .worst { stroke-dasharray: 5 4; }
+.a { stroke: #0b62c4; fill: none; stroke-width: 2; } .a.dot { fill: #0b62c4; }
+.b { stroke: #b8480a; fill: none; stroke-width: 2; } .b.dot { fill: #b8480a; }
+@media (prefers-color-scheme: dark) {
+text { fill: #ddd; } .axis { stroke: #555; }
+.a { stroke: #6cb2ff; } .a.dot { fill: #6cb2ff; } .b { stroke: #ffa366; } .b.dot { fill: #ffa366; }
+}
 ";
 
 /// What a panel draws of a row: nothing where there is no figure.
