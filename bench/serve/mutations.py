@@ -151,7 +151,7 @@ def malformed(draw):
     """Bytes for a socket: a request that is somehow wrong, and whether it is all there."""
     kind = draw.random()
     if kind < 0.25:
-        head = b"\r\n".join([draw.choice(LINES), b"host: x", *draw.sample(HEADERS, draw.randrange(4))])
+        head = b"\r\n".join([draw.choice(LINES), b"host: 127.0.0.1", *draw.sample(HEADERS, draw.randrange(4))])
         return head + draw.choice([b"\r\n\r\n", b"\r\n", b"\n\n"]) + draw.randbytes(draw.randrange(40)), False
     if kind < 0.3:
         return draw.randbytes(draw.randrange(1, 400)), False
@@ -164,6 +164,6 @@ def kept(draw):
     """A request that is wrong, but ends where it says, so that others may follow on its connection."""
     if draw.random() < 0.05:
         line = draw.choice([line for line in LINES if line.startswith((b"POST /", b"PUT /", b"DELETE /"))])
-        return line + b"\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
+        return line + b"\r\nhost: 127.0.0.1\r\ncontent-length: 2\r\n\r\n{}"
     path, body = spoiled(draw, 3000)
     return posted(body, path=path)

@@ -148,7 +148,7 @@ def posted(body, head="", path=CHAT, length=None):
     """A request as bytes; `length` is what it claims, where that is not so."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     length = len(data) if length is None else length
-    return f"POST {path} HTTP/1.1\r\nhost: x\r\n{head}content-length: {length}\r\n\r\n".encode() + data
+    return f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\n{head}content-length: {length}\r\n\r\n".encode() + data
 
 
 def leave(server, one, draw):
