@@ -49,7 +49,7 @@ fn json_schema_of(given: &str) -> Result<Value> {
     };
     serde_json::from_str(&text).map_err(|e| {
         Error::new(Code::Usage, name)
-            .need(r#"a JSON schema, e.g. {"type": "object", "properties": {"name": {"type": "string"}}}, or a file with one"#)
+            .need(r#"a JSON schema, e.g. {"properties": {"name": {"type": "string"}}}, or a file with one"#)
             .have(e.to_string())
     })
 }

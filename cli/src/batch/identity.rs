@@ -27,7 +27,8 @@ pub fn run(checkpoint: &Checkpoint, plan: &Plan, how: &str) -> String {
     let mut parts = String::from(how);
     for product in plan.products() {
         let spec = &product.spec;
-        let _ = write!(parts, "\n{} {} {}", spec.name(), spec.schema, spec.activations.as_str());
+        let (x, y) = (spec.x, spec.y);
+        let _ = write!(parts, "\n{} {} {} {x:?} {y:?}", spec.name(), spec.schema, spec.activations.as_str());
         if let Ok(choice) = &product.choice {
             let _ = write!(parts, " {} {}", choice.backend.descriptor().name, choice.path);
         }

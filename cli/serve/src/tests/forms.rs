@@ -57,7 +57,8 @@ async fn every_dialect_has_its_words_for_a_form() {
         {"type": "function", "function": {"name": "g"}}]);
     let claude = json!([{"name": "f", "input_schema": city()}, {"name": "g", "input_schema": {}}]);
     let responses = json!([{"type": "function", "name": "f", "parameters": city()}]);
-    let schema = |strict| json!({"type": "json_schema", "json_schema": {"name": "x", "schema": city(), "strict": strict}});
+    let named = |strict| json!({"name": "x", "schema": city(), "strict": strict});
+    let schema = |strict| json!({"type": "json_schema", "json_schema": named(strict)});
     let named = json!({"type": "function", "function": {"name": "f"}});
     for (path, body, good, bad) in [
         (CHAT, hello(json!({"response_format": {"type": "json_object"}})), any(other), any("[1]")),

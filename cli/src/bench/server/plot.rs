@@ -32,7 +32,8 @@ pub fn svg(body: &Body) -> String {
     let servers = body.servers.len();
     let high = TOP + HIGH + 44.0 + 16.0 * servers as f64;
     let mut out = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {:.0} {high:.0}\" role=\"img\">\n<style>\n{STYLE}</style>\n",
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {:.0} {high:.0}\" role=\"img\">\n\
+         <style>\n{STYLE}</style>\n",
         LEFT + 2.0 * WIDE + GAP + 24.0
     );
     let throughput = [Line { of: |row| Some(row.tok_s), class: "" }];
