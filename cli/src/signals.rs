@@ -1,20 +1,21 @@
 //! What Ctrl-C and a closed pipe do.
 //!
 //! A closed pipe ends the process without a word, as with every other filter. Ctrl-C ends it at once, unless
-//! a verb is writing files that must be removed first; then it asks once and insists the second time. SIGTERM
-//! does the same. In a conversation Ctrl-C stops the answer and nothing else. SIGHUP ends the process, unless
+//! a verb is writing files that must be removed first; then it asks once and insists the second time, unless
+//! that is an echo of the first. SIGTERM does the same. In a conversation Ctrl-C stops the answer and nothing else. SIGHUP ends the process, unless
 //! a server has a file to read again.
 use crate::report::Outcome;
 use crate::supervise;
 use crate::terminal::{self, Raised};
+use q4_core::asked::{Asked, Wish};
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 static CLEANUP: AtomicBool = AtomicBool::new(false);
-static ASKED: AtomicBool = AtomicBool::new(false);
+static ASKED: Asked = Asked::new();
 
 /// Ctrl-C was pressed while [`cleanup`] was held.
 pub fn interrupted() -> bool {
-    ASKED.load(Ordering::Relaxed)
+    ASKED.is_asked()
 }
 
 /// Holds Ctrl-C back: the first only sets [`interrupted`]; whoever holds this looks there and stops.
@@ -70,6 +71,7 @@ pub fn begin_answer() {
 /// Sets what both do; called once, before anything else.
 #[cfg(unix)]
 pub fn install() {
+    ASKED.listen();
     // SAFETY: the dispositions are set before any thread starts, and the handlers only touch atomics, raise a
     // signal, or call `_exit`.
     unsafe {
@@ -84,8 +86,7 @@ pub fn install() {
 /// SIGTERM: as Ctrl-C where files must be removed first, else what it always does.
 #[cfg(unix)]
 extern "C" fn on_end(signal: libc::c_int) {
-    let is_held_back = CLEANUP.load(Ordering::Relaxed) && !ASKED.swap(true, Ordering::Relaxed);
-    if !is_held_back {
+    if !is_cleaned_up_first() {
         terminal::end_by(signal);
     }
 }
@@ -100,6 +101,7 @@ extern "C" fn on_interrupt(_signal: libc::c_int) {
 /// Ctrl-C and Ctrl-Break; a closed pipe is an error of whoever writes.
 #[cfg(windows)]
 pub fn install() {
+    ASKED.listen();
     // SAFETY: the handler touches atomics and ends the process.
     unsafe { windows::SetConsoleCtrlHandler(Some(on_event), 1) };
 }
@@ -127,7 +129,12 @@ fn is_held_back() -> bool {
             _ => {}
         }
     }
-    CLEANUP.load(Ordering::Relaxed) && !ASKED.swap(true, Ordering::Relaxed)
+    is_cleaned_up_first()
+}
+
+/// Whether the verb that runs ends by itself, and nobody insists.
+fn is_cleaned_up_first() -> bool {
+    CLEANUP.load(Ordering::Relaxed) && ASKED.hear() != Wish::Insists
 }
 
 /// No destructor runs: a library that hangs may hold what they wait for.

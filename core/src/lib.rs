@@ -9,6 +9,7 @@
 //!   a backend;
 //! * [`oracle`] is the exact product, [`selfcheck`] the gate built on it; [`rows`] are operands in f32,
 //!   [`exponential`] is what runs between products in more than one crate.
+pub mod asked;
 mod backend;
 pub mod conduct;
 pub mod detect;

@@ -1,8 +1,11 @@
 //! SIGTERM, Ctrl-C and a closed terminal: the first asks a run to end where it can go on from, the second
-//! ends it at once.
+//! ends it at once, unless it is an echo of the first.
+use q4_core::asked::{Asked, Wish};
 use std::sync::atomic::{AtomicI32, Ordering};
 
-static ASKED: AtomicI32 = AtomicI32::new(0);
+static ASKED: Asked = Asked::new();
+/// The first signal.
+static BY: AtomicI32 = AtomicI32::new(0);
 
 /// A signal that asked the run to end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,7 +29,7 @@ impl Signal {
 
 /// Whether the run was asked to end, and by what.
 pub fn asked() -> Option<Signal> {
-    match ASKED.load(Ordering::Relaxed) {
+    match BY.load(Ordering::Relaxed) {
         0 => None,
         signal => Some(Signal(signal)),
     }
@@ -35,6 +38,7 @@ pub fn asked() -> Option<Signal> {
 /// From here on the signals ask first. Those that are ignored, as under `nohup`, stay so.
 #[cfg(unix)]
 pub fn ask_first() {
+    ASKED.listen();
     for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
         // SAFETY: plain structures, zero is a valid value of them; the handler only does what a handler may.
         unsafe {
@@ -70,9 +74,11 @@ pub fn writes_fail_plainly() {}
 extern "C" fn on_signal(signal: libc::c_int) {
     const TEXT: &[u8] =
         b"\nasked to end: after this step, with what is there written down; again ends at once\n";
-    if ASKED.swap(signal, Ordering::Relaxed) != 0 {
+    match ASKED.hear() {
+        Wish::First => BY.store(signal, Ordering::Relaxed),
+        Wish::Echo => return,
         // SAFETY: may be called from a handler.
-        unsafe { libc::_exit(128 + signal) }
+        Wish::Insists => unsafe { libc::_exit(128 + signal) },
     }
     // SAFETY: may be called from a handler; the code that was interrupted finds its errno as it was.
     unsafe {

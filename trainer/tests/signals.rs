@@ -22,8 +22,9 @@ const SETS: [&str; 8] = [
     "sample.prompts=What is 3 plus 1?",
 ];
 
+/// As `timeout` does, which sends one wish to the process and to its group.
 fn send(child: &Child, signal: Signal) {
-    kill_process(Pid::from_child(child), signal).expect("sent");
+    (0..20).for_each(|_| kill_process(Pid::from_child(child), signal).expect("sent"));
 }
 
 fn newest(dir: &Path) -> Option<(u64, bool)> {
