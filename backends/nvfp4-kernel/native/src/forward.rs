@@ -214,8 +214,8 @@ unsafe fn many_rows<X: Rows, T: Tile>(
     pairs: std::ops::Range<usize>,
 ) {
     let (mut acc, mut tiles) = ([[[0.0; LANES]; PAIR]; MOST_ROWS], [T::BLANK; PAIR]);
-    for first in (0..x.rows()).step_by(MOST_ROWS) {
-        let acc = &mut acc[..MOST_ROWS.min(x.rows() - first)];
+    for first in (0..x.rows()).step_by(kernels.panel_rows) {
+        let acc = &mut acc[..kernels.panel_rows.min(x.rows() - first)];
         for pair in pairs.clone() {
             let b = y.blocks(pair);
             acc.as_flattened_mut().as_flattened_mut().fill(0.0); // becomes memset

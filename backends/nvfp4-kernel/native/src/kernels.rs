@@ -48,10 +48,12 @@ pub const OFFSET: i32 = 12;
 /// ends as a float without a conversion, and `(ANCHOR + dot) * scale - ANCHOR * scale` is one exact
 /// multiply-add.
 pub const ANCHOR: f32 = 12_582_912.0;
-/// Most activation rows that run against one decoded tile: its cost is spread over them while they and their
-/// sums stay in the first-level cache. With int8 rows and k = 1024, 64 were 5 % faster than 128 on an Intel
-/// Xeon, and 1 % slower on an AMD Zen 5.
-pub const MOST_ROWS: usize = 64;
+/// Most activation rows that run against one decoded tile, of any kernel.
+pub const MOST_ROWS: usize = 128;
+/// Those of most kernels: the cost of decoding is spread over them while they and their sums stay in the
+/// first-level cache. With int8 rows and k = 1024, 64 were 5 % faster than 128 on an Intel Xeon, and 1 % slower
+/// on an AMD Zen 5.
+pub const PANEL_ROWS: usize = 64;
 /// 2^8: what is missing in the scales of the kernels.
 pub const SCALE_FACTOR: f64 = 256.0;
 
@@ -220,6 +222,8 @@ pub struct Product<X, T> {
     pub direct: DirectFn<X>,
     /// Largest number of rows `direct` takes; 0 where it is not worth having.
     pub direct_rows: usize,
+    /// Most rows of a `panel`, at most [`MOST_ROWS`].
+    pub panel_rows: usize,
     /// Decodes the tile at a 64-byte aligned address.
     pub unpack: unsafe fn(tile: *const u8, out: *mut T),
     /// For any number of rows.

@@ -4,7 +4,7 @@ mod activations;
 
 use super::{
     ANCHOR, Acc, Blocks, ByteBlock, ByteRows, ByteTile, FloatRows, FloatTile, GROUP_BYTES, GROUPS, Kernels,
-    LANES, OFFSET, Product, SCALES_AT, SHIFTS, TILE_BYTES, TILE_K, by_rows, lanes, prefetch,
+    LANES, OFFSET, PANEL_ROWS, Product, SCALES_AT, SHIFTS, TILE_BYTES, TILE_K, by_rows, lanes, prefetch,
 };
 use q4_core::formats::e2m1;
 use q4_simd::{Avx2, Vector};
@@ -12,8 +12,14 @@ use std::arch::x86_64::*;
 
 /// AVX2 with FMA and F16C.
 pub static KERNELS: Kernels = Kernels {
-    float: Product { direct, direct_rows: 4, unpack, panel },
-    bytes: Product { direct: direct_bytes, direct_rows: 4, unpack: unpack_bytes, panel: panel_bytes },
+    float: Product { direct, direct_rows: 4, panel_rows: PANEL_ROWS, unpack, panel },
+    bytes: Product {
+        direct: direct_bytes,
+        direct_rows: 4,
+        panel_rows: PANEL_ROWS,
+        unpack: unpack_bytes,
+        panel: panel_bytes,
+    },
     int8: activations::int8,
     nvfp4: activations::nvfp4,
     amax: lanes::amax::<Avx2>,

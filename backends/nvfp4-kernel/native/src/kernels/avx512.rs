@@ -4,20 +4,23 @@ mod activations;
 mod bytes;
 mod float;
 
-use super::{AHEAD, Acc, GROUPS, Kernels, LANES, PAIR, SCALES_AT, SHIFTS, TILE_BYTES, TILE_K, lanes};
+use super::{
+    AHEAD, Acc, ByteRows, ByteTile, FloatRows, FloatTile, GROUPS, Kernels, LANES, PAIR, Product, SCALES_AT,
+    SHIFTS, TILE_BYTES, TILE_K, lanes,
+};
 use q4_core::formats::e2m1;
 use q4_simd::Avx512;
 use std::arch::x86_64::*;
 use std::sync::OnceLock;
 
 /// AVX-512 F, BW, DQ and VL with FMA and F16C.
-pub static PLAIN: Kernels = table(bytes::PLAIN);
+pub static PLAIN: Kernels = table(float::FLOAT, bytes::PLAIN);
 /// The same with VNNI.
-static VNNI: Kernels = table(bytes::VNNI);
+static VNNI: Kernels = table(float::FLOAT, bytes::VNNI);
 /// That, where bytes are permuted across a register (VBMI): decoding takes a sixth fewer operations.
-static NEAR: Kernels = table(bytes::NEAR);
-/// That, with weights for few rows of int8 fetched ahead into the second cache only.
-static FAR: Kernels = table(bytes::FAR);
+static NEAR: Kernels = table(float::TALL, bytes::NEAR);
+/// That, with weights for few rows of int8 fetched ahead into the second cache only, and f32 in shorter panels.
+static FAR: Kernels = table(float::FLOAT, bytes::FAR);
 
 /// The fastest of those with VNNI here. Intel's processors have more requests of the second cache under way
 /// than of the first: a Xeon of 2023 decodes 3 to 8 % faster with [`FAR`], an AMD Zen 5 4 % slower. Products
@@ -36,9 +39,9 @@ fn is_intel() -> bool {
     [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes).as_flattened() == b"GenuineIntel"
 }
 
-const fn table(bytes: super::Product<super::ByteRows, super::ByteTile>) -> Kernels {
+const fn table(float: Product<FloatRows, FloatTile>, bytes: Product<ByteRows, ByteTile>) -> Kernels {
     Kernels {
-        float: float::FLOAT,
+        float,
         bytes,
         int8: activations::int8,
         nvfp4: activations::nvfp4,
@@ -142,7 +145,7 @@ unsafe fn put<const M: usize, const C: usize>(acc: &[[__m512; C]; M], first: usi
 mod tests {
     //! Tables that this processor can run and would not choose.
     use super::*;
-    use crate::kernels::{Blocks, ByteBlock, ByteRows, ByteTile, Tile, rounding};
+    use crate::kernels::{Blocks, ByteBlock, Tile, rounding};
 
     /// Sums of `rows` rows with two tiles of two row blocks, by both products.
     fn sums(kernels: &Kernels, tiles: &[Aligned; 4], rows: &[ByteBlock]) -> Vec<Acc> {

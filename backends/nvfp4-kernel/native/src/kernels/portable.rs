@@ -3,15 +3,27 @@
 use super::rounding::{Rounding, pad, start};
 use super::{
     ANCHOR, Acc, Blocks, ByteBlock, ByteRows, ByteTile, FloatRows, FloatTile, GROUP_BYTES, GROUPS, Kernels,
-    LANES, OFFSET, Product, SCALES_AT, SHIFTS, TILE_BYTES, TILE_K, lanes,
+    LANES, OFFSET, PANEL_ROWS, Product, SCALES_AT, SHIFTS, TILE_BYTES, TILE_K, lanes,
 };
 use q4_core::formats::{e2m1, e4m3, int8, nvfp4};
 use q4_simd::Portable;
 
 /// The table of this file.
 pub static KERNELS: Kernels = Kernels {
-    float: Product { direct: never, direct_rows: 0, unpack: unpack_float, panel: panel_float },
-    bytes: Product { direct: never, direct_rows: 0, unpack: unpack_bytes, panel: panel_bytes },
+    float: Product {
+        direct: never,
+        direct_rows: 0,
+        panel_rows: PANEL_ROWS,
+        unpack: unpack_float,
+        panel: panel_float,
+    },
+    bytes: Product {
+        direct: never,
+        direct_rows: 0,
+        panel_rows: PANEL_ROWS,
+        unpack: unpack_bytes,
+        panel: panel_bytes,
+    },
     int8: quantise_int8,
     nvfp4: quantise_nvfp4,
     amax: lanes::amax::<Portable>,

@@ -2,8 +2,8 @@
 //! up as unsigned bytes, and a sum starts at what that adds too much.
 use super::{get, load, prefetch, put, scales};
 use crate::kernels::{
-    ANCHOR, Acc, Blocks, ByteBlock, ByteRows, ByteTile, GROUP_BYTES, GROUPS, OFFSET, Product, TILE_BYTES,
-    by_rows,
+    ANCHOR, Acc, Blocks, ByteBlock, ByteRows, ByteTile, GROUP_BYTES, GROUPS, OFFSET, PANEL_ROWS, Product,
+    TILE_BYTES, by_rows,
 };
 use q4_core::formats::e2m1;
 use std::arch::x86_64::*;
@@ -32,7 +32,7 @@ macro_rules! kernels {
         mod $name {
             use super::*;
 
-            pub const BYTES: Product<ByteRows, ByteTile> = Product { direct, direct_rows: 8, unpack, panel };
+            pub const BYTES: Product<ByteRows, ByteTile> = Product { direct, direct_rows: 8, panel_rows: PANEL_ROWS, unpack, panel };
 
             #[target_feature(enable = $features)]
             unsafe fn direct(w: Blocks, x: ByteRows, acc: *mut Acc) {

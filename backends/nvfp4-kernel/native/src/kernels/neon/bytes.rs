@@ -2,8 +2,8 @@
 //! offset, so weights are looked up as they are.
 use super::{QUARTER, nibbles, scales};
 use crate::kernels::{
-    Acc, Blocks, ByteBlock, ByteRows, ByteTile, GROUP_BYTES, GROUPS, LANES, Product, TILE_BYTES, by_rows,
-    prefetch,
+    Acc, Blocks, ByteBlock, ByteRows, ByteTile, GROUP_BYTES, GROUPS, LANES, PANEL_ROWS, Product, TILE_BYTES,
+    by_rows, prefetch,
 };
 use q4_core::formats::e2m1;
 use q4_simd::{Neon, Vector};
@@ -19,7 +19,7 @@ macro_rules! kernels {
         mod $name {
             use super::*;
 
-            pub const BYTES: Product<ByteRows, ByteTile> = Product { direct, direct_rows: 4, unpack, panel };
+            pub const BYTES: Product<ByteRows, ByteTile> = Product { direct, direct_rows: 4, panel_rows: PANEL_ROWS, unpack, panel };
 
             #[target_feature(enable = $features)]
             unsafe fn direct(w: Blocks, x: ByteRows, out: *mut Acc) {

@@ -1,12 +1,14 @@
 //! Products with f32 activations in NEON.
 use super::{QUARTER, nibbles, scales, values};
 use crate::kernels::{
-    Acc, Blocks, FloatRows, FloatTile, GROUP_BYTES, GROUPS, Product, TILE_BYTES, by_rows, prefetch,
+    Acc, Blocks, FloatRows, FloatTile, GROUP_BYTES, GROUPS, PANEL_ROWS, Product, TILE_BYTES, by_rows,
+    prefetch,
 };
 use q4_simd::{Neon, Vector};
 use std::arch::aarch64::*;
 
-pub const FLOAT: Product<FloatRows, FloatTile> = Product { direct, direct_rows: 4, unpack, panel };
+pub const FLOAT: Product<FloatRows, FloatTile> =
+    Product { direct, direct_rows: 4, panel_rows: PANEL_ROWS, unpack, panel };
 
 /// The chains of M rows: over `k mod 8 < 4`, and over the rest.
 type Chains<const M: usize> = [[float32x4_t; 2]; M];
