@@ -222,8 +222,9 @@ unsafe fn many_rows<X: Rows, T: Tile>(
             for t in 0..b.groups.div_ceil(GROUPS) {
                 // SAFETY: by contract; tile and groups are inside the row blocks.
                 unsafe {
+                    let ahead = b.ahead(t, b.count);
                     for c in 0..b.count {
-                        (kernels.unpack)(b.tiles.add(c * b.stride + t * TILE_BYTES), &mut tiles[c]);
+                        (kernels.unpack)(b.tiles.add(c * b.stride + t * TILE_BYTES), ahead, &mut tiles[c]);
                     }
                     let x = x.window(first, acc.len(), t);
                     let groups = GROUPS.min(b.groups - t * GROUPS);

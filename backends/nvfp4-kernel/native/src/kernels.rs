@@ -74,6 +74,19 @@ pub struct Blocks {
     pub groups: usize,
 }
 
+impl Blocks {
+    /// Bytes from tile `t` of a row block to what is read [`TILES_AHEAD`] tiles later in the same place, where
+    /// `streams` row blocks are read at once: behind its end the neighbour of the last of them follows. Gate and
+    /// up are no neighbours, and each goes on in its own.
+    #[inline(always)]
+    pub fn ahead(&self, t: usize, streams: usize) -> usize {
+        let tiles = self.groups.div_ceil(GROUPS);
+        let are_neighbours = self.stride == tiles * TILE_BYTES;
+        let hops = if are_neighbours { (t + TILES_AHEAD) / tiles } else { 0 };
+        TILES_AHEAD * TILE_BYTES + hops * (streams - 1) * self.stride
+    }
+}
+
 /// Activation rows in f32.
 #[derive(Clone, Copy)]
 pub struct FloatRows {
@@ -224,8 +237,8 @@ pub struct Product<X, T> {
     pub direct_rows: usize,
     /// Most rows of a `panel`, at most [`MOST_ROWS`].
     pub panel_rows: usize,
-    /// Decodes the tile at a 64-byte aligned address.
-    pub unpack: unsafe fn(tile: *const u8, out: *mut T),
+    /// Decodes the tile at a 64-byte aligned address, and fetches the one that lies `ahead` bytes behind it.
+    pub unpack: unsafe fn(tile: *const u8, ahead: usize, out: *mut T),
     /// For any number of rows.
     pub panel: PanelFn<X, T>,
 }
@@ -278,17 +291,19 @@ impl Kernels {
     }
 }
 
-/// Bytes that packed weights are fetched ahead of the arithmetic, which reads one row block after the other.
+/// Tiles that packed weights are fetched ahead of the arithmetic.
+const TILES_AHEAD: usize = 16;
+/// The same in bytes, where one row block is read after the other.
 #[cfg_attr(not(any(target_arch = "x86_64", target_arch = "aarch64")), allow(dead_code))] // portable has no use
-const AHEAD: usize = 16 * TILE_BYTES;
+const AHEAD: usize = TILES_AHEAD * TILE_BYTES;
 
-/// Asks for the tile that comes [`AHEAD`] of `tile`.
+/// Asks for the tile `ahead` bytes behind `tile`.
 #[cfg_attr(not(any(target_arch = "x86_64", target_arch = "aarch64")), allow(dead_code))] // as above
 #[inline(always)]
-unsafe fn prefetch<V: Vector>(tile: *const u8) {
+unsafe fn prefetch<V: Vector>(tile: *const u8, ahead: usize) {
     for line in 0..TILE_BYTES / 64 {
         // SAFETY: a hint that never faults.
-        unsafe { V::prefetch(tile.wrapping_add(AHEAD + 64 * line)) };
+        unsafe { V::prefetch(tile.wrapping_add(ahead + 64 * line)) };
     }
 }
 
@@ -304,3 +319,37 @@ macro_rules! by_rows {
 }
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use by_rows;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Row blocks in pairs, tile by tile of both: the order of `forward::many_rows`.
+    #[test]
+    fn what_is_fetched_is_what_is_read_later() {
+        for (tiles, pairs) in [(1, 40), (4, 12), (15, 4), (16, 4), (17, 3), (48, 2)] {
+            let bytes = tiles * TILE_BYTES;
+            // Neighbours, or a gate and its up.
+            for (stride, from) in [(bytes, PAIR * bytes), (pairs * bytes, bytes)] {
+                for c in 0..PAIR {
+                    let start = |pair: usize| pair * from + c * stride;
+                    let read = |i: usize| start(i / tiles) + i % tiles * TILE_BYTES;
+                    for i in 0..pairs * tiles - TILES_AHEAD.min(pairs * tiles) {
+                        let blocks = Blocks {
+                            tiles: std::ptr::without_provenance(start(i / tiles)),
+                            stride,
+                            count: PAIR,
+                            groups: tiles * GROUPS,
+                        };
+                        let fetched = read(i) + blocks.ahead(i % tiles, PAIR);
+                        assert_eq!(
+                            fetched,
+                            read(i + TILES_AHEAD),
+                            "{tiles} tiles, {pairs} pairs, {stride}, {i}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+}

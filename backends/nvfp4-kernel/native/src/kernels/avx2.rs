@@ -3,8 +3,9 @@
 mod activations;
 
 use super::{
-    ANCHOR, Acc, Blocks, ByteBlock, ByteRows, ByteTile, FloatRows, FloatTile, GROUP_BYTES, GROUPS, Kernels,
-    LANES, OFFSET, PANEL_ROWS, Product, SCALES_AT, SHIFTS, TILE_BYTES, TILE_K, by_rows, lanes, prefetch,
+    AHEAD, ANCHOR, Acc, Blocks, ByteBlock, ByteRows, ByteTile, FloatRows, FloatTile, GROUP_BYTES, GROUPS,
+    Kernels, LANES, OFFSET, PANEL_ROWS, Product, SCALES_AT, SHIFTS, TILE_BYTES, TILE_K, by_rows, lanes,
+    prefetch,
 };
 use q4_core::formats::e2m1;
 use q4_simd::{Avx2, Vector};
@@ -49,7 +50,7 @@ unsafe fn direct_rows<const M: usize>(w: Blocks, x: FloatRows, out: *mut Acc) {
             for g in 0..w.groups {
                 let tile = w.tiles.add(c * w.stride + g / GROUPS * TILE_BYTES);
                 if g % GROUPS == 0 {
-                    prefetch::<Avx2>(tile);
+                    prefetch::<Avx2>(tile, AHEAD);
                 }
                 let x0 = x.x.add(16 * g);
                 let scale = half_scales(tile, g % GROUPS);
@@ -79,9 +80,10 @@ unsafe fn direct_rows<const M: usize>(w: Blocks, x: FloatRows, out: *mut Acc) {
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn unpack(tile: *const u8, out: *mut FloatTile) {
+unsafe fn unpack(tile: *const u8, ahead: usize, out: *mut FloatTile) {
     // SAFETY: a tile and its buffer, by the contract of `Kernels`.
     unsafe {
+        prefetch::<Avx2>(tile, ahead);
         let table = doubled();
         for g in 0..GROUPS {
             for side in 0..2 {
@@ -164,7 +166,7 @@ unsafe fn direct_bytes_rows<const M: usize>(w: Blocks, x: ByteRows, out: *mut Ac
             let mut acc = [[_mm256_setzero_ps(); 2]; M];
             for t in 0..w.groups.div_ceil(GROUPS) {
                 let tile = w.tiles.add(c * w.stride + t * TILE_BYTES);
-                prefetch::<Avx2>(tile);
+                prefetch::<Avx2>(tile, AHEAD);
                 for g in 0..GROUPS {
                     let scale = scales(tile, g);
                     let offset = offsets(scale);
@@ -186,9 +188,10 @@ unsafe fn direct_bytes_rows<const M: usize>(w: Blocks, x: ByteRows, out: *mut Ac
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn unpack_bytes(tile: *const u8, out: *mut ByteTile) {
+unsafe fn unpack_bytes(tile: *const u8, ahead: usize, out: *mut ByteTile) {
     // SAFETY: a tile and its buffer, by the contract of `Kernels`.
     unsafe {
+        prefetch::<Avx2>(tile, ahead);
         let table = unsigned();
         for g in 0..GROUPS {
             for side in 0..2 {

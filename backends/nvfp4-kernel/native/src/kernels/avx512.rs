@@ -5,8 +5,8 @@ mod bytes;
 mod float;
 
 use super::{
-    AHEAD, Acc, ByteRows, ByteTile, FloatRows, FloatTile, GROUPS, Kernels, LANES, PAIR, Product, SCALES_AT,
-    SHIFTS, TILE_BYTES, TILE_K, lanes,
+    Acc, ByteRows, ByteTile, FloatRows, FloatTile, GROUPS, Kernels, LANES, PAIR, Product, SCALES_AT, SHIFTS,
+    TILE_BYTES, TILE_K, lanes,
 };
 use q4_core::formats::e2m1;
 use q4_simd::Avx512;
@@ -110,9 +110,9 @@ unsafe fn load(p: *const u8) -> __m512i {
 
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn prefetch<const HINT: i32>(tile: *const u8) {
+unsafe fn prefetch<const HINT: i32>(tile: *const u8, ahead: usize) {
     for line in 0..TILE_BYTES / 64 {
-        _mm_prefetch::<HINT>(tile.wrapping_add(AHEAD + 64 * line).cast());
+        _mm_prefetch::<HINT>(tile.wrapping_add(ahead + 64 * line).cast());
     }
 }
 
@@ -145,7 +145,7 @@ unsafe fn put<const M: usize, const C: usize>(acc: &[[__m512; C]; M], first: usi
 mod tests {
     //! Tables that this processor can run and would not choose.
     use super::*;
-    use crate::kernels::{Blocks, ByteBlock, Tile, rounding};
+    use crate::kernels::{AHEAD, Blocks, ByteBlock, Tile, rounding};
 
     /// Sums of `rows` rows with two tiles of two row blocks, by both products.
     fn sums(kernels: &Kernels, tiles: &[Aligned; 4], rows: &[ByteBlock]) -> Vec<Acc> {
@@ -158,7 +158,7 @@ mod tests {
             for tile in 0..2 {
                 let mut decoded = [ByteTile::BLANK; PAIR];
                 for (c, decoded) in decoded.iter_mut().enumerate() {
-                    (bytes.unpack)(tiles[2 * c + tile].0.as_ptr(), decoded);
+                    (bytes.unpack)(tiles[2 * c + tile].0.as_ptr(), AHEAD, decoded);
                 }
                 (bytes.panel)(decoded.as_ptr(), PAIR, GROUPS, x(tile), out.as_mut_ptr());
             }

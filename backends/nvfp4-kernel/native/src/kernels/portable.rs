@@ -39,14 +39,14 @@ unsafe fn never<X>(_: Blocks, _: X, _: *mut Acc) {
     unreachable!("direct_rows is 0")
 }
 
-unsafe fn unpack_float(tile: *const u8, out: *mut FloatTile) {
+unsafe fn unpack_float(tile: *const u8, _: usize, out: *mut FloatTile) {
     // SAFETY: by the contract of `Kernels`.
     let (tile, out) = unsafe { (&*tile.cast::<[u8; TILE_BYTES]>(), &mut *out) };
     each_code(tile, |k, lane, code| out.values[k][lane] = e2m1::VALUES[code]);
     scales(tile, &mut out.scales);
 }
 
-unsafe fn unpack_bytes(tile: *const u8, out: *mut ByteTile) {
+unsafe fn unpack_bytes(tile: *const u8, _: usize, out: *mut ByteTile) {
     // SAFETY: by the contract of `Kernels`.
     let (tile, out) = unsafe { (&*tile.cast::<[u8; TILE_BYTES]>(), &mut *out) };
     each_code(tile, |k, lane, code| {

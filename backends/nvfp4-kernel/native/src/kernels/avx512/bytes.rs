@@ -2,8 +2,8 @@
 //! up as unsigned bytes, and a sum starts at what that adds too much.
 use super::{get, load, prefetch, put, scales};
 use crate::kernels::{
-    ANCHOR, Acc, Blocks, ByteBlock, ByteRows, ByteTile, GROUP_BYTES, GROUPS, OFFSET, PANEL_ROWS, Product,
-    TILE_BYTES, by_rows,
+    AHEAD, ANCHOR, Acc, Blocks, ByteBlock, ByteRows, ByteTile, GROUP_BYTES, GROUPS, OFFSET, PANEL_ROWS,
+    Product, TILE_BYTES, by_rows,
 };
 use q4_core::formats::e2m1;
 use std::arch::x86_64::*;
@@ -52,7 +52,7 @@ macro_rules! kernels {
                         let mut acc = [[_mm512_setzero_ps()]; M];
                         for t in 0..w.groups.div_ceil(GROUPS) {
                             let tile = w.tiles.add(c * w.stride + t * TILE_BYTES);
-                            prefetch::<{ $hint }>(tile);
+                            prefetch::<{ $hint }>(tile, AHEAD);
                             let rows = x.blocks.add(t * x.ld);
                             for g in 0..GROUPS {
                                 let codes = $decode(tile.add(g * GROUP_BYTES), table);
@@ -68,10 +68,10 @@ macro_rules! kernels {
             }
 
             #[target_feature(enable = $features)]
-            unsafe fn unpack(tile: *const u8, out: *mut ByteTile) {
+            unsafe fn unpack(tile: *const u8, ahead: usize, out: *mut ByteTile) {
                 // SAFETY: a tile and its buffer, by the contract of `Kernels`.
                 unsafe {
-                    prefetch::<_MM_HINT_T0>(tile);
+                    prefetch::<_MM_HINT_T0>(tile, ahead);
                     let table = table();
                     for g in 0..GROUPS {
                         let codes = $decode(tile.add(g * GROUP_BYTES), table);

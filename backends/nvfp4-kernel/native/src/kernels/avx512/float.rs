@@ -51,7 +51,10 @@ unsafe fn direct_shape<const M: usize, const C: usize>(w: Blocks, x: FloatRows, 
         for g in 0..w.groups {
             let tile = w.tiles.add(g / GROUPS * TILE_BYTES);
             if g % GROUPS == 0 {
-                prefetch_streams::<C>(tile, w, g);
+                let ahead = w.ahead(g / GROUPS, C);
+                for c in 0..C {
+                    prefetch::<_MM_HINT_T0>(tile.add(c * w.stride), ahead);
+                }
             }
             let mut chains = [[[zero; 2]; C]; M];
             for half in 0..2 {
@@ -84,28 +87,11 @@ unsafe fn direct_shape<const M: usize, const C: usize>(w: Blocks, x: FloatRows, 
     }
 }
 
-/// Fetches ahead in C row blocks at once; behind their end, from the C that come next: behind each, unless
-/// they are neighbours.
-#[inline]
-#[target_feature(enable = "avx512f")]
-unsafe fn prefetch_streams<const C: usize>(tile: *const u8, w: Blocks, g: usize) {
-    const TILES: usize = 16;
-    let tiles = w.groups.div_ceil(GROUPS);
-    let hops = g / GROUPS + TILES >= tiles && w.stride == tiles * TILE_BYTES;
-    let hop = if hops { (C - 1) * w.stride } else { 0 };
-    for c in 0..C {
-        for line in 0..TILE_BYTES / 64 {
-            let at = TILES * TILE_BYTES + hop + c * w.stride + 64 * line;
-            _mm_prefetch::<_MM_HINT_T0>(tile.wrapping_add(at).cast());
-        }
-    }
-}
-
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")]
-unsafe fn unpack(tile: *const u8, out: *mut FloatTile) {
+unsafe fn unpack(tile: *const u8, ahead: usize, out: *mut FloatTile) {
     // SAFETY: a tile and its buffer, by the contract of `Kernels`.
     unsafe {
-        prefetch::<_MM_HINT_T0>(tile);
+        prefetch::<_MM_HINT_T0>(tile, ahead);
         let table = values();
         for half in 0..TILE_K / 8 {
             let mut codes = load(tile.add(half * 64));

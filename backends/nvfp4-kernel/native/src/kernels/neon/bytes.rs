@@ -2,8 +2,8 @@
 //! offset, so weights are looked up as they are.
 use super::{QUARTER, nibbles, scales};
 use crate::kernels::{
-    Acc, Blocks, ByteBlock, ByteRows, ByteTile, GROUP_BYTES, GROUPS, LANES, PANEL_ROWS, Product, TILE_BYTES,
-    by_rows, prefetch,
+    AHEAD, Acc, Blocks, ByteBlock, ByteRows, ByteTile, GROUP_BYTES, GROUPS, LANES, PANEL_ROWS, Product,
+    TILE_BYTES, by_rows, prefetch,
 };
 use q4_core::formats::e2m1;
 use q4_simd::{Neon, Vector};
@@ -39,7 +39,7 @@ macro_rules! kernels {
                         let mut acc = [[vdupq_n_f32(0.0); QUARTER]; M];
                         for t in 0..w.groups.div_ceil(GROUPS) {
                             let tile = w.tiles.add(c * w.stride + t * TILE_BYTES);
-                            prefetch::<Neon>(tile);
+                            prefetch::<Neon>(tile, AHEAD);
                             let rows: [&ByteBlock; M] = std::array::from_fn(|r| &*x.blocks.add(t * x.ld + r));
                             for g in 0..GROUPS {
                                 let scale = scales(tile, g);
@@ -59,10 +59,10 @@ macro_rules! kernels {
             }
 
             #[target_feature(enable = $features)]
-            unsafe fn unpack(tile: *const u8, out: *mut ByteTile) {
+            unsafe fn unpack(tile: *const u8, ahead: usize, out: *mut ByteTile) {
                 // SAFETY: a tile and its buffer, by the contract of `Kernels`.
                 unsafe {
-                    prefetch::<Neon>(tile);
+                    prefetch::<Neon>(tile, ahead);
                     let table = table();
                     for g in 0..GROUPS {
                         for q in 0..QUARTER {
@@ -209,10 +209,10 @@ mod i8mm {
     const _: () = assert!(size_of::<Codes>() == LANES * GROUPS * 16);
 
     #[target_feature(enable = "neon,dotprod,i8mm")]
-    pub unsafe fn unpack(tile: *const u8, out: *mut ByteTile) {
+    pub unsafe fn unpack(tile: *const u8, ahead: usize, out: *mut ByteTile) {
         // SAFETY: a tile and its buffer, by the contract of `Kernels`; both forms of the codes have one size.
         unsafe {
-            prefetch::<Neon>(tile);
+            prefetch::<Neon>(tile, ahead);
             let table = table();
             let to = &mut *(&raw mut (*out).codes).cast::<Codes>();
             for g in 0..GROUPS {

@@ -1,7 +1,7 @@
 //! Products with f32 activations in NEON.
 use super::{QUARTER, nibbles, scales, values};
 use crate::kernels::{
-    Acc, Blocks, FloatRows, FloatTile, GROUP_BYTES, GROUPS, PANEL_ROWS, Product, TILE_BYTES, by_rows,
+    AHEAD, Acc, Blocks, FloatRows, FloatTile, GROUP_BYTES, GROUPS, PANEL_ROWS, Product, TILE_BYTES, by_rows,
     prefetch,
 };
 use q4_simd::{Neon, Vector};
@@ -29,7 +29,7 @@ unsafe fn direct_rows<const M: usize>(w: Blocks, x: FloatRows, out: *mut Acc) {
             for g in 0..w.groups {
                 let tile = w.tiles.add(c * w.stride + g / GROUPS * TILE_BYTES);
                 if g % GROUPS == 0 {
-                    prefetch::<Neon>(tile);
+                    prefetch::<Neon>(tile, AHEAD);
                 }
                 let scale = scales(tile, g % GROUPS);
                 for q in 0..QUARTER {
@@ -58,10 +58,10 @@ unsafe fn direct_rows<const M: usize>(w: Blocks, x: FloatRows, out: *mut Acc) {
 }
 
 #[target_feature(enable = "neon")]
-unsafe fn unpack(tile: *const u8, out: *mut FloatTile) {
+unsafe fn unpack(tile: *const u8, ahead: usize, out: *mut FloatTile) {
     // SAFETY: a tile and its buffer, by the contract of `Kernels`.
     unsafe {
-        prefetch::<Neon>(tile);
+        prefetch::<Neon>(tile, ahead);
         let table = values();
         for half in 0..2 * GROUPS {
             for q in 0..QUARTER {
