@@ -7,6 +7,7 @@ use crate::text::context_size;
 use q4_core::{Code, Error, Result};
 use q4_model::cpu::KvType;
 use q4_model::load::ContextOptions;
+use q4_model::scan::first_maximum;
 use serde::Serialize;
 use serde_json::json;
 use std::io::{self, BufWriter, Write};
@@ -55,7 +56,7 @@ pub fn run(cx: &Context, args: &LogitsArgs) -> Result<Outcome> {
     let mut greedy = Vec::with_capacity(args.greedy);
     while greedy.len() < args.greedy {
         let logits = runner.logits()?;
-        let id = first_maximum(&logits[logits.len() - vocab..]);
+        let id = first_maximum(&logits[logits.len() - vocab..]) as u32;
         greedy.push(id);
         if greedy.len() < args.greedy {
             runner.decode(id)?;
@@ -76,17 +77,6 @@ pub fn run(cx: &Context, args: &LogitsArgs) -> Result<Outcome> {
         cx.report().text(&text)?;
     }
     Ok(Outcome::Done)
-}
-
-/// Index of the largest value; the lowest of several.
-fn first_maximum(values: &[f32]) -> u32 {
-    let mut best = 0;
-    for (i, v) in values.iter().enumerate() {
-        if *v > values[best] {
-            best = i;
-        }
-    }
-    best as u32
 }
 
 /// A safetensors file with one f32 matrix, written row by row; it has its name only when it is complete.
@@ -170,11 +160,5 @@ mod tests {
         let again = Tensor::create(&path, 0, 0).expect("created").finish(&path).expect_err("exists");
         assert_eq!(again.code(), Code::Usage);
         assert_eq!(std::fs::read_dir(dir.path()).expect("listing").count(), 1, "nothing is left behind");
-    }
-
-    #[test]
-    fn ties_go_to_the_lowest_id() {
-        assert_eq!(first_maximum(&[0.0, 2.0, 2.0, 1.0]), 1);
-        assert_eq!(first_maximum(&[-1.0]), 0);
     }
 }

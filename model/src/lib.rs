@@ -24,4 +24,4 @@ pub mod watch;
 pub mod weights;
 
 pub use q4_checkpoint::{self as checkpoint, arch, config, export, quantize};
-pub use q4_text::{constraint, generation, reply, sampling, stop, template, tokenizer, wishes};
+pub use q4_text::{constraint, generation, reply, sampling, scan, stop, template, tokenizer, wishes};

@@ -2,7 +2,7 @@
 //!
 //! A row of logits `l` is the distribution `p_i = exp(l_i - lse(l))` with `lse(l) = ln Σ exp(l_i)`. Logits
 //! are f32 as the model wrote them and must be finite; everything here is f64 and in nats.
-use crate::sampling::first_maximum;
+use crate::scan::first_maximum;
 
 /// Loss over the tokens of a text.
 #[derive(Clone, Copy, Debug, Default)]

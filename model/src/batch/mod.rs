@@ -11,6 +11,7 @@ mod scheduler;
 
 pub use crate::places::Part;
 use crate::sampling::Sampler;
+use crate::scan;
 pub use nudges::Nudges;
 use q4_core::{Code, Error, Result};
 pub use request::{Event, Request, Sink, Weighed};
@@ -57,7 +58,7 @@ pub trait Sequences: Send {
 
 /// The logits, if all of them are finite.
 fn finite(logits: &[f32]) -> Result<&[f32]> {
-    match logits.iter().position(|l| !l.is_finite()) {
+    match scan::first(logits, |l| !l.is_finite()) {
         None => Ok(logits),
         Some(at) => Err(non_finite(&format!("{} for token {at}", logits[at]))),
     }

@@ -6,6 +6,7 @@ use crate::executor::{Logits, Shape, Slots};
 use crate::graph::Decoder;
 use crate::places::Part;
 use crate::runner::{Context, Engine, Model};
+use crate::scan;
 use crate::watch::Watch;
 use crate::weights::Linear;
 use q4_core::Result;
@@ -59,7 +60,7 @@ impl Engine for CpuEngine {
         Ok(self.slots.logits.data_mut())
     }
     fn is_finite(&mut self) -> Result<bool> {
-        Ok(self.slots.logits.data().iter().all(|v| v.is_finite()))
+        Ok(scan::first(self.slots.logits.data(), |v| !v.is_finite()).is_none())
     }
     fn len(&self) -> usize {
         self.cache.places.len(0)

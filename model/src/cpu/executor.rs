@@ -6,6 +6,7 @@ use crate::arch::{Activation, Pairs};
 use crate::checkpoint::Bytes;
 use crate::config::Rotation;
 use crate::executor::{Executor, Logits, Shape, Sizes, Slots};
+use crate::scan;
 use crate::watch::{Site, Watch, Written, go_on};
 use crate::weights::{Head, Home, Linear, StoredTable};
 use half::{bf16, f16};
@@ -332,7 +333,7 @@ impl Executor for CpuExecutor {
             Watch::Unless(stop) => go_on(stop),
             Watch::Each(each) => each(Written { site, rows: slot.rows(), values: slot.data_mut() }),
             Watch::NonFinite => {
-                let Some(at) = slot.data().iter().position(|v| !v.is_finite()) else { return Ok(()) };
+                let Some(at) = scan::first(slot.data(), |v| !v.is_finite()) else { return Ok(()) };
                 let (value, row, column) = (slot.data()[at], at / slot.width(), at % slot.width());
                 Err(Error::new(Code::NonFinite, format!("{site}: a value is not finite"))
                     .need("finite activations")

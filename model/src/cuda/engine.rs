@@ -13,6 +13,7 @@ use crate::executor::{Executor, Logits, Shape, Sizes, Slots};
 use crate::places::Part;
 use crate::runner::{Context, Engine, Model};
 use crate::sampling::Sampler;
+use crate::scan;
 use crate::watch::Watch;
 use crate::weights::Linear;
 use q4_core::{Code, DType, Error, Result, ThreadPool};
@@ -245,7 +246,7 @@ impl Engine for CudaEngine {
         if self.course.choice().is_some() {
             return Ok(self.choice()?.finite);
         }
-        Ok(self.logits()?.iter().all(|v| v.is_finite()))
+        Ok(scan::first(self.logits()?, |v| !v.is_finite()).is_none())
     }
 
     fn greedy(&mut self) -> Result<u32> {

@@ -7,6 +7,7 @@ pub mod generation;
 mod quiet;
 pub mod reply;
 pub mod sampling;
+pub mod scan;
 pub mod stop;
 pub mod template;
 pub mod tokenizer;

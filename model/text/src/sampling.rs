@@ -3,6 +3,7 @@
 //! The order and the rules are those of transformers, the generator is fixed, nothing is allocated per token.
 //! Weights are integers, so what is drawn does not depend on the order of sums: CUDA's kernels
 //! (`cuda/draw.cu`) draw the same.
+use crate::scan;
 use q4_core::{Code, Error, Result};
 use rand_chacha::{
     ChaCha8Rng,
@@ -144,7 +145,7 @@ impl Sampler {
     pub fn sample(&mut self, logits: &mut [f32], recent: &[u32]) -> Result<u32> {
         self.check(logits, recent)?;
         self.penalise(logits, recent);
-        let best = first_maximum(logits);
+        let best = scan::first_maximum(logits);
         if logits[best] == f32::NEG_INFINITY {
             return Err(Error::new(Code::NonFinite, "logits: no token has a chance").have("-inf everywhere"));
         }
@@ -196,7 +197,7 @@ impl Sampler {
                 .need(format!("ids below {}", logits.len()))
                 .have(id.to_string()));
         }
-        if let Some(at) = logits.iter().position(|x| x.is_nan() || *x == f32::INFINITY) {
+        if let Some(at) = scan::first(logits, |x| x.is_nan() || x == f32::INFINITY) {
             return Err(Error::new(Code::NonFinite, format!("logits: token {at} has no usable value"))
                 .need("finite numbers or -inf")
                 .have(logits[at].to_string()));
@@ -259,17 +260,6 @@ fn below_share(all: u64, p: f32) -> u64 {
     let share = f64::from(p) * all as f64;
     let below = share as u64;
     if below as f64 >= share { below.saturating_sub(1) } else { below }
-}
-
-/// Index of the largest value, the first of several.
-pub fn first_maximum(logits: &[f32]) -> usize {
-    let mut best = 0;
-    for (i, logit) in logits.iter().enumerate() {
-        if *logit > logits[best] {
-            best = i;
-        }
-    }
-    best
 }
 
 /// Heavier first, lower id first among equals: a total order, so results do not depend on the algorithm.
