@@ -81,6 +81,6 @@ def same(q4):
             equal, made = compared(server, requests, want, seed=1)
         unit = f"of {made} answers are those of one sequence at a time, 32 at once, {dtype}"
         row(f"server-1000-{dtype}", equal, unit, need)
-    done = run(q4, "serve", *CARD, "--reproducible", "--port", 0, timeout=60)[1]
+    done = run("timeout", 60, q4, "serve", *CARD, "--reproducible", "--port", 0)[1]
     told = "refused" if done.returncode == 6 and "--reproducible" in done.stderr else done.stderr
     row("server-1000-answers", told, "with --reproducible, whose rows would depend on their company", "refused")

@@ -4,37 +4,16 @@
 mod handmade;
 
 use handmade::{DatEntry, Model, Tensor, VARIANTS, join, leb128, split, write_dat};
+use q4_heap::{COUNTED, Heap};
 use q4_model::verify::{Severity, verify};
 use serde_json::{Value, json};
-use std::{
-    alloc::{GlobalAlloc, Layout, System},
-    panic::{AssertUnwindSafe, catch_unwind},
-    sync::atomic::{AtomicUsize, Ordering::Relaxed},
-};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Most bytes that opening, checking and verifying one damaged model may hold at a time.
 const ALLOWED: usize = 64 << 20;
 
-struct Counting;
-static LIVE: AtomicUsize = AtomicUsize::new(0);
-static PEAK: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: every call is forwarded unchanged; only sizes are counted.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        PEAK.fetch_max(LIVE.fetch_add(layout.size(), Relaxed) + layout.size(), Relaxed);
-        // SAFETY: the caller's contract is the same.
-        unsafe { System.alloc(layout) }
-    }
-    unsafe fn dealloc(&self, p: *mut u8, layout: Layout) {
-        LIVE.fetch_sub(layout.size(), Relaxed);
-        // SAFETY: the caller's contract is the same.
-        unsafe { System.dealloc(p, layout) }
-    }
-}
-
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static HEAP: Heap = COUNTED;
 
 #[derive(Default)]
 struct Run {
@@ -45,15 +24,14 @@ struct Run {
 
 impl Run {
     fn check(&mut self, label: &str, files: Vec<(String, Vec<u8>)>) {
-        let start = LIVE.load(Relaxed);
-        PEAK.store(start, Relaxed);
+        let start = q4_heap::begin();
         let outcome = catch_unwind(AssertUnwindSafe(|| {
             let checkpoint = handmade::open(files).map_err(|e| (e, true))?;
             let findings = verify(&checkpoint);
             let objects = findings.iter().any(|f| f.severity == Severity::Error);
             checkpoint.bind_all().map(|()| objects).map_err(|e| (e, objects))
         }));
-        let peak = PEAK.load(Relaxed) - start;
+        let peak = q4_heap::peak() - start;
         self.cases += 1;
         self.peak = self.peak.max(peak);
         if peak > ALLOWED {

@@ -2,35 +2,13 @@
 mod support;
 
 use q4_core::{ComputePath, Result};
+use q4_heap::{COUNTED, Heap};
 use q4_model::plan::ActivationRequest;
 use q4_model::sampling::{Sampler, SamplingParams};
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::atomic::{AtomicUsize, Ordering};
 use support::Setup;
 
-struct Counting;
-static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: forwards to the system allocator.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: forwarded.
-        unsafe { System.alloc(layout) }
-    }
-    unsafe fn dealloc(&self, p: *mut u8, layout: Layout) {
-        // SAFETY: forwarded.
-        unsafe { System.dealloc(p, layout) }
-    }
-    unsafe fn realloc(&self, p: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: forwarded.
-        unsafe { System.realloc(p, layout, size) }
-    }
-}
-
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static HEAP: Heap = COUNTED;
 
 fn main() -> Result<()> {
     use ActivationRequest::{Auto, Int8, Native, Nvfp4};
@@ -53,11 +31,11 @@ fn main() -> Result<()> {
             runner.decode(id)
         };
         step(&mut runner)?;
-        let before = ALLOCATIONS.load(Ordering::Relaxed);
+        let before = q4_heap::calls();
         for _ in 0..32 {
             step(&mut runner)?;
         }
-        let made = ALLOCATIONS.load(Ordering::Relaxed) - before;
+        let made = q4_heap::calls() - before;
         assert_eq!(made, 0, "{path} with {activations:?}: allocations in 32 decode steps");
         println!("test {path} {activations:?}: 0 allocations in 32 decode steps ... ok");
     }

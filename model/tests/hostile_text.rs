@@ -1,6 +1,7 @@
 //! Damaged and malicious text files of a model: every one must end in an error of the model kind, quietly, in
 //! bounded memory, and without taking the process down.
 use q4_core::{Error, Result};
+use q4_heap::{COUNTED, Heap};
 use q4_model::{
     config::DecoderConfig,
     generation::GenerationConfig,
@@ -9,7 +10,6 @@ use q4_model::{
 };
 use serde_json::{Map, Value, json};
 use std::{
-    alloc::{GlobalAlloc, Layout, System},
     panic,
     sync::{
         Mutex, MutexGuard, Once, PoisonError,
@@ -25,28 +25,9 @@ const GENERATION: &str = include_str!("data/demo/generation_config.json");
 const TOKENIZER: &str = include_str!("data/demo/tokenizer.json");
 const MEMORY: usize = 256 << 20;
 
-struct Counting;
-static LIVE: AtomicUsize = AtomicUsize::new(0);
-static PEAK: AtomicUsize = AtomicUsize::new(0);
-static PANICS: AtomicUsize = AtomicUsize::new(0);
-
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
-
-// SAFETY: every call is passed on unchanged to the system allocator; the counters do not touch the memory.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        let live = LIVE.fetch_add(layout.size(), Relaxed) + layout.size();
-        PEAK.fetch_max(live, Relaxed);
-        // SAFETY: the caller keeps the contract of `alloc`.
-        unsafe { System.alloc(layout) }
-    }
-    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
-        LIVE.fetch_sub(layout.size(), Relaxed);
-        // SAFETY: `memory` came from `alloc` above, which is the system's.
-        unsafe { System.dealloc(memory, layout) }
-    }
-}
+static HEAP: Heap = COUNTED;
+static PANICS: AtomicUsize = AtomicUsize::new(0);
 
 /// Runs cases one after the other and collects what went wrong with any of them.
 struct Trial {
@@ -72,15 +53,14 @@ impl Trial {
     /// `work` must end in an error with exit code 4 whose text contains `names`.
     fn refuses<T>(&mut self, case: &str, names: &str, work: impl FnOnce() -> Result<T> + Send + 'static) {
         self.cases += 1;
-        let (panics, live) = (PANICS.load(Relaxed), LIVE.load(Relaxed));
-        PEAK.store(live, Relaxed);
+        let (panics, live) = (PANICS.load(Relaxed), q4_heap::begin());
         let (send, receive) = mpsc::channel();
         let worker = thread::spawn(move || {
             // Only a test that hangs waits in vain; then this thread is left behind.
             let _ = send.send(work().map(|_| ()));
         });
         let end: Option<Result<(), Error>> = receive.recv_timeout(Duration::from_secs(120)).ok();
-        let peak = PEAK.load(Relaxed).saturating_sub(live);
+        let peak = q4_heap::peak().saturating_sub(live);
         let mut wrong = |what: String| self.wrong.push(format!("{case}: {what}"));
         match end {
             None if worker.is_finished() => wrong("panicked".into()),

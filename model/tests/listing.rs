@@ -2,44 +2,17 @@
 #![allow(clippy::unwrap_used)]
 
 use q4_core::Code;
+use q4_heap::{COUNTED, Heap};
 use q4_model::checkpoint::TensorStore;
-use std::{
-    alloc::{GlobalAlloc, Layout, System},
-    path::Path,
-    sync::atomic::{AtomicUsize, Ordering::Relaxed},
-};
+use std::path::Path;
 
 /// Bytes for a byte of header; the mapped file itself is one more while it is read.
 const ALLOWED: usize = 3;
 /// What a process takes for other things.
 const BESIDE: usize = 1 << 20;
 
-struct Counting;
-static LIVE: AtomicUsize = AtomicUsize::new(0);
-static PEAK: AtomicUsize = AtomicUsize::new(0);
-
-/// What the system's allocator takes for a request, its own word and the rounding included.
-fn taken(size: usize) -> usize {
-    (size + 8).next_multiple_of(16).max(32)
-}
-
-// SAFETY: every call is forwarded unchanged; only sizes are counted.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        let size = taken(layout.size());
-        PEAK.fetch_max(LIVE.fetch_add(size, Relaxed) + size, Relaxed);
-        // SAFETY: the caller's contract is the same.
-        unsafe { System.alloc(layout) }
-    }
-    unsafe fn dealloc(&self, p: *mut u8, layout: Layout) {
-        LIVE.fetch_sub(taken(layout.size()), Relaxed);
-        // SAFETY: the caller's contract is the same.
-        unsafe { System.dealloc(p, layout) }
-    }
-}
-
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static HEAP: Heap = COUNTED;
 
 /// One test, so that the count belongs to one file at a time.
 #[test]
@@ -81,10 +54,9 @@ fn sharded() {
 }
 
 fn assert_bounded(path: &Path, size: usize, what: &str) {
-    let before = LIVE.load(Relaxed);
-    PEAK.store(before, Relaxed);
+    let before = q4_heap::begin();
     let tensors = TensorStore::open(path).unwrap().table().len();
-    let peak = PEAK.load(Relaxed) - before;
+    let peak = q4_heap::peak() - before;
     println!("{what}: {tensors} tensors, header of {size}, peak {peak}: {:.2}", peak as f64 / size as f64);
     assert!(peak <= ALLOWED * size + BESIDE, "{what}: {peak} bytes for a header of {size}");
     assert!(tensors >= 10);

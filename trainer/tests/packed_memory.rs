@@ -1,6 +1,7 @@
 //! No tensor of a packed base is ever dense: every allocation of this process is looked at, libtorch's too.
 #![cfg(all(feature = "torch", target_os = "linux"))]
 use q4_core::{Result, ThreadPool};
+use q4_heap::Heap;
 use q4_model::config::DecoderConfig;
 use q4_trainer::config::Config;
 use q4_trainer::optim::{Hyper, MasterFormat, ScaleChoice, StateFormat};
@@ -11,7 +12,6 @@ use q4_trainer::torch::loss::Target;
 use q4_trainer::torch::phases::Phases;
 use q4_trainer::torch::session::{self, Base};
 use q4_trainer::torch::weights::{Decay, Keep, Params};
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::ffi::{c_int, c_void};
 use std::path::Path;
 use std::sync::Arc;
@@ -33,22 +33,8 @@ fn note(bytes: usize) {
     }
 }
 
-struct Noting;
 #[global_allocator]
-static ALLOCATOR: Noting = Noting;
-
-// SAFETY: everything is the system's allocator; sizes are noted.
-unsafe impl GlobalAlloc for Noting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        note(layout.size());
-        // SAFETY: forwarded.
-        unsafe { System.alloc(layout) }
-    }
-    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        // SAFETY: forwarded.
-        unsafe { System.dealloc(at, layout) }
-    }
-}
+static HEAP: Heap = Heap { asked: note, freed: |_| {} };
 
 /// libtorch takes memory of tensors by this name, and finds this one before libc's.
 #[unsafe(no_mangle)]

@@ -18,11 +18,13 @@
 //   dynamic shared memory SHARED bytes.
 #include "table.cuh"
 #include "convert.cuh"
+#include "deal.cuh"
 #include "hopper.cuh"
+#include "unit.cuh"
 
 DEVICE void barrier_arrive(u32 at) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(at) : "memory"); }
 
-constexpr int UNIT = 1152, GROUPS = 8;       // row groups of a tile
+constexpr int GROUPS = 8;                    // row groups of a tile
 constexpr int SLAB = TN * 128;               // x of a tile by 64 of k
 constexpr int STAGE = 2 * SLAB, WEIGHTS = GROUPS * UNIT;
 constexpr int TABLE = TABLE_BYTES;
@@ -34,33 +36,7 @@ constexpr int SHARED = STAGES * (STAGE + WEIGHTS) + TABLE + 2 * PIECE + 16 * STA
 constexpr int TOKENS16 = TN < 64 ? TN : 64;  // sent off at once, of 16 bits
 constexpr int TOKENS32 = 32;                 // of 32 bits
 
-// What a block has to do, the same for those who copy and those who multiply.
-struct Work {
-    int tile, from, to; // units of k
-};
-struct Plan {
-    int units, split_tiles, tiles, begin, end, next;
-    DEVICE Plan start(int units, int split_tiles, int tiles) {
-        Plan p;
-        u64 all = (u64)units * split_tiles;
-        p.units = units, p.split_tiles = split_tiles, p.tiles = tiles;
-        u32 me = blockIdx.x, count = gridDim.x;
-        p.begin = (int)(all * me / count), p.end = (int)(all * (me + 1) / count);
-        p.next = split_tiles + me;
-        return p;
-    }
-    __device__ __forceinline__ bool take(Work &w) {
-        if (begin < end) {
-            w.tile = begin / units, w.from = begin - w.tile * units, w.to = min(units, w.from + end - begin);
-            begin += w.to - w.from;
-            return true;
-        }
-        if (next >= tiles) return false;
-        w.tile = next, w.from = 0, w.to = units;
-        next += gridDim.x;
-        return true;
-    }
-};
+using Plan = Shares<1, u64>;
 
 // The operands of a slab: leading and trailing parts of four m64k16.
 struct Operands {

@@ -27,8 +27,10 @@
 //   grid PAIR * min(multiprocessors / PAIR, work), every block resident, with SPLIT a cluster a tile; block THREADS; dynamic
 //   shared memory SHARED bytes.
 #include "convert.cuh"
+#include "deal.cuh"
 #include "hopper.cuh"
 #include "place.cuh"
+#include "unit.cuh"
 
 #define CLUSTER (PAIR * SPLIT)
 DEVICE void barrier_wait_cluster(u32 at, u32 phase) {
@@ -62,7 +64,6 @@ DEVICE void cluster_wait() {
     if (CLUSTER > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 constexpr int ROWS = 64 * WGS, GROUPS = 4 * WGS; // of a tile
-constexpr int UNIT = 1152;       // bytes of 16 rows by 128 k
 constexpr int SLAB = TN * 128;   // bytes of x of a tile by 64 of k
 constexpr int KEPT = TN / SPLIT; // tokens of a tile whose outputs a block writes
 constexpr int PIECE = SPLIT > 1 ? 0 : TN > 64 ? 4096 : 2048; // outputs of one warpgroup on their way to memory, PIECES times
@@ -84,39 +85,7 @@ constexpr int SHARED = TABLE + STAGES * (SLAB + 16) + PIECES * WGS * PIECE + PAC
 static_assert(WGS * KEPT * 128 <= STAGES * SLAB, "outputs fit the ring");
 constexpr bool WIDE = WGS * TN > 256; // so many sums that the copying warps give registers away
 constexpr int THREADS = 128 * WGS + (WIDE ? 128 : 64);
-
-// What a pair has to do, the same for those who load and those who multiply.
-struct Work {
-    int tile, from, to; // rounds of k
-};
-struct Plan {
-    int rounds, split_tiles, tiles, begin, end, next;
-    DEVICE Plan start(int rounds, int split_tiles, int tiles) {
-        Plan p;
-        u32 all = (u32)rounds * split_tiles;
-        p.rounds = rounds, p.split_tiles = split_tiles, p.tiles = tiles;
-        u32 me = blockIdx.x / PAIR, count = gridDim.x / PAIR;
-        p.begin = (int)(all * me / count), p.end = (int)(all * (me + 1) / count);
-        p.next = split_tiles + me;
-        return p;
-    }
-    __device__ __forceinline__ bool take(Work &w) {
-        if (begin < end) {
-            w.tile = begin / rounds, w.from = begin - w.tile * rounds, w.to = min(rounds, w.from + end - begin);
-            begin += w.to - w.from;
-            return true;
-        }
-        if (next >= tiles) return false;
-        w.tile = next, w.from = 0, w.to = rounds;
-        next += gridDim.x / PAIR;
-        return true;
-    }
-    // Rounds of all work.
-    __device__ __forceinline__ int total() const {
-        int whole = next < tiles ? (tiles - 1 - next) / (int)(gridDim.x / PAIR) + 1 : 0;
-        return end - begin + whole * rounds;
-    }
-};
+using Plan = Shares<PAIR, u32>;
 
 // bf16(level * UP), UP = 1.1888107612: within 2^-9.32 of the levels, the best factor.
 #define DOWN 0.84117674827575684f

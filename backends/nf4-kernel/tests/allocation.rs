@@ -6,28 +6,11 @@ use q4_core::{
     BuiltinOptions, DType, Device, ExecContext, ExecPath, LinearSpec, Nf4, NibbleOrder, OpSet, Q4Schema,
     Registry, Result, SegmentSpec, TensorViewMut, ThreadPool,
 };
+use q4_heap::{COUNTED, Heap};
 use q4_nf4_kernel as _;
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::atomic::{AtomicU64, Ordering};
-
-struct Counting;
-static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
-
-// SAFETY: forwards to the system allocator.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: forwarded.
-        unsafe { System.alloc(layout) }
-    }
-    unsafe fn dealloc(&self, p: *mut u8, layout: Layout) {
-        // SAFETY: forwarded.
-        unsafe { System.dealloc(p, layout) }
-    }
-}
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static HEAP: Heap = COUNTED;
 
 #[test]
 fn no_call_allocates() -> Result<()> {
@@ -64,10 +47,10 @@ fn no_call_allocates() -> Result<()> {
         let bytes = [scratch.len()];
         let workspace = Some(TensorViewMut::of(&mut scratch, &bytes)?);
         let mut cx = ExecContext { workspace, ..ExecContext::cpu(&pool) };
-        let before = ALLOCATIONS.load(Ordering::Relaxed);
+        let before = q4_heap::calls();
         w.forward(x.view(m, k)?, y.view_mut(m, n)?, &mut cx)?;
         w.backward_input(y.view(m, n)?, dx.view_mut(m, k)?, &mut cx)?;
-        assert_eq!(ALLOCATIONS.load(Ordering::Relaxed), before, "{}", p.name);
+        assert_eq!(q4_heap::calls(), before, "{}", p.name);
         calls += 2;
         Ok(())
     })?;

@@ -6,28 +6,11 @@ use q4_core::{
     LinearSpec, Nvfp4, Nvfp4Parts, OpSet, Q4Schema, Q4Weight, Registry, Rule, ScaleLayout, Segment,
     SegmentSpec, TensorView, TensorViewMut, ThreadPool,
 };
+use q4_heap::{COUNTED, Heap};
 use q4_nvfp4_kernel::NAME;
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::atomic::{AtomicU64, Ordering};
-
-struct Counting;
-static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
-
-// SAFETY: forwards to the system allocator.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: forwarded.
-        unsafe { System.alloc(layout) }
-    }
-    unsafe fn dealloc(&self, p: *mut u8, layout: Layout) {
-        // SAFETY: forwarded.
-        unsafe { System.dealloc(p, layout) }
-    }
-}
 
 #[global_allocator]
-static COUNTING: Counting = Counting;
+static HEAP: Heap = COUNTED;
 
 #[test]
 fn calls_allocate_nothing() {
@@ -72,14 +55,14 @@ fn calls_allocate_nothing() {
         let scratch =
             unsafe { std::slice::from_raw_parts_mut(scratch[at..].as_mut_ptr().cast::<u8>(), bytes) };
         cx.workspace = Some(TensorViewMut::of(scratch, &[bytes]).unwrap());
-        let before = ALLOCATIONS.load(Ordering::Relaxed);
+        let before = q4_heap::calls();
         for _ in 0..10 {
             let out = TensorViewMut::of(&mut y, &[m, n]).unwrap();
             weight.forward(TensorView::of(&x, &[m, k]).unwrap(), out, &mut cx).unwrap();
             let out = TensorViewMut::of(&mut dx, &[m, k]).unwrap();
             weight.backward_input(TensorView::of(&y, &[m, n]).unwrap(), out, &mut cx).unwrap();
         }
-        assert_eq!(ALLOCATIONS.load(Ordering::Relaxed), before, "{activations:?}");
+        assert_eq!(q4_heap::calls(), before, "{activations:?}");
         assert!(y.iter().all(|v| v.is_finite() && *v != 0.0));
     }
 }

@@ -2,12 +2,13 @@
 //! dtype, fused segments, stored layouts, and many threads on one weight.
 #![allow(clippy::unwrap_used)]
 use half::{bf16, f16};
-use q4_core::formats::swizzle;
+use q4_core::formats::Format;
+use q4_core::formats::sample::{Draw, mix, uniform};
 use q4_core::oracle::{Column, Input, bound};
 use q4_core::selfcheck::IoBuffer;
 use q4_core::{
     ActGlobal, ActQuant, Activations, BuiltinOptions, Code, Convention, DType, Device, Dispatch, ExecContext,
-    ExecPath, GlobalScale, LinearSpec, Nvfp4, Nvfp4Parts, OpSet, Overrides, Policy, Q4Linear, Q4Schema,
+    ExecPath, GlobalScale, LinearSpec, Nvfp4, OpSet, Overrides, OwnedParts, Part, Policy, Q4Linear, Q4Schema,
     Q4Weight, Registry, RowDecoder, Rule, ScaleLayout, Segment, SegmentSpec, TensorView, TensorViewMut,
     ThreadPool,
 };
@@ -32,7 +33,7 @@ fn every_activation_format_agrees_with_the_oracle() {
     ];
     for (i, activations) in formats.into_iter().enumerate() {
         for (n, k, m) in [(1, 16, 1), (48, 64, 1), (33, 160, 3), (130, 256, 17)] {
-            let stored = Stored::new(&[n], k, Some(Convention::Multiply), ScaleLayout::RowMajor);
+            let stored = Weight::new(&[n], k, Some(Convention::Multiply), ScaleLayout::RowMajor);
             let io = IO[i % 3];
             stored.check(&dispatch, m, io, io, activations);
         }
@@ -48,7 +49,7 @@ fn every_activation_format_agrees_with_the_oracle() {
 #[test]
 fn every_pair_of_dtypes_is_served() {
     let dispatch = dispatch(BuiltinOptions::default());
-    let stored = Stored::new(&[40], 96, None, ScaleLayout::RowMajor);
+    let stored = Weight::new(&[40], 96, None, ScaleLayout::RowMajor);
     for x in IO {
         for y in IO {
             for activations in [Activations::Native, Activations::Int8] {
@@ -64,7 +65,7 @@ fn segments_keep_their_own_scales_in_either_convention() {
     for convention in [Convention::Multiply, Convention::Divide] {
         for layout in [ScaleLayout::RowMajor, ScaleLayout::Swizzled128x4] {
             for activations in [Activations::Native, Activations::Int8] {
-                let stored = Stored::new(&[64, 17, 130], 112, Some(convention), layout);
+                let stored = Weight::new(&[64, 17, 130], 112, Some(convention), layout);
                 stored.check(&dispatch, 2, DType::F32, DType::F32, activations);
             }
         }
@@ -76,7 +77,7 @@ fn decoding_is_exact_and_the_gradient_is_that_of_the_decoded_weight() {
     let dispatch = dispatch(BuiltinOptions::default());
     let (m, k) = (3, 96);
     for convention in [None, Some(Convention::Multiply), Some(Convention::Divide)] {
-        let stored = Stored::new(&[20, 33], k, convention, ScaleLayout::Swizzled128x4);
+        let stored = Weight::new(&[20, 33], k, convention, ScaleLayout::Swizzled128x4);
         let (linear, pool) =
             (stored.prepare(&dispatch, m, DType::F32, DType::F32, Activations::Int8), ThreadPool::new(2));
         let decoded = stored.decoded();
@@ -90,7 +91,7 @@ fn decoding_is_exact_and_the_gradient_is_that_of_the_decoded_weight() {
                 "{convention:?} {dtype}"
             );
         }
-        let dy: Vec<f32> = (0..m * n).map(|i| noise(i as u64) - 0.5).collect();
+        let dy: Vec<f32> = (0..m * n).map(|i| uniform(mix(i as u64)) - 0.5).collect();
         let mut dx = vec![f32::NAN; m * k];
         with_scratch(&linear, m, &pool, |cx| {
             let view = TensorViewMut::of(&mut dx, &[m, k]).unwrap();
@@ -111,7 +112,7 @@ fn decoding_is_exact_and_the_gradient_is_that_of_the_decoded_weight() {
 fn strided_rows_are_read_and_nothing_between_them_is_written() {
     let dispatch = dispatch(BuiltinOptions::default());
     let (m, n, k) = (3, 40, 64);
-    let stored = Stored::new(&[n], k, None, ScaleLayout::RowMajor);
+    let stored = Weight::new(&[n], k, None, ScaleLayout::RowMajor);
     let (linear, pool) =
         (stored.prepare(&dispatch, m, DType::F32, DType::F32, Activations::Native), ThreadPool::new(2));
     let x = input(DType::F32, m * k);
@@ -138,7 +139,7 @@ fn strided_rows_are_read_and_nothing_between_them_is_written() {
 fn one_weight_serves_many_threads() {
     let dispatch = dispatch(BuiltinOptions::default());
     let (m, n, k) = (4, 96, 128);
-    let stored = Stored::new(&[n], k, Some(Convention::Multiply), ScaleLayout::RowMajor);
+    let stored = Weight::new(&[n], k, Some(Convention::Multiply), ScaleLayout::RowMajor);
     let linear = stored.prepare(&dispatch, m, DType::F32, DType::F32, Activations::Int8);
     let x = input(DType::F32, m * k);
     let product = |pool: &ThreadPool| {
@@ -168,7 +169,7 @@ fn bad_values_become_errors_with_the_layers_name() {
     let dispatch = dispatch(BuiltinOptions::default());
     let k = 32;
     let w4a4 = Activations::Nvfp4(ActQuant { rule: Rule::ModelOpt, global: ActGlobal::None });
-    let stored = Stored::new(&[16], k, None, ScaleLayout::RowMajor);
+    let stored = Weight::new(&[16], k, None, ScaleLayout::RowMajor);
     let (linear, pool) = (stored.prepare(&dispatch, 1, DType::F32, DType::F32, w4a4), ThreadPool::new(1));
     let mut x = input(DType::F32, k);
     x[5] = f32::NAN;
@@ -184,7 +185,7 @@ fn bad_values_become_errors_with_the_layers_name() {
 #[test]
 fn a_call_without_its_workspace_is_refused() {
     let dispatch = dispatch(BuiltinOptions::default());
-    let stored = Stored::new(&[16], 32, None, ScaleLayout::RowMajor);
+    let stored = Weight::new(&[16], 32, None, ScaleLayout::RowMajor);
     let (linear, pool) =
         (stored.prepare(&dispatch, 1, DType::F32, DType::F32, Activations::Int8), ThreadPool::new(1));
     assert!(linear.workspace(1) > 0, "int8 activations are kept somewhere");
@@ -199,8 +200,8 @@ fn a_call_without_its_workspace_is_refused() {
 fn scales_that_are_no_scales_are_refused_by_name() {
     let dispatch = dispatch(BuiltinOptions::default());
     for bad in [0x7f, 0x80, 0xff] {
-        let mut stored = Stored::new(&[16, 32], 32, None, ScaleLayout::RowMajor);
-        stored.parts[1].scales[3] = bad;
+        let mut stored = Weight::new(&[16, 32], 32, None, ScaleLayout::RowMajor);
+        stored.parts[1].1.bytes_mut(Part::Scales)[3] = bad;
         let spec = stored.spec(1, DType::F32, DType::F32, Activations::Int8);
         let selection = dispatch.select(&spec).unwrap();
         let e = stored
@@ -217,54 +218,29 @@ fn dispatch(options: BuiltinOptions) -> Dispatch {
     Dispatch::new(Registry::builtin(&options).unwrap(), Policy { overrides, ..Policy::default() })
 }
 
-/// Stored bytes of a weight of several segments.
-struct Stored {
+/// A weight of several segments.
+struct Weight {
     k: usize,
     schema: Q4Schema,
-    parts: Vec<Part>,
+    /// Rows, and what is stored of them.
+    parts: Vec<(usize, OwnedParts)>,
 }
 
-struct Part {
-    rows: usize,
-    codes: Vec<u8>,
-    scales: Vec<u8>,
-    global: Option<GlobalScale>,
-}
-
-impl Stored {
-    fn new(rows: &[usize], k: usize, convention: Option<Convention>, scale_layout: ScaleLayout) -> Self {
+impl Weight {
+    fn new(rows: &[usize], k: usize, global: Option<Convention>, scale_layout: ScaleLayout) -> Self {
+        let format = Nvfp4 { scale_layout, global };
         let part = |(i, &rows): (usize, &usize)| {
-            let word = |j: usize| mix((i as u64) << 40 | j as u64);
-            let codes = (0..rows * k / 2).map(|j| word(j) as u8).collect();
-            let linear: Vec<u8> = (0..rows * k / 16).map(|j| (word(j) >> 16) as u8 % 0x7f).collect();
-            let scales = match scale_layout {
-                ScaleLayout::RowMajor => linear,
-                ScaleLayout::Swizzled128x4 => swizzle::to_blocked(&linear, rows, k / 16),
-            };
-            let g = 0.003 * (i + 1) as f32;
-            let global = convention.map(|c| match c {
-                Convention::Multiply => GlobalScale::multiply(g).unwrap(),
-                Convention::Divide => GlobalScale::divide(1.0 / g).unwrap(),
-            });
-            Part { rows, codes, scales, global }
+            (rows, format.sample([rows, k], &Draw { seed: i as u64, tame: true }))
         };
-        let schema = Q4Schema::Nvfp4(Nvfp4 { scale_layout, global: convention });
-        Self { k, schema, parts: rows.iter().enumerate().map(part).collect() }
+        let parts = rows.iter().enumerate().map(part).collect();
+        Self { k, schema: Q4Schema::Nvfp4(format), parts }
     }
 
     fn with<R>(&self, use_it: impl FnOnce(&Q4Weight<'_>) -> R) -> R {
         let segments: Vec<_> = self
             .parts
             .iter()
-            .map(|Part { rows, codes, scales, global }| Segment {
-                rows: *rows,
-                data: Nvfp4Parts {
-                    codes: TensorView::of(codes, &[codes.len()]).unwrap(),
-                    scales: TensorView::of_bytes(scales, DType::F8E4M3, &[scales.len()]).unwrap(),
-                    global: *global,
-                }
-                .into(),
-            })
+            .map(|(rows, parts)| Segment { rows: *rows, data: parts.lend().unwrap() })
             .collect();
         use_it(&Q4Weight { schema: self.schema, k: self.k, segments: &segments })
     }
@@ -279,7 +255,8 @@ impl Stored {
     }
 
     fn spec(&self, max_m: usize, x: DType, y: DType, activations: Activations) -> LinearSpec {
-        let segment = |(i, p): (usize, &Part)| SegmentSpec { name: format!("layer.{i}"), rows: p.rows };
+        let segment =
+            |(i, p): (usize, &(usize, OwnedParts))| SegmentSpec { name: format!("layer.{i}"), rows: p.0 };
         LinearSpec {
             segments: self.parts.iter().enumerate().map(segment).collect(),
             schema: self.schema,
@@ -339,22 +316,11 @@ fn with_scratch(linear: &Q4Linear, m: usize, pool: &ThreadPool, call: impl FnOnc
 /// Values of `dtype`, widened.
 fn input(dtype: DType, len: usize) -> Vec<f32> {
     (0..len as u64)
-        .map(|i| (noise(i ^ 0xabcd) - 0.5) * 3.0)
+        .map(|i| (uniform(mix(i ^ 0xabcd)) - 0.5) * 3.0)
         .map(|v| match dtype {
             DType::F16 => f16::from_f32(v).to_f32(),
             DType::BF16 => bf16::from_f32(v).to_f32(),
             _ => v,
         })
         .collect()
-}
-
-/// A value per index, independent of how many were drawn before.
-fn mix(i: u64) -> u64 {
-    let mut z = i.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z ^ z >> 31
-}
-
-fn noise(i: u64) -> f32 {
-    (mix(i) >> 40) as f32 / (1u32 << 24) as f32
 }

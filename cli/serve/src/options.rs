@@ -42,7 +42,7 @@ impl Default for Options {
             origins: Vec::new(),
             hosts: Vec::new(),
             max_body: 8 << 20,
-            request_memory: 256 << 20,
+            request_memory: 384 << 20,
             max_prompt: None,
             connections: 4096,
             read_timeout: Duration::from_secs(20),

@@ -1,5 +1,6 @@
 //! Whatever bodies come, and however many at once: what the process takes stays below `request_memory`. A
 //! process of its own, since everything that is allocated counts.
+use q4_heap::{COUNTED, Heap};
 use q4_model::batch::{Event, Gauges, Request, Sink};
 use q4_model::constraint::Grammars;
 use q4_model::generate::{Answer, FinishReason};
@@ -9,35 +10,14 @@ use q4_model::template::ChatTemplate;
 use q4_model::tokenizer::Tokenizer;
 use q4_serve::{Busy, Engine, Options, Readiness, Served, serve};
 use serde_json::{Map, Value, json};
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-struct Counting;
-static LIVE: AtomicUsize = AtomicUsize::new(0);
-static PEAK: AtomicUsize = AtomicUsize::new(0);
-
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
-
-// SAFETY: every call is passed on unchanged to the system allocator; the counters do not touch the memory.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        let live = LIVE.fetch_add(layout.size(), SeqCst) + layout.size();
-        PEAK.fetch_max(live, SeqCst);
-        // SAFETY: the caller keeps the contract of `alloc`.
-        unsafe { System.alloc(layout) }
-    }
-    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
-        LIVE.fetch_sub(layout.size(), SeqCst);
-        // SAFETY: `memory` came from `alloc` above, which is the system's.
-        unsafe { System.dealloc(memory, layout) }
-    }
-}
+static HEAP: Heap = COUNTED;
 
 /// What requests may take.
 const BOUND: usize = 64 << 20;
@@ -191,8 +171,7 @@ async fn whatever_bodies_come_at_once_the_bound_holds() {
         }
         let (name, path, body) = shapes(size).swap_remove(at);
         let body = Arc::new(body);
-        PEAK.store(LIVE.load(SeqCst), SeqCst);
-        let before = LIVE.load(SeqCst);
+        let before = q4_heap::begin();
         let asks: Vec<_> = (0..CLIENTS)
             .map(|_| {
                 let body = body.clone();
@@ -204,7 +183,7 @@ async fn whatever_bodies_come_at_once_the_bound_holds() {
                 tokio::time::timeout(HANGS, asked).await.expect("an answer comes").expect("no panic");
             assert!(matches!(status, 200 | 400 | 429), "{name}: {status}");
         }
-        let taken = PEAK.load(SeqCst) - before;
+        let taken = q4_heap::peak() - before;
         println!("{name}: {size} bytes, {status}, {} KiB at most", taken >> 10);
         // Only one of them is worked on at a time: the bound on work is less than what two would take.
         if taken > BOUND / 2 + OTHERS {

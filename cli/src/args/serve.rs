@@ -42,7 +42,7 @@ pub struct ServeArgs {
     #[arg(long, value_name = "N", default_value_t = 256)]
     pub queue: usize,
     /// Most memory that requests in flight may take, whose bodies are read and become prompts, e.g. 1GiB.
-    #[arg(long, value_name = "BYTES", default_value = "256MiB", value_parser = bytes)]
+    #[arg(long, value_name = "BYTES", default_value = "384MiB", value_parser = bytes)]
     pub request_memory: u64,
     /// A key that requests must have; may be repeated. Others see it in the list of processes.
     #[arg(long, value_name = "KEY", env = "Q4_API_KEY", hide_env_values = true)]

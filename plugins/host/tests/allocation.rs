@@ -6,27 +6,10 @@ use q4_core::{
     Activations, Candidate, DType, Device, ExecContext, ExecPath, LinearSpec, Nvfp4, Nvfp4Parts, OpSet,
     Q4Schema, Q4Weight, ScaleLayout, Segment, SegmentSpec, TensorView, TensorViewMut, ThreadPool,
 };
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::atomic::{AtomicUsize, Ordering};
-
-struct Counting;
-static COUNT: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: the system's allocator, counted.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        COUNT.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: forwarded.
-        unsafe { System.alloc(layout) }
-    }
-    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        // SAFETY: forwarded.
-        unsafe { System.dealloc(at, layout) }
-    }
-}
+use q4_heap::{COUNTED, Heap};
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static HEAP: Heap = COUNTED;
 
 #[test]
 fn a_product_allocates_nothing() {
@@ -72,9 +55,9 @@ fn a_product_allocates_nothing() {
             prepared.forward(x, TensorViewMut::of(&mut y, &[1, n]).unwrap(), &mut cx).unwrap();
         };
         product();
-        let before = COUNT.load(Ordering::Relaxed);
+        let before = q4_heap::calls();
         (0..10).for_each(|_| product());
-        assert_eq!(COUNT.load(Ordering::Relaxed), before, "{}", path.display());
+        assert_eq!(q4_heap::calls(), before, "{}", path.display());
         // Codes 1 and 2 are 0.5 and 1; a scale of 0x38 is 1.
         assert_eq!(y[0].to_f32(), 0.75 * k as f32);
     }

@@ -16,19 +16,6 @@ struct Layout { u64 at[6]; u64 n; };
 struct Maps { float m8[256], m8b[256], v8[256], v8b[256], m4[16], r4[16]; };
 struct Random { u32 key[2], counter[3]; };
 
-__device__ __forceinline__ float e4m3_decode(u32 byte) {
-  u32 e = byte >> 3 & 15, m = byte & 7;
-  return e == 0 ? __fmul_rn((float)m, 0.001953125f) : __uint_as_float((e + 120) << 23 | m << 20);
-}
-
-// Of a finite x >= 0.
-__device__ __forceinline__ u32 e4m3_encode(float x) {
-  if (x < 0.015625f) return (u32)rintf(__fmul_rn(x, 512.0f));
-  u32 b = __float_as_uint(x);
-  u32 r = ((b + 0x7ffff + (b >> 20 & 1)) >> 20) - (120 << 3);
-  return r < 0x7e ? r : 0x7e;
-}
-
 __device__ __forceinline__ float e2m1_value(u32 code) {
   u32 e = code >> 1 & 3, m = code & 1;
   return e == 0 ? 0.5f * (float)m : __uint_as_float((e + 126) << 23 | m << 22);
@@ -188,7 +175,7 @@ __device__ __forceinline__ void unpack(u8 *state, const Layout &l, const Maps *m
       }
     }
   } else {
-    float factor = __fmul_rn(e4m3_decode(scales[t]), ((const float *)second)[t / THREADS]);
+    float factor = __fmul_rn(e4m3_value(scales[t]), ((const float *)second)[t / THREADS]);
     u64 w = ((const u64 *)codes)[t];
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
@@ -247,9 +234,9 @@ __device__ __forceinline__ void pack(u8 *state, const Layout &l, const Maps *map
     u64 w = 0;
     if (absmax != 0.0f && level != 0.0f) {
       float want = __fdiv_rn(__fdiv_rn(absmax, 6.0f), level);
-      scale = e4m3_encode(want);
-      if (e4m3_decode(scale) < want && scale < 0x7e) scale++;
-      float factor = __fmul_rn(e4m3_decode(scale), level);
+      scale = e4m3_of(want);
+      if (e4m3_value(scale) < want && scale < 0x7e) scale++;
+      float factor = __fmul_rn(e4m3_value(scale), level);
       if (factor != 0.0f) {
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
@@ -361,7 +348,7 @@ template <int IN, int OUT> __device__ void value(const void *w, u64 n, u32 power
   float a = largest(x), r = __fdiv_rn(a, __fmul_rn(6.0f, g));
   if (a == 0.0f || r == 0.0f) r = 1.0f;
   r = r < 0.001953125f ? 0.001953125f : r > 448.0f ? 448.0f : r;
-  float step = __fmul_rn(e4m3_decode(e4m3_encode(r)), g);
+  float step = __fmul_rn(e4m3_value(e4m3_of(r)), g);
   u32 bits[EACH];
 #pragma unroll
   for (int i = 0; i < EACH; i++) {

@@ -4,8 +4,9 @@
 // include this one: w, x, norm, ldx, m, k, units, each, extra, gate_at, x_dtype, eps.
 #include "convert.cuh"
 #include "launch.cuh"
+#include "unit.cuh"
 
-enum { UNIT = 1152, THREADS = 512, WARPS = THREADS / 32 };
+enum { THREADS = 512, WARPS = THREADS / 32 };
 enum { CHUNKS = 5 }; // of 8 elements of x that a thread asks for at once, where there are several rows and none is quantised
 
 __device__ __forceinline__ u32 shared_at(const void *p) { return (u32)__cvta_generic_to_shared(p); }

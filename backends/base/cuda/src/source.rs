@@ -30,6 +30,8 @@ const SHARED: &[File] = files!(
     "codec.cuh",
     "launch.cuh",
     "sums.cuh",
+    "unit.cuh",
+    "deal.cuh",
     "rows.cuh",
     "rows.cu",
     "few.cuh",

@@ -24,10 +24,13 @@
 //   KS above 1: all are whole, and each has a cluster.
 //   partial: f32[gridDim][64 * WGS * TN]; flags: u64[gridDim][8 * WGS], none of which is `key` before, nor after.
 //   grid: KS 1: at most 2 (multiprocessors / 2), every block resident; block THREADS; dynamic shared memory SHARED bytes.
+#include "deal.cuh"
 #include "output.cuh"
-#include "work.cuh"
+#include "place.cuh"
+#include "unit.cuh"
 
-constexpr int UNIT = 1152;      // bytes of 16 rows by 128 k
+using Plan = Pieces<KS>;
+constexpr int ROUND = 2; // units of 128 of k, in which places in the rings are known to the compiler
 constexpr int PACK = 4 * WGS * UNIT; // packed weights of a tile's rows by 128 k
 constexpr int STAGE = TN * 128;      // x by 64 of k
 // Where sums are few, two sets of warpgroups take turns at the slabs of a tile.

@@ -3,30 +3,10 @@
 mod harness;
 use harness::{Ctx, Desc, Lent, Matrix, Rng, Scratch, Source, Weight};
 use q4_core::{ActGlobal, ActQuant, Activations, DType, Rule};
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
-
-struct Counting;
-
-thread_local! {
-    static COUNT: Cell<usize> = const { Cell::new(0) };
-}
-
-// SAFETY: forwards to the system allocator.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        COUNT.set(COUNT.get() + 1);
-        // SAFETY: forwarded.
-        unsafe { System.alloc(layout) }
-    }
-    unsafe fn dealloc(&self, p: *mut u8, layout: Layout) {
-        // SAFETY: forwarded.
-        unsafe { System.dealloc(p, layout) }
-    }
-}
+use q4_heap::{COUNTED, Heap};
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static HEAP: Heap = COUNTED;
 
 #[test]
 fn calls_on_a_weight_allocate_nothing() {
@@ -46,14 +26,14 @@ fn calls_on_a_weight_allocate_nothing() {
                     let (mut y, mut dx) = (Matrix::blank(m, n, n, dtype), Matrix::blank(m, k, k, dtype));
                     let mut scratch = Scratch::new(w.workspace(m));
                     let mut cx = lent.context(scratch.bytes());
-                    let before = COUNT.get();
+                    let before = q4_heap::calls_here();
                     w.0.forward(x.view(), y.view_mut(), &mut cx).unwrap();
                     w.0.backward_input(y.view(), dx.view_mut(), &mut cx).unwrap();
-                    let after = COUNT.get();
+                    let after = q4_heap::calls_here();
                     assert_eq!(after - before, 0, "{isa} activations {activations} {dtype} m={m}");
                 }
             }
         }
     }
-    assert!(COUNT.get() > 0, "the allocator counts");
+    assert!(q4_heap::calls_here() > 0, "the allocator counts");
 }

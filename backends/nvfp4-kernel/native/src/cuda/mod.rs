@@ -30,7 +30,6 @@ const FILES: &[File] = q4_cuda::files!(
     "copy.cuh",
     "elements.cuh",
     "output.cuh",
-    "work.cuh",
     "gemv.cu"
 );
 

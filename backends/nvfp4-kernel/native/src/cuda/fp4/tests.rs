@@ -8,10 +8,11 @@ use super::kernels::{
     Backward, Dequantize, Finish, Kernels, Laid, Operand, Pack, Place, Rows, SOURCE, ToOperand,
 };
 use crate::call::Mat;
-use q4_core::formats::{e2m1, e4m3, nvfp4, swizzle};
+use q4_core::formats::sample::Draw;
+use q4_core::formats::{Format, e2m1, e4m3, nvfp4, swizzle};
 use q4_core::{
-    ActGlobal, ActQuant, Activations, Convention, DType, ExecPath, GlobalScale, Nvfp4, Nvfp4Parts, Q4Schema,
-    Q4Weight, Result, RowDecoder, Rule, ScaleLayout, Segment, TensorView, oracle,
+    ActGlobal, ActQuant, Activations, Convention, DType, ExecPath, GlobalScale, Nvfp4, OwnedParts, Part,
+    Q4Schema, Q4Weight, Result, RowDecoder, Rule, ScaleLayout, Segment, oracle,
 };
 use q4_cuda::{Launch, Matrix, Mirror, Source, addresses, convention, mirror, number, rule};
 use std::ffi::c_void;
@@ -98,26 +99,32 @@ impl Noise {
     }
 }
 
-struct Stored {
+/// A segment of a weight, its scales row-major.
+struct Piece {
     rows: usize,
-    codes: Vec<u8>,
-    /// Row-major.
-    scales: Vec<u8>,
-    global: Option<GlobalScale>,
+    parts: OwnedParts,
 }
 
-impl Stored {
+impl Piece {
     fn new(rows: usize, k: usize, global: Option<GlobalScale>, noise: &mut Noise) -> Self {
-        let codes = (0..rows * k / 2).map(|_| noise.next() as u8).collect();
-        let scales = (0..rows * k / 16).map(|_| (noise.next() % 0x7f) as u8).collect();
-        Self { rows, codes, scales, global }
+        let format = Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: None };
+        let parts = format.sample([rows, k], &Draw { seed: noise.next(), tame: true });
+        Self { rows, parts: parts.with_global(global) }
+    }
+
+    fn codes(&self) -> &[u8] {
+        self.parts.bytes(Part::Codes)
+    }
+
+    fn scales(&self) -> &[u8] {
+        self.parts.bytes(Part::Scales)
     }
 }
 
 /// A weight in the memory of this CPU as `prepare` would make it.
 struct Packed {
     k: usize,
-    parts: Vec<Stored>,
+    parts: Vec<Piece>,
     codes: Vec<u64>,
     scales: Vec<u8>,
     spans: Vec<Span>,
@@ -125,7 +132,7 @@ struct Packed {
 }
 
 impl Packed {
-    fn new(kernels: &Kernels<OnCpu>, parts: Vec<Stored>, k: usize, is_tiled: bool) -> Result<Self> {
+    fn new(kernels: &Kernels<OnCpu>, parts: Vec<Piece>, k: usize, is_tiled: bool) -> Result<Self> {
         let n = parts.iter().map(|p| p.rows).sum();
         let [rows, columns] = super::padded(n, k);
         let mut codes = vec![0u64; rows * columns / 16];
@@ -135,7 +142,7 @@ impl Packed {
             .iter()
             .map(|p| {
                 end += p.rows;
-                Span::new(end, 0, p.global)
+                Span::new(end, 0, p.parts.global)
             })
             .collect();
         let operand = Operand {
@@ -149,13 +156,13 @@ impl Packed {
         };
         let mut first = 0;
         for p in &parts {
-            let tiled = swizzle::to_blocked(&p.scales, p.rows, k / 16);
-            let mut codes = vec![0u64; p.codes.len() / 8];
-            bytes_of(&mut codes).copy_from_slice(&p.codes);
+            let tiled = swizzle::to_blocked(p.scales(), p.rows, k / 16);
+            let mut codes = vec![0u64; p.codes().len() / 8];
+            bytes_of(&mut codes).copy_from_slice(p.codes());
             let mut bad = [u64::MAX];
             let raw = Raw {
                 codes: at(&codes),
-                scales: at(if is_tiled { &tiled } else { &p.scales }),
+                scales: at(if is_tiled { &tiled } else { p.scales() }),
                 is_tiled,
                 rows: p.rows,
                 groups: k / 16,
@@ -180,7 +187,12 @@ impl Packed {
             for r in 0..p.rows {
                 let mut row = vec![0.0; self.k];
                 let (c, s) = (self.k / 2, self.k / 16);
-                nvfp4::dequantize_row(&p.codes[r * c..][..c], &p.scales[r * s..][..s], p.global, &mut row);
+                nvfp4::dequantize_row(
+                    &p.codes()[r * c..][..c],
+                    &p.scales()[r * s..][..s],
+                    p.parts.global,
+                    &mut row,
+                );
                 out.extend(row);
             }
         }
@@ -221,7 +233,7 @@ fn packed_weights_are_read_back_by_the_documented_layout() -> Result<()> {
                 true => [None, None],
                 false => [scale(Convention::Multiply, 0.37), scale(Convention::Divide, 1713.0)],
             };
-            let parts = rows.iter().zip(globals).map(|(&r, g)| Stored::new(r, k, g, &mut noise)).collect();
+            let parts = rows.iter().zip(globals).map(|(&r, g)| Piece::new(r, k, g, &mut noise)).collect();
             let mut w = Packed::new(&kernels, parts, k, is_tiled)?;
             let (n, columns) = (w.n(), w.operand.groups as usize * 16);
             let plain: Vec<f32> = w.values();
@@ -231,7 +243,7 @@ fn packed_weights_are_read_back_by_the_documented_layout() -> Result<()> {
             for p in &w.parts {
                 let mut want = vec![0.0; k];
                 for r in 0..p.rows {
-                    let (c, s) = (&p.codes[r * k / 2..][..k / 2], &p.scales[r * k / 16..][..k / 16]);
+                    let (c, s) = (&p.codes()[r * k / 2..][..k / 2], &p.scales()[r * k / 16..][..k / 16]);
                     nvfp4::dequantize_row(c, s, None, &mut want);
                     for (i, want) in want.iter().enumerate() {
                         let have = element(bytes, &w.scales, row, i, columns);
@@ -245,7 +257,7 @@ fn packed_weights_are_read_back_by_the_documented_layout() -> Result<()> {
                 }
             }
             let used: usize = w.scales.iter().filter(|s| **s != 0).count();
-            let stored: usize = w.parts.iter().flat_map(|p| &p.scales).filter(|s| **s != 0).count();
+            let stored: usize = w.parts.iter().flat_map(|p| p.scales()).filter(|s| **s != 0).count();
             assert_eq!(used, stored, "padding of scales is zero");
             assert!(bytes[n * columns / 2..].iter().all(|b| *b == 0), "padding of codes is zero");
             let mut out = vec![f32::NAN; n * k];
@@ -263,9 +275,9 @@ fn packed_weights_are_read_back_by_the_documented_layout() -> Result<()> {
 #[test]
 fn a_bad_scale_is_found() -> Result<()> {
     let Some((kernels, _)) = on_cpu() else { return Ok(()) };
-    let w = Packed::new(&kernels, vec![Stored::new(40, 80, None, &mut Noise(1))], 80, false)?;
+    let w = Packed::new(&kernels, vec![Piece::new(40, 80, None, &mut Noise(1))], 80, false)?;
     for byte in [0x7f, 0x80, 0xff] {
-        let mut scales = w.parts[0].scales.clone();
+        let mut scales = w.parts[0].scales().to_vec();
         (scales[17 * 5 + 3], scales[39 * 5]) = (byte, byte);
         let (codes, mut bad) = (vec![0u64; 40 * 5], [u64::MAX]);
         let raw = Raw {
@@ -375,7 +387,7 @@ fn products_are_those_of_the_oracle() -> Result<()> {
     let mut noise = Noise(9);
     for (c, value) in [(Convention::Multiply, 0.02), (Convention::Divide, 3e-30)] {
         let (one, other) = (scale(c, value), scale(c, value * 5.0));
-        let parts = vec![Stored::new(37, k, one, &mut noise), Stored::new(20, k, other, &mut noise)];
+        let parts = vec![Piece::new(37, k, one, &mut noise), Piece::new(20, k, other, &mut noise)];
         let mut w = Packed::new(&all.0, parts, k, true)?;
         for rule in Rule::ALL {
             let stated = GlobalScale::new(rule.convention(), 0.004)?;
@@ -388,15 +400,7 @@ fn products_are_those_of_the_oracle() -> Result<()> {
                 let segments = w
                     .parts
                     .iter()
-                    .map(|p| {
-                        let data = Nvfp4Parts {
-                            codes: TensorView::of(&p.codes, &[p.rows, k / 2])?,
-                            scales: TensorView::of(&p.scales, &[p.rows, k / 16])?,
-                            global: p.global,
-                        }
-                        .into();
-                        Ok(Segment { rows: p.rows, data })
-                    })
+                    .map(|p| Ok(Segment { rows: p.rows, data: p.parts.lend()? }))
                     .collect::<Result<Vec<_>>>()?;
                 let schema = Q4Schema::Nvfp4(Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: Some(c) });
                 let decoder = RowDecoder::new(&Q4Weight { schema, k, segments: &segments })?;
@@ -424,7 +428,7 @@ fn a_row_that_cannot_be_quantised_is_nan_and_alone() -> Result<()> {
     let Some(all) = on_cpu() else { return Ok(()) };
     let (m, k, n) = (130, 96, 20);
     let mut noise = Noise(4);
-    let mut w = Packed::new(&all.0, vec![Stored::new(n, k, None, &mut noise)], k, false)?;
+    let mut w = Packed::new(&all.0, vec![Piece::new(n, k, None, &mut noise)], k, false)?;
     let mut x: Vec<f32> = (0..m * k).map(|_| noise.float()).collect();
     (x[3 * k + 70], x[129 * k]) = (f32::NAN, f32::INFINITY);
     let act = ActQuant { rule: Rule::ModelOpt, global: ActGlobal::None };
@@ -441,7 +445,11 @@ fn factors_outside_the_range_of_f32_leave_results_inside_it_alone() -> Result<()
     let Some(all) = on_cpu() else { return Ok(()) };
     let (k, g) = (64, 1e20f32);
     let global = scale(Convention::Multiply, g);
-    let part = Stored { rows: 1, codes: vec![0x11; k / 2], scales: vec![0x01; k / 16], global };
+    let parts = OwnedParts::default()
+        .with(Part::Codes, DType::U8, &[1, k / 2], vec![0x11; k / 2])
+        .with(Part::Scales, DType::F8E4M3, &[1, k / 16], vec![0x01; k / 16])
+        .with_global(global);
+    let part = Piece { rows: 1, parts };
     let mut w = Packed::new(&all.0, vec![part], k, false)?;
     let act = ActQuant { rule: Rule::ModelOpt, global: ActGlobal::Static(GlobalScale::multiply(g)?) };
     // Sixes at a scale of 2^-9, by halves at the same.
@@ -459,8 +467,8 @@ fn gradients_are_those_of_the_decoded_weight() -> Result<()> {
     let (m, k) = (3, 80);
     let mut noise = Noise(2);
     let parts = vec![
-        Stored::new(37, k, scale(Convention::Multiply, 0.02), &mut noise),
-        Stored::new(140, k, scale(Convention::Multiply, 0.3), &mut noise),
+        Piece::new(37, k, scale(Convention::Multiply, 0.02), &mut noise),
+        Piece::new(140, k, scale(Convention::Multiply, 0.3), &mut noise),
     ];
     let w = Packed::new(&kernels, parts, k, false)?;
     let (n, values) = (w.n(), w.values());
