@@ -76,7 +76,7 @@ pub fn run(cx: &Context, args: &GenerateArgs, batch: &Path) -> Result<Outcome> {
     let plan = Plan::new(&checkpoint, &dispatch, &cx.plan_options(args.answer.quantize, rows)?)?;
     plan.require(&dispatch)?;
     let computed = format!("{} {:?} {:?}", cx.device()?, cx.isa(), sizes.kv);
-    let run = identity::run(&checkpoint, &plan, &computed);
+    let run = identity::run(&checkpoint, &plan, &computed, cx.threads().threads())?;
     let mut out = Answers::open(how.output.as_deref(), &requests, run)?;
     if let Some((count, first)) = out.stale {
         cx.report().warn(&format!(

@@ -120,6 +120,27 @@ fn a_run_that_was_cut_goes_on_where_it_was() {
     fs::write(&file, REQUESTS.replace("Who are", "What are")).unwrap();
     refused(&batch(&file, &to), "another request", &answers, &whole);
     fs::write(&file, REQUESTS).unwrap();
+    let model = dir.path().join("model");
+    fs::create_dir(&model).unwrap();
+    for name in ["config.json", "hf_quant_config.json", "model.safetensors", "tokenizer.json"] {
+        fs::copy(Path::new(env!("CARGO_MANIFEST_DIR")).join("demo").join(name), model.join(name)).unwrap();
+    }
+    let of_model = |more: &[&str]| {
+        let asked = ["--seed", "3", "--raw", "--batch", file.to_str().unwrap()];
+        q4().args(more).arg("generate").arg(&model).args(asked).args(to).output().unwrap()
+    };
+    fs::remove_file(&answers).unwrap();
+    fs::write(&file, "{\"prompt\": \"Who\", \"max_tokens\": 2}\n").unwrap();
+    assert!(of_model(&[]).status.success());
+    let of_one = fs::read(&answers).unwrap();
+    refused(&of_model(&["--kv-cache", "f32"]), "computed otherwise", &answers, &of_one);
+    // Another byte, far from the ends of its tensor.
+    let mut weights = fs::read(model.join("model.safetensors")).unwrap();
+    let middle = weights.len() / 2;
+    weights[middle] ^= 1;
+    fs::write(model.join("model.safetensors"), weights).unwrap();
+    refused(&of_model(&[]), "computed otherwise", &answers, &of_one);
+    fs::write(&file, REQUESTS).unwrap();
     // What is there and is something else is not touched.
     for other in ["notes\n", "{\"index\": 1}\n", "{\"index\": 0, \"id\": \"last\"}\n"] {
         fs::write(&answers, other).unwrap();
