@@ -2,8 +2,11 @@
 //! watched. Whatever it does then, no answer that was cut short ends with success.
 #![cfg(target_os = "linux")]
 use crate::plugin::{User, built};
+use crate::serve::Server;
 use crate::{document, err, out};
-use std::os::unix::process::ExitStatusExt;
+use serde_json::json;
+use std::io::{BufRead, BufReader};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::LazyLock;
@@ -128,6 +131,28 @@ fn signals_that_one_process_gets_reach_the_one_that_works() {
         assert_eq!((status.code(), status.signal()), (code, number), "{signal}");
         assert!(within_seconds(|| is_gone(child)));
     }
+}
+
+/// A terminal's Ctrl-C, and `timeout`, reach every process of the group.
+#[test]
+fn who_stops_a_server_does_not_stop_its_libraries_first() {
+    let (user, plugin) = &*SWITCHED;
+    let mut command = user.q4(plugin);
+    command.args(["--isolate", "--backend", "acme-c"]).process_group(0);
+    let server = Server::of(command, &["--parallel", "1"]);
+    server.wait_until_ready();
+    let body = json!({
+        "messages": [{"role": "user", "content": "Tell me a story."}],
+        "max_tokens": 100, "ignore_eos": true, "stream": true, "temperature": 0,
+    });
+    let stream = server.send("POST /v1/chat/completions", &body.to_string());
+    let mut lines = BufReader::new(stream).lines().map(Result::unwrap);
+    assert!(lines.any(|line| line.contains("content")), "it has begun");
+    let group = format!("-{}", server.process());
+    assert!(Command::new("kill").args(["-INT", "--", &group]).status().unwrap().success());
+    let rest: Vec<String> = lines.collect();
+    assert!(rest.iter().any(|line| line.contains("\"finish_reason\":\"length\"")), "{:?}", rest.last());
+    assert_eq!(server.end("-CONT"), Some(0));
 }
 
 #[test]

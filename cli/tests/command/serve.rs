@@ -54,7 +54,7 @@ impl Server {
         }
     }
 
-    fn send(&self, head: &str, body: &str) -> TcpStream {
+    pub fn send(&self, head: &str, body: &str) -> TcpStream {
         let mut stream = TcpStream::connect(&self.address).unwrap();
         let length = body.len();
         write!(
@@ -83,6 +83,10 @@ impl Server {
         while self.ask("GET /ready", "").0 != 200 {
             std::thread::yield_now();
         }
+    }
+
+    pub fn process(&self) -> u32 {
+        self.child.id()
     }
 
     pub fn end(mut self, signal: &str) -> Option<i32> {

@@ -19,6 +19,7 @@ use q4_plugin_sdk::message;
 use std::any::Any;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 
@@ -49,6 +50,9 @@ impl Remote {
         // Words that a user may say; the first is not theirs and is gone before the library is there.
         command.args(&how.args).args([VERB, "demo", "-p", "Hello"]);
         command.stdin(Stdio::from(OwnedFd::from(control)));
+        // Ctrl-C and `timeout` reach a whole group: who is asked to end may have answers to finish first, and
+        // this one ends with it, whatever happens.
+        command.process_group(0);
         let (mut ports, mut theirs, mut ends) = (vec![own], Vec::new(), Vec::new());
         for _ in 1..CHANNELS {
             let (here, there) = pair()?;
