@@ -206,6 +206,7 @@ impl Session {
             logit_rows: context.logit_rows(),
             context: context.context,
             pages: many.pages,
+            balance: self.loaded.model.shape().balance(),
         };
         Ok((engine, options))
     }

@@ -39,6 +39,11 @@ impl Shape {
     pub fn qkv(&self) -> usize {
         self.q() + 2 * self.kv()
     }
+    /// Positions with which attention multiplies as often for a row as a layer's products do:
+    /// `hidden (qkv + q + 3 intermediate) / 2 q`.
+    pub fn balance(&self) -> usize {
+        self.hidden * (self.qkv() + self.q() + 3 * self.intermediate) / (2 * self.q()).max(1)
+    }
 }
 
 /// Sizes of a context.

@@ -7,7 +7,7 @@ use company::{Asker, CONTEXT, Model, Told, demo};
 use q4_core::isa::Isa;
 use q4_core::memory::Budget;
 use q4_core::{Code, Error, Result};
-use q4_model::batch::{Nudges, PAGE, Part, Request, Scheduler, Sequences, Weighed};
+use q4_model::batch::{Nudges, Options, PAGE, Part, Request, Scheduler, Sequences, Weighed};
 use q4_model::constraint::{Constraint, Thoughts};
 use q4_model::generate::{Answer, FinishReason, Limits};
 use q4_model::likelihood::logprob;
@@ -15,6 +15,7 @@ use q4_model::load::ContextOptions;
 use q4_model::sampling::SamplingParams;
 use serde_json::json;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
 impl Model {
     /// Questions and stories of many lengths, drawn in many ways; some begin alike, some must have a form.
@@ -180,15 +181,15 @@ fn tokens_are_weighed_as_the_logits_say() -> Result<()> {
     Ok(())
 }
 
-/// Fails every step that has a certain token.
-struct Poisoned(Box<dyn Sequences>, u32);
+type Before = dyn FnMut(&[u32], &[Part]) -> Result<()> + Send;
 
-impl Sequences for Poisoned {
+/// Is asked before each step, of which it is told tokens and rows.
+struct Asking(Box<dyn Sequences>, Box<Before>);
+
+impl Sequences for Asking {
     fn step(&mut self, ids: &[u32], parts: &[Part], logits: &[usize]) -> Result<()> {
-        match ids.contains(&self.1) {
-            true => Err(Error::new(Code::NonFinite, "poison")),
-            false => self.0.step(ids, parts, logits),
-        }
+        (self.1)(ids, parts)?;
+        self.0.step(ids, parts, logits)
     }
     fn logits(&mut self, i: usize) -> Result<&mut [f32]> {
         self.0.logits(i)
@@ -207,13 +208,75 @@ impl Sequences for Poisoned {
     }
 }
 
+/// Alone a prompt comes in whole steps; beside somebody who decodes, in fewer rows the farther it is.
+#[test]
+fn a_long_prompt_lets_others_decode() -> Result<()> {
+    const ROWS: usize = 32;
+    let model = demo(Isa::Portable, 1)?;
+    let (engine, options) = model.engine(2, ROWS, 8)?;
+    // Attention is dear here: 32 rows may look at 512 positions.
+    let options = Options { balance: 16, ..options };
+    let steps = Arc::new(Mutex::new(Vec::new()));
+    let noted = steps.clone();
+    let before = move |_: &[u32], parts: &[Part]| {
+        noted.lock().expect("one thread").push(parts.to_vec());
+        Ok(())
+    };
+    let engine = Asking(engine, Box::new(before));
+    let mut scheduler = Scheduler::new(Box::new(engine), &model.tokenizer, options);
+    let request = |prompt: Vec<u32>, tokens: usize| {
+        let limits = Limits { max_tokens: tokens, ..Limits::default() };
+        let (params, nudges) = (SamplingParams::default(), Nudges::default());
+        Request { prompt, params, nudges, limits, reuse: true, prompt_logprobs: false }
+    };
+    let long: Vec<u32> = (0..160).map(|i| 3 + i * 7 % 1400).collect();
+    let asked = [request(vec![5, 6, 7], 100), request(long.clone(), 4)];
+    let mut askers = Vec::new();
+    for request in &asked {
+        let asker = Asker::default();
+        scheduler.submit(request.clone(), Box::new(asker.clone()));
+        askers.push(asker);
+        // The second comes when the first one decodes.
+        scheduler.step();
+    }
+    while !scheduler.is_idle() {
+        scheduler.step();
+    }
+    let mut computed = 0;
+    for parts in steps.lock().expect("one thread").iter() {
+        if let [_, prompt] = parts[..]
+            && computed < long.len()
+        {
+            assert!(prompt.rows * (computed + prompt.rows) <= ROWS * 16 || prompt.rows == 1, "{parts:?}");
+            assert!(computed > 0 || prompt.rows > 8, "it begins with much: {parts:?}");
+            computed += prompt.rows;
+        }
+    }
+    assert_eq!(computed, long.len());
+    for (asker, request) in askers.iter().zip(&asked) {
+        same(&asker.told.lock().expect("one thread"), &model.alone(request)?, "in short chunks");
+    }
+    // Nobody else: whole steps.
+    steps.lock().expect("one thread").clear();
+    scheduler.submit(Request { reuse: false, ..asked[1].clone() }, Box::new(Asker::default()));
+    (0..long.len() / ROWS).for_each(|_| scheduler.step());
+    assert!(steps.lock().expect("one thread").iter().all(|parts| parts[0].rows == ROWS));
+    Ok(())
+}
+
 #[test]
 fn who_fails_fails_alone() -> Result<()> {
     let model = demo(Isa::Portable, 1)?;
     let (engine, options) = model.engine(4, 16, 12)?;
     let requests = model.requests(6)?;
     let poison = requests.iter().flat_map(|r| &r.prompt).max().map_or(0, |id| id + 1);
-    let mut scheduler = Scheduler::new(Box::new(Poisoned(engine, poison)), &model.tokenizer, options);
+    // Every step with a certain token fails.
+    let before = move |ids: &[u32], _: &[Part]| match ids.contains(&poison) {
+        true => Err(Error::new(Code::NonFinite, "poison")),
+        false => Ok(()),
+    };
+    let engine = Asking(engine, Box::new(before));
+    let mut scheduler = Scheduler::new(Box::new(engine), &model.tokenizer, options);
     let mut asked = Vec::new();
     for (i, request) in requests.iter().enumerate() {
         let mut request = request.clone();

@@ -1,7 +1,8 @@
 //! Who is computed in which step.
 //!
 //! Every step has one row of each sequence that decodes, and chunks of prompts in what is left of its rows, in
-//! the order in which they were admitted. A request is admitted when the cache has pages for all of its prompt;
+//! the order in which they were admitted; beside those who decode, chunks far into a prompt are short enough that
+//! their attention costs no more than the products of a whole step. A request is admitted when the cache has pages for all of its prompt;
 //! where decoding needs a page and there is none, the sequence that was admitted last gives its own back and
 //! waits at the front: it is computed again, with the same bits, and goes on where it was.
 use super::nudges::Nudging;
@@ -30,6 +31,9 @@ pub struct Options {
     pub context: usize,
     /// Pages of the cache; a whole sequence must fit.
     pub pages: usize,
+    /// Positions whose attention costs a row what its products cost
+    /// ([`Shape::balance`](crate::executor::Shape::balance)).
+    pub balance: usize,
 }
 
 /// Where a scheduler stands, and what it did so far.
@@ -297,16 +301,22 @@ impl<'a> Scheduler<'a> {
         }
         let decoding = self.running.iter().filter(|s| s.is_decoding()).count();
         let (mut left, mut weighed) = (self.options.rows - decoding, self.options.logit_rows - decoding);
+        // Positions that rows of prompts may look at, all together; nobody waits where nobody decodes.
+        let mut looks = match decoding {
+            0 => usize::MAX,
+            _ => self.options.rows.saturating_mul(self.options.balance),
+        };
         self.ids.clear();
         self.parts.clear();
         self.rows.clear();
         for sequence in &mut self.running {
             let pending = &sequence.tokens[sequence.place.computed..];
             let all = sequence.prompt.is_some();
+            let near = (looks / (sequence.place.computed + left).max(1)).max(1);
             let count = match sequence.is_decoding() {
                 true => 1,
-                false if all => pending.len().min(left).min(weighed),
-                false => pending.len().min(left),
+                false if all => pending.len().min(left).min(near).min(weighed),
+                false => pending.len().min(left).min(near),
             };
             // Its last row has logits.
             let ends = count == pending.len();
@@ -315,6 +325,7 @@ impl<'a> Scheduler<'a> {
             }
             if !sequence.is_decoding() {
                 left -= count;
+                looks = looks.saturating_sub(count * (sequence.place.computed + count));
                 weighed -= if all { count } else { usize::from(ends) };
             }
             sequence.step = (count, self.rows.len());

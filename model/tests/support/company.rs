@@ -103,7 +103,8 @@ impl Model {
         };
         let engine = self.loaded.sequences(sizes, many, &Budget::of_machine())?;
         let logit_rows = sizes.logit_rows();
-        Ok((engine, Options { sequences, rows, logit_rows, context: CONTEXT, pages }))
+        let balance = self.loaded.model.shape().balance();
+        Ok((engine, Options { sequences, rows, logit_rows, context: CONTEXT, pages, balance }))
     }
 
     /// What [`generate`] answers.
