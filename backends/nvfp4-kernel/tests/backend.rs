@@ -230,7 +230,7 @@ impl Weight {
     fn new(rows: &[usize], k: usize, global: Option<Convention>, scale_layout: ScaleLayout) -> Self {
         let format = Nvfp4 { scale_layout, global };
         let part = |(i, &rows): (usize, &usize)| {
-            (rows, format.sample([rows, k], &Draw { seed: i as u64, tame: true }))
+            (rows, format.sample([rows, k], &Draw { seed: i as u64, tame: false }))
         };
         let parts = rows.iter().enumerate().map(part).collect();
         Self { k, schema: Q4Schema::Nvfp4(format), parts }

@@ -108,7 +108,7 @@ struct Piece {
 impl Piece {
     fn new(rows: usize, k: usize, global: Option<GlobalScale>, noise: &mut Noise) -> Self {
         let format = Nvfp4 { scale_layout: ScaleLayout::RowMajor, global: None };
-        let parts = format.sample([rows, k], &Draw { seed: noise.next(), tame: true });
+        let parts = format.sample([rows, k], &Draw { seed: noise.next(), tame: false });
         Self { rows, parts: parts.with_global(global) }
     }
 
