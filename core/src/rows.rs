@@ -356,7 +356,10 @@ impl<'a, T> Disjoint<'a, T> {
 }
 
 /// Runs `body` on every row; of several failures, that of the first row is returned.
-fn each_row(m: usize, threads: &ThreadPool, body: &(dyn Fn(usize) -> Result<()> + Sync)) -> Result<()> {
+///
+/// # Errors
+/// Those of `body`.
+pub fn each_row(m: usize, threads: &ThreadPool, body: &(dyn Fn(usize) -> Result<()> + Sync)) -> Result<()> {
     let failed: Mutex<Option<(usize, Error)>> = Mutex::new(None);
     threads.split(m, 1, &|start, end| {
         for r in start..end {

@@ -3,7 +3,7 @@
 #[path = "../../reference/tests/contract/mod.rs"]
 mod contract;
 
-use contract::{Subject, built, subjects, vector_kernels_agree};
+use contract::{Subject, built, integer_sums_agree, subjects, vector_kernels_agree};
 use q4_conformance::Problem;
 use q4_core::formats::encodings;
 use q4_core::formats::sample::{Draw, uniform};
@@ -50,7 +50,10 @@ fn neither_threads_nor_rows_nor_segments_change_a_bit() -> Result<()> {
 #[test]
 fn vector_kernels_agree_bit_for_bit() -> Result<()> {
     // What every architecture must come to.
-    for (schema, recorded) in [(SYMMETRIC, 0xd916_751b_4734_5055), (ASYMMETRIC, 0x0b2d_3213_4ccd_5ccd)] {
+    for (schema, recorded, of_integers) in [
+        (SYMMETRIC, 0xd916_751b_4734_5055, 0x20d0_1a7c_b08a_6d51),
+        (ASYMMETRIC, 0x0b2d_3213_4ccd_5ccd, 0x1388_8a20_b4eb_9b9c),
+    ] {
         let (n, k) = (50, 384);
         let parts = schema.sample([n, k], &Draw { seed: 4, tame: true });
         let segments = [Segment { rows: n, data: parts.lend()? }];
@@ -59,7 +62,9 @@ fn vector_kernels_agree_bit_for_bit() -> Result<()> {
             (0..len).map(|i| uniform(draw.word(i)) * 2.0 - 1.0).collect()
         };
         let (x, dy) = (floats(5, 9 * k), floats(6, 9 * n));
-        vector_kernels_agree(&kernels(), Q4Weight { schema, k, segments: &segments }, [&x, &dy], recorded)?;
+        let weight = Q4Weight { schema, k, segments: &segments };
+        vector_kernels_agree(&kernels(), weight, [&x, &dy], recorded)?;
+        integer_sums_agree("int4-kernel", weight, &x, of_integers)?;
     }
     Ok(())
 }

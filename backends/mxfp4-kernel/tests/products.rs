@@ -3,7 +3,7 @@
 #[path = "../../reference/tests/contract/mod.rs"]
 mod contract;
 
-use contract::{Subject, built, subjects, vector_kernels_agree};
+use contract::{Subject, built, integer_sums_agree, subjects, vector_kernels_agree};
 use q4_conformance::Problem;
 use q4_core::formats::encodings;
 use q4_core::{
@@ -39,6 +39,7 @@ fn neither_threads_nor_rows_nor_segments_change_a_bit() -> Result<()> {
 fn vector_kernels_agree_bit_for_bit() -> Result<()> {
     // FNV-1a over all bits below: what every architecture must come to.
     const RECORDED: u64 = 0x1a10_274a_74c3_ba71;
+    const OF_INTEGERS: u64 = 0x7a48_150d_f1a8_0bcd;
     let (n, k, most) = (50, 320, 9);
     let mut seed = 1u32;
     let mut next = || {
@@ -51,7 +52,8 @@ fn vector_kernels_agree_bit_for_bit() -> Result<()> {
     let scales: Vec<u8> = (0..n * k / 32).map(|_| 118 + (next() % 12) as u8).collect();
     let segments = [Segment { rows: n, data: data(&codes, &scales, n, k)? }];
     let weight = Q4Weight { schema: MXFP4, k, segments: &segments };
-    vector_kernels_agree(&kernels(), weight, [&x, &dy], RECORDED)
+    vector_kernels_agree(&kernels(), weight, [&x, &dy], RECORDED)?;
+    integer_sums_agree("mxfp4-kernel", weight, &x, OF_INTEGERS)
 }
 
 #[test]

@@ -58,7 +58,10 @@ impl Q4Backend for Nf4Kernel {
         &self.descriptor
     }
     fn probe(&self, env: &HostEnv) -> Vec<ProbeItem> {
-        q4_codebook::probe(self.vectors).into_iter().chain(probe::NEEDS.items(env)).collect()
+        q4_codebook::probe(self.vectors.isa(), Vectors::all().map(Vectors::isa))
+            .into_iter()
+            .chain(probe::NEEDS.items(env))
+            .collect()
     }
     fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, env: &HostEnv) -> Verdict {
         probe::can_prepare(spec, path, env)

@@ -25,18 +25,24 @@ pub fn quantize_row(x: &[f32], q: &mut [i8], scales: &mut [f32]) -> Result<()> {
     quantize_blocks(blocks, q.as_chunks_mut::<BLOCK>().0, scales)
 }
 
+/// 1.5 * 2^23: what is added to it is rounded to an integer, ties to even, in its lowest bits.
+const ROUNDER: f32 = 12_582_912.0;
+
 wide! {
     fn quantize_blocks(x: &[[f32; BLOCK]], q: &mut [[i8; BLOCK]], scales: &mut [f32]) -> Result<()> {
         for (b, ((block, q), scale)) in x.iter().zip(q).zip(scales).enumerate() {
-            if let Some(i) = block.iter().position(|v| !v.is_finite()) {
+            // Bits of magnitudes order as these do, infinity and NaN last.
+            let bits = block.iter().fold(0, |most, v| v.abs().to_bits().max(most));
+            if bits >= f32::INFINITY.to_bits() {
+                let i = block.iter().position(|v| !v.is_finite()).unwrap_or(0);
                 return Err(super::nvfp4::not_finite(b * BLOCK + i, block[i]));
             }
-            let amax = block.iter().fold(0f32, |a, v| a.max(v.abs()));
+            let amax = f32::from_bits(bits);
             let inverse = 127.0 / amax;
             if inverse.is_finite() {
                 *scale = amax / 127.0;
                 for (q, v) in q.iter_mut().zip(block) {
-                    *q = (v * inverse).round_ties_even() as i8;
+                    *q = (v * inverse + ROUNDER).to_bits() as i8;
                 }
             } else {
                 *scale = 0.0;

@@ -1,6 +1,7 @@
 //! A backend on the CPU: the products of this crate, and what its format alone knows.
 use crate::prepare::footprint;
 use crate::probe::{operands, probe};
+use q4_core::isa::Isa;
 use q4_core::rows;
 use q4_core::{
     BackendDescriptor, Built, BuiltinOptions, Device, ExecContext, ExecPath, Footprint, HostEnv, LinearSpec,
@@ -80,7 +81,7 @@ impl Q4Backend for OnCpu {
         &self.descriptor
     }
     fn probe(&self, _: &HostEnv) -> Vec<ProbeItem> {
-        probe(self.vectors)
+        probe(self.vectors.set(), Isa::available())
     }
     fn can_prepare(&self, spec: &LinearSpec, path: ExecPath, _: &HostEnv) -> Verdict {
         let reasons = self.reasons(spec, path);

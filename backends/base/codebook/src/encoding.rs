@@ -72,6 +72,40 @@ impl<S: Scale + 'static> Encoding for Zeros<S> {
     const OFFSET: Offset = Offset::Zero;
 }
 
+/// What codes are worth.
+#[derive(Clone, Copy, Debug)]
+pub struct Values {
+    /// By the lowest four bits.
+    pub low: [f32; 16],
+    /// What is added: by a nibble of upper bits, for each word that shares it.
+    pub high: [[f32; 16]; 4],
+}
+
+impl Values {
+    /// Of codes of four bits.
+    pub const fn of(low: [f32; 16]) -> Self {
+        Self { low, high: [[0.0; 16]; 4] }
+    }
+    /// Of bytes, which are worth what they are.
+    pub const BYTES: Self = Self::of([0.0; 16]);
+
+    /// Of the numbers that codes of `4 + high` bits are, less `zero`.
+    pub fn numbers(high: usize, zero: u8) -> Self {
+        let above = |shift: usize, nibble: usize| (nibble >> shift & ((1 << high) - 1)) << 4;
+        let of = |word: usize| {
+            std::array::from_fn(|nibble| match high {
+                0 => 0.0,
+                _ => above(word * high % 4, nibble) as f32 - f32::from(zero),
+            })
+        };
+        let taken = if high == 0 { zero } else { 0 };
+        Self {
+            low: std::array::from_fn(|code| code as f32 - f32::from(taken)),
+            high: std::array::from_fn(of),
+        }
+    }
+}
+
 /// A signed byte as a scale, kept with 128 added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[repr(transparent)]
@@ -106,5 +140,26 @@ pub(crate) const fn share<E: Encoding>() -> usize {
     match 4usize.checked_div(E::HIGH) {
         Some(words) => words,
         None => 1,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_the_sum_of_both_parts_of_a_code() {
+        for (high, zero) in [(0, 8), (1, 0), (2, 32)] {
+            let values = Values::numbers(high, zero);
+            let share = 4usize.checked_div(high).unwrap_or(1);
+            for (code, word) in (0..1u32 << (4 + high)).flat_map(|code| (0..share).map(move |w| (code, w))) {
+                // Other words have all their bits.
+                let others = 15u32 & !(((1 << high) - 1) << (word * high));
+                let nibble = others | code >> 4 << (word * high);
+                let have = values.low[(code & 15) as usize] + values.high[word][nibble as usize];
+                let have = if high == 0 { values.low[(code & 15) as usize] } else { have };
+                assert_eq!(have, code as f32 - f32::from(zero), "{high} {code} {word}");
+            }
+        }
     }
 }

@@ -1,10 +1,13 @@
 //! Operand checks, scratch and the split of work over the caller's threads.
 use crate::encoding::{Encoding, NEST, Offset, share};
-use crate::kernel;
+use crate::integers::Inputs;
 use crate::layout::{CODES, LANES, QUAD};
-use crate::prepare::{self, Packed};
-use q4_core::rows::{Rows, RowsMut, activation_bytes, check_matrix, check_product};
-use q4_core::{ExecContext, PreparedInfo, PreparedWeight, Result, Scratch, TensorView, TensorViewMut};
+use crate::prepare::{self, Packed, inputs_bytes};
+use crate::{exact, kernel};
+use q4_core::rows::{Rows, RowsMut, check_matrix, check_product};
+use q4_core::{
+    Activations, ExecContext, PreparedInfo, PreparedWeight, Result, Scratch, TensorView, TensorViewMut,
+};
 use q4_simd::Widen;
 
 /// Fewest words of 8 input features a task of the backward product takes.
@@ -21,15 +24,26 @@ impl<E: Encoding> PreparedWeight for Packed<E> {
 
     fn forward(&self, x: TensorView<'_>, y: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
         let m = check_product((&x, self.x, self.info.k), (&y.as_view(), self.y, self.info.n))?;
-        let threads = cx.threads;
-        let need = activation_bytes(self.x, &self.info.activations, m, self.info.k);
-        let mut scratch = Scratch::of(cx, need)?;
+        let (threads, blocks) = (cx.threads, self.blocks());
+        let mut scratch = Scratch::of(cx, inputs_bytes(self.x, &self.info.activations, m, self.info.k))?;
+        // `check_product` compared the shapes, and `split` hands every quad out once.
+        let quads = blocks.div_ceil(QUAD);
+        let range = |start, end: usize| start * QUAD..(end * QUAD).min(blocks);
+        if let Some(integers) = self.integers.as_ref().filter(|_| self.info.activations == Activations::Int8)
+        {
+            let x = Inputs::of::<E>(x, integers, &mut scratch, threads)?;
+            let y = RowsMut::of(y)?;
+            threads.split(quads, 1, &|start, end| {
+                // SAFETY: as said above.
+                unsafe { exact::forward(self, integers, &x, &y, range(start, end)) }
+            });
+            return Ok(());
+        }
         let x = Rows::activations(x, &self.info.activations, &mut scratch, threads)?;
         let y = RowsMut::of(y)?;
-        let blocks = self.blocks();
-        threads.split(blocks.div_ceil(QUAD), 1, &|start, end| {
-            // SAFETY: `check_product` compared the shapes, `split` hands every quad out once.
-            unsafe { kernel::forward(self, &x, &y, start * QUAD..(end * QUAD).min(blocks)) }
+        threads.split(quads, 1, &|start, end| {
+            // SAFETY: as said above.
+            unsafe { kernel::forward(self, &x, &y, range(start, end)) }
         });
         Ok(())
     }

@@ -106,6 +106,9 @@ unsafe fn stream<L: Lanes, E: Encoding, const B: usize, const M: usize>(
         let mut word = 0;
         for chain in 0..shape.chains {
             let at = chain / shape.chains_per_group;
+            for place in &places {
+                place.fetch::<L>(at, w.group);
+            }
             let groups: [Group<L>; B] = std::array::from_fn(|b| places[b].group(at, w.group));
             let acc = L::chain::<E, B, M>(&tables, &groups, &codes, shape.words_per_chain, x, word);
             word += shape.words_per_chain;

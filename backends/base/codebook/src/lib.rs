@@ -9,10 +9,14 @@
 //! runs over at most 64 of k in two chains (even and odd k) and is scaled once; the outer sum adds those
 //! in order of k. The order depends on k alone, so neither the number of rows in a call nor the number of
 //! threads changes a bit. `int8` activations are rounded to int8 with an f32 scale per 16, and `q · scale`,
-//! rounded to f32, takes the place of x.
+//! rounded to f32, takes the place of x; but where codes are integers, or halves of them, the products of
+//! each 16 are summed exactly, and these sums are scaled.
 mod backend;
+mod dots;
 mod encoding;
+mod exact;
 mod forward;
+mod integers;
 mod kernel;
 mod layout;
 mod many;
@@ -26,9 +30,9 @@ mod simd;
 mod stored;
 
 pub use backend::{Own, Prepare, Refuse};
-pub use encoding::{Bytes, Encoding, NEST, Offset, Plain, Scale, Signed, Zeros};
+pub use encoding::{Bytes, Encoding, NEST, Offset, Plain, Scale, Signed, Values, Zeros};
 pub use layout::scale_group;
-pub use prepare::{Packed, Values, footprint, pack};
+pub use prepare::{Packed, footprint, pack};
 pub use probe::{operands, probe};
 pub use q4_simd::{E8m0, Widen};
 pub use stored::{Flat, Run, Stored, scales};

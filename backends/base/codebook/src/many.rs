@@ -118,9 +118,12 @@ impl<L: Lanes> Chain<L> {
         unsafe {
             let tables = Tables::<L>::of(&w.values);
             let place = shape.place(w, block);
-            let group = place.group(chain / shape.chains_per_group, w.group);
+            let at = chain / shape.chains_per_group;
+            place.fetch::<L>(at, w.group);
+            let group = place.group(at, w.group);
             let first = chain * shape.words_per_chain;
             for i in 0..shape.words_per_chain {
+                place.codes.fetch::<L, E>(first + i);
                 let tile = self.tiles[c][i * CODES].0.as_mut_ptr();
                 L::unpack::<E>(&tables, &group, &place.codes, first + i, tile);
             }

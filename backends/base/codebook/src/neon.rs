@@ -3,7 +3,7 @@
 use crate::encoding::{Encoding, Offset, is_wide};
 use crate::layout::{CODES, LANES};
 use crate::shape::{Codes, Group};
-use crate::simd::{self, AHEAD, Lanes, Tables};
+use crate::simd::{self, Lanes, Tables};
 use q4_simd::{Neon, Vector};
 use std::arch::aarch64::*;
 
@@ -31,7 +31,7 @@ impl Lanes for Neon {
             for b in 0..B {
                 let Codes { low, step, .. } = codes[b];
                 for i in word..word + count {
-                    Self::prefetch(low.wrapping_add(i * step + AHEAD));
+                    codes[b].fetch::<Self, E>(i);
                 }
                 for q in 0..QUARTER {
                     let mut acc = [[vdupq_n_f32(0.0); 2]; M];

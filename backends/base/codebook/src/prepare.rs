@@ -1,5 +1,6 @@
 //! Interleaving sixteen output rows: what makes a lane an output row and a scale a vector.
-use crate::encoding::{Encoding, NEST, Offset, is_wide, share};
+use crate::encoding::{Encoding, NEST, Offset, Values, is_wide, share};
+use crate::integers::{self, Integers};
 use crate::layout::{CODES, LANES, QUAD, scale_group};
 use crate::pages::Pages;
 use crate::stored::{PIECE, Run, Stored};
@@ -46,40 +47,8 @@ pub struct Packed<E: Encoding> {
     /// by.
     pub(crate) nests: Option<Pages<[[f16; LANES]; 2]>>,
     pub(crate) values: Values,
-}
-
-/// What codes are worth.
-#[derive(Clone, Copy, Debug)]
-pub struct Values {
-    /// By the lowest four bits.
-    pub low: [f32; 16],
-    /// What is added: by a nibble of upper bits, for each word that shares it.
-    pub high: [[f32; 16]; 4],
-}
-
-impl Values {
-    /// Of codes of four bits.
-    pub const fn of(low: [f32; 16]) -> Self {
-        Self { low, high: [[0.0; 16]; 4] }
-    }
-    /// Of bytes, which are worth what they are.
-    pub const BYTES: Self = Self::of([0.0; 16]);
-
-    /// Of the numbers that codes of `4 + high` bits are, less `zero`.
-    pub fn numbers(high: usize, zero: u8) -> Self {
-        let above = |shift: usize, nibble: usize| (nibble >> shift & ((1 << high) - 1)) << 4;
-        let of = |word: usize| {
-            std::array::from_fn(|nibble| match high {
-                0 => 0.0,
-                _ => above(word * high % 4, nibble) as f32 - f32::from(zero),
-            })
-        };
-        let taken = if high == 0 { zero } else { 0 };
-        Self {
-            low: std::array::from_fn(|code| code as f32 - f32::from(taken)),
-            high: std::array::from_fn(of),
-        }
-    }
+    /// Where they are such.
+    pub(crate) integers: Option<Integers>,
 }
 
 impl<E: Encoding> Packed<E> {
@@ -108,7 +77,13 @@ pub fn footprint(spec: &LinearSpec, block: u32, bytes: usize) -> Footprint {
 /// Scratch of a call of `m` rows: the converted activations (nothing for native f32) or the widened dy,
 /// whichever is larger.
 pub(crate) fn workspace(x: DType, activations: &Activations, m: usize, n: usize, k: usize) -> usize {
-    activation_bytes(x, activations, m, k).max(Scratch::bytes(&[4 * m * n.next_multiple_of(LANES)]))
+    inputs_bytes(x, activations, m, k).max(Scratch::bytes(&[4 * m * n.next_multiple_of(LANES)]))
+}
+
+/// That of the activations, as numbers or as the integers they are.
+pub(crate) fn inputs_bytes(x: DType, activations: &Activations, m: usize, k: usize) -> usize {
+    let numbers = activation_bytes(x, activations, m, k);
+    if *activations == Activations::Int8 { numbers.max(integers::bytes(x, m, k)) } else { numbers }
 }
 
 /// Lines of one kind of a whole weight, quad by quad; as many times nothing where there are none.
@@ -213,6 +188,7 @@ pub fn pack<E: Encoding>(
         scales,
         offsets,
         nests: nested,
+        integers: Integers::of::<E>(&values, vectors),
         values,
     })
 }
@@ -261,25 +237,4 @@ fn locate<E: Encoding, T: Stored<E>>(segments: &[T], row: usize) -> (&T, usize) 
         row -= segment.rows();
     }
     unreachable!("row {row} past the last segment");
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn numbers_are_the_sum_of_both_parts_of_a_code() {
-        for (high, zero) in [(0, 8), (1, 0), (2, 32)] {
-            let values = Values::numbers(high, zero);
-            let share = 4usize.checked_div(high).unwrap_or(1);
-            for (code, word) in (0..1u32 << (4 + high)).flat_map(|code| (0..share).map(move |w| (code, w))) {
-                // Other words have all their bits.
-                let others = 15u32 & !(((1 << high) - 1) << (word * high));
-                let nibble = others | code >> 4 << (word * high);
-                let have = values.low[(code & 15) as usize] + values.high[word][nibble as usize];
-                let have = if high == 0 { values.low[(code & 15) as usize] } else { have };
-                assert_eq!(have, code as f32 - f32::from(zero), "{high} {code} {word}");
-            }
-        }
-    }
 }

@@ -1,15 +1,15 @@
 //! What the kernels can serve, decided from the spec alone, with every reason at once.
 use crate::layout::{LEAST_GROUP, scale_group};
+use q4_core::isa::Isa;
 use q4_core::{Activations, LinearSpec, ProbeItem, Reject, RejectCode};
-use q4_simd::Vectors;
 
 /// The instruction set in use and what else this machine could run.
-pub fn probe(vectors: Vectors) -> Vec<ProbeItem> {
-    let could: Vec<_> = Vectors::all().map(|v| v.isa().name()).collect();
+pub fn probe(used: Isa, could: impl Iterator<Item = Isa>) -> Vec<ProbeItem> {
+    let could: Vec<_> = could.map(Isa::name).collect();
     vec![ProbeItem {
         id: "cpu.isa".into(),
         reasons: Vec::new(),
-        detail: format!("{} of {}", vectors.isa().name(), could.join(", ")),
+        detail: format!("{} of {}", used.name(), could.join(", ")),
     }]
 }
 

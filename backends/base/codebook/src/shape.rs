@@ -1,10 +1,13 @@
 //! Loop bounds of one weight, and where its blocks lie.
 use crate::encoding::{Encoding, NEST, Offset, share};
-use crate::layout::{CHAIN, CODES, LANES, scale_group};
+use crate::layout::{CHAIN, CODES, LANES, QUAD, scale_group};
 use crate::prepare::Packed;
 use half::f16;
 use q4_core::rows::RowsMut;
 use q4_simd::{Vector, Widen};
+
+/// Elements of k that 8 KiB of a quad's codes are.
+const FETCHED: usize = (8 << 10) / (QUAD * LANES * 4) * CODES;
 
 /// Loop bounds of one weight.
 pub(crate) struct Shape {
@@ -104,6 +107,25 @@ impl Shape {
 }
 
 impl<E: Encoding> Place<E> {
+    /// Asks for what groups have where codes are fetched, a quad's 8 KiB of them behind group `g`.
+    ///
+    /// # Safety
+    /// As of [`Vector`]'s functions.
+    #[inline(always)]
+    pub unsafe fn fetch<L: Vector>(&self, g: usize, group: usize) {
+        let at = (g + FETCHED.div_ceil(group)) * self.step * LANES;
+        // SAFETY: hints, of any address.
+        unsafe {
+            L::prefetch(self.scales.wrapping_add(at));
+            if E::OFFSET != Offset::None {
+                L::prefetch(self.offsets.wrapping_add(at));
+            }
+            if E::NESTED && (g * group).is_multiple_of(NEST) {
+                L::prefetch(self.nests.wrapping_add((g * group / NEST + 1) * self.step));
+            }
+        }
+    }
+
     /// What group `g`, of `group` elements, has.
     ///
     /// # Safety

@@ -1,14 +1,13 @@
 //! What the kernels make of sixteen lanes, where a set may do better than the common loops.
-use crate::encoding::{Bytes, Encoding, Offset, is_wide, share};
+use crate::encoding::{Bytes, Encoding, Offset, Values, is_wide, share};
 use crate::layout::{CODES, LANES};
-use crate::prepare::Values;
 use crate::shape::{Codes, Group};
 #[cfg(target_arch = "x86_64")]
 use q4_simd::{Avx2, Avx512};
 use q4_simd::{Portable, Vector};
 
-/// Words ahead of the one in use that codes are fetched: 8 KiB.
-pub(crate) const AHEAD: usize = 2048;
+/// Words of memory ahead of those in use that codes are fetched: 8 KiB.
+const AHEAD: usize = 2048;
 
 /// What codes are worth, in registers.
 #[derive(Clone, Copy)]
@@ -66,6 +65,21 @@ impl<L: Vector> Tables<L> {
 }
 
 impl Codes {
+    /// Asks for what is read [`AHEAD`] of word `word`.
+    ///
+    /// # Safety
+    /// As of [`Vector`]'s functions.
+    #[inline(always)]
+    pub unsafe fn fetch<L: Vector, E: Encoding>(&self, word: usize) {
+        // SAFETY: a hint, of any address.
+        unsafe {
+            L::prefetch(self.low.wrapping_add(word * self.step + AHEAD));
+            if is_wide::<E>() && word.is_multiple_of(share::<E>()) {
+                L::prefetch(self.high.wrapping_add(word / share::<E>() * self.step + AHEAD));
+            }
+        }
+    }
+
     /// Word `word` of 16 rows, and that of upper bits which it shares, or of the second four bytes.
     ///
     /// # Safety
@@ -170,7 +184,7 @@ pub(crate) unsafe fn chain<L: Vector, E: Encoding, const B: usize, const M: usiz
             for sharing in 0..share::<E>() {
                 let word = first + sharing;
                 for b in 0..B {
-                    L::prefetch(codes[b].low.wrapping_add(word * codes[b].step + AHEAD));
+                    codes[b].fetch::<L, E>(word);
                     let packed = codes[b].words::<L, E>(word);
                     for j in 0..CODES {
                         let v = tables.decode::<E>(&groups[b], packed, sharing, j as i32);

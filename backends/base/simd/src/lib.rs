@@ -103,7 +103,7 @@ pub struct Vectors(Isa);
 impl Vectors {
     /// Those of `isa`, if it is here.
     pub fn of(isa: Isa) -> Option<Self> {
-        isa.is_available().then_some(Self(isa.floats()))
+        isa.is_available().then_some(Self(isa))
     }
 
     /// Every one of this processor, best first.
@@ -113,7 +113,7 @@ impl Vectors {
 
     /// Those of the best set of this processor.
     pub fn best() -> Self {
-        Self(Isa::best().floats())
+        Self(Isa::best())
     }
 
     /// Those of the set that `name` names, or of the best one.
@@ -121,7 +121,7 @@ impl Vectors {
     /// # Errors
     /// As [`Isa::choose`].
     pub fn choose(name: Option<&str>) -> std::result::Result<Self, Reject> {
-        Isa::choose(name).map(|isa| Self(isa.floats()))
+        Isa::choose(name).map(Self)
     }
 
     /// Those of the set that `Q4_ISA` names, or of the best one.
@@ -129,11 +129,16 @@ impl Vectors {
     /// # Errors
     /// As [`Isa::named`].
     pub fn named() -> Result<Self> {
-        Ok(Isa::named()?.map_or_else(Self::best, |isa| Self(isa.floats())))
+        Ok(Isa::named()?.map_or_else(Self::best, Self))
     }
 
-    /// Their set.
+    /// Their set, one of those that are their own [`Isa::floats`].
     pub const fn isa(self) -> Isa {
+        self.0.floats()
+    }
+
+    /// The set that was chosen: it may have integer dots besides.
+    pub const fn set(self) -> Isa {
         self.0
     }
 
@@ -141,7 +146,7 @@ impl Vectors {
     #[doc(hidden)] // for `on!`
     #[inline(always)]
     pub fn run<V: Vector, R>(self, f: impl FnOnce() -> R) -> R {
-        assert!(self.0 == V::ISA, "vectors of another set");
+        assert!(self.isa() == V::ISA, "vectors of another set");
         // SAFETY: values of this type exist for sets of this processor only.
         unsafe { V::run(f) }
     }
@@ -260,7 +265,7 @@ mod tests {
             assert_eq!(Vectors::of(isa).map(Vectors::isa), isa.is_available().then_some(isa.floats()));
         }
         assert_eq!(Vectors::choose(None).ok(), Some(Vectors::best()));
-        assert_eq!(Vectors::all().next(), Some(Vectors::best()));
+        assert_eq!(Vectors::all().next().map(Vectors::isa), Some(Vectors::best().isa()));
         assert!(Vectors::choose(Some("sse9")).is_err());
     }
 }

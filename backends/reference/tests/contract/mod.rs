@@ -393,6 +393,43 @@ pub fn vector_kernels_agree(
     Ok(())
 }
 
+/// Every set but plain Rust gives a row of int8 the same bits, alone and with up to eight more: FNV-1a over nine
+/// rows of `x` is `recorded`, on every architecture. Sets that differ in their integer dots alone count too.
+pub fn integer_sums_agree(name: &'static str, weight: Q4Weight<'_>, x: &[f32], recorded: u64) -> Result<()> {
+    let (io, pool) = ((DType::F32, DType::F32), ThreadPool::new(1));
+    let (n, k) = (weight.n(), weight.k);
+    let mut seen: Option<Vec<u32>> = None;
+    for isa in Isa::available().filter(|isa| *isa != Isa::Portable) {
+        let backend = built(Some(isa.name())).live(name).expect("built for what is here").clone();
+        let subject = Subject { name, isa: isa.name(), path: ExecPath::FusedDequant, backend };
+        for m in [9, 8, 7, 6, 5, 4, 3, 2, 1] {
+            let problem = Problem {
+                name: "bits".into(),
+                weight,
+                x: x[..m * k].to_vec(),
+                m,
+                max_m: m,
+                activations: Activations::Int8,
+                io: DType::F32,
+                recorded: None,
+            };
+            let w = subject.prepare(&problem, io, &pool)?;
+            let y = bits(&forward(&*w, &problem.x, io, &pool)?);
+            let want = seen.get_or_insert_with(|| y.clone());
+            assert!(y[..] == want[..m * n], "{isa:?}: {m} rows differ from nine, or from another set");
+        }
+    }
+    let Some(bits) = seen else {
+        println!("skipped: this processor has no vector kernels");
+        return Ok(());
+    };
+    let fnv = bits
+        .into_iter()
+        .fold(0xcbf2_9ce4_8422_2325u64, |fnv, bits| (fnv ^ u64::from(bits)).wrapping_mul(0x100_0000_01b3));
+    assert_eq!(fnv, recorded, "{fnv:#x}: not the bits of other architectures");
+    Ok(())
+}
+
 /// The bits of `y` and of `dx`.
 pub fn both(
     w: &dyn PreparedWeight,

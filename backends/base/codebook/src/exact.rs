@@ -1,0 +1,428 @@
+//! Products of int8 activations with codes that are integers. The products of 16 elements are summed exactly
+//! and scaled by that of the activations, these sums by that of the group, as far as a chain reaches. One
+//! order whatever the number of rows, the sets of instructions and the tasks.
+use crate::dots::{self, Dot, Job};
+use crate::encoding::{Encoding, Offset, share};
+use crate::integers::{Block, Inputs, Integers, SCALES, TILE};
+use crate::layout::{CODES, LANES, QUAD};
+use crate::prepare::{Line, Packed};
+use crate::shape::{Codes, Place, Shape};
+use crate::simd::Lanes;
+use q4_core::formats::int8::BLOCK;
+use q4_core::rows::RowsMut;
+use q4_simd::Vector;
+use std::ops::Range;
+
+/// Most rows that are multiplied straight from the registers a code is decoded to.
+const GEMV_ROWS: usize = 4;
+/// Rows of x whose sums are kept while the weights pass by: with their inputs and two tiles, 34 KiB.
+const ROWS: usize = 128;
+/// Blocks that are decoded at a time, at most.
+const PAIR: usize = 2;
+
+/// `y[:, 16·range] = x W^T` for blocks of 16 output rows, whole quads.
+///
+/// # Safety
+/// The range is inside the weight, no other task has any of it, and y has its n columns, x its k.
+pub(crate) unsafe fn forward<E: Encoding>(
+    w: &Packed<E>,
+    integers: &Integers,
+    x: &Inputs,
+    y: &RowsMut<'_>,
+    range: Range<usize>,
+) {
+    // SAFETY: the caller's.
+    unsafe { dots::run(w.vectors, Product { w, integers, x, y, range }) }
+}
+
+struct Product<'a, E: Encoding> {
+    w: &'a Packed<E>,
+    integers: &'a Integers,
+    x: &'a Inputs,
+    y: &'a RowsMut<'a>,
+    range: Range<usize>,
+}
+
+impl<E: Encoding> Job for Product<'_, E> {
+    #[inline(always)]
+    unsafe fn on<D: Dot>(self) {
+        // SAFETY: the caller's.
+        unsafe {
+            match self.x.m {
+                0 => {}
+                1 => self.few::<D, 4, 1>(),
+                2 => self.few::<D, 2, 2>(),
+                3 => self.few::<D, 2, 3>(),
+                GEMV_ROWS => self.few::<D, 2, GEMV_ROWS>(),
+                _ => self.many::<D>(),
+            }
+        }
+    }
+}
+
+impl<E: Encoding> Product<'_, E> {
+    /// `M` rows, where there are `B` blocks of a quad these together.
+    #[inline(always)]
+    unsafe fn few<D: Dot, const B: usize, const M: usize>(&self) {
+        let mut b = self.range.start;
+        while b < self.range.end {
+            // SAFETY: blocks b to b + B are inside the range.
+            unsafe {
+                if B <= D::On::ACCUMULATORS && self.range.end - b >= B {
+                    self.stream::<D, B, M>(b);
+                    b += B;
+                } else {
+                    self.stream::<D, 1, M>(b);
+                    b += 1;
+                }
+            }
+        }
+    }
+
+    /// `M` rows of x against `B` blocks of one quad, decoded in registers.
+    #[inline(always)]
+    unsafe fn stream<D: Dot, const B: usize, const M: usize>(&self, b0: usize) {
+        let (w, shape) = (self.w, Shape::of(self.w));
+        // SAFETY: every index is below the length the layout has for n and k; x has k columns.
+        unsafe {
+            let decoder = Decoder::<D>::of(self.integers);
+            let places: [Place<E>; B] = std::array::from_fn(|b| shape.place(w, b0 + b));
+            let mut total = [[D::On::splat(0.0); B]; M];
+            // Counted: a division takes as long as the chain that it would be for.
+            let (mut at, mut group, mut within) = (0, 0, 0);
+            for _ in 0..shape.chains {
+                let mut sums = [[D::On::splat(0.0); B]; M];
+                let mut rest = [0.0; M];
+                for _ in 0..shape.words_per_chain / 2 {
+                    let (word, i) = (2 * at, at % SCALES);
+                    let x: [&Block; M] = std::array::from_fn(|r| &*self.x.tile(at / SCALES).add(r));
+                    for b in 0..B {
+                        let codes = &places[b].codes;
+                        codes.fetch::<D::On, E>(word);
+                        codes.fetch::<D::On, E>(word + 1);
+                        let bytes = decoder.sixteen::<E>(codes, word);
+                        for r in 0..M {
+                            let dot = dot::<D, E>(bytes, x[r], i);
+                            sums[r][b] =
+                                D::On::fma(D::numbers(dot), D::On::splat(x[r].scales[i]), sums[r][b]);
+                        }
+                    }
+                    for r in 0..M {
+                        rest[r] += x[r].sums[i];
+                    }
+                    at += 1;
+                }
+                for b in 0..B {
+                    places[b].fetch::<D::On>(group, w.group);
+                    let [scale, offset] = self.group::<D>(&places[b], group);
+                    for r in 0..M {
+                        total[r][b] = D::On::fma(scale, sums[r][b], total[r][b]);
+                        if E::OFFSET != Offset::None {
+                            total[r][b] = D::On::fma(offset, D::On::splat(rest[r]), total[r][b]);
+                        }
+                    }
+                }
+                within += 1;
+                if within == shape.chains_per_group {
+                    (group, within) = (group + 1, 0);
+                }
+            }
+            for r in 0..M {
+                for b in 0..B {
+                    let mut lanes = [0.0; LANES];
+                    D::On::store(total[r][b], lanes.as_mut_ptr());
+                    shape.put(self.y, r, b0 + b, &lanes);
+                }
+            }
+        }
+    }
+
+    /// What the sums of a group's products, and of its inputs, are multiplied by.
+    #[inline(always)]
+    unsafe fn group<D: Dot>(&self, place: &Place<E>, group: usize) -> [<D::On as Vector>::F; 2] {
+        // SAFETY: the caller's.
+        unsafe {
+            let group = place.group::<D::On>(group, self.w.group);
+            let scale = match self.integers.table {
+                Some(_) => D::On::mul(group.scale, D::On::splat(self.integers.unit)),
+                None => group.scale,
+            };
+            let offset = match E::OFFSET {
+                Offset::Zero => D::On::mul(group.offset, group.scale),
+                _ => group.offset,
+            };
+            [scale, offset]
+        }
+    }
+
+    /// Any number of rows: a tile of 64 k is decoded once for up to [`ROWS`] of them.
+    #[inline(always)]
+    unsafe fn many<D: Dot>(&self) {
+        let shape = Shape::of(self.w);
+        let tiles = self.w.info.k.div_ceil(TILE);
+        let panel = panel_of::<D, E>(shape.words_per_chain * CODES / BLOCK);
+        let mut decoded = [Tile::BLANK; PAIR];
+        let mut totals = [[Line([0.0; LANES]); PAIR]; ROWS];
+        for r0 in (0..self.x.m).step_by(ROWS) {
+            let rows = ROWS.min(self.x.m - r0);
+            for b0 in self.range.clone().step_by(D::On::BLOCKS) {
+                let count = D::On::BLOCKS.min(self.range.end - b0).min(QUAD - b0 % QUAD);
+                totals[..rows].fill([Line([0.0; LANES]); PAIR]);
+                for t in 0..tiles {
+                    // SAFETY: the blocks and the tile exist; every index is inside.
+                    unsafe {
+                        let sixteens = SCALES.min((self.w.info.k - t * TILE) / BLOCK);
+                        for c in 0..count {
+                            self.decode::<D>(&shape, b0 + c, t, sixteens, &mut decoded[c]);
+                        }
+                        let x = self.x.tile(t).add(r0);
+                        panel(&decoded[..count], sixteens, x, &mut totals[..rows]);
+                    }
+                }
+                for (r, sums) in totals[..rows].iter().enumerate() {
+                    for (c, sums) in sums[..count].iter().enumerate() {
+                        // SAFETY: only this task has this block.
+                        unsafe { shape.put(self.y, r0 + r, b0 + c, &sums.0) };
+                    }
+                }
+            }
+        }
+    }
+
+    /// Decodes `sixteens` of tile `t` of a block.
+    #[inline(always)]
+    unsafe fn decode<D: Dot>(&self, shape: &Shape, block: usize, t: usize, sixteens: usize, to: &mut Tile) {
+        // SAFETY: every index is below the length the layout has for n and k.
+        unsafe {
+            let decoder = Decoder::<D>::of(self.integers);
+            let place = shape.place(self.w, block);
+            for i in 0..sixteens {
+                let word = t * TILE / CODES + 2 * i;
+                place.codes.fetch::<D::On, E>(word);
+                place.codes.fetch::<D::On, E>(word + 1);
+                for (j, bytes) in decoder.sixteen::<E>(&place.codes, word).into_iter().enumerate() {
+                    D::store(bytes, to.bytes[4 * i + j].0.as_mut_ptr());
+                }
+            }
+            let chains = 2 * sixteens / shape.words_per_chain;
+            for chain in 0..chains {
+                let at = (t * TILE / CODES / shape.words_per_chain + chain) / shape.chains_per_group;
+                place.fetch::<D::On>(at, self.w.group);
+                let [scale, offset] = self.group::<D>(&place, at);
+                D::On::store(scale, to.scales[chain].0.as_mut_ptr());
+                D::On::store(offset, to.offsets[chain].0.as_mut_ptr());
+            }
+        }
+    }
+}
+
+/// The exact dot of 16 elements.
+#[inline(always)]
+unsafe fn dot<D: Dot, E: Encoding>(bytes: [<D::On as Vector>::Words; 4], x: &Block, i: usize) -> D::Sums {
+    // SAFETY: the caller's; a block has 16 bytes for each scale.
+    unsafe {
+        let four = x.q.as_ptr().add(BLOCK * i).cast::<i32>();
+        let mut sums = D::start(x.start[i]);
+        for j in 0..4 {
+            let x = four.add(j).read();
+            sums = if is_wide::<E>() {
+                D::dot::<true>(sums, bytes[j], x)
+            } else {
+                D::dot::<false>(sums, bytes[j], x)
+            };
+        }
+        sums
+    }
+}
+
+/// Whether a code is a byte.
+const fn is_wide<E: Encoding>() -> bool {
+    E::BYTES.is_some()
+}
+
+/// Takes words of codes apart.
+struct Decoder<D: Dot> {
+    table: Option<D::Table>,
+}
+
+impl<D: Dot> Decoder<D> {
+    #[inline(always)]
+    unsafe fn of(integers: &Integers) -> Self {
+        // SAFETY: the caller's.
+        Self { table: unsafe { integers.table.as_ref().map(|t| D::table(t)) } }
+    }
+
+    /// Words `word` and the one behind it as bytes, in the order of a [`Block`].
+    #[inline(always)]
+    unsafe fn sixteen<E: Encoding>(&self, codes: &Codes, word: usize) -> [<D::On as Vector>::Words; 4] {
+        // SAFETY: the caller's; there are such words.
+        unsafe {
+            let [a, b] = self.eight::<E>(codes, word);
+            let [c, d] = self.eight::<E>(codes, word + 1);
+            [a, b, c, d]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn eight<E: Encoding>(&self, codes: &Codes, word: usize) -> [<D::On as Vector>::Words; 2] {
+        const NIBBLES: u32 = 0x0f0f_0f0f;
+        // SAFETY: as above.
+        unsafe {
+            let [low, high] = codes.words::<D::On, E>(word);
+            if E::BYTES.is_some() {
+                return [D::bytes(low), D::bytes(high)];
+            }
+            let [even, odd] = [D::pick(low, 0, NIBBLES), D::pick(low, 4, NIBBLES)];
+            if E::HIGH > 0 {
+                let mask = ((1u32 << E::HIGH) - 1) * 0x1010_1010;
+                let at = (word % share::<E>() * E::HIGH) as i32;
+                return [D::or(even, D::pick(high, at - 4, mask)), D::or(odd, D::pick(high, at, mask))];
+            }
+            match self.table {
+                Some(table) => [D::look_up(table, even), D::look_up(table, odd)],
+                None => [even, odd],
+            }
+        }
+    }
+}
+
+/// 64 of k of a block, decoded.
+#[derive(Clone, Copy)]
+struct Tile {
+    /// `[k / 4][lane]`, four bytes each.
+    bytes: [Line<u32>; TILE / 4],
+    /// Of each chain.
+    scales: [Line<f32>; SCALES],
+    /// As the scales.
+    offsets: [Line<f32>; SCALES],
+}
+
+impl Tile {
+    const BLANK: Self = Self {
+        bytes: [Line([0; LANES]); TILE / 4],
+        scales: [Line([0.0; LANES]); SCALES],
+        offsets: [Line([0.0; LANES]); SCALES],
+    };
+}
+
+/// Adds the products of all rows with one or two tiles of so many sixteens.
+type Panel = unsafe fn(&[Tile], usize, *const Block, &mut [[Line<f32>; PAIR]]);
+
+/// That of chains of `sixteens`.
+fn panel_of<D: Dot, E: Encoding>(sixteens: usize) -> Panel {
+    match (sixteens, is_wide::<E>(), E::OFFSET != Offset::None) {
+        (1, true, _) => panel::<D, 1, true, false>,
+        (2, true, _) => panel::<D, 2, true, false>,
+        (_, true, _) => panel::<D, 4, true, false>,
+        (1, _, false) => panel::<D, 1, false, false>,
+        (2, _, false) => panel::<D, 2, false, false>,
+        (_, _, false) => panel::<D, 4, false, false>,
+        (1, _, true) => panel::<D, 1, false, true>,
+        (2, _, true) => panel::<D, 2, false, true>,
+        (_, _, true) => panel::<D, 4, false, true>,
+    }
+}
+
+/// A [`Panel`] in the order of `stream`, compiled once for all encodings; a chain has `S` sixteens.
+unsafe fn panel<D: Dot, const S: usize, const WIDE: bool, const OFFSET: bool>(
+    tiles: &[Tile],
+    sixteens: usize,
+    x: *const Block,
+    totals: &mut [[Line<f32>; PAIR]],
+) {
+    // SAFETY: the caller's; rows r to r + count exist.
+    unsafe {
+        D::run(
+            #[inline(always)]
+            || {
+                let mut r = 0;
+                while r < totals.len() {
+                    let rows = (totals.len() - r).min(D::ROWS);
+                    let (x, totals) = (x.add(r), &mut totals[r..]);
+                    match (rows, tiles.len()) {
+                        (4, PAIR) => shape::<D, S, WIDE, OFFSET, 4, PAIR>(tiles, sixteens, x, totals),
+                        (3, PAIR) => shape::<D, S, WIDE, OFFSET, 3, PAIR>(tiles, sixteens, x, totals),
+                        (2, PAIR) => shape::<D, S, WIDE, OFFSET, 2, PAIR>(tiles, sixteens, x, totals),
+                        (_, PAIR) => shape::<D, S, WIDE, OFFSET, 1, PAIR>(tiles, sixteens, x, totals),
+                        (4, _) => shape::<D, S, WIDE, OFFSET, 4, 1>(tiles, sixteens, x, totals),
+                        (3, _) => shape::<D, S, WIDE, OFFSET, 3, 1>(tiles, sixteens, x, totals),
+                        (2, _) => shape::<D, S, WIDE, OFFSET, 2, 1>(tiles, sixteens, x, totals),
+                        _ => shape::<D, S, WIDE, OFFSET, 1, 1>(tiles, sixteens, x, totals),
+                    }
+                    r += rows;
+                }
+            },
+        );
+    }
+}
+
+/// `R` rows with `C` tiles.
+#[inline(always)]
+unsafe fn shape<
+    D: Dot,
+    const S: usize,
+    const WIDE: bool,
+    const OFFSET: bool,
+    const R: usize,
+    const C: usize,
+>(
+    tiles: &[Tile],
+    sixteens: usize,
+    x: *const Block,
+    totals: &mut [[Line<f32>; PAIR]],
+) {
+    // SAFETY: R rows and sums and C tiles exist.
+    unsafe {
+        let mut total = [[D::On::splat(0.0); C]; R];
+        for r in 0..R {
+            for c in 0..C {
+                total[r][c] = D::On::load(totals.get_unchecked(r)[c].0.as_ptr());
+            }
+        }
+        for chain in 0..sixteens / S {
+            let mut sums = [[D::On::splat(0.0); C]; R];
+            let mut rest = [0.0; R];
+            for i in chain * S..(chain + 1) * S {
+                let mut dot = [[D::start(0); C]; R];
+                for r in 0..R {
+                    dot[r] = [D::start((*x.add(r)).start[i]); C];
+                }
+                for j in 4 * i..4 * i + 4 {
+                    let mut bytes = [D::On::words(tiles.get_unchecked(0).bytes[j].0.as_ptr()); C];
+                    for c in 1..C {
+                        bytes[c] = D::On::words(tiles.get_unchecked(c).bytes[j].0.as_ptr());
+                    }
+                    for r in 0..R {
+                        let x = (*x.add(r)).q.as_ptr().cast::<i32>().add(j).read();
+                        for c in 0..C {
+                            dot[r][c] = D::dot::<WIDE>(dot[r][c], bytes[c], x);
+                        }
+                    }
+                }
+                for r in 0..R {
+                    let scale = D::On::splat((*x.add(r)).scales[i]);
+                    for c in 0..C {
+                        sums[r][c] = D::On::fma(D::numbers(dot[r][c]), scale, sums[r][c]);
+                    }
+                    rest[r] += (*x.add(r)).sums[i];
+                }
+            }
+            for c in 0..C {
+                let tile = tiles.get_unchecked(c);
+                let scale = D::On::load(tile.scales[chain].0.as_ptr());
+                let offset = D::On::load(tile.offsets[chain].0.as_ptr());
+                for r in 0..R {
+                    total[r][c] = D::On::fma(scale, sums[r][c], total[r][c]);
+                    if OFFSET {
+                        total[r][c] = D::On::fma(offset, D::On::splat(rest[r]), total[r][c]);
+                    }
+                }
+            }
+        }
+        for r in 0..R {
+            for c in 0..C {
+                D::On::store(total[r][c], totals.get_unchecked_mut(r)[c].0.as_mut_ptr());
+            }
+        }
+    }
+}
