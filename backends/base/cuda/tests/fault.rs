@@ -3,7 +3,7 @@
 use q4_core::Code;
 use q4_cuda::{Buffer, Gpu, Kernels, Launch, Source, devices, mirror};
 use std::process::Command;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard};
 
 const SOURCE: Source = Source {
     name: "fault",
@@ -13,12 +13,16 @@ const SOURCE: Source = Source {
 mirror! { struct Store { to: u64 } }
 const CHILD: &str = "Q4_TEST_FAULTS";
 
-fn gpu() -> Option<Arc<Gpu>> {
+/// Nobody else takes memory of the device while one looks how much there is.
+static ALONE: Mutex<()> = Mutex::new(());
+
+fn gpu() -> Option<(Arc<Gpu>, MutexGuard<'static, ()>)> {
+    let alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
     let found = devices().and_then(|d| match d.is_empty() {
         true => Err(q4_core::Error::new(Code::DeviceMissing, "CUDA").have("no device")),
         false => Gpu::open(0),
     });
-    found.inspect_err(|e| println!("skipped: no CUDA device ({e})")).ok()
+    found.inspect_err(|e| println!("skipped: no CUDA device ({e})")).ok().map(|gpu| (gpu, alone))
 }
 
 /// Stores to `to` and waits.
@@ -33,7 +37,7 @@ fn store(gpu: &Arc<Gpu>, to: u64) -> q4_core::Result<()> {
 
 #[test]
 fn a_fault_is_named_and_the_next_run_works() {
-    let Some(gpu) = gpu() else { return };
+    let Some((gpu, _alone)) = gpu() else { return };
     if std::env::var_os(CHILD).is_some() {
         let e = store(&gpu, 16).unwrap_err();
         println!("{e}");
@@ -56,7 +60,7 @@ fn a_fault_is_named_and_the_next_run_works() {
 
 #[test]
 fn too_much_memory_is_refused_and_less_is_not() {
-    let Some(gpu) = gpu() else { return };
+    let Some((gpu, _alone)) = gpu() else { return };
     for ask in [Buffer::new, Buffer::lasting] {
         let e = ask(&gpu, 1 << 50).err().unwrap();
         assert_eq!((e.code(), e.code().exit()), (Code::OutOfMemory, 7), "{e}");
@@ -71,7 +75,7 @@ fn too_much_memory_is_refused_and_less_is_not() {
 
 #[test]
 fn lasting_memory_comes_back() {
-    let Some(gpu) = gpu() else { return };
+    let Some((gpu, _alone)) = gpu() else { return };
     let keep = Buffer::lasting_of(&gpu, &[1u8; 3000]).unwrap();
     let (before, _) = gpu.memory().unwrap();
     let large: Vec<_> =
