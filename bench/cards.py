@@ -75,7 +75,8 @@ def read(path):
 
 
 def git(*words):
-    return subprocess.run(["git", *words], capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    """What git prints; nothing in a copy without its history, as a lent machine has."""
+    return subprocess.run(["git", *words], capture_output=True, text=True, cwd=ROOT).stdout
 
 
 def promised(card):
@@ -102,7 +103,7 @@ def promised(card):
     same = bool(name(card)) and name(card) == name(recorded)
     rates = {n: f for n, f in recorded.figures.items() if f["unit"] == "tok/s" and card.value(n)}
     least = min((card.value(n) / f["q4"] for n, f in rates.items()), default=None) if same else None
-    why = f"{name(card) or 'nothing'} was measured; the recorded figures are of {name(recorded)}"
+    why = f"{name(card) or 'nothing'} was measured; the recorded figures are of {name(recorded) or 'a history that is not here'}"
     row("card-lost", least and round(least, 3), f"of the rate recorded in {BEFORE}, the lowest", ">= 0.98", why)
 
 

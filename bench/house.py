@@ -41,11 +41,12 @@ FEATURES = {
 DONE = {"format": (1, 10), "family": (4, 5), "device": (3, 3), "instruction-set": (6, 6), "verb": (4, 4)}
 # The first commit behind the redesign: what came later is not of it.
 LAST = "36152f6"
-# Kernels whose text had to change, by the start of their program, and why.
+# Kernels whose text had to change, by their program, and why.
 CHANGED = {
     "nvfp4-gemv": "sums that leave the range are taken again (8b26f58)",
     "nvfp4-row": "sums that leave the range are taken again (8b26f58)",
 }
+REMOVED = {"q4_expand": "q4_expand, of an interface that went (eb97fe6)"}
 # What stood more than once: how it is told, where it is looked for, and how often it may be there. Tests are
 # not looked at but for what they are said to share; nor are examples and templates of plugins, which stand
 # alone, and what a platform has that lacks something.
@@ -75,13 +76,17 @@ SHARED_BY_TESTS = {
     "generators of stored weights": (r"^struct Stored \{", "*.rs", 0),
 }
 NOT_COUNTED = re.compile(r"^plugins/examples/|^cli/templates/|_unknown\.rs$")
-# Files that a product of one row on AVX-512 goes through, from the call of a layer to the sums, by reading: the
-# layer, both sides of a plugin's table, what drives the kernels, where the instruction set is picked, the loop.
+# Files that a product of one row on AVX-512 goes through, from the call of a layer to the sums: the layer, both
+# sides of a plugin's table with their guards, as a debugger's stack has them, what drives the kernels, where the
+# instruction set is picked, the loop.
 CROSSED = {
     "nvfp4": [
         "core/src/linear.rs",
         "plugins/host/src/backend.rs",
+        "plugins/host/src/instance.rs",
+        "plugins/host/src/table.rs",
         "plugins/sdk/src/export/calls.rs",
+        "plugins/sdk/src/panics.rs",
         "backends/nvfp4-kernel/native/src/forward.rs",
         "backends/nvfp4-kernel/native/src/kernels.rs",
         "backends/nvfp4-kernel/native/src/kernels/avx512.rs",
@@ -228,32 +233,44 @@ def cubins():
         row("cubins-unexplained", None, "kernels that differ in text, registers or frame", "0", why)
         return
     old, new = (json.loads(pathlib.Path(name).read_text()) for name in names)
-    equal, gone, unexplained, changed = 0, 0, 0, {}
+    places = lambda programs: {
+        (program.split()[1], found["hash"]) for program in programs for found in programs[program]["kernels"].values()
+    }
+    kept, archs = places(new), {arch for arch, _ in places({p: new[p] for p in new if p.startswith("rows ")})}
+    count = dict.fromkeys(("equal", "moved", "removed", "not-compared", "unexplained"), 0)
+    changed = {}
     for program, what in old.items():
+        name, arch, *options = program.split()
         after = new.get(program, {"kernels": {}})["kernels"]
         for kernel, was in what["kernels"].items():
             now = after.get(kernel)
-            if now is None:
-                gone += 1
-            elif now == was:
-                equal += 1
-            elif why := next((CHANGED[p] for p in CHANGED if program.startswith(p)), None):
-                changed.setdefault(why, []).append((was, now))
+            if now == was:
+                count["equal"] += 1
+            elif now and name in CHANGED:
+                changed.setdefault((name, " ".join(options[2:])), []).append((was, now))
+            elif now:
+                count["unexplained"] += 1
+            elif (arch, was["hash"]) in kept:
+                count["moved"] += 1
+            elif kernel in REMOVED:
+                count["removed"] += 1
             else:
-                unexplained += 1
+                count["unexplained" if arch in archs else "not-compared"] += 1
     row("cubins", len(old), "programs that NVRTC compiles for every architecture, before and after", "said")
-    row("cubins-equal", equal, "kernels with the instructions they had", "said")
-    row("cubins-moved", gone, "kernels that a program no longer has: quantisers and packing, compiled once in `rows`", "said")
-    for why, pairs in changed.items():
+    row("cubins-equal", count["equal"], "kernels with the instructions they had", "said")
+    row("cubins-moved", count["moved"], "kernels that another program has, with the instructions they had", "said")
+    row("cubins-removed", count["removed"], f"kernels: {'; '.join(REMOVED.values())}", "said")
+    row("cubins-not-compared", count["not-compared"], "kernels that moved to programs not compiled for their architecture", "said")
+    for (name, options), pairs in sorted(changed.items()):
         size = [now["bytes"] / was["bytes"] for was, now in pairs]
         registers = [now["registers"] - was["registers"] for was, now in pairs]
-        frames = sum(now["frame"] > was["frame"] for was, now in pairs)
+        frame = max(now["frame"] - was["frame"] for was, now in pairs)
         unit = (
-            f"kernels: {why}. Instructions x {min(size):.2f} to {max(size):.2f}, registers {min(registers):+d} to"
-            f" {max(registers):+d}, frames that grew {frames}"
+            f"kernels of {name} {options}: {CHANGED[name]}. Instructions x {min(size):.2f} to {max(size):.2f},"
+            f" registers {min(registers):+d} to {max(registers):+d}, frames up to {frame:+d} bytes"
         )
-        row("cubins-changed", len(pairs), unit, "said")
-    row("cubins-unexplained", unexplained, "kernels that differ in text, registers or frame", "0")
+        row(f"cubins-changed-{name}{options.replace('-D', '-').replace('=', '').replace(' ', '')}", len(pairs), unit, "said")
+    row("cubins-unexplained", count["unexplained"], "kernels that differ or are gone", "0")
 
 
 def interface(args, tests):

@@ -162,6 +162,7 @@ mod tests {
     }
 
     impl Job for Check {
+        #[inline(always)]
         unsafe fn on<D: Dot>(self) {
             let widest = if self.signed { [127u8, 128] } else { [255, 0] };
             for (wide, w) in [(true, widest[0]), (true, widest[1]), (false, 63), (false, 0)] {

@@ -365,16 +365,7 @@ pub fn vector_kernels_agree(
     for m in [1, 2, 3, 4, 9] {
         let mut seen: Option<(&str, Vec<u32>)> = None;
         for subject in &subjects {
-            let problem = Problem {
-                name: "bits".into(),
-                weight,
-                x: x[..m * k].to_vec(),
-                m,
-                max_m: m,
-                activations: Activations::Native,
-                io: DType::F32,
-                recorded: None,
-            };
+            let problem = bare(weight, &x[..m * k], Activations::Native);
             let w = subject.prepare(&problem, io, &pool)?;
             let (y, dx) = both(&*w, &problem.x, &dy[..m * n], io, &pool)?;
             let bits: Vec<u32> = y.into_iter().chain(dx).collect();
@@ -403,16 +394,7 @@ pub fn integer_sums_agree(name: &'static str, weight: Q4Weight<'_>, x: &[f32], r
         let backend = built(Some(isa.name())).live(name).expect("built for what is here").clone();
         let subject = Subject { name, isa: isa.name(), path: ExecPath::FusedDequant, backend };
         for m in [9, 8, 7, 6, 5, 4, 3, 2, 1] {
-            let problem = Problem {
-                name: "bits".into(),
-                weight,
-                x: x[..m * k].to_vec(),
-                m,
-                max_m: m,
-                activations: Activations::Int8,
-                io: DType::F32,
-                recorded: None,
-            };
+            let problem = bare(weight, &x[..m * k], Activations::Int8);
             let w = subject.prepare(&problem, io, &pool)?;
             let y = bits(&forward(&*w, &problem.x, io, &pool)?);
             let want = seen.get_or_insert_with(|| y.clone());
@@ -428,6 +410,12 @@ pub fn integer_sums_agree(name: &'static str, weight: Q4Weight<'_>, x: &[f32], r
         .fold(0xcbf2_9ce4_8422_2325u64, |fnv, bits| (fnv ^ u64::from(bits)).wrapping_mul(0x100_0000_01b3));
     assert_eq!(fnv, recorded, "{fnv:#x}: not the bits of other architectures");
     Ok(())
+}
+
+/// Rows of f32 whose bits are all that is asked.
+fn bare<'a>(weight: Q4Weight<'a>, x: &[f32], activations: Activations) -> Problem<'a> {
+    let (m, io) = (x.len() / weight.k, DType::F32);
+    Problem { name: "bits".into(), weight, x: x.to_vec(), m, max_m: m, activations, io, recorded: None }
 }
 
 /// The bits of `y` and of `dx`.

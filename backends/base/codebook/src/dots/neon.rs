@@ -105,8 +105,9 @@ unsafe fn by_pairs(sums: int32x4_t, weights: uint32x4_t, x: int8x16_t) -> int32x
     }
 }
 
-/// Rust has no stable name for the instruction.
-#[inline(always)]
+/// Rust has no stable name for the instruction, and the assembler wants the feature wherever it meets it.
+#[inline]
+#[target_feature(enable = "neon,dotprod")]
 unsafe fn sdot(mut sums: int32x4_t, weights: uint32x4_t, x: int8x16_t) -> int32x4_t {
     // SAFETY: arithmetic on three registers; called by `NeonDot` only.
     unsafe {
