@@ -82,11 +82,8 @@ NOT_COUNTED = re.compile(r"^plugins/examples/|^cli/templates/|_unknown\.rs$")
 CROSSED = {
     "nvfp4": [
         "core/src/linear.rs",
-        "plugins/host/src/backend.rs",
-        "plugins/host/src/instance.rs",
-        "plugins/host/src/table.rs",
+        "plugins/host/src/calls.rs",
         "plugins/sdk/src/export/calls.rs",
-        "plugins/sdk/src/panics.rs",
         "backends/nvfp4-kernel/native/src/forward.rs",
         "backends/nvfp4-kernel/native/src/kernels.rs",
         "backends/nvfp4-kernel/native/src/kernels/avx512.rs",
@@ -265,9 +262,10 @@ def cubins():
         size = [now["bytes"] / was["bytes"] for was, now in pairs]
         registers = [now["registers"] - was["registers"] for was, now in pairs]
         frame = max(now["frame"] - was["frame"] for was, now in pairs)
+        shared = max(now["shared"] - was["shared"] for was, now in pairs)
         unit = (
             f"kernels of {name} {options}: {CHANGED[name]}. Instructions x {min(size):.2f} to {max(size):.2f},"
-            f" registers {min(registers):+d} to {max(registers):+d}, frames up to {frame:+d} bytes"
+            f" registers {min(registers):+d} to {max(registers):+d}, frames up to {frame:+d} bytes, shared memory {shared:+d}"
         )
         row(f"cubins-changed-{name}{options.replace('-D', '-').replace('=', '').replace(' ', '')}", len(pairs), unit, "said")
     row("cubins-unexplained", count["unexplained"], "kernels that differ or are gone", "0")

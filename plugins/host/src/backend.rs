@@ -1,20 +1,19 @@
-//! The table as a [`Q4Backend`]: every call is translated, its status checked, its answer compared with the
-//! request.
+//! The table as a [`Q4Backend`]: every question is translated, and its answer compared with the request.
 mod group;
 
+use crate::calls::{Held, Prepared, checked};
 use crate::descriptor::Descriptor;
 use crate::device;
 use crate::instance::Instance;
 use crate::library::Mapped;
 use crate::one;
-use crate::table::{Table, checked};
+use crate::table::Table;
 use q4_core::device::{DeviceMemory, memory_of};
 use q4_core::{
-    BackendDescriptor, BuiltinOptions, Code, Device, Error, ExecContext, ExecPath, Footprint, FuseSet,
-    Fusion, HostEnv, LinearSpec, OpSet, PreparedGroup, PreparedInfo, PreparedWeight, ProbeItem, Q4Backend,
-    Q4Weight, Reject, RejectCode, Result, TensorView, TensorViewMut, VendorDevice, Verdict,
+    BackendDescriptor, BuiltinOptions, Code, Device, Error, ExecContext, ExecPath, Footprint, HostEnv,
+    LinearSpec, OpSet, PreparedGroup, PreparedInfo, PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Reject,
+    RejectCode, Result, VendorDevice, Verdict,
 };
-use q4_plugin_abi as abi;
 use q4_plugin_abi::{Q4Footprint, Q4PreparedInfo, Q4Str, status};
 use q4_plugin_sdk::lend::{self, LentEnv, LentSpec, LentWeight};
 use q4_plugin_sdk::{codes, message};
@@ -320,144 +319,6 @@ impl Instance {
         }
         if reasons.is_empty() { Ok(()) } else { Err(reasons) }
     }
-}
-
-/// A weight of the library and the backend it came from.
-struct Held {
-    instance: Arc<Instance>,
-    raw: *mut abi::Q4Prepared,
-}
-
-// SAFETY: the contract allows any thread to call a weight and to release it.
-unsafe impl Send for Held {}
-// SAFETY: the contract allows many threads at once.
-unsafe impl Sync for Held {}
-
-impl Held {
-    fn facts(&self) -> Result<Q4PreparedInfo> {
-        let Some(info) = self.instance.table.api.info else { return Err(self.instance.lacks("info")) };
-        let mut facts = Q4PreparedInfo {
-            struct_size: size_of::<Q4PreparedInfo>(),
-            n: 0,
-            k: 0,
-            resident_bytes: 0,
-            path: 0,
-            activations: 0,
-            ops: 0,
-            reserved: 0,
-        };
-        // SAFETY: a live weight, and a structure that states its size.
-        self.instance.call("info", |err| unsafe { info(self.raw, &mut facts, err) })?;
-        Ok(facts)
-    }
-}
-
-impl Drop for Held {
-    fn drop(&mut self) {
-        if let Some(release) = self.instance.table.api.release {
-            // SAFETY: prepared by the same table, released once; `&mut self` proves that no call on it is
-            // running.
-            unsafe { release(self.raw) }
-        }
-    }
-}
-
-struct Prepared {
-    held: Held,
-    info: PreparedInfo,
-}
-
-impl PreparedWeight for Prepared {
-    fn info(&self) -> &PreparedInfo {
-        &self.info
-    }
-
-    fn workspace(&self, m: usize) -> usize {
-        // SAFETY: a live weight.
-        let bytes =
-            self.held.instance.table.api.workspace.map_or(0, |f| unsafe { f(self.held.raw, m as u64) });
-        usize::try_from(bytes).unwrap_or(usize::MAX)
-    }
-
-    fn forward(&self, x: TensorView<'_>, mut y: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
-        let i = &self.held.instance;
-        let Some(forward) = i.table.api.forward else { return Err(i.lacks("forward")) };
-        let (xm, ym) = (lend::matrix(&x)?, lend::matrix_mut(&mut y)?);
-        self.scratch(xm.rows, cx)?;
-        let exec = lend::exec(cx)?;
-        // SAFETY: a live weight; operands and scratch are views, good for their bytes; those written are
-        // unique.
-        i.call("forward", |err| unsafe { forward(self.held.raw, &xm, &ym, &exec, err) })
-    }
-
-    fn fuses(&self, m: usize, set: FuseSet) -> bool {
-        let api = &self.held.instance.table.api;
-        let Some(fuses) = api.fuses.filter(|_| api.forward_fused.is_some()) else {
-            return set == FuseSet::NONE;
-        };
-        // SAFETY: a live weight.
-        set == FuseSet::NONE || unsafe { fuses(self.held.raw, m as u64, u32::from(set.0)) } == 1
-    }
-
-    fn forward_fused(
-        &self,
-        x: TensorView<'_>,
-        fusion: &Fusion<'_>,
-        mut y: TensorViewMut<'_>,
-        cx: &mut ExecContext<'_>,
-    ) -> Result<()> {
-        if fusion.set() == FuseSet::NONE {
-            return self.forward(x, y, cx);
-        }
-        let i = &self.held.instance;
-        let Some(forward_fused) = i.table.api.forward_fused else { return Err(i.lacks("forward_fused")) };
-        let (xm, norm, ym) = (lend::matrix(&x)?, lend::norm_weight(fusion)?, lend::matrix_mut(&mut y)?);
-        let fusion = lend::fusion(fusion, norm.as_ref());
-        self.scratch(xm.rows, cx)?;
-        let exec = lend::exec(cx)?;
-        // SAFETY: as in `forward`; the norm's weight is a view too.
-        i.call("forward_fused", |err| unsafe { forward_fused(self.held.raw, &xm, &fusion, &ym, &exec, err) })
-    }
-
-    fn backward_input(
-        &self,
-        dy: TensorView<'_>,
-        mut dx: TensorViewMut<'_>,
-        cx: &mut ExecContext<'_>,
-    ) -> Result<()> {
-        let i = &self.held.instance;
-        let Some(backward) = i.table.api.backward_input else { return Err(i.lacks("backward_input")) };
-        let (dym, dxm) = (lend::matrix(&dy)?, lend::matrix_mut(&mut dx)?);
-        self.scratch(dym.rows, cx)?;
-        let exec = lend::exec(cx)?;
-        // SAFETY: as in `forward`.
-        i.call("backward_input", |err| unsafe { backward(self.held.raw, &dym, &dxm, &exec, err) })
-    }
-
-    fn dequantize(&self, mut out: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
-        let i = &self.held.instance;
-        let Some(dequantize) = i.table.api.dequantize else { return Err(i.lacks("dequantize")) };
-        let (out, exec) = (lend::matrix_mut(&mut out)?, lend::exec(cx)?);
-        // SAFETY: as in `forward`.
-        i.call("dequantize", |err| unsafe { dequantize(self.held.raw, &out, &exec, err) })
-    }
-}
-
-impl Prepared {
-    fn scratch(&self, m: u64, cx: &ExecContext<'_>) -> Result<()> {
-        enough(self.workspace(m as usize), cx)
-    }
-}
-
-/// A library may rely on the scratch it asked for.
-fn enough(need: usize, cx: &ExecContext<'_>) -> Result<()> {
-    let have = cx.workspace.as_ref().map_or(0, |w| w.as_view().nbytes());
-    if have >= need {
-        return Ok(());
-    }
-    Err(Error::new(Code::ShapeMismatch, "workspace of a product")
-        .need(format!("{need} bytes"))
-        .have(format!("{have} bytes")))
 }
 
 /// Takes one reason; `user` is a `Vec<Reject>`.

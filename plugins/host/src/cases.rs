@@ -6,8 +6,9 @@ mod device;
 mod session;
 mod stored;
 
+use crate::calls::checked;
 use crate::library::Query;
-use crate::table::{Table, checked};
+use crate::table::Table;
 use accepted::Accepted;
 use q4_core::{Code, Device, Error, LinearSpec, Q4Weight, Result};
 use q4_plugin_abi as abi;

@@ -1,8 +1,7 @@
-//! The library's object: what it has handed out, whose turn it is, and no call after a panic.
-use crate::table::{Table, checked};
-use q4_core::{Code, Error, Result};
+//! The library's object: what it has handed out, whose turn it is, and whether it panicked.
+use crate::table::Table;
+use q4_core::{Code, Error};
 use q4_plugin_abi as abi;
-use q4_plugin_abi::status;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,7 +15,7 @@ pub(crate) struct Instance {
     pub live: Live,
     /// The contract promises one thread at a time.
     turn: Mutex<()>,
-    poisoned: AtomicBool,
+    pub(super) poisoned: AtomicBool,
 }
 
 // SAFETY: the contract ties a backend to one thread at a time, not to one thread; `turn` keeps that.
@@ -40,21 +39,6 @@ impl Instance {
         Error::new(Code::Unsupported, format!("{}: {what}", self.name))
             .need(what)
             .have("a library without it")
-    }
-
-    /// A call that can fail, of a backend that has not panicked yet.
-    pub fn call(&self, what: &str, call: impl FnOnce(*mut abi::Q4Error) -> abi::Q4Status) -> Result<()> {
-        if self.has_panicked() {
-            return Err(Error::new(Code::BackendFailed, format!("{}: {what}", self.name))
-                .need("a backend that never panicked")
-                .have("an earlier call of it panicked"));
-        }
-        checked(what, call).map_err(|(status, e)| {
-            if status == status::PANICKED {
-                self.poisoned.store(true, Ordering::Relaxed);
-            }
-            e.within(&self.name)
-        })
     }
 
     /// Whether a call of it has panicked.

@@ -12,6 +12,7 @@
 //!
 //! Libraries are never unloaded.
 mod backend;
+mod calls;
 mod cases;
 mod child;
 #[cfg(target_os = "linux")]

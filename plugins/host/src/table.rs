@@ -1,9 +1,9 @@
 //! A library's table, copied once after every pointer in it was looked up, and the calls through it.
 use crate::descriptor::Descriptor;
 use crate::maps::Maps;
-use q4_core::{Code, Error, ExecPath, Reject, RejectCode, Result};
+use q4_core::{ExecPath, Reject, RejectCode, Result};
 use q4_plugin_abi as abi;
-use q4_plugin_abi::{Prefixed, Q4BackendV1, Q4Error, Q4Offer, Q4Status, Q4Str, status};
+use q4_plugin_abi::{Prefixed, Q4BackendV1, Q4Offer, Q4Str};
 use q4_plugin_sdk::{codes, message};
 use std::borrow::Cow;
 use std::mem::size_of;
@@ -154,27 +154,4 @@ fn readable(text: Q4Str, maps: &Maps) -> Option<String> {
     let fits = text.len <= 256 && maps.readable(text.ptr as usize, text.len);
     // SAFETY: those bytes are mapped for reading.
     fits.then(|| unsafe { message::text(text, 256) }.into_owned())
-}
-
-/// Lends a message buffer to `call` and turns its status into a result. Allocates only for an error.
-pub fn checked(what: &str, call: impl FnOnce(*mut Q4Error) -> Q4Status) -> Result<(), (Q4Status, Error)> {
-    let mut message = message::Message::new();
-    let mut raw = message.raw();
-    let status = call(&mut raw);
-    if status == status::OK {
-        return Ok(());
-    }
-    let mut have = match message.text(&raw) {
-        text if text.is_empty() => format!("status {status}"),
-        text if status == status::PANICKED => format!("a panic: {text}"),
-        text => text.into_owned(),
-    };
-    if raw.native_code != 0 {
-        have += &format!(" (device code {})", raw.native_code);
-    }
-    let code = match status {
-        status::PANICKED => Code::BackendFailed,
-        other => codes::status_from(other),
-    };
-    Err((status, Error::new(code, what).have(have)))
 }

@@ -3,8 +3,8 @@ mod calls;
 mod group;
 
 use crate::devices::Devices;
-use crate::panics::{guarded, quiet, quietly};
 use crate::{borrow, codes, message};
+use calls::{guarded, quiet, quietly};
 use q4_core::{BuiltinOptions, PreparedWeight, Q4Backend as Backend, Reject};
 use q4_plugin_abi::{
     self as abi, Q4Backend, Q4BackendV1, Q4Error, Q4Interface, Q4Offer, Q4Options, Q4RejectSink, Q4Status,

@@ -13,7 +13,6 @@ mod devices;
 mod export;
 pub mod lend;
 pub mod message;
-mod panics;
 mod threads;
 
 pub use export::Export;

@@ -1,5 +1,5 @@
 //! Several weights of the library that one call multiplies.
-use super::enough;
+use crate::calls::enough;
 use crate::instance::Instance;
 use q4_core::{Code, Error, ExecContext, PreparedGroup, PreparedWeight, Result, TensorView, TensorViewMut};
 use q4_plugin_abi::{Q4Group, Q4Prepared, status};

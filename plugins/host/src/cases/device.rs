@@ -1,7 +1,7 @@
 //! Checks of the memory of a library's own devices: what is copied there comes back, and nothing else moves.
 use super::session::Backend;
 use super::{Check, TableCases, expect, need};
-use crate::table::checked;
+use crate::calls::checked;
 use q4_core::{Code, Error, Result};
 use q4_plugin_abi::{Q4Device, Q4Status, Q4Str, status};
 use q4_plugin_sdk::message;

@@ -1,6 +1,7 @@
 //! Backends and weights of the checks, and calls of them.
 use super::{expect, need};
-use crate::table::{Table, checked};
+use crate::calls::checked;
+use crate::table::Table;
 use half::{bf16, f16};
 use q4_core::selfcheck::IoBuffer;
 use q4_core::{Code, DType, Device, Error, ExecContext, HostEnv, LinearSpec, Result, TensorView, ThreadPool};

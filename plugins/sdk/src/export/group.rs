@@ -1,8 +1,7 @@
 //! The entries of the table about several weights in one call.
-use super::calls::{of, scratch, with};
+use super::calls::{guarded, of, quietly, scratch, with};
 use super::{Instance, Weight};
 use crate::borrow;
-use crate::panics::{guarded, quietly};
 use q4_core::{Code, Device, Error, PreparedGroup, PreparedWeight, rows};
 use q4_plugin_abi::{self as abi, Q4Backend, Q4Error, Q4Exec, Q4Group, Q4Matrix, Q4Prepared, Q4Status};
 use std::sync::Arc;
