@@ -3,7 +3,7 @@
 
 cubins.py OUT.json [--against OLD.json] [--only NAME] needs no device: only NVRTC, found in Q4_CUDA_LIBS or by
 the loader. A row is one kernel of one program (source, architecture, options): bytes of instructions, their
-hash, registers, bytes of its frame. Compared with OLD.json it prints what differs, and takes over what has the
+hash, registers, bytes of its frame and of shared memory that it declares (more may be asked for by a launch). Compared with OLD.json it prints what differs, and takes over what has the
 text it had there.
 """
 import argparse
@@ -35,31 +35,37 @@ def defines(names, *rows):
     return [[f"-D{n}={v}" for n, v in zip(names.split(), row)] for row in rows]
 
 
-NVFP4, NF4, MODEL = "backends/nvfp4-kernel/native/cuda", "backends/nf4-kernel/cuda", "model/cuda"
+NVFP4, LEVELS, MODEL = "backends/nvfp4-kernel/native/cuda", "backends/base/codebook/cuda", "model/cuda"
 FAMILIES = defines("Q4_STAGES Q4_STAGES_FEW Q4_FAMILY", *((3, 3, f) for f in range(5)))
-# Tile shapes of nvfp4's tiles.rs, and of nf4's rounded.rs.
+# Tile shapes of nvfp4's tiles.rs, and of codebook's rounded.rs.
 TILES = [(32, 2, 1), (64, 2, 1), (64, 2, 2), (64, 2, 4), (128, 2, 1), (128, 3, 1), (176, 2, 2), (256, 2, 1)]
 ROUNDED = [
     (32, 2, 1, 1, 12, 1), (32, 3, 1, 1, 6, 1), (64, 2, 1, 1, 8, 1), (64, 3, 1, 1, 6, 1), (128, 2, 1, 1, 6, 1), (256, 2, 2, 1, 4, 0),
     (64, 3, 1, 8, 6, 1), (64, 2, 1, 2, 8, 1), (176, 2, 2, 2, 4, 0), (128, 3, 2, 1, 4, 0),
 ]
+ROUNDED = defines("TN WGS PAIR SPLIT PACKS ORDERED", *ROUNDED)
+# `CODINGS` of codebook's cuda.rs: NF4, whole numbers with scales of five kinds, E2M1.
+INT4, E2M1 = defines("LEVELS SCALES", *((1, s) for s in range(5))), ["-DLEVELS=2", "-DSCALES=2"]
+CODINGS = [[], *INT4, E2M1]
+# How many widths of tiles there are: scales of whole numbers do not go into operands, nor those of halves of tiles beside them.
+GEMMS = [([], 4), *((INT4[i], 3) for i in (0, 3, 4)), (E2M1, 4)]
 HEADS = [64, 80, 96, 128]
 
 # Name, source, architectures, options of each time it is compiled.
 PROGRAMS = [
-    ("rows", f"{SHARED}/rows.cu", ALL, PLAIN),
-    ("nvfp4-simple", f"{NVFP4}/simple.cu", ALL, PLAIN),
+    ("rows", f"{SHARED}/rows.cu", sorted({*ALL, *FP4}), PLAIN),
+    ("nvfp4-simple", f"{NVFP4}/simple.cu", sorted({*ALL, *FP4}), PLAIN),
     ("nvfp4-fp4", f"{NVFP4}/fp4.cu", FP4, PLAIN),
     ("nvfp4-gemv", f"{NVFP4}/gemv.cu", ALL, FAMILIES),
     ("nvfp4-row", f"{NVFP4}/row.cu", ALL, [FAMILIES[f] + ["-DQ4_ROW"] for f in (0, 3, 4)]),
     ("nvfp4-order", f"{NVFP4}/order.cu", HOPPER, PLAIN),
     ("nvfp4-gemm", f"{NVFP4}/gemm.cu", HOPPER, defines("TN WGS KS ELEMENT", *((*t, e) for t in TILES for e in ("bf16", "f16")))),
-    ("nf4-simple", f"{NF4}/simple.cu", ALL, PLAIN),
-    ("nf4-gemv", f"{NF4}/gemv.cu", ALL, PLAIN),
-    ("nf4-order", f"{NF4}/order.cu", HOPPER, PLAIN),
-    ("nf4-gemm", f"{NF4}/gemm.cu", HOPPER, defines("TN", (32,), (64,), (128,), (256,))),
-    ("nf4-rows", f"{NF4}/rows.cu", HOPPER, PLAIN),
-    ("nf4-rounded", f"{NF4}/rounded.cu", HOPPER, defines("TN WGS PAIR SPLIT PACKS ORDERED", *ROUNDED)),
+    ("levels-simple", f"{LEVELS}/simple.cu", ALL, CODINGS),
+    ("levels-gemv", f"{LEVELS}/gemv.cu", ALL, CODINGS),
+    ("levels-order", f"{LEVELS}/order.cu", HOPPER, PLAIN),
+    ("levels-gemm", f"{LEVELS}/gemm.cu", HOPPER, [c + t for c, most in GEMMS for t in defines("TN", (32,), (64,), (128,), (256,))[:most]]),
+    ("levels-rows", f"{LEVELS}/rows.cu", HOPPER, PLAIN),
+    ("levels-rounded", f"{LEVELS}/rounded.cu", HOPPER, [c + t for c in CODINGS for t in ROUNDED]),
     ("dense", "backends/dequant-matmul/cuda/dense.cu", ALL, PLAIN),
     ("model-rows", f"{MODEL}/rows.cu", ALL, PLAIN),
     ("attention", f"{MODEL}/attention.cu", ALL, PLAIN + defines("HEAD_DIM SLOTS", *((d, s) for d in HEADS for s in (1, 2)))),
@@ -121,14 +127,16 @@ def sections(image):
     """`.text.KERNEL` of an ELF of 64 bits, and what `.nv.info` says of it."""
     start, size, count, names = struct.unpack_from("<Q10xHHH", image, 0x28)
     heads = [struct.unpack_from("<IIQQQQIIQQ", image, start + i * size) for i in range(count)]
-    parts = {}
+    parts, sizes = {}, {}
     for name, _, _, _, offset, length, *_ in heads:
         name += heads[names][4]
-        parts[image[name:image.index(b"\0", name)].decode()] = image[offset:offset + length]
+        name = image[name:image.index(b"\0", name)].decode()
+        parts[name], sizes[name] = image[offset:offset + length], length
     found = {}
     for name, code in parts.items():
         if name.startswith(".text."):
-            found[name[6:]] = {"bytes": len(code), "hash": hashlib.sha256(code).hexdigest()[:16]}
+            shared = sizes.get(f".nv.shared.{name[6:]}", 0)
+            found[name[6:]] = {"bytes": len(code), "hash": hashlib.sha256(code).hexdigest()[:16], "shared": shared}
     info, at = parts[".nv.info"], 0
     while at < len(info):
         form, kind, length = struct.unpack_from("<BBH", info, at)

@@ -261,6 +261,17 @@ def kernels():
     products("NF4", [nf4, dense], "--format", "nf4")
 
 
+def formats():
+    """What other formats have kernels for: rates, single products, and whether they are right."""
+    dense = ("cuBLAS bf16, this run", cublas())
+    few = ["bench", "--shape", SHAPE, "--prefill", "512,4096", "--decode", "128", "--batch", "8,16,64", "--repetitions", "3"]
+    for name in ["int4", "mxfp4"]:
+        bench(f"{name} native", "--activations", "native", *few, "--format", name, bars=False)
+        products(name, [("Marlin on NVFP4, recorded", recorded(MARLIN)), dense], "--format", name)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda b: conformance_of(b)(), ["int4-kernel", "mxfp4-kernel"]))
+
+
 def first_token():
     """From the start of the process to the first token, checkpoint in the page cache. Cold: neither q4's cache of compiled
     kernels nor the compiler's own."""
@@ -362,7 +373,7 @@ def main():
 
     # The last ones take no times, so they run side by side.
     checks = agreement, *map(conformance_of, ["nvfp4-kernel", "nf4-kernel", "dequant-matmul"])
-    for together in (speed,), (kernels,), (first_token,), (exits,), checks:
+    for together in (speed,), (kernels,), (formats,), (first_token,), (exits,), checks:
         with ThreadPoolExecutor(len(together)) as pool:
             list(pool.map(run, together))
     for r in rows:

@@ -4,7 +4,7 @@
 # which is not tracked; bench/h200.sh bench/results/h200.json records what the documents show.
 #
 #   bench/h200.sh [OUT.json [STEP...]]
-#   STEP: speed, kernels, agreement, first_token, exits, conformance; all where none is named.
+#   STEP: speed, kernels, formats, agreement, first_token, exits, conformance; all where none is named.
 #   Q4=path of q4 (default target/release/q4); PYTHON with torch for cuBLAS beside us;
 #   Q4_FAULT_TEST=executable of q4-cuda's test of faults, run where it is named
 #

@@ -35,7 +35,7 @@ const NAME: &str = "dequant-matmul";
 /// loops instead. An instruction set that is unknown or that this machine lacks is refused.
 fn construct(options: &BuiltinOptions, _: &HostEnv) -> std::result::Result<Built, Vec<Reject>> {
     let is_plain = probe::is_plain(options.isa.as_deref()).map_err(|reason| vec![reason])?;
-    let images = q4_cuda::images(options, &cuda::SOURCE);
+    let images = q4_cuda::images(options, &cuda::SOURCE, &[Vec::new()]);
     Ok(Built { images, ..Built::new(Arc::new(DequantMatmul::new(is_plain))) })
 }
 

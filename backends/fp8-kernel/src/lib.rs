@@ -7,13 +7,14 @@ use q4_core::formats::fp8::BLOCK;
 use q4_core::{LinearSpec, Q4Schema, Registration, RejectCode, inventory};
 
 inventory::submit! {
-    Registration { name: OWN.name, construct: |options, _| OWN.construct(options) }
+    Registration { name: OWN.name, construct: |options, env| OWN.construct(options, env) }
 }
 
 static OWN: Own = Own {
     name: "fp8-kernel",
     version: env!("CARGO_PKG_VERSION"),
     schemas: &["fp8"],
+    has_dots: false,
     refuse,
     scale: |spec| match &spec.schema {
         Q4Schema::Fp8(format) => {
@@ -23,6 +24,7 @@ static OWN: Own = Own {
         _ => None,
     },
     prepare: prepare::prepare,
+    cuda: None,
 };
 
 fn refuse(spec: &LinearSpec, reject: &mut Refuse<'_>) {

@@ -1,12 +1,10 @@
 //! What FP8 stores, as the kernels of `q4-codebook` take it.
 use half::{bf16, f16};
-use q4_codebook::{Bytes, Encoding, Run, Scale, Stored, Values, scale_group};
+use q4_codebook::{Bytes, Encoding, Place, Run, Scale, Stored, Values, scale_group};
 use q4_core::formats::e4m3;
 use q4_core::{
     Code, DType, Error, ExecPath, Fp8, LinearSpec, Part, PreparedWeight, Q4Schema, Q4Weight, Result, Segment,
-    ThreadPool,
 };
-use q4_simd::Vectors;
 use std::borrow::Cow;
 use std::marker::PhantomData;
 
@@ -23,8 +21,7 @@ pub(crate) fn prepare(
     w: &Q4Weight<'_>,
     spec: &LinearSpec,
     path: ExecPath,
-    vectors: Vectors,
-    threads: &ThreadPool,
+    place: &Place<'_>,
 ) -> Result<Box<dyn PreparedWeight>> {
     let Q4Schema::Fp8(format) = w.schema else {
         return Err(Error::new(Code::SchemaInvalid, "weight").need("fp8").have(w.schema.to_string()));
@@ -34,7 +31,7 @@ pub(crate) fn prepare(
         DType::BF16 => packed::<bf16>,
         _ => packed::<f32>,
     };
-    pack(format, w, spec, path, vectors, threads)
+    pack(format, w, spec, path, place)
 }
 
 fn packed<S: Scale + 'static>(
@@ -42,14 +39,12 @@ fn packed<S: Scale + 'static>(
     w: &Q4Weight<'_>,
     spec: &LinearSpec,
     path: ExecPath,
-    vectors: Vectors,
-    threads: &ThreadPool,
+    place: &Place<'_>,
 ) -> Result<Box<dyn PreparedWeight>> {
     let tiles = w.segments.iter().enumerate().map(|(i, s)| Tiles::<S>::of(i, format, w.k, s));
     let tiles = tiles.collect::<Result<Vec<_>>>()?;
-    let values = (Values::BYTES, format.reach(w.k) as u32);
     let of = (crate::OWN.name, path);
-    Ok(Box::new(q4_codebook::pack::<E4m3<S>>(of, &tiles, values, spec, vectors, threads)?))
+    place.pack_here::<E4m3<S>, _>(of, &tiles, Values::BYTES, format.reach(w.k) as u32, spec)
 }
 
 /// A matrix of bytes.

@@ -7,19 +7,21 @@ use q4_codebook::{Own, Refuse};
 use q4_core::{LinearSpec, Q4Schema, Registration, RejectCode, inventory};
 
 inventory::submit! {
-    Registration { name: OWN.name, construct: |options, _| OWN.construct(options) }
+    Registration { name: OWN.name, construct: |options, env| OWN.construct(options, env) }
 }
 
 static OWN: Own = Own {
     name: "ggml-kernel",
     version: env!("CARGO_PKG_VERSION"),
     schemas: &["q4_k", "q5_k", "q6_k", "q8_0"],
+    has_dots: true,
     refuse,
     scale: |spec| match spec.schema {
         Q4Schema::Ggml(format) => Some(prepare::beside(format.blocks)),
         _ => None,
     },
     prepare: prepare::prepare,
+    cuda: None,
 };
 
 fn refuse(spec: &LinearSpec, reject: &mut Refuse<'_>) {

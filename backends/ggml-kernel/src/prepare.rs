@@ -1,11 +1,8 @@
 //! What blocks hold, as the kernels of `q4-codebook` take it.
 use half::f16;
-use q4_codebook::{Bytes, Encoding, Offset, Run, Signed, Stored, Values};
+use q4_codebook::{Bytes, Encoding, Offset, Place, Run, Signed, Stored, Values};
 use q4_core::formats::ggml::{Apart, Blocks};
-use q4_core::{
-    Code, Error, ExecPath, LinearSpec, Part, PreparedWeight, Q4Schema, Q4Weight, Result, ThreadPool,
-};
-use q4_simd::Vectors;
+use q4_core::{Code, Error, ExecPath, LinearSpec, Part, PreparedWeight, Q4Schema, Q4Weight, Result};
 use std::marker::PhantomData;
 
 /// Codes of `4 + HIGH` bits, groups with scale and minimum, as Q4_K and Q5_K have them.
@@ -76,8 +73,7 @@ pub(crate) fn prepare(
     w: &Q4Weight<'_>,
     spec: &LinearSpec,
     path: ExecPath,
-    vectors: Vectors,
-    threads: &ThreadPool,
+    place: &Place<'_>,
 ) -> Result<Box<dyn PreparedWeight>> {
     let Q4Schema::Ggml(format) = w.schema else {
         return Err(Error::new(Code::SchemaInvalid, "weight")
@@ -90,7 +86,7 @@ pub(crate) fn prepare(
         Blocks::Q6K => packed::<SixBits>,
         Blocks::Q80 => packed::<EightBits>,
     };
-    pack(format.blocks, w, spec, path, vectors, threads)
+    pack(format.blocks, w, spec, path, place)
 }
 
 fn packed<E: OfBlocks>(
@@ -98,8 +94,7 @@ fn packed<E: OfBlocks>(
     w: &Q4Weight<'_>,
     spec: &LinearSpec,
     path: ExecPath,
-    vectors: Vectors,
-    threads: &ThreadPool,
+    place: &Place<'_>,
 ) -> Result<Box<dyn PreparedWeight>> {
     let mut segments = Vec::with_capacity(w.segments.len());
     for (i, s) in w.segments.iter().enumerate() {
@@ -119,8 +114,7 @@ fn packed<E: OfBlocks>(
         Some(_) => Values::BYTES,
         None => Values::numbers(E::HIGH, blocks.zero()),
     };
-    let values = (values, blocks.group() as u32);
-    Ok(Box::new(q4_codebook::pack::<E>((crate::OWN.name, path), &segments, values, spec, vectors, threads)?))
+    place.pack_here::<E, _>((crate::OWN.name, path), &segments, values, blocks.group() as u32, spec)
 }
 
 /// A matrix of blocks.

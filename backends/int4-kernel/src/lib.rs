@@ -1,24 +1,33 @@
-//! int4 products on packed weights, in process, on the CPU: codes stay 4-bit from memory to register, scales
-//! as wide as they are stored, zero points a byte. `q4-codebook` has the products and says how they sum.
+//! int4 products on packed weights, in process: codes stay 4-bit from memory to register, scales on the CPU as wide
+//! as they are stored, zero points a byte. `q4-codebook` has the products and says how they sum.
 mod prepare;
 
-use q4_codebook::{Own, Refuse};
+use q4_codebook::{Levels, OnCuda, Own, Refuse, Width, width_of};
 use q4_core::{LinearSpec, Q4Schema, Registration, RejectCode, inventory};
 
 inventory::submit! {
-    Registration { name: OWN.name, construct: |options, _| OWN.construct(options) }
+    Registration { name: OWN.name, construct: |options, env| OWN.construct(options, env) }
 }
 
 static OWN: Own = Own {
     name: "int4-kernel",
     version: env!("CARGO_PKG_VERSION"),
     schemas: &["int4", "int4-asym"],
+    has_dots: true,
     refuse,
     scale: |spec| match spec.schema {
         Q4Schema::Int4(format) => Some((format.group, format.scales.size() + usize::from(!format.symmetric))),
         _ => None,
     },
     prepare: prepare::prepare,
+    cuda: Some(OnCuda {
+        levels: Levels::Int4,
+        scales: |spec| match spec.schema {
+            Q4Schema::Int4(format) => (width_of(format.scales), !format.symmetric),
+            _ => (Width::Single, false),
+        },
+        may_round: true,
+    }),
 };
 
 fn refuse(spec: &LinearSpec, reject: &mut Refuse<'_>) {

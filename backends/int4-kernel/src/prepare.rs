@@ -1,52 +1,42 @@
 //! What int4 stores, as the kernels of `q4-codebook` take it.
 use half::{bf16, f16};
-use q4_codebook::{Encoding, Flat, Plain, Scale, Stored, Values, Zeros};
+use q4_codebook::{Flat, OnDevice, Place, Scale, Values};
 use q4_core::formats::int4::ZERO;
 use q4_core::{
     Code, DType, Error, ExecPath, Int4, LinearSpec, NibbleOrder, Part, PreparedWeight, Q4Schema, Q4Weight,
-    Result, Segment, ThreadPool,
+    Result, Segment,
 };
-use q4_simd::Vectors;
 
-/// Repacks `w`. Fails on scales that are not finite and on zero points that are no codes.
+/// Packs `w`. Fails on scales that are not finite and on zero points that are no codes.
 pub(crate) fn prepare(
     w: &Q4Weight<'_>,
     spec: &LinearSpec,
     path: ExecPath,
-    vectors: Vectors,
-    threads: &ThreadPool,
+    place: &Place<'_>,
 ) -> Result<Box<dyn PreparedWeight>> {
     let Q4Schema::Int4(format) = w.schema else {
         return Err(Error::new(Code::SchemaInvalid, "weight").need("int4").have(w.schema.to_string()));
     };
-    let pack = match (format.scales, format.symmetric) {
-        (DType::F16, true) => packed::<f16, Plain<f16>>,
-        (DType::F16, false) => packed::<f16, Zeros<f16>>,
-        (DType::BF16, true) => packed::<bf16, Plain<bf16>>,
-        (DType::BF16, false) => packed::<bf16, Zeros<bf16>>,
-        (_, true) => packed::<f32, Plain<f32>>,
-        (_, false) => packed::<f32, Zeros<f32>>,
+    let pack = match format.scales {
+        DType::F16 => packed::<f16>,
+        DType::BF16 => packed::<bf16>,
+        _ => packed::<f32>,
     };
-    pack(&format, w, spec, path, vectors, threads)
+    pack(&format, w, spec, path, place)
 }
 
-fn packed<S: Scale, E: Encoding>(
+fn packed<S: OnDevice + 'static>(
     format: &Int4,
     w: &Q4Weight<'_>,
     spec: &LinearSpec,
     path: ExecPath,
-    vectors: Vectors,
-    threads: &ThreadPool,
-) -> Result<Box<dyn PreparedWeight>>
-where
-    for<'a> Flat<'a, S>: Stored<E>,
-{
+    place: &Place<'_>,
+) -> Result<Box<dyn PreparedWeight>> {
     let stored = w.segments.iter().enumerate().map(|(i, s)| stored::<S>(i, format, w.k, s));
     let stored = stored.collect::<Result<Vec<_>>>()?;
     // A zero point is subtracted from what a code is worth; without one it is part of that.
     let values = Values::numbers(0, if format.symmetric { ZERO } else { 0 });
-    let of = (crate::OWN.name, path);
-    Ok(Box::new(q4_codebook::pack::<E>(of, &stored, (values, format.group), spec, vectors, threads)?))
+    place.pack((crate::OWN.name, path), &stored, values, spec)
 }
 
 fn stored<'a, S: Scale>(i: usize, format: &Int4, k: usize, s: &Segment<'a>) -> Result<Flat<'a, S>> {

@@ -1,27 +1,23 @@
 //! What MXFP4 stores, as the kernels of `q4-codebook` take it.
 use crate::OWN;
-use q4_codebook::{E8m0, Flat, Plain, Values};
+use q4_codebook::{E8m0, Flat, Place, Values};
 use q4_core::formats::{e2m1, e8m0, mxfp4};
 use q4_core::{
-    Code, Error, ExecPath, LinearSpec, NibbleOrder, Part, PreparedWeight, Q4Schema, Q4Weight, Result,
-    Segment, ThreadPool,
+    Code, Error, ExecPath, LinearSpec, NibbleOrder, Part, PreparedWeight, Q4Schema, Q4Weight, Result, Segment,
 };
-use q4_simd::Vectors;
 
-/// Repacks `w`. Fails on a scale that is NaN.
+/// Packs `w`. Fails on a scale that is NaN.
 pub(crate) fn prepare(
     w: &Q4Weight<'_>,
     spec: &LinearSpec,
     path: ExecPath,
-    vectors: Vectors,
-    threads: &ThreadPool,
+    place: &Place<'_>,
 ) -> Result<Box<dyn PreparedWeight>> {
     if !matches!(w.schema, Q4Schema::Mxfp4(_)) {
         return Err(Error::new(Code::SchemaInvalid, "weight").need("mxfp4").have(w.schema.to_string()));
     }
     let stored = w.segments.iter().enumerate().map(|(i, s)| stored(i, w.k, s)).collect::<Result<Vec<_>>>()?;
-    let values = (Values::of(e2m1::VALUES), mxfp4::BLOCK as u32);
-    Ok(Box::new(q4_codebook::pack::<Plain<E8m0>>((OWN.name, path), &stored, values, spec, vectors, threads)?))
+    place.pack((OWN.name, path), &stored, Values::of(e2m1::VALUES), spec)
 }
 
 fn stored<'a>(i: usize, k: usize, s: &Segment<'a>) -> Result<Flat<'a, E8m0>> {

@@ -76,10 +76,10 @@ fn every_reason_is_given_at_once() {
     let codes = subject.reasons(PLAIN, Activations::Nvfp4(quantised));
     let expect = [
         PathUnsupported,
+        ShapeUnsupported,
         ActivationsUnsupported,
         DtypeUnsupported,
         DtypeUnsupported,
-        ShapeUnsupported,
         DeviceAbsent,
     ];
     assert_eq!(codes, expect);

@@ -11,7 +11,7 @@ pub(crate) const QUAD: usize = 4;
 pub(crate) const CHAIN: usize = 64;
 
 /// Shortest run of k under one scale that the layout can hold.
-pub(crate) const LEAST_GROUP: usize = 16;
+pub const LEAST_GROUP: usize = 16;
 
 /// Elements of k that surely share a scale. Blocks are flat over the row-major matrix, so they start at
 /// multiples of `block` and rows at multiples of k: every run of `gcd(k, block)` lies inside one block.

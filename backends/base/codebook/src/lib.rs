@@ -1,6 +1,6 @@
 //! Products on packed weights whose codes name values, sixteen of them or sums of two of sixteen, or are
-//! bytes that are numbers: what NF4, MXFP4, int4, blocks of GGML and FP8 share on the CPU. The weights stay
-//! packed from memory to register.
+//! bytes that are numbers: what NF4, MXFP4, int4, blocks of GGML and FP8 share. The weights stay
+//! packed from memory to register. Of the first three there are kernels for CUDA devices too.
 //!
 //! Sixteen output rows are interleaved so that a lane is an output row and no horizontal sum is needed.
 //! Arithmetic, which is part of the numerics: `y = Σ_blocks scale · Σ_k (values[code] - zero) · x` in f32,
@@ -12,6 +12,7 @@
 //! rounded to f32, takes the place of x; but where codes are integers, or halves of them, the products of
 //! each 16 are summed exactly, and these sums are scaled.
 mod backend;
+mod cuda;
 mod dots;
 mod encoding;
 mod exact;
@@ -29,10 +30,9 @@ mod shape;
 mod simd;
 mod stored;
 
-pub use backend::{Own, Prepare, Refuse};
+pub use backend::{OnCuda, Own, Place, Prepare, Refuse, width_of};
+pub use cuda::{Engine, Levels, OnDevice, Width};
 pub use encoding::{Bytes, Encoding, NEST, Offset, Plain, Scale, Signed, Values, Zeros};
-pub use layout::scale_group;
-pub use prepare::{Packed, footprint, pack};
-pub use probe::{operands, probe};
+pub use layout::{LEAST_GROUP, scale_group};
 pub use q4_simd::{E8m0, Widen};
 pub use stored::{Flat, Run, Stored, scales};

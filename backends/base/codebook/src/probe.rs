@@ -1,10 +1,9 @@
 //! What the kernels can serve, decided from the spec alone, with every reason at once.
-use crate::layout::{LEAST_GROUP, scale_group};
 use q4_core::isa::Isa;
 use q4_core::{Activations, LinearSpec, ProbeItem, Reject, RejectCode};
 
 /// The instruction set in use and what else this machine could run.
-pub fn probe(used: Isa, could: impl Iterator<Item = Isa>) -> Vec<ProbeItem> {
+pub(crate) fn probe(used: Isa, could: impl Iterator<Item = Isa>) -> Vec<ProbeItem> {
     let could: Vec<_> = could.map(Isa::name).collect();
     vec![ProbeItem {
         id: "cpu.isa".into(),
@@ -13,8 +12,8 @@ pub fn probe(used: Isa, could: impl Iterator<Item = Isa>) -> Vec<ProbeItem> {
     }]
 }
 
-/// What is wrong with `spec` on every machine, its schema and path aside; a scale has `block` elements.
-pub fn operands(spec: &LinearSpec, block: Option<u32>) -> Vec<Reject> {
+/// What is wrong with `spec` on every machine, its schema and path aside.
+pub(crate) fn operands(spec: &LinearSpec) -> Vec<Reject> {
     use RejectCode::*;
     let mut reasons = Vec::new();
     let mut reject = |code, need: &str, have: String| reasons.push(Reject::new(code, need.to_owned(), have));
@@ -30,10 +29,6 @@ pub fn operands(spec: &LinearSpec, block: Option<u32>) -> Vec<Reject> {
     }
     if spec.k == 0 || spec.segments.is_empty() || spec.segments.iter().any(|s| s.rows == 0) {
         reject(ShapeUnsupported, "at least one row and one column", format!("[{}, {}]", spec.n(), spec.k));
-    }
-    if let Some(block) = block.filter(|b| spec.k > 0 && scale_group(spec.k, *b) < LEAST_GROUP) {
-        let need = "gcd(k, block) >= 16, so that every 16 of k share a scale";
-        reject(ShapeUnsupported, need, format!("k = {}, block = {block}", spec.k));
     }
     reasons
 }

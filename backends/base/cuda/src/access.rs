@@ -61,16 +61,16 @@ impl Needs {
     }
 }
 
-/// Capabilities of this machine's devices that `source` is on disk for, so that no compiler is needed. Looks
-/// only where a program asked for a device.
-pub fn images(options: &BuiltinOptions, source: &Source) -> Vec<(u32, u32)> {
+/// Capabilities of this machine's devices that `source` is on disk for, compiled with each of the options `told`, so
+/// that no compiler is needed. Looks only where a program asked for a device.
+pub fn images(options: &BuiltinOptions, source: &Source, told: &[Vec<String>]) -> Vec<(u32, u32)> {
     if options.cuda.is_none() {
         return Vec::new();
     }
     let mut all: Vec<_> = devices().unwrap_or_default().into_iter().map(|d| d.capability).collect();
     all.sort_unstable();
     all.dedup();
-    all.retain(|capability| on_disk(source, &Arch::of(*capability)));
+    all.retain(|capability| told.iter().all(|told| on_disk(source, &Arch::of(*capability), told)));
     all
 }
 

@@ -45,8 +45,9 @@ pub(crate) fn available(source: &Source, arch: &Arch, options: &[&str], cache: &
 }
 
 /// Whether an image of any compiler is there, so that none is needed.
-pub(crate) fn on_disk(source: &Source, arch: &Arch) -> bool {
-    Cache::of_user().any(&Key::new(source, arch, &[])).is_some()
+pub(crate) fn on_disk(source: &Source, arch: &Arch, options: &[String]) -> bool {
+    let options: Vec<_> = options.iter().map(String::as_str).collect();
+    Cache::of_user().any(&Key::new(source, arch, &options)).is_some()
 }
 
 fn prebuilt(key: &Key, cache: &Cache, why: &str) -> Result<Image> {

@@ -71,8 +71,8 @@ impl Engine {
 
 /// Capabilities of this machine's devices whose kernels are on disk, so that no compiler is needed.
 pub fn images(options: &BuiltinOptions) -> Vec<(u32, u32)> {
-    let mut all = q4_cuda::images(options, &simple::SOURCE);
-    let decode = q4_cuda::images(options, &decode::GEMV);
+    let mut all = q4_cuda::images(options, &simple::SOURCE, &[Vec::new()]);
+    let decode = q4_cuda::images(options, &decode::GEMV, &[Vec::new()]);
     all.retain(|capability| decode.contains(capability));
     all
 }

@@ -1,12 +1,10 @@
 //! Launchers of `cuda/gemv.cu`: products of a few rows, with any fusion, as one kernel.
-use super::{Call, FILES, Packed};
+use super::{Call, Coding, FILES, Packed, load};
 use q4_core::{Code, DType, Error, FuseSet, Result};
-use q4_cuda::{
-    Align, Chip, FEW_ROWS, FewRows, Gpu, Kernel, Kernels as Module, Launch, Matrix, Source, Width, mirror,
-};
+use q4_cuda::{Align, Chip, FEW_ROWS, FewRows, Gpu, Kernel, Launch, Matrix, Source, Width, mirror};
 use std::sync::Arc;
 
-const SOURCE: Source = Source { name: "nf4-gemv", text: include_str!("../../cuda/gemv.cu"), files: FILES };
+const SOURCE: Source = Source { name: "levels-gemv", text: include_str!("../../cuda/gemv.cu"), files: FILES };
 /// Bytes of the table, as in the source.
 const TABLE: usize = 32_768;
 
@@ -36,7 +34,7 @@ pub struct Kernels {
 
 /// The name of a kernel for x of a type.
 fn gemv(width: Width, x: &str) -> String {
-    format!("nf4_gemv_{x}_{}", ["one", "few", "wide", "wide_split", "few_split"][width as usize])
+    format!("levels_gemv_{x}_{}", ["one", "few", "wide", "wide_split", "few_split"][width as usize])
 }
 
 /// Products with `w`, for x of so many parts.
@@ -48,15 +46,15 @@ fn few(w: &Packed, parts: usize, gate: bool, on: Chip) -> FewRows {
 
 impl Kernels {
     /// Compiles or finds them.
-    pub fn load(gpu: &Arc<Gpu>) -> Result<Self> {
-        let all = Module::load(gpu, &SOURCE, &[])?;
+    pub fn load(gpu: &Arc<Gpu>, coding: Coding) -> Result<Self> {
+        let all = load(gpu, &SOURCE, coding, &[])?;
         let family = |x: &str, parts| {
             Ok::<_, Error>(Family { widths: all.widths(true, |width| gemv(width, x))?, parts })
         };
         Ok(Self {
             gpu: gpu.clone(),
             families: [family("f32", 3)?, family("f16", 2)?, family("bf16", 1)?],
-            align: all.get("nf4_gemv_align")?,
+            align: all.get("levels_gemv_align")?,
         })
     }
 
@@ -148,7 +146,7 @@ mod tests {
                 SOURCE.takes::<Product>(&gemv(width, x))?;
             }
         }
-        SOURCE.takes::<Align>("nf4_gemv_align")
+        SOURCE.takes::<Align>("levels_gemv_align")
     }
 
     #[test]
@@ -157,9 +155,12 @@ mod tests {
             println!("skipped: {why}");
             return Ok(());
         }
-        for arch in q4_cuda::Arch::majors() {
-            SOURCE.compile(&arch, &[])?;
-            super::super::simple::SOURCE.compile(&arch, &[])?;
+        // NF4's for all, and each other coding for one of them; bench/cubins.py compiles all for all.
+        let majors: Vec<_> = q4_cuda::Arch::majors().collect();
+        let others = super::super::CODINGS[1..].iter().zip(majors.iter().cycle());
+        for (coding, arch) in majors.iter().map(|arch| (&super::super::CODINGS[0], arch)).chain(others) {
+            super::super::compile(&SOURCE, arch, *coding, &[])?;
+            super::super::compile(&super::super::simple::SOURCE, arch, *coding, &[])?;
         }
         Ok(())
     }

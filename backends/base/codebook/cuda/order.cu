@@ -1,6 +1,6 @@
 // x to tiles for gemm.cu.
 //
-// nf4_order_T(x T[rows, k], ld, k, row_units, out, weight f32[k] or null, eps, rounding, flags, flag_count),
+// levels_order_T(x T[rows, k], ld, k, row_units, out, weight f32[k] or null, eps, rounding, flags, flag_count),
 // T f32, f16 or bf16
 //   grid (rows, any), block 256. Optional norm: x/rms(x)*weight rounded to `rounding` (1 f32, 2 f16, 3 bf16). PARTS bf16 that add up
 //   to x: one for bf16, two for f16, three for f32. out: blocks of 128 tokens x 64 k, 16384 bytes each, index
@@ -99,9 +99,9 @@ DEVICE void order(
         int flag_count) { \
         order<T, PARTS>(x, ld, k, row_units, out, weight, eps, rounding, flags, flag_count); \
     }
-ORDER(nf4_order_bf16, bf16, 1)
-ORDER(nf4_order_f16, f16, 2)
-ORDER(nf4_order_f32, float, 3)
+ORDER(levels_order_bf16, bf16, 1)
+ORDER(levels_order_f16, f16, 2)
+ORDER(levels_order_f32, float, 3)
 // Normed rows, which are f32, by the type they are rounded to.
-ORDER(nf4_order_normed_bf16, float, 1)
-ORDER(nf4_order_normed_f16, float, 2)
+ORDER(levels_order_normed_bf16, float, 1)
+ORDER(levels_order_normed_f16, float, 2)

@@ -1,36 +1,45 @@
-// What happens to packed NF4 weights in either layout, for every shape, stride, alignment and type: packing,
-// decoding, gradients, and a product for what the fast kernels leave.
+// What happens to packed weights in either layout, for every shape, stride, alignment and type: packing, decoding,
+// gradients, and a product for what the fast kernels leave.
 #include "layout.cuh"
 #include "rows.cuh"
 
-__device__ const float CODEBOOK[16] = {
-    -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
-    -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
-    0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
+DEVICE float level_of(u32 code) {
+#if LEVELS == NF4
+    return VALUES[code];
+#else
+    return value_of(code);
+#endif
+}
 
-// Raw codes and absmax of `rows` rows, flat over their elements, to rows `first` on of a weight.
-extern "C" __global__ void nf4_pack(const u8 *codes, const float *absmax, u32 high_first, u32 block, u32 rows, u32 first,
-                                    Weight w) {
-    u32 k = (blockIdx.x * 128 + threadIdx.x) * 8, row = blockIdx.y + blockIdx.z * 32768;
+// Raw codes of `rows` rows, flat over their elements, and the words of their scales, [rows][k / 64] with units, else
+// [rows][k / group] with, maybe, zero points beside them, to rows `first` on of a weight.
+extern "C" __global__ void levels_pack(const u8 *codes, const u32 *scales, const u32 *zeros, u32 high_first, u32 rows, u32 first,
+                                       Weight w) {
+    u32 k = (blockIdx.x * 128 + threadIdx.x) * 8, row = blockIdx.y + blockIdx.z * 32768, each = w.units ? 64 : w.group;
     if (row >= rows || k >= w.k) return;
-    u64 at = (u64)row * w.k + k;
-    const u8 *c = codes + at / 2;
+    const u8 *c = codes + ((u64)row * w.k + k) / 2;
     u8 *to = (u8 *)code_at(w, first + row, k);
     for (u32 i = 0; i < 4; i++) to[i * code_step(w)] = high_first ? (u8)(c[i] << 4 | c[i] >> 4) : c[i];
-    if (k % (w.units ? 64 : w.group) == 0) *scale_at(w, first + row, k) = absmax[at / block];
+    if (k % each) return;
+    u64 from = (u64)row * (w.k / each) + k / each;
+    u32 *at = scale_at(w, first + row, k);
+    *at = scales[from];
+    if (zeros) at[zeros_from(w)] = zeros[from];
 }
 
 __device__ __forceinline__ float value(const Weight &w, u32 row, u32 k) {
-    return __fmul_rn(CODEBOOK[*code_at(w, row, k) >> 4 * (k & 1) & 15], *scale_at(w, row, k));
+    Step s = step_of(w, row, k);
+    float level = level_of(*code_at(w, row, k) >> 4 * (k & 1) & 15);
+    return __fmul_rn(ZEROS ? level + s.zero : level, s.scale);
 }
 
-extern "C" __global__ void nf4_dequantize(Weight w, Matrix out) {
+extern "C" __global__ void levels_dequantize(Weight w, Matrix out) {
     u32 k = blockIdx.x * 256 + threadIdx.x, row = blockIdx.y + blockIdx.z * 32768;
     if (k < w.k && row < w.n) store(out, row * out.ld + k, value(w, row, k));
 }
 
 // dx = dy W: 32 columns a block, 16 partial sums over n each, added in order.
-extern "C" __global__ void nf4_backward(Weight w, Matrix dy, Matrix dx) {
+extern "C" __global__ void levels_backward(Weight w, Matrix dy, Matrix dx) {
     __shared__ float sums[16][33];
     u32 k = blockIdx.x * 32 + threadIdx.x, m = blockIdx.y;
     float sum = 0;
@@ -68,10 +77,10 @@ __device__ __forceinline__ void load8(const Matrix &x, u64 at, float *v) {
 // up in a table of its own (16 values by 32 lanes, so that no two lanes share a bank), and scales the sum of
 // eight once.
 enum { ROWS = 8 };
-extern "C" __global__ void __launch_bounds__(256) nf4_forward(Weight w, Matrix x, Matrix y) {
+extern "C" __global__ void __launch_bounds__(256) levels_forward(Weight w, Matrix x, Matrix y) {
     __shared__ float table[16 * 32];
     u32 lane = threadIdx.x, row = blockIdx.x * 8 + threadIdx.y, m = blockIdx.y * ROWS;
-    for (u32 i = threadIdx.y * 32 + lane; i < 512; i += 256) table[i] = CODEBOOK[i / 32];
+    for (u32 i = threadIdx.y * 32 + lane; i < 512; i += 256) table[i] = level_of(i / 32);
     __syncthreads();
     if (row >= w.n) return;
     u32 count = min((u32)ROWS, y.rows - m);
@@ -80,14 +89,18 @@ extern "C" __global__ void __launch_bounds__(256) nf4_forward(Weight w, Matrix x
     for (u32 k = lane * 8; k < w.k; k += 256) {
         const u8 *c = code_at(w, row, k);
         u32 step = code_step(w), word = c[0] | c[step] << 8 | c[2 * step] << 16 | (u32)c[3 * step] << 24;
-        float scale = *scale_at(w, row, k), v[8];
-        for (u32 j = 0; j < 8; j++) v[j] = table[(word >> 4 * j & 15) * 32 + lane];
+        float v[8];
+        Step s = step_of(w, row, k);
+        for (u32 j = 0; j < 8; j++) {
+            float level = table[(word >> 4 * j & 15) * 32 + lane];
+            v[j] = ZEROS ? level + s.zero : level;
+        }
         for (u32 r = 0; r < ROWS; r++) {
             if (r >= count) break;
             float in[8], part = 0;
             load8(x, (m + r) * x.ld + k, in);
             for (u32 j = 0; j < 8; j++) part = fmaf(in[j], v[j], part);
-            sum[r] = fmaf(part, scale, sum[r]);
+            sum[r] = fmaf(part, s.scale, sum[r]);
         }
     }
     for (u32 r = 0; r < ROWS; r++) {

@@ -1,19 +1,19 @@
 // x for rounded.cu where the copy engine cannot read it as it is.
 //
-// nf4_rows(x bf16[rows, k], ld, k, out bf16[rows, k])
-// nf4_rows_normed(x f32[rows, k], ld, k, out bf16[rows, k], weight f32[k], eps): x/rms(x)*weight, rounded
+// levels_rows(x bf16[rows, k], ld, k, out bf16[rows, k])
+// levels_rows_normed(x f32[rows, k], ld, k, out bf16[rows, k], weight f32[k], eps): x/rms(x)*weight, rounded
 //   k a multiple of 8; grid rows, block 256.
 #include "convert.cuh"
 #include "launch.cuh"
 
-extern "C" __global__ void __launch_bounds__(256) nf4_rows(const u16 *x, u64 ld, int k, u16 *out) {
+extern "C" __global__ void __launch_bounds__(256) levels_rows(const u16 *x, u64 ld, int k, u16 *out) {
     let_next_start();
     wait_for_previous();
     u64 row = blockIdx.x;
     for (int i = threadIdx.x; i < k; i += 256) out[row * k + i] = x[row * ld + i];
 }
 
-extern "C" __global__ void __launch_bounds__(256) nf4_rows_normed(const float *x, u64 ld, int k, u16 *out, const float *weight, float eps) {
+extern "C" __global__ void __launch_bounds__(256) levels_rows_normed(const float *x, u64 ld, int k, u16 *out, const float *weight, float eps) {
     __shared__ float room[8];
     let_next_start();
     wait_for_previous();

@@ -1,9 +1,9 @@
-// The product for many rows (prefill) on sm_90a: y[m, n] = x[m, k] W[n, k]^T with packed NF4 weights.
+// The product for many rows (prefill) on sm_90a: y[m, n] = x[m, k] W[n, k]^T with packed weights.
 //
-// wgmma with the weights as the first operand. A byte of codes becomes two pairs of bf16, the leading and the
-// trailing parts of two values, by one look-up in shared memory; table.cuh says why two parts are exact
+// wgmma with the weights as the first operand. A byte of codes becomes a pair of bf16 by one look-up in shared
+// memory, of NF4 two, the leading and the trailing parts of two values; levels.cuh says why two parts are exact
 // enough. The sums of a tile of 64 k have one scale a row: they come out apart and are added up in f32, times
-// the scale, while the other warpgroup's products run. One warp brings weights and x into shared memory; x is
+// the scale, while the other warpgroup's products run. Scales of E2M1 are powers of two, which go into the operands. One warp brings weights and x into shared memory; x is
 // in tiles (order.cu). Definition: TN, tokens of a tile (32, 64, 128 or 256).
 //
 // gemm(units, x, y, ldy, tokens, n, row_units, parts, split_tiles, row_tiles, token_tiles, partial, flags, out, aligned);
@@ -16,7 +16,7 @@
 //   partial: f32[gridDim][128 * TN]; flags: u32[2 gridDim], zero before (`order_*` clears them) and after every launch.
 //   grid min(multiprocessors, work), every block resident; block 384 (two consuming warpgroups, one that copies);
 //   dynamic shared memory SHARED bytes.
-#include "table.cuh"
+#include "levels.cuh"
 #include "convert.cuh"
 #include "deal.cuh"
 #include "hopper.cuh"
@@ -40,34 +40,47 @@ using Plan = Shares<1, u64>;
 
 // The operands of a slab: leading and trailing parts of four m64k16.
 struct Operands {
-    u32 lead[4][4], trail[4][4];
-    float scale[2]; // of rows g and g + 8
+    u32 lead[4][4];
+#if LEVEL_PARTS == 2
+    u32 trail[4][4];
+#endif
+    u32 scale[2]; // words of rows g and g + 8
 };
-// With 256 tokens there are no registers for sums beside sums: the scale goes into the operands, which are
-// cut in two then, within 2^-17 of the weight, and the tensor cores add up all of k.
-#define FOLDED (TN == 256)
+// Scales of NF4 in the operands: with 256 tokens there are no registers for sums beside sums. They are cut in two
+// then, within 2^-17 of the weight, and the tensor cores add up all of k.
+#define FOLDED (LEVELS == E2M1 || TN == 256)
+static_assert(!FOLDED || LEVELS != INT4, "products with scales of their own are not exact in bf16");
+static_assert(!HALVES || FOLDED, "a sum has one scale");
 // Eight codes of a row to four pairs: registers `R` and `R` + 2 of the products `J` and `J` + 1.
 template <int J, int R> DEVICE void look_up(Operands &o, u32 w, u32 table, u32 copy) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         u32 at = table + ((i == 0 ? w << 7 : w >> (8 * i - 7)) & 0x7f80u | copy);
-        u32 &lead = o.lead[J + i / 2][R + i % 2 * 2], &trail = o.trail[J + i / 2][R + i % 2 * 2];
+        u32 &lead = o.lead[J + i / 2][R + i % 2 * 2];
+#if LEVEL_PARTS == 2
+        u32 &trail = o.trail[J + i / 2][R + i % 2 * 2];
         asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(lead), "=r"(trail) : "r"(at));
         if (FOLDED) {
-            float low = __uint_as_float(lead) * o.scale[R], high = __uint_as_float(trail) * o.scale[R];
+            float scale = __uint_as_float(o.scale[R]);
+            float low = __uint_as_float(lead) * scale, high = __uint_as_float(trail) * scale;
             lead = As<bf16>::pair(low, high);
             trail = As<bf16>::pair(low - __uint_as_float(lead << 16), high - __uint_as_float(lead & 0xffff0000u));
         }
+#else
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(lead) : "r"(at));
+        if (FOLDED) asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(lead) : "r"(__byte_perm(o.scale[R], 0, J ? 0x3232 : 0x1010)));
+        if (ZEROS) lead = less_zero(lead, o.scale[R]);
+#endif
     }
 }
 // Codes and scales of tile `s` of the unit at `unit`.
 DEVICE void fetch(Operands &o, u32 (&c)[4], u32 unit, int s, int lane) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3]) : "r"(unit + s * 512 + lane * 16) : "memory");
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(o.scale[0]), "=f"(o.scale[1]) : "r"(unit + 1024 + lane / 4 * 16 + s * 8) : "memory");
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(o.scale[0]), "=r"(o.scale[1]) : "r"(unit + 1024 + lane / 4 * 16 + s * 8) : "memory");
 }
 // The `I`th quarter of the operands.
 template <int I> DEVICE void decode(Operands &o, const u32 (&c)[4], u32 table, int lane) {
-    look_up<I / 2 * 2, I % 2>(o, c[I / 2 + I % 2 * 2], table, (lane & 15) * 8);
+    look_up<I / 2 * 2, I % 2>(o, c[I / 2 + I % 2 * 2], table, copy_of(lane));
 }
 
 enum { OUT_F32, OUT_ADD, OUT_BF16, OUT_F16 };
@@ -158,8 +171,11 @@ DEVICE void multiply(
         for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, 8);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    if (FOLDED) write_values(table, threadIdx.x, 384);
-    else write_table(table, threadIdx.x, 384);
+#if LEVELS == NF4 && FOLDED
+    write_values(table, threadIdx.x, 384);
+#else
+    write_table(table, threadIdx.x, 384);
+#endif
     __syncthreads();
     let_next_start();
     int all = row_units * parts, groups = (n + 15) / 16;
@@ -236,6 +252,7 @@ DEVICE void multiply(
                     barrier_wait(full + 8 * then, ((slot + 1) / STAGES) & 1);
                 }
                 fetch(next, c, mine + then * WEIGHTS, s ^ 1, lane);
+#if LEVEL_PARTS == 2
                 open_products();
                 product_bf16(d, now.lead[0], b, add);
                 add = FOLDED;
@@ -257,11 +274,26 @@ DEVICE void multiply(
                 product_bf16(d, now.lead[3], b + 6, 1);
                 open_products();
                 product_bf16(d, now.trail[3], b + 6, 1);
+#else
+                open_products();
+                product_bf16(d, now.lead[0], b, add);
+                add = FOLDED;
+                decode<0>(next, c, table, lane);
+                open_products();
+                product_bf16(d, now.lead[1], b + 2, 1);
+                decode<1>(next, c, table, lane);
+                open_products();
+                product_bf16(d, now.lead[2], b + 4, 1);
+                decode<2>(next, c, table, lane);
+                open_products();
+                product_bf16(d, now.lead[3], b + 6, 1);
+                decode<3>(next, c, table, lane);
+#endif
                 close_products();
                 finish_products(d);
                 if (s == 1 && lane == 0) barrier_arrive(empty + 8 * stage);
                 if (!FOLDED) {
-                    float low = now.scale[0], high = now.scale[1];
+                    float low = scale_in(now.scale[0], 0), high = scale_in(now.scale[1], 0);
 #pragma unroll
                     for (int i = 0; i < SUMS; i++) sums[i] = fmaf(d[i], i & 2 ? high : low, sums[i]);
                 }
@@ -346,5 +378,5 @@ DEVICE void multiply(
         multiply<GATE>(units, x, y, ldy, tokens, n, row_units, parts, split_tiles, row_tiles, token_tiles, partial, \
                        flags, out, aligned); \
     }
-GEMM(nf4_gemm, false)
-GEMM(nf4_gemm_gate, true)
+GEMM(levels_gemm, false)
+GEMM(levels_gemm_gate, true)

@@ -1,5 +1,5 @@
-// Products of packed NF4 weights with one to sixteen rows of x: y = x W^T, one node with its norm, gate and
-// sum. For compute capability 8.0 on. The design is that of the NVFP4 kernels.
+// Products of packed weights with one to sixteen rows of x: y = x W^T, one node with its norm, gate and sum. For
+// compute capability 8.0 on. The design is that of the NVFP4 kernels.
 //
 // A block owns whole row groups, its warps equal runs of their units (16 rows x 128 k, 1152 contiguous bytes,
 // see layout.cuh). Every warp streams its run through a ring of its own in shared memory; the ring is filled
@@ -8,7 +8,7 @@
 // without leaving their lane; columns of B are rows of x. A scale covers a tile of 64 k, so it is applied in
 // f32 to the sums of a tile.
 #include "few.cuh"
-#include "table.cuh"
+#include "levels.cuh"
 
 enum { STAGES = 3, TABLE = TABLE_BYTES };
 
@@ -30,16 +30,22 @@ struct Gemv {
 __device__ __forceinline__ void load_matrices(u32 (&v)[4], u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(at));
 }
-// Eight codes to four pairs of leading parts (even places) and of trailing ones (odd); `copy` picks the
-// lane's copy of the table.
+// Eight codes to four pairs of bf16, of NF4 of leading parts (even places) and of trailing ones (odd); `copy` is that
+// of the lane.
+__device__ __forceinline__ u32 entry_at(u32 w, int i, u32 table, u32 copy) {
+    return table + ((i == 0 ? w << 7 : w >> (8 * i - 7)) & 0x7f80u | copy);
+}
 __device__ __forceinline__ void decode(u32 w, u32 table, u32 copy, u32 (&a)[8]) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        u32 at = table + ((i == 0 ? w << 7 : w >> (8 * i - 7)) & 0x7f80u | copy);
-        asm("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(a[2 * i]), "=r"(a[2 * i + 1]) : "r"(at));
-    }
+    for (int i = 0; i < 4; i++)
+        asm("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(a[2 * i]), "=r"(a[2 * i + 1]) : "r"(entry_at(w, i, table, copy)));
+}
+__device__ __forceinline__ void decode(u32 w, u32 table, u32 copy, u32 (&a)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) asm("ld.shared.u32 %0, [%1];" : "=r"(a[i]) : "r"(entry_at(w, i, table, copy)));
 }
 
+#if LEVELS == NF4
 // The same without the table: bytes of PARTS_OF are picked from registers. Slower alone, but by pipes that
 // are idle while the table is read: a quarter of the codes so is 3 to 8 % faster than none.
 __device__ __forceinline__ void select(u32 w, u32 (&a)[8]) {
@@ -56,6 +62,7 @@ __device__ __forceinline__ void select(u32 w, u32 (&a)[8]) {
         m >>= 16, s >>= 16;
     }
 }
+#endif
 
 // x of every row to shared memory, in as many bf16 parts as it takes: [part][row][stride]; a team of threads
 // to a row. With one row the 16 of every 64 that a lane multiplies lie side by side (k = 8 i + 2 t + b at 16
@@ -161,7 +168,7 @@ template <int PARTS, int COLS, int SPLIT> __device__ __forceinline__ void multip
     float *part = sums + 2 * WARPS, *whole = part + (groups + 1 + WARPS) * 16 * COLS;
 
     Feed f = feed_of<SPLIT>(p, r, lane);
-    u32 table = shared_at(memory), ring = table + TABLE + warp * (STAGES * UNIT) + lane * 16, slot = ring, copy = (lane & 15) * 8;
+    u32 table = shared_at(memory), ring = table + TABLE + warp * (STAGES * UNIT) + lane * 16, slot = ring, copy = copy_of(lane);
 #pragma unroll 1
     for (u32 i = 0; i < STAGES; i++) fetch<SPLIT>(p, r, f, ring + i * UNIT, lane);
     write_table(table, threadIdx.x, THREADS);
@@ -199,6 +206,7 @@ template <int PARTS, int COLS, int SPLIT> __device__ __forceinline__ void multip
             slot = slot + UNIT == ring + STAGES * UNIT ? ring : slot + UNIT;
 #pragma unroll
             for (int s = 0; s < 2; s++) {
+#if LEVEL_PARTS == 2
                 // Of the sixteen rows of A, eight are leading parts and eight the trailing parts of the same
                 // rows of the weight: what a look-up returns then lies as the product wants it.
                 float upper[TILES][4], lower[TILES][4];
@@ -233,6 +241,43 @@ template <int PARTS, int COLS, int SPLIT> __device__ __forceinline__ void multip
                         acc[j][i] = fmaf(upper[j][i] + upper[j][2 + i], __uint_as_float(scale[2 * s]), acc[j][i]);
                         acc[j][2 + i] = fmaf(lower[j][i] + lower[j][2 + i], __uint_as_float(scale[2 * s + 1]), acc[j][2 + i]);
                     }
+#else
+                float sums[TILES][4];
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    u32 a0[4], a1[4]; // of rows n and n + 8
+                    decode(c[s][h], table, copy, a0);
+                    decode(c[s][2 + h], table, copy, a1);
+                    if (ZEROS) {
+#pragma unroll
+                        for (int i = 0; i < 4; i++) a0[i] = less_zero(a0[i], scale[2 * s]), a1[i] = less_zero(a1[i], scale[2 * s + 1]);
+                    }
+                    if (HALVES || h == 0) {
+#pragma unroll
+                        for (int j = 0; j < TILES; j++) sums[j][0] = sums[j][1] = sums[j][2] = sums[j][3] = 0;
+                    }
+#pragma unroll
+                    for (int q = 0; q < PARTS; q++) {
+#pragma unroll
+                        for (int j = 0; j < TILES; j++) {
+                            u32 from = xat + (q * rows + 8 * j) * stride * 2 + s * 128;
+                            if (COLS > 1) load_matrices(b[j], from + h * 64);
+                            else if (n == 0) lds4(b[j], from + h * 16);
+                            As<bf16>::mma(sums[j], a0[0], a1[0], a0[1], a1[1], b[j][0], b[j][1]);
+                            As<bf16>::mma(sums[j], a0[2], a1[2], a0[3], a1[3], b[j][2], b[j][3]);
+                        }
+                    }
+                    if (!HALVES && h == 0) continue;
+                    float upper = scale_in(scale[2 * s], h), lower = scale_in(scale[2 * s + 1], h);
+#pragma unroll
+                    for (int j = 0; j < TILES; j++)
+#pragma unroll
+                        for (int i = 0; i < 2; i++) {
+                            acc[j][i] = fmaf(sums[j][i], upper, acc[j][i]);
+                            acc[j][2 + i] = fmaf(sums[j][2 + i], lower, acc[j][2 + i]);
+                        }
+                }
+#endif
             }
             xat += 256;
         } while (--run);
@@ -262,12 +307,12 @@ template <int PARTS, int COLS, int SPLIT> __device__ __forceinline__ void multip
     extern "C" __global__ void __launch_bounds__(THREADS, 1) name##_wide(const __grid_constant__ Gemv p) { multiply<PARTS, 16, 1>(p); } \
     extern "C" __global__ void CLUSTER(4) __launch_bounds__(THREADS, 1) name##_few_split(const __grid_constant__ Gemv p) { multiply<PARTS, 8, 4>(p); } \
     extern "C" __global__ void CLUSTER(4) __launch_bounds__(THREADS, 1) name##_wide_split(const __grid_constant__ Gemv p) { multiply<PARTS, 16, 4>(p); }
-GEMV(nf4_gemv_bf16, 1)
-GEMV(nf4_gemv_f16, 2)
-GEMV(nf4_gemv_f32, 3)
+GEMV(levels_gemv_bf16, 1)
+GEMV(levels_gemv_f16, 2)
+GEMV(levels_gemv_f32, 3)
 
 // Rows of elements of `size` bytes, `ld` apart, to rows that lie close together.
-extern "C" __global__ void nf4_gemv_align(const u8 *from, u64 ld, u32 k, u32 size, u8 *to) {
+extern "C" __global__ void levels_gemv_align(const u8 *from, u64 ld, u32 k, u32 size, u8 *to) {
     u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     u64 at = blockIdx.y * ld + i, out = (u64)blockIdx.y * k + i;
     let_next_start();

@@ -1,19 +1,20 @@
 //! Launchers of `cuda/gemm.cu`: products of many rows on sm_90, with any fusion.
-use super::{Call, FILES, Packed, UNIT};
+use super::{Call, Coding, FILES, Levels, Packed, UNIT, load};
 use q4_core::{FuseSet, Result};
 use q4_cuda::{Gpu, HOPPER, Kernel, Kernels as Module, Launch, Source, mirror, output};
 use std::sync::{Arc, OnceLock};
 
-const GEMM: Source = Source { name: "nf4-gemm", text: include_str!("../../cuda/gemm.cu"), files: FILES };
-const ORDER: Source = Source { name: "nf4-order", text: include_str!("../../cuda/order.cu"), files: FILES };
+const GEMM: Source = Source { name: "levels-gemm", text: include_str!("../../cuda/gemm.cu"), files: FILES };
+const ORDER: Source =
+    Source { name: "levels-order", text: include_str!("../../cuda/order.cu"), files: FILES };
 /// Bytes of 128 tokens by 64 of k.
 const BLOCK: usize = 16384;
 /// Rows of the weight in a tile.
 const ROWS: usize = 128;
 /// Tokens of a tile, by what a call needs.
 const TOKENS: [usize; 4] = [32, 64, 128, 256];
-/// From this k on the bound has room for the widest tiles, whose operands are within 2^-17 of the weight, and
-/// for additions.
+/// From this k on the bound has room for the widest tiles of NF4, whose operands are within 2^-17 of the weight,
+/// and for additions.
 const LEAST_FOLDED: u32 = 2048;
 
 mirror! {
@@ -36,16 +37,21 @@ struct Pair {
 /// Kernels for calls of many rows. A size is compiled when a call first needs it.
 pub struct Kernels {
     gpu: Arc<Gpu>,
+    coding: Coding,
     pairs: [OnceLock<Pair>; TOKENS.len()],
     /// x of f32, f16 and bf16; then normed rows, rounded to those.
     order: [[Kernel<Order>; 3]; 2],
 }
 
 /// Index into [`TOKENS`] of a call of `m` rows. The widest tiles need enough of them, by rows of x or of the
-/// weight.
-fn size_of(w: &Packed, m: usize) -> usize {
-    let wide = w.k >= LEAST_FOLDED && (m > 256 || w.n as usize >= 132 * ROWS);
-    let widest = if wide { 3 } else { 2 };
+/// weight, and scales that go into the operands.
+fn size_of(levels: Levels, w: &Packed, m: usize) -> usize {
+    let folds = match levels {
+        Levels::Nf4 => w.k >= LEAST_FOLDED,
+        Levels::Int4 => false,
+        Levels::E2m1 => true,
+    };
+    let widest = if folds && (m > 256 || w.n as usize >= 132 * ROWS) { 3 } else { 2 };
     TOKENS.iter().position(|t| m <= *t).unwrap_or(widest).min(widest)
 }
 
@@ -69,18 +75,19 @@ struct Room {
 }
 
 impl Kernels {
-    /// Finds what orders x; `None` where the device has no wgmma.
-    pub fn load(gpu: &Arc<Gpu>) -> Result<Option<Self>> {
-        if !gpu.arch.wgmma {
+    /// Finds what orders x; `None` where the device has no wgmma, or scales lie too close for it.
+    pub fn load(gpu: &Arc<Gpu>, coding: Coding) -> Result<Option<Self>> {
+        // A sum of whole numbers has one scale.
+        if !gpu.arch.wgmma || coding.has_halves() && coding.levels == Levels::Int4 {
             return Ok(None);
         }
         let all = Module::load(gpu, &ORDER, &[])?;
-        let get = |name: &str| all.get(&format!("nf4_order_{name}"));
+        let get = |name: &str| all.get(&format!("levels_order_{name}"));
         let order = [
             [get("f32")?, get("f16")?, get("bf16")?],
             [get("f32")?, get("normed_f16")?, get("normed_bf16")?],
         ];
-        Ok(Some(Self { gpu: gpu.clone(), pairs: Default::default(), order }))
+        Ok(Some(Self { gpu: gpu.clone(), coding, pairs: Default::default(), order }))
     }
 
     fn pair(&self, size: usize) -> Result<&Pair> {
@@ -88,17 +95,21 @@ impl Kernels {
             return Ok(pair);
         }
         let tokens = TOKENS[size];
-        let all = Module::load(&self.gpu, &GEMM, &[&format!("-DTN={tokens}")])?;
+        let all = load(&self.gpu, &GEMM, self.coding, &[&format!("-DTN={tokens}")])?;
         let get = |name| all.get_with(name, shared_of(tokens));
-        let pair = Pair { plain: get("nf4_gemm")?, gate: get("nf4_gemm_gate")? };
+        let pair = Pair { plain: get("levels_gemm")?, gate: get("levels_gemm_gate")? };
         Ok(self.pairs[size].get_or_init(|| pair))
+    }
+
+    fn size(&self, w: &Packed, m: usize) -> usize {
+        size_of(self.coding.levels, w, m)
     }
 
     fn room(&self, w: &Packed, source: u32, m: usize) -> Room {
         let next = |from: usize, bytes: usize| (from + bytes).next_multiple_of(256);
         let partial = next(0, m.div_ceil(128) * 2 * w.units as usize * parts(source) * BLOCK);
         let blocks = self.gpu.processors as usize;
-        let flags = next(partial, blocks * ROWS * TOKENS[size_of(w, m)] * 4);
+        let flags = next(partial, blocks * ROWS * TOKENS[self.size(w, m)] * 4);
         Room { partial, flags, all: next(flags, blocks * 8) }
     }
 
@@ -121,7 +132,7 @@ impl Kernels {
         let m = call.x.rows as usize;
         let room = self.room(w, call.source, m);
         let (groups, units, parts) = ((w.n as usize).div_ceil(16), w.units as usize, parts(call.source));
-        let tokens = TOKENS[size_of(w, m)];
+        let tokens = TOKENS[self.size(w, m)];
         let row_tiles = if call.gate { (groups / 2).div_ceil(4) } else { groups.div_ceil(8) };
         let token_tiles = m.div_ceil(tokens);
         let columns = if tokens == TOKENS[3] { token_tiles } else { usize::MAX };
@@ -149,7 +160,7 @@ impl Kernels {
         let (size, whole) = (call.y.size(), |bytes: u64| bytes % 16 == 0);
         let is_aligned =
             whole(call.y.data) && whole(call.y.ld * size) && whole(u64::from(call.y.cols) * size);
-        let pair = self.pair(size_of(w, m))?;
+        let pair = self.pair(self.size(w, m))?;
         let kernel = if call.gate { &pair.gate } else { &pair.plain };
         let how = Launch::overlapping([grid, 1, 1], 384, shared_of(tokens), call.stream);
         let [tokens, row_units, parts, split_tiles, row_tiles, token_tiles] =
@@ -207,10 +218,10 @@ fn every_block_has_work() {
 
 #[test]
 fn kernels_take_what_they_are_given() -> Result<()> {
-    GEMM.takes::<Gemm>("nf4_gemm")?;
-    GEMM.takes::<Gemm>("nf4_gemm_gate")?;
+    GEMM.takes::<Gemm>("levels_gemm")?;
+    GEMM.takes::<Gemm>("levels_gemm_gate")?;
     for name in ["f32", "f16", "bf16", "normed_f16", "normed_bf16"] {
-        ORDER.takes::<Order>(&format!("nf4_order_{name}"))?;
+        ORDER.takes::<Order>(&format!("levels_order_{name}"))?;
     }
     Ok(())
 }
@@ -221,8 +232,11 @@ fn every_size_compiles() -> Result<()> {
         println!("skipped: {why}");
         return Ok(());
     }
-    for tokens in TOKENS {
-        GEMM.compile(&HOPPER, &[&format!("-DTN={tokens}")])?;
+    // Of whole numbers one of each kind: scales of f16 and of bf16 differ in a conversion.
+    for (coding, most) in [(0, 4), (1, 3), (4, 3), (6, 4)] {
+        for tokens in &TOKENS[..most] {
+            super::compile(&GEMM, &HOPPER, super::CODINGS[coding], &[&format!("-DTN={tokens}")])?;
+        }
     }
     ORDER.compile(&HOPPER, &[]).map(drop)
 }

@@ -1,9 +1,9 @@
 // The product for many rows of bf16 on sm_90a, with weights rounded to bf16: y[m, n] = x[m, k] W[n, k]^T with
-// packed NF4 weights.
+// packed weights.
 //
 // wgmma with the weights as the first operand, from registers. A byte of codes becomes two values by one
-// look-up in shared memory, and these the weights by two operations of bf16, the last of which rounds: within
-// 1.41 * 2^-8 of the weight. Operands of a slab (64 of k) come about while the slab before it is multiplied.
+// look-up in shared memory, and these the weights by one or two operations of bf16, the last of which rounds: within
+// 1.41 * 2^-8 of a weight of NF4, 1.01 * 2^-8 of one of whole numbers; E2M1 with powers of two is exact. Operands of a slab (64 of k) come about while the slab before it is multiplied.
 // One warp brings weights, one x, by the tensor copy engine as it is. Four slabs are a round, in which places
 // in the rings are known to the compiler: a fifth of a warp's instructions went into them. What of a round is
 // beyond k is zero. Blocks of a cluster: in pairs each brings half of x for both; SPLIT of them have a part
@@ -12,9 +12,9 @@
 // of x; SPLIT, 1 or blocks that share k, one tile a cluster; PACKS, packed weights in flight, 128 of k each;
 // ORDERED, whether warpgroups multiply one after another.
 //
-// nf4_rounded(x_map, y_map, units, y, ldy, tokens, n, rounds, split_tiles, pairs, token_tiles, partial,
+// levels_rounded(x_map, y_map, units, y, ldy, tokens, n, rounds, split_tiles, pairs, token_tiles, partial,
 // flags, mark, out,
-//             aligned); also nf4_rounded_gate
+//             aligned); also levels_rounded_gate
 //   x_map: tensor map of x, boxes of 64 by TN / PAIR, 128-byte swizzle. y_map, if `aligned`: of y in bf16, boxes of 128 bytes
 //   (gates: 64) by as many tokens as a piece has, swizzled as wide. units: tensor map of packed weights, 8-byte words [row
 //   groups, k / 128, 144], boxes of 4 WGS (of a gate: 2 WGS) by 1 by 144: units of 1152 bytes. y: element type by out: 0 f32,
@@ -29,6 +29,7 @@
 #include "convert.cuh"
 #include "deal.cuh"
 #include "hopper.cuh"
+#include "levels.cuh"
 #include "place.cuh"
 #include "unit.cuh"
 
@@ -69,13 +70,13 @@ constexpr int KEPT = TN / SPLIT; // tokens of a tile whose outputs a block write
 constexpr int PIECE = SPLIT > 1 ? 0 : TN > 64 ? 4096 : 2048; // outputs of one warpgroup on their way to memory, PIECES times
 constexpr int PIECES = TN == 256 ? 3 : 2;
 constexpr int PACK = GROUPS * UNIT;
-// Bytes from an entry of the table to the next: a byte is an address where there is room.
-constexpr int ENTRY = TN > 64 && TN < 256 ? 256 : 128;
-constexpr int TABLE = 256 * ENTRY;
 // Where two pairs share k: the tokens whose outputs a block writes are the first ones of its tile, x lies so;
-// and a sum has three bytes on its way to another block.
+// and a sum has three bytes on its way to another block, but where all else is exact.
 #define OF_TWO (SPLIT == 2 && PAIR == 2)
-constexpr int SENT = OF_TWO ? 3 : 4;
+constexpr int SENT = OF_TWO && LEVELS != E2M1 ? 3 : 4;
+// Bytes from an entry of the table to the next: a byte is an address where there is room.
+constexpr int ENTRY = TN > 64 && TN < 256 && !(OF_TWO && SENT == 4) ? 256 : 128;
+constexpr int TABLE = 256 * ENTRY;
 constexpr int RECEIVED = (SPLIT - 1) * ROWS * KEPT * SENT; // sums from the others of a cluster
 constexpr int FITTING = (Q4_SHARED - 512 - PIECES * WGS * PIECE - PACKS * PACK - TABLE - RECEIVED) / SLAB;
 constexpr int ROUND = 2; // units
@@ -87,22 +88,31 @@ constexpr bool WIDE = WGS * TN > 256; // so many sums that the copying warps giv
 constexpr int THREADS = 128 * WGS + (WIDE ? 128 : 64);
 using Plan = Shares<PAIR, u32>;
 
-// bf16(level * UP), UP = 1.1888107612: within 2^-9.32 of the levels, the best factor.
-#define DOWN 0.84117674827575684f
-// Two codes' products with a scale, rounded once: scale = high + low.
-DEVICE u32 times(u32 pair, u32 high, u32 low) {
+// Of a tile's scale: two codes' products with high + low, less zero points before, rounded once.
+struct Scale {
+    u32 high, low, word;
+};
+// A product of two bf16 is rounded once anyway.
+#define HAS_LOW (SCALES == WHOLE || SCALES == HALVES_F16 || SCALES == ZEROS_F16)
+DEVICE u32 times(u32 pair, const Scale &s) {
     u32 y;
-    asm("{.reg .b32 t; mul.rn.bf16x2 t, %1, %3; fma.rn.bf16x2 %0, %1, %2, t;}" : "=r"(y) : "r"(pair), "r"(high), "r"(low));
+    if (ZEROS) pair = less_zero(pair, s.word);
+    if (HAS_LOW) asm("{.reg .b32 t; mul.rn.bf16x2 t, %1, %3; fma.rn.bf16x2 %0, %1, %2, t;}" : "=r"(y) : "r"(pair), "r"(s.high), "r"(s.low));
+    else asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(pair), "r"(s.high));
     return y;
 }
-struct Scale {
-    u32 high, low;
-};
-DEVICE Scale scale_of(float s) {
-    s *= DOWN;
+#if LEVELS == NF4
+// bf16(level * UP), UP = 1.1888107612: within 2^-9.32 of the levels, the best factor.
+#define ROUNDED_DOWN 0.84117674827575684f
+#else
+#define ROUNDED_DOWN 1.0f
+#endif
+DEVICE Scale scale_of(u32 word, bool second) {
+    if (!HAS_LOW) return {__byte_perm(word, 0, second ? 0x3232 : 0x1010), 0, word};
+    float s = scale_in(word, second) * ROUNDED_DOWN;
     u32 bits = __float_as_uint(s);
     float rest = s - __uint_as_float(bits & 0xffff0000u);
-    return {__byte_perm(bits, 0, 0x3232), As<bf16>::pair(rest, rest)};
+    return {__byte_perm(bits, 0, 0x3232), As<bf16>::pair(rest, rest), word};
 }
 // Operands of a slab: four m64k16.
 struct Operands {
@@ -110,11 +120,15 @@ struct Operands {
 };
 // Bytes of the value of a code.
 DEVICE u32 level(u32 code) {
+#if LEVELS == NF4
     u32 low = code & 8 ? __byte_perm(0xce9644c2, 0x985c2b06, code & 7) : __byte_perm(0xf0205498, 0x00de61ad, code & 7);
     u32 high = code & 8 ? __byte_perm(0x3e3e3e3d, 0x3f3f3f3f, code & 7) : __byte_perm(0xbebfbfbf, 0x00bdbebe, code & 7);
     return __byte_perm(low, high, 0x7740) & 0xffff;
+#else
+    return __float_as_uint(value_of(code)) >> 16;
+#endif
 }
-DEVICE void write_table(u32 at, u32 thread) {
+DEVICE void write_levels(u32 at, u32 thread) {
     if (thread >= 256) return;
     u32 v = level(thread & 15) | level(thread >> 4) << 16;
 #pragma unroll
@@ -122,8 +136,7 @@ DEVICE void write_table(u32 at, u32 thread) {
         asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at + thread * ENTRY + ((i + thread) & 7) * 16), "r"(v) : "memory");
 }
 struct Raw {
-    u32 c[4];
-    float s[2];
+    u32 c[4], s[2];
 };
 // Where a lane's scales and codes are: rows g and g + 8 of a group; with a gate, row g of half a group of
 // gate and of up.
@@ -139,12 +152,12 @@ template <bool GATE> struct Lane {
         u32 code = pack + codes_at + s * 512, scale = pack + scales_at + s * 8;
         if (GATE) {
             constexpr u32 UP = GROUPS / 2 * UNIT;
-            asm volatile("ld.shared.f32 %0, [%1];" : "=f"(r.s[0]) : "r"(scale) : "memory");
-            asm volatile("ld.shared.f32 %0, [%1];" : "=f"(r.s[1]) : "r"(scale + UP) : "memory");
+            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r.s[0]) : "r"(scale) : "memory");
+            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r.s[1]) : "r"(scale + UP) : "memory");
             asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(r.c[0]), "=r"(r.c[1]) : "r"(code) : "memory");
             asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(r.c[2]), "=r"(r.c[3]) : "r"(code + UP) : "memory");
         } else {
-            asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(r.s[0]), "=f"(r.s[1]) : "r"(scale) : "memory");
+            asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(r.s[0]), "=r"(r.s[1]) : "r"(scale) : "memory");
             asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(r.c[0]), "=r"(r.c[1]), "=r"(r.c[2]), "=r"(r.c[3]) : "r"(code) : "memory");
         }
     }
@@ -153,7 +166,7 @@ template <bool GATE> struct Lane {
 // products may still read.
 struct Levels {
     u32 v[4][4];
-    Scale one, two;
+    Scale one[HALVES + 1], two[HALVES + 1];
 };
 // Eight codes of a row to four pairs: registers R and R + 2 of the products J and J + 1. A byte is looked up:
 // entry b of the table holds the levels of its low code, then of its high code, 32 times, so that no two
@@ -173,9 +186,10 @@ template <int J, int R> DEVICE void look_up(Levels &l, u32 w, u32 table, u32 cop
 }
 DEVICE Levels levels_of(const Raw &r, u32 table, u32 copy) {
     Levels l;
-    float one = r.s[0], two = r.s[1];
-    asm volatile("" : "+f"(one), "+f"(two)); // or it waits for scales as soon as they are fetched
-    l.one = scale_of(one), l.two = scale_of(two);
+    u32 one = r.s[0], two = r.s[1];
+    asm volatile("" : "+r"(one), "+r"(two)); // or it waits for scales as soon as they are fetched
+#pragma unroll
+    for (int i = 0; i <= HALVES; i++) l.one[i] = scale_of(one, i), l.two[i] = scale_of(two, i);
     look_up<0, 0>(l, r.c[0], table, copy), look_up<0, 1>(l, r.c[2], table, copy);
     look_up<2, 0>(l, r.c[1], table, copy), look_up<2, 1>(l, r.c[3], table, copy);
     return l;
@@ -185,8 +199,8 @@ DEVICE void scale(Operands &o, const Levels &l) {
     for (int j = 0; j < 4; j++)
 #pragma unroll
         for (int r = 0; r < 4; r++) {
-            const Scale &s = r & 1 ? l.two : l.one;
-            o.a[j][r] = times(l.v[j][r], s.high, s.low);
+            int half = HALVES * (j / 2);
+            o.a[j][r] = times(l.v[j][r], r & 1 ? l.two[half] : l.one[half]);
         }
 }
 
@@ -382,11 +396,26 @@ template <bool GATE> DEVICE bool add_share(float (&d)[SUMS], int me, int own, in
 
 // Where two blocks have half of k of one tile each: each adds up half of the tokens, which come first in `d`.
 DEVICE void exchange_two(float (&d)[SUMS], u32 received, u32 barrier, int part, int rank) {
-    using Sent = Short<SUMS / 2, 128 * WGS>;
     u32 other = (1 - part) * PAIR + rank;
+#if LEVELS == E2M1
+    constexpr int KEEPS = SUMS / 2, BYTES = 128 * WGS * 16; // of four sums of all threads
+    u32 at = received + threadIdx.x * 16, to = address_in(at, other), signal = address_in(barrier, other);
+#pragma unroll
+    for (int i = 0; i < KEEPS; i += 4) send4(to + i / 4 * BYTES, signal, d + KEEPS + i);
+    barrier_wait_cluster(barrier, 0);
+#pragma unroll
+    for (int i = 0; i < KEEPS; i += 4) {
+        float v[4];
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(at + i / 4 * BYTES) : "memory");
+#pragma unroll
+        for (int j = 0; j < 4; j++) d[i + j] += v[j];
+    }
+#else
+    using Sent = Short<SUMS / 2, 128 * WGS>;
     Sent::send_all(d + SUMS / 2, address_in(received, other), address_in(barrier, other), threadIdx.x);
     barrier_wait_cluster(barrier, 0);
     Sent::add_all(d, received, threadIdx.x);
+#endif
 }
 // Where the blocks of a cluster have a part of k of one tile each: every one adds up its share of the tokens,
 // which come first in `d` then, all in one order.
@@ -500,7 +529,7 @@ DEVICE void multiply(
     } else {
         if (WIDE) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WGS == 3 ? 160 : 232));
         cluster_arrive();
-        write_table(table, threadIdx.x);
+        write_levels(table, threadIdx.x);
         meet(1, 128 * WGS + 64);
         int half = warp >> 2, w = warp & 3, me = threadIdx.x & 127, own = 2 + half;
         Target target = {y_map, y, ldy, tokens, GATE ? n / 2 : n, out, aligned};
@@ -645,5 +674,5 @@ DEVICE void multiply(
         multiply<GATE>(&x_map, &y_map, &units, y, ldy, tokens, n, rounds, split_tiles, pairs, token_tiles, partial, flags, mark, out, \
                        aligned); \
     }
-GEMM(nf4_rounded, false)
-GEMM(nf4_rounded_gate, true)
+GEMM(levels_rounded, false)
+GEMM(levels_rounded_gate, true)

@@ -1,20 +1,20 @@
 //! Launchers of `cuda/simple.cu`: packing, decoding, gradients, and the product that takes every shape.
-use super::{FILES, Packed};
+use super::{Coding, FILES, Packed, load};
 use q4_core::Result;
-use q4_cuda::{Gpu, Kernel, Kernels as Module, Launch, Matrix, Source, mirror, over_rows};
+use q4_cuda::{Gpu, Kernel, Launch, Matrix, Source, mirror, over_rows};
 use std::sync::Arc;
 
-pub(crate) const SOURCE: Source =
-    Source { name: "nf4-simple", text: include_str!("../../cuda/simple.cu"), files: FILES };
+pub const SOURCE: Source =
+    Source { name: "levels-simple", text: include_str!("../../cuda/simple.cu"), files: FILES };
 /// Rows of x that one pass over the weight serves, as `ROWS` in the source.
 const ROWS: usize = 8;
 
-/// Stored bytes of one segment on the device.
+/// One segment on the device: stored codes, words of scales and, where they are not in units, of zero points.
 pub struct Raw {
     pub codes: u64,
-    pub absmax: u64,
+    pub scales: u64,
+    pub zeros: u64,
     pub is_high_first: bool,
-    pub block: u32,
     pub rows: usize,
 }
 
@@ -27,7 +27,7 @@ pub struct Kernels {
 }
 
 mirror! {
-    struct Pack { codes: u64, absmax: u64, high_first: u32, block: u32, rows: u32, first: u32, w: Packed }
+    struct Pack { codes: u64, scales: u64, zeros: u64, high_first: u32, rows: u32, first: u32, w: Packed }
     struct Forward { w: Packed, x: Matrix, y: Matrix }
     struct Backward { w: Packed, dy: Matrix, dx: Matrix }
     struct Dequantize { w: Packed, out: Matrix }
@@ -35,13 +35,13 @@ mirror! {
 
 impl Kernels {
     /// Compiles or finds them.
-    pub fn load(gpu: &Arc<Gpu>) -> Result<Self> {
-        let all = Module::load(gpu, &SOURCE, &[])?;
+    pub fn load(gpu: &Arc<Gpu>, coding: Coding) -> Result<Self> {
+        let all = load(gpu, &SOURCE, coding, &[])?;
         Ok(Self {
-            pack: all.get("nf4_pack")?,
-            forward: all.get("nf4_forward")?,
-            backward: all.get("nf4_backward")?,
-            dequantize: all.get("nf4_dequantize")?,
+            pack: all.get("levels_pack")?,
+            forward: all.get("levels_forward")?,
+            backward: all.get("levels_backward")?,
+            dequantize: all.get("levels_dequantize")?,
         })
     }
 
@@ -51,9 +51,9 @@ impl Kernels {
     /// The addresses are device memory of the sizes the shapes say, until the default queue is waited for.
     pub unsafe fn pack(&self, raw: &Raw, first: usize, w: &Packed) -> Result<()> {
         let grid = over_rows((w.k as usize / 8).div_ceil(128), raw.rows);
-        let &Raw { codes, absmax, is_high_first, block, rows } = raw;
+        let &Raw { codes, scales, zeros, is_high_first, rows } = raw;
         let (high_first, rows, first) = (is_high_first.into(), rows as u32, first as u32);
-        let args = Pack { codes, absmax, high_first, block, rows, first, w: *w };
+        let args = Pack { codes, scales, zeros, high_first, rows, first, w: *w };
         // SAFETY: by contract.
         unsafe { self.pack.launch(Launch::new(grid, [128, 1, 1], 0), args) }
     }
@@ -102,8 +102,8 @@ impl Kernels {
 
 #[test]
 fn kernels_take_what_they_are_given() -> Result<()> {
-    SOURCE.takes::<Pack>("nf4_pack")?;
-    SOURCE.takes::<Forward>("nf4_forward")?;
-    SOURCE.takes::<Backward>("nf4_backward")?;
-    SOURCE.takes::<Dequantize>("nf4_dequantize")
+    SOURCE.takes::<Pack>("levels_pack")?;
+    SOURCE.takes::<Forward>("levels_forward")?;
+    SOURCE.takes::<Backward>("levels_backward")?;
+    SOURCE.takes::<Dequantize>("levels_dequantize")
 }

@@ -1,14 +1,14 @@
-//! Launchers of `cuda/rounded.cu`: products of many rows of bf16 on sm_90, weights rounded to bf16, with any
-//! fusion.
-use super::{Call, FILES, Packed, UNIT};
+//! Launchers of `cuda/rounded.cu`: products of many rows of bf16 on sm_90, weights rounded to bf16, or exact in
+//! it, with any fusion.
+use super::{Call, Coding, FILES, Packed, UNIT, load};
 use q4_core::{DType, FuseSet, Result};
 use q4_cuda::{Gpu, HOPPER, Kernel, Kernels as Module, Launch, Source, TensorMap, mirror, output};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 const GEMM: Source =
-    Source { name: "nf4-rounded", text: include_str!("../../cuda/rounded.cu"), files: FILES };
-const ROWS: Source = Source { name: "nf4-rows", text: include_str!("../../cuda/rows.cu"), files: FILES };
+    Source { name: "levels-rounded", text: include_str!("../../cuda/rounded.cu"), files: FILES };
+const ROWS: Source = Source { name: "levels-rows", text: include_str!("../../cuda/rows.cu"), files: FILES };
 /// Launches that wait for a warpgroup, as in rounded.cu.
 const READERS: usize = 8;
 /// Units of k of a round, as in rounded.cu.
@@ -115,19 +115,24 @@ impl Shape {
     const fn threads(&self) -> u32 {
         (128 * self.groups + if self.groups * self.tokens > 256 { 128 } else { 64 }) as u32
     }
+    /// Two pairs of blocks share k.
+    const fn is_of_two(&self) -> bool {
+        self.split == 2 && self.pair == 2
+    }
     /// Bytes of the table of pairs, `TABLE` of rounded.cu.
-    const fn table(&self) -> usize {
-        256 * if self.tokens > 64 && self.tokens < 256 { 256 } else { 128 }
+    const fn table(&self, is_exact: bool) -> usize {
+        let has_room = self.tokens > 64 && self.tokens < 256 && !(is_exact && self.is_of_two());
+        256 * if has_room { 256 } else { 128 }
     }
     /// Bytes of a sum on its way to another block of a cluster, `SENT` of rounded.cu.
-    const fn sent(&self) -> usize {
-        if self.split == 2 && self.pair == 2 { 3 } else { 4 }
+    const fn sent(&self, is_exact: bool) -> usize {
+        if self.is_of_two() && !is_exact { 3 } else { 4 }
     }
-    /// `SHARED` of rounded.cu.
-    fn shared(&self) -> u32 {
+    /// `SHARED` of rounded.cu, of weights that are exact in bf16 or rounded.
+    fn shared(&self, is_exact: bool) -> u32 {
         let (slab, pack, (piece, times)) = (128 * self.tokens, 4 * self.groups * UNIT, self.pieces());
-        let received = (self.split - 1) * self.rows() * (self.tokens / self.split) * self.sent();
-        let fixed = self.table() + times * self.groups * piece + self.packs * pack + received;
+        let received = (self.split - 1) * self.rows() * (self.tokens / self.split) * self.sent(is_exact);
+        let fixed = self.table(is_exact) + times * self.groups * piece + self.packs * pack + received;
         let stages = ((HOPPER.shared - 512 - fixed) / slab).min(16) / (2 * ROUND) * (2 * ROUND);
         (stages * (slab + 16) + fixed + 16 * self.packs + 8) as u32
     }
@@ -168,6 +173,7 @@ struct Pair {
 /// Kernels for calls of many rows. A shape is compiled when a call first needs it.
 pub struct Kernels {
     gpu: Arc<Gpu>,
+    coding: Coding,
     pairs: [OnceLock<Pair>; SHAPES.len()],
     rows: Kernel<Plain>,
     normed: Kernel<Normed>,
@@ -183,13 +189,13 @@ struct Room {
 
 impl Kernels {
     /// Finds what prepares x; `None` where the device has no wgmma.
-    pub fn load(gpu: &Arc<Gpu>) -> Result<Option<Self>> {
+    pub fn load(gpu: &Arc<Gpu>, coding: Coding) -> Result<Option<Self>> {
         if !gpu.arch.wgmma {
             return Ok(None);
         }
         let all = Module::load(gpu, &ROWS, &[])?;
-        let (rows, normed) = (all.get("nf4_rows")?, all.get("nf4_rows_normed")?);
-        Ok(Some(Self { gpu: gpu.clone(), pairs: Default::default(), rows, normed }))
+        let (rows, normed) = (all.get("levels_rows")?, all.get("levels_rows_normed")?);
+        Ok(Some(Self { gpu: gpu.clone(), coding, pairs: Default::default(), rows, normed }))
     }
 
     fn pair(&self, shape: usize) -> Result<&Pair> {
@@ -198,16 +204,20 @@ impl Kernels {
         }
         let options = SHAPES[shape].options();
         let options: Vec<_> = options.iter().map(String::as_str).collect();
-        let all = Module::load(&self.gpu, &GEMM, &options)?;
-        let get = |name| all.get_with(name, SHAPES[shape].shared());
-        let pair = Pair { plain: get("nf4_rounded")?, gate: get("nf4_rounded_gate")? };
+        let all = load(&self.gpu, &GEMM, self.coding, &options)?;
+        let get = |name| all.get_with(name, SHAPES[shape].shared(self.coding.is_bf16()));
+        let pair = Pair { plain: get("levels_rounded")?, gate: get("levels_rounded_gate")? };
         Ok(self.pairs[shape].get_or_init(|| pair))
+    }
+
+    fn shape(&self, w: &Packed, m: usize) -> usize {
+        Shape::of(w, m, self.gpu.processors as usize)
     }
 
     fn room(&self, w: &Packed, m: usize) -> Room {
         let next = |from: usize, bytes: usize| (from + bytes).next_multiple_of(256);
         let processors = self.gpu.processors as usize;
-        let shape = &SHAPES[Shape::of(w, m, processors)];
+        let shape = &SHAPES[self.shape(w, m)];
         let blocks = if shape.split > 1 { 0 } else { processors };
         let partial = next(0, m * w.k as usize * 2);
         let flags = next(partial, blocks * shape.rows() * shape.tokens * 4);
@@ -233,7 +243,7 @@ impl Kernels {
     pub unsafe fn forward(&self, w: &Packed, call: &Call) -> Result<()> {
         let (m, k, n) = (call.x.rows as usize, w.k as usize, w.n as usize);
         let room = self.room(w, m);
-        let index = Shape::of(w, m, self.gpu.processors as usize);
+        let index = self.shape(w, m);
         let shape = &SHAPES[index];
         let at = |part: usize| call.workspace + part as u64;
         // The copy engine wants rows that begin at multiples of 16 bytes.
@@ -258,8 +268,8 @@ impl Kernels {
         let units_map = TensorMap::of_words(w.codes, [row_groups, w.units as usize, 144], [boxed, 1, 144])?;
         let out = output(call.accumulate, call.y.dtype);
         let (y, ldy) = (call.y.data, call.y.ld);
-        // The copy engine writes outputs of bf16.
-        let is_aligned = out == 2 && y % 16 == 0 && ldy % 8 == 0;
+        // The copy engine writes outputs of bf16, 16 bytes at a time: also those behind a row that ends between.
+        let is_aligned = out == 2 && y % 16 == 0 && ldy % 8 == 0 && call.y.cols % 8 == 0;
         let y_map = if is_aligned {
             let (width, columns) = if call.gate { (32, n / 2) } else { (64, n) };
             TensorMap::new(y, DType::BF16, [m, columns, ldy as usize], [width, shape.boxed(call.gate)])?
@@ -295,7 +305,8 @@ impl Kernels {
         let pair = self.pair(index)?;
         let kernel = if call.gate { &pair.gate } else { &pair.plain };
         let grid = [grid * shape.pair, 1, 1];
-        let how = Launch::overlapping(grid, shape.threads(), shape.shared(), call.stream);
+        let how =
+            Launch::overlapping(grid, shape.threads(), shape.shared(self.coding.is_bf16()), call.stream);
         // SAFETY: by contract.
         unsafe { kernel.launch(how, args) }
     }
@@ -359,11 +370,15 @@ fn every_block_has_work() {
 /// shares k.
 #[test]
 fn shapes_fit_the_device() {
-    for s in &SHAPES {
+    for (s, is_exact) in SHAPES.iter().flat_map(|s| [(s, false), (s, true)]) {
         let ring = 2 * ROUND * (128 * s.tokens + 16);
-        let shared = s.shared() as usize;
+        let shared = s.shared(is_exact) as usize;
         assert!(shared <= HOPPER.shared, "{} tokens: {shared}", s.tokens);
-        assert!(shared >= s.table() + ring + s.packs * 4 * s.groups * UNIT, "{} tokens: {shared}", s.tokens);
+        assert!(
+            shared >= s.table(is_exact) + ring + s.packs * 4 * s.groups * UNIT,
+            "{} tokens: {shared}",
+            s.tokens
+        );
         assert!(s.packs % ROUND == 0, "{} tokens", s.tokens);
         assert!(s.pair * s.split <= 8 && s.tokens % (8 * s.split) == 0, "{} tokens", s.tokens);
     }
@@ -386,7 +401,8 @@ fn shapes_fit_the_device() {
 #[test]
 fn the_fastest_is_taken() {
     let taken = |m, n, k: u32| {
-        let s = &SHAPES[Shape::of(&Packed { codes: 0, scales: 0, n, k, group: 64, units: k / 128 }, m, 132)];
+        let w = Packed { codes: 0, scales: 0, n, k, group: 64, units: k / 128 };
+        let s = &SHAPES[Shape::of(&w, m, 132)];
         (s.tokens, s.groups, s.split)
     };
     assert_eq!(taken(64, 6144, 2560), (64, 2, 2));
@@ -399,10 +415,10 @@ fn the_fastest_is_taken() {
 
 #[test]
 fn kernels_take_what_they_are_given() -> Result<()> {
-    GEMM.takes::<Gemm>("nf4_rounded")?;
-    GEMM.takes::<Gemm>("nf4_rounded_gate")?;
-    ROWS.takes::<Plain>("nf4_rows")?;
-    ROWS.takes::<Normed>("nf4_rows_normed")
+    GEMM.takes::<Gemm>("levels_rounded")?;
+    GEMM.takes::<Gemm>("levels_rounded_gate")?;
+    ROWS.takes::<Plain>("levels_rows")?;
+    ROWS.takes::<Normed>("levels_rows_normed")
 }
 
 #[test]
@@ -411,11 +427,43 @@ fn every_shape_compiles() -> Result<()> {
         println!("skipped: {why}");
         return Ok(());
     }
-    for shape in &SHAPES {
+    // Every shape for NF4, and for one other coding each; bench/cubins.py compiles all of both.
+    for (i, shape) in SHAPES.iter().enumerate() {
         let options = shape.options();
-        GEMM.compile(&HOPPER, &options.iter().map(String::as_str).collect::<Vec<_>>())?;
+        let options: Vec<_> = options.iter().map(String::as_str).collect();
+        // The one whose sums are exact for the shape that sends them short.
+        let other = super::CODINGS[if shape.is_of_two() { 6 } else { 1 + i % 5 }];
+        for coding in [super::CODINGS[0], other] {
+            super::compile(&GEMM, &HOPPER, coding, &options)?;
+        }
     }
     ROWS.compile(&HOPPER, &[]).map(drop)
+}
+
+/// To bf16, ties to even; sums and products of two bf16 are exact in f64.
+#[cfg(test)]
+fn round(x: f64) -> f64 {
+    if x == 0.0 {
+        return 0.0;
+    }
+    let unit = 2f64.powi(x.abs().log2().floor() as i32 - 7);
+    (x / unit).round_ties_even() * unit
+}
+
+/// The same of whole numbers less zero points, and of scales of every type.
+#[test]
+fn a_weight_of_whole_numbers_is_rounded_once() {
+    let mut worst = 0f64;
+    for i in 0..4096u32 {
+        let scale = f32::from_bits(0x3c00_0000 + i * 2053);
+        let high = f32::from_bits(scale.to_bits() & 0xffff_0000);
+        let low = round(f64::from(scale - high));
+        for level in (-15..16).filter(|l| *l != 0).map(f64::from) {
+            let got = round(level * f64::from(high) + round(level * low));
+            worst = worst.max((got / (level * f64::from(scale)) - 1.0).abs());
+        }
+    }
+    assert!(worst + 2f64.powi(-15) < 1.01 / 256.0, "{}", worst * 256.0);
 }
 
 /// What rounded.cu computes of a code and a scale is within `oracle::ROUNDED` of the weight, whatever the
@@ -437,14 +485,6 @@ fn a_weight_is_off_by_less_than_the_bound() {
     let level = |code: usize| {
         let (low, high) = table[code / 4];
         wide((low >> (code % 4 * 8) & 0xff) | (high >> (code % 4 * 8) & 0xff) << 8)
-    };
-    // To bf16, ties to even; sums and products of two bf16 are exact in f64.
-    let round = |x: f64| {
-        if x == 0.0 {
-            return 0.0;
-        }
-        let unit = 2f64.powi(x.abs().log2().floor() as i32 - 7);
-        (x / unit).round_ties_even() * unit
     };
     let mut worst = 0f64;
     for i in 0..4096u32 {

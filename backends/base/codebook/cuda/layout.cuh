@@ -1,0 +1,44 @@
+// The layout of packed weights, for every kernel that reads them.
+//
+// In units, where every scale, or with HALVES every half, lies in one tile of 64 k: rows are padded to 16, k to 128. A
+// unit is 16 rows by 128 k, 1152 bytes: two tiles of 64 k with 512 bytes of codes each, then 128 bytes of scales; the
+// units of a row group lie side by side. In a tile lane l of a warp owns bytes 16 l to 16 l + 15: row l / 4, then row
+// l / 4 + 8; byte i of a row has k = 8 i + 2 (l % 4) in its low half and the k after it in the other, so that the
+// codes of a lane are its part of operands of tensor cores. Words of scales: for every row of the upper eight, its own
+// and that of the row 8 below, in the first tile, then in the second. What is padding has scale 0.
+// Elsewhere: codes [n][k / 8] words, the first code in the lowest nibble; scales f32 [n][k / group], then, with ZEROS,
+// as many negatives of zero points, f32.
+#include "levels.cuh"
+
+struct Weight {
+    u64 codes, scales;    // units start at `codes`
+    u32 n, k, group, units; // units of a row group, 0 where there are none
+};
+
+// The byte with the code of (row, k).
+__device__ __forceinline__ const u8 *code_at(const Weight &w, u32 row, u32 k) {
+    if (!w.units) return (const u8 *)w.codes + ((u64)row * w.k + k) / 2;
+    u64 unit = (u64)(row >> 4) * w.units + (k >> 7);
+    return (const u8 *)w.codes + unit * 1152 + (k >> 6 & 1) * 512 + ((row & 7) * 4 + (k >> 1 & 3)) * 16 + (row & 8) + (k >> 3 & 7);
+}
+// Bytes from that of k to that of k + 2, where k is a multiple of 8.
+__device__ __forceinline__ u32 code_step(const Weight &w) { return w.units ? 16 : 1; }
+// The word with the scale of (row, k).
+__device__ __forceinline__ u32 *scale_at(const Weight &w, u32 row, u32 k) {
+    if (!w.units) return (u32 *)w.scales + (u64)row * (w.k / w.group) + k / w.group;
+    u64 unit = (u64)(row >> 4) * w.units + (k >> 7);
+    return (u32 *)(w.codes + unit * 1152 + 1024) + (row & 7) * 4 + (k >> 6 & 1) * 2 + (row >> 3 & 1);
+}
+// From there to that of its zero point, without units.
+__device__ __forceinline__ u64 zeros_from(const Weight &w) { return (u64)w.n * (w.k / w.group); }
+
+// What (row, k) and its neighbours under the same scale are multiplied by, and what is added to their levels.
+struct Step {
+    float scale, zero;
+};
+__device__ __forceinline__ Step step_of(const Weight &w, u32 row, u32 k) {
+    const u32 *at = scale_at(w, row, k);
+    if (SCALES == WHOLE) return {__uint_as_float(*at), 0};
+    if (w.units) return {scale_in(*at, k >> 5 & 1), ZEROS ? __uint_as_float(*at & 0xffff0000u) : 0};
+    return {__uint_as_float(*at), ZEROS ? __uint_as_float(at[zeros_from(w)]) : 0};
+}

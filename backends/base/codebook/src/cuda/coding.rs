@@ -1,0 +1,176 @@
+//! What the kernels are compiled for: what codes are worth, and how their scales lie on the device.
+use crate::encoding::Scale;
+use crate::layout::scale_group;
+use half::{bf16, f16};
+use q4_cuda::UNIT;
+use q4_simd::E8m0;
+
+/// What codes are worth; `LEVELS` of levels.cuh.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Levels {
+    /// Those of NF4.
+    Nf4,
+    /// -8 to 7, or with zero points 0 to 15.
+    Int4,
+    /// Those of E2M1. Scales are powers of two.
+    E2m1,
+}
+
+/// What a scale is on the device: 16 bits of one type, or an f32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Width {
+    /// f32.
+    Single,
+    /// f16.
+    Half,
+    /// bf16, which holds powers of two as well.
+    Brain,
+}
+
+/// A scale that has a place on the device.
+pub trait OnDevice: Scale {
+    /// What it is there.
+    const WIDTH: Width;
+}
+
+impl OnDevice for f32 {
+    const WIDTH: Width = Width::Single;
+}
+impl OnDevice for f16 {
+    const WIDTH: Width = Width::Half;
+}
+impl OnDevice for bf16 {
+    const WIDTH: Width = Width::Brain;
+}
+impl OnDevice for E8m0 {
+    const WIDTH: Width = Width::Brain;
+}
+
+impl Width {
+    /// The bits of a scale in the lowest half of a word. The scale is of this type, which has 16.
+    pub(super) fn bits(self, scale: f32) -> u32 {
+        match self {
+            Self::Single => scale.to_bits(),
+            Self::Half => f16::from_f32(scale).to_bits().into(),
+            Self::Brain => bf16::from_f32(scale).to_bits().into(),
+        }
+    }
+}
+
+/// How scales lie there; `SCALES` of levels.cuh.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Scales {
+    Whole,
+    HalvesF16,
+    HalvesBf16,
+    ZerosF16,
+    ZerosBf16,
+}
+
+/// What a set of kernels is compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Coding {
+    pub levels: Levels,
+    pub scales: Scales,
+}
+
+impl Coding {
+    /// What the compiler is told.
+    pub fn options(self) -> Vec<String> {
+        match (self.levels, self.scales) {
+            (Levels::Nf4, Scales::Whole) => Vec::new(), // what the sources are without a word
+            (levels, scales) => {
+                vec![format!("-DLEVELS={}", levels as u32), format!("-DSCALES={}", scales as u32)]
+            }
+        }
+    }
+
+    /// Whether each half of a tile has a scale.
+    pub fn has_halves(self) -> bool {
+        matches!(self.scales, Scales::HalvesF16 | Scales::HalvesBf16)
+    }
+
+    /// Whether weights have zero points.
+    pub fn has_zeros(self) -> bool {
+        matches!(self.scales, Scales::ZerosF16 | Scales::ZerosBf16)
+    }
+
+    /// Whether a level times its scale is a bf16.
+    pub fn is_bf16(self) -> bool {
+        self.levels == Levels::E2m1
+    }
+}
+
+/// Elements of k under one word of scales in a unit.
+pub(super) const TILE: usize = 64;
+
+/// Where the parts of a weight of `[n, k]` lie, in bytes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Places {
+    pub coding: Coding,
+    /// Elements under one scale.
+    pub group: usize,
+    /// Units of a row group; 0 where scales do not cover whole tiles, or do not fit a unit.
+    pub units: usize,
+    pub codes: usize,
+    pub scales: usize,
+}
+
+impl Places {
+    /// Of a weight with a scale of that width, and maybe a zero point, for `block` elements.
+    pub fn of((levels, width): (Levels, Width), has_zeros: bool, [n, k]: [usize; 2], block: u32) -> Self {
+        let group = scale_group(k, block);
+        let halves = group % TILE == TILE / 2 && width != Width::Single && !has_zeros;
+        let in_units = k % TILE == 0
+            && if has_zeros {
+                group % TILE == 0 && width != Width::Single
+            } else {
+                group % TILE == 0 || halves
+            };
+        let scales = match (has_zeros, width) {
+            (true, Width::Half) => Scales::ZerosF16,
+            (true, _) => Scales::ZerosBf16,
+            (false, Width::Half) if halves && in_units => Scales::HalvesF16,
+            (false, Width::Brain) if halves && in_units => Scales::HalvesBf16,
+            (false, _) => Scales::Whole,
+        };
+        let units = if in_units { k.div_ceil(2 * TILE) } else { 0 };
+        let (codes, scales_bytes) = match units {
+            0 => {
+                let words = if has_zeros { 2 } else { 1 };
+                ((n * k / 2).next_multiple_of(256), n * (k / group) * 4 * words)
+            }
+            _ => (n.div_ceil(16) * units * UNIT, 0),
+        };
+        Self { coding: Coding { levels, scales }, group, units, codes, scales: scales_bytes }
+    }
+
+    /// Elements under one word of scales.
+    pub fn each(&self) -> usize {
+        if self.units > 0 { TILE } else { self.group }
+    }
+}
+
+#[test]
+fn scales_lie_in_units_where_they_fit() {
+    use Levels::{E2m1, Int4, Nf4};
+    use Scales::{HalvesBf16, HalvesF16, Whole, ZerosBf16, ZerosF16};
+    use Width::{Brain, Half, Single};
+    let of = |kind, zeros, k, block| {
+        let p = Places::of(kind, zeros, [48, k], block);
+        (p.coding.scales, p.units)
+    };
+    assert_eq!(of((Nf4, Single), false, 320, 64), (Whole, 3));
+    assert_eq!(of((Nf4, Single), false, 320, 32), (Whole, 0));
+    assert_eq!(of((Nf4, Single), false, 80, 64), (Whole, 0));
+    assert_eq!(of((Int4, Half), false, 256, 128), (Whole, 2));
+    assert_eq!(of((Int4, Half), false, 256, 32), (HalvesF16, 2));
+    assert_eq!(of((Int4, Brain), false, 96, 32), (Whole, 0));
+    assert_eq!(of((Int4, Single), false, 256, 32), (Whole, 0));
+    assert_eq!(of((Int4, Half), true, 256, 64), (ZerosF16, 2));
+    assert_eq!(of((Int4, Brain), true, 256, 256), (ZerosBf16, 2));
+    assert_eq!(of((Int4, Half), true, 256, 32), (ZerosF16, 0));
+    assert_eq!(of((Int4, Single), true, 256, 128), (ZerosBf16, 0));
+    assert_eq!(of((E2m1, Brain), false, 2880, 32), (HalvesBf16, 23));
+    assert_eq!(of((E2m1, Brain), false, 32, 32), (Whole, 0));
+}
