@@ -15,7 +15,8 @@ THREADS = [1, 2, 4, 8, 16]
 # Of bench/h200.sh; of the last, by whom.
 STEPS = ["speed", "kernels", "first_token", "exits", "agreement"]
 JUDGED = ["nvfp4-kernel", "nf4-kernel", "dequant-matmul"]
-NO_KERNELS = "there are no CUDA kernels of int4, MXFP4 and FP8: the first two are dense copies there"
+FORMATS = ["int4", "mxfp4"]
+NO_KERNELS = "there are no CUDA kernels of FP8: it is a dense copy there"
 NO_SERVER = "the server was not measured"
 NO_RANKS = "the trainer has one device"
 NO_PEER = "the peer is not installed on the host of a card"
@@ -115,10 +116,24 @@ def kernels(card):
             card.rate(f"{what.replace(' ', '-')}-{activations}", f"{what}, NVFP4 {activations}", ">= 1", of)
 
 
+def formats(card):
+    """Formats whose kernels ran beside peers in one run."""
+    for name in FORMATS:
+        for what in ("decode", "prefill 512", "prefill 4096", "batch 64"):
+            card.rate(f"{what.replace(' ', '-')}-{name}", f"{what}, {name} native", "no bound")
+        for peer in ("Marlin on NVFP4", "cuBLAS bf16"):
+            of = [f for n, f in card.figures.items() if n.endswith(f", {name}, beside {peer}")]
+            worst = min(of, key=lambda f: f["ratio"], default=None)
+            unit = f"of {peer}, the lowest of {len(of)} products" + (f": {worst['name'].split(',')[0]}" if worst else "")
+            row(f"products-{name}-{peer.split()[0].lower()}", worst and round(worst["ratio"], 3), unit, ">= 1", "not run")
+        for what, need in (("failed", "0"), ("passed", "said")):
+            row(f"conformance-{name}-{what}", card.value(f"conformance {name}-kernel: {what}"), "cases", need, "not run")
+
+
 def missing():
     """What nothing was built for yet."""
     for name, unit, need, why in [
-        ("kernels-of-other-formats", "of the fastest peer", ">= 1", NO_KERNELS),
+        ("products-fp8", "of the fastest peer", ">= 1", NO_KERNELS),
         ("cards-2-step", "times the rate of one", ">= 1.85", NO_RANKS),
         ("cards-8-step", "times the rate of one", ">= 7", NO_RANKS),
         ("cards-resume", "runs that differ", "0", NO_RANKS),
@@ -146,6 +161,7 @@ def whole(args):
     of_card = Card(read(args.work / "card.json"))
     promised(of_card)
     kernels(of_card)
+    formats(Card(read(args.work / "formats.json")))
     beside = kept(args, "host")
     if not beside:
         row("host", None, "tok/s", ">= 0.85 of the floor", "the processors were not timed")

@@ -2,7 +2,7 @@
 # What is promised of cards and of their hosts, and what of it is true here, in bench/results/cards.json:
 #   bench/cards.sh WORK [PART...]
 #
-# PART is card (bench/h200.sh, up to ten minutes), host (the processors beside the card), server (q4 serve on
+# PART is card (bench/h200.sh, up to ten minutes), formats (what of it is about int4 and MXFP4), host (the processors beside the card), server (q4 serve on
 # the card) or whole (the result file); all of them where none is named. What a part measured lies in WORK, so that a machine that is
 # lent for minutes takes one after the other. Wants target/release/q4, or Q4, and what bench/h200.sh wants.
 set -euo pipefail
@@ -14,13 +14,17 @@ export Q4="${Q4:-$PWD/target/release/q4}"
 python=${PYTHON:-python3}
 for part in "${@:-all}"; do
     case $part in
-        card | host | server | whole | all) ;;
-        *) echo "need card, host, server or whole; have $part" >&2; exit 2 ;;
+        card | formats | host | server | whole | all) ;;
+        *) echo "need card, formats, host, server or whole; have $part" >&2; exit 2 ;;
     esac
     if [[ $part == card || $part == all ]]; then
         # What failed there is a row; what ran before is not taken for it.
         rm -f "$work/card.json"
-        bench/h200.sh "$work/card.json" || true
+        bench/h200.sh "$work/card.json" speed kernels first_token exits agreement conformance || true
+    fi
+    if [[ $part == formats || $part == all ]]; then
+        rm -f "$work/formats.json"
+        bench/h200.sh "$work/formats.json" formats || true
     fi
     for one in host server; do
         if [[ $part == "$one" || $part == all ]]; then
