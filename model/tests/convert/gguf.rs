@@ -126,6 +126,12 @@ fn symmetric_groups_of_32_are_q4_0() -> Result<()> {
     assert_eq!(answers(&open(&out)?)?, answers(&source)?);
     let back = converted(&open(&out)?, &again, Layout::Gptq)?;
     assert_eq!(back.sha256_decoded, report.sha256_decoded);
+    // Everything that the layout has, and not what happens to be in a block.
+    let compressed = dir.path().join("compressed");
+    converted(&open(&out)?, &compressed, Layout::CompressedTensors)?;
+    let (written, _) = handmade::parse(&std::fs::read(compressed.join("model.safetensors")).unwrap());
+    let shapes = written.iter().filter(|t| t.name.ends_with(".weight_shape")).count();
+    assert_eq!(shapes, 14);
     let tool = Model::golden("a", "gptq");
     let (own, _) = handmade::parse(&std::fs::read(again.join("model.safetensors")).unwrap());
     for part in ["qweight", "qzeros", "scales", "g_idx"] {

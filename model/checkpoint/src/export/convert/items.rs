@@ -9,7 +9,7 @@ use crate::export::safetensors::Entry;
 use crate::export::{gguf, layout};
 use crate::quantize::Quantized;
 use crate::words::were_apart;
-use crate::{Checkpoint, Layer, Stored};
+use crate::{Checkpoint, Container, Layer, Stored};
 use q4_core::detect::Layout;
 use q4_core::formats::{KINDS, Kind, Lack};
 use q4_core::{Code, Convention, DType, Error, GlobalScale, OwnedParts, Part, Q4Schema, Result};
@@ -75,12 +75,14 @@ pub(super) fn items<'a>(
     let dtype = checkpoint.embedding_elements()?.dtype();
     let layers: Vec<_> = matrices(contents).collect();
     let are_simple = !whole && are_simple(&layers)?;
+    let in_blocks = checkpoint.store().container() == Container::Gguf;
+    let is_as_stored = |layer: &Layer<'_>| !in_blocks && !were_apart(&layer.detected);
     let mut items = Vec::with_capacity(contents.len());
     for (name, content) in contents {
         items.push(match content {
             Content::Inputs(_) => continue, // with its layer
             // What was taken apart is packed again.
-            Content::Matrix(layer) if layer.detected.layout == layout && !were_apart(&layer.detected) => {
+            Content::Matrix(layer) if layer.detected.layout == layout && is_as_stored(layer) => {
                 let mut names = tensors(&layer.detected);
                 names.retain(|name| checkpoint.table().contains_key(name));
                 let stored = names.iter().map(|n| checkpoint.tensor(n)).collect::<Result<Vec<_>>>()?;
