@@ -2,7 +2,8 @@
 the rows of bench/results/checkpoints.json.
 
 A peer writes a file and loads it again; q4 writes the same values in another layout, whose package loads
-that. What is compared: q4's hash of decoded values at every step, bytes of tensors at the end, decoded weights and logits.
+that. What is compared: q4's hash of decoded values at every step, bytes of tensors at the end, decoded
+weights and logits.
 """
 
 import argparse
@@ -76,7 +77,7 @@ class Peers:
             return False
         # A folder of llama.cpp's would hide packages of the others.
         env = self.env if name == "llama.cpp" else {**self.env, "PYTHONPATH": ""}
-        _, done = run(python, HERE / "writers_peers.py", name, *words, env=env)
+        _, done = run(python, HERE / "writers_peers.py", name, *words, env=env, cwd=self.work)
         if done.returncode:
             self.why[name] = " ".join(done.stderr.strip().splitlines()[-1:])[-300:]
             print(f"{name} {words}: {done.stdout}{done.stderr}", file=sys.stderr)
@@ -150,6 +151,8 @@ def round_trips(q4, models):
                 continue
             written.append((name, way, there))
             back, second = q4.convert(there, layout or "gguf", f"{name}-{way}-back")
+            if back and not layout:
+                written.append((name, "gguf", back))
             whole += first is not None and first == second
             # Where scales are bf16, those that come back were f16 in between.
             if layout and back and name not in BF16:
