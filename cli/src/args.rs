@@ -411,6 +411,7 @@ Examples:
   q4 quantize ./model ./model-nvfp4
   q4 quantize ./model ./model.dat --layout dat
   q4 quantize ./model ./model-nf4 --format nf4 --double-quant
+  q4 quantize ./model ./model-gptq --format int4 --layout gptq
   q4 quantize ./model ./out --method four-over-six --exclude 'model.layers.0.*'")]
 pub struct QuantizeArgs {
     /// A dense model directory or file.
@@ -456,19 +457,23 @@ Codes and block scales stay as they are; a per-tensor scale that means another t
 expressed anew, where an f32 gives every value bit for bit, and refused elsewhere: between layouts
 that multiply (modelopt, dat) and compressed-tensors, which divides, that is certain for powers of
 two only, as q4 train writes them. With --allow-last-bit the nearest f32 is taken: values of such a
-layer may differ in their last bits, engines that compute in 16 bits see none of it. The output is
-read back, decoded and compared before it gets its name; nothing is ever overwritten. Another format
-is q4 quantize, from the dense original.
+layer may differ in their last bits, engines that compute in 16 bits see none of it. int4 goes between
+gptq, awq and compressed-tensors; scales that float16 does not hold, zero points of 0 in gptq and
+groups that its readers do not take are refused by name. A .gguf file has nvfp4, mxfp4, and int4 in
+symmetric groups of 32, which is Q4_0. The output is read back, decoded and compared before it gets
+its name; nothing is ever overwritten. Another format is q4 quantize, from the dense original.
 
 Examples:
   q4 convert demo ./demo --layout modelopt
   q4 convert ./model-nvfp4 ./model.dat --layout dat
+  q4 convert ./model-awq ./model-gptq --layout gptq
+  q4 convert ./model-nvfp4 ./model.gguf --layout gguf
   q4 convert ./model.dat ./model-nvfp4 --layout modelopt --config ./original --tokenizer ./original --json")]
 pub struct ConvertArgs {
     /// A 4-bit model directory or file, or `demo`.
     #[arg(value_name = "IN", value_hint = ValueHint::AnyPath)]
     pub input: PathBuf,
-    /// What to write: a directory, or a file for --layout dat. Must not exist.
+    /// What to write: a directory, or a file for --layout gguf and dat. Must not exist.
     #[arg(value_name = "OUT", value_hint = ValueHint::AnyPath)]
     pub output: PathBuf,
     /// Arrangement of the tensors.

@@ -99,6 +99,12 @@ choices! {
         CompressedTensors,
         /// bitsandbytes.
         Bitsandbytes,
+        /// GPTQModel, vLLM.
+        Gptq,
+        /// AutoAWQ (gemm), vLLM.
+        Awq,
+        /// One .gguf file: llama.cpp.
+        Gguf,
         /// One .dat file.
         Dat,
     }
@@ -156,6 +162,9 @@ impl From<OutputLayout> for Layout {
             OutputLayout::Modelopt => Self::ModelOpt,
             OutputLayout::CompressedTensors => Self::CompressedTensors,
             OutputLayout::Bitsandbytes => Self::Bitsandbytes,
+            OutputLayout::Gptq => Self::Gptq,
+            OutputLayout::Awq => Self::Awq,
+            OutputLayout::Gguf => Self::Gguf,
             OutputLayout::Dat => Self::Dat,
         }
     }

@@ -109,6 +109,12 @@ impl OwnedParts {
         self.parts[part as usize] = Some(Owned { dtype, shape: shape.to_vec(), bytes });
         self
     }
+    /// Without this part.
+    #[must_use]
+    pub fn without(mut self, part: Part) -> Self {
+        self.parts[part as usize] = None;
+        self
+    }
     /// With this per-tensor scale.
     #[must_use]
     pub fn with_global(self, global: Option<GlobalScale>) -> Self {
@@ -228,6 +234,16 @@ pub fn read_floats(bytes: &[u8], dtype: DType, out: &mut [f32]) {
                 *o = half::f16::from_le_bytes(*b).to_f32();
             }
         }
+        other => panic!("{other} is not a float type of activations or weights"),
+    }
+}
+
+/// Little-endian elements of an io dtype, each the nearest to its value.
+pub(crate) fn write_floats(values: &[f32], dtype: DType) -> Vec<u8> {
+    match dtype {
+        DType::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+        DType::BF16 => values.iter().flat_map(|v| half::bf16::from_f32(*v).to_le_bytes()).collect(),
+        DType::F16 => values.iter().flat_map(|v| half::f16::from_f32(*v).to_le_bytes()).collect(),
         other => panic!("{other} is not a float type of activations or weights"),
     }
 }

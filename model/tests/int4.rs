@@ -150,8 +150,11 @@ fn a_contradiction_names_its_layer_and_both_places() {
         ConfigInvalid,
         &["checkpoint_format", "marlin"],
     );
-    let dynamic = add("dynamic", json!({"+:.*up_proj": {"bits": 8}}));
-    refused("gptq", &dynamic, ConfigInvalid, &["dynamic"]);
+    for of in
+        [json!({"+:.*up_proj": {"bits": 8}}), json!({"-:.*up_proj": {}, ".*q_proj": {"bits": 8}}), json!([])]
+    {
+        refused("gptq", &add("dynamic", of), ConfigInvalid, &["dynamic", "patterns behind `-:`"]);
+    }
     let extra = add("extra_config", json!({UP: {"bits": 8}}));
     refused("auto_round", &extra, ConfigInvalid, &["extra_config", UP, "bits of 16"]);
 

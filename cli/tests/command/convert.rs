@@ -49,6 +49,41 @@ fn the_demo_answers_alike_in_every_layout_of_its_format() {
     assert!(file("a") == file("e") && file("b") == file("d"), "there and back is the same file");
 }
 
+/// Words, template and ends of answers come out of the file.
+#[test]
+fn the_demo_answers_alike_as_one_gguf_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let [file, back] = ["demo.gguf", "back"].map(|name| dir.path().join(name).to_str().unwrap().to_owned());
+    let answer = json("generate", &[&["demo"], &ANSWER[..]].concat());
+    let report = json("convert", &["demo", &file, "--layout", "gguf"]);
+    assert_eq!((&report["lossless"], &report["layout"]), (&true.into(), &"gguf".into()));
+    let same = json("generate", &[&[file.as_str()], &ANSWER[..]].concat());
+    assert_eq!((&same["text"], &same["token_ids"]), (&answer["text"], &answer["token_ids"]));
+    assert_eq!(json("verify", &[&file])["errors"], 0);
+    let again = json("convert", &[&file, &back, "--layout", "modelopt"]);
+    assert_eq!(again["sha256_decoded"], report["sha256_decoded"]);
+    let same = json("generate", &[&[back.as_str()], &ANSWER[..]].concat());
+    assert_eq!(same["token_ids"], answer["token_ids"]);
+}
+
+#[test]
+fn int4_keeps_its_hash_from_tool_to_tool() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut source = golden_arg("qwen3_tiny_a/awq");
+    let mut hashes = Vec::new();
+    for layout in ["awq", "gptq", "compressed-tensors", "awq"] {
+        let target = dir.path().join(format!("{}-{layout}", hashes.len())).to_str().unwrap().to_owned();
+        let report = json("convert", &[&source, &target, "--layout", layout]);
+        assert_eq!((&report["lossless"], &report["layout"]), (&true.into(), &layout.into()));
+        hashes.push(report["sha256_decoded"].as_str().unwrap().to_owned());
+        assert_eq!(json("verify", &[&target])["errors"], 0, "{layout}");
+        source = target;
+    }
+    assert!(hashes.iter().all(|hash| *hash == hashes[0]), "{hashes:?}");
+    let file = |name: &str| std::fs::read(dir.path().join(name).join("model.safetensors")).unwrap();
+    assert!(file("0-awq") == file("3-awq"), "there and back is the same file");
+}
+
 #[test]
 fn the_summary_says_what_changed() {
     let dir = tempfile::tempdir().unwrap();
@@ -132,6 +167,8 @@ fn what_would_change_a_value_is_refused_and_leaves_nothing() {
         ("nvfp4_ct", "modelopt", ["weight_global_scale`", "another last bit"]),
         ("nf4_bnb_dq", "dat", ["weight.absmax`", "double quantisation"]),
         ("nf4_bnb", "modelopt", ["have: nf4@1", "q4 quantize"]),
+        ("nf4_bnb", "gptq", ["need: int4", "have: nf4@1"]),
+        ("gptq", "dat", ["have: int4@1", "q4 quantize"]),
         ("", "modelopt", ["no 4-bit layer", "q4 quantize"]),
     ] {
         let source = golden_arg(&format!("qwen3_tiny_a/{variant}"));

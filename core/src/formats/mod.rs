@@ -270,12 +270,26 @@ pub trait Format: fmt::Debug + Send + Sync {
     fn described(&self) -> Option<Described> {
         None
     }
-    /// The same encoding in the order that writers have it in, with a per-tensor scale of this convention.
-    fn plain(&self, global: Option<Convention>) -> Q4Schema;
-    /// What keeps a layer `[n, k]` out of a layout that holds the format: the part, what it would have to be
-    /// and what it is.
-    fn lacks(&self, _layout: Layout, _shape: [usize; 2]) -> Option<(Part, &'static str, String)> {
-        None
+    /// The same encoding as writers of a layout have it, with a per-tensor scale of this convention.
+    fn plain(&self, layout: Layout, global: Option<Convention>) -> Q4Schema;
+    /// An encoding without a part that says nothing in these values; `None` where there is none.
+    ///
+    /// # Errors
+    /// As [`decoder`](Self::decoder).
+    fn simpler(&self, _data: &SegmentData<'_>) -> Result<Option<Q4Schema>> {
+        Ok(None)
+    }
+    /// Stored parts as those of [`plain`](Self::plain) or [`simpler`](Self::simpler), which [`lacks`](Self::lacks)
+    /// does not keep out.
+    fn recast(&self, parts: OwnedParts, _to: &Q4Schema) -> OwnedParts {
+        parts
+    }
+    /// What keeps a layer `[n, k]` of checked values out of a layout that holds the format.
+    ///
+    /// # Errors
+    /// As [`decoder`](Self::decoder).
+    fn lacks(&self, _layout: Layout, _shape: [usize; 2], _data: &SegmentData<'_>) -> Result<Option<Lack>> {
+        Ok(None)
     }
 
     /// Parameters as the binary contract of plugins has fields for them.
@@ -306,6 +320,17 @@ pub trait Format: fmt::Debug + Send + Sync {
     }
     /// Makes a scale of `row` NaN.
     fn spoil(&self, parts: &mut OwnedParts, row: usize, k: usize);
+}
+
+/// What a layer would have to be for a layout, and is not.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Lack {
+    /// Of which part.
+    pub part: Part,
+    /// What it would have to be.
+    pub need: &'static str,
+    /// What it is.
+    pub have: String,
 }
 
 /// What no value of a stored part may be.

@@ -200,10 +200,31 @@ pub enum Content {
     Codebook,
     /// Zero points, those of eight out features in a word.
     ZeroWords,
+    /// Codes or zero points as words; of zero points that are not there, those that codes have without any.
+    Words(Part, Words),
+    /// A part with its rows as columns.
+    Transposed(Part),
+    /// The group of each in feature, so many in each.
+    Groups(u32),
+    /// Blocks of GGML: so many bytes of scales, then so many of codes, in runs of so many, whose bytes have
+    /// an element of the first half of a run low and one of the second half high.
+    Blocks([usize; 3]),
     /// The extents of the matrix.
     Shape([usize; 2]),
     /// The JSON of bitsandbytes.
     State,
+}
+
+/// What words of int4 hold whose matrices lie the other way round: rows are in features.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Words {
+    /// A word has eight in features; of zero points one is stored less than there are, as GPTQ's tools did
+    /// first.
+    Gptq,
+    /// The same with zero points as they are.
+    GptqV2,
+    /// A word has eight out features, the even ones first.
+    Awq,
 }
 
 impl Tensor {

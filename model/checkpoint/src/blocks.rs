@@ -4,8 +4,8 @@ use half::f16;
 use q4_core::formats::ggml::Blocks;
 use q4_gguf::GgmlType;
 
-/// Codes, low nibble first, and scales of blocks of `BLOCK` bytes: `SCALES` bytes of those first, then as many
-/// runs of `CODES` bytes as fit, byte j of which holds elements j and `CODES` + j.
+/// Codes, low nibble first, and scales of blocks of `BLOCK` bytes: `SCALES` bytes of those first, then as
+/// many runs of `CODES` bytes as fit, byte j of which holds elements j and `CODES` + j.
 pub(super) fn apart<const BLOCK: usize, const SCALES: usize, const CODES: usize>(
     blocks: &[u8],
 ) -> (Vec<u8>, Vec<u8>) {
@@ -22,6 +22,21 @@ pub(super) fn apart<const BLOCK: usize, const SCALES: usize, const CODES: usize>
         }
     }
     (codes, scales)
+}
+
+/// The way back of [`apart`]: blocks of so many bytes of `scales`, then so many of `codes` in runs of so
+/// many.
+pub(super) fn together(codes: &[u8], scales: &[u8], [of, bytes, run]: [usize; 3]) -> Vec<u8> {
+    let mut blocks = Vec::with_capacity(codes.len() + scales.len());
+    for (codes, scales) in codes.chunks_exact(bytes).zip(scales.chunks_exact(of)) {
+        blocks.extend_from_slice(scales);
+        for codes in codes.chunks_exact(run) {
+            let (low, high) = codes.split_at(run / 2);
+            let pairs = low.iter().zip(high);
+            blocks.extend(pairs.flat_map(|(low, high)| [low & 15 | high << 4, low >> 4 | high & 0xf0]));
+        }
+    }
+    blocks
 }
 
 /// The format that blocks of a type are.
@@ -80,6 +95,19 @@ mod tests {
             nvfp4::dequantize_row(&codes, &scales, None, &mut got);
             assert_eq!(got, want, "{name}");
         }
+    }
+
+    #[test]
+    fn blocks_are_put_together_as_they_were() {
+        let (blocks, _) = recorded(BLOCKS, "mxfp4");
+        let (codes, scales) = apart::<17, 1, 16>(&blocks);
+        assert_eq!(together(&codes, &scales, [1, 16, 16]), blocks);
+        let (blocks, _) = recorded(BLOCKS, "nvfp4");
+        let (codes, scales) = apart::<36, 4, 8>(&blocks);
+        assert_eq!(together(&codes, &scales, [4, 32, 8]), blocks);
+        let (blocks, _) = recorded(INTEGERS, "q4_0");
+        let (codes, scales) = apart::<18, 2, 16>(&blocks);
+        assert_eq!(together(&codes, &scales, [2, 16, 16]), blocks);
     }
 
     #[test]

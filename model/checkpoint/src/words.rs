@@ -1,11 +1,12 @@
 //! int4 weights as tools pack them into words, taken apart once into the parts that the format has elsewhere:
-//! eight out features' zero points of compressed-tensors, and all of GPTQ and AWQ, whose matrices lie the other
-//! way round. Codes and scales of compressed-tensors are read where they lie.
+//! eight out features' zero points of compressed-tensors, and all of GPTQ and AWQ, whose matrices lie the
+//! other way round. Codes and scales of compressed-tensors are read where they lie.
 use super::store::TensorStore;
 use super::table::Table;
 use super::table::{Kind, Tensor};
 use q4_core::detect::{Detected, Layout, TensorMeta};
 use q4_core::formats::int4::ZERO;
+pub use q4_core::formats::storage::Words;
 use q4_core::{Code, DType, Error, Result};
 
 /// How `qweight` and `qzeros` are meant.
@@ -18,18 +19,6 @@ pub struct Packing {
     /// Groups are in the order of the in features unless `g_idx` says otherwise; without this it has to be
     /// there and say so.
     pub in_order: bool,
-}
-
-/// What a word holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Words {
-    /// A word has eight in features; of zero points one is stored less than there are, as GPTQ's tools did
-    /// first.
-    Gptq,
-    /// The same with zero points as they are.
-    GptqV2,
-    /// A word has eight out features, the even ones first.
-    Awq,
 }
 
 /// What is in place of words.
@@ -46,19 +35,26 @@ pub(super) struct Apart {
 static U8: Kind = Kind::new("U8", 8, Some(DType::U8));
 static I8: Kind = Kind::new("I8", 8, Some(DType::I8));
 static F16: Kind = Kind::new("F16", 16, Some(DType::F16));
+static BF16: Kind = Kind::new("BF16", 16, Some(DType::BF16));
 
 /// Out feature of each nibble of AWQ's words, the lowest first.
-const AWQ: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
+pub(super) const AWQ: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
 /// Those of everybody else.
 const ASCENDING: [usize; 8] = [0, 1, 2, 3, 4, 5, 6, 7];
+
+/// The out feature of each nibble of a word of zero points, and how much less is stored than there is.
+pub(super) fn zero_points(words: Words) -> ([usize; 8], u8) {
+    let order = if words == Words::Awq { AWQ } else { ASCENDING };
+    (order, u8::from(words == Words::Gptq))
+}
 
 /// What has to be taken apart of `store`, whose words are packed so. What does not fit together stays as it
 /// is, for whoever reads the layer to refuse.
 ///
 /// # Errors
-/// [`Code::OutOfMemory`] for more than `memory` bytes, [`Code::SchemaInvalid`] for a file that stores as bytes
-/// what tools store as words, groups of GPTQ that are not in the order of the in features, or a layer of which
-/// nobody says how it is packed.
+/// [`Code::OutOfMemory`] for more than `memory` bytes, [`Code::SchemaInvalid`] for a file that stores as
+/// bytes what tools store as words, groups of GPTQ that are not in the order of the in features, or a layer
+/// of which nobody says how it is packed.
 pub(super) fn apart(store: &TensorStore, packing: Option<Packing>, memory: Option<u64>) -> Result<Apart> {
     let mut out = Apart::default();
     // Bytes are what this file puts in the words' place: stored, they would be taken for them.
@@ -99,6 +95,11 @@ impl Apart {
     }
 }
 
+/// Whether words of a bound layer were taken apart: its tensors are not those of the file.
+pub(super) fn were_apart(found: &Detected) -> bool {
+    found.keys.zeros.is_some() || matches!(found.layout, Layout::Gptq | Layout::Awq)
+}
+
 /// Refuses a layer whose words did not fit together, so that they are still what they were.
 pub(super) fn refuse_packed(found: &Detected, table: &Table) -> Result<()> {
     let keys = &found.keys;
@@ -115,7 +116,7 @@ pub(super) fn refuse_packed(found: &Detected, table: &Table) -> Result<()> {
     };
     let have = ["qweight", "scales", "qzeros"].map(shape).join(", ");
     Err(Error::new(Code::SchemaInvalid, format!("`{name}`: words that fit no scales and zero points"))
-        .need("scales [groups, n] in f16 and qzeros [groups, n / 8], n a multiple of 8")
+        .need("scales [groups, n] in f16 or bf16 and qzeros [groups, n / 8], n a multiple of 8")
         .have(have))
 }
 
@@ -126,6 +127,8 @@ struct Layer<'a> {
     whole: bool,
     /// A word has eight in features.
     by_rows: bool,
+    /// Type of its scales.
+    scales: &'static Kind,
     n: usize,
     k: usize,
     groups: usize,
@@ -142,17 +145,20 @@ impl<'a> Layer<'a> {
             let [rows, groups] = shape(name, "weight_zero_point", DType::I32)?;
             let [n, words] = shape(name, "weight_packed", DType::I32)?;
             let fits = rows == n.div_ceil(8);
-            return fits.then_some(Self { name, whole: false, by_rows: true, n, k: 8 * words, groups });
+            let k = 8 * words;
+            return fits.then_some(Self { name, whole: false, by_rows: true, scales: &F16, n, k, groups });
         }
         let name = tensor.strip_suffix(".qweight")?;
         let [rows, columns] = shape(name, "qweight", DType::I32)?;
-        let [groups, n] = shape(name, "scales", DType::F16)?;
+        // GPTQModel stores scales of AWQ in the type that the model computes in.
+        let of = |kind: &'static Kind| Some((kind, shape(name, "scales", kind.dtype?)?));
+        let (scales, [groups, n]) = of(&F16).or_else(|| of(&BF16))?;
         let by_rows = columns == n;
         let k = if by_rows { rows.checked_mul(8)? } else { rows };
         let is_whole =
             (by_rows || columns * 8 == n) && groups > 0 && n % 8 == 0 && k % 2 == 0 && k % groups == 0;
         let zeros = shape(name, "qzeros", DType::I32)? == [groups, n / 8];
-        (is_whole && zeros).then_some(Self { name, whole: true, by_rows, n, k, groups })
+        (is_whole && zeros).then_some(Self { name, whole: true, by_rows, scales, n, k, groups })
     }
 
     fn bytes(&self) -> usize {
@@ -161,7 +167,7 @@ impl<'a> Layer<'a> {
     }
 
     fn take_apart(&self, store: &TensorStore, packing: Option<Packing>, out: &mut Apart) -> Result<()> {
-        let Self { name, whole, by_rows, n, k, groups } = *self;
+        let Self { name, whole, by_rows, scales: kind, n, k, groups } = *self;
         let words = |suffix: &str| -> Result<&[[u8; 4]]> {
             Ok(store.tensor(&format!("{name}.{suffix}"))?.bytes.as_chunks::<4>().0)
         };
@@ -204,16 +210,15 @@ impl<'a> Layer<'a> {
                     .fix("a version that was quantised with desc_act false or with a static group order"));
             }
         }
-        let order = if is_awq { AWQ } else { ASCENDING };
         // Signed and not, the two are told from each other.
         out.add(format!("{name}.qweight"), if is_awq { &I8 } else { &U8 }, [n, k / 2], |to| match is_awq {
             true => by_out_feature(qweight, [n, k], to),
             false => transposed(qweight, [k / 8, n], to),
         });
         let scales = store.tensor(&format!("{name}.scales"))?.bytes.as_chunks::<2>().0;
-        out.add(format!("{name}.scales"), &F16, [n, groups], |to| transposed(scales, [groups, n], to));
+        out.add(format!("{name}.scales"), kind, [n, groups], |to| transposed(scales, [groups, n], to));
         let zeros = words("qzeros")?;
-        let less = u8::from(packing.words == Words::Gptq);
+        let (order, less) = zero_points(packing.words);
         let mut place = [0; 8];
         order.iter().enumerate().for_each(|(at, row)| place[*row] = at);
         let zero = |row: usize, group: usize| nibble(zeros[group * (n / 8) + row / 8], place[row % 8]) + less;
@@ -237,7 +242,7 @@ fn nibble(word: [u8; 4], at: usize) -> u8 {
 }
 
 /// Rows and columns of elements exchanged, a square of them at a time.
-fn transposed<const W: usize>(from: &[[u8; W]], [rows, columns]: [usize; 2], to: &mut [u8]) {
+pub(super) fn transposed<const W: usize>(from: &[[u8; W]], [rows, columns]: [usize; 2], to: &mut [u8]) {
     const SIDE: usize = 32;
     let to = to.as_chunks_mut::<W>().0;
     for r0 in (0..rows).step_by(SIDE) {

@@ -9,7 +9,7 @@ const KEY_LIMIT: usize = 65535;
 /// The least that an entry of the metadata takes: a key and a value of one byte each.
 const LEAST: usize = 8 + 1 + 4 + 1;
 /// Bytes that tensors are aligned to where the file does not say.
-const ALIGNMENT: u32 = 32;
+pub(crate) const ALIGNMENT: u32 = 32;
 
 /// An entry of the metadata.
 type Entry<'a> = (&'a str, Value<'a>);

@@ -18,7 +18,7 @@ const QWEN2: &str = concat!(
 );
 
 /// Values of `tokenizer.ggml.pre` that are known. The file has the name alone, not what it stands for.
-const PRES: [&str; 2] = ["qwen2", "gpt-2"];
+pub(crate) const PRES: [&str; 2] = ["qwen2", "gpt-2"];
 
 /// What a token is, by its number in `tokenizer.ggml.token_type`.
 #[derive(Clone, Copy, PartialEq)]
@@ -71,7 +71,7 @@ pub fn tokenizer(gguf: &Gguf<'_>) -> Result<Value> {
 }
 
 /// Normalizer and pre-tokenizer of one of [`PRES`].
-fn cutting(pre: &str) -> (Value, Value) {
+pub(crate) fn cutting(pre: &str) -> (Value, Value) {
     if pre != "qwen2" {
         return (Value::Null, byte_level(true));
     }

@@ -7,8 +7,8 @@ use std::fmt;
 const DEPTH: usize = 4;
 
 /// Numbers of the types that a number or an array of numbers can have.
-const TEXT: u32 = 8;
-const ARRAY: u32 = 9;
+pub(crate) const TEXT: u32 = 8;
+pub(crate) const ARRAY: u32 = 9;
 
 /// A value of metadata.
 #[derive(Clone, Copy, Debug, PartialEq)]

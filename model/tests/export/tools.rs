@@ -1,5 +1,5 @@
 //! Bit for bit what the tools wrote, and what is read back.
-use crate::plans::{nf4, nvfp4};
+use crate::plans::{int4, nf4, nvfp4};
 use crate::{MODELS, NVFP4, assert_same_tensors, exported, golden, json, open};
 use q4_core::detect::Layout;
 use q4_core::formats::nf4;
@@ -173,6 +173,7 @@ fn every_export_binds_and_decodes_to_the_reported_error() -> Result<()> {
     let mut plans: Vec<_> = NVFP4.into_iter().map(|l| nvfp4(l, None, Method::FourOverSix)).collect();
     plans.push(nf4(Layout::Bitsandbytes, 64, true));
     plans.push(nf4(Layout::Dat, 32, false));
+    plans.extend([Layout::CompressedTensors, Layout::Gptq, Layout::Awq].map(|layout| int4(layout, 16)));
     for (model, plan) in MODELS.into_iter().flat_map(|m| plans.iter().map(move |p| (m, p))) {
         let dense = open(model)?;
         let dir = tempfile::tempdir().unwrap();

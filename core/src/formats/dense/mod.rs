@@ -83,7 +83,7 @@ impl Format for Dense {
     fn values(&self) -> Vec<ValueRule> {
         vec![ValueRule { part: Part::Codes, need: "finite values", test: Test::Finite }]
     }
-    fn plain(&self, _: Option<Convention>) -> Q4Schema {
+    fn plain(&self, _: Layout, _: Option<Convention>) -> Q4Schema {
         Q4Schema::Dense(*self)
     }
     fn wire(&self) -> Wire {

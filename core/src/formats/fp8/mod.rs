@@ -149,7 +149,7 @@ impl Format for Fp8 {
     fn described(&self) -> Option<Described> {
         storage::described(self)
     }
-    fn plain(&self, _: Option<Convention>) -> Q4Schema {
+    fn plain(&self, _: Layout, _: Option<Convention>) -> Q4Schema {
         Q4Schema::Fp8(*self)
     }
 

@@ -10,6 +10,7 @@ mod storage;
 pub use self::blocks::{Apart, Blocks, LONGEST};
 use super::facts::Facts;
 use super::sample::{Draw, Edge};
+use super::storage::Layout;
 use super::{Decode, Format, Kind, PartSpec, Q4Schema, Test, ValueRule, Wire};
 use crate::{Convention, DType, NibbleOrder, OwnedParts, Part, Result, SchemaId, SegmentData};
 use half::f16;
@@ -83,7 +84,7 @@ impl Format for Ggml {
         Ok(Some(facts::facts(self.blocks, shape, data.need(Part::Codes)?.as_bytes()?)))
     }
 
-    fn plain(&self, _: Option<Convention>) -> Q4Schema {
+    fn plain(&self, _: Layout, _: Option<Convention>) -> Q4Schema {
         Q4Schema::Ggml(*self)
     }
 

@@ -11,7 +11,7 @@ use super::facts::Facts;
 use super::nvfp4::Method;
 use super::sample::{Draw, Edge, bytes_of};
 use super::storage::{Described, Layout, Tensor};
-use super::{Decode, Format, Kind, PartSpec, Q4Schema, Quantization, Target, Test, ValueRule, Wire};
+use super::{Decode, Format, Kind, Lack, PartSpec, Q4Schema, Quantization, Target, Test, ValueRule, Wire};
 use crate::{Convention, DType, NibbleOrder, OwnedParts, Part, Result, SchemaId, SegmentData, read_floats};
 use serde::Serialize;
 
@@ -48,13 +48,18 @@ pub static KIND: Kind = Kind {
         about: "Integers with a scale per group",
         layout: Layout::CompressedTensors,
         options: &["--method", "--block-size"],
-        target: |_, choices| {
+        target: |layout, choices| {
             Target::Int4(ToInt4 {
                 group: choices.block.unwrap_or(128),
                 method: choices.method.unwrap_or(Method::Search),
+                scales: storage::scales(layout).unwrap_or(DType::BF16),
             })
         },
-        held: |layout| (layout == Layout::CompressedTensors).then_some("int4 without zero points"),
+        held: |layout| match layout {
+            Layout::CompressedTensors => Some("int4 without zero points"),
+            Layout::Gptq | Layout::Awq => Some("int4 without zero points in groups of 16, 32, 64 or 128"),
+            _ => None,
+        },
     }),
     edges: sample::edges,
     rules: &storage::RULES,
@@ -149,8 +154,20 @@ impl Format for Int4 {
     fn described(&self) -> Option<Described> {
         Some(storage::described(self))
     }
-    fn plain(&self, _: Option<Convention>) -> Q4Schema {
-        Q4Schema::Int4(*self)
+    fn plain(&self, layout: Layout, _: Option<Convention>) -> Q4Schema {
+        Q4Schema::Int4(Self { scales: storage::scales(layout).unwrap_or(self.scales), ..*self })
+    }
+    fn simpler(&self, data: &SegmentData<'_>) -> Result<Option<Q4Schema>> {
+        let Some(zeros) = data.get(Part::Zeros) else { return Ok(None) };
+        let is_middle = zeros.as_bytes()?.iter().all(|zero| *zero == ZERO);
+        Ok(is_middle.then_some(Q4Schema::Int4(Self { symmetric: true, ..*self })))
+    }
+    fn recast(&self, parts: OwnedParts, to: &Q4Schema) -> OwnedParts {
+        let Q4Schema::Int4(to) = to else { return parts };
+        storage::recast(self, to, parts)
+    }
+    fn lacks(&self, layout: Layout, shape: [usize; 2], data: &SegmentData<'_>) -> Result<Option<Lack>> {
+        storage::lacks(self, layout, shape, data)
     }
 
     fn wire(&self) -> Wire {

@@ -1,8 +1,9 @@
 //! The layouts that int4 is stored in.
 use super::Int4;
-use crate::formats::Q4Schema;
-use crate::formats::storage::{Content, Described, Detected, LayerKeys, Layout, Probe, Rule, Tensor};
-use crate::{DType, Part};
+use crate::formats::storage::{Content, Described, Detected, LayerKeys, Layout, Probe, Rule, Tensor, Words};
+use crate::formats::{Lack, Q4Schema};
+use crate::parts::write_floats;
+use crate::{DType, OwnedParts, Part, Result, SegmentData, read_floats};
 
 pub(super) fn described(format: &Int4) -> Described {
     Described {
@@ -92,7 +93,8 @@ fn of_words(p: &mut Probe<'_>, layout: Layout) -> Option<Detected> {
         (true, _) => [8 * columns, rows],
     };
     let [of_n, of_k] = if is_packed { [1, 0] } else { [0, 1] };
-    let scales = p.matrix("scales", &[DType::F16])?;
+    let scales = p.matrix("scales", &[DType::F16, DType::BF16])?;
+    let dtype = p.meta("scales").and_then(|meta| meta.dtype)?;
     let (have, groups) = (scales[of_n], scales[of_k]);
     if have != n || !k.is_multiple_of(groups) || !(k / groups).is_multiple_of(16) {
         let need =
@@ -112,24 +114,123 @@ fn of_words(p: &mut Probe<'_>, layout: Layout) -> Option<Detected> {
         ..LayerKeys::default()
     };
     let (group, symmetric) = (u32::try_from(k / groups).ok()?, keys.zeros.is_none());
-    let schema = Q4Schema::Int4(Int4 { group, scales: DType::F16, symmetric });
+    let schema = Q4Schema::Int4(Int4 { group, scales: dtype, symmetric });
     Some(Detected { layout, schema, n, k, keys, nested_offset: 0.0 })
 }
 
 /// The tensors that writers of a layout store.
 pub(super) fn tensors(format: &Int4, layout: Layout, [n, k]: [usize; 2]) -> Option<Vec<Tensor>> {
-    if layout != Layout::CompressedTensors {
-        return None;
+    let (one, part, groups) = (Tensor::new, Content::Part, format.groups(k));
+    Some(match layout {
+        Layout::CompressedTensors => {
+            let mut all = vec![
+                one("weight_packed", part(Part::Codes), DType::I32, &[n, k / 8]),
+                one("weight_scale", part(Part::Scales), format.scales, &[n, groups]),
+                one("weight_shape", Content::Shape([n, k]), DType::I64, &[2]),
+            ];
+            if !format.symmetric {
+                let shape = [n.div_ceil(8), groups];
+                all.push(one("weight_zero_point", Content::ZeroWords, DType::I32, &shape));
+            }
+            all
+        }
+        // Both have zero points always.
+        Layout::Gptq | Layout::Awq => {
+            let (words, shape) = match layout {
+                Layout::Gptq => (Words::Gptq, [k / 8, n]),
+                _ => (Words::Awq, [k, n / 8]),
+            };
+            let mut all = vec![
+                one("qweight", Content::Words(Part::Codes, words), DType::I32, &shape),
+                one("qzeros", Content::Words(Part::Zeros, words), DType::I32, &[groups, n / 8]),
+                one("scales", Content::Transposed(Part::Scales), DType::F16, &[groups, n]),
+            ];
+            if layout == Layout::Gptq {
+                all.push(one("g_idx", Content::Groups(format.group), DType::I32, &[k]));
+            }
+            all
+        }
+        // Without zero points, and in groups of 32: what Q4_0 is.
+        Layout::Gguf => {
+            let shape = [n, groups * 18];
+            vec![one("weight.q4_0", Content::Blocks([2, 16, 16]), DType::U8, &shape)]
+        }
+        _ => return None,
+    })
+}
+
+/// The one type of scales that a layout has.
+pub(super) fn scales(layout: Layout) -> Option<DType> {
+    matches!(layout, Layout::Gptq | Layout::Awq | Layout::Gguf).then_some(DType::F16)
+}
+
+/// Groups that readers of GPTQ and AWQ have kernels for, beside those of a whole out feature.
+pub(super) const GROUPS: [u32; 4] = [16, 32, 64, 128];
+
+/// What keeps any matrix `[n, k]` out of a layout.
+pub(super) fn lacks_shape(format: &Int4, layout: Layout, [n, k]: [usize; 2]) -> Option<(Part, &'static str)> {
+    if layout == Layout::Gguf {
+        let is_q4_0 = format.symmetric && format.group == 32;
+        (!is_q4_0).then_some((Part::Scales, "groups of 32 without zero points, which Q4_0 is"))
+    } else if !matches!(layout, Layout::Gptq | Layout::Awq) {
+        None
+    } else if !n.is_multiple_of(8) {
+        Some((Part::Codes, "out features divisible by 8"))
+    } else if !GROUPS.contains(&format.group) && format.group as usize != k {
+        Some((Part::Scales, "groups of 16, 32, 64 or 128, or of all in features"))
+    } else {
+        None
+    }
+}
+
+/// And what of its values does: scales are float16, and GPTQ stores zero points less one, as 0 to 15.
+pub(super) fn lacks(
+    format: &Int4,
+    layout: Layout,
+    shape @ [n, k]: [usize; 2],
+    data: &SegmentData<'_>,
+) -> Result<Option<Lack>> {
+    if let Some((part, need)) = lacks_shape(format, layout, shape) {
+        let zeros = if format.symmetric { "" } else { ", with zero points" };
+        let have = format!("[{n}, {k}] in groups of {}{zeros}", format.group);
+        return Ok(Some(Lack { part, need, have }));
     }
     let groups = format.groups(k);
-    let mut all = vec![
-        Tensor::new("weight_packed", Content::Part(Part::Codes), DType::I32, &[n, k / 8]),
-        Tensor::new("weight_scale", Content::Part(Part::Scales), format.scales, &[n, groups]),
-        Tensor::new("weight_shape", Content::Shape([n, k]), DType::I64, &[2]),
-    ];
-    if !format.symmetric {
-        let shape = [n.div_ceil(8), groups];
-        all.push(Tensor::new("weight_zero_point", Content::ZeroWords, DType::I32, &shape));
+    let told = |part, need, all: Vec<(usize, String)>| {
+        let (at, value) = all.first()?;
+        let more = if all.len() > 1 { format!(", the first of {}", all.len()) } else { String::new() };
+        let have = format!("{value} at row {}, group {}{more}", at / groups, at % groups);
+        Some(Lack { part, need, have })
+    };
+    if let Some(to) = scales(layout) {
+        let stored = data.need(Part::Scales)?;
+        let mut values = vec![0.0; stored.len()];
+        read_floats(stored.as_bytes()?, format.scales, &mut values);
+        let mut back = vec![0.0; values.len()];
+        read_floats(&write_floats(&values, to), to, &mut back);
+        let pairs = values.iter().zip(back).enumerate();
+        let rounded = pairs.filter(|(_, (v, back))| v.to_bits() != back.to_bits());
+        let rounded = rounded.map(|(i, (v, back))| (i, format!("{v:e}, which would be {back:e},")));
+        if let Some(lack) = told(Part::Scales, "scales that float16 holds", rounded.collect()) {
+            return Ok(Some(lack));
+        }
     }
-    Some(all)
+    if let (Layout::Gptq, Some(zeros)) = (layout, data.get(Part::Zeros)) {
+        let none = zeros.as_bytes()?.iter().enumerate().filter(|(_, zero)| **zero == 0);
+        let none = none.map(|(i, _)| (i, "0".to_owned())).collect();
+        return Ok(told(Part::Zeros, "zero points of 1 to 15: one less is stored", none));
+    }
+    Ok(None)
+}
+
+/// Parts with the type of scales that `to` has, and without zero points where it has none.
+pub(super) fn recast(format: &Int4, to: &Int4, parts: OwnedParts) -> OwnedParts {
+    let parts = if to.symmetric { parts.without(Part::Zeros) } else { parts };
+    if to.scales == format.scales {
+        return parts;
+    }
+    let stored = parts.bytes(Part::Scales);
+    let mut values = vec![0.0; stored.len() / format.scales.size()];
+    read_floats(stored, format.scales, &mut values);
+    parts.with(Part::Scales, to.scales, &[values.len()], write_floats(&values, to.scales))
 }

@@ -98,7 +98,7 @@ impl Format for Mxfp4 {
     fn described(&self) -> Option<Described> {
         Some(storage::DESCRIBED)
     }
-    fn plain(&self, _: Option<Convention>) -> Q4Schema {
+    fn plain(&self, _: Layout, _: Option<Convention>) -> Q4Schema {
         ENCODING
     }
 

@@ -45,10 +45,15 @@ fn read(p: &mut Probe<'_>) -> Option<Detected> {
 
 /// The tensors that writers of a layout store.
 pub(super) fn tensors(layout: Layout, [n, k]: [usize; 2]) -> Option<Vec<Tensor>> {
-    (layout == Layout::CompressedTensors).then(|| {
-        vec![
-            Tensor::new("weight_packed", Content::Part(Part::Codes), DType::U8, &[n, k / 2]),
-            Tensor::new("weight_scale", Content::Part(Part::Scales), DType::U8, &[n, k / BLOCK]),
-        ]
+    let one = Tensor::new;
+    Some(match layout {
+        Layout::CompressedTensors => vec![
+            one("weight_packed", Content::Part(Part::Codes), DType::U8, &[n, k / 2]),
+            one("weight_scale", Content::Part(Part::Scales), DType::U8, &[n, k / BLOCK]),
+        ],
+        Layout::Gguf => {
+            vec![one("weight.mxfp4", Content::Blocks([1, 16, 16]), DType::U8, &[n, k / BLOCK * 17])]
+        }
+        _ => return None,
     })
 }

@@ -14,7 +14,7 @@ use super::facts::Facts;
 use super::sample::Draw;
 use super::storage::{Layout, Tensor};
 use super::{
-    Codebook, Decode, Format, Kind, PartSpec, Q4Schema, Quantization, Target, Test, ValueRule, Wire,
+    Codebook, Decode, Format, Kind, Lack, PartSpec, Q4Schema, Quantization, Target, Test, ValueRule, Wire,
 };
 use crate::Convention;
 use crate::{DType, NibbleOrder, OwnedParts, Part, Result, SchemaId, SegmentData, TensorView, f32s};
@@ -263,11 +263,11 @@ impl Format for Nf4 {
     fn tensors(&self, layout: Layout, shape: [usize; 2]) -> Option<Vec<Tensor>> {
         storage::tensors(self, layout, shape)
     }
-    fn plain(&self, _: Option<Convention>) -> Q4Schema {
+    fn plain(&self, _: Layout, _: Option<Convention>) -> Q4Schema {
         encoding(HighFirst, self.block, self.nested)
     }
-    fn lacks(&self, layout: Layout, shape: [usize; 2]) -> Option<(Part, &'static str, String)> {
-        storage::lacks(self, layout, shape)
+    fn lacks(&self, layout: Layout, shape: [usize; 2], _: &SegmentData<'_>) -> Result<Option<Lack>> {
+        Ok(storage::lacks(self, layout, shape))
     }
 
     fn wire(&self) -> Wire {

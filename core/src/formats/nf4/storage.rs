@@ -1,5 +1,6 @@
 //! The layouts that NF4 is stored in.
 use super::{HighFirst, LowFirst, NESTED_BLOCK, Nf4, encoding, has_block};
+use crate::formats::Lack;
 use crate::formats::storage::{Content, Detected, LayerKeys, Layout, Probe, Rule, StateReader, Tensor};
 use crate::{DType, Part, Result};
 
@@ -126,20 +127,17 @@ pub(super) fn tensors(format: &Nf4, layout: Layout, [n, k]: [usize; 2]) -> Optio
 }
 
 /// A `.dat` file has f32 absmax, one for each of several whole blocks, and two codes of a row in every byte.
-pub(super) fn lacks(
-    format: &Nf4,
-    layout: Layout,
-    [n, k]: [usize; 2],
-) -> Option<(Part, &'static str, String)> {
+pub(super) fn lacks(format: &Nf4, layout: Layout, [n, k]: [usize; 2]) -> Option<Lack> {
     let Nf4 { block, nested, .. } = format;
+    let lack = |part, need, have| Some(Lack { part, need, have });
     if layout != Layout::Dat {
         None
     } else if nested.is_some() {
-        Some((Part::Scales, "absmax in float32", "8-bit codes of a double quantisation".to_owned()))
+        lack(Part::Scales, "absmax in float32", "8-bit codes of a double quantisation".to_owned())
     } else if k % 2 != 0 {
-        Some((Part::Codes, "an even number of in features", format!("[{n}, {k}]")))
+        lack(Part::Codes, "an even number of in features", format!("[{n}, {k}]"))
     } else if n * k % *block as usize != 0 {
-        Some((Part::Scales, "whole blocks", format!("{} elements in blocks of {block}", n * k)))
+        lack(Part::Scales, "whole blocks", format!("{} elements in blocks of {block}", n * k))
     } else {
         None
     }

@@ -9,7 +9,8 @@ use super::facts::Facts;
 use super::sample::{Draw, Edge};
 use super::storage::{Described, Layout, Tensor};
 use super::{
-    Decode, Format, Kind, PartSpec, Q4Schema, Quantization, Target, Test, ValueRule, Wire, e4m3, swizzle,
+    Decode, Format, Kind, Lack, PartSpec, Q4Schema, Quantization, Target, Test, ValueRule, Wire, e4m3,
+    swizzle,
 };
 use crate::{
     Convention, DType, GlobalScale, NibbleOrder, OwnedParts, Part, Result, ScaleLayout, SchemaId,
@@ -176,8 +177,14 @@ impl Format for Nvfp4 {
     fn described(&self) -> Option<Described> {
         Some(storage::DESCRIBED)
     }
-    fn plain(&self, global: Option<Convention>) -> Q4Schema {
+    fn plain(&self, _: Layout, global: Option<Convention>) -> Q4Schema {
         encoding(RowMajor, global)
+    }
+
+    fn lacks(&self, layout: Layout, [n, k]: [usize; 2], _: &SegmentData<'_>) -> Result<Option<Lack>> {
+        let need = "in features divisible by 64, which a block of GGML has";
+        let is_ragged = layout == Layout::Gguf && !k.is_multiple_of(64);
+        Ok(is_ragged.then(|| Lack { part: Part::Codes, need, have: format!("[{n}, {k}]") }))
     }
 
     fn wire(&self) -> Wire {

@@ -149,6 +149,12 @@ fn read(p: &mut Probe<'_>, named: Names) -> Option<Detected> {
 /// The tensors that writers of a layout store; scales are row-major.
 pub(super) fn tensors(layout: Layout, [n, k]: [usize; 2], has_global: bool) -> Option<Vec<Tensor>> {
     let (codes, scales, global, has_extent) = match layout {
+        Layout::Gguf => {
+            return Some(vec![
+                Tensor::new("weight.nvfp4", Content::Blocks([4, 32, 8]), DType::U8, &[n, k / 64 * 36]),
+                Tensor::new("weight_scale_2", Content::Global, DType::F32, &[1]),
+            ]);
+        }
         Layout::ModelOpt => ("weight", "weight_scale", "weight_scale_2", false),
         Layout::CompressedTensors => ("weight_packed", "weight_scale", "weight_global_scale", true),
         Layout::Dat => ("weight.qdata", "weight.scale", "weight.global_scale", true),

@@ -12,14 +12,19 @@ pub(super) fn gptq(c: &Value) -> Result<Declaration> {
         Some("gptq_v2") => Words::GptqV2,
         Some(_) => return Err(refuse(CONFIG, "checkpoint_format", "gptq or gptq_v2", form)),
     };
-    let idle = |v: &&Value| v.as_object().is_none_or(|o| !o.is_empty());
-    if let Some(dynamic) = present(c, "dynamic").filter(idle) {
-        let need = "nothing: bits and groups of single modules are not read yet";
-        return Err(refuse(CONFIG, "dynamic", need, Some(dynamic)));
+    let mut excluded = Vec::new();
+    if let Some(dynamic) = present(c, "dynamic") {
+        for pattern in dynamic.as_object().map(|o| o.keys()).into_iter().flatten() {
+            excluded.extend(pattern.strip_prefix("-:").map(|pattern| format!("re:{pattern}")));
+        }
+        if dynamic.as_object().is_none_or(|all| all.len() != excluded.len()) {
+            let need = "patterns behind `-:`: bits and groups of single modules are not read yet";
+            return Err(refuse(CONFIG, "dynamic", need, Some(dynamic)));
+        }
     }
     let symmetric = present(c, "sym").and_then(Value::as_bool).unwrap_or(true);
     let in_order = present(c, "desc_act").and_then(Value::as_bool) != Some(true);
-    int4(c, (Method::Gptq, Packing { words, symmetric, in_order }), ["bits", "group_size"], Vec::new())
+    int4(c, (Method::Gptq, Packing { words, symmetric, in_order }), ["bits", "group_size"], excluded)
 }
 
 /// AWQ's own fields, by the names of transformers or of AutoAWQ.

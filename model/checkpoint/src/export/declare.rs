@@ -32,7 +32,7 @@ const TAKEN_OVER: [&str; 11] = [
 /// What an output says about its weights.
 pub(super) struct Declared {
     pub layout: Layout,
-    /// As compressed-tensors describes the weights.
+    /// The weights, as compressed-tensors describes them.
     pub described: Option<Described>,
     /// The inputs of its layers are NVFP4, with a stored scale each.
     pub inputs: bool,
@@ -69,7 +69,7 @@ pub(super) fn files(
             .have(format!("{QUANTIZATION}: {there}"))
             .fix("remove the field"));
     }
-    Ok(declared.files(checkpoint, &config, Vec::new()))
+    declared.files(checkpoint, &config, Vec::new())
 }
 
 /// `config.json` of an original.
@@ -94,12 +94,20 @@ pub(super) fn config(checkpoint: &Checkpoint) -> Result<Config> {
 impl Declared {
     /// Names and contents of all small files: `config` with this declaration in place of its own and with
     /// `others` in place of its fields of these names, and what is taken over from `checkpoint`.
+    ///
+    /// [`Code::Usage`] for what readers of the layout do not take.
     pub fn files(
         &self,
         checkpoint: &Checkpoint,
         config: &Config,
         mut others: Vec<(&str, Value)>,
-    ) -> Vec<(String, Vec<u8>)> {
+    ) -> Result<Vec<(String, Vec<u8>)>> {
+        if self.layout == Layout::Awq && self.is_head_packed() {
+            return Err(Error::new(Code::Usage, "`lm_head`: layout awq cannot hold it packed")
+                .need("a dense head, for readers of awq pack layers of blocks only")
+                .have("one of 4 bits")
+                .fix("another layout, or a dense head"));
+        }
         others.push((QUANTIZATION, self.quantization_config()));
         let mut files = vec![("config.json".to_owned(), with_members(&config.text, &others).into_bytes())];
         if self.layout == Layout::ModelOpt {
@@ -115,7 +123,11 @@ impl Declared {
             ));
         }
         files.extend(taken_over(checkpoint));
-        files
+        Ok(files)
+    }
+
+    fn is_head_packed(&self) -> bool {
+        self.dense.iter().all(|layer| layer != "lm_head")
     }
 
     /// ModelOpt's name for NVFP4 weights, and inputs or not.
@@ -150,6 +162,15 @@ impl Declared {
                 // `null` skips lm_head and nothing else.
                 "llm_int8_skip_modules": if self.dense == ["lm_head"] { Value::Null } else { json!(self.dense) },
             }),
+            Layout::Gptq => self.gptq(),
+            Layout::Awq => json!({
+                "quant_method": "awq",
+                "bits": 4,
+                "group_size": self.group_size(),
+                "version": "gemm",
+                "zero_point": true,
+                "modules_to_not_convert": self.dense,
+            }),
             _ => json!({
                 "config_groups": { "group_0": {
                     "format": self.described.map(|d| d.format),
@@ -166,6 +187,38 @@ impl Declared {
                 "quantization_status": "compressed",
             }),
         }
+    }
+
+    fn gptq(&self) -> Value {
+        let is_symmetric = self.described.is_none_or(|d| d.symmetric);
+        let mut quantizer = vec![concat!("q4:", env!("CARGO_PKG_VERSION"))];
+        if !is_symmetric {
+            // The first version that GPTQModel takes such zero points from: others wrote them one off.
+            quantizer.push("gptqmodel:0.9.0");
+        }
+        let mut config = json!({
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": self.group_size(),
+            "sym": is_symmetric,
+            "desc_act": false,
+            "checkpoint_format": "gptq",
+            "lm_head": self.is_head_packed(),
+            "pack_dtype": "int32",
+            "meta": { "quantizer": quantizer },
+        });
+        // Layers of blocks are packed unless a pattern leaves them out.
+        let left_out = |layer: &String| (format!("-:^{}$", layer.replace('.', "\\.")), json!({}));
+        let dynamic: Map<_, _> = self.dense.iter().filter(|l| *l != "lm_head").map(left_out).collect();
+        if !dynamic.is_empty() {
+            config["dynamic"] = dynamic.into();
+        }
+        config
+    }
+
+    /// Elements per scale as GPTQ and AWQ say it.
+    fn group_size(&self) -> i64 {
+        self.described.map(|d| d.group_size).filter(|size| *size != 0).map_or(-1, i64::from)
     }
 
     /// How compressed-tensors describes the weights, or inputs of their format.

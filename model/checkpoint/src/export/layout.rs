@@ -4,6 +4,8 @@
 //! [`entries`] and [`parts`] list the same tensors in the same order: sizes are promised before a value is
 //! known.
 use super::safetensors::Entry;
+use super::words;
+use crate::blocks::together;
 use crate::quantize::Quantized;
 use q4_core::detect::Layout;
 use q4_core::formats::nf4::NESTED_BLOCK;
@@ -45,22 +47,19 @@ pub(super) fn parts(layout: Layout, dtype: DType, q: &Quantized) -> Result<Vec<V
         }
         Content::Global => q.parts.global.map_or(1.0, GlobalScale::value).to_le_bytes().to_vec(),
         Content::Codebook => bytes(q.schema.codebook().map_or(&[], |book| &book.values[..])),
-        Content::ZeroWords => zero_words(q.parts.bytes(Part::Zeros), q.n),
+        Content::ZeroWords => words::zeros_by_row(q.parts.bytes(Part::Zeros), q.n),
+        Content::Words(Part::Codes, of) => words::codes(q.parts.bytes(Part::Codes), [q.n, q.k], of),
+        Content::Words(part, of) => words::zeros(q.parts.bytes(part), [q.n, q.k / q.schema.block()], of),
+        Content::Transposed(part) => {
+            let size = q.parts.dtype(part).map_or(1, DType::size);
+            words::columns(q.parts.bytes(part), size, q.n)
+        }
+        Content::Groups(size) => words::groups(q.k, size),
+        Content::Blocks(of) => together(q.parts.bytes(Part::Codes), q.parts.bytes(Part::Scales), of),
         Content::Shape(extents) => extents.iter().flat_map(|v| (*v as i64).to_le_bytes()).collect(),
         Content::State => state(q.schema, dtype, [q.n, q.k], q.parts.offset),
     };
     Ok(tensors.iter().map(|t| data(t.content)).collect())
-}
-
-/// Zero points `[n, groups]` as words of eight out features, the first in the lowest bits.
-fn zero_words(zeros: &[u8], n: usize) -> Vec<u8> {
-    let groups = zeros.len() / n.max(1);
-    let mut words = vec![0u32; n.div_ceil(8) * groups];
-    for (i, zero) in zeros.iter().enumerate() {
-        let (row, group) = (i / groups, i % groups);
-        words[row / 8 * groups + group] |= u32::from(*zero & 15) << (4 * (row % 8));
-    }
-    words.into_iter().flat_map(u32::to_le_bytes).collect()
 }
 
 fn state(schema: Q4Schema, dtype: DType, [n, k]: [usize; 2], offset: f32) -> Vec<u8> {

@@ -7,15 +7,17 @@ pub mod atomic;
 pub mod convert;
 mod dat;
 mod declare;
+mod gguf;
 mod layout;
 mod members;
 mod put;
 pub mod safetensors;
+mod words;
 mod work;
 
 use crate::Checkpoint;
 use crate::quantize::{Quantized, Rows, Target, amax, power_of_two_amax, quantize, sqnr_db};
-use put::{FILE_NOTE, Put};
+use put::{Beside, FILE_NOTE, Put};
 use q4_core::detect::Layout;
 use q4_core::formats::quantizations;
 use q4_core::{Code, Error, Result, ThreadPool};
@@ -28,8 +30,8 @@ use work::{Item, Matrix};
 /// What to write and how.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ExportPlan {
-    /// Arrangement of the output: `ModelOpt`, `CompressedTensors`, `Bitsandbytes` (directories) or `Dat` (a
-    /// file).
+    /// Arrangement of the output: `ModelOpt`, `CompressedTensors`, `Bitsandbytes`, `Gptq`, `Awq`
+    /// (directories) or `Dat` (a file).
     pub layout: Layout,
     /// What each chosen matrix becomes.
     pub target: Target,
@@ -101,6 +103,9 @@ pub struct Report {
     pub notes: Vec<String>,
 }
 
+/// Layouts that are written, as errors name them.
+const WRITTEN: &str = "modelopt, compressed-tensors, bitsandbytes, gptq, awq or dat";
+
 /// 5 GB, the customary size of a part.
 pub const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
 
@@ -129,7 +134,7 @@ impl ExportPlan {
         let held: Vec<_> = quantizations().filter_map(|(_, q)| (q.held)(self.layout)).collect();
         let need = match invalid {
             Some(need) => need.to_owned(),
-            None if held.is_empty() => "layout modelopt, compressed-tensors, bitsandbytes or dat".to_owned(),
+            None if held.is_empty() => format!("layout {WRITTEN}"),
             None => held.join(", or "),
         };
         Err(Error::new(Code::Usage, format!("layout {} cannot hold what is asked", self.layout.as_str()))
@@ -184,12 +189,16 @@ impl Run<'_> {
         progress: &mut dyn FnMut(Progress<'_>) -> Result<()>,
     ) -> Result<Report> {
         let (plan, is_file) = (self.plan, self.plan.layout == Layout::Dat);
-        let small = match is_file {
-            true => Vec::new(),
-            false => declare::files(self.checkpoint, plan, self.items)?,
+        let max_shard_bytes = plan.max_shard_bytes;
+        let beside = match is_file {
+            true => Beside::Nothing,
+            false => {
+                let small = declare::files(self.checkpoint, plan, self.items)?;
+                Beside::Files { small, max_shard_bytes }
+            }
         };
         let groups = self.items.iter().map(|i| i.entries.clone()).collect();
-        let put = Put { out, is_file, groups, max_shard_bytes: plan.max_shard_bytes, small };
+        let put = Put { out, groups, beside };
         let (output, files, mut report) = put.all(|sink| self.tensors(sink, progress))?;
         output.commit()?;
         report.bytes_out = files.iter().map(|f| f.1).sum();

@@ -2,7 +2,7 @@
 //! they are.
 use crate::{Checkpoint, Head, Layer, Stored, names};
 use q4_core::detect::{Detected, Layout};
-use q4_core::{Code, Error, GlobalScale, Result};
+use q4_core::{Code, DType, Error, GlobalScale, Result};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// One thing that has a value.
@@ -15,6 +15,8 @@ pub(super) enum Content<'a> {
     Inputs(GlobalScale),
     /// Any other tensor.
     Tensor(Stored<'a>),
+    /// One of 16-bit floats, to be written in f32.
+    Widened(Stored<'a>),
 }
 
 /// Contents by name: a matrix is `LAYER.weight` and a scale of inputs `LAYER.inputs` in every layout.
@@ -60,6 +62,18 @@ pub(super) fn contents(checkpoint: &Checkpoint) -> Result<Contents<'_>> {
         }
     }
     Ok(contents)
+}
+
+/// Vectors in f32, for engines of GGUF files multiply by no others.
+pub(super) fn widen(contents: &mut Contents<'_>) {
+    for content in contents.values_mut() {
+        if let Content::Tensor(stored) = content
+            && stored.shape.len() == 1
+            && matches!(stored.dtype, DType::F16 | DType::BF16)
+        {
+            *content = Content::Widened(*stored);
+        }
+    }
 }
 
 /// The packed layers among `contents`, in order.

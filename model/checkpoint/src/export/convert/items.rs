@@ -5,12 +5,13 @@
 use super::Changed;
 use super::contents::{Content, Contents, matrices, tensors};
 use super::scale::{Used, expressed, nearest};
-use crate::export::layout;
 use crate::export::safetensors::Entry;
+use crate::export::{gguf, layout};
 use crate::quantize::Quantized;
-use crate::{Checkpoint, Layer, Stored};
+use crate::words::were_apart;
+use crate::{Checkpoint, Container, Layer, Stored};
 use q4_core::detect::Layout;
-use q4_core::formats::{KINDS, Kind};
+use q4_core::formats::{KINDS, Kind, Lack};
 use q4_core::{Code, Convention, DType, Error, GlobalScale, OwnedParts, Part, Q4Schema, Result};
 use std::borrow::Cow;
 
@@ -18,6 +19,8 @@ use std::borrow::Cow;
 pub(super) struct Item<'a> {
     pub name: String,
     pub entries: Vec<Entry>,
+    /// The layer, and what it is written as.
+    pub matrix: Option<(&'a Layer<'a>, Q4Schema)>,
     data: Data<'a>,
 }
 
@@ -28,6 +31,8 @@ enum Data<'a> {
     Packed(Box<Packed<'a>>),
     /// As f32.
     Decoded(&'a Layer<'a>),
+    /// As f32.
+    Widened(Stored<'a>),
 }
 
 struct Packed<'a> {
@@ -41,7 +46,7 @@ struct Packed<'a> {
 
 /// Ends of names that only parts of quantised layers have: one that belongs to no layer we know means
 /// something else in another layout, or nothing.
-const MARKS: [&str; 11] = [
+const MARKS: [&str; 14] = [
     "_scale",
     "_scale_2",
     "_scale_inv",
@@ -51,7 +56,10 @@ const MARKS: [&str; 11] = [
     "absmax",
     "quant_map",
     "zero_point",
-    "_g_idx",
+    "g_idx",
+    "qweight",
+    "qzeros",
+    ".scales",
     "__nf4",
 ];
 
@@ -66,28 +74,37 @@ pub(super) fn items<'a>(
 ) -> Result<Vec<Item<'a>>> {
     let dtype = checkpoint.embedding_elements()?.dtype();
     let layers: Vec<_> = matrices(contents).collect();
+    let are_simple = !whole && are_simple(&layers)?;
+    let in_blocks = checkpoint.store().container() == Container::Gguf;
+    let is_as_stored = |layer: &Layer<'_>| !in_blocks && !were_apart(&layer.detected);
     let mut items = Vec::with_capacity(contents.len());
     for (name, content) in contents {
         items.push(match content {
             Content::Inputs(_) => continue, // with its layer
-            // Zero points were taken apart, and are packed again.
-            Content::Matrix(layer)
-                if layer.detected.layout == layout && layer.detected.keys.zeros.is_none() =>
-            {
+            // What was taken apart is packed again.
+            Content::Matrix(layer) if layer.detected.layout == layout && is_as_stored(layer) => {
                 let mut names = tensors(&layer.detected);
                 names.retain(|name| checkpoint.table().contains_key(name));
                 let stored = names.iter().map(|n| checkpoint.tensor(n)).collect::<Result<Vec<_>>>()?;
                 let entries =
                     names.iter().zip(&stored).map(|(n, s)| Entry::new(n, s.dtype, s.shape)).collect();
-                Item { name: name.clone(), entries, data: Data::Stored(stored) }
+                let matrix = Some((&**layer, layer.detected.schema));
+                Item { name: name.clone(), entries, matrix, data: Data::Stored(stored) }
             }
             Content::Matrix(layer) => {
-                let packed = Packed::new(layer, layout, dtype, changed.as_deref_mut())?;
-                Item { name: name.clone(), entries: packed.entries(), data: Data::Packed(Box::new(packed)) }
+                let schema = if are_simple { simplest(layer)? } else { layer.detected.schema };
+                let packed = Packed::new(layer, layout, schema, dtype, changed.as_deref_mut())?;
+                let matrix = Some((&**layer, packed.schema));
+                let (entries, data) = (packed.entries(), Data::Packed(Box::new(packed)));
+                Item { name: name.clone(), entries, matrix, data }
             }
             Content::Decoded(head) => {
                 let entries = vec![Entry::new(name, DType::F32, &[head.detected.n, head.detected.k])];
-                Item { name: name.clone(), entries, data: Data::Decoded(head) }
+                Item { name: name.clone(), entries, matrix: None, data: Data::Decoded(head) }
+            }
+            Content::Widened(stored) => {
+                let entries = vec![Entry::new(name, DType::F32, stored.shape)];
+                Item { name: name.clone(), entries, matrix: None, data: Data::Widened(*stored) }
             }
             Content::Tensor(stored) => {
                 let owner = layers.iter().find(|l| within(name, &l.name));
@@ -95,14 +112,29 @@ pub(super) fn items<'a>(
                     return Err(homeless(name, layout));
                 }
                 let entries = vec![Entry::new(name, stored.dtype, stored.shape)];
-                Item { name: name.clone(), entries, data: Data::Stored(vec![*stored]) }
+                Item { name: name.clone(), entries, matrix: None, data: Data::Stored(vec![*stored]) }
             }
         });
     }
     if !whole {
         one_kind_of_inputs(&layers)?;
     }
+    if layout == Layout::Gguf {
+        items.iter().try_for_each(|item| gguf::check(&item.entries))?;
+    }
     Ok(items)
+}
+
+/// A layer's encoding without a part that says nothing.
+fn simplest(layer: &Layer<'_>) -> Result<Q4Schema> {
+    let schema = layer.detected.schema;
+    Ok(schema.simpler(&layer.segment.data)?.unwrap_or(schema))
+}
+
+/// Whether all layers have one encoding without such parts: a declaration covers all of them.
+fn are_simple(layers: &[&Layer<'_>]) -> Result<bool> {
+    let all = layers.iter().map(|layer| simplest(layer)).collect::<Result<Vec<_>>>()?;
+    Ok(all.iter().all(|schema| schema.id() == all[0].id()))
 }
 
 impl Item<'_> {
@@ -111,6 +143,10 @@ impl Item<'_> {
         match &self.data {
             Data::Stored(tensors) => Ok(tensors.iter().map(|t| Cow::Borrowed(t.bytes)).collect()),
             Data::Packed(packed) => Ok(packed.data()?.into_iter().map(Cow::Owned).collect()),
+            Data::Widened(stored) => {
+                let values = stored.to_f32()?;
+                Ok(vec![Cow::Owned(values.iter().flat_map(|v| v.to_le_bytes()).collect())])
+            }
             Data::Decoded(layer) => {
                 let shape @ [n, k] = [layer.detected.n, layer.detected.k];
                 let rows = layer.detected.schema.decoder(shape, &layer.segment.data)?;
@@ -123,13 +159,15 @@ impl Item<'_> {
 }
 
 impl<'a> Packed<'a> {
+    /// `layer`, whose values `schema` has, in `layout`.
     fn new(
         layer: &'a Layer<'a>,
         layout: Layout,
+        schema: Q4Schema,
         dtype: DType,
         mut changed: Option<&mut Vec<Changed>>,
     ) -> Result<Self> {
-        let (schema, shape) = (layer.detected.schema, [layer.detected.n, layer.detected.k]);
+        let shape = [layer.detected.n, layer.detected.k];
         if schema.tensors(layout, shape).is_none() {
             let holds = |kind: &&Kind| kind.usual.iter().any(|s| s.tensors(layout, [1, 64]).is_some());
             let names: Vec<_> =
@@ -143,18 +181,19 @@ impl<'a> Packed<'a> {
             .fix("a layout of its format; another format is `q4 quantize` from the dense original, for from here it \
                   would have the errors of both"));
         }
-        if let Some((part, need, have)) = schema.lacks(layout, shape) {
+        if let Some(Lack { part, need, have }) = schema.lacks(layout, shape, &layer.segment.data)? {
             let tensor = layer.detected.keys.of(part).unwrap_or(&layer.name);
             return Err(Error::new(
                 Code::Usage,
                 format!("`{tensor}`: layout {} cannot hold it", layout.as_str()),
             )
             .need(need)
-            .have(have));
+            .have(have)
+            .fix("a layout of its format that does; nothing is rounded here"));
         }
         let global = weight_scale(layer, layout, changed.as_deref_mut())?;
         let inputs = input_scale(layer, layout, changed)?;
-        let schema = schema.plain(global.map(GlobalScale::convention));
+        let schema = schema.plain(layout, global.map(GlobalScale::convention));
         Ok(Self { layer, layout, schema, dtype, global, inputs })
     }
 
@@ -166,6 +205,7 @@ impl<'a> Packed<'a> {
                 Layout::CompressedTensors => {
                     Entry::new(format!("{layer}.input_global_scale"), DType::F32, &[1])
                 }
+                Layout::Gguf => Entry::new(format!("{layer}.input_scale"), DType::F32, &[1]),
                 _ => Entry::new(format!("{layer}.input_scale"), DType::F32, &[]),
             });
         }
@@ -182,6 +222,7 @@ impl<'a> Packed<'a> {
         if d.schema.wire().nibble_order != self.schema.wire().nibble_order {
             parts.bytes_mut(Part::Codes).iter_mut().for_each(|b| *b = b.rotate_left(4));
         }
+        let parts = d.schema.recast(parts, &self.schema);
         let mut parts = layout::parts(
             self.layout,
             self.dtype,

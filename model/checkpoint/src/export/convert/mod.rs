@@ -9,14 +9,14 @@ mod proof;
 mod scale;
 
 use super::declare::{self, Declared};
-use super::put::{FILE_NOTE, Put};
-use super::{DEFAULT_SHARD_BYTES, Progress, Sink, safetensors};
+use super::put::{Beside, FILE_NOTE, Put};
+use super::{DEFAULT_SHARD_BYTES, Progress, Sink, gguf, safetensors};
 use crate::{Bytes, Checkpoint, Container, Layer, OpenOptions};
-use contents::{Content, Contents, contents, matrices};
+use contents::{Content, Contents, contents, matrices, widen};
 use items::{Item, items};
 use q4_core::detect::Layout;
 use q4_core::formats::storage::Described;
-use q4_core::{ActGlobal, Activations, Code, Error, GlobalScale, Result, ThreadPool};
+use q4_core::{ActGlobal, Activations, Code, Error, GlobalScale, Q4Schema, Result, ThreadPool};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -24,8 +24,8 @@ use std::path::Path;
 /// What to write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Conversion {
-    /// Arrangement of the output: `ModelOpt`, `CompressedTensors`, `Bitsandbytes` (directories) or `Dat` (a
-    /// file).
+    /// Arrangement of the output: `ModelOpt`, `CompressedTensors`, `Bitsandbytes`, `Gptq`, `Awq`
+    /// (directories), `Gguf` or `Dat` (a file).
     pub layout: Layout,
     /// Largest data size of one safetensors file in bytes; a layer that is larger has a file of its own.
     pub max_shard_bytes: u64,
@@ -116,21 +116,34 @@ pub fn convert(
     progress: &mut dyn FnMut(Progress<'_>) -> Result<()>,
 ) -> Result<Report> {
     let layout = conversion.layout;
-    if matches!(layout, Layout::TorchAo | Layout::Dense) {
+    if matches!(layout, Layout::TorchAo | Layout::Fp8 | Layout::Dense) {
         return Err(Error::new(Code::Usage, format!("layout {} is not written", layout.as_str()))
-            .need("modelopt, compressed-tensors, bitsandbytes or dat"));
+            .need("modelopt, compressed-tensors, bitsandbytes, gptq, awq, gguf or dat"));
+    }
+    let container = match layout {
+        Layout::Dat => Container::Dat,
+        Layout::Gguf => Container::Gguf,
+        _ => Container::Safetensors,
+    };
+    if container == Container::Gguf && checkpoint.store().container() == container {
+        return Err(Error::new(Code::Usage, format!("{}: a GGUF file already", checkpoint.name()))
+            .need("a checkpoint in another layout: what else its metadata say would be lost"));
     }
     checkpoint.bind_all()?;
-    let contents = contents(checkpoint)?;
+    let mut contents = contents(checkpoint)?;
+    if layout == Layout::Gguf {
+        widen(&mut contents);
+    }
     if matrices(&contents).next().is_none() {
         return Err(Error::new(Code::Usage, format!("{}: no 4-bit layer", checkpoint.name()))
             .need("a 4-bit checkpoint")
             .have("a dense one")
             .fix(format!("q4 quantize --layout {} writes a dense one as 4-bit", layout.as_str())));
     }
-    let container = if layout == Layout::Dat { Container::Dat } else { Container::Safetensors };
+    // Words of GPTQ and AWQ are packed in one way, whichever they had, and declared so.
     let whole = checkpoint.store().container() == container
-        && matrices(&contents).all(|layer| layer.detected.layout == layout);
+        && matrices(&contents).all(|layer| layer.detected.layout == layout)
+        && !matches!(layout, Layout::Gptq | Layout::Awq);
     if let Some(note) = checkpoint.declaration().notes.first().filter(|_| !whole) {
         return Err(Error::new(
             Code::Usage,
@@ -148,23 +161,26 @@ pub fn convert(
     run.write_to(out, progress)
 }
 
-/// What compressed-tensors says of all `layers` together: one format, and scales that reach equally far.
-fn described(layers: &[&Layer<'_>]) -> Result<Option<Described>> {
+/// A layer and what it is written as.
+type Written<'a> = (&'a Layer<'a>, Q4Schema);
+
+/// What is said of all `layers` together: one format, and scales that reach equally far.
+fn described(layers: &[Written<'_>]) -> Result<Option<Described>> {
     let Some(first) = layers.first() else { return Ok(None) };
-    let of = |layer: &&Layer<'_>| layer.detected.schema.described();
-    if layers.iter().all(|layer| of(layer) == of(first)) {
-        return Ok(of(first));
-    }
-    let by_row = |layer: &&Layer<'_>| {
-        let whole = Described { group_size: 0, strategy: "channel", ..of(layer)? };
-        (layer.detected.schema.block() == layer.detected.k).then_some(whole)
+    let of = |(_, schema): &Written<'_>| schema.described();
+    let by_row = |(layer, schema): &Written<'_>| {
+        let whole = Described { group_size: 0, strategy: "channel", ..schema.described()? };
+        let is_all = schema.block() == layer.detected.k && !schema.blocks().is_empty();
+        is_all.then_some(whole)
     };
     if by_row(first).is_some() && layers.iter().all(|layer| by_row(layer) == by_row(first)) {
         return Ok(by_row(first));
     }
+    if layers.iter().all(|layer| of(layer) == of(first)) {
+        return Ok(of(first));
+    }
     let other = layers.iter().find(|layer| of(layer) != of(first)).unwrap_or(first);
-    let words = |layer: &Layer<'_>| {
-        let schema = layer.detected.schema;
+    let words = |(layer, schema): &Written<'_>| {
         format!("{} with a scale per {} in `{}`", schema, schema.block(), layer.name)
     };
     Err(Error::new(Code::Usage, "layers of several formats: the layout describes one for all")
@@ -188,22 +204,35 @@ type Tell<'t> = &'t mut dyn FnMut(Progress<'_>) -> Result<()>;
 
 impl Run<'_> {
     fn write_to(&self, out: &Path, progress: Tell<'_>) -> Result<Report> {
-        let is_file = self.conversion.layout == Layout::Dat;
-        let small = if is_file { Vec::new() } else { self.small_files()? };
+        let layout = self.conversion.layout;
+        let beside = match layout {
+            Layout::Dat => Beside::Nothing,
+            Layout::Gguf => Beside::Metadata(gguf::head(self.checkpoint)?),
+            _ => {
+                let max_shard_bytes = self.conversion.max_shard_bytes;
+                Beside::Files { small: self.small_files()?, max_shard_bytes }
+            }
+        };
         let groups = self.items.iter().map(|i| i.entries.clone()).collect();
-        let put = Put { out, is_file, groups, max_shard_bytes: self.conversion.max_shard_bytes, small };
-        let (output, files, ()) = put.all(|sink| self.write(sink, progress))?;
-        let again = match is_file {
-            false => Checkpoint::open(output.path(), &OpenOptions::default())?,
-            true => {
-                let mut again = vec![("model.dat".to_owned(), Bytes::map(output.path())?)];
+        let (output, files, ()) = Put { out, groups, beside }.all(|sink| self.write(sink, progress))?;
+        let alone = |name: &str| -> Result<_> { Ok(vec![(name.to_owned(), Bytes::map(output.path())?)]) };
+        let again = match layout {
+            Layout::Dat => {
+                let mut again = alone("model.dat")?;
                 let config = self.checkpoint.file("config.json");
                 again.extend(config.map(|bytes| ("config.json".to_owned(), bytes)));
                 Checkpoint::from_files(&out.display().to_string(), again)?
             }
+            Layout::Gguf => Checkpoint::from_files(&out.display().to_string(), alone("model.gguf")?)?,
+            _ => Checkpoint::open(output.path(), &OpenOptions::default())?,
         };
+        if layout == Layout::Gguf {
+            let (name, config) = (self.checkpoint.config().arch.names.head, self.checkpoint.config());
+            let has_head = matrices(self.contents).any(|layer| layer.name == name);
+            gguf::agrees(config, again.config(), has_head)?;
+        }
         let mut report = self.proven(&again, files, progress)?;
-        if is_file {
+        if layout == Layout::Dat {
             report.notes.push(FILE_NOTE.into());
         }
         drop(again);
@@ -222,7 +251,7 @@ impl Run<'_> {
         let tensors = self.contents.iter().filter(|(_, c)| matches!(c, Content::Tensor(_)));
         let declared = Declared {
             layout: self.conversion.layout,
-            described: described(&layers)?,
+            described: described(&self.items.iter().filter_map(|item| item.matrix).collect::<Vec<_>>())?,
             inputs: layers.iter().any(|l| l.input_scale().is_some() && l.declared != Activations::Native),
             double: layers.iter().any(|l| l.detected.keys.nested_absmax.is_some()),
             dtype: Some(self.checkpoint.embedding_elements()?.dtype()),
@@ -231,7 +260,7 @@ impl Run<'_> {
         // Only in .dat files does a packed head stand beside a tied one; others would ignore it.
         let untied = dense_head.is_none() && self.checkpoint.config().tie_word_embeddings;
         let fields = untied.then(|| ("tie_word_embeddings", false.into())).into_iter().collect();
-        Ok(declared.files(self.checkpoint, &declare::config(self.checkpoint)?, fields))
+        declared.files(self.checkpoint, &declare::config(self.checkpoint)?, fields)
     }
 
     fn write(&self, sink: &mut dyn Sink, progress: Tell<'_>) -> Result<()> {
@@ -272,7 +301,8 @@ impl Run<'_> {
         progress(self.progress("", self.items.len() + self.contents.len(), bytes))?;
         let pairs = || matrices(self.contents).zip(matrices(&written));
         let tensors: Vec<_> = pairs().map(|(a, b)| tensor_report(a, b)).collect();
-        let tensors_in = self.contents.values().filter(|c| matches!(c, Content::Tensor(_))).count();
+        let is_tensor = |c: &&Content<'_>| matches!(c, Content::Tensor(_) | Content::Widened(_));
+        let tensors_in = self.contents.values().filter(is_tensor).count();
         Ok(Report {
             layout: self.conversion.layout,
             lossless: self.changed.is_empty(),
@@ -298,7 +328,10 @@ impl Run<'_> {
         let known = |key: &str| matches!(key, "format" | "tensor_names") || self.contents.contains_key(key);
         let metadata = self.checkpoint.store().metadata().keys().map(String::as_str);
         let metadata = named("metadata of the weight files", metadata.filter(|key| !known(key)).collect());
-        let others = self.checkpoint.others().iter().map(String::as_str).collect();
+        let mut others: Vec<_> = self.checkpoint.others().iter().map(String::as_str).collect();
+        if self.conversion.layout == Layout::Gguf {
+            others.extend(["LICENSE", "NOTICE"].into_iter().filter(|f| self.checkpoint.file(f).is_some()));
+        }
         named("files", others).into_iter().chain(metadata).collect()
     }
 }

@@ -46,6 +46,7 @@ pub(super) fn prove(
             (Content::Inputs(a), Content::Inputs(b)) => inputs(name, [*a, *b], &sides, ulps)?,
             (Content::Decoded(a), Content::Tensor(b)) => decoded(name, a, b, &sides)?,
             (Content::Tensor(a), Content::Tensor(b)) => plain(name, [a, b], &sides, threads)?,
+            (Content::Widened(a), Content::Tensor(b)) => widened(name, a, b, &sides)?,
             _ => return Err(differs(name, "the same kind of tensor", "another")),
         }
     }
@@ -114,6 +115,23 @@ fn decoded(name: &str, layer: &Layer<'_>, stored: &Stored<'_>, sides: &[Side<'_>
         sides.iter().for_each(|side| side.with(|s| s.hash.update(bytes)));
     }
     Ok(())
+}
+
+/// Floats of 16 bits against the f32 that were written of them.
+fn widened(name: &str, a: &Stored<'_>, b: &Stored<'_>, sides: &[Side<'_>; 2]) -> Result<()> {
+    if (b.dtype, b.shape) != (DType::F32, a.shape) {
+        let have = format!("{} {:?}", b.dtype, b.shape);
+        return Err(differs(name, &format!("float32 {:?}", a.shape), &have));
+    }
+    let values = [a.to_f32()?, b.to_f32()?];
+    for (side, values) in sides.iter().zip(&values) {
+        side.begin(name, "float32", a.shape);
+        side.with(|s| s.hash.update(bytemuck::cast_slice::<f32, u8>(values)));
+    }
+    match first_difference(&values[0], &values[1], 0) {
+        Some((at, a, b)) => Err(differs(&format!("{name}: element {at}"), &bits(a), &bits(b))),
+        None => Ok(()),
+    }
 }
 
 fn matrices(

@@ -1,8 +1,13 @@
 //! Every pair of layouts there and back: the same bytes, the same hash, the same logits; and what has no
 //! counterpart refused.
 #![allow(clippy::unwrap_used)]
+mod gguf;
+#[path = "../handmade/mod.rs"]
 mod handmade;
+mod int4;
+#[path = "../plans/mod.rs"]
 mod plans;
+#[path = "../support/mod.rs"]
 mod support;
 
 use handmade::{Model, Tensor};

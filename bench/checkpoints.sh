@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Has the packages whose layouts q4 writes load what it wrote, and writes bench/results/checkpoints.json:
+#   bench/checkpoints.sh [FOLDER]
+#
+# They are installed into FOLDER, or one in the target folder (about 8 GB), and llama.cpp is built
+# there. Q4 names a q4, instead of one built here. What cannot be installed is a row that says so.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+target=$(cargo metadata --format-version 1 --no-deps --locked |
+    python3 -c 'import json, sys; print(json.load(sys.stdin)["target_directory"])')
+peers=${1:-$target/checkpoint-peers}
+mkdir -p "$peers"
+peers=$(cd "$peers" && pwd)
+source bench/peers.sh
+
+if [[ -z ${Q4:-} ]]; then
+    say "building"
+    cargo build --release --locked --quiet -p q4 -p nvfp4-native --bins --lib
+    Q4=$target/release/q4
+fi
+environment formats accelerate numpy safetensors "torch==2.15.0" "transformers==5.24.0" "auto-round==0.16.1" \
+    "compressed-tensors==0.20.0" "gguf==0.19.0"
+BUILD_CUDA_EXT=0 CUDA_VISIBLE_DEVICES="" "$peers/tool/bin/uv" pip install --quiet --python "$peers/formats/bin/python" \
+    "gptqmodel==7.7.0" "optimum==2.3.0" || say "gptqmodel cannot be installed"
+llama && "$peers/tool/bin/uv" pip install --quiet --python "$peers/llama/bin/python" \
+    diskcache jinja2 typing-extensions || say "llama.cpp cannot be had"
+
+work=$peers/work
+rm -rf "$work"
+mkdir -p "$work"
+"$peers/formats/bin/python" bench/writers.py --q4 "$Q4" --peers "$peers" --work "$work" > "$work/checkpoints.json"
+mv "$work/checkpoints.json" bench/results/checkpoints.json
