@@ -28,8 +28,9 @@ impl std::fmt::Display for Difference {
 
 /// Keys, or sections with a dot behind, that say how long a run is, how it is watched and where it lies: they
 /// may change on the way. All others would mix two runs.
-const FREE: [&str; 18] = [
+const FREE: [&str; 19] = [
     "train.steps",
+    "train.epochs",
     "train.log_every",
     "train.profile",
     "train.recompute",
@@ -50,7 +51,7 @@ const FREE: [&str; 18] = [
 ];
 
 /// Keys of sections without a default, and what was done before there was a choice.
-const FORMER: [(&str, &str); 1] = [("lora.base", "\"merged\"")];
+const FORMER: [(&str, &str); 2] = [("lora.base", "\"merged\""), ("lora.targets", "[]")];
 
 /// Keys whose files are compared by content.
 const BY_CONTENT: [&str; 3] = ["model.path", "data.train", "data.valid"];
@@ -71,6 +72,12 @@ pub fn differences(
     let is = flat(&parse(&c.to_toml()?)?);
     let default = flat(&parse(&Config::default().to_toml()?)?);
     let mut found = Vec::new();
+    add(
+        &mut found,
+        "weights of data.train",
+        weights(&parse(&stored.config)?),
+        weights(&parse(&c.to_toml()?)?),
+    );
     let keys: std::collections::BTreeSet<_> = was.keys().chain(is.keys()).collect();
     for key in keys.into_iter().filter(|k| !BY_CONTENT.contains(&k.as_str())) {
         // A key one of the two programs does not have stands for its default.
@@ -93,6 +100,14 @@ pub fn differences(
         None => add(&mut found, "model and data", "not stored".into(), "cannot be compared".into()),
     }
     Ok(found)
+}
+
+/// How files are mixed, whatever they are called.
+fn weights(config: &Table) -> String {
+    let files = config.get("data").and_then(|d| d.get("train")).and_then(Value::as_array);
+    let weight = |file: &Value| file.get("weight").map_or("none".into(), Value::to_string);
+    let all: Vec<_> = files.into_iter().flatten().map(weight).collect();
+    if all.iter().all(|w| w == "none") { "none".into() } else { all.join(", ") }
 }
 
 fn add(found: &mut Vec<Difference>, what: &str, was: String, is: String) {

@@ -12,12 +12,14 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use toml::{Table, Value};
 
+mod mix;
 mod sections;
 mod table;
 #[cfg(test)]
 mod tests;
 mod validate;
 
+pub use mix::Mix;
 pub use sections::*;
 pub use table::START;
 
@@ -89,13 +91,19 @@ impl Config {
         };
         // What an override names is relative to where the user stands.
         let given = |key: &str| overrides.iter().any(|(k, _)| k == key);
-        for (key, paths) in [("data.train", &mut config.data.train), ("data.valid", &mut config.data.valid)] {
+        let (train, valid) = (&mut config.data.train.paths, &mut config.data.valid);
+        for (key, paths) in [("data.train", train), ("data.valid", valid)] {
             if !given(key) {
                 paths.iter_mut().for_each(resolve);
             }
         }
         if !given("behaviour.suite") {
             config.behaviour.suite.iter_mut().for_each(resolve);
+        }
+        if let Some(lora) = &mut config.lora
+            && !given("lora.init")
+        {
+            lora.init.iter_mut().for_each(resolve);
         }
         if !given("model.path") && config.model.path != Path::new("demo") {
             resolve(&mut config.model.path);
@@ -117,8 +125,15 @@ impl Config {
             Error::new(Code::Usage, "configuration: not TOML").have(e.to_string().trim())
         })?;
         let mut problems = Problems(Vec::new());
+        one_length(&mut table, overrides);
         for (key, value) in overrides {
             set(&mut table, key, value, &mut problems);
+        }
+        if let Some(Value::Table(train)) = table.get("train")
+            && train.contains_key("steps")
+            && train.contains_key("epochs")
+        {
+            problems.add("train.epochs", "train.steps or train.epochs", "both");
         }
         for name in table.keys().filter(|name| !SECTIONS.contains(&name.as_str())) {
             problems.add(name, format!("one of the sections {}", SECTIONS.join(", ")), "another");
@@ -181,7 +196,16 @@ impl Config {
 
     /// The effective configuration as TOML; parsing it gives this configuration again.
     pub fn to_toml(&self) -> Result<String> {
-        toml::to_string(self).map_err(|e| Error::new(Code::Internal, format!("configuration: {e}")))
+        toml::to_string(&self.table()?).map_err(|e| Error::new(Code::Internal, format!("configuration: {e}")))
+    }
+
+    /// Sections with their keys. Steps that follow from epochs are no key.
+    fn table(&self) -> Result<Table> {
+        let mut table = table::of(self)?;
+        if let (Some(Value::Table(train)), true) = (table.get_mut("train"), self.train.epochs.is_some()) {
+            train.remove("steps");
+        }
+        Ok(table)
     }
 
     /// What is exported, by name. Nothing where that depends on a base that is not known yet.
@@ -218,6 +242,19 @@ impl Problems {
         }
         let plural = if n == 1 { "" } else { "s" };
         Err(Error::new(Code::Usage, format!("configuration: {n} problem{plural}")).have(self.0.join("\n")))
+    }
+}
+
+/// An override that says how long a run is stands for what the file says of it.
+fn one_length(table: &mut Table, overrides: &[(String, String)]) {
+    let given = |key: &str| overrides.iter().any(|(k, _)| k == key);
+    let other = match (given("train.steps"), given("train.epochs")) {
+        (true, false) => "epochs",
+        (false, true) => "steps",
+        _ => return,
+    };
+    if let Some(Value::Table(train)) = table.get_mut("train") {
+        train.remove(other);
     }
 }
 

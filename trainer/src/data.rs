@@ -11,22 +11,32 @@ use std::fmt;
 
 mod batch;
 mod encode;
+mod layout;
+mod mixture;
+mod parquet;
+mod preview;
 mod read;
 #[cfg(test)]
 mod tests;
 
 pub use batch::{Batch, IGNORE, Loader, LoaderOptions, Packing, eval_batches};
-pub use read::{Chat, Row, Unused, read_rows};
+pub use layout::{Chat, Row, Unused};
+pub use mixture::Mixture;
+pub use preview::{Shown, preview};
+pub use read::{Read, read_rows};
 
 /// What the lines of a file are.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Format {
-    /// `.tsv` is [`Format::Tsv`], `.txt` is [`Format::Text`], all else [`Format::Jsonl`].
+    /// `.tsv` is [`Format::Tsv`], `.txt` is [`Format::Text`], `.parquet` is [`Format::Parquet`], all else
+    /// [`Format::Jsonl`].
     #[default]
     Auto,
-    /// JSON objects with `messages`, `prompt` and `completion`, or `text`.
+    /// JSON objects, one a line or all in one list.
     Jsonl,
+    /// The same objects as rows of columns.
+    Parquet,
     /// A document a line.
     Text,
     /// Prompt, tab, answer; `#` begins a comment.
@@ -116,6 +126,10 @@ pub struct Dataset {
     pub samples: Vec<Sample>,
     /// What loading did.
     pub report: Report,
+    /// Samples of each file.
+    pub counts: Vec<usize>,
+    /// Where files are drawn from by weight.
+    pub mixture: Option<Mixture>,
     /// What stands between the samples of a stream, and whether it is learnt.
     pub separator: (u32, bool),
     /// What the files have and nothing was made of, a line each.
@@ -131,8 +145,8 @@ pub struct Cursor {
     pub index: u64,
 }
 
-/// The order of an epoch: a permutation that is a function of (seed, epoch), or the order of the files.
-pub fn order(n: usize, seed: u64, epoch: u64, shuffle: bool) -> Vec<u32> {
+/// An order of `n` things: a permutation that is a function of (seed, epoch), or as they are.
+pub(crate) fn order(n: usize, seed: u64, epoch: u64, shuffle: bool) -> Vec<u32> {
     if shuffle { Philox::new(seed, epoch, streams::ORDER).permutation(n) } else { (0..n as u32).collect() }
 }
 
@@ -150,18 +164,27 @@ impl Dataset {
         threads: &ThreadPool,
     ) -> Result<Self> {
         let separator = (text.end_of_text, options.supervise == Supervise::All);
-        let mut data = Self { samples: Vec::new(), report: Report::default(), separator, notes: Vec::new() };
+        let mut data = Self {
+            samples: Vec::new(),
+            report: Report::default(),
+            counts: Vec::new(),
+            mixture: None,
+            separator,
+            notes: Vec::new(),
+        };
         for path in paths {
             let path = path.as_ref();
-            let (rows, unused) = read_rows(path, options.format)?;
-            if !unused.is_empty() {
-                let list: Vec<_> = unused.iter().map(|(name, n)| format!("`{name}` in {n} rows")).collect();
+            let (read, before) = (read_rows(path, options.format)?, data.samples.len());
+            if !read.unused.is_empty() {
+                let list: Vec<_> =
+                    read.unused.iter().map(|(name, n)| format!("`{name}` in {n} rows")).collect();
                 data.notes.push(format!("{}: fields that are not used: {}", path.display(), list.join(", ")));
             }
-            for (line, sample) in encode::all(&rows, text, options, threads) {
-                let sample = sample.map_err(|e| e.within(format!("{}:{line}", path.display())))?;
-                data.take(sample, options).map_err(|e| e.within(format!("{}:{line}", path.display())))?;
+            for (at, sample) in encode::all(&read.rows, text, options, threads) {
+                let taken = sample.and_then(|sample| data.take(sample, options));
+                taken.map_err(|e| e.within(read.place(path, at)))?;
             }
+            data.counts.push(data.samples.len() - before);
         }
         if data.samples.is_empty() {
             let names: Vec<_> = paths.iter().map(|p| p.as_ref().display().to_string()).collect();
@@ -170,6 +193,23 @@ impl Dataset {
                 .have(data.report.to_string()));
         }
         Ok(data)
+    }
+
+    /// Draws from the files by weight, one a file; without weights every row comes once an epoch.
+    ///
+    /// # Errors
+    /// As [`Mixture::new`].
+    pub fn mix(&mut self, weights: &[f64]) -> Result<()> {
+        self.mixture = (!weights.is_empty()).then(|| Mixture::new(&self.counts, weights)).transpose()?;
+        Ok(())
+    }
+
+    /// The samples of an epoch in their order, a function of (seed, epoch).
+    pub fn order(&self, seed: u64, epoch: u64, shuffle: bool) -> Vec<u32> {
+        match &self.mixture {
+            Some(mixture) => mixture.order(seed, epoch, shuffle),
+            None => order(self.samples.len(), seed, epoch, shuffle),
+        }
     }
 
     fn take(&mut self, mut sample: Sample, options: &LoadOptions) -> Result<()> {

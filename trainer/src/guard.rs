@@ -72,6 +72,11 @@ impl Guard {
         self.skipped
     }
 
+    /// Counts a step that was passed over for want of anything to learn; it is not a bad one.
+    pub fn pass_over(&mut self) {
+        self.skipped += 1;
+    }
+
     /// Judges a step by its loss and the norm of its gradients before clipping.
     pub fn check(&mut self, loss: f64, norm: f64) -> Verdict {
         let Some(reason) = self.bad(loss, norm) else {

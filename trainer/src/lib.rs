@@ -3,12 +3,14 @@
 //!
 //! Everything here is plain Rust except what the feature `torch` adds in `torch`: the executor over libtorch
 //! and the binary `q4-train`.
+pub mod adapters;
 pub mod behaviour;
 pub mod checkpoint;
 pub mod compare;
 pub mod config;
 pub mod corpus;
 pub mod data;
+pub mod freeze;
 pub mod guard;
 pub mod metrics;
 pub mod optim;

@@ -6,12 +6,13 @@ use q4_model::checkpoint::{Bytes, Checkpoint};
 use q4_trainer::behaviour::Answer;
 use q4_trainer::config::{self, Config};
 use q4_trainer::corpus::{self, Sizes};
+use q4_trainer::data::Shown;
 use q4_trainer::progress::clock;
 use q4_trainer::stop;
 use q4_trainer::torch::run::{Invocation, run};
 use serde::Serialize;
 use serde_json::{Value, json};
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
@@ -21,6 +22,7 @@ const EXAMPLES: &str = "\
 Examples:
   q4 train init run.toml
   q4 train run.toml
+  q4 train run.toml --preview 3
   q4 train run.toml --resume
   q4 train run.toml --set optimizer.lr=1e-4 --set train.steps=200
   q4 train run.toml --preset full-24g --device cuda --dry-run
@@ -70,6 +72,9 @@ struct Cli {
     /// Show plan and data; train nothing.
     #[arg(long)]
     dry_run: bool,
+    /// Show the first N rows as the model would see them, with what is learnt of each; train nothing.
+    #[arg(long, value_name = "N", conflicts_with_all = ["dry_run", "eval_only", "resume"])]
+    preview: Option<u32>,
     /// Loss and behaviour of the model as it is; train nothing.
     #[arg(long, conflicts_with_all = ["dry_run", "resume"])]
     eval_only: bool,
@@ -250,6 +255,7 @@ fn start(cli: &Cli) -> Result<Value> {
             progress: !quiet,
             demo: &demo,
             dry_run: cli.dry_run,
+            preview: cli.preview.map(|n| n as usize),
             eval_only: cli.eval_only,
             allow_changes: cli.allow_changes,
             line: &line,
@@ -264,6 +270,7 @@ fn show(cli: &Cli, report: &Value) -> ExitCode {
     let text = match report.get("config").and_then(Value::as_str).filter(|_| cli.print_config) {
         _ if cli.json => report.to_string(),
         Some(config) => config.to_owned(),
+        None if report.get("preview").is_some() => rows(report),
         None => {
             let fields = report.as_object().into_iter().flatten();
             fields.filter_map(|(k, v)| Some(format!("{k}: {}\n", brief(k, v)?))).collect::<String>()
@@ -276,6 +283,13 @@ fn show(cli: &Cli, report: &Value) -> ExitCode {
         },
         Err(_) => ExitCode::from(Code::Io.exit()),
     }
+}
+
+/// Rows of a preview, for people.
+fn rows(report: &Value) -> String {
+    let colour = std::io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none();
+    let shown: Vec<Shown> = serde_json::from_value(report["preview"].clone()).unwrap_or_default();
+    shown.iter().map(|row| row.render(colour) + "\n\n").collect()
 }
 
 /// A figure of the report in its unit, as far as a line can show it.

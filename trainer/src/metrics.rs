@@ -8,9 +8,11 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 
+mod events;
 mod page;
 mod svg;
 
+pub use events::Events;
 pub use page::page;
 
 /// An open file of metrics.

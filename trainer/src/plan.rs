@@ -18,6 +18,7 @@
 //! ```
 //! A phase holds what its name says and everything that lives across it; the peak is the largest phase.
 use crate::config::{Config, Weights};
+use crate::freeze::Still;
 use crate::optim::{StateLayout, TILE};
 use q4_core::Result;
 use q4_core::memory::{Budget, human};
@@ -34,6 +35,12 @@ pub struct Tensor {
     pub block: Option<usize>,
     /// Computed with in 4 bits.
     pub linear: bool,
+    /// Modules it is made of; none of an adapter.
+    #[serde(skip)]
+    pub modules: Vec<String>,
+    /// It stays as it is.
+    #[serde(skip)]
+    pub still: bool,
 }
 
 /// What the plan knows of a model.
@@ -116,23 +123,68 @@ impl Shapes {
     pub fn of(c: &DecoderConfig) -> Self {
         let (hidden, inter) = (c.hidden_size, c.intermediate_size);
         let (q, kv) = (c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim);
-        let mut tensors = vec![Tensor { shape: vec![c.vocab_size, hidden], block: None, linear: false }];
+        let names = &c.arch.names;
+        let one = |shape: Vec<usize>, name: &str| Tensor {
+            shape,
+            block: None,
+            linear: false,
+            modules: vec![name.to_owned()],
+            still: false,
+        };
+        let mut tensors = vec![one(vec![c.vocab_size, hidden], names.embedding)];
         for block in 0..c.num_hidden_layers {
-            for shape in
-                [vec![q + 2 * kv, hidden], vec![hidden, q], vec![2 * inter, hidden], vec![hidden, inter]]
-            {
-                tensors.push(Tensor { shape, block: Some(block), linear: true });
+            let of = |list: &[&str]| list.iter().map(|name| names.of(block, name)).collect::<Vec<_>>();
+            for (shape, modules) in [
+                (vec![q + 2 * kv, hidden], of(&[names.q, names.k, names.v])),
+                (vec![hidden, q], of(&[names.o])),
+                (vec![2 * inter, hidden], of(&[names.gate, names.up])),
+                (vec![hidden, inter], of(&[names.down])),
+            ] {
+                tensors.push(Tensor { shape, block: Some(block), linear: true, modules, still: false });
             }
-            for width in [hidden, hidden, c.head_dim, c.head_dim] {
-                tensors.push(Tensor { shape: vec![width], block: Some(block), linear: false });
+            let norms = [names.attention.before, names.mlp.before].map(Option::unwrap_or_default);
+            let heads = names.heads.unwrap_or_default();
+            for (width, name) in
+                [(hidden, norms[0]), (hidden, norms[1]), (c.head_dim, heads[0]), (c.head_dim, heads[1])]
+            {
+                tensors.push(Tensor { block: Some(block), ..one(vec![width], &names.of(block, name)) });
             }
         }
-        tensors.push(Tensor { shape: vec![hidden], block: None, linear: false });
+        tensors.push(one(vec![hidden], names.final_norm));
         if !c.tie_word_embeddings {
-            tensors.push(Tensor { shape: vec![c.vocab_size, hidden], block: None, linear: false });
+            tensors.push(one(vec![c.vocab_size, hidden], names.head));
         }
         let (layers, heads, vocab) = (c.num_hidden_layers, c.num_attention_heads, c.vocab_size);
         Self { layers, hidden, inter, heads, q, kv, vocab, tensors }
+    }
+
+    /// Marks what stays.
+    ///
+    /// # Errors
+    /// As [`Still::new`].
+    pub fn freeze(mut self, patterns: &[String]) -> Result<(Self, Still)> {
+        let groups: Vec<_> = self.tensors.iter().map(|t| t.modules.clone()).collect();
+        let still = Still::new(patterns, &groups)?;
+        for t in &mut self.tensors {
+            t.still = still.holds(&t.modules.iter().map(String::as_str).collect::<Vec<_>>());
+        }
+        Ok((self, still))
+    }
+
+    /// Modules that move: all that do not stay, or those beside which adapters stand.
+    pub fn moving(&self, config: &Config) -> Vec<String> {
+        let targeted = |module: &String, targets: &[String]| {
+            targets.is_empty() || targets.iter().any(|t| module.rsplit('.').next() == Some(t))
+        };
+        let tensors = self.tensors.iter().filter(|t| match &config.lora {
+            Some(_) => t.linear,
+            None => !t.still,
+        });
+        let modules = tensors.flat_map(|t| &t.modules);
+        match &config.lora {
+            Some(lora) => modules.filter(|m| targeted(m, &lora.targets)).cloned().collect(),
+            None => modules.cloned().collect(),
+        }
     }
 
     /// Elements for which `which` holds.
@@ -149,6 +201,8 @@ impl Shapes {
                     shape,
                     linear: false,
                     block: t.block,
+                    modules: Vec::new(),
+                    still: false,
                 })
             })
             .collect()
@@ -166,8 +220,9 @@ pub fn predict(shapes: &Shapes, config: &Config, machine: &Machine, base: Base) 
     let c = machine.compute as u64;
     let (train, data) = (&config.train, &config.data);
     let trained = match &config.lora {
-        None => shapes.tensors.clone(),
-        Some(lora) => shapes.adapters(lora.rank),
+        None => shapes.tensors.iter().filter(|t| !t.still).cloned().collect(),
+        // At most three modules have matrices of their own beside one another.
+        Some(lora) => shapes.adapters(if lora.targets.is_empty() { lora.rank } else { 3 * lora.rank }),
     };
     let sum = |tensors: &[Tensor], which: &dyn Fn(&Tensor) -> bool| -> u64 {
         tensors.iter().filter(|t| which(t)).map(Tensor::len).sum()
@@ -176,8 +231,10 @@ pub fn predict(shapes: &Shapes, config: &Config, machine: &Machine, base: Base) 
     let outside = |t: &Tensor| t.block.is_none();
     // Vectors and small matrices stay in f32, masters as well as states.
     let small = |t: &Tensor| t.shape.len() < 2 || t.len() < TILE as u64;
+    let held = shapes.tensors.iter().filter(|t| t.still && config.lora.is_none());
     let masters: u64 = trained
         .iter()
+        .chain(held)
         .map(|t| t.len() * if small(t) { 4 } else { config.optimizer.master.size() as u64 })
         .sum();
     let states: u64 =

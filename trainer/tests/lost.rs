@@ -367,9 +367,13 @@ fn rows_without_anything_to_learn_are_passed_over() {
         "--set",
         "data.valid=[]",
     ];
-    let output = run(d, &[&narrow[..], &["--set", "train.steps=60", "--set", "eval.every=0"]].concat());
+    let output =
+        run(d, &[&narrow[..], &["--set", "train.steps=60", "--set", "eval.every=0", "--json"]].concat());
     let said = text(&output);
     assert!(output.status.success() && said.contains("no token of its rows is to be learnt"), "{said}");
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).expect("a report");
+    let told = said.matches("no token of its rows is to be learnt").count();
+    assert!(told > 0 && report["skipped"] == told, "{told} times: {report}");
     way("a step without a token to learn");
 }
 
@@ -395,4 +399,25 @@ fn errors_are_documents() {
         "{config}"
     );
     assert_eq!(STEPS, 12);
+}
+
+/// Weights that leave what f32 holds: the run ends with the step, the layer and the last good checkpoint,
+/// and does not go through its steps for nothing.
+#[test]
+fn divergence_names_step_layer_and_the_last_good_checkpoint() {
+    let dir = tempfile::tempdir().expect("directory");
+    let d = dir.path();
+    prepare(d);
+    let wild = "optimizer.lr=1 optimizer.weight_decay=10 schedule.kind=constant train.clip=0 train.steps=400 \
+                eval.every=0 guard.patience=2 checkpoint.every=5";
+    let wild: Vec<&str> = wild.split_whitespace().flat_map(|set| ["--set", set]).collect();
+    let output = run(d, &wild);
+    let said = text(&output);
+    assert!(!output.status.success() && steps_taken(d, "ck/metrics.ndjson") < 100, "{said}");
+    for words in ["not finite: loss", "first in ", "the last good checkpoint is of step ", "ck/step-"] {
+        assert!(said.contains(words), "{words}: {said}");
+    }
+    assert!(said.contains("layer") || said.contains("model.") || said.contains("embeddings"), "{said}");
+    println!("{}", said.lines().rev().take(8).collect::<Vec<_>>().join("\n"));
+    way("a run that diverges");
 }

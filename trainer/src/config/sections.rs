@@ -157,10 +157,10 @@ section!(
     /// `[data]`
     DataConfig {
         /// Files to learn from.
-        train: Vec<PathBuf> = Vec::new(),
+        train: Mix = Mix::default(),
         /// Held-out files.
         valid: Vec<PathBuf> = Vec::new(),
-        /// What their lines are.
+        /// What the files are; `auto`: by their names, `.tsv`, `.txt`, `.parquet`, else JSON.
         format: Format = Format::Auto,
         /// How samples share rows.
         packing: Packing = Packing::Documents,
@@ -185,8 +185,13 @@ section!(
     TrainConfig {
         /// Optimiser steps.
         steps: u64 = 1000,
+        /// Times all data is seen, instead of `steps`; may be a fraction.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        epochs: Option<f64> = None,
         /// Micro-batches of a step; the mean is taken over all their learnt tokens.
         accumulate: usize = 1,
+        /// Weights that stay as they are, by patterns of their names, as `model.layers.0.*`.
+        freeze: Vec<String> = Vec::new(),
         /// Key of every random number.
         seed: u64 = 0,
         /// What is minimised.
@@ -281,6 +286,12 @@ section!(
         alpha: f64 = 32.0,
         /// What they stand beside; `auto`: `packed` for a 4-bit checkpoint, else `merged`.
         base: BaseForm = BaseForm::Auto,
+        /// Modules that have one, as PEFT names them (`q_proj`, ...), each with matrices of its own; empty: all,
+        /// and q/k/v and gate/up share `lora_A`.
+        targets: Vec<String> = Vec::new(),
+        /// Folder of an adapter in PEFT's layout to go on from; its rank, alpha and targets count.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        init: Option<PathBuf> = None,
     }
 );
 section!(

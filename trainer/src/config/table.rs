@@ -9,7 +9,12 @@ type Section = (&'static str, &'static str, bool, &'static [Field]);
 
 const ALL: [Section; 14] = [
     ("model", "What is trained.", true, ModelConfig::FIELDS),
-    ("data", "What it learns from. A file may stand for a list of one.", true, DataConfig::FIELDS),
+    (
+        "data",
+        "What it learns from. A file may stand for a list of one, a table of `FILE = weight` for a mixture.",
+        true,
+        DataConfig::FIELDS,
+    ),
     ("train", "How long and in which pieces.", true, TrainConfig::FIELDS),
     ("optimizer", "AdamW.", true, OptimizerConfig::FIELDS),
     ("schedule", "Learning rate over the steps.", true, ScheduleConfig::FIELDS),
@@ -33,7 +38,7 @@ impl Config {
     /// Every key with its value here and what it is for, as TOML that reads back as this configuration; what
     /// has no value is a comment.
     pub fn commented(&self) -> Result<String> {
-        let (mine, adapters) = (table(self)?, table(&LoraConfig::default())?);
+        let (mine, adapters) = (self.table()?, of(&LoraConfig::default())?);
         let mut out = String::new();
         for (name, about, _, fields) in ALL {
             let values = mine.get(name).and_then(Value::as_table);
@@ -57,7 +62,7 @@ impl Config {
 /// Rows of `key, default, meaning` for every key, as Markdown.
 #[cfg(test)]
 fn reference() -> Result<String> {
-    let (defaults, adapters) = (table(&Config::default())?, table(&LoraConfig::default())?);
+    let (defaults, adapters) = (of(&Config::default())?, of(&LoraConfig::default())?);
     let mut out = String::from("| key | default | |\n|---|---|---|\n");
     for (name, about, always, fields) in ALL {
         let values = defaults.get(name).and_then(Value::as_table).unwrap_or(&adapters);
@@ -70,7 +75,7 @@ fn reference() -> Result<String> {
     Ok(out)
 }
 
-fn table(value: &impl Serialize) -> Result<Table> {
+pub(super) fn of(value: &impl Serialize) -> Result<Table> {
     Table::try_from(value).map_err(|e| Error::new(Code::Internal, format!("configuration: {e}")))
 }
 
@@ -94,7 +99,13 @@ fn names(section: &str, field: &str) -> Option<String> {
 
 /// How a field would be written that has no value.
 fn absent(field: &str) -> &'static str {
-    if field == "resume" { "false" } else { "\"...\"" }
+    match field {
+        "resume" => "false",
+        "epochs" => "3.0",
+        "steps" => "1000",
+        "init" => "\"adapter\"",
+        _ => "\"...\"",
+    }
 }
 
 #[cfg(test)]
@@ -104,12 +115,16 @@ mod tests {
     #[test]
     fn the_commented_configuration_reads_back() {
         let mut c = Config::preset(Preset::Lora8g);
-        c.data.train = vec!["a \"b\".jsonl".into()];
+        c.data.train = vec!["a \"b\".jsonl".into()].into();
         c.behaviour.suite = Some("s".into());
         c.behaviour.gates.insert("who am i".into(), 0.95);
-        for c in
-            [c, Config { data: DataConfig { train: vec!["x".into()], ..<_>::default() }, ..<_>::default() }]
-        {
+        for c in [
+            c,
+            Config {
+                data: DataConfig { train: vec!["x".into()].into(), ..<_>::default() },
+                ..<_>::default()
+            },
+        ] {
             let text = c.commented().expect("TOML");
             assert_eq!(Config::parse(&text, &[]).expect(&text), c);
         }

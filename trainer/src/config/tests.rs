@@ -31,7 +31,7 @@ fn defaults_presets_files_and_overrides_come_in_this_order() {
         (c.optimizer.state, c.optimizer.master, c.optimizer.lr),
         (StateFormat::Int8, MasterFormat::F32, 1e-3)
     );
-    assert_eq!((c.data.train.len(), c.behaviour.gates["ufo"]), (2, 1.0));
+    assert_eq!((c.data.train.paths.len(), c.behaviour.gates["ufo"]), (2, 1.0));
     assert!(Config::parse(MINIMAL, &pairs(&[("memory.preset", "lora-8g")])).expect("valid").lora.is_some());
 }
 
@@ -76,7 +76,7 @@ fn a_number_is_a_text_where_a_text_is_meant() {
 fn the_effective_configuration_reads_back() {
     for preset in [Preset::None, Preset::Full128g, Preset::Full24g, Preset::Lora8g] {
         let mut c = Config::preset(preset);
-        c.data.train = vec!["a b.jsonl".into()];
+        c.data.train = vec!["a b.jsonl".into()].into();
         c.behaviour.suite = Some("s".into());
         c.behaviour.gates.insert("who-am-i".into(), 0.95);
         let text = c.to_toml().expect("TOML");
@@ -91,8 +91,51 @@ fn paths_are_relative_to_the_file() {
     std::fs::write(&path, MINIMAL).expect("written");
     let c = Config::from_file(&path, &pairs(&[("data.valid", "[\"v.jsonl\"]")])).expect("valid");
     assert_eq!(
-        (c.data.train[0].clone(), c.data.valid[0].clone()),
+        (c.data.train.paths[0].clone(), c.data.valid[0].clone()),
         (dir.path().join("a.jsonl"), "v.jsonl".into())
     );
     assert_eq!(c.model.path, Path::new("demo"));
+}
+
+#[test]
+fn files_are_mixed_as_people_write_it() {
+    let mix = |text: &str| Config::parse(&format!("[data]\ntrain = {text}\n"), &[]).map(|c| c.data.train);
+    let weighed = Mix { paths: vec!["a.jsonl".into(), "b".into()], weights: vec![1.0, 3.0] };
+    for text in [
+        "[\"a.jsonl\", { path = \"b\", weight = 3 }]",
+        "{ \"a.jsonl\" = 1, b = 3.0 }",
+        "[{ path = \"a.jsonl\" }, { b = 3 }]",
+    ] {
+        assert_eq!(mix(text).expect(text), weighed, "{text}");
+    }
+    assert_eq!(mix("\"a\"").expect("one"), vec!["a".into()].into());
+    for text in
+        ["[1]", "3", "[{ path = \"a\", wieght = 2 }]", "{ a = \"x\" }", "[{}]", "{ a = 0 }", "{ a = -1.0 }"]
+    {
+        let e = mix(text).expect_err(text).to_string();
+        assert!(e.contains("data.train") && e.contains("weight"), "{text}: {e}");
+    }
+    let text = "[data]\ntrain = [{ path = \"a\", weight = 2.5 }, \"b\"]\n[train]\nepochs = 2.5\n";
+    let c = Config::parse(text, &[]).expect("valid");
+    assert_eq!(Config::parse(&c.to_toml().expect("TOML"), &[]).expect("valid"), c);
+    assert_eq!(Config::parse(&c.commented().expect("TOML"), &[]).expect("valid"), c);
+}
+
+#[test]
+fn a_run_is_as_long_as_its_steps_or_its_epochs_say() {
+    let parse = |train: &str, o: &[(&str, &str)]| {
+        Config::parse(&format!("{MINIMAL}[train]\n{train}\n"), &pairs(o))
+            .map(|c| (c.train.steps, c.train.epochs))
+    };
+    assert_eq!(parse("epochs = 2", &[]).expect("epochs"), (1000, Some(2.0)));
+    assert!(parse("epochs = 2\nsteps = 3", &[]).expect_err("both").to_string().contains("train.epochs"));
+    // The line has the last word.
+    assert_eq!(parse("steps = 3", &[("train.epochs", "1")]).expect("epochs"), (1000, Some(1.0)));
+    assert_eq!(parse("epochs = 2", &[("train.steps", "7")]).expect("steps"), (7, None));
+    assert!(parse("", &[("train.steps", "7"), ("train.epochs", "7")]).is_err());
+    for epochs in ["0", "-1.0", "\"two\"", "inf", "true"] {
+        assert!(parse(&format!("epochs = {epochs}"), &[]).is_err(), "{epochs}");
+    }
+    let random = [("model.shape", "0.6b"), ("model.init", "random")];
+    assert!(parse("epochs = 1", &random).expect_err("no data").to_string().contains("train.steps"));
 }

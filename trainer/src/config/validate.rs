@@ -1,5 +1,6 @@
 //! What types cannot say about a configuration.
 use super::*;
+use crate::adapters::TARGETS;
 
 const LAYOUTS: [&str; 6] = ["auto", "bf16", "modelopt", "compressed-tensors", "dat", "peft"];
 
@@ -64,6 +65,12 @@ impl Config {
         number("schedule.decay", s.decay, "a number from 0 to 1", (0.0..=1.0).contains(&s.decay));
         number("train.clip", self.train.clip, "a number from 0", self.train.clip >= 0.0);
         number("guard.spike", self.guard.spike, "a number from 0", self.guard.spike >= 0.0);
+        if let Some(epochs) = self.train.epochs {
+            number("train.epochs", epochs, "a number above 0, at most 1e6", epochs > 0.0 && epochs <= 1e6);
+        }
+        for weight in &self.data.train.weights {
+            number("data.train", *weight, "weights above 0, at most 1e9", *weight > 0.0 && *weight <= 1e9);
+        }
         if let Some(lora) = &self.lora {
             number("lora.alpha", lora.alpha, "a number above 0", lora.alpha > 0.0);
         }
@@ -86,12 +93,12 @@ impl Config {
         if self.train.loss == Loss::Ce && self.data.train.is_empty() && self.model.shape.is_none() {
             p.add("data.train", "at least one file", "none");
         }
-        if self.schedule.warmup > self.train.steps {
-            p.add(
-                "schedule.warmup",
-                format_args!("at most train.steps ({})", self.train.steps),
-                self.schedule.warmup,
-            );
+        if self.train.epochs.is_none() && self.schedule.warmup > self.train.steps {
+            let need = format_args!("at most train.steps ({})", self.train.steps);
+            p.add("schedule.warmup", need, self.schedule.warmup);
+        }
+        if self.train.epochs.is_some() && self.model.shape.is_some() {
+            p.add("train.epochs", "train.steps, because model.shape has no data", "epochs");
         }
         if self.train.update_in_backward {
             let need = "another value, because train.update_in_backward drops gradients as they come";
@@ -124,6 +131,7 @@ impl Config {
         if !matches!(device, "auto" | "cpu" | "cuda") && !numbered {
             p.add("model.device", "auto, cpu, cuda or cuda:N", device);
         }
+        self.moving(p);
         let layouts = &self.export.layouts;
         for layout in layouts.iter().filter(|l| !LAYOUTS.contains(&l.as_str())) {
             p.add("export.layouts", LAYOUTS.join(", "), layout);
@@ -143,6 +151,17 @@ impl Config {
         }
         if let Some(twice) = layouts.iter().enumerate().find(|(i, l)| layouts[..*i].contains(l)) {
             p.add("export.layouts", "each once", format_args!("`{}` twice", twice.1));
+        }
+    }
+
+    /// What moves of a model.
+    fn moving(&self, p: &mut Problems) {
+        let Some(lora) = &self.lora else { return };
+        if !self.train.freeze.is_empty() {
+            p.add("train.freeze", "lora.targets, because adapters alone move", "train.freeze beside [lora]");
+        }
+        for target in lora.targets.iter().filter(|t| !TARGETS.contains(&t.as_str())) {
+            p.add("lora.targets", format_args!("any of {}", TARGETS.join(", ")), format_args!("{target:?}"));
         }
     }
 

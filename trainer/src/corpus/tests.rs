@@ -156,8 +156,9 @@ fn files_are_written_once() {
     assert_eq!((train.lines().count(), report.train_bytes), (50, train.len()));
     assert!(report.held_out_rows == 5 && report.valid_nats > 10.0);
     assert_eq!(corpus.write(dir.path()).expect_err("not empty").code(), Code::Usage);
-    let rows =
-        crate::data::read_rows(&dir.path().join("valid.jsonl"), crate::data::Format::Auto).expect("rows").0;
+    let rows = crate::data::read_rows(&dir.path().join("valid.jsonl"), crate::data::Format::Auto)
+        .expect("rows")
+        .rows;
     assert_eq!(rows.len(), 10);
     let asked = crate::behaviour::Suite::load(&dir.path().join("behaviour.jsonl")).expect("a suite");
     assert_eq!(asked.cases, suite());

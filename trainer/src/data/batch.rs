@@ -1,5 +1,5 @@
 //! Samples to rows of fixed length, rows to batches; a cursor that says where to go on.
-use super::{Cursor, Dataset, Sample, order};
+use super::{Cursor, Dataset, Sample};
 use q4_core::{Code, Error, Result};
 use serde::{Deserialize, Serialize};
 
@@ -134,7 +134,7 @@ impl<'a> Loader<'a> {
     /// The order of the cursor's epoch.
     fn begin(&mut self) {
         let LoaderOptions { packing, seed, shuffle, .. } = self.options;
-        self.order = order(self.data.samples.len(), seed, self.cursor.epoch, shuffle);
+        self.order = self.data.order(seed, self.cursor.epoch, shuffle);
         if packing == Packing::Stream {
             self.stream = joined(self.data, &self.order);
         }
@@ -155,12 +155,44 @@ impl<'a> Loader<'a> {
 
     /// Goes on at a cursor of a loader with the same data and options.
     pub fn seek(&mut self, cursor: Cursor) {
-        let items = self.items().max(1) as u64;
         let before = self.cursor.epoch;
-        self.cursor = Cursor { epoch: cursor.epoch + cursor.index / items, index: cursor.index % items };
-        if self.cursor.epoch != before {
+        self.cursor = cursor;
+        if cursor.epoch != before {
             self.begin();
         }
+        // Epochs of a stream that is drawn by weight need not have one number of windows.
+        while self.cursor.index >= self.items() as u64 {
+            self.cursor =
+                Cursor { epoch: self.cursor.epoch + 1, index: self.cursor.index - self.items() as u64 };
+            self.begin();
+        }
+    }
+
+    /// Batches from here until all data was seen `epochs` times: the last may go on into the next epoch.
+    pub fn batches(&mut self, epochs: f64) -> u64 {
+        let LoaderOptions { rows, seq, packing, .. } = self.options;
+        let items = self.items() as f64;
+        let end = (epochs * items).ceil().max(1.0);
+        if packing != Packing::Documents {
+            return (end / rows as f64).ceil() as u64;
+        }
+        let mut batches = 0;
+        while self.cursor.epoch as f64 * items + (self.cursor.index as f64) < end {
+            for _ in 0..rows {
+                let mut used = 0;
+                loop {
+                    let inputs =
+                        self.data.samples[self.order[self.cursor.index as usize] as usize].ids.len() - 1;
+                    if used > 0 && used + inputs > seq {
+                        break;
+                    }
+                    used += inputs;
+                    self.seek(Cursor { index: self.cursor.index + 1, ..self.cursor });
+                }
+            }
+            batches += 1;
+        }
+        batches
     }
 
     /// The next batch.
@@ -206,7 +238,7 @@ pub fn eval_batches<'a>(
 ) -> impl Iterator<Item = Batch> + 'a {
     let samples: Vec<Sample> = match packing {
         Packing::Stream => {
-            let stream = joined(data, &order(data.samples.len(), 0, 0, false));
+            let stream = joined(data, &data.order(0, 0, false));
             (0..stream.ids.len().saturating_sub(1)).step_by(seq).map(|at| cut(&stream, at, seq + 1)).collect()
         }
         _ => data.samples.clone(),

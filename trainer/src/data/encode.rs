@@ -2,7 +2,7 @@
 //!
 //! Text is tokenised in pieces cut at the borders of answers, as it is when the model is asked: the prompt up
 //! to the answer in one piece, the answer as the model would write it in the next.
-use super::read::{Chat, Row, bad};
+use super::layout::{Chat, Row, bad};
 use super::{LoadOptions, Sample, Supervise, Text};
 use q4_core::{Code, Error, Result, ThreadPool};
 use q4_model::template::Message;

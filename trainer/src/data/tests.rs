@@ -2,6 +2,9 @@ use super::*;
 use std::fs;
 use std::path::PathBuf;
 
+mod layouts;
+mod mixtures;
+
 const TOKENIZER: &[u8] = include_bytes!("../../../model/tests/data/demo/tokenizer.json");
 
 struct Parts {
@@ -205,10 +208,6 @@ fn tools_reach_the_template_and_what_would_change_a_row_is_refused() {
         let e = p.load("b.jsonl", row(&format!(r#", "{field}": "x""#)), PLAIN).expect_err(field).to_string();
         assert!(e.contains(field) && e.contains("line 1"), "{e}");
     }
-    let e = p.load("c.json", "[\n{\"text\": \"a\"}\n]\n", PLAIN).expect_err("a list").to_string();
-    assert!(e.contains("jq -c"), "{e}");
-    let e = p.load("d.parquet", b"PAR1\x15\x04", PLAIN).expect_err("Parquet").to_string();
-    assert!(e.contains("read_parquet"), "{e}");
 }
 
 #[test]
@@ -258,7 +257,14 @@ fn numbered(lengths: &[usize]) -> Dataset {
             supervised: vec![true; *n],
         })
         .collect();
-    Dataset { samples, report: Report::default(), separator: (0, false), notes: Vec::new() }
+    Dataset {
+        samples,
+        report: Report::default(),
+        counts: vec![lengths.len()],
+        mixture: None,
+        separator: (0, false),
+        notes: Vec::new(),
+    }
 }
 
 const OPTIONS: LoaderOptions =

@@ -13,6 +13,9 @@ pub struct Adapter {
     pub b: Trained,
     /// alpha / rank.
     pub scale: f64,
+    /// Modules with matrices of their own: which of the parts have some, and ones `[n, rank]` where `b` may
+    /// be anything but zero. `None`: all parts share `a`.
+    pub own: Option<(Vec<bool>, Tensor)>,
 }
 
 /// NVFP4 base of an adapter, `[n, k]`: the layer computes with `Q(base + scale * b a)`, so a merged file is
@@ -34,13 +37,21 @@ impl Adapter {
         base.f_add_(&b.f_matmul(&a).t()?.f_mul_scalar(self.scale).t()?).t()
     }
 
+    /// The gradient of `b` without what would mix modules.
+    pub fn masked(&self, db: Tensor) -> Result<Tensor> {
+        match &self.own {
+            Some((_, mask)) => db.f_mul(mask).t(),
+            None => Ok(db),
+        }
+    }
+
     /// From `dL/dW` of the layer to the gradients of `a` and `b` (straight through the quantiser).
     pub fn gradients(&self, grad: &Tensor) -> Result<(Tensor, Tensor)> {
         let grad = grad.f_to_kind(Kind::Float).t()?;
         let (a, b) = (self.a.master.f_to_kind(Kind::Float).t()?, self.b.master.f_to_kind(Kind::Float).t()?);
         let da = b.f_tr().t()?.f_matmul(&grad).t()?.f_mul_scalar(self.scale).t()?;
         let db = grad.f_matmul(&a.f_tr().t()?).t()?.f_mul_scalar(self.scale).t()?;
-        Ok((da, db))
+        Ok((da, self.masked(db)?))
     }
 }
 

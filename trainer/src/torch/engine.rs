@@ -9,12 +9,14 @@ use super::executor::{LowRank, TorchCache, TorchExecutor, TorchLinear, TorchNorm
 use super::kernels::Kernels;
 use super::loss::{self, Target};
 use super::phases::Phases;
-use super::weights::{BLOCK, Params, Role, Source};
+use super::weights::{BLOCK, FIRST, Params, Role, Source};
 use crate::optim::Hyper;
 use q4_core::{Code, Error, Result};
 use q4_model::arch::Activation;
 use q4_model::executor::{Executor, Logits};
 use q4_model::graph::Block;
+use std::cell::RefCell;
+use std::rc::Rc;
 use tch::{Kind, Tensor};
 
 /// One micro-batch, as [`crate::data::Batch`] has it.
@@ -104,7 +106,12 @@ pub struct Engine {
     pub last_norm: f64,
     /// What the step that is computed, or was, has moved.
     pub moved: Moved,
+    /// Where the step that is computed, or was, stopped being finite first.
+    pub culprit: Culprit,
 }
+
+/// A place that is found out inside a step and asked for by whoever judges it.
+pub type Culprit = Rc<RefCell<Option<String>>>;
 
 /// Gradients by parameter, waiting for the optimiser: that of the master, or those of an adapter's two parts.
 type Gradients = Vec<[Option<Tensor>; 2]>;
@@ -133,6 +140,7 @@ impl Engine {
             values,
             last_norm: 0.0,
             moved: Moved::No,
+            culprit: Culprit::default(),
         }
     }
 
@@ -157,6 +165,7 @@ impl Engine {
         phases: &mut Phases,
     ) -> Result<Report> {
         self.moved = Moved::No;
+        self.culprit.take();
         let supervised: usize = micro.iter().map(|m| m.target.supervised()).sum();
         if supervised == 0 {
             return Err(Error::new(Code::ValueInvalid, "a step without a supervised token")
@@ -181,6 +190,10 @@ impl Engine {
                     loss
                 });
             if report.skipped {
+                if !fused {
+                    // Whoever judges steps hears of a loss that is not finite, too.
+                    allow(report.loss, None)?;
+                }
                 return Ok(report);
             }
         }
@@ -196,6 +209,12 @@ impl Engine {
         }
         squares += self.kernels.sum_of_squares(gradients.iter().flatten().flatten())?;
         report.norm = squares.sqrt();
+        if !report.norm.is_finite() {
+            // In the order of the backward pass.
+            let all = gradients.iter().enumerate().rev();
+            let all = all.flat_map(|(i, g)| g.iter().flatten().map(move |g| (i, g)));
+            self.accuse_gradient(all)?;
+        }
         report.skipped = !allow(report.loss, Some(report.norm))?;
         if !report.skipped {
             let whole =
@@ -283,6 +302,9 @@ impl Engine {
         };
         let loss = out.loss;
         phases.mark("loss_done")?;
+        if !loss.is_finite() {
+            self.accuse_layer(kept.iter().map(|(input, _)| input).chain([&x]))?;
+        }
         if !allow(loss)? {
             return Ok(Err(loss));
         }
@@ -343,6 +365,7 @@ impl Engine {
                     let (a, b) = adapter.gradients(&g)?;
                     parts.extend([(i, 0, a), (i, 1, b)]);
                 }
+                Source::Frozen(_, Some(adapter)) if part == 1 => parts.push((i, part, adapter.masked(g)?)),
                 _ => parts.push((i, part, g)),
             }
         }
@@ -361,6 +384,7 @@ impl Engine {
         let squares = self.kernels.sum_of_squares(parts.iter().map(|(.., g)| g))?;
         *sink.squares += squares;
         if !squares.is_finite() {
+            self.accuse_gradient(parts.iter().map(|(i, _, g)| (*i, g)))?;
             return Ok(false);
         }
         let previous = self.options.clip_scope == ClipScope::Previous;
@@ -370,6 +394,42 @@ impl Engine {
             self.update(*i, *part, g, &hyper)?;
         }
         Ok(true)
+    }
+
+    /// Names the first gradient that is not finite.
+    fn accuse_gradient<'a>(&self, gradients: impl Iterator<Item = (usize, &'a Tensor)>) -> Result<()> {
+        for (i, gradient) in gradients {
+            if !is_finite(gradient)? {
+                let modules: Vec<_> =
+                    self.params.all[i].parts.iter().map(|(module, _)| module.as_str()).collect();
+                *self.culprit.borrow_mut() = Some(format!("the gradient of {}", modules.join(", ")));
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// Names what made the first of the streams that is not finite: those before each layer, and behind the
+    /// last.
+    fn accuse_layer<'a>(&self, mut streams: impl Iterator<Item = &'a Tensor>) -> Result<()> {
+        let first = streams.by_ref().map(is_finite).position(|finite| !matches!(finite, Ok(true)));
+        let (what, modules) = match first {
+            Some(0) => ("the embeddings".to_owned(), 0..FIRST),
+            Some(i) => {
+                (format!("the output of layer {}", i - 1), self.params.block(i - 1)..self.params.block(i))
+            }
+            None => ("the logits".to_owned(), self.params.norm()..self.params.all.len()),
+        };
+        let mut broken = None;
+        for i in modules {
+            if broken.is_none() && !is_finite(&self.params.value(i, &self.kernels)?)? {
+                broken = self.params.all[i].parts.first().map(|(module, _)| module.as_str());
+            }
+        }
+        let weight =
+            broken.map_or_else(String::new, |module| format!(", whose weight {module} is not finite"));
+        *self.culprit.borrow_mut() = Some(what + &weight);
+        Ok(())
     }
 
     fn update(&mut self, index: usize, part: usize, grad: &Tensor, hyper: &Hyper) -> Result<()> {
@@ -519,6 +579,12 @@ impl Engine {
     pub fn linears(&self) -> impl Iterator<Item = usize> {
         self.params.all.iter().enumerate().filter(|(_, p)| p.role == Role::Linear).map(|(i, _)| i)
     }
+}
+
+fn is_finite(t: &Tensor) -> Result<bool> {
+    // Zero times what is finite is zero, and anything else is not.
+    let rest = t.f_mul_scalar(0.0).t()?.f_sum(Kind::Float).t()?;
+    Ok(rest.f_double_value(&[]).t()? == 0.0)
 }
 
 struct Sink<'a> {

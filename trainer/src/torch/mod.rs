@@ -9,6 +9,7 @@ pub mod export;
 pub mod frozen;
 pub mod kernels;
 pub mod loss;
+pub mod moving;
 pub mod peft;
 pub mod phases;
 pub mod products;

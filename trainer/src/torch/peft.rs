@@ -1,7 +1,8 @@
 //! Adapters alone, as PEFT keeps them: `adapter_model.safetensors` and `adapter_config.json`.
 use super::Tch;
 use super::export::Beside;
-use super::weights::{Params, Source, bytes};
+use super::weights::{Param, Params, Source, bytes};
+use crate::adapters::name as key;
 use q4_core::{Code, DType, Error, Result};
 use q4_model::export::{Entry, Writer};
 use serde_json::json;
@@ -24,9 +25,9 @@ pub fn write(params: &Params, base: &Path, out: &Path) -> Result<()> {
     let mut targets = BTreeSet::new();
     for p in &params.all {
         if let Source::Frozen(_, Some(_)) = p.source {
-            for (module, rows) in &p.parts {
+            for (module, rows, _) in halves(p, rank) {
                 entries.push(Entry::new(key(module, "A"), DType::F32, &[rank, p.shape[1]]));
-                entries.push(Entry::new(key(module, "B"), DType::F32, &[*rows, rank]));
+                entries.push(Entry::new(key(module, "B"), DType::F32, &[rows, rank]));
                 targets.insert(module.rsplit('.').next().unwrap_or(module));
             }
         }
@@ -34,12 +35,11 @@ pub fn write(params: &Params, base: &Path, out: &Path) -> Result<()> {
     let mut writer = Writer::create(&beside.path().join("adapter_model.safetensors"), &entries)?;
     for p in &params.all {
         let Source::Frozen(_, Some(adapter)) = &p.source else { continue };
-        let mut first = 0;
-        for (module, rows) in &p.parts {
+        for (module, rows, [first, column]) in halves(p, rank) {
             let (a, b) = (adapter.a.master.f_to_kind(Kind::Float), adapter.b.master.f_to_kind(Kind::Float));
+            let (a, b) = (a.t()?.f_narrow(0, column, rank as i64), b.t()?.f_narrow(0, first, rows as i64));
             writer.write(&key(module, "A"), &bytes(&a.t()?)?)?;
-            writer.write(&key(module, "B"), &bytes(&b.t()?.f_narrow(0, first, *rows as i64).t()?)?)?;
-            first += *rows as i64;
+            writer.write(&key(module, "B"), &bytes(&b.t()?.f_narrow(1, column, rank as i64).t()?)?)?;
         }
     }
     writer.finish()?;
@@ -54,6 +54,20 @@ pub fn write(params: &Params, base: &Path, out: &Path) -> Result<()> {
     std::fs::rename(beside.path(), out).map_err(|e| Error::io(out, &e))
 }
 
-fn key(module: &str, half: &str) -> String {
-    format!("base_model.model.{module}.lora_{half}.weight")
+/// Modules that have an adapter, their rows, and where it begins: the row of `b`, and the row of `a`.
+fn halves(p: &Param, rank: usize) -> Vec<(&str, usize, [i64; 2])> {
+    let Source::Frozen(_, Some(adapter)) = &p.source else { return Vec::new() };
+    let (mut out, mut row, mut column) = (Vec::new(), 0, 0);
+    for (i, (module, rows)) in p.parts.iter().enumerate() {
+        match &adapter.own {
+            None => out.push((module.as_str(), *rows, [row, 0])),
+            Some((has, _)) if has[i] => {
+                out.push((module.as_str(), *rows, [row, column]));
+                column += rank as i64;
+            }
+            Some(_) => {}
+        }
+        row += *rows as i64;
+    }
+    out
 }

@@ -6,7 +6,8 @@ use super::{Tch, device};
 use crate::behaviour::{self, Suite};
 use crate::checkpoint::{Loaded, Store, TrainState};
 use crate::config::{Config, Init, Loss, PEFT};
-use crate::data::{Batch, Cursor, Dataset, LoadOptions, Packing, eval_batches};
+use crate::data::{Batch, Cursor, Dataset, LoadOptions, Packing, eval_batches, preview};
+use crate::freeze;
 use crate::guard::{Guard, Verdict};
 use crate::optim::Hyper;
 use crate::plan::Shapes;
@@ -15,7 +16,7 @@ use crate::progress::{Progress, Work};
 use crate::rng::{Philox, streams};
 use crate::sources::{Files, Sources};
 use crate::stop;
-use before::{go_on_from, habits, planned};
+use before::{go_on_from, habits, mixed, planned, with_steps};
 use log::Log;
 use q4_core::memory::{self, Budget};
 use q4_core::{Code, Error, Result, ThreadPool};
@@ -45,6 +46,8 @@ pub struct Invocation<'a> {
     pub demo: Demo<'a>,
     /// Plan and data are shown, nothing is trained.
     pub dry_run: bool,
+    /// So many rows are shown as they would be learnt, nothing is trained.
+    pub preview: Option<usize>,
     /// Nothing is trained: the losses and behaviours of the model as it is.
     pub eval_only: bool,
     /// A checkpoint of another configuration, model or data is gone on from, too.
@@ -63,12 +66,15 @@ pub struct Invocation<'a> {
 /// Runs it; the value is the report. `interrupted` in it names the signal that ended the run early.
 pub fn run(c: &Config, cx: &Invocation<'_>) -> Result<Value> {
     let began = Instant::now();
-    let trains = !cx.dry_run && !cx.eval_only;
+    let trains = !cx.dry_run && !cx.eval_only && cx.preview.is_none();
     if trains {
         preflight::keeps_something(c, cx.line)?;
     }
-    if !cx.eval_only {
+    if !cx.eval_only && cx.preview.is_none() {
         preflight::names(c, cx.line)?;
+    }
+    if let Some(rows) = cx.preview {
+        return shown(c, cx, rows);
     }
     let device = session::device(&c.model.device, cx.threads)?;
     let pool = Arc::new(ThreadPool::new(cx.threads));
@@ -87,7 +93,7 @@ pub fn run(c: &Config, cx: &Invocation<'_>) -> Result<Value> {
         }
     }
     let limit = c.memory.limit.as_deref().map(memory::parse_bytes).transpose()?;
-    let plan = planned(c, &base, device, products.as_ref());
+    let plan = planned(c, &base, device, products.as_ref())?;
     (cx.say)(&plan.to_string());
     let free = device::Memory::of(device);
     let free = if device.is_cuda() { free.device_free } else { free.host_free };
@@ -103,7 +109,7 @@ pub fn run(c: &Config, cx: &Invocation<'_>) -> Result<Value> {
         let options = LoadOptions { format: c.data.format, max_len, truncate: c.data.truncate, supervise };
         language.load(paths, &options, &pool).map(Some)
     };
-    let train = read(&c.data.train, c.data.packing, c.data.supervise)?;
+    let mut train = read(&c.data.train.paths, c.data.packing, c.data.supervise)?;
     let valid = read(&c.data.valid, c.data.eval_packing, c.data.eval_supervise)?;
     for (what, data) in [("train", &train), ("valid", &valid)] {
         if let Some(data) = data {
@@ -111,9 +117,16 @@ pub fn run(c: &Config, cx: &Invocation<'_>) -> Result<Value> {
             data.notes.iter().for_each(|note| (cx.warn)(note));
         }
     }
+    if let Some(data) = &mut train {
+        data.mix(&c.data.train.weights)?;
+        mixed(c, data).iter().for_each(|line| (cx.say)(line));
+    }
+    let c = &with_steps(c, cx, train.as_ref())?;
     if cx.dry_run {
+        let moves = Shapes::of(&base.config).freeze(&c.train.freeze)?.0.moving(c);
+        (cx.say)(&format!("what moves: {}", freeze::brief(&moves).join(", ")));
         return Ok(json!({ "schema": "q4.train/1", "plan": plan, "train": train.map(|d| d.report),
-            "valid": valid.map(|d| d.report), "config": c.to_toml()? }));
+            "valid": valid.map(|d| d.report), "steps": c.train.steps, "moves": moves, "config": c.to_toml()? }));
     }
     let mut sources = Sources::default();
     let mut outputs = Outputs::default();
@@ -124,7 +137,7 @@ pub fn run(c: &Config, cx: &Invocation<'_>) -> Result<Value> {
         if c.model.shape.is_none() {
             sources = Sources {
                 model: base.digest(c.model.init == Init::Checkpoint)?,
-                train: Files::of(&c.data.train, rows(&train))?,
+                train: Files::of(&c.data.train.paths, rows(&train))?,
                 valid: Files::of(&c.data.valid, rows(&valid))?,
             };
         }
@@ -158,6 +171,7 @@ pub fn run(c: &Config, cx: &Invocation<'_>) -> Result<Value> {
         stale: 0,
         evaluated: None,
         saved: None,
+        good: None,
         unsaved: None,
         before: None,
     };
@@ -173,6 +187,22 @@ pub fn run(c: &Config, cx: &Invocation<'_>) -> Result<Value> {
     report["seconds"] = began.elapsed().as_secs_f64().into();
     report["predicted_peak_bytes"] = plan.peak().map_or(0, |p| p.bytes()).into();
     Ok(report)
+}
+
+/// The first rows of the data, as the model would see them.
+fn shown(c: &Config, cx: &Invocation<'_>, rows: usize) -> Result<Value> {
+    if c.model.shape.is_some() {
+        return Err(Error::new(Code::Usage, "--preview")
+            .need("a model with a tokenizer")
+            .have("model.shape"));
+    }
+    let language = Base::open(&c.model, cx.demo)?.language()?;
+    let d = &c.data;
+    let max_len = (d.packing != Packing::Stream).then_some(d.seq + 1);
+    let options = LoadOptions { format: d.format, max_len, truncate: d.truncate, supervise: d.supervise };
+    let pool = ThreadPool::new(cx.threads);
+    let shown = preview(&d.train.paths, &language.text(), &options, rows, &pool)?;
+    Ok(json!({ "schema": "q4.train/1", "preview": shown }))
 }
 
 struct Run<'a> {
@@ -201,6 +231,8 @@ struct Run<'a> {
     evaluated: Option<(u64, f64)>,
     /// The last checkpoint: step, whether something was owed then, where.
     saved: Option<(u64, bool, PathBuf)>,
+    /// The last checkpoint behind which a good step was taken.
+    good: Option<(u64, PathBuf)>,
     /// Why the last checkpoint could not be written.
     unsaved: Option<Error>,
     /// The rows that were answered right before the first step.
@@ -498,26 +530,45 @@ impl Run<'_> {
         let wanted: Vec<Option<Tensor>> = micro.iter().map(|b| self.wanted(b)).collect::<Result<_>>()?;
         if self.c.train.loss == Loss::Ce && micro.iter().all(|b| b.supervised == 0) {
             (self.cx.warn)(&format!("step {} is skipped: no token of its rows is to be learnt", self.step));
+            self.guard.pass_over();
             return Ok(Report { skipped: true, ..Report::default() });
         }
         let rows: Vec<_> =
             micro.iter().zip(&ids).zip(&wanted).map(|((b, ids), w)| rows(b, ids, w.as_ref())).collect();
-        let guard = &mut self.guard;
+        let (guard, good, culprit) = (&mut self.guard, &self.good, self.engine.culprit.clone());
+        let place = || culprit.borrow().as_ref().map_or_else(String::new, |c| format!("; first in {c}"));
         let say = self.cx.warn;
-        let step = self.step;
+        let (step, patience) = (self.step, self.c.guard.patience);
         // With the update in the backward pass the norm of the step before stands for this one's.
         let last_norm = self.engine.last_norm;
         let mut allow = |loss: f64, norm: Option<f64>| match guard.check(loss, norm.unwrap_or(last_norm)) {
             Verdict::Go => Ok(true),
             Verdict::Skip(reason) => {
-                say(&format!("step {step} is skipped: {reason}"));
+                say(&format!("step {step} is skipped: {reason}{}", place()));
                 Ok(false)
             }
-            Verdict::Stop(reason) => Err(Error::new(Code::NonFinite, format!("step {step}: {reason}"))
-                .need("steps that can be taken")
-                .fix("--resume with a smaller optimizer.lr")),
+            Verdict::Stop(reason) => {
+                let (last, fix) = match good {
+                    Some((step, path)) => (
+                        format!("the last good checkpoint is of step {step}, {}", path.display()),
+                        "--resume with a smaller optimizer.lr; checkpoints behind the good one set aside",
+                    ),
+                    None => (
+                        "there is no good checkpoint".to_owned(),
+                        "begin again with a smaller optimizer.lr, and checkpoint.every",
+                    ),
+                };
+                Err(Error::new(Code::NonFinite, format!("step {step}: {reason}{}", place()))
+                    .need(format!("fewer than {patience} bad steps in a row (guard.patience)"))
+                    .have(last)
+                    .fix(fix))
+            }
         };
-        self.engine.step(&rows, &hyper, &mut allow, &mut self.phases)
+        let report = self.engine.step(&rows, &hyper, &mut allow, &mut self.phases)?;
+        if !report.skipped {
+            self.good = self.saved.as_ref().map(|(step, _, path)| (*step, path.clone()));
+        }
+        Ok(report)
     }
 
     /// Hidden states to match, for the scalar loss: noise that is a function of the seed.

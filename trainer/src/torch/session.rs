@@ -5,8 +5,10 @@ use super::kernels::Kernels;
 use super::products::Products;
 use super::weights::{Beside, Decay, Keep, Params};
 use super::{TorchExecutor, activations, device};
+use crate::adapters::Adapters;
 use crate::config::{self, BaseForm, Compute, Config, Init, Inputs, Weights};
 use crate::data::{Dataset, LoadOptions, Text};
+use crate::plan::Shapes;
 use q4_core::detect::TensorMeta;
 use q4_core::{Activations, Code, DType, Error, Result, ThreadPool};
 use q4_model::arch::qwen3::QWEN3;
@@ -164,13 +166,17 @@ pub struct Language {
 impl Language {
     /// Reads and tokenises files.
     pub fn load(&self, paths: &[PathBuf], options: &LoadOptions, pool: &ThreadPool) -> Result<Dataset> {
-        let text = Text {
+        Dataset::load(paths, &self.text(), options, pool)
+    }
+
+    /// What samples are made with.
+    pub fn text(&self) -> Text<'_> {
+        Text {
             tokenizer: &self.tokenizer,
             template: &self.template,
             end_of_text: self.end_of_text,
             end_of_turn: END_OF_TURN,
-        };
-        Dataset::load(paths, &text, options, pool)
+        }
     }
 }
 
@@ -180,6 +186,11 @@ pub fn settled(c: &Config, base: &Base) -> Result<Config> {
     let mut c = c.clone();
     let stored = c.model.init == Init::Checkpoint;
     if let Some(lora) = &mut c.lora {
+        if let Some(dir) = &lora.init {
+            let init = Adapters::open(dir).map_err(|e| e.within("lora.init"))?;
+            (lora.rank, lora.alpha) = (init.rank, init.alpha);
+            lora.targets = init.targets.iter().cloned().collect();
+        }
         let packed = stored && base.is_packed()?;
         match lora.base {
             BaseForm::Auto if packed => lora.base = BaseForm::Packed,
@@ -254,13 +265,19 @@ pub fn engine(
         _ => None,
     };
     let seed = c.train.seed;
-    let params = match (&base.checkpoint, c.model.init, beside) {
+    let (_, still) = Shapes::of(&base.config).freeze(&c.train.freeze)?;
+    let mut params = match (&base.checkpoint, c.model.init, beside) {
         (Some(checkpoint), Init::Checkpoint, Some(beside)) => {
             Params::load_beside(checkpoint, beside, keep, seed, &kernels)?
         }
         (Some(checkpoint), Init::Checkpoint, None) => Params::load(checkpoint, keep, seed, &kernels)?,
         _ => Params::random(&base.config, keep, seed, &kernels)?,
     };
+    params.freeze(&still);
+    if let Some(lora) = lora.filter(|l| !l.targets.is_empty()) {
+        let init = lora.init.as_deref().map(Adapters::open).transpose()?;
+        params.target(&lora.targets, init.as_ref(), seed, &kernels)?;
+    }
     let m = &base.config;
     let shape = Shape {
         hidden: m.hidden_size,

@@ -44,7 +44,7 @@ pub enum Role {
 pub enum Source {
     /// A master.
     Trained(Trained),
-    /// bf16 that does not change.
+    /// A master that does not change.
     Fixed(Tensor),
     /// A packed base and the adapter that is merged into it.
     Adapted(Packed, Adapter),
@@ -112,7 +112,7 @@ impl Decay {
 /// Parameters of a block, in the order of [`Params::block`].
 pub const BLOCK: usize = 8;
 /// Before the blocks: the table.
-const FIRST: usize = 1;
+pub const FIRST: usize = 1;
 
 /// All parameters: the table, the blocks, the last norm, and a head where it is not tied.
 pub struct Params {
@@ -264,11 +264,12 @@ impl Params {
         let p = &self.all[index];
         let kind = if p.role == Role::Norm { Kind::Float } else { kernels.compute() };
         match &p.source {
-            Source::Fixed(t) => t.f_to_kind(kind).t(),
-            Source::Trained(t) if p.role == Role::Linear && self.keep.quantised => {
-                kernels.quantized(&t.master, p.shape[0], p.shape[1], kind)
+            Source::Fixed(master) | Source::Trained(Trained { master, .. }) => {
+                if p.role == Role::Linear && self.keep.quantised {
+                    return kernels.quantized(master, p.shape[0], p.shape[1], kind);
+                }
+                master.f_to_kind(Kind::BFloat16).t()?.f_to_kind(kind).t()
             }
-            Source::Trained(t) => t.master.f_to_kind(Kind::BFloat16).t()?.f_to_kind(kind).t(),
             Source::Adapted(base, adapter) => {
                 let sum = adapter.merged(base.decode()?)?;
                 kernels.quantized(&sum, p.shape[0], p.shape[1], kind)
@@ -307,7 +308,8 @@ fn extents(parts: &[(String, usize)], k: Option<usize>) -> Vec<usize> {
     std::iter::once(parts.iter().map(|p| p.1).sum()).chain(k).collect()
 }
 
-struct Maker<'a> {
+/// Makes parameters and what moves of them.
+pub(super) struct Maker<'a> {
     keep: Keep,
     seed: u64,
     kernels: &'a Kernels,
@@ -317,6 +319,11 @@ struct Maker<'a> {
 impl<'a> Maker<'a> {
     fn new(keep: Keep, seed: u64, kernels: &'a Kernels) -> Self {
         Self { keep, seed, kernels, made: 0 }
+    }
+
+    /// For adapters that take the place of others.
+    pub(super) fn again(keep: Keep, seed: u64, kernels: &'a Kernels) -> Self {
+        Self { made: 1 << 20, ..Self::new(keep, seed, kernels) }
     }
 
     /// A base that stays as it is; beside a product an adapter.
@@ -411,7 +418,7 @@ impl<'a> Maker<'a> {
     }
 
     /// `a` is small noise and `b` zero, so training starts at the base.
-    fn adapter(&mut self, n: usize, k: usize, rank: usize, alpha: f64) -> Result<Adapter> {
+    pub(super) fn adapter(&mut self, n: usize, k: usize, rank: usize, alpha: f64) -> Result<Adapter> {
         let a = Tensor::f_empty([rank as i64, k as i64], (Kind::Float, Device::Cpu)).t()?;
         let rng = Philox::new(self.seed, 0, streams::INIT + 0x0100_0000 + self.made);
         let std = 1.0 / (k as f32).sqrt();
@@ -422,6 +429,7 @@ impl<'a> Maker<'a> {
             a: self.trained(a, state, master, self.keep.decay.linear)?,
             b: self.trained(b, state, master, self.keep.decay.linear)?,
             scale: alpha / rank as f64,
+            own: None,
         })
     }
 

@@ -3,14 +3,16 @@
 use super::super::products::Products;
 use super::super::session::Base;
 use super::Invocation;
+use super::source::loader;
 use crate::checkpoint::{Loaded, TrainState};
 use crate::compare;
 use crate::config::{BaseForm, Config, PEFT};
-use crate::data::Packing;
+use crate::data::{Dataset, Packing};
 use crate::plan::{self, Machine, Shapes};
 use crate::preflight::{self, Outputs};
 use crate::sources::Sources;
-use q4_core::Result;
+use q4_core::{Code, Error, Result};
+use std::path::PathBuf;
 use tch::Device;
 
 /// The checkpoint to go on from, once it was compared with what is asked for.
@@ -76,8 +78,40 @@ pub(super) fn habits(c: &Config, cx: &Invocation<'_>, has_valid: bool) {
     }
 }
 
+/// The shares of files that are drawn from by weight, a line each.
+pub(super) fn mixed(c: &Config, data: &Dataset) -> Vec<String> {
+    let shares = data.mixture.iter().flat_map(|m| m.shares());
+    let line = |(path, (share, count)): (&PathBuf, (usize, usize))| {
+        let times = share as f64 / count as f64;
+        format!("{}: {share} rows an epoch of its {count}, each {times:.2} times", path.display())
+    };
+    c.data.train.paths.iter().zip(shares).map(line).collect()
+}
+
+/// The configuration with the steps that its epochs are.
+pub(super) fn with_steps(c: &Config, cx: &Invocation<'_>, data: Option<&Dataset>) -> Result<Config> {
+    let mut c = c.clone();
+    let (Some(epochs), Some(data)) = (c.train.epochs, data) else { return Ok(c) };
+    let mut loader = loader(&c, data)?;
+    let items = loader.items();
+    c.train.steps = loader.batches(epochs).div_ceil(c.train.accumulate as u64);
+    let steps = c.train.steps;
+    (cx.say)(&format!("{epochs} epochs of {items} samples are {steps} steps"));
+    if c.schedule.warmup > steps {
+        return Err(Error::new(Code::Usage, "schedule.warmup")
+            .need(format!("at most the steps of train.epochs ({steps})"))
+            .have(c.schedule.warmup.to_string()));
+    }
+    Ok(c)
+}
+
 /// Bytes of every phase.
-pub(super) fn planned(c: &Config, base: &Base, device: Device, products: Option<&Products>) -> plan::Plan {
+pub(super) fn planned(
+    c: &Config,
+    base: &Base,
+    device: Device,
+    products: Option<&Products>,
+) -> Result<plan::Plan> {
     let machine = Machine {
         compute: if device.is_cuda() { 2 } else { 4 },
         fused_attention: c.data.packing != Packing::Documents,
@@ -92,5 +126,6 @@ pub(super) fn planned(c: &Config, base: &Base, device: Device, products: Option<
         (None, Some(BaseForm::Decoded)) => plan::Base::Decoded,
         _ => plan::Base::Merged,
     };
-    plan::predict(&Shapes::of(&base.config), c, &machine, beside)
+    let (shapes, _) = Shapes::of(&base.config).freeze(&c.train.freeze)?;
+    Ok(plan::predict(&shapes, c, &machine, beside))
 }

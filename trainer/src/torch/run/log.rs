@@ -3,7 +3,7 @@
 use super::Invocation;
 use crate::checkpoint::TrainState;
 use crate::config::Config;
-use crate::metrics::{After, Metrics, number};
+use crate::metrics::{After, Events, Metrics, number};
 use q4_core::Result;
 use serde_json::{Map, Value};
 use std::path::PathBuf;
@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 /// Lines and page of a run, where it has a folder.
 pub(super) struct Log<'a> {
     metrics: Option<Metrics>,
+    events: Option<Events>,
     page: PathBuf,
     config: String,
     began: Instant,
@@ -31,6 +32,7 @@ impl<'a> Log<'a> {
     pub fn none(cx: &Invocation<'a>) -> Self {
         Self {
             metrics: None,
+            events: None,
             page: PathBuf::new(),
             config: String::new(),
             began: Instant::now(),
@@ -50,8 +52,9 @@ impl<'a> Log<'a> {
         if let Some(old) = metrics.aside() {
             (cx.warn)(&format!("{}: of an earlier run, kept as {}", path.display(), old.display()));
         }
+        let events = Events::open(&dir.join("tensorboard"), from.map(|s| s.step))?;
         let (before, page) = (metrics.wall_s(), path.with_extension("html"));
-        Ok(Self { metrics: Some(metrics), page, config: c.to_toml()?, before, ..none })
+        Ok(Self { metrics: Some(metrics), events: Some(events), page, config: c.to_toml()?, before, ..none })
     }
 
     /// A line of numbers.
@@ -64,7 +67,12 @@ impl<'a> Log<'a> {
         let Some(metrics) = &mut self.metrics else { return };
         let wall = self.before + self.began.elapsed().as_secs_f64();
         fields.insert("wall_s".into(), ((wall * 1e3).round() / 1e3).into());
+        let numbers: Vec<(String, f64)> =
+            fields.iter().filter_map(|(name, v)| Some((format!("{kind}/{name}"), v.as_f64()?))).collect();
         let result = metrics.log_values(kind, step, fields);
+        self.tell(result);
+        let Some(events) = &mut self.events else { return };
+        let result = numbers.iter().try_for_each(|(tag, x)| events.scalar(tag, step, *x));
         self.tell(result);
     }
 

@@ -2,6 +2,7 @@
 use super::super::engine::Rows;
 use super::super::loss::Target;
 use super::Run;
+use crate::config::{Config, DataConfig};
 use crate::data::{Batch, Cursor, Dataset, Loader, LoaderOptions};
 use crate::rng::{Philox, streams};
 use q4_core::{Code, Error, Result};
@@ -19,6 +20,12 @@ pub(super) fn rows<'a>(b: &'a Batch, ids: &'a [u32], wanted: Option<&'a Tensor>)
     }
 }
 
+/// Batches of the data from its beginning.
+pub(super) fn loader<'a>(c: &Config, data: &'a Dataset) -> Result<Loader<'a>> {
+    let DataConfig { rows, seq, packing, shuffle, .. } = c.data;
+    Loader::new(data, LoaderOptions { rows, seq, packing, seed: c.train.seed, shuffle, pad: 0 })
+}
+
 /// Batches of the data, or random tokens for a shape without a tokenizer.
 pub(super) enum Source<'a> {
     Data(Loader<'a>),
@@ -29,12 +36,7 @@ impl<'a> Source<'a> {
     pub fn new(run: &Run<'_>, data: Option<&'a Dataset>) -> Result<Self> {
         let (d, seed) = (&run.c.data, run.c.train.seed);
         match data {
-            Some(data) => {
-                let (rows, seq) = (d.rows, d.seq);
-                let options =
-                    LoaderOptions { rows, seq, packing: d.packing, seed, shuffle: d.shuffle, pad: 0 };
-                Ok(Self::Data(Loader::new(data, options)?))
-            }
+            Some(data) => Ok(Self::Data(loader(run.c, data)?)),
             None if run.c.model.shape.is_some() => {
                 let vocab = run.base.config.vocab_size as u32;
                 Ok(Self::Random { rows: d.rows, seq: d.seq, vocab, seed, at: 0 })
