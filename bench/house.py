@@ -99,6 +99,16 @@ CROSSED = {
 }
 
 
+# Tests with a hash of all bits that every instruction set has to come to.
+RECORDED = ["backends/nf4-kernel/tests/products.rs", "backends/nvfp4-kernel/native/tests/product.rs"]
+
+
+def recorded(file, revision="HEAD"):
+    """That hash, of a revision."""
+    found = re.search(r"const RECORDED: u64 = (0x[0-9a-f_]+);", git("show", f"{revision}:{file}"))
+    return found and found[1]
+
+
 def bits(args):
     """Every combination that both programs serve: what they answer, byte for byte."""
     models = ["demo", *os.environ.get("Q4_MODELS", "").split()]
@@ -281,6 +291,8 @@ def interface(args, tests):
     fused = tests.passed("fuse_a_gate_and_a_residual")
     row("examples-fuse", fused, "tests that both examples fuse a gate and a residual, none failed", "1")
     row("recorded-bits", tests.passed("vector_kernels_agree"), "tests, none failed", "1")
+    same = sum(recorded(file) == recorded(file, args.revision) is not None for file in RECORDED)
+    row("recorded-bits-same", same, "hashes of all bits of a format's kernels that the tests hold them to", f"{len(RECORDED)}, as before")
     for name, files in CROSSED.items():
         missing = [f for f in files if not (ROOT / f).exists()]
         unit = "files that a product on the CPU goes through, by reading"
