@@ -79,12 +79,31 @@ impl Guard {
 
     /// Judges a step by its loss and the norm of its gradients before clipping.
     pub fn check(&mut self, loss: f64, norm: f64) -> Verdict {
-        let Some(reason) = self.bad(loss, norm) else {
-            self.in_a_row = 0;
-            self.losses.push(loss, self.options.window);
-            self.norms.push(norm, self.options.window);
-            return Verdict::Go;
-        };
+        match self.bad(loss, norm) {
+            None => self.take(loss, norm),
+            Some(reason) => self.refuse(reason),
+        }
+    }
+
+    /// Judges a step that moves weights in its backward pass, before that: by its loss, and the norm of the step
+    /// before. It is not known to be good yet.
+    pub fn before(&mut self, loss: f64, last_norm: f64) -> Verdict {
+        self.bad(loss, last_norm).map_or(Verdict::Go, |reason| self.refuse(reason))
+    }
+
+    /// What became of such a step: a bad one, as soon as a gradient was not finite; a spike cannot be taken back.
+    pub fn moved(&mut self, loss: f64, norm: f64) -> Verdict {
+        if norm.is_finite() { self.take(loss, norm) } else { self.refuse(Reason::NotFinite { loss, norm }) }
+    }
+
+    fn take(&mut self, loss: f64, norm: f64) -> Verdict {
+        self.in_a_row = 0;
+        self.losses.push(loss, self.options.window);
+        self.norms.push(norm, self.options.window);
+        Verdict::Go
+    }
+
+    fn refuse(&mut self, reason: Reason) -> Verdict {
         self.in_a_row += 1;
         self.skipped += 1;
         if self.in_a_row >= self.options.patience { Verdict::Stop(reason) } else { Verdict::Skip(reason) }
@@ -151,6 +170,19 @@ mod tests {
         assert!(matches!(g.check(f64::NAN, 1.0), Verdict::Skip(_)));
         assert!(matches!(g.check(f64::NAN, 1.0), Verdict::Stop(_)));
         assert_eq!(g.skipped(), 5);
+    }
+
+    #[test]
+    fn steps_that_break_in_their_backward_pass_are_counted() {
+        let mut g = Guard::new(GuardOptions { patience: 3, ..GuardOptions::default() });
+        assert_eq!((g.before(1.0, 1.0), g.moved(1.0, 1.0)), (Verdict::Go, Verdict::Go));
+        for _ in 0..2 {
+            assert_eq!(g.before(1.0, 1.0), Verdict::Go);
+            assert!(matches!(g.moved(1.0, f64::NAN), Verdict::Skip(Reason::NotFinite { .. })));
+        }
+        assert_eq!(g.before(1.0, 1.0), Verdict::Go);
+        assert!(matches!(g.moved(1.0, f64::INFINITY), Verdict::Stop(_)));
+        assert!(matches!(g.before(f64::NAN, 1.0), Verdict::Stop(_)));
     }
 
     #[test]

@@ -66,6 +66,17 @@ pub struct Options {
     pub keep_values: bool,
 }
 
+/// The norm of all gradients that whoever judges a step is told of.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Norm {
+    /// None yet: that of the step before has to do. Nothing has moved.
+    OfLast,
+    /// That of this step. Nothing has moved.
+    Whole(f64),
+    /// That of this step, whose blocks moved in the backward pass as far as gradients were finite.
+    Moved(f64),
+}
+
 /// What a step did.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Report {
@@ -155,13 +166,12 @@ impl Engine {
     }
 
     /// One optimiser step over `micro`, whose losses are averaged over all their supervised tokens. `allow`
-    /// sees the loss and the norm (`None` where the update is in the backward pass) and may refuse; then
-    /// nothing moves.
+    /// sees the loss and the norm and may refuse; then nothing moves, unless blocks have already.
     pub fn step(
         &mut self,
         micro: &[Rows<'_>],
         hyper: &Hyper,
-        allow: &mut dyn FnMut(f64, Option<f64>) -> Result<bool>,
+        allow: &mut dyn FnMut(f64, Norm) -> Result<bool>,
         phases: &mut Phases,
     ) -> Result<Report> {
         self.moved = Moved::No;
@@ -183,7 +193,7 @@ impl Engine {
                 Sink { fused: fused.then_some(hyper), squares: &mut squares, gradients: &mut gradients };
             report.loss += self
                 .micro(rows, scale, &mut sink, phases, &mut |loss| {
-                    if fused { allow(before + loss, None) } else { Ok((before + loss).is_finite()) }
+                    if fused { allow(before + loss, Norm::OfLast) } else { Ok((before + loss).is_finite()) }
                 })?
                 .unwrap_or_else(|loss| {
                     report.skipped = true;
@@ -192,14 +202,15 @@ impl Engine {
             if report.skipped {
                 if !fused {
                     // Whoever judges steps hears of a loss that is not finite, too.
-                    allow(report.loss, None)?;
+                    allow(report.loss, Norm::OfLast)?;
                 }
                 return Ok(report);
             }
         }
         if self.options.update_in_backward {
             report.norm = squares.sqrt();
-            report.skipped = !report.norm.is_finite();
+            let allowed = allow(report.loss, Norm::Moved(report.norm))?;
+            report.skipped = !(allowed && report.norm.is_finite());
             if !report.skipped {
                 self.last_norm = report.norm;
                 self.moved = Moved::Wholly;
@@ -215,7 +226,7 @@ impl Engine {
             let all = all.flat_map(|(i, g)| g.iter().flatten().map(move |g| (i, g)));
             self.accuse_gradient(all)?;
         }
-        report.skipped = !allow(report.loss, Some(report.norm))?;
+        report.skipped = !allow(report.loss, Norm::Whole(report.norm))?;
         if !report.skipped {
             let whole =
                 if self.options.clip_scope == ClipScope::Previous { self.last_norm } else { report.norm };

@@ -1,5 +1,5 @@
 //! A training run from its first step to its export: what the configuration says, in order.
-use super::engine::{Engine, Moved, Report};
+use super::engine::{Engine, Moved, Norm, Report};
 use super::phases::Phases;
 use super::session::{self, Base, Demo, Language};
 use super::{Tch, device};
@@ -539,9 +539,13 @@ impl Run<'_> {
         let place = || culprit.borrow().as_ref().map_or_else(String::new, |c| format!("; first in {c}"));
         let say = self.cx.warn;
         let (step, patience) = (self.step, self.c.guard.patience);
-        // With the update in the backward pass the norm of the step before stands for this one's.
         let last_norm = self.engine.last_norm;
-        let mut allow = |loss: f64, norm: Option<f64>| match guard.check(loss, norm.unwrap_or(last_norm)) {
+        let mut judge = |loss: f64, norm: Norm| match norm {
+            Norm::OfLast => guard.before(loss, last_norm),
+            Norm::Whole(norm) => guard.check(loss, norm),
+            Norm::Moved(norm) => guard.moved(loss, norm),
+        };
+        let mut allow = |loss: f64, norm: Norm| match judge(loss, norm) {
             Verdict::Go => Ok(true),
             Verdict::Skip(reason) => {
                 say(&format!("step {step} is skipped: {reason}{}", place()));
