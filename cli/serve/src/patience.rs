@@ -48,21 +48,12 @@ impl<S: AsyncRead + Unpin> AsyncRead for Patience<S> {
     }
 }
 
+/// One buffer at a time: several would be written by a call (`writev`) that a client who has left turns into SIGPIPE,
+/// which ends the program. A single one goes out by `send`, which is told not to.
 impl<S: AsyncWrite + Unpin> AsyncWrite for Patience<S> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.stream).poll_write(cx, bytes);
         self.bounded(cx, written)
-    }
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        slices: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        let written = Pin::new(&mut self.stream).poll_write_vectored(cx, slices);
-        self.bounded(cx, written)
-    }
-    fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
     }
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let flushed = Pin::new(&mut self.stream).poll_flush(cx);
@@ -77,6 +68,16 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Patience<S> {
 mod tests {
     use super::*;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+    /// A stream that would take several buffers at once.
+    #[tokio::test]
+    async fn several_buffers_are_not_written_at_once() -> io::Result<()> {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
+        let stream = tokio::net::TcpStream::connect(listener.local_addr()?).await?;
+        assert!(stream.is_write_vectored());
+        assert!(!Patience::new(stream, Duration::from_secs(60)).is_write_vectored());
+        Ok(())
+    }
 
     #[tokio::test(start_paused = true)]
     async fn a_reader_that_takes_nothing_is_cut() {
