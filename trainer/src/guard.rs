@@ -3,6 +3,17 @@ pub use crate::config::GuardOptions;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
+/// The norm of all gradients that a step is judged by.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Norm {
+    /// That of the step before, where blocks move in the backward pass and none has yet.
+    OfLast(f64),
+    /// That of this step. Nothing has moved.
+    Whole(f64),
+    /// That of this step, whose blocks have moved as far as gradients were finite.
+    Moved(f64),
+}
+
 /// What to do with a step.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Verdict {
@@ -78,22 +89,18 @@ impl Guard {
     }
 
     /// Judges a step by its loss and the norm of its gradients before clipping.
-    pub fn check(&mut self, loss: f64, norm: f64) -> Verdict {
-        match self.bad(loss, norm) {
-            None => self.take(loss, norm),
-            Some(reason) => self.refuse(reason),
+    pub fn judge(&mut self, loss: f64, norm: Norm) -> Verdict {
+        match norm {
+            // It is not known to be good yet.
+            Norm::OfLast(norm) => self.bad(loss, norm).map_or(Verdict::Go, |reason| self.refuse(reason)),
+            Norm::Whole(norm) => match self.bad(loss, norm) {
+                None => self.take(loss, norm),
+                Some(reason) => self.refuse(reason),
+            },
+            // A spike cannot be taken back.
+            Norm::Moved(norm) if norm.is_finite() => self.take(loss, norm),
+            Norm::Moved(norm) => self.refuse(Reason::NotFinite { loss, norm }),
         }
-    }
-
-    /// Judges a step that moves weights in its backward pass, before that: by its loss, and the norm of the step
-    /// before. It is not known to be good yet.
-    pub fn before(&mut self, loss: f64, last_norm: f64) -> Verdict {
-        self.bad(loss, last_norm).map_or(Verdict::Go, |reason| self.refuse(reason))
-    }
-
-    /// What became of such a step: a bad one, as soon as a gradient was not finite; a spike cannot be taken back.
-    pub fn moved(&mut self, loss: f64, norm: f64) -> Verdict {
-        if norm.is_finite() { self.take(loss, norm) } else { self.refuse(Reason::NotFinite { loss, norm }) }
     }
 
     fn take(&mut self, loss: f64, norm: f64) -> Verdict {
@@ -159,6 +166,18 @@ impl Window {
 mod tests {
     use super::*;
 
+    impl Guard {
+        fn check(&mut self, loss: f64, norm: f64) -> Verdict {
+            self.judge(loss, Norm::Whole(norm))
+        }
+        fn before(&mut self, loss: f64) -> Verdict {
+            self.judge(loss, Norm::OfLast(1.0))
+        }
+        fn moved(&mut self, norm: f64) -> Verdict {
+            self.judge(1.0, Norm::Moved(norm))
+        }
+    }
+
     #[test]
     fn what_is_not_finite_is_skipped_and_then_stops() {
         let mut g = Guard::new(GuardOptions { patience: 3, ..GuardOptions::default() });
@@ -175,14 +194,14 @@ mod tests {
     #[test]
     fn steps_that_break_in_their_backward_pass_are_counted() {
         let mut g = Guard::new(GuardOptions { patience: 3, ..GuardOptions::default() });
-        assert_eq!((g.before(1.0, 1.0), g.moved(1.0, 1.0)), (Verdict::Go, Verdict::Go));
+        assert_eq!((g.before(1.0), g.moved(1.0)), (Verdict::Go, Verdict::Go));
         for _ in 0..2 {
-            assert_eq!(g.before(1.0, 1.0), Verdict::Go);
-            assert!(matches!(g.moved(1.0, f64::NAN), Verdict::Skip(Reason::NotFinite { .. })));
+            assert_eq!(g.before(1.0), Verdict::Go);
+            assert!(matches!(g.moved(f64::NAN), Verdict::Skip(Reason::NotFinite { .. })));
         }
-        assert_eq!(g.before(1.0, 1.0), Verdict::Go);
-        assert!(matches!(g.moved(1.0, f64::INFINITY), Verdict::Stop(_)));
-        assert!(matches!(g.before(f64::NAN, 1.0), Verdict::Stop(_)));
+        assert_eq!(g.before(1.0), Verdict::Go);
+        assert!(matches!(g.moved(f64::INFINITY), Verdict::Stop(_)));
+        assert!(matches!(g.before(f64::NAN), Verdict::Stop(_)));
     }
 
     #[test]

@@ -10,6 +10,7 @@ use super::kernels::Kernels;
 use super::loss::{self, Target};
 use super::phases::Phases;
 use super::weights::{BLOCK, FIRST, Params, Role, Source};
+use crate::guard::Norm;
 use crate::optim::Hyper;
 use q4_core::{Code, Error, Result};
 use q4_model::arch::Activation;
@@ -64,17 +65,6 @@ pub struct Options {
     /// The decoded weights are kept from one step to the next, 2 or 4 bytes a weight, instead of being
     /// decoded on each use.
     pub keep_values: bool,
-}
-
-/// The norm of all gradients that whoever judges a step is told of.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Norm {
-    /// None yet: that of the step before has to do. Nothing has moved.
-    OfLast,
-    /// That of this step. Nothing has moved.
-    Whole(f64),
-    /// That of this step, whose blocks moved in the backward pass as far as gradients were finite.
-    Moved(f64),
 }
 
 /// What a step did.
@@ -182,7 +172,7 @@ impl Engine {
                 .need("answers to learn from")
                 .fix("longer rows (data.seq), or data whose answers fit"));
         }
-        let scale = 1.0 / supervised as f64;
+        let (scale, of_last) = (1.0 / supervised as f64, Norm::OfLast(self.last_norm));
         let mut gradients: Gradients = self.params.all.iter().map(|_| [None, None]).collect();
         let mut report = Report { supervised, ..Report::default() };
         let mut squares = 0.0;
@@ -193,7 +183,7 @@ impl Engine {
                 Sink { fused: fused.then_some(hyper), squares: &mut squares, gradients: &mut gradients };
             report.loss += self
                 .micro(rows, scale, &mut sink, phases, &mut |loss| {
-                    if fused { allow(before + loss, Norm::OfLast) } else { Ok((before + loss).is_finite()) }
+                    if fused { allow(before + loss, of_last) } else { Ok((before + loss).is_finite()) }
                 })?
                 .unwrap_or_else(|loss| {
                     report.skipped = true;
@@ -202,7 +192,7 @@ impl Engine {
             if report.skipped {
                 if !fused {
                     // Whoever judges steps hears of a loss that is not finite, too.
-                    allow(report.loss, Norm::OfLast)?;
+                    allow(report.loss, of_last)?;
                 }
                 return Ok(report);
             }

@@ -1,5 +1,5 @@
 //! A training run from its first step to its export: what the configuration says, in order.
-use super::engine::{Engine, Moved, Norm, Report};
+use super::engine::{Engine, Moved, Report};
 use super::phases::Phases;
 use super::session::{self, Base, Demo, Language};
 use super::{Tch, device};
@@ -8,7 +8,7 @@ use crate::checkpoint::{Loaded, Store, TrainState};
 use crate::config::{Config, Init, Loss, PEFT};
 use crate::data::{Batch, Cursor, Dataset, LoadOptions, Packing, eval_batches, preview};
 use crate::freeze;
-use crate::guard::{Guard, Verdict};
+use crate::guard::{Guard, Norm, Verdict};
 use crate::optim::Hyper;
 use crate::plan::Shapes;
 use crate::preflight::{self, Outputs};
@@ -539,13 +539,7 @@ impl Run<'_> {
         let place = || culprit.borrow().as_ref().map_or_else(String::new, |c| format!("; first in {c}"));
         let say = self.cx.warn;
         let (step, patience) = (self.step, self.c.guard.patience);
-        let last_norm = self.engine.last_norm;
-        let mut judge = |loss: f64, norm: Norm| match norm {
-            Norm::OfLast => guard.before(loss, last_norm),
-            Norm::Whole(norm) => guard.check(loss, norm),
-            Norm::Moved(norm) => guard.moved(loss, norm),
-        };
-        let mut allow = |loss: f64, norm: Norm| match judge(loss, norm) {
+        let mut allow = |loss: f64, norm: Norm| match guard.judge(loss, norm) {
             Verdict::Go => Ok(true),
             Verdict::Skip(reason) => {
                 say(&format!("step {step} is skipped: {reason}{}", place()));

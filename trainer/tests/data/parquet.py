@@ -1,4 +1,5 @@
-"""Writes the Parquet files beside it (pyarrow 26.0.1): rows as people have them, and a column of bytes that are no text."""
+"""Writes the Parquet files beside it (pyarrow 26.0.1): rows as people have them, in every compression that is read,
+and a column of bytes that are no text."""
 
 import pathlib
 
@@ -12,5 +13,6 @@ ROWS = [
     {"messages": [{"role": "user", "content": "談談UFO"}, {"role": "assistant", "content": "UFO", "weight": 0.0},
                   {"role": "user", "content": "b"}, {"role": "assistant", "content": "c", "weight": 1.0}]},
 ]
-pq.write_table(pa.Table.from_pylist(ROWS), HERE / "messages.parquet")
+for name, how in [("messages", "snappy"), ("gzip", "gzip"), ("zstd", "zstd")]:
+    pq.write_table(pa.Table.from_pylist(ROWS), HERE / f"{name}.parquet", compression=how)
 pq.write_table(pa.Table.from_pylist([{"text": b"bytes"}]), HERE / "bytes.parquet")
