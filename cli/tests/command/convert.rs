@@ -64,6 +64,11 @@ fn the_demo_answers_alike_as_one_gguf_file() {
     assert_eq!(again["sha256_decoded"], report["sha256_decoded"]);
     let same = json("generate", &[&[back.as_str()], &ANSWER[..]].concat());
     assert_eq!(same["token_ids"], answer["token_ids"]);
+    // Files are told apart by their names.
+    let other = dir.path().join("demo.bin");
+    let refused = run(&["convert", "demo", other.to_str().unwrap(), "--layout", "gguf"]);
+    assert!(refused.status.code() == Some(2) && !other.exists());
+    assert!(err(&refused).contains("demo.gguf"), "{}", err(&refused));
 }
 
 #[test]

@@ -489,7 +489,7 @@ fn converted(source: &Checkpoint, out: &Path, layout: Layout) -> Result<Report> 
 
 fn refused(source: &Checkpoint, layout: Layout, code: Code, parts: &[&str]) {
     let dir = tempfile::tempdir().unwrap();
-    let text = match converted(source, &dir.path().join("out"), layout) {
+    let text = match converted(source, &dir.path().join("out.gguf"), layout) {
         Ok(_) => panic!("{parts:?} is refused"),
         Err(e) => {
             assert_eq!(e.code(), code, "{e}");

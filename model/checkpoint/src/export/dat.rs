@@ -2,46 +2,26 @@
 //!
 //! The format has no table and no padding, so it is written front to back in one pass.
 use super::Sink;
-use super::atomic::failed;
+use super::front::Front;
 use super::safetensors::Entry;
 use q4_core::{Code, DType, Error, Result};
 use std::fs::File;
-use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// A `.dat` file under construction.
-pub(super) struct Writer {
-    file: File,
-    path: PathBuf,
-    left: usize,
-    size: u64,
-}
+pub(super) struct Writer(Front);
 
 impl Writer {
     /// Starts a file of `entries` entries.
     pub fn new(file: File, path: &Path, entries: usize) -> Result<Self> {
-        let mut writer = Self { file, path: path.to_owned(), left: entries, size: 0 };
         let mut head = Vec::new();
         leb128(&mut head, entries as u64);
-        writer.put(&head)?;
-        Ok(writer)
+        Front::new(file, path, entries, &head).map(Self)
     }
 
     /// Syncs the file and returns its size in bytes.
     pub fn finish(self) -> Result<u64> {
-        if self.left != 0 {
-            return Err(Error::new(
-                Code::Internal,
-                format!("{} announced entries were not written", self.left),
-            ));
-        }
-        self.file.sync_all().map_err(|e| failed(&self.path, &e))?;
-        Ok(self.size)
-    }
-
-    fn put(&mut self, bytes: &[u8]) -> Result<()> {
-        self.size += bytes.len() as u64;
-        self.file.write_all(bytes).map_err(|e| failed(&self.path, &e))
+        self.0.finish()
     }
 }
 
@@ -51,18 +31,15 @@ impl Sink for Writer {
     }
 
     fn write(&mut self, entry: &Entry, bytes: &[u8]) -> Result<()> {
-        if entry.bytes() != bytes.len() as u64 || self.left == 0 {
-            return Err(Error::new(Code::Internal, format!("{}: not what was announced", entry.name)));
-        }
-        self.left -= 1;
+        self.0.take(entry, bytes)?;
         let mut head = Vec::with_capacity(entry.name.len() + 32);
         leb128(&mut head, entry.name.len() as u64);
         head.extend_from_slice(entry.name.as_bytes());
         leb128(&mut head, type_code(entry.dtype)?);
         leb128(&mut head, entry.shape.len() as u64);
         entry.shape.iter().for_each(|&d| leb128(&mut head, d as u64));
-        self.put(&head)?;
-        self.put(bytes)
+        self.0.put(&head)?;
+        self.0.put(bytes)
     }
 }
 

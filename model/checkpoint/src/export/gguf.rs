@@ -2,7 +2,7 @@
 //!
 //! What was written is read again before it has its name, the metadata too ([`agrees`]).
 use super::Sink;
-use super::atomic::failed;
+use super::front::Front;
 use super::safetensors::Entry;
 use crate::Checkpoint;
 use crate::config::{DecoderConfig, RopeScaling};
@@ -10,16 +10,10 @@ use q4_core::{Code, DType, Error, Result};
 use q4_gguf::{GgmlType, Head, gap, gguf_name, put_tokenizer};
 use serde_json::Value;
 use std::fs::File;
-use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-/// A file under construction, front to back.
-pub(super) struct Writer {
-    file: File,
-    path: PathBuf,
-    left: usize,
-    size: u64,
-}
+/// A file under construction.
+pub(super) struct Writer(Front);
 
 impl Writer {
     /// Starts a file whose `head` describes tensors for all `entries`.
@@ -28,27 +22,12 @@ impl Writer {
             let (name, kind, shape) = described(entry)?;
             head.tensor(&name, kind, &shape);
         }
-        let left = entries.iter().map(Vec::len).sum();
-        let mut writer = Self { file, path: path.to_owned(), left, size: 0 };
-        writer.put(&head.bytes())?;
-        Ok(writer)
+        Front::new(file, path, entries.iter().map(Vec::len).sum(), &head.bytes()).map(Self)
     }
 
     /// Syncs the file and returns its size in bytes.
     pub fn finish(self) -> Result<u64> {
-        if self.left != 0 {
-            return Err(Error::new(
-                Code::Internal,
-                format!("{} described tensors were not written", self.left),
-            ));
-        }
-        self.file.sync_all().map_err(|e| failed(&self.path, &e))?;
-        Ok(self.size)
-    }
-
-    fn put(&mut self, bytes: &[u8]) -> Result<()> {
-        self.size += bytes.len() as u64;
-        self.file.write_all(bytes).map_err(|e| failed(&self.path, &e))
+        self.0.finish()
     }
 }
 
@@ -58,12 +37,9 @@ impl Sink for Writer {
     }
 
     fn write(&mut self, entry: &Entry, bytes: &[u8]) -> Result<()> {
-        if entry.bytes() != bytes.len() as u64 || self.left == 0 {
-            return Err(Error::new(Code::Internal, format!("{}: not what was described", entry.name)));
-        }
-        self.left -= 1;
-        self.put(bytes)?;
-        self.put(&vec![0; gap(bytes.len() as u64)])
+        self.0.take(entry, bytes)?;
+        self.0.put(bytes)?;
+        self.0.put(&vec![0; gap(bytes.len() as u64)])
     }
 }
 

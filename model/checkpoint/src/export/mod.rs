@@ -7,6 +7,7 @@ pub mod atomic;
 pub mod convert;
 mod dat;
 mod declare;
+mod front;
 mod gguf;
 mod layout;
 mod members;

@@ -125,6 +125,11 @@ pub fn convert(
         Layout::Gguf => Container::Gguf,
         _ => Container::Safetensors,
     };
+    if container == Container::Gguf && out.extension().is_none_or(|e| e != "gguf") {
+        return Err(Error::new(Code::Usage, format!("{}: layout gguf is one file", out.display()))
+            .need("a name that ends in .gguf, by which it is told from others when it is opened")
+            .fix(format!("{}", out.with_extension("gguf").display())));
+    }
     if container == Container::Gguf && checkpoint.store().container() == container {
         return Err(Error::new(Code::Usage, format!("{}: a GGUF file already", checkpoint.name()))
             .need("a checkpoint in another layout: what else its metadata say would be lost"));
@@ -138,7 +143,10 @@ pub fn convert(
         return Err(Error::new(Code::Usage, format!("{}: no 4-bit layer", checkpoint.name()))
             .need("a 4-bit checkpoint")
             .have("a dense one")
-            .fix(format!("q4 quantize --layout {} writes a dense one as 4-bit", layout.as_str())));
+            .fix(match layout {
+                Layout::Gguf => "q4 quantize writes a dense one as 4-bit; convert that".to_owned(),
+                _ => format!("q4 quantize --layout {} writes a dense one as 4-bit", layout.as_str()),
+            }));
     }
     // Words of GPTQ and AWQ are packed in one way, whichever they had, and declared so.
     let whole = checkpoint.store().container() == container
