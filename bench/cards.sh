@@ -2,9 +2,10 @@
 # What is promised of cards and of their hosts, and what of it is true here, in bench/results/cards.json:
 #   bench/cards.sh WORK [PART...]
 #
-# PART is card (bench/h200.sh, up to ten minutes), formats (what of it is about int4 and MXFP4), host (the processors beside the card), server (q4 serve on
-# the card) or whole (the result file); all of them where none is named. What a part measured lies in WORK, so that a machine that is
-# lent for minutes takes one after the other. Wants target/release/q4, or Q4, and what bench/h200.sh wants.
+# PART is card (bench/h200.sh, up to ten minutes), formats (what of it is about int4 and MXFP4), host (the
+# processors beside the card), server (q4 serve on the card) or whole (the result file); all of them where
+# none is named. What a part measured lies in WORK, so that a machine that is lent for minutes takes one after
+# the other. Wants target/release/q4, or Q4, and what bench/h200.sh wants.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 work=${1:?need a folder for what was measured}

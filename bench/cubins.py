@@ -47,7 +47,8 @@ ROUNDED = defines("TN WGS PAIR SPLIT PACKS ORDERED", *ROUNDED)
 # `CODINGS` of codebook's cuda.rs: NF4, whole numbers with scales of five kinds, E2M1.
 INT4, E2M1 = defines("LEVELS SCALES", *((1, s) for s in range(5))), ["-DLEVELS=2", "-DSCALES=2"]
 CODINGS = [[], *INT4, E2M1]
-# How many widths of tiles there are: scales of whole numbers do not go into operands, nor those of halves of tiles beside them.
+# How many widths of tiles there are: scales of whole numbers do not go into operands, nor those of halves of
+# tiles beside them.
 GEMMS = [([], 4), *((INT4[i], 3) for i in (0, 3, 4)), (E2M1, 4)]
 HEADS = [64, 80, 96, 128]
 

@@ -76,9 +76,9 @@ SHARED_BY_TESTS = {
     "generators of stored weights": (r"^struct Stored \{", "*.rs", 0),
 }
 NOT_COUNTED = re.compile(r"^plugins/examples/|^cli/templates/|_unknown\.rs$")
-# Files that a product of one row on AVX-512 goes through, from the call of a layer to the sums: the layer, both
-# sides of a plugin's table with their guards, as a debugger's stack has them, what drives the kernels, where the
-# instruction set is picked, the loop.
+# Files that a product of one row on AVX-512 goes through, from the call of a layer to the sums: the layer,
+# both sides of a plugin's table with their guards, as a debugger's stack has them, what drives the kernels,
+# where the instruction set is picked, the loop.
 CROSSED = {
     "nvfp4": [
         "core/src/linear.rs",

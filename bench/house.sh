@@ -4,10 +4,11 @@
 #   bench/house.sh REVISION [ROUNDS]
 #
 # Bits and speeds are those of q4 built from both commits, on this machine; Q4_MODELS names folders with small
-# checkpoints whose logits are compared too, Q4_CUBINS (FILE:FILE) what bench/cubins.py wrote of the kernels of
-# before and of those of the redesign's last commit, Q4_CI_BEFORE and Q4_CI_NOW what .ci/run printed in fresh
-# clones (of an old one `== SECONDS s: done` behind it). It wants an idle machine; bits and speeds are kept in house-HEAD of the target folder, where those of another machine
-# may lie already. What is missing is a row that says so.
+# checkpoints whose logits are compared too, Q4_CUBINS (FILE:FILE) what bench/cubins.py wrote of the kernels
+# of before and of those of the redesign's last commit, Q4_CI_BEFORE and Q4_CI_NOW what .ci/run printed in
+# fresh clones (of an old one `== SECONDS s: done` behind it). It wants an idle machine; bits and speeds are
+# kept in house-HEAD of the target folder, where those of another machine may lie already. What is missing is
+# a row that says so.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 before=${1:?need the commit before the redesign}

@@ -2,8 +2,8 @@
 # Measures q4 train against the programs people read its files with, and writes bench/results/trainer-scale.json:
 #   bench/trainer-scale.sh
 #
-# Q4_PEERS names a Python that has datasets, peft, tensorboard, torch, transformers and trl (CPU is enough); without
-# it they are installed beside the build.
+# Q4_PEERS names a Python that has datasets, peft, tensorboard, torch, transformers and trl (CPU is enough);
+# without it they are installed beside the build.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source trainer/libtorch.sh

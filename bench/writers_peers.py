@@ -389,8 +389,8 @@ def load_compressed(path, ids):
         out[f"{name}.weight"] = compressor.decompress(state, group)["weight"].float()
     found = {**out, "logits": on_weights(path, file, out, ids)}
     if group.weights.symmetric:
-        # The whole folder through transformers, which reads no zero points of this layout, its own neither. It
-        # rounds to the type it computes in, which is bf16 for MXFP4.
+        # The whole folder through transformers, which reads no zero points of this layout, its own neither.
+        # It rounds to the type it computes in, which is bf16 for MXFP4.
         dtype = torch.bfloat16 if group.weights.type == "float" else torch.float32
         found["whole"] = plain_logits(AutoModelForCausalLM.from_pretrained(path, dtype=dtype), ids)
     return found

@@ -1,4 +1,5 @@
-//! Adapters beside some modules, adapters that were trained before, and weights that stay, through the program.
+//! Adapters beside some modules, adapters that were trained before, and weights that stay, through the
+//! program.
 #![cfg(feature = "torch")]
 use safetensors::SafeTensors;
 use serde_json::Value;

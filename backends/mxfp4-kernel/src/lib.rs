@@ -1,5 +1,5 @@
-//! MXFP4 products on packed weights, in process: the weights stay 4-bit from memory to register, their scales on the
-//! CPU a byte. `q4-codebook` has the products and says how they sum.
+//! MXFP4 products on packed weights, in process: the weights stay 4-bit from memory to register, their scales
+//! on the CPU a byte. `q4-codebook` has the products and says how they sum.
 mod prepare;
 
 use q4_codebook::{Levels, OnCuda, Own, Refuse, Width};

@@ -1,5 +1,5 @@
-//! NF4 products on packed weights, in process: the weights stay 4-bit from memory to register. `q4-codebook` has the
-//! products and says how they sum.
+//! NF4 products on packed weights, in process: the weights stay 4-bit from memory to register. `q4-codebook`
+//! has the products and says how they sum.
 mod prepare;
 
 use q4_codebook::{LEAST_GROUP, Levels, OnCuda, Own, Refuse, Width, scale_group};

@@ -48,8 +48,8 @@ impl<S: AsyncRead + Unpin> AsyncRead for Patience<S> {
     }
 }
 
-/// One buffer at a time: several would be written by a call (`writev`) that a client who has left turns into SIGPIPE,
-/// which ends the program. A single one goes out by `send`, which is told not to.
+/// One buffer at a time: several would be written by a call (`writev`) that a client who has left turns into
+/// SIGPIPE, which ends the program. A single one goes out by `send`, which is told not to.
 impl<S: AsyncWrite + Unpin> AsyncWrite for Patience<S> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.stream).poll_write(cx, bytes);

@@ -39,8 +39,8 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
 
 /// On inputs that every format rounds to something else, the result is that of the format that was asked for.
 fn format_that_ran(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<Seen> {
-    // One large element a block: int8 and E2M1 lose the small ones whole, and each rounds the large ones in its own way.
-    // Where the bound is wide, small ones that were kept in part would leave too little to see.
+    // One large element a block: int8 and E2M1 lose the small ones whole, and each rounds the large ones in
+    // its own way. Where the bound is wide, small ones that were kept in part would leave too little to see.
     let x: Vec<f32> = (0..problem.x.len())
         .map(|i| match i % 16 {
             0 => 127.0 + (i / 16 % 5) as f32,

@@ -279,8 +279,8 @@ pub trait Format: fmt::Debug + Send + Sync {
     fn simpler(&self, _data: &SegmentData<'_>) -> Result<Option<Q4Schema>> {
         Ok(None)
     }
-    /// Stored parts as those of [`plain`](Self::plain) or [`simpler`](Self::simpler), which [`lacks`](Self::lacks)
-    /// does not keep out.
+    /// Stored parts as those of [`plain`](Self::plain) or [`simpler`](Self::simpler), which
+    /// [`lacks`](Self::lacks) does not keep out.
     fn recast(&self, parts: OwnedParts, _to: &Q4Schema) -> OwnedParts {
         parts
     }

@@ -286,8 +286,8 @@ section!(
         alpha: f64 = 32.0,
         /// What they stand beside; `auto`: `packed` for a 4-bit checkpoint, else `merged`.
         base: BaseForm = BaseForm::Auto,
-        /// Modules that have one, as PEFT names them (`q_proj`, ...), each with matrices of its own; empty: all,
-        /// and q/k/v and gate/up share `lora_A`.
+        /// Modules that have one, as PEFT names them (`q_proj`, ...), each with matrices of its own; empty:
+        /// all, and q/k/v and gate/up share `lora_A`.
         targets: Vec<String> = Vec::new(),
         /// Folder of an adapter in PEFT's layout to go on from; its rank, alpha and targets count.
         #[serde(skip_serializing_if = "Option::is_none")]

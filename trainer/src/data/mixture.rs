@@ -4,7 +4,8 @@ use crate::rng::{Philox, streams};
 use q4_core::{Code, Error, Result};
 
 /// Files with weights. An epoch has as many rows as all files together, each file its share of them; a file
-/// begins anew only once all its rows were there, so after a while each row comes as often as its weight says.
+/// begins anew only once all its rows were there, so after a while each row comes as often as its weight
+/// says.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mixture {
     parts: Vec<Part>,

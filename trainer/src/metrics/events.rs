@@ -1,7 +1,7 @@
 //! Numbers of a run as TensorBoard reads them: records of length, checksum, event, checksum.
 //!
-//! An event is a protocol buffer of few fields: wall time, step, and a tag with its value; they are written out
-//! here rather than with a generator for them.
+//! An event is a protocol buffer of few fields: wall time, step, and a tag with its value; they are written
+//! out here rather than with a generator for them.
 use q4_core::{Code, Error, Result};
 use std::fs::{File, OpenOptions};
 use std::io::Write;

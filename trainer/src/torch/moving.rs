@@ -1,4 +1,5 @@
-//! What of a model moves: adapters beside named modules, each with matrices of its own, and weights that stay.
+//! What of a model moves: adapters beside named modules, each with matrices of its own, and weights that
+//! stay.
 use super::Tch;
 use super::adapter::Adapter;
 use super::kernels::Kernels;
@@ -9,9 +10,9 @@ use q4_core::{Code, Error, Result};
 use tch::{Device, Kind, Tensor};
 
 impl Params {
-    /// Adapters beside `targets` alone (by their last names), new or those of `init`. Modules that share their
-    /// input no longer share `a`: theirs lie behind each other, and `b` has zeros where it would mix them,
-    /// which stay.
+    /// Adapters beside `targets` alone (by their last names), new or those of `init`. Modules that share
+    /// their input no longer share `a`: theirs lie behind each other, and `b` has zeros where it would mix
+    /// them, which stay.
     ///
     /// # Errors
     /// As [`Adapters::half`]; [`Code::Container`] where `init` has modules that the model does not have.

@@ -1,5 +1,5 @@
-// Products of packed weights with one to sixteen rows of x: y = x W^T, one node with its norm, gate and sum. For
-// compute capability 8.0 on. The design is that of the NVFP4 kernels.
+// Products of packed weights with one to sixteen rows of x: y = x W^T, one node with its norm, gate and sum.
+// For compute capability 8.0 on. The design is that of the NVFP4 kernels.
 //
 // A block owns whole row groups, its warps equal runs of their units (16 rows x 128 k, 1152 contiguous bytes,
 // see layout.cuh). Every warp streams its run through a ring of its own in shared memory; the ring is filled
@@ -30,8 +30,8 @@ struct Gemv {
 __device__ __forceinline__ void load_matrices(u32 (&v)[4], u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(at));
 }
-// Eight codes to four pairs of bf16, of NF4 of leading parts (even places) and of trailing ones (odd); `copy` is that
-// of the lane.
+// Eight codes to four pairs of bf16, of NF4 of leading parts (even places) and of trailing ones (odd); `copy`
+// is that of the lane.
 __device__ __forceinline__ u32 entry_at(u32 w, int i, u32 table, u32 copy) {
     return table + ((i == 0 ? w << 7 : w >> (8 * i - 7)) & 0x7f80u | copy);
 }

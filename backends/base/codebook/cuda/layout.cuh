@@ -1,13 +1,13 @@
 // The layout of packed weights, for every kernel that reads them.
 //
-// In units, where every scale, or with HALVES every half, lies in one tile of 64 k: rows are padded to 16, k to 128. A
-// unit is 16 rows by 128 k, 1152 bytes: two tiles of 64 k with 512 bytes of codes each, then 128 bytes of scales; the
-// units of a row group lie side by side. In a tile lane l of a warp owns bytes 16 l to 16 l + 15: row l / 4, then row
-// l / 4 + 8; byte i of a row has k = 8 i + 2 (l % 4) in its low half and the k after it in the other, so that the
-// codes of a lane are its part of operands of tensor cores. Words of scales: for every row of the upper eight, its own
-// and that of the row 8 below, in the first tile, then in the second. What is padding has scale 0.
-// Elsewhere: codes [n][k / 8] words, the first code in the lowest nibble; scales f32 [n][k / group], then, with ZEROS,
-// as many negatives of zero points, f32.
+// In units, where every scale, or with HALVES every half, lies in one tile of 64 k: rows are padded to 16, k
+// to 128. A unit is 16 rows by 128 k, 1152 bytes: two tiles of 64 k with 512 bytes of codes each, then 128
+// bytes of scales; the units of a row group lie side by side. In a tile lane l of a warp owns bytes 16 l to
+// 16 l + 15: row l / 4, then row l / 4 + 8; byte i of a row has k = 8 i + 2 (l % 4) in its low half and the k
+// after it in the other, so that the codes of a lane are its part of operands of tensor cores. Words of
+// scales: for every row of the upper eight, its own and that of the row 8 below, in the first tile, then in
+// the second. What is padding has scale 0. Elsewhere: codes [n][k / 8] words, the first code in the lowest
+// nibble; scales f32 [n][k / group], then, with ZEROS, as many negatives of zero points, f32.
 #include "levels.cuh"
 
 struct Weight {

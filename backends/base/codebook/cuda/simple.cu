@@ -1,5 +1,5 @@
-// What happens to packed weights in either layout, for every shape, stride, alignment and type: packing, decoding,
-// gradients, and a product for what the fast kernels leave.
+// What happens to packed weights in either layout, for every shape, stride, alignment and type: packing,
+// decoding, gradients, and a product for what the fast kernels leave.
 #include "layout.cuh"
 #include "rows.cuh"
 
@@ -11,8 +11,8 @@ DEVICE float level_of(u32 code) {
 #endif
 }
 
-// Raw codes of `rows` rows, flat over their elements, and the words of their scales, [rows][k / 64] with units, else
-// [rows][k / group] with, maybe, zero points beside them, to rows `first` on of a weight.
+// Raw codes of `rows` rows, flat over their elements, and the words of their scales, [rows][k / 64] with
+// units, else [rows][k / group] with, maybe, zero points beside them, to rows `first` on of a weight.
 extern "C" __global__ void levels_pack(const u8 *codes, const u32 *scales, const u32 *zeros, u32 high_first, u32 rows, u32 first,
                                        Weight w) {
     u32 k = (blockIdx.x * 128 + threadIdx.x) * 8, row = blockIdx.y + blockIdx.z * 32768, each = w.units ? 64 : w.group;

@@ -88,7 +88,8 @@ impl Engine {
     }
 }
 
-/// What is on disk where no compiler is needed: the source, and what it is compiled for, of weights of these levels.
+/// What is on disk where no compiler is needed: the source, and what it is compiled for, of weights of these
+/// levels.
 pub(crate) fn images(levels: Levels) -> (&'static Source, Vec<Vec<String>>) {
     let of = CODINGS.into_iter().filter(|c| c.levels == levels);
     (&simple::SOURCE, of.map(Coding::options).collect())

@@ -61,8 +61,8 @@ impl Needs {
     }
 }
 
-/// Capabilities of this machine's devices that `source` is on disk for, compiled with each of the options `told`, so
-/// that no compiler is needed. Looks only where a program asked for a device.
+/// Capabilities of this machine's devices that `source` is on disk for, compiled with each of the options
+/// `told`, so that no compiler is needed. Looks only where a program asked for a device.
 pub fn images(options: &BuiltinOptions, source: &Source, told: &[Vec<String>]) -> Vec<(u32, u32)> {
     if options.cuda.is_none() {
         return Vec::new();

@@ -1,4 +1,5 @@
-//! A file that is written front to back: as many entries as it announces, each of the size it was announced with.
+//! A file that is written front to back: as many entries as it announces, each of the size it was announced
+//! with.
 use super::atomic::failed;
 use super::safetensors::Entry;
 use q4_core::{Code, Error, Result};

@@ -13,8 +13,8 @@ const BLOCK: usize = 16384;
 const ROWS: usize = 128;
 /// Tokens of a tile, by what a call needs.
 const TOKENS: [usize; 4] = [32, 64, 128, 256];
-/// From this k on the bound has room for the widest tiles of NF4, whose operands are within 2^-17 of the weight,
-/// and for additions.
+/// From this k on the bound has room for the widest tiles of NF4, whose operands are within 2^-17 of the
+/// weight, and for additions.
 const LEAST_FOLDED: u32 = 2048;
 
 mirror! {

@@ -1,5 +1,5 @@
-//! Launchers of `cuda/rounded.cu`: products of many rows of bf16 on sm_90, weights rounded to bf16, or exact in
-//! it, with any fusion.
+//! Launchers of `cuda/rounded.cu`: products of many rows of bf16 on sm_90, weights rounded to bf16, or exact
+//! in it, with any fusion.
 use super::{Call, Coding, FILES, Packed, UNIT, load};
 use q4_core::{DType, FuseSet, Result};
 use q4_cuda::{Gpu, HOPPER, Kernel, Kernels as Module, Launch, Source, TensorMap, mirror, output};
@@ -268,7 +268,8 @@ impl Kernels {
         let units_map = TensorMap::of_words(w.codes, [row_groups, w.units as usize, 144], [boxed, 1, 144])?;
         let out = output(call.accumulate, call.y.dtype);
         let (y, ldy) = (call.y.data, call.y.ld);
-        // The copy engine writes outputs of bf16, 16 bytes at a time: also those behind a row that ends between.
+        // The copy engine writes outputs of bf16, 16 bytes at a time: also those behind a row that ends
+        // between.
         let is_aligned = out == 2 && y % 16 == 0 && ldy % 8 == 0 && call.y.cols % 8 == 0;
         let y_map = if is_aligned {
             let (width, columns) = if call.gate { (32, n / 2) } else { (64, n) };
