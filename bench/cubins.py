@@ -39,17 +39,20 @@ NVFP4, LEVELS, MODEL = "backends/nvfp4-kernel/native/cuda", "backends/base/codeb
 FAMILIES = defines("Q4_STAGES Q4_STAGES_FEW Q4_FAMILY", *((3, 3, f) for f in range(5)))
 # Tile shapes of nvfp4's tiles.rs, and of codebook's rounded.rs.
 TILES = [(32, 2, 1), (64, 2, 1), (64, 2, 2), (64, 2, 4), (128, 2, 1), (128, 3, 1), (176, 2, 2), (256, 2, 1)]
-ROUNDED = [
+SHAPES = [
     (32, 2, 1, 1, 12, 1), (32, 3, 1, 1, 6, 1), (64, 2, 1, 1, 8, 1), (64, 3, 1, 1, 6, 1), (128, 2, 1, 1, 6, 1), (256, 2, 2, 1, 4, 0),
     (64, 3, 1, 8, 6, 1), (64, 2, 1, 2, 8, 1), (176, 2, 2, 2, 4, 0), (128, 3, 2, 1, 4, 0),
 ]
-ROUNDED = defines("TN WGS PAIR SPLIT PACKS ORDERED", *ROUNDED)
-# `CODINGS` of codebook's cuda.rs: NF4, whole numbers with scales of five kinds, E2M1.
+ROUNDED = defines("TN WGS PAIR SPLIT PACKS ORDERED", *SHAPES)
+# Where codes are bytes, what there is room for is in flight.
+BYTES = defines("TN WGS PAIR SPLIT PACKS ORDERED", *((*s[:4], p, s[5]) for s, p in zip(SHAPES, (10, 6, 8, 6, 6, 4, 4, 8, 4, 4))))
+# `CODINGS` of codebook's cuda.rs: NF4, whole numbers with scales of five kinds, E2M1, E4M3.
 INT4, E2M1 = defines("LEVELS SCALES", *((1, s) for s in range(5))), ["-DLEVELS=2", "-DSCALES=2"]
+E4M3 = ["-DLEVELS=3", "-DSCALES=0", "-DCODE_BITS=8"]
 CODINGS = [[], *INT4, E2M1]
 # How many widths of tiles there are: scales of whole numbers do not go into operands, nor those of halves of
 # tiles beside them.
-GEMMS = [([], 4), *((INT4[i], 3) for i in (0, 3, 4)), (E2M1, 4)]
+GEMMS = [([], 4), *((INT4[i], 3) for i in (0, 3, 4)), (E2M1, 4), (E4M3, 3)]
 HEADS = [64, 80, 96, 128]
 
 # Name, source, architectures, options of each time it is compiled.
@@ -61,12 +64,12 @@ PROGRAMS = [
     ("nvfp4-row", f"{NVFP4}/row.cu", ALL, [FAMILIES[f] + ["-DQ4_ROW"] for f in (0, 3, 4)]),
     ("nvfp4-order", f"{NVFP4}/order.cu", HOPPER, PLAIN),
     ("nvfp4-gemm", f"{NVFP4}/gemm.cu", HOPPER, defines("TN WGS KS ELEMENT", *((*t, e) for t in TILES for e in ("bf16", "f16")))),
-    ("levels-simple", f"{LEVELS}/simple.cu", ALL, CODINGS),
-    ("levels-gemv", f"{LEVELS}/gemv.cu", ALL, CODINGS),
+    ("levels-simple", f"{LEVELS}/simple.cu", ALL, [*CODINGS, E4M3]),
+    ("levels-gemv", f"{LEVELS}/gemv.cu", ALL, [*CODINGS, E4M3]),
     ("levels-order", f"{LEVELS}/order.cu", HOPPER, PLAIN),
     ("levels-gemm", f"{LEVELS}/gemm.cu", HOPPER, [c + t for c, most in GEMMS for t in defines("TN", (32,), (64,), (128,), (256,))[:most]]),
     ("levels-rows", f"{LEVELS}/rows.cu", HOPPER, PLAIN),
-    ("levels-rounded", f"{LEVELS}/rounded.cu", HOPPER, [c + t for c in CODINGS for t in ROUNDED]),
+    ("levels-rounded", f"{LEVELS}/rounded.cu", HOPPER, [c + t for c in CODINGS for t in ROUNDED] + [E4M3 + t for t in BYTES]),
     ("dense", "backends/dequant-matmul/cuda/dense.cu", ALL, PLAIN),
     ("model-rows", f"{MODEL}/rows.cu", ALL, PLAIN),
     ("attention", f"{MODEL}/attention.cu", ALL, PLAIN + defines("HEAD_DIM SLOTS", *((d, s) for d in HEADS for s in (1, 2)))),

@@ -265,11 +265,14 @@ def formats():
     """What other formats have kernels for: rates, single products, and whether they are right."""
     dense = ("cuBLAS bf16, this run", cublas())
     few = ["bench", "--shape", SHAPE, "--prefill", "512,4096", "--decode", "128", "--batch", "8,16,64", "--repetitions", "3"]
-    for name in ["int4", "mxfp4"]:
+    names = os.environ.get("Q4_FORMATS", "int4,mxfp4,fp8").split(",")
+    for name in names:
         bench(f"{name} native", "--activations", "native", *few, "--format", name, bars=False)
-        products(name, [("Marlin on NVFP4, recorded", recorded(MARLIN)), dense], "--format", name)
+        # Marlin's weights have half of FP8's bytes.
+        four = [] if name == "fp8" else [("Marlin on NVFP4, recorded", recorded(MARLIN))]
+        products(name, [*four, dense], "--format", name)
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda b: conformance_of(b)(), ["int4-kernel", "mxfp4-kernel"]))
+        list(pool.map(lambda name: conformance_of(f"{name}-kernel")(), names))
 
 
 def first_token():

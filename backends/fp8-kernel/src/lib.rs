@@ -1,8 +1,8 @@
-//! FP8 products, in process, on the CPU: weights stay a byte from memory to register, their scales as wide as
+//! FP8 products, in process: weights stay a byte from memory to register, their scales on the CPU as wide as
 //! they are stored. `q4-codebook` has the products and says how they sum.
 mod prepare;
 
-use q4_codebook::{Own, Refuse};
+use q4_codebook::{Levels, OnCuda, Own, Refuse, Width};
 use q4_core::formats::fp8::BLOCK;
 use q4_core::{LinearSpec, Q4Schema, Registration, RejectCode, inventory};
 
@@ -24,7 +24,7 @@ static OWN: Own = Own {
         _ => None,
     },
     prepare: prepare::prepare,
-    cuda: None,
+    cuda: Some(OnCuda { levels: Levels::E4m3, scales: |_| (Width::Single, false), may_round: true }),
 };
 
 fn refuse(spec: &LinearSpec, reject: &mut Refuse<'_>) {

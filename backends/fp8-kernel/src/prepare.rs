@@ -1,9 +1,10 @@
 //! What FP8 stores, as the kernels of `q4-codebook` take it.
 use half::{bf16, f16};
-use q4_codebook::{Bytes, Encoding, Place, Run, Scale, Stored, Values, scale_group};
+use q4_codebook::{Bytes, Encoding, Flat, OnDevice, Place, Run, Scale, Stored, Values, scale_group};
 use q4_core::formats::e4m3;
 use q4_core::{
-    Code, DType, Error, ExecPath, Fp8, LinearSpec, Part, PreparedWeight, Q4Schema, Q4Weight, Result, Segment,
+    Code, DType, Error, ExecPath, Fp8, LinearSpec, NibbleOrder, Part, PreparedWeight, Q4Schema, Q4Weight,
+    Result, Segment,
 };
 use std::borrow::Cow;
 use std::marker::PhantomData;
@@ -34,7 +35,7 @@ pub(crate) fn prepare(
     pack(format, w, spec, path, place)
 }
 
-fn packed<S: Scale + 'static>(
+fn packed<S: OnDevice + 'static>(
     format: Fp8,
     w: &Q4Weight<'_>,
     spec: &LinearSpec,
@@ -44,6 +45,10 @@ fn packed<S: Scale + 'static>(
     let tiles = w.segments.iter().enumerate().map(|(i, s)| Tiles::<S>::of(i, format, w.k, s));
     let tiles = tiles.collect::<Result<Vec<_>>>()?;
     let of = (crate::OWN.name, path);
+    if let Place::Cuda(..) = place {
+        let flat = tiles.iter().map(Tiles::flat).collect::<Vec<_>>();
+        return place.pack(of, &flat, Values::BYTES, spec);
+    }
     place.pack_here::<E4m3<S>, _>(of, &tiles, Values::BYTES, format.reach(w.k) as u32, spec)
 }
 
@@ -74,6 +79,17 @@ impl<'a, S: Scale> Tiles<'a, S> {
                 .have(scales[at].widen().to_string()));
         }
         Ok(Self { format, rows: s.rows, k, codes, scales })
+    }
+}
+
+impl<S: Scale> Tiles<'_, S> {
+    /// The same with a scale for each run of k that surely has one.
+    fn flat(&self) -> Flat<'_, S> {
+        let group = scale_group(self.k, self.format.reach(self.k) as u32).max(1);
+        let of = |at: usize| self.scales[self.format.scale_of(at / self.k, at % self.k, self.k)];
+        let scales = (0..self.rows * self.k).step_by(group).map(of).collect();
+        let (order, block) = (NibbleOrder::LowFirst, group as u32);
+        Flat { rows: self.rows, k: self.k, codes: self.codes, order, block, scales, zeros: &[] }
     }
 }
 

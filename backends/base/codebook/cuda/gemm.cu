@@ -2,14 +2,14 @@
 //
 // wgmma with the weights as the first operand. A byte of codes becomes a pair of bf16 by one look-up in
 // shared memory, of NF4 two, the leading and the trailing parts of two values; levels.cuh says why two parts
-// are exact enough. The sums of a tile of 64 k have one scale a row: they come out apart and are added up in
+// are exact enough; bytes of E4M3 become pairs by shifts. The sums of a tile of 64 k have one scale a row: they come out apart and are added up in
 // f32, times the scale, while the other warpgroup's products run. Scales of E2M1 are powers of two, which go
 // into the operands. One warp brings weights and x into shared memory; x is in tiles (order.cu). Definition:
 // TN, tokens of a tile (32, 64, 128 or 256).
 //
 // gemm(units, x, y, ldy, tokens, n, row_units, parts, split_tiles, row_tiles, token_tiles, partial, flags, out, aligned);
 // also gemm_gate
-//   units: packed weights, `row_units` units of 1152 bytes (16 rows x 128 k) a row group. x: as `order_*` wrote it, `parts`
+//   units: packed weights, `row_units` units (16 rows x 128 k) a row group. x: as `order_*` wrote it, `parts`
 //   summands side by side in k. y: element type by out: 0 f32, 1 f32 to be added to, 2 bf16, 3 f16; ldy in elements.
 //   aligned: rows of y, their number and its start are multiples of 16 bytes.
 //   row_tiles = ceil(groups / 8), with gates ceil(groups / 2 / 4); token_tiles = ceil(tokens / TN).
@@ -50,13 +50,16 @@ struct Operands {
 // Scales of NF4 in the operands: with 256 tokens there are no registers for sums beside sums. They are cut in
 // two then, within 2^-17 of the weight, and the tensor cores add up all of k.
 #define FOLDED (LEVELS == E2M1 || TN == 256)
-static_assert(!FOLDED || LEVELS != INT4, "products with scales of their own are not exact in bf16");
+static_assert(!FOLDED || LEVELS == NF4 || LEVELS == E2M1, "products with scales of their own are not exact in bf16");
 static_assert(!HALVES || FOLDED, "a sum has one scale");
 // Eight codes of a row to four pairs: registers `R` and `R` + 2 of the products `J` and `J` + 1.
-template <int J, int R> DEVICE void look_up(Operands &o, u32 w, u32 table, u32 copy) {
+template <int J, int R> DEVICE void look_up(Operands &o, const u32 *w, u32 table, u32 copy) {
+#if LEVELS == E4M3
+    pairs_of(w[0], o.lead[J][R], o.lead[J][R + 2]), pairs_of(w[1], o.lead[J + 1][R], o.lead[J + 1][R + 2]);
+#else
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        u32 at = table + ((i == 0 ? w << 7 : w >> (8 * i - 7)) & 0x7f80u | copy);
+        u32 at = table + ((i == 0 ? *w << 7 : *w >> (8 * i - 7)) & 0x7f80u | copy);
         u32 &lead = o.lead[J + i / 2][R + i % 2 * 2];
 #if LEVEL_PARTS == 2
         u32 &trail = o.trail[J + i / 2][R + i % 2 * 2];
@@ -73,15 +76,18 @@ template <int J, int R> DEVICE void look_up(Operands &o, u32 w, u32 table, u32 c
         if (ZEROS) lead = less_zero(lead, o.scale[R]);
 #endif
     }
+#endif
 }
 // Codes and scales of tile `s` of the unit at `unit`.
-DEVICE void fetch(Operands &o, u32 (&c)[4], u32 unit, int s, int lane) {
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3]) : "r"(unit + s * 512 + lane * 16) : "memory");
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(o.scale[0]), "=r"(o.scale[1]) : "r"(unit + 1024 + lane / 4 * 16 + s * 8) : "memory");
+DEVICE void fetch(Operands &o, u32 (&c)[4 * OF_EIGHT], u32 unit, int s, int lane) {
+#pragma unroll
+    for (int i = 0; i < 4 * OF_EIGHT; i += 4)
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(c[i]), "=r"(c[i + 1]), "=r"(c[i + 2]), "=r"(c[i + 3]) : "r"(unit + s * TILE_CODES + i * 128 + lane * 16) : "memory");
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(o.scale[0]), "=r"(o.scale[1]) : "r"(unit + SCALES_AT + lane / 4 * 16 + s * 8) : "memory");
 }
 // The `I`th quarter of the operands.
-template <int I> DEVICE void decode(Operands &o, const u32 (&c)[4], u32 table, int lane) {
-    look_up<I / 2 * 2, I % 2>(o, c[I / 2 + I % 2 * 2], table, copy_of(lane));
+template <int I> DEVICE void decode(Operands &o, const u32 (&c)[4 * OF_EIGHT], u32 table, int lane) {
+    look_up<I / 2 * 2, I % 2>(o, c + (I / 2 + I % 2 * 2) * OF_EIGHT, table, copy_of(lane));
 }
 
 enum { OUT_F32, OUT_ADD, OUT_BF16, OUT_F16 };
@@ -236,7 +242,7 @@ DEVICE void multiply(
         }
         Operands o[2];
         barrier_wait(full + 8 * (slot % STAGES), (slot / STAGES) & 1);
-        u32 c[4];
+        u32 c[4 * OF_EIGHT];
         fetch(o[0], c, mine + slot % STAGES * WEIGHTS, 0, lane);
         decode<0>(o[0], c, table, lane), decode<1>(o[0], c, table, lane), decode<2>(o[0], c, table, lane), decode<3>(o[0], c, table, lane);
         for (int u = work.from; u < work.to; u++, slot++) {

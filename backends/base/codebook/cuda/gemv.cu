@@ -1,10 +1,11 @@
 // Products of packed weights with one to sixteen rows of x: y = x W^T, one node with its norm, gate and sum.
 // For compute capability 8.0 on. The design is that of the NVFP4 kernels.
 //
-// A block owns whole row groups, its warps equal runs of their units (16 rows x 128 k, 1152 contiguous bytes,
-// see layout.cuh). Every warp streams its run through a ring of its own in shared memory; the ring is filled
+// A block owns whole row groups, its warps equal runs of their units (16 rows x 128 k, contiguous bytes, see
+// layout.cuh). Every warp streams its run through a ring of its own in shared memory; the ring is filled
 // before the kernel waits for the one before it. A byte of codes becomes two pairs of bf16 by one look-up of
-// eight bytes: the leading and the trailing parts of both values. A fragments of mma.m16n8k16 come about
+// eight bytes: the leading and the trailing parts of both values; four bytes of E4M3 become two pairs by
+// shifts. A fragments of mma.m16n8k16 come about
 // without leaving their lane; columns of B are rows of x. A scale covers a tile of 64 k, so it is applied in
 // f32 to the sums of a tile.
 #include "few.cuh"
@@ -32,18 +33,22 @@ __device__ __forceinline__ void load_matrices(u32 (&v)[4], u32 at) {
 }
 // Eight codes to four pairs of bf16, of NF4 of leading parts (even places) and of trailing ones (odd); `copy`
 // is that of the lane.
+#if LEVELS == E4M3
+__device__ __forceinline__ void decode(const u32 *w, u32, u32, u32 (&a)[4]) { pairs_of(w[0], a[0], a[1]), pairs_of(w[1], a[2], a[3]); }
+#else
 __device__ __forceinline__ u32 entry_at(u32 w, int i, u32 table, u32 copy) {
     return table + ((i == 0 ? w << 7 : w >> (8 * i - 7)) & 0x7f80u | copy);
 }
-__device__ __forceinline__ void decode(u32 w, u32 table, u32 copy, u32 (&a)[8]) {
+__device__ __forceinline__ void decode(const u32 *w, u32 table, u32 copy, u32 (&a)[8]) {
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        asm("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(a[2 * i]), "=r"(a[2 * i + 1]) : "r"(entry_at(w, i, table, copy)));
+        asm("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(a[2 * i]), "=r"(a[2 * i + 1]) : "r"(entry_at(*w, i, table, copy)));
 }
-__device__ __forceinline__ void decode(u32 w, u32 table, u32 copy, u32 (&a)[4]) {
+__device__ __forceinline__ void decode(const u32 *w, u32 table, u32 copy, u32 (&a)[4]) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) asm("ld.shared.u32 %0, [%1];" : "=r"(a[i]) : "r"(entry_at(w, i, table, copy)));
+    for (int i = 0; i < 4; i++) asm("ld.shared.u32 %0, [%1];" : "=r"(a[i]) : "r"(entry_at(*w, i, table, copy)));
 }
+#endif
 
 #if LEVELS == NF4
 // The same without the table: bytes of PARTS_OF are picked from registers. Slower alone, but by pipes that
@@ -197,10 +202,10 @@ template <int PARTS, int COLS, int SPLIT> __device__ __forceinline__ void multip
         do {
             await<STAGES - 1>();
             __syncwarp();
-            u32 scale[4], c[2][4]; // scales of rows n and n + 8 in the first tile, then in the second
-            lds4(scale, slot + 1024 - lane * 16 + n * 16);
-            lds4(c[0], slot);
-            lds4(c[1], slot + 512);
+            u32 scale[4], words[2 * OF_EIGHT][4]; // scales of rows n and n + 8 in the first tile, then in the second
+            lds4(scale, slot + SCALES_AT - lane * 16 + n * 16);
+#pragma unroll
+            for (int i = 0; i < 2 * OF_EIGHT; i++) lds4(words[i], slot + 512 * i);
             __syncwarp(); // every lane has read the slot
             fetch<SPLIT>(p, r, f, slot, lane);
             slot = slot + UNIT == ring + STAGES * UNIT ? ring : slot + UNIT;
@@ -217,9 +222,9 @@ template <int PARTS, int COLS, int SPLIT> __device__ __forceinline__ void multip
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     u32 a0[8], a1[8];
-                    if (COLS <= 8 && PARTS == 1 && s == h) select(c[s][h], a0);
-                    else decode(c[s][h], table, copy, a0);
-                    decode(c[s][2 + h], table, copy, a1);
+                    if (COLS <= 8 && PARTS == 1 && s == h) select(words[s][h], a0);
+                    else decode(&words[s][h], table, copy, a0);
+                    decode(&words[s][2 + h], table, copy, a1);
 #pragma unroll
                     for (int q = 0; q < PARTS; q++) {
 #pragma unroll
@@ -246,8 +251,9 @@ template <int PARTS, int COLS, int SPLIT> __device__ __forceinline__ void multip
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     u32 a0[4], a1[4]; // of rows n and n + 8
-                    decode(c[s][h], table, copy, a0);
-                    decode(c[s][2 + h], table, copy, a1);
+                    // Of row n, then of row n + 8, two times eight codes.
+                    decode(&words[OF_EIGHT * s][OF_EIGHT * h], table, copy, a0);
+                    decode(&words[OF_EIGHT * s + OF_EIGHT - 1][OF_EIGHT == 2 ? 2 * h : 2 + h], table, copy, a1);
                     if (ZEROS) {
 #pragma unroll
                         for (int i = 0; i < 4; i++) a0[i] = less_zero(a0[i], scale[2 * s]), a1[i] = less_zero(a1[i], scale[2 * s + 1]);

@@ -1,18 +1,21 @@
 // What codes and scales of packed weights are: what the kernels are compiled for, `Coding` of cuda.rs.
 //
-// LEVELS: those of NF4; whole numbers, -8 to 7, or 0 to 15 where there are zero points; or E2M1. All but
-// NF4's are exact in bf16. NF4's times UP are the sums of two bf16 within 2^-20.79 (of all UP in [1, 2),
+// LEVELS: those of NF4; whole numbers, -8 to 7, or 0 to 15 where there are zero points; E2M1; or E4M3, whose
+// codes are bytes (CODE_BITS of unit.cuh). All but NF4's are exact in bf16. NF4's times UP are the sums of two bf16 within 2^-20.79 (of all UP in [1, 2),
 // about the best), 9.2 units of 2^-24. Products with bf16 x have 16 bits and are exact in the tensor cores,
 // whose sums end after 64 of k; what is left of the bound's K/16 + 32 units, at least 23 + K/16, is for
 // additions. f16 x is two bf16, f32 x three, exactly.
 //
 // SCALES, of a row in a tile of 64 k, 32 bits in all: WHOLE, an f32; HALVES, two of 16 bits for 32 k each;
 // ZEROS, one of 16 bits and, above it, the negative of a zero point in bf16, which is taken off the level.
+#include "codec.cuh"
 #include "convert.cuh"
+#include "unit.cuh"
 
 #define NF4 0
 #define INT4 1
 #define E2M1 2
+#define E4M3 3
 #define WHOLE 0
 #define HALVES_F16 1
 #define HALVES_BF16 2
@@ -24,6 +27,9 @@
 #endif
 #define HALVES (SCALES == HALVES_F16 || SCALES == HALVES_BF16)
 #define ZEROS (SCALES == ZEROS_F16 || SCALES == ZEROS_BF16)
+#if (LEVELS == E4M3) != (CODE_BITS == 8)
+#error "need as many bits as codes have"
+#endif
 // In the tensor cores a level is a sum of so many bf16.
 #define LEVEL_PARTS (LEVELS == NF4 ? 2 : 1)
 
@@ -40,7 +46,9 @@ __device__ const u32 PARTS_OF[16] = {0xbb23bfac, 0x3988bf70, 0x3926bf35, 0xb9d3b
 #define DOWN 1.0f
 // Of a level that bf16 holds.
 DEVICE float value_of(u32 code) {
-#if LEVELS == INT4
+#if LEVELS == E4M3
+    return e4m3_value(code & 0x7f) * (code & 0x80 ? -1.0f : 1.0f);
+#elif LEVELS == INT4
     return (float)((int)code - (ZEROS ? 0 : 8));
 #else
     u32 low = __byte_perm(0xc0800000, 0xc0804000, code & 7), high = __byte_perm(0x3f3f3f00, 0x40404040, code & 7);
@@ -62,6 +70,22 @@ DEVICE u32 less_zero(u32 pair, u32 word) {
     return y;
 }
 
+#if LEVELS == E4M3
+// Four bytes of codes, the first two in the even places, to two pairs of bf16. Bits of E4M3 in their places
+// are 2^-120 of its value, also where it is subnormal.
+DEVICE u32 risen(u32 bits) {
+    u32 y;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(bits), "r"(0x7b807b80), "r"(0x80008000));
+    return y;
+}
+DEVICE void pairs_of(u32 w, u32 &first, u32 &second) {
+    first = risen(w << 8 & 0x80008000 | w << 4 & 0x07f007f0);
+    second = risen(w & 0x80008000 | w >> 4 & 0x07f007f0);
+}
+enum { TABLE_BYTES = 0 };
+DEVICE u32 copy_of(u32) { return 0; }
+DEVICE void write_table(u32, u32, u32) {}
+#else
 // A table in shared memory, by a byte of codes: an entry every 128 bytes, of eight bytes sixteen times, or of
 // four 32 times, so that lanes read without conflicts.
 enum { TABLE_BYTES = 32768, COPY = LEVEL_PARTS * 4 };
@@ -85,6 +109,7 @@ DEVICE void write_table(u32 at, u32 thread, u32 threads) {
 #endif
     }
 }
+#endif
 #if LEVELS == NF4
 // The same of the values themselves.
 DEVICE void write_values(u32 at, u32 thread, u32 threads) {

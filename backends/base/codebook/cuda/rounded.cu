@@ -2,8 +2,8 @@
 // packed weights.
 //
 // wgmma with the weights as the first operand, from registers. A byte of codes becomes two values by one
-// look-up in shared memory, and these the weights by one or two operations of bf16, the last of which rounds:
-// within 1.41 * 2^-8 of a weight of NF4, 1.01 * 2^-8 of one of whole numbers; E2M1 with powers of two is
+// look-up in shared memory, bytes of E4M3 by shifts, and these the weights by one or two operations of bf16, the last of which rounds:
+// within 1.41 * 2^-8 of a weight of NF4, 1.01 * 2^-8 of one of whole numbers or E4M3; E2M1 with powers of two is
 // exact. Operands of a slab (64 of k) come about while the slab before it is multiplied. One warp brings
 // weights, one x, by the tensor copy engine as it is. Four slabs are a round, in which places in the rings
 // are known to the compiler: a fifth of a warp's instructions went into them. What of a round is beyond k is
@@ -18,7 +18,8 @@
 //             aligned); also levels_rounded_gate
 //   x_map: tensor map of x, boxes of 64 by TN / PAIR, 128-byte swizzle. y_map, if `aligned`: of y in bf16, boxes of 128 bytes
 //   (gates: 64) by as many tokens as a piece has, swizzled as wide. units: tensor map of packed weights, 8-byte words [row
-//   groups, k / 128, 144], boxes of 4 WGS (of a gate: 2 WGS) by 1 by 144: units of 1152 bytes. y: element type by out: 0 f32,
+//   groups, k / 128, 144], boxes of 4 WGS (of a gate: 2 WGS) by 1 by 144: units of 1152 bytes; of E4M3 [.., k / 64, 136], two of
+//   136 a unit. y: element type by out: 0 f32,
 //   1 f32 to be added to, 2 bf16, 3 f16; ldy in elements. rounds: of k, ROUND units each. aligned: y is bf16, its rows and its
 //   start are multiples of 16 bytes. pairs: of tiles of ROWS rows, or tiles where PAIR is 1.
 //   Workers are blocks or pairs of them. Tiles below split_tiles are cut into equal shares of k, one a worker (stream-K), the
@@ -77,7 +78,7 @@ constexpr int PACK = GROUPS * UNIT;
 constexpr int SENT = OF_TWO && LEVELS != E2M1 ? 3 : 4;
 // Bytes from an entry of the table to the next: a byte is an address where there is room.
 constexpr int ENTRY = TN > 64 && TN < 256 && !(OF_TWO && SENT == 4) ? 256 : 128;
-constexpr int TABLE = 256 * ENTRY;
+constexpr int TABLE = LEVELS == E4M3 ? 0 : 256 * ENTRY;
 constexpr int RECEIVED = (SPLIT - 1) * ROWS * KEPT * SENT; // sums from the others of a cluster
 constexpr int FITTING = (Q4_SHARED - 512 - PIECES * WGS * PIECE - PACKS * PACK - TABLE - RECEIVED) / SLAB;
 constexpr int ROUND = 2; // units
@@ -119,6 +120,9 @@ DEVICE Scale scale_of(u32 word, bool second) {
 struct Operands {
     u32 a[4][4];
 };
+#if LEVELS == E4M3
+DEVICE void write_levels(u32, u32) {}
+#else
 // Bytes of the value of a code.
 DEVICE u32 level(u32 code) {
 #if LEVELS == NF4
@@ -136,30 +140,39 @@ DEVICE void write_levels(u32 at, u32 thread) {
     for (u32 i = 0; i < 8; i++)
         asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at + thread * ENTRY + ((i + thread) & 7) * 16), "r"(v) : "memory");
 }
+#endif
 struct Raw {
-    u32 c[4], s[2];
+    u32 c[4 * OF_EIGHT], s[2];
 };
+DEVICE void fetch4(u32 *c, u32 at) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3]) : "r"(at) : "memory");
+}
 // Where a lane's scales and codes are: rows g and g + 8 of a group; with a gate, row g of half a group of
 // gate and of up.
 template <bool GATE> struct Lane {
     u32 codes_at, scales_at; // in a pack
     DEVICE Lane of(int w, int half, int lane) {
         u32 unit = GATE ? (half * 2 + (w >> 1)) * UNIT : (half * 4 + w) * UNIT, upper = GATE ? w & 1 : 0;
-        Lane l = {unit + lane * 16 + upper * 8, unit + 1024 + lane / 4 * 16 + upper * 4};
+        Lane l = {unit + lane * 16 + upper * (OF_EIGHT == 2 ? 512 : 8), unit + SCALES_AT + lane / 4 * 16 + upper * 4};
         asm volatile("" : "+r"(l.codes_at), "+r"(l.scales_at)); // or they are worked out again every time
         return l;
     }
     __device__ __forceinline__ void fetch(Raw &r, u32 pack, int s) const {
-        u32 code = pack + codes_at + s * 512, scale = pack + scales_at + s * 8;
+        u32 code = pack + codes_at + s * TILE_CODES, scale = pack + scales_at + s * 8;
+        constexpr u32 UP = GROUPS / 2 * UNIT;
         if (GATE) {
-            constexpr u32 UP = GROUPS / 2 * UNIT;
             asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r.s[0]) : "r"(scale) : "memory");
             asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r.s[1]) : "r"(scale + UP) : "memory");
+        } else {
+            asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(r.s[0]), "=r"(r.s[1]) : "r"(scale) : "memory");
+        }
+        if (OF_EIGHT == 2) {
+            fetch4(r.c, code), fetch4(r.c + 4 * (OF_EIGHT - 1), code + (GATE ? UP : 512));
+        } else if (GATE) {
             asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(r.c[0]), "=r"(r.c[1]) : "r"(code) : "memory");
             asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(r.c[2]), "=r"(r.c[3]) : "r"(code + UP) : "memory");
         } else {
-            asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(r.s[0]), "=r"(r.s[1]) : "r"(scale) : "memory");
-            asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(r.c[0]), "=r"(r.c[1]), "=r"(r.c[2]), "=r"(r.c[3]) : "r"(code) : "memory");
+            fetch4(r.c, code);
         }
     }
 };
@@ -172,10 +185,13 @@ struct Levels {
 // Eight codes of a row to four pairs: registers R and R + 2 of the products J and J + 1. A byte is looked up:
 // entry b of the table holds the levels of its low code, then of its high code, 32 times, so that no two
 // lanes share a bank.
-template <int J, int R> DEVICE void look_up(Levels &l, u32 w, u32 table, u32 copy) {
+template <int J, int R> DEVICE void look_up(Levels &l, const u32 *words, u32 table, u32 copy) {
+#if LEVELS == E4M3
+    pairs_of(words[0], l.v[J][R], l.v[J][R + 2]), pairs_of(words[1], l.v[J + 1][R], l.v[J + 1][R + 2]);
+#else
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        u32 at, v;
+        u32 at, v, w = *words;
         if (ENTRY == 256) {
             asm volatile("{.reg .b32 at; prmt.b32 at, %1, %2, %4; add.u32 at, at, %3; ld.shared.u32 %0, [at];}" : "=r"(v) : "r"(w), "r"(copy), "r"(table), "r"(0x5504 + i * 16));
         } else {
@@ -184,6 +200,7 @@ template <int J, int R> DEVICE void look_up(Levels &l, u32 w, u32 table, u32 cop
         }
         l.v[J + i / 2][R + i % 2 * 2] = v;
     }
+#endif
 }
 DEVICE Levels levels_of(const Raw &r, u32 table, u32 copy) {
     Levels l;
@@ -191,8 +208,9 @@ DEVICE Levels levels_of(const Raw &r, u32 table, u32 copy) {
     asm volatile("" : "+r"(one), "+r"(two)); // or it waits for scales as soon as they are fetched
 #pragma unroll
     for (int i = 0; i <= HALVES; i++) l.one[i] = scale_of(one, i), l.two[i] = scale_of(two, i);
-    look_up<0, 0>(l, r.c[0], table, copy), look_up<0, 1>(l, r.c[2], table, copy);
-    look_up<2, 0>(l, r.c[1], table, copy), look_up<2, 1>(l, r.c[3], table, copy);
+    const u32 *one_row = r.c, *the_other = r.c + 2 * OF_EIGHT;
+    look_up<0, 0>(l, one_row, table, copy), look_up<0, 1>(l, the_other, table, copy);
+    look_up<2, 0>(l, one_row + OF_EIGHT, table, copy), look_up<2, 1>(l, the_other + OF_EIGHT, table, copy);
     return l;
 }
 DEVICE void scale(Operands &o, const Levels &l) {

@@ -17,9 +17,10 @@ extern "C" __global__ void levels_pack(const u8 *codes, const u32 *scales, const
                                        Weight w) {
     u32 k = (blockIdx.x * 128 + threadIdx.x) * 8, row = blockIdx.y + blockIdx.z * 32768, each = w.units ? 64 : w.group;
     if (row >= rows || k >= w.k) return;
-    const u8 *c = codes + ((u64)row * w.k + k) / 2;
-    u8 *to = (u8 *)code_at(w, first + row, k);
-    for (u32 i = 0; i < 4; i++) to[i * code_step(w)] = high_first ? (u8)(c[i] << 4 | c[i] >> 4) : c[i];
+    constexpr u32 EACH = 8 / CODE_BITS; // codes of a byte
+    const u8 *c = codes + ((u64)row * w.k + k) / EACH;
+    u8 *to = code_at(w, first + row, k);
+    for (u32 i = 0; i < 8 / EACH; i++) to[code_step(w, i * EACH)] = EACH == 2 && high_first ? (u8)(c[i] << 4 | c[i] >> 4) : c[i];
     if (k % each) return;
     u64 from = (u64)row * (w.k / each) + k / each;
     u32 *at = scale_at(w, first + row, k);
@@ -29,7 +30,7 @@ extern "C" __global__ void levels_pack(const u8 *codes, const u32 *scales, const
 
 __device__ __forceinline__ float value(const Weight &w, u32 row, u32 k) {
     Step s = step_of(w, row, k);
-    float level = level_of(*code_at(w, row, k) >> 4 * (k & 1) & 15);
+    float level = level_of(code_of(code_at(w, row, k), k));
     return __fmul_rn(ZEROS ? level + s.zero : level, s.scale);
 }
 
@@ -73,28 +74,41 @@ __device__ __forceinline__ void load8(const Matrix &x, u64 at, float *v) {
     for (u32 i = 0; i < 8; i++) v[i] = x.dtype == F16 ? from_f16(h[i]) : from_bf16(h[i]);
 }
 
-// y = x W^T: a warp per row of the weight, up to ROWS rows of x. A lane takes eight codes, looks their values
-// up in a table of its own (16 values by 32 lanes, so that no two lanes share a bank), and scales the sum of
-// eight once.
+// What eight codes from k on, a multiple of 8, are worth: of four bits by a table for each lane, 16 values by
+// 32 lanes, so that no two lanes share a bank.
+#if CODE_BITS == 8
+enum { LEVELS_KEPT = 1 };
+__device__ __forceinline__ void levels8(const Weight &w, u32 row, u32 k, const float *, u32, float *v) {
+    const u8 *c = code_at(w, row, k);
+    for (u32 j = 0; j < 8; j++) v[j] = value_of(c[code_step(w, j)]);
+}
+#else
+enum { LEVELS_KEPT = 16 * 32 };
+__device__ __forceinline__ void levels8(const Weight &w, u32 row, u32 k, const float *table, u32 lane, float *v) {
+    const u8 *c = code_at(w, row, k);
+    for (u32 j = 0; j < 8; j++) v[j] = table[code_of(c + code_step(w, j), j) * 32 + lane];
+}
+#endif
+
+// y = x W^T: a warp per row of the weight, up to ROWS rows of x. A lane takes eight codes and scales their
+// sum once.
 enum { ROWS = 8 };
 extern "C" __global__ void __launch_bounds__(256) levels_forward(Weight w, Matrix x, Matrix y) {
-    __shared__ float table[16 * 32];
+    __shared__ float table[LEVELS_KEPT];
     u32 lane = threadIdx.x, row = blockIdx.x * 8 + threadIdx.y, m = blockIdx.y * ROWS;
-    for (u32 i = threadIdx.y * 32 + lane; i < 512; i += 256) table[i] = level_of(i / 32);
-    __syncthreads();
+    if (CODE_BITS == 4) {
+        for (u32 i = threadIdx.y * 32 + lane; i < 512; i += 256) table[i] = level_of(i / 32);
+        __syncthreads();
+    }
     if (row >= w.n) return;
     u32 count = min((u32)ROWS, y.rows - m);
     float sum[ROWS];
     for (u32 r = 0; r < ROWS; r++) sum[r] = 0;
     for (u32 k = lane * 8; k < w.k; k += 256) {
-        const u8 *c = code_at(w, row, k);
-        u32 step = code_step(w), word = c[0] | c[step] << 8 | c[2 * step] << 16 | (u32)c[3 * step] << 24;
         float v[8];
         Step s = step_of(w, row, k);
-        for (u32 j = 0; j < 8; j++) {
-            float level = table[(word >> 4 * j & 15) * 32 + lane];
-            v[j] = ZEROS ? level + s.zero : level;
-        }
+        levels8(w, row, k, table, lane, v);
+        for (u32 j = 0; j < 8; j++) v[j] = ZEROS ? v[j] + s.zero : v[j];
         for (u32 r = 0; r < ROWS; r++) {
             if (r >= count) break;
             float in[8], part = 0;

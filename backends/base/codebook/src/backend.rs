@@ -62,7 +62,7 @@ pub enum Place<'a> {
 
 impl Place<'_> {
     /// Packs codes of four bits whose scales were checked: what they are worth, less a zero point where there
-    /// are some.
+    /// are some. On a device, codes of whatever its levels are.
     ///
     /// # Errors
     /// Memory that cannot be had, and what a device says.

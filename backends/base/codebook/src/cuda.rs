@@ -1,4 +1,4 @@
-//! Products on a CUDA device: packed there from the stored bytes, 4-bit until they are in registers.
+//! Products on a CUDA device: packed there from the stored bytes, codes until they are in registers.
 mod coding;
 mod decode;
 mod prefill;
@@ -12,7 +12,7 @@ use q4_core::{
     Activations, Code, DType, Error, ExecContext, ExecPath, FuseSet, Fusion, LinearSpec, NibbleOrder, OpSet,
     PreparedInfo, PreparedWeight, Result, TensorView, TensorViewMut,
 };
-use q4_cuda::{Arch, Buffer, File, Gpu, Kernels as Module, Matrix, RowKernels, Source, UNIT, number};
+use q4_cuda::{Arch, Buffer, File, Gpu, Kernels as Module, Matrix, RowKernels, Source, number};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
@@ -22,7 +22,7 @@ pub use coding::{Levels, OnDevice, Width};
 const FILES: &[File] = q4_cuda::files!("../cuda/", "layout.cuh", "levels.cuh");
 
 /// Everything kernels are compiled for.
-const CODINGS: [Coding; 7] = {
+const CODINGS: [Coding; 8] = {
     const fn of(levels: Levels, scales: Scales) -> Coding {
         Coding { levels, scales }
     }
@@ -34,6 +34,7 @@ const CODINGS: [Coding; 7] = {
         of(Levels::Int4, Scales::ZerosF16),
         of(Levels::Int4, Scales::ZerosBf16),
         of(Levels::E2m1, Scales::HalvesBf16),
+        of(Levels::E4m3, Scales::Whole),
     ]
 };
 

@@ -44,15 +44,16 @@ impl<E: Encoding> Run<E> {
     }
 }
 
-/// Codes of four bits, two in a byte, flat over the rows of a matrix, and scales beside them.
+/// Codes, flat over the rows of a matrix, and scales beside them: of four bits, two in a byte, or on a device
+/// bytes, where its levels are such.
 pub struct Flat<'a, S: Clone> {
     /// Out features.
     pub rows: usize,
     /// In features.
     pub k: usize,
-    /// Two in a byte.
+    /// Of all rows.
     pub codes: &'a [u8],
-    /// Order in a byte.
+    /// Order of two in a byte.
     pub order: NibbleOrder,
     /// Elements under one scale.
     pub block: u32,

@@ -229,12 +229,14 @@ template <int SPLIT, class G> __device__ __forceinline__ Feed feed_of(const G &p
     f.next = p.w + at * UNIT + lane * 16;
     return f;
 }
-// The next unit to the slot at `to`, by 24 lanes; nothing behind the end.
+// The next unit to the slot at `to`; nothing behind the end.
 template <int SPLIT, class G> __device__ __forceinline__ void fetch(const G &p, const Run &r, Feed &f, u32 to, u32 lane) {
-    if (f.left && lane < 24) {
-        copy16(to, f.next);
-        copy16(to + 384, f.next + 384);
-        copy16(to + 768, f.next + 768);
+    // So many lanes at a time, for the fewest copies.
+    constexpr u32 LANES = UNIT == 1152 ? 24 : 32, STEP = LANES * 16;
+    if (f.left && lane < LANES) {
+#pragma unroll
+        for (u32 at = 0; at < UNIT; at += STEP)
+            if (at + STEP <= UNIT || lane < (UNIT - at) / 16) copy16(to + at, f.next + at);
     }
     if (f.left) f.left--;
     f.next += UNIT;

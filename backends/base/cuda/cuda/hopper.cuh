@@ -1,6 +1,7 @@
 // What kernels of sm_90a ask of tensor cores, the copy engine and barriers in shared memory. Definition,
 // where there are products: TN, rows of x of a tile (32, 64, 128, 176 or 256).
 #include "launch.cuh"
+#include "unit.cuh"
 
 DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -31,9 +32,10 @@ struct alignas(64) Map {
     u64 words[16];
 };
 DEVICE void expect_map(const Map *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
-// Packed weights: a unit of each row group of the box.
+// Packed weights: a unit of each row group of the box, in boxes of 8-byte words, of which an axis has 256 at
+// most.
 DEVICE void copy_units(u32 to, const Map *map, int unit, int group, u32 barrier) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {0, %2, %3}], [%4];" ::"r"(to), "l"(map), "r"(unit),
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {0, %2, %3}], [%4];" ::"r"(to), "l"(map), "r"(unit * OF_EIGHT),
                  "r"(group), "r"(barrier)
                  : "memory");
 }

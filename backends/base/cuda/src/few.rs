@@ -8,7 +8,7 @@ use q4_core::Result;
 pub const FEW_ROWS: usize = 16;
 /// Units a warp has in flight.
 pub const FEW_STAGES: usize = 3;
-/// Bytes of 16 rows by 128 k of a weight: codes and scales.
+/// Bytes of 16 rows by 128 k of a weight of four bits: codes and scales.
 pub const UNIT: usize = 1152;
 const THREADS: usize = 512;
 const WARPS: usize = THREADS / 32;
@@ -86,6 +86,8 @@ pub struct FewRows {
     pub groups: usize,
     /// Units of a row group.
     pub units: usize,
+    /// Bytes of a unit.
+    pub unit: usize,
     /// Columns of the weight.
     pub k: usize,
     /// Groups go in pairs, of gate and of up rows.
@@ -136,7 +138,7 @@ impl FewRows {
         }
         let several = usize::from(rows > 1);
         let x = self.parts[several] * rows * (slice * 128 + 8) * 2;
-        let fixed = WARPS * FEW_STAGES * UNIT + x + self.beside[several] + 2 * WARPS * 4;
+        let fixed = WARPS * FEW_STAGES * self.unit + x + self.beside[several] + 2 * WARPS * 4;
         let Chip { processors, shared: room, .. } = self.on;
         // Some processors have no place in a cluster.
         let most = if split > 1 { processors / split * 15 / 16 } else { processors };

@@ -2,7 +2,6 @@
 use crate::encoding::Scale;
 use crate::layout::scale_group;
 use half::{bf16, f16};
-use q4_cuda::UNIT;
 use q4_simd::E8m0;
 
 /// What codes are worth; `LEVELS` of levels.cuh.
@@ -14,6 +13,19 @@ pub enum Levels {
     Int4,
     /// Those of E2M1. Scales are powers of two.
     E2m1,
+    /// Those of E4M3, of which a code is a byte. Whatever scales are stored, kernels have f32.
+    E4m3,
+}
+
+impl Levels {
+    /// Bits of a code.
+    pub(super) const fn bits(self) -> usize {
+        if matches!(self, Self::E4m3) { 8 } else { 4 }
+    }
+    /// Bytes of 16 rows by 128 k: codes and scales, as in unit.cuh.
+    pub(super) const fn unit(self) -> usize {
+        256 * self.bits() + 128
+    }
 }
 
 /// What a scale is on the device: 16 bits of one type, or an f32.
@@ -80,7 +92,9 @@ impl Coding {
         match (self.levels, self.scales) {
             (Levels::Nf4, Scales::Whole) => Vec::new(), // what the sources are without a word
             (levels, scales) => {
-                vec![format!("-DLEVELS={}", levels as u32), format!("-DSCALES={}", scales as u32)]
+                let told = [("LEVELS", levels as usize), ("SCALES", scales as usize)];
+                let bits = (levels.bits() != 4).then_some(("CODE_BITS", levels.bits()));
+                told.into_iter().chain(bits).map(|(name, value)| format!("-D{name}={value}")).collect()
             }
         }
     }
@@ -96,8 +110,8 @@ impl Coding {
     }
 
     /// Whether a level times its scale is a bf16.
-    pub fn is_bf16(self) -> bool {
-        self.levels == Levels::E2m1
+    pub const fn is_bf16(self) -> bool {
+        matches!(self.levels, Levels::E2m1)
     }
 }
 
@@ -119,7 +133,8 @@ pub(super) struct Places {
 impl Places {
     /// Of a weight with a scale of that width, and maybe a zero point, for `block` elements.
     pub fn of((levels, width): (Levels, Width), has_zeros: bool, [n, k]: [usize; 2], block: u32) -> Self {
-        let group = scale_group(k, block);
+        let (group, bits) = (scale_group(k, block).max(1), levels.bits());
+        let width = if levels == Levels::E4m3 { Width::Single } else { width };
         let halves = group % TILE == TILE / 2 && width != Width::Single && !has_zeros;
         let in_units = k % TILE == 0
             && if has_zeros {
@@ -138,9 +153,9 @@ impl Places {
         let (codes, scales_bytes) = match units {
             0 => {
                 let words = if has_zeros { 2 } else { 1 };
-                ((n * k / 2).next_multiple_of(256), n * (k / group) * 4 * words)
+                ((n * k * bits / 8).next_multiple_of(256), n * (k / group) * 4 * words)
             }
-            _ => (n.div_ceil(16) * units * UNIT, 0),
+            _ => (n.div_ceil(16) * units * levels.unit(), 0),
         };
         Self { coding: Coding { levels, scales }, group, units, codes, scales: scales_bytes }
     }
@@ -153,7 +168,7 @@ impl Places {
 
 #[test]
 fn scales_lie_in_units_where_they_fit() {
-    use Levels::{E2m1, Int4, Nf4};
+    use Levels::{E2m1, E4m3, Int4, Nf4};
     use Scales::{HalvesBf16, HalvesF16, Whole, ZerosBf16, ZerosF16};
     use Width::{Brain, Half, Single};
     let of = |kind, zeros, k, block| {
@@ -173,4 +188,6 @@ fn scales_lie_in_units_where_they_fit() {
     assert_eq!(of((Int4, Single), true, 256, 128), (ZerosBf16, 0));
     assert_eq!(of((E2m1, Brain), false, 2880, 32), (HalvesBf16, 23));
     assert_eq!(of((E2m1, Brain), false, 32, 32), (Whole, 0));
+    assert_eq!(of((E4m3, Brain), false, 320, 128), (Whole, 3));
+    assert_eq!(of((E4m3, Half), false, 96, 96), (Whole, 0));
 }

@@ -1,12 +1,14 @@
 //! Launchers of `cuda/gemv.cu`: products of a few rows, with any fusion, as one kernel.
-use super::{Call, Coding, FILES, Packed, load};
+use super::{Call, Coding, FILES, Levels, Packed, load};
 use q4_core::{Code, DType, Error, FuseSet, Result};
 use q4_cuda::{Align, Chip, FEW_ROWS, FewRows, Gpu, Kernel, Launch, Matrix, Source, Width, mirror};
 use std::sync::Arc;
 
 const SOURCE: Source = Source { name: "levels-gemv", text: include_str!("../../cuda/gemv.cu"), files: FILES };
 /// Bytes of the table, as in the source.
-const TABLE: usize = 32_768;
+const fn table(levels: Levels) -> usize {
+    if matches!(levels, Levels::E4m3) { 0 } else { 32_768 }
+}
 
 mirror! {
     /// `Gemv` of gemv.cu.
@@ -27,6 +29,7 @@ struct Family {
 /// Kernels for calls of a few rows.
 pub struct Kernels {
     gpu: Arc<Gpu>,
+    levels: Levels,
     /// f32, f16, bf16.
     families: [Family; 3],
     align: Kernel<Align>,
@@ -38,10 +41,10 @@ fn gemv(width: Width, x: &str) -> String {
 }
 
 /// Products with `w`, for x of so many parts.
-fn few(w: &Packed, parts: usize, gate: bool, on: Chip) -> FewRows {
+fn few(levels: Levels, w: &Packed, parts: usize, gate: bool, on: Chip) -> FewRows {
     let (groups, units, k) = (w.n.div_ceil(16) as usize, w.units as usize, w.k as usize);
-    let (parts, beside) = ([parts; 2], [TABLE; 2]);
-    FewRows { on, few_split: true, groups, units, k, gate, parts, beside, per_group: 0 }
+    let (unit, parts, beside) = (levels.unit(), [parts; 2], [table(levels); 2]);
+    FewRows { on, few_split: true, groups, units, unit, k, gate, parts, beside, per_group: 0 }
 }
 
 impl Kernels {
@@ -53,13 +56,14 @@ impl Kernels {
         };
         Ok(Self {
             gpu: gpu.clone(),
+            levels: coding.levels,
             families: [family("f32", 3)?, family("f16", 2)?, family("bf16", 1)?],
             align: all.get("levels_gemv_align")?,
         })
     }
 
     fn few(&self, w: &Packed, dtype: u32, gate: bool) -> FewRows {
-        few(w, self.families[dtype as usize - 1].parts, gate, (&*self.gpu).into())
+        few(self.levels, w, self.families[dtype as usize - 1].parts, gate, (&*self.gpu).into())
     }
 
     /// Whether they take calls of `m` rows of x (`dtype` as rounded after a norm); any number without a
@@ -193,7 +197,7 @@ mod tests {
                 let units = k.div_ceil(128) as u32;
                 let w = Packed { codes: 0, scales: 0, n: n as u32, k: k as u32, group: 64, units };
                 for parts in [3, 2, 1] {
-                    let of = few(&w, parts, gate, on);
+                    let of = few(Levels::Nf4, &w, parts, gate, on);
                     for rows in [1, 2, 4, 8, 16] {
                         match of.plan(rows) {
                             None => put(&[0]),

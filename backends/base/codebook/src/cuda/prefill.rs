@@ -1,5 +1,5 @@
 //! Launchers of `cuda/gemm.cu`: products of many rows on sm_90, with any fusion.
-use super::{Call, Coding, FILES, Levels, Packed, UNIT, load};
+use super::{Call, Coding, FILES, Levels, Packed, load};
 use q4_core::{FuseSet, Result};
 use q4_cuda::{Gpu, HOPPER, Kernel, Kernels as Module, Launch, Source, mirror, output};
 use std::sync::{Arc, OnceLock};
@@ -48,7 +48,7 @@ pub struct Kernels {
 fn size_of(levels: Levels, w: &Packed, m: usize) -> usize {
     let folds = match levels {
         Levels::Nf4 => w.k >= LEAST_FOLDED,
-        Levels::Int4 => false,
+        Levels::Int4 | Levels::E4m3 => false,
         Levels::E2m1 => true,
     };
     let widest = if folds && (m > 256 || w.n as usize >= 132 * ROWS) { 3 } else { 2 };
@@ -56,8 +56,9 @@ fn size_of(levels: Levels, w: &Packed, m: usize) -> usize {
 }
 
 /// `SHARED` of gemm.cu.
-fn shared_of(tokens: usize) -> u32 {
-    let (table, pieces, stage) = (32_768, 2 * 9216, 256 * tokens + 8 * UNIT);
+fn shared_of(levels: Levels, tokens: usize) -> u32 {
+    let table = if levels == Levels::E4m3 { 0 } else { 32_768 };
+    let (pieces, stage) = (2 * 9216, 256 * tokens + 8 * levels.unit());
     let stages = ((HOPPER.shared - table - pieces - 256) / stage).min(10);
     (stages * stage + table + pieces + 16 * stages) as u32
 }
@@ -96,7 +97,7 @@ impl Kernels {
         }
         let tokens = TOKENS[size];
         let all = load(&self.gpu, &GEMM, self.coding, &[&format!("-DTN={tokens}")])?;
-        let get = |name| all.get_with(name, shared_of(tokens));
+        let get = |name| all.get_with(name, shared_of(self.coding.levels, tokens));
         let pair = Pair { plain: get("levels_gemm")?, gate: get("levels_gemm_gate")? };
         Ok(self.pairs[size].get_or_init(|| pair))
     }
@@ -162,7 +163,7 @@ impl Kernels {
             whole(call.y.data) && whole(call.y.ld * size) && whole(u64::from(call.y.cols) * size);
         let pair = self.pair(self.size(w, m))?;
         let kernel = if call.gate { &pair.gate } else { &pair.plain };
-        let how = Launch::overlapping([grid, 1, 1], 384, shared_of(tokens), call.stream);
+        let how = Launch::overlapping([grid, 1, 1], 384, shared_of(self.coding.levels, tokens), call.stream);
         let [tokens, row_units, parts, split_tiles, row_tiles, token_tiles] =
             [m, units, parts, split, row_tiles, token_tiles].map(|v| v as i32);
         let args = Gemm {
@@ -233,7 +234,7 @@ fn every_size_compiles() -> Result<()> {
         return Ok(());
     }
     // Of whole numbers one of each kind: scales of f16 and of bf16 differ in a conversion.
-    for (coding, most) in [(0, 4), (1, 3), (4, 3), (6, 4)] {
+    for (coding, most) in [(0, 4), (1, 3), (4, 3), (6, 4), (7, 3)] {
         for tokens in &TOKENS[..most] {
             super::compile(&GEMM, &HOPPER, super::CODINGS[coding], &[&format!("-DTN={tokens}")])?;
         }

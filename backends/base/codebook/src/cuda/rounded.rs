@@ -1,6 +1,6 @@
 //! Launchers of `cuda/rounded.cu`: products of many rows of bf16 on sm_90, weights rounded to bf16, or exact
 //! in it, with any fusion.
-use super::{Call, Coding, FILES, Packed, UNIT, load};
+use super::{Call, Coding, FILES, Levels, Packed, load};
 use q4_core::{DType, FuseSet, Result};
 use q4_cuda::{Gpu, HOPPER, Kernel, Kernels as Module, Launch, Source, TensorMap, mirror, output};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -24,7 +24,7 @@ struct Shape {
     pair: usize,
     /// Blocks of a cluster that share k, one tile a cluster.
     split: usize,
-    /// Packed weights in flight, 128 of k each.
+    /// Packed weights in flight, 128 of k each, where codes have four bits.
     packs: usize,
     /// Warpgroups multiply one after another, so that others decode meanwhile.
     ordered: bool,
@@ -120,29 +120,43 @@ impl Shape {
         self.split == 2 && self.pair == 2
     }
     /// Bytes of the table of pairs, `TABLE` of rounded.cu.
-    const fn table(&self, is_exact: bool) -> usize {
-        let has_room = self.tokens > 64 && self.tokens < 256 && !(is_exact && self.is_of_two());
-        256 * if has_room { 256 } else { 128 }
+    const fn table(&self, coding: Coding) -> usize {
+        let has_room = self.tokens > 64 && self.tokens < 256 && !(coding.is_bf16() && self.is_of_two());
+        if matches!(coding.levels, Levels::E4m3) { 0 } else { 256 * if has_room { 256 } else { 128 } }
     }
     /// Bytes of a sum on its way to another block of a cluster, `SENT` of rounded.cu.
-    const fn sent(&self, is_exact: bool) -> usize {
-        if self.is_of_two() && !is_exact { 3 } else { 4 }
+    const fn sent(&self, coding: Coding) -> usize {
+        if self.is_of_two() && !coding.is_bf16() { 3 } else { 4 }
     }
-    /// `SHARED` of rounded.cu, of weights that are exact in bf16 or rounded.
-    fn shared(&self, is_exact: bool) -> u32 {
-        let (slab, pack, (piece, times)) = (128 * self.tokens, 4 * self.groups * UNIT, self.pieces());
-        let received = (self.split - 1) * self.rows() * (self.tokens / self.split) * self.sent(is_exact);
-        let fixed = self.table(is_exact) + times * self.groups * piece + self.packs * pack + received;
+    /// Bytes of packed weights of 128 of k.
+    const fn pack(&self, coding: Coding) -> usize {
+        4 * self.groups * coding.levels.unit()
+    }
+    /// Bytes of shared memory beside those of x and of packed weights.
+    const fn beside(&self, coding: Coding) -> usize {
+        let received = (self.split - 1) * self.rows() * (self.tokens / self.split) * self.sent(coding);
+        let (piece, times) = self.pieces();
+        self.table(coding) + times * self.groups * piece + received
+    }
+    /// Packed weights in flight: as many as leave room for a round of x, where codes are bytes.
+    fn packs(&self, coding: Coding) -> usize {
+        let room = HOPPER.shared - 512 - self.beside(coding) - 2 * ROUND * 128 * self.tokens;
+        self.packs.min(room / self.pack(coding) / ROUND * ROUND)
+    }
+    /// `SHARED` of rounded.cu.
+    fn shared(&self, coding: Coding) -> u32 {
+        let (slab, packs) = (128 * self.tokens, self.packs(coding));
+        let fixed = self.beside(coding) + packs * self.pack(coding);
         let stages = ((HOPPER.shared - 512 - fixed) / slab).min(16) / (2 * ROUND) * (2 * ROUND);
-        (stages * (slab + 16) + fixed + 16 * self.packs + 8) as u32
+        (stages * (slab + 16) + fixed + 16 * packs + 8) as u32
     }
-    fn options(&self) -> Vec<String> {
+    fn options(&self, coding: Coding) -> Vec<String> {
         let all = [
             ("TN", self.tokens),
             ("WGS", self.groups),
             ("PAIR", self.pair),
             ("SPLIT", self.split),
-            ("PACKS", self.packs),
+            ("PACKS", self.packs(coding)),
             ("ORDERED", self.ordered.into()),
         ];
         all.map(|(name, value)| format!("-D{name}={value}")).into()
@@ -202,10 +216,10 @@ impl Kernels {
         if let Some(pair) = self.pairs[shape].get() {
             return Ok(pair);
         }
-        let options = SHAPES[shape].options();
+        let options = SHAPES[shape].options(self.coding);
         let options: Vec<_> = options.iter().map(String::as_str).collect();
         let all = load(&self.gpu, &GEMM, self.coding, &options)?;
-        let get = |name| all.get_with(name, SHAPES[shape].shared(self.coding.is_bf16()));
+        let get = |name| all.get_with(name, SHAPES[shape].shared(self.coding));
         let pair = Pair { plain: get("levels_rounded")?, gate: get("levels_rounded_gate")? };
         Ok(self.pairs[shape].get_or_init(|| pair))
     }
@@ -265,7 +279,10 @@ impl Kernels {
         };
         let x_map = TensorMap::new(x, DType::BF16, [m, k, ldx], [64, shape.tokens / shape.pair])?;
         let (row_groups, boxed) = (n.div_ceil(16), shape.rows() / if call.gate { 32 } else { 16 });
-        let units_map = TensorMap::of_words(w.codes, [row_groups, w.units as usize, 144], [boxed, 1, 144])?;
+        // An axis of a box has 256 words at most.
+        let (unit, parts) = (self.coding.levels.unit() / 8, self.coding.levels.bits() / 4);
+        let [words, all] = [unit / parts, w.units as usize * parts];
+        let units_map = TensorMap::of_words(w.codes, [row_groups, all, words], [boxed, parts, words])?;
         let out = output(call.accumulate, call.y.dtype);
         let (y, ldy) = (call.y.data, call.y.ld);
         // The copy engine writes outputs of bf16, 16 bytes at a time: also those behind a row that ends
@@ -306,8 +323,7 @@ impl Kernels {
         let pair = self.pair(index)?;
         let kernel = if call.gate { &pair.gate } else { &pair.plain };
         let grid = [grid * shape.pair, 1, 1];
-        let how =
-            Launch::overlapping(grid, shape.threads(), shape.shared(self.coding.is_bf16()), call.stream);
+        let how = Launch::overlapping(grid, shape.threads(), shape.shared(self.coding), call.stream);
         // SAFETY: by contract.
         unsafe { kernel.launch(how, args) }
     }
@@ -371,16 +387,13 @@ fn every_block_has_work() {
 /// shares k.
 #[test]
 fn shapes_fit_the_device() {
-    for (s, is_exact) in SHAPES.iter().flat_map(|s| [(s, false), (s, true)]) {
+    for (s, coding) in SHAPES.iter().flat_map(|s| super::CODINGS.map(|coding| (s, coding))) {
         let ring = 2 * ROUND * (128 * s.tokens + 16);
-        let shared = s.shared(is_exact) as usize;
+        let (shared, packs) = (s.shared(coding) as usize, s.packs(coding));
         assert!(shared <= HOPPER.shared, "{} tokens: {shared}", s.tokens);
-        assert!(
-            shared >= s.table(is_exact) + ring + s.packs * 4 * s.groups * UNIT,
-            "{} tokens: {shared}",
-            s.tokens
-        );
-        assert!(s.packs % ROUND == 0, "{} tokens", s.tokens);
+        assert!(shared >= s.table(coding) + ring + packs * s.pack(coding), "{} tokens: {shared}", s.tokens);
+        assert!(packs % ROUND == 0 && packs > 0, "{} tokens", s.tokens);
+        assert!(packs == s.packs || coding.levels == Levels::E4m3, "{} tokens", s.tokens);
         assert!(s.pair * s.split <= 8 && s.tokens % (8 * s.split) == 0, "{} tokens", s.tokens);
     }
     let weight = |n, units| Packed { codes: 0, scales: 0, n, k: units * 128, group: 64, units };
@@ -430,11 +443,11 @@ fn every_shape_compiles() -> Result<()> {
     }
     // Every shape for NF4, and for one other coding each; bench/cubins.py compiles all of both.
     for (i, shape) in SHAPES.iter().enumerate() {
-        let options = shape.options();
-        let options: Vec<_> = options.iter().map(String::as_str).collect();
         // The one whose sums are exact for the shape that sends them short.
-        let other = super::CODINGS[if shape.is_of_two() { 6 } else { 1 + i % 5 }];
+        let other = super::CODINGS[if shape.is_of_two() { 6 } else { [1, 2, 3, 4, 5, 7][i % 6] }];
         for coding in [super::CODINGS[0], other] {
+            let options = shape.options(coding);
+            let options: Vec<_> = options.iter().map(String::as_str).collect();
             super::compile(&GEMM, &HOPPER, coding, &options)?;
         }
     }
@@ -451,7 +464,8 @@ fn round(x: f64) -> f64 {
     (x / unit).round_ties_even() * unit
 }
 
-/// The same of whole numbers less zero points, and of scales of every type.
+/// The same of whole numbers less zero points, and of scales of every type; a number of E4M3 is a whole one
+/// below 16 times a power of two.
 #[test]
 fn a_weight_of_whole_numbers_is_rounded_once() {
     let mut worst = 0f64;
@@ -465,6 +479,32 @@ fn a_weight_of_whole_numbers_is_rounded_once() {
         }
     }
     assert!(worst + 2f64.powi(-15) < 1.01 / 256.0, "{}", worst * 256.0);
+}
+
+/// `pairs_of` of levels.cuh, for every code.
+#[test]
+fn a_byte_of_e4m3_becomes_a_pair_by_shifts() {
+    use half::bf16;
+    let levels = FILES.iter().find(|f| f.0 == "levels.cuh").map_or("", |f| f.1);
+    for line in
+        ["risen(w << 8 & 0x80008000 | w << 4 & 0x07f007f0)", "risen(w & 0x80008000 | w >> 4 & 0x07f007f0)"]
+    {
+        assert!(levels.contains(line), "{line}");
+    }
+    let risen = |half: u32| bf16::from_bits(half as u16).to_f64() * 2f64.powi(120);
+    for code in (0..=255u8).filter(|c| !q4_core::formats::e4m3::is_nan(*c)) {
+        // Others beside it have all their bits, or none.
+        for others in [0u32, !0] {
+            for byte in 0..4 {
+                let w = others & !(0xff << (8 * byte)) | u32::from(code) << (8 * byte);
+                let pairs =
+                    [w << 8 & 0x8000_8000 | w << 4 & 0x07f0_07f0, w & 0x8000_8000 | w >> 4 & 0x07f0_07f0];
+                let have = risen(pairs[byte % 2] >> (16 * (byte / 2)) & 0xffff);
+                let want = f64::from(q4_core::formats::e4m3::decode(code));
+                assert_eq!(have.to_bits(), want.to_bits(), "{code:#04x} at {byte}");
+            }
+        }
+    }
 }
 
 /// What rounded.cu computes of a code and a scale is within `oracle::ROUNDED` of the weight, whatever the

@@ -5,7 +5,7 @@ use super::{FILES, Weight};
 use q4_core::{ActGlobal, Activations, Code, DType, Error, FuseSet, Result};
 use q4_cuda::{
     Align, Chip, FEW_ROWS, FEW_STAGES, FewPlan, FewRows, Gpu, Kernel, Launch, Matrix, RowKernels, Source,
-    Width, mirror, number,
+    UNIT, Width, mirror, number,
 };
 use std::sync::{Arc, Once, OnceLock};
 
@@ -150,7 +150,7 @@ impl Kernels {
 fn few(place: usize, [groups, units, k]: [usize; 3], gate: bool, on: Chip) -> FewRows {
     let Family { parts, apart, .. } = FAMILIES[place];
     let beside = [if apart { units * 32 } else { 0 }, 0];
-    FewRows { on, few_split: false, groups, units, k, gate, parts, beside, per_group: 8 }
+    FewRows { on, few_split: false, groups, units, unit: UNIT, k, gate, parts, beside, per_group: 8 }
 }
 
 /// A launch of `row.cu`, which takes one row if it can be staged at once.
