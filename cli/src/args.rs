@@ -560,7 +560,7 @@ pub struct BenchArgs {
     pub shape: Option<String>,
     /// Encoding of --shape's weights [default: nvfp4].
     #[arg(long, value_enum, value_name = "FORMAT", requires = "shape")]
-    pub format: Option<Format>,
+    pub format: Option<Encoding>,
     /// Write --shape's model as a checkpoint and measure nothing; DIR must not exist.
     #[arg(long, value_name = "DIR", value_hint = ValueHint::AnyPath, requires = "shape")]
     pub write: Option<PathBuf>,

@@ -190,7 +190,7 @@ fn synthetic_subject(
     budget: &Budget,
 ) -> Result<Subject> {
     let shape = synthetic::shape(name)?;
-    let schema = args.format.unwrap_or_default().how.default_target().schema();
+    let schema = args.format.unwrap_or_default().schema;
     let activations = match options.activations {
         ActivationRequest::Int8 => Activations::Int8,
         ActivationRequest::Nvfp4 => Activations::Nvfp4(q4_core::ActQuant {

@@ -1,9 +1,9 @@
 //! The values that options choose from, with the words the help explains them in.
 use clap::ValueEnum;
 use clap::builder::PossibleValue;
-use q4_core::Device;
 use q4_core::detect::Layout;
-use q4_core::formats::{Quantization, quantizations};
+use q4_core::formats::{self, Quantization, quantizations};
+use q4_core::{Device, Q4Schema};
 use std::sync::LazyLock;
 
 macro_rules! choices {
@@ -153,6 +153,38 @@ impl ValueEnum for Format {
 impl Default for Format {
     fn default() -> Self {
         FORMATS[0]
+    }
+}
+
+/// `bench --format`: an encoding, of which random weights are made.
+#[derive(Clone, Copy, Debug)]
+pub struct Encoding {
+    /// As core spells it.
+    pub name: &'static str,
+    /// What dense matrices become, or else the plainest that checkpoints have.
+    pub schema: Q4Schema,
+}
+
+static ENCODINGS: LazyLock<Vec<Encoding>> = LazyLock::new(|| {
+    let written = |name| FORMATS.iter().find(|f| f.name == name).map(|f| f.how.default_target().schema());
+    let usual = |name| formats::encodings(name).first().copied();
+    let of = |name| Some(Encoding { name, schema: written(name).or_else(|| usual(name))? });
+    formats::names().filter_map(of).collect()
+});
+
+impl ValueEnum for Encoding {
+    fn value_variants<'a>() -> &'a [Self] {
+        &ENCODINGS
+    }
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        Some(PossibleValue::new(self.name))
+    }
+}
+
+/// The first that core lists.
+impl Default for Encoding {
+    fn default() -> Self {
+        ENCODINGS[0]
     }
 }
 
