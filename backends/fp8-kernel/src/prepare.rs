@@ -47,7 +47,7 @@ fn packed<S: OnDevice + 'static>(
     let of = (crate::OWN.name, path);
     if let Place::Cuda(..) = place {
         let flat = tiles.iter().map(Tiles::flat).collect::<Vec<_>>();
-        return place.pack(of, &flat, Values::BYTES, spec);
+        return place.pack_there(of, &flat, spec);
     }
     place.pack_here::<E4m3<S>, _>(of, &tiles, Values::BYTES, format.reach(w.k) as u32, spec)
 }

@@ -7,9 +7,9 @@ use crate::stored::{Flat, Stored};
 use q4_core::isa::Isa;
 use q4_core::rows;
 use q4_core::{
-    Activations, BackendDescriptor, Built, BuiltinOptions, CudaDevice, DType, Device, ExecContext, ExecPath,
-    Footprint, HostEnv, LinearSpec, PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Reject, RejectCode,
-    Result, ThreadPool, Verdict,
+    Activations, BackendDescriptor, Built, BuiltinOptions, Code, CudaDevice, DType, Device, Error,
+    ExecContext, ExecPath, Footprint, HostEnv, LinearSpec, PreparedWeight, ProbeItem, Q4Backend, Q4Weight,
+    Reject, RejectCode, Result, ThreadPool, Verdict,
 };
 use q4_cuda::{Arch, Engines, Needs};
 use q4_simd::Vectors;
@@ -62,7 +62,7 @@ pub enum Place<'a> {
 
 impl Place<'_> {
     /// Packs codes of four bits whose scales were checked: what they are worth, less a zero point where there
-    /// are some. On a device, codes of whatever its levels are.
+    /// are some.
     ///
     /// # Errors
     /// Memory that cannot be had, and what a device says.
@@ -74,7 +74,7 @@ impl Place<'_> {
         spec: &LinearSpec,
     ) -> Result<Box<dyn PreparedWeight>> {
         match self {
-            Self::Cuda(engine, levels) => cuda::prepare(engine, *levels, of, stored, spec),
+            Self::Cuda(..) => self.pack_there(of, stored, spec),
             Self::Cpu(..) if stored.iter().any(|s| !s.zeros.is_empty()) => {
                 self.pack_here::<Zeros<S>, _>(of, stored, values, stored[0].block, spec)
             }
@@ -85,10 +85,26 @@ impl Place<'_> {
         }
     }
 
+    /// Packs codes that a device has kernels for: of the levels that its backend names.
+    ///
+    /// # Errors
+    /// [`Code::Unsupported`] here, and what a device says.
+    pub fn pack_there<S: OnDevice + 'static>(
+        &self,
+        of: (&'static str, ExecPath),
+        stored: &[Flat<'_, S>],
+        spec: &LinearSpec,
+    ) -> Result<Box<dyn PreparedWeight>> {
+        match self {
+            Self::Cuda(engine, levels) => cuda::prepare(engine, *levels, of, stored, spec),
+            Self::Cpu(..) => Err(elsewhere(of, "a device", spec)),
+        }
+    }
+
     /// Packs what the kernels of the CPU alone take.
     ///
     /// # Errors
-    /// [`RejectCode::DeviceUnsupported`] elsewhere, and memory that cannot be had.
+    /// [`Code::Unsupported`] elsewhere, and memory that cannot be had.
     pub fn pack_here<E: Encoding, T: Stored<E>>(
         &self,
         of: (&'static str, ExecPath),
@@ -101,11 +117,13 @@ impl Place<'_> {
             Self::Cpu(vectors, threads) => {
                 Ok(Box::new(pack::<E>(of, stored, (values, block), spec, *vectors, threads)?))
             }
-            Self::Cuda(..) => Err(q4_core::Error::new(q4_core::Code::Unsupported, of.0)
-                .need("cpu")
-                .have(spec.device.to_string())),
+            Self::Cuda(..) => Err(elsewhere(of, "cpu", spec)),
         }
     }
+}
+
+fn elsewhere(of: (&'static str, ExecPath), need: &str, spec: &LinearSpec) -> Error {
+    Error::new(Code::Unsupported, of.0).need(need.to_owned()).have(spec.device.to_string())
 }
 
 impl Own {
