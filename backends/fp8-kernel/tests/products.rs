@@ -68,9 +68,7 @@ fn every_reason_is_given_at_once() {
     let subject = &kernels()[0];
     let quantised = ActQuant { rule: Rule::ModelOpt, global: ActGlobal::None };
     let codes = subject.reasons(all()[0], Activations::Nvfp4(quantised));
-    for code in
-        [PathUnsupported, ActivationsUnsupported, DtypeUnsupported, ShapeUnsupported, DeviceUnsupported]
-    {
+    for code in [PathUnsupported, ActivationsUnsupported, DtypeUnsupported, ShapeUnsupported, DeviceAbsent] {
         assert!(codes.contains(&code), "{code:?} in {codes:?}");
     }
     let codes = subject.reasons(encodings("nf4")[0], Activations::Native);
