@@ -1,10 +1,11 @@
 //! What ModelOpt says, in `config.json` and in a file of its own, which must agree.
-use super::compressed::check_group;
+use super::compressed::{Numbers, check_group};
 use super::{
-    Declaration, Declared, Group, Method, Note, Reach, Targets, groups, inputs_note, kv_note, list, present,
-    refuse,
+    Declaration, Declared, Excluded, Group, Method, Note, Reach, Targets, groups, inputs_note, kv_note,
+    present, refuse,
 };
 use q4_core::{Code, Error, Result};
+use q4_files::fields::show;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -28,22 +29,23 @@ pub(super) fn read(files: &[(&'static str, &Value)]) -> Result<Declaration> {
         one.agrees(other)?;
     }
     let listed = files.iter().find(|file| !file.layers.is_empty());
-    let (first, layers) = (&files[0], listed.map(|file| &file.layers));
-    if first.all.is_none() && layers.is_none() {
+    let first = &files[0];
+    if first.all.is_none() && listed.is_none() {
         let need = "an algorithm for each layer, for quant_algo is MIXED_PRECISION";
         return Err(refuse(first.name, "quantized_layers", need, first.said.get("quantized_layers")));
     }
     let mut declaration = Declaration { method: Method::ModelOpt, ..Declaration::none() };
     let has_fp8;
-    match (first.all, layers) {
+    match (first.all, listed) {
         (Some((format, activations)), _) => {
             declaration.activations = Some(activations);
             has_fp8 = (format.schema == "fp8").then_some(first.name);
-            declaration.groups.push(Group { targets: Targets::All, format, activations });
+            let place = format!("{}: quant_algo", first.name);
+            declaration.groups.push(Group { place, targets: Targets::All, format, activations });
         }
-        (None, layers) => {
+        (None, listed) => {
             let mut named: BTreeMap<_, (Algorithm, BTreeSet<String>)> = BTreeMap::new();
-            for (layer, algorithm) in layers.into_iter().flatten() {
+            for (layer, algorithm) in listed.iter().flat_map(|file| &file.layers) {
                 let tile = if let Reach::Tile(tile) = algorithm.0.reach { tile } else { [0, 0] };
                 let key = (algorithm.0.schema, tile, algorithm.1);
                 named.entry(key).or_insert((*algorithm, BTreeSet::new())).1.insert((*layer).to_owned());
@@ -53,6 +55,7 @@ pub(super) fn read(files: &[(&'static str, &Value)]) -> Result<Declaration> {
             declaration.groups = named
                 .into_values()
                 .map(|((format, activations), names)| Group {
+                    place: format!("{}: quantized_layers", listed.map_or(first.name, |file| file.name)),
                     targets: Targets::Named(names),
                     format,
                     activations,
@@ -61,7 +64,7 @@ pub(super) fn read(files: &[(&'static str, &Value)]) -> Result<Declaration> {
         }
     }
     for file in &files {
-        declaration.excluded.extend([list(file.said, "exclude_modules"), list(file.said, "ignore")].concat());
+        declaration.excluded.extend(Excluded::of(file.name, file.said, &["exclude_modules", "ignore"]));
         declaration.notes.extend(file.kv_note());
     }
     declaration.notes.extend(has_fp8.map(|file| inputs_note(file, "FP8")));
@@ -82,7 +85,8 @@ impl<'a> File<'a> {
                     return Err(refuse(name, &format!("{field}.quant_algo"), need, own.get("quant_algo")));
                 };
                 if let Some(size) = present(own, "group_size").filter(|size| !is_size(&known.0, size)) {
-                    return Err(refuse(name, &format!("{field}.group_size"), size_of(&known.0), Some(size)));
+                    let need = size_of(&known.0, own.get("quant_algo"));
+                    return Err(refuse(name, &format!("{field}.group_size"), &need, Some(size)));
                 }
                 file.layers.insert(layer, known);
             }
@@ -90,7 +94,7 @@ impl<'a> File<'a> {
         }
         let known = match (algo.and_then(Value::as_str), groups(said).as_slice()) {
             (Some(algo), _) => algorithm(algo),
-            (None, [first, ..]) if algo.is_none() => {
+            (None, [(_, first), ..]) if algo.is_none() => {
                 let inputs = present(first, "input_activations").is_some();
                 algorithm(if inputs { "NVFP4" } else { "W4A16_NVFP4" })
             }
@@ -101,15 +105,19 @@ impl<'a> File<'a> {
             return Err(refuse(name, "quant_algo", &need, algo));
         };
         if let Some(size) = present(said, "group_size").filter(|size| !is_size(&format, size)) {
-            return Err(refuse(name, "group_size", size_of(&format), Some(size)));
+            return Err(refuse(name, "group_size", &size_of(&format, algo), Some(size)));
         }
-        for group in groups(said) {
-            match format.schema {
-                "nvfp4" => {
-                    check_group(name, group, activations, (4, "float", true, &|size| size == 16, "16"))?
-                }
-                _ => check_group(name, group, true, (8, "float", true, &|_| true, "nothing"))?,
-            }
+        for (place, group) in groups(said) {
+            let is_nvfp4 = format.schema == "nvfp4";
+            let numbers = Numbers {
+                bits: if is_nvfp4 { 4 } else { 8 },
+                kind: "float",
+                symmetric: true,
+                is_block: &|size| !is_nvfp4 || size == 16,
+                blocks: if is_nvfp4 { "16" } else { "nothing" },
+                why: &because(algo),
+            };
+            check_group(name, (&place, group), activations || !is_nvfp4, numbers)?;
         }
         file.all = Some((format, activations));
         Ok(file)
@@ -125,8 +133,16 @@ impl<'a> File<'a> {
             _ => false,
         };
         if !is_same {
-            let need = format!("the same as in {}", self.name);
+            let said = self.said.get("quant_algo").map_or_else(|| "that of its groups".to_owned(), show);
+            let need = format!("the same as in {}, {said}", self.name);
             return Err(refuse(other.name, "quant_algo", &need, other.said.get("quant_algo")));
+        }
+        if let (Some(one), Some(two)) = (kv_bits(self.said), kv_bits(other.said))
+            && one != two
+        {
+            let of = |file: &Self, bits| format!("{bits} bits, as {} says", file.name);
+            let what = format!("{}: kv_cache_quant_algo", other.name);
+            return Err(Error::new(Code::ConfigInvalid, what).need(of(self, one)).have(of(other, two)));
         }
         if self.layers.is_empty() || other.layers.is_empty() {
             return Ok(());
@@ -179,6 +195,25 @@ fn is_size(format: &Declared, size: &Value) -> bool {
     }
 }
 
-fn size_of(format: &Declared) -> &'static str {
-    if format.schema == "nvfp4" { "16" } else { "128" }
+fn size_of(format: &Declared, algo: Option<&Value>) -> String {
+    format!("{}, {}", if format.schema == "nvfp4" { "16" } else { "128" }, because(algo))
+}
+
+fn because(algo: Option<&Value>) -> String {
+    match algo.and_then(Value::as_str) {
+        Some(algo) => format!("for quant_algo is {algo}"),
+        None => "for config_groups are of NVFP4".to_owned(),
+    }
+}
+
+/// Bits of a key/value cache, in the words of either file.
+fn kv_bits(said: &Value) -> Option<u64> {
+    if let Some(scheme) = present(said, "kv_cache_scheme") {
+        return present(scheme, "num_bits").and_then(Value::as_u64);
+    }
+    match present(said, "kv_cache_quant_algo").and_then(Value::as_str)? {
+        "FP8" => Some(8),
+        "NVFP4" => Some(4),
+        _ => None,
+    }
 }
