@@ -12,7 +12,7 @@ import pathlib
 import sys
 
 import numpy as np
-from rows import row, run, write
+from rows import row, run, take, write
 from safetensors.numpy import load_file
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -306,6 +306,7 @@ def main():
     parser.add_argument("--q4", type=pathlib.Path, required=True)
     parser.add_argument("--peers", type=pathlib.Path, required=True)
     parser.add_argument("--work", type=pathlib.Path, required=True)
+    parser.add_argument("--decoders", type=pathlib.Path, required=True)
     args = parser.parse_args()
     peers, q4 = Peers(args.peers, args.work), Q4(args.q4, args.work)
     if not peers.ask("formats", "make", args.work):
@@ -331,6 +332,7 @@ def main():
     loads(q4, peers, models, written)
     same_peer(q4, peers, models)
     quantised(q4, peers, quantized)
+    take(args.decoders)
     versions = {}
     for name in ["formats", "llama.cpp"]:
         out = args.work / f"versions-{name}.json"
