@@ -17,10 +17,9 @@ impl Verifier<'_> {
                 format!("`{weight}` is packed, and {entry} excludes it from quantisation")
             }
             None if is_dense && listed && declaration.excludes(name) == Some(false) => {
-                let lists: Vec<_> = declaration.excluded.iter().map(|list| list.place.as_str()).collect();
-                let lists =
-                    if lists.is_empty() { "the configuration".to_owned() } else { lists.join(" nor ") };
-                format!("`{weight}` is dense, and {lists} does not exclude it from quantisation")
+                let lists: Vec<_> = declaration.excluded.iter().map(|list| list.place()).collect();
+                let lists = if lists.is_empty() { "config.json".to_owned() } else { lists.join(" or ") };
+                format!("`{weight}` is dense, and no entry of {lists} excludes it from quantisation")
             }
             _ => return,
         };

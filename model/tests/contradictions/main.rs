@@ -86,7 +86,7 @@ fn what_loads_is_told_with_both_places() {
         dense,
         "declared-otherwise",
         UP,
-        "config.json: quantization_config: ignore does not exclude it",
+        "no entry of config.json: quantization_config: ignore excludes it",
     );
     let keys: fn(&mut Model) = |m| scales_of_cache(m, &["k"]);
     told("nvfp4_modelopt", keys, "kv-scale-alone", "k_proj.k_scale", "v_proj.v_scale`");

@@ -90,6 +90,12 @@ impl File {
         self.entries.retain(|entry| entry.0 != key);
         self.entries.push((key.into(), value));
     }
+    /// A text in place of what a key had.
+    pub fn text(&mut self, key: &str, value: &str) {
+        let value = [&8u32.to_le_bytes()[..], &text(value)].concat();
+        self.entries.retain(|entry| entry.0 != key);
+        self.entries.push((key.into(), value));
+    }
     pub fn u32(&mut self, key: &str, value: u32) {
         self.set(key, 4, value.to_le_bytes());
     }

@@ -34,7 +34,7 @@ pub(super) fn gptq(c: &Value) -> Result<Declaration> {
 
 /// Modules that a field excludes.
 fn of(field: &str, patterns: Vec<String>) -> Vec<Excluded> {
-    let list = Excluded { place: format!("{CONFIG}: {field}"), patterns };
+    let list = Excluded { file: CONFIG, field: field.to_owned(), patterns };
     Some(list).filter(|list| !list.patterns.is_empty()).into_iter().collect()
 }
 

@@ -163,7 +163,11 @@ impl Declaration {
                     Some("modelopt".into())
                 }
                 None => {
-                    return Err(refuse(CONFIG, "quant_method", "the name of a tool", c.get("quant_method")));
+                    // MLX alone names none.
+                    let is_mlx = c.get("bits").is_some() && c.get("group_size").is_some();
+                    let need =
+                        if is_mlx { "the name of a tool: MLX is not read" } else { "the name of a tool" };
+                    return Err(refuse(CONFIG, "quant_method", need, c.get("quant_method")));
                 }
             },
         };
@@ -213,22 +217,27 @@ impl Declaration {
 
     /// The entry that says that `module` is not quantised, and where it stands, in words.
     pub fn exclusion(&self, module: &str) -> Option<String> {
-        let told = |list: &Excluded| Some(format!("`{}` in {}", list.entry(module)?, list.place));
+        let told = |list: &Excluded| Some(format!("`{}` in {}", list.entry(module)?, list.place()));
         self.excluded.iter().find_map(told)
     }
 
-    /// Two lists that exclude modules, of which one has `layer`: other engines read only one of them.
+    /// Files that exclude modules, of which one has `layer`: other engines read only one of them.
     fn lists_agree(&self, layer: &str) -> Result<()> {
-        let has = |list: &&Excluded, said| list.has(layer) == Some(said);
-        let [one, other] = [true, false].map(|said| self.excluded.iter().find(|list| has(list, said)));
-        match one.zip(other) {
-            None => Ok(()),
-            Some((one, other)) => {
-                Err(Error::new(Code::ConfigInvalid, format!("{layer}: two lists declare it differently"))
-                    .need(format!("an entry for it in {} too, or in neither", other.place))
-                    .have(format!("`{}` in {} alone", one.entry(layer).unwrap_or_default(), one.place)))
+        for list in &self.excluded {
+            let Some(entry) = list.entry(layer) else { continue };
+            let lacks =
+                |file: &str| self.excluded.iter().all(|l| l.file != file || l.has(layer) == Some(false));
+            let other = self.excluded.iter().find(|other| other.file != list.file && lacks(other.file));
+            if let Some(other) = other {
+                return Err(Error::new(
+                    Code::ConfigInvalid,
+                    format!("{layer}: two lists declare it differently"),
+                )
+                .need(format!("an entry for it in {} too, or in neither", other.place()))
+                .have(format!("`{entry}` in {} alone", list.place())));
             }
         }
+        Ok(())
     }
 
     /// Whether inputs of `layer` are declared to be NVFP4; `None` where only the tensors can tell.
@@ -338,7 +347,7 @@ fn bitsandbytes(c: &Value) -> Result<Declaration> {
     if excluded.is_empty() {
         // What transformers leaves out by itself.
         let patterns = vec!["lm_head".to_owned()];
-        excluded.push(Excluded { place: format!("{CONFIG}: no llm_int8_skip_modules"), patterns });
+        excluded.push(Excluded { file: CONFIG, field: "no llm_int8_skip_modules".into(), patterns });
     }
     let (method, activations) = (Method::Bitsandbytes, Some(false));
     Ok(Declaration { method, activations, excluded, ..Declaration::none() })

@@ -20,6 +20,10 @@ struct File<'a> {
     all: Option<Algorithm>,
     /// Of layers by name.
     layers: BTreeMap<&'a str, Algorithm>,
+    /// The field that lists them.
+    listed: &'static str,
+    /// Layers that are listed as what was not quantised.
+    dense: Vec<String>,
 }
 
 /// Reads the files that there are, the plainest first.
@@ -31,7 +35,7 @@ pub(super) fn read(files: &[(&'static str, &Value)]) -> Result<Declaration> {
     let listed = files.iter().find(|file| !file.layers.is_empty());
     let first = &files[0];
     if first.all.is_none() && listed.is_none() {
-        let need = "an algorithm for each layer, for quant_algo is MIXED_PRECISION";
+        let need = "an algorithm for each layer, here or in config_groups, for quant_algo is MIXED_PRECISION";
         return Err(refuse(first.name, "quantized_layers", need, first.said.get("quantized_layers")));
     }
     let mut declaration = Declaration { method: Method::ModelOpt, ..Declaration::none() };
@@ -55,7 +59,7 @@ pub(super) fn read(files: &[(&'static str, &Value)]) -> Result<Declaration> {
             declaration.groups = named
                 .into_values()
                 .map(|((format, activations), names)| Group {
-                    place: format!("{}: quantized_layers", listed.map_or(first.name, |file| file.name)),
+                    place: listed.map_or_else(String::new, |file| format!("{}: {}", file.name, file.listed)),
                     targets: Targets::Named(names),
                     format,
                     activations,
@@ -64,6 +68,9 @@ pub(super) fn read(files: &[(&'static str, &Value)]) -> Result<Declaration> {
         }
     }
     for file in &files {
+        let field = "quantized_layers, as UNQUANTIZED".to_owned();
+        let dense = Excluded { file: file.name, field, patterns: file.dense.clone() };
+        declaration.excluded.extend(Some(dense).filter(|list| !list.patterns.is_empty()));
         declaration.excluded.extend(Excluded::of(file.name, file.said, &["exclude_modules", "ignore"]));
         declaration.notes.extend(file.kv_note());
     }
@@ -74,11 +81,16 @@ pub(super) fn read(files: &[(&'static str, &Value)]) -> Result<Declaration> {
 impl<'a> File<'a> {
     fn of(name: &'static str, said: &'a Value) -> Result<Self> {
         let algo = present(said, "quant_algo");
-        let mut file = Self { name, said, all: None, layers: BTreeMap::new() };
+        let (listed, dense) = ("quantized_layers", Vec::new());
+        let mut file = Self { name, said, all: None, layers: BTreeMap::new(), listed, dense };
         if algo.and_then(Value::as_str) == Some("MIXED_PRECISION") {
             let layers = present(said, "quantized_layers").and_then(Value::as_object);
             for (layer, own) in layers.into_iter().flatten() {
                 let field = format!("quantized_layers.{layer}");
+                if present(own, "quant_algo").and_then(Value::as_str) == Some("UNQUANTIZED") {
+                    file.dense.push(layer.clone());
+                    continue;
+                }
                 let known = present(own, "quant_algo").and_then(Value::as_str).and_then(algorithm);
                 let Some(known) = known else {
                     let need = NAMES;
@@ -90,6 +102,7 @@ impl<'a> File<'a> {
                 }
                 file.layers.insert(layer, known);
             }
+            file.compare_groups()?;
             return Ok(file);
         }
         let known = match (algo.and_then(Value::as_str), groups(said).as_slice()) {
@@ -123,16 +136,50 @@ impl<'a> File<'a> {
         Ok(file)
     }
 
+    /// Groups whose targets are layers say the same as the list of layers, or what it would say.
+    fn compare_groups(&mut self) -> Result<()> {
+        let (is_listed, name) = (!self.layers.is_empty(), self.name);
+        for (place, group) in groups(self.said) {
+            let targets = present(group, "targets").and_then(Value::as_array).into_iter().flatten();
+            let is_name = |target: &&str| target.contains('.') && !target.contains([':', '*']);
+            let named: Vec<&'a str> = targets.filter_map(Value::as_str).filter(is_name).collect();
+            if named.is_empty() {
+                continue;
+            }
+            let Some(known) = present(group, "weights").and_then(|weights| of_group(group, weights)) else {
+                let need = "numbers of NVFP4 or FP8";
+                return Err(refuse(name, &format!("{place}.weights"), need, group.get("weights")));
+            };
+            for layer in named {
+                let listed = self.layers.get(layer).filter(|_| is_listed);
+                if let Some((format, _)) = listed.filter(|(format, _)| format.schema != known.0.schema) {
+                    let what = format!("{layer}: two lists declare it differently");
+                    return Err(Error::new(Code::ConfigInvalid, what)
+                        .need(format!("{format}, as {name}: quantized_layers.{layer} says"))
+                        .have(format!("{}, as {place} says", known.0)));
+                }
+                if !is_listed
+                    && self.layers.insert(layer, known).is_some_and(|other| !is_same(&other, &known))
+                {
+                    let what = format!("{layer}: two lists declare it differently");
+                    return Err(Error::new(Code::ConfigInvalid, what)
+                        .need(format!("one group of {name}: config_groups"))
+                        .have(format!("{place} and another")));
+                }
+                self.listed = if is_listed { self.listed } else { "config_groups" };
+            }
+        }
+        Ok(())
+    }
+
     /// One place contradicts the other.
     fn agrees(&self, other: &Self) -> Result<()> {
-        let same =
-            |a: &Algorithm, b: &Algorithm| a.0.schema == b.0.schema && a.0.reach == b.0.reach && a.1 == b.1;
-        let is_same = match (&self.all, &other.all) {
-            (Some(one), Some(two)) => same(one, two),
+        let agree = match (&self.all, &other.all) {
+            (Some(one), Some(two)) => is_same(one, two),
             (None, None) => true,
             _ => false,
         };
-        if !is_same {
+        if !agree {
             let said = self.said.get("quant_algo").map_or_else(|| "that of its groups".to_owned(), show);
             let need = format!("the same as in {}, {said}", self.name);
             return Err(refuse(other.name, "quant_algo", &need, other.said.get("quant_algo")));
@@ -150,7 +197,7 @@ impl<'a> File<'a> {
         let names: BTreeSet<_> = self.layers.keys().chain(other.layers.keys()).collect();
         for layer in names {
             let [one, two] = [self, other].map(|file| file.layers.get(*layer));
-            if !one.zip(two).is_some_and(|(one, two)| same(one, two)) {
+            if !one.zip(two).is_some_and(|(one, two)| is_same(one, two)) {
                 let words = |file: &Self, of: Option<&Algorithm>| match of {
                     Some((format, _)) => format!("{format} in {}", file.name),
                     None => format!("nothing in {}", file.name),
@@ -184,6 +231,28 @@ fn algorithm(name: &str) -> Option<Algorithm> {
         "FP8_PB_WO" | "fp8_pb_wo" => (fp8([128, 128]), false),
         _ => return None,
     })
+}
+
+fn is_same(a: &Algorithm, b: &Algorithm) -> bool {
+    (a.0.schema, a.0.reach, a.1) == (b.0.schema, b.0.reach, b.1)
+}
+
+/// What the numbers of a group are.
+fn of_group(group: &Value, weights: &Value) -> Option<Algorithm> {
+    if let Some(name) = present(weights, "quant_algo").and_then(Value::as_str) {
+        return algorithm(name);
+    }
+    let strategy = present(weights, "strategy").and_then(Value::as_str);
+    match present(weights, "num_bits").and_then(Value::as_u64)? {
+        4 if present(group, "input_activations").is_some() => algorithm("NVFP4"),
+        4 => algorithm("W4A16_NVFP4"),
+        8 => algorithm(match strategy {
+            Some("channel") => "FP8_PER_CHANNEL_PER_TOKEN",
+            Some("block") => "FP8_PB_WO",
+            _ => "FP8",
+        }),
+        _ => None,
+    }
 }
 
 fn is_size(format: &Declared, size: &Value) -> bool {

@@ -49,17 +49,28 @@ impl Targets {
 /// A list of modules that are not quantised, as its tool spells them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Excluded {
-    /// File and field.
-    pub place: String,
+    /// What says so, of which lists complement each other: `config.json: quantization_config`.
+    pub file: &'static str,
+    /// Its field.
+    pub field: String,
     /// Its entries.
     pub patterns: Vec<String>,
 }
 
 impl Excluded {
     /// The lists that `file` has under one of `fields`.
-    pub(super) fn of<'a>(file: &'a str, c: &'a Value, fields: &'a [&str]) -> impl Iterator<Item = Self> + 'a {
+    pub(super) fn of<'a>(
+        file: &'static str,
+        c: &'a Value,
+        fields: &'a [&str],
+    ) -> impl Iterator<Item = Self> + 'a {
         let said = fields.iter().filter(|field| present(c, field).is_some());
-        said.map(move |field| Self { place: format!("{file}: {field}"), patterns: list(c, field) })
+        said.map(move |field| Self { file, field: (*field).to_owned(), patterns: list(c, field) })
+    }
+
+    /// File and field.
+    pub fn place(&self) -> String {
+        format!("{}: {}", self.file, self.field)
     }
 
     /// The entry that has `module`.
