@@ -2,9 +2,9 @@
 
     decoders.py --layers PROGRAM --ids PROGRAM --ggml LIBRARY --tokenizer FILE --damage LOG --work FOLDER
 
-PROGRAMs are the examples of q4-model, LOG what the tests of damage printed. Blocks hold random codes; of their
-scales every f16 there is comes once at least, every 6-bit and 8-bit one, and every byte of E8M0 and E4M3 that is
-a scale. The file is a model, so that its blocks take the way of a model's.
+PROGRAMs are the examples of q4-model, LOG what the tests of damage printed. Blocks hold random codes; of
+their scales every f16 there is comes once at least, every 6-bit and 8-bit one, and every byte of E8M0 and
+E4M3 that is a scale. The file is a model, so that its blocks take the way of a model's.
 """
 
 import argparse
@@ -184,7 +184,7 @@ def damage(log):
         ),
     ]:
         found = re.search(pattern, text)
-        # The line is printed when all of them were looked at; a panic or more memory fails the test behind it.
+        # Printed when all were looked at; a panic, or more memory, fails the test behind it.
         ended = found and re.search(r"^test result: (\w+)", text[found.end() :], re.MULTILINE)
         passed = ended and ended[1] == "ok"
         count = int(found[1]) + int(found[2]) if passed else None

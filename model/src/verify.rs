@@ -3,6 +3,7 @@
 //! A scale of the wrong convention or a buffer in the wrong order decodes to finite, plausible, useless
 //! weights; nothing but a look at the numbers tells.
 mod declared;
+pub mod original;
 pub mod run;
 mod together;
 mod words;

@@ -1,6 +1,6 @@
 //! The configurations that the most downloaded files have, with all of their fields, over random weights of a
-//! small model in the same layout: they load, and give the logits of the same weights under a configuration that
-//! says no more than it has to. What is no model of ours is refused by name.
+//! small model in the same layout: they load, and give the logits of the same weights under a configuration
+//! that says no more than it has to. What is no model of ours is refused by name.
 #![allow(clippy::unwrap_used)]
 mod handmade;
 #[path = "support/mod.rs"]
@@ -109,7 +109,8 @@ fn all() -> Vec<Published> {
                          "layer_types": ["full_attention", "full_attention"]});
     let producer = json!({"name": "modelopt", "version": "0.35.0"});
     let modelopt = json!({
-        "config_groups": {"group_0": {"input_activations": nvfp4(), "weights": nvfp4(), "targets": ["Linear"]}},
+        "config_groups": {"group_0":
+            {"input_activations": nvfp4(), "weights": nvfp4(), "targets": ["Linear"]}},
         "ignore": ["lm_head"], "quant_algo": "NVFP4", "producer": producer, "quant_method": "modelopt",
         "kv_cache_scheme": {"dynamic": false, "num_bits": 8, "type": "float"},
     });
@@ -189,8 +190,8 @@ fn they_load_and_compute_what_they_hold() -> Result<()> {
     Ok(())
 }
 
-/// Mixed precision, as nvidia/Qwen3.6 has it and as a dense model of ours would: a list in both files, layers that
-/// stay as they are among them, groups that say it again.
+/// Mixed precision, as nvidia/Qwen3.6 has it and as a dense model of ours would: a list in both files, and
+/// groups that say it again.
 #[test]
 fn mixtures_are_read_from_lists_and_from_groups() -> Result<()> {
     let mut m = Model::mixture();

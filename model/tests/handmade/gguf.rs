@@ -1,4 +1,5 @@
-//! GGUF files as plain bytes, beside the reader under test: metadata as they lie there, tensors with their data.
+//! GGUF files as plain bytes, beside the reader under test: metadata as they lie there, tensors with their
+//! data.
 #![allow(dead_code, clippy::unwrap_used)]
 
 /// A tensor as the file has it.
