@@ -47,5 +47,5 @@ PYTHONPATH=bench "$peers/decoders/bin/python" bench/decoders.py --layers "$targe
     --tokenizer "$peers/qwen3/package/models/tokenizer.json" --damage "$work/damage.log" --work "$work" \
     > "$work/decoders.json"
 "$peers/formats/bin/python" bench/writers.py --q4 "$Q4" --peers "$peers" --work "$work" \
-    --decoders "$work/decoders.json" > "$work/checkpoints.json"
+    --decoders "$work/decoders.json" --layers "$target/debug/examples/layers" > "$work/checkpoints.json"
 mv "$work/checkpoints.json" bench/results/checkpoints.json
