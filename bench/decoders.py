@@ -193,8 +193,8 @@ def damage(log):
         row(
             f"damaged {what}: most memory for a byte of the file",
             float(found[3]) if passed else None,
-            "bytes",
-            "at most 16" if what == "GGUF headers" else "at most 12, and 1 MiB",
+            "bytes" if what == "GGUF headers" else "bytes, beyond 1 MiB",
+            "at most 16" if what == "GGUF headers" else "at most 4",
         )
 
 
