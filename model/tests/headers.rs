@@ -1,5 +1,5 @@
-//! Random damage of what a file says before its data: the model opens, binds every layer, or is refused; nothing
-//! panics, and memory is bounded by the file.
+//! Random damage of what a file says before its data: the model opens, binds every layer, or is refused;
+//! nothing panics, and memory is bounded by the file.
 #![allow(clippy::unwrap_used)]
 mod handmade;
 

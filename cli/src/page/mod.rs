@@ -52,12 +52,18 @@ pub struct Page<'a> {
 }
 
 impl Page<'_> {
-    /// Writes the page to `path`, whole or not at all.
+    /// Writes the page to `path`, whole or not at all: over a file of that name, or the one that a link leads
+    /// to. What is no file, as `/dev/stdout`, is written to.
     ///
     /// # Errors
     /// [`Code::Io`].
     pub fn write(&self, path: &Path) -> Result<()> {
         let failed = |e: std::io::Error| Error::new(Code::Io, format!("{}: {e}", path.display()));
+        let text = self.render();
+        let path = &std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+        if std::fs::metadata(path).is_ok_and(|there| !there.is_file()) {
+            return std::fs::write(path, text).map_err(failed);
+        }
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
         let mut new = tempfile::Builder::new();
         // Others may read it, as they may what editors and `>` make.
@@ -65,7 +71,7 @@ impl Page<'_> {
         new.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
         let mut file =
             new.prefix(".q4-page").tempfile_in(folder.unwrap_or(Path::new("."))).map_err(failed)?;
-        file.write_all(self.render().as_bytes()).map_err(failed)?;
+        file.write_all(text.as_bytes()).map_err(failed)?;
         file.persist(path).map(drop).map_err(|e| failed(e.error))
     }
 
@@ -206,6 +212,16 @@ mod tests {
         assert!(text.starts_with("<!DOCTYPE html>") && text.ends_with("</html>\n"));
         assert!(text.contains("second") && !text.contains("first"));
         assert_eq!(std::fs::read_dir(dir.path()).expect("a folder").count(), 1);
+        #[cfg(unix)]
+        {
+            let link = dir.path().join("link.html");
+            std::os::unix::fs::symlink(&path, &link).expect("a link");
+            page("linked").write(&link).expect("written");
+            assert!(link.is_symlink() && std::fs::read_to_string(&path).expect("there").contains("linked"));
+            page("nowhere").write(Path::new("/dev/null")).expect("written");
+            assert!(!Path::new("/dev/null").is_file());
+        }
+        assert_eq!(page("fourth").write(dir.path()).expect_err("a folder").code(), Code::Io);
         let e = page("third").write(&dir.path().join("none/page.html")).expect_err("no folder");
         assert_eq!(e.code(), Code::Io);
     }
