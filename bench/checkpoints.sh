@@ -40,11 +40,12 @@ cargo build --locked --quiet -p q4-model --examples
 {
     Q4_DAMAGE_RUNS=1000000 cargo test --locked -p q4-gguf --test damage -- --nocapture
     Q4_DAMAGE_RUNS=100000 cargo test --locked -p q4-model --test headers -- --nocapture
-} > "$work/damage.log" 2>&1 || say "a test of damage failed"
+    cargo test --locked -p q4-model --test contradictions --test published -- --nocapture
+} > "$work/tests.log" 2>&1 || say "a test failed"
 ggml=$(echo "$peers"/build-server/bin/libggml-base.*)
 PYTHONPATH=bench "$peers/decoders/bin/python" bench/decoders.py --layers "$target/debug/examples/layers" \
     --ids "$target/debug/examples/ids" --ggml "${ggml%% *}" \
-    --tokenizer "$peers/qwen3/package/models/tokenizer.json" --damage "$work/damage.log" --work "$work" \
+    --tokenizer "$peers/qwen3/package/models/tokenizer.json" --tests "$work/tests.log" --work "$work" \
     > "$work/decoders.json"
 "$peers/formats/bin/python" bench/writers.py --q4 "$Q4" --peers "$peers" --work "$work" \
     --decoders "$work/decoders.json" --layers "$target/debug/examples/layers" > "$work/checkpoints.json"

@@ -1,8 +1,8 @@
 """Holds q4's reading of GGUF against ggml and tokenizers; prints rows for bench/writers.py.
 
-    decoders.py --layers PROGRAM --ids PROGRAM --ggml LIBRARY --tokenizer FILE --damage LOG --work FOLDER
+    decoders.py --layers PROGRAM --ids PROGRAM --ggml LIBRARY --tokenizer FILE --tests LOG --work FOLDER
 
-PROGRAMs are the examples of q4-model, LOG what the tests of damage printed. Blocks hold random codes; of
+PROGRAMs are the examples of q4-model, LOG what tests printed. Blocks hold random codes; of
 their scales every f16 there is comes once at least, every 6-bit and 8-bit one, and every byte of E8M0 and
 E4M3 that is a scale. The file is a model, so that its blocks take the way of a model's.
 """
@@ -18,7 +18,7 @@ import sys
 
 import gguf
 import numpy as np
-from rows import ROOT, must, row, timed
+from rows import ROOT, Tests, must, row, timed
 
 # The texts and metadata of the golden files.
 sys.path.insert(0, str(ROOT / "model" / "gguf" / "golden"))
@@ -198,9 +198,26 @@ def damage(log):
         )
 
 
+def contradictions(tests):
+    """Crafted files that are refused, and healthy ones that are not; of a test that failed nothing is taken."""
+    for test, pattern, name, need in [
+        (
+            "each_is_refused",
+            r"(\d+) contradictions of s",
+            "contradictions of safetensors, refused with both places",
+            40,
+        ),
+        ("so_is_each", r"(\d+) contradictions of G", "contradictions of GGUF, refused with both places", 1),
+        ("healthy_files", r"(\d+) healthy files", "healthy files of every layout without a complaint", 25),
+        ("they_load_and", r"(\d+) published", "published configurations with the logits of their weights", 1),
+    ]:
+        said = tests.numbers(pattern)
+        row(name, int(said[1]) if said and tests.passed(test) else None, "files", f"at least {need}")
+
+
 def main():
     parser = argparse.ArgumentParser()
-    for name in ["layers", "ids", "ggml", "tokenizer", "damage", "work"]:
+    for name in ["layers", "ids", "ggml", "tokenizer", "tests", "work"]:
         parser.add_argument(f"--{name}", type=pathlib.Path, required=True)
     parser.add_argument("--texts", type=int, default=100_000)
     args = parser.parse_args()
@@ -211,7 +228,8 @@ def main():
             "values of random blocks that are not ggml's, bit for bit", None, "", 0, "llama.cpp cannot be had"
         )
     tokenizer(args.ids, args.tokenizer, args.work, args.texts)
-    damage(args.damage)
+    damage(args.tests)
+    contradictions(Tests(args.tests))
     timed()
 
 

@@ -171,6 +171,7 @@ fn all() -> Vec<Published> {
 
 #[test]
 fn they_load_and_compute_what_they_hold() -> Result<()> {
+    println!("{} published configurations", all().len());
     for p in all() {
         let mut m = Model::golden("a", p.layout);
         m.hf_quant = m.hf_quant.filter(|_| p.layout.contains("modelopt"));

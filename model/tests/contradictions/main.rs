@@ -29,7 +29,8 @@ type Case = (&'static str, &'static str, fn(&mut Model), Code, &'static str, [&'
 #[test]
 fn each_is_refused_by_layer_and_both_places() {
     let all = [&modelopt::MODELOPT[..], &groups::GROUPS, &words::WORDS, &whole::WHOLE].concat();
-    assert!(all.len() >= 60, "{}", all.len());
+    let count = all.len();
+    assert!(count >= 60, "{count}");
     let mut wrong = Vec::new();
     for (what, from, edit, code, about, places) in all {
         let mut m = source(from);
@@ -41,6 +42,7 @@ fn each_is_refused_by_layer_and_both_places() {
         }
     }
     assert!(wrong.is_empty(), "{} of them\n{}", wrong.len(), wrong.join("\n\n"));
+    println!("{count} contradictions of safetensors refused");
 }
 
 #[test]
@@ -56,6 +58,7 @@ fn so_is_each_of_gguf() {
         }
     }
     assert!(wrong.is_empty(), "{} of them\n{}", wrong.len(), wrong.join("\n\n"));
+    println!("{} contradictions of GGUF refused", gguf::GGUF.len());
 }
 
 /// Places that disagree about something that no product needs, or of which one is the likelier: loading goes
@@ -118,6 +121,7 @@ fn healthy_files_raise_nothing() {
         files += 1;
     }
     assert_eq!(files, 25);
+    println!("{files} healthy files raised nothing");
 }
 
 fn quiet(from: &str, c: &Checkpoint) {
