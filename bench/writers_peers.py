@@ -1,6 +1,6 @@
 """What bench/writers.py has peers do, each in the environment that has its package:
 
-writers_peers.py PEER make FOLDER | load FOLDER IDS MODEL... | versions OUT
+writers_peers.py PEER make FOLDER [SHAPE] | load FOLDER IDS MODEL... | versions OUT
 """
 
 import importlib.metadata
@@ -26,7 +26,19 @@ def linears(model):
     return {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"}
 
 
-def dense(folder):
+# Extents of a model: small ones, and those of the layers of a published one, of which there are two.
+SHAPES = {
+    "small": {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64},
+    "qwen3-0.6b": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "head_dim": 128,
+    },
+}
+
+
+def dense(folder, shape):
     """A Qwen3 of random weights in f16, with a byte-level tokenizer."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -35,12 +47,9 @@ def dense(folder):
     torch.manual_seed(17)
     config = Qwen3Config(
         vocab_size=512,
-        hidden_size=256,
-        intermediate_size=512,
+        **SHAPES[shape],
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
+        num_key_value_heads=SHAPES[shape]["num_attention_heads"] // 2,
         max_position_embeddings=512,
         tie_word_embeddings=False,
         bos_token_id=0,
@@ -157,6 +166,7 @@ def compressed(source, folder):
             "scale_dtype": torch.uint8,
         },
     )
+    one("ct-fp8-channel", "float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"})
 
 
 def auto_round(source, folder):
@@ -281,7 +291,7 @@ def gguf_files(source, folder):
     vocab = sorted(words["model"]["vocab"], key=words["model"]["vocab"].get)
     special = {t["id"] for t in words["added_tokens"]}
     kinds = gguf.GGMLQuantizationType
-    for kind in [kinds.MXFP4, kinds.NVFP4, kinds.Q4_0]:
+    for kind in [kinds.MXFP4, kinds.NVFP4, kinds.Q4_0, kinds.Q8_0]:
         w = gguf.GGUFWriter(folder / f"gguf-{kind.name.lower()}.gguf", "qwen3")
         w.add_context_length(c["max_position_embeddings"])
         w.add_embedding_length(c["hidden_size"])
@@ -322,10 +332,10 @@ def gguf_files(source, folder):
         w.close()
 
 
-def make(peer, folder):
+def make(peer, folder, shape="small"):
     if peer == "gptqmodel":
         return make_gptqmodel(folder)
-    dense(folder / "dense")
+    dense(folder / "dense", shape)
     for maker in [compressed, auto_round, gguf_files]:
         maker(folder / "dense", folder)
 
@@ -382,7 +392,8 @@ def load_compressed(path, ids):
     group = QuantizationScheme.model_validate(said["config_groups"]["group_0"])
     compressor = BaseCompressor.load_from_registry(said["format"])
     file, out = load_file(path / "model.safetensors"), {}
-    for name in [n.removesuffix(".weight_packed") for n in file if n.endswith(".weight_packed")]:
+    codes = ".weight_packed" if any(n.endswith(".weight_packed") for n in file) else "_proj.weight"
+    for name in [n.removesuffix(".weight_packed").removesuffix(".weight") for n in file if n.endswith(codes)]:
         state = {n.removeprefix(f"{name}."): v for n, v in file.items() if n.startswith(f"{name}.")}
         if state["weight_scale"].is_floating_point():
             state["weight_scale"] = state["weight_scale"].float()
@@ -402,7 +413,8 @@ def on_weights(path, file, decoded, ids):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(path)
-    del config.quantization_config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     state = {
         k: v.float() for k, v in file.items() if v.is_floating_point() and k.endswith(".weight")
@@ -443,11 +455,12 @@ def load_gptqmodel(path, ids):
     return {"logits": plain_logits(model.model.eval(), ids)}
 
 
-def load_gguf(path, _):
+def load_gguf(path, ids):
     import numpy as np
     import torch
     from gguf import GGUFReader
     from gguf.quants import dequantize
+    from safetensors.torch import load_file
 
     reader = GGUFReader(path)
     names, out = {v: k for k, v in BLOCK.items()}, {}
@@ -463,7 +476,9 @@ def load_gguf(path, _):
             values = dequantize(t.data, t.tensor_type).astype(np.float32)
             values = values * np.float32(scales.get(t.name.removesuffix(".weight"), 1))
             out[f"model.layers.{number}.{names[module]}.weight"] = torch.from_numpy(values.copy())
-    return out
+    # What is not in blocks is that of the model that all were made from.
+    source = path.parent / "dense"
+    return {**out, "logits": on_weights(source, load_file(source / "model.safetensors"), out, ids)}
 
 
 def load_llama(path, ids):
@@ -504,7 +519,7 @@ def keep(found, out):
 def main():
     peer, verb, *rest = sys.argv[1:]
     if verb == "make":
-        make(peer, pathlib.Path(rest[0]))
+        make(peer, pathlib.Path(rest[0]), *rest[1:])
     elif verb == "load":
         folder, ids, errors = pathlib.Path(rest[0]), json.loads(rest[1]), {}
         for model in map(pathlib.Path, rest[2:]):

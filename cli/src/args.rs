@@ -25,7 +25,7 @@ use q4_model::wishes::Wishes;
 pub use serve::ServeArgs;
 pub use server::{LoadArgs, ServerArgs};
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 pub use trace::TraceArgs;
 
 const EXAMPLES: &str = "\
@@ -177,6 +177,13 @@ pub struct ModelArgs {
     /// tokenizer.json, where it is not beside the weights.
     #[arg(long, value_name = "PATH", value_hint = ValueHint::AnyPath)]
     pub tokenizer: Option<PathBuf>,
+}
+
+impl ModelArgs {
+    /// A model whose files stand beside each other.
+    pub fn of(model: &Path) -> Self {
+        Self { model: model.to_owned(), config: None, tokenizer: None }
+    }
 }
 
 /// How answers are sampled and when they end.
@@ -351,6 +358,9 @@ pub struct DiagnoseArgs {
     /// Only the table of what each backend computes here, as Markdown.
     #[arg(long)]
     pub matrix: bool,
+    /// Write the same as a page to attach to an issue, over one of that name.
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with = "matrix")]
+    pub html: Option<PathBuf>,
 }
 
 /// `q4 explain`.
@@ -368,6 +378,9 @@ pub struct ExplainArgs {
     /// Plan as if dense layers were quantised while loading.
     #[arg(long, value_enum, value_name = "FORMAT")]
     pub quantize: Option<Format>,
+    /// Write the same as a page to attach to an issue, over one of that name.
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub html: Option<PathBuf>,
 }
 
 /// `q4 inspect`.
@@ -391,6 +404,7 @@ notes alone are 0.
 Examples:
   q4 verify ./model
   q4 verify --run ./model
+  q4 verify ./model-nvfp4 --original ./model --html verify.html
   q4 verify ./model.dat --config ./original")]
 pub struct VerifyArgs {
     /// Which model.
@@ -400,6 +414,12 @@ pub struct VerifyArgs {
     /// order.
     #[arg(long)]
     pub run: bool,
+    /// The model it was made from: tells how far each matrix is from that one's, in dB.
+    #[arg(long, value_name = "MODEL", value_hint = ValueHint::AnyPath)]
+    pub original: Option<PathBuf>,
+    /// Write findings, formats and distances as a page, over one of that name.
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub html: Option<PathBuf>,
 }
 
 /// `q4 quantize`.

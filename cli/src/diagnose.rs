@@ -2,6 +2,8 @@
 //!
 //! Nothing here is inferred from a name or a file that exists: every live path computes, and the exit status
 //! says whether it computed rightly.
+mod page;
+
 use crate::args::DiagnoseArgs;
 use crate::context::Context;
 use crate::report::Outcome;
@@ -164,6 +166,9 @@ pub fn run(cx: &Context, args: &DiagnoseArgs) -> Result<Outcome> {
         backends,
         findings,
     };
+    if let Some(path) = &args.html {
+        page::page(&body).write(path)?;
+    }
     cx.report().result("diagnose", &body, || text(&body))?;
     Ok(if body.findings.is_empty() { Outcome::Done } else { Outcome::Found(Code::Findings) })
 }

@@ -1,4 +1,6 @@
 //! `q4 explain`: the plan of a model, layer by layer, with everybody who was refused and why.
+mod page;
+
 use crate::args::ExplainArgs;
 use crate::context::Context;
 use crate::report::{Outcome, stderr};
@@ -62,6 +64,9 @@ pub fn run(cx: &Context, args: &ExplainArgs) -> Result<Outcome> {
     warn_of_unscaled(&plan, cx.report());
     let refused = cx.require_named(&dispatch).and_then(|()| plan.require(&dispatch)).err();
     let body = body(cx, &checkpoint, &plan, refused.as_ref());
+    if let Some(path) = &args.html {
+        page::page(&checkpoint, &body).write(path)?;
+    }
     cx.report().result("explain", &body, || table(&checkpoint, &plan, cx.isa()))?;
     Ok(refused.map_or(Outcome::Done, |e| failed(&e)))
 }

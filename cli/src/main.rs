@@ -29,6 +29,7 @@ mod logging;
 mod logits;
 mod man;
 mod mistakes;
+mod page;
 mod plugins;
 mod prompt;
 mod proof;

@@ -3,6 +3,7 @@
 //! Both are planned as an answer is, so that a call has as many rows of as many as it has in `q4 generate`:
 //! the prompt, then a few tokens one at a time.
 mod codes;
+mod page;
 
 use crate::args::TraceArgs;
 use crate::context::Context;
@@ -161,26 +162,27 @@ pub fn run(cx: &Context, args: &TraceArgs) -> Result<Outcome> {
     }
     let lines: Vec<Line> = lines.into_iter().map(|(_, line)| line).collect();
     let first = lines.iter().find(|line| line.diverges(tolerance));
+    let body = Body {
+        model: checkpoint.name(),
+        against: &args.against,
+        tokens: ids.len(),
+        decoded,
+        tolerance,
+        drift,
+        first_divergence: first,
+        layers: &lines,
+        input_codes: flips.as_ref(),
+        executed_against,
+        facts: session.facts(),
+    };
+    if let Some(path) = &args.html {
+        page::page(&checkpoint, &body).write(path)?;
+    }
     if cx.report().is_json() {
-        cx.report().document(
-            "trace",
-            &Body {
-                model: checkpoint.name(),
-                against: &args.against,
-                tokens: ids.len(),
-                decoded,
-                tolerance,
-                drift,
-                first_divergence: first,
-                layers: &lines,
-                input_codes: flips.as_ref(),
-                executed_against,
-                facts: session.facts(),
-            },
-        )?;
+        cx.report().document("trace", &body)?;
     } else {
         cx.report().text(&table(&lines, first, tolerance, &args.against))?;
-        if let Some(flips) = flips.filter(|f| f.differ > 0) {
+        if let Some(flips) = flips.as_ref().filter(|f| f.differ > 0) {
             cx.report().text(&flips.text(&args.against))?;
         }
     }

@@ -29,7 +29,9 @@ pub fn detect(layer: &str, table: &dyn Tensors, quant_state: StateReader<'_>) ->
         [one] => (one.read)(&mut probe, quant_state)?,
         several => {
             let names: Vec<_> = several.iter().map(|rule| rule.layout.as_str()).collect();
-            probe.problem("tensors", "one layout", &names.join(" and "));
+            let codes = CODES.iter().filter_map(|suffix| probe.key(suffix)).map(|key| format!("`{key}`"));
+            let have = format!("{}: {}", names.join(" and "), codes.collect::<Vec<_>>().join(", "));
+            probe.problem("tensors", "one layout", &have);
             None
         }
     };
@@ -38,6 +40,23 @@ pub fn detect(layer: &str, table: &dyn Tensors, quant_state: StateReader<'_>) ->
         _ => Err(Error::new(Code::SchemaInvalid, format!("{layer}:\n{}", probe.problems.join("\n")))),
     }
 }
+
+/// Tensors by which layouts are told, and which a layer has one of.
+const CODES: [&str; 13] = [
+    "weight",
+    "weight_packed",
+    "_weight_qdata",
+    "weight.qdata",
+    "qdata",
+    "qweight",
+    "weight.q4_k",
+    "weight.q5_k",
+    "weight.q6_k",
+    "weight.q8_0",
+    "weight_scale_2",
+    "weight.absmax",
+    "absmax",
+];
 
 #[cfg(test)]
 mod tests {

@@ -3,13 +3,14 @@
 //! A scale of the wrong convention or a buffer in the wrong order decodes to finite, plausible, useless
 //! weights; nothing but a look at the numbers tells.
 mod declared;
+pub mod original;
 pub mod run;
 mod together;
 mod words;
 
 use crate::checkpoint::{Checkpoint, Container, Elements, Head, Layer, Method, Stored, names, values};
 use crate::{text, tokenizer::Tokenizer};
-use q4_core::formats::facts::Facts;
+use q4_core::formats::{facts::Facts, ggml::Blocks};
 use q4_core::{Code, Convention, Error, GlobalScale, Part, Result};
 use serde::Serialize;
 use std::{borrow::Cow, collections::BTreeMap, collections::BTreeSet, ops::RangeInclusive};
@@ -150,7 +151,7 @@ impl Verifier<'_> {
         self.known.insert(format!("{name}."));
         match self.c.bind(name, n, k) {
             Ok(layer) => {
-                self.declared(name, layer.detected.layout);
+                self.declared(name, layer.detected.layout, &layer.detected.keys.weight);
                 self.values(&layer, input);
             }
             Err(e) => self.error(name, &e),
@@ -308,15 +309,21 @@ impl Verifier<'_> {
                     *extra.entry(i).or_default() += 1;
                     continue;
                 }
-                _ if name.ends_with(".k_scale") || name.ends_with(".v_scale") => {
-                    let message = "scale of a quantised key/value cache, which stays in float";
-                    ("kv-scale", Severity::Note, message)
-                }
+                _ if name.ends_with(".k_scale") || name.ends_with(".v_scale") => match other_scale(name) {
+                    other if self.c.table().contains_key(&other) => {
+                        let message = "scale of a quantised key/value cache, which stays in float".to_owned();
+                        ("kv-scale", Severity::Note, message)
+                    }
+                    other => {
+                        let message = format!("a scale of a key/value cache, without `{other}`");
+                        ("kv-scale-alone", Severity::Warning, message)
+                    }
+                },
                 _ if name.ends_with("rotary_emb.inv_freq") => {
-                    ("unused-tensor", Severity::Note, "recomputed from config.json")
+                    ("unused-tensor", Severity::Note, "recomputed from config.json".to_owned())
                 }
                 _ if !self.is_part(name) => {
-                    ("unknown-tensor", Severity::Warning, "no part of the model uses it")
+                    ("unknown-tensor", Severity::Warning, "no part of the model uses it".to_owned())
                 }
                 _ => continue,
             };
@@ -325,7 +332,7 @@ impl Verifier<'_> {
                 continue;
             }
             told += 1;
-            self.add(code, severity, name, message.into());
+            self.add(code, severity, name, message);
         }
         if untold > 0 {
             let message = format!("{untold} more tensors that no part of the model uses as they are");
@@ -372,7 +379,9 @@ impl Verifier<'_> {
             "weight.nested_quant_map",
             "weight.quant_state.bitsandbytes__nf4",
         ];
-        SUFFIXES.iter().any(|s| name.strip_suffix(s).is_some_and(|module| self.known.contains(module)))
+        let blocks = Blocks::ALL.map(|blocks| blocks.tensor("weight"));
+        let mut suffixes = SUFFIXES.into_iter().chain(blocks.iter().map(String::as_str));
+        suffixes.any(|s| name.strip_suffix(s).is_some_and(|module| self.known.contains(module)))
     }
 
     fn declaration(&mut self) {
@@ -400,6 +409,14 @@ impl Verifier<'_> {
 
     fn add(&mut self, code: &'static str, severity: Severity, subject: &str, message: String) {
         self.findings.push(Finding { code, severity, tensor: subject.to_owned(), message });
+    }
+}
+
+/// The scale of values beside one of keys, and the other way round.
+fn other_scale(name: &str) -> String {
+    match name.strip_suffix(".k_scale") {
+        Some(module) => format!("{}.v_scale", module.replace("k_proj", "v_proj")),
+        None => format!("{}.k_scale", name.trim_end_matches(".v_scale").replace("v_proj", "k_proj")),
     }
 }
 

@@ -48,43 +48,9 @@ fn layers(c: &Checkpoint) -> Result<()> {
     Ok(())
 }
 
-/// ModelOpt's mixture: attention in FP8 under one scale, what is left in NVFP4, each layer by name in two
-/// files.
-fn modelopt() -> Model {
-    let mut m = Model::golden("a", "nvfp4_modelopt");
-    let fp8 = Model::golden("a", "fp8_tensor_ct");
-    let mut listed = serde_json::Map::new();
-    for i in 0..2 {
-        for part in ["q", "k", "v", "o"] {
-            let layer = format!("model.layers.{i}.self_attn.{part}_proj");
-            m.tensors.retain(|t| !t.name.starts_with(&format!("{layer}.")));
-            m.tensors.push(fp8.get(&format!("{layer}.weight")).clone());
-            let stored = fp8.get(&format!("{layer}.weight_scale"));
-            let wide = u32::from(u16::from_le_bytes(stored.bytes[..2].try_into().unwrap())) << 16;
-            let bytes = wide.to_le_bytes().to_vec();
-            m.tensors.push(Tensor::new(&format!("{layer}.weight_scale"), "F32", &[], bytes.clone()));
-            m.tensors.push(Tensor::new(&format!("{layer}.input_scale"), "F32", &[], bytes));
-            listed.insert(layer, json!({"quant_algo": "FP8"}));
-        }
-        for part in ["gate", "up", "down"] {
-            let layer = format!("model.layers.{i}.mlp.{part}_proj");
-            listed.insert(layer, json!({"quant_algo": "NVFP4", "group_size": 16}));
-        }
-    }
-    m.config["quantization_config"] = json!({
-        "quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": listed,
-        "ignore": ["lm_head"], "producer": {"name": "modelopt", "version": "0.47.0"},
-    });
-    m.hf_quant = Some(json!({"quantization": {
-        "quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": "FP8", "quantized_layers": listed,
-        "exclude_modules": ["lm_head"],
-    }}));
-    m
-}
-
 #[test]
 fn mixtures_of_modelopt_are_read_layer_by_layer() {
-    let m = modelopt();
+    let m = Model::mixture();
     let c = m.open().unwrap();
     layers(&c).unwrap();
     assert_eq!(c.layer(Q, 128, 64).unwrap().declared, Activations::Native);
@@ -146,58 +112,73 @@ fn a_contradiction_names_its_layer_and_both_places() {
         m.hf_quant.as_mut().unwrap()["quantization"]["quantized_layers"][UP]["quant_algo"] = json!("FP8");
     };
     let words = [UP, "nvfp4 in config.json", "fp8 with one scale in hf_quant_config.json"];
-    refused(modelopt(), &algo, ConfigInvalid, &words);
+    refused(Model::mixture(), &algo, ConfigInvalid, &words);
     let missing = |m: &mut Model| {
         let layers = &mut m.hf_quant.as_mut().unwrap()["quantization"]["quantized_layers"];
         layers.as_object_mut().unwrap().remove(Q);
     };
-    refused(modelopt(), &missing, ConfigInvalid, &[Q, "nothing in hf_quant_config.json"]);
+    refused(Model::mixture(), &missing, ConfigInvalid, &[Q, "nothing in hf_quant_config.json"]);
     let plain = |m: &mut Model| {
         m.hf_quant.as_mut().unwrap()["quantization"]["quant_algo"] = json!("NVFP4");
     };
-    refused(modelopt(), &plain, ConfigInvalid, &["hf_quant_config.json", "quant_algo", "the same as in"]);
+    refused(
+        Model::mixture(),
+        &plain,
+        ConfigInvalid,
+        &["hf_quant_config.json", "quant_algo", "the same as in"],
+    );
     let excluded = |m: &mut Model| m.config["quantization_config"]["ignore"] = json!(["lm_head", UP]);
-    refused(modelopt(), &excluded, SchemaInvalid, &[UP, "two lists", "both"]);
+    refused(Model::mixture(), &excluded, SchemaInvalid, &[UP, "two lists", "both"]);
     let none = |m: &mut Model| {
         m.config["quantization_config"].as_object_mut().unwrap().remove("quantized_layers");
         m.hf_quant = None;
     };
-    refused(modelopt(), &none, ConfigInvalid, &["quantized_layers", "MIXED_PRECISION"]);
+    refused(Model::mixture(), &none, ConfigInvalid, &["quantized_layers", "MIXED_PRECISION"]);
 
     // One algorithm for all, and a layer of another: told by the tensors alone it would be taken.
     let one = |m: &mut Model| {
         m.hf_quant = None;
         m.config["quantization_config"] = json!({"quant_method": "modelopt", "quant_algo": "NVFP4"});
     };
-    refused(modelopt(), &one, SchemaInvalid, &[Q, other, "need: nvfp4", "fp8 with one scale"]);
+    refused(Model::mixture(), &one, SchemaInvalid, &[Q, other, "need: nvfp4", "fp8 with one scale"]);
 
     // The lists against the tensors.
-    refused(modelopt(), &both(UP, json!({"quant_algo": "FP8"})), SchemaInvalid, &[UP, other, "nvfp4"]);
+    refused(Model::mixture(), &both(UP, json!({"quant_algo": "FP8"})), SchemaInvalid, &[UP, other, "nvfp4"]);
     let nvfp4 = json!({"quant_algo": "NVFP4"});
-    refused(modelopt(), &both(Q, nvfp4), SchemaInvalid, &[Q, other, "need: nvfp4", "fp8 with one scale"]);
+    refused(
+        Model::mixture(),
+        &both(Q, nvfp4),
+        SchemaInvalid,
+        &[Q, other, "need: nvfp4", "fp8 with one scale"],
+    );
     let rows = json!({"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"});
-    refused(modelopt(), &both(Q, rows), SchemaInvalid, &[Q, other, "per out feature", "one scale"]);
-    refused(modelopt(), &both(Q, json!({"quant_algo": "MXFP8"})), ConfigInvalid, &[Q, "MXFP8", "FP8_PB_WO"]);
+    refused(Model::mixture(), &both(Q, rows), SchemaInvalid, &[Q, other, "per out feature", "one scale"]);
+    refused(
+        Model::mixture(),
+        &both(Q, json!({"quant_algo": "MXFP8"})),
+        ConfigInvalid,
+        &[Q, "MXFP8", "FP8_PB_WO"],
+    );
     let size = json!({"quant_algo": "NVFP4", "group_size": 32});
-    refused(modelopt(), &both(UP, size), ConfigInvalid, &[UP, "group_size", "need: 16"]);
+    refused(Model::mixture(), &both(UP, size), ConfigInvalid, &[UP, "group_size", "need: 16"]);
     let unlisted = |m: &mut Model| {
         m.hf_quant = None;
         m.config["quantization_config"]["quantized_layers"].as_object_mut().unwrap().remove(UP);
     };
-    refused(modelopt(), &unlisted, SchemaInvalid, &[UP, other, "no group has this layer"]);
+    refused(Model::mixture(), &unlisted, SchemaInvalid, &[UP, other, "no group has this layer"]);
     let prefix = |m: &mut Model| {
         m.hf_quant = None;
         let layers = m.config["quantization_config"]["quantized_layers"].as_object_mut().unwrap();
         let renamed = std::mem::take(layers).into_iter();
         layers.extend(renamed.map(|(k, v)| (k.replace("model.", "model.language_model."), v)));
     };
-    refused(modelopt(), &prefix, SchemaInvalid, &[Q, "no group has this layer"]);
+    refused(Model::mixture(), &prefix, SchemaInvalid, &[Q, "no group has this layer"]);
     let dense = |m: &mut Model| {
         let plain = Model::golden("a", "");
         m.tensors.retain(|t| !t.name.starts_with(&format!("{UP}.")));
         m.tensors.push(plain.get(&format!("{UP}.weight")).clone());
     };
-    refused(modelopt(), &dense, SchemaInvalid, &[UP, other, "need: nvfp4", "dense"]);
+    refused(Model::mixture(), &dense, SchemaInvalid, &[UP, other, "need: nvfp4", "dense"]);
 
     // Groups of compressed-tensors: the first that has a layer counts.
     let swapped = |m: &mut Model| {

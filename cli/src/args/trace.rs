@@ -1,6 +1,7 @@
 //! The options of `q4 trace`.
 use crate::args::{DeviceChoice, Format, ModelArgs, device};
-use clap::Args;
+use clap::{Args, ValueHint};
+use std::path::PathBuf;
 
 /// `q4 trace`.
 #[derive(Args, Debug)]
@@ -43,6 +44,9 @@ pub struct TraceArgs {
     /// Quantise dense layers while loading.
     #[arg(long, value_enum, value_name = "FORMAT")]
     pub quantize: Option<Format>,
+    /// Write the same as a page to look at, over one of that name.
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub html: Option<PathBuf>,
 }
 
 fn tolerance(text: &str) -> Result<f64, String> {

@@ -39,6 +39,7 @@ mod memory;
 mod mistakes;
 mod narrow;
 mod output;
+mod pages;
 mod plugin;
 mod predict;
 mod prompt;

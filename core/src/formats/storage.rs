@@ -291,11 +291,11 @@ impl Probe<'_> {
         }
     }
 
-    pub(crate) fn count(&mut self, suffix: &str, dtypes: &[DType], need: usize) {
+    pub(crate) fn count(&mut self, suffix: &str, dtypes: &[DType], need: usize, why: &str) {
         if let Some(meta) = self.tensor(suffix, dtypes)
             && meta.len() != need
         {
-            self.problem(suffix, &format!("{need} elements"), &format!("{:?}", meta.shape));
+            self.problem(suffix, &format!("{need} elements, {why}"), &format!("{:?}", meta.shape));
         }
     }
 

@@ -4,14 +4,29 @@
 //! agree.
 use super::{Checkpoint, Container, stored::Stored, words};
 use q4_core::{
-    ActGlobal, ActQuant, Activations, Code, Convention, Error, GlobalScale, Result, Rule, ScaleLayout,
+    ActGlobal, ActQuant, Activations, Code, Convention, DType, Error, GlobalScale, Result, Rule, ScaleLayout,
     Segment, SegmentData, TensorView,
     detect::{Detected, Layout, QuantState, detect},
 };
 use serde::Deserialize;
 
-/// Tensors that would change a layer's product and that no layout of ours has; some families have biases.
-const FOREIGN: [&str; 4] = ["bias", "pre_quant_scale", "weight_zero_point", "weight_g_idx"];
+/// Tensors that would change a layer's product where they are not a part of its layout; some families have
+/// biases.
+const FOREIGN: [&str; 13] = [
+    "bias",
+    "pre_quant_scale",
+    "weight_scale",
+    "weight_scale_inv",
+    "weight_scale_2",
+    "weight_global_scale",
+    "weight_zero_point",
+    "weight_g_idx",
+    "scales",
+    "qzeros",
+    "weight.absmax",
+    "absmax",
+    "weight.scale",
+];
 
 /// A bound linear layer, `[n, k]`.
 #[derive(Clone, Debug)]
@@ -77,20 +92,24 @@ pub(super) fn bind<'a>(c: &'a Checkpoint, name: &str, n: usize, k: usize) -> Res
         c.store().hint(name, error)
     })?;
     c.declaration().check(name, &detected)?;
-    let own = |f: &str| match f {
-        "bias" => c.config().arch.is_biased(name),
-        "weight_zero_point" => detected.keys.zeros.is_some(),
-        _ => false,
+    let own = |key: &String| {
+        detected.keys.all().any(|own| own == key)
+            || (key.ends_with(".bias") && c.config().arch.is_biased(name))
     };
-    let foreign = FOREIGN.iter().filter(|f| !own(f)).map(|f| format!("{name}.{f}"));
-    if let Some(key) = foreign.into_iter().find(|key| table.contains_key(key)) {
+    let mut foreign = FOREIGN.iter().map(|f| format!("{name}.{f}")).filter(|key| !own(key));
+    if let Some(key) = foreign.find(|key| table.contains_key(key)) {
         return Err(Error::new(
             Code::SchemaInvalid,
             format!("`{key}`: would change the product of its layer"),
         )
         .need("a layer without it")
-        .have("it"));
+        .have(format!(
+            "it beside `{}`, which is {}",
+            detected.keys.weight,
+            detected.schema.in_words()
+        )));
     }
+    shape_agrees(c, name, &detected)?;
     words::refuse_packed(&detected, table)?;
     if detected.layout == Layout::Gguf && c.store().container() != Container::Gguf {
         return Err(Error::new(Code::SchemaInvalid, format!("`{}`", detected.keys.weight))
@@ -116,6 +135,32 @@ pub(super) fn bind<'a>(c: &'a Checkpoint, name: &str, n: usize, k: usize) -> Res
     let mut layer = Layer { name, detected, segment, declared: native, input_global, lacks_input_scale };
     layer.declared = declared(c, &layer, inputs)?;
     Ok(layer)
+}
+
+/// The extents that compressed-tensors stores beside words are those that the words have.
+fn shape_agrees(c: &Checkpoint, name: &str, found: &Detected) -> Result<()> {
+    let key = format!("{name}.weight_shape");
+    if found.layout != Layout::CompressedTensors || !c.table().contains_key(&key) {
+        return Ok(());
+    }
+    let stored = c.tensor(&key)?;
+    let wide = |bytes: &[u8; 8]| i64::from_le_bytes(*bytes);
+    let narrow = |bytes: &[u8; 4]| i64::from(i32::from_le_bytes(*bytes));
+    let have: Vec<i64> = match stored.dtype {
+        DType::I64 => stored.bytes.as_chunks().0.iter().map(wide).collect(),
+        DType::I32 => stored.bytes.as_chunks().0.iter().map(narrow).collect(),
+        other => {
+            return Err(Error::new(Code::TensorType, format!("`{key}`"))
+                .need("i64 or i32")
+                .have(other.as_str()));
+        }
+    };
+    if have == [found.n as i64, found.k as i64] {
+        return Ok(());
+    }
+    Err(Error::new(Code::SchemaInvalid, format!("`{key}`: another shape than the words have"))
+        .need(format!("[{}, {}], as `{}` has", found.n, found.k, found.keys.weight))
+        .have(format!("{have:?}")))
 }
 
 fn data<'a>(c: &'a Checkpoint, d: &Detected, global: Option<GlobalScale>) -> Result<SegmentData<'a>> {
@@ -189,16 +234,17 @@ fn torchao(c: &Checkpoint, layer: &Layer<'_>) -> Result<bool> {
             return Err(wrong("_tensor_data_names", "per_tensor_scale, for it is stored", parts.join(", ")));
         }
     }
+    let scales = layer.detected.keys.scales.as_deref().unwrap_or_default();
     let swizzled = layer.detected.schema.wire().scale_layout == Some(ScaleLayout::Swizzled128x4);
     let block = layer.detected.schema.block();
     match (data.is_swizzled_scales, data.block_size) {
         (Some(says), _) if says != swizzled => Err(wrong(
             "is_swizzled_scales",
-            &format!("{swizzled}, as the shape of _weight_scale says"),
+            &format!("{swizzled}, as the shape of `{scales}` says"),
             says.to_string(),
         )),
         (_, Some(size)) if size != block as u64 => {
-            Err(wrong("block_size", &block.to_string(), size.to_string()))
+            Err(wrong("block_size", &format!("{block}, as `{scales}` has"), size.to_string()))
         }
         _ => Ok(data.act_quant_kwargs.is_some()),
     }

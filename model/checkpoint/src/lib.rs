@@ -27,7 +27,7 @@ pub mod values;
 mod words;
 
 pub use bytes::Bytes;
-pub use declared::{Declaration, Method};
+pub use declared::{Declaration, Excluded, Method};
 pub use layer::Layer;
 pub use matrix::{Elements, Matrix};
 pub use store::{Entry, SCANNED, TensorStore};
@@ -281,7 +281,20 @@ impl Checkpoint {
     /// # Errors
     /// As [`layer`](Self::layer), but for the values that are not read.
     pub fn bind(&self, name: &str, n: usize, k: usize) -> Result<Layer<'_>> {
-        layer::bind(self, name, n, k)
+        layer::bind(self, name, n, k).map_err(|e| self.of_absent_layer(name, e))
+    }
+
+    /// A tensor of a layer of which nothing is there: not it is missing.
+    fn of_absent_layer(&self, name: &str, e: Error) -> Error {
+        let modules = &self.config.arch.names;
+        match modules.layer_of(name) {
+            Some(i) if e.code() == Code::TensorMissing && !self.table().has_prefix(&modules.of(i, "")) => {
+                let layers = self.config.num_hidden_layers;
+                e.need(format!("{layers} layers, as num_hidden_layers of config.json says"))
+                    .have(format!("no tensor of layer {i}"))
+            }
+            _ => e,
+        }
     }
 
     /// A tensor of exactly `shape` in f16, bf16 or f32 with finite values only.
@@ -315,7 +328,8 @@ impl Checkpoint {
     /// As [`floats`](Self::floats).
     pub fn norm(&self, name: &str, len: usize) -> Result<Vec<f32>> {
         let name = format!("{name}.weight");
-        let values = self.store.floats(&name, &[len], None)?.to_f32();
+        let stored = self.store.floats(&name, &[len], None).map_err(|e| self.of_absent_layer(&name, e));
+        let values = stored?.to_f32();
         self.release_tensor(&name);
         values
     }
@@ -330,12 +344,12 @@ impl Checkpoint {
         name.map(|name| self.store.floats(&name, &[n], None)?.to_f32()).transpose()
     }
 
-    /// The output projection. A 4-bit `lm_head` is used even where the configuration ties it to the
-    /// embedding, as `.dat` files have it.
+    /// The output projection. In a `.dat` file a 4-bit `lm_head` is used even where the configuration ties it
+    /// to the embedding.
     ///
     /// # Errors
-    /// As [`layer`](Self::layer) and [`floats`](Self::floats); [`Code::SchemaInvalid`] for a dense head that
-    /// is tied to the embedding and not equal to it.
+    /// As [`layer`](Self::layer) and [`floats`](Self::floats); [`Code::SchemaInvalid`] for a head of
+    /// its own that the configuration ties to the embedding.
     pub fn head(&self) -> Result<Head<'_>> {
         let head = self.bind_head()?;
         if let Head::Quantised(layer) = &head {
@@ -362,12 +376,18 @@ impl Checkpoint {
         if tied && !self.has_module(names.head) {
             return Ok(Head::Tied);
         }
+        if !self.has_module(names.head) {
+            let error = Error::new(Code::TensorMissing, format!("`{}.weight`", names.head))
+                .need("a head of its own, for tie_word_embeddings is false in config.json")
+                .have(format!("{} tensors of other names", self.table().len()));
+            return Err(self.store.hint(names.head, error));
+        }
         let layer = self.bind(names.head, n, k)?;
         if layer.detected.layout == Layout::Gguf {
             self.agrees_about_head(&layer.detected)?;
         }
         if layer.detected.layout != Layout::Dense {
-            return Ok(Head::Quantised(Box::new(layer)));
+            return self.agrees_about_packed(&layer.detected).map(|()| Head::Quantised(Box::new(layer)));
         }
         let stored = self.tensor(&layer.detected.keys.weight)?;
         if !tied {
@@ -386,6 +406,20 @@ impl Checkpoint {
         .need(format!("the same values as {}.weight, or no such tensor", names.embedding))
         .have("others")
         .fix("set tie_word_embeddings to false if the model was trained so"))
+    }
+
+    /// Only in `.dat` files does a packed head stand beside a tied one; other tools would not read it.
+    fn agrees_about_packed(&self, head: &Detected) -> Result<()> {
+        if !self.config.tie_word_embeddings || self.store.container() != Container::Safetensors {
+            return Ok(());
+        }
+        Err(Error::new(
+            Code::SchemaInvalid,
+            format!("`{}`: config.json ties it to the embedding", head.keys.weight),
+        )
+        .need("no such tensor, for tie_word_embeddings is true in config.json")
+        .have(format!("a head of its own, {}", head.schema.in_words()))
+        .fix("set tie_word_embeddings to false if the model was quantised so"))
     }
 
     /// A GGUF file has a head of its own, or its embedding's blocks under that name: a configuration from

@@ -66,12 +66,39 @@ pub fn sqnr_db(rows: &Rows<'_>, quantized: &Quantized, threads: &ThreadPool) -> 
             decoder.k()
         )));
     }
+    ratio(&|row, to| rows.read(row * k, to).map(drop), &decoder, threads)
+}
+
+/// As [`sqnr_db`] for two weights that are stored in any way, of which `original` is the signal.
+///
+/// # Errors
+/// [`Code::ShapeMismatch`] for two different shapes.
+pub fn distance_db(original: &RowDecoder<'_>, other: &RowDecoder<'_>, threads: &ThreadPool) -> Result<f64> {
+    let [one, two] = [original, other].map(|decoder| [decoder.n(), decoder.k()]);
+    if one != two {
+        let what = "two weights that are compared";
+        return Err(Error::new(Code::ShapeMismatch, what).need(format!("{one:?}")).have(format!("{two:?}")));
+    }
+    let read = |row: usize, to: &mut [f32]| {
+        original.row(row, to);
+        Ok(())
+    };
+    ratio(&read, other, threads)
+}
+
+/// `read` gives the rows of the signal.
+fn ratio(
+    read: &(dyn Fn(usize, &mut [f32]) -> Result<()> + Sync),
+    decoder: &RowDecoder<'_>,
+    threads: &ThreadPool,
+) -> Result<f64> {
+    let (n, k) = (decoder.n(), decoder.k());
     let step = (PIECE / k).max(1);
     let sums = parallel(threads, (0..n).step_by(step).collect(), |first: usize| {
         let (mut x, mut y) = (vec![0f32; k], vec![0f32; k]);
         let (mut signal, mut noise) = (0f64, 0f64);
         for row in first..(first + step).min(n) {
-            rows.read(row * k, &mut x)?;
+            read(row, &mut x)?;
             decoder.row(row, &mut y);
             for (&w, &d) in x.iter().zip(&y) {
                 signal += f64::from(w) * f64::from(w);

@@ -356,7 +356,7 @@ impl TensorStore {
         }
         if stored.shape != shape {
             return Err(Error::new(Code::TensorShape, format!("`{name}`"))
-                .need(format!("{shape:?}"))
+                .need(format!("{shape:?}, as config.json says"))
                 .have(format!("{:?}", stored.shape)));
         }
         Ok(stored)

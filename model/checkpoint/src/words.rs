@@ -200,15 +200,8 @@ impl<'a> Layer<'a> {
                 .need("g_idx, as desc_act of config.json declares")
                 .have("no such tensor"));
         }
-        if !is_awq && has_index {
-            let of = |word: &[u8; 4]| u32::from_le_bytes(*word) as usize;
-            let wrong = words("g_idx")?.iter().enumerate().find(|(i, g)| of(g) != i / (k / groups));
-            if let Some((i, group)) = wrong {
-                return Err(Error::new(Code::SchemaInvalid, format!("`{name}.g_idx`"))
-                    .need("groups in the order of the in features")
-                    .have(format!("in feature {i} in group {}: act-order (desc_act)", of(group)))
-                    .fix("a version that was quantised with desc_act false or with a static group order"));
-            }
+        if has_index {
+            in_order(name, words("g_idx")?, (k, groups), packing.in_order)?;
         }
         // Signed and not, the two are told from each other.
         out.add(format!("{name}.qweight"), if is_awq { &I8 } else { &U8 }, [n, k / 2], |to| match is_awq {
@@ -235,6 +228,24 @@ impl<'a> Layer<'a> {
             .for_each(|part| store.release_tensor(&format!("{name}.{part}")));
         Ok(())
     }
+}
+
+/// Groups of the in features are the runs that they have without an index.
+fn in_order(name: &str, index: &[[u8; 4]], (k, groups): (usize, usize), declared: bool) -> Result<()> {
+    if index.len() != k {
+        return Err(Error::new(Code::SchemaInvalid, format!("`{name}.g_idx`"))
+            .need(format!("a group for each of the {k} in features of `{name}.qweight`"))
+            .have(index.len().to_string()));
+    }
+    let of = |word: &[u8; 4]| u32::from_le_bytes(*word) as usize;
+    let Some((i, group)) = index.iter().enumerate().find(|(i, g)| of(g) != i / (k / groups)) else {
+        return Ok(());
+    };
+    let said = if declared { "no desc_act in config.json" } else { "desc_act, as config.json declares" };
+    Err(Error::new(Code::SchemaInvalid, format!("`{name}.g_idx`"))
+        .need("groups in the order of the in features")
+        .have(format!("in feature {i} in group {}: act-order, with {said}", of(group)))
+        .fix("a version that was quantised with desc_act false or with a static group order"))
 }
 
 fn nibble(word: [u8; 4], at: usize) -> u8 {

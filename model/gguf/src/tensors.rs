@@ -98,21 +98,23 @@ pub(crate) fn place(tensors: &mut [Tensor<'_>], file: usize, start: usize, align
     // Descriptions of 25 bytes: a file with more of them than a u32 counts has 100 GB of names.
     let mut order: Vec<u32> = (0..tensors.len() as u32).collect();
     order.sort_unstable_by_key(|&i| tensors[i as usize].range.start);
-    let mut at = 0usize;
+    let (mut at, mut before) = (0usize, None);
     for i in order {
         let Tensor { name, range, .. } = &mut tensors[i as usize];
         if range.start != at {
+            let before = before.map_or("the head of the file".to_owned(), named);
             let fault = match range.start {
                 s if s % alignment != 0 => "its offset is not aligned",
                 s if s < at => "overlaps the one before it",
                 _ => "leaves a hole before it",
             };
             return Err(Error::new(Code::Container, format!("{}: {fault}", named(name)))
-                .need(format!("byte {at} of the data, with an alignment of {alignment}"))
+                .need(format!("byte {at} of the data, behind {before}, with an alignment of {alignment}"))
                 .have(range.start.to_string()));
         }
         at = range.end.checked_next_multiple_of(alignment).unwrap_or(usize::MAX);
         *range = start + range.start..start + range.end;
+        before = Some(*name);
     }
     if data > at {
         return Err(Error::new(Code::Container, "bytes after the last tensor")

@@ -1,10 +1,19 @@
-//! Random damage: a file is read or refused, and nothing else happens.
+//! Random damage: a file is read or refused, nothing else happens, and memory is bounded by the file.
 mod support;
 
 use q4_gguf::{Gguf, config, generation_config, tokenizer, tokenizer_config, weights};
+use q4_heap::{COUNTED, Heap};
 use support::{Random, small};
 
+/// Files that are damaged, unless `Q4_DAMAGE_RUNS` says how many.
 const RUNS: usize = 100_000;
+/// Most bytes that reading one may take for each byte of it: entries of the index, and texts of the tokenizer
+/// as JSON of several kinds.
+const FACTOR: usize = 16;
+
+#[global_allocator]
+static HEAP: Heap = COUNTED;
+
 /// Numbers that a damaged field may be.
 const EXTREME: [u64; 8] = [0, 1, u64::MAX, 1 << 63, 1 << 60, 1 << 32, (1 << 31) - 1, 0xff];
 
@@ -15,8 +24,9 @@ fn damage_is_refused_or_harmless() {
     let whole = whole.bytes();
     let header = whole.len() - (384 + 128 + 1152 + 32);
     let mut random = Random(0x9e37_79b9_7f4a_7c15);
-    let (mut read, mut refused) = (0usize, 0usize);
-    for run in 0..RUNS {
+    let (mut read, mut refused, mut most) = (0usize, 0usize, 0f64);
+    let runs = std::env::var("Q4_DAMAGE_RUNS").map_or(RUNS, |n| n.parse().expect("a number"));
+    for run in 0..runs {
         let mut bytes = whole.clone();
         match run % 4 {
             // One byte, and several.
@@ -41,6 +51,7 @@ fn damage_is_refused_or_harmless() {
                 }
             }
         }
+        let start = q4_heap::begin();
         match Gguf::parse("a.gguf", &bytes) {
             Err(error) => {
                 refused += 1;
@@ -61,8 +72,11 @@ fn damage_is_refused_or_harmless() {
                 let _ = weights(&gguf);
             }
         }
+        let taken = (q4_heap::peak() - start) as f64 / whole.len() as f64;
+        most = most.max(taken);
     }
-    println!("{read} read, {refused} refused");
+    println!("{read} read, {refused} refused, at most {most:.1} bytes taken for one of the file");
+    assert!(most <= FACTOR as f64, "{most}");
     // Both happen: texts may be anything, and lengths may not.
-    assert!(read > RUNS / 20 && refused > RUNS / 20, "{read} read, {refused} refused");
+    assert!(read > runs / 20 && refused > runs / 20, "{read} read, {refused} refused");
 }

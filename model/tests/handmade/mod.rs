@@ -2,6 +2,8 @@
 //!
 //! A test that wrote its files with the code it tests could only show that the code agrees with itself.
 #![allow(dead_code, clippy::unwrap_used)]
+pub mod gguf;
+
 use q4_core::Result;
 use q4_model::checkpoint::{Bytes, Checkpoint};
 use serde_json::{Map, Value, json};
@@ -61,6 +63,40 @@ impl Model {
             |name: &str| std::fs::read(dir.join(name)).ok().map(|b| serde_json::from_slice(&b).unwrap());
         let config = json("config.json").unwrap();
         Self { tensors, metadata, config, hf_quant: json("hf_quant_config.json"), others: Vec::new() }
+    }
+
+    /// ModelOpt's mixture: attention in FP8 under one scale, what is left in NVFP4, each layer by name in two
+    /// files.
+    pub fn mixture() -> Self {
+        let mut m = Self::golden("a", "nvfp4_modelopt");
+        let fp8 = Self::golden("a", "fp8_tensor_ct");
+        let mut listed = Map::new();
+        for i in 0..2 {
+            for part in ["q", "k", "v", "o"] {
+                let layer = format!("model.layers.{i}.self_attn.{part}_proj");
+                m.tensors.retain(|t| !t.name.starts_with(&format!("{layer}.")));
+                m.tensors.push(fp8.get(&format!("{layer}.weight")).clone());
+                let stored = fp8.get(&format!("{layer}.weight_scale"));
+                let wide = u32::from(u16::from_le_bytes(stored.bytes[..2].try_into().unwrap())) << 16;
+                let bytes = wide.to_le_bytes().to_vec();
+                m.tensors.push(Tensor::new(&format!("{layer}.weight_scale"), "F32", &[], bytes.clone()));
+                m.tensors.push(Tensor::new(&format!("{layer}.input_scale"), "F32", &[], bytes));
+                listed.insert(layer, json!({"quant_algo": "FP8"}));
+            }
+            for part in ["gate", "up", "down"] {
+                let layer = format!("model.layers.{i}.mlp.{part}_proj");
+                listed.insert(layer, json!({"quant_algo": "NVFP4", "group_size": 16}));
+            }
+        }
+        m.config["quantization_config"] = json!({
+            "quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": listed,
+            "ignore": ["lm_head"], "producer": {"name": "modelopt", "version": "0.47.0"},
+        });
+        m.hf_quant = Some(json!({"quantization": {
+            "quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": "FP8", "quantized_layers": listed,
+            "exclude_modules": ["lm_head"],
+        }}));
+        m
     }
 
     pub fn get(&self, name: &str) -> &Tensor {

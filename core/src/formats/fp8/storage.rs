@@ -55,7 +55,8 @@ fn read(p: &mut Probe<'_>) -> Option<Detected> {
     };
     let Some(tile) = TILES.into_iter().find(fits) else {
         let [rows, columns] = Fp8 { tile: TILES[2], scales }.grid(n, k);
-        let need = format!("one, [{n}, 1] or, of tiles of 128 by 128, [{rows}, {columns}]");
+        let need =
+            format!("one, [{n}, 1] or, of tiles of 128 by 128, [{rows}, {columns}] for weight [{n}, {k}]");
         p.problem(name, &need, &format!("{:?}", meta.shape));
         return None;
     };

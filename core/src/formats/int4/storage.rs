@@ -41,7 +41,8 @@ fn read(p: &mut Probe<'_>) -> Option<Detected> {
     let k = words * 8;
     let [rows, groups] = p.matrix("weight_scale", &[DType::F16, DType::BF16, DType::F32])?;
     if rows != n || !k.is_multiple_of(groups) || !(k / groups).is_multiple_of(16) {
-        let need = format!("[{n}, groups of a multiple of 16 in {k} in features]");
+        let need =
+            format!("[{n}, groups of a multiple of 16 in {k} in features] for weight_packed [{n}, {words}]");
         p.problem("weight_scale", &need, &format!("[{rows}, {groups}]"));
         return None;
     }
@@ -51,7 +52,11 @@ fn read(p: &mut Probe<'_>) -> Option<Detected> {
         let fits = [(DType::U8, [n, groups]), (DType::I32, packed)];
         if !fits.iter().any(|(dtype, shape)| zeros.dtype == Some(*dtype) && *zeros.shape == *shape) {
             let have = zeros.dtype.map_or("another type", DType::as_str);
-            p.problem("weight_zero_point", &format!("i32 {packed:?}"), &format!("{have} {:?}", zeros.shape));
+            p.problem(
+                "weight_zero_point",
+                &format!("i32 {packed:?} beside weight_scale [{n}, {groups}]"),
+                &format!("{have} {:?}", zeros.shape),
+            );
         }
     }
     let symmetric = zeros.is_none();
@@ -97,15 +102,16 @@ fn of_words(p: &mut Probe<'_>, layout: Layout) -> Option<Detected> {
     let dtype = p.meta("scales").and_then(|meta| meta.dtype)?;
     let (have, groups) = (scales[of_n], scales[of_k]);
     if have != n || !k.is_multiple_of(groups) || !(k / groups).is_multiple_of(16) {
-        let need =
-            format!("a scale for each of {n} out features and group of a multiple of 16 of {k} in features");
+        let need = format!(
+            "a scale for each of {n} out features and group of a multiple of 16 of {k} in features of qweight"
+        );
         p.problem("scales", &need, &format!("{scales:?}"));
         return None;
     }
     let zeros = p.has("qzeros").then(|| p.matrix("qzeros", &[DType::I32, DType::U8])).flatten();
     let need = if is_packed { [groups, n / 8] } else { [n, groups] };
     if let Some(zeros) = zeros.filter(|zeros| *zeros != need) {
-        p.problem("qzeros", &format!("{need:?}"), &format!("{zeros:?}"));
+        p.problem("qzeros", &format!("{need:?} beside scales {scales:?}"), &format!("{zeros:?}"));
     }
     let keys = LayerKeys {
         weight: p.key("qweight")?,

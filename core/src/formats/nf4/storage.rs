@@ -39,10 +39,12 @@ fn bitsandbytes(p: &mut Probe<'_>, quant_state: StateReader<'_>) -> Result<Optio
     }
     check_block(p, state.block);
     let blocks = (n * k).div_ceil(state.block.max(1) as usize);
-    p.count("weight", &[DType::U8], (n * k).div_ceil(2));
-    p.count("weight.quant_map", &[DType::F32], 16);
+    let by_shape = "as the shape of weight.quant_state says";
+    let by_block = "as blocksize of weight.quant_state says";
+    p.count("weight", &[DType::U8], (n * k).div_ceil(2), by_shape);
+    p.count("weight.quant_map", &[DType::F32], 16, "one a code");
     match state.nested {
-        None => p.count("weight.absmax", &[DType::F32], blocks),
+        None => p.count("weight.absmax", &[DType::F32], blocks, by_block),
         Some((nested, offset)) => {
             if nested == 0 || !offset.is_finite() {
                 p.problem(
@@ -51,9 +53,10 @@ fn bitsandbytes(p: &mut Probe<'_>, quant_state: StateReader<'_>) -> Result<Optio
                     &format!("{nested}, {offset}"),
                 );
             }
-            p.count("weight.absmax", &[DType::U8], blocks);
-            p.count("weight.nested_quant_map", &[DType::F32], 256);
-            p.count("weight.nested_absmax", &[DType::F32], blocks.div_ceil(nested.max(1) as usize));
+            p.count("weight.absmax", &[DType::U8], blocks, by_block);
+            p.count("weight.nested_quant_map", &[DType::F32], 256, "one a code");
+            let second = blocks.div_ceil(nested.max(1) as usize);
+            p.count("weight.nested_absmax", &[DType::F32], second, "as nested_blocksize says");
         }
     }
     let keys = LayerKeys {
@@ -73,7 +76,7 @@ fn dat(p: &mut Probe<'_>) -> Option<Detected> {
     let [n, half] = p.matrix("weight", &[DType::U8])?;
     let k = half * 2;
     let absmax = p.tensor("absmax", &[DType::F32])?.len();
-    p.count("quant_map", &[DType::F32], 16);
+    p.count("quant_map", &[DType::F32], 16, "one a code");
     if absmax == 0 || (n * k) % absmax != 0 {
         p.problem("absmax", &format!("a divisor of {} elements", n * k), &absmax.to_string());
         return None;

@@ -123,7 +123,7 @@ fn read(p: &mut Probe<'_>, named: Names) -> Option<Detected> {
         } else {
             p.problem(
                 scales,
-                &format!("[{n}, {blocks}], one per 16 in features"),
+                &format!("[{n}, {blocks}], one per 16 in features of {codes} [{n}, {half}]"),
                 &format!("{:?}", meta.shape),
             );
         }

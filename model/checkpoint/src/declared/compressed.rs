@@ -1,8 +1,8 @@
 //! What compressed-tensors says: groups of layers, each with a format.
 use super::patterns::Targets;
 use super::{
-    CONFIG, Declaration, Declared, Group, Method, Reach, groups, inputs_note, kv_note, list, present, refuse,
-    text,
+    CONFIG, Declaration, Declared, Excluded, Group, Method, Reach, groups, inputs_note, kv_note, list,
+    present, refuse, text,
 };
 use q4_core::formats::{self, Wire, storage::Described};
 use q4_core::{Q4Schema, Result};
@@ -20,33 +20,41 @@ pub(super) fn read(c: &Value) -> Result<Declaration> {
     }
     let mut declared = Vec::new();
     let mut notes: Vec<_> = present(c, "kv_cache_scheme").map(|kv| kv_note(CONFIG, kv)).into_iter().collect();
-    for group in groups(c) {
+    for (place, group) in groups(c) {
         let format = present(group, "format").or(present(c, "format"));
         let called: Vec<_> =
             known.iter().filter(|k| format.and_then(Value::as_str) == Some(k.0.format)).collect();
         let Some(usual) = called.first() else {
-            return Err(refuse(CONFIG, "format", &names, format));
+            return Err(refuse(CONFIG, &format!("{place}.format"), &names, format));
         };
         let weights = present(group, "weights");
         let symmetric = weights.and_then(|w| present(w, "symmetric")).and_then(Value::as_bool);
         let (described, schema) = called.iter().find(|k| Some(k.0.symmetric) == symmetric).unwrap_or(usual);
         let inputs = present(group, "input_activations");
+        let why = format!("for its format is {}", described.format);
         let is_tiled = schema.tile().is_some();
         if inputs.is_some() && !is_tiled && !schema.activations().contains(&"nvfp4") {
             let need = format!("null: inputs of {} weights are not quantised here", schema.id().name);
-            return Err(refuse(CONFIG, "config_groups.input_activations", &need, inputs));
+            return Err(refuse(CONFIG, &format!("{place}.input_activations"), &need, inputs));
         }
         let reach = if is_tiled {
             check_group(
                 CONFIG,
-                group,
+                (&place, group),
                 inputs.is_some(),
-                (described.bits, "float", true, &|_| true, "nothing"),
+                Numbers {
+                    bits: described.bits,
+                    kind: "float",
+                    symmetric: true,
+                    is_block: &|_| true,
+                    blocks: "nothing",
+                    why: &why,
+                },
             )?;
             if inputs.is_some() && notes.iter().all(|note| note.code != "inputs-float") {
                 notes.push(inputs_note(CONFIG, "FP8"));
             }
-            Reach::Tile(tile(weights)?)
+            Reach::Tile(tile(&place, weights)?)
         } else {
             let need = if schema.blocks().is_empty() {
                 described.group_size.to_string()
@@ -54,9 +62,9 @@ pub(super) fn read(c: &Value) -> Result<Declaration> {
                 "a multiple of 16".to_owned()
             };
             let is_block = |size| has_block(schema, size);
-            let numbers: Numbers<'_> =
-                (described.bits, described.kind, described.symmetric, &is_block, &need);
-            check_group(CONFIG, group, inputs.is_some(), numbers)?;
+            let Described { bits, kind, symmetric, .. } = *described;
+            let numbers = Numbers { bits, kind, symmetric, is_block: &is_block, blocks: &need, why: &why };
+            check_group(CONFIG, (&place, group), inputs.is_some(), numbers)?;
             let by_row = weights.and_then(|w| text(w, "strategy")) == Some("channel");
             let size = weights.and_then(|w| present(w, "group_size")).and_then(Value::as_u64);
             match size.and_then(|size| u32::try_from(size).ok()) {
@@ -66,6 +74,7 @@ pub(super) fn read(c: &Value) -> Result<Declaration> {
             }
         };
         declared.push(Group {
+            place: format!("{CONFIG}: {place}"),
             targets: match present(group, "targets") {
                 Some(_) => Targets::of(&list(group, "targets")),
                 None => Targets::All,
@@ -88,25 +97,28 @@ pub(super) fn read(c: &Value) -> Result<Declaration> {
     if sparse.is_some() {
         return Err(refuse(CONFIG, "sparsity_config.format", "dense", sparse.and_then(|s| s.get("format"))));
     }
-    let excluded = list(c, "ignore");
+    let excluded = Excluded::of(CONFIG, c, &["ignore"]).collect();
     let activations = Some(declared.iter().any(|group| group.activations));
     let method = Method::CompressedTensors;
     Ok(Declaration { method, activations, groups: declared, excluded, notes, packing: None })
 }
 
 /// The tiles of FP8 weights.
-fn tile(weights: Option<&Value>) -> Result<[u32; 2]> {
+fn tile(place: &str, weights: Option<&Value>) -> Result<[u32; 2]> {
     let strategy = weights.and_then(|w| text(w, "strategy"));
     match strategy {
         None | Some("tensor") => Ok([0, 0]),
         Some("channel") => Ok([1, 0]),
         Some("block") => match weights.and_then(|w| present(w, "block_structure")) {
             Some(size) if *size == json!([128, 128]) => Ok([128, 128]),
-            other => Err(refuse(CONFIG, "config_groups.weights.block_structure", "[128, 128]", other)),
+            other => {
+                let field = format!("{place}.weights.block_structure");
+                Err(refuse(CONFIG, &field, "[128, 128]", other))
+            }
         },
         Some(other) => {
             let need = "tensor, channel or block";
-            Err(refuse(CONFIG, "config_groups.weights.strategy", need, Some(&other.into())))
+            Err(refuse(CONFIG, &format!("{place}.weights.strategy"), need, Some(&other.into())))
         }
     }
 }
@@ -124,20 +136,37 @@ fn has_block(schema: &Q4Schema, size: u64) -> bool {
     is_fine
 }
 
-/// What numbers a group has: bits of each, their type, whether zero is in their middle, blocks that there are,
-/// and these in words.
-type Numbers<'a> = (u64, &'a str, bool, &'a dyn Fn(u64) -> bool, &'a str);
+/// What numbers a group has.
+pub(super) struct Numbers<'a> {
+    /// Of each.
+    pub bits: u64,
+    /// `type`.
+    pub kind: &'a str,
+    /// Whether zero is in their middle.
+    pub symmetric: bool,
+    /// Blocks that there are.
+    pub is_block: &'a dyn Fn(u64) -> bool,
+    /// These in words.
+    pub blocks: &'a str,
+    /// What else in the configuration wants them so.
+    pub why: &'a str,
+}
 
 /// Weights (and inputs) of a group must be such `numbers`.
-pub(super) fn check_group(file: &str, group: &Value, activations: bool, numbers: Numbers<'_>) -> Result<()> {
-    let (bits, kind, symmetric, is_block, blocks) = numbers;
+pub(super) fn check_group(
+    file: &str,
+    (place, group): (&str, &Value),
+    activations: bool,
+    numbers: Numbers<'_>,
+) -> Result<()> {
+    let Numbers { bits, kind, symmetric, is_block, blocks, why } = numbers;
     let need_bits = bits.to_string();
     for side in ["weights", "input_activations"] {
         let Some(format) = present(group, side) else {
             if side == "weights" {
                 return Err(refuse(
                     file,
-                    "config_groups.weights",
+                    &format!("{place}.weights"),
                     &format!("num_bits {bits}, type {kind}"),
                     None,
                 ));
@@ -147,7 +176,7 @@ pub(super) fn check_group(file: &str, group: &Value, activations: bool, numbers:
         if side == "input_activations" && !activations {
             return Err(refuse(
                 file,
-                "config_groups.input_activations",
+                &format!("{place}.input_activations"),
                 "null for weight-only quantisation",
                 Some(format),
             ));
@@ -164,7 +193,8 @@ pub(super) fn check_group(file: &str, group: &Value, activations: bool, numbers:
             ),
         ];
         if let Some((field, need, _)) = checks.into_iter().find(|c| !c.2) {
-            return Err(refuse(file, &format!("config_groups.{side}.{field}"), need, format.get(field)));
+            let need = format!("{need}, {why}");
+            return Err(refuse(file, &format!("{place}.{side}.{field}"), &need, format.get(field)));
         }
     }
     Ok(())

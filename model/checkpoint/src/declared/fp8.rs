@@ -1,6 +1,7 @@
 //! What transformers says of its FP8.
 use super::{
-    CONFIG, Declaration, Declared, Group, Method, Reach, Targets, inputs_note, list, present, refuse, text,
+    CONFIG, Declaration, Declared, Excluded, Group, Method, Reach, Targets, inputs_note, present, refuse,
+    text,
 };
 use q4_core::Result;
 use serde_json::{Value, json};
@@ -22,12 +23,18 @@ pub(super) fn read(c: &Value) -> Result<Declaration> {
         return Err(refuse(CONFIG, "modules_to_convert", "none: linear layers alone are FP8", Some(more)));
     }
     let scheme = text(c, "activation_scheme").unwrap_or("dynamic");
-    let excluded = [list(c, "modules_to_not_convert"), list(c, "ignored_layers")].concat();
+    // transformers' name, and vLLM's.
+    let excluded = Excluded::of(CONFIG, c, &["modules_to_not_convert", "ignored_layers"]).collect();
     let format = Declared { schema: "fp8", reach: Reach::Tile(tile) };
     Ok(Declaration {
         method: Method::Fp8,
         activations: Some(false),
-        groups: vec![Group { targets: Targets::All, format, activations: false }],
+        groups: vec![Group {
+            place: format!("{CONFIG}: weight_block_size"),
+            targets: Targets::All,
+            format,
+            activations: false,
+        }],
         excluded,
         notes: vec![inputs_note(CONFIG, &format!("FP8 ({scheme})"))],
         ..Declaration::none()

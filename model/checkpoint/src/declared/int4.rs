@@ -1,5 +1,5 @@
 //! What GPTQ, AutoAWQ and AutoRound say of their int4.
-use super::{CONFIG, Declaration, Declared, Group, Method, Reach, Targets, list, present, refuse, text};
+use super::{CONFIG, Declaration, Declared, Excluded, Group, Method, Reach, Targets, present, refuse, text};
 use crate::words::{Packing, Words};
 use q4_core::Result;
 use serde_json::Value;
@@ -12,19 +12,30 @@ pub(super) fn gptq(c: &Value) -> Result<Declaration> {
         Some("gptq_v2") => Words::GptqV2,
         Some(_) => return Err(refuse(CONFIG, "checkpoint_format", "gptq or gptq_v2", form)),
     };
-    let mut excluded = Vec::new();
+    let mut patterns = Vec::new();
     if let Some(dynamic) = present(c, "dynamic") {
         for pattern in dynamic.as_object().map(|o| o.keys()).into_iter().flatten() {
-            excluded.extend(pattern.strip_prefix("-:").map(|pattern| format!("re:{pattern}")));
+            patterns.extend(pattern.strip_prefix("-:").map(|pattern| format!("re:{pattern}")));
         }
-        if dynamic.as_object().is_none_or(|all| all.len() != excluded.len()) {
+        if dynamic.as_object().is_none_or(|all| all.len() != patterns.len()) {
             let need = "patterns behind `-:`: bits and groups of single modules are not read yet";
             return Err(refuse(CONFIG, "dynamic", need, Some(dynamic)));
         }
     }
     let symmetric = present(c, "sym").and_then(Value::as_bool).unwrap_or(true);
     let in_order = present(c, "desc_act").and_then(Value::as_bool) != Some(true);
-    int4(c, (Method::Gptq, Packing { words, symmetric, in_order }), ["bits", "group_size"], excluded)
+    int4(
+        c,
+        (Method::Gptq, Packing { words, symmetric, in_order }),
+        ["bits", "group_size"],
+        of("dynamic", patterns),
+    )
+}
+
+/// Modules that a field excludes.
+fn of(field: &str, patterns: Vec<String>) -> Vec<Excluded> {
+    let list = Excluded { file: CONFIG, field: field.to_owned(), patterns };
+    Some(list).filter(|list| !list.patterns.is_empty()).into_iter().collect()
 }
 
 /// AWQ's own fields, by the names of transformers or of AutoAWQ.
@@ -39,7 +50,7 @@ pub(super) fn awq(c: &Value) -> Result<Declaration> {
     let named = |ours, theirs| if present(c, ours).is_some() { ours } else { theirs };
     let fields = [named("bits", "w_bit"), named("group_size", "q_group_size")];
     let packing = Packing { words: Words::Awq, symmetric: false, in_order: true };
-    int4(c, (Method::Awq, packing), fields, list(c, "modules_to_not_convert"))
+    int4(c, (Method::Awq, packing), fields, Excluded::of(CONFIG, c, &["modules_to_not_convert"]).collect())
 }
 
 /// AutoRound's fields, whose words are those of GPTQ or of AWQ.
@@ -57,24 +68,24 @@ pub(super) fn auto_round(c: &Value) -> Result<Declaration> {
         return Err(refuse(CONFIG, "data_type", "int", Some(kind)));
     }
     // Layers with fields of their own: those that stay as they were are no layers of int4.
-    let mut excluded = Vec::new();
+    let mut layers = Vec::new();
     for (layer, own) in present(c, "extra_config").and_then(Value::as_object).into_iter().flatten() {
         if present(own, "bits").and_then(Value::as_u64).is_none_or(|bits| bits < 16) {
             let field = format!("extra_config.{layer}");
             return Err(refuse(CONFIG, &field, "bits of 16, a layer that is not quantised", Some(own)));
         }
-        excluded.push(layer.clone());
+        layers.push(layer.clone());
     }
     let sym = present(c, "sym").and_then(Value::as_bool).unwrap_or(true);
     let packing = Packing { words, symmetric: sym && words != Words::Awq, in_order: true };
-    int4(c, (method, packing), ["bits", "group_size"], excluded)
+    int4(c, (method, packing), ["bits", "group_size"], of("extra_config", layers))
 }
 
 fn int4(
     c: &Value,
     (method, packing): (Method, Packing),
     [bits, size]: [&str; 2],
-    excluded: Vec<String>,
+    excluded: Vec<Excluded>,
 ) -> Result<Declaration> {
     if present(c, bits).and_then(Value::as_u64) != Some(4) {
         return Err(refuse(CONFIG, bits, "4", c.get(bits)));
@@ -92,7 +103,9 @@ fn int4(
         }
     };
     let format = Declared { schema: if packing.symmetric { "int4" } else { "int4-asym" }, reach };
-    let groups = vec![Group { targets: Targets::All, format, activations: false }];
+    let said = if packing.words == Words::Awq { size.to_owned() } else { format!("{size} and sym") };
+    let groups =
+        vec![Group { place: format!("{CONFIG}: {said}"), targets: Targets::All, format, activations: false }];
     let (activations, packing) = (Some(false), Some(packing));
     Ok(Declaration { method, activations, groups, packing, excluded, notes: Vec::new() })
 }

@@ -8,7 +8,7 @@ mod int4;
 mod modelopt;
 mod patterns;
 
-pub use patterns::Targets;
+pub use patterns::{Excluded, Targets};
 
 use crate::words::Packing;
 use q4_core::detect::{Detected, Layout};
@@ -54,8 +54,8 @@ pub struct Declaration {
     pub groups: Vec<Group>,
     /// How words are packed, of tools that pack all of a layer so.
     pub packing: Option<Packing>,
-    /// Modules that are declared not to be quantised, as the tool spells them.
-    pub excluded: Vec<String>,
+    /// Lists of modules that are declared not to be quantised.
+    pub excluded: Vec<Excluded>,
     /// Things that are declared but not done, for the user to know.
     pub notes: Vec<Note>,
 }
@@ -72,6 +72,8 @@ pub struct Note {
 /// Layers that are declared together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Group {
+    /// File and field that say so.
+    pub place: String,
     /// Which.
     pub targets: Targets,
     /// How they are stored.
@@ -161,7 +163,11 @@ impl Declaration {
                     Some("modelopt".into())
                 }
                 None => {
-                    return Err(refuse(CONFIG, "quant_method", "the name of a tool", c.get("quant_method")));
+                    // MLX alone names none.
+                    let is_mlx = c.get("bits").is_some() && c.get("group_size").is_some();
+                    let need =
+                        if is_mlx { "the name of a tool: MLX is not read" } else { "the name of a tool" };
+                    return Err(refuse(CONFIG, "quant_method", need, c.get("quant_method")));
                 }
             },
         };
@@ -203,15 +209,35 @@ impl Declaration {
     /// Whether `module` is declared not to be quantised; `None` where an entry is in a spelling that only its
     /// tool reads.
     pub fn excludes(&self, module: &str) -> Option<bool> {
-        let mut unsure = false;
-        for pattern in &self.excluded {
-            match patterns::excludes(pattern, module) {
-                Some(true) => return Some(true),
-                Some(false) => {}
-                None => unsure = true,
+        if self.exclusion(module).is_some() {
+            return Some(true);
+        }
+        self.excluded.iter().all(|list| list.has(module) == Some(false)).then_some(false)
+    }
+
+    /// The entry that says that `module` is not quantised, and where it stands, in words.
+    pub fn exclusion(&self, module: &str) -> Option<String> {
+        let told = |list: &Excluded| Some(format!("`{}` in {}", list.entry(module)?, list.place()));
+        self.excluded.iter().find_map(told)
+    }
+
+    /// Files that exclude modules, of which one has `layer`: other engines read only one of them.
+    fn lists_agree(&self, layer: &str) -> Result<()> {
+        for list in &self.excluded {
+            let Some(entry) = list.entry(layer) else { continue };
+            let lacks =
+                |file: &str| self.excluded.iter().all(|l| l.file != file || l.has(layer) == Some(false));
+            let other = self.excluded.iter().find(|other| other.file != list.file && lacks(other.file));
+            if let Some(other) = other {
+                return Err(Error::new(
+                    Code::ConfigInvalid,
+                    format!("{layer}: two lists declare it differently"),
+                )
+                .need(format!("an entry for it in {} too, or in neither", other.place()))
+                .have(format!("`{entry}` in {} alone", list.place())));
             }
         }
-        (!unsure).then_some(false)
+        Ok(())
     }
 
     /// Whether inputs of `layer` are declared to be NVFP4; `None` where only the tensors can tell.
@@ -235,20 +261,27 @@ impl Declaration {
         };
         if !fits {
             let what = format!("{layer}: stored in another format than config.json declares");
-            let need =
-                group.map_or("a dense matrix: no group has this layer".to_owned(), |g| g.format.to_string());
+            let need = match group {
+                Some(group) => format!("{}, as {} declares", group.format, group.place_of(layer)),
+                None => {
+                    let mut places: Vec<_> = self.groups.iter().map(|group| group.place.as_str()).collect();
+                    places.dedup();
+                    format!("a dense matrix: no group has this layer, of {}", places.join(" and "))
+                }
+            };
             let have = if is_packed { Declared::of(found).to_string() } else { found.schema.to_string() };
             return Err(Error::new(Code::SchemaInvalid, what)
                 .need(need)
-                .have(format!("the tensors of {have}"))
+                .have(format!("the tensors of {have}: {}", stored(found)))
                 .fix("use the config.json that was written with these weights"));
         }
-        if by_name && self.excludes(layer) == Some(true) {
+        if let Some((group, excluded)) = group.filter(|_| by_name).zip(self.exclusion(layer)) {
             let what = format!("{layer}: in two lists of the configuration");
             return Err(Error::new(Code::SchemaInvalid, what)
                 .need("an entry among the quantised layers or among those that are excluded")
-                .have("both"));
+                .have(format!("both {} and {excluded}", group.place_of(layer))));
         }
+        self.lists_agree(layer)?;
         let fits = match self.method {
             Method::None => true,
             Method::ModelOpt => matches!(layout, Layout::ModelOpt | Layout::Fp8 | Layout::Dense),
@@ -268,10 +301,27 @@ impl Declaration {
             Code::SchemaInvalid,
             format!("{layer}: stored in another layout than config.json declares"),
         )
-        .need(format!("the tensors of {:?}", self.method))
-        .have(layout.as_str())
+        .need(format!("the tensors of {:?}, as {CONFIG}: quant_method declares", self.method))
+        .have(format!("{}: {}", layout.as_str(), stored(found)))
         .fix("use the config.json that was written with these weights"))
     }
+}
+
+impl Group {
+    /// What says it of `layer`.
+    fn place_of(&self, layer: &str) -> String {
+        match self.targets {
+            Targets::Named(_) => format!("{}.{layer}", self.place),
+            _ => self.place.clone(),
+        }
+    }
+}
+
+/// The tensors that tell a format.
+fn stored(found: &Detected) -> String {
+    let keys = &found.keys;
+    let telling = [Some(&keys.weight), keys.scales.as_ref(), keys.zeros.as_ref()];
+    telling.into_iter().flatten().map(|key| format!("`{key}`")).collect::<Vec<_>>().join(", ")
 }
 
 fn parse_hf_quant(bytes: &[u8]) -> Result<Value> {
@@ -292,9 +342,12 @@ fn bitsandbytes(c: &Value) -> Result<Declaration> {
     if four.and_then(Value::as_bool) == Some(false) {
         return Err(refuse(CONFIG, "load_in_4bit", "true", four));
     }
-    let mut excluded = list(c, "llm_int8_skip_modules");
+    let mut excluded: Vec<_> = Excluded::of(CONFIG, c, &["llm_int8_skip_modules"]).collect();
+    excluded.retain(|list| !list.patterns.is_empty());
     if excluded.is_empty() {
-        excluded.push("lm_head".to_owned()); // what transformers leaves out by itself
+        // What transformers leaves out by itself.
+        let patterns = vec!["lm_head".to_owned()];
+        excluded.push(Excluded { file: CONFIG, field: "no llm_int8_skip_modules".into(), patterns });
     }
     let (method, activations) = (Method::Bitsandbytes, Some(false));
     Ok(Declaration { method, activations, excluded, ..Declaration::none() })
@@ -317,8 +370,10 @@ fn inputs_note(file: &str, have: &str) -> Note {
     Note { code: "inputs-float", text }
 }
 
-fn groups(c: &Value) -> Vec<&Value> {
-    c.get("config_groups").and_then(Value::as_object).map(|g| g.values().collect()).unwrap_or_default()
+/// Groups, each with its field.
+fn groups(c: &Value) -> Vec<(String, &Value)> {
+    let all = c.get("config_groups").and_then(Value::as_object).into_iter().flatten();
+    all.map(|(name, group)| (format!("config_groups.{name}"), group)).collect()
 }
 
 fn present<'a>(v: &'a Value, field: &str) -> Option<&'a Value> {

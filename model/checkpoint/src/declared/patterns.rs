@@ -1,7 +1,8 @@
 //! How tools name layers.
-use super::Group;
+use super::{Group, list, present};
 use q4_core::{Code, Error, Result};
 use regex::{Regex, RegexBuilder};
+use serde_json::Value;
 use std::collections::BTreeSet;
 
 /// Which layers a group is about.
@@ -41,6 +42,47 @@ impl Targets {
                 }
                 Ok(false)
             }
+        }
+    }
+}
+
+/// A list of modules that are not quantised, as its tool spells them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Excluded {
+    /// What says so, of which lists complement each other: `config.json: quantization_config`.
+    pub file: &'static str,
+    /// Its field.
+    pub field: String,
+    /// Its entries.
+    pub patterns: Vec<String>,
+}
+
+impl Excluded {
+    /// The lists that `file` has under one of `fields`.
+    pub(super) fn of<'a>(
+        file: &'static str,
+        c: &'a Value,
+        fields: &'a [&str],
+    ) -> impl Iterator<Item = Self> + 'a {
+        let said = fields.iter().filter(|field| present(c, field).is_some());
+        said.map(move |field| Self { file, field: (*field).to_owned(), patterns: list(c, field) })
+    }
+
+    /// File and field.
+    pub fn place(&self) -> String {
+        format!("{}: {}", self.file, self.field)
+    }
+
+    /// The entry that has `module`.
+    pub(super) fn entry(&self, module: &str) -> Option<&str> {
+        self.patterns.iter().map(String::as_str).find(|pattern| excludes(pattern, module) == Some(true))
+    }
+
+    /// Whether `module` is among them; `None` where nobody but its tool can tell.
+    pub(super) fn has(&self, module: &str) -> Option<bool> {
+        match self.entry(module) {
+            Some(_) => Some(true),
+            None => self.patterns.iter().all(|p| excludes(p, module).is_some()).then_some(false),
         }
     }
 }
