@@ -199,7 +199,7 @@ def damage(log):
 
 
 def contradictions(tests):
-    """Crafted files that are refused, and healthy ones that are not; of a test that failed nothing is taken."""
+    """Crafted files that are refused, and healthy ones that are not; nothing of a test that failed."""
     for test, pattern, name, need in [
         (
             "each_is_refused",
