@@ -358,7 +358,7 @@ pub struct DiagnoseArgs {
     /// Only the table of what each backend computes here, as Markdown.
     #[arg(long)]
     pub matrix: bool,
-    /// Write the same as a page to attach to an issue, over one of that name.
+    /// Write the same as a page to attach to an issue, over an older page.
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with = "matrix")]
     pub html: Option<PathBuf>,
 }
@@ -378,7 +378,7 @@ pub struct ExplainArgs {
     /// Plan as if dense layers were quantised while loading.
     #[arg(long, value_enum, value_name = "FORMAT")]
     pub quantize: Option<Format>,
-    /// Write the same as a page to attach to an issue, over one of that name.
+    /// Write the same as a page to attach to an issue, over an older page.
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub html: Option<PathBuf>,
 }
@@ -417,7 +417,7 @@ pub struct VerifyArgs {
     /// The model it was made from: tells how far each matrix is from that one's, in dB.
     #[arg(long, value_name = "MODEL", value_hint = ValueHint::AnyPath)]
     pub original: Option<PathBuf>,
-    /// Write findings, formats and distances as a page, over one of that name.
+    /// Write findings, formats and distances as a page, over an older page.
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub html: Option<PathBuf>,
 }

@@ -44,7 +44,7 @@ pub struct TraceArgs {
     /// Quantise dense layers while loading.
     #[arg(long, value_enum, value_name = "FORMAT")]
     pub quantize: Option<Format>,
-    /// Write the same as a page to look at, over one of that name.
+    /// Write the same as a page to look at, over an older page.
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub html: Option<PathBuf>,
 }

@@ -13,7 +13,7 @@ use crate::report::plain;
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 use q4_core::{Code, Error, Result};
 use q4_model::checkpoint::Checkpoint;
-use std::io::Write;
+use std::io::{Read, Write};
 use std::path::Path;
 
 /// What the page says first.
@@ -52,17 +52,22 @@ pub struct Page<'a> {
 }
 
 impl Page<'_> {
-    /// Writes the page to `path`, whole or not at all: over a file of that name, or the one that a link leads
+    /// Writes the page to `path`, whole or not at all: over a page of that name, or the one that a link leads
     /// to. What is no file, as `/dev/stdout`, is written to.
     ///
     /// # Errors
-    /// [`Code::Io`].
+    /// [`Code::Usage`] for a file that is no page, [`Code::Io`].
     pub fn write(&self, path: &Path) -> Result<()> {
         let failed = |e: std::io::Error| Error::new(Code::Io, format!("{}: {e}", path.display()));
         let text = self.render();
         let path = &std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
         if std::fs::metadata(path).is_ok_and(|there| !there.is_file()) {
             return std::fs::write(path, text).map_err(failed);
+        }
+        if !may_be_replaced(path) {
+            return Err(Error::new(Code::Usage, format!("--html {}: exists", path.display()))
+                .need("a path that is free, or a page to replace")
+                .have("a file of something else"));
         }
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
         let mut new = tempfile::Builder::new();
@@ -102,6 +107,18 @@ impl Page<'_> {
             }
         };
         page.into_string() + "\n"
+    }
+}
+
+/// What every page begins with.
+const BEGINS: &[u8] = b"<!DOCTYPE html>";
+
+/// Whether nothing is lost with `path`: the model that was looked at has its name on the same line.
+fn may_be_replaced(path: &Path) -> bool {
+    let mut first = [0; BEGINS.len()];
+    match std::fs::File::open(path).and_then(|mut file| file.read(&mut first)) {
+        Ok(len) => len == 0 || first[..len] == *BEGINS,
+        Err(e) => e.kind() == std::io::ErrorKind::NotFound,
     }
 }
 
@@ -211,6 +228,11 @@ mod tests {
         let text = std::fs::read_to_string(&path).expect("there");
         assert!(text.starts_with("<!DOCTYPE html>") && text.ends_with("</html>\n"));
         assert!(text.contains("second") && !text.contains("first"));
+        let model = dir.path().join("model.safetensors");
+        std::fs::write(&model, "not a page").expect("written");
+        let e = page("third").write(&model).expect_err("a model is no page");
+        assert_eq!((e.code(), std::fs::read(&model).expect("there")), (Code::Usage, b"not a page".into()));
+        std::fs::remove_file(&model).expect("removed");
         assert_eq!(std::fs::read_dir(dir.path()).expect("a folder").count(), 1);
         #[cfg(unix)]
         {
