@@ -61,7 +61,7 @@ pub struct TrainState {
     /// Threads it was computed with; 0: not known.
     #[serde(default)]
     pub threads: usize,
-    /// Ranks that shared its steps.
+    /// Ranks that the micro-batches of its configuration were first counted for.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub ranks: usize,
     /// What the model and the data were.

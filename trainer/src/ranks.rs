@@ -21,6 +21,8 @@ pub struct Place {
     pub meet: Meet,
     /// Who started them.
     pub by: Starter,
+    /// Times torchrun has started them again.
+    pub restarts: u32,
 }
 
 /// Where ranks meet.
@@ -221,8 +223,9 @@ impl Seat {
             (None, Starter::Torchrun) => return Err(missing(&self, "MASTER_PORT")),
             (None, _) => port(get),
         };
+        let restarts = tries.trim().parse().unwrap_or(0);
         let meet = Meet { host, port, served, prefix: format!("q4-train/{tries}") };
-        Ok(Some(Place { rank, size, local, local_size, meet, by: names.by }))
+        Ok(Some(Place { rank, size, local, local_size, meet, by: names.by, restarts }))
     }
 }
 

@@ -90,14 +90,20 @@ fn every_way_of_training_can_be_shared() {
                 untied(dir);
             }
         }
-        // Of three micro-batches two ranks have two rounds, the second with one of them idle: one rank and
-        // then two go on with what three have begun.
+        // Of three micro-batches two ranks have two rounds, the second with one of them idle. Whoever goes
+        // on, steps stay what three ranks have begun.
         let begin = [sets, &["--set", "train.steps=2", "--set", "schedule.kind=constant"]].concat();
         let rest = [sets, &["--set", "schedule.kind=constant", "--resume"]].concat();
-        for (dir, ranks) in [(a.path(), 1), (b.path(), 2)] {
+        let on = [sets, &["--set", "schedule.kind=constant", "--set", "train.steps=6", "--resume"]].concat();
+        for (dir, course) in [(a.path(), [1, 3]), (b.path(), [2, 1])] {
             let begun = [&["--set", "train.accumulate=1"], &begin[..]].concat();
             fine(&outputs(start_ranks(dir, 3, &begun)));
-            run(dir, ranks, 1, &rest);
+            fine(&outputs(start_ranks(
+                dir,
+                course[0],
+                &[&["--set", "train.accumulate=1"], &on[..]].concat(),
+            )));
+            run(dir, course[1], 1, &rest);
         }
         assert_eq!(curve(a.path()), curve(b.path()), "{sets:?}");
         assert!(tensors(a.path(), STEPS) == tensors(b.path(), STEPS), "{sets:?}");
@@ -244,6 +250,25 @@ fn all_ranks_take_the_same_decision() {
     let state =
         checkpoint::newest(&dir.path().join("ck")).expect("whole").expect("one").state().expect("state");
     assert!(state.step < STEPS && state.stale == 1, "{}", state.step);
+    // A checkpoint that cannot be written is told by the first, and is everybody's error in the end.
+    let mut children =
+        start_ranks(dir.path(), 2, &["--set", "train.steps=40", "--set", "checkpoint.dir=lost"]);
+    let lost = dir.path().join("lost");
+    let begun = Instant::now();
+    while !lost.join("step-000000002").exists() && begun.elapsed() < Duration::from_secs(100) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    std::fs::remove_dir_all(&lost).expect("removed");
+    std::fs::write(&lost, "").expect("in its place");
+    for out in outputs(std::mem::take(&mut children)) {
+        let said = String::from_utf8_lossy(&out.stderr);
+        assert_eq!(out.status.code(), Some(8), "{said}");
+        assert!(!said.contains("rank"), "{said}");
+    }
+    // Data that no rank can read is said once.
+    std::fs::write(dir.path().join("bad.jsonl"), "no JSON\n").expect("written");
+    let said = ended(&["--set", "data.train=bad.jsonl"], 4, &["bad.jsonl", "line 1"]);
+    assert!(!said[1].contains("bad.jsonl"), "{said:?}");
     // A gate that only the first rank asks for.
     let suite = r#"{"group": "a", "prompt": "What is 3 plus 1?", "must": ["no such answer"]}"#;
     std::fs::write(dir.path().join("suite.jsonl"), suite).expect("written");

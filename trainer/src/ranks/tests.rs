@@ -41,6 +41,7 @@ fn torchrun_is_understood() {
     ];
     let place = read(&[&torchrun[..], &MASTER].concat()).expect("understood").expect("ranks");
     assert_eq!((place.rank, place.size, place.local, place.local_size), (5, 8, 1, 4));
+    assert_eq!(place.restarts, 2);
     let meet = Meet { host: "10.0.0.1".into(), port: 4000, served: true, prefix: "q4-train/2".into() };
     assert_eq!((place.meet, place.by), (meet, Starter::Torchrun));
     let plain = [("RANK", "1"), ("WORLD_SIZE", "2")];

@@ -87,7 +87,7 @@ fn alone(c: &Config, cx: &Invocation<'_>, met: &mut Option<Rc<Team>>) -> Result<
     }
     let device = session::device(&c.model.device, cx.threads)?;
     let share = cx.place.as_ref().map_or(Share::WHOLE, |p| Share { rank: p.rank, of: p.size });
-    let c = &team::of_all_ranks(c, cx, share.of);
+    let (c, ranks) = &team::of_all_ranks(c, cx, share.of);
     if let Some(place) = cx.place.as_ref().filter(|_| trains) {
         (cx.say)(&place.to_string());
         *met = Some(Rc::new(Team::meet(place, device)?));
@@ -184,6 +184,7 @@ fn alone(c: &Config, cx: &Invocation<'_>, met: &mut Option<Rc<Team>>) -> Result<
         train: train.as_ref(),
         valid: valid.as_ref(),
         team,
+        ranks: *ranks,
         planned: plan.part("states"),
         device,
         phases,
@@ -242,6 +243,8 @@ struct Run<'a> {
     valid: Option<&'a Dataset>,
     /// The other ranks.
     team: Option<Rc<Team>>,
+    /// Ranks that the micro-batches of a step were first counted for.
+    ranks: usize,
     /// Bytes of moments, as planned.
     planned: u64,
     device: Device,

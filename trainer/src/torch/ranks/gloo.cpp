@@ -100,14 +100,17 @@ extern "C" void q4_store_drop(void* store) {
   delete static_cast<Store*>(store);
 }
 
+// Connects within `meeting_ms`; messages may take `timeout_ms`.
 extern "C" void* q4_gloo_open(
-    void* store, int rank, int size, int64_t timeout_ms, const char* interface, Text text) {
+    void* store, int rank, int size, int64_t meeting_ms, int64_t timeout_ms, const char* interface, Text text) {
   return guarded(text, [&]() -> void* {
-    auto o = c10d::ProcessGroupGloo::Options::create_default(std::chrono::milliseconds(timeout_ms));
+    auto o = c10d::ProcessGroupGloo::Options::create_default(std::chrono::milliseconds(meeting_ms));
     if (interface) {
       o->devices = {c10d::ProcessGroupGloo::createDeviceForInterface(interface, false)};
     }
-    return new Group(c10::make_intrusive<c10d::ProcessGroupGloo>(*static_cast<Store*>(store), rank, size, o));
+    Group group = c10::make_intrusive<c10d::ProcessGroupGloo>(*static_cast<Store*>(store), rank, size, o);
+    group->setTimeout(std::chrono::milliseconds(timeout_ms));
+    return new Group(group);
   });
 }
 

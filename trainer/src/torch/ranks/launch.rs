@@ -5,7 +5,10 @@ use crate::stop;
 use q4_core::{Code, Error, Result};
 use std::ffi::OsString;
 use std::process::{Child, Command, ExitStatus};
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+/// Time the others have to end by themselves once a rank has failed.
+const GRACE: Duration = Duration::from_secs(8);
 
 /// Runs this program with `args` as `n` ranks; the status is the first rank's that is not zero and whose
 /// process was not killed.
@@ -32,6 +35,7 @@ pub fn launch(n: usize, args: &[OsString]) -> Result<u8> {
     }
     let mut ended: Vec<Option<ExitStatus>> = vec![None; n];
     let mut told = false;
+    let mut failed: Option<Instant> = None;
     while ended.iter().any(Option::is_none) {
         if let (Some(signal), false) = (stop::heard(), told) {
             told = true;
@@ -39,6 +43,13 @@ pub fn launch(n: usize, args: &[OsString]) -> Result<u8> {
         }
         for (child, ended) in children.iter_mut().zip(&mut ended).filter(|(_, e)| e.is_none()) {
             *ended = child.try_wait().map_err(|e| Error::new(Code::Io, format!("--gpus: {e}")))?;
+        }
+        if failed.is_none() && ended.iter().flatten().any(|status| !status.success()) {
+            failed = Some(Instant::now());
+        }
+        // Who has not met the others yet does not know that one of them is gone.
+        if failed.is_some_and(|at| at.elapsed() > GRACE) {
+            children.iter_mut().zip(&ended).filter(|(_, e)| e.is_none()).for_each(|(c, _)| drop(c.kill()));
         }
         std::thread::sleep(Duration::from_millis(20));
     }

@@ -230,6 +230,12 @@ impl Team {
         }
     }
 
+    /// Whether rank 0 ends with the same error, and will have said so.
+    pub fn said_by_first(&self, e: &Error) -> bool {
+        let same = |of: &Error| of.code() == e.code() && of.what() == format!("rank 0: {}", e.what());
+        !self.is_first() && self.watch.verdict(Duration::from_secs(1)).is_some_and(|of| same(&of))
+    }
+
     /// Which rank a failed message means, once that is known.
     fn lost(&self, e: Error) -> Error {
         self.watch.verdict(Duration::from_secs(3)).unwrap_or(e)

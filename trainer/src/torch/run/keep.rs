@@ -38,7 +38,7 @@ impl Run<'_> {
             stale: self.stale,
             owed,
             threads: self.cx.threads,
-            ranks: self.cx.place.as_ref().map_or(1, |p| p.size),
+            ranks: self.ranks,
             sources: Some(self.sources.clone()),
             // How the run was started is left out: a checkpoint need not know of interruptions.
             config: self.c.to_toml()?,

@@ -37,6 +37,10 @@ pub fn run(c: &Config, cx: &Invocation<'_>) -> Result<Value> {
     if c.model.device == "cuda" {
         c.model.device = format!("cuda:{}", place.local);
     }
+    if place.restarts > 0 && c.checkpoint.dir.as_deref().is_some_and(|d| checkpoint::glance(d).is_some()) {
+        (cx.say)(&format!("started again by {}: goes on after the newest checkpoint", place.by));
+        c.checkpoint.resume = true;
+    }
     let mut team = None;
     let result = super::alone(&c, cx, &mut team);
     let Some(team) = team else { return result };
@@ -52,18 +56,20 @@ pub fn run(c: &Config, cx: &Invocation<'_>) -> Result<Value> {
         Err(e) if team.is_agreed(&e) && !team.is_first() => {
             Ok(json!({ "rank": team.rank(), "exit": e.code().exit() }))
         }
+        Err(e) if team.is_agreed(&e) => Err(e),
         Err(e) => {
-            if !team.is_agreed(&e) {
-                team.fail(&e);
+            team.fail(&e);
+            match team.said_by_first(&e) {
+                true => Ok(json!({ "rank": team.rank(), "exit": e.code().exit() })),
+                false => Err(e),
             }
-            Err(e)
         }
     }
 }
 
-/// The configuration with the micro-batches that all ranks have together. A run that goes on with another
-/// number of ranks keeps the step it had.
-pub(super) fn of_all_ranks(c: &Config, cx: &Invocation<'_>, ranks: usize) -> Config {
+/// The configuration with the micro-batches that all ranks have together, and for how many ranks that was said.
+/// A run that goes on with another number of ranks keeps the step it had.
+pub(super) fn of_all_ranks(c: &Config, cx: &Invocation<'_>, ranks: usize) -> (Config, usize) {
     let mut c = c.clone();
     let own = c.train.accumulate;
     c.train.accumulate = own * ranks;
@@ -83,8 +89,9 @@ pub(super) fn of_all_ranks(c: &Config, cx: &Invocation<'_>, ranks: usize) -> Con
             if ranks == 1 { "" } else { "s" },
             state.ranks
         ));
+        return (c, state.ranks);
     }
-    c
+    (c, ranks)
 }
 
 /// What all ranks must have alike: a run of two configurations or two data sets would be neither's.
