@@ -303,7 +303,9 @@ pub fn predict(shapes: &Shapes, config: &Config, machine: &Machine, base: Base, 
                 let tensors = || trained.iter().filter(|t| which(t));
                 [tensors().map(Tensor::len).sum(), tensors().map(own).sum()]
             };
-            let largest = of(&in_block).max(of(&outside));
+            // Embeddings and head travel one after the other.
+            let alone = trained.iter().filter(|t| outside(t)).map(|t| [t.len(), own(t)]).max();
+            let largest = of(&in_block).max(alone.unwrap_or_default());
             let kept = 4 * if train.update_in_backward { largest[1] } else { of(&|_| true)[1] };
             // Sent and received, of the block that travels and of the next.
             let exchange = 2 * 4 * (largest[0] + ranks as u64 * largest[1]);
@@ -466,6 +468,27 @@ mod tests {
         let lora = plan(Preset::Lora8g, |_| {});
         assert!((part(&lora, "load", "base") - 2.82).abs() < 0.01);
         assert!(peak(&lora) < 6.0, "{lora}");
+    }
+
+    #[test]
+    fn ranks_have_the_moments_of_one_between_them() {
+        let config = Config::preset(Preset::Full128g);
+        let of = |rank, of| predict(&qwen3_4b(), &config, &GPU, Base::Merged, Share { rank, of });
+        let whole = of(0, 1);
+        for ranks in [2, 4, 7] {
+            let plans: Vec<_> = (0..ranks).map(|rank| of(rank, ranks)).collect();
+            let states: u64 = plans.iter().map(|p| p.part("states")).sum();
+            let all = whole.part("states");
+            assert!(states >= all && states < all + all / 1000, "{ranks} ranks: {states} of {all}");
+            for p in &plans {
+                assert!(p.part("states") * (ranks as u64) < all + all / 50, "{ranks} ranks: {p}");
+                assert_eq!(p.part("masters"), whole.part("masters"));
+                assert!(part(p, "backward", "exchange") > 0.0, "{ranks} ranks: {p}");
+                // Two still pay more for the exchange, and for sums in f32, than they save.
+                assert!(ranks == 2 || peak(p) < peak(&whole), "{ranks} ranks: {p}");
+            }
+        }
+        assert_eq!(part(&whole, "backward", "exchange"), 0.0);
     }
 
     #[test]

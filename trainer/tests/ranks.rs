@@ -6,7 +6,7 @@ use std::io::Read;
 use std::path::Path;
 use std::process::{Child, Output};
 use std::time::{Duration, Instant};
-use tiny::{STEPS, files, outputs, prepare, start_ranks};
+use tiny::{STEPS, files, outputs, prepare, start_ranks, start_ranks_with};
 
 mod tiny;
 
@@ -189,6 +189,26 @@ fn a_rank_that_dies_ends_all_and_nothing_is_lost() {
     println!("kills {kills}, slowest end of the others {} ms", slowest.as_millis());
 }
 
+/// A rank that has come and cannot be connected: the others hear nothing of it any more.
+#[test]
+fn a_rank_that_ends_while_the_others_connect_is_missed() {
+    for lost in [0, 1] {
+        let dir = tempfile::tempdir().expect("directory");
+        prepare(dir.path());
+        let own = |rank| (rank == lost).then_some(("GLOO_SOCKET_IFNAME", "no-such-interface"));
+        let (took, out) = ends(start_ranks_with(dir.path(), 3, &[], &own));
+        assert!(took < Duration::from_secs(20), "{took:?}");
+        for (rank, out) in out.iter().enumerate() {
+            let said = String::from_utf8_lossy(&out.stderr);
+            assert_eq!(out.status.code(), Some(8), "rank {rank}: {said}");
+            assert!(said.contains("Q4-E0504"), "rank {rank}: {said}");
+        }
+        let said = String::from_utf8_lossy(&out[2].stderr);
+        assert!(lost == 0 || said.contains("rank 1 of 3 has died"), "{said}");
+        assert!(!dir.path().join("ck").exists());
+    }
+}
+
 #[test]
 fn a_signal_to_one_rank_is_heard_by_all() {
     let sets = [
@@ -274,11 +294,11 @@ fn all_ranks_take_the_same_decision() {
     std::fs::write(dir.path().join("suite.jsonl"), suite).expect("written");
     let gate = ["--set", "behaviour.suite=suite.jsonl", "--set", "behaviour.gates.a=1.0"];
     ended(&gate, 3, &["Q4-E0102"]);
-    // A folder that the first rank alone looks into.
+    // A name that is taken.
     std::fs::create_dir_all(dir.path().join("ck")).expect("made");
     std::fs::write(dir.path().join("out"), "").expect("written");
     let said = ended(&["--set", "export.dir=out"], 2, &["out: is no folder"]);
-    assert!(said[1].contains("out: is no folder"), "{said:?}");
+    assert!(!said[1].contains("Q4-E"), "{said:?}");
 }
 
 #[test]

@@ -71,9 +71,9 @@ pub struct Invocation<'a> {
     pub warn: &'a dyn Fn(&str),
 }
 
-/// Runs it, alone or with the ranks that are met on the way (`met`); the value is the report. `interrupted` in
+/// Runs it, alone or with the ranks of a team; the value is the report. `interrupted` in
 /// it names the signal that ended the run early.
-fn alone(c: &Config, cx: &Invocation<'_>, met: &mut Option<Rc<Team>>) -> Result<Value> {
+fn alone(c: &Config, cx: &Invocation<'_>, team: Option<Rc<Team>>) -> Result<Value> {
     let began = Instant::now();
     let trains = !cx.dry_run && !cx.eval_only && cx.preview.is_none();
     if trains {
@@ -88,11 +88,9 @@ fn alone(c: &Config, cx: &Invocation<'_>, met: &mut Option<Rc<Team>>) -> Result<
     let device = session::device(&c.model.device, cx.threads)?;
     let share = cx.place.as_ref().map_or(Share::WHOLE, |p| Share { rank: p.rank, of: p.size });
     let (c, ranks) = &team::of_all_ranks(c, cx, share.of);
-    if let Some(place) = cx.place.as_ref().filter(|_| trains) {
-        (cx.say)(&place.to_string());
-        *met = Some(Rc::new(Team::meet(place, device)?));
+    if let Some(team) = &team {
+        team.connect(device)?;
     }
-    let team = met.clone();
     let pool = Arc::new(ThreadPool::new(cx.threads));
     let base = Base::open(&c.model, cx.demo)?;
     let named = c.layouts().len();
@@ -115,7 +113,9 @@ fn alone(c: &Config, cx: &Invocation<'_>, met: &mut Option<Rc<Team>>) -> Result<
     let free = if device.is_cuda() { free.device_free } else { free.host_free };
     plan.check(&Budget::new(limit.unwrap_or(free - free / 20)))?;
     if !cx.eval_only {
-        preflight::space(c, &preflight::bytes(c, &Shapes::of(&base.config), &plan, base.width()))?;
+        // Whoever writes a checkpoint writes all of it.
+        let all = planned(c, &base, device, products.as_ref(), Share::WHOLE)?;
+        preflight::space(c, &preflight::bytes(c, &Shapes::of(&base.config), &all, base.width()))?;
     }
 
     let language = if c.model.shape.is_some() { None } else { Some(base.language()?) };

@@ -96,6 +96,15 @@ extern "C" bool q4_store_get(void* store, const char* key, uint8_t* value, size_
   });
 }
 
+// 1: somebody has set it; 0: nobody; -1: the store cannot be asked.
+extern "C" int q4_store_check(void* store, const char* key) {
+  try {
+    return (*static_cast<Store*>(store))->check({key});
+  } catch (...) {
+    return -1;
+  }
+}
+
 extern "C" void q4_store_drop(void* store) {
   delete static_cast<Store*>(store);
 }

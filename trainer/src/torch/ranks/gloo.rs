@@ -24,6 +24,7 @@ unsafe extern "C" {
     fn q4_store_set(store: *mut c_void, key: *const c_char, value: *const u8, len: usize, text: Text)
     -> bool;
     fn q4_store_get(store: *mut c_void, key: *const c_char, value: *mut u8, len: usize, text: Text) -> bool;
+    fn q4_store_check(store: *mut c_void, key: *const c_char) -> c_int;
     fn q4_store_drop(store: *mut c_void);
     fn q4_gloo_open(
         store: *mut c_void,
@@ -111,6 +112,16 @@ impl Store {
         // SAFETY: as above; `len` bytes are read.
         call("store", false, |t| unsafe { q4_store_set(self.0.as_ptr(), key.as_ptr(), p, len, t) })
             .map(|_| ())
+    }
+
+    /// Whether somebody has written it.
+    pub fn has(&self, key: &str) -> Result<bool> {
+        let key = text(key)?;
+        // SAFETY: as above.
+        match unsafe { q4_store_check(self.0.as_ptr(), key.as_ptr()) } {
+            -1 => Err(Error::new(Code::RankLost, "the place where ranks meet is gone")),
+            found => Ok(found == 1),
+        }
     }
 
     /// Waits for a value, whose first bytes are copied.

@@ -7,11 +7,12 @@ use super::Tch;
 use crate::ranks::Place;
 use crate::stop;
 use gloo::{Gloo, Store, Work};
+use meeting::Meeting;
 use q4_core::{Code, Error, Result};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
-use std::cell::RefCell;
+use std::cell::{OnceCell, RefCell};
 use std::process::ExitCode;
 use std::time::Duration;
 use tch::{Device, Kind, Tensor};
@@ -19,6 +20,7 @@ use watch::Watch;
 
 pub mod gloo;
 pub mod launch;
+mod meeting;
 mod nccl;
 mod watch;
 
@@ -51,8 +53,9 @@ pub struct Team {
     place: Place,
     /// Small things of the host.
     host: Gloo,
-    /// Gradients and masters.
-    tensors: Box<dyn Collectives>,
+    /// Gradients and masters; not before the device is known.
+    tensors: OnceCell<Box<dyn Collectives>>,
+    store: Store,
     watch: Watch,
     /// An error that every rank has.
     agreed: RefCell<Option<Error>>,
@@ -64,11 +67,11 @@ const MEETING: Duration = Duration::from_secs(300);
 const PATIENCE: Duration = Duration::from_secs(7 * 24 * 3600);
 
 impl Team {
-    /// Meets the others. `device`: where the model lives.
+    /// Meets the others.
     ///
     /// # Errors
     /// [`Code::RankLost`] when not all come.
-    pub fn meet(place: &Place, device: Device) -> Result<Self> {
+    pub fn meet(place: &Place) -> Result<Self> {
         let Place { rank, size, meet, .. } = place;
         let absent = |e: Error| {
             let have =
@@ -81,25 +84,44 @@ impl Team {
         let serves = *rank == 0 && !meet.served;
         let store = Store::open(&meet.host, meet.port, serves, MEETING).map_err(absent)?;
         let store = store.within(&meet.prefix).map_err(absent)?;
+        let meeting = Meeting::begin(place).map_err(absent)?;
         // All are there before any connects: what follows waits for nobody.
         store.set(&format!("here/{rank}"), &[1]).map_err(absent)?;
         (0..*size).try_for_each(|r| store.get(&format!("here/{r}"), &mut [0])).map_err(absent)?;
         let host = Gloo::open(&store.within("host")?, *rank, *size, PATIENCE).map_err(absent)?;
         let watch = Gloo::open(&store.within("watch")?, *rank, *size, 50 * PATIENCE).map_err(absent)?;
-        let tensors: Box<dyn Collectives> = match device {
-            Device::Cuda(n) => Box::new(nccl::Nccl::new(&store, *rank, *size, n)?),
-            _ => Box::new(Host { gloo: host, size: *size }),
-        };
-        // Whoever serves the store does so until the process ends.
-        std::mem::forget(store);
         stop::among_ranks();
-        Ok(Self {
+        let team = Self {
             place: place.clone(),
             host,
-            tensors,
+            tensors: OnceCell::new(),
+            store,
             watch: Watch::begin(watch, *rank, *size),
             agreed: RefCell::default(),
-        })
+        };
+        // From here on everybody is watched.
+        team.gather(&[0])?;
+        meeting.end();
+        Ok(team)
+    }
+
+    /// Tensors of `device`, where the model lives, can be sent from here on.
+    ///
+    /// # Errors
+    /// [`Code::LibraryRefused`] without NCCL for a CUDA device.
+    pub fn connect(&self, device: Device) -> Result<()> {
+        let (rank, size) = (self.rank(), self.size());
+        let tensors: Box<dyn Collectives> = match device {
+            Device::Cuda(n) => Box::new(nccl::Nccl::new(&self.store, rank, size, n)?),
+            _ => Box::new(Host { gloo: self.host, size }),
+        };
+        let _: std::result::Result<(), _> = self.tensors.set(tensors);
+        Ok(())
+    }
+
+    fn tensors(&self) -> Result<&dyn Collectives> {
+        let tensors = self.tensors.get().map(|t| &**t);
+        tensors.ok_or_else(|| Error::new(Code::Internal, "ranks that are not connected"))
     }
 
     /// This rank.
@@ -243,7 +265,7 @@ impl Team {
 
     /// Gradients of every rank.
     pub(super) fn all_to_all(&self, send: Tensor, give: &[usize], take: &[usize]) -> Result<Pending> {
-        self.tensors.all_to_all(send, give, take).map_err(|e| self.lost(e))
+        self.tensors()?.all_to_all(send, give, take).map_err(|e| self.lost(e))
     }
 
     pub(super) fn arrived(&self, pending: Pending) -> Result<Tensor> {
@@ -251,7 +273,7 @@ impl Team {
     }
 
     pub(super) fn all_gather(&self, mine: &Tensor) -> Result<Tensor> {
-        self.tensors.all_gather(mine).map_err(|e| self.lost(e))
+        self.tensors()?.all_gather(mine).map_err(|e| self.lost(e))
     }
 }
 

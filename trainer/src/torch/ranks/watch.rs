@@ -16,6 +16,9 @@ const ENDED: u8 = 2;
 /// Time a rank has to end by itself, with its own words, before it is ended.
 const GRACE: Duration = Duration::from_secs(4);
 
+/// Time a message has to be read before its connection is closed.
+const ARRIVAL: Duration = Duration::from_millis(100);
+
 /// The threads that wait, and what they found out.
 pub(super) struct Watch {
     shared: Arc<Shared>,
@@ -28,6 +31,8 @@ struct Shared {
     /// Why this rank must end.
     verdict: Mutex<Option<Error>>,
     found: Condvar,
+    /// Somebody is about to say why.
+    found_out: Mutex<bool>,
     /// What comes now is the end that all have agreed on.
     parting: Mutex<bool>,
 }
@@ -40,6 +45,7 @@ impl Watch {
             size,
             verdict: Mutex::new(None),
             found: Condvar::new(),
+            found_out: Mutex::new(false),
             parting: Mutex::new(false),
         });
         let of = if rank == 0 { 1..size } else { 0..1 };
@@ -86,22 +92,18 @@ impl Shared {
             (Ok(()), PARTED) => return,
             (Ok(()), _) => read(&message[1..]),
             (Err(_), _) if *lock(&self.parting) => return,
-            (Err(_), _) => Error::new(Code::RankLost, format!("rank {other} of {} has died", self.size))
-                .need("all ranks until the end")
-                .have("its connection is closed: killed, out of memory, or its machine is gone")
-                .fix("--resume goes on after the last checkpoint, with as many ranks as you like"),
+            (Err(_), _) => dead(other, self.size),
         };
-        {
-            let mut verdict = lock(&self.verdict);
-            if verdict.is_some() {
-                return;
-            }
-            *verdict = Some(e.clone());
-            self.found.notify_all();
+        if std::mem::replace(&mut *lock(&self.found_out), true) {
+            return;
         }
         if self.rank == 0 {
+            // Before this rank ends, too: the others would take it for the one that has died.
             self.send_all(ENDED, text(&e).as_bytes(), other);
+            std::thread::sleep(ARRIVAL);
         }
+        *lock(&self.verdict) = Some(e.clone());
+        self.found.notify_all();
         std::thread::sleep(GRACE);
         // It computes, or waits for what will not come. Files are whole or not there, whenever that is.
         eprintln!("{e}");
@@ -120,6 +122,14 @@ impl Shared {
             let _: Result<()> = self.gloo.send(&mut message, other);
         }
     }
+}
+
+/// What the others end with.
+pub(super) fn dead(rank: usize, size: usize) -> Error {
+    Error::new(Code::RankLost, format!("rank {rank} of {size} has died"))
+        .need("all ranks until the end")
+        .have("nothing is heard of it: killed, out of memory, or its machine is gone")
+        .fix("--resume goes on after the last checkpoint, with as many ranks as you like")
 }
 
 /// The error as JSON that fits into a message.

@@ -13,7 +13,7 @@ use std::rc::Rc;
 
 /// Runs `c` as this process' part of it; the value is the report, which is the first rank's to show.
 pub fn run(c: &Config, cx: &Invocation<'_>) -> Result<Value> {
-    let Some(place) = &cx.place else { return super::alone(c, cx, &mut None) };
+    let Some(place) = &cx.place else { return super::alone(c, cx, None) };
     let mute = |_: &str| {};
     let quiet = Invocation {
         progress: false,
@@ -41,10 +41,12 @@ pub fn run(c: &Config, cx: &Invocation<'_>) -> Result<Value> {
         (cx.say)(&format!("started again by {}: goes on after the newest checkpoint", place.by));
         c.checkpoint.resume = true;
     }
-    let mut team = None;
-    let result = super::alone(&c, cx, &mut team);
-    let Some(team) = team else { return result };
-    match result {
+    if cx.dry_run || cx.eval_only || cx.preview.is_some() {
+        return super::alone(&c, cx, None);
+    }
+    (cx.say)(&place.to_string());
+    let team = Rc::new(Team::meet(place)?);
+    match super::alone(&c, cx, Some(team.clone())) {
         Ok(mut report) => {
             team.part()?;
             if !team.is_first() {
@@ -169,14 +171,21 @@ impl Run<'_> {
         }
     }
 
-    /// Of every rank: bytes of its moments as planned and as they are, and the most memory it had.
+    /// Of every rank: bytes of its moments as planned and as they are, the most memory it had, and what it had
+    /// before the first pass that was profiled.
     pub(super) fn memory_of_ranks(&self, planned: u64, peak: u64) -> Result<Value> {
-        let Some(team) = &self.team else { return Ok(Value::Null) };
         let own = self.engine.params.trained().map(|t| t.state.numel()).sum::<usize>();
-        let all = team.gather_numbers(&[planned as f64, own as f64, peak as f64])?;
+        let ready = self.phases.samples.iter().find(|s| s.phase == "batch_ready");
+        let ready = ready.map_or(0, |s| s.memory.used(self.device));
+        let mine = [planned as f64, own as f64, peak as f64, ready as f64];
+        let all = match &self.team {
+            Some(team) => team.gather_numbers(&mine)?,
+            None => vec![mine.to_vec()],
+        };
         let line = |of: &Vec<f64>| {
-            let [planned, states, peak] = [0, 1, 2].map(|i| of.get(i).map_or(0, |x| *x as u64));
-            json!({ "planned_state_bytes": planned, "state_bytes": states, "peak_bytes": peak })
+            let [planned, states, peak, ready] = [0, 1, 2, 3].map(|i| of.get(i).map_or(0, |x| *x as u64));
+            json!({ "planned_state_bytes": planned, "state_bytes": states, "peak_bytes": peak,
+                "ready_bytes": ready })
         };
         Ok(all.iter().map(line).collect())
     }
