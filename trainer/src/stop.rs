@@ -9,6 +9,8 @@ static BY: AtomicI32 = AtomicI32::new(0);
 /// The one that all ranks end by.
 static AGREED: AtomicI32 = AtomicI32::new(0);
 static RANKS: AtomicBool = AtomicBool::new(false);
+/// Another process says that the signal was heard.
+static MUTE: AtomicBool = AtomicBool::new(false);
 
 /// A signal that asked the run to end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,9 +54,15 @@ fn signal(by: &AtomicI32) -> Option<Signal> {
     }
 }
 
-/// From here on a run ends by what its ranks agree on.
-pub fn among_ranks() {
+/// From here on a run ends by what its ranks agree on, and only one of them says that it was asked to.
+pub fn among_ranks(speaks: bool) {
     RANKS.store(true, Ordering::Relaxed);
+    MUTE.store(!speaks, Ordering::Relaxed);
+}
+
+/// A signal is for others, who will say that they have heard it.
+pub fn hear_silently() {
+    MUTE.store(true, Ordering::Relaxed);
 }
 
 /// Whether it is one of several.
@@ -111,6 +119,9 @@ extern "C" fn on_signal(signal: libc::c_int) {
         Wish::Echo => return,
         // SAFETY: may be called from a handler.
         Wish::Insists => unsafe { libc::_exit(128 + signal) },
+    }
+    if MUTE.load(Ordering::Relaxed) {
+        return;
     }
     // SAFETY: may be called from a handler; the code that was interrupted finds its errno as it was.
     unsafe {

@@ -109,17 +109,15 @@ extern "C" void q4_store_drop(void* store) {
   delete static_cast<Store*>(store);
 }
 
-// Connects within `meeting_ms`; messages may take `timeout_ms`.
+// The patience is that of connecting and of every message: what connections are made with, receivers keep.
 extern "C" void* q4_gloo_open(
-    void* store, int rank, int size, int64_t meeting_ms, int64_t timeout_ms, const char* interface, Text text) {
+    void* store, int rank, int size, int64_t timeout_ms, const char* interface, Text text) {
   return guarded(text, [&]() -> void* {
-    auto o = c10d::ProcessGroupGloo::Options::create_default(std::chrono::milliseconds(meeting_ms));
+    auto o = c10d::ProcessGroupGloo::Options::create_default(std::chrono::milliseconds(timeout_ms));
     if (interface) {
       o->devices = {c10d::ProcessGroupGloo::createDeviceForInterface(interface, false)};
     }
-    Group group = c10::make_intrusive<c10d::ProcessGroupGloo>(*static_cast<Store*>(store), rank, size, o);
-    group->setTimeout(std::chrono::milliseconds(timeout_ms));
-    return new Group(group);
+    return new Group(c10::make_intrusive<c10d::ProcessGroupGloo>(*static_cast<Store*>(store), rank, size, o));
   });
 }
 

@@ -30,7 +30,6 @@ unsafe extern "C" {
         store: *mut c_void,
         rank: c_int,
         size: c_int,
-        meeting_ms: i64,
         timeout_ms: i64,
         interface: *const c_char,
         text: Text,
@@ -153,9 +152,6 @@ unsafe impl Send for Gloo {}
 // SAFETY: the same.
 unsafe impl Sync for Gloo {}
 
-/// Longest wait for a connection to a rank that was there a moment ago.
-const CONNECTING: Duration = Duration::from_secs(30);
-
 /// Something on its way. Its memory must stay until it is waited for.
 #[must_use]
 pub struct Work(NonNull<c_void>);
@@ -169,16 +165,16 @@ impl Work {
 }
 
 impl Gloo {
-    /// Connects all ranks with each other, all of whom are there; a message may take as long as `patience`.
+    /// Connects all ranks with each other; that, and every message, may take as long as `patience`.
     /// `GLOO_SOCKET_IFNAME` names the network interface, as for torch.
     pub fn open(store: &Store, rank: usize, size: usize, patience: Duration) -> Result<Self> {
         let interface = std::env::var("GLOO_SOCKET_IFNAME").ok().filter(|v| !v.is_empty());
         let interface = interface.map(|v| text(v.split(',').next().unwrap_or_default())).transpose()?;
         let name = interface.as_ref().map_or(std::ptr::null(), |v| v.as_ptr());
         let (rank, ranks) = (rank as c_int, size as c_int);
-        let [meeting, ms] = [CONNECTING, patience].map(|d| d.as_millis() as i64);
+        let ms = patience.as_millis() as i64;
         // SAFETY: a store that is alive; strings live through the call.
-        let open = |t| unsafe { q4_gloo_open(store.0.as_ptr(), rank, ranks, meeting, ms, name, t) };
+        let open = |t| unsafe { q4_gloo_open(store.0.as_ptr(), rank, ranks, ms, name, t) };
         Ok(Self { group: handle("connecting the ranks", open)?, size })
     }
 

@@ -16,6 +16,7 @@ pub fn launch(n: usize, args: &[OsString]) -> Result<u8> {
     let program = std::env::current_exe().map_err(|e| Error::new(Code::Io, format!("--gpus: {e}")))?;
     let store = Store::open("127.0.0.1", 0, true, Duration::from_secs(60))?;
     let mut children: Vec<Child> = Vec::with_capacity(n);
+    stop::hear_silently();
     stop::ask_first();
     for rank in 0..n {
         let mut command = Command::new(&program);

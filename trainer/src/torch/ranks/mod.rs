@@ -90,7 +90,7 @@ impl Team {
         (0..*size).try_for_each(|r| store.get(&format!("here/{r}"), &mut [0])).map_err(absent)?;
         let host = Gloo::open(&store.within("host")?, *rank, *size, PATIENCE).map_err(absent)?;
         let watch = Gloo::open(&store.within("watch")?, *rank, *size, 50 * PATIENCE).map_err(absent)?;
-        stop::among_ranks();
+        stop::among_ranks(place.is_first());
         let team = Self {
             place: place.clone(),
             host,

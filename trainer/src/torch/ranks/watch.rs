@@ -92,7 +92,10 @@ impl Shared {
             (Ok(()), PARTED) => return,
             (Ok(()), _) => read(&message[1..]),
             (Err(_), _) if *lock(&self.parting) => return,
-            (Err(_), _) => dead(other, self.size),
+            (Err(e), _) => {
+                let how = e.parts().find(|(name, _)| *name == "have").map_or("", |(_, text)| text);
+                dead(other, self.size).have(format!("{how}: killed, out of memory, or its machine is gone"))
+            }
         };
         if std::mem::replace(&mut *lock(&self.found_out), true) {
             return;
