@@ -83,7 +83,7 @@ const MPIRUN: Names = Names {
     local: "OMPI_COMM_WORLD_LOCAL_RANK",
     local_size: &["OMPI_COMM_WORLD_LOCAL_SIZE"],
 };
-/// A job's own script has `SLURM_PROCID`, too, but no step.
+/// A job's own script has some of them, too: as a rank it would wait for tasks that only srun starts.
 const SLURM: Names = Names {
     by: Starter::Slurm,
     rank: "SLURM_PROCID",

@@ -4,7 +4,7 @@ use q4_trainer::{checkpoint, metrics, rng::Philox};
 use rustix::process::{Pid, Signal, kill_process};
 use std::io::Read;
 use std::path::Path;
-use std::process::{Child, Output};
+use std::process::{Child, Command, Output};
 use std::time::{Duration, Instant};
 use tiny::{STEPS, files, outputs, prepare, start_ranks, start_ranks_with};
 
@@ -195,7 +195,11 @@ fn a_rank_that_ends_while_the_others_connect_is_missed() {
     for lost in [0, 1] {
         let dir = tempfile::tempdir().expect("directory");
         prepare(dir.path());
-        let own = |rank| (rank == lost).then_some(("GLOO_SOCKET_IFNAME", "no-such-interface"));
+        let own = |rank: usize, command: &mut Command| {
+            if rank == lost {
+                command.env("GLOO_SOCKET_IFNAME", "no-such-interface");
+            }
+        };
         let (took, out) = ends(start_ranks_with(dir.path(), 3, &[], &own));
         assert!(took < Duration::from_secs(20), "{took:?}");
         for (rank, out) in out.iter().enumerate() {
@@ -329,8 +333,39 @@ fn memory_is_that_of_the_plan() {
 fn ranks_that_do_not_fit_together_are_refused() {
     let dir = tempfile::tempdir().expect("directory");
     prepare(dir.path());
+    // Machines with other data, another configuration, a folder of checkpoints that is taken.
+    let other = tempfile::tempdir().expect("directory");
+    prepare(other.path());
+    std::fs::write(other.path().join("data.jsonl"), tiny::sums(39)).expect("written");
+    let elsewhere = |rank: usize, command: &mut Command| {
+        if rank == 1 {
+            command.current_dir(other.path());
+        }
+    };
+    let otherwise = |rank: usize, command: &mut Command| {
+        if rank == 1 {
+            command.args(["--set", "optimizer.lr=2e-3"]);
+        }
+    };
+    for (way, words) in [
+        (&elsewhere as &dyn Fn(usize, &mut Command), "rank 1 has another data than rank 0"),
+        (&otherwise, "rank 1 has another configuration than rank 0"),
+    ] {
+        let out = outputs(start_ranks_with(dir.path(), 2, &[], way));
+        let said: Vec<_> = out.iter().map(|o| String::from_utf8_lossy(&o.stderr)).collect();
+        assert!(out.iter().all(|o| o.status.code() == Some(2)), "{said:?}");
+        assert!(said[0].contains(words) && !said[1].contains("Q4-E"), "{said:?}");
+        assert!(!dir.path().join("ck").exists() && !other.path().join("ck").exists());
+    }
+    let held = checkpoint::Store::open(&dir.path().join("ck"), checkpoint::Keep { last: 1, best: false });
+    let out = outputs(start_ranks(dir.path(), 2, &[]));
+    let said: Vec<_> = out.iter().map(|o| String::from_utf8_lossy(&o.stderr)).collect();
+    assert!(out.iter().all(|o| o.status.code() == Some(2)), "{said:?}");
+    assert!(said[0].contains("in use") && !said[1].contains("in use"), "{said:?}");
+    drop(held);
+    std::fs::remove_dir_all(dir.path().join("ck")).expect("removed");
     // One process alone with a variable of ranks.
-    let out = std::process::Command::new(env!("CARGO_BIN_EXE_q4-train"))
+    let out = Command::new(env!("CARGO_BIN_EXE_q4-train"))
         .args(["run.toml", "--quiet"])
         .current_dir(dir.path())
         .env("RANK", "0")

@@ -110,7 +110,9 @@ fn alone(c: &Config, cx: &Invocation<'_>, team: Option<Rc<Team>>) -> Result<Valu
     let plan = planned(c, &base, device, products.as_ref(), share)?;
     (cx.say)(&plan.to_string());
     let free = device::Memory::of(device);
-    let free = if device.is_cuda() { free.device_free } else { free.host_free };
+    // Ranks of one machine share its memory.
+    let local = cx.place.as_ref().map_or(1, |p| p.local_size as u64);
+    let free = if device.is_cuda() { free.device_free } else { free.host_free / local };
     plan.check(&Budget::new(limit.unwrap_or(free - free / 20)))?;
     if !cx.eval_only {
         // Whoever writes a checkpoint writes all of it.

@@ -84,15 +84,15 @@ pub fn files(dir: &Path) -> Vec<(PathBuf, Vec<u8>)> {
 
 /// Starts `run.toml` as `n` ranks, one thread each, by torchrun's variables.
 pub fn start_ranks(dir: &Path, n: usize, more: &[&str]) -> Vec<Child> {
-    start_ranks_with(dir, n, more, &|_| None)
+    start_ranks_with(dir, n, more, &|_, _| {})
 }
 
-/// The same, some with a variable of their own.
+/// The same, some of them started otherwise.
 pub fn start_ranks_with(
     dir: &Path,
     n: usize,
     more: &[&str],
-    own: &dyn Fn(usize) -> Option<(&'static str, &'static str)>,
+    own: &dyn Fn(usize, &mut Command),
 ) -> Vec<Child> {
     let free = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
     let port = free.local_addr().expect("an address").port().to_string();
@@ -100,7 +100,7 @@ pub fn start_ranks_with(
     (0..n)
         .map(|rank| {
             let mut command = command(dir, &["run.toml", "--threads", "1", "--quiet"]);
-            command.envs(own(rank));
+            own(rank, &mut command);
             let place = [("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", n), ("LOCAL_WORLD_SIZE", n)];
             command.envs(place.map(|(name, value)| (name, value.to_string()))).args(more);
             command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port);

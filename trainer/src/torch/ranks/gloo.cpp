@@ -4,8 +4,11 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <torch/headeronly/version.h>
 
 #include <cstring>
+
+static_assert(TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR == 11, "compare the declarations below with c10d's");
 
 namespace gloo::transport {
 class Device;

@@ -79,7 +79,7 @@ impl Team {
             Error::new(Code::RankLost, format!("{place}: the ranks do not find each other"))
                 .need(format!("all {size} ranks within {} s", MEETING.as_secs()))
                 .have(have)
-                .fix("start all of them; MASTER_ADDR and MASTER_PORT must be the same and free")
+                .fix("start all of them (torchrun, mpirun, srun), with the same MASTER_ADDR and a free MASTER_PORT")
         };
         let serves = *rank == 0 && !meet.served;
         let store = Store::open(&meet.host, meet.port, serves, MEETING).map_err(absent)?;
@@ -254,7 +254,8 @@ impl Team {
 
     /// Whether rank 0 ends with the same error, and will have said so.
     pub fn said_by_first(&self, e: &Error) -> bool {
-        let same = |of: &Error| of.code() == e.code() && of.what() == format!("rank 0: {}", e.what());
+        let own = format!("rank 0: {}", e.what());
+        let same = |of: &Error| of.what() == own || of.what() == e.what() && own.contains("rank 0: rank 0: ");
         !self.is_first() && self.watch.verdict(Duration::from_secs(1)).is_some_and(|of| same(&of))
     }
 
