@@ -68,8 +68,8 @@ fn ranks_are_one_rank_that_accumulates() {
     }
 }
 
-/// Blocks that move in the backward pass, adapters, a head of its own; and a round in which a rank has nothing
-/// to compute.
+/// Blocks that move in the backward pass, adapters, a head of its own; and a round in which a rank has
+/// nothing to compute.
 #[test]
 fn every_way_of_training_can_be_shared() {
     let untied = |dir: &Path| {
@@ -271,6 +271,10 @@ fn all_ranks_take_the_same_decision() {
     // Steps that are not finite, judged by all; the last good checkpoint is kept by all.
     let said = ended(&wild, 4, &["Q4-E0211", "first in", "the last good checkpoint is of step"]);
     assert!(!said[1].contains("Q4-E"), "{said:?}");
+    // The same where blocks move in the backward pass, and a gradient that is not finite stops it half-way.
+    let backward = "train.update_in_backward=true train.clip_scope=block train.accumulate=1";
+    let backward: Vec<&str> = backward.split_whitespace().flat_map(|set| ["--set", set]).collect();
+    ended(&[&wild[..], &backward].concat(), 4, &["Q4-E0211"]);
     // Training that ends early.
     ended(&["--set", "eval.every=1", "--set", "eval.patience=1", "--set", "optimizer.lr=1e-9"], 0, &[]);
     let state =

@@ -1,6 +1,6 @@
-// c10d's store and its process group over Gloo, as bytes in and out: what the ranks of a CPU run meet and talk through.
-// The wheel has c10d's headers and none of Gloo's, which ProcessGroupGloo.hpp includes. So the group is declared here
-// with what is public of it in libtorch 2.11, made by its own constructor in libtorch_cpu, and used through its base.
+// c10d's store and its process group over Gloo, as bytes in and out: what ranks meet and talk through. The wheel
+// has c10d's headers and none of Gloo's, which ProcessGroupGloo.hpp includes. So the group is declared here with
+// what is public of it in libtorch 2.11, made by its own constructor in libtorch_cpu, and used through its base.
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -8,7 +8,7 @@
 
 #include <cstring>
 
-static_assert(TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR == 11, "compare the declarations below with c10d's");
+static_assert(TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR == 11, "compare what is declared below");
 
 namespace gloo::transport {
 class Device;
@@ -126,7 +126,13 @@ extern "C" void* q4_gloo_open(
 
 // Sends `give[i]` bytes to rank i, one behind the other, and receives `take[i]` bytes from it.
 extern "C" void* q4_gloo_all_to_all(
-    void* group, uint8_t* out, const int64_t* take, uint8_t* in, const int64_t* give, size_t size, Text text) {
+    void* group,
+    uint8_t* out,
+    const int64_t* take,
+    uint8_t* in,
+    const int64_t* give,
+    size_t size,
+    Text text) {
   return guarded(text, [&]() -> void* {
     std::vector<int64_t> takes(take, take + size), gives(give, give + size);
     int64_t outs = 0, ins = 0;
@@ -137,7 +143,8 @@ extern "C" void* q4_gloo_all_to_all(
 }
 
 // `len` bytes of every rank, in their order.
-extern "C" void* q4_gloo_all_gather(void* group, uint8_t* out, uint8_t* in, size_t len, size_t size, Text text) {
+extern "C" void* q4_gloo_all_gather(
+    void* group, uint8_t* out, uint8_t* in, size_t len, size_t size, Text text) {
   return guarded(text, [&]() -> void* {
     std::vector<std::vector<at::Tensor>> outs(1);
     for (size_t i = 0; i < size; ++i) outs[0].push_back(bytes(out + i * len, len));

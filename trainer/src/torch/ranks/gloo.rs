@@ -152,15 +152,31 @@ unsafe impl Send for Gloo {}
 // SAFETY: the same.
 unsafe impl Sync for Gloo {}
 
-/// Something on its way. Its memory must stay until it is waited for.
+/// Something on its way. Its memory must stay until it is waited for; whoever drops it waits.
 #[must_use]
-pub struct Work(NonNull<c_void>);
+pub struct Work(Option<NonNull<c_void>>);
 
 impl Work {
+    fn start(what: &str, f: impl FnOnce(Text) -> *mut c_void) -> Result<Self> {
+        handle(what, f).map(|work| Self(Some(work)))
+    }
+
     /// Until it has arrived.
-    pub fn wait(self) -> Result<()> {
+    pub fn wait(mut self) -> Result<()> {
+        self.end()
+    }
+
+    fn end(&mut self) -> Result<()> {
+        let Some(work) = self.0.take() else { return Ok(()) };
         // SAFETY: made by the other side, which takes it back.
-        call("a message between ranks", false, |t| unsafe { q4_work_wait(self.0.as_ptr(), t) }).map(|_| ())
+        call("a message between ranks", false, |t| unsafe { q4_work_wait(work.as_ptr(), t) }).map(|_| ())
+    }
+}
+
+impl Drop for Work {
+    fn drop(&mut self) {
+        // Whoever drops it has an error already; the memory is free now.
+        let _: Result<()> = self.end();
     }
 }
 
@@ -192,7 +208,7 @@ impl Gloo {
         let (take, give, n, group) = (take.as_ptr(), give.as_ptr(), self.size, self.group.as_ptr());
         // SAFETY: by contract; the counts are copied.
         let f = |t| unsafe { q4_gloo_all_to_all(group, out, take, input, give, n, t) };
-        handle("all-to-all", f).map(Work)
+        Work::start("all-to-all", f)
     }
 
     /// `mine` of every rank, in their order; all have the same length.
@@ -203,20 +219,20 @@ impl Gloo {
         let (to, from, len) = (out.as_mut_ptr(), mine.as_mut_ptr(), mine.len());
         // SAFETY: as many bytes as said, waited for below.
         let f = |t| unsafe { q4_gloo_all_gather(self.group.as_ptr(), to, from, len, self.size, t) };
-        handle("all-gather", f).map(Work)?.wait()
+        Work::start("all-gather", f)?.wait()
     }
 
     /// A message to one rank.
     pub fn send(&self, message: &mut [u8], to: usize) -> Result<()> {
         let (p, len, to) = (message.as_mut_ptr(), message.len(), to as c_int);
         // SAFETY: as above.
-        handle("send", |t| unsafe { q4_gloo_send(self.group.as_ptr(), p, len, to, t) }).map(Work)?.wait()
+        Work::start("send", |t| unsafe { q4_gloo_send(self.group.as_ptr(), p, len, to, t) })?.wait()
     }
 
     /// Waits for a message of one rank; an error as soon as its connection is closed.
     pub fn recv(&self, message: &mut [u8], from: usize) -> Result<()> {
         let (p, len, from) = (message.as_mut_ptr(), message.len(), from as c_int);
         // SAFETY: as above.
-        handle("receive", |t| unsafe { q4_gloo_recv(self.group.as_ptr(), p, len, from, t) }).map(Work)?.wait()
+        Work::start("receive", |t| unsafe { q4_gloo_recv(self.group.as_ptr(), p, len, from, t) })?.wait()
     }
 }

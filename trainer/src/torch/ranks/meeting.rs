@@ -1,5 +1,5 @@
-//! Until the ranks are connected nothing tells them that one has died. So each leaves a sign of life at the store
-//! a few times a second, and the first looks at those of all.
+//! Until the ranks are connected nothing tells them that one has died. So each leaves a sign of life at the
+//! store a few times a second, and the first looks at those of all.
 use super::gloo::Store;
 use super::watch::{dead, end};
 use crate::ranks::Place;

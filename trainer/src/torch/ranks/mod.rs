@@ -35,10 +35,10 @@ trait Collectives {
 
 /// What other ranks send, on its way.
 pub(super) struct Pending {
-    out: Tensor,
-    /// Read until everything has arrived.
-    _send: Tensor,
+    /// Dropped, and so waited for, before the memory it uses.
     work: Option<Work>,
+    out: Tensor,
+    _send: Tensor,
 }
 
 impl Pending {
@@ -79,7 +79,9 @@ impl Team {
             Error::new(Code::RankLost, format!("{place}: the ranks do not find each other"))
                 .need(format!("all {size} ranks within {} s", MEETING.as_secs()))
                 .have(have)
-                .fix("start all of them (torchrun, mpirun, srun), with the same MASTER_ADDR and a free MASTER_PORT")
+                .fix(
+                    "start all of them (torchrun, mpirun, srun), with one MASTER_ADDR and a free MASTER_PORT",
+                )
         };
         let serves = *rank == 0 && !meet.served;
         let store = Store::open(&meet.host, meet.port, serves, MEETING).map_err(absent)?;
@@ -278,8 +280,8 @@ impl Team {
     }
 }
 
-/// Ends the process. Where ranks are connected, at once: their threads must not meet what an orderly end takes
-/// down.
+/// Ends the process. Where ranks are connected, at once: their threads must not meet what an orderly end
+/// takes down.
 pub fn leave(exit: u8) -> ExitCode {
     if stop::is_among_ranks() {
         // What is buffered is flushed by its line.

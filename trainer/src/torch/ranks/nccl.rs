@@ -1,8 +1,8 @@
 //! Tensors of CUDA devices, through NCCL, which is loaded when a run needs it. On libtorch's stream, so that
 //! what is sent is finished and what is received is waited for without a word; nothing overlaps.
 //!
-//! The few functions are looked up here: cudarc does not look for `libnccl.so.2`, the only name that PyTorch's
-//! wheels install it under.
+//! The few functions are looked up here: cudarc does not look for `libnccl.so.2`, the only name that
+//! PyTorch's wheels install it under.
 use super::super::Tch;
 use super::gloo::Store;
 use super::{Collectives, Pending};

@@ -69,8 +69,8 @@ pub fn run(c: &Config, cx: &Invocation<'_>) -> Result<Value> {
     }
 }
 
-/// The configuration with the micro-batches that all ranks have together, and for how many ranks that was said.
-/// A run that goes on with another number of ranks keeps the step it had.
+/// The configuration with the micro-batches that all ranks have together, and for how many ranks that was
+/// said. A run that goes on with another number of ranks keeps the step it had.
 pub(super) fn of_all_ranks(c: &Config, cx: &Invocation<'_>, ranks: usize) -> (Config, usize) {
     let mut c = c.clone();
     let own = c.train.accumulate;
@@ -171,8 +171,8 @@ impl Run<'_> {
         }
     }
 
-    /// Of every rank: bytes of its moments as planned and as they are, the most memory it had, and what it had
-    /// before the first pass that was profiled.
+    /// Of every rank: bytes of its moments as planned and as they are, the most memory it had, and what it
+    /// had before the first pass that was profiled.
     pub(super) fn memory_of_ranks(&self, planned: u64, peak: u64) -> Result<Value> {
         let own = self.engine.params.trained().map(|t| t.state.numel()).sum::<usize>();
         let ready = self.phases.samples.iter().find(|s| s.phase == "batch_ready");
