@@ -1,5 +1,5 @@
-//! The ranks of a run and how they talk: tensors through [`Collectives`], decisions through Gloo on the host,
-//! deaths through [`watch`].
+//! The ranks of a run and how they talk: tensors through `Collectives`, decisions through Gloo on the host,
+//! deaths through `watch`.
 //!
 //! Whatever ranks could disagree about (losses, norms, signals, what rank 0 alone does) is gathered first and
 //! judged by all with the same numbers, in the order of ranks.
