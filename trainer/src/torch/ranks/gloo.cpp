@@ -167,8 +167,8 @@ extern "C" void* q4_gloo_recv(void* group, uint8_t* out, size_t len, int from, T
   });
 }
 
-// Waits until the memory is whole or may be used again.
-extern "C" bool q4_work_wait(void* work, Text text) {
+// Waits until the memory is whole or may be used again; 0 milliseconds: as long as connections are made with.
+extern "C" bool q4_work_wait(void* work, int64_t timeout_ms, Text text) {
   const std::unique_ptr<Work> held(static_cast<Work*>(work));
-  return guarded(text, [&] { return (*held)->wait(); });
+  return guarded(text, [&] { return (*held)->wait(std::chrono::milliseconds(timeout_ms)); });
 }

@@ -53,7 +53,7 @@ unsafe extern "C" {
     ) -> *mut c_void;
     fn q4_gloo_send(group: *mut c_void, input: *mut u8, len: usize, to: c_int, text: Text) -> *mut c_void;
     fn q4_gloo_recv(group: *mut c_void, out: *mut u8, len: usize, from: c_int, text: Text) -> *mut c_void;
-    fn q4_work_wait(work: *mut c_void, text: Text) -> bool;
+    fn q4_work_wait(work: *mut c_void, timeout_ms: i64, text: Text) -> bool;
 }
 
 /// Calls the other side; what it throws is the error.
@@ -163,20 +163,20 @@ impl Work {
 
     /// Until it has arrived.
     pub fn wait(mut self) -> Result<()> {
-        self.end()
+        self.end(0)
     }
 
-    fn end(&mut self) -> Result<()> {
+    fn end(&mut self, ms: i64) -> Result<()> {
         let Some(work) = self.0.take() else { return Ok(()) };
         // SAFETY: made by the other side, which takes it back.
-        call("a message between ranks", false, |t| unsafe { q4_work_wait(work.as_ptr(), t) }).map(|_| ())
+        call("a message between ranks", false, |t| unsafe { q4_work_wait(work.as_ptr(), ms, t) }).map(|_| ())
     }
 }
 
 impl Drop for Work {
     fn drop(&mut self) {
         // Whoever drops it has an error already; the memory is free now.
-        let _: Result<()> = self.end();
+        let _: Result<()> = self.end(0);
     }
 }
 
@@ -222,11 +222,12 @@ impl Gloo {
         Work::start("all-gather", f)?.wait()
     }
 
-    /// A message to one rank.
+    /// A message to one rank. Gloo does not notice that a connection was closed while it sends: it has two
+    /// seconds.
     pub fn send(&self, message: &mut [u8], to: usize) -> Result<()> {
         let (p, len, to) = (message.as_mut_ptr(), message.len(), to as c_int);
         // SAFETY: as above.
-        Work::start("send", |t| unsafe { q4_gloo_send(self.group.as_ptr(), p, len, to, t) })?.wait()
+        Work::start("send", |t| unsafe { q4_gloo_send(self.group.as_ptr(), p, len, to, t) })?.end(2000)
     }
 
     /// Waits for a message of one rank; an error as soon as its connection is closed.

@@ -242,9 +242,7 @@ impl Team {
 
     /// All are done.
     pub fn part(&self) -> Result<()> {
-        self.gather(&[0])?;
-        self.watch.part();
-        Ok(())
+        self.watch.part(|| self.gather(&[0]).map(|_| ()))
     }
 
     /// This rank ends alone; the others are told why.

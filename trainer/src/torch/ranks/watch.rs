@@ -8,10 +8,8 @@ use std::time::{Duration, Instant};
 
 /// A message: its first byte says what it is, the rest is text.
 const LEN: usize = 1024;
-/// All went well: no further message comes.
-const PARTED: u8 = 1;
 /// A rank has ended; the text is the error the others end with.
-const ENDED: u8 = 2;
+const ENDED: u8 = 1;
 
 /// Time a rank has to end by itself, with its own words, before it is ended.
 const GRACE: Duration = Duration::from_secs(4);
@@ -35,6 +33,8 @@ struct Shared {
     found_out: Mutex<bool>,
     /// What comes now is the end that all have agreed on.
     parting: Mutex<bool>,
+    /// And has come.
+    parted: Mutex<bool>,
 }
 
 impl Watch {
@@ -47,6 +47,7 @@ impl Watch {
             found: Condvar::new(),
             found_out: Mutex::new(false),
             parting: Mutex::new(false),
+            parted: Mutex::new(false),
         });
         let of = if rank == 0 { 1..size } else { 0..1 };
         for other in of {
@@ -70,10 +71,12 @@ impl Watch {
         verdict.clone()
     }
 
-    /// All are done: connections that close from here on mean nothing.
-    pub fn part(&self) {
+    /// All that is left is to wait until everybody is done: connections that close meanwhile mean nothing.
+    pub fn part(&self, wait: impl FnOnce() -> Result<()>) -> Result<()> {
         *lock(&self.shared.parting) = true;
-        self.shared.send_all(PARTED, b"", usize::MAX);
+        wait()?;
+        *lock(&self.shared.parted) = true;
+        Ok(())
     }
 
     /// This rank ends with an error.
@@ -88,11 +91,16 @@ impl Shared {
     fn wait_for(&self, other: usize) {
         let mut message = vec![0; LEN];
         let said = self.gloo.recv(&mut message, other);
-        let e = match (said, message[0]) {
-            (Ok(()), PARTED) => return,
-            (Ok(()), _) => read(&message[1..]),
-            (Err(_), _) if *lock(&self.parting) => return,
-            (Err(e), _) => {
+        let e = match said {
+            Ok(()) => read(&message[1..]),
+            Err(_) if *lock(&self.parting) => {
+                std::thread::sleep(GRACE);
+                if !*lock(&self.parted) {
+                    end(Code::RankLost.exit());
+                }
+                return;
+            }
+            Err(e) => {
                 let how = e.parts().find(|(name, _)| *name == "have").map_or("", |(_, text)| text);
                 dead(other, self.size).have(format!("{how}: killed, out of memory, or its machine is gone"))
             }
