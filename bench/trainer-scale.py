@@ -1,5 +1,5 @@
 """What others make of what `q4 train` writes, and it of theirs: adapters in PEFT, events in TensorBoard, rows in
-datasets and trl. Run by bench/trainer-scale.sh."""
+datasets and trl; and ranks that share a run. Run by bench/trainer-scale.sh."""
 
 import json
 import pathlib
@@ -8,6 +8,7 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 import rows  # noqa: E402
+import trainer_ranks  # noqa: E402
 
 Q4, WORK = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
 MODEL = rows.ROOT / "cli/demo"
@@ -153,5 +154,6 @@ data()
 adapters()
 events()
 layouts()
+trainer_ranks.all_of(Q4, WORK)
 import datasets, peft, tensorboard, torch, transformers, trl  # noqa: E401, E402
 rows.write(**{m.__name__: m.__version__ for m in (datasets, peft, tensorboard, torch, transformers, trl)})

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Measures q4 train against the programs people read its files with, and writes bench/results/trainer-scale.json:
+# Measures q4 train against the programs people read its files with and start its ranks with, and writes
+# bench/results/trainer-scale.json:
 #   bench/trainer-scale.sh
 #
 # Q4_PEERS names a Python that has datasets, peft, tensorboard, torch, transformers and trl (CPU is enough);
-# without it they are installed beside the build.
+# without it they are installed beside the build. mpirun is Debian's (openmpi-bin).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source trainer/libtorch.sh

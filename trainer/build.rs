@@ -3,6 +3,7 @@ fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     println!("cargo:rerun-if-changed=src/torch/device.cpp");
     println!("cargo:rerun-if-changed=src/torch/frozen.cpp");
+    println!("cargo:rerun-if-changed=src/torch/ranks/gloo.cpp");
     let Some(lib) = std::env::var_os("DEP_TCH_LIBTORCH_LIB") else { return };
     let lib = std::path::Path::new(&lib);
     #[cfg(feature = "torch")]
@@ -13,6 +14,7 @@ fn main() {
         .include(lib.join("../include"))
         .file("src/torch/device.cpp")
         .file("src/torch/frozen.cpp")
+        .file("src/torch/ranks/gloo.cpp")
         .compile("q4_torch");
     // The wheel's libraries look for CUDA's runtime here, and GNU ld does as well.
     let runtime = lib.join("../../nvidia/cu13/lib");

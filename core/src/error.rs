@@ -58,6 +58,7 @@ codes! {
     Io                 = "0501", 8, "the operating system refused to read or write";
     ServerRefused      = "0502", 8, "a server refused a request";
     ServerFailed       = "0503", 8, "a server failed, went away, or does not speak the protocol";
+    RankLost           = "0504", 8, "another rank of a training ended, or cannot be reached";
     ConformanceFailed  = "0601", 5, "a backend does not meet the suite";
     Internal           = "0901", 1, "a bug in q4";
 }

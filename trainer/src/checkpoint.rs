@@ -61,11 +61,22 @@ pub struct TrainState {
     /// Threads it was computed with; 0: not known.
     #[serde(default)]
     pub threads: usize,
+    /// Ranks that the micro-batches of its configuration were first counted for.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub ranks: usize,
     /// What the model and the data were.
     #[serde(default)]
     pub sources: Option<Sources>,
     /// The effective configuration, as TOML; the schedule is part of it.
     pub config: String,
+}
+
+fn one() -> usize {
+    1
+}
+
+fn is_one(n: &usize) -> bool {
+    *n == 1
 }
 
 /// A directory of checkpoints with one writer.
@@ -239,6 +250,12 @@ pub fn newest(dir: &Path) -> Result<Option<Loaded>> {
         None => Ok(None),
         Some((_, e)) => Err(e.within(format!("{}: no intact checkpoint; the newest", dir.display()))),
     }
+}
+
+/// What the newest says of itself, unproved; `None` where nothing can be read.
+pub fn glance(dir: &Path) -> Option<TrainState> {
+    let (_, path) = steps(dir).ok()?.pop()?;
+    serde_json::from_slice(&fs::read(path.join(STATE)).ok()?).ok()
 }
 
 /// The checkpoint at `path`, every file hashed. [`Code::Container`] with what differs.

@@ -170,6 +170,7 @@ mod tests {
             stale: 0,
             owed: false,
             threads: 2,
+            ranks: 1,
             config: c.to_toml().expect("TOML"),
             sources: Some(sources.clone()),
         }

@@ -17,6 +17,7 @@ pub mod optim;
 pub mod plan;
 pub mod preflight;
 pub mod progress;
+pub mod ranks;
 pub mod rng;
 pub mod schedule;
 pub mod sources;

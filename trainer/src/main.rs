@@ -8,10 +8,13 @@ use q4_trainer::config::{self, Config};
 use q4_trainer::corpus::{self, Sizes};
 use q4_trainer::data::Shown;
 use q4_trainer::progress::clock;
+use q4_trainer::ranks::Place;
 use q4_trainer::stop;
+use q4_trainer::torch::ranks::launch::launch;
 use q4_trainer::torch::run::{Invocation, run};
 use serde::Serialize;
 use serde_json::{Value, json};
+use std::ffi::OsString;
 use std::io::{IsTerminal, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -31,7 +34,7 @@ Examples:
 
 Exit status:
   0 ok, 2 usage, 3 a behaviour gate was missed, 4 bad model or data file, 6 no such device,
-  7 memory limit, 8 input or output, 130 and 143 ended by Ctrl-C and SIGTERM, with a checkpoint";
+  7 memory limit, 8 input or output or a lost rank, 130 and 143 ended by Ctrl-C and SIGTERM, with a checkpoint";
 
 /// Trains or fine-tunes a model as a configuration says.
 #[derive(Parser)]
@@ -57,6 +60,10 @@ struct Cli {
     /// Which paths may multiply by it: auto, kernel-only, kernel-or-fallback or dequant-matmul-only.
     #[arg(long, value_name = "PATH")]
     compute: Option<String>,
+    /// Start N ranks on this machine, which share every step: one a GPU with --device cuda, else one a share of
+    /// the processors. Several machines: torchrun, mpirun or srun.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    gpus: Option<u16>,
     /// Most memory to use where the model lives, e.g. 24GiB.
     #[arg(long, value_name = "BYTES")]
     memory_limit: Option<String>,
@@ -121,14 +128,15 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(e) => return usage(&e, json),
     };
-    match catch_unwind(AssertUnwindSafe(|| start(&cli))) {
+    let exit = match catch_unwind(AssertUnwindSafe(|| start(&cli))) {
         Ok(Ok(report)) => show(&cli, &report),
         Ok(Err(e)) => failed(&e, json),
         Err(_) => failed(
             &Error::new(Code::Internal, "q4-train stopped because of a bug; the message is above"),
             json,
         ),
-    }
+    };
+    q4_trainer::torch::ranks::leave(exit)
 }
 
 /// A line on stderr. A log that is full or closed is no reason to end a run.
@@ -137,12 +145,12 @@ fn tell(text: &str) {
 }
 
 /// The error as text and, with `json`, as the document of docs/errors.md.
-fn failed(e: &Error, json: bool) -> ExitCode {
+fn failed(e: &Error, json: bool) -> u8 {
     tell(&e.to_string());
     if json {
         document(e);
     }
-    ExitCode::from(e.code().exit())
+    e.code().exit()
 }
 
 fn document(e: &Error) {
@@ -237,6 +245,15 @@ fn start(cli: &Cli) -> Result<Value> {
     if cli.print_config {
         return Ok(json!({ "schema": "q4.train/1", "config": config.commented()? }));
     }
+    let place = Place::of_environment()?;
+    if let Some(n) = cli.gpus.filter(|n| *n > 1) {
+        if let Some(place) = &place {
+            return Err(Error::new(Code::Usage, "--gpus")
+                .need("a process that is no rank already")
+                .have(place.to_string()));
+        }
+        return launch(n.into(), &without_gpus()).map(|exit| json!({ "launched": n, "exit": exit }));
+    }
     let quiet = cli.quiet;
     let say = move |text: &str| {
         if !quiet {
@@ -247,11 +264,13 @@ fn start(cli: &Cli) -> Result<Value> {
     let tokens = config.behaviour.tokens;
     let q4 = cli.through_q4.then(q4_beside).transpose()?;
     let serve = q4.as_ref().map(|q4| move |model: &Path| Served::boxed(q4, model, tokens));
-    let threads = cli.threads.map_or_else(q4_core::processors, usize::from);
+    let own = || (q4_core::processors() / place.as_ref().map_or(1, |p| p.local_size)).max(1);
+    let threads = cli.threads.map_or_else(own, usize::from);
     run(
         &config,
         &Invocation {
             threads,
+            place,
             progress: !quiet,
             demo: &demo,
             dry_run: cli.dry_run,
@@ -266,7 +285,26 @@ fn start(cli: &Cli) -> Result<Value> {
     )
 }
 
-fn show(cli: &Cli, report: &Value) -> ExitCode {
+/// The line that every rank is given.
+fn without_gpus() -> Vec<OsString> {
+    let mut words = std::env::args_os().skip(1);
+    let mut rest = Vec::new();
+    while let Some(word) = words.next() {
+        if word == "--gpus" {
+            words.next();
+        } else if !word.to_string_lossy().starts_with("--gpus=") {
+            rest.push(word);
+        }
+    }
+    rest
+}
+
+fn show(cli: &Cli, report: &Value) -> u8 {
+    let exit = report["exit"].as_u64().map_or(0, |exit| exit as u8);
+    // What a run of several ranks has to show, the first one shows.
+    if report.get("rank").is_some() || report.get("launched").is_some() {
+        return exit;
+    }
     let text = match report.get("config").and_then(Value::as_str).filter(|_| cli.print_config) {
         _ if cli.json => report.to_string(),
         Some(config) => config.to_owned(),
@@ -277,11 +315,8 @@ fn show(cli: &Cli, report: &Value) -> ExitCode {
         }
     };
     match writeln!(std::io::stdout(), "{}", text.trim_end()) {
-        Ok(()) => match report["exit"].as_u64() {
-            Some(exit) => ExitCode::from(exit as u8),
-            None => ExitCode::SUCCESS,
-        },
-        Err(_) => ExitCode::from(Code::Io.exit()),
+        Ok(()) => exit,
+        Err(_) => Code::Io.exit(),
     }
 }
 

@@ -32,9 +32,11 @@ mod kernel;
 mod layout;
 mod maps;
 mod moments;
+mod share;
 pub mod weight;
 
 pub use layout::{MasterFormat, StateFormat, StateLayout};
+pub use share::Share;
 pub use weight::{ScaleChoice, quantize_dequantize};
 
 /// Elements a thread works on at a time; blocks of every format divide it.
@@ -180,6 +182,11 @@ pub fn adamw(
 
 /// Sum of the squares of a gradient, in f64, summed tile by tile in order. NaN or infinite iff an element is.
 pub fn sum_of_squares(grad: Gradient<'_>, threads: &ThreadPool) -> f64 {
+    squares(grad, threads).iter().sum()
+}
+
+/// The summands: one of every tile.
+pub fn squares(grad: Gradient<'_>, threads: &ThreadPool) -> Vec<f64> {
     let n = grad.len();
     let tiles = n.div_ceil(TILE);
     let sums: Vec<std::sync::atomic::AtomicU64> = (0..tiles).map(|_| 0.into()).collect();
@@ -197,7 +204,7 @@ pub fn sum_of_squares(grad: Gradient<'_>, threads: &ThreadPool) -> f64 {
         let sum: f64 = lanes.iter().sum();
         sums[t].store(sum.to_bits(), std::sync::atomic::Ordering::Relaxed);
     });
-    sums.iter().map(|s| f64::from_bits(s.load(std::sync::atomic::Ordering::Relaxed))).sum()
+    sums.into_iter().map(|s| f64::from_bits(s.into_inner())).collect()
 }
 
 #[cfg(test)]

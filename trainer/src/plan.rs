@@ -15,11 +15,13 @@
 //! logits       12 chunk vocab + 12 T h    log-softmax and two gradients; hidden states, their gradient,
 //!                                         those of a chunk
 //! gradients    g * (all blocks, or the largest) + 4 * (embeddings and head); g = c, 4 when accumulating
+//!              of N ranks each keeps its share: states and sums of gradients divided by N, in whole tiles
+//! exchange     16 * (the largest of blocks and embeddings): sent and received by ranks, two at a time
 //! ```
 //! A phase holds what its name says and everything that lives across it; the peak is the largest phase.
 use crate::config::{Config, Weights};
 use crate::freeze::Still;
-use crate::optim::{StateLayout, TILE};
+use crate::optim::{Share, StateLayout, TILE};
 use q4_core::Result;
 use q4_core::memory::{Budget, human};
 use q4_model::config::DecoderConfig;
@@ -216,7 +218,7 @@ impl Tensor {
 }
 
 /// Predicts every phase of a step.
-pub fn predict(shapes: &Shapes, config: &Config, machine: &Machine, base: Base) -> Plan {
+pub fn predict(shapes: &Shapes, config: &Config, machine: &Machine, base: Base, share: Share) -> Plan {
     let c = machine.compute as u64;
     let (train, data) = (&config.train, &config.data);
     let trained = match &config.lora {
@@ -237,8 +239,11 @@ pub fn predict(shapes: &Shapes, config: &Config, machine: &Machine, base: Base) 
         .chain(held)
         .map(|t| t.len() * if small(t) { 4 } else { config.optimizer.master.size() as u64 })
         .sum();
-    let states: u64 =
-        trained.iter().map(|t| StateLayout::choose(config.optimizer.state, &t.shape).bytes() as u64).sum();
+    let state = |t: &Tensor| {
+        let whole = StateLayout::choose(config.optimizer.state, &t.shape);
+        whole.part(&share.range(whole.len())).bytes() as u64
+    };
+    let states: u64 = trained.iter().map(state).sum();
     let (linear, other) = (shapes.elements(|t| t.linear), shapes.elements(|t| !t.linear));
     let (frozen, dense, scratch) = match (base, &config.lora) {
         (_, None) => (0, 0, 0),
@@ -283,14 +288,30 @@ pub fn predict(shapes: &Shapes, config: &Config, machine: &Machine, base: Base) 
     let g = if train.accumulate > 1 { 4 } else { c };
     // Chunks are summed in f32.
     let table = 4 * sum(&trained, &outside);
-    let gradients = table
+    let all_gradients = table
         + g * if train.update_in_backward {
             sum(&trained, &in_block)
         } else {
             sum(&trained, &|t| t.block.is_some())
         };
     // Accumulated gradients live from the first backward pass to the update.
-    let carried = if train.accumulate > 1 { gradients } else { 0 };
+    let (gradients, exchange, carried) = match share.of {
+        1 => (all_gradients, 0, if train.accumulate > 1 { all_gradients } else { 0 }),
+        ranks => {
+            let own = |t: &Tensor| share.range(t.len() as usize).len() as u64;
+            let of = |which: &dyn Fn(&Tensor) -> bool| -> [u64; 2] {
+                let tensors = || trained.iter().filter(|t| which(t));
+                [tensors().map(Tensor::len).sum(), tensors().map(own).sum()]
+            };
+            // Embeddings and head travel one after the other.
+            let alone = trained.iter().filter(|t| outside(t)).map(|t| [t.len(), own(t)]).max();
+            let largest = of(&in_block).max(alone.unwrap_or_default());
+            let kept = 4 * if train.update_in_backward { largest[1] } else { of(&|_| true)[1] };
+            // Sent and received, of the block that travels and of the next.
+            let exchange = 2 * 4 * (largest[0] + ranks as u64 * largest[1]);
+            (kept + 4 * largest[0], exchange, if train.accumulate > ranks { kept } else { 0 })
+        }
+    };
     let standing = [
         ("context", machine.context),
         ("base", frozen),
@@ -339,11 +360,16 @@ pub fn predict(shapes: &Shapes, config: &Config, machine: &Machine, base: Base) 
                     ("activations", kept(one_block)),
                     ("scratch", scratch),
                     ("gradients", gradients),
+                    ("exchange", exchange),
                 ],
             ),
             phase(
                 "optimizer",
-                &[("values", if train.keep_values { values } else { 0 }), ("gradients", gradients)],
+                &[
+                    ("values", if train.keep_values { values } else { 0 }),
+                    ("gradients", gradients),
+                    ("exchange", exchange / 2),
+                ],
             ),
         ],
     }
@@ -357,6 +383,12 @@ impl Phase {
 }
 
 impl Plan {
+    /// Bytes of a part that lives as long as the model does.
+    pub fn part(&self, name: &str) -> u64 {
+        let load = self.phases.first().into_iter().flat_map(|p| &p.parts);
+        load.filter(|p| p.name == name).map(|p| p.bytes).sum()
+    }
+
     /// The largest phase.
     pub fn peak(&self) -> Option<&Phase> {
         self.phases.iter().max_by_key(|p| p.bytes())
@@ -404,7 +436,7 @@ mod tests {
         let mut config = Config::preset(preset);
         (config.data.rows, config.data.seq, config.train.chunk) = (1, 2048, 256);
         change(&mut config);
-        predict(&qwen3_4b(), &config, &GPU, Base::Merged)
+        predict(&qwen3_4b(), &config, &GPU, Base::Merged, Share::WHOLE)
     }
 
     fn part(plan: &Plan, phase: &str, part: &str) -> f64 {
@@ -439,6 +471,27 @@ mod tests {
     }
 
     #[test]
+    fn ranks_have_the_moments_of_one_between_them() {
+        let config = Config::preset(Preset::Full128g);
+        let of = |rank, of| predict(&qwen3_4b(), &config, &GPU, Base::Merged, Share { rank, of });
+        let whole = of(0, 1);
+        for ranks in [2, 4, 7] {
+            let plans: Vec<_> = (0..ranks).map(|rank| of(rank, ranks)).collect();
+            let states: u64 = plans.iter().map(|p| p.part("states")).sum();
+            let all = whole.part("states");
+            assert!(states >= all && states < all + all / 1000, "{ranks} ranks: {states} of {all}");
+            for p in &plans {
+                assert!(p.part("states") * (ranks as u64) < all + all / 50, "{ranks} ranks: {p}");
+                assert_eq!(p.part("masters"), whole.part("masters"));
+                assert!(part(p, "backward", "exchange") > 0.0, "{ranks} ranks: {p}");
+                // Two still pay more for the exchange, and for sums in f32, than they save.
+                assert!(ranks == 2 || peak(p) < peak(&whole), "{ranks} ranks: {p}");
+            }
+        }
+        assert_eq!(part(&whole, "backward", "exchange"), 0.0);
+    }
+
+    #[test]
     fn a_packed_base_counts_what_its_backends_say_and_no_values() {
         let mut config = Config::preset(Preset::Lora8g);
         config.train.keep_values = true;
@@ -447,7 +500,7 @@ mod tests {
             Base::Decoded,
             Base::Merged,
         ]
-        .map(|base| predict(&qwen3_4b(), &config, &GPU, base));
+        .map(|base| predict(&qwen3_4b(), &config, &GPU, base, Share::WHOLE));
         assert_eq!(part(&packed, "load", "base"), (7u64 << 30) as f64 / 1e9);
         assert!((part(&decoded, "load", "base") - 8.04).abs() < 0.01);
         assert_eq!(part(&packed, "backward", "values") + part(&decoded, "forward", "values"), 0.0);

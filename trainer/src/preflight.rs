@@ -147,11 +147,7 @@ pub struct Bytes {
 pub fn bytes(c: &Config, shapes: &Shapes, plan: &Plan, base: u64) -> Bytes {
     // Headers, tokenizers, states of the run.
     const SMALL: u64 = 4 << 20;
-    let part = |name: &str| {
-        let load = plan.phases.first().into_iter().flat_map(|p| &p.parts);
-        load.filter(|p| p.name == name).map(|p| p.bytes).sum::<u64>()
-    };
-    let (masters, states) = (part("masters"), part("states"));
+    let (masters, states) = (plan.part("masters"), plan.part("states"));
     let (linear, other) = (shapes.elements(|t| t.linear), shapes.elements(|t| !t.linear));
     let others = other * if c.model.init == Init::Checkpoint { base.max(2) } else { 2 };
     let layouts = c.layouts().into_iter().filter(|_| c.export.dir.is_some());

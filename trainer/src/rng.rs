@@ -22,19 +22,28 @@ pub struct Philox {
     key: [u32; 2],
     /// Words 1 to 3 of the counter; word 0 is the block.
     counter: [u32; 3],
+    /// Block that counts as the first.
+    first: u32,
 }
 
 impl Philox {
     /// `stream` is the number of a tensor, or one of [`streams`].
     pub const fn new(seed: u64, step: u64, stream: u32) -> Self {
-        Self { key: [seed as u32, (seed >> 32) as u32], counter: [stream, step as u32, (step >> 32) as u32] }
+        let counter = [stream, step as u32, (step >> 32) as u32];
+        Self { key: [seed as u32, (seed >> 32) as u32], counter, first: 0 }
+    }
+
+    /// The same numbers, counted from those of element `element` on, a multiple of 8: what a part of a tensor
+    /// draws that begins there, eight elements a block.
+    pub const fn from_element(self, element: usize) -> Self {
+        Self { first: self.first.wrapping_add((element / 8) as u32), ..self }
     }
 
     /// Four words: numbers `4 block` to `4 block + 3`.
     #[inline]
     pub fn block(&self, block: u32) -> [u32; 4] {
         let [a, b, c] = self.counter;
-        rounds([block, a, b, c], self.key)
+        rounds([block.wrapping_add(self.first), a, b, c], self.key)
     }
 
     /// Number `index`, below 2^34.
@@ -50,10 +59,10 @@ impl Philox {
         (self.word(index >> 1) >> (16 * (index & 1))) as u16
     }
 
-    /// Key and counter, for the kernels that draw the same numbers on a device.
+    /// Key, counter and first block, for the kernels that draw the same numbers on a device.
     #[cfg(feature = "cuda")]
-    pub(crate) fn parts(&self) -> ([u32; 2], [u32; 3]) {
-        (self.key, self.counter)
+    pub(crate) fn parts(&self) -> ([u32; 2], [u32; 3], u32) {
+        (self.key, self.counter, self.first)
     }
 
     /// A uniform number below `n`, from number `index`; the bias is below `n / 2^32`.

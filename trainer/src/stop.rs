@@ -1,11 +1,16 @@
 //! SIGTERM, Ctrl-C and a closed terminal: the first asks a run to end where it can go on from, the second
 //! ends it at once, unless it is an echo of the first.
 use q4_core::asked::{Asked, Wish};
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 
 static ASKED: Asked = Asked::new();
 /// The first signal.
 static BY: AtomicI32 = AtomicI32::new(0);
+/// The one that all ranks end by.
+static AGREED: AtomicI32 = AtomicI32::new(0);
+static RANKS: AtomicBool = AtomicBool::new(false);
+/// Another process says that the signal was heard.
+static MUTE: AtomicBool = AtomicBool::new(false);
 
 /// A signal that asked the run to end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -15,6 +20,11 @@ impl Signal {
     /// Status the process ends with, as shells count: 130 after Ctrl-C, 143 after SIGTERM.
     pub fn exit(self) -> u8 {
         128 + (self.0 as u8 & 127)
+    }
+
+    /// As the system counts.
+    pub fn number(self) -> i32 {
+        self.0
     }
 
     /// `SIGTERM`, `Ctrl-C` or `SIGHUP`.
@@ -27,12 +37,42 @@ impl Signal {
     }
 }
 
-/// Whether the run was asked to end, and by what.
+/// Whether the run was asked to end, and by what. Among ranks: once all know.
 pub fn asked() -> Option<Signal> {
-    match BY.load(Ordering::Relaxed) {
+    if RANKS.load(Ordering::Relaxed) { signal(&AGREED) } else { heard() }
+}
+
+/// What this process was asked by, whatever the others know.
+pub fn heard() -> Option<Signal> {
+    signal(&BY)
+}
+
+fn signal(by: &AtomicI32) -> Option<Signal> {
+    match by.load(Ordering::Relaxed) {
         0 => None,
         signal => Some(Signal(signal)),
     }
+}
+
+/// From here on a run ends by what its ranks agree on, and only one of them says that it was asked to.
+pub fn among_ranks(speaks: bool) {
+    RANKS.store(true, Ordering::Relaxed);
+    MUTE.store(!speaks, Ordering::Relaxed);
+}
+
+/// A signal is for others, who will say that they have heard it.
+pub fn hear_silently() {
+    MUTE.store(true, Ordering::Relaxed);
+}
+
+/// Whether it is one of several.
+pub fn is_among_ranks() -> bool {
+    RANKS.load(Ordering::Relaxed)
+}
+
+/// The first signal that any rank has heard, by number: all end by it.
+pub fn agree(signal: i32) {
+    AGREED.store(signal, Ordering::Relaxed);
 }
 
 /// From here on the signals ask first. Those that are ignored, as under `nohup`, stay so.
@@ -79,6 +119,9 @@ extern "C" fn on_signal(signal: libc::c_int) {
         Wish::Echo => return,
         // SAFETY: may be called from a handler.
         Wish::Insists => unsafe { libc::_exit(128 + signal) },
+    }
+    if MUTE.load(Ordering::Relaxed) {
+        return;
     }
     // SAFETY: may be called from a handler; the code that was interrupted finds its errno as it was.
     unsafe {

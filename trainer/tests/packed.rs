@@ -14,7 +14,7 @@ use q4_model::export::{ExportPlan, export};
 use q4_model::quantize::{Target, ToNf4};
 use q4_trainer::config::{BaseForm, Config};
 use q4_trainer::data::{LoadOptions, Loader, LoaderOptions};
-use q4_trainer::optim::Hyper;
+use q4_trainer::optim::{Hyper, Share};
 use q4_trainer::torch::engine::{Engine, Rows};
 use q4_trainer::torch::executor::{LowRank, TorchLinear, Weight};
 use q4_trainer::torch::loss;
@@ -70,7 +70,7 @@ impl Start {
 
     fn engine(&self) -> Result<Engine> {
         let products = self.products.as_ref();
-        session::engine(&self.config, &self.base, Device::Cpu, self.pool.clone(), products)
+        session::engine(&self.config, &self.base, Device::Cpu, self.pool.clone(), products, Share::WHOLE)
     }
 
     fn checkpoint(&self) -> &Checkpoint {

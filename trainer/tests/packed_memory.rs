@@ -4,7 +4,7 @@ use q4_core::{Result, ThreadPool};
 use q4_heap::Heap;
 use q4_model::config::DecoderConfig;
 use q4_trainer::config::Config;
-use q4_trainer::optim::{Hyper, MasterFormat, ScaleChoice, StateFormat};
+use q4_trainer::optim::{Hyper, MasterFormat, ScaleChoice, Share, StateFormat};
 use q4_trainer::torch::engine::Rows;
 use q4_trainer::torch::export::{self, Side};
 use q4_trainer::torch::kernels::Kernels;
@@ -62,6 +62,7 @@ fn write(dir: &Path, pool: &Arc<ThreadPool>) -> Result<()> {
         lora: None,
         quantised: true,
         decay: Decay::default(),
+        share: Share::WHOLE,
     };
     let params = Params::random(&DecoderConfig::parse(CONFIG.as_bytes())?, keep, 1, &kernels)?;
     export::write(
@@ -92,7 +93,8 @@ fn hits(dir: &Path, form: &str, pool: &Arc<ThreadPool>) -> Result<(Vec<usize>, u
     let base = Base::open(&config.model, &|| unreachable!("a path is named"))?;
     let config = session::settled(&config, &base)?;
     let products = session::products(&config, &base, Device::Cpu, pool)?;
-    let mut engine = session::engine(&config, &base, Device::Cpu, pool.clone(), products.as_ref())?;
+    let mut engine =
+        session::engine(&config, &base, Device::Cpu, pool.clone(), products.as_ref(), Share::WHOLE)?;
     // libNVFP4 keeps packed weights in chunks of 32 MiB, whatever their size: the largest is that of the
     // steps.
     LARGEST.store(0, Relaxed);

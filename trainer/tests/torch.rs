@@ -10,7 +10,7 @@ use q4_model::config::DecoderConfig;
 use q4_model::executor::{Logits, Shape};
 use q4_model::load::{ContextOptions, load};
 use q4_model::plan::{ActivationRequest, Plan, PlanOptions};
-use q4_trainer::optim::{Hyper, MasterFormat, ScaleChoice, StateFormat};
+use q4_trainer::optim::{Hyper, MasterFormat, ScaleChoice, Share, StateFormat};
 use q4_trainer::torch::TorchExecutor;
 use q4_trainer::torch::engine::{ClipScope, Engine, Options, Rows};
 use q4_trainer::torch::export::{self, Form, Side};
@@ -40,6 +40,7 @@ const KEEP: Keep = Keep {
     lora: None,
     quantised: true,
     decay: Decay { linear: 0.0, norm: 0.0, table: 0.0 },
+    share: Share::WHOLE,
 };
 const OPTIONS: Options = Options {
     recompute: true,

@@ -16,6 +16,7 @@ fn state(step: u64) -> TrainState {
         stale: 1,
         owed: step % 2 == 0,
         threads: 2,
+        ranks: 1,
         sources: None,
         config: "[train]\nsteps = 3\n".into(),
     }

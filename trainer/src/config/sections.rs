@@ -188,7 +188,7 @@ section!(
         /// Times all data is seen, instead of `steps`; may be a fraction.
         #[serde(skip_serializing_if = "Option::is_none")]
         epochs: Option<f64> = None,
-        /// Micro-batches of a step; the mean is taken over all their learnt tokens.
+        /// Micro-batches of a step, of each rank; the mean is taken over all their learnt tokens.
         accumulate: usize = 1,
         /// Weights that stay as they are, by patterns of their names, as `model.layers.0.*`.
         freeze: Vec<String> = Vec::new(),

@@ -39,7 +39,7 @@ mirror! {
     }
     /// `Layout` of `kernel.cu`.
     struct Sections { at: [u64; 6], n: u64 }
-    struct Random { key: [u32; 2], counter: [u32; 3] }
+    struct Random { key: [u32; 2], counter: [u32; 3], first: u32 }
 
     struct Adamw {
         s: Scalars, l: Sections, maps: u64, master: u64, grad: u64, state: u64, random: Random,
@@ -90,8 +90,8 @@ impl Launcher {
         aligned(&[master, grad, state])?;
         let s = Scalars::of(&hyper.scalars()?);
         let l = Sections { at: layout.sections().map(|range| range.start as u64), n: layout.len() as u64 };
-        let (key, counter) = rng.parts();
-        let random = Random { key, counter };
+        let (key, counter, first) = rng.parts();
+        let random = Random { key, counter, first };
         let name = adamw_name(layout.format(), master_format, grad_format);
         let args = Adamw { s, l, maps: self.maps.ptr(), master, grad, state, random };
         // SAFETY: the caller vouches for the memory.

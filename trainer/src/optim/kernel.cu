@@ -14,7 +14,7 @@ struct Scalars { float grad_scale, beta1, rest1, beta2, rest2, unbias1, unbias2,
 struct Layout { u64 at[6]; u64 n; };
 // Values and midpoints of the 8-bit maps of m and v, values of the 4-bit maps of m and the root of v.
 struct Maps { float m8[256], m8b[256], v8[256], v8b[256], m4[16], r4[16]; };
-struct Random { u32 key[2], counter[3]; };
+struct Random { u32 key[2], counter[3], first; };
 
 __device__ __forceinline__ float e2m1_value(u32 code) {
   u32 e = code >> 1 & 3, m = code & 1;
@@ -83,7 +83,7 @@ __device__ float block_max(float a, float *shared) {
 }
 
 __device__ void philox(const Random &r, u32 block, u32 out[4]) {
-  u32 c0 = block, c1 = r.counter[0], c2 = r.counter[1], c3 = r.counter[2], k0 = r.key[0], k1 = r.key[1];
+  u32 c0 = r.first + block, c1 = r.counter[0], c2 = r.counter[1], c3 = r.counter[2], k0 = r.key[0], k1 = r.key[1];
 #pragma unroll
   for (int i = 0; i < 10; i++) {
     u64 p = (u64)c0 * 0xd2511f53u, q = (u64)c2 * 0xcd9e8d57u;

@@ -1,4 +1,5 @@
 use super::*;
+use crate::optim::Share;
 use crate::plan::{Base, Machine, predict};
 use std::os::unix::fs::PermissionsExt;
 
@@ -77,8 +78,13 @@ fn what_is_predicted_is_compared_with_the_disk() {
         dir.path(),
         "[export]\ndir = \"DIR/o\"\nlayouts = [\"bf16\", \"modelopt\"]\n[checkpoint]\ndir = \"DIR/ck\"\n",
     );
-    let plan =
-        predict(&shapes, &c, &Machine { compute: 4, fused_attention: false, context: 0 }, Base::Merged);
+    let plan = predict(
+        &shapes,
+        &c,
+        &Machine { compute: 4, fused_attention: false, context: 0 },
+        Base::Merged,
+        Share::WHOLE,
+    );
     let found = bytes(&c, &shapes, &plan, 0);
     let weights = shapes.elements(|_| true);
     assert!(found.checkpoint > 12 * weights && found.checkpoint < 12 * weights + (8 << 20), "{found:?}");

@@ -9,6 +9,7 @@ use super::executor::{LowRank, TorchCache, TorchExecutor, TorchLinear, TorchNorm
 use super::kernels::Kernels;
 use super::loss::{self, Target};
 use super::phases::Phases;
+use super::ranks::Team;
 use super::weights::{BLOCK, FIRST, Params, Role, Source};
 use crate::guard::Norm;
 use crate::optim::Hyper;
@@ -19,6 +20,11 @@ use q4_model::graph::Block;
 use std::cell::RefCell;
 use std::rc::Rc;
 use tch::{Kind, Tensor};
+
+mod ask;
+mod shared;
+
+use shared::{Bucket, Waiting};
 
 /// One micro-batch, as [`crate::data::Batch`] has it.
 pub struct Rows<'a> {
@@ -97,6 +103,8 @@ pub struct Engine {
     pub params: Params,
     /// Optimiser and quantiser.
     pub kernels: Kernels,
+    /// The ranks that share a step.
+    pub team: Option<Rc<Team>>,
     ex: TorchExecutor,
     eps: f64,
     options: Options,
@@ -118,7 +126,7 @@ pub type Culprit = Rc<RefCell<Option<String>>>;
 type Gradients = Vec<[Option<Tensor>; 2]>;
 
 /// A leaf of the graph, or its gradient: the parameter, and which part of it.
-type Leaf = (usize, usize, Tensor);
+pub(super) type Leaf = (usize, usize, Tensor);
 
 impl Engine {
     /// Everything needed for steps.
@@ -134,6 +142,7 @@ impl Engine {
         Self {
             params,
             kernels,
+            team: None,
             ex,
             eps: f64::from(eps),
             options,
@@ -156,7 +165,8 @@ impl Engine {
     }
 
     /// One optimiser step over `micro`, whose losses are averaged over all their supervised tokens. `allow`
-    /// sees the loss and the norm and may refuse; then nothing moves, unless blocks have already.
+    /// sees the loss and the norm and may refuse; then nothing moves, unless blocks have already. Of a team
+    /// every rank is given all of `micro`, of which it computes its own.
     pub fn step(
         &mut self,
         micro: &[Rows<'_>],
@@ -176,20 +186,32 @@ impl Engine {
         let mut gradients: Gradients = self.params.all.iter().map(|_| [None, None]).collect();
         let mut report = Report { supervised, ..Report::default() };
         let mut squares = 0.0;
-        for (i, rows) in micro.iter().enumerate() {
-            let fused = self.options.update_in_backward && i + 1 == micro.len();
+        let (team, culprit) = (self.team.clone(), self.culprit.clone());
+        let (me, ranks) = team.as_ref().map_or((0, 1), |t| (t.rank(), t.size()));
+        for (i, round) in micro.chunks(ranks).enumerate() {
+            let fused = self.options.update_in_backward && (i + 1) * ranks >= micro.len();
+            let learns: Vec<bool> = round.iter().map(|m| m.target.reaches_head()).collect();
+            let mut sink = Sink {
+                fused: fused.then_some(hyper),
+                squares: &mut squares,
+                gradients: &mut gradients,
+                learns: &learns,
+                waiting: None,
+            };
             let before = report.loss;
-            let mut sink =
-                Sink { fused: fused.then_some(hyper), squares: &mut squares, gradients: &mut gradients };
-            report.loss += self
-                .micro(rows, scale, &mut sink, phases, &mut |loss| {
-                    if fused { allow(before + loss, of_last) } else { Ok((before + loss).is_finite()) }
-                })?
-                .unwrap_or_else(|loss| {
-                    report.skipped = true;
-                    loss
-                });
-            if report.skipped {
+            let mut judge = |loss: f64| {
+                report.loss = match &team {
+                    Some(team) => team.losses(before, loss, round.len(), &culprit)?,
+                    None => before + loss,
+                };
+                if fused { allow(report.loss, of_last) } else { Ok(report.loss.is_finite()) }
+            };
+            let went = match round.get(me) {
+                Some(rows) => self.micro(rows, scale, &mut sink, phases, &mut judge)?,
+                None => self.idle(&mut sink, &mut judge)?,
+            };
+            if !went {
+                report.skipped = true;
                 if !fused {
                     // Whoever judges steps hears of a loss that is not finite, too.
                     allow(report.loss, of_last)?;
@@ -208,20 +230,17 @@ impl Engine {
             phases.mark("optimizer_step_done")?;
             return Ok(report);
         }
-        squares += self.kernels.sum_of_squares(gradients.iter().flatten().flatten())?;
+        squares += self.squares_of(&gradients)?;
         report.norm = squares.sqrt();
-        if !report.norm.is_finite() {
-            // In the order of the backward pass.
-            let all = gradients.iter().enumerate().rev();
-            let all = all.flat_map(|(i, g)| g.iter().flatten().map(move |g| (i, g)));
-            self.accuse_gradient(all)?;
-        }
         report.skipped = !allow(report.loss, Norm::Whole(report.norm))?;
         if !report.skipped {
             let whole =
                 if self.options.clip_scope == ClipScope::Previous { self.last_norm } else { report.norm };
             self.last_norm = report.norm;
             let hyper = Hyper { grad_scale: self.clip(whole), ..*hyper };
+            if let Some(team) = &team {
+                self.update_shared(team, &mut gradients, &hyper)?;
+            }
             for (i, grads) in gradients.iter_mut().enumerate() {
                 for (part, grad) in grads.iter_mut().enumerate() {
                     if let Some(grad) = grad.take() {
@@ -235,6 +254,24 @@ impl Engine {
         Ok(report)
     }
 
+    /// Of everything; what is first not to be finite, in the order of the backward pass, is accused.
+    fn squares_of(&self, gradients: &Gradients) -> Result<f64> {
+        let all =
+            || gradients.iter().enumerate().flat_map(|(i, g)| (0..2).map(move |part| (i, part, &g[part])));
+        let there = all().filter_map(|(i, part, g)| Some((i, part, g.as_ref()?)));
+        let Some(team) = &self.team else {
+            let squares = self.kernels.sum_of_squares(there.map(|(.., g)| g))?;
+            if !squares.is_finite() {
+                let all = gradients.iter().enumerate().rev();
+                self.accuse_gradient(all.flat_map(|(i, g)| g.iter().flatten().map(move |g| (i, g))))?;
+            }
+            return Ok(squares);
+        };
+        let sums = self.shared_squares(team, there)?;
+        self.accuse_first(sums.iter().rev());
+        Ok(sums.iter().fold(0.0, |all, (_, sum)| all + sum))
+    }
+
     fn clip(&self, norm: f64) -> f32 {
         if self.options.clip > 0.0 && norm > self.options.clip {
             (self.options.clip / norm) as f32
@@ -243,7 +280,7 @@ impl Engine {
         }
     }
 
-    /// `Ok(Ok(loss))`: done; `Ok(Err(loss))`: refused. The loss is this micro-batch's share of the mean.
+    /// False: refused. `allow` sees the loss, this micro-batch's share of the mean.
     fn micro(
         &mut self,
         rows: &Rows<'_>,
@@ -251,7 +288,7 @@ impl Engine {
         sink: &mut Sink<'_>,
         phases: &mut Phases,
         allow: &mut dyn FnMut(f64) -> Result<bool>,
-    ) -> Result<Result<f64, f64>> {
+    ) -> Result<bool> {
         let mut cache = self.ex.batch(rows.rows, rows.seq, rows.positions, rows.documents)?;
         phases.mark("batch_ready")?;
         let table = self.leaf(0)?;
@@ -307,16 +344,13 @@ impl Engine {
             self.accuse_layer(kept.iter().map(|(input, _)| input).chain([&x]))?;
         }
         if !allow(loss)? {
-            return Ok(Err(loss));
+            return Ok(false);
         }
         let [norm_grad, mut table_grad] = out.weights;
-        if let Some(g) = norm_grad {
-            self.settle(vec![(self.params.norm(), 0, g)], sink)?;
-        }
-        if head_index != 0
-            && let Some(g) = table_grad.take()
-        {
-            self.settle(vec![(head_index, 0, g)], sink)?;
+        let one = |index, g: Option<Tensor>| g.map(|g| (index, 0, g)).into_iter().collect();
+        self.settle(Bucket::Norm, one(self.params.norm(), norm_grad), sink)?;
+        if head_index != 0 {
+            self.settle(Bucket::Head, one(head_index, table_grad.take()), sink)?;
         }
         let mut gradient = out.input;
         drop(x);
@@ -337,8 +371,8 @@ impl Engine {
             drop((y, inputs));
             gradient = grads.remove(0);
             let block = leaves.into_iter().zip(grads).map(|((i, part, _), g)| (i, part, g)).collect();
-            if !self.settle(block, sink)? {
-                return Ok(Err(loss));
+            if !self.settle(Bucket::Block(i), block, sink)? {
+                return Ok(false);
             }
         }
         if matches!(self.params.all[0].source, Source::Trained(_)) {
@@ -350,15 +384,16 @@ impl Engine {
                 Some(mut g) => g.f_add_(&own).t()?,
                 None => own,
             };
-            self.settle(vec![(0, 0, whole)], sink)?;
+            self.settle(Bucket::Table, vec![(0, 0, whole)], sink)?;
         }
+        let went = self.take_in(sink)?;
         phases.mark("backward_done")?;
-        Ok(Ok(loss))
+        Ok(went)
     }
 
     /// Takes gradients: updates at once, or adds them to what waits. False: not finite, nothing of these
     /// moved.
-    fn settle(&mut self, grads: Vec<Leaf>, sink: &mut Sink<'_>) -> Result<bool> {
+    fn settle(&mut self, bucket: Bucket, grads: Vec<Leaf>, sink: &mut Sink<'_>) -> Result<bool> {
         let mut parts = Vec::with_capacity(grads.len());
         for (i, part, g) in grads {
             match &self.params.all[i].source {
@@ -369,6 +404,9 @@ impl Engine {
                 Source::Frozen(_, Some(adapter)) if part == 1 => parts.push((i, part, adapter.masked(g)?)),
                 _ => parts.push((i, part, g)),
             }
+        }
+        if self.team.is_some() {
+            return self.give(bucket, parts, sink);
         }
         for (i, part, g) in &mut parts {
             if let Some(sum) = sink.gradients[*i][*part].take() {
@@ -388,26 +426,39 @@ impl Engine {
             self.accuse_gradient(parts.iter().map(|(i, _, g)| (*i, g)))?;
             return Ok(false);
         }
-        let previous = self.options.clip_scope == ClipScope::Previous;
-        let hyper =
-            Hyper { grad_scale: self.clip(if previous { self.last_norm } else { squares.sqrt() }), ..*hyper };
+        let hyper = Hyper { grad_scale: self.clip_of(squares.sqrt()), ..*hyper };
         for (i, part, g) in &parts {
             self.update(*i, *part, g, &hyper)?;
         }
         Ok(true)
     }
 
+    /// By the limit for what moves together, whose norm is `own`.
+    pub(super) fn clip_of(&self, own: f64) -> f32 {
+        self.clip(if self.options.clip_scope == ClipScope::Previous { self.last_norm } else { own })
+    }
+
     /// Names the first gradient that is not finite.
     fn accuse_gradient<'a>(&self, gradients: impl Iterator<Item = (usize, &'a Tensor)>) -> Result<()> {
         for (i, gradient) in gradients {
             if !is_finite(gradient)? {
-                let modules: Vec<_> =
-                    self.params.all[i].parts.iter().map(|(module, _)| module.as_str()).collect();
-                *self.culprit.borrow_mut() = Some(format!("the gradient of {}", modules.join(", ")));
+                self.accuse(i);
                 break;
             }
         }
         Ok(())
+    }
+
+    /// The same, where only the sums of their squares are here.
+    pub(super) fn accuse_first<'a>(&self, mut sums: impl Iterator<Item = &'a (usize, f64)>) {
+        if let Some((i, _)) = sums.find(|(_, sum)| !sum.is_finite()) {
+            self.accuse(*i);
+        }
+    }
+
+    fn accuse(&self, index: usize) {
+        let modules: Vec<_> = self.params.all[index].parts.iter().map(|(m, _)| m.as_str()).collect();
+        *self.culprit.borrow_mut() = Some(format!("the gradient of {}", modules.join(", ")));
     }
 
     /// Names what made the first of the streams that is not finite: those before each layer, and behind the
@@ -433,15 +484,8 @@ impl Engine {
         Ok(())
     }
 
-    fn update(&mut self, index: usize, part: usize, grad: &Tensor, hyper: &Hyper) -> Result<()> {
-        let moved = match &self.params.all[index].source {
-            Source::Trained(t) => t,
-            Source::Adapted(_, adapter) | Source::Frozen(_, Some(adapter)) => match part {
-                0 => &adapter.a,
-                _ => &adapter.b,
-            },
-            Source::Fixed(_) | Source::Frozen(_, None) => return Ok(()),
-        };
+    pub(super) fn update(&mut self, index: usize, part: usize, grad: &Tensor, hyper: &Hyper) -> Result<()> {
+        let Some(moved) = self.params.all[index].source.trained(part) else { return Ok(()) };
         self.moved = Moved::Partly;
         self.kernels.adamw(hyper, moved, grad, self.seed)?;
         self.values[index] = None;
@@ -487,15 +531,6 @@ impl Engine {
         Ok(TorchNorm { weight, eps: self.eps })
     }
 
-    /// The head without gradients.
-    fn head(&mut self) -> Result<Weight> {
-        let index = self.params.head();
-        match &self.params.all[index].source {
-            Source::Frozen(weight, _) => Ok(weight.share()),
-            _ => Ok(Weight::Dense(self.value(index)?)),
-        }
-    }
-
     fn value(&mut self, index: usize) -> Result<Tensor> {
         if let Some(kept) = &self.values[index] {
             return Ok(kept.shallow_clone());
@@ -536,46 +571,6 @@ impl Engine {
         Ok((slots.hidden, moving))
     }
 
-    /// Logits of `ids` behind what `cache` holds, without gradients: `[1, vocab]` or `[ids, vocab]`, in the
-    /// compute type.
-    pub fn logits(&mut self, ids: &[u32], cache: &mut TorchCache, which: Logits<'_>) -> Result<Tensor> {
-        let _guard = tch::no_grad_guard();
-        let table = self.value(0)?;
-        let mut x = self.embed(&table, ids)?;
-        for i in 0..self.params.layers() {
-            x = self.block(i, &x, cache)?.0;
-        }
-        let norm = TorchNorm { weight: self.value(self.params.norm())?, eps: self.eps };
-        let head = self.head()?;
-        let (mut scratch, mut out) = (Tensor::new(), Tensor::new());
-        self.ex.head(&x, &norm, &head, which, &mut scratch, &mut out)?;
-        self.ex.commit(cache, ids.len())?;
-        Ok(out)
-    }
-
-    /// Sum of the losses of a batch's supervised tokens, and their number, without gradients.
-    pub fn evaluate(&mut self, rows: &Rows<'_>) -> Result<(f64, usize)> {
-        let _guard = tch::no_grad_guard();
-        let Target::Tokens(targets) = &rows.target else {
-            return Err(Error::new(Code::Internal, "evaluation of a loss without tokens"));
-        };
-        let mut cache = self.ex.batch(rows.rows, rows.seq, rows.positions, rows.documents)?;
-        let table = self.value(0)?;
-        let mut x = self.embed(&table, rows.ids)?;
-        for i in 0..self.params.layers() {
-            x = self.block(i, &x, &mut cache)?.0;
-        }
-        let norm = TorchNorm { weight: self.value(self.params.norm())?, eps: self.eps };
-        let head = self.head()?;
-        let ex = &mut self.ex;
-        let sum = loss::sum(&x, targets, self.options.chunk, &mut |x| {
-            let (mut scratch, mut out) = (Tensor::new(), Tensor::new());
-            ex.head(x, &norm, &head, Logits::All, &mut scratch, &mut out)?;
-            Ok(out)
-        })?;
-        Ok((sum, rows.target.supervised()))
-    }
-
     /// Linear layers among the parameters, by index.
     pub fn linears(&self) -> impl Iterator<Item = usize> {
         self.params.all.iter().enumerate().filter(|(_, p)| p.role == Role::Linear).map(|(i, _)| i)
@@ -588,9 +583,14 @@ fn is_finite(t: &Tensor) -> Result<bool> {
     Ok(rest.f_double_value(&[]).t()? == 0.0)
 }
 
+/// Where the gradients of a round of micro-batches, one a rank, go.
 struct Sink<'a> {
     /// Update at once, with these.
     fused: Option<&'a Hyper>,
     squares: &'a mut f64,
     gradients: &'a mut Gradients,
+    /// Whose micro-batch of this round has a gradient for the last norm and the head.
+    learns: &'a [bool],
+    /// On its way between ranks.
+    waiting: Option<Waiting>,
 }

@@ -86,17 +86,23 @@ impl Kernels {
         out.f_to_kind(kind).t()
     }
 
-    /// One AdamW step of one tensor, in place; random numbers are those of `seed`, the step and the tensor.
+    /// One AdamW step of what this rank moves of a tensor, in place, by the gradient of that; random numbers
+    /// are those of `seed`, the step and the tensor.
     pub fn adamw(&self, hyper: &Hyper, t: &Trained, grad: &Tensor, seed: u64) -> Result<()> {
         let hyper = &Hyper { weight_decay: t.decay, ..*hyper };
-        let (grad, rng) = (&grad.f_contiguous().t()?, Philox::new(seed, hyper.step, t.stream));
-        if grad.size() != t.master.size() {
+        let grad = &grad.f_contiguous().t()?;
+        let rng = Philox::new(seed, hyper.step, t.stream).from_element(t.own.start);
+        if grad.numel() != t.own.len() {
             return Err(Error::new(Code::Internal, "gradient")
-                .need(format!("{:?}", t.master.size()))
+                .need(format!("{:?} of {:?}", t.own, t.master.size()))
                 .have(format!("{:?}", grad.size())));
         }
+        if t.own.is_empty() {
+            return Ok(());
+        }
         if let Some(cuda) = &self.cuda {
-            let (master, grad) = ((address(&t.master), t.format), (address(grad), format(grad)?));
+            let master = address(&t.master) + (t.own.start * t.format.size()) as u64;
+            let (master, grad) = ((master, t.format), (address(grad), format(grad)?));
             // SAFETY: contiguous tensors of the layout's length on this device, alive; order as above.
             return unsafe { cuda.launcher.adamw(hyper, &t.layout, master, grad, address(&t.state), rng) };
         }
@@ -105,10 +111,24 @@ impl Kernels {
             _ => Gradient::F32(floats(grad)?),
         };
         let master = match t.format {
-            MasterFormat::Bf16 => Master::Bf16(slice_mut(&t.master, Kind::BFloat16)?),
-            MasterFormat::F32 => Master::F32(floats_mut(&t.master)?),
+            MasterFormat::Bf16 => Master::Bf16(&mut slice_mut(&t.master, Kind::BFloat16)?[t.own.clone()]),
+            MasterFormat::F32 => Master::F32(&mut floats_mut(&t.master)?[t.own.clone()]),
         };
         optim::adamw(hyper, &t.layout, master, grad, slice_mut(&t.state, Kind::Uint8)?, rng, &self.pool)
+    }
+
+    /// The summands of [`sum_of_squares`](Self::sum_of_squares) of one gradient, in their order: as many as
+    /// [`Self::summands`] says.
+    pub fn squares(&self, grad: &Tensor) -> Result<Vec<f64>> {
+        if self.cuda.is_some() {
+            return self.sum_of_squares(std::iter::once(grad)).map(|sum| vec![sum]);
+        }
+        Ok(optim::squares(Gradient::F32(floats(&grad.f_contiguous().t()?)?), &self.pool))
+    }
+
+    /// One of every tile on the host; a device adds them up itself.
+    pub fn summands(&self, elements: usize) -> usize {
+        if self.cuda.is_some() { 1 } else { elements.div_ceil(optim::TILE) }
     }
 
     /// Sum of the squares of all these gradients; NaN and infinity come through. Waits for the device once.

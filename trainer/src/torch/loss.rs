@@ -15,6 +15,11 @@ pub enum Target<'a> {
 }
 
 impl Target<'_> {
+    /// Whether the last norm and the head take part, and so have gradients.
+    pub fn reaches_head(&self) -> bool {
+        matches!(self, Self::Tokens(_)) && self.supervised() > 0
+    }
+
     /// What the mean is taken over.
     pub fn supervised(&self) -> usize {
         match self {

@@ -13,6 +13,7 @@ pub mod moving;
 pub mod peft;
 pub mod phases;
 pub mod products;
+pub mod ranks;
 pub mod run;
 pub mod session;
 pub mod trained;
@@ -59,6 +60,10 @@ pub(crate) fn floats_mut(t: &Tensor) -> Result<&mut [f32]> {
 /// The elements of a contiguous CPU tensor, whose kind must be the one that `T` stands for.
 pub(crate) fn slice<T>(t: &Tensor, kind: Kind) -> Result<&[T]> {
     let len = checked::<T>(t, kind)?;
+    if len == 0 {
+        // Nothing has an address.
+        return Ok(&[]);
+    }
     // SAFETY: contiguous, on the host, `len` elements of a type as wide as T; the borrow keeps the storage
     // alive.
     Ok(unsafe { std::slice::from_raw_parts(t.data_ptr().cast(), len) })
@@ -68,6 +73,9 @@ pub(crate) fn slice<T>(t: &Tensor, kind: Kind) -> Result<&[T]> {
 #[allow(clippy::mut_from_ref)]
 pub(crate) fn slice_mut<T>(t: &Tensor, kind: Kind) -> Result<&mut [T]> {
     let len = checked::<T>(t, kind)?;
+    if len == 0 {
+        return Ok(&mut []);
+    }
     // SAFETY: as above; callers hold the only handle in use.
     Ok(unsafe { std::slice::from_raw_parts_mut(t.data_ptr().cast(), len) })
 }

@@ -1,19 +1,20 @@
 //! A training run from its first step to its export: what the configuration says, in order.
+use super::device;
 use super::engine::{Engine, Moved, Report};
 use super::phases::Phases;
+use super::ranks::Team;
 use super::session::{self, Base, Demo, Language};
-use super::{Tch, device};
 use crate::behaviour::{self, Suite};
 use crate::checkpoint::{Loaded, Store, TrainState};
-use crate::config::{Config, Init, Loss, PEFT};
-use crate::data::{Batch, Cursor, Dataset, LoadOptions, Packing, eval_batches, preview};
+use crate::config::{Config, Init, PEFT};
+use crate::data::{Batch, Cursor, Dataset, LoadOptions, Packing, preview};
 use crate::freeze;
-use crate::guard::{Guard, Norm, Verdict};
-use crate::optim::Hyper;
+use crate::guard::Guard;
+use crate::optim::Share;
 use crate::plan::Shapes;
 use crate::preflight::{self, Outputs};
 use crate::progress::{Progress, Work};
-use crate::rng::{Philox, streams};
+use crate::ranks::Place;
 use crate::sources::{Files, Sources};
 use crate::stop;
 use before::{go_on_from, habits, mixed, planned, with_steps};
@@ -23,15 +24,20 @@ use q4_core::{Code, Error, Result, ThreadPool};
 use serde_json::{Value, json};
 use source::{Source, rows};
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
-use tch::{Device, Tensor};
+use tch::Device;
 
 mod ask;
 mod before;
 mod keep;
 mod log;
 mod source;
+mod step;
+mod team;
+
+pub use team::run;
 
 /// Makes something that answers as an exported model does.
 pub type Serve<'a> = &'a dyn Fn(&Path) -> Box<dyn behaviour::Answer>;
@@ -40,6 +46,8 @@ pub type Serve<'a> = &'a dyn Fn(&Path) -> Box<dyn behaviour::Answer>;
 pub struct Invocation<'a> {
     /// Threads.
     pub threads: usize,
+    /// This process among others that share the run.
+    pub place: Option<Place>,
     /// Lines of progress on stderr.
     pub progress: bool,
     /// The model inside the program.
@@ -63,8 +71,9 @@ pub struct Invocation<'a> {
     pub warn: &'a dyn Fn(&str),
 }
 
-/// Runs it; the value is the report. `interrupted` in it names the signal that ended the run early.
-pub fn run(c: &Config, cx: &Invocation<'_>) -> Result<Value> {
+/// Runs it, alone or with the ranks of a team; the value is the report. `interrupted` in
+/// it names the signal that ended the run early.
+fn alone(c: &Config, cx: &Invocation<'_>, team: Option<Rc<Team>>) -> Result<Value> {
     let began = Instant::now();
     let trains = !cx.dry_run && !cx.eval_only && cx.preview.is_none();
     if trains {
@@ -77,6 +86,11 @@ pub fn run(c: &Config, cx: &Invocation<'_>) -> Result<Value> {
         return shown(c, cx, rows);
     }
     let device = session::device(&c.model.device, cx.threads)?;
+    let share = cx.place.as_ref().map_or(Share::WHOLE, |p| Share { rank: p.rank, of: p.size });
+    let (c, ranks) = &team::of_all_ranks(c, cx, share.of);
+    if let Some(team) = &team {
+        team.connect(device)?;
+    }
     let pool = Arc::new(ThreadPool::new(cx.threads));
     let base = Base::open(&c.model, cx.demo)?;
     let named = c.layouts().len();
@@ -93,13 +107,17 @@ pub fn run(c: &Config, cx: &Invocation<'_>) -> Result<Value> {
         }
     }
     let limit = c.memory.limit.as_deref().map(memory::parse_bytes).transpose()?;
-    let plan = planned(c, &base, device, products.as_ref())?;
+    let plan = planned(c, &base, device, products.as_ref(), share)?;
     (cx.say)(&plan.to_string());
     let free = device::Memory::of(device);
-    let free = if device.is_cuda() { free.device_free } else { free.host_free };
+    // Ranks of one machine share its memory.
+    let local = cx.place.as_ref().map_or(1, |p| p.local_size as u64);
+    let free = if device.is_cuda() { free.device_free } else { free.host_free / local };
     plan.check(&Budget::new(limit.unwrap_or(free - free / 20)))?;
     if !cx.eval_only {
-        preflight::space(c, &preflight::bytes(c, &Shapes::of(&base.config), &plan, base.width()))?;
+        // Whoever writes a checkpoint writes all of it.
+        let all = planned(c, &base, device, products.as_ref(), Share::WHOLE)?;
+        preflight::space(c, &preflight::bytes(c, &Shapes::of(&base.config), &all, base.width()))?;
     }
 
     let language = if c.model.shape.is_some() { None } else { Some(base.language()?) };
@@ -128,11 +146,16 @@ pub fn run(c: &Config, cx: &Invocation<'_>) -> Result<Value> {
         return Ok(json!({ "schema": "q4.train/1", "plan": plan, "train": train.map(|d| d.report),
             "valid": valid.map(|d| d.report), "steps": c.train.steps, "moves": moves, "config": c.to_toml()? }));
     }
+    if let Some(team) = &team {
+        team::compared(team, c, [train.as_ref(), valid.as_ref()])?;
+    }
     let mut sources = Sources::default();
     let mut outputs = Outputs::default();
     let mut from = None;
     if trains {
-        outputs = preflight::hold(c)?;
+        if team.as_ref().is_none_or(|t| t.is_first()) {
+            outputs = preflight::hold(c)?;
+        }
         let rows = |data: &Option<Dataset>| data.as_ref().map_or(0, |d| d.report.rows);
         if c.model.shape.is_none() {
             sources = Sources {
@@ -141,15 +164,20 @@ pub fn run(c: &Config, cx: &Invocation<'_>) -> Result<Value> {
                 valid: Files::of(&c.data.valid, rows(&valid))?,
             };
         }
-        from = go_on_from(c, cx, &outputs, &sources)?;
+        from = go_on_from(c, cx, outputs.store.as_ref(), team.as_deref(), &sources)?;
         habits(c, cx, valid.is_some());
     }
-    let engine = session::engine(c, &base, device, pool, products.as_ref())?;
+    let mut engine = session::engine(c, &base, device, pool, products.as_ref(), share)?;
+    engine.team = team.clone();
     let (moving, all) = engine.params.counts();
     (cx.say)(&format!("{moving} of {all} parameters move, on {}", device::name(device)));
     let mut phases = Phases::new(device, limit);
     phases.base_bytes = engine.params.base_bytes();
-    let log = if trains { Log::open(c, cx, from.as_ref().map(|(_, s)| s))? } else { Log::none(cx) };
+    let log = if trains && share.rank == 0 {
+        Log::open(c, cx, from.as_ref().map(|(_, s)| s))?
+    } else {
+        Log::none(cx)
+    };
     let mut run = Run {
         c,
         cx,
@@ -157,6 +185,9 @@ pub fn run(c: &Config, cx: &Invocation<'_>) -> Result<Value> {
         language: language.as_ref(),
         train: train.as_ref(),
         valid: valid.as_ref(),
+        team,
+        ranks: *ranks,
+        planned: plan.part("states"),
         device,
         phases,
         progress: Progress::new(c.train.steps, Progress::plan(c, valid.is_some())),
@@ -212,6 +243,12 @@ struct Run<'a> {
     language: Option<&'a Language>,
     train: Option<&'a Dataset>,
     valid: Option<&'a Dataset>,
+    /// The other ranks.
+    team: Option<Rc<Team>>,
+    /// Ranks that the micro-batches of a step were first counted for.
+    ranks: usize,
+    /// Bytes of moments, as planned.
+    planned: u64,
     device: Device,
     phases: Phases,
     progress: Progress,
@@ -246,9 +283,18 @@ struct Cut {
     guard: Guard,
 }
 
-/// Stops what follows a step as soon as the run is asked to end.
+/// Stops what one process does behind a step as soon as it is asked to end.
 fn go_on() -> Result<()> {
-    match stop::asked() {
+    ended(stop::heard())
+}
+
+/// The same, as soon as all ranks know.
+fn asked_to_end() -> Result<()> {
+    ended(stop::asked())
+}
+
+fn ended(signal: Option<stop::Signal>) -> Result<()> {
+    match signal {
         None => Ok(()),
         Some(signal) => Err(Error::new(Code::Internal, format!("ended by {}", signal.name()))),
     }
@@ -277,7 +323,7 @@ impl Run<'_> {
         let resumed = from.map(|(loaded, state)| self.resume(&loaded, state, &mut source)).transpose()?;
         let suite = self.suite()?;
         if let Some(suite) = &suite {
-            self.remember(suite)?;
+            self.first(|run| run.remember(suite))?;
         }
         let at_first = if resumed.is_none() { self.first_look()? } else { None };
         let (started, first) = (Instant::now(), self.step);
@@ -294,7 +340,8 @@ impl Run<'_> {
             "valid_loss_before": at_first, "resumed_from": resumed, "phases": self.phases.samples,
             "peak_bytes": self.phases.peak().max(device::Memory::of(self.device).peak(self.device)),
         });
-        if let Some(signal) = stop::asked().filter(|_| store.is_some() || !self.is_over()) {
+        report["ranks"] = self.memory_of_ranks(self.planned, report["peak_bytes"].as_u64().unwrap_or(0))?;
+        if let Some(signal) = stop::asked().filter(|_| self.keeps() || !self.is_over()) {
             return self.interrupted(report, signal, store, source.cursor());
         }
         // A run that was gone on with after its last step has not looked yet.
@@ -307,6 +354,18 @@ impl Run<'_> {
             (loss, _) => loss?,
         };
         report["valid_loss"] = loss.into();
+        let cursor = source.cursor();
+        self.first(|run| run.without_team(|run| run.finish(report, store, cursor, suite.as_ref())))
+    }
+
+    /// Exports, and asks what was exported.
+    fn finish(
+        &mut self,
+        mut report: Value,
+        store: Option<&Store>,
+        cursor: Cursor,
+        suite: Option<&Suite>,
+    ) -> Result<Value> {
         report["best_valid_loss"] = self.best.map(|b| b.0).into();
         report["checkpoint"] = json!(self.saved.as_ref().map(|s| &s.2));
         let exported = self.choose(store)?;
@@ -322,10 +381,10 @@ impl Run<'_> {
             self.log.page(true);
             return Err(e.fix("make room; what was exported is whole"));
         }
-        if let Some(suite) = &suite {
+        if let Some(suite) = suite {
             let served = written.iter().find(|p| !p.ends_with("bf16") && !p.ends_with(PEFT)).cloned();
-            let found = match (self.ask(suite, served.as_deref()), stop::asked()) {
-                (Err(_), Some(signal)) => return self.interrupted(report, signal, store, source.cursor()),
+            let found = match (self.ask(suite, served.as_deref()), stop::heard()) {
+                (Err(_), Some(signal)) => return self.interrupted(report, signal, store, cursor),
                 (found, _) => found?,
             };
             self.tell(&found);
@@ -349,7 +408,7 @@ impl Run<'_> {
     ) -> Result<Value> {
         let (guard, exported) = (self.guard.clone(), report["exports"].is_array());
         // What was exported is what there is to keep where there are no checkpoints.
-        let kept = match store.is_none() && exported {
+        let kept = match !self.keeps() && exported {
             true => None,
             false => self.put_down(store, cursor, guard, self.owed)?,
         };
@@ -379,12 +438,13 @@ impl Run<'_> {
         suite: Option<&Suite>,
     ) -> Result<Report, Box<Cut>> {
         let mut last = Report::default();
-        while stop::asked().is_none() && !self.is_over() {
+        loop {
             let (cursor, guard) = (source.cursor(), self.guard.clone());
-            let result = if self.owed {
-                self.follow_up(store, source, suite)
-            } else {
-                self.advance(source).map(|report| last = report)
+            let result = match self.listen() {
+                Ok(()) if stop::asked().is_some() || self.is_over() => return Ok(last),
+                Ok(()) if self.owed => self.follow_up(store, source, suite),
+                Ok(()) => self.advance(source).map(|report| last = report),
+                Err(e) => Err(e),
             };
             if let Err(e) = result {
                 // The step is whole: it counts, and the data behind it is next.
@@ -394,7 +454,6 @@ impl Run<'_> {
                 return Err(Box::new(Cut { e, cursor, guard }));
             }
         }
-        Ok(last)
     }
 
     /// Nothing is left to train, and nothing to do behind the last step.
@@ -456,9 +515,7 @@ impl Run<'_> {
         let c = self.c;
         let better = metric.is_some() && self.best.is_some_and(|(_, step)| step == self.step);
         let due = c.checkpoint.every > 0 && self.step % c.checkpoint.every == 0;
-        if let Some(store) = store
-            && (due || better && c.checkpoint.keep_best || self.is_over())
-        {
+        if self.keeps() && (due || better && c.checkpoint.keep_best || self.is_over()) {
             let began = Instant::now();
             let guard = self.guard.clone();
             self.unsaved = match self.save(store, source.cursor(), guard, false, metric) {
@@ -500,103 +557,20 @@ impl Run<'_> {
         }
         let began = Instant::now();
         if due(c.sample.every) {
-            self.sample()?;
+            self.first(Self::sample)?;
             self.progress.other(Work::Sample, began.elapsed());
         }
         let began = Instant::now();
         if due(c.behaviour.every)
             && let Some(suite) = suite
         {
-            let found = self.ask(suite, None)?;
+            self.first(|run| {
+                let found = run.ask(suite, None)?;
+                run.tell(&found);
+                Ok(())
+            })?;
             self.progress.other(Work::Behaviour, began.elapsed());
-            self.tell(&found);
         }
         Ok(metric)
-    }
-
-    /// One optimiser step.
-    fn one(&mut self, micro: &[Batch], lr: f64) -> Result<Report> {
-        let o = &self.c.optimizer;
-        let hyper = Hyper {
-            lr: lr as f32,
-            beta1: o.beta1 as f32,
-            beta2: o.beta2 as f32,
-            eps: o.eps as f32,
-            weight_decay: 0.0,
-            step: self.step + 1,
-            grad_scale: 1.0,
-        };
-        let ids: Vec<Vec<u32>> = micro.iter().map(|b| b.ids.iter().map(|id| *id as u32).collect()).collect();
-        let wanted: Vec<Option<Tensor>> = micro.iter().map(|b| self.wanted(b)).collect::<Result<_>>()?;
-        if self.c.train.loss == Loss::Ce && micro.iter().all(|b| b.supervised == 0) {
-            (self.cx.warn)(&format!("step {} is skipped: no token of its rows is to be learnt", self.step));
-            self.guard.pass_over();
-            return Ok(Report { skipped: true, ..Report::default() });
-        }
-        let rows: Vec<_> =
-            micro.iter().zip(&ids).zip(&wanted).map(|((b, ids), w)| rows(b, ids, w.as_ref())).collect();
-        let (guard, good, culprit) = (&mut self.guard, &self.good, self.engine.culprit.clone());
-        let place = || culprit.borrow().as_ref().map_or_else(String::new, |c| format!("; first in {c}"));
-        let say = self.cx.warn;
-        let (step, patience) = (self.step, self.c.guard.patience);
-        let mut allow = |loss: f64, norm: Norm| match guard.judge(loss, norm) {
-            Verdict::Go => Ok(true),
-            Verdict::Skip(reason) => {
-                say(&format!("step {step} is skipped: {reason}{}", place()));
-                Ok(false)
-            }
-            Verdict::Stop(reason) => {
-                let (last, fix) = match good {
-                    Some((step, path)) => (
-                        format!("the last good checkpoint is of step {step}, {}", path.display()),
-                        "--resume with a smaller optimizer.lr; checkpoints behind the good one set aside",
-                    ),
-                    None => (
-                        "there is no good checkpoint".to_owned(),
-                        "begin again with a smaller optimizer.lr, and checkpoint.every",
-                    ),
-                };
-                Err(Error::new(Code::NonFinite, format!("step {step}: {reason}{}", place()))
-                    .need(format!("fewer than {patience} bad steps in a row (guard.patience)"))
-                    .have(last)
-                    .fix(fix))
-            }
-        };
-        let report = self.engine.step(&rows, &hyper, &mut allow, &mut self.phases)?;
-        if !report.skipped {
-            self.good = self.saved.as_ref().map(|(step, _, path)| (*step, path.clone()));
-        }
-        Ok(report)
-    }
-
-    /// Hidden states to match, for the scalar loss: noise that is a function of the seed.
-    fn wanted(&self, batch: &Batch) -> Result<Option<Tensor>> {
-        if self.c.train.loss == Loss::Ce {
-            return Ok(None);
-        }
-        let hidden = self.base.config.hidden_size;
-        let rng = Philox::new(self.c.train.seed, 0, streams::SAMPLE);
-        let mut values = vec![0f32; batch.ids.len() * hidden];
-        self.engine.kernels.fill(&mut values, &|i| rng.normal(i));
-        let shape = [batch.ids.len() as i64, hidden as i64];
-        Tensor::f_from_slice(&values).t()?.f_view(shape).t()?.f_to_device(self.device).t().map(Some)
-    }
-
-    /// Mean loss over the held-out data.
-    fn loss(&mut self) -> Result<Option<f64>> {
-        let Some(valid) = self.valid else { return Ok(None) };
-        let (d, e) = (&self.c.data, &self.c.eval);
-        let or = |own: usize, other: usize| if own == 0 { other } else { own };
-        let (mut sum, mut count) = (0.0, 0);
-        for batch in eval_batches(valid, or(e.rows, d.rows), or(e.seq, d.seq), d.eval_packing, 0) {
-            go_on()?;
-            let ids: Vec<u32> = batch.ids.iter().map(|id| *id as u32).collect();
-            if batch.supervised > 0 {
-                let (s, n) = self.engine.evaluate(&rows(&batch, &ids, None))?;
-                sum += s;
-                count += n;
-            }
-        }
-        Ok((count > 0).then(|| sum / count as f64))
     }
 }

@@ -8,6 +8,7 @@ use super::{TorchExecutor, activations, device};
 use crate::adapters::Adapters;
 use crate::config::{self, BaseForm, Compute, Config, Init, Inputs, Weights};
 use crate::data::{Dataset, LoadOptions, Text};
+use crate::optim::Share;
 use crate::plan::Shapes;
 use q4_core::detect::TensorMeta;
 use q4_core::{Activations, Code, DType, Error, Result, ThreadPool};
@@ -232,13 +233,15 @@ pub fn products(c: &Config, base: &Base, device: Device, pool: &Arc<ThreadPool>)
     Products::plan(c, checkpoint, device, pool.clone()).map(Some)
 }
 
-/// The model of `config`, on its device, ready for steps; `products` are those of a packed base.
+/// The model of `config`, on its device, ready for steps; `products` are those of a packed base, `share` is
+/// what this rank moves.
 pub fn engine(
     c: &Config,
     base: &Base,
     device: Device,
     pool: Arc<ThreadPool>,
     products: Option<&Products>,
+    share: Share,
 ) -> Result<Engine> {
     let kernels = Kernels::new(device, pool, c.quant.scale)?;
     let lora = c.lora.as_ref();
@@ -258,6 +261,7 @@ pub fn engine(
             norm: o.norm_decay as f32,
             table: o.embedding_decay as f32,
         },
+        share,
     };
     let beside = match (products, lora.map(|l| l.base)) {
         (Some(products), _) => Some(Beside::Packed(products)),

@@ -10,7 +10,7 @@ use super::kernels::Kernels;
 use super::products::Products;
 use super::trained::Trained;
 use super::{Tch, slice, slice_mut};
-use crate::optim::{MasterFormat, ScaleChoice, StateFormat, StateLayout};
+use crate::optim::{MasterFormat, ScaleChoice, Share, StateFormat, StateLayout};
 use crate::rng::{Philox, streams};
 use half::bf16;
 use q4_core::detect::Layout;
@@ -52,6 +52,18 @@ pub enum Source {
     Frozen(Weight, Option<Adapter>),
 }
 
+impl Source {
+    /// What moves of it: a master is part 0, an adapter's matrices are parts 0 and 1.
+    pub fn trained(&self, part: usize) -> Option<&Trained> {
+        match (self, part) {
+            (Self::Trained(t), 0) => Some(t),
+            (Self::Adapted(_, adapter) | Self::Frozen(_, Some(adapter)), 0) => Some(&adapter.a),
+            (Self::Adapted(_, adapter) | Self::Frozen(_, Some(adapter)), 1) => Some(&adapter.b),
+            _ => None,
+        }
+    }
+}
+
 /// What adapters stand beside, where they are not merged.
 #[derive(Clone, Copy)]
 pub enum Beside<'a> {
@@ -86,6 +98,8 @@ pub struct Keep {
     pub quantised: bool,
     /// Weight decay.
     pub decay: Decay,
+    /// Whose moments are kept.
+    pub share: Share,
 }
 
 /// Decoupled weight decay, by purpose.
@@ -230,16 +244,7 @@ impl Params {
 
     /// Everything the optimiser moves, in one order.
     pub fn trained(&self) -> impl Iterator<Item = &Trained> {
-        self.all.iter().flat_map(|p| {
-            let (one, two) = match &p.source {
-                Source::Trained(t) => (Some(t), None),
-                Source::Adapted(_, adapter) | Source::Frozen(_, Some(adapter)) => {
-                    (Some(&adapter.a), Some(&adapter.b))
-                }
-                Source::Fixed(_) | Source::Frozen(_, None) => (None, None),
-            };
-            one.into_iter().chain(two)
-        })
+        self.all.iter().flat_map(|p| (0..2).filter_map(|part| p.source.trained(part)))
     }
 
     /// Elements of everything that moves, and of everything.
@@ -399,7 +404,9 @@ impl<'a> Maker<'a> {
         decay: f32,
     ) -> Result<Trained> {
         let shape: Vec<usize> = values.size().iter().map(|e| *e as usize).collect();
-        let layout = StateLayout::choose(state, &shape);
+        let whole = StateLayout::choose(state, &shape);
+        let own = self.keep.share.range(whole.len());
+        let layout = whole.part(&own);
         let device = self.kernels.device();
         // One-dimensional tensors are too small to save on, and a norm's gain moves by less than a step of
         // bf16.
@@ -410,7 +417,9 @@ impl<'a> Maker<'a> {
         Ok(Trained {
             master: values.f_to_kind(kind).t()?.f_to_device(device).t()?,
             state: Tensor::f_zeros([layout.bytes() as i64], (Kind::Uint8, device)).t()?,
+            own,
             layout,
+            whole,
             format,
             stream,
             decay,

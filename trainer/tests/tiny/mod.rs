@@ -81,3 +81,35 @@ pub fn files(dir: &Path) -> Vec<(PathBuf, Vec<u8>)> {
     all.sort();
     all
 }
+
+/// Starts `run.toml` as `n` ranks, one thread each, by torchrun's variables.
+pub fn start_ranks(dir: &Path, n: usize, more: &[&str]) -> Vec<Child> {
+    start_ranks_with(dir, n, more, &|_, _| {})
+}
+
+/// The same, some of them started otherwise.
+pub fn start_ranks_with(
+    dir: &Path,
+    n: usize,
+    more: &[&str],
+    own: &dyn Fn(usize, &mut Command),
+) -> Vec<Child> {
+    let free = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = free.local_addr().expect("an address").port().to_string();
+    drop(free);
+    (0..n)
+        .map(|rank| {
+            let mut command = command(dir, &["run.toml", "--threads", "1", "--quiet"]);
+            own(rank, &mut command);
+            let place = [("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", n), ("LOCAL_WORLD_SIZE", n)];
+            command.envs(place.map(|(name, value)| (name, value.to_string()))).args(more);
+            command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port);
+            command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("q4-train starts")
+        })
+        .collect()
+}
+
+/// Waits for all of them.
+pub fn outputs(children: Vec<Child>) -> Vec<Output> {
+    children.into_iter().map(|child| child.wait_with_output().expect("ends")).collect()
+}

@@ -1,15 +1,17 @@
 //! What a run looks at before its first step: a checkpoint to go on from, what it will not do although it
 //! looks so, and the memory it will take.
 use super::super::products::Products;
+use super::super::ranks::Team;
 use super::super::session::Base;
 use super::Invocation;
 use super::source::loader;
-use crate::checkpoint::{Loaded, TrainState};
+use crate::checkpoint::{self, Loaded, Store, TrainState};
 use crate::compare;
 use crate::config::{BaseForm, Config, PEFT};
 use crate::data::{Dataset, Packing};
+use crate::optim::Share;
 use crate::plan::{self, Machine, Shapes};
-use crate::preflight::{self, Outputs};
+use crate::preflight;
 use crate::sources::Sources;
 use q4_core::{Code, Error, Result};
 use std::path::PathBuf;
@@ -19,11 +21,20 @@ use tch::Device;
 pub(super) fn go_on_from(
     c: &Config,
     cx: &Invocation<'_>,
-    outputs: &Outputs,
+    store: Option<&Store>,
+    team: Option<&Team>,
     sources: &Sources,
 ) -> Result<Option<(Loaded, TrainState)>> {
-    let Some(store) = outputs.store.as_ref().filter(|_| c.checkpoint.resume) else { return Ok(None) };
-    let loaded = store.newest()?.ok_or_else(|| preflight::nothing_to_resume(store.dir(), cx.line))?;
+    let Some(dir) = c.checkpoint.dir.as_deref().filter(|_| c.checkpoint.resume) else { return Ok(None) };
+    let newest = match store {
+        Some(store) => store.newest()?,
+        None => checkpoint::newest(dir)?,
+    };
+    let loaded = newest.ok_or_else(|| preflight::nothing_to_resume(dir, cx.line))?;
+    if let Some(team) = team {
+        team.same("newest checkpoint", &loaded.step.to_le_bytes())?;
+        team.same("model or data", serde_json::to_string(sources).unwrap_or_default().as_bytes())?;
+    }
     for (path, e) in &loaded.damaged {
         (cx.warn)(&format!("{}: passed over: {e}", path.display()));
     }
@@ -111,6 +122,7 @@ pub(super) fn planned(
     base: &Base,
     device: Device,
     products: Option<&Products>,
+    share: Share,
 ) -> Result<plan::Plan> {
     let machine = Machine {
         compute: if device.is_cuda() { 2 } else { 4 },
@@ -127,5 +139,5 @@ pub(super) fn planned(
         _ => plan::Base::Merged,
     };
     let (shapes, _) = Shapes::of(&base.config).freeze(&c.train.freeze)?;
-    Ok(plan::predict(&shapes, c, &machine, beside))
+    Ok(plan::predict(&shapes, c, &machine, beside, share))
 }

@@ -18,9 +18,10 @@ use std::path::{Path, PathBuf};
 const FILES: [(&str, usize); 2] = [("masters.bin", 0), ("states.bin", 1)];
 
 impl Run<'_> {
+    /// A checkpoint, of which every rank has a part and the first writes all.
     pub(super) fn save(
         &mut self,
-        store: &Store,
+        store: Option<&Store>,
         cursor: Cursor,
         guard: Guard,
         owed: bool,
@@ -37,17 +38,38 @@ impl Run<'_> {
             stale: self.stale,
             owed,
             threads: self.cx.threads,
+            ranks: self.ranks,
             sources: Some(self.sources.clone()),
             // How the run was started is left out: a checkpoint need not know of interruptions.
             config: self.c.to_toml()?,
         };
+        let mut states = self.engine.states();
+        let written = store.map(|store| self.write(store, &state, metric, &mut states));
+        // The others wait for each other, whatever has become of the file.
+        states.by_ref().try_for_each(|state| state.map(|_| ()))?;
+        drop(states);
+        let path = self.first(|_| written.unwrap_or_else(|| Err(Error::new(Code::Internal, "no store"))))?;
+        self.saved = Some((self.step, owed, path.clone()));
+        Ok(path)
+    }
+
+    fn write(
+        &self,
+        store: &Store,
+        state: &TrainState,
+        metric: Option<f64>,
+        states: &mut dyn Iterator<Item = Result<Vec<u8>>>,
+    ) -> Result<PathBuf> {
         let (params, norm) = (&self.engine.params, self.engine.last_norm);
-        let path = store.save(self.step, metric, |w| {
+        store.save(state.step, metric, |w| {
             for (name, which) in FILES {
                 let mut failed = None;
                 w.file(name, |out| {
-                    for t in params.trained() {
-                        match bytes(if which == 0 { &t.master } else { &t.state }) {
+                    let mut masters = params.trained().map(|t| bytes(&t.master));
+                    let tensors: &mut dyn Iterator<Item = _> =
+                        if which == 0 { &mut masters } else { &mut *states };
+                    for tensor in tensors {
+                        match tensor {
                             Ok(b) => out.write_all(&b)?,
                             Err(e) => {
                                 failed = Some(e);
@@ -60,10 +82,8 @@ impl Run<'_> {
                 .map_err(|e| failed.unwrap_or(e))?;
             }
             w.bytes("last_norm", &norm.to_le_bytes())?;
-            w.state(&state)
-        })?;
-        self.saved = Some((self.step, owed, path.clone()));
-        Ok(path)
+            w.state(state)
+        })
     }
 
     /// Everything there is after the last step, written down: a checkpoint, or without `checkpoint.dir` the
@@ -84,20 +104,29 @@ impl Run<'_> {
         if self.step == 0 {
             return Ok(None);
         }
-        if let Some(store) = store {
+        if self.keeps() {
             let path = self.save(store, cursor, guard, owed, None)?;
             (self.cx.warn)(&format!("step {} is kept in {}: --resume goes on", self.step, path.display()));
             return Ok(Some(path));
         }
         let Some(dir) = &self.c.export.dir else { return Ok(None) };
         let dir = dir.join(format!("step-{:09}", self.step));
-        self.export_to(&dir)?;
+        self.first(|run| run.export_to(&dir))?;
         (self.cx.warn)(&format!("step {} as it is: {}", self.step, dir.display()));
         Ok(Some(dir))
     }
 
     /// Keeps what an error leaves, and says where.
     pub(super) fn rescue(&mut self, store: Option<&Store>, e: Error, cursor: Cursor, guard: Guard) -> Error {
+        // What one rank alone has not brought to its end cannot be gathered.
+        if self.team.as_ref().is_some_and(|team| !team.is_agreed(&e)) {
+            return match &self.saved {
+                Some((step, _, path)) if e.code() == Code::RankLost => {
+                    e.have(format!("step {}; {} is whole, of step {step}", self.step, path.display()))
+                }
+                _ => e,
+            };
+        }
         let mut owed = self.owed;
         match self.engine.moved {
             // Some weights have moved and some have not: no step is left to write down.
@@ -222,12 +251,11 @@ impl Run<'_> {
     fn restore(&mut self, loaded: &Loaded) -> Result<()> {
         for (name, which) in FILES {
             let (mut file, bytes) = loaded.open(name)?;
-            let tensor = |t: &Trained| match which {
-                0 => t.master.shallow_clone(),
-                _ => t.state.shallow_clone(),
+            let size = |t: &Trained| match which {
+                0 => t.master.numel() * t.format.size(),
+                _ => t.whole.bytes(),
             };
-            let size = |t: &tch::Tensor| t.numel() * t.kind().elt_size_in_bytes();
-            let need: usize = self.engine.params.trained().map(|t| size(&tensor(t))).sum();
+            let need: usize = self.engine.params.trained().map(size).sum();
             if need as u64 != bytes {
                 return Err(Error::new(Code::Container, format!("{}: {name}", loaded.path.display()))
                     .need(format!("{need} bytes, as this configuration has them"))
@@ -236,10 +264,15 @@ impl Run<'_> {
             }
             let mut buffer = Vec::new();
             for t in self.engine.params.trained() {
-                let tensor = tensor(t);
-                buffer.resize(size(&tensor), 0);
+                buffer.resize(size(t), 0);
                 file.read_exact(&mut buffer).map_err(|e| Error::io(&loaded.path.join(name), &e))?;
-                restore(&tensor, &buffer)?;
+                if which == 0 {
+                    restore(&t.master, &buffer)?;
+                } else {
+                    let mut own = vec![0; t.layout.bytes()];
+                    t.whole.take(&t.own, &buffer, &mut own);
+                    restore(&t.state, &own)?;
+                }
             }
         }
         if let Ok(norm) = <[u8; 8]>::try_from(loaded.read("last_norm")?) {
