@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 
+import card_ranks
 from rows import ROOT, ROWS, must, row, said, timed, write
 from serve.card import card
 
@@ -17,7 +18,8 @@ STEPS = ["speed", "kernels", "first_token", "exits", "agreement"]
 JUDGED = ["nvfp4-kernel", "nf4-kernel", "dequant-matmul"]
 FORMATS = ["int4", "mxfp4", "fp8"]
 NO_SERVER = "the server was not measured"
-NO_RANKS = "the trainer has one device"
+NO_RANKS = "ranks did not run on cards"
+NO_CARDS = "eight cards were not lent"
 NO_PEER = "the peer is not installed on the host of a card"
 
 
@@ -133,9 +135,7 @@ def formats(card):
 def missing():
     """What nothing was built for yet."""
     for name, unit, need, why in [
-        ("cards-2-step", "times the rate of one", ">= 1.85", NO_RANKS),
-        ("cards-8-step", "times the rate of one", ">= 7", NO_RANKS),
-        ("cards-resume", "runs that differ", "0", NO_RANKS),
+        ("cards-8-step", "times the rate of one", ">= 7", NO_CARDS),
         ("host-llama.cpp", "times llama.cpp, the lowest", ">= 1", NO_PEER),
         ("host-int8-openvino", "times OpenVINO", ">= 1", NO_PEER),
     ]:
@@ -145,6 +145,12 @@ def missing():
 def server(args):
     """The server on the card."""
     card(Q4, args.work)
+    timed()
+
+
+def trained(args):
+    """The trainer on one card and on two."""
+    card_ranks.ranks()
     timed()
 
 
@@ -168,16 +174,20 @@ def whole(args):
         row("server-64-users", None, "of the rate of bench", ">= 0.9", NO_SERVER)
         row("server-first-token", None, "ms, 99 of 100", "< 250", NO_SERVER)
         row("server-1000-answers", None, "with --reproducible", "refused", NO_SERVER)
+    if not kept(args, "ranks"):
+        row("cards-2-bytes", None, "files that differ", "0", NO_RANKS)
+        row("cards-2-step", None, "times the rate of one", ">= 1.85", NO_RANKS)
+        row("cards-resume", None, "runs that differ", "0", NO_RANKS)
     missing()
     write(at=beside, q4=said(Q4, "--version"), gpu=of_card.all.get("gpu"))
 
 
 def main():
     p = argparse.ArgumentParser(description=__doc__)
-    p.add_argument("part", choices=["host", "server", "whole"])
+    p.add_argument("part", choices=["host", "server", "ranks", "whole"])
     p.add_argument("--work", type=pathlib.Path, required=True, help="where card.json and host.json are")
     args = p.parse_args()
-    {"host": host, "server": server, "whole": whole}[args.part](args)
+    {"host": host, "server": server, "ranks": trained, "whole": whole}[args.part](args)
 
 
 main()

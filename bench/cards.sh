@@ -3,8 +3,8 @@
 #   bench/cards.sh WORK [PART...]
 #
 # PART is card (bench/h200.sh, up to ten minutes), formats (what of it is about int4 and MXFP4), host (the
-# processors beside the card), server (q4 serve on the card) or whole (the result file); all of them where
-# none is named. What a part measured lies in WORK, so that a machine that is lent for minutes takes one after
+# processors beside the card), server (q4 serve on the card), ranks (the trainer on two cards; Q4_TRAIN and
+# LD_LIBRARY_PATH as in bench/card_ranks.py) or whole (the result file); all of them where none is named. What a part measured lies in WORK, so that a machine that is lent for minutes takes one after
 # the other. Wants target/release/q4, or Q4, and what bench/h200.sh wants.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -15,8 +15,8 @@ export Q4="${Q4:-$PWD/target/release/q4}"
 python=${PYTHON:-python3}
 for part in "${@:-all}"; do
     case $part in
-        card | formats | host | server | whole | all) ;;
-        *) echo "need card, formats, host, server or whole; have $part" >&2; exit 2 ;;
+        card | formats | host | server | ranks | whole | all) ;;
+        *) echo "need card, formats, host, server, ranks or whole; have $part" >&2; exit 2 ;;
     esac
     if [[ $part == card || $part == all ]]; then
         # What failed there is a row; what ran before is not taken for it.
@@ -27,7 +27,7 @@ for part in "${@:-all}"; do
         rm -f "$work/formats.json"
         bench/h200.sh "$work/formats.json" formats || true
     fi
-    for one in host server; do
+    for one in host server ranks; do
         if [[ $part == "$one" || $part == all ]]; then
             "$python" bench/cards.py "$one" --work "$work" > "$work/$one.new"
             mv "$work/$one.new" "$work/$one.json"

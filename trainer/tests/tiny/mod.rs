@@ -43,7 +43,22 @@ pub fn sums(rows: usize) -> String {
 fn command(dir: &Path, words: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_q4-train"));
     command.current_dir(dir).env("GOMP_SPINCOUNT", "1000").args(words);
+    #[cfg(unix)]
+    hears_signals(&mut command);
     command
+}
+
+/// Shells start what is behind `&` with SIGINT ignored, and nohup with SIGHUP: a run then ignores it, too.
+#[cfg(unix)]
+fn hears_signals(command: &mut Command) {
+    // SAFETY: what a child may do before it becomes the program.
+    unsafe {
+        std::os::unix::process::CommandExt::pre_exec(command, || {
+            libc::signal(libc::SIGINT, libc::SIG_DFL);
+            libc::signal(libc::SIGHUP, libc::SIG_DFL);
+            Ok(())
+        });
+    }
 }
 
 /// Starts a run of `run.toml` on one thread.
