@@ -195,4 +195,4 @@ def all_of(q4, work):
     started(bench)
     killed(bench)
     memory(bench)
-    rows.row("ranks on CUDA devices, through NCCL", None, "", "as on the CPU", "NCCL was compiled and not run")
+    rows.row("ranks on CUDA devices, through NCCL", None, "", "as on the CPU", "bench/cards.sh does, with two cards")
