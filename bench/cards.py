@@ -156,10 +156,14 @@ def trained(args):
 
 def kept(args, part):
     """What a part measured, and where; none where it did not run."""
-    there = args.work / f"{part}.json"
-    found = json.loads(there.read_text()) if there.exists() else {"rows": []}
-    ROWS.extend(found["rows"])
+    found = part_of(args, part)
+    ROWS.extend(found.get("rows", []))
     return found.get("machine")
+
+
+def part_of(args, part):
+    there = args.work / f"{part}.json"
+    return json.loads(there.read_text()) if there.exists() else {}
 
 
 def whole(args):
@@ -179,7 +183,9 @@ def whole(args):
         row("cards-2-step", None, "times the rate of one", ">= 1.85", NO_RANKS)
         row("cards-resume", None, "runs that differ", "0", NO_RANKS)
     missing()
-    write(at=beside, q4=said(Q4, "--version"), gpu=of_card.all.get("gpu"))
+    parts = ("card", "formats", "host", "server", "ranks")
+    measured = {part: (part_of(args, part).get("commit") or "")[:7] or "not said" for part in parts}
+    write(at=beside, q4=said(Q4, "--version"), gpu=of_card.all.get("gpu"), measured=measured)
 
 
 def main():

@@ -1,11 +1,11 @@
 // The product for many rows (prefill) on sm_90a: y[m, n] = x[m, k] W[n, k]^T with packed weights.
 //
 // wgmma with the weights as the first operand. A byte of codes becomes a pair of bf16 by one look-up in
-// shared memory, of NF4 two, the leading and the trailing parts of two values; levels.cuh says why two parts
-// are exact enough; bytes of E4M3 become pairs by shifts. The sums of a tile of 64 k have one scale a row: they come out apart and are added up in
-// f32, times the scale, while the other warpgroup's products run. Scales of E2M1 are powers of two, which go
-// into the operands. One warp brings weights and x into shared memory; x is in tiles (order.cu). Definition:
-// TN, tokens of a tile (32, 64, 128 or 256).
+// shared memory, of NF4 two, the leading and the trailing parts of two values; levels.cuh says why two
+// parts are exact enough; bytes of E4M3 become pairs by shifts. The sums of a tile of 64 k have one scale a
+// row: they come out apart and are added up in f32, times the scale, while the other warpgroup's products
+// run. Scales of E2M1 are powers of two, which go into the operands. One warp brings weights and x into
+// shared memory; x is in tiles (order.cu). Definition: TN, tokens of a tile (32, 64, 128 or 256).
 //
 // gemm(units, x, y, ldy, tokens, n, row_units, parts, split_tiles, row_tiles, token_tiles, partial, flags, out, aligned);
 // also gemm_gate

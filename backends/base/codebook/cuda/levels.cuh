@@ -1,10 +1,10 @@
 // What codes and scales of packed weights are: what the kernels are compiled for, `Coding` of cuda.rs.
 //
 // LEVELS: those of NF4; whole numbers, -8 to 7, or 0 to 15 where there are zero points; E2M1; or E4M3, whose
-// codes are bytes (CODE_BITS of unit.cuh). All but NF4's are exact in bf16. NF4's times UP are the sums of two bf16 within 2^-20.79 (of all UP in [1, 2),
-// about the best), 9.2 units of 2^-24. Products with bf16 x have 16 bits and are exact in the tensor cores,
-// whose sums end after 64 of k; what is left of the bound's K/16 + 32 units, at least 23 + K/16, is for
-// additions. f16 x is two bf16, f32 x three, exactly.
+// codes are bytes (CODE_BITS of unit.cuh). All but NF4's are exact in bf16. NF4's times UP are the sums of
+// two bf16 within 2^-20.79 (of all UP in [1, 2), about the best), 9.2 units of 2^-24. Products with bf16 x
+// have 16 bits and are exact in the tensor cores, whose sums end after 64 of k; what is left of the bound's
+// K/16 + 32 units, at least 23 + K/16, is for additions. f16 x is two bf16, f32 x three, exactly.
 //
 // SCALES, of a row in a tile of 64 k, 32 bits in all: WHOLE, an f32; HALVES, two of 16 bits for 32 k each;
 // ZEROS, one of 16 bits and, above it, the negative of a zero point in bf16, which is taken off the level.

@@ -2,16 +2,16 @@
 // packed weights.
 //
 // wgmma with the weights as the first operand, from registers. A byte of codes becomes two values by one
-// look-up in shared memory, bytes of E4M3 by shifts, and these the weights by one or two operations of bf16, the last of which rounds:
-// within 1.41 * 2^-8 of a weight of NF4, 1.01 * 2^-8 of one of whole numbers or E4M3; E2M1 with powers of two is
-// exact. Operands of a slab (64 of k) come about while the slab before it is multiplied. One warp brings
-// weights, one x, by the tensor copy engine as it is. Four slabs are a round, in which places in the rings
-// are known to the compiler: a fifth of a warp's instructions went into them. What of a round is beyond k is
-// zero. Blocks of a cluster: in pairs each brings half of x for both; SPLIT of them have a part of k of one
-// tile each and send each other their sums. Definitions: TN, rows of x of a tile (32, 64, 128, 176 or 256);
-// WGS, warpgroups that multiply, 64 rows of the weight each; PAIR, 1 or 2 blocks that share rows of x; SPLIT,
-// 1 or blocks that share k, one tile a cluster; PACKS, packed weights in flight, 128 of k each; ORDERED,
-// whether warpgroups multiply one after another.
+// look-up in shared memory, bytes of E4M3 by shifts, and these the weights by one or two operations of
+// bf16, the last of which rounds: within 1.41 * 2^-8 of a weight of NF4, 1.01 * 2^-8 of one of whole
+// numbers or E4M3; E2M1 with powers of two is exact. Operands of a slab (64 of k) come about while the slab
+// before it is multiplied. One warp brings weights, one x, by the tensor copy engine as it is. Four slabs
+// are a round, in which places in the rings are known to the compiler: a fifth of a warp's instructions
+// went into them. What of a round is beyond k is zero. Blocks of a cluster: in pairs each brings half of x
+// for both; SPLIT of them have a part of k of one tile each and send each other their sums. Definitions:
+// TN, rows of x of a tile (32, 64, 128, 176 or 256); WGS, warpgroups that multiply, 64 rows of the weight
+// each; PAIR, 1 or 2 blocks that share rows of x; SPLIT, 1 or blocks that share k, one tile a cluster;
+// PACKS, packed weights in flight, 128 of k each; ORDERED, whether warpgroups multiply one after another.
 //
 // levels_rounded(x_map, y_map, units, y, ldy, tokens, n, rounds, split_tiles, pairs, token_tiles, partial,
 // flags, mark, out,
