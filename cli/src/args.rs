@@ -20,7 +20,7 @@ use clap::{ArgAction, Args, Parser, Subcommand, ValueHint};
 pub use conformance::{Child, ConformanceArgs};
 pub use form::FormArgs;
 pub use line::{parse, tip, verb_first};
-pub use measure::{CompareArgs, DataArgs, EvalArgs};
+pub use measure::{CompareArgs, CutArgs, EvalArgs, Supervise};
 pub use plugin::{Language, NewArgs, PluginArgs, PluginVerb};
 pub use prompt::{PromptArgs, TokenizeArgs};
 use q4_model::wishes::Wishes;

@@ -56,7 +56,7 @@ pub fn run(cx: &Context, args: &CompareArgs) -> Result<Outcome> {
     let other = args.against.as_deref().map(|name| cx.against(name, args.against_device)).transpose()?;
     let cx_a = other.as_ref().unwrap_or(cx);
     let dispatches = [Session::dispatch(cx_a)?, Session::dispatch(cx)?];
-    let text = input::data(&args.data.data)?;
+    let text = input::data(&args.data)?;
     let [a, b] = args.models();
     let (a, b) = (cx.open(&a)?, cx.open(&b)?);
     let windows = windows_of(&text, args, &a, &b)?;
@@ -108,8 +108,8 @@ fn windows_of(text: &str, args: &CompareArgs, a: &Checkpoint, b: &Checkpoint) ->
         .have(format!("{} tokens in {}", config_b.vocab_size, b.name())));
     }
     let context = config_a.max_position_embeddings.min(config_b.max_position_embeddings);
-    let windows = Windows::new(text, &args.data, a, context)?;
-    let other = Windows::new(text, &args.data, b, context)?;
+    let windows = Windows::new(&args.data, text, &args.cut, a, context)?;
+    let other = Windows::new(&args.data, text, &args.cut, b, context)?;
     if windows.ids() != other.ids() {
         let same = windows.ids().iter().zip(other.ids()).take_while(|(a, b)| a == b).count();
         let token = |ids: &[u32]| ids.get(same).map_or("the end".to_owned(), |id| format!("id {id}"));

@@ -36,6 +36,7 @@ mod proof;
 mod quantize;
 mod report;
 mod roofline;
+mod rows;
 mod scaffold;
 mod serve;
 mod session;

@@ -1,14 +1,15 @@
 //! A text as tokens, cut into windows that a model predicts one by one.
-use crate::args::DataArgs;
+use crate::args::CutArgs;
 use crate::context::Context;
 use crate::text::Text;
 use q4_core::{Code, Error, Result};
 use q4_model::checkpoint::Checkpoint;
 use q4_model::cpu::KvType;
 use q4_model::load::ContextOptions;
+use std::path::Path;
 
 /// Rows of a step at most: all their logits are held at once.
-const ROWS: usize = 64;
+pub const ROWS: usize = 64;
 /// Tokens of a window where the user does not say.
 const WINDOW: usize = 512;
 
@@ -26,33 +27,56 @@ pub struct Step<'a> {
     pub ids: &'a [u32],
     /// The token behind each of them.
     pub next: &'a [u32],
+    /// Which of those count; `None`: all.
+    pub learnt: Option<&'a [bool]>,
+}
+
+/// Tokens of a window: those asked for, of at most `context`.
+pub fn window(cut: &CutArgs, context: usize) -> Result<usize> {
+    match cut.window.map(|w| w as usize) {
+        Some(window) if window > context => Err(Error::new(Code::Usage, format!("--window {window}"))
+            .need(format!("at most {context}, the model's max_position_embeddings"))),
+        window => Ok(window.unwrap_or(WINDOW.min(context))),
+    }
+}
+
+/// [`Code::TokenizerInvalid`] for ids that the model has no logit for.
+pub fn known<'a>(ids: impl IntoIterator<Item = &'a u32>, checkpoint: &Checkpoint) -> Result<()> {
+    let vocab = checkpoint.config().vocab_size;
+    match ids.into_iter().find(|id| **id as usize >= vocab) {
+        None => Ok(()),
+        Some(id) => Err(Error::new(
+            Code::TokenizerInvalid,
+            format!("{}: the tokenizer is that of another model", checkpoint.name()),
+        )
+        .need(format!("ids below {vocab}, the model's vocab_size"))
+        .have(format!("id {id}"))),
+    }
+}
+
+/// A context for one window of `tokens`, which keeps the logits of whole steps.
+pub fn sizes(tokens: usize, cx: &Context) -> ContextOptions {
+    ContextOptions { context: tokens, chunk: ROWS, all_logits: true, kv: cx.kv(KvType::F16), many: None }
 }
 
 impl Windows {
-    /// `text` as `checkpoint` reads it, in windows of at most `context` tokens. [`Code::Container`] where
-    /// nothing is left to predict, [`Code::TokenizerInvalid`] for ids that the model has no logit for.
-    pub fn new(text: &str, args: &DataArgs, checkpoint: &Checkpoint, context: usize) -> Result<Self> {
-        let window = match args.window.map(|w| w as usize) {
-            Some(window) if window > context => {
-                return Err(Error::new(Code::Usage, format!("--window {window}"))
-                    .need(format!("at most {context}, the model's max_position_embeddings")));
-            }
-            window => window.unwrap_or(WINDOW.min(context)),
-        };
+    /// The text of `path` as `checkpoint` reads it, in windows of at most `context` tokens.
+    /// [`Code::Container`]
+    /// where nothing is left to predict, [`Code::TokenizerInvalid`] as of [`known`].
+    pub fn new(
+        path: &Path,
+        text: &str,
+        cut: &CutArgs,
+        checkpoint: &Checkpoint,
+        context: usize,
+    ) -> Result<Self> {
+        let window = window(cut, context)?;
         let mut ids = Text::of(checkpoint)?.tokenizer.encode(text, false)?;
-        ids.truncate(args.tokens.map_or(usize::MAX, |n| n as usize));
-        let vocab = checkpoint.config().vocab_size;
-        if let Some(id) = ids.iter().find(|id| **id as usize >= vocab) {
-            return Err(Error::new(
-                Code::TokenizerInvalid,
-                format!("{}: the tokenizer is that of another model", checkpoint.name()),
-            )
-            .need(format!("ids below {vocab}, the model's vocab_size"))
-            .have(format!("id {id}")));
-        }
+        ids.truncate(cut.tokens.map_or(usize::MAX, |n| n as usize));
+        known(&ids, checkpoint)?;
         let windows = Self { ids, window };
         if windows.predicted() == 0 {
-            return Err(Error::new(Code::Container, format!("{}: nothing to predict", args.data.display()))
+            return Err(Error::new(Code::Container, format!("{}: nothing to predict", path.display()))
                 .need("a text of 2 tokens or more")
                 .have(format!("{} tokens", windows.ids.len())));
         }
@@ -80,14 +104,13 @@ impl Windows {
         self.ids.chunks(self.window).flat_map(|window| {
             let (read, next) = (&window[..window.len() - 1], &window[1..]);
             let steps = read.chunks(ROWS).zip(next.chunks(ROWS)).enumerate();
-            steps.map(|(i, (ids, next))| Step { is_first: i == 0, ids, next })
+            steps.map(|(i, (ids, next))| Step { is_first: i == 0, ids, next, learnt: None })
         })
     }
 
-    /// A context for one window, which keeps the logits of whole steps.
+    /// A context for one window.
     pub fn sizes(&self, cx: &Context) -> ContextOptions {
-        let context = self.window.min(self.ids.len());
-        ContextOptions { context, chunk: ROWS, all_logits: true, kv: cx.kv(KvType::F16), many: None }
+        sizes(self.window.min(self.ids.len()), cx)
     }
 }
 

@@ -20,6 +20,13 @@ impl Loss {
         }
     }
 
+    /// As [`Self::add`], of those tokens alone that are `learnt`.
+    pub fn add_learnt(&mut self, rows: &[f32], next: &[u32], learnt: &[bool]) {
+        for ((row, id), _) in split(rows, next.len()).zip(next).zip(learnt).filter(|(_, learnt)| **learnt) {
+            self.add_token(row, LogSum::of(row), *id);
+        }
+    }
+
     /// Tokens that were predicted.
     pub fn tokens(&self) -> usize {
         self.tokens

@@ -1,14 +1,11 @@
 //! The options of `q4 eval` and `q4 compare`: what is measured over a text.
 use super::{DeviceChoice, Format, ModelArgs, device};
-use clap::{Args, ValueHint};
+use clap::{Args, ValueEnum, ValueHint};
 use std::path::PathBuf;
 
-/// Which text, and how it is cut.
+/// How a text is cut.
 #[derive(Args, Clone, Debug)]
-pub struct DataArgs {
-    /// The text, UTF-8; `-` is standard input.
-    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
-    pub data: PathBuf,
+pub struct CutArgs {
     /// Tokens of a window [default: 512, or what the model's context has].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
     pub window: Option<u32>,
@@ -23,20 +20,43 @@ pub struct DataArgs {
 The text becomes tokens as a whole, without special ones, and is cut into windows. Every window is computed from an empty cache,
 and every token of it but the first is predicted. The loss is the mean of -ln p over them, the perplexity exp(loss).
 
+Of rows, the files of conversations, pairs and texts that `q4 train` reads (data.valid), every row is computed from an empty cache, and what
+training would learn of it is predicted: answers with the tokens that end them, or with --supervise all everything. --window is data.seq there:
+the end of a row of more than N + 1 tokens is cut off, and counted.
+
 Examples:
   q4 eval ./model --data text.txt
+  q4 eval ./model --rows valid.jsonl --window 1024                  the loss that q4 train reports
   q4 eval ./model --data text.txt --quantize nf4 --json
   head -c 100000 text.txt | q4 eval ./model --data - --window 2048")]
 pub struct EvalArgs {
     /// Which model.
     #[command(flatten)]
     pub model: ModelArgs,
-    /// Which text.
+    /// The text, UTF-8; `-` is standard input.
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, required_unless_present = "rows")]
+    pub data: Option<PathBuf>,
+    /// Rows as `q4 train` reads them, .jsonl, .parquet, .tsv or .txt; may be repeated.
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with_all = ["data", "tokens"])]
+    pub rows: Vec<PathBuf>,
+    /// What of a row is predicted [default: response].
+    #[arg(long, value_enum, value_name = "WHAT", requires = "rows", conflicts_with = "data")]
+    pub supervise: Option<Supervise>,
+    /// How it is cut.
     #[command(flatten)]
-    pub data: DataArgs,
+    pub cut: CutArgs,
     /// Quantise dense layers while loading.
     #[arg(long, value_enum, value_name = "FORMAT")]
     pub quantize: Option<Format>,
+}
+
+/// What of a row is predicted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Supervise {
+    /// Answers and what ends them; all of a plain text.
+    Response,
+    /// Every token but a row's first.
+    All,
 }
 
 /// `q4 compare`.
@@ -77,9 +97,12 @@ pub struct CompareArgs {
     /// Where that one computes [default: as --device].
     #[arg(long, value_name = "DEVICE", value_parser = device, requires = "against")]
     pub against_device: Option<DeviceChoice>,
-    /// Which text.
+    /// The text, UTF-8; `-` is standard input.
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub data: PathBuf,
+    /// How it is cut.
     #[command(flatten)]
-    pub data: DataArgs,
+    pub cut: CutArgs,
     /// Quantise dense layers of B while loading.
     #[arg(long, value_enum, value_name = "FORMAT")]
     pub quantize: Option<Format>,

@@ -54,6 +54,11 @@ fn the_loss_is_that_of_the_logits() {
 
 /// Mean loss of `ids` by what `q4 logits` writes.
 fn loss(path: &std::path::Path, ids: &[u32]) -> f64 {
+    losses(path, ids).iter().sum::<f64>() / (ids.len() - 1) as f64
+}
+
+/// Of every token but the first.
+fn losses(path: &std::path::Path, ids: &[u32]) -> Vec<f64> {
     let list: Vec<_> = ids.iter().map(u32::to_string).collect();
     json("logits", &["demo", "--ids", &list.join(","), "--out", path.to_str().unwrap()]);
     let bytes = std::fs::read(path).unwrap();
@@ -63,9 +68,64 @@ fn loss(path: &std::path::Path, ids: &[u32]) -> f64 {
     let logits: Vec<f64> =
         tensor.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap()).into()).collect();
     let rows = logits.chunks_exact(vocab).zip(&ids[1..]);
-    let sum: f64 =
-        rows.map(|(row, id)| row.iter().map(|l| l.exp()).sum::<f64>().ln() - row[*id as usize]).sum();
-    sum / (ids.len() - 1) as f64
+    rows.map(|(row, id)| row.iter().map(|l| l.exp()).sum::<f64>().ln() - row[*id as usize]).collect()
+}
+
+#[test]
+fn rows_are_judged_by_what_training_learns_of_them() {
+    let rows = [("Who are you?", TEXT), ("Hi", "Good day to you.")];
+    let lines: Vec<_> =
+        rows.map(|(a, b)| serde_json::json!({ "prompt": a, "completion": b }).to_string()).into();
+    let (dir, text) = data(lines.join("\n"));
+    let file = text.replace("text.txt", "rows.jsonl");
+    std::fs::rename(&text, &file).unwrap();
+    let demo = include_bytes!("../../demo/tokenizer.json");
+    let tokenizer = q4_model::tokenizer::Tokenizer::from_bytes(demo).unwrap();
+    let (mut learnt, mut all) = (Vec::new(), Vec::new());
+    for (i, (asked, said)) in rows.iter().enumerate() {
+        let prompt = format!("<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n");
+        let mut ids = tokenizer.encode(&prompt, false).unwrap();
+        let begin = ids.len();
+        ids.extend(tokenizer.encode(&format!("{said}<|im_end|>"), false).unwrap());
+        let end = ids.len();
+        ids.extend(tokenizer.encode("\n", false).unwrap());
+        let of = losses(&dir.path().join(format!("logits-{i}")), &ids);
+        learnt.extend_from_slice(&of[begin - 1..end - 1]);
+        all.extend(of);
+    }
+    let mean = |of: &[f64]| of.iter().sum::<f64>() / of.len() as f64;
+    for (more, want) in [(&[][..], &learnt), (&["--supervise", "all"], &all)] {
+        let line = [&["--rows", file.as_str(), "--kv-cache", "float32"], more].concat();
+        let report = json("eval", &line);
+        assert!((number(&report, "loss") - mean(want)).abs() < 1e-5, "{report}, logits say {}", mean(want));
+        assert_eq!((&report["tokens"], &report["rows"]["rows"]), (&want.len().into(), &2.into()), "{report}");
+    }
+    // What does not fit is cut and counted, and said to people too.
+    let cut = json("eval", &["--rows", &file, "--window", "20"]);
+    assert!(cut["rows"]["cut"] == 1 && number(&cut["rows"], "cut_tokens") > 0.0, "{cut}");
+    assert!(out(&run(&["eval", "demo", "--rows", &file, "--window", "20"])).contains("1 rows cut by"));
+    // Twice the same file is every row twice.
+    let twice = json("eval", &["--rows", &file, "--rows", &file]);
+    assert_eq!(twice["tokens"], 2 * learnt.len());
+}
+
+#[test]
+fn rows_that_cannot_be_read_are_named_with_their_line() {
+    let (_dir, file) = data("{\"prompt\": \"a\", \"completion\": \"b\"}\n{\"prompt\": \"a\"}\n");
+    let jsonl = file.replace("text.txt", "rows.jsonl");
+    std::fs::rename(&file, &jsonl).unwrap();
+    let failed = run(&["eval", "demo", "--rows", &jsonl]);
+    assert_eq!(failed.status.code(), Some(4), "{}", err(&failed));
+    assert!(err(&failed).contains("rows.jsonl") && err(&failed).contains("line 2"), "{}", err(&failed));
+    for wrong in [
+        &["--rows", &jsonl, "--data", &jsonl][..],
+        &["--rows", &jsonl, "--tokens", "9"],
+        &["--data", &jsonl, "--supervise", "all"],
+        &[],
+    ] {
+        let failed = run(&[&["eval", "demo"], wrong].concat());
+        assert_eq!(failed.status.code(), Some(2), "{wrong:?}: {}", err(&failed));
+    }
 }
 
 #[test]

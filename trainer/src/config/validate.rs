@@ -89,8 +89,14 @@ impl Config {
         }
     }
 
+    /// Whether nothing is there to learn from.
+    pub fn learns_nothing(&self) -> bool {
+        self.train.loss == Loss::Ce && self.data.train.is_empty() && self.model.shape.is_none()
+    }
+
     fn combinations(&self, p: &mut Problems) {
-        if self.train.loss == Loss::Ce && self.data.train.is_empty() && self.model.shape.is_none() {
+        // Held-out data alone can be judged by.
+        if self.learns_nothing() && self.data.valid.is_empty() {
             p.add("data.train", "at least one file", "none");
         }
         if self.train.epochs.is_none() && self.schedule.warmup > self.train.steps {

@@ -76,6 +76,12 @@ pub struct Invocation<'a> {
 fn alone(c: &Config, cx: &Invocation<'_>, team: Option<Rc<Team>>) -> Result<Value> {
     let began = Instant::now();
     let trains = !cx.dry_run && !cx.eval_only && cx.preview.is_none();
+    if c.learns_nothing() && !cx.eval_only {
+        return Err(Error::new(Code::Usage, "data.train")
+            .need("at least one file")
+            .have("none")
+            .fix("--set data.train=FILE, or --eval-only to judge by data.valid"));
+    }
     if trains {
         preflight::keeps_something(c, cx.line)?;
     }

@@ -19,6 +19,7 @@ use q4_model::executor::Shape;
 use q4_model::synthetic;
 use q4_model::template::ChatTemplate;
 use q4_model::tokenizer::Tokenizer;
+use q4_rows::END_OF_TURN;
 use serde_json::json;
 use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
@@ -133,19 +134,12 @@ impl Base {
             (None, Some(config)) => ChatTemplate::from_tokenizer_config(&config)?.unwrap_or_else(ours),
             (None, None) => ours(),
         };
-        let end_of_text =
-            tokenizer.id_of("<|endoftext|>").or_else(|| self.config.eos_token_ids.last().copied());
-        let end_of_text = end_of_text.ok_or_else(|| {
-            Error::new(Code::TokenizerInvalid, "tokenizer.json: nothing ends a document")
-                .need("<|endoftext|>")
-        })?;
+        let end_of_text = Text::new(&tokenizer, &template, &self.config.eos_token_ids)?.end_of_text;
         let mut stop = self.config.eos_token_ids.clone();
         stop.extend([Some(end_of_text), tokenizer.id_of(END_OF_TURN)].into_iter().flatten());
         Ok(Language { tokenizer, template, end_of_text, stop })
     }
 }
-
-const END_OF_TURN: &str = "<|im_end|>";
 
 fn has_weights(dir: &Path) -> bool {
     dir.is_file()

@@ -5,7 +5,7 @@
 use super::layout::{Chat, Row, bad};
 use super::{LoadOptions, Sample, Supervise, Text};
 use q4_core::{Code, Error, Result, ThreadPool};
-use q4_model::template::Message;
+use q4_text::template::Message;
 use serde_json::{Map, Value};
 use std::sync::Mutex;
 

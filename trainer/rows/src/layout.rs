@@ -1,6 +1,6 @@
 //! What a row is: the layouts people keep their data in, and the fields that would change what a row says.
 use q4_core::{Code, Error, Result};
-use q4_model::template::Message;
+use q4_text::template::Message;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 

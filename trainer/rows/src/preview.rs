@@ -35,7 +35,7 @@ pub struct Span {
 /// The first `n` rows of the files, in their order.
 ///
 /// # Errors
-/// As [`super::Dataset::load`], for files up to the one that has row `n`.
+/// As [`super::Loaded::load`], for files up to the one that has row `n`.
 pub fn preview<P: AsRef<Path>>(
     paths: &[P],
     text: &Text<'_>,

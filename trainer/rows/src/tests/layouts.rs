@@ -109,25 +109,25 @@ fn wrong_rows_name_their_line_and_the_fix() {
 fn parquet_is_read_as_the_rows_it_holds() {
     let p = Parts::new("");
     let files = [
-        &include_bytes!("../../../tests/data/messages.parquet")[..],
-        include_bytes!("../../../tests/data/gzip.parquet"),
-        // Its library is C, as libtorch's binding is.
-        #[cfg(feature = "torch")]
-        include_bytes!("../../../tests/data/zstd.parquet"),
+        &include_bytes!("../../tests/data/messages.parquet")[..],
+        include_bytes!("../../tests/data/gzip.parquet"),
+        // Its library is C.
+        #[cfg(feature = "zstd")]
+        include_bytes!("../../tests/data/zstd.parquet"),
     ];
     for file in files {
         let data = p.load("a.parquet", file, PLAIN).expect("loaded");
         let learnt: Vec<_> = data.samples.iter().map(|s| p.learnt(s)).collect();
         assert_eq!(learnt, ["I am q4.<|im_end|>", "c<|im_end|>"]);
     }
-    let bytes = include_bytes!("../../../tests/data/bytes.parquet");
+    let bytes = include_bytes!("../../tests/data/bytes.parquet");
     let e = p.load("b.parquet", bytes, PLAIN).expect_err("bytes are no text").to_string();
     assert!(e.contains("row 1") && e.contains("bytes"), "{e}");
     for cut in [0, 4, 100, bytes.len() - 1] {
         let e = p.load("c.parquet", &bytes[..cut], PLAIN).expect_err("cut off");
         assert_eq!(e.code(), Code::Container, "{e}");
     }
-    let mut flipped = include_bytes!("../../../tests/data/messages.parquet").to_vec();
+    let mut flipped = include_bytes!("../../tests/data/messages.parquet").to_vec();
     for i in (0..flipped.len()).step_by(7) {
         flipped[i] ^= 0x5a;
         // Whatever it says, it says it without falling over.

@@ -1,7 +1,7 @@
 //! The turns of a conversation, by whoever names them.
 use super::{Chat, bad, show};
 use q4_core::{Error, Result};
-use q4_model::template::Message;
+use q4_text::template::Message;
 use serde_json::{Map, Value, json};
 
 /// Who speaks, in the words of ShareGPT and its heirs.
