@@ -2,9 +2,12 @@
 datasets and trl; and ranks that share a run. Run by bench/trainer-scale.sh."""
 
 import json
+import os
 import pathlib
+import statistics
 import subprocess
 import sys
+import tempfile
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 import rows  # noqa: E402
@@ -15,8 +18,8 @@ MODEL = rows.ROOT / "cli/demo"
 TRAIN = ["--threads", "2", "--quiet", "--json", "--set", "data.rows=4", "--set", "data.seq=64"]
 
 
-def train(*words):
-    done = subprocess.run([Q4, *map(str, TRAIN), *map(str, words)], capture_output=True, text=True, cwd=WORK)
+def train(*words, q4=Q4):
+    done = subprocess.run([q4, *map(str, TRAIN), *map(str, words)], capture_output=True, text=True, cwd=WORK)
     if done.returncode:
         sys.exit(f"{words}: {done.stderr}")
     return json.loads(done.stdout)
@@ -150,7 +153,32 @@ def layouts():
     rows.row("rows that are what trl makes of them, from files that datasets wrote", same, "rows", "= 120")
 
 
+def short_rows():
+    """Rows of talk, a fifth as long as a row of the batch: what padding costs, beside an earlier q4-train (Q4_BEFORE)."""
+    rows.must(Q4, "--write-corpus", WORK / "corpus")
+    lines = [l for l in (WORK / "corpus/train.jsonl").read_text().splitlines() if "messages" in l and len(l) < 250]
+    (WORK / "talk.jsonl").write_text("\n".join(lines[:2000]))
+    words = ["--set", "data.train=talk.jsonl", "--set", "data.seq=128", "--set", "data.rows=32", "--set", "train.steps=9"]
+    words += ["--set", "train.profile=[4,6,8]", "--set", "schedule.warmup=1"]
+
+    def seconds(q4, packing):
+        out = tempfile.mkdtemp(dir=WORK)
+        told = train(*words, "--set", f"data.packing={packing}", "--set", f"export.dir={out}/model", q4=q4)["phases"]
+        return statistics.median(max(p["seconds"] for p in told if p["step"] == step) for step in (4, 6, 8))
+
+    before = os.environ.get("Q4_BEFORE")
+    for packing, need in (("rows", ">= 2"), ("documents", "said")):
+        ratios = []
+        for i in range(3 if before else 0):
+            # Whoever comes second finds another machine: turns change.
+            pair = [seconds(q4, packing) for q4 in ((before, Q4), (Q4, before))[i % 2]]
+            ratios.append(pair[0] / pair[1] if i % 2 == 0 else pair[1] / pair[0])
+        rows.row(f"tokens a second of short rows, packing = {packing}", ratios and round(statistics.median(ratios), 3) or None,
+                 "times those of an earlier q4-train, same batches, median of 3 pairs", need, "Q4_BEFORE names none")
+
+
 data()
+short_rows()
 adapters()
 events()
 layouts()

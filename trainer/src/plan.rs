@@ -11,7 +11,6 @@
 //! inputs       4 T h (layers + 1)         only when blocks are recomputed
 //! block        c T (6 h + 6 q + 8 kv + 5 f)     activations autograd keeps of one block;
 //!                                         times layers when not recomputed
-//! scores       2 c rows heads seq^2       where attention is not fused (CPU), as often as blocks are kept
 //! logits       12 chunk vocab + 12 T h    log-softmax and two gradients; hidden states, their gradient,
 //!                                         those of a chunk
 //! gradients    g * (all blocks, or the largest) + 4 * (embeddings and head); g = c, 4 when accumulating
@@ -89,8 +88,6 @@ pub enum Base {
 pub struct Machine {
     /// Bytes of an element in forward and backward: 2 for bf16, 4 for f32.
     pub compute: usize,
-    /// Attention keeps no scores.
-    pub fused_attention: bool,
     /// Bytes the device needs before the first tensor: context and library workspaces.
     pub context: u64,
 }
@@ -277,8 +274,7 @@ pub fn predict(shapes: &Shapes, config: &Config, machine: &Machine, base: Base, 
         (Some(lora), Base::Decoded | Base::Packed { .. }) => 2 * 4 * lora.rank as u64,
         _ => 0,
     };
-    let one_block = c * tokens * (6 * h + 6 * q + 8 * kv + 5 * f + narrow)
-        + if machine.fused_attention { 0 } else { 2 * c * rows * shapes.heads as u64 * seq * seq };
+    let one_block = c * tokens * (6 * h + 6 * q + 8 * kv + 5 * f + narrow);
     let (inputs, activations) =
         if train.recompute { (4 * tokens * h * (layers + 1), one_block) } else { (0, one_block * layers) };
     let chunk = tokens.min(train.chunk as u64);
@@ -422,7 +418,7 @@ mod tests {
     use super::*;
     use crate::config::Preset;
 
-    const GPU: Machine = Machine { compute: 2, fused_attention: true, context: 0 };
+    const GPU: Machine = Machine { compute: 2, context: 0 };
 
     fn qwen3_4b() -> Shapes {
         let json = r#"{"model_type": "qwen3", "hidden_act": "silu", "hidden_size": 2560, "intermediate_size": 9728,

@@ -21,7 +21,7 @@ use q4_trainer::torch::weights::{Decay, Keep, Params, bytes};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 use tch::Kind;
 use {q4_dequant_matmul as _, q4_nvfp4_kernel as _, q4_reference as _};
 
@@ -201,15 +201,84 @@ fn micro_batches_weigh_by_their_tokens() -> Result<()> {
         let a = train(&mut whole, &[data.rows()], 1)?;
         let b = train(&mut parts, &[data.row(0), data.row(1)], 1)?;
         assert!((a[0] - b[0]).abs() < 1e-6 * a[0], "{a:?} {b:?}");
-        // Moments hold the gradients; the step itself is a sign at first.
-        for (x, y) in whole.params.trained().zip(parts.params.trained()) {
-            let m = |t: &tch::Tensor, len: usize| -> Result<Vec<f32>> { Ok(floats(&bytes(t)?[..len * 4])) };
-            let (x, y) = (m(&x.state, x.layout.len())?, m(&y.state, y.layout.len())?);
-            let largest = x.iter().fold(0f32, |a, v| a.max(v.abs()));
-            let worst = x.iter().zip(&y).fold(0f32, |a, (x, y)| a.max((x - y).abs()));
-            assert!(worst <= 1e-5 * largest, "{worst} of {largest}");
-        }
+        same_gradients(&whole, &parts)?;
     }
+    Ok(())
+}
+
+/// Moments hold the gradients; the step itself is a sign at first. The bound is that of sums in another order.
+fn same_gradients(a: &Engine, b: &Engine) -> Result<()> {
+    for (x, y) in a.params.trained().zip(b.params.trained()) {
+        let m = |t: &tch::Tensor, len: usize| -> Result<Vec<f32>> { Ok(floats(&bytes(t)?[..len * 4])) };
+        let (x, y) = (m(&x.state, x.layout.len())?, m(&y.state, y.layout.len())?);
+        let largest = x.iter().fold(0f32, |a, v| a.max(v.abs()));
+        let worst = x.iter().zip(&y).fold(0f32, |a, (x, y)| a.max((x - y).abs()));
+        assert!(worst <= 1e-5 * largest, "{worst} of {largest}");
+    }
+    Ok(())
+}
+
+/// Documents that share rows, each in a row of its own with padding behind, and each as a micro-batch: one
+/// gradient.
+#[test]
+fn packed_rows_have_the_gradient_of_unpacked_ones() -> Result<()> {
+    let lens = [24, 10, 14, 3, 17, 4];
+    let documents: Vec<(Vec<u32>, Vec<i64>)> = lens
+        .iter()
+        .enumerate()
+        .map(|(d, n)| {
+            let ids: Vec<u32> =
+                (0..*n as u32 + 1).map(|i| (i * i * 7 + i * 13 + 5 * d as u32) % 96).collect();
+            // The first tokens of each are read and not learnt.
+            let targets =
+                ids[1..].iter().enumerate().map(|(i, id)| if i < 2 { -100 } else { i64::from(*id) });
+            (ids[..*n].to_vec(), targets.collect())
+        })
+        .collect();
+    // Rows of documents, each cut off or filled to `seq` positions.
+    let laid = |rows: &[&[usize]], seq: usize| -> Data {
+        let mut data = Data { ids: vec![], targets: vec![], positions: vec![], documents: vec![] };
+        for row in rows {
+            for (number, d) in row.iter().enumerate() {
+                let (ids, targets) = &documents[*d];
+                data.ids.extend(ids);
+                data.targets.extend(targets);
+                data.positions.extend(0..ids.len() as i64);
+                data.documents.extend(ids.iter().map(|_| number as i32));
+            }
+            let end = data.ids.len().next_multiple_of(seq);
+            data.ids.resize(end, 0);
+            data.targets.resize(end, -100);
+            data.positions.resize(end, 0);
+            data.documents.resize(end, -1);
+        }
+        data
+    };
+    let batch = |data: &Data, seq: usize| -> Result<Engine> {
+        let mut engine = engine(true, KEEP, Options { clip: 0.0, ..OPTIONS })?;
+        let rows = Rows { rows: data.ids.len() / seq, seq, ..data.rows() };
+        train(&mut engine, &[rows], 1)?;
+        Ok(engine)
+    };
+    let packed = batch(&laid(&[&[0], &[1, 2], &[3, 4, 5]], SEQ), SEQ)?;
+    let alone = laid(&[&[0], &[1], &[2], &[3], &[4], &[5]], SEQ);
+    same_gradients(&packed, &batch(&alone, SEQ)?)?;
+    let far = 4 * SEQ;
+    same_gradients(&packed, &batch(&laid(&[&[0], &[1], &[2], &[3], &[4], &[5]], far), far)?)?;
+    // Without any packing or padding: plain causal rows of one document, whose sum is the gradient.
+    let rows: Vec<Data> = (0..lens.len()).map(|d| laid(&[&[d]], lens[d])).collect();
+    let plain: Vec<Rows<'_>> =
+        rows.iter().zip(lens).map(|(r, n)| Rows { rows: 1, seq: n, documents: None, ..r.rows() }).collect();
+    let mut each = engine(true, KEEP, Options { clip: 0.0, ..OPTIONS })?;
+    train(&mut each, &plain, 1)?;
+    same_gradients(&packed, &each)?;
+    // The comparison can fail: documents in another row, seen by the one before.
+    let mut mixed = laid(&[&[0], &[1, 2], &[3, 4, 5]], SEQ);
+    mixed.documents.iter_mut().for_each(|d| *d = (*d).min(0));
+    let mixed = batch(&mixed, SEQ)?;
+    assert!(
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| same_gradients(&packed, &mixed))).is_err()
+    );
     Ok(())
 }
 
@@ -271,20 +340,28 @@ fn a_refused_step_moves_nothing() -> Result<()> {
     Ok(())
 }
 
-/// Logits through `q4 logits`. The program is built here where it is not there yet: no test before this one
-/// needs it.
-fn by_program(dir: &Path, ids: &[u32], out: &Path) -> Vec<f32> {
+/// `q4`, which is built here where it is not there yet: no test before needs it.
+fn q4() -> Command {
     let q4 = Path::new(env!("CARGO_BIN_EXE_q4-train")).with_file_name("q4");
-    if !q4.exists() {
-        let release = !cfg!(debug_assertions);
-        let profile = release.then_some("--release");
-        let args = ["build", "--locked", "-p", "q4"].into_iter().chain(profile);
-        assert!(Command::new(env!("CARGO")).args(args).status().expect("cargo").success());
-    }
+    static BUILT: Once = Once::new();
+    BUILT.call_once(|| {
+        if !q4.exists() {
+            let release = !cfg!(debug_assertions);
+            let profile = release.then_some("--release");
+            let args = ["build", "--locked", "-p", "q4"].into_iter().chain(profile);
+            assert!(Command::new(env!("CARGO")).args(args).status().expect("cargo").success());
+        }
+    });
+    let mut command = Command::new(q4);
+    command.args(["--device", "cpu", "--threads", "2", "--quiet"]);
+    command
+}
+
+/// Logits through `q4 logits`.
+fn by_program(dir: &Path, ids: &[u32], out: &Path) -> Vec<f32> {
     let ids = ids.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
-    let status = Command::new(&q4)
-        .args(["--backend", "reference", "--activations", "native", "--dtype", "float32", "--device", "cpu"])
-        .args(["--threads", "2", "--quiet", "logits"])
+    let status = q4()
+        .args(["--backend", "reference", "--activations", "native", "--dtype", "float32", "logits"])
         .arg(dir)
         .args(["--ids", &ids, "--out"])
         .arg(out)
@@ -293,6 +370,45 @@ fn by_program(dir: &Path, ids: &[u32], out: &Path) -> Vec<f32> {
     let file = std::fs::read(out).expect("logits");
     let tensors = safetensors::SafeTensors::deserialize(&file).expect("safetensors");
     floats(tensors.tensor("logits").expect("logits").data())
+}
+
+/// `q4 eval` on the rows that a run judges by says what the run says.
+#[test]
+fn q4_eval_gives_the_loss_of_training_on_the_same_rows() {
+    let dir = tempfile::tempdir().expect("directory");
+    let at = |name: &str| dir.path().join(name);
+    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../cli/demo");
+    let rows = [
+        ("Who are you?", "I am the q4 demo model, made of four-bit numbers."),
+        ("Count to six.", "one, two, three, four, five, six."),
+        ("What is this, and why does it go on for longer than a row of the data may have?", "It is cut."),
+        ("Hi", "Hello! What a day, and what a long answer this is, longer than a row."),
+    ];
+    let line = |(a, b)| serde_json::json!({ "prompt": a, "completion": b }).to_string();
+    std::fs::write(at("valid.jsonl"), rows.map(line).join("\n")).expect("written");
+    std::fs::write(at("run.toml"), format!("[model]\npath = {:?}\n", demo.display().to_string()))
+        .expect("written");
+    let number = |command: &mut Command, field: &str| -> f64 {
+        let out = command.output().expect("started");
+        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+        let report: serde_json::Value = serde_json::from_slice(&out.stdout).expect("a report");
+        report[field].as_f64().unwrap_or_else(|| panic!("{field} of {report}"))
+    };
+    for supervise in ["response", "all"] {
+        let mut train = Command::new(env!("CARGO_BIN_EXE_q4-train"));
+        train.arg(at("run.toml")).args(["--eval-only", "--json", "--quiet", "--device", "cpu"]);
+        for set in ["data.valid=valid.jsonl", "data.seq=32", "data.rows=2"] {
+            train.args(["--set", set]);
+        }
+        train.args(["--set", &format!("data.eval_supervise={supervise}")]).current_dir(&dir);
+        let want = number(&mut train, "valid_loss");
+        let mut eval = q4();
+        eval.args(["--json", "--activations", "native", "--kv-cache", "float32", "eval"]).arg(&demo);
+        eval.args(["--window", "32", "--supervise", supervise, "--rows"]).arg(at("valid.jsonl"));
+        let loss = number(&mut eval, "loss");
+        assert!((loss - want).abs() < 1e-5, "{supervise}: {loss}, in training {want}");
+        println!("{supervise}: {want} in training, {:.1e} apart", (loss - want).abs());
+    }
 }
 
 /// Logits through the model crate: what `q4 logits` computes.

@@ -78,13 +78,7 @@ fn what_is_predicted_is_compared_with_the_disk() {
         dir.path(),
         "[export]\ndir = \"DIR/o\"\nlayouts = [\"bf16\", \"modelopt\"]\n[checkpoint]\ndir = \"DIR/ck\"\n",
     );
-    let plan = predict(
-        &shapes,
-        &c,
-        &Machine { compute: 4, fused_attention: false, context: 0 },
-        Base::Merged,
-        Share::WHOLE,
-    );
+    let plan = predict(&shapes, &c, &Machine { compute: 4, context: 0 }, Base::Merged, Share::WHOLE);
     let found = bytes(&c, &shapes, &plan, 0);
     let weights = shapes.elements(|_| true);
     assert!(found.checkpoint > 12 * weights && found.checkpoint < 12 * weights + (8 << 20), "{found:?}");

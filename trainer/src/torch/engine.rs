@@ -7,6 +7,7 @@ use super::Tch;
 use super::adapter::Adapter;
 use super::executor::{LowRank, TorchCache, TorchExecutor, TorchLinear, TorchNorm, Weight};
 use super::kernels::Kernels;
+use super::laid::{Laid, LaidTarget};
 use super::loss::{self, Target};
 use super::phases::Phases;
 use super::ranks::Team;
@@ -289,11 +290,12 @@ impl Engine {
         phases: &mut Phases,
         allow: &mut dyn FnMut(f64) -> Result<bool>,
     ) -> Result<bool> {
-        let mut cache = self.ex.batch(rows.rows, rows.seq, rows.positions, rows.documents)?;
+        let laid = Laid::of(rows)?;
+        let mut cache = self.ex.batch(&laid.groups, &laid.positions)?;
         phases.mark("batch_ready")?;
         let table = self.leaf(0)?;
         let mut kept = Vec::with_capacity(self.params.layers());
-        let mut x = tch::no_grad(|| self.embed(&table, rows.ids))?;
+        let mut x = tch::no_grad(|| self.embed(&table, &laid.ids))?;
         for i in 0..self.params.layers() {
             let input = x.f_detach().t()?;
             if self.options.recompute {
@@ -319,8 +321,8 @@ impl Engine {
             Weight::Dense(values) => values.shallow_clone(),
             Weight::Packed(_) => Tensor::new(),
         };
-        let out = match &rows.target {
-            Target::Tokens(targets) => {
+        let out = match &laid.target {
+            LaidTarget::Tokens(targets) => {
                 let ex = &mut self.ex;
                 let mut logits = |x: &Tensor| {
                     let (mut scratch, mut out) = (Tensor::new(), Tensor::new());
@@ -336,7 +338,7 @@ impl Engine {
                     &mut logits,
                 )?
             }
-            Target::Hidden(wanted) => loss::l1(&x, wanted, scale)?,
+            LaidTarget::Hidden(wanted) => loss::l1(&x, wanted, scale)?,
         };
         let loss = out.loss;
         phases.mark("loss_done")?;
@@ -376,7 +378,7 @@ impl Engine {
             }
         }
         if matches!(self.params.all[0].source, Source::Trained(_)) {
-            let embedded = self.embed(&table, rows.ids)?;
+            let embedded = self.embed(&table, &laid.ids)?;
             let seed = embedded.f_mul(&gradient).t()?.f_sum(Kind::Float).t()?;
             let mut grads = Tensor::f_run_backward(&[seed], &[&table], false, false).t()?;
             let own = grads.remove(0);

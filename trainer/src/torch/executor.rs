@@ -58,20 +58,32 @@ pub struct LowRank {
     pub scale: f64,
 }
 
-/// How the rows of a step lie: `rows` sequences of `seq` positions, one behind the other.
+/// Sequences of one length, one behind the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Group {
+    /// How many.
+    pub count: usize,
+    /// Tokens of each.
+    pub len: usize,
+}
+
+/// How the tokens of a step lie.
 pub struct TorchCache {
-    rows: i64,
-    seq: i64,
-    /// `[rows * seq, 1, head_dim / 2]`, f32.
+    sequences: Sequences,
+    /// `[tokens, 1, head_dim / 2]`, f32.
     cos: Tensor,
     sin: Tensor,
-    /// `[rows, 1, seq, seq]` in the compute type, 0 or -inf; `None`: plain causal.
-    mask: Option<Tensor>,
-    /// Keys and values of the layer at work, or of every layer when decoding.
+    /// Keys and values: of the layer at work, `[tokens, kv_heads, head_dim]`, or when decoding of every layer,
+    /// `[1, kv_heads, past + tokens, head_dim]`.
     layers: Vec<Option<(Tensor, Tensor)>>,
-    /// Accepted positions.
-    past: i64,
-    decoding: bool,
+}
+
+/// Which tokens see each other.
+enum Sequences {
+    /// Those of one sequence, the earlier ones.
+    Whole(Vec<Group>),
+    /// All of one sequence, step by step, behind as many as were accepted.
+    Step { past: i64, tokens: i64 },
 }
 
 impl TorchExecutor {
@@ -122,37 +134,25 @@ impl TorchExecutor {
         }
     }
 
-    /// For `rows` packed sequences of `seq` tokens. `positions` rotate; tokens see only earlier ones of the
-    /// same row and document. Without `documents` a row is one document.
-    pub fn batch(
-        &self,
-        rows: usize,
-        seq: usize,
-        positions: &[i64],
-        documents: Option<&[i32]>,
-    ) -> Result<TorchCache> {
-        let (rows, seq) = (rows as i64, seq as i64);
-        let on = |t: Result<Tensor, tch::TchError>| t.and_then(|t| t.f_to_device(self.device)).t();
-        let mask = match documents {
-            None => None,
-            Some(d) => {
-                let d = on(Tensor::f_from_slice(d))?.f_view([rows, 1, seq]).t()?;
-                let same = d.f_unsqueeze(-1).t()?.f_eq_tensor(&d.f_unsqueeze(-2).t()?).t()?;
-                let causal = on(Tensor::f_ones([seq, seq], (Kind::Bool, Device::Cpu)))?.f_tril(0).t()?;
-                let hidden = same.f_logical_and(&causal).t()?.f_logical_not().t()?;
-                let zero = Tensor::f_zeros([rows, 1, seq, seq], (self.compute, self.device)).t()?;
-                Some(zero.f_masked_fill(&hidden, f64::NEG_INFINITY).t()?)
-            }
-        };
-        let (cos, sin) = self.rotation(&on(Tensor::f_from_slice(positions))?)?;
-        Ok(TorchCache { rows, seq, cos, sin, mask, layers: Vec::new(), past: 0, decoding: false })
+    /// For the sequences of `groups`, one behind the other. `positions` rotate; tokens see only earlier ones of
+    /// their sequence.
+    pub fn batch(&self, groups: &[Group], positions: &[i64]) -> Result<TorchCache> {
+        let tokens: usize = groups.iter().map(|g| g.count * g.len).sum();
+        if tokens != positions.len() {
+            return Err(Error::new(Code::Internal, "sequences of a step")
+                .need(format!("{} tokens", positions.len()))
+                .have(format!("{tokens} in {groups:?}")));
+        }
+        let positions = Tensor::f_from_slice(positions).t()?.f_to_device(self.device).t()?;
+        let (cos, sin) = self.rotation(&positions)?;
+        Ok(TorchCache { sequences: Sequences::Whole(groups.to_vec()), cos, sin, layers: Vec::new() })
     }
 
     /// For one sequence, step by step.
     pub fn sequence(&self) -> Result<TorchCache> {
         let layers = (0..self.shape.layers).map(|_| None).collect();
         let (cos, sin) = (Tensor::new(), Tensor::new());
-        Ok(TorchCache { rows: 1, seq: 0, cos, sin, mask: None, layers, past: 0, decoding: true })
+        Ok(TorchCache { sequences: Sequences::Step { past: 0, tokens: 0 }, cos, sin, layers })
     }
 
     fn rotation(&self, positions: &Tensor) -> Result<(Tensor, Tensor)> {
@@ -225,41 +225,25 @@ impl Weight {
     }
 }
 
-impl TorchCache {
-    /// Tokens of a step.
-    pub fn tokens(&self) -> i64 {
-        self.rows * self.seq
+/// Tokens of q behind `past` others see those and each other's earlier ones; all are `[n, heads, _, d]`.
+fn scores(q: &Tensor, k: &Tensor, v: &Tensor, past: i64) -> Result<Tensor> {
+    let tokens = q.size()[2];
+    let group = q.size()[1] / k.size()[1];
+    let sdpa = |k: &Tensor, v: &Tensor, mask: Option<Tensor>, causal, grouped| {
+        Tensor::f_scaled_dot_product_attention(q, k, v, mask, 0.0, causal, None, grouped).t()
+    };
+    if past == 0 || tokens == 1 {
+        return sdpa(k, v, None, past == 0 && tokens > 1, group > 1);
     }
-
-    fn scores(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
-        let single = self.decoding && self.seq == 1;
-        let causal = self.mask.is_none() && !single && self.past == 0;
-        let mask = match &self.mask {
-            Some(mask) => Some(mask.shallow_clone()),
-            // A step of several rows on a warm cache: row i sees the cache and rows 0..=i.
-            None if !single && !causal => {
-                let all = Tensor::f_full(
-                    [self.seq, self.past + self.seq],
-                    f64::NEG_INFINITY,
-                    (q.kind(), q.device()),
-                );
-                Some(all.t()?.f_triu(self.past + 1).t()?)
-            }
-            None => None,
-        };
-        // Kernels that take a mask do not take grouped heads.
-        let group = q.size()[1] / k.size()[1];
-        let spread = |t: &Tensor| {
-            if mask.is_some() && group > 1 {
-                t.f_repeat_interleave_self_int(group, 1, None).t()
-            } else {
-                Ok(t.shallow_clone())
-            }
-        };
-        let (k, v) = (spread(k)?, spread(v)?);
-        let grouped = group > 1 && mask.is_none();
-        Tensor::f_scaled_dot_product_attention(q, &k, &v, mask, 0.0, causal, None, grouped).t()
-    }
+    // A step of several rows on a warm cache: row i sees the cache and rows 0..=i.
+    let all = Tensor::f_full([tokens, past + tokens], f64::NEG_INFINITY, (q.kind(), q.device()));
+    let mask = all.t()?.f_triu(past + 1).t()?;
+    // Kernels that take a mask do not take grouped heads.
+    let spread = |t: &Tensor| match group {
+        1 => Ok(t.shallow_clone()),
+        _ => t.f_repeat_interleave_self_int(group, 1, None).t(),
+    };
+    sdpa(&spread(k)?, &spread(v)?, Some(mask), false, false)
 }
 
 impl Executor for TorchExecutor {
@@ -319,10 +303,11 @@ impl Executor for TorchExecutor {
         layer: usize,
     ) -> Result<()> {
         let n = qkv.size()[0];
-        if cache.decoding && layer == 0 {
-            cache.seq = n;
-            let positions =
-                Tensor::f_arange_start(cache.past, cache.past + n, (Kind::Int64, self.device)).t()?;
+        if let Sequences::Step { past, tokens } = &mut cache.sequences
+            && layer == 0
+        {
+            *tokens = n;
+            let positions = Tensor::f_arange_start(*past, *past + n, (Kind::Int64, self.device)).t()?;
             (cache.cos, cache.sin) = self.rotation(&positions)?;
         }
         let s = &self.shape;
@@ -344,31 +329,50 @@ impl Executor for TorchExecutor {
             b.f_mul(cos).t()?.f_add(&a.f_mul(sin).t()?).t()?,
         ];
         let x = Tensor::f_cat(&turned, 2).t()?.f_to_kind(self.compute).t()?;
-        let (rows, seq) = (cache.rows, cache.seq);
-        let heads_first = |t: Tensor, h| t.f_reshape([rows, seq, h, d]).t()?.f_transpose(1, 2).t();
-        let mut k = heads_first(x.f_narrow(1, heads, kv_heads).t()?, kv_heads)?;
-        let mut v = heads_first(qkv.f_narrow(1, both * d, kv_heads * d).t()?, kv_heads)?;
+        let mut k = x.f_narrow(1, heads, kv_heads).t()?;
+        let mut v = qkv.f_narrow(1, both * d, kv_heads * d).t()?.f_reshape([n, kv_heads, d]).t()?;
         *qkv = x.f_narrow(1, 0, heads).t()?;
-        if cache.decoding {
-            if let Some((before_k, before_v)) = cache.layers[layer].take() {
-                (k, v) = (Tensor::f_cat(&[before_k, k], 2).t()?, Tensor::f_cat(&[before_v, v], 2).t()?);
-            }
-            cache.layers[layer] = Some((k, v));
-        } else {
+        if let Sequences::Whole(_) = cache.sequences {
             cache.layers.clear();
             cache.layers.push(Some((k, v)));
+            return Ok(());
         }
+        let heads_first = |t: Tensor| t.f_unsqueeze(0).t()?.f_transpose(1, 2).t();
+        (k, v) = (heads_first(k)?, heads_first(v)?);
+        if let Some((before_k, before_v)) = cache.layers[layer].take() {
+            (k, v) = (Tensor::f_cat(&[before_k, k], 2).t()?, Tensor::f_cat(&[before_v, v], 2).t()?);
+        }
+        cache.layers[layer] = Some((k, v));
         Ok(())
     }
 
     fn attention(&mut self, qkv: &Tensor, cache: &TorchCache, layer: usize, out: &mut Tensor) -> Result<()> {
-        let s = &self.shape;
-        let (rows, seq, heads, d) = (cache.rows, cache.seq, s.heads as i64, s.head_dim as i64);
-        let kept = cache.layers.get(if cache.decoding { layer } else { 0 }).and_then(Option::as_ref);
+        let (n, width) = (qkv.size()[0], (self.shape.heads * self.shape.head_dim) as i64);
+        let at = if let Sequences::Step { .. } = cache.sequences { layer } else { 0 };
+        let kept = cache.layers.get(at).and_then(Option::as_ref);
         let (k, v) = kept.ok_or_else(|| Error::new(Code::Internal, "attention before rope_append"))?;
-        let q = qkv.f_reshape([rows, seq, heads, d]).t()?.f_transpose(1, 2).t()?;
-        let y = cache.scores(&q, k, v)?;
-        *out = y.f_transpose(1, 2).t()?.f_reshape([rows * seq, heads * d]).t()?;
+        let groups = match &cache.sequences {
+            Sequences::Whole(groups) => groups,
+            Sequences::Step { past, .. } => {
+                let q = qkv.f_unsqueeze(0).t()?.f_transpose(1, 2).t()?;
+                *out = scores(&q, k, v, *past)?.f_transpose(1, 2).t()?.f_reshape([n, width]).t()?;
+                return Ok(());
+            }
+        };
+        let sizes: Vec<i64> = groups.iter().map(|g| (g.count * g.len) as i64).collect();
+        // Gradients of pieces that are split are put together once; those of narrowed ones each as a whole.
+        let split = |t: &Tensor| t.f_split_with_sizes(&sizes, 0).t();
+        let (q, k, v) = (split(qkv)?, split(k)?, split(v)?);
+        let mut parts = Vec::with_capacity(groups.len());
+        for (i, g) in groups.iter().enumerate() {
+            let apart = |t: &Tensor| {
+                let [_, heads, d] = t.size()[..] else { return Err(Error::new(Code::Internal, "heads")) };
+                t.f_reshape([g.count as i64, g.len as i64, heads, d]).t()?.f_transpose(1, 2).t()
+            };
+            let y = scores(&apart(&q[i])?, &apart(&k[i])?, &apart(&v[i])?, 0)?;
+            parts.push(y.f_transpose(1, 2).t()?.f_reshape([sizes[i], width]).t()?);
+        }
+        *out = Tensor::f_cat(&parts, 0).t()?;
         Ok(())
     }
 
@@ -393,7 +397,9 @@ impl Executor for TorchExecutor {
     }
 
     fn commit(&mut self, cache: &mut TorchCache, rows: usize) -> Result<()> {
-        cache.past += rows as i64;
+        if let Sequences::Step { past, .. } = &mut cache.sequences {
+            *past += rows as i64;
+        }
         Ok(())
     }
 }

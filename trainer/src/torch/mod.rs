@@ -8,6 +8,7 @@ pub mod executor;
 pub mod export;
 pub mod frozen;
 pub mod kernels;
+mod laid;
 pub mod loss;
 pub mod moving;
 pub mod peft;

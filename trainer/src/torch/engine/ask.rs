@@ -1,6 +1,7 @@
 //! The model in training without gradients: what it answers, and how well it knows held-out data.
 use super::super::executor::{TorchCache, TorchNorm, Weight};
-use super::super::loss::{self, Target};
+use super::super::laid::{Laid, LaidTarget};
+use super::super::loss;
 use super::super::weights::Source;
 use super::{Engine, Rows};
 use q4_core::{Code, Error, Result};
@@ -28,12 +29,13 @@ impl Engine {
     /// Sum of the losses of a batch's supervised tokens, and their number, without gradients.
     pub fn evaluate(&mut self, rows: &Rows<'_>) -> Result<(f64, usize)> {
         let _guard = tch::no_grad_guard();
-        let Target::Tokens(targets) = &rows.target else {
+        let laid = Laid::of(rows)?;
+        let LaidTarget::Tokens(targets) = &laid.target else {
             return Err(Error::new(Code::Internal, "evaluation of a loss without tokens"));
         };
-        let mut cache = self.ex.batch(rows.rows, rows.seq, rows.positions, rows.documents)?;
+        let mut cache = self.ex.batch(&laid.groups, &laid.positions)?;
         let table = self.value(0)?;
-        let mut x = self.embed(&table, rows.ids)?;
+        let mut x = self.embed(&table, &laid.ids)?;
         for i in 0..self.params.layers() {
             x = self.block(i, &x, &mut cache)?.0;
         }

@@ -8,7 +8,7 @@ use super::source::loader;
 use crate::checkpoint::{self, Loaded, Store, TrainState};
 use crate::compare;
 use crate::config::{BaseForm, Config, PEFT};
-use crate::data::{Dataset, Packing};
+use crate::data::Dataset;
 use crate::optim::Share;
 use crate::plan::{self, Machine, Shapes};
 use crate::preflight;
@@ -126,7 +126,6 @@ pub(super) fn planned(
 ) -> Result<plan::Plan> {
     let machine = Machine {
         compute: if device.is_cuda() { 2 } else { 4 },
-        fused_attention: c.data.packing != Packing::Documents,
         // On the host: libtorch itself and the data. On the device the allocator's figures leave the context
         // out, but not cuBLAS's workspace and what is lost to rounding.
         context: if device.is_cuda() { 100 << 20 } else { 300 << 20 },
