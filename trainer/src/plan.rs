@@ -15,7 +15,8 @@
 //!                                         those of a chunk
 //! gradients    g * (all blocks, or the largest) + 4 * (embeddings and head); g = c, 4 when accumulating
 //!              of N ranks each keeps its share: states and sums of gradients divided by N, in whole tiles
-//! exchange     16 * (the largest of blocks and embeddings): sent and received by ranks, two at a time
+//! exchange     (8 + master) * (the largest of blocks and embeddings, + own * (N - 2)): gradients that ranks
+//!              send and receive, of two at a time, and masters of one
 //! ```
 //! A phase holds what its name says and everything that lives across it; the peak is the largest phase.
 use crate::config::{Config, Weights};
@@ -303,8 +304,9 @@ pub fn predict(shapes: &Shapes, config: &Config, machine: &Machine, base: Base, 
             let alone = trained.iter().filter(|t| outside(t)).map(|t| [t.len(), own(t)]).max();
             let largest = of(&in_block).max(alone.unwrap_or_default());
             let kept = 4 * if train.update_in_backward { largest[1] } else { of(&|_| true)[1] };
-            // Sent and received, of the block that travels and of the next.
-            let exchange = 2 * 4 * (largest[0] + ranks as u64 * largest[1]);
+            // Sent and received: gradients of the block that travels and of the next, masters of another.
+            let other = largest[0] + (ranks as u64 - 2) * largest[1];
+            let exchange = (2 * 4 + config.optimizer.master.size() as u64) * other;
             (kept + 4 * largest[0], exchange, if train.accumulate > ranks { kept } else { 0 })
         }
     };

@@ -25,7 +25,7 @@ use tch::{Kind, Tensor};
 mod ask;
 mod shared;
 
-use shared::{Bucket, Waiting};
+use shared::{Bucket, OnTheWay};
 
 /// One micro-batch, as [`crate::data::Batch`] has it.
 pub struct Rows<'a> {
@@ -197,7 +197,7 @@ impl Engine {
                 squares: &mut squares,
                 gradients: &mut gradients,
                 learns: &learns,
-                waiting: None,
+                way: OnTheWay::default(),
             };
             let before = report.loss;
             let mut judge = |loss: f64| {
@@ -268,7 +268,7 @@ impl Engine {
             }
             return Ok(squares);
         };
-        let sums = self.shared_squares(team, there)?;
+        let sums = self.sums(team, self.shared_squares(team, there)?)?;
         self.accuse_first(sums.iter().rev());
         Ok(sums.iter().fold(0.0, |all, (_, sum)| all + sum))
     }
@@ -388,7 +388,7 @@ impl Engine {
             };
             self.settle(Bucket::Table, vec![(0, 0, whole)], sink)?;
         }
-        let went = self.take_in(sink)?;
+        let went = self.take_all(sink)?;
         phases.mark("backward_done")?;
         Ok(went)
     }
@@ -593,6 +593,6 @@ struct Sink<'a> {
     gradients: &'a mut Gradients,
     /// Whose micro-batch of this round has a gradient for the last norm and the head.
     learns: &'a [bool],
-    /// On its way between ranks.
-    waiting: Option<Waiting>,
+    /// Between ranks.
+    way: OnTheWay,
 }

@@ -106,10 +106,7 @@ impl Kernels {
             // SAFETY: contiguous tensors of the layout's length on this device, alive; order as above.
             return unsafe { cuda.launcher.adamw(hyper, &t.layout, master, grad, address(&t.state), rng) };
         }
-        let grad = match grad.kind() {
-            Kind::BFloat16 => Gradient::Bf16(slice(grad, Kind::BFloat16)?),
-            _ => Gradient::F32(floats(grad)?),
-        };
+        let grad = host(grad)?;
         let master = match t.format {
             MasterFormat::Bf16 => Master::Bf16(&mut slice_mut(&t.master, Kind::BFloat16)?[t.own.clone()]),
             MasterFormat::F32 => Master::F32(&mut floats_mut(&t.master)?[t.own.clone()]),
@@ -117,37 +114,18 @@ impl Kernels {
         optim::adamw(hyper, &t.layout, master, grad, slice_mut(&t.state, Kind::Uint8)?, rng, &self.pool)
     }
 
-    /// The summands of [`sum_of_squares`](Self::sum_of_squares) of one gradient, in their order: as many as
-    /// [`Self::summands`] says.
-    pub fn squares(&self, grad: &Tensor) -> Result<Vec<f64>> {
-        if self.cuda.is_some() {
-            return self.sum_of_squares(std::iter::once(grad)).map(|sum| vec![sum]);
-        }
-        Ok(optim::squares(Gradient::F32(floats(&grad.f_contiguous().t()?)?), &self.pool))
-    }
-
-    /// One of every tile on the host; a device adds them up itself.
-    pub fn summands(&self, elements: usize) -> usize {
-        if self.cuda.is_some() { 1 } else { elements.div_ceil(optim::TILE) }
-    }
-
-    /// Sum of the squares of all these gradients; NaN and infinity come through. Waits for the device once.
-    pub fn sum_of_squares<'a>(&self, grads: impl Iterator<Item = &'a Tensor>) -> Result<f64> {
-        let Some(cuda) = &self.cuda else {
-            let mut sum = 0.0;
-            for grad in grads {
-                let grad = grad.f_contiguous().t()?;
-                sum += match grad.kind() {
-                    Kind::BFloat16 => {
-                        optim::sum_of_squares(Gradient::Bf16(slice(&grad, Kind::BFloat16)?), &self.pool)
-                    }
-                    _ => optim::sum_of_squares(Gradient::F32(floats(&grad)?), &self.pool),
-                };
-            }
-            return Ok(sum);
-        };
+    /// The summands of [`sum_of_squares`](Self::sum_of_squares), f64 where the gradients are: of each as many as
+    /// [`Self::summands`] says, in their order. Waits for nothing.
+    pub fn squares<'a>(&self, grads: impl Iterator<Item = &'a Tensor>) -> Result<Tensor> {
         let grads: Vec<Tensor> = grads.map(|g| g.f_contiguous().t()).collect::<Result<_>>()?;
-        let sums = Tensor::f_zeros([grads.len().max(1) as i64], (Kind::Double, self.device)).t()?;
+        let Some(cuda) = &self.cuda else {
+            let mut all = Vec::new();
+            for grad in &grads {
+                all.extend(optim::squares(host(grad)?, &self.pool));
+            }
+            return Tensor::f_from_slice(&all).t();
+        };
+        let sums = Tensor::f_zeros([grads.len() as i64], (Kind::Double, self.device)).t()?;
         for (i, grad) in grads.iter().enumerate() {
             let n = grad.numel();
             let tiles = n.div_ceil(optim::TILE) as i64;
@@ -158,7 +136,32 @@ impl Kernels {
             // SAFETY: a contiguous gradient, room for its tiles and for the sum, alive; order as above.
             unsafe { cuda.launcher.sum_of_squares((address(grad), format(grad)?), n, scratch, out)? };
         }
-        f64::try_from(sums.f_sum(Kind::Double).t()?).t()
+        Ok(sums)
+    }
+
+    /// One of every tile on the host; a device adds them up itself.
+    pub fn summands(&self, elements: usize) -> usize {
+        if self.cuda.is_some() { 1 } else { elements.div_ceil(optim::TILE) }
+    }
+
+    /// Sum of the squares of all these gradients; NaN and infinity come through. Waits for the device once.
+    pub fn sum_of_squares<'a>(&self, grads: impl Iterator<Item = &'a Tensor>) -> Result<f64> {
+        if self.cuda.is_some() {
+            return f64::try_from(self.squares(grads)?.f_sum(Kind::Double).t()?).t();
+        }
+        let mut sum = 0.0;
+        for grad in grads {
+            sum += optim::sum_of_squares(host(&grad.f_contiguous().t()?)?, &self.pool);
+        }
+        Ok(sum)
+    }
+}
+
+/// A contiguous gradient of the host.
+fn host(grad: &Tensor) -> Result<Gradient<'_>> {
+    match grad.kind() {
+        Kind::BFloat16 => slice(grad, Kind::BFloat16).map(Gradient::Bf16),
+        _ => floats(grad).map(Gradient::F32),
     }
 }
 

@@ -47,6 +47,13 @@ impl<T> Tch<T> for Result<T, TchError> {
     }
 }
 
+/// The same elements in memory of their own.
+pub(crate) fn copied(t: &Tensor) -> Result<Tensor> {
+    let mut own = t.f_empty_like().t()?;
+    own.f_copy_(t).t()?;
+    Ok(own)
+}
+
 /// The elements of a contiguous CPU tensor of f32.
 pub(crate) fn floats(t: &Tensor) -> Result<&[f32]> {
     slice(t, Kind::Float)

@@ -110,6 +110,13 @@ impl Event {
         // SAFETY: the event is alive and recorded.
         self.gpu.blame(check(unsafe { driver::cuEventSynchronize(self.raw) }, "cuEventSynchronize"))
     }
+    /// What is enqueued on `stream` (0: the default one) from here on waits for it; the host does not.
+    pub fn precede(&self, stream: usize) -> Result<()> {
+        self.gpu.bind()?;
+        // SAFETY: the event is alive and recorded; the stream is the caller's and alive.
+        let status = unsafe { driver::cuStreamWaitEvent(stream as driver::CUstream, self.raw, 0) };
+        check(status, "cuStreamWaitEvent")
+    }
     /// Seconds from `self` to `later`; waits for both.
     pub fn seconds_until(&self, later: &Self) -> Result<f64> {
         self.gpu.bind()?;

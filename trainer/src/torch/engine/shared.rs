@@ -3,12 +3,17 @@
 //!
 //! Micro-batch `k * ranks + r` of a step is rank r's in round k, and sums run over rounds and within one over
 //! ranks. So every element is summed as one rank sums it over all micro-batches, and has the same bits.
+//!
+//! Three things are on their way at a time, each of an earlier block than the next: gradients, the sums of
+//! their squares, which all must know before any moves, and masters. So a device computes blocks while they
+//! travel, and its queue never runs dry for an answer of the host.
 use super::super::Tch;
-use super::super::ranks::{Pending, Team};
+use super::super::copied;
+use super::super::ranks::{Numbers, Pending, Piece, Team};
 use super::super::trained::Trained;
-use super::super::weights::{BLOCK, bytes};
+use super::super::weights::{BLOCK, Role, Source, bytes};
 use super::{Culprit, Engine, Moved, Sink};
-use crate::optim::{Hyper, Share};
+use crate::optim::{Hyper, MasterFormat, Share};
 use q4_core::{Code, Error, Result};
 use std::rc::Rc;
 use tch::{Kind, Tensor};
@@ -26,12 +31,44 @@ pub(super) enum Bucket {
     Table,
 }
 
-/// A bucket that is on its way.
-pub(super) struct Waiting {
+/// What a pass has not waited for yet.
+#[derive(Default)]
+pub(super) struct OnTheWay {
+    gradients: Option<Given>,
+    squares: Option<Judged>,
+    masters: Option<Spread>,
+}
+
+/// Gradients of a bucket.
+struct Given {
     bucket: Bucket,
     pending: Pending,
     /// Ranks whose micro-batch has a gradient for it.
     from: Vec<usize>,
+    /// This rank's part of its own.
+    own: Vec<Tensor>,
+}
+
+/// Sums of gradients that move when everybody knows their norm.
+struct Judged {
+    bucket: Bucket,
+    grads: Vec<(usize, usize, Tensor)>,
+    squares: Squares,
+}
+
+/// Sums of squares of everybody's parts.
+pub(super) struct Squares {
+    /// Parameters, and elements of each.
+    of: Vec<(usize, usize)>,
+    /// Summands of each rank.
+    count: usize,
+    numbers: Numbers,
+}
+
+/// Masters of other ranks, and where they belong.
+struct Spread {
+    pending: Pending,
+    to: Vec<Tensor>,
 }
 
 impl Team {
@@ -93,11 +130,11 @@ impl Engine {
                 return Ok(false);
             }
         }
-        self.take_in(sink)
+        self.take_all(sink)
     }
 
-    /// Sends gradients to the ranks that sum them, and takes in those that were sent before: while a block's
-    /// travel, those of the next are computed. False: as of [`Engine::settle`].
+    /// Sends gradients to the ranks that sum them, and goes on with those that were sent before: while a
+    /// block's travel, those of the next are computed. False: as of [`Engine::settle`].
     pub(super) fn give(
         &mut self,
         bucket: Bucket,
@@ -119,69 +156,107 @@ impl Engine {
                 .need(format!("{moving:?}"))
                 .have(format!("{keys:?}")));
         }
-        let lens: Vec<usize> =
-            moving.iter().map(|at| Ok(self.trained(*at)?.whole.len())).collect::<Result<_>>()?;
-        let own = |rank: usize| lens.iter().map(move |len| Share { rank, of: size }.range(*len));
-        let mut give = vec![0; size];
-        let mut pieces = Vec::new();
-        if gives {
-            let flat: Vec<Tensor> = grads
-                .iter()
-                .map(|(.., g)| g.f_to_kind(Kind::Float).t()?.f_contiguous().t()?.f_view([-1]).t())
-                .collect::<Result<_>>()?;
-            for (rank, count) in give.iter_mut().enumerate() {
-                for (g, range) in flat.iter().zip(own(rank)) {
-                    *count += range.len();
-                    pieces.push(g.f_narrow(0, range.start as i64, range.len() as i64).t()?);
+        let mut sent = Vec::with_capacity(grads.len());
+        for (i, _, g) in grads {
+            sent.push(g.f_to_kind(self.travels_as(i)).t()?.f_contiguous().t()?.f_view([-1]).t()?);
+        }
+        let ranges: Vec<Vec<_>> = (0..size)
+            .map(|rank| {
+                let part = |at| Ok(Share { rank, of: size }.range(self.trained(at)?.whole.len()));
+                moving.iter().map(|at| part(*at)).collect()
+            })
+            .collect::<Result<_>>()?;
+        let (mut give, mut take, mut own) = (Vec::new(), Vec::new(), Vec::new());
+        for (rank, of_rank) in ranges.iter().enumerate() {
+            for (g, range) in sent.iter().zip(of_rank) {
+                let piece = g.f_narrow(0, range.start as i64, range.len() as i64).t()?;
+                match rank == me {
+                    // A view would keep the whole.
+                    true if piece.kind() == Kind::Float => own.push(copied(&piece)?),
+                    true => own.push(piece),
+                    false if range.is_empty() => {}
+                    false => give.push((rank, piece)),
                 }
             }
+            if rank != me && from.contains(&rank) {
+                let pieces = moving.iter().zip(&ranges[me]);
+                let pieces =
+                    pieces.map(|((i, _), r)| Piece { rank, len: r.len(), kind: self.travels_as(*i) });
+                take.extend(pieces.filter(|p| p.len > 0));
+            }
         }
-        let send = match pieces.is_empty() {
-            true => Tensor::f_empty([0], (Kind::Float, self.kernels.device())).t()?,
-            false => Tensor::f_cat(&pieces, 0).t()?,
-        };
-        drop((pieces, grads));
-        let mine: usize = own(me).map(|range| range.len()).sum();
-        let take: Vec<usize> = (0..size).map(|r| if from.contains(&r) { mine } else { 0 }).collect();
-        let pending = team.all_to_all(send, &give, &take)?;
-        let went = self.take_in(sink)?;
-        sink.waiting = Some(Waiting { bucket, pending, from });
+        drop(sent);
+        let pending = team.exchange(give, &take)?;
+        let went = self.go_on(sink)?;
+        sink.way.gradients = Some(Given { bucket, pending, from, own });
         Ok(went)
     }
 
-    /// Adds what has arrived to what waits, and moves it where blocks move in the backward pass.
-    pub(super) fn take_in(&mut self, sink: &mut Sink<'_>) -> Result<bool> {
-        let (Some(team), Some(Waiting { bucket, pending, from })) = (self.team.clone(), sink.waiting.take())
-        else {
-            return Ok(true);
-        };
+    /// The type of gradients between ranks: that of the values they were taken with, which is theirs, or f32.
+    fn travels_as(&self, index: usize) -> Kind {
+        let p = &self.params.all[index];
+        match (p.role, &p.source) {
+            (Role::Linear, Source::Trained(_)) => self.kernels.compute(),
+            _ => Kind::Float,
+        }
+    }
+
+    /// All that is on its way: [`Engine::go_on`] to the end.
+    pub(super) fn take_all(&mut self, sink: &mut Sink<'_>) -> Result<bool> {
+        let went = self.go_on(sink)? && self.go_on(sink)?;
+        match sink.way.masters.take() {
+            Some(spread) => self.land(spread).map(|()| went),
+            None => Ok(went),
+        }
+    }
+
+    /// Moves what waited for its norm, where blocks move in the backward pass; and adds the gradients that have
+    /// arrived to those before them, whose norm is then asked for.
+    fn go_on(&mut self, sink: &mut Sink<'_>) -> Result<bool> {
+        let Some(team) = self.team.clone() else { return Ok(true) };
+        if let Some(judged) = sink.way.squares.take()
+            && !self.judged(&team, judged, sink)?
+        {
+            return Ok(false);
+        }
+        let Some(Given { bucket, pending, from, own }) = sink.way.gradients.take() else { return Ok(true) };
         let moving = self.moving(bucket);
-        let arrived = team.arrived(pending)?;
-        let mut at = 0;
-        for _ in from {
-            for (i, part) in &moving {
-                let len = self.trained((*i, *part))?.own.len() as i64;
-                let piece = arrived.f_narrow(0, at, len).t()?;
-                at += len;
+        let mut arrived = team.arrived(pending)?.into_iter();
+        for rank in from {
+            for (n, (i, part)) in moving.iter().enumerate() {
+                let few = || Error::new(Code::Internal, "fewer gradients than ranks give");
+                let own = own.get(n).filter(|_| rank == team.rank());
+                let piece = match own {
+                    Some(own) => own.shallow_clone(),
+                    None if self.trained((*i, *part))?.own.is_empty() => {
+                        Tensor::f_empty([0], (Kind::Float, self.kernels.device())).t()?
+                    }
+                    None => arrived.next().ok_or_else(few)?,
+                };
                 let sum = &mut sink.gradients[*i][*part];
                 *sum = Some(match sum.take() {
-                    // Not a view: that would keep what all ranks have sent.
-                    None => {
-                        let mut own = piece.f_empty_like().t()?;
-                        own.f_copy_(&piece).t()?;
-                        own
-                    }
+                    // A view of what all have sent would keep that.
+                    None if own.is_none() && piece.kind() == Kind::Float => copied(&piece)?,
+                    None => piece.f_to_kind(Kind::Float).t()?,
                     Some(mut sum) => sum.f_add_(&piece).t()?,
                 });
             }
         }
-        drop(arrived);
-        let Some(hyper) = sink.fused else { return Ok(true) };
+        if sink.fused.is_none() {
+            return Ok(true);
+        }
         let mut grads = Vec::with_capacity(moving.len());
         for (i, part) in &moving {
             grads.extend(sink.gradients[*i][*part].take().map(|g| (*i, *part, g)));
         }
-        let sums = self.shared_squares(&team, grads.iter().map(|(i, part, g)| (*i, *part, g)))?;
+        let squares = self.shared_squares(&team, grads.iter().map(|(i, part, g)| (*i, *part, g)))?;
+        sink.way.squares = Some(Judged { bucket, grads, squares });
+        Ok(true)
+    }
+
+    fn judged(&mut self, team: &Rc<Team>, judged: Judged, sink: &mut Sink<'_>) -> Result<bool> {
+        let (Some(hyper), Judged { bucket, grads, squares }) = (sink.fused, judged) else { return Ok(true) };
+        let sums = self.sums(team, squares)?;
         let squares: f64 = sums.iter().fold(0.0, |all, (_, sum)| all + sum);
         *sink.squares += squares;
         if !squares.is_finite() {
@@ -192,39 +267,52 @@ impl Engine {
         for (i, part, g) in &grads {
             self.update(*i, *part, g, &hyper)?;
         }
-        self.spread(&team, &moving)?;
-        Ok(true)
+        let moved: Vec<_> = grads.iter().map(|(i, part, _)| (*i, *part)).collect();
+        let next = self.spread(team, &moved)?;
+        match sink.way.masters.replace(next) {
+            Some(last) => self.land(last).map(|()| true),
+            None => Ok(true),
+        }
     }
 
-    /// The sums of squares of whole gradients, out of every rank's part, in the order of their tiles.
+    /// Asks for the sums of squares of whole gradients, out of every rank's part.
     pub(super) fn shared_squares<'a>(
         &self,
         team: &Rc<Team>,
         grads: impl Iterator<Item = (usize, usize, &'a Tensor)>,
-    ) -> Result<Vec<(usize, f64)>> {
+    ) -> Result<Squares> {
         let (mut mine, mut of) = (Vec::new(), Vec::new());
         for (i, part, g) in grads {
-            let own = self.kernels.squares(g)?;
-            mine.extend(if g.numel() == 0 { Vec::new() } else { own });
+            mine.push(g);
             of.push((i, self.trained((i, part))?.whole.len()));
         }
-        let count = |rank, len| {
-            let elements = Share { rank, of: team.size() }.range(len).len();
-            if elements == 0 { 0 } else { self.kernels.summands(elements) }
-        };
-        let longest = (0..team.size()).map(|r| of.iter().map(|(_, len)| count(r, *len)).sum()).max();
-        mine.resize(longest.unwrap_or(0), 0.0);
-        let all = team.gather_numbers(&mine)?;
-        let mut at = vec![0; team.size()];
+        let summands = |r| of.iter().map(|(_, len)| self.summands(team, r, *len)).sum::<usize>();
+        let count = (0..team.size()).map(summands).max().unwrap_or(0);
+        let mine = self.kernels.squares(mine.into_iter())?;
+        // All ranks give as many.
+        let missing = count as i64 - mine.numel() as i64;
+        let mine = if missing > 0 { mine.f_constant_pad_nd([0, missing]).t()? } else { mine };
+        Ok(Squares { of, count, numbers: team.gather_there(&mine)? })
+    }
+
+    fn summands(&self, team: &Team, rank: usize, len: usize) -> usize {
+        self.kernels.summands(Share { rank, of: team.size() }.range(len).len())
+    }
+
+    /// The sums, in the order of their tiles.
+    pub(super) fn sums(&self, team: &Rc<Team>, squares: Squares) -> Result<Vec<(usize, f64)>> {
+        let Squares { of, count, numbers } = squares;
+        let all = team.read(numbers)?;
+        let mut at: Vec<usize> = (0..team.size()).map(|rank| rank * count).collect();
         let mut sums = Vec::with_capacity(of.len());
         for (i, len) in of {
-            let mut tiles = Vec::new();
+            let mut sum = 0.0;
             for (rank, at) in at.iter_mut().enumerate() {
-                let n = count(rank, len);
-                tiles.extend_from_slice(&all[rank][*at..*at + n]);
+                let n = self.summands(team, rank, len);
+                sum = all[*at..*at + n].iter().fold(sum, |sum, x| sum + x);
                 *at += n;
             }
-            sums.push((i, tiles.iter().sum::<f64>()));
+            sums.push((i, sum));
         }
         Ok(sums)
     }
@@ -236,6 +324,7 @@ impl Engine {
         gradients: &mut [[Option<Tensor>; 2]],
         hyper: &Hyper,
     ) -> Result<()> {
+        let mut last = None;
         for bucket in self.buckets() {
             let mut moved = Vec::new();
             for (i, part) in self.moving(bucket) {
@@ -244,49 +333,44 @@ impl Engine {
                     moved.push((i, part));
                 }
             }
-            self.spread(team, &moved)?;
+            let next = self.spread(team, &moved)?;
+            last.replace(next).map_or(Ok(()), |last| self.land(last))?;
         }
         self.moved = Moved::Wholly;
-        Ok(())
+        last.map_or(Ok(()), |last| self.land(last))
     }
 
-    /// Every rank's masters of these become everybody's.
-    fn spread(&self, team: &Rc<Team>, moved: &[(usize, usize)]) -> Result<()> {
-        let all: Vec<&Trained> = moved.iter().map(|at| self.trained(*at)).collect::<Result<_>>()?;
-        let ranges = |rank: usize| {
-            let share = Share { rank, of: team.size() };
-            all.iter().map(move |t| {
-                let range = share.range(t.whole.len());
-                range.start * t.format.size()..range.end * t.format.size()
-            })
-        };
-        let bytes = |rank: usize| ranges(rank).map(|range| range.len()).sum::<usize>();
-        let longest = (0..team.size()).map(bytes).max().unwrap_or(0);
-        if longest == 0 {
-            return Ok(());
-        }
-        let flat: Vec<Tensor> = all
-            .iter()
-            .map(|t| t.master.f_view([-1]).t()?.f_view_dtype(Kind::Uint8).t())
-            .collect::<Result<_>>()?;
-        let mine = Tensor::f_zeros([longest as i64], (Kind::Uint8, self.kernels.device())).t()?;
-        let mut at = 0;
-        for (t, range) in flat.iter().zip(ranges(team.rank())) {
-            let len = range.len() as i64;
-            mine.f_narrow(0, at, len).t()?.f_copy_(&t.f_narrow(0, range.start as i64, len).t()?).t()?;
-            at += len;
-        }
-        let gathered = team.all_gather(&mine)?;
+    /// Every rank's masters of these go to everybody.
+    fn spread(&self, team: &Rc<Team>, moved: &[(usize, usize)]) -> Result<Spread> {
+        let (mut give, mut take, mut to) = (Vec::new(), Vec::new(), Vec::new());
         for rank in (0..team.size()).filter(|r| *r != team.rank()) {
-            let mut at = (rank * longest) as i64;
-            for (t, range) in flat.iter().zip(ranges(rank)) {
-                let len = range.len() as i64;
-                t.f_narrow(0, range.start as i64, len)
-                    .t()?
-                    .f_copy_(&gathered.f_narrow(0, at, len).t()?)
-                    .t()?;
-                at += len;
+            for at in moved {
+                let t = self.trained(*at)?;
+                let kind = match t.format {
+                    MasterFormat::F32 => Kind::Float,
+                    MasterFormat::Bf16 => Kind::BFloat16,
+                };
+                let flat = t.master.f_view([-1]).t()?;
+                let part = |range: &std::ops::Range<usize>| {
+                    flat.f_narrow(0, range.start as i64, range.len() as i64).t()
+                };
+                if !t.own.is_empty() {
+                    give.push((rank, part(&t.own)?));
+                }
+                let theirs = Share { rank, of: team.size() }.range(t.whole.len());
+                if !theirs.is_empty() {
+                    take.push(Piece { rank, len: theirs.len(), kind });
+                    to.push(part(&theirs)?);
+                }
             }
+        }
+        Ok(Spread { pending: team.exchange(give, &take)?, to })
+    }
+
+    fn land(&self, spread: Spread) -> Result<()> {
+        let Some(team) = &self.team else { return Ok(()) };
+        for (mut to, from) in spread.to.into_iter().zip(team.arrived(spread.pending)?) {
+            to.f_copy_(&from).t()?;
         }
         Ok(())
     }
@@ -304,18 +388,22 @@ impl Engine {
 
     fn whole_state(&self, team: &Team, t: &Trained) -> Result<Vec<u8>> {
         let ranges: Vec<_> = Share::all(team.size(), t.whole.len()).collect();
-        let sizes: Vec<usize> = ranges.iter().map(|r| t.whole.part(r).bytes()).collect();
-        let longest = sizes.iter().copied().max().unwrap_or(0) as i64;
-        let mine = Tensor::f_zeros([longest], (Kind::Uint8, t.state.device())).t()?;
-        mine.f_narrow(0, 0, t.state.numel() as i64).t()?.f_copy_(&t.state).t()?;
-        let all = team.all_gather(&mine)?;
+        let mut give = Vec::new();
+        let mut take = Vec::new();
+        if team.is_first() {
+            let piece = |(rank, r)| Piece { rank, len: t.whole.part(r).bytes(), kind: Kind::Uint8 };
+            take.extend(ranges.iter().enumerate().skip(1).map(piece).filter(|p| p.len > 0));
+        } else if t.state.numel() > 0 {
+            give.push((0, t.state.shallow_clone()));
+        }
+        let arrived = team.arrived(team.exchange(give, &take)?)?;
         if !team.is_first() {
             return Ok(Vec::new());
         }
-        let all = bytes(&all)?;
         let mut whole = vec![0; t.whole.bytes()];
-        for (rank, range) in ranges.iter().enumerate() {
-            t.whole.put(range, &all[rank * longest as usize..][..sizes[rank]], &mut whole);
+        t.whole.put(&ranges[0], &bytes(&t.state)?, &mut whole);
+        for (piece, state) in take.iter().zip(&arrived) {
+            t.whole.put(&ranges[piece.rank], &bytes(state)?, &mut whole);
         }
         Ok(whole)
     }

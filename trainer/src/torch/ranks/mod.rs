@@ -24,28 +24,71 @@ mod meeting;
 mod nccl;
 mod watch;
 
-/// What a step needs of a library of collectives: f32 and bytes, where the model lives.
+/// What a step needs of a library of collectives, where the model lives.
 trait Collectives {
-    /// `give[i]` f32 to rank i out of `send`, one behind the other, and `take[i]` from it. May be on its way
-    /// when this returns.
-    fn all_to_all(&self, send: Tensor, give: &[usize], take: &[usize]) -> Result<Pending>;
-    /// As many bytes of every rank, in their order: `[size * len]`.
-    fn all_gather(&self, mine: &Tensor) -> Result<Tensor>;
+    /// Sends and takes tensors, both in the order of ranks, this one not among them: what one rank gives another
+    /// in this order, that one takes in the same. They are on their way when this returns.
+    fn exchange(&self, give: Vec<(usize, Tensor)>, take: &[Piece]) -> Result<Pending>;
+    /// f64 of every rank, as many of each.
+    fn gather(&self, mine: &Tensor) -> Result<Numbers>;
+}
+
+/// What a rank sends.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Piece {
+    /// Which.
+    pub rank: usize,
+    /// Elements; not none.
+    pub len: usize,
+    /// Their type.
+    pub kind: Kind,
 }
 
 /// What other ranks send, on its way.
-pub(super) struct Pending {
+pub(super) enum Pending {
+    /// One behind the other.
+    Host(Packed),
+    /// Each for itself.
+    Device(nccl::Travelling),
+}
+
+/// Bytes between hosts.
+pub(super) struct Packed {
     /// Dropped, and so waited for, before the memory it uses.
-    work: Option<Work>,
+    work: Work,
     out: Tensor,
-    _send: Tensor,
+    take: Vec<Piece>,
+    _sent: Tensor,
 }
 
 impl Pending {
-    fn wait(self) -> Result<Tensor> {
-        self.work.map_or(Ok(()), Work::wait)?;
-        Ok(self.out)
+    fn wait(self) -> Result<Vec<Tensor>> {
+        match self {
+            Self::Host(Packed { work, out, take, .. }) => {
+                work.wait()?;
+                let mut at = 0;
+                let piece = |p: &Piece| {
+                    let bytes = (p.len * p.kind.elt_size_in_bytes()) as i64;
+                    let t = out.f_narrow(0, at, bytes).t()?;
+                    // Behind an odd number of shorter elements longer ones are not where they can be read.
+                    let aligned = at % p.kind.elt_size_in_bytes() as i64 == 0;
+                    at += bytes;
+                    let t = if aligned { t } else { super::copied(&t)? };
+                    t.f_view_dtype(p.kind).t()
+                };
+                take.iter().map(piece).collect()
+            }
+            Self::Device(travelling) => travelling.wait(),
+        }
     }
+}
+
+/// Numbers of every rank, one's behind the other's.
+pub(super) enum Numbers {
+    /// Here already.
+    Host(Vec<f64>),
+    /// On their way.
+    Device(nccl::Reading),
 }
 
 /// All ranks of a run, as one of them sees them.
@@ -264,17 +307,27 @@ impl Team {
         self.watch.verdict(Duration::from_secs(3)).unwrap_or(e)
     }
 
-    /// Gradients of every rank.
-    pub(super) fn all_to_all(&self, send: Tensor, give: &[usize], take: &[usize]) -> Result<Pending> {
-        self.tensors()?.all_to_all(send, give, take).map_err(|e| self.lost(e))
+    /// Tensors to other ranks and from them, as of [`Collectives::exchange`].
+    pub(super) fn exchange(&self, give: Vec<(usize, Tensor)>, take: &[Piece]) -> Result<Pending> {
+        self.tensors()?.exchange(give, take).map_err(|e| self.lost(e))
     }
 
-    pub(super) fn arrived(&self, pending: Pending) -> Result<Tensor> {
+    /// Those that were to be taken.
+    pub(super) fn arrived(&self, pending: Pending) -> Result<Vec<Tensor>> {
         pending.wait().map_err(|e| self.lost(e))
     }
 
-    pub(super) fn all_gather(&self, mine: &Tensor) -> Result<Tensor> {
-        self.tensors()?.all_gather(mine).map_err(|e| self.lost(e))
+    /// As many f64 of every rank.
+    pub(super) fn gather_there(&self, mine: &Tensor) -> Result<Numbers> {
+        self.tensors()?.gather(mine).map_err(|e| self.lost(e))
+    }
+
+    /// One's behind the other's.
+    pub(super) fn read(&self, numbers: Numbers) -> Result<Vec<f64>> {
+        match numbers {
+            Numbers::Host(here) => Ok(here),
+            Numbers::Device(reading) => reading.wait().map_err(|e| self.lost(e)),
+        }
     }
 }
 
@@ -316,23 +369,38 @@ struct Host {
 }
 
 impl Collectives for Host {
-    fn all_to_all(&self, send: Tensor, give: &[usize], take: &[usize]) -> Result<Pending> {
-        let out = Tensor::f_empty([take.iter().sum::<usize>() as i64], (Kind::Float, Device::Cpu)).t()?;
-        if send.kind() != Kind::Float || send.numel() != give.iter().sum::<usize>() || !send.is_contiguous() {
-            return Err(Error::new(Code::Internal, "all-to-all of what is not f32"));
+    fn exchange(&self, give: Vec<(usize, Tensor)>, take: &[Piece]) -> Result<Pending> {
+        let mut counts = [vec![0; self.size], vec![0; self.size]];
+        let mut pieces = Vec::with_capacity(give.len());
+        for (rank, t) in &give {
+            pieces.push(t.f_contiguous().t()?.f_view([-1]).t()?.f_view_dtype(Kind::Uint8).t()?);
+            counts[0][*rank] += (t.numel() * t.kind().elt_size_in_bytes()) as i64;
         }
-        let bytes = |counts: &[usize]| counts.iter().map(|n| 4 * *n as i64).collect::<Vec<_>>();
-        let (to, from) = (out.data_ptr().cast(), send.data_ptr().cast());
-        // SAFETY: as many bytes as counted; both tensors stay in `Pending` until they were waited for.
-        let work = unsafe { self.gloo.all_to_all(to, &bytes(take), from, &bytes(give))? };
-        Ok(Pending { out, _send: send, work: Some(work) })
+        for p in take {
+            counts[1][p.rank] += (p.len * p.kind.elt_size_in_bytes()) as i64;
+        }
+        let sorted = give.is_sorted_by_key(|(rank, _)| *rank) && take.is_sorted_by_key(|p| p.rank);
+        if !sorted {
+            return Err(Error::new(Code::Internal, "an exchange that is not in the order of ranks"));
+        }
+        let bytes = (Kind::Uint8, Device::Cpu);
+        let sent = match pieces.is_empty() {
+            true => Tensor::f_empty([0], bytes).t()?,
+            false => Tensor::f_cat(&pieces, 0).t()?,
+        };
+        let out = Tensor::f_empty([counts[1].iter().sum::<i64>()], bytes).t()?;
+        let (to, from) = (out.data_ptr().cast(), sent.data_ptr().cast());
+        // SAFETY: as many bytes as counted; both tensors stay in `Packed` until they were waited for.
+        let work = unsafe { self.gloo.all_to_all(to, &counts[1], from, &counts[0])? };
+        Ok(Pending::Host(Packed { work, out, take: take.to_vec(), _sent: sent }))
     }
 
-    fn all_gather(&self, mine: &Tensor) -> Result<Tensor> {
-        let out = Tensor::f_empty([(mine.numel() * self.size) as i64], (Kind::Uint8, Device::Cpu)).t()?;
-        let mine = mine.f_contiguous().t()?;
-        let from = super::slice_mut::<u8>(&mine, Kind::Uint8)?;
-        self.gloo.all_gather(from, super::slice_mut(&out, Kind::Uint8)?)?;
-        Ok(out)
+    fn gather(&self, mine: &Tensor) -> Result<Numbers> {
+        let mine = super::slice_mut::<f64>(mine, Kind::Double)?;
+        let mut all = vec![0.0; mine.len() * self.size];
+        if !mine.is_empty() {
+            self.gloo.all_gather(bytemuck::cast_slice_mut(mine), bytemuck::cast_slice_mut(&mut all))?;
+        }
+        Ok(Numbers::Host(all))
     }
 }

@@ -1,16 +1,19 @@
-//! Tensors of CUDA devices, through NCCL, which is loaded when a run needs it. On libtorch's stream, so that
-//! what is sent is finished and what is received is waited for without a word; nothing overlaps.
+//! Tensors of CUDA devices, through NCCL, which is loaded when a run needs it. It has a stream of its own, so
+//! that blocks are computed on libtorch's while what others sent or wait for travels; the two wait for each
+//! other by events, and the host for neither, numbers aside.
 //!
 //! The few functions are looked up here: cudarc does not look for `libnccl.so.2`, the only name that
 //! PyTorch's wheels install it under.
 use super::super::Tch;
 use super::gloo::Store;
-use super::{Collectives, Pending};
+use super::{Collectives, Numbers, Pending, Piece};
 use libloading::Library;
 use q4_core::{Code, Error, Result};
-use q4_cuda::Gpu;
+use q4_cuda::{Event, Gpu, Pinned, Stream};
+use std::cell::RefCell;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr::null_mut;
+use std::rc::Rc;
 use std::sync::Arc;
 use tch::{Device, Kind, Tensor};
 
@@ -20,19 +23,21 @@ use tch::{Device, Kind, Tensor};
 struct UniqueId([u8; 128]);
 
 type Comm = *mut c_void;
-type Stream = *mut c_void;
+type RawStream = *mut c_void;
 
-/// `ncclUint8` and `ncclFloat32`.
+/// `ncclUint8`.
 const BYTE: c_int = 1;
-const FLOAT: c_int = 7;
+
+/// libtorch's.
+const DEFAULT: usize = 0;
 
 /// What of `nccl.h` is used.
 struct Functions {
     unique_id: unsafe extern "C" fn(*mut UniqueId) -> c_int,
     init: unsafe extern "C" fn(*mut Comm, c_int, UniqueId, c_int) -> c_int,
-    send: unsafe extern "C" fn(*const c_void, usize, c_int, c_int, Comm, Stream) -> c_int,
-    recv: unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, Comm, Stream) -> c_int,
-    all_gather: unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Comm, Stream) -> c_int,
+    send: unsafe extern "C" fn(*const c_void, usize, c_int, c_int, Comm, RawStream) -> c_int,
+    recv: unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, Comm, RawStream) -> c_int,
+    all_gather: unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Comm, RawStream) -> c_int,
     group_start: unsafe extern "C" fn() -> c_int,
     group_end: unsafe extern "C" fn() -> c_int,
     error: unsafe extern "C" fn(c_int) -> *const c_char,
@@ -86,6 +91,9 @@ pub(super) struct Nccl {
     size: usize,
     device: Device,
     gpu: Arc<Gpu>,
+    stream: Stream,
+    /// Memory of the host that numbers arrived in.
+    spare: Rc<RefCell<Vec<Pinned>>>,
 }
 
 impl Nccl {
@@ -104,52 +112,132 @@ impl Nccl {
         let mut comm = null_mut();
         // SAFETY: the device is bound; every rank calls this with the same id and its own number.
         nccl.check(unsafe { (nccl.init)(&mut comm, size as c_int, id, rank as c_int) }, "connecting")?;
-        Ok(Self { nccl, comm, size, device: Device::Cuda(ordinal), gpu })
+        let stream = Stream::new(&gpu)?;
+        Ok(Self { nccl, comm, size, device: Device::Cuda(ordinal), gpu, stream, spare: Rc::default() })
+    }
+
+    /// What comes now is behind all that libtorch was told to do, memory that it gives out again included.
+    fn begin(&self) -> Result<RawStream> {
+        Event::record(&self.gpu, DEFAULT)?.precede(self.stream.raw())?;
+        Ok(self.stream.raw() as RawStream)
+    }
+
+    fn reached(&self) -> Result<Event> {
+        Event::record(&self.gpu, self.stream.raw())
+    }
+
+    fn here(&self, t: &Tensor) -> Result<usize> {
+        match t.is_contiguous() && t.device() == self.device {
+            true => Ok(t.numel() * t.kind().elt_size_in_bytes()),
+            false => Err(Error::new(Code::Internal, "a tensor between ranks")
+                .need(format!("contiguous on {:?}", self.device))
+                .have(format!("{:?} on {:?}", t.size(), t.device()))),
+        }
     }
 }
 
 impl Collectives for Nccl {
-    fn all_to_all(&self, send: Tensor, give: &[usize], take: &[usize]) -> Result<Pending> {
-        let out = Tensor::f_empty([take.iter().sum::<usize>() as i64], (Kind::Float, self.device)).t()?;
-        let fits = send.kind() == Kind::Float && send.is_contiguous() && send.device() == self.device;
-        if !fits || send.numel() != give.iter().sum::<usize>() {
-            return Err(Error::new(Code::Internal, "all-to-all of what is not f32"));
-        }
-        self.gpu.bind()?;
-        let n = &self.nccl;
+    fn exchange(&self, give: Vec<(usize, Tensor)>, take: &[Piece]) -> Result<Pending> {
+        let empty = |p: &Piece| Tensor::f_empty([p.len as i64], (p.kind, self.device)).t();
+        let taken: Vec<Tensor> = take.iter().map(empty).collect::<Result<_>>()?;
+        let (n, stream) = (&self.nccl, self.begin()?);
         // SAFETY: has no conditions.
         n.check(unsafe { (n.group_start)() }, "group")?;
-        let (mut from, mut to) = (send.data_ptr().cast::<f32>(), out.data_ptr().cast::<f32>());
-        for (rank, (give, take)) in give.iter().zip(take).enumerate() {
-            let rank = rank as c_int;
-            // SAFETY: as many f32 as counted, in tensors of this device that libtorch does not give to others
-            // before its stream, the default one, is behind this.
-            unsafe {
-                if *give > 0 {
-                    n.check((n.send)(from.cast(), *give, FLOAT, rank, self.comm, null_mut()), "send")?;
-                }
-                if *take > 0 {
-                    n.check((n.recv)(to.cast(), *take, FLOAT, rank, self.comm, null_mut()), "receive")?;
-                }
-                (from, to) = (from.add(*give), to.add(*take));
-            }
+        for (rank, t) in &give {
+            let (from, len) = (t.data_ptr(), self.here(t)?);
+            // SAFETY: as many bytes as counted, in a tensor that lives until libtorch's stream is behind this.
+            let status = unsafe { (n.send)(from, len, BYTE, *rank as c_int, self.comm, stream) };
+            n.check(status, "send")?;
+        }
+        for (p, t) in take.iter().zip(&taken) {
+            let (to, len) = (t.data_ptr(), self.here(t)?);
+            // SAFETY: as above.
+            let status = unsafe { (n.recv)(to, len, BYTE, p.rank as c_int, self.comm, stream) };
+            n.check(status, "receive")?;
         }
         // SAFETY: ends the group above.
-        n.check(unsafe { (n.group_end)() }, "all-to-all")?;
-        Ok(Pending { out, _send: send, work: None })
+        n.check(unsafe { (n.group_end)() }, "exchange")?;
+        Ok(Pending::Device(Travelling { there: self.reached()?, taken, _given: give }))
     }
 
-    fn all_gather(&self, mine: &Tensor) -> Result<Tensor> {
-        let out = Tensor::f_empty([(mine.numel() * self.size) as i64], (Kind::Uint8, self.device)).t()?;
-        let mine = mine.f_contiguous().t()?;
-        if mine.kind() != Kind::Uint8 || mine.device() != self.device {
-            return Err(Error::new(Code::Internal, "all-gather of what is no bytes"));
+    fn gather(&self, mine: &Tensor) -> Result<Numbers> {
+        let all = Tensor::f_empty([(mine.numel() * self.size) as i64], (Kind::Double, self.device)).t()?;
+        let (len, bytes) = (self.here(mine)?, self.here(&all)?);
+        if len * self.size != bytes {
+            return Err(Error::new(Code::Internal, "numbers between ranks").need("f64"));
         }
-        self.gpu.bind()?;
-        let (from, to) = (mine.data_ptr().cast_const(), out.data_ptr());
-        // SAFETY: as above.
-        let status = unsafe { (self.nccl.all_gather)(from, to, mine.numel(), BYTE, self.comm, null_mut()) };
-        self.nccl.check(status, "all-gather")?;
-        Ok(out)
+        let fits = |p: &Pinned| p.as_slice::<u8>().len() >= bytes;
+        let found = self.spare.borrow().iter().position(fits);
+        let to = match found {
+            Some(i) => self.spare.borrow_mut().swap_remove(i),
+            None => Pinned::new(&self.gpu, bytes.next_multiple_of(1 << 16))?,
+        };
+        let (stream, from, out) = (self.begin()?, mine.data_ptr().cast_const(), all.data_ptr());
+        // SAFETY: as many bytes as counted, in tensors that live until the host has waited for this.
+        unsafe {
+            let status = (self.nccl.all_gather)(from, out, len, BYTE, self.comm, stream);
+            self.nccl.check(status, "gather")?;
+            to.receive(out as u64, bytes, self.stream.raw())?;
+        }
+        let here = self.reached()?;
+        let keep = [mine.shallow_clone(), all];
+        Ok(Numbers::Device(Reading {
+            here,
+            to: Some(to),
+            count: bytes / 8,
+            spare: self.spare.clone(),
+            _keep: keep,
+        }))
+    }
+}
+
+/// Tensors that NCCL's stream reads and writes.
+pub(in crate::torch) struct Travelling {
+    there: Event,
+    taken: Vec<Tensor>,
+    _given: Vec<(usize, Tensor)>,
+}
+
+impl Travelling {
+    /// What libtorch is told to do from here on finds what others sent.
+    pub fn wait(mut self) -> Result<Vec<Tensor>> {
+        self.there.precede(DEFAULT)?;
+        Ok(std::mem::take(&mut self.taken))
+    }
+}
+
+impl Drop for Travelling {
+    fn drop(&mut self) {
+        // Their memory is given out again in the order of libtorch's stream. Where that fails the device is
+        // lost, and the next call says so.
+        let _: Result<()> = self.there.precede(DEFAULT);
+    }
+}
+
+/// Numbers that the host will have.
+pub(in crate::torch) struct Reading {
+    here: Event,
+    to: Option<Pinned>,
+    count: usize,
+    spare: Rc<RefCell<Vec<Pinned>>>,
+    _keep: [Tensor; 2],
+}
+
+impl Reading {
+    /// All ranks', one behind the other. Waits for what was enqueued before they were, and no more.
+    pub fn wait(self) -> Result<Vec<f64>> {
+        self.here.wait()?;
+        let to = self.to.as_ref().map(|p| p.as_slice::<f64>()).unwrap_or_default();
+        Ok(to[..self.count.min(to.len())].to_vec())
+    }
+}
+
+impl Drop for Reading {
+    fn drop(&mut self) {
+        // Nobody may write to memory that is given out again.
+        match self.here.wait() {
+            Ok(()) => self.spare.borrow_mut().extend(self.to.take()),
+            Err(_) => std::mem::forget(self.to.take()),
+        }
     }
 }
