@@ -64,7 +64,7 @@ impl Chart<'_> {
                 }
             }
             svg viewBox={ "0 0 " (WIDTH) " " (HEIGHT) } role="img" aria-label={ (self.title) " over steps" } {
-                @for y in if log { log_ticks(y0, y1) } else { ticks(y0, y1, 5) } {
+                @for y in if log { log_ticks(y0, y1) } else { self.unit.ticks(y0, y1) } {
                     @let at = py(y);
                     line.grid x1=(LEFT) x2=(WIDTH - RIGHT) y1=(tenths(at)) y2=(tenths(at)) {}
                     (text(LEFT - 6.0, at + 4.0, "end", self.unit.show(if log { 10f64.powf(y) } else { y })))
@@ -88,6 +88,15 @@ impl Chart<'_> {
 }
 
 impl Unit {
+    /// Round in what they are shown in.
+    fn ticks(self, low: f64, high: f64) -> Vec<f64> {
+        let one = match self {
+            Self::Bytes => 1024f64.powf((high.max(1.0).log2() / 10.0).floor()),
+            _ => 1.0,
+        };
+        ticks(low / one, high / one, 5).into_iter().map(|t| t * one).collect()
+    }
+
     pub fn show(self, x: f64) -> String {
         match self {
             Self::Bytes => q4_core::memory::human(x.max(0.0) as u64).replace(".00", ""),
@@ -186,6 +195,8 @@ mod tests {
         let plain = [0.0, 1e-4, 2.5e-5, 0.25, 12345.6, 3e6].map(|x| Unit::Plain.show(x));
         assert_eq!(plain, ["0", "1e-4", "2.5e-5", "0.25", "12346", "3e6"]);
         assert_eq!(Unit::Thousands.show(881_530.0), "881.5k");
+        let shown: Vec<_> = Unit::Bytes.ticks(0.0, 1.05e9).into_iter().map(|t| Unit::Bytes.show(t)).collect();
+        assert_eq!(shown, ["0 B", "500 MiB", "1000 MiB"]);
     }
 
     #[test]
