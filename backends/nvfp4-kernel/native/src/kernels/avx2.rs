@@ -20,6 +20,7 @@ pub static KERNELS: Kernels = Kernels {
         panel_rows: PANEL_ROWS,
         unpack: unpack_bytes,
         panel: panel_bytes,
+        reorder: None,
     },
     int8: activations::int8,
     nvfp4: activations::nvfp4,
