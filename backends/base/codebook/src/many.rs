@@ -49,7 +49,7 @@ pub(crate) unsafe fn gemm<L: Lanes, E: Encoding>(
     let most = x.m().div_ceil(x.m().div_ceil(ROWS)).next_multiple_of(4);
     let blank = Line([0f32; LANES]);
     // SAFETY: the features are there.
-    let scales = [unsafe { L::splat(0.0) }; PAIR];
+    let (scales, tables) = unsafe { ([L::splat(0.0); PAIR], Tables::<L>::of(&w.values)) };
     let mut step = Chain::<L> { tiles: [[blank; CHAIN]; PAIR], scales, part: std::ptr::null(), len, rows: 0 };
     let mut parts: [Part; 2] = [[blank; _]; 2];
     let mut totals: [Totals; QUAD] = [[blank; _]; QUAD];
@@ -84,7 +84,7 @@ pub(crate) unsafe fn gemm<L: Lanes, E: Encoding>(
                     // SAFETY: the blocks exist, the part was fetched.
                     unsafe {
                         for c in 0..count {
-                            step.decode(w, &shape, b0 + b + c, chain, c);
+                            step.decode(&tables, w, &shape, b0 + b + c, chain, c);
                         }
                         match count {
                             PAIR => step.multiply::<PAIR>(&mut totals[b..], ahead),
@@ -108,6 +108,7 @@ impl<L: Lanes> Chain<L> {
     #[inline(always)]
     unsafe fn decode<E: Encoding>(
         &mut self,
+        tables: &Tables<L>,
         w: &Packed<E>,
         shape: &Shape,
         block: usize,
@@ -116,7 +117,6 @@ impl<L: Lanes> Chain<L> {
     ) {
         // SAFETY: every index is below the length the layout has for n and k; a tile holds a chain.
         unsafe {
-            let tables = Tables::<L>::of(&w.values);
             let place = shape.place(w, block);
             let at = chain / shape.chains_per_group;
             place.fetch::<L>(at, w.group);
@@ -125,7 +125,7 @@ impl<L: Lanes> Chain<L> {
             for i in 0..shape.words_per_chain {
                 place.codes.fetch::<L, E>(first + i);
                 let tile = self.tiles[c][i * CODES].0.as_mut_ptr();
-                L::unpack::<E>(&tables, &group, &place.codes, first + i, tile);
+                L::unpack::<E>(tables, &group, &place.codes, first + i, tile);
             }
             self.scales[c] = group.outer::<E>();
         }
@@ -139,7 +139,7 @@ impl<L: Lanes> Chain<L> {
             let left = self.rows - r;
             // SAFETY: rows r to r + count exist.
             let count = unsafe {
-                if L::ROWS >= 4 && left >= 4 {
+                if L::TILE_ROWS >= 4 && left >= 4 {
                     self.few::<4, C>(r, totals)
                 } else if left >= 2 {
                     self.few::<2, C>(r, totals)
