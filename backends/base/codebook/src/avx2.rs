@@ -2,12 +2,13 @@
 //! block, the registers' worth of few rows, are finished before those of the next.
 use crate::encoding::{Encoding, Offset, share};
 use crate::layout::{CODES, LANES};
+use crate::many::MOST_ROWS;
 use crate::shape::{Codes, Group};
 use crate::simd::{self, Lanes, Tables};
 use q4_simd::planes::{self, Planes, SHORT, WHOLE, upper_codes};
 use q4_simd::{Avx2, Vector};
 use std::arch::x86_64::*;
-use std::array;
+use std::{array, hint};
 
 /// Sixteen lanes.
 type F = <Avx2 as Vector>::F;
@@ -19,7 +20,9 @@ const TOGETHER: usize = 2;
 impl Lanes for Avx2 {
     /// Those of a quad, which is one stream of memory, and four rows: blocks are taken one after the other.
     const ACCUMULATORS: usize = 32;
-    const TILE_ROWS: usize = 4;
+    /// Decoding is spread over more of them. They are read in turn: what is in use at a time is half of it.
+    const MANY: usize = MOST_ROWS;
+    const TILE_ROWS: usize = 6;
 
     #[inline(always)]
     unsafe fn chain<E: Encoding, const B: usize, const M: usize>(
@@ -69,29 +72,34 @@ impl Lanes for Avx2 {
         }
     }
 
-    /// Even k before odd k: four rows are then the eight sums that hide the latency of a multiply-add, and each
-    /// load of x serves two of them.
+    /// Even k before odd k: six rows are then twelve sums, more than hide the latency of a multiply-add, and
+    /// each load of x serves two of them.
     #[inline(always)]
     unsafe fn tile<const R: usize, const C: usize>(
         tiles: [*const f32; C],
         len: usize,
         x: [*const f32; R],
     ) -> [[[F; 2]; C]; R] {
-        // SAFETY: the trait's contract; `len` is even.
+        // SAFETY: the trait's contract; `len` is a multiple of 8.
         unsafe {
             let mut out = [[[Self::splat(0.0); 2]; C]; R];
             for odd in 0..2 {
                 for c in 0..C {
                     let mut sums = [Self::splat(0.0); R];
-                    for i in (odd..len).step_by(2) {
-                        let w = Self::load(tiles[c].add(i * LANES));
-                        for r in 0..R {
-                            sums[r] = Self::fma(w, Self::splat(*x[r].add(i)), sums[r]);
+                    for first in (odd..len).step_by(CODES) {
+                        for n in 0..CODES / 2 {
+                            let i = first + 2 * n;
+                            let w = Self::load(tiles[c].add(i * LANES));
+                            for r in 0..R {
+                                sums[r] = Self::fma(w, Self::splat(*x[r].add(i)), sums[r]);
+                            }
                         }
                     }
                     for r in 0..R {
                         out[r][c][odd] = sums[r];
                     }
+                    // In memory from here on: the sums that follow need the registers.
+                    hint::black_box(&mut out);
                 }
             }
             out

@@ -102,7 +102,10 @@ impl Codes {
 pub(crate) trait Lanes: Vector + Sized {
     /// Accumulators of a [`chain`](Self::chain) that fit into the registers.
     const ACCUMULATORS: usize = Self::SUMS;
-    /// Rows of one [`tile`](Self::tile) at most: 1, 2 or 4.
+    /// Rows of x whose sums are kept while weights pass by, a multiple of 4 and at most [`MOST_ROWS`](crate::many::MOST_ROWS): with two
+    /// parts of x and two tiles 38 KiB.
+    const MANY: usize = 40;
+    /// Rows of one [`tile`](Self::tile) at most: 1, 2, 4 or 6.
     const TILE_ROWS: usize = Self::ROWS;
     /// Blocks (1 or 2) of one [`tile`](Self::tile) with up to `TILE_ROWS` input rows, which has two accumulators
     /// for each pair of them.

@@ -171,12 +171,12 @@ impl Scales {
 
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn panel(tiles: *const FloatTile, count: usize, groups: usize, x: FloatRows, acc: *mut Acc) {
-    for r in (0..x.rows).step_by(4) {
+    for r in (0..x.rows).step_by(6) {
         for c in 0..count {
-            // SAFETY: same contract; rows r to r + 3 or the last one exist.
+            // SAFETY: same contract; rows r to r + 5 or the last one exist.
             unsafe {
                 let (tile, x0, acc) = (&*tiles.add(c), x.x.add(r * x.ld), acc.add(r));
-                by_rows!(x.rows - r, [1 2 3; 4], panel_rows(tile, groups, x0, x.ld, acc, c))
+                by_rows!(x.rows - r, [1 2 3 4 5; 6], panel_rows(tile, groups, x0, x.ld, acc, c))
             }
         }
     }
@@ -194,7 +194,7 @@ unsafe fn panel_rows<const M: usize>(
     // SAFETY: by the contract of `Kernels`, M rows and sums exist.
     unsafe {
         for g in 0..groups {
-            // One after the other: four rows of a chain are the eight sums that hide the latency of a
+            // One after the other: six rows of a chain are twelve sums, more than hide the latency of a
             // multiply-add, and each load of x serves two of them.
             let low = chain::<M>(tile, 16 * g, x, ld);
             let high = chain::<M>(tile, 16 * g + 4, x, ld);
