@@ -77,45 +77,66 @@ class Program:
         return self.series[what].summary()["median"] if what in self.series else None
 
 
+def phase(prompt, depth):
+    """What a figure of so many tokens at once, or of one after another behind so many, is called."""
+    if prompt:
+        return "prefill" if prompt == PREFILL else f"prefill {prompt}"
+    return f"decode at {depth}" if depth else "decode"
+
+
 class Q4(Program):
-    def __init__(self, shape, format, activations):
+    def __init__(self, shape, format, activations, long=None):
         super().__init__(f"q4 {format} {activations}", shape)
-        self.format, self.activations = format, activations
+        self.format, self.activations, self.long = format, activations, long
 
     def measure(self, args, decode, repetitions):
+        """A prompt and decoding, or those of `long` tokens."""
+        depths = ["--depth", self.long] if self.long else []
         command = [args.q4, "--json", "--threads", args.threads, "--compute", "kernel-only", "--activations",
-                   self.activations, "bench", "--shape", self.shape, "--format", self.format, "--prefill", PREFILL,
-                   "--decode", decode, "-r", repetitions, "--no-warm-up"]
+                   self.activations, "bench", "--shape", self.shape, "--format", self.format,
+                   "--prefill", self.long or PREFILL, "--decode", decode, *depths, "-r", repetitions, "--no-warm-up"]
         lines, peak = run(command, args)
         body = json.loads(lines[-1][1])
-        for row, phase in zip(body["results"], ("prefill", "decode")):
-            self.add(phase, row["median"])
-            self.add(phase + " floor", row["roofline"])
-            self.add(phase + " fraction", row["fraction"])
+        for row in body["results"]:
+            kind, tokens, depth = re.fullmatch(r"(pp|tg)(\d+)(?: at (\d+))?", row["what"]).groups()
+            what = phase(int(tokens) if kind == "pp" else None, depth)
+            if self.long and str(self.long) not in what:
+                continue
+            self.add_row(what, row)
         self.add("read_gb_s", body["read_gb_s"])
         self.add("gmac_s", body["gmac_s"])
         self.add("peak_bytes", peak)
-        self.facts = {"memory": body["memory"], "executed": body["executed"]}
+        self.facts = {"memory": body["memory"], "executed": body["executed"], "isa": body["isa"]}
+
+    def add_row(self, what, row):
+        self.add(what, row["median"])
+        self.add(what + " floor", row["roofline"])
+        self.add(what + " fraction", row["fraction"])
 
 
 class Llama(Program):
-    def __init__(self, shape, type_name, amx):
+    def __init__(self, shape, type_name, amx, build="build", long=None):
         super().__init__(f"llama.cpp {type_name}" + (" AMX" if amx else ""), shape)
-        self.type_name, self.amx = type_name, amx
+        self.type_name, self.amx, self.build, self.long = type_name, amx, build, long
 
     def command(self, args, *rest):
         cache = args.cache
         env = {"LD_LIBRARY_PATH": str(cache / "build-amx/bin")} if self.amx else None
-        model = cache / f"{self.shape}-{self.type_name}.gguf"
-        return [cache / "build/bin/llama-bench", "-m", model, "-t", args.threads, "-o", "jsonl", "--no-warmup", *rest], env
+        model, bench = cache / f"{self.shape}-{self.type_name}.gguf", cache / self.build / "bin/llama-bench"
+        return [bench, "-m", model, "-t", args.threads, "-o", "jsonl", "--no-warmup", *rest], env
 
     def measure(self, args, decode, repetitions):
-        command, env = self.command(args, "-p", PREFILL, "-n", decode, "-r", repetitions)
-        lines, peak = run(command, args, env)
-        for row in (json.loads(line) for _, line in lines if line.startswith("{")):
-            self.add("decode" if row["n_gen"] else "prefill", statistics.median(row["samples_ts"]))
-            self.facts = {"commit": row["build_commit"]}
-        self.add("peak_bytes", peak)
+        """A prompt and decoding; of `long` tokens one call each, for a depth is one of prompts too."""
+        calls = [["-p", PREFILL, "-n", decode]]
+        if self.long:
+            calls = [["-p", self.long, "-n", 0], ["-p", 0, "-n", decode, "-d", self.long]]
+        for words in calls:
+            command, env = self.command(args, *words, "-r", repetitions)
+            lines, peak = run(command, args, env)
+            for row in (json.loads(line) for _, line in lines if line.startswith("{")):
+                self.add(phase(row["n_prompt"], row.get("n_depth")), statistics.median(row["samples_ts"]))
+                self.facts = {"commit": row["build_commit"]}
+            self.add("peak_bytes", peak)
 
     def first_token(self, args):
         """Seconds from the start of the process to the first token, less a warm prompt."""
@@ -157,8 +178,8 @@ def programs(shape, args):
     return turns
 
 
-def measure(all_, args):
-    for shape, (decode, repetitions, rounds) in PLAN.items():
+def measure(all_, args, plan=None):
+    for shape, (decode, repetitions, rounds) in (plan or PLAN).items():
         mine = [p for p in all_ if p.shape == shape]
         for round_ in range(args.rounds or rounds):
             for p in mine if round_ % 2 == 0 else reversed(mine):
@@ -351,9 +372,10 @@ def say(text):
     print(text, file=sys.stderr, flush=True)
 
 
-def arguments():
+def parser(description=__doc__):
     p = argparse.ArgumentParser(
-        prog="bench/cpu.sh", description=__doc__, epilog="bench/cpu.sh --no-peers measures q4 alone and needs no network.")
+        prog="bench/cpu.sh", description=description,
+        epilog="bench/cpu.sh --no-peers measures q4 alone and needs no network.")
     p.add_argument("--q4", help="the executable to measure [built by bench/cpu.sh]")
     p.add_argument("--cache", type=pathlib.Path, help="where peers and models are")
     p.add_argument("--without", default="", help="peers that are not there, separated by spaces")
@@ -361,6 +383,12 @@ def arguments():
     p.add_argument("--rounds", type=int, help="the same number for both shapes")
     p.add_argument("--shape", choices=list(PLAN), help="this one only")
     p.add_argument("--only", help="programs whose name this regular expression finds")
+    return p
+
+
+def arguments():
+    p = parser()
+    p.add_argument("--isa", metavar="NAME", help="cells of one instruction set instead: bench/cpu.sh --isa avx2 --help")
     p.add_argument("--without-amx", action="store_true", help="as on a processor without AMX: no program uses it")
     where = p.add_mutually_exclusive_group()
     where.add_argument("--out", type=pathlib.Path, default=ROOT / "bench/results/cpu.local.json",
@@ -369,15 +397,21 @@ def arguments():
                        help="write bench/results/cpu.json, whose figures the documents show: "
                             "Q4_WRITE_FIGURES=1 cargo test -p q4 --test figures puts them there")
     args = p.parse_args()
+    if args.isa:
+        p.error("--isa: bench/cpu_cells.py does that")
     args.without = args.without.split()
+    choose_processors(p, args)
     # Where there is none, all programs do without it by themselves.
     args.without_amx &= "amx_int8" in pathlib.Path("/proc/cpuinfo").read_text()
     if args.without_amx:
         os.environ.update(Q4_ISA="avx512vnni")
+    return args
+
+
+def choose_processors(p, args):
     args.processors = sorted(os.sched_getaffinity(0))[: args.threads]
     if len(args.processors) < args.threads:
         p.error(f"--threads {args.threads}: this process may use {len(args.processors)} processors")
-    return args
 
 
 def main():

@@ -9,17 +9,32 @@ openvino_version=2026.4.1
 peers=1
 amx=$(grep -cwm1 amx_int8 /proc/cpuinfo 2>/dev/null || true)
 without_amx=0
+isa=
+shapes=(0.6b 4b)
 pass=()
+last=
 for arg in "$@"; do
     case $arg in
     --no-peers) peers=0 ;;
     --without-amx) without_amx=$amx pass+=("$arg") ;;
+    --isa=*) isa=${arg#*=} pass+=("$arg") ;;
     *) pass+=("$arg") ;;
     esac
+    case $last in
+    --isa) isa=$arg ;;
+    --shape) shapes=("${arg#qwen3-}") ;;
+    esac
+    last=$arg
 done
+# Of one instruction set it measures other things.
+script=bench/cpu${isa:+_cells}.py
 if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
-    exec python3 bench/cpu.py --help
+    exec python3 "$script" --help
 fi
+case $isa in
+'' | avx2 | avx512vnni) ;;
+*) exec python3 "$script" ${pass+"${pass[@]}"} ;; # which says what there is
+esac
 mkdir -p "$cache"
 
 say() { printf '%s\n' "$*" >&2; }
@@ -57,7 +72,20 @@ llama() {
     gguf "$source" 0.6b NVFP4
 }
 
-build() { # FOLDER FLAGS TARGET
+# llama.cpp for one instruction set: what it finds on this machine, or no more than AVX2 has.
+llama_for() { # ISA
+    llama_source "$cache" "$cache/venv/bin" || return
+    case $1 in
+    avx2) build build-avx2 "" llama-bench -DGGML_NATIVE=OFF -DGGML_SSE42=ON -DGGML_AVX=ON -DGGML_AVX2=ON \
+        -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON -DGGML_AVX_VNNI=OFF -DGGML_AVX512=OFF ;;
+    *) build build -mno-amx-int8 llama-bench ;;
+    esac || return
+    for shape in "${shapes[@]}"; do
+        gguf "$cache/llama_cpp_python-$llama_version/vendor/llama.cpp" "$shape" Q4_0 || return
+    done
+}
+
+build() { # FOLDER FLAGS TARGET [OPTION...]
     llama_build "$cache" "$cache/venv/bin" "$@" ||
         { say "llama.cpp does not build; see $cache/$1.log"; return 1; }
 }
@@ -73,7 +101,9 @@ openvino() {
 }
 
 without=()
-if ((peers)); then
+if [[ -n $isa ]]; then
+    { ((peers)) && tools && llama_for "$isa"; } || without+=(llama.cpp)
+elif ((peers)); then
     tools && llama || without+=(llama.cpp)
     # Held back from AMX it would not run as on a processor without it.
     ((without_amx)) || { [[ -x $python ]] && openvino; } || without+=(OpenVINO)
@@ -83,6 +113,6 @@ fi
 for peer in ${without+"${without[@]}"}; do
     say "no figures of $peer in this run"
 done
-model qwen3-4b-nvfp4 "$Q4_BIN" bench --shape qwen3-4b --write
+[[ -n $isa ]] || model qwen3-4b-nvfp4 "$Q4_BIN" bench --shape qwen3-4b --write
 
-exec python3 bench/cpu.py --q4 "$Q4_BIN" --cache "$cache" --without "${without[*]-}" ${pass+"${pass[@]}"}
+exec python3 "$script" --q4 "$Q4_BIN" --cache "$cache" --without "${without[*]-}" ${pass+"${pass[@]}"}

@@ -61,10 +61,9 @@ pub fn run(cx: &Context, args: &BenchArgs) -> Result<Outcome> {
         return server::run(cx, args, server);
     }
     let start = Instant::now();
-    if args.repetitions == 0 || args.prefill.contains(&0) {
-        return Err(
-            Error::new(Code::Usage, "bench").need("at least one repetition and prompts of one token or more")
-        );
+    if args.repetitions == 0 || args.prefill.contains(&0) || args.depth.contains(&0) {
+        let need = "at least one repetition, and prompts and depths of one token or more";
+        return Err(Error::new(Code::Usage, "bench").need(need));
     }
     if let Some(out) = &args.write {
         return write(cx, args, out);
@@ -79,13 +78,14 @@ pub fn run(cx: &Context, args: &BenchArgs) -> Result<Outcome> {
     if let Device::Cuda(ordinal) = cx.device()? {
         return on_cuda(cx, args, ordinal, &dispatch, &threads);
     }
-    let before = Roofline::measure(&threads);
+    let before = Roofline::measure(&threads)?;
     forget_peak(); // what was read to measure bandwidth is no memory of the model's
     let longest = args.prefill.iter().copied().max().unwrap_or(PROMPT).max(PROMPT);
     let chunk = longest.min(crate::session::chunk(cx.device()?));
     let budget = cx.budget();
     let subject = subject(cx, args, &dispatch, &threads, chunk, &budget)?;
-    let context = longest.max(PROMPT + args.decode) + 1;
+    let deepest = args.depth.iter().copied().max().unwrap_or(0).max(PROMPT);
+    let context = longest.max(deepest + args.decode) + 1;
     let mut runner = subject
         .loaded
         .runner(ContextOptions { context, chunk, all_logits: false, kv: subject.kv, many: None }, &budget)?;
@@ -100,15 +100,18 @@ pub fn run(cx: &Context, args: &BenchArgs) -> Result<Outcome> {
         })?;
         figures.push(subject.figure(format!("pp{n}"), rates, n));
     }
-    if args.decode > 0 {
-        let rates = measure(args, args.decode as f64, || decode(&mut runner, &subject.shape, args.decode))?;
-        figures.push(subject.figure(format!("tg{}", args.decode), rates, 1));
+    for depth in std::iter::once(PROMPT).chain(args.depth.iter().copied()).filter(|_| args.decode > 0) {
+        let ids = prompt(depth, &subject.shape);
+        runner.truncate(0);
+        runner.accept(&ids)?;
+        let rates = measure(args, args.decode as f64, || decode(&mut runner, &ids, args.decode))?;
+        figures.push(subject.decoding(depth, args.decode, rates));
     }
     if args.kernels {
         kernels::measure_all(&subject, &before, args, chunk, &threads, &mut figures)?;
     }
     let memory = subject.memory(context, peak_resident());
-    let roofline = before.or_faster(&Roofline::measure(&threads));
+    let roofline = before.or_faster(&Roofline::measure(&threads)?);
     let gmac_s = roofline.gmac_s(&subject.activations);
     let body = Body {
         model: subject.name.clone(),
@@ -258,6 +261,17 @@ impl Subject {
         Figure { what, shape: self.name.clone(), unit: "tok/s", rates, work: Work { bytes, macs } }
     }
 
+    /// Tokens a second of `steps` behind `depth` positions. Those beyond [`PROMPT`] have keys and values, which
+    /// are read once a step.
+    fn decoding(&self, depth: usize, steps: usize, rates: Vec<f64>) -> Figure {
+        if depth == PROMPT {
+            return self.figure(format!("tg{steps}"), rates, 1);
+        }
+        let mut figure = self.figure(format!("tg{steps} at {depth}"), rates, 1);
+        figure.work.bytes += KvCache::bytes(self.kv, KvShape::of(&self.shape), depth + steps / 2) as f64;
+        figure
+    }
+
     fn memory(&self, context: usize, peak_bytes: Option<u64>) -> Memory {
         let s = &self.shape;
         let kv_bytes = KvCache::bytes(self.kv, KvShape::of(s), context);
@@ -265,9 +279,10 @@ impl Subject {
     }
 }
 
-fn decode(runner: &mut Runner, shape: &Shape, steps: usize) -> Result<f64> {
-    runner.truncate(0);
-    runner.accept(&prompt(PROMPT, shape))?;
+/// Steps behind `ids`, which are accepted already.
+fn decode(runner: &mut Runner, ids: &[u32], steps: usize) -> Result<f64> {
+    runner.truncate(ids.len() - 1);
+    runner.decode(ids[ids.len() - 1])?;
     timed(|| {
         for _ in 0..steps {
             let id = runner.greedy()?;

@@ -2,7 +2,7 @@
 //! on.
 use memmap2::MmapMut;
 use q4_core::pages::advise_huge;
-use q4_core::{Activations, ThreadPool};
+use q4_core::{Activations, Result, ThreadPool};
 use q4_simd::{Isa, LANES, Vector, Vectors, on};
 use std::hint::black_box;
 use std::time::Instant;
@@ -16,7 +16,8 @@ pub struct Roofline {
     pub read_gb_s: f64,
     /// f32 fused multiply-adds, billions a second.
     fma_g_s: f64,
-    /// int8 products by dot instructions, billions a second; `None` without such instructions.
+    /// int8 products by dot instructions, or by multiplies of pairs and additions, billions a second; `None`
+    /// where plain Rust has to do.
     dot_g_s: Option<f64>,
     /// bf16 products by a matrix unit, billions a second; `None` without one.
     tile_g_s: Option<f64>,
@@ -38,15 +39,20 @@ impl Work {
 }
 
 impl Roofline {
-    /// Measures in about half a second: the best of several passes, for a limit is not an average.
-    pub fn measure(threads: &ThreadPool) -> Self {
-        let dot = dot_product();
-        Self {
+    /// Measures in about half a second: the best of several passes, for a limit is not an average. Arithmetic
+    /// is that of the instruction set that `Q4_ISA` names: kernels that were told to do without another are not
+    /// held against it.
+    ///
+    /// # Errors
+    /// As of [`Isa::named`].
+    pub fn measure(threads: &ThreadPool) -> Result<Self> {
+        let (named, vectors) = (Isa::named()?, Vectors::named()?);
+        Ok(Self {
             read_gb_s: read(threads),
-            fma_g_s: products(threads, LANES, chains),
-            dot_g_s: dot.map(|(lanes, f)| products(threads, lanes, f)),
-            tile_g_s: tile_product().map(|(lanes, f)| products(threads, lanes, f)),
-        }
+            fma_g_s: products(threads, LANES, |x| chains(vectors, x)),
+            dot_g_s: dot_product(named).map(|(lanes, f)| products(threads, lanes, f)),
+            tile_g_s: tile_product(named).map(|(lanes, f)| products(threads, lanes, f)),
+        })
     }
 
     /// The better of two measurements, limit by limit.
@@ -60,9 +66,8 @@ impl Roofline {
         }
     }
 
-    /// Products a second for an activation format. Without dot instructions an int8 product takes a multiply
-    /// of pairs and an addition, on lanes half as wide as f32's. A matrix unit takes an f32 input in
-    /// three parts.
+    /// Products a second for an activation format. In plain Rust an int8 product is taken to cost half of an
+    /// f32's. A matrix unit takes an f32 input in three parts.
     pub fn gmac_s(&self, activations: &Activations) -> f64 {
         match activations {
             Activations::Native => self.fma_g_s.max(self.tile_g_s.unwrap_or(0.0) / 3.0),
@@ -137,7 +142,7 @@ const CHAINS: usize = 12;
 const STEPS: usize = 200_000;
 
 /// Billions of products a second of `work`, which makes `CHAINS * lanes * STEPS` of them.
-fn products(threads: &ThreadPool, lanes: usize, work: fn(f32) -> f32) -> f64 {
+fn products(threads: &ThreadPool, lanes: usize, work: impl Fn(f32) -> f32 + Sync) -> f64 {
     let pass = || {
         let start = Instant::now();
         threads.run(threads.threads(), &|i| {
@@ -151,8 +156,9 @@ fn products(threads: &ThreadPool, lanes: usize, work: fn(f32) -> f32) -> f64 {
 /// Products an instruction makes, and chains of them.
 type Dots = (usize, fn(f32) -> f32);
 
-/// The widest integer dot instruction there is.
-fn dot_product() -> Option<Dots> {
+/// The widest integer dot instruction there is, or of the set that is named. AVX2 and AVX-512 by themselves
+/// have none: they multiply pairs of bytes and add pairs of 16 bits.
+fn dot_product(named: Option<Isa>) -> Option<Dots> {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::*;
@@ -178,13 +184,43 @@ fn dot_product() -> Option<Dots> {
             }
             acc.iter().map(|v| _mm256_extract_epi32::<0>(*v)).fold(0, i32::wrapping_add) as f32
         }
-        if Isa::Avx512Vnni.is_available() {
-            // SAFETY: the feature was found on this processor.
+        #[target_feature(enable = "avx512f,avx512bw")]
+        fn wide_pairs(x: f32) -> f32 {
+            let (a, b) = (_mm512_set1_epi32(x.to_bits() as i32), _mm512_set1_epi8(1));
+            let mut acc = [b; CHAINS];
+            for _ in 0..STEPS {
+                for v in &mut acc {
+                    // Of the sum, or the loop would not have to repeat it.
+                    *v = _mm512_add_epi16(*v, _mm512_maddubs_epi16(a, *v));
+                }
+            }
+            acc.iter().map(|v| _mm512_reduce_add_epi32(*v)).fold(0, i32::wrapping_add) as f32
+        }
+        #[target_feature(enable = "avx2")]
+        fn narrow_pairs(x: f32) -> f32 {
+            let (a, b) = (_mm256_set1_epi32(x.to_bits() as i32), _mm256_set1_epi8(1));
+            let mut acc = [b; CHAINS];
+            for _ in 0..STEPS {
+                for v in &mut acc {
+                    // As above.
+                    *v = _mm256_add_epi16(*v, _mm256_maddubs_epi16(a, *v));
+                }
+            }
+            acc.iter().map(|v| _mm256_extract_epi32::<0>(*v)).fold(0, i32::wrapping_add) as f32
+        }
+        let may = |isa: Isa| isa.is_available() && named.is_none_or(|named| named == isa);
+        // SAFETY of all: the feature was found on this processor.
+        if may(Isa::Avx512Vnni) || may(Isa::Amx) {
             return Some((64, |x| unsafe { wide(x) }));
         }
-        if std::arch::is_x86_feature_detected!("avxvnni") {
-            // SAFETY: as above.
+        if named.is_none() && std::arch::is_x86_feature_detected!("avxvnni") {
             return Some((32, |x| unsafe { narrow(x) }));
+        }
+        if may(Isa::Avx512) {
+            return Some((64, |x| unsafe { wide_pairs(x) }));
+        }
+        if may(Isa::Avx2) {
+            return Some((32, |x| unsafe { narrow_pairs(x) }));
         }
     }
     #[cfg(target_arch = "aarch64")]
@@ -213,11 +249,12 @@ fn dot_product() -> Option<Dots> {
         }
         chains!(matrix, "neon,i8mm", "smmla {0:v}.4s, {1:v}.16b, {1:v}.16b");
         chains!(dots, "neon,dotprod", "sdot {0:v}.4s, {1:v}.16b, {1:v}.16b");
-        if Isa::NeonI8mm.is_available() {
+        let may = |isa: Isa| isa.is_available() && named.is_none_or(|named| named == isa);
+        if may(Isa::NeonI8mm) {
             // SAFETY: the feature was found on this processor.
             return Some((32, |x| unsafe { matrix(x) }));
         }
-        if Isa::NeonDotprod.is_available() {
+        if may(Isa::NeonDotprod) {
             // SAFETY: as above.
             return Some((16, |x| unsafe { dots(x) }));
         }
@@ -226,7 +263,7 @@ fn dot_product() -> Option<Dots> {
 }
 
 /// The matrix unit there is: 16 x 16 x 32 products an instruction.
-fn tile_product() -> Option<Dots> {
+fn tile_product(named: Option<Isa>) -> Option<Dots> {
     #[cfg(target_arch = "x86_64")]
     {
         fn tiles(x: f32) -> f32 {
@@ -251,7 +288,7 @@ fn tile_product() -> Option<Dots> {
             x
         }
         // Kernels that were told to do without it are not held against it.
-        if matches!(Isa::named(), Ok(None | Some(Isa::Amx))) && Isa::Amx.is_available() {
+        if matches!(named, None | Some(Isa::Amx)) && Isa::Amx.is_available() {
             return Some((16 * 16 * 32, tiles));
         }
     }
@@ -259,7 +296,7 @@ fn tile_product() -> Option<Dots> {
 }
 
 /// Independent chains of multiply-adds, as many as the registers hold, which hides the latency of one.
-fn chains(x: f32) -> f32 {
+fn chains(vectors: Vectors, x: f32) -> f32 {
     /// # Safety
     /// The processor has the set of `V`.
     #[inline(always)]
@@ -277,7 +314,32 @@ fn chains(x: f32) -> f32 {
         }
     }
     // SAFETY: `on` runs sets of this processor.
-    on!(Vectors::best(), V => unsafe {
-        if V::SUMS >= CHAINS { some::<V, CHAINS>(x) } else { some::<V, { CHAINS / 3 }>(x) }
+    on!(vectors, V => unsafe {
+        match V::ISA {
+            _ if V::SUMS >= CHAINS => some::<V, CHAINS>(x),
+            // Nothing but sums and two factors: eight registers of sums just hide the latency, twelve do.
+            Isa::Avx2 => some::<V, { CHAINS / 2 }>(x),
+            _ => some::<V, { CHAINS / 3 }>(x),
+        }
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_set_that_is_named_has_its_own_instructions_and_no_others() {
+        for isa in Isa::available() {
+            let products = |dots: Option<Dots>| dots.map(|(products, _)| products);
+            let want = match isa {
+                Isa::Amx | Isa::Avx512Vnni | Isa::Avx512 => Some(64),
+                Isa::Avx2 | Isa::NeonI8mm => Some(32),
+                Isa::NeonDotprod => Some(16),
+                Isa::Neon | Isa::Portable => None,
+            };
+            assert_eq!(products(dot_product(Some(isa))), want, "{isa:?}");
+            assert_eq!(tile_product(Some(isa)).is_some(), isa == Isa::Amx, "{isa:?}");
+        }
+    }
 }

@@ -33,7 +33,7 @@ pub struct BenchArgs {
     /// Tokens to decode.
     #[arg(long, value_name = "N", default_value_t = 32, conflicts_with = "server")]
     pub decode: usize,
-    /// Measure decoding behind this many tokens too (CUDA).
+    /// Measure decoding behind this many tokens too.
     #[arg(long, value_delimiter = ',', value_name = "N,...", conflicts_with = "server")]
     pub depth: Vec<usize>,
     /// Sequences that decode together, to measure too (CUDA).

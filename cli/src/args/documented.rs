@@ -8,8 +8,7 @@ use std::collections::BTreeMap;
 mod cli_md;
 
 /// Options that no example can have where the tests run, and why.
-const EXCEPTIONS: [(&str, &str, &str); 3] = [
-    ("q4 bench", "depth", "needs a CUDA device"),
+const EXCEPTIONS: [(&str, &str, &str); 2] = [
     ("q4 bench", "batch", "needs a CUDA device"),
     ("q4 train", "line", "needs q4-train, which links libtorch and has tests of its own"),
 ];

@@ -68,19 +68,21 @@ unsafe fn gemv<L: Lanes, E: Encoding, const M: usize>(
     blocks: Range<usize>,
 ) {
     let width = L::ACCUMULATORS / (2 * M);
+    // SAFETY: the features are there.
+    let tables = &unsafe { Tables::of(&w.values) };
     let mut b = blocks.start;
     while b < blocks.end {
         let left = blocks.end - b;
         // SAFETY: blocks b to b + width are inside the range.
         unsafe {
             if width >= 4 && left >= 4 {
-                stream::<L, E, 4, M>(w, x, y, b);
+                stream::<L, E, 4, M>(tables, w, x, y, b);
                 b += 4;
             } else if width >= 2 && left >= 2 {
-                stream::<L, E, 2, M>(w, x, y, b);
+                stream::<L, E, 2, M>(tables, w, x, y, b);
                 b += 2;
             } else {
-                stream::<L, E, 1, M>(w, x, y, b);
+                stream::<L, E, 1, M>(tables, w, x, y, b);
                 b += 1;
             }
         }
@@ -90,6 +92,7 @@ unsafe fn gemv<L: Lanes, E: Encoding, const M: usize>(
 /// `M` rows of x against `B` blocks of one quad, decoded in registers.
 #[inline(always)]
 unsafe fn stream<L: Lanes, E: Encoding, const B: usize, const M: usize>(
+    tables: &Tables<L>,
     w: &Packed<E>,
     x: &Rows<'_>,
     y: &RowsMut<'_>,
@@ -98,7 +101,6 @@ unsafe fn stream<L: Lanes, E: Encoding, const B: usize, const M: usize>(
     let shape = Shape::of(w);
     // SAFETY: every index is below the length the layout has for n and k; x has k columns.
     unsafe {
-        let tables = Tables::<L>::of(&w.values);
         let places: [Place<E>; B] = std::array::from_fn(|b| shape.place(w, b0 + b));
         let codes: [Codes; B] = std::array::from_fn(|b| places[b].codes);
         let x: [*const f32; M] = std::array::from_fn(|r| x.row(r).as_ptr());
@@ -110,7 +112,7 @@ unsafe fn stream<L: Lanes, E: Encoding, const B: usize, const M: usize>(
                 place.fetch::<L>(at, w.group);
             }
             let groups: [Group<L>; B] = std::array::from_fn(|b| places[b].group(at, w.group));
-            let acc = L::chain::<E, B, M>(&tables, &groups, &codes, shape.words_per_chain, x, word);
+            let acc = L::chain::<E, B, M>(tables, &groups, &codes, shape.words_per_chain, x, word);
             word += shape.words_per_chain;
             for b in 0..B {
                 let scale = groups[b].outer::<E>();

@@ -11,6 +11,8 @@
 //! threads changes a bit. `int8` activations are rounded to int8 with an f32 scale per 16, and `q · scale`,
 //! rounded to f32, takes the place of x; but where codes are integers, or halves of them, the products of
 //! each 16 are summed exactly, and these sums are scaled.
+#[cfg(target_arch = "x86_64")]
+mod avx2;
 mod backend;
 mod cuda;
 mod dots;

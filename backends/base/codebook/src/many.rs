@@ -1,5 +1,5 @@
-//! GEMM: the product with many rows. A chain of k is decoded once to tiles and used by up to [`ROWS`] rows of
-//! x.
+//! GEMM: the product with many rows. A chain of k is decoded once to tiles and used by up to [`Lanes::MANY`]
+//! rows of x.
 //!
 //! What these rows have for the chain is copied together first, while the chain before it is multiplied: rows
 //! of x lie in as many pages, where nothing fetches ahead by itself, and often a multiple of a cache's ways
@@ -12,16 +12,15 @@ use crate::simd::{Lanes, Tables};
 use q4_core::rows::{Rows, RowsMut};
 use std::ops::Range;
 
-/// Rows of x whose sums are kept while the weights pass by: with them, with two parts of x and two tiles, 38
-/// KiB.
-const ROWS: usize = 40;
+/// Most rows of x whose sums are kept while the weights pass by, of any set.
+pub(crate) const MOST_ROWS: usize = 64;
 /// Blocks that are decoded at a time, at most.
 const PAIR: usize = 2;
 
 /// What rows of x have for a chain, `[rows, len]`.
-type Part = [Line<f32>; ROWS * CHAIN / LANES];
+type Part = [Line<f32>; MOST_ROWS * CHAIN / LANES];
 /// Sums of the rows with a block.
-type Totals = [Line<f32>; ROWS];
+type Totals = [Line<f32>; MOST_ROWS];
 
 /// One chain of k: up to [`PAIR`] blocks of it, and some rows of x.
 struct Chain<L: Lanes> {
@@ -46,10 +45,10 @@ pub(crate) unsafe fn gemm<L: Lanes, E: Encoding>(
     let shape = Shape::of(w);
     let len = shape.words_per_chain * CODES;
     // Groups of about one size: a tile costs the same however few rows use it.
-    let most = x.m().div_ceil(x.m().div_ceil(ROWS)).next_multiple_of(4);
+    let most = x.m().div_ceil(x.m().div_ceil(L::MANY)).next_multiple_of(4);
     let blank = Line([0f32; LANES]);
     // SAFETY: the features are there.
-    let scales = [unsafe { L::splat(0.0) }; PAIR];
+    let (scales, tables) = unsafe { ([L::splat(0.0); PAIR], Tables::<L>::of(&w.values)) };
     let mut step = Chain::<L> { tiles: [[blank; CHAIN]; PAIR], scales, part: std::ptr::null(), len, rows: 0 };
     let mut parts: [Part; 2] = [[blank; _]; 2];
     let mut totals: [Totals; QUAD] = [[blank; _]; QUAD];
@@ -62,7 +61,7 @@ pub(crate) unsafe fn gemm<L: Lanes, E: Encoding>(
             let fetch = |chain: usize, r: usize, part: *mut f32| {
                 let row = x.row(r0 + r).as_ptr().wrapping_add(chain * len);
                 for i in (0..len).step_by(LANES) {
-                    // SAFETY: x has k columns, a part has room for ROWS chains; a prefetch of any address is
+                    // SAFETY: x has k columns, a part has room for MOST_ROWS chains; a prefetch of any address is
                     // harmless.
                     unsafe {
                         L::prefetch(row.wrapping_add(len + i));
@@ -84,7 +83,7 @@ pub(crate) unsafe fn gemm<L: Lanes, E: Encoding>(
                     // SAFETY: the blocks exist, the part was fetched.
                     unsafe {
                         for c in 0..count {
-                            step.decode(w, &shape, b0 + b + c, chain, c);
+                            step.decode(&tables, w, &shape, b0 + b + c, chain, c);
                         }
                         match count {
                             PAIR => step.multiply::<PAIR>(&mut totals[b..], ahead),
@@ -108,6 +107,7 @@ impl<L: Lanes> Chain<L> {
     #[inline(always)]
     unsafe fn decode<E: Encoding>(
         &mut self,
+        tables: &Tables<L>,
         w: &Packed<E>,
         shape: &Shape,
         block: usize,
@@ -116,7 +116,6 @@ impl<L: Lanes> Chain<L> {
     ) {
         // SAFETY: every index is below the length the layout has for n and k; a tile holds a chain.
         unsafe {
-            let tables = Tables::<L>::of(&w.values);
             let place = shape.place(w, block);
             let at = chain / shape.chains_per_group;
             place.fetch::<L>(at, w.group);
@@ -125,7 +124,7 @@ impl<L: Lanes> Chain<L> {
             for i in 0..shape.words_per_chain {
                 place.codes.fetch::<L, E>(first + i);
                 let tile = self.tiles[c][i * CODES].0.as_mut_ptr();
-                L::unpack::<E>(&tables, &group, &place.codes, first + i, tile);
+                L::unpack::<E>(tables, &group, &place.codes, first + i, tile);
             }
             self.scales[c] = group.outer::<E>();
         }
@@ -139,7 +138,9 @@ impl<L: Lanes> Chain<L> {
             let left = self.rows - r;
             // SAFETY: rows r to r + count exist.
             let count = unsafe {
-                if L::ROWS >= 4 && left >= 4 {
+                if L::TILE_ROWS >= 6 && left >= 6 {
+                    self.few::<6, C>(r, totals)
+                } else if L::TILE_ROWS >= 4 && left >= 4 {
                     self.few::<4, C>(r, totals)
                 } else if left >= 2 {
                     self.few::<2, C>(r, totals)
@@ -155,7 +156,7 @@ impl<L: Lanes> Chain<L> {
     /// `R` rows from `at` on, in the order of `stream`; returns how many they are.
     #[inline(always)]
     unsafe fn few<const R: usize, const C: usize>(&self, at: usize, totals: &mut [Totals]) -> usize {
-        // SAFETY: `at + R <= ROWS`, and there are C tiles.
+        // SAFETY: `at + R <= MOST_ROWS`, and there are C tiles.
         unsafe {
             let x: [*const f32; R] = std::array::from_fn(|r| self.part.add((at + r) * self.len));
             let tiles: [*const f32; C] = std::array::from_fn(|c| self.tiles[c].as_ptr().cast());

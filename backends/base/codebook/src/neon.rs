@@ -37,7 +37,7 @@ impl Lanes for Neon {
                     let mut acc = [[vdupq_n_f32(0.0); 2]; M];
                     for i in word..word + count {
                         let four = low.add(i * step + QUARTER * q);
-                        let [even, odd] = eight::<E>(tables.low(), groups[b].offset[q], four);
+                        let [even, odd] = eight::<E>(tables.low, groups[b].offset[q], four);
                         for r in 0..M {
                             let (low, high) =
                                 (vld1q_f32(x[r].add(i * CODES)), vld1q_f32(x[r].add(i * CODES + 4)));
@@ -75,7 +75,7 @@ impl Lanes for Neon {
             }
             let p = codes.low.add(word * codes.step);
             for q in 0..QUARTER {
-                let [even, odd] = eight::<E>(tables.low(), group.offset[q], p.add(QUARTER * q));
+                let [even, odd] = eight::<E>(tables.low, group.offset[q], p.add(QUARTER * q));
                 for i in 0..CODES / 2 {
                     vst1q_f32(out.add(2 * i * LANES + QUARTER * q), even[i]);
                     vst1q_f32(out.add((2 * i + 1) * LANES + QUARTER * q), odd[i]);

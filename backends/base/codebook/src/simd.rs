@@ -3,7 +3,7 @@ use crate::encoding::{Bytes, Encoding, Offset, Values, is_wide, share};
 use crate::layout::{CODES, LANES};
 use crate::shape::{Codes, Group};
 #[cfg(target_arch = "x86_64")]
-use q4_simd::{Avx2, Avx512};
+use q4_simd::Avx512;
 use q4_simd::{Portable, Vector};
 
 /// Words of memory ahead of those in use that codes are fetched: 8 KiB.
@@ -12,8 +12,10 @@ const AHEAD: usize = 2048;
 /// What codes are worth, in registers.
 #[derive(Clone, Copy)]
 pub(crate) struct Tables<L: Vector> {
-    low: L::Table,
-    high: [L::Table; 4],
+    /// By the lowest four bits.
+    pub low: L::Table,
+    /// What is added, for each word that shares upper bits.
+    pub high: [L::Table; 4],
 }
 
 impl<L: Vector> Tables<L> {
@@ -22,13 +24,10 @@ impl<L: Vector> Tables<L> {
     #[inline(always)]
     pub unsafe fn of(values: &Values) -> Self {
         // SAFETY: the caller's.
-        unsafe { Self { low: L::table(&values.low), high: values.high.each_ref().map(|v| L::table(v)) } }
-    }
-    /// That of codes of four bits.
-    #[cfg(target_arch = "aarch64")]
-    #[inline(always)]
-    pub fn low(&self) -> L::Table {
-        self.low
+        unsafe {
+            let [a, b, c, d] = &values.high;
+            Self { low: L::table(&values.low), high: [L::table(a), L::table(b), L::table(c), L::table(d)] }
+        }
     }
 
     /// Values of code `j` of words of codes, the `word`th of those that share `high`: scaled where each has
@@ -103,7 +102,12 @@ impl Codes {
 pub(crate) trait Lanes: Vector + Sized {
     /// Accumulators of a [`chain`](Self::chain) that fit into the registers.
     const ACCUMULATORS: usize = Self::SUMS;
-    /// Blocks (1 or 2) of one [`tile`](Self::tile) with up to `ROWS` input rows, which has two accumulators
+    /// Rows of x whose sums are kept while weights pass by, a multiple of 4 and at most [`MOST_ROWS`](crate::many::MOST_ROWS): with two
+    /// parts of x and two tiles 38 KiB.
+    const MANY: usize = 40;
+    /// Rows of one [`tile`](Self::tile) at most: 1, 2, 4 or 6.
+    const TILE_ROWS: usize = Self::ROWS;
+    /// Blocks (1 or 2) of one [`tile`](Self::tile) with up to `TILE_ROWS` input rows, which has two accumulators
     /// for each pair of them.
     const BLOCKS: usize = 1;
 
@@ -223,8 +227,6 @@ pub(crate) unsafe fn unpack<L: Vector, E: Encoding>(
 }
 
 impl Lanes for Portable {}
-#[cfg(target_arch = "x86_64")]
-impl Lanes for Avx2 {}
 #[cfg(target_arch = "x86_64")]
 impl Lanes for Avx512 {
     const BLOCKS: usize = 2;

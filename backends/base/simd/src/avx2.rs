@@ -1,10 +1,11 @@
 //! AVX2 with FMA and F16C.
 use crate::Vector;
+use crate::planes::{self, Table};
 use half::{bf16, f16};
 use q4_core::isa::Isa;
 use std::arch::x86_64::*;
 
-/// Two 256-bit registers; each half of the table is one.
+/// Two 256-bit registers.
 pub struct Avx2;
 
 // SAFETY of every block: the trait's contract.
@@ -12,7 +13,7 @@ pub struct Avx2;
 impl Vector for Avx2 {
     type F = [__m256; 2];
     type Words = [__m256i; 2];
-    type Table = [__m256; 2];
+    type Table = Table;
     const ISA: Isa = Isa::Avx2;
     const FUSED: bool = true;
     const SUMS: usize = 4;
@@ -82,7 +83,9 @@ impl Vector for Avx2 {
     }
     #[inline(always)]
     unsafe fn table(values: &[f32; 16]) -> Self::Table {
-        unsafe { Self::load(values.as_ptr()) }
+        let halves = unsafe { Self::load(values.as_ptr()) };
+        let is_short = values.iter().all(|v| v.to_bits() & 0xffff == 0);
+        Table { halves, bytes: planes::tables(values), is_short }
     }
     #[inline(always)]
     unsafe fn words(p: *const u32) -> Self::Words {
@@ -90,7 +93,7 @@ impl Vector for Avx2 {
     }
     #[inline(always)]
     unsafe fn look_up(table: Self::Table, words: Self::Words, j: i32) -> Self::F {
-        unsafe { [half(table, words[0], j), half(table, words[1], j)] }
+        unsafe { [half(table.halves, words[0], j), half(table.halves, words[1], j)] }
     }
     #[inline(always)]
     unsafe fn signed(words: Self::Words, j: i32) -> Self::F {

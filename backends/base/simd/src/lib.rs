@@ -10,6 +10,8 @@ mod avx2;
 mod avx512;
 #[cfg(target_arch = "aarch64")]
 mod neon;
+#[cfg(target_arch = "x86_64")]
+pub mod planes;
 mod portable;
 mod widen;
 

@@ -5,7 +5,8 @@
 //! 16 k with 128 bytes of codes each, then 4 x 16 E4M3 scales. In the two 64-byte halves of a group, lane `r`
 //! has four bytes; half `h`, byte `j` holds `k = 8h + j` in the low and `k = 8h + 4 + j` in the high nibble.
 //! So a 64-byte load feeds two integer dots of 4 k, and shifting 32-bit lanes by 4 walks through 8 k. Padding
-//! rows and columns have scale 0.
+//! rows and columns have scale 0. A product may have the bytes of codes in an order of its own
+//! ([`Product::reorder`]).
 //!
 //! **Order.** Float products: per group two chains, over `k mod 8 < 4` and over the rest, each ascending,
 //! then `acc += (chain0 + chain1) * scale`, groups ascending. Integer products: the exact dot of a group,
@@ -229,6 +230,9 @@ pub const SHIFTS: [u32; 8] = [0, 8, 16, 24, 4, 12, 20, 28];
 /// `dx[r] += sum_j dy[r][j] * w[j]`, j ascending.
 pub type AxpyFn = unsafe fn(dy: &[[f32; LANES]], w: &[[f32; TILE_K]; LANES], dx: &mut [[f32; TILE_K]]);
 
+/// Puts the codes of `count` adjacent tiles into another order, or back out of it.
+pub type ReorderFn = unsafe fn(tiles: *mut u8, count: usize);
+
 /// Kernels of one kind of activations.
 pub struct Product<X, T> {
     /// For few rows, up to `direct_rows`.
@@ -241,6 +245,9 @@ pub struct Product<X, T> {
     pub unpack: unsafe fn(tile: *const u8, ahead: usize, out: *mut T),
     /// For any number of rows.
     pub panel: PanelFn<X, T>,
+    /// To the order in which these read the codes of a tile, if it is their own. [`Kernels::decode`] wants the
+    /// common one.
+    pub reorder: Option<ReorderFn>,
 }
 
 /// Everything one instruction set provides.

@@ -231,6 +231,10 @@ unsafe fn interleave(parts: &[Part<'_>], w: &Weight, block: usize) {
             tile.add(SCALES_AT).cast::<[[u8; LANES]; GROUPS]>().write(scales);
         }
     }
+    if let Some(reorder) = w.reorder() {
+        // SAFETY: all of its tiles are written.
+        unsafe { reorder(b.tiles.cast_mut(), w.tiles()) };
+    }
 }
 
 /// Where sixteen rows start, if all of them exist and keep their scales in one arrangement.

@@ -1,6 +1,6 @@
 //! A prepared weight: packed bytes in one aligned allocation and what its calls need to know. Immutable, so
 //! that any number of threads may use it.
-use crate::kernels::{Blocks, GROUPS, Kernels, LANES, SCALES_AT, TILE_BYTES, TILE_K};
+use crate::kernels::{Blocks, GROUPS, Kernels, LANES, ReorderFn, SCALES_AT, TILE_BYTES, TILE_K};
 use crate::memory::Packed;
 use q4_core::formats::e4m3;
 use q4_core::isa::Isa;
@@ -30,6 +30,10 @@ pub struct Weight {
     pub isa: Isa,
 }
 
+/// A tile beside the others, aligned as they are.
+#[repr(C, align(64))]
+struct Tile([u8; TILE_BYTES]);
+
 /// Rows with one per-tensor scale.
 #[derive(Clone, Copy)]
 pub struct Span {
@@ -51,6 +55,13 @@ impl Weight {
     /// Its kernels.
     pub fn kernels(&self) -> &'static Kernels {
         Kernels::of(self.isa)
+    }
+    /// What brings its tiles into the order of its kernels, and back, where that is not the common one.
+    pub fn reorder(&self) -> Option<ReorderFn> {
+        match self.activations {
+            Activations::Native => self.kernels().float.reorder,
+            _ => self.kernels().bytes.reorder,
+        }
     }
     /// `count` row blocks from `first` on.
     pub fn blocks(&self, first: usize, count: usize) -> Blocks {
@@ -78,8 +89,19 @@ impl Weight {
                 *step = global.map_or(scale, |g| g.effective(scale));
             }
         }
-        // SAFETY: the kernels run on this processor.
-        unsafe { (self.kernels().decode)(at, &steps, out) };
+        // SAFETY: the kernels run on this processor, on the tile or on a copy of it.
+        unsafe {
+            let mut copy;
+            let at = match self.reorder() {
+                None => at,
+                Some(reorder) => {
+                    copy = at.cast::<Tile>().read();
+                    reorder(copy.0.as_mut_ptr(), 1);
+                    copy.0.as_ptr()
+                }
+            };
+            (self.kernels().decode)(at, &steps, out);
+        }
         (self.k - tile * TILE_K).min(TILE_K)
     }
 }

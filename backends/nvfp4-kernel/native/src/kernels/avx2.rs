@@ -1,11 +1,11 @@
 //! The kernels in AVX2 with FMA and F16C: two registers are one row block. Float sums are those of the
 //! AVX-512 kernels, bit for bit, because chains and fused roundings are the same.
 mod activations;
+mod floats;
 
 use super::{
-    AHEAD, ANCHOR, Acc, Blocks, ByteBlock, ByteRows, ByteTile, FloatRows, FloatTile, GROUP_BYTES, GROUPS,
-    Kernels, LANES, OFFSET, PANEL_ROWS, Product, SCALES_AT, SHIFTS, TILE_BYTES, TILE_K, by_rows, lanes,
-    prefetch,
+    AHEAD, ANCHOR, Acc, Blocks, ByteBlock, ByteRows, ByteTile, GROUP_BYTES, GROUPS, Kernels, LANES, OFFSET,
+    PANEL_ROWS, Product, SCALES_AT, SHIFTS, TILE_BYTES, TILE_K, by_rows, lanes, prefetch,
 };
 use q4_core::formats::e2m1;
 use q4_simd::{Avx2, Vector};
@@ -13,13 +13,14 @@ use std::arch::x86_64::*;
 
 /// AVX2 with FMA and F16C.
 pub static KERNELS: Kernels = Kernels {
-    float: Product { direct, direct_rows: 4, panel_rows: PANEL_ROWS, unpack, panel },
+    float: floats::FLOAT,
     bytes: Product {
         direct: direct_bytes,
         direct_rows: 4,
         panel_rows: PANEL_ROWS,
         unpack: unpack_bytes,
         panel: panel_bytes,
+        reorder: None,
     },
     int8: activations::int8,
     nvfp4: activations::nvfp4,
@@ -33,123 +34,6 @@ pub static KERNELS: Kernels = Kernels {
 
 /// Rows of a register, and registers of a row block.
 const HALF: usize = 8;
-
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn direct(w: Blocks, x: FloatRows, out: *mut Acc) {
-    // SAFETY: same contract.
-    unsafe { by_rows!(x.rows, [1 2 3; 4], direct_rows(w, x, out)) }
-}
-
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn direct_rows<const M: usize>(w: Blocks, x: FloatRows, out: *mut Acc) {
-    for c in 0..w.count {
-        // SAFETY: by the contract of `Kernels`, M rows of 16 * groups floats and `count` row blocks exist.
-        unsafe {
-            let table = doubled();
-            let mut acc = [[_mm256_setzero_ps(); 2]; M];
-            for g in 0..w.groups {
-                let tile = w.tiles.add(c * w.stride + g / GROUPS * TILE_BYTES);
-                if g % GROUPS == 0 {
-                    prefetch::<Avx2>(tile, AHEAD);
-                }
-                let x0 = x.x.add(16 * g);
-                let scale = half_scales(tile, g % GROUPS);
-                for side in 0..2 {
-                    let mut chains = [[_mm256_setzero_ps(); 2]; M];
-                    let codes = decode(tile.add(g % GROUPS * GROUP_BYTES + side * 4 * HALF), table);
-                    for (j, &four) in codes.iter().enumerate() {
-                        for (i, value) in floats(four).into_iter().enumerate() {
-                            for r in 0..M {
-                                let chain = &mut chains[r][j % 2];
-                                let x = _mm256_set1_ps(*x0.add(r * x.ld + 4 * j + i));
-                                *chain = _mm256_fmadd_ps(x, value, *chain);
-                            }
-                        }
-                    }
-                    for r in 0..M {
-                        let sum = _mm256_add_ps(chains[r][0], chains[r][1]);
-                        acc[r][side] = _mm256_fmadd_ps(sum, scale[side], acc[r][side]);
-                    }
-                }
-            }
-            for r in 0..M {
-                Avx2::store(acc[r], (*out.add(r))[c].as_mut_ptr());
-            }
-        }
-    }
-}
-
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn unpack(tile: *const u8, ahead: usize, out: *mut FloatTile) {
-    // SAFETY: a tile and its buffer, by the contract of `Kernels`.
-    unsafe {
-        prefetch::<Avx2>(tile, ahead);
-        let table = doubled();
-        for g in 0..GROUPS {
-            for side in 0..2 {
-                let codes = decode(tile.add(g * GROUP_BYTES + side * 4 * HALF), table);
-                for (j, &four) in codes.iter().enumerate() {
-                    for (i, value) in floats(four).into_iter().enumerate() {
-                        _mm256_store_ps(
-                            (*out).values[16 * g + 4 * j + i].as_mut_ptr().add(side * HALF),
-                            value,
-                        );
-                    }
-                }
-            }
-            Avx2::store(half_scales(tile, g), (*out).scales[g].as_mut_ptr());
-        }
-    }
-}
-
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn panel(tiles: *const FloatTile, count: usize, groups: usize, x: FloatRows, acc: *mut Acc) {
-    for r in (0..x.rows).step_by(4) {
-        for c in 0..count {
-            // SAFETY: same contract; rows r to r + 3 or the last one exist.
-            unsafe {
-                let (tile, x0, acc) = (&*tiles.add(c), x.x.add(r * x.ld), acc.add(r));
-                by_rows!(x.rows - r, [1 2 3; 4], panel_rows(tile, groups, x0, x.ld, acc, c))
-            }
-        }
-    }
-}
-
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn panel_rows<const M: usize>(
-    tile: &FloatTile,
-    groups: usize,
-    x: *const f32,
-    ld: usize,
-    out: *mut Acc,
-    c: usize,
-) {
-    // SAFETY: by the contract of `Kernels`, M rows and sums exist.
-    unsafe {
-        for g in 0..groups {
-            let scale = Avx2::load(tile.scales[g].as_ptr());
-            for side in 0..2 {
-                // Both chains of four rows are the eight sums that hide the latency of a multiply-add.
-                let (mut low, mut high) = ([_mm256_setzero_ps(); M], [_mm256_setzero_ps(); M]);
-                for j in 0..8 {
-                    let k = 16 * g + j + (j & 4);
-                    let a = _mm256_load_ps(tile.values[k].as_ptr().add(side * HALF));
-                    let b = _mm256_load_ps(tile.values[k + 4].as_ptr().add(side * HALF));
-                    for r in 0..M {
-                        let x = x.add(r * ld + k);
-                        low[r] = _mm256_fmadd_ps(_mm256_set1_ps(*x), a, low[r]);
-                        high[r] = _mm256_fmadd_ps(_mm256_set1_ps(*x.add(4)), b, high[r]);
-                    }
-                }
-                for r in 0..M {
-                    let lanes = (*out.add(r))[c].as_mut_ptr().add(side * HALF);
-                    let sum = _mm256_add_ps(low[r], high[r]);
-                    _mm256_storeu_ps(lanes, _mm256_fmadd_ps(sum, scale[side], _mm256_loadu_ps(lanes)));
-                }
-            }
-        }
-    }
-}
 
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn direct_bytes(w: Blocks, x: ByteRows, out: *mut Acc) {
@@ -295,18 +179,6 @@ unsafe fn decode(group: *const u8, table: __m256i) -> [__m256i; 4] {
     [low(a), high(a), low(b), high(b)]
 }
 
-/// Four signed bytes a lane as four registers of floats.
-#[inline]
-#[target_feature(enable = "avx2")]
-fn floats(four: __m256i) -> [__m256; 4] {
-    [
-        _mm256_cvtepi32_ps(_mm256_srai_epi32::<24>(_mm256_slli_epi32::<24>(four))),
-        _mm256_cvtepi32_ps(_mm256_srai_epi32::<24>(_mm256_slli_epi32::<16>(four))),
-        _mm256_cvtepi32_ps(_mm256_srai_epi32::<24>(_mm256_slli_epi32::<8>(four))),
-        _mm256_cvtepi32_ps(_mm256_srai_epi32::<24>(four)),
-    ]
-}
-
 #[inline]
 #[target_feature(enable = "avx2")]
 fn doubled() -> __m256i {
@@ -335,14 +207,4 @@ unsafe fn scales(tile: *const u8, g: usize) -> [__m256; 2] {
 #[target_feature(enable = "avx2")]
 fn offsets(scales: [__m256; 2]) -> [__m256; 2] {
     scales.map(|s| _mm256_mul_ps(s, _mm256_set1_ps(-ANCHOR)))
-}
-
-/// The same for doubled values.
-#[inline]
-#[target_feature(enable = "avx2,f16c")]
-unsafe fn half_scales(tile: *const u8, g: usize) -> [__m256; 2] {
-    // SAFETY: same contract.
-    let [a, b] = unsafe { scales(tile, g) };
-    let half = _mm256_set1_ps(0.5);
-    [_mm256_mul_ps(a, half), _mm256_mul_ps(b, half)]
 }

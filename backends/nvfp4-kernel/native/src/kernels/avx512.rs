@@ -55,7 +55,7 @@ const fn table(float: Product<FloatRows, FloatTile>, bytes: Product<ByteRows, By
 
 /// With f32 activations.
 const FLOAT: Product<FloatRows, FloatTile> =
-    Product { direct, direct_rows: 8, panel_rows: PANEL_ROWS, unpack, panel };
+    Product { direct, direct_rows: 8, panel_rows: PANEL_ROWS, unpack, panel, reorder: None };
 /// That with more rows a tile: a prompt of a small model is 1 % faster so on an AMD Zen 5. An Intel Xeon, busy
 /// with other work too, looked slower.
 const TALL: Product<FloatRows, FloatTile> = Product { panel_rows: MOST_ROWS, ..FLOAT };

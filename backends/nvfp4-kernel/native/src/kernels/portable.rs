@@ -16,6 +16,7 @@ pub static KERNELS: Kernels = Kernels {
         panel_rows: PANEL_ROWS,
         unpack: unpack_float,
         panel: panel_float,
+        reorder: None,
     },
     bytes: Product {
         direct: never,
@@ -23,6 +24,7 @@ pub static KERNELS: Kernels = Kernels {
         panel_rows: PANEL_ROWS,
         unpack: unpack_bytes,
         panel: panel_bytes,
+        reorder: None,
     },
     int8: quantise_int8,
     nvfp4: quantise_nvfp4,

@@ -32,7 +32,7 @@ macro_rules! kernels {
         mod $name {
             use super::*;
 
-            pub const BYTES: Product<ByteRows, ByteTile> = Product { direct, direct_rows: 8, panel_rows: PANEL_ROWS, unpack, panel };
+            pub const BYTES: Product<ByteRows, ByteTile> = Product { direct, direct_rows: 8, panel_rows: PANEL_ROWS, unpack, panel, reorder: None };
 
             #[target_feature(enable = $features)]
             unsafe fn direct(w: Blocks, x: ByteRows, acc: *mut Acc) {

@@ -8,7 +8,7 @@ use q4_simd::{Neon, Vector};
 use std::arch::aarch64::*;
 
 pub const FLOAT: Product<FloatRows, FloatTile> =
-    Product { direct, direct_rows: 4, panel_rows: PANEL_ROWS, unpack, panel };
+    Product { direct, direct_rows: 4, panel_rows: PANEL_ROWS, unpack, panel, reorder: None };
 
 /// The chains of M rows: over `k mod 8 < 4`, and over the rest.
 type Chains<const M: usize> = [[float32x4_t; 2]; M];

@@ -1,0 +1,166 @@
+//! Values by 4-bit codes with AVX2, whose widest look-up finds bytes: 32 of them by tables of 16.
+//!
+//! Four codes of each of eight lanes are looked up in a table for each byte of a value, and what was found is
+//! interleaved until whole values lie beside each other. Interleaving is the cheapest thing a processor does,
+//! a permutation of whole values one of the dearest.
+use std::arch::x86_64::*;
+
+/// Bytes of a value that [`Planes`] looks up where the values need no more: numbers of bf16.
+pub const SHORT: usize = 2;
+/// All of them.
+pub const WHOLE: usize = 4;
+
+/// A table for each of the upper `B` bytes of sixteen values, the lowest first.
+pub const fn tables<const B: usize>(values: &[f32; 16]) -> [[u8; 16]; B] {
+    let mut tables = [[0; 16]; B];
+    let mut i = 0;
+    while i < 16 * B {
+        tables[i / 16][i % 16] = values[i % 16].to_le_bytes()[WHOLE - B + i / 16];
+        i += 1;
+    }
+    tables
+}
+
+/// Such tables in registers, of [`SHORT`] or [`WHOLE`] values.
+///
+/// # Safety of its functions
+/// The processor has AVX2.
+#[derive(Clone, Copy)]
+pub struct Planes<const B: usize>([__m256i; B]);
+
+/// Sixteen values for both kinds of look-up: in registers for one by one, in memory for four by four.
+#[derive(Clone, Copy)]
+pub struct Table {
+    /// The first eight and the last eight.
+    pub halves: [__m256; 2],
+    /// Their bytes.
+    pub bytes: [[u8; 16]; WHOLE],
+    /// Whether they are numbers of bf16.
+    pub is_short: bool,
+}
+
+impl Table {
+    /// The tables of the upper `B` bytes.
+    #[inline(always)]
+    pub fn upper<const B: usize>(&self) -> &[[u8; 16]; B] {
+        self.bytes.last_chunk().expect("at most four")
+    }
+}
+
+#[allow(clippy::missing_safety_doc)] // above, once for all
+impl<const B: usize> Planes<B> {
+    /// Loads them.
+    #[inline(always)]
+    pub unsafe fn load(tables: &[[u8; 16]; B]) -> Self {
+        // SAFETY: the caller's.
+        unsafe {
+            let mut planes = [_mm256_setzero_si256(); B];
+            for (plane, table) in planes.iter_mut().zip(tables) {
+                *plane = _mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast()));
+            }
+            Self(planes)
+        }
+    }
+
+    /// Values by the codes in byte 0, 1, 2 and 3 of every lane, as [`codes`] or [`upper_codes`] has them.
+    #[inline(always)]
+    pub unsafe fn four(&self, codes: __m256i) -> [__m256; 4] {
+        // SAFETY: the caller's.
+        unsafe {
+            let plane = |i: usize| _mm256_shuffle_epi8(self.0[i], codes);
+            let upper = [plane(B - 2), plane(B - 1)];
+            let lower = if B == WHOLE { [plane(0), plane(1)] } else { [_mm256_setzero_si256(); 2] };
+            let [low, high] = [lower, upper];
+            let (a, b) = (_mm256_unpacklo_epi8(low[0], low[1]), _mm256_unpackhi_epi8(low[0], low[1]));
+            let (c, d) = (_mm256_unpacklo_epi8(high[0], high[1]), _mm256_unpackhi_epi8(high[0], high[1]));
+            [
+                _mm256_castsi256_ps(_mm256_unpacklo_epi16(a, c)),
+                _mm256_castsi256_ps(_mm256_unpackhi_epi16(a, c)),
+                _mm256_castsi256_ps(_mm256_unpacklo_epi16(b, d)),
+                _mm256_castsi256_ps(_mm256_unpackhi_epi16(b, d)),
+            ]
+        }
+    }
+}
+
+/// Eight words of eight codes, with byte `i` of the first four and of the last four together.
+///
+/// # Safety
+/// The processor has AVX2.
+#[inline(always)]
+pub unsafe fn by_byte(words: __m256i) -> __m256i {
+    // SAFETY: the caller's.
+    unsafe {
+        let order = _mm_set_epi32(0x0f0b_0703, 0x0e0a_0602, 0x0d09_0501, 0x0c08_0400);
+        _mm256_shuffle_epi8(words, _mm256_broadcastsi128_si256(order))
+    }
+}
+
+/// Of words as [`by_byte`] has them the codes in the lower halves of bytes.
+///
+/// # Safety
+/// The processor has AVX2.
+#[inline(always)]
+pub unsafe fn codes(bytes: __m256i) -> __m256i {
+    // SAFETY: the caller's.
+    unsafe { _mm256_and_si256(bytes, _mm256_set1_epi8(15)) }
+}
+
+/// The same in the upper halves.
+///
+/// # Safety
+/// The processor has AVX2.
+#[inline(always)]
+pub unsafe fn upper_codes(bytes: __m256i) -> __m256i {
+    // SAFETY: the caller's.
+    unsafe { codes(_mm256_srli_epi16::<4>(bytes)) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Avx2, Isa, LANES, Vector};
+
+    /// Both halves of every byte of words at an odd address, beside the values themselves.
+    unsafe fn check<const B: usize>(values: &[f32; 16]) {
+        let words: [u32; LANES / 2 + 1] =
+            std::array::from_fn(|l| (l as u32).wrapping_mul(2_654_435_761) ^ 0x0123_4567);
+        // SAFETY: the caller's; eight words behind the first.
+        unsafe {
+            let planes = Planes::<B>::load(Avx2::table(values).upper());
+            let bytes = by_byte(_mm256_loadu_si256(words[1..].as_ptr().cast()));
+            for (upper, codes) in [codes(bytes), upper_codes(bytes)].into_iter().enumerate() {
+                for (i, found) in planes.four(codes).into_iter().enumerate() {
+                    let mut lanes = [0.0; 8];
+                    _mm256_storeu_ps(lanes.as_mut_ptr(), found);
+                    for (lane, found) in lanes.into_iter().enumerate() {
+                        let code = words[1 + lane] >> (8 * i + 4 * upper) & 15;
+                        let want = values[code as usize];
+                        assert_eq!(
+                            found.to_bits(),
+                            want.to_bits(),
+                            "{B}: byte {i}, half {upper}, lane {lane}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn values_are_put_together_from_their_bytes() {
+        if !Isa::Avx2.is_available() {
+            println!("skipped: no AVX2 here");
+            return;
+        }
+        let short: [f32; 16] = std::array::from_fn(|i| [0.0, 0.5, -3.0, 96.0, -0.0][i % 5] * (1 << i) as f32);
+        let long: [f32; 16] = std::array::from_fn(|i| (i as f32 * 0.7 - 5.0).sin());
+        // SAFETY: AVX2 was found.
+        unsafe {
+            assert!(Avx2::table(&short).is_short && !Avx2::table(&long).is_short);
+            check::<SHORT>(&short);
+            check::<WHOLE>(&short);
+            check::<WHOLE>(&long);
+        }
+    }
+}
