@@ -3,6 +3,7 @@
 mod prepare;
 
 use q4_codebook::{Levels, OnCuda, Own, Refuse, Width, width_of};
+use q4_core::formats::int4::Zeros;
 use q4_core::{LinearSpec, Q4Schema, Registration, RejectCode, inventory};
 
 inventory::submit! {
@@ -16,14 +17,16 @@ static OWN: Own = Own {
     has_dots: true,
     refuse,
     scale: |spec| match spec.schema {
-        Q4Schema::Int4(format) => Some((format.group, format.scales.size() + usize::from(!format.symmetric))),
+        Q4Schema::Int4(format) => {
+            Some((format.group, format.scales.size() + usize::from(format.zeros.are_stored())))
+        }
         _ => None,
     },
     prepare: prepare::prepare,
     cuda: Some(OnCuda {
         levels: Levels::Int4,
         scales: |spec| match spec.schema {
-            Q4Schema::Int4(format) => (width_of(format.scales), !format.symmetric),
+            Q4Schema::Int4(format) => (width_of(format.scales), format.zeros.are_stored()),
             _ => (Width::Single, false),
         },
         may_round: true,
@@ -32,8 +35,9 @@ static OWN: Own = Own {
 
 fn refuse(spec: &LinearSpec, reject: &mut Refuse<'_>) {
     use RejectCode::*;
-    let Q4Schema::Int4(format) = spec.schema else {
-        return reject(SchemaUnsupported, "int4 or int4-asym", spec.schema.id().name.into());
+    let format = match spec.schema {
+        Q4Schema::Int4(format) if format.zeros != Zeros::Biases => format,
+        _ => return reject(SchemaUnsupported, "int4 or int4-asym", spec.schema.id().name.into()),
     };
     let group = format.group as usize;
     if group == 0 || !group.is_multiple_of(16) {

@@ -1,7 +1,7 @@
 //! What int4 stores, as the kernels of `q4-codebook` take it.
 use half::{bf16, f16};
 use q4_codebook::{Flat, OnDevice, Place, Scale, Values};
-use q4_core::formats::int4::ZERO;
+use q4_core::formats::int4::{ZERO, Zeros};
 use q4_core::{
     Code, DType, Error, ExecPath, Int4, LinearSpec, NibbleOrder, Part, PreparedWeight, Q4Schema, Q4Weight,
     Result, Segment,
@@ -17,6 +17,9 @@ pub(crate) fn prepare(
     let Q4Schema::Int4(format) = w.schema else {
         return Err(Error::new(Code::SchemaInvalid, "weight").need("int4").have(w.schema.to_string()));
     };
+    if format.zeros == Zeros::Biases {
+        return Err(Error::new(Code::SchemaInvalid, "weight").need("zero points").have("biases"));
+    }
     let pack = match format.scales {
         DType::F16 => packed::<f16>,
         DType::BF16 => packed::<bf16>,
@@ -35,14 +38,14 @@ fn packed<S: OnDevice + 'static>(
     let stored = w.segments.iter().enumerate().map(|(i, s)| stored::<S>(i, format, w.k, s));
     let stored = stored.collect::<Result<Vec<_>>>()?;
     // A zero point is subtracted from what a code is worth; without one it is part of that.
-    let values = Values::numbers(0, if format.symmetric { ZERO } else { 0 });
+    let values = Values::numbers(0, if format.zeros == Zeros::Middle { ZERO } else { 0 });
     place.pack((crate::OWN.name, path), &stored, values, spec)
 }
 
 fn stored<'a, S: Scale>(i: usize, format: &Int4, k: usize, s: &Segment<'a>) -> Result<Flat<'a, S>> {
     let bytes = |part| s.data.need(part)?.as_bytes();
     let (codes, scales) = (bytes(Part::Codes)?, q4_codebook::scales::<S>(bytes(Part::Scales)?));
-    let zeros = if format.symmetric { &[] } else { bytes(Part::Zeros)? };
+    let zeros = if format.zeros == Zeros::Middle { &[] } else { bytes(Part::Zeros)? };
     let invalid = |what: &str, at: usize, need: &str, have: String| {
         Error::new(Code::ScaleInvalid, format!("segment {i}: {what} of group {at}")).need(need).have(have)
     };

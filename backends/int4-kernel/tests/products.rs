@@ -5,8 +5,8 @@ mod contract;
 
 use contract::{Subject, built, integer_sums_agree, subjects, vector_kernels_agree};
 use q4_conformance::Problem;
-use q4_core::formats::encodings;
 use q4_core::formats::sample::{Draw, uniform};
+use q4_core::formats::{encodings, int4::Zeros};
 use q4_core::{
     ActGlobal, ActQuant, Activations, Code, DType, ExecPath, Int4, OwnedParts, Part, Q4Schema, Q4Weight,
     RejectCode, Result, Rule, Segment, ThreadPool,
@@ -127,7 +127,8 @@ fn dispatch_checks_it_and_counts_its_calls() -> Result<()> {
 }
 
 const fn int4(group: u32, scales: DType, symmetric: bool) -> Q4Schema {
-    Q4Schema::Int4(Int4 { group, scales, symmetric })
+    let zeros = if symmetric { Zeros::Middle } else { Zeros::Points };
+    Q4Schema::Int4(Int4 { group, scales, zeros })
 }
 
 fn kernels() -> Vec<Subject> {
