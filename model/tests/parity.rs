@@ -79,7 +79,7 @@ fn what_other_tools_packed_gives_the_logits_of_transformers() -> Result<()> {
         ("gptq_v2", "int4-kernel"),
         ("awq", "int4-kernel"),
         ("auto_round", "int4-kernel"),
-        ("mlx_affine", "dequant-matmul"),
+        ("mlx_affine", "int4-kernel"),
         ("mlx_mxfp4", "mxfp4-kernel"),
         ("mlx_nvfp4", "nvfp4-kernel"),
         ("fp8_channel_ct", "fp8-kernel"),

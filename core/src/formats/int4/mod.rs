@@ -112,7 +112,7 @@ impl Int4 {
         Ok(floats)
     }
     /// Bytes of what is stored for a group beside its scale.
-    fn zero_bytes(&self) -> usize {
+    pub fn zero_bytes(&self) -> usize {
         match self.zeros {
             Zeros::Middle => 0,
             Zeros::Points => 1,
